@@ -1,0 +1,52 @@
+// Package codec says what one chunk's payload looks like on the wire: today
+// its checksum, later also its compression. It refuses to keep anything: every
+// function works on memory that the caller lends until it returns. Safe for
+// concurrent use.
+package codec
+
+import (
+	"encoding/binary"
+	"hash/crc32"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Checksum is the kind of a chunk's checksum. The numbers are those of the wire
+// (tensorferry.v1.Checksum).
+type Checksum uint8
+
+// The kinds. There is no way to ask for none: a chunk is always checked.
+const (
+	CRC32C Checksum = 1 // Castagnoli polynomial, in hardware on amd64 and arm64
+	CRC32  Checksum = 2 // IEEE polynomial, for peers whose standard library has only that
+)
+
+var (
+	castagnoli = crc32.MakeTable(crc32.Castagnoli)
+	ieee       = crc32.IEEETable
+)
+
+// Valid reports whether c is a kind this build computes.
+func (c Checksum) Valid() bool { return c == CRC32C || c == CRC32 }
+
+func (c Checksum) table() *crc32.Table {
+	if c == CRC32 {
+		return ieee
+	}
+	return castagnoli
+}
+
+// Seed begins a chunk's checksum with what names it: the tensor's 16 ID bytes,
+// then the index as 4 little-endian bytes. A chunk that is delivered under
+// another name therefore fails its check.
+func (c Checksum) Seed(id tensor.ID, index uint32) uint32 {
+	var name [20]byte
+	copy(name[:16], id[:])
+	binary.LittleEndian.PutUint32(name[16:], index)
+	return crc32.Update(0, c.table(), name[:])
+}
+
+// Update continues a checksum over more bytes of the chunk, which it borrows.
+func (c Checksum) Update(sum uint32, data []byte) uint32 {
+	return crc32.Update(sum, c.table(), data)
+}

@@ -1,0 +1,173 @@
+// Package engine is the contract of a place where models run, and the
+// combinators that make models out of functions and of other models.
+//
+// It refuses to know about sockets, sessions and credits: whoever serves a model
+// lends it input bytes and takes its results. Implementations live below it
+// (engine/cpu, …) and pass engine/enginetest. Input memory is the engine's, lent
+// block by block; result memory is the engine's too, shared until released.
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Errors that a server decides on.
+var (
+	// ErrNotFound is wrapped when no model has the name asked for.
+	ErrNotFound = errors.New("engine: no such model")
+	// ErrUnavailable is wrapped when an engine cannot run here or now.
+	ErrUnavailable = errors.New("engine: unavailable")
+	// ErrClosed is returned by a run or model that has been closed.
+	ErrClosed = errors.New("engine: closed")
+	// ErrInput is wrapped when a model does not take what a call offers; the
+	// text names the port, what is wanted and what was got.
+	ErrInput = errors.New("engine: input not accepted")
+	// ErrModel is wrapped around the failure of a model's own code.
+	ErrModel = errors.New("engine: model failed")
+)
+
+// Dimensions with a meaning in a Port's shape.
+const (
+	// Free stands for one dimension of any size.
+	Free = -1
+	// AnyAxes, only as the first entry, stands for any number of leading axes.
+	AnyAxes = -2
+)
+
+// Values of Info.Rows that count from the end of the shape. Non-negative values
+// count leading axes.
+const (
+	// AllAxes: every element is independent of every other (elementwise).
+	AllAxes = -1
+	// AllButLast: everything but the last axis is independent (linear, norm).
+	AllButLast = -2
+)
+
+// Port is one named input or output of a model.
+type Port struct {
+	Name   string
+	DTypes []tensor.DataType // accepted (input) or possible (output); empty: any
+	Shape  []int64           // dimensions, Free, AnyAxes
+	Whole  bool              // input only: needed whole, before the first row
+}
+
+// Info tells what a model is. It is constant for the model's life.
+type Info struct {
+	Name    string
+	Version string
+	Device  string // "cpu", "cuda:0"
+	Inputs  []Port
+	Outputs []Port
+	// Rows is how many leading axes are independent of each other: 0 needs the
+	// whole tensor, 1 takes each batch item alone, AllAxes is elementwise.
+	// Every input that is not Whole, and every output, has the same rows.
+	Rows int
+	// BlockRows is the preferred number of rows per block; 0 lets the engine
+	// choose by bytes.
+	BlockRows int64
+}
+
+// Axes returns how many leading axes of a tensor of this rank are rows.
+func (i Info) Axes(rank int) int {
+	if i.Rows < 0 {
+		return max(0, rank+1+i.Rows)
+	}
+	return min(i.Rows, rank)
+}
+
+// Input is what a call offers at one port.
+type Input struct {
+	Port       string
+	Desc       tensor.Desc
+	ChunkBytes int64 // the size of the chunks it will arrive in, 1 or more
+}
+
+// Call is one run of a model, as its Open sees it.
+type Call struct {
+	ID      tensor.ID
+	Session string            // holder of the memory it takes, for fair budgets
+	Inputs  []Input           // one for each of the model's input ports, in the model's order
+	Params  map[string]string // as the caller sent them; read-only
+}
+
+// Model is something that runs. Safe for concurrent use.
+type Model interface {
+	Info() Info
+	// Open checks the call against the model (errors wrap ErrInput and take no
+	// memory), then waits for what the call needs at least, all of it or
+	// nothing, and starts the run. Ending ctx cancels the run: a running
+	// model stops within one block. A Run returned must be closed.
+	Open(ctx context.Context, c Call) (Run, error)
+}
+
+// Run is one call in progress. Input side: Lend, Filled. Output side: Next,
+// Stats. One goroutine per side, except that Filled may be called by any
+// goroutine. Close comes last, from anywhere, once.
+type Run interface {
+	// Lend lends the memory of the next block: first, if the model has Whole
+	// inputs, one block with all of them; then rows in ascending order without
+	// gaps. It waits for memory. io.EOF follows the last block. A tensor
+	// without rows (a zero dimension) is one block of zero rows.
+	Lend(ctx context.Context) (*Block, error)
+	// Filled hands the block back, every byte of it written. Blocks come back
+	// in any order. It never blocks.
+	Filled(b *Block)
+	// Next returns the next result, in any order. io.EOF means that every
+	// output is complete; any other error is why the run failed.
+	Next(ctx context.Context) (Out, error)
+	// Stats returns the time spent so far. Safe for concurrent use.
+	Stats() Stats
+	// Close ends the run, finished or not, and returns when nothing can touch
+	// lent bytes or results any more. The caller has released, or will not
+	// read, every Out before.
+	Close() error
+}
+
+// Block is a range of rows of every input that has rows, or all Whole inputs.
+// In is indexed as Info.Inputs is; a port that is not part of this block has a
+// nil entry. The memory is lent to the holder until Filled or Close.
+type Block struct {
+	Row, Rows int64
+	Whole     bool // the block of the Whole inputs; Row and Rows are 0
+	In        [][]byte
+	// Slot belongs to the engine that lent the block.
+	Slot any
+}
+
+// Out is a piece of one output. Data is shared, read-only, until Release, which
+// the holder runs exactly once.
+type Out struct {
+	Port    int         // index into Info.Outputs
+	Desc    tensor.Desc // of the whole output, the same in each of its pieces
+	Off     int64       // bytes from the start of the output
+	Data    []byte
+	Release func()
+}
+
+// Stats is where a run's time went. Times of blocks computed side by side add up.
+type Stats struct {
+	Queue   time.Duration // waiting for memory in Open
+	H2D     time.Duration // host to device copies
+	Compute time.Duration
+	D2H     time.Duration // device to host copies
+	Blocks  int64         // blocks computed
+}
+
+// InputError says what a model wanted at a port and what it got. It wraps ErrInput.
+type InputError struct {
+	Model, Port string
+	Want, Got   string
+}
+
+// Error returns the whole sentence.
+func (e *InputError) Error() string {
+	return fmt.Sprintf("engine: model %q, input %q: wanted %s, got %s", e.Model, e.Port, e.Want, e.Got)
+}
+
+// Unwrap returns ErrInput.
+func (e *InputError) Unwrap() error { return ErrInput }

@@ -1,0 +1,146 @@
+package slab
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+)
+
+// ErrBudget is wrapped when an amount can never be granted.
+var ErrBudget = errors.New("slab: over the memory budget")
+
+// Budget bounds the bytes promised at a time. Whoever asks gets all or nothing,
+// first come first served; while others wait, one holder gets at most half, so
+// a holder that is over its half is passed over, not waited for.
+type Budget struct {
+	mu      sync.Mutex
+	limit   int64
+	used    int64
+	peak    int64
+	holders map[string]int64
+	queue   []*waiter
+}
+
+type waiter struct {
+	holder string
+	n      int64
+	ready  chan struct{} // closed when granted
+}
+
+// NewBudget returns a budget of limit bytes.
+func NewBudget(limit int64) *Budget {
+	return &Budget{limit: limit, holders: make(map[string]int64)}
+}
+
+// Acquire waits until n bytes are granted to holder, or ctx ends. Each grant is
+// given back by Release with the same holder and amount.
+func (b *Budget) Acquire(ctx context.Context, holder string, n int64) error {
+	b.mu.Lock()
+	if n > b.limit || n < 0 {
+		b.mu.Unlock()
+		return fmt.Errorf("%w: %d bytes asked, the budget is %d", ErrBudget, n, b.limit)
+	}
+	if len(b.queue) == 0 && b.used+n <= b.limit {
+		b.grant(holder, n)
+		b.mu.Unlock()
+		return nil
+	}
+	w := &waiter{holder, n, make(chan struct{})}
+	b.queue = append(b.queue, w)
+	b.admit()
+	b.mu.Unlock()
+	select {
+	case <-w.ready:
+		return nil
+	case <-ctx.Done():
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	select {
+	case <-w.ready: // granted in the same moment: give it back
+		b.release(holder, n)
+	default:
+		for i, q := range b.queue {
+			if q == w {
+				b.queue = append(b.queue[:i], b.queue[i+1:]...)
+				break
+			}
+		}
+		b.admit() // w may have held up those behind it
+	}
+	return context.Cause(ctx)
+}
+
+// TryAcquire grants n bytes only if nobody waits and holder stays within its half.
+func (b *Budget) TryAcquire(holder string, n int64) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if n < 0 || len(b.queue) > 0 || n > b.limit-b.used || b.holders[holder]+n > b.limit/poolShare {
+		return false
+	}
+	b.grant(holder, n)
+	return true
+}
+
+// Release gives n bytes of holder back.
+func (b *Budget) Release(holder string, n int64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.release(holder, n)
+}
+
+// Used returns the bytes granted now, the most there ever were, and the limit.
+func (b *Budget) Used() (used, peak, limit int64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.used, b.peak, b.limit
+}
+
+func (b *Budget) grant(holder string, n int64) {
+	b.used += n
+	b.peak = max(b.peak, b.used)
+	b.holders[holder] += n
+}
+
+func (b *Budget) release(holder string, n int64) {
+	if n > b.holders[holder] {
+		panic(fmt.Sprintf("slab: %q releases %d bytes and holds %d", holder, n, b.holders[holder]))
+	}
+	b.used -= n
+	if b.holders[holder] -= n; b.holders[holder] == 0 {
+		delete(b.holders, holder)
+	}
+	b.admit()
+}
+
+// admit grants from the front of the queue. A waiter whose holder already has
+// its half is passed over while another holder waits behind it; any other
+// waiter that does not fit yet stops the line, so that large ones are not
+// starved by small ones.
+func (b *Budget) admit() {
+	for i := 0; i < len(b.queue); {
+		w := b.queue[i]
+		over := b.holders[w.holder] > 0 && b.holders[w.holder]+w.n > b.limit/poolShare
+		if over && b.othersWait(w.holder) {
+			i++
+			continue
+		}
+		if w.n > b.limit-b.used {
+			return
+		}
+		b.queue = append(b.queue[:i], b.queue[i+1:]...)
+		b.grant(w.holder, w.n)
+		close(w.ready)
+		i = 0
+	}
+}
+
+func (b *Budget) othersWait(holder string) bool {
+	for _, w := range b.queue {
+		if w.holder != holder {
+			return true
+		}
+	}
+	return false
+}

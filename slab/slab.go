@@ -1,0 +1,134 @@
+// Package slab owns host memory: blocks with an owner, counted references and
+// a place to go when the last reference is released, and budgets that bound how
+// much of it is promised at a time.
+//
+// It refuses to hand out zeroed memory (a slab is reused as it was left) and to
+// forgive a release too many: that panics. Pools and budgets are safe for
+// concurrent use; a slab's bytes are as safe as its holders make them.
+package slab
+
+import (
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+
+	"github.com/tensorferry/tensorferry/internal/invariants"
+)
+
+// Slab is a block of host memory with counted references. It starts with one.
+type Slab struct {
+	pool *Pool
+	mem  []byte // the whole block, a size class long
+	n    int    // the part the owner asked for
+	refs atomic.Int32
+}
+
+// Bytes lends the slab's memory: valid while the caller holds a reference.
+func (s *Slab) Bytes() []byte { return s.mem[:s.n:s.n] }
+
+// Retain adds a reference, which shares the memory until its own Release.
+func (s *Slab) Retain() {
+	if s.refs.Add(1) <= 1 {
+		panic("slab: retain of a released slab")
+	}
+}
+
+// Release drops a reference; the last one gives the memory back to its pool.
+func (s *Slab) Release() {
+	switch n := s.refs.Add(-1); {
+	case n < 0:
+		panic("slab: released more often than retained")
+	case n == 0:
+		invariants.Poison(s.mem)
+		s.pool.put(s)
+	}
+}
+
+// Pool keeps released memory for the next taker, because the first touch of
+// fresh pages costs more than the copy into them. It never refuses: how much
+// memory may be taken is a Budget's business, asked before.
+type Pool struct {
+	mu     sync.Mutex
+	free   map[int][]*Slab // by size class
+	cached int64           // bytes in free
+	limit  int64           // most bytes to keep in free
+	live   int64           // bytes handed out
+	slabs  int64           // slabs handed out
+}
+
+// NewPool returns a pool that keeps at most cached bytes of released memory.
+func NewPool(cached int64) *Pool {
+	return &Pool{free: make(map[int][]*Slab), limit: cached}
+}
+
+// Get hands over a slab of n bytes with one reference. Its content is whatever
+// was there before: write it before anyone reads it. Large slabs lie outside
+// the Go heap where the platform allows; a slab whose holder was lost (a
+// connection that died with it in its queue) is returned to the system when
+// the garbage collector finds it unreachable, never reused.
+func (p *Pool) Get(n int) *Slab {
+	if n < 0 {
+		panic(fmt.Sprintf("slab: a slab of %d bytes", n))
+	}
+	class := sizeClass(n)
+	p.mu.Lock()
+	p.live += int64(class)
+	p.slabs++
+	if list := p.free[class]; len(list) > 0 {
+		s := list[len(list)-1]
+		list[len(list)-1] = nil
+		p.free[class] = list[:len(list)-1]
+		p.cached -= int64(class)
+		p.mu.Unlock()
+		s.n = n
+		s.refs.Store(1)
+		return s
+	}
+	p.mu.Unlock()
+	s := &Slab{pool: p, n: n}
+	s.refs.Store(1)
+	mem, mapped := allocate(class)
+	s.mem = mem
+	if mapped {
+		// The cleanup runs when nobody can reach the slab: after an ordinary
+		// drop from the cache, and after the loss described above.
+		runtime.AddCleanup(s, unmap, mem)
+	}
+	return s
+}
+
+func (p *Pool) put(s *Slab) {
+	class := len(s.mem)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.live -= int64(class)
+	p.slabs--
+	if p.cached+int64(class) > p.limit {
+		return // unreachable now: the cleanup unmaps it
+	}
+	p.free[class] = append(p.free[class], s)
+	p.cached += int64(class)
+}
+
+// Live returns how many slabs, and how many bytes in them, are handed out.
+func (p *Pool) Live() (slabs, bytes int64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.slabs, p.live
+}
+
+// sizeClass rounds n up so that slabs are found again: to 4 KiB pages while
+// small, to 64 KiB up to 2 MiB, to whole 2 MiB huge pages above.
+func sizeClass(n int) int {
+	switch {
+	case n <= 64*kib:
+		return max(roundUp(n, 4*kib), 4*kib)
+	case n <= hugePage:
+		return roundUp(n, 64*kib)
+	default:
+		return roundUp(n, hugePage)
+	}
+}
+
+func roundUp(n, unit int) int { return (n + unit - 1) / unit * unit }

@@ -1,0 +1,10 @@
+// Package stream is the session state machine: what may be sent next, given
+// what was received. It is pure: no goroutine, no lock, no clock, no socket;
+// time comes in as an argument and memory as borrowed views. internal/session
+// runs one Machine over one gRPC stream, the same on both sides.
+//
+// It refuses frames that break the protocol (the session ends) and fails
+// tensors that break a rule (the session lives on). A Machine belongs to one
+// goroutine at a time. It owns no bytes: lent and offered memory is handed back
+// through events, exactly once.
+package stream

@@ -1,0 +1,155 @@
+package stream
+
+import "github.com/tensorferry/tensorferry/tensor"
+
+// Frame is one message of a session as the machine sees it, the same on both
+// sides. internal/wire turns it into bytes and back. The zero Frame is empty;
+// Reset makes it so again and keeps the capacity of its slices.
+type Frame struct {
+	Hello    *Hello
+	Calls    []Call
+	Descs    []Desc
+	Credits  []Credit
+	Acks     []Ack
+	Cancels  []tensor.ID // calls
+	Failures []Failure
+	Dones    []Done
+	Drain    *Drain
+	Chunk    Chunk // no chunk when Chunk.Tensor is zero
+}
+
+// HasChunk reports whether the frame carries a chunk.
+func (f *Frame) HasChunk() bool { return !f.Chunk.Tensor.IsZero() }
+
+// Empty reports whether there is nothing in the frame.
+func (f *Frame) Empty() bool {
+	return f.Hello == nil && f.Drain == nil && !f.HasChunk() && len(f.Calls)+len(f.Descs)+len(f.Credits)+
+		len(f.Acks)+len(f.Cancels)+len(f.Failures)+len(f.Dones) == 0
+}
+
+// Reset empties the frame. The views of its chunk are forgotten, not released.
+func (f *Frame) Reset() {
+	clear(f.Calls)
+	clear(f.Descs)
+	clear(f.Failures)
+	clear(f.Dones)
+	*f = Frame{
+		Calls: f.Calls[:0], Descs: f.Descs[:0], Credits: f.Credits[:0], Acks: f.Acks[:0],
+		Cancels: f.Cancels[:0], Failures: f.Failures[:0], Dones: f.Dones[:0],
+		Chunk: Chunk{Data: f.Chunk.Data[:0]},
+	}
+}
+
+// Hello opens a side of the session.
+type Hello struct {
+	Version        uint32
+	Session        tensor.ID
+	MaxChunkBytes  uint32
+	AllowanceBytes uint32
+	Checksum       uint8 // codec.Checksum
+	MaxOpenTensors uint32
+}
+
+// Call opens a run of a model.
+type Call struct {
+	ID            tensor.ID
+	Model         string
+	Inputs        []Binding
+	Params        map[string]string
+	TimeoutMillis uint64
+}
+
+// Binding ties a tensor to a port.
+type Binding struct {
+	Port   string
+	Tensor tensor.ID
+}
+
+// Desc announces a tensor. SizeBytes is what the sender says; it must equal
+// what data type and shape make.
+type Desc struct {
+	Tensor tensor.ID
+	tensor.Desc
+	SizeBytes  uint64
+	ChunkBytes uint32
+	Call       tensor.ID
+	Port       string
+	Name       string
+	Metadata   map[string]string
+}
+
+// Credit raises a tensor's chunk limit.
+type Credit struct {
+	Tensor tensor.ID
+	Limit  uint32
+}
+
+// Ack tells how far a tensor has arrived, and names chunks to send again.
+type Ack struct {
+	Tensor tensor.ID
+	Below  uint32
+	Resend []uint32
+}
+
+// Failure ends a tensor and its call. Code is a gRPC status code.
+type Failure struct {
+	Tensor  tensor.ID
+	Code    Code
+	Message string
+}
+
+// Done ends a call.
+type Done struct {
+	Call             tensor.ID
+	Code             Code
+	Message          string
+	Outputs          []Binding
+	Timings          Timings
+	RetryAfterMillis uint32
+}
+
+// Timings of a call on the server, in nanoseconds.
+type Timings struct {
+	Receive, Queue, H2D, Compute, D2H, FirstResult, Total int64
+}
+
+// Drain says that the sender opens nothing new.
+type Drain struct{ Reason string }
+
+// Chunk is one piece of a tensor. Data are the views its bytes lie in, in order,
+// borrowed from whoever made the frame.
+type Chunk struct {
+	Tensor tensor.ID
+	Index  uint32
+	Sum    uint32
+	Data   [][]byte
+}
+
+// Len returns the payload's bytes.
+func (c *Chunk) Len() int {
+	n := 0
+	for _, d := range c.Data {
+		n += len(d)
+	}
+	return n
+}
+
+// Code is a status code with gRPC's numbers. This package is pure and does not
+// import grpc; server and client turn codes into statuses in one file each.
+type Code uint32
+
+// The codes the machine itself gives.
+const (
+	OK                 Code = 0
+	Cancelled          Code = 1
+	InvalidArgument    Code = 3
+	DeadlineExceeded   Code = 4
+	NotFound           Code = 5
+	AlreadyExists      Code = 6
+	ResourceExhausted  Code = 8
+	FailedPrecondition Code = 9
+	Aborted            Code = 10
+	Internal           Code = 13
+	Unavailable        Code = 14
+	DataLoss           Code = 15
+)
