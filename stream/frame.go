@@ -76,6 +76,11 @@ type Desc struct {
 	Port       string
 	Name       string
 	Metadata   map[string]string
+	// OnAllowance says that the chunks come without credit, counted against the
+	// receiver's allowance.
+	OnAllowance bool
+	// RetainChunks is how many unacknowledged chunks the sender can keep, 0 all.
+	RetainChunks uint32
 }
 
 // Credit raises a tensor's chunk limit.

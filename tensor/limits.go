@@ -8,4 +8,7 @@ const (
 	// MaxDim is one dimension in elements: with 16-byte elements still far
 	// below 2^63 bytes, so that a single axis never overflows by itself.
 	MaxDim = 1 << 40
+	// MaxChunks is the number of chunks of one tensor: what a receiver keeps
+	// per chunk (5 bytes) then stays below 6 MiB for the largest tensor.
+	MaxChunks = 1 << 20
 )

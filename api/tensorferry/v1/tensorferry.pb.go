@@ -566,7 +566,13 @@ type TensorDesc struct {
 	// A name for people, to 512 bytes.
 	Name string `protobuf:"bytes,8,opt,name=name,proto3" json:"name,omitempty"`
 	// At most 64 entries, keys to 128 bytes, values to 4 KiB.
-	Metadata      map[string]string `protobuf:"bytes,9,rep,name=metadata,proto3" json:"metadata,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Metadata map[string]string `protobuf:"bytes,9,rep,name=metadata,proto3" json:"metadata,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// The sender counts this tensor against the receiver's allowance and sends its
+	// chunks without waiting for credit.
+	OnAllowance bool `protobuf:"varint,10,opt,name=on_allowance,json=onAllowance,proto3" json:"on_allowance,omitempty"`
+	// How many unacknowledged chunks the sender can keep: the receiver should
+	// acknowledge before as many have come. 0 is all of them.
+	RetainChunks  uint32 `protobuf:"varint,11,opt,name=retain_chunks,json=retainChunks,proto3" json:"retain_chunks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -662,6 +668,20 @@ func (x *TensorDesc) GetMetadata() map[string]string {
 		return x.Metadata
 	}
 	return nil
+}
+
+func (x *TensorDesc) GetOnAllowance() bool {
+	if x != nil {
+		return x.OnAllowance
+	}
+	return false
+}
+
+func (x *TensorDesc) GetRetainChunks() uint32 {
+	if x != nil {
+		return x.RetainChunks
+	}
+	return 0
 }
 
 // Credit raises the limit below which chunks of a tensor may be sent.
@@ -1651,7 +1671,7 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"8\n" +
 	"\x05Input\x12\x12\n" +
 	"\x04port\x18\x01 \x01(\tR\x04port\x12\x1b\n" +
-	"\ttensor_id\x18\x02 \x01(\fR\btensorId\"\xf3\x02\n" +
+	"\ttensor_id\x18\x02 \x01(\fR\btensorId\"\xbb\x03\n" +
 	"\n" +
 	"TensorDesc\x12\x1b\n" +
 	"\ttensor_id\x18\x01 \x01(\fR\btensorId\x12.\n" +
@@ -1664,7 +1684,10 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\acall_id\x18\x06 \x01(\fR\x06callId\x12\x12\n" +
 	"\x04port\x18\a \x01(\tR\x04port\x12\x12\n" +
 	"\x04name\x18\b \x01(\tR\x04name\x12D\n" +
-	"\bmetadata\x18\t \x03(\v2(.tensorferry.v1.TensorDesc.MetadataEntryR\bmetadata\x1a;\n" +
+	"\bmetadata\x18\t \x03(\v2(.tensorferry.v1.TensorDesc.MetadataEntryR\bmetadata\x12!\n" +
+	"\fon_allowance\x18\n" +
+	" \x01(\bR\vonAllowance\x12#\n" +
+	"\rretain_chunks\x18\v \x01(\rR\fretainChunks\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"F\n" +

@@ -1,0 +1,291 @@
+// Package assembler rebuilds one tensor from chunks that arrive in any order.
+// Each chunk is written once, straight to its final place in memory that was
+// lent for it, and counts only after its checksum has matched.
+//
+// It refuses chunks beyond the memory lent so far, chunks of a wrong length and
+// a second content for the same index, before any byte is written. It owns no
+// bytes: lent memory may be touched until the region is reported full, or until
+// no claim is open any more. An Assembler belongs to one goroutine at a time;
+// only Claim.Copy may run beside it.
+package assembler
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/invariants"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Errors that end the tensor. Each text says promised and got.
+var (
+	// ErrRange is wrapped when a chunk's index or length does not exist in the tensor.
+	ErrRange = errors.New("assembler: chunk out of range")
+	// ErrCredit is wrapped when a chunk comes at or above the limit.
+	ErrCredit = errors.New("assembler: chunk without credit")
+	// ErrConflict is wrapped when an index arrives again with another checksum.
+	ErrConflict = errors.New("assembler: conflicting chunk")
+	// ErrCorrupt is wrapped when a chunk failed its checksum too often.
+	ErrCorrupt = errors.New("assembler: corrupt chunk")
+)
+
+// Verdict is what a claim decided.
+type Verdict uint8
+
+const (
+	// Place: copy the bytes, then commit.
+	Place Verdict = iota
+	// Duplicate: the chunk is here already, or being copied; drop it.
+	Duplicate
+)
+
+// A chunk's state byte: where it stands in the low bits, how often its
+// checksum failed in the high ones.
+const (
+	absent  = 0
+	claimed = 1
+	held    = 2
+	stand   = 3 // mask
+	failure = 4 // one failed checksum
+)
+
+// Assembler rebuilds one tensor.
+type Assembler struct {
+	id   tensor.ID
+	geo  tensor.Geometry
+	kind codec.Checksum
+
+	regions []region // lent and not yet full, ascending; full ones stay until those before are full
+	first   int      // number of regions[0] in the order of lending
+	lent    int64    // bytes lent so far: regions are contiguous from 0
+	began   bool     // something was lent, perhaps of zero bytes
+
+	state []uint8  // per chunk below the limit
+	sums  []uint32 // checksum per chunk held, to tell a duplicate from a conflict
+	below uint32   // every chunk with a smaller index is held
+	count uint32   // chunks held
+	full  []int    // regions filled since TakeFull
+}
+
+type region struct {
+	off     int64
+	mem     []byte
+	missing int64
+	full    bool
+}
+
+// New returns an assembler for a tensor. Nothing can arrive before Lend.
+func New(id tensor.ID, geo tensor.Geometry, kind codec.Checksum) *Assembler {
+	return &Assembler{id: id, geo: geo, kind: kind}
+}
+
+// Lend lends mem for the next bytes of the tensor, directly after those lent
+// before, and returns the region's number, counted from 0. The memory comes back
+// when TakeFull names the region, or when the tensor is given up and no claim is
+// open. Memory past the tensor's end is refused by panic: that is a defect of
+// the lender, never of a peer.
+func (a *Assembler) Lend(mem []byte) int {
+	n := int64(len(mem))
+	if n > a.geo.Size-a.lent {
+		panic(fmt.Sprintf("assembler: %d bytes lent at %d of a tensor of %d", n, a.lent, a.geo.Size))
+	}
+	number := a.first + len(a.regions)
+	// An empty region of a tensor with bytes has nothing to wait for.
+	done := n == 0 && a.geo.Size > 0
+	a.regions = append(a.regions, region{off: a.lent, mem: mem, missing: n, full: done})
+	a.lent += n
+	a.began = true
+	if done {
+		a.full = append(a.full, number)
+		a.retire()
+	}
+	if grown := int(a.Limit()) - len(a.state); grown > 0 {
+		a.state = append(a.state, make([]uint8, grown)...)
+		a.sums = append(a.sums, make([]uint32, grown)...)
+	}
+	return number
+}
+
+// Limit returns the chunk limit that the lent memory covers: every chunk with a
+// smaller index has its place.
+func (a *Assembler) Limit() uint32 {
+	if !a.began {
+		return 0
+	}
+	return a.geo.Below(a.lent)
+}
+
+// Lent returns how many bytes have been lent in all.
+func (a *Assembler) Lent() int64 { return a.lent }
+
+// Below returns the index below which every chunk is held.
+func (a *Assembler) Below() uint32 { return a.below }
+
+// Held returns how many chunks are held.
+func (a *Assembler) Held() uint32 { return a.count }
+
+// Whole reports whether every chunk is held.
+func (a *Assembler) Whole() bool { return a.count == a.geo.Count() }
+
+// Claim is one chunk on its way into its place. It is reused from chunk to
+// chunk by its owner.
+type Claim struct {
+	asm   *Assembler
+	index uint32
+	sum   uint32   // promised
+	seed  uint32   // of the checksum
+	dst   [][]byte // where the bytes go, in order
+	kind  codec.Checksum
+}
+
+// Index returns the chunk's index.
+func (c *Claim) Index() uint32 { return c.index }
+
+// Claim decides about a chunk of n bytes before any of them is copied. With
+// Place, c is ready for Copy and must then be committed; other verdicts leave
+// nothing to do. An error ends the tensor.
+func (a *Assembler) Claim(c *Claim, index uint32, n int, sum uint32) (Verdict, error) {
+	if index >= a.geo.Count() {
+		return 0, fmt.Errorf("%w: index %d of a tensor of %d chunks", ErrRange, index, a.geo.Count())
+	}
+	off, want := a.geo.Span(index)
+	if int64(n) != want {
+		return 0, fmt.Errorf("%w: chunk %d has %d bytes, its place has %d", ErrRange, index, n, want)
+	}
+	if index >= a.Limit() {
+		return 0, fmt.Errorf("%w: index %d, the limit is %d; wait for credit", ErrCredit, index, a.Limit())
+	}
+	if s := a.state[index] & stand; s != absent {
+		if a.sums[index] != sum {
+			return 0, fmt.Errorf("%w: chunk %d came with checksum %08x and again with %08x", ErrConflict, index, a.sums[index], sum)
+		}
+		return Duplicate, nil
+	}
+	a.state[index] |= claimed
+	a.sums[index] = sum
+	*c = Claim{asm: a, index: index, sum: sum, seed: a.kind.Seed(a.id, index), dst: c.dst[:0], kind: a.kind}
+	for i := a.find(off); want > 0; i++ {
+		r := &a.regions[i]
+		from := off - r.off
+		part := min(want, int64(len(r.mem))-from)
+		if part > 0 {
+			c.dst = append(c.dst, r.mem[from:from+part])
+		}
+		off += part
+		want -= part
+	}
+	return Place, nil
+}
+
+// find returns the index in regions of the one that holds byte off. The last
+// few regions are the likely ones, but a permuted sender may ask for any.
+func (a *Assembler) find(off int64) int {
+	lo, hi := 0, len(a.regions)
+	for lo < hi {
+		mid := (lo + hi) / 2
+		if r := &a.regions[mid]; r.off+int64(len(r.mem)) > off {
+			hi = mid
+		} else {
+			lo = mid + 1
+		}
+	}
+	return lo
+}
+
+// Copy writes the chunk's bytes, borrowed as views in order, to their place and
+// returns their checksum. Each view is summed right after it was read for the
+// copy, while it is in the cache. Copy touches only claimed memory: it may run
+// beside the assembler, and beside the Copy of another claim.
+func (c *Claim) Copy(views [][]byte) uint32 {
+	sum := c.seed
+	d := 0
+	var dst []byte
+	for _, v := range views {
+		sum = c.kind.Update(sum, v)
+		for len(v) > 0 {
+			for len(dst) == 0 {
+				dst = c.dst[d]
+				d++
+			}
+			n := copy(dst, v)
+			dst, v = dst[n:], v[n:]
+		}
+	}
+	return sum
+}
+
+// Commit ends a claim with the checksum that Copy returned. It reports whether
+// the chunk now counts; if not, it is forgotten and must be sent again, and the
+// error, after too many such failures, ends the tensor.
+func (a *Assembler) Commit(c *Claim, got uint32) (bool, error) {
+	i := c.index
+	invariants.Assert(c.asm == a && a.state[i]&stand == claimed, "assembler: commit without a claim")
+	c.asm = nil
+	clear(c.dst)
+	if got != c.sum {
+		a.state[i] = a.state[i]&^stand + failure
+		if a.state[i]/failure >= MaxCorrupt {
+			return false, fmt.Errorf("%w: chunk %d arrived %d times with a wrong checksum (%08x promised, %08x got)",
+				ErrCorrupt, i, MaxCorrupt, c.sum, got)
+		}
+		return false, nil
+	}
+	a.state[i] = a.state[i]&^stand | held
+	a.count++
+	for a.below < uint32(len(a.state)) && a.state[a.below]&stand == held {
+		a.below++
+	}
+	off, n := a.geo.Span(i)
+	for r := a.find(off); ; r++ {
+		if r == len(a.regions) {
+			if n == 0 { // the empty chunk of an empty tensor fills every region
+				for k := range a.regions {
+					a.regions[k].full = true
+					a.full = append(a.full, a.first+k)
+				}
+			}
+			break
+		}
+		g := &a.regions[r]
+		part := min(n, g.off+int64(len(g.mem))-off)
+		if part > 0 {
+			g.missing -= part
+			if g.missing == 0 {
+				g.full = true
+				a.full = append(a.full, a.first+r)
+			}
+			off += part
+			n -= part
+		}
+		if n == 0 {
+			break
+		}
+	}
+	a.retire()
+	return true, nil
+}
+
+// retire forgets full regions at the front: nobody can ask for them again.
+func (a *Assembler) retire() {
+	n := 0
+	for n < len(a.regions) && a.regions[n].full {
+		n++
+	}
+	if n == 0 {
+		return
+	}
+	rest := copy(a.regions, a.regions[n:])
+	clear(a.regions[rest:])
+	a.regions = a.regions[:rest]
+	a.first += n
+}
+
+// TakeFull calls f with the number of each region filled since the last call.
+// The assembler does not touch that memory any more.
+func (a *Assembler) TakeFull(f func(region int)) {
+	for _, n := range a.full {
+		f(n)
+	}
+	a.full = a.full[:0]
+}

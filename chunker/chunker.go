@@ -1,0 +1,321 @@
+// Package chunker yields the chunks of one tensor as views into the memory its
+// sender offered, in whatever order that memory came, and keeps the memory until
+// the receiver has acknowledged it and nobody is still writing it out.
+//
+// It never copies a byte and never blocks. It refuses memory outside the tensor
+// or offered twice. A Chunker belongs to one goroutine at a time; the regions it
+// hands out may be released from any.
+package chunker
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Errors of this package.
+var (
+	// ErrOffer is wrapped when offered memory does not fit the tensor.
+	ErrOffer = errors.New("chunker: bad offer")
+	// ErrAck is wrapped when a receiver acknowledges what was not sent.
+	ErrAck = errors.New("chunker: bad acknowledgement")
+)
+
+// Releaser gives a shared view back, exactly once. Safe for concurrent use.
+type Releaser interface{ Release() }
+
+// Chunker cuts one tensor.
+type Chunker struct {
+	geo     tensor.Geometry
+	regions []*region // ascending by offset, the acknowledged ones gone
+	ready   []span    // chunks that lie wholly in offered memory and wait to be sent, ascending
+	partial map[uint32]int64
+	below   uint32 // acknowledged
+	taken   uint32 // every chunk with a smaller index was taken once
+	ahead   map[uint32]struct{}
+	offered int64
+	closed  bool
+}
+
+type span struct{ lo, hi uint32 }
+
+// region is offered memory, shared by the chunker until acknowledged and by
+// each view handed out until its Release.
+type region struct {
+	off     int64
+	data    []byte
+	refs    atomic.Int32
+	release func()
+}
+
+var regionPool = sync.Pool{New: func() any { return new(region) }}
+
+// Release drops one reference; the last one gives the memory back.
+func (r *region) Release() {
+	switch n := r.refs.Add(-1); {
+	case n < 0:
+		panic("chunker: region released more often than retained")
+	case n == 0:
+		f := r.release
+		r.data, r.release = nil, nil
+		regionPool.Put(r)
+		if f != nil {
+			f()
+		}
+	}
+}
+
+func (r *region) end() int64 { return r.off + int64(len(r.data)) }
+
+// New returns a chunker with nothing offered yet.
+func New(geo tensor.Geometry) *Chunker { return &Chunker{geo: geo} }
+
+// Offer shares data as the tensor's bytes from off on. release, if not nil, runs
+// once when every chunk of it is acknowledged, or the chunker is closed, and no
+// view of it is out; it may run on any goroutine. When Offer fails it keeps
+// nothing and release does not run.
+func (c *Chunker) Offer(off int64, data []byte, release func()) error {
+	n := int64(len(data))
+	if c.closed || off < 0 || n > c.geo.Size || off > c.geo.Size-n {
+		return fmt.Errorf("%w: bytes [%d,+%d) of a tensor of %d", ErrOffer, off, n, c.geo.Size)
+	}
+	at := len(c.regions)
+	for at > 0 && c.regions[at-1].off > off { // nearly always the end
+		at--
+	}
+	if at > 0 && c.regions[at-1].end() > off || at < len(c.regions) && n > 0 && c.regions[at].off < off+n ||
+		off < min(int64(c.below)*c.geo.ChunkBytes, c.geo.Size) {
+		return fmt.Errorf("%w: bytes [%d,+%d) were offered before", ErrOffer, off, n)
+	}
+	if n == 0 && c.geo.Size > 0 {
+		if release != nil {
+			release() // nothing of it will ever be sent
+		}
+		return nil
+	}
+	r := regionPool.Get().(*region)
+	r.off, r.data, r.release = off, data, release
+	r.refs.Store(1)
+	c.regions = append(c.regions, nil)
+	copy(c.regions[at+1:], c.regions[at:])
+	c.regions[at] = r
+	c.offered += n
+	if c.geo.Size == 0 {
+		c.push(span{0, 1})
+		return nil
+	}
+	c.cover(off, off+n)
+	return nil
+}
+
+// cover makes ready the chunks that the bytes [from, to) complete.
+func (c *Chunker) cover(from, to int64) {
+	lo := uint32(from / c.geo.ChunkBytes)
+	hi := uint32((to-1)/c.geo.ChunkBytes) + 1
+	if !c.edge(lo, from, to) {
+		lo++
+	}
+	if hi > lo && !c.edge(hi-1, from, to) {
+		hi--
+	}
+	if lo < hi {
+		c.push(span{lo, hi})
+	}
+}
+
+// edge counts the bytes [from, to) towards a chunk and reports whether it is complete.
+func (c *Chunker) edge(index uint32, from, to int64) bool {
+	off, n := c.geo.Span(index)
+	part := min(to, off+n) - max(from, off)
+	if part == n {
+		return true
+	}
+	missing, ok := c.partial[index]
+	if !ok {
+		missing = n
+	}
+	if missing -= part; missing == 0 {
+		delete(c.partial, index)
+		return true
+	}
+	if c.partial == nil {
+		c.partial = make(map[uint32]int64)
+	}
+	c.partial[index] = missing
+	return false
+}
+
+// push adds chunks to the ready ones, keeping them ascending and joined.
+func (c *Chunker) push(s span) {
+	at := len(c.ready)
+	for at > 0 && c.ready[at-1].lo > s.lo {
+		at--
+	}
+	if at > 0 && c.ready[at-1].hi == s.lo {
+		c.ready[at-1].hi = s.hi
+		if at < len(c.ready) && c.ready[at].lo == s.hi {
+			c.ready[at-1].hi = c.ready[at].hi
+			c.ready = append(c.ready[:at], c.ready[at+1:]...)
+		}
+		return
+	}
+	if at < len(c.ready) && c.ready[at].lo == s.hi {
+		c.ready[at].lo = s.lo
+		return
+	}
+	c.ready = append(c.ready, span{})
+	copy(c.ready[at+1:], c.ready[at:])
+	c.ready[at] = s
+}
+
+// Ready reports whether Take would find a chunk below limit.
+func (c *Chunker) Ready(limit uint32) bool { return len(c.ready) > 0 && c.ready[0].lo < limit }
+
+// Take takes the first chunk that waits below limit.
+func (c *Chunker) Take(limit uint32) (index uint32, ok bool) {
+	if !c.Ready(limit) {
+		return 0, false
+	}
+	s := &c.ready[0]
+	index = s.lo
+	if s.lo++; s.lo == s.hi {
+		c.ready = append(c.ready[:0], c.ready[1:]...)
+	}
+	switch {
+	case index > c.taken:
+		if c.ahead == nil {
+			c.ahead = make(map[uint32]struct{})
+		}
+		c.ahead[index] = struct{}{}
+	case index == c.taken:
+		c.taken++
+		for len(c.ahead) > 0 {
+			if _, ok := c.ahead[c.taken]; !ok {
+				break
+			}
+			delete(c.ahead, c.taken)
+			c.taken++
+		}
+	}
+	return index, true
+}
+
+// View appends the chunk's bytes to views and shares them until the Releaser is
+// released. The chunk must have been taken and not acknowledged.
+func (c *Chunker) View(index uint32, views [][]byte) ([][]byte, Releaser) {
+	off, n := c.geo.Span(index)
+	lo, hi := 0, len(c.regions)
+	for lo < hi {
+		if mid := (lo + hi) / 2; c.regions[mid].end() > off || n == 0 {
+			hi = mid
+		} else {
+			lo = mid + 1
+		}
+	}
+	first := c.regions[lo]
+	first.refs.Add(1)
+	if off+n <= first.end() {
+		return append(views, first.data[off-first.off:off-first.off+n]), first
+	}
+	all := group{first}
+	for i := lo; n > 0; i++ {
+		r := c.regions[i]
+		if i > lo {
+			r.refs.Add(1)
+			all = append(all, r)
+		}
+		part := min(n, r.end()-off)
+		views = append(views, r.data[off-r.off:off-r.off+part])
+		off += part
+		n -= part
+	}
+	return views, all
+}
+
+// group releases the regions of a chunk that lies across several.
+type group []*region
+
+// Release releases each region.
+func (g group) Release() {
+	for _, r := range g {
+		r.Release()
+	}
+}
+
+// Resend makes a chunk wait again, if it was taken and is not acknowledged.
+func (c *Chunker) Resend(index uint32) {
+	if index < c.below || index >= c.geo.Count() || c.closed {
+		return
+	}
+	for _, s := range c.ready {
+		if s.lo <= index && index < s.hi {
+			return
+		}
+	}
+	if off, n := c.geo.Span(index); !c.holds(off, n) {
+		return // not offered yet: it was never sent
+	}
+	c.push(span{index, index + 1})
+}
+
+func (c *Chunker) holds(off, n int64) bool {
+	end := off + n
+	for _, r := range c.regions {
+		if r.off <= off && off < r.end() {
+			off = r.end()
+		}
+	}
+	return off >= end
+}
+
+// Ack drops what the receiver holds: every chunk below the index. It fails when
+// the receiver claims to hold what was never sent.
+func (c *Chunker) Ack(below uint32) error {
+	if below > c.taken {
+		return fmt.Errorf("%w: every chunk below %d, but only those below %d were sent", ErrAck, below, c.taken)
+	}
+	if below <= c.below || c.closed {
+		return nil
+	}
+	c.below = below
+	end := min(int64(below)*c.geo.ChunkBytes, c.geo.Size)
+	n := 0
+	for n < len(c.regions) && c.regions[n].end() <= end {
+		n++
+	}
+	c.drop(n)
+	for len(c.ready) > 0 && c.ready[0].lo < below { // a resend that crossed the ack
+		if c.ready[0].lo = below; c.ready[0].lo >= c.ready[0].hi {
+			c.ready = append(c.ready[:0], c.ready[1:]...)
+		}
+	}
+	return nil
+}
+
+func (c *Chunker) drop(n int) {
+	for _, r := range c.regions[:n] {
+		r.Release()
+	}
+	rest := copy(c.regions, c.regions[n:])
+	clear(c.regions[rest:])
+	c.regions = c.regions[:rest]
+}
+
+// Offered reports whether the whole tensor has been offered.
+func (c *Chunker) Offered() bool { return c.offered == c.geo.Size && (c.offered > 0 || len(c.regions)+int(c.below) > 0) }
+
+// Sent reports whether the whole tensor has been offered and no chunk waits.
+func (c *Chunker) Sent() bool { return c.Offered() && len(c.ready) == 0 }
+
+// Acked reports whether the receiver holds every chunk.
+func (c *Chunker) Acked() bool { return c.below == c.geo.Count() }
+
+// Close drops every region; views that are out keep theirs until released.
+func (c *Chunker) Close() {
+	c.closed = true
+	c.drop(len(c.regions))
+	c.ready = nil
+}
