@@ -1,0 +1,435 @@
+package tensorfile
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// A .safetensors file is 8 bytes of header length (little-endian), the header (a
+// JSON object, padded with spaces), then the bytes of all tensors, back to back.
+const (
+	lengthBytes = 8
+	headerAlign = 8 // so that the first tensor begins aligned for any data type
+	metadataKey = "__metadata__"
+)
+
+// stNames are the format's names of the data types. It has none for complex128.
+var stNames = map[tensor.DataType]string{
+	tensor.Bool: "BOOL", tensor.Int8: "I8", tensor.Int16: "I16", tensor.Int32: "I32", tensor.Int64: "I64",
+	tensor.Uint8: "U8", tensor.Uint16: "U16", tensor.Uint32: "U32", tensor.Uint64: "U64",
+	tensor.Float16: "F16", tensor.BFloat16: "BF16", tensor.Float32: "F32", tensor.Float64: "F64",
+	tensor.Float8E4M3FN: "F8_E4M3", tensor.Float8E5M2: "F8_E5M2", tensor.Complex64: "C64",
+}
+
+var stTypes = func() map[string]tensor.DataType {
+	m := make(map[string]tensor.DataType, len(stNames))
+	for d, name := range stNames {
+		m[name] = d
+	}
+	return m
+}()
+
+// Named is a tensor and its name in a file.
+type Named struct {
+	Name string
+	tensor.Tensor
+}
+
+// Entry says where a .safetensors file holds a tensor. Off and Bytes are bytes,
+// Off counted from the end of the header.
+type Entry struct {
+	Name       string
+	Desc       tensor.Desc
+	Off, Bytes int64
+}
+
+// Safetensors is an open .safetensors file. Safe for concurrent use, except that
+// Close comes last.
+type Safetensors struct {
+	entries  []Entry
+	index    map[string]int
+	metadata map[string]string
+	data     []byte // after the header; lent by the map or shared with the caller
+	closeMap func() error
+}
+
+// OpenSafetensors maps the file read-only and checks all of its header. Tensors
+// are read from disk when they are first touched. Nobody may shorten the file
+// while it is open: touching a page that is gone kills the process (SIGBUS), as
+// does writing to a tensor's bytes. Replace such a file by renaming a new one
+// over it. The caller closes the result.
+func OpenSafetensors(path string) (*Safetensors, error) {
+	data, closeMap, err := mapFile(path)
+	if err != nil {
+		return nil, err
+	}
+	s, err := ParseSafetensors(data)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("%s: %w", path, err), closeMap())
+	}
+	s.closeMap = closeMap
+	return s, nil
+}
+
+// ParseSafetensors reads a file's whole content from memory, such as an embedded
+// file. The result shares data with the caller, who may not change it before Close.
+func ParseSafetensors(data []byte) (*Safetensors, error) {
+	if len(data) < lengthBytes {
+		return nil, fmt.Errorf("%w: safetensors: %d bytes are no file; the header length alone takes %d",
+			ErrFormat, len(data), lengthBytes)
+	}
+	n := binary.LittleEndian.Uint64(data)
+	data = data[lengthBytes:]
+	if n > MaxSafetensorsHeader {
+		return nil, fmt.Errorf("%w: safetensors: header of %d bytes is over the limit of %d; is this a safetensors file?",
+			ErrFormat, n, MaxSafetensorsHeader)
+	}
+	if n > uint64(len(data)) {
+		return nil, fmt.Errorf("%w: safetensors: header of %d bytes promised, %d bytes left in the file; it was cut short",
+			ErrFormat, n, len(data))
+	}
+	entries, metadata, err := ParseSafetensorsHeader(data[:n], int64(len(data))-int64(n))
+	if err != nil {
+		return nil, err
+	}
+	s := &Safetensors{
+		entries: entries, index: make(map[string]int, len(entries)), metadata: metadata,
+		data: data[n:], closeMap: func() error { return nil },
+	}
+	for i, e := range entries {
+		s.index[e.Name] = i
+	}
+	return s, nil
+}
+
+// Names returns the names of the tensors in the order of their bytes.
+func (s *Safetensors) Names() []string {
+	names := make([]string, len(s.entries))
+	for i, e := range s.entries {
+		names[i] = e.Name
+	}
+	return names
+}
+
+// Metadata copies the file's free-form texts.
+func (s *Safetensors) Metadata() map[string]string { return maps.Clone(s.metadata) }
+
+// Desc copies the desc of the tensor of this name; the error wraps ErrNotFound.
+func (s *Safetensors) Desc(name string) (tensor.Desc, error) {
+	e, err := s.entry(name)
+	return e.Desc.Clone(), err
+}
+
+// Tensor lends the tensor of this name until Close, read-only: a view of the file,
+// no copy. The bytes may begin at an address that is not aligned for their data
+// type, since other writers do not align; tensor.Slice refuses such a tensor.
+func (s *Safetensors) Tensor(name string) (tensor.Tensor, error) {
+	e, err := s.entry(name)
+	if err != nil {
+		return tensor.Tensor{}, err
+	}
+	if s.closeMap == nil {
+		return tensor.Tensor{}, ErrClosed
+	}
+	end := e.Off + e.Bytes // within the data: the header was checked against its size
+	return tensor.New(e.Desc.Clone(), s.data[e.Off:end:end])
+}
+
+// Close ends the loan of every tensor. Closing twice returns ErrClosed.
+func (s *Safetensors) Close() error {
+	if s.closeMap == nil {
+		return ErrClosed
+	}
+	closeMap := s.closeMap
+	s.closeMap, s.data = nil, nil
+	return closeMap()
+}
+
+func (s *Safetensors) entry(name string) (Entry, error) {
+	i, ok := s.index[name]
+	if !ok {
+		return Entry{}, fmt.Errorf("%w: %q; the file holds %d, see Names", ErrNotFound, name, len(s.entries))
+	}
+	return s.entries[i], nil
+}
+
+// ParseSafetensorsHeader checks a header (the JSON text with its padding, without
+// the length before it) against the dataBytes bytes that follow it, which the
+// tensors must cover once and completely. Entries come in the order of their bytes.
+// Nothing returned shares header.
+func ParseSafetensorsHeader(header []byte, dataBytes int64) ([]Entry, map[string]string, error) {
+	p := headerParser{dec: json.NewDecoder(bytes.NewReader(header))}
+	p.dec.UseNumber()
+	text := bytes.TrimRight(header, " ")
+	switch {
+	case len(header) > MaxSafetensorsHeader:
+		p.fail("header of %d bytes is over the limit of %d", len(header), MaxSafetensorsHeader)
+	case len(text) == 0 || text[0] != '{' || text[len(text)-1] != '}':
+		p.fail("the header is no object padded with spaces; is this a safetensors file?")
+	case !utf8.Valid(text) || !json.Valid(text):
+		p.fail("the header is not JSON in UTF-8")
+	default:
+		p.header()
+	}
+	if p.err == nil {
+		p.cover(dataBytes)
+	}
+	if p.err != nil {
+		return nil, nil, p.err
+	}
+	return p.entries, p.metadata, nil
+}
+
+// headerParser walks the tokens of a header that is known to be valid JSON. Its
+// first error stays; every step after that does nothing.
+type headerParser struct {
+	dec      *json.Decoder
+	entries  []Entry
+	metadata map[string]string
+	err      error
+}
+
+func (p *headerParser) fail(format string, args ...any) {
+	if p.err == nil {
+		p.err = fmt.Errorf("%w: safetensors: "+format, append([]any{ErrFormat}, args...)...)
+	}
+}
+
+func (p *headerParser) header() {
+	p.object("the header", func(key string) {
+		if key != metadataKey {
+			p.entry(key)
+			return
+		}
+		p.metadata = map[string]string{}
+		p.object(key, func(k string) { p.metadata[k] = p.text(k) })
+	})
+}
+
+func (p *headerParser) entry(name string) {
+	e := Entry{Name: name}
+	var seen int
+	p.object(name, func(key string) {
+		seen++
+		switch key {
+		case "dtype":
+			dtype := p.text(name)
+			var known bool
+			if e.Desc.DType, known = stTypes[dtype]; !known && p.err == nil {
+				p.err = fmt.Errorf("%w: safetensors: tensor %q has dtype %q, which has no data type here; convert it in Python",
+					ErrUnsupported, name, dtype)
+			}
+		case "shape":
+			// A shape is kept only as far as the rank limit, however long the list.
+			n := p.numbers(name, tensor.MaxRank, func(d int64) { e.Desc.Shape = append(e.Desc.Shape, d) })
+			if n > tensor.MaxRank {
+				p.fail("tensor %q has rank %d, over the limit of %d", name, n, tensor.MaxRank)
+			}
+		case "data_offsets":
+			var offs []int64
+			if n := p.numbers(name, 2, func(o int64) { offs = append(offs, o) }); n != 2 {
+				p.fail("tensor %q has %d data_offsets, wanted begin and end", name, n)
+			} else if p.err == nil {
+				e.Off, e.Bytes = offs[0], offs[1]-offs[0] // both 0 or more, so no overflow
+			}
+		default:
+			p.fail("tensor %q has the unknown key %q", name, key)
+		}
+	})
+	if seen != 3 { // each at most once, so three are all
+		p.fail("tensor %q needs dtype, shape and data_offsets", name)
+	}
+	if p.err != nil {
+		return
+	}
+	if e.Desc.Shape == nil {
+		e.Desc.Shape = tensor.Shape{}
+	}
+	switch n, err := e.Desc.Bytes(); {
+	case err != nil:
+		p.err = fmt.Errorf("%w: safetensors: tensor %q: %w", ErrFormat, name, err)
+	case n != e.Bytes:
+		p.fail("tensor %q: %v needs %d bytes, data_offsets hold %d", name, e.Desc, n, e.Bytes)
+	default:
+		p.entries = append(p.entries, e)
+	}
+}
+
+// cover checks that the tensors leave no hole, no overlap and no rest. Empty
+// tensors may share an offset, at the seams of the others.
+func (p *headerParser) cover(dataBytes int64) {
+	slices.SortFunc(p.entries, func(a, b Entry) int {
+		return cmp.Or(cmp.Compare(a.Off, b.Off), cmp.Compare(a.Bytes, b.Bytes), cmp.Compare(a.Name, b.Name))
+	})
+	var end int64
+	for _, e := range p.entries {
+		if e.Off != end {
+			p.fail("tensor %q begins at byte %d, the one before it ends at %d: a hole or an overlap", e.Name, e.Off, end)
+			return
+		}
+		end += e.Bytes // the sum of contiguous ranges is an offset that was read
+	}
+	if end != dataBytes {
+		p.fail("the tensors end at byte %d, the data has %d bytes", end, dataBytes)
+	}
+}
+
+func (p *headerParser) next() json.Token {
+	if p.err != nil {
+		return nil
+	}
+	t, err := p.dec.Token()
+	if err != nil {
+		p.fail("the header is not JSON: %v", err)
+	}
+	return t
+}
+
+// object runs member for each key of the object that comes next; member consumes
+// the value. A key that comes twice is refused.
+func (p *headerParser) object(what string, member func(key string)) {
+	if p.next() != json.Delim('{') {
+		p.fail("%q is no object", what)
+	}
+	seen := map[string]bool{}
+	for p.err == nil && p.dec.More() {
+		key := p.text(what)
+		if seen[key] {
+			p.fail("%q holds the key %q twice", what, key)
+		}
+		if seen[key] = true; p.err == nil {
+			member(key)
+		}
+	}
+	p.next() // the closing brace
+}
+
+func (p *headerParser) text(what string) string {
+	s, ok := p.next().(string)
+	if !ok {
+		p.fail("%q holds something other than text", what)
+	}
+	// The decoder turns half a surrogate pair into this character: two different
+	// names would become one.
+	if strings.ContainsRune(s, utf8.RuneError) {
+		p.fail("%q holds broken Unicode", what)
+	}
+	return s
+}
+
+// numbers runs add for the first keep numbers of the list that comes next and
+// returns how many there are. They are plain: no sign, fraction or exponent.
+func (p *headerParser) numbers(what string, keep int, add func(int64)) (n int) {
+	if p.next() != json.Delim('[') {
+		p.fail("tensor %q: wanted a list of numbers", what)
+	}
+	for ; p.err == nil && p.dec.More(); n++ {
+		num, _ := p.next().(json.Number)
+		v, err := strconv.ParseUint(string(num), 10, 63)
+		if err != nil {
+			p.fail("tensor %q: wanted a whole number below 2^63, got %q", what, num)
+		} else if n < keep {
+			add(int64(v))
+		}
+	}
+	p.next() // the closing bracket
+	return n
+}
+
+// WriteSafetensors writes the tensors, which the caller lends, as one file. All of
+// them are checked before the first byte is written. Wider data types come first,
+// otherwise in the order given, so that every tensor begins aligned.
+func WriteSafetensors(w io.Writer, tensors []Named, metadata map[string]string) error {
+	tensors = slices.Clone(tensors)
+	slices.SortStableFunc(tensors, func(a, b Named) int { return cmp.Compare(b.DType.Bits(), a.DType.Bits()) })
+	header, err := safetensorsHeader(tensors, metadata)
+	if err != nil {
+		return err
+	}
+	if _, err := w.Write(header); err != nil {
+		return fmt.Errorf("tensorfile: write safetensors header: %w", err)
+	}
+	for _, t := range tensors {
+		if _, err := w.Write(t.Data); err != nil {
+			return fmt.Errorf("tensorfile: write tensor %q: %w", t.Name, err)
+		}
+	}
+	return nil
+}
+
+// safetensorsHeader returns the length and the header for tensors in this order.
+func safetensorsHeader(tensors []Named, metadata map[string]string) ([]byte, error) {
+	out := append(make([]byte, lengthBytes), '{')
+	comma := func() {
+		if len(out) > lengthBytes+1 {
+			out = append(out, ',')
+		}
+	}
+	if len(metadata) > 0 {
+		for k, v := range metadata {
+			if !sound(k) || !sound(v) {
+				return nil, fmt.Errorf("%w: safetensors: metadata %q: %q is not text in UTF-8", ErrFormat, k, v)
+			}
+		}
+		out = append(append(out, quote(metadataKey)...), ':')
+		out = append(out, quote(metadata)...)
+	}
+	seen := map[string]bool{}
+	var end int64
+	for _, t := range tensors {
+		dtype, known := stNames[t.DType]
+		switch {
+		case seen[t.Name] || t.Name == metadataKey || !sound(t.Name):
+			return nil, fmt.Errorf("%w: safetensors: the name %q is taken, reserved or not UTF-8", ErrFormat, t.Name)
+		case !known && t.DType.Valid():
+			return nil, fmt.Errorf("%w: safetensors has no type for tensor %q of %v; write it as .npy", ErrUnsupported, t.Name, t.DType)
+		}
+		seen[t.Name] = true
+		if _, err := tensor.New(t.Desc, t.Data); err != nil {
+			return nil, fmt.Errorf("%w: safetensors: tensor %q: %w", ErrFormat, t.Name, err)
+		}
+		comma()
+		out = append(append(out, quote(t.Name)...), ':')
+		begin := end
+		end += int64(len(t.Data)) // memory that exists: no overflow
+		out = append(out, quote(struct {
+			DType   string       `json:"dtype"`
+			Shape   tensor.Shape `json:"shape"`
+			Offsets [2]int64     `json:"data_offsets"`
+		}{dtype, append(tensor.Shape{}, t.Shape...), [2]int64{begin, end}})...)
+	}
+	out = append(out, '}')
+	for len(out)%headerAlign != 0 {
+		out = append(out, ' ')
+	}
+	n := len(out) - lengthBytes
+	if n > MaxSafetensorsHeader {
+		return nil, fmt.Errorf("%w: safetensors: header of %d bytes is over the limit of %d", ErrFormat, n, MaxSafetensorsHeader)
+	}
+	binary.LittleEndian.PutUint64(out, uint64(n))
+	return out, nil
+}
+
+// sound reports whether a text comes back from JSON as it went in.
+func sound(s string) bool { return utf8.ValidString(s) && !strings.ContainsRune(s, utf8.RuneError) }
+
+// quote returns v as JSON. Strings, and maps and structs of them, cannot fail.
+func quote(v any) []byte {
+	b, err := json.Marshal(v)
+	if err != nil {
+		panic("tensorfile: " + err.Error())
+	}
+	return b
+}

@@ -1,0 +1,52 @@
+// Package tensorfile reads and writes tensors as .npy and .safetensors files.
+//
+// It is strict: a file that says one thing twice, leaves a hole, hides bytes or
+// lies about a length is refused, and no allocation is larger than what has been
+// checked. It never runs or unpickles anything. It does not convert: a byte order
+// or a layout other than the wire's is an error that says what to do.
+// Anyone may call it. Files are mapped read-only: tensors of a mapped file are
+// lent until it is closed.
+package tensorfile
+
+import (
+	"errors"
+	"fmt"
+	"os"
+)
+
+// Errors that callers decide on. Every error about a file's content wraps one of
+// them; the tensor package's errors are wrapped beside it where they are the cause.
+var (
+	// ErrFormat is wrapped when a file, or what is to become one, is malformed.
+	ErrFormat = errors.New("tensorfile: malformed")
+	// ErrUnsupported is wrapped when a file is well formed but holds what a
+	// tensor here cannot be; the text says how to convert it.
+	ErrUnsupported = errors.New("tensorfile: not supported")
+	// ErrNotFound is wrapped when a file holds no tensor of the name asked for.
+	ErrNotFound = errors.New("tensorfile: no such tensor")
+	// ErrClosed is returned when the file has been closed.
+	ErrClosed = errors.New("tensorfile: closed")
+)
+
+// openFile opens a regular file and returns its size in bytes. It looks before it
+// opens: opening a named pipe would wait for a writer, and a pipe has no size.
+func openFile(path string) (*os.File, int, error) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return nil, 0, fmt.Errorf("tensorfile: %w", err)
+	}
+	if !info.Mode().IsRegular() {
+		return nil, 0, fmt.Errorf("%w: %s is no regular file; read it as a stream", ErrUnsupported, path)
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, 0, fmt.Errorf("tensorfile: %w", err)
+	}
+	if info, err = f.Stat(); err == nil && int64(int(info.Size())) != info.Size() {
+		err = fmt.Errorf("%s has %d bytes, more than this machine can address", path, info.Size())
+	}
+	if err != nil {
+		return nil, 0, errors.Join(fmt.Errorf("tensorfile: %w", err), f.Close())
+	}
+	return f, int(info.Size()), nil
+}
