@@ -1,0 +1,104 @@
+# Two kinds of target. Checks never write into the tree; writers say so.
+# `make help` prints the comments behind the ## signs.
+
+GO       ?= go
+TOOL     := $(GO) tool -modfile=tools/go.mod
+FUZZ     ?= .
+FUZZTIME ?= 30s
+PKG      ?= ./...
+
+# What `breaking` compares the wire contract with: the last release, or, before
+# there is one, the commit this one stands on. `make breaking AGAINST=main` on a
+# branch of several commits.
+AGAINST ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),HEAD~1)
+
+# A program that hangs shall fail a check, not hold it up.
+LIMIT := $(if $(shell command -v timeout),timeout 300)
+
+.DEFAULT_GOAL := check
+.PHONY: help check test race invariants nocgo lint lint-go lint-proto breaking generated tidy-check \
+	examples bench-smoke demo bench build fuzz fuzz-1m generate fmt vectors scripts-rewrite
+
+help: ## Print this list
+	@awk -F ':.*## ' '/^##/ { printf "\n%s\n", substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+## Run it
+
+demo: ## Run a split network over a real socket and compare with torch's predictions
+	$(GO) run ./cmd/tensorferry demo
+
+bench: ## Measure upload, echo, relu and small calls beside raw TCP and stock gRPC
+	$(GO) run ./cmd/tensorferry bench
+
+build: ## Build bin/tensorferry, without cgo
+	CGO_ENABLED=0 $(GO) build -trimpath -o bin/tensorferry ./cmd/tensorferry
+
+## Check (nothing in the tree is written)
+
+check: test race invariants nocgo lint generated tidy-check examples bench-smoke ## All of it, as CI does (default)
+
+test: ## Every test, the committed fuzz corpora included; needs Go only
+	$(GO) test ./...
+
+race: ## Every test under the race detector
+	$(GO) test -race ./...
+
+invariants: ## Every test with the invariant checks built in
+	$(GO) test -tags invariants ./...
+
+nocgo: ## Every test without cgo
+	CGO_ENABLED=0 $(GO) test ./...
+
+lint: lint-go lint-proto breaking ## Everything that reads the source without running it
+
+lint-go: ## go vet, golangci-lint and formatting
+	$(GO) vet ./...
+	$(TOOL) golangci-lint run ./...
+
+lint-proto: ## buf's lint and formatting of the wire contract
+	$(TOOL) buf lint
+	$(TOOL) buf format --diff --exit-code
+
+breaking: ## The wire contract still speaks with what stood at AGAINST
+	@if git cat-file -e '$(AGAINST):api' 2>/dev/null; then set -x; \
+		$(TOOL) buf breaking api --against '.git#ref=$(AGAINST),subdir=api'; \
+	else echo 'breaking: no wire contract at $(AGAINST) to compare with'; fi
+
+generated: ## The committed generated code is what the .proto files generate
+	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && set -x && \
+		$(TOOL) buf generate -o "$$tmp" && diff -r -x '*.proto' api "$$tmp/api"
+
+tidy-check: ## go.mod and go.sum say what is imported
+	$(GO) mod tidy -diff
+	cd tools && $(GO) mod tidy -diff
+
+examples: ## Run every program below examples/ to its end
+	@set -e; for p in $$($(GO) list -f '{{if eq .Name "main"}}{{.ImportPath}}{{end}}' ./examples/...); do \
+		echo "$(GO) run $$p"; $(LIMIT) $(GO) run $$p </dev/null; done
+
+bench-smoke: ## Run every Go benchmark once
+	$(GO) test -run '^$$' -bench . -benchtime 1x ./...
+
+fuzz: ## Fuzz each target for FUZZTIME=30s (FUZZ=regexp and PKG=./path choose)
+	@$(GO) test -list '^Fuzz' $(PKG) >/dev/null # a package that does not build shall fail here
+	@set -e; $(GO) test -list '^Fuzz' $(PKG) | awk '/^Fuzz/ { t[n++] = $$1 } /^ok/ { for (i = 0; i < n; i++) print t[i], $$2; n = 0 }' | \
+		grep -E -- '$(FUZZ)' | while read -r target pkg; do \
+		(set -x; $(GO) test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) "$$pkg"); done
+
+fuzz-1m: ## Fuzz each target for a million executions
+	@$(MAKE) --no-print-directory fuzz FUZZTIME=1000000x
+
+## Write
+
+generate: ## Rewrite the Go code of the wire contract
+	$(TOOL) buf generate
+
+fmt: ## Rewrite Go and proto files in the house format
+	$(TOOL) golangci-lint fmt ./...
+	$(TOOL) buf format --write
+
+vectors: ## Rewrite testdata/vectors; a changed byte needs a Wire line in CHANGELOG.md
+	$(GO) test ./internal/wire -run Vectors -rewrite
+
+scripts-rewrite: ## Accept what the session scripts print now; read the diff
+	$(GO) test ./stream -run Script -rewrite
