@@ -1,0 +1,291 @@
+package tensorfile
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// A .npy file is the magic, two bytes of version, the header's length (2 bytes in
+// version 1, else 4, little-endian), the header (a Python dict that ends in a
+// newline), then the bytes of one array. Version 3 only lets the header be UTF-8.
+const (
+	npyMagic = "\x93NUMPY"
+	npyAlign = 64 // where the data begins, a multiple of it: what NumPy writes
+)
+
+// npyNames are NumPy's names of the data types, without the byte order. It has
+// none for bfloat16 and the 8-bit floats.
+var npyNames = map[tensor.DataType]string{
+	tensor.Bool: "b1", tensor.Int8: "i1", tensor.Int16: "i2", tensor.Int32: "i4", tensor.Int64: "i8",
+	tensor.Uint8: "u1", tensor.Uint16: "u2", tensor.Uint32: "u4", tensor.Uint64: "u8",
+	tensor.Float16: "f2", tensor.Float32: "f4", tensor.Float64: "f8",
+	tensor.Complex64: "c8", tensor.Complex128: "c16",
+}
+
+var npyTypes = func() map[string]tensor.DataType {
+	m := make(map[string]tensor.DataType, 3*len(npyNames))
+	for d, name := range npyNames {
+		m["<"+name], m["="+name] = d, d // = is this machine's order, which is little-endian
+		if d.Bits() == 8 {
+			m["|"+name] = d
+		}
+	}
+	return m
+}()
+
+// ReadNPYHeader reads a .npy header, versions 1.0 to 3.0, and leaves r at the first
+// byte of the data, of which the desc tells the size. It reads no byte more. The
+// error of a stream that ends within the header wraps io.ErrUnexpectedEOF.
+func ReadNPYHeader(r io.Reader) (tensor.Desc, error) {
+	var prefix [len(npyMagic) + 2 + 4]byte
+	b := prefix[:len(npyMagic)+2]
+	if err := readNPY(r, b); err != nil {
+		return tensor.Desc{}, err
+	}
+	if string(b[:len(npyMagic)]) != npyMagic {
+		return tensor.Desc{}, fmt.Errorf("%w: npy: the file does not begin as a .npy file does", ErrFormat)
+	}
+	major, minor := b[len(npyMagic)], b[len(npyMagic)+1]
+	if major < 1 || major > 3 || minor != 0 {
+		return tensor.Desc{}, fmt.Errorf("%w: npy: version %d.%d; known are 1.0, 2.0 and 3.0", ErrUnsupported, major, minor)
+	}
+	b = prefix[len(npyMagic)+2:]
+	if major == 1 {
+		b = b[:2]
+	}
+	if err := readNPY(r, b); err != nil {
+		return tensor.Desc{}, err
+	}
+	n := uint32(binary.LittleEndian.Uint16(b))
+	if major > 1 {
+		n = binary.LittleEndian.Uint32(b)
+	}
+	if n > MaxNPYHeader {
+		return tensor.Desc{}, fmt.Errorf("%w: npy: header of %d bytes is over the limit of %d", ErrFormat, n, MaxNPYHeader)
+	}
+	header := make([]byte, n)
+	if err := readNPY(r, header); err != nil {
+		return tensor.Desc{}, err
+	}
+	return parseNPYDict(string(header))
+}
+
+// WriteNPYHeader writes a .npy header of version 1.0; the tensor's bytes follow as
+// they are. The format has no data type for bfloat16 and the 8-bit floats: they are
+// refused, .safetensors holds them.
+func WriteNPYHeader(w io.Writer, d tensor.Desc) error {
+	if _, err := d.Bytes(); err != nil {
+		return fmt.Errorf("%w: npy: %w", ErrFormat, err)
+	}
+	name, known := npyNames[d.DType]
+	if !known {
+		return fmt.Errorf("%w: npy has no type for %v; write it as .safetensors", ErrUnsupported, d.DType)
+	}
+	order := "<"
+	if d.DType.Bits() == 8 {
+		order = "|" // what NumPy writes where there is no order
+	}
+	var shape strings.Builder
+	for i, dim := range d.Shape {
+		if i > 0 {
+			shape.WriteByte(' ')
+		}
+		shape.WriteString(strconv.FormatInt(dim, 10) + ",") // a lone number in parentheses is no tuple
+	}
+	out := append([]byte(npyMagic), 1, 0, 0, 0)
+	prefix := len(out)
+	out = fmt.Appendf(out, "{'descr': '%s', 'fortran_order': False, 'shape': (%s), }", order+name, shape.String())
+	for (len(out)+1)%npyAlign != 0 {
+		out = append(out, ' ')
+	}
+	out = append(out, '\n')
+	binary.LittleEndian.PutUint16(out[prefix-2:], uint16(len(out)-prefix)) // below 1 KiB, see MaxNPYHeader
+	if _, err := w.Write(out); err != nil {
+		return fmt.Errorf("tensorfile: write npy header: %w", err)
+	}
+	return nil
+}
+
+// MapNPY maps a .npy file of exactly one array. The tensor is lent, read-only,
+// until the closer is closed, which the caller does once. What OpenSafetensors says
+// about shortening an open file and about writing to its bytes holds here too.
+func MapNPY(path string) (tensor.Tensor, io.Closer, error) {
+	data, closeMap, err := mapFile(path)
+	if err != nil {
+		return tensor.Tensor{}, nil, err
+	}
+	r := bytes.NewReader(data)
+	desc, err := ReadNPYHeader(r)
+	var t tensor.Tensor
+	if err == nil {
+		if t, err = tensor.New(desc, data[len(data)-r.Len():]); err != nil {
+			err = fmt.Errorf("%w: npy: %w", ErrFormat, err)
+		}
+	}
+	if err != nil {
+		return tensor.Tensor{}, nil, errors.Join(fmt.Errorf("%s: %w", path, err), closeMap())
+	}
+	return t, closer(closeMap), nil
+}
+
+type closer func() error
+
+func (c closer) Close() error { return c() }
+
+func readNPY(r io.Reader, b []byte) error {
+	switch _, err := io.ReadFull(r, b); {
+	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+		return fmt.Errorf("%w: npy: the file ends within its header: %w", ErrFormat, io.ErrUnexpectedEOF)
+	case err != nil:
+		return fmt.Errorf("tensorfile: read npy header: %w", err)
+	}
+	return nil
+}
+
+// parseNPYDict reads the dict as NumPy writes it, and as Python would read it as
+// far as spaces, order of keys, kind of quotes and trailing commas go. Every key
+// comes exactly once.
+func parseNPYDict(text string) (tensor.Desc, error) {
+	p := literal{rest: text}
+	var d tensor.Desc
+	seen := map[string]bool{}
+	p.want("{")
+	for p.err == nil && !p.take("}") {
+		key := p.quoted()
+		if seen[key] {
+			p.fail("the key %q comes twice", key)
+		}
+		seen[key] = true
+		p.want(":")
+		switch key {
+		case "descr":
+			d.DType = p.descr()
+		case "fortran_order":
+			if p.take("True") {
+				p.refuse("the array is in Fortran order; save it with numpy.save(path, numpy.ascontiguousarray(array))")
+			}
+			p.want("False")
+		case "shape":
+			d.Shape = p.tuple()
+		default:
+			p.fail("unknown key %q", key)
+		}
+		if !p.take(",") {
+			p.want("}")
+			break
+		}
+	}
+	if len(seen) != 3 {
+		p.fail("the header needs descr, fortran_order and shape")
+	}
+	p.want("\n")
+	if p.rest != "" {
+		p.fail("bytes after the newline that ends the header")
+	}
+	if p.err != nil {
+		return tensor.Desc{}, p.err
+	}
+	if _, err := d.Bytes(); err != nil {
+		return tensor.Desc{}, fmt.Errorf("%w: npy: %w", ErrFormat, err)
+	}
+	return d, nil
+}
+
+// literal reads the few Python literals of a header. Its first error stays.
+type literal struct {
+	rest string
+	err  error
+}
+
+func (p *literal) fail(format string, args ...any) {
+	if p.err == nil {
+		p.err = fmt.Errorf("%w: npy: "+format, append([]any{ErrFormat}, args...)...)
+	}
+}
+
+func (p *literal) refuse(format string, args ...any) {
+	if p.err == nil {
+		p.err = fmt.Errorf("%w: npy: "+format, append([]any{ErrUnsupported}, args...)...)
+	}
+}
+
+// take skips spaces and reports whether the token follows, consuming it.
+func (p *literal) take(token string) (ok bool) {
+	p.rest = strings.TrimLeft(p.rest, " ")
+	p.rest, ok = strings.CutPrefix(p.rest, token)
+	return ok
+}
+
+func (p *literal) want(token string) {
+	if !p.take(token) {
+		p.fail("wanted %q, the header goes on with %.20q", token, p.rest)
+	}
+}
+
+func (p *literal) quoted() string {
+	for _, quote := range []string{"'", `"`} {
+		if p.take(quote) {
+			s, rest, closed := strings.Cut(p.rest, quote)
+			if !closed || strings.Contains(s, `\`) {
+				break
+			}
+			p.rest = rest
+			return s
+		}
+	}
+	p.fail("wanted a short text in quotes, the header goes on with %.20q", p.rest)
+	return ""
+}
+
+func (p *literal) descr() tensor.DataType {
+	if p.take("[") {
+		p.refuse("a structured array; save each of its fields by itself")
+		return 0
+	}
+	s := p.quoted()
+	d, known := npyTypes[s]
+	switch {
+	case known || p.err != nil:
+	case strings.HasPrefix(s, ">"):
+		p.refuse("%q is big-endian; save it with array.astype(array.dtype.newbyteorder('<'))", s)
+	case strings.Contains(s, "O"):
+		p.refuse("%q holds Python objects, which are never unpickled; save numbers", s)
+	case strings.Contains(s, "V"):
+		p.refuse("%q is opaque bytes; bfloat16 and 8-bit floats go into .safetensors", s)
+	default:
+		p.refuse("%q has no data type here; convert it with array.astype", s)
+	}
+	return d
+}
+
+func (p *literal) tuple() tensor.Shape {
+	shape := tensor.Shape{}
+	p.want("(")
+	for p.err == nil && !p.take(")") {
+		digits := p.rest[:len(p.rest)-len(strings.TrimLeft(p.rest, "0123456789"))]
+		p.rest = p.rest[len(digits):]
+		dim, err := strconv.ParseUint(digits, 10, 63)
+		if err != nil || len(digits) > 1 && digits[0] == '0' {
+			p.fail("wanted a dimension, got %.20q", digits+p.rest)
+			break
+		}
+		if shape = append(shape, int64(dim)); len(shape) > tensor.MaxRank {
+			p.fail("the rank is over the limit of %d", tensor.MaxRank)
+		}
+		if !p.take(",") {
+			if len(shape) == 1 {
+				p.fail("the shape is a number; a tuple of one has a comma")
+			}
+			p.want(")")
+			break
+		}
+	}
+	return shape
+}
