@@ -1,0 +1,132 @@
+package wire
+
+import (
+	"fmt"
+	"math"
+
+	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// convert appends the parts of pb to f, which takes over pb's strings, maps and
+// shapes. It refuses only what a stream.Frame cannot say: numbers out of their
+// range are the stream machine's to refuse, by failing one call or tensor.
+func convert(pb *tensorferryv1.Frame, f *stream.Frame) error {
+	var c converter
+	if h := pb.Hello; h != nil {
+		f.Hello = &stream.Hello{
+			Version:        h.Version,
+			Session:        c.id(h.SessionId, "hello.session_id"),
+			MaxChunkBytes:  h.MaxChunkBytes,
+			AllowanceBytes: h.AllowanceBytes,
+			Checksum:       uint8(known(h.Checksum)),
+			MaxOpenTensors: h.MaxOpenTensors,
+		}
+	}
+	for i, p := range pb.Calls {
+		call := stream.Call{
+			ID: c.id(p.Id, "calls[%d].id", i), Model: p.Model, Params: p.Params, TimeoutMillis: p.TimeoutMillis,
+		}
+		c.most(len(p.Inputs), "calls[%d].inputs", i)
+		for j, in := range p.Inputs {
+			call.Inputs = append(call.Inputs, stream.Binding{
+				Port: in.Port, Tensor: c.id(in.TensorId, "calls[%d].inputs[%d].tensor_id", i, j),
+			})
+		}
+		f.Calls = append(f.Calls, call)
+	}
+	for i, p := range pb.Descs {
+		d := stream.Desc{
+			Tensor:     c.id(p.TensorId, "descs[%d].tensor_id", i),
+			Desc:       tensor.Desc{DType: tensor.DataType(known(p.Dtype)), Shape: p.Shape},
+			SizeBytes:  p.SizeBytes,
+			ChunkBytes: p.ChunkBytes,
+			Port:       p.Port,
+			Name:       p.Name,
+			Metadata:   p.Metadata,
+		}
+		if len(p.CallId) > 0 { // a pushed tensor belongs to no call
+			d.Call = c.id(p.CallId, "descs[%d].call_id", i)
+		}
+		f.Descs = append(f.Descs, d)
+	}
+	for i, p := range pb.Credits {
+		f.Credits = append(f.Credits, stream.Credit{
+			Tensor: c.id(p.TensorId, "credits[%d].tensor_id", i), Limit: p.ChunkLimit,
+		})
+	}
+	for i, p := range pb.Acks {
+		f.Acks = append(f.Acks, stream.Ack{
+			Tensor: c.id(p.TensorId, "acks[%d].tensor_id", i), Below: p.ReceivedBelow, Resend: p.Resend,
+		})
+	}
+	for i, p := range pb.Cancels {
+		f.Cancels = append(f.Cancels, c.id(p.CallId, "cancels[%d].call_id", i))
+	}
+	for i, p := range pb.Failures {
+		f.Failures = append(f.Failures, stream.Failure{
+			Tensor: c.id(p.TensorId, "failures[%d].tensor_id", i), Code: stream.Code(p.Code), Message: p.Message,
+		})
+	}
+	for i, p := range pb.Dones {
+		t := p.GetTimings()
+		done := stream.Done{
+			Call: c.id(p.CallId, "dones[%d].call_id", i), Code: stream.Code(p.Code), Message: p.Message,
+			Timings: stream.Timings{
+				Receive: t.GetReceiveNanos(), Queue: t.GetQueueNanos(), H2D: t.GetH2DNanos(),
+				Compute: t.GetComputeNanos(), D2H: t.GetD2HNanos(),
+				FirstResult: t.GetFirstResultNanos(), Total: t.GetTotalNanos(),
+			},
+			RetryAfterMillis: p.RetryAfterMillis,
+		}
+		c.most(len(p.Outputs), "dones[%d].outputs", i)
+		for j, out := range p.Outputs {
+			done.Outputs = append(done.Outputs, stream.Binding{
+				Port: out.Port, Tensor: c.id(out.TensorId, "dones[%d].outputs[%d].tensor_id", i, j),
+			})
+		}
+		f.Dones = append(f.Dones, done)
+	}
+	if pb.Drain != nil {
+		f.Drain = &stream.Drain{Reason: pb.Drain.Reason}
+	}
+	if p := pb.Chunk; p != nil {
+		f.Chunk.Tensor, f.Chunk.Index, f.Chunk.Sum = c.id(p.TensorId, "chunk.tensor_id"), p.Index, p.Checksum
+		if len(p.Data) > 0 {
+			f.Chunk.Data = append(f.Chunk.Data, p.Data)
+		}
+	}
+	return c.err
+}
+
+// converter keeps the first thing that could not be converted.
+type converter struct{ err error }
+
+// id copies an ID. path is formatted only when there is something to say.
+func (c *converter) id(b []byte, path string, at ...any) tensor.ID {
+	id, ok := tensor.ParseID(b)
+	if !ok && c.err == nil {
+		got := fmt.Sprintf("%d bytes", len(b))
+		if len(b) == len(id) {
+			got = "zeros"
+		}
+		c.err = &FieldError{ErrMalformed, fmt.Sprintf(path, at...), "16 bytes, not all zero", got}
+	}
+	return id
+}
+
+func (c *converter) most(n int, path string, at ...any) {
+	if n > MaxBindings && c.err == nil {
+		c.err = tooLarge(fmt.Sprintf(path, at...), "bindings", MaxBindings, n)
+	}
+}
+
+// known maps an enum's number that does not fit a byte to 0, which no enum of
+// the protocol uses; what fits stays as it is, for the error that names it.
+func known[E tensorferryv1.DataType | tensorferryv1.Checksum](e E) E {
+	if e < 0 || e > math.MaxUint8 {
+		return 0
+	}
+	return e
+}

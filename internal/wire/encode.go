@@ -1,0 +1,352 @@
+package wire
+
+import (
+	"encoding/binary"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"unicode/utf8"
+
+	"google.golang.org/grpc/mem"
+	"google.golang.org/protobuf/encoding/protowire"
+
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// sending is one frame on its way out: the header buffer, the payload's views
+// and the slice of buffers that gRPC was given. It is the pool of all of them:
+// gRPC puts each back when nobody reads it any more, and the last one ends the
+// loan of the payload and frees the sending for the next frame.
+//
+// gRPC reads the slice only to reach a buffer of which the reader still holds a
+// reference, so that with the last Put it too is free. Nothing else keeps a
+// sending alive: one whose buffers died in a connection's queue is garbage, and
+// with it, by way of held, the memory of its payload, never before.
+type sending struct {
+	mem.NopBufferPool // Get is not used
+	head              []byte
+	parts             [][]byte // what buffers point to: pieces of head, views
+	buffers           mem.BufferSlice
+	held              Releaser
+	left              atomic.Int32 // buffers not put back
+}
+
+var sendings = sync.Pool{New: func() any { return &sending{head: make([]byte, 0, headBytes)} }}
+
+// marshal encodes the frame. The views of its chunk are lent until Held is released.
+func (m *Message) marshal() (mem.BufferSlice, error) {
+	s := sendings.Get().(*sending)
+	s.held, m.Held = m.Held, nil
+	e := encoder{b: s.head[:0]}
+	e.frame(&m.Frame)
+	s.head = e.b
+	if e.err == nil && len(s.head) > MaxControlBytes {
+		e.err = tooLarge("frame", "bytes beside the payload", MaxControlBytes, len(s.head))
+	}
+	if e.err != nil {
+		s.recycle()
+		return nil, e.err
+	}
+	var views [][]byte
+	if m.Frame.HasChunk() {
+		views = m.Frame.Chunk.Data
+	}
+	s.addPayload(views)
+	// From the first NewBuffer on the views must stay where they are.
+	s.left.Store(int32(len(s.parts)))
+	for i := range s.parts {
+		s.buffers = append(s.buffers, mem.NewBuffer(&s.parts[i], s))
+	}
+	if len(s.parts) == 0 { // an empty frame: no Put will come
+		s.recycle()
+		return nil, nil
+	}
+	return s.buffers, nil
+}
+
+// addPayload splits what is sent into parts: views that go as they lie, and
+// between them the pieces of head, small views copied to its end.
+func (s *sending) addPayload(views [][]byte) {
+	copied, shared := 0, false
+	for _, v := range views {
+		if len(v) <= smallView {
+			copied += len(v)
+		} else {
+			shared = true
+		}
+	}
+	// gRPC tracks a buffer by its capacity: even the last piece needs enough.
+	s.head = slices.Grow(s.head, copied+smallView+1)
+	begin := 0
+	piece := func() {
+		if begin < len(s.head) {
+			s.parts = append(s.parts, s.head[begin:])
+			begin = len(s.head)
+		}
+	}
+	for _, v := range views {
+		if len(v) <= smallView {
+			s.head = append(s.head, v...)
+			continue
+		}
+		piece()
+		s.parts = append(s.parts, v)
+	}
+	piece()
+	if held := s.held; held != nil && !shared {
+		s.held = nil
+		held.Release() // everything was copied
+	}
+}
+
+// Put is called by gRPC for each buffer that nobody reads any more.
+func (s *sending) Put(*[]byte) {
+	if s.left.Add(-1) == 0 {
+		s.recycle()
+	}
+}
+
+func (s *sending) recycle() {
+	held := s.held
+	s.held = nil
+	clear(s.parts)
+	clear(s.buffers)
+	s.parts, s.buffers = s.parts[:0], s.buffers[:0]
+	if cap(s.head) <= maxPooledHead {
+		sendings.Put(s)
+	}
+	if held != nil {
+		held.Release()
+	}
+}
+
+// encoder writes a frame the way the stock codec does in its deterministic mode:
+// fields by number, maps by key, zeros left out.
+type encoder struct {
+	b   []byte
+	err error // the first field that could not be written
+}
+
+// frame writes all of f but the chunk's payload, for which it announces the bytes.
+func (e *encoder) frame(f *stream.Frame) {
+	if h := f.Hello; h != nil {
+		at := e.open(fieldHello)
+		e.number(1, uint64(h.Version))
+		e.id(2, h.Session)
+		e.number(3, uint64(h.MaxChunkBytes))
+		e.number(4, uint64(h.AllowanceBytes))
+		e.number(5, uint64(h.Checksum))
+		e.number(6, uint64(h.MaxOpenTensors))
+		e.close(at)
+	}
+	for i := range f.Calls {
+		c := &f.Calls[i]
+		at := e.open(fieldCalls)
+		e.id(1, c.ID)
+		e.name(2, "call.model", c.Model)
+		e.bindings(3, c.Inputs)
+		e.entries(4, "call.params", c.Params)
+		e.number(5, c.TimeoutMillis)
+		e.close(at)
+	}
+	for i := range f.Descs {
+		d := &f.Descs[i]
+		at := e.open(fieldDescs)
+		e.id(1, d.Tensor)
+		e.number(2, uint64(d.DType))
+		if len(d.Shape) > 0 {
+			at := e.open(3)
+			for _, n := range d.Shape {
+				e.b = protowire.AppendVarint(e.b, uint64(n))
+			}
+			e.close(at)
+		}
+		e.number(4, d.SizeBytes)
+		e.number(5, uint64(d.ChunkBytes))
+		if !d.Call.IsZero() {
+			e.id(6, d.Call)
+		}
+		e.name(7, "desc.port", d.Port)
+		e.name(8, "desc.name", d.Name)
+		e.entries(9, "desc.metadata", d.Metadata)
+		e.close(at)
+	}
+	for i := range f.Credits {
+		at := e.open(fieldCredits)
+		e.id(fieldTensor, f.Credits[i].Tensor)
+		e.number(fieldNumber, uint64(f.Credits[i].Limit))
+		e.close(at)
+	}
+	for i := range f.Acks {
+		a := &f.Acks[i]
+		at := e.open(fieldAcks)
+		e.id(fieldTensor, a.Tensor)
+		e.number(fieldNumber, uint64(a.Below))
+		if len(a.Resend) > 0 {
+			at := e.open(fieldResend)
+			for _, n := range a.Resend {
+				e.b = protowire.AppendVarint(e.b, uint64(n))
+			}
+			e.close(at)
+		}
+		e.close(at)
+	}
+	for _, id := range f.Cancels {
+		at := e.open(fieldCancels)
+		e.id(1, id)
+		e.close(at)
+	}
+	for i := range f.Failures {
+		p := &f.Failures[i]
+		at := e.open(fieldFailures)
+		e.id(1, p.Tensor)
+		e.number(2, uint64(p.Code))
+		e.text(3, p.Message)
+		e.close(at)
+	}
+	for i := range f.Dones {
+		d := &f.Dones[i]
+		at := e.open(fieldDones)
+		e.id(1, d.Call)
+		e.number(2, uint64(d.Code))
+		e.text(3, d.Message)
+		e.bindings(4, d.Outputs)
+		if t := d.Timings; t != (stream.Timings{}) {
+			at := e.open(5)
+			for i, nanos := range [...]int64{t.Receive, t.Queue, t.H2D, t.Compute, t.D2H, t.FirstResult, t.Total} {
+				e.number(protowire.Number(i+1), uint64(nanos))
+			}
+			e.close(at)
+		}
+		e.number(6, uint64(d.RetryAfterMillis))
+		e.close(at)
+	}
+	if f.Drain != nil {
+		at := e.open(fieldDrain)
+		e.text(1, f.Drain.Reason)
+		e.close(at)
+	}
+	if f.HasChunk() {
+		e.chunk(&f.Chunk)
+	}
+}
+
+// chunk writes a chunk up to its payload, which the caller appends.
+func (e *encoder) chunk(c *stream.Chunk) {
+	n := c.Len()
+	size := 2 + len(c.Tensor)
+	if c.Index > 0 {
+		size += 1 + protowire.SizeVarint(uint64(c.Index))
+	}
+	if c.Sum > 0 {
+		size += 1 + 4
+	}
+	if n > 0 {
+		size += 1 + protowire.SizeBytes(n)
+	}
+	e.b = protowire.AppendTag(e.b, fieldChunk, protowire.BytesType)
+	e.b = protowire.AppendVarint(e.b, uint64(size))
+	e.id(fieldTensor, c.Tensor)
+	e.number(fieldNumber, uint64(c.Index))
+	if c.Sum > 0 {
+		e.b = append(e.b, tagSum)
+		e.b = protowire.AppendFixed32(e.b, c.Sum)
+	}
+	if n > 0 {
+		e.b = append(e.b, tagData)
+		e.b = protowire.AppendVarint(e.b, uint64(n))
+	}
+}
+
+// open begins a nested message and close ends it. Nearly all are shorter than
+// 128 bytes, so one byte is left for the length and the rest moved up if not.
+func (e *encoder) open(field protowire.Number) (at int) {
+	e.b = protowire.AppendTag(e.b, field, protowire.BytesType)
+	e.b = append(e.b, 0)
+	return len(e.b)
+}
+
+func (e *encoder) close(at int) {
+	n := len(e.b) - at
+	if more := protowire.SizeVarint(uint64(n)) - 1; more > 0 {
+		var room [binary.MaxVarintLen64]byte
+		e.b = append(e.b, room[:more]...)
+		copy(e.b[at+more:], e.b[at:at+n])
+	}
+	binary.PutUvarint(e.b[at-1:], uint64(n))
+}
+
+func (e *encoder) number(field protowire.Number, v uint64) {
+	if v != 0 {
+		e.b = protowire.AppendTag(e.b, field, protowire.VarintType)
+		e.b = protowire.AppendVarint(e.b, v)
+	}
+}
+
+func (e *encoder) id(field protowire.Number, id tensor.ID) {
+	e.b = protowire.AppendTag(e.b, field, protowire.BytesType)
+	e.b = protowire.AppendBytes(e.b, id[:])
+}
+
+func (e *encoder) string(field protowire.Number, s string) {
+	e.b = protowire.AppendTag(e.b, field, protowire.BytesType)
+	e.b = protowire.AppendString(e.b, s)
+}
+
+// name writes what identifies something, and must therefore arrive unchanged.
+func (e *encoder) name(field protowire.Number, path, s string) {
+	e.checkUTF8(path, s)
+	if s != "" {
+		e.string(field, s)
+	}
+}
+
+// text writes what people read: bytes that are no text are replaced, and no
+// error is so long that it would not fit a frame.
+func (e *encoder) text(field protowire.Number, s string) {
+	if len(s) > MaxTextBytes {
+		cut := MaxTextBytes
+		for cut > MaxTextBytes-utf8.UTFMax && !utf8.RuneStart(s[cut]) {
+			cut--
+		}
+		s = s[:cut]
+	}
+	if s = strings.ToValidUTF8(s, "?"); s != "" {
+		e.string(field, s)
+	}
+}
+
+func (e *encoder) bindings(field protowire.Number, list []stream.Binding) {
+	if len(list) > MaxBindings && e.err == nil {
+		e.err = tooLarge("bindings", "bindings", MaxBindings, len(list))
+	}
+	for i := range list {
+		at := e.open(field)
+		e.name(1, "binding.port", list[i].Port)
+		e.id(2, list[i].Tensor)
+		e.close(at)
+	}
+}
+
+func (e *encoder) entries(field protowire.Number, path string, m map[string]string) {
+	if len(m) == 0 {
+		return
+	}
+	for _, k := range slices.Sorted(maps.Keys(m)) {
+		e.checkUTF8(path, k)
+		e.checkUTF8(path, m[k])
+		at := e.open(field)
+		e.string(1, k)
+		e.string(2, m[k])
+		e.close(at)
+	}
+}
+
+func (e *encoder) checkUTF8(path, s string) {
+	if e.err == nil && !utf8.ValidString(s) {
+		e.err = &FieldError{ErrMalformed, path, "UTF-8", "bytes that are not"}
+	}
+}

@@ -1,0 +1,172 @@
+package wire
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// FuzzUnmarshal holds the fast decoder to the stock one: for any bytes, cut into
+// any views, both give the same frame or both an error.
+func FuzzUnmarshal(f *testing.F) {
+	for _, v := range vectors() {
+		if len(v.wire) <= 4<<10 {
+			f.Add(v.wire, []byte{})
+			f.Add(v.wire, []byte{1})
+			f.Add(v.wire, []byte{17, 0, 3})
+		}
+	}
+	f.Fuzz(func(t *testing.T, b, cuts []byte) {
+		if d := diff(decode(t, b, cuts...), model(b)); d != "" {
+			t.Fatalf("fast and stock decoding differ: %s", d)
+		}
+	})
+}
+
+// FuzzMarshal makes a frame from a script and holds the encoder to the stock
+// one, byte by byte, and the decoder to the encoder.
+func FuzzMarshal(f *testing.F) {
+	f.Add([]byte{}, []byte{})
+	f.Add([]byte("\xff\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f and whatever follows the parts"), []byte{1})
+	f.Add(bytes.Repeat([]byte{0xa5, 3, 200}, 60), []byte{100, 1})
+	f.Add(bytes.Repeat([]byte{255}, 200), []byte{255})
+	f.Fuzz(func(t *testing.T, script, cuts []byte) {
+		s := script0(script)
+		frame := s.frame()
+		b := encode(t, &frame)
+		pb := toProto(&frame)
+		want, err := proto.MarshalOptions{Deterministic: true}.Marshal(pb)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(b, want) {
+			t.Fatalf("the stock codec writes\n%x, we\n%x", want, b)
+		}
+		var back tensorferryv1.Frame
+		if err := proto.Unmarshal(b, &back); err != nil || !proto.Equal(&back, pb) {
+			t.Fatalf("the stock codec reads %v (%v), we wrote %v", &back, err, pb)
+		}
+		sent := decoded{frame: frame, payload: bytes.Join(frame.Chunk.Data, nil)}
+		sent.frame.Chunk.Data = nil
+		if d := diff(decode(t, b, cuts...), sent); d != "" {
+			t.Fatalf("decoding what was encoded differs: %s", d)
+		}
+	})
+}
+
+// script makes frames out of bytes; when they run out, zeros.
+type script []byte
+
+func script0(b []byte) *script { s := script(b); return &s }
+
+func (s *script) byte() byte {
+	if len(*s) == 0 {
+		return 0
+	}
+	b := (*s)[0]
+	*s = (*s)[1:]
+	return b
+}
+
+func (s *script) number() uint64 {
+	var b [8]byte
+	for i := range s.byte() % 9 {
+		b[i] = s.byte()
+	}
+	return binary.LittleEndian.Uint64(b[:])
+}
+
+func (s *script) id() (id tensor.ID) {
+	id[15], id[3] = 1, s.byte()
+	return id
+}
+
+func (s *script) text() string {
+	return []string{"", "x", "ünï", "a name", string(bytes.Repeat([]byte("long "), 60))}[s.byte()%5]
+}
+
+func (s *script) bindings() (list []stream.Binding) {
+	for range s.byte() % 4 {
+		list = append(list, stream.Binding{Port: s.text(), Tensor: s.id()})
+	}
+	return list
+}
+
+func (s *script) entries() (m map[string]string) {
+	for i := range s.byte() % 4 {
+		if m == nil {
+			m = make(map[string]string)
+		}
+		m[fmt.Sprint(s.text(), i)] = s.text()
+	}
+	return m
+}
+
+func (s *script) frame() (f stream.Frame) {
+	parts := uint(s.byte()) | uint(s.byte())<<8
+	for i := range 10 {
+		if parts>>i&1 == 0 {
+			continue
+		}
+		for range 1 + s.byte()%3 {
+			switch i {
+			case 0:
+				f.Hello = &stream.Hello{
+					Version: uint32(s.number()), Session: s.id(), MaxChunkBytes: uint32(s.number()),
+					AllowanceBytes: uint32(s.number()), Checksum: s.byte(), MaxOpenTensors: uint32(s.number()),
+				}
+			case 1:
+				f.Calls = append(f.Calls, stream.Call{
+					ID: s.id(), Model: s.text(), Inputs: s.bindings(), Params: s.entries(), TimeoutMillis: s.number(),
+				})
+			case 2:
+				d := stream.Desc{
+					Tensor: s.id(), SizeBytes: s.number(), ChunkBytes: uint32(s.number()),
+					Port: s.text(), Name: s.text(), Metadata: s.entries(),
+				}
+				d.DType = tensor.DataType(s.byte())
+				for range s.byte() % 5 {
+					d.Shape = append(d.Shape, int64(s.number()))
+				}
+				if s.byte()%2 == 1 {
+					d.Call = s.id()
+				}
+				f.Descs = append(f.Descs, d)
+			case 3:
+				f.Credits = append(f.Credits, stream.Credit{Tensor: s.id(), Limit: uint32(s.number())})
+			case 4:
+				a := stream.Ack{Tensor: s.id(), Below: uint32(s.number())}
+				for range s.byte() % 5 {
+					a.Resend = append(a.Resend, uint32(s.number()))
+				}
+				f.Acks = append(f.Acks, a)
+			case 5:
+				f.Cancels = append(f.Cancels, s.id())
+			case 6:
+				f.Failures = append(f.Failures, stream.Failure{Tensor: s.id(), Code: stream.Code(s.number()), Message: s.text()})
+			case 7:
+				f.Dones = append(f.Dones, stream.Done{
+					Call: s.id(), Code: stream.Code(s.number()), Message: s.text(), Outputs: s.bindings(),
+					Timings:          stream.Timings{Receive: int64(s.number()), H2D: int64(s.number()), Total: int64(s.number())},
+					RetryAfterMillis: uint32(s.number()),
+				})
+			case 8:
+				f.Drain = &stream.Drain{Reason: s.text()}
+			case 9:
+				f.Chunk = stream.Chunk{Tensor: s.id(), Index: uint32(s.number()), Sum: uint32(s.number())}
+				for range s.byte() % 5 {
+					n := []int{0, 1, 7, smallView, smallView + 1, 3000}[s.byte()%6]
+					f.Chunk.Data = append(f.Chunk.Data, bytes.Repeat([]byte{s.byte()}, n))
+				}
+			}
+		}
+	}
+	return f
+}

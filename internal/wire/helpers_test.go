@@ -1,0 +1,253 @@
+package wire
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+	"google.golang.org/grpc/mem"
+	"google.golang.org/protobuf/proto"
+
+	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// ledger is a pool that counts what is put back and spoils it, so that who reads
+// a buffer after its release gets caught.
+type ledger struct {
+	mem.NopBufferPool
+	t        testing.TB
+	made, in int
+}
+
+func (l *ledger) Put(b *[]byte) {
+	l.in++
+	for i := range *b {
+		(*b)[i] = 0xdb
+	}
+}
+
+// view copies b into a buffer that the ledger tracks: gRPC tracks by capacity.
+func (l *ledger) view(b []byte) mem.Buffer {
+	if len(b) == 0 {
+		return mem.SliceBuffer(nil)
+	}
+	l.made++
+	data := append(make([]byte, 0, len(b)+smallView+1), b...)
+	return mem.NewBuffer(&data, l)
+}
+
+// split cuts b into views of the lengths that cuts says, repeated; none is whole.
+func (l *ledger) split(b []byte, cuts ...byte) mem.BufferSlice {
+	var s mem.BufferSlice
+	for i := 0; len(b) > 0; i++ {
+		n := len(b)
+		if len(cuts) > 0 {
+			n = min(n, int(cuts[i%len(cuts)]))
+		}
+		if n == 0 && i >= len(cuts) {
+			n = min(len(b), 1) // a script of zeros must end too
+		}
+		s = append(s, l.view(b[:n]))
+		b = b[n:]
+	}
+	return s
+}
+
+// decoded is what a test looks at after Unmarshal: a frame whose payload is copied.
+type decoded struct {
+	frame   stream.Frame
+	payload []byte
+	err     error
+}
+
+// decode takes b through the codec in the views of cuts, and checks on the way
+// that the payload outlives gRPC's references and that every buffer is released once.
+func decode(t testing.TB, b []byte, cuts ...byte) decoded {
+	t.Helper()
+	l := &ledger{t: t}
+	data := l.split(b, cuts...)
+	m := new(Message)
+	if err := (Codec{}).Unmarshal(data, m); err != nil {
+		t.Fatalf("Unmarshal returned %v; it must leave errors in the message", err)
+	}
+	data.Free()
+	d := snapshot(m)
+	m.Free()
+	if l.made != l.in {
+		t.Fatalf("%d of %d receive buffers were released", l.in, l.made)
+	}
+	if !m.Frame.Empty() {
+		t.Fatal("the frame is not empty after Free")
+	}
+	m.Free() // nothing left to free
+	return d
+}
+
+func snapshot(m *Message) decoded {
+	d := decoded{frame: copyFrame(&m.Frame), err: m.Err, payload: bytes.Join(m.Frame.Chunk.Data, nil)}
+	d.frame.Chunk.Data = nil
+	return d
+}
+
+// copyFrame copies the slices that the owner reuses.
+func copyFrame(f *stream.Frame) stream.Frame {
+	c := *f
+	c.Calls = append([]stream.Call(nil), f.Calls...)
+	c.Descs = append([]stream.Desc(nil), f.Descs...)
+	c.Credits = append([]stream.Credit(nil), f.Credits...)
+	c.Acks = append([]stream.Ack(nil), f.Acks...)
+	c.Cancels = append([]tensor.ID(nil), f.Cancels...)
+	c.Failures = append([]stream.Failure(nil), f.Failures...)
+	c.Dones = append([]stream.Done(nil), f.Dones...)
+	return c
+}
+
+// model is the slow and obvious decoder: the stock codec, the limits counted on
+// its result, and the conversion.
+func model(b []byte) decoded {
+	var pb tensorferryv1.Frame
+	if err := proto.Unmarshal(b, &pb); err != nil {
+		return decoded{err: err}
+	}
+	if len(b)-len(pb.GetChunk().GetData()) > MaxControlBytes || len(pb.Calls) > MaxCalls {
+		return decoded{err: ErrTooLarge}
+	}
+	for _, n := range []int{len(pb.Descs), len(pb.Credits), len(pb.Acks), len(pb.Cancels), len(pb.Failures), len(pb.Dones)} {
+		if n > MaxParts {
+			return decoded{err: ErrTooLarge}
+		}
+	}
+	var m Message
+	if m.Err = convert(&pb, &m.Frame); m.Err != nil {
+		return decoded{err: m.Err}
+	}
+	return snapshot(&m)
+}
+
+// diff compares two decodings; of errors only that there is one.
+func diff(a, b decoded) string {
+	if (a.err != nil) != (b.err != nil) {
+		return fmt.Sprintf("error %v against %v", a.err, b.err)
+	}
+	if a.err != nil {
+		return ""
+	}
+	if !bytes.Equal(a.payload, b.payload) {
+		return fmt.Sprintf("payloads of %d and %d bytes differ", len(a.payload), len(b.payload))
+	}
+	return cmp.Diff(a.frame, b.frame, cmpopts.EquateEmpty())
+}
+
+// loan counts how often it was released.
+type loan struct{ released int }
+
+func (l *loan) Release() { l.released++ }
+
+// encode marshals f, whose payload is lent, and checks that the loan ends once:
+// not before gRPC has let go of the last view.
+func encode(t testing.TB, f *stream.Frame) []byte {
+	t.Helper()
+	held := new(loan)
+	m := &Message{Frame: *f, Held: held}
+	data, err := Codec{}.Marshal(m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if m.Held != nil {
+		t.Fatal("Marshal left Held in the message")
+	}
+	b := data.Materialize()
+	data.Ref() // as the transport does
+	data.Free()
+	shared := false
+	for _, v := range f.Chunk.Data {
+		shared = shared || len(v) > smallView
+	}
+	if early := held.released > 0; early == shared && f.HasChunk() {
+		t.Fatalf("payload released %d times while gRPC still reads it (shared: %v)", held.released, shared)
+	}
+	data.Free()
+	if held.released != 1 {
+		t.Fatalf("Held was released %d times", held.released)
+	}
+	return b
+}
+
+// toProto says in the stock codec's types what f says.
+func toProto(f *stream.Frame) *tensorferryv1.Frame {
+	pb := new(tensorferryv1.Frame)
+	if h := f.Hello; h != nil {
+		pb.Hello = &tensorferryv1.Hello{
+			Version: h.Version, SessionId: h.Session[:], MaxChunkBytes: h.MaxChunkBytes, AllowanceBytes: h.AllowanceBytes,
+			Checksum: tensorferryv1.Checksum(h.Checksum), MaxOpenTensors: h.MaxOpenTensors,
+		}
+	}
+	for _, c := range f.Calls {
+		p := &tensorferryv1.Call{Id: c.ID[:], Model: c.Model, Params: c.Params, TimeoutMillis: c.TimeoutMillis}
+		for _, in := range c.Inputs {
+			p.Inputs = append(p.Inputs, &tensorferryv1.Input{Port: in.Port, TensorId: in.Tensor[:]})
+		}
+		pb.Calls = append(pb.Calls, p)
+	}
+	for _, d := range f.Descs {
+		p := &tensorferryv1.TensorDesc{
+			TensorId: d.Tensor[:], Dtype: tensorferryv1.DataType(d.DType), Shape: d.Shape, SizeBytes: d.SizeBytes,
+			ChunkBytes: d.ChunkBytes, Port: d.Port, Name: d.Name, Metadata: d.Metadata,
+		}
+		if !d.Call.IsZero() {
+			p.CallId = d.Call[:]
+		}
+		pb.Descs = append(pb.Descs, p)
+	}
+	for _, c := range f.Credits {
+		pb.Credits = append(pb.Credits, &tensorferryv1.Credit{TensorId: c.Tensor[:], ChunkLimit: c.Limit})
+	}
+	for _, a := range f.Acks {
+		pb.Acks = append(pb.Acks, &tensorferryv1.Ack{TensorId: a.Tensor[:], ReceivedBelow: a.Below, Resend: a.Resend})
+	}
+	for _, id := range f.Cancels {
+		pb.Cancels = append(pb.Cancels, &tensorferryv1.Cancel{CallId: id[:]})
+	}
+	for _, p := range f.Failures {
+		pb.Failures = append(pb.Failures, &tensorferryv1.Failure{TensorId: p.Tensor[:], Code: uint32(p.Code), Message: p.Message})
+	}
+	for _, d := range f.Dones {
+		p := &tensorferryv1.Done{CallId: d.Call[:], Code: uint32(d.Code), Message: d.Message, RetryAfterMillis: d.RetryAfterMillis}
+		for _, out := range d.Outputs {
+			p.Outputs = append(p.Outputs, &tensorferryv1.Output{Port: out.Port, TensorId: out.Tensor[:]})
+		}
+		if t := d.Timings; t != (stream.Timings{}) {
+			p.Timings = &tensorferryv1.Timings{
+				ReceiveNanos: t.Receive, QueueNanos: t.Queue, H2DNanos: t.H2D, ComputeNanos: t.Compute,
+				D2HNanos: t.D2H, FirstResultNanos: t.FirstResult, TotalNanos: t.Total,
+			}
+		}
+		pb.Dones = append(pb.Dones, p)
+	}
+	if f.Drain != nil {
+		pb.Drain = &tensorferryv1.Drain{Reason: f.Drain.Reason}
+	}
+	if c := f.Chunk; f.HasChunk() {
+		pb.Chunk = &tensorferryv1.Chunk{TensorId: c.Tensor[:], Index: c.Index, Checksum: c.Sum, Data: bytes.Join(c.Data, nil)}
+	}
+	return pb
+}
+
+// kind is the word that a vector expects for err.
+func kind(err error) string {
+	switch {
+	case err == nil:
+		return "ok"
+	case errors.Is(err, ErrMalformed):
+		return "malformed"
+	case errors.Is(err, ErrTooLarge):
+		return "over limit"
+	default:
+		return "unknown error"
+	}
+}

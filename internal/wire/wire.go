@@ -1,0 +1,94 @@
+// Package wire turns frames into bytes and back for grpc-go, without touching
+// payloads: on the way out a chunk's views go to gRPC as they lie, on the way in
+// they stay in gRPC's receive buffers until the one copy to their final place.
+//
+// It refuses to judge what a frame means: that is the stream machine's business.
+// It is the only reader of raw message bytes, and the bytes are ordinary
+// protobuf: whatever it reads or writes, the stock codec reads and writes the
+// same. The Codec is safe for concurrent use; a Message belongs to one goroutine.
+//
+// A frame that is sent lends its payload until Message.Held is released; a frame
+// that is received shares gRPC's buffers until Message.Free.
+package wire
+
+import (
+	"google.golang.org/grpc/encoding"
+	"google.golang.org/grpc/encoding/proto"
+	"google.golang.org/grpc/mem"
+
+	"github.com/tensorferry/tensorferry/stream"
+)
+
+// Codec is the encoding.CodecV2 of every connection that carries sessions. A
+// *Message goes the fast way; all else (health, reflection, unary calls) goes
+// through the stock codec whose name it bears. Safe for concurrent use.
+type Codec struct{}
+
+var _ encoding.CodecV2 = Codec{}
+
+var stock = encoding.GetCodecV2(proto.Name)
+
+// Name is that of the stock codec: the bytes are the same.
+func (Codec) Name() string { return proto.Name }
+
+// Marshal shares the payload of a *Message with gRPC and copies everything else.
+func (Codec) Marshal(v any) (mem.BufferSlice, error) {
+	if m, ok := v.(*Message); ok {
+		return m.marshal()
+	}
+	return stock.Marshal(v)
+}
+
+// Unmarshal lets a *Message share the receive buffers that hold its payload, and
+// copies everything else. For a *Message it never fails: gRPC would end the RPC
+// with a code of its own, so what is wrong is left in Message.Err.
+func (Codec) Unmarshal(data mem.BufferSlice, v any) error {
+	if m, ok := v.(*Message); ok {
+		m.unmarshal(data)
+		return nil
+	}
+	return stock.Unmarshal(data, v)
+}
+
+// Releaser is a loan that ends: a slab, or whatever else holds a payload.
+type Releaser interface{ Release() }
+
+// Message is what SendMsg and RecvMsg of a session's gRPC stream are given. Its
+// owner reuses it from frame to frame; it belongs to one goroutine.
+type Message struct {
+	// Frame is the frame to send, or the one received. Of a received one, the
+	// slices are valid until Free and the views of the chunk's data lie in
+	// gRPC's buffers; strings, maps and shapes are the owner's for good.
+	Frame stream.Frame
+
+	// Held is what the views of Frame.Chunk lie in; nil if nobody waits for
+	// them. Marshal takes it over and sets it to nil: Release runs exactly once,
+	// on whatever goroutine is last, when gRPC has let go of every view, or when
+	// Marshal fails. If it is still here after SendMsg, SendMsg failed before
+	// Marshal and the owner releases it. Release never runs for frames that were
+	// queued on a connection when it died: gRPC forgets those.
+	//
+	// A client must open its gRPC stream with MaxRetryRPCBufferSize(0) and send
+	// its first message with no Held: until then grpc-go keeps messages for a
+	// retry, and loses a reference when the response begins meanwhile.
+	Held Releaser
+
+	// Err is what was wrong with the bytes received, nil if nothing was. It
+	// wraps ErrMalformed or ErrTooLarge, and the Frame is empty.
+	Err error
+
+	buffers []mem.Buffer // hold the payload received, one reference each
+	cold    []byte       // scratch: records that the stock codec parses
+}
+
+// Free gives the receive buffers back to gRPC. The frame is empty afterwards and
+// its views are invalid. It may be called at any time, and Unmarshal begins with it.
+func (m *Message) Free() {
+	for i, b := range m.buffers {
+		b.Free()
+		m.buffers[i] = nil
+	}
+	m.buffers = m.buffers[:0]
+	clear(m.Frame.Chunk.Data)
+	m.Frame.Reset()
+}

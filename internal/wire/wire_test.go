@@ -1,0 +1,476 @@
+package wire
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"net"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"unicode/utf8"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/encoding"
+	"google.golang.org/grpc/mem"
+	"google.golang.org/protobuf/proto"
+
+	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+var (
+	tensorA = tensor.ID{1, 0xa}
+	tensorB = tensor.ID{1, 0xb}
+)
+
+func TestWhateverIsNoMessageGoesThroughTheStockCodec(t *testing.T) {
+	in := &tensorferryv1.GetServiceInfoResponse{Version: "1", Limits: map[string]int64{"a": 2}}
+	data, err := Codec{}.Marshal(in)
+	if err != nil {
+		t.Fatal(err)
+	}
+	out := new(tensorferryv1.GetServiceInfoResponse)
+	if err := (Codec{}).Unmarshal(data, out); err != nil || !proto.Equal(in, out) {
+		t.Fatalf("read %v (%v), wrote %v", out, err, in)
+	}
+	if err := (Codec{}).Unmarshal(mem.BufferSlice{mem.SliceBuffer{0x0a, 200}}, out); err == nil {
+		t.Fatal("the stock codec's error was lost")
+	}
+	if got := (Codec{}).Name(); got != encoding.GetCodecV2("proto").Name() {
+		t.Fatalf("the codec is called %q", got)
+	}
+}
+
+func TestErrorsNameFieldPromisedAndGot(t *testing.T) {
+	for name, tc := range map[string]struct {
+		frame *tensorferryv1.Frame
+		kind  error
+		text  string
+	}{
+		"short id": {
+			&tensorferryv1.Frame{Calls: []*tensorferryv1.Call{{Id: tensorA[:]}, {Id: tensorA[:], Inputs: []*tensorferryv1.Input{{TensorId: []byte("abc")}}}}},
+			ErrMalformed, "wire: malformed frame: calls[1].inputs[0].tensor_id: want 16 bytes, not all zero, got 3 bytes",
+		},
+		"zero id": {
+			&tensorferryv1.Frame{Hello: &tensorferryv1.Hello{SessionId: make([]byte, 16)}},
+			ErrMalformed, "wire: malformed frame: hello.session_id: want 16 bytes, not all zero, got zeros",
+		},
+		"too many credits": {
+			&tensorferryv1.Frame{Credits: make([]*tensorferryv1.Credit, MaxParts+1)},
+			ErrTooLarge, "wire: frame over limit: credits: want at most 256 parts, got 257",
+		},
+		"too many bytes": {
+			&tensorferryv1.Frame{Drain: &tensorferryv1.Drain{Reason: strings.Repeat("x", MaxControlBytes)}},
+			ErrTooLarge, "wire: frame over limit: frame: want at most 65536 bytes beside the payload, got 65540",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b, err := proto.Marshal(tc.frame)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var fe *FieldError
+			switch err := decode(t, b).err; {
+			case !errors.Is(err, tc.kind) || !errors.As(err, &fe):
+				t.Fatalf("got %v", err)
+			case err.Error() != tc.text:
+				t.Fatalf("got  %s\nwant %s", err, tc.text)
+			}
+		})
+	}
+}
+
+func TestControlBytesAreCountedBesideThePayload(t *testing.T) {
+	chunk := &tensorferryv1.Chunk{TensorId: tensorA[:], Data: make([]byte, 2*MaxControlBytes)}
+	for name, over := range map[string]int{"at the limit": 0, "one over": 1} {
+		t.Run(name, func(t *testing.T) {
+			f := &tensorferryv1.Frame{Chunk: chunk, Drain: &tensorferryv1.Drain{Reason: "x"}}
+			rest := proto.Size(f) - len(chunk.Data)
+			f.Drain.Reason = strings.Repeat("x", MaxControlBytes-rest-4+1+over) // lengths now take three bytes, twice
+			if got := proto.Size(f) - len(chunk.Data); got != MaxControlBytes+over {
+				t.Fatalf("the test makes %d bytes", got)
+			}
+			b, err := proto.Marshal(f)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := decode(t, b, 255).err; errors.Is(err, ErrTooLarge) != (over > 0) {
+				t.Fatalf("got %v", err)
+			}
+			b = append(b, 0xc0, 0x02, 0) // an unknown field: the joined path
+			if err := decode(t, b, 255).err; !errors.Is(err, ErrTooLarge) {
+				t.Fatalf("got %v", err)
+			}
+		})
+	}
+}
+
+func TestMarshalRefusesWhatThePeerWouldRefuse(t *testing.T) {
+	many := make([]stream.Call, MaxCalls)
+	for i := range many {
+		many[i] = stream.Call{ID: tensorA, Params: map[string]string{"k": strings.Repeat("v", 1100)}}
+	}
+	for name, tc := range map[string]struct {
+		frame stream.Frame
+		want  error
+	}{
+		"model not UTF-8":       {stream.Frame{Calls: []stream.Call{{ID: tensorA, Model: "\xff"}}}, ErrMalformed},
+		"port not UTF-8":        {stream.Frame{Dones: []stream.Done{{Call: tensorA, Outputs: []stream.Binding{{Port: "\xff"}}}}}, ErrMalformed},
+		"metadata not UTF-8":    {stream.Frame{Descs: []stream.Desc{{Tensor: tensorA, Metadata: map[string]string{"k": "\xff"}}}}, ErrMalformed},
+		"too many bindings":     {stream.Frame{Calls: []stream.Call{{ID: tensorA, Inputs: make([]stream.Binding, MaxBindings+1)}}}, ErrTooLarge},
+		"too many control data": {stream.Frame{Calls: many}, ErrTooLarge},
+	} {
+		t.Run(name, func(t *testing.T) {
+			held := new(loan)
+			m := &Message{Frame: tc.frame, Held: held}
+			m.Frame.Chunk = stream.Chunk{Tensor: tensorA, Data: [][]byte{make([]byte, 5000)}}
+			if data, err := (Codec{}).Marshal(m); !errors.Is(err, tc.want) || data != nil {
+				t.Fatalf("got %v, %v", data, err)
+			}
+			if held.released != 1 || m.Held != nil {
+				t.Fatalf("Held was released %d times", held.released)
+			}
+		})
+	}
+}
+
+func TestTextForPeopleIsMadeToFit(t *testing.T) {
+	long := strings.Repeat("é", MaxTextBytes) // two bytes each
+	for name, text := range map[string]string{"long": long, "long and odd": "x" + long, "no text": "a\xff\xfeb"} {
+		t.Run(name, func(t *testing.T) {
+			b := encode(t, &stream.Frame{Failures: []stream.Failure{{Tensor: tensorA, Message: text}}})
+			d := decode(t, b)
+			if d.err != nil {
+				t.Fatal(d.err)
+			}
+			got := d.frame.Failures[0].Message
+			if len(got) > MaxTextBytes || len(got) < min(len(text), MaxTextBytes)-utf8.UTFMax || strings.ContainsRune(got, utf8.RuneError) {
+				t.Fatalf("%d bytes became %d", len(text), len(got))
+			}
+		})
+	}
+}
+
+func TestPayloadIsSharedNotCopied(t *testing.T) {
+	payload := bytes.Repeat([]byte("x"), 3*smallView)
+	m := &Message{Frame: stream.Frame{Chunk: stream.Chunk{Tensor: tensorA, Data: [][]byte{payload}}}}
+	data, err := Codec{}.Marshal(m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if last := data[len(data)-1].ReadOnlyData(); &last[0] != &payload[0] {
+		t.Fatal("the payload was copied on the way out")
+	}
+	var in Message
+	in.unmarshal(data)
+	if &in.Frame.Chunk.Data[0][0] != &payload[0] {
+		t.Fatal("the payload was copied on the way in")
+	}
+	data.Free()
+	in.Free()
+}
+
+func TestSmallViewsBetweenLargeOnesKeepTheirPlace(t *testing.T) {
+	f := stream.Frame{Chunk: stream.Chunk{Tensor: tensorA, Index: 9, Sum: 5}}
+	for i, n := range []int{3, 5000, 1, 0, smallView, smallView + 1, 2, 4000, 4000, 1, 1} {
+		// The last views lie in a slice of their own size: capacity is what gRPC looks at.
+		f.Chunk.Data = append(f.Chunk.Data, bytes.Repeat([]byte{byte(i + 1)}, n))
+	}
+	b := encode(t, &f)
+	want, err := proto.Marshal(toProto(&f))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(b, want) {
+		t.Fatal("the bytes are not those of the stock codec")
+	}
+}
+
+func TestUnmarshalFreesWhatTheMessageStillHolds(t *testing.T) {
+	frame := stream.Frame{Chunk: stream.Chunk{Tensor: tensorA, Data: [][]byte{bytes.Repeat([]byte("x"), 5000)}}}
+	b := encode(t, &frame)
+	l := &ledger{t: t}
+	var m Message
+	for range 3 {
+		data := l.split(b, 250)
+		m.unmarshal(data)
+		data.Free()
+	}
+	if l.in*3 != l.made*2 {
+		t.Fatalf("%d of %d buffers released, want two thirds", l.in, l.made)
+	}
+	data := l.split([]byte{0xff})
+	m.unmarshal(data)
+	data.Free()
+	if m.Err == nil || !m.Frame.Empty() || l.in != l.made {
+		t.Fatalf("error %v, empty %v, %d of %d released", m.Err, m.Frame.Empty(), l.in, l.made)
+	}
+	if m.unmarshal(nil); m.Err != nil {
+		t.Fatalf("the error of the frame before is still there: %v", m.Err)
+	}
+}
+
+// hotFrame is what the middle of a large tensor looks like in both directions.
+func hotFrame(payload []byte) stream.Frame {
+	return stream.Frame{
+		Credits: []stream.Credit{{Tensor: tensorB, Limit: 77}},
+		Acks:    []stream.Ack{{Tensor: tensorB, Below: 60}},
+		Chunk:   stream.Chunk{Tensor: tensorA, Index: 12, Sum: 0x12345678, Data: [][]byte{payload}},
+	}
+}
+
+// http2Views cuts data as gRPC's transport does, into pooled buffers of 16 KiB.
+func http2Views(dst, data mem.BufferSlice, pool mem.BufferPool) mem.BufferSlice {
+	const frame = 16 << 10
+	var buf *[]byte
+	used := 0
+	for _, b := range data {
+		for rest := b.ReadOnlyData(); len(rest) > 0; {
+			if buf == nil {
+				buf, used = pool.Get(frame), 0
+			}
+			n := copy((*buf)[used:], rest)
+			used += n
+			rest = rest[n:]
+			if used == frame {
+				dst = append(dst, mem.NewBuffer(buf, pool))
+				buf = nil
+			}
+		}
+	}
+	if buf != nil {
+		*buf = (*buf)[:used]
+		dst = append(dst, mem.NewBuffer(buf, pool))
+	}
+	return dst
+}
+
+type noRelease struct{}
+
+func (noRelease) Release() {}
+
+func TestAChunkFrameAllocatesNothing(t *testing.T) {
+	if raceEnabled {
+		t.Skip("under the race detector sync.Pool drops items at random")
+	}
+	pool := mem.NewTieredBufferPool(16 << 10)
+	out := &Message{Frame: hotFrame(make([]byte, 1<<20))}
+	in := new(Message)
+	var views mem.BufferSlice
+	round := func() {
+		out.Held = noRelease{}
+		data, err := Codec{}.Marshal(out)
+		if err != nil {
+			t.Fatal(err)
+		}
+		views = http2Views(views[:0], data, pool)
+		data.Free()
+		if err := (Codec{}).Unmarshal(views, in); err != nil || in.Err != nil {
+			t.Fatal(err, in.Err)
+		}
+		views.Free()
+		if in.Frame.Chunk.Len() != 1<<20 || len(in.Frame.Acks) != 1 || len(in.Frame.Credits) != 1 {
+			t.Fatal("not the frame that was sent")
+		}
+		in.Free()
+	}
+	round()
+	if n := testing.AllocsPerRun(200, round); n != 0 {
+		t.Fatalf("a frame of 1 MiB with a credit and an ack costs %v allocations", n)
+	}
+}
+
+func BenchmarkMarshal(b *testing.B) {
+	for name, size := range map[string]int{"chunk=1KiB": 1 << 10, "chunk=1MiB": 1 << 20} {
+		b.Run(name, func(b *testing.B) {
+			m := &Message{Frame: hotFrame(make([]byte, size))}
+			b.SetBytes(int64(size))
+			b.ReportAllocs()
+			for b.Loop() {
+				data, err := Codec{}.Marshal(m)
+				if err != nil {
+					b.Fatal(err)
+				}
+				data.Free()
+			}
+		})
+	}
+}
+
+func BenchmarkUnmarshal(b *testing.B) {
+	for name, size := range map[string]int{"chunk=1KiB": 1 << 10, "chunk=1MiB": 1 << 20} {
+		frame := hotFrame(make([]byte, size))
+		wire, err := proto.Marshal(toProto(&frame))
+		if err != nil {
+			b.Fatal(err)
+		}
+		views := http2Views(nil, mem.BufferSlice{mem.SliceBuffer(wire)}, mem.DefaultBufferPool())
+		b.Run(name, func(b *testing.B) {
+			m := new(Message)
+			b.SetBytes(int64(size))
+			b.ReportAllocs()
+			for b.Loop() {
+				if err := (Codec{}).Unmarshal(views, m); err != nil || m.Err != nil {
+					b.Fatal(err, m.Err)
+				}
+				m.Free()
+			}
+		})
+		b.Run(name+"/codec=stock", func(b *testing.B) {
+			b.SetBytes(int64(size))
+			b.ReportAllocs()
+			for b.Loop() {
+				if err := stock.Unmarshal(views, new(tensorferryv1.Frame)); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+// echoServer sends every frame back as the fast codec reads and writes it. The
+// payload goes back from gRPC's receive buffers: Free waits for its release.
+type echoServer struct {
+	tensorferryv1.UnimplementedTensorServiceServer
+}
+
+type freeLater struct{ m *Message }
+
+func (f freeLater) Release() { f.m.Free() }
+
+func (echoServer) StreamTensors(s grpc.BidiStreamingServer[tensorferryv1.Frame, tensorferryv1.Frame]) error {
+	for {
+		in := new(Message)
+		if err := s.RecvMsg(in); err != nil {
+			return nil
+		}
+		if in.Err != nil {
+			return in.Err
+		}
+		if err := s.SendMsg(&Message{Frame: copyFrame(&in.Frame), Held: freeLater{in}}); err != nil {
+			return nil
+		}
+	}
+}
+
+// connect serves echoes on a real socket and dials it.
+func connect(t *testing.T, opts ...grpc.DialOption) (*grpc.ClientConn, net.Listener) {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := grpc.NewServer(grpc.ForceServerCodecV2(Codec{}))
+	tensorferryv1.RegisterTensorServiceServer(server, echoServer{})
+	served := make(chan struct{})
+	go func() { // ends with Stop
+		defer close(served)
+		server.Serve(listener)
+	}()
+	opts = append(opts, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	conn, err := grpc.NewClient(listener.Addr().String(), opts...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		conn.Close()
+		server.Stop()
+		<-served
+	})
+	return conn, listener
+}
+
+func TestAStockPeerReadsAndWritesTheSameFramesOverASocket(t *testing.T) {
+	conn, _ := connect(t)
+	s, err := tensorferryv1.NewTensorServiceClient(conn).StreamTensors(context.Background())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range []int{0, 1, smallView, smallView + 1, 16383, 16384, 16385, 1 << 20} {
+		frame := hotFrame(bytes.Repeat([]byte{byte(n)}, n))
+		frame.Calls = []stream.Call{{ID: tensorA, Model: "echo"}}
+		want := toProto(&frame)
+		if err := s.Send(want); err != nil {
+			t.Fatal(err)
+		}
+		got, err := s.Recv()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !proto.Equal(got, want) {
+			t.Fatalf("a chunk of %d bytes came back different", n)
+		}
+	}
+	if err := s.CloseSend(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// counted is a payload whose memory is spoiled when it is released.
+type counted struct {
+	data     []byte
+	released *atomic.Int64
+}
+
+func (c *counted) Release() {
+	clear(c.data)
+	c.released.Add(1)
+}
+
+func TestEveryLoanEndsOnceGRPCHasWrittenTheFrame(t *testing.T) {
+	conn, _ := connect(t, grpc.WithDefaultCallOptions(grpc.ForceCodecV2(Codec{}), grpc.MaxRetryRPCBufferSize(0)))
+	s, err := conn.NewStream(context.Background(), &tensorferryv1.TensorService_ServiceDesc.Streams[0], tensorferryv1.TensorService_StreamTensors_FullMethodName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.SendMsg(&Message{Frame: stream.Frame{Drain: &stream.Drain{}}}); err != nil {
+		t.Fatal(err)
+	}
+	const frames = 200
+	var released atomic.Int64
+	sent := make(chan error, 1)
+	go func() { // ends with the last frame, or when the gRPC stream fails
+		m := new(Message)
+		for i := range frames {
+			c := &counted{bytes.Repeat([]byte{byte(i + 1)}, 5000+i*300), &released}
+			m.Frame = hotFrame(nil)
+			m.Frame.Chunk.Index = uint32(i)
+			m.Frame.Chunk.Data = [][]byte{c.data[:900], c.data[900:3000], c.data[3000:]}
+			m.Held = c
+			if err := s.SendMsg(m); err != nil {
+				sent <- err
+				return
+			}
+		}
+		sent <- s.CloseSend()
+	}()
+	m := new(Message)
+	if err := s.RecvMsg(m); err != nil || m.Frame.Drain == nil {
+		t.Fatalf("no echo of the first frame: %v", err)
+	}
+	for i := range frames {
+		if err := s.RecvMsg(m); err != nil || m.Err != nil {
+			t.Fatal(err, m.Err)
+		}
+		want := bytes.Repeat([]byte{byte(i + 1)}, 5000+i*300)
+		if m.Frame.Chunk.Index != uint32(i) || !bytes.Equal(bytes.Join(m.Frame.Chunk.Data, nil), want) {
+			t.Fatalf("frame %d came back different: its payload was released while gRPC still read it", i)
+		}
+		m.Free()
+	}
+	if err := <-sent; err != nil {
+		t.Fatal(err)
+	}
+	if err := s.RecvMsg(m); err == nil {
+		t.Fatal("a frame too many")
+	}
+	// The writer puts a frame's last buffer back before the next frame goes out,
+	// and every frame has come back: only the very last may still be in its hands.
+	conn.Close()
+	if n := released.Load(); n < frames-1 || n > frames {
+		t.Fatalf("%d of %d loans ended", n, frames)
+	}
+}
