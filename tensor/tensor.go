@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"strconv"
 	"strings"
 )
@@ -74,10 +75,8 @@ func (s Shape) Elements() (int64, error) {
 		return 0, err
 	}
 	n := int64(1)
-	for _, d := range s {
-		if d == 0 {
-			return 0, nil
-		}
+	if slices.Contains(s, 0) {
+		return 0, nil // before the product: the other dimensions may overflow it
 	}
 	for _, d := range s {
 		if n > math.MaxInt64/d {
@@ -125,7 +124,7 @@ func ParseShape(text string) (Shape, error) {
 		return Shape{}, nil
 	}
 	var s Shape
-	for _, part := range strings.Split(text, ",") {
+	for part := range strings.SplitSeq(text, ",") {
 		d, err := strconv.ParseInt(strings.TrimSpace(part), 10, 64)
 		if err != nil {
 			return nil, fmt.Errorf("%w: %q is not a dimension; write a shape as 2,3,4", ErrShape, part)
@@ -169,8 +168,9 @@ func (d Desc) Clone() Desc { return Desc{d.DType, d.Shape.Clone()} }
 // String returns the desc as float32[2 3].
 func (d Desc) String() string { return d.DType.String() + d.Shape.String() }
 
-// Rows splits the tensor into its rows: the leading axes axes are counted as
-// rows, the others make one row of rowBytes bytes. axes must be within the rank.
+// Rows splits the tensor's axes: as many leading ones as axes says
+// count as rows, the others make one row of rowBytes bytes. axes must be within
+// the rank.
 func (d Desc) Rows(axes int) (rows, rowBytes int64, err error) {
 	if axes < 0 || axes > len(d.Shape) {
 		return 0, 0, fmt.Errorf("%w: %d leading axes of a tensor of rank %d", ErrShape, axes, len(d.Shape))
