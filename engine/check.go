@@ -1,0 +1,144 @@
+package engine
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// ErrInfo is wrapped when a model's name, ports or rows cannot be served.
+var ErrInfo = errors.New("engine: model info not valid")
+
+// Check tests a call against the model's inputs: their number, names and order,
+// data types, shapes, chunk sizes, and that all row-split inputs have equally
+// many rows, which it returns. Errors are *InputError. Every engine's Open
+// begins with it.
+func (i Info) Check(c Call) (rows int64, err error) {
+	if len(c.Inputs) != len(i.Inputs) {
+		port := "*"
+		if n := len(c.Inputs); n < len(i.Inputs) {
+			port = i.Inputs[n].Name
+		}
+		return 0, &InputError{i.Name, port, fmt.Sprintf("%d inputs", len(i.Inputs)), fmt.Sprint(len(c.Inputs))}
+	}
+	first := ""
+	for p, port := range i.Inputs {
+		in := c.Inputs[p]
+		refuse := func(want, got string) error { return &InputError{i.Name, port.Name, want, got} }
+		if in.Port != port.Name {
+			return 0, refuse(fmt.Sprintf("input %d to be it", p), fmt.Sprintf("%q", in.Port))
+		}
+		if in.ChunkBytes < 1 {
+			return 0, refuse("chunks of 1 byte or more", fmt.Sprint(in.ChunkBytes))
+		}
+		if _, err := in.Desc.Bytes(); err != nil {
+			return 0, refuse("a tensor", err.Error())
+		}
+		if !port.fits(in.Desc) {
+			return 0, refuse(port.wants(), in.Desc.String())
+		}
+		if port.Whole {
+			continue
+		}
+		n, _, err := in.Desc.Rows(i.Axes(len(in.Desc.Shape)))
+		if err != nil {
+			return 0, refuse("a tensor", err.Error())
+		}
+		if first != "" && n != rows {
+			return 0, refuse(fmt.Sprintf("%d rows, as input %q has", rows, first), fmt.Sprint(n))
+		}
+		first, rows = port.Name, n
+	}
+	return rows, nil
+}
+
+// fits reports whether a tensor of this desc may come in, or go out, at p.
+func (p Port) fits(d tensor.Desc) bool {
+	if len(p.DTypes) > 0 && !slices.Contains(p.DTypes, d.DType) {
+		return false
+	}
+	want, got := p.Shape, d.Shape
+	if len(want) > 0 && want[0] == AnyAxes {
+		want = want[1:]
+		if len(got) < len(want) {
+			return false
+		}
+		got = got[len(got)-len(want):]
+	}
+	return slices.EqualFunc(want, got, func(w, g int64) bool { return w == Free || w == g })
+}
+
+// wants says in words what fits.
+func (p Port) wants() string {
+	var b strings.Builder
+	for i, d := range p.DTypes {
+		if i > 0 {
+			b.WriteString(" or ")
+		}
+		b.WriteString(d.String())
+	}
+	if b.Len() == 0 {
+		b.WriteString("any data type")
+	}
+	dims := make([]string, len(p.Shape))
+	for i, d := range p.Shape {
+		switch d {
+		case Free:
+			dims[i] = "any"
+		case AnyAxes:
+			dims[i] = "..."
+		default:
+			dims[i] = fmt.Sprint(d)
+		}
+	}
+	return fmt.Sprintf("%v of shape [%s]", b.String(), strings.Join(dims, " "))
+}
+
+// validate tests what a model says about itself.
+func (i Info) validate() error {
+	bad := func(format string, args ...any) error {
+		return fmt.Errorf("%w: model %q: %s", ErrInfo, i.Name, fmt.Sprintf(format, args...))
+	}
+	if !validName(i.Name) {
+		return bad("a name is 1 to %d bytes of UTF-8 without control characters", maxNameBytes)
+	}
+	if i.Rows < AllButLast {
+		return bad("rows are %d; wanted a number of axes, AllAxes or AllButLast", i.Rows)
+	}
+	if i.BlockRows < 0 {
+		return bad("%d rows per block; wanted 0 or more", i.BlockRows)
+	}
+	split := slices.ContainsFunc(i.Inputs, func(p Port) bool { return !p.Whole })
+	if !split || len(i.Outputs) == 0 {
+		return bad("needs an input that is not Whole, and an output")
+	}
+	for _, ports := range [][]Port{i.Inputs, i.Outputs} {
+		seen := make(map[string]bool)
+		for _, p := range ports {
+			if !validName(p.Name) || seen[p.Name] {
+				return bad("port %q: a name is unique, 1 to %d bytes of UTF-8 without control characters", p.Name, maxNameBytes)
+			}
+			seen[p.Name] = true
+			for _, d := range p.DTypes {
+				if !d.Valid() {
+					return bad("port %q: %v is no data type", p.Name, d)
+				}
+			}
+			for axis, d := range p.Shape {
+				if d < Free && (d != AnyAxes || axis > 0) || d > tensor.MaxDim {
+					return bad("port %q: dimension %d is %d", p.Name, axis, d)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+func validName(name string) bool {
+	return name != "" && len(name) <= maxNameBytes && utf8.ValidString(name) && !strings.ContainsFunc(name, unicode.IsControl)
+}

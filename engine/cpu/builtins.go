@@ -1,0 +1,152 @@
+package cpu
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"strconv"
+	"time"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Builtins returns the models that need no files, made ready on h.
+//
+//	echo    x -> y      the same bytes; any data type and shape
+//	relu    x -> y      max(x, 0); floats and signed integers
+//	affine  x -> y      a·x + b with params "a" (1 if absent) and "b" (0); float32, float64
+//	slow    x -> y      echo, after param "delay" (a Go duration, 0 to 1m) per block; a
+//	                    block that holds row "fail_at", if given, fails
+//	sink    x -> bytes  the size of x, which it takes whole, as a uint64 scalar
+//
+// All but sink are elementwise and compute in place.
+func Builtins(h *engine.Host) []engine.Model {
+	any := []int64{engine.AnyAxes}
+	elementwise := func(name string, dtypes ...tensor.DataType) engine.Info {
+		return engine.Info{
+			Name: name, Version: "1", Rows: engine.AllAxes,
+			Inputs:  []engine.Port{{Name: "x", DTypes: dtypes, Shape: any}},
+			Outputs: []engine.Port{{Name: "y", DTypes: dtypes, Shape: any}},
+		}
+	}
+	var reluTypes []tensor.DataType
+	for _, d := range tensor.DataTypes() {
+		if _, ok := relus[d]; ok {
+			reluTypes = append(reluTypes, d)
+		}
+	}
+	funcs := []engine.RowFunc{
+		{Info: elementwise("echo"), InPlace: true, Rows: echo},
+		{Info: elementwise("relu", reluTypes...), InPlace: true, Bind: bindReLU},
+		{Info: elementwise("affine", tensor.Float32, tensor.Float64), InPlace: true, Bind: bindAffine},
+		{Info: elementwise("slow"), InPlace: true, Bind: bindSlow},
+		{
+			Info: engine.Info{
+				Name: "sink", Version: "1",
+				Inputs:  []engine.Port{{Name: "x", Shape: any}},
+				Outputs: []engine.Port{{Name: "bytes", DTypes: []tensor.DataType{tensor.Uint64}}},
+			},
+			Outs: func([]tensor.Desc, map[string]string) ([]tensor.Desc, error) {
+				return []tensor.Desc{{DType: tensor.Uint64}}, nil
+			},
+			Rows: func(_ context.Context, b engine.RowBlock) error {
+				binary.LittleEndian.PutUint64(b.Out[0], uint64(len(b.In[0])))
+				return nil
+			},
+		},
+	}
+	models := make([]engine.Model, len(funcs))
+	for i, f := range funcs {
+		m, err := f.Model(h)
+		if err != nil {
+			panic("cpu: built-in model: " + err.Error()) // only a mistake in the table above
+		}
+		models[i] = m
+	}
+	return models
+}
+
+func echo(context.Context, engine.RowBlock) error { return nil }
+
+func bindReLU(c engine.Call) (engine.RowsFunc, error) {
+	r := relus[c.Inputs[0].Desc.DType]
+	return func(_ context.Context, b engine.RowBlock) error {
+		r.apply(b.Out[0])
+		return nil
+	}, nil
+}
+
+func bindAffine(c engine.Call) (engine.RowsFunc, error) {
+	dtype := c.Inputs[0].Desc.DType
+	number := func(param, absent string) (float64, error) {
+		text, ok := c.Params[param]
+		if !ok {
+			text = absent
+		}
+		v, err := strconv.ParseFloat(text, dtype.Bits())
+		if err != nil {
+			return 0, fmt.Errorf("param %q: wanted a %v, got %q", param, dtype, text)
+		}
+		return v, nil
+	}
+	a, err := number("a", "1")
+	if err != nil {
+		return nil, err
+	}
+	b, err := number("b", "0")
+	if err != nil {
+		return nil, err
+	}
+	if dtype == tensor.Float32 {
+		return func(_ context.Context, rb engine.RowBlock) error { return affine(rb.Out[0], float32(a), float32(b)) }, nil
+	}
+	return func(_ context.Context, rb engine.RowBlock) error { return affine(rb.Out[0], a, b) }, nil
+}
+
+func affine[T float32 | float64](data []byte, a, b T) error {
+	xs, err := elements[T](data)
+	if err != nil {
+		return err
+	}
+	for i, x := range xs {
+		xs[i] = T(a*x) + b // the conversion keeps the compiler from fusing, which rounds differently
+	}
+	return nil
+}
+
+// elements views a block as numbers.
+func elements[T tensor.Element](data []byte) ([]T, error) {
+	return tensor.Slice[T](tensor.Tensor{Desc: tensor.Desc{DType: tensor.DataTypeOf[T]()}, Data: data})
+}
+
+func bindSlow(c engine.Call) (engine.RowsFunc, error) {
+	var delay time.Duration
+	failAt := int64(-1)
+	var err error
+	if text, ok := c.Params["delay"]; ok {
+		if delay, err = time.ParseDuration(text); err != nil || delay < 0 || delay > maxDelay {
+			return nil, fmt.Errorf("param \"delay\": wanted a duration from 0s to %v, got %q", maxDelay, text)
+		}
+	}
+	if text, ok := c.Params["fail_at"]; ok {
+		if failAt, err = strconv.ParseInt(text, 10, 64); err != nil || failAt < 0 {
+			return nil, fmt.Errorf("param \"fail_at\": wanted a row, got %q", text)
+		}
+	}
+	return func(ctx context.Context, b engine.RowBlock) error {
+		if delay > 0 {
+			sleep := time.NewTimer(delay)
+			defer sleep.Stop()
+			select {
+			case <-sleep.C:
+			case <-ctx.Done():
+				return context.Cause(ctx)
+			}
+		}
+		if failAt >= b.Row && failAt-b.Row < b.Rows {
+			return fmt.Errorf("asked to fail at row %d", failAt)
+		}
+		return nil
+	}, nil
+}

@@ -1,0 +1,401 @@
+package enginetest
+
+import (
+	"context"
+	"errors"
+	"io"
+	"reflect"
+	"slices"
+	"sync"
+	"testing"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Run holds a model to the contract of package engine.
+func Run(t *testing.T, c Case) {
+	t.Run("refuses what does not fit before taking memory", c.refuses)
+	t.Run("results are bit-identical however the input is cut", c.anyCut)
+	t.Run("blocks ascend without gaps and end", c.ascends)
+	t.Run("an empty tensor is one block of no rows", c.empty)
+	t.Run("a scalar is computed", c.scalar)
+	t.Run("runs side by side do not disturb each other", func(t *testing.T) { c.sideBySide(t, memory) })
+	t.Run("runs that compete for the least memory all finish", c.leastMemory)
+	t.Run("a cancelled run ends with the cause in every phase", c.cancelled)
+	t.Run("a closed run says so", c.closed)
+}
+
+// start makes the model and checks at the end that nothing is held.
+func (c Case) start(t *testing.T, memory int64) engine.Model {
+	t.Helper()
+	s := c.New(t, memory)
+	t.Cleanup(func() {
+		if err := s.Idle(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s.Model
+}
+
+func (c Case) check(t *testing.T, m engine.Model, in []tensor.Tensor, chunk int64, seed uint64) {
+	t.Helper()
+	want, err := c.Want(in)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := Compute(t.Context(), m, in, c.Params, chunk, seed)
+	if err == nil {
+		err = Equal(got, want)
+	}
+	if err != nil {
+		t.Errorf("chunks of %d bytes, seed %d: %v", chunk, seed, err)
+	}
+}
+
+func (c Case) refuses(t *testing.T) {
+	s := c.New(t, memory)
+	good := func() engine.Call { return Call(s.Model, c.Inputs, c.Params, 1<<20) }
+	bad := map[string]func(*engine.Call){
+		"no inputs":             func(k *engine.Call) { k.Inputs = nil },
+		"one input too many":    func(k *engine.Call) { k.Inputs = append(k.Inputs, k.Inputs[0]) },
+		"an unknown port":       func(k *engine.Call) { k.Inputs[0].Port += "?" },
+		"chunks of no bytes":    func(k *engine.Call) { k.Inputs[0].ChunkBytes = 0 },
+		"no data type":          func(k *engine.Call) { k.Inputs[0].Desc.DType = 0 },
+		"a negative dimension":  func(k *engine.Call) { k.Inputs[0].Desc.Shape = tensor.Shape{-1} },
+		"a size beyond 63 bits": func(k *engine.Call) { k.Inputs[0].Desc.Shape = tensor.Shape{1 << 40, 1 << 40} },
+	}
+	for p, port := range s.Model.Info().Inputs {
+		if len(port.DTypes) > 0 && len(port.DTypes) < len(tensor.DataTypes()) {
+			bad["a data type that "+port.Name+" does not take"] = func(k *engine.Call) {
+				for _, d := range tensor.DataTypes() {
+					k.Inputs[p].Desc.DType = d
+					if !slices.Contains(port.DTypes, d) {
+						return
+					}
+				}
+			}
+		}
+		if n := len(port.Shape); n > 0 && port.Shape[n-1] >= 0 {
+			bad["a last dimension that "+port.Name+" does not take"] = func(k *engine.Call) {
+				shape := k.Inputs[p].Desc.Shape.Clone()
+				shape[len(shape)-1]++
+				k.Inputs[p].Desc.Shape = shape
+			}
+		}
+	}
+	for name, spoil := range bad {
+		t.Run(name, func(t *testing.T) {
+			k := good()
+			spoil(&k)
+			r, err := s.Model.Open(t.Context(), k)
+			var in *engine.InputError
+			if !errors.Is(err, engine.ErrInput) || !errors.As(err, &in) || r != nil {
+				t.Errorf("Open returned %v and %v, want no run and an InputError", r, err)
+			}
+			if err := s.Idle(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+func (c Case) anyCut(t *testing.T) {
+	m := c.start(t, memory)
+	in := c.Inputs[0]
+	size := int64(len(in.Data))
+	_, row, err := in.Rows(m.Info().Axes(len(in.Shape)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	cuts := []int64{size, size + 1, 1 << 20}
+	for _, n := range []int64{1, 2, 5, 64, 100} { // of rows, and straddling them
+		cuts = append(cuts, n*row-1, n*row, n*row+1)
+	}
+	for _, n := range []int64{7, 1000, 4096, 16383, 16384, 16385} {
+		cuts = append(cuts, n)
+	}
+	for _, chunk := range cuts {
+		if chunk < 1 || size/chunk > 5000 {
+			continue // a driver that sends more chunks is only slow
+		}
+		for seed := range uint64(3) {
+			c.check(t, m, c.Inputs, chunk, seed)
+		}
+	}
+	if a, b := m.Info(), m.Info(); !reflect.DeepEqual(a, b) {
+		t.Errorf("info changed from %v to %v", a, b)
+	}
+}
+
+func (c Case) ascends(t *testing.T) {
+	m := c.start(t, memory)
+	info := m.Info()
+	r, err := m.Open(t.Context(), Call(m, c.Inputs, c.Params, 1<<10))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			o, err := r.Next(t.Context())
+			if err != nil {
+				if err != io.EOF {
+					t.Error(err)
+				}
+				return
+			}
+			o.Release()
+		}
+	})
+	whole := 0
+	for _, p := range info.Inputs {
+		if p.Whole {
+			whole = 1
+		}
+	}
+	var row, blocks int64
+	for n := 0; ; n++ {
+		b, err := r.Lend(t.Context())
+		if err == io.EOF {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if b.Whole != (n < whole) || !b.Whole && b.Row != row {
+			t.Errorf("block %d is whole: %v, at row %d; want row %d", n, b.Whole, b.Row, row)
+		}
+		if !b.Whole {
+			row, blocks = row+b.Rows, blocks+1
+		}
+		for p, mem := range b.In {
+			copy(mem, c.Inputs[p].Data)
+		}
+		r.Filled(b)
+	}
+	if _, err := r.Lend(t.Context()); err != io.EOF {
+		t.Errorf("Lend after the last block returned %v, want io.EOF", err)
+	}
+	wg.Wait()
+	for p, port := range info.Inputs {
+		if port.Whole {
+			continue
+		}
+		want, _, err := c.Inputs[p].Rows(info.Axes(len(c.Inputs[p].Shape)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if row != want {
+			t.Errorf("the blocks hold %d rows, port %q has %d", row, port.Name, want)
+		}
+	}
+	if got := r.Stats().Blocks; got != blocks {
+		t.Errorf("stats count %d blocks, %d were lent", got, blocks)
+	}
+	if err := r.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+func (c Case) empty(t *testing.T) {
+	if c.Empty == nil {
+		t.Skip("the model takes no empty tensor")
+	}
+	m := c.start(t, memory)
+	for seed := range uint64(2) {
+		c.check(t, m, c.Empty, 1<<10, seed)
+	}
+}
+
+func (c Case) scalar(t *testing.T) {
+	if c.Scalar == nil {
+		t.Skip("the model takes no scalar")
+	}
+	m := c.start(t, memory)
+	for _, chunk := range []int64{1, 3, 1 << 20} {
+		c.check(t, m, c.Scalar, chunk, 1)
+	}
+}
+
+func (c Case) sideBySide(t *testing.T, memory int64) {
+	m := c.start(t, memory)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	for i := range uint64(6) {
+		wg.Go(func() { c.check(t, m, c.Inputs, 1<<12, i) })
+	}
+}
+
+func (c Case) leastMemory(t *testing.T) {
+	memory := int64(1)
+	for ; ; memory += memory/8 + 1 {
+		if memory > 1<<32 {
+			t.Fatal("no amount of memory is enough")
+		}
+		s := c.New(t, memory)
+		r, err := s.Model.Open(t.Context(), Call(s.Model, c.Inputs, c.Params, 1<<12))
+		if err == nil {
+			if err := r.Close(); err != nil {
+				t.Error(err)
+			}
+			break
+		}
+		if !tooSmall(err) {
+			t.Fatal(err)
+		}
+		if err := s.Idle(); err != nil {
+			t.Error(err)
+		}
+	}
+	c.sideBySide(t, memory)
+}
+
+// phase brings a run to where it is cancelled; what it still holds is released
+// by the function it returns.
+type phase func(t *testing.T, c Case, r engine.Run) (release func())
+
+func nothing() {}
+
+var phases = map[string]phase{
+	"before Lend": func(*testing.T, Case, engine.Run) func() { return nothing },
+	"with a block lent": func(t *testing.T, _ Case, r engine.Run) func() {
+		if _, err := r.Lend(t.Context()); err != nil {
+			t.Error(err)
+		}
+		return nothing
+	},
+	"with a block filled": func(t *testing.T, c Case, r engine.Run) func() {
+		fillOne(t, c, r)
+		return nothing
+	},
+	"with a result held": func(t *testing.T, c Case, r engine.Run) func() {
+		fillOne(t, c, r)
+		o, err := r.Next(t.Context())
+		if err != nil {
+			t.Error(err)
+			return nothing
+		}
+		return o.Release
+	},
+}
+
+// fillOne fills the Whole inputs, if there are any, and the first block of rows.
+func fillOne(t *testing.T, c Case, r engine.Run) {
+	t.Helper()
+	for {
+		b, err := r.Lend(t.Context())
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		for p, mem := range b.In {
+			copy(mem, c.Inputs[p].Data)
+		}
+		r.Filled(b)
+		if !b.Whole {
+			return
+		}
+	}
+}
+
+func (c Case) cancelled(t *testing.T) {
+	cause := errors.New("the caller went away")
+	for name, reach := range phases {
+		t.Run(name, func(t *testing.T) {
+			m := c.start(t, memory)
+			ctx, cancel := context.WithCancelCause(t.Context())
+			r, err := m.Open(ctx, Call(m, c.Inputs, c.Params, 1<<10))
+			if err != nil {
+				t.Fatal(err)
+			}
+			release := reach(t, c, r)
+			cancel(cause)
+			// What was done before the cancel may still be told as it was.
+			if _, err := r.Lend(t.Context()); !errors.Is(err, cause) && err != io.EOF {
+				t.Errorf("Lend returned %v, want the cause", err)
+			}
+			if o, err := r.Next(t.Context()); !errors.Is(err, cause) && err != io.EOF {
+				t.Errorf("Next returned %v and %v, want the cause", o, err)
+			}
+			release()
+			if err := r.Close(); err != nil {
+				t.Errorf("Close returned %v", err)
+			}
+		})
+	}
+	t.Run("before Open", func(t *testing.T) {
+		m := c.start(t, memory)
+		ctx, cancel := context.WithCancelCause(t.Context())
+		cancel(cause)
+		if r, err := m.Open(ctx, Call(m, c.Inputs, c.Params, 1<<10)); !errors.Is(err, cause) {
+			t.Errorf("Open returned %v and %v, want the cause", r, err)
+		}
+	})
+	t.Run("while both sides wait", func(t *testing.T) {
+		m := c.start(t, memory)
+		ctx, cancel := context.WithCancelCause(t.Context())
+		r, err := m.Open(ctx, Call(m, c.Inputs, c.Params, 1<<10))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var wg sync.WaitGroup
+		wg.Go(func() {
+			for {
+				if _, err := r.Lend(t.Context()); err != nil {
+					if !errors.Is(err, cause) && err != io.EOF {
+						t.Errorf("Lend returned %v, want the cause", err)
+					}
+					return
+				}
+			}
+		})
+		wg.Go(func() {
+			if _, err := r.Next(t.Context()); !errors.Is(err, cause) {
+				t.Errorf("Next returned %v, want the cause", err)
+			}
+		})
+		cancel(cause)
+		wg.Wait()
+		if err := r.Close(); err != nil {
+			t.Errorf("Close returned %v", err)
+		}
+	})
+	t.Run("by the context of a side", func(t *testing.T) {
+		m := c.start(t, memory)
+		r, err := m.Open(t.Context(), Call(m, c.Inputs, c.Params, 1<<10))
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancelCause(t.Context())
+		cancel(cause)
+		if _, err := r.Next(ctx); !errors.Is(err, cause) {
+			t.Errorf("Next returned %v, want the cause", err)
+		}
+		if err := r.Close(); err != nil {
+			t.Errorf("Close returned %v", err)
+		}
+	})
+}
+
+func (c Case) closed(t *testing.T) {
+	m := c.start(t, memory)
+	r, err := m.Open(t.Context(), Call(m, c.Inputs, c.Params, 1<<10))
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := r.Lend(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Close(); err != nil {
+		t.Errorf("Close returned %v", err)
+	}
+	r.Filled(b) // came too late, and touches nothing
+	if _, err := r.Lend(t.Context()); !errors.Is(err, engine.ErrClosed) {
+		t.Errorf("Lend returned %v, want ErrClosed", err)
+	}
+	if _, err := r.Next(t.Context()); !errors.Is(err, engine.ErrClosed) {
+		t.Errorf("Next returned %v, want ErrClosed", err)
+	}
+}

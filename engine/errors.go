@@ -1,0 +1,46 @@
+package engine
+
+import (
+	"errors"
+	"fmt"
+	"runtime/debug"
+)
+
+// PanicError is a panic in a model's own code, made an error. It wraps ErrModel.
+// Stack is for logs, never for a caller.
+type PanicError struct {
+	Model string
+	Value any
+	Stack []byte
+}
+
+// Error returns one line, without the stack.
+func (e *PanicError) Error() string {
+	return fmt.Sprintf("%v: %q panicked: %v", ErrModel, e.Model, e.Value)
+}
+
+// Unwrap returns ErrModel.
+func (e *PanicError) Unwrap() error { return ErrModel }
+
+// recovered is deferred around a model's own code.
+func recovered(model string, err *error) {
+	if v := recover(); v != nil {
+		*err = &PanicError{model, v, debug.Stack()}
+	}
+}
+
+// failed wraps what a model's own code returned while it computed.
+func failed(model string, err error) error {
+	if errors.Is(err, ErrModel) {
+		return err
+	}
+	return fmt.Errorf("%w: %q: %w", ErrModel, model, err)
+}
+
+// refused wraps what a model's own code returned when it was offered a call.
+func refused(model string, err error) error {
+	if errors.Is(err, ErrInput) || errors.Is(err, ErrModel) {
+		return err
+	}
+	return fmt.Errorf("%w: model %q: %w", ErrInput, model, err)
+}

@@ -1,0 +1,133 @@
+package engine
+
+import (
+	"runtime"
+	"sync"
+
+	"github.com/tensorferry/tensorferry/slab"
+)
+
+// HostConfig says what a Host may use. The zero value works.
+type HostConfig struct {
+	// MemoryBytes is the most memory that runs may hold at a time, and the most
+	// that is kept for reuse. Zero means 1 GiB.
+	MemoryBytes int64
+	// Workers is the number of blocks computed at a time. Zero means GOMAXPROCS.
+	Workers int
+}
+
+// Host is what models in host memory share: a pool of slabs, the budget that
+// bounds it, and the workers that compute blocks. Blocks of all runs wait in one
+// first-come queue; a run has no more of them in it than it has slots, so
+// none can push the others out. Safe for concurrent use.
+type Host struct {
+	pool    *slab.Pool
+	budget  *slab.Budget
+	workers sync.WaitGroup
+
+	mu     sync.Mutex
+	more   sync.Cond // the queue grew, or closed
+	head   *slot     // linked by slot.next
+	tail   *slot
+	closed bool
+}
+
+// NewHost returns a host and starts its workers, which end with Close.
+func NewHost(c HostConfig) *Host {
+	if c.MemoryBytes <= 0 {
+		c.MemoryBytes = defaultMemory
+	}
+	if c.Workers <= 0 {
+		c.Workers = runtime.GOMAXPROCS(0)
+	}
+	h := &Host{pool: slab.NewPool(c.MemoryBytes), budget: slab.NewBudget(c.MemoryBytes)}
+	h.more.L = &h.mu
+	for range c.Workers {
+		h.workers.Go(h.work)
+	}
+	return h
+}
+
+// Pool returns the pool that every block of the host's models comes from.
+func (h *Host) Pool() *slab.Pool { return h.pool }
+
+// Budget returns the budget that every run of the host's models is admitted by.
+func (h *Host) Budget() *slab.Budget { return h.budget }
+
+// Close ends the workers and returns when they have: blocks being computed are
+// finished, those still queued fail with ErrClosed, as do runs that go on.
+func (h *Host) Close() {
+	h.mu.Lock()
+	h.closed = true
+	h.more.Broadcast()
+	h.mu.Unlock()
+	h.workers.Wait()
+}
+
+// take hands over a slab of n bytes, nil for none.
+func (h *Host) take(n int64) *slab.Slab {
+	if n == 0 {
+		return nil
+	}
+	return h.pool.Get(int(n))
+}
+
+// submit queues a block to be computed. It reports false on a closed host. The
+// caller holds the lock of the block's run.
+func (h *Host) submit(s *slot) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.closed {
+		return false
+	}
+	s.next = nil
+	if h.head == nil {
+		h.head = s
+	} else {
+		h.tail.next = s
+	}
+	h.tail = s
+	h.more.Signal()
+	return true
+}
+
+// drop takes the blocks of r that no worker has started out of the queue. The
+// caller holds r.mu.
+func (h *Host) drop(r *run) (dropped int) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	at := &h.head
+	h.tail = nil
+	for s := h.head; s != nil; s = s.next {
+		if s.run == r {
+			s.state, s.out.writing = slotFree, false
+			dropped++
+			continue
+		}
+		*at, at, h.tail = s, &s.next, s
+	}
+	*at = nil
+	return dropped
+}
+
+func (h *Host) work() {
+	for {
+		h.mu.Lock()
+		for h.head == nil && !h.closed {
+			h.more.Wait()
+		}
+		s, closed := h.head, h.closed
+		if s == nil {
+			h.mu.Unlock()
+			return
+		}
+		if h.head = s.next; h.head == nil {
+			h.tail = nil
+		}
+		h.mu.Unlock()
+		if closed {
+			s.run.cancel(ErrClosed)
+		}
+		s.run.compute(s)
+	}
+}

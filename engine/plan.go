@@ -1,0 +1,221 @@
+package engine
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// plan is the arithmetic of one run, done before any memory is taken.
+// All byte counts saturate, so that a size beyond 63 bits is refused by the budget.
+type plan struct {
+	rows, blockRows, blocks int64
+
+	inRow  []int64 // bytes of one row, by input port; none for a Whole one
+	outRow []int64 // bytes of one row, by output port
+	whole  []int64 // bytes, by input port; none for one that is split
+
+	wholeBytes        int64 // of all Whole inputs together
+	inBlock, outBlock int64 // memory of one slot
+	minIn, minOut     int64 // slots a run cannot do without
+	wantIn, wantOut   int64 // slots it would like
+	fixed             int64 // bytes that the model asks for beside blocks
+}
+
+// none marks a port that is not part of a block.
+const none = -1
+
+// newPlan lays out a call that Info.Check has accepted. b says what comes out.
+func newPlan(info Info, c Call, rows int64, b bound) (plan, error) {
+	p := plan{
+		rows:  rows,
+		inRow: make([]int64, len(c.Inputs)), whole: make([]int64, len(c.Inputs)), outRow: make([]int64, len(info.Outputs)),
+		fixed: b.fixed,
+	}
+	var widest, chunk int64 // of the split ports
+	var chunkRows int64     // rows in a chunk of the first split input, 0 if that is no whole number
+	fewest := int64(1)      // rows per block, so that a chunk spans few blocks
+	first := true
+	for i, in := range c.Inputs {
+		n, err := in.Desc.Bytes()
+		if err != nil {
+			return plan{}, err
+		}
+		if info.Inputs[i].Whole {
+			p.inRow[i], p.whole[i] = none, n
+			p.wholeBytes = add(p.wholeBytes, align(n))
+			continue
+		}
+		if _, p.inRow[i], err = in.Desc.Rows(info.Axes(len(in.Desc.Shape))); err != nil {
+			return plan{}, err
+		}
+		p.whole[i] = none
+		widest = max(widest, p.inRow[i])
+		inChunk := min(in.ChunkBytes, n) // a chunk is never longer than its tensor
+		chunk = max(chunk, inChunk)
+		if w := p.inRow[i]; w > 0 {
+			fewest = max(fewest, ceil(ceil(inChunk, maxSlots/2), w))
+			if first && in.ChunkBytes%w == 0 {
+				chunkRows = in.ChunkBytes / w
+			}
+		}
+		first = false
+	}
+	if b.foreign == nil {
+		if err := p.outputs(info, b); err != nil {
+			return plan{}, err
+		}
+	}
+	for _, w := range p.outRow {
+		widest = max(widest, w)
+	}
+
+	switch bound := max(1, blockBytes/max(widest, 1)); {
+	case info.BlockRows > 0:
+		p.blockRows = info.BlockRows
+	case widest == 0:
+		p.blockRows = rows
+	case chunkRows > 0 && chunkRows <= bound:
+		p.blockRows = chunkRows
+	default:
+		p.blockRows = bound
+	}
+	p.blockRows = max(1, min(max(p.blockRows, fewest), rows))
+	p.blocks = max(1, ceil(rows, p.blockRows))
+
+	held := min(p.blockRows, rows) // 0 when there are no rows
+	for i, in := range c.Inputs {
+		if info.Inputs[i].Whole {
+			continue
+		}
+		block := mul(held, p.inRow[i])
+		p.inBlock = add(p.inBlock, align(block))
+		n, err := in.Desc.Bytes()
+		if err != nil {
+			return plan{}, err
+		}
+		p.minIn = max(p.minIn, spans(min(in.ChunkBytes, n), block))
+	}
+	p.minIn, p.wantIn = p.slots(p.minIn, p.inBlock)
+	if !b.ownResults() {
+		return p, nil
+	}
+	for _, w := range p.outRow {
+		block := mul(held, w)
+		p.outBlock = add(p.outBlock, align(block))
+		p.minOut = max(p.minOut, spans(chunk, block))
+	}
+	p.outBlock = add(p.outBlock, align(mul(held, b.scratchRow)))
+	p.outBlock = add(p.outBlock, b.scratch)
+	p.minOut, p.wantOut = p.slots(p.minOut, p.outBlock)
+	return p, nil
+}
+
+// outputs fills in outRow and holds the model to what it says about itself.
+func (p *plan) outputs(info Info, b bound) error {
+	broken := func(format string, args ...any) error {
+		return fmt.Errorf("%w: %q: %s", ErrModel, info.Name, fmt.Sprintf(format, args...))
+	}
+	if len(b.outs) != len(info.Outputs) {
+		return broken("describes %d outputs, its info says %d", len(b.outs), len(info.Outputs))
+	}
+	for i, d := range b.outs {
+		if _, err := d.Bytes(); err != nil {
+			return broken("output %q: %v", info.Outputs[i].Name, err)
+		}
+		if !info.Outputs[i].fits(d) {
+			return broken("output %q is %v, its info says %s", info.Outputs[i].Name, d, info.Outputs[i].wants())
+		}
+		rows, width, err := d.Rows(info.Axes(len(d.Shape)))
+		if err != nil {
+			return broken("output %q: %v", info.Outputs[i].Name, err)
+		}
+		if rows != p.rows {
+			return broken("output %q has %d rows, the inputs have %d", info.Outputs[i].Name, rows, p.rows)
+		}
+		p.outRow[i] = width
+	}
+	if b.inPlace {
+		if in := sum(p.inRow); len(b.outs) != 1 || in != p.outRow[0] {
+			return broken("computes in place, but rows of %d bytes become %d outputs of %d", in, len(b.outs), p.outRow[0])
+		}
+	}
+	return nil
+}
+
+// slots turns the fewest slots that cover a chunk into what to take at least
+// and what to aim at: no more than there are blocks.
+func (p *plan) slots(least, bytes int64) (minimum, want int64) {
+	least = min(least, maxSlots)
+	want = max(least, preferredSlots, min(preferredBytes/max(bytes, 1), maxSlots/4))
+	return min(least, p.blocks), min(want, p.blocks)
+}
+
+// least is the memory a run cannot do without.
+func (p *plan) least() int64 {
+	n := add(p.wholeBytes, p.fixed)
+	n = add(n, mul(p.minIn, p.inBlock))
+	return add(n, mul(p.minOut, p.outBlock))
+}
+
+// span returns the first row and the number of rows of a block.
+func (p *plan) span(index int64) (row, rows int64) {
+	row = index * p.blockRows
+	return row, min(p.blockRows, p.rows-row)
+}
+
+// spans is how many blocks hold one chunk that starts anywhere, and one more to
+// work on meanwhile where a chunk is a block.
+func spans(chunk, block int64) int64 {
+	if block == 0 {
+		return 1
+	}
+	return ceil(chunk, block) + 1
+}
+
+func ceil(n, by int64) int64 { return n/by + min(n%by, 1) }
+
+func align(n int64) int64 { return add(n, alignBytes-1) &^ (alignBytes - 1) }
+
+func add(a, b int64) int64 {
+	if a > math.MaxInt64-b {
+		return math.MaxInt64
+	}
+	return a + b
+}
+
+func mul(a, b int64) int64 {
+	if b > 0 && a > math.MaxInt64/b {
+		return math.MaxInt64
+	}
+	return a * b
+}
+
+// carve cuts mem into one view per port, rows of width bytes each, and returns
+// the rest. A port of width none gets no view, one of 0 bytes an empty one.
+func carve(mem []byte, views [][]byte, width []int64, rows int64) (rest []byte) {
+	for i, w := range width {
+		switch n := w * rows; {
+		case w == none:
+			views[i] = nil
+		case n == 0:
+			views[i] = noBytes
+		default:
+			views[i] = mem[:n:n]
+			mem = mem[align(n):]
+		}
+	}
+	return mem
+}
+
+var noBytes = []byte{}
+
+// descs copies the descs of a call's inputs.
+func descs(c Call) []tensor.Desc {
+	all := make([]tensor.Desc, len(c.Inputs))
+	for i, in := range c.Inputs {
+		all[i] = in.Desc.Clone()
+	}
+	return all
+}

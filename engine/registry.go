@@ -1,0 +1,130 @@
+package engine
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"sync"
+)
+
+// ErrExists is wrapped when a registry already has a model of that name.
+var ErrExists = errors.New("engine: model exists")
+
+// Registry finds models by name and lets them come and go while runs are open.
+// A model that is also an io.Closer is closed when it is out of the registry and
+// its last use has been released, by whoever released it. Safe for concurrent
+// use; no method waits for a run.
+type Registry struct {
+	mu     sync.Mutex
+	models map[string]*entry
+}
+
+type entry struct {
+	model Model
+	uses  int // the registry's own, and one for each Lookup not released
+}
+
+// NewRegistry returns an empty registry.
+func NewRegistry() *Registry { return &Registry{models: make(map[string]*entry)} }
+
+// Add hands m over to the registry, under the name in its Info. It fails when
+// the name is taken (ErrExists) or is none (ErrInfo).
+func (r *Registry) Add(m Model) error {
+	name, err := nameOf(m)
+	if err != nil {
+		return err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.models[name] != nil {
+		return fmt.Errorf("%w: %q; replace or remove it first", ErrExists, name)
+	}
+	r.models[name] = &entry{m, 1}
+	return nil
+}
+
+// Replace is Add, except that a model that has the name gives way: new lookups
+// find m, uses of the old one go on.
+func (r *Registry) Replace(m Model) error {
+	name, err := nameOf(m)
+	if err != nil {
+		return err
+	}
+	r.mu.Lock()
+	old := r.models[name]
+	r.models[name] = &entry{m, 1}
+	r.mu.Unlock()
+	if old != nil {
+		r.release(old)
+	}
+	return nil
+}
+
+// Remove takes a model out; uses of it go on. It fails with ErrNotFound.
+func (r *Registry) Remove(name string) error {
+	r.mu.Lock()
+	old := r.models[name]
+	delete(r.models, name)
+	r.mu.Unlock()
+	if old == nil {
+		return fmt.Errorf("%w: %q", ErrNotFound, name)
+	}
+	r.release(old)
+	return nil
+}
+
+// Lookup finds a model and keeps it from being closed until release is called,
+// once, after the last run opened on it has been closed. It fails with
+// ErrNotFound and then returns no release.
+func (r *Registry) Lookup(name string) (m Model, release func(), err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.models[name]
+	if e == nil {
+		return nil, nil, fmt.Errorf("%w: %q", ErrNotFound, name)
+	}
+	e.uses++
+	return e.model, func() { r.release(e) }, nil
+}
+
+// Infos returns what each model says about itself, sorted by name.
+func (r *Registry) Infos() []Info {
+	r.mu.Lock()
+	all := make([]Info, 0, len(r.models))
+	for _, e := range r.models {
+		all = append(all, e.model.Info())
+	}
+	r.mu.Unlock()
+	slices.SortFunc(all, func(a, b Info) int { return cmp.Compare(a.Name, b.Name) })
+	return all
+}
+
+// Close removes every model.
+func (r *Registry) Close() {
+	for _, i := range r.Infos() {
+		_ = r.Remove(i.Name) // not found: another Close or Remove was first
+	}
+}
+
+func (r *Registry) release(e *entry) {
+	r.mu.Lock()
+	e.uses--
+	uses := e.uses
+	r.mu.Unlock()
+	switch c, ok := e.model.(io.Closer); {
+	case uses < 0:
+		panic(fmt.Sprintf("engine: model %q released more often than looked up", e.model.Info().Name))
+	case uses == 0 && ok:
+		_ = c.Close() // nobody is left to hear of it
+	}
+}
+
+func nameOf(m Model) (string, error) {
+	name := m.Info().Name
+	if !validName(name) {
+		return "", fmt.Errorf("%w: a name is 1 to %d bytes of UTF-8 without control characters, got %q", ErrInfo, maxNameBytes, name)
+	}
+	return name, nil
+}
