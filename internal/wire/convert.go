@@ -45,6 +45,9 @@ func convert(pb *tensorferryv1.Frame, f *stream.Frame) error {
 			Port:       p.Port,
 			Name:       p.Name,
 			Metadata:   p.Metadata,
+
+			OnAllowance:  p.OnAllowance,
+			RetainChunks: p.RetainChunks,
 		}
 		if len(p.CallId) > 0 { // a pushed tensor belongs to no call
 			d.Call = c.id(p.CallId, "descs[%d].call_id", i)

@@ -172,6 +172,10 @@ func (e *encoder) frame(f *stream.Frame) {
 		e.name(7, "desc.port", d.Port)
 		e.name(8, "desc.name", d.Name)
 		e.entries(9, "desc.metadata", d.Metadata)
+		if d.OnAllowance {
+			e.number(10, 1)
+		}
+		e.number(11, uint64(d.RetainChunks))
 		e.close(at)
 	}
 	for i := range f.Credits {

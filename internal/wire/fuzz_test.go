@@ -129,7 +129,7 @@ func (s *script) frame() (f stream.Frame) {
 			case 2:
 				d := stream.Desc{
 					Tensor: s.id(), SizeBytes: s.number(), ChunkBytes: uint32(s.number()),
-					Port: s.text(), Name: s.text(), Metadata: s.entries(),
+					Port: s.text(), Name: s.text(), Metadata: s.entries(), OnAllowance: s.byte()&1 > 0, RetainChunks: uint32(s.number()),
 				}
 				d.DType = tensor.DataType(s.byte())
 				for range s.byte() % 5 {

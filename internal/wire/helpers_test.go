@@ -202,7 +202,7 @@ func toProto(f *stream.Frame) *tensorferryv1.Frame {
 	for _, d := range f.Descs {
 		p := &tensorferryv1.TensorDesc{
 			TensorId: d.Tensor[:], Dtype: tensorferryv1.DataType(d.DType), Shape: d.Shape, SizeBytes: d.SizeBytes,
-			ChunkBytes: d.ChunkBytes, Port: d.Port, Name: d.Name, Metadata: d.Metadata,
+			ChunkBytes: d.ChunkBytes, Port: d.Port, Name: d.Name, Metadata: d.Metadata, OnAllowance: d.OnAllowance, RetainChunks: d.RetainChunks,
 		}
 		if !d.Call.IsZero() {
 			p.CallId = d.Call[:]

@@ -1,0 +1,367 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"iter"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Request is what a call asks for.
+type Request struct {
+	Model  string
+	Inputs []Input
+	Params map[string]string
+	// Timeout is the most time the server gives the call; 0 is no limit.
+	Timeout time.Duration
+	// Results says where results go, by port. A result without an entry gets
+	// memory of its own.
+	Results map[string]Sink
+}
+
+// Sink is where one result goes. Make it with Into or Writer.
+type Sink struct {
+	into []byte
+	open func(tensor.Desc) (io.Writer, error)
+}
+
+// Into has a result put into dst, which must have exactly its size. dst is lent
+// to the library until the call has ended.
+func Into(dst []byte) Sink { return Sink{into: dst} }
+
+// Writer has a result written in order, as it arrives, to the writer that open
+// returns once the result's desc is known. A slow writer holds the server up,
+// not memory. open and the writer run on a goroutine of the call's.
+func Writer(open func(tensor.Desc) (io.Writer, error)) Sink { return Sink{open: open} }
+
+// Results of a call by port. A result that went to a Writer has no Data.
+type Results map[string]tensor.Tensor
+
+// Region is a piece of a result that has arrived. Data shares the result's memory.
+type Region struct {
+	Port string
+	Desc tensor.Desc // of the whole result
+	Off  int64       // bytes from its start
+	Data []byte
+}
+
+// Timings of a call as the server measured them.
+type Timings struct {
+	Receive, Queue, H2D, Compute, D2H, FirstResult, Total time.Duration
+}
+
+// Call is one run of a model.
+type Call struct {
+	session *Session
+	id      tensor.ID
+	sinks   map[string]Sink
+	unhook  func() bool
+	news    chan struct{} // capacity 1, for Regions: a chunk arrived
+	closed  chan struct{} // closed by the session's last event of the call
+	feeding sync.WaitGroup
+	writing sync.WaitGroup
+	shared  atomic.Int64  // inputs that grpc may still read, and 1 while opening
+	letGo   chan struct{} // closed when shared is 0
+
+	// Guarded by the session's lock until closed.
+	results []*result
+	done    stream.Done
+	cause   error // what ended the call on this side
+}
+
+// result is a tensor on its way in.
+type result struct {
+	call *Call
+	id   tensor.ID
+	desc tensor.Desc
+	geo  tensor.Geometry
+	port string
+	mem  []byte   // nil when it goes to a writer
+	came []uint32 // chunks in the order of their arrival, for Regions
+
+	// For a writer.
+	open   func(tensor.Desc) (io.Writer, error)
+	slot   int64 // bytes of each region but the last
+	lent   []*slab.Slab
+	filled []bool
+	first  int64         // region number of lent[0]
+	news   chan struct{} // capacity 1: a region is full
+}
+
+// announced finds memory for a result; the session is locked.
+func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) {
+	d := e.Desc
+	r := &result{
+		call: c, id: e.Tensor, desc: d.Desc.Clone(), port: d.Port,
+		geo: tensor.Geometry{Size: int64(d.SizeBytes), ChunkBytes: int64(d.ChunkBytes)},
+	}
+	fail := func(format string, args ...any) {
+		c.cause = fmt.Errorf("client: result %q: "+format, append([]any{r.port}, args...)...)
+		m.FailTensor(e.Tensor, stream.FailedPrecondition, "the client can not take the result")
+	}
+	sink := c.sinks[d.Port]
+	switch {
+	case sink.open != nil:
+		c.results = append(c.results, r)
+		r.open, r.news = sink.open, make(chan struct{}, 1)
+		r.slot = r.geo.ChunkBytes * max(1, slotBytes/r.geo.ChunkBytes)
+		if d.OnAllowance {
+			r.slot = max(1, r.geo.Size)
+		}
+		for range slots {
+			if !r.lend(m, now) {
+				break
+			}
+		}
+		c.writing.Add(1)
+		go r.write() // ends with the call
+		return
+	case sink.into != nil:
+		if int64(len(sink.into)) != r.geo.Size {
+			fail("%v has %d bytes, Into was given %d", r.desc, r.geo.Size, len(sink.into))
+			return
+		}
+		r.mem = sink.into
+	case r.geo.Size > c.session.client.cfg.ResultBytes:
+		fail("%v has %d bytes, ResultBytes allows %d; raise it, or use Into or Writer", r.desc, r.geo.Size, c.session.client.cfg.ResultBytes)
+		return
+	default:
+		r.mem = make([]byte, r.geo.Size)
+	}
+	c.results = append(c.results, r)
+	if _, err := m.Lend(now, r.id, r.mem); err != nil {
+		fail("%w", err)
+	}
+}
+
+// lend lends the next slot of a written result, if there is more to come; the
+// session is locked.
+func (r *result) lend(m *stream.Machine, now stream.Instant) bool {
+	left := m.Unlent(r.id)
+	if left < 0 || left == 0 && (r.geo.Size > 0 || len(r.lent) > 0 || r.first > 0) {
+		return false
+	}
+	n := min(r.slot, left)
+	s := r.call.session.client.pool.Get(int(n))
+	if _, err := m.Lend(now, r.id, s.Bytes()); err != nil {
+		s.Release()
+		return false
+	}
+	r.lent = append(r.lent, s)
+	r.filled = append(r.filled, false)
+	return true
+}
+
+// find returns the result with this tensor; the session is locked.
+func (c *Call) find(id tensor.ID) *result {
+	for _, r := range c.results {
+		if r.id == id {
+			return r
+		}
+	}
+	return nil
+}
+
+func (c *Call) arrived(e stream.Event) {
+	if r := c.find(e.Tensor); r != nil && r.mem != nil {
+		r.came = append(r.came, uint32(e.Off/r.geo.ChunkBytes))
+		tell(c.news)
+	}
+}
+
+func (c *Call) regionFull(e stream.Event) {
+	if r := c.find(e.Tensor); r != nil && r.open != nil {
+		r.filled[e.N-r.first] = true
+		tell(r.news)
+	}
+}
+
+func tell(news chan struct{}) {
+	select {
+	case news <- struct{}{}:
+	default: // told already
+	}
+}
+
+// write writes a result in order. A failure cancels the call.
+func (r *result) write() {
+	c := r.call
+	defer c.writing.Done()
+	defer r.drop()
+	w, err := r.open(r.desc)
+	if err != nil {
+		c.stop(fmt.Errorf("client: result %q: %w", r.port, err))
+		return
+	}
+	for off := int64(0); off < r.geo.Size || r.geo.Size == 0; {
+		s := r.next()
+		if s == nil {
+			return
+		}
+		n := int64(len(s.Bytes()))
+		_, err := w.Write(s.Bytes())
+		s.Release()
+		if err != nil {
+			c.stop(fmt.Errorf("client: result %q: after %d of %d bytes: %w", r.port, off, r.geo.Size, err))
+			return
+		}
+		if off += n; r.geo.Size == 0 {
+			return
+		}
+		c.session.sess.Do(func(m *stream.Machine, now stream.Instant) { r.lend(m, now) })
+	}
+}
+
+// next waits for the next region and takes it; nil when the call has ended
+// without it.
+func (r *result) next() *slab.Slab {
+	c := r.call
+	for ended := false; ; {
+		var s *slab.Slab
+		c.session.sess.Do(func(*stream.Machine, stream.Instant) {
+			if len(r.lent) > 0 && r.filled[0] {
+				s = r.lent[0]
+				r.lent = append(r.lent[:0], r.lent[1:]...)
+				r.filled = append(r.filled[:0], r.filled[1:]...)
+				r.first++
+			}
+		})
+		if s != nil || ended {
+			return s
+		}
+		select {
+		case <-r.news:
+		case <-c.closed:
+			ended = true // once more: the last regions may have come before the end
+		}
+	}
+}
+
+// drop gives the slots of an abandoned result back, once nothing writes into them.
+func (r *result) drop() {
+	<-r.call.closed
+	for _, s := range r.lent {
+		s.Release()
+	}
+	r.lent = nil
+}
+
+// end is the session's last event of the call; the session is locked.
+func (c *Call) end(d *stream.Done) {
+	c.done = *d
+	close(c.closed)
+}
+
+// returned counts an input that grpc has let go of.
+func (c *Call) returned() {
+	if c.shared.Add(-1) == 0 {
+		close(c.letGo)
+	}
+}
+
+// stop cancels the call for a reason of this side's.
+func (c *Call) stop(cause error) {
+	c.session.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+		if c.cause == nil {
+			c.cause = cause
+		}
+		m.Cancel(c.id, stream.Cancelled, "cancelled by the caller")
+	})
+}
+
+// Cancel stops the call. The server stops its model within a block.
+func (c *Call) Cancel() { c.stop(context.Canceled) }
+
+// Wait waits for the call to end and returns its results, all of them or an
+// error. When it returns, the library touches neither inputs nor results.
+func (c *Call) Wait() (Results, error) {
+	<-c.closed
+	if c.unhook != nil {
+		c.unhook()
+	}
+	c.feeding.Wait()
+	c.writing.Wait()
+	select {
+	case <-c.letGo:
+	case <-c.session.over: // a connection that died reads its queue no more
+	}
+	if err := c.err(); err != nil {
+		return nil, err
+	}
+	results := make(Results, len(c.results))
+	for _, r := range c.results {
+		results[r.port] = tensor.Tensor{Desc: r.desc, Data: r.mem}
+	}
+	return results, nil
+}
+
+// err says how the call ended; only after closed.
+func (c *Call) err() error {
+	switch {
+	case c.done.Code == stream.OK && c.cause == nil:
+		return nil
+	case c.done.Code == stream.OK: // it was complete when something on this side failed
+		return &Error{Code: codes.Canceled, Cause: c.cause}
+	case c.cause != nil && errors.Is(c.cause, context.DeadlineExceeded):
+		return &Error{Code: codes.DeadlineExceeded, Cause: c.cause}
+	case c.cause != nil:
+		return &Error{Code: codes.Canceled, Cause: c.cause}
+	}
+	return doneError(&c.done)
+}
+
+// Timings returns where the server spent the time; only after Wait.
+func (c *Call) Timings() Timings {
+	t := c.done.Timings
+	return Timings{
+		time.Duration(t.Receive), time.Duration(t.Queue), time.Duration(t.H2D), time.Duration(t.Compute),
+		time.Duration(t.D2H), time.Duration(t.FirstResult), time.Duration(t.Total),
+	}
+}
+
+// Regions yields the pieces of the results while they arrive, in the order of
+// their arrival, until the call has ended; a failure is its last pair. Results
+// that go to a Writer are not among them. One goroutine at a time may iterate.
+func (c *Call) Regions() iter.Seq2[Region, error] {
+	return func(yield func(Region, error) bool) {
+		next := map[*result]int{}
+		for ended := false; ; {
+			var fresh []Region
+			c.session.sess.Do(func(*stream.Machine, stream.Instant) {
+				for _, r := range c.results {
+					for _, i := range r.came[next[r]:] {
+						off, n := r.geo.Span(i)
+						fresh = append(fresh, Region{r.port, r.desc, off, r.mem[off : off+n]})
+					}
+					next[r] = len(r.came)
+				}
+			})
+			for _, r := range fresh {
+				if !yield(r, nil) {
+					return
+				}
+			}
+			if ended {
+				if err := c.err(); err != nil {
+					yield(Region{}, err)
+				}
+				return
+			}
+			select {
+			case <-c.news:
+			case <-c.closed:
+				ended = true
+			}
+		}
+	}
+}

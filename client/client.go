@@ -1,0 +1,164 @@
+// Package client opens sessions for a Go caller: many calls in flight on one
+// session, inputs from slices, readers and files, results into slices, writers
+// and files, as whole tensors or region by region while they arrive.
+//
+// It refuses to retry and to compute. A Client, a Session and a Call are safe
+// for concurrent use. Inputs are shared with the library until their call has
+// ended; results belong to the caller.
+package client
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/keepalive"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Config of a client. The zero value works.
+type Config struct {
+	// ChunkBytes is the size of the chunks sent and the largest accepted, in
+	// bytes, 1 to 4 MiB; 0 means 1 MiB. A server that accepts less gets less.
+	ChunkBytes int
+	// Checksum is the kind of every chunk's checksum; 0 means CRC-32C.
+	Checksum codec.Checksum
+	// OpenTimeout is how long opening a session may take; 0 means 10 s.
+	OpenTimeout time.Duration
+	// ResultBytes is the largest result that memory is made for without being
+	// told where to put it; 0 means 4 GiB. Into and Writer have no such limit.
+	ResultBytes int64
+}
+
+// Client is a connection to a server. Close it when done.
+type Client struct {
+	cfg  Config
+	conn *grpc.ClientConn
+	stub pb.TensorServiceClient
+	pool *slab.Pool
+
+	mu      sync.Mutex
+	open    map[*Session]struct{} // guarded by mu
+	shared  *Session              // of Compute; guarded by mu
+	closed  bool                  // guarded by mu
+	winding sync.WaitGroup
+}
+
+// Dial returns a client for a server at host:port, or at a Unix socket as
+// unix:/path. It does not wait for a connection: the first use does.
+func Dial(target string, cfg Config) (*Client, error) {
+	if cfg.ChunkBytes < 0 || cfg.ChunkBytes > 4*mib {
+		return nil, fmt.Errorf("client: ChunkBytes is %d; it must be 1 to %d, or 0 for 1 MiB", cfg.ChunkBytes, 4*mib)
+	}
+	if cfg.ChunkBytes == 0 {
+		cfg.ChunkBytes = 1 * mib
+	}
+	if cfg.Checksum == 0 {
+		cfg.Checksum = codec.CRC32C
+	}
+	if !cfg.Checksum.Valid() {
+		return nil, fmt.Errorf("client: Checksum is %d; known are 1 (CRC-32C) and 2 (CRC-32)", cfg.Checksum)
+	}
+	if cfg.OpenTimeout <= 0 {
+		cfg.OpenTimeout = DefaultOpenTimeout
+	}
+	if cfg.ResultBytes <= 0 {
+		cfg.ResultBytes = DefaultResultBytes
+	}
+	conn, err := grpc.NewClient(target,
+		grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithNoProxy(),
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 30 * time.Second, Timeout: 10 * time.Second, PermitWithoutStream: true}),
+		grpc.WithDefaultCallOptions(
+			grpc.ForceCodecV2(wire.Codec{}),
+			grpc.MaxCallRecvMsgSize(cfg.ChunkBytes+frameOverhead),
+			grpc.MaxCallSendMsgSize(math.MaxInt32),
+			// grpc would keep the first messages of a stream for a retry of its own,
+			// which could not put a session together again.
+			grpc.MaxRetryRPCBufferSize(0),
+		),
+	)
+	if err != nil {
+		return nil, fmt.Errorf("client: %q is no address: %w; write host:port or unix:/path", target, err)
+	}
+	return &Client{
+		cfg: cfg, conn: conn, stub: pb.NewTensorServiceClient(conn), pool: slab.NewPool(poolBytes),
+		open: make(map[*Session]struct{}),
+	}, nil
+}
+
+// Close ends every session and the connection, and waits until nothing of them
+// is left.
+func (c *Client) Close() error {
+	c.mu.Lock()
+	c.closed = true
+	open := make([]*Session, 0, len(c.open))
+	for s := range c.open {
+		open = append(open, s)
+	}
+	c.mu.Unlock()
+	for _, s := range open {
+		s.sess.Stop(ErrClosed)
+	}
+	c.winding.Wait()
+	return c.conn.Close()
+}
+
+// Compute runs a model with one input and one result on a session that the
+// client keeps for this purpose. It shares x until it returns; the result
+// belongs to the caller.
+func (c *Client) Compute(ctx context.Context, model string, x tensor.Tensor) (tensor.Tensor, error) {
+	s, err := c.sharedSession(ctx)
+	if err != nil {
+		return tensor.Tensor{}, err
+	}
+	return s.Compute(ctx, model, x)
+}
+
+func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
+	c.mu.Lock()
+	s := c.shared
+	c.mu.Unlock()
+	if s != nil && s.usable() {
+		return s, nil
+	}
+	s, err := c.Session(ctx)
+	if err != nil {
+		return nil, err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.shared != nil && c.shared.usable() { // another caller was faster
+		s.sess.Stop(ErrClosed)
+		return c.shared, nil
+	}
+	c.shared = s
+	return s, nil
+}
+
+// Models returns what the server's models are.
+func (c *Client) Models(ctx context.Context) ([]*pb.Model, error) {
+	r, err := c.stub.ListModels(ctx, &pb.ListModelsRequest{})
+	if err != nil {
+		return nil, sessionError(err)
+	}
+	return r.GetModels(), nil
+}
+
+// Info returns the server's limits and counters.
+func (c *Client) Info(ctx context.Context) (*pb.GetServiceInfoResponse, error) {
+	r, err := c.stub.GetServiceInfo(ctx, &pb.GetServiceInfoRequest{})
+	if err != nil {
+		return nil, sessionError(err)
+	}
+	return r, nil
+}

@@ -1,0 +1,180 @@
+package client
+
+import (
+	"fmt"
+	"io"
+	"sync"
+
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Input is one tensor that goes into a call: its bytes lie in Data, or come from
+// Reader.
+type Input struct {
+	// Port is the model's input; empty for the only one.
+	Port string
+	tensor.Desc
+	// Data is shared with the library until the call has ended, read-only.
+	Data []byte
+	// Reader, when not nil, yields the tensor's bytes; it is read a bounded number
+	// of chunks ahead, by a goroutine that ends with the call.
+	Reader io.Reader
+	// Name and Metadata are for people; see docs/limits for their sizes.
+	Name     string
+	Metadata map[string]string
+	// Release, when not nil, runs once when Data is in no use any more. It does
+	// not run when a connection died with Data in its queue: Data then must stay
+	// as it is (a mapped file must stay mapped).
+	Release func()
+}
+
+// From makes an input of a tensor, whose bytes it shares.
+func From(port string, t tensor.Tensor) Input { return Input{Port: port, Desc: t.Desc, Data: t.Data} }
+
+// FromReader makes an input of the bytes that r yields.
+func FromReader(port string, d tensor.Desc, r io.Reader) Input {
+	return Input{Port: port, Desc: d, Reader: r}
+}
+
+func (in *Input) check() error {
+	n, err := in.Bytes()
+	if err != nil {
+		return fmt.Errorf("%w: input %q: %w", ErrInput, in.Port, err)
+	}
+	if in.Reader == nil && int64(len(in.Data)) != n {
+		return fmt.Errorf("%w: input %q: %v needs %d bytes, got %d", ErrInput, in.Port, in.Desc, n, len(in.Data))
+	}
+	return nil
+}
+
+// feed is an input on its way into a call.
+type feed struct {
+	call  *Call
+	in    Input
+	id    tensor.ID
+	chunk int64
+	free  chan *slot // slots to read into
+
+	mu   sync.Mutex
+	over bool // guarded by mu
+}
+
+// open announces the input; the session is locked.
+func (f *feed) open(m *stream.Machine, now stream.Instant) error {
+	f.chunk = tensor.ChunkFor(f.in.Desc, m.PeerChunkBytes())
+	size, err := f.in.Bytes()
+	if err != nil {
+		return err
+	}
+	if size/f.chunk >= tensor.MaxChunks {
+		f.chunk = m.PeerChunkBytes()
+	}
+	d := stream.Desc{
+		Tensor: f.id, Desc: f.in.Desc.Clone(), ChunkBytes: uint32(f.chunk), Call: f.call.id, Port: f.in.Port,
+		Name: f.in.Name, Metadata: f.in.Metadata,
+	}
+	if f.in.Reader != nil {
+		d.RetainChunks = slots
+	}
+	if err := m.OpenTensor(now, d); err != nil || f.in.Reader != nil {
+		return err
+	}
+	// The call is over for its caller only when grpc reads its inputs no more.
+	f.call.shared.Add(1)
+	call, release := f.call, f.in.Release
+	if err := m.Offer(now, f.id, 0, f.in.Data, func() {
+		if release != nil {
+			release()
+		}
+		call.returned()
+	}); err != nil {
+		f.call.shared.Add(-1)
+		return err
+	}
+	return nil
+}
+
+// slot is memory that a part of the input is read into, again and again.
+type slot struct {
+	slab    *slab.Slab
+	release func() // gives it back to its feed; made once
+}
+
+// run reads the input into slots and offers them. It ends with the last byte or
+// with the call.
+func (f *feed) run() {
+	c := f.call
+	defer c.feeding.Done()
+	f.free = make(chan *slot, slots)
+	if err := f.pump(); err != nil {
+		c.stop(err)
+	}
+	<-c.closed // the slots come home with acknowledgements, or now
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.over = true
+	for len(f.free) > 0 {
+		(<-f.free).slab.Release()
+	}
+}
+
+func (f *feed) pump() error {
+	c := f.call
+	size, err := f.in.Bytes()
+	if err != nil {
+		return err
+	}
+	made := 0
+	for off, more := int64(0), true; more; {
+		n := min(f.chunk, size-off)
+		s := f.take(&made)
+		if s == nil {
+			return nil // the call is over
+		}
+		data := s.slab.Bytes()[:n]
+		// The reader may block as long as it likes; the call's end is seen after.
+		if got, err := io.ReadFull(f.in.Reader, data); err != nil {
+			s.slab.Release()
+			return fmt.Errorf("%w: input %q ended after %d of %d bytes: %w", ErrInput, f.in.Port, off+int64(got), size, err)
+		}
+		c.session.sess.Do(func(m *stream.Machine, now stream.Instant) {
+			err = m.Offer(now, f.id, off, data, s.release)
+		})
+		if err != nil {
+			s.slab.Release()
+			return nil // the call is over
+		}
+		off += n
+		more = off < size
+	}
+	return nil
+}
+
+// take returns a slot to read into, nil when the call is over.
+func (f *feed) take(made *int) *slot {
+	if *made < slots && len(f.free) == 0 {
+		*made++
+		s := &slot{slab: f.call.session.client.pool.Get(int(f.chunk))}
+		s.release = func() { f.recycle(s) }
+		return s
+	}
+	select {
+	case s := <-f.free:
+		return s
+	case <-f.call.closed:
+		return nil
+	}
+}
+
+// recycle takes a slot back from whoever wrote it out last.
+func (f *feed) recycle(s *slot) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.over {
+		s.slab.Release()
+		return
+	}
+	f.free <- s // never more than slots
+}

@@ -1,0 +1,24 @@
+package client
+
+import "time"
+
+const (
+	mib = 1 << 20
+	// frameOverhead is what a frame may have besides its chunk.
+	frameOverhead = 64 << 10
+	// slots is how many chunks a streamed input is read ahead, and a streamed
+	// result received ahead of its writer: enough to keep a round trip of some
+	// milliseconds busy at the speed of the wire.
+	slots = 8
+	// slotBytes is the least size of a slot of a streamed result: chunks smaller
+	// than this share one.
+	slotBytes = 256 << 10
+	// poolBytes is how much released slot memory a client keeps for reuse.
+	poolBytes = 64 * mib
+)
+
+// Defaults of Config.
+const (
+	DefaultOpenTimeout = 10 * time.Second
+	DefaultResultBytes = 4 << 30
+)

@@ -1,0 +1,235 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+	"google.golang.org/grpc/codes"
+
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Session carries calls, many at a time.
+type Session struct {
+	client *Client
+	sess   *session.Session
+	cancel context.CancelFunc // of the gRPC stream
+	opened chan struct{}
+	over   chan struct{} // closed when nothing is left of the session
+
+	mu       sync.Mutex // for what callers ask while the session is locked
+	draining bool       // guarded by mu
+	err      *Error     // why it ended; guarded by mu
+
+	calls map[tensor.ID]*Call // guarded by the session's lock
+}
+
+// Session opens a session: ctx bounds the opening, not the session's life.
+func (c *Client) Session(ctx context.Context) (*Session, error) {
+	own, cancel := context.WithCancel(context.Background())
+	s := &Session{client: c, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]*Call)}
+	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		cancel()
+		return nil, &Error{Code: codes.Canceled, Cause: ErrClosed}
+	}
+	c.winding.Add(1)
+	c.mu.Unlock()
+	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.OpenTimeout,
+		&Error{Code: codes.DeadlineExceeded, Message: fmt.Sprintf("no session with %s within %v", c.conn.Target(), c.cfg.OpenTimeout)})
+	defer stop()
+	unhook := context.AfterFunc(ctx, cancel)
+	defer unhook()
+	conn, err := c.stub.StreamTensors(own)
+	if err != nil {
+		c.winding.Done()
+		cancel()
+		if ctx.Err() != nil {
+			err = context.Cause(ctx)
+		}
+		return nil, sessionError(err)
+	}
+	s.sess = session.New(conn, stream.Config{
+		Session: newID(), Check: c.cfg.Checksum,
+		Limits: stream.Limits{
+			ChunkBytes:  uint32(c.cfg.ChunkBytes),
+			TensorBytes: 1 << 40, // a streamed result is as long as it is; memory is bounded apart
+			SessionIdle: stream.Instant(365 * 24 * time.Hour),
+			FirstFrame:  stream.Instant(c.cfg.OpenTimeout),
+		},
+	}, s)
+	c.mu.Lock()
+	c.open[s] = struct{}{}
+	c.mu.Unlock()
+	s.sess.Start()
+	go s.windUp()
+	select {
+	case <-s.opened:
+		if unhook() {
+			return s, nil
+		}
+		<-s.over // ctx ended in the same moment
+	case <-s.sess.Stopped():
+		<-s.over
+	case <-ctx.Done():
+		s.sess.Stop(sessionError(context.Cause(ctx)))
+		<-s.over
+	}
+	if ctx.Err() != nil {
+		return nil, sessionError(context.Cause(ctx))
+	}
+	return nil, s.ended()
+}
+
+// windUp ends with the session and sees to what is left of it.
+func (s *Session) windUp() {
+	defer s.client.winding.Done()
+	<-s.sess.Stopped()
+	err := sessionError(s.sess.Cause())
+	s.mu.Lock()
+	s.err = err
+	s.mu.Unlock()
+	s.cancel()
+	s.sess.Wait(stream.Code(err.Code), "the session has ended: "+err.Error())
+	s.client.mu.Lock()
+	delete(s.client.open, s)
+	s.client.mu.Unlock()
+	close(s.over)
+}
+
+// Close ends the session, cancelling what is open, and waits until nothing of it
+// is left.
+func (s *Session) Close() error {
+	s.sess.Stop(ErrClosed)
+	<-s.over
+	return nil
+}
+
+// ended returns why the session is over.
+func (s *Session) ended() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.err == nil {
+		return &Error{Code: codes.Canceled, Cause: ErrClosed}
+	}
+	return s.err
+}
+
+func (s *Session) usable() bool {
+	select {
+	case <-s.sess.Stopped():
+		return false
+	default:
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return !s.draining
+}
+
+// Event runs with the session locked.
+func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
+	switch e.Kind {
+	case stream.EventOpened:
+		close(s.opened)
+	case stream.EventDrain:
+		s.mu.Lock()
+		s.draining = true
+		s.mu.Unlock()
+	case stream.EventTensor:
+		if c := s.calls[e.Call]; c != nil {
+			c.announced(m, now, e)
+		}
+	case stream.EventChunk:
+		if c := s.calls[e.Call]; c != nil {
+			c.arrived(e)
+		}
+	case stream.EventRegion:
+		if c := s.calls[e.Call]; c != nil {
+			c.regionFull(e)
+		}
+	case stream.EventClosed:
+		if c := s.calls[e.Call]; c != nil {
+			delete(s.calls, e.Call)
+			c.end(e.Done)
+		}
+	}
+}
+
+// Compute runs a model with one input and one result. It shares x until it
+// returns; the result belongs to the caller.
+func (s *Session) Compute(ctx context.Context, model string, x tensor.Tensor) (tensor.Tensor, error) {
+	c, err := s.Call(ctx, Request{Model: model, Inputs: []Input{From("", x)}})
+	if err != nil {
+		return tensor.Tensor{}, err
+	}
+	results, err := c.Wait()
+	if err != nil {
+		return tensor.Tensor{}, err
+	}
+	if len(results) != 1 {
+		return tensor.Tensor{}, fmt.Errorf("client: model %q has %d results; use Call", model, len(results))
+	}
+	for _, t := range results {
+		return t, nil
+	}
+	panic("unreachable")
+}
+
+// Call opens a call and returns while it runs. Ending ctx cancels it. Inputs are
+// shared with the library until Wait has returned; the Request is copied.
+func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
+	c := &Call{session: s, id: newID(), sinks: r.Results, closed: make(chan struct{}), news: make(chan struct{}, 1), letGo: make(chan struct{})}
+	c.shared.Store(1)
+	defer c.returned()
+	part := stream.Call{ID: c.id, Model: r.Model, Params: r.Params, TimeoutMillis: uint64(max(0, r.Timeout.Milliseconds()))}
+	feeds := make([]feed, len(r.Inputs)) // not copied: goroutines run on them
+	for i, in := range r.Inputs {
+		if err := in.check(); err != nil {
+			return nil, err
+		}
+		feeds[i] = feed{call: c, in: in, id: newID()}
+		part.Inputs = append(part.Inputs, stream.Binding{Port: in.Port, Tensor: feeds[i].id})
+	}
+	if ctx.Err() != nil {
+		return nil, &Error{Code: codes.Canceled, Cause: context.Cause(ctx)}
+	}
+	var err error
+	s.sess.Do(func(m *stream.Machine, now stream.Instant) {
+		if err = m.OpenCall(now, part); err != nil {
+			return
+		}
+		s.calls[c.id] = c
+		for i := range feeds {
+			if err = feeds[i].open(m, now); err != nil {
+				m.Cancel(c.id, stream.InvalidArgument, err.Error())
+				return
+			}
+		}
+	})
+	switch {
+	case errors.Is(err, stream.ErrDraining):
+		return nil, &Error{Code: codes.Unavailable, Cause: ErrDraining}
+	case errors.Is(err, stream.ErrClosed):
+		return nil, s.ended()
+	case err != nil:
+		return nil, fmt.Errorf("%w: %w", ErrInput, err)
+	}
+	c.unhook = context.AfterFunc(ctx, func() { c.stop(context.Cause(ctx)) })
+	for i := range feeds {
+		if feeds[i].in.Reader != nil {
+			c.feeding.Add(1)
+			go feeds[i].run() // ends with its reader, or with the call
+		}
+	}
+	return c, nil
+}
+
+// newID returns a UUIDv7: unique, and sorted by time in logs.
+func newID() tensor.ID { return tensor.ID(uuid.Must(uuid.NewV7())) }

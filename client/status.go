@@ -1,0 +1,71 @@
+package client
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/stream"
+)
+
+// Errors that callers decide on.
+var (
+	// ErrClosed is wrapped when the client or session was closed by its owner.
+	ErrClosed = errors.New("client: closed")
+	// ErrDraining is wrapped when the server takes no new calls: open a session
+	// on another server, or later.
+	ErrDraining = errors.New("client: server is draining")
+	// ErrInput is wrapped when an input is not what its desc says.
+	ErrInput = errors.New("client: bad input")
+)
+
+// Error is how a call or a session failed. status.FromError sees its code.
+type Error struct {
+	Code       codes.Code
+	Message    string
+	RetryAfter time.Duration // when waiting helps; else 0
+	Cause      error         // what happened on this side, if it did
+}
+
+// Error returns code and message.
+func (e *Error) Error() string {
+	if e.Cause != nil {
+		return "client: " + e.Cause.Error()
+	}
+	return fmt.Sprintf("client: %s: %s", e.Code, e.Message)
+}
+
+// Unwrap returns the cause on this side.
+func (e *Error) Unwrap() error { return e.Cause }
+
+// GRPCStatus returns the failure as a gRPC status.
+func (e *Error) GRPCStatus() *status.Status { return status.New(e.Code, e.Error()) }
+
+func doneError(d *stream.Done) error {
+	if d.Code == stream.OK {
+		return nil
+	}
+	return &Error{Code: codes.Code(d.Code), Message: d.Message, RetryAfter: time.Duration(d.RetryAfterMillis) * time.Millisecond}
+}
+
+// sessionError says why a session ended.
+func sessionError(err error) *Error {
+	var se *stream.Error
+	var own *Error
+	switch {
+	case errors.As(err, &own):
+		return own
+	case errors.Is(err, ErrClosed):
+		return &Error{Code: codes.Canceled, Cause: err}
+	case errors.As(err, &se):
+		return &Error{Code: codes.Code(se.Code), Message: se.Text}
+	case errors.Is(err, session.ErrPeerClosed):
+		return &Error{Code: codes.Unavailable, Message: "the server ended the session"}
+	}
+	st := status.Convert(err)
+	return &Error{Code: st.Code(), Message: st.Message()}
+}

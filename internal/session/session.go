@@ -1,0 +1,323 @@
+// Package session runs one stream.Machine over one gRPC stream, the same on both
+// sides: it reads and places, writes and sums, keeps time, and hands events to
+// its holder.
+//
+// It refuses to compute and to know models or files. The reader never waits on
+// the writer: what has to be sent is noted in the machine, which is bounded, and
+// the writer takes it from there. It owns no payload bytes; views on the way out
+// are held until grpc has let go of them.
+package session
+
+import (
+	"context"
+	"errors"
+	"io"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/stream"
+)
+
+// Conn is the gRPC stream that a session runs over: a grpc.ServerStream or a
+// grpc.ClientStream whose codec is wire.Codec.
+type Conn interface {
+	SendMsg(m any) error
+	RecvMsg(m any) error
+}
+
+// Handler is told what happens, in order, with the session locked: it must be
+// quick, must not block and must not call Do. It may call the machine.
+type Handler interface {
+	Event(m *stream.Machine, now stream.Instant, e stream.Event)
+}
+
+// ErrPeerClosed is what a session ends with when the peer ended it in order.
+var ErrPeerClosed = errors.New("session: closed by the peer")
+
+// Session is one side of a session. Do and Stop are safe for concurrent use.
+type Session struct {
+	conn    Conn
+	handler Handler
+	start   time.Time
+
+	mu sync.Mutex
+	m  *stream.Machine // guarded by mu
+	// timer runs tick when the machine's next moment has come; guarded by mu.
+	timer *time.Timer
+	next  stream.Instant // when timer fires; 0: it does not; guarded by mu
+	over  bool           // the machine is closed, the timer stays still; guarded by mu
+	ended bool           // the peer has sent its last frame; guarded by mu
+
+	wake chan struct{} // capacity 1: something waits to be sent
+
+	stopOnce sync.Once
+	stopped  chan struct{}
+	cause    error // valid once stopped is closed
+
+	sendingSince atomic.Int64 // nanoseconds since start plus 1; 0 when not in SendMsg
+	readers      sync.WaitGroup
+}
+
+// New returns a session that Run starts.
+func New(conn Conn, cfg stream.Config, h Handler) *Session {
+	return &Session{
+		conn: conn, handler: h, start: time.Now(), m: stream.New(cfg, 0),
+		wake: make(chan struct{}, 1), stopped: make(chan struct{}),
+	}
+}
+
+func (s *Session) now() stream.Instant { return stream.Instant(time.Since(s.start)) }
+
+// Start starts the session's reader and writer goroutines. They end after Stop,
+// once the gRPC stream's context has ended too; Wait waits for them.
+func (s *Session) Start() {
+	s.mu.Lock()
+	s.timer = time.AfterFunc(time.Hour, s.tick)
+	s.schedule()
+	s.mu.Unlock()
+	s.readers.Add(2)
+	go s.read()
+	go s.write()
+	s.nudge()
+}
+
+// Stopped is closed when the session has ended; Cause then says why.
+func (s *Session) Stopped() <-chan struct{} { return s.stopped }
+
+// Cause returns what ended the session; only after Stopped.
+func (s *Session) Cause() error { return s.cause }
+
+// Stop ends the session: the first cause stands. It does not wait.
+func (s *Session) Stop(cause error) {
+	s.stopOnce.Do(func() {
+		s.cause = cause
+		close(s.stopped)
+	})
+}
+
+// Wait waits until the session's goroutines have ended, and then closes the
+// machine with code and text, so that every call gets its last event. The
+// caller has stopped the session and ended its gRPC stream before.
+func (s *Session) Wait(code stream.Code, text string) {
+	<-s.stopped
+	s.readers.Wait()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.over = true
+	s.timer.Stop()
+	s.m.Close(code, text)
+	s.dispatch(s.now())
+}
+
+// Do runs f on the machine and then sees to what f caused: events are handed
+// out, and what waits to be sent is sent.
+func (s *Session) Do(f func(m *stream.Machine, now stream.Instant)) {
+	s.mu.Lock()
+	now := s.now()
+	f(s.m, now)
+	s.dispatch(now)
+	pending := s.m.Pending()
+	s.schedule()
+	s.mu.Unlock()
+	if pending {
+		s.nudge()
+	}
+}
+
+// dispatch hands out events until there are none; mu is held.
+func (s *Session) dispatch(now stream.Instant) {
+	for {
+		e, ok := s.m.Event()
+		if !ok {
+			return
+		}
+		s.handler.Event(s.m, now, e)
+	}
+}
+
+func (s *Session) nudge() {
+	select {
+	case s.wake <- struct{}{}:
+	default: // the writer has been told already
+	}
+}
+
+// schedule sets the timer to the machine's next moment; mu is held. The timer is
+// only ever brought forward: one that runs too early finds nothing due and sets
+// itself again, which is cheaper than resetting it for every frame.
+func (s *Session) schedule() {
+	if s.over {
+		return
+	}
+	at := s.m.NextTick()
+	if s.next == 0 || at < s.next {
+		s.next = at
+		s.timer.Reset(max(0, time.Duration(at-s.now())))
+	}
+}
+
+func (s *Session) tick() {
+	s.mu.Lock()
+	now := s.now()
+	s.next = 0
+	err := s.m.Tick(now)
+	s.dispatch(now)
+	pending := s.m.Pending()
+	if err == nil {
+		s.schedule()
+	}
+	s.mu.Unlock()
+	if since := s.sendingSince.Load(); since != 0 && now-stream.Instant(since) > stream.Instant(writeStall) {
+		err = &stream.Error{Code: stream.DeadlineExceeded, Text: "the peer has not read for 30 s"}
+	}
+	if err != nil {
+		s.Stop(err)
+		return
+	}
+	if pending {
+		s.nudge()
+	}
+}
+
+// read receives frames, has the machine judge them, and puts chunks at their places.
+func (s *Session) read() {
+	defer s.readers.Done()
+	var msg wire.Message
+	var claim stream.Claim
+	for {
+		err := s.conn.RecvMsg(&msg)
+		if err != nil {
+			if !errors.Is(err, io.EOF) {
+				s.Stop(err)
+			} else {
+				s.endOfInput()
+			}
+			return
+		}
+		if msg.Err != nil {
+			s.Stop(&stream.Error{Code: stream.InvalidArgument, Text: msg.Err.Error()})
+			return
+		}
+		err = s.receive(&msg.Frame, &claim)
+		msg.Free()
+		if err != nil {
+			s.Stop(err)
+			return
+		}
+	}
+}
+
+// endOfInput notes that the peer sends nothing more. A client may end its side
+// early and still read: the session then lives until its last call has ended.
+func (s *Session) endOfInput() {
+	s.Do(func(m *stream.Machine, _ stream.Instant) {
+		s.ended = true
+		m.PeerDone()
+	})
+	s.nudge()
+}
+
+func (s *Session) receive(f *stream.Frame, claim *stream.Claim) error {
+	s.mu.Lock()
+	now := s.now()
+	err := s.m.Control(now, f)
+	s.dispatch(now)
+	place := false
+	if err == nil && f.HasChunk() {
+		place, err = s.m.Claim(now, &f.Chunk, claim)
+		s.dispatch(now)
+	}
+	if place {
+		s.mu.Unlock()
+		sum := claim.Copy(f.Chunk.Data)
+		s.mu.Lock()
+		now = s.now()
+		s.m.Commit(now, claim, sum)
+		s.dispatch(now)
+	}
+	pending := s.m.Pending()
+	s.schedule()
+	s.mu.Unlock()
+	if pending {
+		s.nudge()
+	}
+	return err
+}
+
+// write sends what the machine has to send, chunk by chunk.
+func (s *Session) write() {
+	defer s.readers.Done()
+	var msg wire.Message
+	for {
+		select {
+		case <-s.wake:
+		case <-s.stopped:
+			return
+		}
+		for {
+			msg.Frame.Reset()
+			s.mu.Lock()
+			held, ok := s.m.Next(s.now(), &msg.Frame)
+			kind := s.m.Checksum()
+			s.dispatch(s.now())
+			last := !ok && s.ended && s.m.Idle()
+			s.mu.Unlock()
+			if last {
+				s.Stop(ErrPeerClosed)
+				return
+			}
+			if !ok {
+				break
+			}
+			msg.Held = held
+			if c := &msg.Frame.Chunk; msg.Frame.HasChunk() {
+				c.Sum = sum(kind, c)
+			}
+			s.sendingSince.Store(int64(s.now()) + 1)
+			err := s.conn.SendMsg(&msg)
+			s.sendingSince.Store(0)
+			if err != nil {
+				if msg.Held != nil { // it never reached the codec
+					msg.Held.Release()
+				}
+				if !errors.Is(err, io.EOF) { // on a client, the reader learns the real cause
+					s.Stop(err)
+				}
+				return
+			}
+		}
+	}
+}
+
+func sum(kind codec.Checksum, c *stream.Chunk) uint32 {
+	sum := kind.Seed(c.Tensor, c.Index)
+	for _, d := range c.Data {
+		sum = kind.Update(sum, d)
+	}
+	return sum
+}
+
+// Drain has the machine announce that nothing new is taken, and waits until no
+// call is open, the session ends, or ctx does.
+func (s *Session) Drain(ctx context.Context, reason string) error {
+	s.Do(func(m *stream.Machine, _ stream.Instant) { m.Drain(reason) })
+	t := time.NewTicker(drainPoll)
+	defer t.Stop()
+	for {
+		idle := false
+		s.Do(func(m *stream.Machine, _ stream.Instant) { idle = m.Idle() && !m.Pending() })
+		if idle {
+			return nil
+		}
+		select {
+		case <-t.C:
+		case <-s.stopped:
+			return nil
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}

@@ -1,0 +1,397 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/tensorferry/tensorferry/assembler"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+var (
+	// errBinding: the call's inputs do not fit the model's ports by name.
+	errBinding = errors.New("server: inputs do not match the model")
+	// errMemoryWait: the memory a call needs at least did not become free.
+	errMemoryWait = errors.New("server: no memory became free for the call in time; try again later")
+	// errFinished ends the feeding of a run whose results are complete.
+	errFinished = errors.New("server: results complete")
+)
+
+// call is one run of a model for a session. Two goroutines work for it, from
+// start until end: one lends the run's blocks to the session, the other takes
+// its results.
+type call struct {
+	peer   *peer
+	id     tensor.ID
+	cancel context.CancelCauseFunc
+	closed chan struct{} // closed by the session's last event
+
+	// Guarded by the session's lock.
+	inputs   []*input
+	live     []block // lent and not yet filled, and filled ones behind them
+	liveBase int     // sequence number of live[0]
+	run      engine.Run
+	arrived  stream.Instant
+	lastByte stream.Instant
+}
+
+// block is a block whose inputs are on their way.
+type block struct {
+	b       *engine.Block
+	missing int // inputs not full yet
+}
+
+// output is one result on its way out; taker goroutine only.
+type output struct {
+	id      tensor.ID
+	size    int64
+	offered int64
+	open    bool
+}
+
+func (c *call) input(id tensor.ID) *input {
+	for _, in := range c.inputs {
+		if in.id == id {
+			return in
+		}
+	}
+	return nil
+}
+
+// start starts the call's goroutines; the session is locked. They end when the
+// call has, which the session's end and the call's context bring about.
+func (c *call) start(part *stream.Call) {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	c.cancel = cancel
+	model, params := part.Model, part.Params
+	timeout := time.Duration(min(part.TimeoutMillis, uint64(maxTimeout/time.Millisecond))) * time.Millisecond
+	c.peer.server.work.Add(1)
+	go func() {
+		defer c.peer.server.work.Done()
+		defer c.peer.server.calls.Add(-1)
+		defer cancel(nil)
+		if timeout > 0 {
+			var stop context.CancelFunc
+			ctx, stop = context.WithTimeout(ctx, timeout)
+			defer stop()
+		}
+		c.serve(ctx, model, params)
+	}()
+}
+
+// serve runs the call from its model's name to its memory's return.
+func (c *call) serve(ctx context.Context, name string, params map[string]string) {
+	defer c.release()
+	model, unuse, err := c.peer.server.cfg.Models.Lookup(name)
+	if err != nil {
+		c.finish(stream.Timings{}, err)
+		<-c.closed
+		return
+	}
+	defer unuse()
+	inputs, table, err := c.bind(model.Info())
+	if err != nil {
+		c.finish(stream.Timings{}, err)
+		<-c.closed
+		return
+	}
+	if table > 0 {
+		defer c.peer.server.cfg.Budget.Release(c.peer.holder, table)
+	}
+	run, err := c.open(ctx, model, inputs, params)
+	if err != nil {
+		c.finish(stream.Timings{}, err)
+		<-c.closed
+		return
+	}
+	c.compute(ctx, model.Info(), run)
+	<-c.closed // every result acknowledged or given up, no chunk on its way into a block
+	if err := run.Close(); err != nil {
+		c.peer.server.runsAbandoned.Add(1)
+		c.peer.server.log.Warn("run left memory behind", slog.String("call", c.id.String()), slog.String("error", err.Error()))
+	}
+}
+
+// bind puts the call's inputs in the order of the model's ports, and takes the
+// memory for tensors of very many chunks.
+func (c *call) bind(info engine.Info) ([]engine.Input, int64, error) {
+	if len(c.inputs) != len(info.Inputs) {
+		return nil, 0, fmt.Errorf("%w: %q has %d inputs, the call has %d", errBinding, info.Name, len(info.Inputs), len(c.inputs))
+	}
+	ordered := make([]*input, len(info.Inputs))
+	inputs := make([]engine.Input, len(info.Inputs))
+	var table int64
+	for i, port := range info.Inputs {
+		for _, in := range c.inputs {
+			if in.port == port.Name || in.port == "" && len(info.Inputs) == 1 {
+				ordered[i] = in
+			}
+		}
+		in := ordered[i]
+		if in == nil {
+			return nil, 0, fmt.Errorf("%w: %q needs input %q, the call has %s", errBinding, info.Name, port.Name, c.portNames())
+		}
+		inputs[i] = engine.Input{Port: port.Name, Desc: in.desc, ChunkBytes: in.chunk}
+		if n := int64(in.chunks) - tableFree; n > 0 {
+			table += n * assembler.ChunkOverhead
+		}
+	}
+	if table > 0 && !c.peer.server.cfg.Budget.TryAcquire(c.peer.holder, table) {
+		return nil, 0, fmt.Errorf("%w: %d bytes to keep track of so many chunks; send larger chunks", slab.ErrBudget, table)
+	}
+	c.peer.sess.Do(func(*stream.Machine, stream.Instant) { c.inputs = ordered })
+	return inputs, table, nil
+}
+
+func (c *call) portNames() string {
+	text := "none"
+	for i, in := range c.inputs {
+		if i == 0 {
+			text = fmt.Sprintf("%q", in.port)
+		} else {
+			text += fmt.Sprintf(", %q", in.port)
+		}
+	}
+	return text
+}
+
+// open opens the run, waiting a bounded time for memory.
+func (c *call) open(ctx context.Context, model engine.Model, inputs []engine.Input, params map[string]string) (engine.Run, error) {
+	patience := time.AfterFunc(c.peer.server.cfg.MemoryWait, func() { c.cancel(errMemoryWait) })
+	defer patience.Stop()
+	return model.Open(ctx, engine.Call{ID: c.id, Session: c.peer.holder, Inputs: inputs, Params: params})
+}
+
+// compute moves blocks in and results out until the call's end is decided.
+func (c *call) compute(ctx context.Context, info engine.Info, run engine.Run) {
+	c.peer.sess.Do(func(*stream.Machine, stream.Instant) { c.run = run })
+	fed := make(chan struct{})
+	go func() { // ends with the last block, or with ctx
+		defer close(fed)
+		c.feed(ctx, run)
+	}()
+	err := c.take(ctx, info, run)
+	if err != nil {
+		c.finish(timings(run.Stats()), err)
+	}
+	c.cancel(errFinished)
+	<-fed
+}
+
+// feed lends the run's blocks to the session, and copies what waits on the side.
+func (c *call) feed(ctx context.Context, run engine.Run) {
+	for seq := 0; ; seq++ {
+		b, err := run.Lend(ctx)
+		if err != nil {
+			return // io.EOF, or what Next returns too
+		}
+		wire := 0
+		for i, mem := range b.In {
+			if mem == nil {
+				continue
+			}
+			in := c.inputs[i]
+			if in.staged == nil {
+				wire++
+				continue
+			}
+			select {
+			case <-in.ready:
+			case <-ctx.Done():
+				return
+			}
+			in.used += int64(copy(mem, in.staged.Bytes()[in.used:]))
+		}
+		if wire == 0 {
+			run.Filled(b)
+			continue
+		}
+		c.peer.sess.Do(func(m *stream.Machine, now stream.Instant) {
+			c.live = append(c.live, block{b, wire})
+			for i, mem := range b.In {
+				if in := c.inputs[i]; mem != nil && in.staged == nil {
+					region, err := m.Lend(now, in.id, mem)
+					if err != nil {
+						return // the call is over: Close takes the block back
+					}
+					if !in.lent {
+						in.lent, in.base = true, seq-region
+					}
+				}
+			}
+		})
+	}
+}
+
+// regionFull counts a filled region towards its block; the session is locked.
+func (c *call) regionFull(id tensor.ID, region int) {
+	in := c.input(id)
+	if in == nil || in.staged != nil {
+		return
+	}
+	l := &c.live[in.base+region-c.liveBase]
+	if l.missing--; l.missing > 0 {
+		return
+	}
+	c.run.Filled(l.b)
+	l.b = nil
+	n := 0
+	for n < len(c.live) && c.live[n].b == nil {
+		n++
+	}
+	c.live = append(c.live[:0], c.live[n:]...)
+	c.liveBase += n
+}
+
+// take offers the run's results to the session until the last one.
+func (c *call) take(ctx context.Context, info engine.Info, run engine.Run) error {
+	outs := make([]output, len(info.Outputs))
+	var first stream.Instant
+	for {
+		out, err := run.Next(ctx)
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return err
+		}
+		if out.Port < 0 || out.Port >= len(outs) {
+			out.Release()
+			return fmt.Errorf("%w: result for port %d of %d", engine.ErrModel, out.Port, len(outs))
+		}
+		complete := false
+		c.peer.sess.Do(func(m *stream.Machine, now stream.Instant) {
+			if first == 0 {
+				first = now
+			}
+			o := &outs[out.Port]
+			if !o.open {
+				err = c.announce(m, now, o, info.Outputs[out.Port].Name, out)
+			}
+			if err == nil {
+				err = m.Offer(now, o.id, out.Off, out.Data, out.Release)
+			}
+			if err != nil {
+				return
+			}
+			o.offered += int64(len(out.Data))
+			if complete = allComplete(outs); complete {
+				m.Finish(c.done(now, first, info, outs, run.Stats()))
+			}
+		})
+		if err != nil {
+			out.Release()
+			return err
+		}
+		if complete {
+			return nil
+		}
+	}
+	if !allComplete(outs) {
+		return fmt.Errorf("%w: it ended before its results were complete", engine.ErrModel)
+	}
+	c.peer.sess.Do(func(m *stream.Machine, now stream.Instant) { // a model without outputs
+		m.Finish(c.done(now, now, info, outs, run.Stats()))
+	})
+	return nil
+}
+
+func allComplete(outs []output) bool {
+	for i := range outs {
+		if !outs[i].open || outs[i].offered < outs[i].size {
+			return false
+		}
+	}
+	return true
+}
+
+// announce opens a result's tensor, cut as the run makes it, so that a chunk
+// seldom lies across two blocks. The session is locked.
+func (c *call) announce(m *stream.Machine, now stream.Instant, o *output, port string, out engine.Out) error {
+	size, err := out.Desc.Bytes()
+	if err != nil {
+		return err
+	}
+	limit := m.PeerChunkBytes()
+	chunk := tensor.ChunkFor(out.Desc, limit)
+	if n := int64(len(out.Data)); n > 0 && n < size && out.Off+n < size {
+		pieces := (n + limit - 1) / limit
+		chunk = (n + pieces - 1) / pieces
+	}
+	if size/chunk >= tensor.MaxChunks {
+		chunk = limit
+	}
+	o.id, o.size, o.open = tensor.ID(uuid.Must(uuid.NewV7())), size, true
+	return m.OpenTensor(now, stream.Desc{
+		Tensor: o.id, Desc: out.Desc, ChunkBytes: uint32(chunk), Call: c.id, Port: port, RetainChunks: retainChunks,
+	})
+}
+
+// done is how a call ends well. The session is locked.
+func (c *call) done(now, first stream.Instant, info engine.Info, outs []output, st engine.Stats) stream.Done {
+	d := stream.Done{Call: c.id, Timings: timings(st)}
+	d.Timings.Receive = int64(c.lastByte - c.arrived)
+	d.Timings.FirstResult = int64(first - c.arrived)
+	d.Timings.Total = int64(now - c.arrived)
+	for i := range outs {
+		d.Outputs = append(d.Outputs, stream.Binding{Port: info.Outputs[i].Name, Tensor: outs[i].id})
+	}
+	return d
+}
+
+func timings(st engine.Stats) stream.Timings {
+	return stream.Timings{Queue: int64(st.Queue), H2D: int64(st.H2D), Compute: int64(st.Compute), D2H: int64(st.D2H)}
+}
+
+// finish ends the call badly, unless its end is decided already. What a peer may
+// not see goes to the log.
+func (c *call) finish(t stream.Timings, err error) {
+	if errors.Is(err, errStopped) {
+		return // the session decided first
+	}
+	code, text, retry := callCode(err)
+	if code == stream.Internal {
+		c.peer.server.log.Error("call failed", slog.String("session", c.peer.holder),
+			slog.String("call", c.id.String()), slog.String("error", err.Error()))
+	}
+	c.peer.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+		m.Finish(stream.Done{Call: c.id, Code: code, Message: text, Timings: t, RetryAfterMillis: retry})
+	})
+}
+
+// end is the session's last event of the call; the session is locked.
+func (c *call) end(code stream.Code) {
+	s := c.peer.server
+	switch code {
+	case stream.OK:
+		s.callsOK.Add(1)
+	case stream.Cancelled:
+		s.callsCancelled.Add(1)
+	default:
+		s.callsFailed.Add(1)
+	}
+	close(c.closed)
+	if c.cancel == nil { // it never started
+		c.release()
+	}
+}
+
+// release gives back what waits on the side; nothing touches it any more.
+func (c *call) release() {
+	for _, in := range c.inputs {
+		if in != nil && in.staged != nil {
+			in.staged.Release()
+			in.staged = nil
+		}
+	}
+}
+

@@ -1,0 +1,31 @@
+package server
+
+import "time"
+
+const (
+	mib = 1 << 20
+	// frameOverhead is what a frame may have besides its chunk: paper-thin for a
+	// chunk's header, ample for the control parts that ride along.
+	frameOverhead = 64 << 10
+	// retainChunks is how many unacknowledged result chunks the server asks the
+	// client to acknowledge within: an engine keeps about as many blocks.
+	retainChunks = 8
+	// tableFree is how many chunks a tensor may have before what the server keeps
+	// per chunk is taken from the memory budget: 20 KiB.
+	tableFree = 4096
+	// maxTimeout bounds a call's own timeout, so that its milliseconds fit a Duration.
+	maxTimeout = 365 * 24 * time.Hour
+)
+
+// Limits of a server, by default. Each is visible in GetServiceInfo.
+const (
+	DefaultSessions         = 10_000           // sessions at a time
+	DefaultQueuedCalls      = 1024             // calls at a time, of all sessions
+	DefaultStreamsPerConn   = 128              // gRPC streams of one connection; grpc-go's default is no limit
+	DefaultHeaderListBytes  = 16 << 10         // HTTP/2 header list; grpc-go's default is 16 MiB
+	DefaultKeepalive        = 30 * time.Second // ping an idle connection
+	DefaultKeepaliveTimeout = 10 * time.Second // close it when the ping is not answered
+	DefaultKeepaliveMin     = 10 * time.Second // the least time between a client's pings
+	DefaultMemoryWait       = 30 * time.Second // a call waits for memory before it is refused
+	DefaultCloseWait        = 5 * time.Second  // shutting down waits for what was cancelled
+)

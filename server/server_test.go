@@ -1,0 +1,99 @@
+package server_test
+
+import (
+	"context"
+	"net"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+const mib = 1 << 20
+
+// fixture is a real server with the built-in models on a real socket.
+type fixture struct {
+	host   *engine.Host
+	server *server.Server
+	addr   string
+}
+
+func serve(t testing.TB, change func(*server.Config)) *fixture {
+	t.Helper()
+	host := engine.NewHost(engine.HostConfig{MemoryBytes: 512 * mib, Workers: 2})
+	models := engine.NewRegistry()
+	for _, m := range cpu.Builtins(host) {
+		require.NoError(t, models.Add(m))
+	}
+	cfg := server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget(), Version: "test"}
+	if change != nil {
+		change(&cfg)
+	}
+	s, err := server.New(cfg)
+	require.NoError(t, err)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	served := make(chan error, 1)
+	go func() { served <- s.Serve(l) }()
+	f := &fixture{host, s, l.Addr().String()}
+	t.Cleanup(func() {
+		s.Close()
+		require.NoError(t, <-served)
+		used, _, _ := host.Budget().Used()
+		require.Zero(t, used, "memory budget at the end")
+		testkit.Eventually(t, func() bool { n, _ := host.Pool().Live(); return n == 0 }, "every slab released")
+		host.Close()
+	})
+	return f
+}
+
+func (f *fixture) session(t testing.TB, cfg client.Config) *client.Session {
+	t.Helper()
+	c, err := client.Dial(f.addr, cfg)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, c.Close()) })
+	s, err := c.Session(t.Context())
+	require.NoError(t, err)
+	return s
+}
+
+func TestEchoReturnsEveryByteForEverySize(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	s := f.session(t, client.Config{})
+	for _, n := range []int{0, 1, 1024, 1025, 16383, 16384, 16385, mib - 1, mib, mib + 1, 2 * mib, 2*mib + 1, 33*mib + 5} {
+		data := testkit.Bytes(n, uint64(n))
+		x, err := tensor.Of(data)
+		require.NoError(t, err)
+		y, err := s.Compute(t.Context(), "echo", x)
+		require.NoError(t, err, "%d bytes", n)
+		require.Equal(t, x.Desc, y.Desc)
+		require.True(t, string(data) == string(y.Data), "%d bytes", n)
+	}
+}
+
+func TestAnUnknownModelIsNotFoundAndTheSessionLivesOn(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	s := f.session(t, client.Config{})
+	x, _ := tensor.Of([]float32{-1, 2})
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	_, err := s.Compute(ctx, "nothing", x)
+	require.ErrorContains(t, err, "NotFound")
+	y, err := s.Compute(ctx, "relu", x)
+	require.NoError(t, err)
+	v, err := tensor.Slice[float32](y)
+	require.NoError(t, err)
+	require.Equal(t, []float32{0, 2}, v)
+}
+
+var _ = stream.OK

@@ -1,0 +1,61 @@
+package server
+
+import (
+	"context"
+	"errors"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// sessionStatus is what a session's RPC ends with.
+func sessionStatus(err error) error {
+	var se *stream.Error
+	switch {
+	case err == nil, errors.Is(err, session.ErrPeerClosed):
+		return nil
+	case errors.As(err, &se):
+		return status.Error(codes.Code(se.Code), se.Text)
+	case errors.Is(err, errShutdown):
+		return status.Error(codes.Unavailable, "server is shutting down")
+	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
+		return status.FromContextError(err).Err()
+	}
+	if st, ok := status.FromError(err); ok { // grpc's own
+		return st.Err()
+	}
+	return status.Error(codes.Internal, "internal error")
+}
+
+// callCode turns an engine's error into what done says. Order matters: a cause
+// that ended the call's context outranks what it caused. Texts of unknown errors
+// stay here: they may name files and addresses.
+func callCode(err error) (stream.Code, string, uint32) {
+	switch {
+	case errors.Is(err, errMemoryWait):
+		return stream.ResourceExhausted, err.Error(), 1000
+	case errors.Is(err, context.Canceled):
+		return stream.Cancelled, "call cancelled", 0
+	case errors.Is(err, context.DeadlineExceeded):
+		return stream.DeadlineExceeded, "the call's timeout has passed", 0
+	case errors.Is(err, engine.ErrNotFound):
+		return stream.NotFound, err.Error(), 0
+	case errors.Is(err, engine.ErrInput):
+		return stream.FailedPrecondition, err.Error(), 0
+	case errors.Is(err, errBinding):
+		return stream.InvalidArgument, err.Error(), 0
+	case errors.Is(err, slab.ErrBudget), errors.Is(err, tensor.ErrTooLarge):
+		return stream.ResourceExhausted, err.Error(), 0
+	case errors.Is(err, engine.ErrUnavailable):
+		return stream.Unavailable, err.Error(), 1000
+	case errors.Is(err, engine.ErrModel):
+		return stream.Internal, err.Error(), 0
+	}
+	return stream.Internal, "internal error", 0
+}

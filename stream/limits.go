@@ -1,0 +1,108 @@
+package stream
+
+import "github.com/tensorferry/tensorferry/tensor"
+
+const (
+	kib    = 1 << 10
+	mib    = 1 << 20
+	second = Instant(1e9)
+)
+
+// Version is the protocol version in hello.
+const Version = 1
+
+// Limits that are part of the protocol; no configuration moves them.
+const (
+	// ChunkBytesCeiling is the largest chunk that any side may accept: a chunk
+	// is the unit of fairness, and of what is lost by one flaw.
+	ChunkBytesCeiling = 4 * mib
+	// AllowanceCeiling is the most that may be sent without credit.
+	AllowanceCeiling = 1 * mib
+	// NameBytes bounds each name: of a model, a port, a tensor.
+	NameBytes = 512
+	// closedIDs is how many ended calls and tensors are remembered, so that
+	// frames that crossed their end are ignored, not answered.
+	closedIDs = 1024
+	// frameParts and frameBytes bound the control parts put into one frame; the
+	// receiver accepts 64 KiB, so one part more than counted always fits.
+	frameParts = 64
+	frameBytes = 24 * kib
+	// pendingControl bounds answers that wait because the peer does not read.
+	pendingControl = 4096
+	// ackShare: an acknowledgement is due when this part (1/ackShare) of what the
+	// sender can keep has come.
+	ackShare = 4
+	// lazyAck is how long an acknowledgement that nobody waits for may wait for
+	// a frame to ride in.
+	lazyAck = 20 * second / 1000
+	// tickEvery is how often the slow timers are looked at while calls are open.
+	tickEvery = 1 * second
+)
+
+// Limits of one session, each visible in GetServiceInfo. Zero values mean the
+// defaults of DefaultLimits.
+type Limits struct {
+	ChunkBytes     uint32  // largest chunk accepted, bytes, to ChunkBytesCeiling
+	AllowanceBytes uint32  // payload accepted without credit, bytes, to AllowanceCeiling
+	TensorBytes    int64   // largest tensor accepted, bytes
+	OpenTensors    int     // incoming tensors at a time
+	OpenCalls      int     // calls at a time
+	FirstFrame     Instant // to the peer's hello
+	ChunkIdle      Instant // without a chunk although credit is unused, or without taking what is ready
+	SessionIdle    Instant // without any call
+}
+
+// DefaultLimits are the limits of a session nobody configured.
+func DefaultLimits() Limits {
+	return Limits{
+		ChunkBytes: 1 * mib, AllowanceBytes: 1 * mib, TensorBytes: 16 << 30,
+		OpenTensors: 64, OpenCalls: 64,
+		FirstFrame: 10 * second, ChunkIdle: 30 * second, SessionIdle: 600 * second,
+	}
+}
+
+// WithDefaults returns the limits with zero fields set, and none over its ceiling.
+func (l Limits) WithDefaults() Limits {
+	d := DefaultLimits()
+	set(&l.ChunkBytes, d.ChunkBytes, ChunkBytesCeiling)
+	set(&l.AllowanceBytes, d.AllowanceBytes, AllowanceCeiling)
+	set(&l.TensorBytes, d.TensorBytes, 1<<62)
+	set(&l.OpenTensors, d.OpenTensors, 1<<16)
+	set(&l.OpenCalls, d.OpenCalls, 1<<16)
+	set(&l.FirstFrame, d.FirstFrame, 1<<62)
+	set(&l.ChunkIdle, d.ChunkIdle, 1<<62)
+	set(&l.SessionIdle, d.SessionIdle, 1<<62)
+	return l
+}
+
+func set[T uint32 | int | int64 | Instant](v *T, def, most T) {
+	if *v <= 0 {
+		*v = def
+	}
+	*v = min(*v, most)
+}
+
+// Instant is a moment in nanoseconds since a fixed point that the caller chose.
+type Instant int64
+
+// checkName reports what is wrong with a name a peer sent, or nothing.
+func checkName(what, name string) string {
+	switch {
+	case len(name) > NameBytes:
+		return what + " is longer than 512 bytes"
+	case !printable(name):
+		return what + " is not UTF-8 without control characters"
+	}
+	return ""
+}
+
+func printable(s string) bool {
+	for _, r := range s {
+		if r == 0xFFFD || r < 0x20 || r == 0x7f || r >= 0x80 && r < 0xa0 {
+			return false
+		}
+	}
+	return true
+}
+
+var zeroID tensor.ID

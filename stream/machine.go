@@ -1,0 +1,486 @@
+package stream
+
+import (
+	"fmt"
+
+	"github.com/tensorferry/tensorferry/assembler"
+	"github.com/tensorferry/tensorferry/chunker"
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Config of one side of a session.
+type Config struct {
+	Server  bool
+	Session tensor.ID      // chosen by the client; a server learns it from hello
+	Check   codec.Checksum // client: the kind for the session; zero is CRC32C
+	Limits  Limits
+}
+
+// Error ends the session: the peer broke the protocol, or waited too long.
+type Error struct {
+	Code Code
+	Text string
+}
+
+// Error returns the text.
+func (e *Error) Error() string { return "stream: " + e.Text }
+
+// EventKind says what an Event tells.
+type EventKind uint8
+
+// The events. A holder of lent or offered memory learns from them when it may
+// touch it again.
+const (
+	// EventOpened: the session's hellos have been exchanged.
+	EventOpened EventKind = iota + 1
+	// EventReady (server): a call has come and every input is announced.
+	EventReady
+	// EventTensor: an incoming tensor was announced. If Desc.OnAllowance, its
+	// whole memory must be lent while handling this event, or the tensor failed.
+	EventTensor
+	// EventChunk: bytes [Off, Off+N) of an incoming tensor are in place.
+	EventChunk
+	// EventRegion: region N of an incoming tensor is full; its memory is the
+	// lender's again.
+	EventRegion
+	// EventWhole: every byte of an incoming tensor is in place.
+	EventWhole
+	// EventStop: the call has failed or was cancelled, for the reason in Code and
+	// Text. Whoever works for it should stop.
+	EventStop
+	// EventClosed: the call is over and the session touches none of its incoming
+	// memory any more. A call's last event, once, also for a call that never was
+	// ready. Done is set on the client.
+	EventClosed
+	// EventDrain: the peer opens and takes nothing new.
+	EventDrain
+)
+
+// Event is something that happened while a machine handled its input. Pointers
+// are lent until the next call of the machine.
+type Event struct {
+	Kind   EventKind
+	Call   tensor.ID
+	Tensor tensor.ID
+	Desc   *Desc
+	Part   *Call // EventReady
+	Done   *Done // EventClosed on the client
+	N      int64
+	Off    int64
+	Code   Code
+	Text   string
+}
+
+// Machine is one side of a session. It belongs to one goroutine at a time.
+type Machine struct {
+	cfg    Config
+	limits Limits
+	kind   codec.Checksum
+	peer   Hello // as far as it binds us
+	err    *Error
+
+	helloSent, helloSeen bool
+	draining, drained    bool // we drain; the peer drains
+	shut                 bool
+	peerDone             bool // the peer sends nothing more
+
+	calls  map[tensor.ID]*call
+	ins    map[tensor.ID]*in
+	outs   map[tensor.ID]*out
+	closed [closedIDs]tensor.ID
+	gone   map[tensor.ID]struct{}
+	nextID int // place of the oldest in closed
+
+	events  []Event
+	taken   int // events handed out
+	scratch []int
+
+	// What waits to be sent.
+	drain     *Drain
+	callQ     []*call // client: to be opened
+	descQ     []*out
+	creditQ   []*in
+	ackQ      []*in
+	cancelQ   []tensor.ID
+	failQ     []Failure
+	doneQ     []*call
+	ring      []*out // with chunks to send; ready tensors take turns
+	turn      int
+	small     []*out // on allowance: before the ring
+	announced int    // outgoing tensors the peer counts as open
+	running   int    // calls whose end is not decided
+	opened    int    // client: weight of the calls the peer counts as open
+
+	allowIn  int64 // allowance used by the peer
+	allowOut int64 // allowance used by us
+
+	began   Instant
+	lastUse Instant // when the last call ended, or the session began
+	lazyAt  Instant // when lazy acknowledgements are due; 0: none wait
+
+	stats Stats
+}
+
+// Stats counts what a machine has done. Bytes are payload.
+type Stats struct {
+	BytesIn, BytesOut   int64
+	ChunksIn, ChunksOut int64
+	Corrupt, Duplicate  int64
+	CallsOpened         int64
+}
+
+// Add adds o's counts.
+func (s *Stats) Add(o Stats) {
+	s.BytesIn += o.BytesIn
+	s.BytesOut += o.BytesOut
+	s.ChunksIn += o.ChunksIn
+	s.ChunksOut += o.ChunksOut
+	s.Corrupt += o.Corrupt
+	s.Duplicate += o.Duplicate
+	s.CallsOpened += o.CallsOpened
+}
+
+type call struct {
+	part     Call
+	ready    bool // server: EventReady was given
+	sent     bool // client: opened on the wire
+	finished bool // server: done is decided; client: done has come, or the call was given up
+	told     bool // server: done was sent
+	done     Done
+	missing  int // server: inputs not announced yet
+	busy     int // claims open on its incoming tensors
+	ins      []*in
+	outs     []*out
+	began    Instant
+}
+
+func (c *call) weight() int { return max(1, len(c.part.Inputs)) }
+
+// in is a tensor on its way to us.
+type in struct {
+	desc   Desc
+	geo    tensor.Geometry
+	asm    *assembler.Assembler
+	call   *call
+	limit  uint32 // last sent
+	acked  uint32 // last sent
+	resend []uint32
+	dead   bool
+	busy   bool // a claim is open
+	share  int64
+	last   Instant
+	inCred bool // in creditQ
+	inAck  bool // in ackQ
+}
+
+// out is a tensor on its way to the peer.
+type out struct {
+	desc      Desc
+	geo       tensor.Geometry
+	chunks    *chunker.Chunker
+	call      *call
+	limit     uint32
+	announced bool
+	queued    bool // in ring or small
+	dead      bool
+	share     int64
+	last      Instant
+}
+
+// New returns a machine. now is the first moment of its time.
+func New(cfg Config, now Instant) *Machine {
+	if !cfg.Check.Valid() {
+		cfg.Check = codec.CRC32C
+	}
+	return &Machine{
+		cfg: cfg, limits: cfg.Limits.WithDefaults(), kind: cfg.Check,
+		peer:  Hello{MaxChunkBytes: 1, MaxOpenTensors: 1},
+		calls: make(map[tensor.ID]*call), ins: make(map[tensor.ID]*in), outs: make(map[tensor.ID]*out),
+		gone:  make(map[tensor.ID]struct{}),
+		began: now, lastUse: now,
+	}
+}
+
+// Stats returns the counts so far.
+func (m *Machine) Stats() Stats { return m.stats }
+
+// Session returns the session's ID; zero on a server that has seen no hello.
+func (m *Machine) Session() tensor.ID { return m.cfg.Session }
+
+// Checksum returns the kind of the session's checksums.
+func (m *Machine) Checksum() codec.Checksum { return m.kind }
+
+// Open reports whether the hellos have been exchanged.
+func (m *Machine) Open() bool { return m.helloSeen && !m.shut }
+
+// Err returns what ended the session, or nil.
+func (m *Machine) Err() error {
+	if m.err == nil {
+		return nil
+	}
+	return m.err
+}
+
+// PeerChunkBytes returns the largest chunk the peer receives.
+func (m *Machine) PeerChunkBytes() int64 {
+	return int64(min(m.peer.MaxChunkBytes, m.limits.ChunkBytes))
+}
+
+// Draining reports whether either side opens nothing new.
+func (m *Machine) Draining() bool { return m.draining || m.drained }
+
+// Idle reports whether no call is open.
+func (m *Machine) Idle() bool { return len(m.calls) == 0 }
+
+// Calls returns the number of open calls.
+func (m *Machine) Calls() int { return len(m.calls) }
+
+// Event returns the next thing that happened. Events come in order; handling
+// one may cause more.
+func (m *Machine) Event() (Event, bool) {
+	if m.taken == len(m.events) {
+		m.events = m.events[:0]
+		m.taken = 0
+		return Event{}, false
+	}
+	m.taken++
+	return m.events[m.taken-1], true
+}
+
+func (m *Machine) tell(e Event) { m.events = append(m.events, e) }
+
+func (m *Machine) violate(code Code, format string, args ...any) *Error {
+	if m.err == nil {
+		m.err = &Error{code, fmt.Sprintf(format, args...)}
+	}
+	return m.err
+}
+
+// forget moves an ID to the ones whose frames are ignored.
+func (m *Machine) forget(id tensor.ID) {
+	old := m.closed[m.nextID]
+	if old != zeroID {
+		delete(m.gone, old)
+	}
+	m.closed[m.nextID] = id
+	m.gone[id] = struct{}{}
+	m.nextID = (m.nextID + 1) % closedIDs
+}
+
+func (m *Machine) isGone(id tensor.ID) bool {
+	_, ok := m.gone[id]
+	return ok
+}
+
+// Close ends the session for good: every call stops with code and text, every
+// incoming tensor that no claim holds is let go, nothing more is sent. The last
+// claims still have to be committed.
+func (m *Machine) Close(code Code, text string) {
+	if m.shut {
+		return
+	}
+	m.shut = true
+	for _, c := range m.calls {
+		if !c.finished || c.done.Code == OK {
+			m.stop(c, code, text)
+		}
+		c.told = true
+		m.settle(c)
+	}
+	m.callQ, m.descQ, m.creditQ, m.ackQ, m.cancelQ, m.failQ, m.doneQ, m.ring, m.small = nil, nil, nil, nil, nil, nil, nil, nil, nil
+}
+
+// stop gives a call up on this side: its outgoing memory is let go, its incoming
+// tensors take nothing more, and its worker is told.
+func (m *Machine) stop(c *call, code Code, text string) {
+	m.finish(c)
+	c.done = Done{Call: c.part.ID, Code: code, Message: text}
+	for _, t := range c.outs {
+		m.dropOut(t)
+	}
+	for _, t := range c.ins {
+		t.dead = true
+	}
+	if c.ready || !m.cfg.Server {
+		m.tell(Event{Kind: EventStop, Call: c.part.ID, Code: code, Text: text})
+	}
+}
+
+// finish notes that a call's end is decided.
+func (m *Machine) finish(c *call) {
+	if !c.finished {
+		c.finished = true
+		m.running--
+	}
+}
+
+// settle removes a call when nothing of it is left.
+func (m *Machine) settle(c *call) {
+	if !c.finished || !c.told || c.busy > 0 || m.calls[c.part.ID] != c {
+		return
+	}
+	if m.cfg.Server && c.done.Code == OK && !m.shut && !m.peerDone {
+		for _, t := range c.outs {
+			if !t.dead {
+				return // results wait for their acknowledgement
+			}
+		}
+	}
+	for _, t := range c.outs {
+		m.dropOut(t)
+	}
+	for _, t := range c.ins {
+		t.dead = true
+		m.dropIn(t)
+	}
+	delete(m.calls, c.part.ID)
+	m.forget(c.part.ID)
+	for _, b := range c.part.Inputs { // announced or not, their frames are late now
+		if !m.isGone(b.Tensor) && m.ins[b.Tensor] == nil && m.outs[b.Tensor] == nil {
+			m.forget(b.Tensor)
+		}
+	}
+	if !m.cfg.Server && c.sent {
+		m.opened -= c.weight()
+	}
+	e := Event{Kind: EventClosed, Call: c.part.ID, Code: c.done.Code, Text: c.done.Message}
+	if !m.cfg.Server {
+		e.Done = &c.done
+	}
+	m.tell(e)
+}
+
+// PeerDone notes that the peer has sent its last frame. On a server, calls whose
+// inputs are incomplete fail, and results are not waited for any more once they
+// are sent: their acknowledgements can not come. On a client the session is over.
+func (m *Machine) PeerDone() {
+	m.peerDone = true
+	for _, c := range m.calls {
+		if !m.cfg.Server {
+			m.abandon(c, Unavailable, "the server ended the session")
+			continue
+		}
+		open := c.missing > 0
+		for _, t := range c.ins {
+			open = open || !t.dead && !t.asm.Whole()
+		}
+		if open {
+			m.fail(c, InvalidArgument, "the client ended its stream before every input was whole; send all chunks first")
+		}
+		m.settle(c)
+	}
+}
+
+// dropIn forgets an incoming tensor; no claim may be open on it.
+func (m *Machine) dropIn(t *in) {
+	if m.ins[t.desc.Tensor] != t {
+		return
+	}
+	delete(m.ins, t.desc.Tensor)
+	m.forget(t.desc.Tensor)
+	m.allowIn -= t.share
+	t.share = 0
+}
+
+// dropOut lets an outgoing tensor's memory go.
+func (m *Machine) dropOut(t *out) {
+	if t.dead {
+		return
+	}
+	t.dead = true
+	t.chunks.Close()
+	delete(m.outs, t.desc.Tensor)
+	m.forget(t.desc.Tensor)
+	m.allowOut -= t.share
+	t.share = 0
+	if t.announced {
+		m.announced--
+	}
+}
+
+// NextTick returns when Tick has something to do at the latest.
+func (m *Machine) NextTick() Instant {
+	var at Instant
+	switch {
+	case !m.helloSeen:
+		at = m.began + m.limits.FirstFrame
+	case len(m.calls) > 0:
+		at = m.lastUse + tickEvery // lastUse moves with every tick while calls are open
+	default:
+		at = m.lastUse + m.limits.SessionIdle
+	}
+	if m.lazyAt != 0 {
+		at = min(at, m.lazyAt)
+	}
+	return at
+}
+
+// Tick looks at everything that waits. An error ends the session.
+func (m *Machine) Tick(now Instant) error {
+	if m.lazyAt != 0 && now >= m.lazyAt {
+		m.lazyAt = 0 // Pending sees the acknowledgements from now on
+	}
+	if m.err != nil {
+		return m.err
+	}
+	if !m.helloSeen {
+		if now >= m.began+m.limits.FirstFrame {
+			return m.violate(DeadlineExceeded, "no hello for %d s; a session opens with hello", m.limits.FirstFrame/second)
+		}
+		return nil
+	}
+	if len(m.calls) == 0 {
+		if now >= m.lastUse+m.limits.SessionIdle {
+			return m.violate(DeadlineExceeded, "no call for %d s; open a new session when there is one", m.limits.SessionIdle/second)
+		}
+		return nil
+	}
+	if now < m.lastUse+tickEvery {
+		return nil
+	}
+	m.lastUse = now
+	idle := m.limits.ChunkIdle
+	for _, c := range m.calls {
+		if m.cfg.Server && c.missing > 0 && !c.finished && now >= c.began+idle {
+			m.fail(c, DeadlineExceeded, fmt.Sprintf("call expired: %d of its inputs were not announced within %d s", c.missing, idle/second))
+			continue
+		}
+		for _, t := range c.ins {
+			if t.dead || t.asm.Whole() || t.asm.Held() >= max(t.limit, t.allowed()) || now < t.last+idle {
+				continue
+			}
+			m.failIn(t, DeadlineExceeded, fmt.Sprintf("tensor %s: no chunk for %d s although credit is unused", t.desc.Tensor, idle/second))
+		}
+		for _, t := range c.outs {
+			if t.dead || !t.announced || !t.chunks.Ready(^uint32(0)) && !t.chunks.Sent() || now < t.last+idle {
+				continue
+			}
+			if m.cfg.Server {
+				m.fail(c, DeadlineExceeded, fmt.Sprintf("call expired: nobody took result %q for %d s", t.desc.Port, idle/second))
+				m.giveUp(c)
+				break
+			}
+		}
+	}
+	return nil
+}
+
+// whole reports whether every byte has come.
+func (t *in) whole() bool { return t.asm != nil && t.asm.Whole() }
+
+// allowed is the limit a tensor on allowance has without any credit.
+func (t *in) allowed() uint32 {
+	if t.desc.OnAllowance {
+		return t.geo.Count()
+	}
+	return 0
+}
+
+// giveUp ends the wait for acknowledgements of a call whose done has been sent.
+func (m *Machine) giveUp(c *call) {
+	for _, t := range c.outs {
+		m.dropOut(t)
+	}
+	m.settle(c)
+}

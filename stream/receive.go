@@ -1,0 +1,519 @@
+package stream
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/tensorferry/tensorferry/assembler"
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Control handles the control parts of a frame; its chunk is left to Claim. The
+// machine copies what it keeps. An error ends the session.
+func (m *Machine) Control(now Instant, f *Frame) error {
+	if m.err != nil {
+		return m.err
+	}
+	if m.shut {
+		return nil
+	}
+	if !m.helloSeen && f.Hello == nil {
+		return m.violate(InvalidArgument, "the first frame has no hello; a session opens with hello")
+	}
+	if f.Hello != nil {
+		if err := m.hello(now, f.Hello); err != nil {
+			return err
+		}
+	}
+	for i := range f.Calls {
+		if err := m.callPart(now, &f.Calls[i]); err != nil {
+			return err
+		}
+	}
+	for i := range f.Descs {
+		m.descPart(now, &f.Descs[i])
+	}
+	for _, p := range f.Credits {
+		m.creditPart(now, p)
+	}
+	for _, p := range f.Acks {
+		m.ackPart(now, p)
+	}
+	for _, id := range f.Cancels {
+		if !m.cfg.Server {
+			return m.violate(InvalidArgument, "cancel came from the server; only a client cancels")
+		}
+		if c := m.calls[id]; c != nil {
+			m.fail(c, Cancelled, "call cancelled by the client")
+			m.giveUp(c)
+		}
+	}
+	for _, p := range f.Failures {
+		m.failurePart(p)
+	}
+	for i := range f.Dones {
+		if m.cfg.Server {
+			return m.violate(InvalidArgument, "done came from the client; only a server ends calls")
+		}
+		m.donePart(&f.Dones[i])
+	}
+	if f.Drain != nil && !m.drained {
+		m.drained = true
+		m.tell(Event{Kind: EventDrain, Text: f.Drain.Reason})
+	}
+	if n := len(m.failQ) + len(m.doneQ); n > pendingControl {
+		return m.violate(ResourceExhausted, "%d answers wait to be read, the limit is %d; read what the session sends", n, pendingControl)
+	}
+	return nil
+}
+
+func (m *Machine) hello(now Instant, h *Hello) error {
+	if m.helloSeen {
+		return m.violate(InvalidArgument, "a second hello; a session opens once")
+	}
+	if h.Version != Version {
+		return m.violate(FailedPrecondition, "protocol version %d; this side speaks %d", h.Version, Version)
+	}
+	kind := codec.Checksum(h.Checksum)
+	if !kind.Valid() {
+		return m.violate(InvalidArgument, "checksum kind %d; known are 1 (crc32c) and 2 (crc32)", h.Checksum)
+	}
+	if h.Session.IsZero() {
+		return m.violate(InvalidArgument, "hello without a session id; send 16 bytes that are not all zero")
+	}
+	if m.cfg.Server {
+		m.cfg.Session = h.Session
+		m.kind = kind
+	} else if kind != m.kind || h.Session != m.cfg.Session {
+		return m.violate(InvalidArgument, "the server's hello names another session or checksum")
+	}
+	m.helloSeen = true
+	m.lastUse = now
+	m.peer = *h
+	set(&m.peer.MaxChunkBytes, 1*mib, ChunkBytesCeiling)
+	m.peer.AllowanceBytes = min(m.peer.AllowanceBytes, AllowanceCeiling)
+	set(&m.peer.MaxOpenTensors, 64, 1<<16)
+	m.tell(Event{Kind: EventOpened})
+	return nil
+}
+
+func (m *Machine) callPart(now Instant, p *Call) error {
+	if !m.cfg.Server {
+		return m.violate(InvalidArgument, "call came from the server; only a client opens calls")
+	}
+	if m.isGone(p.ID) {
+		return nil
+	}
+	if c := m.calls[p.ID]; c != nil {
+		if !sameCall(&c.part, p) {
+			m.fail(c, InvalidArgument, "call "+p.ID.String()+" came again with other content; use a new id")
+		}
+		return nil
+	}
+	c := &call{part: *p, began: now, missing: len(p.Inputs)}
+	c.part.Inputs = append([]Binding(nil), p.Inputs...)
+	m.calls[p.ID] = c
+	m.running++
+	m.stats.CallsOpened++
+	refuse := func(code Code, retry uint32, format string, args ...any) {
+		m.fail(c, code, fmt.Sprintf(format, args...))
+		c.done.RetryAfterMillis = retry
+	}
+	problem := checkName("model", p.Model)
+	switch {
+	case m.draining:
+		refuse(Unavailable, 1000, "server is draining; call another one, or this one later")
+	case m.running > m.limits.OpenCalls:
+		refuse(ResourceExhausted, 100, "open calls: the limit of a session is %d; wait for one to end", m.limits.OpenCalls)
+	case len(p.Inputs) > m.limits.OpenTensors:
+		refuse(ResourceExhausted, 0, "call has %d inputs; open tensors are limited to %d", len(p.Inputs), m.limits.OpenTensors)
+	case p.Model == "":
+		refuse(InvalidArgument, 0, "call names no model")
+	case problem != "":
+		refuse(InvalidArgument, 0, "%s", problem)
+	default:
+		for i, b := range c.part.Inputs {
+			if problem := checkName("port", b.Port); problem != "" {
+				refuse(InvalidArgument, 0, "%s", problem)
+				return nil
+			}
+			for _, o := range c.part.Inputs[:i] {
+				if o.Port == b.Port || o.Tensor == b.Tensor {
+					refuse(InvalidArgument, 0, "inputs %q and %q share a port or a tensor", o.Port, b.Port)
+					return nil
+				}
+			}
+			if m.ins[b.Tensor] != nil || m.isGone(b.Tensor) {
+				refuse(InvalidArgument, 0, "tensor %s was used before; each input needs a new id", b.Tensor)
+				return nil
+			}
+		}
+		m.readyIf(c)
+	}
+	return nil
+}
+
+func sameCall(a, b *Call) bool {
+	if a.Model != b.Model || len(a.Inputs) != len(b.Inputs) || len(a.Params) != len(b.Params) || a.TimeoutMillis != b.TimeoutMillis {
+		return false
+	}
+	for i := range a.Inputs {
+		if a.Inputs[i] != b.Inputs[i] {
+			return false
+		}
+	}
+	for k, v := range a.Params {
+		if w, ok := b.Params[k]; !ok || v != w {
+			return false
+		}
+	}
+	return true
+}
+
+func (m *Machine) readyIf(c *call) {
+	if c.missing == 0 && !c.ready && !c.finished {
+		c.ready = true
+		m.tell(Event{Kind: EventReady, Call: c.part.ID, Part: &c.part})
+	}
+}
+
+// descPart takes an announcement. What is wrong with it fails the tensor and its
+// call, not the session.
+func (m *Machine) descPart(now Instant, p *Desc) {
+	if m.isGone(p.Tensor) {
+		return
+	}
+	c := m.calls[p.Call]
+	if t := m.ins[p.Tensor]; t != nil {
+		if !sameDesc(&t.desc, p) && !t.dead {
+			m.failIn(t, InvalidArgument, "tensor "+p.Tensor.String()+" was announced before with another desc; use a new id")
+		}
+		return
+	}
+	if c == nil {
+		if m.isGone(p.Call) {
+			m.forget(p.Tensor)
+		} else {
+			m.refuse(p.Tensor, NotFound, "desc names call "+p.Call.String()+", which is not open; send the call first")
+		}
+		return
+	}
+	if c.finished && (m.cfg.Server || c.done.Code != OK) {
+		m.forget(p.Tensor) // the call is over: whatever still comes for it is late
+		return
+	}
+	t := &in{desc: *p, call: c, last: now}
+	t.desc.Shape = p.Shape.Clone()
+	code, text := m.admit(t, c)
+	m.ins[p.Tensor] = t
+	c.ins = append(c.ins, t)
+	if text != "" {
+		m.failIn(t, code, text)
+		return
+	}
+	t.asm = assembler.New(p.Tensor, t.geo, m.kind)
+	if p.OnAllowance {
+		t.share = t.geo.Size
+		m.allowIn += t.share
+	}
+	m.tell(Event{Kind: EventTensor, Call: c.part.ID, Tensor: p.Tensor, Desc: &t.desc})
+	if m.cfg.Server {
+		c.missing--
+		m.readyIf(c)
+	}
+}
+
+// admit checks a desc against shape arithmetic, limits and its call.
+func (m *Machine) admit(t *in, c *call) (Code, string) {
+	p := &t.desc
+	name := "tensor " + p.Tensor.String() + ": "
+	size, err := p.Bytes()
+	switch {
+	case errors.Is(err, tensor.ErrTooLarge):
+		return ResourceExhausted, name + err.Error()
+	case err != nil:
+		return InvalidArgument, name + err.Error()
+	case uint64(size) != p.SizeBytes:
+		return InvalidArgument, fmt.Sprintf("%ssize_bytes is %d, but %v makes %d", name, p.SizeBytes, p.Desc, size)
+	case size > m.limits.TensorBytes:
+		return ResourceExhausted, fmt.Sprintf("%s%d bytes, the limit of a tensor is %d", name, size, m.limits.TensorBytes)
+	case p.ChunkBytes < 1 || p.ChunkBytes > m.limits.ChunkBytes:
+		return InvalidArgument, fmt.Sprintf("%schunk_bytes is %d; it must be 1 to %d", name, p.ChunkBytes, m.limits.ChunkBytes)
+	case len(m.ins) >= m.limits.OpenTensors:
+		return ResourceExhausted, fmt.Sprintf("%sopen tensors: the limit of a session is %d", name, m.limits.OpenTensors)
+	}
+	if t.geo, err = tensor.NewGeometry(size, int64(p.ChunkBytes)); err != nil {
+		return InvalidArgument, name + err.Error()
+	}
+	if left := int64(m.limits.AllowanceBytes) - m.allowIn; p.OnAllowance && size > left {
+		return ResourceExhausted, fmt.Sprintf("%s%d bytes on allowance, %d are left; wait for credit instead", name, size, left)
+	}
+	for _, problem := range []string{checkName("port", p.Port), checkName("name", p.Name)} {
+		if problem != "" {
+			return InvalidArgument, name + problem
+		}
+	}
+	if m.cfg.Server {
+		for _, b := range c.part.Inputs {
+			if b.Tensor == p.Tensor {
+				if b.Port != p.Port {
+					return InvalidArgument, fmt.Sprintf("%sport is %q, the call says %q", name, p.Port, b.Port)
+				}
+				return OK, ""
+			}
+		}
+		return InvalidArgument, name + "its call does not list it as an input"
+	}
+	return OK, ""
+}
+
+func sameDesc(a, b *Desc) bool {
+	return a.Desc.Equal(b.Desc) && a.SizeBytes == b.SizeBytes && a.ChunkBytes == b.ChunkBytes && a.Call == b.Call && a.Port == b.Port
+}
+
+func (m *Machine) creditPart(now Instant, p Credit) {
+	t := m.outs[p.Tensor]
+	if t == nil {
+		m.unknown(p.Tensor)
+		return
+	}
+	if limit := min(p.Limit, t.geo.Count()); limit > t.limit {
+		t.limit = limit
+		t.last = now
+		m.queue(t)
+	}
+}
+
+func (m *Machine) ackPart(now Instant, p Ack) {
+	t := m.outs[p.Tensor]
+	if t == nil {
+		m.unknown(p.Tensor)
+		return
+	}
+	t.last = now
+	if err := t.chunks.Ack(p.Below); err != nil {
+		m.failOut(t, InvalidArgument, err.Error())
+		return
+	}
+	for _, i := range p.Resend {
+		t.chunks.Resend(i)
+	}
+	if len(p.Resend) > 0 {
+		m.queue(t)
+	}
+	if t.chunks.Acked() && t.chunks.Sent() {
+		m.dropOut(t)
+		m.settle(t.call)
+	}
+}
+
+// failurePart is the peer giving up a tensor, ours or its own.
+func (m *Machine) failurePart(p Failure) {
+	code := p.Code
+	if code == OK {
+		code = Internal
+	}
+	var c *call
+	if t := m.outs[p.Tensor]; t != nil {
+		c = t.call
+		m.dropOut(t)
+	} else if t := m.ins[p.Tensor]; t != nil {
+		c = t.call
+		t.dead = true
+	}
+	if c == nil {
+		return // late, or an answer to something we never sent: answering would echo for ever
+	}
+	if m.cfg.Server {
+		m.fail(c, code, p.Message)
+		m.giveUp(c)
+	}
+	// On the client the call's end comes with done, which the server owes.
+}
+
+func (m *Machine) donePart(p *Done) {
+	c := m.calls[p.Call]
+	if c == nil || c.finished && c.done.Code != OK || c.told {
+		return
+	}
+	c.done = *p
+	c.done.Outputs = append([]Binding(nil), p.Outputs...)
+	m.finish(c)
+	if p.Code != OK {
+		for _, t := range c.ins {
+			t.dead = true
+		}
+		c.told = true
+	}
+	m.finishClient(c)
+}
+
+// finishClient ends a call whose done has come, once every output it names is whole.
+func (m *Machine) finishClient(c *call) {
+	if m.cfg.Server || !c.finished {
+		return
+	}
+	if c.done.Code == OK && !c.told {
+		for _, b := range c.done.Outputs {
+			t := m.ins[b.Tensor]
+			switch {
+			case t == nil || t.call != c:
+				c.done = Done{Call: c.part.ID, Code: Internal, Message: "the server named result " + b.Port + " and never announced it"}
+			case t.whole():
+			case !t.dead:
+				return
+			default:
+				c.done = Done{Call: c.part.ID, Code: DataLoss, Message: "result " + b.Port + " was given up"}
+			}
+		}
+		c.told = true
+	}
+	m.settle(c)
+}
+
+// Claim decides about the chunk of a frame whose control parts were handled.
+// With true, the caller copies the bytes by c.Copy, outside any lock it likes,
+// and then calls Commit. An error ends the session.
+func (m *Machine) Claim(now Instant, ch *Chunk, c *Claim) (bool, error) {
+	if m.err != nil {
+		return false, m.err
+	}
+	if ch.Tensor.IsZero() || m.shut {
+		return false, nil
+	}
+	t := m.ins[ch.Tensor]
+	if t == nil {
+		m.unknown(ch.Tensor)
+		return false, nil
+	}
+	if t.dead || t.asm == nil {
+		return false, nil
+	}
+	verdict, err := t.asm.Claim(&c.claim, ch.Index, ch.Len(), ch.Sum)
+	switch {
+	case err != nil:
+		m.failIn(t, InvalidArgument, "tensor "+ch.Tensor.String()+": "+err.Error())
+		return false, nil
+	case verdict == assembler.Duplicate:
+		m.stats.Duplicate++
+		m.wantAck(now, t, true) // the peer sent again: perhaps an ack was lost to it
+		return false, nil
+	}
+	t.last = now
+	t.busy = true
+	t.call.busy++
+	c.tensor = t
+	return true, nil
+}
+
+// Claim is a chunk being copied to its place, reused from chunk to chunk.
+type Claim struct {
+	claim  assembler.Claim
+	tensor *in
+}
+
+// Copy writes the chunk's bytes, borrowed, to their place and returns their
+// checksum. It may run beside the machine.
+func (c *Claim) Copy(views [][]byte) uint32 { return c.claim.Copy(views) }
+
+// Commit ends a claim with the checksum that Copy returned.
+func (m *Machine) Commit(now Instant, c *Claim, got uint32) {
+	t := c.tensor
+	c.tensor = nil
+	t.busy = false
+	t.call.busy--
+	off, n := t.geo.Span(c.claim.Index())
+	ok, err := t.asm.Commit(&c.claim, got)
+	if t.dead || m.shut {
+		m.finishClient(t.call)
+		m.settle(t.call)
+		return
+	}
+	if err != nil {
+		m.failIn(t, DataLoss, "tensor "+t.desc.Tensor.String()+": "+err.Error())
+		return
+	}
+	if !ok {
+		m.stats.Corrupt++
+		t.resend = append(t.resend, c.claim.Index())
+		m.wantAck(now, t, true)
+		return
+	}
+	m.stats.ChunksIn++
+	m.stats.BytesIn += n
+	m.tell(Event{Kind: EventChunk, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc, Off: off, N: n})
+	t.asm.TakeFull(func(region int) {
+		m.tell(Event{Kind: EventRegion, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc, N: int64(region)})
+	})
+	if t.asm.Whole() {
+		m.tell(Event{Kind: EventWhole, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc})
+		// Only the sender's memory waits for this one, unless that memory is
+		// scarce or half of the allowance hangs on it.
+		m.wantAck(now, t, t.desc.RetainChunks > 0 && !t.desc.OnAllowance || m.allowIn > int64(m.limits.AllowanceBytes)/2)
+		m.finishClient(t.call)
+		return
+	}
+	if due := max(1, t.desc.RetainChunks/ackShare); t.desc.RetainChunks > 0 && t.asm.Below()-t.acked >= due {
+		m.wantAck(now, t, true)
+	}
+}
+
+// wantAck has an acknowledgement sent: now, or with the next frame that goes.
+func (m *Machine) wantAck(now Instant, t *in, urgent bool) {
+	if !t.inAck {
+		t.inAck = true
+		m.ackQ = append(m.ackQ, t)
+		if len(m.ackQ) == 1 {
+			m.lazyAt = now + lazyAck
+		}
+	}
+	if urgent {
+		m.lazyAt = 0
+	}
+}
+
+// unknown answers a frame that names a tensor nobody announced.
+func (m *Machine) unknown(id tensor.ID) {
+	if !m.isGone(id) && m.ins[id] == nil && m.outs[id] == nil {
+		m.refuse(id, NotFound, "tensor "+id.String()+" is not known here; send its desc first")
+	}
+}
+
+// refuse gives up a tensor that has no state here, once: later frames of it are late.
+func (m *Machine) refuse(id tensor.ID, code Code, text string) {
+	m.forget(id)
+	m.failQ = append(m.failQ, Failure{id, code, text})
+}
+
+// failIn gives up an incoming tensor and its call.
+func (m *Machine) failIn(t *in, code Code, text string) {
+	if t.dead {
+		return
+	}
+	t.dead = true
+	m.failQ = append(m.failQ, Failure{t.desc.Tensor, code, text})
+	if m.cfg.Server {
+		m.fail(t.call, code, text)
+		return
+	}
+	m.abandon(t.call, code, text)
+}
+
+// failOut gives up an outgoing tensor and its call.
+func (m *Machine) failOut(t *out, code Code, text string) {
+	m.failQ = append(m.failQ, Failure{t.desc.Tensor, code, text})
+	if m.cfg.Server {
+		m.fail(t.call, code, text)
+		m.giveUp(t.call)
+		return
+	}
+	m.abandon(t.call, code, text)
+}
+
+// FailTensor gives up an incoming tensor for a reason of the caller's, with its call.
+func (m *Machine) FailTensor(id tensor.ID, code Code, text string) {
+	if t := m.ins[id]; t != nil {
+		m.failIn(t, code, text)
+	}
+}

@@ -1,0 +1,396 @@
+package stream
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/tensorferry/tensorferry/chunker"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Errors of the sending side.
+var (
+	// ErrClosed is returned when the session, call or tensor is over.
+	ErrClosed = errors.New("stream: closed")
+	// ErrDraining is returned when a side opens nothing new.
+	ErrDraining = errors.New("stream: draining")
+)
+
+// OpenCall (client) opens a call. Its inputs are announced by OpenTensor with
+// the IDs that c names. The machine copies c's inputs and shares its Params.
+func (m *Machine) OpenCall(now Instant, c Call) error {
+	switch {
+	case m.shut || m.err != nil:
+		return ErrClosed
+	case m.Draining():
+		return ErrDraining
+	case m.calls[c.ID] != nil:
+		return fmt.Errorf("stream: call %s is open already", c.ID)
+	}
+	k := &call{part: c, began: now}
+	k.part.Inputs = append([]Binding(nil), c.Inputs...)
+	m.calls[c.ID] = k
+	m.running++
+	m.callQ = append(m.callQ, k)
+	m.stats.CallsOpened++
+	return nil
+}
+
+// OpenTensor announces an outgoing tensor of an open call: an input on the
+// client, a result on the server. SizeBytes and OnAllowance are filled in here.
+func (m *Machine) OpenTensor(now Instant, d Desc) error {
+	c := m.calls[d.Call]
+	if m.shut || c == nil || c.finished {
+		return ErrClosed
+	}
+	size, err := d.Bytes()
+	if err != nil {
+		return err
+	}
+	geo, err := tensor.NewGeometry(size, int64(d.ChunkBytes))
+	if err != nil {
+		return err
+	}
+	d.SizeBytes = uint64(size)
+	t := &out{desc: d, geo: geo, chunks: chunker.New(geo), call: c, last: now}
+	m.outs[d.Tensor] = t
+	c.outs = append(c.outs, t)
+	if m.cfg.Server || c.sent { // else they go with the call
+		m.descQ = append(m.descQ, t)
+	}
+	return nil
+}
+
+// Offer shares data as bytes [off, off+len) of an outgoing tensor until release,
+// which runs once, on any goroutine. After an error it never runs.
+func (m *Machine) Offer(now Instant, id tensor.ID, off int64, data []byte, release func()) error {
+	t := m.outs[id]
+	if t == nil || t.dead {
+		return ErrClosed
+	}
+	waiting := t.chunks.Ready(^uint32(0))
+	if err := t.chunks.Offer(off, data, release); err != nil {
+		return err
+	}
+	if !waiting {
+		t.last = now
+	}
+	m.queue(t)
+	return nil
+}
+
+// Lend lends mem as the next bytes of an incoming tensor and returns the number
+// of the region. The memory comes back by EventRegion or, at the latest, by the
+// call's EventClosed. After ErrClosed it was not taken.
+func (m *Machine) Lend(now Instant, id tensor.ID, mem []byte) (region int, err error) {
+	t := m.ins[id]
+	if t == nil || t.dead || t.asm == nil {
+		return 0, ErrClosed
+	}
+	if t.asm.Held() >= t.limit {
+		t.last = now // the peer was waiting for this
+	}
+	region = t.asm.Lend(mem)
+	if t.asm.Limit() > t.limit && !t.desc.OnAllowance && !t.inCred {
+		t.inCred = true
+		m.creditQ = append(m.creditQ, t)
+	}
+	return region, nil
+}
+
+// Unlent returns how many bytes of an incoming tensor can be lent still, or -1
+// when it is over.
+func (m *Machine) Unlent(id tensor.ID) int64 {
+	t := m.ins[id]
+	if t == nil || t.dead || t.asm == nil {
+		return -1
+	}
+	return t.geo.Size - t.asm.Lent()
+}
+
+// Finish (server) decides how a call ends. The first decision stands: after a
+// cancel or a failure it does nothing. done is sent once every chunk of its
+// outputs has gone, or at once when the code is not OK.
+func (m *Machine) Finish(d Done) {
+	c := m.calls[d.Call]
+	if c == nil || c.finished || m.shut {
+		return
+	}
+	if d.Code != OK {
+		m.fail(c, d.Code, d.Message)
+		c.done.RetryAfterMillis = d.RetryAfterMillis
+		c.done.Timings = d.Timings
+		return
+	}
+	m.finish(c)
+	c.done = d
+	for _, t := range c.ins {
+		t.dead = true
+		if !t.busy {
+			m.dropIn(t)
+		}
+	}
+	if c.sentAll() {
+		m.doneQ = append(m.doneQ, c)
+	}
+}
+
+// fail (server) decides that a call ends badly; done goes at once. A call that
+// ended well but whose done is still behind its chunks fails all the same.
+func (m *Machine) fail(c *call, code Code, text string) {
+	if c.told || c.finished && c.done.Code != OK {
+		return
+	}
+	m.stop(c, code, text)
+	if !m.doneWaits(c) {
+		m.doneQ = append(m.doneQ, c)
+	}
+	for _, t := range c.ins {
+		if !t.busy {
+			m.dropIn(t)
+		}
+	}
+}
+
+// Cancel (client) stops a call: the server is told, and the call's memory is let
+// go without waiting for the answer.
+func (m *Machine) Cancel(id tensor.ID, code Code, text string) {
+	if c := m.calls[id]; c != nil && !m.cfg.Server {
+		m.abandon(c, code, text)
+	}
+}
+
+// abandon (client) ends a call from this side.
+func (m *Machine) abandon(c *call, code Code, text string) {
+	if c.told {
+		return
+	}
+	m.stop(c, code, text)
+	if c.sent {
+		m.cancelQ = append(m.cancelQ, c.part.ID)
+	}
+	c.told = true
+	m.settle(c)
+}
+
+// Drain announces that this side opens and takes nothing new.
+func (m *Machine) Drain(reason string) {
+	if !m.draining && !m.shut {
+		m.draining = true
+		m.drain = &Drain{reason}
+	}
+}
+
+// queue puts a tensor among those that take turns, if it has something to send.
+func (m *Machine) queue(t *out) {
+	if t.queued || t.dead || !t.announced || !t.chunks.Ready(t.sendLimit()) {
+		return
+	}
+	t.queued = true
+	if t.desc.OnAllowance {
+		m.small = append(m.small, t)
+	} else {
+		m.ring = append(m.ring, t)
+	}
+}
+
+func (t *out) sendLimit() uint32 {
+	if t.desc.OnAllowance {
+		return t.geo.Count()
+	}
+	return t.limit
+}
+
+func (c *call) sentAll() bool {
+	for _, t := range c.outs {
+		if !t.dead && !t.chunks.Sent() {
+			return false
+		}
+	}
+	return true
+}
+
+// Pending reports whether Next has something to send now.
+func (m *Machine) Pending() bool {
+	if m.shut {
+		return false
+	}
+	if !m.helloSent {
+		return !m.cfg.Server || m.helloSeen
+	}
+	return m.helloSeen && (len(m.small)+len(m.ring)+len(m.creditQ)+len(m.cancelQ)+len(m.failQ)+len(m.doneQ) > 0 ||
+		m.drain != nil || len(m.ackQ) > 0 && m.lazyAt == 0 ||
+		len(m.callQ) > 0 && m.canOpen(m.callQ[0]) || len(m.descQ) > 0 && m.announced < int(m.peer.MaxOpenTensors))
+}
+
+func (m *Machine) canOpen(c *call) bool {
+	return m.opened == 0 || m.opened+c.weight() <= int(m.peer.MaxOpenTensors)
+}
+
+// Next fills f, which must be empty, with what is to be sent next: control parts
+// that wait, and at most one chunk. The chunk's views are shared until held, if
+// not nil, is released; its checksum is for the caller to fill in. It reports
+// whether f has anything in it.
+func (m *Machine) Next(now Instant, f *Frame) (held chunker.Releaser, ok bool) {
+	if !m.Pending() {
+		return nil, false
+	}
+	if !m.helloSent {
+		m.helloSent = true
+		f.Hello = &Hello{
+			Version: Version, Session: m.cfg.Session, MaxChunkBytes: m.limits.ChunkBytes,
+			AllowanceBytes: m.limits.AllowanceBytes, Checksum: uint8(m.kind), MaxOpenTensors: uint32(m.limits.OpenTensors),
+		}
+		if !m.helloSeen {
+			return nil, true
+		}
+	}
+	bytes := 0
+	room := func() bool { return bytes < frameBytes }
+	for len(m.callQ) > 0 && len(f.Calls) < frameParts && room() && (m.callQ[0].finished || m.canOpen(m.callQ[0])) {
+		c := m.callQ[0]
+		m.callQ = append(m.callQ[:0], m.callQ[1:]...)
+		if c.finished {
+			continue // given up before it was opened
+		}
+		c.sent = true
+		m.opened += c.weight()
+		f.Calls = append(f.Calls, c.part)
+		bytes += costOf(c.part.Params) + len(c.part.Model) + 64*len(c.part.Inputs)
+		m.descQ = append(m.descQ, c.outs...)
+	}
+	for len(m.descQ) > 0 && len(f.Descs) < frameParts && room() && (!m.cfg.Server || m.announced < int(m.peer.MaxOpenTensors)) {
+		t := m.descQ[0]
+		m.descQ = append(m.descQ[:0], m.descQ[1:]...)
+		if t.dead {
+			continue
+		}
+		t.announced = true
+		t.last = now
+		m.announced++
+		if t.geo.Size <= int64(m.peer.AllowanceBytes)-m.allowOut {
+			t.desc.OnAllowance = true
+			t.share = t.geo.Size
+			m.allowOut += t.share
+		}
+		f.Descs = append(f.Descs, t.desc)
+		bytes += costOf(t.desc.Metadata) + len(t.desc.Name) + len(t.desc.Port) + 64 + 10*len(t.desc.Shape)
+		m.queue(t)
+	}
+	for len(m.creditQ) > 0 && len(f.Credits) < frameParts {
+		t := m.creditQ[len(m.creditQ)-1]
+		m.creditQ = m.creditQ[:len(m.creditQ)-1]
+		t.inCred = false
+		if t.dead {
+			continue
+		}
+		t.limit = t.asm.Limit()
+		f.Credits = append(f.Credits, Credit{t.desc.Tensor, t.limit})
+	}
+	for len(m.ackQ) > 0 && len(f.Acks) < frameParts {
+		t := m.ackQ[len(m.ackQ)-1]
+		m.ackQ = m.ackQ[:len(m.ackQ)-1]
+		t.inAck = false
+		if t.dead && (m.cfg.Server || !t.whole()) {
+			continue // done says more than an ack could
+		}
+		t.acked = t.asm.Below()
+		n := min(len(t.resend), frameParts)
+		f.Acks = append(f.Acks, Ack{t.desc.Tensor, t.acked, t.resend[:n:n]})
+		if t.resend = t.resend[n:]; len(t.resend) > 0 {
+			t.inAck = true
+			m.ackQ = append(m.ackQ, t)
+			break
+		}
+		t.resend = nil
+		if t.asm.Whole() {
+			m.allowIn -= t.share
+			t.share = 0
+		}
+	}
+	m.lazyAt = 0
+	for len(m.cancelQ) > 0 && len(f.Cancels) < frameParts {
+		f.Cancels = append(f.Cancels, m.cancelQ[0])
+		m.cancelQ = append(m.cancelQ[:0], m.cancelQ[1:]...)
+	}
+	for len(m.failQ) > 0 && len(f.Failures) < frameParts && room() {
+		f.Failures = append(f.Failures, m.failQ[0])
+		bytes += len(m.failQ[0].Message) + 64
+		m.failQ = append(m.failQ[:0], m.failQ[1:]...)
+	}
+	held = m.nextChunk(now, f)
+	for len(m.doneQ) > 0 && len(f.Dones) < frameParts && room() {
+		c := m.doneQ[0]
+		m.doneQ = append(m.doneQ[:0], m.doneQ[1:]...)
+		c.told = true
+		f.Dones = append(f.Dones, c.done)
+		bytes += len(c.done.Message) + 128
+		m.settle(c)
+	}
+	if m.drain != nil {
+		f.Drain, m.drain = m.drain, nil
+	}
+	return held, !f.Empty()
+}
+
+// nextChunk puts the next chunk of the tensor whose turn it is into f.
+func (m *Machine) nextChunk(now Instant, f *Frame) chunker.Releaser {
+	for len(m.small)+len(m.ring) > 0 {
+		var t *out
+		small := len(m.small) > 0
+		if small {
+			t = m.small[0]
+		} else {
+			m.turn %= len(m.ring)
+			t = m.ring[m.turn]
+		}
+		index, ok := uint32(0), false
+		if !t.dead {
+			index, ok = t.chunks.Take(t.sendLimit())
+		}
+		switch {
+		case ok && t.chunks.Ready(t.sendLimit()):
+			if !small {
+				m.turn++ // its next chunk waits for the next turn
+			}
+		case small:
+			m.small = append(m.small[:0], m.small[1:]...)
+			t.queued = false
+		default:
+			m.ring = append(m.ring[:m.turn], m.ring[m.turn+1:]...)
+			t.queued = false
+		}
+		if !ok {
+			continue
+		}
+		var held chunker.Releaser
+		f.Chunk.Tensor, f.Chunk.Index = t.desc.Tensor, index
+		f.Chunk.Data, held = t.chunks.View(index, f.Chunk.Data[:0])
+		t.last = now
+		m.stats.ChunksOut++
+		m.stats.BytesOut += int64(f.Chunk.Len())
+		if c := t.call; m.cfg.Server && c.finished && !c.told && c.done.Code == OK && c.sentAll() && !m.doneWaits(c) {
+			m.doneQ = append(m.doneQ, c)
+		}
+		return held
+	}
+	return nil
+}
+
+func (m *Machine) doneWaits(c *call) bool {
+	for _, d := range m.doneQ {
+		if d == c {
+			return true
+		}
+	}
+	return false
+}
+
+// costOf is about the bytes that a map takes in a frame.
+func costOf(m map[string]string) int {
+	n := 0
+	for k, v := range m {
+		n += len(k) + len(v) + 8
+	}
+	return n
+}
