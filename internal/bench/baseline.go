@@ -27,7 +27,8 @@ const ChunkBytes = 1 << 20
 
 // Memory is what a baseline moves: an upload goes from Source to Remote, an echo
 // on to Back. All have one length, of 1 byte or more, and should have been
-// written to before, or the first run measures page faults.
+// written to before, or the first run measures page faults. The caller keeps
+// alive what they lie in: a slab nobody holds takes its bytes with it.
 type Memory struct {
 	Source []byte // the client's
 	Remote []byte // the server's

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
 func testMemory(n int) Memory {
@@ -40,6 +41,7 @@ func everyBaseline(t *testing.T, size int, test func(t *testing.T, b Baseline)) 
 }
 
 func TestBaselinesMoveEveryByteBothWays(t *testing.T) {
+	testkit.Start(t)
 	for _, size := range []int{1, 4 * ChunkBytes, 3*ChunkBytes + 5} {
 		everyBaseline(t, size, func(t *testing.T, b Baseline) {
 			for range 2 {
@@ -57,6 +59,7 @@ func TestBaselinesMoveEveryByteBothWays(t *testing.T) {
 }
 
 func TestBaselinesEndWithTheirContext(t *testing.T) {
+	testkit.Start(t)
 	everyBaseline(t, 4*ChunkBytes, func(t *testing.T, b Baseline) {
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
@@ -71,6 +74,7 @@ func TestBaselinesEndWithTheirContext(t *testing.T) {
 }
 
 func TestBytesThatDidNotArriveHaveNoTime(t *testing.T) {
+	testkit.Start(t)
 	m := testMemory(3 * ChunkBytes)
 	idle := make(chan struct{})
 	close(idle)
@@ -93,6 +97,7 @@ func TestBytesThatDidNotArriveHaveNoTime(t *testing.T) {
 }
 
 func TestRawRefusesAChunkWhoseChecksumFails(t *testing.T) {
+	testkit.Start(t)
 	a, b := net.Pipe()
 	r := &Raw{mem: testMemory(100), sums: true}
 	go func() { // ends when receive has read it
@@ -107,6 +112,7 @@ func TestRawRefusesAChunkWhoseChecksumFails(t *testing.T) {
 }
 
 func TestBaselinesRefuseMemoryOfDifferentLengths(t *testing.T) {
+	testkit.Start(t)
 	m := testMemory(10)
 	m.Back = m.Back[:9]
 	if _, err := NewRaw("tcp", m, true); err == nil {
@@ -121,6 +127,7 @@ func TestBaselinesRefuseMemoryOfDifferentLengths(t *testing.T) {
 }
 
 func TestPingsComeBackOverEveryNetwork(t *testing.T) {
+	testkit.Start(t)
 	for _, network := range []string{"tcp", "unix"} {
 		for _, size := range []int{0, 1, 30 << 10, 1 << 20} {
 			t.Run(fmt.Sprintf("%s %d bytes", network, size), func(t *testing.T) {

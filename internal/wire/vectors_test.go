@@ -16,6 +16,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
 var rewrite = flag.Bool("vectors", false, "rewrite testdata/vectors")
@@ -215,6 +216,7 @@ func readVector(t *testing.T, file string) (expect, text string, wire []byte) {
 }
 
 func TestVectorsAreTheFilesThatOtherLanguagesRead(t *testing.T) {
+	testkit.Start(t)
 	files := make(map[string]bool)
 	for _, v := range vectors() {
 		file := filepath.Join(vectorsDir, v.name+".txt")
@@ -249,6 +251,7 @@ func TestVectorsAreTheFilesThatOtherLanguagesRead(t *testing.T) {
 }
 
 func TestVectorsReadTheSameOnEveryPath(t *testing.T) {
+	testkit.Start(t)
 	found, err := filepath.Glob(filepath.Join(vectorsDir, "*.txt"))
 	if err != nil || len(found) == 0 {
 		t.Fatalf("no vectors: %v", err)

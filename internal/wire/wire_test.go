@@ -17,6 +17,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -27,6 +28,7 @@ var (
 )
 
 func TestWhateverIsNoMessageGoesThroughTheStockCodec(t *testing.T) {
+	testkit.Start(t)
 	in := &tensorferryv1.GetServiceInfoResponse{Version: "1", Limits: map[string]int64{"a": 2}}
 	data, err := Codec{}.Marshal(in)
 	if err != nil {
@@ -45,6 +47,7 @@ func TestWhateverIsNoMessageGoesThroughTheStockCodec(t *testing.T) {
 }
 
 func TestErrorsNameFieldPromisedAndGot(t *testing.T) {
+	testkit.Start(t)
 	for name, tc := range map[string]struct {
 		frame *tensorferryv1.Frame
 		kind  error
@@ -84,6 +87,7 @@ func TestErrorsNameFieldPromisedAndGot(t *testing.T) {
 }
 
 func TestControlBytesAreCountedBesideThePayload(t *testing.T) {
+	testkit.Start(t)
 	chunk := &tensorferryv1.Chunk{TensorId: tensorA[:], Data: make([]byte, 2*MaxControlBytes)}
 	for name, over := range map[string]int{"at the limit": 0, "one over": 1} {
 		t.Run(name, func(t *testing.T) {
@@ -109,6 +113,7 @@ func TestControlBytesAreCountedBesideThePayload(t *testing.T) {
 }
 
 func TestMarshalRefusesWhatThePeerWouldRefuse(t *testing.T) {
+	testkit.Start(t)
 	many := make([]stream.Call, MaxCalls)
 	for i := range many {
 		many[i] = stream.Call{ID: tensorA, Params: map[string]string{"k": strings.Repeat("v", 1100)}}
@@ -138,6 +143,7 @@ func TestMarshalRefusesWhatThePeerWouldRefuse(t *testing.T) {
 }
 
 func TestTextForPeopleIsMadeToFit(t *testing.T) {
+	testkit.Start(t)
 	long := strings.Repeat("é", MaxTextBytes) // two bytes each
 	for name, text := range map[string]string{"long": long, "long and odd": "x" + long, "no text": "a\xff\xfeb"} {
 		t.Run(name, func(t *testing.T) {
@@ -155,6 +161,7 @@ func TestTextForPeopleIsMadeToFit(t *testing.T) {
 }
 
 func TestPayloadIsSharedNotCopied(t *testing.T) {
+	testkit.Start(t)
 	payload := bytes.Repeat([]byte("x"), 3*smallView)
 	m := &Message{Frame: stream.Frame{Chunk: stream.Chunk{Tensor: tensorA, Data: [][]byte{payload}}}}
 	data, err := Codec{}.Marshal(m)
@@ -174,6 +181,7 @@ func TestPayloadIsSharedNotCopied(t *testing.T) {
 }
 
 func TestSmallViewsBetweenLargeOnesKeepTheirPlace(t *testing.T) {
+	testkit.Start(t)
 	f := stream.Frame{Chunk: stream.Chunk{Tensor: tensorA, Index: 9, Sum: 5}}
 	for i, n := range []int{3, 5000, 1, 0, smallView, smallView + 1, 2, 4000, 4000, 1, 1} {
 		// The last views lie in a slice of their own size: capacity is what gRPC looks at.
@@ -190,6 +198,7 @@ func TestSmallViewsBetweenLargeOnesKeepTheirPlace(t *testing.T) {
 }
 
 func TestUnmarshalFreesWhatTheMessageStillHolds(t *testing.T) {
+	testkit.Start(t)
 	frame := stream.Frame{Chunk: stream.Chunk{Tensor: tensorA, Data: [][]byte{bytes.Repeat([]byte("x"), 5000)}}}
 	b := encode(t, &frame)
 	l := &ledger{t: t}
@@ -253,6 +262,7 @@ type noRelease struct{}
 func (noRelease) Release() {}
 
 func TestAChunkFrameAllocatesNothing(t *testing.T) {
+	testkit.Start(t)
 	if raceEnabled {
 		t.Skip("under the race detector sync.Pool drops items at random")
 	}
@@ -384,6 +394,7 @@ func connect(t *testing.T, opts ...grpc.DialOption) (*grpc.ClientConn, net.Liste
 }
 
 func TestAStockPeerReadsAndWritesTheSameFramesOverASocket(t *testing.T) {
+	testkit.Start(t)
 	conn, _ := connect(t)
 	s, err := tensorferryv1.NewTensorServiceClient(conn).StreamTensors(context.Background())
 	if err != nil {
@@ -421,6 +432,7 @@ func (c *counted) Release() {
 }
 
 func TestEveryLoanEndsOnceGRPCHasWrittenTheFrame(t *testing.T) {
+	testkit.Start(t)
 	conn, _ := connect(t, grpc.WithDefaultCallOptions(grpc.ForceCodecV2(Codec{}), grpc.MaxRetryRPCBufferSize(0)))
 	s, err := conn.NewStream(context.Background(), &tensorferryv1.TensorService_ServiceDesc.Streams[0], tensorferryv1.TensorService_StreamTensors_FullMethodName)
 	if err != nil {
