@@ -129,7 +129,9 @@ func Of[T Element](data []T, shape ...int64) (Tensor, error) {
 }
 
 // Slice returns the elements of t without copying: the slice shares t's memory.
-// It fails when t holds another data type or its bytes are not aligned for T.
+// It fails when t holds another data type or its bytes are not aligned for T. A
+// bool other than 0 and 1 is undefined in Go: Slice[bool] looks at every byte and
+// fails on the first such one.
 func Slice[T Element](t Tensor) ([]T, error) {
 	if want := DataTypeOf[T](); t.DType != want {
 		return nil, fmt.Errorf("%w: tensor holds %v, not %v", ErrDataType, t.DType, want)
@@ -138,6 +140,13 @@ func Slice[T Element](t Tensor) ([]T, error) {
 	size := int(unsafe.Sizeof(z))
 	if len(t.Data) == 0 {
 		return []T{}, nil
+	}
+	if t.DType == Bool {
+		for i, b := range t.Data {
+			if b > 1 {
+				return nil, fmt.Errorf("%w: element %d is %d, a bool is 0 or 1; pass it as uint8", ErrDataType, i, b)
+			}
+		}
 	}
 	if len(t.Data)%size != 0 {
 		return nil, fmt.Errorf("%w: %d bytes are no whole number of %v", ErrShape, len(t.Data), t.DType)
