@@ -108,17 +108,18 @@ func (m Memory) measured(run func() error, idle <-chan struct{}, to ...[]byte) (
 // listen opens a socket for one process: "tcp" on loopback, or "unix" in a
 // directory that release removes.
 func listen(network string) (l net.Listener, release func(), err error) {
+	var config net.ListenConfig
 	switch network {
 	case "tcp":
-		l, err = net.Listen("tcp", "127.0.0.1:0")
+		l, err = config.Listen(context.Background(), "tcp", "127.0.0.1:0")
 		return l, func() {}, err
 	case "unix":
 		dir, err := os.MkdirTemp("", "tensorferry-bench-")
 		if err != nil {
 			return nil, nil, err
 		}
-		release = func() { os.RemoveAll(dir) }
-		if l, err = net.Listen("unix", filepath.Join(dir, "socket")); err != nil {
+		release = func() { _ = os.RemoveAll(dir) }
+		if l, err = config.Listen(context.Background(), "unix", filepath.Join(dir, "socket")); err != nil {
 			release()
 			return nil, nil, err
 		}
@@ -150,7 +151,7 @@ func newGRPCPair(network string, server *grpc.Server, opts ...grpc.DialOption) (
 		}))
 	conn, err := grpc.NewClient("passthrough:///bench", opts...)
 	if err != nil {
-		l.Close()
+		_ = l.Close()
 		release()
 		return nil, err
 	}

@@ -43,22 +43,22 @@ func NewRaw(network string, mem Memory, checksums bool) (*Raw, error) {
 		return nil, err
 	}
 	defer release()
-	defer l.Close()
+	defer func() { _ = l.Close() }() // one connection is all there will be
 	// A socket that listens takes the connection before anyone accepts it.
-	client, err := net.Dial(l.Addr().Network(), l.Addr().String())
+	client, err := new(net.Dialer).DialContext(context.Background(), l.Addr().Network(), l.Addr().String())
 	if err != nil {
 		return nil, err
 	}
 	server, err := l.Accept()
 	if err != nil {
-		client.Close()
+		_ = client.Close()
 		return nil, err
 	}
 	r := &Raw{mem: mem, network: network, sums: checksums, client: client, server: server,
 		idle: make(chan struct{}, 1), served: make(chan error, 1)}
 	go func() {
 		err := r.serve()
-		server.Close() // or the client would wait
+		_ = server.Close() // or the client would wait
 		close(r.idle)
 		r.served <- err
 	}()
@@ -100,7 +100,7 @@ func (r *Raw) Echo(ctx context.Context) (time.Duration, error) {
 		go func() { sent <- r.send(r.client, r.mem.Source) }() // ends with the source or the connection
 		err := r.receive(r.client, r.mem.Back, func([]byte) {})
 		if err != nil {
-			r.client.Close()
+			_ = r.client.Close()
 		}
 		return errors.Join(err, <-sent)
 	}, r.idle, r.mem.Remote, r.mem.Back)
@@ -108,13 +108,13 @@ func (r *Raw) Echo(ctx context.Context) (time.Duration, error) {
 
 // Close ends the connection and waits for the serving goroutine.
 func (r *Raw) Close() error {
-	r.client.Close() // a second time after a failure
+	_ = r.client.Close() // a second time after a failure
 	return <-r.served
 }
 
 // closeOn makes the end of ctx the end of the connection, until undone.
 func (r *Raw) closeOn(ctx context.Context) (undo func() bool) {
-	return context.AfterFunc(ctx, func() { r.client.Close() })
+	return context.AfterFunc(ctx, func() { _ = r.client.Close() })
 }
 
 func (r *Raw) serve() error {
@@ -142,7 +142,7 @@ func (r *Raw) serve() error {
 			var err error
 			for c := range whole {
 				if err = w.write(c); err != nil {
-					r.server.Close()
+					_ = r.server.Close()
 					break
 				}
 			}

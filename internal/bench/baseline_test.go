@@ -101,9 +101,10 @@ func TestRawRefusesAChunkWhoseChecksumFails(t *testing.T) {
 	a, b := net.Pipe()
 	r := &Raw{mem: testMemory(100), sums: true}
 	go func() { // ends when receive has read it
-		defer a.Close()
 		header := binary.LittleEndian.AppendUint32(nil, codec.CRC32C.Update(0, r.mem.Source)^1)
-		a.Write(append(header, r.mem.Source...))
+		if _, err := a.Write(append(header, r.mem.Source...)); err != nil {
+			t.Error(err)
+		}
 	}()
 	err := r.receive(b, r.mem.Remote, func([]byte) { t.Error("the chunk passed for whole") })
 	if err == nil || !strings.Contains(err.Error(), "checksum") {

@@ -58,7 +58,8 @@ type Releaser interface{ Release() }
 type Message struct {
 	// Frame is the frame to send, or the one received. Of a received one, the
 	// slices are valid until Free and the views of the chunk's data lie in
-	// gRPC's buffers; strings, maps and shapes are the owner's for good.
+	// gRPC's buffers; strings, maps and shapes are the owner's for good. One that
+	// was sent may be changed as soon as SendMsg has returned, its payload not.
 	Frame stream.Frame
 
 	// Held is what the views of Frame.Chunk lie in; nil if nobody waits for

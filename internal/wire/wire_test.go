@@ -355,19 +355,19 @@ func (echoServer) StreamTensors(s grpc.BidiStreamingServer[tensorferryv1.Frame, 
 	for {
 		in := new(Message)
 		if err := s.RecvMsg(in); err != nil {
-			return nil
+			return err // io.EOF when the client is done
 		}
 		if in.Err != nil {
 			return in.Err
 		}
 		if err := s.SendMsg(&Message{Frame: copyFrame(&in.Frame), Held: freeLater{in}}); err != nil {
-			return nil
+			return err
 		}
 	}
 }
 
 // connect serves echoes on a real socket and dials it.
-func connect(t *testing.T, opts ...grpc.DialOption) (*grpc.ClientConn, net.Listener) {
+func connect(t *testing.T, opts ...grpc.DialOption) *grpc.ClientConn {
 	t.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -375,11 +375,8 @@ func connect(t *testing.T, opts ...grpc.DialOption) (*grpc.ClientConn, net.Liste
 	}
 	server := grpc.NewServer(grpc.ForceServerCodecV2(Codec{}))
 	tensorferryv1.RegisterTensorServiceServer(server, echoServer{})
-	served := make(chan struct{})
-	go func() { // ends with Stop
-		defer close(served)
-		server.Serve(listener)
-	}()
+	served := make(chan error, 1)
+	go func() { served <- server.Serve(listener) }() // ends with Stop
 	opts = append(opts, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	conn, err := grpc.NewClient(listener.Addr().String(), opts...)
 	if err != nil {
@@ -388,14 +385,16 @@ func connect(t *testing.T, opts ...grpc.DialOption) (*grpc.ClientConn, net.Liste
 	t.Cleanup(func() {
 		conn.Close()
 		server.Stop()
-		<-served
+		if err := <-served; err != nil {
+			t.Error(err)
+		}
 	})
-	return conn, listener
+	return conn
 }
 
 func TestAStockPeerReadsAndWritesTheSameFramesOverASocket(t *testing.T) {
 	testkit.Start(t)
-	conn, _ := connect(t)
+	conn := connect(t)
 	s, err := tensorferryv1.NewTensorServiceClient(conn).StreamTensors(context.Background())
 	if err != nil {
 		t.Fatal(err)
@@ -433,7 +432,7 @@ func (c *counted) Release() {
 
 func TestEveryLoanEndsOnceGRPCHasWrittenTheFrame(t *testing.T) {
 	testkit.Start(t)
-	conn, _ := connect(t, grpc.WithDefaultCallOptions(grpc.ForceCodecV2(Codec{}), grpc.MaxRetryRPCBufferSize(0)))
+	conn := connect(t, grpc.WithDefaultCallOptions(grpc.ForceCodecV2(Codec{}), grpc.MaxRetryRPCBufferSize(0)))
 	s, err := conn.NewStream(context.Background(), &tensorferryv1.TensorService_ServiceDesc.Streams[0], tensorferryv1.TensorService_StreamTensors_FullMethodName)
 	if err != nil {
 		t.Fatal(err)
