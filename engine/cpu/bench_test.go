@@ -1,0 +1,46 @@
+package cpu
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+func BenchmarkReLU(b *testing.B) {
+	for _, d := range []tensor.DataType{tensor.Float32, tensor.BFloat16} {
+		b.Run("dtype="+d.String(), func(b *testing.B) {
+			data := make([]byte, 1<<20)
+			fill(data, 1)
+			b.SetBytes(int64(len(data)))
+			b.ReportAllocs()
+			for b.Loop() {
+				relus[d].apply(data)
+			}
+		})
+	}
+}
+
+func BenchmarkLinear(b *testing.B) {
+	for _, width := range []int64{128, 784, 1024, 4096} {
+		b.Run(fmt.Sprintf("width=%d", width), func(b *testing.B) {
+			w := floatTensor(1, width, width)
+			k := builder{weight: func(string) (tensor.Tensor, error) { return w, nil }}
+			if err := k.build([]Layer{{Kind: "linear", Weight: "w"}}); err != nil {
+				b.Fatal(err)
+			}
+			t := tile{rows: tileRows, width: int(width), x: make([]float32, tileRows*width), y: make([]float32, tileRows*width)}
+			for i := range t.x {
+				t.x[i] = float32(i%7) + 0.5
+			}
+			b.ReportAllocs()
+			for b.Loop() {
+				k.layers[0](&t)
+				for i := range t.x {
+					t.x[i] = 1
+				}
+			}
+			b.ReportMetric(2*float64(tileRows*width*width)*float64(b.N)/b.Elapsed().Seconds()/1e9, "GFLOP/s")
+		})
+	}
+}
