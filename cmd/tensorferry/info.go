@@ -1,0 +1,124 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+func modelsCommand() *cobra.Command {
+	var server string
+	var asJSON bool
+	c := &cobra.Command{
+		Use: "models", Short: "list the models of a server", Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			cl, err := client.Dial(server, client.Config{})
+			if err != nil {
+				return usageError{err}
+			}
+			defer cl.Close()
+			models, err := cl.Models(c.Context())
+			if err != nil {
+				return err
+			}
+			if asJSON {
+				return writeJSON(c.OutOrStdout(), models)
+			}
+			w := tabwriter.NewWriter(c.OutOrStdout(), 0, 4, 2, ' ', 0)
+			fmt.Fprintln(w, "NAME\tVERSION\tDEVICE\tINPUTS\tRESULTS")
+			for _, m := range models {
+				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", m.GetName(), m.GetVersion(), m.GetDevice(), portText(m.GetInputs()), portText(m.GetOutputs()))
+			}
+			return w.Flush()
+		},
+	}
+	c.Flags().StringVar(&server, "server", defaultListen, "`address` of the server")
+	c.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	return c
+}
+
+func portText(ports []*pb.Port) string {
+	var out []string
+	for _, p := range ports {
+		text := p.GetName()
+		var types []string
+		for _, d := range p.GetDtypes() {
+			types = append(types, tensor.DataType(d).String())
+		}
+		if len(types) > 3 {
+			types = append(types[:3], "...")
+		}
+		text += ":" + strings.Join(types, "|")
+		if len(types) == 0 {
+			text += "any"
+		}
+		var dims []string
+		for _, n := range p.GetShape() {
+			switch n {
+			case engine.AnyAxes:
+				dims = append(dims, "...")
+			case engine.Free:
+				dims = append(dims, "?")
+			default:
+				dims = append(dims, fmt.Sprint(n))
+			}
+		}
+		out = append(out, text+"["+strings.Join(dims, " ")+"]")
+	}
+	return strings.Join(out, ", ")
+}
+
+func infoCommand() *cobra.Command {
+	var server string
+	var asJSON bool
+	c := &cobra.Command{
+		Use: "info", Short: "show limits and counters of a server", Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			cl, err := client.Dial(server, client.Config{})
+			if err != nil {
+				return usageError{err}
+			}
+			defer cl.Close()
+			info, err := cl.Info(c.Context())
+			if err != nil {
+				return err
+			}
+			if asJSON {
+				return writeJSON(c.OutOrStdout(), info)
+			}
+			w := tabwriter.NewWriter(c.OutOrStdout(), 0, 4, 2, ' ', 0)
+			fmt.Fprintf(w, "version\t%s\nuptime\t%v\n", info.GetVersion(), time.Duration(info.GetUptimeMillis())*time.Millisecond)
+			for _, group := range []struct {
+				name   string
+				values map[string]int64
+			}{{"limits", info.GetLimits()}, {"counters", info.GetCounters()}} {
+				fmt.Fprintf(w, "\n%s\n", group.name)
+				for _, k := range slices.Sorted(maps.Keys(group.values)) {
+					fmt.Fprintf(w, "  %s\t%d\n", k, group.values[k])
+				}
+			}
+			return w.Flush()
+		},
+	}
+	c.Flags().StringVar(&server, "server", defaultListen, "`address` of the server")
+	c.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	return c
+}
+
+func writeJSON(w io.Writer, v any) error {
+	e := json.NewEncoder(w)
+	e.SetIndent("", "  ")
+	return e.Encode(v)
+}

@@ -1,0 +1,291 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
+)
+
+// runOptions are the flags of run.
+type runOptions struct {
+	server  string
+	inputs  []string
+	outputs []string
+	params  []string
+	dtype   string
+	shape   string
+	raw     bool
+	timeout time.Duration
+	timings bool
+}
+
+func runCommand() *cobra.Command {
+	var o runOptions
+	c := &cobra.Command{
+		Use:   "run MODEL",
+		Short: "run a model over a file or a pipe",
+		Long: `Run sends tensors through a model of a server and writes the results while
+they arrive: a tensor may be larger than the memory of either side.
+
+Input and output are .npy; a file that ends in .safetensors needs :name behind
+it. With --dtype and --shape the input is raw bytes, and so is the output; --raw
+makes only the output raw. "-" is stdin or stdout, and the default.`,
+		Example: `  tensorferry run relu --input x.npy --output y.npy
+  cat x.bin | tensorferry run affine --param a=2 --param b=1 --dtype float32 --shape 1000,64 > y.bin
+  tensorferry run trunk --input h=weights.safetensors:hidden --output y.npy`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			return runModel(c.Context(), args[0], o, c.InOrStdin(), c.OutOrStdout())
+		},
+	}
+	f := c.Flags()
+	f.StringVar(&o.server, "server", defaultListen, "`address` of the server: host:port or unix:/path")
+	f.StringArrayVarP(&o.inputs, "input", "i", nil, "input `[port=]file`; repeatable")
+	f.StringArrayVarP(&o.outputs, "output", "o", nil, "result `[port=]file`; repeatable")
+	f.StringArrayVarP(&o.params, "param", "p", nil, "parameter of the model, `key=value`; repeatable")
+	f.StringVar(&o.dtype, "dtype", "", "data type of raw input, such as float32")
+	f.StringVar(&o.shape, "shape", "", "shape of raw input, such as 1000,64; empty is a scalar")
+	f.BoolVar(&o.raw, "raw", false, "write results as raw bytes")
+	f.DurationVar(&o.timeout, "timeout", 0, "most time the server gives the call")
+	f.BoolVar(&o.timings, "timings", false, "print where the server spent the time")
+	return c
+}
+
+func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, stdout io.Writer) error {
+	r := client.Request{Model: model, Timeout: o.timeout, Params: map[string]string{}, Results: map[string]client.Sink{}}
+	for _, text := range o.params {
+		k, v, ok := strings.Cut(text, "=")
+		if !ok {
+			return usage("--param %q has no =; write key=value", text)
+		}
+		r.Params[k] = v
+	}
+	raw := o.raw || o.dtype != ""
+	if len(o.inputs) == 0 {
+		o.inputs = []string{"-"}
+	}
+	for _, text := range o.inputs {
+		port, file, ok := strings.Cut(text, "=")
+		if !ok {
+			port, file = "", text
+		}
+		in, closer, err := openInput(file, o, stdin)
+		if err != nil {
+			return err
+		}
+		// Closed at the end, when the call reads no more.
+		defer closer.Close()
+		in.Port = port
+		r.Inputs = append(r.Inputs, in)
+	}
+	cl, err := client.Dial(o.server, client.Config{})
+	if err != nil {
+		return usageError{err}
+	}
+	defer cl.Close()
+	outs, err := results(ctx, cl, model, o.outputs)
+	if err != nil {
+		return err
+	}
+	files := map[string]*target{}
+	defer func() {
+		for _, f := range files {
+			f.abandon()
+		}
+	}()
+	for port, path := range outs {
+		t := &target{path: path, stdout: stdout, raw: raw}
+		files[port] = t
+		r.Results[port] = client.Writer(t.open)
+	}
+	s, err := cl.Session(ctx)
+	if err != nil {
+		return err
+	}
+	call, err := s.Call(ctx, r)
+	if err != nil {
+		return err
+	}
+	if _, err := call.Wait(); err != nil {
+		return err
+	}
+	for _, f := range files {
+		if err := f.commit(); err != nil {
+			return err
+		}
+	}
+	if o.timings {
+		t := call.Timings()
+		fmt.Fprintf(os.Stderr, "total %v: received %v, waited for memory %v, computed %v, first result after %v\n",
+			t.Total, t.Receive, t.Queue, t.Compute, t.FirstResult)
+	}
+	return nil
+}
+
+// results says which result goes where, by port.
+func results(ctx context.Context, cl *client.Client, model string, outputs []string) (map[string]string, error) {
+	models, err := cl.Models(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var ports []string
+	known := false
+	for _, m := range models {
+		if m.GetName() == model {
+			known = true
+			for _, p := range m.GetOutputs() {
+				ports = append(ports, p.GetName())
+			}
+		}
+	}
+	if !known {
+		return nil, hinted{fmt.Errorf("the server has no model %q", model), "tensorferry models lists what it has"}
+	}
+	if len(outputs) == 0 {
+		if len(ports) != 1 {
+			return nil, usage("model %q has the results %s; say --output port=file for each", model, strings.Join(ports, ", "))
+		}
+		return map[string]string{ports[0]: "-"}, nil
+	}
+	to := map[string]string{}
+	for _, text := range outputs {
+		port, file, ok := strings.Cut(text, "=")
+		if !ok {
+			if len(ports) != 1 {
+				return nil, usage("--output %q names no result; model %q has %s; write port=file", text, model, strings.Join(ports, ", "))
+			}
+			port, file = ports[0], text
+		}
+		to[port] = file
+	}
+	for _, p := range ports {
+		if _, ok := to[p]; !ok {
+			return nil, usage("model %q has the result %q too; say --output %s=file", model, p, p)
+		}
+	}
+	for p := range to {
+		if !contains(ports, p) {
+			return nil, usage("model %q has no result %q; it has %s", model, p, strings.Join(ports, ", "))
+		}
+	}
+	return to, nil
+}
+
+func contains(all []string, s string) bool {
+	for _, a := range all {
+		if a == s {
+			return true
+		}
+	}
+	return false
+}
+
+// openInput opens one input. The closer is closed when its bytes are in no use.
+func openInput(file string, o runOptions, stdin io.Reader) (client.Input, io.Closer, error) {
+	none := io.NopCloser(nil)
+	if o.dtype != "" {
+		d, err := tensor.ParseDataType(o.dtype)
+		if err != nil {
+			return client.Input{}, nil, usageError{err}
+		}
+		shape, err := tensor.ParseShape(o.shape)
+		if err != nil {
+			return client.Input{}, nil, usageError{err}
+		}
+		if file == "-" {
+			return client.FromReader("", tensor.Desc{DType: d, Shape: shape}, stdin), none, nil
+		}
+		f, err := os.Open(file)
+		if err != nil {
+			return client.Input{}, nil, err
+		}
+		return client.FromReader("", tensor.Desc{DType: d, Shape: shape}, f), f, nil
+	}
+	if file == "-" {
+		in := bufio.NewReaderSize(stdin, 64<<10)
+		d, err := tensorfile.ReadNPYHeader(in)
+		if err != nil {
+			return client.Input{}, nil, hinted{fmt.Errorf("stdin: %w", err), "raw bytes need --dtype and --shape"}
+		}
+		return client.FromReader("", d, in), none, nil
+	}
+	if path, name, ok := strings.Cut(file, ".safetensors:"); ok {
+		s, err := tensorfile.OpenSafetensors(path + ".safetensors")
+		if err != nil {
+			return client.Input{}, nil, err
+		}
+		t, err := s.Tensor(name)
+		if err != nil {
+			return client.Input{}, nil, errors.Join(err, s.Close())
+		}
+		return client.From("", t), s, nil
+	}
+	t, c, err := tensorfile.MapNPY(file)
+	if err != nil {
+		return client.Input{}, nil, err
+	}
+	return client.From("", t), c, nil
+}
+
+// target is where a result is written: stdout, or a file that is complete or
+// absent.
+type target struct {
+	path   string
+	stdout io.Writer
+	raw    bool
+	temp   *os.File
+}
+
+func (t *target) open(d tensor.Desc) (io.Writer, error) {
+	w := t.stdout
+	if t.path != "-" {
+		f, err := os.CreateTemp(filepath.Dir(t.path), "."+filepath.Base(t.path)+".*")
+		if err != nil {
+			return nil, err
+		}
+		t.temp, w = f, f
+	}
+	if t.raw {
+		return w, nil
+	}
+	if err := tensorfile.WriteNPYHeader(w, d); err != nil {
+		return nil, hinted{err, "--raw writes the bytes as they are"}
+	}
+	return w, nil
+}
+
+func (t *target) commit() error {
+	if t.temp == nil {
+		return nil
+	}
+	f := t.temp
+	t.temp = nil
+	// CreateTemp makes private files; a result is as public as any other output.
+	err := errors.Join(f.Chmod(0o644), f.Close())
+	if err == nil {
+		err = os.Rename(f.Name(), t.path)
+	}
+	if err != nil {
+		return errors.Join(err, os.Remove(f.Name()))
+	}
+	return nil
+}
+
+func (t *target) abandon() {
+	if t.temp != nil {
+		_ = t.temp.Close() // it is removed anyway
+		_ = os.Remove(t.temp.Name())
+	}
+}
