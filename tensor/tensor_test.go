@@ -228,7 +228,7 @@ func FuzzShape(f *testing.F) {
 		var shape Shape
 		for i := 0; i < len(script) && len(shape) < 40; i++ {
 			d := int64(script[i])
-			if d == 255 && i+1 < len(script) { // a power of two, or its neighbours
+			if d == 255 && i+1 < len(script) { // a power of two, one less, or one or two more
 				i++
 				d = int64(1)<<(script[i]%64) + int64(script[i]/64) - 1
 			}

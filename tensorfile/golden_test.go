@@ -40,7 +40,7 @@ func TestFilesOfTheReferenceImplementationsReadAsTheyWereMeant(t *testing.T) {
 			if err != nil {
 				return
 			}
-			defer closer.Close() //nolint:errcheck // the test is over
+			defer closer.Close()
 			if len(got) != len(want.Tensors) {
 				t.Errorf("%d tensors, want %d", len(got), len(want.Tensors))
 			}

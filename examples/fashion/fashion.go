@@ -38,8 +38,8 @@ var Models = [...]string{"bottom", "trunk", "top"}
 //go:embed data models
 var files embed.FS
 
-// Images returns the pixels of Count images, one after the other, and the label of
-// each. The slices are fresh: the caller may keep and change them.
+// Images copies the pixels of Count images, one after the other, and the label of
+// each; the caller may keep and change them.
 func Images() (pixels, labels []byte) {
 	return idx("images-idx3-ubyte.gz", Count, Height, Width), idx("labels-idx1-ubyte.gz", Count)
 }

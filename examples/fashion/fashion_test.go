@@ -59,7 +59,7 @@ func TestAssetsStaySmallAndLicensed(t *testing.T) {
 		t.Errorf("%d bytes of data, %d of models", data, models)
 	}
 	if !strings.Contains(string(read("LICENSE")), "Copyright (c) 2017 Zalando SE") {
-		t.Error("the dataset's licence is gone")
+		t.Error("the terms of the dataset are gone")
 	}
 }
 
