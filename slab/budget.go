@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 )
 
@@ -13,9 +14,11 @@ var ErrBudget = errors.New("slab: over the memory budget")
 // Budget bounds the bytes promised at a time. Whoever asks gets all or nothing,
 // first come first served; while others wait, one holder gets at most half, so
 // a holder that is over its half is passed over, not waited for.
+// It is safe for concurrent use.
 type Budget struct {
-	mu      sync.Mutex
-	limit   int64
+	limit int64
+
+	mu      sync.Mutex // guards all below
 	used    int64
 	peak    int64
 	holders map[string]int64
@@ -34,14 +37,16 @@ func NewBudget(limit int64) *Budget {
 }
 
 // Acquire waits until n bytes are granted to holder, or ctx ends. Each grant is
-// given back by Release with the same holder and amount.
+// given back by Release with the same holder and amount. When ctx ends first,
+// nothing was granted and the error is ctx's cause; an amount above the whole
+// budget fails at once with ErrBudget.
 func (b *Budget) Acquire(ctx context.Context, holder string, n int64) error {
 	b.mu.Lock()
 	if n > b.limit || n < 0 {
 		b.mu.Unlock()
 		return fmt.Errorf("%w: %d bytes asked, the budget is %d", ErrBudget, n, b.limit)
 	}
-	if len(b.queue) == 0 && b.used+n <= b.limit {
+	if len(b.queue) == 0 && n <= b.limit-b.used {
 		b.grant(holder, n)
 		b.mu.Unlock()
 		return nil
@@ -61,12 +66,8 @@ func (b *Budget) Acquire(ctx context.Context, holder string, n int64) error {
 	case <-w.ready: // granted in the same moment: give it back
 		b.release(holder, n)
 	default:
-		for i, q := range b.queue {
-			if q == w {
-				b.queue = append(b.queue[:i], b.queue[i+1:]...)
-				break
-			}
-		}
+		i := slices.Index(b.queue, w)
+		b.queue = slices.Delete(b.queue, i, i+1)
 		b.admit() // w may have held up those behind it
 	}
 	return context.Cause(ctx)
@@ -76,14 +77,14 @@ func (b *Budget) Acquire(ctx context.Context, holder string, n int64) error {
 func (b *Budget) TryAcquire(holder string, n int64) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if n < 0 || len(b.queue) > 0 || n > b.limit-b.used || b.holders[holder]+n > b.limit/poolShare {
+	if n < 0 || len(b.queue) > 0 || n > b.limit-b.used || n > b.limit/poolShare-b.holders[holder] {
 		return false
 	}
 	b.grant(holder, n)
 	return true
 }
 
-// Release gives n bytes of holder back.
+// Release gives n bytes of holder back. It panics when holder holds fewer.
 func (b *Budget) Release(holder string, n int64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -104,7 +105,7 @@ func (b *Budget) grant(holder string, n int64) {
 }
 
 func (b *Budget) release(holder string, n int64) {
-	if n > b.holders[holder] {
+	if n < 0 || n > b.holders[holder] {
 		panic(fmt.Sprintf("slab: %q releases %d bytes and holds %d", holder, n, b.holders[holder]))
 	}
 	b.used -= n
@@ -121,7 +122,7 @@ func (b *Budget) release(holder string, n int64) {
 func (b *Budget) admit() {
 	for i := 0; i < len(b.queue); {
 		w := b.queue[i]
-		over := b.holders[w.holder] > 0 && b.holders[w.holder]+w.n > b.limit/poolShare
+		over := b.holders[w.holder] > 0 && w.n > b.limit/poolShare-b.holders[w.holder]
 		if over && b.othersWait(w.holder) {
 			i++
 			continue
@@ -129,7 +130,7 @@ func (b *Budget) admit() {
 		if w.n > b.limit-b.used {
 			return
 		}
-		b.queue = append(b.queue[:i], b.queue[i+1:]...)
+		b.queue = slices.Delete(b.queue, i, i+1)
 		b.grant(w.holder, w.n)
 		close(w.ready)
 		i = 0
@@ -137,10 +138,5 @@ func (b *Budget) admit() {
 }
 
 func (b *Budget) othersWait(holder string) bool {
-	for _, w := range b.queue {
-		if w.holder != holder {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(b.queue, func(w *waiter) bool { return w.holder != holder })
 }

@@ -22,6 +22,9 @@ type Slab struct {
 	mem  []byte // the whole block, a size class long
 	n    int    // the part the owner asked for
 	refs atomic.Int32
+
+	mapped bool            // mem lies outside the Go heap
+	lost   runtime.Cleanup // of a mapped slab: unmaps mem when s is unreachable
 }
 
 // Bytes lends the slab's memory: valid while the caller holds a reference.
@@ -47,12 +50,14 @@ func (s *Slab) Release() {
 
 // Pool keeps released memory for the next taker, because the first touch of
 // fresh pages costs more than the copy into them. It never refuses: how much
-// memory may be taken is a Budget's business, asked before.
+// memory may be taken is a Budget's business, asked before. It is safe for
+// concurrent use.
 type Pool struct {
-	mu     sync.Mutex
+	limit int64 // most bytes to keep in free
+
+	mu     sync.Mutex      // guards all below
 	free   map[int][]*Slab // by size class
 	cached int64           // bytes in free
-	limit  int64           // most bytes to keep in free
 	live   int64           // bytes handed out
 	slabs  int64           // slabs handed out
 }
@@ -66,7 +71,7 @@ func NewPool(cached int64) *Pool {
 // was there before: write it before anyone reads it. Large slabs lie outside
 // the Go heap where the platform allows; a slab whose holder was lost (a
 // connection that died with it in its queue) is returned to the system when
-// the garbage collector finds it unreachable, never reused.
+// the garbage collector finds it unreachable, never reused, and stays counted.
 func (p *Pool) Get(n int) *Slab {
 	if n < 0 {
 		panic(fmt.Sprintf("slab: a slab of %d bytes", n))
@@ -75,11 +80,8 @@ func (p *Pool) Get(n int) *Slab {
 	p.mu.Lock()
 	p.live += int64(class)
 	p.slabs++
-	if list := p.free[class]; len(list) > 0 {
-		s := list[len(list)-1]
-		list[len(list)-1] = nil
-		p.free[class] = list[:len(list)-1]
-		p.cached -= int64(class)
+	if len(p.free[class]) > 0 {
+		s := p.take(class)
 		p.mu.Unlock()
 		s.n = n
 		s.refs.Store(1)
@@ -88,27 +90,68 @@ func (p *Pool) Get(n int) *Slab {
 	p.mu.Unlock()
 	s := &Slab{pool: p, n: n}
 	s.refs.Store(1)
-	mem, mapped := allocate(class)
-	s.mem = mem
-	if mapped {
-		// The cleanup runs when nobody can reach the slab: after an ordinary
-		// drop from the cache, and after the loss described above.
-		runtime.AddCleanup(s, unmap, mem)
+	s.mem, s.mapped = allocate(class)
+	if s.mapped {
+		s.lost = runtime.AddCleanup(s, unmap, s.mem)
 	}
 	return s
 }
 
+// take removes a slab of a class that has one from the cache.
+func (p *Pool) take(class int) *Slab {
+	list := p.free[class]
+	s := list[len(list)-1]
+	list[len(list)-1] = nil
+	p.free[class] = list[:len(list)-1]
+	p.cached -= int64(class)
+	return s
+}
+
+// put caches s, or gives memory back to the system when the cache is full:
+// that of other sizes first, because what was released last is what the next
+// taker asks for.
 func (p *Pool) put(s *Slab) {
 	class := len(s.mem)
+	var dropped []*Slab
 	p.mu.Lock()
-	defer p.mu.Unlock()
 	p.live -= int64(class)
 	p.slabs--
-	if p.cached+int64(class) > p.limit {
-		return // unreachable now: the cleanup unmaps it
+	if int64(class) > p.limit {
+		dropped = append(dropped, s)
+	} else {
+		for p.cached > p.limit-int64(class) {
+			dropped = append(dropped, p.take(p.victim(class)))
+		}
+		p.free[class] = append(p.free[class], s)
+		p.cached += int64(class)
 	}
-	p.free[class] = append(p.free[class], s)
-	p.cached += int64(class)
+	p.mu.Unlock()
+	for _, d := range dropped {
+		d.drop()
+	}
+}
+
+// victim returns a size class to take from: not class itself while there is
+// another.
+func (p *Pool) victim(class int) int {
+	for other, list := range p.free {
+		if other != class && len(list) > 0 {
+			return other
+		}
+	}
+	return class
+}
+
+// drop gives the memory of a slab without references back at once. The garbage
+// collector would too, but it does not see memory outside its heap and may not
+// run for minutes.
+func (s *Slab) drop() {
+	if s.mapped {
+		s.lost.Stop()
+		unmap(s.mem)
+	}
+	s.mem = nil // a late reader meets an empty slab, not another's memory
+	runtime.KeepAlive(s)
 }
 
 // Live returns how many slabs, and how many bytes in them, are handed out.
