@@ -43,7 +43,13 @@ func (c Checksum) Seed(id tensor.ID, index uint32) uint32 {
 	var name [20]byte
 	copy(name[:16], id[:])
 	binary.LittleEndian.PutUint32(name[16:], index)
-	return crc32.Update(0, c.table(), name[:])
+	// By table: crc32.Update calls through a variable, which would move name to
+	// the heap, once for every chunk.
+	table, sum := c.table(), ^uint32(0)
+	for _, b := range name {
+		sum = table[byte(sum)^b] ^ sum>>8
+	}
+	return ^sum
 }
 
 // Update continues a checksum over more bytes of the chunk, which it borrows.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"net"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -32,8 +33,8 @@ func (r *recorder) Logf(format string, args ...any)   { r.text += fmt.Sprintf(fo
 
 // end runs the cleanups as the end of a test does. In a bubble, patience costs nothing.
 func (r *recorder) end() {
-	for i := len(r.cleanups) - 1; i >= 0; i-- {
-		r.cleanups[i]()
+	for _, cleanup := range slices.Backward(r.cleanups) {
+		cleanup()
 	}
 }
 
