@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math"
 	"time"
 
 	"github.com/google/uuid"
@@ -175,10 +176,15 @@ func (c *call) open(ctx context.Context, model engine.Model, inputs []engine.Inp
 func (c *call) compute(ctx context.Context, info engine.Info, run engine.Run) {
 	c.peer.sess.Do(func(*stream.Machine, stream.Instant) { c.run = run })
 	fed := make(chan struct{})
-	go func() { // ends with the last block, or with ctx
-		defer close(fed)
-		c.feed(ctx, run)
-	}()
+	if seq := 0; c.feed(ctx, run, &seq, 1) {
+		// One block was all: a small call does without another goroutine.
+		close(fed)
+	} else {
+		go func() { // ends with the last block, or with ctx
+			defer close(fed)
+			c.feed(ctx, run, &seq, math.MaxInt)
+		}()
+	}
 	err := c.take(ctx, info, run)
 	if err != nil {
 		c.finish(timings(run.Stats()), err)
@@ -187,12 +193,13 @@ func (c *call) compute(ctx context.Context, info engine.Info, run engine.Run) {
 	<-fed
 }
 
-// feed lends the run's blocks to the session, and copies what waits on the side.
-func (c *call) feed(ctx context.Context, run engine.Run) {
-	for seq := 0; ; seq++ {
+// feed lends up to most of the run's blocks to the session, and copies what waits
+// on the side. It reports whether there are no more blocks to lend.
+func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (last bool) {
+	for ; *seq < most; *seq++ {
 		b, err := run.Lend(ctx)
 		if err != nil {
-			return // io.EOF, or what Next returns too
+			return true // io.EOF, or what Next returns too
 		}
 		wire := 0
 		for i, mem := range b.In {
@@ -207,12 +214,15 @@ func (c *call) feed(ctx context.Context, run engine.Run) {
 			select {
 			case <-in.ready:
 			case <-ctx.Done():
-				return
+				return true
 			}
 			in.used += int64(copy(mem, in.staged.Bytes()[in.used:]))
 		}
 		if wire == 0 {
 			run.Filled(b)
+			if c.usedUp(b) {
+				return true
+			}
 			continue
 		}
 		c.peer.sess.Do(func(m *stream.Machine, now stream.Instant) {
@@ -224,12 +234,24 @@ func (c *call) feed(ctx context.Context, run engine.Run) {
 						return // the call is over: Close takes the block back
 					}
 					if !in.lent {
-						in.lent, in.base = true, seq-region
+						in.lent, in.base = true, *seq-region
 					}
 				}
 			}
 		})
 	}
+	return false
+}
+
+// usedUp reports whether b was the last block: every input has been copied from
+// the side to its last byte. After the Whole inputs rows follow, perhaps none.
+func (c *call) usedUp(b *engine.Block) bool {
+	for i, in := range c.inputs {
+		if in.staged == nil || in.used < in.size || b.In[i] == nil && b.Whole {
+			return false
+		}
+	}
+	return true
 }
 
 // regionFull counts a filled region towards its block; the session is locked.
@@ -269,7 +291,7 @@ func (c *call) take(ctx context.Context, info engine.Info, run engine.Run) error
 			return fmt.Errorf("%w: result for port %d of %d", engine.ErrModel, out.Port, len(outs))
 		}
 		complete := false
-		c.peer.sess.Do(func(m *stream.Machine, now stream.Instant) {
+		c.peer.sess.DoSend(func(m *stream.Machine, now stream.Instant) {
 			if first == 0 {
 				first = now
 			}
@@ -394,4 +416,3 @@ func (c *call) release() {
 		}
 	}
 }
-

@@ -72,7 +72,9 @@ func (p *peer) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 // done is decided by then, so no text of it reaches anyone.
 var errStopped = errors.New("server: call stopped")
 
-func stopCause(e stream.Event) error { return fmt.Errorf("%w: code %d: %s", errStopped, e.Code, e.Text) }
+func stopCause(e stream.Event) error {
+	return fmt.Errorf("%w: code %d: %s", errStopped, e.Code, e.Text)
+}
 
 func (p *peer) call(id tensor.ID) *call {
 	c := p.calls[id]

@@ -18,11 +18,9 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/health"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/keepalive"
-	"google.golang.org/grpc/status"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
@@ -177,11 +175,11 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 	switch {
 	case s.draining:
 		s.mu.Unlock()
-		return status.Error(codes.Unavailable, "server is draining; open the session on another one, or later")
+		return errDraining
 	case len(s.sessions) >= s.cfg.Sessions:
 		s.mu.Unlock()
 		s.sessionsRefused.Add(1)
-		return status.Errorf(codes.ResourceExhausted, "open sessions: the limit of the server is %d", s.cfg.Sessions)
+		return errSessions(s.cfg.Sessions)
 	}
 	p.sess = session.New(conn, stream.Config{Server: true, Limits: s.limits}, p)
 	s.sessions[p] = struct{}{}

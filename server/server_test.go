@@ -13,7 +13,6 @@ import (
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -22,13 +21,21 @@ const mib = 1 << 20
 // fixture is a real server with the built-in models on a real socket.
 type fixture struct {
 	host   *engine.Host
+	models *engine.Registry
 	server *server.Server
 	addr   string
 }
 
+// serve starts a server that the test's end closes, and then finds empty.
 func serve(t testing.TB, change func(*server.Config)) *fixture {
 	t.Helper()
-	host := engine.NewHost(engine.HostConfig{MemoryBytes: 512 * mib, Workers: 2})
+	return serveWithin(t, 512*mib, change)
+}
+
+// serveWithin is serve with a memory budget of its own.
+func serveWithin(t testing.TB, memory int64, change func(*server.Config)) *fixture {
+	t.Helper()
+	host := engine.NewHost(engine.HostConfig{MemoryBytes: memory, Workers: 2})
 	models := engine.NewRegistry()
 	for _, m := range cpu.Builtins(host) {
 		require.NoError(t, models.Add(m))
@@ -43,16 +50,47 @@ func serve(t testing.TB, change func(*server.Config)) *fixture {
 	require.NoError(t, err)
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }()
-	f := &fixture{host, s, l.Addr().String()}
+	f := &fixture{host, models, s, l.Addr().String()}
 	t.Cleanup(func() {
 		s.Close()
 		require.NoError(t, <-served)
-		used, _, _ := host.Budget().Used()
-		require.Zero(t, used, "memory budget at the end")
-		testkit.Eventually(t, func() bool { n, _ := host.Pool().Live(); return n == 0 }, "every slab released")
+		f.isEmpty(t)
 		host.Close()
 	})
 	return f
+}
+
+// isEmpty waits until nothing is left of any session: no call, no budget, no slab.
+func (f *fixture) isEmpty(t testing.TB) {
+	t.Helper()
+	testkit.Eventually(t, func() bool {
+		info, err := f.server.GetServiceInfo(t.Context(), nil)
+		c := info.GetCounters()
+		return err == nil && c["sessions"] == 0 && f.isIdle()
+	}, "the end of every session and call")
+	c := f.counters(t)
+	require.Zero(t, c["runs_abandoned_total"], "runs whose memory is lost")
+	require.Equal(t, c["calls_total"], c["calls_ok_total"]+c["calls_failed_total"]+c["calls_cancelled_total"], "calls that ended: %v", c)
+}
+
+// isIdle reports whether no call is open and no memory in use, but what idle
+// sessions are promised.
+func (f *fixture) isIdle() bool {
+	info, err := f.server.GetServiceInfo(context.Background(), nil)
+	if err != nil {
+		return false
+	}
+	slabs, _ := f.host.Pool().Live()
+	used, _, _ := f.host.Budget().Used()
+	c := info.GetCounters()
+	return c["calls"] == 0 && slabs == 0 && used <= c["sessions"]*info.GetLimits()["allowance_bytes"]
+}
+
+func (f *fixture) counters(t testing.TB) map[string]int64 {
+	t.Helper()
+	info, err := f.server.GetServiceInfo(context.Background(), nil)
+	require.NoError(t, err)
+	return info.GetCounters()
 }
 
 func (f *fixture) session(t testing.TB, cfg client.Config) *client.Session {
@@ -95,5 +133,3 @@ func TestAnUnknownModelIsNotFoundAndTheSessionLivesOn(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []float32{0, 2}, v)
 }
-
-var _ = stream.OK

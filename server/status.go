@@ -14,6 +14,14 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
+// errDraining refuses a session for good.
+var errDraining = status.Error(codes.Unavailable, "server is draining; open the session on another one, or later")
+
+// errSessions refuses a session while limit others are open.
+func errSessions(limit int) error {
+	return status.Errorf(codes.ResourceExhausted, "open sessions: the limit of the server is %d", limit)
+}
+
 // sessionStatus is what a session's RPC ends with.
 func sessionStatus(err error) error {
 	var se *stream.Error
