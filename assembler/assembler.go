@@ -91,8 +91,9 @@ func (a *Assembler) Lend(mem []byte) int {
 		panic(fmt.Sprintf("assembler: %d bytes lent at %d of a tensor of %d", n, a.lent, a.geo.Size))
 	}
 	number := a.first + len(a.regions)
-	// An empty region of a tensor with bytes has nothing to wait for.
-	done := n == 0 && a.geo.Size > 0
+	// An empty region has nothing to wait for, but in an empty tensor for its
+	// one empty chunk.
+	done := n == 0 && (a.geo.Size > 0 || a.Whole())
 	a.regions = append(a.regions, region{off: a.lent, mem: mem, missing: n, full: done})
 	a.lent += n
 	a.began = true
