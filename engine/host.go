@@ -29,6 +29,7 @@ type Host struct {
 	more   sync.Cond // the queue grew, or closed
 	head   *slot     // linked by slot.next
 	tail   *slot
+	seats  int // blocks that may be computed at a time, less those that are
 	closed bool
 }
 
@@ -42,6 +43,7 @@ func NewHost(c HostConfig) *Host {
 	}
 	h := &Host{pool: slab.NewPool(c.MemoryBytes), budget: slab.NewBudget(c.MemoryBytes)}
 	h.more.L = &h.mu
+	h.seats = c.Workers
 	for range c.Workers {
 		h.workers.Go(h.work)
 	}
@@ -110,24 +112,59 @@ func (h *Host) drop(r *run) (dropped int) {
 	return dropped
 }
 
+// work is a worker: it computes the blocks of every run.
 func (h *Host) work() {
 	for {
 		h.mu.Lock()
-		for h.head == nil && !h.closed {
+		for !h.closed && (h.head == nil || h.seats == 0) {
 			h.more.Wait()
 		}
-		s, closed := h.head, h.closed
+		closed, s := h.closed, h.head
 		if s == nil {
 			h.mu.Unlock()
 			return
 		}
-		if h.head = s.next; h.head == nil {
-			h.tail = nil
-		}
+		h.pop()
 		h.mu.Unlock()
 		if closed {
 			s.run.cancel(ErrClosed)
 		}
 		s.run.compute(s)
+		h.leave()
+	}
+}
+
+// help computes the next block in the queue if it is one of r's and a seat is
+// free, and reports whether it did. Whoever waits for r's results then waits for
+// no worker to wake up, which takes longer than a small block does.
+func (h *Host) help(r *run) bool {
+	h.mu.Lock()
+	s := h.head
+	if s == nil || s.run != r || h.seats == 0 || h.closed {
+		h.mu.Unlock()
+		return false
+	}
+	h.pop()
+	h.mu.Unlock()
+	r.compute(s)
+	h.leave()
+	return true
+}
+
+// pop takes the first block and a seat; mu is held.
+func (h *Host) pop() {
+	h.seats--
+	if h.head = h.head.next; h.head == nil {
+		h.tail = nil
+	}
+}
+
+// leave gives the seat back.
+func (h *Host) leave() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.seats++
+	if h.head != nil {
+		h.more.Signal()
 	}
 }

@@ -22,7 +22,7 @@ const (
 	preferredBytes = 4 * mib
 	// maxSlots bounds the slots of one direction, and so the bookkeeping of a
 	// run (about 300 bytes a slot). Rows per block are raised until one chunk
-	// of input spans fewer blocks than that.
+	// of input spans a quarter of that.
 	maxSlots = 256
 	// alignBytes is where each port starts in a slot: a cache line, so that
 	// any element type may be read in place.
@@ -33,4 +33,7 @@ const (
 	closeWait = 5 * time.Second
 	// maxNameBytes bounds the name of a model and of a port.
 	maxNameBytes = 512
+	// helpBytes is the most input of a call of one block that the taker of its
+	// result computes itself: moving 64 KiB takes less than waking a worker.
+	helpBytes = 64 << 10
 )

@@ -52,10 +52,9 @@ func newPlan(info Info, c Call, rows int64, b bound) (plan, error) {
 		}
 		p.whole[i] = none
 		widest = max(widest, p.inRow[i])
-		inChunk := min(in.ChunkBytes, n) // a chunk is never longer than its tensor
-		chunk = max(chunk, inChunk)
+		chunk = max(chunk, in.ChunkBytes)
 		if w := p.inRow[i]; w > 0 {
-			fewest = max(fewest, ceil(ceil(inChunk, maxSlots/2), w))
+			fewest = max(fewest, ceil(ceil(min(in.ChunkBytes, n), maxSlots/4), w))
 			if first && in.ChunkBytes%w == 0 {
 				chunkRows = in.ChunkBytes / w
 			}
@@ -91,11 +90,13 @@ func newPlan(info Info, c Call, rows int64, b bound) (plan, error) {
 		}
 		block := mul(held, p.inRow[i])
 		p.inBlock = add(p.inBlock, align(block))
-		n, err := in.Desc.Bytes()
-		if err != nil {
-			return plan{}, err
+		chunk := min(in.ChunkBytes, mul(rows, p.inRow[i]))
+		if b.inPlace && block > 0 && chunk%block != 0 {
+			// The results of one chunk are kept until it is complete, and their
+			// last block waits for the next chunk of input, in the same slots.
+			chunk = mul(chunk, 2)
 		}
-		p.minIn = max(p.minIn, spans(min(in.ChunkBytes, n), block))
+		p.minIn = max(p.minIn, spans(chunk, block))
 	}
 	p.minIn, p.wantIn = p.slots(p.minIn, p.inBlock)
 	if !b.ownResults() {
@@ -104,7 +105,7 @@ func newPlan(info Info, c Call, rows int64, b bound) (plan, error) {
 	for _, w := range p.outRow {
 		block := mul(held, w)
 		p.outBlock = add(p.outBlock, align(block))
-		p.minOut = max(p.minOut, spans(chunk, block))
+		p.minOut = max(p.minOut, spans(min(chunk, mul(rows, w)), block))
 	}
 	p.outBlock = add(p.outBlock, align(mul(held, b.scratchRow)))
 	p.outBlock = add(p.outBlock, b.scratch)

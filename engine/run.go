@@ -291,7 +291,7 @@ func (r *run) prepare(s *slot) {
 	s.rb.Out = o.data
 }
 
-// compute runs on a worker of the host.
+// compute runs on a worker of the host, or on whoever waits in Next.
 func (r *run) compute(s *slot) {
 	begin := time.Now()
 	skip := r.ctx.Err() != nil
@@ -370,6 +370,9 @@ func (r *run) Next(ctx context.Context) (Out, error) {
 		}
 		if o, ok, err := r.pop(); ok || err != nil {
 			return o, err
+		}
+		if r.plan.blocks == 1 && r.plan.inBlock <= helpBytes && r.host.help(r) {
+			continue // no other result could have come meanwhile
 		}
 		select {
 		case <-r.nextable:

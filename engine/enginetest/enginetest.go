@@ -26,7 +26,7 @@ import (
 
 const (
 	// deadline makes a deadlock a failure; nothing here takes a second.
-	deadline = 60 * time.Second
+	deadline = 20 * time.Second
 	// memory is what a model gets where the amount is not what is tested.
 	memory = 64 << 20
 )
@@ -72,7 +72,8 @@ func OnHost(build func(h *engine.Host) (engine.Model, error)) func(testing.TB, i
 	}
 }
 
-// Call describes inputs to a model, arriving in chunks of the given size.
+// Call describes inputs to a model, arriving in chunks of the given size. It
+// borrows in only to describe it.
 func Call(m engine.Model, in []tensor.Tensor, params map[string]string, chunk int64) engine.Call {
 	c := engine.Call{ID: tensor.ID{1}, Session: "enginetest", Params: params}
 	for i, p := range m.Info().Inputs {
@@ -303,7 +304,7 @@ func collect(ctx context.Context, info engine.Info, r engine.Run, chunk int64) (
 	return out, nil
 }
 
-// Equal says where two lists of tensors differ first, nil for nowhere.
+// Equal says where two lists of tensors, both lent, differ first, nil for nowhere.
 func Equal(got, want []tensor.Tensor) error {
 	if len(got) != len(want) {
 		return fmt.Errorf("%d tensors, want %d", len(got), len(want))

@@ -1,0 +1,89 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Compute runs a model over tensors that lie whole in this process, one for each
+// input port in the model's order, and returns its outputs in theirs: what a
+// bottom or a top model needs, whose other part runs elsewhere. It borrows in
+// until it returns, with the goroutine it starts; the outputs are copies. Params
+// may be nil. Errors are those of Open and of the run.
+func Compute(ctx context.Context, m Model, params map[string]string, in ...tensor.Tensor) (out []tensor.Tensor, err error) {
+	info := m.Info()
+	c := Call{Session: "compute", Params: params}
+	for i, t := range in {
+		if _, err := tensor.New(t.Desc, t.Data); err != nil {
+			return nil, fmt.Errorf("%w: model %q, input %d: %w", ErrInput, info.Name, i, err)
+		}
+		port := "" // too many are for Check to tell
+		if i < len(info.Inputs) {
+			port = info.Inputs[i].Name
+		}
+		c.Inputs = append(c.Inputs, Input{Port: port, Desc: t.Desc, ChunkBytes: tensor.ChunkFor(t.Desc, blockBytes)})
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	r, err := m.Open(ctx, c)
+	if err != nil {
+		cancel()
+		return nil, err
+	}
+	var feeding sync.WaitGroup
+	feeding.Go(func() { fill(ctx, r, info, in) })
+	defer func() {
+		cancel()
+		feeding.Wait()
+		if e := r.Close(); e != nil {
+			out, err = nil, errors.Join(err, e)
+		}
+	}()
+	out = make([]tensor.Tensor, len(info.Outputs))
+	for {
+		o, err := r.Next(ctx)
+		switch {
+		case err == io.EOF:
+			return out, nil
+		case err != nil:
+			return nil, err
+		}
+		t := &out[o.Port]
+		if t.Data == nil {
+			n, err := o.Desc.Bytes()
+			if err != nil {
+				o.Release()
+				return nil, err
+			}
+			*t = tensor.Tensor{Desc: o.Desc.Clone(), Data: make([]byte, n)}
+		}
+		copy(t.Data[o.Off:], o.Data)
+		o.Release()
+	}
+}
+
+// fill copies the inputs into the blocks of a run. It ends with the last block,
+// or with the run: why that failed is for Next to tell.
+func fill(ctx context.Context, r Run, info Info, in []tensor.Tensor) {
+	for {
+		b, err := r.Lend(ctx)
+		if err != nil {
+			return
+		}
+		for i, mem := range b.In {
+			if mem == nil {
+				continue // not in this block
+			}
+			off := int64(0)
+			if !b.Whole && b.Rows > 0 {
+				off = b.Row * (int64(len(mem)) / b.Rows)
+			}
+			copy(mem, in[i].Data[off:])
+		}
+		r.Filled(b)
+	}
+}
