@@ -16,7 +16,7 @@ AGAINST ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),HEAD~1)
 LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
-.PHONY: help check test race invariants nocgo lint lint-go lint-proto breaking generated tidy-check \
+.PHONY: help check checks test race invariants nocgo lint lint-go lint-proto breaking generated tidy-check \
 	examples bench-smoke demo bench build fuzz fuzz-1m generate fmt vectors scripts-rewrite
 
 help: ## Print this list
@@ -35,7 +35,12 @@ build: ## Build bin/tensorferry, without cgo
 
 ## Check (nothing in the tree is written)
 
-check: test race invariants nocgo lint generated tidy-check examples bench-smoke ## All of it, as CI does (default)
+CHECKS := test race invariants nocgo lint generated tidy-check examples bench-smoke
+
+check: $(CHECKS) ## All of it, as CI does (default)
+
+checks: ## Name what check consists of
+	@echo $(CHECKS)
 
 test: ## Every test, the committed fuzz corpora included; needs Go only
 	$(GO) test ./...

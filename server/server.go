@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/experimental"
 	"google.golang.org/grpc/health"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/keepalive"
@@ -98,6 +99,7 @@ func New(cfg Config) (*Server, error) {
 	}
 	s.grpc = grpc.NewServer(
 		grpc.ForceServerCodecV2(wire.Codec{}),
+		experimental.BufferPool(wire.Buffers),
 		grpc.MaxRecvMsgSize(int(s.limits.ChunkBytes)+frameOverhead),
 		grpc.MaxSendMsgSize(math.MaxInt32),
 		grpc.MaxConcurrentStreams(DefaultStreamsPerConn),
@@ -270,6 +272,18 @@ func (s *Server) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb
 			"memory_used_bytes": used, "memory_peak_bytes": peak, "runs_abandoned_total": s.runsAbandoned.Load(),
 		},
 	}, nil
+}
+
+// count counts a call that has ended, whether or not it ever was ready.
+func (s *Server) count(code stream.Code) {
+	switch code {
+	case stream.OK:
+		s.callsOK.Add(1)
+	case stream.Cancelled:
+		s.callsCancelled.Add(1)
+	default:
+		s.callsFailed.Add(1)
+	}
 }
 
 // stats adds up what all sessions have done, and counts the open ones.

@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/internal/session"
@@ -31,7 +33,7 @@ func sessionStatus(err error) error {
 	case errors.As(err, &se):
 		return status.Error(codes.Code(se.Code), se.Text)
 	case errors.Is(err, errShutdown):
-		return status.Error(codes.Unavailable, "server is shutting down")
+		return tryLater(codes.Unavailable, "server is shutting down")
 	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
 		return status.FromContextError(err).Err()
 	}
@@ -41,13 +43,22 @@ func sessionStatus(err error) error {
 	return status.Error(codes.Internal, "internal error")
 }
 
+// tryLater is a refusal that waiting may help against.
+func tryLater(code codes.Code, format string, args ...any) error {
+	st := status.Newf(code, format, args...)
+	if with, err := st.WithDetails(&errdetails.RetryInfo{RetryDelay: durationpb.New(retryDelay)}); err == nil {
+		st = with
+	}
+	return st.Err()
+}
+
 // callCode turns an engine's error into what done says. Order matters: a cause
 // that ended the call's context outranks what it caused. Texts of unknown errors
 // stay here: they may name files and addresses.
 func callCode(err error) (stream.Code, string, uint32) {
 	switch {
 	case errors.Is(err, errMemoryWait):
-		return stream.ResourceExhausted, err.Error(), 1000
+		return stream.ResourceExhausted, err.Error(), retryMillis
 	case errors.Is(err, context.Canceled):
 		return stream.Cancelled, "call cancelled", 0
 	case errors.Is(err, context.DeadlineExceeded):
@@ -61,7 +72,7 @@ func callCode(err error) (stream.Code, string, uint32) {
 	case errors.Is(err, slab.ErrBudget), errors.Is(err, tensor.ErrTooLarge):
 		return stream.ResourceExhausted, err.Error(), 0
 	case errors.Is(err, engine.ErrUnavailable):
-		return stream.Unavailable, err.Error(), 1000
+		return stream.Unavailable, err.Error(), retryMillis
 	case errors.Is(err, engine.ErrModel):
 		return stream.Internal, err.Error(), 0
 	}

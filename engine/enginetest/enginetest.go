@@ -26,7 +26,7 @@ import (
 
 const (
 	// deadline makes a deadlock a failure; nothing here takes a second.
-	deadline = 20 * time.Second
+	deadline = 60 * time.Second
 	// memory is what a model gets where the amount is not what is tested.
 	memory = 64 << 20
 )

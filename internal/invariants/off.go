@@ -6,7 +6,7 @@ package invariants
 // the compiler drop what stands behind it.
 const Enabled = false
 
-// Poison overwrites b, which nobody may read any more.
+// Poison overwrites b, which the caller lends and nobody may read any more.
 func Poison([]byte) {}
 
 // Assert panics with what when ok is false.

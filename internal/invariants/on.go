@@ -9,7 +9,7 @@ const Enabled = true
 // sees it in a debugger at once.
 const poison = 0xdb
 
-// Poison overwrites b, which nobody may read any more.
+// Poison overwrites b, which the caller lends and nobody may read any more.
 func Poison(b []byte) {
 	for i := range b {
 		b[i] = poison
