@@ -201,7 +201,7 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 		return nil, &Error{Code: codes.Canceled, Cause: context.Cause(ctx)}
 	}
 	var err error
-	s.sess.Do(func(m *stream.Machine, now stream.Instant) {
+	s.sess.DoSend(func(m *stream.Machine, now stream.Instant) {
 		if err = m.OpenCall(now, part); err != nil {
 			return
 		}

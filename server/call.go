@@ -391,16 +391,7 @@ func (c *call) finish(t stream.Timings, err error) {
 }
 
 // end is the session's last event of the call; the session is locked.
-func (c *call) end(code stream.Code) {
-	s := c.peer.server
-	switch code {
-	case stream.OK:
-		s.callsOK.Add(1)
-	case stream.Cancelled:
-		s.callsCancelled.Add(1)
-	default:
-		s.callsFailed.Add(1)
-	}
+func (c *call) end() {
 	close(c.closed)
 	if c.cancel == nil { // it never started
 		c.release()

@@ -53,6 +53,10 @@ type Session struct {
 
 	wake chan struct{} // capacity 1: something waits to be sent
 
+	sending sync.Mutex   // held by whoever sends
+	out     wire.Message // guarded by sending
+	broken  bool         // nothing can be sent any more; guarded by sending
+
 	stopOnce sync.Once
 	stopped  chan struct{}
 	cause    error // valid once stopped is closed
@@ -113,8 +117,36 @@ func (s *Session) Wait(code stream.Code, text string) {
 }
 
 // Do runs f on the machine and then sees to what f caused: events are handed
-// out, and what waits to be sent is sent.
+// out, and what waits to be sent is sent by the writer.
 func (s *Session) Do(f func(m *stream.Machine, now stream.Instant)) {
+	if s.do(f) {
+		s.nudge()
+	}
+}
+
+// DoSend is Do, except that the caller itself sends the next frame if nobody else
+// is sending: a small call then does not wait for the writer to wake up. It may
+// block as long as the peer does not read, at most writeStall.
+func (s *Session) DoSend(f func(m *stream.Machine, now stream.Instant)) {
+	if !s.do(f) {
+		return
+	}
+	if !s.sending.TryLock() {
+		s.nudge()
+		return
+	}
+	s.sendFrame()
+	s.sending.Unlock()
+	// More may wait, or may have come while the writer could not have the lock.
+	s.mu.Lock()
+	more := s.m.Pending() || s.ended // or it was the last frame, which the writer sees to
+	s.mu.Unlock()
+	if more {
+		s.nudge()
+	}
+}
+
+func (s *Session) do(f func(m *stream.Machine, now stream.Instant)) bool {
 	s.mu.Lock()
 	now := s.now()
 	f(s.m, now)
@@ -122,9 +154,7 @@ func (s *Session) Do(f func(m *stream.Machine, now stream.Instant)) {
 	pending := s.m.Pending()
 	s.schedule()
 	s.mu.Unlock()
-	if pending {
-		s.nudge()
-	}
+	return pending
 }
 
 // dispatch hands out events until there are none; mu is held.
@@ -149,14 +179,16 @@ func (s *Session) nudge() {
 // only ever brought forward: one that runs too early finds nothing due and sets
 // itself again, which is cheaper than resetting it for every frame.
 func (s *Session) schedule() {
-	if s.over {
+	if s.over || s.timer == nil { // not started yet
 		return
 	}
 	at := s.m.NextTick()
-	if s.next == 0 || at < s.next {
-		s.next = at
-		s.timer.Reset(max(0, time.Duration(at-s.now())))
+	if s.next != 0 && at >= s.next {
+		return
 	}
+	now := s.now()
+	s.next = min(at, now+stream.Instant(writeStall)) // a stalled writer is looked for too
+	s.timer.Reset(max(0, time.Duration(s.next-now)))
 }
 
 func (s *Session) tick() {
@@ -198,7 +230,11 @@ func (s *Session) read() {
 			return
 		}
 		if msg.Err != nil {
-			s.Stop(&stream.Error{Code: stream.InvalidArgument, Text: msg.Err.Error()})
+			code := stream.InvalidArgument
+			if errors.Is(msg.Err, wire.ErrTooLarge) {
+				code = stream.ResourceExhausted
+			}
+			s.Stop(&stream.Error{Code: code, Text: msg.Err.Error()})
 			return
 		}
 		err = s.receive(&msg.Frame, &claim)
@@ -247,49 +283,67 @@ func (s *Session) receive(f *stream.Frame, claim *stream.Claim) error {
 	return err
 }
 
-// write sends what the machine has to send, chunk by chunk.
+// write sends what the machine has to send, whenever it is told that there is
+// something.
 func (s *Session) write() {
 	defer s.readers.Done()
-	var msg wire.Message
 	for {
 		select {
 		case <-s.wake:
 		case <-s.stopped:
 			return
 		}
-		for {
-			msg.Frame.Reset()
-			s.mu.Lock()
-			held, ok := s.m.Next(s.now(), &msg.Frame)
-			kind := s.m.Checksum()
-			s.dispatch(s.now())
-			last := !ok && s.ended && s.m.Idle()
-			s.mu.Unlock()
-			if last {
-				s.Stop(ErrPeerClosed)
-				return
-			}
-			if !ok {
-				break
-			}
-			msg.Held = held
-			if c := &msg.Frame.Chunk; msg.Frame.HasChunk() {
-				c.Sum = sum(kind, c)
-			}
-			s.sendingSince.Store(int64(s.now()) + 1)
-			err := s.conn.SendMsg(&msg)
-			s.sendingSince.Store(0)
-			if err != nil {
-				if msg.Held != nil { // it never reached the codec
-					msg.Held.Release()
-				}
-				if !errors.Is(err, io.EOF) { // on a client, the reader learns the real cause
-					s.Stop(err)
-				}
-				return
-			}
+		s.sending.Lock()
+		for s.sendFrame() {
 		}
+		s.sending.Unlock()
 	}
+}
+
+// sendFrame sends the next frame and reports whether there was one to send and
+// it went; sending is held.
+func (s *Session) sendFrame() bool {
+	msg := &s.out
+	msg.Frame.Reset()
+	s.mu.Lock()
+	now := s.now()
+	held, ok := s.m.Next(now, &msg.Frame)
+	kind := s.m.Checksum()
+	s.dispatch(now)
+	last := !ok && s.ended && s.m.Idle()
+	if ok { // with mu held, or Drain would see neither a call nor its last frame
+		s.sendingSince.Store(int64(now) + 1)
+	}
+	s.mu.Unlock()
+	if last {
+		s.Stop(ErrPeerClosed)
+	}
+	if !ok {
+		return false
+	}
+	defer s.sendingSince.Store(0)
+	if s.broken {
+		if held != nil {
+			held.Release()
+		}
+		return false
+	}
+	msg.Held = held
+	if msg.Frame.HasChunk() {
+		msg.Frame.Chunk.Sum = sum(kind, &msg.Frame.Chunk)
+	}
+	err := s.conn.SendMsg(msg)
+	if err != nil {
+		s.broken = true
+		if msg.Held != nil { // it never reached the codec
+			msg.Held.Release()
+		}
+		if !errors.Is(err, io.EOF) { // on a client, the reader learns the real cause
+			s.Stop(err)
+		}
+		return false
+	}
+	return true
 }
 
 func sum(kind codec.Checksum, c *stream.Chunk) uint32 {
@@ -308,7 +362,7 @@ func (s *Session) Drain(ctx context.Context, reason string) error {
 	defer t.Stop()
 	for {
 		idle := false
-		s.Do(func(m *stream.Machine, _ stream.Instant) { idle = m.Idle() && !m.Pending() })
+		s.Do(func(m *stream.Machine, _ stream.Instant) { idle = m.Idle() && !m.Pending() && s.sendingSince.Load() == 0 })
 		if idle {
 			return nil
 		}

@@ -33,4 +33,6 @@ const (
 	headBytes = 4 << 10
 	// maxPooledHead is the largest header buffer kept for the next frame.
 	maxPooledHead = MaxControlBytes + headBytes
+	// frameBytes is the largest HTTP/2 data frame that grpc-go sends.
+	frameBytes = 16 << 10
 )
