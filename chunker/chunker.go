@@ -10,6 +10,7 @@ package chunker
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -30,12 +31,13 @@ type Releaser interface{ Release() }
 // Chunker cuts one tensor.
 type Chunker struct {
 	geo     tensor.Geometry
-	regions []*region // ascending by offset, the acknowledged ones gone
-	ready   []span    // chunks that lie wholly in offered memory and wait to be sent, ascending
-	partial map[uint32]int64
-	below   uint32 // acknowledged
-	taken   uint32 // every chunk with a smaller index was taken once
-	ahead   map[uint32]struct{}
+	regions []*region           // ascending by offset, the acknowledged ones gone
+	ready   []span              // chunks that lie wholly in offered memory and were never taken, ascending
+	again   []uint32            // chunks to be sent again, ascending
+	partial map[uint32]int64    // bytes still missing of chunks offered in part
+	below   uint32              // acknowledged
+	taken   uint32              // every chunk with a smaller index was taken once
+	ahead   map[uint32]struct{} // taken, above taken
 	offered int64
 	closed  bool
 }
@@ -79,22 +81,25 @@ func New(geo tensor.Geometry) *Chunker { return &Chunker{geo: geo} }
 // nothing and release does not run.
 func (c *Chunker) Offer(off int64, data []byte, release func()) error {
 	n := int64(len(data))
-	if c.closed || off < 0 || n > c.geo.Size || off > c.geo.Size-n {
+	switch {
+	case c.closed:
+		return fmt.Errorf("%w: the chunker is closed", ErrOffer)
+	case off < 0 || n > c.geo.Size || off > c.geo.Size-n:
 		return fmt.Errorf("%w: bytes [%d,+%d) of a tensor of %d", ErrOffer, off, n, c.geo.Size)
-	}
-	at := len(c.regions)
-	for at > 0 && c.regions[at-1].off > off { // nearly always the end
-		at--
-	}
-	if at > 0 && c.regions[at-1].end() > off || at < len(c.regions) && n > 0 && c.regions[at].off < off+n ||
-		off < min(int64(c.below)*c.geo.ChunkBytes, c.geo.Size) {
-		return fmt.Errorf("%w: bytes [%d,+%d) were offered before", ErrOffer, off, n)
 	}
 	if n == 0 && c.geo.Size > 0 {
 		if release != nil {
 			release() // nothing of it will ever be sent
 		}
 		return nil
+	}
+	at := len(c.regions)
+	for at > 0 && c.regions[at-1].off > off { // nearly always the end
+		at--
+	}
+	if at > 0 && c.regions[at-1].end() > off || at < len(c.regions) && c.regions[at].off < off+n ||
+		off < min(int64(c.below)*c.geo.ChunkBytes, c.geo.Size) || c.geo.Size == 0 && c.Offered() {
+		return fmt.Errorf("%w: bytes [%d,+%d) were offered before", ErrOffer, off, n)
 	}
 	r := regionPool.Get().(*region)
 	r.off, r.data, r.release = off, data, release
@@ -115,10 +120,11 @@ func (c *Chunker) Offer(off int64, data []byte, release func()) error {
 func (c *Chunker) cover(from, to int64) {
 	lo := uint32(from / c.geo.ChunkBytes)
 	hi := uint32((to-1)/c.geo.ChunkBytes) + 1
-	if !c.edge(lo, from, to) {
+	first, last := lo, hi-1
+	if !c.edge(first, from, to) {
 		lo++
 	}
-	if hi > lo && !c.edge(hi-1, from, to) {
+	if last > first && !c.edge(last, from, to) {
 		hi--
 	}
 	if lo < hi {
@@ -172,33 +178,39 @@ func (c *Chunker) push(s span) {
 }
 
 // Ready reports whether Take would find a chunk below limit.
-func (c *Chunker) Ready(limit uint32) bool { return len(c.ready) > 0 && c.ready[0].lo < limit }
+func (c *Chunker) Ready(limit uint32) bool {
+	return len(c.again) > 0 && c.again[0] < limit || len(c.ready) > 0 && c.ready[0].lo < limit
+}
 
-// Take takes the first chunk that waits below limit.
+// Take takes the first chunk that waits below limit, those to be sent again first.
 func (c *Chunker) Take(limit uint32) (index uint32, ok bool) {
 	if !c.Ready(limit) {
 		return 0, false
+	}
+	if len(c.again) > 0 && c.again[0] < limit {
+		index = c.again[0]
+		c.again = append(c.again[:0], c.again[1:]...)
+		return index, true
 	}
 	s := &c.ready[0]
 	index = s.lo
 	if s.lo++; s.lo == s.hi {
 		c.ready = append(c.ready[:0], c.ready[1:]...)
 	}
-	switch {
-	case index > c.taken:
+	if index > c.taken {
 		if c.ahead == nil {
 			c.ahead = make(map[uint32]struct{})
 		}
 		c.ahead[index] = struct{}{}
-	case index == c.taken:
-		c.taken++
-		for len(c.ahead) > 0 {
-			if _, ok := c.ahead[c.taken]; !ok {
-				break
-			}
-			delete(c.ahead, c.taken)
-			c.taken++
+		return index, true
+	}
+	c.taken++
+	for len(c.ahead) > 0 {
+		if _, ok := c.ahead[c.taken]; !ok {
+			break
 		}
+		delete(c.ahead, c.taken)
+		c.taken++
 	}
 	return index, true
 }
@@ -245,30 +257,21 @@ func (g group) Release() {
 	}
 }
 
-// Resend makes a chunk wait again, if it was taken and is not acknowledged.
-func (c *Chunker) Resend(index uint32) {
-	if index < c.below || index >= c.geo.Count() || c.closed {
-		return
+// Resend makes a chunk wait again, if it was taken and is not acknowledged. It
+// fails when the receiver asks for more than MaxResends at a time.
+func (c *Chunker) Resend(index uint32) error {
+	if _, ahead := c.ahead[index]; index < c.below || index >= c.taken && !ahead || c.closed {
+		return nil
 	}
-	for _, s := range c.ready {
-		if s.lo <= index && index < s.hi {
-			return
-		}
+	at, waits := slices.BinarySearch(c.again, index)
+	switch {
+	case waits:
+		return nil
+	case len(c.again) >= MaxResends:
+		return fmt.Errorf("%w: more than %d chunks are to be sent again; take those first", ErrAck, MaxResends)
 	}
-	if off, n := c.geo.Span(index); !c.holds(off, n) {
-		return // not offered yet: it was never sent
-	}
-	c.push(span{index, index + 1})
-}
-
-func (c *Chunker) holds(off, n int64) bool {
-	end := off + n
-	for _, r := range c.regions {
-		if r.off <= off && off < r.end() {
-			off = r.end()
-		}
-	}
-	return off >= end
+	c.again = slices.Insert(c.again, at, index)
+	return nil
 }
 
 // Ack drops what the receiver holds: every chunk below the index. It fails when
@@ -287,13 +290,16 @@ func (c *Chunker) Ack(below uint32) error {
 		n++
 	}
 	c.drop(n)
-	for len(c.ready) > 0 && c.ready[0].lo < below { // a resend that crossed the ack
-		if c.ready[0].lo = below; c.ready[0].lo >= c.ready[0].hi {
-			c.ready = append(c.ready[:0], c.ready[1:]...)
-		}
-	}
+	crossed, _ := slices.BinarySearch(c.again, below) // resends that crossed the ack
+	c.again = append(c.again[:0], c.again[crossed:]...)
 	return nil
 }
+
+// Below returns the index below which the receiver holds every chunk.
+func (c *Chunker) Below() uint32 { return c.below }
+
+// Unacked returns how many chunks, without a gap, were taken and are not acknowledged.
+func (c *Chunker) Unacked() uint32 { return c.taken - c.below }
 
 func (c *Chunker) drop(n int) {
 	for _, r := range c.regions[:n] {
@@ -305,10 +311,12 @@ func (c *Chunker) drop(n int) {
 }
 
 // Offered reports whether the whole tensor has been offered.
-func (c *Chunker) Offered() bool { return c.offered == c.geo.Size && (c.offered > 0 || len(c.regions)+int(c.below) > 0) }
+func (c *Chunker) Offered() bool {
+	return c.offered == c.geo.Size && (c.offered > 0 || len(c.regions)+int(c.below) > 0)
+}
 
 // Sent reports whether the whole tensor has been offered and no chunk waits.
-func (c *Chunker) Sent() bool { return c.Offered() && len(c.ready) == 0 }
+func (c *Chunker) Sent() bool { return c.Offered() && len(c.ready)+len(c.again) == 0 }
 
 // Acked reports whether the receiver holds every chunk.
 func (c *Chunker) Acked() bool { return c.below == c.geo.Count() }
@@ -317,5 +325,5 @@ func (c *Chunker) Acked() bool { return c.below == c.geo.Count() }
 func (c *Chunker) Close() {
 	c.closed = true
 	c.drop(len(c.regions))
-	c.ready = nil
+	c.ready, c.again, c.partial, c.ahead = nil, nil, nil, nil
 }
