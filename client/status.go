@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"time"
 
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
@@ -67,5 +68,11 @@ func sessionError(err error) *Error {
 		return &Error{Code: codes.Unavailable, Message: "the server ended the session"}
 	}
 	st := status.Convert(err)
-	return &Error{Code: st.Code(), Message: st.Message()}
+	e := &Error{Code: st.Code(), Message: st.Message()}
+	for _, d := range st.Details() {
+		if retry, ok := d.(*errdetails.RetryInfo); ok {
+			e.RetryAfter = retry.GetRetryDelay().AsDuration()
+		}
+	}
+	return e
 }

@@ -13,6 +13,9 @@ const (
 	// tableFree is how many chunks a tensor may have before what the server keeps
 	// per chunk is taken from the memory budget: 20 KiB.
 	tableFree = 4096
+	// retryDelay is what a refused caller is told to wait: about what a call takes.
+	retryDelay  = time.Second
+	retryMillis = uint32(retryDelay / time.Millisecond)
 	// maxTimeout bounds a call's own timeout, so that its milliseconds fit a Duration.
 	maxTimeout = 365 * 24 * time.Hour
 )

@@ -61,9 +61,10 @@ func (p *peer) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 			c.cancel(stopCause(e))
 		}
 	case stream.EventClosed:
+		p.server.count(e.Code)
 		if c := p.calls[e.Call]; c != nil {
 			delete(p.calls, e.Call)
-			c.end(e.Code)
+			c.end()
 		}
 	}
 }
@@ -102,8 +103,8 @@ func (p *peer) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 		n := int64(p.server.limits.AllowanceBytes)
 		if !p.server.cfg.Budget.TryAcquire(p.holder, n) {
 			_, _, limit := p.server.cfg.Budget.Used()
-			m.FailTensor(e.Tensor, stream.ResourceExhausted, fmt.Sprintf(
-				"memory: no %d bytes for the session's allowance, the budget of the server is %d; try again later", n, limit))
+			m.Finish(stream.Done{Call: c.id, Code: stream.ResourceExhausted, RetryAfterMillis: retryMillis, Message: fmt.Sprintf(
+				"memory: no %d bytes for the session's allowance, the budget of the server is %d; try again later", n, limit)})
 			return
 		}
 		p.staged = true
@@ -123,7 +124,7 @@ func (p *peer) ready(m *stream.Machine, now stream.Instant, e stream.Event) {
 	c.arrived, c.lastByte = now, now
 	if n := s.calls.Add(1); n > int64(s.cfg.QueuedCalls) {
 		s.calls.Add(-1)
-		m.Finish(stream.Done{Call: c.id, Code: stream.ResourceExhausted, RetryAfterMillis: 1000,
+		m.Finish(stream.Done{Call: c.id, Code: stream.ResourceExhausted, RetryAfterMillis: retryMillis,
 			Message: fmt.Sprintf("calls: the limit of the server is %d; try again later", s.cfg.QueuedCalls)})
 		return
 	}

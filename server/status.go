@@ -17,11 +17,11 @@ import (
 )
 
 // errDraining refuses a session for good.
-var errDraining = status.Error(codes.Unavailable, "server is draining; open the session on another one, or later")
+var errDraining = tryLater(codes.Unavailable, "server is draining; open the session on another one, or later")
 
 // errSessions refuses a session while limit others are open.
 func errSessions(limit int) error {
-	return status.Errorf(codes.ResourceExhausted, "open sessions: the limit of the server is %d", limit)
+	return tryLater(codes.ResourceExhausted, "open sessions: the limit of the server is %d", limit)
 }
 
 // sessionStatus is what a session's RPC ends with.
