@@ -12,7 +12,7 @@ func mapFile(path string) (data []byte, closeMap func() error, err error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	defer f.Close() //nolint:errcheck // opened for reading; the map outlives it
+	defer f.Close() // the map outlives it
 	if size == 0 {  // mmap refuses a length of 0
 		return nil, func() error { return nil }, nil
 	}
