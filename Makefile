@@ -6,6 +6,7 @@ TOOL     := $(GO) tool -modfile=tools/go.mod
 FUZZ     ?= .
 FUZZTIME ?= 30s
 PKG      ?= ./...
+BENCH    := github.com/tensorferry/tensorferry/internal/bench
 
 # What `breaking` compares the wire contract with: the last release, or, before
 # there is one, the commit this one stands on. `make breaking AGAINST=main` on a
@@ -17,7 +18,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo lint lint-go lint-proto breaking generated tidy-check \
-	examples bench-smoke demo bench build fuzz fuzz-1m generate fmt vectors scripts-rewrite
+	examples bench-smoke demo bench bench-memory build fuzz fuzz-1m generate fmt vectors scripts-rewrite
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^##/ { printf "\n%s\n", substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,7 +29,10 @@ demo: ## Run a split network over a real socket and compare with torch's predict
 	$(GO) run ./cmd/tensorferry demo
 
 bench: ## Measure upload, echo, relu and small calls beside raw TCP and stock gRPC
-	$(GO) run ./cmd/tensorferry bench
+	$(GO) run -ldflags '-X $(BENCH).commit=$(shell git describe --always --dirty 2>/dev/null)' ./cmd/tensorferry bench --net both
+
+bench-memory: ## Measure the peak memory of server and client for a tensor of 16 GiB
+	$(GO) run ./cmd/tensorferry bench --memory
 
 build: ## Build bin/tensorferry, without cgo
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/tensorferry ./cmd/tensorferry
@@ -81,8 +85,10 @@ examples: ## Run every program below examples/ to its end
 	@set -e; for p in $$($(GO) list -f '{{if eq .Name "main"}}{{.ImportPath}}{{end}}' ./examples/...); do \
 		echo "$(GO) run $$p"; $(LIMIT) $(GO) run $$p </dev/null; done
 
-bench-smoke: ## Run every Go benchmark once
+bench-smoke: ## Run every Go benchmark once, and every part of tensorferry bench briefly
 	$(GO) test -run '^$$' -bench . -benchtime 1x ./...
+	$(GO) run ./cmd/tensorferry bench --quick --net both
+	$(GO) run ./cmd/tensorferry bench --quick --memory
 
 fuzz: ## Fuzz each target for FUZZTIME=30s (FUZZ=regexp and PKG=./path choose)
 	@$(GO) test -list '^Fuzz' $(PKG) >/dev/null # a package that does not build shall fail here

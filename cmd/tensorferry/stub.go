@@ -2,5 +2,4 @@ package main
 
 import "github.com/spf13/cobra"
 
-func demoCommand() *cobra.Command  { return &cobra.Command{Use: "demo", Args: cobra.NoArgs} }
-func benchCommand() *cobra.Command { return &cobra.Command{Use: "bench", Args: cobra.NoArgs} }
+func demoCommand() *cobra.Command { return &cobra.Command{Use: "demo", Args: cobra.NoArgs} }

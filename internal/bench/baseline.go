@@ -1,67 +1,82 @@
 // Package bench measures tensorferry beside other ways of moving the same bytes
 // between two places in memory, both ends in this process.
 //
-// A baseline here is a competitor, not a straw man: it does the same work (same
+// Each baseline is a competitor, not a straw man: it does the same work (same
 // chunks, same memory, same checksums where it says so) as directly as its kind
-// allows. It refuses to report a time for bytes that did not arrive. Whoever
-// makes one lends it all memory until Close.
+// allows. The package refuses to report a time for bytes that did not arrive,
+// and to judge: it prints what is required beside what was measured. Whoever
+// makes a baseline lends it all memory until Close.
 package bench
 
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
 	"os"
 	"path/filepath"
-	"slices"
 	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 )
 
-// ChunkBytes is the bytes of one write, and of one chunk, in every baseline.
-const ChunkBytes = 1 << 20
-
 // Memory is what a baseline moves: an upload goes from Source to Remote, an echo
 // on to Back. All have one length, of 1 byte or more, and should have been
-// written to before, or the first run measures page faults. The caller keeps
-// alive what they lie in: a slab nobody holds takes its bytes with it.
+// written to before, or the first run measures page faults. For ReLU the source
+// is float32 without NaN. The caller keeps alive what they lie in: a slab nobody
+// holds takes its bytes with it.
 type Memory struct {
 	Source []byte // the client's
 	Remote []byte // the server's
 	Back   []byte // the client's
 }
 
-// Baseline is a connection over which bytes are moved. Upload and Echo return
-// the time from the first byte to the client's knowledge of the last; what was
-// moved is compared with the source before they return, outside that time. After
-// an error only Close is of use. A Baseline belongs to one goroutine.
-type Baseline interface {
-	// Name says what it is, as in a table's head.
-	Name() string
+// Op is what is done with the source: its name is that of tensorferry's model
+// for it, but for an upload.
+type Op string
+
+// The operations.
+const (
 	// Upload moves Source to Remote; the server acknowledges the whole.
-	Upload(ctx context.Context) (time.Duration, error)
+	Upload Op = "upload"
 	// Echo moves Source to Remote and every chunk, as soon as it is whole there,
 	// to Back: both directions run at once.
-	Echo(ctx context.Context) (time.Duration, error)
+	Echo Op = "echo"
+	// ReLU is an echo of max(x, 0) for each float32 of the source.
+	ReLU Op = "relu"
+)
+
+// Sample is what one transfer took, or one batch of small calls.
+type Sample struct {
+	Time time.Duration `json:"time_ns"`          // from the first byte to the client's knowledge of the last; of a batch, the median
+	CPU  time.Duration `json:"cpu_ns,omitempty"` // of this process, so of both ends, in that time; of a batch, the mean
+	P99  time.Duration `json:"p99_ns,omitempty"` // of a batch
+}
+
+// Baseline is a connection over which bytes are moved. It belongs to one
+// goroutine.
+type Baseline interface {
+	// Move does op once. What was moved is compared with the source before Move
+	// returns, outside the time. After an error only Close is of use.
+	Move(ctx context.Context, op Op) (Sample, error)
 	// Close ends the connection and every goroutine behind it.
 	Close() error
 }
 
-// Latencies makes n small calls, one after the other, and returns the time that
-// half of them, and that 99 of 100, did not pass.
-func Latencies(ctx context.Context, ping func(context.Context) (time.Duration, error), n int) (p50, p99 time.Duration, err error) {
+// Batch makes n small calls, one after the other.
+func Batch(ctx context.Context, ping func(context.Context) (time.Duration, error), n int) (Sample, error) {
 	all := make([]time.Duration, max(n, 1))
+	cpu := cpuTime()
 	for i := range all {
+		var err error
 		if all[i], err = ping(ctx); err != nil {
-			return 0, 0, err
+			return Sample{}, err
 		}
 	}
-	slices.Sort(all)
-	return all[(len(all)-1)*50/100], all[(len(all)-1)*99/100], nil
+	return Sample{quantile(all, 0.5), (cpuTime() - cpu) / time.Duration(len(all)), quantile(all, 0.99)}, nil
 }
 
 func (m Memory) check() error {
@@ -80,29 +95,60 @@ func chunk(b []byte, i int) []byte {
 	return b[i*ChunkBytes : min((i+1)*ChunkBytes, len(b))]
 }
 
-// measured runs one transfer that must leave each of to equal to the source. A
+// measured runs one transfer that must leave the result of op in each of to. A
 // byte of every page is spoiled before, so that what an earlier run left there
 // does not pass for a transfer. The server sends on, or closes, idle when it has
 // done with the memory, which may be a moment after the client has its bytes.
-func (m Memory) measured(run func() error, idle <-chan struct{}, to ...[]byte) (time.Duration, error) {
+func (m Memory) measured(op Op, run func() error, idle <-chan struct{}, to ...[]byte) (Sample, error) {
 	for _, dst := range to {
 		for i := 0; i < len(dst); i += 4 << 10 {
-			dst[i] = ^m.Source[i]
+			dst[i] = ^m.Source[i] // neither the source's byte, nor its relu's: that is 0 or the same
+			if dst[i] == 0 {
+				dst[i] = 1
+			}
 		}
 	}
-	begin := time.Now()
+	cpu, begin := cpuTime(), time.Now()
 	err := run()
-	elapsed := time.Since(begin)
+	sample := Sample{Time: time.Since(begin), CPU: cpuTime() - cpu}
 	if err != nil {
-		return 0, err
+		return Sample{}, err
 	}
 	<-idle
 	for _, dst := range to {
-		if !bytes.Equal(dst, m.Source) {
-			return 0, errors.New("bench: the bytes that arrived are not those that were sent")
+		if !m.holds(op, dst) {
+			return Sample{}, fmt.Errorf("bench: the bytes that arrived are not the %s of those that were sent", op)
 		}
 	}
-	return elapsed, nil
+	return sample, nil
+}
+
+// holds reports whether dst is what op makes of the source.
+func (m Memory) holds(op Op, dst []byte) bool {
+	if op != ReLU {
+		return bytes.Equal(dst, m.Source)
+	}
+	want := make([]byte, ChunkBytes)
+	for i := range m.chunks() {
+		c := chunk(dst, i)
+		copy(want, chunk(m.Source, i))
+		relu(want[:len(c)])
+		if !bytes.Equal(c, want[:len(c)]) {
+			return false
+		}
+	}
+	return true
+}
+
+// relu computes max(x, 0) in place, two float32 at a time and without a branch:
+// a lane whose sign is set becomes 0. Bytes behind the last pair stay as they are.
+func relu(data []byte) {
+	const signs = 0x8000_0000_8000_0000
+	for ; len(data) >= 8; data = data[8:] {
+		w := binary.LittleEndian.Uint64(data)
+		sign := w & signs
+		binary.LittleEndian.PutUint64(data, w&^(sign|(sign-sign>>31)))
+	}
 }
 
 // listen opens a socket for one process: "tcp" on loopback, or "unix" in a

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"time"
 
 	"google.golang.org/grpc"
 
@@ -17,12 +16,11 @@ import (
 // of frames, the proto codec and every window as gRPC has it, CRC32C computed
 // and checked for each chunk, the payload copied to its place.
 type StockGRPC struct {
-	mem     Memory
-	network string
-	pair    *grpcPair
-	stream  grpc.BidiStreamingClient[tensorferryv1.Frame, tensorferryv1.Frame]
-	server  *stockServer
-	cancel  context.CancelFunc
+	mem    Memory
+	pair   *grpcPair
+	stream grpc.BidiStreamingClient[tensorferryv1.Frame, tensorferryv1.Frame]
+	server *stockServer
+	cancel context.CancelFunc
 }
 
 var _ Baseline = (*StockGRPC)(nil)
@@ -45,33 +43,29 @@ func NewStockGRPC(network string, mem Memory) (*StockGRPC, error) {
 		cancel()
 		return nil, errors.Join(err, pair.close())
 	}
-	return &StockGRPC{mem: mem, network: network, pair: pair, stream: s, server: handler, cancel: cancel}, nil
+	return &StockGRPC{mem: mem, pair: pair, stream: s, server: handler, cancel: cancel}, nil
 }
 
-// Name returns such as "stock gRPC stream, tcp, CRC32C".
-func (g *StockGRPC) Name() string { return "stock gRPC stream, " + g.network + ", CRC32C" }
-
-// Upload moves the source one way; the acknowledgement is a frame with a done.
-func (g *StockGRPC) Upload(ctx context.Context) (time.Duration, error) {
+// Move does op once; the acknowledgement of an upload is a frame with a done.
+func (g *StockGRPC) Move(ctx context.Context, op Op) (Sample, error) {
 	defer context.AfterFunc(ctx, g.cancel)()
-	return g.mem.measured(func() error {
-		if err := g.send("upload"); err != nil {
+	to := [][]byte{g.mem.Remote}
+	if op != Upload {
+		to = append(to, g.mem.Back)
+	}
+	return g.mem.measured(op, func() error {
+		if op == Upload {
+			if err := g.send(op); err != nil {
+				return err
+			}
+			f, err := g.stream.Recv()
+			if err == nil && len(f.Dones) != 1 {
+				err = fmt.Errorf("bench: a frame without done ends the upload: %v", f)
+			}
 			return err
 		}
-		f, err := g.stream.Recv()
-		if err == nil && len(f.Dones) != 1 {
-			err = fmt.Errorf("bench: a frame without done ends the upload: %v", f)
-		}
-		return err
-	}, g.server.idle, g.mem.Remote)
-}
-
-// Echo moves the source both ways at once.
-func (g *StockGRPC) Echo(ctx context.Context) (time.Duration, error) {
-	defer context.AfterFunc(ctx, g.cancel)()
-	return g.mem.measured(func() error {
 		sent := make(chan error, 1)
-		go func() { sent <- g.send("echo") }() // ends with the source or the gRPC stream
+		go func() { sent <- g.send(op) }() // ends with the source or the gRPC stream
 		for i := range g.mem.chunks() {
 			f, err := g.stream.Recv()
 			if err == nil {
@@ -83,7 +77,7 @@ func (g *StockGRPC) Echo(ctx context.Context) (time.Duration, error) {
 			}
 		}
 		return <-sent
-	}, g.server.idle, g.mem.Remote, g.mem.Back)
+	}, g.server.idle, to...)
 }
 
 // Close ends the connection and waits for the serving goroutines.
@@ -92,8 +86,8 @@ func (g *StockGRPC) Close() error {
 	return g.pair.close()
 }
 
-func (g *StockGRPC) send(model string) error {
-	if err := g.stream.Send(&tensorferryv1.Frame{Calls: []*tensorferryv1.Call{{Model: model}}}); err != nil {
+func (g *StockGRPC) send(op Op) error {
+	if err := g.stream.Send(&tensorferryv1.Frame{Calls: []*tensorferryv1.Call{{Model: string(op)}}}); err != nil {
 		return err
 	}
 	s := newFrameSender(g.stream)
@@ -160,7 +154,8 @@ func (s *stockServer) StreamTensors(stream grpc.BidiStreamingServer[tensorferryv
 		if len(f.Calls) != 1 {
 			return errors.New("bench: a chunk before its call")
 		}
-		if f.Calls[0].Model == "upload" {
+		op := Op(f.Calls[0].Model)
+		if op == Upload {
 			if err := s.receive(stream, func(int) {}); err != nil {
 				return err
 			}
@@ -176,7 +171,11 @@ func (s *stockServer) StreamTensors(stream grpc.BidiStreamingServer[tensorferryv
 			out := newFrameSender(stream)
 			var err error
 			for i := range whole {
-				if err = out.send(i, chunk(s.mem.Remote, i)); err != nil {
+				c := chunk(s.mem.Remote, i)
+				if op == ReLU {
+					relu(c)
+				}
+				if err = out.send(i, c); err != nil {
 					break
 				}
 			}

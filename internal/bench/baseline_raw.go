@@ -7,17 +7,15 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"time"
 
 	"github.com/tensorferry/tensorferry/codec"
 )
 
 // Raw is a socket and nothing else: a chunk is one write, and is read where it
-// belongs. With checksums, a chunk's CRC32C goes before it and is checked when
+// belongs; a relu is computed there, beside the receiver. With checksums, a chunk's CRC32C goes before it and is checked when
 // the chunk is whole, at every end.
 type Raw struct {
 	mem            Memory
-	network        string
 	sums           bool
 	client, server net.Conn
 	idle           chan struct{} // after each transfer, and at the end
@@ -25,12 +23,6 @@ type Raw struct {
 }
 
 var _ Baseline = (*Raw)(nil)
-
-// What the client asks for with the first byte of a transfer.
-const (
-	opUpload = 'u'
-	opEcho   = 'e'
-)
 
 // NewRaw connects over "tcp" or "unix" and starts a goroutine that serves until
 // Close. It is lent mem until then.
@@ -54,7 +46,7 @@ func NewRaw(network string, mem Memory, checksums bool) (*Raw, error) {
 		_ = client.Close()
 		return nil, err
 	}
-	r := &Raw{mem: mem, network: network, sums: checksums, client: client, server: server,
+	r := &Raw{mem: mem, sums: checksums, client: client, server: server,
 		idle: make(chan struct{}, 1), served: make(chan error, 1)}
 	go func() {
 		err := r.serve()
@@ -65,35 +57,23 @@ func NewRaw(network string, mem Memory, checksums bool) (*Raw, error) {
 	return r, nil
 }
 
-// Name returns such as "raw tcp copy, CRC32C".
-func (r *Raw) Name() string {
-	if r.sums {
-		return "raw " + r.network + " copy, CRC32C"
+// Move does op once; the acknowledgement of an upload is one byte.
+func (r *Raw) Move(ctx context.Context, op Op) (Sample, error) {
+	defer r.closeOn(ctx)()
+	to := [][]byte{r.mem.Remote}
+	if op != Upload {
+		to = append(to, r.mem.Back)
 	}
-	return "raw " + r.network + " copy"
-}
-
-// Upload moves the source one way; the acknowledgement is one byte.
-func (r *Raw) Upload(ctx context.Context) (time.Duration, error) {
-	defer r.closeOn(ctx)()
-	return r.mem.measured(func() error {
-		if _, err := r.client.Write([]byte{opUpload}); err != nil {
+	return r.mem.measured(op, func() error {
+		if _, err := r.client.Write([]byte{op[0]}); err != nil { // no two ops begin alike
 			return err
 		}
-		if err := r.send(r.client, r.mem.Source); err != nil {
-			return err
-		}
-		var ack [1]byte
-		_, err := io.ReadFull(r.client, ack[:])
-		return err
-	}, r.idle, r.mem.Remote)
-}
-
-// Echo moves the source both ways at once.
-func (r *Raw) Echo(ctx context.Context) (time.Duration, error) {
-	defer r.closeOn(ctx)()
-	return r.mem.measured(func() error {
-		if _, err := r.client.Write([]byte{opEcho}); err != nil {
+		if op == Upload {
+			if err := r.send(r.client, r.mem.Source); err != nil {
+				return err
+			}
+			var ack [1]byte
+			_, err := io.ReadFull(r.client, ack[:])
 			return err
 		}
 		sent := make(chan error, 1)
@@ -103,7 +83,7 @@ func (r *Raw) Echo(ctx context.Context) (time.Duration, error) {
 			_ = r.client.Close()
 		}
 		return errors.Join(err, <-sent)
-	}, r.idle, r.mem.Remote, r.mem.Back)
+	}, r.idle, to...)
 }
 
 // Close ends the connection and waits for the serving goroutine.
@@ -125,7 +105,7 @@ func (r *Raw) serve() error {
 		} else if err != nil {
 			return err
 		}
-		if op[0] == opUpload {
+		if op[0] == Upload[0] {
 			if err := r.receive(r.server, r.mem.Remote, func([]byte) {}); err != nil {
 				return err
 			}
@@ -141,6 +121,9 @@ func (r *Raw) serve() error {
 			w := writer{conn: r.server, sums: r.sums}
 			var err error
 			for c := range whole {
+				if op[0] == ReLU[0] {
+					relu(c)
+				}
 				if err = w.write(c); err != nil {
 					_ = r.server.Close()
 					break

@@ -4,10 +4,10 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
+	"math"
 	"net"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/testkit"
@@ -42,13 +42,11 @@ func everyBaseline(t *testing.T, size int, test func(t *testing.T, b Baseline)) 
 
 func TestBaselinesMoveEveryByteBothWays(t *testing.T) {
 	testkit.Start(t)
-	for _, size := range []int{1, 4 * ChunkBytes, 3*ChunkBytes + 5} {
+	for _, size := range []int{1, 2 * ChunkBytes, ChunkBytes + 5} {
 		everyBaseline(t, size, func(t *testing.T, b Baseline) {
-			for range 2 {
-				for name, run := range map[string]func(context.Context) (time.Duration, error){"upload": b.Upload, "echo": b.Echo} {
-					if d, err := run(t.Context()); err != nil || d <= 0 {
-						t.Fatalf("%s, %s: %v, %v", b.Name(), name, d, err)
-					}
+			for _, op := range []Op{Upload, Echo, ReLU, Upload} {
+				if s, err := b.Move(t.Context(), op); err != nil || s.Time <= 0 || s.CPU < 0 {
+					t.Fatalf("%s: %v, %v", op, s, err)
 				}
 			}
 			if err := b.Close(); err != nil {
@@ -65,7 +63,7 @@ func TestBaselinesEndWithTheirContext(t *testing.T) {
 		cancel()
 		for {
 			// The cancellation may come too late for a run, never for all of them.
-			if _, err := b.Echo(ctx); err != nil {
+			if _, err := b.Move(ctx, Echo); err != nil {
 				break
 			}
 		}
@@ -89,8 +87,10 @@ func TestBytesThatDidNotArriveHaveNoTime(t *testing.T) {
 		"the transfer fails": func() error { copy(m.Remote, m.Source); return net.ErrClosed },
 	} {
 		t.Run(name, func(t *testing.T) {
-			if d, err := m.measured(run, idle, m.Remote); err == nil || d != 0 {
-				t.Fatalf("got %v, %v", d, err)
+			for _, op := range []Op{Upload, ReLU} {
+				if s, err := m.measured(op, run, idle, m.Remote); err == nil || s != (Sample{}) {
+					t.Fatalf("%s: got %v, %v", op, s, err)
+				}
 			}
 		})
 	}
@@ -130,20 +130,42 @@ func TestBaselinesRefuseMemoryOfDifferentLengths(t *testing.T) {
 func TestPingsComeBackOverEveryNetwork(t *testing.T) {
 	testkit.Start(t)
 	for _, network := range []string{"tcp", "unix"} {
-		for _, size := range []int{0, 1, 30 << 10, 1 << 20} {
-			t.Run(fmt.Sprintf("%s %d bytes", network, size), func(t *testing.T) {
-				p, err := NewGRPCPing(network, size)
-				if err != nil {
-					t.Fatal(err)
+		for kind, open := range map[string]func(string, int) (*GRPCPing, error){"stock codec": NewStockPing, "bytes passed through": NewRawPing} {
+			for _, size := range []int{0, 1, SmallBytes, 1 << 20} {
+				t.Run(fmt.Sprintf("%s %s %d bytes", network, kind, size), func(t *testing.T) {
+					p, err := open(network, size)
+					if err != nil {
+						t.Fatal(err)
+					}
+					s, err := Batch(t.Context(), p.Ping, 20)
+					if err != nil || s.Time <= 0 || s.P99 < s.Time {
+						t.Fatalf("%v, %v", s, err)
+					}
+					if err := p.Close(); err != nil {
+						t.Fatal(err)
+					}
+				})
+			}
+		}
+	}
+}
+
+func TestReLUOfTwoFloatsAtATimeIsThatOfEach(t *testing.T) {
+	negativeZero := math.Copysign(0, -1)
+	values := []float32{1, -1, 0, float32(negativeZero), float32(math.Inf(1)), float32(math.Inf(-1)),
+		math.MaxFloat32, -math.MaxFloat32, math.SmallestNonzeroFloat32, -math.SmallestNonzeroFloat32}
+	for _, a := range values {
+		for _, b := range values {
+			var data [8]byte
+			binary.LittleEndian.PutUint32(data[:], math.Float32bits(a))
+			binary.LittleEndian.PutUint32(data[4:], math.Float32bits(b))
+			relu(data[:])
+			for i, x := range []float32{a, b} {
+				got := binary.LittleEndian.Uint32(data[4*i:])
+				if want := math.Float32bits(max(x, 0)); got != want {
+					t.Errorf("relu of %v beside %v has the bits %08x, want %08x", x, []float32{a, b}[1-i], got, want)
 				}
-				p50, p99, err := Latencies(t.Context(), p.Ping, 20)
-				if err != nil || p50 <= 0 || p99 < p50 {
-					t.Fatalf("p50 %v, p99 %v, %v", p50, p99, err)
-				}
-				if err := p.Close(); err != nil {
-					t.Fatal(err)
-				}
-			})
+			}
 		}
 	}
 }

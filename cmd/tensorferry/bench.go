@@ -1,0 +1,138 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+
+	"github.com/spf13/cobra"
+
+	"github.com/tensorferry/tensorferry/internal/bench"
+)
+
+const (
+	// benchBytes and benchMemoryBytes are what the required figures are for.
+	benchBytes       = 256 << 20
+	benchMemoryBytes = 16 << 30
+	// quickMemoryBytes is enough for a stream to outgrow every buffer.
+	quickMemoryBytes = 64 << 20
+)
+
+// benchOptions are the flags of bench.
+type benchOptions struct {
+	net         string
+	size, pairs int
+	quick       bool
+	json        bool
+	benchstat   bool
+	memory      bool
+	memoryBytes int64
+}
+
+func benchCommand() *cobra.Command {
+	var o benchOptions
+	c := &cobra.Command{
+		Use:   "bench",
+		Short: "measure this machine: tensorferry beside raw sockets and gRPC",
+		Long: `Bench moves tensors between a client and a server in this process, in turns with
+raw sockets and with stock gRPC that do the same work, until the medians of the
+ratios are stable; it takes a few minutes. docs/benchmarks.md says what is
+measured, and how.
+
+With --memory it streams one large tensor through a server and a client that are
+processes of their own, and prints the most memory that each took.`,
+		Example: `  tensorferry bench --net both
+  tensorferry bench --benchstat > new.txt && benchstat -col /peer new.txt
+  tensorferry bench --memory`,
+		Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			if o.benchstat && (o.json || o.memory) {
+				return usage("--benchstat goes with neither --json nor --memory")
+			}
+			if o.memory {
+				return benchMemory(c.Context(), o, c.Flags().Changed("memory-bytes"), c.OutOrStdout())
+			}
+			return benchSpeed(c.Context(), o, c.OutOrStdout())
+		},
+	}
+	f := c.Flags()
+	f.StringVar(&o.net, "net", "tcp", "`socket`: tcp, unix or both")
+	f.IntVar(&o.size, "size", benchBytes, "`bytes` of the large tensors")
+	f.IntVar(&o.pairs, "pairs", bench.MinPairs, "least pairs that a median is taken of; fewer than the default are not")
+	f.BoolVar(&o.quick, "quick", false, "run every part briefly, to see that it works: the figures mean nothing")
+	f.BoolVar(&o.json, "json", false, "print JSON, with every sample")
+	f.BoolVar(&o.benchstat, "benchstat", false, "print every sample in the format of Go's benchmarks")
+	f.BoolVar(&o.memory, "memory", false, "measure peak memory instead of speed")
+	f.Int64Var(&o.memoryBytes, "memory-bytes", benchMemoryBytes, "`bytes` of the tensor for --memory")
+	return c
+}
+
+// networks says which sockets a value of --net means.
+var networks = map[string][]string{"tcp": {"tcp"}, "unix": {"unix"}, "both": {"tcp", "unix"}}
+
+func progress(text string) { fmt.Fprintf(os.Stderr, "bench: %s\n", text) }
+
+func benchSpeed(ctx context.Context, o benchOptions, out io.Writer) error {
+	nets, ok := networks[o.net]
+	switch {
+	case !ok:
+		return usage("--net %q; known are tcp, unix and both", o.net)
+	case o.size < 8 || o.size%8 != 0:
+		return usage("--size %d; give 8 or more, a multiple of 8", o.size)
+	}
+	cfg := bench.Full(nets, o.size, o.pairs)
+	if o.quick {
+		cfg = bench.Smoke(nets)
+	}
+	cfg.Progress = progress
+	r, err := bench.Run(ctx, cfg)
+	switch {
+	case err != nil:
+		return err
+	case o.json:
+		return writeJSON(out, r)
+	case o.benchstat:
+		return r.WriteBenchstat(out)
+	}
+	return r.WriteText(out)
+}
+
+func benchMemory(ctx context.Context, o benchOptions, sized bool, out io.Writer) error {
+	nets, ok := networks[o.net]
+	if !ok {
+		return usage("--net %q; known are tcp, unix and both", o.net)
+	}
+	if o.quick && !sized {
+		o.memoryBytes = quickMemoryBytes
+	}
+	if o.memoryBytes < bench.MemoryBlock || o.memoryBytes%bench.MemoryBlock != 0 {
+		return usage("--memory-bytes %d; give a multiple of %d", o.memoryBytes, bench.MemoryBlock)
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	var all []*bench.MemoryReport
+	for _, network := range nets {
+		r, err := bench.PeakMemory(ctx, bench.MemoryConfig{
+			Command: func(ctx context.Context, args ...string) *exec.Cmd { return exec.CommandContext(ctx, self, args...) },
+			Bytes:   o.memoryBytes, Network: network, Progress: progress,
+		})
+		if err != nil {
+			return err
+		}
+		all = append(all, r)
+		if o.json {
+			continue
+		}
+		if err := r.WriteText(out); err != nil {
+			return err
+		}
+	}
+	if o.json {
+		return writeJSON(out, all)
+	}
+	return nil
+}

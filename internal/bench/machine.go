@@ -1,0 +1,62 @@
+package bench
+
+import (
+	"os"
+	"runtime"
+	"runtime/debug"
+	"strings"
+)
+
+// Machine is where figures come from.
+type Machine struct {
+	CPU    string `json:"cpu"`
+	Cores  int    `json:"cores"` // that this process may use
+	Load   string `json:"load"`  // average of the last minute before; empty where nobody says
+	Go     string `json:"go"`
+	OS     string `json:"os"`
+	Arch   string `json:"arch"`
+	Commit string `json:"commit"` // empty when nobody knows; what follows it says that files had changed
+}
+
+// commit is set by the linker where the build has no version control to ask: go
+// run never has. The Makefile does.
+var commit string
+
+func thisMachine() Machine {
+	m := Machine{
+		CPU: runtime.GOARCH, Cores: runtime.GOMAXPROCS(0),
+		Go: runtime.Version(), OS: runtime.GOOS, Arch: runtime.GOARCH,
+	}
+	if text, err := os.ReadFile("/proc/cpuinfo"); err == nil {
+		if model := field(string(text), "model name"); model != "" {
+			m.CPU = model
+		}
+	}
+	if text, err := os.ReadFile("/proc/loadavg"); err == nil {
+		m.Load, _, _ = strings.Cut(string(text), " ")
+	}
+	if m.Commit = commit; commit != "" {
+		return m
+	}
+	if info, ok := debug.ReadBuildInfo(); ok {
+		for _, s := range info.Settings {
+			switch {
+			case s.Key == "vcs.revision":
+				m.Commit = s.Value[:min(12, len(s.Value))] + m.Commit
+			case s.Key == "vcs.modified" && s.Value == "true":
+				m.Commit += "-dirty"
+			}
+		}
+	}
+	return m
+}
+
+// field returns the value of the first "name : value" line of a file of /proc.
+func field(text, name string) string {
+	for line := range strings.Lines(text) {
+		if k, v, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(k) == name {
+			return strings.TrimSpace(v)
+		}
+	}
+	return ""
+}

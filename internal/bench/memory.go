@@ -1,0 +1,276 @@
+package bench
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+)
+
+// MemoryConfig says how to measure the memory that a large tensor takes.
+type MemoryConfig struct {
+	// Command returns a process of tensorferry that has not been started.
+	Command func(ctx context.Context, args ...string) *exec.Cmd
+	// Bytes is the size of the tensor, a multiple of MemoryBlock.
+	Bytes   int64
+	Network string // "tcp" or "unix"
+	// Progress, if set, is told how far it is.
+	Progress func(text string)
+}
+
+// MemoryReport is the most memory that each process took: pages that were present
+// at a time, of code and files too, as the kernel keeps it (VmHWM).
+type MemoryReport struct {
+	Machine Machine       `json:"machine"`
+	Net     string        `json:"net"`
+	Bytes   int64         `json:"bytes"`
+	Time    time.Duration `json:"time_ns"`
+	Server  int64         `json:"server_peak_bytes"`
+	Client  int64         `json:"client_peak_bytes"`
+	// Required of both.
+	Required *Required `json:"required"`
+}
+
+// WriteText writes it for people.
+func (r *MemoryReport) WriteText(w io.Writer) error {
+	_, err := fmt.Fprintf(w, `%d bytes of float32 through relu, stdin to stdout, %s: every byte right, %v, %.2f GB/s
+peak memory of the server  %6.1f MiB
+peak memory of the client  %6.1f MiB
+required of each           at most %.0f MiB: %s
+`, r.Bytes, r.Net, r.Time.Round(time.Millisecond), float64(r.Bytes)/float64(r.Time), mib(r.Server), mib(r.Client),
+		mib(peakBytes), map[bool]string{true: "met", false: "MISSED"}[r.Required.Met])
+	return err
+}
+
+func mib(n int64) float64 { return float64(n) / (1 << 20) }
+
+// PeakMemory starts a server and a client as processes of their own, streams a
+// generated tensor through relu, compares every byte that comes back, and returns
+// the most memory that each of the two took. Ending ctx ends both.
+func PeakMemory(ctx context.Context, c MemoryConfig) (*MemoryReport, error) {
+	if c.Bytes < MemoryBlock || c.Bytes%MemoryBlock != 0 {
+		return nil, fmt.Errorf("bench: a tensor of %d bytes; give a multiple of %d", c.Bytes, MemoryBlock)
+	}
+	r, err := c.measure(ctx)
+	switch {
+	case ctx.Err() != nil:
+		return nil, context.Cause(ctx) // and not what it broke
+	case err != nil:
+		return nil, err
+	}
+	return r, nil
+}
+
+func (c MemoryConfig) measure(ctx context.Context) (_ *MemoryReport, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	server, address, release, err := c.serve(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		_ = server.cmd.Process.Signal(os.Interrupt) // it may have ended
+		err = errors.Join(err, server.wait())
+		release()
+	}()
+	client := c.child(ctx, "run", "relu", "--server", address, "--dtype", "float32", "--shape", strconv.FormatInt(c.Bytes/4, 10))
+	stdin, err := client.cmd.StdinPipe()
+	if err != nil {
+		return nil, err
+	}
+	stdout, err := client.cmd.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := client.cmd.Start(); err != nil {
+		return nil, err
+	}
+	begin := time.Now()
+	written := make(chan error, 1)
+	go func() { written <- errors.Join(writeBlocks(stdin, c.Bytes), stdin.Close()) }() // ends with the client
+	r := &MemoryReport{Machine: thisMachine(), Net: c.Network, Bytes: c.Bytes}
+	err = checkBlocks(stdout, c.Bytes, func(left int64) (err error) {
+		if c.Progress != nil && left%max(c.Bytes/16/MemoryBlock*MemoryBlock, MemoryBlock) == 0 {
+			c.Progress(byteText(int(left)) + " left")
+		}
+		if left == MemoryBlock { // the client lives until it has written this one too
+			r.Client, err = peakOf(client.cmd.Process.Pid)
+		}
+		return err
+	})
+	r.Time = time.Since(begin)
+	if err != nil {
+		cancel() // or the client would wait for its output to be read
+	}
+	writeErr := <-written // a broken pipe, if the client failed
+	if err = errors.Join(err, client.wait()); err != nil {
+		return nil, err
+	}
+	if writeErr != nil {
+		return nil, writeErr
+	}
+	if r.Server, err = peakOf(server.cmd.Process.Pid); err != nil {
+		return nil, err
+	}
+	r.Required = Required{AtMost: true, Value: peakBytes}.held(float64(max(r.Server, r.Client)))
+	return r, nil
+}
+
+// serve starts a server and waits until it listens.
+func (c MemoryConfig) serve(ctx context.Context) (server *child, address string, release func(), err error) {
+	listen, release := "127.0.0.1:0", func() {}
+	if c.Network == "unix" {
+		dir, err := os.MkdirTemp("", "tensorferry-bench-")
+		if err != nil {
+			return nil, "", nil, err
+		}
+		listen, release = "unix:"+filepath.Join(dir, "socket"), func() { _ = os.RemoveAll(dir) }
+	}
+	server = c.child(ctx, "serve", "--listen", listen)
+	if err := server.cmd.Start(); err != nil {
+		release()
+		return nil, "", nil, err
+	}
+	server.ended = make(chan error, 1)
+	go func() { server.ended <- server.cmd.Wait() }() // ends with the process
+	select {
+	case <-server.stderr.line:
+	case err := <-server.ended:
+		server.ended <- err // for wait
+	}
+	// "tensorferry 0.1.0 serves 5 models on ADDRESS", or why it does not.
+	line, _, _ := strings.Cut(server.stderr.String(), "\n")
+	if _, address, ok := strings.Cut(line, " models on "); ok {
+		return server, address, release, nil
+	}
+	_ = server.cmd.Process.Kill() // it may have ended
+	defer release()
+	return nil, "", nil, errors.Join(errors.New("bench: the server does not say where it listens"), server.wait())
+}
+
+// child is a process of tensorferry.
+type child struct {
+	cmd    *exec.Cmd
+	stderr *tail
+	ended  chan error // capacity 1; of a process that someone waits for already
+}
+
+// child returns one that is interrupted when ctx ends.
+func (c MemoryConfig) child(ctx context.Context, args ...string) *child {
+	p := &child{c.Command(ctx, args...), &tail{line: make(chan struct{})}, nil}
+	p.cmd.Stderr = p.stderr
+	p.cmd.Cancel = func() error { return p.cmd.Process.Signal(os.Interrupt) }
+	p.cmd.WaitDelay = childWait
+	return p
+}
+
+// wait waits for the process to end and says what it said last if it failed.
+func (p *child) wait() error {
+	var err error
+	if p.ended != nil {
+		err = <-p.ended
+	} else {
+		err = p.cmd.Wait()
+	}
+	if err != nil {
+		err = fmt.Errorf("bench: %s: %w: %s", strings.Join(p.cmd.Args[1:], " "), err, strings.TrimSpace(p.stderr.String()))
+	}
+	return err
+}
+
+// tail keeps the end of what is written to it. Safe for concurrent use.
+type tail struct {
+	line chan struct{} // closed when the first line is there
+
+	mu    sync.Mutex // guards all below
+	text  []byte
+	begun bool
+}
+
+// Write copies p.
+func (t *tail) Write(p []byte) (int, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.text = append(t.text, p...)
+	t.text = t.text[max(0, len(t.text)-stderrBytes):]
+	if !t.begun && bytes.IndexByte(t.text, '\n') >= 0 {
+		t.begun = true
+		close(t.line)
+	}
+	return len(p), nil
+}
+
+func (t *tail) String() string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return string(t.text)
+}
+
+// A generated tensor is one block again and again, but for its first element,
+// which tells the blocks apart.
+func newBlock() []byte {
+	b := make([]byte, MemoryBlock)
+	fillFloats(b)
+	return b
+}
+
+func stamp(block []byte, i int64) {
+	binary.LittleEndian.PutUint32(block, math.Float32bits(float32(i+1))) // exact up to 2²⁴ blocks
+}
+
+func writeBlocks(w io.Writer, size int64) error {
+	block := newBlock()
+	for i := range size / MemoryBlock {
+		stamp(block, i)
+		if _, err := w.Write(block); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkBlocks reads what relu makes of what writeBlocks writes. It calls before,
+// with the bytes left, for each block.
+func checkBlocks(r io.Reader, size int64, before func(left int64) error) error {
+	want, got := newBlock(), make([]byte, MemoryBlock)
+	relu(want)
+	for i := range size / MemoryBlock {
+		if err := before(size - i*MemoryBlock); err != nil {
+			return err
+		}
+		if n, err := io.ReadFull(r, got); err != nil {
+			return fmt.Errorf("bench: the result ends after %d of %d bytes: %w", i*MemoryBlock+int64(n), size, err)
+		}
+		if stamp(want, i); !bytes.Equal(got, want) {
+			return fmt.Errorf("bench: the result is wrong in [%d,+%d)", i*MemoryBlock, MemoryBlock)
+		}
+	}
+	if n, err := r.Read(got[:1]); n > 0 || err != io.EOF {
+		return fmt.Errorf("bench: the result does not end after %d bytes: %w", size, err)
+	}
+	return nil
+}
+
+// peakOf returns the most memory that a living process has had.
+func peakOf(pid int) (int64, error) {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		return 0, fmt.Errorf("bench: peak memory is read from /proc, as Linux has it: %w", err)
+	}
+	value, _, _ := strings.Cut(field(string(text), "VmHWM"), " ") // in kB
+	n, err := strconv.ParseInt(value, 10, 64)
+	if err != nil {
+		return 0, fmt.Errorf("bench: no VmHWM in the status of process %d", pid)
+	}
+	return n << 10, nil
+}
