@@ -61,8 +61,11 @@ func run(ctx context.Context, args []string) int {
 	if err == nil {
 		return 0
 	}
-	fmt.Fprintf(os.Stderr, "tensorferry: %v\n", err)
 	code := exitCode(ctx, err)
+	if code == exitInterrupted {
+		err = errors.New("interrupted") // what it broke is not news
+	}
+	fmt.Fprintf(os.Stderr, "tensorferry: %v\n", err)
 	var h hinted
 	switch {
 	case errors.As(err, &h):

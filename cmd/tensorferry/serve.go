@@ -3,7 +3,9 @@ package main
 import (
 	"bufio"
 	"context"
+	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"os"
@@ -16,6 +18,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/examples/fashion"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/stream"
 )
@@ -38,6 +41,8 @@ type serveOptions struct {
 	tensor   int64
 	insecure bool
 	verbose  bool
+	demo     bool
+	child    bool
 }
 
 func serveCommand() *cobra.Command {
@@ -52,7 +57,19 @@ A model is a folder with model.json and weights.safetensors (docs/engine.md).`,
 		Example: `  tensorferry serve
   tensorferry serve --listen unix:/tmp/ferry.sock --model trunk=models/trunk`,
 		Args: cobra.NoArgs,
-		RunE: func(c *cobra.Command, _ []string) error { return serve(c.Context(), o) },
+		RunE: func(c *cobra.Command, _ []string) error {
+			ctx := c.Context()
+			if !o.child {
+				return serve(ctx, o, io.Discard)
+			}
+			ctx, cancel := context.WithCancel(ctx)
+			defer cancel()
+			go func() { // ends with the input, at the latest with the process
+				_, _ = io.Copy(io.Discard, c.InOrStdin())
+				cancel()
+			}()
+			return serve(ctx, o, c.OutOrStdout())
+		},
 	}
 	f := c.Flags()
 	f.StringVar(&o.listen, "listen", defaultListen, "`address` to listen on: host:port or unix:/path")
@@ -62,31 +79,40 @@ A model is a folder with model.json and weights.safetensors (docs/engine.md).`,
 	f.Int64Var(&o.tensor, "max-tensor", 0, "largest tensor accepted, in `bytes` (default 16 GiB)")
 	f.BoolVar(&o.insecure, "insecure", false, "allow a listener that other machines reach: there is no encryption and no authentication yet")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "log every session")
+	f.BoolVar(&o.demo, "demo", false, "serve the model that tensorferry demo --server needs, too")
+	f.BoolVar(&o.child, "child", false, "print the address to stdout, and stop when stdin ends")
+	if err := f.MarkHidden("child"); err != nil {
+		panic(err) // the flag is named two lines above
+	}
 	return c
 }
 
 // host is an engine's memory and workers with the models that run there.
-func newHost(memory int64, workers int, folders []string) (*engine.Host, *engine.Registry, error) {
+func newHost(memory int64, workers int, folders []string, demo bool) (*engine.Host, *engine.Registry, error) {
 	if memory <= 0 {
 		memory = processMemory() / memoryShare
 	}
 	h := engine.NewHost(engine.HostConfig{MemoryBytes: memory, Workers: workers})
 	models := engine.NewRegistry()
-	for _, m := range cpu.Builtins(h) {
-		if err := models.Add(m); err != nil {
-			h.Close()
-			return nil, nil, err
+	add := func(m engine.Model, err error) error {
+		if err != nil {
+			return err
 		}
+		return models.Add(m)
+	}
+	var err error
+	for _, m := range cpu.Builtins(h) {
+		err = errors.Join(err, add(m, nil))
 	}
 	for _, text := range folders {
-		m, err := loadModel(h, text)
-		if err == nil {
-			err = models.Add(m)
-		}
-		if err != nil {
-			h.Close()
-			return nil, nil, err
-		}
+		err = errors.Join(err, add(loadModel(h, text)))
+	}
+	if demo {
+		err = errors.Join(err, add(cpu.LoadFS(h, fashion.ModelFS(), "trunk")))
+	}
+	if err != nil {
+		h.Close()
+		return nil, nil, err
 	}
 	return h, models, nil
 }
@@ -107,13 +133,14 @@ func loadModel(h *engine.Host, text string) (engine.Model, error) {
 	return m, nil
 }
 
-func serve(ctx context.Context, o serveOptions) error {
+// serve runs a server until ctx ends. Once it listens, it writes its address to ready.
+func serve(ctx context.Context, o serveOptions, ready io.Writer) error {
 	level := slog.LevelWarn
 	if o.verbose {
 		level = slog.LevelInfo
 	}
 	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level}))
-	h, models, err := newHost(o.memory, o.workers, o.models)
+	h, models, err := newHost(o.memory, o.workers, o.models, o.demo)
 	if err != nil {
 		return err
 	}
@@ -132,6 +159,7 @@ func serve(ctx context.Context, o serveOptions) error {
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }()
 	fmt.Fprintf(os.Stderr, "tensorferry %s serves %d models on %s\n", version, len(models.Infos()), addressOf(l))
+	fmt.Fprintln(ready, addressOf(l))
 	select {
 	case err := <-served:
 		s.Close()

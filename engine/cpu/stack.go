@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"sync"
@@ -52,23 +53,49 @@ type Layer struct {
 // weights.safetensors, and makes it ready on h. The weights are copied: nothing
 // of the folder stays open. What does not fit together wraps engine.ErrInfo.
 func Load(h *engine.Host, dir string) (engine.Model, error) {
-	path := filepath.Join(dir, "model.json")
-	spec, err := readSpec(path)
-	if err != nil {
-		return nil, fmt.Errorf("cpu: %s: %w", path, err)
-	}
-	path = filepath.Join(dir, "weights.safetensors")
-	file, err := tensorfile.OpenSafetensors(path)
-	if err != nil {
-		return nil, fmt.Errorf("cpu: %s: %w", path, err)
-	}
-	defer file.Close() // only ends the loan of the views; they have been copied
-	return build(h, spec, file.Tensor)
+	return load(h, dir, os.DirFS(dir), func() (*tensorfile.Safetensors, error) {
+		return tensorfile.OpenSafetensors(filepath.Join(dir, weightsFile))
+	})
 }
 
-func readSpec(path string) (Spec, error) {
+// LoadFS is Load from a folder of fsys, such as an embed.FS. It reads the weights
+// into memory, where Load maps them.
+func LoadFS(h *engine.Host, fsys fs.FS, dir string) (engine.Model, error) {
+	sub, err := fs.Sub(fsys, dir)
+	if err != nil {
+		return nil, fmt.Errorf("cpu: %w", err)
+	}
+	return load(h, dir, sub, func() (*tensorfile.Safetensors, error) {
+		data, err := fs.ReadFile(sub, weightsFile)
+		if err != nil {
+			return nil, err
+		}
+		return tensorfile.ParseSafetensors(data)
+	})
+}
+
+// The files of a stack model's folder.
+const (
+	specFile    = "model.json"
+	weightsFile = "weights.safetensors"
+)
+
+func load(h *engine.Host, dir string, files fs.FS, open func() (*tensorfile.Safetensors, error)) (engine.Model, error) {
+	spec, err := readSpec(files)
+	if err != nil {
+		return nil, fmt.Errorf("cpu: %s: %s: %w", dir, specFile, err)
+	}
+	weights, err := open()
+	if err != nil {
+		return nil, fmt.Errorf("cpu: %s: %s: %w", dir, weightsFile, err)
+	}
+	defer weights.Close() // only ends the loan of the views; they have been copied
+	return build(h, spec, weights.Tensor)
+}
+
+func readSpec(files fs.FS) (Spec, error) {
 	var s Spec
-	f, err := os.Open(path)
+	f, err := files.Open(specFile)
 	if err != nil {
 		return s, err
 	}

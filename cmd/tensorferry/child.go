@@ -1,0 +1,86 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// childWait is how long a server that was told to stop may take, its own
+// drainWait included.
+const childWait = drainWait + 5*time.Second
+
+// childServer is a server in a process of its own. It ends when its standard
+// input does, so that it cannot outlive this process, however that ends.
+type childServer struct {
+	cmd     *exec.Cmd
+	stdin   io.Closer
+	address string
+}
+
+// startServer starts serve with a free port of the loopback interface and waits
+// until it listens. The caller stops it.
+func startServer(ctx context.Context, args ...string) (*childServer, error) {
+	exe, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
+	c := &childServer{cmd: exec.Command(exe, append([]string{"serve", "--child", "--listen", "127.0.0.1:0"}, args...)...)}
+	var talk strings.Builder
+	c.cmd.Stderr = &talk
+	c.cmd.WaitDelay = time.Second
+	if c.stdin, err = c.cmd.StdinPipe(); err != nil {
+		return nil, err
+	}
+	stdout, err := c.cmd.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := c.cmd.Start(); err != nil {
+		return nil, err
+	}
+	unhook := context.AfterFunc(ctx, func() { _ = c.stdin.Close() }) // it then ends, and with it its output
+	line, err := bufio.NewReader(stdout).ReadString('\n')
+	if !unhook() {
+		c.stop()
+		return nil, context.Cause(ctx)
+	}
+	if err != nil {
+		c.stop()
+		return nil, fmt.Errorf("the server did not start: %s", strings.TrimSpace(talk.String()))
+	}
+	c.address = strings.TrimSpace(line)
+	return c, nil
+}
+
+// stop ends the server and waits until it is gone.
+func (c *childServer) stop() {
+	_ = c.stdin.Close() // closed twice when ctx ended while it started
+	late := time.AfterFunc(childWait, func() { _ = c.cmd.Process.Kill() })
+	defer late.Stop()
+	_ = c.cmd.Wait() // how it ended matters no more
+}
+
+// peakMemory is the most memory that a process has had at a time, 0 where the
+// system does not tell. The process is a number, or "self".
+func peakMemory(process string) int64 {
+	text, err := os.ReadFile("/proc/" + process + "/status")
+	if err != nil {
+		return 0
+	}
+	for line := range strings.Lines(string(text)) {
+		if f := strings.Fields(line); len(f) == 3 && f[0] == "VmHWM:" { // in kB
+			n, err := strconv.ParseInt(f[1], 10, 64)
+			if err == nil {
+				return n << 10
+			}
+		}
+	}
+	return 0
+}

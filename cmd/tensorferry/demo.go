@@ -1,0 +1,429 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/examples/fashion"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+const (
+	demoTrunk  = "fashion-trunk"
+	demoWidth  = 128 // of the tensors between the three parts, in float32
+	demoCopies = 500 // of the images, in tensors that are larger than either process
+	// demoDrawn is how many images a terminal of 80 columns has room for.
+	demoDrawn = 3
+)
+
+func demoCommand() *cobra.Command {
+	var server string
+	var asJSON bool
+	c := &cobra.Command{
+		Use:   "demo",
+		Short: "run a split network over a socket and compare with torch",
+		Long: `Demo recognizes 1000 images of clothes (Fashion-MNIST) with a network cut in three:
+the bottom runs here, the trunk on a server behind a socket, the top here again.
+Every prediction must be the one that torch made with the same weights; the exit
+code is 1 if one is not. It then sends the images 500 times over as one tensor,
+for speed and memory.
+
+The server is a process of its own that ends with the demo, or, with --server,
+one that was started with tensorferry serve --demo, on this machine or another.`,
+		Example: `  tensorferry demo
+  tensorferry demo --server 10.0.0.7:50051`,
+		Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			text, out := c.OutOrStdout(), c.OutOrStdout()
+			if asJSON {
+				text = io.Discard
+			}
+			r, err := demo(c.Context(), server, text)
+			if err != nil {
+				return err
+			}
+			if asJSON {
+				err = writeJSON(out, r)
+			}
+			return errors.Join(err, r.verdict())
+		},
+	}
+	c.Flags().StringVar(&server, "server", "", "`address` of a server with the model "+demoTrunk+" (default: start one)")
+	c.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	return c
+}
+
+// demoReport is what the demo found out.
+type demoReport struct {
+	Server    string  `json:"server"`
+	ServerPID int     `json:"server_pid,omitempty"`
+	Images    int     `json:"images"`
+	Correct   int     `json:"correct"`       // predictions that are the label
+	Identical int     `json:"identical"`     // predictions that are torch's
+	Seconds   float64 `json:"total_seconds"` // bottom, there, trunk, back, top
+	// What the server counted meanwhile.
+	ReceivedBytes int64 `json:"server_received_bytes"`
+	SentBytes     int64 `json:"server_sent_bytes"`
+
+	// demoCopies times over: the activations through the trunk, the images through relu.
+	Activations passage `json:"activations"`
+	Pixels      passage `json:"pixels"`
+	// Differing is how many of all copies' predictions are not those of the first.
+	Differing int64 `json:"differing"`
+	// Peak memory, where the system tells; the server's only if the demo started it.
+	ClientPeakBytes int64 `json:"client_peak_bytes,omitempty"`
+	ServerPeakBytes int64 `json:"server_peak_bytes,omitempty"`
+}
+
+// passage is one tensor that went through a model of the server as a stream.
+type passage struct {
+	Model       string  `json:"model"`
+	Tensor      string  `json:"tensor"`
+	Bytes       int64   `json:"bytes"` // each way
+	FirstResult float64 `json:"first_result_seconds"`
+	Total       float64 `json:"total_seconds"`
+}
+
+// verdict is an error if the network did not do here what it does in torch.
+func (r *demoReport) verdict() error {
+	switch {
+	case r.Identical != r.Images:
+		return fmt.Errorf("%d of %d predictions are not those of torch", r.Images-r.Identical, r.Images)
+	case r.Differing > 0:
+		return fmt.Errorf("%d of %d repeated predictions are not those of the first time", r.Differing, r.Images*demoCopies)
+	}
+	return nil
+}
+
+// splitNetwork is the client's part of the demo.
+type splitNetwork struct {
+	bottom, top engine.Model
+	images      []float32 // fashion.Count rows of fashion.Pixels
+	labels      []byte
+}
+
+// demo runs the demo and writes what it finds out to w, for people, as it goes on.
+func demo(ctx context.Context, address string, w io.Writer) (*demoReport, error) {
+	r := &demoReport{Server: address, Images: fashion.Count}
+	if address == "" {
+		child, err := startServer(ctx, "--demo")
+		if err != nil {
+			return nil, err
+		}
+		// It has nothing left to do: what it says when it ends matters no more.
+		defer child.stop()
+		r.Server, r.ServerPID = child.address, child.cmd.Process.Pid
+	}
+	host := engine.NewHost(engine.HostConfig{})
+	defer host.Close()
+	n, err := newSplitNetwork(host)
+	if err != nil {
+		return nil, err
+	}
+	cl, err := client.Dial(r.Server, client.Config{})
+	if err != nil {
+		return nil, usageError{err}
+	}
+	defer cl.Close()
+	if err := needTrunk(ctx, cl, r.Server); err != nil {
+		return nil, err
+	}
+	hidden, classes, err := n.once(ctx, cl, r)
+	if err != nil {
+		return nil, err
+	}
+	r.writeOnce(w)
+	if err := n.manyTimes(ctx, cl, r, hidden, classes); err != nil {
+		return nil, err
+	}
+	r.ClientPeakBytes = peakMemory("self")
+	if r.ServerPID != 0 {
+		r.ServerPeakBytes = peakMemory(fmt.Sprint(r.ServerPID))
+	}
+	r.writeManyTimes(w)
+	draw(w, n.choose(classes), isTerminal(w))
+	writeNext(w)
+	return r, nil
+}
+
+func newSplitNetwork(h *engine.Host) (*splitNetwork, error) {
+	pixels, labels := fashion.Images()
+	n := &splitNetwork{images: make([]float32, len(pixels)), labels: labels}
+	for i, p := range pixels {
+		n.images[i] = float32(p) / 255
+	}
+	var err error
+	if n.bottom, err = cpu.LoadFS(h, fashion.ModelFS(), "bottom"); err != nil {
+		return nil, err
+	}
+	n.top, err = cpu.LoadFS(h, fashion.ModelFS(), "top")
+	return n, err
+}
+
+// once takes the images through the three parts and returns the activations that
+// the bottom model made and the class of each image.
+func (n *splitNetwork) once(ctx context.Context, cl *client.Client, r *demoReport) (hidden tensor.Tensor, classes []byte, err error) {
+	before, err := cl.Info(ctx)
+	if err != nil {
+		return hidden, nil, err
+	}
+	begin := time.Now()
+	images, err := tensor.Of(n.images, fashion.Count, fashion.Pixels)
+	if err != nil {
+		return hidden, nil, err
+	}
+	bottom, err := engine.Compute(ctx, n.bottom, nil, images)
+	if err != nil {
+		return hidden, nil, err
+	}
+	hidden = bottom[0]
+	y, err := cl.Compute(ctx, demoTrunk, hidden)
+	if err != nil {
+		return hidden, nil, err
+	}
+	if classes, err = n.classify(ctx, y); err != nil {
+		return hidden, nil, err
+	}
+	r.Seconds = time.Since(begin).Seconds()
+	after, err := cl.Info(ctx)
+	if err != nil {
+		return hidden, nil, err
+	}
+	counted := func(name string) int64 { return after.GetCounters()[name] - before.GetCounters()[name] }
+	r.ReceivedBytes, r.SentBytes = counted("received_bytes_total"), counted("sent_bytes_total")
+	torch := fashion.Predictions()
+	for i, c := range classes {
+		if c == n.labels[i] {
+			r.Correct++
+		}
+		if c == torch[i] {
+			r.Identical++
+		}
+	}
+	return hidden, classes, nil
+}
+
+// manyTimes sends the activations through the trunk, and the images through relu,
+// which leaves pixels as they are, each demoCopies times over as one tensor that
+// neither side ever holds.
+func (n *splitNetwork) manyTimes(ctx context.Context, cl *client.Client, r *demoReport, hidden tensor.Tensor, classes []byte) error {
+	s, err := cl.Session(ctx)
+	if err != nil {
+		return err
+	}
+	top := &inBlocks{size: len(hidden.Data), each: func(y []byte) error {
+		got, err := n.classify(ctx, tensor.Tensor{Desc: hidden.Desc, Data: y})
+		for i, c := range got {
+			if c != classes[i] {
+				r.Differing++
+			}
+		}
+		return err
+	}}
+	if r.Activations, err = ferry(ctx, s, demoTrunk, hidden, top); err != nil {
+		return err
+	}
+	images, err := tensor.Of(n.images, fashion.Count, fashion.Pixels)
+	if err != nil {
+		return err
+	}
+	r.Pixels, err = ferry(ctx, s, "relu", images, &compared{want: images.Data})
+	return err
+}
+
+// ferry sends x demoCopies times over as one tensor through a model that keeps
+// its shape, and writes the result to w.
+func ferry(ctx context.Context, s *client.Session, model string, x tensor.Tensor, w io.Writer) (passage, error) {
+	desc := tensor.Desc{DType: x.DType, Shape: tensor.Shape{demoCopies * x.Shape[0], x.Shape[1]}}
+	source := &repeated{data: x.Data, left: demoCopies}
+	begin := time.Now()
+	timed := &firstWrite{w: w, begin: begin}
+	call, err := s.Call(ctx, client.Request{
+		Model: model, Inputs: []client.Input{client.FromReader("x", desc, source)},
+		Results: map[string]client.Sink{"y": client.Writer(func(tensor.Desc) (io.Writer, error) { return timed, nil })},
+	})
+	if err == nil {
+		_, err = call.Wait()
+	}
+	return passage{model, desc.String(), int64(demoCopies * len(x.Data)), timed.after.Seconds(), time.Since(begin).Seconds()}, err
+}
+
+// classify runs the top model over rows of activations and returns the class of each.
+func (n *splitNetwork) classify(ctx context.Context, y tensor.Tensor) ([]byte, error) {
+	out, err := engine.Compute(ctx, n.top, nil, y)
+	if err != nil {
+		return nil, err
+	}
+	logits, err := tensor.Slice[float32](out[0])
+	if err != nil {
+		return nil, err
+	}
+	const k = len(fashion.ClassNames)
+	classes := make([]byte, len(logits)/k)
+	for i := range classes {
+		row := logits[i*k : (i+1)*k]
+		for c, v := range row {
+			if v > row[classes[i]] {
+				classes[i] = byte(c)
+			}
+		}
+	}
+	return classes, nil
+}
+
+// needTrunk fails if the server does not have the demo's model.
+func needTrunk(ctx context.Context, cl *client.Client, address string) error {
+	models, err := cl.Models(ctx)
+	if err != nil {
+		return err
+	}
+	for _, m := range models {
+		if m.GetName() == demoTrunk {
+			return nil
+		}
+	}
+	return hinted{fmt.Errorf("the server at %s has no model %q", address, demoTrunk), "start it with tensorferry serve --demo"}
+}
+
+// repeated reads the same bytes left times.
+type repeated struct {
+	data []byte
+	off  int
+	left int
+}
+
+func (r *repeated) Read(p []byte) (int, error) {
+	if r.left == 0 {
+		return 0, io.EOF
+	}
+	n := copy(p, r.data[r.off:])
+	if r.off += n; r.off == len(r.data) {
+		r.off, r.left = 0, r.left-1
+	}
+	return n, nil
+}
+
+// compared fails when what is written to it is not want, again and again.
+type compared struct {
+	want []byte
+	off  int
+}
+
+func (c *compared) Write(p []byte) (n int, err error) {
+	for n < len(p) {
+		part := p[n:min(len(p), n+len(c.want)-c.off)]
+		if !bytes.Equal(part, c.want[c.off:c.off+len(part)]) {
+			return n, errors.New("pixels came back from relu changed")
+		}
+		n += len(part)
+		c.off = (c.off + len(part)) % len(c.want)
+	}
+	return n, nil
+}
+
+// inBlocks hands on what is written to it in blocks of size bytes.
+type inBlocks struct {
+	size int
+	each func([]byte) error
+	buf  []byte
+}
+
+func (b *inBlocks) Write(p []byte) (int, error) {
+	n := len(p)
+	for len(p) > 0 {
+		take := min(b.size-len(b.buf), len(p))
+		b.buf = append(b.buf, p[:take]...)
+		p = p[take:]
+		if len(b.buf) < b.size {
+			break
+		}
+		if err := b.each(b.buf); err != nil {
+			return 0, err
+		}
+		b.buf = b.buf[:0]
+	}
+	return n, nil
+}
+
+// firstWrite notes when its first byte came.
+type firstWrite struct {
+	w     io.Writer
+	begin time.Time
+	after time.Duration
+}
+
+func (f *firstWrite) Write(p []byte) (int, error) {
+	if f.after == 0 {
+		f.after = time.Since(f.begin)
+	}
+	return f.w.Write(p)
+}
+
+func (r *demoReport) writeOnce(w io.Writer) {
+	server := r.Server
+	if r.ServerPID != 0 {
+		server += fmt.Sprintf(", process %d", r.ServerPID)
+	}
+	fmt.Fprintf(w, "Fashion-MNIST, %d images, a network cut in three\n", r.Images)
+	fmt.Fprintf(w, "  bottom  784 > 128  here\n  trunk   128 > 128  %s\n  top     128 > 10   here\n\n", server)
+	same := fmt.Sprintf("all %d are identical to torch's", r.Images)
+	if r.Identical != r.Images {
+		same = fmt.Sprintf("%d of %d DIFFER from torch's", r.Images-r.Identical, r.Images)
+	}
+	fmt.Fprintf(w, "predictions    %s, %.1f %% are right\n", same, 100*float64(r.Correct)/float64(r.Images))
+	fmt.Fprintf(w, "activations    the server counted %d bytes in and %d out\n", r.ReceivedBytes, r.SentBytes)
+	fmt.Fprintf(w, "time           %.0f ms through all three\n\n", 1e3*r.Seconds)
+	fmt.Fprintf(w, "%d times over, as one tensor (some seconds)\n", demoCopies)
+}
+
+func (r *demoReport) writeManyTimes(w io.Writer) {
+	again := "the same predictions each time"
+	if r.Differing > 0 {
+		again = fmt.Sprintf("%d predictions DIFFER", r.Differing)
+	}
+	r.Activations.write(w, "activations", fmt.Sprintf("%s, %.0f images/s", again, float64(r.Images*demoCopies)/r.Activations.Total))
+	r.Pixels.write(w, "pixels", "every byte compared")
+	if r.ClientPeakBytes > 0 {
+		fmt.Fprintf(w, "peak memory    %s here", mebibytes(r.ClientPeakBytes))
+		if r.ServerPeakBytes > 0 {
+			fmt.Fprintf(w, ", %s in the server", mebibytes(r.ServerPeakBytes))
+		}
+		fmt.Fprintf(w, ", for a tensor of %s\n", mebibytes(r.Pixels.Bytes))
+	}
+	fmt.Fprintln(w)
+}
+
+func (p passage) write(w io.Writer, what, checked string) {
+	fmt.Fprintf(w, "%-14s %s through %s: %s\n", what, p.Tensor, p.Model, checked)
+	fmt.Fprintf(w, "%-14s %.2f GB/s each way; first result after %.0f ms of %.1f s\n", "", float64(p.Bytes)/p.Total/1e9, 1e3*p.FirstResult, p.Total)
+}
+
+// writeNext names commands as they can be typed.
+func writeNext(w io.Writer) {
+	self := "tensorferry"
+	if exe, err := os.Executable(); err == nil && strings.Contains(exe, "go-build") { // go run's
+		self = "go run ./cmd/tensorferry"
+	}
+	fmt.Fprintf(w, `
+try next
+  %[1]s serve --demo
+      a server, until Ctrl-C; demo --server ADDRESS and the next line use it
+  %[1]s run relu --dtype int8 --shape 8,16 < /dev/urandom | od -An -td1
+      a tensor of your own through a model of that server
+  %[1]s bench
+      this machine beside raw TCP and stock gRPC; takes some minutes
+`, self)
+}
+
+func mebibytes(n int64) string { return fmt.Sprintf("%d MiB", n>>20) }
