@@ -75,7 +75,8 @@ func (h *Host) take(n int64) *slab.Slab {
 }
 
 // submit queues a block to be computed. It reports false on a closed host. The
-// caller holds the lock of the block's run.
+// caller holds the lock of the block's run. No worker is woken for a block that
+// the taker of its result will help with.
 func (h *Host) submit(s *slot) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -89,7 +90,11 @@ func (h *Host) submit(s *slot) bool {
 		h.tail.next = s
 	}
 	h.tail = s
-	h.more.Signal()
+	if h.head == s && s.run.helped() {
+		wake(s.run.nextable) // Next may be waiting already
+	} else {
+		h.more.Signal()
+	}
 	return true
 }
 

@@ -371,8 +371,8 @@ func (r *run) Next(ctx context.Context) (Out, error) {
 		if o, ok, err := r.pop(); ok || err != nil {
 			return o, err
 		}
-		if r.plan.blocks == 1 && r.plan.inBlock <= helpBytes && r.host.help(r) {
-			continue // no other result could have come meanwhile
+		if r.helped() && r.host.help(r) {
+			continue
 		}
 		select {
 		case <-r.nextable:
@@ -381,6 +381,10 @@ func (r *run) Next(ctx context.Context) (Out, error) {
 		}
 	}
 }
+
+// helped reports whether Next computes the run's block itself: there is only one,
+// so no other result is held up, and it is small.
+func (r *run) helped() bool { return r.plan.blocks == 1 && r.plan.inBlock <= helpBytes }
 
 func (r *run) pop() (Out, bool, error) {
 	r.mu.Lock()
