@@ -1,6 +1,10 @@
 package stream
 
-import "github.com/tensorferry/tensorferry/tensor"
+import (
+	"fmt"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
 
 const (
 	kib    = 1 << 10
@@ -20,6 +24,12 @@ const (
 	AllowanceCeiling = 1 * mib
 	// NameBytes bounds each name: of a model, a port, a tensor.
 	NameBytes = 512
+	// Entries, KeyBytes, ValueBytes and EntriesBytes bound the parameters of a
+	// call, and the metadata of a tensor.
+	Entries      = 64
+	KeyBytes     = 128
+	ValueBytes   = 4 * kib
+	EntriesBytes = 32 * kib
 	// closedIDs is how many ended calls and tensors are remembered, so that
 	// frames that crossed their end are ignored, not answered.
 	closedIDs = 1024
@@ -27,6 +37,13 @@ const (
 	// receiver accepts 64 KiB, so one part more than counted always fits.
 	frameParts = 64
 	frameBytes = 24 * kib
+	// heldCalls times the open calls is how many may be there in all, those
+	// included whose results wait for acknowledgement: those of a frame that comes
+	// before its acknowledgements, and as many again.
+	heldCalls = 4
+	// smallRun is how many chunks of small tensors may go before a large one has
+	// a turn, so that a flood of small calls does not stop it.
+	smallRun = 8
 	// pendingControl bounds answers that wait because the peer does not read.
 	pendingControl = 4096
 	// ackShare: an acknowledgement is due when this part (1/ackShare) of what the
@@ -92,6 +109,25 @@ func checkName(what, name string) string {
 		return what + " is longer than 512 bytes"
 	case !printable(name):
 		return what + " is not UTF-8 without control characters"
+	}
+	return ""
+}
+
+// checkEntries reports what is wrong with parameters or metadata, or nothing.
+func checkEntries(what string, m map[string]string) string {
+	if len(m) > Entries {
+		return fmt.Sprintf("%s: %d entries, the limit is %d", what, len(m), Entries)
+	}
+	total := 0
+	for k, v := range m {
+		switch total += len(k) + len(v); {
+		case len(k) > KeyBytes:
+			return fmt.Sprintf("%s: a key of %d bytes, the limit is %d", what, len(k), KeyBytes)
+		case len(v) > ValueBytes:
+			return fmt.Sprintf("%s: a value of %d bytes, the limit is %d", what, len(v), ValueBytes)
+		case total > EntriesBytes:
+			return fmt.Sprintf("%s: more than %d bytes in all", what, EntriesBytes)
+		}
 	}
 	return ""
 }

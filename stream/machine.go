@@ -1,7 +1,10 @@
 package stream
 
 import (
+	"cmp"
 	"fmt"
+	"maps"
+	"slices"
 
 	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/chunker"
@@ -92,9 +95,8 @@ type Machine struct {
 	gone   map[tensor.ID]struct{}
 	nextID int // place of the oldest in closed
 
-	events  []Event
-	taken   int // events handed out
-	scratch []int
+	events []Event
+	taken  int // events handed out
 
 	// What waits to be sent.
 	drain     *Drain
@@ -108,15 +110,19 @@ type Machine struct {
 	ring      []*out // with chunks to send; ready tensors take turns
 	turn      int
 	small     []*out // on allowance: before the ring
+	smallRun  int    // chunks taken from small since one was taken from ring
 	announced int    // outgoing tensors the peer counts as open
+	incoming  int    // incoming tensors that count as open
 	running   int    // calls whose end is not decided
 	opened    int    // client: weight of the calls the peer counts as open
+	numbered  uint64 // calls so far
 
 	allowIn  int64 // allowance used by the peer
 	allowOut int64 // allowance used by us
 
 	began   Instant
-	lastUse Instant // when the last call ended, or the session began
+	lastUse Instant // when a call was last seen open, or the session began
+	ticked  Instant // when the slow timers were last looked at
 	lazyAt  Instant // when lazy acknowledgements are due; 0: none wait
 
 	stats Stats
@@ -143,10 +149,12 @@ func (s *Stats) Add(o Stats) {
 
 type call struct {
 	part     Call
-	ready    bool // server: EventReady was given
-	sent     bool // client: opened on the wire
-	finished bool // server: done is decided; client: done has come, or the call was given up
-	told     bool // server: done was sent
+	number   uint64 // in the order of opening
+	ready    bool   // server: EventReady was given
+	sent     bool   // client: opened on the wire
+	finished bool   // server: done is decided; client: done has come, or the call was given up
+	told     bool   // server: done was sent; client: the call was given up, or its results are whole
+	queued   bool   // in doneQ
 	done     Done
 	missing  int // server: inputs not announced yet
 	busy     int // claims open on its incoming tensors
@@ -154,6 +162,10 @@ type call struct {
 	outs     []*out
 	began    Instant
 }
+
+// timeout returns what the call may take; 0 is no limit. It is the engine's side
+// that keeps it, once the inputs are announced.
+func (c *call) timeout() Instant { return Instant(min(c.part.TimeoutMillis, 1<<40)) * second / 1000 }
 
 func (c *call) weight() int { return max(1, len(c.part.Inputs)) }
 
@@ -167,8 +179,9 @@ type in struct {
 	acked  uint32 // last sent
 	resend []uint32
 	dead   bool
-	busy   bool // a claim is open
-	share  int64
+	busy   bool  // a claim is open
+	open   bool  // counts in incoming
+	share  int64 // of the allowance
 	last   Instant
 	inCred bool // in creditQ
 	inAck  bool // in ackQ
@@ -281,14 +294,30 @@ func (m *Machine) Close(code Code, text string) {
 		return
 	}
 	m.shut = true
-	for _, c := range m.calls {
-		if !c.finished || c.done.Code == OK {
+	for _, c := range m.inOrder() {
+		if !c.told && (!c.finished || c.done.Code == OK) {
 			m.stop(c, code, text)
 		}
 		c.told = true
 		m.settle(c)
 	}
 	m.callQ, m.descQ, m.creditQ, m.ackQ, m.cancelQ, m.failQ, m.doneQ, m.ring, m.small = nil, nil, nil, nil, nil, nil, nil, nil, nil
+}
+
+// inOrder returns the open calls in the order of their opening, so that a
+// machine does the same whenever it is told the same.
+func (m *Machine) inOrder() []*call {
+	return slices.SortedFunc(maps.Values(m.calls), func(a, b *call) int { return cmp.Compare(a.number, b.number) })
+}
+
+// open notes a new call.
+func (m *Machine) open(c *call, now Instant) {
+	m.numbered++
+	c.number, c.began = m.numbered, now
+	m.calls[c.part.ID] = c
+	m.running++
+	m.stats.CallsOpened++
+	m.lastUse = now
 }
 
 // stop gives a call up on this side: its outgoing memory is let go, its incoming
@@ -336,11 +365,6 @@ func (m *Machine) settle(c *call) {
 	}
 	delete(m.calls, c.part.ID)
 	m.forget(c.part.ID)
-	for _, b := range c.part.Inputs { // announced or not, their frames are late now
-		if !m.isGone(b.Tensor) && m.ins[b.Tensor] == nil && m.outs[b.Tensor] == nil {
-			m.forget(b.Tensor)
-		}
-	}
 	if !m.cfg.Server && c.sent {
 		m.opened -= c.weight()
 	}
@@ -356,7 +380,7 @@ func (m *Machine) settle(c *call) {
 // are sent: their acknowledgements can not come. On a client the session is over.
 func (m *Machine) PeerDone() {
 	m.peerDone = true
-	for _, c := range m.calls {
+	for _, c := range m.inOrder() {
 		if !m.cfg.Server {
 			m.abandon(c, Unavailable, "the server ended the session")
 			continue
@@ -379,8 +403,17 @@ func (m *Machine) dropIn(t *in) {
 	}
 	delete(m.ins, t.desc.Tensor)
 	m.forget(t.desc.Tensor)
-	m.allowIn -= t.share
-	t.share = 0
+	m.uncount(t)
+}
+
+// uncount stops counting an incoming tensor as open: it is over, or the peer is
+// told that it is whole.
+func (m *Machine) uncount(t *in) {
+	if t.open {
+		t.open = false
+		m.incoming--
+		m.allowIn -= t.share
+	}
 }
 
 // dropOut lets an outgoing tensor's memory go.
@@ -406,7 +439,7 @@ func (m *Machine) NextTick() Instant {
 	case !m.helloSeen:
 		at = m.began + m.limits.FirstFrame
 	case len(m.calls) > 0:
-		at = m.lastUse + tickEvery // lastUse moves with every tick while calls are open
+		at = m.ticked + tickEvery
 	default:
 		at = m.lastUse + m.limits.SessionIdle
 	}
@@ -436,12 +469,17 @@ func (m *Machine) Tick(now Instant) error {
 		}
 		return nil
 	}
-	if now < m.lastUse+tickEvery {
+	m.lastUse = now
+	if now < m.ticked+tickEvery {
 		return nil
 	}
-	m.lastUse = now
+	m.ticked = now
 	idle := m.limits.ChunkIdle
-	for _, c := range m.calls {
+	for _, c := range m.inOrder() {
+		if m.cfg.Server && c.missing > 0 && !c.finished && c.timeout() > 0 && now >= c.began+c.timeout() {
+			m.fail(c, DeadlineExceeded, "the call's timeout has passed before its inputs were announced")
+			continue
+		}
 		if m.cfg.Server && c.missing > 0 && !c.finished && now >= c.began+idle {
 			m.fail(c, DeadlineExceeded, fmt.Sprintf("call expired: %d of its inputs were not announced within %d s", c.missing, idle/second))
 			continue
@@ -452,11 +490,11 @@ func (m *Machine) Tick(now Instant) error {
 			}
 			m.failIn(t, DeadlineExceeded, fmt.Sprintf("tensor %s: no chunk for %d s although credit is unused", t.desc.Tensor, idle/second))
 		}
+		if !m.cfg.Server {
+			continue
+		}
 		for _, t := range c.outs {
-			if t.dead || !t.announced || !t.chunks.Ready(^uint32(0)) && !t.chunks.Sent() || now < t.last+idle {
-				continue
-			}
-			if m.cfg.Server {
+			if t.waits() && now >= t.last+idle {
 				m.fail(c, DeadlineExceeded, fmt.Sprintf("call expired: nobody took result %q for %d s", t.desc.Port, idle/second))
 				m.giveUp(c)
 				break
@@ -465,6 +503,17 @@ func (m *Machine) Tick(now Instant) error {
 	}
 	return nil
 }
+
+// waits reports whether a tensor waits for the peer: for credit, or for an
+// acknowledgement that is due. Otherwise its maker is the one who is waited for.
+func (t *out) waits() bool {
+	return !t.dead && t.announced && (t.chunks.Ready(^uint32(0)) || t.chunks.Sent() ||
+		t.desc.RetainChunks > 0 && t.chunks.Unacked() >= ackDue(&t.desc))
+}
+
+// ackDue is how many chunks of a tensor, beyond those acknowledged, make an
+// acknowledgement due.
+func ackDue(d *Desc) uint32 { return max(1, d.RetainChunks/ackShare) }
 
 // whole reports whether every byte has come.
 func (t *in) whole() bool { return t.asm != nil && t.asm.Whole() }

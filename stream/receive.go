@@ -1,10 +1,13 @@
 package stream
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/tensorferry/tensorferry/assembler"
+	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -40,6 +43,10 @@ func (m *Machine) Control(now Instant, f *Frame) error {
 	for _, p := range f.Acks {
 		m.ackPart(now, p)
 	}
+	// Before cancels: a client that gives a result up sends both, and says why here.
+	for _, p := range f.Failures {
+		m.failurePart(p)
+	}
 	for _, id := range f.Cancels {
 		if !m.cfg.Server {
 			return m.violate(InvalidArgument, "cancel came from the server; only a client cancels")
@@ -48,9 +55,6 @@ func (m *Machine) Control(now Instant, f *Frame) error {
 			m.fail(c, Cancelled, "call cancelled by the client")
 			m.giveUp(c)
 		}
-	}
-	for _, p := range f.Failures {
-		m.failurePart(p)
 	}
 	for i := range f.Dones {
 		if m.cfg.Server {
@@ -111,21 +115,21 @@ func (m *Machine) callPart(now Instant, p *Call) error {
 		}
 		return nil
 	}
-	c := &call{part: *p, began: now, missing: len(p.Inputs)}
-	c.part.Inputs = append([]Binding(nil), p.Inputs...)
-	m.calls[p.ID] = c
-	m.running++
-	m.stats.CallsOpened++
+	c := &call{part: *p, missing: len(p.Inputs)}
+	m.open(c, now)
 	refuse := func(code Code, retry uint32, format string, args ...any) {
+		c.part = Call{ID: p.ID} // what it asked for is not worth its memory
 		m.fail(c, code, fmt.Sprintf(format, args...))
 		c.done.RetryAfterMillis = retry
 	}
-	problem := checkName("model", p.Model)
+	problem := cmp.Or(checkName("model", p.Model), checkEntries("params", p.Params))
 	switch {
 	case m.draining:
 		refuse(Unavailable, 1000, "server is draining; call another one, or this one later")
 	case m.running > m.limits.OpenCalls:
 		refuse(ResourceExhausted, 100, "open calls: the limit of a session is %d; wait for one to end", m.limits.OpenCalls)
+	case len(m.calls) > heldCalls*m.limits.OpenCalls:
+		refuse(ResourceExhausted, 100, "results of %d calls wait; acknowledge them", len(m.calls)-1)
 	case len(p.Inputs) > m.limits.OpenTensors:
 		refuse(ResourceExhausted, 0, "call has %d inputs; open tensors are limited to %d", len(p.Inputs), m.limits.OpenTensors)
 	case p.Model == "":
@@ -133,18 +137,19 @@ func (m *Machine) callPart(now Instant, p *Call) error {
 	case problem != "":
 		refuse(InvalidArgument, 0, "%s", problem)
 	default:
-		for i, b := range c.part.Inputs {
+		c.part.Inputs = slices.Clone(p.Inputs)
+		for i, b := range p.Inputs {
 			if problem := checkName("port", b.Port); problem != "" {
 				refuse(InvalidArgument, 0, "%s", problem)
 				return nil
 			}
-			for _, o := range c.part.Inputs[:i] {
+			for _, o := range p.Inputs[:i] {
 				if o.Port == b.Port || o.Tensor == b.Tensor {
 					refuse(InvalidArgument, 0, "inputs %q and %q share a port or a tensor", o.Port, b.Port)
 					return nil
 				}
 			}
-			if m.ins[b.Tensor] != nil || m.isGone(b.Tensor) {
+			if m.ins[b.Tensor] != nil || m.outs[b.Tensor] != nil || m.isGone(b.Tensor) {
 				refuse(InvalidArgument, 0, "tensor %s was used before; each input needs a new id", b.Tensor)
 				return nil
 			}
@@ -207,6 +212,8 @@ func (m *Machine) descPart(now Instant, p *Desc) {
 	t.desc.Shape = p.Shape.Clone()
 	code, text := m.admit(t, c)
 	m.ins[p.Tensor] = t
+	m.incoming++
+	t.open = true
 	c.ins = append(c.ins, t)
 	if text != "" {
 		m.failIn(t, code, text)
@@ -240,7 +247,7 @@ func (m *Machine) admit(t *in, c *call) (Code, string) {
 		return ResourceExhausted, fmt.Sprintf("%s%d bytes, the limit of a tensor is %d", name, size, m.limits.TensorBytes)
 	case p.ChunkBytes < 1 || p.ChunkBytes > m.limits.ChunkBytes:
 		return InvalidArgument, fmt.Sprintf("%schunk_bytes is %d; it must be 1 to %d", name, p.ChunkBytes, m.limits.ChunkBytes)
-	case len(m.ins) >= m.limits.OpenTensors:
+	case m.incoming >= m.limits.OpenTensors:
 		return ResourceExhausted, fmt.Sprintf("%sopen tensors: the limit of a session is %d", name, m.limits.OpenTensors)
 	}
 	if t.geo, err = tensor.NewGeometry(size, int64(p.ChunkBytes)); err != nil {
@@ -249,10 +256,8 @@ func (m *Machine) admit(t *in, c *call) (Code, string) {
 	if left := int64(m.limits.AllowanceBytes) - m.allowIn; p.OnAllowance && size > left {
 		return ResourceExhausted, fmt.Sprintf("%s%d bytes on allowance, %d are left; wait for credit instead", name, size, left)
 	}
-	for _, problem := range []string{checkName("port", p.Port), checkName("name", p.Name)} {
-		if problem != "" {
-			return InvalidArgument, name + problem
-		}
+	if problem := cmp.Or(checkName("port", p.Port), checkName("name", p.Name), checkEntries("metadata", p.Metadata)); problem != "" {
+		return InvalidArgument, name + problem
 	}
 	if m.cfg.Server {
 		for _, b := range c.part.Inputs {
@@ -291,21 +296,26 @@ func (m *Machine) ackPart(now Instant, p Ack) {
 		m.unknown(p.Tensor)
 		return
 	}
-	t.last = now
-	if err := t.chunks.Ack(p.Below); err != nil {
+	before := t.chunks.Below()
+	err := t.chunks.Ack(p.Below)
+	for _, i := range p.Resend {
+		if err == nil {
+			err = t.chunks.Resend(i)
+		}
+	}
+	if err != nil {
 		m.failOut(t, InvalidArgument, err.Error())
 		return
 	}
-	for _, i := range p.Resend {
-		t.chunks.Resend(i)
+	if t.chunks.Below() > before { // an ack that tells nothing new is no progress
+		t.last = now
 	}
-	if len(p.Resend) > 0 {
-		m.queue(t)
-	}
-	if t.chunks.Acked() && t.chunks.Sent() {
+	m.queue(t)
+	if t.chunks.Acked() {
 		m.dropOut(t)
-		m.settle(t.call)
 	}
+	m.doneIf(t.call) // the ack may have answered for a chunk that was to be sent again
+	m.settle(t.call)
 }
 
 // failurePart is the peer giving up a tensor, ours or its own.
@@ -328,17 +338,18 @@ func (m *Machine) failurePart(p Failure) {
 	if m.cfg.Server {
 		m.fail(c, code, p.Message)
 		m.giveUp(c)
+		return
 	}
-	// On the client the call's end comes with done, which the server owes.
+	m.finishClient(c) // if done has come; if not, the server owes it
 }
 
 func (m *Machine) donePart(p *Done) {
 	c := m.calls[p.Call]
-	if c == nil || c.finished && c.done.Code != OK || c.told {
+	if c == nil || c.finished {
 		return
 	}
 	c.done = *p
-	c.done.Outputs = append([]Binding(nil), p.Outputs...)
+	c.done.Outputs = slices.Clone(p.Outputs)
 	m.finish(c)
 	if p.Code != OK {
 		for _, t := range c.ins {
@@ -355,17 +366,24 @@ func (m *Machine) finishClient(c *call) {
 		return
 	}
 	if c.done.Code == OK && !c.told {
+		lost, wait := "", false
 		for _, b := range c.done.Outputs {
-			t := m.ins[b.Tensor]
-			switch {
+			switch t := m.ins[b.Tensor]; {
 			case t == nil || t.call != c:
-				c.done = Done{Call: c.part.ID, Code: Internal, Message: "the server named result " + b.Port + " and never announced it"}
+				lost = fmt.Sprintf("the server named result %q and never announced it", b.Port)
 			case t.whole():
-			case !t.dead:
-				return
+			case t.dead:
+				lost = fmt.Sprintf("result %q was given up", b.Port)
 			default:
-				c.done = Done{Call: c.part.ID, Code: DataLoss, Message: "result " + b.Port + " was given up"}
+				wait = true
 			}
+		}
+		switch {
+		case lost != "":
+			m.abandon(c, DataLoss, lost) // the server need not wait for acknowledgements
+			return
+		case wait:
+			return
 		}
 		c.told = true
 	}
@@ -426,7 +444,7 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32) {
 	off, n := t.geo.Span(c.claim.Index())
 	ok, err := t.asm.Commit(&c.claim, got)
 	if t.dead || m.shut {
-		m.finishClient(t.call)
+		m.dropIn(t)
 		m.settle(t.call)
 		return
 	}
@@ -436,6 +454,10 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32) {
 	}
 	if !ok {
 		m.stats.Corrupt++
+		if len(t.resend) == chunker.MaxResends {
+			m.failIn(t, DataLoss, fmt.Sprintf("tensor %s: %d chunks have a wrong checksum and wait to be asked for again", t.desc.Tensor, len(t.resend)+1))
+			return
+		}
 		t.resend = append(t.resend, c.claim.Index())
 		m.wantAck(now, t, true)
 		return
@@ -443,9 +465,7 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32) {
 	m.stats.ChunksIn++
 	m.stats.BytesIn += n
 	m.tell(Event{Kind: EventChunk, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc, Off: off, N: n})
-	t.asm.TakeFull(func(region int) {
-		m.tell(Event{Kind: EventRegion, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc, N: int64(region)})
-	})
+	m.tellFull(t)
 	if t.asm.Whole() {
 		m.tell(Event{Kind: EventWhole, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc})
 		// Only the sender's memory waits for this one, unless that memory is
@@ -454,9 +474,17 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32) {
 		m.finishClient(t.call)
 		return
 	}
-	if due := max(1, t.desc.RetainChunks/ackShare); t.desc.RetainChunks > 0 && t.asm.Below()-t.acked >= due {
-		m.wantAck(now, t, true)
+	if news := t.asm.Below() - t.acked; t.desc.RetainChunks > 0 && news > 0 {
+		// Before it is due, too: the sender may keep less than it hoped for.
+		m.wantAck(now, t, news >= ackDue(&t.desc))
 	}
+}
+
+// tellFull tells which regions of a tensor have become full.
+func (m *Machine) tellFull(t *in) {
+	t.asm.TakeFull(func(region int) {
+		m.tell(Event{Kind: EventRegion, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc, N: int64(region)})
+	})
 }
 
 // wantAck has an acknowledgement sent: now, or with the next frame that goes.

@@ -3,6 +3,7 @@ package stream
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -20,19 +21,17 @@ var (
 // the IDs that c names. The machine copies c's inputs and shares its Params.
 func (m *Machine) OpenCall(now Instant, c Call) error {
 	switch {
-	case m.shut || m.err != nil:
+	case m.shut || m.err != nil || m.peerDone:
 		return ErrClosed
 	case m.Draining():
 		return ErrDraining
-	case m.calls[c.ID] != nil:
-		return fmt.Errorf("stream: call %s is open already", c.ID)
+	case m.calls[c.ID] != nil || m.isGone(c.ID):
+		return fmt.Errorf("stream: call %s was opened before; use a new id", c.ID)
 	}
-	k := &call{part: c, began: now}
-	k.part.Inputs = append([]Binding(nil), c.Inputs...)
-	m.calls[c.ID] = k
-	m.running++
+	k := &call{part: c}
+	k.part.Inputs = slices.Clone(c.Inputs)
+	m.open(k, now)
 	m.callQ = append(m.callQ, k)
-	m.stats.CallsOpened++
 	return nil
 }
 
@@ -42,6 +41,9 @@ func (m *Machine) OpenTensor(now Instant, d Desc) error {
 	c := m.calls[d.Call]
 	if m.shut || c == nil || c.finished {
 		return ErrClosed
+	}
+	if m.outs[d.Tensor] != nil || m.ins[d.Tensor] != nil || m.isGone(d.Tensor) {
+		return fmt.Errorf("stream: tensor %s was announced before; use a new id", d.Tensor)
 	}
 	size, err := d.Bytes()
 	if err != nil {
@@ -91,6 +93,7 @@ func (m *Machine) Lend(now Instant, id tensor.ID, mem []byte) (region int, err e
 		t.last = now // the peer was waiting for this
 	}
 	region = t.asm.Lend(mem)
+	m.tellFull(t) // an empty region has nothing to wait for
 	if t.asm.Limit() > t.limit && !t.desc.OnAllowance && !t.inCred {
 		t.inCred = true
 		m.creditQ = append(m.creditQ, t)
@@ -113,10 +116,10 @@ func (m *Machine) Unlent(id tensor.ID) int64 {
 // outputs has gone, or at once when the code is not OK.
 func (m *Machine) Finish(d Done) {
 	c := m.calls[d.Call]
-	if c == nil || c.finished || m.shut {
+	if c == nil || m.shut || c.finished && (d.Code == OK || c.done.Code != OK) {
 		return
 	}
-	if d.Code != OK {
+	if d.Code != OK { // also in place of a good end that waits behind its chunks
 		m.fail(c, d.Code, d.Message)
 		c.done.RetryAfterMillis = d.RetryAfterMillis
 		c.done.Timings = d.Timings
@@ -130,7 +133,20 @@ func (m *Machine) Finish(d Done) {
 			m.dropIn(t)
 		}
 	}
-	if c.sentAll() {
+	m.doneIf(c)
+}
+
+// doneIf (server) has done sent when a call has ended well and every chunk of
+// its results has gone.
+func (m *Machine) doneIf(c *call) {
+	if m.cfg.Server && c.finished && c.done.Code == OK && c.sentAll() {
+		m.queueDone(c)
+	}
+}
+
+func (m *Machine) queueDone(c *call) {
+	if !c.told && !c.queued {
+		c.queued = true
 		m.doneQ = append(m.doneQ, c)
 	}
 }
@@ -142,9 +158,7 @@ func (m *Machine) fail(c *call, code Code, text string) {
 		return
 	}
 	m.stop(c, code, text)
-	if !m.doneWaits(c) {
-		m.doneQ = append(m.doneQ, c)
-	}
+	m.queueDone(c)
 	for _, t := range c.ins {
 		if !t.busy {
 			m.dropIn(t)
@@ -168,6 +182,8 @@ func (m *Machine) abandon(c *call, code Code, text string) {
 	m.stop(c, code, text)
 	if c.sent {
 		m.cancelQ = append(m.cancelQ, c.part.ID)
+	} else {
+		m.callQ = slices.DeleteFunc(m.callQ, func(q *call) bool { return q == c })
 	}
 	c.told = true
 	m.settle(c)
@@ -220,11 +236,19 @@ func (m *Machine) Pending() bool {
 	}
 	return m.helloSeen && (len(m.small)+len(m.ring)+len(m.creditQ)+len(m.cancelQ)+len(m.failQ)+len(m.doneQ) > 0 ||
 		m.drain != nil || len(m.ackQ) > 0 && m.lazyAt == 0 ||
-		len(m.callQ) > 0 && m.canOpen(m.callQ[0]) || len(m.descQ) > 0 && m.announced < int(m.peer.MaxOpenTensors))
+		m.canOpen() || m.canAnnounce())
 }
 
-func (m *Machine) canOpen(c *call) bool {
-	return m.opened == 0 || m.opened+c.weight() <= int(m.peer.MaxOpenTensors)
+// canOpen (client) reports whether the next call may be opened: a call waits here
+// while it would pass what the peer keeps open.
+func (m *Machine) canOpen() bool {
+	return len(m.callQ) > 0 && (m.opened == 0 || m.opened+m.callQ[0].weight() <= int(m.peer.MaxOpenTensors))
+}
+
+// canAnnounce reports whether the next desc may go: a result waits here while it
+// would pass what the peer keeps open; inputs have waited with their call.
+func (m *Machine) canAnnounce() bool {
+	return len(m.descQ) > 0 && (!m.cfg.Server || m.announced < int(m.peer.MaxOpenTensors))
 }
 
 // Next fills f, which must be empty, with what is to be sent next: control parts
@@ -247,21 +271,24 @@ func (m *Machine) Next(now Instant, f *Frame) (held chunker.Releaser, ok bool) {
 	}
 	bytes := 0
 	room := func() bool { return bytes < frameBytes }
-	for len(m.callQ) > 0 && len(f.Calls) < frameParts && room() && (m.callQ[0].finished || m.canOpen(m.callQ[0])) {
+	// What ends frees places and allowance at the peer, and it reads a frame's
+	// calls and descs first: those that may need the places go with the next.
+	ends := len(m.cancelQ)+len(m.doneQ) > 0
+	for !ends && len(f.Calls) < frameParts && room() && m.canOpen() {
 		c := m.callQ[0]
-		m.callQ = append(m.callQ[:0], m.callQ[1:]...)
-		if c.finished {
-			continue // given up before it was opened
-		}
+		m.callQ = slices.Delete(m.callQ, 0, 1)
 		c.sent = true
 		m.opened += c.weight()
 		f.Calls = append(f.Calls, c.part)
-		bytes += costOf(c.part.Params) + len(c.part.Model) + 64*len(c.part.Inputs)
+		bytes += costOf(c.part.Params) + len(c.part.Model)
+		for _, b := range c.part.Inputs {
+			bytes += 64 + len(b.Port)
+		}
 		m.descQ = append(m.descQ, c.outs...)
 	}
-	for len(m.descQ) > 0 && len(f.Descs) < frameParts && room() && (!m.cfg.Server || m.announced < int(m.peer.MaxOpenTensors)) {
+	for !ends && len(f.Descs) < frameParts && room() && m.canAnnounce() {
 		t := m.descQ[0]
-		m.descQ = append(m.descQ[:0], m.descQ[1:]...)
+		m.descQ = slices.Delete(m.descQ, 0, 1)
 		if t.dead {
 			continue
 		}
@@ -304,25 +331,26 @@ func (m *Machine) Next(now Instant, f *Frame) (held chunker.Releaser, ok bool) {
 		}
 		t.resend = nil
 		if t.asm.Whole() {
-			m.allowIn -= t.share
-			t.share = 0
+			m.uncount(t)
 		}
 	}
 	m.lazyAt = 0
 	for len(m.cancelQ) > 0 && len(f.Cancels) < frameParts {
 		f.Cancels = append(f.Cancels, m.cancelQ[0])
-		m.cancelQ = append(m.cancelQ[:0], m.cancelQ[1:]...)
+		m.cancelQ = slices.Delete(m.cancelQ, 0, 1)
 	}
 	for len(m.failQ) > 0 && len(f.Failures) < frameParts && room() {
 		f.Failures = append(f.Failures, m.failQ[0])
 		bytes += len(m.failQ[0].Message) + 64
-		m.failQ = append(m.failQ[:0], m.failQ[1:]...)
+		m.failQ = slices.Delete(m.failQ, 0, 1)
 	}
-	held = m.nextChunk(now, f)
+	if room() { // else the parts and a chunk could be more than a frame may have
+		held = m.nextChunk(now, f)
+	}
 	for len(m.doneQ) > 0 && len(f.Dones) < frameParts && room() {
 		c := m.doneQ[0]
-		m.doneQ = append(m.doneQ[:0], m.doneQ[1:]...)
-		c.told = true
+		m.doneQ = slices.Delete(m.doneQ, 0, 1)
+		c.queued, c.told = false, true
 		f.Dones = append(f.Dones, c.done)
 		bytes += len(c.done.Message) + 128
 		m.settle(c)
@@ -337,10 +365,12 @@ func (m *Machine) Next(now Instant, f *Frame) (held chunker.Releaser, ok bool) {
 func (m *Machine) nextChunk(now Instant, f *Frame) chunker.Releaser {
 	for len(m.small)+len(m.ring) > 0 {
 		var t *out
-		small := len(m.small) > 0
+		small := len(m.small) > 0 && (len(m.ring) == 0 || m.smallRun < smallRun)
 		if small {
+			m.smallRun++
 			t = m.small[0]
 		} else {
+			m.smallRun = 0
 			m.turn %= len(m.ring)
 			t = m.ring[m.turn]
 		}
@@ -354,10 +384,10 @@ func (m *Machine) nextChunk(now Instant, f *Frame) chunker.Releaser {
 				m.turn++ // its next chunk waits for the next turn
 			}
 		case small:
-			m.small = append(m.small[:0], m.small[1:]...)
+			m.small = slices.Delete(m.small, 0, 1)
 			t.queued = false
 		default:
-			m.ring = append(m.ring[:m.turn], m.ring[m.turn+1:]...)
+			m.ring = slices.Delete(m.ring, m.turn, m.turn+1)
 			t.queued = false
 		}
 		if !ok {
@@ -369,21 +399,10 @@ func (m *Machine) nextChunk(now Instant, f *Frame) chunker.Releaser {
 		t.last = now
 		m.stats.ChunksOut++
 		m.stats.BytesOut += int64(f.Chunk.Len())
-		if c := t.call; m.cfg.Server && c.finished && !c.told && c.done.Code == OK && c.sentAll() && !m.doneWaits(c) {
-			m.doneQ = append(m.doneQ, c)
-		}
+		m.doneIf(t.call)
 		return held
 	}
 	return nil
-}
-
-func (m *Machine) doneWaits(c *call) bool {
-	for _, d := range m.doneQ {
-		if d == c {
-			return true
-		}
-	}
-	return false
 }
 
 // costOf is about the bytes that a map takes in a frame.
