@@ -76,7 +76,7 @@ func TestStackModelsPassTheSuiteInEveryDataType(t *testing.T) {
 				build := stackOf(c.spec, c.weights)
 				enginetest.Run(t, enginetest.Case{
 					New:    build,
-					Inputs: []tensor.Tensor{as(d, floatTensor(9, 2, 83, c.width))},
+					Inputs: []tensor.Tensor{as(d, floatTensor(9, 2, 34, c.width))},
 					Empty:  []tensor.Tensor{as(d, floatTensor(9, 0, c.width))},
 					Want:   uncut(t, build(t, 64<<20).Model),
 				})

@@ -116,7 +116,7 @@ func (c Case) anyCut(t *testing.T) {
 		cuts = append(cuts, n)
 	}
 	for _, chunk := range cuts {
-		if chunk < 1 || size/chunk > 5000 {
+		if chunk < 1 || size/chunk > 1500 {
 			continue // a driver that sends more chunks is only slow
 		}
 		for seed := range uint64(3) {
@@ -228,7 +228,7 @@ func (c Case) sideBySide(t *testing.T, memory int64) {
 }
 
 func (c Case) leastMemory(t *testing.T) {
-	memory := int64(1)
+	memory := int64(256)
 	for ; ; memory += memory/8 + 1 {
 		if memory > 1<<32 {
 			t.Fatal("no amount of memory is enough")

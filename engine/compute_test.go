@@ -1,0 +1,128 @@
+package engine_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// scaled multiplies the bytes of rows of "x" by the scalar byte "by", which it
+// needs whole, and counts the rows' first bytes into a second output.
+func scaled(t *testing.T, h *engine.Host, fail error) engine.Model {
+	t.Helper()
+	m, err := engine.RowFunc{
+		Info: engine.Info{
+			Name: "scaled", Rows: 1, BlockRows: 3,
+			Inputs: []engine.Port{
+				{Name: "x", DTypes: []tensor.DataType{tensor.Uint8}, Shape: []int64{engine.Free, engine.Free}},
+				{Name: "by", DTypes: []tensor.DataType{tensor.Uint8}, Whole: true},
+			},
+			Outputs: []engine.Port{{Name: "y", Shape: []int64{engine.Free, engine.Free}}, {Name: "head", Shape: []int64{engine.Free, 1}}},
+		},
+		Outs: func(in []tensor.Desc, _ map[string]string) ([]tensor.Desc, error) {
+			return []tensor.Desc{in[0].Clone(), {DType: tensor.Uint8, Shape: tensor.Shape{in[0].Shape[0], 1}}}, nil
+		},
+		Rows: func(_ context.Context, b engine.RowBlock) error {
+			if fail != nil && b.Row > 0 {
+				return fail
+			}
+			width := int64(len(b.In[0])) / b.Rows
+			for i, x := range b.In[0] {
+				b.Out[0][i] = x * b.Whole[1][0]
+			}
+			for row := range b.Rows {
+				b.Out[1][row] = b.Out[0][row*width]
+			}
+			return nil
+		},
+	}.Model(h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+func newHost(t *testing.T) *engine.Host {
+	t.Helper()
+	h := engine.NewHost(engine.HostConfig{MemoryBytes: 1 << 20, Workers: 2})
+	t.Cleanup(func() {
+		used, _, _ := h.Budget().Used()
+		if slabs, _ := h.Pool().Live(); used != 0 || slabs != 0 {
+			t.Errorf("%d bytes of the budget and %d slabs are still held", used, slabs)
+		}
+		h.Close()
+	})
+	return h
+}
+
+func TestComputeReturnsWhatTheRowsMake(t *testing.T) {
+	testkit.Start(t)
+	m := scaled(t, newHost(t), nil)
+	by, err := tensor.New(tensor.Desc{DType: tensor.Uint8}, []byte{3})
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Blocks have 3 rows; one row more or less, none, and more than there are slots.
+	for _, rows := range []int64{0, 1, 2, 3, 4, 6, 7, 1000} {
+		for _, width := range []int64{1, 5} {
+			t.Run(fmt.Sprintf("%dx%d", rows, width), func(t *testing.T) {
+				x, err := tensor.Of(testkit.Bytes(int(rows*width), 1), rows, width)
+				if err != nil {
+					t.Fatal(err)
+				}
+				want := bytes.Clone(x.Data)
+				var head []byte
+				for i := range want {
+					if want[i] *= 3; int64(i)%width == 0 {
+						head = append(head, want[i])
+					}
+				}
+				out, err := engine.Compute(t.Context(), m, nil, x, by)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if !out[0].Equal(x.Desc) || !bytes.Equal(out[0].Data, want) || !bytes.Equal(out[1].Data, head) {
+					t.Errorf("got %v and %v", out[0].Desc, out[1].Desc)
+				}
+			})
+		}
+	}
+}
+
+func TestComputeFailsAsOpenAndTheRunDo(t *testing.T) {
+	testkit.Start(t)
+	h := newHost(t)
+	broken := errors.New("row out of order")
+	ended, end := context.WithCancel(t.Context())
+	end()
+	x, err := tensor.Of(make([]byte, 4000), 1000, 4)
+	if err != nil {
+		t.Fatal(err)
+	}
+	by := tensor.Tensor{Desc: tensor.Desc{DType: tensor.Uint8}, Data: []byte{3}}
+	for name, tc := range map[string]struct {
+		ctx  context.Context
+		fail error
+		in   []tensor.Tensor
+		want error
+	}{
+		"an input is missing":     {t.Context(), nil, []tensor.Tensor{x}, engine.ErrInput},
+		"an input too many":       {t.Context(), nil, []tensor.Tensor{x, by, by}, engine.ErrInput},
+		"bytes that do not fit":   {t.Context(), nil, []tensor.Tensor{{Desc: x.Desc, Data: x.Data[1:]}, by}, engine.ErrInput},
+		"the model's own failure": {t.Context(), broken, []tensor.Tensor{x, by}, broken},
+		"a context that has gone": {ended, nil, []tensor.Tensor{x, by}, context.Canceled},
+	} {
+		t.Run(name, func(t *testing.T) {
+			out, err := engine.Compute(tc.ctx, scaled(t, h, tc.fail), nil, tc.in...)
+			if out != nil || !errors.Is(err, tc.want) {
+				t.Errorf("got %v, %v; want %v", out, err, tc.want)
+			}
+		})
+	}
+}

@@ -1,0 +1,157 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// closing makes a model that counts how often it is closed.
+func closing(t *testing.T, h *Host, name string, closed *int) Model {
+	t.Helper()
+	port := []Port{{Name: "x", Shape: []int64{AnyAxes}}}
+	m, err := RowFunc{
+		Info: Info{Name: name, Inputs: port, Outputs: port}, Rows: func(context.Context, RowBlock) error { return nil },
+		Teardown: func() { *closed++ },
+	}.Model(h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+func TestAModelIsClosedAfterItsLastUse(t *testing.T) {
+	h := NewHost(HostConfig{Workers: 1})
+	defer h.Close()
+	r := NewRegistry()
+	var old, young int
+	if err := r.Add(closing(t, h, "m", &old)); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Add(closing(t, h, "m", &young)); !errors.Is(err, ErrExists) {
+		t.Errorf("a second model of the name: %v, want ErrExists", err)
+	}
+	first, release, err := r.Lookup("m")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, again, err := r.Lookup("m")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Replace(closing(t, h, "m", &young)); err != nil {
+		t.Fatal(err)
+	}
+	release()
+	if old != 0 {
+		t.Error("the old model was closed while in use")
+	}
+	second, releaseSecond, err := r.Lookup("m")
+	if err != nil || second == first {
+		t.Errorf("after Replace, Lookup found the old model, %v", err)
+	}
+	again()
+	if old != 1 || young != 0 {
+		t.Errorf("the models were closed %d and %d times, want 1 and 0", old, young)
+	}
+	if err := r.Remove("m"); err != nil || young != 0 {
+		t.Errorf("Remove returned %v, and closed the model in use %d times", err, young)
+	}
+	if err := r.Remove("m"); !errors.Is(err, ErrNotFound) {
+		t.Errorf("a second Remove returned %v, want ErrNotFound", err)
+	}
+	if m, f, err := r.Lookup("m"); m != nil || f != nil || !errors.Is(err, ErrNotFound) {
+		t.Errorf("Lookup returned %v, want ErrNotFound", err)
+	}
+	releaseSecond()
+	if young != 1 {
+		t.Errorf("the model was closed %d times after its last use", young)
+	}
+	panics(t, "a release too many", releaseSecond)
+}
+
+func TestInfosAreSortedByName(t *testing.T) {
+	h := NewHost(HostConfig{Workers: 1})
+	defer h.Close()
+	r := NewRegistry()
+	closed := 0
+	for _, name := range []string{"b", "ä", "a", "c"} {
+		if err := r.Replace(closing(t, h, name, &closed)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var names []string
+	for _, i := range r.Infos() {
+		names = append(names, i.Name)
+	}
+	if want := []string{"a", "b", "c", "ä"}; !slices.Equal(names, want) {
+		t.Errorf("got %q, want %q", names, want)
+	}
+	r.Close()
+	if closed != 4 || len(r.Infos()) != 0 {
+		t.Errorf("Close closed %d of 4 models and left %v", closed, r.Infos())
+	}
+}
+
+type badlyNamed struct{ Model }
+
+func (badlyNamed) Info() Info { return Info{Name: strings.Repeat("x", 513)} }
+
+func TestARegistryTakesNoBadName(t *testing.T) {
+	r := NewRegistry()
+	if err := r.Add(badlyNamed{}); !errors.Is(err, ErrInfo) {
+		t.Errorf("Add returned %v, want ErrInfo", err)
+	}
+	if err := r.Replace(badlyNamed{}); !errors.Is(err, ErrInfo) {
+		t.Errorf("Replace returned %v, want ErrInfo", err)
+	}
+}
+
+func TestModelsComeAndGoWhileTheyAreUsed(t *testing.T) {
+	h := NewHost(HostConfig{Workers: 1})
+	defer h.Close()
+	r := NewRegistry()
+	var mu sync.Mutex
+	made, closed := 0, 0
+	fresh := func() Model {
+		mu.Lock()
+		defer mu.Unlock()
+		made++
+		port := []Port{{Name: "x"}}
+		m, err := Func{
+			Info: Info{Name: "m", Inputs: port, Outputs: port}, Call: func(_ context.Context, in []tensor.Tensor, _ map[string]string) ([]tensor.Tensor, error) {
+				return in, nil
+			},
+			Teardown: func() { mu.Lock(); defer mu.Unlock(); closed++ },
+		}.Model(h)
+		if err != nil {
+			t.Error(err)
+		}
+		return m
+	}
+	var wg sync.WaitGroup
+	for range 4 {
+		wg.Go(func() {
+			for range 200 {
+				if err := r.Replace(fresh()); err != nil {
+					t.Error(err)
+				}
+				if m, release, err := r.Lookup("m"); err == nil {
+					_ = m.Info()
+					release()
+				}
+				_ = r.Remove("m") // another may have been first
+			}
+		})
+	}
+	wg.Wait()
+	r.Close()
+	if made != closed {
+		t.Errorf("%d models were made and %d closed", made, closed)
+	}
+}

@@ -1,0 +1,635 @@
+package engine
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// byteModel adds 1 to every byte of [rows width] tensors.
+func byteModel(t testing.TB, h *Host, blockRows int64, inPlace bool, before func(context.Context, RowBlock) error) *model {
+	t.Helper()
+	port := []Port{{Name: "x", Shape: []int64{Free, Free}}}
+	m, err := RowFunc{
+		Info:    Info{Name: "bytes", Rows: 1, BlockRows: blockRows, Inputs: port, Outputs: port},
+		InPlace: inPlace,
+		Rows: func(ctx context.Context, b RowBlock) error {
+			if before != nil {
+				if err := before(ctx, b); err != nil {
+					return err
+				}
+			}
+			for i, x := range b.In[0] {
+				b.Out[0][i] = x + 1
+			}
+			return nil
+		},
+	}.Model(h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m.(*model)
+}
+
+func openBytes(t testing.TB, ctx context.Context, m *model, rows, width, chunk int64) *run {
+	t.Helper()
+	r, err := m.Open(ctx, Call{Session: "s", Inputs: []Input{{"x", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{rows, width}}, chunk}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r.(*run)
+}
+
+func idle(t testing.TB, h *Host) {
+	t.Helper()
+	if used, _, _ := h.Budget().Used(); used != 0 {
+		t.Errorf("%d bytes of the budget are still held", used)
+	}
+	if slabs, _ := h.Pool().Live(); slabs != 0 {
+		t.Errorf("%d slabs are still held", slabs)
+	}
+}
+
+// FuzzRun drives a run by a script and predicts, from what was filled, taken and
+// released, when a block can be lent and when a result must come.
+func FuzzRun(f *testing.F) {
+	f.Add([]byte{20, 3, 2, 9, 0, 0, 0, 1, 1, 2, 2, 3, 3, 0, 1, 2, 3})
+	f.Add([]byte{9, 1, 1, 1, 1, 0, 0, 0, 1, 2, 65, 33, 2, 3, 3, 2, 3})
+	f.Add([]byte{40, 2, 5, 30, 0, 0, 1, 0, 1, 0, 1, 2, 2, 2, 4})
+	h := NewHost(HostConfig{MemoryBytes: 256 * kib, Workers: 2})
+	f.Cleanup(h.Close)
+	gone := errors.New("gone")
+	f.Fuzz(func(t *testing.T, script []byte) {
+		if len(script) < 5 {
+			return
+		}
+		rows, blockRows, width, chunk := int64(script[0]%60), 1+int64(script[1]%5), 1+int64(script[2]%9), 1+int64(script[3])
+		inPlace := script[4]&1 == 1
+		outer, stop := context.WithTimeout(t.Context(), 20*time.Second)
+		defer stop()
+		ctx, cancel := context.WithCancelCause(outer)
+		r := openBytes(t, ctx, byteModel(t, h, blockRows, inPlace, nil), rows, width, chunk)
+		blocks := r.plan.blocks
+
+		// The model: what has become of each block, and how many are below done.
+		const (
+			lent = iota + 1
+			filled
+			taken
+			released
+		)
+		state := make([]int, blocks)
+		var low, next int64
+		var open []*Block
+		var held []Out
+		src, got := make([]byte, rows*width), make([]byte, rows*width)
+		for i := range src {
+			src[i] = byte(i * 31)
+		}
+		comes := func(i int64) bool { // its result has come, or will without further ado
+			return state[i] >= taken || state[i] == filled && (inPlace || i < low+int64(len(r.results)))
+		}
+		lend := func() {
+			busy := 0
+			for i := range next {
+				if inPlace && state[i] != released || !inPlace && !comes(i) {
+					busy++
+				}
+			}
+			if next == blocks {
+				if b, err := r.lend(); b != nil || err != io.EOF {
+					t.Fatalf("after the last block, Lend returned %v, %v", b, err)
+				}
+				return
+			}
+			if busy == len(r.slots) {
+				if b, err := r.lend(); b != nil || err != nil {
+					t.Fatalf("with no slot free, Lend returned %v, %v", b, err)
+				}
+				return
+			}
+			b, err := r.Lend(outer)
+			if err != nil {
+				t.Fatalf("%d of %d slots are busy, Lend returned %v", busy, len(r.slots), err)
+			}
+			if b.Row != next*r.plan.blockRows || int64(len(b.In[0])) != b.Rows*width {
+				t.Fatalf("block %d is [%d,+%d) in %d bytes", next, b.Row, b.Rows, len(b.In[0]))
+			}
+			state[next] = lent
+			next++
+			open = append(open, b)
+		}
+		fill := func(pick int) {
+			if len(open) == 0 {
+				return
+			}
+			i := pick % len(open)
+			b := open[i]
+			open = slices.Delete(open, i, i+1)
+			copy(b.In[0], src[b.Row*width:])
+			state[b.Row/r.plan.blockRows] = filled
+			r.Filled(b)
+		}
+		take := func() {
+			due := false
+			ended := true
+			for i := range blocks {
+				due = due || state[i] == filled && comes(i)
+				ended = ended && state[i] >= taken
+			}
+			if !due {
+				o, ok, err := r.pop()
+				if ok || err != nil != ended || ended && err != io.EOF {
+					t.Fatalf("nothing is due, all taken is %v, Next returned %v, %v", ended, o, err)
+				}
+				return
+			}
+			o, err := r.Next(outer)
+			if err != nil {
+				t.Fatal(err)
+			}
+			i := int64(0)
+			if width > 0 && rows > 0 {
+				i = o.Off / (r.plan.blockRows * width)
+			}
+			if state[i] != filled {
+				t.Fatalf("block %d came in state %d", i, state[i])
+			}
+			state[i] = taken
+			copy(got[o.Off:], o.Data)
+			held = append(held, o)
+		}
+		release := func(pick int) {
+			if len(held) == 0 {
+				return
+			}
+			i := pick % len(held)
+			o := held[i]
+			held = slices.Delete(held, i, i+1)
+			if rows > 0 {
+				if !bytes.Equal(o.Data, got[o.Off:o.Off+int64(len(o.Data))]) {
+					t.Fatalf("the result at %d changed while it was held", o.Off)
+				}
+				state[o.Off/(r.plan.blockRows*width)] = released
+			} else {
+				state[0] = released
+			}
+			o.Release()
+			for low < blocks && state[low] == released {
+				low++
+			}
+		}
+		for _, op := range script[5:] {
+			switch op % 8 {
+			case 0, 4:
+				lend()
+			case 1, 5:
+				fill(int(op / 8))
+			case 2, 6:
+				take()
+			case 3:
+				release(int(op / 8))
+			case 7:
+				if op != 255 {
+					continue
+				}
+				cancel(gone)
+				if _, err := r.Next(outer); err != io.EOF && !errors.Is(err, gone) {
+					t.Fatalf("cancelled, Next returned %v", err)
+				}
+				if _, err := r.Lend(outer); err != io.EOF && !errors.Is(err, gone) {
+					t.Fatalf("cancelled, Lend returned %v", err)
+				}
+				for len(held) > 0 {
+					release(0)
+				}
+				if err := r.Close(); err != nil {
+					t.Fatal(err)
+				}
+				idle(t, h)
+				return
+			}
+		}
+		for low < blocks { // everything left, one step of each at a time
+			lend()
+			fill(0)
+			take()
+			release(0)
+		}
+		take()
+		cancel(gone)
+		if err := r.Close(); err != nil {
+			t.Fatal(err)
+		}
+		for i := range got {
+			if got[i] != src[i]+1 {
+				t.Fatalf("byte %d is %d, want %d", i, got[i], src[i]+1)
+			}
+		}
+		idle(t, h)
+	})
+}
+
+func TestABlockAllocatesNothing(t *testing.T) {
+	for name, inPlace := range map[string]bool{"in place": true, "with results of its own": false} {
+		t.Run(name, func(t *testing.T) {
+			h := NewHost(HostConfig{Workers: 1})
+			defer h.Close()
+			r := openBytes(t, t.Context(), byteModel(t, h, 0, inPlace, nil), 1<<20, 64, 64*kib)
+			step := func() {
+				b, err := r.Lend(t.Context())
+				if err != nil {
+					t.Fatal(err)
+				}
+				r.Filled(b)
+				o, err := r.Next(t.Context())
+				if err != nil {
+					t.Fatal(err)
+				}
+				o.Release()
+			}
+			for range 2 * preferredSlots {
+				step() // takes the slabs
+			}
+			if n := testing.AllocsPerRun(100, step); n != 0 {
+				t.Errorf("%v allocations per block", n)
+			}
+			if err := r.Close(); err != nil {
+				t.Error(err)
+			}
+			idle(t, h)
+		})
+	}
+}
+
+func TestEveryOtherResultComesWhileABlockIsMissing(t *testing.T) {
+	for _, missing := range []int64{0, 5, 9} {
+		h := NewHost(HostConfig{Workers: 2})
+		r := openBytes(t, t.Context(), byteModel(t, h, 0, true, nil), 10*64, kib, 64*kib) // ten blocks of a chunk
+		var late *Block
+		for i := range int64(10) {
+			b, err := r.Lend(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if i == missing {
+				late = b
+				continue
+			}
+			r.Filled(b)
+			o, err := r.Next(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if o.Off != i*64*kib {
+				t.Errorf("the result at %d came, want %d", o.Off, i*64*kib)
+			}
+			o.Release()
+		}
+		r.Filled(late)
+		if o, err := r.Next(t.Context()); err != nil || o.Off != missing*64*kib {
+			t.Errorf("the last result is %v, %v", o, err)
+		} else {
+			o.Release()
+		}
+		if _, err := r.Next(t.Context()); err != io.EOF {
+			t.Errorf("the end is %v", err)
+		}
+		if err := r.Close(); err != nil {
+			t.Error(err)
+		}
+		h.Close()
+	}
+}
+
+func TestAHugeTensorIsNeverHeld(t *testing.T) {
+	h := NewHost(HostConfig{MemoryBytes: 64 * mib, Workers: 1})
+	defer h.Close()
+	r := openBytes(t, t.Context(), byteModel(t, h, 0, true, func(context.Context, RowBlock) error { return nil }), 1<<30, 16, mib) // 16 GiB
+	for range 30 {
+		b, err := r.Lend(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Filled(b)
+		o, err := r.Next(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		o.Release()
+	}
+	if _, peak, _ := h.Budget().Used(); peak > preferredSlots*mib {
+		t.Errorf("took %d bytes of memory", peak)
+	}
+	if err := r.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+func panics(t *testing.T, what string, f func()) {
+	t.Helper()
+	defer func() {
+		if recover() == nil {
+			t.Errorf("%s does not panic", what)
+		}
+	}()
+	f()
+}
+
+func TestMistakesOfTheCallerPanic(t *testing.T) {
+	h := NewHost(HostConfig{Workers: 1})
+	defer h.Close()
+	r := openBytes(t, t.Context(), byteModel(t, h, 1, true, nil), 3, 5, 5)
+	b, err := r.Lend(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Filled(b)
+	panics(t, "Filled twice", func() { r.Filled(b) })
+	o, err := r.Next(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.Release()
+	panics(t, "Release twice", o.Release)
+	if err := r.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := r.Close(); !errors.Is(err, ErrClosed) {
+		t.Errorf("a second Close returned %v, want ErrClosed", err)
+	}
+	idle(t, h)
+}
+
+// filledRun opens a run of three blocks, fills one and leaves the rest.
+func filledRun(t *testing.T, h *Host, before func(context.Context, RowBlock) error, inPlace bool) *run {
+	t.Helper()
+	r := openBytes(t, t.Context(), byteModel(t, h, 1, inPlace, before), 3, 5, 5)
+	b, err := r.Lend(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Filled(b)
+	return r
+}
+
+func TestCloseWaitsForWhatIsInUse(t *testing.T) {
+	for name, inPlace := range map[string]bool{"in place": true, "with results of its own": false} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				h := NewHost(HostConfig{Workers: 1})
+				defer h.Close()
+
+				r := filledRun(t, h, nil, inPlace)
+				o, err := r.Next(t.Context())
+				if err != nil {
+					t.Fatal(err)
+				}
+				time.AfterFunc(time.Second, o.Release)
+				begin := time.Now()
+				if err := r.Close(); err != nil || time.Since(begin) != time.Second {
+					t.Errorf("with a result held for a second, Close returned %v after %v", err, time.Since(begin))
+				}
+				idle(t, h)
+
+				r = filledRun(t, h, func(context.Context, RowBlock) error { time.Sleep(2 * time.Second); return nil }, inPlace)
+				synctest.Wait()
+				begin = time.Now()
+				if err := r.Close(); err != nil || time.Since(begin) != 2*time.Second {
+					t.Errorf("with a block that runs for two seconds, Close returned %v after %v", err, time.Since(begin))
+				}
+				idle(t, h)
+			})
+		})
+	}
+}
+
+func TestCloseAbandonsWhatIsNotGivenBackInTime(t *testing.T) {
+	for name, inPlace := range map[string]bool{"in place": true, "with results of its own": false} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				h := NewHost(HostConfig{Workers: 1})
+				defer h.Close()
+				lost := func(r *run, slabs int64) {
+					t.Helper()
+					begin := time.Now()
+					before, _ := h.Pool().Live()
+					if err := r.Close(); !errors.Is(err, ErrLost) || time.Since(begin) != closeWait {
+						t.Errorf("Close returned %v after %v", err, time.Since(begin))
+					}
+					if used, _, _ := h.Budget().Used(); used != 0 {
+						t.Errorf("%d bytes of the budget are still held", used)
+					}
+					if live, _ := h.Pool().Live(); live != slabs {
+						t.Errorf("%d slabs were abandoned of %d, want %d", live, before, slabs)
+					}
+				}
+				r := filledRun(t, h, nil, inPlace)
+				o, err := r.Next(t.Context())
+				if err != nil {
+					t.Fatal(err)
+				}
+				lost(r, 1)
+				if !bytes.Equal(o.Data, make([]byte, 5)) && o.Data[0] == 0 {
+					t.Error("the result held was overwritten")
+				}
+				o.Release() // far too late, and harmless
+
+				running := int64(2) // its input and its result
+				if inPlace {
+					running = 1
+				}
+				r = filledRun(t, h, func(context.Context, RowBlock) error { time.Sleep(time.Minute); return nil }, inPlace)
+				synctest.Wait()
+				lost(r, 1+running)
+			})
+		})
+	}
+}
+
+func TestBlocksNotStartedAreDroppedWithTheirRun(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := NewHost(HostConfig{Workers: 1})
+		defer h.Close()
+		hold := make(chan struct{})
+		first := filledRun(t, h, func(context.Context, RowBlock) error { <-hold; return nil }, true)
+		synctest.Wait() // the only worker is taken
+		computed := 0
+		count := func(context.Context, RowBlock) error { computed++; return nil }
+		second, third := filledRun(t, h, count, false), filledRun(t, h, count, true)
+		if err := second.Close(); err != nil { // returns although the worker is taken
+			t.Error(err)
+		}
+		close(hold)
+		for _, r := range []*run{first, third} {
+			o, err := r.Next(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			o.Release()
+			if err := r.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+		if computed != 1 {
+			t.Errorf("%d blocks were computed, want the third run's only", computed)
+		}
+		idle(t, h)
+	})
+}
+
+func TestRunsTakeTurns(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := NewHost(HostConfig{Workers: 1})
+		defer h.Close()
+		var order []byte
+		hold := make(chan struct{})
+		note := func(name byte) func(context.Context, RowBlock) error {
+			return func(context.Context, RowBlock) error { <-hold; order = append(order, name); return nil }
+		}
+		big := openBytes(t, t.Context(), byteModel(t, h, 1, true, note('b')), 100, kib, kib)
+		small := openBytes(t, t.Context(), byteModel(t, h, 1, true, note('s')), 1, kib, kib)
+		fill := func(r *run) {
+			b, err := r.Lend(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.Filled(b)
+		}
+		for range big.slots {
+			fill(big)
+		}
+		fill(small)
+		close(hold)
+		for done := 0; done < 100; done++ {
+			o, err := big.Next(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			o.Release()
+			if done+len(big.slots) < 100 {
+				fill(big)
+			}
+		}
+		if at := bytes.IndexByte(order, 's'); at < 0 || at > len(big.slots) {
+			t.Errorf("the small run came after %d blocks of the big one, which has %d slots", at, len(big.slots))
+		}
+		o, err := small.Next(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		o.Release()
+		for _, r := range []*run{big, small} {
+			if err := r.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+}
+
+func TestAClosedHostFailsItsRuns(t *testing.T) {
+	h := NewHost(HostConfig{Workers: 1})
+	m := byteModel(t, h, 1, true, nil)
+	r := openBytes(t, t.Context(), m, 3, 5, 5)
+	b, err := r.Lend(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.Close()
+	r.Filled(b)
+	if _, err := r.Next(t.Context()); !errors.Is(err, ErrClosed) {
+		t.Errorf("Next returned %v, want ErrClosed", err)
+	}
+	if err := r.Close(); err != nil {
+		t.Error(err)
+	}
+	idle(t, h)
+}
+
+func TestADeadlineIsTheCause(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := NewHost(HostConfig{Workers: 1})
+		defer h.Close()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		r := openBytes(t, ctx, byteModel(t, h, 1, true, nil), 3, 5, 5)
+		if _, err := r.Next(t.Context()); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("Next returned %v, want DeadlineExceeded", err)
+		}
+		if err := r.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestOpenWaitsForMemoryAndGivesUpWithItsContext(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := NewHost(HostConfig{MemoryBytes: 128, Workers: 1}) // two slots of 64
+		defer h.Close()
+		m := byteModel(t, h, 1, true, nil)
+		first := openBytes(t, t.Context(), m, 3, 5, 5)
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() {
+			synctest.Wait()
+			cancel()
+		}()
+		if _, err := m.Open(ctx, Call{Session: "other", Inputs: []Input{{"x", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{3, 5}}, 5}}}); !errors.Is(err, context.Canceled) {
+			t.Errorf("Open returned %v, want Canceled", err)
+		}
+		time.AfterFunc(time.Second, func() {
+			if err := first.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+		second := openBytes(t, t.Context(), m, 3, 5, 5)
+		if q := second.Stats().Queue; q != time.Second {
+			t.Errorf("stats say %v in the queue, want a second", q)
+		}
+		if err := second.Close(); err != nil {
+			t.Error(err)
+		}
+		idle(t, h)
+	})
+}
+
+func BenchmarkRun(b *testing.B) {
+	for _, block := range []int64{4 * kib, mib} {
+		b.Run("block="+map[int64]string{4 * kib: "4KiB", mib: "1MiB"}[block], func(b *testing.B) {
+			h := NewHost(HostConfig{Workers: 1})
+			defer h.Close()
+			port := []Port{{Name: "x", Shape: []int64{AnyAxes}}}
+			m, err := RowFunc{
+				Info: Info{Name: "nothing", Rows: AllAxes, Inputs: port, Outputs: port}, InPlace: true,
+				Rows: func(context.Context, RowBlock) error { return nil },
+			}.Model(h)
+			if err != nil {
+				b.Fatal(err)
+			}
+			r := openBytes(b, b.Context(), m.(*model), 1<<39, 1, block)
+			b.SetBytes(block)
+			b.ReportAllocs()
+			for b.Loop() {
+				l, err := r.Lend(b.Context())
+				if err != nil {
+					b.Fatal(err)
+				}
+				r.Filled(l)
+				o, err := r.Next(b.Context())
+				if err != nil {
+					b.Fatal(err)
+				}
+				o.Release()
+			}
+			if err := r.Close(); err != nil {
+				b.Error(err)
+			}
+		})
+	}
+}
