@@ -9,10 +9,9 @@ import (
 	"math"
 	"time"
 
-	"github.com/google/uuid"
-
 	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -22,7 +21,7 @@ var (
 	// errBinding: the call's inputs do not fit the model's ports by name.
 	errBinding = errors.New("server: inputs do not match the model")
 	// errMemoryWait: the memory a call needs at least did not become free.
-	errMemoryWait = errors.New("server: no memory became free for the call in time; try again later")
+	errMemoryWait = errors.New("server: no memory became free for the call in time")
 	// errFinished ends the feeding of a run whose results are complete.
 	errFinished = errors.New("server: results complete")
 )
@@ -39,7 +38,7 @@ type call struct {
 	// Guarded by the session's lock.
 	inputs   []*input
 	live     []block // lent and not yet filled, and filled ones behind them
-	liveBase int     // sequence number of live[0]
+	liveBase int     // number of live[0], counted over the blocks that were lent to the session
 	run      engine.Run
 	arrived  stream.Instant
 	lastByte stream.Instant
@@ -81,9 +80,12 @@ func (c *call) start(part *stream.Call) {
 		defer c.peer.server.calls.Add(-1)
 		defer cancel(nil)
 		if timeout > 0 {
-			var stop context.CancelFunc
-			ctx, stop = context.WithTimeout(ctx, timeout)
-			defer stop()
+			// Finish too: the results may be complete and only nobody takes them.
+			alarm := time.AfterFunc(timeout, func() {
+				cancel(context.DeadlineExceeded)
+				c.finish(stream.Timings{}, context.DeadlineExceeded)
+			})
+			defer alarm.Stop()
 		}
 		c.serve(ctx, model, params)
 	}()
@@ -167,7 +169,10 @@ func (c *call) portNames() string {
 
 // open opens the run, waiting a bounded time for memory.
 func (c *call) open(ctx context.Context, model engine.Model, inputs []engine.Input, params map[string]string) (engine.Run, error) {
-	patience := time.AfterFunc(c.peer.server.cfg.MemoryWait, func() { c.cancel(errMemoryWait) })
+	patience := time.AfterFunc(c.peer.server.cfg.MemoryWait, func() {
+		_, _, limit := c.peer.server.cfg.Budget.Used()
+		c.cancel(fmt.Errorf("%w: waited %v, the memory budget is %d bytes; try again later", errMemoryWait, c.peer.server.cfg.MemoryWait, limit))
+	})
 	defer patience.Stop()
 	return model.Open(ctx, engine.Call{ID: c.id, Session: c.peer.holder, Inputs: inputs, Params: params})
 }
@@ -226,6 +231,7 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 			continue
 		}
 		c.peer.sess.Do(func(m *stream.Machine, now stream.Instant) {
+			number := c.liveBase + len(c.live)
 			c.live = append(c.live, block{b, wire})
 			for i, mem := range b.In {
 				if in := c.inputs[i]; mem != nil && in.staged == nil {
@@ -234,7 +240,7 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 						return // the call is over: Close takes the block back
 					}
 					if !in.lent {
-						in.lent, in.base = true, *seq-region
+						in.lent, in.base = true, number-region
 					}
 				}
 			}
@@ -352,7 +358,7 @@ func (c *call) announce(m *stream.Machine, now stream.Instant, o *output, port s
 	if size/chunk >= tensor.MaxChunks {
 		chunk = limit
 	}
-	o.id, o.size, o.open = tensor.ID(uuid.Must(uuid.NewV7())), size, true
+	o.id, o.size, o.open = session.NewID(), size, true
 	return m.OpenTensor(now, stream.Desc{
 		Tensor: o.id, Desc: out.Desc, ChunkBytes: uint32(chunk), Call: c.id, Port: port, RetainChunks: retainChunks,
 	})

@@ -1,6 +1,7 @@
 package server_test
 
 import (
+	"context"
 	"encoding/binary"
 	"fmt"
 	"math"
@@ -9,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -140,4 +142,49 @@ func TestCallsAndDescsMayComeApartAndInAnyOrderOfInputs(t *testing.T) {
 	sum, scaled := pairWant(x.data, w.data)
 	require.Equal(t, scaled, out["scaled"].data)
 	require.Equal(t, sum, out["sum"].data)
+}
+
+func TestInputsMayComeOnAllowanceOrOnCreditInAnyMix(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	addPair(t, f)
+	r := openRaw(t, f.addr)
+	for _, rows := range []int{0, 1, 1000, 6000} {
+		for mix := range 4 {
+			x := offering("pair", floats(rows*100), 1000).as(pb.DataType_DATA_TYPE_FLOAT32, int64(rows), 100)
+			w := offering("pair", floats(100), 64).as(pb.DataType_DATA_TYPE_FLOAT32, 100)
+			w.desc.CallId, w.desc.Port = x.call.Id, "w"
+			x.call.Inputs = append(x.call.Inputs, &pb.Input{Port: "w", TensorId: w.desc.TensorId})
+			w.call = x.call
+			x.desc.OnAllowance, w.desc.OnAllowance = mix&1 > 0 && len(x.data) < mib/2, mix&2 > 0
+			r.send(&pb.Frame{Calls: []*pb.Call{x.call}, Descs: []*pb.TensorDesc{w.desc, x.desc}})
+			r.deliver(w)
+			r.deliver(x)
+			out := r.result(x)
+			sum, scaled := pairWant(x.data, w.data)
+			require.Equal(t, string(scaled), string(out["scaled"].data))
+			require.Equal(t, string(sum), string(out["sum"].data))
+		}
+	}
+}
+
+func TestATensorWithoutBytesMayHaveManyBlocks(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	any := []int64{engine.AnyAxes}
+	f.add(t, engine.RowFunc{
+		Info: engine.Info{
+			Name: "rows", Rows: 1, BlockRows: 2,
+			Inputs: []engine.Port{{Name: "x", Shape: any}}, Outputs: []engine.Port{{Name: "y", Shape: any}},
+		},
+		Rows: func(_ context.Context, b engine.RowBlock) error { copy(b.Out[0], b.In[0]); return nil },
+	})
+	for _, allowance := range []bool{true, false} {
+		for _, shape := range [][]int64{{0, 4}, {1000, 0}, {0, 0}, {7, 3}} {
+			r := openRaw(t, f.addr)
+			o := offering("rows", make([]byte, shape[0]*shape[1]), 4).as(pb.DataType_DATA_TYPE_UINT8, shape...)
+			o.desc.OnAllowance = allowance
+			require.Equal(t, string(o.data), string(r.run(o)["y"].data))
+		}
+	}
 }
