@@ -38,7 +38,7 @@ func byteModel(t testing.TB, h *Host, blockRows int64, inPlace bool, before func
 	return m.(*model)
 }
 
-func openBytes(t testing.TB, ctx context.Context, m *model, rows, width, chunk int64) *run {
+func openBytes(ctx context.Context, t testing.TB, m *model, rows, width, chunk int64) *run {
 	t.Helper()
 	r, err := m.Open(ctx, Call{Session: "s", Inputs: []Input{{"x", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{rows, width}}, chunk}}})
 	if err != nil {
@@ -75,7 +75,7 @@ func FuzzRun(f *testing.F) {
 		outer, stop := context.WithTimeout(t.Context(), 20*time.Second)
 		defer stop()
 		ctx, cancel := context.WithCancelCause(outer)
-		r := openBytes(t, ctx, byteModel(t, h, blockRows, inPlace, nil), rows, width, chunk)
+		r := openBytes(ctx, t, byteModel(t, h, blockRows, inPlace, nil), rows, width, chunk)
 		blocks := r.plan.blocks
 
 		// The model: what has become of each block, and how many are below done.
@@ -104,7 +104,7 @@ func FuzzRun(f *testing.F) {
 				}
 			}
 			if next == blocks {
-				if b, err := r.lend(); b != nil || err != io.EOF {
+				if b, err := r.lend(); b != nil || !errors.Is(err, io.EOF) {
 					t.Fatalf("after the last block, Lend returned %v, %v", b, err)
 				}
 				return
@@ -146,7 +146,7 @@ func FuzzRun(f *testing.F) {
 			}
 			if !due {
 				o, ok, err := r.pop()
-				if ok || err != nil != ended || ended && err != io.EOF {
+				if ok || err != nil != ended || ended && !errors.Is(err, io.EOF) {
 					t.Fatalf("nothing is due, all taken is %v, Next returned %v, %v", ended, o, err)
 				}
 				return
@@ -201,10 +201,10 @@ func FuzzRun(f *testing.F) {
 					continue
 				}
 				cancel(gone)
-				if _, err := r.Next(outer); err != io.EOF && !errors.Is(err, gone) {
+				if _, err := r.Next(outer); !errors.Is(err, io.EOF) && !errors.Is(err, gone) {
 					t.Fatalf("cancelled, Next returned %v", err)
 				}
-				if _, err := r.Lend(outer); err != io.EOF && !errors.Is(err, gone) {
+				if _, err := r.Lend(outer); !errors.Is(err, io.EOF) && !errors.Is(err, gone) {
 					t.Fatalf("cancelled, Lend returned %v", err)
 				}
 				for len(held) > 0 {
@@ -242,7 +242,7 @@ func TestABlockAllocatesNothing(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			h := NewHost(HostConfig{Workers: 1})
 			defer h.Close()
-			r := openBytes(t, t.Context(), byteModel(t, h, 0, inPlace, nil), 1<<20, 64, 64*kib)
+			r := openBytes(t.Context(), t, byteModel(t, h, 0, inPlace, nil), 1<<20, 64, 64*kib)
 			step := func() {
 				b, err := r.Lend(t.Context())
 				if err != nil {
@@ -272,7 +272,7 @@ func TestABlockAllocatesNothing(t *testing.T) {
 func TestEveryOtherResultComesWhileABlockIsMissing(t *testing.T) {
 	for _, missing := range []int64{0, 5, 9} {
 		h := NewHost(HostConfig{Workers: 2})
-		r := openBytes(t, t.Context(), byteModel(t, h, 0, true, nil), 10*64, kib, 64*kib) // ten blocks of a chunk
+		r := openBytes(t.Context(), t, byteModel(t, h, 0, true, nil), 10*64, kib, 64*kib) // ten blocks of a chunk
 		var late *Block
 		for i := range int64(10) {
 			b, err := r.Lend(t.Context())
@@ -299,7 +299,7 @@ func TestEveryOtherResultComesWhileABlockIsMissing(t *testing.T) {
 		} else {
 			o.Release()
 		}
-		if _, err := r.Next(t.Context()); err != io.EOF {
+		if _, err := r.Next(t.Context()); !errors.Is(err, io.EOF) {
 			t.Errorf("the end is %v", err)
 		}
 		if err := r.Close(); err != nil {
@@ -312,7 +312,7 @@ func TestEveryOtherResultComesWhileABlockIsMissing(t *testing.T) {
 func TestAHugeTensorIsNeverHeld(t *testing.T) {
 	h := NewHost(HostConfig{MemoryBytes: 64 * mib, Workers: 1})
 	defer h.Close()
-	r := openBytes(t, t.Context(), byteModel(t, h, 0, true, func(context.Context, RowBlock) error { return nil }), 1<<30, 16, mib) // 16 GiB
+	r := openBytes(t.Context(), t, byteModel(t, h, 0, true, func(context.Context, RowBlock) error { return nil }), 1<<30, 16, mib) // 16 GiB
 	for range 30 {
 		b, err := r.Lend(t.Context())
 		if err != nil {
@@ -346,7 +346,7 @@ func panics(t *testing.T, what string, f func()) {
 func TestMistakesOfTheCallerPanic(t *testing.T) {
 	h := NewHost(HostConfig{Workers: 1})
 	defer h.Close()
-	r := openBytes(t, t.Context(), byteModel(t, h, 1, true, nil), 3, 5, 5)
+	r := openBytes(t.Context(), t, byteModel(t, h, 1, true, nil), 3, 5, 5)
 	b, err := r.Lend(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -371,7 +371,7 @@ func TestMistakesOfTheCallerPanic(t *testing.T) {
 // filledRun opens a run of three blocks, fills one and leaves the rest.
 func filledRun(t *testing.T, h *Host, before func(context.Context, RowBlock) error, inPlace bool) *run {
 	t.Helper()
-	r := openBytes(t, t.Context(), byteModel(t, h, 1, inPlace, before), 3, 5, 5)
+	r := openBytes(t.Context(), t, byteModel(t, h, 1, inPlace, before), 3, 5, 5)
 	b, err := r.Lend(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -494,8 +494,8 @@ func TestRunsTakeTurns(t *testing.T) {
 		note := func(name byte) func(context.Context, RowBlock) error {
 			return func(context.Context, RowBlock) error { <-hold; order = append(order, name); return nil }
 		}
-		big := openBytes(t, t.Context(), byteModel(t, h, 1, true, note('b')), 100, kib, kib)
-		small := openBytes(t, t.Context(), byteModel(t, h, 1, true, note('s')), 1, kib, kib)
+		big := openBytes(t.Context(), t, byteModel(t, h, 1, true, note('b')), 100, kib, kib)
+		small := openBytes(t.Context(), t, byteModel(t, h, 1, true, note('s')), 1, kib, kib)
 		fill := func(r *run) {
 			b, err := r.Lend(t.Context())
 			if err != nil {
@@ -508,7 +508,7 @@ func TestRunsTakeTurns(t *testing.T) {
 		}
 		fill(small)
 		close(hold)
-		for done := 0; done < 100; done++ {
+		for done := range 100 {
 			o, err := big.Next(t.Context())
 			if err != nil {
 				t.Fatal(err)
@@ -537,7 +537,7 @@ func TestRunsTakeTurns(t *testing.T) {
 func TestAClosedHostFailsItsRuns(t *testing.T) {
 	h := NewHost(HostConfig{Workers: 1})
 	m := byteModel(t, h, 1, true, nil)
-	r := openBytes(t, t.Context(), m, 3, 5, 5)
+	r := openBytes(t.Context(), t, m, 3, 5, 5)
 	b, err := r.Lend(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -559,7 +559,7 @@ func TestADeadlineIsTheCause(t *testing.T) {
 		defer h.Close()
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		r := openBytes(t, ctx, byteModel(t, h, 1, true, nil), 3, 5, 5)
+		r := openBytes(ctx, t, byteModel(t, h, 1, true, nil), 3, 5, 5)
 		if _, err := r.Next(t.Context()); !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("Next returned %v, want DeadlineExceeded", err)
 		}
@@ -574,7 +574,7 @@ func TestOpenWaitsForMemoryAndGivesUpWithItsContext(t *testing.T) {
 		h := NewHost(HostConfig{MemoryBytes: 128, Workers: 1}) // two slots of 64
 		defer h.Close()
 		m := byteModel(t, h, 1, true, nil)
-		first := openBytes(t, t.Context(), m, 3, 5, 5)
+		first := openBytes(t.Context(), t, m, 3, 5, 5)
 		ctx, cancel := context.WithCancel(t.Context())
 		go func() {
 			synctest.Wait()
@@ -588,7 +588,7 @@ func TestOpenWaitsForMemoryAndGivesUpWithItsContext(t *testing.T) {
 				t.Error(err)
 			}
 		})
-		second := openBytes(t, t.Context(), m, 3, 5, 5)
+		second := openBytes(t.Context(), t, m, 3, 5, 5)
 		if q := second.Stats().Queue; q != time.Second {
 			t.Errorf("stats say %v in the queue, want a second", q)
 		}
@@ -612,7 +612,7 @@ func BenchmarkRun(b *testing.B) {
 			if err != nil {
 				b.Fatal(err)
 			}
-			r := openBytes(b, b.Context(), m.(*model), 1<<39, 1, block)
+			r := openBytes(b.Context(), b, m.(*model), 1<<39, 1, block)
 			b.SetBytes(block)
 			b.ReportAllocs()
 			for b.Loop() {
@@ -632,4 +632,32 @@ func BenchmarkRun(b *testing.B) {
 			}
 		})
 	}
+}
+
+func TestAResultComesWhoeverWaitsFirst(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := NewHost(HostConfig{Workers: 1})
+		defer h.Close()
+		for _, rows := range []int64{0, 1, 3, 64 * kib, 64*kib + 1} {
+			for _, inPlace := range []bool{true, false} {
+				r := openBytes(t.Context(), t, byteModel(t, h, 1<<20, inPlace, nil), rows, 1, mib)
+				b, err := r.Lend(t.Context())
+				if err != nil {
+					t.Fatal(err)
+				}
+				go func() {
+					synctest.Wait() // Next waits
+					r.Filled(b)
+				}()
+				o, err := r.Next(t.Context())
+				if err != nil {
+					t.Fatal(err)
+				}
+				o.Release()
+				if err := r.Close(); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+	})
 }

@@ -22,12 +22,12 @@ import (
 //
 // All but sink are elementwise and compute in place.
 func Builtins(h *engine.Host) []engine.Model {
-	any := []int64{engine.AnyAxes}
+	anyShape := []int64{engine.AnyAxes}
 	elementwise := func(name string, dtypes ...tensor.DataType) engine.Info {
 		return engine.Info{
 			Name: name, Version: "1", Rows: engine.AllAxes,
-			Inputs:  []engine.Port{{Name: "x", DTypes: dtypes, Shape: any}},
-			Outputs: []engine.Port{{Name: "y", DTypes: dtypes, Shape: any}},
+			Inputs:  []engine.Port{{Name: "x", DTypes: dtypes, Shape: anyShape}},
+			Outputs: []engine.Port{{Name: "y", DTypes: dtypes, Shape: anyShape}},
 		}
 	}
 	var reluTypes []tensor.DataType
@@ -44,7 +44,7 @@ func Builtins(h *engine.Host) []engine.Model {
 		{
 			Info: engine.Info{
 				Name: "sink", Version: "1",
-				Inputs:  []engine.Port{{Name: "x", Shape: any}},
+				Inputs:  []engine.Port{{Name: "x", Shape: anyShape}},
 				Outputs: []engine.Port{{Name: "bytes", DTypes: []tensor.DataType{tensor.Uint64}}},
 			},
 			Outs: func([]tensor.Desc, map[string]string) ([]tensor.Desc, error) {

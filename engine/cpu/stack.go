@@ -3,6 +3,7 @@ package cpu
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"io/fs"
@@ -106,7 +107,7 @@ func readSpec(files fs.FS) (Spec, error) {
 	if err := d.Decode(&s); err != nil && text.N > 0 {
 		return s, fmt.Errorf("%w: %w", engine.ErrInfo, err)
 	}
-	if _, err := d.Token(); err != io.EOF && text.N > 0 {
+	if _, err := d.Token(); !errors.Is(err, io.EOF) && text.N > 0 {
 		return s, fmt.Errorf("%w: something follows the model", engine.ErrInfo)
 	}
 	if text.N == 0 {

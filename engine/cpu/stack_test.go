@@ -20,8 +20,6 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-func ptr(v float64) *float64 { return &v }
-
 // everything has a layer of every kind, and widths that are no multiple of
 // anything: 200 outputs are two panels, 70 inputs two panel depths.
 var everything = Spec{Name: "everything", Version: "3", Layers: []Layer{
@@ -30,11 +28,11 @@ var everything = Spec{Name: "everything", Version: "3", Layers: []Layer{
 	{Kind: "residual", Op: "start"},
 	{Kind: "gelu"},
 	{Kind: "residual", Op: "start"},
-	{Kind: "scale", Factor: ptr(0.5)},
+	{Kind: "scale", Factor: new(0.5)},
 	{Kind: "residual", Op: "add"},
 	{Kind: "silu"},
 	{Kind: "residual", Op: "add"},
-	{Kind: "rmsnorm", Weight: "rms.weight", Eps: ptr(1e-4)},
+	{Kind: "rmsnorm", Weight: "rms.weight", Eps: new(1e-4)},
 	{Kind: "linear", Weight: "b.weight"},
 	{Kind: "gelu", Approximate: "tanh"},
 	{Kind: "layernorm"},
@@ -303,11 +301,11 @@ func TestAStackThatDoesNotFitTogetherIsRefused(t *testing.T) {
 		"a bias of another size": {first, {Kind: "layernorm", Bias: "flat"}},
 		"integers":               {first, {Kind: "layernorm", Bias: "ints"}},
 		"an infinite weight":     {first, {Kind: "layernorm", Weight: "inf"}},
-		"an eps below zero":      {first, {Kind: "layernorm", Eps: ptr(-1)}},
+		"an eps below zero":      {first, {Kind: "layernorm", Eps: new(-1.0)}},
 		"a bias for rmsnorm":     {first, {Kind: "rmsnorm", Bias: "a.bias"}},
 		"another approximation":  {first, {Kind: "gelu", Approximate: "quick"}},
 		"no factor":              {first, {Kind: "scale"}},
-		"a factor that is none":  {first, {Kind: "scale", Factor: ptr(math.NaN())}},
+		"a factor that is none":  {first, {Kind: "scale", Factor: new(math.NaN())}},
 		"an unknown op":          {first, {Kind: "residual", Op: "stop"}},
 		"an add too many":        {first, {Kind: "residual", Op: "add"}},
 		"a start too many":       {first, {Kind: "residual", Op: "start"}},

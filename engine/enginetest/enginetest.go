@@ -138,7 +138,7 @@ func feed(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Tenso
 		for row := int64(0); ; {
 			b, err := r.Lend(ctx)
 			if err != nil {
-				if err != io.EOF {
+				if !errors.Is(err, io.EOF) {
 					failed <- err
 				}
 				return
@@ -249,7 +249,7 @@ func collect(ctx context.Context, info engine.Info, r engine.Run, chunk int64) (
 	}()
 	for {
 		o, err := r.Next(ctx)
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			break
 		}
 		if err != nil {

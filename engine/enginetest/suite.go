@@ -112,9 +112,7 @@ func (c Case) anyCut(t *testing.T) {
 	for _, n := range []int64{1, 2, 5, 64, 100} { // of rows, and straddling them
 		cuts = append(cuts, n*row-1, n*row, n*row+1)
 	}
-	for _, n := range []int64{7, 1000, 4096, 16383, 16384, 16385} {
-		cuts = append(cuts, n)
-	}
+	cuts = append(cuts, 7, 1000, 4096, 16383, 16384, 16385)
 	for _, chunk := range cuts {
 		if chunk < 1 || size/chunk > 1500 {
 			continue // a driver that sends more chunks is only slow
@@ -140,7 +138,7 @@ func (c Case) ascends(t *testing.T) {
 		for {
 			o, err := r.Next(t.Context())
 			if err != nil {
-				if err != io.EOF {
+				if !errors.Is(err, io.EOF) {
 					t.Error(err)
 				}
 				return
@@ -157,7 +155,7 @@ func (c Case) ascends(t *testing.T) {
 	var row, blocks int64
 	for n := 0; ; n++ {
 		b, err := r.Lend(t.Context())
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			break
 		}
 		if err != nil {
@@ -174,7 +172,7 @@ func (c Case) ascends(t *testing.T) {
 		}
 		r.Filled(b)
 	}
-	if _, err := r.Lend(t.Context()); err != io.EOF {
+	if _, err := r.Lend(t.Context()); !errors.Is(err, io.EOF) {
 		t.Errorf("Lend after the last block returned %v, want io.EOF", err)
 	}
 	wg.Wait()
@@ -312,10 +310,10 @@ func (c Case) cancelled(t *testing.T) {
 			release := reach(t, c, r)
 			cancel(cause)
 			// What was done before the cancel may still be told as it was.
-			if _, err := r.Lend(t.Context()); !errors.Is(err, cause) && err != io.EOF {
+			if _, err := r.Lend(t.Context()); !errors.Is(err, cause) && !errors.Is(err, io.EOF) {
 				t.Errorf("Lend returned %v, want the cause", err)
 			}
-			if o, err := r.Next(t.Context()); !errors.Is(err, cause) && err != io.EOF {
+			if o, err := r.Next(t.Context()); !errors.Is(err, cause) && !errors.Is(err, io.EOF) {
 				t.Errorf("Next returned %v and %v, want the cause", o, err)
 			}
 			release()
@@ -343,7 +341,7 @@ func (c Case) cancelled(t *testing.T) {
 		wg.Go(func() {
 			for {
 				if _, err := r.Lend(t.Context()); err != nil {
-					if !errors.Is(err, cause) && err != io.EOF {
+					if !errors.Is(err, cause) && !errors.Is(err, io.EOF) {
 						t.Errorf("Lend returned %v, want the cause", err)
 					}
 					return
