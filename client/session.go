@@ -7,7 +7,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/google/uuid"
 	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/internal/session"
@@ -57,7 +56,7 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 		return nil, sessionError(err)
 	}
 	s.sess = session.New(conn, stream.Config{
-		Session: newID(), Check: c.cfg.Checksum,
+		Session: session.NewID(), Check: c.cfg.Checksum,
 		Limits: stream.Limits{
 			ChunkBytes:  uint32(c.cfg.ChunkBytes),
 			TensorBytes: 1 << 40, // a streamed result is as long as it is; memory is bounded apart
@@ -185,7 +184,7 @@ func (s *Session) Compute(ctx context.Context, model string, x tensor.Tensor) (t
 // Call opens a call and returns while it runs. Ending ctx cancels it. Inputs are
 // shared with the library until Wait has returned; the Request is copied.
 func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
-	c := &Call{session: s, id: newID(), sinks: r.Results, closed: make(chan struct{}), news: make(chan struct{}, 1), letGo: make(chan struct{})}
+	c := &Call{session: s, id: session.NewID(), sinks: r.Results, closed: make(chan struct{}), news: make(chan struct{}, 1), letGo: make(chan struct{})}
 	c.shared.Store(1)
 	defer c.returned()
 	part := stream.Call{ID: c.id, Model: r.Model, Params: r.Params, TimeoutMillis: uint64(max(0, r.Timeout.Milliseconds()))}
@@ -194,7 +193,7 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 		if err := in.check(); err != nil {
 			return nil, err
 		}
-		feeds[i] = feed{call: c, in: in, id: newID()}
+		feeds[i] = feed{call: c, in: in, id: session.NewID()}
 		part.Inputs = append(part.Inputs, stream.Binding{Port: in.Port, Tensor: feeds[i].id})
 	}
 	if ctx.Err() != nil {
@@ -230,6 +229,3 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 	}
 	return c, nil
 }
-
-// newID returns a UUIDv7: unique, and sorted by time in logs.
-func newID() tensor.ID { return tensor.ID(uuid.Must(uuid.NewV7())) }

@@ -342,16 +342,28 @@ func allComplete(outs []output) bool {
 	return true
 }
 
-// announce opens a result's tensor, cut as the run makes it, so that a chunk
-// seldom lies across two blocks. The session is locked.
+// announce opens a result's tensor, cut as the run makes it, so that a chunk does
+// not lie across two blocks. When the piece at hand does not tell the size of a
+// block, no chunk is larger than those of the inputs: the run has memory for as
+// many consecutive bytes, and a chunk that spans more would wait for ever. The
+// session is locked.
 func (c *call) announce(m *stream.Machine, now stream.Instant, o *output, port string, out engine.Out) error {
 	size, err := out.Desc.Bytes()
 	if err != nil {
 		return err
 	}
 	limit := m.PeerChunkBytes()
-	chunk := tensor.ChunkFor(out.Desc, limit)
-	if n := int64(len(out.Data)); n > 0 && n < size && out.Off+n < size {
+	chunk := limit
+	n := int64(len(out.Data))
+	switch {
+	case n == size:
+		chunk = tensor.ChunkFor(out.Desc, limit)
+	case n == 0 || out.Off+n == size:
+		for _, in := range c.inputs {
+			chunk = min(chunk, max(in.chunk, 1))
+		}
+		chunk = tensor.ChunkFor(out.Desc, chunk)
+	default:
 		pieces := (n + limit - 1) / limit
 		chunk = (n + pieces - 1) / pieces
 	}
