@@ -179,7 +179,6 @@ type in struct {
 	acked  uint32 // last sent
 	resend []uint32
 	dead   bool
-	busy   bool  // a claim is open
 	open   bool  // counts in incoming
 	share  int64 // of the allowance
 	last   Instant
@@ -385,6 +384,9 @@ func (m *Machine) PeerDone() {
 			m.abandon(c, Unavailable, "the server ended the session")
 			continue
 		}
+		for _, t := range c.outs {
+			t.chunks.AckSent()
+		}
 		open := c.missing > 0
 		for _, t := range c.ins {
 			open = open || !t.dead && !t.asm.Whole()
@@ -396,7 +398,8 @@ func (m *Machine) PeerDone() {
 	}
 }
 
-// dropIn forgets an incoming tensor; no claim may be open on it.
+// dropIn forgets an incoming tensor. A claim may still be open on it: its memory
+// is the lender's again only when the call is closed.
 func (m *Machine) dropIn(t *in) {
 	if m.ins[t.desc.Tensor] != t {
 		return
@@ -505,15 +508,12 @@ func (m *Machine) Tick(now Instant) error {
 }
 
 // waits reports whether a tensor waits for the peer: for credit, or for an
-// acknowledgement that is due. Otherwise its maker is the one who is waited for.
+// acknowledgement, which is due soon after a chunk where not all can be kept.
+// Otherwise its maker is the one who is waited for.
 func (t *out) waits() bool {
 	return !t.dead && t.announced && (t.chunks.Ready(^uint32(0)) || t.chunks.Sent() ||
-		t.desc.RetainChunks > 0 && t.chunks.Unacked() >= ackDue(&t.desc))
+		t.desc.RetainChunks > 0 && t.chunks.Unacked() > 0)
 }
-
-// ackDue is how many chunks of a tensor, beyond those acknowledged, make an
-// acknowledgement due.
-func ackDue(d *Desc) uint32 { return max(1, d.RetainChunks/ackShare) }
 
 // whole reports whether every byte has come.
 func (t *in) whole() bool { return t.asm != nil && t.asm.Whole() }

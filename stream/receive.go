@@ -419,7 +419,6 @@ func (m *Machine) Claim(now Instant, ch *Chunk, c *Claim) (bool, error) {
 		return false, nil
 	}
 	t.last = now
-	t.busy = true
 	t.call.busy++
 	c.tensor = t
 	return true, nil
@@ -439,12 +438,10 @@ func (c *Claim) Copy(views [][]byte) uint32 { return c.claim.Copy(views) }
 func (m *Machine) Commit(now Instant, c *Claim, got uint32) {
 	t := c.tensor
 	c.tensor = nil
-	t.busy = false
 	t.call.busy--
 	off, n := t.geo.Span(c.claim.Index())
 	ok, err := t.asm.Commit(&c.claim, got)
 	if t.dead || m.shut {
-		m.dropIn(t)
 		m.settle(t.call)
 		return
 	}
@@ -476,7 +473,7 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32) {
 	}
 	if news := t.asm.Below() - t.acked; t.desc.RetainChunks > 0 && news > 0 {
 		// Before it is due, too: the sender may keep less than it hoped for.
-		m.wantAck(now, t, news >= ackDue(&t.desc))
+		m.wantAck(now, t, news >= max(1, t.desc.RetainChunks/ackShare))
 	}
 }
 

@@ -129,9 +129,7 @@ func (m *Machine) Finish(d Done) {
 	c.done = d
 	for _, t := range c.ins {
 		t.dead = true
-		if !t.busy {
-			m.dropIn(t)
-		}
+		m.dropIn(t)
 	}
 	m.doneIf(c)
 }
@@ -160,9 +158,7 @@ func (m *Machine) fail(c *call, code Code, text string) {
 	m.stop(c, code, text)
 	m.queueDone(c)
 	for _, t := range c.ins {
-		if !t.busy {
-			m.dropIn(t)
-		}
+		m.dropIn(t)
 	}
 }
 
@@ -399,6 +395,9 @@ func (m *Machine) nextChunk(now Instant, f *Frame) chunker.Releaser {
 		t.last = now
 		m.stats.ChunksOut++
 		m.stats.BytesOut += int64(f.Chunk.Len())
+		if m.peerDone {
+			t.chunks.AckSent()
+		}
 		m.doneIf(t.call)
 		return held
 	}
