@@ -109,7 +109,7 @@ fmt: ## Rewrite Go and proto files in the house format
 	$(TOOL) buf format --write
 
 vectors: ## Rewrite testdata/vectors; a changed byte needs a Wire line in CHANGELOG.md
-	$(GO) test ./internal/wire -run Vectors -rewrite
+	$(GO) test ./internal/wire -run Vectors -vectors
 
 scripts-rewrite: ## Accept what the session scripts print now; read the diff
-	$(GO) test ./stream -run Script -rewrite
+	$(GO) test ./stream -run Scripts -rewrite
