@@ -34,9 +34,9 @@ var (
 type Verdict uint8
 
 const (
-	// Place: copy the bytes, then commit.
+	// Place asks to copy the bytes, then to commit.
 	Place Verdict = iota
-	// Duplicate: the chunk is here already, or being copied; drop it.
+	// Duplicate tells that the chunk is here already, or being copied: drop it.
 	Duplicate
 )
 

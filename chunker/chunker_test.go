@@ -139,7 +139,7 @@ func TestMemoryOfferedInAnyOrderAndCutComesOutAsChunks(t *testing.T) {
 // has to come with it.
 func TestAChunkOfManySmallRegionsIsReadyWithItsLast(t *testing.T) {
 	b := newBed(t, 12, 8)
-	for off := int64(0); off < 8; off++ {
+	for off := range int64(8) {
 		require.False(t, b.c.Ready(all))
 		b.mustOffer(off, 1)
 	}

@@ -35,7 +35,7 @@ func Compute(ctx context.Context, m Model, params map[string]string, in ...tenso
 		return nil, err
 	}
 	var feeding sync.WaitGroup
-	feeding.Go(func() { fill(ctx, r, info, in) })
+	feeding.Go(func() { fill(ctx, r, in) })
 	defer func() {
 		cancel()
 		feeding.Wait()
@@ -47,7 +47,7 @@ func Compute(ctx context.Context, m Model, params map[string]string, in ...tenso
 	for {
 		o, err := r.Next(ctx)
 		switch {
-		case err == io.EOF:
+		case errors.Is(err, io.EOF):
 			return out, nil
 		case err != nil:
 			return nil, err
@@ -68,7 +68,7 @@ func Compute(ctx context.Context, m Model, params map[string]string, in ...tenso
 
 // fill copies the inputs into the blocks of a run. It ends with the last block,
 // or with the run: why that failed is for Next to tell.
-func fill(ctx context.Context, r Run, info Info, in []tensor.Tensor) {
+func fill(ctx context.Context, r Run, in []tensor.Tensor) {
 	for {
 		b, err := r.Lend(ctx)
 		if err != nil {

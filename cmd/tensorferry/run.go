@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -176,20 +177,11 @@ func results(ctx context.Context, cl *client.Client, model string, outputs []str
 		}
 	}
 	for p := range to {
-		if !contains(ports, p) {
+		if !slices.Contains(ports, p) {
 			return nil, usage("model %q has no result %q; it has %s", model, p, strings.Join(ports, ", "))
 		}
 	}
 	return to, nil
-}
-
-func contains(all []string, s string) bool {
-	for _, a := range all {
-		if a == s {
-			return true
-		}
-	}
-	return false
 }
 
 // openInput opens one input. The closer is closed when its bytes are in no use.
