@@ -1,10 +1,16 @@
 package stream
 
 import (
+	"bytes"
 	"fmt"
 	"math/rand/v2"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/chunker"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // runWorld runs a schedule and returns what went wrong.
@@ -36,11 +42,8 @@ const schedules = 100_000
 
 func TestRandomSchedulesEndBitExactOrWithACode(t *testing.T) {
 	n := schedules
-	switch {
-	case testing.Short():
+	if testing.Short() || raceEnabled {
 		n /= 50
-	case raceEnabled:
-		n /= 20
 	}
 	const shards = 4
 	for shard := range shards {
@@ -90,4 +93,366 @@ func FuzzMachine(f *testing.F) {
 			t.Fatalf("%s\n%s", problem, strings.Join(trace, "\n"))
 		}
 	})
+}
+
+// A rogue is a machine whose peer sends whatever it likes, and a program that
+// does its part all the same.
+type rogue struct {
+	t      *testing.T
+	m      *Machine
+	script []byte
+	now    Instant
+	closed map[tensor.ID]bool
+	offers []*piece
+	lent   map[tensor.ID][]*lentMem // by tensor
+	of     map[tensor.ID]tensor.ID  // its call
+	serial byte
+}
+
+func (r *rogue) byte() int {
+	if len(r.script) == 0 {
+		return 0
+	}
+	b := r.script[0]
+	r.script = r.script[1:]
+	return int(b)
+}
+
+// pick returns one of a few IDs, so that frames meet.
+func (r *rogue) pick(kind byte) tensor.ID { return tensor.ID{kind, byte(r.byte() % 6)} }
+
+// any is an ID of any kind, those of this side among them.
+func (r *rogue) any() tensor.ID { return r.pick("cttor"[r.byte()%5]) }
+
+func (r *rogue) desc() Desc {
+	d := Desc{
+		Tensor: r.any(), Call: r.pick('c'), Port: [...]string{"", "a", "b", "\x00"}[r.byte()%4],
+		ChunkBytes: uint32(r.byte() % 6), OnAllowance: r.byte()%2 == 0, RetainChunks: uint32(r.byte() % 3),
+		Desc: tensor.Desc{DType: tensor.DataType(1 + 5*(r.byte()%4)), Shape: tensor.Shape{int64(r.byte() % 20)}},
+	}
+	if r.byte()%8 == 7 {
+		d.Shape = tensor.Shape{1 << (r.byte() % 64), 1 << (r.byte() % 64), -1}
+	}
+	if n, err := d.Bytes(); err == nil && r.byte()%8 != 7 {
+		d.SizeBytes = uint64(n)
+	}
+	return d
+}
+
+// frame makes a frame of anything.
+func (r *rogue) frame() *Frame {
+	f := new(Frame)
+	for range 1 + r.byte()%4 {
+		switch r.byte() % 12 {
+		case 0:
+			c := Call{ID: r.pick('c'), Model: [...]string{"m", "m", "m", ""}[r.byte()%4], TimeoutMillis: uint64(r.byte() % 2)}
+			for range r.byte() % 4 {
+				c.Inputs = append(c.Inputs, Binding{string(rune('a' + r.byte()%3)), r.pick('t')})
+			}
+			f.Calls = append(f.Calls, c)
+		case 1, 2:
+			f.Descs = append(f.Descs, r.desc())
+		case 3:
+			f.Credits = append(f.Credits, Credit{r.any(), uint32(r.byte()) << (r.byte() % 32)})
+		case 4, 5:
+			a := Ack{Tensor: r.any(), Below: uint32(r.byte() % 8)}
+			for range r.byte() % 3 {
+				a.Resend = append(a.Resend, uint32(r.byte())<<(r.byte()%32))
+			}
+			f.Acks = append(f.Acks, a)
+		case 6:
+			if r.m.cfg.Server {
+				f.Cancels = append(f.Cancels, r.pick('c'))
+			}
+		case 7:
+			f.Failures = append(f.Failures, Failure{r.any(), Code(r.byte() % 17), "rogue"})
+		case 8:
+			if !r.m.cfg.Server {
+				d := Done{Call: r.pick('c'), Code: Code(r.byte() % 2 * 3)}
+				for range r.byte() % 3 {
+					d.Outputs = append(d.Outputs, Binding{"y", r.pick('t')})
+				}
+				f.Dones = append(f.Dones, d)
+			}
+		case 9:
+			if r.byte()%16 == 1 {
+				f.Drain = &Drain{"rogue"}
+			}
+		case 10:
+			if r.byte()%64 == 1 { // ends the session, so not too often
+				f.Hello = &Hello{Version: Version, Session: tensor.ID{1}, Checksum: 1}
+			}
+		default:
+			ch := Chunk{Tensor: r.any(), Index: uint32(r.byte() % 8)}
+			data := bytes.Repeat([]byte{7}, r.byte()%6)
+			ch.Data = [][]byte{data}
+			ch.Sum = r.m.kind.Update(r.m.kind.Seed(ch.Tensor, ch.Index), data)
+			switch r.byte() % 8 {
+			case 0:
+				ch.Sum++
+			case 1:
+				ch.Index <<= r.byte() % 32
+			}
+			f.Chunk = ch
+		}
+	}
+	return f
+}
+
+func (r *rogue) events() {
+	for {
+		e, ok := r.m.Event()
+		if !ok {
+			return
+		}
+		if e.Kind != EventOpened && e.Kind != EventDrain && r.closed[e.Call] {
+			r.t.Fatalf("event %d of call %v after its end", e.Kind, e.Call)
+		}
+		switch e.Kind {
+		case EventTensor:
+			r.of[e.Tensor] = e.Call
+			if e.Desc.OnAllowance {
+				r.lend(e.Tensor, int(e.Desc.SizeBytes))
+			}
+		case EventRegion:
+			r.lent[e.Tensor][e.N].back = true
+			clear(r.lent[e.Tensor][e.N].mem)
+		case EventReady:
+			r.work(e.Call)
+		case EventClosed:
+			r.closed[e.Call] = true
+			for id, call := range r.of {
+				if call == e.Call {
+					for _, l := range r.lent[id] {
+						l.back = true
+						clear(l.mem)
+					}
+				}
+			}
+		}
+		r.bounds()
+	}
+}
+
+func (r *rogue) lend(id tensor.ID, n int) {
+	l := &lentMem{mem: make([]byte, n)}
+	if _, err := r.m.Lend(r.now, id, l.mem); err == nil {
+		r.lent[id] = append(r.lent[id], l)
+	}
+}
+
+// work opens a tensor of ours for a call, offers it, and perhaps finishes.
+func (r *rogue) work(call tensor.ID) {
+	r.serial++
+	id := tensor.ID{'o', r.serial % 6}
+	if err := r.m.OpenTensor(r.now, Desc{
+		Tensor: id, Call: call, Port: "y", ChunkBytes: 2, RetainChunks: uint32(r.byte() % 3),
+		Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{9}},
+	}); err != nil {
+		return
+	}
+	x := &piece{mem: make([]byte, 9)}
+	if err := r.m.Offer(r.now, id, 0, x.mem, func() { x.releases++ }); err == nil {
+		r.offers = append(r.offers, x)
+	}
+	if r.m.cfg.Server && r.byte()%2 == 0 {
+		r.m.Finish(Done{Call: call, Outputs: []Binding{{"y", id}}})
+	}
+}
+
+// bounds checks that nothing has grown past what limits allow.
+func (r *rogue) bounds() {
+	m := r.m
+	most := heldCalls*m.limits.OpenCalls + pendingControl + 16
+	if len(m.calls) > most || len(m.failQ)+len(m.doneQ) > pendingControl+64 || len(m.ins) > m.limits.OpenTensors*(len(m.calls)+1) || m.running > m.limits.OpenCalls+1 {
+		r.t.Fatalf("%d calls, %d failures, %d dones, %d incoming, running %d", len(m.calls), len(m.failQ), len(m.doneQ), len(m.ins), m.running)
+	}
+	if problem := miscounted(m); problem != "" {
+		r.t.Fatal("the machine ", problem)
+	}
+}
+
+// FuzzRogueFrames feeds one machine frames of anything: it does not panic, keeps
+// within its limits, counts right, and in the end holds nothing.
+func FuzzRogueFrames(f *testing.F) {
+	for seed := range uint64(16) {
+		r := rand.New(rand.NewPCG(seed, 1))
+		script := make([]byte, 100*(seed+1))
+		for i := range script {
+			script[i] = byte(r.Uint32())
+		}
+		f.Add(seed%2 == 0, script)
+	}
+	f.Fuzz(func(t *testing.T, server bool, script []byte) {
+		if len(script) > 3000 {
+			return
+		}
+		r := &rogue{
+			t: t, script: script, closed: map[tensor.ID]bool{}, lent: map[tensor.ID][]*lentMem{}, of: map[tensor.ID]tensor.ID{},
+			m: New(Config{Server: server, Session: tensor.ID{1}, Limits: Limits{
+				ChunkBytes: 5, AllowanceBytes: 24, TensorBytes: 200, OpenTensors: 3, OpenCalls: 3,
+			}}, 0),
+		}
+		if err := r.m.Control(0, &Frame{Hello: &Hello{Version: Version, Session: tensor.ID{1}, Checksum: 1, MaxOpenTensors: 2, AllowanceBytes: 10}}); err != nil {
+			t.Fatal(err)
+		}
+		var held []chunker.Releaser
+		for len(r.script) > 0 {
+			switch op := r.byte() % 16; op {
+			case 0:
+				if !server {
+					c := Call{ID: r.pick('c'), Model: "m", Inputs: []Binding{{"a", tensor.ID{'o', r.serial%6 + 1}}}}
+					if r.m.OpenCall(r.now, c) == nil {
+						r.work(c.ID)
+					}
+				}
+			case 1:
+				r.m.Cancel(r.pick('c'), Cancelled, "tired of it")
+			case 2:
+				r.m.Finish(Done{Call: r.pick('c'), Code: Code(r.byte() % 2)})
+			case 3:
+				id := r.any()
+				if left := r.m.Unlent(id); left >= 0 {
+					r.lend(id, int(min(left, int64(r.byte()%6))))
+				}
+			case 4:
+				r.now += Instant(r.byte()) * second / 8
+				if err := r.m.Tick(r.now); err != nil {
+					r.script = nil
+				}
+			case 5:
+				r.m.FailTensor(r.any(), Internal, "cannot take it")
+			case 6, 7, 8:
+				out := new(Frame)
+				if h, ok := r.m.Next(r.now, out); h != nil {
+					held = append(held, h)
+				} else if ok == out.Empty() {
+					t.Fatalf("frame %+v, ok %v", out, ok)
+				}
+				if len(held) > 2 {
+					held[0].Release()
+					held = held[1:]
+				}
+			case 9:
+				if r.byte()%32 == 1 {
+					r.m.PeerDone()
+				}
+			default:
+				in := r.frame()
+				err := r.m.Control(r.now, in)
+				r.events()
+				var c Claim
+				if ok, cerr := r.m.Claim(r.now, &in.Chunk, &c); ok {
+					if r.byte()%4 == 0 { // something else happens meanwhile
+						r.m.Cancel(r.of[in.Chunk.Tensor], Cancelled, "tired of it")
+						r.m.Finish(Done{Call: r.of[in.Chunk.Tensor], Code: Internal, Message: "broken"})
+						r.events()
+					}
+					r.m.Commit(r.now, &c, c.Copy(in.Chunk.Data))
+				} else if cerr != nil && err == nil {
+					t.Fatal(cerr)
+				}
+				if err != nil {
+					if r.m.Err() == nil {
+						t.Fatal("an error that does not last")
+					}
+					r.script = nil
+				}
+			}
+			r.events()
+			r.bounds()
+		}
+		r.m.Close(Unavailable, "the session has ended")
+		r.events()
+		r.bounds()
+		if n := len(r.m.calls) + len(r.m.ins) + len(r.m.outs); n > 0 {
+			t.Fatalf("%d calls, %d incoming and %d outgoing tensors are left", len(r.m.calls), len(r.m.ins), len(r.m.outs))
+		}
+		for _, h := range held {
+			h.Release()
+		}
+		for i, x := range r.offers {
+			if x.releases != 1 {
+				t.Fatalf("offer %d was released %d times", i, x.releases)
+			}
+		}
+		for id, all := range r.lent {
+			for i, l := range all {
+				if !l.back || !bytes.Equal(l.mem, make([]byte, len(l.mem))) {
+					t.Fatalf("region %d of %v: back %v, %x", i, id, l.back, l.mem)
+				}
+			}
+		}
+	})
+}
+
+// A peer that never reads makes the session end, not grow.
+func TestAPeerThatNeverReadsEndsTheSession(t *testing.T) {
+	for name, flood := range map[string]func(i int) Frame{
+		"unknown tensors":       func(i int) Frame { return Frame{Credits: []Credit{{tensor.ID{9, byte(i), byte(i >> 8)}, 1}}} },
+		"calls without a model": func(i int) Frame { return Frame{Calls: []Call{{ID: tensor.ID{9, byte(i), byte(i >> 8)}}}} },
+		"calls that end at once": func(i int) Frame {
+			return Frame{Calls: []Call{{ID: tensor.ID{9, byte(i), byte(i >> 8)}, Model: "m"}}}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m := New(Config{Server: true}, 0)
+			require.NoError(t, m.Control(0, &Frame{Hello: &Hello{Version: Version, Session: tensor.ID{1}, Checksum: 1}}))
+			for i := range pendingControl {
+				f := flood(i)
+				require.NoError(t, m.Control(0, &f))
+				for e, ok := m.Event(); ok; e, ok = m.Event() {
+					if e.Kind == EventReady {
+						m.Finish(Done{Call: e.Call})
+					}
+				}
+			}
+			f := flood(pendingControl)
+			err := m.Control(0, &f)
+			require.ErrorContains(t, err, "answers wait to be read")
+			require.Equal(t, err, m.Err())
+			require.LessOrEqual(t, len(m.calls)+len(m.failQ), pendingControl+1)
+		})
+	}
+}
+
+// A client that takes results and never says so is refused, after a while, and
+// heard again when its results have expired.
+func TestCallsWhoseResultsNobodyAcknowledgesAreBounded(t *testing.T) {
+	m := New(Config{Server: true, Limits: Limits{OpenCalls: 2}}, 0)
+	require.NoError(t, m.Control(0, &Frame{Hello: &Hello{Version: Version, Session: tensor.ID{1}, Checksum: 1, AllowanceBytes: 1024}}))
+	call := func(i int, now Instant) (code Code) {
+		code = Aborted // unless a done says otherwise
+		id := tensor.ID{'c', byte(i)}
+		require.NoError(t, m.Control(now, &Frame{Calls: []Call{{ID: id, Model: "m"}}}))
+		for e, ok := m.Event(); ok; e, ok = m.Event() {
+			if e.Kind == EventReady {
+				out := tensor.ID{'o', byte(i)}
+				require.NoError(t, m.OpenTensor(now, Desc{Tensor: out, Call: id, ChunkBytes: 4, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{4}}}))
+				require.NoError(t, m.Offer(now, out, 0, make([]byte, 4), nil))
+				m.Finish(Done{Call: id, Outputs: []Binding{{"y", out}}})
+			}
+		}
+		for {
+			f := new(Frame)
+			held, ok := m.Next(now, f)
+			if held != nil {
+				held.Release()
+			}
+			for _, d := range f.Dones {
+				code = d.Code
+			}
+			if !ok {
+				return code
+			}
+		}
+	}
+	for i := range heldCalls * 2 {
+		require.Equal(t, OK, call(i, 0))
+	}
+	require.Equal(t, ResourceExhausted, call(50, 0))
+	require.Equal(t, heldCalls*2, m.Calls())
+	require.NoError(t, m.Tick(31*second))
+	require.Zero(t, m.Calls())
+	require.Equal(t, OK, call(60, 31*second))
 }

@@ -1112,9 +1112,18 @@ func (p *party) counts() {
 	}
 }
 
-// invariants compares a machine's counts with what they count, at any moment.
+// invariants checks a machine at any moment.
 func (p *party) invariants() {
-	m := p.m
+	if problem := miscounted(p.m); problem != "" {
+		p.w.failf("%s %s", p.name(), problem)
+	}
+	if len(p.m.ackQ) > len(p.all) || len(p.m.creditQ) > len(p.all) {
+		p.w.failf("%s: %d acks and %d credits wait for %d tensors", p.name(), len(p.m.ackQ), len(p.m.creditQ), len(p.all))
+	}
+}
+
+// miscounted compares a machine's counts with what they count, and with its limits.
+func miscounted(m *Machine) string {
 	var allowIn, allowOut int64
 	announced, incoming, running, opened := 0, 0, 0, 0
 	for _, t := range m.ins {
@@ -1138,15 +1147,13 @@ func (p *party) invariants() {
 		}
 	}
 	if allowIn != m.allowIn || allowOut != m.allowOut || announced != m.announced || incoming != m.incoming || running != m.running || opened != m.opened {
-		p.w.failf("%s counts allowance in %d, out %d, announced %d, incoming %d, running %d, opened %d; there are %d %d %d %d %d %d", p.name(),
+		return fmt.Sprintf("counts allowance in %d, out %d, announced %d, incoming %d, running %d, opened %d; there are %d %d %d %d %d %d",
 			m.allowIn, m.allowOut, m.announced, m.incoming, m.running, m.opened, allowIn, allowOut, announced, incoming, running, opened)
 	}
 	if allowIn > int64(m.limits.AllowanceBytes) || incoming > m.limits.OpenTensors+1 || len(m.gone) > closedIDs {
-		p.w.failf("%s passes its limits: allowance %d, incoming %d, %d ids remembered", p.name(), allowIn, incoming, len(m.gone))
+		return fmt.Sprintf("passes its limits: allowance %d, incoming %d, %d ids remembered", allowIn, incoming, len(m.gone))
 	}
-	if len(m.ackQ) > len(p.all) || len(m.creditQ) > len(p.all) {
-		p.w.failf("%s: %d acks and %d credits wait for %d tensors", p.name(), len(m.ackQ), len(m.creditQ), len(p.all))
-	}
+	return ""
 }
 
 // run is one schedule from beginning to end.
