@@ -13,7 +13,7 @@ import (
 )
 
 // scaled multiplies the bytes of rows of "x" by the scalar byte "by", which it
-// needs whole, and counts the rows' first bytes into a second output.
+// needs whole; its second output are the first bytes of the rows.
 func scaled(t *testing.T, h *engine.Host, fail error) engine.Model {
 	t.Helper()
 	m, err := engine.RowFunc{

@@ -24,17 +24,14 @@ type childServer struct {
 	address string
 }
 
-// startServer starts serve with a free port of the loopback interface and waits
-// until it listens. The caller stops it.
-func startServer(ctx context.Context, args ...string) (*childServer, error) {
-	exe, err := os.Executable()
-	if err != nil {
-		return nil, err
-	}
+// startServer starts the serve of a tensorferry binary with a free port of the
+// loopback interface and waits until it listens. The caller stops it.
+func startServer(ctx context.Context, exe string, args ...string) (*childServer, error) {
 	c := &childServer{cmd: exec.Command(exe, append([]string{"serve", "--child", "--listen", "127.0.0.1:0"}, args...)...)}
 	var talk strings.Builder
 	c.cmd.Stderr = &talk
 	c.cmd.WaitDelay = time.Second
+	var err error
 	if c.stdin, err = c.cmd.StdinPipe(); err != nil {
 		return nil, err
 	}

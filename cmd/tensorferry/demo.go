@@ -20,15 +20,16 @@ import (
 )
 
 const (
-	demoTrunk  = "fashion-trunk"
-	demoWidth  = 128 // of the tensors between the three parts, in float32
-	demoCopies = 500 // of the images, in tensors that are larger than either process
+	demoTrunk = "fashion-trunk"
+	// demoTimes makes 1.6 GB of the images: far more than the processes take.
+	demoTimes = 500
 	// demoDrawn is how many images a terminal of 80 columns has room for.
 	demoDrawn = 3
 )
 
 func demoCommand() *cobra.Command {
 	var server string
+	var times int64
 	var asJSON bool
 	c := &cobra.Command{
 		Use:   "demo",
@@ -36,7 +37,7 @@ func demoCommand() *cobra.Command {
 		Long: `Demo recognizes 1000 images of clothes (Fashion-MNIST) with a network cut in three:
 the bottom runs here, the trunk on a server behind a socket, the top here again.
 Every prediction must be the one that torch made with the same weights; the exit
-code is 1 if one is not. It then sends the images 500 times over as one tensor,
+code is 1 if one is not. It then sends the images many times over as one tensor,
 for speed and memory.
 
 The server is a process of its own that ends with the demo, or, with --server,
@@ -45,11 +46,14 @@ one that was started with tensorferry serve --demo, on this machine or another.`
   tensorferry demo --server 10.0.0.7:50051`,
 		Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
+			if times < 1 {
+				return usage("--times %d; give 1 or more", times)
+			}
 			text, out := c.OutOrStdout(), c.OutOrStdout()
 			if asJSON {
 				text = io.Discard
 			}
-			r, err := demo(c.Context(), server, text)
+			r, err := demo(c.Context(), server, times, text)
 			if err != nil {
 				return err
 			}
@@ -60,6 +64,7 @@ one that was started with tensorferry serve --demo, on this machine or another.`
 		},
 	}
 	c.Flags().StringVar(&server, "server", "", "`address` of a server with the model "+demoTrunk+" (default: start one)")
+	c.Flags().Int64Var(&times, "times", demoTimes, "how many times over the images make one tensor")
 	c.Flags().BoolVar(&asJSON, "json", false, "print JSON")
 	return c
 }
@@ -76,7 +81,8 @@ type demoReport struct {
 	ReceivedBytes int64 `json:"server_received_bytes"`
 	SentBytes     int64 `json:"server_sent_bytes"`
 
-	// demoCopies times over: the activations through the trunk, the images through relu.
+	// Times over, as one tensor: the activations through the trunk, the images through relu.
+	Times       int64   `json:"times"`
 	Activations passage `json:"activations"`
 	Pixels      passage `json:"pixels"`
 	// Differing is how many of all copies' predictions are not those of the first.
@@ -101,7 +107,7 @@ func (r *demoReport) verdict() error {
 	case r.Identical != r.Images:
 		return fmt.Errorf("%d of %d predictions are not those of torch", r.Images-r.Identical, r.Images)
 	case r.Differing > 0:
-		return fmt.Errorf("%d of %d repeated predictions are not those of the first time", r.Differing, r.Images*demoCopies)
+		return fmt.Errorf("%d of %d repeated predictions are not those of the first time", r.Differing, int64(r.Images)*r.Times)
 	}
 	return nil
 }
@@ -114,10 +120,14 @@ type splitNetwork struct {
 }
 
 // demo runs the demo and writes what it finds out to w, for people, as it goes on.
-func demo(ctx context.Context, address string, w io.Writer) (*demoReport, error) {
-	r := &demoReport{Server: address, Images: fashion.Count}
+func demo(ctx context.Context, address string, times int64, w io.Writer) (*demoReport, error) {
+	r := &demoReport{Server: address, Images: fashion.Count, Times: times}
 	if address == "" {
-		child, err := startServer(ctx, "--demo")
+		exe, err := os.Executable()
+		if err != nil {
+			return nil, err
+		}
+		child, err := startServer(ctx, exe, "--demo")
 		if err != nil {
 			return nil, err
 		}
@@ -215,8 +225,8 @@ func (n *splitNetwork) once(ctx context.Context, cl *client.Client, r *demoRepor
 }
 
 // manyTimes sends the activations through the trunk, and the images through relu,
-// which leaves pixels as they are, each demoCopies times over as one tensor that
-// neither side ever holds.
+// which leaves pixels as they are, each r.Times times over as one tensor that neither
+// side ever holds.
 func (n *splitNetwork) manyTimes(ctx context.Context, cl *client.Client, r *demoReport, hidden tensor.Tensor, classes []byte) error {
 	s, err := cl.Session(ctx)
 	if err != nil {
@@ -231,22 +241,22 @@ func (n *splitNetwork) manyTimes(ctx context.Context, cl *client.Client, r *demo
 		}
 		return err
 	}}
-	if r.Activations, err = ferry(ctx, s, demoTrunk, hidden, top); err != nil {
+	if r.Activations, err = ferry(ctx, s, demoTrunk, r.Times, hidden, top); err != nil {
 		return err
 	}
 	images, err := tensor.Of(n.images, fashion.Count, fashion.Pixels)
 	if err != nil {
 		return err
 	}
-	r.Pixels, err = ferry(ctx, s, "relu", images, &compared{want: images.Data})
+	r.Pixels, err = ferry(ctx, s, "relu", r.Times, images, &compared{want: images.Data})
 	return err
 }
 
-// ferry sends x demoCopies times over as one tensor through a model that keeps
+// ferry sends x so many times over as one tensor through a model that keeps
 // its shape, and writes the result to w.
-func ferry(ctx context.Context, s *client.Session, model string, x tensor.Tensor, w io.Writer) (passage, error) {
-	desc := tensor.Desc{DType: x.DType, Shape: tensor.Shape{demoCopies * x.Shape[0], x.Shape[1]}}
-	source := &repeated{data: x.Data, left: demoCopies}
+func ferry(ctx context.Context, s *client.Session, model string, times int64, x tensor.Tensor, w io.Writer) (passage, error) {
+	desc := tensor.Desc{DType: x.DType, Shape: tensor.Shape{times * x.Shape[0], x.Shape[1]}}
+	source := &repeated{data: x.Data, left: times}
 	begin := time.Now()
 	timed := &firstWrite{w: w, begin: begin}
 	call, err := s.Call(ctx, client.Request{
@@ -256,7 +266,7 @@ func ferry(ctx context.Context, s *client.Session, model string, x tensor.Tensor
 	if err == nil {
 		_, err = call.Wait()
 	}
-	return passage{model, desc.String(), int64(demoCopies * len(x.Data)), timed.after.Seconds(), time.Since(begin).Seconds()}, err
+	return passage{model, desc.String(), times * int64(len(x.Data)), timed.after.Seconds(), time.Since(begin).Seconds()}, err
 }
 
 // classify runs the top model over rows of activations and returns the class of each.
@@ -300,7 +310,7 @@ func needTrunk(ctx context.Context, cl *client.Client, address string) error {
 type repeated struct {
 	data []byte
 	off  int
-	left int
+	left int64
 }
 
 func (r *repeated) Read(p []byte) (int, error) {
@@ -384,7 +394,7 @@ func (r *demoReport) writeOnce(w io.Writer) {
 	fmt.Fprintf(w, "predictions    %s, %.1f %% are right\n", same, 100*float64(r.Correct)/float64(r.Images))
 	fmt.Fprintf(w, "activations    the server counted %d bytes in and %d out\n", r.ReceivedBytes, r.SentBytes)
 	fmt.Fprintf(w, "time           %.0f ms through all three\n\n", 1e3*r.Seconds)
-	fmt.Fprintf(w, "%d times over, as one tensor (some seconds)\n", demoCopies)
+	fmt.Fprintf(w, "%d times over, as one tensor (some seconds)\n", r.Times)
 }
 
 func (r *demoReport) writeManyTimes(w io.Writer) {
@@ -392,7 +402,7 @@ func (r *demoReport) writeManyTimes(w io.Writer) {
 	if r.Differing > 0 {
 		again = fmt.Sprintf("%d predictions DIFFER", r.Differing)
 	}
-	r.Activations.write(w, "activations", fmt.Sprintf("%s, %.0f images/s", again, float64(r.Images*demoCopies)/r.Activations.Total))
+	r.Activations.write(w, "activations", fmt.Sprintf("%s, %.0f images/s", again, float64(int64(r.Images)*r.Times)/r.Activations.Total))
 	r.Pixels.write(w, "pixels", "every byte compared")
 	if r.ClientPeakBytes > 0 {
 		fmt.Fprintf(w, "peak memory    %s here", mebibytes(r.ClientPeakBytes))

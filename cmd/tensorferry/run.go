@@ -19,6 +19,9 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
+// readWait is how long an interrupted run waits for the read it is in.
+const readWait = 100 * time.Millisecond
+
 // runOptions are the flags of run.
 type runOptions struct {
 	server  string
@@ -119,7 +122,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	if err != nil {
 		return err
 	}
-	if _, err := call.Wait(); err != nil {
+	if err := wait(ctx, call); err != nil {
 		return err
 	}
 	for _, f := range files {
@@ -133,6 +136,28 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 			t.Total, t.Receive, t.Queue, t.Compute, t.FirstResult)
 	}
 	return nil
+}
+
+// wait waits for the call's end, or little longer than ctx: a call ends at once
+// with its ctx, but for a reader that blocks, as stdin may for good. The goroutine
+// it starts then ends with the process.
+func wait(ctx context.Context, call *client.Call) error {
+	ended := make(chan error, 1)
+	go func() {
+		_, err := call.Wait()
+		ended <- err
+	}()
+	select {
+	case err := <-ended:
+		return err
+	case <-ctx.Done():
+	}
+	select {
+	case err := <-ended:
+		return err
+	case <-time.After(readWait):
+		return context.Cause(ctx)
+	}
 }
 
 // results says which result goes where, by port.
@@ -171,14 +196,14 @@ func results(ctx context.Context, cl *client.Client, model string, outputs []str
 		}
 		to[port] = file
 	}
-	for _, p := range ports {
-		if _, ok := to[p]; !ok {
-			return nil, usage("model %q has the result %q too; say --output %s=file", model, p, p)
-		}
-	}
 	for p := range to {
 		if !slices.Contains(ports, p) {
 			return nil, usage("model %q has no result %q; it has %s", model, p, strings.Join(ports, ", "))
+		}
+	}
+	for _, p := range ports {
+		if _, ok := to[p]; !ok {
+			return nil, usage("model %q has the result %q too; say --output %s=file", model, p, p)
 		}
 	}
 	return to, nil

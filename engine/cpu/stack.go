@@ -71,7 +71,11 @@ func LoadFS(h *engine.Host, fsys fs.FS, dir string) (engine.Model, error) {
 		if err != nil {
 			return nil, err
 		}
-		return tensorfile.ParseSafetensors(data)
+		weights, err := tensorfile.ParseSafetensors(data)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", weightsFile, err)
+		}
+		return weights, nil
 	})
 }
 
@@ -84,11 +88,11 @@ const (
 func load(h *engine.Host, dir string, files fs.FS, open func() (*tensorfile.Safetensors, error)) (engine.Model, error) {
 	spec, err := readSpec(files)
 	if err != nil {
-		return nil, fmt.Errorf("cpu: %s: %s: %w", dir, specFile, err)
+		return nil, fmt.Errorf("cpu: model in %s: %w", dir, err)
 	}
 	weights, err := open()
 	if err != nil {
-		return nil, fmt.Errorf("cpu: %s: %s: %w", dir, weightsFile, err)
+		return nil, fmt.Errorf("cpu: model in %s: %w", dir, err)
 	}
 	defer weights.Close() // only ends the loan of the views; they have been copied
 	return build(h, spec, weights.Tensor)
@@ -105,13 +109,13 @@ func readSpec(files fs.FS) (Spec, error) {
 	d := json.NewDecoder(text)
 	d.DisallowUnknownFields()
 	if err := d.Decode(&s); err != nil && text.N > 0 {
-		return s, fmt.Errorf("%w: %w", engine.ErrInfo, err)
+		return s, fmt.Errorf("%s: %w: %w", specFile, engine.ErrInfo, err)
 	}
 	if _, err := d.Token(); !errors.Is(err, io.EOF) && text.N > 0 {
-		return s, fmt.Errorf("%w: something follows the model", engine.ErrInfo)
+		return s, fmt.Errorf("%s: %w: something follows the model", specFile, engine.ErrInfo)
 	}
 	if text.N == 0 {
-		return s, fmt.Errorf("%w: more than %d bytes", engine.ErrInfo, maxSpecBytes)
+		return s, fmt.Errorf("%s: %w: more than %d bytes", specFile, engine.ErrInfo, maxSpecBytes)
 	}
 	return s, nil
 }
