@@ -1,0 +1,115 @@
+// Command row_function serves a function of one's own: a Go function over rows
+// becomes a model that computes each block as soon as it is there, however the
+// tensor was cut on its way.
+//
+//	go run ./examples/row_function
+package main
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"net"
+	"os"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// norms is the length of each row, as a vector: float32[... n] becomes float32[... 1].
+var norms = engine.RowFunc{
+	Info: engine.Info{
+		Name: "norms",
+		// All axes but the last tell rows apart; the last one is the row.
+		Rows:    engine.AllButLast,
+		Inputs:  []engine.Port{{Name: "x", DTypes: []tensor.DataType{tensor.Float32}, Shape: []int64{engine.AnyAxes, engine.Free}}},
+		Outputs: []engine.Port{{Name: "y", DTypes: []tensor.DataType{tensor.Float32}, Shape: []int64{engine.AnyAxes, 1}}},
+	},
+	Outs: func(in []tensor.Desc, _ map[string]string) ([]tensor.Desc, error) {
+		y := in[0].Clone()
+		y.Shape[len(y.Shape)-1] = 1
+		return []tensor.Desc{y}, nil
+	},
+	// Rows sees some rows of a call; the memory is lent until it returns.
+	Rows: func(_ context.Context, b engine.RowBlock) error {
+		width := b.Descs[0].Shape[len(b.Descs[0].Shape)-1]
+		x, err := floats(b.In[0], b.Rows, width)
+		if err != nil {
+			return err
+		}
+		y, err := floats(b.Out[0], b.Rows, 1)
+		if err != nil {
+			return err
+		}
+		for i := range y {
+			var sum float64
+			for _, v := range x[int64(i)*width : int64(i+1)*width] {
+				sum += float64(v) * float64(v)
+			}
+			y[i] = float32(math.Sqrt(sum))
+		}
+		return nil
+	},
+}
+
+// floats are the elements of a block, where they lie.
+func floats(data []byte, shape ...int64) ([]float32, error) {
+	t, err := tensor.New(tensor.Desc{DType: tensor.Float32, Shape: shape}, data)
+	if err != nil {
+		return nil, err
+	}
+	return tensor.Slice[float32](t)
+}
+
+func main() {
+	if err := run(context.Background()); err != nil {
+		fmt.Fprintln(os.Stderr, "row_function:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context) error {
+	host := engine.NewHost(engine.HostConfig{})
+	defer host.Close()
+	model, err := norms.Model(host)
+	if err != nil {
+		return err
+	}
+	models := engine.NewRegistry()
+	if err := models.Add(model); err != nil {
+		return err
+	}
+	s, err := server.New(server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget()})
+	if err != nil {
+		return err
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return err
+	}
+	served := make(chan error, 1)
+	go func() { served <- s.Serve(l) }() // ends with s.Close
+	defer func() { s.Close(); <-served }()
+
+	c, err := client.Dial(l.Addr().String(), client.Config{})
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	x, err := tensor.Of([]float32{3, 4, 5, 12, 8, 15}, 3, 2)
+	if err != nil {
+		return err
+	}
+	y, err := c.Compute(ctx, "norms", x)
+	if err != nil {
+		return err
+	}
+	lengths, err := tensor.Slice[float32](y)
+	if err != nil {
+		return err
+	}
+	fmt.Printf("%v has rows of the lengths %v\n", x.Desc, lengths)
+	return nil
+}
