@@ -304,7 +304,7 @@ func (m *Machine) ackPart(now Instant, p Ack) {
 		}
 	}
 	if err != nil {
-		m.failOut(t, InvalidArgument, err.Error())
+		m.failOut(t, InvalidArgument, "tensor "+p.Tensor.String()+": "+err.Error())
 		return
 	}
 	if t.chunks.Below() > before { // an ack that tells nothing new is no progress
