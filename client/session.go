@@ -63,7 +63,7 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 			SessionIdle: stream.Instant(365 * 24 * time.Hour),
 			FirstFrame:  stream.Instant(c.cfg.OpenTimeout),
 		},
-	}, s)
+	}, s, nil)
 	c.mu.Lock()
 	c.open[s] = struct{}{}
 	c.mu.Unlock()

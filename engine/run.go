@@ -14,7 +14,7 @@ import (
 )
 
 // ErrLost is wrapped when Close gave up waiting for memory that is still in use.
-// That memory is never used again.
+// That memory is not used again before whoever uses it has let go.
 var ErrLost = errors.New("engine: memory still in use")
 
 // bound is a model tied to one call: what comes out and how a block is computed.
@@ -63,6 +63,7 @@ type run struct {
 	outs      []tensor.Desc
 	granted   int64 // bytes of the budget
 	closed    bool
+	over      bool // Close has waited long enough
 	stats     Stats
 	free      []*slot // the last one is lent next: its memory is the warmest
 	lent      int64   // blocks lent so far
@@ -311,7 +312,7 @@ func (r *run) compute(s *slot) {
 	o.writing = false
 	s.state = slotFree
 	if r.closed {
-		wake(r.idle)
+		r.late()
 		return
 	}
 	if skip || err != nil {
@@ -426,7 +427,7 @@ func (r *run) released(o *result, port int) {
 	o.left--
 	switch {
 	case r.closed:
-		wake(r.idle)
+		r.late()
 	case o.left > 0:
 	case o.slot != nil:
 		o.slot.state = slotFree
@@ -481,12 +482,22 @@ func (r *run) Close() error {
 		err = fmt.Errorf("%w: model %q: %d running blocks and %d unreleased results %v after Close; their memory is abandoned",
 			ErrLost, r.name, r.active, r.unclaimed, closeWait)
 	}
+	r.over = true
 	r.giveBack()
+	r.host.budget.Release(r.holder, r.granted)
+	r.granted = 0
 	return err
 }
 
-// giveBack returns the run's memory, except what is still in use: a slab that is
-// not released is never reused.
+// late tells Close, or does what Close could not wait for.
+func (r *run) late() {
+	wake(r.idle)
+	if r.over {
+		r.giveBack()
+	}
+}
+
+// giveBack returns the run's memory, except what is still in use.
 func (r *run) giveBack() {
 	if r.whole != nil && r.active == 0 {
 		r.whole.drop()
@@ -502,8 +513,6 @@ func (r *run) giveBack() {
 			o.slab = nil
 		}
 	}
-	r.host.budget.Release(r.holder, r.granted)
-	r.granted = 0
 }
 
 // need takes the slot's memory the first time. drop is the other half.

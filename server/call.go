@@ -149,7 +149,8 @@ func (c *call) bind(info engine.Info) ([]engine.Input, int64, error) {
 		}
 	}
 	if table > 0 && !c.peer.server.cfg.Budget.TryAcquire(c.peer.holder, table) {
-		return nil, 0, fmt.Errorf("%w: %d bytes to keep track of so many chunks; send larger chunks", slab.ErrBudget, table)
+		_, _, limit := c.peer.server.cfg.Budget.Used()
+		return nil, 0, fmt.Errorf("%w: %d bytes to keep track of so many chunks, the budget is %d; send larger chunks", slab.ErrBudget, table, limit)
 	}
 	c.peer.sess.Do(func(*stream.Machine, stream.Instant) { c.inputs = ordered })
 	return inputs, table, nil
@@ -303,7 +304,7 @@ func (c *call) take(ctx context.Context, info engine.Info, run engine.Run) error
 			}
 			o := &outs[out.Port]
 			if !o.open {
-				err = c.announce(m, now, o, info.Outputs[out.Port].Name, out)
+				err = c.announce(m, now, o, info, out)
 			}
 			if err == nil {
 				err = m.Offer(now, o.id, out.Off, out.Data, out.Release)
@@ -347,7 +348,7 @@ func allComplete(outs []output) bool {
 // block, no chunk is larger than those of the inputs: the run has memory for as
 // many consecutive bytes, and a chunk that spans more would wait for ever. The
 // session is locked.
-func (c *call) announce(m *stream.Machine, now stream.Instant, o *output, port string, out engine.Out) error {
+func (c *call) announce(m *stream.Machine, now stream.Instant, o *output, info engine.Info, out engine.Out) error {
 	size, err := out.Desc.Bytes()
 	if err != nil {
 		return err
@@ -359,8 +360,11 @@ func (c *call) announce(m *stream.Machine, now stream.Instant, o *output, port s
 	case n == size:
 		chunk = tensor.ChunkFor(out.Desc, limit)
 	case n == 0 || out.Off+n == size:
-		for _, in := range c.inputs {
-			chunk = min(chunk, max(in.chunk, 1))
+		chunk = min(max(n, 1), limit)
+		for i, in := range c.inputs {
+			if !info.Inputs[i].Whole {
+				chunk = max(chunk, min(in.chunk, in.size, limit))
+			}
 		}
 		chunk = tensor.ChunkFor(out.Desc, chunk)
 	default:
@@ -372,7 +376,7 @@ func (c *call) announce(m *stream.Machine, now stream.Instant, o *output, port s
 	}
 	o.id, o.size, o.open = session.NewID(), size, true
 	return m.OpenTensor(now, stream.Desc{
-		Tensor: o.id, Desc: out.Desc, ChunkBytes: uint32(chunk), Call: c.id, Port: port, RetainChunks: retainChunks,
+		Tensor: o.id, Desc: out.Desc, ChunkBytes: uint32(chunk), Call: c.id, Port: info.Outputs[out.Port].Name, RetainChunks: retainChunks,
 	})
 }
 

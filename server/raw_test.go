@@ -27,7 +27,8 @@ import (
 type raw struct {
 	t      testing.TB
 	stream grpc.BidiStreamingClient[pb.Frame, pb.Frame]
-	hello  *pb.Hello // the server's
+	end    context.CancelFunc // ends the RPC
+	hello  *pb.Hello          // the server's
 	kind   pb.Checksum
 	rand   *rand.Rand
 
@@ -39,15 +40,17 @@ type raw struct {
 	dones    map[string][]*pb.Done // by call
 	drained  bool
 	hold     bool // results get no credit and no acknowledgement
+	mute     bool // results get no acknowledgement
 	err      error
 }
 
 // incoming is a result on its way in.
 type incoming struct {
-	desc *pb.TensorDesc
-	data []byte
-	held []bool
-	left int
+	desc  *pb.TensorDesc
+	data  []byte
+	held  []bool
+	left  int
+	below int // every chunk before it is held
 }
 
 // rawLife bounds a raw session, so that what hangs fails.
@@ -56,17 +59,27 @@ const rawLife = 60 * time.Second
 // dialRaw opens a stream without a hello.
 func dialRaw(t testing.TB, addr string, opts ...grpc.CallOption) *raw {
 	t.Helper()
+	r, err := tryRaw(t, addr, opts...)
+	require.NoError(t, err)
+	return r
+}
+
+// tryRaw is dialRaw for where that may fail.
+func tryRaw(t testing.TB, addr string, opts ...grpc.CallOption) (*raw, error) {
+	t.Helper()
 	conn, err := grpc.NewClient(addr, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	require.NoError(t, err)
 	ctx, cancel := context.WithTimeout(context.Background(), rawLife)
 	t.Cleanup(func() { cancel(); require.NoError(t, conn.Close()) })
 	stream, err := pb.NewTensorServiceClient(conn).StreamTensors(ctx, opts...)
-	require.NoError(t, err)
+	if err != nil {
+		return nil, err
+	}
 	return &raw{
-		t: t, stream: stream, kind: pb.Checksum_CHECKSUM_CRC32C, rand: rand.New(rand.NewPCG(1, 2)),
+		t: t, stream: stream, end: cancel, kind: pb.Checksum_CHECKSUM_CRC32C, rand: rand.New(rand.NewPCG(1, 2)),
 		results: map[string]*incoming{}, failures: map[string]*pb.Failure{}, acks: map[string]*pb.Ack{},
 		resends: map[string]int{}, limits: map[string]uint32{}, dones: map[string][]*pb.Done{},
-	}
+	}, nil
 }
 
 // openRaw opens a session.
@@ -117,7 +130,7 @@ func (r *raw) recv() bool {
 		require.NotContains(r.t, r.results, string(d.TensorId))
 		require.GreaterOrEqual(r.t, d.ChunkBytes, uint32(1))
 		count := max(1, (d.SizeBytes+uint64(d.ChunkBytes)-1)/uint64(d.ChunkBytes))
-		r.results[string(d.TensorId)] = &incoming{d, make([]byte, d.SizeBytes), make([]bool, count), int(count)}
+		r.results[string(d.TensorId)] = &incoming{d, make([]byte, d.SizeBytes), make([]bool, count), int(count), 0}
 		if !d.OnAllowance && !r.hold {
 			answer.Credits = append(answer.Credits, &pb.Credit{TensorId: d.TensorId, ChunkLimit: uint32(count)})
 		}
@@ -150,12 +163,11 @@ func (r *raw) recv() bool {
 		off := int(c.Index) * int(in.desc.ChunkBytes)
 		require.Len(r.t, c.Data, min(int(in.desc.ChunkBytes), len(in.data)-off))
 		copy(in.data[off:], c.Data)
-		if !r.hold {
-			below := 0
-			for below < len(in.held) && in.held[below] {
-				below++
+		if !r.hold && !r.mute {
+			for in.below < len(in.held) && in.held[in.below] {
+				in.below++
 			}
-			answer.Acks = append(answer.Acks, &pb.Ack{TensorId: c.TensorId, ReceivedBelow: uint32(below)})
+			answer.Acks = append(answer.Acks, &pb.Ack{TensorId: c.TensorId, ReceivedBelow: uint32(in.below)})
 		}
 	}
 	if len(answer.Credits)+len(answer.Acks) > 0 {

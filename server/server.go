@@ -99,6 +99,7 @@ func New(cfg Config) (*Server, error) {
 	}
 	s.grpc = grpc.NewServer(
 		grpc.ForceServerCodecV2(wire.Codec{}),
+		grpc.StatsHandler(connections{}),
 		experimental.BufferPool(wire.Buffers),
 		grpc.MaxRecvMsgSize(int(s.limits.ChunkBytes)+frameOverhead),
 		grpc.MaxSendMsgSize(math.MaxInt32),
@@ -183,7 +184,7 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 		s.sessionsRefused.Add(1)
 		return errSessions(s.cfg.Sessions)
 	}
-	p.sess = session.New(conn, stream.Config{Server: true, Limits: s.limits}, p)
+	p.sess = session.New(conn, stream.Config{Server: true, Limits: s.limits}, p, inFlight(conn.Context()))
 	s.sessions[p] = struct{}{}
 	s.work.Add(1)
 	s.mu.Unlock()

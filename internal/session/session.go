@@ -65,9 +65,11 @@ type Session struct {
 	readers      sync.WaitGroup
 }
 
-// New returns a session that Run starts.
-func New(conn Conn, cfg stream.Config, h Handler) *Session {
+// New returns a session that Start starts. flight, if not nil, learns of what is
+// sent: it is the connection's, and outlives the session.
+func New(conn Conn, cfg stream.Config, h Handler, flight *wire.InFlight) *Session {
 	return &Session{
+		out:  wire.Message{InFlight: flight},
 		conn: conn, handler: h, start: time.Now(), m: stream.New(cfg, 0),
 		wake: make(chan struct{}, 1), stopped: make(chan struct{}),
 	}

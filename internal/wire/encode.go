@@ -23,8 +23,9 @@ import (
 //
 // gRPC reads the slice only to reach a buffer of which the reader still holds a
 // reference, so that with the last Put it too is free. Nothing else keeps a
-// sending alive: one whose buffers died in a connection's queue is garbage, and
-// with it, by way of held, the memory of its payload, never before.
+// sending alive but the connection's InFlight: without one, a sending whose
+// buffers died in a connection's queue is garbage, and with it, by way of held,
+// the memory of its payload, never before.
 type sending struct {
 	mem.NopBufferPool // Get is not used
 	head              []byte
@@ -32,6 +33,9 @@ type sending struct {
 	buffers           mem.BufferSlice
 	held              Releaser
 	left              atomic.Int32 // buffers not put back
+
+	flight     *InFlight // that s was added to; nil: to none
+	next, prev *sending  // guarded by flight.mu
 }
 
 var sendings = sync.Pool{New: func() any { return &sending{head: make([]byte, 0, headBytes)} }}
@@ -55,6 +59,9 @@ func (m *Message) marshal() (mem.BufferSlice, error) {
 		views = m.Frame.Chunk.Data
 	}
 	s.addPayload(views)
+	if s.held != nil && m.InFlight != nil {
+		m.InFlight.add(s)
+	}
 	// From the first NewBuffer on the views must stay where they are.
 	s.left.Store(int32(len(s.parts)))
 	for i := range s.parts {
@@ -110,8 +117,7 @@ func (s *sending) Put(*[]byte) {
 }
 
 func (s *sending) recycle() {
-	held := s.held
-	s.held = nil
+	held := s.take()
 	clear(s.parts)
 	clear(s.buffers)
 	s.parts, s.buffers = s.parts[:0], s.buffers[:0]

@@ -66,13 +66,16 @@ type Message struct {
 	// them. Marshal takes it over and sets it to nil: Release runs exactly once,
 	// on whatever goroutine is last, when gRPC has let go of every view, or when
 	// Marshal fails. If it is still here after SendMsg, SendMsg failed before
-	// Marshal and the owner releases it. Release never runs for frames that were
-	// queued on a connection when it died: gRPC forgets those.
+	// Marshal and the owner releases it. For frames that were queued on a
+	// connection when it died Release runs only with InFlight: gRPC forgets those.
 	//
 	// A client must open its gRPC stream with MaxRetryRPCBufferSize(0) and send
 	// its first message with no Held: until then grpc-go keeps messages for a
 	// retry, and loses a reference when the response begins meanwhile.
 	Held Releaser
+
+	// InFlight, if set, learns of every frame sent with a Held.
+	InFlight *InFlight
 
 	// Err is what was wrong with the bytes received, nil if nothing was. It
 	// wraps ErrMalformed or ErrTooLarge, and the Frame is empty.

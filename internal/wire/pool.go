@@ -1,0 +1,42 @@
+package wire
+
+import (
+	"sync"
+
+	"google.golang.org/grpc/mem"
+)
+
+// Buffers is the pool for the receive buffers of a connection that carries
+// sessions. grpc's own clears each buffer before it reads a data frame over all
+// of it: 3 % of the time of an upload (November 2026). Safe for concurrent use.
+var Buffers mem.BufferPool = &buffers{rest: mem.DefaultBufferPool()}
+
+// buffers keeps buffers of the largest data frame that grpc sends, and leaves
+// every other size to grpc.
+type buffers struct {
+	frames sync.Pool
+	rest   mem.BufferPool
+}
+
+// Get hands over n bytes of whatever content.
+func (p *buffers) Get(n int) *[]byte {
+	if n > frameBytes || mem.IsBelowBufferPoolingThreshold(n) {
+		return p.rest.Get(n)
+	}
+	b, ok := p.frames.Get().(*[]byte)
+	if !ok {
+		b = new([]byte)
+		*b = make([]byte, frameBytes)
+	}
+	*b = (*b)[:n]
+	return b
+}
+
+// Put takes a buffer over.
+func (p *buffers) Put(b *[]byte) {
+	if cap(*b) == frameBytes {
+		p.frames.Put(b)
+		return
+	}
+	p.rest.Put(b)
+}
