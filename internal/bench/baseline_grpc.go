@@ -31,7 +31,8 @@ func NewStockGRPC(network string, mem Memory) (*StockGRPC, error) {
 	if err := mem.check(); err != nil {
 		return nil, err
 	}
-	server, handler := grpc.NewServer(), &stockServer{mem: mem, idle: make(chan struct{}, 1)}
+	server := grpc.NewServer(grpc.WaitForHandlers(true)) // they write to memory that is lent until Close
+	handler := &stockServer{mem: mem, idle: make(chan struct{}, 1)}
 	tensorferryv1.RegisterTensorServiceServer(server, handler)
 	pair, err := newGRPCPair(network, server)
 	if err != nil {

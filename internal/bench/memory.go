@@ -122,7 +122,7 @@ func (c MemoryConfig) measure(ctx context.Context) (_ *MemoryReport, err error) 
 	if r.Server, err = peakOf(server.cmd.Process.Pid); err != nil {
 		return nil, err
 	}
-	r.Required = Required{AtMost: true, Value: peakBytes}.held(float64(max(r.Server, r.Client)))
+	r.Required = hold(Required{AtMost: true, Value: peakBytes}, float64(max(r.Server, r.Client)))
 	return r, nil
 }
 

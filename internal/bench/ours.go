@@ -118,9 +118,12 @@ func (o *Ours) move(ctx context.Context, op Op, first *time.Duration) (Sample, e
 			return err
 		}
 		if first != nil {
-			for range call.Regions() {
+			for _, err := range call.Regions() {
+				if err != nil {
+					return err
+				}
 				*first = time.Since(begin)
-				break // a failure too is known after Wait
+				break
 			}
 		}
 		results, err := call.Wait()

@@ -49,8 +49,8 @@ type Required struct {
 	Met    bool    `json:"met"`
 }
 
-// held returns r held against a figure.
-func (r Required) held(figure float64) *Required {
+// hold returns r held against a figure.
+func hold(r Required, figure float64) *Required {
 	r.Met = r.AtMost && figure <= r.Value || !r.AtMost && figure >= r.Value
 	return &r
 }
@@ -244,7 +244,7 @@ func (c Config) compare(ctx context.Context, r *Report, all ...*Comparison) erro
 		x.Ours = x.figures(func(p Pair) Sample { return p.Ours })
 		x.Theirs = x.figures(func(p Pair) Sample { return p.Theirs })
 		if q, ok := required[[2]string{x.Work, x.Peer}]; ok && x.Net == "tcp" && !c.Smoke {
-			x.Required = q.held(x.Ratio.Median)
+			x.Required = hold(q, x.Ratio.Median)
 		}
 	}
 	r.Comparisons = append(r.Comparisons, all...)
@@ -252,28 +252,28 @@ func (c Config) compare(ctx context.Context, r *Report, all ...*Comparison) erro
 }
 
 // pair takes two samples.
-func (x *Comparison) pair(ctx context.Context, oursFirst bool) (p Pair, err error) {
+func (c *Comparison) pair(ctx context.Context, oursFirst bool) (p Pair, err error) {
 	if !oursFirst {
-		if p.Theirs, err = x.theirs(ctx); err != nil {
-			return p, fmt.Errorf("%s %s: %w", peerTexts[x.Peer], x.Work, err)
+		if p.Theirs, err = c.theirs(ctx); err != nil {
+			return p, fmt.Errorf("%s %s: %w", peerTexts[c.Peer], c.Work, err)
 		}
 	}
-	if p.Ours, err = x.ours(ctx); err != nil {
-		return p, fmt.Errorf("tensorferry %s: %w", x.Work, err)
+	if p.Ours, err = c.ours(ctx); err != nil {
+		return p, fmt.Errorf("tensorferry %s: %w", c.Work, err)
 	}
 	if oursFirst {
-		if p.Theirs, err = x.theirs(ctx); err != nil {
-			return p, fmt.Errorf("%s %s: %w", peerTexts[x.Peer], x.Work, err)
+		if p.Theirs, err = c.theirs(ctx); err != nil {
+			return p, fmt.Errorf("%s %s: %w", peerTexts[c.Peer], c.Work, err)
 		}
 	}
 	return p, nil
 }
 
-func (x *Comparison) ratios() []float64 {
-	all := make([]float64, len(x.Pairs))
-	for i, p := range x.Pairs {
+func (c *Comparison) ratios() []float64 {
+	all := make([]float64, len(c.Pairs))
+	for i, p := range c.Pairs {
 		all[i] = float64(p.Theirs.Time) / float64(p.Ours.Time) // of rates
-		if x.Work == call {
+		if c.Work == call {
 			all[i] = 1 / all[i]
 		}
 	}
@@ -281,16 +281,16 @@ func (x *Comparison) ratios() []float64 {
 }
 
 // figures sums one side up.
-func (x *Comparison) figures(side func(Pair) Sample) Figures {
+func (c *Comparison) figures(side func(Pair) Sample) Figures {
 	var times, cpus, p99s []time.Duration
-	for _, p := range x.Pairs {
+	for _, p := range c.Pairs {
 		s := side(p)
 		times, cpus, p99s = append(times, s.Time), append(cpus, s.CPU), append(p99s, s.P99)
 	}
 	t := quantile(times, 0.5)
 	return Figures{
-		Time: t, P99: quantile(p99s, 0.5), Rate: rate(x.Bytes, t),
-		CPU: quantile(cpus, 0.5).Seconds() / (float64(x.Bytes) / 1e9),
+		Time: t, P99: quantile(p99s, 0.5), Rate: rate(c.Bytes, t),
+		CPU: quantile(cpus, 0.5).Seconds() / (float64(c.Bytes) / 1e9),
 	}
 }
 
@@ -311,7 +311,7 @@ func (c Config) firstResult(ctx context.Context, r *Report, network string, ours
 	}
 	f.First, f.Total = quantile(firsts, 0.5), quantile(totals, 0.5)
 	if network == "tcp" && !c.Smoke {
-		f.Required = Required{Value: firstToTotal, AtMost: true}.held(f.Ratio.Median)
+		f.Required = hold(Required{Value: firstToTotal, AtMost: true}, f.Ratio.Median)
 	}
 	r.FirstResults = append(r.FirstResults, f)
 	return nil
