@@ -391,6 +391,9 @@ func TestAPeerThatNeverReadsEndsTheSession(t *testing.T) {
 	for name, flood := range map[string]func(i int) Frame{
 		"unknown tensors":       func(i int) Frame { return Frame{Credits: []Credit{{tensor.ID{9, byte(i), byte(i >> 8)}, 1}}} },
 		"calls without a model": func(i int) Frame { return Frame{Calls: []Call{{ID: tensor.ID{9, byte(i), byte(i >> 8)}}}} },
+		"calls of many inputs": func(i int) Frame {
+			return Frame{Calls: []Call{{ID: tensor.ID{9, byte(i), byte(i >> 8)}, Model: "m", Inputs: make([]Binding, 1000)}}}
+		},
 		"calls that end at once": func(i int) Frame {
 			return Frame{Calls: []Call{{ID: tensor.ID{9, byte(i), byte(i >> 8)}, Model: "m"}}}
 		},
@@ -412,6 +415,9 @@ func TestAPeerThatNeverReadsEndsTheSession(t *testing.T) {
 			require.ErrorContains(t, err, "answers wait to be read")
 			require.Equal(t, err, m.Err())
 			require.LessOrEqual(t, len(m.calls)+len(m.failQ), pendingControl+1)
+			for _, c := range m.calls {
+				require.Empty(t, c.part.Inputs, "what was refused is not kept")
+			}
 		})
 	}
 }

@@ -1,0 +1,241 @@
+package stream
+
+import (
+	"bytes"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/chunker"
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// pair returns two machines that have exchanged hellos.
+func pair(t testing.TB, limits Limits) (cli, srv *Machine) {
+	t.Helper()
+	cli = New(Config{Session: tensor.ID{1}, Limits: limits}, 0)
+	srv = New(Config{Server: true, Limits: limits}, 0)
+	var there, back Frame
+	_, ok := cli.Next(0, &there)
+	require.True(t, ok)
+	require.NoError(t, srv.Control(0, &there))
+	_, ok = srv.Next(0, &back)
+	require.True(t, ok)
+	require.NoError(t, cli.Control(0, &back))
+	return cli, srv
+}
+
+func bytesDesc(id, call tensor.ID, n int64, chunk uint32) Desc {
+	return Desc{Tensor: id, Call: call, Port: "x", ChunkBytes: chunk, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{n}}}
+}
+
+// A frame may have 64 KiB beside its chunk: what is nearly that long goes alone.
+func TestAFrameFullOfPartsCarriesNoChunk(t *testing.T) {
+	cli, _ := pair(t, Limits{})
+	call, id := tensor.ID{2}, tensor.ID{3}
+	require.NoError(t, cli.OpenCall(0, Call{ID: call, Model: "m", Inputs: []Binding{{"x", id}}, Params: map[string]string{"k": strings.Repeat("v", frameBytes)}}))
+	require.NoError(t, cli.OpenTensor(0, bytesDesc(id, call, 4, 4)))
+	require.NoError(t, cli.Offer(0, id, 0, make([]byte, 4), nil))
+	var shapes [][3]int
+	for {
+		var f Frame
+		held, ok := cli.Next(0, &f)
+		if !ok {
+			break
+		}
+		if held != nil {
+			held.Release()
+		}
+		shapes = append(shapes, [3]int{len(f.Calls), len(f.Descs), f.Chunk.Len()})
+	}
+	require.Equal(t, [][3]int{{1, 0, 0}, {0, 1, 4}}, shapes)
+}
+
+// Frames stay within what a receiver takes, however many parts wait.
+func TestPartsAreSpreadOverFrames(t *testing.T) {
+	cli, srv := pair(t, Limits{OpenTensors: 1000, OpenCalls: 1000})
+	for i := range 500 {
+		require.NoError(t, cli.OpenCall(0, Call{ID: tensor.ID{2, byte(i), byte(i >> 8)}, Model: strings.Repeat("m", NameBytes)}))
+	}
+	calls := 0
+	for {
+		var f Frame
+		if _, ok := cli.Next(0, &f); !ok {
+			break
+		}
+		require.LessOrEqual(t, len(f.Calls)*NameBytes, frameBytes+NameBytes)
+		require.LessOrEqual(t, len(f.Calls), frameParts)
+		calls += len(f.Calls)
+		require.NoError(t, srv.Control(0, &f))
+	}
+	require.Equal(t, 500, calls)
+	srv.Drain("enough")
+	for i := range 500 {
+		srv.Finish(Done{Call: tensor.ID{2, byte(i), byte(i >> 8)}})
+	}
+	dones := 0
+	for {
+		var f Frame
+		if _, ok := srv.Next(0, &f); !ok {
+			break
+		}
+		require.LessOrEqual(t, len(f.Dones), frameParts)
+		dones += len(f.Dones)
+	}
+	require.Equal(t, 500, dones)
+	require.True(t, srv.Idle())
+}
+
+// A receiver keeps a bounded list of what it has to ask for again.
+func TestDamagedChunksThatWaitAreBounded(t *testing.T) {
+	_, srv := pair(t, Limits{})
+	call, id := tensor.ID{2}, tensor.ID{3}
+	const n = chunker.MaxResends + 1
+	d := bytesDesc(id, call, n, 1)
+	d.SizeBytes = n
+	require.NoError(t, srv.Control(0, &Frame{Calls: []Call{{ID: call, Model: "m", Inputs: []Binding{{"x", id}}}}, Descs: []Desc{d}}))
+	_, err := srv.Lend(0, id, make([]byte, n))
+	require.NoError(t, err)
+	for i := range uint32(n) {
+		var c Claim
+		ok, err := srv.Claim(0, &Chunk{Tensor: id, Index: i, Data: [][]byte{{1}}}, &c)
+		require.NoError(t, err)
+		require.True(t, ok)
+		srv.Commit(0, &c, c.Copy([][]byte{{1}}))
+	}
+	var f Frame
+	_, ok := srv.Next(0, &f)
+	require.True(t, ok)
+	require.Len(t, f.Dones, 1)
+	require.Equal(t, DataLoss, f.Dones[0].Code)
+	require.Contains(t, f.Dones[0].Message, "1025 chunks")
+}
+
+// A sender does, too, whatever it is asked for.
+func TestResendsAPeerAsksForAreBounded(t *testing.T) {
+	cli, _ := pair(t, Limits{})
+	call, id := tensor.ID{2}, tensor.ID{3}
+	const n = chunker.MaxResends + 1
+	require.NoError(t, cli.OpenCall(0, Call{ID: call, Model: "m", Inputs: []Binding{{"x", id}}}))
+	require.NoError(t, cli.OpenTensor(0, bytesDesc(id, call, n, 1)))
+	released := 0
+	require.NoError(t, cli.Offer(0, id, 0, make([]byte, n), func() { released++ }))
+	for {
+		var f Frame
+		held, ok := cli.Next(0, &f)
+		if !ok {
+			break
+		}
+		held.Release()
+	}
+	a := Ack{Tensor: id}
+	for i := range uint32(n) {
+		a.Resend = append(a.Resend, n-1-i)
+	}
+	require.NoError(t, cli.Control(0, &Frame{Acks: []Ack{a}}))
+	var closed *Done
+	for e, ok := cli.Event(); ok; e, ok = cli.Event() {
+		if e.Kind == EventClosed {
+			closed = e.Done
+		}
+	}
+	require.NotNil(t, closed)
+	require.Equal(t, InvalidArgument, closed.Code)
+	require.Equal(t, 1, released)
+}
+
+// TestSteadyStateAllocatesNothing moves chunks from one machine to another, with
+// credits and acknowledgements back.
+func TestSteadyStateAllocatesNothing(t *testing.T) {
+	const chunk, region, chunks = 64, 256, 8192
+	cli, srv := pair(t, Limits{AllowanceBytes: 1})
+	call, id := tensor.ID{2}, tensor.ID{3}
+	require.NoError(t, cli.OpenCall(0, Call{ID: call, Model: "m", Inputs: []Binding{{"x", id}}}))
+	d := bytesDesc(id, call, chunk*chunks, chunk)
+	d.RetainChunks = 8
+	require.NoError(t, cli.OpenTensor(0, d))
+	data := bytesOf(id, chunk*chunks)
+	require.NoError(t, cli.Offer(0, id, 0, data, nil))
+	mem := make([]byte, chunk*chunks)
+	var there, back Frame
+	var claim Claim
+	lent, credits, acks, got := 0, 0, 0, 0
+	step := func() {
+		now := Instant(got)
+		there.Reset()
+		held, ok := cli.Next(now, &there)
+		if ok {
+			if err := srv.Control(now, &there); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if ok && there.HasChunk() {
+			there.Chunk.Sum = codec.CRC32C.Seed(id, there.Chunk.Index)
+			for _, v := range there.Chunk.Data {
+				there.Chunk.Sum = codec.CRC32C.Update(there.Chunk.Sum, v)
+			}
+			if place, err := srv.Claim(now, &there.Chunk, &claim); err != nil || !place {
+				t.Fatal(place, err)
+			}
+			srv.Commit(now, &claim, claim.Copy(there.Chunk.Data))
+			held.Release()
+			got++
+		}
+		for e, ok := srv.Event(); ok; e, ok = srv.Event() {
+			if e.Kind == EventRegion || e.Kind == EventTensor {
+				if _, err := srv.Lend(now, id, mem[lent:lent+region]); err != nil {
+					t.Fatal(err)
+				}
+				lent += region
+			}
+		}
+		back.Reset()
+		if _, ok := srv.Next(now, &back); ok {
+			credits += len(back.Credits)
+			acks += len(back.Acks)
+			if err := cli.Control(now, &back); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, ok := cli.Event(); ok; _, ok = cli.Event() {
+		}
+	}
+	for range 500 {
+		step()
+	}
+	if n := testing.AllocsPerRun(5000, step); n != 0 {
+		t.Errorf("%v allocations per chunk, want 0", n)
+	}
+	require.Greater(t, got, 5000)
+	require.Greater(t, credits, 1000)
+	require.Greater(t, acks, 1000)
+	require.True(t, bytes.Equal(data[:got/4*region], mem[:got/4*region]))
+}
+
+func TestNamesThatAPeerSendsAreChecked(t *testing.T) {
+	for name, ok := range map[string]bool{
+		"": true, "x": true, "größe 尺寸 😀": true, strings.Repeat("n", NameBytes): true,
+		strings.Repeat("n", NameBytes+1): false, "a\nb": false, "\x7f": false, "\x00": false, "\u0085": false, "\xff": false,
+	} {
+		require.Equal(t, ok, checkName("port", name) == "", "%q", name)
+	}
+}
+
+func TestStatsOfSessionsAddUp(t *testing.T) {
+	s := Stats{1, 2, 3, 4, 5, 6, 7}
+	s.Add(s)
+	require.Equal(t, Stats{2, 4, 6, 8, 10, 12, 14}, s)
+}
+
+func TestAFrameIsEmptyAfterReset(t *testing.T) {
+	f := Frame{
+		Hello: &Hello{}, Calls: make([]Call, 1, 8), Descs: make([]Desc, 1), Credits: make([]Credit, 1), Acks: make([]Ack, 1),
+		Cancels: make([]tensor.ID, 1), Failures: make([]Failure, 1), Dones: make([]Done, 1), Drain: &Drain{}, Chunk: Chunk{Tensor: tensor.ID{1}},
+	}
+	require.False(t, f.Empty())
+	f.Reset()
+	require.True(t, f.Empty())
+	require.Equal(t, 8, cap(f.Calls))
+}
