@@ -28,7 +28,7 @@ func computeRelu(ctx context.Context, address string) error {
 		return err
 	}
 	values, err := tensor.Slice[float32](y)
-	fmt.Println(y.Desc, values)
+	fmt.Println(y.Desc, values) // float32[2 2] [0 2 0 4]
 	return err
 }
 
