@@ -35,22 +35,24 @@ func bytesDesc(id, call tensor.ID, n int64, chunk uint32) Desc {
 func TestAFrameFullOfPartsCarriesNoChunk(t *testing.T) {
 	cli, _ := pair(t, Limits{})
 	call, id := tensor.ID{2}, tensor.ID{3}
-	require.NoError(t, cli.OpenCall(0, Call{ID: call, Model: "m", Inputs: []Binding{{"x", id}}, Params: map[string]string{"k": strings.Repeat("v", frameBytes)}}))
-	require.NoError(t, cli.OpenTensor(0, bytesDesc(id, call, 4, 4)))
-	require.NoError(t, cli.Offer(0, id, 0, make([]byte, 4), nil))
-	var shapes [][3]int
-	for {
+	require.NoError(t, cli.OpenCall(0, Call{ID: call, Model: "m", Inputs: []Binding{{"x", id}}}))
+	require.NoError(t, cli.OpenTensor(0, bytesDesc(id, call, 8, 4)))
+	require.NoError(t, cli.Offer(0, id, 0, make([]byte, 8), nil))
+	next := func() (calls, descs, bytes int) {
 		var f Frame
 		held, ok := cli.Next(0, &f)
-		if !ok {
-			break
-		}
+		require.True(t, ok)
 		if held != nil {
 			held.Release()
 		}
-		shapes = append(shapes, [3]int{len(f.Calls), len(f.Descs), f.Chunk.Len()})
+		return len(f.Calls), len(f.Descs), f.Chunk.Len()
 	}
-	require.Equal(t, [][3]int{{1, 0, 0}, {0, 1, 4}}, shapes)
+	shape := func(calls, descs, bytes int) [3]int { return [3]int{calls, descs, bytes} }
+	require.Equal(t, [3]int{1, 1, 4}, shape(next()))
+	require.NoError(t, cli.OpenCall(0, Call{ID: tensor.ID{4}, Model: "m", Params: map[string]string{"k": strings.Repeat("v", frameBytes)}}))
+	require.Equal(t, [3]int{1, 0, 0}, shape(next()))
+	require.Equal(t, [3]int{0, 0, 4}, shape(next()))
+	require.False(t, cli.Pending())
 }
 
 // Frames stay within what a receiver takes, however many parts wait.

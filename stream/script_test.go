@@ -460,8 +460,7 @@ func (s *stage) receive(text string, commit bool) error {
 }
 
 func describeError(err error) error {
-	var e *Error
-	if errors.As(err, &e) {
+	if e, ok := errors.AsType[*Error](err); ok {
 		return fmt.Errorf("the session ends with code %d: %s", e.Code, e.Text)
 	}
 	return err

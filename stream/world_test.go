@@ -2,7 +2,9 @@ package stream
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/codec"
@@ -273,7 +275,7 @@ func (w *world) openCall() {
 	err := w.cli.m.OpenCall(w.now, part)
 	switch {
 	case w.cli.m.Draining():
-		if err != ErrDraining {
+		if !errors.Is(err, ErrDraining) {
 			w.failf("opening while draining: %v", err)
 		}
 		return
@@ -336,7 +338,7 @@ func (p *party) offer(s *source) bool {
 	switch {
 	case err == nil:
 		s.out = append(s.out, x)
-	case err != ErrClosed:
+	case !errors.Is(err, ErrClosed):
 		p.w.failf("%s offers %s [%d,+%d): %v", p.name(), short(s.id), sp.off, sp.n, err)
 	default:
 		s.pieces = nil
@@ -367,7 +369,7 @@ func (p *party) lendNow(t *sink, n int64) bool {
 	region, err := p.m.Lend(p.w.now, t.id, l.mem)
 	p.w.tracef("%v lends %d of %v: %d, %v", p.name(), n, t.id, region, err)
 	if err != nil {
-		if err != ErrClosed {
+		if !errors.Is(err, ErrClosed) {
 			p.w.failf("%s lends: %v", p.name(), err)
 		}
 		return false
@@ -559,10 +561,8 @@ func (p *party) work(c *worldCall) bool {
 	if p.server() {
 		sources = c.outs
 	}
-	for _, t := range c.sinks[p.side()] {
-		if p.lend(t) {
-			return true
-		}
+	if slices.ContainsFunc(c.sinks[p.side()], p.lend) {
+		return true
 	}
 	if p.server() && (c.ready == 0 || c.finished) {
 		return false
