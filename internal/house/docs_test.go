@@ -10,6 +10,7 @@ import (
 )
 
 var (
+	mdCode     = regexp.MustCompile("(?s)```.*?```")
 	mdLink     = regexp.MustCompile(`\]\(([^)#:\s]+)(#[^)\s]*)?\)`) // a colon is in links to other hosts
 	makeWord   = regexp.MustCompile("(?m)(?:^\\s*|`)make ([a-z][a-z0-9-]*)")
 	makeTarget = regexp.MustCompile(`(?m)^([a-z][a-z0-9-]*):.* ## `)
@@ -41,7 +42,7 @@ func pages(t *testing.T) map[string]string {
 
 func TestEveryLinkBetweenFilesLeadsToOne(t *testing.T) {
 	for path, text := range pages(t) {
-		for _, m := range mdLink.FindAllStringSubmatch(text, -1) {
+		for _, m := range mdLink.FindAllStringSubmatch(mdCode.ReplaceAllString(text, ""), -1) {
 			if _, err := os.Stat(filepath.Join(filepath.Dir(path), m[1])); err != nil {
 				t.Errorf("%s links to %s: %v", path, m[1], err)
 			}
