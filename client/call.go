@@ -2,15 +2,12 @@ package client
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"iter"
 	"sync"
 	"sync/atomic"
 	"time"
-
-	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
@@ -77,6 +74,7 @@ type Call struct {
 	results []*result
 	done    stream.Done
 	cause   error // what ended the call on this side
+	ended   bool
 }
 
 // result is a tensor on its way in.
@@ -200,7 +198,7 @@ func (r *result) write() {
 	defer r.drop()
 	w, err := r.open(r.desc)
 	if err != nil {
-		c.stop(fmt.Errorf("client: result %q: %w", r.port, err))
+		c.fail(fmt.Errorf("client: result %q: %w", r.port, err))
 		return
 	}
 	for off := int64(0); off < r.geo.Size || r.geo.Size == 0; {
@@ -212,7 +210,7 @@ func (r *result) write() {
 		_, err := w.Write(s.Bytes())
 		s.Release()
 		if err != nil {
-			c.stop(fmt.Errorf("client: result %q: after %d of %d bytes: %w", r.port, off, r.geo.Size, err))
+			c.fail(fmt.Errorf("client: result %q: after %d of %d bytes: %w", r.port, off, r.geo.Size, err))
 			return
 		}
 		if off += n; r.geo.Size == 0 {
@@ -258,7 +256,7 @@ func (r *result) drop() {
 
 // end is the session's last event of the call; the session is locked.
 func (c *Call) end(d *stream.Done) {
-	c.done = *d
+	c.done, c.ended = *d, true
 	close(c.closed)
 }
 
@@ -269,10 +267,20 @@ func (c *Call) returned() {
 	}
 }
 
-// stop cancels the call for a reason of this side's.
+// stop cancels the call for a reason of this side's, unless it has ended.
 func (c *Call) stop(cause error) {
 	c.session.sess.Do(func(m *stream.Machine, _ stream.Instant) {
-		if c.cause == nil {
+		if !c.ended && c.cause == nil {
+			c.cause = cause
+		}
+		m.Cancel(c.id, stream.Cancelled, "cancelled by the caller")
+	})
+}
+
+// fail is stop for what spoils the results of a call that has ended well, too.
+func (c *Call) fail(cause error) {
+	c.session.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+		if c.cause == nil && (!c.ended || c.done.Code == stream.OK) {
 			c.cause = cause
 		}
 		m.Cancel(c.id, stream.Cancelled, "cancelled by the caller")
@@ -306,18 +314,13 @@ func (c *Call) Wait() (Results, error) {
 }
 
 // err says how the call ended; only after closed.
-func (c *Call) err() error {
-	switch {
-	case c.done.Code == stream.OK && c.cause == nil:
-		return nil
-	case c.done.Code == stream.OK: // it was complete when something on this side failed
-		return &Error{Code: codes.Canceled, Cause: c.cause}
-	case c.cause != nil && errors.Is(c.cause, context.DeadlineExceeded):
-		return &Error{Code: codes.DeadlineExceeded, Cause: c.cause}
-	case c.cause != nil:
-		return &Error{Code: codes.Canceled, Cause: c.cause}
-	}
-	return doneError(&c.done)
+func (c *Call) err() (err error) {
+	c.session.sess.Do(func(*stream.Machine, stream.Instant) {
+		if err = doneError(&c.done); c.cause != nil {
+			err = causeError(c.cause)
+		}
+	})
+	return err
 }
 
 // Timings returns where the server spent the time; only after Wait.

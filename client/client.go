@@ -47,6 +47,8 @@ type Client struct {
 	stub pb.TensorServiceClient
 	pool *slab.Pool
 
+	opening chan struct{} // holds a token while the shared session is opened
+
 	mu      sync.Mutex
 	open    map[*Session]struct{} // guarded by mu
 	shared  *Session              // of Compute; guarded by mu
@@ -94,14 +96,19 @@ func Dial(target string, cfg Config) (*Client, error) {
 	}
 	return &Client{
 		cfg: cfg, conn: conn, stub: pb.NewTensorServiceClient(conn), pool: slab.NewPool(poolBytes),
-		open: make(map[*Session]struct{}),
+		open: make(map[*Session]struct{}), opening: make(chan struct{}, 1),
 	}, nil
 }
 
 // Close ends every session and the connection, and waits until nothing of them
-// is left.
+// is left. Closing again does nothing.
 func (c *Client) Close() error {
 	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		c.winding.Wait()
+		return nil
+	}
 	c.closed = true
 	open := make([]*Session, 0, len(c.open))
 	for s := range c.open {
@@ -111,8 +118,9 @@ func (c *Client) Close() error {
 	for _, s := range open {
 		s.sess.Stop(ErrClosed)
 	}
+	err := c.conn.Close() // also for sessions that are being opened
 	c.winding.Wait()
-	return c.conn.Close()
+	return err
 }
 
 // Compute runs a model with one input and one result on a session that the
@@ -133,17 +141,25 @@ func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
 	if s != nil && s.usable() {
 		return s, nil
 	}
+	select { // one opens it, the others wait
+	case c.opening <- struct{}{}:
+		defer func() { <-c.opening }()
+	case <-ctx.Done():
+		return nil, causeError(context.Cause(ctx))
+	}
+	c.mu.Lock()
+	s = c.shared
+	c.mu.Unlock()
+	if s != nil && s.usable() { // another caller was faster
+		return s, nil
+	}
 	s, err := c.Session(ctx)
 	if err != nil {
 		return nil, err
 	}
 	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.shared != nil && c.shared.usable() { // another caller was faster
-		s.sess.Stop(ErrClosed)
-		return c.shared, nil
-	}
 	c.shared = s
+	c.mu.Unlock()
 	return s, nil
 }
 

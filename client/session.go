@@ -64,10 +64,13 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 			FirstFrame:  stream.Instant(c.cfg.OpenTimeout),
 		},
 	}, s, nil)
+	s.sess.Start()
 	c.mu.Lock()
 	c.open[s] = struct{}{}
+	if c.closed { // meanwhile
+		s.sess.Stop(ErrClosed)
+	}
 	c.mu.Unlock()
-	s.sess.Start()
 	go s.windUp()
 	select {
 	case <-s.opened:
@@ -197,7 +200,7 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 		part.Inputs = append(part.Inputs, stream.Binding{Port: in.Port, Tensor: feeds[i].id})
 	}
 	if ctx.Err() != nil {
-		return nil, &Error{Code: codes.Canceled, Cause: context.Cause(ctx)}
+		return nil, causeError(context.Cause(ctx))
 	}
 	var err error
 	s.sess.DoSend(func(m *stream.Machine, now stream.Instant) {
@@ -216,6 +219,7 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 	case errors.Is(err, stream.ErrDraining):
 		return nil, &Error{Code: codes.Unavailable, Cause: ErrDraining}
 	case errors.Is(err, stream.ErrClosed):
+		<-s.over // it is about to say why
 		return nil, s.ended()
 	case err != nil:
 		return nil, fmt.Errorf("%w: %w", ErrInput, err)

@@ -1,8 +1,10 @@
 package client
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -35,7 +37,7 @@ type Error struct {
 // Error returns code and message.
 func (e *Error) Error() string {
 	if e.Cause != nil {
-		return "client: " + e.Cause.Error()
+		return "client: " + strings.TrimPrefix(e.Cause.Error(), "client: ")
 	}
 	return fmt.Sprintf("client: %s: %s", e.Code, e.Message)
 }
@@ -45,6 +47,14 @@ func (e *Error) Unwrap() error { return e.Cause }
 
 // GRPCStatus returns the failure as a gRPC status.
 func (e *Error) GRPCStatus() *status.Status { return status.New(e.Code, e.Error()) }
+
+// causeError is how something ended that this side gave up.
+func causeError(cause error) *Error {
+	if errors.Is(cause, context.DeadlineExceeded) {
+		return &Error{Code: codes.DeadlineExceeded, Cause: cause}
+	}
+	return &Error{Code: codes.Canceled, Cause: cause}
+}
 
 func doneError(d *stream.Done) error {
 	if d.Code == stream.OK {
@@ -60,8 +70,8 @@ func sessionError(err error) *Error {
 	switch {
 	case errors.As(err, &own):
 		return own
-	case errors.Is(err, ErrClosed):
-		return &Error{Code: codes.Canceled, Cause: err}
+	case errors.Is(err, ErrClosed), errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
+		return causeError(err)
 	case errors.As(err, &se):
 		return &Error{Code: codes.Code(se.Code), Message: se.Text}
 	case errors.Is(err, session.ErrPeerClosed):
