@@ -91,7 +91,12 @@ func run(ctx context.Context) error {
 	}
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }() // ends with s.Close
-	defer func() { s.Close(); <-served }()
+	defer func() {
+		s.Close()
+		if err := <-served; err != nil {
+			fmt.Fprintln(os.Stderr, "row_function:", err)
+		}
+	}()
 
 	c, err := client.Dial(l.Addr().String(), client.Config{})
 	if err != nil {
