@@ -190,7 +190,8 @@ func (Checksum) EnumDescriptor() ([]byte, []int) {
 }
 
 // Frame is one message of a session, in either direction. Small parts ride
-// together; a receiver handles them in the order of their numbers.
+// together; a receiver handles them in the order of their numbers, except that
+// failures come before cancels.
 type Frame struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// First on each side, exactly once.
