@@ -345,7 +345,7 @@ func (m *Machine) failurePart(p Failure) {
 
 func (m *Machine) donePart(p *Done) {
 	c := m.calls[p.Call]
-	if c == nil || c.finished {
+	if c == nil || !c.sent || c.finished {
 		return
 	}
 	c.done = *p

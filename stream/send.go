@@ -116,7 +116,7 @@ func (m *Machine) Unlent(id tensor.ID) int64 {
 // outputs has gone, or at once when the code is not OK.
 func (m *Machine) Finish(d Done) {
 	c := m.calls[d.Call]
-	if c == nil || m.shut || c.told || c.finished && (d.Code == OK || c.done.Code != OK) {
+	if c == nil || !m.cfg.Server || m.shut || c.told || c.finished && (d.Code == OK || c.done.Code != OK) {
 		return
 	}
 	if d.Code != OK { // also in place of a good end that waits behind its chunks
