@@ -53,9 +53,9 @@ type Session struct {
 
 	wake chan struct{} // capacity 1: something waits to be sent
 
-	sending sync.Mutex   // held by whoever sends
-	out     wire.Message // guarded by sending
-	broken  bool         // nothing can be sent any more; guarded by sending
+	sending chan struct{} // holds a token while somebody sends
+	out     wire.Message  // guarded by sending
+	broken  bool          // nothing can be sent any more; guarded by sending
 
 	stopOnce sync.Once
 	stopped  chan struct{}
@@ -71,7 +71,7 @@ func New(conn Conn, cfg stream.Config, h Handler, flight *wire.InFlight) *Sessio
 	return &Session{
 		out:  wire.Message{InFlight: flight},
 		conn: conn, handler: h, start: time.Now(), m: stream.New(cfg, 0),
-		wake: make(chan struct{}, 1), stopped: make(chan struct{}),
+		wake: make(chan struct{}, 1), sending: make(chan struct{}, 1), stopped: make(chan struct{}),
 	}
 }
 
@@ -133,12 +133,14 @@ func (s *Session) DoSend(f func(m *stream.Machine, now stream.Instant)) {
 	if !s.do(f) {
 		return
 	}
-	if !s.sending.TryLock() {
+	select {
+	case s.sending <- struct{}{}:
+	default:
 		s.nudge()
 		return
 	}
 	s.sendFrame()
-	s.sending.Unlock()
+	<-s.sending
 	// More may wait, or may have come while the writer could not have the lock.
 	s.mu.Lock()
 	more := s.m.Pending() || s.ended // or it was the last frame, which the writer sees to
@@ -295,10 +297,14 @@ func (s *Session) write() {
 		case <-s.stopped:
 			return
 		}
-		s.sending.Lock()
+		select {
+		case s.sending <- struct{}{}:
+		case <-s.stopped: // whoever sends may be stuck
+			return
+		}
 		for s.sendFrame() {
 		}
-		s.sending.Unlock()
+		<-s.sending
 	}
 }
 
@@ -364,7 +370,9 @@ func (s *Session) Drain(ctx context.Context, reason string) error {
 	defer t.Stop()
 	for {
 		idle := false
-		s.Do(func(m *stream.Machine, _ stream.Instant) { idle = m.Idle() && !m.Pending() && s.sendingSince.Load() == 0 })
+		s.Do(func(m *stream.Machine, _ stream.Instant) {
+			idle = m.Idle() && !m.Pending() && s.sendingSince.Load() == 0
+		})
 		if idle {
 			return nil
 		}
