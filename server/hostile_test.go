@@ -319,7 +319,7 @@ func TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode(t *testing.T) {
 		"chunks over the limit":          {desc(func(d *pb.TensorDesc) { d.ChunkBytes = mib + 1 }), invalid, []string{"chunk_bytes", "1048577", "1048576"}, true},
 		"more than 2^20 chunks": {desc(func(d *pb.TensorDesc) {
 			d.Shape, d.SizeBytes, d.ChunkBytes = []int64{1<<20 + 1}, 1<<20+1, 1
-		}), invalid, []string{"1048577 chunks", "1048576"}, true},
+		}), exhausted, []string{"1048577 chunks", "1048576"}, true},
 		"a tensor over 16 GiB": {desc(func(d *pb.TensorDesc) {
 			d.Shape, d.SizeBytes, d.ChunkBytes = []int64{16<<30 + 1}, 16<<30+1, mib
 		}), exhausted, []string{"17179869185", "17179869184"}, true},

@@ -76,10 +76,10 @@ type Server struct {
 	past     stream.Stats       // of sessions that have ended; guarded by mu
 	draining bool               // guarded by mu
 
-	calls                                 atomic.Int64 // open now
-	callsOK, callsFailed, callsCancelled  atomic.Int64
-	sessionsOpened, sessionsRefused       atomic.Int64
-	runsAbandoned, bytesStaged, peakCalls atomic.Int64
+	calls                                atomic.Int64 // open now
+	callsOK, callsFailed, callsCancelled atomic.Int64
+	sessionsOpened, sessionsRefused      atomic.Int64
+	runsAbandoned                        atomic.Int64
 }
 
 // New returns a server that Serve starts.

@@ -250,8 +250,8 @@ func (m *Machine) admit(t *in, c *call) (Code, string) {
 	case m.incoming >= m.limits.OpenTensors:
 		return ResourceExhausted, fmt.Sprintf("%sopen tensors: the limit of a session is %d", name, m.limits.OpenTensors)
 	}
-	if t.geo, err = tensor.NewGeometry(size, int64(p.ChunkBytes)); err != nil {
-		return InvalidArgument, name + err.Error()
+	if t.geo, err = tensor.NewGeometry(size, int64(p.ChunkBytes)); err != nil { // too many chunks: the rest was checked
+		return ResourceExhausted, name + err.Error()
 	}
 	if left := int64(m.limits.AllowanceBytes) - m.allowIn; p.OnAllowance && size > left {
 		return ResourceExhausted, fmt.Sprintf("%s%d bytes on allowance, %d are left; wait for credit instead", name, size, left)
