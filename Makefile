@@ -94,7 +94,7 @@ fuzz: ## Fuzz each target for FUZZTIME=30s (FUZZ=regexp and PKG=./path choose)
 	@$(GO) test -list '^Fuzz' $(PKG) >/dev/null # a package that does not build shall fail here
 	@set -e; $(GO) test -list '^Fuzz' $(PKG) | awk '/^Fuzz/ { t[n++] = $$1 } /^ok/ { for (i = 0; i < n; i++) print t[i], $$2; n = 0 }' | \
 		grep -E -- '$(FUZZ)' | while read -r target pkg; do \
-		(set -x; $(GO) test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) "$$pkg"); done
+		(set -x; $(GO) test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) -fuzzminimizetime 20x "$$pkg"); done
 
 fuzz-1m: ## Fuzz each target for a million executions
 	@$(MAKE) --no-print-directory fuzz FUZZTIME=1000000x

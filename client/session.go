@@ -61,7 +61,10 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 			ChunkBytes:  uint32(c.cfg.ChunkBytes),
 			TensorBytes: 1 << 40, // a streamed result is as long as it is; memory is bounded apart
 			SessionIdle: stream.Instant(365 * 24 * time.Hour),
-			FirstFrame:  stream.Instant(c.cfg.OpenTimeout),
+			// A model may take its time between two results: how long a call may
+			// take is its caller's to say, and keep-alive finds a dead server.
+			ChunkIdle:  stream.Instant(365 * 24 * time.Hour),
+			FirstFrame: stream.Instant(c.cfg.OpenTimeout),
 		},
 	}, s, nil)
 	s.sess.Start()
