@@ -2,6 +2,7 @@ package client
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"iter"
@@ -137,7 +138,7 @@ func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 		r.mem = make([]byte, r.geo.Size)
 	}
 	c.results = append(c.results, r)
-	if _, err := m.Lend(now, r.id, r.mem); err != nil {
+	if _, err := m.Lend(now, r.id, r.mem); err != nil && !errors.Is(err, stream.ErrClosed) {
 		fail("%w", err)
 	}
 }
@@ -301,7 +302,11 @@ func (c *Call) Wait() (Results, error) {
 	c.writing.Wait()
 	select {
 	case <-c.letGo:
-	case <-c.session.over: // a connection that died reads its queue no more
+	case <-c.session.over:
+		select {
+		case <-c.letGo:
+		case <-time.After(letGoWait):
+		}
 	}
 	if err := c.err(); err != nil {
 		return nil, err

@@ -10,6 +10,7 @@ import (
 	"math"
 	"net"
 	"path/filepath"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -354,14 +355,13 @@ func TestAnInputThatIsNotItsDescIsRefusedAtOnce(t *testing.T) {
 func TestRegionsYieldEveryByteOnceWhileTheyArrive(t *testing.T) {
 	testkit.Start(t)
 	f := start(t, "tcp", client.Config{})
-	s := f.session(t)
 	const chunks = 256
 	data := make([]byte, chunks*64<<10)
 	copy(data, testkit.Bytes(len(data), 7))
 	c, err := client.Dial(f.addr, client.Config{ChunkBytes: 64 << 10})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, c.Close()) }()
-	s, err = c.Session(t.Context())
+	s, err := c.Session(t.Context())
 	require.NoError(t, err)
 	x, err := tensor.New(tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{int64(len(data) / 4)}}, data)
 	require.NoError(t, err)
@@ -585,7 +585,10 @@ func TestAServerOfAnotherKindIsAClearError(t *testing.T) {
 	other := grpc.NewServer()
 	served := make(chan error, 1)
 	go func() { served <- other.Serve(l) }()
-	defer func() { other.Stop(); <-served }()
+	defer func() {
+		other.Stop()
+		require.NoError(t, <-served)
+	}()
 	c, err := client.Dial(l.Addr().String(), client.Config{})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, c.Close()) }()
@@ -677,8 +680,8 @@ func TestEndsOfACallAtEveryPhase(t *testing.T) {
 					require.NoError(t, err)
 				}
 				tc.strike(f, s, cancel, call)
-				for range call.Regions() { // nothing but the error, at the call's end
-					continue
+				for _, err := range call.Regions() { // nothing but the error, at the call's end
+					require.Error(t, err)
 				}
 				// A caller whose reader or writer is stuck has to end it itself.
 				require.NoError(t, r.CloseWithError(io.ErrClosedPipe))
@@ -765,4 +768,30 @@ func TestADrainingServerIsToldFromAFailingOne(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, string(x.Data), string(results["y"].Data))
 	require.NoError(t, <-down)
+}
+
+func TestACallThatCanNotBeSaidFailsAloneAndTheSessionLivesOn(t *testing.T) {
+	testkit.Start(t)
+	s := start(t, "tcp", client.Config{}).session(t)
+	x, err := tensor.Of([]float32{1, -2})
+	require.NoError(t, err)
+	many := make([]client.Input, 65)
+	for i := range many {
+		many[i] = client.From(strconv.Itoa(i), x)
+	}
+	for name, r := range map[string]client.Request{
+		"params that are not UTF-8": {Model: "echo", Inputs: []client.Input{client.From("x", x)}, Params: map[string]string{"k": "\xff"}},
+		"a model that is not UTF-8": {Model: "\xff", Inputs: []client.Input{client.From("x", x)}},
+		"a port that is not UTF-8":  {Model: "echo", Inputs: []client.Input{client.From("\xff", x)}},
+		"a name that is not UTF-8":  {Model: "echo", Inputs: []client.Input{{Port: "x", Desc: x.Desc, Data: x.Data, Name: "\xff"}}},
+		"65 inputs":                 {Model: "echo", Inputs: many},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := s.Call(t.Context(), r)
+			require.ErrorIs(t, err, client.ErrInput)
+			y, err := s.Compute(t.Context(), "relu", x)
+			require.NoError(t, err)
+			require.Equal(t, x.Desc, y.Desc)
+		})
+	}
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"hash/crc32"
 	"io"
@@ -198,7 +199,7 @@ func TestABadResultFailsItsCallAloneWithAClearError(t *testing.T) {
 				}
 				for calls := 0; ; {
 					f, err := s.Recv()
-					if err == io.EOF || status.Code(err) == codes.Canceled {
+					if errors.Is(err, io.EOF) || status.Code(err) == codes.Canceled {
 						return nil
 					}
 					if err != nil {
@@ -307,4 +308,66 @@ func TestAServersTextsAndRetryReachTheCaller(t *testing.T) {
 	require.Equal(t, codes.ResourceExhausted, own.Code)
 	require.Equal(t, "memory: none", own.Message)
 	require.Equal(t, 250*time.Millisecond, own.RetryAfter)
+}
+
+func TestAResultThatIsAnnouncedAndNotDeliveredIsNoSuccess(t *testing.T) {
+	testkit.Start(t)
+	c := visit(t, func(s pb.TensorService_StreamTensorsServer) error {
+		if err := hello(s, nil); err != nil {
+			return err
+		}
+		for {
+			f, err := s.Recv()
+			if err != nil {
+				return nil
+			}
+			for _, call := range f.Calls {
+				err := s.Send(&pb.Frame{
+					Descs: []*pb.TensorDesc{{
+						TensorId: newID(), Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: []int64{10}, SizeBytes: 10,
+						ChunkBytes: mib, CallId: call.Id, Port: "y", OnAllowance: true,
+					}},
+					Dones: []*pb.Done{{CallId: call.Id}},
+				})
+				if err != nil {
+					return nil
+				}
+			}
+		}
+	})
+	_, err := c.Compute(t.Context(), "echo", input(t, 10))
+	require.Equal(t, codes.DataLoss, status.Code(err), err)
+	require.ErrorContains(t, err, `announced result "y"`)
+}
+
+func TestASessionEndsWhenTheServerLeavesInTheMiddleOfAnInput(t *testing.T) {
+	testkit.Start(t)
+	for range 10 {
+		c := visit(t, func(s pb.TensorService_StreamTensorsServer) error {
+			if err := hello(s, nil); err != nil {
+				return err
+			}
+			for chunks := 0; chunks < 4; {
+				f, err := s.Recv()
+				if err != nil {
+					return nil
+				}
+				for _, d := range f.Descs {
+					if err := s.Send(&pb.Frame{Credits: []*pb.Credit{{TensorId: d.TensorId, ChunkLimit: 64}}}); err != nil {
+						return nil
+					}
+				}
+				if f.Chunk != nil {
+					chunks++
+				}
+			}
+			return nil
+		})
+		s, err := c.Session(t.Context())
+		require.NoError(t, err)
+		_, err = s.Compute(t.Context(), "echo", input(t, 16*mib))
+		require.Equal(t, codes.Unavailable, status.Code(err), err)
+		_, err = s.Compute(t.Context(), "echo", input(t, 10))
+		require.Equal(t, codes.Unavailable, status.Code(err), err)
+	}
 }

@@ -13,6 +13,10 @@ const (
 	// slotBytes is the least size of a slot of a streamed result: chunks smaller
 	// than this share one.
 	slotBytes = 256 << 10
+	// letGoWait is how long a call whose session has ended waits for grpc to let go
+	// of its inputs: on a connection that lives it takes a moment, on one that died
+	// it may never come, and nobody reads them.
+	letGoWait = time.Second
 	// poolBytes is how much released slot memory a client keeps for reuse.
 	poolBytes = 64 * mib
 )

@@ -193,7 +193,7 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 	c := &Call{session: s, id: session.NewID(), sinks: r.Results, closed: make(chan struct{}), news: make(chan struct{}, 1), letGo: make(chan struct{})}
 	c.shared.Store(1)
 	defer c.returned()
-	part := stream.Call{ID: c.id, Model: r.Model, Params: r.Params, TimeoutMillis: uint64(max(0, r.Timeout.Milliseconds()))}
+	part := stream.Call{ID: c.id, Model: r.Model, Params: r.Params, TimeoutMillis: millis(r.Timeout)}
 	feeds := make([]feed, len(r.Inputs)) // not copied: goroutines run on them
 	for i, in := range r.Inputs {
 		if err := in.check(); err != nil {
@@ -222,8 +222,12 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 	case errors.Is(err, stream.ErrDraining):
 		return nil, &Error{Code: codes.Unavailable, Cause: ErrDraining}
 	case errors.Is(err, stream.ErrClosed):
-		<-s.over // it is about to say why
-		return nil, s.ended()
+		select {
+		case <-s.over: // it is about to say why
+			return nil, s.ended()
+		case <-ctx.Done():
+			return nil, causeError(context.Cause(ctx))
+		}
 	case err != nil:
 		return nil, fmt.Errorf("%w: %w", ErrInput, err)
 	}
@@ -235,4 +239,9 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 		}
 	}
 	return c, nil
+}
+
+// millis rounds up: a timeout that is not 0 stays one.
+func millis(d time.Duration) uint64 {
+	return uint64((max(0, d) + time.Millisecond - 1) / time.Millisecond)
 }

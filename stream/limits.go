@@ -1,7 +1,9 @@
 package stream
 
 import (
+	"cmp"
 	"fmt"
+	"unicode/utf8"
 
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -30,6 +32,10 @@ const (
 	KeyBytes     = 128
 	ValueBytes   = 4 * kib
 	EntriesBytes = 32 * kib
+	// callInputs and callBytes bound what one call says: it goes in one frame with
+	// others, and the receiver takes 64 KiB of control parts.
+	callInputs = 64
+	callBytes  = 36 * kib
 	// closedIDs is how many ended calls and tensors are remembered, so that
 	// frames that crossed their end are ignored, not answered.
 	closedIDs = 1024
@@ -121,6 +127,8 @@ func checkEntries(what string, m map[string]string) string {
 	total := 0
 	for k, v := range m {
 		switch total += len(k) + len(v); {
+		case !utf8.ValidString(k) || !utf8.ValidString(v):
+			return fmt.Sprintf("%s: an entry is not UTF-8", what)
 		case len(k) > KeyBytes:
 			return fmt.Sprintf("%s: a key of %d bytes, the limit is %d", what, len(k), KeyBytes)
 		case len(v) > ValueBytes:
@@ -130,6 +138,24 @@ func checkEntries(what string, m map[string]string) string {
 		}
 	}
 	return ""
+}
+
+// checkCall reports what a call has that one frame could not carry, or nothing.
+func checkCall(c *Call) string {
+	if len(c.Inputs) > callInputs {
+		return fmt.Sprintf("call has %d inputs, the limit is %d", len(c.Inputs), callInputs)
+	}
+	size := len(c.Model) + costOf(c.Params)
+	for _, b := range c.Inputs {
+		if problem := checkName("port", b.Port); problem != "" {
+			return problem
+		}
+		size += len(b.Port) + 32
+	}
+	if size > callBytes {
+		return fmt.Sprintf("call takes %d bytes with its names and params, the limit is %d", size, callBytes)
+	}
+	return cmp.Or(checkName("model", c.Model), checkEntries("params", c.Params))
 }
 
 func printable(s string) bool {

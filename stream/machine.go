@@ -220,6 +220,9 @@ func (m *Machine) Stats() Stats { return m.stats }
 // Session returns the session's ID; zero on a server that has seen no hello.
 func (m *Machine) Session() tensor.ID { return m.cfg.Session }
 
+// Server reports which side this is.
+func (m *Machine) Server() bool { return m.cfg.Server }
+
 // Checksum returns the kind of the session's checksums.
 func (m *Machine) Checksum() codec.Checksum { return m.kind }
 

@@ -2,6 +2,7 @@ package stream
 
 import (
 	"bytes"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -49,7 +50,11 @@ func TestAFrameFullOfPartsCarriesNoChunk(t *testing.T) {
 	}
 	shape := func(calls, descs, bytes int) [3]int { return [3]int{calls, descs, bytes} }
 	require.Equal(t, [3]int{1, 1, 4}, shape(next()))
-	require.NoError(t, cli.OpenCall(0, Call{ID: tensor.ID{4}, Model: "m", Params: map[string]string{"k": strings.Repeat("v", frameBytes)}}))
+	params := map[string]string{}
+	for i := range frameBytes / ValueBytes {
+		params[strconv.Itoa(i)] = strings.Repeat("v", ValueBytes)
+	}
+	require.NoError(t, cli.OpenCall(0, Call{ID: tensor.ID{4}, Model: "m", Params: params}))
 	require.Equal(t, [3]int{1, 0, 0}, shape(next()))
 	require.Equal(t, [3]int{0, 0, 4}, shape(next()))
 	require.False(t, cli.Pending())

@@ -378,6 +378,11 @@ func (m *Machine) finishClient(c *call) {
 				wait = true
 			}
 		}
+		for _, t := range c.ins {
+			if lost == "" && !slices.Contains(c.done.Outputs, Binding{t.desc.Port, t.desc.Tensor}) {
+				lost = fmt.Sprintf("the server announced result %q and did not end with it", t.desc.Port)
+			}
+		}
 		switch {
 		case lost != "":
 			m.abandon(c, DataLoss, lost) // the server need not wait for acknowledgements

@@ -1,6 +1,7 @@
 package stream
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -28,6 +29,10 @@ func (m *Machine) OpenCall(now Instant, c Call) error {
 	case m.calls[c.ID] != nil || m.isGone(c.ID):
 		return fmt.Errorf("stream: call %s was opened before; use a new id", c.ID)
 	}
+	// What the wire could not carry would end the session, and every other call.
+	if problem := checkCall(&c); problem != "" {
+		return fmt.Errorf("stream: %s", problem)
+	}
 	k := &call{part: c}
 	k.part.Inputs = slices.Clone(c.Inputs)
 	m.open(k, now)
@@ -44,6 +49,9 @@ func (m *Machine) OpenTensor(now Instant, d Desc) error {
 	}
 	if m.outs[d.Tensor] != nil || m.ins[d.Tensor] != nil || m.isGone(d.Tensor) {
 		return fmt.Errorf("stream: tensor %s was announced before; use a new id", d.Tensor)
+	}
+	if problem := cmp.Or(checkName("port", d.Port), checkName("name", d.Name), checkEntries("metadata", d.Metadata)); problem != "" {
+		return fmt.Errorf("stream: %s", problem)
 	}
 	size, err := d.Bytes()
 	if err != nil {

@@ -250,13 +250,20 @@ func (s *Session) read() {
 	}
 }
 
-// endOfInput notes that the peer sends nothing more. A client may end its side
-// early and still read: the session then lives until its last call has ended.
+// endOfInput notes that the peer sends nothing more. When it was the server, the
+// session is over. A client may end its side early and still read: the session
+// then lives until its last call has ended.
 func (s *Session) endOfInput() {
+	server := false
 	s.Do(func(m *stream.Machine, _ stream.Instant) {
 		s.ended = true
+		server = m.Server()
 		m.PeerDone()
 	})
+	if !server {
+		s.Stop(ErrPeerClosed)
+		return
+	}
 	s.nudge()
 }
 

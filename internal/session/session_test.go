@@ -333,22 +333,18 @@ func stall(p *pipe, at int) {
 
 func TestAPeerThatDoesNotReadEndsTheSession(t *testing.T) {
 	testkit.Start(t)
-	for name, at := range map[string]int{"from the hello on": 0, "from the first call on": 1, "amid chunks": 3} {
+	for name, at := range map[string]int{"from the first call on": 1, "amid chunks": 3} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				begin := time.Now()
 				client, server := pair(t, func(client, _ *side) { stall(client.pipe, at) })
-				if at > 0 {
-					synctest.Wait() // the hellos
-					go client.call(make([]byte, 7500))
-				}
+				synctest.Wait() // the hellos
+				go client.call(make([]byte, 7500))
 				<-client.sess.Stopped()
 				var se *stream.Error
 				require.ErrorAs(t, client.sess.Cause(), &se)
 				require.Equal(t, stream.DeadlineExceeded, se.Code)
-				if at > 0 {
-					require.Contains(t, se.Text, "not read for 30 s")
-				}
+				require.Contains(t, se.Text, "not read for 30 s")
 				require.LessOrEqual(t, time.Since(begin), 2*writeStall+time.Second)
 				client.over(nil)
 				server.over(nil)
@@ -393,6 +389,19 @@ func TestTheReaderNeverWaitsOnTheWriter(t *testing.T) {
 		})
 		client.over(nil)
 		server.over(nil)
+	})
+}
+
+func TestAServerThatDoesNotEvenReadTheHelloIsGivenUp(t *testing.T) {
+	testkit.Start(t)
+	synctest.Test(t, func(t *testing.T) {
+		a, _ := newPipe()
+		client := newSide(t, a, stream.Config{Session: NewID()})
+		stall(a, 0)
+		client.sess.Start()
+		<-client.sess.Stopped()
+		require.ErrorContains(t, client.sess.Cause(), "no hello for 10 s")
+		client.over(nil)
 	})
 }
 
