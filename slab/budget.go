@@ -12,9 +12,11 @@ import (
 var ErrBudget = errors.New("slab: over the memory budget")
 
 // Budget bounds the bytes promised at a time. Whoever asks gets all or nothing,
-// first come first served; while others wait, one holder gets at most half, so
-// a holder that is over its half is passed over, not waited for.
-// It is safe for concurrent use.
+// first come first served. While others wait, a holder that has something
+// already gets no more than half in all: it is passed over, not waited for. The
+// first amount of a holder that has nothing may be larger, up to the whole
+// budget, else it could never be granted under load: it takes its turn and stops
+// the line until it fits. It is safe for concurrent use.
 type Budget struct {
 	limit int64
 

@@ -155,6 +155,23 @@ func TestAHolderOverItsHalfIsPassedOverWhileOthersWait(t *testing.T) {
 	})
 }
 
+func TestTheFirstAmountOfAHolderMayBeMoreThanHalfAndTakesItsTurn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := NewBudget(100)
+		mine := ask(b, "other", 30)
+		large := ask(b, "large", 80)
+		small := ask(b, "small", 10)
+		if !mine.granted() || large.done || small.done {
+			t.Fatal("want 30 granted, 80 first in line and 10 behind it")
+		}
+		b.Release("other", 30)
+		synctest.Wait()
+		if !large.granted() || !small.granted() {
+			t.Error("the first in line was passed over although it held nothing")
+		}
+	})
+}
+
 func TestAHolderAloneMayHaveItAll(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := NewBudget(100)

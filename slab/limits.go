@@ -7,7 +7,7 @@ const (
 	// mapFrom is the size from which a slab is mapped outside the Go heap: below
 	// it the system calls and the page rounding cost more than they save.
 	mapFrom = 64 * kib
-	// poolShare: one holder may keep at most this part (1/poolShare) of a budget
+	// poolShare: a holder grows to at most this part (1/poolShare) of a budget
 	// while others wait for it, so that one session cannot starve the rest.
 	poolShare = 2
 )

@@ -9,6 +9,7 @@ package slab
 
 import (
 	"fmt"
+	"math"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -53,7 +54,7 @@ func (s *Slab) Release() {
 // memory may be taken is a Budget's business, asked before. It is safe for
 // concurrent use.
 type Pool struct {
-	limit int64 // most bytes to keep in free
+	limit int64 // of bytes in free, and where another slab is made, of those handed out with them
 
 	mu     sync.Mutex      // guards all below
 	free   map[int][]*Slab // by size class
@@ -62,9 +63,11 @@ type Pool struct {
 	slabs  int64           // slabs handed out
 }
 
-// NewPool returns a pool that keeps at most cached bytes of released memory.
-func NewPool(cached int64) *Pool {
-	return &Pool{free: make(map[int][]*Slab), limit: cached}
+// NewPool returns a pool that keeps at most limit bytes of released memory, and
+// gives it back to the system rather than hold more than limit bytes together
+// with what is handed out.
+func NewPool(limit int64) *Pool {
+	return &Pool{free: make(map[int][]*Slab), limit: limit}
 }
 
 // Get hands over a slab of n bytes with one reference. Its content is whatever
@@ -87,7 +90,9 @@ func (p *Pool) Get(n int) *Slab {
 		s.refs.Store(1)
 		return s
 	}
+	dropped := p.shrink(p.limit-p.live, class)
 	p.mu.Unlock()
+	drop(dropped)
 	s := &Slab{pool: p, n: n}
 	s.refs.Store(1)
 	s.mem, s.mapped = allocate(class)
@@ -119,16 +124,21 @@ func (p *Pool) put(s *Slab) {
 	if int64(class) > p.limit {
 		dropped = append(dropped, s)
 	} else {
-		for p.cached > p.limit-int64(class) {
-			dropped = append(dropped, p.take(p.victim(class)))
-		}
+		dropped = p.shrink(p.limit-int64(class), class)
 		p.free[class] = append(p.free[class], s)
 		p.cached += int64(class)
 	}
 	p.mu.Unlock()
-	for _, d := range dropped {
-		d.drop()
+	drop(dropped)
+}
+
+// shrink takes slabs out of the cache until it holds at most the bytes named, or
+// nothing; those of class go last. What it returns is for drop, without the lock.
+func (p *Pool) shrink(most int64, class int) (dropped []*Slab) {
+	for p.cached > max(most, 0) {
+		dropped = append(dropped, p.take(p.victim(class)))
 	}
+	return dropped
 }
 
 // victim returns a size class to take from: not class itself while there is
@@ -142,16 +152,18 @@ func (p *Pool) victim(class int) int {
 	return class
 }
 
-// drop gives the memory of a slab without references back at once. The garbage
+// drop gives the memory of slabs without references back at once. The garbage
 // collector would too, but it does not see memory outside its heap and may not
 // run for minutes.
-func (s *Slab) drop() {
-	if s.mapped {
-		s.lost.Stop()
-		unmap(s.mem)
+func drop(slabs []*Slab) {
+	for _, s := range slabs {
+		if s.mapped {
+			s.lost.Stop()
+			unmap(s.mem)
+		}
+		s.mem = nil // a late reader meets an empty slab, not another's memory
+		runtime.KeepAlive(s)
 	}
-	s.mem = nil // a late reader meets an empty slab, not another's memory
-	runtime.KeepAlive(s)
 }
 
 // Live returns how many slabs, and how many bytes in them, are handed out.
@@ -161,9 +173,18 @@ func (p *Pool) Live() (slabs, bytes int64) {
 	return p.slabs, p.live
 }
 
+// SizeOf returns the bytes that a slab of n bytes takes from a pool: what to ask
+// a Budget for. A size beyond 63 bits becomes the largest there is.
+func SizeOf(n int64) int64 {
+	if n > math.MaxInt64-hugePage {
+		return math.MaxInt64
+	}
+	return sizeClass(n)
+}
+
 // sizeClass rounds n up so that slabs are found again: to 4 KiB pages while
 // small, to 64 KiB up to 2 MiB, to whole 2 MiB huge pages above.
-func sizeClass(n int) int {
+func sizeClass[T int | int64](n T) T {
 	switch {
 	case n <= 64*kib:
 		return max(roundUp(n, 4*kib), 4*kib)
@@ -174,4 +195,4 @@ func sizeClass(n int) int {
 	}
 }
 
-func roundUp(n, unit int) int { return (n + unit - 1) / unit * unit }
+func roundUp[T int | int64](n, unit T) T { return (n + unit - 1) / unit * unit }

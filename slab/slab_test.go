@@ -3,6 +3,7 @@ package slab
 import (
 	"bytes"
 	"fmt"
+	"math"
 	"os"
 	"runtime"
 	"strings"
@@ -115,6 +116,43 @@ func TestTheCacheNeverHoldsMoreThanItsLimit(t *testing.T) {
 			if sum != p.cached || sum > limit {
 				t.Errorf("limit %d: %d bytes cached, counted as %d", limit, sum, p.cached)
 			}
+		}
+	}
+}
+
+func TestTheCacheGivesWayToWhatIsHandedOut(t *testing.T) {
+	const limit = 256 * kib
+	p := NewPool(limit)
+	for _, n := range []int{4 * kib, 64 * kib, 4 * kib, 128 * kib, 20 * kib, 256 * kib, 4 * kib, 64 * kib} {
+		var taken []*Slab
+		for range limit / n { // as many as a budget of limit bytes allows
+			taken = append(taken, p.Get(n))
+			if _, live := p.Live(); live+p.cached > limit {
+				t.Fatalf("%d bytes are handed out and %d cached, the limit is %d", live, p.cached, limit)
+			}
+		}
+		for _, s := range taken {
+			s.Release()
+		}
+	}
+	p.Get(mib) // more than the limit: nothing is left to give back
+	if p.cached != 0 {
+		t.Errorf("%d bytes stay cached beside 1 MiB, the limit is %d", p.cached, limit)
+	}
+}
+
+func TestSizeOfIsWhatThePoolCounts(t *testing.T) {
+	for _, n := range []int{0, 1, 4 * kib, 4*kib + 1, 64 * kib, 64*kib + 1, hugePage, hugePage + 1} {
+		p := NewPool(0)
+		s := p.Get(n)
+		if _, live := p.Live(); live != SizeOf(int64(n)) {
+			t.Errorf("a slab of %d bytes takes %d, SizeOf says %d", n, live, SizeOf(int64(n)))
+		}
+		s.Release()
+	}
+	for _, n := range []int64{math.MaxInt64, math.MaxInt64 - 1, math.MaxInt64 - hugePage + 1} {
+		if got := SizeOf(n); got != math.MaxInt64 {
+			t.Errorf("SizeOf(%d) = %d, want the largest there is", n, got)
 		}
 	}
 }
