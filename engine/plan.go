@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -16,8 +17,8 @@ type plan struct {
 	outRow []int64 // bytes of one row, by output port
 	whole  []int64 // bytes, by input port; none for one that is split
 
-	wholeBytes        int64 // of all Whole inputs together
-	inBlock, outBlock int64 // memory of one slot
+	wholeBytes        int64 // of all Whole inputs together, as a slab takes it
+	inBlock, outBlock int64 // memory of one slot, as a slab takes it
 	minIn, minOut     int64 // slots a run cannot do without
 	wantIn, wantOut   int64 // slots it would like
 	fixed             int64 // bytes that the model asks for beside blocks
@@ -98,6 +99,8 @@ func newPlan(info Info, c Call, rows int64, b bound) (plan, error) {
 		}
 		p.minIn = max(p.minIn, spans(chunk, block))
 	}
+	p.inBlock = slabBytes(p.inBlock)
+	p.wholeBytes = slabBytes(p.wholeBytes)
 	p.minIn, p.wantIn = p.slots(p.minIn, p.inBlock)
 	if !b.ownResults() {
 		return p, nil
@@ -109,6 +112,7 @@ func newPlan(info Info, c Call, rows int64, b bound) (plan, error) {
 	}
 	p.outBlock = add(p.outBlock, align(mul(held, b.scratchRow)))
 	p.outBlock = add(p.outBlock, b.scratch)
+	p.outBlock = slabBytes(p.outBlock)
 	p.minOut, p.wantOut = p.slots(p.minOut, p.outBlock)
 	return p, nil
 }
@@ -176,6 +180,14 @@ func spans(chunk, block int64) int64 {
 }
 
 func ceil(n, by int64) int64 { return n/by + min(n%by, 1) }
+
+// slabBytes is what the host takes from its pool for n bytes.
+func slabBytes(n int64) int64 {
+	if n == 0 {
+		return 0
+	}
+	return slab.SizeOf(n)
+}
 
 func align(n int64) int64 { return add(n, alignBytes-1) &^ (alignBytes - 1) }
 

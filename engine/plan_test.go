@@ -127,7 +127,7 @@ func FuzzPlan(f *testing.F) {
 		if !inPlace && !covers(p.minOut, out, 1) {
 			t.Fatalf("%d result slots of %d rows of %d bytes do not hold chunks of %d", p.minOut, p.blockRows, out, chunk)
 		}
-		if held := mul(min(p.blockRows, rows), in); p.inBlock < held || p.inBlock > add(held, alignBytes) {
+		if held := mul(min(p.blockRows, rows), in); p.inBlock != slabBytes(align(held)) {
 			t.Fatalf("a slot of %d bytes for %d", p.inBlock, held)
 		}
 	})

@@ -63,7 +63,7 @@ func FuzzRun(f *testing.F) {
 	f.Add([]byte{20, 3, 2, 9, 0, 0, 0, 1, 1, 2, 2, 3, 3, 0, 1, 2, 3})
 	f.Add([]byte{9, 1, 1, 1, 1, 0, 0, 0, 1, 2, 65, 33, 2, 3, 3, 2, 3})
 	f.Add([]byte{40, 2, 5, 30, 0, 0, 1, 0, 1, 0, 1, 2, 2, 2, 4})
-	h := NewHost(HostConfig{MemoryBytes: 256 * kib, Workers: 2})
+	h := NewHost(HostConfig{MemoryBytes: 4 * mib, Workers: 2})
 	f.Cleanup(h.Close)
 	gone := errors.New("gone")
 	f.Fuzz(func(t *testing.T, script []byte) {
@@ -492,6 +492,43 @@ func TestBlocksNotStartedAreDroppedWithTheirRun(t *testing.T) {
 	})
 }
 
+func TestABlockBehindOneThatWokeNoWorkerIsComputed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := NewHost(HostConfig{Workers: 4})
+		defer h.Close()
+		synctest.Wait() // the workers wait for blocks
+		hold := make(chan struct{})
+		filled := func(width int64, before func(context.Context, RowBlock) error) *run {
+			r := openBytes(t.Context(), t, byteModel(t, h, 1, true, before), 1, width, width)
+			b, err := r.Lend(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.Filled(b)
+			return r
+		}
+		slow := filled(10, func(context.Context, RowBlock) error { <-hold; return nil })
+		if !slow.helped() {
+			t.Fatal("the block of a small call woke a worker")
+		}
+		fast := filled(mib, nil)
+		for _, r := range []*run{fast, slow} { // the slow one still runs when the fast one has ended
+			o, err := r.Next(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			o.Release()
+			if r == fast {
+				close(hold)
+			}
+			if err := r.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+		idle(t, h)
+	})
+}
+
 func TestRunsTakeTurns(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h := NewHost(HostConfig{Workers: 1})
@@ -578,7 +615,7 @@ func TestADeadlineIsTheCause(t *testing.T) {
 
 func TestOpenWaitsForMemoryAndGivesUpWithItsContext(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := NewHost(HostConfig{MemoryBytes: 128, Workers: 1}) // two slots of 64
+		h := NewHost(HostConfig{MemoryBytes: 8 * kib, Workers: 1}) // two slots of a page
 		defer h.Close()
 		m := byteModel(t, h, 1, true, nil)
 		first := openBytes(t.Context(), t, m, 3, 5, 5)
@@ -604,6 +641,51 @@ func TestOpenWaitsForMemoryAndGivesUpWithItsContext(t *testing.T) {
 		}
 		idle(t, h)
 	})
+}
+
+func TestTheBudgetCoversWhatThePoolHandsOut(t *testing.T) {
+	h := NewHost(HostConfig{MemoryBytes: 128 * mib, Workers: 1})
+	defer h.Close()
+	covered := func() {
+		t.Helper()
+		used, _, _ := h.Budget().Used()
+		if _, live := h.Pool().Live(); live > used {
+			t.Fatalf("%d bytes are handed out, %d are taken from the budget", live, used)
+		}
+	}
+	for _, rowBytes := range []int64{0, 1, 5, 4*kib + 1, 64*kib + 1, 2*mib + 1} {
+		for _, inPlace := range []bool{false, true} {
+			const rows = 20
+			r := openBytes(t.Context(), t, byteModel(t, h, 1, inPlace, nil), rows, rowBytes, max(rowBytes, 1))
+			lent := int64(0)
+			for taken := int64(0); taken < r.plan.blocks; {
+				for { // every slot there is
+					b, err := r.lend()
+					if err != nil && !errors.Is(err, io.EOF) {
+						t.Fatal(err)
+					}
+					if b == nil {
+						break
+					}
+					lent++
+					r.Filled(b)
+				}
+				for range min(lent-taken, int64(len(r.slots))) {
+					o, err := r.Next(t.Context())
+					if err != nil {
+						t.Fatal(err)
+					}
+					covered()
+					o.Release()
+					taken++
+				}
+			}
+			if err := r.Close(); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	idle(t, h)
 }
 
 func BenchmarkRun(b *testing.B) {
