@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -43,9 +42,10 @@ func runCommand() *cobra.Command {
 		Long: `Run sends tensors through a model of a server and writes the results while
 they arrive: a tensor may be larger than the memory of either side.
 
-Input and output are .npy; a file that ends in .safetensors needs :name behind
-it. With --dtype and --shape the input is raw bytes, and so is the output; --raw
-makes only the output raw. "-" is stdin or stdout, and the default.`,
+Input and output are .npy; an input may be a tensor of a .safetensors file, with
+:name behind it. With --dtype and --shape the input is raw bytes, and so is the
+output; --raw makes only the output raw. "-" is stdin or stdout, and the default.
+An output file is written whole or not at all; a device or a pipe as it comes.`,
 		Example: `  tensorferry run relu --input x.npy --output y.npy
   cat x.bin | tensorferry run affine --param a=2 --param b=1 --dtype float32 --shape 1000,64 > y.bin
   tensorferry run trunk --input h=weights.safetensors:hidden --output y.npy`,
@@ -103,15 +103,26 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	if err != nil {
 		return err
 	}
-	files := map[string]*target{}
+	files := map[string]*target{} // by where they end up
 	defer func() {
 		for _, f := range files {
 			f.abandon()
 		}
 	}()
 	for port, path := range outs {
-		t := &target{path: path, stdout: stdout, raw: raw}
-		files[port] = t
+		t, err := newTarget(path, raw, stdout)
+		if err != nil {
+			return err
+		}
+		key := t.real
+		if t.special {
+			key = "port " + port // a device may take several
+		}
+		if other, ok := files[key]; ok {
+			t.abandon()
+			return usage("--output %s and --output %s are the same file", other.path, path)
+		}
+		files[key] = t
 		r.Results[port] = client.Writer(t.open)
 	}
 	s, err := cl.Session(ctx)
@@ -194,6 +205,9 @@ func results(ctx context.Context, cl *client.Client, model string, outputs []str
 			}
 			port, file = ports[0], text
 		}
+		if other, ok := to[port]; ok {
+			return nil, usage("result %q goes to --output %s or to %s, not to both", port, other, file)
+		}
 		to[port] = file
 	}
 	for p := range to {
@@ -254,55 +268,4 @@ func openInput(file string, o runOptions, stdin io.Reader) (client.Input, io.Clo
 		return client.Input{}, nil, err
 	}
 	return client.From("", t), c, nil
-}
-
-// target is where a result is written: stdout, or a file that is complete or
-// absent.
-type target struct {
-	path   string
-	stdout io.Writer
-	raw    bool
-	temp   *os.File
-}
-
-func (t *target) open(d tensor.Desc) (io.Writer, error) {
-	w := t.stdout
-	if t.path != "-" {
-		f, err := os.CreateTemp(filepath.Dir(t.path), "."+filepath.Base(t.path)+".*")
-		if err != nil {
-			return nil, err
-		}
-		t.temp, w = f, f
-	}
-	if t.raw {
-		return w, nil
-	}
-	if err := tensorfile.WriteNPYHeader(w, d); err != nil {
-		return nil, hinted{err, "--raw writes the bytes as they are"}
-	}
-	return w, nil
-}
-
-func (t *target) commit() error {
-	if t.temp == nil {
-		return nil
-	}
-	f := t.temp
-	t.temp = nil
-	// CreateTemp makes private files; a result is as public as any other output.
-	err := errors.Join(f.Chmod(0o644), f.Close())
-	if err == nil {
-		err = os.Rename(f.Name(), t.path)
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(f.Name()))
-	}
-	return nil
-}
-
-func (t *target) abandon() {
-	if t.temp != nil {
-		_ = t.temp.Close() // it is removed anyway
-		_ = os.Remove(t.temp.Name())
-	}
 }
