@@ -4,7 +4,10 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
+	"maps"
+	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/tensorferry/tensorferry/engine"
@@ -20,7 +23,8 @@ import (
 //	                    block that holds row "fail_at", if given, fails
 //	sink    x -> bytes  the size of x, which it takes whole, as a uint64 scalar
 //
-// All but sink are elementwise and compute in place.
+// All but sink are elementwise and compute in place. A param that a model does not
+// know is refused.
 func Builtins(h *engine.Host) []engine.Model {
 	anyShape := []int64{engine.AnyAxes}
 	elementwise := func(name string, dtypes ...tensor.DataType) engine.Info {
@@ -37,10 +41,10 @@ func Builtins(h *engine.Host) []engine.Model {
 		}
 	}
 	funcs := []engine.RowFunc{
-		{Info: elementwise("echo"), InPlace: true, Rows: echo},
-		{Info: elementwise("relu", reluTypes...), InPlace: true, Bind: bindReLU},
-		{Info: elementwise("affine", tensor.Float32, tensor.Float64), InPlace: true, Bind: bindAffine},
-		{Info: elementwise("slow"), InPlace: true, Bind: bindSlow},
+		{Info: elementwise("echo"), InPlace: true, Bind: knowing(bindRows(echo))},
+		{Info: elementwise("relu", reluTypes...), InPlace: true, Bind: knowing(bindReLU)},
+		{Info: elementwise("affine", tensor.Float32, tensor.Float64), InPlace: true, Bind: knowing(bindAffine, "a", "b")},
+		{Info: elementwise("slow"), InPlace: true, Bind: knowing(bindSlow, "delay", "fail_at")},
 		{
 			Info: engine.Info{
 				Name: "sink", Version: "1",
@@ -50,10 +54,10 @@ func Builtins(h *engine.Host) []engine.Model {
 			Outs: func([]tensor.Desc, map[string]string) ([]tensor.Desc, error) {
 				return []tensor.Desc{{DType: tensor.Uint64}}, nil
 			},
-			Rows: func(_ context.Context, b engine.RowBlock) error {
+			Bind: knowing(bindRows(func(_ context.Context, b engine.RowBlock) error {
 				binary.LittleEndian.PutUint64(b.Out[0], uint64(len(b.In[0])))
 				return nil
-			},
+			})),
 		},
 	}
 	models := make([]engine.Model, len(funcs))
@@ -65,6 +69,29 @@ func Builtins(h *engine.Host) []engine.Model {
 		models[i] = m
 	}
 	return models
+}
+
+// bind makes what computes the rows of one call.
+type bind = func(engine.Call) (engine.RowsFunc, error)
+
+func bindRows(f engine.RowsFunc) bind {
+	return func(engine.Call) (engine.RowsFunc, error) { return f, nil }
+}
+
+// knowing refuses the params that are not among these.
+func knowing(b bind, params ...string) bind {
+	known := "it takes none"
+	if len(params) > 0 {
+		known = "known are " + strings.Join(params, ", ")
+	}
+	return func(c engine.Call) (engine.RowsFunc, error) {
+		for _, p := range slices.Sorted(maps.Keys(c.Params)) {
+			if !slices.Contains(params, p) {
+				return nil, fmt.Errorf("no param %q; %s", p, known)
+			}
+		}
+		return b(c)
+	}
 }
 
 func echo(context.Context, engine.RowBlock) error { return nil }
@@ -145,7 +172,7 @@ func bindSlow(c engine.Call) (engine.RowsFunc, error) {
 			}
 		}
 		if failAt >= b.Row && failAt-b.Row < b.Rows {
-			return fmt.Errorf("asked to fail at row %d", failAt)
+			return engine.Publicf("asked to fail at row %d", failAt)
 		}
 		return nil
 	}, nil

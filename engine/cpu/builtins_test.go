@@ -141,6 +141,11 @@ func TestParamsThatMakeNoSenseAreRefused(t *testing.T) {
 		"a delay over the limit":  {"slow", "delay", "61s"},
 		"a row that is no number": {"slow", "fail_at", "x"},
 		"a negative row":          {"slow", "fail_at", "-1"},
+		"one affine has not":      {"affine", "c", "2"},
+		"one relu has not":        {"relu", "a", "2"},
+		"one echo has not":        {"echo", "a", "2"},
+		"one slow has not":        {"slow", "a", "2"},
+		"one sink has not":        {"sink", "a", "2"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := enginetest.Compute(t.Context(), find(h, c.model), x, map[string]string{c.param: c.value}, 64, 0)

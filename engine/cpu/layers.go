@@ -3,7 +3,10 @@ package cpu
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"math"
+	"slices"
+	"strings"
 
 	"gonum.org/v1/gonum/blas"
 	"gonum.org/v1/gonum/blas/gonum"
@@ -19,23 +22,51 @@ type builder struct {
 	kept   []int64 // widths of the residuals that are open
 }
 
-// kinds makes one layer of each kind.
-var kinds = map[string]func(*builder, Layer) (func(*tile), error){
-	"linear":    (*builder).linear,
-	"relu":      elementwise(func(x float32) float32 { return max(x, 0) }),
-	"gelu":      (*builder).gelu,
-	"silu":      elementwise(func(x float32) float32 { return float32(float64(x) / (1 + math.Exp(-float64(x)))) }),
-	"layernorm": (*builder).layernorm,
-	"rmsnorm":   (*builder).rmsnorm,
-	"residual":  (*builder).residual,
-	"scale":     (*builder).scale,
-	"softmax":   func(*builder, Layer) (func(*tile), error) { return perRow(softmax), nil },
+// kind is what layers of one kind have besides it, and what makes one.
+type kind struct {
+	fields []string
+	make   func(*builder, Layer) (func(*tile), error)
+}
+
+var kinds = map[string]kind{
+	"linear":    {[]string{"weight", "bias"}, (*builder).linear},
+	"relu":      {nil, elementwise(func(x float32) float32 { return max(x, 0) })},
+	"gelu":      {[]string{"approximate"}, (*builder).gelu},
+	"silu":      {nil, elementwise(func(x float32) float32 { return float32(float64(x) / (1 + math.Exp(-float64(x)))) })},
+	"layernorm": {[]string{"weight", "bias", "eps"}, (*builder).layernorm},
+	"rmsnorm":   {[]string{"weight", "eps"}, (*builder).rmsnorm},
+	"residual":  {[]string{"op"}, (*builder).residual},
+	"scale":     {[]string{"factor"}, (*builder).scale},
+	"softmax":   {nil, func(*builder, Layer) (func(*tile), error) { return perRow(softmax), nil }},
+}
+
+// checkFields refuses a kind that there is not, and a field that the kind has not.
+func (l Layer) checkFields() error {
+	k, ok := kinds[l.Kind]
+	if !ok {
+		return fmt.Errorf("no kind %q; known are %s", l.Kind, strings.Join(slices.Sorted(maps.Keys(kinds)), ", "))
+	}
+	given := map[string]bool{
+		"weight": l.Weight != "", "bias": l.Bias != "", "approximate": l.Approximate != "",
+		"eps": l.Eps != nil, "op": l.Op != "", "factor": l.Factor != nil,
+	}
+	for _, f := range slices.Sorted(maps.Keys(given)) {
+		if given[f] && !slices.Contains(k.fields, f) {
+			return fmt.Errorf("a %s has no %s; its fields are kind%s", l.Kind, f, strings.Join(append([]string{""}, k.fields...), ", "))
+		}
+	}
+	return nil
 }
 
 func (b *builder) build(layers []Layer) error {
 	b.stack = new(stack)
 	if len(layers) == 0 || len(layers) > maxLayers {
 		return fmt.Errorf("%d layers; wanted 1 to %d", len(layers), maxLayers)
+	}
+	for i, l := range layers {
+		if err := l.checkFields(); err != nil {
+			return fmt.Errorf("layer %d: %w", i, err)
+		}
 	}
 	if b.width == 0 {
 		if err := b.findWidth(layers); err != nil {
@@ -47,11 +78,7 @@ func (b *builder) build(layers []Layer) error {
 	}
 	b.in = int(b.width)
 	for i, l := range layers {
-		layer, ok := kinds[l.Kind]
-		if !ok {
-			return fmt.Errorf("layer %d: no kind %q", i, l.Kind)
-		}
-		f, err := layer(b, l)
+		f, err := kinds[l.Kind].make(b, l)
 		if err != nil {
 			return fmt.Errorf("layer %d (%s): %w", i, l.Kind, err)
 		}
@@ -232,9 +259,6 @@ func (b *builder) layernorm(l Layer) (func(*tile), error) {
 }
 
 func (b *builder) rmsnorm(l Layer) (func(*tile), error) {
-	if l.Bias != "" {
-		return nil, errors.New("has no bias")
-	}
 	weight, _, eps, err := b.norm(l, 1e-6)
 	if err != nil {
 		return nil, err

@@ -303,6 +303,8 @@ func TestAStackThatDoesNotFitTogetherIsRefused(t *testing.T) {
 		"an infinite weight":     {first, {Kind: "layernorm", Weight: "inf"}},
 		"an eps below zero":      {first, {Kind: "layernorm", Eps: new(-1.0)}},
 		"a bias for rmsnorm":     {first, {Kind: "rmsnorm", Bias: "a.bias"}},
+		"a weight for relu":      {first, {Kind: "relu", Weight: "a.weight"}},
+		"an eps for linear":      {{Kind: "linear", Weight: "a.weight", Eps: new(0.1)}},
 		"another approximation":  {first, {Kind: "gelu", Approximate: "quick"}},
 		"no factor":              {first, {Kind: "scale"}},
 		"a factor that is none":  {first, {Kind: "scale", Factor: new(math.NaN())}},
