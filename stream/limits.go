@@ -24,6 +24,9 @@ const (
 	ChunkBytesCeiling = 4 * mib
 	// AllowanceCeiling is the most that may be sent without credit.
 	AllowanceCeiling = 1 * mib
+	// AllowanceChunks is the most chunks of a tensor on allowance: what is kept per
+	// chunk stays small beside what was promised. More of them wait for credit.
+	AllowanceChunks = 4096
 	// NameBytes bounds each name: of a model, a port, a tensor.
 	NameBytes = 512
 	// Entries, KeyBytes, ValueBytes and EntriesBytes bound the parameters of a

@@ -253,6 +253,9 @@ func (m *Machine) admit(t *in, c *call) (Code, string) {
 	if t.geo, err = tensor.NewGeometry(size, int64(p.ChunkBytes)); err != nil { // too many chunks: the rest was checked
 		return ResourceExhausted, name + err.Error()
 	}
+	if n := t.geo.Count(); p.OnAllowance && n > AllowanceChunks {
+		return ResourceExhausted, fmt.Sprintf("%s%d chunks on allowance, the limit is %d; send larger chunks, or wait for credit instead", name, n, AllowanceChunks)
+	}
 	if left := int64(m.limits.AllowanceBytes) - m.allowIn; p.OnAllowance && size > left {
 		return ResourceExhausted, fmt.Sprintf("%s%d bytes on allowance, %d are left; wait for credit instead", name, size, left)
 	}

@@ -299,7 +299,7 @@ func (m *Machine) Next(now Instant, f *Frame) (held chunker.Releaser, ok bool) {
 		t.announced = true
 		t.last = now
 		m.announced++
-		if t.geo.Size <= int64(m.peer.AllowanceBytes)-m.allowOut {
+		if t.geo.Size <= int64(m.peer.AllowanceBytes)-m.allowOut && t.geo.Count() <= AllowanceChunks {
 			t.desc.OnAllowance = true
 			t.share = t.geo.Size
 			m.allowOut += t.share
