@@ -156,11 +156,14 @@ func (h *Host) help(r *run) bool {
 	return true
 }
 
-// pop takes the first block and a seat; mu is held.
+// pop takes the first block and a seat; mu is held. The next block may have been
+// queued behind one that woke no worker: its own wake-up then went to the first.
 func (h *Host) pop() {
 	h.seats--
 	if h.head = h.head.next; h.head == nil {
 		h.tail = nil
+	} else if h.seats > 0 {
+		h.more.Signal()
 	}
 }
 
