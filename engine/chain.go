@@ -14,7 +14,8 @@ import (
 // goes through all of them before the next one starts: nothing in between is
 // held whole. Where one needs its input whole, the chain does.
 //
-// Params go to every model. The models stay the caller's: closing the chain
+// The models are those that this package and engine/cpu make, Named or not: others
+// bring memory of their own. Params go to every model. The models stay the caller's: closing the chain
 // closes none of them.
 func Chain(name string, models ...Model) (Model, error) {
 	bad := func(format string, args ...any) error {
@@ -26,9 +27,12 @@ func Chain(name string, models ...Model) (Model, error) {
 	k := chain{info: models[0].Info()}
 	k.info.Name, k.info.Version = name, ""
 	for i, m := range models {
-		link, ok := m.(*model)
-		if !ok || i > 0 && link.host != k.links[0].host {
-			return nil, bad("model %q does not run on the chain's host", m.Info().Name)
+		link, ok := unnamed(m).(*model)
+		if !ok {
+			return nil, bad("model %q is a %T; wanted one that a RowFunc, a Func, a Chain or engine/cpu made", m.Info().Name, m)
+		}
+		if i > 0 && link.host != k.links[0].host {
+			return nil, bad("model %q is on another host than %q", m.Info().Name, models[0].Info().Name)
 		}
 		if i > 0 {
 			if outs, ins := len(k.info.Outputs), len(link.info.Inputs); outs != ins {

@@ -118,6 +118,9 @@ func (i Info) validate() error {
 		return bad("needs an input that is not Whole, and an output")
 	}
 	for _, ports := range [][]Port{i.Inputs, i.Outputs} {
+		if len(ports) > maxPorts {
+			return bad("%d ports in one direction; a call carries at most %d", len(ports), maxPorts)
+		}
 		seen := make(map[string]bool)
 		for _, p := range ports {
 			if !validName(p.Name) || seen[p.Name] {

@@ -33,6 +33,9 @@ const (
 	closeWait = 5 * time.Second
 	// maxNameBytes bounds the name of a model and of a port.
 	maxNameBytes = 512
+	// maxPorts bounds the inputs of a model, and its outputs: a call carries 64
+	// bindings each way (wire.MaxBindings).
+	maxPorts = 64
 	// helpBytes is the most input of a call of one block that the taker of its
 	// result computes itself: moving 64 KiB takes less than waking a worker.
 	helpBytes = 64 << 10

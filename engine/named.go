@@ -10,6 +10,17 @@ type named struct {
 	name string
 }
 
+// unnamed is the model under all the names it was given.
+func unnamed(m Model) Model {
+	for {
+		n, ok := m.(*named)
+		if !ok {
+			return m
+		}
+		m = n.Model
+	}
+}
+
 // Info returns m's info with the new name.
 func (n *named) Info() Info {
 	i := n.Model.Info()

@@ -1,8 +1,11 @@
 package engine_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"fmt"
+	"strings"
 	"testing"
 
 	"github.com/tensorferry/tensorferry/engine"
@@ -287,6 +290,74 @@ func TestAFuncMayReturnItsInputs(t *testing.T) {
 	})
 }
 
+func ports(n int) []engine.Port {
+	ps := make([]engine.Port, n)
+	for i := range ps {
+		ps[i].Name = fmt.Sprint("p", i)
+	}
+	return ps
+}
+
+func TestAModelHasUpTo64PortsEachWay(t *testing.T) {
+	h := engine.NewHost(engine.HostConfig{Workers: 1})
+	defer h.Close()
+	f := plus("p", 1, 0, false)
+	f.Info.Inputs, f.Info.Outputs = ports(64), ports(64)
+	if _, err := f.Model(h); err != nil {
+		t.Error(err)
+	}
+}
+
+// renamed is a chain of models under other names.
+type renamed []maker
+
+func (k renamed) Model(h *engine.Host) (engine.Model, error) {
+	var models []engine.Model
+	for i, made := range k {
+		m, err := made.Model(h)
+		if err != nil {
+			return nil, err
+		}
+		models = append(models, engine.Named("again", engine.Named(fmt.Sprint("link", i), m)))
+	}
+	return engine.Chain("chain", models...)
+}
+
+func TestAChainTakesNamedModels(t *testing.T) {
+	enginetest.Run(t, enginetest.Case{
+		New:    enginetest.OnHost(renamed{plus("p", 1, 1, false), plus("q", 2, 1, true)}.Model),
+		Inputs: []tensor.Tensor{bytesTensor(tensor.Int8, 50, 9)},
+		Want: func(in []tensor.Tensor) ([]tensor.Tensor, error) {
+			y := tensor.Tensor{Desc: in[0].Desc, Data: bytes.Clone(in[0].Data)}
+			for i := range y.Data {
+				y.Data[i] += 3
+			}
+			return []tensor.Tensor{y}, nil
+		},
+	})
+}
+
+func TestAChainSaysWhyItRefusesAModel(t *testing.T) {
+	h, other := engine.NewHost(engine.HostConfig{Workers: 1}), engine.NewHost(engine.HostConfig{Workers: 1})
+	defer h.Close()
+	defer other.Close()
+	on := func(h *engine.Host) engine.Model {
+		m, err := plus("p", 1, 0, false).Model(h)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return m
+	}
+	for want, m := range map[string]engine.Model{
+		`"q" is on another host than "p"`:  engine.Named("q", on(other)),
+		`"p" is a struct { engine.Model }`: struct{ engine.Model }{on(h)},
+	} {
+		if _, err := engine.Chain("c", on(h), m); !errors.Is(err, engine.ErrInfo) || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want %s", err, want)
+		}
+	}
+}
+
 func TestModelsThatContradictThemselvesAreRefused(t *testing.T) {
 	h := engine.NewHost(engine.HostConfig{Workers: 1})
 	defer h.Close()
@@ -320,6 +391,8 @@ func TestModelsThatContradictThemselvesAreRefused(t *testing.T) {
 		"no output":                change(func(f *engine.RowFunc) { f.Info.Outputs = nil }),
 		"more outputs than inputs": change(func(f *engine.RowFunc) { f.Info.Outputs = make([]engine.Port, 2) }),
 		"a port without a name":    change(func(f *engine.RowFunc) { f.Info.Inputs[0].Name = "" }),
+		"65 inputs":                change(func(f *engine.RowFunc) { f.Info.Inputs = ports(65) }),
+		"65 outputs":               change(func(f *engine.RowFunc) { f.Info.Inputs, f.Info.Outputs = ports(64), ports(65) }),
 		"a data type of 99":        change(func(f *engine.RowFunc) { f.Info.Inputs[0].DTypes = []tensor.DataType{99} }),
 		"AnyAxes in the middle":    change(func(f *engine.RowFunc) { f.Info.Inputs[0].Shape = []int64{2, engine.AnyAxes} }),
 		"two ports of one name": func() error {
