@@ -5,9 +5,7 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"os"
 	"os/exec"
-	"strconv"
 	"strings"
 	"time"
 )
@@ -62,22 +60,4 @@ func (c *childServer) stop() {
 	late := time.AfterFunc(childWait, func() { _ = c.cmd.Process.Kill() })
 	defer late.Stop()
 	_ = c.cmd.Wait() // how it ended matters no more
-}
-
-// peakMemory is the most memory that a process has had at a time, 0 where the
-// system does not tell. The process is a number, or "self".
-func peakMemory(process string) int64 {
-	text, err := os.ReadFile("/proc/" + process + "/status")
-	if err != nil {
-		return 0
-	}
-	for line := range strings.Lines(string(text)) {
-		if f := strings.Fields(line); len(f) == 3 && f[0] == "VmHWM:" { // in kB
-			n, err := strconv.ParseInt(f[1], 10, 64)
-			if err == nil {
-				return n << 10
-			}
-		}
-	}
-	return 0
 }

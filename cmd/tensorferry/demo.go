@@ -16,6 +16,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/examples/fashion"
+	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -157,9 +158,9 @@ func demo(ctx context.Context, address string, times int64, w io.Writer) (*demoR
 	if err := n.manyTimes(ctx, cl, r, hidden, classes); err != nil {
 		return nil, err
 	}
-	r.ClientPeakBytes = peakMemory("self")
+	r.ClientPeakBytes, _ = bench.PeakOf(os.Getpid()) // 0 where the system does not tell
 	if r.ServerPID != 0 {
-		r.ServerPeakBytes = peakMemory(fmt.Sprint(r.ServerPID))
+		r.ServerPeakBytes, _ = bench.PeakOf(r.ServerPID)
 	}
 	r.writeManyTimes(w)
 	draw(w, n.choose(classes), isTerminal(w))

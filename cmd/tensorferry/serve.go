@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -9,8 +8,6 @@ import (
 	"log/slog"
 	"net"
 	"os"
-	"runtime/debug"
-	"strconv"
 	"strings"
 	"time"
 
@@ -87,10 +84,11 @@ A model is a folder with model.json and weights.safetensors (docs/engine.md).`,
 	return c
 }
 
-// host is an engine's memory and workers with the models that run there.
+// newHost returns an engine's memory and workers with the models that run there.
+// The caller closes the models, then the host.
 func newHost(memory int64, workers int, folders []string, demo bool) (*engine.Host, *engine.Registry, error) {
 	if memory <= 0 {
-		memory = processMemory() / memoryShare
+		memory = processMemory(os.DirFS("/")) / memoryShare
 	}
 	h := engine.NewHost(engine.HostConfig{MemoryBytes: memory, Workers: workers})
 	models := engine.NewRegistry()
@@ -111,6 +109,7 @@ func newHost(memory int64, workers int, folders []string, demo bool) (*engine.Ho
 		err = errors.Join(err, add(cpu.LoadFS(h, fashion.ModelFS(), "trunk")))
 	}
 	if err != nil {
+		models.Close()
 		h.Close()
 		return nil, nil, err
 	}
@@ -145,6 +144,7 @@ func serve(ctx context.Context, o serveOptions, ready io.Writer) error {
 		return err
 	}
 	defer h.Close()
+	defer models.Close()
 	s, err := server.New(server.Config{
 		Models: models, Pool: h.Pool(), Budget: h.Budget(), Log: log, Version: version,
 		Session: stream.Limits{TensorBytes: o.tensor},
@@ -196,32 +196,4 @@ func addressOf(l net.Listener) string {
 		return "unix:" + l.Addr().String()
 	}
 	return l.Addr().String()
-}
-
-// processMemory is what this process may have: the least of GOMEMLIMIT, the
-// control group's limit and the machine's memory.
-func processMemory() int64 {
-	least := int64(1) << 62
-	if n := debug.SetMemoryLimit(-1); n > 0 {
-		least = min(least, n)
-	}
-	if text, err := os.ReadFile("/sys/fs/cgroup/memory.max"); err == nil {
-		if n, err := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64); err == nil {
-			least = min(least, n)
-		}
-	}
-	if f, err := os.Open("/proc/meminfo"); err == nil {
-		defer f.Close()
-		for lines := bufio.NewScanner(f); lines.Scan(); {
-			if field := strings.Fields(lines.Text()); len(field) > 1 && field[0] == "MemTotal:" {
-				if n, err := strconv.ParseInt(field[1], 10, 64); err == nil {
-					least = min(least, n<<10)
-				}
-			}
-		}
-	}
-	if least == int64(1)<<62 {
-		return 4 << 30 // a machine that does not say
-	}
-	return least
 }

@@ -104,7 +104,7 @@ func (c MemoryConfig) measure(ctx context.Context) (_ *MemoryReport, err error) 
 			c.Progress(byteText(int(left)) + " left")
 		}
 		if left == MemoryBlock { // the client lives until it has written this one too
-			r.Client, err = peakOf(client.cmd.Process.Pid)
+			r.Client, err = PeakOf(client.cmd.Process.Pid)
 		}
 		return err
 	})
@@ -119,7 +119,7 @@ func (c MemoryConfig) measure(ctx context.Context) (_ *MemoryReport, err error) 
 	if writeErr != nil {
 		return nil, writeErr
 	}
-	if r.Server, err = peakOf(server.cmd.Process.Pid); err != nil {
+	if r.Server, err = PeakOf(server.cmd.Process.Pid); err != nil {
 		return nil, err
 	}
 	r.Required = hold(Required{AtMost: true, Value: peakBytes}, float64(max(r.Server, r.Client)))
@@ -261,8 +261,9 @@ func checkBlocks(r io.Reader, size int64, before func(left int64) error) error {
 	return nil
 }
 
-// peakOf returns the most memory that a living process has had.
-func peakOf(pid int) (int64, error) {
+// PeakOf returns the most memory, in bytes, that a living process has had. It
+// fails where the system does not tell.
+func PeakOf(pid int) (int64, error) {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 	if err != nil {
 		return 0, fmt.Errorf("bench: peak memory is read from /proc, as Linux has it: %w", err)

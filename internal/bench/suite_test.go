@@ -285,7 +285,7 @@ func TestMemoryMeasureTellsOfAServerThatDoesNotStart(t *testing.T) {
 }
 
 func TestPeakOfAProcessIsMoreThanNothing(t *testing.T) {
-	n, err := peakOf(os.Getpid())
+	n, err := PeakOf(os.Getpid())
 	if errors.Is(err, os.ErrNotExist) {
 		t.Skip("no /proc here")
 	}
