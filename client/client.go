@@ -11,10 +11,14 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"net"
+	"strconv"
+	"strings"
 	"sync"
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/experimental"
 	"google.golang.org/grpc/keepalive"
@@ -33,8 +37,13 @@ type Config struct {
 	ChunkBytes int
 	// Checksum is the kind of every chunk's checksum; 0 means CRC-32C.
 	Checksum codec.Checksum
-	// OpenTimeout is how long opening a session may take; 0 means 10 s.
+	// OpenTimeout is how long opening a session, or an answer of Models or Info,
+	// may take; 0 means 10 s.
 	OpenTimeout time.Duration
+	// WindowBytes is how many bytes the server may have on their way to the client
+	// before the client reads them; 0 means 2 MiB, less than 64 KiB means 64 KiB.
+	// Raise it, and the server's, when rate times round trip exceeds it.
+	WindowBytes int
 	// ResultBytes is the largest result that memory is made for without being
 	// told where to put it; 0 means 4 GiB. Into and Writer have no such limit.
 	ResultBytes int64
@@ -77,10 +86,19 @@ func Dial(target string, cfg Config) (*Client, error) {
 	if cfg.ResultBytes <= 0 {
 		cfg.ResultBytes = DefaultResultBytes
 	}
+	if cfg.WindowBytes <= 0 {
+		cfg.WindowBytes = DefaultWindow
+	}
+	cfg.WindowBytes = min(max(cfg.WindowBytes, 64<<10), math.MaxInt32)
+	if err := checkAddress(target); err != nil {
+		return nil, err
+	}
 	conn, err := grpc.NewClient(target,
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithNoProxy(),
 		experimental.WithBufferPool(wire.Buffers),
+		grpc.WithInitialWindowSize(int32(cfg.WindowBytes)),
+		grpc.WithInitialConnWindowSize(int32(cfg.WindowBytes)),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 30 * time.Second, Timeout: 10 * time.Second, PermitWithoutStream: true}),
 		grpc.WithDefaultCallOptions(
 			grpc.ForceCodecV2(wire.Codec{}),
@@ -98,6 +116,20 @@ func Dial(target string, cfg Config) (*Client, error) {
 		cfg: cfg, conn: conn, stub: pb.NewTensorServiceClient(conn), pool: slab.NewPool(poolBytes),
 		open: make(map[*Session]struct{}), opening: make(chan struct{}, 1),
 	}, nil
+}
+
+// checkAddress refuses what grpc would take for a name to look up.
+func checkAddress(target string) error {
+	if path, ok := strings.CutPrefix(target, "unix:"); ok && strings.Trim(path, "/") != "" {
+		return nil
+	}
+	host, port, err := net.SplitHostPort(target)
+	if err == nil && !strings.ContainsAny(host, "/\x00") {
+		if n, err := strconv.ParseUint(port, 10, 16); err == nil && n > 0 {
+			return nil
+		}
+	}
+	return fmt.Errorf("client: %q is no address; write host:port or unix:/path", target)
 }
 
 // Close ends every session and the connection, and waits until nothing of them
@@ -163,20 +195,35 @@ func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
 	return s, nil
 }
 
-// Models returns what the server's models are.
+// Models returns what the server's models are. It takes no longer than OpenTimeout.
 func (c *Client) Models(ctx context.Context) ([]*pb.Model, error) {
-	r, err := c.stub.ListModels(ctx, &pb.ListModelsRequest{})
+	r, err := ask(ctx, c, c.stub.ListModels, &pb.ListModelsRequest{})
 	if err != nil {
-		return nil, sessionError(err)
+		return nil, err
 	}
 	return r.GetModels(), nil
 }
 
-// Info returns the server's limits and counters.
+// Info returns the server's limits and counters. It takes no longer than OpenTimeout.
 func (c *Client) Info(ctx context.Context) (*pb.GetServiceInfoResponse, error) {
-	r, err := c.stub.GetServiceInfo(ctx, &pb.GetServiceInfoRequest{})
-	if err != nil {
-		return nil, sessionError(err)
+	return ask(ctx, c, c.stub.GetServiceInfo, &pb.GetServiceInfoRequest{})
+}
+
+// ask makes a call of one message each way.
+func ask[Q, A any](ctx context.Context, c *Client, call func(context.Context, Q, ...grpc.CallOption) (A, error), q Q) (A, error) {
+	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.OpenTimeout,
+		&Error{Code: codes.DeadlineExceeded, Message: fmt.Sprintf("no answer from %s within %v; is it a tensorferry server?", c.conn.Target(), c.cfg.OpenTimeout)})
+	defer stop()
+	a, err := call(ctx, q)
+	if err == nil {
+		return a, nil
 	}
-	return r, nil
+	if ctx.Err() != nil {
+		return a, sessionError(context.Cause(ctx))
+	}
+	e := sessionError(err)
+	if e.Code == codes.Unimplemented {
+		e.Message = fmt.Sprintf("what answers at %s is no tensorferry server: %s", c.conn.Target(), e.Message)
+	}
+	return a, e
 }

@@ -570,8 +570,12 @@ func TestNoServerIsAClearErrorAtOnce(t *testing.T) {
 		_, err = c.Session(t.Context())
 		require.ErrorIs(t, err, client.ErrClosed)
 	}
-	_, err = client.Dial("\x00", client.Config{})
-	require.ErrorContains(t, err, "host:port")
+	for _, target := range []string{
+		"", "\x00", "foo", "localhost", "127.0.0.1:", "127.0.0.1:0", "127.0.0.1:65536", "127.0.0.1:http", "http://x:1", "unix:", "unix://",
+	} {
+		_, err = client.Dial(target, client.Config{})
+		require.ErrorContains(t, err, "is no address; write host:port or unix:/path", target)
+	}
 	_, err = client.Dial(addr, client.Config{ChunkBytes: 4*mib + 1})
 	require.ErrorContains(t, err, "4194305")
 	_, err = client.Dial(addr, client.Config{Checksum: 9})
@@ -595,6 +599,9 @@ func TestAServerOfAnotherKindIsAClearError(t *testing.T) {
 	_, err = c.Session(t.Context())
 	require.Equal(t, codes.Unimplemented, status.Code(err))
 	require.ErrorContains(t, err, "TensorService")
+	_, err = c.Models(t.Context())
+	require.Equal(t, codes.Unimplemented, status.Code(err))
+	require.ErrorContains(t, err, "no tensorferry server")
 }
 
 func TestAServerThatNeverAnswersEndsWithOpenTimeoutOrTheContext(t *testing.T) {
@@ -607,6 +614,9 @@ func TestAServerThatNeverAnswersEndsWithOpenTimeoutOrTheContext(t *testing.T) {
 	_, err = c.Session(t.Context())
 	require.Equal(t, codes.DeadlineExceeded, status.Code(err), err)
 	require.ErrorContains(t, err, "within 50ms")
+	_, err = c.Info(t.Context())
+	require.Equal(t, codes.DeadlineExceeded, status.Code(err), err)
+	require.ErrorContains(t, err, "no answer")
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	_, err = c.Session(ctx)

@@ -23,6 +23,8 @@ const (
 
 // Defaults of Config.
 const (
+	// DefaultWindow is the server's too, which says why.
+	DefaultWindow      = 2 * mib
 	DefaultOpenTimeout = 10 * time.Second
 	DefaultResultBytes = 4 << 30
 )

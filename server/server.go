@@ -53,6 +53,10 @@ type Config struct {
 	// QueuedCalls is how many calls of all sessions are open at a time; 0 means
 	// DefaultQueuedCalls.
 	QueuedCalls int
+	// WindowBytes is how many bytes a client may have on their way to the server on
+	// one connection, before the server reads them; 0 means DefaultWindow, less
+	// than 64 KiB means 64 KiB. Raise it when rate times round trip exceeds it.
+	WindowBytes int
 	// MemoryWait is how long a call waits for memory; 0 means DefaultMemoryWait.
 	MemoryWait time.Duration
 }
@@ -93,6 +97,8 @@ func New(cfg Config) (*Server, error) {
 	def(&cfg.Sessions, DefaultSessions)
 	def(&cfg.QueuedCalls, DefaultQueuedCalls)
 	def(&cfg.MemoryWait, DefaultMemoryWait)
+	def(&cfg.WindowBytes, DefaultWindow)
+	cfg.WindowBytes = min(max(cfg.WindowBytes, 64<<10), math.MaxInt32)
 	s := &Server{
 		cfg: cfg, limits: cfg.Session.WithDefaults(), log: cfg.Log, started: time.Now(),
 		closing: make(chan struct{}), sessions: make(map[*peer]struct{}), health: health.NewServer(),
@@ -101,6 +107,8 @@ func New(cfg Config) (*Server, error) {
 		grpc.ForceServerCodecV2(wire.Codec{}),
 		grpc.StatsHandler(connections{}),
 		experimental.BufferPool(wire.Buffers),
+		grpc.InitialWindowSize(int32(cfg.WindowBytes)),
+		grpc.InitialConnWindowSize(int32(cfg.WindowBytes)),
 		grpc.MaxRecvMsgSize(int(s.limits.ChunkBytes)+frameOverhead),
 		grpc.MaxSendMsgSize(math.MaxInt32),
 		grpc.MaxConcurrentStreams(DefaultStreamsPerConn),
@@ -138,15 +146,13 @@ func (s *Server) Shutdown(ctx context.Context) error {
 	var mu sync.Mutex
 	var wg sync.WaitGroup
 	for _, p := range open {
-		wg.Add(1)
-		go func() { // ends with the session, or with ctx
-			defer wg.Done()
+		wg.Go(func() { // ends with the session, or with ctx
 			if e := p.sess.Drain(ctx, "server is shutting down"); e != nil {
 				mu.Lock()
 				err = e
 				mu.Unlock()
 			}
-		}()
+		})
 	}
 	wg.Wait()
 	s.Close()
@@ -173,7 +179,7 @@ func (s *Server) Close() {
 
 // StreamTensors serves one session.
 func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]) error {
-	p := &peer{server: s, calls: make(map[tensor.ID]*call)}
+	p := &peer{server: s, calls: make(map[tensor.ID]*call), side: side{budget: s.cfg.Budget, promise: promise(s.limits)}}
 	s.mu.Lock()
 	switch {
 	case s.draining:
@@ -216,7 +222,7 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 func (s *Server) leave(p *peer) {
 	var st stream.Stats
 	p.sess.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Stats() })
-	p.close()
+	p.side.close() // its calls are over
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.sessions, p)
@@ -261,7 +267,7 @@ func (s *Server) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb
 			"first_frame_millis": int64(l.FirstFrame / 1e6), "chunk_idle_millis": int64(l.ChunkIdle / 1e6),
 			"session_idle_millis": int64(l.SessionIdle / 1e6), "sessions": int64(s.cfg.Sessions), "calls": int64(s.cfg.QueuedCalls),
 			"memory_bytes": limit, "memory_wait_millis": s.cfg.MemoryWait.Milliseconds(),
-			"message_bytes": int64(l.ChunkBytes) + frameOverhead, "streams_per_connection": DefaultStreamsPerConn,
+			"message_bytes": int64(l.ChunkBytes) + frameOverhead, "window_bytes": int64(s.cfg.WindowBytes), "streams_per_connection": DefaultStreamsPerConn,
 			"header_list_bytes": DefaultHeaderListBytes,
 		},
 		Counters: map[string]int64{
