@@ -34,7 +34,11 @@ func modelsCommand() *cobra.Command {
 				return err
 			}
 			if asJSON {
-				return writeJSON(c.OutOrStdout(), models)
+				listed := make([]modelJSON, len(models))
+				for i, m := range models {
+					listed[i] = modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), portsJSON(m.GetInputs()), portsJSON(m.GetOutputs()), m.GetRows()}
+				}
+				return writeJSON(c.OutOrStdout(), listed)
 			}
 			w := tabwriter.NewWriter(c.OutOrStdout(), 0, 4, 2, ' ', 0)
 			fmt.Fprintln(w, "NAME\tVERSION\tDEVICE\tINPUTS\tRESULTS")
@@ -49,17 +53,44 @@ func modelsCommand() *cobra.Command {
 	return c
 }
 
+// modelJSON is a model as models --json prints it.
+type modelJSON struct {
+	Name    string     `json:"name"`
+	Version string     `json:"version,omitempty"`
+	Device  string     `json:"device,omitempty"`
+	Inputs  []portJSON `json:"inputs"`
+	Outputs []portJSON `json:"outputs"`
+	Rows    int32      `json:"rows,omitempty"`
+}
+
+type portJSON struct {
+	Name   string   `json:"name"`
+	DTypes []string `json:"dtypes,omitempty"` // absent: any
+	Shape  []int64  `json:"shape,omitempty"`
+	Whole  bool     `json:"whole,omitempty"`
+}
+
+func portsJSON(ports []*pb.Port) []portJSON {
+	listed := make([]portJSON, len(ports))
+	for i, p := range ports {
+		listed[i] = portJSON{p.GetName(), typeNames(p), p.GetShape(), p.GetWhole()}
+	}
+	return listed
+}
+
+func typeNames(p *pb.Port) []string {
+	var names []string
+	for _, d := range p.GetDtypes() {
+		names = append(names, tensor.DataType(d).String())
+	}
+	return names
+}
+
 func portText(ports []*pb.Port) string {
 	var out []string
 	for _, p := range ports {
 		text := p.GetName()
-		var types []string
-		for _, d := range p.GetDtypes() {
-			types = append(types, tensor.DataType(d).String())
-		}
-		if len(types) > 3 {
-			types = append(types[:3], "...")
-		}
+		types := typeNames(p)
 		text += ":" + strings.Join(types, "|")
 		if len(types) == 0 {
 			text += "any"

@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/signal"
 	"runtime/debug"
+	"strings"
 	"syscall"
 
 	"github.com/spf13/cobra"
@@ -60,6 +61,7 @@ func main() {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
+	context.AfterFunc(ctx, stop) // a second signal ends the process at once
 	os.Exit(run(ctx, os.Args[1:]))
 }
 
@@ -82,20 +84,37 @@ func run(ctx context.Context, args []string) int {
 	case code == exitUsage:
 		fmt.Fprintln(os.Stderr, "hint: tensorferry help lists the commands, tensorferry COMMAND --help its flags")
 	case code == exitConnection:
-		fmt.Fprintln(os.Stderr, "hint: is the server running? start one with tensorferry serve, or name it with --server host:port")
+		fmt.Fprintf(os.Stderr, "hint: %s\n", connectionHint(err))
 	}
 	return code
+}
+
+// connectionHint says what to do about a server that is unavailable. grpc tells
+// only in words how far it came.
+func connectionHint(err error) string {
+	var e *client.Error
+	switch text := err.Error(); {
+	case strings.Contains(text, "while dialing"), strings.Contains(text, "name resolver"):
+		return "is the server running? start one with tensorferry serve, or name it with --server host:port"
+	case strings.Contains(text, "server preface"):
+		return "something answers there, but it is no tensorferry server"
+	case errors.Is(err, client.ErrDraining), errors.As(err, &e) && e.RetryAfter > 0:
+		return "the server takes nothing now: try again later"
+	}
+	return "the connection broke; an output file is written whole or not at all, so run it again"
 }
 
 func command() *cobra.Command {
 	root := &cobra.Command{
 		Use:           "tensorferry",
 		Short:         "carry tensors between programs and through models",
+		Version:       version,
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		Args:          cobra.NoArgs,
 		RunE:          func(c *cobra.Command, _ []string) error { return c.Help() },
 	}
+	root.SetVersionTemplate("{{.Version}}\n")
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	root.AddCommand(serveCommand(), runCommand(), demoCommand(), benchCommand(), modelsCommand(), infoCommand(), versionCommand())
