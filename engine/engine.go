@@ -143,7 +143,8 @@ type Block struct {
 }
 
 // Out is a piece of one output. Data is shared, read-only, until Release, which
-// the holder runs exactly once.
+// the holder runs exactly once, from any goroutine and under any locks of its own:
+// it does not block and calls nothing of the holder's.
 type Out struct {
 	Port    int         // index into Info.Outputs
 	Desc    tensor.Desc // of the whole output, the same in each of its pieces

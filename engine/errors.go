@@ -22,6 +22,28 @@ func (e *PanicError) Error() string {
 // Unwrap returns ErrModel.
 func (e *PanicError) Unwrap() error { return ErrModel }
 
+// PublicError is a model's failure that whoever called it may read. A server passes
+// the text of Public on; that of any other failure may name files or carry data,
+// and goes to the server's log alone.
+type PublicError interface {
+	error
+	// Public returns a sentence without secrets.
+	Public() string
+}
+
+// Publicf makes a PublicError, for a model's own code to return.
+func Publicf(format string, args ...any) error {
+	return publicError(fmt.Sprintf(format, args...))
+}
+
+type publicError string
+
+// Error returns what Public does.
+func (e publicError) Error() string { return string(e) }
+
+// Public implements PublicError.
+func (e publicError) Public() string { return string(e) }
+
 // recovered is deferred around a model's own code.
 func recovered(model string, err *error) {
 	if v := recover(); v != nil {

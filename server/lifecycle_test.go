@@ -3,6 +3,7 @@ package server_test
 import (
 	"context"
 	"fmt"
+	"io/fs"
 	"testing"
 	"time"
 
@@ -356,6 +357,36 @@ func TestAFailureAmidTheTensorIsReportedOnceAndTheSessionLivesOn(t *testing.T) {
 	require.Equal(t, string(data), string(y.Data))
 }
 
+func TestTheTextOfAModelsErrorStaysHereUnlessItIsPublic(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	private := &fs.PathError{Op: "open", Path: "/secret/place", Err: fs.ErrNotExist}
+	for name, tc := range map[string]struct {
+		err  error
+		want string
+	}{
+		"private":        {private, "model failed; the server's log has the cause under the call's id"},
+		"public":         {engine.Publicf("row %d is not finite", 3), "model failed: row 3 is not finite"},
+		"public-wrapped": {fmt.Errorf("/secret/place: %w", engine.Publicf("no luck")), "model failed: no luck"},
+	} {
+		f.add(t, engine.RowFunc{
+			Info: engine.Info{
+				Name: name, Rows: engine.AllAxes,
+				Inputs:  []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}},
+				Outputs: []engine.Port{{Name: "y", Shape: []int64{engine.AnyAxes}}},
+			},
+			Rows: func(context.Context, engine.RowBlock) error { return tc.err },
+		})
+		r := openRaw(t, f.addr)
+		o := small(name)
+		r.open(o)
+		r.deliver(o)
+		done := r.done(o.call.Id)
+		require.Equal(t, codes.Internal, codes.Code(done.Code))
+		require.Equal(t, tc.want, done.Message)
+	}
+}
+
 func TestAModelThatPanicsFailsItsCallAlone(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, nil)
@@ -373,7 +404,8 @@ func TestAModelThatPanicsFailsItsCallAlone(t *testing.T) {
 	r.deliver(o)
 	done := r.done(o.call.Id)
 	require.Equal(t, codes.Internal, codes.Code(done.Code))
-	require.Contains(t, done.Message, "panicked")
+	require.Contains(t, done.Message, `"panics" panicked`)
+	require.NotContains(t, done.Message, "no such luck", "the value of a panic is for logs")
 	require.NotContains(t, done.Message, ".go:", "a stack is for logs")
 	r.good()
 }
@@ -419,7 +451,7 @@ func TestACallThatCanNeverFitIsRefusedNamingTheLimit(t *testing.T) {
 	done := r.done(o.call.Id)
 	require.Equal(t, codes.ResourceExhausted, codes.Code(done.Code))
 	require.Contains(t, done.Message, fmt.Sprint(4*mib))
-	require.Contains(t, done.Message, fmt.Sprintf("%d bytes asked", 8*mib+64)) // and the result
+	require.Contains(t, done.Message, fmt.Sprintf("%d bytes asked", 8*mib+4096)) // and the result, which takes a page
 	require.Zero(t, done.RetryAfterMillis, "waiting does not help")
 	r.good()
 }
@@ -445,7 +477,7 @@ func TestACallWaitsForMemoryABoundedTime(t *testing.T) {
 	o := offering("gate", make([]byte, 6*mib), mib)
 	first.open(o)
 	first.credit(o.desc.TensorId, 1)
-	over := offering("sink", make([]byte, 7*mib), mib)
+	over := offering("sink", make([]byte, 6*mib), mib)
 	second.open(over)
 	done := second.done(over.call.Id)
 	require.Equal(t, codes.ResourceExhausted, codes.Code(done.Code))
@@ -456,7 +488,7 @@ func TestACallWaitsForMemoryABoundedTime(t *testing.T) {
 	first.deliver(o)
 	require.Equal(t, o.data, first.result(o)["y"].data)
 	testkit.Eventually(t, func() bool { used, _, _ := f.host.Budget().Used(); return used == 0 }, "free memory")
-	second.run(offering("sink", make([]byte, 7*mib), mib))
+	second.run(offering("sink", make([]byte, 6*mib), mib))
 }
 
 func TestAnAllowanceThatTheBudgetDoesNotHoldIsRefusedAsLater(t *testing.T) {

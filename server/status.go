@@ -3,6 +3,7 @@ package server
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
@@ -53,8 +54,8 @@ func tryLater(code codes.Code, format string, args ...any) error {
 }
 
 // callCode turns an engine's error into what done says. Order matters: a cause
-// that ended the call's context outranks what it caused. Texts of unknown errors
-// stay here: they may name files and addresses.
+// that ended the call's context outranks what it caused. Texts of unknown errors,
+// and of models' own, stay here: they may name files and addresses.
 func callCode(err error) (stream.Code, string, uint32) {
 	switch {
 	case errors.Is(err, errMemoryWait):
@@ -74,7 +75,21 @@ func callCode(err error) (stream.Code, string, uint32) {
 	case errors.Is(err, engine.ErrUnavailable):
 		return stream.Unavailable, err.Error(), retryMillis
 	case errors.Is(err, engine.ErrModel):
-		return stream.Internal, err.Error(), 0
+		return stream.Internal, modelText(err), 0
 	}
 	return stream.Internal, "internal error", 0
+}
+
+// modelText is what a peer may read of the failure of a model's own code. The log
+// has all of it (call.finish).
+func modelText(err error) string {
+	var public engine.PublicError
+	var panicked *engine.PanicError
+	switch {
+	case errors.As(err, &public):
+		return "model failed: " + public.Public()
+	case errors.As(err, &panicked):
+		return fmt.Sprintf("model %q panicked; the server's log has the cause under the call's id", panicked.Model)
+	}
+	return "model failed; the server's log has the cause under the call's id"
 }
