@@ -1,9 +1,7 @@
 package main
 
 import (
-	"bufio"
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -14,8 +12,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/tensorferry/tensorferry/client"
-	"github.com/tensorferry/tensorferry/tensor"
-	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
 // readWait is how long an interrupted run waits for the read it is in.
@@ -29,6 +25,7 @@ type runOptions struct {
 	params  []string
 	dtype   string
 	shape   string
+	shaped  bool // --shape is given
 	raw     bool
 	timeout time.Duration
 	timings bool
@@ -45,12 +42,15 @@ they arrive: a tensor may be larger than the memory of either side.
 Input and output are .npy; an input may be a tensor of a .safetensors file, with
 :name behind it. With --dtype and --shape the input is raw bytes, and so is the
 output; --raw makes only the output raw. "-" is stdin or stdout, and the default.
-An output file is written whole or not at all; a device or a pipe as it comes.`,
+An output file is written whole or not at all; a device or a pipe as it comes.
+Raw bytes that are more than the shape says are an error, but for a device; a
+pipe that stays open is not waited for.`,
 		Example: `  tensorferry run relu --input x.npy --output y.npy
   cat x.bin | tensorferry run affine --param a=2 --param b=1 --dtype float32 --shape 1000,64 > y.bin
   tensorferry run trunk --input h=weights.safetensors:hidden --output y.npy`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
+			o.shaped = c.Flags().Changed("shape")
 			return runModel(c.Context(), args[0], o, c.InOrStdin(), c.OutOrStdout())
 		},
 	}
@@ -76,29 +76,39 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		}
 		r.Params[k] = v
 	}
-	raw := o.raw || o.dtype != ""
-	if len(o.inputs) == 0 {
-		o.inputs = []string{"-"}
-	}
-	for _, text := range o.inputs {
-		port, file, ok := strings.Cut(text, "=")
-		if !ok {
-			port, file = "", text
-		}
-		in, closer, err := openInput(file, o, stdin)
-		if err != nil {
-			return err
-		}
-		// Closed at the end, when the call reads no more.
-		defer closer.Close()
-		in.Port = port
-		r.Inputs = append(r.Inputs, in)
+	switch raw := o.dtype != ""; {
+	case raw && !o.shaped:
+		return usage("--dtype needs --shape; --shape \"\" is a scalar")
+	case o.shaped && !raw:
+		return usage("--shape needs --dtype")
 	}
 	cl, err := client.Dial(o.server, client.Config{})
 	if err != nil {
 		return usageError{err}
 	}
 	defer cl.Close()
+	if len(o.inputs) == 0 {
+		o.inputs = []string{"-"}
+	}
+	var sources []*source
+	for _, text := range o.inputs {
+		port, file, ok := strings.Cut(text, "=")
+		if !ok {
+			port, file = "", text
+		}
+		if file == "-" && slices.ContainsFunc(sources, func(s *source) bool { return s.name == "stdin" }) {
+			return usage("stdin is one input, not two")
+		}
+		in, err := openInput(file, o, stdin)
+		if err != nil {
+			return err
+		}
+		// Closed at the end, when the call reads no more.
+		defer in.Close()
+		in.Port = port
+		sources = append(sources, in)
+		r.Inputs = append(r.Inputs, in.Input)
+	}
 	outs, err := results(ctx, cl, model, o.outputs)
 	if err != nil {
 		return err
@@ -110,7 +120,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		}
 	}()
 	for port, path := range outs {
-		t, err := newTarget(path, raw, stdout)
+		t, err := newTarget(path, o.raw || o.dtype != "", stdout)
 		if err != nil {
 			return err
 		}
@@ -135,6 +145,11 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	}
 	if err := wait(ctx, call); err != nil {
 		return err
+	}
+	for _, in := range sources {
+		if err := in.atEnd(); err != nil {
+			return err
+		}
 	}
 	for _, f := range files {
 		if err := f.commit(); err != nil {
@@ -221,51 +236,4 @@ func results(ctx context.Context, cl *client.Client, model string, outputs []str
 		}
 	}
 	return to, nil
-}
-
-// openInput opens one input. The closer is closed when its bytes are in no use.
-func openInput(file string, o runOptions, stdin io.Reader) (client.Input, io.Closer, error) {
-	none := io.NopCloser(nil)
-	if o.dtype != "" {
-		d, err := tensor.ParseDataType(o.dtype)
-		if err != nil {
-			return client.Input{}, nil, usageError{err}
-		}
-		shape, err := tensor.ParseShape(o.shape)
-		if err != nil {
-			return client.Input{}, nil, usageError{err}
-		}
-		if file == "-" {
-			return client.FromReader("", tensor.Desc{DType: d, Shape: shape}, stdin), none, nil
-		}
-		f, err := os.Open(file)
-		if err != nil {
-			return client.Input{}, nil, err
-		}
-		return client.FromReader("", tensor.Desc{DType: d, Shape: shape}, f), f, nil
-	}
-	if file == "-" {
-		in := bufio.NewReaderSize(stdin, 64<<10)
-		d, err := tensorfile.ReadNPYHeader(in)
-		if err != nil {
-			return client.Input{}, nil, hinted{fmt.Errorf("stdin: %w", err), "raw bytes need --dtype and --shape"}
-		}
-		return client.FromReader("", d, in), none, nil
-	}
-	if path, name, ok := strings.Cut(file, ".safetensors:"); ok {
-		s, err := tensorfile.OpenSafetensors(path + ".safetensors")
-		if err != nil {
-			return client.Input{}, nil, err
-		}
-		t, err := s.Tensor(name)
-		if err != nil {
-			return client.Input{}, nil, errors.Join(err, s.Close())
-		}
-		return client.From("", t), s, nil
-	}
-	t, c, err := tensorfile.MapNPY(file)
-	if err != nil {
-		return client.Input{}, nil, err
-	}
-	return client.From("", t), c, nil
 }
