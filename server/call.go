@@ -74,9 +74,7 @@ func (c *call) start(part *stream.Call) {
 	c.cancel = cancel
 	model, params := part.Model, part.Params
 	timeout := time.Duration(min(part.TimeoutMillis, uint64(maxTimeout/time.Millisecond))) * time.Millisecond
-	c.peer.server.work.Add(1)
-	go func() {
-		defer c.peer.server.work.Done()
+	c.peer.server.work.Go(func() {
 		defer c.peer.server.calls.Add(-1)
 		defer cancel(nil)
 		if timeout > 0 {
@@ -88,7 +86,7 @@ func (c *call) start(part *stream.Call) {
 			defer alarm.Stop()
 		}
 		c.serve(ctx, model, params)
-	}()
+	})
 }
 
 // serve runs the call from its model's name to its memory's return.
@@ -213,7 +211,7 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 				continue
 			}
 			in := c.inputs[i]
-			if in.staged == nil {
+			if in.ready == nil {
 				wire++
 				continue
 			}
@@ -222,7 +220,13 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 			case <-ctx.Done():
 				return true
 			}
+			if in.staged == nil {
+				continue // used up: rows without bytes
+			}
 			in.used += int64(copy(mem, in.staged.Bytes()[in.used:]))
+			if in.used == in.size {
+				c.peer.unstage(in) // the session may have its share back, and the call last
+			}
 		}
 		if wire == 0 {
 			run.Filled(b)
@@ -235,7 +239,7 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 			number := c.liveBase + len(c.live)
 			c.live = append(c.live, block{b, wire})
 			for i, mem := range b.In {
-				if in := c.inputs[i]; mem != nil && in.staged == nil {
+				if in := c.inputs[i]; mem != nil && in.ready == nil {
 					region, err := m.Lend(now, in.id, mem)
 					if err != nil {
 						return // the call is over: Close takes the block back
@@ -254,7 +258,7 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 // the side to its last byte. After the Whole inputs rows follow, perhaps none.
 func (c *call) usedUp(b *engine.Block) bool {
 	for i, in := range c.inputs {
-		if in.staged == nil || in.used < in.size || b.In[i] == nil && b.Whole {
+		if in.ready == nil || in.used < in.size || b.In[i] == nil && b.Whole {
 			return false
 		}
 	}
@@ -264,7 +268,7 @@ func (c *call) usedUp(b *engine.Block) bool {
 // regionFull counts a filled region towards its block; the session is locked.
 func (c *call) regionFull(id tensor.ID, region int) {
 	in := c.input(id)
-	if in == nil || in.staged != nil {
+	if in == nil || in.ready != nil {
 		return
 	}
 	l := &c.live[in.base+region-c.liveBase]
@@ -354,7 +358,7 @@ func (c *call) announce(m *stream.Machine, now stream.Instant, o *output, info e
 		return err
 	}
 	limit := m.PeerChunkBytes()
-	chunk := limit
+	var chunk int64
 	n := int64(len(out.Data))
 	switch {
 	case n == size:
@@ -423,9 +427,6 @@ func (c *call) end() {
 // release gives back what waits on the side; nothing touches it any more.
 func (c *call) release() {
 	for _, in := range c.inputs {
-		if in != nil && in.staged != nil {
-			in.staged.Release()
-			in.staged = nil
-		}
+		c.peer.settle(in)
 	}
 }

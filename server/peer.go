@@ -3,7 +3,9 @@ package server
 import (
 	"errors"
 	"fmt"
+	"sync"
 
+	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
@@ -17,11 +19,70 @@ type peer struct {
 	sess   *session.Session
 	holder string // of budgets; the session's ID
 	calls  map[tensor.ID]*call
-	staged bool // the session's allowance is taken from the budget
+	side   side // where tensors on allowance wait
+}
+
+// side is what a session may keep beside the memory of its runs: its small
+// tensors from their desc until they are copied into blocks, and what is kept per
+// chunk of them until their call ends. The first of them takes what hello
+// promised from the budget, until the session ends, so that those within the
+// promise never wait for others; what passes it is taken as it comes.
+type side struct {
+	budget  *slab.Budget
+	holder  string // of what is taken as it comes
+	promise int64  // bytes
+
+	mu   sync.Mutex // guards all below
+	held bool       // the promise is taken
+	used int64      // bytes, within the promise and past it
+}
+
+// promiseHolder holds the promise apart: a session that has sent a small tensor
+// is for the budget's fairness not one that has memory already.
+func (d *side) promiseHolder() string { return d.holder + "/allowance" }
+
+// over is how much of n bytes passes the promise.
+func (d *side) over(n int64) int64 { return max(n-d.promise, 0) }
+
+// take takes n bytes at once, or reports false.
+func (d *side) take(n int64) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if !d.held {
+		if !d.budget.TryAcquire(d.promiseHolder(), d.promise) {
+			return false
+		}
+		d.held = true
+	}
+	if more := d.over(d.used+n) - d.over(d.used); more > 0 && !d.budget.TryAcquire(d.holder, more) {
+		return false
+	}
+	d.used += n
+	return true
+}
+
+// give gives n bytes back.
+func (d *side) give(n int64) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if less := d.over(d.used) - d.over(d.used-n); less > 0 {
+		d.budget.Release(d.holder, less)
+	}
+	d.used -= n
+}
+
+// close gives the promise back; nothing else is taken any more.
+func (d *side) close() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.held {
+		d.budget.Release(d.promiseHolder(), d.promise)
+		d.held = false
+	}
 }
 
 // input is a tensor announced for a call. Guarded by the session's lock, but for
-// ready and, after it, staged.
+// what belongs to the call's goroutines once ready is closed.
 type input struct {
 	id     tensor.ID
 	desc   tensor.Desc
@@ -29,9 +90,10 @@ type input struct {
 	chunk  int64
 	chunks uint32
 	size   int64
-	staged *slab.Slab    // where a tensor on allowance waits
+	ready  chan struct{} // closed when a tensor on allowance is whole; nil for one on credit
+	staged *slab.Slab    // where a tensor on allowance waits; after ready, the call goroutine's
 	used   int64         // bytes of staged copied into blocks; call goroutine only
-	ready  chan struct{} // closed when a staged tensor is whole
+	taken  int64         // bytes taken of the session's side; as staged
 	base   int           // sequence number of the block that its region 0 is
 	lent   bool          // base is set
 }
@@ -41,6 +103,7 @@ func (p *peer) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	switch e.Kind {
 	case stream.EventOpened:
 		p.holder = m.Session().String()
+		p.side.holder = p.holder
 	case stream.EventTensor:
 		p.announced(m, now, e)
 	case stream.EventReady:
@@ -52,7 +115,7 @@ func (p *peer) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	case stream.EventWhole:
 		if c := p.calls[e.Call]; c != nil {
 			c.lastByte = now
-			if in := c.input(e.Tensor); in != nil && in.staged != nil {
+			if in := c.input(e.Tensor); in != nil && in.ready != nil {
 				close(in.ready)
 			}
 		}
@@ -98,23 +161,38 @@ func (p *peer) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 	if !e.Desc.OnAllowance {
 		return
 	}
-	if !p.staged {
-		// The whole allowance, once: what is promised in hello is accounted for.
-		n := int64(p.server.limits.AllowanceBytes)
-		if !p.server.cfg.Budget.TryAcquire(p.holder, n) {
-			_, _, limit := p.server.cfg.Budget.Used()
-			m.Finish(stream.Done{Call: c.id, Code: stream.ResourceExhausted, RetryAfterMillis: retryMillis, Message: fmt.Sprintf(
-				"memory: no %d bytes for the session's allowance, the budget of the server is %d; try again later", n, limit)})
-			return
-		}
-		p.staged = true
-	}
-	in.staged = p.server.cfg.Pool.Get(int(geo.Size))
 	in.ready = make(chan struct{})
-	if _, err := m.Lend(now, in.id, in.staged.Bytes()); err != nil {
-		in.staged.Release()
-		in.staged = nil
+	n := slab.SizeOf(geo.Size) + int64(in.chunks)*assembler.ChunkOverhead
+	if !p.side.take(n) {
+		_, _, limit := p.server.cfg.Budget.Used()
+		m.Finish(stream.Done{Call: c.id, Code: stream.ResourceExhausted, RetryAfterMillis: retryMillis, Message: fmt.Sprintf(
+			"memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, limit)})
+		return
 	}
+	in.taken = n
+	in.staged = p.server.cfg.Pool.Get(int(geo.Size))
+	if _, err := m.Lend(now, in.id, in.staged.Bytes()); err != nil {
+		p.unstage(in)
+	}
+}
+
+// unstage gives back where a tensor on allowance waited; nothing touches it any
+// more. What is kept per chunk stays to the call's end.
+func (p *peer) unstage(in *input) {
+	in.staged.Release()
+	in.staged = nil
+	n := slab.SizeOf(in.size)
+	in.taken -= n
+	p.side.give(n)
+}
+
+// settle gives back all that waits on the side for an input.
+func (p *peer) settle(in *input) {
+	if in.staged != nil {
+		p.unstage(in)
+	}
+	p.side.give(in.taken)
+	in.taken = 0
 }
 
 // ready starts a call whose inputs are all announced.
@@ -136,11 +214,4 @@ func (p *peer) name() string {
 	var id tensor.ID
 	p.sess.Do(func(m *stream.Machine, _ stream.Instant) { id = m.Session() })
 	return id.String()
-}
-
-// close gives the session's share of the budget back; its calls are over.
-func (p *peer) close() {
-	if p.staged {
-		p.server.cfg.Budget.Release(p.holder, int64(p.server.limits.AllowanceBytes))
-	}
 }
