@@ -28,8 +28,11 @@ func computeRelu(ctx context.Context, address string) error {
 		return err
 	}
 	values, err := tensor.Slice[float32](y)
+	if err != nil {
+		return err
+	}
 	fmt.Println(y.Desc, values) // float32[2 2] [0 2 0 4]
-	return err
+	return nil
 }
 
 func ExampleClient_Compute() {

@@ -271,11 +271,10 @@ func (r *raw) open(o *offer) {
 // deliver sends every chunk, in a random order within the limits.
 func (r *raw) deliver(o *offer) {
 	r.t.Helper()
-	id := string(o.desc.TensorId)
 	var may []uint32 // allowed and not sent
 	next, count := uint32(0), o.count()
 	for next < count || len(may) > 0 {
-		limit := r.limits[id]
+		limit := r.limits[string(o.desc.TensorId)]
 		if o.desc.OnAllowance {
 			limit = count
 		}
