@@ -24,6 +24,8 @@ const (
 	demoTrunk = "fashion-trunk"
 	// demoTimes makes 1.6 GB of the images: far more than the processes take.
 	demoTimes = 500
+	// demoMaxTimes keeps the images below the 16 GiB that a server takes by default.
+	demoMaxTimes = 16 << 30 / (fashion.Count * fashion.Pixels * 4)
 	// demoDrawn is how many images a terminal of 80 columns has room for.
 	demoDrawn = 3
 )
@@ -47,27 +49,43 @@ one that was started with tensorferry serve --demo, on this machine or another.`
   tensorferry demo --server 10.0.0.7:50051`,
 		Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
-			if times < 1 {
-				return usage("--times %d; give 1 or more", times)
+			if times < 1 || times > demoMaxTimes {
+				return usage("--times %d; give 1 to %d", times, demoMaxTimes)
 			}
-			text, out := c.OutOrStdout(), c.OutOrStdout()
-			if asJSON {
-				text = io.Discard
+			out := &sticky{w: c.OutOrStdout()}
+			text := &sticky{w: io.Discard}
+			if !asJSON {
+				text = out
 			}
 			r, err := demo(c.Context(), server, times, text)
 			if err != nil {
 				return err
 			}
 			if asJSON {
-				err = writeJSON(out, r)
+				_ = writeJSON(out, r) // out remembers
 			}
-			return errors.Join(err, r.verdict())
+			return errors.Join(out.err, r.verdict())
 		},
 	}
 	c.Flags().StringVar(&server, "server", "", "`address` of a server with the model "+demoTrunk+" (default: start one)")
 	c.Flags().Int64Var(&times, "times", demoTimes, "how many times over the images make one tensor")
 	c.Flags().BoolVar(&asJSON, "json", false, "print JSON")
 	return c
+}
+
+// sticky is a writer that remembers its first error, and writes nothing after it.
+type sticky struct {
+	w   io.Writer
+	err error
+}
+
+func (s *sticky) Write(p []byte) (int, error) {
+	if s.err != nil {
+		return 0, s.err
+	}
+	n, err := s.w.Write(p)
+	s.err = err
+	return n, err
 }
 
 // demoReport is what the demo found out.
@@ -121,7 +139,7 @@ type splitNetwork struct {
 }
 
 // demo runs the demo and writes what it finds out to w, for people, as it goes on.
-func demo(ctx context.Context, address string, times int64, w io.Writer) (*demoReport, error) {
+func demo(ctx context.Context, address string, times int64, w *sticky) (*demoReport, error) {
 	r := &demoReport{Server: address, Images: fashion.Count, Times: times}
 	if address == "" {
 		exe, err := os.Executable()
@@ -163,7 +181,7 @@ func demo(ctx context.Context, address string, times int64, w io.Writer) (*demoR
 		r.ServerPeakBytes, _ = bench.PeakOf(r.ServerPID)
 	}
 	r.writeManyTimes(w)
-	draw(w, n.choose(classes), isTerminal(w))
+	draw(w, n.choose(classes), isTerminal(w.w))
 	writeNext(w)
 	return r, nil
 }
@@ -395,7 +413,11 @@ func (r *demoReport) writeOnce(w io.Writer) {
 	fmt.Fprintf(w, "predictions    %s, %.1f %% are right\n", same, 100*float64(r.Correct)/float64(r.Images))
 	fmt.Fprintf(w, "activations    the server counted %d bytes in and %d out\n", r.ReceivedBytes, r.SentBytes)
 	fmt.Fprintf(w, "time           %.0f ms through all three\n\n", 1e3*r.Seconds)
-	fmt.Fprintf(w, "%d times over, as one tensor (some seconds)\n", r.Times)
+	often := fmt.Sprintf("%d times over", r.Times)
+	if r.Times == 1 {
+		often = "once more"
+	}
+	fmt.Fprintf(w, "%s, as one tensor (some seconds)\n", often)
 }
 
 func (r *demoReport) writeManyTimes(w io.Writer) {
@@ -406,11 +428,11 @@ func (r *demoReport) writeManyTimes(w io.Writer) {
 	r.Activations.write(w, "activations", fmt.Sprintf("%s, %.0f images/s", again, float64(int64(r.Images)*r.Times)/r.Activations.Total))
 	r.Pixels.write(w, "pixels", "every byte compared")
 	if r.ClientPeakBytes > 0 {
-		fmt.Fprintf(w, "peak memory    %s here", mebibytes(r.ClientPeakBytes))
+		fmt.Fprintf(w, "peak memory    %s here", decimal(r.ClientPeakBytes))
 		if r.ServerPeakBytes > 0 {
-			fmt.Fprintf(w, ", %s in the server", mebibytes(r.ServerPeakBytes))
+			fmt.Fprintf(w, ", %s in the server", decimal(r.ServerPeakBytes))
 		}
-		fmt.Fprintf(w, ", for a tensor of %s\n", mebibytes(r.Pixels.Bytes))
+		fmt.Fprintf(w, ", for a tensor of %s\n", decimal(r.Pixels.Bytes))
 	}
 	fmt.Fprintln(w)
 }
@@ -437,4 +459,11 @@ try next
 `, self)
 }
 
-func mebibytes(n int64) string { return fmt.Sprintf("%d MiB", n>>20) }
+// decimal is a size in the unit that rates are in, 10⁹ bytes, or in 10⁶ if it is
+// less than one.
+func decimal(n int64) string {
+	if n < 1e9 {
+		return fmt.Sprintf("%.0f MB", float64(n)/1e6)
+	}
+	return fmt.Sprintf("%.1f GB", float64(n)/1e9)
+}
