@@ -72,8 +72,8 @@ func TestAStockClientGetsBitExactResultsFromPermutedUnalignedChunks(t *testing.T
 						o.desc.OnAllowance = allowance
 						if model == "affine" {
 							if model == "affine" {
-							o.call.Params = map[string]string{"a": "2", "b": "-1"}
-						}
+								o.call.Params = map[string]string{"a": "2", "b": "-1"}
+							}
 						}
 						port, data := want(o.data)
 						out := r.run(o)
