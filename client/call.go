@@ -292,7 +292,8 @@ func (c *Call) fail(cause error) {
 func (c *Call) Cancel() { c.stop(context.Canceled) }
 
 // Wait waits for the call to end and returns its results, all of them or an
-// error. When it returns, the library touches neither inputs nor results.
+// error. When it returns, the library touches neither inputs nor results; only on
+// a connection that broke may inputs still lie in a queue that nobody sends from.
 func (c *Call) Wait() (Results, error) {
 	<-c.closed
 	if c.unhook != nil {

@@ -102,7 +102,7 @@ func Dial(target string, cfg Config) (*Client, error) {
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 30 * time.Second, Timeout: 10 * time.Second, PermitWithoutStream: true}),
 		grpc.WithDefaultCallOptions(
 			grpc.ForceCodecV2(wire.Codec{}),
-			grpc.MaxCallRecvMsgSize(cfg.ChunkBytes+frameOverhead),
+			grpc.MaxCallRecvMsgSize(cfg.ChunkBytes+wire.MaxControlBytes),
 			grpc.MaxCallSendMsgSize(math.MaxInt32),
 			// grpc would keep the first messages of a stream for a retry of its own,
 			// which could not put a session together again.

@@ -4,8 +4,6 @@ import "time"
 
 const (
 	mib = 1 << 20
-	// frameOverhead is what a frame may have besides its chunk.
-	frameOverhead = 64 << 10
 	// slots is how many chunks a streamed input is read ahead, and a streamed
 	// result received ahead of its writer: enough to keep a round trip of some
 	// milliseconds busy at the speed of the wire.

@@ -188,7 +188,9 @@ func (s *Session) Compute(ctx context.Context, model string, x tensor.Tensor) (t
 }
 
 // Call opens a call and returns while it runs. Ending ctx cancels it. Inputs are
-// shared with the library until Wait has returned; the Request is copied.
+// shared with the library until Wait has returned; the Request is copied. Call may
+// send the first frame itself: a server that reads nothing holds it up, for 30 s
+// at most, after which the session ends.
 func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 	c := &Call{session: s, id: session.NewID(), sinks: r.Results, closed: make(chan struct{}), news: make(chan struct{}, 1), letGo: make(chan struct{})}
 	c.shared.Store(1)

@@ -7,6 +7,8 @@ import (
 	"io"
 	"log/slog"
 	"math"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/tensorferry/tensorferry/assembler"
@@ -155,15 +157,14 @@ func (c *call) bind(info engine.Info) ([]engine.Input, int64, error) {
 }
 
 func (c *call) portNames() string {
-	text := "none"
-	for i, in := range c.inputs {
-		if i == 0 {
-			text = fmt.Sprintf("%q", in.port)
-		} else {
-			text += fmt.Sprintf(", %q", in.port)
-		}
+	if len(c.inputs) == 0 {
+		return "none"
 	}
-	return text
+	names := make([]string, len(c.inputs))
+	for i, in := range c.inputs {
+		names[i] = strconv.Quote(in.port)
+	}
+	return strings.Join(names, ", ")
 }
 
 // open opens the run, waiting a bounded time for memory.

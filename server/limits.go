@@ -9,9 +9,6 @@ import (
 )
 
 const (
-	// frameOverhead is what a frame may have besides its chunk: paper-thin for a
-	// chunk's header, ample for the control parts that ride along.
-	frameOverhead = 64 << 10
 	// retainChunks is how many unacknowledged result chunks the server asks the
 	// client to acknowledge within: an engine keeps about as many blocks.
 	retainChunks = 8

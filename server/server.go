@@ -109,7 +109,7 @@ func New(cfg Config) (*Server, error) {
 		experimental.BufferPool(wire.Buffers),
 		grpc.InitialWindowSize(int32(cfg.WindowBytes)),
 		grpc.InitialConnWindowSize(int32(cfg.WindowBytes)),
-		grpc.MaxRecvMsgSize(int(s.limits.ChunkBytes)+frameOverhead),
+		grpc.MaxRecvMsgSize(int(s.limits.ChunkBytes)+wire.MaxControlBytes),
 		grpc.MaxSendMsgSize(math.MaxInt32),
 		grpc.MaxConcurrentStreams(DefaultStreamsPerConn),
 		grpc.MaxHeaderListSize(DefaultHeaderListBytes),
@@ -267,7 +267,7 @@ func (s *Server) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb
 			"first_frame_millis": int64(l.FirstFrame / 1e6), "chunk_idle_millis": int64(l.ChunkIdle / 1e6),
 			"session_idle_millis": int64(l.SessionIdle / 1e6), "sessions": int64(s.cfg.Sessions), "calls": int64(s.cfg.QueuedCalls),
 			"memory_bytes": limit, "memory_wait_millis": s.cfg.MemoryWait.Milliseconds(),
-			"message_bytes": int64(l.ChunkBytes) + frameOverhead, "window_bytes": int64(s.cfg.WindowBytes), "streams_per_connection": DefaultStreamsPerConn,
+			"message_bytes": int64(l.ChunkBytes) + wire.MaxControlBytes, "window_bytes": int64(s.cfg.WindowBytes), "streams_per_connection": DefaultStreamsPerConn,
 			"header_list_bytes": DefaultHeaderListBytes,
 		},
 		Counters: map[string]int64{
