@@ -189,9 +189,59 @@ func (Checksum) EnumDescriptor() ([]byte, []int) {
 	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{1}
 }
 
-// Frame is one message of a session, in either direction. Small parts ride
-// together; a receiver handles them in the order of their numbers, except that
-// failures come before cancels.
+// Codec is what was done to a chunk's payload before it was sent.
+type Codec int32
+
+const (
+	// Nothing: the bytes as they are. Every receiver takes it.
+	Codec_CODEC_UNSPECIFIED Codec = 0
+	// One LZ4 block, without a frame around it, that decodes to exactly the chunk's
+	// bytes and is shorter than they are.
+	Codec_CODEC_LZ4 Codec = 1
+)
+
+// Enum value maps for Codec.
+var (
+	Codec_name = map[int32]string{
+		0: "CODEC_UNSPECIFIED",
+		1: "CODEC_LZ4",
+	}
+	Codec_value = map[string]int32{
+		"CODEC_UNSPECIFIED": 0,
+		"CODEC_LZ4":         1,
+	}
+)
+
+func (x Codec) Enum() *Codec {
+	p := new(Codec)
+	*p = x
+	return p
+}
+
+func (x Codec) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Codec) Descriptor() protoreflect.EnumDescriptor {
+	return file_tensorferry_v1_tensorferry_proto_enumTypes[2].Descriptor()
+}
+
+func (Codec) Type() protoreflect.EnumType {
+	return &file_tensorferry_v1_tensorferry_proto_enumTypes[2]
+}
+
+func (x Codec) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Codec.Descriptor instead.
+func (Codec) EnumDescriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{2}
+}
+
+// Frame is one message of a session, a push or a pull, in either direction. Small
+// parts ride together; a receiver handles them in the order of their numbers,
+// except that failures come before cancels.
 type Frame struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// First on each side, exactly once.
@@ -212,6 +262,8 @@ type Frame struct {
 	Dones []*Done `protobuf:"bytes,8,rep,name=dones,proto3" json:"dones,omitempty"`
 	// Finish what is open, open nothing new.
 	Drain *Drain `protobuf:"bytes,9,opt,name=drain,proto3" json:"drain,omitempty"`
+	// Pull: tensors that are over, each after its last chunk.
+	Summaries []*Summary `protobuf:"bytes,14,rep,name=summaries,proto3" json:"summaries,omitempty"`
 	// At most one piece of one tensor. Its payload is the last field of the last
 	// field, so that a sender can write the header and then the bytes where they lie.
 	Chunk         *Chunk `protobuf:"bytes,15,opt,name=chunk,proto3" json:"chunk,omitempty"`
@@ -312,6 +364,13 @@ func (x *Frame) GetDrain() *Drain {
 	return nil
 }
 
+func (x *Frame) GetSummaries() []*Summary {
+	if x != nil {
+		return x.Summaries
+	}
+	return nil
+}
+
 func (x *Frame) GetChunk() *Chunk {
 	if x != nil {
 		return x.Chunk
@@ -319,7 +378,8 @@ func (x *Frame) GetChunk() *Chunk {
 	return nil
 }
 
-// Hello opens a side of the session and tells what that side accepts.
+// Hello opens a side of the session and tells what that side accepts. It opens a
+// push and a pull too: there session_id names the transfer for GetTransfer.
 type Hello struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Protocol version, 1.
@@ -334,8 +394,11 @@ type Hello struct {
 	Checksum Checksum `protobuf:"varint,5,opt,name=checksum,proto3,enum=tensorferry.v1.Checksum" json:"checksum,omitempty"`
 	// The most tensors this side receives at a time on the session.
 	MaxOpenTensors uint32 `protobuf:"varint,6,opt,name=max_open_tensors,json=maxOpenTensors,proto3" json:"max_open_tensors,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// The codecs this side decodes, the best liked first; payloads without any are
+	// always taken. The other side sends with the first that it knows, or with none.
+	Codecs        []Codec `protobuf:"varint,7,rep,packed,name=codecs,proto3,enum=tensorferry.v1.Codec" json:"codecs,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Hello) Reset() {
@@ -408,6 +471,13 @@ func (x *Hello) GetMaxOpenTensors() uint32 {
 		return x.MaxOpenTensors
 	}
 	return 0
+}
+
+func (x *Hello) GetCodecs() []Codec {
+	if x != nil {
+		return x.Codecs
+	}
+	return nil
 }
 
 // Call opens one run of a model.
@@ -550,7 +620,7 @@ func (x *Input) GetTensorId() []byte {
 // TensorDesc announces a tensor.
 type TensorDesc struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// 16 bytes, UUIDv7, unique in the session.
+	// 16 bytes, UUIDv7, unique in the session, push or pull.
 	TensorId []byte `protobuf:"bytes,1,opt,name=tensor_id,json=tensorId,proto3" json:"tensor_id,omitempty"`
 	// The kind of its elements.
 	Dtype DataType `protobuf:"varint,2,opt,name=dtype,proto3,enum=tensorferry.v1.DataType" json:"dtype,omitempty"`
@@ -560,11 +630,12 @@ type TensorDesc struct {
 	SizeBytes uint64 `protobuf:"varint,4,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
 	// The bytes of each chunk but the last: 1 to the receiver's max_chunk_bytes.
 	ChunkBytes uint32 `protobuf:"varint,5,opt,name=chunk_bytes,json=chunkBytes,proto3" json:"chunk_bytes,omitempty"`
-	// The call it belongs to, 16 bytes.
+	// The call it belongs to, 16 bytes; none in a push or a pull.
 	CallId []byte `protobuf:"bytes,6,opt,name=call_id,json=callId,proto3" json:"call_id,omitempty"`
 	// The port of the call it belongs to.
 	Port string `protobuf:"bytes,7,opt,name=port,proto3" json:"port,omitempty"`
-	// A name for people, to 512 bytes.
+	// In a push or a pull the name in the store, 1 to 512 bytes of UTF-8 without
+	// control characters; in a session a name for people.
 	Name string `protobuf:"bytes,8,opt,name=name,proto3" json:"name,omitempty"`
 	// At most 64 entries, keys to 128 bytes, values to 4 KiB.
 	Metadata map[string]string `protobuf:"bytes,9,rep,name=metadata,proto3" json:"metadata,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
@@ -1213,6 +1284,8 @@ type Chunk struct {
 	TensorId []byte `protobuf:"bytes,1,opt,name=tensor_id,json=tensorId,proto3" json:"tensor_id,omitempty"`
 	// 0 to the number of chunks less one.
 	Index uint32 `protobuf:"varint,2,opt,name=index,proto3" json:"index,omitempty"`
+	// What was done to the payload; a codec that the receiver's hello names.
+	Codec Codec `protobuf:"varint,3,opt,name=codec,proto3,enum=tensorferry.v1.Codec" json:"codec,omitempty"`
 	// Over tensor id (16 bytes), index (4 bytes, little-endian), data as sent.
 	Checksum uint32 `protobuf:"fixed32,4,opt,name=checksum,proto3" json:"checksum,omitempty"`
 	// The payload, the last field of the message.
@@ -1265,6 +1338,13 @@ func (x *Chunk) GetIndex() uint32 {
 	return 0
 }
 
+func (x *Chunk) GetCodec() Codec {
+	if x != nil {
+		return x.Codec
+	}
+	return Codec_CODEC_UNSPECIFIED
+}
+
 func (x *Chunk) GetChecksum() uint32 {
 	if x != nil {
 		return x.Checksum
@@ -1279,6 +1359,1088 @@ func (x *Chunk) GetData() []byte {
 	return nil
 }
 
+// Summary ends one tensor of a push or a pull.
+type Summary struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The tensor, 16 bytes.
+	TensorId []byte `protobuf:"bytes,1,opt,name=tensor_id,json=tensorId,proto3" json:"tensor_id,omitempty"`
+	// Its name in the store.
+	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// A gRPC status code; 0 is OK: every byte has come and been checked.
+	Code uint32 `protobuf:"varint,3,opt,name=code,proto3" json:"code,omitempty"`
+	// What, why, what to do; empty when OK.
+	Message string `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"`
+	// The tensor's bytes.
+	SizeBytes uint64 `protobuf:"varint,5,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
+	// XXH3, 128 bits, big-endian, over all of the tensor's bytes; 16 bytes when OK.
+	Digest []byte `protobuf:"bytes,6,opt,name=digest,proto3" json:"digest,omitempty"`
+	// Push: the tensor survives a crash of the server.
+	Durable bool `protobuf:"varint,7,opt,name=durable,proto3" json:"durable,omitempty"`
+	// How long to wait before another try, in milliseconds; 0 if waiting does not help.
+	RetryAfterMillis uint32 `protobuf:"varint,8,opt,name=retry_after_millis,json=retryAfterMillis,proto3" json:"retry_after_millis,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
+}
+
+func (x *Summary) Reset() {
+	*x = Summary{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Summary) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Summary) ProtoMessage() {}
+
+func (x *Summary) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Summary.ProtoReflect.Descriptor instead.
+func (*Summary) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *Summary) GetTensorId() []byte {
+	if x != nil {
+		return x.TensorId
+	}
+	return nil
+}
+
+func (x *Summary) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Summary) GetCode() uint32 {
+	if x != nil {
+		return x.Code
+	}
+	return 0
+}
+
+func (x *Summary) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
+func (x *Summary) GetSizeBytes() uint64 {
+	if x != nil {
+		return x.SizeBytes
+	}
+	return 0
+}
+
+func (x *Summary) GetDigest() []byte {
+	if x != nil {
+		return x.Digest
+	}
+	return nil
+}
+
+func (x *Summary) GetDurable() bool {
+	if x != nil {
+		return x.Durable
+	}
+	return false
+}
+
+func (x *Summary) GetRetryAfterMillis() uint32 {
+	if x != nil {
+		return x.RetryAfterMillis
+	}
+	return 0
+}
+
+// PushTensorsResponse ends a push.
+type PushTensorsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One for each tensor announced, in the order in which they ended.
+	Summaries     []*Summary `protobuf:"bytes,1,rep,name=summaries,proto3" json:"summaries,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PushTensorsResponse) Reset() {
+	*x = PushTensorsResponse{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PushTensorsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PushTensorsResponse) ProtoMessage() {}
+
+func (x *PushTensorsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PushTensorsResponse.ProtoReflect.Descriptor instead.
+func (*PushTensorsResponse) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *PushTensorsResponse) GetSummaries() []*Summary {
+	if x != nil {
+		return x.Summaries
+	}
+	return nil
+}
+
+// PullTensorsRequest says what to send and what the client accepts.
+type PullTensorsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What the client accepts, as in a session; session_id names the transfer.
+	Hello *Hello `protobuf:"bytes,1,opt,name=hello,proto3" json:"hello,omitempty"`
+	// What to send, in this order; 1 to 1 024 of them.
+	Selections    []*Selection `protobuf:"bytes,2,rep,name=selections,proto3" json:"selections,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PullTensorsRequest) Reset() {
+	*x = PullTensorsRequest{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PullTensorsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PullTensorsRequest) ProtoMessage() {}
+
+func (x *PullTensorsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PullTensorsRequest.ProtoReflect.Descriptor instead.
+func (*PullTensorsRequest) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *PullTensorsRequest) GetHello() *Hello {
+	if x != nil {
+		return x.Hello
+	}
+	return nil
+}
+
+func (x *PullTensorsRequest) GetSelections() []*Selection {
+	if x != nil {
+		return x.Selections
+	}
+	return nil
+}
+
+// Selection picks tensors of the store, or a source.
+type Selection struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// A tensor's name; or a glob with * ? [a-z], that picks every name it matches
+	// and at least one; or, with source set, a source's name.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// The name is a source's, which makes a tensor from params.
+	Source bool `protobuf:"varint,2,opt,name=source,proto3" json:"source,omitempty"`
+	// For a source: at most 64, keys to 128 bytes, values to 4 KiB.
+	Params map[string]string `protobuf:"bytes,3,rep,name=params,proto3" json:"params,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// Byte ranges of the one tensor named that the client holds already: ascending,
+	// apart. A chunk is sent unless every byte of it is held.
+	Held []*Range `protobuf:"bytes,4,rep,name=held,proto3" json:"held,omitempty"`
+	// With held: the digest of the tensor that the ranges are of, 16 bytes. If the
+	// tensor has another by now, every chunk is sent.
+	HeldDigest    []byte `protobuf:"bytes,5,opt,name=held_digest,json=heldDigest,proto3" json:"held_digest,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Selection) Reset() {
+	*x = Selection{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Selection) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Selection) ProtoMessage() {}
+
+func (x *Selection) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Selection.ProtoReflect.Descriptor instead.
+func (*Selection) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *Selection) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Selection) GetSource() bool {
+	if x != nil {
+		return x.Source
+	}
+	return false
+}
+
+func (x *Selection) GetParams() map[string]string {
+	if x != nil {
+		return x.Params
+	}
+	return nil
+}
+
+func (x *Selection) GetHeld() []*Range {
+	if x != nil {
+		return x.Held
+	}
+	return nil
+}
+
+func (x *Selection) GetHeldDigest() []byte {
+	if x != nil {
+		return x.HeldDigest
+	}
+	return nil
+}
+
+// Range is a range of a tensor's bytes.
+type Range struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The first byte.
+	Offset uint64 `protobuf:"varint,1,opt,name=offset,proto3" json:"offset,omitempty"`
+	// How many, 1 or more.
+	Length        uint64 `protobuf:"varint,2,opt,name=length,proto3" json:"length,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Range) Reset() {
+	*x = Range{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Range) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Range) ProtoMessage() {}
+
+func (x *Range) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Range.ProtoReflect.Descriptor instead.
+func (*Range) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *Range) GetOffset() uint64 {
+	if x != nil {
+		return x.Offset
+	}
+	return 0
+}
+
+func (x *Range) GetLength() uint64 {
+	if x != nil {
+		return x.Length
+	}
+	return 0
+}
+
+// ComputeRequest is one small call.
+type ComputeRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The model's name.
+	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	// One per input port, to 1 MiB in all.
+	Inputs []*NamedTensor `protobuf:"bytes,2,rep,name=inputs,proto3" json:"inputs,omitempty"`
+	// Parameters of the model: at most 64, keys to 128 bytes, values to 4 KiB.
+	Params map[string]string `protobuf:"bytes,3,rep,name=params,proto3" json:"params,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// The most time the call may take, in milliseconds; 0 is no limit.
+	TimeoutMillis uint64 `protobuf:"varint,4,opt,name=timeout_millis,json=timeoutMillis,proto3" json:"timeout_millis,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ComputeRequest) Reset() {
+	*x = ComputeRequest{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ComputeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ComputeRequest) ProtoMessage() {}
+
+func (x *ComputeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ComputeRequest.ProtoReflect.Descriptor instead.
+func (*ComputeRequest) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *ComputeRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *ComputeRequest) GetInputs() []*NamedTensor {
+	if x != nil {
+		return x.Inputs
+	}
+	return nil
+}
+
+func (x *ComputeRequest) GetParams() map[string]string {
+	if x != nil {
+		return x.Params
+	}
+	return nil
+}
+
+func (x *ComputeRequest) GetTimeoutMillis() uint64 {
+	if x != nil {
+		return x.TimeoutMillis
+	}
+	return 0
+}
+
+// NamedTensor is a small tensor, whole.
+type NamedTensor struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The port's name; empty for the only port of a model.
+	Port string `protobuf:"bytes,1,opt,name=port,proto3" json:"port,omitempty"`
+	// The kind of its elements.
+	Dtype DataType `protobuf:"varint,2,opt,name=dtype,proto3,enum=tensorferry.v1.DataType" json:"dtype,omitempty"`
+	// Elements along each axis, outermost first; none for a scalar.
+	Shape []int64 `protobuf:"varint,3,rep,packed,name=shape,proto3" json:"shape,omitempty"`
+	// Dense, row-major, little-endian.
+	Data          []byte `protobuf:"bytes,4,opt,name=data,proto3" json:"data,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NamedTensor) Reset() {
+	*x = NamedTensor{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NamedTensor) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NamedTensor) ProtoMessage() {}
+
+func (x *NamedTensor) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NamedTensor.ProtoReflect.Descriptor instead.
+func (*NamedTensor) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *NamedTensor) GetPort() string {
+	if x != nil {
+		return x.Port
+	}
+	return ""
+}
+
+func (x *NamedTensor) GetDtype() DataType {
+	if x != nil {
+		return x.Dtype
+	}
+	return DataType_DATA_TYPE_UNSPECIFIED
+}
+
+func (x *NamedTensor) GetShape() []int64 {
+	if x != nil {
+		return x.Shape
+	}
+	return nil
+}
+
+func (x *NamedTensor) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+// ComputeResponse holds the results of a small call.
+type ComputeResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One per output port, to 1 MiB in all.
+	Outputs []*NamedTensor `protobuf:"bytes,1,rep,name=outputs,proto3" json:"outputs,omitempty"`
+	// Where the time went.
+	Timings       *Timings `protobuf:"bytes,2,opt,name=timings,proto3" json:"timings,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ComputeResponse) Reset() {
+	*x = ComputeResponse{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ComputeResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ComputeResponse) ProtoMessage() {}
+
+func (x *ComputeResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ComputeResponse.ProtoReflect.Descriptor instead.
+func (*ComputeResponse) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *ComputeResponse) GetOutputs() []*NamedTensor {
+	if x != nil {
+		return x.Outputs
+	}
+	return nil
+}
+
+func (x *ComputeResponse) GetTimings() *Timings {
+	if x != nil {
+		return x.Timings
+	}
+	return nil
+}
+
+// ListTensorsRequest asks for a page of the store's tensors.
+type ListTensorsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Only names that match, as in Selection; empty is all.
+	Glob string `protobuf:"bytes,1,opt,name=glob,proto3" json:"glob,omitempty"`
+	// The most tensors wanted, 1 to 1 000; 0 is 1 000.
+	PageSize uint32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// next_page_token of the page before; empty for the first.
+	PageToken     string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListTensorsRequest) Reset() {
+	*x = ListTensorsRequest{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListTensorsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListTensorsRequest) ProtoMessage() {}
+
+func (x *ListTensorsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListTensorsRequest.ProtoReflect.Descriptor instead.
+func (*ListTensorsRequest) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *ListTensorsRequest) GetGlob() string {
+	if x != nil {
+		return x.Glob
+	}
+	return ""
+}
+
+func (x *ListTensorsRequest) GetPageSize() uint32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+func (x *ListTensorsRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+// ListTensorsResponse is a page of the store's tensors.
+type ListTensorsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In the order of their names.
+	Tensors []*StoredTensor `protobuf:"bytes,1,rep,name=tensors,proto3" json:"tensors,omitempty"`
+	// For the next page; empty when there is none.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
+	// The sources that a pull may name, on the first page.
+	Sources       []string `protobuf:"bytes,3,rep,name=sources,proto3" json:"sources,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListTensorsResponse) Reset() {
+	*x = ListTensorsResponse{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListTensorsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListTensorsResponse) ProtoMessage() {}
+
+func (x *ListTensorsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListTensorsResponse.ProtoReflect.Descriptor instead.
+func (*ListTensorsResponse) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *ListTensorsResponse) GetTensors() []*StoredTensor {
+	if x != nil {
+		return x.Tensors
+	}
+	return nil
+}
+
+func (x *ListTensorsResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
+}
+
+func (x *ListTensorsResponse) GetSources() []string {
+	if x != nil {
+		return x.Sources
+	}
+	return nil
+}
+
+// StoredTensor is a tensor at rest.
+type StoredTensor struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its name.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// The kind of its elements.
+	Dtype DataType `protobuf:"varint,2,opt,name=dtype,proto3,enum=tensorferry.v1.DataType" json:"dtype,omitempty"`
+	// Elements along each axis, outermost first; none for a scalar.
+	Shape []int64 `protobuf:"varint,3,rep,packed,name=shape,proto3" json:"shape,omitempty"`
+	// Its bytes.
+	SizeBytes uint64 `protobuf:"varint,4,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
+	// As in Summary; empty when nobody has computed it.
+	Digest []byte `protobuf:"bytes,5,opt,name=digest,proto3" json:"digest,omitempty"`
+	// When it was stored, in milliseconds since 1970 (UTC).
+	StoredMillis int64 `protobuf:"varint,6,opt,name=stored_millis,json=storedMillis,proto3" json:"stored_millis,omitempty"`
+	// It survives a crash of the server.
+	Durable bool `protobuf:"varint,7,opt,name=durable,proto3" json:"durable,omitempty"`
+	// The file it is part of, for people; empty for a tensor that was pushed.
+	File          string `protobuf:"bytes,8,opt,name=file,proto3" json:"file,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StoredTensor) Reset() {
+	*x = StoredTensor{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StoredTensor) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StoredTensor) ProtoMessage() {}
+
+func (x *StoredTensor) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StoredTensor.ProtoReflect.Descriptor instead.
+func (*StoredTensor) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *StoredTensor) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *StoredTensor) GetDtype() DataType {
+	if x != nil {
+		return x.Dtype
+	}
+	return DataType_DATA_TYPE_UNSPECIFIED
+}
+
+func (x *StoredTensor) GetShape() []int64 {
+	if x != nil {
+		return x.Shape
+	}
+	return nil
+}
+
+func (x *StoredTensor) GetSizeBytes() uint64 {
+	if x != nil {
+		return x.SizeBytes
+	}
+	return 0
+}
+
+func (x *StoredTensor) GetDigest() []byte {
+	if x != nil {
+		return x.Digest
+	}
+	return nil
+}
+
+func (x *StoredTensor) GetStoredMillis() int64 {
+	if x != nil {
+		return x.StoredMillis
+	}
+	return 0
+}
+
+func (x *StoredTensor) GetDurable() bool {
+	if x != nil {
+		return x.Durable
+	}
+	return false
+}
+
+func (x *StoredTensor) GetFile() string {
+	if x != nil {
+		return x.File
+	}
+	return ""
+}
+
+// DeleteTensorsRequest names tensors to remove.
+type DeleteTensorsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Names or globs as in Selection, 1 to 1 024 of them.
+	Names         []string `protobuf:"bytes,1,rep,name=names,proto3" json:"names,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteTensorsRequest) Reset() {
+	*x = DeleteTensorsRequest{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteTensorsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteTensorsRequest) ProtoMessage() {}
+
+func (x *DeleteTensorsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteTensorsRequest.ProtoReflect.Descriptor instead.
+func (*DeleteTensorsRequest) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *DeleteTensorsRequest) GetNames() []string {
+	if x != nil {
+		return x.Names
+	}
+	return nil
+}
+
+// DeleteTensorsResponse names what was removed.
+type DeleteTensorsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In the order of the request; those of a glob by name.
+	Deleted       []string `protobuf:"bytes,1,rep,name=deleted,proto3" json:"deleted,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DeleteTensorsResponse) Reset() {
+	*x = DeleteTensorsResponse{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DeleteTensorsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DeleteTensorsResponse) ProtoMessage() {}
+
+func (x *DeleteTensorsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DeleteTensorsResponse.ProtoReflect.Descriptor instead.
+func (*DeleteTensorsResponse) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *DeleteTensorsResponse) GetDeleted() []string {
+	if x != nil {
+		return x.Deleted
+	}
+	return nil
+}
+
+// GetTransferRequest names a transfer.
+type GetTransferRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 16 bytes: the session_id of the hello of a push or a pull.
+	TransferId    []byte `protobuf:"bytes,1,opt,name=transfer_id,json=transferId,proto3" json:"transfer_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetTransferRequest) Reset() {
+	*x = GetTransferRequest{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetTransferRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetTransferRequest) ProtoMessage() {}
+
+func (x *GetTransferRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetTransferRequest.ProtoReflect.Descriptor instead.
+func (*GetTransferRequest) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *GetTransferRequest) GetTransferId() []byte {
+	if x != nil {
+		return x.TransferId
+	}
+	return nil
+}
+
+// GetTransferResponse tells the state of a transfer. The server remembers the last
+// of them for a while after their end.
+type GetTransferResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Not over yet.
+	Open bool `protobuf:"varint,1,opt,name=open,proto3" json:"open,omitempty"`
+	// It is, or was, a push.
+	Push bool `protobuf:"varint,2,opt,name=push,proto3" json:"push,omitempty"`
+	// A gRPC status code: how the RPC ended; 0 while open.
+	Code uint32 `protobuf:"varint,3,opt,name=code,proto3" json:"code,omitempty"`
+	// What, why; empty when OK.
+	Message string `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"`
+	// Milliseconds since it began.
+	AgeMillis int64 `protobuf:"varint,5,opt,name=age_millis,json=ageMillis,proto3" json:"age_millis,omitempty"`
+	// The tensors announced, oldest first, at most the last 1 024.
+	Tensors       []*TensorState `protobuf:"bytes,6,rep,name=tensors,proto3" json:"tensors,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetTransferResponse) Reset() {
+	*x = GetTransferResponse{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetTransferResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetTransferResponse) ProtoMessage() {}
+
+func (x *GetTransferResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetTransferResponse.ProtoReflect.Descriptor instead.
+func (*GetTransferResponse) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *GetTransferResponse) GetOpen() bool {
+	if x != nil {
+		return x.Open
+	}
+	return false
+}
+
+func (x *GetTransferResponse) GetPush() bool {
+	if x != nil {
+		return x.Push
+	}
+	return false
+}
+
+func (x *GetTransferResponse) GetCode() uint32 {
+	if x != nil {
+		return x.Code
+	}
+	return 0
+}
+
+func (x *GetTransferResponse) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
+func (x *GetTransferResponse) GetAgeMillis() int64 {
+	if x != nil {
+		return x.AgeMillis
+	}
+	return 0
+}
+
+func (x *GetTransferResponse) GetTensors() []*TensorState {
+	if x != nil {
+		return x.Tensors
+	}
+	return nil
+}
+
+// TensorState is how far one tensor of a transfer is.
+type TensorState struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What is over has code, digest and durable; what is not has none of them.
+	Summary *Summary `protobuf:"bytes,1,opt,name=summary,proto3" json:"summary,omitempty"`
+	// Not over yet.
+	Open bool `protobuf:"varint,2,opt,name=open,proto3" json:"open,omitempty"`
+	// Bytes that came (push) or were sent (pull).
+	MovedBytes    uint64 `protobuf:"varint,3,opt,name=moved_bytes,json=movedBytes,proto3" json:"moved_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TensorState) Reset() {
+	*x = TensorState{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[29]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TensorState) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TensorState) ProtoMessage() {}
+
+func (x *TensorState) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[29]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TensorState.ProtoReflect.Descriptor instead.
+func (*TensorState) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{29}
+}
+
+func (x *TensorState) GetSummary() *Summary {
+	if x != nil {
+		return x.Summary
+	}
+	return nil
+}
+
+func (x *TensorState) GetOpen() bool {
+	if x != nil {
+		return x.Open
+	}
+	return false
+}
+
+func (x *TensorState) GetMovedBytes() uint64 {
+	if x != nil {
+		return x.MovedBytes
+	}
+	return 0
+}
+
 // ListModelsRequest asks for every model.
 type ListModelsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1288,7 +2450,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[14]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1300,7 +2462,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[14]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1313,7 +2475,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{14}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{30}
 }
 
 // ListModelsResponse lists the models by name.
@@ -1327,7 +2489,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[15]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1339,7 +2501,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[15]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1352,7 +2514,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{15}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -1383,7 +2545,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[16]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1395,7 +2557,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[16]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1408,7 +2570,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{16}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Model) GetName() string {
@@ -1470,7 +2632,7 @@ type Port struct {
 
 func (x *Port) Reset() {
 	*x = Port{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[17]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1482,7 +2644,7 @@ func (x *Port) String() string {
 func (*Port) ProtoMessage() {}
 
 func (x *Port) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[17]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1495,7 +2657,7 @@ func (x *Port) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Port.ProtoReflect.Descriptor instead.
 func (*Port) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{17}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Port) GetName() string {
@@ -1535,7 +2697,7 @@ type GetServiceInfoRequest struct {
 
 func (x *GetServiceInfoRequest) Reset() {
 	*x = GetServiceInfoRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[18]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1547,7 +2709,7 @@ func (x *GetServiceInfoRequest) String() string {
 func (*GetServiceInfoRequest) ProtoMessage() {}
 
 func (x *GetServiceInfoRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[18]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1560,7 +2722,7 @@ func (x *GetServiceInfoRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetServiceInfoRequest.ProtoReflect.Descriptor instead.
 func (*GetServiceInfoRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{18}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{34}
 }
 
 // GetServiceInfoResponse tells what a server is, allows and has done.
@@ -1580,7 +2742,7 @@ type GetServiceInfoResponse struct {
 
 func (x *GetServiceInfoResponse) Reset() {
 	*x = GetServiceInfoResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[19]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1592,7 +2754,7 @@ func (x *GetServiceInfoResponse) String() string {
 func (*GetServiceInfoResponse) ProtoMessage() {}
 
 func (x *GetServiceInfoResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[19]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1605,7 +2767,7 @@ func (x *GetServiceInfoResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetServiceInfoResponse.ProtoReflect.Descriptor instead.
 func (*GetServiceInfoResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{19}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *GetServiceInfoResponse) GetVersion() string {
@@ -1640,7 +2802,7 @@ var File_tensorferry_v1_tensorferry_proto protoreflect.FileDescriptor
 
 const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\n" +
-	" tensorferry/v1/tensorferry.proto\x12\x0etensorferry.v1\"\xe0\x03\n" +
+	" tensorferry/v1/tensorferry.proto\x12\x0etensorferry.v1\"\x97\x04\n" +
 	"\x05Frame\x12+\n" +
 	"\x05hello\x18\x01 \x01(\v2\x15.tensorferry.v1.HelloR\x05hello\x12*\n" +
 	"\x05calls\x18\x02 \x03(\v2\x14.tensorferry.v1.CallR\x05calls\x120\n" +
@@ -1650,9 +2812,10 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\acancels\x18\x06 \x03(\v2\x16.tensorferry.v1.CancelR\acancels\x123\n" +
 	"\bfailures\x18\a \x03(\v2\x17.tensorferry.v1.FailureR\bfailures\x12*\n" +
 	"\x05dones\x18\b \x03(\v2\x14.tensorferry.v1.DoneR\x05dones\x12+\n" +
-	"\x05drain\x18\t \x01(\v2\x15.tensorferry.v1.DrainR\x05drain\x12+\n" +
+	"\x05drain\x18\t \x01(\v2\x15.tensorferry.v1.DrainR\x05drain\x125\n" +
+	"\tsummaries\x18\x0e \x03(\v2\x17.tensorferry.v1.SummaryR\tsummaries\x12+\n" +
 	"\x05chunk\x18\x0f \x01(\v2\x15.tensorferry.v1.ChunkR\x05chunkJ\x04\b\n" +
-	"\x10\x0f\"\xf1\x01\n" +
+	"\x10\x0e\"\xa0\x02\n" +
 	"\x05Hello\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x1d\n" +
 	"\n" +
@@ -1660,7 +2823,8 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x0fmax_chunk_bytes\x18\x03 \x01(\rR\rmaxChunkBytes\x12'\n" +
 	"\x0fallowance_bytes\x18\x04 \x01(\rR\x0eallowanceBytes\x124\n" +
 	"\bchecksum\x18\x05 \x01(\x0e2\x18.tensorferry.v1.ChecksumR\bchecksum\x12(\n" +
-	"\x10max_open_tensors\x18\x06 \x01(\rR\x0emaxOpenTensors\"\xf7\x01\n" +
+	"\x10max_open_tensors\x18\x06 \x01(\rR\x0emaxOpenTensors\x12-\n" +
+	"\x06codecs\x18\a \x03(\x0e2\x15.tensorferry.v1.CodecR\x06codecs\"\xf7\x01\n" +
 	"\x04Call\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x12\x14\n" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x12-\n" +
@@ -1727,12 +2891,98 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\vtotal_nanos\x18\a \x01(\x03R\n" +
 	"totalNanos\"\x1f\n" +
 	"\x05Drain\x12\x16\n" +
-	"\x06reason\x18\x01 \x01(\tR\x06reason\"p\n" +
+	"\x06reason\x18\x01 \x01(\tR\x06reason\"\x97\x01\n" +
 	"\x05Chunk\x12\x1b\n" +
 	"\ttensor_id\x18\x01 \x01(\fR\btensorId\x12\x14\n" +
-	"\x05index\x18\x02 \x01(\rR\x05index\x12\x1a\n" +
+	"\x05index\x18\x02 \x01(\rR\x05index\x12+\n" +
+	"\x05codec\x18\x03 \x01(\x0e2\x15.tensorferry.v1.CodecR\x05codec\x12\x1a\n" +
 	"\bchecksum\x18\x04 \x01(\aR\bchecksum\x12\x12\n" +
-	"\x04data\x18\x0f \x01(\fR\x04dataJ\x04\b\x03\x10\x04\"\x13\n" +
+	"\x04data\x18\x0f \x01(\fR\x04data\"\xe7\x01\n" +
+	"\aSummary\x12\x1b\n" +
+	"\ttensor_id\x18\x01 \x01(\fR\btensorId\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n" +
+	"\x04code\x18\x03 \x01(\rR\x04code\x12\x18\n" +
+	"\amessage\x18\x04 \x01(\tR\amessage\x12\x1d\n" +
+	"\n" +
+	"size_bytes\x18\x05 \x01(\x04R\tsizeBytes\x12\x16\n" +
+	"\x06digest\x18\x06 \x01(\fR\x06digest\x12\x18\n" +
+	"\adurable\x18\a \x01(\bR\adurable\x12,\n" +
+	"\x12retry_after_millis\x18\b \x01(\rR\x10retryAfterMillis\"L\n" +
+	"\x13PushTensorsResponse\x125\n" +
+	"\tsummaries\x18\x01 \x03(\v2\x17.tensorferry.v1.SummaryR\tsummaries\"|\n" +
+	"\x12PullTensorsRequest\x12+\n" +
+	"\x05hello\x18\x01 \x01(\v2\x15.tensorferry.v1.HelloR\x05hello\x129\n" +
+	"\n" +
+	"selections\x18\x02 \x03(\v2\x19.tensorferry.v1.SelectionR\n" +
+	"selections\"\xfd\x01\n" +
+	"\tSelection\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
+	"\x06source\x18\x02 \x01(\bR\x06source\x12=\n" +
+	"\x06params\x18\x03 \x03(\v2%.tensorferry.v1.Selection.ParamsEntryR\x06params\x12)\n" +
+	"\x04held\x18\x04 \x03(\v2\x15.tensorferry.v1.RangeR\x04held\x12\x1f\n" +
+	"\vheld_digest\x18\x05 \x01(\fR\n" +
+	"heldDigest\x1a9\n" +
+	"\vParamsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"7\n" +
+	"\x05Range\x12\x16\n" +
+	"\x06offset\x18\x01 \x01(\x04R\x06offset\x12\x16\n" +
+	"\x06length\x18\x02 \x01(\x04R\x06length\"\x81\x02\n" +
+	"\x0eComputeRequest\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x123\n" +
+	"\x06inputs\x18\x02 \x03(\v2\x1b.tensorferry.v1.NamedTensorR\x06inputs\x12B\n" +
+	"\x06params\x18\x03 \x03(\v2*.tensorferry.v1.ComputeRequest.ParamsEntryR\x06params\x12%\n" +
+	"\x0etimeout_millis\x18\x04 \x01(\x04R\rtimeoutMillis\x1a9\n" +
+	"\vParamsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"{\n" +
+	"\vNamedTensor\x12\x12\n" +
+	"\x04port\x18\x01 \x01(\tR\x04port\x12.\n" +
+	"\x05dtype\x18\x02 \x01(\x0e2\x18.tensorferry.v1.DataTypeR\x05dtype\x12\x14\n" +
+	"\x05shape\x18\x03 \x03(\x03R\x05shape\x12\x12\n" +
+	"\x04data\x18\x04 \x01(\fR\x04data\"{\n" +
+	"\x0fComputeResponse\x125\n" +
+	"\aoutputs\x18\x01 \x03(\v2\x1b.tensorferry.v1.NamedTensorR\aoutputs\x121\n" +
+	"\atimings\x18\x02 \x01(\v2\x17.tensorferry.v1.TimingsR\atimings\"d\n" +
+	"\x12ListTensorsRequest\x12\x12\n" +
+	"\x04glob\x18\x01 \x01(\tR\x04glob\x12\x1b\n" +
+	"\tpage_size\x18\x02 \x01(\rR\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x03 \x01(\tR\tpageToken\"\x8f\x01\n" +
+	"\x13ListTensorsResponse\x126\n" +
+	"\atensors\x18\x01 \x03(\v2\x1c.tensorferry.v1.StoredTensorR\atensors\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x18\n" +
+	"\asources\x18\x03 \x03(\tR\asources\"\xf2\x01\n" +
+	"\fStoredTensor\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12.\n" +
+	"\x05dtype\x18\x02 \x01(\x0e2\x18.tensorferry.v1.DataTypeR\x05dtype\x12\x14\n" +
+	"\x05shape\x18\x03 \x03(\x03R\x05shape\x12\x1d\n" +
+	"\n" +
+	"size_bytes\x18\x04 \x01(\x04R\tsizeBytes\x12\x16\n" +
+	"\x06digest\x18\x05 \x01(\fR\x06digest\x12#\n" +
+	"\rstored_millis\x18\x06 \x01(\x03R\fstoredMillis\x12\x18\n" +
+	"\adurable\x18\a \x01(\bR\adurable\x12\x12\n" +
+	"\x04file\x18\b \x01(\tR\x04file\",\n" +
+	"\x14DeleteTensorsRequest\x12\x14\n" +
+	"\x05names\x18\x01 \x03(\tR\x05names\"1\n" +
+	"\x15DeleteTensorsResponse\x12\x18\n" +
+	"\adeleted\x18\x01 \x03(\tR\adeleted\"5\n" +
+	"\x12GetTransferRequest\x12\x1f\n" +
+	"\vtransfer_id\x18\x01 \x01(\fR\n" +
+	"transferId\"\xc1\x01\n" +
+	"\x13GetTransferResponse\x12\x12\n" +
+	"\x04open\x18\x01 \x01(\bR\x04open\x12\x12\n" +
+	"\x04push\x18\x02 \x01(\bR\x04push\x12\x12\n" +
+	"\x04code\x18\x03 \x01(\rR\x04code\x12\x18\n" +
+	"\amessage\x18\x04 \x01(\tR\amessage\x12\x1d\n" +
+	"\n" +
+	"age_millis\x18\x05 \x01(\x03R\tageMillis\x125\n" +
+	"\atensors\x18\x06 \x03(\v2\x1b.tensorferry.v1.TensorStateR\atensors\"u\n" +
+	"\vTensorState\x121\n" +
+	"\asummary\x18\x01 \x01(\v2\x17.tensorferry.v1.SummaryR\asummary\x12\x12\n" +
+	"\x04open\x18\x02 \x01(\bR\x04open\x12\x1f\n" +
+	"\vmoved_bytes\x18\x03 \x01(\x04R\n" +
+	"movedBytes\"\x13\n" +
 	"\x11ListModelsRequest\"C\n" +
 	"\x12ListModelsResponse\x12-\n" +
 	"\x06models\x18\x01 \x03(\v2\x15.tensorferry.v1.ModelR\x06models\"\xbf\x01\n" +
@@ -1783,9 +3033,18 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\bChecksum\x12\x18\n" +
 	"\x14CHECKSUM_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fCHECKSUM_CRC32C\x10\x01\x12\x12\n" +
-	"\x0eCHECKSUM_CRC32\x10\x022\x88\x02\n" +
+	"\x0eCHECKSUM_CRC32\x10\x02*-\n" +
+	"\x05Codec\x12\x15\n" +
+	"\x11CODEC_UNSPECIFIED\x10\x00\x12\r\n" +
+	"\tCODEC_LZ4\x10\x012\xfb\x05\n" +
 	"\rTensorService\x12A\n" +
-	"\rStreamTensors\x12\x15.tensorferry.v1.Frame\x1a\x15.tensorferry.v1.Frame(\x010\x01\x12S\n" +
+	"\rStreamTensors\x12\x15.tensorferry.v1.Frame\x1a\x15.tensorferry.v1.Frame(\x010\x01\x12K\n" +
+	"\vPushTensors\x12\x15.tensorferry.v1.Frame\x1a#.tensorferry.v1.PushTensorsResponse(\x01\x12J\n" +
+	"\vPullTensors\x12\".tensorferry.v1.PullTensorsRequest\x1a\x15.tensorferry.v1.Frame0\x01\x12J\n" +
+	"\aCompute\x12\x1e.tensorferry.v1.ComputeRequest\x1a\x1f.tensorferry.v1.ComputeResponse\x12V\n" +
+	"\vListTensors\x12\".tensorferry.v1.ListTensorsRequest\x1a#.tensorferry.v1.ListTensorsResponse\x12\\\n" +
+	"\rDeleteTensors\x12$.tensorferry.v1.DeleteTensorsRequest\x1a%.tensorferry.v1.DeleteTensorsResponse\x12V\n" +
+	"\vGetTransfer\x12\".tensorferry.v1.GetTransferRequest\x1a#.tensorferry.v1.GetTransferResponse\x12S\n" +
 	"\n" +
 	"ListModels\x12!.tensorferry.v1.ListModelsRequest\x1a\".tensorferry.v1.ListModelsResponse\x12_\n" +
 	"\x0eGetServiceInfo\x12%.tensorferry.v1.GetServiceInfoRequest\x1a&.tensorferry.v1.GetServiceInfoResponseBEZCgithub.com/tensorferry/tensorferry/api/tensorferry/v1;tensorferryv1b\x06proto3"
@@ -1802,71 +3061,119 @@ func file_tensorferry_v1_tensorferry_proto_rawDescGZIP() []byte {
 	return file_tensorferry_v1_tensorferry_proto_rawDescData
 }
 
-var file_tensorferry_v1_tensorferry_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_tensorferry_v1_tensorferry_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_tensorferry_v1_tensorferry_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_tensorferry_v1_tensorferry_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
 var file_tensorferry_v1_tensorferry_proto_goTypes = []any{
 	(DataType)(0),                  // 0: tensorferry.v1.DataType
 	(Checksum)(0),                  // 1: tensorferry.v1.Checksum
-	(*Frame)(nil),                  // 2: tensorferry.v1.Frame
-	(*Hello)(nil),                  // 3: tensorferry.v1.Hello
-	(*Call)(nil),                   // 4: tensorferry.v1.Call
-	(*Input)(nil),                  // 5: tensorferry.v1.Input
-	(*TensorDesc)(nil),             // 6: tensorferry.v1.TensorDesc
-	(*Credit)(nil),                 // 7: tensorferry.v1.Credit
-	(*Ack)(nil),                    // 8: tensorferry.v1.Ack
-	(*Cancel)(nil),                 // 9: tensorferry.v1.Cancel
-	(*Failure)(nil),                // 10: tensorferry.v1.Failure
-	(*Done)(nil),                   // 11: tensorferry.v1.Done
-	(*Output)(nil),                 // 12: tensorferry.v1.Output
-	(*Timings)(nil),                // 13: tensorferry.v1.Timings
-	(*Drain)(nil),                  // 14: tensorferry.v1.Drain
-	(*Chunk)(nil),                  // 15: tensorferry.v1.Chunk
-	(*ListModelsRequest)(nil),      // 16: tensorferry.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),     // 17: tensorferry.v1.ListModelsResponse
-	(*Model)(nil),                  // 18: tensorferry.v1.Model
-	(*Port)(nil),                   // 19: tensorferry.v1.Port
-	(*GetServiceInfoRequest)(nil),  // 20: tensorferry.v1.GetServiceInfoRequest
-	(*GetServiceInfoResponse)(nil), // 21: tensorferry.v1.GetServiceInfoResponse
-	nil,                            // 22: tensorferry.v1.Call.ParamsEntry
-	nil,                            // 23: tensorferry.v1.TensorDesc.MetadataEntry
-	nil,                            // 24: tensorferry.v1.GetServiceInfoResponse.LimitsEntry
-	nil,                            // 25: tensorferry.v1.GetServiceInfoResponse.CountersEntry
+	(Codec)(0),                     // 2: tensorferry.v1.Codec
+	(*Frame)(nil),                  // 3: tensorferry.v1.Frame
+	(*Hello)(nil),                  // 4: tensorferry.v1.Hello
+	(*Call)(nil),                   // 5: tensorferry.v1.Call
+	(*Input)(nil),                  // 6: tensorferry.v1.Input
+	(*TensorDesc)(nil),             // 7: tensorferry.v1.TensorDesc
+	(*Credit)(nil),                 // 8: tensorferry.v1.Credit
+	(*Ack)(nil),                    // 9: tensorferry.v1.Ack
+	(*Cancel)(nil),                 // 10: tensorferry.v1.Cancel
+	(*Failure)(nil),                // 11: tensorferry.v1.Failure
+	(*Done)(nil),                   // 12: tensorferry.v1.Done
+	(*Output)(nil),                 // 13: tensorferry.v1.Output
+	(*Timings)(nil),                // 14: tensorferry.v1.Timings
+	(*Drain)(nil),                  // 15: tensorferry.v1.Drain
+	(*Chunk)(nil),                  // 16: tensorferry.v1.Chunk
+	(*Summary)(nil),                // 17: tensorferry.v1.Summary
+	(*PushTensorsResponse)(nil),    // 18: tensorferry.v1.PushTensorsResponse
+	(*PullTensorsRequest)(nil),     // 19: tensorferry.v1.PullTensorsRequest
+	(*Selection)(nil),              // 20: tensorferry.v1.Selection
+	(*Range)(nil),                  // 21: tensorferry.v1.Range
+	(*ComputeRequest)(nil),         // 22: tensorferry.v1.ComputeRequest
+	(*NamedTensor)(nil),            // 23: tensorferry.v1.NamedTensor
+	(*ComputeResponse)(nil),        // 24: tensorferry.v1.ComputeResponse
+	(*ListTensorsRequest)(nil),     // 25: tensorferry.v1.ListTensorsRequest
+	(*ListTensorsResponse)(nil),    // 26: tensorferry.v1.ListTensorsResponse
+	(*StoredTensor)(nil),           // 27: tensorferry.v1.StoredTensor
+	(*DeleteTensorsRequest)(nil),   // 28: tensorferry.v1.DeleteTensorsRequest
+	(*DeleteTensorsResponse)(nil),  // 29: tensorferry.v1.DeleteTensorsResponse
+	(*GetTransferRequest)(nil),     // 30: tensorferry.v1.GetTransferRequest
+	(*GetTransferResponse)(nil),    // 31: tensorferry.v1.GetTransferResponse
+	(*TensorState)(nil),            // 32: tensorferry.v1.TensorState
+	(*ListModelsRequest)(nil),      // 33: tensorferry.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),     // 34: tensorferry.v1.ListModelsResponse
+	(*Model)(nil),                  // 35: tensorferry.v1.Model
+	(*Port)(nil),                   // 36: tensorferry.v1.Port
+	(*GetServiceInfoRequest)(nil),  // 37: tensorferry.v1.GetServiceInfoRequest
+	(*GetServiceInfoResponse)(nil), // 38: tensorferry.v1.GetServiceInfoResponse
+	nil,                            // 39: tensorferry.v1.Call.ParamsEntry
+	nil,                            // 40: tensorferry.v1.TensorDesc.MetadataEntry
+	nil,                            // 41: tensorferry.v1.Selection.ParamsEntry
+	nil,                            // 42: tensorferry.v1.ComputeRequest.ParamsEntry
+	nil,                            // 43: tensorferry.v1.GetServiceInfoResponse.LimitsEntry
+	nil,                            // 44: tensorferry.v1.GetServiceInfoResponse.CountersEntry
 }
 var file_tensorferry_v1_tensorferry_proto_depIdxs = []int32{
-	3,  // 0: tensorferry.v1.Frame.hello:type_name -> tensorferry.v1.Hello
-	4,  // 1: tensorferry.v1.Frame.calls:type_name -> tensorferry.v1.Call
-	6,  // 2: tensorferry.v1.Frame.descs:type_name -> tensorferry.v1.TensorDesc
-	7,  // 3: tensorferry.v1.Frame.credits:type_name -> tensorferry.v1.Credit
-	8,  // 4: tensorferry.v1.Frame.acks:type_name -> tensorferry.v1.Ack
-	9,  // 5: tensorferry.v1.Frame.cancels:type_name -> tensorferry.v1.Cancel
-	10, // 6: tensorferry.v1.Frame.failures:type_name -> tensorferry.v1.Failure
-	11, // 7: tensorferry.v1.Frame.dones:type_name -> tensorferry.v1.Done
-	14, // 8: tensorferry.v1.Frame.drain:type_name -> tensorferry.v1.Drain
-	15, // 9: tensorferry.v1.Frame.chunk:type_name -> tensorferry.v1.Chunk
-	1,  // 10: tensorferry.v1.Hello.checksum:type_name -> tensorferry.v1.Checksum
-	5,  // 11: tensorferry.v1.Call.inputs:type_name -> tensorferry.v1.Input
-	22, // 12: tensorferry.v1.Call.params:type_name -> tensorferry.v1.Call.ParamsEntry
-	0,  // 13: tensorferry.v1.TensorDesc.dtype:type_name -> tensorferry.v1.DataType
-	23, // 14: tensorferry.v1.TensorDesc.metadata:type_name -> tensorferry.v1.TensorDesc.MetadataEntry
-	12, // 15: tensorferry.v1.Done.outputs:type_name -> tensorferry.v1.Output
-	13, // 16: tensorferry.v1.Done.timings:type_name -> tensorferry.v1.Timings
-	18, // 17: tensorferry.v1.ListModelsResponse.models:type_name -> tensorferry.v1.Model
-	19, // 18: tensorferry.v1.Model.inputs:type_name -> tensorferry.v1.Port
-	19, // 19: tensorferry.v1.Model.outputs:type_name -> tensorferry.v1.Port
-	0,  // 20: tensorferry.v1.Port.dtypes:type_name -> tensorferry.v1.DataType
-	24, // 21: tensorferry.v1.GetServiceInfoResponse.limits:type_name -> tensorferry.v1.GetServiceInfoResponse.LimitsEntry
-	25, // 22: tensorferry.v1.GetServiceInfoResponse.counters:type_name -> tensorferry.v1.GetServiceInfoResponse.CountersEntry
-	2,  // 23: tensorferry.v1.TensorService.StreamTensors:input_type -> tensorferry.v1.Frame
-	16, // 24: tensorferry.v1.TensorService.ListModels:input_type -> tensorferry.v1.ListModelsRequest
-	20, // 25: tensorferry.v1.TensorService.GetServiceInfo:input_type -> tensorferry.v1.GetServiceInfoRequest
-	2,  // 26: tensorferry.v1.TensorService.StreamTensors:output_type -> tensorferry.v1.Frame
-	17, // 27: tensorferry.v1.TensorService.ListModels:output_type -> tensorferry.v1.ListModelsResponse
-	21, // 28: tensorferry.v1.TensorService.GetServiceInfo:output_type -> tensorferry.v1.GetServiceInfoResponse
-	26, // [26:29] is the sub-list for method output_type
-	23, // [23:26] is the sub-list for method input_type
-	23, // [23:23] is the sub-list for extension type_name
-	23, // [23:23] is the sub-list for extension extendee
-	0,  // [0:23] is the sub-list for field type_name
+	4,  // 0: tensorferry.v1.Frame.hello:type_name -> tensorferry.v1.Hello
+	5,  // 1: tensorferry.v1.Frame.calls:type_name -> tensorferry.v1.Call
+	7,  // 2: tensorferry.v1.Frame.descs:type_name -> tensorferry.v1.TensorDesc
+	8,  // 3: tensorferry.v1.Frame.credits:type_name -> tensorferry.v1.Credit
+	9,  // 4: tensorferry.v1.Frame.acks:type_name -> tensorferry.v1.Ack
+	10, // 5: tensorferry.v1.Frame.cancels:type_name -> tensorferry.v1.Cancel
+	11, // 6: tensorferry.v1.Frame.failures:type_name -> tensorferry.v1.Failure
+	12, // 7: tensorferry.v1.Frame.dones:type_name -> tensorferry.v1.Done
+	15, // 8: tensorferry.v1.Frame.drain:type_name -> tensorferry.v1.Drain
+	17, // 9: tensorferry.v1.Frame.summaries:type_name -> tensorferry.v1.Summary
+	16, // 10: tensorferry.v1.Frame.chunk:type_name -> tensorferry.v1.Chunk
+	1,  // 11: tensorferry.v1.Hello.checksum:type_name -> tensorferry.v1.Checksum
+	2,  // 12: tensorferry.v1.Hello.codecs:type_name -> tensorferry.v1.Codec
+	6,  // 13: tensorferry.v1.Call.inputs:type_name -> tensorferry.v1.Input
+	39, // 14: tensorferry.v1.Call.params:type_name -> tensorferry.v1.Call.ParamsEntry
+	0,  // 15: tensorferry.v1.TensorDesc.dtype:type_name -> tensorferry.v1.DataType
+	40, // 16: tensorferry.v1.TensorDesc.metadata:type_name -> tensorferry.v1.TensorDesc.MetadataEntry
+	13, // 17: tensorferry.v1.Done.outputs:type_name -> tensorferry.v1.Output
+	14, // 18: tensorferry.v1.Done.timings:type_name -> tensorferry.v1.Timings
+	2,  // 19: tensorferry.v1.Chunk.codec:type_name -> tensorferry.v1.Codec
+	17, // 20: tensorferry.v1.PushTensorsResponse.summaries:type_name -> tensorferry.v1.Summary
+	4,  // 21: tensorferry.v1.PullTensorsRequest.hello:type_name -> tensorferry.v1.Hello
+	20, // 22: tensorferry.v1.PullTensorsRequest.selections:type_name -> tensorferry.v1.Selection
+	41, // 23: tensorferry.v1.Selection.params:type_name -> tensorferry.v1.Selection.ParamsEntry
+	21, // 24: tensorferry.v1.Selection.held:type_name -> tensorferry.v1.Range
+	23, // 25: tensorferry.v1.ComputeRequest.inputs:type_name -> tensorferry.v1.NamedTensor
+	42, // 26: tensorferry.v1.ComputeRequest.params:type_name -> tensorferry.v1.ComputeRequest.ParamsEntry
+	0,  // 27: tensorferry.v1.NamedTensor.dtype:type_name -> tensorferry.v1.DataType
+	23, // 28: tensorferry.v1.ComputeResponse.outputs:type_name -> tensorferry.v1.NamedTensor
+	14, // 29: tensorferry.v1.ComputeResponse.timings:type_name -> tensorferry.v1.Timings
+	27, // 30: tensorferry.v1.ListTensorsResponse.tensors:type_name -> tensorferry.v1.StoredTensor
+	0,  // 31: tensorferry.v1.StoredTensor.dtype:type_name -> tensorferry.v1.DataType
+	32, // 32: tensorferry.v1.GetTransferResponse.tensors:type_name -> tensorferry.v1.TensorState
+	17, // 33: tensorferry.v1.TensorState.summary:type_name -> tensorferry.v1.Summary
+	35, // 34: tensorferry.v1.ListModelsResponse.models:type_name -> tensorferry.v1.Model
+	36, // 35: tensorferry.v1.Model.inputs:type_name -> tensorferry.v1.Port
+	36, // 36: tensorferry.v1.Model.outputs:type_name -> tensorferry.v1.Port
+	0,  // 37: tensorferry.v1.Port.dtypes:type_name -> tensorferry.v1.DataType
+	43, // 38: tensorferry.v1.GetServiceInfoResponse.limits:type_name -> tensorferry.v1.GetServiceInfoResponse.LimitsEntry
+	44, // 39: tensorferry.v1.GetServiceInfoResponse.counters:type_name -> tensorferry.v1.GetServiceInfoResponse.CountersEntry
+	3,  // 40: tensorferry.v1.TensorService.StreamTensors:input_type -> tensorferry.v1.Frame
+	3,  // 41: tensorferry.v1.TensorService.PushTensors:input_type -> tensorferry.v1.Frame
+	19, // 42: tensorferry.v1.TensorService.PullTensors:input_type -> tensorferry.v1.PullTensorsRequest
+	22, // 43: tensorferry.v1.TensorService.Compute:input_type -> tensorferry.v1.ComputeRequest
+	25, // 44: tensorferry.v1.TensorService.ListTensors:input_type -> tensorferry.v1.ListTensorsRequest
+	28, // 45: tensorferry.v1.TensorService.DeleteTensors:input_type -> tensorferry.v1.DeleteTensorsRequest
+	30, // 46: tensorferry.v1.TensorService.GetTransfer:input_type -> tensorferry.v1.GetTransferRequest
+	33, // 47: tensorferry.v1.TensorService.ListModels:input_type -> tensorferry.v1.ListModelsRequest
+	37, // 48: tensorferry.v1.TensorService.GetServiceInfo:input_type -> tensorferry.v1.GetServiceInfoRequest
+	3,  // 49: tensorferry.v1.TensorService.StreamTensors:output_type -> tensorferry.v1.Frame
+	18, // 50: tensorferry.v1.TensorService.PushTensors:output_type -> tensorferry.v1.PushTensorsResponse
+	3,  // 51: tensorferry.v1.TensorService.PullTensors:output_type -> tensorferry.v1.Frame
+	24, // 52: tensorferry.v1.TensorService.Compute:output_type -> tensorferry.v1.ComputeResponse
+	26, // 53: tensorferry.v1.TensorService.ListTensors:output_type -> tensorferry.v1.ListTensorsResponse
+	29, // 54: tensorferry.v1.TensorService.DeleteTensors:output_type -> tensorferry.v1.DeleteTensorsResponse
+	31, // 55: tensorferry.v1.TensorService.GetTransfer:output_type -> tensorferry.v1.GetTransferResponse
+	34, // 56: tensorferry.v1.TensorService.ListModels:output_type -> tensorferry.v1.ListModelsResponse
+	38, // 57: tensorferry.v1.TensorService.GetServiceInfo:output_type -> tensorferry.v1.GetServiceInfoResponse
+	49, // [49:58] is the sub-list for method output_type
+	40, // [40:49] is the sub-list for method input_type
+	40, // [40:40] is the sub-list for extension type_name
+	40, // [40:40] is the sub-list for extension extendee
+	0,  // [0:40] is the sub-list for field type_name
 }
 
 func init() { file_tensorferry_v1_tensorferry_proto_init() }
@@ -1879,8 +3186,8 @@ func file_tensorferry_v1_tensorferry_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_tensorferry_v1_tensorferry_proto_rawDesc), len(file_tensorferry_v1_tensorferry_proto_rawDesc)),
-			NumEnums:      2,
-			NumMessages:   24,
+			NumEnums:      3,
+			NumMessages:   42,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

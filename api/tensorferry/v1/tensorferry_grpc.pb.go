@@ -22,6 +22,12 @@ const _ = grpc.SupportPackageIsVersion9
 
 const (
 	TensorService_StreamTensors_FullMethodName  = "/tensorferry.v1.TensorService/StreamTensors"
+	TensorService_PushTensors_FullMethodName    = "/tensorferry.v1.TensorService/PushTensors"
+	TensorService_PullTensors_FullMethodName    = "/tensorferry.v1.TensorService/PullTensors"
+	TensorService_Compute_FullMethodName        = "/tensorferry.v1.TensorService/Compute"
+	TensorService_ListTensors_FullMethodName    = "/tensorferry.v1.TensorService/ListTensors"
+	TensorService_DeleteTensors_FullMethodName  = "/tensorferry.v1.TensorService/DeleteTensors"
+	TensorService_GetTransfer_FullMethodName    = "/tensorferry.v1.TensorService/GetTransfer"
 	TensorService_ListModels_FullMethodName     = "/tensorferry.v1.TensorService/ListModels"
 	TensorService_GetServiceInfo_FullMethodName = "/tensorferry.v1.TensorService/GetServiceInfo"
 )
@@ -34,6 +40,21 @@ const (
 type TensorServiceClient interface {
 	// StreamTensors is a session: calls go in, results come out, many in flight.
 	StreamTensors(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[Frame, Frame], error)
+	// PushTensors uploads tensors into the store: hello, then descs and chunks, one
+	// tensor or several at a time. HTTP/2 is the back-pressure: the next frame is read
+	// when the last one has its place.
+	PushTensors(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[Frame, PushTensorsResponse], error)
+	// PullTensors downloads tensors by name, glob or source: hello, then for each
+	// tensor its desc, its chunks and a summary.
+	PullTensors(ctx context.Context, in *PullTensorsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[Frame], error)
+	// Compute runs one small call: to 1 MiB of inputs, and of outputs.
+	Compute(ctx context.Context, in *ComputeRequest, opts ...grpc.CallOption) (*ComputeResponse, error)
+	// ListTensors lists what the store holds.
+	ListTensors(ctx context.Context, in *ListTensorsRequest, opts ...grpc.CallOption) (*ListTensorsResponse, error)
+	// DeleteTensors removes tensors from the store.
+	DeleteTensors(ctx context.Context, in *DeleteTensorsRequest, opts ...grpc.CallOption) (*DeleteTensorsResponse, error)
+	// GetTransfer tells how far a push or a pull is, or how it ended.
+	GetTransfer(ctx context.Context, in *GetTransferRequest, opts ...grpc.CallOption) (*GetTransferResponse, error)
 	// ListModels names the models that a call may ask for.
 	ListModels(ctx context.Context, in *ListModelsRequest, opts ...grpc.CallOption) (*ListModelsResponse, error)
 	// GetServiceInfo tells version, limits and counters of the server.
@@ -60,6 +81,78 @@ func (c *tensorServiceClient) StreamTensors(ctx context.Context, opts ...grpc.Ca
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type TensorService_StreamTensorsClient = grpc.BidiStreamingClient[Frame, Frame]
+
+func (c *tensorServiceClient) PushTensors(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[Frame, PushTensorsResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &TensorService_ServiceDesc.Streams[1], TensorService_PushTensors_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[Frame, PushTensorsResponse]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type TensorService_PushTensorsClient = grpc.ClientStreamingClient[Frame, PushTensorsResponse]
+
+func (c *tensorServiceClient) PullTensors(ctx context.Context, in *PullTensorsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[Frame], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &TensorService_ServiceDesc.Streams[2], TensorService_PullTensors_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[PullTensorsRequest, Frame]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type TensorService_PullTensorsClient = grpc.ServerStreamingClient[Frame]
+
+func (c *tensorServiceClient) Compute(ctx context.Context, in *ComputeRequest, opts ...grpc.CallOption) (*ComputeResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ComputeResponse)
+	err := c.cc.Invoke(ctx, TensorService_Compute_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *tensorServiceClient) ListTensors(ctx context.Context, in *ListTensorsRequest, opts ...grpc.CallOption) (*ListTensorsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListTensorsResponse)
+	err := c.cc.Invoke(ctx, TensorService_ListTensors_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *tensorServiceClient) DeleteTensors(ctx context.Context, in *DeleteTensorsRequest, opts ...grpc.CallOption) (*DeleteTensorsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DeleteTensorsResponse)
+	err := c.cc.Invoke(ctx, TensorService_DeleteTensors_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *tensorServiceClient) GetTransfer(ctx context.Context, in *GetTransferRequest, opts ...grpc.CallOption) (*GetTransferResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(GetTransferResponse)
+	err := c.cc.Invoke(ctx, TensorService_GetTransfer_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
 
 func (c *tensorServiceClient) ListModels(ctx context.Context, in *ListModelsRequest, opts ...grpc.CallOption) (*ListModelsResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
@@ -89,6 +182,21 @@ func (c *tensorServiceClient) GetServiceInfo(ctx context.Context, in *GetService
 type TensorServiceServer interface {
 	// StreamTensors is a session: calls go in, results come out, many in flight.
 	StreamTensors(grpc.BidiStreamingServer[Frame, Frame]) error
+	// PushTensors uploads tensors into the store: hello, then descs and chunks, one
+	// tensor or several at a time. HTTP/2 is the back-pressure: the next frame is read
+	// when the last one has its place.
+	PushTensors(grpc.ClientStreamingServer[Frame, PushTensorsResponse]) error
+	// PullTensors downloads tensors by name, glob or source: hello, then for each
+	// tensor its desc, its chunks and a summary.
+	PullTensors(*PullTensorsRequest, grpc.ServerStreamingServer[Frame]) error
+	// Compute runs one small call: to 1 MiB of inputs, and of outputs.
+	Compute(context.Context, *ComputeRequest) (*ComputeResponse, error)
+	// ListTensors lists what the store holds.
+	ListTensors(context.Context, *ListTensorsRequest) (*ListTensorsResponse, error)
+	// DeleteTensors removes tensors from the store.
+	DeleteTensors(context.Context, *DeleteTensorsRequest) (*DeleteTensorsResponse, error)
+	// GetTransfer tells how far a push or a pull is, or how it ended.
+	GetTransfer(context.Context, *GetTransferRequest) (*GetTransferResponse, error)
 	// ListModels names the models that a call may ask for.
 	ListModels(context.Context, *ListModelsRequest) (*ListModelsResponse, error)
 	// GetServiceInfo tells version, limits and counters of the server.
@@ -105,6 +213,24 @@ type UnimplementedTensorServiceServer struct{}
 
 func (UnimplementedTensorServiceServer) StreamTensors(grpc.BidiStreamingServer[Frame, Frame]) error {
 	return status.Error(codes.Unimplemented, "method StreamTensors not implemented")
+}
+func (UnimplementedTensorServiceServer) PushTensors(grpc.ClientStreamingServer[Frame, PushTensorsResponse]) error {
+	return status.Error(codes.Unimplemented, "method PushTensors not implemented")
+}
+func (UnimplementedTensorServiceServer) PullTensors(*PullTensorsRequest, grpc.ServerStreamingServer[Frame]) error {
+	return status.Error(codes.Unimplemented, "method PullTensors not implemented")
+}
+func (UnimplementedTensorServiceServer) Compute(context.Context, *ComputeRequest) (*ComputeResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Compute not implemented")
+}
+func (UnimplementedTensorServiceServer) ListTensors(context.Context, *ListTensorsRequest) (*ListTensorsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListTensors not implemented")
+}
+func (UnimplementedTensorServiceServer) DeleteTensors(context.Context, *DeleteTensorsRequest) (*DeleteTensorsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method DeleteTensors not implemented")
+}
+func (UnimplementedTensorServiceServer) GetTransfer(context.Context, *GetTransferRequest) (*GetTransferResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetTransfer not implemented")
 }
 func (UnimplementedTensorServiceServer) ListModels(context.Context, *ListModelsRequest) (*ListModelsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ListModels not implemented")
@@ -139,6 +265,96 @@ func _TensorService_StreamTensors_Handler(srv interface{}, stream grpc.ServerStr
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type TensorService_StreamTensorsServer = grpc.BidiStreamingServer[Frame, Frame]
+
+func _TensorService_PushTensors_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(TensorServiceServer).PushTensors(&grpc.GenericServerStream[Frame, PushTensorsResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type TensorService_PushTensorsServer = grpc.ClientStreamingServer[Frame, PushTensorsResponse]
+
+func _TensorService_PullTensors_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(PullTensorsRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(TensorServiceServer).PullTensors(m, &grpc.GenericServerStream[PullTensorsRequest, Frame]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type TensorService_PullTensorsServer = grpc.ServerStreamingServer[Frame]
+
+func _TensorService_Compute_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ComputeRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TensorServiceServer).Compute(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TensorService_Compute_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TensorServiceServer).Compute(ctx, req.(*ComputeRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TensorService_ListTensors_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListTensorsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TensorServiceServer).ListTensors(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TensorService_ListTensors_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TensorServiceServer).ListTensors(ctx, req.(*ListTensorsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TensorService_DeleteTensors_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DeleteTensorsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TensorServiceServer).DeleteTensors(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TensorService_DeleteTensors_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TensorServiceServer).DeleteTensors(ctx, req.(*DeleteTensorsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TensorService_GetTransfer_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetTransferRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TensorServiceServer).GetTransfer(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TensorService_GetTransfer_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TensorServiceServer).GetTransfer(ctx, req.(*GetTransferRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
 
 func _TensorService_ListModels_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ListModelsRequest)
@@ -184,6 +400,22 @@ var TensorService_ServiceDesc = grpc.ServiceDesc{
 	HandlerType: (*TensorServiceServer)(nil),
 	Methods: []grpc.MethodDesc{
 		{
+			MethodName: "Compute",
+			Handler:    _TensorService_Compute_Handler,
+		},
+		{
+			MethodName: "ListTensors",
+			Handler:    _TensorService_ListTensors_Handler,
+		},
+		{
+			MethodName: "DeleteTensors",
+			Handler:    _TensorService_DeleteTensors_Handler,
+		},
+		{
+			MethodName: "GetTransfer",
+			Handler:    _TensorService_GetTransfer_Handler,
+		},
+		{
 			MethodName: "ListModels",
 			Handler:    _TensorService_ListModels_Handler,
 		},
@@ -198,6 +430,16 @@ var TensorService_ServiceDesc = grpc.ServiceDesc{
 			Handler:       _TensorService_StreamTensors_Handler,
 			ServerStreams: true,
 			ClientStreams: true,
+		},
+		{
+			StreamName:    "PushTensors",
+			Handler:       _TensorService_PushTensors_Handler,
+			ClientStreams: true,
+		},
+		{
+			StreamName:    "PullTensors",
+			Handler:       _TensorService_PullTensors_Handler,
+			ServerStreams: true,
 		},
 	},
 	Metadata: "tensorferry/v1/tensorferry.proto",
