@@ -30,7 +30,7 @@ var layers = map[string][]string{
 	"codec":      {"tensor", "slab"},
 	"chunker":    {"tensor", "slab"},
 	"assembler":  {"tensor", "slab", "codec", "internal/invariants"},
-	"store":      {"tensor", "slab", "tensorfile"},
+	"store":      {"tensor", "slab", "codec", "tensorfile", "internal/invariants"},
 
 	"engine":            {"tensor", "slab"},
 	"engine/enginetest": {"engine", "tensor", "slab"},

@@ -1,0 +1,84 @@
+package store
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Source makes a tensor from parameters, when somebody pulls it. The Reader's Info
+// has no name: it is the one that the source was added under. A Source is safe for
+// concurrent use.
+type Source func(ctx context.Context, params map[string]string) (Reader, error)
+
+// Tensor returns a Source that calls f for each pull. f hands over the tensor's
+// bytes: nobody writes to them any more, and they stay valid for as long as
+// somebody reads, so a tensor that is made once may be returned many times.
+func Tensor(f func(ctx context.Context, params map[string]string) (tensor.Tensor, error)) Source {
+	return func(ctx context.Context, params map[string]string) (Reader, error) {
+		t, err := f(ctx, params)
+		if err != nil {
+			return nil, err
+		}
+		if t, err = tensor.New(t.Desc, t.Data); err != nil {
+			return nil, err
+		}
+		return made{t}, nil
+	}
+}
+
+// made is a tensor on the Go heap: releasing it is the garbage collector's.
+type made struct{ t tensor.Tensor }
+
+func (m made) Info() Info { return Info{Desc: m.t.Desc.Clone()} }
+func (m made) Release()   {}
+
+func (m made) View(off, n int64) ([]byte, Releaser, error) {
+	if err := checkRange(off, n, int64(len(m.t.Data))); err != nil {
+		return nil, nil, err
+	}
+	return m.t.Data[off : off+n : off+n], m, nil
+}
+
+// Sources are sources by name. The zero Sources is empty and ready. It is safe for
+// concurrent use.
+type Sources struct {
+	mu     sync.RWMutex // guards all below
+	byName map[string]Source
+}
+
+// Add gives a source a name, which fails with ErrName or ErrExists.
+func (s *Sources) Add(name string, src Source) error {
+	if err := CheckName(name); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if _, taken := s.byName[name]; taken {
+		return fmt.Errorf("%w: there is a source %q already", ErrExists, name)
+	}
+	if s.byName == nil {
+		s.byName = make(map[string]Source)
+	}
+	s.byName[name] = src
+	return nil
+}
+
+// Lookup returns the source of this name.
+func (s *Sources) Lookup(name string) (Source, bool) {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	src, ok := s.byName[name]
+	return src, ok
+}
+
+// Names returns the names of all sources, sorted.
+func (s *Sources) Names() []string {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	return slices.Sorted(maps.Keys(s.byName))
+}

@@ -1,0 +1,155 @@
+// Package store keeps the tensors that were pushed and gives out those that are
+// pulled: from memory, from a folder that outlives the process, or from a
+// function that makes them (a Source).
+//
+// It refuses to turn a name into a path and to show a tensor before it is whole.
+// Servers use it, and so may any program without one. A store owns the bytes that
+// rest in it: they are copied in, and shared read-only with whoever reads.
+package store
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path"
+	"strings"
+	"time"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Errors that callers decide on. Every error of this package wraps one of them, a
+// tensor package's error, the context's cause, or what the operating system says.
+var (
+	// ErrName is wrapped when a name is empty, too long or no printable text.
+	ErrName = errors.New("store: bad name")
+	// ErrGlob is wrapped when a pattern of names is malformed.
+	ErrGlob = errors.New("store: bad pattern")
+	// ErrFull is wrapped when there is no room for a tensor.
+	ErrFull = errors.New("store: full")
+	// ErrNotFound is wrapped when there is no tensor, or source, of a name.
+	ErrNotFound = errors.New("store: not found")
+	// ErrExists is wrapped when a name is taken by what can not be replaced.
+	ErrExists = errors.New("store: name is taken")
+	// ErrPart is wrapped when a tensor is to be deleted that is part of a file.
+	ErrPart = errors.New("store: part of a file")
+	// ErrRange is wrapped when bytes outside a tensor are written or read.
+	ErrRange = errors.New("store: outside the tensor")
+	// ErrLocked is wrapped when another process has the folder.
+	ErrLocked = errors.New("store: folder is in use")
+	// ErrClosed is returned when the store has been closed.
+	ErrClosed = errors.New("store: closed")
+)
+
+// Info says what a store knows about a tensor without reading its bytes.
+type Info struct {
+	Name string
+	tensor.Desc
+	// Digest is zero when nobody has computed it: the tensor is part of a file
+	// that somebody put there, or a Source made it.
+	Digest codec.Digest
+	// Stored is when the tensor was committed, or its file last changed.
+	Stored time.Time
+	// Durable is whether the tensor survives a restart.
+	Durable bool
+	// File is the base name of the .safetensors that the tensor is part of,
+	// empty for a pushed one.
+	File string
+}
+
+// Store keeps tensors by name. It is safe for concurrent use.
+type Store interface {
+	// Create reserves room for a tensor, which ctx bounds the waiting for, and
+	// returns where to write it. It fails with ErrFull, ErrName, ErrExists for the
+	// name of a tensor in a file, or an error of the tensor package for the desc.
+	// Nobody sees the tensor before Commit; an older one of that name stays until
+	// then, and so both need room. Two Writers of one name may be open: the last
+	// one to commit stays.
+	Create(ctx context.Context, name string, d tensor.Desc) (Writer, error)
+	// Open pins the tensor of this name until Release: it stays as it is for this
+	// Reader even when it is deleted or replaced. The error wraps ErrNotFound.
+	Open(ctx context.Context, name string) (Reader, error)
+	// List copies what is known of at most most tensors whose names match glob
+	// and come after after, by name. A glob is in path.Match's syntax, with
+	// ErrGlob for a malformed one; the empty glob matches all.
+	List(glob, after string, most int) ([]Info, error)
+	// Delete forgets the tensor of this name, and fails with ErrNotFound, or with
+	// ErrPart when it is part of a file.
+	Delete(name string) error
+	// Close ends the store; its Writers were ended by their owners before. What
+	// Readers hold stays valid until they release it. Closing twice returns
+	// ErrClosed, as all other methods do after Close.
+	Close() error
+}
+
+// Writer takes one tensor. It belongs to one goroutine, and ends with Commit or
+// Abort.
+type Writer interface {
+	// WriteViews copies views, in order, to byte off of the tensor. Calls may come
+	// in any order of offsets but never overlap; the caller counts what has come.
+	// Bytes in the order of their offsets are hashed as they come; those after the
+	// first gap are read again by Commit.
+	WriteViews(off int64, views [][]byte) error
+	// Commit makes the whole tensor visible under its name, in place of an older
+	// one, at once and for good: durably, when the store is durable. The caller has
+	// written every byte. When it fails, the tensor is discarded as by Abort, and
+	// the older one stays.
+	Commit() (Info, error)
+	// Abort discards what was written and gives the room back. After Commit, or
+	// once more, it does nothing.
+	Abort()
+}
+
+// Reader is a tensor that stays as it is until Release. It is safe for concurrent
+// use, except that Release comes last.
+type Reader interface {
+	// Info copies what is known of the tensor.
+	Info() Info
+	// View shares bytes [off, off+n) of the tensor, at most a few MiB at a time,
+	// read-only until held.Release, which may run on any goroutine and after the
+	// Reader's own. ErrRange when the tensor has fewer bytes; an error holds nothing.
+	//
+	// The bytes may be a mapped file's. If somebody shortens that file, or its disk
+	// fails, then touching them raises SIGBUS, which ends the process unless the
+	// goroutine that reads has called debug.SetPanicOnFault and recovers.
+	View(off, n int64) (data []byte, held Releaser, err error)
+	// Release ends the reading, once.
+	Release()
+}
+
+// Releaser ends the sharing of a view, once.
+type Releaser interface{ Release() }
+
+// CheckName reports, with an error that wraps ErrName, whether a tensor may have
+// this name: 1 to MaxName bytes of UTF-8 without control characters. Slashes and
+// dots are letters like all others: no name is a path here.
+func CheckName(name string) error {
+	switch {
+	case name == "":
+		return fmt.Errorf("%w: it is empty", ErrName)
+	case len(name) > MaxName:
+		return fmt.Errorf("%w: %d bytes, the limit is %d", ErrName, len(name), MaxName)
+	case !utf8.ValidString(name) || strings.ContainsFunc(name, unicode.IsControl):
+		return fmt.Errorf("%w: %q is not UTF-8 without control characters", ErrName, name)
+	}
+	return nil
+}
+
+// checkGlob reports whether names can be matched with a pattern at all.
+func checkGlob(glob string) error {
+	if _, err := path.Match(glob, ""); err != nil {
+		return fmt.Errorf("%w: %q: * and ? stand for all but a slash, [a-z] for one of a range", ErrGlob, glob)
+	}
+	return nil
+}
+
+// checkRange reports whether bytes [off, off+n) lie within a tensor of size bytes.
+func checkRange(off, n, size int64) error {
+	if off < 0 || n < 0 || n > size || off > size-n { // no sum, so no overflow
+		return fmt.Errorf("%w: [%d,+%d) of %d bytes", ErrRange, off, n, size)
+	}
+	return nil
+}
