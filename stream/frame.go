@@ -1,21 +1,25 @@
 package stream
 
-import "github.com/tensorferry/tensorferry/tensor"
+import (
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/tensor"
+)
 
 // Frame is one message of a session as the machine sees it, the same on both
 // sides. internal/wire turns it into bytes and back. The zero Frame is empty;
 // Reset makes it so again and keeps the capacity of its slices.
 type Frame struct {
-	Hello    *Hello
-	Calls    []Call
-	Descs    []Desc
-	Credits  []Credit
-	Acks     []Ack
-	Cancels  []tensor.ID // calls
-	Failures []Failure
-	Dones    []Done
-	Drain    *Drain
-	Chunk    Chunk // no chunk when Chunk.Tensor is zero
+	Hello     *Hello
+	Calls     []Call
+	Descs     []Desc
+	Credits   []Credit
+	Acks      []Ack
+	Cancels   []tensor.ID // calls
+	Failures  []Failure
+	Dones     []Done
+	Drain     *Drain
+	Summaries []Summary // of a pull; a session has none
+	Chunk     Chunk     // no chunk when Chunk.Tensor is zero
 }
 
 // HasChunk reports whether the frame carries a chunk.
@@ -24,7 +28,7 @@ func (f *Frame) HasChunk() bool { return !f.Chunk.Tensor.IsZero() }
 // Empty reports whether there is nothing in the frame.
 func (f *Frame) Empty() bool {
 	return f.Hello == nil && f.Drain == nil && !f.HasChunk() && len(f.Calls)+len(f.Descs)+len(f.Credits)+
-		len(f.Acks)+len(f.Cancels)+len(f.Failures)+len(f.Dones) == 0
+		len(f.Acks)+len(f.Cancels)+len(f.Failures)+len(f.Dones)+len(f.Summaries) == 0
 }
 
 // Reset empties the frame. The views of its chunk are forgotten, not released.
@@ -33,10 +37,12 @@ func (f *Frame) Reset() {
 	clear(f.Descs)
 	clear(f.Failures)
 	clear(f.Dones)
+	clear(f.Summaries)
 	*f = Frame{
 		Calls: f.Calls[:0], Descs: f.Descs[:0], Credits: f.Credits[:0], Acks: f.Acks[:0],
 		Cancels: f.Cancels[:0], Failures: f.Failures[:0], Dones: f.Dones[:0],
-		Chunk: Chunk{Data: f.Chunk.Data[:0]},
+		Summaries: f.Summaries[:0],
+		Chunk:     Chunk{Data: f.Chunk.Data[:0]},
 	}
 }
 
@@ -48,6 +54,7 @@ type Hello struct {
 	AllowanceBytes uint32
 	Checksum       uint8 // codec.Checksum
 	MaxOpenTensors uint32
+	Codecs         []uint8 // codec.Codec, the best liked first; at most 16
 }
 
 // Call opens a run of a model.
@@ -118,6 +125,18 @@ type Timings struct {
 	Receive, Queue, H2D, Compute, D2H, FirstResult, Total int64
 }
 
+// Summary ends a tensor of a push or a pull.
+type Summary struct {
+	Tensor           tensor.ID
+	Name             string
+	Code             Code
+	Message          string
+	SizeBytes        uint64
+	Digest           codec.Digest
+	Durable          bool
+	RetryAfterMillis uint32
+}
+
 // Drain says that the sender opens nothing new.
 type Drain struct{ Reason string }
 
@@ -126,6 +145,7 @@ type Drain struct{ Reason string }
 type Chunk struct {
 	Tensor tensor.ID
 	Index  uint32
+	Codec  uint8 // codec.Codec
 	Sum    uint32
 	Data   [][]byte
 }

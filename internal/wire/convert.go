@@ -23,6 +23,9 @@ func convert(pb *tensorferryv1.Frame, f *stream.Frame) error {
 			Checksum:       uint8(known(h.Checksum)),
 			MaxOpenTensors: h.MaxOpenTensors,
 		}
+		for _, k := range h.Codecs[:min(len(h.Codecs), maxCodecs)] {
+			f.Hello.Codecs = append(f.Hello.Codecs, codecOf(k))
+		}
 	}
 	for i, p := range pb.Calls {
 		call := stream.Call{
@@ -91,16 +94,50 @@ func convert(pb *tensorferryv1.Frame, f *stream.Frame) error {
 		}
 		f.Dones = append(f.Dones, done)
 	}
+	for i, p := range pb.Summaries {
+		f.Summaries = append(f.Summaries, c.summary(p, "summaries[%d]", i))
+	}
 	if pb.Drain != nil {
 		f.Drain = &stream.Drain{Reason: pb.Drain.Reason}
 	}
 	if p := pb.Chunk; p != nil {
 		f.Chunk.Tensor, f.Chunk.Index, f.Chunk.Sum = c.id(p.TensorId, "chunk.tensor_id"), p.Index, p.Checksum
+		f.Chunk.Codec = codecOf(p.Codec)
 		if len(p.Data) > 0 {
 			f.Chunk.Data = append(f.Chunk.Data, p.Data)
 		}
 	}
 	return c.err
+}
+
+// Summary copies what ended a tensor of a push.
+func Summary(p *tensorferryv1.Summary) (stream.Summary, error) {
+	var c converter
+	s := c.summary(p, "summary")
+	return s, c.err
+}
+
+func (c *converter) summary(p *tensorferryv1.Summary, path string, at ...any) stream.Summary {
+	s := stream.Summary{
+		Tensor: c.id(p.GetTensorId(), path+".tensor_id", at...), Name: p.GetName(), Code: stream.Code(p.GetCode()),
+		Message: p.GetMessage(), SizeBytes: p.GetSizeBytes(), Durable: p.GetDurable(), RetryAfterMillis: p.GetRetryAfterMillis(),
+	}
+	if n := copy(s.Digest[:], p.GetDigest()); c.err == nil && (n != len(p.GetDigest()) || n > 0 && n < len(s.Digest)) {
+		c.err = &FieldError{ErrMalformed, fmt.Sprintf(path+".digest", at...), "16 bytes, or none", fmt.Sprintf("%d bytes", len(p.GetDigest()))}
+	}
+	return s
+}
+
+// ToSummary copies a summary into its message.
+func ToSummary(s *stream.Summary) *tensorferryv1.Summary {
+	p := &tensorferryv1.Summary{
+		TensorId: s.Tensor[:], Name: s.Name, Code: uint32(s.Code), Message: s.Message,
+		SizeBytes: s.SizeBytes, Durable: s.Durable, RetryAfterMillis: s.RetryAfterMillis,
+	}
+	if !s.Digest.IsZero() {
+		p.Digest = s.Digest[:]
+	}
+	return p
 }
 
 // converter keeps the first thing that could not be converted.
@@ -132,4 +169,13 @@ func known[E tensorferryv1.DataType | tensorferryv1.Checksum](e E) E {
 		return 0
 	}
 	return e
+}
+
+// codecOf maps a codec's number that does not fit a byte to one that no codec
+// has: 0 would say that there is none.
+func codecOf(k tensorferryv1.Codec) uint8 {
+	if k < 0 || k > math.MaxUint8 {
+		return math.MaxUint8
+	}
+	return uint8(k)
 }

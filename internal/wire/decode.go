@@ -1,6 +1,8 @@
 package wire
 
 import (
+	"math"
+
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
@@ -12,20 +14,22 @@ import (
 
 // Field numbers of the proto that this package reads or writes by hand.
 const (
-	fieldHello    = 1
-	fieldCalls    = 2
-	fieldDescs    = 3
-	fieldCredits  = 4
-	fieldAcks     = 5
-	fieldCancels  = 6
-	fieldFailures = 7
-	fieldDones    = 8
-	fieldDrain    = 9
-	fieldChunk    = 15
+	fieldHello     = 1
+	fieldCalls     = 2
+	fieldDescs     = 3
+	fieldCredits   = 4
+	fieldAcks      = 5
+	fieldCancels   = 6
+	fieldFailures  = 7
+	fieldDones     = 8
+	fieldDrain     = 9
+	fieldSummaries = 14
+	fieldChunk     = 15
 
 	// A credit, an ack and a chunk begin alike: whose, and a number.
 	fieldTensor = 1
 	fieldNumber = 2 // chunk_limit, received_below, index
+	fieldCodec  = 3 // of a chunk
 	fieldSum    = 4 // of a chunk
 	fieldResend = 5 // of an ack
 	fieldData   = 15
@@ -35,6 +39,7 @@ const (
 const (
 	tagTensor = fieldTensor<<3 | byte(protowire.BytesType)
 	tagNumber = fieldNumber<<3 | byte(protowire.VarintType)
+	tagCodec  = fieldCodec<<3 | byte(protowire.VarintType)
 	tagSum    = fieldSum<<3 | byte(protowire.Fixed32Type)
 	tagResend = fieldResend<<3 | byte(protowire.BytesType)
 	tagData   = fieldData<<3 | byte(protowire.BytesType)
@@ -44,12 +49,12 @@ const (
 // the frame's bytes bound it well enough.
 var maxRecords = [fieldChunk + 1]int{
 	fieldCalls: MaxCalls, fieldDescs: MaxParts, fieldCredits: MaxParts, fieldAcks: MaxParts,
-	fieldCancels: MaxParts, fieldFailures: MaxParts, fieldDones: MaxParts,
+	fieldCancels: MaxParts, fieldFailures: MaxParts, fieldDones: MaxParts, fieldSummaries: MaxParts,
 }
 
 var fieldNames = [fieldChunk + 1]string{
 	fieldCalls: "calls", fieldDescs: "descs", fieldCredits: "credits", fieldAcks: "acks",
-	fieldCancels: "cancels", fieldFailures: "failures", fieldDones: "dones",
+	fieldCancels: "cancels", fieldFailures: "failures", fieldDones: "dones", fieldSummaries: "summaries",
 }
 
 func (m *Message) unmarshal(data mem.BufferSlice) {
@@ -114,10 +119,10 @@ func (m *Message) parse(data mem.BufferSlice) (usual bool, err error) {
 				return false, nil
 			}
 			r.views, r.held = m.Frame.Chunk.Data, m.buffers
-			p := r.part(end, 1<<fieldTensor|1<<fieldNumber|1<<fieldSum|1<<fieldData)
-			m.Frame.Chunk = stream.Chunk{Tensor: p.tensor, Index: p.number, Sum: p.sum, Data: r.views}
+			p := r.part(end, 1<<fieldTensor|1<<fieldNumber|1<<fieldCodec|1<<fieldSum|1<<fieldData)
+			m.Frame.Chunk = stream.Chunk{Tensor: p.tensor, Index: p.number, Codec: p.codec, Sum: p.sum, Data: r.views}
 			m.buffers, payload = r.held, p.payload
-		case fieldHello, fieldCalls, fieldDescs, fieldCancels, fieldFailures, fieldDones, fieldDrain:
+		case fieldHello, fieldCalls, fieldDescs, fieldCancels, fieldFailures, fieldDones, fieldDrain, fieldSummaries:
 			m.cold = append(m.cold, tag)
 			m.cold = protowire.AppendVarint(m.cold, uint64(n))
 			m.cold = r.append(m.cold, n)
@@ -226,6 +231,7 @@ type reader struct {
 type part struct {
 	tensor  tensor.ID
 	number  uint32
+	codec   uint8
 	sum     uint32
 	resend  []uint32
 	payload int // bytes
@@ -245,6 +251,8 @@ func (r *reader) part(end int, allowed uint32) (p part) {
 			r.copy(p.tensor[:])
 		case tagNumber:
 			p.number = r.varint()
+		case tagCodec:
+			p.codec = uint8(min(r.varint(), math.MaxUint8))
 		case tagSum:
 			var b [4]byte
 			r.copy(b[:])

@@ -146,6 +146,13 @@ func (e *encoder) frame(f *stream.Frame) {
 		e.number(4, uint64(h.AllowanceBytes))
 		e.number(5, uint64(h.Checksum))
 		e.number(6, uint64(h.MaxOpenTensors))
+		if len(h.Codecs) > 0 {
+			at := e.open(7)
+			for _, k := range h.Codecs {
+				e.b = protowire.AppendVarint(e.b, uint64(k))
+			}
+			e.close(at)
+		}
 		e.close(at)
 	}
 	for i := range f.Calls {
@@ -239,6 +246,24 @@ func (e *encoder) frame(f *stream.Frame) {
 		e.text(1, f.Drain.Reason)
 		e.close(at)
 	}
+	for i := range f.Summaries {
+		s := &f.Summaries[i]
+		at := e.open(fieldSummaries)
+		e.id(1, s.Tensor)
+		e.name(2, "summary.name", s.Name)
+		e.number(3, uint64(s.Code))
+		e.text(4, s.Message)
+		e.number(5, s.SizeBytes)
+		if !s.Digest.IsZero() {
+			e.b = protowire.AppendTag(e.b, 6, protowire.BytesType)
+			e.b = protowire.AppendBytes(e.b, s.Digest[:])
+		}
+		if s.Durable {
+			e.number(7, 1)
+		}
+		e.number(8, uint64(s.RetryAfterMillis))
+		e.close(at)
+	}
 	if f.HasChunk() {
 		e.chunk(&f.Chunk)
 	}
@@ -251,6 +276,9 @@ func (e *encoder) chunk(c *stream.Chunk) {
 	if c.Index > 0 {
 		size += 1 + protowire.SizeVarint(uint64(c.Index))
 	}
+	if c.Codec > 0 {
+		size += 1 + protowire.SizeVarint(uint64(c.Codec))
+	}
 	if c.Sum > 0 {
 		size += 1 + 4
 	}
@@ -261,6 +289,7 @@ func (e *encoder) chunk(c *stream.Chunk) {
 	e.b = protowire.AppendVarint(e.b, uint64(size))
 	e.id(fieldTensor, c.Tensor)
 	e.number(fieldNumber, uint64(c.Index))
+	e.number(fieldCodec, uint64(c.Codec))
 	if c.Sum > 0 {
 		e.b = append(e.b, tagSum)
 		e.b = protowire.AppendFixed32(e.b, c.Sum)

@@ -9,6 +9,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -111,7 +112,7 @@ func (s *script) entries() (m map[string]string) {
 
 func (s *script) frame() (f stream.Frame) {
 	parts := uint(s.byte()) | uint(s.byte())<<8
-	for i := range 10 {
+	for i := range 11 {
 		if parts>>i&1 == 0 {
 			continue
 		}
@@ -121,6 +122,9 @@ func (s *script) frame() (f stream.Frame) {
 				f.Hello = &stream.Hello{
 					Version: uint32(s.number()), Session: s.id(), MaxChunkBytes: uint32(s.number()),
 					AllowanceBytes: uint32(s.number()), Checksum: s.byte(), MaxOpenTensors: uint32(s.number()),
+				}
+				for range s.byte() % 4 {
+					f.Hello.Codecs = append(f.Hello.Codecs, s.byte())
 				}
 			case 1:
 				f.Calls = append(f.Calls, stream.Call{
@@ -159,8 +163,17 @@ func (s *script) frame() (f stream.Frame) {
 				})
 			case 8:
 				f.Drain = &stream.Drain{Reason: s.text()}
+			case 10:
+				sum := stream.Summary{
+					Tensor: s.id(), Name: s.text(), Code: stream.Code(s.number()), Message: s.text(),
+					SizeBytes: s.number(), Durable: s.byte()&1 > 0, RetryAfterMillis: uint32(s.number()),
+				}
+				if s.byte()&1 > 0 {
+					sum.Digest = codec.Digest(s.id())
+				}
+				f.Summaries = append(f.Summaries, sum)
 			case 9:
-				f.Chunk = stream.Chunk{Tensor: s.id(), Index: uint32(s.number()), Sum: uint32(s.number())}
+				f.Chunk = stream.Chunk{Tensor: s.id(), Index: uint32(s.number()), Codec: s.byte(), Sum: uint32(s.number())}
 				for range s.byte() % 5 {
 					n := []int{0, 1, 7, smallView, smallView + 1, 3000}[s.byte()%6]
 					f.Chunk.Data = append(f.Chunk.Data, bytes.Repeat([]byte{s.byte()}, n))

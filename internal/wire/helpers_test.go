@@ -106,6 +106,7 @@ func copyFrame(f *stream.Frame) stream.Frame {
 	c.Cancels = append([]tensor.ID(nil), f.Cancels...)
 	c.Failures = append([]stream.Failure(nil), f.Failures...)
 	c.Dones = append([]stream.Done(nil), f.Dones...)
+	c.Summaries = append([]stream.Summary(nil), f.Summaries...)
 	return c
 }
 
@@ -119,7 +120,7 @@ func model(b []byte) decoded {
 	if len(b)-len(pb.GetChunk().GetData()) > MaxControlBytes || len(pb.Calls) > MaxCalls {
 		return decoded{err: ErrTooLarge}
 	}
-	for _, n := range []int{len(pb.Descs), len(pb.Credits), len(pb.Acks), len(pb.Cancels), len(pb.Failures), len(pb.Dones)} {
+	for _, n := range []int{len(pb.Descs), len(pb.Credits), len(pb.Acks), len(pb.Cancels), len(pb.Failures), len(pb.Dones), len(pb.Summaries)} {
 		if n > MaxParts {
 			return decoded{err: ErrTooLarge}
 		}
@@ -191,6 +192,9 @@ func toProto(f *stream.Frame) *tensorferryv1.Frame {
 			Version: h.Version, SessionId: h.Session[:], MaxChunkBytes: h.MaxChunkBytes, AllowanceBytes: h.AllowanceBytes,
 			Checksum: tensorferryv1.Checksum(h.Checksum), MaxOpenTensors: h.MaxOpenTensors,
 		}
+		for _, k := range h.Codecs {
+			pb.Hello.Codecs = append(pb.Hello.Codecs, tensorferryv1.Codec(k))
+		}
 	}
 	for _, c := range f.Calls {
 		p := &tensorferryv1.Call{Id: c.ID[:], Model: c.Model, Params: c.Params, TimeoutMillis: c.TimeoutMillis}
@@ -234,11 +238,14 @@ func toProto(f *stream.Frame) *tensorferryv1.Frame {
 		}
 		pb.Dones = append(pb.Dones, p)
 	}
+	for i := range f.Summaries {
+		pb.Summaries = append(pb.Summaries, ToSummary(&f.Summaries[i]))
+	}
 	if f.Drain != nil {
 		pb.Drain = &tensorferryv1.Drain{Reason: f.Drain.Reason}
 	}
 	if c := f.Chunk; f.HasChunk() {
-		pb.Chunk = &tensorferryv1.Chunk{TensorId: c.Tensor[:], Index: c.Index, Checksum: c.Sum, Data: bytes.Join(c.Data, nil)}
+		pb.Chunk = &tensorferryv1.Chunk{TensorId: c.Tensor[:], Index: c.Index, Codec: tensorferryv1.Codec(c.Codec), Checksum: c.Sum, Data: bytes.Join(c.Data, nil)}
 	}
 	return pb
 }

@@ -73,6 +73,15 @@ func vectors() []vector {
 		Version: 1, SessionId: idSession, MaxChunkBytes: 1 << 20, AllowanceBytes: 1 << 20,
 		Checksum: tensorferryv1.Checksum_CHECKSUM_CRC32C, MaxOpenTensors: 64,
 	}})
+	msg("hello-codecs", "ok", "a side that decodes lz4, and a codec of the future", &F{Hello: &tensorferryv1.Hello{
+		Version: 1, SessionId: idSession, Checksum: tensorferryv1.Checksum_CHECKSUM_CRC32, Codecs: []tensorferryv1.Codec{tensorferryv1.Codec_CODEC_LZ4, 200},
+	}})
+	msg("summary", "ok", "two tensors of a pull are over: one whole, one refused", &F{Summaries: []*tensorferryv1.Summary{
+		{TensorId: idTensor, Name: "model/weight", SizeBytes: 1 << 40, Digest: []byte("digest-000000001"), Durable: true},
+		{TensorId: idOther, Name: "größer", Code: 8, Message: "the store is full", RetryAfterMillis: 1000},
+	}})
+	msg("summary-digest-short", "malformed", "a digest is 16 bytes or none", &F{Summaries: []*tensorferryv1.Summary{{TensorId: idTensor, Digest: []byte("short")}}})
+	msg("chunk-lz4", "ok", "a chunk that was compressed", &F{Chunk: &C{TensorId: idTensor, Index: 3, Codec: tensorferryv1.Codec_CODEC_LZ4, Checksum: 0x89abcdef, Data: payload(100)}})
 	msg("call", "ok", "a call with two inputs, parameters and a timeout", &F{Calls: []*tensorferryv1.Call{{
 		Id: idCall, Model: "trunk", Params: map[string]string{"scale": "0.5", "": ""}, TimeoutMillis: 30000,
 		Inputs: []*tensorferryv1.Input{{Port: "x", TensorId: idTensor}, {TensorId: idOther}},
@@ -134,7 +143,7 @@ func vectors() []vector {
 	raw("chunk-not-last", "ok, other spelling", "the payload need be last neither in its chunk nor in the frame",
 		slicesConcat(field(fieldChunk, field(15, payload(9)), id), field(fieldCredits, id)))
 	raw("unknown-fields", "ok, other spelling", "fields of a newer peer are skipped, in the frame and in a chunk",
-		slicesConcat(number(40, 1), field(10, []byte("token")), field(fieldChunk, id, number(3, 2), field(15, payload(9)))))
+		slicesConcat(number(40, 1), field(10, []byte("token")), field(fieldChunk, id, number(9, 2), field(15, payload(9)))))
 	raw("unknown-group", "ok, other spelling", "even groups, which proto3 cannot declare, are skipped",
 		slicesConcat(protowire.AppendTag(nil, 20, protowire.StartGroupType), number(1, 1), protowire.AppendTag(nil, 20, protowire.EndGroupType)))
 	raw("credit-wrong-type", "ok, other spelling", "a known number with another wire type is an unknown field",
