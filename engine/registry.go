@@ -17,9 +17,12 @@ var ErrExists = errors.New("engine: model exists")
 // its last use has been released, by whoever released it. Safe for concurrent
 // use; no method waits for a run.
 type Registry struct {
-	mu     sync.Mutex
-	models map[string]*entry
+	mu       sync.Mutex // guards all below
+	models   map[string]*entry
+	watchers map[*watcher]struct{}
 }
+
+type watcher struct{ told func(name string, here bool) }
 
 type entry struct {
 	model Model
@@ -27,7 +30,39 @@ type entry struct {
 }
 
 // NewRegistry returns an empty registry.
-func NewRegistry() *Registry { return &Registry{models: make(map[string]*entry)} }
+func NewRegistry() *Registry {
+	return &Registry{models: make(map[string]*entry), watchers: make(map[*watcher]struct{})}
+}
+
+// Watch tells of each model that is here now, and then of each that comes, also in
+// another's place, or goes, in that order, until stop is called. It runs with the
+// registry locked: it must be quick and must not call the registry.
+func (r *Registry) Watch(told func(name string, here bool)) (stop func()) {
+	w := &watcher{told}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.watchers[w] = struct{}{}
+	for name := range r.models {
+		told(name, true)
+	}
+	return func() {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		delete(r.watchers, w)
+	}
+}
+
+// put makes e what name finds, nothing if nil; mu is held.
+func (r *Registry) put(name string, e *entry) {
+	if e == nil {
+		delete(r.models, name)
+	} else {
+		r.models[name] = e
+	}
+	for w := range r.watchers {
+		w.told(name, e != nil)
+	}
+}
 
 // Add hands m over to the registry, under the name in its Info. It fails when
 // the name is taken (ErrExists) or is none (ErrInfo).
@@ -41,7 +76,7 @@ func (r *Registry) Add(m Model) error {
 	if r.models[name] != nil {
 		return fmt.Errorf("%w: %q; replace or remove it first", ErrExists, name)
 	}
-	r.models[name] = &entry{m, 1}
+	r.put(name, &entry{m, 1})
 	return nil
 }
 
@@ -54,7 +89,7 @@ func (r *Registry) Replace(m Model) error {
 	}
 	r.mu.Lock()
 	old := r.models[name]
-	r.models[name] = &entry{m, 1}
+	r.put(name, &entry{m, 1})
 	r.mu.Unlock()
 	if old != nil {
 		r.release(old)
@@ -66,7 +101,9 @@ func (r *Registry) Replace(m Model) error {
 func (r *Registry) Remove(name string) error {
 	r.mu.Lock()
 	old := r.models[name]
-	delete(r.models, name)
+	if old != nil {
+		r.put(name, nil)
+	}
 	r.mu.Unlock()
 	if old == nil {
 		return fmt.Errorf("%w: %q", ErrNotFound, name)
@@ -92,11 +129,11 @@ func (r *Registry) Lookup(name string) (m Model, release func(), err error) {
 // Infos returns what each model says about itself, sorted by name.
 func (r *Registry) Infos() []Info {
 	r.mu.Lock()
+	defer r.mu.Unlock()
 	all := make([]Info, 0, len(r.models))
 	for _, e := range r.models {
 		all = append(all, e.model.Info())
 	}
-	r.mu.Unlock()
 	slices.SortFunc(all, func(a, b Info) int { return cmp.Compare(a.Name, b.Name) })
 	return all
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -153,5 +154,42 @@ func TestModelsComeAndGoWhileTheyAreUsed(t *testing.T) {
 	r.Close()
 	if made != closed {
 		t.Errorf("%d models were made and %d closed", made, closed)
+	}
+}
+
+type named struct{ Model }
+
+func (named) Info() Info { return Info{Name: "m"} }
+
+func TestAWatcherIsToldWhatThereIsAndWhatComesAndGoes(t *testing.T) {
+	r := NewRegistry()
+	if err := r.Add(named{}); err != nil {
+		t.Fatal(err)
+	}
+	var told []bool
+	stop := r.Watch(func(name string, here bool) {
+		if name != "m" {
+			t.Errorf("told of %q", name)
+		}
+		told = append(told, here)
+	})
+	for what, step := range []struct {
+		do   func() error
+		want []bool
+	}{
+		{func() error { return nil }, []bool{true}},
+		{func() error { return r.Replace(named{}) }, []bool{true, true}},
+		{func() error { return r.Remove("m") }, []bool{true, true, false}},
+		{func() error { _ = r.Remove("m"); return nil }, []bool{true, true, false}}, // it is gone already
+		{func() error { return r.Add(named{}) }, []bool{true, true, false, true}},
+		{func() error { _ = r.Add(named{}); return nil }, []bool{true, true, false, true}}, // refused
+		{func() error { stop(); return r.Remove("m") }, []bool{true, true, false, true}},
+	} {
+		if err := step.do(); err != nil {
+			t.Fatal(err)
+		}
+		if !slices.Equal(told, step.want) {
+			t.Errorf("step %d: told %v, want %v", what, told, step.want)
+		}
 	}
 }
