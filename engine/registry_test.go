@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"slices"
-	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -157,13 +156,13 @@ func TestModelsComeAndGoWhileTheyAreUsed(t *testing.T) {
 	}
 }
 
-type named struct{ Model }
+type plainly struct{ Model }
 
-func (named) Info() Info { return Info{Name: "m"} }
+func (plainly) Info() Info { return Info{Name: "m"} }
 
 func TestAWatcherIsToldWhatThereIsAndWhatComesAndGoes(t *testing.T) {
 	r := NewRegistry()
-	if err := r.Add(named{}); err != nil {
+	if err := r.Add(plainly{}); err != nil {
 		t.Fatal(err)
 	}
 	var told []bool
@@ -178,11 +177,11 @@ func TestAWatcherIsToldWhatThereIsAndWhatComesAndGoes(t *testing.T) {
 		want []bool
 	}{
 		{func() error { return nil }, []bool{true}},
-		{func() error { return r.Replace(named{}) }, []bool{true, true}},
+		{func() error { return r.Replace(plainly{}) }, []bool{true, true}},
 		{func() error { return r.Remove("m") }, []bool{true, true, false}},
 		{func() error { _ = r.Remove("m"); return nil }, []bool{true, true, false}}, // it is gone already
-		{func() error { return r.Add(named{}) }, []bool{true, true, false, true}},
-		{func() error { _ = r.Add(named{}); return nil }, []bool{true, true, false, true}}, // refused
+		{func() error { return r.Add(plainly{}) }, []bool{true, true, false, true}},
+		{func() error { _ = r.Add(plainly{}); return nil }, []bool{true, true, false, true}}, // refused
 		{func() error { stop(); return r.Remove("m") }, []bool{true, true, false, true}},
 	} {
 		if err := step.do(); err != nil {
