@@ -122,8 +122,8 @@ func checkName(what, name string) string {
 	return ""
 }
 
-// checkEntries reports what is wrong with parameters or metadata, or nothing.
-func checkEntries(what string, m map[string]string) string {
+// CheckEntries reports what is wrong with parameters or metadata, or nothing.
+func CheckEntries(what string, m map[string]string) string {
 	if len(m) > Entries {
 		return fmt.Sprintf("%s: %d entries, the limit is %d", what, len(m), Entries)
 	}
@@ -158,7 +158,7 @@ func checkCall(c *Call) string {
 	if size > callBytes {
 		return fmt.Sprintf("call takes %d bytes with its names and params, the limit is %d", size, callBytes)
 	}
-	return cmp.Or(checkName("model", c.Model), checkEntries("params", c.Params))
+	return cmp.Or(checkName("model", c.Model), CheckEntries("params", c.Params))
 }
 
 func printable(s string) bool {

@@ -2,7 +2,6 @@ package stream
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"slices"
 
@@ -76,16 +75,10 @@ func (m *Machine) hello(now Instant, h *Hello) error {
 	if m.helloSeen {
 		return m.violate(InvalidArgument, "a second hello; a session opens once")
 	}
-	if h.Version != Version {
-		return m.violate(FailedPrecondition, "protocol version %d; this side speaks %d", h.Version, Version)
+	if bad := CheckHello(h); bad != nil {
+		return m.violate(bad.Code, "%s", bad.Text)
 	}
 	kind := codec.Checksum(h.Checksum)
-	if !kind.Valid() {
-		return m.violate(InvalidArgument, "checksum kind %d; known are 1 (crc32c) and 2 (crc32)", h.Checksum)
-	}
-	if h.Session.IsZero() {
-		return m.violate(InvalidArgument, "hello without a session id; send 16 bytes that are not all zero")
-	}
 	if m.cfg.Server {
 		m.cfg.Session = h.Session
 		m.kind = kind
@@ -122,7 +115,7 @@ func (m *Machine) callPart(now Instant, p *Call) error {
 		m.fail(c, code, fmt.Sprintf(format, args...))
 		c.done.RetryAfterMillis = retry
 	}
-	problem := cmp.Or(checkName("model", p.Model), checkEntries("params", p.Params))
+	problem := cmp.Or(checkName("model", p.Model), CheckEntries("params", p.Params))
 	switch {
 	case m.draining:
 		refuse(Unavailable, 1000, "server is draining; call another one, or this one later")
@@ -235,32 +228,20 @@ func (m *Machine) descPart(now Instant, p *Desc) {
 func (m *Machine) admit(t *in, c *call) (Code, string) {
 	p := &t.desc
 	name := "tensor " + p.Tensor.String() + ": "
-	size, err := p.Bytes()
+	geo, bad := CheckDesc(p, m.limits)
 	switch {
-	case errors.Is(err, tensor.ErrTooLarge):
-		return ResourceExhausted, name + err.Error()
-	case err != nil:
-		return InvalidArgument, name + err.Error()
-	case uint64(size) != p.SizeBytes:
-		return InvalidArgument, fmt.Sprintf("%ssize_bytes is %d, but %v makes %d", name, p.SizeBytes, p.Desc, size)
-	case size > m.limits.TensorBytes:
-		return ResourceExhausted, fmt.Sprintf("%s%d bytes, the limit of a tensor is %d", name, size, m.limits.TensorBytes)
-	case p.ChunkBytes < 1 || p.ChunkBytes > m.limits.ChunkBytes:
-		return InvalidArgument, fmt.Sprintf("%schunk_bytes is %d; it must be 1 to %d", name, p.ChunkBytes, m.limits.ChunkBytes)
+	case bad != nil:
+		return bad.Code, bad.Text
 	case m.incoming >= m.limits.OpenTensors:
 		return ResourceExhausted, fmt.Sprintf("%sopen tensors: the limit of a session is %d", name, m.limits.OpenTensors)
 	}
-	if t.geo, err = tensor.NewGeometry(size, int64(p.ChunkBytes)); err != nil { // too many chunks: the rest was checked
-		return ResourceExhausted, name + err.Error()
-	}
+	t.geo = geo
+	size := geo.Size
 	if n := t.geo.Count(); p.OnAllowance && n > AllowanceChunks {
 		return ResourceExhausted, fmt.Sprintf("%s%d chunks on allowance, the limit is %d; send larger chunks, or wait for credit instead", name, n, AllowanceChunks)
 	}
 	if left := int64(m.limits.AllowanceBytes) - m.allowIn; p.OnAllowance && size > left {
 		return ResourceExhausted, fmt.Sprintf("%s%d bytes on allowance, %d are left; wait for credit instead", name, size, left)
-	}
-	if problem := cmp.Or(checkName("port", p.Port), checkName("name", p.Name), checkEntries("metadata", p.Metadata)); problem != "" {
-		return InvalidArgument, name + problem
 	}
 	if m.cfg.Server {
 		for _, b := range c.part.Inputs {

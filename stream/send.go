@@ -50,7 +50,7 @@ func (m *Machine) OpenTensor(now Instant, d Desc) error {
 	if m.outs[d.Tensor] != nil || m.ins[d.Tensor] != nil || m.isGone(d.Tensor) {
 		return fmt.Errorf("stream: tensor %s was announced before; use a new id", d.Tensor)
 	}
-	if problem := cmp.Or(checkName("port", d.Port), checkName("name", d.Name), checkEntries("metadata", d.Metadata)); problem != "" {
+	if problem := cmp.Or(checkName("port", d.Port), checkName("name", d.Name), CheckEntries("metadata", d.Metadata)); problem != "" {
 		return fmt.Errorf("stream: %s", problem)
 	}
 	size, err := d.Bytes()
