@@ -1,8 +1,33 @@
 package store
 
+import "time"
+
 const (
+	kib = 1 << 10
 	mib = 1 << 20
 	// MaxName is the longest name in bytes, that of the wire: it bounds what a
 	// list of names takes.
 	MaxName = 512
+	// DefaultMaxTensors is how many tensors may be pushed into a folder unless its
+	// config says otherwise: a file each, which start-up opens one by one (3 s).
+	DefaultMaxTensors = 1 << 16
+	// listPage is how many names are looked at under one lock: below 1 ms.
+	listPage = 1024
+	// hashPiece is how many bytes are read again at a time, to be hashed when they
+	// did not come in order: less than a processor's cache.
+	hashPiece = 256 * kib
+	// writeBack is how many bytes of a growing file are given to the disk at a
+	// time, so that little is left to wait for at Commit.
+	writeBack = 8 * mib
+	// maxViews is how many views one pwritev takes: Linux's IOV_MAX.
+	maxViews = 1024
+	// nameLocks is how many names can be committed, opened or deleted in a folder
+	// at a time without waiting for each other, if their hashes differ.
+	nameLocks = 64
+	// clockGrain is how far apart two changes of a folder have to be for its time
+	// to differ, on any file system (FAT: 2 s).
+	clockGrain = 2 * time.Second
+	// generatorCache is how many bytes of memory a Generator keeps for its next
+	// views: a few chunks of a few pulls at a time.
+	generatorCache = 16 * mib
 )

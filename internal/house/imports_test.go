@@ -24,13 +24,15 @@ var layers = map[string][]string{
 	"api/tensorferry/v1":  {},
 	"internal/invariants": {},
 	"internal/metrics":    {},
+	"internal/minifloat":  {"tensor"},
+	"internal/summary":    {"tensor", "internal/minifloat"},
 
 	"slab":       {"internal/invariants"},
 	"tensorfile": {"tensor"},
 	"codec":      {"tensor", "slab"},
 	"chunker":    {"tensor", "slab"},
 	"assembler":  {"tensor", "slab", "codec", "internal/invariants"},
-	"store":      {"tensor", "slab", "codec", "tensorfile", "internal/invariants"},
+	"store":      {"tensor", "slab", "codec", "tensorfile", "internal/invariants", "internal/minifloat"},
 
 	"engine":            {"tensor", "slab"},
 	"engine/enginetest": {"engine", "tensor", "slab"},

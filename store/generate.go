@@ -1,0 +1,314 @@
+package store
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/tensorferry/tensorferry/internal/minifloat"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// ErrParams is wrapped when a source does not take the parameters it was given.
+var ErrParams = errors.New("store: bad parameters")
+
+// generatorParams are what a Generator knows.
+var generatorParams = []string{"dtype", "fill", "seed", "shape"}
+
+// Fill says what a generated tensor holds.
+type Fill uint8
+
+// The fills. Zero is none.
+const (
+	// FillNormal is N(0, 1), for floats; of a complex number both parts are.
+	FillNormal Fill = iota + 1
+	// FillUniform is [0, 1) for floats and both parts of complex numbers, every
+	// value of the data type for integers, 0 and 1 for bool.
+	FillUniform
+	// FillZeros is all zero.
+	FillZeros
+	// FillCount is the element's index in row-major order, converted: integers
+	// wrap around, floats round, a bool is whether it is not 0.
+	FillCount
+)
+
+var fills = [...]string{FillNormal: "normal", FillUniform: "uniform", FillZeros: "zeros", FillCount: "count"}
+
+// String returns the fill's name.
+func (f Fill) String() string {
+	if f == 0 || int(f) >= len(fills) {
+		return fmt.Sprintf("Fill(%d)", uint8(f))
+	}
+	return fills[f]
+}
+
+// Fills returns the names that ParseFill knows.
+func Fills() []string { return append([]string(nil), fills[1:]...) }
+
+// ParseFill finds a fill by its name for tensors of data type d. The empty name is
+// FillNormal for floats and complex numbers, FillUniform for the others. Errors
+// wrap ErrParams.
+func ParseFill(name string, d tensor.DataType) (Fill, error) {
+	whole := wholes[d]
+	if name == "" && whole {
+		return FillUniform, nil
+	}
+	if name == "" {
+		return FillNormal, nil
+	}
+	for f, known := range fills {
+		if f == 0 || known != name {
+			continue
+		}
+		if Fill(f) == FillNormal && whole {
+			return 0, fmt.Errorf("%w: fill normal is for floats and complex numbers, not for %v; use uniform", ErrParams, d)
+		}
+		return Fill(f), nil
+	}
+	return 0, fmt.Errorf("%w: %q is not a fill; known: %v", ErrParams, name, Fills())
+}
+
+// wholes are the data types of bool and integers.
+var wholes = map[tensor.DataType]bool{
+	tensor.Bool: true, tensor.Int8: true, tensor.Int16: true, tensor.Int32: true, tensor.Int64: true,
+	tensor.Uint8: true, tensor.Uint16: true, tensor.Uint32: true, tensor.Uint64: true,
+}
+
+// Generate fills p, which the caller lends, with the bytes from off on of the
+// tensor that dtype, seed and fill name; its shape does not matter. The same bytes
+// come for ever and on every machine, in whatever pieces they are asked for: an
+// element depends on its index, not on those before it. Not for secrets. dtype must
+// be valid, fill one that ParseFill gives for it, and off 0 or more. Safe for
+// concurrent use.
+func Generate(p []byte, off int64, dtype tensor.DataType, seed uint64, fill Fill) {
+	if fill == FillZeros {
+		clear(p)
+		return
+	}
+	g := generator{part: dtype, parts: 1, seed: seed, fill: fill}
+	switch dtype {
+	case tensor.Complex64:
+		g.part, g.parts = tensor.Float32, 2
+	case tensor.Complex128:
+		g.part, g.parts = tensor.Float64, 2
+	}
+	g.small, _ = minifloat.Of(g.part)
+	width := int64(g.part.Bits() / 8)
+	n, skip := uint64(off/width), int(off%width) // p begins in part n
+	if skip > 0 {
+		p = p[g.piece(p, n, skip):]
+		n++
+	}
+	for len(p) >= int(width) {
+		count := min(len(p)/int(width), batch)
+		g.write(p[:count*int(width)], n, count)
+		p = p[count*int(width):]
+		n += uint64(count)
+	}
+	g.piece(p, n, 0)
+}
+
+// batch is how many values are made at a time, on the stack.
+const batch = 512
+
+// generator makes the parts of elements: an element itself, or the real and the
+// imaginary part of a complex one.
+type generator struct {
+	part  tensor.DataType
+	parts uint64           // of an element
+	small minifloat.Format // of a part, if it is a small float
+	seed  uint64
+	fill  Fill
+}
+
+// piece writes what p has room for of part n without its first skip bytes, and
+// returns how much that is.
+func (g *generator) piece(p []byte, n uint64, skip int) int {
+	var all [8]byte
+	width := g.part.Bits() / 8
+	g.write(all[:width], n, 1)
+	return copy(p, all[skip:width])
+}
+
+// write writes count parts from part n on; p has room for just these, and count is
+// at most batch.
+func (g *generator) write(p []byte, n uint64, count int) {
+	if !wholes[g.part] {
+		var all [batch]float64
+		values := all[:count]
+		g.floats(values, n)
+		switch {
+		case g.part == tensor.Float64:
+			for i, v := range values {
+				binary.LittleEndian.PutUint64(p[8*i:], math.Float64bits(v))
+			}
+		case g.part == tensor.Float32:
+			for i, v := range values {
+				binary.LittleEndian.PutUint32(p[4*i:], math.Float32bits(float32(v)))
+			}
+		case g.part.Bits() == 16:
+			for i, v := range values {
+				binary.LittleEndian.PutUint16(p[2*i:], g.small.Encode(v))
+			}
+		default:
+			for i, v := range values {
+				p[i] = byte(g.small.Encode(v))
+			}
+		}
+		return
+	}
+	var all [batch]uint64
+	values := all[:count]
+	g.integers(values, n)
+	switch g.part.Bits() {
+	case 64:
+		for i, v := range values {
+			binary.LittleEndian.PutUint64(p[8*i:], v)
+		}
+	case 32:
+		for i, v := range values {
+			binary.LittleEndian.PutUint32(p[4*i:], uint32(v))
+		}
+	case 16:
+		for i, v := range values {
+			binary.LittleEndian.PutUint16(p[2*i:], uint16(v))
+		}
+	default:
+		for i, v := range values {
+			p[i] = byte(v)
+		}
+	}
+}
+
+// word is output n, counted from 0, of SplitMix64 seeded with seed. Its state is a
+// counter, so that any output comes at once. From G. L. Steele, D. Lea,
+// C. H. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014; the
+// constants are those of mix variant 13 there.
+func (g *generator) word(n uint64) uint64 {
+	z := g.seed + (n+1)*0x9e3779b97f4a7c15
+	z = (z ^ z>>30) * 0xbf58476d1ce4e5b9
+	z = (z ^ z>>27) * 0x94d049bb133111eb
+	return z ^ z>>31
+}
+
+// floats makes parts from part n on. Uniform ones have no more bits than the data
+// type has, its leading one included: they are not rounded, and never to 1.
+func (g *generator) floats(to []float64, n uint64) {
+	switch g.fill {
+	case FillNormal:
+		for i := range to {
+			to[i] = normal(g.word(n + uint64(i)))
+		}
+	case FillUniform:
+		precision := 53
+		switch {
+		case g.small.Mantissa > 0:
+			precision = g.small.Mantissa + 1
+		case g.part == tensor.Float32:
+			precision = 24
+		}
+		step := math.Ldexp(1, -precision)
+		for i := range to {
+			to[i] = float64(g.word(n+uint64(i))>>(64-precision)) * step
+		}
+	default: // FillCount
+		for i := range to {
+			to[i] = 0 // an imaginary part
+			if part := n + uint64(i); part%g.parts == 0 {
+				to[i] = float64(part / g.parts)
+			}
+		}
+	}
+}
+
+// integers makes parts from part n on, each in the lowest bits.
+func (g *generator) integers(to []uint64, n uint64) {
+	bits := g.part.Bits()
+	if g.part == tensor.Bool {
+		bits = 1
+	}
+	for i := range to {
+		part := n + uint64(i)
+		switch {
+		case g.fill == FillUniform:
+			to[i] = g.word(part) >> (64 - bits)
+		case g.part == tensor.Bool:
+			to[i] = min(part, 1)
+		default:
+			to[i] = part
+		}
+	}
+}
+
+// Generator returns a Source of tensors as Generate makes them. Its parameters are
+// shape, such as 1000,64 (empty for a scalar), which has to be there; dtype, float32
+// unless given; seed, 0 unless given; fill, as ParseFill takes it. Whatever the size
+// of the tensor, only the views that are held take memory.
+func Generator() Source {
+	pool := slab.NewPool(generatorCache)
+	return func(_ context.Context, params map[string]string) (Reader, error) {
+		r := &generated{pool: pool}
+		if err := r.parse(params); err != nil {
+			return nil, err
+		}
+		return r, nil
+	}
+}
+
+// generated is a tensor that is made as it is read.
+type generated struct {
+	pool *slab.Pool
+	desc tensor.Desc
+	size int64
+	seed uint64
+	fill Fill
+}
+
+func (g *generated) parse(params map[string]string) (err error) {
+	for key := range params {
+		if !slices.Contains(generatorParams, key) {
+			return fmt.Errorf("%w: no parameter %q; known are %s", ErrParams, key, strings.Join(generatorParams, ", "))
+		}
+	}
+	shape, shaped := params["shape"]
+	if !shaped {
+		return fmt.Errorf("%w: shape is missing; give one such as 1000,64, or an empty one for a scalar", ErrParams)
+	}
+	if g.desc.Shape, err = tensor.ParseShape(shape); err != nil {
+		return fmt.Errorf("%w: shape %q: %w", ErrParams, shape, err)
+	}
+	g.desc.DType = tensor.Float32
+	if name, given := params["dtype"]; given {
+		if g.desc.DType, err = tensor.ParseDataType(name); err != nil {
+			return fmt.Errorf("%w: dtype: %w", ErrParams, err)
+		}
+	}
+	if g.size, err = g.desc.Bytes(); err != nil {
+		return fmt.Errorf("%w: %w", ErrParams, err)
+	}
+	if text, given := params["seed"]; given {
+		if g.seed, err = strconv.ParseUint(text, 10, 64); err != nil {
+			return fmt.Errorf("%w: seed %q is no whole number from 0 to 2^64-1", ErrParams, text)
+		}
+	}
+	g.fill, err = ParseFill(params["fill"], g.desc.DType)
+	return err
+}
+
+func (g *generated) Info() Info { return Info{Desc: g.desc.Clone()} }
+func (g *generated) Release()   {}
+
+func (g *generated) View(off, n int64) ([]byte, Releaser, error) {
+	if err := checkRange(off, n, g.size); err != nil {
+		return nil, nil, err
+	}
+	s := g.pool.Get(int(n))
+	Generate(s.Bytes(), off, g.desc.DType, g.seed, g.fill)
+	return s.Bytes(), s, nil
+}
