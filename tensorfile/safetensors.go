@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"slices"
 	"strconv"
 	"strings"
@@ -354,7 +355,14 @@ func (p *headerParser) numbers(what string, keep int, add func(int64)) (n int) {
 func WriteSafetensors(w io.Writer, tensors []Named, metadata map[string]string) error {
 	tensors = slices.Clone(tensors)
 	slices.SortStableFunc(tensors, func(a, b Named) int { return cmp.Compare(b.DType.Bits(), a.DType.Bits()) })
-	header, err := safetensorsHeader(tensors, metadata)
+	entries := make([]Entry, len(tensors))
+	for i, t := range tensors {
+		if _, err := tensor.New(t.Desc, t.Data); err != nil {
+			return fmt.Errorf("%w: safetensors: tensor %q: %w", ErrFormat, t.Name, err)
+		}
+		entries[i] = Entry{Name: t.Name, Desc: t.Desc}
+	}
+	header, err := SafetensorsHeader(entries, metadata)
 	if err != nil {
 		return err
 	}
@@ -369,8 +377,10 @@ func WriteSafetensors(w io.Writer, tensors []Named, metadata map[string]string) 
 	return nil
 }
 
-// safetensorsHeader returns the length and the header for tensors in this order.
-func safetensorsHeader(tensors []Named, metadata map[string]string) ([]byte, error) {
+// SafetensorsHeader hands over how a file begins, its length and its header, whose
+// tensors' bytes follow back to back in this order. Of an entry it takes name and
+// desc, and says where the bytes go itself.
+func SafetensorsHeader(tensors []Entry, metadata map[string]string) ([]byte, error) {
 	out := append(make([]byte, lengthBytes), '{')
 	comma := func() {
 		if len(out) > lengthBytes+1 {
@@ -389,26 +399,28 @@ func safetensorsHeader(tensors []Named, metadata map[string]string) ([]byte, err
 	seen := map[string]bool{}
 	var end int64
 	for _, t := range tensors {
-		dtype, known := stNames[t.DType]
+		dtype, known := stNames[t.Desc.DType]
+		n, err := t.Desc.Bytes()
 		switch {
 		case seen[t.Name] || t.Name == metadataKey || !sound(t.Name):
 			return nil, fmt.Errorf("%w: safetensors: the name %q is taken, reserved or not UTF-8", ErrFormat, t.Name)
-		case !known && t.DType.Valid():
-			return nil, fmt.Errorf("%w: safetensors has no type for tensor %q of %v; write it as .npy", ErrUnsupported, t.Name, t.DType)
+		case !known && t.Desc.DType.Valid():
+			return nil, fmt.Errorf("%w: safetensors has no type for tensor %q of %v; write it as .npy", ErrUnsupported, t.Name, t.Desc.DType)
+		case err != nil:
+			return nil, fmt.Errorf("%w: safetensors: tensor %q: %w", ErrFormat, t.Name, err)
+		case n > math.MaxInt64-end:
+			return nil, fmt.Errorf("%w: safetensors: %d bytes and tensor %q of %d", tensor.ErrTooLarge, end, t.Name, n)
 		}
 		seen[t.Name] = true
-		if _, err := tensor.New(t.Desc, t.Data); err != nil {
-			return nil, fmt.Errorf("%w: safetensors: tensor %q: %w", ErrFormat, t.Name, err)
-		}
 		comma()
 		out = append(append(out, quote(t.Name)...), ':')
 		begin := end
-		end += int64(len(t.Data)) // memory that exists: no overflow
+		end += n
 		out = append(out, quote(struct {
 			DType   string       `json:"dtype"`
 			Shape   tensor.Shape `json:"shape"`
 			Offsets [2]int64     `json:"data_offsets"`
-		}{dtype, append(tensor.Shape{}, t.Shape...), [2]int64{begin, end}})...)
+		}{dtype, append(tensor.Shape{}, t.Desc.Shape...), [2]int64{begin, end}})...)
 	}
 	out = append(out, '}')
 	for len(out)%headerAlign != 0 {

@@ -13,6 +13,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -516,4 +518,20 @@ func FuzzSafetensorsHeader(f *testing.F) {
 			}
 		}
 	})
+}
+
+func TestAHeaderIsMadeWithoutTheBytes(t *testing.T) {
+	x, err := tensor.Of([]float32{1, 2, 3, 4}, 2, 2)
+	require.NoError(t, err)
+	y, err := tensor.Of([]int8{5})
+	require.NoError(t, err)
+	var file bytes.Buffer
+	require.NoError(t, WriteSafetensors(&file, []Named{{"x", x}, {"y", y}}, map[string]string{"made by": "test"}))
+	header, err := SafetensorsHeader([]Entry{{Name: "x", Desc: x.Desc}, {Name: "y", Desc: y.Desc}}, map[string]string{"made by": "test"})
+	require.NoError(t, err)
+	require.Equal(t, file.Bytes(), slices.Concat(header, x.Data, y.Data))
+
+	huge := tensor.Desc{DType: tensor.Int8, Shape: tensor.Shape{1 << 31, 1 << 31}}
+	_, err = SafetensorsHeader([]Entry{{Name: "a", Desc: huge}, {Name: "b", Desc: huge}}, nil)
+	require.ErrorIs(t, err, tensor.ErrTooLarge)
 }
