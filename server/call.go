@@ -39,6 +39,7 @@ type call struct {
 
 	// Guarded by the session's lock.
 	inputs   []*input
+	model    string  // once ready
 	live     []block // lent and not yet filled, and filled ones behind them
 	liveBase int     // number of live[0], counted over the blocks that were lent to the session
 	run      engine.Run
@@ -74,7 +75,7 @@ func (c *call) input(id tensor.ID) *input {
 func (c *call) start(part *stream.Call) {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	c.cancel = cancel
-	model, params := part.Model, part.Params
+	params := part.Params
 	timeout := time.Duration(min(part.TimeoutMillis, uint64(maxTimeout/time.Millisecond))) * time.Millisecond
 	c.peer.server.work.Go(func() {
 		defer c.peer.server.calls.Add(-1)
@@ -87,20 +88,21 @@ func (c *call) start(part *stream.Call) {
 			})
 			defer alarm.Stop()
 		}
-		c.serve(ctx, model, params)
+		c.serve(ctx, params)
 	})
 }
 
 // serve runs the call from its model's name to its memory's return.
-func (c *call) serve(ctx context.Context, name string, params map[string]string) {
+func (c *call) serve(ctx context.Context, params map[string]string) {
 	defer c.release()
-	model, unuse, err := c.peer.server.cfg.Models.Lookup(name)
+	model, over, err := c.peer.server.model(c.model)
 	if err != nil {
 		c.finish(stream.Timings{}, err)
 		<-c.closed
 		return
 	}
-	defer unuse()
+	var closed error
+	defer func() { over(closed) }()
 	inputs, table, err := c.bind(model.Info())
 	if err != nil {
 		c.finish(stream.Timings{}, err)
@@ -118,9 +120,8 @@ func (c *call) serve(ctx context.Context, name string, params map[string]string)
 	}
 	c.compute(ctx, model.Info(), run)
 	<-c.closed // every result acknowledged or given up, no chunk on its way into a block
-	if err := run.Close(); err != nil {
-		c.peer.server.runsAbandoned.Add(1)
-		c.peer.server.log.Warn("run left memory behind", slog.String("call", c.id.String()), slog.String("error", err.Error()))
+	if closed = run.Close(); closed != nil {
+		c.peer.server.log.Warn("run left memory behind", slog.String("call", c.id.String()), slog.String("error", closed.Error()))
 	}
 }
 
@@ -415,6 +416,15 @@ func (c *call) finish(t stream.Timings, err error) {
 	c.peer.sess.Do(func(m *stream.Machine, _ stream.Instant) {
 		m.Finish(stream.Done{Call: c.id, Code: code, Message: text, Timings: t, RetryAfterMillis: retry})
 	})
+}
+
+// took is how long the call has been computing or waiting to; 0 if it never was.
+// The session is locked.
+func (c *call) took(now stream.Instant) time.Duration {
+	if c.cancel == nil {
+		return 0
+	}
+	return max(time.Duration(now-c.arrived), 1)
 }
 
 // end is the session's last event of the call; the session is locked.

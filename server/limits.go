@@ -40,6 +40,7 @@ const (
 	// small calls queued behind 16 MiB. 2 MiB is the L2 cache of one core, and
 	// carries 100 MB/s over a round trip of 20 ms (measured November 2026).
 	DefaultWindow           = 2 << 20
+	DefaultHandshake        = 10 * time.Second // a connection that says nothing holds no descriptor
 	DefaultKeepalive        = 30 * time.Second // ping an idle connection
 	DefaultKeepaliveTimeout = 10 * time.Second // close it when the ping is not answered
 	DefaultKeepaliveMin     = 10 * time.Second // the least time between a client's pings

@@ -124,11 +124,14 @@ func (p *peer) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 			c.cancel(stopCause(e))
 		}
 	case stream.EventClosed:
-		p.server.count(e.Code)
-		if c := p.calls[e.Call]; c != nil {
-			delete(p.calls, e.Call)
-			c.end()
+		c := p.calls[e.Call]
+		if c == nil {
+			p.server.callEnded("", e.Code, 0)
+			return
 		}
+		delete(p.calls, e.Call)
+		p.server.callEnded(c.model, e.Code, c.took(now))
+		c.end()
 	}
 }
 
@@ -199,9 +202,10 @@ func (p *peer) settle(in *input) {
 func (p *peer) ready(m *stream.Machine, now stream.Instant, e stream.Event) {
 	s := p.server
 	c := p.call(e.Call)
-	c.arrived, c.lastByte = now, now
+	c.arrived, c.lastByte, c.model = now, now, e.Part.Model
 	if n := s.calls.Add(1); n > int64(s.cfg.QueuedCalls) {
 		s.calls.Add(-1)
+		s.callsRefused.Add(1)
 		m.Finish(stream.Done{Call: c.id, Code: stream.ResourceExhausted, RetryAfterMillis: retryMillis,
 			Message: fmt.Sprintf("calls: the limit of the server is %d; try again later", s.cfg.QueuedCalls)})
 		return

@@ -14,17 +14,18 @@ import (
 	"math"
 	"net"
 	"sync"
-	"sync/atomic"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/experimental"
-	"google.golang.org/grpc/health"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/reflection"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
@@ -44,6 +45,11 @@ type Config struct {
 	Budget *slab.Budget
 	// Log receives what an operator should know; nil discards it.
 	Log *slog.Logger
+	// Metrics, if not nil, is where the server's metrics are registered until Close;
+	// one server at a time.
+	Metrics prometheus.Registerer
+	// Reflection answers gRPC reflection, so that grpcurl works without files.
+	Reflection bool
 	// Version is shown by GetServiceInfo.
 	Version string
 	// Session bounds each session; zero fields mean stream.DefaultLimits.
@@ -59,6 +65,19 @@ type Config struct {
 	WindowBytes int
 	// MemoryWait is how long a call waits for memory; 0 means DefaultMemoryWait.
 	MemoryWait time.Duration
+	// StreamsPerConnection is how many RPCs a connection may have at a time; 0 means
+	// DefaultStreamsPerConn.
+	StreamsPerConnection int
+	// HeaderListBytes bounds the metadata of an RPC; 0 means DefaultHeaderListBytes.
+	HeaderListBytes int
+	// Handshake is how long a new connection may take until it speaks HTTP/2; 0
+	// means DefaultHandshake.
+	Handshake time.Duration
+	// Keepalive is after how long without a word a client is pinged,
+	// KeepaliveTimeout how long it may take to answer, and KeepaliveMin the least
+	// time between its own pings; 0 means DefaultKeepalive, DefaultKeepaliveTimeout
+	// and DefaultKeepaliveMin. gRPC pings once a second at most.
+	Keepalive, KeepaliveTimeout, KeepaliveMin time.Duration
 }
 
 // Server serves the TensorService. Make one with New.
@@ -68,8 +87,10 @@ type Server struct {
 	limits  stream.Limits
 	log     *slog.Logger
 	grpc    *grpc.Server
-	health  *health.Server
+	health  *healthService
 	started time.Time
+	counts
+	forget func() // takes the server off its registry of models and that of metrics
 
 	closing chan struct{} // closed when sessions must end
 	once    sync.Once
@@ -79,11 +100,6 @@ type Server struct {
 	sessions map[*peer]struct{} // guarded by mu
 	past     stream.Stats       // of sessions that have ended; guarded by mu
 	draining bool               // guarded by mu
-
-	calls                                atomic.Int64 // open now
-	callsOK, callsFailed, callsCancelled atomic.Int64
-	sessionsOpened, sessionsRefused      atomic.Int64
-	runsAbandoned                        atomic.Int64
 }
 
 // New returns a server that Serve starts.
@@ -98,12 +114,21 @@ func New(cfg Config) (*Server, error) {
 	def(&cfg.QueuedCalls, DefaultQueuedCalls)
 	def(&cfg.MemoryWait, DefaultMemoryWait)
 	def(&cfg.WindowBytes, DefaultWindow)
+	def(&cfg.StreamsPerConnection, DefaultStreamsPerConn)
+	def(&cfg.HeaderListBytes, DefaultHeaderListBytes)
+	def(&cfg.Handshake, DefaultHandshake)
+	def(&cfg.Keepalive, DefaultKeepalive)
+	def(&cfg.KeepaliveTimeout, DefaultKeepaliveTimeout)
+	def(&cfg.KeepaliveMin, DefaultKeepaliveMin)
 	cfg.WindowBytes = min(max(cfg.WindowBytes, 64<<10), math.MaxInt32)
 	s := &Server{
 		cfg: cfg, limits: cfg.Session.WithDefaults(), log: cfg.Log, started: time.Now(),
-		closing: make(chan struct{}), sessions: make(map[*peer]struct{}), health: health.NewServer(),
+		closing: make(chan struct{}), sessions: make(map[*peer]struct{}), health: newHealth(), counts: newCounts(),
 	}
-	s.grpc = grpc.NewServer(
+	if err := s.follow(); err != nil {
+		return nil, err
+	}
+	s.grpc = grpc.NewServer(append(s.intercept(),
 		grpc.ForceServerCodecV2(wire.Codec{}),
 		grpc.StatsHandler(connections{}),
 		experimental.BufferPool(wire.Buffers),
@@ -111,14 +136,39 @@ func New(cfg Config) (*Server, error) {
 		grpc.InitialConnWindowSize(int32(cfg.WindowBytes)),
 		grpc.MaxRecvMsgSize(int(s.limits.ChunkBytes)+wire.MaxControlBytes),
 		grpc.MaxSendMsgSize(math.MaxInt32),
-		grpc.MaxConcurrentStreams(DefaultStreamsPerConn),
-		grpc.MaxHeaderListSize(DefaultHeaderListBytes),
-		grpc.KeepaliveParams(keepalive.ServerParameters{Time: DefaultKeepalive, Timeout: DefaultKeepaliveTimeout}),
-		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: DefaultKeepaliveMin, PermitWithoutStream: true}),
-	)
+		grpc.MaxConcurrentStreams(uint32(min(cfg.StreamsPerConnection, math.MaxUint32))),
+		grpc.MaxHeaderListSize(uint32(min(cfg.HeaderListBytes, math.MaxUint32))),
+		grpc.ConnectionTimeout(cfg.Handshake),
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: cfg.Keepalive, Timeout: cfg.KeepaliveTimeout}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: cfg.KeepaliveMin, PermitWithoutStream: true}),
+	)...)
 	pb.RegisterTensorServiceServer(s.grpc, s)
 	healthpb.RegisterHealthServer(s.grpc, s.health)
+	if cfg.Reflection {
+		reflection.Register(s.grpc) // v1 and v1alpha
+	}
 	return s, nil
+}
+
+// follow has metrics and health follow the models, and metrics be asked for.
+func (s *Server) follow() error {
+	all := metrics.New(s.cfg.Version, s.seconds, s.values)
+	if s.cfg.Metrics != nil {
+		if err := s.cfg.Metrics.Register(all); err != nil {
+			return fmt.Errorf("server: Config.Metrics: %w; give each server a registry", err)
+		}
+	}
+	stop := s.cfg.Models.Watch(func(name string, here bool) {
+		s.counts.watch(name, here)
+		s.health.watch(name, here)
+	})
+	s.forget = sync.OnceFunc(func() {
+		stop()
+		if s.cfg.Metrics != nil {
+			s.cfg.Metrics.Unregister(all)
+		}
+	})
+	return nil
 }
 
 func def[T int | time.Duration](v *T, d T) {
@@ -175,6 +225,7 @@ func (s *Server) Close() {
 		s.grpc.Stop()
 		<-stopped
 	}
+	s.forget()
 }
 
 // StreamTensors serves one session.
@@ -197,6 +248,16 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 	s.sessionsOpened.Add(1)
 
 	p.sess.Start()
+	defer func() { // also when this function panics
+		p.sess.Stop(errInternal)
+		// The goroutines of the session end when the RPC has, that is, after this
+		// function returns: what is left is seen to behind it.
+		go func() {
+			defer s.work.Done()
+			p.sess.Wait(stream.Unavailable, "session ended")
+			s.leave(p)
+		}()
+	}()
 	select {
 	case <-p.sess.Stopped():
 	case <-conn.Context().Done():
@@ -205,13 +266,6 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 		p.sess.Stop(errShutdown)
 	}
 	cause := p.sess.Cause()
-	// The goroutines of the session end when the RPC has, that is, after this
-	// function returns: what is left is seen to behind it.
-	go func() {
-		defer s.work.Done()
-		p.sess.Wait(stream.Unavailable, "session ended")
-		s.leave(p)
-	}()
 	if err := sessionStatus(cause); err != nil {
 		s.log.Info("session ended", slog.String("session", p.name()), slog.String("cause", cause.Error()))
 		return err
@@ -227,70 +281,6 @@ func (s *Server) leave(p *peer) {
 	defer s.mu.Unlock()
 	delete(s.sessions, p)
 	s.past.Add(st)
-}
-
-// ListModels names the models.
-func (s *Server) ListModels(context.Context, *pb.ListModelsRequest) (*pb.ListModelsResponse, error) {
-	out := &pb.ListModelsResponse{}
-	for _, i := range s.cfg.Models.Infos() {
-		out.Models = append(out.Models, &pb.Model{
-			Name: i.Name, Version: i.Version, Device: i.Device, Rows: int32(i.Rows),
-			Inputs: ports(i.Inputs), Outputs: ports(i.Outputs),
-		})
-	}
-	return out, nil
-}
-
-func ports(in []engine.Port) []*pb.Port {
-	var out []*pb.Port
-	for _, p := range in {
-		q := &pb.Port{Name: p.Name, Shape: p.Shape, Whole: p.Whole}
-		for _, d := range p.DTypes {
-			q.Dtypes = append(q.Dtypes, pb.DataType(d))
-		}
-		out = append(out, q)
-	}
-	return out
-}
-
-// GetServiceInfo tells limits and counters.
-func (s *Server) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb.GetServiceInfoResponse, error) {
-	used, peak, limit := s.cfg.Budget.Used()
-	l := s.limits
-	st, open := s.stats()
-	return &pb.GetServiceInfoResponse{
-		Version:      s.cfg.Version,
-		UptimeMillis: time.Since(s.started).Milliseconds(),
-		Limits: map[string]int64{
-			"chunk_bytes": int64(l.ChunkBytes), "chunks_per_tensor": 1 << 20, "allowance_bytes": int64(l.AllowanceBytes),
-			"tensor_bytes": l.TensorBytes, "open_tensors_per_session": int64(l.OpenTensors), "open_calls_per_session": int64(l.OpenCalls),
-			"first_frame_millis": int64(l.FirstFrame / 1e6), "chunk_idle_millis": int64(l.ChunkIdle / 1e6),
-			"session_idle_millis": int64(l.SessionIdle / 1e6), "sessions": int64(s.cfg.Sessions), "calls": int64(s.cfg.QueuedCalls),
-			"memory_bytes": limit, "memory_wait_millis": s.cfg.MemoryWait.Milliseconds(),
-			"message_bytes": int64(l.ChunkBytes) + wire.MaxControlBytes, "window_bytes": int64(s.cfg.WindowBytes), "streams_per_connection": DefaultStreamsPerConn,
-			"header_list_bytes": DefaultHeaderListBytes,
-		},
-		Counters: map[string]int64{
-			"received_bytes_total": st.BytesIn, "sent_bytes_total": st.BytesOut, "received_chunks_total": st.ChunksIn,
-			"sent_chunks_total": st.ChunksOut, "corrupt_chunks_total": st.Corrupt, "duplicate_chunks_total": st.Duplicate,
-			"calls_total": st.CallsOpened, "calls": s.calls.Load(), "calls_ok_total": s.callsOK.Load(),
-			"calls_failed_total": s.callsFailed.Load(), "calls_cancelled_total": s.callsCancelled.Load(),
-			"sessions_total": s.sessionsOpened.Load(), "sessions_refused_total": s.sessionsRefused.Load(), "sessions": int64(open),
-			"memory_used_bytes": used, "memory_peak_bytes": peak, "runs_abandoned_total": s.runsAbandoned.Load(),
-		},
-	}, nil
-}
-
-// count counts a call that has ended, whether or not it ever was ready.
-func (s *Server) count(code stream.Code) {
-	switch code {
-	case stream.OK:
-		s.callsOK.Add(1)
-	case stream.Cancelled:
-		s.callsCancelled.Add(1)
-	default:
-		s.callsFailed.Add(1)
-	}
 }
 
 // stats adds up what all sessions have done, and counts the open ones.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 
+	"google.golang.org/genproto/googleapis/rpc/code"
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -16,6 +17,19 @@ import (
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
+
+var (
+	// errInternal is what a peer learns of a defect.
+	errInternal = status.Error(codes.Internal, "internal error")
+	// errUnknownService is gRPC's answer for a name whose health is not known.
+	errUnknownService = status.Error(codes.NotFound, "unknown service")
+)
+
+// codeName names a code as docs/errors.md does.
+func codeName(c stream.Code) string { return code.Code(c).String() }
+
+// statusName names the code that an RPC ends with.
+func statusName(err error) string { return codeName(stream.Code(status.Code(err))) }
 
 // errDraining refuses a session for good.
 var errDraining = tryLater(codes.Unavailable, "server is draining; open the session on another one, or later")
@@ -41,7 +55,7 @@ func sessionStatus(err error) error {
 	if st, ok := status.FromError(err); ok { // grpc's own
 		return st.Err()
 	}
-	return status.Error(codes.Internal, "internal error")
+	return errInternal
 }
 
 // tryLater is a refusal that waiting may help against.

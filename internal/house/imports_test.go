@@ -124,6 +124,21 @@ var rules = []struct {
 		[]string{"api/...", "server/status.go", "client/status.go", "compat/...", "internal/bench", "cmd/..."},
 		"errors become a gRPC status in one file",
 	},
+	{
+		"github.com/prometheus/...",
+		[]string{"internal/metrics", "server"},
+		"every metric is declared in one package; a server counts, and says where it registers",
+	},
+	{
+		"github.com/grpc-ecosystem/...",
+		[]string{"server/intercept.go"},
+		"what every RPC goes through is in one file",
+	},
+	{
+		"github.com/knadh/...",
+		[]string{"cmd/..."},
+		"a library is configured by the structs of its edges",
+	},
 	{"math/rand", nil, "use math/rand/v2; in tests testkit.Rand"},
 	{"github.com/golang/protobuf/...", nil, "use google.golang.org/protobuf"},
 	{"testing/...", []string{"internal/testkit", "engine/enginetest"}, "programs do not carry the test framework"},

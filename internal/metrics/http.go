@@ -1,0 +1,60 @@
+package metrics
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"net/http/pprof"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+)
+
+// Handler answers /metrics with what g gathers, /healthz with 200 as long as
+// serving says so and with 503 after, and, if profiles is set, /debug/pprof/.
+func Handler(g prometheus.Gatherer, serving func() bool, profiles bool) http.Handler {
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", promhttp.HandlerFor(g, promhttp.HandlerOpts{MaxRequestsInFlight: scrapes, Timeout: writeWait / 2}))
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
+		if serving() {
+			_, _ = io.WriteString(w, "serving\n") // whoever asked may have gone
+			return
+		}
+		http.Error(w, "draining", http.StatusServiceUnavailable)
+	})
+	if profiles {
+		mux.HandleFunc("GET /debug/pprof/", pprof.Index)
+		mux.HandleFunc("GET /debug/pprof/cmdline", pprof.Cmdline)
+		mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
+		mux.HandleFunc("GET /debug/pprof/symbol", pprof.Symbol)
+		mux.HandleFunc("GET /debug/pprof/trace", pprof.Trace)
+	}
+	return mux
+}
+
+// Serve serves h on l, which it takes over, until ctx ends. It returns when every
+// answer has ended or been cut off.
+func Serve(ctx context.Context, l net.Listener, h http.Handler) error {
+	s := &http.Server{
+		Handler: h, ReadTimeout: readWait, ReadHeaderTimeout: readWait, WriteTimeout: writeWait, IdleTimeout: idleWait, MaxHeaderBytes: headerBytes,
+	}
+	stopped := make(chan struct{})
+	unhook := context.AfterFunc(ctx, func() {
+		defer close(stopped)
+		wait, cancel := context.WithTimeout(context.WithoutCancel(ctx), closeWait)
+		defer cancel()
+		if s.Shutdown(wait) != nil {
+			_ = s.Close() // it only closes sockets
+		}
+	})
+	err := s.Serve(l)
+	if !unhook() {
+		<-stopped
+	}
+	if errors.Is(err, http.ErrServerClosed) {
+		return nil
+	}
+	return err
+}

@@ -1,0 +1,173 @@
+// Package metrics declares every metric of a server, and answers for them over
+// HTTP.
+//
+// It refuses to count: a server counts, and is asked for its Values at each
+// scrape, by GetServiceInfo as well as by Prometheus, so that the two cannot
+// disagree. Labels are bounded: models of the registry, kinds of transfers and
+// status codes, never the name of a tensor or an address. It sees no payload.
+package metrics
+
+import (
+	"runtime"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+)
+
+const prefix = "tensorferry_"
+
+// Outcome is what calls are counted by when they have ended, and the bytes of
+// transfers.
+type Outcome struct {
+	Of   string // a model in the registry, empty for any other; or the kind of a transfer
+	Code string // as in docs/errors.md, such as NOT_FOUND
+}
+
+// Values are what a server has counted at one moment.
+type Values struct {
+	Sessions, SessionsOpened, SessionsRefused int64
+	Calls, CallsOpened, CallsRefused          int64
+	Ended                                     map[Outcome]int64 // calls, by model
+	ReceivedBytes, SentBytes                  int64             // payload
+	ReceivedChunks, SentChunks                int64
+	CorruptChunks, DuplicateChunks            int64
+	OpenTransfers                             map[string]int64  // by kind
+	TransferBytes                             map[Outcome]int64 // payload, by kind
+	MemoryUsed, MemoryPeak, MemoryLimit       int64             // bytes
+	RunsAbandoned, Panics                     int64
+}
+
+// plain are the metrics without labels. Their names are those of the counters in
+// GetServiceInfo, too.
+var plain = []struct {
+	name, help string
+	kind       prometheus.ValueType
+	of         func(*Values) int64
+}{
+	{"sessions", "Sessions open now.", prometheus.GaugeValue, func(v *Values) int64 { return v.Sessions }},
+	{"sessions_total", "Sessions opened.", prometheus.CounterValue, func(v *Values) int64 { return v.SessionsOpened }},
+	{"sessions_refused_total", "Sessions refused at the limit.", prometheus.CounterValue, func(v *Values) int64 { return v.SessionsRefused }},
+	{"calls", "Calls computing or waiting for memory now.", prometheus.GaugeValue, func(v *Values) int64 { return v.Calls }},
+	{"calls_total", "Calls opened.", prometheus.CounterValue, func(v *Values) int64 { return v.CallsOpened }},
+	{"calls_refused_total", "Calls refused at the limit.", prometheus.CounterValue, func(v *Values) int64 { return v.CallsRefused }},
+	{"received_bytes_total", "Payload bytes received in calls.", prometheus.CounterValue, func(v *Values) int64 { return v.ReceivedBytes }},
+	{"sent_bytes_total", "Payload bytes sent in calls.", prometheus.CounterValue, func(v *Values) int64 { return v.SentBytes }},
+	{"received_chunks_total", "Chunks received in calls.", prometheus.CounterValue, func(v *Values) int64 { return v.ReceivedChunks }},
+	{"sent_chunks_total", "Chunks sent in calls.", prometheus.CounterValue, func(v *Values) int64 { return v.SentChunks }},
+	{"corrupt_chunks_total", "Chunks received with a wrong checksum.", prometheus.CounterValue, func(v *Values) int64 { return v.CorruptChunks }},
+	{"duplicate_chunks_total", "Chunks received more than once.", prometheus.CounterValue, func(v *Values) int64 { return v.DuplicateChunks }},
+	{"memory_used_bytes", "Memory budget granted now.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryUsed }},
+	{"memory_peak_bytes", "Most of the memory budget ever granted.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryPeak }},
+	{"memory_limit_bytes", "Memory budget.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryLimit }},
+	{"runs_abandoned_total", "Runs whose model did not stop; their memory is lost.", prometheus.CounterValue, func(v *Values) int64 { return v.RunsAbandoned }},
+	{"panics_total", "Handlers that panicked.", prometheus.CounterValue, func(v *Values) int64 { return v.Panics }},
+}
+
+// The metrics with labels.
+var (
+	endedCalls    = desc("ended_calls_total", "Calls that have ended.", "model", "code")
+	openTransfers = desc("open_transfers", "Pushes and pulls open now.", "kind")
+	transferBytes = desc("transfer_bytes_total", "Payload bytes of pushes and pulls that have ended.", "kind", "code")
+	buildInfo     = desc("build_info", "1, with the version of the server.", "version", "go_version")
+)
+
+// NewCallSeconds returns the times of calls, by model; New collects them.
+func NewCallSeconds() *prometheus.HistogramVec {
+	return prometheus.NewHistogramVec(prometheus.HistogramOpts{
+		Name: prefix + "call_seconds",
+		Help: "Time of a call from the last of its inputs announced to its last result acknowledged.",
+		// From a small call on this machine to a tensor of many gigabytes.
+		Buckets: []float64{1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 25, 50, 100},
+	}, []string{"model"})
+}
+
+func desc(name, help string, labels ...string) *prometheus.Desc {
+	return prometheus.NewDesc(prefix+name, help, labels, nil)
+}
+
+// Counters are the values by the names that GetServiceInfo shows; labels are
+// summed up.
+func Counters(v *Values) map[string]int64 {
+	out := make(map[string]int64, len(plain)+5)
+	for _, m := range plain {
+		out[m.name] = m.of(v)
+	}
+	for _, name := range []string{"calls_ok_total", "calls_cancelled_total", "calls_failed_total", "open_transfers", "transfer_bytes_total"} {
+		out[name] = 0
+	}
+	for o, n := range v.Ended {
+		switch o.Code {
+		case "OK":
+			out["calls_ok_total"] += n
+		case "CANCELLED":
+			out["calls_cancelled_total"] += n
+		default:
+			out["calls_failed_total"] += n
+		}
+	}
+	for _, n := range v.OpenTransfers {
+		out["open_transfers"] += n
+	}
+	for _, n := range v.TransferBytes {
+		out["transfer_bytes_total"] += n
+	}
+	return out
+}
+
+// collector is one server's metrics.
+type collector struct {
+	version string
+	read    func() Values
+	seconds *prometheus.HistogramVec
+	plain   []*prometheus.Desc // as the table
+}
+
+// New returns the metrics of a server: read is asked at each scrape, concurrently
+// with others.
+func New(version string, seconds *prometheus.HistogramVec, read func() Values) prometheus.Collector {
+	c := &collector{version: version, read: read, seconds: seconds}
+	for _, m := range plain {
+		c.plain = append(c.plain, desc(m.name, m.help))
+	}
+	return c
+}
+
+// Describe implements prometheus.Collector.
+func (c *collector) Describe(out chan<- *prometheus.Desc) {
+	for _, d := range c.plain {
+		out <- d
+	}
+	for _, d := range []*prometheus.Desc{endedCalls, openTransfers, transferBytes, buildInfo} {
+		out <- d
+	}
+	c.seconds.Describe(out)
+}
+
+// Collect implements prometheus.Collector.
+func (c *collector) Collect(out chan<- prometheus.Metric) {
+	send := func(d *prometheus.Desc, kind prometheus.ValueType, n int64, labels ...string) {
+		out <- prometheus.MustNewConstMetric(d, kind, float64(n), labels...)
+	}
+	v := c.read()
+	for i, m := range plain {
+		send(c.plain[i], m.kind, m.of(&v))
+	}
+	for o, n := range v.Ended {
+		send(endedCalls, prometheus.CounterValue, n, o.Of, o.Code)
+	}
+	for kind, n := range v.OpenTransfers {
+		send(openTransfers, prometheus.GaugeValue, n, kind)
+	}
+	for o, n := range v.TransferBytes {
+		send(transferBytes, prometheus.CounterValue, n, o.Of, o.Code)
+	}
+	send(buildInfo, prometheus.GaugeValue, 1, c.version, runtime.Version())
+	c.seconds.Collect(out)
+}
+
+// NewRegistry returns a registry with the metrics of Go and of this process.
+func NewRegistry() *prometheus.Registry {
+	r := prometheus.NewRegistry()
+	r.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	return r
+}

@@ -1,0 +1,70 @@
+package server
+
+import (
+	"context"
+	"time"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/metrics"
+	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// ListModels names the models.
+func (s *Server) ListModels(context.Context, *pb.ListModelsRequest) (*pb.ListModelsResponse, error) {
+	out := &pb.ListModelsResponse{}
+	for _, i := range s.cfg.Models.Infos() {
+		out.Models = append(out.Models, &pb.Model{
+			Name: i.Name, Version: i.Version, Device: i.Device, Rows: int32(i.Rows),
+			Inputs: ports(i.Inputs), Outputs: ports(i.Outputs),
+		})
+	}
+	return out, nil
+}
+
+func ports(in []engine.Port) []*pb.Port {
+	var out []*pb.Port
+	for _, p := range in {
+		q := &pb.Port{Name: p.Name, Shape: p.Shape, Whole: p.Whole}
+		for _, d := range p.DTypes {
+			q.Dtypes = append(q.Dtypes, pb.DataType(d))
+		}
+		out = append(out, q)
+	}
+	return out
+}
+
+// GetServiceInfo tells limits and counters.
+func (s *Server) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb.GetServiceInfoResponse, error) {
+	v := s.values()
+	return &pb.GetServiceInfoResponse{
+		Version:      s.cfg.Version,
+		UptimeMillis: time.Since(s.started).Milliseconds(),
+		Limits:       s.shownLimits(v.MemoryLimit),
+		Counters:     metrics.Counters(&v),
+	}, nil
+}
+
+// shownLimits are the limits that a peer can meet, each a row of docs/limits.md.
+func (s *Server) shownLimits(memory int64) map[string]int64 {
+	l, c := s.limits, s.cfg
+	millis := func(d time.Duration) int64 { return d.Milliseconds() }
+	return map[string]int64{
+		"chunk_bytes": int64(l.ChunkBytes), "chunks_per_tensor": tensor.MaxChunks, "tensor_bytes": l.TensorBytes,
+		"rank": tensor.MaxRank, "dimension": tensor.MaxDim,
+		"message_bytes": int64(l.ChunkBytes) + wire.MaxControlBytes, "window_bytes": int64(c.WindowBytes),
+		"allowance_bytes": int64(l.AllowanceBytes), "allowance_chunks": stream.AllowanceChunks,
+		"open_tensors_per_session": int64(l.OpenTensors), "open_calls_per_session": int64(l.OpenCalls),
+		"sessions": int64(c.Sessions), "calls": int64(c.QueuedCalls),
+		"memory_bytes": memory, "memory_wait_millis": millis(c.MemoryWait),
+		"first_frame_millis": millis(time.Duration(l.FirstFrame)), "chunk_idle_millis": millis(time.Duration(l.ChunkIdle)),
+		"session_idle_millis": millis(time.Duration(l.SessionIdle)),
+		"name_bytes":          stream.NameBytes, "entries": stream.Entries, "entry_key_bytes": stream.KeyBytes,
+		"entry_value_bytes": stream.ValueBytes, "entries_bytes": stream.EntriesBytes,
+		"streams_per_connection": int64(c.StreamsPerConnection), "header_list_bytes": int64(c.HeaderListBytes),
+		"handshake_millis": millis(c.Handshake), "keepalive_millis": millis(c.Keepalive),
+		"keepalive_timeout_millis": millis(c.KeepaliveTimeout), "keepalive_min_millis": millis(c.KeepaliveMin),
+	}
+}
