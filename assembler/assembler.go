@@ -1,6 +1,7 @@
 // Package assembler rebuilds one tensor from chunks that arrive in any order.
 // Each chunk is written once, straight to its final place in memory that was
-// lent for it, and counts only after its checksum has matched.
+// lent for it, or by a Placer to where else the tensor rests, and counts only
+// after its checksum has matched.
 //
 // It refuses chunks beyond the memory lent so far, chunks of a wrong length and
 // a second content for the same index, before any byte is written. It owns no
@@ -26,6 +27,8 @@ var (
 	ErrCredit = errors.New("assembler: chunk without credit")
 	// ErrConflict is wrapped when an index arrives again with another checksum.
 	ErrConflict = errors.New("assembler: conflicting chunk")
+	// ErrCodec is wrapped when a chunk comes in a codec that is not known here.
+	ErrCodec = errors.New("assembler: unknown codec")
 	// ErrCorrupt is wrapped when a chunk failed its checksum too often.
 	ErrCorrupt = errors.New("assembler: corrupt chunk")
 )
@@ -40,21 +43,32 @@ const (
 	Duplicate
 )
 
-// A chunk's state byte: where it stands in the low bits, how often its
-// checksum failed in the high ones.
+// A chunk's state byte: where it stands in the low bits, then how often its
+// checksum failed, and in the high ones the codec it came in.
 const (
-	absent  = 0
-	claimed = 1
-	held    = 2
-	stand   = 3 // mask
-	failure = 4 // one failed checksum
+	absent   = 0
+	claimed  = 1
+	held     = 2
+	stand    = 3 // mask
+	failure  = 4 // one failed checksum
+	failures = 3 * failure
+	coded    = 4 // the codec's place
 )
+
+// Placer takes a tensor's bytes to where they rest when that is not memory that
+// can be lent: a file. WriteViews borrows views, which belong to byte off of the
+// tensor in order; it is called by Claim.Copy, on its goroutine, with bytes that
+// have been checked, each chunk's once unless its error made the caller try again.
+type Placer interface {
+	WriteViews(off int64, views [][]byte) error
+}
 
 // Assembler rebuilds one tensor.
 type Assembler struct {
 	id   tensor.ID
 	geo  tensor.Geometry
 	kind codec.Checksum
+	to   Placer // nil: to the memory lent
 
 	regions []region // lent and not yet full, ascending; full ones stay until those before are full
 	first   int      // number of regions[0] in the order of lending
@@ -80,6 +94,15 @@ func New(id tensor.ID, geo tensor.Geometry, kind codec.Checksum) *Assembler {
 	return &Assembler{id: id, geo: geo, kind: kind}
 }
 
+// NewPlaced returns an assembler for a tensor whose bytes go to p: every chunk has
+// its place from the start, and nothing can be lent.
+func NewPlaced(id tensor.ID, geo tensor.Geometry, kind codec.Checksum, p Placer) *Assembler {
+	a := &Assembler{id: id, geo: geo, kind: kind, to: p, lent: geo.Size, began: true}
+	a.state = make([]uint8, geo.Count())
+	a.sums = make([]uint32, geo.Count())
+	return a
+}
+
 // Lend lends mem for the next bytes of the tensor, directly after those lent
 // before, and returns the region's number, counted from 0. The memory comes back
 // when TakeFull names the region, or when the tensor is given up and no claim is
@@ -87,7 +110,7 @@ func New(id tensor.ID, geo tensor.Geometry, kind codec.Checksum) *Assembler {
 // the lender, never of a peer.
 func (a *Assembler) Lend(mem []byte) int {
 	n := int64(len(mem))
-	if n > a.geo.Size-a.lent {
+	if a.to != nil || n > a.geo.Size-a.lent {
 		panic(fmt.Sprintf("assembler: %d bytes lent at %d of a tensor of %d", n, a.lent, a.geo.Size))
 	}
 	number := a.first + len(a.regions)
@@ -126,6 +149,11 @@ func (a *Assembler) Below() uint32 { return a.below }
 // Held returns how many chunks are held.
 func (a *Assembler) Held() uint32 { return a.count }
 
+// Has reports whether a chunk of the tensor is held.
+func (a *Assembler) Has(index uint32) bool {
+	return index < uint32(len(a.state)) && a.state[index]&stand == held
+}
+
 // Whole reports whether every chunk is held.
 func (a *Assembler) Whole() bool { return a.count == a.geo.Count() }
 
@@ -136,36 +164,52 @@ type Claim struct {
 	index uint32
 	sum   uint32   // promised
 	seed  uint32   // of the checksum
-	dst   [][]byte // where the bytes go, in order
+	dst   [][]byte // where the bytes go, in order; scratch with a Placer
+	off   int64    // of the place
+	n     int      // bytes of the place
 	kind  codec.Checksum
+	codec codec.Codec
+	to    Placer
 }
 
 // Index returns the chunk's index.
 func (c *Claim) Index() uint32 { return c.index }
 
-// Claim decides about a chunk of n bytes before any of them is copied. With
-// Place, c is ready for Copy and must then be committed; other verdicts leave
+// Claim decides about a chunk of n bytes in codec k before any of them is copied.
+// With Place, c is ready for Copy and must then be committed; other verdicts leave
 // nothing to do. An error ends the tensor.
-func (a *Assembler) Claim(c *Claim, index uint32, n int, sum uint32) (Verdict, error) {
+func (a *Assembler) Claim(c *Claim, index uint32, n int, k codec.Codec, sum uint32) (Verdict, error) {
 	if index >= a.geo.Count() {
 		return 0, fmt.Errorf("%w: index %d of a tensor of %d chunks", ErrRange, index, a.geo.Count())
 	}
 	off, want := a.geo.Span(index)
-	if int64(n) != want {
+	switch {
+	case !k.Known():
+		return 0, fmt.Errorf("%w: chunk %d came in %v; send it in one that hello names", ErrCodec, index, k)
+	case k == codec.None && int64(n) != want:
 		return 0, fmt.Errorf("%w: chunk %d has %d bytes, its place has %d", ErrRange, index, n, want)
-	}
-	if index >= a.Limit() {
+	case k != codec.None && (n < 1 || int64(n) >= want):
+		return 0, fmt.Errorf("%w: chunk %d has %d bytes of %v, its place has %d; what is encoded must be shorter, and not empty", ErrRange, index, n, k, want)
+	case index >= a.Limit():
 		return 0, fmt.Errorf("%w: index %d, the limit is %d; wait for credit", ErrCredit, index, a.Limit())
 	}
-	if s := a.state[index] & stand; s != absent {
-		if a.sums[index] != sum {
+	if s := a.state[index]; s&stand != absent {
+		// What came in another codec may be the same bytes: to find out would cost
+		// a decoding.
+		if codec.Codec(s>>coded) == k && a.sums[index] != sum {
 			return 0, fmt.Errorf("%w: chunk %d came with checksum %08x and again with %08x", ErrConflict, index, a.sums[index], sum)
 		}
 		return Duplicate, nil
 	}
-	a.state[index] |= claimed
+	a.state[index] = a.state[index]&failures | claimed | uint8(k)<<coded
 	a.sums[index] = sum
-	*c = Claim{asm: a, index: index, sum: sum, seed: a.kind.Seed(a.id, index), dst: c.dst[:0], kind: a.kind}
+	*c = Claim{
+		asm: a, index: index, sum: sum, seed: a.kind.Seed(a.id, index), dst: c.dst[:0],
+		off: off, n: int(want), kind: a.kind, codec: k, to: a.to,
+	}
+	if a.to != nil {
+		return Place, nil
+	}
 	for i := a.find(off); want > 0; i++ {
 		r := &a.regions[i]
 		from := off - r.off
@@ -195,10 +239,37 @@ func (a *Assembler) find(off int64) int {
 }
 
 // Copy writes the chunk's bytes, borrowed as views in order, to their place and
-// returns their checksum. Each view is summed right after it was read for the
-// copy, while it is in the cache. Copy touches only claimed memory: it may run
-// beside the assembler, and beside the Copy of another claim.
-func (c *Claim) Copy(views [][]byte) uint32 {
+// returns the checksum of the views; Commit takes both results. Bytes that go to a
+// Placer or have to be decoded are written only when their checksum is the
+// promised one. The error is the Placer's own, or wraps codec.ErrDecode.
+//
+// Copy touches only claimed memory: it may run beside the assembler, and, without
+// a Placer, beside the Copy of another claim.
+func (c *Claim) Copy(views [][]byte) (got uint32, err error) {
+	if c.to == nil && c.codec == codec.None {
+		return c.copy(views), nil
+	}
+	got = c.seed
+	for _, v := range views {
+		got = c.kind.Update(got, v)
+	}
+	switch {
+	case got != c.sum:
+		return got, nil
+	case c.to == nil:
+		return got, c.codec.Decode(c.dst, views)
+	case c.codec == codec.None:
+		return got, c.to.WriteViews(c.off, views)
+	}
+	return got, c.codec.DecodeTo(c.n, views, func(data []byte) error {
+		c.dst = append(c.dst[:0], data)
+		return c.to.WriteViews(c.off, c.dst)
+	})
+}
+
+// copy sums each view right after it was read for the copy, while it is in the
+// cache.
+func (c *Claim) copy(views [][]byte) uint32 {
 	sum := c.seed
 	d := 0
 	var dst []byte
@@ -216,26 +287,33 @@ func (c *Claim) Copy(views [][]byte) uint32 {
 	return sum
 }
 
-// Commit ends a claim with the checksum that Copy returned. It reports whether
-// the chunk now counts; if not, it is forgotten and must be sent again, and the
-// error, after too many such failures, ends the tensor.
-func (a *Assembler) Commit(c *Claim, got uint32) (bool, error) {
+// Commit ends a claim with what Copy returned. It reports whether the chunk now
+// counts; if not, it is forgotten and must be sent again. An error ends the
+// tensor: too many failures of one checksum, or Copy's own.
+func (a *Assembler) Commit(c *Claim, got uint32, err error) (bool, error) {
 	i := c.index
 	invariants.Assert(c.asm == a && a.state[i]&stand == claimed, "assembler: commit without a claim")
-	c.asm = nil
+	c.asm, c.to = nil, nil
 	clear(c.dst)
 	if got != c.sum {
-		a.state[i] = a.state[i]&^stand + failure
+		a.state[i] = a.state[i]&failures + failure
 		if a.state[i]/failure >= MaxCorrupt {
 			return false, fmt.Errorf("%w: chunk %d arrived %d times with a wrong checksum (%08x promised, %08x got)",
 				ErrCorrupt, i, MaxCorrupt, c.sum, got)
 		}
 		return false, nil
 	}
+	if err != nil {
+		a.state[i] &= failures
+		return false, fmt.Errorf("assembler: chunk %d: %w", i, err)
+	}
 	a.state[i] = a.state[i]&^stand | held
 	a.count++
 	for a.below < uint32(len(a.state)) && a.state[a.below]&stand == held {
 		a.below++
+	}
+	if a.to != nil {
+		return true, nil
 	}
 	off, n := a.geo.Span(i)
 	for r := a.find(off); ; r++ {

@@ -70,10 +70,16 @@ func (b *bed) sum(index uint32, data []byte) uint32 {
 	return codec.CRC32C.Update(codec.CRC32C.Seed(id, index), data)
 }
 
+// settle copies a claimed chunk and commits it.
+func (b *bed) settle(c *Claim, views [][]byte) (bool, error) {
+	got, err := c.Copy(views)
+	return b.a.Commit(c, got, err)
+}
+
 // place delivers a chunk in pieces of piece bytes, 0 for one view.
 func (b *bed) place(index uint32, piece int) (Verdict, error) {
 	p := b.payload(index)
-	v, err := b.a.Claim(&b.claim, index, len(p), b.sum(index, p))
+	v, err := b.a.Claim(&b.claim, index, len(p), codec.None, b.sum(index, p))
 	if err != nil || v != Place {
 		return v, err
 	}
@@ -81,7 +87,7 @@ func (b *bed) place(index uint32, piece int) (Verdict, error) {
 	if piece > 0 {
 		views = slices.Collect(slices.Chunk(p, piece))
 	}
-	ok, err := b.a.Commit(&b.claim, b.claim.Copy(views))
+	ok, err := b.settle(&b.claim, views)
 	if err == nil && !ok {
 		return v, errors.New("a good chunk did not count")
 	}
@@ -255,7 +261,7 @@ func TestBadChunksAreRefusedBeforeAByteIsWritten(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			b := newBed(t, 10, 4)
 			b.lend(7)
-			_, err := b.a.Claim(&b.claim, tc.index, tc.n, 0)
+			_, err := b.a.Claim(&b.claim, tc.index, tc.n, codec.None, 0)
 			require.ErrorIs(t, err, tc.want)
 			require.Equal(t, bytes.Repeat([]byte{blank}, 7), b.region(0))
 			_, err = b.place(0, 0)
@@ -269,26 +275,26 @@ func TestAChunkTwiceIsDroppedAndAnotherContentIsAConflict(t *testing.T) {
 	b.lend(8)
 	p := b.payload(0)
 	sum := b.sum(0, p)
-	v, err := b.a.Claim(&b.claim, 0, 4, sum)
+	v, err := b.a.Claim(&b.claim, 0, 4, codec.None, sum)
 	require.NoError(t, err)
 	require.Equal(t, Place, v)
 
 	// While it is being copied.
 	var second Claim
-	v, err = b.a.Claim(&second, 0, 4, sum)
+	v, err = b.a.Claim(&second, 0, 4, codec.None, sum)
 	require.NoError(t, err)
 	require.Equal(t, Duplicate, v)
-	_, err = b.a.Claim(&second, 0, 4, sum+1)
+	_, err = b.a.Claim(&second, 0, 4, codec.None, sum+1)
 	require.ErrorIs(t, err, ErrConflict)
 
 	// And once it is held.
-	ok, err := b.a.Commit(&b.claim, b.claim.Copy([][]byte{p}))
+	ok, err := b.settle(&b.claim, [][]byte{p})
 	require.NoError(t, err)
 	require.True(t, ok)
-	v, err = b.a.Claim(&second, 0, 4, sum)
+	v, err = b.a.Claim(&second, 0, 4, codec.None, sum)
 	require.NoError(t, err)
 	require.Equal(t, Duplicate, v)
-	_, err = b.a.Claim(&second, 0, 4, sum+1)
+	_, err = b.a.Claim(&second, 0, 4, codec.None, sum+1)
 	require.ErrorIs(t, err, ErrConflict)
 	require.EqualValues(t, 1, b.a.Held())
 	b.check(func(i uint32) bool { return i == 0 })
@@ -299,10 +305,10 @@ func TestACorruptChunkIsForgottenUntilTheThirdTime(t *testing.T) {
 	b.lend(8)
 	bad := []byte{9, 9, 9, 9}
 	for i := 1; i <= MaxCorrupt; i++ {
-		v, err := b.a.Claim(&b.claim, 1, 4, b.sum(1, b.payload(1)))
+		v, err := b.a.Claim(&b.claim, 1, 4, codec.None, b.sum(1, b.payload(1)))
 		require.NoError(t, err)
 		require.Equal(t, Place, v)
-		ok, err := b.a.Commit(&b.claim, b.claim.Copy([][]byte{bad[:1], bad[1:]}))
+		ok, err := b.settle(&b.claim, [][]byte{bad[:1], bad[1:]})
 		require.False(t, ok)
 		if i < MaxCorrupt {
 			require.NoError(t, err)
@@ -318,9 +324,9 @@ func TestAChunkCorruptTwiceStillCountsTheThirdTime(t *testing.T) {
 	b := newBed(t, 8, 4)
 	b.lend(8)
 	for range MaxCorrupt - 1 { // the promise may be what is wrong, and differ each time
-		_, err := b.a.Claim(&b.claim, 0, 4, rand.Uint32())
+		_, err := b.a.Claim(&b.claim, 0, 4, codec.None, rand.Uint32())
 		require.NoError(t, err)
-		ok, err := b.a.Commit(&b.claim, b.claim.Copy([][]byte{b.payload(0)}))
+		ok, err := b.settle(&b.claim, [][]byte{b.payload(0)})
 		require.NoError(t, err)
 		require.False(t, ok)
 	}
@@ -333,9 +339,9 @@ func TestAChunkUnderAnotherNameFailsItsChecksum(t *testing.T) {
 	b := newBed(t, 8, 4)
 	b.lend(8)
 	same := b.payload(0)
-	_, err := b.a.Claim(&b.claim, 1, 4, b.sum(0, same)) // chunk 0 delivered as chunk 1
+	_, err := b.a.Claim(&b.claim, 1, 4, codec.None, b.sum(0, same)) // chunk 0 delivered as chunk 1
 	require.NoError(t, err)
-	ok, err := b.a.Commit(&b.claim, b.claim.Copy([][]byte{same}))
+	ok, err := b.settle(&b.claim, [][]byte{same})
 	require.NoError(t, err)
 	require.False(t, ok)
 }
@@ -357,10 +363,10 @@ func TestCopyTakesAnySplitOfViews(t *testing.T) {
 					from = i
 				}
 			}
-			v, err := b.a.Claim(&b.claim, index, chunk, b.sum(index, p))
+			v, err := b.a.Claim(&b.claim, index, chunk, codec.None, b.sum(index, p))
 			require.NoError(t, err)
 			require.Equal(t, Place, v)
-			ok, err := b.a.Commit(&b.claim, b.claim.Copy(views))
+			ok, err := b.settle(&b.claim, views)
 			require.NoError(t, err)
 			require.True(t, ok, "split %b", mask)
 			b.collect()
@@ -378,13 +384,16 @@ func TestTwoClaimsAreCopiedSideBySide(t *testing.T) {
 	var sums [2]chan uint32
 	for i := range claims {
 		p := b.payload(uint32(i))
-		_, err := b.a.Claim(&claims[i], uint32(i), len(p), b.sum(uint32(i), p))
+		_, err := b.a.Claim(&claims[i], uint32(i), len(p), codec.None, b.sum(uint32(i), p))
 		require.NoError(t, err)
 		sums[i] = make(chan uint32, 1)
-		go func() { sums[i] <- claims[i].Copy([][]byte{p}) }()
+		go func() {
+			got, _ := claims[i].Copy([][]byte{p})
+			sums[i] <- got
+		}()
 	}
 	for i := range claims {
-		ok, err := b.a.Commit(&claims[i], <-sums[i])
+		ok, err := b.a.Commit(&claims[i], <-sums[i], nil)
 		require.NoError(t, err)
 		require.True(t, ok)
 	}
@@ -406,12 +415,12 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	index := uint32(0)
 	one := func() {
 		p := b.payload(index)
-		v, err := b.a.Claim(&b.claim, index, chunk, b.sum(index, p))
+		v, err := b.a.Claim(&b.claim, index, chunk, codec.None, b.sum(index, p))
 		if err != nil || v != Place {
 			t.Fatal(v, err)
 		}
 		views[0] = p
-		if ok, err := b.a.Commit(&b.claim, b.claim.Copy(views)); err != nil || !ok {
+		if ok, err := b.settle(&b.claim, views); err != nil || !ok {
 			t.Fatal(ok, err)
 		}
 		b.a.TakeFull(count)
@@ -464,7 +473,7 @@ func FuzzAssembler(f *testing.F) {
 		commit := func(c *Claim, views [][]byte, good bool) bool {
 			i := c.Index()
 			copying[i] = false
-			ok, err := b.a.Commit(c, c.Copy(views))
+			ok, err := b.settle(c, views)
 			b.collect()
 			if !good {
 				corrupt[i]++
@@ -507,7 +516,7 @@ func FuzzAssembler(f *testing.F) {
 					wantVerdict = Duplicate
 				}
 				c := new(Claim)
-				v, err := b.a.Claim(c, index, n, sum)
+				v, err := b.a.Claim(c, index, n, codec.None, sum)
 				if !errors.Is(err, want) || err == nil && v != wantVerdict {
 					t.Fatalf("chunk %d: %v, %v; want %v, %v", index, v, err, wantVerdict, want)
 				}

@@ -1,7 +1,8 @@
-// Package codec says what one chunk's payload looks like on the wire: today
-// its checksum, later also its compression. It refuses to keep anything: every
-// function works on memory that the caller lends until it returns. Safe for
-// concurrent use.
+// Package codec says what one chunk's payload looks like on the wire: its
+// checksum and its compression, and a whole tensor's digest. It refuses to take
+// more memory than a bounded amount for the whole process, however many sessions
+// there are and whatever their peers send, and keeps nothing of what it borrows.
+// It hands over what it encoded. Safe for concurrent use.
 package codec
 
 import (

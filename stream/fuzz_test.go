@@ -348,7 +348,8 @@ func FuzzRogueFrames(f *testing.F) {
 						r.m.Finish(Done{Call: r.of[in.Chunk.Tensor], Code: Internal, Message: "broken"})
 						r.events()
 					}
-					r.m.Commit(r.now, &c, c.Copy(in.Chunk.Data))
+					got, failed := c.Copy(in.Chunk.Data)
+					r.m.Commit(r.now, &c, got, failed)
 				} else if cerr != nil && err == nil {
 					t.Fatal(cerr)
 				}

@@ -27,6 +27,8 @@ const (
 	// AllowanceChunks is the most chunks of a tensor on allowance: what is kept per
 	// chunk stays small beside what was promised. More of them wait for credit.
 	AllowanceChunks = 4096
+	// HelloCodecs is how many codecs of a hello are looked at: there are far fewer.
+	HelloCodecs = 16
 	// NameBytes bounds each name: of a model, a port, a tensor.
 	NameBytes = 512
 	// Entries, KeyBytes, ValueBytes and EntriesBytes bound the parameters of a

@@ -17,7 +17,10 @@ type Config struct {
 	Server  bool
 	Session tensor.ID      // chosen by the client; a server learns it from hello
 	Check   codec.Checksum // client: the kind for the session; zero is CRC32C
-	Limits  Limits
+	// Codecs are those that this side decodes, the best liked first, and encodes with
+	// when the peer decodes them. Empty is none: chunks go and come as they are.
+	Codecs []codec.Codec
+	Limits Limits
 }
 
 // Error ends the session: the peer broke the protocol, or waited too long.
@@ -80,7 +83,8 @@ type Machine struct {
 	cfg    Config
 	limits Limits
 	kind   codec.Checksum
-	peer   Hello // as far as it binds us
+	code   codec.Codec // what chunks are sent in
+	peer   Hello       // as far as it binds us
 	err    *Error
 
 	helloSent, helloSeen bool
@@ -205,6 +209,7 @@ func New(cfg Config, now Instant) *Machine {
 	if !cfg.Check.Valid() {
 		cfg.Check = codec.CRC32C
 	}
+	cfg.Codecs = slices.Clone(cfg.Codecs[:min(len(cfg.Codecs), HelloCodecs)])
 	return &Machine{
 		cfg: cfg, limits: cfg.Limits.WithDefaults(), kind: cfg.Check,
 		peer:  Hello{MaxChunkBytes: 1, MaxOpenTensors: 1},
@@ -225,6 +230,10 @@ func (m *Machine) Server() bool { return m.cfg.Server }
 
 // Checksum returns the kind of the session's checksums.
 func (m *Machine) Checksum() codec.Checksum { return m.kind }
+
+// Codec returns what chunks are to be sent in: the first in the peer's hello that
+// this side's Config names too.
+func (m *Machine) Codec() codec.Codec { return m.code }
 
 // Open reports whether the hellos have been exchanged.
 func (m *Machine) Open() bool { return m.helloSeen && !m.shut }

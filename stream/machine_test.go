@@ -110,7 +110,8 @@ func TestDamagedChunksThatWaitAreBounded(t *testing.T) {
 		ok, err := srv.Claim(0, &Chunk{Tensor: id, Index: i, Data: [][]byte{{1}}}, &c)
 		require.NoError(t, err)
 		require.True(t, ok)
-		srv.Commit(0, &c, c.Copy([][]byte{{1}}))
+		got, failed := c.Copy([][]byte{{1}})
+		srv.Commit(0, &c, got, failed)
 	}
 	var f Frame
 	_, ok := srv.Next(0, &f)
@@ -186,7 +187,8 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 			if place, err := srv.Claim(now, &there.Chunk, &claim); err != nil || !place {
 				t.Fatal(place, err)
 			}
-			srv.Commit(now, &claim, claim.Copy(there.Chunk.Data))
+			got, failed := claim.Copy(there.Chunk.Data)
+			srv.Commit(now, &claim, got, failed)
 			held.Release()
 			got++
 		}

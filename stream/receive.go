@@ -2,6 +2,7 @@ package stream
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"slices"
 
@@ -90,6 +91,8 @@ func (m *Machine) hello(now Instant, h *Hello) error {
 	m.peer = *h
 	set(&m.peer.MaxChunkBytes, 1*mib, ChunkBytesCeiling)
 	m.peer.AllowanceBytes = min(m.peer.AllowanceBytes, AllowanceCeiling)
+	m.code = codec.Choose(m.cfg.Codecs, h.Codecs[:min(len(h.Codecs), HelloCodecs)])
+	m.peer.Codecs = nil // lent with the frame
 	set(&m.peer.MaxOpenTensors, 64, 1<<16)
 	m.tell(Event{Kind: EventOpened})
 	return nil
@@ -397,7 +400,12 @@ func (m *Machine) Claim(now Instant, ch *Chunk, c *Claim) (bool, error) {
 	if t.dead || t.asm == nil {
 		return false, nil
 	}
-	verdict, err := t.asm.Claim(&c.claim, ch.Index, ch.Len(), ch.Sum)
+	k := codec.Codec(ch.Codec)
+	if k != codec.None && !slices.Contains(m.cfg.Codecs, k) {
+		m.failIn(t, InvalidArgument, fmt.Sprintf("tensor %s: chunk %d came in %v, which the hello of this side does not name", ch.Tensor, ch.Index, k))
+		return false, nil
+	}
+	verdict, err := t.asm.Claim(&c.claim, ch.Index, ch.Len(), k, ch.Sum)
 	switch {
 	case err != nil:
 		m.failIn(t, InvalidArgument, "tensor "+ch.Tensor.String()+": "+err.Error())
@@ -420,22 +428,27 @@ type Claim struct {
 }
 
 // Copy writes the chunk's bytes, borrowed, to their place and returns their
-// checksum. It may run beside the machine.
-func (c *Claim) Copy(views [][]byte) uint32 { return c.claim.Copy(views) }
+// checksum, and an error when they could not be decoded. It may run beside the
+// machine.
+func (c *Claim) Copy(views [][]byte) (got uint32, err error) { return c.claim.Copy(views) }
 
-// Commit ends a claim with the checksum that Copy returned.
-func (m *Machine) Commit(now Instant, c *Claim, got uint32) {
+// Commit ends a claim with what Copy returned.
+func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
 	t := c.tensor
 	c.tensor = nil
 	t.call.busy--
 	off, n := t.geo.Span(c.claim.Index())
-	ok, err := t.asm.Commit(&c.claim, got)
+	ok, err := t.asm.Commit(&c.claim, got, failed)
 	if t.dead || m.shut {
 		m.settle(t.call)
 		return
 	}
 	if err != nil {
-		m.failIn(t, DataLoss, "tensor "+t.desc.Tensor.String()+": "+err.Error())
+		code := DataLoss
+		if errors.Is(err, codec.ErrDecode) { // it came as it was sent
+			code = InvalidArgument
+		}
+		m.failIn(t, code, "tensor "+t.desc.Tensor.String()+": "+err.Error())
 		return
 	}
 	if !ok {

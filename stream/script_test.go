@@ -472,7 +472,8 @@ func (s *stage) commit() {
 	}
 	c := s.claim
 	s.claim = nil
-	s.m.Commit(s.now, c, c.Copy(s.data))
+	got, failed := c.Copy(s.data)
+	s.m.Commit(s.now, c, got, failed)
 }
 
 func (s *stage) lend(id tensor.ID, n int64) error {

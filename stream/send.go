@@ -257,8 +257,8 @@ func (m *Machine) canAnnounce() bool {
 
 // Next fills f, which must be empty, with what is to be sent next: control parts
 // that wait, and at most one chunk. The chunk's views are shared until held, if
-// not nil, is released; its checksum is for the caller to fill in. It reports
-// whether f has anything in it.
+// not nil, is released; the encoding by Codec, if it is worth it, and the checksum
+// are for the caller. It reports whether f has anything in it.
 func (m *Machine) Next(now Instant, f *Frame) (held chunker.Releaser, ok bool) {
 	if !m.Pending() {
 		return nil, false
@@ -268,6 +268,9 @@ func (m *Machine) Next(now Instant, f *Frame) (held chunker.Releaser, ok bool) {
 		f.Hello = &Hello{
 			Version: Version, Session: m.cfg.Session, MaxChunkBytes: m.limits.ChunkBytes,
 			AllowanceBytes: m.limits.AllowanceBytes, Checksum: uint8(m.kind), MaxOpenTensors: uint32(m.limits.OpenTensors),
+		}
+		for _, k := range m.cfg.Codecs {
+			f.Hello.Codecs = append(f.Hello.Codecs, uint8(k))
 		}
 		if !m.helloSeen {
 			return nil, true

@@ -129,10 +129,11 @@ type chunkName struct {
 }
 
 type openClaim struct {
-	c    Claim
-	data [][]byte
-	sum  uint32
-	done bool // copied
+	c      Claim
+	data   [][]byte
+	sum    uint32
+	failed error
+	done   bool // copied
 }
 
 const poison = 0xdb
@@ -836,10 +837,10 @@ func (p *party) finishClaim() bool {
 	}
 	c := p.claim
 	if !c.done {
-		c.sum = c.c.Copy(c.data)
+		c.sum, c.failed = c.c.Copy(c.data)
 	}
 	p.claim = nil
-	p.m.Commit(p.w.now, &c.c, c.sum)
+	p.m.Commit(p.w.now, &c.c, c.sum, c.failed)
 	p.events()
 	return true
 }
@@ -890,7 +891,8 @@ func (w *world) step() {
 		p.finishClaim()
 	case 9:
 		if p.claim != nil && !p.claim.done {
-			p.claim.sum, p.claim.done = p.claim.c.Copy(p.claim.data), true
+			p.claim.sum, p.claim.failed = p.claim.c.Copy(p.claim.data)
+			p.claim.done = true
 		}
 		p.swap()
 	case 10, 11:

@@ -279,10 +279,10 @@ func (s *Session) receive(f *stream.Frame, claim *stream.Claim) error {
 	}
 	if place {
 		s.mu.Unlock()
-		sum := claim.Copy(f.Chunk.Data)
+		sum, failed := claim.Copy(f.Chunk.Data)
 		s.mu.Lock()
 		now = s.now()
-		s.m.Commit(now, claim, sum)
+		s.m.Commit(now, claim, sum, failed)
 		s.dispatch(now)
 	}
 	pending := s.m.Pending()

@@ -1,0 +1,146 @@
+package codec
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/pierrec/lz4/v4"
+)
+
+// Codec is what is done to a chunk's payload before it is sent. The numbers are
+// those of the wire (tensorferry.v1.Codec).
+type Codec uint8
+
+// The codecs.
+const (
+	None Codec = 0 // the bytes as they are
+	LZ4  Codec = 1 // one LZ4 block, without a frame around it
+)
+
+// names of the codecs, as flags and configuration spell them.
+var names = [...]string{None: "none", LZ4: "lz4"}
+
+// ErrDecode is wrapped when a payload does not decode to exactly the bytes of its
+// place.
+var ErrDecode = errors.New("codec: payload does not decode")
+
+// Known reports whether this build encodes and decodes k.
+func (k Codec) Known() bool { return int(k) < len(names) }
+
+// String returns the codec's name, its number when it has none.
+func (k Codec) String() string {
+	if !k.Known() {
+		return fmt.Sprintf("codec %d", uint8(k))
+	}
+	return names[k]
+}
+
+// ParseCodec reads what String returns for the codecs that are known.
+func ParseCodec(text string) (Codec, error) {
+	for k, name := range names {
+		if text == name {
+			return Codec(k), nil
+		}
+	}
+	return None, fmt.Errorf("codec: no codec is called %q; there are none and lz4", text)
+}
+
+// Choose returns the codec to send with: the first of those that the peer's hello
+// names, as numbers of the wire, which is also among our own; None when there is
+// none, or None comes first.
+func Choose(own []Codec, peer []uint8) Codec {
+	for _, k := range peer {
+		if Codec(k) == None || slices.Contains(own, Codec(k)) {
+			return Codec(k)
+		}
+	}
+	return None
+}
+
+// Encode encodes the bytes of a chunk, borrowed as views in order, and hands over
+// what is to be sent in their place: nil when they are to be sent as they are,
+// because the codec is None, they would not become shorter by 1/leastGain, or
+// too much encoded payload waits to be sent already. The views may be let go of
+// when Encode has returned. The same bytes encode to the same payload. It may
+// wait for others who are encoding, a millisecond each.
+func (k Codec) Encode(views [][]byte) *Payload {
+	n := length(views)
+	if k != LZ4 || n < minEncode {
+		return nil
+	}
+	s := encoding.take()
+	defer encoding.give(s)
+	if s.lz4 == nil {
+		s.lz4 = new(lz4.CompressorCCompat)
+	}
+	src := s.join(views, n)
+	dst := grow(&s.whole, n-n/leastGain)
+	if n, err := s.lz4.CompressBlock(src, dst); err == nil && n > 0 {
+		return newPayload(dst[:n])
+	}
+	return nil // it does not fit
+}
+
+// Decode decodes a payload, borrowed as views in order, into the memory that dst
+// lends, in order. Exactly as many bytes come out, or an error that wraps
+// ErrDecode; then the memory may hold anything. It never writes past it. It may
+// wait for others who are decoding, a millisecond each.
+func (k Codec) Decode(dst [][]byte, views [][]byte) error {
+	if k == LZ4 && len(dst) == 1 {
+		s := decoding.take()
+		defer decoding.give(s)
+		return s.decode(dst[0], views)
+	}
+	return k.decodeTo(decoding, length(dst), views, func(data []byte) error {
+		for _, d := range dst {
+			data = data[copy(d, data):]
+		}
+		return nil
+	})
+}
+
+// DecodeTo decodes a payload, borrowed as views in order, to n bytes, and lends
+// them to place until it returns. The error is place's own, or wraps ErrDecode
+// when there are not exactly n bytes. place may be slow, as files are: it holds
+// up others who use DecodeTo, and nobody who uses Decode.
+func (k Codec) DecodeTo(n int, views [][]byte, place func(data []byte) error) error {
+	return k.decodeTo(placing, n, views, place)
+}
+
+func (k Codec) decodeTo(p pool, n int, views [][]byte, place func(data []byte) error) error {
+	if k != LZ4 {
+		return fmt.Errorf("%w: %v is not compressed", ErrDecode, k)
+	}
+	s := p.take()
+	defer p.give(s)
+	data := grow(&s.whole, n)
+	if err := s.decode(data, views); err != nil {
+		return err
+	}
+	return place(data)
+}
+
+// decode fills dst with what an LZ4 block holds.
+func (s *scratch) decode(dst []byte, views [][]byte) error {
+	size := length(views)
+	if size >= len(dst) { // also what bounds the joining of views
+		return fmt.Errorf("%w: %d bytes of lz4 for a place of %d; they must be fewer", ErrDecode, size, len(dst))
+	}
+	n, err := lz4.UncompressBlock(s.join(views, size), dst)
+	if err != nil {
+		return fmt.Errorf("%w: %d bytes are no lz4 block of %d", ErrDecode, size, len(dst))
+	}
+	if n != len(dst) {
+		return fmt.Errorf("%w: %d bytes of lz4 make %d, the place has %d", ErrDecode, size, n, len(dst))
+	}
+	return nil
+}
+
+func length(views [][]byte) int {
+	n := 0
+	for _, v := range views {
+		n += len(v)
+	}
+	return n
+}

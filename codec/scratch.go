@@ -1,0 +1,97 @@
+package codec
+
+import (
+	"math/bits"
+	"runtime"
+	"sync/atomic"
+
+	"github.com/pierrec/lz4/v4"
+
+	"github.com/tensorferry/tensorferry/slab"
+)
+
+// scratch is the memory of one encoding or decoding. Its parts are made when they
+// are needed first, and grow to the largest chunk.
+type scratch struct {
+	joined []byte // the source, when its views lie apart
+	whole  []byte // the destination, when it lies apart or is not known before
+	lz4    *lz4.CompressorCCompat
+}
+
+// pool bounds how many code at a time, and so the memory that the whole process
+// has for it: there may be 10 000 sessions.
+type pool chan *scratch
+
+// Apart from each other, because each may be slow for a reason of its own: an
+// encoder reads mapped files, placing writes files.
+var encoding, decoding, placing = newPool(), newPool(), newPool()
+
+func newPool() pool {
+	p := make(pool, min(runtime.GOMAXPROCS(0), coders))
+	for range cap(p) {
+		p <- new(scratch)
+	}
+	return p
+}
+
+func (p pool) take() *scratch  { return <-p }
+func (p pool) give(s *scratch) { p <- s }
+
+// join returns n bytes of views in one piece.
+func (s *scratch) join(views [][]byte, n int) []byte {
+	if len(views) == 1 {
+		return views[0]
+	}
+	dst := grow(&s.joined, n)[:0]
+	for _, v := range views {
+		dst = append(dst, v...)
+	}
+	return dst
+}
+
+// grow returns n bytes of *mem, after having made it larger if it is too small:
+// to a power of two, so that this happens a few times only.
+func grow(mem *[]byte, n int) []byte {
+	if cap(*mem) < n {
+		*mem = make([]byte, 1<<bits.Len(uint(n-1)))
+	}
+	return (*mem)[:n:n]
+}
+
+// Payloads that wait to be sent, and what they take, in bytes.
+var (
+	payloads = slab.NewPool(keptBytes)
+	waiting  atomic.Int64
+)
+
+// Payload is an encoded chunk on its way out.
+type Payload struct {
+	slab *slab.Slab
+	lost runtime.Cleanup // when a connection died with the payload in its queue
+}
+
+// newPayload copies data; nil when too much waits already.
+func newPayload(data []byte) *Payload {
+	n := slab.SizeOf(int64(len(data)))
+	if waiting.Add(n) > waitingBytes {
+		waiting.Add(-n)
+		return nil
+	}
+	p := &Payload{slab: payloads.Get(len(data))}
+	copy(p.slab.Bytes(), data)
+	p.lost = runtime.AddCleanup(p, func(n int64) { waiting.Add(-n) }, n)
+	return p
+}
+
+// Bytes lends the payload until Release.
+func (p *Payload) Bytes() []byte { return p.slab.Bytes() }
+
+// Release gives the payload's memory back, once, on any goroutine. One that is
+// lost instead goes back when the garbage collector finds it.
+func (p *Payload) Release() {
+	n := slab.SizeOf(int64(len(p.slab.Bytes())))
+	p.slab.Release()
+	p.lost.Stop()
+	waiting.Add(-n)
+	runtime.KeepAlive(p)
+}
