@@ -7,6 +7,8 @@ FUZZ     ?= .
 FUZZTIME ?= 30s
 PKG      ?= ./...
 BENCH    := github.com/tensorferry/tensorferry/internal/bench
+# Tells a benchmark its commit: the go command does not when it runs a program.
+STAMP     = -ldflags '-X $(BENCH).commit=$(shell git describe --always --dirty 2>/dev/null)'
 
 # What `breaking` compares the wire contract with: the last release, or, before
 # there is one, the commit this one stands on. `make breaking AGAINST=main` on a
@@ -18,10 +20,11 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo lint lint-go lint-proto breaking generated tidy-check \
-	examples bench-smoke demo bench bench-memory build fuzz fuzz-1m generate fmt vectors scripts-rewrite
+	examples bench-smoke bench-peers-smoke demo bench bench-memory bench-peers build \
+	fuzz fuzz-1m generate fmt vectors scripts-rewrite bench-peers-results
 
 help: ## Print this list
-	@awk -F ':.*## ' '/^##/ { printf "\n%s\n", substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^##/ { printf "\n%s\n", substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 ## Run it
 
@@ -29,17 +32,20 @@ demo: ## Run a split network over a real socket and compare with torch's predict
 	$(GO) run ./cmd/tensorferry demo
 
 bench: ## Measure upload, echo, relu and small calls beside raw TCP and stock gRPC
-	$(GO) run -ldflags '-X $(BENCH).commit=$(shell git describe --always --dirty 2>/dev/null)' ./cmd/tensorferry bench --net both
+	$(GO) run $(STAMP) ./cmd/tensorferry bench --net both
 
 bench-memory: ## Measure the peak memory of server and client for a tensor of 16 GiB
 	$(GO) run ./cmd/tensorferry bench --memory
+
+bench-peers: ## Measure upload and echo beside Arrow Flight, plain gRPC and raw TCP, each in two processes
+	cd bench && $(GO) run $(STAMP) .
 
 build: ## Build bin/tensorferry, without cgo
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/tensorferry ./cmd/tensorferry
 
 ## Check (nothing in the tree is written)
 
-CHECKS := test race invariants nocgo lint generated tidy-check examples bench-smoke
+CHECKS := test race invariants nocgo lint generated tidy-check examples bench-smoke bench-peers-smoke
 
 check: $(CHECKS) ## All of it, as CI does (default)
 
@@ -63,6 +69,7 @@ lint: lint-go lint-proto breaking ## Everything that reads the source without ru
 lint-go: ## go vet, golangci-lint and formatting
 	$(GO) vet ./...
 	$(TOOL) golangci-lint run ./...
+	cd bench && $(GO) tool -modfile=../tools/go.mod golangci-lint run ./...
 
 lint-proto: ## buf's lint and formatting of the wire contract
 	$(TOOL) buf lint
@@ -80,6 +87,7 @@ generated: ## The committed generated code is what the .proto files generate
 tidy-check: ## go.mod and go.sum say what is imported
 	$(GO) mod tidy -diff
 	cd tools && $(GO) mod tidy -diff
+	cd bench && $(GO) mod tidy -diff
 
 examples: ## Run every program below examples/ to its end
 	@set -e; for p in $$($(GO) list -f '{{if eq .Name "main"}}{{.ImportPath}}{{end}}' ./examples/...); do \
@@ -89,6 +97,11 @@ bench-smoke: ## Run every Go benchmark once, and every part of tensorferry bench
 	$(GO) test -run '^$$' -bench . -benchtime 1x ./...
 	$(GO) run ./cmd/tensorferry bench --quick --net both
 	$(GO) run ./cmd/tensorferry bench --quick --memory
+
+bench-peers-smoke: ## Vet and test the comparison with peers, and run it briefly
+	cd bench && $(GO) vet ./...
+	cd bench && $(GO) test ./...
+	cd bench && $(GO) run . --quick
 
 fuzz: ## Fuzz each target for FUZZTIME=30s (FUZZ=regexp and PKG=./path choose)
 	@$(GO) test -list '^Fuzz' $(PKG) >/dev/null # a package that does not build shall fail here
@@ -113,3 +126,6 @@ vectors: ## Rewrite testdata/vectors; a changed byte needs a Wire line in CHANGE
 
 scripts-rewrite: ## Accept what the session scripts print now; read the diff
 	$(GO) test ./stream -run Scripts -rewrite
+
+bench-peers-results: ## Measure as bench-peers does and rewrite docs/bench/peers.*: table, picture, samples
+	cd bench && $(GO) run $(STAMP) . --out ../docs/bench

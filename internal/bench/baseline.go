@@ -1,5 +1,6 @@
 // Package bench measures tensorferry beside other ways of moving the same bytes
-// between two places in memory, both ends in this process.
+// between two places in memory. Both ends are in this process, or each in one of
+// its own, where whoever starts the processes measures around a Kind's ends.
 //
 // Each baseline is a competitor, not a straw man: it does the same work (same
 // chunks, same memory, same checksums where it says so) as directly as its kind
@@ -34,11 +35,11 @@ type Memory struct {
 	Back   []byte // the client's
 }
 
-// Op is what is done with the source: its name is that of tensorferry's model
-// for it, but for an upload.
+// Op is what is done with the source.
 type Op string
 
-// The operations.
+// The operations. One more is a row of ops, and a few lines where the ends of a
+// kind tell it apart.
 const (
 	// Upload moves Source to Remote; the server acknowledges the whole.
 	Upload Op = "upload"
@@ -48,6 +49,18 @@ const (
 	// ReLU is an echo of max(x, 0) for each float32 of the source.
 	ReLU Op = "relu"
 )
+
+// ops says what each operation is made of. No two names begin alike.
+var ops = map[Op]struct {
+	benchmark string       // its name among Go's benchmarks
+	model     string       // tensorferry's for it
+	back      bool         // the result goes to Back
+	compute   func([]byte) // makes the result, in place
+}{
+	Upload: {"Upload", "sink", false, func([]byte) {}},
+	Echo:   {"Echo", "echo", true, func([]byte) {}},
+	ReLU:   {"ReLU", "relu", true, relu},
+}
 
 // Sample is what one transfer took, or one batch of small calls.
 type Sample struct {
@@ -66,17 +79,117 @@ type Baseline interface {
 	Close() error
 }
 
+// Kind is a way to move bytes, its two ends apart: the same code moves them
+// between processes and within one. A client and its server are made for tensors
+// of one length, and each other.
+type Kind struct {
+	Name string // in reports
+	Text string // for people
+	// OwnMemory says that the server receives into memory of its own: of remote
+	// it takes the length only.
+	OwnMemory bool
+	// Serve starts goroutines that serve one client, which dials l, until Close.
+	// The server is handed l, also when this fails, and lent remote until Close.
+	Serve func(l net.Listener, remote []byte) (Server, error)
+	// Dial connects to a server that listens on "tcp" or "unix". The client is
+	// lent source and back, of the length of remote, until Close.
+	Dial func(ctx context.Context, network, address string, source, back []byte) (Client, error)
+}
+
+// Server is the end that has Remote.
+type Server interface {
+	// Idle says, once for each transfer that succeeded at the client and forever
+	// after the last one, that nobody touches Remote.
+	Idle() <-chan struct{}
+	// Close ends the connection and every goroutine behind it. It returns what
+	// went wrong before, if anything did.
+	Close() error
+}
+
+// Client is the end that has Source and Back. It belongs to one goroutine.
+type Client interface {
+	// Run does op once and returns when all its bytes are where they belong. After
+	// an error, the end of ctx for one, only Close is of use.
+	Run(ctx context.Context, op Op) error
+	// Close ends the connection and every goroutine behind it.
+	Close() error
+}
+
+// pair is both ends of a kind in this process.
+type pair struct {
+	mem     Memory
+	own     bool // the server's memory is out of reach
+	client  Client
+	server  Server
+	release func()
+}
+
+// Open connects both ends of k in this process, over "tcp" or "unix". It is lent
+// mem until Close.
+func (k Kind) Open(ctx context.Context, network string, mem Memory) (Baseline, error) {
+	return k.open(ctx, network, mem)
+}
+
+func (k Kind) open(ctx context.Context, network string, mem Memory) (*pair, error) {
+	if err := mem.check(); err != nil {
+		return nil, err
+	}
+	l, release, err := listen(network)
+	if err != nil {
+		return nil, err
+	}
+	server, err := k.Serve(l, mem.Remote)
+	if err != nil {
+		release()
+		return nil, err
+	}
+	client, err := k.Dial(ctx, network, l.Addr().String(), mem.Source, mem.Back)
+	if err != nil {
+		err = errors.Join(err, server.Close())
+		release()
+		return nil, err
+	}
+	return &pair{mem, k.OwnMemory, client, server, release}, nil
+}
+
+// Move does op once.
+func (p *pair) Move(ctx context.Context, op Op) (Sample, error) {
+	return p.measured(op, func() error { return p.client.Run(ctx, op) })
+}
+
+// measured is Memory's, over what the op fills.
+func (p *pair) measured(op Op, run func() error) (Sample, error) {
+	var to [][]byte
+	if !p.own {
+		to = append(to, p.mem.Remote)
+	}
+	if op.Back() {
+		to = append(to, p.mem.Back)
+	}
+	return p.mem.measured(op, run, p.server.Idle(), to...)
+}
+
+// Close ends both ends.
+func (p *pair) Close() error {
+	err := errors.Join(p.client.Close(), p.server.Close())
+	p.release()
+	return err
+}
+
+// Back reports whether the result goes back to the client.
+func (op Op) Back() bool { return ops[op].back }
+
 // Batch makes n small calls, one after the other.
 func Batch(ctx context.Context, ping func(context.Context) (time.Duration, error), n int) (Sample, error) {
 	all := make([]time.Duration, max(n, 1))
-	cpu := cpuTime()
+	cpu := CPUTime()
 	for i := range all {
 		var err error
 		if all[i], err = ping(ctx); err != nil {
 			return Sample{}, err
 		}
 	}
-	return Sample{quantile(all, 0.5), (cpuTime() - cpu) / time.Duration(len(all)), quantile(all, 0.99)}, nil
+	return Sample{quantile(all, 0.5), (CPUTime() - cpu) / time.Duration(len(all)), quantile(all, 0.99)}, nil
 }
 
 func (m Memory) check() error {
@@ -87,57 +200,61 @@ func (m Memory) check() error {
 	return nil
 }
 
-// chunks returns how many chunks there are, the last of which may be short.
-func (m Memory) chunks() int { return (len(m.Source) + ChunkBytes - 1) / ChunkBytes }
+// chunks returns how many chunks b has, the last of which may be short.
+func chunks(b []byte) int { return (len(b) + ChunkBytes - 1) / ChunkBytes }
 
 // chunk returns the i-th chunk of b.
 func chunk(b []byte, i int) []byte {
 	return b[i*ChunkBytes : min((i+1)*ChunkBytes, len(b))]
 }
 
-// measured runs one transfer that must leave the result of op in each of to. A
-// byte of every page is spoiled before, so that what an earlier run left there
-// does not pass for a transfer. The server sends on, or closes, idle when it has
-// done with the memory, which may be a moment after the client has its bytes.
+// measured runs one transfer that must leave the result of op in each of to. The
+// server sends on, or closes, idle when it has done with the memory, which may be
+// a moment after the client has its bytes.
 func (m Memory) measured(op Op, run func() error, idle <-chan struct{}, to ...[]byte) (Sample, error) {
 	for _, dst := range to {
-		for i := 0; i < len(dst); i += 4 << 10 {
-			dst[i] = ^m.Source[i] // neither the source's byte, nor its relu's: that is 0 or the same
-			if dst[i] == 0 {
-				dst[i] = 1
-			}
-		}
+		Spoil(dst, m.Source)
 	}
-	cpu, begin := cpuTime(), time.Now()
+	cpu, begin := CPUTime(), time.Now()
 	err := run()
-	sample := Sample{Time: time.Since(begin), CPU: cpuTime() - cpu}
+	sample := Sample{Time: time.Since(begin), CPU: CPUTime() - cpu}
 	if err != nil {
 		return Sample{}, err
 	}
 	<-idle
 	for _, dst := range to {
-		if !m.holds(op, dst) {
-			return Sample{}, fmt.Errorf("bench: the bytes that arrived are not the %s of those that were sent", op)
+		if err := Check(op, dst, m.Source); err != nil {
+			return Sample{}, err
 		}
 	}
 	return sample, nil
 }
 
-// holds reports whether dst is what op makes of the source.
-func (m Memory) holds(op Op, dst []byte) bool {
-	if op != ReLU {
-		return bytes.Equal(dst, m.Source)
-	}
-	want := make([]byte, ChunkBytes)
-	for i := range m.chunks() {
-		c := chunk(dst, i)
-		copy(want, chunk(m.Source, i))
-		relu(want[:len(c)])
-		if !bytes.Equal(c, want[:len(c)]) {
-			return false
+// Spoil makes a byte of every page of dst one that no op makes of the source's,
+// so that what an earlier run left there does not pass for a transfer. It is lent
+// both, of one length.
+func Spoil(dst, source []byte) {
+	for i := 0; i < len(dst); i += 4 << 10 {
+		dst[i] = ^source[i] // neither the source's byte, nor its relu's: that is 0 or the same
+		if dst[i] == 0 {
+			dst[i] = 1
 		}
 	}
-	return true
+}
+
+// Check returns an error if dst is not what op makes of the source. It is lent
+// both, of one length.
+func Check(op Op, dst, source []byte) error {
+	want := make([]byte, ChunkBytes)
+	for i := range chunks(dst) {
+		got := chunk(dst, i)
+		w := want[:copy(want, chunk(source, i))]
+		ops[op].compute(w)
+		if !bytes.Equal(got, w) {
+			return fmt.Errorf("bench: chunk %d that arrived is not the %s of the one that was sent", i, op)
+		}
+	}
+	return nil
 }
 
 // relu computes max(x, 0) in place, two float32 at a time and without a branch:
@@ -175,11 +292,36 @@ func listen(network string) (l net.Listener, release func(), err error) {
 	}
 }
 
+// grpcServer serves until close.
+type grpcServer struct {
+	server *grpc.Server
+	served chan error
+}
+
+func serveGRPC(l net.Listener, server *grpc.Server) grpcServer {
+	g := grpcServer{server, make(chan error, 1)}
+	go func() { g.served <- server.Serve(l) }()
+	return g
+}
+
+func (g grpcServer) close() error {
+	g.server.Stop()
+	return <-g.served
+}
+
+// dialGRPC connects on first use. Both kinds of network take the same way, and
+// no proxy.
+func dialGRPC(network, address string, opts ...grpc.DialOption) (*grpc.ClientConn, error) {
+	return grpc.NewClient("passthrough:///bench", append(opts, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, network, address)
+		}))...)
+}
+
 // grpcPair is a gRPC server and a client's connection to it.
 type grpcPair struct {
 	conn    *grpc.ClientConn
-	server  *grpc.Server
-	served  chan error
+	server  grpcServer
 	release func()
 }
 
@@ -189,27 +331,17 @@ func newGRPCPair(network string, server *grpc.Server, opts ...grpc.DialOption) (
 	if err != nil {
 		return nil, err
 	}
-	addr := l.Addr()
-	// Both kinds of address take the same way, and no proxy.
-	opts = append(opts, grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
-			return new(net.Dialer).DialContext(ctx, addr.Network(), addr.String())
-		}))
-	conn, err := grpc.NewClient("passthrough:///bench", opts...)
+	conn, err := dialGRPC(network, l.Addr().String(), opts...)
 	if err != nil {
 		_ = l.Close()
 		release()
 		return nil, err
 	}
-	p := &grpcPair{conn: conn, server: server, served: make(chan error, 1), release: release}
-	go func() { p.served <- server.Serve(l) }()
-	return p, nil
+	return &grpcPair{conn, serveGRPC(l, server), release}, nil
 }
 
 func (p *grpcPair) close() error {
-	err := p.conn.Close()
-	p.server.Stop()
-	err = errors.Join(err, <-p.served)
+	err := errors.Join(p.conn.Close(), p.server.close())
 	p.release()
 	return err
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 
 	"google.golang.org/grpc"
 
@@ -15,85 +16,78 @@ import (
 // StockGRPC is what one writes with generated code: a bidirectional gRPC stream
 // of frames, the proto codec and every window as gRPC has it, CRC32C computed
 // and checked for each chunk, the payload copied to its place.
-type StockGRPC struct {
-	mem    Memory
-	pair   *grpcPair
-	stream grpc.BidiStreamingClient[tensorferryv1.Frame, tensorferryv1.Frame]
-	server *stockServer
-	cancel context.CancelFunc
+var StockGRPC = Kind{
+	Name: "grpc", Text: peerTexts["grpc"],
+	Serve: func(l net.Listener, remote []byte) (Server, error) {
+		s := &stockServer{remote: remote, idle: make(chan struct{}, 1)}
+		server := grpc.NewServer(grpc.WaitForHandlers(true)) // they write to memory that is lent until Close
+		tensorferryv1.RegisterTensorServiceServer(server, s)
+		s.grpcServer = serveGRPC(l, server)
+		return s, nil
+	},
+	Dial: func(_ context.Context, network, address string, source, back []byte) (Client, error) {
+		conn, err := dialGRPC(network, address)
+		if err != nil {
+			return nil, err
+		}
+		ctx, cancel := context.WithCancel(context.Background()) // until Close
+		s, err := tensorferryv1.NewTensorServiceClient(conn).StreamTensors(ctx)
+		if err != nil {
+			cancel()
+			return nil, errors.Join(err, conn.Close())
+		}
+		return &stockClient{conn, s, cancel, source, back}, nil
+	},
 }
 
-var _ Baseline = (*StockGRPC)(nil)
-
-// NewStockGRPC connects over "tcp" or "unix" and starts goroutines that serve
-// until Close. It is lent mem until then.
-func NewStockGRPC(network string, mem Memory) (*StockGRPC, error) {
-	if err := mem.check(); err != nil {
-		return nil, err
-	}
-	server := grpc.NewServer(grpc.WaitForHandlers(true)) // they write to memory that is lent until Close
-	handler := &stockServer{mem: mem, idle: make(chan struct{}, 1)}
-	tensorferryv1.RegisterTensorServiceServer(server, handler)
-	pair, err := newGRPCPair(network, server)
-	if err != nil {
-		return nil, err
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	s, err := tensorferryv1.NewTensorServiceClient(pair.conn).StreamTensors(ctx)
-	if err != nil {
-		cancel()
-		return nil, errors.Join(err, pair.close())
-	}
-	return &StockGRPC{mem: mem, pair: pair, stream: s, server: handler, cancel: cancel}, nil
+type stockClient struct {
+	conn         *grpc.ClientConn
+	stream       grpc.BidiStreamingClient[tensorferryv1.Frame, tensorferryv1.Frame]
+	cancel       context.CancelFunc
+	source, back []byte
 }
 
-// Move does op once; the acknowledgement of an upload is a frame with a done.
-func (g *StockGRPC) Move(ctx context.Context, op Op) (Sample, error) {
+// Run does op once; the acknowledgement of an upload is a frame with a done.
+func (g *stockClient) Run(ctx context.Context, op Op) error {
 	defer context.AfterFunc(ctx, g.cancel)()
-	to := [][]byte{g.mem.Remote}
-	if op != Upload {
-		to = append(to, g.mem.Back)
-	}
-	return g.mem.measured(op, func() error {
-		if op == Upload {
-			if err := g.send(op); err != nil {
-				return err
-			}
-			f, err := g.stream.Recv()
-			if err == nil && len(f.Dones) != 1 {
-				err = fmt.Errorf("bench: a frame without done ends the upload: %v", f)
-			}
+	if !op.Back() {
+		if err := g.send(op); err != nil {
 			return err
 		}
-		sent := make(chan error, 1)
-		go func() { sent <- g.send(op) }() // ends with the source or the gRPC stream
-		for i := range g.mem.chunks() {
-			f, err := g.stream.Recv()
-			if err == nil {
-				err = place(f.Chunk, g.mem.Back, i)
-			}
-			if err != nil {
-				g.cancel()
-				return errors.Join(err, <-sent)
-			}
+		f, err := g.stream.Recv()
+		if err == nil && len(f.Dones) != 1 {
+			err = fmt.Errorf("bench: a frame without done ends the upload: %v", f)
 		}
-		return <-sent
-	}, g.server.idle, to...)
+		return err
+	}
+	sent := make(chan error, 1)
+	go func() { sent <- g.send(op) }() // ends with the source or the gRPC stream
+	for i := range chunks(g.back) {
+		f, err := g.stream.Recv()
+		if err == nil {
+			err = place(f.Chunk, g.back, i)
+		}
+		if err != nil {
+			g.cancel()
+			return errors.Join(err, <-sent)
+		}
+	}
+	return <-sent
 }
 
-// Close ends the connection and waits for the serving goroutines.
-func (g *StockGRPC) Close() error {
+// Close ends the connection.
+func (g *stockClient) Close() error {
 	g.cancel()
-	return g.pair.close()
+	return g.conn.Close()
 }
 
-func (g *StockGRPC) send(op Op) error {
+func (g *stockClient) send(op Op) error {
 	if err := g.stream.Send(&tensorferryv1.Frame{Calls: []*tensorferryv1.Call{{Model: string(op)}}}); err != nil {
 		return err
 	}
 	s := newFrameSender(g.stream)
-	for i := range g.mem.chunks() {
-		if err := s.send(i, chunk(g.mem.Source, i)); err != nil {
+	for i := range chunks(g.source) {
+		if err := s.send(i, chunk(g.source, i)); err != nil {
 			return err
 		}
 	}
@@ -137,12 +131,19 @@ func place(c *tensorferryv1.Chunk, dst []byte, i int) error {
 	return nil
 }
 
-// stockServer is the other end of StockGRPC.
+// stockServer serves one gRPC stream.
 type stockServer struct {
 	tensorferryv1.UnimplementedTensorServiceServer
-	mem  Memory
-	idle chan struct{} // after each transfer, and at the end
+	grpcServer
+	remote []byte
+	idle   chan struct{} // after each transfer, and at the end
 }
+
+// Idle says that Remote is not touched.
+func (s *stockServer) Idle() <-chan struct{} { return s.idle }
+
+// Close ends the connection and waits for the serving goroutines.
+func (s *stockServer) Close() error { return s.close() }
 
 // StreamTensors receives one source after the other, until the client leaves.
 func (s *stockServer) StreamTensors(stream grpc.BidiStreamingServer[tensorferryv1.Frame, tensorferryv1.Frame]) error {
@@ -156,7 +157,10 @@ func (s *stockServer) StreamTensors(stream grpc.BidiStreamingServer[tensorferryv
 			return errors.New("bench: a chunk before its call")
 		}
 		op := Op(f.Calls[0].Model)
-		if op == Upload {
+		if _, ok := ops[op]; !ok {
+			return fmt.Errorf("bench: no operation is named %q", op)
+		}
+		if !op.Back() {
 			if err := s.receive(stream, func(int) {}); err != nil {
 				return err
 			}
@@ -166,16 +170,14 @@ func (s *stockServer) StreamTensors(stream grpc.BidiStreamingServer[tensorferryv
 			s.idle <- struct{}{}
 			continue
 		}
-		whole := make(chan int, s.mem.chunks()) // room for all: the reader never waits for the writer
+		whole := make(chan int, chunks(s.remote)) // room for all: the reader never waits for the writer
 		sent := make(chan error, 1)
 		go func() { // ends when whole is closed, or with the gRPC stream
 			out := newFrameSender(stream)
 			var err error
 			for i := range whole {
-				c := chunk(s.mem.Remote, i)
-				if op == ReLU {
-					relu(c)
-				}
+				c := chunk(s.remote, i)
+				ops[op].compute(c)
 				if err = out.send(i, c); err != nil {
 					break
 				}
@@ -192,12 +194,12 @@ func (s *stockServer) StreamTensors(stream grpc.BidiStreamingServer[tensorferryv
 }
 
 func (s *stockServer) receive(stream grpc.BidiStreamingServer[tensorferryv1.Frame, tensorferryv1.Frame], whole func(int)) error {
-	for i := range s.mem.chunks() {
+	for i := range chunks(s.remote) {
 		f, err := stream.Recv()
 		if err != nil {
 			return err
 		}
-		if err := place(f.Chunk, s.mem.Remote, i); err != nil {
+		if err := place(f.Chunk, s.remote, i); err != nil {
 			return err
 		}
 		whole(i)

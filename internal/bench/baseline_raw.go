@@ -11,139 +11,165 @@ import (
 	"github.com/tensorferry/tensorferry/codec"
 )
 
-// Raw is a socket and nothing else: a chunk is one write, and is read where it
-// belongs; a relu is computed there, beside the receiver. With checksums, a chunk's CRC32C goes before it and is checked when
-// the chunk is whole, at every end.
-type Raw struct {
-	mem            Memory
-	sums           bool
-	client, server net.Conn
-	idle           chan struct{} // after each transfer, and at the end
-	served         chan error
-}
+// Raw and RawCRC are a socket and nothing else: a chunk is one write, and is read
+// where it belongs; a relu is computed there, beside the receiver. With checksums,
+// a chunk's CRC32C goes before it and is checked when the chunk is whole, at every
+// end.
+var (
+	Raw    = rawKind("raw", false)
+	RawCRC = rawKind("raw-crc", true)
+)
 
-var _ Baseline = (*Raw)(nil)
-
-// NewRaw connects over "tcp" or "unix" and starts a goroutine that serves until
-// Close. It is lent mem until then.
-func NewRaw(network string, mem Memory, checksums bool) (*Raw, error) {
-	if err := mem.check(); err != nil {
-		return nil, err
-	}
-	l, release, err := listen(network)
-	if err != nil {
-		return nil, err
-	}
-	defer release()
-	defer func() { _ = l.Close() }() // one connection is all there will be
-	// A socket that listens takes the connection before anyone accepts it.
-	client, err := new(net.Dialer).DialContext(context.Background(), l.Addr().Network(), l.Addr().String())
-	if err != nil {
-		return nil, err
-	}
-	server, err := l.Accept()
-	if err != nil {
-		_ = client.Close()
-		return nil, err
-	}
-	r := &Raw{mem: mem, sums: checksums, client: client, server: server,
-		idle: make(chan struct{}, 1), served: make(chan error, 1)}
-	go func() {
-		err := r.serve()
-		_ = server.Close() // or the client would wait
-		close(r.idle)
-		r.served <- err
-	}()
-	return r, nil
-}
-
-// Move does op once; the acknowledgement of an upload is one byte.
-func (r *Raw) Move(ctx context.Context, op Op) (Sample, error) {
-	defer r.closeOn(ctx)()
-	to := [][]byte{r.mem.Remote}
-	if op != Upload {
-		to = append(to, r.mem.Back)
-	}
-	return r.mem.measured(op, func() error {
-		if _, err := r.client.Write([]byte{op[0]}); err != nil { // no two ops begin alike
-			return err
-		}
-		if op == Upload {
-			if err := r.send(r.client, r.mem.Source); err != nil {
-				return err
+func rawKind(name string, sums bool) Kind {
+	return Kind{
+		Name: name, Text: peerTexts[name],
+		Serve: func(l net.Listener, remote []byte) (Server, error) {
+			ctx, cancel := context.WithCancel(context.Background())
+			s := &rawServer{remote: remote, sums: sums, cancel: cancel, idle: make(chan struct{}, 1), served: make(chan error, 1)}
+			go func() {
+				err := s.accept(ctx, l)
+				close(s.idle)
+				s.served <- err
+			}()
+			return s, nil
+		},
+		Dial: func(ctx context.Context, network, address string, source, back []byte) (Client, error) {
+			conn, err := new(net.Dialer).DialContext(ctx, network, address)
+			if err != nil {
+				return nil, err
 			}
-			var ack [1]byte
-			_, err := io.ReadFull(r.client, ack[:])
+			return &rawClient{conn, source, back, sums}, nil
+		},
+	}
+}
+
+type rawClient struct {
+	conn         net.Conn
+	source, back []byte
+	sums         bool
+}
+
+// Run does op once; the acknowledgement of an upload is one byte.
+func (c *rawClient) Run(ctx context.Context, op Op) error {
+	defer context.AfterFunc(ctx, func() { _ = c.conn.Close() })()
+	if _, err := c.conn.Write([]byte{op[0]}); err != nil {
+		return err
+	}
+	if !op.Back() {
+		if err := sendRaw(c.conn, c.source, c.sums); err != nil {
 			return err
 		}
-		sent := make(chan error, 1)
-		go func() { sent <- r.send(r.client, r.mem.Source) }() // ends with the source or the connection
-		err := r.receive(r.client, r.mem.Back, func([]byte) {})
-		if err != nil {
-			_ = r.client.Close()
-		}
-		return errors.Join(err, <-sent)
-	}, r.idle, to...)
+		var ack [1]byte
+		_, err := io.ReadFull(c.conn, ack[:])
+		return err
+	}
+	sent := make(chan error, 1)
+	go func() { sent <- sendRaw(c.conn, c.source, c.sums) }() // ends with the source or the connection
+	err := receiveRaw(c.conn, c.back, c.sums, func([]byte) {})
+	if err != nil {
+		_ = c.conn.Close()
+	}
+	return errors.Join(err, <-sent)
 }
+
+// Close ends the connection.
+func (c *rawClient) Close() error {
+	_ = c.conn.Close() // a second time after a failure
+	return nil
+}
+
+type rawServer struct {
+	remote []byte
+	sums   bool
+	cancel context.CancelFunc
+	idle   chan struct{} // after each transfer, and at the end
+	served chan error
+}
+
+// Idle says that Remote is not touched.
+func (s *rawServer) Idle() <-chan struct{} { return s.idle }
 
 // Close ends the connection and waits for the serving goroutine.
-func (r *Raw) Close() error {
-	_ = r.client.Close() // a second time after a failure
-	return <-r.served
+func (s *rawServer) Close() error {
+	s.cancel()
+	return <-s.served
 }
 
-// closeOn makes the end of ctx the end of the connection, until undone.
-func (r *Raw) closeOn(ctx context.Context) (undo func() bool) {
-	return context.AfterFunc(ctx, func() { _ = r.client.Close() })
+// accept serves one connection until ctx ends. That is no failure.
+func (s *rawServer) accept(ctx context.Context, l net.Listener) error {
+	defer l.Close()
+	defer context.AfterFunc(ctx, func() { _ = l.Close() })()
+	conn, err := l.Accept()
+	if err == nil {
+		defer conn.Close() // or the client would wait
+		defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
+		err = s.serve(conn)
+	}
+	if ctx.Err() != nil && errors.Is(err, net.ErrClosed) {
+		return nil
+	}
+	return err
 }
 
-func (r *Raw) serve() error {
+func (s *rawServer) serve(conn net.Conn) error {
 	for {
-		var op [1]byte
-		if _, err := io.ReadFull(r.server, op[:]); err == io.EOF {
+		var first [1]byte
+		if _, err := io.ReadFull(conn, first[:]); err == io.EOF {
 			return nil
 		} else if err != nil {
 			return err
 		}
-		if op[0] == Upload[0] {
-			if err := r.receive(r.server, r.mem.Remote, func([]byte) {}); err != nil {
+		op, err := opOf(first[0])
+		if err != nil {
+			return err
+		}
+		if !op.Back() {
+			if err := receiveRaw(conn, s.remote, s.sums, func([]byte) {}); err != nil {
 				return err
 			}
-			if _, err := r.server.Write(op[:]); err != nil {
+			if _, err := conn.Write(first[:]); err != nil {
 				return err
 			}
-			r.idle <- struct{}{}
+			s.idle <- struct{}{}
 			continue
 		}
-		whole := make(chan []byte, r.mem.chunks()) // room for all: the reader never waits for the writer
+		whole := make(chan []byte, chunks(s.remote)) // room for all: the reader never waits for the writer
 		sent := make(chan error, 1)
 		go func() { // ends when whole is closed, or with the connection
-			w := writer{conn: r.server, sums: r.sums}
+			w := writer{conn: conn, sums: s.sums}
 			var err error
 			for c := range whole {
-				if op[0] == ReLU[0] {
-					relu(c)
-				}
+				ops[op].compute(c)
 				if err = w.write(c); err != nil {
-					_ = r.server.Close()
+					_ = conn.Close()
 					break
 				}
 			}
 			sent <- err
 		}()
-		err := r.receive(r.server, r.mem.Remote, func(c []byte) { whole <- c })
+		err = receiveRaw(conn, s.remote, s.sums, func(c []byte) { whole <- c })
 		close(whole)
 		if err = errors.Join(err, <-sent); err != nil {
 			return err
 		}
-		r.idle <- struct{}{}
+		s.idle <- struct{}{}
 	}
 }
 
-// send writes all of src, chunk by chunk.
-func (r *Raw) send(conn net.Conn, src []byte) error {
-	w := writer{conn: conn, sums: r.sums}
-	for i := range r.mem.chunks() {
+// opOf returns the op whose name begins with first.
+func opOf(first byte) (Op, error) {
+	for op := range ops {
+		if op[0] == first {
+			return op, nil
+		}
+	}
+	return "", fmt.Errorf("bench: no operation begins with byte %#02x", first)
+}
+
+// sendRaw writes all of src, chunk by chunk.
+func sendRaw(conn net.Conn, src []byte, sums bool) error {
+	w := writer{conn: conn, sums: sums}
+	for i := range chunks(src) {
 		if err := w.write(chunk(src, i)); err != nil {
 			return err
 		}
@@ -171,11 +197,11 @@ func (w *writer) write(c []byte) error {
 	return err
 }
 
-// receive fills dst chunk by chunk and tells of each that is whole and checked.
-func (r *Raw) receive(conn net.Conn, dst []byte, whole func([]byte)) error {
-	for i := range r.mem.chunks() {
+// receiveRaw fills dst chunk by chunk and tells of each that is whole and checked.
+func receiveRaw(conn net.Conn, dst []byte, sums bool, whole func([]byte)) error {
+	for i := range chunks(dst) {
 		var header [4]byte
-		if r.sums {
+		if sums {
 			if _, err := io.ReadFull(conn, header[:]); err != nil {
 				return err
 			}
@@ -184,7 +210,7 @@ func (r *Raw) receive(conn net.Conn, dst []byte, whole func([]byte)) error {
 		if _, err := io.ReadFull(conn, c); err != nil {
 			return err
 		}
-		if r.sums {
+		if sums {
 			if want, got := binary.LittleEndian.Uint32(header[:]), codec.CRC32C.Update(0, c); got != want {
 				return checksumError(i, want, got)
 			}

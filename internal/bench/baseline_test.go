@@ -24,13 +24,9 @@ func testMemory(n int) Memory {
 // everyBaseline opens each kind over each network.
 func everyBaseline(t *testing.T, size int, test func(t *testing.T, b Baseline)) {
 	for _, network := range []string{"tcp", "unix"} {
-		for name, open := range map[string]func(Memory) (Baseline, error){
-			"raw":       func(m Memory) (Baseline, error) { return NewRaw(network, m, false) },
-			"raw crc":   func(m Memory) (Baseline, error) { return NewRaw(network, m, true) },
-			"stockgrpc": func(m Memory) (Baseline, error) { return NewStockGRPC(network, m) },
-		} {
-			t.Run(fmt.Sprintf("%s %s %d bytes", network, name, size), func(t *testing.T) {
-				b, err := open(testMemory(size))
+		for _, k := range []Kind{Raw, RawCRC, StockGRPC} {
+			t.Run(fmt.Sprintf("%s %s %d bytes", network, k.Name, size), func(t *testing.T) {
+				b, err := k.Open(t.Context(), network, testMemory(size))
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -99,14 +95,14 @@ func TestBytesThatDidNotArriveHaveNoTime(t *testing.T) {
 func TestRawRefusesAChunkWhoseChecksumFails(t *testing.T) {
 	testkit.Start(t)
 	a, b := net.Pipe()
-	r := &Raw{mem: testMemory(100), sums: true}
+	m := testMemory(100)
 	go func() { // ends when receive has read it
-		header := binary.LittleEndian.AppendUint32(nil, codec.CRC32C.Update(0, r.mem.Source)^1)
-		if _, err := a.Write(append(header, r.mem.Source...)); err != nil {
+		header := binary.LittleEndian.AppendUint32(nil, codec.CRC32C.Update(0, m.Source)^1)
+		if _, err := a.Write(append(header, m.Source...)); err != nil {
 			t.Error(err)
 		}
 	}()
-	err := r.receive(b, r.mem.Remote, func([]byte) { t.Error("the chunk passed for whole") })
+	err := receiveRaw(b, m.Remote, true, func([]byte) { t.Error("the chunk passed for whole") })
 	if err == nil || !strings.Contains(err.Error(), "checksum") {
 		t.Fatalf("got %v", err)
 	}
@@ -116,13 +112,12 @@ func TestBaselinesRefuseMemoryOfDifferentLengths(t *testing.T) {
 	testkit.Start(t)
 	m := testMemory(10)
 	m.Back = m.Back[:9]
-	if _, err := NewRaw("tcp", m, true); err == nil {
-		t.Error("raw took it")
+	for _, k := range []Kind{Raw, RawCRC, StockGRPC, Tensorferry} {
+		if _, err := k.Open(t.Context(), "tcp", m); err == nil {
+			t.Errorf("%s took it", k.Name)
+		}
 	}
-	if _, err := NewStockGRPC("tcp", m); err == nil {
-		t.Error("stock gRPC took it")
-	}
-	if _, err := NewRaw("carrier pigeon", testMemory(1), true); err == nil {
+	if _, err := Raw.Open(t.Context(), "carrier pigeon", testMemory(1)); err == nil {
 		t.Error("an unknown network was taken")
 	}
 }
@@ -166,6 +161,46 @@ func TestReLUOfTwoFloatsAtATimeIsThatOfEach(t *testing.T) {
 					t.Errorf("relu of %v beside %v has the bits %08x, want %08x", x, []float32{a, b}[1-i], got, want)
 				}
 			}
+		}
+	}
+}
+
+func TestNoTwoOperationsBeginAlike(t *testing.T) {
+	first := map[byte]Op{}
+	for op := range ops {
+		if other, taken := first[op[0]]; taken {
+			t.Errorf("%s and %s", op, other)
+		}
+		first[op[0]] = op
+		if got, err := opOf(op[0]); got != op || err != nil {
+			t.Errorf("%s is found as %q, %v", op, got, err)
+		}
+	}
+	if _, err := opOf(0); err == nil {
+		t.Error("a byte of no operation was taken")
+	}
+}
+
+func TestCheckFindsEveryByteThatDiffers(t *testing.T) {
+	m := tensorMemory(2*ChunkBytes + 8)
+	for op := range ops {
+		copy(m.Back, m.Source)
+		for i := range chunks(m.Back) {
+			ops[op].compute(chunk(m.Back, i))
+		}
+		if err := Check(op, m.Back, m.Source); err != nil {
+			t.Fatal(err)
+		}
+		for _, i := range []int{0, ChunkBytes - 1, ChunkBytes, len(m.Back) - 1} {
+			m.Back[i] ^= 1
+			if err := Check(op, m.Back, m.Source); err == nil {
+				t.Errorf("%s: byte %d differs", op, i)
+			}
+			m.Back[i] ^= 1
+		}
+		Spoil(m.Back, m.Source)
+		if err := Check(op, m.Back, m.Source); err == nil {
+			t.Errorf("%s: all pages are spoiled", op)
 		}
 	}
 }

@@ -7,9 +7,9 @@ import (
 	"time"
 )
 
-// cpuTime returns the time that all threads of this process have run, in the
+// CPUTime returns the time that all threads of this process have run, in the
 // program and in the kernel.
-func cpuTime() time.Duration {
+func CPUTime() time.Duration {
 	var u syscall.Rusage
 	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
 		return 0 // it fails for bad arguments only

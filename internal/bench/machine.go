@@ -1,6 +1,8 @@
 package bench
 
 import (
+	"cmp"
+	"fmt"
 	"os"
 	"runtime"
 	"runtime/debug"
@@ -22,7 +24,8 @@ type Machine struct {
 // run never has. The Makefile does.
 var commit string
 
-func thisMachine() Machine {
+// ThisMachine returns what this process runs on.
+func ThisMachine() Machine {
 	m := Machine{
 		CPU: runtime.GOARCH, Cores: runtime.GOMAXPROCS(0),
 		Go: runtime.Version(), OS: runtime.GOOS, Arch: runtime.GOARCH,
@@ -49,6 +52,12 @@ func thisMachine() Machine {
 		}
 	}
 	return m
+}
+
+// String returns one line for people.
+func (m Machine) String() string {
+	return fmt.Sprintf("%s, %d cores, load %s · %s %s/%s · commit %s", m.CPU, m.Cores, cmp.Or(m.Load, "unknown"),
+		m.Go, m.OS, m.Arch, cmp.Or(m.Commit, "unknown"))
 }
 
 // field returns the value of the first "name : value" line of a file of /proc.

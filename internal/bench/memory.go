@@ -98,10 +98,10 @@ func (c MemoryConfig) measure(ctx context.Context) (_ *MemoryReport, err error) 
 	begin := time.Now()
 	written := make(chan error, 1)
 	go func() { written <- errors.Join(writeBlocks(stdin, c.Bytes), stdin.Close()) }() // ends with the client
-	r := &MemoryReport{Machine: thisMachine(), Net: c.Network, Bytes: c.Bytes}
+	r := &MemoryReport{Machine: ThisMachine(), Net: c.Network, Bytes: c.Bytes}
 	err = checkBlocks(stdout, c.Bytes, func(left int64) (err error) {
 		if c.Progress != nil && left%max(c.Bytes/16/MemoryBlock*MemoryBlock, MemoryBlock) == 0 {
-			c.Progress(byteText(int(left)) + " left")
+			c.Progress(ByteText(int(left)) + " left")
 		}
 		if left == MemoryBlock { // the client lives until it has written this one too
 			r.Client, err = PeakOf(client.cmd.Process.Pid)
@@ -220,7 +220,7 @@ func (t *tail) String() string {
 // which tells the blocks apart.
 func newBlock() []byte {
 	b := make([]byte, MemoryBlock)
-	fillFloats(b)
+	FillFloats(b)
 	return b
 }
 

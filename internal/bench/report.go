@@ -1,7 +1,6 @@
 package bench
 
 import (
-	"cmp"
 	"fmt"
 	"io"
 	"text/tabwriter"
@@ -16,14 +15,17 @@ var peerTexts = map[string]string{
 	"grpc-raw-codec": "gRPC, bytes passed through",
 }
 
-// benchmarks names each kind of work as Go names benchmarks.
-var benchmarks = map[string]string{string(Upload): "Upload", string(Echo): "Echo", string(ReLU): "ReLU", call: "Call"}
+// benchmark names a kind of work as Go names benchmarks.
+func benchmark(work string) string {
+	if work == call {
+		return "Call"
+	}
+	return ops[Op(work)].benchmark
+}
 
 // WriteText writes a table for people.
 func (r *Report) WriteText(w io.Writer) error {
-	m := r.Machine
-	fmt.Fprintf(w, "%s, %d cores, load %s · %s %s/%s · commit %s\n", m.CPU, m.Cores, cmp.Or(m.Load, "unknown"),
-		m.Go, m.OS, m.Arch, cmp.Or(m.Commit, "unknown"))
+	fmt.Fprintln(w, r.Machine)
 	if r.Smoke {
 		fmt.Fprintln(w, "SMOKE RUN: sizes and repetitions are too small for the figures to mean anything")
 	}
@@ -42,11 +44,11 @@ func (r *Report) WriteText(w io.Writer) error {
 	fmt.Fprintln(w)
 	for _, f := range r.FirstResults {
 		fmt.Fprintf(t, "%s\tfirst result of a relu of %s\t%s of %s\t%.3f of the total\t±%.1f %%\t%.3f to %.3f\t%d calls\t%v\n", f.Net,
-			byteText(f.Bytes), timeText(f.First), timeText(f.Total), f.Ratio.Median, 100*f.Ratio.Error, f.Ratio.Q1, f.Ratio.Q3, f.Ratio.N, f.Required)
+			ByteText(f.Bytes), timeText(f.First), timeText(f.Total), f.Ratio.Median, 100*f.Ratio.Error, f.Ratio.Q1, f.Ratio.Q3, f.Ratio.N, f.Required)
 	}
 	for _, b := range r.Beside {
 		fmt.Fprintf(t, "%s\tcall of %s beside an upload of %s\t%s p50\t%s p99\t\t\t%d calls\t\n", b.Net,
-			byteText(SmallBytes), byteText(b.Bytes), timeText(b.P50), timeText(b.P99), b.Calls)
+			ByteText(SmallBytes), ByteText(b.Bytes), timeText(b.P50), timeText(b.P99), b.Calls)
 	}
 	if err := t.Flush(); err != nil {
 		return err
@@ -69,7 +71,7 @@ func (r *Report) WriteBenchstat(w io.Writer) error {
 		for _, p := range c.Pairs {
 			for peer, s := range map[string]Sample{"tensorferry": p.Ours, c.Peer: p.Theirs} {
 				fmt.Fprintf(w, "Benchmark%s/peer=%s/net=%s/bytes=%d-%d\t1\t%d ns/op",
-					benchmarks[c.Work], peer, c.Net, c.Bytes, r.Machine.Cores, s.Time.Nanoseconds())
+					benchmark(c.Work), peer, c.Net, c.Bytes, r.Machine.Cores, s.Time.Nanoseconds())
 				if c.Work == call {
 					fmt.Fprintf(w, "\t%d p99-ns/op", s.P99.Nanoseconds())
 				} else {
@@ -109,7 +111,7 @@ func (r *Required) String() string {
 	return fmt.Sprintf("%s %g: %s", bound, r.Value, met)
 }
 
-func (c *Comparison) title() string { return c.Work + " of " + byteText(c.Bytes) }
+func (c *Comparison) title() string { return c.Work + " of " + ByteText(c.Bytes) }
 
 // text returns speed and cost, as they matter for the work.
 func (f Figures) text(work string) (speed, more string) {
@@ -134,8 +136,8 @@ func timeText(d time.Duration) string {
 	return d.Round(unit / 10).String()
 }
 
-// byteText names a size in the largest unit that divides it.
-func byteText(n int) string {
+// ByteText names a size in the largest unit that divides it.
+func ByteText(n int) string {
 	for i, unit := range []string{"GiB", "MiB", "KiB"} {
 		if size := 1 << (30 - 10*i); n > 0 && n%size == 0 {
 			return fmt.Sprintf("%d %s", n/size, unit)

@@ -132,10 +132,10 @@ func Run(ctx context.Context, c Config) (*Report, error) {
 	for i := range slabs {
 		slabs[i] = pool.Get(c.Size)
 		defer slabs[i].Release() // which keeps them alive until then, too
-		fillFloats(slabs[i].Bytes())
+		FillFloats(slabs[i].Bytes())
 	}
 	m := Memory{Source: slabs[0].Bytes(), Remote: slabs[1].Bytes(), Back: slabs[2].Bytes()}
-	r := &Report{Machine: thisMachine(), Smoke: c.Smoke}
+	r := &Report{Machine: ThisMachine(), Smoke: c.Smoke}
 	for _, network := range c.Networks {
 		if err := c.network(ctx, r, network, m); err != nil {
 			if ctx.Err() != nil {
@@ -154,31 +154,23 @@ func (c Config) network(ctx context.Context, r *Report, network string, m Memory
 		return err
 	}
 	defer func() { err = errors.Join(err, ours.Close()) }()
-	peers := []struct {
-		name string
-		open func() (Baseline, error)
-	}{
-		{"raw-crc", func() (Baseline, error) { return NewRaw(network, m, true) }},
-		{"raw", func() (Baseline, error) { return NewRaw(network, m, false) }},
-		{"grpc", func() (Baseline, error) { return NewStockGRPC(network, m) }},
-	}
 	byWork := map[Op][]*Comparison{}
-	ops := []Op{Upload, Echo, ReLU}
-	for _, p := range peers {
-		b, err := p.open()
+	works := []Op{Upload, Echo, ReLU}
+	for _, k := range []Kind{RawCRC, Raw, StockGRPC} {
+		b, err := k.Open(ctx, network, m)
 		if err != nil {
 			return err
 		}
 		defer func() { _ = b.Close() }() // whatever a cut connection gave the server
-		for _, op := range ops {
+		for _, op := range works {
 			byWork[op] = append(byWork[op], &Comparison{
-				Net: network, Work: string(op), Peer: p.name, Bytes: len(m.Source),
+				Net: network, Work: string(op), Peer: k.Name, Bytes: len(m.Source),
 				ours:   func(ctx context.Context) (Sample, error) { return ours.Move(ctx, op) },
 				theirs: func(ctx context.Context) (Sample, error) { return b.Move(ctx, op) },
 			})
 		}
 	}
-	for _, op := range ops {
+	for _, op := range works {
 		if err := c.compare(ctx, r, byWork[op]...); err != nil {
 			return err
 		}
@@ -241,8 +233,7 @@ func (c Config) compare(ctx context.Context, r *Report, all ...*Comparison) erro
 		}
 	}
 	for _, x := range all {
-		x.Ours = x.figures(func(p Pair) Sample { return p.Ours })
-		x.Theirs = x.figures(func(p Pair) Sample { return p.Theirs })
+		x.sum()
 		if q, ok := required[[2]string{x.Work, x.Peer}]; ok && x.Net == "tcp" && !c.Smoke {
 			x.Required = hold(q, x.Ratio.Median)
 		}
@@ -280,6 +271,12 @@ func (c *Comparison) ratios() []float64 {
 	return all
 }
 
+// sum sets the figures of both sides.
+func (c *Comparison) sum() {
+	c.Ours = c.figures(func(p Pair) Sample { return p.Ours })
+	c.Theirs = c.figures(func(p Pair) Sample { return p.Theirs })
+}
+
 // figures sums one side up.
 func (c *Comparison) figures(side func(Pair) Sample) Figures {
 	var times, cpus, p99s []time.Duration
@@ -299,7 +296,7 @@ func (c Config) firstResult(ctx context.Context, r *Report, network string, ours
 	c.tell("%s, first result", network)
 	var ratios []float64
 	var firsts, totals []time.Duration
-	f := FirstResult{Net: network, Bytes: len(ours.mem.Source)}
+	f := FirstResult{Net: network, Bytes: len(ours.source.Data)}
 	for n := 0; n < c.MinPairs || n < c.MaxPairs && f.Ratio.Error > StableError; n++ {
 		first, total, err := ours.FirstResult(ctx)
 		if err != nil {
@@ -323,9 +320,9 @@ func (c Config) tell(format string, args ...any) {
 	}
 }
 
-// fillFloats writes float32 of random sign with magnitudes from 0.5 to 1, and so
-// touches every page.
-func fillFloats(data []byte) {
+// FillFloats writes float32 of random sign with magnitudes from 0.5 to 1, the same
+// ones every time, and so touches every page. It is lent data.
+func FillFloats(data []byte) {
 	state := uint64(88172645463325252) // xorshift; any seed but 0
 	for ; len(data) >= 8; data = data[8:] {
 		state ^= state << 13

@@ -21,7 +21,7 @@ import (
 
 func tensorMemory(n int) Memory {
 	m := Memory{make([]byte, n), make([]byte, n), make([]byte, n)}
-	fillFloats(m.Source)
+	FillFloats(m.Source)
 	return m
 }
 

@@ -1,0 +1,169 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"testing"
+
+	"github.com/apache/arrow-go/v18/arrow/flight"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+)
+
+func testMemory(n int) bench.Memory {
+	m := bench.Memory{Source: make([]byte, n), Remote: make([]byte, n), Back: make([]byte, n)}
+	for i := range m.Source {
+		m.Source[i] = byte(i>>12) ^ byte(i*31)
+	}
+	return m
+}
+
+func TestFlightMovesEveryByteBothWays(t *testing.T) {
+	testkit.Start(t)
+	const batch = 64 << 10
+	for _, sums := range []bool{false, true} {
+		for _, size := range []int{4, batch - 4, batch, batch + 4, 2 * batch, 2*batch + 4, 40 * batch} {
+			t.Run(fmt.Sprintf("sums=%v %d bytes", sums, size), func(t *testing.T) {
+				b, err := flightKind(batch, sums).Open(t.Context(), "tcp", testMemory(size))
+				if err != nil {
+					t.Fatal(err)
+				}
+				for _, op := range []bench.Op{bench.Upload, bench.Echo, bench.Upload, bench.Echo} {
+					if s, err := b.Move(t.Context(), op); err != nil || s.Time <= 0 {
+						t.Fatalf("%s: %v, %v", op, s, err)
+					}
+				}
+				if _, err := b.Move(t.Context(), bench.ReLU); err == nil {
+					t.Error("it has no relu")
+				}
+				if err := b.Close(); err != nil {
+					t.Fatal(err)
+				}
+			})
+		}
+	}
+}
+
+func TestFlightTakesTheLargestBatch(t *testing.T) {
+	testkit.Start(t)
+	for _, batch := range batchSizes {
+		b, err := flightKind(batch, true).Open(t.Context(), "tcp", testMemory(batch+4))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, op := range []bench.Op{bench.Upload, bench.Echo} {
+			if _, err := b.Move(t.Context(), op); err != nil {
+				t.Errorf("%s in batches of %d bytes: %v", op, batch, err)
+			}
+		}
+		if err := b.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// tape records what is sent and plays it back.
+type tape struct{ all []*flight.FlightData }
+
+func (p *tape) Send(d *flight.FlightData) error {
+	p.all = append(p.all, proto.Clone(d).(*flight.FlightData))
+	return nil
+}
+
+func (p *tape) Recv() (*flight.FlightData, error) {
+	if len(p.all) == 0 {
+		return nil, io.EOF
+	}
+	d := p.all[0]
+	p.all = p.all[1:]
+	return d, nil
+}
+
+// record returns the messages of a tensor of three batches of 100 bytes and one
+// of 20: a schema and four.
+func record(t *testing.T, sums bool) (source []byte, p *tape) {
+	t.Helper()
+	source, p = testMemory(320).Source, new(tape)
+	regions := make(chan region, 4)
+	for at := 0; at < len(source); at += 100 {
+		regions <- region{at, min(100, len(source)-at)}
+	}
+	close(regions)
+	if err := (flightTensor{source, 100, sums}).send(p, nil, regions); err != nil {
+		t.Fatal(err)
+	}
+	if len(p.all) != 5 {
+		t.Fatalf("%d messages, want 5", len(p.all))
+	}
+	return source, p
+}
+
+func TestEveryBitThatFlipsOnTheWayIsFoundByItsChecksum(t *testing.T) {
+	for bit := range 8 * 100 {
+		source, p := record(t, true)
+		p.all[2].DataBody[bit/8] ^= 1 << (bit % 8)
+		placed := 0
+		err := flightTensor{make([]byte, len(source)), 100, true}.receive(p, func(region) { placed++ })
+		if err == nil || !strings.Contains(err.Error(), "checksum") || !strings.Contains(err.Error(), "byte 100") {
+			t.Fatalf("bit %d: got %v", bit, err)
+		}
+		if placed != 1 {
+			t.Fatalf("bit %d: %d batches passed for whole, want the one before", bit, placed)
+		}
+	}
+}
+
+func TestWithoutChecksumsAFlippedBitIsFoundByTheComparison(t *testing.T) {
+	source, p := record(t, false)
+	p.all[2].DataBody[7] ^= 1
+	dst := make([]byte, len(source))
+	if err := (flightTensor{dst, 100, false}).receive(p, func(region) {}); err != nil {
+		t.Fatal(err)
+	}
+	if err := bench.Check(bench.Upload, dst, source); err == nil {
+		t.Error("the comparison passed it")
+	}
+}
+
+func TestABatchThatIsNotTheTensorsIsRefused(t *testing.T) {
+	for name, tc := range map[string]struct {
+		change func(*tape)
+		want   string
+	}{
+		"its checksum is missing":      {func(p *tape) { p.all[3].AppMetadata = nil }, errNoSum.Error()},
+		"its checksum is another's":    {func(p *tape) { p.all[3].AppMetadata = p.all[2].AppMetadata }, "checksum"},
+		"two are turned":               {func(p *tape) { p.all[1].AppMetadata, p.all[2].AppMetadata = p.all[2].AppMetadata, p.all[1].AppMetadata }, "checksum"},
+		"the last one is missing":      {func(p *tape) { p.all = p.all[:4] }, "300 bytes came"},
+		"one comes twice":              {func(p *tape) { p.all = append(p.all, p.all[4]) }, "outside a tensor"},
+		"nothing comes":                {func(p *tape) { p.all = nil }, io.EOF.Error()},
+		"nothing comes but the schema": {func(p *tape) { p.all = p.all[:1] }, "0 bytes came"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			source, p := record(t, true)
+			tc.change(p)
+			err := flightTensor{make([]byte, len(source)), 100, true}.receive(p, func(region) {})
+			if err == nil || !strings.Contains(err.Error(), tc.want) {
+				t.Fatalf("got %v, want %q", err, tc.want)
+			}
+		})
+	}
+}
+
+// broken fails like a connection that is gone.
+type broken struct{}
+
+func (broken) Send(*flight.FlightData) error { return errBroken }
+
+var errBroken = errors.New("gone")
+
+func TestSendingEndsWithTheConnection(t *testing.T) {
+	regions := make(chan region, 1)
+	regions <- region{0, 4}
+	if err := (flightTensor{make([]byte, 4), 4, true}).send(broken{}, nil, regions); !errors.Is(err, errBroken) {
+		t.Fatalf("got %v", err)
+	}
+}

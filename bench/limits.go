@@ -1,0 +1,35 @@
+package main
+
+import "time"
+
+const (
+	// tensorBytes is the tensor that the required figures are for.
+	tensorBytes = 256 << 20
+	// quickBytes is enough for several batches of the largest size.
+	quickBytes = 16 << 20
+	// maxMessageBytes is what Flight's ends may receive in a message. gRPC allows
+	// 4 MiB; the largest batch and what describes it need a little more.
+	maxMessageBytes = 16 << 20
+	// sweepRounds are run for each of Flight's batch sizes to find its best: the
+	// choice needs less than the figure does.
+	sweepRounds = 5
+	// transferWait is how long one transfer may take before the run is given up:
+	// a tensor of 256 MiB at 2 MB/s.
+	transferWait = 2 * time.Minute
+	// childWait is how long a process may take to end once its input is closed,
+	// before it is killed.
+	childWait = 10 * time.Second
+)
+
+// What is required of the ratio to Arrow Flight doing the same work, with two
+// cores.
+const (
+	uploadToFlight = 1.5
+	echoToFlight   = 1.2
+)
+
+// batchSizes are the bytes of tensor that a record batch of Flight may carry. It
+// is measured with the best of them. 1 MiB is the chunk of everyone else; the
+// others are a fourth and four times that. Smaller ones cost a message each, larger ones leave
+// the caches between two of the copies.
+var batchSizes = []int{256 << 10, 1 << 20, 4 << 20}

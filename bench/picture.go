@@ -1,0 +1,100 @@
+package main
+
+import (
+	"bytes"
+	"fmt"
+	"strings"
+	"text/template"
+)
+
+// The picture's measures, in its own units.
+const (
+	pictureWidth = 800
+	labelWidth   = 300 // left of the bars
+	valueWidth   = 170 // right of the longest bar
+	rowHeight    = 24
+	barHeight    = 16
+	margin       = 12
+)
+
+// Its colors. It has no background: each has to stand on white and on the nearly
+// black of a dark page, and text be legible on both.
+const (
+	textColor  = "#787878"
+	oursColor  = "#2f81f7"
+	theirColor = "#9a9a9a"
+)
+
+// bar is a line of the picture: a heading, or the bar of one peer.
+type bar struct {
+	Y      int // of the text's base line
+	Text   string
+	Bar    bool
+	Ours   bool
+	Top    int
+	Length int
+	Value  string
+}
+
+var pictureTemplate = template.Must(template.New("picture").Parse(strings.TrimLeft(`
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {{.Width}} {{.Height}}" width="{{.Width}}" height="{{.Height}}" role="img" font-family="system-ui, sans-serif" font-size="13" fill="{{.TextColor}}">
+<title>{{html .Title}}</title>
+<desc>{{html .Foot}}</desc>
+{{range .Bars}}{{if .Bar -}}
+<text x="{{$.Label}}" y="{{.Y}}" text-anchor="end"{{if .Ours}} font-weight="bold"{{end}}>{{html .Text}}</text>
+<rect x="{{$.Left}}" y="{{.Top}}" width="{{.Length}}" height="{{$.Thick}}" rx="2" fill="{{if .Ours}}{{$.OursColor}}{{else}}{{$.TheirColor}}{{end}}"/>
+<text x="{{.ValueX $.Left}}" y="{{.Y}}">{{html .Value}}</text>
+{{else -}}
+<text x="{{$.Margin}}" y="{{.Y}}" font-weight="bold">{{html .Text}}</text>
+{{end}}{{end -}}
+<text x="{{.Margin}}" y="{{.FootY}}" font-size="11">{{html .Foot}}</text>
+</svg>
+`, "\n")))
+
+// ValueX is where the value stands: right of the bar.
+func (b bar) ValueX(left int) int { return left + b.Length + 6 }
+
+// picture draws the rates as horizontal bars, as SVG.
+func (r *Report) picture() []byte {
+	longest := 0.0
+	for _, w := range r.Works {
+		for _, x := range w.rows() {
+			longest = max(longest, x.Figures.Rate)
+		}
+	}
+	const left = margin + labelWidth
+	var bars []bar
+	y := margin
+	for _, w := range r.Works {
+		y += rowHeight
+		bars = append(bars, bar{Y: y - 7, Text: r.title(w) + " over TCP on loopback, GB/s"})
+		for _, x := range w.rows() {
+			y += rowHeight
+			b := bar{
+				Y: y - 7, Text: x.Text, Bar: true, Ours: x.Ours, Top: y - barHeight - 3,
+				Length: int(x.Figures.Rate / longest * (pictureWidth - left - valueWidth)),
+				Value:  fmt.Sprintf("%.2f", x.Figures.Rate),
+			}
+			if !x.Ours {
+				b.Value += fmt.Sprintf("  (tensorferry × %.2f)", x.Ratio.Median)
+			}
+			bars = append(bars, b)
+		}
+		y += rowHeight / 2
+	}
+	foot := fmt.Sprintf("%s · %s", r.Machine, r.Date)
+	if r.Smoke {
+		foot = "SMOKE RUN, the figures mean nothing · " + foot
+	}
+	var b bytes.Buffer
+	err := pictureTemplate.Execute(&b, map[string]any{
+		"Width": pictureWidth, "Height": y + rowHeight + margin, "FootY": y + rowHeight - 7,
+		"Label": left - 8, "Left": left, "Thick": barHeight, "Margin": margin, "Bars": bars,
+		"TextColor": textColor, "OursColor": oursColor, "TheirColor": theirColor,
+		"Title": "Rates of tensorferry and its peers", "Foot": foot,
+	})
+	if err != nil {
+		panic(err) // the template does not fit its data
+	}
+	return b.Bytes()
+}
