@@ -153,3 +153,12 @@ func checkRange(off, n, size int64) error {
 	}
 	return nil
 }
+
+// checkViews reports whether views fit at off into a tensor of size bytes.
+func checkViews(off int64, views [][]byte, size int64) error {
+	var n int64
+	for _, v := range views {
+		n += int64(len(v)) // memory that exists: no overflow
+	}
+	return checkRange(off, n, size)
+}

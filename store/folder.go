@@ -1,0 +1,513 @@
+package store
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"hash/maphash"
+	"io/fs"
+	"log/slog"
+	"math"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
+)
+
+// FolderConfig says how a Folder works. The zero FolderConfig does.
+type FolderConfig struct {
+	// Log is told of files that cannot be used. Nil means nobody is.
+	Log *slog.Logger
+	// Limit is how many bytes the files of pushed tensors may take, those being
+	// written and those deleted but still read included. 0 means as many as the
+	// disk has.
+	Limit int64
+	// MaxTensors is how many tensors may be pushed. 0 means DefaultMaxTensors.
+	MaxTensors int
+}
+
+// Folder keeps each pushed tensor in a .safetensors file of its own, which other
+// programs can read, and shows the tensors of whole .safetensors files that
+// somebody puts there: those of model.safetensors as model/…. Files are mapped,
+// not read. docs/store.md says what survives what. It is safe for concurrent use.
+type Folder struct {
+	dir    string
+	config FolderConfig
+	lock   *os.File
+	used   atomic.Int64 // bytes of pushed files; grows under mu only
+
+	// names are held while the file of a name is replaced, deleted or mapped, so
+	// that a file and what is known of it go together. Which one: see nameLock.
+	names [nameLocks]sync.Mutex
+
+	scanning sync.Mutex // guards all of scan; taken before a lock of names and before mu
+	scan     scan
+	scans    atomic.Int64 // how many have begun
+
+	mu       sync.Mutex // guards all below; taken last
+	pushed   index[*pushed]
+	files    map[string]bool // of pushed
+	parts    index[part]
+	writers  int
+	isClosed bool
+}
+
+// pushed is a tensor with a file of its own.
+type pushed struct {
+	share  // of its bytes on disk: by the folder, and by each map of them
+	info   Info
+	file   string
+	mapped *mapped // the last map, perhaps unmapped since; guarded by the name's lock
+}
+
+// part is a tensor of a whole file.
+type part struct {
+	info Info
+	name string  // within the file
+	file *mapped // held by the folder for as long as it knows the part
+}
+
+// mapped is a file in memory: unmapped when nobody holds it any more.
+type mapped struct {
+	share
+	file *tensorfile.Safetensors
+}
+
+// OpenFolder takes the folder dir, which it creates if need be, for this store
+// alone: ErrLocked when another has it. It deletes what unfinished pushes left
+// behind and reads the header of every .safetensors file; one that is damaged, or
+// not its own, is logged and left as it is. The caller closes the store.
+func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
+	if config.Log == nil {
+		config.Log = slog.New(slog.DiscardHandler)
+	}
+	if config.Limit == 0 {
+		config.Limit = math.MaxInt64
+	}
+	if config.MaxTensors == 0 {
+		config.MaxTensors = DefaultMaxTensors
+	}
+	if config.Limit < 0 || config.MaxTensors < 0 {
+		return nil, fmt.Errorf("store: a limit of %d bytes and %d tensors: 0 or more are needed", config.Limit, config.MaxTensors)
+	}
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return nil, fmt.Errorf("store: %w", err)
+	}
+	lock, err := lockFolder(filepath.Join(dir, lockFile))
+	if err != nil {
+		return nil, err
+	}
+	f := &Folder{
+		dir: dir, config: config, lock: lock,
+		pushed: newIndex(map[string]*pushed{}), files: map[string]bool{}, parts: newIndex(map[string]part{}),
+	}
+	f.scan.files = map[string]*wholeFile{}
+	if err := f.removeTemps(); err != nil {
+		return nil, errors.Join(err, lock.Close())
+	}
+	if err := f.rescan(); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
+// removeTemps deletes the files of pushes that did not end.
+func (f *Folder) removeTemps() error {
+	entries, err := os.ReadDir(f.dir)
+	for _, e := range entries {
+		if name := e.Name(); e.Type().IsRegular() && strings.HasPrefix(name, tempPrefix) && strings.HasSuffix(name, tempSuffix) {
+			err = errors.Join(err, os.Remove(filepath.Join(f.dir, name)))
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("store: delete what unfinished pushes left: %w", err)
+	}
+	return nil
+}
+
+var nameSeed = maphash.MakeSeed()
+
+// nameLock returns the lock of a pushed tensor's file.
+func (f *Folder) nameLock(file string) *sync.Mutex {
+	return &f.names[maphash.String(nameSeed, file)%nameLocks]
+}
+
+// Create implements Store. It takes the disk space at once where the file system
+// can do that, so ErrFull comes before the first byte.
+func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
+	if err := CheckName(name); err != nil {
+		return nil, err
+	}
+	size, err := d.Bytes()
+	if err != nil {
+		return nil, err
+	}
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	w := &folderWriter{folder: f, size: size, made: &pushed{
+		info: Info{Name: name, Desc: d.Clone(), Durable: true},
+		file: fileName(name),
+	}}
+	header, err := pushedHeader(w.made.info)
+	if err != nil {
+		return nil, err
+	}
+	w.begin = int64(len(header))
+	if err := f.reserve(name, w.begin, size); err != nil {
+		return nil, err
+	}
+	w.made.init(func() { f.used.Add(-w.begin - size) })
+	w.temp = filepath.Join(f.dir, tempPrefix+rand.Text()+tempSuffix)
+	w.file, err = os.OpenFile(w.temp, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o644)
+	if err == nil {
+		err = reserveDisk(w.file, w.begin+size)
+	}
+	if err != nil {
+		err = w.failed("make room for", err)
+		w.Abort()
+		return nil, err
+	}
+	return w, nil
+}
+
+// reserve takes room for a tensor of size bytes after a header from the limits.
+func (f *Folder) reserve(name string, header, size int64) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.isClosed {
+		return ErrClosed
+	}
+	_, known := f.pushed.byName[name]
+	if p, taken := f.parts.byName[name]; taken && !known {
+		return fmt.Errorf("%w: %q is a tensor of the file %s in the folder; push under another name", ErrExists, name, p.info.File)
+	}
+	if !known && len(f.pushed.names)+f.writers >= f.config.MaxTensors {
+		return fmt.Errorf("%w: %d tensors are the limit; delete some", ErrFull, f.config.MaxTensors)
+	}
+	if free := f.config.Limit - f.used.Load(); header > free || size > free-header {
+		return fmt.Errorf("%w: tensor %q needs %d bytes and %d for a header, %d of the limit of %d are free; delete some tensors",
+			ErrFull, name, size, header, max(free, 0), f.config.Limit)
+	}
+	f.used.Add(header + size)
+	f.writers++
+	return nil
+}
+
+// Open implements Store.
+func (f *Folder) Open(ctx context.Context, name string) (Reader, error) {
+	r, err := f.open(name)
+	if !errors.Is(err, ErrNotFound) {
+		return r, err
+	}
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	if err := f.rescan(); err != nil {
+		return nil, err
+	}
+	return f.open(name)
+}
+
+// open opens what is known already.
+func (f *Folder) open(name string) (Reader, error) {
+	lock := f.nameLock(fileName(name))
+	lock.Lock()
+	defer lock.Unlock()
+	f.mu.Lock()
+	p, isPushed := f.pushed.byName[name]
+	whole, isPart := f.parts.byName[name]
+	if isPart && !isPushed {
+		whole.file.retain() // the folder holds it, under mu
+	}
+	closed := f.isClosed
+	f.mu.Unlock()
+	switch {
+	case closed:
+		return nil, ErrClosed
+	case isPushed:
+		return f.openPushed(p)
+	case isPart:
+		return newReader(whole.info, whole.file, whole.name)
+	}
+	return nil, fmt.Errorf("%w: %q", ErrNotFound, name)
+}
+
+// openPushed maps p's file, or shares the map that another Reader has. The caller
+// holds the name's lock, so the file is p's.
+func (f *Folder) openPushed(p *pushed) (Reader, error) {
+	if p.mapped != nil && p.mapped.tryRetain() {
+		return newReader(p.info, p.mapped, pushedEntry)
+	}
+	st, err := tensorfile.OpenSafetensors(filepath.Join(f.dir, p.file))
+	if errors.Is(err, fs.ErrNotExist) {
+		f.config.Log.Warn("file of a pushed tensor was deleted by somebody else", slog.String("tensor", p.info.Name), slog.String("file", p.file))
+		f.forget(p)
+		return nil, fmt.Errorf("%w: %q: its file was deleted", ErrNotFound, p.info.Name)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("store: tensor %q: %w", p.info.Name, err)
+	}
+	p.retain()
+	m := &mapped{file: st}
+	m.init(func() {
+		_ = st.Close() // unmapping what was mapped does not fail
+		p.Release()
+	})
+	r, err := newReader(p.info, m, pushedEntry)
+	if err == nil {
+		p.mapped = m
+	}
+	return r, err
+}
+
+// forget drops a pushed tensor. The caller holds the name's lock.
+func (f *Folder) forget(p *pushed) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.pushed.remove(p.info.Name)
+	delete(f.files, p.file)
+	p.Release()
+}
+
+// List implements Store. It looks first whether files came or went.
+func (f *Folder) List(glob, after string, most int) ([]Info, error) {
+	if err := f.rescan(); err != nil {
+		return nil, err
+	}
+	return listPages(glob, after, most, func(after string, n int) ([]Info, error) {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		if f.isClosed {
+			return nil, ErrClosed
+		}
+		var infos []Info
+		own, parts := f.pushed.after(after, n), f.parts.after(after, n)
+		for len(infos) < n && len(own)+len(parts) > 0 {
+			switch {
+			case len(parts) == 0 || len(own) > 0 && own[0] <= parts[0]:
+				if len(parts) > 0 && own[0] == parts[0] {
+					parts = parts[1:] // hidden by the pushed one
+				}
+				infos = append(infos, f.pushed.byName[own[0]].info)
+				own = own[1:]
+			default:
+				infos = append(infos, f.parts.byName[parts[0]].info)
+				parts = parts[1:]
+			}
+		}
+		return infos, nil
+	})
+}
+
+// Delete implements Store. A tensor that was deleted does not come back.
+func (f *Folder) Delete(name string) error {
+	lock := f.nameLock(fileName(name))
+	lock.Lock()
+	defer lock.Unlock()
+	f.mu.Lock()
+	p, isPushed := f.pushed.byName[name]
+	whole, isPart := f.parts.byName[name]
+	closed := f.isClosed
+	f.mu.Unlock()
+	switch {
+	case closed:
+		return ErrClosed
+	case !isPushed && isPart:
+		return fmt.Errorf("%w: %q is a tensor of %s; delete that file", ErrPart, name, whole.info.File)
+	case !isPushed:
+		return fmt.Errorf("%w: %q", ErrNotFound, name)
+	}
+	if err := os.Remove(filepath.Join(f.dir, p.file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("store: delete tensor %q: %w", name, err)
+	}
+	f.forget(p)
+	if err := syncFolder(f.dir); err != nil {
+		return fmt.Errorf("store: tensor %q is deleted, perhaps not for good: %w", name, err)
+	}
+	return nil
+}
+
+// Close implements Store. It gives the folder free for another store.
+func (f *Folder) Close() error {
+	f.scanning.Lock()
+	defer f.scanning.Unlock()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.isClosed {
+		return ErrClosed
+	}
+	f.isClosed = true
+	f.parts = newIndex(map[string]part{})
+	for _, w := range f.scan.files {
+		if w.usable() {
+			w.mapped.Release()
+		}
+	}
+	f.scan.files = nil
+	return f.lock.Close()
+}
+
+// Used returns the bytes that the files of pushed tensors take now, and the limit.
+func (f *Folder) Used() (used, limit int64) { return f.used.Load(), f.config.Limit }
+
+// folderReader is the Reader of a tensor in a file.
+type folderReader struct {
+	info Info
+	data []byte
+	file *mapped
+}
+
+// newReader takes over the caller's hold of the file, also when it fails.
+func newReader(info Info, file *mapped, name string) (Reader, error) {
+	t, err := file.file.Tensor(name)
+	if err == nil {
+		_, err = tensor.New(info.Desc, t.Data) // somebody may have put another file in its place
+	}
+	if err != nil {
+		file.Release()
+		return nil, fmt.Errorf("store: tensor %q: its file has changed: %w", info.Name, err)
+	}
+	return &folderReader{info, t.Data, file}, nil
+}
+
+func (r *folderReader) Info() Info {
+	info := r.info
+	info.Shape = info.Shape.Clone()
+	return info
+}
+
+func (r *folderReader) View(off, n int64) ([]byte, Releaser, error) {
+	if err := checkRange(off, n, int64(len(r.data))); err != nil {
+		return nil, nil, err
+	}
+	r.file.retain()
+	return r.data[off : off+n : off+n], r.file, nil
+}
+
+func (r *folderReader) Release() { r.file.Release() }
+
+// folderWriter is a tensor on its way into a folder.
+type folderWriter struct {
+	folder  *Folder
+	made    *pushed // nil after the end
+	size    int64
+	begin   int64 // of the tensor in its file: the header's length
+	temp    string
+	file    *os.File
+	order   inOrder
+	started int64 // bytes that the disk was told to begin with
+}
+
+func (w *folderWriter) WriteViews(off int64, views [][]byte) error {
+	if err := checkViews(off, views, w.size); err != nil {
+		return err
+	}
+	if err := writeViews(w.file, w.begin+off, views); err != nil {
+		return w.failed("write", err)
+	}
+	w.order.wrote(off, views)
+	if n := (w.order.next - w.started) / writeBack * writeBack; n > 0 {
+		startWriteBack(w.file, w.begin+w.started, n)
+		w.started += n
+	}
+	return nil
+}
+
+// Commit makes all of the file durable, then its name, and only then shows it.
+func (w *folderWriter) Commit() (Info, error) {
+	defer w.Abort()
+	p, f := w.made, w.folder
+	if err := w.seal(); err != nil {
+		return Info{}, w.failed("finish", err)
+	}
+	lock := f.nameLock(p.file)
+	lock.Lock()
+	defer lock.Unlock()
+	f.mu.Lock()
+	closed := f.isClosed
+	f.mu.Unlock()
+	if closed {
+		return Info{}, ErrClosed
+	}
+	if err := os.Rename(w.temp, filepath.Join(f.dir, p.file)); err != nil {
+		return Info{}, w.failed("name", err)
+	}
+	syncErr := syncFolder(f.dir)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if old, replaced := f.pushed.put(p.info.Name, p); replaced {
+		old.Release()
+	}
+	f.files[p.file] = true
+	w.made = nil
+	f.writers--
+	info := p.info
+	info.Shape = info.Shape.Clone()
+	if syncErr != nil { // the older one is gone, so there is no way back
+		return info, fmt.Errorf("store: tensor %q is there, but may not survive a power cut: %w", info.Name, syncErr)
+	}
+	return info, nil
+}
+
+// seal writes the header, which makes the file whole, and waits for the disk.
+func (w *folderWriter) seal() error {
+	var piece []byte
+	var err error
+	info := &w.made.info
+	info.Digest, err = w.order.digest(w.size, func(off, n int64) ([]byte, error) {
+		if piece == nil {
+			piece = make([]byte, hashPiece)
+		}
+		_, err := w.file.ReadAt(piece[:n], w.begin+off)
+		return piece[:n], err
+	})
+	if err != nil {
+		return err
+	}
+	info.Stored = time.Now().UTC()
+	header, err := pushedHeader(*info)
+	if err != nil {
+		return err
+	}
+	if _, err := w.file.WriteAt(header, 0); err != nil {
+		return err
+	}
+	if err := w.file.Sync(); err != nil {
+		return err
+	}
+	file := w.file
+	w.file = nil
+	return file.Close()
+}
+
+func (w *folderWriter) Abort() {
+	if w.made == nil {
+		return
+	}
+	if w.file != nil {
+		_ = w.file.Close() // what is in it is not wanted
+	}
+	_ = os.Remove(w.temp) // or the next OpenFolder does
+	w.made.Release()
+	w.made = nil
+	w.folder.mu.Lock()
+	defer w.folder.mu.Unlock()
+	w.folder.writers--
+}
+
+// failed says what could not be done, and wraps ErrFull when the disk is full.
+func (w *folderWriter) failed(what string, err error) error {
+	name, n := w.made.info.Name, w.begin+w.size
+	if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) || errors.Is(err, syscall.EFBIG) {
+		return fmt.Errorf("%w: %s tensor %q: the disk has no room for %d bytes; delete something: %w", ErrFull, what, name, n, err)
+	}
+	return fmt.Errorf("store: %s tensor %q: %w", what, name, err)
+}

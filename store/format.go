@@ -1,0 +1,117 @@
+package store
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net/url"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
+)
+
+// Names within a folder. docs/store.md describes them.
+const (
+	lockFile    = ".lock"
+	tempPrefix  = ".push-"
+	tempSuffix  = ".tmp"
+	fileSuffix  = ".safetensors"
+	pushedEntry = "tensor" // what a pushed file calls its one tensor
+
+	keyName   = "tensorferry.name"
+	keyDType  = "tensorferry.dtype"
+	keyShape  = "tensorferry.shape"
+	keyDigest = "tensorferry.digest"
+	keyStored = "tensorferry.stored"
+)
+
+// storedLayout has nine digits after the point always, so that all times are
+// equally long.
+const storedLayout = "2006-01-02T15:04:05.000000000Z"
+
+// errForeign says that a file was not written by a Folder.
+var errForeign = errors.New("not a pushed tensor")
+
+// fileName returns the file of a pushed tensor. It depends on the name, so that a
+// tensor replaces an older one of its name by a rename, and has nothing of it.
+func fileName(name string) string {
+	sum := sha256.Sum256([]byte(name))
+	return hex.EncodeToString(sum[:]) + fileSuffix
+}
+
+// isPushedName reports whether file is what fileName returns for some name.
+func isPushedName(file string) bool {
+	digits, ok := strings.CutSuffix(file, fileSuffix)
+	_, err := hex.DecodeString(digits)
+	return ok && err == nil && len(digits) == 2*sha256.Size && digits == strings.ToLower(digits)
+}
+
+// JSON readers disagree about U+FFFD, which some put in place of broken text, and
+// tensorfile refuses it. So it is escaped, in the way of URLs.
+var escapeName = strings.NewReplacer("%", "%25", string(utf8.RuneError), "%EF%BF%BD")
+
+// onDisk returns how a .safetensors file describes a tensor: the format has no
+// complex128, so it becomes float64 with another axis of 2 at the end or, where
+// no more axes are allowed, with a single axis.
+func onDisk(d tensor.Desc) tensor.Desc {
+	if d.DType != tensor.Complex128 {
+		return d
+	}
+	d = tensor.Desc{DType: tensor.Float64, Shape: append(d.Shape.Clone(), 2)}
+	if len(d.Shape) > tensor.MaxRank {
+		n, _ := d.Shape[:tensor.MaxRank].Elements() // was checked by whoever has the desc's bytes
+		d.Shape = tensor.Shape{2 * n}
+	}
+	return d
+}
+
+// pushedHeader returns how the file of a pushed tensor begins. It is equally long
+// for every digest and time.
+func pushedHeader(info Info) ([]byte, error) {
+	return tensorfile.SafetensorsHeader([]tensorfile.Entry{{Name: pushedEntry, Desc: onDisk(info.Desc)}}, map[string]string{
+		keyName:   escapeName.Replace(info.Name),
+		keyDType:  info.DType.String(),
+		keyShape:  strings.Trim(strings.ReplaceAll(info.Shape.String(), " ", ","), "[]"),
+		keyDigest: codec.DigestPrefix + hex.EncodeToString(info.Digest[:]),
+		keyStored: info.Stored.UTC().Format(storedLayout),
+	})
+}
+
+// pushedInfo reads what pushedHeader wrote. The error is errForeign when no Folder
+// has written the file, and another when it is damaged.
+func pushedInfo(file string, st *tensorfile.Safetensors) (Info, error) {
+	meta := st.Metadata()
+	text, ok := meta[keyName]
+	if !ok {
+		return Info{}, errForeign
+	}
+	damaged := func(what string) (Info, error) {
+		return Info{}, fmt.Errorf("%w: pushed tensor: its %s is wrong", tensorfile.ErrFormat, what)
+	}
+	info := Info{Durable: true}
+	var err error
+	if info.Name, err = url.PathUnescape(text); err != nil || CheckName(info.Name) != nil || fileName(info.Name) != file {
+		return damaged(keyName)
+	}
+	if info.DType, err = tensor.ParseDataType(meta[keyDType]); err != nil {
+		return damaged(keyDType)
+	}
+	if info.Shape, err = tensor.ParseShape(meta[keyShape]); err != nil {
+		return damaged(keyShape)
+	}
+	if info.Digest, ok = codec.ParseDigest(meta[keyDigest]); !ok {
+		return damaged(keyDigest)
+	}
+	if info.Stored, err = time.Parse(storedLayout, meta[keyStored]); err != nil {
+		return damaged(keyStored)
+	}
+	if d, err := st.Desc(pushedEntry); err != nil || len(st.Names()) != 1 || !d.Equal(onDisk(info.Desc)) {
+		return damaged("tensor")
+	}
+	return info, nil
+}

@@ -1,0 +1,239 @@
+package store
+
+import (
+	"container/list"
+	"context"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Memory keeps tensors in slabs, up to a number of bytes. When a new one needs
+// room it forgets those that were used longest ago, where use is Open or Commit;
+// one that somebody reads is never forgotten. Nothing survives the process. It is
+// safe for concurrent use.
+type Memory struct {
+	pool  *slab.Pool
+	limit int64
+	used  atomic.Int64 // bytes of slabs: of tensors, of open Writers, of what is still read; grows under mu only
+
+	mu       sync.Mutex // guards all below
+	tensors  index[*resident]
+	recent   list.List // of *resident, the one used last in front
+	isClosed bool
+}
+
+// resident is a tensor in memory, and the Reader of it: the store holds it, and so
+// does each Open and each View.
+type resident struct {
+	share
+	info Info
+	data []byte
+	at   *list.Element
+}
+
+// NewMemory returns a store of at most limitBytes, counted as slab.SizeOf does:
+// whole pages, so that a small tensor takes 4 KiB. Its memory comes from pool.
+func NewMemory(pool *slab.Pool, limitBytes int64) *Memory {
+	return &Memory{pool: pool, limit: limitBytes, tensors: newIndex(map[string]*resident{})}
+}
+
+// Create implements Store. It never waits: what can be forgotten is, and if that
+// is not enough, nothing is and ErrFull says what is held.
+func (m *Memory) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
+	if err := CheckName(name); err != nil {
+		return nil, err
+	}
+	size, err := d.Bytes()
+	if err != nil {
+		return nil, err
+	}
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	room := slab.SizeOf(size)
+	if err := m.reserve(room); err != nil {
+		return nil, fmt.Errorf("%w: tensor %q: %w", ErrFull, name, err)
+	}
+	s := m.pool.Get(int(size))
+	w := &memoryWriter{store: m, made: &resident{info: Info{Name: name, Desc: d.Clone()}, data: s.Bytes()}}
+	w.made.init(func() {
+		s.Release()
+		m.used.Add(-room)
+	})
+	return w, nil
+}
+
+// reserve takes room bytes, and forgets tensors for them if it must.
+func (m *Memory) reserve(room int64) error {
+	if room > m.limit {
+		return fmt.Errorf("%d bytes, the limit is %d", room, m.limit)
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	missing := m.used.Load() - m.limit + room
+	var victims []*resident
+	for e := m.recent.Back(); e != nil && missing > 0; e = e.Prev() {
+		// Only the store holds it, and nobody else can come to: Open needs mu.
+		if r := e.Value.(*resident); r.refs.Load() == 1 {
+			victims = append(victims, r)
+			missing -= slab.SizeOf(int64(len(r.data)))
+		}
+	}
+	if missing > 0 {
+		return fmt.Errorf("%d bytes more are needed; the limit is %d, being read and written are %d; try again when they are done",
+			missing, m.limit, m.limit-room+missing)
+	}
+	for _, r := range victims {
+		m.forget(r)
+	}
+	m.used.Add(room)
+	return nil
+}
+
+// forget drops the store's hold of r. The caller holds mu.
+func (m *Memory) forget(r *resident) {
+	m.tensors.remove(r.info.Name)
+	m.recent.Remove(r.at)
+	r.Release()
+}
+
+// Open implements Store. It never waits.
+func (m *Memory) Open(_ context.Context, name string) (Reader, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	r, err := m.lookup(name)
+	if err != nil {
+		return nil, err
+	}
+	m.recent.MoveToFront(r.at)
+	r.retain()
+	return r, nil
+}
+
+// lookup finds a tensor. The caller holds mu.
+func (m *Memory) lookup(name string) (*resident, error) {
+	if m.isClosed {
+		return nil, ErrClosed
+	}
+	r, ok := m.tensors.byName[name]
+	if !ok {
+		return nil, fmt.Errorf("%w: %q", ErrNotFound, name)
+	}
+	return r, nil
+}
+
+// List implements Store.
+func (m *Memory) List(glob, after string, most int) ([]Info, error) {
+	return listPages(glob, after, most, func(after string, n int) ([]Info, error) {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		if m.isClosed {
+			return nil, ErrClosed
+		}
+		var infos []Info
+		for _, name := range m.tensors.after(after, n) {
+			infos = append(infos, m.tensors.byName[name].info)
+		}
+		return infos, nil
+	})
+}
+
+// Delete implements Store.
+func (m *Memory) Delete(name string) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	r, err := m.lookup(name)
+	if err != nil {
+		return err
+	}
+	m.forget(r)
+	return nil
+}
+
+// Close implements Store.
+func (m *Memory) Close() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.isClosed {
+		return ErrClosed
+	}
+	m.isClosed = true
+	for _, r := range m.tensors.byName {
+		m.forget(r)
+	}
+	return nil
+}
+
+// Used returns the bytes that are taken now, by tensors, open Writers and what is
+// deleted but still read, and the limit.
+func (m *Memory) Used() (used, limit int64) { return m.used.Load(), m.limit }
+
+// memoryWriter is a tensor on its way into memory.
+type memoryWriter struct {
+	store *Memory
+	made  *resident // nil after the end
+	order inOrder
+}
+
+func (w *memoryWriter) WriteViews(off int64, views [][]byte) error {
+	if err := checkViews(off, views, int64(len(w.made.data))); err != nil {
+		return err
+	}
+	at := off
+	for _, v := range views {
+		at += int64(copy(w.made.data[at:], v))
+	}
+	w.order.wrote(off, views)
+	return nil
+}
+
+func (w *memoryWriter) Commit() (Info, error) {
+	r, m := w.made, w.store
+	var err error
+	r.info.Digest, err = w.order.digest(int64(len(r.data)), func(off, n int64) ([]byte, error) { return r.data[off : off+n], nil })
+	if err != nil {
+		return Info{}, err
+	}
+	r.info.Stored = time.Now()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.isClosed {
+		w.Abort()
+		return Info{}, ErrClosed
+	}
+	w.made = nil
+	if old, replaced := m.tensors.byName[r.info.Name]; replaced {
+		m.forget(old)
+	}
+	m.tensors.put(r.info.Name, r)
+	r.at = m.recent.PushFront(r)
+	return r.Info(), nil
+}
+
+func (w *memoryWriter) Abort() {
+	if w.made != nil {
+		w.made.Release()
+		w.made = nil
+	}
+}
+
+// Info implements Reader.
+func (r *resident) Info() Info {
+	info := r.info
+	info.Shape = info.Shape.Clone()
+	return info
+}
+
+// View implements Reader: it shares the store's memory.
+func (r *resident) View(off, n int64) ([]byte, Releaser, error) {
+	if err := checkRange(off, n, int64(len(r.data))); err != nil {
+		return nil, nil, err
+	}
+	r.retain()
+	return r.data[off : off+n : off+n], r, nil
+}

@@ -1,0 +1,214 @@
+package store
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/tensorferry/tensorferry/tensorfile"
+)
+
+// scan is what was last seen in the folder.
+type scan struct {
+	changed time.Time // the folder's own time then
+	settled bool      // a later change would show in it
+	files   map[string]*wholeFile
+}
+
+// wholeFile is a .safetensors file that somebody put into the folder.
+type wholeFile struct {
+	seen   fs.FileInfo
+	mapped *mapped // nil when it cannot be used
+}
+
+func (w *wholeFile) usable() bool { return w != nil && w.mapped != nil }
+
+// same reports whether the file at path is the one that w knows.
+func (w *wholeFile) same(now fs.FileInfo) bool {
+	return os.SameFile(w.seen, now) && w.seen.Size() == now.Size() && w.seen.ModTime().Equal(now.ModTime())
+}
+
+// rescan looks for files that came, changed or went since the last time. Those who
+// come while another looks share what it finds, if it began after they came.
+func (f *Folder) rescan() error {
+	before := f.scans.Load()
+	f.scanning.Lock()
+	defer f.scanning.Unlock()
+	if f.scan.files == nil {
+		return ErrClosed
+	}
+	if f.scans.Load() > before {
+		return nil
+	}
+	info, err := os.Stat(f.dir)
+	if err != nil {
+		return fmt.Errorf("store: %w", err)
+	}
+	if f.scan.settled && f.scan.changed.Equal(info.ModTime()) && !f.brokenOnesChanged() {
+		return nil
+	}
+	f.scans.Add(1)
+	f.scan.settled = time.Since(info.ModTime()) > clockGrain
+	f.scan.changed = info.ModTime()
+	return f.look()
+}
+
+// brokenOnesChanged reports whether a file that could not be used has changed: it
+// may have been seen while it was copied, of which the folder's own time tells
+// the beginning only.
+func (f *Folder) brokenOnesChanged() bool {
+	for name, w := range f.scan.files {
+		if w.usable() {
+			continue
+		}
+		if now, err := os.Stat(filepath.Join(f.dir, name)); err != nil || !w.same(now) {
+			return true
+		}
+	}
+	return false
+}
+
+// look reads the folder and the header of what is new in it.
+func (f *Folder) look() error {
+	entries, err := os.ReadDir(f.dir)
+	if err != nil {
+		return fmt.Errorf("store: %w", err)
+	}
+	there := map[string]bool{}
+	var gone []*wholeFile
+	changed := false
+	for _, e := range entries {
+		name := e.Name()
+		if !strings.HasSuffix(name, fileSuffix) || strings.HasPrefix(name, ".") {
+			continue
+		}
+		old := f.scan.files[name]
+		now := f.lookAt(name, old)
+		if now == nil {
+			continue
+		}
+		there[name] = true
+		if now != old {
+			f.scan.files[name] = now
+			gone = append(gone, old)
+			changed = changed || now.usable() || old.usable()
+		}
+	}
+	for name, w := range f.scan.files {
+		if !there[name] {
+			delete(f.scan.files, name)
+			gone = append(gone, w)
+			changed = changed || w.usable()
+		}
+	}
+	if changed {
+		f.showParts()
+	}
+	for _, w := range gone { // now that nobody can come to know their tensors
+		if w.usable() {
+			w.mapped.Release()
+		}
+	}
+	return nil
+}
+
+// lookAt returns the whole file of this name: old, if it has not changed; nil, if
+// there is none, or a pushed tensor, which it adopts if it is new.
+func (f *Folder) lookAt(name string, old *wholeFile) *wholeFile {
+	isPushed := isPushedName(name)
+	if isPushed {
+		lock := f.nameLock(name) // so not between the rename of a Commit and its end
+		lock.Lock()
+		defer lock.Unlock()
+		f.mu.Lock()
+		known := f.files[name]
+		f.mu.Unlock()
+		if known {
+			return nil
+		}
+	}
+	path := filepath.Join(f.dir, name)
+	seen, err := os.Stat(path) // through a link to a file elsewhere
+	if err != nil || !seen.Mode().IsRegular() {
+		return nil
+	}
+	if old != nil && old.same(seen) {
+		return old
+	}
+	st, err := tensorfile.OpenSafetensors(path)
+	if err == nil && isPushed {
+		var info Info
+		if info, err = pushedInfo(name, st); err == nil {
+			_ = st.Close() // unmapping what was mapped does not fail
+			f.adopt(name, info, seen.Size())
+			return nil
+		}
+		if errors.Is(err, errForeign) {
+			err = nil // a file like any other, in spite of its name
+		} else {
+			_ = st.Close()
+		}
+	}
+	if err != nil {
+		if old == nil || old.usable() { // once, however often it changes
+			f.config.Log.Warn("file can not be used", slog.String("file", name), slog.Any("error", err))
+		}
+		return &wholeFile{seen: seen}
+	}
+	w := &wholeFile{seen: seen, mapped: &mapped{file: st}}
+	w.mapped.init(func() { _ = st.Close() })
+	return w
+}
+
+// adopt takes a pushed tensor that was in the folder before this store. The caller
+// holds the name's lock.
+func (f *Folder) adopt(file string, info Info, bytes int64) {
+	p := &pushed{info: info, file: file}
+	p.init(func() { f.used.Add(-bytes) })
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.used.Add(bytes)
+	f.files[file] = true
+	f.pushed.put(info.Name, p)
+}
+
+// showParts lists the tensors of all whole files anew.
+func (f *Folder) showParts() {
+	parts := map[string]part{}
+	for file, w := range f.scan.files {
+		if !w.usable() {
+			continue
+		}
+		unusable := 0
+		for _, name := range w.mapped.file.Names() {
+			d, err := w.mapped.file.Desc(name)
+			info := Info{
+				Name: strings.TrimSuffix(file, fileSuffix) + "/" + name,
+				Desc: d, Stored: w.seen.ModTime(), Durable: true, File: file,
+			}
+			if err = errors.Join(err, CheckName(info.Name)); err != nil {
+				unusable++
+				continue
+			}
+			parts[info.Name] = part{info, name, w.mapped}
+		}
+		if unusable > 0 {
+			f.config.Log.Warn("tensors can not be used: with the file's, their names are too long or hold control characters",
+				slog.String("file", file), slog.Int("tensors", unusable))
+		}
+	}
+	x := newIndex(parts)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	hidden := slices.DeleteFunc(slices.Clone(x.names), func(name string) bool { return f.pushed.byName[name] == nil })
+	f.parts = x
+	if len(hidden) > 0 {
+		f.config.Log.Warn("tensors of files are hidden by pushed ones of their names", slog.String("first", hidden[0]), slog.Int("tensors", len(hidden)))
+	}
+}
