@@ -187,8 +187,8 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 			if place, err := srv.Claim(now, &there.Chunk, &claim); err != nil || !place {
 				t.Fatal(place, err)
 			}
-			got, failed := claim.Copy(there.Chunk.Data)
-			srv.Commit(now, &claim, got, failed)
+			sum, failed := claim.Copy(there.Chunk.Data)
+			srv.Commit(now, &claim, sum, failed)
 			held.Release()
 			got++
 		}
