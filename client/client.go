@@ -37,6 +37,10 @@ type Config struct {
 	ChunkBytes int
 	// Checksum is the kind of every chunk's checksum; 0 means CRC-32C.
 	Checksum codec.Checksum
+	// Codec is what chunks are sent in, when the server decodes it and a chunk becomes
+	// shorter, and what results may come in; 0 means codec.None. It trades the time
+	// of both sides for bytes: docs/wire.md says when that pays.
+	Codec codec.Codec
 	// OpenTimeout is how long opening a session, or an answer of Models or Info,
 	// may take; 0 means 10 s.
 	OpenTimeout time.Duration
@@ -79,6 +83,9 @@ func Dial(target string, cfg Config) (*Client, error) {
 	}
 	if !cfg.Checksum.Valid() {
 		return nil, fmt.Errorf("client: Checksum is %d; known are 1 (CRC-32C) and 2 (CRC-32)", cfg.Checksum)
+	}
+	if !cfg.Codec.Known() {
+		return nil, fmt.Errorf("client: Codec is %d; known are 0 (none) and 1 (lz4)", cfg.Codec)
 	}
 	if cfg.OpenTimeout <= 0 {
 		cfg.OpenTimeout = DefaultOpenTimeout

@@ -9,6 +9,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -56,7 +57,7 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 		return nil, sessionError(err)
 	}
 	s.sess = session.New(conn, stream.Config{
-		Session: session.NewID(), Check: c.cfg.Checksum,
+		Session: session.NewID(), Check: c.cfg.Checksum, Codecs: c.codecs(),
 		Limits: stream.Limits{
 			ChunkBytes:  uint32(c.cfg.ChunkBytes),
 			TensorBytes: 1 << 40, // a streamed result is as long as it is; memory is bounded apart
@@ -91,6 +92,14 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 		return nil, sessionError(context.Cause(ctx))
 	}
 	return nil, s.ended()
+}
+
+// codecs returns what the client's hellos name.
+func (c *Client) codecs() []codec.Codec {
+	if c.cfg.Codec == codec.None {
+		return nil
+	}
+	return []codec.Codec{c.cfg.Codec}
 }
 
 // windUp ends with the session and sees to what is left of it.

@@ -46,6 +46,9 @@ func ParseCodec(text string) (Codec, error) {
 	return None, fmt.Errorf("codec: no codec is called %q; there are none and lz4", text)
 }
 
+// All returns the codecs, but None, that this build knows, the best liked first.
+func All() []Codec { return []Codec{LZ4} }
+
 // Choose returns the codec to send with: the first of those that the peer's hello
 // names, as numbers of the wire, which is also among our own; None when there is
 // none, or None comes first.
@@ -63,7 +66,7 @@ func Choose(own []Codec, peer []uint8) Codec {
 // because the codec is None, they would not become shorter by 1/leastGain, or
 // too much encoded payload waits to be sent already. The views may be let go of
 // when Encode has returned. The same bytes encode to the same payload. It may
-// wait for others who are encoding, a millisecond each.
+// wait for others who are encoding, a few milliseconds each.
 func (k Codec) Encode(views [][]byte) *Payload {
 	n := length(views)
 	if k != LZ4 || n < minEncode {

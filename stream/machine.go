@@ -95,7 +95,7 @@ type Machine struct {
 	calls  map[tensor.ID]*call
 	ins    map[tensor.ID]*in
 	outs   map[tensor.ID]*out
-	closed [closedIDs]tensor.ID
+	closed []tensor.ID // grows to closedIDs, then the oldest makes room
 	gone   map[tensor.ID]struct{}
 	nextID int // place of the oldest in closed
 
@@ -283,12 +283,13 @@ func (m *Machine) violate(code Code, format string, args ...any) *Error {
 
 // forget moves an ID to the ones whose frames are ignored.
 func (m *Machine) forget(id tensor.ID) {
-	old := m.closed[m.nextID]
-	if old != zeroID {
-		delete(m.gone, old)
-	}
-	m.closed[m.nextID] = id
 	m.gone[id] = struct{}{}
+	if len(m.closed) < closedIDs {
+		m.closed = append(m.closed, id)
+		return
+	}
+	delete(m.gone, m.closed[m.nextID])
+	m.closed[m.nextID] = id
 	m.nextID = (m.nextID + 1) % closedIDs
 }
 

@@ -1,5 +1,5 @@
 // Package session runs one stream.Machine over one gRPC stream, the same on both
-// sides: it reads and places, writes and sums, keeps time, and hands events to
+// sides: it reads and places, encodes, sums and writes, keeps time, and hands events to
 // its holder.
 //
 // It refuses to compute and to know models or files. The reader never waits on
@@ -323,7 +323,7 @@ func (s *Session) sendFrame() bool {
 	s.mu.Lock()
 	now := s.now()
 	held, ok := s.m.Next(now, &msg.Frame)
-	kind := s.m.Checksum()
+	kind, code := s.m.Checksum(), s.m.Codec()
 	s.dispatch(now)
 	last := !ok && s.ended && s.m.Idle()
 	if ok { // with mu held, or Drain would see neither a call nor its last frame
@@ -344,8 +344,13 @@ func (s *Session) sendFrame() bool {
 		return false
 	}
 	msg.Held = held
-	if msg.Frame.HasChunk() {
-		msg.Frame.Chunk.Sum = sum(kind, &msg.Frame.Chunk)
+	if c := &msg.Frame.Chunk; msg.Frame.HasChunk() {
+		if p := code.Encode(c.Data); p != nil {
+			held.Release() // what grpc reads lies elsewhere now
+			msg.Held = p
+			c.Codec, c.Data = uint8(code), append(c.Data[:0], p.Bytes())
+		}
+		c.Sum = sum(kind, c)
 	}
 	err := s.conn.SendMsg(msg)
 	if err != nil {
