@@ -30,7 +30,9 @@ import (
 func flightKind(batch int, sums bool) bench.Kind {
 	k := bench.Kind{
 		Name: "flight", Text: "Arrow Flight",
-		Serve: func(l net.Listener, remote []byte) (bench.Server, error) { return serveFlight(l, remote, batch, sums), nil },
+		Serve: func(l net.Listener, remote []byte) (bench.Server, error) {
+			return serveFlight(l, remote, batch, sums), nil
+		},
 		Dial: func(_ context.Context, network, address string, source, back []byte) (bench.Client, error) {
 			return dialFlight(network, address, source, back, batch, sums)
 		},
@@ -137,13 +139,13 @@ func (c *flightClient) put(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := c.send(stream); err != nil && err != io.EOF { // io.EOF: the server says why
+	if err := c.send(stream); err != nil && !errors.Is(err, io.EOF) { // io.EOF: the server says why
 		return err
 	}
 	if _, err := stream.Recv(); err != nil {
 		return err
 	}
-	if _, err := stream.Recv(); err != io.EOF {
+	if _, err := stream.Recv(); !errors.Is(err, io.EOF) {
 		return fmt.Errorf("peers: the put does not end after its result: %w", err)
 	}
 	return nil

@@ -11,7 +11,7 @@ import (
 const (
 	pictureWidth = 800
 	labelWidth   = 300 // left of the bars
-	valueWidth   = 170 // right of the longest bar
+	valueWidth   = 190 // right of the longest bar
 	rowHeight    = 24
 	barHeight    = 16
 	margin       = 12
@@ -76,7 +76,7 @@ func (r *Report) picture() []byte {
 				Value:  fmt.Sprintf("%.2f", x.Figures.Rate),
 			}
 			if !x.Ours {
-				b.Value += fmt.Sprintf("  (tensorferry × %.2f)", x.Ratio.Median)
+				b.Value += fmt.Sprintf(" (tensorferry × %.2f)", x.Ratio.Median)
 			}
 			bars = append(bars, b)
 		}

@@ -107,7 +107,7 @@ func TestThePictureIsWellFormedAndInBounds(t *testing.T) {
 	if want := len(works) * 5; bars != want || longest != pictureWidth-margin-labelWidth-valueWidth {
 		t.Errorf("%d bars up to %v, want %d", bars, longest, want)
 	}
-	for _, want := range []string{`<Xeon> & "co"`, "abc123", "2026-01-02", "upload of 256 MiB", "echo of 256 MiB", "1.67  (tensorferry × 0.90)", "Arrow Flight, CRC-32C"} {
+	for _, want := range []string{`<Xeon> & "co"`, "abc123", "2026-01-02", "upload of 256 MiB", "echo of 256 MiB", "1.67 (tensorferry × 0.90)", "Arrow Flight, CRC-32C"} {
 		if !strings.Contains(text, want) {
 			t.Errorf("it does not say %q:\n%s", want, text)
 		}
