@@ -8,6 +8,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/pierrec/lz4/v4"
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/codec"
@@ -26,6 +27,28 @@ type bed struct {
 	backing [][]byte // canary, region, canary
 	reports []int    // how often each region was reported full
 	claim   Claim
+	disk    *disk // where the bytes go instead of to regions, or nil
+}
+
+// disk is a Placer that may be full.
+type disk struct {
+	mem    []byte
+	writes int
+	err    error
+}
+
+func (d *disk) WriteViews(off int64, views [][]byte) error {
+	d.writes++
+	if d.err != nil {
+		return d.err
+	}
+	for _, v := range views {
+		if n := copy(d.mem[off:], v); n < len(v) {
+			return errors.New("disk: outside the tensor")
+		}
+		off += int64(len(v))
+	}
+	return nil
 }
 
 const (
@@ -34,16 +57,51 @@ const (
 	blank  = 0x55
 )
 
-func newBed(t testing.TB, size, chunk int64) *bed {
+func newBed(t testing.TB, size, chunk int64) *bed { return newBedOf(t, size, chunk, 1) }
+
+// newBedOf returns a bed whose bytes come in runs, so that they can be compressed.
+func newBedOf(t testing.TB, size, chunk int64, run int) *bed {
 	t.Helper()
 	geo, err := tensor.NewGeometry(size, chunk)
 	require.NoError(t, err)
 	b := &bed{t: t, a: New(id, geo, codec.CRC32C), geo: geo, data: make([]byte, size)}
 	r := rand.New(rand.NewPCG(uint64(size), uint64(chunk)))
 	for i := range b.data {
-		b.data[i] = byte(r.Uint32())
+		if b.data[i] = byte(r.Uint32()); i%run > 0 {
+			b.data[i] = b.data[i-1]
+		}
 	}
 	return b
+}
+
+// onDisk turns a bed into one whose bytes go to a Placer.
+func (b *bed) onDisk() *bed {
+	b.disk = &disk{mem: bytes.Repeat([]byte{blank}, len(b.data))}
+	b.a = NewPlaced(id, b.geo, codec.CRC32C, b.disk)
+	return b
+}
+
+// squeeze returns a chunk as LZ4; nil when that is not shorter.
+func (b *bed) squeeze(index uint32) []byte {
+	p := b.payload(index)
+	out := make([]byte, lz4.CompressBlockBound(len(p)))
+	var c lz4.CompressorCCompat
+	if n, err := c.CompressBlock(p, out); err == nil && n > 0 && n < len(p) {
+		return out[:n]
+	}
+	return nil
+}
+
+// send delivers what is said to be a chunk, in views of piece bytes, and returns
+// whether it counts now.
+func (b *bed) send(index uint32, k codec.Codec, data []byte, piece int) (Verdict, bool, error) {
+	v, err := b.a.Claim(&b.claim, index, len(data), k, b.sum(index, data))
+	if err != nil || v != Place {
+		return v, false, err
+	}
+	ok, err := b.settle(&b.claim, slices.Collect(slices.Chunk(data, max(1, piece))))
+	b.collect()
+	return v, ok, err
 }
 
 func (b *bed) lend(n int64) {
@@ -100,6 +158,18 @@ func (b *bed) place(index uint32, piece int) (Verdict, error) {
 func (b *bed) check(held func(uint32) bool) {
 	b.t.Helper()
 	off := int64(0)
+	if b.disk != nil {
+		for index := range b.geo.Count() {
+			off, n := b.geo.Span(index)
+			want := b.data[off : off+n]
+			if !held(index) {
+				want = bytes.Repeat([]byte{blank}, int(n))
+			}
+			if !bytes.Equal(b.disk.mem[off:off+n], want) {
+				b.t.Fatalf("chunk %d on disk is wrong; held %v", index, held(index))
+			}
+		}
+	}
 	for i := range b.backing {
 		r := b.region(i)
 		n := int64(len(r))
@@ -401,6 +471,252 @@ func TestTwoClaimsAreCopiedSideBySide(t *testing.T) {
 	b.check(func(uint32) bool { return true })
 }
 
+func TestChunksInACodecFillRegionsOfAnyCut(t *testing.T) {
+	for _, chunk := range []int64{64, 1024, 1025, 16384} {
+		for _, size := range sizes(chunk) {
+			for name, cut := range cuts(size, chunk) {
+				t.Run(fmt.Sprintf("chunk=%d/size=%d/%s", chunk, size, name), func(t *testing.T) {
+					b := newBedOf(t, size, chunk, 37)
+					for _, n := range cut {
+						b.lend(n)
+					}
+					if len(cut) == 0 {
+						b.lend(0)
+					}
+					held := map[uint32]bool{}
+					for _, i := range rand.New(rand.NewPCG(3, 0)).Perm(int(b.geo.Count())) {
+						index := uint32(i)
+						k, data := codec.LZ4, b.squeeze(index)
+						if data == nil || i%3 == 2 { // some as they are
+							k, data = codec.None, b.payload(index)
+						}
+						v, ok, err := b.send(index, k, data, 1+int(chunk)/5)
+						require.NoError(t, err)
+						require.Equal(t, Place, v)
+						require.True(t, ok)
+						held[index] = true
+						b.check(func(i uint32) bool { return held[i] })
+					}
+					require.True(t, b.a.Whole())
+				})
+			}
+		}
+	}
+}
+
+func TestAPlacerGetsEachChunkOnceAndOnlyWhenItIsRight(t *testing.T) {
+	for _, chunk := range []int64{64, 1025} {
+		for _, size := range sizes(chunk) {
+			t.Run(fmt.Sprintf("chunk=%d/size=%d", chunk, size), func(t *testing.T) {
+				b := newBedOf(t, size, chunk, 37).onDisk()
+				require.Equal(t, b.geo.Count(), b.a.Limit(), "every chunk has its place from the start")
+				require.Panics(t, func() { b.a.Lend(make([]byte, 1)) })
+				held := map[uint32]bool{}
+				for _, i := range rand.New(rand.NewPCG(4, 0)).Perm(int(b.geo.Count())) {
+					index := uint32(i)
+					k, data := codec.LZ4, b.squeeze(index)
+					if data == nil || i%2 == 1 {
+						k, data = codec.None, b.payload(index)
+					}
+					if len(data) > 0 {
+						bad := bytes.Clone(data)
+						bad[len(bad)/2] ^= 1
+						v, err := b.a.Claim(&b.claim, index, len(data), k, b.sum(index, data))
+						require.NoError(t, err)
+						require.Equal(t, Place, v)
+						writes := b.disk.writes
+						ok, err := b.settle(&b.claim, [][]byte{bad})
+						require.NoError(t, err)
+						require.False(t, ok)
+						require.Equal(t, writes, b.disk.writes, "nothing is placed that fails its checksum")
+					}
+					require.False(t, b.a.Has(index))
+					v, ok, err := b.send(index, k, data, 100)
+					require.NoError(t, err)
+					require.Equal(t, Place, v)
+					require.True(t, ok)
+					held[index] = true
+					require.True(t, b.a.Has(index))
+					b.check(func(i uint32) bool { return held[i] })
+				}
+				require.True(t, b.a.Whole())
+				require.EqualValues(t, b.geo.Count(), b.disk.writes)
+				require.False(t, b.a.Has(b.geo.Count()))
+			})
+		}
+	}
+}
+
+func TestThePlacersErrorEndsTheTensor(t *testing.T) {
+	full := errors.New("disk full")
+	for _, k := range []codec.Codec{codec.None, codec.LZ4} {
+		b := newBedOf(t, 400, 200, 50).onDisk()
+		data := b.payload(1)
+		if k == codec.LZ4 {
+			data = b.squeeze(1)
+		}
+		b.disk.err = full
+		_, ok, err := b.send(1, k, data, 7)
+		require.ErrorIs(t, err, full)
+		require.ErrorContains(t, err, "chunk 1")
+		require.False(t, ok)
+		require.False(t, b.a.Has(1))
+		b.check(func(uint32) bool { return false })
+	}
+}
+
+func TestAChunkInACodecIsShorterThanItsPlaceAndNotEmpty(t *testing.T) {
+	for name, tc := range map[string]struct {
+		k    codec.Codec
+		n    int
+		want error
+	}{
+		"empty":                 {codec.LZ4, 0, ErrRange},
+		"as long as its place":  {codec.LZ4, 100, ErrRange},
+		"longer than its place": {codec.LZ4, 101, ErrRange},
+		"one shorter":           {codec.LZ4, 99, nil},
+		"one byte":              {codec.LZ4, 1, nil},
+		"one of the future":     {2, 50, ErrCodec},
+		"no codec's number":     {255, 50, ErrCodec},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBed(t, 100, 100)
+			b.lend(100)
+			_, err := b.a.Claim(&b.claim, 0, tc.n, tc.k, 0)
+			require.ErrorIs(t, err, tc.want)
+		})
+	}
+	b := newBed(t, 0, 100)
+	b.lend(0)
+	_, err := b.a.Claim(&b.claim, 0, 0, codec.LZ4, 0)
+	require.ErrorIs(t, err, ErrRange, "there is nothing shorter than nothing")
+}
+
+func TestWhatPassesItsChecksumAndDoesNotDecodeEndsTheTensor(t *testing.T) {
+	for name, garble := range map[string]func(b []byte) []byte{
+		"cut short":     func(b []byte) []byte { return b[:len(b)-1] },
+		"a byte more":   func(b []byte) []byte { return append(b, 0) },
+		"no block":      func(b []byte) []byte { return bytes.Repeat([]byte{0xff}, len(b)) },
+		"too few bytes": func([]byte) []byte { return []byte{0x10, 'x'} },
+	} {
+		for where, prepare := range map[string]func(b *bed){
+			"one region":  func(b *bed) { b.lend(400) },
+			"two regions": func(b *bed) { b.lend(300); b.lend(100) },
+			"a file":      func(b *bed) { b.onDisk() },
+		} {
+			t.Run(name+"/"+where, func(t *testing.T) {
+				b := newBedOf(t, 400, 200, 50)
+				prepare(b)
+				good := b.squeeze(1)
+				_, ok, err := b.send(1, codec.LZ4, garble(bytes.Clone(good)), 9)
+				require.ErrorIs(t, err, codec.ErrDecode)
+				require.False(t, ok)
+				b.check(func(uint32) bool { return false })
+				_, ok, err = b.send(1, codec.LZ4, good, 9)
+				require.NoError(t, err, "the assembler itself lives on")
+				require.True(t, ok)
+				b.check(func(i uint32) bool { return i == 1 })
+			})
+		}
+	}
+}
+
+func TestADamagedChunkInACodecIsNotDecodedAndMayComeAgain(t *testing.T) {
+	b := newBedOf(t, 400, 200, 50)
+	b.lend(400)
+	good := b.squeeze(0)
+	for range MaxCorrupt - 1 {
+		v, err := b.a.Claim(&b.claim, 0, len(good), codec.LZ4, b.sum(0, good))
+		require.NoError(t, err)
+		require.Equal(t, Place, v)
+		bad := bytes.Clone(good)
+		bad[rand.IntN(len(bad))] ^= 4
+		ok, err := b.settle(&b.claim, [][]byte{bad})
+		require.NoError(t, err)
+		require.False(t, ok)
+		require.Equal(t, bytes.Repeat([]byte{blank}, 400), b.region(0))
+	}
+	_, ok, err := b.send(0, codec.None, b.payload(0), 50) // again, as it is
+	require.NoError(t, err)
+	require.True(t, ok)
+	b.check(func(i uint32) bool { return i == 0 })
+}
+
+func TestAChunkAgainInAnotherCodecIsDropped(t *testing.T) {
+	for name, first := range map[string]codec.Codec{"first as it is": codec.None, "first in lz4": codec.LZ4} {
+		t.Run(name, func(t *testing.T) {
+			b := newBedOf(t, 400, 200, 50)
+			b.lend(400)
+			forms := map[codec.Codec][]byte{codec.None: b.payload(0), codec.LZ4: b.squeeze(0)}
+			second := codec.LZ4 - first
+			_, ok, err := b.send(0, first, forms[first], 50)
+			require.NoError(t, err)
+			require.True(t, ok)
+			for _, k := range []codec.Codec{first, second} {
+				v, _, err := b.send(0, k, forms[k], 50)
+				require.NoError(t, err)
+				require.Equal(t, Duplicate, v)
+			}
+			forms[second][len(forms[second])-1] ^= 1
+			v, _, err := b.send(0, second, forms[second], 50)
+			require.NoError(t, err, "nobody knows what is in it")
+			require.Equal(t, Duplicate, v)
+			other := bytes.Clone(forms[first])
+			other[0] ^= 1
+			_, _, err = b.send(0, first, other, 50)
+			require.ErrorIs(t, err, ErrConflict)
+		})
+	}
+}
+
+// Decoding to one region, to several and to a file.
+func TestDecodingAllocatesNothing(t *testing.T) {
+	const chunk, chunks = 4096, 64
+	for name, prepare := range map[string]func(b *bed){
+		"one region": func(b *bed) { b.a.Lend(make([]byte, chunk*chunks)) },
+		"straddling": func(b *bed) {
+			for left := chunk * chunks; left > 0; left -= 1000 {
+				b.a.Lend(make([]byte, min(1000, left)))
+			}
+		},
+		"a file": func(b *bed) { b.onDisk() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBedOf(t, chunk*chunks, chunk, 20)
+			prepare(b)
+			var payloads [][][]byte
+			for i := range uint32(chunks) {
+				p := b.squeeze(i)
+				payloads = append(payloads, [][]byte{p[:len(p)/2], p[len(p)/2:]})
+			}
+			full := 0
+			count := func(int) { full++ }
+			index := uint32(0)
+			one := func() {
+				views := payloads[index]
+				sum := codec.CRC32C.Seed(id, index)
+				for _, v := range views {
+					sum = codec.CRC32C.Update(sum, v)
+				}
+				if _, err := b.a.Claim(&b.claim, index, len(views[0])+len(views[1]), codec.LZ4, sum); err != nil {
+					t.Fatal(err)
+				}
+				if ok, err := b.settle(&b.claim, views); err != nil || !ok {
+					t.Fatal(ok, err)
+				}
+				b.a.TakeFull(count)
+				index++
+			}
+			for range 10 {
+				one()
+			}
+			if n := testing.AllocsPerRun(chunks-12, one); n != 0 {
+				t.Errorf("%v allocations per chunk, want 0", n)
+			}
+		})
+	}
+}
+
 func TestSteadyStateAllocatesNothing(t *testing.T) {
 	const chunk, chunks = 256, 4096
 	b := newBed(t, chunk*chunks, chunk)
@@ -436,6 +752,9 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	require.Equal(t, b.data[:full*step], mem[:full*step])
 }
 
+// onDisk in a size makes FuzzAssembler use a Placer.
+const onDisk = 1 << 15
+
 // FuzzAssembler runs a script against an assembler and a model that keeps one
 // flag per chunk. A script byte pair is an operation and its argument.
 func FuzzAssembler(f *testing.F) {
@@ -444,20 +763,29 @@ func FuzzAssembler(f *testing.F) {
 	f.Add(uint16(33), uint16(8), []byte{0, 3, 0, 9, 1, 0, 2, 0, 3, 0, 0, 30, 1, 4, 4, 3, 5, 2})
 	f.Add(uint16(20), uint16(3), []byte{0, 20, 4, 1, 4, 1, 4, 1})
 	f.Add(uint16(64), uint16(16), []byte{0, 64, 7, 0, 7, 1, 8, 1, 8, 0, 7, 3, 7, 2, 8, 0, 8, 0})
+	f.Add(uint16(200), uint16(100), []byte{0, 120, 9, 0, 9, 0, 1, 0, 0, 80, 11, 1, 11, 1, 9, 1, 10, 1})
+	f.Add(uint16(onDisk|200), uint16(100), []byte{9, 0, 9, 0, 1, 0, 11, 1, 10, 1, 9, 1})
 	f.Fuzz(func(t *testing.T, size, chunk uint16, script []byte) {
 		geo, err := tensor.NewGeometry(int64(size%512), int64(chunk%128))
 		if err != nil || geo.Count() > 64 || len(script) > 256 {
 			return // longer ones find nothing that shorter ones do not
 		}
-		b := newBed(t, geo.Size, geo.ChunkBytes)
+		b := newBedOf(t, geo.Size, geo.ChunkBytes, 24)
+		if size&onDisk != 0 {
+			b.onDisk()
+		}
 		var (
 			held    = make([]bool, geo.Count())
 			copying = make([]bool, geo.Count())
 			corrupt = make([]int, geo.Count())
+			came    = make([]codec.Codec, geo.Count()) // in which it is held or copied
 			lent    int64
 			open    []*Claim
 		)
 		limit := func() uint32 { // slow and obvious
+			if b.disk != nil {
+				return geo.Count()
+			}
 			if len(b.backing) == 0 {
 				return 0
 			}
@@ -487,15 +815,26 @@ func FuzzAssembler(f *testing.F) {
 		for ; len(script) >= 2; script = script[2:] {
 			arg := script[1]
 			index := uint32(arg) % (geo.Count() + 1) // one too many, too
-			switch op := script[0] % 9; op {
+			switch op := script[0] % 12; op {
 			case 0:
-				n := min(int64(arg), geo.Size-lent)
-				lent += n
-				b.lend(n)
+				if b.disk == nil {
+					n := min(int64(arg), geo.Size-lent)
+					lent += n
+					b.lend(n)
+				}
 			default:
 				var p []byte
 				if index < geo.Count() {
 					p = b.payload(index)
+				}
+				k, place := codec.None, len(p)
+				if op >= 9 && index < geo.Count() { // in a codec, if that is possible
+					if short := b.squeeze(index); short != nil {
+						k, p = codec.LZ4, short
+					}
+				}
+				if op == 10 && k == codec.LZ4 {
+					p = p[:len(p)-1] // decodes to nothing
 				}
 				n, sum := len(p), b.sum(index, p)
 				switch op {
@@ -506,24 +845,24 @@ func FuzzAssembler(f *testing.F) {
 				}
 				want, wantVerdict := error(nil), Place
 				switch {
-				case index >= geo.Count() || n != len(p):
+				case index >= geo.Count() || n != len(p) || k == codec.None && n != place:
 					want = ErrRange
 				case index >= limit():
 					want = ErrCredit
-				case (held[index] || copying[index]) && op == 3:
+				case (held[index] || copying[index]) && k == came[index] && (op == 3 || op == 10 && k == codec.LZ4):
 					want = ErrConflict
 				case held[index] || copying[index]:
 					wantVerdict = Duplicate
 				}
 				c := new(Claim)
-				v, err := b.a.Claim(c, index, n, codec.None, sum)
+				v, err := b.a.Claim(c, index, n, k, sum)
 				if !errors.Is(err, want) || err == nil && v != wantVerdict {
 					t.Fatalf("chunk %d: %v, %v; want %v, %v", index, v, err, wantVerdict, want)
 				}
 				if err != nil || v != Place {
 					break
 				}
-				copying[index] = true
+				copying[index], came[index] = true, k
 				views := [][]byte{p}
 				if len(p) > 1 {
 					cut := int(arg) % len(p)
@@ -534,7 +873,18 @@ func FuzzAssembler(f *testing.F) {
 					if !commit(c, views, false) {
 						return // the tensor is given up
 					}
-				case 4: // bytes flipped on the way
+				case 10:
+					if k == codec.None {
+						commit(c, views, true)
+						break
+					}
+					if ok, err := b.settle(c, views); ok || !errors.Is(err, codec.ErrDecode) {
+						t.Fatalf("chunk %d that does not decode: %v, %v", index, ok, err)
+					}
+					copying[index] = false
+					b.check(func(i uint32) bool { return held[i] })
+					return
+				case 4, 11: // bytes flipped on the way
 					if len(p) == 0 {
 						commit(c, views, true)
 						break
@@ -550,7 +900,7 @@ func FuzzAssembler(f *testing.F) {
 					commit(c, views, true)
 				}
 			}
-			if script[0]%9 == 8 && len(open) > 0 {
+			if script[0]%12 == 8 && len(open) > 0 {
 				i := int(arg) % len(open)
 				commit(open[i], [][]byte{b.payload(open[i].Index())}, true)
 				open = slices.Delete(open, i, i+1)
@@ -564,6 +914,9 @@ func FuzzAssembler(f *testing.F) {
 			}
 			for below < geo.Count() && held[below] {
 				below++
+			}
+			if b.disk != nil {
+				lent = geo.Size
 			}
 			if b.a.Limit() != limit() || b.a.Lent() != lent || b.a.Held() != count || b.a.Below() != below || b.a.Whole() != (count == geo.Count()) {
 				t.Fatalf("limit %d lent %d held %d below %d whole %v; want %d %d %d %d", b.a.Limit(), b.a.Lent(), b.a.Held(), b.a.Below(), b.a.Whole(),
