@@ -31,6 +31,7 @@ type Request struct {
 type Sink struct {
 	into []byte
 	open func(tensor.Desc) (io.Writer, error)
+	at   ReadWriterAt
 }
 
 // Into has a result put into dst, which must have exactly its size. dst is lent

@@ -65,6 +65,7 @@ type Client struct {
 	mu      sync.Mutex
 	open    map[*Session]struct{} // guarded by mu
 	shared  *Session              // of Compute; guarded by mu
+	known   *facts                // what Push has asked for; guarded by mu
 	closed  bool                  // guarded by mu
 	winding sync.WaitGroup
 }

@@ -15,6 +15,14 @@ const (
 	// of its inputs: on a connection that lives it takes a moment, on one that died
 	// it may never come, and nobody reads them.
 	letGoWait = time.Second
+	// pushTensors is how many tensors one RPC of a push takes, which is the server's
+	// limit; Push uses as many RPCs as it needs.
+	pushTensors = 1024
+	// pushResponseBytes is room for as many summaries, each with a name of 512 bytes
+	// and a text of 4 KiB.
+	pushResponseBytes = 8 * mib
+	// pullTensors bounds what is kept of a pull: some hundred bytes per tensor.
+	pullTensors = 1 << 20
 	// poolBytes is how much released slot memory a client keeps for reuse.
 	poolBytes = 64 * mib
 )

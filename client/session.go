@@ -213,6 +213,11 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 		feeds[i] = feed{call: c, in: in, id: session.NewID()}
 		part.Inputs = append(part.Inputs, stream.Binding{Port: in.Port, Tensor: feeds[i].id})
 	}
+	for port, sink := range r.Results {
+		if sink.at != nil {
+			return nil, fmt.Errorf("%w: result %q: only Pull takes At; use Into or Writer", ErrInput, port)
+		}
+	}
 	if ctx.Err() != nil {
 		return nil, causeError(context.Cause(ctx))
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"sync"
 
 	"github.com/tensorferry/tensorferry/tensor"
@@ -28,37 +29,52 @@ func Compute(ctx context.Context, m Model, params map[string]string, in ...tenso
 		}
 		c.Inputs = append(c.Inputs, Input{Port: port, Desc: t.Desc, ChunkBytes: tensor.ChunkFor(t.Desc, blockBytes)})
 	}
-	ctx, cancel := context.WithCancel(ctx)
 	r, err := m.Open(ctx, c)
 	if err != nil {
-		cancel()
 		return nil, err
 	}
+	out, _, err = Collect(ctx, info, r, in, math.MaxInt64)
+	return out, err
+}
+
+// Collect fills a run's inputs from tensors that lie whole in this process, in
+// the order of the ports of info, collects its outputs, and closes it. It borrows
+// in until it returns, with the goroutine it starts; the outputs are copies. When
+// they would have more than most bytes in all it fails with tensor.ErrTooLarge,
+// before memory is made for what is too much.
+func Collect(ctx context.Context, info Info, r Run, in []tensor.Tensor, most int64) (out []tensor.Tensor, st Stats, err error) {
+	ctx, cancel := context.WithCancel(ctx)
 	var feeding sync.WaitGroup
 	feeding.Go(func() { fill(ctx, r, in) })
 	defer func() {
 		cancel()
 		feeding.Wait()
+		st = r.Stats()
 		if e := r.Close(); e != nil {
 			out, err = nil, errors.Join(err, e)
 		}
 	}()
 	out = make([]tensor.Tensor, len(info.Outputs))
+	left := most
 	for {
 		o, err := r.Next(ctx)
 		switch {
 		case errors.Is(err, io.EOF):
-			return out, nil
+			return out, st, nil
 		case err != nil:
-			return nil, err
+			return nil, st, err
 		}
 		t := &out[o.Port]
 		if t.Data == nil {
 			n, err := o.Desc.Bytes()
+			if err == nil && n > left {
+				err = fmt.Errorf("%w: the outputs have more than %d bytes", tensor.ErrTooLarge, most)
+			}
 			if err != nil {
 				o.Release()
-				return nil, err
+				return nil, st, err
 			}
+			left -= n
 			*t = tensor.Tensor{Desc: o.Desc.Clone(), Data: make([]byte, n)}
 		}
 		copy(t.Data[o.Off:], o.Data)

@@ -76,7 +76,7 @@ func (c *call) start(part *stream.Call) {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	c.cancel = cancel
 	params := part.Params
-	timeout := time.Duration(min(part.TimeoutMillis, uint64(maxTimeout/time.Millisecond))) * time.Millisecond
+	timeout := timeoutOf(part.TimeoutMillis)
 	c.peer.server.work.Go(func() {
 		defer c.peer.server.calls.Add(-1)
 		defer cancel(nil)
@@ -90,6 +90,11 @@ func (c *call) start(part *stream.Call) {
 		}
 		c.serve(ctx, params)
 	})
+}
+
+// timeoutOf is a call's timeout as its caller says it.
+func timeoutOf(millis uint64) time.Duration {
+	return time.Duration(min(millis, uint64(maxTimeout/time.Millisecond))) * time.Millisecond
 }
 
 // serve runs the call from its model's name to its memory's return.
@@ -170,12 +175,15 @@ func (c *call) portNames() string {
 
 // open opens the run, waiting a bounded time for memory.
 func (c *call) open(ctx context.Context, model engine.Model, inputs []engine.Input, params map[string]string) (engine.Run, error) {
-	patience := time.AfterFunc(c.peer.server.cfg.MemoryWait, func() {
-		_, _, limit := c.peer.server.cfg.Budget.Used()
-		c.cancel(fmt.Errorf("%w: waited %v, the memory budget is %d bytes; try again later", errMemoryWait, c.peer.server.cfg.MemoryWait, limit))
-	})
+	patience := time.AfterFunc(c.peer.server.cfg.MemoryWait, func() { c.cancel(c.peer.server.waitedForMemory()) })
 	defer patience.Stop()
 	return model.Open(ctx, engine.Call{ID: c.id, Session: c.peer.holder, Inputs: inputs, Params: params})
+}
+
+// waitedForMemory is the cause of a call's end that waited in vain.
+func (s *Server) waitedForMemory() error {
+	_, _, limit := s.cfg.Budget.Used()
+	return fmt.Errorf("%w: waited %v, the memory budget is %d bytes; try again later", errMemoryWait, s.cfg.MemoryWait, limit)
 }
 
 // compute moves blocks in and results out until the call's end is decided.

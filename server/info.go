@@ -44,6 +44,7 @@ func (s *Server) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb
 		UptimeMillis: time.Since(s.started).Milliseconds(),
 		Limits:       s.shownLimits(v.MemoryLimit),
 		Counters:     metrics.Counters(&v),
+		Codecs:       []pb.Codec{pb.Codec_CODEC_LZ4},
 	}, nil
 }
 
@@ -58,6 +59,8 @@ func (s *Server) shownLimits(memory int64) map[string]int64 {
 		"allowance_bytes": int64(l.AllowanceBytes), "allowance_chunks": stream.AllowanceChunks,
 		"open_tensors_per_session": int64(l.OpenTensors), "open_calls_per_session": int64(l.OpenCalls),
 		"sessions": int64(c.Sessions), "calls": int64(c.QueuedCalls),
+		"transfers": int64(c.Transfers), "stored_tensor_bytes": c.StoredBytes, "tensors_per_transfer": transferTensors,
+		"open_tensors_per_push": pushTensors, "compute_bytes": computeBytes, "tensors_per_page": listPage,
 		"memory_bytes": memory, "memory_wait_millis": millis(c.MemoryWait),
 		"first_frame_millis": millis(time.Duration(l.FirstFrame)), "chunk_idle_millis": millis(time.Duration(l.ChunkIdle)),
 		"session_idle_millis": millis(time.Duration(l.SessionIdle)),

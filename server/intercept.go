@@ -20,14 +20,20 @@ func (s *Server) intercept() []grpc.ServerOption {
 		return &rpcLog{ctx: ctx, log: s.log, rpc: c.FullMethod()}, ctx
 	})
 	panicked := recovery.WithRecoveryHandlerContext(func(_ context.Context, p any) error {
-		s.panics.Add(1)
-		s.log.Error("handler panicked", slog.String("panic", fmt.Sprint(p)), slog.String("stack", string(debug.Stack())))
-		return errInternal
+		return s.panicked(p)
 	})
 	return []grpc.ServerOption{
 		grpc.ChainUnaryInterceptor(interceptors.UnaryServerInterceptor(log), recovery.UnaryServerInterceptor(panicked)),
 		grpc.ChainStreamInterceptor(interceptors.StreamServerInterceptor(log), recovery.StreamServerInterceptor(panicked)),
 	}
+}
+
+// panicked counts and logs a panic, of which the peer learns no more than that
+// something went wrong. It is called while the panic unwinds.
+func (s *Server) panicked(p any) error {
+	s.panics.Add(1)
+	s.log.Error("handler panicked", slog.String("panic", fmt.Sprint(p)), slog.String("stack", string(debug.Stack())))
+	return errInternal
 }
 
 // rpcLog logs the end of an RPC: neither its payload nor the text of its error,

@@ -28,9 +28,33 @@ func promise(l stream.Limits) int64 {
 	return slab.SizeOf(int64(l.AllowanceBytes)) + stream.AllowanceChunks*assembler.ChunkOverhead
 }
 
+const (
+	// pushTensors is how many tensors may be open on one push at a time, and
+	// transferTensors how many it, or a pull's request, may name in all: state per
+	// tensor, and a response that fits a message.
+	pushTensors     = 16
+	transferTensors = 1024
+	// commits is how many tensors of a push are made durable at a time: a disk
+	// answers several fsyncs together as fast as one.
+	commits = 4
+	// recordsKept, recordTensors and recordTensorsKept bound what is remembered of
+	// transfers that ended: up to 10 MB.
+	recordsKept       = 1024
+	recordTensors     = 1024
+	recordTensorsKept = 16 << 10
+	// computeBytes is the most that goes into the one message of Compute, each way.
+	computeBytes = 1 << 20
+	// listPage is the most tensors in one answer of ListTensors: 1 MB of long names.
+	listPage = 1000
+)
+
 // Limits of a server, by default. Each is visible in GetServiceInfo.
 const (
-	DefaultSessions        = 10_000   // sessions at a time
+	DefaultSessions  = 10_000 // sessions at a time
+	DefaultTransfers = 256    // pushes and pulls at a time
+	// DefaultStoredBytes is the largest tensor pushed: 1 TiB, as many chunks of
+	// 1 MiB as a tensor may have. A store in memory has a limit of its own.
+	DefaultStoredBytes     = 1 << 40
 	DefaultQueuedCalls     = 1024     // calls at a time, of all sessions
 	DefaultStreamsPerConn  = 128      // gRPC streams of one connection; grpc-go's default is no limit
 	DefaultHeaderListBytes = 16 << 10 // HTTP/2 header list; grpc-go's default is 16 MiB

@@ -19,6 +19,7 @@ type counts struct {
 	callsRefused, runsAbandoned     atomic.Int64
 	sessionsOpened, sessionsRefused atomic.Int64
 	panics                          atomic.Int64
+	callsUnary                      atomic.Int64             // of Compute
 	seconds                         *prometheus.HistogramVec // of calls, by model
 
 	mu            sync.Mutex // guards all below
@@ -93,7 +94,7 @@ func (s *Server) values() metrics.Values {
 	st, open := s.stats()
 	v := metrics.Values{
 		Sessions: int64(open), SessionsOpened: s.sessionsOpened.Load(), SessionsRefused: s.sessionsRefused.Load(),
-		Calls: s.calls.Load(), CallsOpened: st.CallsOpened, CallsRefused: s.callsRefused.Load(),
+		Calls: s.calls.Load(), CallsOpened: st.CallsOpened + s.callsUnary.Load(), CallsRefused: s.callsRefused.Load(),
 		ReceivedBytes: st.BytesIn, SentBytes: st.BytesOut, ReceivedChunks: st.ChunksIn, SentChunks: st.ChunksOut,
 		CorruptChunks: st.Corrupt, DuplicateChunks: st.Duplicate,
 		RunsAbandoned: s.runsAbandoned.Load(), Panics: s.panics.Load(),

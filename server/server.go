@@ -24,11 +24,13 @@ import (
 	"google.golang.org/grpc/reflection"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -43,6 +45,11 @@ type Config struct {
 	// its own; the engines' are a good choice.
 	Pool   *slab.Pool
 	Budget *slab.Budget
+	// Store is where pushed tensors rest and pulled ones come from; nil: there is
+	// none. Its owner closes it, after the server.
+	Store store.Store
+	// Sources make tensors when they are pulled; nil: there are none.
+	Sources *store.Sources
 	// Log receives what an operator should know; nil discards it.
 	Log *slog.Logger
 	// Metrics, if not nil, is where the server's metrics are registered until Close;
@@ -56,6 +63,12 @@ type Config struct {
 	Session stream.Limits
 	// Sessions is how many sessions are open at a time; 0 means DefaultSessions.
 	Sessions int
+	// Transfers is how many pushes and pulls are open at a time; 0 means
+	// DefaultTransfers.
+	Transfers int
+	// StoredBytes is the largest tensor that may be pushed; 0 means
+	// DefaultStoredBytes.
+	StoredBytes int64
 	// QueuedCalls is how many calls of all sessions are open at a time; 0 means
 	// DefaultQueuedCalls.
 	QueuedCalls int
@@ -96,6 +109,8 @@ type Server struct {
 	once    sync.Once
 	work    sync.WaitGroup // calls and sessions that wind down
 
+	transfers transfers
+
 	mu       sync.Mutex
 	sessions map[*peer]struct{} // guarded by mu
 	past     stream.Stats       // of sessions that have ended; guarded by mu
@@ -112,6 +127,11 @@ func New(cfg Config) (*Server, error) {
 	}
 	def(&cfg.Sessions, DefaultSessions)
 	def(&cfg.QueuedCalls, DefaultQueuedCalls)
+	def(&cfg.Transfers, DefaultTransfers)
+	def(&cfg.StoredBytes, DefaultStoredBytes)
+	if cfg.Sources == nil {
+		cfg.Sources = new(store.Sources)
+	}
 	def(&cfg.MemoryWait, DefaultMemoryWait)
 	def(&cfg.WindowBytes, DefaultWindow)
 	def(&cfg.StreamsPerConnection, DefaultStreamsPerConn)
@@ -123,7 +143,7 @@ func New(cfg Config) (*Server, error) {
 	cfg.WindowBytes = min(max(cfg.WindowBytes, 64<<10), math.MaxInt32)
 	s := &Server{
 		cfg: cfg, limits: cfg.Session.WithDefaults(), log: cfg.Log, started: time.Now(),
-		closing: make(chan struct{}), sessions: make(map[*peer]struct{}), health: newHealth(), counts: newCounts(),
+		closing: make(chan struct{}), sessions: make(map[*peer]struct{}), transfers: transfers{most: cfg.Transfers}, health: newHealth(), counts: newCounts(),
 	}
 	if err := s.follow(); err != nil {
 		return nil, err
@@ -171,7 +191,7 @@ func (s *Server) follow() error {
 	return nil
 }
 
-func def[T int | time.Duration](v *T, d T) {
+func def[T int | int64 | time.Duration](v *T, d T) {
 	if *v <= 0 {
 		*v = d
 	}
@@ -204,6 +224,13 @@ func (s *Server) Shutdown(ctx context.Context) error {
 			}
 		})
 	}
+	wg.Go(func() { // ends with the last transfer, or with ctx
+		if e := s.transfers.wait(ctx); e != nil {
+			mu.Lock()
+			err = e
+			mu.Unlock()
+		}
+	})
 	wg.Wait()
 	s.Close()
 	return err
@@ -241,7 +268,7 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 		s.sessionsRefused.Add(1)
 		return errSessions(s.cfg.Sessions)
 	}
-	p.sess = session.New(conn, stream.Config{Server: true, Limits: s.limits}, p, inFlight(conn.Context()))
+	p.sess = session.New(conn, stream.Config{Server: true, Limits: s.limits, Codecs: codec.All()}, p, inFlight(conn.Context()))
 	s.sessions[p] = struct{}{}
 	s.work.Add(1)
 	s.mu.Unlock()

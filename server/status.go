@@ -11,9 +11,12 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/durationpb"
 
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -56,6 +59,74 @@ func sessionStatus(err error) error {
 		return st.Err()
 	}
 	return errInternal
+}
+
+// errTransfers refuses a push or a pull while limit others are open.
+func errTransfers(limit int) error {
+	return tryLater(codes.ResourceExhausted, "open transfers: the limit of the server is %d", limit)
+}
+
+// errTransferExists refuses a name that an open transfer has.
+func errTransferExists(id tensor.ID) error {
+	return status.Errorf(codes.AlreadyExists, "transfer %s is open already; use a new id", id)
+}
+
+// errCalls refuses a call while limit others are open.
+func errCalls(limit int) error {
+	return tryLater(codes.ResourceExhausted, "calls: the limit of the server is %d; try again later", limit)
+}
+
+// statusParts takes apart what an RPC ends with.
+func statusParts(err error) (stream.Code, string) {
+	st := status.Convert(err)
+	return stream.Code(st.Code()), st.Message()
+}
+
+// unaryStatus is what an RPC of one message each way ends with, by the code and
+// text of a call or a tensor.
+func unaryStatus(code stream.Code, text string, retry uint32) error {
+	if code == stream.OK {
+		return nil
+	}
+	if retry > 0 {
+		return tryLater(codes.Code(code), "%s", text)
+	}
+	return status.Error(codes.Code(code), text)
+}
+
+// storedCode turns an error of a store, a source or a transfer into what a summary
+// says. What a peer may not read stays here; known is false and the log has it.
+func storedCode(err error) (code stream.Code, text string, retry uint32, known bool) {
+	var se *stream.Error
+	var public engine.PublicError
+	switch {
+	case errors.As(err, &se):
+		return se.Code, se.Text, 0, true
+	case errors.Is(err, store.ErrNotFound):
+		return stream.NotFound, err.Error(), 0, true
+	case errors.Is(err, store.ErrName), errors.Is(err, store.ErrGlob), errors.Is(err, store.ErrParams),
+		errors.Is(err, tensor.ErrShape), errors.Is(err, tensor.ErrDataType), errors.Is(err, codec.ErrDecode):
+		return stream.InvalidArgument, err.Error(), 0, true
+	case errors.Is(err, store.ErrFull):
+		return stream.ResourceExhausted, err.Error(), retryMillis, true
+	case errors.Is(err, slab.ErrBudget), errors.Is(err, tensor.ErrTooLarge):
+		return stream.ResourceExhausted, err.Error(), 0, true
+	case errors.Is(err, store.ErrExists):
+		return stream.AlreadyExists, err.Error(), 0, true
+	case errors.Is(err, store.ErrPart):
+		return stream.FailedPrecondition, err.Error(), 0, true
+	case errors.Is(err, transfer.ErrCorrupt), errors.Is(err, transfer.ErrVanished):
+		return stream.DataLoss, err.Error(), 0, true
+	case errors.Is(err, store.ErrClosed), errors.Is(err, errShutdown):
+		return stream.Unavailable, "server is shutting down", retryMillis, true
+	case errors.Is(err, context.Canceled):
+		return stream.Cancelled, "the transfer was cancelled", 0, true
+	case errors.Is(err, context.DeadlineExceeded):
+		return stream.DeadlineExceeded, "no room for the tensor in time", retryMillis, true
+	case errors.As(err, &public):
+		return stream.Internal, public.Public(), 0, true
+	}
+	return stream.Internal, "internal error", 0, false
 }
 
 // tryLater is a refusal that waiting may help against.

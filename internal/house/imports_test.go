@@ -13,7 +13,7 @@ const anything = "anything"
 var (
 	values  = []string{"tensor", "slab", "codec", "internal/invariants"}
 	core    = append([]string{"chunker", "assembler", "stream"}, values...)
-	carrier = append([]string{"api/tensorferry/v1", "internal/wire", "internal/session"}, core...)
+	carrier = append([]string{"api/tensorferry/v1", "internal/wire", "internal/session", "internal/transfer"}, core...)
 	serving = append([]string{"engine", "store", "tensorfile", "internal/metrics"}, carrier...)
 )
 
@@ -40,9 +40,10 @@ var layers = map[string][]string{
 	"engine/cuda":       {"engine", "tensor", "slab", "tensorfile"},
 	"engine/worker":     {"engine", "tensor", "slab", "tensorfile"},
 
-	"stream":           {"tensor", "slab", "chunker", "assembler", "codec"},
-	"internal/wire":    {"api/tensorferry/v1", "tensor", "slab", "stream"},
-	"internal/session": append([]string{"api/tensorferry/v1", "internal/wire"}, core...),
+	"stream":            {"tensor", "slab", "chunker", "assembler", "codec"},
+	"internal/wire":     {"api/tensorferry/v1", "tensor", "slab", "stream"},
+	"internal/transfer": append([]string{"api/tensorferry/v1", "internal/wire"}, core...),
+	"internal/session":  append([]string{"api/tensorferry/v1", "internal/wire"}, core...),
 
 	"client":            carrier,
 	"server":            serving,

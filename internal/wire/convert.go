@@ -14,18 +14,8 @@ import (
 // range are the stream machine's to refuse, by failing one call or tensor.
 func convert(pb *tensorferryv1.Frame, f *stream.Frame) error {
 	var c converter
-	if h := pb.Hello; h != nil {
-		f.Hello = &stream.Hello{
-			Version:        h.Version,
-			Session:        c.id(h.SessionId, "hello.session_id"),
-			MaxChunkBytes:  h.MaxChunkBytes,
-			AllowanceBytes: h.AllowanceBytes,
-			Checksum:       uint8(known(h.Checksum)),
-			MaxOpenTensors: h.MaxOpenTensors,
-		}
-		for _, k := range h.Codecs[:min(len(h.Codecs), maxCodecs)] {
-			f.Hello.Codecs = append(f.Hello.Codecs, codecOf(k))
-		}
+	if pb.Hello != nil {
+		f.Hello = c.hello(pb.Hello)
 	}
 	for i, p := range pb.Calls {
 		call := stream.Call{
@@ -110,6 +100,40 @@ func convert(pb *tensorferryv1.Frame, f *stream.Frame) error {
 	return c.err
 }
 
+// Hello copies what opens a pull.
+func Hello(p *tensorferryv1.Hello) (*stream.Hello, error) {
+	var c converter
+	h := c.hello(p)
+	return h, c.err
+}
+
+func (c *converter) hello(p *tensorferryv1.Hello) *stream.Hello {
+	h := &stream.Hello{
+		Version:        p.GetVersion(),
+		Session:        c.id(p.GetSessionId(), "hello.session_id"),
+		MaxChunkBytes:  p.GetMaxChunkBytes(),
+		AllowanceBytes: p.GetAllowanceBytes(),
+		Checksum:       uint8(known(p.GetChecksum())),
+		MaxOpenTensors: p.GetMaxOpenTensors(),
+	}
+	for _, k := range p.GetCodecs()[:min(len(p.GetCodecs()), maxCodecs)] {
+		h.Codecs = append(h.Codecs, codecOf(k))
+	}
+	return h
+}
+
+// ToHello copies a hello into its message.
+func ToHello(h *stream.Hello) *tensorferryv1.Hello {
+	p := &tensorferryv1.Hello{
+		Version: h.Version, SessionId: h.Session[:], MaxChunkBytes: h.MaxChunkBytes, AllowanceBytes: h.AllowanceBytes,
+		Checksum: tensorferryv1.Checksum(h.Checksum), MaxOpenTensors: h.MaxOpenTensors,
+	}
+	for _, k := range h.Codecs {
+		p.Codecs = append(p.Codecs, tensorferryv1.Codec(k))
+	}
+	return p
+}
+
 // Summary copies what ended a tensor of a push.
 func Summary(p *tensorferryv1.Summary) (stream.Summary, error) {
 	var c converter
@@ -131,7 +155,7 @@ func (c *converter) summary(p *tensorferryv1.Summary, path string, at ...any) st
 // ToSummary copies a summary into its message.
 func ToSummary(s *stream.Summary) *tensorferryv1.Summary {
 	p := &tensorferryv1.Summary{
-		TensorId: s.Tensor[:], Name: s.Name, Code: uint32(s.Code), Message: s.Message,
+		TensorId: s.Tensor[:], Name: s.Name, Code: uint32(s.Code), Message: clean(s.Message),
 		SizeBytes: s.SizeBytes, Durable: s.Durable, RetryAfterMillis: s.RetryAfterMillis,
 	}
 	if !s.Digest.IsZero() {

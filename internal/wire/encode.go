@@ -346,6 +346,12 @@ func (e *encoder) name(field protowire.Number, path, s string) {
 // text writes what people read: bytes that are no text are replaced, and no
 // error is so long that it would not fit a frame.
 func (e *encoder) text(field protowire.Number, s string) {
+	if s = clean(s); s != "" {
+		e.string(field, s)
+	}
+}
+
+func clean(s string) string {
 	if len(s) > MaxTextBytes {
 		cut := MaxTextBytes
 		for cut > MaxTextBytes-utf8.UTFMax && !utf8.RuneStart(s[cut]) {
@@ -353,9 +359,7 @@ func (e *encoder) text(field protowire.Number, s string) {
 		}
 		s = s[:cut]
 	}
-	if s = strings.ToValidUTF8(s, "?"); s != "" {
-		e.string(field, s)
-	}
+	return strings.ToValidUTF8(s, "?")
 }
 
 func (e *encoder) bindings(field protowire.Number, list []stream.Binding) {

@@ -188,13 +188,7 @@ func encode(t testing.TB, f *stream.Frame) []byte {
 func toProto(f *stream.Frame) *tensorferryv1.Frame {
 	pb := new(tensorferryv1.Frame)
 	if h := f.Hello; h != nil {
-		pb.Hello = &tensorferryv1.Hello{
-			Version: h.Version, SessionId: h.Session[:], MaxChunkBytes: h.MaxChunkBytes, AllowanceBytes: h.AllowanceBytes,
-			Checksum: tensorferryv1.Checksum(h.Checksum), MaxOpenTensors: h.MaxOpenTensors,
-		}
-		for _, k := range h.Codecs {
-			pb.Hello.Codecs = append(pb.Hello.Codecs, tensorferryv1.Codec(k))
-		}
+		pb.Hello = ToHello(h)
 	}
 	for _, c := range f.Calls {
 		p := &tensorferryv1.Call{Id: c.ID[:], Model: c.Model, Params: c.Params, TimeoutMillis: c.TimeoutMillis}

@@ -2735,7 +2735,9 @@ type GetServiceInfoResponse struct {
 	// Every counter and gauge by name, as the name says.
 	Counters map[string]int64 `protobuf:"bytes,3,rep,name=counters,proto3" json:"counters,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	// Milliseconds since the server started.
-	UptimeMillis  int64 `protobuf:"varint,4,opt,name=uptime_millis,json=uptimeMillis,proto3" json:"uptime_millis,omitempty"`
+	UptimeMillis int64 `protobuf:"varint,4,opt,name=uptime_millis,json=uptimeMillis,proto3" json:"uptime_millis,omitempty"`
+	// The codecs the server decodes, the best liked first.
+	Codecs        []Codec `protobuf:"varint,5,rep,packed,name=codecs,proto3,enum=tensorferry.v1.Codec" json:"codecs,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2796,6 +2798,13 @@ func (x *GetServiceInfoResponse) GetUptimeMillis() int64 {
 		return x.UptimeMillis
 	}
 	return 0
+}
+
+func (x *GetServiceInfoResponse) GetCodecs() []Codec {
+	if x != nil {
+		return x.Codecs
+	}
+	return nil
 }
 
 var File_tensorferry_v1_tensorferry_proto protoreflect.FileDescriptor
@@ -2998,12 +3007,13 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x06dtypes\x18\x02 \x03(\x0e2\x18.tensorferry.v1.DataTypeR\x06dtypes\x12\x14\n" +
 	"\x05shape\x18\x03 \x03(\x03R\x05shape\x12\x14\n" +
 	"\x05whole\x18\x04 \x01(\bR\x05whole\"\x17\n" +
-	"\x15GetServiceInfoRequest\"\xed\x02\n" +
+	"\x15GetServiceInfoRequest\"\x9c\x03\n" +
 	"\x16GetServiceInfoResponse\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12J\n" +
 	"\x06limits\x18\x02 \x03(\v22.tensorferry.v1.GetServiceInfoResponse.LimitsEntryR\x06limits\x12P\n" +
 	"\bcounters\x18\x03 \x03(\v24.tensorferry.v1.GetServiceInfoResponse.CountersEntryR\bcounters\x12#\n" +
-	"\ruptime_millis\x18\x04 \x01(\x03R\fuptimeMillis\x1a9\n" +
+	"\ruptime_millis\x18\x04 \x01(\x03R\fuptimeMillis\x12-\n" +
+	"\x06codecs\x18\x05 \x03(\x0e2\x15.tensorferry.v1.CodecR\x06codecs\x1a9\n" +
 	"\vLimitsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\x1a;\n" +
@@ -3151,29 +3161,30 @@ var file_tensorferry_v1_tensorferry_proto_depIdxs = []int32{
 	0,  // 37: tensorferry.v1.Port.dtypes:type_name -> tensorferry.v1.DataType
 	43, // 38: tensorferry.v1.GetServiceInfoResponse.limits:type_name -> tensorferry.v1.GetServiceInfoResponse.LimitsEntry
 	44, // 39: tensorferry.v1.GetServiceInfoResponse.counters:type_name -> tensorferry.v1.GetServiceInfoResponse.CountersEntry
-	3,  // 40: tensorferry.v1.TensorService.StreamTensors:input_type -> tensorferry.v1.Frame
-	3,  // 41: tensorferry.v1.TensorService.PushTensors:input_type -> tensorferry.v1.Frame
-	19, // 42: tensorferry.v1.TensorService.PullTensors:input_type -> tensorferry.v1.PullTensorsRequest
-	22, // 43: tensorferry.v1.TensorService.Compute:input_type -> tensorferry.v1.ComputeRequest
-	25, // 44: tensorferry.v1.TensorService.ListTensors:input_type -> tensorferry.v1.ListTensorsRequest
-	28, // 45: tensorferry.v1.TensorService.DeleteTensors:input_type -> tensorferry.v1.DeleteTensorsRequest
-	30, // 46: tensorferry.v1.TensorService.GetTransfer:input_type -> tensorferry.v1.GetTransferRequest
-	33, // 47: tensorferry.v1.TensorService.ListModels:input_type -> tensorferry.v1.ListModelsRequest
-	37, // 48: tensorferry.v1.TensorService.GetServiceInfo:input_type -> tensorferry.v1.GetServiceInfoRequest
-	3,  // 49: tensorferry.v1.TensorService.StreamTensors:output_type -> tensorferry.v1.Frame
-	18, // 50: tensorferry.v1.TensorService.PushTensors:output_type -> tensorferry.v1.PushTensorsResponse
-	3,  // 51: tensorferry.v1.TensorService.PullTensors:output_type -> tensorferry.v1.Frame
-	24, // 52: tensorferry.v1.TensorService.Compute:output_type -> tensorferry.v1.ComputeResponse
-	26, // 53: tensorferry.v1.TensorService.ListTensors:output_type -> tensorferry.v1.ListTensorsResponse
-	29, // 54: tensorferry.v1.TensorService.DeleteTensors:output_type -> tensorferry.v1.DeleteTensorsResponse
-	31, // 55: tensorferry.v1.TensorService.GetTransfer:output_type -> tensorferry.v1.GetTransferResponse
-	34, // 56: tensorferry.v1.TensorService.ListModels:output_type -> tensorferry.v1.ListModelsResponse
-	38, // 57: tensorferry.v1.TensorService.GetServiceInfo:output_type -> tensorferry.v1.GetServiceInfoResponse
-	49, // [49:58] is the sub-list for method output_type
-	40, // [40:49] is the sub-list for method input_type
-	40, // [40:40] is the sub-list for extension type_name
-	40, // [40:40] is the sub-list for extension extendee
-	0,  // [0:40] is the sub-list for field type_name
+	2,  // 40: tensorferry.v1.GetServiceInfoResponse.codecs:type_name -> tensorferry.v1.Codec
+	3,  // 41: tensorferry.v1.TensorService.StreamTensors:input_type -> tensorferry.v1.Frame
+	3,  // 42: tensorferry.v1.TensorService.PushTensors:input_type -> tensorferry.v1.Frame
+	19, // 43: tensorferry.v1.TensorService.PullTensors:input_type -> tensorferry.v1.PullTensorsRequest
+	22, // 44: tensorferry.v1.TensorService.Compute:input_type -> tensorferry.v1.ComputeRequest
+	25, // 45: tensorferry.v1.TensorService.ListTensors:input_type -> tensorferry.v1.ListTensorsRequest
+	28, // 46: tensorferry.v1.TensorService.DeleteTensors:input_type -> tensorferry.v1.DeleteTensorsRequest
+	30, // 47: tensorferry.v1.TensorService.GetTransfer:input_type -> tensorferry.v1.GetTransferRequest
+	33, // 48: tensorferry.v1.TensorService.ListModels:input_type -> tensorferry.v1.ListModelsRequest
+	37, // 49: tensorferry.v1.TensorService.GetServiceInfo:input_type -> tensorferry.v1.GetServiceInfoRequest
+	3,  // 50: tensorferry.v1.TensorService.StreamTensors:output_type -> tensorferry.v1.Frame
+	18, // 51: tensorferry.v1.TensorService.PushTensors:output_type -> tensorferry.v1.PushTensorsResponse
+	3,  // 52: tensorferry.v1.TensorService.PullTensors:output_type -> tensorferry.v1.Frame
+	24, // 53: tensorferry.v1.TensorService.Compute:output_type -> tensorferry.v1.ComputeResponse
+	26, // 54: tensorferry.v1.TensorService.ListTensors:output_type -> tensorferry.v1.ListTensorsResponse
+	29, // 55: tensorferry.v1.TensorService.DeleteTensors:output_type -> tensorferry.v1.DeleteTensorsResponse
+	31, // 56: tensorferry.v1.TensorService.GetTransfer:output_type -> tensorferry.v1.GetTransferResponse
+	34, // 57: tensorferry.v1.TensorService.ListModels:output_type -> tensorferry.v1.ListModelsResponse
+	38, // 58: tensorferry.v1.TensorService.GetServiceInfo:output_type -> tensorferry.v1.GetServiceInfoResponse
+	50, // [50:59] is the sub-list for method output_type
+	41, // [41:50] is the sub-list for method input_type
+	41, // [41:41] is the sub-list for extension type_name
+	41, // [41:41] is the sub-list for extension extendee
+	0,  // [0:41] is the sub-list for field type_name
 }
 
 func init() { file_tensorferry_v1_tensorferry_proto_init() }

@@ -1,0 +1,332 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+
+	"google.golang.org/grpc/codes"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/internal/transfer"
+	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// PullRequest is what to fetch.
+type PullRequest struct {
+	Select []Selection
+	// To says where a tensor goes, once its name and desc are known; nil, or an
+	// empty Sink, has it go to memory of its own, up to ResultBytes.
+	To func(name string, d tensor.Desc) (Sink, error)
+	// Progress, when not nil, is called after each chunk, from the goroutine that
+	// Pull runs on.
+	Progress func(Progress)
+}
+
+// Selection picks tensors of a server's store, or a source.
+type Selection struct {
+	// Name is a tensor's, or a glob that picks all it matches and at least one; or,
+	// with Source, a source's.
+	Name string
+	// Source has the server make a tensor from Params.
+	Source bool
+	Params map[string]string
+	// Held are ranges of the tensor that its Sink, an Into or an At, has already:
+	// they are not sent. They ascend and do not overlap.
+	Held []Range
+	// HeldDigest is the digest of the tensor that Held is of, if known: should the
+	// server have another by now, all of it is sent.
+	HeldDigest codec.Digest
+}
+
+// Range is a range of a tensor's bytes.
+type Range = transfer.Range
+
+// At has a tensor written to w, each chunk at its offset, as it arrives; only Pull
+// takes it. w is also read when the digest could not be computed on the way. It
+// runs on the goroutine of Pull.
+func At(w ReadWriterAt) Sink { return Sink{at: w} }
+
+// ReadWriterAt is a file, or what acts as one.
+type ReadWriterAt interface {
+	io.ReaderAt
+	io.WriterAt
+}
+
+// Pull fetches tensors and returns how each ended, in the order of their arrival.
+// The error joins those of the summaries, or says what ended the pull; a tensor
+// whose summary has no error is whole, and its digest is the server's.
+func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
+	p := &pull{client: c, request: r, id: session.NewID(), byID: make(map[tensor.ID]*pulled)}
+	hello := stream.Hello{Version: stream.Version, Session: p.id, MaxChunkBytes: uint32(c.cfg.ChunkBytes), Checksum: uint8(c.cfg.Checksum)}
+	if c.cfg.Codec != codec.None {
+		hello.Codecs = []uint8{uint8(c.cfg.Codec)}
+	}
+	req := &pb.PullTensorsRequest{Hello: wire.ToHello(&hello)}
+	for _, s := range r.Select {
+		sel := &pb.Selection{Name: s.Name, Source: s.Source, Params: s.Params}
+		for _, h := range s.Held {
+			sel.Held = append(sel.Held, &pb.Range{Offset: uint64(h.Off), Length: uint64(h.Len)})
+		}
+		if !s.HeldDigest.IsZero() {
+			sel.HeldDigest = s.HeldDigest[:]
+		}
+		req.Selections = append(req.Selections, sel)
+	}
+	own, cancel := context.WithCancel(ctx)
+	defer cancel() // ends the RPC, should it not be over
+	conn, err := c.stub.PullTensors(own, req)
+	if err == nil {
+		err = p.receive(conn)
+	}
+	if err != nil {
+		err = transferError(ctx, err)
+	}
+	p.over(err)
+	if err == nil {
+		err = errorsOf(p.list())
+	}
+	return p.list(), err
+}
+
+// pull is a pull on its way.
+type pull struct {
+	client  *Client
+	request PullRequest
+	id      tensor.ID
+	recv    transfer.Receiver[*pulled]
+	order   []*pulled
+	byID    map[tensor.ID]*pulled
+}
+
+// pulled is one tensor of it, and its assembler.Placer.
+type pulled struct {
+	Summary
+	into   []byte
+	at     ReadWriterAt
+	writer io.Writer
+	moved  int64
+	hash   codec.Digester // of the bytes below hashed
+	hashed int64
+	whole  bool
+	over   bool
+}
+
+// WriteViews puts a chunk where the tensor goes.
+func (t *pulled) WriteViews(off int64, views [][]byte) error {
+	if t.writer != nil && off != t.hashed {
+		return &stream.Error{Code: stream.FailedPrecondition, Text: fmt.Sprintf("byte %d came after byte %d, and the tensor goes to a writer; use Into or At", off, t.hashed)}
+	}
+	inOrder := off == t.hashed
+	for _, v := range views {
+		if inOrder {
+			_, _ = t.hash.Write(v)
+			t.hashed += int64(len(v))
+		}
+		var err error
+		switch {
+		case t.writer != nil:
+			_, err = t.writer.Write(v)
+		case t.at != nil:
+			_, err = t.at.WriteAt(v, off)
+		default:
+			copy(t.into[off:], v)
+		}
+		if err != nil {
+			return err
+		}
+		off += int64(len(v))
+	}
+	return nil
+}
+
+// digest is of the whole tensor: what did not come in order is read again.
+func (t *pulled) digest() (codec.Digest, error) {
+	switch {
+	case t.hashed == t.Bytes:
+	case t.at != nil:
+		if _, err := io.Copy(&t.hash, io.NewSectionReader(t.at, t.hashed, t.Bytes-t.hashed)); err != nil {
+			return codec.Digest{}, err
+		}
+	case t.into != nil:
+		_, _ = t.hash.Write(t.into[t.hashed:])
+	}
+	return t.hash.Sum(), nil
+}
+
+// receive takes the frames of the server. An error ends the pull.
+func (p *pull) receive(conn transfer.Conn) error {
+	limits := stream.DefaultLimits()
+	limits.ChunkBytes, limits.TensorBytes, limits.OpenTensors = uint32(p.client.cfg.ChunkBytes), 1<<40, 1
+	p.recv = transfer.Receiver[*pulled]{
+		Limits: limits, Tensors: pullTensors, Checksum: p.client.cfg.Checksum, Handler: p,
+	}
+	if p.client.cfg.Codec != codec.None {
+		p.recv.Codecs = []codec.Codec{p.client.cfg.Codec}
+	}
+	var msg wire.Message
+	defer msg.Free()
+	for first := true; ; first = false {
+		err := conn.RecvMsg(&msg)
+		switch {
+		case errors.Is(err, io.EOF):
+			return nil
+		case err != nil:
+			return err
+		case msg.Err != nil:
+			return &Error{Code: codes.Internal, Cause: msg.Err}
+		case first != (msg.Frame.Hello != nil):
+			return &Error{Code: codes.Internal, Message: "a pull opens with one hello of the server's"}
+		}
+		if h := msg.Frame.Hello; h != nil && (h.Session != p.id || h.Checksum != uint8(p.client.cfg.Checksum)) {
+			return &Error{Code: codes.Internal, Message: "the server's hello names another transfer or checksum"}
+		}
+		if err := p.recv.Frame(&msg.Frame); err != nil {
+			return err
+		}
+		// A summary may ride with the last chunk.
+		for i := range msg.Frame.Summaries {
+			p.summary(&msg.Frame.Summaries[i])
+		}
+	}
+}
+
+// Open asks the caller where a tensor goes.
+func (p *pull) Open(in *transfer.In[*pulled]) (*pulled, error) {
+	t := p.tensor(in.Tensor, in.Name)
+	in.Place = t
+	t.Desc, t.Bytes = in.Desc.Desc.Clone(), in.Geo.Size
+	var sink Sink
+	if p.request.To != nil {
+		var err error
+		if sink, err = p.request.To(in.Name, in.Desc.Desc.Clone()); err != nil {
+			return t, err
+		}
+	}
+	switch {
+	case sink.open != nil:
+		var err error
+		t.writer, err = sink.open(in.Desc.Desc.Clone())
+		return t, err
+	case sink.at != nil:
+		t.at = sink.at
+	case sink.into != nil:
+		if int64(len(sink.into)) != t.Bytes {
+			return t, fmt.Errorf("%w: tensor %q has %d bytes, its place has %d", ErrInput, in.Name, t.Bytes, len(sink.into))
+		}
+		t.into = sink.into
+	case t.Bytes > p.client.cfg.ResultBytes:
+		return t, fmt.Errorf("%w: tensor %q has %d bytes, memory is made for %d (ResultBytes); say where it goes", ErrInput, in.Name, t.Bytes, p.client.cfg.ResultBytes)
+	default:
+		t.Data = make([]byte, t.Bytes)
+		t.into = t.Data
+	}
+	return t, nil
+}
+
+func (p *pull) tensor(id tensor.ID, name string) *pulled {
+	t := &pulled{Summary: Summary{Name: name, Transfer: p.id}}
+	p.order = append(p.order, t)
+	p.byID[id] = t
+	return t
+}
+
+// Moved reports progress.
+func (p *pull) Moved(in *transfer.In[*pulled], _ int64) {
+	if p.request.Progress != nil {
+		p.request.Progress(Progress{in.Name, in.Moved, in.Geo.Size})
+	}
+}
+
+// Whole notes that only the server's word is missing.
+func (p *pull) Whole(in *transfer.In[*pulled]) { in.Place.whole = true }
+
+// Failed notes why a tensor does not arrive.
+func (p *pull) Failed(in *transfer.In[*pulled], err error) {
+	t := in.Place
+	if t == nil { // its desc was refused
+		t = p.tensor(in.Tensor, in.Name)
+	}
+	var se *stream.Error
+	switch {
+	case errors.As(err, &se):
+		err = &Error{Code: codes.Code(se.Code), Message: fmt.Sprintf("tensor %q: %s", in.Name, se.Text)}
+	case errors.Is(err, transfer.ErrCorrupt):
+		err = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: %v", in.Name, err)}
+	}
+	t.end(err)
+}
+
+func (t *pulled) end(err error) {
+	if !t.over {
+		t.over, t.Err = true, err
+		if err != nil {
+			t.Data = nil
+		}
+	}
+}
+
+// summary ends a tensor.
+func (p *pull) summary(s *stream.Summary) {
+	t := p.byID[s.Tensor]
+	if t == nil { // a selection that picked nothing
+		t = p.tensor(s.Tensor, s.Name)
+		t.end(summaryError(s))
+		if t.Err == nil {
+			t.Err = &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %q: the server says that it sent it, and did not", s.Name)}
+		}
+		return
+	}
+	if s.Code != stream.OK {
+		p.recv.Refuse(s.Tensor, &stream.Error{Code: s.Code, Text: s.Message})
+		if t.over {
+			return
+		}
+		t.end(summaryError(s))
+		return
+	}
+	p.recv.Cover(s.Tensor, p.held(t.Name))
+	if t.over || !t.whole {
+		return
+	}
+	t.Durable = s.Durable
+	d, err := t.digest()
+	if err == nil && d != s.Digest {
+		err = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: here it is %v, the server has %v; pull it again", t.Name, d, s.Digest)}
+	}
+	t.Digest = d
+	t.end(err)
+}
+
+// held returns what the caller has of a tensor.
+func (p *pull) held(name string) []Range {
+	for _, s := range p.request.Select {
+		if s.Name == name {
+			return s.Held
+		}
+	}
+	return nil
+}
+
+// over ends what has no end yet.
+func (p *pull) over(err error) {
+	if err == nil {
+		err = &Error{Code: codes.Internal, Message: "the server ended the pull without a summary"}
+	}
+	for _, t := range p.order {
+		t.end(err)
+	}
+}
+
+func (p *pull) list() []Summary {
+	out := make([]Summary, len(p.order))
+	for i, t := range p.order {
+		out[i] = t.Summary
+	}
+	return out
+}

@@ -1,0 +1,223 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"sync/atomic"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/internal/transfer"
+	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// PushRequest is what to store.
+type PushRequest struct {
+	// Tensors are stored under their Names, which differ; Port is not used. They
+	// are sent in this order, one after the other.
+	Tensors []Input
+	// Progress, when not nil, is called after each chunk sent, from the goroutine
+	// that Push runs on.
+	Progress func(Progress)
+}
+
+// Push stores tensors on the server and returns how each ended, in the order of the
+// request. The error joins those of the summaries, or says what ended the push;
+// tensors without a summary error were stored all the same. It shares the inputs
+// until it returns.
+//
+// A tensor that the server refuses costs no more than a few chunks, and the others
+// are stored.
+func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
+	out := make([]Summary, len(r.Tensors))
+	var waiting []*pushing
+	names := make(map[string]struct{}, len(r.Tensors))
+	for i := range r.Tensors {
+		in := &r.Tensors[i]
+		out[i] = Summary{Name: in.Name, Desc: in.Desc}
+		err := in.check()
+		if _, twice := names[in.Name]; err == nil && twice {
+			err = fmt.Errorf("%w: two tensors are called %q", ErrInput, in.Name)
+		}
+		names[in.Name] = struct{}{}
+		if out[i].Err = err; err != nil {
+			in.done()
+			continue
+		}
+		waiting = append(waiting, newPushing(c, in, &out[i]))
+	}
+	var err error
+	for len(waiting) > 0 && err == nil {
+		n := min(len(waiting), pushTensors)
+		if err = c.push(ctx, waiting[:n], r.Progress); err != nil {
+			break
+		}
+		rest := waiting[:0]
+		before := len(waiting)
+		for _, p := range waiting {
+			if !p.over {
+				rest = append(rest, p)
+			}
+		}
+		if waiting = rest; len(waiting) == before {
+			err = &Error{Code: codes.Internal, Message: "the server ended the push and told of no tensor"}
+		}
+	}
+	for _, p := range waiting {
+		p.end(err)
+	}
+	return out, errorsOf(out)
+}
+
+// pushing is one tensor on its way into a push. It is the transfer.Viewer of its
+// bytes.
+type pushing struct {
+	client *Client
+	in     *Input
+	out    *Summary
+	id     tensor.ID
+	over   bool
+	begun  bool // some of its bytes were read
+	refs   atomic.Int32
+}
+
+func newPushing(c *Client, in *Input, out *Summary) *pushing {
+	p := &pushing{client: c, in: in, out: out}
+	p.refs.Store(1)
+	return p
+}
+
+// View shares the next bytes.
+func (p *pushing) View(off, n int64) ([]byte, interface{ Release() }, error) {
+	p.begun = true
+	if p.in.Reader == nil {
+		p.refs.Add(1)
+		return p.in.Data[off : off+n : off+n], p, nil
+	}
+	s := p.client.pool.Get(int(n))
+	if got, err := io.ReadFull(p.in.Reader, s.Bytes()); err != nil {
+		s.Release()
+		return nil, nil, fmt.Errorf("%w: tensor %q ended after %d of %d bytes: %w", ErrInput, p.in.Name, off+int64(got), p.out.Bytes, err)
+	}
+	return s.Bytes(), s, nil
+}
+
+// Release ends the sharing of a view, or of the input itself.
+func (p *pushing) Release() {
+	if p.refs.Add(-1) == 0 {
+		p.in.done()
+	}
+}
+
+// done gives the input back.
+func (in *Input) done() {
+	if in.Release != nil {
+		in.Release()
+	}
+}
+
+// end notes how the tensor ended.
+func (p *pushing) end(err error) {
+	if p.over {
+		return
+	}
+	p.over = true
+	p.out.Err = err
+	p.Release()
+}
+
+// push has one RPC take as many of the tensors as it will.
+func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progress)) error {
+	known, err := c.facts(ctx)
+	if err != nil {
+		return err
+	}
+	own, cancel := context.WithCancel(ctx)
+	defer cancel() // ends the RPC, should it not be over
+	conn, err := c.stub.PushTensors(own, grpc.MaxCallRecvMsgSize(pushResponseBytes))
+	if err != nil {
+		return transferError(ctx, err)
+	}
+	hello := stream.Hello{Version: stream.Version, Session: session.NewID(), Checksum: uint8(c.cfg.Checksum)}
+	err = c.sendAll(conn, hello, known, list, progress)
+	if err == nil {
+		err = conn.CloseSend()
+	}
+	if err != nil && !errors.Is(err, io.EOF) { // EOF: the response is there, or the RPC's error
+		return transferError(ctx, err)
+	}
+	var resp pb.PushTensorsResponse
+	if err := conn.RecvMsg(&resp); err != nil {
+		return transferError(ctx, err)
+	}
+	byID := make(map[tensor.ID]*pushing, len(list))
+	for _, p := range list {
+		byID[p.id] = p
+		p.out.Transfer = hello.Session
+	}
+	for _, r := range resp.GetSummaries() {
+		s, err := wire.Summary(r)
+		if err != nil {
+			return &Error{Code: codes.Internal, Cause: err}
+		}
+		p := byID[s.Tensor]
+		if p == nil || p.over {
+			continue
+		}
+		err = summaryError(&s)
+		if err == nil && s.Digest != p.out.Digest {
+			err = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: the server stored %v, sent was %v", s.Name, s.Digest, p.out.Digest)}
+		}
+		p.out.Durable = s.Durable
+		p.end(err)
+	}
+	for _, p := range list {
+		if !p.over && p.begun && p.in.Reader != nil { // it can not be read again
+			p.end(&Error{Code: codes.Aborted, Message: fmt.Sprintf("tensor %q: the push ended while it was being sent; push it again", p.in.Name)})
+		}
+	}
+	return nil
+}
+
+// sendAll sends the frames of a push.
+func (c *Client) sendAll(conn transfer.Conn, hello stream.Hello, known facts, list []*pushing, progress func(Progress)) error {
+	s := transfer.NewSender(conn, nil)
+	s.Checksum = c.cfg.Checksum
+	s.ChunkBytes = min(int64(c.cfg.ChunkBytes), known.chunkBytes)
+	s.Codec = c.codecFor(known.codecs)
+	if err := s.Control(stream.Frame{Hello: &hello}); err != nil {
+		return err
+	}
+	for _, p := range list {
+		p.id = session.NewID()
+		size, err := p.in.Bytes()
+		if err != nil {
+			return err
+		}
+		p.out.Bytes = size
+		moved := int64(0)
+		s.Moved = func(_ *stream.Desc, n int64) {
+			if moved += n; progress != nil {
+				progress(Progress{p.in.Name, moved, size})
+			}
+		}
+		t := transfer.Tensor{Desc: stream.Desc{Tensor: p.id, Desc: p.in.Desc, Name: p.in.Name, Metadata: p.in.Metadata}, From: p}
+		var source *transfer.SourceError
+		p.out.Digest, err = s.Send(&t)
+		if errors.As(err, &source) {
+			p.end(source.Err)
+			err = s.Control(stream.Frame{Failures: []stream.Failure{{Tensor: p.id, Code: stream.Cancelled, Message: "the client could not read it to its end"}}})
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,206 @@
+package client
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Summary is how one tensor of a push or a pull ended.
+type Summary struct {
+	Name string
+	// Desc is zero when there is no such tensor.
+	tensor.Desc
+	Bytes int64
+	// Digest is of all its bytes, computed on both sides and compared.
+	Digest codec.Digest
+	// Durable: the tensor survives a crash of the server.
+	Durable bool
+	// Data is a pulled tensor that went to memory of its own; it is the caller's.
+	Data []byte
+	// Err is why the tensor did not arrive; nil if it did.
+	Err error
+	// Transfer is what Client.Transfer knows the RPC by.
+	Transfer tensor.ID
+}
+
+// Progress tells how far a tensor is.
+type Progress struct {
+	Name         string
+	Moved, Bytes int64 // of Bytes in all
+}
+
+// errorsOf joins what failed.
+func errorsOf(list []Summary) error {
+	var all []error
+	for _, s := range list {
+		if s.Err != nil {
+			all = append(all, s.Err)
+		}
+	}
+	return errors.Join(all...)
+}
+
+// summaryError is what a summary says went wrong with a tensor.
+func summaryError(s *stream.Summary) error {
+	if s.Code == stream.OK {
+		return nil
+	}
+	return &Error{Code: codes.Code(s.Code), Message: fmt.Sprintf("tensor %q: %s", s.Name, s.Message), RetryAfter: time.Duration(s.RetryAfterMillis) * time.Millisecond}
+}
+
+// facts are what a push must know of the server before it begins, since nobody
+// answers it on the way.
+type facts struct {
+	chunkBytes int64
+	codecs     []codec.Codec
+}
+
+// facts asks the server once.
+func (c *Client) facts(ctx context.Context) (facts, error) {
+	c.mu.Lock()
+	known := c.known
+	c.mu.Unlock()
+	if known != nil {
+		return *known, nil
+	}
+	info, err := c.Info(ctx)
+	if err != nil {
+		return facts{}, err
+	}
+	f := facts{chunkBytes: info.GetLimits()["chunk_bytes"]}
+	for _, k := range info.GetCodecs() {
+		f.codecs = append(f.codecs, codec.Codec(k))
+	}
+	if f.chunkBytes < 1 || f.chunkBytes > 4*mib {
+		return facts{}, &Error{Code: codes.FailedPrecondition, Message: fmt.Sprintf("the server's chunk_bytes is %d; it must be 1 to %d", f.chunkBytes, 4*mib)}
+	}
+	c.mu.Lock()
+	c.known = &f
+	c.mu.Unlock()
+	return f, nil
+}
+
+// Stored is a tensor at rest on a server.
+type Stored struct {
+	Name string
+	tensor.Desc
+	Bytes int64
+	// Digest is zero when nobody has computed it.
+	Digest codec.Digest
+	Stored time.Time
+	// Durable: the tensor survives a crash of the server.
+	Durable bool
+	// File is the file that the tensor is part of, empty for one that was pushed.
+	File string
+}
+
+// List returns the tensors of the server's store whose names match glob, by name,
+// and the names of its sources. The empty glob matches all. Each page of answers
+// takes no longer than OpenTimeout.
+func (c *Client) List(ctx context.Context, glob string) (list []Stored, sources []string, err error) {
+	for token := ""; ; {
+		page, err := ask(ctx, c, c.stub.ListTensors, &pb.ListTensorsRequest{Glob: glob, PageToken: token})
+		if err != nil {
+			return nil, nil, err
+		}
+		for _, t := range page.GetTensors() {
+			s := Stored{
+				Name: t.GetName(), Desc: tensor.Desc{DType: tensor.DataType(t.GetDtype()), Shape: t.GetShape()}, Bytes: int64(t.GetSizeBytes()),
+				Stored: time.UnixMilli(t.GetStoredMillis()), Durable: t.GetDurable(), File: t.GetFile(),
+			}
+			copy(s.Digest[:], t.GetDigest())
+			list = append(list, s)
+		}
+		if token == "" {
+			sources = page.GetSources()
+		}
+		next := page.GetNextPageToken()
+		if next == "" {
+			return list, sources, nil
+		}
+		if next <= token { // it would never end
+			return nil, nil, &Error{Code: codes.Internal, Message: "the server's pages do not go on"}
+		}
+		token = next
+	}
+}
+
+// Delete removes tensors from the server's store, by name or glob, and returns the
+// names of those removed. A name that is not there fails it before anything is
+// removed.
+func (c *Client) Delete(ctx context.Context, names ...string) ([]string, error) {
+	r, err := ask(ctx, c, c.stub.DeleteTensors, &pb.DeleteTensorsRequest{Names: names})
+	if err != nil {
+		return nil, err
+	}
+	return r.GetDeleted(), nil
+}
+
+// Transfer is how a push or a pull goes, or went.
+type Transfer struct {
+	Open, Push bool
+	Age        time.Duration
+	// Err is how it ended, nil while open.
+	Err error
+	// Tensors are those announced, the oldest first, 1 024 at most.
+	Tensors []TensorState
+}
+
+// TensorState is how far one tensor of a transfer is. The Summary of one that is
+// Open has no more than name and bytes.
+type TensorState struct {
+	Summary
+	Open  bool
+	Moved int64 // bytes
+}
+
+// Transfer asks the server about a push or a pull, which it remembers for a while.
+func (c *Client) Transfer(ctx context.Context, id tensor.ID) (*Transfer, error) {
+	r, err := ask(ctx, c, c.stub.GetTransfer, &pb.GetTransferRequest{TransferId: id[:]})
+	if err != nil {
+		return nil, err
+	}
+	t := &Transfer{Open: r.GetOpen(), Push: r.GetPush(), Age: time.Duration(r.GetAgeMillis()) * time.Millisecond}
+	if r.GetCode() != 0 {
+		t.Err = &Error{Code: codes.Code(r.GetCode()), Message: r.GetMessage()}
+	}
+	for _, p := range r.GetTensors() {
+		s, err := wire.Summary(p.GetSummary())
+		if err != nil {
+			return nil, &Error{Code: codes.Internal, Cause: err}
+		}
+		t.Tensors = append(t.Tensors, TensorState{
+			Summary: Summary{Name: s.Name, Bytes: int64(s.SizeBytes), Digest: s.Digest, Durable: s.Durable, Err: summaryError(&s), Transfer: id},
+			Open:    p.GetOpen(), Moved: int64(p.GetMovedBytes()),
+		})
+	}
+	return t, nil
+}
+
+// codecFor returns what to send with: the configured codec if the peer knows it.
+func (c *Client) codecFor(peer []codec.Codec) codec.Codec {
+	if slices.Contains(peer, c.cfg.Codec) {
+		return c.cfg.Codec
+	}
+	return codec.None
+}
+
+// transferError is how the gRPC stream of a push or a pull ended.
+func transferError(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return causeError(cmp.Or(context.Cause(ctx), ctx.Err()))
+	}
+	return sessionError(err)
+}

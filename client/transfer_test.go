@@ -1,0 +1,263 @@
+package client_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
+)
+
+// storeMaker makes a store whose memory comes from a pool.
+type storeMaker func(t testing.TB, pool *slab.Pool) store.Store
+
+func inMemory(limit int64) storeMaker {
+	return func(_ testing.TB, pool *slab.Pool) store.Store { return store.NewMemory(pool, limit) }
+}
+
+func inFolder(dir string, cfg store.FolderConfig) storeMaker {
+	return func(t testing.TB, _ *slab.Pool) store.Store {
+		f, err := store.OpenFolder(dir, cfg)
+		require.NoError(t, err)
+		return f
+	}
+}
+
+// storing starts a server with a store and the generator as a source.
+func storing(t testing.TB, make storeMaker, cfg client.Config) *client.Client {
+	t.Helper()
+	h := engine.NewHost(engine.HostConfig{MemoryBytes: 64 * mib, Workers: 1})
+	models := engine.NewRegistry()
+	for _, m := range cpu.Builtins(h) {
+		require.NoError(t, models.Add(m))
+	}
+	var sources store.Sources
+	require.NoError(t, sources.Add("gen", store.Generator()))
+	require.NoError(t, sources.Add("boom", func(context.Context, map[string]string) (store.Reader, error) { panic("boom") }))
+	st := make(t, h.Pool())
+	s, err := server.New(server.Config{Models: models, Pool: h.Pool(), Budget: h.Budget(), Store: st, Sources: &sources})
+	require.NoError(t, err)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	done := goServe(s, l)
+	c, err := client.Dial(l.Addr().String(), cfg)
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		require.NoError(t, c.Close())
+		s.Close()
+		require.NoError(t, <-done)
+		require.NoError(t, st.Close())
+		models.Close()
+		used, _, _ := h.Budget().Used()
+		require.Zero(t, used)
+		testkit.Eventually(t, func() bool { n, _ := h.Pool().Live(); return n == 0 }, "every slab released")
+		h.Close()
+	})
+	return c
+}
+
+func goServe(s *server.Server, l net.Listener) chan error {
+	served := make(chan error, 1)
+	go func() { served <- s.Serve(l) }() // ends with Close
+	return served
+}
+
+func int8s(n int64) tensor.Desc { return tensor.Desc{DType: tensor.Int8, Shape: tensor.Shape{n}} }
+
+func noise(seed uint64, n int64) []byte {
+	r := rand.New(rand.NewPCG(seed, 1))
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(r.Uint32())
+	}
+	return b
+}
+
+func digestOf(b []byte) codec.Digest {
+	var d codec.Digester
+	_, _ = d.Write(b)
+	return d.Sum()
+}
+
+func TestWhatIsPushedIsPulledBitByBit(t *testing.T) {
+	testkit.Start(t)
+	const chunk = 16 << 10
+	sizes := []int64{0, 1, 1023, 1024, 1025, chunk - 1, chunk, chunk + 1, 2 * chunk, 2*chunk + 1, 5*chunk + 7}
+	for name, make := range map[string]storeMaker{
+		"memory": inMemory(64 * mib),
+		"folder": func(t testing.TB, p *slab.Pool) store.Store { return inFolder(t.TempDir(), store.FolderConfig{})(t, p) },
+	} {
+		for _, k := range []codec.Codec{codec.None, codec.LZ4} {
+			t.Run(fmt.Sprintf("%s/codec=%v", name, k), func(t *testing.T) {
+				testkit.Start(t)
+				c := storing(t, make, client.Config{ChunkBytes: chunk, Codec: k})
+				var tensors []client.Input
+				want := map[string][]byte{}
+				for i, n := range sizes {
+					data := noise(uint64(i), n)
+					if i%2 == 0 {
+						clear(data) // compressible
+					}
+					in := client.Input{Name: fmt.Sprintf("t/%d", n), Desc: int8s(n), Data: data}
+					if i%3 == 0 {
+						in.Data, in.Reader = nil, bytes.NewReader(data)
+					}
+					tensors = append(tensors, in)
+					want[in.Name] = data
+				}
+				pushed, err := c.Push(t.Context(), client.PushRequest{Tensors: tensors})
+				require.NoError(t, err)
+				for _, s := range pushed {
+					require.Equal(t, digestOf(want[s.Name]), s.Digest, s.Name)
+					require.Equal(t, name == "folder", s.Durable)
+				}
+				list, sources, err := c.List(t.Context(), "t/*")
+				require.NoError(t, err)
+				require.Len(t, list, len(sizes))
+				require.Equal(t, []string{"boom", "gen"}, sources)
+
+				pulled, err := c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "t/*"}}})
+				require.NoError(t, err)
+				require.Len(t, pulled, len(sizes))
+				for _, s := range pulled {
+					require.True(t, bytes.Equal(want[s.Name], s.Data), s.Name)
+					require.Equal(t, digestOf(s.Data), s.Digest)
+				}
+				deleted, err := c.Delete(t.Context(), "t/*")
+				require.NoError(t, err)
+				require.Len(t, deleted, len(sizes))
+				_, err = c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "t/0"}}})
+				require.Equal(t, codes.NotFound, status.Code(err), "%v", err)
+			})
+		}
+	}
+}
+
+func TestAPullGoesWhereItIsTold(t *testing.T) {
+	testkit.Start(t)
+	c := storing(t, inMemory(64*mib), client.Config{ChunkBytes: 1000})
+	data := noise(7, 10_500)
+	_, err := c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{{Name: "x", Desc: int8s(10_500), Data: data}}})
+	require.NoError(t, err)
+	pull := func(sink client.Sink, held ...client.Range) ([]client.Summary, error) {
+		return c.Pull(t.Context(), client.PullRequest{
+			Select: []client.Selection{{Name: "x", Held: held}},
+			To:     func(string, tensor.Desc) (client.Sink, error) { return sink, nil },
+		})
+	}
+	into := make([]byte, len(data))
+	s, err := pull(client.Into(into))
+	require.NoError(t, err)
+	require.True(t, bytes.Equal(data, into))
+	require.Nil(t, s[0].Data)
+
+	var w bytes.Buffer
+	_, err = pull(client.Writer(func(tensor.Desc) (io.Writer, error) { return &w, nil }))
+	require.NoError(t, err)
+	require.True(t, bytes.Equal(data, w.Bytes()))
+
+	f, err := os.Create(filepath.Join(t.TempDir(), "x"))
+	require.NoError(t, err)
+	defer f.Close()
+	_, err = pull(client.At(f))
+	require.NoError(t, err)
+	got, err := os.ReadFile(f.Name())
+	require.NoError(t, err)
+	require.True(t, bytes.Equal(data, got))
+
+	// Of what is held nothing is sent, and the whole is checked all the same.
+	clear(into[1000:1500])
+	clear(into[9999:])
+	s, err = pull(client.Into(into), client.Range{Off: 0, Len: 1200}, client.Range{Off: 1500, Len: 8499})
+	require.NoError(t, err)
+	require.True(t, bytes.Equal(data, into))
+	tr, err := c.Transfer(t.Context(), s[0].Transfer)
+	require.NoError(t, err)
+	require.False(t, tr.Open)
+	require.Len(t, tr.Tensors, 1)
+	require.EqualValues(t, 1000+1000+500, tr.Tensors[0].Moved, "chunks 1, 9 and 10")
+
+	into[3] ^= 1 // what is held is damaged
+	s, err = pull(client.Into(into), client.Range{Off: 0, Len: 1000})
+	require.Equal(t, codes.DataLoss, status.Code(errors.Unwrap(unjoin(err))), "%v", err)
+	require.Error(t, s[0].Err)
+
+	_, err = pull(client.Into(into[1:]))
+	require.ErrorIs(t, err, client.ErrInput)
+}
+
+// unjoin wraps the only error of a joined one, for errors.Unwrap.
+func unjoin(err error) error {
+	if j, ok := err.(interface{ Unwrap() []error }); ok && len(j.Unwrap()) == 1 {
+		return fmt.Errorf("%w", j.Unwrap()[0])
+	}
+	return err
+}
+
+func TestOneTensorsFailureIsNotTheOthers(t *testing.T) {
+	testkit.Start(t)
+	c := storing(t, inMemory(1*mib), client.Config{ChunkBytes: 4096})
+	released := 0
+	in := func(name string, n int64) client.Input {
+		return client.Input{Name: name, Desc: int8s(n), Data: make([]byte, n), Release: func() { released++ }}
+	}
+	list := []client.Input{in("a", 5000), in("too large", 2*mib), in("b", 5000), in("", 10), {Name: "short", Desc: int8s(9000), Reader: bytes.NewReader(make([]byte, 8500))}, in("c", 0)}
+	s, err := c.Push(t.Context(), client.PushRequest{Tensors: list})
+	require.Error(t, err)
+	require.Equal(t, 5, released)
+	for i, code := range []codes.Code{codes.OK, codes.ResourceExhausted, codes.OK, codes.InvalidArgument, codes.Unknown, codes.OK} {
+		require.Equal(t, code, status.Code(s[i].Err), "%q: %v", s[i].Name, s[i].Err)
+	}
+	require.ErrorIs(t, s[4].Err, client.ErrInput)
+	have, _, err := c.List(t.Context(), "")
+	require.NoError(t, err)
+	require.Len(t, have, 3)
+
+	s, err = c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{
+		{Name: "a"}, {Name: "none"}, {Name: "gen", Source: true, Params: map[string]string{"dtype": "float32", "shape": "1000", "seed": "3"}},
+		{Name: "gen", Source: true, Params: map[string]string{"dtype": "float31"}}, {Name: "boom", Source: true}, {Name: "nobody", Source: true}, {Name: "x*"}, {Name: "b"},
+	}})
+	require.Error(t, err)
+	for i, code := range []codes.Code{codes.OK, codes.NotFound, codes.OK, codes.InvalidArgument, codes.Internal, codes.NotFound, codes.NotFound, codes.OK} {
+		require.Equal(t, code, status.Code(s[i].Err), "%q: %v", s[i].Name, s[i].Err)
+	}
+	require.Len(t, s[2].Data, 4000)
+}
+
+func TestAMappedFileThatShrinksFailsItsTensorNotTheServer(t *testing.T) {
+	testkit.Start(t)
+	dir := t.TempDir()
+	path := filepath.Join(dir, "model.safetensors")
+	const n = 8 * mib
+	f, err := os.Create(path)
+	require.NoError(t, err)
+	require.NoError(t, tensorfile.WriteSafetensors(f, []tensorfile.Named{{Name: "w", Tensor: tensor.Tensor{Desc: int8s(n), Data: noise(1, n)}}}, nil))
+	require.NoError(t, f.Close())
+	c := storing(t, inFolder(dir, store.FolderConfig{}), client.Config{})
+	_, err = c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "model/w"}}})
+	require.NoError(t, err)
+	require.NoError(t, os.Truncate(path, 4096))
+	s, err := c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "model/w"}}})
+	require.Error(t, err)
+	require.Equal(t, codes.DataLoss, status.Code(s[0].Err), "%v", err)
+}

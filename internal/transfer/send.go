@@ -1,0 +1,183 @@
+package transfer
+
+import (
+	"fmt"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Viewer is where a tensor's bytes come from.
+type Viewer interface {
+	// View shares bytes [off, off+n) until held, which may be nil, is released. A
+	// Sender asks for them in order.
+	View(off, n int64) (data []byte, held interface{ Release() }, err error)
+}
+
+// Range is a range of a tensor's bytes.
+type Range struct{ Off, Len int64 }
+
+// Tensor is one tensor to send.
+type Tensor struct {
+	stream.Desc // of which Send sets SizeBytes and ChunkBytes
+	From        Viewer
+	// Digest is of all bytes; zero has Send compute it.
+	Digest codec.Digest
+	// Held are ranges that the receiver has, ascending and apart: a chunk that
+	// lies wholly in one is not sent.
+	Held []Range
+}
+
+// SourceError is a failure of the tensor's Viewer: the stream goes on.
+type SourceError struct{ Err error }
+
+// Error tells what failed.
+func (e *SourceError) Error() string { return e.Err.Error() }
+
+// Unwrap returns what failed.
+func (e *SourceError) Unwrap() error { return e.Err }
+
+// Sender sends tensors, one after the other. It belongs to one goroutine.
+type Sender struct {
+	Conn     Conn
+	Checksum codec.Checksum
+	// ChunkBytes is the largest chunk sent.
+	ChunkBytes int64
+	// Codec is tried on every chunk.
+	Codec codec.Codec
+	// Pool gives the memory of compressed chunks.
+	Pool *slab.Pool
+	// Moved, when not nil, hears of each chunk that gRPC has taken, with its bytes
+	// in the tensor.
+	Moved func(d *stream.Desc, bytes int64)
+
+	msg   wire.Message
+	views [1][]byte
+}
+
+// NewSender returns a sender over conn. flight, if not nil, learns of what is sent.
+func NewSender(conn Conn, flight *wire.InFlight) *Sender {
+	return &Sender{Conn: conn, msg: wire.Message{InFlight: flight}}
+}
+
+// Control sends a frame of control parts alone. An error is of the stream.
+func (s *Sender) Control(f stream.Frame) error {
+	s.msg.Frame = f
+	return s.send(nil)
+}
+
+// Send sends a tensor's desc and chunks and returns its digest. A *SourceError
+// leaves the stream as it is, and the peer without some chunks; any other error is
+// of the stream.
+func (s *Sender) Send(t *Tensor) (codec.Digest, error) {
+	size, err := t.Bytes()
+	if err != nil {
+		return codec.Digest{}, &SourceError{err}
+	}
+	chunk := tensor.ChunkFor(t.Desc.Desc, s.ChunkBytes)
+	if size/chunk >= tensor.MaxChunks {
+		chunk = s.ChunkBytes
+	}
+	geo, err := tensor.NewGeometry(size, chunk)
+	if err != nil {
+		return codec.Digest{}, &SourceError{err}
+	}
+	t.SizeBytes, t.ChunkBytes = uint64(size), uint32(chunk)
+	var hash *codec.Digester
+	if t.Digest.IsZero() {
+		hash = new(codec.Digester)
+	}
+	s.msg.Frame.Reset()
+	s.msg.Frame.Descs = append(s.msg.Frame.Descs, t.Desc)
+	held := t.Held
+	for i := range geo.Count() {
+		off, n := geo.Span(i)
+		for len(held) > 0 && held[0].Off+held[0].Len < off+n {
+			held = held[1:]
+		}
+		skip := n > 0 && len(held) > 0 && held[0].Off <= off
+		if skip && hash == nil {
+			continue
+		}
+		if err := s.chunk(t, i, off, n, hash, skip); err != nil {
+			return codec.Digest{}, err
+		}
+	}
+	if len(s.msg.Frame.Descs) > 0 { // every chunk is held
+		if err := s.send(nil); err != nil {
+			return codec.Digest{}, err
+		}
+	}
+	if hash == nil {
+		return t.Digest, nil
+	}
+	return hash.Sum(), nil
+}
+
+// chunk hashes a chunk, and sends it unless it is skipped, with what waits in the frame.
+func (s *Sender) chunk(t *Tensor, index uint32, off, n int64, hash *codec.Digester, skip bool) error {
+	data, held, err := t.From.View(off, n)
+	if err == nil && int64(len(data)) != n {
+		err = fmt.Errorf("transfer: %d bytes asked for at %d, got %d", n, off, len(data))
+	}
+	if err != nil {
+		return &SourceError{err}
+	}
+	release := func() {
+		if held != nil {
+			held.Release()
+		}
+	}
+	c := stream.Chunk{Tensor: t.Tensor, Index: index, Data: s.views[:0]}
+	var packed *codec.Payload
+	err = guarded(func() {
+		if hash != nil {
+			_, _ = hash.Write(data)
+		}
+		if skip {
+			return
+		}
+		if packed = s.Codec.Encode([][]byte{data}); packed != nil {
+			c.Codec, data = uint8(s.Codec), packed.Bytes()
+		}
+		if len(data) > 0 {
+			c.Data = append(c.Data, data)
+		}
+		c.Sum = s.Checksum.Update(s.Checksum.Seed(c.Tensor, index), data)
+	})
+	switch {
+	case err != nil:
+		release()
+		return &SourceError{err}
+	case skip:
+		release()
+		return nil
+	case packed != nil:
+		release()
+		held = packed
+	}
+	s.msg.Frame.Chunk = c
+	if err := s.send(held); err != nil {
+		return err
+	}
+	if s.Moved != nil {
+		s.Moved(&t.Desc, n)
+	}
+	return nil
+}
+
+func (s *Sender) send(held interface{ Release() }) error {
+	if held != nil {
+		s.msg.Held = held
+	}
+	err := s.Conn.SendMsg(&s.msg)
+	if h := s.msg.Held; h != nil { // it never reached the codec
+		s.msg.Held = nil
+		h.Release()
+	}
+	s.msg.Frame.Reset()
+	return err
+}

@@ -1,0 +1,123 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"slices"
+	"time"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Compute runs one small call for a caller that has no session.
+func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.ComputeResponse, error) {
+	began := time.Now()
+	if n := s.calls.Add(1); n > int64(s.cfg.QueuedCalls) {
+		s.calls.Add(-1)
+		s.callsRefused.Add(1)
+		return nil, errCalls(s.cfg.QueuedCalls)
+	}
+	defer s.calls.Add(-1)
+	s.callsUnary.Add(1)
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	if t := req.GetTimeoutMillis(); t > 0 {
+		alarm := time.AfterFunc(timeoutOf(t), func() { cancel(context.DeadlineExceeded) })
+		defer alarm.Stop()
+	}
+	id := session.NewID()
+	out, st, err := s.compute(ctx, cancel, id, req)
+	code, text, retry := stream.OK, "", uint32(0)
+	if err != nil {
+		if cause := context.Cause(ctx); cause != nil { // outranks what it caused
+			err = cause
+		}
+		code, text, retry = callCode(err)
+	}
+	s.callEnded(req.GetModel(), code, time.Since(began))
+	if code == stream.Internal {
+		s.log.Error("call failed", slog.String("call", id.String()), slog.String("error", err.Error()))
+	}
+	if err != nil {
+		return nil, unaryStatus(code, text, retry)
+	}
+	return &pb.ComputeResponse{Outputs: out, Timings: &pb.Timings{
+		QueueNanos: int64(st.Queue), H2DNanos: int64(st.H2D), ComputeNanos: int64(st.Compute), D2HNanos: int64(st.D2H),
+		TotalNanos: int64(time.Since(began)),
+	}}, nil
+}
+
+// compute checks a small call's inputs and runs its model. Waiting for memory ends
+// the call by cancel.
+func (s *Server) compute(ctx context.Context, cancel context.CancelCauseFunc, id tensor.ID, req *pb.ComputeRequest) ([]*pb.NamedTensor, engine.Stats, error) {
+	var none engine.Stats
+	if problem := stream.CheckEntries("params", req.GetParams()); problem != "" {
+		return nil, none, fmt.Errorf("%w: %s", errBinding, problem)
+	}
+	model, unuse, err := s.cfg.Models.Lookup(req.GetModel())
+	if err != nil {
+		return nil, none, err
+	}
+	defer unuse()
+	info := model.Info()
+	tensors, inputs, err := smallInputs(info, req.GetInputs())
+	if err != nil {
+		return nil, none, err
+	}
+	patience := time.AfterFunc(s.cfg.MemoryWait, func() { cancel(s.waitedForMemory()) })
+	run, err := model.Open(ctx, engine.Call{ID: id, Session: "compute", Inputs: inputs, Params: req.GetParams()})
+	patience.Stop()
+	if err != nil {
+		return nil, none, err
+	}
+	results, st, err := engine.Collect(ctx, info, run, tensors, computeBytes)
+	if errors.Is(err, tensor.ErrTooLarge) {
+		err = fmt.Errorf("%w; a session has no such limit", err)
+	}
+	if err != nil {
+		return nil, st, err
+	}
+	out := make([]*pb.NamedTensor, len(results))
+	for i, t := range results {
+		out[i] = &pb.NamedTensor{Port: info.Outputs[i].Name, Dtype: pb.DataType(t.DType), Shape: t.Shape, Data: t.Data}
+	}
+	return out, st, nil
+}
+
+// smallInputs puts a small call's tensors, whose bytes they share, in the order of
+// the model's ports.
+func smallInputs(info engine.Info, list []*pb.NamedTensor) ([]tensor.Tensor, []engine.Input, error) {
+	if len(list) != len(info.Inputs) {
+		return nil, nil, fmt.Errorf("%w: %q has %d inputs, the call has %d", errBinding, info.Name, len(info.Inputs), len(list))
+	}
+	tensors := make([]tensor.Tensor, len(list))
+	inputs := make([]engine.Input, len(list))
+	left := int64(computeBytes)
+	for i, port := range info.Inputs {
+		at := slices.IndexFunc(list, func(t *pb.NamedTensor) bool {
+			return t.GetPort() == port.Name || t.GetPort() == "" && len(list) == 1
+		})
+		if at < 0 {
+			return nil, nil, fmt.Errorf("%w: %q needs input %q", errBinding, info.Name, port.Name)
+		}
+		in := list[at]
+		d := tensor.Desc{DType: tensor.DataType(min(max(in.GetDtype(), 0), math.MaxUint8)), Shape: in.GetShape()}
+		t, err := tensor.New(d, in.GetData())
+		if err != nil {
+			return nil, nil, fmt.Errorf("%w: input %q: %w", errBinding, port.Name, err)
+		}
+		if left -= int64(len(t.Data)); left < 0 {
+			return nil, nil, fmt.Errorf("%w: the inputs have more than %d bytes; a session has no such limit", tensor.ErrTooLarge, computeBytes)
+		}
+		tensors[i] = t
+		inputs[i] = engine.Input{Port: port.Name, Desc: d, ChunkBytes: tensor.ChunkFor(d, computeBytes)}
+	}
+	return tensors, inputs, nil
+}

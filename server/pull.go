@@ -1,0 +1,221 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+
+	"google.golang.org/grpc"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/internal/transfer"
+	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/stream"
+)
+
+// pull is a client's download from the store and the sources.
+type pull struct {
+	server *Server
+	ctx    context.Context
+	record *record
+	sender *transfer.Sender
+}
+
+// PullTensors sends what a client selects.
+func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreamingServer[pb.Frame]) error {
+	return s.transfer(conn, pullTransfer, func(w *watched) (*record, error) {
+		h, err := wire.Hello(req.GetHello())
+		if err != nil {
+			return nil, &stream.Error{Code: stream.InvalidArgument, Text: err.Error()}
+		}
+		if bad := stream.CheckHello(h); bad != nil {
+			return nil, bad
+		}
+		if err := checkSelections(req.GetSelections()); err != nil {
+			return nil, err
+		}
+		r, err := s.transfers.begin(h.Session, false)
+		if err != nil {
+			return nil, err
+		}
+		p := &pull{server: s, ctx: conn.Context(), record: r, sender: transfer.NewSender(w, inFlight(conn.Context()))}
+		p.sender.Checksum = codec.Checksum(h.Checksum)
+		p.sender.ChunkBytes = min(int64(h.MaxChunkBytes), int64(s.limits.ChunkBytes))
+		if h.MaxChunkBytes == 0 {
+			p.sender.ChunkBytes = min(1<<20, int64(s.limits.ChunkBytes))
+		}
+		p.sender.Codec = codec.Choose(codec.All(), h.Codecs)
+		hello := stream.Hello{Version: stream.Version, Session: h.Session, MaxChunkBytes: s.limits.ChunkBytes, Checksum: h.Checksum}
+		if err := p.sender.Control(stream.Frame{Hello: &hello}); err != nil {
+			return r, err
+		}
+		for _, sel := range req.GetSelections() {
+			if err := p.selection(sel); err != nil {
+				return r, err
+			}
+		}
+		return r, nil
+	})
+}
+
+// checkSelections refuses a request before anything is done for it.
+func checkSelections(list []*pb.Selection) error {
+	bad := func(format string, args ...any) error {
+		return &stream.Error{Code: stream.InvalidArgument, Text: fmt.Sprintf(format, args...)}
+	}
+	switch n := len(list); {
+	case n == 0:
+		return bad("selections: none; name a tensor, a glob or a source")
+	case n > transferTensors:
+		return &stream.Error{Code: stream.ResourceExhausted, Text: fmt.Sprintf("selections: %d, the limit of a pull is %d; use several", n, transferTensors)}
+	}
+	for i, sel := range list {
+		if err := store.CheckName(sel.GetName()); err != nil {
+			return bad("selections[%d]: %v", i, err)
+		}
+		if problem := stream.CheckEntries("params", sel.GetParams()); problem != "" {
+			return bad("selections[%d]: %s", i, problem)
+		}
+		if len(sel.GetParams()) > 0 && !sel.GetSource() {
+			return bad("selections[%d]: params are for sources; set source, or leave them out", i)
+		}
+		if d := len(sel.GetHeldDigest()); d != 0 && d != len(codec.Digest{}) {
+			return bad("selections[%d]: held_digest has %d bytes, a digest has %d", i, d, len(codec.Digest{}))
+		}
+		end := uint64(0)
+		for j, r := range sel.GetHeld() {
+			if r.GetLength() == 0 || r.GetOffset() < end || r.GetOffset() > 1<<62 || r.GetLength() > 1<<62 {
+				return bad("selections[%d].held[%d]: bytes [%d,+%d); ranges hold a byte or more, ascend and do not overlap", i, j, r.GetOffset(), r.GetLength())
+			}
+			end = r.GetOffset() + r.GetLength()
+		}
+	}
+	return nil
+}
+
+// selection sends what one selection picks. What is wrong with it, or with one of
+// its tensors, is a summary's to tell; an error is the stream's.
+func (p *pull) selection(sel *pb.Selection) error {
+	name := sel.GetName()
+	if sel.GetSource() {
+		src, ok := p.server.cfg.Sources.Lookup(name)
+		if !ok {
+			return p.refuse(name, fmt.Errorf("%w: source %q", store.ErrNotFound, name))
+		}
+		var r store.Reader
+		err := p.server.survive(func() (err error) {
+			r, err = src(p.ctx, sel.GetParams())
+			return err
+		})
+		if err != nil {
+			return p.refuse(name, err)
+		}
+		return p.tensor(name, r, sel)
+	}
+	if p.server.cfg.Store == nil {
+		return p.refuse(name, errNoStore)
+	}
+	r, err := p.server.cfg.Store.Open(p.ctx, name)
+	if err == nil {
+		return p.tensor(name, r, sel)
+	}
+	if !errors.Is(err, store.ErrNotFound) || !strings.ContainsAny(name, `*?[`) {
+		return p.refuse(name, err)
+	}
+	return p.glob(name)
+}
+
+// glob sends every tensor whose name matches, a page of names at a time.
+func (p *pull) glob(glob string) error {
+	found := false
+	for after := ""; ; {
+		page, err := p.server.cfg.Store.List(glob, after, listPage)
+		if err != nil {
+			return p.refuse(glob, err)
+		}
+		for _, info := range page {
+			after = info.Name
+			r, err := p.server.cfg.Store.Open(p.ctx, info.Name)
+			if errors.Is(err, store.ErrNotFound) {
+				continue // deleted meanwhile
+			}
+			found = true
+			if err != nil {
+				err = p.refuse(info.Name, err)
+			} else {
+				err = p.tensor(info.Name, r, nil)
+			}
+			if err != nil {
+				return err
+			}
+		}
+		if len(page) < listPage {
+			break
+		}
+	}
+	if !found {
+		return p.refuse(glob, fmt.Errorf("%w: no tensor matches %q", store.ErrNotFound, glob))
+	}
+	return nil
+}
+
+// viewer lets a store's reader be read by a sender.
+type viewer struct{ store.Reader }
+
+// View shares bytes of the tensor until held is released.
+func (v viewer) View(off, n int64) ([]byte, interface{ Release() }, error) {
+	return v.Reader.View(off, n)
+}
+
+// tensor sends one tensor, and what became of it.
+func (p *pull) tensor(name string, r store.Reader, sel *pb.Selection) error {
+	defer r.Release()
+	info := r.Info()
+	size, err := info.Bytes()
+	if err != nil {
+		return p.refuse(name, err)
+	}
+	t := transfer.Tensor{Desc: stream.Desc{Tensor: session.NewID(), Desc: info.Desc, Name: name}, From: viewer{r}, Digest: info.Digest}
+	if d := sel.GetHeldDigest(); len(d) == 0 || info.Digest.IsZero() || codec.Digest(d) == info.Digest {
+		for _, h := range sel.GetHeld() {
+			t.Held = append(t.Held, transfer.Range{Off: int64(h.GetOffset()), Len: int64(h.GetLength())})
+		}
+	}
+	state := p.server.transfers.tensor(p.record, t.Tensor, name, uint64(size))
+	p.sender.Moved = func(_ *stream.Desc, bytes int64) {
+		state.bytes.Add(bytes)
+		p.record.bytes.Add(bytes)
+	}
+	sum := stream.Summary{Tensor: t.Tensor, Name: name, SizeBytes: uint64(size), Durable: info.Durable}
+	var source *transfer.SourceError
+	switch sum.Digest, err = p.sender.Send(&t); {
+	case errors.As(err, &source):
+		p.explain(&sum, source.Err)
+	case err != nil:
+		return err // the record says how the transfer ended
+	}
+	p.server.transfers.over(state, sum)
+	return p.sender.Control(stream.Frame{Summaries: []stream.Summary{sum}})
+}
+
+// refuse tells that a selection, or one tensor of it, is not sent.
+func (p *pull) refuse(name string, err error) error {
+	sum := stream.Summary{Tensor: session.NewID(), Name: name}
+	p.explain(&sum, err)
+	p.server.transfers.over(p.server.transfers.tensor(p.record, sum.Tensor, name, 0), sum)
+	return p.sender.Control(stream.Frame{Summaries: []stream.Summary{sum}})
+}
+
+func (p *pull) explain(sum *stream.Summary, err error) {
+	var known bool
+	sum.Digest = codec.Digest{}
+	if sum.Code, sum.Message, sum.RetryAfterMillis, known = storedCode(err); !known {
+		p.server.log.Error("pull failed", slog.String("transfer", p.record.id.String()),
+			slog.String("tensor", sum.Tensor.String()), slog.String("error", err.Error()))
+	}
+}

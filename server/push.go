@@ -1,0 +1,223 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"sync"
+
+	"google.golang.org/grpc"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/assembler"
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/transfer"
+	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/stream"
+)
+
+// errNoStore refuses what needs a store, on a server without one.
+var errNoStore = &stream.Error{Code: stream.FailedPrecondition, Text: "this server has no store; start one with --store"}
+
+// push is a client's upload into the store.
+type push struct {
+	server *Server
+	ctx    context.Context
+	record *record
+	holder string // of the budget
+
+	committing sync.WaitGroup
+	slots      chan struct{} // one token for each commit that runs
+
+	mu        sync.Mutex
+	summaries []stream.Summary // guarded by mu
+	failed    bool             // one of them is not OK; guarded by mu
+}
+
+// place is where one pushed tensor goes.
+type place struct {
+	writer store.Writer
+	state  *moved
+	table  int64 // bytes of the budget for what is kept per chunk
+}
+
+// WriteViews copies views to byte off of the tensor.
+func (p *place) WriteViews(off int64, views [][]byte) error { return p.writer.WriteViews(off, views) }
+
+// PushTensors stores the tensors of a client's stream.
+func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTensorsResponse]) error {
+	return s.transfer(conn, pushTransfer, func(w *watched) (*record, error) {
+		if s.cfg.Store == nil {
+			return nil, errNoStore
+		}
+		var msg wire.Message
+		defer msg.Free()
+		if err := receive(w, &msg); err != nil {
+			return nil, err
+		}
+		h := msg.Frame.Hello
+		if h == nil {
+			return nil, &stream.Error{Code: stream.InvalidArgument, Text: "a push opens with hello"}
+		}
+		if bad := stream.CheckHello(h); bad != nil {
+			return nil, bad
+		}
+		r, err := s.transfers.begin(h.Session, true)
+		if err != nil {
+			return nil, err
+		}
+		p := &push{
+			server: s, ctx: conn.Context(), record: r, holder: "push " + h.Session.String(), slots: make(chan struct{}, commits),
+		}
+		err = p.serve(w, &msg)
+		p.committing.Wait()
+		if err != nil {
+			return r, err
+		}
+		resp := &pb.PushTensorsResponse{}
+		for i := range p.summaries {
+			resp.Summaries = append(resp.Summaries, wire.ToSummary(&p.summaries[i]))
+		}
+		return r, w.SendMsg(resp)
+	})
+}
+
+// receive waits for the next frame. Why the bytes were none is a *stream.Error.
+func receive(w *watched, msg *wire.Message) error {
+	err := w.RecvMsg(msg)
+	switch {
+	case errors.Is(err, io.EOF):
+		return io.EOF
+	case err != nil:
+		return err
+	case errors.Is(msg.Err, wire.ErrTooLarge):
+		return &stream.Error{Code: stream.ResourceExhausted, Text: msg.Err.Error()}
+	case msg.Err != nil:
+		return &stream.Error{Code: stream.InvalidArgument, Text: msg.Err.Error()}
+	}
+	return nil
+}
+
+// serve takes frames until the client has sent its last one, or a tensor failed
+// and none is open: then the client is told at once, not after it has sent the
+// rest in vain.
+func (p *push) serve(w *watched, msg *wire.Message) error {
+	s := p.server
+	limits := s.limits
+	limits.OpenTensors = min(limits.OpenTensors, pushTensors)
+	limits.TensorBytes = s.cfg.StoredBytes
+	recv := transfer.Receiver[*place]{
+		Limits: limits, Tensors: transferTensors, Checksum: codec.Checksum(msg.Frame.Hello.Checksum), Codecs: codec.All(), Handler: p,
+	}
+	for first := true; ; first = false {
+		if h := msg.Frame.Hello; h != nil && !first {
+			recv.Fail(&stream.Error{Code: stream.InvalidArgument, Text: "a second hello ended the push"})
+			return &stream.Error{Code: stream.InvalidArgument, Text: "a second hello; a push opens once"}
+		}
+		if len(msg.Frame.Summaries) > 0 {
+			recv.Fail(&stream.Error{Code: stream.InvalidArgument, Text: "a summary ended the push"})
+			return &stream.Error{Code: stream.InvalidArgument, Text: "summaries come from the server"}
+		}
+		if err := recv.Frame(&msg.Frame); err != nil {
+			recv.Fail(err)
+			return err
+		}
+		msg.Free()
+		if recv.Open() == 0 && p.hasFailed() {
+			return nil
+		}
+		err := receive(w, msg)
+		if errors.Is(err, io.EOF) {
+			recv.End()
+			return nil
+		}
+		if err != nil {
+			recv.Fail(err)
+			return err
+		}
+	}
+}
+
+func (p *push) hasFailed() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.failed
+}
+
+// Open finds room for a tensor.
+func (p *push) Open(t *transfer.In[*place]) (_ *place, err error) {
+	s := p.server
+	pl := &place{state: s.transfers.tensor(p.record, t.Tensor, t.Name, t.SizeBytes)}
+	t.Place = pl // for Failed, too
+	if err := store.CheckName(t.Name); err != nil {
+		return pl, err
+	}
+	if n := int64(t.Geo.Count()) - tableFree; n > 0 {
+		table := n * assembler.ChunkOverhead
+		if !s.cfg.Budget.TryAcquire(p.holder, table) {
+			_, _, limit := s.cfg.Budget.Used()
+			return pl, fmt.Errorf("%w: %d bytes to keep track of so many chunks, the budget is %d; send larger chunks", slab.ErrBudget, table, limit)
+		}
+		pl.table = table
+	}
+	ctx, cancel := context.WithTimeout(p.ctx, s.cfg.MemoryWait)
+	defer cancel()
+	pl.writer, err = s.cfg.Store.Create(ctx, t.Name, t.Desc.Desc)
+	return pl, err
+}
+
+// Moved counts.
+func (p *push) Moved(t *transfer.In[*place], bytes int64) {
+	t.Place.state.bytes.Add(bytes)
+	p.record.bytes.Add(bytes)
+}
+
+// Whole has the tensor stored for good, beside the next one's arrival.
+func (p *push) Whole(t *transfer.In[*place]) {
+	p.slots <- struct{}{} // bounded: each commit ends with the disk's answer
+	p.committing.Go(func() {
+		defer func() { <-p.slots }()
+		var info store.Info
+		err := p.server.survive(func() (err error) {
+			info, err = t.Place.writer.Commit()
+			return err
+		})
+		if err != nil {
+			p.Failed(t, err)
+			return
+		}
+		p.end(t, stream.Summary{Digest: info.Digest, Durable: info.Durable})
+	})
+}
+
+// Failed discards what came of a tensor.
+func (p *push) Failed(t *transfer.In[*place], err error) {
+	if t.Place == nil { // its desc was refused
+		t.Place = &place{state: p.server.transfers.tensor(p.record, t.Tensor, t.Name, t.SizeBytes)}
+	}
+	if t.Place.writer != nil {
+		t.Place.writer.Abort()
+	}
+	code, text, retry, known := storedCode(err)
+	if !known {
+		p.server.log.Error("push failed", slog.String("transfer", p.record.id.String()),
+			slog.String("tensor", t.Tensor.String()), slog.String("error", err.Error()))
+	}
+	p.end(t, stream.Summary{Code: code, Message: text, RetryAfterMillis: retry})
+}
+
+func (p *push) end(t *transfer.In[*place], s stream.Summary) {
+	if n := t.Place.table; n > 0 {
+		p.server.cfg.Budget.Release(p.holder, n)
+	}
+	s.Tensor, s.Name, s.SizeBytes = t.Tensor, t.Name, t.SizeBytes
+	p.server.transfers.over(t.Place.state, s)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.summaries = append(p.summaries, s)
+	p.failed = p.failed || s.Code != stream.OK
+}

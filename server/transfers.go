@@ -1,0 +1,251 @@
+package server
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// transfers knows the pushes and pulls that are open, and the last that ended.
+type transfers struct {
+	most int // open at a time
+
+	mu    sync.Mutex // guards all below, and what is in the records
+	byID  map[tensor.ID]*record
+	ended []*record // oldest first
+	open  int
+	idle  chan struct{} // closed when none is open any more; nil: nobody waits
+	kept  int           // tensors in records that ended
+}
+
+// record is what is known of one transfer.
+type record struct {
+	id      tensor.ID
+	push    bool
+	open    bool
+	code    stream.Code
+	message string
+	began   time.Time
+	tensors []*moved // the last recordTensors that were announced
+	bytes   atomic.Int64
+}
+
+// moved is how far one tensor of a transfer is.
+type moved struct {
+	summary stream.Summary
+	open    bool
+	bytes   atomic.Int64
+}
+
+// begin opens a record, or says why the transfer is refused.
+func (ts *transfers) begin(id tensor.ID, push bool) (*record, error) {
+	ts.mu.Lock()
+	defer ts.mu.Unlock()
+	if r := ts.byID[id]; r != nil && r.open {
+		return nil, errTransferExists(id)
+	}
+	r := &record{id: id, push: push, open: true, began: time.Now()}
+	if ts.byID == nil {
+		ts.byID = make(map[tensor.ID]*record)
+	}
+	ts.byID[id] = r
+	return r, nil
+}
+
+// enter counts a transfer that has not said its name yet.
+func (ts *transfers) enter() error {
+	ts.mu.Lock()
+	defer ts.mu.Unlock()
+	if ts.open >= ts.most {
+		return errTransfers(ts.most)
+	}
+	ts.open++
+	return nil
+}
+
+// leave ends a transfer; r is nil if it never said its name.
+func (ts *transfers) leave(r *record, err error) {
+	ts.mu.Lock()
+	defer ts.mu.Unlock()
+	if ts.open--; ts.open == 0 && ts.idle != nil {
+		close(ts.idle)
+		ts.idle = nil
+	}
+	if r == nil {
+		return
+	}
+	r.open = false
+	r.code, r.message = statusParts(err)
+	ts.ended = append(ts.ended, r)
+	ts.kept += len(r.tensors)
+	for len(ts.ended) > recordsKept || ts.kept > recordTensorsKept && len(ts.ended) > 1 {
+		old := ts.ended[0]
+		ts.ended[0] = nil
+		ts.ended = ts.ended[1:]
+		ts.kept -= len(old.tensors)
+		if ts.byID[old.id] == old {
+			delete(ts.byID, old.id)
+		}
+	}
+}
+
+// wait waits until no transfer is open, or ctx ends. No other may begin.
+func (ts *transfers) wait(ctx context.Context) error {
+	ts.mu.Lock()
+	if ts.open == 0 {
+		ts.mu.Unlock()
+		return nil
+	}
+	idle := make(chan struct{})
+	ts.idle = idle
+	ts.mu.Unlock()
+	select {
+	case <-idle:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// tensor adds a tensor to a record.
+func (ts *transfers) tensor(r *record, id tensor.ID, name string, size uint64) *moved {
+	ts.mu.Lock()
+	defer ts.mu.Unlock()
+	m := &moved{summary: stream.Summary{Tensor: id, Name: name, SizeBytes: size}, open: true}
+	if len(r.tensors) == recordTensors {
+		r.tensors[0] = nil
+		r.tensors = r.tensors[1:]
+	}
+	r.tensors = append(r.tensors, m)
+	return m
+}
+
+// over notes how a tensor ended.
+func (ts *transfers) over(m *moved, s stream.Summary) {
+	ts.mu.Lock()
+	defer ts.mu.Unlock()
+	m.summary, m.open = s, false
+}
+
+// state copies what GetTransfer tells.
+func (ts *transfers) state(id tensor.ID) *pb.GetTransferResponse {
+	ts.mu.Lock()
+	defer ts.mu.Unlock()
+	r := ts.byID[id]
+	if r == nil {
+		return nil
+	}
+	out := &pb.GetTransferResponse{
+		Open: r.open, Push: r.push, Code: uint32(r.code), Message: r.message, AgeMillis: time.Since(r.began).Milliseconds(),
+	}
+	for _, m := range r.tensors {
+		out.Tensors = append(out.Tensors, &pb.TensorState{
+			Summary: wire.ToSummary(&m.summary), Open: m.open, MovedBytes: uint64(m.bytes.Load()),
+		})
+	}
+	return out
+}
+
+// watched is the gRPC stream of a transfer, with a clock that runs while this side
+// waits for its peer.
+type watched struct {
+	grpc.ServerStream
+	timer *time.Timer
+	next  time.Duration // to the next frame
+	idle  time.Duration // to those after it
+}
+
+// RecvMsg waits for the peer's next frame for as long as the clock says.
+func (w *watched) RecvMsg(m any) error {
+	w.timer.Reset(w.next)
+	err := w.ServerStream.RecvMsg(m)
+	w.timer.Stop()
+	w.next = w.idle
+	return err
+}
+
+// SendMsg waits until the peer reads for as long as the clock says.
+func (w *watched) SendMsg(m any) error {
+	w.timer.Reset(w.idle)
+	err := w.ServerStream.SendMsg(m)
+	w.timer.Stop()
+	return err
+}
+
+// transfer has the work of a transfer done on a goroutine of its own, since
+// nothing but the end of the RPC wakes one that waits for its peer, and returns
+// what the RPC ends with. The work ends soon after; Close waits for it.
+func (s *Server) transfer(conn grpc.ServerStream, kind string, work func(*watched) (*record, error)) error {
+	s.mu.Lock()
+	if s.draining {
+		s.mu.Unlock()
+		return errDraining
+	}
+	if err := s.transfers.enter(); err != nil {
+		s.mu.Unlock()
+		return err
+	}
+	s.work.Add(1)
+	s.mu.Unlock()
+	s.transferOpened(kind)
+
+	stalled := make(chan struct{}, 1)
+	w := &watched{ServerStream: conn, next: time.Duration(s.limits.FirstFrame), idle: time.Duration(s.limits.ChunkIdle)}
+	w.timer = time.AfterFunc(w.idle, func() { stalled <- struct{}{} })
+	w.timer.Stop()
+	ended := make(chan error, 1)
+	var gone atomic.Pointer[error] // why the RPC has ended before the work
+	go func() {                    // ends when its RPC has
+		defer s.work.Done()
+		var r *record
+		err := s.survive(func() (err error) {
+			r, err = work(w)
+			return err
+		})
+		w.timer.Stop()
+		if first := gone.Load(); first != nil {
+			err = *first
+		}
+		s.transfers.leave(r, sessionStatus(err))
+		var bytes int64
+		if r != nil {
+			bytes = r.bytes.Load()
+		}
+		code, _ := statusParts(sessionStatus(err))
+		s.transferEnded(kind, code, bytes)
+		ended <- err
+	}()
+	var err error
+	select {
+	case err = <-ended:
+		return sessionStatus(err)
+	case <-stalled:
+		err = &stream.Error{Code: stream.DeadlineExceeded, Text: fmt.Sprintf("the peer neither sent nor read anything for %v", w.next)}
+	case <-conn.Context().Done():
+		err = context.Cause(conn.Context())
+	case <-s.closing:
+		err = errShutdown
+	}
+	gone.Store(&err)
+	return sessionStatus(err)
+}
+
+// survive runs code that may be a user's and makes an error of its panic: off the
+// RPC's own goroutine no interceptor does.
+func (s *Server) survive(f func() error) (err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			err = s.panicked(p)
+		}
+	}()
+	return f()
+}
