@@ -136,7 +136,8 @@ func (c MemoryConfig) serve(ctx context.Context) (server *child, address string,
 		}
 		listen, release = "unix:"+filepath.Join(dir, "socket"), func() { _ = os.RemoveAll(dir) }
 	}
-	server = c.child(ctx, "serve", "--listen", listen)
+	server = c.child(ctx, "serve", "--metrics", "off", "--listen", listen)
+	server.stderr.mark = listening
 	if err := server.cmd.Start(); err != nil {
 		release()
 		return nil, "", nil, err
@@ -148,15 +149,17 @@ func (c MemoryConfig) serve(ctx context.Context) (server *child, address string,
 	case err := <-server.ended:
 		server.ended <- err // for wait
 	}
-	// "tensorferry 0.1.0 serves 5 models on ADDRESS", or why it does not.
-	line, _, _ := strings.Cut(server.stderr.String(), "\n")
-	if _, address, ok := strings.Cut(line, " models on "); ok {
+	if _, rest, ok := strings.Cut(server.stderr.String(), listening); ok {
+		address, _, _ := strings.Cut(rest, " ")
 		return server, address, release, nil
-	}
+	} // or else it says why it does not
 	_ = server.cmd.Process.Kill() // it may have ended
 	defer release()
 	return nil, "", nil, errors.Join(errors.New("bench: the server does not say where it listens"), server.wait())
 }
+
+// listening is what a server's log says before its address.
+const listening = "msg=listening address="
 
 // child is a process of tensorferry.
 type child struct {
@@ -190,7 +193,8 @@ func (p *child) wait() error {
 
 // tail keeps the end of what is written to it. Safe for concurrent use.
 type tail struct {
-	line chan struct{} // closed when the first line is there
+	mark string        // what line waits for
+	line chan struct{} // closed when the rest of the first line with mark is there
 
 	mu    sync.Mutex // guards all below
 	text  []byte
@@ -203,7 +207,7 @@ func (t *tail) Write(p []byte) (int, error) {
 	defer t.mu.Unlock()
 	t.text = append(t.text, p...)
 	t.text = t.text[max(0, len(t.text)-stderrBytes):]
-	if !t.begun && bytes.IndexByte(t.text, '\n') >= 0 {
+	if _, rest, ok := bytes.Cut(t.text, []byte(t.mark)); ok && !t.begun && bytes.IndexByte(rest, '\n') >= 0 {
 		t.begun = true
 		close(t.line)
 	}

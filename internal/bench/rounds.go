@@ -49,10 +49,11 @@ func (c Config) Rounds(ctx context.Context, network, work string, size int, ours
 			more = more || n < c.MaxPairs && x.Ratio.Error > StableError
 		}
 	}
-	for i, x := range all {
+	for i, p := range peers {
+		x := all[i]
 		x.sum()
-		if peers[i].AtLeast > 0 && !c.Smoke {
-			x.Required = hold(Required{Value: peers[i].AtLeast}, x.Ratio.Median)
+		if p.AtLeast > 0 && !c.Smoke {
+			x.Required = hold(Required{Value: p.AtLeast}, x.Ratio.Median)
 		}
 	}
 	return all, nil
