@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/chunker"
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -183,7 +184,7 @@ func (r *rogue) frame() *Frame {
 				f.Hello = &Hello{Version: Version, Session: tensor.ID{1}, Checksum: 1}
 			}
 		default:
-			ch := Chunk{Tensor: r.any(), Index: uint32(r.byte() % 8)}
+			ch := Chunk{Tensor: r.any(), Index: uint32(r.byte() % 8), Codec: [...]uint8{0, 0, 0, 0, 0, 1, 2, 255}[r.byte()%8]}
 			data := bytes.Repeat([]byte{7}, r.byte()%6)
 			ch.Data = [][]byte{data}
 			ch.Sum = r.m.kind.Update(r.m.kind.Seed(ch.Tensor, ch.Index), data)
@@ -289,7 +290,7 @@ func FuzzRogueFrames(f *testing.F) {
 		}
 		r := &rogue{
 			t: t, script: script, closed: map[tensor.ID]bool{}, lent: map[tensor.ID][]*lentMem{}, of: map[tensor.ID]tensor.ID{},
-			m: New(Config{Server: server, Session: tensor.ID{1}, Limits: Limits{
+			m: New(Config{Server: server, Session: tensor.ID{1}, Codecs: codec.All(), Limits: Limits{
 				ChunkBytes: 5, AllowanceBytes: 24, TensorBytes: 200, OpenTensors: 3, OpenCalls: 3,
 			}}, 0),
 		}

@@ -132,7 +132,8 @@ type Machine struct {
 	stats Stats
 }
 
-// Stats counts what a machine has done. Bytes are payload.
+// Stats counts what a machine has done. Bytes are of tensors, in whatever codec
+// they travelled.
 type Stats struct {
 	BytesIn, BytesOut   int64
 	ChunksIn, ChunksOut int64
