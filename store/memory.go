@@ -56,8 +56,8 @@ func (m *Memory) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 		return nil, context.Cause(ctx)
 	}
 	room := slab.SizeOf(size)
-	if err := m.reserve(room); err != nil {
-		return nil, fmt.Errorf("%w: tensor %q: %w", ErrFull, name, err)
+	if err := m.reserve(name, room); err != nil {
+		return nil, err
 	}
 	s := m.pool.Get(int(size))
 	w := &memoryWriter{store: m, made: &resident{info: Info{Name: name, Desc: d.Clone()}, data: s.Bytes()}}
@@ -69,12 +69,15 @@ func (m *Memory) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 }
 
 // reserve takes room bytes, and forgets tensors for them if it must.
-func (m *Memory) reserve(room int64) error {
+func (m *Memory) reserve(name string, room int64) error {
 	if room > m.limit {
-		return fmt.Errorf("%d bytes, the limit is %d", room, m.limit)
+		return fmt.Errorf("%w: tensor %q takes %d bytes, the limit is %d", ErrFull, name, room, m.limit)
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	if m.isClosed {
+		return ErrClosed
+	}
 	missing := m.used.Load() - m.limit + room
 	var victims []*resident
 	for e := m.recent.Back(); e != nil && missing > 0; e = e.Prev() {
@@ -85,8 +88,8 @@ func (m *Memory) reserve(room int64) error {
 		}
 	}
 	if missing > 0 {
-		return fmt.Errorf("%d bytes more are needed; the limit is %d, being read and written are %d; try again when they are done",
-			missing, m.limit, m.limit-room+missing)
+		return fmt.Errorf("%w: tensor %q: %d bytes more are needed; the limit is %d, being read and written are %d; try again when they are done",
+			ErrFull, name, missing, m.limit, m.limit-room+missing)
 	}
 	for _, r := range victims {
 		m.forget(r)

@@ -1,0 +1,94 @@
+package store
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/slab"
+)
+
+const (
+	benchChunk = 1 * mib
+	benchView  = 16 * kib // what gRPC's buffers hold
+)
+
+// BenchmarkPush pushes a tensor into each store in chunks as they come from the
+// wire and, beside it, writes the same bytes to a file with nothing but write and
+// fsync, over the file before.
+func BenchmarkPush(b *testing.B) {
+	for _, size := range []int64{1 * mib, 64 * mib, 1024 * mib} {
+		if testing.Short() && size > 64*mib {
+			continue
+		}
+		name := map[int64]string{1 * mib: "bytes=1MiB", 64 * mib: "bytes=64MiB", 1024 * mib: "bytes=1GiB"}[size]
+		chunk := testkit.Bytes(benchChunk, 1)
+		views := slices.Collect(slices.Chunk(chunk, benchView))
+		dir := b.TempDir()
+		b.Run(name+"/to=file", func(b *testing.B) {
+			b.SetBytes(size)
+			for b.Loop() {
+				f, err := os.Create(filepath.Join(dir, "plain"))
+				require.NoError(b, err)
+				for range size / benchChunk {
+					_, err := f.Write(chunk)
+					require.NoError(b, err)
+				}
+				require.NoError(b, f.Sync())
+				require.NoError(b, f.Close())
+			}
+		})
+		for to, s := range map[string]Store{
+			"folder": closing(b, openFolder(b, filepath.Join(dir, "folder"), FolderConfig{})),
+			"memory": closing(b, NewMemory(slab.NewPool(2*size), 3*size)),
+		} {
+			b.Run(name+"/to="+to, func(b *testing.B) {
+				b.SetBytes(size)
+				b.ReportAllocs()
+				for b.Loop() {
+					w, err := s.Create(b.Context(), "x", vector(size))
+					require.NoError(b, err)
+					for off := int64(0); off < size; off += benchChunk {
+						require.NoError(b, w.WriteViews(off, views))
+					}
+					_, err = w.Commit()
+					require.NoError(b, err)
+				}
+			})
+		}
+		require.NoError(b, os.RemoveAll(dir))
+	}
+}
+
+// BenchmarkView reads a tensor that lies in the page cache, as a pull does, by
+// touching each of its pages.
+func BenchmarkView(b *testing.B) {
+	const size = 256 * mib
+	dir := b.TempDir()
+	for from, s := range map[string]Store{
+		"folder": closing(b, openFolder(b, filepath.Join(dir, "folder"), FolderConfig{})),
+		"memory": closing(b, NewMemory(slab.NewPool(0), size)),
+	} {
+		put(b, s, "x", make([]byte, size))
+		b.Run("bytes=256MiB/from="+from, func(b *testing.B) {
+			b.SetBytes(size)
+			b.ReportAllocs()
+			into := make([]byte, benchChunk)
+			for b.Loop() {
+				r, err := s.Open(b.Context(), "x")
+				require.NoError(b, err)
+				for off := int64(0); off < size; off += benchChunk {
+					data, held, err := r.View(off, benchChunk)
+					require.NoError(b, err)
+					copy(into, data)
+					held.Release()
+				}
+				r.Release()
+			}
+		})
+	}
+}

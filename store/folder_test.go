@@ -1,0 +1,521 @@
+package store
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"runtime"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
+)
+
+// logged is a log to look at.
+type logged struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (l *logged) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(p)
+}
+
+func (l *logged) logger() *slog.Logger { return slog.New(slog.NewTextHandler(l, nil)) }
+
+// count returns how many lines hold all of words.
+func (l *logged) count(words ...string) (n int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for line := range strings.Lines(l.text.String()) {
+		if !slices.ContainsFunc(words, func(w string) bool { return !strings.Contains(line, w) }) {
+			n++
+		}
+	}
+	return n
+}
+
+func files(t testing.TB, dir string) (names []string) {
+	t.Helper()
+	entries, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	for _, e := range entries {
+		if e.Name() != lockFile {
+			names = append(names, e.Name())
+		}
+	}
+	return names
+}
+
+func listed(t testing.TB, s Store) (names []string) {
+	t.Helper()
+	infos, err := s.List("", "", 1<<20)
+	require.NoError(t, err)
+	for _, info := range infos {
+		names = append(names, info.Name)
+	}
+	return names
+}
+
+// modelFile is a .safetensors file of int32 vectors.
+func modelFile(t testing.TB, tensors map[string][]int32) []byte {
+	t.Helper()
+	var named []tensorfile.Named
+	for name, data := range tensors {
+		x, err := tensor.Of(data)
+		require.NoError(t, err)
+		named = append(named, tensorfile.Named{Name: name, Tensor: x})
+	}
+	var file bytes.Buffer
+	require.NoError(t, tensorfile.WriteSafetensors(&file, named, nil))
+	return file.Bytes()
+}
+
+// place puts a file into the folder whole, as a careful person does.
+func place(t testing.TB, dir, name string, data []byte) {
+	t.Helper()
+	path := filepath.Join(dir, name)
+	require.NoError(t, os.WriteFile(path+".part", data, 0o644))
+	require.NoError(t, os.Rename(path+".part", path))
+}
+
+func TestAFolderKnowsItsTensorsAfterARestart(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "not", "there yet")
+	f := openFolder(t, dir, FolderConfig{})
+	d := tensor.Desc{DType: tensor.Complex128, Shape: tensor.Shape{2, 3}}
+	data := testkit.Bytes(96, 1)
+	push(t, f, "ø/%2F/\ufffd", d, data, 50, nil)
+	put(t, f, "x", testkit.Bytes(100_000, 1))
+	put(t, f, "x", testkit.Bytes(100_000, 2))
+	put(t, f, "deleted", nil)
+	require.NoError(t, f.Delete("deleted"))
+	before := must(f.List("", "", 10))
+	used, _ := f.Used()
+	require.NoError(t, f.Close())
+
+	f = closing(t, openFolder(t, dir, FolderConfig{}))
+	require.Len(t, before, 2)
+	require.Empty(t, cmp.Diff(before, must(f.List("", "", 10))))
+	require.Equal(t, data, get(t, f, "ø/%2F/\ufffd"))
+	require.Equal(t, testkit.Bytes(100_000, 2), get(t, f, "x"))
+	again, _ := f.Used()
+	require.Equal(t, used, again)
+	put(t, f, "x", []byte{3})
+	require.Equal(t, []byte{3}, get(t, f, "x"))
+	require.Len(t, files(t, dir), 2)
+}
+
+func TestAPushedFileIsOneThatOtherProgramsRead(t *testing.T) {
+	wide := slices.Repeat(tensor.Shape{1}, tensor.MaxRank)
+	wide[5] = 3
+	for name, tc := range map[string]struct{ pushed, file tensor.Desc }{
+		"float32":                     {tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{2, 3}}, tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{2, 3}}},
+		"complex128":                  {tensor.Desc{DType: tensor.Complex128, Shape: tensor.Shape{2, 3}}, tensor.Desc{DType: tensor.Float64, Shape: tensor.Shape{2, 3, 2}}},
+		"complex128, a scalar":        {tensor.Desc{DType: tensor.Complex128}, tensor.Desc{DType: tensor.Float64, Shape: tensor.Shape{2}}},
+		"complex128, no axis is left": {tensor.Desc{DType: tensor.Complex128, Shape: wide}, tensor.Desc{DType: tensor.Float64, Shape: tensor.Shape{6}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			f := closing(t, openFolder(t, dir, FolderConfig{}))
+			size, err := tc.pushed.Bytes()
+			require.NoError(t, err)
+			data := testkit.Bytes(int(size), 1)
+			info := push(t, f, "the 100% name", tc.pushed, data, int(size), nil)
+			names := files(t, dir)
+			require.Len(t, names, 1)
+			st, err := tensorfile.OpenSafetensors(filepath.Join(dir, names[0]))
+			require.NoError(t, err)
+			defer st.Close() //nolint:errcheck // only read
+			x, err := st.Tensor("tensor")
+			require.NoError(t, err)
+			require.True(t, tc.file.Equal(x.Desc), "%v", x.Desc)
+			require.Equal(t, data, x.Data)
+			meta := st.Metadata()
+			require.Equal(t, "the 100%25 name", meta["tensorferry.name"])
+			require.Equal(t, tc.pushed.DType.String(), meta["tensorferry.dtype"])
+			require.Equal(t, info.Digest.String(), meta["tensorferry.digest"])
+			require.Equal(t, info.Stored.Format("2006-01-02T15:04:05.000000000Z"), meta["tensorferry.stored"])
+		})
+	}
+}
+
+// TestWhatACrashLeavesDoesNoHarm puts into a folder what a process that ends at
+// any point of a push may leave, and what a bad disk may make of it.
+func TestWhatACrashLeavesDoesNoHarm(t *testing.T) {
+	source := t.TempDir()
+	f := openFolder(t, source, FolderConfig{})
+	put(t, f, "x", testkit.Bytes(1000, 1))
+	require.NoError(t, f.Close())
+	name := fileName("x")
+	whole, err := os.ReadFile(filepath.Join(source, name))
+	require.NoError(t, err)
+	header := len(whole) - 1000
+	edit := func(old, new string) []byte {
+		require.Len(t, new, len(old))
+		require.Contains(t, string(whole), old)
+		return bytes.Replace(whole, []byte(old), []byte(new), 1)
+	}
+	type file struct {
+		name string
+		data []byte
+	}
+	cases := map[string]file{
+		"no header yet":         {".push-A.tmp", append(make([]byte, header), whole[header:]...)},
+		"an empty temp":         {".push-A.tmp", nil},
+		"half a temp":           {".push-A.tmp", whole[:len(whole)/2]},
+		"a whole temp":          {".push-A.tmp", whole},
+		"no digest":             {name, edit("xxh3:", "-----")},
+		"no time":               {name, edit("tensorferry.stored\":\"2", "tensorferry.stored\":\"x")},
+		"no data type":          {name, edit("uint8", "uint9")},
+		"another data type":     {name, edit("\"uint8\"", "\"int16\"")},
+		"no shape":              {name, edit("shape\":\"1000\"", "shape\":\"1,,0\"")},
+		"the name of another":   {name, edit("name\":\"x\"", "name\":\"y\"")},
+		"no escape":             {name, edit("name\":\"x\"", "name\":\"%\"")},
+		"one byte too many":     {name, append(slices.Clone(whole), 0)},
+		"a header of zeros":     {name, append(make([]byte, header), whole[header:]...)},
+		"a length out of reach": {name, binary.LittleEndian.AppendUint64(nil, 1<<63)},
+	}
+	for _, n := range []int{0, 1, 7, 8, 9, header - 1, header, header + 1, len(whole) - 1} {
+		cases[fmt.Sprintf("cut to %d bytes", n)] = file{name, whole[:n]}
+	}
+	for what, left := range cases {
+		t.Run(what, func(t *testing.T) {
+			dir := t.TempDir()
+			path := filepath.Join(dir, left.name)
+			require.NoError(t, os.WriteFile(path, left.data, 0o644))
+			var log logged
+			f := closing(t, openFolder(t, dir, FolderConfig{Log: log.logger()}))
+			require.Empty(t, listed(t, f))
+			require.Empty(t, listed(t, f))
+			_, err := f.Open(t.Context(), "x")
+			require.ErrorIs(t, err, ErrNotFound)
+			used, _ := f.Used()
+			require.Zero(t, used)
+			if left.name == name {
+				require.FileExists(t, path, "nothing is deleted that may be of use")
+				require.Equal(t, 1, log.count("can not be used", name))
+			} else {
+				require.NoFileExists(t, path)
+				require.Zero(t, log.count(""))
+			}
+			put(t, f, "x", []byte("again"))
+			require.Equal(t, []byte("again"), get(t, f, "x"))
+			require.NoError(t, f.Close())
+			f = closing(t, openFolder(t, dir, FolderConfig{}))
+			require.Equal(t, []byte("again"), get(t, f, "x"))
+			require.Len(t, files(t, dir), 1)
+		})
+	}
+}
+
+func TestAFolderBelongsToOneStore(t *testing.T) {
+	dir := t.TempDir()
+	f := openFolder(t, dir, FolderConfig{})
+	w, err := f.Create(t.Context(), "x", vector(1))
+	require.NoError(t, err)
+	_, err = OpenFolder(dir, FolderConfig{})
+	require.ErrorIs(t, err, ErrLocked)
+	require.ErrorContains(t, err, dir)
+	require.NoError(t, w.WriteViews(0, [][]byte{{1}}), "its temporary file is left alone")
+	_, err = w.Commit()
+	require.NoError(t, err)
+	require.NoError(t, f.Close())
+	f = openFolder(t, dir, FolderConfig{})
+	require.Equal(t, []string{"x"}, listed(t, f))
+	require.NoError(t, f.Close())
+}
+
+func TestAFolderThatCannotBeSaysWhy(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file")
+	require.NoError(t, os.WriteFile(file, nil, 0o644))
+	_, err := OpenFolder(file, FolderConfig{})
+	require.ErrorContains(t, err, file)
+	_, err = OpenFolder(t.TempDir(), FolderConfig{Limit: -1})
+	require.ErrorContains(t, err, "-1 bytes")
+	_, err = OpenFolder(t.TempDir(), FolderConfig{MaxTensors: -1})
+	require.ErrorContains(t, err, "-1 tensors")
+}
+
+func TestAFolderKeepsItsLimits(t *testing.T) {
+	dir := t.TempDir()
+	f := openFolder(t, dir, FolderConfig{Limit: 10_000})
+	put(t, f, "a", make([]byte, 4000))
+	w, err := f.Create(t.Context(), "b", vector(4000))
+	require.NoError(t, err)
+	for _, n := range []int64{4000, 10_000, 1 << 40} {
+		_, err = f.Create(t.Context(), "c", vector(n))
+		require.ErrorIs(t, err, ErrFull)
+		require.ErrorContains(t, err, "of the limit of 10000 are free")
+	}
+	require.Len(t, files(t, dir), 2, "what was refused left a file")
+	w.Abort()
+	require.NoError(t, f.Close())
+
+	f = openFolder(t, dir, FolderConfig{Limit: 10_000})
+	_, err = f.Create(t.Context(), "b", vector(6000))
+	require.ErrorIs(t, err, ErrFull, "what was there before counts")
+	put(t, f, "b", make([]byte, 4000))
+	require.NoError(t, f.Delete("a"))
+	put(t, f, "c", make([]byte, 4000))
+	require.NoError(t, f.Close())
+
+	f = closing(t, openFolder(t, dir, FolderConfig{MaxTensors: 3}))
+	w, err = f.Create(t.Context(), "d", vector(0))
+	require.NoError(t, err)
+	_, err = f.Create(t.Context(), "e", vector(0))
+	require.ErrorIs(t, err, ErrFull)
+	put(t, f, "b", nil) // which there is
+	w.Abort()
+	put(t, f, "e", nil)
+	require.Equal(t, []string{"b", "c", "e"}, listed(t, f))
+}
+
+func TestAFullDiskIsMetBeforeTheFirstByte(t *testing.T) {
+	dir := t.TempDir()
+	f := closing(t, openFolder(t, dir, FolderConfig{}))
+	w, err := f.Create(t.Context(), "x", vector(1<<40))
+	if err == nil {
+		w.Abort()
+		t.Skip("this disk takes a file of 1 TiB, or does not promise")
+	}
+	require.ErrorIs(t, err, ErrFull)
+	require.ErrorContains(t, err, "1099511")
+	require.Empty(t, files(t, dir))
+	used, _ := f.Used()
+	require.Zero(t, used)
+}
+
+func TestADiskThatFillsUpIsFull(t *testing.T) {
+	w := &folderWriter{begin: 8, size: 2, made: &pushed{info: Info{Name: "x"}}}
+	for _, cause := range []error{syscall.ENOSPC, syscall.EDQUOT, &os.PathError{Op: "write", Path: "x", Err: syscall.ENOSPC}} {
+		require.ErrorIs(t, w.failed("write", cause), ErrFull)
+	}
+	require.NotErrorIs(t, w.failed("write", syscall.EIO), ErrFull)
+	require.ErrorIs(t, w.failed("write", syscall.EIO), syscall.EIO)
+}
+
+func TestAWholeFileAppearsAsItsTensors(t *testing.T) {
+	dir := t.TempDir()
+	place(t, dir, "model.safetensors", modelFile(t, map[string][]int32{"w/0": {1, 2}, "b": {3}}))
+	elsewhere := filepath.Join(t.TempDir(), "blob")
+	require.NoError(t, os.WriteFile(elsewhere, modelFile(t, map[string][]int32{"x": {4}}), 0o644))
+	require.NoError(t, os.Symlink(elsewhere, filepath.Join(dir, "linked.safetensors")))
+	foreign := fileName("foreign")
+	place(t, dir, foreign, modelFile(t, map[string][]int32{"x": {5}}))
+	place(t, dir, "odd.safetensors", modelFile(t, map[string][]int32{"x": {6}, "a\nb": {7}, strings.Repeat("n", MaxName): {8}}))
+	require.NoError(t, os.Mkdir(filepath.Join(dir, "folder.safetensors"), 0o755))
+	place(t, dir, ".hidden.safetensors", modelFile(t, map[string][]int32{"x": {5}}))
+	place(t, dir, "notes.txt", []byte("text"))
+	place(t, dir, "broken.safetensors", []byte("text"))
+
+	var log logged
+	f := closing(t, openFolder(t, dir, FolderConfig{Log: log.logger()}))
+	stem := strings.TrimSuffix(foreign, ".safetensors")
+	require.ElementsMatch(t, []string{"model/w/0", "model/b", "linked/x", "odd/x", stem + "/x"}, listed(t, f))
+	require.Equal(t, 1, log.count("broken.safetensors"))
+	require.Equal(t, 1, log.count("odd.safetensors", "tensors=2"))
+	require.Equal(t, 2, log.count(""))
+	for name, want := range map[string][]byte{
+		"model/w/0": {1, 0, 0, 0, 2, 0, 0, 0}, "model/b": {3, 0, 0, 0}, "linked/x": {4, 0, 0, 0}, stem + "/x": {5, 0, 0, 0},
+	} {
+		require.Equal(t, want, get(t, f, name))
+	}
+	stat, err := os.Stat(filepath.Join(dir, "model.safetensors"))
+	require.NoError(t, err)
+	require.Equal(t, Info{
+		Name: "model/w/0", Desc: tensor.Desc{DType: tensor.Int32, Shape: tensor.Shape{2}},
+		Stored: stat.ModTime(), Durable: true, File: "model.safetensors",
+	}, must(f.List("model/*/*", "", 9))[0])
+	require.ErrorIs(t, f.Delete("model/b"), ErrPart)
+	_, err = f.Create(t.Context(), "model/b", vector(1))
+	require.ErrorIs(t, err, ErrExists)
+	used, _ := f.Used()
+	require.Zero(t, used)
+}
+
+func TestFilesMayComeChangeAndGo(t *testing.T) {
+	dir := t.TempDir()
+	var log logged
+	f := closing(t, openFolder(t, dir, FolderConfig{Log: log.logger()}))
+	require.Empty(t, listed(t, f))
+
+	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {1}}))
+	require.Equal(t, []byte{1, 0, 0, 0}, get(t, f, "m/x"), "an open looks for new files")
+	r, err := f.Open(t.Context(), "m/x")
+	require.NoError(t, err)
+	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {2}, "y": {3}}))
+	require.Equal(t, []string{"m/x", "m/y"}, listed(t, f))
+	require.Equal(t, []byte{2, 0, 0, 0}, get(t, f, "m/x"))
+	require.Equal(t, []byte{1, 0, 0, 0}, read(t, r, 100), "a reader keeps the file it opened")
+
+	require.NoError(t, os.Remove(filepath.Join(dir, "m.safetensors")))
+	require.Empty(t, listed(t, f))
+	_, err = f.Open(t.Context(), "m/x")
+	require.ErrorIs(t, err, ErrNotFound)
+	require.Equal(t, []byte{1, 0, 0, 0}, read(t, r, 100))
+	r.Release()
+	require.Zero(t, log.count(""))
+}
+
+func TestAFileThatIsStillCopiedAppearsWhenItIsWhole(t *testing.T) {
+	dir := t.TempDir()
+	var log logged
+	f := closing(t, openFolder(t, dir, FolderConfig{Log: log.logger()}))
+	data := modelFile(t, map[string][]int32{"x": {1, 2, 3}})
+	file, err := os.Create(filepath.Join(dir, "m.safetensors"))
+	require.NoError(t, err)
+	for _, b := range data {
+		require.Empty(t, listed(t, f))
+		_, err := file.Write([]byte{b})
+		require.NoError(t, err)
+	}
+	require.NoError(t, file.Close())
+	f.scan.settled = true // as if the folder had not changed for a while: the file has
+	require.Equal(t, []string{"m/x"}, listed(t, f))
+	require.Equal(t, 1, log.count("m.safetensors"))
+}
+
+func TestAPushedTensorHidesOneOfAFile(t *testing.T) {
+	dir := t.TempDir()
+	var log logged
+	f := closing(t, openFolder(t, dir, FolderConfig{Log: log.logger()}))
+	put(t, f, "m/x", []byte("pushed"))
+	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {1}, "y": {2}}))
+	require.Equal(t, []string{"m/x", "m/y"}, listed(t, f))
+	require.Equal(t, 1, log.count("hidden", "m/x"))
+	require.Equal(t, []byte("pushed"), get(t, f, "m/x"))
+	put(t, f, "m/x", []byte("again"))
+	require.Equal(t, []byte("again"), get(t, f, "m/x"))
+	require.NoError(t, f.Delete("m/x"))
+	require.Equal(t, []byte{1, 0, 0, 0}, get(t, f, "m/x"))
+	require.ErrorIs(t, f.Delete("m/x"), ErrPart)
+}
+
+func TestAFolderFindsWhatOthersDoToPushedFiles(t *testing.T) {
+	dir := t.TempDir()
+	var log logged
+	f := closing(t, openFolder(t, dir, FolderConfig{Log: log.logger()}))
+	put(t, f, "deleted", []byte{1})
+	put(t, f, "changed", []byte{2})
+	put(t, f, "kept", []byte{3})
+	kept, err := os.ReadFile(filepath.Join(dir, fileName("kept")))
+	require.NoError(t, err)
+
+	require.NoError(t, os.Remove(filepath.Join(dir, fileName("deleted"))))
+	_, err = f.Open(t.Context(), "deleted")
+	require.ErrorIs(t, err, ErrNotFound)
+	require.Equal(t, 1, log.count("deleted by somebody else"))
+	place(t, dir, fileName("changed"), modelFile(t, map[string][]int32{"tensor": {1}}))
+	_, err = f.Open(t.Context(), "changed")
+	require.ErrorContains(t, err, "its file has changed")
+	require.NoError(t, f.Delete("changed"))
+	require.NoError(t, f.Delete("kept"))
+	place(t, dir, fileName("kept"), kept) // from a backup
+	require.Equal(t, []byte{3}, get(t, f, "kept"))
+	require.Equal(t, []string{"kept"}, listed(t, f))
+}
+
+func TestNothingStaysMapped(t *testing.T) {
+	if _, err := os.Stat("/proc/self/maps"); err != nil {
+		t.Skip("this system does not list its maps")
+	}
+	dir := t.TempDir()
+	maps := func() int {
+		text, err := os.ReadFile("/proc/self/maps")
+		require.NoError(t, err)
+		return strings.Count(string(text), dir)
+	}
+	f := openFolder(t, dir, FolderConfig{})
+	put(t, f, "x", make([]byte, 100))
+	require.Zero(t, maps(), "a pushed tensor that nobody reads")
+	a, err := f.Open(t.Context(), "x")
+	require.NoError(t, err)
+	b, err := f.Open(t.Context(), "x")
+	require.NoError(t, err)
+	require.Equal(t, 1, maps())
+	_, held, err := a.View(0, 1)
+	require.NoError(t, err)
+	a.Release()
+	b.Release()
+	require.Equal(t, 1, maps())
+	held.Release()
+	require.Zero(t, maps())
+	get(t, f, "x")
+	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {1}}))
+	r, err := f.Open(t.Context(), "m/x")
+	require.NoError(t, err)
+	require.NoError(t, f.Close())
+	require.Equal(t, 1, maps())
+	r.Release()
+	require.Zero(t, maps())
+}
+
+// FuzzNames holds names to be texts: whatever they look like, they come back, and
+// nothing is touched outside the folder or under another name.
+func FuzzNames(f *testing.F) {
+	for _, name := range []string{
+		"x", "../../etc/passwd", "/etc/passwd", "..", ".", ".lock", ".push-A.tmp", "a/b", "a\\b", "C:\\x", "con", "ø/尺寸/😀",
+		"\ufffd", "%EF%BF%BD", "%", "__metadata__", "tensor", "\"", "*", "a\u202eb", "\u2028", "", "\xff", "a\x00", strings.Repeat("é", 256), strings.Repeat("n", 513),
+	} {
+		f.Add(name)
+	}
+	outside := f.TempDir()
+	dir := filepath.Join(outside, "folder")
+	s := closing(f, openFolder(f, dir, FolderConfig{}))
+	data := []byte("content")
+	f.Fuzz(func(t *testing.T, name string) {
+		if CheckName(name) != nil {
+			_, err := s.Create(t.Context(), name, vector(7))
+			require.ErrorIs(t, err, ErrName)
+			require.Empty(t, files(t, dir))
+			return
+		}
+		put(t, s, name, data)
+		require.Equal(t, []string{name}, listed(t, s))
+		require.Equal(t, data, get(t, s, name))
+		require.Equal(t, []string{fileName(name)}, files(t, dir))
+		require.Equal(t, []string{"folder"}, files(t, outside))
+		st, err := tensorfile.OpenSafetensors(filepath.Join(dir, fileName(name)))
+		require.NoError(t, err)
+		info, err := pushedInfo(fileName(name), st)
+		require.NoError(t, err)
+		require.Equal(t, name, info.Name)
+		require.NoError(t, st.Close())
+		require.NoError(t, s.Delete(name))
+		require.Empty(t, files(t, dir))
+	})
+}
+
+func TestAShortenedFileIsAFaultThatAReaderCanCatch(t *testing.T) {
+	if runtime.GOOS != "linux" {
+		t.Skip("files are read here, not mapped")
+	}
+	dir := t.TempDir()
+	f := closing(t, openFolder(t, dir, FolderConfig{}))
+	put(t, f, "x", make([]byte, 1*mib))
+	r, err := f.Open(t.Context(), "x")
+	require.NoError(t, err)
+	defer r.Release()
+	data, held, err := r.View(0, 1*mib)
+	require.NoError(t, err)
+	defer held.Release()
+	require.NoError(t, os.Truncate(filepath.Join(dir, fileName("x")), 4096))
+	require.Panics(t, func() {
+		defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
+		_ = bytes.Clone(data)
+	})
+}

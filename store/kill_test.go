@@ -1,0 +1,158 @@
+package store
+
+import (
+	"bufio"
+	"encoding/binary"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/internal/testkit"
+)
+
+const (
+	// killsVariable says how many processes are killed; without it defaultKills.
+	killsVariable = "STORE_KILLS"
+	defaultKills  = 30
+	// childVariable makes the test binary the process that is killed: its folder
+	// and the first version it pushes.
+	childVariable = "STORE_CHILD"
+)
+
+// version is the n-th content of a tensor: its first 8 bytes are n.
+func version(n uint64) []byte {
+	size := 8 + int(n*7919%300_000)
+	if n%16 == 0 {
+		size += writeBack // so that write-back has begun
+	}
+	data := testkit.Bytes(size, n)
+	binary.LittleEndian.PutUint64(data, n)
+	return data
+}
+
+// TestChild is the process that is killed. After each change it says which, and
+// before a deletion too.
+func TestChild(t *testing.T) {
+	dir, first, ok := strings.Cut(os.Getenv(childVariable), "\n")
+	if !ok {
+		t.Skip("run by TestWhatWasAcknowledgedSurvivesAKill")
+	}
+	next, err := strconv.ParseUint(first, 10, 64)
+	require.NoError(t, err)
+	f := openFolder(t, dir, FolderConfig{})
+	var wg sync.WaitGroup
+	for id := range uint64(2) {
+		wg.Go(func() {
+			for n := next + id; ; n += 2 {
+				name := fmt.Sprintf("%d/%d", id, n/2%5)
+				what := "pushed"
+				if n/2%7 == 6 {
+					fmt.Printf("deleting %s %d\n", name, n)
+					what = "deleted"
+					_ = f.Delete(name) // which may not be there
+				} else {
+					data := version(n)
+					push(t, f, name, vector(int64(len(data))), data, 64*kib, nil)
+				}
+				fmt.Printf("%s %s %d\n", what, name, n) // one write, so whole or absent
+			}
+		})
+	}
+	wg.Wait()
+}
+
+func TestWhatWasAcknowledgedSurvivesAKill(t *testing.T) {
+	kills := defaultKills
+	if text := os.Getenv(killsVariable); text != "" {
+		var err error
+		kills, err = strconv.Atoi(text)
+		require.NoError(t, err)
+	}
+	rand := testkit.Rand(t)
+	dir := t.TempDir()
+	type ack struct {
+		deleted bool
+		version uint64
+	}
+	acked := map[string]ack{}       // the last one of each name
+	deleting := map[string]uint64{} // the last deletion that began
+	next, pushes, temps := uint64(1), 0, 0
+	for range kills {
+		pushes += runAndKill(t, rand, dir, next, func(what, name string, n uint64) {
+			next = max(next, n+1)
+			if what == "deleting" {
+				deleting[name] = n
+				return
+			}
+			acked[name] = ack{what == "deleted", n}
+		})
+		for _, name := range files(t, dir) {
+			if strings.HasPrefix(name, tempPrefix) {
+				temps++
+			}
+		}
+		next += 4 // what was not acknowledged has a version of its own
+
+		var log logged
+		f := openFolder(t, dir, FolderConfig{Log: log.logger()})
+		there := map[string]bool{}
+		for _, name := range listed(t, f) {
+			there[name] = true
+			got := get(t, f, name) // which holds it to its digest
+			n := binary.LittleEndian.Uint64(got)
+			require.Equal(t, version(n), got)
+			last := acked[name]
+			require.GreaterOrEqual(t, n, last.version, "%s is older than acknowledged", name)
+			require.False(t, last.deleted && n == last.version, "%s is back", name)
+		}
+		for name, last := range acked {
+			if !last.deleted && !there[name] { // it may be gone, but not acknowledged as such
+				require.Greater(t, deleting[name], last.version, "%s is lost", name)
+			}
+		}
+		require.Zero(t, log.count(""), "%s", &log.text)
+		for _, name := range files(t, dir) {
+			require.True(t, isPushedName(name), "%s is left", name)
+		}
+		require.NoError(t, f.Close())
+	}
+	t.Logf("%d kills, %d changes acknowledged, %d pushes interrupted", kills, pushes, temps)
+}
+
+// runAndKill lets a child push until a random moment, and returns how many
+// changes it acknowledged.
+func runAndKill(t *testing.T, rand *rand.Rand, dir string, next uint64, acked func(what, name string, n uint64)) (count int) {
+	child := exec.Command(os.Args[0], "-test.run=^TestChild$")
+	child.Env = append(os.Environ(), fmt.Sprintf("%s=%s\n%d", childVariable, dir, next))
+	child.Stderr = os.Stderr
+	out, err := child.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, child.Start())
+	after, pause := rand.IntN(12), time.Duration(rand.Int64N(int64(5*time.Millisecond)))
+	lines := bufio.NewScanner(out)
+	for lines.Scan() {
+		var what, name string
+		var n uint64
+		if _, err := fmt.Sscanf(lines.Text(), "%s %s %d", &what, &name, &n); err != nil {
+			t.Errorf("the child says %q", lines.Text())
+			break
+		}
+		acked(what, name, n)
+		if what == "deleting" {
+			continue
+		}
+		if count++; count == after+1 {
+			time.AfterFunc(pause, func() { _ = child.Process.Kill() })
+		}
+	}
+	require.Error(t, child.Wait(), "the child ended by itself")
+	return count
+}

@@ -1,0 +1,189 @@
+package store
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/slab"
+)
+
+var errStopped = errors.New("stopped")
+
+func TestMemoryForgetsWhatWasUsedLongestAgo(t *testing.T) {
+	m := closing(t, NewMemory(testkit.Pool(t), 3*4*kib))
+	for _, name := range []string{"a", "b", "c"} {
+		put(t, m, name, []byte(name))
+	}
+	get(t, m, "a")
+	put(t, m, "d", []byte("d"))
+	_, err := m.Open(t.Context(), "b")
+	require.ErrorIs(t, err, ErrNotFound)
+	for _, name := range []string{"a", "c", "d"} {
+		require.Equal(t, []byte(name), get(t, m, name))
+	}
+}
+
+func TestMemoryThatIsAllInUseIsFull(t *testing.T) {
+	m := closing(t, NewMemory(testkit.Pool(t), 3*4*kib))
+	put(t, m, "read", []byte{1})
+	put(t, m, "idle", []byte{2})
+	r, err := m.Open(t.Context(), "read")
+	require.NoError(t, err)
+	w, err := m.Create(t.Context(), "written", vector(5))
+	require.NoError(t, err)
+
+	_, err = m.Create(t.Context(), "x", vector(3*4*kib+1))
+	require.ErrorIs(t, err, ErrFull)
+	require.ErrorContains(t, err, "the limit is 12288")
+	_, err = m.Create(t.Context(), "x", vector(8*kib))
+	require.ErrorIs(t, err, ErrFull)
+	require.ErrorContains(t, err, "4096 bytes more are needed; the limit is 12288, being read and written are 8192")
+	require.Equal(t, []byte{2}, get(t, m, "idle"), "nothing is forgotten in vain")
+
+	_, held, err := r.View(0, 1)
+	require.NoError(t, err)
+	r.Release()
+	_, err = m.Create(t.Context(), "x", vector(8*kib))
+	require.ErrorIs(t, err, ErrFull, "a view is a reader")
+	held.Release()
+	w.Abort()
+	put(t, m, "x", make([]byte, 12*kib))
+	require.Len(t, must(m.List("", "", 10)), 1)
+}
+
+func TestReleasingATensorTooOftenPanics(t *testing.T) {
+	m := NewMemory(slab.NewPool(0), 1*mib)
+	put(t, m, "x", []byte{1})
+	r, err := m.Open(t.Context(), "x")
+	require.NoError(t, err)
+	require.NoError(t, m.Delete("x"))
+	r.Release()
+	require.PanicsWithValue(t, "store: released more often than retained", r.Release)
+}
+
+// lru is the slow, obvious model of Memory: names, the one used last at the end.
+type lru struct {
+	order []string
+	size  map[string]int64 // in pages
+	pins  map[string]int
+}
+
+func (l *lru) used() (n int64) {
+	for _, size := range l.size {
+		n += size
+	}
+	return n
+}
+
+func (l *lru) drop(name string) {
+	l.order = slices.DeleteFunc(l.order, func(n string) bool { return n == name })
+	delete(l.size, name)
+}
+
+// room makes room for n of limit pages, or changes nothing.
+func (l *lru) room(n, limit int64) bool {
+	idle := int64(0)
+	for name, size := range l.size {
+		if l.pins[name] == 0 {
+			idle += size
+		}
+	}
+	if l.used()-idle+n > limit {
+		return false
+	}
+	for l.used()+n > limit {
+		for _, name := range l.order {
+			if l.pins[name] == 0 {
+				l.drop(name)
+				break
+			}
+		}
+	}
+	return true
+}
+
+func TestMemoryForgetsLikeItsModel(t *testing.T) {
+	const limit = 6 // pages
+	rapid.Check(t, func(t *rapid.T) {
+		pool := slab.NewPool(0)
+		m := NewMemory(pool, limit*4*kib)
+		model := &lru{size: map[string]int64{}, pins: map[string]int{}}
+		readers := map[string][]Reader{}
+		names := rapid.SampledFrom([]string{"a", "b", "c", "d", "e", "f", "g"})
+		for range rapid.IntRange(1, 60).Draw(t, "steps") {
+			name := names.Draw(t, "name")
+			switch rapid.SampledFrom([]string{"push", "push", "open", "open", "release", "delete"}).Draw(t, "step") {
+			case "push":
+				if model.pins[name] > 0 {
+					continue // what a reader keeps of a replaced tensor has a test of its own
+				}
+				pages := rapid.Int64Range(1, limit).Draw(t, "pages")
+				w, err := m.Create(context.Background(), name, vector(pages*4*kib))
+				if ok := model.room(pages, limit); ok != (err == nil) || !ok && !errors.Is(err, ErrFull) {
+					t.Fatalf("create %s of %d pages: %v; the model has room: %v", name, pages, err, ok)
+				}
+				if err != nil {
+					continue
+				}
+				if rapid.Bool().Draw(t, "abort") {
+					w.Abort()
+					continue
+				}
+				must(w.Commit())
+				model.drop(name)
+				model.order = append(model.order, name)
+				model.size[name] = pages
+			case "open":
+				r, err := m.Open(context.Background(), name)
+				if _, ok := model.size[name]; ok != (err == nil) {
+					t.Fatalf("open %s: %v; the model has it: %v", name, err, ok)
+				}
+				if err == nil {
+					readers[name] = append(readers[name], r)
+					model.pins[name]++
+					model.order = append(slices.DeleteFunc(model.order, func(n string) bool { return n == name }), name)
+				}
+			case "release":
+				if rs := readers[name]; len(rs) > 0 {
+					rs[0].Release()
+					readers[name] = rs[1:]
+					model.pins[name]--
+				}
+			case "delete":
+				if model.pins[name] > 0 {
+					continue
+				}
+				err := m.Delete(name)
+				if _, ok := model.size[name]; ok != (err == nil) {
+					t.Fatalf("delete %s: %v; the model has it: %v", name, err, ok)
+				}
+				model.drop(name)
+			}
+			want, got := []string(nil), []string(nil)
+			for _, info := range must(m.List("", "", 100)) {
+				got = append(got, info.Name)
+			}
+			want = slices.Sorted(slices.Values(model.order))
+			used, _ := m.Used()
+			if !slices.Equal(want, got) || used != model.used()*4*kib {
+				t.Fatalf("there are %q in %d bytes, want %q in %d pages", got, used, want, model.used())
+			}
+		}
+		for _, rs := range readers {
+			for _, r := range rs {
+				r.Release()
+			}
+		}
+		require.NoError(t, m.Close())
+		if slabs, bytes := pool.Live(); slabs != 0 {
+			t.Fatal(fmt.Sprintf("%d slabs of %d bytes are left", slabs, bytes))
+		}
+	})
+}
