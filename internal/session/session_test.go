@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/mem"
 
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/stream"
@@ -36,6 +37,7 @@ type pipe struct {
 	deaf func(n int) error
 
 	sent, received int
+	bytes          atomic.Int64 // sent
 }
 
 func newPipe() (a, b *pipe) {
@@ -62,6 +64,7 @@ func (p *pipe) SendMsg(m any) error {
 	}
 	b := data.Materialize()
 	data.Free()
+	p.bytes.Add(int64(len(b)))
 	if p.fault != nil {
 		if err := p.fault(n, true); err != nil {
 			return err
@@ -114,6 +117,8 @@ type side struct {
 	server bool
 	// hold keeps the server from answering.
 	hold bool
+	// chunk is the size of a call's chunks.
+	chunk uint32
 
 	// Guarded by the session's lock.
 	lent    map[tensor.ID][]byte
@@ -127,7 +132,7 @@ type side struct {
 }
 
 func newSide(t testing.TB, p *pipe, cfg stream.Config) *side {
-	s := &side{t: t, pipe: p, server: cfg.Server, lent: map[tensor.ID][]byte{}, closed: map[tensor.ID]int{}, results: map[tensor.ID][]byte{}}
+	s := &side{t: t, pipe: p, server: cfg.Server, chunk: 1000, lent: map[tensor.ID][]byte{}, closed: map[tensor.ID]int{}, results: map[tensor.ID][]byte{}}
 	s.sess = New(p, cfg, s, new(wire.InFlight))
 	return s
 }
@@ -177,7 +182,7 @@ func (s *side) answer(m *stream.Machine, now stream.Instant, call tensor.ID, d t
 	m.Finish(stream.Done{Call: call, Outputs: []stream.Binding{{Port: "y", Tensor: id}}})
 }
 
-// call opens a call of one input in chunks of 1000 bytes.
+// call opens a call of one input.
 func (s *side) call(data []byte) tensor.ID {
 	id, x := NewID(), NewID()
 	s.sess.DoSend(func(m *stream.Machine, now stream.Instant) {
@@ -186,7 +191,7 @@ func (s *side) call(data []byte) tensor.ID {
 			return
 		}
 		d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(len(data))}}
-		if err := m.OpenTensor(now, stream.Desc{Tensor: x, Desc: d, ChunkBytes: 1000, Call: id, Port: "x"}); err != nil {
+		if err := m.OpenTensor(now, stream.Desc{Tensor: x, Desc: d, ChunkBytes: s.chunk, Call: id, Port: "x"}); err != nil {
 			s.t.Errorf("open: %v", err)
 		}
 		s.offer(m, now, x, data)
@@ -221,9 +226,16 @@ func (s *side) over(cause error) {
 
 // pair opens a session between a client and an echoing server.
 func pair(t testing.TB, change func(client, server *side)) (client, server *side) {
+	return pairIn(t, nil, change)
+}
+
+// pairIn is pair with a client that names codecs.
+func pairIn(t testing.TB, codecs []codec.Codec, change func(client, server *side)) (client, server *side) {
 	a, b := newPipe()
-	client = newSide(t, a, stream.Config{Session: NewID(), Limits: stream.Limits{SessionIdle: stream.Instant(365 * 24 * time.Hour)}})
-	server = newSide(t, b, stream.Config{Server: true})
+	client = newSide(t, a, stream.Config{
+		Session: NewID(), Codecs: codecs, Limits: stream.Limits{SessionIdle: stream.Instant(365 * 24 * time.Hour)},
+	})
+	server = newSide(t, b, stream.Config{Server: true, Codecs: codec.All()})
 	if change != nil {
 		change(client, server)
 	}
@@ -255,6 +267,53 @@ func TestASessionEchoesInMemory(t *testing.T) {
 	require.Equal(t, io.EOF, client.sess.Cause())
 }
 
+// compressible is n bytes, the second half of which says nothing.
+func compressible(n int) []byte {
+	data := testkit.Bytes(n, uint64(n))
+	for i := range data {
+		if i/100%2 == 1 {
+			data[i] = 0
+		}
+	}
+	return data
+}
+
+func TestASessionEchoesInTheCodecThatBothKnow(t *testing.T) {
+	testkit.Start(t)
+	for name, tc := range map[string]struct {
+		codecs []codec.Codec
+		data   func(n int) []byte
+		most   float64 // bytes sent for each of the data
+	}{
+		"lz4":                       {codec.All(), compressible, 0.6},
+		"lz4, nothing to be gained": {codec.All(), func(n int) []byte { return testkit.Bytes(n, 7) }, 1.01},
+		"none":                      {nil, compressible, 1.01},
+		"one of the future":         {[]codec.Codec{77}, compressible, 1.01},
+	} {
+		t.Run(name, func(t *testing.T) {
+			testkit.Start(t)
+			client, server := pairIn(t, tc.codecs, func(client, _ *side) { client.chunk = 16_000 })
+			for _, n := range []int{0, 1, 511, 512, 15_999, 16_000, 16_001, 200_000, 1 << 20} {
+				data := tc.data(n)
+				call := client.call(data)
+				testkit.Eventually(t, func() bool { return client.ended(call) }, "the call's end")
+				var code stream.Code
+				var result []byte
+				client.sess.Do(func(*stream.Machine, stream.Instant) { code, result = client.code, client.results[call] })
+				require.Equal(t, stream.OK, code)
+				require.True(t, bytes.Equal(data, result), "%d bytes", n)
+			}
+			client.over(io.EOF)
+			server.over(io.EOF)
+			const total = 512 + 511 + 1 + 3*16_000 + 200_000 + 1<<20
+			for _, s := range []*side{client, server} {
+				require.LessOrEqual(t, float64(s.pipe.bytes.Load()), tc.most*total+10_000)
+				require.EqualValues(t, total, s.sess.m.Stats().BytesOut, "counted before the codec")
+			}
+		})
+	}
+}
+
 // TestWhateverFailsWhatWasLentComesHomeOnce lets each side's n-th message fail,
 // before and after the codec took it over, and each side's n-th read.
 func TestWhateverFailsWhatWasLentComesHomeOnce(t *testing.T) {
@@ -269,11 +328,18 @@ func TestWhateverFailsWhatWasLentComesHomeOnce(t *testing.T) {
 		"receive": func(p *pipe, at int) { p.deaf = func(n int) error { return errIf(n == at) } },
 	}
 	for name, set := range faults {
-		for _, who := range []string{"client", "server"} {
-			t.Run(name+"/"+who, func(t *testing.T) {
+		for _, k := range []struct {
+			who   string
+			codec codec.Codec
+		}{{"client", codec.None}, {"server", codec.None}, {"client", codec.LZ4}, {"server", codec.LZ4}} {
+			who := k.who
+			t.Run(fmt.Sprintf("%s/%s/%v", name, who, k.codec), func(t *testing.T) {
 				testkit.Start(t)
 				for at := range 30 {
-					client, server := pair(t, func(client, server *side) {
+					client, server := pairIn(t, []codec.Codec{k.codec}, func(client, server *side) {
+						if k.codec == codec.LZ4 {
+							client.chunk = 3000 // more than grpc copies, encoded too
+						}
 						if who == "client" {
 							set(client.pipe, at)
 						} else {
@@ -281,7 +347,7 @@ func TestWhateverFailsWhatWasLentComesHomeOnce(t *testing.T) {
 						}
 					})
 					for range 3 {
-						client.call(testkit.Bytes(7500, 1))
+						client.call(compressible(7500))
 					}
 					if who == "client" {
 						waitFor(t, client.sess)
