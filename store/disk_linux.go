@@ -8,7 +8,7 @@ import (
 )
 
 // reserveDisk takes n bytes of disk for f, so that a full disk is met before the
-// first byte has travelled. A file system that cannot promise is left alone.
+// first byte is on its way. A file system that cannot promise is left alone.
 func reserveDisk(f *os.File, n int64) error {
 	// Asked for too much, ext4 takes all there is before it fails.
 	var fs unix.Statfs_t

@@ -139,7 +139,7 @@ func TestAPushedFileIsOneThatOtherProgramsRead(t *testing.T) {
 			require.Len(t, names, 1)
 			st, err := tensorfile.OpenSafetensors(filepath.Join(dir, names[0]))
 			require.NoError(t, err)
-			defer st.Close() //nolint:errcheck // only read
+			defer st.Close()
 			x, err := st.Tensor("tensor")
 			require.NoError(t, err)
 			require.True(t, tc.file.Equal(x.Desc), "%v", x.Desc)
@@ -164,10 +164,10 @@ func TestWhatACrashLeavesDoesNoHarm(t *testing.T) {
 	whole, err := os.ReadFile(filepath.Join(source, name))
 	require.NoError(t, err)
 	header := len(whole) - 1000
-	edit := func(old, new string) []byte {
-		require.Len(t, new, len(old))
+	edit := func(old, changed string) []byte {
+		require.Len(t, changed, len(old))
 		require.Contains(t, string(whole), old)
-		return bytes.Replace(whole, []byte(old), []byte(new), 1)
+		return bytes.Replace(whole, []byte(old), []byte(changed), 1)
 	}
 	type file struct {
 		name string

@@ -166,11 +166,11 @@ func TestMemoryForgetsLikeItsModel(t *testing.T) {
 				}
 				model.drop(name)
 			}
-			want, got := []string(nil), []string(nil)
+			var got []string
 			for _, info := range must(m.List("", "", 100)) {
 				got = append(got, info.Name)
 			}
-			want = slices.Sorted(slices.Values(model.order))
+			want := slices.Sorted(slices.Values(model.order))
 			used, _ := m.Used()
 			if !slices.Equal(want, got) || used != model.used()*4*kib {
 				t.Fatalf("there are %q in %d bytes, want %q in %d pages", got, used, want, model.used())

@@ -72,8 +72,8 @@ type Store interface {
 	// Open pins the tensor of this name until Release: it stays as it is for this
 	// Reader even when it is deleted or replaced. The error wraps ErrNotFound.
 	Open(ctx context.Context, name string) (Reader, error)
-	// List copies what is known of at most most tensors whose names match glob
-	// and come after after, by name. A glob is in path.Match's syntax, with
+	// List copies what is known of the tensors whose names match glob and come
+	// after the name after, sorted by name, and of no more than most. A glob is in path.Match's syntax, with
 	// ErrGlob for a malformed one; the empty glob matches all.
 	List(glob, after string, most int) ([]Info, error)
 	// Delete forgets the tensor of this name, and fails with ErrNotFound, or with

@@ -3,6 +3,7 @@ package store
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"path"
 	"slices"
@@ -41,7 +42,7 @@ func openFolder(t testing.TB, dir string, config FolderConfig) *Folder {
 
 func closing[S Store](t testing.TB, s S) S {
 	t.Cleanup(func() {
-		if err := s.Close(); err != nil && err != ErrClosed {
+		if err := s.Close(); err != nil && !errors.Is(err, ErrClosed) {
 			t.Error(err)
 		}
 	})
