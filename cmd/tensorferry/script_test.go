@@ -154,7 +154,7 @@ func TestAnInterruptedDemoLeavesNoServerBehind(t *testing.T) {
 }
 
 func TestAnInterruptedServerEndsWell(t *testing.T) {
-	c, _ := started(t, `serves 5 models on `, "serve", "--listen", "127.0.0.1:0")
+	c, _ := started(t, `msg=listening .*models=5`, "serve", "--listen", "127.0.0.1:0", "--metrics", "off")
 	if err := c.Process.Signal(os.Interrupt); err != nil {
 		t.Fatal(err)
 	}

@@ -6,78 +6,227 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math"
 	"net"
+	"net/http"
 	"os"
 	"strings"
+	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/examples/fashion"
+	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
 )
 
 const (
-	defaultListen = "127.0.0.1:50051"
+	defaultListen  = "127.0.0.1:50051"
+	defaultMetrics = "127.0.0.1:9464"
+	// off is --metrics without a listener.
+	off = "off"
 	// memoryShare: tensors in assembly and computation may take this part
 	// (1/memoryShare) of what the process may have.
 	memoryShare = 4
+	// storeMemory is --store without a folder; it then takes this part
+	// (1/storeShare) of what calls may take, beside them.
+	storeMemory = "memory"
+	storeShare  = 4
+	// generator is the source of tensors that nobody has to push first.
+	generator = "gen"
 	// drainWait is how long a stopping server lets open calls finish.
 	drainWait = 10 * time.Second
 )
 
-// serveOptions are the flags of serve.
-type serveOptions struct {
-	listen   string
-	models   []string
-	memory   int64
-	workers  int
-	tensor   int64
-	insecure bool
-	verbose  bool
-	demo     bool
-	child    bool
+// errCut is what a server ends with that was stopped and could not wait for its
+// last calls.
+var errCut = errors.New("calls that were still open have been cancelled")
+
+// serveConfig is everything that serve can be told. Each field is a flag, an
+// environment variable and a key of the config file (configure).
+type serveConfig struct {
+	listen, metrics     string
+	insecure            bool
+	models              []string
+	demo                bool
+	memory              int64
+	workers             int
+	store               storeFlag
+	reflection, pprof   bool
+	logFormat, logLevel string
+	verbose             bool
+	drain               time.Duration
+
+	maxChunk, allowance, maxTensor      int64
+	maxSessionCalls, maxSessionTensors  int
+	maxSessions, maxCalls, maxTransfers int
+	maxStored                           int64
+	window                              int64
+	memoryWait                          time.Duration
+	firstFrame, chunkIdle, sessionIdle  time.Duration
+	maxStreams                          int
+	maxHeaderList                       int64
+	handshake                           time.Duration
+
+	keepalive, keepaliveTimeout, keepaliveMin time.Duration
 }
 
+// flags declares every setting: its name, default, range and meaning.
+func (c *serveConfig) flags(f *pflag.FlagSet) {
+	f.SortFlags = false
+	f.StringVar(&c.listen, "listen", defaultListen, "`address` to listen on: host:port or unix:/path")
+	f.StringVar(&c.metrics, "metrics", defaultMetrics, "`address` of /metrics and /healthz, or off")
+	f.BoolVar(&c.insecure, "insecure", false, "allow listeners that other machines reach: there is no encryption and no authentication yet")
+	f.StringArrayVar(&c.models, "model", nil, "serve the model in a folder, as `name=folder` or folder; repeatable")
+	f.BoolVar(&c.demo, "demo", false, "serve the model that tensorferry demo --server needs, too")
+	sizeVar(f, &c.memory, "memory", 0, 0, math.MaxInt64, "most `bytes` of tensors in memory (default a quarter of what the process may have)")
+	countVar(f, &c.workers, "workers", 0, 0, "blocks computed at a time (default the number of CPUs)")
+	f.Var(&c.store, "store", "`where` pushed tensors rest: memory, memory:2GiB or a folder")
+	f.BoolVar(&c.reflection, "reflection", true, "answer gRPC reflection, so that grpcurl needs no files")
+	f.BoolVar(&c.pprof, "pprof", false, "serve Go's profiles below /debug/pprof/ of the metrics address")
+	choiceVar(f, &c.logFormat, "log-format", "`form` of the log", "text", "json")
+	choiceVar(f, &c.logLevel, "log-level", "least `level` that is logged", "info", "debug", "warn", "error")
+	f.BoolVarP(&c.verbose, "verbose", "v", false, "log every RPC, as --log-level debug")
+	durationVar(f, &c.drain, "drain", drainWait, 0, "how long a server that was told to stop lets open calls finish")
+
+	d := stream.DefaultLimits()
+	sizeVar(f, &c.maxTensor, "max-tensor", d.TensorBytes, 1, 1<<62, "largest tensor accepted, in `bytes`")
+	sizeVar(f, &c.maxChunk, "max-chunk", int64(d.ChunkBytes), 1, stream.ChunkBytesCeiling, "largest chunk accepted, in `bytes`")
+	sizeVar(f, &c.allowance, "allowance", int64(d.AllowanceBytes), 1, stream.AllowanceCeiling, "`bytes` that a session sends without waiting for credit")
+	sizeVar(f, &c.window, "window", server.DefaultWindow, 64<<10, math.MaxInt32, "`bytes` on their way on one connection")
+	countVar(f, &c.maxSessions, "max-sessions", server.DefaultSessions, 1, "open sessions")
+	countVar(f, &c.maxCalls, "max-calls", server.DefaultQueuedCalls, 1, "open calls of all sessions")
+	countVar(f, &c.maxTransfers, "max-transfers", server.DefaultTransfers, 1, "open pushes and pulls")
+	sizeVar(f, &c.maxStored, "max-stored", server.DefaultStoredBytes, 1, 1<<62, "largest tensor that may be pushed, in `bytes`")
+	countVar(f, &c.maxSessionCalls, "max-session-calls", d.OpenCalls, 1, "open calls of a session")
+	countVar(f, &c.maxSessionTensors, "max-session-tensors", d.OpenTensors, 1, "tensors that a session sends at a time")
+	countVar(f, &c.maxStreams, "max-streams", server.DefaultStreamsPerConn, 1, "RPCs of one connection at a time")
+	sizeVar(f, &c.maxHeaderList, "max-header-list", server.DefaultHeaderListBytes, 1<<10, 1<<24, "`bytes` of an RPC's metadata")
+	durationVar(f, &c.memoryWait, "memory-wait", server.DefaultMemoryWait, time.Millisecond, "how long a call waits for memory")
+	durationVar(f, &c.firstFrame, "first-frame", time.Duration(d.FirstFrame), time.Millisecond, "how long a new session may say nothing")
+	durationVar(f, &c.chunkIdle, "chunk-idle", time.Duration(d.ChunkIdle), time.Millisecond, "how long a call lives whose chunks neither come nor are taken")
+	durationVar(f, &c.sessionIdle, "session-idle", time.Duration(d.SessionIdle), time.Millisecond, "how long a session lives without a call")
+	durationVar(f, &c.handshake, "handshake", server.DefaultHandshake, time.Millisecond, "how long a new connection may take to speak HTTP/2")
+	durationVar(f, &c.keepalive, "keepalive", server.DefaultKeepalive, time.Second, "ping a client that says nothing for so long")
+	durationVar(f, &c.keepaliveTimeout, "keepalive-timeout", server.DefaultKeepaliveTimeout, time.Millisecond, "disconnect it when it does not answer")
+	durationVar(f, &c.keepaliveMin, "keepalive-min", server.DefaultKeepaliveMin, time.Millisecond, "least time between a client's own pings")
+}
+
+// storeFlag says where pushed tensors rest.
+type storeFlag struct {
+	folder string // if not empty, else in memory
+	bytes  int64  // in memory; 0 is the default
+}
+
+// Set reads memory, memory:SIZE or a folder.
+func (s *storeFlag) Set(text string) error {
+	size, inMemory := strings.CutPrefix(text, storeMemory+":")
+	switch {
+	case text == "":
+		return errors.New("give memory, memory:2GiB or a folder")
+	case text == storeMemory:
+		*s = storeFlag{}
+		return nil
+	case !inMemory:
+		*s = storeFlag{folder: text}
+		return nil
+	}
+	n, err := parseSize(size)
+	if err == nil && n == 0 {
+		err = errors.New("give at least a byte")
+	}
+	if err != nil {
+		return err
+	}
+	*s = storeFlag{bytes: n}
+	return nil
+}
+
+// open opens the store. One in memory takes its slabs from h, and without a size of
+// its own a share of what h has, beside it.
+func (s *storeFlag) open(h *engine.Host, log *slog.Logger) (store.Store, error) {
+	if s.folder != "" {
+		return store.OpenFolder(s.folder, store.FolderConfig{Log: log})
+	}
+	bytes := s.bytes
+	if bytes == 0 {
+		_, _, memory := h.Budget().Used()
+		bytes = memory / storeShare
+	}
+	return store.NewMemory(h.Pool(), bytes), nil
+}
+
+func (s *storeFlag) String() string {
+	switch {
+	case s.folder != "":
+		return s.folder
+	case s.bytes > 0:
+		return storeMemory + ":" + formatSize(s.bytes)
+	}
+	return storeMemory
+}
+
+// Type is what --help calls the value.
+func (*storeFlag) Type() string { return "store" }
+
 func serveCommand() *cobra.Command {
-	var o serveOptions
+	var cfg serveConfig
+	var child, print bool
 	c := &cobra.Command{
 		Use:   "serve",
 		Short: "serve the built-in models and your own",
 		Long: `Serve runs a server until it is interrupted: it then takes no new calls, lets
-open ones finish for 10 s, and ends.
+open ones finish for a while (--drain), and ends. The exit code is 1 when it had
+to cancel some. A second interrupt ends it at once.
 
-A model is a folder with model.json and weights.safetensors (docs/engine.md).`,
+A model is a folder with model.json and weights.safetensors (docs/engine.md).
+
+Each flag can be an environment variable (--max-calls is TENSORFERRY_MAX_CALLS) or
+a line of a YAML file (max-calls: 100): a flag goes before the environment, the
+environment before the file. Sizes are bytes, or 512MiB, 2GB and the like; times
+are 10s, 1m30s, 250ms. docs/operating.md says more.`,
 		Example: `  tensorferry serve
-  tensorferry serve --listen unix:/tmp/ferry.sock --model trunk=models/trunk`,
+  tensorferry serve --listen unix:/tmp/ferry.sock --model trunk=models/trunk
+  tensorferry serve --config ferry.yaml --print-config`,
 		Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
-			ctx := c.Context()
-			if !o.child {
-				return serve(ctx, o, io.Discard)
+			environ := os.Environ()
+			if child {
+				// Whoever started it has said all, and several may run side by side.
+				environ = nil
+				cfg.metrics, cfg.logLevel = off, "warn"
 			}
-			ctx, cancel := context.WithCancel(ctx)
+			from, err := configure(c.Flags(), environ)
+			if err != nil {
+				return err
+			}
+			if print {
+				return printConfig(c.OutOrStdout(), c.Flags(), from)
+			}
+			if !child {
+				return serve(c.Context(), cfg, io.Discard)
+			}
+			ctx, cancel := context.WithCancel(c.Context())
 			defer cancel()
 			go func() { // ends with the input, at the latest with the process
 				_, _ = io.Copy(io.Discard, c.InOrStdin())
 				cancel()
 			}()
-			return serve(ctx, o, c.OutOrStdout())
+			return serve(ctx, cfg, c.OutOrStdout())
 		},
 	}
 	f := c.Flags()
-	f.StringVar(&o.listen, "listen", defaultListen, "`address` to listen on: host:port or unix:/path")
-	f.StringArrayVar(&o.models, "model", nil, "serve the model in a folder, as `name=folder` or folder; repeatable")
-	f.Int64Var(&o.memory, "memory", 0, "most `bytes` of tensors in memory (default a quarter of what the process may have)")
-	f.IntVar(&o.workers, "workers", 0, "blocks computed at a time (default the number of CPUs)")
-	f.Int64Var(&o.tensor, "max-tensor", 0, "largest tensor accepted, in `bytes` (default 16 GiB)")
-	f.BoolVar(&o.insecure, "insecure", false, "allow a listener that other machines reach: there is no encryption and no authentication yet")
-	f.BoolVarP(&o.verbose, "verbose", "v", false, "log every session")
-	f.BoolVar(&o.demo, "demo", false, "serve the model that tensorferry demo --server needs, too")
-	f.BoolVar(&o.child, "child", false, "print the address to stdout, and stop when stdin ends")
+	cfg.flags(f)
+	f.String("config", "", "read settings from a YAML `file`; also TENSORFERRY_CONFIG")
+	f.BoolVar(&print, "print-config", false, "print every setting and where it comes from, as a config file, and end")
+	f.BoolVar(&child, "child", false, "print the address to stdout, and stop when stdin ends")
 	if err := f.MarkHidden("child"); err != nil {
 		panic(err) // the flag is named two lines above
 	}
@@ -132,62 +281,162 @@ func loadModel(h *engine.Host, text string) (engine.Model, error) {
 	return m, nil
 }
 
-// serve runs a server until ctx ends. Once it listens, it writes its address to ready.
-func serve(ctx context.Context, o serveOptions, ready io.Writer) error {
-	level := slog.LevelWarn
-	if o.verbose {
-		level = slog.LevelInfo
+// newLog returns the log that a config asks for, on stderr.
+func newLog(c serveConfig) *slog.Logger {
+	o := &slog.HandlerOptions{}
+	level := map[string]slog.Level{"debug": slog.LevelDebug, "info": slog.LevelInfo, "warn": slog.LevelWarn, "error": slog.LevelError}[c.logLevel]
+	if c.verbose {
+		level = slog.LevelDebug
 	}
-	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level}))
-	h, models, err := newHost(o.memory, o.workers, o.models, o.demo)
+	o.Level = level
+	if c.logFormat == "json" {
+		return slog.New(slog.NewJSONHandler(os.Stderr, o))
+	}
+	return slog.New(slog.NewTextHandler(os.Stderr, o))
+}
+
+// serverConfig is the part of the config that the server package knows.
+func (c serveConfig) serverConfig() server.Config {
+	return server.Config{
+		Version: version, Reflection: c.reflection,
+		Session: stream.Limits{
+			ChunkBytes: uint32(c.maxChunk), AllowanceBytes: uint32(c.allowance), TensorBytes: c.maxTensor,
+			OpenTensors: c.maxSessionTensors, OpenCalls: c.maxSessionCalls,
+			FirstFrame: stream.Instant(c.firstFrame), ChunkIdle: stream.Instant(c.chunkIdle), SessionIdle: stream.Instant(c.sessionIdle),
+		},
+		Sessions: c.maxSessions, QueuedCalls: c.maxCalls, Transfers: c.maxTransfers, StoredBytes: c.maxStored, WindowBytes: int(c.window), MemoryWait: c.memoryWait,
+		StreamsPerConnection: c.maxStreams, HeaderListBytes: int(c.maxHeaderList), Handshake: c.handshake,
+		Keepalive: c.keepalive, KeepaliveTimeout: c.keepaliveTimeout, KeepaliveMin: c.keepaliveMin,
+	}
+}
+
+// serve runs a server until ctx ends. Once it listens, it writes its address to ready.
+func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
+	log := newLog(c)
+	log.Info("starting", slog.String("version", version), slog.Int("pid", os.Getpid()))
+	h, models, err := newHost(c.memory, c.workers, c.models, c.demo)
 	if err != nil {
 		return err
 	}
 	defer h.Close()
 	defer models.Close()
-	s, err := server.New(server.Config{
-		Models: models, Pool: h.Pool(), Budget: h.Budget(), Log: log, Version: version,
-		Session: stream.Limits{TensorBytes: o.tensor},
-	})
+	tensors, err := c.store.open(h, log)
 	if err != nil {
 		return err
 	}
-	l, err := listen(o.listen, o.insecure)
+	defer func() { err = errors.Join(err, tensors.Close()) }()
+	sources := new(store.Sources)
+	if err := sources.Add(generator, store.Generator()); err != nil {
+		return err
+	}
+	l, err := listen("listen", c.listen, c.insecure)
 	if err != nil {
 		return err
 	}
+	cfg, registry := c.serverConfig(), metrics.NewRegistry()
+	cfg.Models, cfg.Pool, cfg.Budget = models, h.Pool(), h.Budget()
+	cfg.Store, cfg.Sources, cfg.Log, cfg.Metrics = tensors, sources, log, registry
+	s, err := server.New(cfg)
+	if err != nil {
+		return errors.Join(err, l.Close())
+	}
+	var draining atomic.Bool
+	at, watching, unwatch, err := watch(c, metrics.Handler(registry, func() bool { return !draining.Load() }, c.pprof))
+	if err != nil {
+		s.Close()
+		return errors.Join(err, l.Close())
+	}
+	defer unwatch()
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }()
-	fmt.Fprintf(os.Stderr, "tensorferry %s serves %d models on %s\n", version, len(models.Infos()), addressOf(l))
+	log.Info("listening", slog.String("address", addressOf(l)), slog.String("metrics", at), slog.Int("models", len(models.Infos())), slog.String("store", c.store.String()))
 	fmt.Fprintln(ready, addressOf(l))
 	select {
 	case err := <-served:
 		s.Close()
 		return err
+	case err := <-watching:
+		s.Close()
+		return errors.Join(err, <-served)
 	case <-ctx.Done():
 	}
-	fmt.Fprintln(os.Stderr, "tensorferry: stopping; open calls may finish")
-	drain, cancel := context.WithTimeout(context.Background(), drainWait)
+	draining.Store(true)
+	log.Info("draining", slog.Duration("at_most", c.drain))
+	drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), c.drain)
 	defer cancel()
 	if err := s.Shutdown(drain); err != nil {
-		fmt.Fprintln(os.Stderr, "tensorferry: calls that were still open have been cancelled")
+		log.Warn("stopped", slog.Bool("drained", false))
+		return errors.Join(fmt.Errorf("%w after %s", errCut, shortDuration(c.drain)), <-served)
 	}
+	log.Info("stopped", slog.Bool("drained", true))
 	return <-served
 }
 
-// listen opens a listener; one that other machines reach has to be asked for.
-func listen(address string, insecure bool) (net.Listener, error) {
+// watch serves h on the address for metrics, if there is one, until stop is called;
+// failed tells why when it ends before.
+func watch(c serveConfig, h http.Handler) (address string, failed <-chan error, stop func(), err error) {
+	if c.metrics == off {
+		return off, nil, func() {}, nil
+	}
+	l, err := listen("metrics", c.metrics, c.insecure)
+	if err != nil {
+		return "", nil, nil, err
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	done := make(chan struct{})
+	go func() { // ends with ctx, at the latest a second after
+		defer close(done)
+		ended <- metrics.Serve(ctx, l, h)
+	}()
+	return addressOf(l), ended, func() { cancel(); <-done }, nil
+}
+
+// listen opens the listener that a flag asks for; one that other machines reach
+// has to be allowed.
+func listen(flag, address string, insecure bool) (net.Listener, error) {
 	if path, ok := strings.CutPrefix(address, "unix:"); ok {
-		return net.Listen("unix", strings.TrimPrefix(path, "//"))
+		path = strings.TrimPrefix(path, "//")
+		l, err := net.Listen("unix", path)
+		if errors.Is(err, syscall.EADDRINUSE) && abandoned(path) {
+			l, err = net.Listen("unix", path)
+		}
+		return l, listenError(flag, address, err)
 	}
 	host, _, err := net.SplitHostPort(address)
 	if err != nil {
-		return nil, usage("--listen %q is no address: %v; write host:port or unix:/path", address, err)
+		return nil, usage("--%s %q is no address: %v; write host:port or unix:/path", flag, address, err)
 	}
 	if ip := net.ParseIP(host); !insecure && host != "localhost" && (ip == nil || !ip.IsLoopback()) {
-		return nil, usage("--listen %s would be open to other machines without encryption or authentication; add --insecure if that is what you want", address)
+		return nil, usage("--%s %s would be open to other machines without encryption or authentication; add --insecure if that is what you want", flag, address)
 	}
-	return net.Listen("tcp", address)
+	l, err := net.Listen("tcp", address)
+	return l, listenError(flag, address, err)
+}
+
+// abandoned removes the socket of a server that was killed, where nobody answers;
+// a file of another kind, which answers as little, stays.
+func abandoned(path string) bool {
+	if i, err := os.Lstat(path); err != nil || i.Mode().Type() != os.ModeSocket {
+		return false
+	}
+	c, err := net.Dial("unix", path)
+	if err == nil {
+		_ = c.Close() // whoever answers is alive
+	}
+	return errors.Is(err, syscall.ECONNREFUSED) && os.Remove(path) == nil
+}
+
+// listenError says which flag helps.
+func listenError(flag, address string, err error) error {
+	if err == nil {
+		return nil
+	}
+	hint := "choose another address with --" + flag
+	if flag == "metrics" {
+		hint += ", or none with --metrics off"
+	}
+	return hinted{fmt.Errorf("--%s %s: %w", flag, address, err), hint}
 }
 
 // addressOf is what a client dials.

@@ -1,0 +1,155 @@
+package main
+
+import (
+	"bytes"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/spf13/pflag"
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/stream"
+)
+
+// configured is what serve makes of arguments, an environment and a file.
+func configured(t *testing.T, args, environ []string, file string) (serveConfig, string, error) {
+	t.Helper()
+	var c serveConfig
+	flags := pflag.NewFlagSet("serve", pflag.ContinueOnError)
+	c.flags(flags)
+	flags.String("config", "", "")
+	flags.Bool("print-config", false, "")
+	if file != "" {
+		path := filepath.Join(t.TempDir(), "ferry.yaml")
+		require.NoError(t, os.WriteFile(path, []byte(file), 0o600))
+		args = append(args, "--config", path)
+	}
+	require.NoError(t, flags.Parse(args))
+	from, err := configure(flags, environ)
+	if err != nil {
+		return c, "", err
+	}
+	var printed bytes.Buffer
+	require.NoError(t, printConfig(&printed, flags, from))
+	return c, printed.String(), nil
+}
+
+func TestAFlagGoesBeforeTheEnvironmentAndThatBeforeTheFile(t *testing.T) {
+	c, printed, err := configured(t,
+		[]string{"--max-calls", "1", "--model", "a"},
+		[]string{"TENSORFERRY_MAX_CALLS=2", "TENSORFERRY_MAX_SESSIONS=2", "TENSORFERRY_MODEL=b,c", "HOME=/", "TENSORFERRY_INSECURE=true"},
+		"max-calls: 3\nmax-sessions: 3\nmax-streams: 3\nmodel: [d]\ndrain: 1m\nmax-tensor: 2GB\nstore: memory:1GiB\nlog-format: json\n")
+	require.NoError(t, err)
+	require.Equal(t, 1, c.maxCalls)
+	require.Equal(t, 2, c.maxSessions)
+	require.Equal(t, 3, c.maxStreams)
+	require.Equal(t, []string{"a"}, c.models)
+	require.Equal(t, time.Minute, c.drain)
+	require.EqualValues(t, 2e9, c.maxTensor)
+	require.Equal(t, storeFlag{bytes: 1 << 30}, c.store)
+	require.Equal(t, "json", c.logFormat)
+	require.True(t, c.insecure)
+	require.Equal(t, defaultListen, c.listen)
+	for _, line := range []string{
+		"max-calls: 1 # flag\n", "max-sessions: 2 # environment\n", "max-streams: 3 # file ", "model: # flag\n    - a\n",
+		"insecure: true # environment\n", "listen: 127.0.0.1:50051 # default\n", "max-tensor: 2GB # file ",
+	} {
+		require.Contains(t, printed, line)
+	}
+}
+
+func TestThePrintedConfigReadsBackAsTheSame(t *testing.T) {
+	want, printed, err := configured(t, []string{
+		"--model", "a=b c", "--model", "no: map", "--memory", "1GiB", "--verbose", "--session-idle", "1h", "--log-level", "warn", "--store", "some folder",
+		"--listen", "[::1]:1", "--reflection=false",
+	}, nil, "")
+	require.NoError(t, err)
+	got, again, err := configured(t, nil, nil, printed)
+	require.NoError(t, err)
+	require.Equal(t, want, got)
+	require.Equal(t, strings.Count(printed, "\n"), strings.Count(again, "\n"))
+	require.NotContains(t, again, "# default")
+
+	plain, printed, err := configured(t, nil, nil, "")
+	require.NoError(t, err)
+	got, _, err = configured(t, nil, nil, printed)
+	require.NoError(t, err)
+	got.models = plain.models // none, or an empty list of them
+	require.Equal(t, plain, got)
+}
+
+func TestAMistakeInTheConfigNamesItsKey(t *testing.T) {
+	for name, tc := range map[string]struct {
+		environ []string
+		file    string
+		want    string
+	}{
+		"an unknown key":               {file: "max-cals: 3", want: `max-cals in .*ferry.yaml is no setting; the nearest is max-calls in`},
+		"an unknown variable":          {environ: []string{"TENSORFERRY_MAX_TENSR=3"}, want: "TENSORFERRY_MAX_TENSR is no setting; the nearest is TENSORFERRY_MAX_TENSOR$"},
+		"a key of the command line":    {file: "print-config: true", want: "print-config in .* is no setting"},
+		"a group of keys":              {file: "listen:\n  address: x", want: `listen.address in .* is no setting; the nearest is`},
+		"a size":                       {file: "memory: 12 parsecs", want: `memory in .*: "12 parsecs": .*is no size; write`},
+		"a size of the environment":    {environ: []string{"TENSORFERRY_MEMORY=lots"}, want: `TENSORFERRY_MEMORY: "lots": .*is no size`},
+		"a size over its most":         {file: "max-chunk: 5MiB", want: "max-chunk in .*: give 1 to 4MiB"},
+		"none at all":                  {file: "max-calls: 0", want: "max-calls in .*: give 1 to 2147483647"},
+		"no number":                    {file: "max-calls: many", want: `max-calls in .*: "many": it is no whole number`},
+		"a number without a unit":      {file: "drain: 10", want: "drain in .*: it is no time; write 10s"},
+		"a time in the past":           {file: "memory-wait: -1s", want: "memory-wait in .*: give 1ms to 8760h"},
+		"no word":                      {file: "log-level: loud", want: "log-level in .*: give info or debug or warn or error"},
+		"no boolean":                   {file: "insecure: perhaps", want: "insecure in .*perhaps"},
+		"no value":                     {file: "listen:", want: "listen in .*: there is no value"},
+		"nothing for the store":        {file: `store: ""`, want: "store in .*: give memory, memory:2GiB or a folder"},
+		"a store of no size":           {file: `store: "memory:"`, want: "store in .*no size"},
+		"a store of nothing":           {file: "store: memory:0", want: "store in .*at least a byte"},
+		"a list for one value":         {file: "listen: [a, b]", want: "listen in .*: it takes one value, not a list"},
+		"a key twice":                  {file: "listen: a\nlisten: b", want: `already defined`},
+		"no map":                       {file: "- listen", want: "config file .*ferry.yaml: "},
+		"no YAML":                      {file: "listen: [", want: "config file .*ferry.yaml: "},
+		"a file that is not there":     {environ: []string{"TENSORFERRY_CONFIG=/no/such.yaml"}, want: "config file /no/such.yaml: .*no such file"},
+		"a mistake that is overridden": {environ: []string{"TENSORFERRY_MAX_CALLS=2"}, file: "max-calls: many", want: "max-calls in .*no whole number"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, _, err := configured(t, nil, tc.environ, tc.file)
+			require.Error(t, err)
+			require.Regexp(t, tc.want, err.Error())
+			require.ErrorAs(t, err, new(usageError))
+		})
+	}
+}
+
+func TestTheFileOfTheCommandLineGoesBeforeThatOfTheEnvironment(t *testing.T) {
+	c, _, err := configured(t, nil, []string{"TENSORFERRY_CONFIG=/no/such.yaml"}, "max-calls: 3")
+	require.NoError(t, err)
+	require.Equal(t, 3, c.maxCalls)
+}
+
+func TestAnEmptyFileChangesNothing(t *testing.T) {
+	want, _, err := configured(t, nil, nil, "")
+	require.NoError(t, err)
+	got, _, err := configured(t, nil, nil, "# nothing\n")
+	require.NoError(t, err)
+	require.Equal(t, want, got)
+}
+
+func TestTheNearestNameIsTheOneWithTheFewestChanges(t *testing.T) {
+	names := []string{"listen", "max-calls", "max-chunk", "metrics"}
+	for key, want := range map[string]string{
+		"listne": "listen", "max-call": "max-calls", "chunk": "max-chunk", "metric": "metrics", "maxcalls": "max-calls", "": "listen",
+		strings.Repeat("metrics", 1000): "metrics",
+	} {
+		require.Equal(t, want, nearest(key, names), key)
+	}
+}
+
+func TestEverySettingHasAHelpText(t *testing.T) {
+	var c serveConfig
+	flags := pflag.NewFlagSet("serve", pflag.ContinueOnError)
+	c.flags(flags)
+	for _, name := range settings(flags) {
+		require.NotEmpty(t, flags.Lookup(name).Usage, name)
+	}
+	require.Equal(t, stream.DefaultLimits(), c.serverConfig().Session, "what serve shows as default is the default")
+}
