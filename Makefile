@@ -21,7 +21,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo lint lint-go lint-proto breaking generated tidy-check \
 	examples bench-smoke bench-peers-smoke demo bench bench-memory bench-peers build \
-	fuzz fuzz-1m generate fmt vectors scripts-rewrite bench-peers-results
+	fuzz fuzz-1m generate reference fmt vectors scripts-rewrite bench-peers-results
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^##/ { printf "\n%s\n", substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -116,6 +116,9 @@ fuzz-1m: ## Fuzz each target for a million executions
 
 generate: ## Rewrite the Go code of the wire contract
 	$(TOOL) buf generate
+
+reference: ## Rewrite docs/commands.md from the commands
+	$(GO) test ./cmd/tensorferry -run Reference -rewrite
 
 fmt: ## Rewrite Go and proto files in the house format
 	$(TOOL) golangci-lint fmt ./...

@@ -181,7 +181,7 @@ func demo(ctx context.Context, address string, times int64, w *sticky) (*demoRep
 		r.ServerPeakBytes, _ = bench.PeakOf(r.ServerPID)
 	}
 	r.writeManyTimes(w)
-	draw(w, n.choose(classes), isTerminal(w.w))
+	draw(w, n.choose(classes), showsColors(w.w))
 	writeNext(w)
 	return r, nil
 }

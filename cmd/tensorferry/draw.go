@@ -100,12 +100,7 @@ func (d drawing) at(column, half, high int) float32 {
 // gray is the terminal's color for a shade from 0 to 1: 232 is nearly black.
 func gray(v float32) int { return 232 + int(v*23.99) }
 
-// isTerminal reports whether w shows colors to someone.
-func isTerminal(w io.Writer) bool {
-	f, ok := w.(*os.File)
-	if !ok || os.Getenv("NO_COLOR") != "" || os.Getenv("TERM") == "dumb" {
-		return false
-	}
-	info, err := f.Stat()
-	return err == nil && info.Mode()&os.ModeCharDevice != 0
+// showsColors reports whether w shows colors to someone.
+func showsColors(w io.Writer) bool {
+	return os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb" && isTerminal(w)
 }

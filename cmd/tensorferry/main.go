@@ -4,6 +4,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -20,10 +21,7 @@ import (
 	"github.com/tensorferry/tensorferry/client"
 )
 
-// version ends in -dev between releases.
-const version = "0.1.0-dev"
-
-// Exit codes, for scripts. Code 1 is any failure without a code of its own.
+// Exit codes, for scripts.
 const (
 	exitFailure     = 1
 	exitUsage       = 2
@@ -33,6 +31,30 @@ const (
 	exitLimit       = 6
 	exitInterrupted = 7
 )
+
+// exits say what each code means.
+var exits = []struct {
+	code  int
+	means string
+}{
+	{0, "all is done"},
+	{exitFailure, "any failure without a code of its own"},
+	{exitUsage, "a mistake in what was typed"},
+	{exitConnection, "no connection to the server, or it takes nothing now"},
+	{exitAuth, "the server does not know or does not allow the caller"},
+	{exitIntegrity, "bytes arrived damaged, or not those that were sent"},
+	{exitLimit, "over a limit or a budget of the server"},
+	{exitInterrupted, "interrupted; to be run again"},
+}
+
+// exitOf has the codes of failures that a server, or the way to it, tells of.
+var exitOf = map[codes.Code]int{
+	codes.Unavailable:       exitConnection,
+	codes.Unauthenticated:   exitAuth,
+	codes.PermissionDenied:  exitAuth,
+	codes.DataLoss:          exitIntegrity,
+	codes.ResourceExhausted: exitLimit,
+}
 
 // gcPercent lets the Go heap grow to 16 MB before the first collection.
 const gcPercent = 400
@@ -115,9 +137,14 @@ func command() *cobra.Command {
 		RunE:          func(c *cobra.Command, _ []string) error { return c.Help() },
 	}
 	root.SetVersionTemplate("{{.Version}}\n")
-	root.CompletionOptions.HiddenDefaultCmd = true
+	root.CompletionOptions.DisableDefaultCmd = true // completionCommand is in its place
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
-	root.AddCommand(serveCommand(), runCommand(), demoCommand(), benchCommand(), modelsCommand(), infoCommand(), versionCommand())
+	root.AddCommand(
+		serveCommand(), demoCommand(), benchCommand(), // servers
+		runCommand(), modelsCommand(), infoCommand(), // at a server
+		genCommand(), showCommand(), // files
+		versionCommand(), completionCommand(),
+	)
 	for _, c := range root.Commands() {
 		c.Args = typed(c.Args)
 	}
@@ -134,45 +161,25 @@ func typed(check cobra.PositionalArgs) cobra.PositionalArgs {
 	}
 }
 
-func versionCommand() *cobra.Command {
-	return &cobra.Command{
-		Use: "version", Short: "print the version", Args: cobra.NoArgs,
-		RunE: func(c *cobra.Command, _ []string) error {
-			_, err := fmt.Fprintln(c.OutOrStdout(), version)
-			return err
-		},
-	}
-}
-
-// exitCode is the table of how a command ends.
+// exitCode says how a command ends that failed.
 func exitCode(ctx context.Context, err error) int {
 	var u usageError
+	var e *client.Error
 	switch {
 	case errors.As(err, &u):
 		return exitUsage
+	case errors.Is(err, errCut): // it was interrupted, and that is not what failed
+		return exitFailure
 	case ctx.Err() != nil:
 		return exitInterrupted
 	case errors.Is(err, client.ErrInput):
 		return exitFailure
+	case errors.As(err, &e):
+		return cmp.Or(exitOf[status.Code(e)], exitFailure)
 	}
-	var e *client.Error
-	if !errors.As(err, &e) {
-		if text := err.Error(); len(text) > 15 && text[:15] == "unknown command" { // cobra has no type for it
-			return exitUsage
-		}
-		return exitFailure
-	}
-	switch status.Code(e) {
-	case codes.Unavailable:
-		return exitConnection
-	case codes.Unauthenticated, codes.PermissionDenied:
-		return exitAuth
-	case codes.DataLoss:
-		return exitIntegrity
-	case codes.ResourceExhausted:
-		return exitLimit
-	case codes.Canceled:
-		return exitFailure
+	// Two mistakes that cobra has no type for.
+	if text := err.Error(); strings.HasPrefix(text, "unknown command") || strings.HasPrefix(text, "required flag") {
+		return exitUsage
 	}
 	return exitFailure
 }

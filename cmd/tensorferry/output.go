@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -8,14 +9,16 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// target is where a result is written: stdout, a device or pipe, or a file that is
-// complete or absent.
+// target is where tensors are written: stdout, a device or pipe, or a file that is
+// complete or absent. A name that ends in .safetensors makes one of those; anything
+// else holds one tensor, as .npy or as raw bytes.
 type target struct {
 	path string // as it was typed
 	raw  bool
@@ -25,20 +28,26 @@ type target struct {
 	real    string   // the file behind every symbolic link
 	temp    *os.File // becomes real in the end; nil if there is none
 	file    *os.File // of a special path, once it is open
+
+	writers []*tensorWriter
 }
 
 // newTarget finds out what path is and makes sure that it can be written, before
 // there is a call. The caller commits or abandons it.
 func newTarget(path string, raw bool, stdout io.Writer) (*target, error) {
 	t := &target{path: path, raw: raw, out: stdout, real: "-"}
-	if path == "-" {
+	switch {
+	case path == "-":
+		if isTerminal(stdout) {
+			return nil, usage("stdout is a terminal; name a file with --output, or write to a pipe")
+		}
 		return t, nil
-	}
-	if path == "" {
+	case path == "":
 		return nil, usage("--output names no file")
-	}
-	if strings.HasSuffix(path, ".safetensors") || strings.Contains(path, ".safetensors:") {
-		return nil, usage("--output %s: results are .npy, or raw bytes with --raw", path)
+	case strings.Contains(path, ".safetensors:"):
+		return nil, usage("--output %s: a result is the whole file; leave out what is behind .safetensors", path)
+	case raw && describesItself(path):
+		return nil, usage("--output %s: a file of that name does not hold raw bytes", path)
 	}
 	info, err := os.Stat(path)
 	switch {
@@ -99,8 +108,21 @@ func (t *target) makeTemp(old fs.FileInfo) error {
 	return nil
 }
 
-// open begins the result. It may block, as opening a pipe does without a reader.
-func (t *target) open(d tensor.Desc) (io.Writer, error) {
+// named is a tensor that is to be written.
+type named struct {
+	name string
+	tensor.Desc
+}
+
+// begin writes what stands before the bytes of tensors and returns a writer for
+// each. Those of a .safetensors file may be used in any order and at the same time;
+// whatever else there is takes one tensor. begin may block, as opening a pipe does
+// without a reader. It is called once.
+func (t *target) begin(tensors []named) ([]*tensorWriter, error) {
+	whole := strings.HasSuffix(t.path, ".safetensors")
+	if len(tensors) != 1 && (!whole || t.temp == nil) {
+		return nil, usage("--output %s takes one tensor, not %d; a .safetensors file takes many", t.path, len(tensors))
+	}
 	if t.special {
 		f, err := os.OpenFile(t.path, os.O_WRONLY, 0)
 		if err != nil {
@@ -108,14 +130,69 @@ func (t *target) open(d tensor.Desc) (io.Writer, error) {
 		}
 		t.file, t.out = f, f
 	}
-	if t.raw {
-		return t, nil
+	var err error
+	at := make([]int64, len(tensors))
+	switch {
+	case whole:
+		at, err = t.safetensorsHeader(tensors)
+	case !t.raw:
+		err = tensorfile.WriteNPYHeader(t, tensors[0].Desc)
+		if errors.Is(err, tensorfile.ErrUnsupported) {
+			err = hinted{
+				fmt.Errorf("--output %s: .npy has no type for %v", t.path, tensors[0].DType),
+				"a .safetensors file has; --raw writes the bytes as they are",
+			}
+		}
 	}
-	err := tensorfile.WriteNPYHeader(t, d)
-	if errors.Is(err, tensorfile.ErrUnsupported) {
-		err = hinted{fmt.Errorf("--output %s: .npy has no type for %v", t.path, d.DType), "--raw writes the bytes as they are"}
+	if err != nil {
+		return nil, err
 	}
-	return t, err
+	for i, n := range tensors {
+		size, err := n.Bytes()
+		if err != nil {
+			return nil, fmt.Errorf("--output %s: %w", t.path, err)
+		}
+		t.writers = append(t.writers, &tensorWriter{t, n.name, at[i], size, whole && t.temp != nil})
+	}
+	return t.writers, nil
+}
+
+// safetensorsHeader writes the header and returns where the bytes of each tensor go.
+func (t *target) safetensorsHeader(tensors []named) ([]int64, error) {
+	order := make([]int, len(tensors))
+	for i := range order {
+		order[i] = i
+	}
+	// Wider data types first, so that every tensor begins aligned.
+	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(tensors[b].DType.Bits(), tensors[a].DType.Bits()) })
+	entries := make([]tensorfile.Entry, len(tensors))
+	for i, n := range order {
+		entries[i] = tensorfile.Entry{Name: tensors[n].name, Desc: tensors[n].Desc}
+	}
+	header, err := tensorfile.SafetensorsHeader(entries, nil)
+	if err != nil {
+		return nil, fmt.Errorf("--output %s: %w", t.path, err)
+	}
+	at, off := make([]int64, len(tensors)), int64(len(header))
+	for _, n := range order {
+		at[n] = off
+		size, err := tensors[n].Bytes()
+		if err != nil {
+			return nil, fmt.Errorf("--output %s: %w", t.path, err)
+		}
+		off += size // the header is made: no overflow
+	}
+	_, err = t.Write(header)
+	return at, err
+}
+
+// open begins a result of one tensor.
+func (t *target) open(name string, d tensor.Desc) (io.Writer, error) {
+	writers, err := t.begin([]named{{name, d}})
+	if err != nil {
+		return nil, err
+	}
+	return writers[0], nil
 }
 
 func (t *target) Write(p []byte) (int, error) {
@@ -123,8 +200,37 @@ func (t *target) Write(p []byte) (int, error) {
 	return n, t.named(err)
 }
 
+// tensorWriter takes the bytes of one tensor, in their order. It belongs to one
+// goroutine.
+type tensorWriter struct {
+	target *target
+	name   string
+	at     int64 // where in the file its next bytes go
+	left   int64 // bytes it still takes
+	placed bool  // they go to that place; otherwise behind what was written last
+}
+
+func (w *tensorWriter) Write(p []byte) (n int, err error) {
+	if int64(len(p)) > w.left {
+		return 0, fmt.Errorf("--output %s: more bytes than tensor %q has", w.target.path, w.name)
+	}
+	if w.placed {
+		n, err = w.target.temp.WriteAt(p, w.at)
+		err = w.target.named(err)
+	} else {
+		n, err = w.target.Write(p)
+	}
+	w.at, w.left = w.at+int64(n), w.left-int64(n)
+	return n, err
+}
+
 // commit ends a result that is complete.
 func (t *target) commit() error {
+	for _, w := range t.writers {
+		if w.left > 0 {
+			return fmt.Errorf("--output %s: tensor %q lacks its last %d bytes", t.path, w.name, w.left)
+		}
+	}
 	if t.file != nil {
 		return t.named(t.file.Close())
 	}

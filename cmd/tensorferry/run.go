@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"os"
 	"slices"
 	"strings"
 	"time"
@@ -12,10 +11,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/tensor"
 )
-
-// readWait is how long an interrupted run waits for the read it is in.
-const readWait = 100 * time.Millisecond
 
 // runOptions are the flags of run.
 type runOptions struct {
@@ -23,10 +20,9 @@ type runOptions struct {
 	inputs  []string
 	outputs []string
 	params  []string
-	dtype   string
-	shape   string
-	shaped  bool // --shape is given
+	input   rawInput
 	raw     bool
+	quiet   bool
 	timeout time.Duration
 	timings bool
 }
@@ -39,19 +35,19 @@ func runCommand() *cobra.Command {
 		Long: `Run sends tensors through a model of a server and writes the results while
 they arrive: a tensor may be larger than the memory of either side.
 
-Input and output are .npy; an input may be a tensor of a .safetensors file, with
-:name behind it. With --dtype and --shape the input is raw bytes, and so is the
-output; --raw makes only the output raw. "-" is stdin or stdout, and the default.
-An output file is written whole or not at all; a device or a pipe as it comes.
-Raw bytes that are more than the shape says are an error, but for a device; a
-pipe that stays open is not waited for.`,
+Input and output are .npy, or a file that is named .safetensors; of several
+tensors in an input, the one whose :name stands behind it. With --dtype and
+--shape the input is raw bytes, and so is the output unless its name says
+otherwise; --raw makes only the output raw. "-" is stdin or stdout, and the
+default. An output file is written whole or not at all; a device or a pipe as it
+comes. Raw bytes that are more than the shape says are an error, but for a
+device; a pipe that stays open is not waited for.`,
 		Example: `  tensorferry run relu --input x.npy --output y.npy
   cat x.bin | tensorferry run affine --param a=2 --param b=1 --dtype float32 --shape 1000,64 > y.bin
   tensorferry run trunk --input h=weights.safetensors:hidden --output y.npy`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
-			o.shaped = c.Flags().Changed("shape")
-			return runModel(c.Context(), args[0], o, c.InOrStdin(), c.OutOrStdout())
+			return runModel(c.Context(), args[0], o, c.InOrStdin(), c.OutOrStdout(), c.ErrOrStderr())
 		},
 	}
 	f := c.Flags()
@@ -59,15 +55,15 @@ pipe that stays open is not waited for.`,
 	f.StringArrayVarP(&o.inputs, "input", "i", nil, "input `[port=]file`; repeatable")
 	f.StringArrayVarP(&o.outputs, "output", "o", nil, "result `[port=]file`; repeatable")
 	f.StringArrayVarP(&o.params, "param", "p", nil, "parameter of the model, `key=value`; repeatable")
-	f.StringVar(&o.dtype, "dtype", "", "data type of raw input, such as float32")
-	f.StringVar(&o.shape, "shape", "", "shape of raw input, such as 1000,64; empty is a scalar")
+	o.input.flags(c)
 	f.BoolVar(&o.raw, "raw", false, "write results as raw bytes")
+	quietFlag(c, &o.quiet)
 	f.DurationVar(&o.timeout, "timeout", 0, "most time the server gives the call")
 	f.BoolVar(&o.timings, "timings", false, "print where the server spent the time")
 	return c
 }
 
-func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, stdout io.Writer) error {
+func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, stdout, stderr io.Writer) error {
 	r := client.Request{Model: model, Timeout: o.timeout, Params: map[string]string{}, Results: map[string]client.Sink{}}
 	for _, text := range o.params {
 		k, v, ok := strings.Cut(text, "=")
@@ -76,11 +72,8 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		}
 		r.Params[k] = v
 	}
-	switch raw := o.dtype != ""; {
-	case raw && !o.shaped:
-		return usage("--dtype needs --shape; --shape \"\" is a scalar")
-	case o.shaped && !raw:
-		return usage("--shape needs --dtype")
+	if err := o.input.check(); err != nil {
+		return err
 	}
 	cl, err := client.Dial(o.server, client.Config{})
 	if err != nil {
@@ -90,22 +83,27 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	if len(o.inputs) == 0 {
 		o.inputs = []string{"-"}
 	}
+	bars := newProgress(stderr, o.quiet)
+	defer bars.end()
 	var sources []*source
 	for _, text := range o.inputs {
 		port, file, ok := strings.Cut(text, "=")
 		if !ok {
 			port, file = "", text
 		}
-		if file == "-" && slices.ContainsFunc(sources, func(s *source) bool { return s.name == "stdin" }) {
+		if file == "-" && slices.ContainsFunc(sources, func(s *source) bool { return s.title == "stdin" }) {
 			return usage("stdin is one input, not two")
 		}
-		in, err := openInput(file, o, stdin)
+		in, c, err := openOne(file, o.input, stdin)
 		if err != nil {
 			return err
 		}
 		// Closed at the end, when the call reads no more.
-		defer in.Close()
-		in.Port = port
+		defer c.Close()
+		in.Port, in.Name = port, ""
+		if in.Reader != nil {
+			in.Reader = bars.tensor(in.title, in.Desc).reader(in.Reader)
+		}
 		sources = append(sources, in)
 		r.Inputs = append(r.Inputs, in.Input)
 	}
@@ -120,7 +118,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		}
 	}()
 	for port, path := range outs {
-		t, err := newTarget(path, o.raw || o.dtype != "", stdout)
+		t, err := newTarget(path, o.raw || o.input.given() && !describesItself(path), stdout)
 		if err != nil {
 			return err
 		}
@@ -133,7 +131,10 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 			return usage("--output %s and --output %s are the same file", other.path, path)
 		}
 		files[key] = t
-		r.Results[port] = client.Writer(t.open)
+		r.Results[port] = client.Writer(func(d tensor.Desc) (io.Writer, error) {
+			w, err := t.open(port, d)
+			return bars.tensor(port, d).writer(w), err
+		})
 	}
 	s, err := cl.Session(ctx)
 	if err != nil {
@@ -143,7 +144,11 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	if err != nil {
 		return err
 	}
-	if err := wait(ctx, call); err != nil {
+	err = interruptible(ctx, func() error {
+		_, err := call.Wait()
+		return err
+	})
+	if err != nil {
 		return err
 	}
 	for _, in := range sources {
@@ -158,32 +163,11 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	}
 	if o.timings {
 		t := call.Timings()
-		fmt.Fprintf(os.Stderr, "total %v: received %v, waited for memory %v, computed %v, first result after %v\n",
+		bars.end()
+		fmt.Fprintf(stderr, "total %v: received %v, waited for memory %v, computed %v, first result after %v\n",
 			t.Total, t.Receive, t.Queue, t.Compute, t.FirstResult)
 	}
 	return nil
-}
-
-// wait waits for the call's end, or little longer than ctx: a call ends at once
-// with its ctx, but for a reader that blocks, as stdin may for good. The goroutine
-// it starts then ends with the process.
-func wait(ctx context.Context, call *client.Call) error {
-	ended := make(chan error, 1)
-	go func() {
-		_, err := call.Wait()
-		ended <- err
-	}()
-	select {
-	case err := <-ended:
-		return err
-	case <-ctx.Done():
-	}
-	select {
-	case err := <-ended:
-		return err
-	case <-time.After(readWait):
-		return context.Cause(ctx)
-	}
 }
 
 // results says which result goes where, by port.

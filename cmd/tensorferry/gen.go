@@ -1,0 +1,123 @@
+package main
+
+import (
+	"context"
+	"io"
+	"runtime"
+	"strings"
+	"sync"
+
+	"github.com/spf13/cobra"
+
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// genChunk is how many bytes one thread makes at a time.
+const genChunk = 1 << 20
+
+// genOptions are the flags of gen.
+type genOptions struct {
+	dtype, shape, fill string
+	seed               uint64
+	name               string
+	output             string
+	raw, quiet         bool
+}
+
+func genCommand() *cobra.Command {
+	var o genOptions
+	c := &cobra.Command{
+		Use:   "gen --shape SHAPE",
+		Short: "write a tensor that is made from a seed",
+		Long: `Gen writes a tensor that data type, shape, seed and fill determine to the last
+bit, on every machine.
+
+The fills are normal (N(0, 1), for floats and complex numbers, and their default),
+uniform (floats in [0, 1), whole numbers over their whole range; the default of
+integers and bool), zeros, and count (each element is its index).
+
+The output is .npy, .safetensors if it is named so, or raw bytes with --raw. "-" is
+stdout, and the default. An output file is written whole or not at all.`,
+		Example: `  tensorferry gen --shape 1000,64 -o x.npy
+  tensorferry gen --shape 4096,4096 --dtype bfloat16 --seed 7 --name weight -o w.safetensors
+  tensorferry gen --shape 1000000000 --dtype uint8 --raw | tensorferry run echo --dtype uint8 --shape 1000000000 > y.bin`,
+		Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			return generate(c.Context(), o, c.OutOrStdout(), c.ErrOrStderr())
+		},
+	}
+	f := c.Flags()
+	f.StringVar(&o.dtype, "dtype", "float32", "data `type`")
+	f.StringVar(&o.shape, "shape", "", "`shape`, such as 1000,64; empty is a scalar (required)")
+	f.Uint64Var(&o.seed, "seed", 0, "another `number` makes another tensor")
+	f.StringVar(&o.fill, "fill", "", strings.Join(store.Fills(), ", ")+" (default by data type)")
+	f.StringVar(&o.name, "name", "tensor", "name of the tensor in a .safetensors file")
+	f.StringVarP(&o.output, "output", "o", "-", "`file` to write")
+	f.BoolVar(&o.raw, "raw", false, "write raw bytes")
+	quietFlag(c, &o.quiet)
+	completeDTypes(c)
+	completeFills(c)
+	if err := c.MarkFlagRequired("shape"); err != nil {
+		panic(err) // the flag is named above
+	}
+	return c
+}
+
+func generate(ctx context.Context, o genOptions, stdout, stderr io.Writer) error {
+	d, size, err := parseDesc(o.dtype, o.shape)
+	if err != nil {
+		return err
+	}
+	fill, err := store.ParseFill(o.fill, d.DType)
+	if err != nil {
+		return usageError{err}
+	}
+	t, err := newTarget(o.output, o.raw, stdout)
+	if err != nil {
+		return err
+	}
+	defer t.abandon()
+	bars := newProgress(stderr, o.quiet || o.output == "-") // who reads a pipe has a progress of its own
+	defer bars.end()
+	err = interruptible(ctx, func() error {
+		w, err := t.open(o.name, d)
+		if err != nil {
+			return err
+		}
+		return writeGenerated(ctx, bars.tensor(o.name, d).writer(w), size, d.DType, o.seed, fill)
+	})
+	if err != nil {
+		return err
+	}
+	return t.commit()
+}
+
+// writeGenerated makes as many chunks at a time as there are threads, then writes
+// them in their order.
+func writeGenerated(ctx context.Context, w io.Writer, size int64, dtype tensor.DataType, seed uint64, fill store.Fill) error {
+	chunks := make([][]byte, runtime.GOMAXPROCS(0))
+	for off := int64(0); off < size; {
+		var made sync.WaitGroup
+		n := 0
+		for ; n < len(chunks) && off < size; n++ {
+			if chunks[n] == nil {
+				chunks[n] = make([]byte, genChunk)
+			}
+			chunk, at := chunks[n][:min(genChunk, size-off)], off
+			chunks[n] = chunk
+			made.Go(func() { store.Generate(chunk, at, dtype, seed, fill) })
+			off += int64(len(chunk))
+		}
+		made.Wait()
+		for _, chunk := range chunks[:n] {
+			if err := ctx.Err(); err != nil {
+				return err
+			}
+			if _, err := w.Write(chunk); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}

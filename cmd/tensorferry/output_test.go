@@ -1,0 +1,89 @@
+package main
+
+import (
+	"bytes"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
+)
+
+func TestTensorsOfAFileMayComeInAnyOrderAndAppearTogether(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "all.safetensors")
+	out, err := newTarget(path, false, nil)
+	require.NoError(t, err)
+	defer out.abandon()
+	writers, err := out.begin([]named{
+		{"bytes", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{3}}},
+		{"none", tensor.Desc{DType: tensor.Int16, Shape: tensor.Shape{0}}},
+		{"wide", tensor.Desc{DType: tensor.Float64, Shape: tensor.Shape{2}}},
+	})
+	require.NoError(t, err)
+	write := func(i int, p []byte) {
+		t.Helper()
+		n, err := writers[i].Write(p)
+		require.NoError(t, err)
+		require.Equal(t, len(p), n)
+	}
+	wide := []byte("0123456789abcdef")
+	write(2, wide[:5])
+	write(0, []byte("ab"))
+	write(2, wide[5:])
+	write(1, nil)
+	_, err = writers[0].Write([]byte("cd"))
+	require.ErrorContains(t, err, `more bytes than tensor "bytes" has`)
+	require.ErrorContains(t, out.commit(), `tensor "bytes" lacks its last 1 bytes`)
+	require.NoFileExists(t, path)
+	write(0, []byte("c"))
+	require.NoError(t, out.commit())
+
+	s, err := tensorfile.OpenSafetensors(path)
+	require.NoError(t, err)
+	defer s.Close()
+	for name, want := range map[string][]byte{"bytes": []byte("abc"), "none": {}, "wide": wide} {
+		got, err := s.Tensor(name)
+		require.NoError(t, err)
+		require.Equal(t, want, got.Data)
+	}
+}
+
+func TestAnOutputThatIsNotCommittedLeavesNothing(t *testing.T) {
+	dir := t.TempDir()
+	for _, name := range []string{"x.npy", "x.safetensors", "x.bin"} {
+		out, err := newTarget(filepath.Join(dir, name), name == "x.bin", nil)
+		require.NoError(t, err)
+		w, err := out.open("x", tensor.Desc{DType: tensor.Int32, Shape: tensor.Shape{2}})
+		require.NoError(t, err)
+		_, err = w.Write(make([]byte, 7))
+		require.NoError(t, err)
+		require.ErrorContains(t, out.commit(), "lacks its last 1 bytes")
+		out.abandon()
+		out.abandon()
+	}
+	left, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	require.Empty(t, left)
+}
+
+func TestOnlyASafetensorsFileTakesSeveralTensors(t *testing.T) {
+	two := []named{{"a", tensor.Desc{DType: tensor.Int8}}, {"b", tensor.Desc{DType: tensor.Int8}}}
+	var stdout bytes.Buffer
+	for _, path := range []string{filepath.Join(t.TempDir(), "x.npy"), "-"} {
+		out, err := newTarget(path, false, &stdout)
+		require.NoError(t, err)
+		_, err = out.begin(two)
+		require.ErrorContains(t, err, "takes one tensor, not 2")
+		require.IsType(t, usageError{}, err)
+		out.abandon()
+	}
+	require.Zero(t, stdout.Len())
+	out, err := newTarget(filepath.Join(t.TempDir(), "x.safetensors"), false, nil)
+	require.NoError(t, err)
+	defer out.abandon()
+	_, err = out.begin([]named{two[0], two[0]})
+	require.ErrorIs(t, err, tensorfile.ErrFormat)
+}

@@ -1,0 +1,245 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"math"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/tensorferry/tensorferry/internal/summary"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// showColumns is how many columns a histogram has at most.
+const showColumns = 40
+
+// What a column of a histogram is drawn with: nothing, then from few to many.
+const (
+	blockRamp = " ▁▂▃▄▅▆▇█"
+	asciiRamp = " .:-=+*#%@"
+)
+
+// showOptions are the flags of show.
+type showOptions struct {
+	input  rawInput
+	asJSON bool
+	ascii  bool
+}
+
+func showCommand() *cobra.Command {
+	var o showOptions
+	c := &cobra.Command{
+		Use:   "show FILE...",
+		Short: "show what tensors hold: range, mean, NaN, a histogram",
+		Long: `Show prints data type, shape, size, least, most, mean, standard deviation (over n,
+not n-1), how many elements are zero, NaN or infinite, and a histogram of the
+finite ones, whose columns all have one width from the least to the most. It
+reads each tensor once and holds none.
+
+FILE is .npy; .safetensors, with :name behind it for one of its tensors; raw bytes
+with --dtype and --shape; or "-" for stdin. Of complex numbers it shows the
+magnitude, of bool 0 and 1.`,
+		Example: `  tensorferry show x.npy
+  tensorferry show weights.safetensors:layer.0.bias --json
+  tensorferry gen --shape 1000000 | tensorferry show -
+  tensorferry show y.bin --dtype float32 --shape 1000,64`,
+		Args: cobra.MinimumNArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			return show(c.Context(), args, o, c.InOrStdin(), c.OutOrStdout())
+		},
+	}
+	o.input.flags(c)
+	jsonFlag(c, &o.asJSON)
+	c.Flags().BoolVar(&o.ascii, "ascii", false, "draw histograms in ASCII")
+	return c
+}
+
+func show(ctx context.Context, files []string, o showOptions, stdin io.Reader, stdout io.Writer) error {
+	if err := o.input.check(); err != nil {
+		return err
+	}
+	ramp := []rune(blockRamp)
+	if o.ascii {
+		ramp = []rune(asciiRamp)
+	}
+	listed := []shownJSON{}
+	for _, file := range files {
+		err := showFile(ctx, file, o.input, stdin, func(s shown) error {
+			if o.asJSON {
+				listed = append(listed, s.json())
+				return nil
+			}
+			_, err := io.WriteString(stdout, s.text(ramp))
+			return err
+		})
+		if err != nil {
+			return err
+		}
+	}
+	if o.asJSON {
+		return writeJSON(stdout, listed)
+	}
+	return nil
+}
+
+// showFile gives each tensor of a file to found.
+func showFile(ctx context.Context, file string, raw rawInput, stdin io.Reader, found func(shown) error) error {
+	in, err := openInput(file, raw, stdin)
+	if err != nil {
+		return err
+	}
+	defer in.Close()
+	for _, t := range in.tensors {
+		s, err := look(ctx, t.title, t.Desc, t.bytes())
+		if err == nil {
+			err = t.atEnd()
+		}
+		if err == nil {
+			err = found(s)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// shown is a tensor and what it holds.
+type shown struct {
+	title string
+	desc  tensor.Desc
+	size  int64
+	*summary.Summary
+}
+
+// look reads a tensor from r, wherever that comes from.
+func look(ctx context.Context, title string, d tensor.Desc, r io.Reader) (shown, error) {
+	s := shown{title: title, desc: d}
+	err := interruptible(ctx, func() (err error) {
+		if s.size, err = d.Bytes(); err == nil {
+			s.Summary, err = summary.Of(whileLasts{ctx, r}, d)
+		}
+		return err
+	})
+	if err != nil {
+		return shown{}, fmt.Errorf("%s: %w", title, err)
+	}
+	return s, nil
+}
+
+// whileLasts reads until its context ends.
+type whileLasts struct {
+	ctx context.Context
+	r   io.Reader
+}
+
+func (w whileLasts) Read(p []byte) (int, error) {
+	if err := w.ctx.Err(); err != nil {
+		return 0, err
+	}
+	return w.r.Read(p)
+}
+
+// of says what a complex element stands for.
+func (s shown) of() string {
+	if s.desc.DType == tensor.Complex64 || s.desc.DType == tensor.Complex128 {
+		return "magnitude"
+	}
+	return ""
+}
+
+// short is a number for people: integers whole, others to 6 digits.
+func short(n json.Number) string {
+	if !strings.ContainsAny(n.String(), ".eE") {
+		return n.String()
+	}
+	v, err := n.Float64()
+	if err != nil {
+		return n.String()
+	}
+	return strconv.FormatFloat(v, 'g', 6, 64)
+}
+
+func (s shown) text(ramp []rune) string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s  %v  %s\n", s.title, s.desc, sizeText(s.size))
+	if s.Elements == 0 {
+		return b.String() + "  no elements\n"
+	}
+	b.WriteString("  ")
+	if s.Min != "" {
+		if of := s.of(); of != "" {
+			fmt.Fprintf(&b, "%s: ", of)
+		}
+		fmt.Fprintf(&b, "min %s  max %s  mean %.6g  std %.6g  ", short(s.Min), short(s.Max), s.Mean, s.Std)
+	}
+	fmt.Fprintf(&b, "zeros %d  NaN %d  +Inf %d  -Inf %d\n", s.Zeros, s.NaN, s.PosInf, s.NegInf)
+	if s.Min != "" {
+		fmt.Fprintf(&b, "  %s |%s| %s\n", short(s.Min), columns(s.Histogram(showColumns).Counts, ramp), short(s.Max))
+	}
+	return b.String()
+}
+
+// columns draws counts: the most with the last character of ramp, none with the
+// first, and only none.
+func columns(counts []int64, ramp []rune) string {
+	var most int64
+	for _, n := range counts {
+		most = max(most, n)
+	}
+	var b strings.Builder
+	for _, n := range counts {
+		level := math.Ceil(float64(n) / float64(most) * float64(len(ramp)-1))
+		b.WriteRune(ramp[int(level)])
+	}
+	return b.String()
+}
+
+// sizeText is a number of bytes for people.
+func sizeText(n int64) string {
+	text := fmt.Sprintf("%d bytes", n)
+	for i, unit := range []string{"KiB", "MiB", "GiB", "TiB"} {
+		if in := float64(n) / math.Ldexp(1, 10*(i+1)); in >= 1 && (in < 1024 || unit == "TiB") {
+			return fmt.Sprintf("%.1f %s", in, unit)
+		}
+	}
+	return text
+}
+
+// shownJSON is a tensor as show --json prints it. What is said of elements is of
+// the finite ones; min, max, mean, std and histogram are absent without any.
+type shownJSON struct {
+	Tensor    string             `json:"tensor"`
+	DType     string             `json:"dtype"`
+	Shape     tensor.Shape       `json:"shape"`
+	Bytes     int64              `json:"bytes"`
+	Elements  int64              `json:"elements"`
+	Of        string             `json:"of,omitempty"`
+	Min       json.Number        `json:"min,omitempty"`
+	Max       json.Number        `json:"max,omitempty"`
+	Mean      *float64           `json:"mean,omitempty"`
+	Std       *float64           `json:"std,omitempty"`
+	Zeros     int64              `json:"zeros"`
+	NaN       int64              `json:"nan"`
+	PosInf    int64              `json:"positive_inf"`
+	NegInf    int64              `json:"negative_inf"`
+	Histogram *summary.Histogram `json:"histogram,omitempty"`
+}
+
+func (s shown) json() shownJSON {
+	j := shownJSON{
+		Tensor: s.title, DType: s.desc.DType.String(), Shape: append(tensor.Shape{}, s.desc.Shape...),
+		Bytes: s.size, Elements: s.Elements, Of: s.of(), Min: s.Min, Max: s.Max,
+		Zeros: s.Zeros, NaN: s.NaN, PosInf: s.PosInf, NegInf: s.NegInf,
+	}
+	if s.Min != "" {
+		h := s.Histogram(showColumns)
+		j.Mean, j.Std, j.Histogram = &s.Mean, &s.Std, &h
+	}
+	return j
+}
