@@ -124,6 +124,7 @@ func run(ctx context.Context, c config) (_ *Report, err error) {
 			return nil, err
 		}
 	}
+	r.LoadAfter = bench.ThisMachine().Load
 	return r, nil
 }
 

@@ -12,11 +12,13 @@ import (
 // Report is everything that was measured, and where.
 type Report struct {
 	Machine bench.Machine `json:"machine"`
-	Date    string        `json:"date"`    // of the run, as in 2006-01-02
-	Modules []string      `json:"modules"` // of the peers, as in path@version
-	Smoke   bool          `json:"smoke"`   // the figures mean nothing
-	Bytes   int           `json:"bytes"`   // of the tensor
-	Works   []Work        `json:"works"`
+	// LoadAfter is the machine's load at the end, which our own work is a part of.
+	LoadAfter string   `json:"load_after,omitempty"`
+	Date      string   `json:"date"`    // of the run, as in 2006-01-02
+	Modules   []string `json:"modules"` // of the peers, as in path@version
+	Smoke     bool     `json:"smoke"`   // the figures mean nothing
+	Bytes     int      `json:"bytes"`   // of the tensor
+	Works     []Work   `json:"works"`
 }
 
 // Work is one kind of work, done by everyone.
@@ -81,6 +83,9 @@ func peerModules() []string {
 func (r *Report) markdown() []byte {
 	var b bytes.Buffer
 	fmt.Fprintf(&b, "<!-- written by: make bench-peers-results -->\n\n%s · %s", r.Machine, r.Date)
+	if r.LoadAfter != "" {
+		fmt.Fprintf(&b, " · load %s at the end", r.LoadAfter)
+	}
 	for _, m := range r.Modules {
 		fmt.Fprintf(&b, " · %s", m)
 	}
