@@ -54,6 +54,7 @@ var layers = map[string][]string{
 	"cmd/tensorferry":       {anything},
 	"examples/bottom_model": {anything},
 	"examples/duplex":       {anything},
+	"examples/pull":         {anything},
 	"examples/row_function": {anything},
 	"examples/fashion":      {"tensor", "tensorfile"}, // the data of the demo, not a program
 
