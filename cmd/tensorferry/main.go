@@ -9,10 +9,8 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/signal"
 	"runtime/debug"
 	"strings"
-	"syscall"
 
 	"github.com/spf13/cobra"
 	"google.golang.org/grpc/codes"
@@ -81,10 +79,7 @@ func main() {
 		// collecting it for every further 4 MB would cost more than it frees.
 		debug.SetGCPercent(gcPercent)
 	}
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	defer stop()
-	context.AfterFunc(ctx, stop) // a second signal ends the process at once
-	os.Exit(run(ctx, os.Args[1:]))
+	os.Exit(run(untilInterrupted(), os.Args[1:]))
 }
 
 func run(ctx context.Context, args []string) int {
