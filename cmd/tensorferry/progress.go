@@ -66,7 +66,7 @@ func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 	}
 	p.count++
 	p.total += size
-	line := p.line(shorten(title), size)
+	line := p.line(shorten(plain(title)), size)
 	switch {
 	case p.count == 1:
 		p.first = line

@@ -8,6 +8,8 @@ import (
 	"math"
 	"strconv"
 	"strings"
+	"unicode"
+	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 
@@ -167,7 +169,7 @@ func short(n json.Number) string {
 
 func (s shown) text(ramp []rune) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "%s  %v  %s\n", s.title, s.desc, sizeText(s.size))
+	fmt.Fprintf(&b, "%s  %v  %s\n", plain(s.title), s.desc, sizeText(s.size))
 	if s.Elements == 0 {
 		return b.String() + "  no elements\n"
 	}
@@ -183,6 +185,17 @@ func (s shown) text(ramp []rune) string {
 		fmt.Fprintf(&b, "  %s |%s| %s\n", short(s.Min), columns(s.Histogram(showColumns).Counts, ramp), short(s.Max))
 	}
 	return b.String()
+}
+
+// plain is a name without what moves a terminal's cursor or colors it: a file may
+// hold any name.
+func plain(name string) string {
+	return strings.Map(func(r rune) rune {
+		if unicode.IsPrint(r) {
+			return r
+		}
+		return utf8.RuneError
+	}, name)
 }
 
 // columns draws counts: the most with the last character of ramp, none with the

@@ -56,3 +56,12 @@ func TestSizesAreForPeople(t *testing.T) {
 		}
 	}
 }
+
+func TestANameDoesNotReachTheTerminalAsACommand(t *testing.T) {
+	if got := plain("läyer 1.\x1b[2J\r\n"); got != "läyer 1.\uFFFD[2J\uFFFD\uFFFD" {
+		t.Errorf("it is %q", got)
+	}
+	if got := shorten("encoder.layers.11.attention.weight"); got != "…ers.11.attention.weight" {
+		t.Errorf("it is %q", got)
+	}
+}

@@ -22,7 +22,7 @@ import (
 // element is the slow way to an element's value: as an exact number, or as what it
 // is instead of one.
 func element(d tensor.DataType, b []byte) (v *big.Float, odd float64) {
-	real := func(v float64) (*big.Float, float64) {
+	number := func(v float64) (*big.Float, float64) {
 		if math.IsNaN(v) || math.IsInf(v, 0) {
 			return nil, v
 		}
@@ -32,44 +32,44 @@ func element(d tensor.DataType, b []byte) (v *big.Float, odd float64) {
 	switch d {
 	case tensor.Bool:
 		if b[0] != 0 {
-			return real(1)
+			return number(1)
 		}
-		return real(0)
+		return number(0)
 	case tensor.Int8:
-		return real(float64(int8(b[0])))
+		return number(float64(int8(b[0])))
 	case tensor.Uint8:
-		return real(float64(b[0]))
+		return number(float64(b[0]))
 	case tensor.Int16:
-		return real(float64(int16(le.Uint16(b))))
+		return number(float64(int16(le.Uint16(b))))
 	case tensor.Uint16:
-		return real(float64(le.Uint16(b)))
+		return number(float64(le.Uint16(b)))
 	case tensor.Int32:
-		return real(float64(int32(le.Uint32(b))))
+		return number(float64(int32(le.Uint32(b))))
 	case tensor.Uint32:
-		return real(float64(le.Uint32(b)))
+		return number(float64(le.Uint32(b)))
 	case tensor.Int64:
 		return new(big.Float).SetInt64(int64(le.Uint64(b))), 0
 	case tensor.Uint64:
 		return new(big.Float).SetUint64(le.Uint64(b)), 0
 	case tensor.Float16:
-		return real(float64(float16.Frombits(le.Uint16(b)).Float32()))
+		return number(float64(float16.Frombits(le.Uint16(b)).Float32()))
 	case tensor.Float8E5M2: // the upper half of a float16
-		return real(float64(float16.Frombits(uint16(b[0]) << 8).Float32()))
+		return number(float64(float16.Frombits(uint16(b[0]) << 8).Float32()))
 	case tensor.BFloat16:
-		return real(float64(math.Float32frombits(uint32(le.Uint16(b)) << 16)))
+		return number(float64(math.Float32frombits(uint32(le.Uint16(b)) << 16)))
 	case tensor.Float8E4M3FN:
 		if b[0]&0x7f == 0x7f {
-			return real(math.NaN())
+			return number(math.NaN())
 		}
 		sign, exponent, mantissa := 1-2*float64(b[0]>>7), int(b[0]>>3&15), float64(b[0]&7)/8
 		if exponent == 0 {
-			return real(sign * math.Ldexp(mantissa, -6))
+			return number(sign * math.Ldexp(mantissa, -6))
 		}
-		return real(sign * math.Ldexp(1+mantissa, exponent-7))
+		return number(sign * math.Ldexp(1+mantissa, exponent-7))
 	case tensor.Float32:
-		return real(float64(math.Float32frombits(le.Uint32(b))))
+		return number(float64(math.Float32frombits(le.Uint32(b))))
 	case tensor.Float64:
-		return real(math.Float64frombits(le.Uint64(b)))
+		return number(math.Float64frombits(le.Uint64(b)))
 	}
 	part, width := tensor.Float32, 4
 	if d == tensor.Complex128 {
@@ -79,13 +79,13 @@ func element(d tensor.DataType, b []byte) (v *big.Float, odd float64) {
 	im, odd2 := element(part, b[width:])
 	if re == nil || im == nil {
 		if math.IsNaN(odd) || math.IsNaN(odd2) {
-			return real(math.NaN())
+			return number(math.NaN())
 		}
-		return real(math.Inf(1))
+		return number(math.Inf(1))
 	}
 	x, _ := re.Float64()
 	y, _ := im.Float64()
-	return real(math.Hypot(x, y))
+	return number(math.Hypot(x, y))
 }
 
 // check holds a summary to the slow model: all elements at once, in numbers of 2200
