@@ -20,7 +20,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo lint lint-go lint-proto breaking generated tidy-check \
-	examples bench-smoke bench-peers-smoke demo bench bench-memory bench-peers build \
+	examples grpcurl-check bench-smoke bench-peers-smoke demo bench bench-memory bench-peers build \
 	fuzz fuzz-1m generate reference fmt vectors scripts-rewrite bench-peers-results
 
 help: ## Print this list
@@ -45,7 +45,7 @@ build: ## Build bin/tensorferry, without cgo
 
 ## Check (nothing in the tree is written)
 
-CHECKS := test race invariants nocgo lint generated tidy-check examples bench-smoke bench-peers-smoke
+CHECKS := test race invariants nocgo lint generated tidy-check examples grpcurl-check bench-smoke bench-peers-smoke
 
 check: $(CHECKS) ## All of it, as CI does (default)
 
@@ -92,6 +92,9 @@ tidy-check: ## go.mod and go.sum say what is imported
 examples: ## Run every program below examples/ to its end
 	@set -e; for p in $$($(GO) list -f '{{if eq .Name "main"}}{{.ImportPath}}{{end}}' ./examples/...); do \
 		echo "$(GO) run $$p"; $(LIMIT) $(GO) run $$p </dev/null; done
+
+grpcurl-check: ## List, describe and call a server with grpcurl, and what it prints
+	GO='$(GO)' $(LIMIT) ./tools/grpcurl-check
 
 bench-smoke: ## Run every Go benchmark once, and every part of tensorferry bench briefly
 	$(GO) test -run '^$$' -bench . -benchtime 1x ./...
