@@ -94,7 +94,7 @@ examples: ## Run every program below examples/ to its end
 		echo "$(GO) run $$p"; $(LIMIT) $(GO) run $$p </dev/null; done
 
 grpcurl-check: ## List, describe and call a server with grpcurl, and what it prints
-	GO='$(GO)' $(LIMIT) ./tools/grpcurl-check
+	GO='$(GO)' ./tools/grpcurl-check
 
 bench-smoke: ## Run every Go benchmark once, and every part of tensorferry bench briefly
 	$(GO) test -run '^$$' -bench . -benchtime 1x ./...
