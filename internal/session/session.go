@@ -48,10 +48,11 @@ type Session struct {
 	// timer runs tick when the machine's next moment has come; guarded by mu.
 	timer *time.Timer
 	next  stream.Instant // when timer fires; 0: it does not; guarded by mu
-	over  bool           // the machine is closed, the timer stays still; guarded by mu
+	over  bool           // no goroutine is started, the timer stays still; guarded by mu
 	ended bool           // the peer has sent its last frame; guarded by mu
-
-	wake chan struct{} // capacity 1: something waits to be sent
+	// writing: a writer has been started and has not yet found nothing to send. It
+	// ends then: an idle session does without its stack. Guarded by mu.
+	writing bool
 
 	sending chan struct{} // holds a token while somebody sends
 	out     wire.Message  // guarded by sending
@@ -62,7 +63,7 @@ type Session struct {
 	cause    error // valid once stopped is closed
 
 	sendingSince atomic.Int64 // nanoseconds since start plus 1; 0 when not in SendMsg
-	readers      sync.WaitGroup
+	work         sync.WaitGroup
 }
 
 // New returns a session that Start starts. flight, if not nil, learns of what is
@@ -71,22 +72,22 @@ func New(conn Conn, cfg stream.Config, h Handler, flight *wire.InFlight) *Sessio
 	return &Session{
 		out:  wire.Message{InFlight: flight},
 		conn: conn, handler: h, start: time.Now(), m: stream.New(cfg, 0),
-		wake: make(chan struct{}, 1), sending: make(chan struct{}, 1), stopped: make(chan struct{}),
+		sending: make(chan struct{}, 1), stopped: make(chan struct{}),
 	}
 }
 
 func (s *Session) now() stream.Instant { return stream.Instant(time.Since(s.start)) }
 
-// Start starts the session's reader and writer goroutines. They end after Stop,
-// once the gRPC stream's context has ended too; Wait waits for them.
+// Start starts the session's reader goroutine, and a writer whenever there is
+// something to send. They end after Stop, once the gRPC stream's context has ended
+// too; Wait waits for them.
 func (s *Session) Start() {
 	s.mu.Lock()
 	s.timer = time.AfterFunc(time.Hour, s.tick)
 	s.schedule()
 	s.mu.Unlock()
-	s.readers.Add(2)
+	s.work.Add(1)
 	go s.read()
-	go s.write()
 	s.nudge()
 }
 
@@ -109,10 +110,12 @@ func (s *Session) Stop(cause error) {
 // caller has stopped the session and ended its gRPC stream before.
 func (s *Session) Wait(code stream.Code, text string) {
 	<-s.stopped
-	s.readers.Wait()
+	s.mu.Lock()
+	s.over = true
+	s.mu.Unlock()
+	s.work.Wait()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.over = true
 	s.timer.Stop()
 	s.m.Close(code, text)
 	s.dispatch(s.now())
@@ -139,7 +142,7 @@ func (s *Session) DoSend(f func(m *stream.Machine, now stream.Instant)) {
 		s.nudge()
 		return
 	}
-	s.sendFrame()
+	s.sendFrame(false)
 	<-s.sending
 	// More may wait, or may have come while the writer could not have the lock.
 	s.mu.Lock()
@@ -172,10 +175,17 @@ func (s *Session) dispatch(now stream.Instant) {
 	}
 }
 
+// nudge has a writer look for what is to be sent; mu is not held.
 func (s *Session) nudge() {
-	select {
-	case s.wake <- struct{}{}:
-	default: // the writer has been told already
+	s.mu.Lock()
+	start := !s.writing && !s.over && s.timer != nil // else it looks, or nobody will
+	if start {
+		s.writing = true
+		s.work.Add(1)
+	}
+	s.mu.Unlock()
+	if start {
+		go s.write()
 	}
 }
 
@@ -220,7 +230,7 @@ func (s *Session) tick() {
 
 // read receives frames, has the machine judge them, and puts chunks at their places.
 func (s *Session) read() {
-	defer s.readers.Done()
+	defer s.work.Done()
 	var msg wire.Message
 	var claim stream.Claim
 	for {
@@ -294,30 +304,23 @@ func (s *Session) receive(f *stream.Frame, claim *stream.Claim) error {
 	return err
 }
 
-// write sends what the machine has to send, whenever it is told that there is
-// something.
+// write sends what the machine has to send, until there is nothing.
 func (s *Session) write() {
-	defer s.readers.Done()
-	for {
-		select {
-		case <-s.wake:
-		case <-s.stopped:
-			return
-		}
-		select {
-		case s.sending <- struct{}{}:
-		case <-s.stopped: // whoever sends may be stuck
-			return
-		}
-		for s.sendFrame() {
-		}
-		<-s.sending
+	defer s.work.Done()
+	select {
+	case s.sending <- struct{}{}:
+	case <-s.stopped: // whoever sends may be stuck
+		return
 	}
+	for s.sendFrame(true) {
+	}
+	<-s.sending
 }
 
 // sendFrame sends the next frame and reports whether there was one to send and
-// it went; sending is held.
-func (s *Session) sendFrame() bool {
+// it went; sending is held. The writer says that it is the one who asks: when
+// there is nothing, it is over, and the next nudge starts another.
+func (s *Session) sendFrame(writer bool) bool {
 	msg := &s.out
 	msg.Frame.Reset()
 	s.mu.Lock()
@@ -326,6 +329,9 @@ func (s *Session) sendFrame() bool {
 	kind, code := s.m.Checksum(), s.m.Codec()
 	s.dispatch(now)
 	last := !ok && s.ended && s.m.Idle()
+	if !ok && writer {
+		s.writing = false
+	}
 	if ok { // with mu held, or Drain would see neither a call nor its last frame
 		s.sendingSince.Store(int64(now) + 1)
 	}

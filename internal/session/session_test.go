@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -623,5 +624,39 @@ func TestBytesThatAreNoFrameEndTheSessionWithTheRightCode(t *testing.T) {
 		require.ErrorAs(t, s.sess.Cause(), &se)
 		require.Equal(t, code, se.Code, se.Text)
 		s.over(nil)
+	}
+}
+
+// 10 000 sessions may be open and idle: what each keeps counts.
+func TestAnIdleSessionIsOneGoroutineAndAFewKiB(t *testing.T) {
+	testkit.Start(t)
+	const n, most = 500, 16 << 10 // about 7 KiB, 12 under -race
+	measure := func() (bytes, goroutines int) {
+		runtime.GC() // twice: the first shrinks stacks
+		runtime.GC()
+		var m runtime.MemStats
+		runtime.ReadMemStats(&m)
+		return int(m.HeapAlloc + m.StackInuse), runtime.NumGoroutine()
+	}
+	before, routines := measure()
+	var sides []*side
+	var clients []*pipe
+	for range n {
+		a, b := newPipe()
+		s := newSide(t, b, stream.Config{Server: true})
+		s.sess.Start()
+		var hello wire.Message
+		hello.Frame.Hello = &stream.Hello{Version: stream.Version, Session: NewID(), Checksum: 1}
+		require.NoError(t, a.SendMsg(&hello))
+		<-a.in // the server's
+		sides, clients = append(sides, s), append(clients, a)
+	}
+	testkit.Eventually(t, func() bool { return runtime.NumGoroutine() <= routines+n }, "writers that have nothing to write")
+	after, now := measure()
+	require.LessOrEqual(t, now-routines, n, "goroutines")
+	require.Less(t, (after-before)/n, most, "bytes")
+	for i, s := range sides {
+		clients[i].close()
+		s.over(io.EOF)
 	}
 }
