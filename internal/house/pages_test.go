@@ -52,20 +52,33 @@ func TestGoInThePagesIsCompiled(t *testing.T) {
 	}
 }
 
-func TestThePageAboutTheWireShowsARealFrame(t *testing.T) {
+func TestThePageAboutTheWireShowsRealFrames(t *testing.T) {
 	text := page(t, "docs/wire.md")
+	joined := strings.ReplaceAll(text, "\n", "")
 	id, _ := tensor.ParseID([]byte("tensor-000000001"))
 	data := []byte{0, 0, 0x80, 0x3f, 0, 0, 0, 0x40} // float32: 1, 2
 	sum := codec.CRC32C.Update(codec.CRC32C.Seed(id, 3), data)
-	frame, err := proto.Marshal(&pb.Frame{Chunk: &pb.Chunk{TensorId: id[:], Index: 3, Checksum: sum, Data: data}})
-	if err != nil {
-		t.Fatal(err)
-	}
 	if want := fmt.Sprintf("0x%08x", sum); !strings.Contains(text, want) {
 		t.Errorf("its checksum is %s", want)
 	}
-	if want := hex.EncodeToString(frame); !strings.Contains(strings.ReplaceAll(text, "\n", ""), want) {
-		t.Errorf("its bytes are %s", want)
+	var digest codec.Digester
+	nothing := digest.Sum()
+	if want := hex.EncodeToString(nothing[:]); !strings.Contains(text, want) {
+		t.Errorf("the digest of no bytes is %s", want)
+	}
+	_, _ = digest.Write(data)
+	of := digest.Sum()
+	for what, f := range map[string]*pb.Frame{
+		"chunk":   {Chunk: &pb.Chunk{TensorId: id[:], Index: 3, Checksum: sum, Data: data}},
+		"summary": {Summaries: []*pb.Summary{{TensorId: id[:], Name: "bias", SizeBytes: 8, Digest: of[:], Durable: true}}},
+	} {
+		frame, err := proto.Marshal(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if want := hex.EncodeToString(frame); !strings.Contains(joined, want) {
+			t.Errorf("the bytes of the %s are %s", what, want)
+		}
 	}
 }
 

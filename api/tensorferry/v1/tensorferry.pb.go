@@ -241,7 +241,7 @@ func (Codec) EnumDescriptor() ([]byte, []int) {
 
 // Frame is one message of a session, a push or a pull, in either direction. Small
 // parts ride together; a receiver handles them in the order of their numbers,
-// except that failures come before cancels.
+// except that failures come before cancels, and summaries last.
 type Frame struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// First on each side, exactly once.
