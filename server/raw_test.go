@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/pierrec/lz4/v4"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -38,6 +39,7 @@ type raw struct {
 	resends  map[string]int        // chunks asked for again, by tensor
 	limits   map[string]uint32     // by tensor
 	dones    map[string][]*pb.Done // by call
+	coded    int // chunks that came in LZ4
 	drained  bool
 	hold     bool // results get no credit and no acknowledgement
 	mute     bool // results get no acknowledgement
@@ -161,8 +163,17 @@ func (r *raw) recv() bool {
 		in.held[c.Index] = true
 		in.left--
 		off := int(c.Index) * int(in.desc.ChunkBytes)
-		require.Len(r.t, c.Data, min(int(in.desc.ChunkBytes), len(in.data)-off))
-		copy(in.data[off:], c.Data)
+		place := in.data[off:min(off+int(in.desc.ChunkBytes), len(in.data))]
+		if c.Codec == pb.Codec_CODEC_LZ4 {
+			r.coded++
+			require.Less(r.t, len(c.Data), len(place))
+			n, err := lz4.UncompressBlock(c.Data, place)
+			require.NoError(r.t, err)
+			require.Equal(r.t, len(place), n)
+		} else {
+			require.Len(r.t, c.Data, len(place))
+			copy(place, c.Data)
+		}
 		if !r.hold && !r.mute {
 			for in.below < len(in.held) && in.held[in.below] {
 				in.below++
