@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -132,6 +133,17 @@ func TestAnEmptyFileChangesNothing(t *testing.T) {
 	got, _, err := configured(t, nil, nil, "# nothing\n")
 	require.NoError(t, err)
 	require.Equal(t, want, got)
+}
+
+func TestTheFileInThePageWorks(t *testing.T) {
+	page, err := os.ReadFile("../../docs/operating.md")
+	require.NoError(t, err)
+	block := regexp.MustCompile("(?s)```yaml\n(.*?)```").FindSubmatch(page)
+	require.NotNil(t, block)
+	c, _, err := configured(t, nil, nil, string(block[1]))
+	require.NoError(t, err)
+	require.EqualValues(t, 8<<30, c.memory)
+	require.Equal(t, []string{"models/trunk", "tail=models/other"}, c.models)
 }
 
 func TestTheNearestNameIsTheOneWithTheFewestChanges(t *testing.T) {

@@ -6,6 +6,7 @@ import (
 	"maps"
 	"net"
 	"net/http"
+	"os"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -38,7 +39,7 @@ func registry(t *testing.T) *prometheus.Registry {
 	return r
 }
 
-func TestEveryMetricSatisfiesPrometheusLinter(t *testing.T) {
+func TestEveryMetricIsExplainedAndSatisfiesPrometheusLinter(t *testing.T) {
 	r := registry(t)
 	var names []string
 	families, err := r.Gather()
@@ -51,6 +52,13 @@ func TestEveryMetricSatisfiesPrometheusLinter(t *testing.T) {
 		}
 	}
 	require.Len(t, names, len(plain)+5)
+	page, err := os.ReadFile("../../docs/operating.md")
+	require.NoError(t, err)
+	for _, name := range names {
+		if !strings.Contains(string(page), "`"+name+"`") {
+			require.Contains(t, string(page), "`_"+strings.TrimPrefix(name, prefix)+"`", "docs/operating.md explains every metric")
+		}
+	}
 	problems, err := testutil.GatherAndLint(r, names...)
 	require.NoError(t, err)
 	require.Empty(t, problems)
