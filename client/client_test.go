@@ -578,6 +578,8 @@ func TestNoServerIsAClearErrorAtOnce(t *testing.T) {
 	}
 	_, err = client.Dial(addr, client.Config{ChunkBytes: 4*mib + 1})
 	require.ErrorContains(t, err, "4194305")
+	_, err = client.Dial(addr, client.Config{Codec: 9})
+	require.ErrorContains(t, err, "Codec is 9")
 	_, err = client.Dial(addr, client.Config{Checksum: 9})
 	require.ErrorContains(t, err, "CRC-32C")
 }

@@ -141,6 +141,7 @@ var rules = []struct {
 		[]string{"cmd/..."},
 		"a library is configured by the structs of its edges",
 	},
+	{"github.com/pierrec/lz4/...", []string{"codec"}, "one package knows how payloads are compressed, and bounds what that takes"},
 	{"math/rand", nil, "use math/rand/v2; in tests testkit.Rand"},
 	{"github.com/golang/protobuf/...", nil, "use google.golang.org/protobuf"},
 	{"testing/...", []string{"internal/testkit", "engine/enginetest"}, "programs do not carry the test framework"},
