@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"path"
 
 	"google.golang.org/grpc/codes"
 
@@ -183,15 +184,22 @@ func (p *pull) receive(conn transfer.Conn) error {
 		case first != (msg.Frame.Hello != nil):
 			return &Error{Code: codes.Internal, Message: "a pull opens with one hello of the server's"}
 		}
-		if h := msg.Frame.Hello; h != nil && (h.Session != p.id || h.Checksum != uint8(p.client.cfg.Checksum)) {
-			return &Error{Code: codes.Internal, Message: "the server's hello names another transfer or checksum"}
+		if h := msg.Frame.Hello; h != nil {
+			if bad := stream.CheckHello(h); bad != nil {
+				return bad
+			}
+			if h.Session != p.id || h.Checksum != uint8(p.client.cfg.Checksum) {
+				return &Error{Code: codes.Internal, Message: "the server's hello names another transfer or checksum"}
+			}
 		}
 		if err := p.recv.Frame(&msg.Frame); err != nil {
 			return err
 		}
 		// A summary may ride with the last chunk.
 		for i := range msg.Frame.Summaries {
-			p.summary(&msg.Frame.Summaries[i])
+			if err := p.summary(&msg.Frame.Summaries[i]); err != nil {
+				return err
+			}
 		}
 	}
 }
@@ -201,6 +209,9 @@ func (p *pull) Open(in *transfer.In[*pulled]) (*pulled, error) {
 	t := p.tensor(in.Tensor, in.Name)
 	in.Place = t
 	t.Desc, t.Bytes = in.Desc.Desc.Clone(), in.Geo.Size
+	if t.Name == "" {
+		return t, &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %v: the server sends what nobody selected", in.Tensor)}
+	}
 	var sink Sink
 	if p.request.To != nil {
 		var err error
@@ -229,11 +240,28 @@ func (p *pull) Open(in *transfer.In[*pulled]) (*pulled, error) {
 	return t, nil
 }
 
+// tensor begins the book of a tensor. A name that nobody selected is the server's
+// invention, and may be anything: nobody gets to see it.
 func (p *pull) tensor(id tensor.ID, name string) *pulled {
+	if !p.selected(name) {
+		name = ""
+	}
 	t := &pulled{Summary: Summary{Name: name, Transfer: p.id}}
 	p.order = append(p.order, t)
 	p.byID[id] = t
 	return t
+}
+
+func (p *pull) selected(name string) bool {
+	for _, s := range p.request.Select {
+		if s.Name == name {
+			return true
+		}
+		if matches, err := path.Match(s.Name, name); err == nil && matches && !s.Source {
+			return true
+		}
+	}
+	return false
 }
 
 // Moved reports progress.
@@ -255,9 +283,11 @@ func (p *pull) Failed(in *transfer.In[*pulled], err error) {
 	var se *stream.Error
 	switch {
 	case errors.As(err, &se):
-		err = &Error{Code: codes.Code(se.Code), Message: fmt.Sprintf("tensor %q: %s", in.Name, se.Text)}
+		err = &Error{Code: codes.Code(se.Code), Message: fmt.Sprintf("tensor %q: %s", t.Name, se.Text)}
 	case errors.Is(err, transfer.ErrCorrupt):
-		err = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: %v", in.Name, err)}
+		err = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: %v", t.Name, err)}
+	case errors.Is(err, codec.ErrDecode):
+		err = &Error{Code: codes.InvalidArgument, Message: fmt.Sprintf("tensor %q: %v", t.Name, err)}
 	}
 	t.end(err)
 }
@@ -271,28 +301,29 @@ func (t *pulled) end(err error) {
 	}
 }
 
-// summary ends a tensor.
-func (p *pull) summary(s *stream.Summary) {
+// summary ends a tensor. An error ends the pull.
+func (p *pull) summary(s *stream.Summary) error {
 	t := p.byID[s.Tensor]
 	if t == nil { // a selection that picked nothing
+		if len(p.order) >= pullTensors {
+			return &Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf("the server tells of more than %d tensors; use several pulls", pullTensors)}
+		}
 		t = p.tensor(s.Tensor, s.Name)
+		s.Name = t.Name
 		t.end(summaryError(s))
 		if t.Err == nil {
 			t.Err = &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %q: the server says that it sent it, and did not", s.Name)}
 		}
-		return
+		return nil
 	}
-	if s.Code != stream.OK {
-		p.recv.Refuse(s.Tensor, &stream.Error{Code: s.Code, Text: s.Message})
-		if t.over {
-			return
-		}
+	if s.Name = t.Name; s.Code != stream.OK {
 		t.end(summaryError(s))
-		return
+		p.recv.Refuse(s.Tensor, t.Err) // nothing more of it is wanted
+		return nil
 	}
 	p.recv.Cover(s.Tensor, p.held(t.Name))
 	if t.over || !t.whole {
-		return
+		return nil
 	}
 	t.Durable = s.Durable
 	d, err := t.digest()
@@ -301,6 +332,7 @@ func (p *pull) summary(s *stream.Summary) {
 	}
 	t.Digest = d
 	t.end(err)
+	return nil
 }
 
 // held returns what the caller has of a tensor.

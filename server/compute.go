@@ -12,6 +12,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -19,6 +20,10 @@ import (
 // Compute runs one small call for a caller that has no session.
 func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.ComputeResponse, error) {
 	began := time.Now()
+	if err := s.beginSmall(); err != nil {
+		return nil, err
+	}
+	defer s.endSmall()
 	if n := s.calls.Add(1); n > int64(s.cfg.QueuedCalls) {
 		s.calls.Add(-1)
 		s.callsRefused.Add(1)
@@ -32,6 +37,15 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		alarm := time.AfterFunc(timeoutOf(t), func() { cancel(context.DeadlineExceeded) })
 		defer alarm.Stop()
 	}
+	over := make(chan struct{})
+	defer close(over)
+	go func() { // ends with the call
+		select {
+		case <-s.closing:
+			cancel(errShutdown)
+		case <-over:
+		}
+	}()
 	id := session.NewID()
 	out, st, err := s.compute(ctx, cancel, id, req)
 	code, text, retry := stream.OK, "", uint32(0)
@@ -54,6 +68,19 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 	}}, nil
 }
 
+// beginSmall counts a Compute that begins, or says why it may not; endSmall follows.
+func (s *Server) beginSmall() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.draining {
+		return errDraining
+	}
+	s.transfers.enterSmall()
+	return nil
+}
+
+func (s *Server) endSmall() { s.transfers.leaveSmall() }
+
 // compute checks a small call's inputs and runs its model. Waiting for memory ends
 // the call by cancel.
 func (s *Server) compute(ctx context.Context, cancel context.CancelCauseFunc, id tensor.ID, req *pb.ComputeRequest) ([]*pb.NamedTensor, engine.Stats, error) {
@@ -61,11 +88,15 @@ func (s *Server) compute(ctx context.Context, cancel context.CancelCauseFunc, id
 	if problem := stream.CheckEntries("params", req.GetParams()); problem != "" {
 		return nil, none, fmt.Errorf("%w: %s", errBinding, problem)
 	}
-	model, unuse, err := s.cfg.Models.Lookup(req.GetModel())
+	if err := store.CheckName(req.GetModel()); err != nil { // the rules are the same, and no error repeats a name of a MiB
+		return nil, none, fmt.Errorf("%w: model: %w", errBinding, err)
+	}
+	model, over, err := s.model(req.GetModel())
 	if err != nil {
 		return nil, none, err
 	}
-	defer unuse()
+	var lost error
+	defer func() { over(lost) }()
 	info := model.Info()
 	tensors, inputs, err := smallInputs(info, req.GetInputs())
 	if err != nil {
@@ -78,6 +109,9 @@ func (s *Server) compute(ctx context.Context, cancel context.CancelCauseFunc, id
 		return nil, none, err
 	}
 	results, st, err := engine.Collect(ctx, info, run, tensors, computeBytes)
+	if errors.Is(err, engine.ErrLost) {
+		lost = err
+	}
 	if errors.Is(err, tensor.ErrTooLarge) {
 		err = fmt.Errorf("%w; a session has no such limit", err)
 	}

@@ -2,39 +2,124 @@ package server
 
 import (
 	"context"
+	"log/slog"
+	"net"
+	"sync"
+	"time"
 
 	"google.golang.org/grpc/stats"
 
 	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
-// connections is how the server hears of the end of a connection. grpc tells a
-// stats.Handler of it when reader and writer of the connection have ended, and
-// tells nobody else. What it tells besides costs about 200 bytes a message.
-type connections struct{}
+// connections are those of the server. It is how the server hears of the end of one:
+// grpc tells a stats.Handler of it when reader and writer of the connection have
+// ended, and tells nobody else. What it tells besides costs about 200 bytes a message.
+type connections struct {
+	log *slog.Logger
 
-type inFlightKey struct{}
+	mu   sync.Mutex // guards open
+	open map[*connection]struct{}
+}
+
+// connection is what the server knows of one.
+type connection struct {
+	flight wire.InFlight
+	addr   net.Addr
+	close  func() error // nil on a listener that is not Serve's
+}
+
+type connectionKey struct{}
+
+// listener hands out connections whose address leads back to them: grpc shows
+// nothing else of a connection.
+type listener struct{ net.Listener }
+
+type acceptedConn struct{ net.Conn }
+
+type acceptedAddr struct {
+	net.Addr
+	conn net.Conn
+}
+
+// Accept waits for the next connection.
+func (l listener) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return acceptedConn{c}, nil
+}
+
+// RemoteAddr returns the peer's address.
+func (c acceptedConn) RemoteAddr() net.Addr { return acceptedAddr{c.Conn.RemoteAddr(), c.Conn} }
 
 // TagConn gives each connection the book of what is sent on it.
-func (connections) TagConn(ctx context.Context, _ *stats.ConnTagInfo) context.Context {
-	return context.WithValue(ctx, inFlightKey{}, new(wire.InFlight))
+func (c *connections) TagConn(ctx context.Context, info *stats.ConnTagInfo) context.Context {
+	one := &connection{addr: info.RemoteAddr}
+	if a, ok := info.RemoteAddr.(acceptedAddr); ok {
+		one.close = a.conn.Close
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.open == nil {
+		c.open = make(map[*connection]struct{})
+	}
+	c.open[one] = struct{}{}
+	return context.WithValue(ctx, connectionKey{}, one)
 }
 
 // inFlight returns the book of the connection that an RPC came over.
 func inFlight(ctx context.Context) *wire.InFlight {
-	f, _ := ctx.Value(inFlightKey{}).(*wire.InFlight)
-	return f
+	if one, ok := ctx.Value(connectionKey{}).(*connection); ok {
+		return &one.flight
+	}
+	return nil
 }
 
 // HandleConn gives back what a dead connection had in its queue.
-func (connections) HandleConn(ctx context.Context, s stats.ConnStats) {
-	if _, ok := s.(*stats.ConnEnd); ok {
-		inFlight(ctx).Abandon()
+func (c *connections) HandleConn(ctx context.Context, s stats.ConnStats) {
+	if _, ok := s.(*stats.ConnEnd); !ok {
+		return
+	}
+	one := ctx.Value(connectionKey{}).(*connection)
+	c.mu.Lock()
+	delete(c.open, one)
+	c.mu.Unlock()
+	one.flight.Abandon()
+}
+
+// watch closes connections whose peers do not read, until done is closed. Each RPC
+// has a clock of its own, but what one has sent before it ended stays in grpc's queue,
+// and with it the memory it lies in, for as long as the peer's window is closed;
+// grpc can reset no stream then, so the connection must go. A frame may be there
+// from one look to the next: idle at least, twice that at most.
+func (c *connections) watch(idle time.Duration, done <-chan struct{}) {
+	tick := time.NewTicker(idle)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+		case <-done:
+			return
+		}
+		c.mu.Lock()
+		var stuck []*connection
+		for one := range c.open {
+			if one.flight.Stuck() && one.close != nil {
+				stuck = append(stuck, one)
+			}
+		}
+		c.mu.Unlock()
+		for _, one := range stuck {
+			c.log.Warn("connection closed: its peer does not read", slog.String("peer", one.addr.String()))
+			_ = one.close() // grpc's reader sees to the rest
+		}
 	}
 }
 
 // TagRPC returns ctx.
-func (connections) TagRPC(ctx context.Context, _ *stats.RPCTagInfo) context.Context { return ctx }
+func (*connections) TagRPC(ctx context.Context, _ *stats.RPCTagInfo) context.Context { return ctx }
 
 // HandleRPC does nothing.
-func (connections) HandleRPC(context.Context, stats.RPCStats) {}
+func (*connections) HandleRPC(context.Context, stats.RPCStats) {}

@@ -28,6 +28,10 @@ func promise(l stream.Limits) int64 {
 	return slab.SizeOf(int64(l.AllowanceBytes)) + stream.AllowanceChunks*assembler.ChunkOverhead
 }
 
+// unread is how long what was sent may lie unread until its connection is closed, or
+// up to twice as long: the RPC has been told before.
+func unread(l stream.Limits) time.Duration { return 2 * time.Duration(min(l.ChunkIdle, 1<<61)) }
+
 const (
 	// pushTensors is how many tensors may be open on one push at a time, and
 	// transferTensors how many it, or a pull's request, may name in all: state per

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"strings"
 
 	"google.golang.org/grpc"
@@ -89,8 +90,8 @@ func checkSelections(list []*pb.Selection) error {
 		}
 		end := uint64(0)
 		for j, r := range sel.GetHeld() {
-			if r.GetLength() == 0 || r.GetOffset() < end || r.GetOffset() > 1<<62 || r.GetLength() > 1<<62 {
-				return bad("selections[%d].held[%d]: bytes [%d,+%d); ranges hold a byte or more, ascend and do not overlap", i, j, r.GetOffset(), r.GetLength())
+			if r.GetLength() == 0 || r.GetOffset() < end || r.GetOffset() > math.MaxInt64 || r.GetLength() > math.MaxInt64-r.GetOffset() {
+				return bad("selections[%d].held[%d]: bytes [%d,+%d); ranges hold a byte or more, ascend, do not overlap and end below 2^63", i, j, r.GetOffset(), r.GetLength())
 			}
 			end = r.GetOffset() + r.GetLength()
 		}
@@ -134,6 +135,9 @@ func (p *pull) selection(sel *pb.Selection) error {
 func (p *pull) glob(glob string) error {
 	found := false
 	for after := ""; ; {
+		if p.ctx.Err() != nil {
+			return left(p.ctx)
+		}
 		page, err := p.server.cfg.Store.List(glob, after, listPage)
 		if err != nil {
 			return p.refuse(glob, err)

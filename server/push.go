@@ -26,6 +26,7 @@ var errNoStore = &stream.Error{Code: stream.FailedPrecondition, Text: "this serv
 // push is a client's upload into the store.
 type push struct {
 	server *Server
+	conn   *watched
 	ctx    context.Context
 	record *record
 	holder string // of the budget
@@ -61,7 +62,7 @@ func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTe
 		}
 		h := msg.Frame.Hello
 		if h == nil {
-			return nil, &stream.Error{Code: stream.InvalidArgument, Text: "a push opens with hello"}
+			return nil, &stream.Error{Code: stream.InvalidArgument, Text: "the first frame has no hello; a push opens with one"}
 		}
 		if bad := stream.CheckHello(h); bad != nil {
 			return nil, bad
@@ -71,9 +72,9 @@ func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTe
 			return nil, err
 		}
 		p := &push{
-			server: s, ctx: conn.Context(), record: r, holder: "push " + h.Session.String(), slots: make(chan struct{}, commits),
+			server: s, conn: w, ctx: conn.Context(), record: r, holder: "push " + h.Session.String(), slots: make(chan struct{}, commits),
 		}
-		err = p.serve(w, &msg)
+		err = p.serve(&msg)
 		p.committing.Wait()
 		if err != nil {
 			return r, err
@@ -92,8 +93,11 @@ func receive(w *watched, msg *wire.Message) error {
 	switch {
 	case errors.Is(err, io.EOF):
 		return io.EOF
-	case err != nil:
-		return err
+	case err != nil && w.Context().Err() != nil:
+		return left(w.Context())
+	case err != nil: // grpc's own, such as a message too large
+		code, text := statusParts(err)
+		return &stream.Error{Code: code, Text: text}
 	case errors.Is(msg.Err, wire.ErrTooLarge):
 		return &stream.Error{Code: stream.ResourceExhausted, Text: msg.Err.Error()}
 	case msg.Err != nil:
@@ -102,10 +106,18 @@ func receive(w *watched, msg *wire.Message) error {
 	return nil
 }
 
+// left says why the RPC of a transfer ended before its time.
+func left(ctx context.Context) *stream.Error {
+	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+		return &stream.Error{Code: stream.DeadlineExceeded, Text: "the client's deadline passed before the transfer was over; give it more time"}
+	}
+	return &stream.Error{Code: stream.Cancelled, Text: "the client cancelled the transfer, or went away"}
+}
+
 // serve takes frames until the client has sent its last one, or a tensor failed
 // and none is open: then the client is told at once, not after it has sent the
 // rest in vain.
-func (p *push) serve(w *watched, msg *wire.Message) error {
+func (p *push) serve(msg *wire.Message) error {
 	s := p.server
 	limits := s.limits
 	limits.OpenTensors = min(limits.OpenTensors, pushTensors)
@@ -116,11 +128,11 @@ func (p *push) serve(w *watched, msg *wire.Message) error {
 	for first := true; ; first = false {
 		if h := msg.Frame.Hello; h != nil && !first {
 			recv.Fail(&stream.Error{Code: stream.InvalidArgument, Text: "a second hello ended the push"})
-			return &stream.Error{Code: stream.InvalidArgument, Text: "a second hello; a push opens once"}
+			return &stream.Error{Code: stream.InvalidArgument, Text: "a second hello came; a push opens with one, send no other"}
 		}
 		if len(msg.Frame.Summaries) > 0 {
 			recv.Fail(&stream.Error{Code: stream.InvalidArgument, Text: "a summary ended the push"})
-			return &stream.Error{Code: stream.InvalidArgument, Text: "summaries come from the server"}
+			return &stream.Error{Code: stream.InvalidArgument, Text: "a summary came from the client; they are the server's, leave them out"}
 		}
 		if err := recv.Frame(&msg.Frame); err != nil {
 			recv.Fail(err)
@@ -130,7 +142,7 @@ func (p *push) serve(w *watched, msg *wire.Message) error {
 		if recv.Open() == 0 && p.hasFailed() {
 			return nil
 		}
-		err := receive(w, msg)
+		err := receive(p.conn, msg)
 		if errors.Is(err, io.EOF) {
 			recv.End()
 			return nil
@@ -151,9 +163,10 @@ func (p *push) hasFailed() bool {
 // Open finds room for a tensor.
 func (p *push) Open(t *transfer.In[*place]) (_ *place, err error) {
 	s := p.server
-	pl := &place{state: s.transfers.tensor(p.record, t.Tensor, t.Name, t.SizeBytes)}
+	err = store.CheckName(t.Name)
+	pl := p.note(t)
 	t.Place = pl // for Failed, too
-	if err := store.CheckName(t.Name); err != nil {
+	if err != nil {
 		return pl, err
 	}
 	if n := int64(t.Geo.Count()) - tableFree; n > 0 {
@@ -170,8 +183,18 @@ func (p *push) Open(t *transfer.In[*place]) (_ *place, err error) {
 	return pl, err
 }
 
+// note begins the record of a tensor. What is no name is not kept: it may have
+// 64 KiB.
+func (p *push) note(t *transfer.In[*place]) *place {
+	if store.CheckName(t.Name) != nil {
+		t.Name = ""
+	}
+	return &place{state: p.server.transfers.tensor(p.record, t.Tensor, t.Name, t.SizeBytes)}
+}
+
 // Moved counts.
 func (p *push) Moved(t *transfer.In[*place], bytes int64) {
+	p.conn.moved()
 	t.Place.state.bytes.Add(bytes)
 	p.record.bytes.Add(bytes)
 }
@@ -197,7 +220,7 @@ func (p *push) Whole(t *transfer.In[*place]) {
 // Failed discards what came of a tensor.
 func (p *push) Failed(t *transfer.In[*place], err error) {
 	if t.Place == nil { // its desc was refused
-		t.Place = &place{state: p.server.transfers.tensor(p.record, t.Tensor, t.Name, t.SizeBytes)}
+		t.Place = p.note(t)
 	}
 	if t.Place.writer != nil {
 		t.Place.writer.Abort()

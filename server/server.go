@@ -109,7 +109,9 @@ type Server struct {
 	once    sync.Once
 	work    sync.WaitGroup // calls and sessions that wind down
 
-	transfers transfers
+	transfers   transfers
+	connections connections
+	watching    sync.Once
 
 	mu       sync.Mutex
 	sessions map[*peer]struct{} // guarded by mu
@@ -143,14 +145,14 @@ func New(cfg Config) (*Server, error) {
 	cfg.WindowBytes = min(max(cfg.WindowBytes, 64<<10), math.MaxInt32)
 	s := &Server{
 		cfg: cfg, limits: cfg.Session.WithDefaults(), log: cfg.Log, started: time.Now(),
-		closing: make(chan struct{}), sessions: make(map[*peer]struct{}), transfers: transfers{most: cfg.Transfers}, health: newHealth(), counts: newCounts(),
+		closing: make(chan struct{}), sessions: make(map[*peer]struct{}), transfers: transfers{most: cfg.Transfers}, connections: connections{log: cfg.Log}, health: newHealth(), counts: newCounts(),
 	}
 	if err := s.follow(); err != nil {
 		return nil, err
 	}
 	s.grpc = grpc.NewServer(append(s.intercept(),
 		grpc.ForceServerCodecV2(wire.Codec{}),
-		grpc.StatsHandler(connections{}),
+		grpc.StatsHandler(&s.connections),
 		experimental.BufferPool(wire.Buffers),
 		grpc.InitialWindowSize(int32(cfg.WindowBytes)),
 		grpc.InitialConnWindowSize(int32(cfg.WindowBytes)),
@@ -199,7 +201,10 @@ func def[T int | int64 | time.Duration](v *T, d T) {
 
 // Serve serves on a listener, which it takes over, until Shutdown or Close. It
 // may be called for several listeners.
-func (s *Server) Serve(l net.Listener) error { return s.grpc.Serve(l) }
+func (s *Server) Serve(l net.Listener) error {
+	s.watching.Do(func() { go s.connections.watch(unread(s.limits), s.closing) }) // ends with Close
+	return s.grpc.Serve(listener{l})
+}
 
 // Shutdown opens nothing new, lets open calls finish, and ends. When ctx ends
 // first, the rest is cancelled and ctx's cause returned.

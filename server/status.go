@@ -28,8 +28,14 @@ var (
 	errUnknownService = status.Error(codes.NotFound, "unknown service")
 )
 
-// codeName names a code as docs/errors.md does.
-func codeName(c stream.Code) string { return code.Code(c).String() }
+// codeName names a code as docs/errors.md does. A peer may say any number: those
+// after the last one are one name, or the metrics would grow with them.
+func codeName(c stream.Code) string {
+	if _, known := code.Code_name[int32(c)]; !known {
+		c = stream.Code(code.Code_UNKNOWN)
+	}
+	return code.Code(c).String()
+}
 
 // statusName names the code that an RPC ends with.
 func statusName(err error) string { return codeName(stream.Code(status.Code(err))) }

@@ -22,6 +22,11 @@ func (s *Server) ListTensors(_ context.Context, req *pb.ListTensorsRequest) (*pb
 	if s.cfg.Store == nil {
 		return out, nil
 	}
+	if glob := req.GetGlob(); glob != "" { // a longer one matches no name, and costs time
+		if err := store.CheckName(glob); err != nil {
+			return nil, unaryStatus(stream.InvalidArgument, "glob: "+err.Error(), 0)
+		}
+	}
 	most := int(req.GetPageSize())
 	if most == 0 || most > listPage {
 		most = listPage
@@ -54,30 +59,35 @@ func (s *Server) ListTensors(_ context.Context, req *pb.ListTensorsRequest) (*pb
 
 // DeleteTensors removes tensors. A name that is not there fails the request before
 // anything is removed.
-func (s *Server) DeleteTensors(_ context.Context, req *pb.DeleteTensorsRequest) (*pb.DeleteTensorsResponse, error) {
+func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest) (*pb.DeleteTensorsResponse, error) {
 	switch n := len(req.GetNames()); {
 	case s.cfg.Store == nil:
 		return nil, s.storedStatus("", errNoStore)
 	case n == 0:
-		return nil, unaryStatus(stream.InvalidArgument, "names: none", 0)
+		return nil, unaryStatus(stream.InvalidArgument, "names: none; give a tensor's, or a glob", 0)
 	case n > transferTensors:
 		return nil, unaryStatus(stream.ResourceExhausted, fmt.Sprintf("names: %d, the limit is %d; use several requests", n, transferTensors), 0)
 	}
 	out := &pb.DeleteTensorsResponse{}
 	var names []string
-	for _, name := range req.GetNames() {
+	seen := make(map[string]struct{}) // so that a thousand globs find no more than there is
+	for i, name := range req.GetNames() {
 		if err := store.CheckName(name); err != nil {
-			return nil, s.storedStatus("", err)
+			return nil, unaryStatus(stream.InvalidArgument, fmt.Sprintf("names[%d]: %v", i, err), 0)
 		}
-		found, err := s.match(name)
+		err := s.match(ctx, name, func(found string) {
+			if _, twice := seen[found]; !twice {
+				seen[found] = struct{}{}
+				names = append(names, found)
+			}
+		})
 		if err != nil {
 			return nil, s.storedStatus("delete failed", err)
 		}
-		names = append(names, found...)
 	}
 	for _, name := range names {
 		switch err := s.cfg.Store.Delete(name); {
-		case errors.Is(err, store.ErrNotFound): // named twice, or deleted meanwhile
+		case errors.Is(err, store.ErrNotFound): // deleted meanwhile
 		case err != nil:
 			return nil, s.storedStatus("delete failed", err)
 		default:
@@ -87,30 +97,35 @@ func (s *Server) DeleteTensors(_ context.Context, req *pb.DeleteTensorsRequest) 
 	return out, nil
 }
 
-// match returns the names that a name or a glob picks, one at least.
-func (s *Server) match(name string) ([]string, error) {
-	r, err := s.cfg.Store.Open(context.Background(), name)
+// match yields the names that a name or a glob picks, one at least.
+func (s *Server) match(ctx context.Context, name string, yield func(string)) error {
+	r, err := s.cfg.Store.Open(ctx, name)
 	if err == nil {
 		r.Release()
-		return []string{name}, nil
+		yield(name)
+		return nil
 	}
 	if !errors.Is(err, store.ErrNotFound) || !strings.ContainsAny(name, `*?[`) {
-		return nil, err
+		return err
 	}
-	var names []string
-	for after := ""; ; after = names[len(names)-1] {
+	found := false
+	for after := ""; ; {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
 		page, err := s.cfg.Store.List(name, after, listPage)
 		if err != nil {
-			return nil, err
+			return err
 		}
 		for _, i := range page {
-			names = append(names, i.Name)
+			found, after = true, i.Name
+			yield(i.Name)
 		}
-		if len(names) == 0 {
-			return nil, fmt.Errorf("%w: no tensor matches %q", store.ErrNotFound, name)
-		}
-		if len(page) < listPage {
-			return names, nil
+		switch {
+		case !found:
+			return fmt.Errorf("%w: no tensor matches %q", store.ErrNotFound, name)
+		case len(page) < listPage:
+			return nil
 		}
 	}
 }

@@ -23,7 +23,8 @@ type transfers struct {
 	byID  map[tensor.ID]*record
 	ended []*record // oldest first
 	open  int
-	idle  chan struct{} // closed when none is open any more; nil: nobody waits
+	small int           // unary Computes, which have a limit of their own
+	idle  chan struct{} // closed when none of both is open any more; nil: nobody waits
 	kept  int           // tensors in records that ended
 }
 
@@ -76,10 +77,8 @@ func (ts *transfers) enter() error {
 func (ts *transfers) leave(r *record, err error) {
 	ts.mu.Lock()
 	defer ts.mu.Unlock()
-	if ts.open--; ts.open == 0 && ts.idle != nil {
-		close(ts.idle)
-		ts.idle = nil
-	}
+	ts.open--
+	ts.settle()
 	if r == nil {
 		return
 	}
@@ -98,10 +97,32 @@ func (ts *transfers) leave(r *record, err error) {
 	}
 }
 
-// wait waits until no transfer is open, or ctx ends. No other may begin.
+// enterSmall counts a Compute, and leaveSmall its end.
+func (ts *transfers) enterSmall() {
+	ts.mu.Lock()
+	defer ts.mu.Unlock()
+	ts.small++
+}
+
+func (ts *transfers) leaveSmall() {
+	ts.mu.Lock()
+	defer ts.mu.Unlock()
+	ts.small--
+	ts.settle()
+}
+
+// settle wakes who waits for the end of all; mu is held.
+func (ts *transfers) settle() {
+	if ts.open+ts.small == 0 && ts.idle != nil {
+		close(ts.idle)
+		ts.idle = nil
+	}
+}
+
+// wait waits until no transfer and no Compute is open, or ctx ends. No other may begin.
 func (ts *transfers) wait(ctx context.Context) error {
 	ts.mu.Lock()
-	if ts.open == 0 {
+	if ts.open+ts.small == 0 {
 		ts.mu.Unlock()
 		return nil
 	}
@@ -156,29 +177,49 @@ func (ts *transfers) state(id tensor.ID) *pb.GetTransferResponse {
 }
 
 // watched is the gRPC stream of a transfer, with a clock that runs while this side
-// waits for its peer.
+// waits for its peer. A frame that moves nothing does not set it back.
 type watched struct {
 	grpc.ServerStream
 	timer *time.Timer
-	next  time.Duration // to the next frame
-	idle  time.Duration // to those after it
+	left  time.Duration // on the clock; belongs to the goroutine of the work, as below
+	idle  time.Duration // what it is set back to
+	begun atomic.Bool   // the first frame has come
 }
 
-// RecvMsg waits for the peer's next frame for as long as the clock says.
+// RecvMsg waits for the peer's next frame until the clock has run down.
 func (w *watched) RecvMsg(m any) error {
-	w.timer.Reset(w.next)
+	began := time.Now()
+	w.timer.Reset(max(w.left, 0))
 	err := w.ServerStream.RecvMsg(m)
 	w.timer.Stop()
-	w.next = w.idle
+	if w.left -= time.Since(began); !w.begun.Load() {
+		w.begun.Store(true)
+		w.moved()
+	}
 	return err
 }
 
-// SendMsg waits until the peer reads for as long as the clock says.
+// SendMsg waits until the peer has read, or the clock has run down.
 func (w *watched) SendMsg(m any) error {
 	w.timer.Reset(w.idle)
 	err := w.ServerStream.SendMsg(m)
 	w.timer.Stop()
 	return err
+}
+
+// moved sets the clock back.
+func (w *watched) moved() { w.left = w.idle }
+
+// stalled says why the clock has run down.
+func (w *watched) stalled(first time.Duration, push bool) error {
+	text := fmt.Sprintf("the client has not read for %v; pull again, and read what comes", w.idle)
+	switch {
+	case push && !w.begun.Load():
+		text = fmt.Sprintf("no frame came for %v; a push opens with hello", first)
+	case push:
+		text = fmt.Sprintf("no chunk came for %v; push again, in smaller chunks if the network is slow", w.idle)
+	}
+	return &stream.Error{Code: stream.DeadlineExceeded, Text: text}
 }
 
 // transfer has the work of a transfer done on a goroutine of its own, since
@@ -199,8 +240,14 @@ func (s *Server) transfer(conn grpc.ServerStream, kind string, work func(*watche
 	s.transferOpened(kind)
 
 	stalled := make(chan struct{}, 1)
-	w := &watched{ServerStream: conn, next: time.Duration(s.limits.FirstFrame), idle: time.Duration(s.limits.ChunkIdle)}
-	w.timer = time.AfterFunc(w.idle, func() { stalled <- struct{}{} })
+	first := time.Duration(s.limits.FirstFrame)
+	w := &watched{ServerStream: conn, left: first, idle: time.Duration(s.limits.ChunkIdle)}
+	w.timer = time.AfterFunc(w.idle, func() {
+		select {
+		case stalled <- struct{}{}:
+		default: // it was said before
+		}
+	})
 	w.timer.Stop()
 	ended := make(chan error, 1)
 	var gone atomic.Pointer[error] // why the RPC has ended before the work
@@ -229,7 +276,7 @@ func (s *Server) transfer(conn grpc.ServerStream, kind string, work func(*watche
 	case err = <-ended:
 		return sessionStatus(err)
 	case <-stalled:
-		err = &stream.Error{Code: stream.DeadlineExceeded, Text: fmt.Sprintf("the peer neither sent nor read anything for %v", w.next)}
+		err = w.stalled(first, kind == pushTransfer)
 	case <-conn.Context().Done():
 		err = context.Cause(conn.Context())
 	case <-s.closing:

@@ -506,8 +506,10 @@ func (w *folderWriter) Abort() {
 // failed says what could not be done, and wraps ErrFull when the disk is full.
 func (w *folderWriter) failed(what string, err error) error {
 	name, n := w.made.info.Name, w.begin+w.size
-	if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) || errors.Is(err, syscall.EFBIG) {
-		return fmt.Errorf("%w: %s tensor %q: the disk has no room for %d bytes; delete something: %w", ErrFull, what, name, n, err)
+	var errno syscall.Errno
+	errors.As(err, &errno)
+	if errno == syscall.ENOSPC || errno == syscall.EDQUOT || errno == syscall.EFBIG { // without the path: peers read this
+		return fmt.Errorf("%w: %s tensor %q: the disk has no room for %d bytes; delete something: %w", ErrFull, what, name, n, errno)
 	}
 	return fmt.Errorf("store: %s tensor %q: %w", what, name, err)
 }

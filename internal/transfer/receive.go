@@ -3,6 +3,7 @@ package transfer
 import (
 	"errors"
 	"fmt"
+	"strings"
 
 	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/codec"
@@ -78,7 +79,7 @@ func (r *Receiver[P]) Frame(f *stream.Frame) error {
 			return violation(stream.NotFound, "failure of tensor %s, which was not announced", p.Tensor)
 		}
 		if t != nil {
-			r.fail(t, &stream.Error{Code: p.Code, Text: p.Message})
+			r.fail(t, givenUp(p))
 		}
 	}
 	if f.HasChunk() {
@@ -152,9 +153,11 @@ func (r *Receiver[P]) chunk(c *stream.Chunk) error {
 	got, err := r.claim.Copy(c.Data)
 	ok, e := t.asm.Commit(&r.claim, got, err)
 	switch {
-	case err != nil:
+	case errors.Is(err, codec.ErrDecode):
+		r.fail(t, fmt.Errorf("%w, tensor %s; send the tensor again", e, t.Tensor))
+	case err != nil: // the place's own
 		r.fail(t, err)
-	case e != nil || !ok:
+	case !ok:
 		r.fail(t, fmt.Errorf("%w: chunk %d of tensor %s has checksum %08x, promised was %08x; send the tensor again", ErrCorrupt, c.Index, c.Tensor, got, c.Sum))
 	default:
 		t.Moved += n
@@ -165,6 +168,24 @@ func (r *Receiver[P]) chunk(c *stream.Chunk) error {
 		}
 	}
 	return nil
+}
+
+// givenUp is the failure of a tensor that the peer does not send to its end. What
+// the peer says of it is kept by this side: no more of it than tells why, and no
+// code that would make a success of it.
+func givenUp(p *stream.Failure) *stream.Error {
+	code := p.Code
+	switch {
+	case code == stream.OK:
+		code = stream.Internal
+	case code > lastCode:
+		code = unknownCode
+	}
+	text := p.Message
+	if len(text) > givenUpBytes {
+		text = strings.ToValidUTF8(text[:givenUpBytes], "")
+	}
+	return &stream.Error{Code: code, Text: "given up by its sender: " + text}
 }
 
 func contains(list []codec.Codec, k codec.Codec) bool {

@@ -36,6 +36,7 @@ type sending struct {
 
 	flight     *InFlight // that s was added to; nil: to none
 	next, prev *sending  // guarded by flight.mu
+	seen       bool      // by Stuck; guarded by flight.mu
 }
 
 var sendings = sync.Pool{New: func() any { return &sending{head: make([]byte, 0, headBytes)} }}

@@ -27,6 +27,19 @@ func (f *InFlight) Abandon() {
 	}
 }
 
+// Stuck reports whether a frame is there that was there at the last call already:
+// the peer has not read it all this while.
+func (f *InFlight) Stuck() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	stuck := false
+	for s := f.first; s != nil; s = s.next {
+		stuck = stuck || s.seen
+		s.seen = true
+	}
+	return stuck
+}
+
 func (f *InFlight) add(s *sending) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -47,7 +60,7 @@ func (f *InFlight) remove(s *sending) {
 	if s.next != nil {
 		s.next.prev = s.prev
 	}
-	s.next, s.prev, s.held = nil, nil, nil
+	s.next, s.prev, s.held, s.seen = nil, nil, nil, false
 }
 
 // take takes the loan out of a frame that gRPC has let go of: nil when there is
