@@ -198,7 +198,7 @@ func TestNothingServesWhileTheServerDrains(t *testing.T) {
 	require.NoError(t, <-down)
 }
 
-func TestReflectionShowsTheServiceInBothVersions(t *testing.T) {
+func TestReflectionShowsTheService(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, func(c *server.Config) { c.Reflection = true })
 	ctx, cancel := context.WithCancel(t.Context())
@@ -228,13 +228,19 @@ func TestReflectionShowsTheServiceInBothVersions(t *testing.T) {
 	require.NoError(t, proto.Unmarshal(file[0], &d))
 	require.Equal(t, "tensorferry.v1", d.GetPackage())
 	require.Len(t, d.GetService()[0].GetMethod(), len(pb.TensorService_ServiceDesc.Methods)+len(pb.TensorService_ServiceDesc.Streams))
+}
 
-	old, err := reflectionalpha.NewServerReflectionClient(f.dial(t)).ServerReflectionInfo(ctx) //nolint:staticcheck // older clients speak it
+func TestReflectionSpeaksToOlderClients(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, func(c *server.Config) { c.Reflection = true })
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	old, err := reflectionalpha.NewServerReflectionClient(f.dial(t)).ServerReflectionInfo(ctx)
 	require.NoError(t, err)
-	require.NoError(t, old.Send(&reflectionalpha.ServerReflectionRequest{MessageRequest: &reflectionalpha.ServerReflectionRequest_ListServices{}})) //nolint:staticcheck // as above
+	require.NoError(t, old.Send(&reflectionalpha.ServerReflectionRequest{MessageRequest: &reflectionalpha.ServerReflectionRequest_ListServices{}})) //nolint:staticcheck // they are marked as deprecated
 	answer, err := old.Recv()
 	require.NoError(t, err)
-	require.Len(t, answer.GetListServicesResponse().GetService(), 4)
+	require.Len(t, answer.GetListServicesResponse().GetService(), 4) //nolint:staticcheck // as above
 }
 
 func TestWithoutReflectionThereIsNone(t *testing.T) {

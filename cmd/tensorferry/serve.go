@@ -178,7 +178,7 @@ func (*storeFlag) Type() string { return "store" }
 
 func serveCommand() *cobra.Command {
 	var cfg serveConfig
-	var child, print bool
+	var child, printed bool
 	c := &cobra.Command{
 		Use:   "serve",
 		Short: "serve the built-in models and your own",
@@ -207,7 +207,7 @@ are 10s, 1m30s, 250ms. docs/operating.md says more.`,
 			if err != nil {
 				return err
 			}
-			if print {
+			if printed {
 				return printConfig(c.OutOrStdout(), c.Flags(), from)
 			}
 			if !child {
@@ -225,7 +225,7 @@ are 10s, 1m30s, 250ms. docs/operating.md says more.`,
 	f := c.Flags()
 	cfg.flags(f)
 	f.String("config", "", "read settings from a YAML `file`; also TENSORFERRY_CONFIG")
-	f.BoolVar(&print, "print-config", false, "print every setting and where it comes from, as a config file, and end")
+	f.BoolVar(&printed, "print-config", false, "print every setting and where it comes from, as a config file, and end")
 	f.BoolVar(&child, "child", false, "print the address to stdout, and stop when stdin ends")
 	if err := f.MarkHidden("child"); err != nil {
 		panic(err) // the flag is named two lines above
@@ -296,7 +296,7 @@ func newLog(c serveConfig) *slog.Logger {
 }
 
 // serverConfig is the part of the config that the server package knows.
-func (c serveConfig) serverConfig() server.Config {
+func (c *serveConfig) serverConfig() server.Config {
 	return server.Config{
 		Version: version, Reflection: c.reflection,
 		Session: stream.Limits{
