@@ -40,6 +40,15 @@ bench-memory: ## Measure the peak memory of server and client for a tensor of 16
 bench-peers: ## Measure upload and echo beside Arrow Flight, plain gRPC and raw TCP, each in two processes
 	cd bench && $(GO) run $(STAMP) .
 
+stress-sessions: ## Hold a server to its memory with 1 000 sessions at work and 10 000 idle ones
+	$(GO) run $(STAMP) ./internal/stress sessions
+
+stress-crash: ## Kill servers in the middle of pushes, and clients in that of pulls, 200 of each
+	$(GO) run $(STAMP) ./internal/stress crash
+
+stress-soak: ## Put mixed load on two servers for 20 minutes, and look whether anything grows
+	$(GO) run $(STAMP) ./internal/stress soak
+
 build: ## Build bin/tensorferry, without cgo
 	CGO_ENABLED=0 $(GO) build -trimpath -o bin/tensorferry ./cmd/tensorferry
 
@@ -105,6 +114,11 @@ bench-peers-smoke: ## Vet and test the comparison with peers, and run it briefly
 	cd bench && $(GO) vet ./...
 	cd bench && $(GO) test ./...
 	cd bench && $(GO) run . --quick
+
+stress-smoke: ## Run each stress program briefly
+	$(GO) run ./internal/stress sessions -calls 100 -idle 1000 -rest 1s
+	$(GO) run ./internal/stress crash -n 5
+	$(GO) run ./internal/stress soak -for 5s
 
 fuzz: ## Fuzz each target for FUZZTIME=30s (FUZZ=regexp and PKG=./path choose)
 	@$(GO) test -list '^Fuzz' $(PKG) >/dev/null # a package that does not build shall fail here

@@ -51,6 +51,7 @@ var layers = map[string][]string{
 	"compat/splitlearn": serving,
 
 	"internal/bench":        {anything},
+	"internal/stress":       {anything},
 	"cmd/tensorferry":       {anything},
 	"examples/bottom_model": {anything},
 	"examples/duplex":       {anything},
@@ -113,17 +114,17 @@ var rules = []struct {
 	{"C", []string{"engine/cuda"}, "the module builds without cgo; one package calls into C"},
 	{
 		"google.golang.org/grpc/...",
-		[]string{"api/...", "internal/wire", "internal/session", "internal/bench", "client", "server", "compat/...", "cmd/..."},
+		[]string{"api/...", "internal/wire", "internal/session", "internal/bench", "internal/stress", "client", "server", "compat/...", "cmd/..."},
 		"what lies below the wire does not know how bytes travel",
 	},
 	{
 		"google.golang.org/grpc/codes",
-		[]string{"api/...", "server/status.go", "client/...", "compat/...", "internal/bench", "cmd/..."},
+		[]string{"api/...", "server/status.go", "client/...", "compat/...", "internal/bench", "internal/stress", "cmd/..."},
 		"errors meet gRPC's codes in one file; a client's error shows its code to the caller",
 	},
 	{
 		"google.golang.org/grpc/status",
-		[]string{"api/...", "server/status.go", "client/status.go", "compat/...", "internal/bench", "cmd/..."},
+		[]string{"api/...", "server/status.go", "client/status.go", "compat/...", "internal/bench", "internal/stress", "cmd/..."},
 		"errors become a gRPC status in one file",
 	},
 	{

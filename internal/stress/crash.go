@@ -1,0 +1,450 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/bench"
+)
+
+const (
+	pushers     = 4 // pushes open at a time
+	namesOfEach = 6 // names that one of them pushes, again and again
+	pushedBytes = 8 * mib
+	// lifeMost is the longest that a server lives between its check and its end.
+	lifeMost = 400 * time.Millisecond
+)
+
+func runCrash(ctx context.Context, e *environment, args []string) error {
+	f := e.flags("crash")
+	n := f.Int("n", 200, "how many `times` a server is killed, and a client")
+	seed := f.Uint64("seed", uint64(time.Now().UnixNano()), "of the moments and the tensors")
+	dir := f.String("folder", "", "`where` the store is, for a file system of your choice (default a temporary folder)")
+	if err := e.ready(ctx, f, args); err != nil {
+		return err
+	}
+	if *dir == "" {
+		*dir = filepath.Join(e.dir, "store")
+	}
+	fmt.Fprintln(e.out, bench.ThisMachine())
+	fmt.Fprintf(e.out, "seed %d\n", *seed)
+	c := &crash{environment: e, dir: *dir, rand: rand.New(rand.NewPCG(*seed, 0)), names: make(map[string]*named)}
+	err := c.servers(ctx, *n)
+	if err == nil {
+		err = c.clients(ctx, *n)
+	}
+	if err != nil {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		c.add("%v", err)
+	}
+	return e.verdict("crash", c.all())
+}
+
+// crash is a folder whose server is killed again and again, and what must be in it.
+type crash struct {
+	*environment
+	problems
+	dir  string
+	rand *rand.Rand
+
+	names   map[string]*named
+	version uint64
+
+	acked, unacked, whole, absent, replaced, temps int
+	startMost                                      time.Duration
+}
+
+// state is what a name may stand for: version 0 is nothing.
+type state struct {
+	version uint64
+	window  window
+}
+
+// named is a name, and what it may stand for. It belongs to one pusher, and
+// between the lives of a server to the check.
+type named struct {
+	text  string
+	sure  state   // the last that was acknowledged
+	maybe []state // tried after that, without an answer
+}
+
+// servers kills n servers in the middle of pushes.
+func (c *crash) servers(ctx context.Context, n int) error {
+	for i := range pushers * namesOfEach {
+		text := fmt.Sprintf("crash/%d/%d", i/namesOfEach, i%namesOfEach)
+		c.names[text] = &named{text: text}
+	}
+	for kills := range n + 1 {
+		begin := time.Now()
+		d, err := c.serve(ctx, "--metrics", "off", "--store", c.dir)
+		if err != nil {
+			return err
+		}
+		c.startMost = max(c.startMost, time.Since(begin))
+		err = c.check(ctx, d)
+		if err == nil && kills < n {
+			err = c.life(ctx, d)
+		}
+		if kills < n && err == nil {
+			d.kill()
+		} else {
+			err = errors.Join(err, d.stop())
+		}
+		c.log(d.log)
+		if err != nil {
+			return fmt.Errorf("after %d kills: %w", kills, err)
+		}
+		if len(c.all()) > 0 {
+			break
+		}
+		if kills > 0 && kills%20 == 0 {
+			fmt.Fprintf(c.out, "  %d kills\n", kills)
+		}
+	}
+	fmt.Fprintf(c.out, `servers killed: %d, each while up to %d pushes were open
+  acknowledged     %d tensors and deletions: all there, whole, after each kill
+  unacknowledged   %d: %d whole, %d absent, %d with the older tensor whole in their place; none half
+  temporary files  %d left by the kills, 0 left by the start after
+  longest start    %v
+`, n, pushers, c.acked, c.unacked, c.whole, c.absent, c.replaced, c.temps, c.startMost.Round(time.Millisecond))
+	return nil
+}
+
+// life has tensors pushed until a random moment, when the server is killed.
+func (c *crash) life(ctx context.Context, d *daemon) error {
+	var killed atomic.Bool
+	var all sync.WaitGroup
+	acked := make([]int, pushers)
+	for i := range pushers {
+		r := rand.New(rand.NewPCG(c.rand.Uint64(), 0))
+		first := c.version + uint64(i) + 1
+		own := c.owned(i)
+		all.Go(func() { // ends with the server
+			var err error
+			if acked[i], err = push(ctx, d.address, r, own, first); !killed.Load() {
+				c.add("pusher %d: %v", i, err)
+			}
+		})
+	}
+	c.version += 1 << 20
+	most := lifeMost
+	if c.rand.IntN(4) == 0 {
+		most /= 20 // the first pushes
+	}
+	err := pause(ctx, time.Duration(c.rand.Int64N(int64(most))))
+	killed.Store(true)
+	d.kill()
+	all.Wait()
+	for _, n := range acked {
+		c.acked += n
+	}
+	for _, f := range c.files() {
+		if strings.HasPrefix(f, ".push-") {
+			c.temps++
+		}
+	}
+	return err
+}
+
+// owned returns the names of a pusher.
+func (c *crash) owned(pusher int) []*named {
+	var own []*named
+	for _, text := range slices.Sorted(maps.Keys(c.names)) {
+		if strings.HasPrefix(text, fmt.Sprintf("crash/%d/", pusher)) {
+			own = append(own, c.names[text])
+		}
+	}
+	return own
+}
+
+// push pushes several tensors at a time, and deletes some, until that fails. It
+// returns how many were acknowledged.
+func push(ctx context.Context, address string, r *rand.Rand, own []*named, version uint64) (acked int, err error) {
+	cl, err := client.Dial(address, client.Config{})
+	if err != nil {
+		return 0, err
+	}
+	defer cl.Close()
+	for ; ; version += pushers {
+		if r.IntN(6) == 0 {
+			n := own[r.IntN(len(own))]
+			if n.sure.version == 0 {
+				continue
+			}
+			n.maybe = append(n.maybe, state{})
+			if _, err := cl.Delete(ctx, n.text); err != nil {
+				return acked, err
+			}
+			n.sure, n.maybe = state{}, nil
+			acked++
+			continue
+		}
+		r.Shuffle(len(own), func(i, j int) { own[i], own[j] = own[j], own[i] })
+		batch := own[:1+r.IntN(4)]
+		var req client.PushRequest
+		for _, n := range batch {
+			size := sizeOf(r, pushedBytes)
+			if r.IntN(2) == 0 {
+				size = r.IntN(pushedBytes + 1)
+			}
+			w := pick(r.Uint64N(1<<32), size)
+			n.maybe = append(n.maybe, state{version, w})
+			in := client.From("", tensorOf(w))
+			in.Name = n.text
+			req.Tensors = append(req.Tensors, in)
+		}
+		summaries, err := cl.Push(ctx, req)
+		for i, s := range summaries {
+			if s.Err != nil {
+				continue
+			}
+			if !s.Durable {
+				return acked, fmt.Errorf("%s is acknowledged as not durable", s.Name)
+			}
+			n := batch[i]
+			n.sure, n.maybe = n.maybe[len(n.maybe)-1], nil
+			acked++
+		}
+		if err != nil {
+			return acked, err
+		}
+	}
+}
+
+var pushedFile = regexp.MustCompile(`^[0-9a-f]{64}\.safetensors$`)
+
+// check holds a server that has just started to what was acknowledged.
+func (c *crash) check(ctx context.Context, d *daemon) error {
+	files := 0
+	for _, f := range c.files() {
+		switch {
+		case pushedFile.MatchString(f):
+			files++
+		case f != ".lock":
+			c.add("%s is left in the folder", f)
+		}
+	}
+	cl, err := client.Dial(d.address, client.Config{})
+	if err != nil {
+		return err
+	}
+	defer cl.Close()
+	var req client.PullRequest
+	for _, text := range slices.Sorted(maps.Keys(c.names)) {
+		req.Select = append(req.Select, client.Selection{Name: text})
+	}
+	summaries, err := cl.Pull(ctx, req)
+	if len(summaries) != len(c.names) {
+		return fmt.Errorf("%d summaries of %d tensors: %w", len(summaries), len(c.names), err)
+	}
+	there := 0
+	for _, s := range summaries {
+		n := c.names[s.Name]
+		var failed *client.Error
+		switch {
+		case s.Err == nil:
+			there++
+		case errors.As(s.Err, &failed) && failed.Code == codes.NotFound:
+		default:
+			c.add("%v", s.Err)
+			continue
+		}
+		c.settle(n, &s)
+	}
+	if list, _, err := cl.List(ctx, ""); err != nil || len(list) != there || files != there {
+		c.add("%d files, %d tensors listed, %d pulled: %v", files, len(list), there, err)
+	}
+	return nil
+}
+
+// settle finds what a name stands for now among what it may.
+func (c *crash) settle(n *named, s *client.Summary) {
+	is := func(st state) bool {
+		if st.version == 0 || s.Err != nil {
+			return st.version == 0 && s.Err != nil
+		}
+		return s.Desc.Equal(st.window.desc()) && same("", s.Data, st.window.data()) == nil
+	}
+	tried := n.maybe
+	n.maybe = nil
+	c.unacked += len(tried)
+	for _, st := range tried {
+		if is(st) {
+			if st.version > 0 {
+				c.whole++
+			} else {
+				c.absent++
+			}
+			n.sure = st
+			return
+		}
+	}
+	switch {
+	case !is(n.sure) && s.Err != nil:
+		c.add("%s is gone; version %d was acknowledged", n.text, n.sure.version)
+	case !is(n.sure):
+		c.add("%s is %v of %d bytes, which is neither the version %d acknowledged nor one of %d tried", n.text, s.Desc, s.Bytes, n.sure.version, len(tried))
+	case len(tried) > 0 && n.sure.version > 0:
+		c.replaced += len(tried)
+	default:
+		c.absent += len(tried)
+	}
+}
+
+// files returns the names in the folder.
+func (c *crash) files() []string {
+	entries, err := os.ReadDir(c.dir)
+	if err != nil {
+		c.add("%v", err)
+	}
+	var list []string
+	for _, e := range entries {
+		list = append(list, e.Name())
+	}
+	return list
+}
+
+// clients kills n clients while they pull into a file.
+func (c *crash) clients(ctx context.Context, n int) error {
+	d, err := c.serve(ctx, "--metrics", "off", "--store", c.dir)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err := d.stop(); err != nil {
+			c.add("%v", err)
+		}
+		c.log(d.log)
+	}()
+	cl, err := client.Dial(d.address, client.Config{})
+	if err != nil {
+		return err
+	}
+	defer cl.Close()
+	var req client.PushRequest
+	for i := range 3 {
+		w := pick(uint64(i), largestBytes-i*mib)
+		in := client.From("", tensorOf(w))
+		in.Name = fmt.Sprintf("large/%d", i)
+		req.Tensors = append(req.Tensors, in)
+	}
+	if _, err := cl.Push(ctx, req); err != nil {
+		return err
+	}
+	dir := filepath.Join(c.environment.dir, "pulled")
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		return err
+	}
+	pulls := []*puller{
+		{args: []string{"large/0"}, file: filepath.Join(dir, "one.npy")},
+		{args: []string{"large/*"}, file: filepath.Join(dir, "all.safetensors")},
+	}
+	var was []byte // what a file held before, on every other round
+	for _, p := range pulls {
+		p.args = append([]string{"pull", "--quiet", "--server", d.address, "-o", p.file}, p.args...)
+		if err := p.learn(ctx, c.command); err != nil {
+			return err
+		}
+	}
+	was = pulls[0].want[:mib]
+	ended, none, temps := 0, 0, 0
+	for i := range n {
+		p := pulls[i%2]
+		old := was
+		if i/2%2 == 0 {
+			old = nil
+		}
+		if err := p.prepare(old); err != nil {
+			return err
+		}
+		cmd := exec.Command(c.command, p.args...)
+		if err := cmd.Start(); err != nil {
+			return err
+		}
+		err := pause(ctx, time.Duration(c.rand.Int64N(int64(p.took)*5/4)))
+		_ = cmd.Process.Kill() // it may have ended
+		_ = cmd.Wait()
+		if err != nil {
+			return err
+		}
+		got, err := os.ReadFile(p.file)
+		switch {
+		case err == nil && bytes.Equal(got, p.want):
+			ended++
+		case err == nil && old != nil && bytes.Equal(got, old), errors.Is(err, fs.ErrNotExist) && old == nil:
+			none++
+		default:
+			c.add("%s after a kill: %d bytes of %d, %v", p.file, len(got), len(p.want), err)
+		}
+		left, err := filepath.Glob(filepath.Join(dir, ".tensorferry-*"))
+		if err != nil {
+			return err
+		}
+		for _, f := range left {
+			temps++
+			if err := os.Remove(f); err != nil {
+				return err
+			}
+		}
+	}
+	fmt.Fprintf(c.out, `clients killed: %d, each while it pulled %s or %s into a file
+  output           %d whole, %d absent or as it was; none half
+  temporary files  %d left beside it, where a kill met one
+`, n, mibs(float64(len(pulls[0].want))), mibs(float64(len(pulls[1].want))), ended, none, temps)
+	return nil
+}
+
+// puller is a command that pulls, and what its file holds in the end.
+type puller struct {
+	args []string
+	file string
+	want []byte
+	took time.Duration
+}
+
+// learn runs it to its end, twice: the second time nothing is new.
+func (p *puller) learn(ctx context.Context, command string) error {
+	for range 2 {
+		if err := p.prepare(nil); err != nil {
+			return err
+		}
+		begin := time.Now()
+		if text, err := exec.CommandContext(ctx, command, p.args...).CombinedOutput(); err != nil {
+			return fmt.Errorf("%s: %w: %s", strings.Join(p.args, " "), err, text)
+		}
+		p.took = time.Since(begin)
+	}
+	var err error
+	p.want, err = os.ReadFile(p.file)
+	return err
+}
+
+// prepare has the file hold old, or not be there.
+func (p *puller) prepare(old []byte) error {
+	if old != nil {
+		return os.WriteFile(p.file, old, 0o644)
+	}
+	if err := os.Remove(p.file); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}

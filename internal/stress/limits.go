@@ -1,0 +1,34 @@
+package main
+
+import "time"
+
+const (
+	kib = 1 << 10
+	mib = 1 << 20
+	gib = 1 << 30
+
+	// baseBytes is the memory that every tensor sent is a window of, and
+	// largestBytes the most of it that one tensor has.
+	baseBytes    = 48 * mib
+	largestBytes = 32 * mib
+	// spareRSS is what a server may take beside its memory budget.
+	spareRSS = 256 * mib
+	// startWait is how long a server may take to listen, and stopWait to end after
+	// an interrupt: its own --drain, and as much again.
+	startWait = 30 * time.Second
+	stopWait  = 20 * time.Second
+	// scrapeWait bounds one answer of a metrics listener.
+	scrapeWait = 20 * time.Second
+	// settleWait is how long a server may take until nothing is open any more.
+	settleWait = 20 * time.Second
+	// pollEvery is how often a state is asked for that is waited for.
+	pollEvery = 50 * time.Millisecond
+	// complaintsKept is how many lines of a server's log are printed.
+	complaintsKept = 20
+	// problemsKept is how many of a program's problems are.
+	problemsKept = 20
+	// openers is how many sessions are being opened at a time.
+	openers = 64
+	// streams is what a server allows of one connection.
+	streams = 128
+)

@@ -1,0 +1,105 @@
+// Stress runs what a test of a few seconds can not show: many sessions at once,
+// servers and clients that are killed, and hours of mixed load, always against a
+// server process of its own, built from this module. docs/stress.md says what each
+// program shows.
+//
+// It refuses to measure speed: internal/bench does. It is a program and has no
+// importers; the tensors it sends are windows of memory that nobody writes to.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+)
+
+// programs are what can be run.
+var programs = []struct {
+	name, what string
+	run        func(context.Context, *environment, []string) error
+}{
+	{"sessions", "a thousand sessions with a call each in flight, ten thousand idle ones", runSessions},
+	{"crash", "servers killed while tensors are pushed, clients killed while they pull", runCrash},
+	{"soak", "mixed load on two servers, and whether anything grows", runSoak},
+}
+
+// errFailed is what a program ends with that did not show what it should.
+var errFailed = errors.New("stress: it did not show what it should")
+
+// environment is what every program has.
+type environment struct {
+	out     io.Writer
+	dir     string // for folders and sockets; removed at the end
+	command string // the tensorferry binary
+}
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx, os.Stdout, os.Args[1:])
+	stop()
+	switch {
+	case errors.Is(err, flag.ErrHelp):
+	case err != nil:
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, out io.Writer, args []string) (err error) {
+	if len(args) > 0 {
+		for _, p := range programs {
+			if p.name != args[0] {
+				continue
+			}
+			dir, err := os.MkdirTemp("", "tensorferry-stress-")
+			if err != nil {
+				return err
+			}
+			defer func() { _ = os.RemoveAll(dir) }()
+			return p.run(ctx, &environment{out: out, dir: dir}, args[1:])
+		}
+	}
+	var list strings.Builder
+	for _, p := range programs {
+		fmt.Fprintf(&list, "\n  %-9s %s", p.name, p.what)
+	}
+	return fmt.Errorf("stress: say which program, and -h for its flags:%s", &list)
+}
+
+// flags returns a program's flags, with those that every program has.
+func (e *environment) flags(name string) *flag.FlagSet {
+	f := flag.NewFlagSet(name, flag.ContinueOnError)
+	f.SetOutput(e.out)
+	f.StringVar(&e.command, "command", "", "tensorferry `binary` (default: built from this module)")
+	return f
+}
+
+// ready reads the flags and builds what they did not name.
+func (e *environment) ready(ctx context.Context, f *flag.FlagSet, args []string) error {
+	if err := f.Parse(args); err != nil {
+		return err
+	}
+	if f.NArg() > 0 {
+		return fmt.Errorf("stress: %s takes no argument %q", f.Name(), f.Arg(0))
+	}
+	return e.build(ctx)
+}
+
+// verdict prints how a program ended.
+func (e *environment) verdict(name string, problems []string) error {
+	for _, p := range problems {
+		fmt.Fprintf(e.out, "%s: problem: %s\n", name, p)
+	}
+	if len(problems) > 0 {
+		fmt.Fprintf(e.out, "%s: FAIL\n", name)
+		return errFailed
+	}
+	fmt.Fprintf(e.out, "%s: PASS\n", name)
+	return nil
+}

@@ -1,0 +1,204 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+)
+
+func TestWindowsLieInTheirMemoryAndDiffer(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 1))
+	for range 1000 {
+		n := sizeOf(r, largestBytes)
+		a, b := pick(r.Uint64(), n), pick(r.Uint64(), n)
+		require.Zero(t, a.at%4)
+		require.Len(t, a.data(), n)
+		require.Len(t, a.relu(), n)
+		size, err := a.desc().Bytes()
+		require.NoError(t, err)
+		require.EqualValues(t, n, size)
+		if n >= 64 && a != b {
+			var wrong *wrongBytes
+			require.ErrorAs(t, same("x", a.data(), b.data()), &wrong)
+		}
+	}
+	require.NoError(t, same("x", nil, []byte{}))
+	require.ErrorContains(t, same("x", []byte{1, 2}, []byte{1, 3}), "byte 1 of 2")
+	require.ErrorContains(t, same("x", []byte{1}, []byte{1, 3}), "1 bytes, not 2")
+}
+
+func TestWrongBytesAreNeverExpected(t *testing.T) {
+	cut := &client.Error{Code: codes.Unavailable}
+	require.NoError(t, tolerate(cut, codes.Canceled, codes.Unavailable))
+	require.Error(t, tolerate(cut, codes.Canceled))
+	require.NoError(t, tolerate(nil, codes.Canceled))
+	require.Error(t, tolerate(errors.Join(cut, wrong("x")), codes.Unavailable))
+}
+
+func TestALogIsReadForItsAddressAndItsComplaints(t *testing.T) {
+	r := newRecord()
+	text := "time=1 level=INFO msg=starting\ntime=2 level=INFO msg=listening address=127.0.0.1:1 metrics=127.0.0.1:2 models=5\n" +
+		"time=3 level=WARN msg=\"file can not be used\"\npanic: oh\ntime=4 level=INFO msg=stopped\n"
+	for i := range len(text) {
+		n, err := r.Write([]byte(text[i : i+1]))
+		require.NoError(t, err)
+		require.Equal(t, 1, n)
+	}
+	line := <-r.listening
+	require.Equal(t, "127.0.0.1:1", attribute(line, "address"))
+	require.Equal(t, "127.0.0.1:2", attribute(line, "metrics"))
+	lines, n := r.complained()
+	require.Equal(t, 2, n)
+	require.Equal(t, []string{`time=3 level=WARN msg="file can not be used"`, "panic: oh"}, lines)
+	var p problems
+	p.log(r)
+	require.Len(t, p.all(), 2)
+}
+
+func TestProblemsAreCountedBeyondThoseKept(t *testing.T) {
+	var p problems
+	require.Empty(t, p.all())
+	for i := range problemsKept + 3 {
+		p.add("%d", i)
+	}
+	require.Len(t, p.all(), problemsKept+1)
+	require.Equal(t, "3 more", p.all()[problemsKept])
+}
+
+// grown returns what is said of a heap of these sizes, one a second.
+func grown(t *testing.T, length time.Duration, heap func(at time.Duration) float64) []string {
+	t.Helper()
+	s := &soak{environment: &environment{out: io.Discard}, own: history{name: "x"}}
+	for at := time.Second; at <= length; at += time.Second {
+		s.own.add(sample{at: at, heap: heap(at), goroutines: 7}, false)
+	}
+	s.judge(length)
+	return s.all()
+}
+
+func TestGrowthIsToldFromNoise(t *testing.T) {
+	length := 4 * time.Minute
+	require.Empty(t, grown(t, length, func(time.Duration) float64 { return 100 * mib }))
+	require.Empty(t, grown(t, length, func(at time.Duration) float64 { return float64(100+int(at.Seconds())%7) * mib }))
+	require.Empty(t, grown(t, length, func(at time.Duration) float64 { return 100 * mib * min(1, at.Minutes()) }), "it warms up")
+	require.Len(t, grown(t, length, func(at time.Duration) float64 { return (100 + 10*at.Minutes()) * mib }), 1, "a leak of 10 MiB a minute")
+	require.Len(t, grown(t, 10*judgedFrom, func(at time.Duration) float64 { return (100 + at.Minutes()) * mib }), 1, "and of 1 MiB, in time")
+	require.Empty(t, grown(t, judgedFrom/2, func(at time.Duration) float64 { return at.Minutes() * gib }), "too short to say")
+}
+
+func TestGrowthThatNobodySawIsAProblem(t *testing.T) {
+	s := &soak{environment: &environment{out: io.Discard}, own: history{name: "x"}}
+	s.judge(time.Hour)
+	require.NotEmpty(t, s.all())
+}
+
+func TestACrashLeavesWhatWasAcknowledgedOrTriedAfter(t *testing.T) {
+	old, fresh, other := state{1, pick(1, mib)}, state{2, pick(2, mib)}, pick(3, mib)
+	found := func(w window) *client.Summary { return &client.Summary{Name: "x", Desc: w.desc(), Data: w.data()} }
+	nothing := &client.Summary{Name: "x", Err: &client.Error{Code: codes.NotFound}}
+	mixed := found(fresh.window)
+	mixed.Data = append(bytes.Clone(old.window.data()[:mib/2]), fresh.window.data()[mib/2:]...)
+	for name, tc := range map[string]struct {
+		name named
+		got  *client.Summary
+		good bool
+	}{
+		"acknowledged and there":             {named{sure: old}, found(old.window), true},
+		"acknowledged and gone":              {named{sure: old}, nothing, false},
+		"acknowledged and another":           {named{sure: old}, found(other), false},
+		"never pushed":                       {named{}, nothing, true},
+		"never pushed and there":             {named{}, found(other), false},
+		"tried and whole":                    {named{maybe: []state{fresh}}, found(fresh.window), true},
+		"tried and absent":                   {named{maybe: []state{fresh}}, nothing, true},
+		"tried and half":                     {named{maybe: []state{fresh}}, found(pick(2, mib/2)), false},
+		"replaced":                           {named{sure: old, maybe: []state{fresh}}, found(fresh.window), true},
+		"not replaced":                       {named{sure: old, maybe: []state{fresh}}, found(old.window), true},
+		"replaced by half":                   {named{sure: old, maybe: []state{fresh}}, mixed, false},
+		"lost in being replaced":             {named{sure: old, maybe: []state{fresh}}, nothing, false},
+		"new acknowledged and the old there": {named{sure: fresh}, found(old.window), false},
+		"deletion tried, gone":               {named{sure: old, maybe: []state{{}}}, nothing, true},
+		"deletion tried, there":              {named{sure: old, maybe: []state{{}}}, found(old.window), true},
+		"deletion acknowledged, back":        {named{}, found(old.window), false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := &crash{}
+			c.settle(&tc.name, tc.got)
+			require.Equal(t, tc.good, len(c.all()) == 0, "%v", c.all())
+			require.Empty(t, tc.name.maybe)
+		})
+	}
+}
+
+func TestAHeldReaderGivesItsSecondHalfWhenLetGo(t *testing.T) {
+	let := make(chan struct{})
+	h := &held{data: []byte("abcdefgh"), let: let}
+	half := make([]byte, 8)
+	n, err := h.Read(half)
+	require.NoError(t, err)
+	require.Equal(t, "abcd", string(half[:n]))
+	close(let)
+	rest, err := io.ReadAll(h)
+	require.NoError(t, err)
+	require.Equal(t, "efgh", string(rest))
+}
+
+func TestAProxyCutsAfterSoManyBytes(t *testing.T) {
+	testkit.Start(t)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = l.Close() })
+	came := make(chan int, 1)
+	go func() {
+		c, err := l.Accept()
+		if err != nil {
+			return
+		}
+		data, _ := io.ReadAll(c)
+		came <- len(data)
+		_ = c.Close()
+	}()
+	p, err := cutAfter(1000, l.Addr().String())
+	require.NoError(t, err)
+	c, err := net.Dial("tcp", p.address)
+	require.NoError(t, err)
+	_, err = io.Copy(c, strings.NewReader(strings.Repeat("x", 5000)))
+	_ = err // the cut may be sooner
+	require.Equal(t, 1000, <-came)
+	_ = c.Close()
+	require.NoError(t, p.close())
+}
+
+func TestEachToldOfEveryFailure(t *testing.T) {
+	require.NoError(t, each(0, 4, nil))
+	done := make([]bool, 100)
+	require.NoError(t, each(100, 7, func(i int) error { done[i] = true; return nil }))
+	require.NotContains(t, done, false)
+	require.ErrorContains(t, each(10, 3, func(i int) error {
+		if i%5 == 0 {
+			return fmt.Errorf("oh")
+		}
+		return nil
+	}), "2 of 10 failed")
+}
+
+func TestAProgramThatDoesNotExistIsAnErrorThatNamesThoseThatDo(t *testing.T) {
+	for _, args := range [][]string{nil, {"nothing"}} {
+		err := run(context.Background(), io.Discard, args)
+		for _, p := range programs {
+			require.ErrorContains(t, err, p.name)
+		}
+	}
+}
