@@ -17,7 +17,8 @@ import (
 type peer struct {
 	server *Server
 	sess   *session.Session
-	holder string // of budgets; the session's ID
+	number int64  // of the sessions of this server
+	holder string // of budgets: the session's ID, which its client chose, and a number that no other has
 	calls  map[tensor.ID]*call
 	side   side // where tensors on allowance wait
 }
@@ -102,7 +103,7 @@ type input struct {
 func (p *peer) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	switch e.Kind {
 	case stream.EventOpened:
-		p.holder = m.Session().String()
+		p.holder = fmt.Sprintf("%s/%d", m.Session(), p.number)
 		p.side.holder = p.holder
 	case stream.EventTensor:
 		p.announced(m, now, e)

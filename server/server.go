@@ -277,7 +277,7 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 	s.sessions[p] = struct{}{}
 	s.work.Add(1)
 	s.mu.Unlock()
-	s.sessionsOpened.Add(1)
+	p.number = s.sessionsOpened.Add(1)
 
 	p.sess.Start()
 	defer func() { // also when this function panics
