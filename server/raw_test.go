@@ -39,7 +39,7 @@ type raw struct {
 	resends  map[string]int        // chunks asked for again, by tensor
 	limits   map[string]uint32     // by tensor
 	dones    map[string][]*pb.Done // by call
-	coded    int // chunks that came in LZ4
+	coded    int                   // chunks that came in LZ4
 	drained  bool
 	hold     bool // results get no credit and no acknowledgement
 	mute     bool // results get no acknowledgement

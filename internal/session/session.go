@@ -53,6 +53,7 @@ type Session struct {
 	// writing: a writer has been started and has not yet found nothing to send. It
 	// ends then: an idle session does without its stack. Guarded by mu.
 	writing bool
+	writer  func() // write, made once: a go statement would make it for each frame
 
 	sending chan struct{} // holds a token while somebody sends
 	out     wire.Message  // guarded by sending
@@ -69,11 +70,13 @@ type Session struct {
 // New returns a session that Start starts. flight, if not nil, learns of what is
 // sent: it is the connection's, and outlives the session.
 func New(conn Conn, cfg stream.Config, h Handler, flight *wire.InFlight) *Session {
-	return &Session{
+	s := &Session{
 		out:  wire.Message{InFlight: flight},
 		conn: conn, handler: h, start: time.Now(), m: stream.New(cfg, 0),
 		sending: make(chan struct{}, 1), stopped: make(chan struct{}),
 	}
+	s.writer = s.write
+	return s
 }
 
 func (s *Session) now() stream.Instant { return stream.Instant(time.Since(s.start)) }
@@ -185,7 +188,7 @@ func (s *Session) nudge() {
 	}
 	s.mu.Unlock()
 	if start {
-		go s.write()
+		go s.writer()
 	}
 }
 
