@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"sync/atomic"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -31,13 +33,13 @@ type PushRequest struct {
 // Push stores tensors on the server and returns how each ended, in the order of the
 // request. The error joins those of the summaries, or says what ended the push;
 // tensors without a summary error were stored all the same. It shares the inputs
-// until it returns.
+// until it returns; those of a connection that died may be read a moment longer.
 //
 // A tensor that the server refuses costs no more than a few chunks, and the others
 // are stored.
 func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 	out := make([]Summary, len(r.Tensors))
-	var waiting []*pushing
+	var all []*pushing
 	names := make(map[string]struct{}, len(r.Tensors))
 	for i := range r.Tensors {
 		in := &r.Tensors[i]
@@ -51,9 +53,10 @@ func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 			in.done()
 			continue
 		}
-		waiting = append(waiting, newPushing(c, in, &out[i]))
+		all = append(all, newPushing(c, in, &out[i]))
 	}
 	var err error
+	waiting := slices.Clone(all)
 	for len(waiting) > 0 && err == nil {
 		n := min(len(waiting), pushTensors)
 		if err = c.push(ctx, waiting[:n], r.Progress); err != nil {
@@ -73,6 +76,15 @@ func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 	for _, p := range waiting {
 		p.end(err)
 	}
+	patience := time.After(letGoWait)
+	for _, p := range all { // what grpc may still read is not the caller's yet
+		select {
+		case <-p.letGo:
+			continue
+		case <-patience:
+		}
+		break
+	}
 	return out, errorsOf(out)
 }
 
@@ -86,10 +98,11 @@ type pushing struct {
 	over   bool
 	begun  bool // some of its bytes were read
 	refs   atomic.Int32
+	letGo  chan struct{} // closed when refs is 0
 }
 
 func newPushing(c *Client, in *Input, out *Summary) *pushing {
-	p := &pushing{client: c, in: in, out: out}
+	p := &pushing{client: c, in: in, out: out, letGo: make(chan struct{})}
 	p.refs.Store(1)
 	return p
 }
@@ -113,6 +126,7 @@ func (p *pushing) View(off, n int64) ([]byte, interface{ Release() }, error) {
 func (p *pushing) Release() {
 	if p.refs.Add(-1) == 0 {
 		p.in.done()
+		close(p.letGo)
 	}
 }
 

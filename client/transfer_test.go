@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -217,14 +218,14 @@ func unjoin(err error) error {
 func TestOneTensorsFailureIsNotTheOthers(t *testing.T) {
 	testkit.Start(t)
 	c := storing(t, inMemory(1*mib), client.Config{ChunkBytes: 4096})
-	released := 0
+	var released atomic.Int32
 	in := func(name string, n int64) client.Input {
-		return client.Input{Name: name, Desc: int8s(n), Data: make([]byte, n), Release: func() { released++ }}
+		return client.Input{Name: name, Desc: int8s(n), Data: make([]byte, n), Release: func() { released.Add(1) }}
 	}
 	list := []client.Input{in("a", 5000), in("too large", 2*mib), in("b", 5000), in("", 10), {Name: "short", Desc: int8s(9000), Reader: bytes.NewReader(make([]byte, 8500))}, in("c", 0)}
 	s, err := c.Push(t.Context(), client.PushRequest{Tensors: list})
 	require.Error(t, err)
-	require.Equal(t, 5, released)
+	require.EqualValues(t, 5, released.Load())
 	for i, code := range []codes.Code{codes.OK, codes.ResourceExhausted, codes.OK, codes.InvalidArgument, codes.Unknown, codes.OK} {
 		require.Equal(t, code, status.Code(s[i].Err), "%q: %v", s[i].Name, s[i].Err)
 	}
