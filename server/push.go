@@ -57,10 +57,10 @@ func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTe
 		}
 		var msg wire.Message
 		defer msg.Free()
-		if err := receive(w, &msg); err != nil {
+		if err := receive(w, &msg); err != nil && !errors.Is(err, io.EOF) {
 			return nil, err
 		}
-		h := msg.Frame.Hello
+		h := msg.Frame.Hello // none if the client sent no frame at all
 		if h == nil {
 			return nil, &stream.Error{Code: stream.InvalidArgument, Text: "the first frame has no hello; a push opens with one"}
 		}
