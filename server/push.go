@@ -93,11 +93,12 @@ func receive(w *watched, msg *wire.Message) error {
 	switch {
 	case errors.Is(err, io.EOF):
 		return io.EOF
-	case err != nil && w.Context().Err() != nil:
-		return left(w.Context())
-	case err != nil: // grpc's own, such as a message too large
+	case err != nil: // grpc's own: then, too, the RPC has ended already
 		code, text := statusParts(err)
-		return &stream.Error{Code: code, Text: text}
+		if code != stream.ResourceExhausted && w.Context().Err() != nil {
+			return left(w.Context())
+		}
+		return &stream.Error{Code: code, Text: text} // a message too large
 	case errors.Is(msg.Err, wire.ErrTooLarge):
 		return &stream.Error{Code: stream.ResourceExhausted, Text: msg.Err.Error()}
 	case msg.Err != nil:

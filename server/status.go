@@ -110,13 +110,13 @@ func storedCode(err error) (code stream.Code, text string, retry uint32, known b
 		return se.Code, se.Text, 0, true
 	case errors.Is(err, store.ErrNotFound):
 		return stream.NotFound, err.Error(), 0, true
+	case errors.Is(err, slab.ErrBudget), errors.Is(err, tensor.ErrTooLarge): // before what was given: it may be both
+		return stream.ResourceExhausted, err.Error(), 0, true
 	case errors.Is(err, store.ErrName), errors.Is(err, store.ErrGlob), errors.Is(err, store.ErrParams),
 		errors.Is(err, tensor.ErrShape), errors.Is(err, tensor.ErrDataType), errors.Is(err, codec.ErrDecode):
 		return stream.InvalidArgument, err.Error(), 0, true
 	case errors.Is(err, store.ErrFull):
 		return stream.ResourceExhausted, err.Error(), retryMillis, true
-	case errors.Is(err, slab.ErrBudget), errors.Is(err, tensor.ErrTooLarge):
-		return stream.ResourceExhausted, err.Error(), 0, true
 	case errors.Is(err, store.ErrExists):
 		return stream.AlreadyExists, err.Error(), 0, true
 	case errors.Is(err, store.ErrPart):
