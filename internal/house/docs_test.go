@@ -13,6 +13,7 @@ var (
 	mdCode     = regexp.MustCompile("(?s)```.*?```")
 	mdLink     = regexp.MustCompile(`\]\(([^)#:\s]+)(#[^)\s]*)?\)`) // a colon is in links to other hosts
 	makeWord   = regexp.MustCompile("(?m)(?:^\\s*|`)make ([a-z][a-z0-9-]*)")
+	mdFile     = regexp.MustCompile("`([a-z0-9_./-]+/[a-z0-9_]+\\.(?:go|proto))`")
 	makeTarget = regexp.MustCompile(`(?m)^([a-z][a-z0-9-]*):.* ## `)
 )
 
@@ -45,6 +46,16 @@ func TestEveryLinkBetweenFilesLeadsToOne(t *testing.T) {
 		for _, m := range mdLink.FindAllStringSubmatch(mdCode.ReplaceAllString(text, ""), -1) {
 			if _, err := os.Stat(filepath.Join(filepath.Dir(path), m[1])); err != nil {
 				t.Errorf("%s links to %s: %v", path, m[1], err)
+			}
+		}
+	}
+}
+
+func TestEveryFileOfTheSourceThatAPageNamesExists(t *testing.T) {
+	for path, text := range pages(t) {
+		for _, m := range mdFile.FindAllStringSubmatch(text, -1) {
+			if _, err := os.Stat(filepath.Join(root, m[1])); err != nil {
+				t.Errorf("%s names %s: %v", path, m[1], err)
 			}
 		}
 	}
