@@ -35,11 +35,14 @@ func benchCommand() *cobra.Command {
 	var o benchOptions
 	c := &cobra.Command{
 		Use:   "bench",
-		Short: "measure this machine: tensorferry beside raw sockets and gRPC",
+		Short: "measure this machine: tensorferry beside raw sockets, gRPC and cp",
 		Long: `Bench moves tensors between a client and a server in this process, in turns with
 raw sockets and with stock gRPC that do the same work, until the medians of the
 ratios are stable; it takes a few minutes. docs/benchmarks.md says what is
 measured, and how.
+
+Pushes and pulls go to and from a store in the folder for temporary files, which
+TMPDIR chooses, beside cp there; it is empty again afterwards.
 
 With --memory it streams one large tensor through a server and a client that are
 processes of their own, and prints the most memory that each took.`,

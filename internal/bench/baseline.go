@@ -215,9 +215,7 @@ func (m Memory) measured(op Op, run func() error, idle <-chan struct{}, to ...[]
 	for _, dst := range to {
 		Spoil(dst, m.Source)
 	}
-	cpu, begin := CPUTime(), time.Now()
-	err := run()
-	sample := Sample{Time: time.Since(begin), CPU: CPUTime() - cpu}
+	sample, err := timed(run)
 	if err != nil {
 		return Sample{}, err
 	}
@@ -228,6 +226,15 @@ func (m Memory) measured(op Op, run func() error, idle <-chan struct{}, to ...[]
 		}
 	}
 	return sample, nil
+}
+
+// timed runs something.
+func timed(run func() error) (Sample, error) {
+	cpu, begin := CPUTime(), time.Now()
+	if err := run(); err != nil {
+		return Sample{}, err
+	}
+	return Sample{Time: time.Since(begin), CPU: CPUTime() - cpu}, nil
 }
 
 // Spoil makes a byte of every page of dst one that no op makes of the source's,

@@ -20,6 +20,8 @@ const (
 	// uploadsBeside bounds how many uploads small calls are made beside, to
 	// collect PingBatch of them.
 	uploadsBeside = 25
+	// copyBytes is what a file is copied in pieces of: cp's, or two of an older one's.
+	copyBytes = 256 << 10
 	// hostTensors: the server of a measure may hold so many large tensors.
 	hostTensors = 4
 	// hostSpare is its memory beyond them, for blocks.
@@ -34,6 +36,8 @@ const (
 	echoToStock   = 1.2
 	pingToStock   = 1.5
 	firstToTotal  = 0.05
+	pullToCRC     = 0.80
+	pushToCopy    = 0.60
 	// peakBytes is the most memory of the server's process, and of the client's,
 	// while a tensor of any size goes through.
 	peakBytes = 256 << 20

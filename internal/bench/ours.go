@@ -13,6 +13,8 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -22,7 +24,7 @@ import (
 // answers with its size.
 var Tensorferry = Kind{
 	Name: "tensorferry", Text: "tensorferry", OwnMemory: true,
-	Serve: func(l net.Listener, remote []byte) (Server, error) { return serveOurs(l, len(remote)) },
+	Serve: func(l net.Listener, remote []byte) (Server, error) { return serveOurs(l, len(remote), nil) },
 	Dial: func(ctx context.Context, network, address string, source, back []byte) (Client, error) {
 		return dialOurs(ctx, network, address, source, back)
 	},
@@ -65,8 +67,9 @@ type oursServer struct {
 	idle   chan struct{} // closed: nobody looks at the server's memory
 }
 
-// serveOurs has memory for tensors of size bytes. It is handed l.
-func serveOurs(l net.Listener, size int) (_ *oursServer, err error) {
+// serveOurs has memory for tensors of size bytes and, unless it is nil, the store
+// that keep makes, perhaps of that memory; its caller closes it. It is handed l.
+func serveOurs(l net.Listener, size int, keep func(*slab.Pool) store.Store) (_ *oursServer, err error) {
 	o := &oursServer{served: make(chan error, 1), idle: make(chan struct{})}
 	close(o.idle)
 	o.host = engine.NewHost(engine.HostConfig{MemoryBytes: hostTensors*int64(size) + hostSpare})
@@ -82,8 +85,11 @@ func serveOurs(l net.Listener, size int) (_ *oursServer, err error) {
 			return nil, err
 		}
 	}
-	o.server, err = server.New(server.Config{Models: models, Pool: o.host.Pool(), Budget: o.host.Budget()})
-	if err != nil {
+	cfg := server.Config{Models: models, Pool: o.host.Pool(), Budget: o.host.Budget()}
+	if keep != nil {
+		cfg.Store = keep(o.host.Pool())
+	}
+	if o.server, err = server.New(cfg); err != nil {
 		return nil, err
 	}
 	go func() { o.served <- o.server.Serve(l) }()
@@ -101,6 +107,19 @@ func (o *oursServer) Close() error {
 	return err
 }
 
+// dial returns a client of ours.
+func dial(network, address string) (*client.Client, error) {
+	if network == "unix" {
+		address = "unix:" + address
+	}
+	return client.Dial(address, client.Config{ChunkBytes: ChunkBytes})
+}
+
+// floats returns a tensor of one dimension that shares data.
+func floats(data []byte) (tensor.Tensor, error) {
+	return tensor.New(tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{int64(len(data) / 4)}}, data)
+}
+
 type oursClient struct {
 	source  tensor.Tensor
 	back    []byte
@@ -112,9 +131,6 @@ type oursClient struct {
 
 func dialOurs(ctx context.Context, network, address string, source, back []byte) (_ *oursClient, err error) {
 	o := &oursClient{back: back, smalls: make([]byte, SmallBytes)}
-	floats := func(data []byte) (tensor.Tensor, error) {
-		return tensor.New(tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{int64(len(data) / 4)}}, data)
-	}
 	if o.source, err = floats(source); err != nil {
 		return nil, err
 	}
@@ -123,10 +139,7 @@ func dialOurs(ctx context.Context, network, address string, source, back []byte)
 	if o.small, err = floats(small); err != nil {
 		return nil, err
 	}
-	if network == "unix" {
-		address = "unix:" + address
-	}
-	if o.client, err = client.Dial(address, client.Config{ChunkBytes: ChunkBytes}); err != nil {
+	if o.client, err = dial(network, address); err != nil {
 		return nil, err
 	}
 	if o.session, err = o.client.Session(ctx); err != nil {

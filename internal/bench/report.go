@@ -13,12 +13,18 @@ var peerTexts = map[string]string{
 	"raw":            "raw socket, unchecked",
 	"grpc":           "gRPC, stock codec",
 	"grpc-raw-codec": "gRPC, bytes passed through",
+	"cp":             "cp and fsync",
+}
+
+// benchmarks are the names, among Go's benchmarks, of works that are no Op.
+var benchmarks = map[string]string{
+	call: "Call", pull: "Pull", pullToFile: "PullToFile", push: "Push", pushToMemory: "PushToMemory",
 }
 
 // benchmark names a kind of work as Go names benchmarks.
 func benchmark(work string) string {
-	if work == call {
-		return "Call"
+	if name, ok := benchmarks[work]; ok {
+		return name
 	}
 	return ops[Op(work)].benchmark
 }

@@ -66,8 +66,8 @@ type Figures struct {
 // Comparison is one kind of work done by us and by a peer, in turns.
 type Comparison struct {
 	Net   string `json:"net"`
-	Work  string `json:"work"` // upload, echo, relu, call
-	Peer  string `json:"peer"` // raw-crc, raw, grpc, grpc-raw-codec
+	Work  string `json:"work"` // upload, echo, relu, call, pull, pull-to-file, push, push-to-memory
+	Peer  string `json:"peer"` // raw-crc, raw, grpc, grpc-raw-codec, cp
 	Bytes int    `json:"bytes"`
 	// Ratio is that of each pair: our rate to theirs or, for small calls, our time
 	// to theirs.
@@ -90,6 +90,8 @@ var required = map[[2]string]Required{
 	{string(Upload), "grpc"}:    {Value: uploadToStock},
 	{string(Echo), "grpc"}:      {Value: echoToStock},
 	{call, "grpc"}:              {Value: pingToStock, AtMost: true},
+	{pull, "raw-crc"}:           {Value: pullToCRC},
+	{push, "cp"}:                {Value: pushToCopy},
 }
 
 // FirstResult is how early a relu call of Bytes has something to show.
@@ -183,8 +185,11 @@ func (c Config) network(ctx context.Context, r *Report, network string, m Memory
 	}
 	c.tell("%s, small calls beside an upload", network)
 	s, n, err := ours.PingBeside(ctx, c.Batch)
+	if err != nil {
+		return err
+	}
 	r.Beside = append(r.Beside, Beside{Net: network, Bytes: len(m.Source), Calls: n, P50: s.Time, P99: s.P99})
-	return err
+	return c.stored(ctx, r, network, m)
 }
 
 // pings measures small calls.

@@ -123,6 +123,11 @@ func TestRatiosAreOfRatesAndForCallsOfTimes(t *testing.T) {
 		{"tcp", "call", "grpc", 50, 2, "at most 1.5: MISSED"},
 		{"tcp", "call", "grpc", 80, 1.25, "at most 1.5: met"},
 		{"tcp", "call", "grpc-raw-codec", 80, 1.25, "–"},
+		{"tcp", "pull", "raw-crc", 80, 0.8, "at least 0.8: met"},
+		{"tcp", "pull", "raw-crc", 79, 0.79, "at least 0.8: MISSED"},
+		{"tcp", "pull-to-file", "raw-crc", 79, 0.79, "–"},
+		{"tcp", "push", "cp", 60, 0.6, "at least 0.6: met"},
+		{"unix", "push", "cp", 59, 0.59, "–"},
 	} {
 		sample := func(d time.Duration) func(context.Context) (Sample, error) {
 			return func(context.Context) (Sample, error) { return Sample{Time: d, CPU: 2 * d, P99: 3 * d}, nil }
@@ -164,7 +169,8 @@ func TestSmokeRunReportsEveryWorkBesideEveryPeer(t *testing.T) {
 				want = append(want, network+" "+work+" "+peer)
 			}
 		}
-		want = append(want, network+" call grpc", network+" call grpc-raw-codec")
+		want = append(want, network+" call grpc", network+" call grpc-raw-codec",
+			network+" pull raw-crc", network+" pull-to-file raw-crc", network+" push cp", network+" push-to-memory raw-crc")
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %q, want %q", got, want)
@@ -177,7 +183,7 @@ func TestSmokeRunReportsEveryWorkBesideEveryPeer(t *testing.T) {
 	if err := r.WriteText(&text); err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"SMOKE RUN", "upload of 2 MiB", "call of 30 KB", "first result", "beside an upload", "raw socket, CRC-32C"} {
+	for _, want := range []string{"SMOKE RUN", "upload of 2 MiB", "call of 30 KB", "first result", "beside an upload", "raw socket, CRC-32C", "cp and fsync", "push-to-memory of 2 MiB"} {
 		if !strings.Contains(text.String(), want) {
 			t.Errorf("the text lacks %q:\n%s", want, text.String())
 		}
