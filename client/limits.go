@@ -18,6 +18,10 @@ const (
 	// pushTensors is how many tensors one RPC of a push takes, which is the server's
 	// limit; Push uses as many RPCs as it needs.
 	pushTensors = 1024
+	// keepBytes is how much of a Reader's tensor is kept, to be sent again should the
+	// server end the RPC because of the tensor before it: as much as is sent before
+	// that is heard of, which is the server's window and what gRPC queues.
+	keepBytes = 2*DefaultWindow + 4*mib
 	// pushResponseBytes is room for as many summaries, each with a name of 512 bytes
 	// and a text of 4 KiB.
 	pushResponseBytes = 8 * mib

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"runtime"
 	"slices"
 	"sync/atomic"
 	"time"
@@ -16,6 +17,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -76,16 +78,27 @@ func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 	for _, p := range waiting {
 		p.end(err)
 	}
-	patience := time.After(letGoWait)
-	for _, p := range all { // what grpc may still read is not the caller's yet
-		select {
-		case <-p.letGo:
-			continue
-		case <-patience:
-		}
-		break
-	}
+	waitLetGo(all)
 	return out, errorsOf(out)
+}
+
+// waitLetGo waits until grpc reads none of the tensors any more, for letGoWait at
+// most. It forgets frames that were to be sent when their RPC ended, which the
+// garbage collector finds out.
+func waitLetGo(list []*pushing) {
+	soon, late := time.After(letGoWait/10), time.After(letGoWait)
+	for _, p := range list {
+		for shared := true; shared; {
+			select {
+			case <-p.letGo:
+				shared = false
+			case <-soon: // once
+				runtime.GC()
+			case <-late:
+				return
+			}
+		}
+	}
 }
 
 // pushing is one tensor on its way into a push. It is the transfer.Viewer of its
@@ -96,9 +109,14 @@ type pushing struct {
 	out    *Summary
 	id     tensor.ID
 	over   bool
-	begun  bool // some of its bytes were read
 	refs   atomic.Int32
 	letGo  chan struct{} // closed when refs is 0
+
+	// What came from a Reader first, while it is little enough to be kept: should
+	// the server end the RPC for another tensor's sake, it is sent again.
+	kept      []*slab.Slab
+	keptBytes int64
+	unkept    bool // it was too much
 }
 
 func newPushing(c *Client, in *Input, out *Summary) *pushing {
@@ -109,17 +127,44 @@ func newPushing(c *Client, in *Input, out *Summary) *pushing {
 
 // View shares the next bytes.
 func (p *pushing) View(off, n int64) ([]byte, interface{ Release() }, error) {
-	p.begun = true
 	if p.in.Reader == nil {
 		p.refs.Add(1)
 		return p.in.Data[off : off+n : off+n], p, nil
+	}
+	if n > 0 && off+n <= p.keptBytes {
+		s := p.kept[off/int64(len(p.kept[0].Bytes()))] // all but the last have one size
+		s.Retain()
+		return s.Bytes(), s, nil
 	}
 	s := p.client.pool.Get(int(n))
 	if got, err := io.ReadFull(p.in.Reader, s.Bytes()); err != nil {
 		s.Release()
 		return nil, nil, fmt.Errorf("%w: tensor %q ended after %d of %d bytes: %w", ErrInput, p.in.Name, off+int64(got), p.out.Bytes, err)
 	}
+	p.keep(s)
 	return s.Bytes(), s, nil
+}
+
+// keep keeps a chunk that was read, or from the first one too many on none.
+func (p *pushing) keep(s *slab.Slab) {
+	n := int64(len(s.Bytes()))
+	if p.unkept = p.unkept || p.keptBytes+n > keepBytes; p.unkept {
+		p.forget()
+		return
+	}
+	if n == 0 {
+		return
+	}
+	s.Retain()
+	p.kept = append(p.kept, s)
+	p.keptBytes += n
+}
+
+func (p *pushing) forget() {
+	for _, s := range p.kept {
+		s.Release()
+	}
+	p.kept, p.keptBytes = nil, 0
 }
 
 // Release ends the sharing of a view, or of the input itself.
@@ -144,6 +189,7 @@ func (p *pushing) end(err error) {
 	}
 	p.over = true
 	p.out.Err = err
+	p.forget()
 	p.Release()
 }
 
@@ -193,7 +239,7 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 		p.end(err)
 	}
 	for _, p := range list {
-		if !p.over && p.begun && p.in.Reader != nil { // it can not be read again
+		if !p.over && p.unkept { // it can not be read again
 			p.end(&Error{Code: codes.Aborted, Message: fmt.Sprintf("tensor %q: the push ended while it was being sent; push it again", p.in.Name)})
 		}
 	}

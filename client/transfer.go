@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -57,7 +59,11 @@ func summaryError(s *stream.Summary) error {
 	if s.Code == stream.OK {
 		return nil
 	}
-	return &Error{Code: codes.Code(s.Code), Message: fmt.Sprintf("tensor %q: %s", s.Name, s.Message), RetryAfter: time.Duration(s.RetryAfterMillis) * time.Millisecond}
+	text := s.Message
+	if name := strconv.Quote(s.Name); !strings.Contains(text, name) {
+		text = "tensor " + name + ": " + text
+	}
+	return &Error{Code: codes.Code(s.Code), Message: text, RetryAfter: time.Duration(s.RetryAfterMillis) * time.Millisecond}
 }
 
 // facts are what a push must know of the server before it begins, since nobody

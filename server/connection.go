@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"net"
+	"runtime"
 	"sync"
 	"time"
 
@@ -93,7 +94,8 @@ func (c *connections) HandleConn(ctx context.Context, s stats.ConnStats) {
 // has a clock of its own, but what one has sent before it ended stays in grpc's queue,
 // and with it the memory it lies in, for as long as the peer's window is closed;
 // grpc can reset no stream then, so the connection must go. A frame may be there
-// from one look to the next: idle at least, twice that at most.
+// from one look to the next: idle at least, twice that at most. If one is longer,
+// it may also be that grpc has forgotten it: the collector is asked first.
 func (c *connections) watch(idle time.Duration, done <-chan struct{}) {
 	tick := time.NewTicker(idle)
 	defer tick.Stop()
@@ -103,19 +105,33 @@ func (c *connections) watch(idle time.Duration, done <-chan struct{}) {
 		case <-done:
 			return
 		}
-		c.mu.Lock()
-		var stuck []*connection
-		for one := range c.open {
-			if one.flight.Stuck() && one.close != nil {
-				stuck = append(stuck, one)
-			}
+		if len(c.stuck((*wire.InFlight).Look)) == 0 {
+			continue
 		}
-		c.mu.Unlock()
+		runtime.GC()
+		select { // what it found is put in order behind it
+		case <-time.After(time.Second):
+		case <-done:
+			return
+		}
+		stuck := c.stuck((*wire.InFlight).Stuck)
 		for _, one := range stuck {
 			c.log.Warn("connection closed: its peer does not read", slog.String("peer", one.addr.String()))
 			_ = one.close() // grpc's reader sees to the rest
 		}
 	}
+}
+
+// stuck returns the connections of which is says so.
+func (c *connections) stuck(is func(*wire.InFlight) bool) (all []*connection) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for one := range c.open {
+		if is(&one.flight) && one.close != nil {
+			all = append(all, one)
+		}
+	}
+	return all
 }
 
 // TagRPC returns ctx.

@@ -3,6 +3,7 @@ package wire
 import (
 	"encoding/binary"
 	"maps"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -23,28 +24,27 @@ import (
 //
 // gRPC reads the slice only to reach a buffer of which the reader still holds a
 // reference, so that with the last Put it too is free. Nothing else keeps a
-// sending alive but the connection's InFlight: without one, a sending whose
-// buffers died in a connection's queue is garbage, and with it, by way of held,
-// the memory of its payload, never before.
+// sending alive: one that gRPC forgot is garbage, and the loan ends when the
+// collector has found it, never before.
 type sending struct {
 	mem.NopBufferPool // Get is not used
 	head              []byte
 	parts             [][]byte // what buffers point to: pieces of head, views
 	buffers           mem.BufferSlice
-	held              Releaser
+	loan              *loan
 	left              atomic.Int32 // buffers not put back
-
-	flight     *InFlight // that s was added to; nil: to none
-	next, prev *sending  // guarded by flight.mu
-	seen       bool      // by Stuck; guarded by flight.mu
 }
 
-var sendings = sync.Pool{New: func() any { return &sending{head: make([]byte, 0, headBytes)} }}
+var sendings = sync.Pool{New: func() any {
+	s := &sending{head: make([]byte, 0, headBytes), loan: new(loan)}
+	runtime.AddCleanup(s, (*loan).end, s.loan)
+	return s
+}}
 
 // marshal encodes the frame. The views of its chunk are lent until Held is released.
 func (m *Message) marshal() (mem.BufferSlice, error) {
 	s := sendings.Get().(*sending)
-	s.held, m.Held = m.Held, nil
+	s.loan.held, m.Held = m.Held, nil
 	e := encoder{b: s.head[:0]}
 	e.frame(&m.Frame)
 	s.head = e.b
@@ -60,8 +60,8 @@ func (m *Message) marshal() (mem.BufferSlice, error) {
 		views = m.Frame.Chunk.Data
 	}
 	s.addPayload(views)
-	if s.held != nil && m.InFlight != nil {
-		m.InFlight.add(s)
+	if s.loan.held != nil && m.InFlight != nil {
+		m.InFlight.add(s.loan)
 	}
 	// From the first NewBuffer on the views must stay where they are.
 	s.left.Store(int32(len(s.parts)))
@@ -104,9 +104,8 @@ func (s *sending) addPayload(views [][]byte) {
 		s.parts = append(s.parts, v)
 	}
 	piece()
-	if held := s.held; held != nil && !shared {
-		s.held = nil
-		held.Release() // everything was copied
+	if !shared {
+		s.loan.end() // everything was copied
 	}
 }
 
@@ -118,15 +117,12 @@ func (s *sending) Put(*[]byte) {
 }
 
 func (s *sending) recycle() {
-	held := s.take()
+	s.loan.end()
 	clear(s.parts)
 	clear(s.buffers)
 	s.parts, s.buffers = s.parts[:0], s.buffers[:0]
 	if cap(s.head) <= maxPooledHead {
 		sendings.Put(s)
-	}
-	if held != nil {
-		held.Release()
 	}
 }
 

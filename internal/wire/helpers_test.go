@@ -149,16 +149,16 @@ func diff(a, b decoded) string {
 	return cmp.Diff(a.frame, b.frame, cmpopts.EquateEmpty())
 }
 
-// loan counts how often it was released.
-type loan struct{ released int }
+// ticket counts how often it was released.
+type ticket struct{ released int }
 
-func (l *loan) Release() { l.released++ }
+func (l *ticket) Release() { l.released++ }
 
 // encode marshals f, whose payload is lent, and checks that the loan ends once:
 // not before gRPC has let go of the last view.
 func encode(t testing.TB, f *stream.Frame) []byte {
 	t.Helper()
-	held := new(loan)
+	held := new(ticket)
 	m := &Message{Frame: *f, Held: held}
 	data, err := Codec{}.Marshal(m)
 	if err != nil {

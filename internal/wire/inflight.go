@@ -6,78 +6,104 @@ import "sync"
 // of. The zero value is ready. Safe for concurrent use.
 type InFlight struct {
 	mu    sync.Mutex
-	first *sending // linked by next and prev; guarded by mu
+	first *loan // linked by next and prev; guarded by mu
+}
+
+// loan is the payload of a frame that gRPC has. It is apart from the frame, so that
+// the frame can become garbage: gRPC forgets a frame, instead of freeing it, when
+// its RPC ended just before, and all of them when the connection dies.
+type loan struct {
+	held       Releaser  // nil: nothing is lent
+	flight     *InFlight // that it was added to; nil: to none
+	next, prev *loan     // guarded by flight.mu, as is held once it was added
+	looks      int       // guarded by flight.mu
 }
 
 // Abandon ends the loans of the frames that were queued on the connection when it
-// died: gRPC forgets their buffers instead of freeing them. The caller knows that
-// gRPC's writer of the connection has ended, so that nobody reads them any more.
+// died. The caller knows that gRPC's writer of the connection has ended, so that
+// nobody reads them any more.
 func (f *InFlight) Abandon() {
 	for {
 		f.mu.Lock()
-		s := f.first
-		if s == nil {
+		l := f.first
+		if l == nil {
 			f.mu.Unlock()
 			return
 		}
-		held := s.held
-		f.remove(s)
+		held := l.held
+		f.remove(l)
 		f.mu.Unlock()
 		held.Release()
 	}
 }
 
-// Stuck reports whether a frame is there that was there at the last call already:
-// the peer has not read it all this while.
+// Look counts one more look at each frame that is there, and reports Stuck.
+func (f *InFlight) Look() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for l := f.first; l != nil; l = l.next {
+		l.looks++
+	}
+	return f.stuck()
+}
+
+// Stuck reports whether a frame is there that two looks have found: the peer has
+// not read it all this while, or gRPC has forgotten it, which the next garbage
+// collection finds out.
 func (f *InFlight) Stuck() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	stuck := false
-	for s := f.first; s != nil; s = s.next {
-		stuck = stuck || s.seen
-		s.seen = true
-	}
-	return stuck
+	return f.stuck()
 }
 
-func (f *InFlight) add(s *sending) {
+func (f *InFlight) stuck() bool {
+	for l := f.first; l != nil; l = l.next {
+		if l.looks > 1 {
+			return true
+		}
+	}
+	return false
+}
+
+func (f *InFlight) add(l *loan) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	s.flight, s.next = f, f.first
+	l.flight, l.next = f, f.first
 	if f.first != nil {
-		f.first.prev = s
+		f.first.prev = l
 	}
-	f.first = s
+	f.first = l
 }
 
-// remove takes s out, and its loan from it; mu is held.
-func (f *InFlight) remove(s *sending) {
-	if s.prev == nil {
-		f.first = s.next
+// remove takes l out, and what is lent out of l; mu is held.
+func (f *InFlight) remove(l *loan) {
+	if l.prev == nil {
+		f.first = l.next
 	} else {
-		s.prev.next = s.next
+		l.prev.next = l.next
 	}
-	if s.next != nil {
-		s.next.prev = s.prev
+	if l.next != nil {
+		l.next.prev = l.prev
 	}
-	s.next, s.prev, s.held, s.seen = nil, nil, nil, false
+	l.next, l.prev, l.held, l.looks = nil, nil, nil, 0
 }
 
-// take takes the loan out of a frame that gRPC has let go of: nil when there is
-// none, or none any more.
-func (s *sending) take() Releaser {
-	f := s.flight
-	if f == nil {
-		held := s.held
-		s.held = nil
-		return held
+// end ends the loan of a frame that nobody reads any more, unless it has ended.
+func (l *loan) end() {
+	f := l.flight
+	if f != nil {
+		f.mu.Lock()
+		l.flight = nil
 	}
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	s.flight = nil
-	held := s.held
+	held := l.held
+	if held != nil && f != nil {
+		f.remove(l)
+	}
+	l.held = nil
+	if f != nil {
+		f.mu.Unlock()
+	}
 	if held != nil {
-		f.remove(s)
+		held.Release()
 	}
-	return held
 }

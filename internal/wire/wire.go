@@ -66,8 +66,10 @@ type Message struct {
 	// them. Marshal takes it over and sets it to nil: Release runs exactly once,
 	// on whatever goroutine is last, when gRPC has let go of every view, or when
 	// Marshal fails. If it is still here after SendMsg, SendMsg failed before
-	// Marshal and the owner releases it. For frames that were queued on a
-	// connection when it died Release runs only with InFlight: gRPC forgets those.
+	// Marshal and the owner releases it. gRPC forgets frames that come to its queue
+	// when their RPC has just ended, and those in the queue of a connection that
+	// dies: for them Release runs after the next garbage collection, or, on a
+	// connection that died, with InFlight.Abandon.
 	//
 	// A client must open its gRPC stream with MaxRetryRPCBufferSize(0) and send
 	// its first message with no Held: until then grpc-go keeps messages for a

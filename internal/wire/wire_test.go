@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"net"
+	"runtime"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -129,7 +130,7 @@ func TestMarshalRefusesWhatThePeerWouldRefuse(t *testing.T) {
 		"too many control data": {stream.Frame{Calls: many}, ErrTooLarge},
 	} {
 		t.Run(name, func(t *testing.T) {
-			held := new(loan)
+			held := new(ticket)
 			m := &Message{Frame: tc.frame, Held: held}
 			m.Frame.Chunk = stream.Chunk{Tensor: tensorA, Data: [][]byte{make([]byte, 5000)}}
 			if data, err := (Codec{}).Marshal(m); !errors.Is(err, tc.want) || data != nil {
@@ -485,3 +486,25 @@ func TestEveryLoanEndsOnceGRPCHasWrittenTheFrame(t *testing.T) {
 		t.Fatalf("%d of %d loans ended", n, frames)
 	}
 }
+
+func TestAFrameThatGRPCForgetsEndsItsLoanAtTheNextCollection(t *testing.T) {
+	testkit.Start(t)
+	for name, flight := range map[string]*InFlight{"of a connection": new(InFlight), "of none": nil} {
+		t.Run(name, func(t *testing.T) {
+			held := new(atomicTicket)
+			m := &Message{Frame: stream.Frame{Chunk: stream.Chunk{Tensor: tensor.ID{1}, Data: [][]byte{make([]byte, 1<<20)}}}, Held: held, InFlight: flight}
+			if _, err := (Codec{}).Marshal(m); err != nil { // of which nobody keeps the buffers
+				t.Fatal(err)
+			}
+			testkit.Eventually(t, func() bool { runtime.GC(); return held.released.Load() == 1 }, "the loan to end")
+			if flight != nil && flight.first != nil {
+				t.Error("the connection still knows of it")
+			}
+		})
+	}
+}
+
+// atomicTicket counts how often it was released, on whatever goroutine.
+type atomicTicket struct{ released atomic.Int32 }
+
+func (l *atomicTicket) Release() { l.released.Add(1) }
