@@ -17,10 +17,13 @@ import (
 // grpc tells a stats.Handler of it when reader and writer of the connection have
 // ended, and tells nobody else. What it tells besides costs about 200 bytes a message.
 type connections struct {
-	log *slog.Logger
+	log  *slog.Logger
+	most int // accepted at a time
 
-	mu   sync.Mutex // guards open
-	open map[*connection]struct{}
+	mu       sync.Mutex // guards all below
+	open     map[*connection]struct{}
+	accepted int
+	refused  int64
 }
 
 // connection is what the server knows of one.
@@ -33,10 +36,17 @@ type connection struct {
 type connectionKey struct{}
 
 // listener hands out connections whose address leads back to them: grpc shows
-// nothing else of a connection.
-type listener struct{ net.Listener }
+// nothing else of a connection. One too many is closed at once: in the system's
+// queue it would wait without knowing for what.
+type listener struct {
+	net.Listener
+	of *connections
+}
 
-type acceptedConn struct{ net.Conn }
+type acceptedConn struct {
+	net.Conn
+	closed func() // once
+}
 
 type acceptedAddr struct {
 	net.Addr
@@ -45,15 +55,45 @@ type acceptedAddr struct {
 
 // Accept waits for the next connection.
 func (l listener) Accept() (net.Conn, error) {
-	c, err := l.Listener.Accept()
-	if err != nil {
-		return nil, err
+	for {
+		c, err := l.Listener.Accept()
+		if err != nil {
+			return nil, err
+		}
+		if l.of.enter() {
+			return acceptedConn{c, sync.OnceFunc(l.of.leave)}, nil
+		}
+		_ = c.Close() // its peer sees it
 	}
-	return acceptedConn{c}, nil
+}
+
+func (c *connections) enter() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.accepted >= c.most {
+		if c.refused++; c.refused&(c.refused-1) == 0 { // as it doubles: a flood is not to fill the log
+			c.log.Warn("connections refused: the limit is reached", slog.Int("limit", c.most), slog.Int64("refused", c.refused))
+		}
+		return false
+	}
+	c.accepted++
+	return true
+}
+
+func (c *connections) leave() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.accepted--
+}
+
+// Close closes the connection.
+func (c acceptedConn) Close() error {
+	c.closed()
+	return c.Conn.Close()
 }
 
 // RemoteAddr returns the peer's address.
-func (c acceptedConn) RemoteAddr() net.Addr { return acceptedAddr{c.Conn.RemoteAddr(), c.Conn} }
+func (c acceptedConn) RemoteAddr() net.Addr { return acceptedAddr{c.Conn.RemoteAddr(), c} }
 
 // TagConn gives each connection the book of what is sent on it.
 func (c *connections) TagConn(ctx context.Context, info *stats.ConnTagInfo) context.Context {

@@ -66,7 +66,7 @@ func (s *Server) shownLimits(memory int64) map[string]int64 {
 		"session_idle_millis": millis(time.Duration(l.SessionIdle)),
 		"name_bytes":          stream.NameBytes, "entries": stream.Entries, "entry_key_bytes": stream.KeyBytes,
 		"entry_value_bytes": stream.ValueBytes, "entries_bytes": stream.EntriesBytes,
-		"streams_per_connection": int64(c.StreamsPerConnection), "header_list_bytes": int64(c.HeaderListBytes),
+		"connections": int64(c.Connections), "streams_per_connection": int64(c.StreamsPerConnection), "header_list_bytes": int64(c.HeaderListBytes),
 		"handshake_millis": millis(c.Handshake), "keepalive_millis": millis(c.Keepalive),
 		"keepalive_timeout_millis": millis(c.KeepaliveTimeout), "keepalive_min_millis": millis(c.KeepaliveMin),
 	}

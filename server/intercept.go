@@ -11,6 +11,7 @@ import (
 	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/recovery"
 	"google.golang.org/grpc"
 	grpcpeer "google.golang.org/grpc/peer"
+	"google.golang.org/grpc/tap"
 )
 
 // intercept returns what every RPC goes through: the log, and inside it the one
@@ -23,9 +24,54 @@ func (s *Server) intercept() []grpc.ServerOption {
 		return s.panicked(p)
 	})
 	return []grpc.ServerOption{
-		grpc.ChainUnaryInterceptor(interceptors.UnaryServerInterceptor(log), recovery.UnaryServerInterceptor(panicked)),
-		grpc.ChainStreamInterceptor(interceptors.StreamServerInterceptor(log), recovery.StreamServerInterceptor(panicked)),
+		grpc.ChainUnaryInterceptor(came, interceptors.UnaryServerInterceptor(log), recovery.UnaryServerInterceptor(panicked)),
+		grpc.ChainStreamInterceptor(streamCame, interceptors.StreamServerInterceptor(log), recovery.StreamServerInterceptor(panicked)),
 	}
+}
+
+// awaitedKey leads to the clock, a *time.Timer, of an RPC whose first message has
+// not come.
+type awaitedKey struct{}
+
+// tap has each RPC cancelled whose first message does not come in time: grpc waits
+// for it without a limit before any handler, or interceptor, is called.
+func (s *Server) tap(ctx context.Context, _ *tap.Info) (context.Context, error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	first := time.Duration(s.limits.FirstFrame)
+	t := time.AfterFunc(first, func() { cancel(fmt.Errorf("server: no message within %v", first)) })
+	context.AfterFunc(ctx, func() { t.Stop() }) // ends with the RPC
+	return context.WithValue(ctx, awaitedKey{}, t), nil
+}
+
+func stopAwaiting(ctx context.Context) {
+	if t, ok := ctx.Value(awaitedKey{}).(*time.Timer); ok {
+		t.Stop()
+	}
+}
+
+// came is called when the message of a unary RPC has come.
+func came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	stopAwaiting(ctx)
+	return handler(ctx, req)
+}
+
+// streamCame leaves the streams of clients to the clocks of their handlers, and waits
+// for the one message of the others.
+func streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	if info.IsClientStream {
+		stopAwaiting(ss.Context())
+		return handler(srv, ss)
+	}
+	return handler(srv, firstMessage{ss})
+}
+
+type firstMessage struct{ grpc.ServerStream }
+
+// RecvMsg waits for the message and stops the clock.
+func (f firstMessage) RecvMsg(m any) error {
+	err := f.ServerStream.RecvMsg(m)
+	stopAwaiting(f.Context())
+	return err
 }
 
 // panicked counts and logs a panic, of which the peer learns no more than that

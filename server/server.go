@@ -63,6 +63,9 @@ type Config struct {
 	Session stream.Limits
 	// Sessions is how many sessions are open at a time; 0 means DefaultSessions.
 	Sessions int
+	// Connections is how many connections are accepted at a time; 0 means
+	// DefaultConnections.
+	Connections int
 	// Transfers is how many pushes and pulls are open at a time; 0 means
 	// DefaultTransfers.
 	Transfers int
@@ -129,6 +132,7 @@ func New(cfg Config) (*Server, error) {
 	}
 	def(&cfg.Sessions, DefaultSessions)
 	def(&cfg.QueuedCalls, DefaultQueuedCalls)
+	def(&cfg.Connections, DefaultConnections)
 	def(&cfg.Transfers, DefaultTransfers)
 	def(&cfg.StoredBytes, DefaultStoredBytes)
 	if cfg.Sources == nil {
@@ -145,7 +149,7 @@ func New(cfg Config) (*Server, error) {
 	cfg.WindowBytes = min(max(cfg.WindowBytes, 64<<10), math.MaxInt32)
 	s := &Server{
 		cfg: cfg, limits: cfg.Session.WithDefaults(), log: cfg.Log, started: time.Now(),
-		closing: make(chan struct{}), sessions: make(map[*peer]struct{}), transfers: transfers{most: cfg.Transfers}, connections: connections{log: cfg.Log}, health: newHealth(), counts: newCounts(),
+		closing: make(chan struct{}), sessions: make(map[*peer]struct{}), transfers: transfers{most: cfg.Transfers}, connections: connections{log: cfg.Log, most: cfg.Connections}, health: newHealth(), counts: newCounts(),
 	}
 	if err := s.follow(); err != nil {
 		return nil, err
@@ -161,7 +165,10 @@ func New(cfg Config) (*Server, error) {
 		grpc.MaxConcurrentStreams(uint32(min(cfg.StreamsPerConnection, math.MaxUint32))),
 		grpc.MaxHeaderListSize(uint32(min(cfg.HeaderListBytes, math.MaxUint32))),
 		grpc.ConnectionTimeout(cfg.Handshake),
-		grpc.KeepaliveParams(keepalive.ServerParameters{Time: cfg.Keepalive, Timeout: cfg.KeepaliveTimeout}),
+		grpc.KeepaliveParams(keepalive.ServerParameters{
+			Time: cfg.Keepalive, Timeout: cfg.KeepaliveTimeout, MaxConnectionIdle: time.Duration(s.limits.SessionIdle),
+		}),
+		grpc.InTapHandle(s.tap),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: cfg.KeepaliveMin, PermitWithoutStream: true}),
 	)...)
 	pb.RegisterTensorServiceServer(s.grpc, s)
@@ -203,7 +210,7 @@ func def[T int | int64 | time.Duration](v *T, d T) {
 // may be called for several listeners.
 func (s *Server) Serve(l net.Listener) error {
 	s.watching.Do(func() { go s.connections.watch(unread(s.limits), s.closing) }) // ends with Close
-	return s.grpc.Serve(listener{l})
+	return s.grpc.Serve(listener{l, &s.connections})
 }
 
 // Shutdown opens nothing new, lets open calls finish, and ends. When ctx ends

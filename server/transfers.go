@@ -84,6 +84,12 @@ func (ts *transfers) leave(r *record, err error) {
 	}
 	r.open = false
 	r.code, r.message = statusParts(err)
+	for _, m := range r.tensors {
+		if m.open { // it ends with the transfer
+			m.open = false
+			m.summary.Code, m.summary.Message = r.code, r.message
+		}
+	}
 	ts.ended = append(ts.ended, r)
 	ts.kept += len(r.tensors)
 	for len(ts.ended) > recordsKept || ts.kept > recordTensorsKept && len(ts.ended) > 1 {
