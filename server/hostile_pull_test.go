@@ -132,6 +132,16 @@ func put(t testing.TB, s store.Store, name string, data []byte) {
 	require.NoError(t, err)
 }
 
+// whole writes a file of one tensor.
+func whole(t testing.TB, path, name string, data []byte) {
+	t.Helper()
+	file, err := os.Create(path)
+	require.NoError(t, err)
+	desc := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(len(data))}}
+	require.NoError(t, tensorfile.WriteSafetensors(file, []tensorfile.Named{{Name: name, Tensor: tensor.Tensor{Desc: desc, Data: data}}}, nil))
+	require.NoError(t, file.Close())
+}
+
 func TestABadPullIsRefusedBeforeAnythingIsSent(t *testing.T) {
 	testkit.Start(t)
 	m := shelf(t, 16*mib)
@@ -338,11 +348,7 @@ func TestAFileThatIsDamagedFailsItsTensorsAlone(t *testing.T) {
 	testkit.Start(t)
 	s, dir := folder(t, store.FolderConfig{})
 	path := filepath.Join(dir, "model.safetensors")
-	file, err := os.Create(path)
-	require.NoError(t, err)
-	desc := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{4 * mib}}
-	require.NoError(t, tensorfile.WriteSafetensors(file, []tensorfile.Named{{Name: "w", Tensor: tensor.Tensor{Desc: desc, Data: testkit.Bytes(4*mib, 1)}}}, nil))
-	require.NoError(t, file.Close())
+	whole(t, path, "w", testkit.Bytes(4*mib, 1))
 	put(t, s, "x", []byte("abc"))
 	f := serve(t, func(c *server.Config) { c.Store = s })
 	both := []*pb.Selection{{Name: "model/w"}, {Name: "x"}}

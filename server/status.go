@@ -151,6 +151,8 @@ func callCode(err error) (stream.Code, string, uint32) {
 	switch {
 	case errors.Is(err, errMemoryWait):
 		return stream.ResourceExhausted, err.Error(), retryMillis
+	case errors.Is(err, errShutdown):
+		return stream.Unavailable, "server is shutting down", retryMillis
 	case errors.Is(err, context.Canceled):
 		return stream.Cancelled, "call cancelled", 0
 	case errors.Is(err, context.DeadlineExceeded):

@@ -1,0 +1,761 @@
+package server_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io"
+	"net"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// shownBy names, for every limit of GetServiceInfo, the tests of this package that
+// reach it and go one past it.
+var shownBy = map[string][]string{
+	"chunk_bytes":              {"TestLimitsOfADescAreReachedAndNotPassed", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},
+	"chunks_per_tensor":        {"TestLimitsOfADescAreReachedAndNotPassed", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},
+	"message_bytes":            {"TestAMessageOfTheLimitArrivesAndALargerOneDoesNot"},
+	"window_bytes":             {"TestTheServersSettingsTellItsLimits"},
+	"tensor_bytes":             {"TestLimitsOfADescAreReachedAndNotPassed"},
+	"rank":                     {"TestLimitsOfADescAreReachedAndNotPassed"},
+	"dimension":                {"TestLimitsOfADescAreReachedAndNotPassed"},
+	"allowance_bytes":          {"TestLimitsOfADescAreReachedAndNotPassed"},
+	"allowance_chunks":         {"TestLimitsOfADescAreReachedAndNotPassed"},
+	"open_calls_per_session":   {"TestCallsAndTensorsOverASessionsLimitsAreRefusedAlone"},
+	"open_tensors_per_session": {"TestCallsAndTensorsOverASessionsLimitsAreRefusedAlone"},
+	"sessions":                 {"TestLimitsOfTheServerAreNamedWhenTheyAreReached"},
+	"calls":                    {"TestLimitsOfTheServerAreNamedWhenTheyAreReached", "TestABadComputeIsRefusedAndSaysWhy"},
+	"transfers":                {"TestTransfersOverTheLimitAreRefusedAsLater"},
+	"stored_tensor_bytes":      {"TestLimitsOfAPushAreReachedAndNotPassed"},
+	"tensors_per_transfer":     {"TestLimitsOfAPushAreReachedAndNotPassed", "TestABadPullIsRefusedBeforeAnythingIsSent", "TestABadRequestAboutTheStoreIsRefusedAndSaysWhy"},
+	"open_tensors_per_push":    {"TestLimitsOfAPushAreReachedAndNotPassed"},
+	"compute_bytes":            {"TestComputeTakesAndGivesAMiBAndNoMore"},
+	"tensors_per_page":         {"TestAListComesInPagesOfTheLimit"},
+	"memory_bytes":             {"TestACallThatCanNeverFitIsRefusedNamingTheLimit", "TestTooManyChunksForTheBudgetAreRefusedNamingIt"},
+	"memory_wait_millis":       {"TestACallWaitsForMemoryABoundedTime"},
+	"first_frame_millis":       {"TestABrokenRuleOfTheSessionEndsItWithTheRightStatus", "TestAPushWhosePeerDoesNothingEnds"},
+	"chunk_idle_millis":        {"TestACallWhoseInputsDoNotComeExpires", "TestAPushWhosePeerDoesNothingEnds", "TestAPullThatNobodyReadsEndsAndGivesEverythingBack"},
+	"session_idle_millis":      {"TestAnIdleSessionEnds"},
+	"name_bytes":               {"TestLimitsOfADescAreReachedAndNotPassed", "TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},
+	"entries":                  {"TestLimitsOfADescAreReachedAndNotPassed", "TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},
+	"entry_key_bytes":          {"TestLimitsOfADescAreReachedAndNotPassed", "TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},
+	"entry_value_bytes":        {"TestLimitsOfADescAreReachedAndNotPassed", "TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},
+	"entries_bytes":            {"TestLimitsOfADescAreReachedAndNotPassed", "TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},
+	"connections":              {"TestOneConnectionTooManyIsClosedAndTheOthersAreServed"},
+	"streams_per_connection":   {"TestLimitsOfAConnectionAreThoseOfTheConfig", "TestTheServersSettingsTellItsLimits"},
+	"header_list_bytes":        {"TestLimitsOfAConnectionAreThoseOfTheConfig", "TestTheServersSettingsTellItsLimits"},
+	"handshake_millis":         {"TestAConnectionThatDoesNotShakeHandsIsClosed"},
+	"keepalive_millis":         {"TestAPeerThatDoesNotAnswerAPingIsDisconnected"},
+	"keepalive_timeout_millis": {"TestAPeerThatDoesNotAnswerAPingIsDisconnected"},
+	"keepalive_min_millis":     {"TestAPeerThatPingsTooOftenIsDisconnected"},
+}
+
+func TestEveryLimitOfAServerHasATestThatReachesIt(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	info, err := f.server.GetServiceInfo(t.Context(), nil)
+	require.NoError(t, err)
+	have := map[string]bool{}
+	files, err := filepath.Glob("*_test.go")
+	require.NoError(t, err)
+	for _, name := range files {
+		file, err := parser.ParseFile(token.NewFileSet(), name, nil, parser.SkipObjectResolution)
+		require.NoError(t, err)
+		for _, d := range file.Decls {
+			if fn, ok := d.(*ast.FuncDecl); ok && fn.Recv == nil {
+				have[fn.Name.Name] = true
+			}
+		}
+	}
+	for limit := range info.GetLimits() {
+		require.NotEmpty(t, shownBy[limit], "limit %q: name the test that reaches it and goes one past it", limit)
+	}
+	for limit, tests := range shownBy {
+		require.Contains(t, info.GetLimits(), limit, "there is no such limit any more")
+		for _, test := range tests {
+			require.True(t, have[test], "limit %q: there is no %s", limit, test)
+		}
+	}
+}
+
+func TestLimitsOfADescAreReachedAndNotPassed(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, func(c *server.Config) { c.Session.TensorBytes = 64 * mib })
+	g := addGate(t, f, "gate") // never opened: what is too large to send is announced, credited and cancelled
+	const invalid, exhausted = codes.InvalidArgument, codes.ResourceExhausted
+	size := func(o *offer, n int64, chunk uint32) {
+		o.desc.Shape, o.desc.SizeBytes, o.desc.ChunkBytes = []int64{n}, uint64(n), chunk
+	}
+	for name, tc := range map[string]struct {
+		over   func(o *offer, by int) // what passes the limit by so much, or reaches it by 0
+		model  string                 // a call at the limit computes; empty: it is only credited
+		code   codes.Code
+		unless []string // the text past it
+	}{
+		"chunk_bytes": {func(o *offer, by int) { o.data = make([]byte, mib+by); size(o, int64(mib+by), uint32(mib+by)) }, "echo", invalid, []string{"1048577", "1048576"}},
+		"allowance_bytes": {func(o *offer, by int) {
+			o.data = make([]byte, mib+by)
+			size(o, int64(mib+by), mib)
+			o.desc.OnAllowance = true
+		}, "echo", exhausted, []string{"allowance", "1048577"}},
+		"allowance_chunks": {func(o *offer, by int) {
+			o.data = make([]byte, 4096+by)
+			size(o, int64(4096+by), 1)
+			o.desc.OnAllowance = true
+		}, "echo", exhausted, []string{"4097", "4096"}},
+		"chunks_per_tensor": {func(o *offer, by int) { size(o, int64(1<<20+by), 1) }, "", exhausted, []string{"1048577 chunks", "1048576"}},
+		"tensor_bytes":      {func(o *offer, by int) { size(o, int64(64*mib+by), mib) }, "", exhausted, []string{"67108865", "67108864"}},
+		"rank": {func(o *offer, by int) {
+			o.desc.Shape = slices.Repeat([]int64{1}, 32+by)
+			o.data = o.data[:1]
+			o.desc.SizeBytes = 1
+		}, "echo", invalid, []string{"rank 33", "32"}},
+		"dimension": {func(o *offer, by int) {
+			o.desc.Shape = []int64{0, 1<<40 + int64(by)}
+			o.data = nil
+			o.desc.SizeBytes = 0
+		}, "echo", invalid, []string{"1099511627777", "1099511627776"}},
+		"name_bytes":        {func(o *offer, by int) { o.desc.Name = strings.Repeat("n", 512+by) }, "echo", invalid, []string{"name", "512"}},
+		"entries":           {func(o *offer, by int) { o.desc.Metadata = entriesOf(64+by, 3, 1) }, "echo", invalid, []string{"65", "64"}},
+		"entry_key_bytes":   {func(o *offer, by int) { o.desc.Metadata = entriesOf(1, 128+by, 1) }, "echo", invalid, []string{"129", "128"}},
+		"entry_value_bytes": {func(o *offer, by int) { o.desc.Metadata = entriesOf(1, 1, 4096+by) }, "echo", invalid, []string{"4097", "4096"}},
+		"entries_bytes": {func(o *offer, by int) {
+			o.desc.Metadata = entriesOf(8, 8, 4088)
+			o.desc.Metadata["00000007"] += strings.Repeat("v", by)
+		}, "echo", invalid, []string{"32768"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := openRaw(t, f.addr)
+			o := small("echo")
+			o.desc.OnAllowance = false
+			tc.over(o, 1)
+			r.open(o)
+			done := r.done(o.call.Id)
+			require.Equal(t, tc.code, codes.Code(done.Code), done.Message)
+			saysWhy(t, done.Message, tc.unless)
+
+			o = small("echo")
+			o.desc.OnAllowance = false
+			if tc.over(o, 0); tc.model != "" {
+				require.Equal(t, string(o.data), string(r.run(o)["y"].data))
+				return
+			}
+			o.call.Model = "gate"
+			r.open(o)
+			r.credit(o.desc.TensorId, 1)
+			r.send(&pb.Frame{Cancels: []*pb.Cancel{{CallId: o.call.Id}}})
+			require.Equal(t, codes.Canceled, codes.Code(r.done(o.call.Id).Code))
+			require.Zero(t, g.started.Load())
+			r.good()
+		})
+	}
+}
+
+// filled is a frame of exactly so many bytes, a MiB of which are a chunk's.
+func filled(t testing.TB, o *parcel, bytes int) *pb.Frame {
+	t.Helper()
+	d := ten("pad").desc
+	d.Metadata = map[string]string{}
+	f := &pb.Frame{Descs: []*pb.TensorDesc{d}, Chunk: o.chunk(0)}
+	for i := 0; proto.Size(f) < bytes; i++ {
+		key := fmt.Sprint(i)
+		d.Metadata[key] = "" // as long as it takes: what a desc may have is not the question
+		d.Metadata[key] = strings.Repeat("v", max(0, min(4<<10, bytes-proto.Size(f)-8)))
+		if left := bytes - proto.Size(f); left < 16 {
+			d.Metadata[key] += strings.Repeat("v", left)
+		}
+	}
+	require.Equal(t, bytes, proto.Size(f))
+	return f
+}
+
+func TestAMessageOfTheLimitArrivesAndALargerOneDoesNot(t *testing.T) {
+	testkit.Start(t)
+	m := shelf(t, 16*mib)
+	f := serve(t, func(c *server.Config) { c.Store = m })
+	const limit = mib + 64<<10
+	p := openPush(t, f)
+	o := pack("x", testkit.Bytes(mib, 1), mib)
+	p.announce(o)
+	p.send(filled(t, o, limit))
+	p.stored(o) // that the desc beside it has too much metadata is the desc's affair
+
+	p = openPush(t, f)
+	o = pack("y", testkit.Bytes(mib, 1), mib)
+	p.announce(o)
+	p.send(filled(t, o, limit+1))
+	st := p.finish()
+	require.Equal(t, codes.ResourceExhausted, st.Code())
+	saysWhy(t, st.Message(), []string{fmt.Sprint(limit + 1), fmt.Sprint(limit)})
+	require.Equal(t, []string{"x"}, names(t, m))
+}
+
+func TestLimitsOfAPushAreReachedAndNotPassed(t *testing.T) {
+	testkit.Start(t)
+	m := shelf(t, 64*mib)
+	f := serve(t, func(c *server.Config) { c.Store, c.StoredBytes = m, 2*mib })
+	t.Run("bytes of a tensor", func(t *testing.T) {
+		for by := range 2 {
+			p := openPush(t, f)
+			o := pack(fmt.Sprint("bytes", by), make([]byte, 2*mib+by), mib)
+			p.announce(o)
+			p.deliver(o, 0)
+			if by == 0 {
+				p.stored(o)
+				continue
+			}
+			s := p.summary(o)
+			require.Equal(t, codes.ResourceExhausted, codes.Code(s.GetCode()))
+			saysWhy(t, s.GetMessage(), []string{"2097153", "2097152"})
+		}
+	})
+	t.Run("name, metadata and chunks", func(t *testing.T) {
+		p := openPush(t, f)
+		o := pack(strings.Repeat("n", 512), make([]byte, 2*mib), mib)
+		o.desc.Metadata = entriesOf(8, 8, 4088)
+		p.announce(o)
+		p.deliver(o, 0)
+		p.stored(o)
+		// 2^20 chunks: announced, and what is kept of them taken from the budget.
+		p = openPush(t, f)
+		o = pack("chunks", make([]byte, mib), 1)
+		p.announce(o)
+		testkit.Eventually(t, func() bool { used, _, _ := f.host.Budget().Used(); return used > mib }, "the budget of so many chunks")
+		p.chunk(o.chunk(1<<20 - 1))
+		s := p.summary(o)
+		saysWhy(t, s.GetMessage(), []string{"ended after 1 of 1048576 bytes"})
+		f.isEmpty(t)
+	})
+	t.Run("open tensors", func(t *testing.T) {
+		p := openPush(t, f)
+		var open []*parcel
+		for i := range 16 {
+			open = append(open, ten(fmt.Sprint("open", i)))
+		}
+		over := ten("over")
+		p.announce(open...)
+		p.announce(over)
+		for _, o := range open {
+			p.deliver(o, 0)
+		}
+		s := p.summary(over)
+		require.Equal(t, codes.ResourceExhausted, codes.Code(s.GetCode()))
+		saysWhy(t, s.GetMessage(), []string{"open tensors", "16"})
+		for _, o := range open {
+			p.stored(o)
+		}
+	})
+	t.Run("tensors", func(t *testing.T) {
+		for by := range 2 {
+			p := openPush(t, f)
+			var all []*parcel
+			for i := range 1024 + by {
+				o := pack(fmt.Sprint("many", i), []byte{1}, 1)
+				if i%100 == 0 {
+					o.data, o.desc.Shape, o.desc.SizeBytes = nil, []int64{0}, 0
+				}
+				p.send(&pb.Frame{Descs: []*pb.TensorDesc{o.desc}, Chunk: o.chunk(0)})
+				all = append(all, o)
+			}
+			if by > 0 {
+				st := p.finish()
+				require.Equal(t, codes.ResourceExhausted, st.Code())
+				saysWhy(t, st.Message(), []string{"tensors", "1024", "several"})
+				continue
+			}
+			require.NoError(t, p.finish().Err())
+			require.Len(t, p.resp.GetSummaries(), 1024)
+			require.Less(t, proto.Size(p.resp), 4*mib, "a stock client takes no more")
+			for _, o := range all[1020:] {
+				p.stored(o)
+			}
+			require.Len(t, f.transfer(t, p.id).GetTensors(), 1024)
+		}
+	})
+	t.Run("tables", func(t *testing.T) {
+		tight := serveWithin(t, 4*mib, func(c *server.Config) { c.Store = m })
+		p := openPush(t, tight)
+		o := pack("table", make([]byte, mib), 1)
+		p.announce(o)
+		s := p.summary(o)
+		require.Equal(t, codes.ResourceExhausted, codes.Code(s.GetCode()))
+		saysWhy(t, s.GetMessage(), []string{"budget", "larger chunks", fmt.Sprint(4 * mib)})
+		tight.isEmpty(t)
+	})
+}
+
+func TestRefusedTensorsOfAPushStayFewBytes(t *testing.T) {
+	testkit.Start(t)
+	m := shelf(t, mib)
+	f := serve(t, func(c *server.Config) { c.Store = m })
+	p := openPush(t, f)
+	open := ten("open")
+	p.announce(open)
+	for range 1023 {
+		o := ten(strings.Repeat("\u2028", 10<<10)) // of 30 KiB, and longer when quoted
+		p.send(&pb.Frame{Descs: []*pb.TensorDesc{o.desc}})
+	}
+	p.deliver(open, 0)
+	p.stored(open)
+	require.Less(t, proto.Size(p.resp), mib)
+	require.Less(t, proto.Size(f.transfer(t, p.id)), mib)
+}
+
+func TestTransfersOverTheLimitAreRefusedAsLater(t *testing.T) {
+	testkit.Start(t)
+	m := shelf(t, mib)
+	put(t, m, "x", []byte("abc"))
+	f := serve(t, func(c *server.Config) { c.Store, c.Transfers = m, 2 })
+	first, second := openPush(t, f), dialPush(t, f) // one that has not said hello counts too
+	testkit.Eventually(t, func() bool { return f.counters(t)["open_transfers"] == 2 }, "both")
+	for _, st := range []*status.Status{openPush(t, f).finish(), pullAll(t, f, &pb.Selection{Name: "x"}).status} {
+		require.Equal(t, codes.ResourceExhausted, st.Code())
+		saysWhy(t, st.Message(), []string{"open transfers", "limit of the server is 2"})
+		require.True(t, tellsWhenToRetry(st))
+	}
+	require.NoError(t, first.finish().Err())
+	second.end()
+	testkit.Eventually(t, func() bool { return f.counters(t)["open_transfers"] == 0 }, "their end")
+	require.Zero(t, pullAll(t, f, &pb.Selection{Name: "x"}).summary(t, "x").GetCode())
+}
+
+func TestAStoreThatIsFullSaysSoAndTakesMoreLater(t *testing.T) {
+	testkit.Start(t)
+	m := shelf(t, 2*mib)
+	f := serve(t, func(c *server.Config) { c.Store = m })
+	first, second := openPush(t, f), openPush(t, f)
+	a, b := pack("a", make([]byte, 2*mib), mib), pack("b", make([]byte, 4096), mib)
+	first.announce(a)
+	testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 2*mib }, "room for a")
+	second.announce(b)
+	s := second.summary(b)
+	require.Equal(t, codes.ResourceExhausted, codes.Code(s.GetCode()))
+	saysWhy(t, s.GetMessage(), []string{"store: full", "2097152", "try again"})
+	require.Positive(t, s.GetRetryAfterMillis())
+	first.deliver(a, 0)
+	first.stored(a)
+	second = openPush(t, f) // a is at rest: it makes room
+	second.announce(b)
+	second.deliver(b, 0)
+	second.stored(b)
+	require.Equal(t, []string{"b"}, names(t, m))
+}
+
+// asking is a small call of one input.
+func asking(model string, d pb.DataType, data []byte, shape ...int64) *pb.ComputeRequest {
+	return &pb.ComputeRequest{Model: model, Inputs: []*pb.NamedTensor{{Port: "x", Dtype: d, Shape: shape, Data: data}}}
+}
+
+func TestComputeTakesAndGivesAMiBAndNoMore(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	model, err := engine.Func{
+		Info: engine.Info{
+			Name:    "twice",
+			Inputs:  []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}},
+			Outputs: []engine.Port{{Name: "y", Shape: []int64{engine.AnyAxes}}, {Name: "z", Shape: []int64{engine.AnyAxes}}},
+		},
+		Call: func(_ context.Context, in []tensor.Tensor, _ map[string]string) ([]tensor.Tensor, error) {
+			return []tensor.Tensor{in[0], in[0]}, nil
+		},
+	}.Model(f.host)
+	require.NoError(t, err)
+	require.NoError(t, f.models.Add(model))
+	stub := pb.NewTensorServiceClient(f.dial(t))
+	for by := range 2 {
+		data := testkit.Bytes(mib+by, 1)
+		resp, err := stub.Compute(t.Context(), asking("echo", pb.DataType_DATA_TYPE_UINT8, data, int64(len(data))))
+		half := testkit.Bytes(mib/2+by, 1)
+		twice, twiceErr := stub.Compute(t.Context(), asking("twice", pb.DataType_DATA_TYPE_UINT8, half, int64(len(half))))
+		if by == 0 {
+			require.NoError(t, err)
+			require.True(t, bytes.Equal(data, resp.GetOutputs()[0].GetData()))
+			require.NoError(t, twiceErr)
+			require.True(t, bytes.Equal(half, twice.GetOutputs()[1].GetData()))
+			continue
+		}
+		for what, err := range map[string]error{"inputs": err, "outputs": twiceErr} {
+			require.Equal(t, codes.ResourceExhausted, status.Code(err), err)
+			saysWhy(t, status.Convert(err).Message(), []string{"the " + what, "1048576", "session"})
+		}
+	}
+	f.isEmpty(t)
+}
+
+func TestABadComputeIsRefusedAndSaysWhy(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, func(c *server.Config) { c.QueuedCalls = 1 })
+	addPair(t, f)
+	g := addGate(t, f, "gate")
+	g.open = nil // for ever
+	fails := func(name string, why error) {
+		m, err := engine.Func{
+			Info: engine.Info{Name: name, Inputs: []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}}, Outputs: []engine.Port{{Name: "y", Shape: []int64{engine.AnyAxes}}}},
+			Call: func(context.Context, []tensor.Tensor, map[string]string) ([]tensor.Tensor, error) {
+				if why == nil {
+					panic("boom at /home/secret.go:7")
+				}
+				return nil, why
+			},
+		}.Model(f.host)
+		require.NoError(t, err)
+		require.NoError(t, f.models.Add(m))
+	}
+	fails("broken", errors.New("open /home/secret: permission denied"))
+	fails("panics", nil)
+	u8, f32 := pb.DataType_DATA_TYPE_UINT8, pb.DataType_DATA_TYPE_FLOAT32
+	ask := func(change func(r *pb.ComputeRequest)) *pb.ComputeRequest {
+		r := asking("echo", u8, []byte("abc"), 3)
+		change(r)
+		return r
+	}
+	const invalid = codes.InvalidArgument
+	stub := pb.NewTensorServiceClient(f.dial(t))
+	for name, tc := range map[string]struct {
+		req  *pb.ComputeRequest
+		code codes.Code
+		says []string
+	}{
+		"an unknown model":      {asking("nothing", u8, nil, 0), codes.NotFound, []string{`"nothing"`}},
+		"no model":              {asking("", u8, nil, 0), invalid, []string{"model", "empty"}},
+		"a model of 513 bytes":  {asking(strings.Repeat("m", 513), u8, nil, 0), invalid, []string{"model", "513", "512"}},
+		"a model of 500 KiB":    {asking(strings.Repeat("\x01", 500<<10), u8, nil, 0), invalid, []string{"model", "512"}},
+		"a model with a bell":   {asking("\a", u8, nil, 0), invalid, []string{"model", "control"}},
+		"no input":              {ask(func(r *pb.ComputeRequest) { r.Inputs = nil }), invalid, []string{"1 inputs", "has 0"}},
+		"an input too many":     {ask(func(r *pb.ComputeRequest) { r.Inputs = append(r.Inputs, r.Inputs[0]) }), invalid, []string{"1 inputs", "has 2"}},
+		"one port twice":        {ask(func(r *pb.ComputeRequest) { r.Model, r.Inputs = "pair", append(r.Inputs, r.Inputs[0]) }), invalid, []string{`"pair"`, `"w"`}},
+		"an unknown port":       {ask(func(r *pb.ComputeRequest) { r.Inputs[0].Port = "q" }), invalid, []string{`"x"`}},
+		"a port of 500 KiB":     {ask(func(r *pb.ComputeRequest) { r.Inputs[0].Port = strings.Repeat("q", 500<<10) }), invalid, []string{`"x"`}},
+		"no data type":          {asking("echo", 0, []byte("abc"), 3), invalid, []string{"data type"}},
+		"an unknown data type":  {asking("echo", 99, []byte("abc"), 3), invalid, []string{"data type", "99"}},
+		"a negative data type":  {asking("echo", -1, []byte("abc"), 3), invalid, []string{"data type"}},
+		"a data type past 2^8":  {asking("echo", 1<<8+6, []byte("abc"), 3), invalid, []string{"data type"}},
+		"rank 33":               {asking("echo", u8, nil, make([]int64, 33)...), invalid, []string{"rank 33", "32"}},
+		"rank 100 000":          {asking("echo", u8, nil, make([]int64, 100_000)...), invalid, []string{"rank 100000", "32"}},
+		"a negative dimension":  {asking("echo", u8, nil, 2, -5), invalid, []string{"dimension 1", "-5"}},
+		"a dimension over 2^40": {asking("echo", u8, nil, 1<<40+1), invalid, []string{"1099511627777"}},
+		"too few bytes":         {asking("echo", u8, []byte("ab"), 3), invalid, []string{`input "x"`, "3 bytes", "2"}},
+		"too many bytes":        {asking("echo", u8, []byte("abcd"), 3), invalid, []string{`input "x"`, "3 bytes", "4"}},
+		"a shape that overflows": {
+			asking("echo", u8, nil, 1<<40, 1<<40), invalid, []string{"2^63"},
+		},
+		"65 params":          {ask(func(r *pb.ComputeRequest) { r.Params = entriesOf(65, 3, 1) }), invalid, []string{"params", "65", "64"}},
+		"a key of 129 bytes": {ask(func(r *pb.ComputeRequest) { r.Params = entriesOf(1, 129, 1) }), invalid, []string{"params", "129"}},
+		"a value of 4097":    {ask(func(r *pb.ComputeRequest) { r.Params = entriesOf(1, 1, 4097) }), invalid, []string{"params", "4097"}},
+		"params over 32 KiB": {ask(func(r *pb.ComputeRequest) { r.Params = entriesOf(9, 1, 4096) }), invalid, []string{"params", "32768"}},
+		"a type not taken":   {asking("relu", u8, []byte("abc"), 3), codes.FailedPrecondition, []string{"float32", "uint8[3]", `"x"`}},
+		"a shape not taken": {&pb.ComputeRequest{Model: "pair", Inputs: []*pb.NamedTensor{
+			{Port: "x", Dtype: f32, Shape: []int64{2}, Data: make([]byte, 8)}, {Port: "w", Dtype: f32, Shape: []int64{2}, Data: make([]byte, 8)},
+		}}, codes.FailedPrecondition, []string{"[any any]", "float32[2]"}},
+		"a param not taken":   {ask(func(r *pb.ComputeRequest) { r.Model, r.Params = "slow", map[string]string{"delay": "a while"} }), codes.FailedPrecondition, []string{"delay", "a while"}},
+		"a model that fails":  {ask(func(r *pb.ComputeRequest) { r.Model = "broken" }), codes.Internal, []string{"model failed", "log"}},
+		"a model that panics": {ask(func(r *pb.ComputeRequest) { r.Model = "panics" }), codes.Internal, []string{`model "panics" panicked`, "log"}},
+		"a timeout":           {ask(func(r *pb.ComputeRequest) { r.Model, r.TimeoutMillis = "gate", 20 }), codes.DeadlineExceeded, []string{"timeout"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := stub.Compute(t.Context(), tc.req)
+			st := status.Convert(err)
+			require.Equal(t, tc.code, st.Code(), st.Message())
+			saysWhy(t, st.Message(), tc.says)
+			testkit.Eventually(t, func() bool { return f.counters(t)["calls"] == 0 }, "the call's end")
+			_, err = stub.Compute(t.Context(), asking("echo", u8, []byte("abc"), 3))
+			require.NoError(t, err, "a good call after it")
+			f.isEmpty(t)
+		})
+	}
+	t.Run("one over the calls of the server", func(t *testing.T) {
+		started := g.started.Load()
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { _, err := stub.Compute(ctx, asking("gate", u8, []byte("abc"), 3)); ended <- err }()
+		testkit.Eventually(t, func() bool { return g.started.Load() == started+1 }, "the first call")
+		_, err := stub.Compute(t.Context(), asking("echo", u8, []byte("abc"), 3))
+		st := status.Convert(err)
+		require.Equal(t, codes.ResourceExhausted, st.Code())
+		saysWhy(t, st.Message(), []string{"calls", "limit of the server is 1", "later"})
+		require.True(t, tellsWhenToRetry(st))
+		cancel()
+		require.Equal(t, codes.Canceled, status.Code(<-ended))
+		f.isEmpty(t)
+	})
+}
+
+func TestACloseEndsAComputeAtOnce(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	g := addGate(t, f, "gate")
+	stub := pb.NewTensorServiceClient(f.dial(t))
+	ended := make(chan error, 1)
+	go func() {
+		_, err := stub.Compute(t.Context(), asking("gate", pb.DataType_DATA_TYPE_UINT8, []byte("abc"), 3))
+		ended <- err
+	}()
+	testkit.Eventually(t, func() bool { return g.started.Load() == 1 }, "the call")
+	f.server.Close()
+	st := status.Convert(<-ended)
+	require.Equal(t, codes.Unavailable, st.Code(), st.Message())
+}
+
+func TestALostRunOfAComputeShowsInTheModelsHealth(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	f.lost = 1
+	require.NoError(t, f.models.Add(loser{f.named(t, "loser")}))
+	_, err := pb.NewTensorServiceClient(f.dial(t)).Compute(t.Context(), asking("loser", pb.DataType_DATA_TYPE_UINT8, []byte("abc"), 3))
+	require.Equal(t, codes.Internal, status.Code(err), err)
+	h := healthpb.NewHealthClient(f.dial(t))
+	for name, want := range map[string]healthpb.HealthCheckResponse_ServingStatus{"model/loser": ill, "model/echo": healthy, "": healthy} {
+		r, err := h.Check(t.Context(), &healthpb.HealthCheckRequest{Service: name})
+		require.NoError(t, err)
+		require.Equal(t, want, r.GetStatus(), name)
+	}
+}
+
+func TestABadRequestAboutTheStoreIsRefusedAndSaysWhy(t *testing.T) {
+	testkit.Start(t)
+	s, dir := folder(t, store.FolderConfig{})
+	put(t, s, "x", []byte("abc"))
+	put(t, s, "y", []byte("abc"))
+	whole(t, filepath.Join(dir, "model.safetensors"), "w", []byte("abcd"))
+	f := serve(t, func(c *server.Config) { c.Store = s })
+	stub := pb.NewTensorServiceClient(f.dial(t))
+	list := func(glob string) func() error {
+		return func() error { _, err := stub.ListTensors(t.Context(), &pb.ListTensorsRequest{Glob: glob}); return err }
+	}
+	remove := func(names ...string) func() error {
+		return func() error {
+			_, err := stub.DeleteTensors(t.Context(), &pb.DeleteTensorsRequest{Names: names})
+			return err
+		}
+	}
+	transfer := func(id []byte) func() error {
+		return func() error {
+			_, err := stub.GetTransfer(t.Context(), &pb.GetTransferRequest{TransferId: id})
+			return err
+		}
+	}
+	const invalid = codes.InvalidArgument
+	for name, tc := range map[string]struct {
+		ask  func() error
+		code codes.Code
+		says []string
+	}{
+		"a malformed glob":          {list("[x"), invalid, []string{`"[x"`, "bad pattern"}},
+		"a glob of 513 bytes":       {list(strings.Repeat("*", 513)), invalid, []string{"glob", "513", "512"}},
+		"a glob of 500 KiB":         {list(strings.Repeat("[", 500<<10)), invalid, []string{"glob", "512"}},
+		"a glob with a bell":        {list("\a"), invalid, []string{"glob", "control"}},
+		"no names":                  {remove(), invalid, []string{"names: none"}},
+		"1025 names":                {remove(slices.Repeat([]string{"x"}, 1025)...), codes.ResourceExhausted, []string{"1025", "1024", "several"}},
+		"an empty name":             {remove("x", ""), invalid, []string{"names[1]", "empty"}},
+		"a name of 513 bytes":       {remove("x", strings.Repeat("n", 513)), invalid, []string{"names[1]", "513", "512"}},
+		"an unknown name":           {remove("x", "nothing"), codes.NotFound, []string{`"nothing"`}},
+		"a path":                    {remove("../../etc/passwd"), codes.NotFound, []string{"../../etc/passwd"}},
+		"a glob without a match":    {remove("x", "q*"), codes.NotFound, []string{`no tensor matches "q*"`}},
+		"a malformed glob of names": {remove("[x"), invalid, []string{"bad pattern"}},
+		"a tensor of a file":        {remove("model/w"), codes.FailedPrecondition, []string{"part of a file", "model.safetensors", "delete that file"}},
+		"a transfer of 15 bytes":    {transfer(make([]byte, 15)), invalid, []string{"transfer_id", "16 bytes"}},
+		"a transfer of zeros":       {transfer(make([]byte, 16)), invalid, []string{"transfer_id", "zero"}},
+		"an unknown transfer":       {transfer(newID()), codes.NotFound, []string{"not open"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			st := status.Convert(tc.ask())
+			require.Equal(t, tc.code, st.Code(), st.Message())
+			saysWhy(t, st.Message(), tc.says)
+			require.NotContains(t, st.Message(), dir)
+			require.Equal(t, []string{"model/w", "x", "y"}, names(t, s), "nothing was removed")
+		})
+	}
+	// 1024 that pick the same are no more work than one.
+	r, err := stub.DeleteTensors(t.Context(), &pb.DeleteTensorsRequest{Names: slices.Repeat([]string{"[xy]"}, 1024)})
+	require.NoError(t, err)
+	require.Equal(t, []string{"x", "y"}, r.GetDeleted())
+
+	bare := serve(t, nil)
+	_, err = pb.NewTensorServiceClient(bare.dial(t)).DeleteTensors(t.Context(), &pb.DeleteTensorsRequest{Names: []string{"x"}})
+	require.Equal(t, codes.FailedPrecondition, status.Code(err))
+	saysWhy(t, status.Convert(err).Message(), []string{"no store"})
+}
+
+func TestAListComesInPagesOfTheLimit(t *testing.T) {
+	testkit.Start(t)
+	m := shelf(t, 64*mib)
+	f := serve(t, func(c *server.Config) { c.Store = m })
+	stub := pb.NewTensorServiceClient(f.dial(t))
+	pages := func(size uint32) (counts []int) {
+		for token := ""; ; {
+			r, err := stub.ListTensors(t.Context(), &pb.ListTensorsRequest{PageSize: size, PageToken: token})
+			require.NoError(t, err)
+			require.Less(t, proto.Size(r), 4*mib, "a stock client takes no more")
+			counts = append(counts, len(r.GetTensors()))
+			if token = r.GetNextPageToken(); token == "" {
+				return counts
+			}
+		}
+	}
+	for i := range 1000 {
+		put(t, m, fmt.Sprintf("%04d%s", i, strings.Repeat("n", 508)), []byte{1})
+	}
+	require.Equal(t, []int{1000}, pages(0))
+	put(t, m, "one more", []byte{1})
+	for _, size := range []uint32{0, 1000, 1001, 1<<32 - 1} {
+		require.Equal(t, []int{1000, 1}, pages(size))
+	}
+	require.Equal(t, []int{500, 500, 1}, pages(500))
+	r, err := stub.ListTensors(t.Context(), &pb.ListTensorsRequest{PageToken: strings.Repeat("\uffff", 100_000)})
+	require.NoError(t, err)
+	require.Empty(t, r.GetTensors())
+}
+
+// bareHTTP2 is a connection that speaks HTTP/2 by hand.
+type bareHTTP2 struct {
+	t testing.TB
+	net.Conn
+}
+
+func dialHTTP2(t testing.TB, addr string) *bareHTTP2 {
+	t.Helper()
+	c, err := net.Dial("tcp", addr)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = c.Close() })
+	require.NoError(t, c.SetDeadline(time.Now().Add(rawLife)))
+	_, err = c.Write([]byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+	require.NoError(t, err)
+	h := &bareHTTP2{t, c}
+	require.NoError(t, h.write(frameSettings, 0, nil))
+	return h
+}
+
+// The frames of HTTP/2 that these tests know.
+const (
+	frameSettings = 4
+	framePing     = 6
+	frameGoAway   = 7
+)
+
+func (h *bareHTTP2) write(kind, flags byte, payload []byte) error {
+	n := len(payload)
+	_, err := h.Write(append([]byte{byte(n >> 16), byte(n >> 8), byte(n), kind, flags, 0, 0, 0, 0}, payload...))
+	return err
+}
+
+// next reads the next frame.
+func (h *bareHTTP2) next() (kind, flags byte, payload []byte, err error) {
+	var head [9]byte
+	if _, err := io.ReadFull(h, head[:]); err != nil {
+		return 0, 0, nil, err
+	}
+	payload = make([]byte, int(head[0])<<16|int(head[1])<<8|int(head[2]))
+	_, err = io.ReadFull(h, payload)
+	return head[3], head[4], payload, err
+}
+
+func TestTheServersSettingsTellItsLimits(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, func(c *server.Config) { c.WindowBytes, c.StreamsPerConnection, c.HeaderListBytes = 3*mib, 7, 5000 })
+	h := dialHTTP2(t, f.addr)
+	kind, _, payload, err := h.next()
+	require.NoError(t, err)
+	require.EqualValues(t, frameSettings, kind)
+	have := map[uint16]uint32{}
+	for ; len(payload) >= 6; payload = payload[6:] {
+		have[binary.BigEndian.Uint16(payload)] = binary.BigEndian.Uint32(payload[2:])
+	}
+	info, err := f.server.GetServiceInfo(t.Context(), nil)
+	require.NoError(t, err)
+	for id, limit := range map[uint16]string{3: "streams_per_connection", 4: "window_bytes", 6: "header_list_bytes"} {
+		require.EqualValues(t, info.GetLimits()[limit], have[id], limit)
+	}
+}
+
+func TestAPeerThatDoesNotAnswerAPingIsDisconnected(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, func(c *server.Config) { c.Keepalive, c.KeepaliveTimeout = time.Second, time.Second }) // gRPC's least
+	h := dialHTTP2(t, f.addr)
+	pinged := false
+	for {
+		kind, flags, _, err := h.next()
+		if err != nil {
+			break // disconnected
+		}
+		pinged = pinged || kind == framePing && flags == 0
+	}
+	require.True(t, pinged)
+}
+
+func TestAPeerThatPingsTooOftenIsDisconnected(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	h := dialHTTP2(t, f.addr)
+	var debug []byte
+	for {
+		if err := h.write(framePing, 0, make([]byte, 8)); err != nil {
+			break
+		}
+		kind, _, payload, err := h.next()
+		if err != nil {
+			break
+		}
+		if kind == frameGoAway {
+			debug = payload
+		}
+	}
+	require.Contains(t, string(debug), "too_many_pings")
+	// One that pings as often as it may is served.
+	patient := serve(t, func(c *server.Config) { c.KeepaliveMin = time.Nanosecond })
+	h = dialHTTP2(t, patient.addr)
+	for answers := 0; answers < 10; {
+		require.NoError(t, h.write(framePing, 0, make([]byte, 8)))
+		for {
+			kind, flags, _, err := h.next()
+			require.NoError(t, err)
+			require.NotEqualValues(t, frameGoAway, kind)
+			if kind == framePing && flags == 1 {
+				answers++
+				break
+			}
+		}
+	}
+}
+
+func TestASessionWhoseClientDoesNotReadGivesItsResultsBack(t *testing.T) {
+	testkit.Start(t)
+	log := &notes{}
+	f := serve(t, func(c *server.Config) {
+		c.Log, c.Session.ChunkIdle, c.Session.SessionIdle = log.log(), stream.Instant(500*time.Millisecond), stream.Instant(time.Second)
+	})
+	r := openRaw(t, f.addr)
+	r.hold = true
+	o := offering("echo", make([]byte, 4*mib), mib)
+	r.open(o)
+	r.deliver(o)
+	r.until(func() bool { return len(r.results) == 1 })
+	for id := range r.results {
+		r.send(&pb.Frame{Credits: []*pb.Credit{{TensorId: []byte(id), ChunkLimit: 16}}})
+	}
+	f.isEmpty(t) // the client has read nothing since
+	require.Contains(t, log.String(), "does not read")
+	require.Positive(t, f.counters(t)["sent_bytes_total"])
+}
