@@ -1,12 +1,17 @@
 package main
 
 import (
+	"context"
 	"io"
 	"maps"
 	"slices"
+	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -54,4 +59,56 @@ func complete(c *cobra.Command, flag string, values []string) {
 	if err := c.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)); err != nil {
 		panic(err) // the command has no such flag
 	}
+}
+
+// completionWait is how long a server may take to say what it has: who presses a key
+// waits for no longer.
+const completionWait = time.Second
+
+// completeStored completes names of what a server's store has, or with --source of its
+// sources.
+func completeStored(c *cobra.Command, _ []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
+	return ask(c, start, func(ctx context.Context, cl *client.Client) ([]string, error) {
+		list, sources, err := cl.List(ctx, "")
+		if source := c.Flag("source"); source != nil && source.Value.String() == "true" {
+			return sources, err
+		}
+		names := make([]string, len(list))
+		for i, s := range list {
+			names[i] = s.Name
+		}
+		return names, err
+	})
+}
+
+// completeModels completes the name of one model of a server.
+func completeModels(c *cobra.Command, args []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
+	if len(args) > 0 {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	return ask(c, start, func(ctx context.Context, cl *client.Client) ([]string, error) {
+		models, err := cl.Models(ctx)
+		names := make([]string, len(models))
+		for i, m := range models {
+			names[i] = m.GetName()
+		}
+		return names, err
+	})
+}
+
+// ask gets names from the server that --server tells. Without an answer there are none.
+func ask(c *cobra.Command, start string, names func(context.Context, *client.Client) ([]string, error)) ([]cobra.Completion, cobra.ShellCompDirective) {
+	ctx, cancel := context.WithTimeout(c.Context(), completionWait)
+	defer cancel()
+	cl, err := dial(c.Flag("server").Value.String(), codec.None.String())
+	if err != nil {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	defer cl.Close()
+	list, err := names(ctx, cl)
+	if err != nil {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	list = slices.DeleteFunc(list, func(name string) bool { return !strings.HasPrefix(name, start) || plain(name) != name })
+	return list, cobra.ShellCompDirectiveNoFileComp
 }

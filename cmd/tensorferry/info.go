@@ -11,7 +11,7 @@ import (
 	"github.com/spf13/cobra"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
-	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -22,9 +22,9 @@ func modelsCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use: "models", Short: "list the models of a server", Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
-			cl, err := client.Dial(server, client.Config{})
+			cl, err := dial(server, codec.None.String())
 			if err != nil {
-				return usageError{err}
+				return err
 			}
 			defer cl.Close()
 			models, err := cl.Models(c.Context())
@@ -46,8 +46,8 @@ func modelsCommand() *cobra.Command {
 			return w.Flush()
 		},
 	}
-	c.Flags().StringVar(&server, "server", defaultListen, "`address` of the server")
-	c.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	serverFlag(c, &server)
+	jsonFlag(c, &asJSON)
 	return c
 }
 
@@ -115,9 +115,9 @@ func infoCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use: "info", Short: "show limits and counters of a server", Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
-			cl, err := client.Dial(server, client.Config{})
+			cl, err := dial(server, codec.None.String())
 			if err != nil {
-				return usageError{err}
+				return err
 			}
 			defer cl.Close()
 			info, err := cl.Info(c.Context())
@@ -141,7 +141,7 @@ func infoCommand() *cobra.Command {
 			return w.Flush()
 		},
 	}
-	c.Flags().StringVar(&server, "server", defaultListen, "`address` of the server")
-	c.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	serverFlag(c, &server)
+	jsonFlag(c, &asJSON)
 	return c
 }

@@ -9,7 +9,9 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"regexp"
 	"runtime/debug"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -54,6 +56,14 @@ var exitOf = map[codes.Code]int{
 	codes.ResourceExhausted: exitLimit,
 }
 
+// hints say what to do about failures that a server tells of.
+var hints = map[codes.Code]string{
+	codes.NotFound:          "tensorferry ls lists the tensors and sources of a server, tensorferry models its models",
+	codes.AlreadyExists:     "tensorferry push NAME=FILE stores a tensor under another name",
+	codes.DataLoss:          "try it again; if it stays so, the server's disk or the way there does damage: push the tensor anew",
+	codes.ResourceExhausted: "tensorferry info lists the server's limits, tensorferry rm makes room in its store",
+}
+
 // gcPercent lets the Go heap grow to 16 MB before the first collection.
 const gcPercent = 400
 
@@ -93,17 +103,60 @@ func run(ctx context.Context, args []string) int {
 	if code == exitInterrupted {
 		err = errors.New("interrupted") // what it broke is not news
 	}
-	fmt.Fprintf(os.Stderr, "tensorferry: %v\n", err)
-	var h hinted
-	switch {
-	case errors.As(err, &h):
-		fmt.Fprintf(os.Stderr, "hint: %s\n", h.hint)
-	case code == exitUsage:
-		fmt.Fprintln(os.Stderr, "hint: tensorferry help lists the commands, tensorferry COMMAND --help its flags")
-	case code == exitConnection:
-		fmt.Fprintf(os.Stderr, "hint: %s\n", connectionHint(err))
+	fmt.Fprintf(os.Stderr, "tensorferry: %s\n", said(err))
+	if hint := hintOf(code, err); hint != "" {
+		fmt.Fprintf(os.Stderr, "hint: %s\n", hint)
 	}
 	return code
+}
+
+// mostErrors is how many lines an error has at most: a push of a thousand tensors
+// may fail in a thousand ways.
+const mostErrors = 10
+
+// forPrograms is what a client's errors begin with, and the exit code and the hint
+// say to people.
+var forPrograms = regexp.MustCompile(`^client: (?:[A-Z][A-Za-z]+: )?`)
+
+// grpcWords is how grpc says that a connection was not to be had.
+var grpcWords = regexp.MustCompile(`connection error: desc = "transport: Error while dialing: (.*)"$`)
+
+// said is an error as people read it: a line for each that it joins, once.
+func said(err error) string {
+	var lines []string
+	more := 0
+	for line := range strings.SplitSeq(err.Error(), "\n") {
+		line = forPrograms.ReplaceAllString(line, "")
+		line = plain(grpcWords.ReplaceAllString(line, "no connection: $1"))
+		switch {
+		case slices.Contains(lines, line):
+		case len(lines) < mostErrors:
+			lines = append(lines, line)
+		default:
+			more++
+		}
+	}
+	if more > 0 {
+		lines = append(lines, fmt.Sprintf("and %d more", more))
+	}
+	return strings.Join(lines, "\n")
+}
+
+// hintOf says what to do about an error, if that is not plain.
+func hintOf(code int, err error) string {
+	var h hinted
+	var e *client.Error
+	switch {
+	case errors.As(err, &h):
+		return h.hint
+	case code == exitUsage:
+		return "tensorferry help lists the commands, tensorferry COMMAND --help its flags"
+	case code == exitConnection:
+		return connectionHint(err)
+	case code != exitInterrupted && errors.As(err, &e):
+		return hints[status.Code(e)]
+	}
+	return ""
 }
 
 // connectionHint says what to do about a server that is unavailable. grpc tells
@@ -137,6 +190,7 @@ func command() *cobra.Command {
 	root.AddCommand(
 		serveCommand(), demoCommand(), benchCommand(), // servers
 		runCommand(), modelsCommand(), infoCommand(), // at a server
+		pushCommand(), pullCommand(), lsCommand(), rmCommand(), cpCommand(), // its store
 		genCommand(), showCommand(), // files
 		versionCommand(), completionCommand(),
 	)

@@ -19,9 +19,13 @@ import (
 // terminal is left for the figures.
 const barTitle = 24
 
+// mostBars is how many tensors have a line of their own: more would fill a screen.
+const mostBars = 8
+
 // progressBars show how far tensors are: one line each with bytes, share, speed and
-// time left, and one for all of them as soon as there are several. Nil ones,
-// and their nil bars, show nothing. Safe for concurrent use.
+// time left, and one for all of them as soon as there are several. Those past
+// mostBars are in the latter only. Nil ones, and their nil bars, show nothing. Safe
+// for concurrent use.
 type progressBars struct {
 	bars *mpb.Progress
 
@@ -66,7 +70,10 @@ func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 	}
 	p.count++
 	p.total += size
-	line := p.line(shorten(plain(title)), size)
+	var line *mpb.Bar // none for those past mostBars
+	if p.count <= mostBars {
+		line = p.line(shorten(plain(title)), size)
+	}
 	switch {
 	case p.count == 1:
 		p.first = line
@@ -115,10 +122,10 @@ func (p *progressBars) end() {
 	}
 }
 
-// bar is the line of one tensor.
+// bar is the line of one tensor, and its share of the line for all.
 type bar struct {
 	p    *progressBars
-	line *mpb.Bar
+	line *mpb.Bar // nil without one of its own
 }
 
 // add counts n more bytes.
@@ -128,7 +135,9 @@ func (b *bar) add(n int) {
 	}
 	b.p.mu.Lock()
 	defer b.p.mu.Unlock()
-	b.line.IncrBy(n)
+	if b.line != nil {
+		b.line.IncrBy(n)
+	}
 	if b.p.all != nil {
 		b.p.all.IncrBy(n)
 	}

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
-	"slices"
 	"strings"
 	"text/tabwriter"
 
@@ -13,6 +12,8 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // remote are the flags of a command that moves tensors to or from a server.
@@ -23,10 +24,19 @@ type remote struct {
 }
 
 func (r *remote) flags(c *cobra.Command) {
-	f := c.Flags()
-	f.StringVar(&r.server, "server", defaultListen, "`address` of the server: host:port or unix:/path")
-	f.StringVar(&r.codec, "codec", "none", "compress chunks on their way: none or lz4")
+	serverFlag(c, &r.server)
+	codecFlag(c, &r.codec)
 	quietFlag(c, &r.quiet)
+}
+
+// serverFlag adds --server, which every command has that talks to one.
+func serverFlag(c *cobra.Command, to *string) {
+	c.Flags().StringVar(to, "server", defaultListen, "`address` of the server: host:port or unix:/path")
+}
+
+func codecFlag(c *cobra.Command, to *string) {
+	c.Flags().StringVar(to, "codec", codec.None.String(), "compress chunks on their way: none or lz4")
+	complete(c, "codec", []string{codec.None.String(), codec.LZ4.String()})
 }
 
 // dial connects to the server; the caller closes the client.
@@ -58,12 +68,16 @@ func pushCommand() *cobra.Command {
 		Short: "store tensors on a server",
 		Long: `Push uploads tensors into the store of a server, each under a name. When it ends
 well every tensor is there, whole and checked; where the store is a folder, it is
-on disk.
+on disk. A tensor that is there already is replaced at once, when the new one is
+whole.
 
-FILE is .npy, named like the file; .safetensors, whose tensors are named like the
-file, a slash and the tensor, or the one that stands behind it as :name; raw bytes
-with --dtype and --shape; or "-" for stdin, which needs a NAME. A tensor of that
-name that is there already is replaced at once, when the new one is whole.`,
+FILE is .npy; .safetensors, with :name behind it for one of its tensors; raw bytes
+with --dtype and --shape; or "-" for stdin, which needs a NAME. Without a NAME the
+tensor of x.npy is called x, and those of model.safetensors model/ and their own
+name; NAME=model.safetensors calls them NAME/ and their own name.
+
+What was stored is printed. If some tensors fail, the others are stored all the
+same.`,
 		Example: `  tensorferry push x.npy model.safetensors
   tensorferry push experiments/7/x=x.npy
   tensorferry gen --shape 1000,1000 | tensorferry push noise=-
@@ -93,18 +107,29 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 	var r client.PushRequest
 	var sources []*source
 	lines := map[string]*bar{}
+	stdinTaken := false
 	for _, text := range args {
-		in, err := openPush(text, o.input, stdin)
+		p, err := parsePushed(text)
 		if err != nil {
 			return err
 		}
-		defer in.Close() // at the end, when the push reads no more
-		for _, s := range in.tensors {
-			if slices.ContainsFunc(sources, func(other *source) bool { return other.Name == s.Name }) {
-				return usage("two tensors would be called %q; write another name and = before one of the files", s.Name)
-			}
-			if s.title == "stdin" && slices.ContainsFunc(sources, func(other *source) bool { return other.title == "stdin" }) {
+		if p.file == "-" {
+			if stdinTaken {
 				return usage("stdin is one tensor, not two")
+			}
+			stdinTaken = true
+		}
+		// What is mapped stays so: a push that is interrupted may still read it.
+		in, err := p.open(o.input, stdin)
+		if err != nil {
+			return err
+		}
+		for _, s := range in.tensors {
+			if err := store.CheckName(s.Name); err != nil {
+				return usageError{err}
+			}
+			if _, twice := lines[s.Name]; twice {
+				return usage("two tensors would be called %q; write another name and = before one of the files", s.Name)
 			}
 			sources = append(sources, s)
 			lines[s.Name] = bars.tensor(s.Name, s.Desc)
@@ -116,79 +141,100 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 		lines[p.Name].add(int(p.Moved - moved[p.Name]))
 		moved[p.Name] = p.Moved
 	}
-	var stored []client.Summary
-	err = interruptible(ctx, func() (err error) {
-		stored, err = cl.Push(ctx, r)
+	ended := make(chan []client.Summary, 1)
+	err = interruptible(ctx, func() error {
+		stored, err := cl.Push(ctx, r)
+		ended <- stored
 		return err
 	})
 	bars.end()
+	if ctx.Err() != nil {
+		return err
+	}
 	for _, s := range sources {
 		if e := s.atEnd(); err == nil && e != nil {
 			err = fmt.Errorf("%w; what was stored is its beginning", e)
 		}
 	}
-	if e := tellMoved(stdout, stored, o.asJSON); err == nil {
+	if e := tellMoved(stdout, <-ended, o.asJSON); err == nil {
 		err = e
 	}
 	return err
 }
 
-// openPush opens [NAME=]FILE and gives its tensors the names they are stored under.
-func openPush(text string, raw rawInput, stdin io.Reader) (*inputFile, error) {
+// pushed is [NAME=]FILE.
+type pushed struct {
+	name, file string
+	exact      bool // the file's one tensor is called name
+}
+
+// parsePushed reads it. Without a NAME it is the file's: x of x.npy, model of
+// model.safetensors and of one tensor of it.
+func parsePushed(text string) (pushed, error) {
 	name, file, named := strings.Cut(text, "=")
 	if !named {
 		name, file = "", text
 	}
-	if named && name == "" {
-		return nil, usage("%q names nothing before the =", text)
+	path, _, member := strings.Cut(file, ".safetensors:")
+	switch {
+	case file == "-" && !named:
+		return pushed{}, usage("stdin has no name; write NAME=-")
+	case named && name == "":
+		return pushed{}, usage("%q has no name before the =", text)
+	case file == "":
+		return pushed{}, usage("%q has no file", text)
+	case named:
+		return pushed{name, file, member || !strings.HasSuffix(file, ".safetensors")}, nil
+	case member:
+		return pushed{filepath.Base(path), file, false}, nil
 	}
-	if file == "-" && !named {
-		return nil, usage("stdin has no name; write NAME=-")
-	}
-	if !named {
-		path, _, _ := strings.Cut(file, ".safetensors:")
-		name = strings.TrimSuffix(filepath.Base(path), filepath.Ext(path))
-		if strings.Contains(file, ".safetensors:") {
-			name = filepath.Base(path)
-		}
-	}
-	in, err := openInput(file, raw, stdin)
+	base := filepath.Base(path)
+	return pushed{strings.TrimSuffix(base, filepath.Ext(base)), file, !strings.HasSuffix(file, ".safetensors")}, nil
+}
+
+// open opens the file and gives its tensors the names they are stored under: one of
+// several is called after the file, a slash and its own name.
+func (p pushed) open(raw rawInput, stdin io.Reader) (*inputFile, error) {
+	in, err := openInput(p.file, raw, stdin)
 	if err != nil {
 		return nil, err
 	}
 	for _, s := range in.tensors {
-		member := s.Name // in a file of several
-		s.Name = name
-		if member != "" && !(named && len(in.tensors) == 1 && strings.Contains(file, ".safetensors:")) {
-			s.Name += "/" + member
+		if p.exact {
+			s.Name = p.name
+		} else {
+			s.Name = p.name + "/" + s.Name
 		}
 	}
 	return in, nil
 }
 
-// movedJSON is a tensor of a push or a pull as --json prints it.
+// movedJSON is a tensor of a push, a pull or a copy as --json prints it.
 type movedJSON struct {
-	Name    string  `json:"name"`
-	DType   string  `json:"dtype,omitempty"`
-	Shape   []int64 `json:"shape,omitempty"`
-	Bytes   int64   `json:"bytes"`
-	Digest  string  `json:"digest,omitempty"`
-	Durable bool    `json:"durable"`
-	Error   string  `json:"error,omitempty"`
+	Name    string       `json:"name"`
+	DType   string       `json:"dtype,omitempty"`
+	Shape   tensor.Shape `json:"shape,omitzero"`
+	Bytes   int64        `json:"bytes"`
+	Digest  string       `json:"digest,omitempty"`
+	Durable bool         `json:"durable"`
+	Error   string       `json:"error,omitempty"`
 }
 
-// tellMoved prints how each tensor of a push ended.
+// tellMoved prints how each tensor ended.
 func tellMoved(w io.Writer, list []client.Summary, asJSON bool) error {
 	if asJSON {
-		out := make([]movedJSON, 0, len(list))
-		for _, s := range list {
-			j := movedJSON{Name: s.Name, Shape: s.Shape, Bytes: s.Bytes, Durable: s.Durable}
-			if s.Err != nil {
-				j.Error = s.Err.Error()
-			} else {
-				j.DType, j.Digest = s.DType.String(), s.Digest.String()
+		out := make([]movedJSON, len(list))
+		for i, s := range list {
+			j := movedJSON{Name: s.Name, Bytes: s.Bytes, Durable: s.Durable}
+			if s.DType != 0 {
+				j.DType, j.Shape = s.DType.String(), append(tensor.Shape{}, s.Shape...)
 			}
-			out = append(out, j)
+			if s.Err != nil {
+				j.Error = said(s.Err)
+			} else {
+				j.Digest = s.Digest.String()
+			}
+			out[i] = j
 		}
 		return writeJSON(w, out)
 	}
@@ -201,7 +247,7 @@ func tellMoved(w io.Writer, list []client.Summary, asJSON bool) error {
 		if s.Durable {
 			rests = "on disk"
 		}
-		fmt.Fprintf(t, "%s\t%v\t%s\t%v\t%s\n", s.Name, s.Desc, sizeText(s.Bytes), s.Digest, rests)
+		fmt.Fprintf(t, "%s\t%v\t%s\t%v\t%s\n", plain(s.Name), s.Desc, sizeText(s.Bytes), s.Digest, rests)
 	}
 	return t.Flush()
 }

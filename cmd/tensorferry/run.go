@@ -16,13 +16,12 @@ import (
 
 // runOptions are the flags of run.
 type runOptions struct {
-	server  string
+	remote
 	inputs  []string
 	outputs []string
 	params  []string
 	input   rawInput
 	raw     bool
-	quiet   bool
 	timeout time.Duration
 	timings bool
 }
@@ -51,33 +50,30 @@ device; a pipe that stays open is not waited for.`,
 		},
 	}
 	f := c.Flags()
-	f.StringVar(&o.server, "server", defaultListen, "`address` of the server: host:port or unix:/path")
 	f.StringArrayVarP(&o.inputs, "input", "i", nil, "input `[port=]file`; repeatable")
 	f.StringArrayVarP(&o.outputs, "output", "o", nil, "result `[port=]file`; repeatable")
 	f.StringArrayVarP(&o.params, "param", "p", nil, "parameter of the model, `key=value`; repeatable")
 	o.input.flags(c)
 	f.BoolVar(&o.raw, "raw", false, "write results as raw bytes")
-	quietFlag(c, &o.quiet)
+	o.remote.flags(c)
 	f.DurationVar(&o.timeout, "timeout", 0, "most time the server gives the call")
 	f.BoolVar(&o.timings, "timings", false, "print where the server spent the time")
+	c.ValidArgsFunction = completeModels
 	return c
 }
 
 func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, stdout, stderr io.Writer) error {
-	r := client.Request{Model: model, Timeout: o.timeout, Params: map[string]string{}, Results: map[string]client.Sink{}}
-	for _, text := range o.params {
-		k, v, ok := strings.Cut(text, "=")
-		if !ok {
-			return usage("--param %q has no =; write key=value", text)
-		}
-		r.Params[k] = v
+	params, err := paramsOf(o.params)
+	if err != nil {
+		return err
 	}
+	r := client.Request{Model: model, Timeout: o.timeout, Params: params, Results: map[string]client.Sink{}}
 	if err := o.input.check(); err != nil {
 		return err
 	}
-	cl, err := client.Dial(o.server, client.Config{})
+	cl, err := o.dial()
 	if err != nil {
-		return usageError{err}
+		return err
 	}
 	defer cl.Close()
 	if len(o.inputs) == 0 {
@@ -94,12 +90,11 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		if file == "-" && slices.ContainsFunc(sources, func(s *source) bool { return s.title == "stdin" }) {
 			return usage("stdin is one input, not two")
 		}
-		in, c, err := openOne(file, o.input, stdin)
+		// What is mapped stays so: a call that is interrupted may still read it.
+		in, _, err := openOne(file, o.input, stdin)
 		if err != nil {
 			return err
 		}
-		// Closed at the end, when the call reads no more.
-		defer c.Close()
 		in.Port, in.Name = port, ""
 		if in.Reader != nil {
 			in.Reader = bars.tensor(in.title, in.Desc).reader(in.Reader)

@@ -3,8 +3,12 @@ package main
 import (
 	"bufio"
 	"context"
+	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -33,6 +37,8 @@ func TestMain(m *testing.M) {
 //	server [FLAG...]                 start a server until the script's end; $SERVER is its address
 //	npy FILE DTYPE [DIM...]          write a .npy file whose bytes count up
 //	models DIR                       write the demo's models, one folder each
+//	safetensors FILE COUNT DIM       write COUNT float32 tensors t0, t1, …; each is filled with its number
+//	json                             the last stdout is one JSON value
 func TestCommandsDoWhatTheScriptsSay(t *testing.T) {
 	testkit.Start(t)
 	// Not parallel, and in a test of its own, so that its goroutines end with it.
@@ -41,6 +47,7 @@ func TestCommandsDoWhatTheScriptsSay(t *testing.T) {
 			Dir: "testdata/script", RequireExplicitExec: true,
 			Cmds: map[string]func(*testscript.TestScript, bool, []string){
 				"exits": scriptExits, "server": scriptServer, "npy": scriptNPY, "models": scriptModels,
+				"safetensors": scriptSafetensors, "json": scriptJSON,
 			},
 		})
 	})
@@ -104,6 +111,31 @@ func scriptModels(ts *testscript.TestScript, _ bool, args []string) {
 	ts.Check(os.CopyFS(ts.MkAbs(args[0]), fashion.ModelFS()))
 }
 
+func scriptSafetensors(ts *testscript.TestScript, _ bool, args []string) {
+	count, err := strconv.Atoi(args[1])
+	ts.Check(err)
+	dim, err := strconv.Atoi(args[2])
+	ts.Check(err)
+	entries := make([]tensorfile.Entry, count)
+	var data []byte
+	for i := range entries {
+		entries[i] = tensorfile.Entry{
+			Name: fmt.Sprint("t", i), Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{int64(dim)}},
+		}
+		for range dim {
+			data = binary.LittleEndian.AppendUint32(data, math.Float32bits(float32(i)))
+		}
+	}
+	header, err := tensorfile.SafetensorsHeader(entries, nil)
+	ts.Check(err)
+	ts.Check(os.WriteFile(ts.MkAbs(args[0]), append(header, data...), 0o666))
+}
+
+func scriptJSON(ts *testscript.TestScript, _ bool, _ []string) {
+	var v any
+	ts.Check(json.Unmarshal([]byte(ts.ReadFile("stdout")), &v))
+}
+
 // started runs the command until it has printed what matches, and returns it with
 // the match.
 func started(t *testing.T, text string, args ...string) (*exec.Cmd, []string) {
@@ -163,8 +195,9 @@ func TestAnInterruptedServerEndsWell(t *testing.T) {
 	}
 }
 
-func TestAnInterruptedRunLeavesNoFile(t *testing.T) {
-	dir := t.TempDir()
+// serving starts a server that ends with the test, and returns its address.
+func serving(t *testing.T) string {
+	t.Helper()
 	exe, err := exec.LookPath("tensorferry")
 	if err != nil {
 		t.Fatal(err)
@@ -173,21 +206,38 @@ func TestAnInterruptedRunLeavesNoFile(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer server.stop()
-	c := exec.CommandContext(t.Context(), exe, "run", "echo", "--server", server.address, "--dtype", "int8", "--shape", "1000000", "--output", filepath.Join(dir, "y"))
-	stdin, err := c.StdinPipe() // never the whole tensor
+	t.Cleanup(server.stop)
+	return server.address
+}
+
+// fed starts the command and gives it so much on stdin that it must be under way: a
+// pipe holds less.
+func fed(t *testing.T, args ...string) *exec.Cmd {
+	t.Helper()
+	exe, err := exec.LookPath("tensorferry")
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer stdin.Close()
+	c := exec.CommandContext(t.Context(), exe, args...)
+	stdin, err := c.StdinPipe() // never all
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = stdin.Close() }) // the command has ended
 	if err := c.Start(); err != nil {
 		t.Fatal(err)
 	}
-	for range 2 { // it takes more than a pipe holds only once its call is open
+	for range 2 {
 		if _, err := stdin.Write(make([]byte, 200_000)); err != nil {
 			t.Fatal(err)
 		}
 	}
+	return c
+}
+
+// interrupted interrupts a command, which then ends with the code for that.
+func interrupted(t *testing.T, c *exec.Cmd) {
+	t.Helper()
 	if err := c.Process.Signal(os.Interrupt); err != nil {
 		t.Fatal(err)
 	}
@@ -195,9 +245,90 @@ func TestAnInterruptedRunLeavesNoFile(t *testing.T) {
 	if err := c.Wait(); !errors.As(err, &exit) || exit.ExitCode() != exitInterrupted {
 		t.Errorf("ended with %v", err)
 	}
-	if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
-		t.Errorf("left %v, %v", left, err)
+}
+
+// leftIn lists what is in a folder.
+func leftIn(t *testing.T, dir string) []os.DirEntry {
+	t.Helper()
+	left, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
 	}
+	return left
+}
+
+func TestAnInterruptedRunLeavesNoFile(t *testing.T) {
+	dir := t.TempDir()
+	interrupted(t, fed(t, "run", "echo", "--server", serving(t), "--dtype", "int8", "--shape", "1000000", "--output", filepath.Join(dir, "y")))
+	if left := leftIn(t, dir); len(left) > 0 {
+		t.Errorf("left %v", left)
+	}
+}
+
+func TestAnInterruptedPushStoresNothing(t *testing.T) {
+	server := serving(t)
+	interrupted(t, fed(t, "push", "x=-", "--server", server, "--dtype", "int8", "--shape", "1000000"))
+	out, err := exec.Command("tensorferry", "ls", "--server", server).CombinedOutput()
+	if err != nil || strings.Contains(string(out), "int8") {
+		t.Errorf("%v: it lists %s", err, out)
+	}
+}
+
+func TestAnInterruptedPullLeavesNoFile(t *testing.T) {
+	dir := t.TempDir()
+	c := exec.CommandContext(t.Context(), "tensorferry", "pull", "--source", "gen", "-p", "shape=1000000000", "--server", serving(t), "-o", filepath.Join(dir, "x.npy"))
+	if err := c.Start(); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, func() bool {
+		left := leftIn(t, dir)
+		if len(left) == 0 {
+			return false
+		}
+		info, err := left[0].Info()
+		return err == nil && info.Size() > 1<<20
+	}, "the first bytes to be written")
+	interrupted(t, c)
+	if left := leftIn(t, dir); len(left) > 0 {
+		t.Errorf("left %v", left)
+	}
+}
+
+func TestAPullIntoAPipeThatNobodyReadsCanBeInterrupted(t *testing.T) {
+	c := exec.CommandContext(t.Context(), "tensorferry", "pull", "--source", "gen", "-p", "shape=1000000000", "--server", serving(t))
+	out, err := c.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := out.Read(make([]byte, 1)); err != nil {
+		t.Fatal(err)
+	}
+	interrupted(t, c)
+}
+
+func TestACopyToAServerThatSaysNothingCanBeInterrupted(t *testing.T) {
+	server := serving(t)
+	if out, err := exec.Command("sh", "-c", "tensorferry gen --shape 10 | tensorferry push x=- --server "+server).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	mute, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer mute.Close()
+	c := exec.CommandContext(t.Context(), "tensorferry", "cp", "x", "y", "--server", server, "--to", mute.Addr().String())
+	if err := c.Start(); err != nil {
+		t.Fatal(err)
+	}
+	conn, err := mute.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	interrupted(t, c)
 }
 
 // gone reports whether a process has ended. One that nobody waits for any more

@@ -13,6 +13,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/summary"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -29,6 +30,8 @@ const (
 // showOptions are the flags of show.
 type showOptions struct {
 	input  rawInput
+	server string // empty: files
+	sourceFlags
 	asJSON bool
 	ascii  bool
 }
@@ -36,7 +39,7 @@ type showOptions struct {
 func showCommand() *cobra.Command {
 	var o showOptions
 	c := &cobra.Command{
-		Use:   "show FILE...",
+		Use:   "show FILE... | show --server ADDRESS NAME...",
 		Short: "show what tensors hold: range, mean, NaN, a histogram",
 		Long: `Show prints data type, shape, size, least, most, mean, standard deviation (over n,
 not n-1), how many elements are zero, NaN or infinite, and a histogram of the
@@ -44,24 +47,34 @@ finite ones, whose columns all have one width from the least to the most. It
 reads each tensor once and holds none.
 
 FILE is .npy; .safetensors, with :name behind it for one of its tensors; raw bytes
-with --dtype and --shape; or "-" for stdin. Of complex numbers it shows the
-magnitude, of bool 0 and 1.`,
+with --dtype and --shape; or "-" for stdin. With --server it is not a file but a
+NAME: a tensor of the server's store, a glob as for pull, or a --source. Of complex
+numbers it shows the magnitude, of bool 0 and 1.`,
 		Example: `  tensorferry show x.npy
   tensorferry show weights.safetensors:layer.0.bias --json
   tensorferry gen --shape 1000000 | tensorferry show -
-  tensorferry show y.bin --dtype float32 --shape 1000,64`,
+  tensorferry show y.bin --dtype float32 --shape 1000,64
+  tensorferry show --server 127.0.0.1:50051 'model/*'`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			return show(c.Context(), args, o, c.InOrStdin(), c.OutOrStdout())
 		},
 	}
 	o.input.flags(c)
+	c.Flags().StringVar(&o.server, "server", "", "show tensors of the server of this `address`, not files")
+	o.sourceFlags.flags(c)
 	jsonFlag(c, &o.asJSON)
 	c.Flags().BoolVar(&o.ascii, "ascii", false, "draw histograms in ASCII")
+	c.ValidArgsFunction = func(c *cobra.Command, args []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
+		if o.server == "" {
+			return nil, cobra.ShellCompDirectiveDefault
+		}
+		return completeStored(c, args, start)
+	}
 	return c
 }
 
-func show(ctx context.Context, files []string, o showOptions, stdin io.Reader, stdout io.Writer) error {
+func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, stdout io.Writer) error {
 	if err := o.input.check(); err != nil {
 		return err
 	}
@@ -70,21 +83,58 @@ func show(ctx context.Context, files []string, o showOptions, stdin io.Reader, s
 		ramp = []rune(asciiRamp)
 	}
 	listed := []shownJSON{}
-	for _, file := range files {
-		err := showFile(ctx, file, o.input, stdin, func(s shown) error {
-			if o.asJSON {
-				listed = append(listed, s.json())
-				return nil
+	found := func(s shown) error {
+		if o.asJSON {
+			listed = append(listed, s.json())
+			return nil
+		}
+		_, err := io.WriteString(stdout, s.text(ramp))
+		return err
+	}
+	var err error
+	switch {
+	case o.server != "" && o.input.given():
+		return usage("--dtype and --shape are for raw bytes; a tensor of a server says itself what it is")
+	case o.server != "":
+		err = showStored(ctx, names, o, found)
+	case o.source || len(o.params) > 0:
+		return usage("--source and --param need --server")
+	default:
+		for _, file := range names {
+			if err = showFile(ctx, file, o.input, stdin, found); err != nil {
+				break
 			}
-			_, err := io.WriteString(stdout, s.text(ramp))
+		}
+	}
+	if err == nil && o.asJSON {
+		err = writeJSON(stdout, listed)
+	}
+	return err
+}
+
+// showStored gives each tensor of a server that is named to found.
+func showStored(ctx context.Context, names []string, o showOptions, found func(shown) error) error {
+	cl, err := dial(o.server, codec.None.String())
+	if err != nil {
+		return err
+	}
+	defer cl.Close()
+	list, err := o.selected(ctx, cl, names)
+	if err != nil {
+		return err
+	}
+	for _, s := range list {
+		var seen shown
+		err := readStored(ctx, cl, s, func(d tensor.Desc, r io.Reader) (err error) {
+			seen, err = look(ctx, s.Name, d, r)
 			return err
 		})
+		if err == nil {
+			err = found(seen)
+		}
 		if err != nil {
 			return err
 		}
-	}
-	if o.asJSON {
-		return writeJSON(stdout, listed)
 	}
 	return nil
 }
