@@ -106,7 +106,7 @@ func (p *pull) selection(sel *pb.Selection) error {
 	if sel.GetSource() {
 		src, ok := p.server.cfg.Sources.Lookup(name)
 		if !ok {
-			return p.refuse(name, fmt.Errorf("%w: source %q", store.ErrNotFound, name))
+			return p.refuse(name, fmt.Errorf("%w: no source %q", store.ErrNotFound, name))
 		}
 		var r store.Reader
 		err := p.server.survive(func() (err error) {

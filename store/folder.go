@@ -237,7 +237,7 @@ func (f *Folder) open(name string) (Reader, error) {
 	case isPart:
 		return newReader(whole.info, whole.file, whole.name)
 	}
-	return nil, fmt.Errorf("%w: %q", ErrNotFound, name)
+	return nil, fmt.Errorf("%w: no tensor %q", ErrNotFound, name)
 }
 
 // openPushed maps p's file, or shares the map that another Reader has. The caller
@@ -250,7 +250,7 @@ func (f *Folder) openPushed(p *pushed) (Reader, error) {
 	if errors.Is(err, fs.ErrNotExist) {
 		f.config.Log.Warn("file of a pushed tensor was deleted by somebody else", slog.String("tensor", p.info.Name), slog.String("file", p.file))
 		f.forget(p)
-		return nil, fmt.Errorf("%w: %q: its file was deleted", ErrNotFound, p.info.Name)
+		return nil, fmt.Errorf("%w: no tensor %q: its file was deleted", ErrNotFound, p.info.Name)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("store: tensor %q: %w", p.info.Name, err)
@@ -323,7 +323,7 @@ func (f *Folder) Delete(name string) error {
 	case !isPushed && isPart:
 		return fmt.Errorf("%w: %q is a tensor of %s; delete that file", ErrPart, name, whole.info.File)
 	case !isPushed:
-		return fmt.Errorf("%w: %q", ErrNotFound, name)
+		return fmt.Errorf("%w: no tensor %q", ErrNotFound, name)
 	}
 	if err := os.Remove(filepath.Join(f.dir, p.file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("store: delete tensor %q: %w", name, err)

@@ -125,7 +125,7 @@ func (m *Memory) lookup(name string) (*resident, error) {
 	}
 	r, ok := m.tensors.byName[name]
 	if !ok {
-		return nil, fmt.Errorf("%w: %q", ErrNotFound, name)
+		return nil, fmt.Errorf("%w: no tensor %q", ErrNotFound, name)
 	}
 	return r, nil
 }
