@@ -417,7 +417,7 @@ func (c *call) finish(t stream.Timings, err error) {
 		return // the session decided first
 	}
 	code, text, retry := callCode(err)
-	if code == stream.Internal {
+	if code == stream.Internal && !errors.Is(err, stream.ErrClosed) { // or the session decided while a result was on its way to it
 		c.peer.server.log.Error("call failed", slog.String("session", c.peer.holder),
 			slog.String("call", c.id.String()), slog.String("error", err.Error()))
 	}
