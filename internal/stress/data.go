@@ -59,25 +59,26 @@ func tensorOf(w window) tensor.Tensor { return tensor.Tensor{Desc: w.desc(), Dat
 
 // same says how got differs from want.
 func same(what string, got, want []byte) error {
-	if bytes.Equal(got, want) {
+	switch {
+	case bytes.Equal(got, want):
 		return nil
-	}
-	if len(got) != len(want) {
+	case len(got) != len(want):
 		return wrong("%s: %d bytes, not %d", what, len(got), len(want))
 	}
-	at := 0
-	for got[at] == want[at] {
-		at++
+	for at, b := range got {
+		if b != want[at] {
+			return wrong("%s: byte %d of %d is %#x, not %#x", what, at, len(want), b, want[at])
+		}
 	}
-	return wrong("%s: byte %d of %d is %#x, not %#x", what, at, len(want), got[at], want[at])
+	return nil
 }
 
-// wrongBytes is the worst that can happen.
-type wrongBytes struct{ text string }
+// wrongError is the worst that can happen.
+type wrongError struct{ text string }
 
-func (e *wrongBytes) Error() string { return "wrong bytes: " + e.text }
+func (e *wrongError) Error() string { return "wrong bytes: " + e.text }
 
-func wrong(format string, args ...any) error { return &wrongBytes{fmt.Sprintf(format, args...)} }
+func wrong(format string, args ...any) error { return &wrongError{fmt.Sprintf(format, args...)} }
 
 // sizeOf returns a random size up to most: the edges, and each order of magnitude
 // as often as another.

@@ -20,12 +20,14 @@ import (
 // cutNames is what the names of pushes begin with that are cut off.
 const cutNames = "cut-"
 
-// jobs are what a worker does, as often as their weight says.
-var jobs = []struct {
+// job is one thing that a worker does, as often as its weight says.
+type job struct {
 	name   string
 	weight int
 	do     func(*worker, context.Context, *target) error
-}{
+}
+
+var jobs = []job{
 	{"calls", 40, (*worker).calls},
 	{"cancels", 6, (*worker).cancels},
 	{"timeouts", 4, (*worker).timeouts},
@@ -70,26 +72,22 @@ func (w *worker) work(ctx, loaded context.Context) {
 	}
 	for loaded.Err() == nil {
 		at := w.rand.IntN(weights)
-		i := slices.IndexFunc(jobs, func(j struct {
-			name   string
-			weight int
-			do     func(*worker, context.Context, *target) error
-		}) bool {
+		j := jobs[slices.IndexFunc(jobs, func(j job) bool {
 			at -= j.weight
 			return at < 0
-		})
+		})]
 		t := w.soak.targets[w.rand.IntN(len(w.soak.targets))]
 		w.soak.rest.RLock()
-		job, cancel := context.WithTimeout(ctx, jobWait)
-		err := jobs[i].do(w, job, t)
+		bounded, cancel := context.WithTimeout(ctx, jobWait)
+		err := j.do(w, bounded, t)
 		cancel()
 		w.soak.rest.RUnlock()
 		if ctx.Err() != nil {
 			return
 		}
-		w.soak.done[jobs[i].name].Add(1)
+		w.soak.done[j.name].Add(1)
 		if err != nil {
-			w.soak.add("%v: %s: %s: %v", time.Since(w.soak.began).Round(time.Second), t.name, jobs[i].name, err)
+			w.soak.add("%v: %s: %s: %v", time.Since(w.soak.began).Round(time.Second), t.name, j.name, err)
 		}
 	}
 }
@@ -97,7 +95,7 @@ func (w *worker) work(ctx, loaded context.Context) {
 // tolerate returns err unless its code is among those expected. Wrong bytes are
 // never.
 func tolerate(err error, expected ...codes.Code) error {
-	var w *wrongBytes
+	var w *wrongError
 	if errors.As(err, &w) || !slices.Contains(expected, status.Code(err)) {
 		return err
 	}

@@ -247,8 +247,8 @@ func (d *daemon) get(ctx context.Context, path string) ([]byte, error) {
 }
 
 // until asks the server until its figures are as wanted, and returns them.
-func (d *daemon) until(ctx context.Context, wait time.Duration, what string, as func(figures) bool) (figures, error) {
-	end := time.Now().Add(wait)
+func (d *daemon) until(ctx context.Context, what string, as func(figures) bool) (figures, error) {
+	end := time.Now().Add(settleWait)
 	for {
 		f, err := d.scrape(ctx)
 		if err != nil || as(f) {
@@ -256,7 +256,7 @@ func (d *daemon) until(ctx context.Context, wait time.Duration, what string, as 
 		}
 		if time.Now().After(end) {
 			return f, fmt.Errorf("after %v still not %s: %v sessions, %v calls, %v transfers, %v of the memory budget",
-				wait, what, f["tensorferry_sessions"], f["tensorferry_calls"], f["tensorferry_open_transfers"], mibs(f["tensorferry_memory_used_bytes"]))
+				settleWait, what, f["tensorferry_sessions"], f["tensorferry_calls"], f["tensorferry_open_transfers"], mibs(f["tensorferry_memory_used_bytes"]))
 		}
 		if err := pause(ctx, pollEvery); err != nil {
 			return f, err

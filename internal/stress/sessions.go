@@ -51,7 +51,9 @@ func runSessions(ctx context.Context, e *environment, args []string) error {
 		{"in flight, on allowance", []string{"--memory", fmt.Sprint(o.calls*(2*mib+128*kib) + 64*mib)}, o.calls, callsInFlight},
 		// On credit a quarter of them has memory, and the others wait for it.
 		{"in flight, on credit", []string{"--allowance", "64KiB", "--memory", fmt.Sprint(o.calls*(256+128)*kib + 32*mib)}, o.calls, callsInFlight},
-		{"idle", []string{"--allowance", "64KiB", "--memory", fmt.Sprint(o.idle*96*kib + 64*mib)}, o.idle, idleSessions},
+		// What is promised to each is little here, for it would only hide what a
+		// session costs.
+		{"idle", []string{"--allowance", "4KiB", "--memory", fmt.Sprint(o.idle*32*kib + 32*mib)}, o.idle, idleSessions},
 	} {
 		if s.n == 0 {
 			continue
@@ -86,7 +88,7 @@ func (s *stage) measure(ctx context.Context, e *environment, o *sessionsOptions,
 		return err
 	}
 	fmt.Fprintf(e.out, "  took             %v, no error of any session\n", time.Since(begin).Round(time.Millisecond))
-	after, err := d.until(ctx, settleWait, "empty", func(f figures) bool {
+	after, err := d.until(ctx, "empty", func(f figures) bool {
 		return f["tensorferry_sessions"] == 0 && f["tensorferry_memory_used_bytes"] == 0 && f["go_goroutines"] <= empty["go_goroutines"]+2 &&
 			f["process_open_fds"] <= empty["process_open_fds"]
 	})
@@ -123,7 +125,7 @@ func (o *sessionsOptions) full(ctx context.Context, e *environment, d *daemon, n
 	if o.profiles == "" {
 		return nil
 	}
-	return errors.Join(d.profile(ctx, "heap", filepath.Join(o.profiles, name+".heap")),
+	return errors.Join(d.profile(ctx, "heap?gc=1", filepath.Join(o.profiles, name+".heap")),
 		d.profile(ctx, "goroutine?debug=1", filepath.Join(o.profiles, name+".goroutines")))
 }
 
@@ -235,7 +237,7 @@ func callsInFlight(ctx context.Context, e *environment, d *daemon, o *sessionsOp
 			return same(model, results["y"].Data, want)
 		})
 	}()
-	_, err = d.until(ctx, settleWait, "all calls open", func(f figures) bool { return f["tensorferry_calls"] == float64(o.calls) })
+	_, err = d.until(ctx, "all calls open", func(f figures) bool { return f["tensorferry_calls"] == float64(o.calls) })
 	if err == nil {
 		err = o.full(ctx, e, d, fmt.Sprintf("calls-%d", o.calls), "all in flight")
 	}

@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"sync"
@@ -171,7 +172,7 @@ func (s *soak) end(ctx context.Context) error {
 		for _, c := range t.clients {
 			err = errors.Join(err, c.Close())
 		}
-		_, e := t.daemon.until(ctx, settleWait, "without a session", func(f figures) bool { return f["tensorferry_sessions"] == 0 })
+		_, e := t.daemon.until(ctx, "without a session", func(f figures) bool { return f["tensorferry_sessions"] == 0 })
 		err = errors.Join(err, e, t.daemon.stop())
 	}
 	return err
@@ -245,7 +246,7 @@ func (t *target) look(ctx context.Context, at time.Duration, first bool) error {
 		return f["tensorferry_sessions"] == float64(len(t.sessions)) && f["tensorferry_calls"] == 0 && f["tensorferry_open_transfers"] == 0 &&
 			(first || f["go_goroutines"] <= t.history.base.goroutines+restGoroutines && f["process_open_fds"] <= t.history.base.descriptors+restDescriptors)
 	}
-	if _, err := t.daemon.until(ctx, settleWait, "at rest", quiet); err != nil {
+	if _, err := t.daemon.until(ctx, "at rest", quiet); err != nil {
 		return err
 	}
 	if err := t.sweep(ctx); err != nil {
@@ -256,7 +257,7 @@ func (t *target) look(ctx context.Context, at time.Duration, first bool) error {
 			return err
 		}
 	}
-	f, err := t.daemon.until(ctx, settleWait, "at rest again", quiet)
+	f, err := t.daemon.until(ctx, "at rest again", quiet)
 	if err != nil {
 		return err
 	}
@@ -307,7 +308,7 @@ func (h *history) add(n sample, first bool) {
 
 func ownSample(at time.Duration) (sample, error) {
 	runtime.GC()
-	runtime.GC()
+	debug.FreeOSMemory() // the results of calls come and go by tens of MiB
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
 	fds, err := os.ReadDir("/proc/self/fd")

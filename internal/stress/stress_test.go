@@ -31,7 +31,7 @@ func TestWindowsLieInTheirMemoryAndDiffer(t *testing.T) {
 		require.NoError(t, err)
 		require.EqualValues(t, n, size)
 		if n >= 64 && a != b {
-			var wrong *wrongBytes
+			var wrong *wrongError
 			require.ErrorAs(t, same("x", a.data(), b.data()), &wrong)
 		}
 	}
