@@ -128,14 +128,15 @@ func infoCommand() *cobra.Command {
 				return writeJSON(c.OutOrStdout(), info)
 			}
 			w := tabwriter.NewWriter(c.OutOrStdout(), 0, 4, 2, ' ', 0)
-			fmt.Fprintf(w, "version\t%s\nuptime\t%v\n", info.GetVersion(), time.Duration(info.GetUptimeMillis())*time.Millisecond)
+			fmt.Fprintf(w, "version\t%s\nuptime\t%v\ncodecs\t%s\n",
+				plain(info.GetVersion()), time.Duration(info.GetUptimeMillis())*time.Millisecond, codecText(info.GetCodecs()))
 			for _, group := range []struct {
 				name   string
 				values map[string]int64
 			}{{"limits", info.GetLimits()}, {"counters", info.GetCounters()}} {
 				fmt.Fprintf(w, "\n%s\n", group.name)
 				for _, k := range slices.Sorted(maps.Keys(group.values)) {
-					fmt.Fprintf(w, "  %s\t%d\n", k, group.values[k])
+					fmt.Fprintf(w, "  %s\t%d\t%s\n", plain(k), group.values[k], quantity(k, group.values[k]))
 				}
 			}
 			return w.Flush()
@@ -144,4 +145,24 @@ func infoCommand() *cobra.Command {
 	serverFlag(c, &server)
 	jsonFlag(c, &asJSON)
 	return c
+}
+
+// quantity is a value in larger units, if its name says which unit it is in.
+func quantity(name string, n int64) string {
+	switch name = strings.TrimSuffix(name, "_total"); {
+	case strings.HasSuffix(name, "_bytes") && n >= 1024:
+		return sizeText(n)
+	case strings.HasSuffix(name, "_millis"):
+		return (time.Duration(n) * time.Millisecond).String()
+	}
+	return ""
+}
+
+// codecText names the codecs that a server decodes.
+func codecText(list []pb.Codec) string {
+	names := []string{codec.None.String()}
+	for _, k := range list {
+		names = append(names, codec.Codec(k).String())
+	}
+	return strings.Join(names, " ")
 }
