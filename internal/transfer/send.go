@@ -120,9 +120,6 @@ func (s *Sender) Send(t *Tensor) (codec.Digest, error) {
 // chunk hashes a chunk, and sends it unless it is skipped, with what waits in the frame.
 func (s *Sender) chunk(t *Tensor, index uint32, off, n int64, hash *codec.Digester, skip bool) error {
 	data, held, err := t.From.View(off, n)
-	if err == nil && int64(len(data)) != n {
-		err = fmt.Errorf("transfer: %d bytes asked for at %d, got %d", n, off, len(data))
-	}
 	if err != nil {
 		return &SourceError{err}
 	}
@@ -130,6 +127,10 @@ func (s *Sender) chunk(t *Tensor, index uint32, off, n int64, hash *codec.Digest
 		if held != nil {
 			held.Release()
 		}
+	}
+	if int64(len(data)) != n {
+		release()
+		return &SourceError{fmt.Errorf("transfer: %d bytes asked for at %d, got %d", n, off, len(data))}
 	}
 	c := stream.Chunk{Tensor: t.Tensor, Index: index, Data: s.views[:0]}
 	var packed *codec.Payload

@@ -1,0 +1,77 @@
+//go:build unix
+
+package transfer
+
+import (
+	"os"
+	"path/filepath"
+	"runtime/debug"
+	"syscall"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// mapping is a Viewer of a mapped file.
+type mapping struct {
+	data  []byte
+	views int
+}
+
+func (m *mapping) View(off, n int64) ([]byte, interface{ Release() }, error) {
+	m.views++
+	return m.data[off : off+n], m, nil
+}
+
+func (m *mapping) Release() { m.views-- }
+
+// mapped maps a file of n bytes that is then cut to left.
+func mapped(t *testing.T, n int, left int64) *mapping {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "x")
+	require.NoError(t, os.WriteFile(path, make([]byte, n), 0o600))
+	f, err := os.Open(path)
+	require.NoError(t, err)
+	defer f.Close()
+	data, err := syscall.Mmap(int(f.Fd()), 0, n, syscall.PROT_READ, syscall.MAP_SHARED)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, syscall.Munmap(data)) })
+	require.NoError(t, os.Truncate(path, left))
+	return &mapping{data: data}
+}
+
+func TestAMappingThatVanishesIsAnErrorNotTheEndOfTheProcess(t *testing.T) {
+	const size = 1 << 20
+	for _, k := range []codec.Codec{codec.None, codec.LZ4} {
+		for name, digest := range map[string]codec.Digest{"hashed": {}, "known": {1}} {
+			t.Run(k.String()+"/"+name, func(t *testing.T) {
+				conn := &tape{}
+				s := NewSender(conn, nil)
+				s.Checksum, s.ChunkBytes, s.Codec = codec.CRC32C, size/4, k
+				from := mapped(t, size, size/2)
+				_, err := s.Send(&Tensor{Desc: vector(tensor.ID{1}, size), From: from, Digest: digest})
+				require.ErrorIs(t, err, ErrVanished)
+				require.ErrorAs(t, err, new(*SourceError))
+				require.Len(t, conn.frames, 2, "what is there is sent")
+				require.Zero(t, from.views)
+			})
+		}
+	}
+}
+
+func TestOnlyVanishedMemoryIsForgiven(t *testing.T) {
+	before := debug.SetPanicOnFault(false)
+	defer debug.SetPanicOnFault(before)
+	require.NoError(t, guarded(func() {}))
+	require.PanicsWithValue(t, "else", func() { _ = guarded(func() { panic("else") }) })
+	require.Panics(t, func() { _ = guarded(func() { _ = make([]byte, 1)[len(os.Args)+1] }) }, "an index out of range is a defect")
+	require.False(t, debug.SetPanicOnFault(false), "as it was before")
+	from := mapped(t, 8192, 0)
+	require.ErrorIs(t, guarded(func() { _ = from.data[4096] + 1; sink = from.data[5000] }), ErrVanished)
+	require.False(t, debug.SetPanicOnFault(false))
+}
+
+var sink byte
