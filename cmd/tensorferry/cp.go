@@ -34,7 +34,7 @@ NAME may be a glob, as for pull. If TO ends in a slash, or there are several
 tensors, each is stored under TO and the last part of its name.`,
 		Example: `  tensorferry cp x backup/x
   tensorferry cp 'model/*' model-2/
-  tensorferry cp x x --to 127.0.0.1:50055`,
+  tensorferry cp x y --to 127.0.0.1:50055`,
 		Args: cobra.MinimumNArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
 			return cp(c.Context(), args[:len(args)-1], args[len(args)-1], o, c.OutOrStdout(), c.ErrOrStderr())
