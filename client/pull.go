@@ -111,8 +111,7 @@ type pulled struct {
 	into   []byte
 	at     ReadWriterAt
 	writer io.Writer
-	moved  int64
-	hash   codec.Digester // of the bytes below hashed
+	hash   *codec.Digester // of the bytes below hashed; nil once it is over
 	hashed int64
 	whole  bool
 	over   bool
@@ -151,7 +150,7 @@ func (t *pulled) digest() (codec.Digest, error) {
 	switch {
 	case t.hashed == t.Bytes:
 	case t.at != nil:
-		if _, err := io.Copy(&t.hash, io.NewSectionReader(t.at, t.hashed, t.Bytes-t.hashed)); err != nil {
+		if _, err := io.Copy(t.hash, io.NewSectionReader(t.at, t.hashed, t.Bytes-t.hashed)); err != nil {
 			return codec.Digest{}, err
 		}
 	case t.into != nil:
@@ -208,7 +207,7 @@ func (p *pull) receive(conn transfer.Conn) error {
 func (p *pull) Open(in *transfer.In[*pulled]) (*pulled, error) {
 	t := p.tensor(in.Tensor, in.Name)
 	in.Place = t
-	t.Desc, t.Bytes = in.Desc.Desc.Clone(), in.Geo.Size
+	t.Desc, t.Bytes, t.hash = in.Desc.Desc.Clone(), in.Geo.Size, new(codec.Digester)
 	if t.Name == "" {
 		return t, &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %v: the server sends what nobody selected", in.Tensor)}
 	}
@@ -295,6 +294,7 @@ func (p *pull) Failed(in *transfer.In[*pulled], err error) {
 func (t *pulled) end(err error) {
 	if !t.over {
 		t.over, t.Err = true, err
+		t.into, t.at, t.writer, t.hash = nil, nil, nil, nil // what is kept of a tensor is little
 		if err != nil {
 			t.Data = nil
 		}

@@ -262,13 +262,13 @@ func TestABadTensorOfAPushFailsAloneAndSaysWhy(t *testing.T) {
 		}
 	}
 	// coded opens a tensor of 64 KiB in two chunks, and sends the second in LZ4.
-	coded := func(place int, make func(id []byte) *pb.Chunk) func(p *pusher, o *parcel) {
+	coded := func(place int, second func(id []byte) *pb.Chunk) func(p *pusher, o *parcel) {
 		return func(p *pusher, o *parcel) {
 			*o = *pack(o.desc.Name, bytes.Repeat([]byte("squeeze"), place), place)
 			o.data = o.data[:2*place]
 			o.desc.Shape, o.desc.SizeBytes = []int64{int64(2 * place)}, uint64(2*place)
 			p.announce(o)
-			p.chunk(make(o.desc.TensorId))
+			p.chunk(second(o.desc.TensorId))
 		}
 	}
 	const invalid, exhausted = codes.InvalidArgument, codes.ResourceExhausted

@@ -1,0 +1,406 @@
+package client_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/pierrec/lz4/v4"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/encoding"
+	"google.golang.org/grpc/mem"
+	"google.golang.org/grpc/status"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// rogue is a server that knows nothing but the proto, and does with transfers what
+// a test says.
+type rogue struct {
+	pb.UnimplementedTensorServiceServer
+	pull func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error
+	push func(s pb.TensorService_PushTensorsServer) error
+	info *pb.GetServiceInfoResponse
+}
+
+func (r *rogue) PullTensors(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
+	return r.pull(req, s)
+}
+
+func (r *rogue) PushTensors(s pb.TensorService_PushTensorsServer) error { return r.push(s) }
+
+func (r *rogue) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb.GetServiceInfoResponse, error) {
+	return r.info, nil
+}
+
+// bytesOrMessages sends a []byte as it is, and messages as grpc's own codec does.
+type bytesOrMessages struct{ encoding.CodecV2 }
+
+func (c bytesOrMessages) Marshal(v any) (mem.BufferSlice, error) {
+	if b, ok := v.([]byte); ok {
+		return mem.BufferSlice{mem.SliceBuffer(b)}, nil
+	}
+	return c.CodecV2.Marshal(v)
+}
+
+// beguile opens a client of a rogue.
+func beguile(t *testing.T, r *rogue, cfg client.Config) *client.Client {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	s := grpc.NewServer(grpc.ForceServerCodecV2(bytesOrMessages{encoding.GetCodecV2("proto")}))
+	pb.RegisterTensorServiceServer(s, r)
+	served := make(chan error, 1)
+	go func() { served <- s.Serve(l) }() // ends with Stop
+	cfg.OpenTimeout = 5 * time.Second
+	c, err := client.Dial(l.Addr().String(), cfg)
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		require.NoError(t, c.Close())
+		s.Stop()
+		require.NoError(t, <-served)
+	})
+	return c
+}
+
+// sent is one tensor of 10 bytes in chunks of 4, as a server sends it.
+type sent struct {
+	hello  *pb.Hello
+	desc   *pb.TensorDesc
+	chunks []*pb.Chunk
+	sum    *pb.Summary
+	extra  []*pb.Frame // after the chunks
+	raw    []byte      // after the chunks, as a message
+	early  bool        // the summary comes before the chunks
+	end    error
+}
+
+var table = crc32.MakeTable(crc32.Castagnoli)
+
+func sealed(id []byte, index uint32, data []byte) *pb.Chunk {
+	named := binary.LittleEndian.AppendUint32(bytes.Clone(id), index)
+	return &pb.Chunk{TensorId: id, Index: index, Data: data, Checksum: crc32.Update(crc32.Checksum(named, table), table, data)}
+}
+
+func send(req *pb.PullTensorsRequest, name string) *sent {
+	data := []byte("0123456789")
+	id := newID()
+	d := digestOf(data)
+	return &sent{
+		hello:  &pb.Hello{Version: 1, SessionId: req.GetHello().GetSessionId(), MaxChunkBytes: mib, Checksum: req.GetHello().GetChecksum()},
+		desc:   &pb.TensorDesc{TensorId: id, Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: []int64{10}, SizeBytes: 10, ChunkBytes: 4, Name: name},
+		chunks: []*pb.Chunk{sealed(id, 0, data[:4]), sealed(id, 1, data[4:8]), sealed(id, 2, data[8:])},
+		sum:    &pb.Summary{TensorId: id, Name: name, SizeBytes: 10, Digest: d[:]},
+	}
+}
+
+func (x *sent) to(s pb.TensorService_PullTensorsServer) error {
+	var frames []*pb.Frame
+	if x.hello != nil {
+		frames = append(frames, &pb.Frame{Hello: x.hello})
+	}
+	if x.desc != nil {
+		frames = append(frames, &pb.Frame{Descs: []*pb.TensorDesc{x.desc}})
+	}
+	if x.early {
+		frames = append(frames, &pb.Frame{Summaries: []*pb.Summary{x.sum}})
+	}
+	for _, c := range x.chunks {
+		frames = append(frames, &pb.Frame{Chunk: c})
+	}
+	frames = append(frames, x.extra...)
+	for _, f := range frames {
+		if err := s.Send(f); err != nil {
+			return err
+		}
+	}
+	if x.raw != nil {
+		if err := s.SendMsg(x.raw); err != nil {
+			return err
+		}
+	}
+	if x.sum != nil && !x.early {
+		if err := s.Send(&pb.Frame{Summaries: []*pb.Summary{x.sum}}); err != nil {
+			return err
+		}
+	}
+	return x.end
+}
+
+func TestABadTensorOfAPullIsNeverTakenForAGoodOne(t *testing.T) {
+	testkit.Start(t)
+	const invalid, internal = codes.InvalidArgument, codes.Internal
+	squeezed := func(c *pb.Chunk, data []byte) {
+		out := make([]byte, lz4.CompressBlockBound(len(data)))
+		var z lz4.CompressorHC
+		n, err := z.CompressBlock(data, out)
+		require.NoError(t, err)
+		c.Data, c.Codec, c.Checksum = out[:n], pb.Codec_CODEC_LZ4, sealed(c.TensorId, c.Index, out[:n]).Checksum
+	}
+	for name, tc := range map[string]struct {
+		spoil func(x *sent)
+		code  codes.Code
+		says  string
+	}{
+		"no hello":                   {func(x *sent) { x.hello = nil }, internal, "one hello"},
+		"two hellos":                 {func(x *sent) { x.extra = []*pb.Frame{{Hello: x.hello}} }, internal, "one hello"},
+		"another version":            {func(x *sent) { x.hello.Version = 7 }, codes.FailedPrecondition, "version 7"},
+		"another transfer":           {func(x *sent) { x.hello.SessionId = newID() }, internal, "another transfer"},
+		"another checksum":           {func(x *sent) { x.hello.Checksum = pb.Checksum_CHECKSUM_CRC32 }, internal, "checksum"},
+		"a call":                     {func(x *sent) { x.extra = []*pb.Frame{{Calls: []*pb.Call{{Id: newID(), Model: "m"}}}} }, invalid, "sessions"},
+		"a credit":                   {func(x *sent) { x.extra = []*pb.Frame{{Credits: []*pb.Credit{{TensorId: newID()}}}} }, invalid, "sessions"},
+		"a drain":                    {func(x *sent) { x.extra = []*pb.Frame{{Drain: &pb.Drain{}}} }, invalid, "sessions"},
+		"garbage":                    {func(x *sent) { x.raw = []byte("\xff\xff garbage") }, internal, "malformed frame"},
+		"a message too large":        {func(x *sent) { x.raw = make([]byte, 8*mib) }, codes.ResourceExhausted, "larger than max"},
+		"a chunk before its desc":    {func(x *sent) { x.desc = nil }, codes.NotFound, "not announced"},
+		"no data type":               {func(x *sent) { x.desc.Dtype = 0 }, invalid, "data type"},
+		"rank 33":                    {func(x *sent) { x.desc.Shape = make([]int64, 33) }, invalid, "rank 33"},
+		"a negative dimension":       {func(x *sent) { x.desc.Shape = []int64{-10} }, invalid, "-10"},
+		"a size not the shape's":     {func(x *sent) { x.desc.SizeBytes = 11 }, invalid, "size_bytes is 11"},
+		"chunks of nothing":          {func(x *sent) { x.desc.ChunkBytes = 0 }, invalid, "chunk_bytes is 0"},
+		"chunks over ours":           {func(x *sent) { x.desc.ChunkBytes = 2 * mib }, invalid, "chunk_bytes is 2097152"},
+		"a call's tensor":            {func(x *sent) { x.desc.CallId = newID() }, invalid, "no calls"},
+		"a name with an escape":      {func(x *sent) { x.desc.Name = "\x1b[2J" }, invalid, "control"},
+		"a name of 60 KiB":           {func(x *sent) { x.desc.Name = strings.Repeat("n", 60<<10) }, invalid, "name"},
+		"another name":               {func(x *sent) { x.desc.Name = "../../etc/passwd" }, internal, "nobody selected"},
+		"more than ResultBytes":      {func(x *sent) { x.desc.Shape, x.desc.SizeBytes, x.desc.ChunkBytes = []int64{1 << 31}, 1<<31, mib }, codes.Unknown, "ResultBytes"},
+		"a chunk out of range":       {func(x *sent) { x.chunks[1].Index = 7 }, invalid, "index 7"},
+		"a chunk too long":           {func(x *sent) { x.chunks[1].Data = []byte("fives") }, invalid, "5 bytes"},
+		"a chunk that is missing":    {func(x *sent) { x.chunks = x.chunks[:2] }, codes.DataLoss, "chunk 2"},
+		"a chunk that is damaged":    {func(x *sent) { x.chunks[1].Data = []byte("evil") }, codes.DataLoss, "chunk 1"},
+		"a chunk of another tensor":  {func(x *sent) { x.chunks[1].Checksum = sealed(newID(), 1, x.chunks[1].Data).Checksum }, codes.DataLoss, "chunk 1"},
+		"a chunk twice, differently": {func(x *sent) { x.chunks[2] = sealed(x.desc.TensorId, 1, []byte("evil")) }, invalid, "again"},
+		"a second desc that differs": {func(x *sent) {
+			other := &pb.TensorDesc{TensorId: x.desc.TensorId, Dtype: x.desc.Dtype, Shape: []int64{5, 2}, SizeBytes: 10, ChunkBytes: 4, Name: "x"}
+			x.extra, x.chunks = []*pb.Frame{{Descs: []*pb.TensorDesc{other}}}, x.chunks[:2]
+		}, invalid, "another desc"},
+		"a codec that nobody knows": {func(x *sent) { x.chunks[1].Codec = 9 }, invalid, "codec 9"},
+		"lz4 that is noise":         {func(x *sent) { c := sealed(x.desc.TensorId, 1, []byte("ab")); c.Codec = 1; x.chunks[1] = c }, invalid, "chunk 1"},
+		"an lz4 bomb": {func(x *sent) {
+			x.desc.Shape, x.desc.SizeBytes, x.desc.ChunkBytes = []int64{mib}, mib, mib
+			x.chunks = x.chunks[:1]
+			squeezed(x.chunks[0], make([]byte, 64*mib))
+		}, invalid, "no lz4 block"},
+		"a summary before the chunks":  {func(x *sent) { x.early = true }, codes.DataLoss, "did not come"},
+		"a summary of another content": {func(x *sent) { x.sum.Digest[3] ^= 1 }, codes.DataLoss, "pull it again"},
+		"a summary without a digest":   {func(x *sent) { x.sum.Digest = nil }, codes.DataLoss, "pull it again"},
+		"a digest of 15 bytes":         {func(x *sent) { x.sum.Digest = x.sum.Digest[1:] }, internal, "digest"},
+		"a summary of nothing sent":    {func(x *sent) { x.desc, x.chunks = nil, nil }, internal, "did not"},
+		"a summary that says no":       {func(x *sent) { x.sum.Code, x.sum.Message, x.sum.RetryAfterMillis = 8, "no room", 250 }, codes.ResourceExhausted, "no room"},
+		"a failure":                    {func(x *sent) { x.failure(&pb.Failure{Code: 15, Message: "the disk is gone"}) }, codes.DataLoss, "the disk is gone"},
+		"a failure with code 0":        {func(x *sent) { x.failure(&pb.Failure{}) }, internal, "given up"},
+		"no summary":                   {func(x *sent) { x.sum = nil }, internal, "without a summary"},
+		"half of it":                   {func(x *sent) { x.sum, x.chunks = nil, x.chunks[:1] }, internal, "without a summary"},
+		"an error in the middle":       {func(x *sent) { x.sum, x.end = nil, status.Error(codes.Unavailable, "gone") }, codes.Unavailable, "gone"},
+		"nothing":                      {func(x *sent) { *x = sent{} }, codes.Unknown, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			testkit.Start(t)
+			r := &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
+				x := send(req, "x")
+				tc.spoil(x)
+				return x.to(s)
+			}}
+			c := beguile(t, r, client.Config{Codec: codec.LZ4, ResultBytes: 1 << 30})
+			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+			defer cancel()
+			asked := []string{}
+			list, err := c.Pull(ctx, client.PullRequest{
+				Select: []client.Selection{{Name: "x"}},
+				To: func(name string, _ tensor.Desc) (client.Sink, error) {
+					asked = append(asked, name)
+					return client.Sink{}, nil
+				},
+			})
+			for _, name := range asked {
+				require.Equal(t, "x", name, "the caller is asked for what it selected, and nothing else")
+			}
+			if name == "nothing" { // there is no tensor of which to tell, and no success either
+				require.NoError(t, err)
+				require.Empty(t, list)
+				return
+			}
+			require.Error(t, err)
+			for _, s := range list {
+				require.Error(t, s.Err)
+				require.Nil(t, s.Data, "no bytes of a tensor that failed")
+				require.Contains(t, []string{"x", ""}, s.Name)
+			}
+			if len(list) > 0 {
+				err = list[0].Err
+			}
+			require.Equal(t, tc.code, status.Code(err), err)
+			require.ErrorContains(t, err, tc.says)
+			require.LessOrEqual(t, len(err.Error()), 8<<10)
+		})
+	}
+}
+
+// failure gives the tensor up after its first chunk.
+func (x *sent) failure(f *pb.Failure) {
+	f.TensorId = x.desc.TensorId
+	x.extra, x.chunks = []*pb.Frame{{Failures: []*pb.Failure{f}}}, x.chunks[:1]
+}
+
+func TestWhatAServerMayDoInAPullIsTaken(t *testing.T) {
+	testkit.Start(t)
+	for name, change := range map[string]func(x *sent){
+		"as it should be":         func(*sent) {},
+		"chunks in another order": func(x *sent) { x.chunks[0], x.chunks[2] = x.chunks[2], x.chunks[0] },
+		"a chunk twice":           func(x *sent) { x.chunks = append(x.chunks[:2:2], x.chunks[1], x.chunks[2]) },
+		"late chunks":             func(x *sent) { x.chunks = append(x.chunks, x.chunks...) },
+		"an equal desc again":     func(x *sent) { x.extra = []*pb.Frame{{Descs: []*pb.TensorDesc{x.desc}}} },
+		"an empty frame":          func(x *sent) { x.extra = []*pb.Frame{{}} },
+		"a late failure":          func(x *sent) { x.extra = []*pb.Frame{{Failures: []*pb.Failure{{TensorId: x.desc.TensorId, Code: 13}}}} },
+		"a summary twice":         func(x *sent) { x.extra = []*pb.Frame{{Summaries: []*pb.Summary{x.sum}}} },
+		"summaries that contradict": func(x *sent) {
+			x.extra = []*pb.Frame{{Summaries: []*pb.Summary{x.sum, {TensorId: x.desc.TensorId, Code: 13}}}}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			testkit.Start(t)
+			c := beguile(t, &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
+				x := send(req, "dir/x")
+				change(x)
+				return x.to(s)
+			}}, client.Config{})
+			list, err := c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "dir/*"}}})
+			require.NoError(t, err)
+			require.Len(t, list, 1)
+			require.Equal(t, "dir/x", list[0].Name)
+			require.Equal(t, "0123456789", string(list[0].Data))
+		})
+	}
+}
+
+func TestAPullThatStallsEndsWithItsContext(t *testing.T) {
+	testkit.Start(t)
+	begun := make(chan struct{}, 2)
+	c := beguile(t, &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
+		x := send(req, "x")
+		x.sum, x.chunks = nil, x.chunks[:1]
+		err := x.to(s)
+		begun <- struct{}{}
+		<-s.Context().Done()
+		return err
+	}}, client.Config{})
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() { <-begun; cancel() }()
+	list, err := c.Pull(ctx, client.PullRequest{Select: []client.Selection{{Name: "x"}}})
+	require.Equal(t, codes.Canceled, status.Code(err), err)
+	for _, s := range list {
+		require.Error(t, s.Err)
+	}
+}
+
+func TestABadAnswerToAPushIsNeverTakenForAGoodOne(t *testing.T) {
+	testkit.Start(t)
+	data := []byte("0123456789")
+	good := digestOf(data)
+	drain := func(s pb.TensorService_PushTensorsServer) (id []byte, err error) {
+		for {
+			f, err := s.Recv()
+			if errors.Is(err, io.EOF) {
+				return id, nil
+			}
+			if err != nil {
+				return nil, err
+			}
+			for _, d := range f.Descs {
+				id = d.TensorId
+			}
+		}
+	}
+	answer := func(say func(id []byte) []*pb.Summary) func(s pb.TensorService_PushTensorsServer) error {
+		return func(s pb.TensorService_PushTensorsServer) error {
+			id, err := drain(s)
+			if err != nil {
+				return err
+			}
+			return s.SendAndClose(&pb.PushTensorsResponse{Summaries: say(id)})
+		}
+	}
+	fair := &pb.GetServiceInfoResponse{Limits: map[string]int64{"chunk_bytes": mib}}
+	for name, tc := range map[string]struct {
+		info *pb.GetServiceInfoResponse
+		push func(s pb.TensorService_PushTensorsServer) error
+		code codes.Code
+		says string
+	}{
+		"no summary":        {fair, answer(func([]byte) []*pb.Summary { return nil }), codes.Internal, "told of no tensor"},
+		"of another tensor": {fair, answer(func([]byte) []*pb.Summary { return []*pb.Summary{{TensorId: newID(), Digest: good[:]}} }), codes.Internal, "told of no tensor"},
+		"no digest":         {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id}} }), codes.DataLoss, "sent was"},
+		"another digest":    {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id, Digest: id}} }), codes.DataLoss, "sent was"},
+		"half a digest":     {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id, Digest: id[:8]}} }), codes.Internal, "digest"},
+		"an id of 3 bytes":  {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id[:3], Digest: good[:]}} }), codes.Internal, "tensor_id"},
+		"no, and then yes": {fair, answer(func(id []byte) []*pb.Summary {
+			return []*pb.Summary{{TensorId: id, Code: 8, Message: "full"}, {TensorId: id, Digest: good[:]}}
+		}), codes.ResourceExhausted, "full"},
+		"a code of nobody's": {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id, Code: 1 << 31, Digest: good[:]}} }), codes.Code(1 << 31), ""},
+		"too long an answer": {fair, answer(func(id []byte) []*pb.Summary {
+			return []*pb.Summary{{TensorId: id, Digest: good[:], Message: strings.Repeat("m", 9*mib)}}
+		}), codes.ResourceExhausted, "larger than max"},
+		"an error":              {fair, func(pb.TensorService_PushTensorsServer) error { return status.Error(codes.PermissionDenied, "not you") }, codes.PermissionDenied, "not you"},
+		"chunks of no bytes":    {&pb.GetServiceInfoResponse{}, nil, codes.FailedPrecondition, "chunk_bytes is 0"},
+		"chunks of a TiB":       {&pb.GetServiceInfoResponse{Limits: map[string]int64{"chunk_bytes": 1 << 40}}, nil, codes.FailedPrecondition, "chunk_bytes is 1099511627776"},
+		"chunks of minus bytes": {&pb.GetServiceInfoResponse{Limits: map[string]int64{"chunk_bytes": -1}}, nil, codes.FailedPrecondition, "chunk_bytes is -1"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			testkit.Start(t)
+			c := beguile(t, &rogue{push: tc.push, info: tc.info}, client.Config{})
+			for _, in := range []client.Input{{Data: data}, {Reader: bytes.NewReader(data)}} {
+				in.Name, in.Desc = "x", int8s(10)
+				ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+				list, err := c.Push(ctx, client.PushRequest{Tensors: []client.Input{in}})
+				cancel()
+				require.Error(t, err)
+				require.Len(t, list, 1)
+				require.Error(t, list[0].Err)
+				require.Equal(t, tc.code, status.Code(list[0].Err), err)
+				require.ErrorContains(t, list[0].Err, tc.says)
+			}
+		})
+	}
+}
+
+func TestASummaryThatLiesAboutOneOfManyIsNotTheOthers(t *testing.T) {
+	testkit.Start(t)
+	c := beguile(t, &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
+		for i := range 20 {
+			x := send(req, fmt.Sprint("t", i))
+			if i > 0 {
+				x.hello = nil
+			}
+			if i%3 == 1 {
+				x.sum.Digest[0] ^= 1
+			}
+			if i%3 == 2 {
+				x.chunks[2].Data = []byte("!!")
+			}
+			if err := x.to(s); err != nil {
+				return err
+			}
+		}
+		return nil
+	}}, client.Config{})
+	list, err := c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "t*"}}})
+	require.Error(t, err)
+	require.Len(t, list, 20)
+	for i, s := range list {
+		require.Equal(t, i%3 == 0, s.Err == nil, "%v", s.Err)
+	}
+}
