@@ -103,7 +103,7 @@ func ExampleAt() {
 		fmt.Println(err)
 		return
 	}
-	defer os.Remove(file.Name())
+	defer func() { _ = os.Remove(file.Name()) }()
 	defer file.Close()
 
 	pull := func(held ...client.Range) (client.Summary, error) {

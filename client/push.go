@@ -269,9 +269,8 @@ func (c *Client) sendAll(conn transfer.Conn, hello stream.Hello, known facts, li
 			}
 		}
 		t := transfer.Tensor{Desc: stream.Desc{Tensor: p.id, Desc: p.in.Desc, Name: p.in.Name, Metadata: p.in.Metadata}, From: p}
-		var source *transfer.SourceError
 		p.out.Digest, err = s.Send(&t)
-		if errors.As(err, &source) {
+		if source, ok := errors.AsType[*transfer.SourceError](err); ok {
 			p.end(source.Err)
 			err = s.Control(stream.Frame{Failures: []stream.Failure{{Tensor: p.id, Code: stream.Cancelled, Message: "the client could not read it to its end"}}})
 		}

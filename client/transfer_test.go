@@ -45,7 +45,7 @@ func inFolder(dir string, cfg store.FolderConfig) storeMaker {
 }
 
 // storing starts a server with a store and the generator as a source.
-func storing(t testing.TB, make storeMaker, cfg client.Config) *client.Client {
+func storing(t testing.TB, open storeMaker, cfg client.Config) *client.Client {
 	t.Helper()
 	h := engine.NewHost(engine.HostConfig{MemoryBytes: 64 * mib, Workers: 1})
 	models := engine.NewRegistry()
@@ -55,7 +55,7 @@ func storing(t testing.TB, make storeMaker, cfg client.Config) *client.Client {
 	var sources store.Sources
 	require.NoError(t, sources.Add("gen", store.Generator()))
 	require.NoError(t, sources.Add("boom", func(context.Context, map[string]string) (store.Reader, error) { panic("boom") }))
-	st := make(t, h.Pool())
+	st := open(t, h.Pool())
 	s, err := server.New(server.Config{Models: models, Pool: h.Pool(), Budget: h.Budget(), Store: st, Sources: &sources})
 	require.NoError(t, err)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -104,14 +104,14 @@ func TestWhatIsPushedIsPulledBitByBit(t *testing.T) {
 	testkit.Start(t)
 	const chunk = 16 << 10
 	sizes := []int64{0, 1, 1023, 1024, 1025, chunk - 1, chunk, chunk + 1, 2 * chunk, 2*chunk + 1, 5*chunk + 7}
-	for name, make := range map[string]storeMaker{
+	for name, open := range map[string]storeMaker{
 		"memory": inMemory(64 * mib),
 		"folder": func(t testing.TB, p *slab.Pool) store.Store { return inFolder(t.TempDir(), store.FolderConfig{})(t, p) },
 	} {
 		for _, k := range []codec.Codec{codec.None, codec.LZ4} {
 			t.Run(fmt.Sprintf("%s/codec=%v", name, k), func(t *testing.T) {
 				testkit.Start(t)
-				c := storing(t, make, client.Config{ChunkBytes: chunk, Codec: k})
+				c := storing(t, open, client.Config{ChunkBytes: chunk, Codec: k})
 				var tensors []client.Input
 				want := map[string][]byte{}
 				for i, n := range sizes {

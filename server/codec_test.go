@@ -41,12 +41,12 @@ func TestInLZ4FewerBytesTravelAndTheSameArrive(t *testing.T) {
 	const budget = 1 << 50
 	sent := map[string]int64{}
 	for _, k := range []codec.Codec{codec.None, codec.LZ4} {
-		for name, make := range map[string]func(int) []byte{"sparse": sparse, "noise": func(n int) []byte { return testkit.Bytes(n, 9) }} {
+		for name, fill := range map[string]func(int) []byte{"sparse": sparse, "noise": func(n int) []byte { return testkit.Bytes(n, 9) }} {
 			p := newProxy(t, f.addr, budget)
 			c, err := client.Dial(p.addr, client.Config{Codec: k})
 			require.NoError(t, err)
 			for _, n := range []int{0, 1, 511, 512, 16383, 16384, 16385, mib - 1, mib, mib + 1, 2*mib + 1, 9*mib + 5} {
-				x, err := tensor.Of(make(n))
+				x, err := tensor.Of(fill(n))
 				require.NoError(t, err)
 				y, err := c.Compute(t.Context(), "echo", x)
 				require.NoError(t, err, "%d bytes", n)

@@ -34,7 +34,7 @@ func (s *Server) ListTensors(_ context.Context, req *pb.ListTensorsRequest) (*pb
 	// One more than the page tells whether there is another.
 	list, err := s.cfg.Store.List(req.GetGlob(), req.GetPageToken(), most+1)
 	if err != nil {
-		return nil, s.storedStatus("list failed", err)
+		return nil, s.storedStatus(err)
 	}
 	if len(list) > most {
 		list = list[:most]
@@ -43,7 +43,7 @@ func (s *Server) ListTensors(_ context.Context, req *pb.ListTensorsRequest) (*pb
 	for _, i := range list {
 		size, err := i.Bytes()
 		if err != nil {
-			return nil, s.storedStatus("list failed", err)
+			return nil, s.storedStatus(err)
 		}
 		t := &pb.StoredTensor{
 			Name: i.Name, Dtype: pb.DataType(i.DType), Shape: i.Shape, SizeBytes: uint64(size),
@@ -62,7 +62,7 @@ func (s *Server) ListTensors(_ context.Context, req *pb.ListTensorsRequest) (*pb
 func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest) (*pb.DeleteTensorsResponse, error) {
 	switch n := len(req.GetNames()); {
 	case s.cfg.Store == nil:
-		return nil, s.storedStatus("", errNoStore)
+		return nil, s.storedStatus(errNoStore)
 	case n == 0:
 		return nil, unaryStatus(stream.InvalidArgument, "names: none; give a tensor's, or a glob", 0)
 	case n > transferTensors:
@@ -82,14 +82,14 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 			}
 		})
 		if err != nil {
-			return nil, s.storedStatus("delete failed", err)
+			return nil, s.storedStatus(err)
 		}
 	}
 	for _, name := range names {
 		switch err := s.cfg.Store.Delete(name); {
 		case errors.Is(err, store.ErrNotFound): // deleted meanwhile
 		case err != nil:
-			return nil, s.storedStatus("delete failed", err)
+			return nil, s.storedStatus(err)
 		default:
 			out.Deleted = append(out.Deleted, name)
 		}
@@ -144,10 +144,10 @@ func (s *Server) GetTransfer(_ context.Context, req *pb.GetTransferRequest) (*pb
 }
 
 // storedStatus is what a request about the store ends with.
-func (s *Server) storedStatus(what string, err error) error {
+func (s *Server) storedStatus(err error) error {
 	code, text, retry, known := storedCode(err)
 	if !known {
-		s.log.Error(what, slog.String("error", err.Error()))
+		s.log.Error("store failed", slog.String("error", err.Error()))
 	}
 	return unaryStatus(code, text, retry)
 }

@@ -4,8 +4,6 @@ import (
 	"cmp"
 	"fmt"
 	"unicode/utf8"
-
-	"github.com/tensorferry/tensorferry/tensor"
 )
 
 const (
@@ -171,5 +169,3 @@ func printable(s string) bool {
 	}
 	return true
 }
-
-var zeroID tensor.ID

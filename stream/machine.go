@@ -133,7 +133,7 @@ type Machine struct {
 }
 
 // Stats counts what a machine has done. Bytes are of tensors, in whatever codec
-// they travelled.
+// they came.
 type Stats struct {
 	BytesIn, BytesOut   int64
 	ChunksIn, ChunksOut int64

@@ -3,6 +3,7 @@ package transfer
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/tensorferry/tensorferry/assembler"
@@ -137,7 +138,7 @@ func (r *Receiver[P]) chunk(c *stream.Chunk) error {
 		return nil // it is over: what still comes is late
 	}
 	k := codec.Codec(c.Codec)
-	if k != codec.None && !contains(r.Codecs, k) {
+	if k != codec.None && !slices.Contains(r.Codecs, k) {
 		r.fail(t, violation(stream.InvalidArgument, "chunk %d is in codec %d, which this side did not offer", c.Index, c.Codec))
 		return nil
 	}
@@ -186,15 +187,6 @@ func givenUp(p *stream.Failure) *stream.Error {
 		text = strings.ToValidUTF8(text[:givenUpBytes], "")
 	}
 	return &stream.Error{Code: code, Text: "given up by its sender: " + text}
-}
-
-func contains(list []codec.Codec, k codec.Codec) bool {
-	for _, have := range list {
-		if have == k {
-			return true
-		}
-	}
-	return false
 }
 
 // Cover says that the caller holds ranges, ascending and apart, of a tensor of
