@@ -26,8 +26,11 @@ const (
 	sampleEvery = 10 * time.Second
 	// warmUp is how long memory may grow; growth is judged from then on.
 	warmUp = 2 * time.Minute
-	// judgedFrom is the shortest run whose memory is judged: pools fill first.
-	judgedFrom = 2 * time.Minute
+	// judgedFrom is the shortest run whose memory is judged: one that warms up whole.
+	judgedFrom = 4 * warmUp
+	// memory is the servers' budget, and what their pools keep: little enough to be
+	// full soon.
+	memory = "256MiB"
 	// share of growth that is none, beside what follows.
 	share = 0.05
 	// What every process may have more than at rest in the beginning, at any time.
@@ -105,7 +108,7 @@ func runSoak(ctx context.Context, e *environment, args []string) error {
 
 func (s *soak) run(ctx context.Context, length time.Duration, workers int, seed uint64) (err error) {
 	for name, store := range map[string]string{"folder": filepath.Join(s.dir, "store"), "memory": "memory:1GiB"} {
-		d, err := s.serve(ctx, "--metrics", "127.0.0.1:0", "--pprof", "--memory", "1GiB", "--store", store)
+		d, err := s.serve(ctx, "--metrics", "127.0.0.1:0", "--pprof", "--memory", memory, "--store", store)
 		if err != nil {
 			return errors.Join(err, s.end(ctx))
 		}

@@ -90,12 +90,12 @@ func grown(t *testing.T, length time.Duration, heap func(at time.Duration) float
 }
 
 func TestGrowthIsToldFromNoise(t *testing.T) {
-	length := 4 * time.Minute
+	length := judgedFrom
 	require.Empty(t, grown(t, length, func(time.Duration) float64 { return 100 * mib }))
 	require.Empty(t, grown(t, length, func(at time.Duration) float64 { return float64(100+int(at.Seconds())%7) * mib }))
 	require.Empty(t, grown(t, length, func(at time.Duration) float64 { return 100 * mib * min(1, at.Minutes()) }), "it warms up")
 	require.Len(t, grown(t, length, func(at time.Duration) float64 { return (100 + 10*at.Minutes()) * mib }), 1, "a leak of 10 MiB a minute")
-	require.Len(t, grown(t, 10*judgedFrom, func(at time.Duration) float64 { return (100 + at.Minutes()) * mib }), 1, "and of 1 MiB, in time")
+	require.Len(t, grown(t, 4*judgedFrom, func(at time.Duration) float64 { return (100 + at.Minutes()) * mib }), 1, "and of 1 MiB, in time")
 	require.Empty(t, grown(t, judgedFrom/2, func(at time.Duration) float64 { return at.Minutes() * gib }), "too short to say")
 }
 
