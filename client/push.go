@@ -86,13 +86,15 @@ func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 // most. It forgets frames that were to be sent when their RPC ended, which the
 // garbage collector finds out.
 func waitLetGo(list []*pushing) {
-	soon, late := time.After(letGoWait/10), time.After(letGoWait)
+	late := time.After(letGoWait)
+	collect := time.NewTicker(letGoWait / 4)
+	defer collect.Stop()
 	for _, p := range list {
 		for shared := true; shared; {
 			select {
 			case <-p.letGo:
 				shared = false
-			case <-soon: // once
+			case <-collect.C: // twice at least: pools keep what they hold for one collection
 				runtime.GC()
 			case <-late:
 				return

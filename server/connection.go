@@ -149,6 +149,7 @@ func (c *connections) watch(idle time.Duration, done <-chan struct{}) {
 			continue
 		}
 		runtime.GC()
+		runtime.GC() // pools keep what they hold for one collection
 		select { // what it found is put in order behind it
 		case <-time.After(time.Second):
 		case <-done:
