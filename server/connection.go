@@ -150,7 +150,7 @@ func (c *connections) watch(idle time.Duration, done <-chan struct{}) {
 		}
 		runtime.GC()
 		runtime.GC() // pools keep what they hold for one collection
-		select { // what it found is put in order behind it
+		select {     // what it found is put in order behind it
 		case <-time.After(time.Second):
 		case <-done:
 			return
