@@ -6,9 +6,12 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // pairOf makes a call of pair with rows of x on credit and a w of n bytes on
@@ -110,4 +113,37 @@ func TestAnAllowanceDoesNotHoldUpALargeCallOfItsSession(t *testing.T) {
 	second.result(large)
 	third.deliver(behind)
 	third.result(behind)
+}
+
+func TestIdleSessionsGiveWhatTheyWerePromisedToWhoLacksIt(t *testing.T) {
+	testkit.Start(t)
+	// Room for some promises, and the calls of one.
+	f := serveWithin(t, 8*mib, nil)
+	c, err := client.Dial(f.addr, client.Config{})
+	require.NoError(t, err)
+	defer c.Close()
+	var all []*client.Session
+	x := tensor.Tensor{Desc: tensor.Desc{DType: tensor.Int8, Shape: tensor.Shape{4096}}, Data: make([]byte, 4096)}
+	// A session is idle when its call has ended here, a moment after its client has
+	// the result.
+	compute := func(s *client.Session, i int) {
+		testkit.Eventually(t, func() bool {
+			_, err := s.Compute(t.Context(), "echo", x)
+			require.True(t, err == nil || status.Code(err) == codes.ResourceExhausted, "%v", err)
+			return err == nil
+		}, fmt.Sprintf("memory for session %d", i))
+	}
+	for i := range 60 {
+		s, err := c.Session(t.Context())
+		require.NoError(t, err)
+		all = append(all, s)
+		compute(s, i)
+	}
+	for i, s := range all { // those that lost theirs get it back
+		compute(s, i)
+	}
+	// And a call as large as the budget allows needs all that is idle.
+	big := tensor.Tensor{Desc: tensor.Desc{DType: tensor.Int8, Shape: tensor.Shape{32 * mib}}, Data: make([]byte, 32*mib)}
+	_, err = all[0].Compute(t.Context(), "echo", big)
+	require.NoError(t, err)
 }

@@ -16,6 +16,7 @@ import (
 // calls. Its fields are guarded by the session's lock.
 type peer struct {
 	server *Server
+	conn   *connection
 	sess   *session.Session
 	number int64  // of the sessions of this server
 	holder string // of budgets: the session's ID, which its client chose, and a number that no other has
@@ -33,9 +34,79 @@ type side struct {
 	holder  string // of what is taken as it comes
 	promise int64  // bytes
 
+	idle *idleSides
+
 	mu   sync.Mutex // guards all below
 	held bool       // the promise is taken
 	used int64      // bytes, within the promise and past it
+
+	listed     bool  // in idle; guarded by idle.mu, as are those below
+	next, prev *side // older is prev
+}
+
+// idleSides are those that hold a promise and use nothing of it: what it sets aside
+// is given back, of the longest idle first, when somebody lacks it.
+type idleSides struct {
+	mu          sync.Mutex // guards all below; taken after that of a side
+	first, last *side
+}
+
+func (l *idleSides) add(d *side) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if d.listed {
+		return
+	}
+	if d.prev = l.last; l.last == nil {
+		l.first = d
+	} else {
+		l.last.next = d
+	}
+	l.last, d.listed = d, true
+}
+
+func (l *idleSides) remove(d *side) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.unlink(d)
+}
+
+// unlink takes d out, if it is in; mu is held.
+func (l *idleSides) unlink(d *side) {
+	if !d.listed {
+		return
+	}
+	if d.prev == nil {
+		l.first = d.next
+	} else {
+		d.prev.next = d.next
+	}
+	if d.next == nil {
+		l.last = d.prev
+	} else {
+		d.next.prev = d.prev
+	}
+	d.next, d.prev, d.listed = nil, nil, false
+}
+
+// reclaim gives the promise of the longest idle side back, and reports whether
+// there was one. Whoever calls may have locked a side, but none that is in the list.
+func (l *idleSides) reclaim() bool {
+	l.mu.Lock()
+	d := l.first
+	if d != nil {
+		l.unlink(d)
+	}
+	l.mu.Unlock()
+	if d == nil {
+		return false
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.used == 0 { // still
+		d.giveUp()
+	}
+	return true
 }
 
 // promiseHolder holds the promise apart: a session that has sent a small tensor
@@ -49,6 +120,8 @@ func (d *side) over(n int64) int64 { return max(n-d.promise, 0) }
 func (d *side) take(n int64) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	d.idle.remove(d)
+	defer d.rest()
 	if !d.held {
 		if !d.budget.TryAcquire(d.promiseHolder(), d.promise) {
 			return false
@@ -70,12 +143,26 @@ func (d *side) give(n int64) {
 		d.budget.Release(d.holder, less)
 	}
 	d.used -= n
+	d.rest()
+}
+
+// rest lists the side if it holds its promise for nothing; mu is held.
+func (d *side) rest() {
+	if d.held && d.used == 0 {
+		d.idle.add(d)
+	}
 }
 
 // close gives the promise back; nothing else is taken any more.
 func (d *side) close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	d.idle.remove(d)
+	d.giveUp()
+}
+
+// giveUp gives the promise back; mu is held.
+func (d *side) giveUp() {
 	if d.held {
 		d.budget.Release(d.promiseHolder(), d.promise)
 		d.held = false
@@ -204,9 +291,7 @@ func (p *peer) ready(m *stream.Machine, now stream.Instant, e stream.Event) {
 	s := p.server
 	c := p.call(e.Call)
 	c.arrived, c.lastByte, c.model = now, now, e.Part.Model
-	if n := s.calls.Add(1); n > int64(s.cfg.QueuedCalls) {
-		s.calls.Add(-1)
-		s.callsRefused.Add(1)
+	if !s.beginCall(p.conn) {
 		m.Finish(stream.Done{Call: c.id, Code: stream.ResourceExhausted, RetryAfterMillis: retryMillis,
 			Message: fmt.Sprintf("calls: the limit of the server is %d; try again later", s.cfg.QueuedCalls)})
 		return

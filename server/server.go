@@ -113,6 +113,7 @@ type Server struct {
 	work    sync.WaitGroup // calls and sessions that wind down
 
 	transfers   transfers
+	idle        idleSides
 	connections connections
 	watching    sync.Once
 
@@ -155,7 +156,7 @@ func New(cfg Config) (*Server, error) {
 		return nil, err
 	}
 	s.grpc = grpc.NewServer(append(s.intercept(),
-		grpc.ForceServerCodecV2(wire.Codec{}),
+		grpc.ForceServerCodecV2(wire.Codec{MaxRequestParts: requestParts}),
 		grpc.StatsHandler(&s.connections),
 		experimental.BufferPool(wire.Buffers),
 		grpc.InitialWindowSize(int32(cfg.WindowBytes)),
@@ -179,7 +180,8 @@ func New(cfg Config) (*Server, error) {
 	return s, nil
 }
 
-// follow has metrics and health follow the models, and metrics be asked for.
+// follow has metrics and health follow the models, metrics be asked for, and the
+// budget ask for what is not needed.
 func (s *Server) follow() error {
 	all := metrics.New(s.cfg.Version, s.seconds, s.values)
 	if s.cfg.Metrics != nil {
@@ -191,8 +193,10 @@ func (s *Server) follow() error {
 		s.counts.watch(name, here)
 		s.health.watch(name, here)
 	})
+	keep := s.cfg.Budget.Reclaim(s.idle.reclaim)
 	s.forget = sync.OnceFunc(func() {
 		stop()
+		keep()
 		if s.cfg.Metrics != nil {
 			s.cfg.Metrics.Unregister(all)
 		}
@@ -269,19 +273,21 @@ func (s *Server) Close() {
 
 // StreamTensors serves one session.
 func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]) error {
-	p := &peer{server: s, calls: make(map[tensor.ID]*call), side: side{budget: s.cfg.Budget, promise: promise(s.limits)}}
+	one := connectionOf(conn.Context())
+	p := &peer{server: s, conn: one, calls: make(map[tensor.ID]*call), side: side{budget: s.cfg.Budget, promise: promise(s.limits), idle: &s.idle}}
 	s.mu.Lock()
 	switch {
 	case s.draining:
 		s.mu.Unlock()
 		return errDraining
-	case len(s.sessions) >= s.cfg.Sessions:
+	case len(s.sessions) >= s.cfg.Sessions && one.sessions.Load() > 0:
 		s.mu.Unlock()
 		s.sessionsRefused.Add(1)
 		return errSessions(s.cfg.Sessions)
 	}
-	p.sess = session.New(conn, stream.Config{Server: true, Limits: s.limits, Codecs: codec.All()}, p, inFlight(conn.Context()))
+	p.sess = session.New(conn, stream.Config{Server: true, Limits: s.limits, Codecs: codec.All()}, p, &one.flight)
 	s.sessions[p] = struct{}{}
+	one.sessions.Add(1)
 	s.work.Add(1)
 	s.mu.Unlock()
 	p.number = s.sessionsOpened.Add(1)
@@ -319,6 +325,7 @@ func (s *Server) leave(p *peer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.sessions, p)
+	p.conn.sessions.Add(-1)
 	s.past.Add(st)
 }
 

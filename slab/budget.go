@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 )
@@ -25,6 +26,7 @@ type Budget struct {
 	peak    int64
 	holders map[string]int64
 	queue   []*waiter
+	spare   map[*func() bool]struct{} // of Reclaim
 }
 
 type waiter struct {
@@ -48,6 +50,7 @@ func (b *Budget) Acquire(ctx context.Context, holder string, n int64) error {
 		b.mu.Unlock()
 		return fmt.Errorf("%w: %d bytes asked, the budget is %d", ErrBudget, n, b.limit)
 	}
+	b.reclaim(n)
 	if len(b.queue) == 0 && n <= b.limit-b.used {
 		b.grant(holder, n)
 		b.mu.Unlock()
@@ -79,11 +82,45 @@ func (b *Budget) Acquire(ctx context.Context, holder string, n int64) error {
 func (b *Budget) TryAcquire(holder string, n int64) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if n < 0 || len(b.queue) > 0 || n > b.limit-b.used || n > b.limit/poolShare-b.holders[holder] {
+	if n < 0 || len(b.queue) > 0 || n > b.limit/poolShare-b.holders[holder] {
+		return false
+	}
+	if b.reclaim(n); len(b.queue) > 0 || n > b.limit-b.used {
 		return false
 	}
 	b.grant(holder, n)
 	return true
+}
+
+// Reclaim has spare called when an amount does not fit, until stop is. It gives
+// something back that is not needed now, by Release, and reports whether it did:
+// then it is called again, while the amount still does not fit. It must not block,
+// and may not ask this budget for anything.
+func (b *Budget) Reclaim(spare func() bool) (stop func()) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.spare == nil {
+		b.spare = make(map[*func() bool]struct{})
+	}
+	b.spare[&spare] = struct{}{}
+	return func() {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		delete(b.spare, &spare)
+	}
+}
+
+// reclaim makes room for n bytes as far as that is possible. It is called with the
+// lock, and gives it away for a while.
+func (b *Budget) reclaim(n int64) {
+	for more := true; more && n > b.limit-b.used; {
+		more = false
+		for spare := range maps.Clone(b.spare) {
+			b.mu.Unlock()
+			more = (*spare)() || more
+			b.mu.Lock()
+		}
+	}
 }
 
 // Release gives n bytes of holder back. It panics when holder holds fewer.

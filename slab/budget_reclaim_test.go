@@ -1,0 +1,52 @@
+package slab
+
+import (
+	"context"
+	"errors"
+	"testing"
+)
+
+func TestWhatCanBeSparedIsReclaimedForWhoLacksIt(t *testing.T) {
+	b := NewBudget(100)
+	idle := []string{"a", "b", "c"}
+	for _, h := range idle {
+		if !b.TryAcquire(h, 30) {
+			t.Fatal("no room")
+		}
+	}
+	asked := 0
+	stop := b.Reclaim(func() bool {
+		asked++
+		if len(idle) == 0 {
+			return false
+		}
+		b.Release(idle[0], 30)
+		idle = idle[1:]
+		return true
+	})
+	if !b.TryAcquire("d", 10) || asked != 0 {
+		t.Fatalf("asked %d times for what fits", asked)
+	}
+	if !b.TryAcquire("d", 35) || asked != 2 || len(idle) != 1 {
+		t.Fatalf("asked %d times, %d left", asked, len(idle))
+	}
+	if err := b.Acquire(t.Context(), "e", 50); err != nil || len(idle) != 0 {
+		t.Fatalf("%v, %d left", err, len(idle))
+	}
+	if b.TryAcquire("f", 10) {
+		t.Fatal("granted what is not there")
+	}
+	stop()
+	before := asked
+	over := errors.New("over")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(over)
+	if err := b.Acquire(ctx, "g", 50); !errors.Is(err, over) || asked != before {
+		t.Fatalf("%v, asked %d times after the stop", err, asked-before)
+	}
+	b.Release("d", 45)
+	b.Release("e", 50)
+	if used, _, _ := b.Used(); used != 0 {
+		t.Fatalf("%d bytes used", used)
+	}
+}
