@@ -78,7 +78,7 @@ func (c *call) start(part *stream.Call) {
 	params := part.Params
 	timeout := timeoutOf(part.TimeoutMillis)
 	c.peer.server.work.Go(func() {
-		defer c.peer.server.calls.Add(-1)
+		defer c.peer.server.endCall(c.peer.conn)
 		defer cancel(nil)
 		if timeout > 0 {
 			// Finish too: the results may be complete and only nobody takes them.

@@ -24,12 +24,11 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		return nil, err
 	}
 	defer s.endSmall()
-	if n := s.calls.Add(1); n > int64(s.cfg.QueuedCalls) {
-		s.calls.Add(-1)
-		s.callsRefused.Add(1)
+	one := connectionOf(ctx)
+	if !s.beginCall(one) {
 		return nil, errCalls(s.cfg.QueuedCalls)
 	}
-	defer s.calls.Add(-1)
+	defer s.endCall(one)
 	s.callsUnary.Add(1)
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)

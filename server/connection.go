@@ -6,6 +6,7 @@ import (
 	"net"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc/stats"
@@ -31,6 +32,11 @@ type connection struct {
 	flight wire.InFlight
 	addr   net.Addr
 	close  func() error // nil on a listener that is not Serve's
+
+	// What the connection has open. While a limit of the server is reached, one that
+	// has none of a kind is given one all the same: who floods the server with opens
+	// shuts out himself, and nobody whose connection is there.
+	sessions, transfers, calls atomic.Int64
 }
 
 type connectionKey struct{}
@@ -110,12 +116,29 @@ func (c *connections) TagConn(ctx context.Context, info *stats.ConnTagInfo) cont
 	return context.WithValue(ctx, connectionKey{}, one)
 }
 
-// inFlight returns the book of the connection that an RPC came over.
-func inFlight(ctx context.Context) *wire.InFlight {
+// connectionOf returns what is known of the connection that an RPC came over. One
+// that grpc did not tell of is the RPC's own.
+func connectionOf(ctx context.Context) *connection {
 	if one, ok := ctx.Value(connectionKey{}).(*connection); ok {
-		return &one.flight
+		return one
 	}
-	return nil
+	return new(connection)
+}
+
+// beginCall counts a call, or reports that there are too many; endCall follows.
+func (s *Server) beginCall(c *connection) bool {
+	mine := c.calls.Add(1)
+	if n := s.calls.Add(1); n > int64(s.cfg.QueuedCalls) && mine > 1 {
+		s.endCall(c)
+		s.callsRefused.Add(1)
+		return false
+	}
+	return true
+}
+
+func (s *Server) endCall(c *connection) {
+	s.calls.Add(-1)
+	c.calls.Add(-1)
 }
 
 // HandleConn gives back what a dead connection had in its queue.

@@ -590,13 +590,20 @@ func TestLimitsOfTheServerAreNamedWhenTheyAreReached(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, func(c *server.Config) { c.Sessions, c.QueuedCalls = 2, 1 })
 	g := addGate(t, f, "gate")
-	r := openRaw(t, f.addr)
+	conn := f.dial(t)
+	open := func() *raw {
+		r, err := rawOn(t, conn)
+		require.NoError(t, err)
+		r.send(&pb.Frame{Hello: r.greeting()})
+		return r
+	}
+	r := open()
 	first := small("gate")
 	r.open(first)
 	r.deliver(first)
 	testkit.Eventually(t, func() bool { return g.started.Load() == 1 }, "the first call")
 
-	second := openRaw(t, f.addr)
+	second := open()
 	over := small("echo")
 	second.open(over)
 	done := second.done(over.call.Id)
@@ -604,8 +611,7 @@ func TestLimitsOfTheServerAreNamedWhenTheyAreReached(t *testing.T) {
 	require.Contains(t, done.Message, "calls: the limit of the server is 1")
 	require.Positive(t, done.RetryAfterMillis)
 
-	third := dialRaw(t, f.addr)
-	third.send(&pb.Frame{Hello: third.greeting()})
+	third := open()
 	st := third.status()
 	require.Equal(t, codes.ResourceExhausted, st.Code())
 	require.Contains(t, st.Message(), "limit of the server is 2")
@@ -615,6 +621,29 @@ func TestLimitsOfTheServerAreNamedWhenTheyAreReached(t *testing.T) {
 	require.Equal(t, first.data, r.result(first)["y"].data)
 	testkit.Eventually(t, func() bool { return f.counters(t)["calls"] == 0 }, "the first call's end")
 	second.good()
+}
+
+func TestWhoHasNothingOpenIsServedThoughTheLimitsAreReached(t *testing.T) {
+	testkit.Start(t)
+	m := shelf(t, mib)
+	f := serve(t, func(c *server.Config) { c.Store, c.Sessions, c.QueuedCalls, c.Transfers = m, 1, 1, 1 })
+	addGate(t, f, "gate") // never opened
+	greedy := openRaw(t, f.addr)
+	greedy.open(small("gate"))
+	openPush(t, f).announce(ten("greedy"))
+	testkit.Eventually(t, func() bool {
+		c := f.counters(t)
+		return c["calls"] == 1 && c["open_transfers"] == 1
+	}, "the limits")
+
+	modest := openRaw(t, f.addr) // a connection of its own
+	modest.good()
+	_, err := pb.NewTensorServiceClient(f.dial(t)).Compute(t.Context(), asking("echo", pb.DataType_DATA_TYPE_UINT8, []byte("abc"), 3))
+	require.NoError(t, err)
+	p, o := openPush(t, f), ten("modest")
+	p.announce(o)
+	p.deliver(o, 0)
+	p.stored(o)
 }
 
 func TestACallWhoseInputsDoNotComeExpires(t *testing.T) {

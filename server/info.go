@@ -60,7 +60,7 @@ func (s *Server) shownLimits(memory int64) map[string]int64 {
 		"open_tensors_per_session": int64(l.OpenTensors), "open_calls_per_session": int64(l.OpenCalls),
 		"sessions": int64(c.Sessions), "calls": int64(c.QueuedCalls),
 		"transfers": int64(c.Transfers), "stored_tensor_bytes": c.StoredBytes, "tensors_per_transfer": transferTensors,
-		"open_tensors_per_push": pushTensors, "compute_bytes": computeBytes, "tensors_per_page": listPage,
+		"open_tensors_per_push": pushTensors, "compute_bytes": computeBytes, "tensors_per_page": listPage, "request_parts": requestParts,
 		"memory_bytes": memory, "memory_wait_millis": millis(c.MemoryWait),
 		"first_frame_millis": millis(time.Duration(l.FirstFrame)), "chunk_idle_millis": millis(time.Duration(l.ChunkIdle)),
 		"session_idle_millis": millis(time.Duration(l.SessionIdle)),

@@ -46,6 +46,10 @@ const (
 	recordsKept       = 1024
 	recordTensors     = 1024
 	recordTensorsKept = 16 << 10
+	// requestParts is how many names, ranges, parameters and the like a request that
+	// is not a session's or a push's may have: 2 MB in memory. A pull with as many
+	// ranges held as it takes is cut into two.
+	requestParts = 16 << 10
 	// computeBytes is the most that goes into the one message of Compute, each way.
 	computeBytes = 1 << 20
 	// listPage is the most tensors in one answer of ListTensors: 1 MB of long names.

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/status"
@@ -53,6 +54,7 @@ var shownBy = map[string][]string{
 	"tensors_per_transfer":     {"TestLimitsOfAPushAreReachedAndNotPassed", "TestABadPullIsRefusedBeforeAnythingIsSent", "TestABadRequestAboutTheStoreIsRefusedAndSaysWhy"},
 	"open_tensors_per_push":    {"TestLimitsOfAPushAreReachedAndNotPassed"},
 	"compute_bytes":            {"TestComputeTakesAndGivesAMiBAndNoMore"},
+	"request_parts":            {"TestARequestOfManyPartsIsRefusedBeforeTheyAreMade"},
 	"tensors_per_page":         {"TestAListComesInPagesOfTheLimit"},
 	"memory_bytes":             {"TestACallThatCanNeverFitIsRefusedNamingTheLimit", "TestTooManyChunksForTheBudgetAreRefusedNamingIt"},
 	"memory_wait_millis":       {"TestACallWaitsForMemoryABoundedTime"},
@@ -329,15 +331,25 @@ func TestTransfersOverTheLimitAreRefusedAsLater(t *testing.T) {
 	m := shelf(t, mib)
 	put(t, m, "x", []byte("abc"))
 	f := serve(t, func(c *server.Config) { c.Store, c.Transfers = m, 2 })
-	first, second := openPush(t, f), dialPush(t, f) // one that has not said hello counts too
+	stub := pb.NewTensorServiceClient(f.dial(t))
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	for range 2 { // that they have not said hello is no matter
+		_, err := stub.PushTensors(ctx)
+		require.NoError(t, err)
+	}
 	testkit.Eventually(t, func() bool { return f.counters(t)["open_transfers"] == 2 }, "both")
-	for _, st := range []*status.Status{openPush(t, f).finish(), pullAll(t, f, &pb.Selection{Name: "x"}).status} {
+	push, err := stub.PushTensors(ctx)
+	require.NoError(t, err)
+	pull, err := stub.PullTensors(ctx, &pb.PullTensorsRequest{Hello: greeting(newID()), Selections: []*pb.Selection{{Name: "x"}}})
+	require.NoError(t, err)
+	for _, s := range []grpc.ClientStream{push, pull} {
+		st := status.Convert(s.RecvMsg(new(pb.Frame)))
 		require.Equal(t, codes.ResourceExhausted, st.Code())
 		saysWhy(t, st.Message(), []string{"open transfers", "limit of the server is 2"})
 		require.True(t, tellsWhenToRetry(st))
 	}
-	require.NoError(t, first.finish().Err())
-	second.end()
+	cancel()
 	testkit.Eventually(t, func() bool { return f.counters(t)["open_transfers"] == 0 }, "their end")
 	require.Zero(t, pullAll(t, f, &pb.Selection{Name: "x"}).summary(t, "x").GetCode())
 }
@@ -597,6 +609,34 @@ func TestABadRequestAboutTheStoreIsRefusedAndSaysWhy(t *testing.T) {
 	_, err = pb.NewTensorServiceClient(bare.dial(t)).DeleteTensors(t.Context(), &pb.DeleteTensorsRequest{Names: []string{"x"}})
 	require.Equal(t, codes.FailedPrecondition, status.Code(err))
 	saysWhy(t, status.Convert(err).Message(), []string{"no store"})
+}
+
+func TestARequestOfManyPartsIsRefusedBeforeTheyAreMade(t *testing.T) {
+	testkit.Start(t)
+	m := shelf(t, mib)
+	put(t, m, "x", []byte("abc"))
+	f := serve(t, func(c *server.Config) { c.Store = m })
+	const limit = 16 << 10
+	for by := range 2 {
+		x := &pb.Selection{Name: "x"}
+		for i := range limit - 4 + by { // hello, its id, the selection and its name
+			x.Held = append(x.Held, &pb.Range{Offset: uint64(10 + i), Length: 1})
+		}
+		p := pullAll(t, f, x)
+		if by == 0 {
+			require.Zero(t, p.summary(t, "x").GetCode())
+			continue
+		}
+		require.Equal(t, codes.Internal, p.status.Code(), "grpc's own code for a message that does not decode")
+		saysWhy(t, p.status.Message(), []string{"parts", "16384", "16385"})
+	}
+	stub := pb.NewTensorServiceClient(f.dial(t))
+	_, err := stub.DeleteTensors(t.Context(), &pb.DeleteTensorsRequest{Names: make([]string, 500_000)})
+	saysWhy(t, status.Convert(err).Message(), []string{"parts", "16384"})
+	_, err = stub.Compute(t.Context(), &pb.ComputeRequest{Model: "echo", Inputs: slices.Repeat([]*pb.NamedTensor{{}}, 500_000)})
+	saysWhy(t, status.Convert(err).Message(), []string{"parts", "16384"})
+	_, err = stub.Compute(t.Context(), asking("echo", pb.DataType_DATA_TYPE_UINT8, make([]byte, mib), mib))
+	require.NoError(t, err)
 }
 
 func TestAListComesInPagesOfTheLimit(t *testing.T) {

@@ -71,8 +71,15 @@ func tryRaw(t testing.TB, addr string, opts ...grpc.CallOption) (*raw, error) {
 	t.Helper()
 	conn, err := grpc.NewClient(addr, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, conn.Close()) })
+	return rawOn(t, conn, opts...)
+}
+
+// rawOn is tryRaw over a connection that is there.
+func rawOn(t testing.TB, conn *grpc.ClientConn, opts ...grpc.CallOption) (*raw, error) {
+	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), rawLife)
-	t.Cleanup(func() { cancel(); require.NoError(t, conn.Close()) })
+	t.Cleanup(cancel)
 	stream, err := pb.NewTensorServiceClient(conn).StreamTensors(ctx, opts...)
 	if err != nil {
 		return nil, err

@@ -63,21 +63,23 @@ func (ts *transfers) begin(id tensor.ID, push bool) (*record, error) {
 }
 
 // enter counts a transfer that has not said its name yet.
-func (ts *transfers) enter() error {
+func (ts *transfers) enter(c *connection) error {
 	ts.mu.Lock()
 	defer ts.mu.Unlock()
-	if ts.open >= ts.most {
+	if ts.open >= ts.most && c.transfers.Load() > 0 {
 		return errTransfers(ts.most)
 	}
 	ts.open++
+	c.transfers.Add(1)
 	return nil
 }
 
 // leave ends a transfer; r is nil if it never said its name.
-func (ts *transfers) leave(r *record, err error) {
+func (ts *transfers) leave(c *connection, r *record, err error) {
 	ts.mu.Lock()
 	defer ts.mu.Unlock()
 	ts.open--
+	c.transfers.Add(-1)
 	ts.settle()
 	if r == nil {
 		return
@@ -232,12 +234,13 @@ func (w *watched) stalled(first time.Duration, push bool) error {
 // nothing but the end of the RPC wakes one that waits for its peer, and returns
 // what the RPC ends with. The work ends soon after; Close waits for it.
 func (s *Server) transfer(conn grpc.ServerStream, kind string, work func(*watched) (*record, error)) error {
+	one := connectionOf(conn.Context())
 	s.mu.Lock()
 	if s.draining {
 		s.mu.Unlock()
 		return errDraining
 	}
-	if err := s.transfers.enter(); err != nil {
+	if err := s.transfers.enter(one); err != nil {
 		s.mu.Unlock()
 		return err
 	}
@@ -268,7 +271,7 @@ func (s *Server) transfer(conn grpc.ServerStream, kind string, work func(*watche
 		if first := gone.Load(); first != nil {
 			err = *first
 		}
-		s.transfers.leave(r, sessionStatus(err))
+		s.transfers.leave(one, r, sessionStatus(err))
 		var bytes int64
 		if r != nil {
 			bytes = r.bytes.Load()

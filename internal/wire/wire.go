@@ -13,8 +13,11 @@ package wire
 
 import (
 	"google.golang.org/grpc/encoding"
-	"google.golang.org/grpc/encoding/proto"
+	stockproto "google.golang.org/grpc/encoding/proto"
 	"google.golang.org/grpc/mem"
+	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
 
 	"github.com/tensorferry/tensorferry/stream"
 )
@@ -22,14 +25,19 @@ import (
 // Codec is the encoding.CodecV2 of every connection that carries sessions. A
 // *Message goes the fast way; all else (health, reflection, unary calls) goes
 // through the stock codec whose name it bears. Safe for concurrent use.
-type Codec struct{}
+type Codec struct {
+	// MaxRequestParts is how many parts, at any depth, what goes through the stock
+	// codec may have when it is received: two bytes of an empty part become more than
+	// a hundred. 0 is any number.
+	MaxRequestParts int
+}
 
 var _ encoding.CodecV2 = Codec{}
 
-var stock = encoding.GetCodecV2(proto.Name)
+var stock = encoding.GetCodecV2(stockproto.Name)
 
 // Name is that of the stock codec: the bytes are the same.
-func (Codec) Name() string { return proto.Name }
+func (Codec) Name() string { return stockproto.Name }
 
 // Marshal shares the payload of a *Message with gRPC and copies everything else.
 func (Codec) Marshal(v any) (mem.BufferSlice, error) {
@@ -42,12 +50,39 @@ func (Codec) Marshal(v any) (mem.BufferSlice, error) {
 // Unmarshal lets a *Message share the receive buffers that hold its payload, and
 // copies everything else. For a *Message it never fails: gRPC would end the RPC
 // with a code of its own, so what is wrong is left in Message.Err.
-func (Codec) Unmarshal(data mem.BufferSlice, v any) error {
+func (c Codec) Unmarshal(data mem.BufferSlice, v any) error {
 	if m, ok := v.(*Message); ok {
 		m.unmarshal(data)
 		return nil
 	}
+	if p, ok := v.(proto.Message); ok && c.MaxRequestParts > 0 && data.Len() > c.MaxRequestParts { // fewer bytes hold fewer
+		if n := countParts(data.Materialize(), p.ProtoReflect().Descriptor()); n > c.MaxRequestParts {
+			return tooLarge("request", "parts", c.MaxRequestParts, n)
+		}
+	}
 	return stock.Unmarshal(data, v)
+}
+
+// countParts counts what decoding b would make pieces of memory of: strings, bytes,
+// messages, and what is in those. What does not parse is for the stock codec to tell.
+func countParts(b []byte, d protoreflect.MessageDescriptor) int {
+	count := 0
+	for len(b) > 0 {
+		number, kind, n := protowire.ConsumeField(b)
+		if n < 0 {
+			return count
+		}
+		if kind == protowire.BytesType {
+			count++
+			if f := d.Fields().ByNumber(number); f != nil && f.Message() != nil {
+				_, _, tag := protowire.ConsumeTag(b)
+				part, _ := protowire.ConsumeBytes(b[tag:])
+				count += countParts(part, f.Message())
+			}
+		}
+		b = b[n:]
+	}
+	return count
 }
 
 // Releaser is a loan that ends: a slab, or whatever else holds a payload.
