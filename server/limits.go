@@ -12,6 +12,9 @@ const (
 	// retainChunks is how many unacknowledged result chunks the server asks the
 	// client to acknowledge within: an engine keeps about as many blocks.
 	retainChunks = 8
+	// sideGrace is how long a session keeps what it was promised after its last small
+	// call, whoever lacks it: longer than most pauses between two calls.
+	sideGrace = time.Second
 	// tableFree is how many chunks a tensor on credit may have before what the
 	// server keeps per chunk is taken from the memory budget: 20 KiB.
 	tableFree = stream.AllowanceChunks

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"time"
 
 	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/internal/session"
@@ -40,12 +41,13 @@ type side struct {
 	held bool       // the promise is taken
 	used int64      // bytes, within the promise and past it
 
-	listed     bool  // in idle; guarded by idle.mu, as are those below
-	next, prev *side // older is prev
+	since      time.Time // in idle; zero: it is not; guarded by idle.mu, as are those below
+	next, prev *side     // older is prev
 }
 
 // idleSides are those that hold a promise and use nothing of it: what it sets aside
-// is given back, of the longest idle first, when somebody lacks it.
+// is given back when somebody lacks it, of the longest idle first, and of none that
+// was in use a moment ago: its small calls are not to wait for others' large ones.
 type idleSides struct {
 	mu          sync.Mutex // guards all below; taken after that of a side
 	first, last *side
@@ -54,7 +56,7 @@ type idleSides struct {
 func (l *idleSides) add(d *side) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if d.listed {
+	if !d.since.IsZero() {
 		return
 	}
 	if d.prev = l.last; l.last == nil {
@@ -62,7 +64,7 @@ func (l *idleSides) add(d *side) {
 	} else {
 		l.last.next = d
 	}
-	l.last, d.listed = d, true
+	l.last, d.since = d, time.Now()
 }
 
 func (l *idleSides) remove(d *side) {
@@ -73,7 +75,7 @@ func (l *idleSides) remove(d *side) {
 
 // unlink takes d out, if it is in; mu is held.
 func (l *idleSides) unlink(d *side) {
-	if !d.listed {
+	if d.since.IsZero() {
 		return
 	}
 	if d.prev == nil {
@@ -86,7 +88,7 @@ func (l *idleSides) unlink(d *side) {
 	} else {
 		d.next.prev = d.prev
 	}
-	d.next, d.prev, d.listed = nil, nil, false
+	d.next, d.prev, d.since = nil, nil, time.Time{}
 }
 
 // reclaim gives the promise of the longest idle side back, and reports whether
@@ -94,6 +96,9 @@ func (l *idleSides) unlink(d *side) {
 func (l *idleSides) reclaim() bool {
 	l.mu.Lock()
 	d := l.first
+	if d != nil && time.Since(d.since) < sideGrace {
+		d = nil
+	}
 	if d != nil {
 		l.unlink(d)
 	}
@@ -144,6 +149,22 @@ func (d *side) give(n int64) {
 	}
 	d.used -= n
 	d.rest()
+}
+
+// watch reclaims for those who wait for memory, until done is closed: what is idle
+// now may not have been when they asked.
+func (l *idleSides) watch(budget *slab.Budget, done <-chan struct{}) {
+	tick := time.NewTicker(sideGrace)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+		case <-done:
+			return
+		}
+		for budget.Waited() && l.reclaim() {
+		}
+	}
 }
 
 // rest lists the side if it holds its promise for nothing; mu is held.

@@ -213,7 +213,10 @@ func def[T int | int64 | time.Duration](v *T, d T) {
 // Serve serves on a listener, which it takes over, until Shutdown or Close. It
 // may be called for several listeners.
 func (s *Server) Serve(l net.Listener) error {
-	s.watching.Do(func() { go s.connections.watch(unread(s.limits), s.closing) }) // ends with Close
+	s.watching.Do(func() { // both end with Close
+		go s.connections.watch(unread(s.limits), s.closing)
+		go s.idle.watch(s.cfg.Budget, s.closing)
+	})
 	return s.grpc.Serve(listener{l, &s.connections})
 }
 

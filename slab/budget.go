@@ -110,6 +110,13 @@ func (b *Budget) Reclaim(spare func() bool) (stop func()) {
 	}
 }
 
+// Waited reports whether somebody waits for an amount.
+func (b *Budget) Waited() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return len(b.queue) > 0
+}
+
 // reclaim makes room for n bytes as far as that is possible. It is called with the
 // lock, and gives it away for a while.
 func (b *Budget) reclaim(n int64) {
