@@ -34,8 +34,8 @@ type connection struct {
 	close  func() error // nil on a listener that is not Serve's
 
 	// What the connection has open. While a limit of the server is reached, one that
-	// has none of a kind is given one all the same: who floods the server with opens
-	// shuts out himself, and nobody whose connection is there.
+	// has fewer than ownOpen of a kind is given one more all the same: who floods the
+	// server with opens shuts out himself, and nobody whose connection is there.
 	sessions, transfers, calls atomic.Int64
 }
 
@@ -128,7 +128,7 @@ func connectionOf(ctx context.Context) *connection {
 // beginCall counts a call, or reports that there are too many; endCall follows.
 func (s *Server) beginCall(c *connection) bool {
 	mine := c.calls.Add(1)
-	if n := s.calls.Add(1); n > int64(s.cfg.QueuedCalls) && mine > 1 {
+	if n := s.calls.Add(1); n > int64(s.cfg.QueuedCalls) && mine > ownOpen {
 		s.endCall(c)
 		s.callsRefused.Add(1)
 		return false

@@ -51,6 +51,11 @@ var floods = []struct {
 	each int // RPCs, or what else there is of them, of one attacker at a time
 	do   func(ctx context.Context, stub pb.TensorServiceClient, addr string)
 }{
+	{"none, but a process that computes", 1, 1, 1, func(ctx context.Context, _ pb.TensorServiceClient, _ string) {
+		for data := testkit.Bytes(mib, 1); ctx.Err() == nil; {
+			sealed(data[:16], 0, data)
+		}
+	}},
 	{"sessions that say nothing", 2, 8, 100, func(ctx context.Context, stub pb.TensorServiceClient, _ string) {
 		if s, err := stub.StreamTensors(ctx); err == nil {
 			_, _ = s.Recv()

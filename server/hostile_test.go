@@ -588,7 +588,8 @@ func TestCallsAndTensorsOverASessionsLimitsAreRefusedAlone(t *testing.T) {
 
 func TestLimitsOfTheServerAreNamedWhenTheyAreReached(t *testing.T) {
 	testkit.Start(t)
-	f := serve(t, func(c *server.Config) { c.Sessions, c.QueuedCalls = 2, 1 })
+	const limit = 6
+	f := serve(t, func(c *server.Config) { c.Sessions, c.QueuedCalls = limit, limit })
 	g := addGate(t, f, "gate")
 	conn := f.dial(t)
 	open := func() *raw {
@@ -597,33 +598,37 @@ func TestLimitsOfTheServerAreNamedWhenTheyAreReached(t *testing.T) {
 		r.send(&pb.Frame{Hello: r.greeting()})
 		return r
 	}
-	r := open()
-	first := small("gate")
-	r.open(first)
-	r.deliver(first)
-	testkit.Eventually(t, func() bool { return g.started.Load() == 1 }, "the first call")
+	var sessions []*raw
+	var calls []*offer
+	for range limit {
+		r, o := open(), small("gate")
+		r.open(o)
+		r.deliver(o)
+		sessions, calls = append(sessions, r), append(calls, o)
+	}
+	testkit.Eventually(t, func() bool { return f.counters(t)["calls"] == limit }, "the calls")
 
-	second := open()
 	over := small("echo")
-	second.open(over)
-	done := second.done(over.call.Id)
+	sessions[0].open(over)
+	done := sessions[0].done(over.call.Id)
 	require.Equal(t, codes.ResourceExhausted, codes.Code(done.Code))
-	require.Contains(t, done.Message, "calls: the limit of the server is 1")
+	saysWhy(t, done.Message, []string{"calls: the limit of the server is 6", "later"})
 	require.Positive(t, done.RetryAfterMillis)
 
-	third := open()
-	st := third.status()
+	st := open().status()
 	require.Equal(t, codes.ResourceExhausted, st.Code())
-	require.Contains(t, st.Message(), "limit of the server is 2")
+	saysWhy(t, st.Message(), []string{"open sessions", "limit of the server is 6"})
 	require.True(t, tellsWhenToRetry(st))
 
 	close(g.open)
-	require.Equal(t, first.data, r.result(first)["y"].data)
-	testkit.Eventually(t, func() bool { return f.counters(t)["calls"] == 0 }, "the first call's end")
-	second.good()
+	for i, r := range sessions {
+		require.Equal(t, calls[i].data, r.result(calls[i])["y"].data)
+	}
+	testkit.Eventually(t, func() bool { return f.counters(t)["calls"] == 0 }, "the calls' end")
+	sessions[0].good()
 }
 
-func TestWhoHasNothingOpenIsServedThoughTheLimitsAreReached(t *testing.T) {
+func TestWhoHasLittleOpenIsServedThoughTheLimitsAreReached(t *testing.T) {
 	testkit.Start(t)
 	m := shelf(t, mib)
 	f := serve(t, func(c *server.Config) { c.Store, c.Sessions, c.QueuedCalls, c.Transfers = m, 1, 1, 1 })
@@ -637,13 +642,17 @@ func TestWhoHasNothingOpenIsServedThoughTheLimitsAreReached(t *testing.T) {
 	}, "the limits")
 
 	modest := openRaw(t, f.addr) // a connection of its own
-	modest.good()
+	for range 100 {
+		modest.good()
+	}
 	_, err := pb.NewTensorServiceClient(f.dial(t)).Compute(t.Context(), asking("echo", pb.DataType_DATA_TYPE_UINT8, []byte("abc"), 3))
 	require.NoError(t, err)
-	p, o := openPush(t, f), ten("modest")
-	p.announce(o)
-	p.deliver(o, 0)
-	p.stored(o)
+	for range 10 {
+		p, o := openPush(t, f), ten("modest")
+		p.announce(o)
+		p.deliver(o, 0)
+		p.stored(o)
+	}
 }
 
 func TestACallWhoseInputsDoNotComeExpires(t *testing.T) {

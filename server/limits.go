@@ -49,6 +49,10 @@ const (
 	recordsKept       = 1024
 	recordTensors     = 1024
 	recordTensorsKept = 16 << 10
+	// ownOpen is how many sessions, transfers and calls a connection may have though
+	// the server's limit of them is reached: one to use, and others that are ending
+	// when it is asked for.
+	ownOpen = 4
 	// requestParts is how many names, ranges, parameters and the like a request that
 	// is not a session's or a push's may have: 2 MB in memory. A pull with as many
 	// ranges held as it takes is cut into two.

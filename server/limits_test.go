@@ -330,15 +330,15 @@ func TestTransfersOverTheLimitAreRefusedAsLater(t *testing.T) {
 	testkit.Start(t)
 	m := shelf(t, mib)
 	put(t, m, "x", []byte("abc"))
-	f := serve(t, func(c *server.Config) { c.Store, c.Transfers = m, 2 })
+	f := serve(t, func(c *server.Config) { c.Store, c.Transfers = m, 6 })
 	stub := pb.NewTensorServiceClient(f.dial(t))
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	for range 2 { // that they have not said hello is no matter
+	for range 6 { // that they have not said hello is no matter
 		_, err := stub.PushTensors(ctx)
 		require.NoError(t, err)
 	}
-	testkit.Eventually(t, func() bool { return f.counters(t)["open_transfers"] == 2 }, "both")
+	testkit.Eventually(t, func() bool { return f.counters(t)["open_transfers"] == 6 }, "all")
 	push, err := stub.PushTensors(ctx)
 	require.NoError(t, err)
 	pull, err := stub.PullTensors(ctx, &pb.PullTensorsRequest{Hello: greeting(newID()), Selections: []*pb.Selection{{Name: "x"}}})
@@ -346,7 +346,7 @@ func TestTransfersOverTheLimitAreRefusedAsLater(t *testing.T) {
 	for _, s := range []grpc.ClientStream{push, pull} {
 		st := status.Convert(s.RecvMsg(new(pb.Frame)))
 		require.Equal(t, codes.ResourceExhausted, st.Code())
-		saysWhy(t, st.Message(), []string{"open transfers", "limit of the server is 2"})
+		saysWhy(t, st.Message(), []string{"open transfers", "limit of the server is 6"})
 		require.True(t, tellsWhenToRetry(st))
 	}
 	cancel()
@@ -419,7 +419,7 @@ func TestComputeTakesAndGivesAMiBAndNoMore(t *testing.T) {
 
 func TestABadComputeIsRefusedAndSaysWhy(t *testing.T) {
 	testkit.Start(t)
-	f := serve(t, func(c *server.Config) { c.QueuedCalls = 1 })
+	f := serve(t, func(c *server.Config) { c.QueuedCalls = 6 })
 	addPair(t, f)
 	g := addGate(t, f, "gate")
 	g.open = nil // for ever
@@ -499,18 +499,21 @@ func TestABadComputeIsRefusedAndSaysWhy(t *testing.T) {
 		})
 	}
 	t.Run("one over the calls of the server", func(t *testing.T) {
-		started := g.started.Load()
 		ctx, cancel := context.WithCancel(t.Context())
-		ended := make(chan error, 1)
-		go func() { _, err := stub.Compute(ctx, asking("gate", u8, []byte("abc"), 3)); ended <- err }()
-		testkit.Eventually(t, func() bool { return g.started.Load() == started+1 }, "the first call")
+		ended := make(chan error, 6)
+		for range 6 {
+			go func() { _, err := stub.Compute(ctx, asking("gate", u8, []byte("abc"), 3)); ended <- err }()
+		}
+		testkit.Eventually(t, func() bool { return f.counters(t)["calls"] == 6 }, "the calls")
 		_, err := stub.Compute(t.Context(), asking("echo", u8, []byte("abc"), 3))
 		st := status.Convert(err)
 		require.Equal(t, codes.ResourceExhausted, st.Code())
-		saysWhy(t, st.Message(), []string{"calls", "limit of the server is 1", "later"})
+		saysWhy(t, st.Message(), []string{"calls", "limit of the server is 6", "later"})
 		require.True(t, tellsWhenToRetry(st))
 		cancel()
-		require.Equal(t, codes.Canceled, status.Code(<-ended))
+		for range 6 {
+			require.Equal(t, codes.Canceled, status.Code(<-ended))
+		}
 		f.isEmpty(t)
 	})
 }

@@ -283,7 +283,7 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 	case s.draining:
 		s.mu.Unlock()
 		return errDraining
-	case len(s.sessions) >= s.cfg.Sessions && one.sessions.Load() > 0:
+	case len(s.sessions) >= s.cfg.Sessions && one.sessions.Load() >= ownOpen:
 		s.mu.Unlock()
 		s.sessionsRefused.Add(1)
 		return errSessions(s.cfg.Sessions)

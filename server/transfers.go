@@ -66,7 +66,7 @@ func (ts *transfers) begin(id tensor.ID, push bool) (*record, error) {
 func (ts *transfers) enter(c *connection) error {
 	ts.mu.Lock()
 	defer ts.mu.Unlock()
-	if ts.open >= ts.most && c.transfers.Load() > 0 {
+	if ts.open >= ts.most && c.transfers.Load() >= ownOpen {
 		return errTransfers(ts.most)
 	}
 	ts.open++
