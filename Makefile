@@ -20,7 +20,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo lint lint-go lint-proto breaking generated tidy-check \
-	examples grpcurl-check bench-smoke bench-peers-smoke demo bench bench-memory bench-peers build \
+	examples grpcurl-check bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers build \
 	fuzz fuzz-1m generate reference fmt vectors scripts-rewrite bench-peers-results
 
 help: ## Print this list
@@ -36,6 +36,9 @@ bench: ## Measure upload, echo, relu and small calls beside raw TCP and stock gR
 
 bench-memory: ## Measure the peak memory of server and client for a tensor of 16 GiB
 	$(GO) run ./cmd/tensorferry bench --memory
+
+bench-floods: ## Measure a healthy client's small calls while others flood the server
+	$(GO) test ./server -count=1 -v -run TestAHealthyClientIsServedThroughAFlood -flood.large
 
 bench-peers: ## Measure upload and echo beside Arrow Flight, plain gRPC and raw TCP, each in two processes
 	cd bench && $(GO) run $(STAMP) .
