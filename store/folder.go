@@ -142,15 +142,9 @@ func (f *Folder) nameLock(file string) *sync.Mutex {
 // Create implements Store. It takes the disk space at once where the file system
 // can do that, so ErrFull comes before the first byte.
 func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
-	if err := CheckName(name); err != nil {
-		return nil, err
-	}
-	size, err := d.Bytes()
+	size, err := checkNew(ctx, name, d)
 	if err != nil {
 		return nil, err
-	}
-	if ctx.Err() != nil {
-		return nil, context.Cause(ctx)
 	}
 	w := &folderWriter{folder: f, size: size, made: &pushed{
 		info: Info{Name: name, Desc: d.Clone(), Durable: true},

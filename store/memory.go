@@ -45,15 +45,9 @@ func NewMemory(pool *slab.Pool, limitBytes int64) *Memory {
 // Create implements Store. It never waits: what can be forgotten is, and if that
 // is not enough, nothing is and ErrFull says what is held.
 func (m *Memory) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
-	if err := CheckName(name); err != nil {
-		return nil, err
-	}
-	size, err := d.Bytes()
+	size, err := checkNew(ctx, name, d)
 	if err != nil {
 		return nil, err
-	}
-	if ctx.Err() != nil {
-		return nil, context.Cause(ctx)
 	}
 	room := slab.SizeOf(size)
 	if err := m.reserve(name, room); err != nil {

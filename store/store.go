@@ -138,6 +138,21 @@ func CheckName(name string) error {
 	return nil
 }
 
+// checkNew checks what a tensor is to be called and to be, and returns its bytes.
+func checkNew(ctx context.Context, name string, d tensor.Desc) (int64, error) {
+	if err := CheckName(name); err != nil {
+		return 0, err
+	}
+	size, err := d.Bytes()
+	if err != nil {
+		return 0, err
+	}
+	if ctx.Err() != nil {
+		return 0, context.Cause(ctx)
+	}
+	return size, nil
+}
+
 // checkGlob reports whether names can be matched with a pattern at all.
 func checkGlob(glob string) error {
 	if _, err := path.Match(glob, ""); err != nil {
