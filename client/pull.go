@@ -1,6 +1,7 @@
 package client
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -103,6 +104,7 @@ type pull struct {
 	recv    transfer.Receiver[*pulled]
 	order   []*pulled
 	byID    map[tensor.ID]*pulled
+	pieces  *bufio.Writer // made for the first At
 }
 
 // pulled is one tensor of it, and its assembler.Placer.
@@ -110,6 +112,7 @@ type pulled struct {
 	Summary
 	into   []byte
 	at     ReadWriterAt
+	pieces *bufio.Writer // to at; the pull's
 	writer io.Writer
 	hash   *codec.Digester // of the bytes below hashed; nil once it is over
 	hashed int64
@@ -123,6 +126,9 @@ func (t *pulled) WriteViews(off int64, views [][]byte) error {
 		return &stream.Error{Code: stream.FailedPrecondition, Text: fmt.Sprintf("byte %d came after byte %d, and the tensor goes to a writer; use Into or At", off, t.hashed)}
 	}
 	inOrder := off == t.hashed
+	if t.at != nil {
+		t.pieces.Reset(io.NewOffsetWriter(t.at, off))
+	}
 	for _, v := range views {
 		if inOrder {
 			_, _ = t.hash.Write(v)
@@ -133,7 +139,7 @@ func (t *pulled) WriteViews(off int64, views [][]byte) error {
 		case t.writer != nil:
 			_, err = t.writer.Write(v)
 		case t.at != nil:
-			_, err = t.at.WriteAt(v, off)
+			_, err = t.pieces.Write(v)
 		default:
 			copy(t.into[off:], v)
 		}
@@ -141,6 +147,9 @@ func (t *pulled) WriteViews(off int64, views [][]byte) error {
 			return err
 		}
 		off += int64(len(v))
+	}
+	if t.at != nil {
+		return t.pieces.Flush()
 	}
 	return nil
 }
@@ -224,7 +233,10 @@ func (p *pull) Open(in *transfer.In[*pulled]) (*pulled, error) {
 		t.writer, err = sink.open(in.Desc.Desc.Clone())
 		return t, err
 	case sink.at != nil:
-		t.at = sink.at
+		if p.pieces == nil {
+			p.pieces = bufio.NewWriterSize(nil, pieceBytes)
+		}
+		t.at, t.pieces = sink.at, p.pieces
 	case sink.into != nil:
 		if int64(len(sink.into)) != t.Bytes {
 			return t, fmt.Errorf("%w: tensor %q has %d bytes, its place has %d", ErrInput, in.Name, t.Bytes, len(sink.into))

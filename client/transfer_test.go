@@ -207,6 +207,61 @@ func TestAPullGoesWhereItIsTold(t *testing.T) {
 	require.ErrorIs(t, err, client.ErrInput)
 }
 
+// fullAt has room for so many bytes only.
+type fullAt struct {
+	*os.File
+	room int64
+}
+
+func (w fullAt) WriteAt(p []byte, off int64) (int, error) {
+	if off+int64(len(p)) > w.room {
+		return 0, io.ErrShortWrite
+	}
+	return w.File.WriteAt(p, off)
+}
+
+func TestFilesOfOnePullEachGetTheirOwnBytes(t *testing.T) {
+	testkit.Start(t)
+	c := storing(t, inMemory(64*mib), client.Config{})
+	dir := t.TempDir()
+	const piece = 256 << 10
+	want := map[string][]byte{}
+	var tensors []client.Input
+	for i, n := range []int64{0, 1, piece - 1, piece, piece + 1, mib, mib + 1, 3*mib + 7, 2 * mib, 5} {
+		name := fmt.Sprintf("%d-%d", i, n)
+		want[name] = noise(uint64(i), n)
+		tensors = append(tensors, client.Input{Name: name, Desc: int8s(n), Data: want[name]})
+	}
+	_, err := c.Push(t.Context(), client.PushRequest{Tensors: tensors})
+	require.NoError(t, err)
+	full := tensors[8].Name // a disk fills up in its second chunk
+	files := map[string]*os.File{}
+	pulled, err := c.Pull(t.Context(), client.PullRequest{
+		Select: []client.Selection{{Name: "*"}},
+		To: func(name string, _ tensor.Desc) (client.Sink, error) {
+			f, err := os.Create(filepath.Join(dir, name))
+			files[name] = f
+			if name == full {
+				return client.At(fullAt{f, mib + 1}), err
+			}
+			return client.At(f), err
+		},
+	})
+	require.ErrorIs(t, err, io.ErrShortWrite)
+	require.Len(t, pulled, len(tensors))
+	for _, s := range pulled {
+		require.NoError(t, files[s.Name].Close())
+		if s.Name == full {
+			require.ErrorIs(t, s.Err, io.ErrShortWrite)
+			continue
+		}
+		require.NoError(t, s.Err, s.Name)
+		got, err := os.ReadFile(filepath.Join(dir, s.Name))
+		require.NoError(t, err)
+		require.True(t, bytes.Equal(want[s.Name], got), s.Name)
+	}
+}
+
 // unjoin wraps the only error of a joined one, for errors.Unwrap.
 func unjoin(err error) error {
 	if j, ok := err.(interface{ Unwrap() []error }); ok && len(j.Unwrap()) == 1 {
