@@ -171,6 +171,8 @@ type Claim struct {
 	kind  codec.Checksum
 	codec codec.Codec
 	to    Placer
+
+	decoded []byte // with a Placer: what was encoded, kept from claim to claim
 }
 
 // Index returns the chunk's index.
@@ -206,7 +208,7 @@ func (a *Assembler) Claim(c *Claim, index uint32, n int, k codec.Codec, sum uint
 	a.sums[index] = sum
 	*c = Claim{
 		asm: a, index: index, sum: sum, seed: a.kind.Seed(a.id, index), dst: c.dst[:0],
-		off: off, n: int(want), kind: a.kind, codec: k, to: a.to,
+		off: off, n: int(want), kind: a.kind, codec: k, to: a.to, decoded: c.decoded,
 	}
 	if a.to != nil {
 		return Place, nil
@@ -262,10 +264,15 @@ func (c *Claim) Copy(views [][]byte) (got uint32, err error) {
 	case c.codec == codec.None:
 		return got, c.to.WriteViews(c.off, views)
 	}
-	return got, c.codec.DecodeTo(c.n, views, func(data []byte) error {
-		c.dst = append(c.dst[:0], data)
-		return c.to.WriteViews(c.off, c.dst)
-	})
+	// Not in memory that others wait for: a Placer may be slow, or its owner's.
+	if len(c.decoded) < c.n {
+		c.decoded = make([]byte, c.n)
+	}
+	c.dst = append(c.dst[:0], c.decoded[:c.n])
+	if err := c.codec.Decode(c.dst, views); err != nil {
+		return got, err
+	}
+	return got, c.to.WriteViews(c.off, c.dst)
 }
 
 // copy sums each view right after it was read for the copy, while it is in the

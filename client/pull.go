@@ -69,6 +69,15 @@ func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 	if c.cfg.Codec != codec.None {
 		hello.Codecs = []uint8{uint8(c.cfg.Codec)}
 	}
+	names := make(map[string]int, len(r.Select))
+	for _, s := range r.Select {
+		names[s.Name]++
+	}
+	for _, s := range r.Select {
+		if len(s.Held) > 0 && names[s.Name] > 1 {
+			return nil, fmt.Errorf("%w: selection %q: with Held it may be selected once", ErrInput, s.Name)
+		}
+	}
 	req := &pb.PullTensorsRequest{Hello: wire.ToHello(&hello)}
 	for _, s := range r.Select {
 		sel := &pb.Selection{Name: s.Name, Source: s.Source, Params: s.Params}

@@ -79,7 +79,10 @@ func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 		p.end(err)
 	}
 	waitLetGo(all)
-	return out, errorsOf(out)
+	if err = errorsOf(out); err != nil {
+		c.forgetFacts() // the server may be another one by now
+	}
+	return out, err
 }
 
 // waitLetGo waits until grpc reads none of the tensors any more, for letGoWait at

@@ -98,6 +98,13 @@ func (c *Client) facts(ctx context.Context) (facts, error) {
 	return f, nil
 }
 
+// forgetFacts has the server asked again.
+func (c *Client) forgetFacts() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.known = nil
+}
+
 // Stored is a tensor at rest on a server.
 type Stored struct {
 	Name string

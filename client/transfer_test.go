@@ -317,3 +317,100 @@ func TestAMappedFileThatShrinksFailsItsTensorNotTheServer(t *testing.T) {
 	require.Error(t, err)
 	require.Equal(t, codes.DataLoss, status.Code(s[0].Err), "%v", err)
 }
+
+// pausing shortens the file when the first of its tensor has come, while the
+// server has sent more than the client has read.
+type pausing struct {
+	path string
+	t    testing.TB
+	done bool
+}
+
+func (p *pausing) Write(b []byte) (int, error) {
+	if !p.done {
+		p.done = true
+		require.NoError(p.t, os.Truncate(p.path, 4096))
+	}
+	return len(b), nil
+}
+
+func TestAFileThatShrinksWhileItIsPulledEndsOneTensor(t *testing.T) {
+	testkit.Start(t)
+	dir := t.TempDir()
+	path := filepath.Join(dir, "model.safetensors")
+	const n = 32 * mib
+	f, err := os.Create(path)
+	require.NoError(t, err)
+	require.NoError(t, tensorfile.WriteSafetensors(f, []tensorfile.Named{{Name: "w", Tensor: tensor.Tensor{Desc: int8s(n), Data: noise(1, n)}}}, nil))
+	require.NoError(t, f.Close())
+	c := storing(t, inFolder(dir, store.FolderConfig{}), client.Config{})
+	sink := client.Writer(func(tensor.Desc) (io.Writer, error) { return &pausing{path: path, t: t}, nil })
+	s, err := c.Pull(t.Context(), client.PullRequest{
+		Select: []client.Selection{{Name: "model/w"}, {Name: "gen", Source: true, Params: map[string]string{"shape": "10"}}},
+		To: func(name string, _ tensor.Desc) (client.Sink, error) {
+			if name == "gen" {
+				return client.Sink{}, nil
+			}
+			return sink, nil
+		},
+	})
+	require.Error(t, err)
+	require.Equal(t, codes.DataLoss, status.Code(s[0].Err), "%v", err)
+	require.NoError(t, s[1].Err)
+}
+
+func TestAReaderThatFailsAtOnceFailsItsTensorAlone(t *testing.T) {
+	testkit.Start(t)
+	c := storing(t, inMemory(64*mib), client.Config{ChunkBytes: 4096})
+	for _, has := range []int{0, 100, 5000} {
+		s, err := c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{
+			{Name: "a", Desc: int8s(10), Data: make([]byte, 10)},
+			{Name: "short", Desc: int8s(9000), Reader: bytes.NewReader(make([]byte, has))},
+			{Name: "b", Desc: int8s(10), Data: make([]byte, 10)},
+		}})
+		require.ErrorIs(t, err, client.ErrInput)
+		require.NoError(t, s[0].Err)
+		require.ErrorIs(t, s[1].Err, client.ErrInput)
+		require.NoError(t, s[2].Err)
+	}
+}
+
+func TestAWriterThatWaitsHoldsUpNobodyElse(t *testing.T) {
+	testkit.Start(t)
+	c := storing(t, inMemory(64*mib), client.Config{Codec: codec.LZ4})
+	_, err := c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{{Name: "zeros", Desc: int8s(8 * mib), Data: make([]byte, 8*mib)}}})
+	require.NoError(t, err)
+	proceed, waiting, ended := make(chan struct{}), make(chan struct{}, 40), make(chan error, 40)
+	pull := func(sink client.Sink) error {
+		_, err := c.Pull(t.Context(), client.PullRequest{
+			Select: []client.Selection{{Name: "zeros"}},
+			To:     func(string, tensor.Desc) (client.Sink, error) { return sink, nil },
+		})
+		return err
+	}
+	const many = 20 // more than decode at a time
+	for range many {
+		go func() { // ends when it may proceed
+			ended <- pull(client.Writer(func(tensor.Desc) (io.Writer, error) {
+				return writerFunc(func(b []byte) (int, error) { waiting <- struct{}{}; <-proceed; return len(b), nil }), nil
+			}))
+		}()
+	}
+	for range many {
+		<-waiting
+	}
+	require.NoError(t, pull(client.Sink{}))
+	go func() { // the rest of what is written
+		for range waiting {
+		}
+	}()
+	close(proceed)
+	for range many {
+		require.NoError(t, <-ended)
+	}
+	close(waiting)
+}
+
+type writerFunc func([]byte) (int, error)
+
+func (f writerFunc) Write(b []byte) (int, error) { return f(b) }

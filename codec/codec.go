@@ -90,38 +90,22 @@ func (k Codec) Encode(views [][]byte) *Payload {
 // ErrDecode; then the memory may hold anything. It never writes past it. It may
 // wait for others who are decoding, a millisecond each.
 func (k Codec) Decode(dst [][]byte, views [][]byte) error {
-	if k == LZ4 && len(dst) == 1 {
-		s := decoding.take()
-		defer decoding.give(s)
-		return s.decode(dst[0], views)
-	}
-	return k.decodeTo(decoding, length(dst), views, func(data []byte) error {
-		for _, d := range dst {
-			data = data[copy(d, data):]
-		}
-		return nil
-	})
-}
-
-// DecodeTo decodes a payload, borrowed as views in order, to n bytes, and lends
-// them to place until it returns. The error is place's own, or wraps ErrDecode
-// when there are not exactly n bytes. place may be slow, as files are: it holds
-// up others who use DecodeTo, and nobody who uses Decode.
-func (k Codec) DecodeTo(n int, views [][]byte, place func(data []byte) error) error {
-	return k.decodeTo(placing, n, views, place)
-}
-
-func (k Codec) decodeTo(p pool, n int, views [][]byte, place func(data []byte) error) error {
 	if k != LZ4 {
 		return fmt.Errorf("%w: %v is not compressed", ErrDecode, k)
 	}
-	s := p.take()
-	defer p.give(s)
-	data := grow(&s.whole, n)
+	s := decoding.take()
+	defer decoding.give(s)
+	if len(dst) == 1 {
+		return s.decode(dst[0], views)
+	}
+	data := grow(&s.whole, length(dst))
 	if err := s.decode(data, views); err != nil {
 		return err
 	}
-	return place(data)
+	for _, d := range dst {
+		data = data[copy(d, data):]
+	}
+	return nil
 }
 
 // decode fills dst with what an LZ4 block holds.

@@ -119,10 +119,6 @@ func TestWhateverIsEncodedDecodesToTheSameBytes(t *testing.T) {
 					require.NoError(t, LZ4.Decode(dst, cut(p.Bytes(), pieces)))
 					require.True(t, bytes.Equal(data, g.mem) && g.intact(), "%s of %d bytes in %d places", name, n, places)
 				}
-				require.NoError(t, LZ4.DecodeTo(n, cut(p.Bytes(), pieces), func(b []byte) error {
-					require.True(t, bytes.Equal(data, b))
-					return nil
-				}))
 				p.Release()
 			}
 		}
@@ -332,54 +328,21 @@ func TestAPayloadThatDoesNotMakeExactlyItsPlaceIsRefused(t *testing.T) {
 	require.NoError(t, try(len(data), p.Bytes()))
 }
 
-func TestThePlacersErrorIsWhatDecodeToReturns(t *testing.T) {
-	p := LZ4.Encode([][]byte{make([]byte, 1000)})
-	defer p.Release()
-	full := errors.New("disk full")
-	err := LZ4.DecodeTo(1000, [][]byte{p.Bytes()}, func([]byte) error { return full })
-	require.Equal(t, full, err)
-	err = LZ4.DecodeTo(999, [][]byte{p.Bytes()}, func([]byte) error {
-		t.Error("placed although it is too long")
-		return nil
-	})
-	require.ErrorIs(t, err, ErrDecode)
-}
-
-// However many decode at a time, and however slow their files are, the memory is
-// that of a few.
+// However many decode at a time, the memory is that of a few.
 func TestTheScratchOfAllIsThatOfAFew(t *testing.T) {
-	data := make([]byte, mib)
-	p := LZ4.Encode([][]byte{data})
+	p := LZ4.Encode([][]byte{make([]byte, mib)})
 	defer p.Release()
-	const many = 64
-	arrived, proceed := make(chan struct{}), make(chan struct{})
 	var wg sync.WaitGroup
-	for range many {
+	for range 64 {
 		wg.Go(func() {
-			err := LZ4.DecodeTo(len(data), cut(p.Bytes(), 2), func([]byte) error {
-				arrived <- struct{}{}
-				<-proceed
-				return nil
-			})
-			if err != nil {
+			if err := LZ4.Decode([][]byte{make([]byte, mib/2), make([]byte, mib/2)}, cut(p.Bytes(), 2)); err != nil {
 				t.Error(err)
 			}
 		})
 	}
-	for range cap(placing) {
-		<-arrived
-	}
-	require.Empty(t, placing, "all scratch is taken")
-	for range 3 * many { // and nobody who decodes to memory waits for a file
-		require.NoError(t, LZ4.Decode([][]byte{make([]byte, mib/2), make([]byte, mib/2)}, cut(p.Bytes(), 2)))
-	}
-	close(proceed)
-	for range many - cap(placing) {
-		<-arrived
-	}
 	wg.Wait()
 	total := 0
-	for _, pool := range []pool{encoding, decoding, placing} {
+	for _, pool := range []pool{encoding, decoding} {
 		require.Len(t, pool, cap(pool), "scratch was given back")
 		require.LessOrEqual(t, cap(pool), min(runtime.GOMAXPROCS(0), coders))
 		for range cap(pool) {
@@ -388,20 +351,7 @@ func TestTheScratchOfAllIsThatOfAFew(t *testing.T) {
 			pool.give(s)
 		}
 	}
-	require.LessOrEqual(t, total, 3*cap(placing)*2*4*mib)
-}
-
-// A source that can not be read, such as a mapped file that was cut, panics; the
-// scratch comes back all the same.
-func TestAPanicGivesTheScratchBack(t *testing.T) {
-	p := LZ4.Encode([][]byte{make([]byte, 1000)})
-	defer p.Release()
-	for range 2 * cap(placing) {
-		require.Panics(t, func() {
-			_ = LZ4.DecodeTo(1000, [][]byte{p.Bytes()}, func([]byte) error { panic("bus error") })
-		})
-	}
-	require.Len(t, placing, cap(placing))
+	require.LessOrEqual(t, total, 2*cap(decoding)*2*4*mib)
 }
 
 func TestTooMuchThatWaitsIsSentAsItIs(t *testing.T) {

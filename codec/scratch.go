@@ -22,9 +22,8 @@ type scratch struct {
 // has for it: there may be 10 000 sessions.
 type pool chan *scratch
 
-// Apart from each other, because each may be slow for a reason of its own: an
-// encoder reads mapped files, placing writes files.
-var encoding, decoding, placing = newPool(), newPool(), newPool()
+// Apart from each other, because an encoder may read a mapped file.
+var encoding, decoding = newPool(), newPool()
 
 func newPool() pool {
 	p := make(pool, min(runtime.GOMAXPROCS(0), coders))

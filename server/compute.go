@@ -102,7 +102,7 @@ func (s *Server) compute(ctx context.Context, cancel context.CancelCauseFunc, id
 		return nil, none, err
 	}
 	patience := time.AfterFunc(s.cfg.MemoryWait, func() { cancel(s.waitedForMemory()) })
-	run, err := model.Open(ctx, engine.Call{ID: id, Session: "compute", Inputs: inputs, Params: req.GetParams()})
+	run, err := model.Open(ctx, engine.Call{ID: id, Session: "compute " + id.String(), Inputs: inputs, Params: req.GetParams()})
 	patience.Stop()
 	if err != nil {
 		return nil, none, err

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -44,8 +45,16 @@ func (s *Server) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb
 		UptimeMillis: time.Since(s.started).Milliseconds(),
 		Limits:       s.shownLimits(v.MemoryLimit),
 		Counters:     metrics.Counters(&v),
-		Codecs:       []pb.Codec{pb.Codec_CODEC_LZ4},
+		Codecs:       codecs(),
 	}, nil
+}
+
+// codecs are those that the server decodes.
+func codecs() (list []pb.Codec) {
+	for _, k := range codec.All() {
+		list = append(list, pb.Codec(k))
+	}
+	return list
 }
 
 // shownLimits are the limits that a peer can meet, each a row of docs/limits.md.

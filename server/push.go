@@ -75,7 +75,6 @@ func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTe
 			server: s, conn: w, ctx: conn.Context(), record: r, holder: "push " + h.Session.String(), slots: make(chan struct{}, commits),
 		}
 		err = p.serve(&msg)
-		p.committing.Wait()
 		if err != nil {
 			return r, err
 		}
@@ -126,6 +125,13 @@ func (p *push) serve(msg *wire.Message) error {
 	recv := transfer.Receiver[*place]{
 		Limits: limits, Tensors: transferTensors, Checksum: codec.Checksum(msg.Frame.Hello.Checksum), Codecs: codec.All(), Handler: p,
 	}
+	defer p.committing.Wait()
+	defer func() { // a store's code may panic
+		if r := recover(); r != nil {
+			recv.Fail(errInternal)
+			panic(r)
+		}
+	}()
 	for first := true; ; first = false {
 		if h := msg.Frame.Hello; h != nil && !first {
 			recv.Fail(&stream.Error{Code: stream.InvalidArgument, Text: "a second hello ended the push"})
@@ -202,7 +208,7 @@ func (p *push) Moved(t *transfer.In[*place], bytes int64) {
 
 // Whole has the tensor stored for good, beside the next one's arrival.
 func (p *push) Whole(t *transfer.In[*place]) {
-	p.slots <- struct{}{} // bounded: each commit ends with the disk's answer
+	p.slots <- struct{}{} // each commit ends with the disk's answer
 	p.committing.Go(func() {
 		defer func() { <-p.slots }()
 		var info store.Info

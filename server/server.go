@@ -269,7 +269,11 @@ func (s *Server) Close() {
 	case <-stopped:
 	case <-time.After(DefaultCloseWait):
 		s.grpc.Stop()
-		<-stopped
+		select {
+		case <-stopped:
+		case <-time.After(DefaultCloseWait):
+			s.log.Error("work is left behind: a model, a store or a source does not end")
+		}
 	}
 	s.forget()
 }

@@ -13,6 +13,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/slab"
@@ -121,7 +122,7 @@ func storedCode(err error) (code stream.Code, text string, retry uint32, known b
 		return stream.AlreadyExists, err.Error(), 0, true
 	case errors.Is(err, store.ErrPart):
 		return stream.FailedPrecondition, err.Error(), 0, true
-	case errors.Is(err, transfer.ErrCorrupt), errors.Is(err, transfer.ErrVanished):
+	case errors.Is(err, transfer.ErrCorrupt), errors.Is(err, fault.ErrVanished):
 		return stream.DataLoss, err.Error(), 0, true
 	case errors.Is(err, store.ErrClosed), errors.Is(err, errShutdown):
 		return stream.Unavailable, "server is shutting down", retryMillis, true

@@ -27,9 +27,9 @@ func (s *Server) ListTensors(_ context.Context, req *pb.ListTensorsRequest) (*pb
 			return nil, unaryStatus(stream.InvalidArgument, "glob: "+err.Error(), 0)
 		}
 	}
-	most := int(req.GetPageSize())
-	if most == 0 || most > listPage {
-		most = listPage
+	most := listPage
+	if n := req.GetPageSize(); n > 0 && n < listPage {
+		most = int(n)
 	}
 	// One more than the page tells whether there is another.
 	list, err := s.cfg.Store.List(req.GetGlob(), req.GetPageToken(), most+1)
@@ -86,6 +86,9 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 		}
 	}
 	for _, name := range names {
+		if ctx.Err() != nil { // nobody waits for the answer any more
+			return nil, s.storedStatus(context.Cause(ctx))
+		}
 		switch err := s.cfg.Store.Delete(name); {
 		case errors.Is(err, store.ErrNotFound): // deleted meanwhile
 		case err != nil:

@@ -134,8 +134,10 @@ func (ts *transfers) wait(ctx context.Context) error {
 		ts.mu.Unlock()
 		return nil
 	}
-	idle := make(chan struct{})
-	ts.idle = idle
+	if ts.idle == nil {
+		ts.idle = make(chan struct{})
+	}
+	idle := ts.idle
 	ts.mu.Unlock()
 	select {
 	case <-idle:

@@ -17,6 +17,8 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/tensorferry/tensorferry/internal/fault"
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
@@ -41,6 +43,7 @@ type Folder struct {
 	dir    string
 	config FolderConfig
 	lock   *os.File
+	pool   *slab.Pool   // of views
 	used   atomic.Int64 // bytes of pushed files; grows under mu only
 
 	// names are held while the file of a name is replaced, deleted or mapped, so
@@ -105,7 +108,7 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 		return nil, err
 	}
 	f := &Folder{
-		dir: dir, config: config, lock: lock,
+		dir: dir, config: config, lock: lock, pool: slab.NewPool(viewBytes),
 		pushed: newIndex(map[string]*pushed{}), files: map[string]bool{}, parts: newIndex(map[string]part{}),
 	}
 	f.scan.files = map[string]*wholeFile{}
@@ -229,7 +232,7 @@ func (f *Folder) open(name string) (Reader, error) {
 	case isPushed:
 		return f.openPushed(p)
 	case isPart:
-		return newReader(whole.info, whole.file, whole.name)
+		return f.newReader(whole.info, whole.file, whole.name)
 	}
 	return nil, fmt.Errorf("%w: no tensor %q", ErrNotFound, name)
 }
@@ -238,7 +241,7 @@ func (f *Folder) open(name string) (Reader, error) {
 // holds the name's lock, so the file is p's.
 func (f *Folder) openPushed(p *pushed) (Reader, error) {
 	if p.mapped != nil && p.mapped.tryRetain() {
-		return newReader(p.info, p.mapped, pushedEntry)
+		return f.newReader(p.info, p.mapped, pushedEntry)
 	}
 	st, err := tensorfile.OpenSafetensors(filepath.Join(f.dir, p.file))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -255,7 +258,7 @@ func (f *Folder) openPushed(p *pushed) (Reader, error) {
 		_ = st.Close() // unmapping what was mapped does not fail
 		p.Release()
 	})
-	r, err := newReader(p.info, m, pushedEntry)
+	r, err := f.newReader(p.info, m, pushedEntry)
 	if err == nil {
 		p.mapped = m
 	}
@@ -357,10 +360,11 @@ type folderReader struct {
 	info Info
 	data []byte
 	file *mapped
+	pool *slab.Pool
 }
 
 // newReader takes over the caller's hold of the file, also when it fails.
-func newReader(info Info, file *mapped, name string) (Reader, error) {
+func (f *Folder) newReader(info Info, file *mapped, name string) (Reader, error) {
 	t, err := file.file.Tensor(name)
 	if err == nil {
 		_, err = tensor.New(info.Desc, t.Data) // somebody may have put another file in its place
@@ -369,7 +373,7 @@ func newReader(info Info, file *mapped, name string) (Reader, error) {
 		file.Release()
 		return nil, fmt.Errorf("store: tensor %q: its file has changed: %w", info.Name, err)
 	}
-	return &folderReader{info, t.Data, file}, nil
+	return &folderReader{info, t.Data, file, f.pool}, nil
 }
 
 func (r *folderReader) Info() Info {
@@ -378,12 +382,18 @@ func (r *folderReader) Info() Info {
 	return info
 }
 
+// View copies: the file is not this process's own, and whoever reads a view, as
+// grpc does when it writes, could not survive that somebody shortens it.
 func (r *folderReader) View(off, n int64) ([]byte, Releaser, error) {
 	if err := checkRange(off, n, int64(len(r.data))); err != nil {
 		return nil, nil, err
 	}
-	r.file.retain()
-	return r.data[off : off+n : off+n], r.file, nil
+	s := r.pool.Get(int(n))
+	if err := fault.Guard(func() { copy(s.Bytes(), r.data[off:]) }); err != nil {
+		s.Release()
+		return nil, nil, fmt.Errorf("store: tensor %q: %w", r.info.Name, err)
+	}
+	return s.Bytes(), s, nil
 }
 
 func (r *folderReader) Release() { r.file.Release() }

@@ -30,4 +30,7 @@ const (
 	// generatorCache is how many bytes of memory a Generator keeps for its next
 	// views: a few chunks of a few pulls at a time.
 	generatorCache = 16 * mib
+	// viewBytes is how much memory of views that were released a Folder keeps for the
+	// next: some pulls, with two chunks each.
+	viewBytes = 32 * mib
 )

@@ -111,10 +111,8 @@ type Reader interface {
 	// View shares bytes [off, off+n) of the tensor, at most a few MiB at a time,
 	// read-only until held.Release, which may run on any goroutine and after the
 	// Reader's own. ErrRange when the tensor has fewer bytes; an error holds nothing.
-	//
-	// The bytes may be a mapped file's. If somebody shortens that file, or its disk
-	// fails, then touching them raises SIGBUS, which ends the process unless the
-	// goroutine that reads has called debug.SetPanicOnFault and recovers.
+	// It wraps fault.ErrVanished when the bytes are those of a file that somebody has
+	// shortened.
 	View(off, n int64) (data []byte, held Releaser, err error)
 	// Release ends the reading, once.
 	Release()

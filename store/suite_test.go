@@ -297,9 +297,15 @@ func TestRoomComesBackWhenTheLastReaderIsDone(t *testing.T) {
 		require.NoError(t, err)
 		put(t, s, "x", make([]byte, 100_000))
 		require.Equal(t, 2*one, now())
-		r.Release()
-		require.Equal(t, 2*one, now())
-		held.Release()
+		if _, copied := s.(*Folder); copied { // a view of a folder holds the copy alone
+			held.Release()
+			require.Equal(t, 2*one, now())
+			r.Release()
+		} else {
+			r.Release()
+			require.Equal(t, 2*one, now())
+			held.Release()
+		}
 		require.Equal(t, one, now())
 		require.NoError(t, s.Delete("x"))
 		require.Zero(t, now())

@@ -14,7 +14,7 @@ var (
 	values  = []string{"tensor", "slab", "codec", "internal/invariants"}
 	core    = append([]string{"chunker", "assembler", "stream"}, values...)
 	carrier = append([]string{"api/tensorferry/v1", "internal/wire", "internal/session", "internal/transfer"}, core...)
-	serving = append([]string{"engine", "store", "tensorfile", "internal/metrics"}, carrier...)
+	serving = append([]string{"engine", "store", "tensorfile", "internal/metrics", "internal/fault"}, carrier...)
 )
 
 // layers is the arrow diagram of the module: who may import whom. Every package
@@ -23,6 +23,7 @@ var layers = map[string][]string{
 	"tensor":              {},
 	"api/tensorferry/v1":  {},
 	"internal/invariants": {},
+	"internal/fault":      {},
 	"internal/metrics":    {},
 	"internal/minifloat":  {"tensor"},
 	"internal/summary":    {"tensor", "internal/minifloat"},
@@ -32,7 +33,7 @@ var layers = map[string][]string{
 	"codec":      {"tensor", "slab"},
 	"chunker":    {"tensor", "slab"},
 	"assembler":  {"tensor", "slab", "codec", "internal/invariants"},
-	"store":      {"tensor", "slab", "codec", "tensorfile", "internal/invariants", "internal/minifloat"},
+	"store":      {"tensor", "slab", "codec", "tensorfile", "internal/invariants", "internal/fault", "internal/minifloat"},
 
 	"engine":            {"tensor", "slab"},
 	"engine/enginetest": {"engine", "tensor", "slab"},
@@ -42,7 +43,7 @@ var layers = map[string][]string{
 
 	"stream":            {"tensor", "slab", "chunker", "assembler", "codec"},
 	"internal/wire":     {"api/tensorferry/v1", "tensor", "slab", "stream"},
-	"internal/transfer": append([]string{"api/tensorferry/v1", "internal/wire"}, core...),
+	"internal/transfer": append([]string{"api/tensorferry/v1", "internal/wire", "internal/fault"}, core...),
 	"internal/session":  append([]string{"api/tensorferry/v1", "internal/wire"}, core...),
 
 	"client":            carrier,

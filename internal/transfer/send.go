@@ -1,11 +1,12 @@
 package transfer
 
 import (
+	"errors"
 	"fmt"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/internal/wire"
-	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -48,8 +49,6 @@ type Sender struct {
 	ChunkBytes int64
 	// Codec is tried on every chunk.
 	Codec codec.Codec
-	// Pool gives the memory of compressed chunks.
-	Pool *slab.Pool
 	// Moved, when not nil, hears of each chunk that gRPC has taken, with its bytes
 	// in the tensor.
 	Moved func(d *stream.Desc, bytes int64)
@@ -103,6 +102,12 @@ func (s *Sender) Send(t *Tensor) (codec.Digest, error) {
 			continue
 		}
 		if err := s.chunk(t, i, off, n, hash, skip); err != nil {
+			var source *SourceError
+			if errors.As(err, &source) && len(s.msg.Frame.Descs) > 0 {
+				if err := s.send(nil); err != nil { // the peer must know whose failure follows
+					return codec.Digest{}, err
+				}
+			}
 			return codec.Digest{}, err
 		}
 	}
@@ -134,7 +139,7 @@ func (s *Sender) chunk(t *Tensor, index uint32, off, n int64, hash *codec.Digest
 	}
 	c := stream.Chunk{Tensor: t.Tensor, Index: index, Data: s.views[:0]}
 	var packed *codec.Payload
-	err = guarded(func() {
+	err = fault.Guard(func() {
 		if hash != nil {
 			_, _ = hash.Write(data)
 		}

@@ -10,10 +10,7 @@
 package transfer
 
 import (
-	"errors"
 	"fmt"
-	"runtime"
-	"runtime/debug"
 
 	"github.com/tensorferry/tensorferry/stream"
 )
@@ -22,30 +19,6 @@ import (
 type Conn interface {
 	SendMsg(m any) error
 	RecvMsg(m any) error
-}
-
-// ErrVanished is wrapped when the memory of a tensor could not be read: a mapped
-// file was shortened, or its disk failed.
-var ErrVanished = errors.New("transfer: the tensor's bytes can not be read any more; somebody shortened its file")
-
-// guarded runs f, which reads memory that may be a mapped file's, and returns
-// ErrVanished where the memory is gone, which else would end the process.
-func guarded(f func()) (err error) {
-	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
-	defer func() {
-		switch r := recover().(type) {
-		case nil:
-		case interface {
-			runtime.Error
-			Addr() uintptr
-		}:
-			err = ErrVanished
-		default:
-			panic(r)
-		}
-	}()
-	f()
-	return nil
 }
 
 func violation(code stream.Code, format string, args ...any) *stream.Error {

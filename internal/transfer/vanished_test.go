@@ -5,13 +5,13 @@ package transfer
 import (
 	"os"
 	"path/filepath"
-	"runtime/debug"
 	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -53,7 +53,7 @@ func TestAMappingThatVanishesIsAnErrorNotTheEndOfTheProcess(t *testing.T) {
 				s.Checksum, s.ChunkBytes, s.Codec = codec.CRC32C, size/4, k
 				from := mapped(t, size, size/2)
 				_, err := s.Send(&Tensor{Desc: vector(tensor.ID{1}, size), From: from, Digest: digest})
-				require.ErrorIs(t, err, ErrVanished)
+				require.ErrorIs(t, err, fault.ErrVanished)
 				require.ErrorAs(t, err, new(*SourceError))
 				require.Len(t, conn.frames, 2, "what is there is sent")
 				require.Zero(t, from.views)
@@ -61,17 +61,3 @@ func TestAMappingThatVanishesIsAnErrorNotTheEndOfTheProcess(t *testing.T) {
 		}
 	}
 }
-
-func TestOnlyVanishedMemoryIsForgiven(t *testing.T) {
-	before := debug.SetPanicOnFault(false)
-	defer debug.SetPanicOnFault(before)
-	require.NoError(t, guarded(func() {}))
-	require.PanicsWithValue(t, "else", func() { _ = guarded(func() { panic("else") }) })
-	require.Panics(t, func() { _ = guarded(func() { _ = make([]byte, 1)[len(os.Args)+1] }) }, "an index out of range is a defect")
-	require.False(t, debug.SetPanicOnFault(false), "as it was before")
-	from := mapped(t, 8192, 0)
-	require.ErrorIs(t, guarded(func() { _ = from.data[4096] + 1; sink = from.data[5000] }), ErrVanished)
-	require.False(t, debug.SetPanicOnFault(false))
-}
-
-var sink byte
