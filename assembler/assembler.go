@@ -368,6 +368,10 @@ func (a *Assembler) retire() {
 	a.first += n
 }
 
+// Drop forgets the memory that was lent and not filled: the tensor is given up, and
+// no claim is open. It may be the last that holds it.
+func (a *Assembler) Drop() { a.regions, a.full = nil, nil }
+
 // TakeFull calls f with the number of each region filled since the last call.
 // The assembler does not touch that memory any more.
 func (a *Assembler) TakeFull(f func(region int)) {

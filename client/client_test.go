@@ -10,6 +10,7 @@ import (
 	"math"
 	"net"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -806,4 +807,30 @@ func TestACallThatCanNotBeSaidFailsAloneAndTheSessionLivesOn(t *testing.T) {
 			require.Equal(t, x.Desc, y.Desc)
 		})
 	}
+}
+
+func TestASessionKeepsNothingOfCallsThatEnded(t *testing.T) {
+	testkit.Start(t)
+	f := start(t, "tcp", client.Config{})
+	s := f.session(t)
+	var alive atomic.Int64
+	for range 40 {
+		dst := new([mib]byte)
+		alive.Add(1)
+		runtime.AddCleanup(dst, func(int) { alive.Add(-1) }, 0)
+		c, err := s.Call(t.Context(), client.Request{
+			Model:   "slow",
+			Params:  map[string]string{"delay": "1ms"},
+			Inputs:  []client.Input{client.From("", tensor.Tensor{Desc: tensor.Desc{DType: tensor.Int8, Shape: tensor.Shape{mib}}, Data: make([]byte, mib)})},
+			Results: map[string]client.Sink{"y": client.Into(dst[:])},
+		})
+		require.NoError(t, err)
+		for range c.Regions() { // some of it has come
+			break
+		}
+		c.Cancel()
+		_, _ = c.Wait() // cancelled, or faster
+	}
+	testkit.Eventually(t, func() bool { runtime.GC(); return alive.Load() <= 1 }, "the results to be let go of")
+	require.NoError(t, s.Close())
 }

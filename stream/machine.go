@@ -265,6 +265,7 @@ func (m *Machine) Calls() int { return len(m.calls) }
 // one may cause more.
 func (m *Machine) Event() (Event, bool) {
 	if m.taken == len(m.events) {
+		clear(m.events) // or they keep what they tell of
 		m.events = m.events[:0]
 		m.taken = 0
 		return Event{}, false
@@ -375,6 +376,9 @@ func (m *Machine) settle(c *call) {
 	for _, t := range c.ins {
 		t.dead = true
 		m.dropIn(t)
+		if t.asm != nil {
+			t.asm.Drop() // a queue may know t for a long time yet
+		}
 	}
 	delete(m.calls, c.part.ID)
 	m.forget(c.part.ID)
