@@ -12,6 +12,8 @@ import (
 	"google.golang.org/grpc"
 	grpcpeer "google.golang.org/grpc/peer"
 	"google.golang.org/grpc/tap"
+
+	"github.com/tensorferry/tensorferry/stream"
 )
 
 // intercept returns what every RPC goes through: the log, and inside it the one
@@ -94,9 +96,9 @@ type rpcLog struct {
 // PostCall logs that the RPC is over: what went well for who debugs, the rest for
 // who operates.
 func (r *rpcLog) PostCall(err error, took time.Duration) {
-	level := slog.LevelDebug
-	if err != nil {
-		level = slog.LevelInfo
+	level := slog.LevelInfo
+	if err == nil || statusName(err) == codeName(stream.Cancelled) { // a client that goes ends what it has open
+		level = slog.LevelDebug
 	}
 	if !r.log.Enabled(r.ctx, level) {
 		return

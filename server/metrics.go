@@ -100,6 +100,9 @@ func (s *Server) values() metrics.Values {
 		RunsAbandoned: s.runsAbandoned.Load(), Panics: s.panics.Load(),
 	}
 	v.MemoryUsed, v.MemoryPeak, v.MemoryLimit = s.cfg.Budget.Used()
+	if st, ok := s.cfg.Store.(interface{ Used() (used, limit int64) }); ok {
+		v.StoreUsed, v.StoreLimit = st.Used()
+	}
 	c := &s.counts
 	c.mu.Lock()
 	defer c.mu.Unlock()

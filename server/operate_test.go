@@ -418,7 +418,7 @@ func TestTheLogNamesEachRPCAndNoTensor(t *testing.T) {
 	require.NoError(t, err)
 	testkit.Eventually(t, func() bool {
 		text := n.String()
-		return strings.Contains(text, "level=INFO msg=\"rpc ended\" rpc=/tensorferry.v1.TensorService/StreamTensors code=CANCELLED") &&
+		return strings.Contains(text, "level=DEBUG msg=\"rpc ended\" rpc=/tensorferry.v1.TensorService/StreamTensors code=CANCELLED") &&
 			strings.Contains(text, "level=DEBUG msg=\"rpc ended\" rpc=/tensorferry.v1.TensorService/ListModels code=OK")
 	}, "both lines")
 	require.NotContains(t, n.String(), "secret-tensor")

@@ -42,7 +42,7 @@ func codeName(c stream.Code) string {
 func statusName(err error) string { return codeName(stream.Code(status.Code(err))) }
 
 // errDraining refuses a session for good.
-var errDraining = tryLater(codes.Unavailable, "server is draining; open the session on another one, or later")
+var errDraining = tryLater(codes.Unavailable, "server is draining; go to another one, or come back later")
 
 // errSessions refuses a session while limit others are open.
 func errSessions(limit int) error {
