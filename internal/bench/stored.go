@@ -190,12 +190,15 @@ func checkStored(ctx context.Context, st store.Store, name string, source []byte
 	if n, err := r.Info().Bytes(); err != nil || n != int64(len(source)) {
 		return errors.Join(err, fmt.Errorf("bench: %d bytes are stored, %d were sent", n, len(source)))
 	}
+	var piece []byte
 	return checkPieces(source, func(off, n int) ([]byte, error) {
 		data, held, err := r.View(int64(off), int64(n))
-		if err == nil {
-			held.Release() // r holds what it lies in, too
+		if err != nil {
+			return nil, err
 		}
-		return data, err
+		defer held.Release()
+		piece = append(piece[:0], data...)
+		return piece, nil
 	})
 }
 
