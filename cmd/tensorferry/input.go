@@ -67,9 +67,6 @@ func parseDesc(dtype, shape string) (d tensor.Desc, size int64, err error) {
 type source struct {
 	client.Input
 	title string // for people: stdin, x.npy, or f.safetensors:name
-	// rest is what must be at its end when the tensor has been read; nil if that is
-	// known already, or if it has none, as a device.
-	rest io.Reader
 }
 
 // bytes yields the tensor's bytes, once.
@@ -89,8 +86,22 @@ type inputFile struct {
 
 // openInput opens what is named by a command's argument: a .npy file, a
 // .safetensors file with all its tensors or with the one whose :name stands behind
-// it, raw bytes, or "-" for stdin.
-func openInput(file string, raw rawInput, stdin io.Reader) (*inputFile, error) {
+// it, raw bytes, or "-" for stdin. It waits for what a pipe says of itself, or little
+// longer than ctx.
+func openInput(ctx context.Context, file string, raw rawInput, stdin io.Reader) (*inputFile, error) {
+	opened := make(chan *inputFile, 1)
+	err := interruptible(ctx, func() error {
+		in, err := openFile(file, raw, stdin)
+		opened <- in
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	return <-opened, nil
+}
+
+func openFile(file string, raw rawInput, stdin io.Reader) (*inputFile, error) {
 	path, name, member := strings.Cut(file, ".safetensors:")
 	switch {
 	case raw.given():
@@ -101,7 +112,15 @@ func openInput(file string, raw rawInput, stdin io.Reader) (*inputFile, error) {
 		if err != nil {
 			return nil, hinted{fmt.Errorf("stdin: %w", err), "raw bytes need --dtype and --shape"}
 		}
-		return one(&source{client.FromReader("", d, in), "stdin", in}, nil), nil
+		size, err := d.Bytes()
+		if err != nil {
+			return nil, fmt.Errorf("stdin: %w", err)
+		}
+		s, err := pipedSource("stdin", d, size, in)
+		if err != nil {
+			return nil, err
+		}
+		return one(s, nil), nil
 	case member:
 		return openSafetensors(path+".safetensors", func(n string) bool { return n == name })
 	case strings.HasSuffix(file, ".safetensors"):
@@ -111,12 +130,12 @@ func openInput(file string, raw rawInput, stdin io.Reader) (*inputFile, error) {
 	if err != nil {
 		return nil, err
 	}
-	return one(&source{client.From("", t), file, nil}, c), nil
+	return one(&source{client.From("", t), file}, c), nil
 }
 
 // openOne opens a single tensor.
-func openOne(file string, raw rawInput, stdin io.Reader) (*source, io.Closer, error) {
-	in, err := openInput(file, raw, stdin)
+func openOne(ctx context.Context, file string, raw rawInput, stdin io.Reader) (*source, io.Closer, error) {
+	in, err := openInput(ctx, file, raw, stdin)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -149,7 +168,7 @@ func openSafetensors(path string, wanted func(name string) bool) (*inputFile, er
 		if err != nil {
 			return nil, errors.Join(err, s.Close())
 		}
-		src := &source{client.From("", t), path + ":" + name, nil}
+		src := &source{client.From("", t), path + ":" + name}
 		src.Name = name
 		in.tensors = append(in.tensors, src)
 	}
@@ -174,57 +193,77 @@ func openRaw(file string, raw rawInput, stdin io.Reader) (*inputFile, error) {
 	if err != nil {
 		return nil, err
 	}
-	in := one(&source{client.FromReader("", desc, stdin), "stdin", stdin}, nil)
-	f, ok := stdin.(*os.File)
+	title, r := "stdin", stdin
+	var c io.Closer
 	if file != "-" {
-		if f, err = os.Open(file); err != nil {
+		f, err := os.Open(file)
+		if err != nil {
 			return nil, err
 		}
-		in, ok = one(&source{client.FromReader("", desc, f), file, f}, f), true
+		title, r, c = file, f, f
 	}
-	if !ok {
-		return in, nil
+	in := one(&source{client.FromReader("", desc, r), title}, c)
+	known, err := endKnown(r, title, desc, size)
+	if err == nil && !known {
+		in.tensors[0], err = pipedSource(title, desc, size, r)
 	}
-	s := in.tensors[0]
-	info, err := f.Stat()
 	if err != nil {
 		return nil, errors.Join(err, in.Close())
-	}
-	switch {
-	case info.Mode()&os.ModeCharDevice != 0:
-		s.rest = nil
-	case info.Mode().IsRegular():
-		at, err := f.Seek(0, io.SeekCurrent)
-		if err != nil {
-			return nil, errors.Join(err, in.Close())
-		}
-		if left := info.Size() - at; left > size { // one that is shorter may still grow
-			return nil, errors.Join(fmt.Errorf("%s holds %d bytes, %v has %d", s.title, left, desc, size), in.Close())
-		}
-		s.rest = nil
 	}
 	return in, nil
 }
 
-// atEnd fails if more than the tensor comes. A pipe that stays open and says no
-// more is not waited for: the goroutine then ends with the process.
-func (s *source) atEnd() error {
-	if s.rest == nil {
+// endKnown reports whether nothing has to be found out about where raw bytes end: a
+// device has no end, and of a regular file the size says it.
+func endKnown(r io.Reader, title string, d tensor.Desc, size int64) (bool, error) {
+	f, ok := r.(*os.File)
+	if !ok {
+		return false, nil
+	}
+	info, err := f.Stat()
+	if err != nil {
+		return false, err
+	}
+	if !info.Mode().IsRegular() {
+		return info.Mode()&os.ModeCharDevice != 0, nil
+	}
+	at, err := f.Seek(0, io.SeekCurrent)
+	if left := info.Size() - at; err == nil && left > size { // one that is shorter may still grow
+		err = fmt.Errorf("%s holds %d bytes, %v has %d", title, left, d, size)
+	}
+	return true, err
+}
+
+// pipedSource is a tensor that r brings. Its last byte comes only when it is known
+// that no more follows: whoever reads the tensor to its end never takes the beginning
+// of something for the whole.
+func pipedSource(title string, d tensor.Desc, size int64, r io.Reader) (*source, error) {
+	atEnd := func() error {
+		if more(r) {
+			return fmt.Errorf("%s goes on after the bytes of %v", title, d)
+		}
 		return nil
 	}
-	more := make(chan bool, 1)
+	if size == 0 { // nobody reads it
+		return &source{client.FromReader("", d, r), title}, atEnd()
+	}
+	return &source{client.FromReader("", d, &heldBack{r: r, left: size, verdict: atEnd}), title}, nil
+}
+
+// more reports whether r has another byte. A pipe that stays open and says no more is
+// not waited for: the goroutine then ends with the process.
+func more(r io.Reader) bool {
+	follows := make(chan bool, 1)
 	go func() {
-		n, _ := io.ReadFull(s.rest, make([]byte, 1)) // how it ends matters no more
-		more <- n > 0
+		n, _ := io.ReadFull(r, make([]byte, 1)) // how it ends matters no more
+		follows <- n > 0
 	}()
 	select {
-	case surplus := <-more:
-		if surplus {
-			return fmt.Errorf("%s goes on after the bytes of %v", s.title, s.Desc)
-		}
+	case f := <-follows:
+		return f
 	case <-time.After(readWait):
+		return false
 	}
-	return nil
 }
 
 // interruptible waits for f, or little longer than ctx: f may be in a read or write

@@ -121,12 +121,16 @@ var forPrograms = regexp.MustCompile(`^client: (?:[A-Z][A-Za-z]+: )?`)
 // grpcWords is how grpc says that a connection was not to be had.
 var grpcWords = regexp.MustCompile(`connection error: desc = "transport: Error while dialing: (.*)"$`)
 
+// cutShort is how a client says that a reader failed in the end, because more came.
+var cutShort = regexp.MustCompile(`bad input: (?:input|tensor) ".*" ended after \d+ of \d+ bytes: (.* goes on after the bytes of )`)
+
 // said is an error as people read it: a line for each that it joins, once.
 func said(err error) string {
 	var lines []string
 	more := 0
 	for line := range strings.SplitSeq(err.Error(), "\n") {
 		line = forPrograms.ReplaceAllString(line, "")
+		line = cutShort.ReplaceAllString(line, "$1")
 		line = plain(grpcWords.ReplaceAllString(line, "no connection: $1"))
 		switch {
 		case slices.Contains(lines, line):

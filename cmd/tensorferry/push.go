@@ -105,7 +105,6 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 	bars := newProgress(stderr, o.quiet)
 	defer bars.end()
 	var r client.PushRequest
-	var sources []*source
 	lines := map[string]*bar{}
 	stdinTaken := false
 	for _, text := range args {
@@ -120,7 +119,7 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 			stdinTaken = true
 		}
 		// What is mapped stays so: a push that is interrupted may still read it.
-		in, err := p.open(o.input, stdin)
+		in, err := p.open(ctx, o.input, stdin)
 		if err != nil {
 			return err
 		}
@@ -131,7 +130,6 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 			if _, twice := lines[s.Name]; twice {
 				return usage("two tensors would be called %q; write another name and = before one of the files", s.Name)
 			}
-			sources = append(sources, s)
 			lines[s.Name] = bars.tensor(s.Name, s.Desc)
 			r.Tensors = append(r.Tensors, s.Input)
 		}
@@ -150,11 +148,6 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 	bars.end()
 	if ctx.Err() != nil {
 		return err
-	}
-	for _, s := range sources {
-		if e := s.atEnd(); err == nil && e != nil {
-			err = fmt.Errorf("%w; what was stored is its beginning", e)
-		}
 	}
 	if e := tellMoved(stdout, <-ended, o.asJSON); err == nil {
 		err = e
@@ -194,8 +187,8 @@ func parsePushed(text string) (pushed, error) {
 
 // open opens the file and gives its tensors the names they are stored under: one of
 // several is called after the file, a slash and its own name.
-func (p pushed) open(raw rawInput, stdin io.Reader) (*inputFile, error) {
-	in, err := openInput(p.file, raw, stdin)
+func (p pushed) open(ctx context.Context, raw rawInput, stdin io.Reader) (*inputFile, error) {
+	in, err := openInput(ctx, p.file, raw, stdin)
 	if err != nil {
 		return nil, err
 	}

@@ -91,7 +91,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 			return usage("stdin is one input, not two")
 		}
 		// What is mapped stays so: a call that is interrupted may still read it.
-		in, _, err := openOne(file, o.input, stdin)
+		in, _, err := openOne(ctx, file, o.input, stdin)
 		if err != nil {
 			return err
 		}
@@ -145,11 +145,6 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	})
 	if err != nil {
 		return err
-	}
-	for _, in := range sources {
-		if err := in.atEnd(); err != nil {
-			return err
-		}
 	}
 	for _, f := range files {
 		if err := f.commit(); err != nil {

@@ -34,6 +34,8 @@ type showOptions struct {
 	sourceFlags
 	asJSON bool
 	ascii  bool
+	// atServer: --server is given.
+	atServer func() bool
 }
 
 func showCommand() *cobra.Command {
@@ -62,6 +64,7 @@ numbers it shows the magnitude, of bool 0 and 1.`,
 	}
 	o.input.flags(c)
 	c.Flags().StringVar(&o.server, "server", "", "show tensors of the server of this `address`, not files")
+	o.atServer = func() bool { return c.Flags().Changed("server") }
 	o.sourceFlags.flags(c)
 	jsonFlag(c, &o.asJSON)
 	c.Flags().BoolVar(&o.ascii, "ascii", false, "draw histograms in ASCII")
@@ -93,6 +96,8 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 	}
 	var err error
 	switch {
+	case o.server == "" && o.atServer():
+		return usage("--server names no server")
 	case o.server != "" && o.input.given():
 		return usage("--dtype and --shape are for raw bytes; a tensor of a server says itself what it is")
 	case o.server != "":
@@ -141,16 +146,13 @@ func showStored(ctx context.Context, names []string, o showOptions, found func(s
 
 // showFile gives each tensor of a file to found.
 func showFile(ctx context.Context, file string, raw rawInput, stdin io.Reader, found func(shown) error) error {
-	in, err := openInput(file, raw, stdin)
+	in, err := openInput(ctx, file, raw, stdin)
 	if err != nil {
 		return err
 	}
 	defer in.Close()
 	for _, t := range in.tensors {
 		s, err := look(ctx, t.title, t.Desc, t.bytes())
-		if err == nil {
-			err = t.atEnd()
-		}
 		if err == nil {
 			err = found(s)
 		}

@@ -178,6 +178,9 @@ func isGlob(name string) bool { return strings.ContainsAny(name, `*?[`) }
 // storedOf lists the tensors that names and globs pick, each once. One that picks
 // nothing is an error.
 func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.Stored, error) {
+	if err := checkNames(names); err != nil {
+		return nil, err
+	}
 	var list []client.Stored
 	seen := map[string]bool{}
 	for _, n := range names {
@@ -201,6 +204,14 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 	return list, nil
 }
 
+// checkNames is for before a server is asked: to list what no name picks is to list all.
+func checkNames(names []string) error {
+	if slices.Contains(names, "") {
+		return usage("a NAME is empty")
+	}
+	return nil
+}
+
 // sourceFlags are the flags that have a server make a tensor.
 type sourceFlags struct {
 	source bool
@@ -215,6 +226,9 @@ func (o *sourceFlags) flags(c *cobra.Command) {
 // selections are what names pick: tensors, globs or sources.
 func (o *sourceFlags) selections(names []string) ([]client.Selection, error) {
 	params, err := paramsOf(o.params)
+	if err == nil {
+		err = checkNames(names)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -282,7 +296,7 @@ func readStored(ctx context.Context, cl *client.Client, s client.Selection, use 
 			}
 			begun = true
 			go func() { // ends with use, which the pipe's end brings about
-				err := use(d, &heldBack{r: r, left: size, verdict: verdict})
+				err := use(d, &heldBack{r: r, left: size, verdict: func() error { return <-verdict }})
 				if err != nil {
 					cancel(errUnread)
 				}
@@ -310,13 +324,14 @@ var errUnread = errors.New("nobody reads on")
 type heldBack struct {
 	r       io.Reader
 	left    int64
-	verdict chan error
+	verdict func() error // nil once asked
+	err     error        // the verdict
 }
 
 func (h *heldBack) Read(p []byte) (int, error) {
 	switch {
-	case len(p) == 0:
-		return 0, nil
+	case len(p) == 0 || h.err != nil:
+		return 0, h.err
 	case h.left == 0:
 		if err := h.judged(); err != nil {
 			return 0, err
@@ -340,10 +355,8 @@ func (h *heldBack) Read(p []byte) (int, error) {
 
 // judged waits for the verdict, once.
 func (h *heldBack) judged() error {
-	if h.verdict == nil {
-		return nil
+	if h.verdict != nil {
+		h.err, h.verdict = h.verdict(), nil
 	}
-	err := <-h.verdict
-	h.verdict = nil
-	return err
+	return h.err
 }

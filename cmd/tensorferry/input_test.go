@@ -1,0 +1,91 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"io"
+	"testing"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+func TestACommandThatWaitsForAHeaderCanBeInterrupted(t *testing.T) {
+	at := remote{server: defaultListen, codec: codec.None.String(), quiet: true} // it is not asked
+	none := rawInput{shaped: func() bool { return false }}
+	for name, command := range map[string]func(context.Context, io.Reader) error{
+		"run": func(ctx context.Context, stdin io.Reader) error {
+			return runModel(ctx, "echo", runOptions{remote: at, input: none}, stdin, io.Discard, io.Discard)
+		},
+		"push": func(ctx context.Context, stdin io.Reader) error {
+			return push(ctx, []string{"x=-"}, pushOptions{remote: at, input: none}, stdin, io.Discard, io.Discard)
+		},
+		"show": func(ctx context.Context, stdin io.Reader) error {
+			return show(ctx, []string{"-"}, showOptions{input: none, atServer: none.shaped}, stdin, io.Discard)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ctx, cancel := context.WithCancel(t.Context())
+			r, w := io.Pipe()
+			defer w.Close() // it stays open until then
+			ended := make(chan error, 1)
+			go func() { ended <- command(ctx, r) }()
+			if _, err := w.Write([]byte{0x93}); err != nil { // once it is written, the command reads
+				t.Fatal(err)
+			}
+			cancel()
+			if err := <-ended; !errors.Is(err, context.Canceled) {
+				t.Errorf("ended with %v", err)
+			}
+		})
+	}
+}
+
+func TestAPipeGivesItsLastByteOnlyWhenNothingFollows(t *testing.T) {
+	const size = 3
+	d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{size}}
+	for name, tc := range map[string]struct {
+		sent string
+		read int
+	}{
+		"whole":    {"abc", 3},
+		"one more": {"abcd", 2},
+		"two more": {"abcde", 2},
+		"short":    {"ab", 2},
+		"nothing":  {"", 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r, w := io.Pipe()
+			go func() {
+				_, _ = w.Write([]byte(tc.sent)) // it fails when nobody reads on
+				_ = w.Close()
+			}()
+			s, err := pipedSource("stdin", d, size, r)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for range 2 { // and no more when it is asked again
+				got, err := io.ReadAll(s.bytes())
+				if len(got) != tc.read || (err != nil) != (len(tc.sent) > size) {
+					t.Errorf("read %d bytes, %v; want %d", len(got), err, tc.read)
+				}
+				tc.read = 0
+			}
+			_ = r.Close() // the writer ends
+		})
+	}
+}
+
+func TestAPipeThatStaysOpenIsNotWaitedFor(t *testing.T) {
+	r, w := io.Pipe()
+	defer w.Close()
+	go func() { _, _ = w.Write([]byte("abc")) }()
+	s, err := pipedSource("stdin", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{3}}, 3, r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, 3)
+	if _, err := io.ReadFull(s.bytes(), got); err != nil || string(got) != "abc" {
+		t.Errorf("read %q, %v", got, err)
+	}
+}
