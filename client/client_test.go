@@ -825,8 +825,9 @@ func TestASessionKeepsNothingOfCallsThatEnded(t *testing.T) {
 			Results: map[string]client.Sink{"y": client.Into(dst[:])},
 		})
 		require.NoError(t, err)
-		for range c.Regions() { // some of it has come
-			break
+		for _, err := range c.Regions() {
+			require.NoError(t, err)
+			break // some of it has come
 		}
 		c.Cancel()
 		_, _ = c.Wait() // cancelled, or faster
