@@ -49,8 +49,14 @@ processes of their own, and prints the most memory that each took.`,
 		Example: `  tensorferry bench --net both
   tensorferry bench --benchstat > new.txt && benchstat -col /peer new.txt
   tensorferry bench --memory`,
-		Args: cobra.NoArgs,
+		Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
+			switch sized := c.Flags().Changed("memory-bytes"); {
+			case o.pairs < 1:
+				return usage("--pairs %d; give 1 or more", o.pairs)
+			case sized && !o.memory:
+				return usage("--memory-bytes is for --memory")
+			}
 			if o.benchstat && (o.json || o.memory) {
 				return usage("--benchstat goes with neither --json nor --memory")
 			}

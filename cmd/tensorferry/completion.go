@@ -35,7 +35,7 @@ the package bash-completion has to be there.`,
   tensorferry completion zsh > "${fpath[1]}/_tensorferry"
   tensorferry completion fish | source
   tensorferry completion powershell | Out-String | Invoke-Expression`,
-		Args:      cobra.MatchAll(cobra.ExactArgs(1), cobra.OnlyValidArgs),
+		Args:      cobra.MatchAll(takes(1, "SHELL"), typed(cobra.OnlyValidArgs)),
 		ValidArgs: slices.Sorted(maps.Keys(shells)),
 		RunE: func(c *cobra.Command, args []string) error {
 			return shells[args[0]](c.Root(), c.OutOrStdout())

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -23,6 +24,8 @@ const (
 	envPrefix = "TENSORFERRY_"
 	// configEnv names the file, as --config does.
 	configEnv = envPrefix + "CONFIG"
+	// serverEnv is what --server is where it is not given; serve has no such setting.
+	serverEnv = envPrefix + "SERVER"
 	// delimiter would part the keys of nested settings; there are none.
 	delimiter = "."
 )
@@ -42,10 +45,11 @@ func configure(flags *pflag.FlagSet, environ []string) (origins, error) {
 	_ = environment.Load(env.Provider(delimiter, env.Opt{ // it reads what is there
 		Prefix: envPrefix, EnvironFunc: func() []string { return environ },
 		TransformFunc: func(name, value string) (string, any) {
-			if name == configEnv {
-				if path == "" {
-					path = value
-				}
+			switch {
+			case name == serverEnv:
+				return "", nil
+			case name == configEnv:
+				path = cmp.Or(path, value)
 				return "", nil
 			}
 			return strings.ToLower(strings.ReplaceAll(strings.TrimPrefix(name, envPrefix), "_", "-")), value
@@ -164,6 +168,9 @@ func printConfig(w io.Writer, flags *pflag.FlagSet, from origins) error {
 		case where == "":
 			where = "default"
 		}
+		if v, ok := f.Value.(interface{ automatic() bool }); ok && v.automatic() {
+			where += "; 0 is automatic"
+		}
 		var value any = f.Value.String()
 		switch list, isList := f.Value.(pflag.SliceValue); {
 		case isList:
@@ -190,6 +197,7 @@ func printConfig(w io.Writer, flags *pflag.FlagSet, from origins) error {
 // bounded is a flag whose value has a least and a most.
 type bounded[T int | int64 | time.Duration] struct {
 	value       *T
+	standard    T // what the flag is at first; allowed, whatever the bounds
 	least, most T
 	kind        string
 	parse       func(string) (T, error)
@@ -201,7 +209,7 @@ func (b bounded[T]) Set(text string) error {
 	if err != nil {
 		return err
 	}
-	if n < b.least || n > b.most {
+	if n != b.standard && (n < b.least || n > b.most) {
 		return fmt.Errorf("give %s to %s", b.format(b.least), b.format(b.most))
 	}
 	*b.value = n
@@ -215,18 +223,21 @@ func (b bounded[T]) String() string {
 	return b.format(*b.value)
 }
 
+// automatic reports whether the value is none itself, and another is found at start.
+func (b bounded[T]) automatic() bool { return *b.value < b.least }
+
 func (b bounded[T]) Type() string { return b.kind }
 
 // sizeVar adds a flag of bytes: 65536, 512MiB, 2GB.
 func sizeVar(f *pflag.FlagSet, v *int64, name string, value, least, most int64, text string) {
 	*v = value
-	f.Var(bounded[int64]{v, least, most, "size", parseSize, formatSize}, name, text)
+	f.Var(bounded[int64]{v, value, least, most, "size", parseSize, formatSize}, name, text)
 }
 
 // countVar adds a flag that counts something, up to what 31 bits hold.
 func countVar(f *pflag.FlagSet, v *int, name string, value, least int, text string) {
 	*v = value
-	f.Var(bounded[int]{v, least, math.MaxInt32, "count", func(text string) (int, error) {
+	f.Var(bounded[int]{v, value, least, math.MaxInt32, "count", func(text string) (int, error) {
 		n, err := strconv.Atoi(text)
 		if err != nil {
 			return 0, errors.New("it is no whole number")
@@ -239,7 +250,7 @@ func countVar(f *pflag.FlagSet, v *int, name string, value, least int, text stri
 // typing error.
 func durationVar(f *pflag.FlagSet, v *time.Duration, name string, value, least time.Duration, text string) {
 	*v = value
-	f.Var(bounded[time.Duration]{v, least, 365 * 24 * time.Hour, "duration", func(text string) (time.Duration, error) {
+	f.Var(bounded[time.Duration]{v, value, least, 365 * 24 * time.Hour, "duration", func(text string) (time.Duration, error) {
 		d, err := time.ParseDuration(text)
 		if err != nil {
 			return 0, errors.New("it is no time; write 10s, 1m30s or 250ms")

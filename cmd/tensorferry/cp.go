@@ -35,7 +35,7 @@ tensors, each is stored under TO and the last part of its name.`,
 		Example: `  tensorferry cp x backup/x
   tensorferry cp 'model/*' model-2/
   tensorferry cp x y --to 127.0.0.1:50055`,
-		Args: cobra.MinimumNArgs(2),
+		Args: takes(many, "NAME", "TO"),
 		RunE: func(c *cobra.Command, args []string) error {
 			return cp(c.Context(), args[:len(args)-1], args[len(args)-1], o, c.OutOrStdout(), c.ErrOrStderr())
 		},

@@ -47,7 +47,7 @@ The server is a process of its own that ends with the demo, or, with --server,
 one that was started with tensorferry serve --demo, on this machine or another.`,
 		Example: `  tensorferry demo
   tensorferry demo --server 10.0.0.7:50051`,
-		Args: cobra.NoArgs,
+		Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			if times < 1 || times > demoMaxTimes {
 				return usage("--times %d; give 1 to %d", times, demoMaxTimes)

@@ -21,6 +21,7 @@ type genOptions struct {
 	dtype, shape, fill string
 	seed               uint64
 	name               string
+	named              func() bool // --name is given
 	output             string
 	raw, quiet         bool
 }
@@ -42,12 +43,13 @@ stdout, and the default. An output file is written whole or not at all.`,
 		Example: `  tensorferry gen --shape 1000,64 -o x.npy
   tensorferry gen --shape 4096,4096 --dtype bfloat16 --seed 7 --name weight -o w.safetensors
   tensorferry gen --shape 1000000000 --dtype uint8 --raw | tensorferry run echo --dtype uint8 --shape 1000000000 > y.bin`,
-		Args: cobra.NoArgs,
+		Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			return generate(c.Context(), o, c.OutOrStdout(), c.ErrOrStderr())
 		},
 	}
 	f := c.Flags()
+	o.named = func() bool { return f.Changed("name") }
 	f.StringVar(&o.dtype, "dtype", "float32", "data `type`")
 	f.StringVar(&o.shape, "shape", "", "`shape`, such as 1000,64; empty is a scalar (required)")
 	f.Uint64Var(&o.seed, "seed", 0, "another `number` makes another tensor")
@@ -65,6 +67,9 @@ stdout, and the default. An output file is written whole or not at all.`,
 }
 
 func generate(ctx context.Context, o genOptions, stdout, stderr io.Writer) error {
+	if o.named() && !strings.HasSuffix(o.output, ".safetensors") {
+		return usage("--name is for a .safetensors file; --output %s has no names", o.output)
+	}
 	d, size, err := parseDesc(o.dtype, o.shape)
 	if err != nil {
 		return err

@@ -20,7 +20,7 @@ func modelsCommand() *cobra.Command {
 	var server string
 	var asJSON bool
 	c := &cobra.Command{
-		Use: "models", Short: "list the models of a server", Args: cobra.NoArgs,
+		Use: "models", Short: "list the models of a server", Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			cl, err := dial(server, codec.None.String())
 			if err != nil {
@@ -113,7 +113,7 @@ func infoCommand() *cobra.Command {
 	var server string
 	var asJSON bool
 	c := &cobra.Command{
-		Use: "info", Short: "show limits and counters of a server", Args: cobra.NoArgs,
+		Use: "info", Short: "show limits and counters of a server", Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			cl, err := dial(server, codec.None.String())
 			if err != nil {
@@ -125,11 +125,13 @@ func infoCommand() *cobra.Command {
 				return err
 			}
 			if asJSON {
-				return writeJSON(c.OutOrStdout(), info)
+				return writeJSON(c.OutOrStdout(), infoJSON{
+					info.GetVersion(), info.GetUptimeMillis(), codecNames(info.GetCodecs()), info.GetLimits(), info.GetCounters(),
+				})
 			}
 			w := tabwriter.NewWriter(c.OutOrStdout(), 0, 4, 2, ' ', 0)
 			fmt.Fprintf(w, "version\t%s\nuptime\t%v\ncodecs\t%s\n",
-				plain(info.GetVersion()), time.Duration(info.GetUptimeMillis())*time.Millisecond, codecText(info.GetCodecs()))
+				plain(info.GetVersion()), time.Duration(info.GetUptimeMillis())*time.Millisecond, strings.Join(codecNames(info.GetCodecs()), " "))
 			for _, group := range []struct {
 				name   string
 				values map[string]int64
@@ -158,11 +160,20 @@ func quantity(name string, n int64) string {
 	return ""
 }
 
-// codecText names the codecs that a server decodes.
-func codecText(list []pb.Codec) string {
+// infoJSON is a server as info --json prints it.
+type infoJSON struct {
+	Version      string           `json:"version"`
+	UptimeMillis int64            `json:"uptime_millis"`
+	Codecs       []string         `json:"codecs"`
+	Limits       map[string]int64 `json:"limits"`
+	Counters     map[string]int64 `json:"counters"`
+}
+
+// codecNames names the codecs that a server decodes.
+func codecNames(list []pb.Codec) []string {
 	names := []string{codec.None.String()}
 	for _, k := range list {
 		names = append(names, codec.Codec(k).String())
 	}
-	return strings.Join(names, " ")
+	return names
 }

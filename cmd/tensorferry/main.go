@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"regexp"
 	"runtime/debug"
@@ -19,6 +20,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/store"
 )
 
 // Exit codes, for scripts.
@@ -61,7 +63,7 @@ var hints = map[codes.Code]string{
 	codes.NotFound:          "tensorferry ls lists the tensors and sources of a server, tensorferry models its models",
 	codes.AlreadyExists:     "tensorferry push NAME=FILE stores a tensor under another name",
 	codes.DataLoss:          "try it again; if it stays so, the server's disk or the way there does damage: push the tensor anew",
-	codes.ResourceExhausted: "tensorferry info lists the server's limits, tensorferry rm makes room in its store",
+	codes.ResourceExhausted: "tensorferry info lists the server's limits",
 }
 
 // gcPercent lets the Go heap grow to 16 MB before the first collection.
@@ -95,7 +97,7 @@ func main() {
 func run(ctx context.Context, args []string) int {
 	root := command()
 	root.SetArgs(args)
-	err := root.ExecuteContext(ctx)
+	c, err := root.ExecuteContextC(ctx)
 	if err == nil {
 		return 0
 	}
@@ -103,8 +105,9 @@ func run(ctx context.Context, args []string) int {
 	if code == exitInterrupted {
 		err = errors.New("interrupted") // what it broke is not news
 	}
-	fmt.Fprintf(os.Stderr, "tensorferry: %s\n", said(err))
-	if hint := hintOf(code, err); hint != "" {
+	text := strings.ReplaceAll(said(err), noHost, "host not found: "+servers(c))
+	fmt.Fprintf(os.Stderr, "tensorferry: %s\n", text)
+	if hint := hintOf(c, code, err); hint != "" {
 		fmt.Fprintf(os.Stderr, "hint: %s\n", hint)
 	}
 	return code
@@ -146,17 +149,46 @@ func said(err error) string {
 	return strings.Join(lines, "\n")
 }
 
-// hintOf says what to do about an error, if that is not plain.
-func hintOf(code int, err error) string {
+// noHost is how grpc says that nobody knows a host; it does not say which.
+const noHost = "name resolver error: produced zero addresses"
+
+// servers are the addresses that a command was given.
+func servers(c *cobra.Command) string {
+	var list []string
+	for _, name := range []string{"server", "to"} {
+		if f := c.Flag(name); f != nil && f.Value.String() != "" {
+			list = append(list, plain(f.Value.String()))
+		}
+	}
+	return strings.Join(list, " or ")
+}
+
+// askers are the commands in hints that talk to a server.
+var askers = regexp.MustCompile(`tensorferry (?:ls|models|info|rm|push)\b`)
+
+// hintOf says what to do about an error of a command, if that is not plain.
+func hintOf(c *cobra.Command, code int, err error) string {
+	hint := hintFor(c, code, err)
+	if f := c.Flag("server"); f != nil && f.Changed { // the server meant is that one
+		hint = askers.ReplaceAllStringFunc(hint, func(asker string) string { return asker + " --server " + plain(f.Value.String()) })
+	}
+	return hint
+}
+
+func hintFor(c *cobra.Command, code int, err error) string {
 	var h hinted
 	var e *client.Error
 	switch {
 	case errors.As(err, &h):
 		return h.hint
+	case code == exitUsage && !c.HasParent():
+		return "tensorferry help lists the commands"
 	case code == exitUsage:
-		return "tensorferry help lists the commands, tensorferry COMMAND --help its flags"
+		return c.CommandPath() + " --help says how it is used"
 	case code == exitConnection:
-		return connectionHint(err)
+		return connectionHint(c, err)
+	case code == exitLimit && strings.Contains(err.Error(), store.ErrFull.Error()):
+		return "tensorferry rm makes room in the store, tensorferry info lists the server's limits"
 	case code != exitInterrupted && errors.As(err, &e):
 		return hints[status.Code(e)]
 	}
@@ -165,9 +197,11 @@ func hintOf(code int, err error) string {
 
 // connectionHint says what to do about a server that is unavailable. grpc tells
 // only in words how far it came.
-func connectionHint(err error) string {
+func connectionHint(c *cobra.Command, err error) string {
 	var e *client.Error
 	switch text := err.Error(); {
+	case strings.Contains(text, noHost):
+		return "name the server with --server host:port"
 	case strings.Contains(text, "while dialing"), strings.Contains(text, "name resolver"):
 		return "is the server running? start one with tensorferry serve, or name it with --server host:port"
 	case strings.Contains(text, "server preface"):
@@ -175,18 +209,23 @@ func connectionHint(err error) string {
 	case errors.Is(err, client.ErrDraining), errors.As(err, &e) && e.RetryAfter > 0:
 		return "the server takes nothing now: try again later"
 	}
-	return "the connection broke; an output file is written whole or not at all, so run it again"
+	if f := c.Flag("output"); f != nil && f.Changed {
+		return "the connection broke; an output file is written whole or not at all, so run it again"
+	}
+	return "the connection broke; run it again"
 }
 
 func command() *cobra.Command {
 	root := &cobra.Command{
-		Use:           "tensorferry",
-		Short:         "carry tensors between programs and through models",
-		Version:       version,
-		SilenceUsage:  true,
-		SilenceErrors: true,
-		Args:          cobra.NoArgs,
-		RunE:          func(c *cobra.Command, _ []string) error { return c.Help() },
+		Use:          "tensorferry",
+		Short:        "carry tensors between programs and through models",
+		Version:      version,
+		SilenceUsage: true,
+		// Letters that a mistyped command differs in from the one that is suggested.
+		SuggestionsMinimumDistance: 2,
+		SilenceErrors:              true,
+		Args:                       noCommand,
+		RunE:                       func(c *cobra.Command, _ []string) error { return c.Help() },
 	}
 	root.SetVersionTemplate("{{.Version}}\n")
 	root.CompletionOptions.DisableDefaultCmd = true // completionCommand is in its place
@@ -198,10 +237,38 @@ func command() *cobra.Command {
 		genCommand(), showCommand(), // files
 		versionCommand(), completionCommand(),
 	)
-	for _, c := range root.Commands() {
-		c.Args = typed(c.Args)
-	}
 	return root
+}
+
+// noCommand is for a word that no command has taken.
+func noCommand(root *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return nil
+	}
+	err := fmt.Errorf("unknown command %q", args[0])
+	if like := root.SuggestionsFor(args[0]); len(like) > 0 {
+		err = hinted{err, "did you mean " + strings.Join(like, " or ") + "? tensorferry help lists the commands"}
+	}
+	return usageError{err}
+}
+
+// many is more arguments than anybody types.
+const many = math.MaxInt
+
+// takes checks that a command has an argument for each of what it needs, and at most
+// so many.
+func takes(most int, needs ...string) cobra.PositionalArgs {
+	return func(c *cobra.Command, args []string) error {
+		switch {
+		case len(args) < len(needs):
+			return usage("missing: %s, as in %s", strings.Join(needs[len(args):], " and "), c.UseLine())
+		case len(args) > most && most == 0:
+			return usage("%s takes no arguments, not %q", c.CommandPath(), args[0])
+		case len(args) > most:
+			return usage("one argument too many, %q: %s", args[most], c.UseLine())
+		}
+		return nil
+	}
 }
 
 // typed makes an error about a command's arguments a usage error.
@@ -230,8 +297,8 @@ func exitCode(ctx context.Context, err error) int {
 	case errors.As(err, &e):
 		return cmp.Or(exitOf[status.Code(e)], exitFailure)
 	}
-	// Two mistakes that cobra has no type for.
-	if text := err.Error(); strings.HasPrefix(text, "unknown command") || strings.HasPrefix(text, "required flag") {
+	// A mistake that cobra has no type for.
+	if strings.HasPrefix(err.Error(), "required flag") {
 		return exitUsage
 	}
 	return exitFailure

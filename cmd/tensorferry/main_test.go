@@ -38,6 +38,41 @@ func TestAnErrorIsSaidForPeople(t *testing.T) {
 	require.Equal(t, "and 5 more", lines[mostErrors])
 }
 
+func TestAHintFitsTheCommand(t *testing.T) {
+	broken := &client.Error{Code: codes.Unavailable, Message: "connection reset by peer"}
+	full := &client.Error{Code: codes.ResourceExhausted, Message: "store: full: 3 bytes too many"}
+	for name, tc := range map[string]struct {
+		flags []string
+		err   error
+		want  string
+	}{
+		"a broken connection":           {nil, broken, "the connection broke; run it again"},
+		"a broken connection to a file": {[]string{"-o", "x"}, broken, "the connection broke; an output file is written whole or not at all, so run it again"},
+		"a full store":                  {nil, full, "tensorferry rm makes room in the store, tensorferry info lists the server's limits"},
+		"of another server":             {[]string{"--server", "a:1"}, full, "tensorferry rm --server a:1 makes room in the store, tensorferry info --server a:1 lists the server's limits"},
+		"a typing error":                {nil, usage("no"), "pull --help says how it is used"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			root := command()
+			c, _, err := root.Find([]string{"pull"})
+			require.NoError(t, err)
+			require.NoError(t, c.ParseFlags(tc.flags))
+			require.Contains(t, hintOf(c, exitCode(t.Context(), tc.err), tc.err), tc.want)
+		})
+	}
+}
+
+func TestTheServersOfACommandAreNamed(t *testing.T) {
+	for want, args := range map[string][]string{
+		"a:1": {"ls", "--server", "a:1"}, "a:1 or b:2": {"cp", "--server", "a:1", "--to", "b:2"}, "": {"gen"},
+	} {
+		c, flags, err := command().Find(args)
+		require.NoError(t, err)
+		require.NoError(t, c.ParseFlags(flags))
+		require.Equal(t, want, servers(c))
+	}
+}
+
 func TestAFailureOfAServerHasItsExitCodeAndHint(t *testing.T) {
 	for code, want := range map[codes.Code]struct {
 		exit int
@@ -46,7 +81,7 @@ func TestAFailureOfAServerHasItsExitCodeAndHint(t *testing.T) {
 		codes.NotFound:          {exitFailure, "tensorferry ls"},
 		codes.AlreadyExists:     {exitFailure, "another name"},
 		codes.DataLoss:          {exitIntegrity, "push the tensor anew"},
-		codes.ResourceExhausted: {exitLimit, "tensorferry rm"},
+		codes.ResourceExhausted: {exitLimit, "tensorferry info"},
 		codes.InvalidArgument:   {exitFailure, ""},
 		codes.Unauthenticated:   {exitAuth, ""},
 		codes.PermissionDenied:  {exitAuth, ""},
@@ -55,7 +90,7 @@ func TestAFailureOfAServerHasItsExitCodeAndHint(t *testing.T) {
 		err := fmt.Errorf("pull: %w", &client.Error{Code: code, Message: "why"})
 		got := exitCode(context.Background(), err)
 		require.Equal(t, want.exit, got, code)
-		hint := hintOf(got, err)
+		hint := hintOf(pullCommand(), got, err)
 		require.Contains(t, hint, want.hint, code)
 		require.Equal(t, want.hint == "", hint == "", code)
 	}

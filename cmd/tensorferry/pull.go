@@ -40,7 +40,7 @@ whole or not at all; a device or a pipe as it comes.`,
 		Example: `  tensorferry pull x -o x.npy
   tensorferry pull 'model/*' -o model.safetensors
   tensorferry pull --source gen -p shape=1000,1000 -p seed=7 | tensorferry show -`,
-		Args: cobra.MinimumNArgs(1),
+		Args: takes(many, "NAME"),
 		RunE: func(c *cobra.Command, args []string) error {
 			return pull(c.Context(), args, o, c.OutOrStdout(), c.ErrOrStderr())
 		},
@@ -95,7 +95,7 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 		for some := range slices.Chunk(selections, selectionsAtATime) {
 			summaries, err := pullTo(ctx, cl, some, sinks)
 			if err != nil {
-				return err
+				return missing(err, some)
 			}
 			got = append(got, summaries...)
 		}

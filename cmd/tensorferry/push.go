@@ -1,9 +1,11 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
+	"os"
 	"path/filepath"
 	"strings"
 	"text/tabwriter"
@@ -31,7 +33,8 @@ func (r *remote) flags(c *cobra.Command) {
 
 // serverFlag adds --server, which every command has that talks to one.
 func serverFlag(c *cobra.Command, to *string) {
-	c.Flags().StringVar(to, "server", defaultListen, "`address` of the server: host:port or unix:/path")
+	c.Flags().StringVar(to, "server", cmp.Or(os.Getenv(serverEnv), defaultListen), "`address` of the server: host:port or unix:/path; also "+serverEnv)
+	c.Flag("server").DefValue = defaultListen // --help says the same everywhere
 }
 
 func codecFlag(c *cobra.Command, to *string) {
@@ -82,7 +85,7 @@ same.`,
   tensorferry push experiments/7/x=x.npy
   tensorferry gen --shape 1000,1000 | tensorferry push noise=-
   tensorferry push y=y.bin --dtype float32 --shape 1000,64`,
-		Args: cobra.MinimumNArgs(1),
+		Args: takes(many, "FILE"),
 		RunE: func(c *cobra.Command, args []string) error {
 			return push(c.Context(), args, o, c.InOrStdin(), c.OutOrStdout(), c.ErrOrStderr())
 		},

@@ -44,7 +44,7 @@ device; a pipe that stays open is not waited for.`,
 		Example: `  tensorferry run relu --input x.npy --output y.npy
   cat x.bin | tensorferry run affine --param a=2 --param b=1 --dtype float32 --shape 1000,64 > y.bin
   tensorferry run trunk --input h=weights.safetensors:hidden --output y.npy`,
-		Args: cobra.ExactArgs(1),
+		Args: takes(1, "MODEL"),
 		RunE: func(c *cobra.Command, args []string) error {
 			return runModel(c.Context(), args[0], o, c.InOrStdin(), c.OutOrStdout(), c.ErrOrStderr())
 		},
@@ -63,6 +63,9 @@ device; a pipe that stays open is not waited for.`,
 }
 
 func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, stdout, stderr io.Writer) error {
+	if o.timeout < 0 {
+		return usage("--timeout %v is in the past", o.timeout)
+	}
 	params, err := paramsOf(o.params)
 	if err != nil {
 		return err

@@ -35,6 +35,9 @@ const (
 	// memoryShare: tensors in assembly and computation may take this part
 	// (1/memoryShare) of what the process may have.
 	memoryShare = 4
+	// leastMemory of --memory: four chunks of the largest kind, so that a call can have
+	// input and result, each with one on its way.
+	leastMemory = 4 * stream.ChunkBytesCeiling
 	// storeMemory is --store without a folder; it then takes this part
 	// (1/storeShare) of what calls may take, beside them.
 	storeMemory = "memory"
@@ -86,8 +89,8 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	f.BoolVar(&c.insecure, "insecure", false, "allow listeners that other machines reach: there is no encryption and no authentication yet")
 	f.StringArrayVar(&c.models, "model", nil, "serve the model in a folder, as `name=folder` or folder; repeatable")
 	f.BoolVar(&c.demo, "demo", false, "serve the model that tensorferry demo --server needs, too")
-	sizeVar(f, &c.memory, "memory", 0, 0, math.MaxInt64, "most `bytes` of tensors in memory (default a quarter of what the process may have)")
-	countVar(f, &c.workers, "workers", 0, 0, "blocks computed at a time (default the number of CPUs)")
+	sizeVar(f, &c.memory, "memory", 0, leastMemory, 1<<62, "most `bytes` of tensors in memory (default a quarter of what the process may have)")
+	countVar(f, &c.workers, "workers", 0, 1, "blocks computed at a time (default the number of CPUs)")
 	f.Var(&c.store, "store", "`where` pushed tensors rest: memory, memory:2GiB or a folder")
 	f.BoolVar(&c.reflection, "reflection", true, "answer gRPC reflection, so that grpcurl needs no files")
 	f.BoolVar(&c.pprof, "pprof", false, "serve Go's profiles below /debug/pprof/ of the metrics address")
@@ -195,7 +198,7 @@ are 10s, 1m30s, 250ms. docs/operating.md says more.`,
 		Example: `  tensorferry serve
   tensorferry serve --listen unix:/tmp/ferry.sock --model trunk=models/trunk
   tensorferry serve --config ferry.yaml --print-config`,
-		Args: cobra.NoArgs,
+		Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			environ := os.Environ()
 			if child {

@@ -57,7 +57,7 @@ numbers it shows the magnitude, of bool 0 and 1.`,
   tensorferry gen --shape 1000000 | tensorferry show -
   tensorferry show y.bin --dtype float32 --shape 1000,64
   tensorferry show --server 127.0.0.1:50051 'model/*'`,
-		Args: cobra.MinimumNArgs(1),
+		Args: takes(many, "FILE (NAME with --server)"),
 		RunE: func(c *cobra.Command, args []string) error {
 			return show(c.Context(), args, o, c.InOrStdin(), c.OutOrStdout())
 		},

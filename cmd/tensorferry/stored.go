@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/codec"
@@ -118,7 +120,7 @@ a glob, as for pull; one that picks nothing is an error, and then nothing is rem
 A tensor of a file that was put into the server's folder goes with that file only.`,
 		Example: `  tensorferry rm x
   tensorferry rm 'experiments/7/*'`,
-		Args: cobra.MinimumNArgs(1),
+		Args: takes(many, "NAME"),
 		RunE: func(c *cobra.Command, args []string) error {
 			return rm(c.Context(), server, args, asJSON, c.OutOrStdout())
 		},
@@ -192,7 +194,7 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 			return nil, err
 		}
 		if len(some) == 0 {
-			return nil, hinted{fmt.Errorf("the server has no tensor %q", n), "tensorferry ls lists what it has"}
+			return nil, noSuch("tensor", n)
 		}
 		for _, s := range some {
 			if !seen[s.Name] {
@@ -202,6 +204,22 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 		}
 	}
 	return list, nil
+}
+
+// missing is the error of a pull, for people if the one thing it names is not there.
+func missing(err error, selections []client.Selection) error {
+	if status.Code(err) != codes.NotFound || len(selections) != 1 {
+		return err
+	}
+	kind := "tensor"
+	if selections[0].Source {
+		kind = "source"
+	}
+	return noSuch(kind, selections[0].Name)
+}
+
+func noSuch(kind, name string) error {
+	return hinted{fmt.Errorf("the server has no %s %q", kind, name), "tensorferry ls lists what it has"}
 }
 
 // checkNames is for before a server is asked: to list what no name picks is to list all.
@@ -249,6 +267,9 @@ func paramsOf(texts []string) (map[string]string, error) {
 		k, v, ok := strings.Cut(text, "=")
 		if !ok {
 			return nil, usage("--param %q has no =; write key=value", text)
+		}
+		if _, twice := params[k]; twice {
+			return nil, usage("--param %s is given twice", k)
 		}
 		params[k] = v
 	}
@@ -307,7 +328,7 @@ func readStored(ctx context.Context, cl *client.Client, s client.Selection, use 
 		},
 	})
 	if !begun {
-		return err
+		return missing(err, []client.Selection{s})
 	}
 	verdict <- err
 	_ = w.CloseWithError(err) // it never fails; nil is the end

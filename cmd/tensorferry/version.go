@@ -24,7 +24,7 @@ type versionJSON struct {
 func versionCommand() *cobra.Command {
 	var asJSON bool
 	c := &cobra.Command{
-		Use: "version", Short: "print the version", Args: cobra.NoArgs,
+		Use: "version", Short: "print the version", Args: takes(0),
 		Long: `Version prints the version; with --json also the commit, the Go version and the
 platform that the binary was built for.`,
 		RunE: func(c *cobra.Command, _ []string) error {
