@@ -21,7 +21,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo lint lint-go lint-proto breaking generated tidy-check \
 	examples grpcurl-check bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers build \
-	fuzz fuzz-1m generate reference fmt vectors scripts-rewrite bench-peers-results
+	stress-sessions stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference fmt vectors scripts-rewrite bench-peers-results
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^##/ { printf "\n%s\n", substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
