@@ -89,7 +89,7 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	f.BoolVar(&c.insecure, "insecure", false, "allow listeners that other machines reach: there is no encryption and no authentication yet")
 	f.StringArrayVar(&c.models, "model", nil, "serve the model in a folder, as `name=folder` or folder; repeatable")
 	f.BoolVar(&c.demo, "demo", false, "serve the model that tensorferry demo --server needs, too")
-	sizeVar(f, &c.memory, "memory", 0, leastMemory, 1<<62, "most `bytes` of tensors in memory (default a quarter of what the process may have)")
+	sizeVar(f, &c.memory, "memory", 0, leastMemory, 1<<62, "most `bytes` of tensors in memory, 16MiB or more (default a quarter of what the process may have)")
 	countVar(f, &c.workers, "workers", 0, 1, "blocks computed at a time (default the number of CPUs)")
 	f.Var(&c.store, "store", "`where` pushed tensors rest: memory, memory:2GiB or a folder")
 	f.BoolVar(&c.reflection, "reflection", true, "answer gRPC reflection, so that grpcurl needs no files")
