@@ -17,6 +17,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -232,6 +233,9 @@ func (f *Folder) open(name string) (Reader, error) {
 	case isPushed:
 		return f.openPushed(p)
 	case isPart:
+		if !whole.info.Digest.IsZero() && !f.asItWas(whole.info) {
+			whole.info.Digest = codec.Digest{}
+		}
 		return f.newReader(whole.info, whole.file, whole.name)
 	}
 	return nil, fmt.Errorf("%w: no tensor %q", ErrNotFound, name)
@@ -357,10 +361,11 @@ func (f *Folder) Used() (used, limit int64) { return f.used.Load(), f.config.Lim
 
 // folderReader is the Reader of a tensor in a file.
 type folderReader struct {
-	info Info
-	data []byte
-	file *mapped
-	pool *slab.Pool
+	folder *Folder
+	info   Info
+	data   []byte
+	file   *mapped
+	pool   *slab.Pool
 }
 
 // newReader takes over the caller's hold of the file, also when it fails.
@@ -373,7 +378,25 @@ func (f *Folder) newReader(info Info, file *mapped, name string) (Reader, error)
 		file.Release()
 		return nil, fmt.Errorf("store: tensor %q: its file has changed: %w", info.Name, err)
 	}
-	return &folderReader{info, t.Data, file, f.pool}, nil
+	return &folderReader{f, info, t.Data, file, f.pool}, nil
+}
+
+// Digested notes the digest of a whole file's tensor, which somebody has computed
+// of all of its bytes, for as long as the file is the one that was read.
+func (r *folderReader) Digested(d codec.Digest) {
+	r.folder.mu.Lock()
+	defer r.folder.mu.Unlock()
+	if p, ok := r.folder.parts.byName[r.info.Name]; ok && p.file == r.file && r.info.File != "" {
+		p.info.Digest = d
+		r.folder.parts.byName[r.info.Name] = p
+	}
+}
+
+// asItWas reports whether a part's file has not been written to since its digest was
+// computed: nobody is told of that.
+func (f *Folder) asItWas(info Info) bool {
+	now, err := os.Stat(filepath.Join(f.dir, info.File))
+	return err == nil && now.ModTime().Equal(info.Stored)
 }
 
 func (r *folderReader) Info() Info {

@@ -13,10 +13,12 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/stretchr/testify/require"
 
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -518,4 +520,34 @@ func TestAShortenedFileIsAnErrorAndWhatWasViewedStays(t *testing.T) {
 	require.Equal(t, want, data)
 	_, _, err = r.View(mib/2, mib/2)
 	require.ErrorIs(t, err, fault.ErrVanished)
+}
+
+func TestTheDigestOfAFilesTensorIsRememberedUntilTheFileChanges(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "m.safetensors")
+	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {1, 2}}))
+	f := closing(t, openFolder(t, dir, FolderConfig{}))
+	digest := func() codec.Digest {
+		r, err := f.Open(t.Context(), "m/x")
+		require.NoError(t, err)
+		defer r.Release()
+		return r.Info().Digest
+	}
+	require.True(t, digest().IsZero())
+	r, err := f.Open(t.Context(), "m/x")
+	require.NoError(t, err)
+	r.(interface{ Digested(codec.Digest) }).Digested(codec.Digest{1})
+	r.Release()
+	require.Equal(t, codec.Digest{1}, digest())
+	place(t, dir, "other.safetensors", modelFile(t, map[string][]int32{"y": {1}}))
+	_, err = f.Open(t.Context(), "other/y") // has the folder looked at
+	require.NoError(t, err)
+	require.Equal(t, codec.Digest{1}, digest(), "another file is none of its business")
+	list, err := f.List("m/*", "", 10)
+	require.NoError(t, err)
+	require.Equal(t, codec.Digest{1}, list[0].Digest)
+
+	later := time.Now().Add(time.Hour)
+	require.NoError(t, os.Chtimes(path, later, later)) // written to in place
+	require.True(t, digest().IsZero())
 }

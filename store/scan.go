@@ -203,9 +203,15 @@ func (f *Folder) showParts() {
 				slog.String("file", file), slog.Int("tensors", unusable))
 		}
 	}
-	x := newIndex(parts)
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	for name, p := range parts {
+		if old, ok := f.parts.byName[name]; ok && old.file == p.file { // what Digested said still holds
+			p.info.Digest = old.info.Digest
+			parts[name] = p
+		}
+	}
+	x := newIndex(parts)
 	hidden := slices.DeleteFunc(slices.Clone(x.names), func(name string) bool { return f.pushed.byName[name] == nil })
 	f.parts = x
 	if len(hidden) > 0 {

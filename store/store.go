@@ -48,8 +48,8 @@ var (
 type Info struct {
 	Name string
 	tensor.Desc
-	// Digest is zero when nobody has computed it: the tensor is part of a file
-	// that somebody put there, or a Source made it.
+	// Digest is zero when nobody has computed it yet: the tensor is part of a file
+	// that somebody put there, and was not read whole, or a Source made it.
 	Digest codec.Digest
 	// Stored is when the tensor was committed, or its file last changed.
 	Stored time.Time
