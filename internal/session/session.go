@@ -39,7 +39,7 @@ var ErrPeerClosed = errors.New("session: closed by the peer")
 
 // Session is one side of a session. Do and Stop are safe for concurrent use.
 type Session struct {
-	conn    Conn
+	conn    Conn // nil when nobody uses it any more
 	handler Handler
 	start   time.Time
 
@@ -117,6 +117,12 @@ func (s *Session) Wait(code stream.Code, text string) {
 	s.over = true
 	s.mu.Unlock()
 	s.work.Wait()
+	s.sending <- struct{}{} // a caller of DoSend may be about to leave
+	// A frame that gRPC forgot holds its payload's loan, the loan whoever is told of
+	// its end, and that is somebody who knows this session: were it to know the
+	// connection, and so gRPC's queue with the frame in it, none would be garbage.
+	s.conn, s.broken = nil, true
+	<-s.sending
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.timer.Stop()
