@@ -45,10 +45,10 @@ func configure(flags *pflag.FlagSet, environ []string) (origins, error) {
 	_ = environment.Load(env.Provider(delimiter, env.Opt{ // it reads what is there
 		Prefix: envPrefix, EnvironFunc: func() []string { return environ },
 		TransformFunc: func(name, value string) (string, any) {
-			switch {
-			case name == serverEnv:
+			switch name {
+			case serverEnv:
 				return "", nil
-			case name == configEnv:
+			case configEnv:
 				path = cmp.Or(path, value)
 				return "", nil
 			}
@@ -234,10 +234,10 @@ func sizeVar(f *pflag.FlagSet, v *int64, name string, value, least, most int64, 
 	f.Var(bounded[int64]{v, value, least, most, "size", parseSize, formatSize}, name, text)
 }
 
-// countVar adds a flag that counts something, up to what 31 bits hold.
-func countVar(f *pflag.FlagSet, v *int, name string, value, least int, text string) {
+// countVar adds a flag that counts something, from 1 to what 31 bits hold.
+func countVar(f *pflag.FlagSet, v *int, name string, value int, text string) {
 	*v = value
-	f.Var(bounded[int]{v, value, least, math.MaxInt32, "count", func(text string) (int, error) {
+	f.Var(bounded[int]{v, value, 1, math.MaxInt32, "count", func(text string) (int, error) {
 		n, err := strconv.Atoi(text)
 		if err != nil {
 			return 0, errors.New("it is no whole number")
