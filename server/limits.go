@@ -36,9 +36,6 @@ func promise(l stream.Limits) int64 {
 func unread(l stream.Limits) time.Duration { return 2 * time.Duration(min(l.ChunkIdle, 1<<61)) }
 
 const (
-	// pullChunks is how many chunks of a pull are in memory of the budget: one that
-	// grpc writes, and one that waits for it.
-	pullChunks = 2
 	// pushTensors is how many tensors may be open on one push at a time, and
 	// transferTensors how many it, or a pull's request, may name in all: state per
 	// tensor, and a response that fits a message.

@@ -15,7 +15,6 @@ import (
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/internal/wire"
-	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
 )
@@ -45,15 +44,6 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 		if err != nil {
 			return nil, err
 		}
-		holder, room := "pull "+h.Session.String(), pullChunks*slab.SizeOf(int64(s.limits.ChunkBytes))
-		ctx, cancel := context.WithTimeoutCause(conn.Context(), s.cfg.MemoryWait, s.waitedForMemory())
-		err = s.cfg.Budget.Acquire(ctx, holder, room)
-		cancel()
-		if err != nil {
-			code, text, _ := callCode(err)
-			return r, &stream.Error{Code: code, Text: text}
-		}
-		defer s.cfg.Budget.Release(holder, room)
 		p := &pull{server: s, ctx: conn.Context(), record: r, sender: transfer.NewSender(w, &connectionOf(conn.Context()).flight)}
 		p.sender.Checksum = codec.Checksum(h.Checksum)
 		p.sender.ChunkBytes = min(int64(h.MaxChunkBytes), int64(s.limits.ChunkBytes))
