@@ -24,7 +24,7 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		return nil, err
 	}
 	defer s.endSmall()
-	one := connectionOf(ctx)
+	one := s.connections.of(ctx)
 	if !s.beginCall(one) {
 		return nil, errCalls(s.cfg.QueuedCalls)
 	}

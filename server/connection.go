@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/time/rate"
 	"google.golang.org/grpc/stats"
 
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -20,6 +21,7 @@ import (
 type connections struct {
 	log  *slog.Logger
 	most int // accepted at a time
+	thin int // frames a second of each
 
 	mu       sync.Mutex // guards all below
 	open     map[*connection]struct{}
@@ -32,6 +34,7 @@ type connection struct {
 	flight wire.InFlight
 	addr   net.Addr
 	close  func() error // nil on a listener that is not Serve's
+	thin   *rate.Limiter
 
 	// What the connection has open. While a limit of the server is reached, one that
 	// has fewer than ownOpen of a kind is given one more all the same: who floods the
@@ -103,7 +106,8 @@ func (c acceptedConn) RemoteAddr() net.Addr { return acceptedAddr{c.Conn.RemoteA
 
 // TagConn gives each connection the book of what is sent on it.
 func (c *connections) TagConn(ctx context.Context, info *stats.ConnTagInfo) context.Context {
-	one := &connection{addr: info.RemoteAddr}
+	one := c.one()
+	one.addr = info.RemoteAddr
 	if a, ok := info.RemoteAddr.(acceptedAddr); ok {
 		one.close = a.conn.Close
 	}
@@ -116,13 +120,17 @@ func (c *connections) TagConn(ctx context.Context, info *stats.ConnTagInfo) cont
 	return context.WithValue(ctx, connectionKey{}, one)
 }
 
-// connectionOf returns what is known of the connection that an RPC came over. One
-// that grpc did not tell of is the RPC's own.
-func connectionOf(ctx context.Context) *connection {
+// of returns what is known of the connection that an RPC came over. One that grpc
+// did not tell of is the RPC's own.
+func (c *connections) of(ctx context.Context) *connection {
 	if one, ok := ctx.Value(connectionKey{}).(*connection); ok {
 		return one
 	}
-	return new(connection)
+	return c.one()
+}
+
+func (c *connections) one() *connection {
+	return &connection{thin: rate.NewLimiter(rate.Limit(c.thin), max(c.thin/10, 1))}
 }
 
 // beginCall counts a call, or reports that there are too many; endCall follows.

@@ -64,7 +64,7 @@ func (s *Server) shownLimits(memory int64) map[string]int64 {
 	return map[string]int64{
 		"chunk_bytes": int64(l.ChunkBytes), "chunks_per_tensor": tensor.MaxChunks, "tensor_bytes": l.TensorBytes,
 		"rank": tensor.MaxRank, "dimension": tensor.MaxDim,
-		"message_bytes": int64(l.ChunkBytes) + wire.MaxControlBytes, "window_bytes": int64(c.WindowBytes),
+		"message_bytes": int64(l.ChunkBytes) + wire.MaxControlBytes, "window_bytes": int64(c.WindowBytes), "thin_frames_per_second": int64(c.ThinFrames),
 		"allowance_bytes": int64(l.AllowanceBytes), "allowance_chunks": stream.AllowanceChunks,
 		"open_tensors_per_session": int64(l.OpenTensors), "open_calls_per_session": int64(l.OpenCalls),
 		"sessions": int64(c.Sessions), "calls": int64(c.QueuedCalls),

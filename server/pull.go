@@ -44,7 +44,7 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 		if err != nil {
 			return nil, err
 		}
-		p := &pull{server: s, ctx: conn.Context(), record: r, sender: transfer.NewSender(w, &connectionOf(conn.Context()).flight)}
+		p := &pull{server: s, ctx: conn.Context(), record: r, sender: transfer.NewSender(w, &s.connections.of(conn.Context()).flight)}
 		p.sender.Checksum = codec.Checksum(h.Checksum)
 		p.sender.ChunkBytes = min(int64(h.MaxChunkBytes), int64(s.limits.ChunkBytes))
 		if h.MaxChunkBytes == 0 {

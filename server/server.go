@@ -75,6 +75,10 @@ type Config struct {
 	// QueuedCalls is how many calls of all sessions are open at a time; 0 means
 	// DefaultQueuedCalls.
 	QueuedCalls int
+	// ThinFrames is how many frames a second one connection may send, over a time,
+	// that open nothing and carry less than 1 KiB; more of them wait. 0 means
+	// DefaultThinFrames.
+	ThinFrames int
 	// WindowBytes is how many bytes a client may have on their way to the server on
 	// one connection, before the server reads them; 0 means DefaultWindow, less
 	// than 64 KiB means 64 KiB. Raise it when rate times round trip exceeds it.
@@ -140,6 +144,7 @@ func New(cfg Config) (*Server, error) {
 		cfg.Sources = new(store.Sources)
 	}
 	def(&cfg.MemoryWait, DefaultMemoryWait)
+	def(&cfg.ThinFrames, DefaultThinFrames)
 	def(&cfg.WindowBytes, DefaultWindow)
 	def(&cfg.StreamsPerConnection, DefaultStreamsPerConn)
 	def(&cfg.HeaderListBytes, DefaultHeaderListBytes)
@@ -150,7 +155,7 @@ func New(cfg Config) (*Server, error) {
 	cfg.WindowBytes = min(max(cfg.WindowBytes, 64<<10), math.MaxInt32)
 	s := &Server{
 		cfg: cfg, limits: cfg.Session.WithDefaults(), log: cfg.Log, started: time.Now(),
-		closing: make(chan struct{}), sessions: make(map[*peer]struct{}), transfers: transfers{most: cfg.Transfers}, connections: connections{log: cfg.Log, most: cfg.Connections}, health: newHealth(), counts: newCounts(),
+		closing: make(chan struct{}), sessions: make(map[*peer]struct{}), transfers: transfers{most: cfg.Transfers}, connections: connections{log: cfg.Log, most: cfg.Connections, thin: cfg.ThinFrames}, health: newHealth(), counts: newCounts(),
 	}
 	if err := s.follow(); err != nil {
 		return nil, err
@@ -280,7 +285,7 @@ func (s *Server) Close() {
 
 // StreamTensors serves one session.
 func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]) error {
-	one := connectionOf(conn.Context())
+	one := s.connections.of(conn.Context())
 	p := &peer{server: s, conn: one, calls: make(map[tensor.ID]*call), side: side{budget: s.cfg.Budget, promise: promise(s.limits), idle: &s.idle}}
 	s.mu.Lock()
 	switch {
@@ -292,7 +297,7 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 		s.sessionsRefused.Add(1)
 		return errSessions(s.cfg.Sessions)
 	}
-	p.sess = session.New(conn, stream.Config{Server: true, Limits: s.limits, Codecs: codec.All()}, p, &one.flight)
+	p.sess = session.New(paced{conn, one.thin}, stream.Config{Server: true, Limits: s.limits, Codecs: codec.All()}, p, &one.flight)
 	s.sessions[p] = struct{}{}
 	one.sessions.Add(1)
 	s.work.Add(1)

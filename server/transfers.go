@@ -236,7 +236,7 @@ func (w *watched) stalled(first time.Duration, push bool) error {
 // nothing but the end of the RPC wakes one that waits for its peer, and returns
 // what the RPC ends with. The work ends soon after; Close waits for it.
 func (s *Server) transfer(conn grpc.ServerStream, kind string, work func(*watched) (*record, error)) error {
-	one := connectionOf(conn.Context())
+	one := s.connections.of(conn.Context())
 	s.mu.Lock()
 	if s.draining {
 		s.mu.Unlock()
@@ -252,7 +252,7 @@ func (s *Server) transfer(conn grpc.ServerStream, kind string, work func(*watche
 
 	stalled := make(chan struct{}, 1)
 	first := time.Duration(s.limits.FirstFrame)
-	w := &watched{ServerStream: conn, left: first, idle: time.Duration(s.limits.ChunkIdle)}
+	w := &watched{ServerStream: paced{conn, one.thin}, left: first, idle: time.Duration(s.limits.ChunkIdle)}
 	w.timer = time.AfterFunc(w.idle, func() {
 		select {
 		case stalled <- struct{}{}:

@@ -74,7 +74,7 @@ type serveConfig struct {
 	window                              int64
 	memoryWait                          time.Duration
 	firstFrame, chunkIdle, sessionIdle  time.Duration
-	maxStreams                          int
+	maxStreams, maxThinFrames           int
 	maxHeaderList                       int64
 	handshake                           time.Duration
 
@@ -111,6 +111,7 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	countVar(f, &c.maxSessionCalls, "max-session-calls", d.OpenCalls, "open calls of a session")
 	countVar(f, &c.maxSessionTensors, "max-session-tensors", d.OpenTensors, "tensors that a session sends at a time")
 	countVar(f, &c.maxStreams, "max-streams", server.DefaultStreamsPerConn, "RPCs of one connection at a time")
+	countVar(f, &c.maxThinFrames, "max-thin-frames", server.DefaultThinFrames, "frames a second from one connection that open nothing and carry under 1 KiB")
 	sizeVar(f, &c.maxHeaderList, "max-header-list", server.DefaultHeaderListBytes, 1<<10, 1<<24, "`bytes` of an RPC's metadata")
 	durationVar(f, &c.memoryWait, "memory-wait", server.DefaultMemoryWait, time.Millisecond, "how long a call waits for memory")
 	durationVar(f, &c.firstFrame, "first-frame", time.Duration(d.FirstFrame), time.Millisecond, "how long a new session may say nothing")
@@ -308,7 +309,7 @@ func (c *serveConfig) serverConfig() server.Config {
 			FirstFrame: stream.Instant(c.firstFrame), ChunkIdle: stream.Instant(c.chunkIdle), SessionIdle: stream.Instant(c.sessionIdle),
 		},
 		Sessions: c.maxSessions, QueuedCalls: c.maxCalls, Transfers: c.maxTransfers, StoredBytes: c.maxStored, WindowBytes: int(c.window), MemoryWait: c.memoryWait,
-		StreamsPerConnection: c.maxStreams, HeaderListBytes: int(c.maxHeaderList), Handshake: c.handshake,
+		StreamsPerConnection: c.maxStreams, ThinFrames: c.maxThinFrames, HeaderListBytes: int(c.maxHeaderList), Handshake: c.handshake,
 		Keepalive: c.keepalive, KeepaliveTimeout: c.keepaliveTimeout, KeepaliveMin: c.keepaliveMin,
 	}
 }
