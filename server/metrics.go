@@ -100,6 +100,7 @@ func (s *Server) values() metrics.Values {
 		RunsAbandoned: s.runsAbandoned.Load(), Panics: s.panics.Load(),
 	}
 	v.MemoryUsed, v.MemoryPeak, v.MemoryLimit = s.cfg.Budget.Used()
+	v.MemoryKept = s.cfg.Pool.Kept()
 	if st, ok := s.cfg.Store.(interface{ Used() (used, limit int64) }); ok {
 		v.StoreUsed, v.StoreLimit = st.Used()
 	}

@@ -173,6 +173,13 @@ func (p *Pool) Live() (slabs, bytes int64) {
 	return p.slabs, p.live
 }
 
+// Kept returns how many bytes of released memory the pool keeps for the next taker.
+func (p *Pool) Kept() int64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.cached
+}
+
 // SizeOf returns the bytes that a slab of n bytes takes from a pool: what to ask
 // a Budget for. A size beyond 63 bits becomes the largest there is.
 func SizeOf(n int64) int64 {

@@ -113,8 +113,8 @@ func TestTheCacheNeverHoldsMoreThanItsLimit(t *testing.T) {
 			for class, list := range p.free {
 				sum += int64(class * len(list))
 			}
-			if sum != p.cached || sum > limit {
-				t.Errorf("limit %d: %d bytes cached, counted as %d", limit, sum, p.cached)
+			if sum != p.Kept() || sum > limit {
+				t.Errorf("limit %d: %d bytes cached, counted as %d", limit, sum, p.Kept())
 			}
 		}
 	}

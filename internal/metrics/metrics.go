@@ -34,6 +34,7 @@ type Values struct {
 	OpenTransfers                             map[string]int64  // by kind
 	TransferBytes                             map[Outcome]int64 // payload, by kind
 	MemoryUsed, MemoryPeak, MemoryLimit       int64             // bytes
+	MemoryKept                                int64             // bytes
 	StoreUsed, StoreLimit                     int64             // bytes; 0: there is no store, or it does not tell
 	RunsAbandoned, Panics                     int64
 }
@@ -59,6 +60,7 @@ var plain = []struct {
 	{"duplicate_chunks_total", "Chunks received more than once.", prometheus.CounterValue, func(v *Values) int64 { return v.DuplicateChunks }},
 	{"memory_used_bytes", "Memory budget granted now.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryUsed }},
 	{"memory_peak_bytes", "Most of the memory budget ever granted.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryPeak }},
+	{"memory_kept_bytes", "Memory that nobody uses, kept for the next to ask; given back when others need it.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryKept }},
 	{"memory_limit_bytes", "Memory budget.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryLimit }},
 	{"store_used_bytes", "What pushed tensors take in the store now.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreUsed }},
 	{"store_limit_bytes", "What they may take; the largest number if only the disk says.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreLimit }},

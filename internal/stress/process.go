@@ -176,22 +176,38 @@ func (d *daemon) rss() (now, peak float64, err error) {
 	if err != nil {
 		return 0, 0, err
 	}
-	now, err = resident(strconv.Itoa(d.cmd.Process.Pid))
-	return now, float64(most), err
+	r, err := residentOf(strconv.Itoa(d.cmd.Process.Pid))
+	return r.own + r.mapped, float64(most), err
 }
 
-// resident returns the memory of a process that is present, or of "self".
-func resident(pid string) (float64, error) {
-	text, err := os.ReadFile("/proc/" + pid + "/statm")
+// resident is the memory of a process that is present.
+type resident struct {
+	own    float64 // nobody else's
+	mapped float64 // pages of files, which the system may take back, and programs share
+	gone   float64 // files that it has mapped and that nobody can open any more
+}
+
+// residentOf returns that of a process, or of "self".
+func residentOf(pid string) (r resident, err error) {
+	status, err := os.ReadFile("/proc/" + pid + "/status")
 	if err != nil {
-		return 0, err
+		return r, err
 	}
-	fields := strings.Fields(string(text))
-	if len(fields) < 2 {
-		return 0, fmt.Errorf("stress: /proc/%s/statm says %q", pid, text)
+	for line := range strings.Lines(string(status)) {
+		name, value, _ := strings.Cut(line, ":")
+		to, wanted := map[string]*float64{"RssAnon": &r.own, "RssShmem": &r.own, "RssFile": &r.mapped}[name]
+		if !wanted {
+			continue
+		}
+		var kib float64
+		if _, err := fmt.Sscanf(value, "%f kB", &kib); err != nil {
+			return r, fmt.Errorf("stress: /proc/%s/status says %q", pid, line)
+		}
+		*to += kib * 1024
 	}
-	pages, err := strconv.ParseFloat(fields[1], 64)
-	return pages * float64(os.Getpagesize()), err
+	maps, err := os.ReadFile("/proc/" + pid + "/maps")
+	r.gone = float64(bytes.Count(maps, []byte(".safetensors (deleted)\n")))
+	return r, err
 }
 
 // figures are the metrics of a server by name; labels are summed up.

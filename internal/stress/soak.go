@@ -11,6 +11,7 @@ import (
 	"runtime"
 	"runtime/debug"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -28,8 +29,7 @@ const (
 	warmUp = 2 * time.Minute
 	// judgedFrom is the shortest run whose memory is judged: one that warms up whole.
 	judgedFrom = 4 * warmUp
-	// memory is the servers' budget, and what their pools keep: little enough to be
-	// full soon.
+	// memory is the servers' budget, and the most that their pools keep.
 	memory = "256MiB"
 	// share of growth that is none, beside what follows.
 	share = 0.05
@@ -67,9 +67,11 @@ type target struct {
 
 // sample is what one process is like when everything rests.
 type sample struct {
-	at                                 time.Duration
-	goroutines, descriptors, rss, heap float64
-	budget                             float64 // granted; of a server
+	at                            time.Duration
+	goroutines, descriptors, heap float64
+	resident
+	budget float64 // granted; of a server
+	kept   float64 // memory for the next call, in RSS; of a server
 }
 
 // history are the samples of one process.
@@ -214,7 +216,8 @@ func (s *soak) look(ctx context.Context, first bool) error {
 	fmt.Fprintf(s.out, "%v\n  under load  %s\n", at.Round(time.Second), strings.Join(loaded, "; "))
 	for _, h := range s.histories() {
 		n := h.samples[len(h.samples)-1]
-		fmt.Fprintf(s.out, "  %-7s at rest  %v goroutines, %v descriptors, RSS %s, heap %s, budget %s\n", h.name, n.goroutines, n.descriptors, mibs(n.rss), mibs(n.heap), mibs(n.budget))
+		fmt.Fprintf(s.out, "  %-7s at rest  %v goroutines, %v descriptors, %v files mapped that are gone, RSS %s of its own, %s of it kept, and %s mapped, heap %s, budget %s\n",
+			h.name, n.goroutines, n.descriptors, n.gone, mibs(n.own), mibs(n.kept), mibs(n.mapped), mibs(n.heap), mibs(n.budget))
 		if over := n.goroutines - h.base.goroutines; over > restGoroutines {
 			s.add("%v: %s: %v goroutines more than before the load", at.Round(time.Second), h.name, over)
 		}
@@ -264,11 +267,11 @@ func (t *target) look(ctx context.Context, at time.Duration, first bool) error {
 	if err != nil {
 		return err
 	}
-	rss, _, err := t.daemon.rss()
+	memory, err := residentOf(strconv.Itoa(t.daemon.cmd.Process.Pid))
 	if err != nil {
 		return err
 	}
-	t.history.add(sample{at, f["go_goroutines"], f["process_open_fds"], rss, f["go_memstats_heap_alloc_bytes"], f["tensorferry_memory_used_bytes"]}, first)
+	t.history.add(sample{at, f["go_goroutines"], f["process_open_fds"], f["go_memstats_heap_alloc_bytes"], memory, f["tensorferry_memory_used_bytes"], f["tensorferry_memory_kept_bytes"]}, first)
 	return nil
 }
 
@@ -318,8 +321,8 @@ func ownSample(at time.Duration) (sample, error) {
 	if err != nil {
 		return sample{}, err
 	}
-	rss, err := resident("self")
-	return sample{at: at, goroutines: float64(runtime.NumGoroutine()), descriptors: float64(len(fds)), rss: rss, heap: float64(m.HeapAlloc)}, err
+	memory, err := residentOf("self")
+	return sample{at: at, goroutines: float64(runtime.NumGoroutine()), descriptors: float64(len(fds)), resident: memory, heap: float64(m.HeapAlloc)}, err
 }
 
 // judge compares the last quarter with the time after the warm-up.
@@ -335,8 +338,9 @@ func (s *soak) judge(length time.Duration) {
 		}{
 			{"goroutines", func(n sample) float64 { return n.goroutines }, restGoroutines, false},
 			{"descriptors", func(n sample) float64 { return n.descriptors }, restDescriptors, false},
+			{"gone files", func(n sample) float64 { return n.gone }, restDescriptors, false},
 			{"heap", func(n sample) float64 { return n.heap }, 4 * mib, true},
-			{"RSS", func(n sample) float64 { return n.rss }, 16 * mib, true},
+			{"RSS, used", func(n sample) float64 { return n.own - n.kept }, 16 * mib, true},
 			{"budget", func(n sample) float64 { return n.budget }, 4 * mib, true},
 		} {
 			before, n := h.median(warm, 2*warm, c.of)
