@@ -57,7 +57,7 @@ build: ## Build bin/tensorferry, without cgo
 
 ## Check (nothing in the tree is written)
 
-CHECKS := test race invariants nocgo lint generated tidy-check examples grpcurl-check bench-smoke bench-peers-smoke
+CHECKS := test race invariants nocgo lint generated tidy-check examples grpcurl-check bench-smoke bench-peers-smoke stress-smoke
 
 check: $(CHECKS) ## All of it, as CI does (default)
 
