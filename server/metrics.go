@@ -9,6 +9,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/tensorferry/tensorferry/internal/metrics"
+	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
 )
 
@@ -101,7 +102,7 @@ func (s *Server) values() metrics.Values {
 	}
 	v.MemoryUsed, v.MemoryPeak, v.MemoryLimit = s.cfg.Budget.Used()
 	v.MemoryKept = s.cfg.Pool.Kept()
-	if st, ok := s.cfg.Store.(interface{ Used() (used, limit int64) }); ok {
+	if st, ok := s.cfg.Store.(store.Meter); ok {
 		v.StoreUsed, v.StoreLimit = st.Used()
 	}
 	c := &s.counts

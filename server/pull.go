@@ -203,7 +203,7 @@ func (p *pull) tensor(name string, r store.Reader, sel *pb.Selection) error {
 	case err != nil:
 		return err // the record says how the transfer ended
 	}
-	if d, ok := r.(interface{ Digested(codec.Digest) }); ok && info.Digest.IsZero() && !sum.Digest.IsZero() {
+	if d, ok := r.(store.DigestKeeper); ok && info.Digest.IsZero() && !sum.Digest.IsZero() {
 		d.Digested(sum.Digest) // a tensor that is pulled again is not hashed again
 	}
 	p.server.transfers.over(state, sum)

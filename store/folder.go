@@ -356,7 +356,7 @@ func (f *Folder) Close() error {
 	return f.lock.Close()
 }
 
-// Used returns the bytes that the files of pushed tensors take now, and the limit.
+// Used implements Meter: the files of pushed tensors count, with their headers.
 func (f *Folder) Used() (used, limit int64) { return f.used.Load(), f.config.Limit }
 
 // folderReader is the Reader of a tensor in a file.
@@ -381,8 +381,8 @@ func (f *Folder) newReader(info Info, file *mapped, name string) (Reader, error)
 	return &folderReader{f, info, t.Data, file, f.pool}, nil
 }
 
-// Digested notes the digest of a whole file's tensor, which somebody has computed
-// of all of its bytes, for as long as the file is the one that was read.
+// Digested implements DigestKeeper. The digest of a whole file's tensor is kept for
+// as long as the file is the one that was read.
 func (r *folderReader) Digested(d codec.Digest) {
 	r.folder.mu.Lock()
 	defer r.folder.mu.Unlock()

@@ -536,7 +536,7 @@ func TestTheDigestOfAFilesTensorIsRememberedUntilTheFileChanges(t *testing.T) {
 	require.True(t, digest().IsZero())
 	r, err := f.Open(t.Context(), "m/x")
 	require.NoError(t, err)
-	r.(interface{ Digested(codec.Digest) }).Digested(codec.Digest{1})
+	r.(DigestKeeper).Digested(codec.Digest{1})
 	r.Release()
 	require.Equal(t, codec.Digest{1}, digest())
 	place(t, dir, "other.safetensors", modelFile(t, map[string][]int32{"y": {1}}))

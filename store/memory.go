@@ -166,8 +166,7 @@ func (m *Memory) Close() error {
 	return nil
 }
 
-// Used returns the bytes that are taken now, by tensors, open Writers and what is
-// deleted but still read, and the limit.
+// Used implements Meter.
 func (m *Memory) Used() (used, limit int64) { return m.used.Load(), m.limit }
 
 // memoryWriter is a tensor on its way into memory.

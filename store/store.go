@@ -121,6 +121,30 @@ type Reader interface {
 // Releaser ends the sharing of a view, once.
 type Releaser interface{ Release() }
 
+// DigestKeeper is what a Reader may be besides, when its Info has no digest: who has
+// hashed all of the tensor tells it, and it need not be hashed again. Safe for
+// concurrent use, before Release.
+type DigestKeeper interface {
+	// Digested notes the digest of the bytes that the Reader gave. It never fails
+	// and never waits: a store that has no place for it forgets it.
+	Digested(d codec.Digest)
+}
+
+// Meter is what a Store may be besides: it says how full it is, which a server
+// shows as metrics. Safe for concurrent use, also after Close.
+type Meter interface {
+	// Used returns, without waiting, the bytes that are taken now by tensors, by
+	// open Writers, and by what was replaced or deleted but is still read; and how
+	// many that may be, math.MaxInt64 where only a disk sets the limit.
+	Used() (used, limit int64)
+}
+
+var (
+	_ DigestKeeper = (*folderReader)(nil)
+	_ Meter        = (*Memory)(nil)
+	_ Meter        = (*Folder)(nil)
+)
+
 // CheckName reports, with an error that wraps ErrName, whether a tensor may have
 // this name: 1 to MaxName bytes of UTF-8 without control characters. Slashes and
 // dots are letters like all others: no name is a path here.

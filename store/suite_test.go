@@ -281,10 +281,9 @@ func TestAReaderKeepsWhatItOpened(t *testing.T) {
 }
 
 func TestRoomComesBackWhenTheLastReaderIsDone(t *testing.T) {
-	type used interface{ Used() (used, limit int64) }
 	forAll(t, func(t *testing.T, s Store) {
 		now := func() int64 {
-			n, _ := s.(used).Used()
+			n, _ := s.(Meter).Used()
 			return n
 		}
 		require.Zero(t, now())
