@@ -74,7 +74,8 @@ type serveConfig struct {
 	window                              int64
 	memoryWait                          time.Duration
 	firstFrame, chunkIdle, sessionIdle  time.Duration
-	maxStreams, maxThinFrames           int
+	maxConnections, maxStreams          int
+	maxThinFrames                       int
 	maxHeaderList                       int64
 	handshake                           time.Duration
 
@@ -110,6 +111,7 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	sizeVar(f, &c.maxStored, "max-stored", server.DefaultStoredBytes, 1, 1<<62, "largest tensor that may be pushed, in `bytes`")
 	countVar(f, &c.maxSessionCalls, "max-session-calls", d.OpenCalls, "open calls of a session")
 	countVar(f, &c.maxSessionTensors, "max-session-tensors", d.OpenTensors, "tensors that a session sends at a time")
+	countVar(f, &c.maxConnections, "max-connections", server.DefaultConnections, "open connections; one more is closed at once")
 	countVar(f, &c.maxStreams, "max-streams", server.DefaultStreamsPerConn, "RPCs of one connection at a time")
 	countVar(f, &c.maxThinFrames, "max-thin-frames", server.DefaultThinFrames, "frames a second from one connection that open nothing and carry under 1 KiB")
 	sizeVar(f, &c.maxHeaderList, "max-header-list", server.DefaultHeaderListBytes, 1<<10, 1<<24, "`bytes` of an RPC's metadata")
@@ -309,7 +311,7 @@ func (c *serveConfig) serverConfig() server.Config {
 			FirstFrame: stream.Instant(c.firstFrame), ChunkIdle: stream.Instant(c.chunkIdle), SessionIdle: stream.Instant(c.sessionIdle),
 		},
 		Sessions: c.maxSessions, QueuedCalls: c.maxCalls, Transfers: c.maxTransfers, StoredBytes: c.maxStored, WindowBytes: int(c.window), MemoryWait: c.memoryWait,
-		StreamsPerConnection: c.maxStreams, ThinFrames: c.maxThinFrames, HeaderListBytes: int(c.maxHeaderList), Handshake: c.handshake,
+		Connections: c.maxConnections, StreamsPerConnection: c.maxStreams, ThinFrames: c.maxThinFrames, HeaderListBytes: int(c.maxHeaderList), Handshake: c.handshake,
 		Keepalive: c.keepalive, KeepaliveTimeout: c.keepaliveTimeout, KeepaliveMin: c.keepaliveMin,
 	}
 }
