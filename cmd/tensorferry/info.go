@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -20,7 +21,21 @@ func modelsCommand() *cobra.Command {
 	var server string
 	var asJSON bool
 	c := &cobra.Command{
-		Use: "models", Short: "list the models of a server", Args: takes(0),
+		Use:   "models",
+		Short: "list the models of a server",
+		Long: `Models lists what a server can run: the inputs and results of each model, with
+their data types and shapes. In a shape ? is a dimension of any size, and ... any
+number of dimensions before the others.
+
+With --json a dimension is a number, null when it may have any size, or "..." for
+any number of dimensions; only the first one is ever that. Data types are absent
+where any will do. The rows of a model are a string: how many leading axes of a
+tensor are independent of each other, "all_but_last" or "all"; "0" needs all of
+the tensor at once. An input that is whole is needed whole before the first row.
+The parameters that a model takes are not listed.`,
+		Example: `  tensorferry models
+  tensorferry models --json`,
+		Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			cl, err := dial(server, codec.None.String())
 			if err != nil {
@@ -34,14 +49,14 @@ func modelsCommand() *cobra.Command {
 			if asJSON {
 				listed := make([]modelJSON, len(models))
 				for i, m := range models {
-					listed[i] = modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), portsJSON(m.GetInputs()), portsJSON(m.GetOutputs()), m.GetRows()}
+					listed[i] = modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), portsJSON(m.GetInputs()), portsJSON(m.GetOutputs()), rowsText(m.GetRows())}
 				}
 				return writeJSON(c.OutOrStdout(), listed)
 			}
 			w := tabwriter.NewWriter(c.OutOrStdout(), 0, 4, 2, ' ', 0)
 			fmt.Fprintln(w, "NAME\tVERSION\tDEVICE\tINPUTS\tRESULTS")
 			for _, m := range models {
-				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", m.GetName(), m.GetVersion(), m.GetDevice(), portText(m.GetInputs()), portText(m.GetOutputs()))
+				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", plain(m.GetName()), plain(m.GetVersion()), plain(m.GetDevice()), portText(m.GetInputs()), portText(m.GetOutputs()))
 			}
 			return w.Flush()
 		},
@@ -58,20 +73,46 @@ type modelJSON struct {
 	Device  string     `json:"device,omitempty"`
 	Inputs  []portJSON `json:"inputs"`
 	Outputs []portJSON `json:"outputs"`
-	Rows    int32      `json:"rows,omitempty"`
+	Rows    string     `json:"rows"`
 }
 
 type portJSON struct {
 	Name   string   `json:"name"`
 	DTypes []string `json:"dtypes,omitempty"` // absent: any
-	Shape  []int64  `json:"shape,omitempty"`
+	Shape  []any    `json:"shape"`            // numbers, null, "..."
 	Whole  bool     `json:"whole,omitempty"`
+}
+
+// rowsText names what engine.Info has as a number from the end of the shape.
+func rowsText(rows int32) string {
+	switch rows {
+	case engine.AllAxes:
+		return "all"
+	case engine.AllButLast:
+		return "all_but_last"
+	}
+	return strconv.Itoa(int(rows))
+}
+
+// shapeJSON says in JSON what engine.Port has as negative numbers.
+func shapeJSON(shape []int64) []any {
+	dims := make([]any, len(shape))
+	for i, n := range shape {
+		switch n {
+		case engine.AnyAxes:
+			dims[i] = "..."
+		case engine.Free: // null
+		default:
+			dims[i] = n
+		}
+	}
+	return dims
 }
 
 func portsJSON(ports []*pb.Port) []portJSON {
 	listed := make([]portJSON, len(ports))
 	for i, p := range ports {
-		listed[i] = portJSON{p.GetName(), typeNames(p), p.GetShape(), p.GetWhole()}
+		listed[i] = portJSON{p.GetName(), typeNames(p), shapeJSON(p.GetShape()), p.GetWhole()}
 	}
 	return listed
 }
@@ -87,7 +128,7 @@ func typeNames(p *pb.Port) []string {
 func portText(ports []*pb.Port) string {
 	var out []string
 	for _, p := range ports {
-		text := p.GetName()
+		text := plain(p.GetName())
 		types := typeNames(p)
 		text += ":" + strings.Join(types, "|")
 		if len(types) == 0 {
