@@ -127,8 +127,8 @@ func put(t testing.TB, s store.Store, name string, data []byte) {
 	t.Helper()
 	w, err := s.Create(t.Context(), name, tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(len(data))}})
 	require.NoError(t, err)
-	require.NoError(t, w.WriteViews(0, [][]byte{data}))
-	_, err = w.Commit()
+	require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{data}))
+	_, err = w.Commit(t.Context())
 	require.NoError(t, err)
 }
 
@@ -404,7 +404,7 @@ func TestAPullThatNobodyReadsEndsAndGivesEverythingBack(t *testing.T) {
 			saysWhy(t, state.GetMessage(), []string{"not read", "pull again"})
 			// grpc keeps what is queued behind a closed window: the connection goes.
 			testkit.Eventually(t, func() bool { return strings.Contains(log.String(), "does not read") }, "the connection's end")
-			require.NoError(t, m.Delete("x"))
+			require.NoError(t, m.Delete(t.Context(), "x"))
 			testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "what was not read to be free")
 			put(t, m, "x", data)
 			f.isEmpty(t)
@@ -476,7 +476,7 @@ func TestAPullCutInTheMiddleLeavesNothing(t *testing.T) {
 			require.Len(t, state.GetTensors(), 1)
 			testkit.Eventually(t, func() bool {
 				used, _ := m.Used()
-				return used == 32*mib && m.Delete("x") == nil
+				return used == 32*mib && m.Delete(t.Context(), "x") == nil
 			}, "the tensor")
 			testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "nobody to read the tensor")
 			put(t, m, "x", testkit.Bytes(32*mib, 1))

@@ -196,7 +196,7 @@ func folder(t testing.TB, cfg store.FolderConfig) (*store.Folder, string) {
 // names lists what a store holds.
 func names(t testing.TB, s store.Store) []string {
 	t.Helper()
-	list, err := s.List("", "", 10_000)
+	list, err := s.List(t.Context(), "", "", 10_000)
 	require.NoError(t, err)
 	out := []string{}
 	for _, i := range list {

@@ -138,7 +138,7 @@ func (p *pull) glob(glob string) error {
 		if p.ctx.Err() != nil {
 			return left(p.ctx)
 		}
-		page, err := p.server.cfg.Store.List(glob, after, listPage)
+		page, err := p.server.cfg.Store.List(p.ctx, glob, after, listPage)
 		if err != nil {
 			return p.refuse(glob, err)
 		}
@@ -168,12 +168,15 @@ func (p *pull) glob(glob string) error {
 	return nil
 }
 
-// viewer lets a store's reader be read by a sender.
-type viewer struct{ store.Reader }
+// viewer lets a store's reader be read by a sender, while the pull lasts.
+type viewer struct {
+	ctx context.Context
+	store.Reader
+}
 
 // View shares bytes of the tensor until held is released.
 func (v viewer) View(off, n int64) ([]byte, interface{ Release() }, error) {
-	return v.Reader.View(off, n)
+	return v.Reader.View(v.ctx, off, n)
 }
 
 // tensor sends one tensor, and what became of it.
@@ -184,7 +187,7 @@ func (p *pull) tensor(name string, r store.Reader, sel *pb.Selection) error {
 	if err != nil {
 		return p.refuse(name, err)
 	}
-	t := transfer.Tensor{Desc: stream.Desc{Tensor: session.NewID(), Desc: info.Desc, Name: name}, From: viewer{r}, Digest: info.Digest}
+	t := transfer.Tensor{Desc: stream.Desc{Tensor: session.NewID(), Desc: info.Desc, Name: name}, From: viewer{p.ctx, r}, Digest: info.Digest}
 	if d := sel.GetHeldDigest(); len(d) == 0 || info.Digest.IsZero() || codec.Digest(d) == info.Digest {
 		for _, h := range sel.GetHeld() {
 			t.Held = append(t.Held, transfer.Range{Off: int64(h.GetOffset()), Len: int64(h.GetLength())})

@@ -41,13 +41,16 @@ type push struct {
 
 // place is where one pushed tensor goes.
 type place struct {
+	ctx    context.Context // of the push
 	writer store.Writer
 	state  *moved
 	table  int64 // bytes of the budget for what is kept per chunk
 }
 
 // WriteViews copies views to byte off of the tensor.
-func (p *place) WriteViews(off int64, views [][]byte) error { return p.writer.WriteViews(off, views) }
+func (p *place) WriteViews(off int64, views [][]byte) error {
+	return p.writer.WriteViews(p.ctx, off, views)
+}
 
 // PushTensors stores the tensors of a client's stream.
 func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTensorsResponse]) error {
@@ -196,7 +199,7 @@ func (p *push) note(t *transfer.In[*place]) *place {
 	if store.CheckName(t.Name) != nil {
 		t.Name = ""
 	}
-	return &place{state: p.server.transfers.tensor(p.record, t.Tensor, t.Name, t.SizeBytes)}
+	return &place{ctx: p.ctx, state: p.server.transfers.tensor(p.record, t.Tensor, t.Name, t.SizeBytes)}
 }
 
 // Moved counts.
@@ -213,7 +216,7 @@ func (p *push) Whole(t *transfer.In[*place]) {
 		defer func() { <-p.slots }()
 		var info store.Info
 		err := p.server.survive(func() (err error) {
-			info, err = t.Place.writer.Commit()
+			info, err = t.Place.writer.Commit(p.ctx)
 			return err
 		})
 		if err != nil {

@@ -126,6 +126,8 @@ func storedCode(err error) (code stream.Code, text string, retry uint32, known b
 		return stream.DataLoss, err.Error(), 0, true
 	case errors.Is(err, store.ErrClosed), errors.Is(err, errShutdown):
 		return stream.Unavailable, "server is shutting down", retryMillis, true
+	case errors.Is(err, store.ErrUnavailable): // before what it may wrap; the text may name machines
+		return stream.Unavailable, "the server's store is not available now; try again later", retryMillis, false
 	case errors.Is(err, context.Canceled):
 		return stream.Cancelled, "the transfer was cancelled", 0, true
 	case errors.Is(err, context.DeadlineExceeded):

@@ -14,7 +14,7 @@ import (
 )
 
 // ListTensors lists a page of the store.
-func (s *Server) ListTensors(_ context.Context, req *pb.ListTensorsRequest) (*pb.ListTensorsResponse, error) {
+func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*pb.ListTensorsResponse, error) {
 	out := &pb.ListTensorsResponse{}
 	if req.GetPageToken() == "" {
 		out.Sources = s.cfg.Sources.Names()
@@ -32,7 +32,7 @@ func (s *Server) ListTensors(_ context.Context, req *pb.ListTensorsRequest) (*pb
 		most = int(n)
 	}
 	// One more than the page tells whether there is another.
-	list, err := s.cfg.Store.List(req.GetGlob(), req.GetPageToken(), most+1)
+	list, err := s.cfg.Store.List(ctx, req.GetGlob(), req.GetPageToken(), most+1)
 	if err != nil {
 		return nil, s.storedStatus(err)
 	}
@@ -89,7 +89,7 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 		if ctx.Err() != nil { // nobody waits for the answer any more
 			return nil, s.storedStatus(context.Cause(ctx))
 		}
-		switch err := s.cfg.Store.Delete(name); {
+		switch err := s.cfg.Store.Delete(ctx, name); {
 		case errors.Is(err, store.ErrNotFound): // deleted meanwhile
 		case err != nil:
 			return nil, s.storedStatus(err)
@@ -116,7 +116,7 @@ func (s *Server) match(ctx context.Context, name string, yield func(string)) err
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		page, err := s.cfg.Store.List(name, after, listPage)
+		page, err := s.cfg.Store.List(ctx, name, after, listPage)
 		if err != nil {
 			return err
 		}

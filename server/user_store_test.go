@@ -2,14 +2,17 @@ package server_test
 
 import (
 	"context"
+	"fmt"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -34,18 +37,18 @@ func (p *panicking) Create(ctx context.Context, name string, d tensor.Desc) (sto
 	return &panickingWriter{w, p.at}, err
 }
 
-func (w *panickingWriter) WriteViews(off int64, views [][]byte) error {
+func (w *panickingWriter) WriteViews(ctx context.Context, off int64, views [][]byte) error {
 	if w.at == "write" && off > 0 {
 		panic("boom")
 	}
-	return w.Writer.WriteViews(off, views)
+	return w.Writer.WriteViews(ctx, off, views)
 }
 
-func (w *panickingWriter) Commit() (store.Info, error) {
+func (w *panickingWriter) Commit(ctx context.Context) (store.Info, error) {
 	if w.at == "commit" {
 		panic("boom")
 	}
-	return w.Writer.Commit()
+	return w.Writer.Commit(ctx)
 }
 
 func TestAStoreThatPanicsLeavesNothingOfThePush(t *testing.T) {
@@ -78,6 +81,175 @@ func TestAStoreThatPanicsLeavesNothingOfThePush(t *testing.T) {
 			require.NoError(t, err)
 		})
 	}
+}
+
+// away is a store whose machine does not answer: at once, or as long as its caller
+// waits.
+type away struct {
+	*store.Memory
+	at    string        // the method
+	waits chan struct{} // nil, or told of each call that waits
+}
+
+func (a *away) call(ctx context.Context, at string) error {
+	switch {
+	case at != a.at:
+		return nil
+	case a.waits == nil:
+		return fmt.Errorf("%w: dial tcp 10.0.0.7:443: %w", store.ErrUnavailable, context.DeadlineExceeded)
+	}
+	a.waits <- struct{}{}
+	<-ctx.Done()
+	a.waits <- struct{}{}
+	return context.Cause(ctx)
+}
+
+type awayWriter struct {
+	store.Writer
+	*away
+}
+
+type awayReader struct {
+	store.Reader
+	*away
+}
+
+func (a *away) Create(ctx context.Context, name string, d tensor.Desc) (store.Writer, error) {
+	if err := a.call(ctx, "create"); err != nil {
+		return nil, err
+	}
+	w, err := a.Memory.Create(ctx, name, d)
+	return awayWriter{w, a}, err
+}
+
+func (a *away) Open(ctx context.Context, name string) (store.Reader, error) {
+	if err := a.call(ctx, "open"); err != nil {
+		return nil, err
+	}
+	r, err := a.Memory.Open(ctx, name)
+	if err != nil {
+		return nil, err
+	}
+	return awayReader{r, a}, nil
+}
+
+func (a *away) List(ctx context.Context, glob, after string, most int) ([]store.Info, error) {
+	if err := a.call(ctx, "list"); err != nil {
+		return nil, err
+	}
+	return a.Memory.List(ctx, glob, after, most)
+}
+
+func (a *away) Delete(ctx context.Context, name string) error {
+	if err := a.call(ctx, "delete"); err != nil {
+		return err
+	}
+	return a.Memory.Delete(ctx, name)
+}
+
+func (w awayWriter) WriteViews(ctx context.Context, off int64, views [][]byte) error {
+	if err := w.call(ctx, "write"); err != nil {
+		return err
+	}
+	return w.Writer.WriteViews(ctx, off, views)
+}
+
+func (w awayWriter) Commit(ctx context.Context) (store.Info, error) {
+	if err := w.call(ctx, "commit"); err != nil {
+		w.Abort()
+		return store.Info{}, err
+	}
+	return w.Writer.Commit(ctx)
+}
+
+func (r awayReader) View(ctx context.Context, off, n int64) ([]byte, store.Releaser, error) {
+	if err := r.call(ctx, "view"); err != nil {
+		return nil, nil, err
+	}
+	return r.Reader.View(ctx, off, n)
+}
+
+// uses are what a client does to a store that has x, by the method that it comes to.
+var uses = map[string]func(ctx context.Context, c *client.Client) error{
+	"create": pushZeros, "write": pushZeros, "commit": pushZeros,
+	"open": pullX, "view": pullX,
+	"list": func(ctx context.Context, c *client.Client) error {
+		_, _, err := c.List(ctx, "")
+		return err
+	},
+	"delete": func(ctx context.Context, c *client.Client) error {
+		_, err := c.Delete(ctx, "x")
+		return err
+	},
+}
+
+func pushZeros(ctx context.Context, c *client.Client) error {
+	in := client.Input{Name: "y", Desc: tensor.Desc{DType: tensor.Int8, Shape: tensor.Shape{9000}}, Data: make([]byte, 9000)}
+	_, err := c.Push(ctx, client.PushRequest{Tensors: []client.Input{in}})
+	return err
+}
+
+func pullX(ctx context.Context, c *client.Client) error {
+	_, err := c.Pull(ctx, client.PullRequest{Select: []client.Selection{{Name: "x"}}})
+	return err
+}
+
+func TestAStoreThatIsAwayIsTriedAgainLater(t *testing.T) {
+	testkit.Start(t)
+	a := &away{}
+	log := &notes{}
+	f := serve(t, func(c *server.Config) {
+		a.Memory = store.NewMemory(slab.NewPool(0), 8*mib)
+		c.Store, c.Log = a, log.log()
+	})
+	defer func() { require.NoError(t, a.Close()) }()
+	put(t, a.Memory, "x", []byte{1})
+	c, err := client.Dial(f.addr, client.Config{})
+	require.NoError(t, err)
+	defer c.Close()
+	for at, use := range uses {
+		t.Run(at, func(t *testing.T) {
+			a.at = at
+			err := use(t.Context(), c)
+			var own *client.Error
+			require.ErrorAs(t, err, &own)
+			require.Equal(t, codes.Unavailable, own.Code)
+			require.Positive(t, own.RetryAfter)
+			require.NotContains(t, err.Error(), "10.0.0.7", "what the store's machine is called is nobody's business")
+			require.Contains(t, log.String(), "10.0.0.7", "but the operator's")
+		})
+	}
+	a.at = ""
+	require.NoError(t, pullX(t.Context(), c))
+	require.NoError(t, pushZeros(t.Context(), c))
+}
+
+func TestAStoreWaitsNoLongerThanItsCaller(t *testing.T) {
+	testkit.Start(t)
+	a := &away{waits: make(chan struct{})}
+	f := serve(t, func(c *server.Config) {
+		a.Memory = store.NewMemory(slab.NewPool(0), 8*mib)
+		c.Store = a
+	})
+	defer func() { require.NoError(t, a.Close()) }()
+	put(t, a.Memory, "x", []byte{1})
+	c, err := client.Dial(f.addr, client.Config{})
+	require.NoError(t, err)
+	defer c.Close()
+	for at, use := range uses {
+		t.Run(at, func(t *testing.T) {
+			a.at = at
+			ctx, cancel := context.WithCancel(t.Context())
+			used := make(chan error, 1)
+			go func() { used <- use(ctx, c) }()
+			<-a.waits
+			cancel()
+			<-a.waits // its context has ended
+			require.ErrorIs(t, <-used, context.Canceled)
+		})
+	}
+	f.isEmpty(t)
+	testkit.Eventually(t, func() bool { used, _ := a.Used(); return used == slab.SizeOf(1) }, "the room of what was not pushed to come back")
 }
 
 func TestEveryShutdownEnds(t *testing.T) {

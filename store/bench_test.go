@@ -53,9 +53,9 @@ func BenchmarkPush(b *testing.B) {
 					w, err := s.Create(b.Context(), "x", vector(size))
 					require.NoError(b, err)
 					for off := int64(0); off < size; off += benchChunk {
-						require.NoError(b, w.WriteViews(off, views))
+						require.NoError(b, w.WriteViews(b.Context(), off, views))
 					}
-					_, err = w.Commit()
+					_, err = w.Commit(b.Context())
 					require.NoError(b, err)
 				}
 			})
@@ -82,7 +82,7 @@ func BenchmarkView(b *testing.B) {
 				r, err := s.Open(b.Context(), "x")
 				require.NoError(b, err)
 				for off := int64(0); off < size; off += benchChunk {
-					data, held, err := r.View(off, benchChunk)
+					data, held, err := r.View(b.Context(), off, benchChunk)
 					require.NoError(b, err)
 					copy(into, data)
 					held.Release()

@@ -38,10 +38,10 @@ func keep(ctx context.Context, dir string) error {
 		return err
 	}
 	defer w.Abort()
-	if err := w.WriteViews(0, [][]byte{x.Data}); err != nil {
+	if err := w.WriteViews(ctx, 0, [][]byte{x.Data}); err != nil {
 		return err
 	}
-	info, err := w.Commit() // on disk when it returns
+	info, err := w.Commit(ctx) // on disk when it returns
 	if err != nil {
 		return err
 	}

@@ -279,11 +279,11 @@ func (f *Folder) forget(p *pushed) {
 }
 
 // List implements Store. It looks first whether files came or went.
-func (f *Folder) List(glob, after string, most int) ([]Info, error) {
+func (f *Folder) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
 	if err := f.rescan(); err != nil {
 		return nil, err
 	}
-	return listPages(glob, after, most, func(after string, n int) ([]Info, error) {
+	return listPages(ctx, glob, after, most, func(after string, n int) ([]Info, error) {
 		f.mu.Lock()
 		defer f.mu.Unlock()
 		if f.isClosed {
@@ -309,7 +309,7 @@ func (f *Folder) List(glob, after string, most int) ([]Info, error) {
 }
 
 // Delete implements Store. A tensor that was deleted does not come back.
-func (f *Folder) Delete(name string) error {
+func (f *Folder) Delete(_ context.Context, name string) error {
 	lock := f.nameLock(fileName(name))
 	lock.Lock()
 	defer lock.Unlock()
@@ -407,7 +407,7 @@ func (r *folderReader) Info() Info {
 
 // View copies: the file is not this process's own, and whoever reads a view, as
 // grpc does when it writes, could not survive that somebody shortens it.
-func (r *folderReader) View(off, n int64) ([]byte, Releaser, error) {
+func (r *folderReader) View(_ context.Context, off, n int64) ([]byte, Releaser, error) {
 	if err := checkRange(off, n, int64(len(r.data))); err != nil {
 		return nil, nil, err
 	}
@@ -433,7 +433,7 @@ type folderWriter struct {
 	started int64 // bytes that the disk was told to begin with
 }
 
-func (w *folderWriter) WriteViews(off int64, views [][]byte) error {
+func (w *folderWriter) WriteViews(_ context.Context, off int64, views [][]byte) error {
 	if err := checkViews(off, views, w.size); err != nil {
 		return err
 	}
@@ -449,7 +449,7 @@ func (w *folderWriter) WriteViews(off int64, views [][]byte) error {
 }
 
 // Commit makes all of the file durable, then its name, and only then shows it.
-func (w *folderWriter) Commit() (Info, error) {
+func (w *folderWriter) Commit(context.Context) (Info, error) {
 	defer w.Abort()
 	p, f := w.made, w.folder
 	if err := w.seal(); err != nil {

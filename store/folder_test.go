@@ -65,7 +65,7 @@ func files(t testing.TB, dir string) (names []string) {
 
 func listed(t testing.TB, s Store) (names []string) {
 	t.Helper()
-	infos, err := s.List("", "", 1<<20)
+	infos, err := s.List(t.Context(), "", "", 1<<20)
 	require.NoError(t, err)
 	for _, info := range infos {
 		names = append(names, info.Name)
@@ -104,14 +104,14 @@ func TestAFolderKnowsItsTensorsAfterARestart(t *testing.T) {
 	put(t, f, "x", testkit.Bytes(100_000, 1))
 	put(t, f, "x", testkit.Bytes(100_000, 2))
 	put(t, f, "deleted", nil)
-	require.NoError(t, f.Delete("deleted"))
-	before := must(f.List("", "", 10))
+	require.NoError(t, f.Delete(t.Context(), "deleted"))
+	before := must(f.List(t.Context(), "", "", 10))
 	used, _ := f.Used()
 	require.NoError(t, f.Close())
 
 	f = closing(t, openFolder(t, dir, FolderConfig{}))
 	require.Len(t, before, 2)
-	require.Empty(t, cmp.Diff(before, must(f.List("", "", 10))))
+	require.Empty(t, cmp.Diff(before, must(f.List(t.Context(), "", "", 10))))
 	require.Equal(t, data, get(t, f, "ø/%2F/\ufffd"))
 	require.Equal(t, testkit.Bytes(100_000, 2), get(t, f, "x"))
 	again, _ := f.Used()
@@ -232,8 +232,8 @@ func TestAFolderBelongsToOneStore(t *testing.T) {
 	_, err = OpenFolder(dir, FolderConfig{})
 	require.ErrorIs(t, err, ErrLocked)
 	require.ErrorContains(t, err, dir)
-	require.NoError(t, w.WriteViews(0, [][]byte{{1}}), "its temporary file is left alone")
-	_, err = w.Commit()
+	require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{{1}}), "its temporary file is left alone")
+	_, err = w.Commit(t.Context())
 	require.NoError(t, err)
 	require.NoError(t, f.Close())
 	f = openFolder(t, dir, FolderConfig{})
@@ -271,7 +271,7 @@ func TestAFolderKeepsItsLimits(t *testing.T) {
 	_, err = f.Create(t.Context(), "b", vector(6000))
 	require.ErrorIs(t, err, ErrFull, "what was there before counts")
 	put(t, f, "b", make([]byte, 4000))
-	require.NoError(t, f.Delete("a"))
+	require.NoError(t, f.Delete(t.Context(), "a"))
 	put(t, f, "c", make([]byte, 4000))
 	require.NoError(t, f.Close())
 
@@ -341,8 +341,8 @@ func TestAWholeFileAppearsAsItsTensors(t *testing.T) {
 	require.Equal(t, Info{
 		Name: "model/w/0", Desc: tensor.Desc{DType: tensor.Int32, Shape: tensor.Shape{2}},
 		Stored: stat.ModTime(), Durable: true, File: "model.safetensors",
-	}, must(f.List("model/*/*", "", 9))[0])
-	require.ErrorIs(t, f.Delete("model/b"), ErrPart)
+	}, must(f.List(t.Context(), "model/*/*", "", 9))[0])
+	require.ErrorIs(t, f.Delete(t.Context(), "model/b"), ErrPart)
 	_, err = f.Create(t.Context(), "model/b", vector(1))
 	require.ErrorIs(t, err, ErrExists)
 	used, _ := f.Used()
@@ -402,9 +402,9 @@ func TestAPushedTensorHidesOneOfAFile(t *testing.T) {
 	require.Equal(t, []byte("pushed"), get(t, f, "m/x"))
 	put(t, f, "m/x", []byte("again"))
 	require.Equal(t, []byte("again"), get(t, f, "m/x"))
-	require.NoError(t, f.Delete("m/x"))
+	require.NoError(t, f.Delete(t.Context(), "m/x"))
 	require.Equal(t, []byte{1, 0, 0, 0}, get(t, f, "m/x"))
-	require.ErrorIs(t, f.Delete("m/x"), ErrPart)
+	require.ErrorIs(t, f.Delete(t.Context(), "m/x"), ErrPart)
 }
 
 func TestAFolderFindsWhatOthersDoToPushedFiles(t *testing.T) {
@@ -424,8 +424,8 @@ func TestAFolderFindsWhatOthersDoToPushedFiles(t *testing.T) {
 	place(t, dir, fileName("changed"), modelFile(t, map[string][]int32{"tensor": {1}}))
 	_, err = f.Open(t.Context(), "changed")
 	require.ErrorContains(t, err, "its file has changed")
-	require.NoError(t, f.Delete("changed"))
-	require.NoError(t, f.Delete("kept"))
+	require.NoError(t, f.Delete(t.Context(), "changed"))
+	require.NoError(t, f.Delete(t.Context(), "kept"))
 	place(t, dir, fileName("kept"), kept) // from a backup
 	require.Equal(t, []byte{3}, get(t, f, "kept"))
 	require.Equal(t, []string{"kept"}, listed(t, f))
@@ -449,7 +449,7 @@ func TestNothingStaysMapped(t *testing.T) {
 	b, err := f.Open(t.Context(), "x")
 	require.NoError(t, err)
 	require.Equal(t, 1, maps())
-	_, held, err := a.View(0, 1)
+	_, held, err := a.View(t.Context(), 0, 1)
 	require.NoError(t, err)
 	a.Release()
 	require.Equal(t, 1, maps())
@@ -497,7 +497,7 @@ func FuzzNames(f *testing.F) {
 		require.NoError(t, err)
 		require.Equal(t, name, info.Name)
 		require.NoError(t, st.Close())
-		require.NoError(t, s.Delete(name))
+		require.NoError(t, s.Delete(t.Context(), name))
 		require.Empty(t, files(t, dir))
 	})
 }
@@ -513,12 +513,12 @@ func TestAShortenedFileIsAnErrorAndWhatWasViewedStays(t *testing.T) {
 	r, err := f.Open(t.Context(), "x")
 	require.NoError(t, err)
 	defer r.Release()
-	data, held, err := r.View(0, 1*mib)
+	data, held, err := r.View(t.Context(), 0, 1*mib)
 	require.NoError(t, err)
 	defer held.Release()
 	require.NoError(t, os.Truncate(filepath.Join(dir, fileName("x")), 4096))
 	require.Equal(t, want, data)
-	_, _, err = r.View(mib/2, mib/2)
+	_, _, err = r.View(t.Context(), mib/2, mib/2)
 	require.ErrorIs(t, err, fault.ErrVanished)
 }
 
@@ -543,7 +543,7 @@ func TestTheDigestOfAFilesTensorIsRememberedUntilTheFileChanges(t *testing.T) {
 	_, err = f.Open(t.Context(), "other/y") // has the folder looked at
 	require.NoError(t, err)
 	require.Equal(t, codec.Digest{1}, digest(), "another file is none of its business")
-	list, err := f.List("m/*", "", 10)
+	list, err := f.List(t.Context(), "m/*", "", 10)
 	require.NoError(t, err)
 	require.Equal(t, codec.Digest{1}, list[0].Digest)
 

@@ -304,7 +304,7 @@ func (g *generated) parse(params map[string]string) (err error) {
 func (g *generated) Info() Info { return Info{Desc: g.desc.Clone()} }
 func (g *generated) Release()   {}
 
-func (g *generated) View(off, n int64) ([]byte, Releaser, error) {
+func (g *generated) View(_ context.Context, off, n int64) ([]byte, Releaser, error) {
 	if err := checkRange(off, n, g.size); err != nil {
 		return nil, nil, err
 	}

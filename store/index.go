@@ -1,6 +1,7 @@
 package store
 
 import (
+	"context"
 	"maps"
 	"path"
 	"slices"
@@ -45,12 +46,15 @@ func (x *index[T]) after(name string, most int) []string {
 
 // listPages answers Store.List from pages: up to n infos after a name, of which it
 // holds no lock between two, so that a long list does not keep others waiting.
-func listPages(glob, after string, most int, page func(after string, n int) ([]Info, error)) ([]Info, error) {
+func listPages(ctx context.Context, glob, after string, most int, page func(after string, n int) ([]Info, error)) ([]Info, error) {
 	if err := checkGlob(glob); err != nil {
 		return nil, err
 	}
 	var found []Info
 	for {
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
 		infos, err := page(after, listPage)
 		if err != nil {
 			return nil, err

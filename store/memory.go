@@ -125,8 +125,8 @@ func (m *Memory) lookup(name string) (*resident, error) {
 }
 
 // List implements Store.
-func (m *Memory) List(glob, after string, most int) ([]Info, error) {
-	return listPages(glob, after, most, func(after string, n int) ([]Info, error) {
+func (m *Memory) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
+	return listPages(ctx, glob, after, most, func(after string, n int) ([]Info, error) {
 		m.mu.Lock()
 		defer m.mu.Unlock()
 		if m.isClosed {
@@ -141,7 +141,7 @@ func (m *Memory) List(glob, after string, most int) ([]Info, error) {
 }
 
 // Delete implements Store.
-func (m *Memory) Delete(name string) error {
+func (m *Memory) Delete(_ context.Context, name string) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	r, err := m.lookup(name)
@@ -176,7 +176,7 @@ type memoryWriter struct {
 	order inOrder
 }
 
-func (w *memoryWriter) WriteViews(off int64, views [][]byte) error {
+func (w *memoryWriter) WriteViews(_ context.Context, off int64, views [][]byte) error {
 	if err := checkViews(off, views, int64(len(w.made.data))); err != nil {
 		return err
 	}
@@ -188,7 +188,7 @@ func (w *memoryWriter) WriteViews(off int64, views [][]byte) error {
 	return nil
 }
 
-func (w *memoryWriter) Commit() (Info, error) {
+func (w *memoryWriter) Commit(context.Context) (Info, error) {
 	r, m := w.made, w.store
 	var err error
 	r.info.Digest, err = w.order.digest(int64(len(r.data)), func(off, n int64) ([]byte, error) { return r.data[off : off+n], nil })
@@ -226,7 +226,7 @@ func (r *resident) Info() Info {
 }
 
 // View implements Reader: it shares the store's memory.
-func (r *resident) View(off, n int64) ([]byte, Releaser, error) {
+func (r *resident) View(_ context.Context, off, n int64) ([]byte, Releaser, error) {
 	if err := checkRange(off, n, int64(len(r.data))); err != nil {
 		return nil, nil, err
 	}

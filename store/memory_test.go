@@ -1,7 +1,6 @@
 package store
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -47,7 +46,7 @@ func TestMemoryThatIsAllInUseIsFull(t *testing.T) {
 	require.ErrorContains(t, err, "4096 bytes more are needed; the limit is 12288, being read and written are 8192")
 	require.Equal(t, []byte{2}, get(t, m, "idle"), "nothing is forgotten in vain")
 
-	_, held, err := r.View(0, 1)
+	_, held, err := r.View(t.Context(), 0, 1)
 	require.NoError(t, err)
 	r.Release()
 	_, err = m.Create(t.Context(), "x", vector(8*kib))
@@ -55,7 +54,7 @@ func TestMemoryThatIsAllInUseIsFull(t *testing.T) {
 	held.Release()
 	w.Abort()
 	put(t, m, "x", make([]byte, 12*kib))
-	require.Len(t, must(m.List("", "", 10)), 1)
+	require.Len(t, must(m.List(t.Context(), "", "", 10)), 1)
 }
 
 func TestReleasingATensorTooOftenPanics(t *testing.T) {
@@ -63,7 +62,7 @@ func TestReleasingATensorTooOftenPanics(t *testing.T) {
 	put(t, m, "x", []byte{1})
 	r, err := m.Open(t.Context(), "x")
 	require.NoError(t, err)
-	require.NoError(t, m.Delete("x"))
+	require.NoError(t, m.Delete(t.Context(), "x"))
 	r.Release()
 	require.PanicsWithValue(t, "store: released more often than retained", r.Release)
 }
@@ -125,7 +124,7 @@ func TestMemoryForgetsLikeItsModel(t *testing.T) {
 					continue // what a reader keeps of a replaced tensor has a test of its own
 				}
 				pages := rapid.Int64Range(1, limit).Draw(t, "pages")
-				w, err := m.Create(context.Background(), name, vector(pages*4*kib))
+				w, err := m.Create(t.Context(), name, vector(pages*4*kib))
 				if ok := model.room(pages, limit); ok != (err == nil) || !ok && !errors.Is(err, ErrFull) {
 					t.Fatalf("create %s of %d pages: %v; the model has room: %v", name, pages, err, ok)
 				}
@@ -136,12 +135,12 @@ func TestMemoryForgetsLikeItsModel(t *testing.T) {
 					w.Abort()
 					continue
 				}
-				must(w.Commit())
+				must(w.Commit(t.Context()))
 				model.drop(name)
 				model.order = append(model.order, name)
 				model.size[name] = pages
 			case "open":
-				r, err := m.Open(context.Background(), name)
+				r, err := m.Open(t.Context(), name)
 				if _, ok := model.size[name]; ok != (err == nil) {
 					t.Fatalf("open %s: %v; the model has it: %v", name, err, ok)
 				}
@@ -160,14 +159,14 @@ func TestMemoryForgetsLikeItsModel(t *testing.T) {
 				if model.pins[name] > 0 {
 					continue
 				}
-				err := m.Delete(name)
+				err := m.Delete(t.Context(), name)
 				if _, ok := model.size[name]; ok != (err == nil) {
 					t.Fatalf("delete %s: %v; the model has it: %v", name, err, ok)
 				}
 				model.drop(name)
 			}
 			var got []string
-			for _, info := range must(m.List("", "", 100)) {
+			for _, info := range must(m.List(t.Context(), "", "", 100)) {
 				got = append(got, info.Name)
 			}
 			want := slices.Sorted(slices.Values(model.order))

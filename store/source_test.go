@@ -28,7 +28,7 @@ func TestASourceIsFoundUnderItsNameOnly(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []byte{1, 0, 0, 0, 2, 0, 0, 0}, read(t, r, 3))
 	require.Equal(t, Info{Desc: tensor.Desc{DType: tensor.Int32, Shape: tensor.Shape{2}}}, r.Info())
-	_, _, err = r.View(5, 4)
+	_, _, err = r.View(t.Context(), 5, 4)
 	require.ErrorIs(t, err, ErrRange)
 	r.Release()
 }

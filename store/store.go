@@ -40,6 +40,10 @@ var (
 	ErrRange = errors.New("store: outside the tensor")
 	// ErrLocked is wrapped when another process has the folder.
 	ErrLocked = errors.New("store: folder is in use")
+	// ErrUnavailable is wrapped when a store cannot do now what it could do later, as
+	// when another machine that it needs does not answer. No store of this package
+	// does. A server has its peers try again later, and keeps the text for its log.
+	ErrUnavailable = errors.New("store: unavailable")
 	// ErrClosed is returned when the store has been closed.
 	ErrClosed = errors.New("store: closed")
 )
@@ -61,9 +65,14 @@ type Info struct {
 }
 
 // Store keeps tensors by name. It is safe for concurrent use.
+//
+// It may lie on another machine: what takes a context waits no longer than that
+// lasts, and then wraps its cause; it bounds that one call, not what it returns.
+// Every method may wrap ErrUnavailable. Memory never waits. Folder waits for its
+// disk whatever the context, which it looks at between two steps of a long answer.
+// Package storetest has the tests that every Store passes.
 type Store interface {
-	// Create reserves room for a tensor, which ctx bounds the waiting for, and
-	// returns where to write it. It fails with ErrFull, ErrName, ErrExists for the
+	// Create reserves room for a tensor and returns where to write it. It fails with ErrFull, ErrName, ErrExists for the
 	// name of a tensor in a file, or an error of the tensor package for the desc.
 	// Nobody sees the tensor before Commit; an older one of that name stays until
 	// then, and so both need room. Two Writers of one name may be open: the last
@@ -73,12 +82,13 @@ type Store interface {
 	// Reader even when it is deleted or replaced. The error wraps ErrNotFound.
 	Open(ctx context.Context, name string) (Reader, error)
 	// List copies what is known of the tensors whose names match glob and come
-	// after the name after, sorted by name, and of no more than most. A glob is in path.Match's syntax, with
-	// ErrGlob for a malformed one; the empty glob matches all.
-	List(glob, after string, most int) ([]Info, error)
+	// after the name after, sorted by name, and of no more than most. A glob is in
+	// path.Match's syntax, with ErrGlob for a malformed one; the empty glob matches
+	// all.
+	List(ctx context.Context, glob, after string, most int) ([]Info, error)
 	// Delete forgets the tensor of this name, and fails with ErrNotFound, or with
 	// ErrPart when it is part of a file.
-	Delete(name string) error
+	Delete(ctx context.Context, name string) error
 	// Close ends the store; its Writers were ended by their owners before. What
 	// Readers hold stays valid until they release it. Closing twice returns
 	// ErrClosed, as all other methods do after Close.
@@ -92,12 +102,13 @@ type Writer interface {
 	// in any order of offsets but never overlap; the caller counts what has come.
 	// Bytes in the order of their offsets are hashed as they come; those after the
 	// first gap are read again by Commit.
-	WriteViews(off int64, views [][]byte) error
+	WriteViews(ctx context.Context, off int64, views [][]byte) error
 	// Commit makes the whole tensor visible under its name, in place of an older
 	// one, at once and for good: durably, when the store is durable. The caller has
 	// written every byte. When it fails, the tensor is discarded as by Abort, and
-	// the older one stays.
-	Commit() (Info, error)
+	// the older one stays; except that nobody may know which of the two is there
+	// when what failed is a connection to another machine.
+	Commit(ctx context.Context) (Info, error)
 	// Abort discards what was written and gives the room back. After Commit, or
 	// once more, it does nothing.
 	Abort()
@@ -113,7 +124,7 @@ type Reader interface {
 	// Reader's own. ErrRange when the tensor has fewer bytes; an error holds nothing.
 	// It wraps fault.ErrVanished when the bytes are those of a file that somebody has
 	// shortened.
-	View(off, n int64) (data []byte, held Releaser, err error)
+	View(ctx context.Context, off, n int64) (data []byte, held Releaser, err error)
 	// Release ends the reading, once.
 	Release()
 }

@@ -55,6 +55,7 @@ func vector(n int64) tensor.Desc { return tensor.Desc{DType: tensor.Uint8, Shape
 type testingT interface {
 	require.TestingT
 	Helper()
+	Context() context.Context
 	Fatalf(format string, args ...any)
 }
 
@@ -62,7 +63,7 @@ type testingT interface {
 // 1000, in the order that order gives to the pieces' indexes.
 func push(t testingT, s Store, name string, d tensor.Desc, data []byte, chunk int, order func([]int)) Info {
 	t.Helper()
-	w, err := s.Create(context.Background(), name, d)
+	w, err := s.Create(t.Context(), name, d)
 	require.NoError(t, err)
 	defer w.Abort()
 	chunks := slices.Collect(slices.Chunk(data, chunk))
@@ -74,9 +75,9 @@ func push(t testingT, s Store, name string, d tensor.Desc, data []byte, chunk in
 		order(at)
 	}
 	for _, i := range at {
-		require.NoError(t, w.WriteViews(int64(i*chunk), slices.Collect(slices.Chunk(chunks[i], 1000))))
+		require.NoError(t, w.WriteViews(t.Context(), int64(i*chunk), slices.Collect(slices.Chunk(chunks[i], 1000))))
 	}
-	info, err := w.Commit()
+	info, err := w.Commit(t.Context())
 	require.NoError(t, err)
 	return info
 }
@@ -93,7 +94,7 @@ func read(t testingT, r Reader, chunk int64) []byte {
 	require.NoError(t, err)
 	var got []byte
 	for off := int64(0); off < size; off += chunk {
-		data, held, err := r.View(off, min(chunk, size-off))
+		data, held, err := r.View(t.Context(), off, min(chunk, size-off))
 		require.NoError(t, err)
 		got = append(got, data...)
 		held.Release()
@@ -104,7 +105,7 @@ func read(t testingT, r Reader, chunk int64) []byte {
 // get opens, reads and releases a tensor, and holds its bytes to its digest.
 func get(t testingT, s Store, name string) []byte {
 	t.Helper()
-	r, err := s.Open(context.Background(), name)
+	r, err := s.Open(t.Context(), name)
 	require.NoError(t, err)
 	defer r.Release()
 	got := read(t, r, 1*mib)
@@ -146,7 +147,7 @@ func TestWhatIsPushedIsPulled(t *testing.T) {
 			}
 		}
 		slices.SortFunc(want, func(a, b Info) int { return strings.Compare(a.Name, b.Name) })
-		got, err := s.List("", "", len(want)+1)
+		got, err := s.List(t.Context(), "", "", len(want)+1)
 		require.NoError(t, err)
 		require.Empty(t, cmp.Diff(want, got))
 	})
@@ -185,11 +186,11 @@ func TestManyAndEmptyViewsAreWritten(t *testing.T) {
 		w, err := s.Create(t.Context(), "x", vector(int64(len(data))))
 		require.NoError(t, err)
 		before := slices.Clone(views)
-		require.NoError(t, w.WriteViews(0, nil))
-		require.NoError(t, w.WriteViews(0, [][]byte{nil, {}}))
-		require.NoError(t, w.WriteViews(0, views))
+		require.NoError(t, w.WriteViews(t.Context(), 0, nil))
+		require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{nil, {}}))
+		require.NoError(t, w.WriteViews(t.Context(), 0, views))
 		require.Equal(t, before, views, "the caller's views are the caller's")
-		_, err = w.Commit()
+		_, err = w.Commit(t.Context())
 		require.NoError(t, err)
 		require.Equal(t, data, get(t, s, "x"))
 	})
@@ -198,12 +199,12 @@ func TestManyAndEmptyViewsAreWritten(t *testing.T) {
 func TestNothingIsSeenBeforeCommitNorAfterAbort(t *testing.T) {
 	forAll(t, func(t *testing.T, s Store) {
 		for range 2 { // the second time over an older tensor of the name
-			before, err := s.List("", "", 10)
+			before, err := s.List(t.Context(), "", "", 10)
 			require.NoError(t, err)
 			w, err := s.Create(t.Context(), "x", vector(3))
 			require.NoError(t, err)
-			require.NoError(t, w.WriteViews(0, [][]byte{{1, 2, 3}}))
-			now, err := s.List("", "", 10)
+			require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{{1, 2, 3}}))
+			now, err := s.List(t.Context(), "", "", 10)
 			require.NoError(t, err)
 			require.Equal(t, before, now)
 			if len(before) == 0 {
@@ -214,15 +215,15 @@ func TestNothingIsSeenBeforeCommitNorAfterAbort(t *testing.T) {
 			}
 			w.Abort()
 			w.Abort()
-			now, err = s.List("", "", 10)
+			now, err = s.List(t.Context(), "", "", 10)
 			require.NoError(t, err)
 			require.Equal(t, before, now)
 			put(t, s, "x", []byte("old"))
 		}
 		w, err := s.Create(t.Context(), "x", vector(3))
 		require.NoError(t, err)
-		require.NoError(t, w.WriteViews(0, [][]byte{[]byte("new")}))
-		_, err = w.Commit()
+		require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{[]byte("new")}))
+		_, err = w.Commit(t.Context())
 		require.NoError(t, err)
 		w.Abort()
 		require.Equal(t, []byte("new"), get(t, s, "x"))
@@ -235,14 +236,14 @@ func TestTheLastOneToCommitStays(t *testing.T) {
 		require.NoError(t, err)
 		b, err := s.Create(t.Context(), "x", vector(2))
 		require.NoError(t, err)
-		require.NoError(t, b.WriteViews(0, [][]byte{{1, 2}}))
-		require.NoError(t, a.WriteViews(0, [][]byte{{9}}))
-		_, err = b.Commit()
+		require.NoError(t, b.WriteViews(t.Context(), 0, [][]byte{{1, 2}}))
+		require.NoError(t, a.WriteViews(t.Context(), 0, [][]byte{{9}}))
+		_, err = b.Commit(t.Context())
 		require.NoError(t, err)
-		_, err = a.Commit()
+		_, err = a.Commit(t.Context())
 		require.NoError(t, err)
 		require.Equal(t, []byte{9}, get(t, s, "x"))
-		infos, err := s.List("", "", 10)
+		infos, err := s.List(t.Context(), "", "", 10)
 		require.NoError(t, err)
 		require.Len(t, infos, 1)
 	})
@@ -252,10 +253,10 @@ func TestAReaderKeepsWhatItOpened(t *testing.T) {
 	data := testkit.Bytes(3*mib, 1)
 	for name, change := range map[string]func(t *testing.T, s Store){
 		"replaced": func(t *testing.T, s Store) { put(t, s, "x", bytes.Repeat([]byte{0xee}, len(data))) },
-		"deleted":  func(t *testing.T, s Store) { require.NoError(t, s.Delete("x")) },
+		"deleted":  func(t *testing.T, s Store) { require.NoError(t, s.Delete(t.Context(), "x")) },
 		"replaced and deleted": func(t *testing.T, s Store) {
 			put(t, s, "x", []byte{1})
-			require.NoError(t, s.Delete("x"))
+			require.NoError(t, s.Delete(t.Context(), "x"))
 		},
 		"the store closed": func(t *testing.T, s Store) { require.NoError(t, s.Close()) },
 	} {
@@ -264,10 +265,10 @@ func TestAReaderKeepsWhatItOpened(t *testing.T) {
 				info := put(t, s, "x", data)
 				r, err := s.Open(t.Context(), "x")
 				require.NoError(t, err)
-				early, heldEarly, err := r.View(10, 1*mib)
+				early, heldEarly, err := r.View(t.Context(), 10, 1*mib)
 				require.NoError(t, err)
 				change(t, s)
-				late, heldLate, err := r.View(2*mib, 1*mib)
+				late, heldLate, err := r.View(t.Context(), 2*mib, 1*mib)
 				require.NoError(t, err)
 				require.Empty(t, cmp.Diff(info, r.Info()))
 				r.Release() // the views outlive it
@@ -292,7 +293,7 @@ func TestRoomComesBackWhenTheLastReaderIsDone(t *testing.T) {
 		require.GreaterOrEqual(t, one, int64(100_000))
 		r, err := s.Open(t.Context(), "x")
 		require.NoError(t, err)
-		_, held, err := r.View(0, 10)
+		_, held, err := r.View(t.Context(), 0, 10)
 		require.NoError(t, err)
 		put(t, s, "x", make([]byte, 100_000))
 		require.Equal(t, 2*one, now())
@@ -306,7 +307,7 @@ func TestRoomComesBackWhenTheLastReaderIsDone(t *testing.T) {
 			held.Release()
 		}
 		require.Equal(t, one, now())
-		require.NoError(t, s.Delete("x"))
+		require.NoError(t, s.Delete(t.Context(), "x"))
 		require.Zero(t, now())
 		w, err := s.Create(t.Context(), "x", vector(100_000))
 		require.NoError(t, err)
@@ -340,9 +341,9 @@ func TestWhatCannotBeIsRefused(t *testing.T) {
 		}
 		_, err := s.Open(t.Context(), "x")
 		require.ErrorIs(t, err, ErrNotFound)
-		require.ErrorIs(t, s.Delete("x"), ErrNotFound)
+		require.ErrorIs(t, s.Delete(t.Context(), "x"), ErrNotFound)
 		for _, glob := range []string{"[", "a[", "*[]", "\\"} {
-			_, err = s.List(glob, "", 1)
+			_, err = s.List(t.Context(), glob, "", 1)
 			require.ErrorIs(t, err, ErrGlob, "%q", glob)
 		}
 	})
@@ -353,20 +354,20 @@ func TestBytesOutsideATensorAreNeitherWrittenNorRead(t *testing.T) {
 		w, err := s.Create(t.Context(), "x", vector(10))
 		require.NoError(t, err)
 		defer w.Abort()
-		require.NoError(t, w.WriteViews(0, [][]byte{make([]byte, 10)}))
+		require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{make([]byte, 10)}))
 		for _, tc := range []struct{ off, n int64 }{{-1, 1}, {0, 11}, {10, 1}, {11, 0}, {1<<63 - 1, 1}, {-1 << 63, 1}} {
-			require.ErrorIs(t, w.WriteViews(tc.off, [][]byte{make([]byte, tc.n)}), ErrRange, "%v", tc)
+			require.ErrorIs(t, w.WriteViews(t.Context(), tc.off, [][]byte{make([]byte, tc.n)}), ErrRange, "%v", tc)
 		}
-		_, err = w.Commit()
+		_, err = w.Commit(t.Context())
 		require.NoError(t, err)
 		r, err := s.Open(t.Context(), "x")
 		require.NoError(t, err)
 		defer r.Release()
 		for _, tc := range []struct{ off, n int64 }{{-1, 1}, {0, -1}, {0, 11}, {10, 1}, {11, 0}, {1<<63 - 1, 1}, {1, 1<<63 - 1}} {
-			_, _, err := r.View(tc.off, tc.n)
+			_, _, err := r.View(t.Context(), tc.off, tc.n)
 			require.ErrorIs(t, err, ErrRange, "%v", tc)
 		}
-		got, held, err := r.View(10, 0)
+		got, held, err := r.View(t.Context(), 10, 0)
 		require.NoError(t, err)
 		require.Empty(t, got)
 		held.Release()
@@ -379,15 +380,15 @@ func TestAClosedStoreSaysSo(t *testing.T) {
 		w, err := s.Create(t.Context(), "y", vector(0))
 		require.NoError(t, err)
 		require.NoError(t, s.Close())
-		_, err = w.Commit()
+		_, err = w.Commit(t.Context())
 		require.ErrorIs(t, err, ErrClosed)
 		_, err = s.Create(t.Context(), "z", vector(0))
 		require.ErrorIs(t, err, ErrClosed)
 		_, err = s.Open(t.Context(), "x")
 		require.ErrorIs(t, err, ErrClosed)
-		_, err = s.List("", "", 1)
+		_, err = s.List(t.Context(), "", "", 1)
 		require.ErrorIs(t, err, ErrClosed)
-		require.ErrorIs(t, s.Delete("x"), ErrClosed)
+		require.ErrorIs(t, s.Delete(t.Context(), "x"), ErrClosed)
 		require.ErrorIs(t, s.Close(), ErrClosed)
 	})
 }
@@ -396,7 +397,7 @@ func TestAnInfoIsACopy(t *testing.T) {
 	forAll(t, func(t *testing.T, s Store) {
 		d := vector(4)
 		info := push(t, s, "x", d, make([]byte, 4), 4, nil)
-		listed, err := s.List("", "", 1)
+		listed, err := s.List(t.Context(), "", "", 1)
 		require.NoError(t, err)
 		r, err := s.Open(t.Context(), "x")
 		require.NoError(t, err)
@@ -414,12 +415,12 @@ func TestAListIsWhatASortedSliceGives(t *testing.T) {
 	forAll(t, func(t *testing.T, s Store) {
 		rapid.Check(t, func(t *rapid.T) {
 			model := map[string]bool{}
-			for _, info := range must(s.List("", "", 1<<20)) {
-				require.NoError(t, s.Delete(info.Name))
+			for _, info := range must(s.List(t.Context(), "", "", 1<<20)) {
+				require.NoError(t, s.Delete(t.Context(), info.Name))
 			}
 			for _, name := range rapid.SliceOfN(text, 0, 12).Draw(t, "names") {
 				if model[name] && rapid.Bool().Draw(t, "delete") {
-					require.NoError(t, s.Delete(name))
+					require.NoError(t, s.Delete(t.Context(), name))
 					delete(model, name)
 				} else {
 					put(t, s, name, nil)
@@ -437,7 +438,7 @@ func TestAListIsWhatASortedSliceGives(t *testing.T) {
 			}
 			slices.Sort(want)
 			want = want[:min(most, len(want))]
-			for _, info := range must(s.List(glob, after, most)) {
+			for _, info := range must(s.List(t.Context(), glob, after, most)) {
 				got = append(got, info.Name)
 			}
 			if !slices.Equal(want, got) {
@@ -459,9 +460,9 @@ func TestAListIsLongerThanAPage(t *testing.T) {
 	for i := range 2*listPage + 1 {
 		put(t, s, fmt.Sprintf("%05d", i), nil)
 	}
-	require.Len(t, must(s.List("", "", 1<<20)), 2*listPage+1)
-	require.Len(t, must(s.List("*7", "", 1<<20)), 204+1)
-	require.Equal(t, "02048", must(s.List("*8", "02039", 1))[0].Name)
+	require.Len(t, must(s.List(t.Context(), "", "", 1<<20)), 2*listPage+1)
+	require.Len(t, must(s.List(t.Context(), "*7", "", 1<<20)), 204+1)
+	require.Equal(t, "02048", must(s.List(t.Context(), "*8", "02039", 1))[0].Name)
 }
 
 // TestManyAtOnceSeeOnlyWholeTensors lets writers, readers, listers and deleters meet
@@ -479,7 +480,7 @@ func TestManyAtOnceSeeOnlyWholeTensors(t *testing.T) {
 			})
 			wg.Go(func() {
 				for i := range 100 {
-					r, err := s.Open(context.Background(), names[i%len(names)])
+					r, err := s.Open(t.Context(), names[i%len(names)])
 					if err != nil {
 						continue
 					}
@@ -495,12 +496,12 @@ func TestManyAtOnceSeeOnlyWholeTensors(t *testing.T) {
 		}
 		wg.Go(func() {
 			for i := range 60 {
-				_ = s.Delete(names[i%len(names)])
-				_, _ = s.List("", "", 10)
+				_ = s.Delete(t.Context(), names[i%len(names)])
+				_, _ = s.List(t.Context(), "", "", 10)
 			}
 		})
 		wg.Wait()
-		for _, info := range must(s.List("", "", 10)) {
+		for _, info := range must(s.List(t.Context(), "", "", 10)) {
 			get(t, s, info.Name)
 		}
 	})

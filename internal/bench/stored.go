@@ -192,7 +192,7 @@ func checkStored(ctx context.Context, st store.Store, name string, source []byte
 	}
 	var piece []byte
 	return checkPieces(source, func(off, n int) ([]byte, error) {
-		data, held, err := r.View(int64(off), int64(n))
+		data, held, err := r.View(ctx, int64(off), int64(n))
 		if err != nil {
 			return nil, err
 		}
@@ -302,7 +302,7 @@ func (k *keeper) Push(ctx context.Context, t tensor.Tensor, source []byte) (_ Sa
 	if err != nil {
 		return Sample{}, err
 	}
-	if err := errors.Join(checkStored(ctx, k.store, in.Name, source), k.store.Delete(in.Name)); err != nil {
+	if err := errors.Join(checkStored(ctx, k.store, in.Name, source), k.store.Delete(ctx, in.Name)); err != nil {
 		return Sample{}, err
 	}
 	return s, nil

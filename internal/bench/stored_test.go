@@ -77,7 +77,7 @@ func TestPushesAndPullsMoveEveryByteOverEveryNetwork(t *testing.T) {
 				if names, err := os.ReadDir(d.dir); err != nil || len(names) != 1 {
 					t.Errorf("beside the store lie %v, %v", names, err)
 				}
-				if infos, err := d.store.List("pushed/*", "", 10); err != nil || len(infos) != 0 {
+				if infos, err := d.store.List(t.Context(), "pushed/*", "", 10); err != nil || len(infos) != 0 {
 					t.Errorf("pushed tensors stayed: %v, %v", infos, err)
 				}
 				if err := errors.Join(folder.Close(), memory.Close(), memory.store.Close(), d.Close()); err != nil {
@@ -102,10 +102,10 @@ func TestACopyAtRestThatDiffersIsFound(t *testing.T) {
 		}
 		w, err := st.Create(t.Context(), "x", x.Desc)
 		if err == nil {
-			err = w.WriteViews(0, [][]byte{data})
+			err = w.WriteViews(t.Context(), 0, [][]byte{data})
 		}
 		if err == nil {
-			_, err = w.Commit()
+			_, err = w.Commit(t.Context())
 		}
 		if err != nil {
 			t.Fatal(err)
