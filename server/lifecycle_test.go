@@ -495,7 +495,9 @@ func TestAnAllowanceThatTheBudgetDoesNotHoldIsRefusedAsLater(t *testing.T) {
 	testkit.Start(t)
 	f := serveWithin(t, mib, nil) // half of which is less than an allowance
 	r := openRaw(t, f.addr)
-	o := small("echo")
+	r.run(small("echo")) // as it comes, without the promise
+	o := offering("echo", make([]byte, 600<<10), mib)
+	o.desc.OnAllowance = true
 	r.open(o)
 	done := r.done(o.call.Id)
 	require.Equal(t, codes.ResourceExhausted, codes.Code(done.Code))

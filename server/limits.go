@@ -18,6 +18,9 @@ const (
 	// tableFree is how many chunks a tensor on credit may have before what the
 	// server keeps per chunk is taken from the memory budget: 20 KiB.
 	tableFree = stream.AllowanceChunks
+	// promisesShare: all promises together fill at most this part (1/promisesShare)
+	// of the budget, so that what is set aside leaves room for what is needed.
+	promisesShare = 2
 	// retryDelay is what a refused caller is told to wait: about what a call takes.
 	retryDelay  = time.Second
 	retryMillis = uint32(retryDelay / time.Millisecond)

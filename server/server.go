@@ -117,7 +117,7 @@ type Server struct {
 	work    sync.WaitGroup // calls and sessions that wind down
 
 	transfers   transfers
-	idle        idleSides
+	promises    promises
 	connections connections
 	watching    sync.Once
 
@@ -198,7 +198,7 @@ func (s *Server) follow() error {
 		s.counts.watch(name, here)
 		s.health.watch(name, here)
 	})
-	keep := s.cfg.Budget.Reclaim(s.idle.reclaim)
+	keep := s.cfg.Budget.Reclaim(s.promises.reclaim)
 	s.forget = sync.OnceFunc(func() {
 		stop()
 		keep()
@@ -220,7 +220,7 @@ func def[T int | int64 | time.Duration](v *T, d T) {
 func (s *Server) Serve(l net.Listener) error {
 	s.watching.Do(func() { // both end with Close
 		go s.connections.watch(unread(s.limits), s.closing)
-		go s.idle.watch(s.cfg.Budget, s.closing)
+		go s.promises.watch(s.cfg.Budget, s.closing)
 	})
 	return s.grpc.Serve(listener{l, &s.connections})
 }
@@ -286,7 +286,7 @@ func (s *Server) Close() {
 // StreamTensors serves one session.
 func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]) error {
 	one := s.connections.of(conn.Context())
-	p := &peer{server: s, conn: one, calls: make(map[tensor.ID]*call), side: side{budget: s.cfg.Budget, promise: promise(s.limits), idle: &s.idle}}
+	p := &peer{server: s, conn: one, calls: make(map[tensor.ID]*call), side: side{budget: s.cfg.Budget, promise: promise(s.limits), all: &s.promises}}
 	s.mu.Lock()
 	switch {
 	case s.draining:
