@@ -20,7 +20,9 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // Exit codes, for scripts.
@@ -117,9 +119,36 @@ func run(ctx context.Context, args []string) int {
 // may fail in a thousand ways.
 const mostErrors = 10
 
-// forPrograms is what a client's errors begin with, and the exit code and the hint
-// say to people.
-var forPrograms = regexp.MustCompile(`^client: (?:[A-Z][A-Za-z]+: )?`)
+// packages begin their errors with their names, which are for programmers.
+var packages = []string{
+	"assembler", "bench", "chunker", "client", "codec", "cpu", "engine", "fashion", "fault", "server", "session", "slab", "store", "stream",
+	"summary", "tensor", "tensorfile", "transfer", "wire",
+}
+
+// forPrograms are such names, at the front or behind what names a file or a server,
+// and the code behind a client's, which the exit code and the hint say to people.
+var forPrograms = regexp.MustCompile(`(^|: )(?:(?:` + strings.Join(packages, "|") + `): (?:(?:` + codeNames() + `): )?)+`)
+
+// codeNames are the codes as a client's error names them.
+func codeNames() string {
+	var names []string
+	for c := codes.Canceled; c <= codes.Unauthenticated; c++ {
+		names = append(names, c.String())
+	}
+	return strings.Join(names, "|")
+}
+
+// sentences say what an error is of that says no more without its package's name.
+var sentences = strings.NewReplacer(
+	store.ErrFull.Error(), "the store is full",
+	store.ErrClosed.Error(), "the store is closed",
+	store.ErrUnavailable.Error(), "the store is unavailable",
+	store.ErrNotFound.Error(), "not in the store",
+	engine.ErrClosed.Error(), "the model is closed",
+	engine.ErrUnavailable.Error(), "the model is unavailable",
+	tensor.ErrTooLarge.Error(), "the tensor is too large",
+	client.ErrClosed.Error(), "the session is closed",
+)
 
 // grpcWords is how grpc says that a connection was not to be had.
 var grpcWords = regexp.MustCompile(`connection error: desc = "transport: Error while dialing: (.*)"$`)
@@ -132,7 +161,7 @@ func said(err error) string {
 	var lines []string
 	more := 0
 	for line := range strings.SplitSeq(err.Error(), "\n") {
-		line = forPrograms.ReplaceAllString(line, "")
+		line = forPrograms.ReplaceAllString(sentences.Replace(line), "$1")
 		line = cutShort.ReplaceAllString(line, "$1")
 		line = plain(grpcWords.ReplaceAllString(line, "no connection: $1"))
 		switch {
@@ -169,7 +198,7 @@ var askers = regexp.MustCompile(`tensorferry (?:ls|models|info|rm|push)\b`)
 // hintOf says what to do about an error of a command, if that is not plain.
 func hintOf(c *cobra.Command, code int, err error) string {
 	hint := hintFor(c, code, err)
-	if f := c.Flag("server"); f != nil && f.Changed { // the server meant is that one
+	if f := c.Flag("server"); f != nil && f.Changed && code != exitUsage { // the server meant is that one
 		hint = askers.ReplaceAllStringFunc(hint, func(asker string) string { return asker + " --server " + plain(f.Value.String()) })
 	}
 	return hint

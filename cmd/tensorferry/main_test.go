@@ -4,6 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -11,6 +14,8 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
 func TestAnErrorIsSaidForPeople(t *testing.T) {
@@ -23,12 +28,15 @@ func TestAnErrorIsSaidForPeople(t *testing.T) {
 		err  error
 		want string
 	}{
-		"of a server":            {full, `store: full: tensor "x" takes 3 bytes`},
+		"of a server":            {full, `the store is full: tensor "x" takes 3 bytes`},
 		"of this side":           {&client.Error{Cause: client.ErrInput}, "bad input"},
-		"wrapped":                {fmt.Errorf("x.npy: %w", full), "x.npy: " + full.Error()},
+		"wrapped":                {fmt.Errorf("x.npy: %w", full), `x.npy: the store is full: tensor "x" takes 3 bytes`},
+		"of several packages":    {fmt.Errorf("x.npy: %w: %w: client: no", tensorfile.ErrNotFound, tensor.ErrShape), "x.npy: no such tensor: bad shape: no"},
+		"of one in another":      {fmt.Errorf("engine: %w: it is so", &client.Error{Code: codes.Internal, Message: "slab: over"}), "over: it is so"},
+		"that names no package":  {errors.New(`my store: "x" is a tensor: y`), `my store: "x" is a tensor: y`},
 		"of no server":           {&client.Error{Code: codes.Unavailable, Message: `connection error: desc = "transport: Error while dialing: dial tcp: refused"`}, "no connection: dial tcp: refused"},
-		"the same for several":   {errors.Join(full, full, full), `store: full: tensor "x" takes 3 bytes`},
-		"others for several":     {errors.Join(full, client.ErrInput), "store: full: tensor \"x\" takes 3 bytes\nbad input"},
+		"the same for several":   {errors.Join(full, full, full), `the store is full: tensor "x" takes 3 bytes`},
+		"others for several":     {errors.Join(full, client.ErrInput), "the store is full: tensor \"x\" takes 3 bytes\nbad input"},
 		"that paints a terminal": {&client.Error{Code: codes.Internal, Message: "\x1b[31mred\a\u202e"}, "�[31mred��"},
 	} {
 		t.Run(name, func(t *testing.T) { require.Equal(t, tc.want, said(tc.err)) })
@@ -36,6 +44,26 @@ func TestAnErrorIsSaidForPeople(t *testing.T) {
 	lines := strings.Split(said(errors.Join(many...)), "\n")
 	require.Len(t, lines, mostErrors+1)
 	require.Equal(t, "and 5 more", lines[mostErrors])
+}
+
+func TestEveryPackageThatNamesItselfInItsErrorsIsKnown(t *testing.T) {
+	list, err := exec.Command("go", "list", "-deps", "-f", "{{with .Module}}{{if .Main}}{{$.Name}} {{$.Dir}}{{end}}{{end}}", ".").Output()
+	require.NoError(t, err)
+	for line := range strings.Lines(string(list)) {
+		name, dir, ours := strings.Cut(strings.TrimSpace(line), " ")
+		if !ours {
+			continue
+		}
+		files, err := filepath.Glob(filepath.Join(dir, "*.go"))
+		require.NoError(t, err)
+		for _, file := range files {
+			text, err := os.ReadFile(file)
+			require.NoError(t, err)
+			if !strings.HasSuffix(file, "_test.go") && strings.Contains(string(text), `"`+name+`: `) {
+				require.Contains(t, packages, name, file)
+			}
+		}
+	}
 }
 
 func TestAHintFitsTheCommand(t *testing.T) {
