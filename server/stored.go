@@ -68,7 +68,6 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 	case n > transferTensors:
 		return nil, unaryStatus(stream.ResourceExhausted, fmt.Sprintf("names: %d, the limit is %d; use several requests", n, transferTensors), 0)
 	}
-	out := &pb.DeleteTensorsResponse{}
 	var names []string
 	seen := make(map[string]struct{}) // so that a thousand globs find no more than there is
 	for i, name := range req.GetNames() {
@@ -85,19 +84,11 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 			return nil, s.storedStatus(err)
 		}
 	}
-	for _, name := range names {
-		if ctx.Err() != nil { // nobody waits for the answer any more
-			return nil, s.storedStatus(context.Cause(ctx))
-		}
-		switch err := s.cfg.Store.Delete(ctx, name); {
-		case errors.Is(err, store.ErrNotFound): // deleted meanwhile
-		case err != nil:
-			return nil, s.storedStatus(err)
-		default:
-			out.Deleted = append(out.Deleted, name)
-		}
+	deleted, err := s.cfg.Store.Delete(ctx, names...)
+	if err != nil {
+		return nil, s.storedStatus(err)
 	}
-	return out, nil
+	return &pb.DeleteTensorsResponse{Deleted: deleted}, nil
 }
 
 // match yields the names that a name or a glob picks, one at least.

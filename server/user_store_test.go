@@ -140,11 +140,11 @@ func (a *away) List(ctx context.Context, glob, after string, most int) ([]store.
 	return a.Memory.List(ctx, glob, after, most)
 }
 
-func (a *away) Delete(ctx context.Context, name string) error {
+func (a *away) Delete(ctx context.Context, names ...string) ([]string, error) {
 	if err := a.call(ctx, "delete"); err != nil {
-		return err
+		return nil, err
 	}
-	return a.Memory.Delete(ctx, name)
+	return a.Memory.Delete(ctx, names...)
 }
 
 func (w awayWriter) WriteViews(ctx context.Context, off int64, views [][]byte) error {

@@ -4,6 +4,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -61,6 +62,29 @@ func BenchmarkPush(b *testing.B) {
 			})
 		}
 		require.NoError(b, os.RemoveAll(dir))
+	}
+}
+
+// BenchmarkDelete deletes small tensors from a folder, as many as one request names at
+// a time, and one by one.
+func BenchmarkDelete(b *testing.B) {
+	const count = 256
+	for name, atATime := range map[string]int{"at-a-time=256": count, "at-a-time=1": 1} {
+		b.Run("tensors=256/"+name, func(b *testing.B) {
+			f := closing(b, openFolder(b, b.TempDir(), FolderConfig{}))
+			names := make([]string, count)
+			for b.Loop() {
+				b.StopTimer()
+				for i := range names {
+					names[i] = strconv.Itoa(i)
+					put(b, f, names[i], []byte(names[i]))
+				}
+				b.StartTimer()
+				for some := range slices.Chunk(names, atATime) {
+					remove(b, f, some...)
+				}
+			}
+		})
 	}
 }
 

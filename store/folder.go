@@ -44,8 +44,10 @@ type Folder struct {
 	dir    string
 	config FolderConfig
 	lock   *os.File
-	pool   *slab.Pool   // of views
-	used   atomic.Int64 // bytes of pushed files; grows under mu only
+	pool   *slab.Pool // of views
+	// syncNames makes the names in a folder durable: syncFolder, but in a test.
+	syncNames func(dir string) error
+	used      atomic.Int64 // bytes of pushed files; grows under mu only
 
 	// names are held while the file of a name is replaced, deleted or mapped, so
 	// that a file and what is known of it go together. Which one: see nameLock.
@@ -109,7 +111,7 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 		return nil, err
 	}
 	f := &Folder{
-		dir: dir, config: config, lock: lock, pool: slab.NewPool(viewBytes),
+		dir: dir, config: config, lock: lock, pool: slab.NewPool(viewBytes), syncNames: syncFolder,
 		pushed: newIndex(map[string]*pushed{}), files: map[string]bool{}, parts: newIndex(map[string]part{}),
 	}
 	f.scan.files = map[string]*wholeFile{}
@@ -308,8 +310,32 @@ func (f *Folder) List(ctx context.Context, glob, after string, most int) ([]Info
 	})
 }
 
-// Delete implements Store. A tensor that was deleted does not come back.
-func (f *Folder) Delete(_ context.Context, name string) error {
+// Delete implements Store. A tensor that was deleted does not come back: one fsync
+// sees to that for all of them.
+func (f *Folder) Delete(ctx context.Context, names ...string) (deleted []string, err error) {
+	for _, name := range names {
+		if err = context.Cause(ctx); err != nil {
+			break
+		}
+		var there bool
+		if there, err = f.delete(name); err != nil {
+			break
+		}
+		if there {
+			deleted = append(deleted, name)
+		}
+	}
+	if len(deleted) == 0 {
+		return nil, err
+	}
+	if e := f.syncNames(f.dir); e != nil {
+		err = errors.Join(err, fmt.Errorf("store: %d tensors, of which %q is the first, are deleted, perhaps not for good: %w", len(deleted), deleted[0], e))
+	}
+	return deleted, err
+}
+
+// delete deletes the file of a pushed tensor, if it is there.
+func (f *Folder) delete(name string) (there bool, err error) {
 	lock := f.nameLock(fileName(name))
 	lock.Lock()
 	defer lock.Unlock()
@@ -320,20 +346,17 @@ func (f *Folder) Delete(_ context.Context, name string) error {
 	f.mu.Unlock()
 	switch {
 	case closed:
-		return ErrClosed
+		return false, ErrClosed
 	case !isPushed && isPart:
-		return fmt.Errorf("%w: %q is a tensor of %s; delete that file", ErrPart, name, whole.info.File)
+		return false, fmt.Errorf("%w: %q is a tensor of %s; delete that file", ErrPart, name, whole.info.File)
 	case !isPushed:
-		return fmt.Errorf("%w: no tensor %q", ErrNotFound, name)
+		return false, nil
 	}
 	if err := os.Remove(filepath.Join(f.dir, p.file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("store: delete tensor %q: %w", name, err)
+		return false, fmt.Errorf("store: delete tensor %q: %w", name, err)
 	}
 	f.forget(p)
-	if err := syncFolder(f.dir); err != nil {
-		return fmt.Errorf("store: tensor %q is deleted, perhaps not for good: %w", name, err)
-	}
-	return nil
+	return true, nil
 }
 
 // Close implements Store. It gives the folder free for another store.
@@ -467,7 +490,7 @@ func (w *folderWriter) Commit(context.Context) (Info, error) {
 	if err := os.Rename(w.temp, filepath.Join(f.dir, p.file)); err != nil {
 		return Info{}, w.failed("name", err)
 	}
-	syncErr := syncFolder(f.dir)
+	syncErr := f.syncNames(f.dir)
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if old, replaced := f.pushed.put(p.info.Name, p); replaced {

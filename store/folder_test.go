@@ -3,6 +3,7 @@ package store
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -104,7 +105,7 @@ func TestAFolderKnowsItsTensorsAfterARestart(t *testing.T) {
 	put(t, f, "x", testkit.Bytes(100_000, 1))
 	put(t, f, "x", testkit.Bytes(100_000, 2))
 	put(t, f, "deleted", nil)
-	require.NoError(t, f.Delete(t.Context(), "deleted"))
+	remove(t, f, "deleted")
 	before := must(f.List(t.Context(), "", "", 10))
 	used, _ := f.Used()
 	require.NoError(t, f.Close())
@@ -271,7 +272,7 @@ func TestAFolderKeepsItsLimits(t *testing.T) {
 	_, err = f.Create(t.Context(), "b", vector(6000))
 	require.ErrorIs(t, err, ErrFull, "what was there before counts")
 	put(t, f, "b", make([]byte, 4000))
-	require.NoError(t, f.Delete(t.Context(), "a"))
+	remove(t, f, "a")
 	put(t, f, "c", make([]byte, 4000))
 	require.NoError(t, f.Close())
 
@@ -342,7 +343,8 @@ func TestAWholeFileAppearsAsItsTensors(t *testing.T) {
 		Name: "model/w/0", Desc: tensor.Desc{DType: tensor.Int32, Shape: tensor.Shape{2}},
 		Stored: stat.ModTime(), Durable: true, File: "model.safetensors",
 	}, must(f.List(t.Context(), "model/*/*", "", 9))[0])
-	require.ErrorIs(t, f.Delete(t.Context(), "model/b"), ErrPart)
+	_, err = f.Delete(t.Context(), "model/b")
+	require.ErrorIs(t, err, ErrPart)
 	_, err = f.Create(t.Context(), "model/b", vector(1))
 	require.ErrorIs(t, err, ErrExists)
 	used, _ := f.Used()
@@ -402,9 +404,10 @@ func TestAPushedTensorHidesOneOfAFile(t *testing.T) {
 	require.Equal(t, []byte("pushed"), get(t, f, "m/x"))
 	put(t, f, "m/x", []byte("again"))
 	require.Equal(t, []byte("again"), get(t, f, "m/x"))
-	require.NoError(t, f.Delete(t.Context(), "m/x"))
+	remove(t, f, "m/x")
 	require.Equal(t, []byte{1, 0, 0, 0}, get(t, f, "m/x"))
-	require.ErrorIs(t, f.Delete(t.Context(), "m/x"), ErrPart)
+	_, err := f.Delete(t.Context(), "m/x")
+	require.ErrorIs(t, err, ErrPart)
 }
 
 func TestAFolderFindsWhatOthersDoToPushedFiles(t *testing.T) {
@@ -424,11 +427,45 @@ func TestAFolderFindsWhatOthersDoToPushedFiles(t *testing.T) {
 	place(t, dir, fileName("changed"), modelFile(t, map[string][]int32{"tensor": {1}}))
 	_, err = f.Open(t.Context(), "changed")
 	require.ErrorContains(t, err, "its file has changed")
-	require.NoError(t, f.Delete(t.Context(), "changed"))
-	require.NoError(t, f.Delete(t.Context(), "kept"))
+	remove(t, f, "changed")
+	remove(t, f, "kept")
 	place(t, dir, fileName("kept"), kept) // from a backup
 	require.Equal(t, []byte{3}, get(t, f, "kept"))
 	require.Equal(t, []string{"kept"}, listed(t, f))
+}
+
+func TestADeletionIsAsDurableAsAPushHoweverManyItIs(t *testing.T) {
+	dir := t.TempDir()
+	f := closing(t, openFolder(t, dir, FolderConfig{}))
+	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {1}}))
+	for _, name := range []string{"a", "b", "c", "d"} {
+		put(t, f, name, []byte(name))
+	}
+	require.Len(t, listed(t, f), 5)
+	syncs, left := 0, 0
+	failed := errors.New("the disk is on fire")
+	var fails error
+	f.syncNames = func(dir string) error {
+		syncs++
+		left = len(files(t, dir))
+		return fails
+	}
+	remove(t, f, "a", "b")
+	require.Equal(t, 1, syncs)
+	require.Equal(t, 3, left, "files at that time")
+	deleted, err := f.Delete(t.Context(), "a", "nothing")
+	require.NoError(t, err)
+	require.Empty(t, deleted)
+	require.Equal(t, 1, syncs, "nothing was to be made durable")
+	deleted, err = f.Delete(t.Context(), "c", "m/x", "d")
+	require.ErrorIs(t, err, ErrPart)
+	require.Equal(t, []string{"c"}, deleted)
+	require.Equal(t, 2, syncs, "an error is no reason to forget what was deleted before")
+	fails = failed
+	deleted, err = f.Delete(t.Context(), "d")
+	require.ErrorIs(t, err, failed)
+	require.Equal(t, []string{"d"}, deleted)
+	require.Equal(t, []string{"m/x"}, listed(t, f))
 }
 
 func TestNothingStaysMapped(t *testing.T) {
@@ -497,7 +534,7 @@ func FuzzNames(f *testing.F) {
 		require.NoError(t, err)
 		require.Equal(t, name, info.Name)
 		require.NoError(t, st.Close())
-		require.NoError(t, s.Delete(t.Context(), name))
+		remove(t, s, name)
 		require.Empty(t, files(t, dir))
 	})
 }

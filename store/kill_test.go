@@ -57,7 +57,7 @@ func TestChild(t *testing.T) {
 				if n/2%7 == 6 {
 					fmt.Printf("deleting %s %d\n", name, n)
 					what = "deleted"
-					_ = f.Delete(t.Context(), name) // which may not be there
+					_, _ = f.Delete(t.Context(), name) // which may not be there
 				} else {
 					data := version(n)
 					push(t, f, name, vector(int64(len(data))), data, 64*kib, nil)

@@ -103,24 +103,15 @@ func (m *Memory) forget(r *resident) {
 func (m *Memory) Open(_ context.Context, name string) (Reader, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	r, err := m.lookup(name)
-	if err != nil {
-		return nil, err
-	}
-	m.recent.MoveToFront(r.at)
-	r.retain()
-	return r, nil
-}
-
-// lookup finds a tensor. The caller holds mu.
-func (m *Memory) lookup(name string) (*resident, error) {
 	if m.isClosed {
 		return nil, ErrClosed
 	}
-	r, ok := m.tensors.byName[name]
-	if !ok {
+	r, there := m.tensors.byName[name]
+	if !there {
 		return nil, fmt.Errorf("%w: no tensor %q", ErrNotFound, name)
 	}
+	m.recent.MoveToFront(r.at)
+	r.retain()
 	return r, nil
 }
 
@@ -141,15 +132,34 @@ func (m *Memory) List(ctx context.Context, glob, after string, most int) ([]Info
 }
 
 // Delete implements Store.
-func (m *Memory) Delete(_ context.Context, name string) error {
+func (m *Memory) Delete(ctx context.Context, names ...string) (deleted []string, err error) {
+	for _, name := range names {
+		if ctx.Err() != nil {
+			return deleted, context.Cause(ctx)
+		}
+		there, err := m.delete(name)
+		if err != nil {
+			return deleted, err
+		}
+		if there {
+			deleted = append(deleted, name)
+		}
+	}
+	return deleted, nil
+}
+
+// delete forgets a tensor, if it is there.
+func (m *Memory) delete(name string) (there bool, err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	r, err := m.lookup(name)
-	if err != nil {
-		return err
+	if m.isClosed {
+		return false, ErrClosed
 	}
-	m.forget(r)
-	return nil
+	r, there := m.tensors.byName[name]
+	if there {
+		m.forget(r)
+	}
+	return there, nil
 }
 
 // Close implements Store.

@@ -86,9 +86,11 @@ type Store interface {
 	// path.Match's syntax, with ErrGlob for a malformed one; the empty glob matches
 	// all.
 	List(ctx context.Context, glob, after string, most int) ([]Info, error)
-	// Delete forgets the tensor of this name, and fails with ErrNotFound, or with
-	// ErrPart when it is part of a file.
-	Delete(ctx context.Context, name string) error
+	// Delete forgets the tensors of these names, one after the other, and returns the
+	// names of those that were there: for good, when the store is durable. It ends
+	// early at a tensor that is part of a file, with ErrPart, and where ctx ends;
+	// deleted then says how far it came.
+	Delete(ctx context.Context, names ...string) (deleted []string, err error)
 	// Close ends the store; its Writers were ended by their owners before. What
 	// Readers hold stays valid until they release it. Closing twice returns
 	// ErrClosed, as all other methods do after Close.

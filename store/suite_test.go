@@ -88,6 +88,14 @@ func put(t testingT, s Store, name string, data []byte) Info {
 	return push(t, s, name, vector(int64(len(data))), data, max(len(data), 1), nil)
 }
 
+// remove deletes tensors that are there.
+func remove(t testingT, s Store, names ...string) {
+	t.Helper()
+	deleted, err := s.Delete(t.Context(), names...)
+	require.NoError(t, err)
+	require.Equal(t, names, deleted)
+}
+
 func read(t testingT, r Reader, chunk int64) []byte {
 	t.Helper()
 	size, err := r.Info().Bytes()
@@ -253,10 +261,10 @@ func TestAReaderKeepsWhatItOpened(t *testing.T) {
 	data := testkit.Bytes(3*mib, 1)
 	for name, change := range map[string]func(t *testing.T, s Store){
 		"replaced": func(t *testing.T, s Store) { put(t, s, "x", bytes.Repeat([]byte{0xee}, len(data))) },
-		"deleted":  func(t *testing.T, s Store) { require.NoError(t, s.Delete(t.Context(), "x")) },
+		"deleted":  func(t *testing.T, s Store) { remove(t, s, "x") },
 		"replaced and deleted": func(t *testing.T, s Store) {
 			put(t, s, "x", []byte{1})
-			require.NoError(t, s.Delete(t.Context(), "x"))
+			remove(t, s, "x")
 		},
 		"the store closed": func(t *testing.T, s Store) { require.NoError(t, s.Close()) },
 	} {
@@ -307,7 +315,7 @@ func TestRoomComesBackWhenTheLastReaderIsDone(t *testing.T) {
 			held.Release()
 		}
 		require.Equal(t, one, now())
-		require.NoError(t, s.Delete(t.Context(), "x"))
+		remove(t, s, "x")
 		require.Zero(t, now())
 		w, err := s.Create(t.Context(), "x", vector(100_000))
 		require.NoError(t, err)
@@ -341,11 +349,35 @@ func TestWhatCannotBeIsRefused(t *testing.T) {
 		}
 		_, err := s.Open(t.Context(), "x")
 		require.ErrorIs(t, err, ErrNotFound)
-		require.ErrorIs(t, s.Delete(t.Context(), "x"), ErrNotFound)
+		deleted, err := s.Delete(t.Context(), "x")
+		require.NoError(t, err)
+		require.Empty(t, deleted)
 		for _, glob := range []string{"[", "a[", "*[]", "\\"} {
 			_, err = s.List(t.Context(), glob, "", 1)
 			require.ErrorIs(t, err, ErrGlob, "%q", glob)
 		}
+	})
+}
+
+func TestManyAreDeletedAtATime(t *testing.T) {
+	forAll(t, func(t *testing.T, s Store) {
+		for _, name := range []string{"a", "b", "c", "d"} {
+			put(t, s, name, []byte(name))
+		}
+		deleted, err := s.Delete(t.Context())
+		require.NoError(t, err)
+		require.Empty(t, deleted)
+		deleted, err = s.Delete(t.Context(), "c", "?", "a", "c")
+		require.NoError(t, err)
+		require.Equal(t, []string{"c", "a"}, deleted)
+		ended, cancel := context.WithCancelCause(t.Context())
+		cancel(errStopped)
+		deleted, err = s.Delete(ended, "b", "d")
+		require.ErrorIs(t, err, errStopped)
+		require.Empty(t, deleted)
+		require.Equal(t, []byte("b"), get(t, s, "b"))
+		remove(t, s, "d", "b")
+		require.Empty(t, must(s.List(t.Context(), "", "", 10)))
 	})
 }
 
@@ -388,7 +420,8 @@ func TestAClosedStoreSaysSo(t *testing.T) {
 		require.ErrorIs(t, err, ErrClosed)
 		_, err = s.List(t.Context(), "", "", 1)
 		require.ErrorIs(t, err, ErrClosed)
-		require.ErrorIs(t, s.Delete(t.Context(), "x"), ErrClosed)
+		_, err = s.Delete(t.Context(), "x")
+		require.ErrorIs(t, err, ErrClosed)
 		require.ErrorIs(t, s.Close(), ErrClosed)
 	})
 }
@@ -416,11 +449,11 @@ func TestAListIsWhatASortedSliceGives(t *testing.T) {
 		rapid.Check(t, func(t *rapid.T) {
 			model := map[string]bool{}
 			for _, info := range must(s.List(t.Context(), "", "", 1<<20)) {
-				require.NoError(t, s.Delete(t.Context(), info.Name))
+				remove(t, s, info.Name)
 			}
 			for _, name := range rapid.SliceOfN(text, 0, 12).Draw(t, "names") {
 				if model[name] && rapid.Bool().Draw(t, "delete") {
-					require.NoError(t, s.Delete(t.Context(), name))
+					remove(t, s, name)
 					delete(model, name)
 				} else {
 					put(t, s, name, nil)
@@ -496,7 +529,7 @@ func TestManyAtOnceSeeOnlyWholeTensors(t *testing.T) {
 		}
 		wg.Go(func() {
 			for i := range 60 {
-				_ = s.Delete(t.Context(), names[i%len(names)])
+				_, _ = s.Delete(t.Context(), names[i%len(names)])
 				_, _ = s.List(t.Context(), "", "", 10)
 			}
 		})

@@ -19,12 +19,8 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// selectionsAtATime is how many tensors one request names: what a server takes.
+// selectionsAtATime is how many tensors one request names: no more than a server takes.
 const selectionsAtATime = 1000
-
-// removedAtATime is how many tensors one request removes: the disk may take 30 ms for
-// each, and a request has client.DefaultOpenTimeout.
-const removedAtATime = 256
 
 func lsCommand() *cobra.Command {
 	var server string
@@ -147,7 +143,7 @@ func rm(ctx context.Context, server string, names []string, asJSON bool, stdout 
 		}
 	}
 	removed := []string{}
-	for some := range slices.Chunk(list, removedAtATime) {
+	for some := range slices.Chunk(list, selectionsAtATime) {
 		requested := make([]string, len(some))
 		for i, s := range some {
 			requested[i] = s.Name

@@ -302,8 +302,9 @@ func (k *keeper) Push(ctx context.Context, t tensor.Tensor, source []byte) (_ Sa
 	if err != nil {
 		return Sample{}, err
 	}
-	if err := errors.Join(checkStored(ctx, k.store, in.Name, source), k.store.Delete(ctx, in.Name)); err != nil {
-		return Sample{}, err
+	err = checkStored(ctx, k.store, in.Name, source)
+	if _, e := k.store.Delete(ctx, in.Name); err != nil || e != nil {
+		return Sample{}, errors.Join(err, e)
 	}
 	return s, nil
 }
