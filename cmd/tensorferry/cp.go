@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"io"
 	"path"
 	"strings"
@@ -100,6 +101,7 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 		copied = append(copied, stored...)
 	}
 	bars.end()
+	err = errors.Join(err, forgotten(ctx, target, copied))
 	if e := tellMoved(stdout, copied, o.asJSON); err == nil {
 		err = e
 	}

@@ -3,14 +3,18 @@ package main
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
+	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/codec"
@@ -80,7 +84,8 @@ tensor of x.npy is called x, and those of model.safetensors model/ and their own
 name; NAME=model.safetensors calls them NAME/ and their own name.
 
 What was stored is printed. If some tensors fail, the others are stored all the
-same.`,
+same. A store in memory that is full forgets what was used longest ago; if it has
+forgotten tensors of this push for its later ones, they count as failed.`,
 		Example: `  tensorferry push x.npy model.safetensors
   tensorferry push experiments/7/x=x.npy
   tensorferry gen --shape 1000,1000 | tensorferry push noise=-
@@ -152,10 +157,45 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 	if ctx.Err() != nil {
 		return err
 	}
-	if e := tellMoved(stdout, <-ended, o.asJSON); err == nil {
+	stored := <-ended
+	err = errors.Join(err, forgotten(ctx, cl, stored))
+	if e := tellMoved(stdout, stored, o.asJSON); err == nil {
 		err = e
 	}
 	return err
+}
+
+// forgotten looks whether what was stored is there yet: a store in memory that is full
+// forgets what was used longest ago, and so the first of many tensors for the last.
+// Those that are gone have failed, each with an error of its own.
+func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary) error {
+	mayGo := map[string]*client.Summary{}
+	for i := range stored {
+		if s := &stored[i]; s.Err == nil && !s.Durable {
+			mayGo[s.Name] = s
+		}
+	}
+	if len(mayGo) < 2 {
+		return nil
+	}
+	list, _, err := cl.List(ctx, "")
+	if err != nil {
+		return err
+	}
+	for _, s := range list {
+		delete(mayGo, s.Name)
+	}
+	var gone []error
+	for _, name := range slices.Sorted(maps.Keys(mayGo)) {
+		err := &client.Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf(
+			"tensor %q was stored and is gone again: the store is in memory, and full, and forgets what was used longest ago", name)}
+		mayGo[name].Err = err
+		gone = append(gone, err)
+	}
+	if len(gone) == 0 {
+		return nil
+	}
+	return hinted{errors.Join(gone...), "push less, or start the server with a larger --store memory:SIZE, or with a folder, which forgets nothing"}
 }
 
 // pushed is [NAME=]FILE.
