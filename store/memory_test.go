@@ -1,6 +1,7 @@
 package store
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -55,6 +56,35 @@ func TestMemoryThatIsAllInUseIsFull(t *testing.T) {
 	w.Abort()
 	put(t, m, "x", make([]byte, 12*kib))
 	require.Len(t, must(m.List(t.Context(), "", "", 10)), 1)
+}
+
+func TestAListIsLongerThanAPage(t *testing.T) {
+	m := closing(t, NewMemory(testkit.Pool(t), 16*mib))
+	for i := range 2*listPage + 1 {
+		put(t, m, fmt.Sprintf("%05d", i), nil)
+	}
+	require.Len(t, must(m.List(t.Context(), "", "", 1<<20)), 2*listPage+1)
+	require.Len(t, must(m.List(t.Context(), "*7", "", 1<<20)), 204+1)
+	require.Equal(t, "02048", must(m.List(t.Context(), "*8", "02039", 1))[0].Name)
+}
+
+func TestAnEndedContextEndsWhatTakesLong(t *testing.T) {
+	ended, cancel := context.WithCancelCause(t.Context())
+	cancel(errStopped)
+	for name, s := range map[string]Store{
+		"memory": closing(t, NewMemory(testkit.Pool(t), 1*mib)),
+		"folder": closing(t, openFolder(t, t.TempDir(), FolderConfig{})),
+	} {
+		put(t, s, "x", []byte{1})
+		_, err := s.Create(ended, "y", vector(1))
+		require.ErrorIs(t, err, errStopped, name)
+		_, err = s.List(ended, "", "", 10)
+		require.ErrorIs(t, err, errStopped, name)
+		deleted, err := s.Delete(ended, "x")
+		require.ErrorIs(t, err, errStopped, name)
+		require.Empty(t, deleted, name)
+		get(t, s, "x")
+	}
 }
 
 func TestReleasingATensorTooOftenPanics(t *testing.T) {

@@ -35,6 +35,8 @@ var layers = map[string][]string{
 	"assembler":  {"tensor", "slab", "codec", "internal/invariants"},
 	"store":      {"tensor", "slab", "codec", "tensorfile", "internal/invariants", "internal/fault", "internal/minifloat"},
 
+	"store/storetest": {"store", "tensor", "codec"},
+
 	"engine":            {"tensor", "slab"},
 	"engine/enginetest": {"engine", "tensor", "slab"},
 	"engine/cpu":        {"engine", "tensor", "slab", "tensorfile"},
@@ -146,7 +148,9 @@ var rules = []struct {
 	{"github.com/pierrec/lz4/...", []string{"codec"}, "one package knows how payloads are compressed, and bounds what that takes"},
 	{"math/rand", nil, "use math/rand/v2; in tests testkit.Rand"},
 	{"github.com/golang/protobuf/...", nil, "use google.golang.org/protobuf"},
-	{"testing/...", []string{"internal/testkit", "engine/enginetest"}, "programs do not carry the test framework"},
+	{"testing/...", []string{"internal/testkit", "engine/enginetest", "store/storetest"}, "programs do not carry the test framework"},
+	{"github.com/stretchr/...", []string{"store/storetest"}, "programs do not carry the test framework"},
+	{"pgregory.net/...", []string{"store/storetest"}, "programs do not carry the test framework"},
 	{"go.uber.org/goleak/...", []string{"internal/testkit"}, "leak checks are testkit.Start"},
 }
 
