@@ -71,7 +71,7 @@ type sample struct {
 	goroutines, descriptors, heap float64
 	resident
 	budget float64 // granted; of a server
-	kept   float64 // memory for the next call, in RSS; of a server
+	spare  float64 // in RSS and in use by nobody: kept for the next call, or the runtime's; of a server
 }
 
 // history are the samples of one process.
@@ -216,8 +216,8 @@ func (s *soak) look(ctx context.Context, first bool) error {
 	fmt.Fprintf(s.out, "%v\n  under load  %s\n", at.Round(time.Second), strings.Join(loaded, "; "))
 	for _, h := range s.histories() {
 		n := h.samples[len(h.samples)-1]
-		fmt.Fprintf(s.out, "  %-7s at rest  %v goroutines, %v descriptors, %v files mapped that are gone, RSS %s of its own, %s of it kept, and %s mapped, heap %s, budget %s\n",
-			h.name, n.goroutines, n.descriptors, n.gone, mibs(n.own), mibs(n.kept), mibs(n.mapped), mibs(n.heap), mibs(n.budget))
+		fmt.Fprintf(s.out, "  %-7s at rest  %v goroutines, %v descriptors, %v files mapped that are gone, RSS %s of its own, %s of it spare, and %s mapped, heap %s, budget %s\n",
+			h.name, n.goroutines, n.descriptors, n.gone, mibs(n.own), mibs(n.spare), mibs(n.mapped), mibs(n.heap), mibs(n.budget))
 		if over := n.goroutines - h.base.goroutines; over > restGoroutines {
 			s.add("%v: %s: %v goroutines more than before the load", at.Round(time.Second), h.name, over)
 		}
@@ -271,7 +271,7 @@ func (t *target) look(ctx context.Context, at time.Duration, first bool) error {
 	if err != nil {
 		return err
 	}
-	t.history.add(sample{at, f["go_goroutines"], f["process_open_fds"], f["go_memstats_heap_alloc_bytes"], memory, f["tensorferry_memory_used_bytes"], f["tensorferry_memory_kept_bytes"]}, first)
+	t.history.add(sample{at, f["go_goroutines"], f["process_open_fds"], f["go_memstats_heap_alloc_bytes"], memory, f["tensorferry_memory_used_bytes"], f["tensorferry_memory_kept_bytes"] + f["go_memstats_heap_idle_bytes"] - f["go_memstats_heap_released_bytes"]}, first)
 	return nil
 }
 
@@ -340,7 +340,7 @@ func (s *soak) judge(length time.Duration) {
 			{"descriptors", func(n sample) float64 { return n.descriptors }, restDescriptors, false},
 			{"gone files", func(n sample) float64 { return n.gone }, restDescriptors, false},
 			{"heap", func(n sample) float64 { return n.heap }, 4 * mib, true},
-			{"RSS, used", func(n sample) float64 { return n.own - n.kept }, 16 * mib, true},
+			{"RSS, used", func(n sample) float64 { return n.own - n.spare }, 16 * mib, true},
 			{"budget", func(n sample) float64 { return n.budget }, 4 * mib, true},
 		} {
 			before, n := h.median(warm, 2*warm, c.of)
