@@ -4,9 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"log/slog"
 	"math"
-	"strings"
 
 	"google.golang.org/grpc"
 
@@ -121,51 +121,55 @@ func (p *pull) selection(sel *pb.Selection) error {
 	if p.server.cfg.Store == nil {
 		return p.refuse(name, errNoStore)
 	}
-	r, err := p.server.cfg.Store.Open(p.ctx, name)
-	if err == nil {
-		return p.tensor(name, r, sel)
+	for t, err := range store.Pick(name, func() (picked, error) { return p.open(name) }, p.matching(name)) {
+		switch {
+		case err != nil && p.ctx.Err() != nil:
+			return left(p.ctx)
+		case err != nil:
+			return p.refuse(name, err)
+		case t.err != nil:
+			err = p.refuse(t.name, t.err)
+		case t.name == name: // what the client holds is of this one
+			err = p.tensor(name, t.reader, sel)
+		default:
+			err = p.tensor(t.name, t.reader, nil)
+		}
+		if err != nil {
+			return err
+		}
 	}
-	if !errors.Is(err, store.ErrNotFound) || !strings.ContainsAny(name, `*?[`) {
-		return p.refuse(name, err)
-	}
-	return p.glob(name)
+	return nil
 }
 
-// glob sends every tensor whose name matches, a page of names at a time.
-func (p *pull) glob(glob string) error {
-	found := false
-	for after := ""; ; {
-		if p.ctx.Err() != nil {
-			return left(p.ctx)
-		}
-		page, err := p.server.cfg.Store.List(p.ctx, glob, after, listPage)
-		if err != nil {
-			return p.refuse(glob, err)
-		}
-		for _, info := range page {
-			after = info.Name
-			r, err := p.server.cfg.Store.Open(p.ctx, info.Name)
+// picked is a tensor that a selection has picked.
+type picked struct {
+	name   string
+	reader store.Reader
+	err    error // why there is no reader
+}
+
+func (p *pull) open(name string) (picked, error) {
+	r, err := p.server.cfg.Store.Open(p.ctx, name)
+	return picked{name, r, err}, err
+}
+
+// matching opens every tensor whose name matches.
+func (p *pull) matching(glob string) iter.Seq2[picked, error] {
+	return func(yield func(picked, error) bool) {
+		for info, err := range store.Each(p.ctx, p.server.cfg.Store, glob) {
+			if err != nil {
+				yield(picked{}, err)
+				return
+			}
+			t, err := p.open(info.Name)
 			if errors.Is(err, store.ErrNotFound) {
 				continue // deleted meanwhile
 			}
-			found = true
-			if err != nil {
-				err = p.refuse(info.Name, err)
-			} else {
-				err = p.tensor(info.Name, r, nil)
-			}
-			if err != nil {
-				return err
+			if !yield(t, nil) {
+				return
 			}
 		}
-		if len(page) < listPage {
-			break
-		}
 	}
-	if !found {
-		return p.refuse(glob, fmt.Errorf("%w: no tensor matches %q", store.ErrNotFound, glob))
-	}
-	return nil
 }
 
 // viewer lets a store's reader be read by a sender, while the pull lasts.

@@ -2,10 +2,9 @@ package server
 
 import (
 	"context"
-	"errors"
 	"fmt"
+	"iter"
 	"log/slog"
-	"strings"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/store"
@@ -74,14 +73,14 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 		if err := store.CheckName(name); err != nil {
 			return nil, unaryStatus(stream.InvalidArgument, fmt.Sprintf("names[%d]: %v", i, err), 0)
 		}
-		err := s.match(ctx, name, func(found string) {
+		for found, err := range s.match(ctx, name) {
+			if err != nil {
+				return nil, s.storedStatus(err)
+			}
 			if _, twice := seen[found]; !twice {
 				seen[found] = struct{}{}
 				names = append(names, found)
 			}
-		})
-		if err != nil {
-			return nil, s.storedStatus(err)
 		}
 	}
 	deleted, err := s.cfg.Store.Delete(ctx, names...)
@@ -91,37 +90,22 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 	return &pb.DeleteTensorsResponse{Deleted: deleted}, nil
 }
 
-// match yields the names that a name or a glob picks, one at least.
-func (s *Server) match(ctx context.Context, name string, yield func(string)) error {
-	r, err := s.cfg.Store.Open(ctx, name)
-	if err == nil {
-		r.Release()
-		yield(name)
-		return nil
+// match yields the names that a name or a glob picks.
+func (s *Server) match(ctx context.Context, name string) iter.Seq2[string, error] {
+	literal := func() (string, error) {
+		r, err := s.cfg.Store.Open(ctx, name)
+		if err == nil {
+			r.Release()
+		}
+		return name, err
 	}
-	if !errors.Is(err, store.ErrNotFound) || !strings.ContainsAny(name, `*?[`) {
-		return err
-	}
-	found := false
-	for after := ""; ; {
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
+	return store.Pick(name, literal, func(yield func(string, error) bool) {
+		for info, err := range store.Each(ctx, s.cfg.Store, name) {
+			if !yield(info.Name, err) {
+				return
+			}
 		}
-		page, err := s.cfg.Store.List(ctx, name, after, listPage)
-		if err != nil {
-			return err
-		}
-		for _, i := range page {
-			found, after = true, i.Name
-			yield(i.Name)
-		}
-		switch {
-		case !found:
-			return fmt.Errorf("%w: no tensor matches %q", store.ErrNotFound, name)
-		case len(page) < listPage:
-			return nil
-		}
-	}
+	})
 }
 
 // GetTransfer tells how a push or a pull goes, or went.

@@ -55,7 +55,7 @@ func listPages(ctx context.Context, glob, after string, most int, page func(afte
 		if ctx.Err() != nil {
 			return nil, context.Cause(ctx)
 		}
-		infos, err := page(after, listPage)
+		infos, err := page(after, pageNames)
 		if err != nil {
 			return nil, err
 		}
@@ -68,7 +68,7 @@ func listPages(ctx context.Context, glob, after string, most int, page func(afte
 				found = append(found, info)
 			}
 		}
-		if len(infos) < listPage {
+		if len(infos) < pageNames {
 			return found, nil
 		}
 		after = infos[len(infos)-1].Name

@@ -11,8 +11,9 @@ const (
 	// DefaultMaxTensors is how many tensors may be pushed into a folder unless its
 	// config says otherwise: a file each, which start-up opens one by one (3 s).
 	DefaultMaxTensors = 1 << 16
-	// listPage is how many names are looked at under one lock: below 1 ms.
-	listPage = 1024
+	// pageNames is how many names List looks at under one lock, which takes less than
+	// 1 ms, and how many tensors Each lists at a time.
+	pageNames = 1024
 	// hashPiece is how many bytes are read again at a time, to be hashed when they
 	// did not come in order: less than a processor's cache.
 	hashPiece = 256 * kib

@@ -60,10 +60,10 @@ func TestMemoryThatIsAllInUseIsFull(t *testing.T) {
 
 func TestAListIsLongerThanAPage(t *testing.T) {
 	m := closing(t, NewMemory(testkit.Pool(t), 16*mib))
-	for i := range 2*listPage + 1 {
+	for i := range 2*pageNames + 1 {
 		put(t, m, fmt.Sprintf("%05d", i), nil)
 	}
-	require.Len(t, must(m.List(t.Context(), "", "", 1<<20)), 2*listPage+1)
+	require.Len(t, must(m.List(t.Context(), "", "", 1<<20)), 2*pageNames+1)
 	require.Len(t, must(m.List(t.Context(), "*7", "", 1<<20)), 204+1)
 	require.Equal(t, "02048", must(m.List(t.Context(), "*8", "02039", 1))[0].Name)
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"slices"
 	"strings"
 	"text/tabwriter"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -169,10 +171,6 @@ func rm(ctx context.Context, server string, names []string, asJSON bool, stdout 
 // literally makes a glob of a name that matches nothing else.
 var literally = strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`)
 
-// isGlob reports whether a name may pick others. If there is a tensor that is called
-// so letter by letter, it picks that one.
-func isGlob(name string) bool { return strings.ContainsAny(name, `*?[`) }
-
 // storedOf lists the tensors that names and globs pick, each once. One that picks
 // nothing is an error.
 func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.Stored, error) {
@@ -182,24 +180,45 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 	var list []client.Stored
 	seen := map[string]bool{}
 	for _, n := range names {
-		some, _, err := cl.List(ctx, literally.Replace(n))
-		if err == nil && len(some) == 0 && isGlob(n) {
-			some, _, err = cl.List(ctx, n)
+		literal := func() (client.Stored, error) {
+			list, _, err := cl.List(ctx, literally.Replace(n))
+			switch {
+			case err != nil:
+				return client.Stored{}, err
+			case len(list) == 0:
+				return client.Stored{}, store.ErrNotFound
+			}
+			return list[0], nil
 		}
-		if err != nil {
-			return nil, err
-		}
-		if len(some) == 0 {
-			return nil, noSuch("tensor", n)
-		}
-		for _, s := range some {
-			if !seen[s.Name] {
+		for s, err := range store.Pick(n, literal, listedBy(ctx, cl, n)) {
+			switch {
+			case errors.Is(err, store.ErrNotFound):
+				return nil, noSuch("tensor", n)
+			case err != nil:
+				return nil, err
+			case !seen[s.Name]:
 				seen[s.Name] = true
 				list = append(list, s)
 			}
 		}
 	}
 	return list, nil
+}
+
+// listedBy yields the tensors that a server lists for a glob.
+func listedBy(ctx context.Context, cl *client.Client, glob string) iter.Seq2[client.Stored, error] {
+	return func(yield func(client.Stored, error) bool) {
+		list, _, err := cl.List(ctx, glob)
+		if err != nil {
+			yield(client.Stored{}, err)
+			return
+		}
+		for _, s := range list {
+			if !yield(s, nil) {
+				return
+			}
+		}
+	}
 }
 
 // missing is the error of a pull, for people if the one thing it names is not there.
