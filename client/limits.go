@@ -27,6 +27,10 @@ const (
 	pushResponseBytes = 8 * mib
 	// pullTensors bounds what is kept of a pull: some hundred bytes per tensor.
 	pullTensors = 1 << 20
+	// tensorBytes is the largest tensor that is received, in a result or a pull: what a
+	// server stores at most by default. What is kept of one in memory has a limit of
+	// its own.
+	tensorBytes = 1 << 40
 	// pieceBytes is what an At gets at a time: gRPC hands over 16 KiB at a time, which
 	// cost the client and a server beside it 14 % more CPU time (November 2026).
 	pieceBytes = 256 << 10

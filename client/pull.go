@@ -180,7 +180,7 @@ func (t *pulled) digest() (codec.Digest, error) {
 // receive takes the frames of the server. An error ends the pull.
 func (p *pull) receive(conn transfer.Conn) error {
 	limits := stream.DefaultLimits()
-	limits.ChunkBytes, limits.TensorBytes, limits.OpenTensors = uint32(p.client.cfg.ChunkBytes), 1<<40, 1
+	limits.ChunkBytes, limits.TensorBytes, limits.OpenTensors = uint32(p.client.cfg.ChunkBytes), tensorBytes, 1
 	p.recv = transfer.Receiver[*pulled]{
 		Limits: limits, Tensors: pullTensors, Checksum: p.client.cfg.Checksum, Handler: p,
 	}

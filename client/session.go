@@ -60,7 +60,7 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 		Session: session.NewID(), Check: c.cfg.Checksum, Codecs: c.codecs(),
 		Limits: stream.Limits{
 			ChunkBytes:  uint32(c.cfg.ChunkBytes),
-			TensorBytes: 1 << 40, // a streamed result is as long as it is; memory is bounded apart
+			TensorBytes: tensorBytes, // a streamed result is as long as it is
 			SessionIdle: stream.Instant(365 * 24 * time.Hour),
 			// A model may take its time between two results: how long a call may
 			// take is its caller's to say, and keep-alive finds a dead server.
