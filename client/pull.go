@@ -123,26 +123,21 @@ type pulled struct {
 	at     ReadWriterAt
 	pieces *bufio.Writer // to at; the pull's
 	writer io.Writer
-	hash   *codec.Digester // of the bytes below hashed; nil once it is over
-	hashed int64
+	order  *codec.OrderedDigester // nil once it is over
 	whole  bool
 	over   bool
 }
 
 // WriteViews puts a chunk where the tensor goes.
 func (t *pulled) WriteViews(off int64, views [][]byte) error {
-	if t.writer != nil && off != t.hashed {
-		return &stream.Error{Code: stream.FailedPrecondition, Text: fmt.Sprintf("byte %d came after byte %d, and the tensor goes to a writer; use Into or At", off, t.hashed)}
+	if next := t.order.Next(); t.writer != nil && off != next {
+		return &stream.Error{Code: stream.FailedPrecondition, Text: fmt.Sprintf("byte %d came after byte %d, and the tensor goes to a writer; use Into or At", off, next)}
 	}
-	inOrder := off == t.hashed
 	if t.at != nil {
 		t.pieces.Reset(io.NewOffsetWriter(t.at, off))
 	}
 	for _, v := range views {
-		if inOrder {
-			_, _ = t.hash.Write(v)
-			t.hashed += int64(len(v))
-		}
+		t.order.Wrote(off, v)
 		var err error
 		switch {
 		case t.writer != nil:
@@ -165,16 +160,15 @@ func (t *pulled) WriteViews(off int64, views [][]byte) error {
 
 // digest is of the whole tensor: what did not come in order is read again.
 func (t *pulled) digest() (codec.Digest, error) {
-	switch {
-	case t.hashed == t.Bytes:
+	switch next := t.order.Next(); {
 	case t.at != nil:
-		if _, err := io.Copy(t.hash, io.NewSectionReader(t.at, t.hashed, t.Bytes-t.hashed)); err != nil {
+		if err := t.order.ReadRest(t.at, t.Bytes); err != nil {
 			return codec.Digest{}, err
 		}
 	case t.into != nil:
-		_, _ = t.hash.Write(t.into[t.hashed:])
+		t.order.Wrote(next, t.into[next:])
 	}
-	return t.hash.Sum(), nil
+	return t.order.Sum(), nil
 }
 
 // receive takes the frames of the server. An error ends the pull.
@@ -225,7 +219,7 @@ func (p *pull) receive(conn transfer.Conn) error {
 func (p *pull) Open(in *transfer.In[*pulled]) (*pulled, error) {
 	t := p.tensor(in.Tensor, in.Name)
 	in.Place = t
-	t.Desc, t.Bytes, t.hash = in.Desc.Desc.Clone(), in.Geo.Size, new(codec.Digester)
+	t.Desc, t.Bytes, t.order = in.Desc.Desc.Clone(), in.Geo.Size, new(codec.OrderedDigester)
 	if t.Name == "" {
 		return t, &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %v: the server sends what nobody selected", in.Tensor)}
 	}
@@ -315,7 +309,7 @@ func (p *pull) Failed(in *transfer.In[*pulled], err error) {
 func (t *pulled) end(err error) {
 	if !t.over {
 		t.over, t.Err = true, err
-		t.into, t.at, t.writer, t.hash = nil, nil, nil, nil // what is kept of a tensor is little
+		t.into, t.at, t.writer, t.order = nil, nil, nil, nil // what is kept of a tensor is little
 		if err != nil {
 			t.Data = nil
 		}

@@ -2,6 +2,7 @@ package codec
 
 import (
 	"encoding/hex"
+	"io"
 	"strings"
 
 	"github.com/zeebo/xxh3"
@@ -50,3 +51,42 @@ func (d *Digester) Write(p []byte) (int, error) { return d.h.Write(p) }
 
 // Sum returns the digest of what was written so far.
 func (d *Digester) Sum() Digest { return d.h.Sum128().Bytes() }
+
+// OrderedDigester computes the Digest of a tensor that is written in any order: of its
+// bytes as they come, while they are in the processor's cache, as far as they come in
+// order; what is left is read again. The zero OrderedDigester is ready. It belongs to
+// one goroutine.
+type OrderedDigester struct {
+	digester Digester
+	next     int64
+}
+
+// Next returns the offset that is digested next: all bytes before it are.
+func (o *OrderedDigester) Next() int64 { return o.next }
+
+// Wrote goes on with p, which it borrows, if p was written to offset Next.
+func (o *OrderedDigester) Wrote(off int64, p []byte) {
+	if off == o.next {
+		_, _ = o.digester.Write(p) // it never fails
+		o.next += int64(len(p))
+	}
+}
+
+// ReadRest reads what is left of a tensor of size bytes from where it was written.
+func (o *OrderedDigester) ReadRest(r io.ReaderAt, size int64) error {
+	if o.next >= size {
+		return nil
+	}
+	piece := make([]byte, min(digestPiece, size-o.next))
+	for o.next < size {
+		p := piece[:min(int64(len(piece)), size-o.next)]
+		if _, err := io.ReadFull(io.NewSectionReader(r, o.next, int64(len(p))), p); err != nil {
+			return err
+		}
+		o.Wrote(o.next, p)
+	}
+	return nil
+}
+
+// Sum returns the digest of the bytes before Next.
+func (o *OrderedDigester) Sum() Digest { return o.digester.Sum() }

@@ -1,6 +1,9 @@
 package codec
 
 import (
+	"bytes"
+	"errors"
+	"io"
 	"testing"
 
 	"pgregory.net/rapid"
@@ -42,5 +45,59 @@ func TestOnlyADigestIsReadAsOne(t *testing.T) {
 	}
 	if text := (Digest{}).String(); text != "" {
 		t.Errorf("the zero digest prints %q", text)
+	}
+}
+
+func TestAnOrderedDigestIsThatOfTheBytesHoweverTheyCame(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		size := rapid.OneOf(rapid.IntRange(0, 5000), rapid.IntRange(digestPiece-1, digestPiece+1), rapid.Just(2*digestPiece+1)).Draw(t, "size")
+		data := make([]byte, size)
+		for i := range data {
+			data[i] = byte(i*7 + i>>8)
+		}
+		var want Digester
+		_, _ = want.Write(data)
+		chunk := rapid.IntRange(max(1, size/20), size+1).Draw(t, "chunk")
+		var chunks []int // their offsets
+		for off := 0; off < size; off += chunk {
+			chunks = append(chunks, off)
+		}
+		if rapid.Bool().Draw(t, "in any order") {
+			chunks = rapid.Permutation(chunks).Draw(t, "chunks")
+		}
+		var got OrderedDigester
+		written := make([]byte, size)
+		next := 0 // the model of Next: what has come without a gap, when it came
+		for _, off := range chunks {
+			p := data[off:min(off+chunk, size)]
+			copy(written[off:], p)
+			got.Wrote(int64(off), p)
+			if off == next {
+				next += len(p)
+			}
+			if got.Next() != int64(next) {
+				t.Fatalf("next is %d, want %d", got.Next(), next)
+			}
+		}
+		if err := got.ReadRest(bytes.NewReader(written), int64(size)); err != nil {
+			t.Fatal(err)
+		}
+		if got.Next() != int64(size) || got.Sum() != want.Sum() {
+			t.Fatalf("%v of %d bytes, want %v of %d", got.Sum(), got.Next(), want.Sum(), size)
+		}
+	})
+}
+
+func TestWhatCannotBeReadAgainHasNoDigest(t *testing.T) {
+	var o OrderedDigester
+	o.Wrote(0, []byte("abc"))
+	if err := o.ReadRest(bytes.NewReader([]byte("abcdef")), 7); !errors.Is(err, io.ErrUnexpectedEOF) || o.Next() != 3 {
+		t.Errorf("read to %d, %v", o.Next(), err)
+	}
+	if err := o.ReadRest(bytes.NewReader([]byte("abcdef")), 6); err != nil || o.Next() != 6 {
+		t.Errorf("read to %d, %v", o.Next(), err)
+	}
+	if err := o.ReadRest(nil, 6); err != nil {
+		t.Errorf("all is read: %v", err)
 	}
 }

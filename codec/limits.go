@@ -2,6 +2,9 @@ package codec
 
 const (
 	mib = 1 << 20
+	// digestPiece is how many bytes are read again at a time, to be digested when they
+	// did not come in order: less than a processor's cache.
+	digestPiece = 256 << 10
 	// minEncode is the shortest chunk, in bytes, that is worth encoding: what it
 	// could save is lost among the bytes of a packet.
 	minEncode = 512

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/maphash"
+	"io"
 	"io/fs"
 	"log/slog"
 	"math"
@@ -452,7 +453,7 @@ type folderWriter struct {
 	begin   int64 // of the tensor in its file: the header's length
 	temp    string
 	file    *os.File
-	order   inOrder
+	order   codec.OrderedDigester
 	started int64 // bytes that the disk was told to begin with
 }
 
@@ -463,8 +464,11 @@ func (w *folderWriter) WriteViews(_ context.Context, off int64, views [][]byte) 
 	if err := writeViews(w.file, w.begin+off, views); err != nil {
 		return w.failed("write", err)
 	}
-	w.order.wrote(off, views)
-	if n := (w.order.next - w.started) / writeBack * writeBack; n > 0 {
+	for _, v := range views {
+		w.order.Wrote(off, v)
+		off += int64(len(v))
+	}
+	if n := (w.order.Next() - w.started) / writeBack * writeBack; n > 0 {
 		startWriteBack(w.file, w.begin+w.started, n)
 		w.started += n
 	}
@@ -509,20 +513,11 @@ func (w *folderWriter) Commit(context.Context) (Info, error) {
 
 // seal writes the header, which makes the file whole, and waits for the disk.
 func (w *folderWriter) seal() error {
-	var piece []byte
-	var err error
-	info := &w.made.info
-	info.Digest, err = w.order.digest(w.size, func(off, n int64) ([]byte, error) {
-		if piece == nil {
-			piece = make([]byte, hashPiece)
-		}
-		_, err := w.file.ReadAt(piece[:n], w.begin+off)
-		return piece[:n], err
-	})
-	if err != nil {
+	if err := w.order.ReadRest(io.NewSectionReader(w.file, w.begin, w.size), w.size); err != nil {
 		return err
 	}
-	info.Stored = time.Now().UTC()
+	info := &w.made.info
+	info.Digest, info.Stored = w.order.Sum(), time.Now().UTC()
 	header, err := pushedHeader(*info)
 	if err != nil {
 		return err

@@ -12,6 +12,8 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
+const kib = 1 << 10
+
 func openFolder(t testing.TB, dir string, config FolderConfig) *Folder {
 	t.Helper()
 	f, err := OpenFolder(dir, config)

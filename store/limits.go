@@ -3,7 +3,6 @@ package store
 import "time"
 
 const (
-	kib = 1 << 10
 	mib = 1 << 20
 	// MaxName is the longest name in bytes, that of the wire: it bounds what a
 	// list of names takes.
@@ -14,9 +13,6 @@ const (
 	// pageNames is how many names List looks at under one lock, which takes less than
 	// 1 ms, and how many tensors Each lists at a time.
 	pageNames = 1024
-	// hashPiece is how many bytes are read again at a time, to be hashed when they
-	// did not come in order: less than a processor's cache.
-	hashPiece = 256 * kib
 	// writeBack is how many bytes of a growing file are given to the disk at a
 	// time, so that little is left to wait for at Commit.
 	writeBack = 8 * mib

@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -183,28 +184,26 @@ func (m *Memory) Used() (used, limit int64) { return m.used.Load(), m.limit }
 type memoryWriter struct {
 	store *Memory
 	made  *resident // nil after the end
-	order inOrder
+	order codec.OrderedDigester
 }
 
 func (w *memoryWriter) WriteViews(_ context.Context, off int64, views [][]byte) error {
 	if err := checkViews(off, views, int64(len(w.made.data))); err != nil {
 		return err
 	}
-	at := off
 	for _, v := range views {
-		at += int64(copy(w.made.data[at:], v))
+		copy(w.made.data[off:], v)
+		w.order.Wrote(off, v)
+		off += int64(len(v))
 	}
-	w.order.wrote(off, views)
 	return nil
 }
 
 func (w *memoryWriter) Commit(context.Context) (Info, error) {
 	r, m := w.made, w.store
-	var err error
-	r.info.Digest, err = w.order.digest(int64(len(r.data)), func(off, n int64) ([]byte, error) { return r.data[off : off+n], nil })
-	if err != nil {
-		return Info{}, err
-	}
+	next := w.order.Next()
+	w.order.Wrote(next, r.data[next:]) // what came after a gap
+	r.info.Digest = w.order.Sum()
 	r.info.Stored = time.Now()
 	m.mu.Lock()
 	defer m.mu.Unlock()
