@@ -55,7 +55,7 @@ func Fills() []string { return append([]string(nil), fills[1:]...) }
 // FillNormal for floats and complex numbers, FillUniform for the others. Errors
 // wrap ErrParams.
 func ParseFill(name string, d tensor.DataType) (Fill, error) {
-	whole := wholes[d]
+	whole := d.Whole()
 	if name == "" && whole {
 		return FillUniform, nil
 	}
@@ -72,12 +72,6 @@ func ParseFill(name string, d tensor.DataType) (Fill, error) {
 		return Fill(f), nil
 	}
 	return 0, fmt.Errorf("%w: %q is not a fill; known: %v", ErrParams, name, Fills())
-}
-
-// wholes are the data types of bool and integers.
-var wholes = map[tensor.DataType]bool{
-	tensor.Bool: true, tensor.Int8: true, tensor.Int16: true, tensor.Int32: true, tensor.Int64: true,
-	tensor.Uint8: true, tensor.Uint16: true, tensor.Uint32: true, tensor.Uint64: true,
 }
 
 // Generate fills p, which the caller lends, with the bytes from off on of the
@@ -139,7 +133,7 @@ func (g *generator) piece(p []byte, n uint64, skip int) int {
 // write writes count parts from part n on; p has room for just these, and count is
 // at most batch.
 func (g *generator) write(p []byte, n uint64, count int) {
-	if !wholes[g.part] {
+	if !g.part.Whole() {
 		var all [batch]float64
 		values := all[:count]
 		g.floats(values, n)

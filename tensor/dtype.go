@@ -61,6 +61,10 @@ func (d DataType) Bits() int {
 	return dtypes[d].bits
 }
 
+// Whole reports whether all elements are whole numbers: integers, and bool, which is
+// 0 or 1.
+func (d DataType) Whole() bool { return d >= Bool && d <= Uint64 }
+
 // String returns the name NumPy and PyTorch use, such as float32.
 func (d DataType) String() string {
 	if !d.Valid() {

@@ -34,6 +34,18 @@ func TestDataTypesHaveTheNumbersAndNamesOfTheWire(t *testing.T) {
 	}
 }
 
+func TestIntegersAndBoolAreWhole(t *testing.T) {
+	for _, d := range DataTypes() {
+		want := d == Bool || strings.Contains(d.String(), "int")
+		if d.Whole() != want {
+			t.Errorf("%v: Whole is %v", d, d.Whole())
+		}
+	}
+	if DataType(0).Whole() || DataType(255).Whole() {
+		t.Error("what is no data type is whole")
+	}
+}
+
 func TestWhatIsNoDataTypeSaysSo(t *testing.T) {
 	for _, d := range []DataType{0, Complex128 + 1, 255} {
 		if d.Valid() || d.Bits() != 0 || d.String() != fmt.Sprintf("DataType(%d)", uint8(d)) {

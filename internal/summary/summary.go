@@ -47,7 +47,7 @@ func Of(r io.Reader, d tensor.Desc) (*Summary, error) {
 		return nil, err
 	}
 	decode, width := decoderOf(d.DType), d.DType.Bits()/8
-	s := &Summary{Elements: size / int64(width), low: math.Inf(1), high: math.Inf(-1), whole: wholes[d.DType]}
+	s := &Summary{Elements: size / int64(width), low: math.Inf(1), high: math.Inf(-1), whole: d.DType.Whole()}
 	s.bins.exp = leastBin
 	if s.whole {
 		s.bins.exp = 0
@@ -201,11 +201,6 @@ func (e *extremes) text() (low, high json.Number) {
 		return json.Number(strconv.FormatUint(k, 10))
 	}
 	return format(e.low), format(e.high)
-}
-
-var wholes = map[tensor.DataType]bool{
-	tensor.Bool: true, tensor.Int8: true, tensor.Int16: true, tensor.Int32: true, tensor.Int64: true,
-	tensor.Uint8: true, tensor.Uint16: true, tensor.Uint32: true, tensor.Uint64: true,
 }
 
 // decoderOf returns what turns elements into numbers.
