@@ -203,6 +203,10 @@ func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
 	return s, nil
 }
 
+// Kept returns how many bytes of memory that nobody uses the client keeps for the
+// results to come: 64 MiB at most.
+func (c *Client) Kept() int64 { return c.pool.Kept() }
+
 // Models returns what the server's models are. It takes no longer than OpenTimeout.
 func (c *Client) Models(ctx context.Context) ([]*pb.Model, error) {
 	r, err := ask(ctx, c, c.stub.ListModels, &pb.ListModelsRequest{})

@@ -835,3 +835,22 @@ func TestASessionKeepsNothingOfCallsThatEnded(t *testing.T) {
 	testkit.Eventually(t, func() bool { runtime.GC(); return alive.Load() <= 1 }, "the results to be let go of")
 	require.NoError(t, s.Close())
 }
+
+func TestAClientKeepsABoundedAmountOfMemoryForTheNextResults(t *testing.T) {
+	testkit.Start(t)
+	f := start(t, "tcp", client.Config{})
+	s := f.session(t)
+	require.Zero(t, f.client.Kept())
+	for range 3 {
+		x := input(t, 40*mib)
+		var got bytes.Buffer
+		call, err := s.Call(t.Context(), client.Request{
+			Model: "echo", Inputs: []client.Input{client.From("", x)}, Results: map[string]client.Sink{"y": into(&got)},
+		})
+		require.NoError(t, err)
+		_, err = call.Wait()
+		require.NoError(t, err)
+		require.Positive(t, f.client.Kept())
+		require.LessOrEqual(t, f.client.Kept(), int64(64*mib))
+	}
+}

@@ -71,7 +71,7 @@ type sample struct {
 	goroutines, descriptors, heap float64
 	resident
 	budget float64 // granted; of a server
-	spare  float64 // in RSS and in use by nobody: kept for the next call, or the runtime's; of a server
+	spare  float64 // in RSS and in use by nobody: kept for the next call, or the runtime's
 }
 
 // history are the samples of one process.
@@ -205,7 +205,7 @@ func (s *soak) look(ctx context.Context, first bool) error {
 			return fmt.Errorf("%v: %s: %w", at.Round(time.Second), t.name, err)
 		}
 	}
-	own, err := ownSample(at)
+	own, err := s.ownSample(at)
 	if err != nil {
 		return err
 	}
@@ -312,7 +312,7 @@ func (h *history) add(n sample, first bool) {
 	h.samples = append(h.samples, n)
 }
 
-func ownSample(at time.Duration) (sample, error) {
+func (s *soak) ownSample(at time.Duration) (sample, error) {
 	runtime.GC()
 	debug.FreeOSMemory() // the results of calls come and go by tens of MiB
 	var m runtime.MemStats
@@ -321,8 +321,14 @@ func ownSample(at time.Duration) (sample, error) {
 	if err != nil {
 		return sample{}, err
 	}
+	spare := float64(m.HeapIdle - m.HeapReleased)
+	for _, t := range s.targets {
+		for _, c := range t.clients {
+			spare += float64(c.Kept())
+		}
+	}
 	memory, err := residentOf("self")
-	return sample{at: at, goroutines: float64(runtime.NumGoroutine()), descriptors: float64(len(fds)), resident: memory, heap: float64(m.HeapAlloc)}, err
+	return sample{at: at, spare: spare, goroutines: float64(runtime.NumGoroutine()), descriptors: float64(len(fds)), resident: memory, heap: float64(m.HeapAlloc)}, err
 }
 
 // judge compares the last quarter with the time after the warm-up.
