@@ -414,13 +414,19 @@ func TestTheLogNamesEachRPCAndNoTensor(t *testing.T) {
 	r.run(o)
 	r.end()
 	r.status()
-	_, err := pb.NewTensorServiceClient(f.dial(t)).ListModels(t.Context(), &pb.ListModelsRequest{})
+	closed := f.session(t, client.Config{})
+	_, err := closed.Compute(t.Context(), "echo", tensor.Tensor{Desc: tensor.Desc{DType: tensor.Int8, Shape: tensor.Shape{1}}, Data: []byte{1}})
+	require.NoError(t, err)
+	require.NoError(t, closed.Close())
+	_, err = pb.NewTensorServiceClient(f.dial(t)).ListModels(t.Context(), &pb.ListModelsRequest{})
 	require.NoError(t, err)
 	testkit.Eventually(t, func() bool {
 		text := n.String()
 		return strings.Contains(text, "level=DEBUG msg=\"rpc ended\" rpc=/tensorferry.v1.TensorService/StreamTensors code=CANCELLED") &&
-			strings.Contains(text, "level=DEBUG msg=\"rpc ended\" rpc=/tensorferry.v1.TensorService/ListModels code=OK")
-	}, "both lines")
+			strings.Contains(text, "level=DEBUG msg=\"rpc ended\" rpc=/tensorferry.v1.TensorService/ListModels code=OK") &&
+			strings.Contains(text, "level=DEBUG msg=\"session ended\"")
+	}, "every line")
+	require.NotContains(t, n.String(), "level=INFO", "nothing that an operator must know")
 	require.NotContains(t, n.String(), "secret-tensor")
 	require.NotContains(t, n.String(), "payload")
 }
