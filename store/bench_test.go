@@ -1,11 +1,13 @@
 package store
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -83,6 +85,27 @@ func BenchmarkDelete(b *testing.B) {
 				for some := range slices.Chunk(names, atATime) {
 					remove(b, f, some...)
 				}
+			}
+		})
+	}
+}
+
+// BenchmarkListAfterAPush lists a few tensors of a folder that has just changed, as one
+// does that takes pushes: it is looked at anew.
+func BenchmarkListAfterAPush(b *testing.B) {
+	for _, count := range []int{1000, 30_000} {
+		b.Run(fmt.Sprintf("tensors=%d", count), func(b *testing.B) {
+			dir := b.TempDir()
+			for i := range count { // written without fsync: that is not what takes time here
+				info := Info{Name: fmt.Sprintf("%05d", i), Desc: vector(1), Stored: time.Unix(1, 0)}
+				header, err := pushedHeader(info)
+				require.NoError(b, err)
+				require.NoError(b, os.WriteFile(filepath.Join(dir, fileName(info.Name)), append(header, 1), 0o644))
+			}
+			f := closing(b, openFolder(b, dir, FolderConfig{}))
+			for b.Loop() {
+				f.scan.settled = false
+				require.Len(b, must(f.List(b.Context(), "", "", 10)), 10)
 			}
 		})
 	}

@@ -76,18 +76,14 @@ func (f *Folder) brokenOnesChanged() bool {
 
 // look reads the folder and the header of what is new in it.
 func (f *Folder) look() error {
-	entries, err := os.ReadDir(f.dir)
+	names, err := f.strangers()
 	if err != nil {
 		return fmt.Errorf("store: %w", err)
 	}
 	there := map[string]bool{}
 	var gone []*wholeFile
 	changed := false
-	for _, e := range entries {
-		name := e.Name()
-		if !strings.HasSuffix(name, fileSuffix) || strings.HasPrefix(name, ".") {
-			continue
-		}
+	for _, name := range names {
 		old := f.scan.files[name]
 		now := f.lookAt(name, old)
 		if now == nil {
@@ -116,6 +112,31 @@ func (f *Folder) look() error {
 		}
 	}
 	return nil
+}
+
+// strangers returns the names of the files in the folder that may hold tensors, but
+// for those of the pushed tensors that it knows: of these there may be thousands, and
+// after each push they are looked for again.
+func (f *Folder) strangers() ([]string, error) {
+	dir, err := os.Open(f.dir)
+	if err != nil {
+		return nil, err
+	}
+	names, err := dir.Readdirnames(-1)
+	if err = errors.Join(err, dir.Close()); err != nil {
+		return nil, err
+	}
+	var strange []string
+	for some := range slices.Chunk(names, pageNames) {
+		f.mu.Lock()
+		for _, name := range some {
+			if !f.files[name] && strings.HasSuffix(name, fileSuffix) && !strings.HasPrefix(name, ".") {
+				strange = append(strange, name)
+			}
+		}
+		f.mu.Unlock()
+	}
+	return strange, nil
 }
 
 // lookAt returns the whole file of this name: old, if it has not changed; nil, if
