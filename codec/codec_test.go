@@ -377,20 +377,6 @@ func TestTooMuchThatWaitsIsSentAsItIs(t *testing.T) {
 	require.Zero(t, waiting.Load())
 }
 
-// What lay in the queue of a connection that died is never released.
-func TestALostPayloadMakesRoomWhenItIsCollected(t *testing.T) {
-	func() {
-		for range 10 {
-			require.NotNil(t, LZ4.Encode([][]byte{make([]byte, mib)}))
-		}
-	}()
-	require.NotZero(t, waiting.Load())
-	testkit.Eventually(t, func() bool {
-		runtime.GC()
-		return waiting.Load() == 0
-	}, "the room of lost payloads")
-}
-
 func TestDecodingAllocatesNothing(t *testing.T) {
 	data := make([]byte, 100_000)
 	fills["ramp"](data)

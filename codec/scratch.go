@@ -64,10 +64,7 @@ var (
 )
 
 // Payload is an encoded chunk on its way out.
-type Payload struct {
-	slab *slab.Slab
-	lost runtime.Cleanup // when a connection died with the payload in its queue
-}
+type Payload struct{ slab *slab.Slab }
 
 // newPayload copies data; nil when too much waits already.
 func newPayload(data []byte) *Payload {
@@ -76,21 +73,18 @@ func newPayload(data []byte) *Payload {
 		waiting.Add(-n)
 		return nil
 	}
-	p := &Payload{slab: payloads.Get(len(data))}
+	p := &Payload{payloads.Get(len(data))}
 	copy(p.slab.Bytes(), data)
-	p.lost = runtime.AddCleanup(p, func(n int64) { waiting.Add(-n) }, n)
 	return p
 }
 
 // Bytes lends the payload until Release.
 func (p *Payload) Bytes() []byte { return p.slab.Bytes() }
 
-// Release gives the payload's memory back, once, on any goroutine. One that is
-// lost instead goes back when the garbage collector finds it.
+// Release gives the payload's memory back, once, on any goroutine. Whoever sends the
+// payload sees to it that Release comes even when the connection dies with it.
 func (p *Payload) Release() {
 	n := slab.SizeOf(int64(len(p.slab.Bytes())))
 	p.slab.Release()
-	p.lost.Stop()
 	waiting.Add(-n)
-	runtime.KeepAlive(p)
 }

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"runtime"
+	"runtime/debug"
 	"slices"
 	"sync/atomic"
 	"testing"
@@ -357,6 +359,47 @@ func TestABrokenStreamGivesEveryViewBack(t *testing.T) {
 			})
 		}
 	}
+}
+
+// amnesiac is a Conn that forgets frames, as gRPC does when a connection dies.
+type amnesiac struct{ last stream.Chunk }
+
+func (c *amnesiac) SendMsg(m any) error {
+	c.last = m.(*wire.Message).Frame.Chunk
+	_, err := wire.Codec{}.Marshal(m)
+	return err
+}
+
+func (c *amnesiac) RecvMsg(any) error { return io.EOF }
+
+// again is a Viewer of the same bytes over and over.
+type again []byte
+
+func (a again) View(_, n int64) ([]byte, interface{ Release() }, error) { return a[:n], nil, nil }
+
+func TestFramesThatGRPCForgetsMakeRoomForEncodingWhenTheyAreCollected(t *testing.T) {
+	data := again(testkit.Bytes(1<<20, 5))
+	clear(data[3<<18:]) // a quarter can be saved
+	room := func() (n int) {
+		var held []*codec.Payload
+		for p := codec.LZ4.Encode([][]byte{data}); p != nil; p = codec.LZ4.Encode([][]byte{data}) {
+			held = append(held, p)
+		}
+		for _, p := range held {
+			p.Release()
+		}
+		return len(held)
+	}
+	before := room()
+	require.NotZero(t, before)
+	defer debug.SetGCPercent(debug.SetGCPercent(-1))
+	conn := new(amnesiac)
+	s := NewSender(conn, new(wire.InFlight))
+	s.Checksum, s.ChunkBytes, s.Codec = codec.CRC32C, 1<<20, codec.LZ4
+	_, err := s.Send(&Tensor{Desc: vector(tensor.ID{1}, int64(before+1)<<20), From: data, Digest: codec.Digest{1}})
+	require.NoError(t, err)
+	require.Zero(t, conn.last.Codec, "there was no room any more")
+	testkit.Eventually(t, func() bool { runtime.GC(); return room() == before }, "the room of frames that were forgotten")
 }
 
 func TestASenderKeepsToTheLimitOfChunks(t *testing.T) {
