@@ -137,7 +137,8 @@ func (s *Sender) chunk(t *Tensor, index uint32, off, n int64, hash *codec.Digest
 		release()
 		return &SourceError{fmt.Errorf("transfer: %d bytes asked for at %d, got %d", n, off, len(data))}
 	}
-	c := stream.Chunk{Tensor: t.Tensor, Index: index, Data: s.views[:0]}
+	s.views[0] = data
+	c := stream.Chunk{Tensor: t.Tensor, Index: index, Data: s.views[:min(n, 1)]} // no bytes, no view
 	var packed *codec.Payload
 	err = fault.Guard(func() {
 		if hash != nil {
@@ -146,13 +147,10 @@ func (s *Sender) chunk(t *Tensor, index uint32, off, n int64, hash *codec.Digest
 		if skip {
 			return
 		}
-		if packed = s.Codec.Encode([][]byte{data}); packed != nil {
-			c.Codec, data = uint8(s.Codec), packed.Bytes()
+		if packed = s.Codec.Encode(c.Data); packed != nil {
+			c.Codec, s.views[0] = uint8(s.Codec), packed.Bytes()
 		}
-		if len(data) > 0 {
-			c.Data = append(c.Data, data)
-		}
-		c.Sum = s.Checksum.Update(s.Checksum.Seed(c.Tensor, index), data)
+		c.Sum = s.Checksum.Update(s.Checksum.Seed(c.Tensor, index), s.views[0])
 	})
 	switch {
 	case err != nil:
