@@ -215,26 +215,28 @@ func (p *pull) receive(conn transfer.Conn) error {
 	}
 }
 
+// Begin begins the book of a tensor that the server announces.
+func (p *pull) Begin(in *transfer.In[*pulled]) *pulled { return p.tensor(in.Tensor, in.Name) }
+
 // Open asks the caller where a tensor goes.
-func (p *pull) Open(in *transfer.In[*pulled]) (*pulled, error) {
-	t := p.tensor(in.Tensor, in.Name)
-	in.Place = t
+func (p *pull) Open(in *transfer.In[*pulled]) error {
+	t := in.Place
 	t.Desc, t.Bytes, t.order = in.Desc.Desc.Clone(), in.Geo.Size, new(codec.OrderedDigester)
 	if t.Name == "" {
-		return t, &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %v: the server sends what nobody selected", in.Tensor)}
+		return &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %v: the server sends what nobody selected", in.Tensor)}
 	}
 	var sink Sink
 	if p.request.To != nil {
 		var err error
 		if sink, err = p.request.To(in.Name, in.Desc.Desc.Clone()); err != nil {
-			return t, err
+			return err
 		}
 	}
 	switch {
 	case sink.open != nil:
 		var err error
 		t.writer, err = sink.open(in.Desc.Desc.Clone())
-		return t, err
+		return err
 	case sink.at != nil:
 		if p.pieces == nil {
 			p.pieces = bufio.NewWriterSize(nil, pieceBytes)
@@ -242,16 +244,16 @@ func (p *pull) Open(in *transfer.In[*pulled]) (*pulled, error) {
 		t.at, t.pieces = sink.at, p.pieces
 	case sink.into != nil:
 		if int64(len(sink.into)) != t.Bytes {
-			return t, fmt.Errorf("%w: tensor %q has %d bytes, its place has %d", ErrInput, in.Name, t.Bytes, len(sink.into))
+			return fmt.Errorf("%w: tensor %q has %d bytes, its place has %d", ErrInput, in.Name, t.Bytes, len(sink.into))
 		}
 		t.into = sink.into
 	case t.Bytes > p.client.cfg.ResultBytes:
-		return t, fmt.Errorf("%w: tensor %q has %d bytes, memory is made for %d (ResultBytes); say where it goes", ErrInput, in.Name, t.Bytes, p.client.cfg.ResultBytes)
+		return fmt.Errorf("%w: tensor %q has %d bytes, memory is made for %d (ResultBytes); say where it goes", ErrInput, in.Name, t.Bytes, p.client.cfg.ResultBytes)
 	default:
 		t.Data = make([]byte, t.Bytes)
 		t.into = t.Data
 	}
-	return t, nil
+	return nil
 }
 
 // tensor begins the book of a tensor. A name that nobody selected is the server's
@@ -291,9 +293,6 @@ func (p *pull) Whole(in *transfer.In[*pulled]) { in.Place.whole = true }
 // Failed notes why a tensor does not arrive.
 func (p *pull) Failed(in *transfer.In[*pulled], err error) {
 	t := in.Place
-	if t == nil { // its desc was refused
-		t = p.tensor(in.Tensor, in.Name)
-	}
 	var se *stream.Error
 	switch {
 	case errors.As(err, &se):

@@ -42,6 +42,7 @@ type push struct {
 // place is where one pushed tensor goes.
 type place struct {
 	ctx    context.Context // of the push
+	name   string
 	writer store.Writer
 	state  *moved
 	table  int64 // bytes of the budget for what is kept per chunk
@@ -170,36 +171,35 @@ func (p *push) hasFailed() bool {
 	return p.failed
 }
 
+// Begin begins the record of a tensor. What is no name is not kept: it may have
+// 64 KiB.
+func (p *push) Begin(t *transfer.In[*place]) *place {
+	pl := &place{ctx: p.ctx}
+	if store.CheckName(t.Name) == nil {
+		pl.name = t.Name
+	}
+	pl.state = p.server.transfers.tensor(p.record, t.Tensor, pl.name, t.SizeBytes)
+	return pl
+}
+
 // Open finds room for a tensor.
-func (p *push) Open(t *transfer.In[*place]) (_ *place, err error) {
-	s := p.server
-	err = store.CheckName(t.Name)
-	pl := p.note(t)
-	t.Place = pl // for Failed, too
-	if err != nil {
-		return pl, err
+func (p *push) Open(t *transfer.In[*place]) (err error) {
+	s, pl := p.server, t.Place
+	if err := store.CheckName(t.Name); err != nil {
+		return err
 	}
 	if n := int64(t.Geo.Count()) - tableFree; n > 0 {
 		table := n * assembler.ChunkOverhead
 		if !s.cfg.Budget.TryAcquire(p.holder, table) {
 			_, _, limit := s.cfg.Budget.Used()
-			return pl, fmt.Errorf("%w: %d bytes to keep track of so many chunks, the budget is %d; send larger chunks", slab.ErrBudget, table, limit)
+			return fmt.Errorf("%w: %d bytes to keep track of so many chunks, the budget is %d; send larger chunks", slab.ErrBudget, table, limit)
 		}
 		pl.table = table
 	}
 	ctx, cancel := context.WithTimeout(p.ctx, s.cfg.MemoryWait)
 	defer cancel()
 	pl.writer, err = s.cfg.Store.Create(ctx, t.Name, t.Desc.Desc)
-	return pl, err
-}
-
-// note begins the record of a tensor. What is no name is not kept: it may have
-// 64 KiB.
-func (p *push) note(t *transfer.In[*place]) *place {
-	if store.CheckName(t.Name) != nil {
-		t.Name = ""
-	}
-	return &place{ctx: p.ctx, state: p.server.transfers.tensor(p.record, t.Tensor, t.Name, t.SizeBytes)}
+	return err
 }
 
 // Moved counts.
@@ -229,9 +229,6 @@ func (p *push) Whole(t *transfer.In[*place]) {
 
 // Failed discards what came of a tensor.
 func (p *push) Failed(t *transfer.In[*place], err error) {
-	if t.Place == nil { // its desc was refused
-		t.Place = p.note(t)
-	}
 	if t.Place.writer != nil {
 		t.Place.writer.Abort()
 	}
@@ -247,7 +244,7 @@ func (p *push) end(t *transfer.In[*place], s stream.Summary) {
 	if n := t.Place.table; n > 0 {
 		p.server.cfg.Budget.Release(p.holder, n)
 	}
-	s.Tensor, s.Name, s.SizeBytes = t.Tensor, t.Name, t.SizeBytes
+	s.Tensor, s.Name, s.SizeBytes = t.Tensor, t.Place.name, t.SizeBytes
 	p.server.transfers.over(t.Place.state, s)
 	p.mu.Lock()
 	defer p.mu.Unlock()

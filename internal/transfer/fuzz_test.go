@@ -173,12 +173,14 @@ func (p fuzzPlace) WriteViews(off int64, views [][]byte) error {
 	return nil
 }
 
-func (b *fuzzBook) Open(in *In[fuzzPlace]) (fuzzPlace, error) {
+func (b *fuzzBook) Begin(in *In[fuzzPlace]) fuzzPlace { return fuzzPlace{b, in.Tensor} }
+
+func (b *fuzzBook) Open(in *In[fuzzPlace]) error {
 	if b.refuse {
-		return fuzzPlace{}, errFuzz
+		return errFuzz
 	}
 	b.data[in.Tensor] = make([]byte, in.Geo.Size)
-	return fuzzPlace{b, in.Tensor}, nil
+	return nil
 }
 
 func (b *fuzzBook) Moved(in *In[fuzzPlace], n int64) { b.moved[in.Tensor] += n }
@@ -187,6 +189,9 @@ func (b *fuzzBook) Whole(in *In[fuzzPlace])          { b.end(in.Tensor, "whole")
 func (b *fuzzBook) Failed(in *In[fuzzPlace], err error) {
 	if err == nil || err.Error() == "" {
 		b.t.Fatal("a failure without a reason")
+	}
+	if in.Place.id != in.Tensor {
+		b.t.Fatal("a failure without a place")
 	}
 	b.end(in.Tensor, "failed")
 }

@@ -15,26 +15,29 @@ import (
 // In is one tensor on its way to us. P is where it goes.
 type In[P assembler.Placer] struct {
 	stream.Desc
-	Geo   tensor.Geometry
-	Place P
+	Geo   tensor.Geometry // once the desc is found to be within the limits
+	Place P               // what the Handler's Begin returned
 	// Moved is how many of its bytes are in place.
 	Moved int64
 
 	asm *assembler.Assembler
 }
 
-// Handler says where tensors go, and hears how they end: each tensor that it was
-// asked for ends with Whole or Failed, once. Its methods run one at a time.
+// Handler says where tensors go, and hears how they end: each tensor that begins
+// ends with Whole or Failed, once. Its methods run one at a time.
 type Handler[P assembler.Placer] interface {
-	// Open returns the place of a tensor whose desc is within the limits, or why
-	// there is none. It may keep t.
-	Open(t *In[P]) (P, error)
+	// Begin returns the place of a tensor that the peer has announced, be its desc
+	// within the limits or not. It may keep t.
+	Begin(t *In[P]) P
+	// Open makes the place of a tensor whose desc is within the limits ready, or says
+	// why it can not.
+	Open(t *In[P]) error
 	// Moved hears of a chunk of this many bytes that is in its place.
 	Moved(t *In[P], bytes int64)
 	// Whole says that every chunk is in its place.
 	Whole(t *In[P])
-	// Failed says why a tensor will not be whole. If Open failed it has no place.
-	// The error is a *stream.Error, or what the Handler's own code returned.
+	// Failed says why a tensor will not be whole. The error is a *stream.Error, or
+	// what the Handler's own code returned.
 	Failed(t *In[P], err error)
 }
 
@@ -106,6 +109,7 @@ func (r *Receiver[P]) desc(d *stream.Desc) error {
 	t.Shape = d.Shape.Clone()
 	r.tensors[d.Tensor] = t
 	r.open = append(r.open, t)
+	t.Place = r.Handler.Begin(t)
 	geo, bad := stream.CheckDesc(d, r.Limits)
 	switch {
 	case bad != nil:
@@ -119,13 +123,11 @@ func (r *Receiver[P]) desc(d *stream.Desc) error {
 		return nil
 	}
 	t.Geo = geo
-	place, err := r.Handler.Open(t)
-	if err != nil {
+	if err := r.Handler.Open(t); err != nil {
 		r.fail(t, err)
 		return nil
 	}
-	t.Place = place
-	t.asm = assembler.NewPlaced(d.Tensor, geo, r.Checksum, place)
+	t.asm = assembler.NewPlaced(d.Tensor, geo, r.Checksum, t.Place)
 	return nil
 }
 

@@ -121,23 +121,20 @@ type book struct {
 
 func newBook(t testing.TB) *book { return &book{t: t, places: map[tensor.ID]*place{}} }
 
-func (b *book) Open(in *In[*place]) (*place, error) {
-	p := b.of(in.Tensor)
-	require.Empty(b.t, p.ended)
-	require.Nil(b.t, p.data, "a tensor is opened once")
-	p.data = make([]byte, in.Geo.Size)
-	return p, b.refuse
+func (b *book) Begin(in *In[*place]) *place {
+	require.Nil(b.t, b.places[in.Tensor], "a tensor begins once")
+	b.places[in.Tensor] = new(place)
+	return b.places[in.Tensor]
 }
 
-func (b *book) of(id tensor.ID) *place {
-	if b.places[id] == nil {
-		b.places[id] = &place{}
-	}
-	return b.places[id]
+func (b *book) Open(in *In[*place]) error {
+	require.Empty(b.t, in.Place.ended)
+	require.Nil(b.t, in.Place.data, "a tensor is opened once")
+	in.Place.data = make([]byte, in.Geo.Size)
+	return b.refuse
 }
 
 func (b *book) Moved(in *In[*place], n int64) {
-	require.NotNil(b.t, in.Place)
 	in.Place.moved += n
 	require.Equal(b.t, in.Moved, in.Place.moved)
 }
@@ -145,8 +142,7 @@ func (b *book) Moved(in *In[*place], n int64) {
 func (b *book) Whole(in *In[*place]) { in.Place.ended = append(in.Place.ended, "whole") }
 
 func (b *book) Failed(in *In[*place], err error) {
-	p := b.of(in.Tensor)
-	p.ended = append(p.ended, err.Error())
+	in.Place.ended = append(in.Place.ended, err.Error())
 }
 
 func limits(open int) stream.Limits {
