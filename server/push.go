@@ -118,9 +118,8 @@ func left(ctx context.Context) *stream.Error {
 	return &stream.Error{Code: stream.Cancelled, Text: "the client cancelled the transfer, or went away"}
 }
 
-// serve takes frames until the client has sent its last one, or a tensor failed
-// and none is open: then the client is told at once, not after it has sent the
-// rest in vain.
+// serve takes the client's frames, the first of which is here, until it has sent its
+// last one, and waits until what came is stored.
 func (p *push) serve(msg *wire.Message) error {
 	s := p.server
 	limits := s.limits
@@ -136,33 +135,47 @@ func (p *push) serve(msg *wire.Message) error {
 			panic(r)
 		}
 	}()
+	if err := p.frames(&recv, msg); err != nil {
+		recv.Fail(err)
+		return err
+	}
+	recv.End()
+	return nil
+}
+
+// frames takes frames to the last one, or until a tensor has failed and none is
+// open: then the client is told at once, not after it has sent the rest in vain.
+func (p *push) frames(recv *transfer.Receiver[*place], msg *wire.Message) error {
 	for first := true; ; first = false {
-		if h := msg.Frame.Hello; h != nil && !first {
-			recv.Fail(&stream.Error{Code: stream.InvalidArgument, Text: "a second hello ended the push"})
-			return &stream.Error{Code: stream.InvalidArgument, Text: "a second hello came; a push opens with one, send no other"}
-		}
-		if len(msg.Frame.Summaries) > 0 {
-			recv.Fail(&stream.Error{Code: stream.InvalidArgument, Text: "a summary ended the push"})
-			return &stream.Error{Code: stream.InvalidArgument, Text: "a summary came from the client; they are the server's, leave them out"}
+		if part, why := foreign(&msg.Frame, first); part != "" {
+			recv.Fail(&stream.Error{Code: stream.InvalidArgument, Text: part + " ended the push"})
+			return &stream.Error{Code: stream.InvalidArgument, Text: part + " came" + why}
 		}
 		if err := recv.Frame(&msg.Frame); err != nil {
-			recv.Fail(err)
 			return err
 		}
 		msg.Free()
 		if recv.Open() == 0 && p.hasFailed() {
 			return nil
 		}
-		err := receive(p.conn, msg)
-		if errors.Is(err, io.EOF) {
-			recv.End()
+		switch err := receive(p.conn, msg); {
+		case errors.Is(err, io.EOF):
 			return nil
-		}
-		if err != nil {
-			recv.Fail(err)
+		case err != nil:
 			return err
 		}
 	}
+}
+
+// foreign names a part of a frame that a client may not send, and says why not.
+func foreign(f *stream.Frame, first bool) (part, why string) {
+	switch {
+	case f.Hello != nil && !first:
+		return "a second hello", "; a push opens with one, send no other"
+	case len(f.Summaries) > 0:
+		return "a summary", " from the client; they are the server's, leave them out"
+	}
+	return "", ""
 }
 
 func (p *push) hasFailed() bool {
