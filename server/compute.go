@@ -20,10 +20,10 @@ import (
 // Compute runs one small call for a caller that has no session.
 func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.ComputeResponse, error) {
 	began := time.Now()
-	if err := s.beginSmall(); err != nil {
+	if err := s.admit(); err != nil {
 		return nil, err
 	}
-	defer s.endSmall()
+	defer s.transfers.unanswered.Add(-1)
 	one := s.connections.of(ctx)
 	if !s.beginCall(one) {
 		return nil, errCalls(s.cfg.QueuedCalls)
@@ -66,19 +66,6 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		TotalNanos: int64(time.Since(began)),
 	}}, nil
 }
-
-// beginSmall counts a Compute that begins, or says why it may not; endSmall follows.
-func (s *Server) beginSmall() error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.draining {
-		return errDraining
-	}
-	s.transfers.enterSmall()
-	return nil
-}
-
-func (s *Server) endSmall() { s.transfers.leaveSmall() }
 
 // compute checks a small call's inputs and runs its model. Waiting for memory ends
 // the call by cancel.

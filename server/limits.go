@@ -24,6 +24,9 @@ const (
 	// retryDelay is what a refused caller is told to wait: about what a call takes.
 	retryDelay  = time.Second
 	retryMillis = uint32(retryDelay / time.Millisecond)
+	// drainPoll is how often Shutdown looks whether the last transfer has been
+	// answered; nothing else waits for it.
+	drainPoll = 10 * time.Millisecond
 	// maxTimeout bounds a call's own timeout, so that its milliseconds fit a Duration.
 	maxTimeout = 365 * 24 * time.Hour
 )

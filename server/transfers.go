@@ -17,15 +17,14 @@ import (
 
 // transfers knows the pushes and pulls that are open, and the last that ended.
 type transfers struct {
-	most int // open at a time
+	most       int          // open at a time
+	unanswered atomic.Int64 // and Computes: what a server that is shut down waits for
 
 	mu    sync.Mutex // guards all below, and what is in the records
 	byID  map[tensor.ID]*record
 	ended []*record // oldest first
 	open  int
-	small int           // unary Computes, which have a limit of their own
-	idle  chan struct{} // closed when none of both is open any more; nil: nobody waits
-	kept  int           // tensors in records that ended
+	kept  int // tensors in records that ended
 }
 
 // record is what is known of one transfer.
@@ -80,7 +79,6 @@ func (ts *transfers) leave(c *connection, r *record, err error) {
 	defer ts.mu.Unlock()
 	ts.open--
 	c.transfers.Add(-1)
-	ts.settle()
 	if r == nil {
 		return
 	}
@@ -105,46 +103,19 @@ func (ts *transfers) leave(c *connection, r *record, err error) {
 	}
 }
 
-// enterSmall counts a Compute, and leaveSmall its end.
-func (ts *transfers) enterSmall() {
-	ts.mu.Lock()
-	defer ts.mu.Unlock()
-	ts.small++
-}
-
-func (ts *transfers) leaveSmall() {
-	ts.mu.Lock()
-	defer ts.mu.Unlock()
-	ts.small--
-	ts.settle()
-}
-
-// settle wakes who waits for the end of all; mu is held.
-func (ts *transfers) settle() {
-	if ts.open+ts.small == 0 && ts.idle != nil {
-		close(ts.idle)
-		ts.idle = nil
-	}
-}
-
-// wait waits until no transfer and no Compute is open, or ctx ends. No other may begin.
+// wait waits until everything that was admitted has been answered, or ctx ends. No
+// more may be admitted.
 func (ts *transfers) wait(ctx context.Context) error {
-	ts.mu.Lock()
-	if ts.open+ts.small == 0 {
-		ts.mu.Unlock()
-		return nil
+	t := time.NewTicker(drainPoll)
+	defer t.Stop()
+	for ts.unanswered.Load() > 0 {
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
 	}
-	if ts.idle == nil {
-		ts.idle = make(chan struct{})
-	}
-	idle := ts.idle
-	ts.mu.Unlock()
-	select {
-	case <-idle:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
+	return nil
 }
 
 // tensor adds a tensor to a record.
@@ -232,22 +203,31 @@ func (w *watched) stalled(first time.Duration, push bool) error {
 	return &stream.Error{Code: stream.DeadlineExceeded, Text: text}
 }
 
+// admit lets a transfer or a Compute begin, which counts as unanswered from then on,
+// or says why it may not.
+func (s *Server) admit() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.draining {
+		return errDraining
+	}
+	s.transfers.unanswered.Add(1)
+	return nil
+}
+
 // transfer has the work of a transfer done on a goroutine of its own, since
 // nothing but the end of the RPC wakes one that waits for its peer, and returns
 // what the RPC ends with. The work ends soon after; Close waits for it.
 func (s *Server) transfer(conn grpc.ServerStream, kind string, work func(*watched) (*record, error)) error {
-	one := s.connections.of(conn.Context())
-	s.mu.Lock()
-	if s.draining {
-		s.mu.Unlock()
-		return errDraining
+	if err := s.admit(); err != nil {
+		return err
 	}
+	defer s.transfers.unanswered.Add(-1)
+	one := s.connections.of(conn.Context())
 	if err := s.transfers.enter(one); err != nil {
-		s.mu.Unlock()
 		return err
 	}
 	s.work.Add(1)
-	s.mu.Unlock()
 	s.transferOpened(kind)
 
 	stalled := make(chan struct{}, 1)
