@@ -33,15 +33,9 @@ type counts struct {
 func newCounts() counts {
 	return counts{
 		seconds: metrics.NewCallSeconds(), models: make(map[string]struct{}), ended: make(map[metrics.Outcome]int64),
-		openTransfers: map[string]int64{pushTransfer: 0, pullTransfer: 0}, transferBytes: make(map[metrics.Outcome]int64),
+		openTransfers: map[string]int64{string(pushTransfer): 0, string(pullTransfer): 0}, transferBytes: make(map[metrics.Outcome]int64),
 	}
 }
-
-// The kinds of transfers.
-const (
-	pushTransfer = "push"
-	pullTransfer = "pull"
-)
 
 // watch follows the registry: only its models have labels of their own, so that
 // no caller can make up more. What a model that goes has counted stays in the sum.
@@ -76,18 +70,18 @@ func (c *counts) callEnded(model string, code stream.Code, took time.Duration) {
 }
 
 // transferOpened counts a push or a pull that begins; transferEnded follows.
-func (c *counts) transferOpened(kind string) {
+func (c *counts) transferOpened(k kind) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.openTransfers[kind]++
+	c.openTransfers[string(k)]++
 }
 
 // transferEnded counts a push or a pull that has moved so many bytes of payload.
-func (c *counts) transferEnded(kind string, code stream.Code, bytes int64) {
+func (c *counts) transferEnded(k kind, code stream.Code, bytes int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.openTransfers[kind]--
-	c.transferBytes[metrics.Outcome{Of: kind, Code: codeName(code)}] += bytes
+	c.openTransfers[string(k)]--
+	c.transferBytes[metrics.Outcome{Of: string(k), Code: codeName(code)}] += bytes
 }
 
 // values adds up what the server and its sessions have counted.

@@ -40,7 +40,7 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 		if err := checkSelections(req.GetSelections()); err != nil {
 			return nil, err
 		}
-		r, err := s.transfers.begin(h.Session, false)
+		r, err := s.records.begin(h.Session, w.kind)
 		if err != nil {
 			return nil, err
 		}
@@ -197,7 +197,7 @@ func (p *pull) tensor(name string, r store.Reader, sel *pb.Selection) error {
 			t.Held = append(t.Held, transfer.Range{Off: int64(h.GetOffset()), Len: int64(h.GetLength())})
 		}
 	}
-	state := p.server.transfers.tensor(p.record, t.Tensor, name, uint64(size))
+	state := p.server.records.tensor(p.record, t.Tensor, name, uint64(size))
 	p.sender.Moved = func(_ *stream.Desc, bytes int64) {
 		state.bytes.Add(bytes)
 		p.record.bytes.Add(bytes)
@@ -213,7 +213,7 @@ func (p *pull) tensor(name string, r store.Reader, sel *pb.Selection) error {
 	if d, ok := r.(store.DigestKeeper); ok && info.Digest.IsZero() && !sum.Digest.IsZero() {
 		d.Digested(sum.Digest) // a tensor that is pulled again is not hashed again
 	}
-	p.server.transfers.over(state, sum)
+	p.server.records.over(state, sum)
 	return p.sender.Control(stream.Frame{Summaries: []stream.Summary{sum}})
 }
 
@@ -221,7 +221,7 @@ func (p *pull) tensor(name string, r store.Reader, sel *pb.Selection) error {
 func (p *pull) refuse(name string, err error) error {
 	sum := stream.Summary{Tensor: session.NewID(), Name: name}
 	p.explain(&sum, err)
-	p.server.transfers.over(p.server.transfers.tensor(p.record, sum.Tensor, name, 0), sum)
+	p.server.records.over(p.server.records.tensor(p.record, sum.Tensor, name, 0), sum)
 	return p.sender.Control(stream.Frame{Summaries: []stream.Summary{sum}})
 }
 

@@ -44,7 +44,7 @@ type place struct {
 	ctx    context.Context // of the push
 	name   string
 	writer store.Writer
-	state  *moved
+	state  *progress
 	table  int64 // bytes of the budget for what is kept per chunk
 }
 
@@ -71,7 +71,7 @@ func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTe
 		if bad := stream.CheckHello(h); bad != nil {
 			return nil, bad
 		}
-		r, err := s.transfers.begin(h.Session, true)
+		r, err := s.records.begin(h.Session, w.kind)
 		if err != nil {
 			return nil, err
 		}
@@ -191,7 +191,7 @@ func (p *push) Begin(t *transfer.In[*place]) *place {
 	if store.CheckName(t.Name) == nil {
 		pl.name = t.Name
 	}
-	pl.state = p.server.transfers.tensor(p.record, t.Tensor, pl.name, t.SizeBytes)
+	pl.state = p.server.records.tensor(p.record, t.Tensor, pl.name, t.SizeBytes)
 	return pl
 }
 
@@ -217,7 +217,7 @@ func (p *push) Open(t *transfer.In[*place]) (err error) {
 
 // Moved counts.
 func (p *push) Moved(t *transfer.In[*place], bytes int64) {
-	p.conn.moved()
+	p.conn.rewind()
 	t.Place.state.bytes.Add(bytes)
 	p.record.bytes.Add(bytes)
 }
@@ -258,7 +258,7 @@ func (p *push) end(t *transfer.In[*place], s stream.Summary) {
 		p.server.cfg.Budget.Release(p.holder, n)
 	}
 	s.Tensor, s.Name, s.SizeBytes = t.Tensor, t.Place.name, t.SizeBytes
-	p.server.transfers.over(t.Place.state, s)
+	p.server.records.over(t.Place.state, s)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.summaries = append(p.summaries, s)

@@ -117,6 +117,7 @@ type Server struct {
 	work    sync.WaitGroup // calls and sessions that wind down
 
 	transfers   transfers
+	records     records
 	promises    promises
 	connections connections
 	watching    sync.Once

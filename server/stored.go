@@ -114,7 +114,7 @@ func (s *Server) GetTransfer(_ context.Context, req *pb.GetTransferRequest) (*pb
 	if !ok {
 		return nil, unaryStatus(stream.InvalidArgument, "transfer_id: 16 bytes, not all zero: the session_id of the hello of a push or a pull", 0)
 	}
-	state := s.transfers.state(id)
+	state := s.records.state(id)
 	if state == nil {
 		return nil, unaryStatus(stream.NotFound, fmt.Sprintf("transfer %s: not open, and not among the last that ended", id), 0)
 	}
