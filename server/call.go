@@ -150,16 +150,27 @@ func (c *call) bind(info engine.Info) ([]engine.Input, int64, error) {
 			return nil, 0, fmt.Errorf("%w: %q needs input %q, the call has %s", errBinding, info.Name, port.Name, c.portNames())
 		}
 		inputs[i] = engine.Input{Port: port.Name, Desc: in.desc, ChunkBytes: in.chunk}
-		if n := int64(in.chunks) - tableFree; n > 0 {
-			table += n * assembler.ChunkOverhead
-		}
+		table += tableBytes(in.chunks)
 	}
-	if table > 0 && !c.peer.server.cfg.Budget.TryAcquire(c.peer.holder, table) {
-		_, _, limit := c.peer.server.cfg.Budget.Used()
-		return nil, 0, fmt.Errorf("%w: %d bytes to keep track of so many chunks, the budget is %d; send larger chunks", slab.ErrBudget, table, limit)
+	if err := acquireTable(c.peer.server.cfg.Budget, c.peer.holder, table); err != nil {
+		return nil, 0, err
 	}
 	c.peer.sess.Do(func(*stream.Machine, stream.Instant) { c.inputs = ordered })
 	return inputs, table, nil
+}
+
+// tableBytes is what the budget gives for what is kept per chunk of a tensor.
+func tableBytes(chunks uint32) int64 {
+	return max(0, int64(chunks)-tableFree) * assembler.ChunkOverhead
+}
+
+// acquireTable takes so many bytes, which may be none, of the budget.
+func acquireTable(b *slab.Budget, holder string, bytes int64) error {
+	if bytes == 0 || b.TryAcquire(holder, bytes) {
+		return nil
+	}
+	_, _, limit := b.Used()
+	return fmt.Errorf("%w: %d bytes to keep track of so many chunks, the budget is %d; send larger chunks", slab.ErrBudget, bytes, limit)
 }
 
 func (c *call) portNames() string {

@@ -3,7 +3,6 @@ package server
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"log/slog"
 	"sync"
@@ -11,11 +10,9 @@ import (
 	"google.golang.org/grpc"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
-	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/internal/wire"
-	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
 )
@@ -201,14 +198,11 @@ func (p *push) Open(t *transfer.In[*place]) (err error) {
 	if err := store.CheckName(t.Name); err != nil {
 		return err
 	}
-	if n := int64(t.Geo.Count()) - tableFree; n > 0 {
-		table := n * assembler.ChunkOverhead
-		if !s.cfg.Budget.TryAcquire(p.holder, table) {
-			_, _, limit := s.cfg.Budget.Used()
-			return fmt.Errorf("%w: %d bytes to keep track of so many chunks, the budget is %d; send larger chunks", slab.ErrBudget, table, limit)
-		}
-		pl.table = table
+	table := tableBytes(t.Geo.Count())
+	if err := acquireTable(s.cfg.Budget, p.holder, table); err != nil {
+		return err
 	}
+	pl.table = table
 	ctx, cancel := context.WithTimeout(p.ctx, s.cfg.MemoryWait)
 	defer cancel()
 	pl.writer, err = s.cfg.Store.Create(ctx, t.Name, t.Desc.Desc)
