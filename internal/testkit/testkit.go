@@ -1,9 +1,9 @@
 // Package testkit is what this module's tests share: leak checks that are on by
-// default, waiting for a condition, and reproducible random data.
+// default, waiting for a condition, reproducible random data, and memory that is gone.
 //
 // It refuses to wait for a time to pass: Eventually is the one place where a
-// test may wait at all. Only tests import it. It owns no bytes; what Bytes
-// returns is the caller's.
+// test may wait at all. Only tests import it. What Bytes returns is the caller's,
+// a mapping the test's.
 package testkit
 
 import (

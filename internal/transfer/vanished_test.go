@@ -3,15 +3,13 @@
 package transfer
 
 import (
-	"os"
-	"path/filepath"
-	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/fault"
+	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -28,21 +26,6 @@ func (m *mapping) View(off, n int64) ([]byte, interface{ Release() }, error) {
 
 func (m *mapping) Release() { m.views-- }
 
-// mapped maps a file of n bytes that is then cut to left.
-func mapped(t *testing.T, n int, left int64) *mapping {
-	t.Helper()
-	path := filepath.Join(t.TempDir(), "x")
-	require.NoError(t, os.WriteFile(path, make([]byte, n), 0o600))
-	f, err := os.Open(path)
-	require.NoError(t, err)
-	defer f.Close()
-	data, err := syscall.Mmap(int(f.Fd()), 0, n, syscall.PROT_READ, syscall.MAP_SHARED)
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, syscall.Munmap(data)) })
-	require.NoError(t, os.Truncate(path, left))
-	return &mapping{data: data}
-}
-
 func TestAMappingThatVanishesIsAnErrorNotTheEndOfTheProcess(t *testing.T) {
 	const size = 1 << 20
 	for _, k := range []codec.Codec{codec.None, codec.LZ4} {
@@ -51,7 +34,7 @@ func TestAMappingThatVanishesIsAnErrorNotTheEndOfTheProcess(t *testing.T) {
 				conn := &tape{}
 				s := NewSender(conn, nil)
 				s.Checksum, s.ChunkBytes, s.Codec = codec.CRC32C, size/4, k
-				from := mapped(t, size, size/2)
+				from := &mapping{data: testkit.CutMapping(t, size, size/2)}
 				_, err := s.Send(&Tensor{Desc: vector(tensor.ID{1}, size), From: from, Digest: digest})
 				require.ErrorIs(t, err, fault.ErrVanished)
 				require.ErrorAs(t, err, new(*SourceError))
