@@ -1,10 +1,12 @@
 // Package client opens sessions for a Go caller: many calls in flight on one
 // session, inputs from slices, readers and files, results into slices, writers
-// and files, as whole tensors or region by region while they arrive.
+// and files, as whole tensors or region by region while they arrive. It pushes
+// tensors into the server's store, pulls them from there and from sources, and lists
+// and deletes what is stored.
 //
 // It refuses to retry and to compute. A Client, a Session and a Call are safe
 // for concurrent use. Inputs are shared with the library until their call has
-// ended; results belong to the caller.
+// ended, what is pushed until Push has returned; results belong to the caller.
 package client
 
 import (

@@ -1,9 +1,10 @@
-// Package server serves sessions into an engine.
+// Package server serves sessions into an engine, pushes into a store, pulls from it
+// and from sources, and what is asked about all of them.
 //
-// It refuses to compute (engines do) and to pick an engine (commands do). A
-// Server is safe for concurrent use. It owns no payload bytes: tensors are
-// assembled in memory that engines lend, small ones in slabs of the configured
-// pool until an engine lends.
+// It refuses to compute (engines do), to pick an engine (commands do) and to keep
+// tensors (stores do). A Server is safe for concurrent use. It owns no payload
+// bytes: tensors are assembled in memory that engines lend, small ones in slabs of
+// the configured pool until an engine lends; pushed ones where the store says.
 package server
 
 import (

@@ -1,11 +1,13 @@
-// Package wire turns frames into bytes and back for grpc-go, without touching
-// payloads: on the way out a chunk's views go to gRPC as they lie, on the way in
-// they stay in gRPC's receive buffers until the one copy to their final place.
+// Package wire turns the frames of sessions, pushes and pulls into bytes and back
+// for grpc-go, without touching payloads: on the way out a chunk's views go to gRPC
+// as they lie, on the way in they stay in gRPC's receive buffers until the one copy
+// to their final place.
 //
-// It refuses to judge what a frame means: that is the stream machine's business.
-// It is the only reader of raw message bytes, and the bytes are ordinary
-// protobuf: whatever it reads or writes, the stock codec reads and writes the
-// same. The Codec is safe for concurrent use; a Message belongs to one goroutine.
+// It refuses to judge what a frame means: that is the business of the stream
+// machine, or of a transfer's receiver. It is the only reader of raw message bytes,
+// and the bytes are ordinary protobuf: whatever it reads or writes, the stock codec
+// reads and writes the same. The Codec is safe for concurrent use; a Message belongs
+// to one goroutine.
 //
 // A frame that is sent lends its payload until Message.Held is released; a frame
 // that is received shares gRPC's buffers until Message.Free.
@@ -22,9 +24,9 @@ import (
 	"github.com/tensorferry/tensorferry/stream"
 )
 
-// Codec is the encoding.CodecV2 of every connection that carries sessions. A
-// *Message goes the fast way; all else (health, reflection, unary calls) goes
-// through the stock codec whose name it bears. Safe for concurrent use.
+// Codec is the encoding.CodecV2 of every connection. A *Message goes the fast way;
+// all else (the store's requests, unary calls, health, reflection) goes through the
+// stock codec whose name it bears. Safe for concurrent use.
 type Codec struct {
 	// MaxRequestParts is how many parts, at any depth, what goes through the stock
 	// codec may have when it is received: two bytes of an empty part become more than
@@ -88,7 +90,7 @@ func countParts(b []byte, d protoreflect.MessageDescriptor) int {
 // Releaser is a loan that ends: a slab, or whatever else holds a payload.
 type Releaser interface{ Release() }
 
-// Message is what SendMsg and RecvMsg of a session's gRPC stream are given. Its
+// Message is what SendMsg and RecvMsg of a gRPC stream of frames are given. Its
 // owner reuses it from frame to frame; it belongs to one goroutine.
 type Message struct {
 	// Frame is the frame to send, or the one received. Of a received one, the
