@@ -20,15 +20,18 @@ import (
 // source is a peer whose frames are there at once.
 type source struct {
 	grpc.ServerStream
-	ctx   context.Context
-	frame stream.Frame
-	err   error
+	ctx     context.Context
+	payload int
+	control int
+	err     error
 }
 
 func (s *source) Context() context.Context { return s.ctx }
 
 func (s *source) RecvMsg(m any) error {
-	m.(*wire.Message).Frame = s.frame
+	msg := m.(*wire.Message)
+	msg.Frame = stream.Frame{Chunk: stream.Chunk{Tensor: tensor.ID{1}, Data: [][]byte{make([]byte, s.payload)}}}
+	msg.Control = s.control
 	return s.err
 }
 
@@ -37,53 +40,47 @@ func (s *source) RecvMsg(m any) error {
 func TestThinFramesComeAtThePaceOfTheirConnection(t *testing.T) {
 	testkit.Start(t)
 	const perSecond = 1000
-	chunk := func(n int) stream.Frame {
-		return stream.Frame{Chunk: stream.Chunk{Tensor: tensor.ID{1}, Data: [][]byte{make([]byte, n)}}}
-	}
-	opens := chunk(1)
-	opens.Descs = make([]stream.Desc, 1)
-	calls := chunk(1)
-	calls.Calls = make([]stream.Call, 1)
 	for name, c := range map[string]struct {
-		frame stream.Frame
-		err   error
-		paced bool
+		source
+		opens int64 // of each frame
+		costs int   // thin frames
 	}{
-		"a chunk of a byte":             {frame: chunk(1), paced: true},
-		"nothing at all":                {paced: true},
-		"acknowledgements":              {frame: stream.Frame{Acks: make([]stream.Ack, 1)}, paced: true},
-		"the largest that is thin":      {frame: chunk(thinBytes - 1), paced: true},
-		"the smallest that is not":      {frame: chunk(thinBytes)},
-		"a small tensor with its desc":  {frame: opens},
-		"a small call":                  {frame: calls},
-		"the end of the peer's sending": {err: io.EOF},
+		"a chunk of a byte":                      {source{payload: 1, control: 60}, 0, 1},
+		"nothing at all":                         {source{}, 0, 1},
+		"the largest that is thin":               {source{payload: payBytes - 1, control: workBytes - 1}, 0, 1},
+		"the smallest that is not":               {source{payload: payBytes, control: workBytes - 1}, 0, 0},
+		"a chunk":                                {source{payload: 1 << 20, control: 60}, 0, 0},
+		"as many control parts as a frame holds": {source{control: 64 << 10}, 0, 257},
+		"the same beside a little payload":       {source{payload: 56 << 10, control: 64 << 10}, 0, 201},
+		"a small call":                           {source{payload: 1, control: 160}, 2, 0},
+		"a call of long names":                   {source{control: 30 << 10}, 2, 0},
+		"one call beside what is repeated":       {source{control: 64 << 10}, 1, 193},
+		"the end of the peer's sending":          {source{err: io.EOF}, 0, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
+				c.ctx = t.Context()
 				book := connections{thin: perSecond}
 				one := book.one()
 				began := time.Now()
 				// Two streams of one connection share its pace; a third is another's.
-				mine := []paced{
-					{&source{ctx: t.Context(), frame: c.frame, err: c.err}, one.thin},
-					{&source{ctx: t.Context(), frame: c.frame, err: c.err}, one.thin},
-				}
+				mine := []*paced{{ServerStream: &c.source, thin: one.thin}, {ServerStream: &c.source, thin: one.thin}}
 				var msg wire.Message
-				for i := range perSecond / 10 { // what may come at once
-					require.Equal(t, c.err, mine[i%2].RecvMsg(&msg))
+				next := func(p *paced) {
+					require.Equal(t, c.err, p.RecvMsg(&msg))
+					p.opened.Add(c.opens)
+				}
+				cost := min(c.costs, perSecond/10)             // no frame costs more
+				for i := range perSecond / 10 / max(cost, 1) { // what may come at once
+					next(mine[i%2])
 				}
 				require.Zero(t, time.Since(began))
 				for i := range 10 * perSecond {
-					require.Equal(t, c.err, mine[i%2].RecvMsg(&msg))
+					next(mine[i%2])
 				}
-				if took := time.Since(began); c.paced {
-					require.InDelta(t, 10*time.Second, took, float64(2*thinDebt))
-				} else {
-					require.Zero(t, took)
-				}
+				require.InDelta(t, time.Duration(10*cost)*time.Second, time.Since(began), float64(3*thinDebt+time.Duration(cost)*3*time.Millisecond))
 				began = time.Now()
-				other := paced{&source{ctx: t.Context(), frame: c.frame, err: c.err}, book.one().thin}
-				require.Equal(t, c.err, other.RecvMsg(&msg))
+				next(&paced{ServerStream: &c.source, thin: book.one().thin})
 				require.Zero(t, time.Since(began))
 			})
 		})
@@ -95,11 +92,13 @@ func TestTheEndOfAnRPCEndsItsWaitForThePace(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		p := paced{&source{ctx: ctx}, rate.NewLimiter(rate.Every(time.Hour), 1)}
+		p := paced{ServerStream: &source{ctx: ctx}, thin: rate.NewLimiter(rate.Every(time.Hour), 1)}
 		began := time.Now()
 		var msg wire.Message
-		require.NoError(t, p.RecvMsg(&msg))
-		require.Zero(t, time.Since(began))
+		for range 2 {
+			require.NoError(t, p.RecvMsg(&msg))
+			require.Zero(t, time.Since(began))
+		}
 		require.NoError(t, p.RecvMsg(&msg))
 		require.Equal(t, time.Second, time.Since(began))
 	})

@@ -16,6 +16,7 @@ import (
 type peer struct {
 	server *Server
 	conn   *connection
+	paced  *paced
 	sess   *session.Session
 	number int64  // of the sessions of this server
 	holder string // of budgets: the session's ID, which its client chose, and a number that no other has
@@ -103,6 +104,7 @@ func (p *peer) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 		chunk: geo.ChunkBytes, chunks: geo.Count(), size: geo.Size,
 	}
 	c.inputs = append(c.inputs, in)
+	p.paced.opened.Add(1)
 	if !e.Desc.OnAllowance {
 		return
 	}

@@ -184,6 +184,7 @@ func (p *push) hasFailed() bool {
 // Begin begins the record of a tensor. What is no name is not kept: it may have
 // 64 KiB.
 func (p *push) Begin(t *transfer.In[*place]) *place {
+	p.conn.opened.Add(1)
 	pl := &place{ctx: p.ctx}
 	if store.CheckName(t.Name) == nil {
 		pl.name = t.Name

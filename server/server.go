@@ -77,8 +77,8 @@ type Config struct {
 	// DefaultQueuedCalls.
 	QueuedCalls int
 	// ThinFrames is how many frames a second one connection may send, over a time,
-	// that open nothing and carry less than 1 KiB; more of them wait. 0 means
-	// DefaultThinFrames.
+	// that open nothing and carry less than 1 KiB; more of them wait, and those with
+	// many control parts count as several. 0 means DefaultThinFrames.
 	ThinFrames int
 	// WindowBytes is how many bytes a client may have on their way to the server on
 	// one connection, before the server reads them; 0 means DefaultWindow, less
@@ -288,7 +288,7 @@ func (s *Server) Close() {
 // StreamTensors serves one session.
 func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]) error {
 	one := s.connections.of(conn.Context())
-	p := &peer{server: s, conn: one, calls: make(map[tensor.ID]*call), side: side{budget: s.cfg.Budget, promise: promise(s.limits), all: &s.promises}}
+	p := &peer{server: s, conn: one, paced: &paced{ServerStream: conn, thin: one.thin}, calls: make(map[tensor.ID]*call), side: side{budget: s.cfg.Budget, promise: promise(s.limits), all: &s.promises}}
 	s.mu.Lock()
 	switch {
 	case s.draining:
@@ -299,7 +299,7 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 		s.sessionsRefused.Add(1)
 		return errSessions(s.cfg.Sessions)
 	}
-	p.sess = session.New(paced{conn, one.thin}, stream.Config{Server: true, Limits: s.limits, Codecs: codec.All()}, p, &one.flight)
+	p.sess = session.New(p.paced, stream.Config{Server: true, Limits: s.limits, Codecs: codec.All()}, p, &one.flight)
 	s.sessions[p] = struct{}{}
 	one.sessions.Add(1)
 	s.work.Add(1)

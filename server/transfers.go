@@ -80,7 +80,7 @@ func (s *Server) transfer(conn grpc.ServerStream, k kind, work func(*watched) (*
 	s.transferOpened(k)
 
 	stalled := make(chan struct{}, 1)
-	w := newWatched(paced{conn, one.thin}, k, s.limits, func() {
+	w := newWatched(&paced{ServerStream: conn, thin: one.thin}, k, s.limits, func() {
 		select {
 		case stalled <- struct{}{}:
 		default: // it was said before

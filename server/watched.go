@@ -5,15 +5,13 @@ import (
 	"sync/atomic"
 	"time"
 
-	"google.golang.org/grpc"
-
 	"github.com/tensorferry/tensorferry/stream"
 )
 
 // watched is the gRPC stream of a transfer, with a clock that runs while this side
 // waits for its peer. A frame that moves nothing does not set it back.
 type watched struct {
-	grpc.ServerStream
+	*paced
 	kind  kind
 	first time.Duration // what the clock begins with
 	idle  time.Duration // what it is set back to
@@ -23,8 +21,8 @@ type watched struct {
 }
 
 // newWatched returns a stream that calls stalled when its clock has run down.
-func newWatched(conn grpc.ServerStream, k kind, l stream.Limits, stalled func()) *watched {
-	w := &watched{ServerStream: conn, kind: k, first: time.Duration(l.FirstFrame), idle: time.Duration(l.ChunkIdle)}
+func newWatched(conn *paced, k kind, l stream.Limits, stalled func()) *watched {
+	w := &watched{paced: conn, kind: k, first: time.Duration(l.FirstFrame), idle: time.Duration(l.ChunkIdle)}
 	w.left = w.first
 	w.timer = time.AfterFunc(w.idle, stalled)
 	w.timer.Stop()
@@ -35,7 +33,7 @@ func newWatched(conn grpc.ServerStream, k kind, l stream.Limits, stalled func())
 func (w *watched) RecvMsg(m any) error {
 	began := time.Now()
 	w.timer.Reset(max(w.left, 0))
-	err := w.ServerStream.RecvMsg(m)
+	err := w.paced.RecvMsg(m)
 	w.timer.Stop()
 	if w.left -= time.Since(began); !w.begun.Load() {
 		w.begun.Store(true)
@@ -47,7 +45,7 @@ func (w *watched) RecvMsg(m any) error {
 // SendMsg waits until the peer has read, or the clock has run down.
 func (w *watched) SendMsg(m any) error {
 	w.timer.Reset(w.idle)
-	err := w.ServerStream.SendMsg(m)
+	err := w.paced.SendMsg(m)
 	w.timer.Stop()
 	return err
 }

@@ -72,6 +72,7 @@ func (m *Message) unmarshal(data mem.BufferSlice) {
 		m.Frame.Reset()
 		return
 	}
+	m.Control = data.Len() - m.Frame.Chunk.Len()
 	// gRPC frees its own references when Unmarshal returns; Free is the other half.
 	for _, b := range m.buffers {
 		b.Ref()

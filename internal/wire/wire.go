@@ -116,6 +116,9 @@ type Message struct {
 	// InFlight, if set, learns of every frame sent with a Held.
 	InFlight *InFlight
 
+	// Control is how many of the bytes received are no payload.
+	Control int
+
 	// Err is what was wrong with the bytes received, nil if nothing was. It
 	// wraps ErrMalformed or ErrTooLarge, and the Frame is empty.
 	Err error
