@@ -211,7 +211,7 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 		return transferError(ctx, err)
 	}
 	hello := stream.Hello{Version: stream.Version, Session: session.NewID(), Checksum: uint8(c.cfg.Checksum)}
-	err = c.sendAll(conn, hello, known, list, progress)
+	err = c.sendAll(own, conn, hello, known, list, progress)
 	if err == nil {
 		err = conn.CloseSend()
 	}
@@ -252,7 +252,7 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 }
 
 // sendAll sends the frames of a push.
-func (c *Client) sendAll(conn transfer.Conn, hello stream.Hello, known facts, list []*pushing, progress func(Progress)) error {
+func (c *Client) sendAll(ctx context.Context, conn transfer.Conn, hello stream.Hello, known facts, list []*pushing, progress func(Progress)) error {
 	s := transfer.NewSender(conn, nil)
 	s.Checksum = c.cfg.Checksum
 	s.ChunkBytes = min(int64(c.cfg.ChunkBytes), known.chunkBytes)
@@ -274,7 +274,7 @@ func (c *Client) sendAll(conn transfer.Conn, hello stream.Hello, known facts, li
 			}
 		}
 		t := transfer.Tensor{Desc: stream.Desc{Tensor: p.id, Desc: p.in.Desc, Name: p.in.Name, Metadata: p.in.Metadata}, From: p}
-		p.out.Digest, err = s.Send(&t)
+		p.out.Digest, err = s.Send(ctx, &t)
 		if source, ok := errors.AsType[*transfer.SourceError](err); ok {
 			p.end(source.Err)
 			err = s.Control(stream.Frame{Failures: []stream.Failure{{Tensor: p.id, Code: stream.Cancelled, Message: "the client could not read it to its end"}}})

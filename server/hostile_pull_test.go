@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -490,6 +491,53 @@ func TestAPullCutInTheMiddleLeavesNothing(t *testing.T) {
 			testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "nobody to read the tensor")
 			put(t, m, "x", testkit.Bytes(32*mib, 1))
 			f.isEmpty(t)
+		})
+	}
+}
+
+// gone is a Reader of a TiB of zeros that nobody has hashed; it counts its views.
+type gone struct {
+	views atomic.Int64
+	zeros []byte
+}
+
+func (*gone) Info() store.Info {
+	return store.Info{Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{1 << 40}}}
+}
+
+func (*gone) Release() {}
+
+func (g *gone) View(_ context.Context, _, n int64) ([]byte, store.Releaser, error) {
+	g.views.Add(1)
+	return g.zeros[:n], g, nil
+}
+
+// Nothing is sent, so nothing but the RPC's context tells of its end.
+func TestACancelledPullOfWhatIsHeldStopsHashing(t *testing.T) {
+	testkit.Start(t)
+	for name, cut := range map[string]func(f *fixture, end context.CancelFunc){
+		"by a cancel":         func(_ *fixture, end context.CancelFunc) { end() },
+		"by the server's end": func(f *fixture, _ context.CancelFunc) { f.server.Close() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			testkit.Start(t)
+			var sources store.Sources
+			endless := &gone{zeros: make([]byte, mib)}
+			require.NoError(t, sources.Add("own", func(context.Context, map[string]string) (store.Reader, error) { return endless, nil }))
+			f := serve(t, func(c *server.Config) { c.Sources = &sources })
+			ctx, end := context.WithCancel(t.Context())
+			defer end()
+			id := newID()
+			s, err := pb.NewTensorServiceClient(f.dial(t)).PullTensors(ctx, &pb.PullTensorsRequest{Hello: greeting(id), Selections: []*pb.Selection{
+				{Name: "own", Source: true, Held: []*pb.Range{{Offset: 0, Length: 1 << 40}}},
+			}})
+			require.NoError(t, err)
+			_, err = s.Recv()
+			require.NoError(t, err)
+			testkit.Eventually(t, func() bool { return endless.views.Load() > 2 }, "the hashing of what is held")
+			cut(f, end)
+			require.NotZero(t, f.transfer(t, id).GetCode())
+			require.Less(t, endless.views.Load(), int64(1<<20), "it was hashed to its end")
 		})
 	}
 }

@@ -204,7 +204,7 @@ func (p *pull) tensor(name string, r store.Reader, sel *pb.Selection) error {
 	}
 	sum := stream.Summary{Tensor: t.Tensor, Name: name, SizeBytes: uint64(size), Durable: info.Durable}
 	var source *transfer.SourceError
-	switch sum.Digest, err = p.sender.Send(&t); {
+	switch sum.Digest, err = p.sender.Send(p.ctx, &t); {
 	case errors.As(err, &source):
 		p.explain(&sum, source.Err)
 	case err != nil:

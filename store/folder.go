@@ -431,8 +431,8 @@ func (r *folderReader) Info() Info {
 
 // View copies: the file is not this process's own, and whoever reads a view, as
 // grpc does when it writes, could not survive that somebody shortens it.
-func (r *folderReader) View(_ context.Context, off, n int64) ([]byte, Releaser, error) {
-	if err := checkRange(off, n, int64(len(r.data))); err != nil {
+func (r *folderReader) View(ctx context.Context, off, n int64) ([]byte, Releaser, error) {
+	if err := checkView(ctx, off, n, int64(len(r.data))); err != nil {
 		return nil, nil, err
 	}
 	s := r.pool.Get(int(n))

@@ -298,8 +298,8 @@ func (g *generated) parse(params map[string]string) (err error) {
 func (g *generated) Info() Info { return Info{Desc: g.desc.Clone()} }
 func (g *generated) Release()   {}
 
-func (g *generated) View(_ context.Context, off, n int64) ([]byte, Releaser, error) {
-	if err := checkRange(off, n, g.size); err != nil {
+func (g *generated) View(ctx context.Context, off, n int64) ([]byte, Releaser, error) {
+	if err := checkView(ctx, off, n, g.size); err != nil {
 		return nil, nil, err
 	}
 	s := g.pool.Get(int(n))

@@ -235,8 +235,8 @@ func (r *resident) Info() Info {
 }
 
 // View implements Reader: it shares the store's memory.
-func (r *resident) View(_ context.Context, off, n int64) ([]byte, Releaser, error) {
-	if err := checkRange(off, n, int64(len(r.data))); err != nil {
+func (r *resident) View(ctx context.Context, off, n int64) ([]byte, Releaser, error) {
+	if err := checkView(ctx, off, n, int64(len(r.data))); err != nil {
 		return nil, nil, err
 	}
 	r.retain()

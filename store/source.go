@@ -37,8 +37,8 @@ type made struct{ t tensor.Tensor }
 func (m made) Info() Info { return Info{Desc: m.t.Desc.Clone()} }
 func (m made) Release()   {}
 
-func (m made) View(_ context.Context, off, n int64) ([]byte, Releaser, error) {
-	if err := checkRange(off, n, int64(len(m.t.Data))); err != nil {
+func (m made) View(ctx context.Context, off, n int64) ([]byte, Releaser, error) {
+	if err := checkView(ctx, off, n, int64(len(m.t.Data))); err != nil {
 		return nil, nil, err
 	}
 	return m.t.Data[off : off+n : off+n], m, nil

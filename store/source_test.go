@@ -7,6 +7,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -46,6 +47,34 @@ func TestASourcesErrorIsThePullers(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			_, err := Tensor(func(context.Context, map[string]string) (tensor.Tensor, error) { return tc.t, tc.err })(t.Context(), nil)
 			require.ErrorIs(t, err, tc.want)
+		})
+	}
+}
+
+func TestWhoHasGoneIsMadeNoView(t *testing.T) {
+	gone, end := context.WithCancelCause(t.Context())
+	end(errStopped)
+	f := openFolder(t, t.TempDir(), FolderConfig{})
+	m := closing(t, NewMemory(testkit.Pool(t), 16*mib))
+	put(t, f, "x", []byte("abc"))
+	put(t, m, "x", []byte("abc"))
+	for name, open := range map[string]func() (Reader, error){
+		"a folder": func() (Reader, error) { return f.Open(t.Context(), "x") },
+		"memory":   func() (Reader, error) { return m.Open(t.Context(), "x") },
+		"a generator": func() (Reader, error) {
+			return Generator()(t.Context(), map[string]string{"shape": "3", "dtype": "uint8"})
+		},
+		"a source": func() (Reader, error) {
+			return Tensor(func(context.Context, map[string]string) (tensor.Tensor, error) { return tensor.Of([]uint8{1, 2, 3}) })(t.Context(), nil)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r, err := open()
+			require.NoError(t, err)
+			defer r.Release()
+			_, held, err := r.View(gone, 0, 3)
+			require.ErrorIs(t, err, errStopped)
+			require.Nil(t, held)
 		})
 	}
 }

@@ -123,7 +123,8 @@ type Reader interface {
 	Info() Info
 	// View shares bytes [off, off+n) of the tensor, at most a few MiB at a time,
 	// read-only until held.Release, which may run on any goroutine and after the
-	// Reader's own. ErrRange when the tensor has fewer bytes; an error holds nothing.
+	// Reader's own. ErrRange when the tensor has fewer bytes, and the cause of a ctx that
+	// has ended; an error holds nothing.
 	// It wraps fault.ErrVanished when the bytes are those of a file that somebody has
 	// shortened.
 	View(ctx context.Context, off, n int64) (data []byte, held Releaser, err error)
@@ -202,6 +203,14 @@ func checkRange(off, n, size int64) error {
 		return fmt.Errorf("%w: [%d,+%d) of %d bytes", ErrRange, off, n, size)
 	}
 	return nil
+}
+
+// checkView checks a view before it is made: whoever has gone needs none.
+func checkView(ctx context.Context, off, n, size int64) error {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return checkRange(off, n, size)
 }
 
 // checkViews reports whether views fit at off into a tensor of size bytes.

@@ -1,6 +1,7 @@
 package transfer
 
 import (
+	"context"
 	"errors"
 	"fmt"
 
@@ -70,8 +71,9 @@ func (s *Sender) Control(f stream.Frame) error {
 
 // Send sends a tensor's desc and chunks and returns its digest. A *SourceError
 // leaves the stream as it is, and the peer without some chunks; any other error is
-// of the stream.
-func (s *Sender) Send(t *Tensor) (codec.Digest, error) {
+// of the stream, or the cause of ctx: that of the RPC, which tells of its end also
+// while all is held, so that chunks are hashed and nothing is sent.
+func (s *Sender) Send(ctx context.Context, t *Tensor) (codec.Digest, error) {
 	size, err := t.Bytes()
 	if err != nil {
 		return codec.Digest{}, &SourceError{err}
@@ -100,6 +102,9 @@ func (s *Sender) Send(t *Tensor) (codec.Digest, error) {
 		skip := n > 0 && len(held) > 0 && held[0].Off <= off
 		if skip && hash == nil {
 			continue
+		}
+		if ctx.Err() != nil {
+			return codec.Digest{}, context.Cause(ctx)
 		}
 		if err := s.chunk(t, i, off, n, hash, skip); err != nil {
 			var source *SourceError

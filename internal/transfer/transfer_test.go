@@ -2,6 +2,7 @@ package transfer
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -200,7 +201,7 @@ func load(t testing.TB, r *rand.Rand, i int, sum codec.Checksum) *cargo {
 		require.Equal(t, c.id, d.Tensor)
 		moved += n
 	}
-	digest, err := s.Send(&job)
+	digest, err := s.Send(t.Context(), &job)
 	require.NoError(t, err)
 	require.Equal(t, want.Sum(), digest)
 	require.LessOrEqual(t, moved, int64(size))
@@ -307,7 +308,7 @@ func TestATensorThatCanNotBeReadToItsEndIsItsSourcesFault(t *testing.T) {
 				conn := &tape{}
 				s := NewSender(conn, nil)
 				s.Checksum, s.ChunkBytes = codec.CRC32C, 1000
-				_, err := s.Send(&Tensor{Desc: vector(tensor.ID{1}, 3000), From: from})
+				_, err := s.Send(t.Context(), &Tensor{Desc: vector(tensor.ID{1}, 3000), From: from})
 				var source *SourceError
 				require.ErrorAs(t, err, &source)
 				if !short {
@@ -318,7 +319,7 @@ func TestATensorThatCanNotBeReadToItsEndIsItsSourcesFault(t *testing.T) {
 
 				// The stream is as it was: the next tensor arrives.
 				good := newOrigin(t, []byte("abc"))
-				_, err = s.Send(&Tensor{Desc: vector(tensor.ID{2}, 3), From: good})
+				_, err = s.Send(t.Context(), &Tensor{Desc: vector(tensor.ID{2}, 3), From: good})
 				require.NoError(t, err)
 				b := newBook(t)
 				recv := Receiver[*place]{Limits: limits(16), Tensors: 16, Checksum: codec.CRC32C, Handler: b}
@@ -346,7 +347,7 @@ func TestABrokenStreamGivesEveryViewBack(t *testing.T) {
 				s.Checksum, s.ChunkBytes, s.Codec = codec.CRC32C, 2000, k
 				moved := int64(0)
 				s.Moved = func(_ *stream.Desc, n int64) { moved += n }
-				_, err := s.Send(&Tensor{Desc: vector(tensor.ID{1}, 8000), From: from})
+				_, err := s.Send(t.Context(), &Tensor{Desc: vector(tensor.ID{1}, 8000), From: from})
 				require.ErrorIs(t, err, io.ErrClosedPipe)
 				require.NotErrorAs(t, err, new(*SourceError))
 				require.EqualValues(t, (fail-1)*2000, moved)
@@ -392,7 +393,7 @@ func TestFramesThatGRPCForgetsMakeRoomForEncodingWhenTheyAreCollected(t *testing
 	conn := new(amnesiac)
 	s := NewSender(conn, new(wire.InFlight))
 	s.Checksum, s.ChunkBytes, s.Codec = codec.CRC32C, 1<<20, codec.LZ4
-	_, err := s.Send(&Tensor{Desc: vector(tensor.ID{1}, int64(before+1)<<20), From: data, Digest: codec.Digest{1}})
+	_, err := s.Send(t.Context(), &Tensor{Desc: vector(tensor.ID{1}, int64(before+1)<<20), From: data, Digest: codec.Digest{1}})
 	require.NoError(t, err)
 	require.Zero(t, conn.last.Codec, "there was no room any more")
 	testkit.Eventually(t, func() bool { runtime.GC(); return room() == before }, "the room of frames that were forgotten")
@@ -404,7 +405,7 @@ func TestASenderKeepsToTheLimitOfChunks(t *testing.T) {
 		s.Checksum, s.ChunkBytes = codec.CRC32C, chunkBytes
 		d := stream.Desc{Tensor: tensor.ID{1}, Desc: tensor.Desc{DType: tensor.Uint8, Shape: shape}, Name: "thin"}
 		job := &Tensor{Desc: d, From: newOrigin(t, make([]byte, chunkBytes))}
-		_, err := s.Send(job)
+		_, err := s.Send(t.Context(), job)
 		return job, err
 	}
 	for rows, chunk := range map[int64]uint32{1<<20 - 1: 3, 1<<20 + 1: 5} { // rows of 3 bytes, which a chunk does not cut if it need not
@@ -466,4 +467,32 @@ func TestAHandlersRefusalAndAPlacesErrorEndTheTensorAsTheyAre(t *testing.T) {
 	recv.Refuse(tensor.ID{99}, errFull)
 	require.Equal(t, []string{"full"}, b.places[d.Tensor].ended)
 	require.Zero(t, recv.Open())
+}
+
+// ending is a Viewer of zeros whose reader has gone after some views.
+type ending struct {
+	again
+	left int
+	end  context.CancelCauseFunc
+}
+
+func (e *ending) View(off, n int64) ([]byte, interface{ Release() }, error) {
+	if e.left--; e.left == 0 {
+		e.end(io.ErrClosedPipe)
+	}
+	return e.again.View(off, n)
+}
+
+func TestASenderOfATensorThatIsHeldStopsWhenItsReaderHasGone(t *testing.T) {
+	const size = 1 << 40 // hours, if it went on
+	ctx, end := context.WithCancelCause(t.Context())
+	conn := new(tape)
+	s := NewSender(conn, nil)
+	s.Checksum, s.ChunkBytes = codec.CRC32C, 1<<20
+	from := &ending{again(make([]byte, 1<<20)), 3, end}
+	_, err := s.Send(ctx, &Tensor{Desc: vector(tensor.ID{1}, size), From: from, Held: []Range{{0, size}}})
+	require.ErrorIs(t, err, io.ErrClosedPipe)
+	require.NotErrorAs(t, err, new(*SourceError))
+	require.Zero(t, from.left, "no view after the end")
+	require.Empty(t, conn.frames)
 }

@@ -35,7 +35,7 @@ func TestAMappingThatVanishesIsAnErrorNotTheEndOfTheProcess(t *testing.T) {
 				s := NewSender(conn, nil)
 				s.Checksum, s.ChunkBytes, s.Codec = codec.CRC32C, size/4, k
 				from := &mapping{data: testkit.CutMapping(t, size, size/2)}
-				_, err := s.Send(&Tensor{Desc: vector(tensor.ID{1}, size), From: from, Digest: digest})
+				_, err := s.Send(t.Context(), &Tensor{Desc: vector(tensor.ID{1}, size), From: from, Digest: digest})
 				require.ErrorIs(t, err, fault.ErrVanished)
 				require.ErrorAs(t, err, new(*SourceError))
 				require.Len(t, conn.frames, 2, "what is there is sent")
