@@ -72,7 +72,7 @@ const (
 // Limits of a server, by default. Each is visible in GetServiceInfo.
 const (
 	DefaultSessions    = 10_000 // sessions at a time
-	DefaultConnections = 1024   // connections at a time: each may have a window of bytes on its way
+	DefaultConnections = 1024   // connections at a time: goroutines, buffers and a descriptor of each
 	DefaultTransfers   = 256    // pushes and pulls at a time
 	// DefaultStoredBytes is the largest tensor pushed: 1 TiB, as many chunks of
 	// 1 MiB as a tensor may have. A store in memory has a limit of its own.

@@ -80,8 +80,8 @@ type Config struct {
 	// that open nothing and carry less than 1 KiB; more of them wait, and those with
 	// many control parts count as several. 0 means DefaultThinFrames.
 	ThinFrames int
-	// WindowBytes is how many bytes a client may have on their way to the server on
-	// one connection, before the server reads them; 0 means DefaultWindow, less
+	// WindowBytes is how many bytes a client may have on their way to one RPC, before
+	// the server reads them; 0 means DefaultWindow, less
 	// than 64 KiB means 64 KiB. Raise it when rate times round trip exceeds it.
 	WindowBytes int
 	// MemoryWait is how long a call waits for memory; 0 means DefaultMemoryWait.
