@@ -190,7 +190,8 @@ func serveCommand() *cobra.Command {
 		Short: "serve the built-in models and your own",
 		Long: `Serve runs a server until it is interrupted: it then takes no new calls, lets
 open ones finish for a while (--drain), and ends. The exit code is 1 when it had
-to cancel some. A second interrupt ends it at once.
+to cancel some. A second interrupt, half a second or more after the first, ends it
+at once.
 
 A model is a folder with model.json and weights.safetensors (docs/engine.md).
 
