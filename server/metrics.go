@@ -28,12 +28,13 @@ type counts struct {
 	ended         map[metrics.Outcome]int64 // calls, by model
 	openTransfers map[string]int64          // by kind
 	transferBytes map[metrics.Outcome]int64 // by kind
+	endedTensors  map[metrics.Outcome]int64 // by kind
 }
 
 func newCounts() counts {
 	return counts{
 		seconds: metrics.NewCallSeconds(), models: make(map[string]struct{}), ended: make(map[metrics.Outcome]int64),
-		openTransfers: map[string]int64{string(pushTransfer): 0, string(pullTransfer): 0}, transferBytes: make(map[metrics.Outcome]int64),
+		openTransfers: map[string]int64{string(pushTransfer): 0, string(pullTransfer): 0}, transferBytes: make(map[metrics.Outcome]int64), endedTensors: make(map[metrics.Outcome]int64),
 	}
 }
 
@@ -84,6 +85,13 @@ func (c *counts) transferEnded(k kind, code stream.Code, bytes int64) {
 	c.transferBytes[metrics.Outcome{Of: string(k), Code: codeName(code)}] += bytes
 }
 
+// tensorEnded counts a tensor of a push or a pull.
+func (c *counts) tensorEnded(k kind, code stream.Code) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.endedTensors[metrics.Outcome{Of: string(k), Code: codeName(code)}]++
+}
+
 // values adds up what the server and its sessions have counted.
 func (s *Server) values() metrics.Values {
 	st, open := s.stats()
@@ -103,5 +111,6 @@ func (s *Server) values() metrics.Values {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	v.Ended, v.OpenTransfers, v.TransferBytes = maps.Clone(c.ended), maps.Clone(c.openTransfers), maps.Clone(c.transferBytes)
+	v.EndedTensors = maps.Clone(c.endedTensors)
 	return v
 }

@@ -479,3 +479,37 @@ func TestAConnectionThatDoesNotShakeHandsIsClosed(t *testing.T) {
 		_, err = c.Read(buf)
 	}
 }
+
+func TestTensorsOfTransfersAreCountedAsTheyEndAndAFullStoreIsLogged(t *testing.T) {
+	testkit.Start(t)
+	n := &notes{}
+	all := prometheus.NewRegistry()
+	f := serve(t, func(c *server.Config) { c.Store, c.Metrics, c.Log = shelf(t, 64<<10), all, n.log() })
+	c, err := client.Dial(f.addr, client.Config{})
+	require.NoError(t, err)
+	defer c.Close()
+	push := func(name string, size int) error {
+		x, err := tensor.Of(testkit.Bytes(size, 1))
+		require.NoError(t, err)
+		_, err = c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{{Name: name, Desc: x.Desc, Data: x.Data}}})
+		return err
+	}
+	require.NoError(t, push("x", 1000))
+	for range 5 {
+		require.Error(t, push("secret", 65<<10))
+	}
+	_, err = c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "x"}, {Name: "absent"}}})
+	require.Error(t, err)
+	require.NoError(t, testutil.GatherAndCompare(all, strings.NewReader(`
+# HELP tensorferry_ended_tensors_total Tensors of pushes and pulls that have ended, well or not.
+# TYPE tensorferry_ended_tensors_total counter
+tensorferry_ended_tensors_total{code="NOT_FOUND",kind="pull"} 1
+tensorferry_ended_tensors_total{code="OK",kind="pull"} 1
+tensorferry_ended_tensors_total{code="OK",kind="push"} 1
+tensorferry_ended_tensors_total{code="RESOURCE_EXHAUSTED",kind="push"} 5
+`), "tensorferry_ended_tensors_total"))
+	require.EqualValues(t, 2, f.counters(t)["tensors_ok_total"])
+	require.EqualValues(t, 6, f.counters(t)["tensors_failed_total"])
+	require.Equal(t, 3, strings.Count(n.String(), "level=WARN msg=\"tensors refused: the store is full\""), "of 5 the 1st, 2nd and 4th")
+	require.NotContains(t, n.String(), "secret")
+}

@@ -208,12 +208,15 @@ func (p *pull) tensor(name string, r store.Reader, sel *pb.Selection) error {
 	case errors.As(err, &source):
 		p.explain(&sum, source.Err)
 	case err != nil:
+		code, _ := statusParts(sessionStatus(err))
+		p.server.tensorEnded(pullTransfer, code)
 		return err // the record says how the transfer ended
 	}
 	if d, ok := r.(store.DigestKeeper); ok && info.Digest.IsZero() && !sum.Digest.IsZero() {
 		d.Digested(sum.Digest) // a tensor that is pulled again is not hashed again
 	}
 	p.server.records.over(state, sum)
+	p.server.tensorEnded(pullTransfer, sum.Code)
 	return p.sender.Control(stream.Frame{Summaries: []stream.Summary{sum}})
 }
 
@@ -222,6 +225,7 @@ func (p *pull) refuse(name string, err error) error {
 	sum := stream.Summary{Tensor: session.NewID(), Name: name}
 	p.explain(&sum, err)
 	p.server.records.over(p.server.records.tensor(p.record, sum.Tensor, name, 0), sum)
+	p.server.tensorEnded(pullTransfer, sum.Code)
 	return p.sender.Control(stream.Frame{Summaries: []stream.Summary{sum}})
 }
 

@@ -241,7 +241,12 @@ func (p *push) Failed(t *transfer.In[*place], err error) {
 		t.Place.writer.Abort()
 	}
 	code, text, retry, known := storedCode(err)
-	if !known {
+	switch {
+	case errors.Is(err, store.ErrFull):
+		if n, due := p.server.storeFull.again(); due {
+			p.server.log.Warn("tensors refused: the store is full", slog.Int64("refused", n))
+		}
+	case !known:
 		p.server.log.Error("push failed", slog.String("transfer", p.record.id.String()),
 			slog.String("tensor", t.Tensor.String()), slog.String("error", err.Error()))
 	}
@@ -254,6 +259,7 @@ func (p *push) end(t *transfer.In[*place], s stream.Summary) {
 	}
 	s.Tensor, s.Name, s.SizeBytes = t.Tensor, t.Place.name, t.SizeBytes
 	p.server.records.over(t.Place.state, s)
+	p.server.tensorEnded(pushTransfer, s.Code)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.summaries = append(p.summaries, s)

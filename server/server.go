@@ -120,6 +120,7 @@ type Server struct {
 	transfers   transfers
 	records     records
 	promises    promises
+	storeFull   rare
 	connections connections
 	watching    sync.Once
 

@@ -33,6 +33,7 @@ type Values struct {
 	CorruptChunks, DuplicateChunks            int64
 	OpenTransfers                             map[string]int64  // by kind
 	TransferBytes                             map[Outcome]int64 // payload, by kind
+	EndedTensors                              map[Outcome]int64 // of transfers, by kind
 	MemoryUsed, MemoryPeak, MemoryLimit       int64             // bytes
 	MemoryKept                                int64             // bytes
 	StoreUsed, StoreLimit                     int64             // bytes; 0: there is no store, or it does not tell
@@ -73,6 +74,7 @@ var (
 	endedCalls    = desc("ended_calls_total", "Calls that have ended.", "model", "code")
 	openTransfers = desc("open_transfers", "Pushes and pulls open now.", "kind")
 	transferBytes = desc("transfer_bytes_total", "Payload bytes of pushes and pulls that have ended.", "kind", "code")
+	endedTensors  = desc("ended_tensors_total", "Tensors of pushes and pulls that have ended, well or not.", "kind", "code")
 	buildInfo     = desc("build_info", "1, with the version of the server.", "version", "go_version")
 )
 
@@ -93,11 +95,11 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 // Counters are the values by the names that GetServiceInfo shows; labels are
 // summed up.
 func Counters(v *Values) map[string]int64 {
-	out := make(map[string]int64, len(plain)+5)
+	out := make(map[string]int64, len(plain)+7)
 	for _, m := range plain {
 		out[m.name] = m.of(v)
 	}
-	for _, name := range []string{"calls_ok_total", "calls_cancelled_total", "calls_failed_total", "open_transfers", "transfer_bytes_total"} {
+	for _, name := range []string{"calls_ok_total", "calls_cancelled_total", "calls_failed_total", "open_transfers", "transfer_bytes_total", "tensors_ok_total", "tensors_failed_total"} {
 		out[name] = 0
 	}
 	for o, n := range v.Ended {
@@ -115,6 +117,13 @@ func Counters(v *Values) map[string]int64 {
 	}
 	for _, n := range v.TransferBytes {
 		out["transfer_bytes_total"] += n
+	}
+	for o, n := range v.EndedTensors {
+		if o.Code == "OK" {
+			out["tensors_ok_total"] += n
+		} else {
+			out["tensors_failed_total"] += n
+		}
 	}
 	return out
 }
@@ -142,7 +151,7 @@ func (c *collector) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range c.plain {
 		out <- d
 	}
-	for _, d := range []*prometheus.Desc{endedCalls, openTransfers, transferBytes, buildInfo} {
+	for _, d := range []*prometheus.Desc{endedCalls, openTransfers, transferBytes, endedTensors, buildInfo} {
 		out <- d
 	}
 	c.seconds.Describe(out)
@@ -165,6 +174,9 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	}
 	for o, n := range v.TransferBytes {
 		send(transferBytes, prometheus.CounterValue, n, o.Of, o.Code)
+	}
+	for o, n := range v.EndedTensors {
+		send(endedTensors, prometheus.CounterValue, n, o.Of, o.Code)
 	}
 	send(buildInfo, prometheus.GaugeValue, 1, c.version, runtime.Version())
 	c.seconds.Collect(out)

@@ -26,7 +26,8 @@ func full() Values {
 		Ended:         map[Outcome]int64{{"relu", "OK"}: 3, {"", "OK"}: 1, {"", "NOT_FOUND"}: 2, {"relu", "CANCELLED"}: 4},
 		ReceivedBytes: 7, SentBytes: 8, ReceivedChunks: 9, SentChunks: 10, CorruptChunks: 11, DuplicateChunks: 12,
 		OpenTransfers: map[string]int64{"push": 1, "pull": 2}, TransferBytes: map[Outcome]int64{{"push", "OK"}: 100, {"pull", "DATA_LOSS"}: 11},
-		MemoryUsed: 13, MemoryPeak: 14, MemoryLimit: 15, MemoryKept: 18, RunsAbandoned: 16, Panics: 17,
+		EndedTensors: map[Outcome]int64{{"push", "OK"}: 5, {"push", "RESOURCE_EXHAUSTED"}: 6, {"pull", "NOT_FOUND"}: 7},
+		MemoryUsed:   13, MemoryPeak: 14, MemoryLimit: 15, MemoryKept: 18, RunsAbandoned: 16, Panics: 17,
 	}
 }
 
@@ -51,7 +52,7 @@ func TestEveryMetricIsExplainedAndSatisfiesPrometheusLinter(t *testing.T) {
 			require.Regexp(t, "^(go|process)_", name)
 		}
 	}
-	require.Len(t, names, len(plain)+5)
+	require.Len(t, names, len(plain)+6)
 	page, err := os.ReadFile("../../docs/operating.md")
 	require.NoError(t, err)
 	for _, name := range names {
