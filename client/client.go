@@ -46,6 +46,11 @@ type Config struct {
 	// OpenTimeout is how long opening a session, or an answer of Models or Info,
 	// may take; 0 means 10 s.
 	OpenTimeout time.Duration
+	// StallTimeout is how long a push or a pull waits for a server that moves nothing;
+	// 0 means 60 s. What the caller's own readers and writers take does not count, and
+	// what the server must go through in silence, such as ranges that are held, adds a
+	// second for each 32 MiB.
+	StallTimeout time.Duration
 	// WindowBytes is how many bytes the server may have on their way to the client
 	// before the client reads them; 0 means 2 MiB, less than 64 KiB means 64 KiB.
 	// Raise it, and the server's, when rate times round trip exceeds it.
@@ -92,6 +97,9 @@ func Dial(target string, cfg Config) (*Client, error) {
 	}
 	if cfg.OpenTimeout <= 0 {
 		cfg.OpenTimeout = DefaultOpenTimeout
+	}
+	if cfg.StallTimeout <= 0 {
+		cfg.StallTimeout = DefaultStallTimeout
 	}
 	if cfg.ResultBytes <= 0 {
 		cfg.ResultBytes = DefaultResultBytes

@@ -34,6 +34,7 @@ type rogue struct {
 	pb.UnimplementedTensorServiceServer
 	pull func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error
 	push func(s pb.TensorService_PushTensorsServer) error
+	list func(*pb.ListTensorsRequest) *pb.ListTensorsResponse
 	info *pb.GetServiceInfoResponse
 }
 
@@ -45,6 +46,10 @@ func (r *rogue) PushTensors(s pb.TensorService_PushTensorsServer) error { return
 
 func (r *rogue) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb.GetServiceInfoResponse, error) {
 	return r.info, nil
+}
+
+func (r *rogue) ListTensors(_ context.Context, req *pb.ListTensorsRequest) (*pb.ListTensorsResponse, error) {
+	return r.list(req), nil
 }
 
 // bytesOrMessages sends a []byte as it is, and messages as grpc's own codec does.
@@ -206,7 +211,8 @@ func TestABadTensorOfAPullIsNeverTakenForAGoodOne(t *testing.T) {
 		"no summary":                   {func(x *sent) { x.sum = nil }, internal, "without a summary"},
 		"half of it":                   {func(x *sent) { x.sum, x.chunks = nil, x.chunks[:1] }, internal, "without a summary"},
 		"an error in the middle":       {func(x *sent) { x.sum, x.end = nil, status.Error(codes.Unavailable, "gone") }, codes.Unavailable, "gone"},
-		"nothing":                      {func(x *sent) { *x = sent{} }, codes.Unknown, ""},
+		"a hello alone":                {func(x *sent) { *x = sent{hello: x.hello} }, codes.DataLoss, "told nothing"},
+		"nothing":                      {func(x *sent) { *x = sent{} }, codes.DataLoss, "told nothing"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			testkit.Start(t)
@@ -228,11 +234,6 @@ func TestABadTensorOfAPullIsNeverTakenForAGoodOne(t *testing.T) {
 			})
 			for _, name := range asked {
 				require.Equal(t, "x", name, "the caller is asked for what it selected, and nothing else")
-			}
-			if name == "nothing" { // there is no tensor of which to tell, and no success either
-				require.NoError(t, err)
-				require.Empty(t, list)
-				return
 			}
 			require.Error(t, err)
 			for _, s := range list {
@@ -283,6 +284,215 @@ func TestWhatAServerMayDoInAPullIsTaken(t *testing.T) {
 			require.Len(t, list, 1)
 			require.Equal(t, "dir/x", list[0].Name)
 			require.Equal(t, "0123456789", string(list[0].Data))
+		})
+	}
+}
+
+func TestASelectionThatTheServerForgetsFails(t *testing.T) {
+	testkit.Start(t)
+	for name, tc := range map[string]struct {
+		selected, told, forgotten []string
+	}{
+		"the only one":         {[]string{"x"}, nil, []string{"x"}},
+		"a glob":               {[]string{"x*"}, nil, []string{"x*"}},
+		"a glob, answered":     {[]string{"x*"}, []string{"x1", "x2"}, nil},
+		"the last":             {[]string{"x", "y"}, []string{"x"}, []string{"y"}},
+		"the first":            {[]string{"x", "y"}, []string{"y"}, []string{"x"}},
+		"one of two alike":     {[]string{"x", "x"}, []string{"x"}, []string{"x"}},
+		"a name after a glob":  {[]string{"*", "x"}, []string{"x"}, []string{"x"}},
+		"a glob after a name":  {[]string{"x", "*"}, []string{"x"}, []string{"*"}},
+		"both came":            {[]string{"x", "*"}, []string{"x", "x", "y"}, nil},
+		"a backslash no glob":  {[]string{`\x`}, []string{`\x`}, nil},
+		"a name like a glob":   {[]string{"[x]"}, []string{"[x]"}, nil},
+		"all, and nothing hid": {[]string{"y", "x"}, []string{"y", "x"}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			testkit.Start(t)
+			c := beguile(t, &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
+				first := send(req, "")
+				if err := (&sent{hello: first.hello}).to(s); err != nil {
+					return err
+				}
+				for _, n := range tc.told {
+					x := send(req, n)
+					x.hello = nil
+					if err := x.to(s); err != nil {
+						return err
+					}
+				}
+				return nil
+			}}, client.Config{})
+			var r client.PullRequest
+			for _, n := range tc.selected {
+				r.Select = append(r.Select, client.Selection{Name: n})
+			}
+			list, err := c.Pull(t.Context(), r)
+			require.Equal(t, len(tc.forgotten) > 0, err != nil, "%v", err)
+			var failed []string
+			for _, s := range list {
+				if s.Err != nil {
+					require.Equal(t, codes.DataLoss, status.Code(s.Err), s.Err)
+					failed = append(failed, s.Name)
+				}
+			}
+			require.Equal(t, tc.forgotten, failed)
+		})
+	}
+}
+
+func TestWhatAServerSaysInAPullIsKeptInBounds(t *testing.T) {
+	testkit.Start(t)
+	flood := func(what func(id []byte) *pb.Frame) *rogue {
+		return &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
+			err := (&sent{hello: send(req, "").hello}).to(s)
+			for err == nil {
+				err = s.Send(what(newID()))
+			}
+			return err
+		}}
+	}
+	text := strings.Repeat("z", 5_000)
+	summaries := func(name string) *rogue {
+		return flood(func(id []byte) *pb.Frame {
+			return &pb.Frame{Summaries: []*pb.Summary{{TensorId: id, Name: name, Code: 5, Message: text}}}
+		})
+	}
+	descs := flood(func(id []byte) *pb.Frame {
+		return &pb.Frame{Descs: []*pb.TensorDesc{{TensorId: id, Dtype: 12, Shape: make([]int64, 50_000), Name: "x"}}}
+	})
+	for name, tc := range map[string]struct {
+		server *rogue
+		glob   string
+		most   int
+	}{
+		"summaries of a name":         {summaries("x"), "x", 1},
+		"summaries of a glob":         {summaries("x"), "*", 1 << 16},
+		"summaries under a long name": {summaries(text), "*", 1 << 16},
+		"descs of a name":             {descs, "x", 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			testkit.Start(t)
+			list, err := beguile(t, tc.server, client.Config{}).Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: tc.glob}}})
+			require.Equal(t, codes.ResourceExhausted, status.Code(err), err)
+			require.Len(t, list, tc.most)
+			kept := 0
+			for _, s := range list {
+				require.Error(t, s.Err)
+				require.LessOrEqual(t, len(s.Name), 512)
+				var e *client.Error
+				require.ErrorAs(t, s.Err, &e)
+				require.LessOrEqual(t, len(e.Message), 4<<10+100)
+				kept += len(e.Message)
+			}
+			require.LessOrEqual(t, kept, mib+100*tc.most)
+		})
+	}
+}
+
+func TestAListThatDoesNotEndIsRefused(t *testing.T) {
+	testkit.Start(t)
+	long := strings.Repeat("f", 4000)
+	for name, tc := range map[string]struct {
+		tensors int
+		file    string
+		code    codes.Code
+		spoil   func(*pb.StoredTensor)
+	}{
+		"tensors without end":              {tensors: 8000, code: codes.ResourceExhausted},
+		"bytes without end":                {tensors: 200, file: long, code: codes.ResourceExhausted},
+		"a data type that has no room":     {1, "", codes.Internal, func(s *pb.StoredTensor) { s.Dtype = 300 }},
+		"a negative data type":             {1, "", codes.Internal, func(s *pb.StoredTensor) { s.Dtype = -3 }},
+		"more axes than a tensor may have": {1, "", codes.Internal, func(s *pb.StoredTensor) { s.Shape = make([]int64, 33) }},
+		"a name that no tensor may have":   {1, "", codes.Internal, func(s *pb.StoredTensor) { s.Name = long }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			testkit.Start(t)
+			page := &pb.ListTensorsResponse{}
+			for range tc.tensors {
+				s := &pb.StoredTensor{Name: "x", Dtype: 12, File: tc.file}
+				if tc.spoil != nil {
+					tc.spoil(s)
+				}
+				page.Tensors = append(page.Tensors, s)
+			}
+			pages := 0
+			c := beguile(t, &rogue{list: func(*pb.ListTensorsRequest) *pb.ListTensorsResponse {
+				pages++
+				page.NextPageToken = fmt.Sprintf("%012d", pages)
+				return page
+			}}, client.Config{})
+			_, _, err := c.List(t.Context(), "")
+			require.Equal(t, tc.code, status.Code(err), err)
+			require.LessOrEqual(t, len(err.Error()), 500)
+		})
+	}
+}
+
+func TestAServerThatMovesNothingEndsATransfer(t *testing.T) {
+	testkit.Start(t)
+	silent := func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }
+	again := func(s pb.TensorService_PullTensorsServer, f *pb.Frame) error {
+		for {
+			if err := s.Send(f); err != nil {
+				return err
+			}
+		}
+	}
+	for name, pull := range map[string]func(x *sent, s pb.TensorService_PullTensorsServer) error{
+		"that says nothing": func(_ *sent, s pb.TensorService_PullTensorsServer) error { return silent(s.Context()) },
+		"after its hello": func(x *sent, s pb.TensorService_PullTensorsServer) error {
+			return errors.Join((&sent{hello: x.hello}).to(s), silent(s.Context()))
+		},
+		"in a tensor of a TiB": func(x *sent, s pb.TensorService_PullTensorsServer) error {
+			x.desc.Shape, x.desc.SizeBytes, x.desc.ChunkBytes = []int64{1 << 40}, 1<<40, mib
+			x.chunks, x.sum = nil, nil
+			return errors.Join(x.to(s), silent(s.Context()))
+		},
+		"before the summary": func(x *sent, s pb.TensorService_PullTensorsServer) error {
+			x.sum = nil
+			return errors.Join(x.to(s), silent(s.Context()))
+		},
+		"and sends empty frames": func(x *sent, s pb.TensorService_PullTensorsServer) error {
+			return errors.Join((&sent{hello: x.hello}).to(s), again(s, &pb.Frame{}))
+		},
+		"and sends a chunk for ever": func(x *sent, s pb.TensorService_PullTensorsServer) error {
+			x.chunks, x.sum = x.chunks[:1], nil
+			return errors.Join(x.to(s), again(s, &pb.Frame{Chunk: x.chunks[0]}))
+		},
+	} {
+		t.Run("a pull, "+name, func(t *testing.T) {
+			testkit.Start(t)
+			c := beguile(t, &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
+				return pull(send(req, "x"), s)
+			}}, client.Config{StallTimeout: 50 * time.Millisecond})
+			list, err := c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "x"}}, To: func(string, tensor.Desc) (client.Sink, error) {
+				return client.Writer(func(tensor.Desc) (io.Writer, error) { return io.Discard, nil }), nil
+			}})
+			require.Equal(t, codes.DeadlineExceeded, status.Code(err), err)
+			require.ErrorContains(t, err, "StallTimeout")
+			for _, s := range list {
+				require.ErrorContains(t, s.Err, "StallTimeout")
+			}
+		})
+	}
+	for name, push := range map[string]func(s pb.TensorService_PushTensorsServer) error{
+		"that reads nothing": func(s pb.TensorService_PushTensorsServer) error { return silent(s.Context()) },
+		"that does not answer": func(s pb.TensorService_PushTensorsServer) error {
+			for {
+				if _, err := s.Recv(); err != nil {
+					return silent(s.Context())
+				}
+			}
+		},
+	} {
+		t.Run("a push, "+name, func(t *testing.T) {
+			testkit.Start(t)
+			c := beguile(t, &rogue{push: push, info: &pb.GetServiceInfoResponse{Limits: map[string]int64{"chunk_bytes": mib}}},
+				client.Config{StallTimeout: 200 * time.Millisecond})
+			in := client.Input{Name: "x", Desc: int8s(20 * mib), Data: make([]byte, 20*mib)}
+			_, err := c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{in}})
+			require.Equal(t, codes.DeadlineExceeded, status.Code(err), err)
+			require.ErrorContains(t, err, "StallTimeout")
 		})
 	}
 }

@@ -25,8 +25,21 @@ const (
 	// pushResponseBytes is room for as many summaries, each with a name of 512 bytes
 	// and a text of 4 KiB.
 	pushResponseBytes = 8 * mib
-	// pullTensors bounds what is kept of a pull: some hundred bytes per tensor.
-	pullTensors = 1 << 20
+	// pullTensors bounds what is kept of a pull with a glob: some hundred bytes and a name
+	// per tensor. It is what a server's folder holds by default. Without a glob a pull has
+	// as many tensors as selections.
+	pullTensors = 1 << 16
+	// pullTextBytes bounds what is kept of the texts that the summaries of a pull have.
+	// There may be pullTensors of 4 KiB; what comes after the first of them is cut.
+	pullTextBytes = 1 * mib
+	// silentRate is how many bytes a second a server goes through, at the least, where the
+	// protocol has it say nothing: it reads what a puller holds, for the digest, and syncs
+	// what was pushed. A slow disk does that.
+	silentRate = 32 * mib
+	// listTensors and listBytes bound what List gathers: sixteen times what a server's folder
+	// holds by default, and their bytes on the wire.
+	listTensors = 1 << 20
+	listBytes   = 256 * mib
 	// tensorBytes is the largest tensor that is received, in a result or a pull: what a
 	// server stores at most by default. What is kept of one in memory has a limit of
 	// its own.
@@ -43,5 +56,7 @@ const (
 	// DefaultWindow is the server's too, which says why.
 	DefaultWindow      = 2 * mib
 	DefaultOpenTimeout = 10 * time.Second
-	DefaultResultBytes = 4 << 30
+	// DefaultStallTimeout is twice the server's own, whose error tells more.
+	DefaultStallTimeout = 60 * time.Second
+	DefaultResultBytes  = 4 << 30
 )

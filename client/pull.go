@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"path"
+	"strings"
 
 	"google.golang.org/grpc/codes"
 
@@ -64,7 +65,7 @@ type ReadWriterAt interface {
 // The error joins those of the summaries, or says what ended the pull; a tensor
 // whose summary has no error is whole, and its digest is the server's.
 func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
-	p := &pull{client: c, request: r, id: session.NewID(), byID: make(map[tensor.ID]*pulled)}
+	p := &pull{client: c, request: r, id: session.NewID(), byID: make(map[tensor.ID]*pulled), answered: make([]bool, len(r.Select))}
 	hello := stream.Hello{Version: stream.Version, Session: p.id, MaxChunkBytes: uint32(c.cfg.ChunkBytes), Checksum: uint8(c.cfg.Checksum)}
 	if c.cfg.Codec != codec.None {
 		hello.Codecs = []uint8{uint8(c.cfg.Codec)}
@@ -89,17 +90,27 @@ func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 		}
 		req.Selections = append(req.Selections, sel)
 	}
-	own, cancel := context.WithCancel(ctx)
-	defer cancel() // ends the RPC, should it not be over
-	conn, err := c.stub.PullTensors(own, req)
+	own, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil) // ends the RPC, should it not be over
+	p.clock = newStallClock(c.cfg.StallTimeout, cancel)
+	for _, s := range r.Select {
+		for _, h := range s.Held {
+			p.clock.allow(h.Len)
+		}
+	}
+	p.clock.wait()
+	rpc, err := c.stub.PullTensors(own, req)
+	p.clock.stop()
 	if err == nil {
-		err = p.receive(conn)
+		p.clock.Conn = rpc
+		err = p.receive()
 	}
 	if err != nil {
-		err = transferError(ctx, err)
+		err = transferError(ctx, own, err)
 	}
 	p.over(err)
 	if err == nil {
+		p.unanswered()
 		err = errorsOf(p.list())
 	}
 	return p.list(), err
@@ -111,9 +122,13 @@ type pull struct {
 	request PullRequest
 	id      tensor.ID
 	recv    transfer.Receiver[*pulled]
+	clock   *stallClock
 	order   []*pulled
 	byID    map[tensor.ID]*pulled
 	pieces  *bufio.Writer // made for the first At
+
+	answered  []bool // the selections that the server told of
+	textBytes int    // of its texts that are kept
 }
 
 // pulled is one tensor of it, and its assembler.Placer.
@@ -172,11 +187,11 @@ func (t *pulled) digest() (codec.Digest, error) {
 }
 
 // receive takes the frames of the server. An error ends the pull.
-func (p *pull) receive(conn transfer.Conn) error {
+func (p *pull) receive() error {
 	limits := stream.DefaultLimits()
 	limits.ChunkBytes, limits.TensorBytes, limits.OpenTensors = uint32(p.client.cfg.ChunkBytes), tensorBytes, 1
 	p.recv = transfer.Receiver[*pulled]{
-		Limits: limits, Tensors: pullTensors, Checksum: p.client.cfg.Checksum, Handler: p,
+		Limits: limits, Tensors: p.most(), Checksum: p.client.cfg.Checksum, Handler: p,
 	}
 	if p.client.cfg.Codec != codec.None {
 		p.recv.Codecs = []codec.Codec{p.client.cfg.Codec}
@@ -184,7 +199,7 @@ func (p *pull) receive(conn transfer.Conn) error {
 	var msg wire.Message
 	defer msg.Free()
 	for first := true; ; first = false {
-		err := conn.RecvMsg(&msg)
+		err := p.clock.RecvMsg(&msg)
 		switch {
 		case errors.Is(err, io.EOF):
 			return nil
@@ -202,6 +217,7 @@ func (p *pull) receive(conn transfer.Conn) error {
 			if h.Session != p.id || h.Checksum != uint8(p.client.cfg.Checksum) {
 				return &Error{Code: codes.Internal, Message: "the server's hello names another transfer or checksum"}
 			}
+			p.clock.moved()
 		}
 		if err := p.recv.Frame(&msg.Frame); err != nil {
 			return err
@@ -259,6 +275,7 @@ func (p *pull) Open(in *transfer.In[*pulled]) error {
 // tensor begins the book of a tensor. A name that nobody selected is the server's
 // invention, and may be anything: nobody gets to see it.
 func (p *pull) tensor(id tensor.ID, name string) *pulled {
+	p.clock.moved() // there is a bound to them
 	if !p.selected(name) {
 		name = ""
 	}
@@ -268,20 +285,51 @@ func (p *pull) tensor(id tensor.ID, name string) *pulled {
 	return t
 }
 
+// selected reports whether a selection picks name, and notes that the first of those
+// that wait for an answer has it: the server goes through them in their order.
 func (p *pull) selected(name string) bool {
-	for _, s := range p.request.Select {
-		if s.Name == name {
-			return true
+	if len(name) > stream.NameBytes {
+		return false
+	}
+	found := false
+	for i := range p.request.Select {
+		if !p.request.Select[i].picks(name) {
+			continue
 		}
-		if matches, err := path.Match(s.Name, name); err == nil && matches && !s.Source {
-			return true
+		found = true
+		if !p.answered[i] {
+			p.answered[i] = true
+			break
 		}
 	}
-	return false
+	return found
+}
+
+// picks reports whether a tensor, or a summary alone, of this name is for s.
+func (s *Selection) picks(name string) bool {
+	if s.Name == name || !s.glob() {
+		return s.Name == name
+	}
+	matches, err := path.Match(s.Name, name)
+	return err == nil && matches
+}
+
+// glob reports whether s may pick several tensors.
+func (s *Selection) glob() bool { return !s.Source && strings.ContainsAny(s.Name, "*?[") }
+
+// most is how many tensors the server may tell of.
+func (p *pull) most() int {
+	for i := range p.request.Select {
+		if p.request.Select[i].glob() {
+			return pullTensors
+		}
+	}
+	return len(p.request.Select)
 }
 
 // Moved reports progress.
 func (p *pull) Moved(in *transfer.In[*pulled], _ int64) {
+	p.clock.moved()
 	if p.request.Progress != nil {
 		p.request.Progress(Progress{in.Name, in.Moved, in.Geo.Size})
 	}
@@ -317,10 +365,11 @@ func (t *pulled) end(err error) {
 
 // summary ends a tensor. An error ends the pull.
 func (p *pull) summary(s *stream.Summary) error {
+	s.Message = p.kept(s.Message)
 	t := p.byID[s.Tensor]
 	if t == nil { // a selection that picked nothing
-		if len(p.order) >= pullTensors {
-			return &Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf("the server tells of more than %d tensors; use several pulls", pullTensors)}
+		if most := p.most(); len(p.order) >= most {
+			return &Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf("the server tells of more than %d tensors, the most that this pull may have; use several", most)}
 		}
 		t = p.tensor(s.Tensor, s.Name)
 		s.Name = t.Name
@@ -349,6 +398,13 @@ func (p *pull) summary(s *stream.Summary) error {
 	return nil
 }
 
+// kept copies as much of a text of the server's as is kept.
+func (p *pull) kept(text string) string {
+	text = text[:min(len(text), wire.MaxTextBytes, pullTextBytes-p.textBytes)]
+	p.textBytes += len(text)
+	return strings.Clone(strings.ToValidUTF8(text, ""))
+}
+
 // held returns what the caller has of a tensor.
 func (p *pull) held(name string) []Range {
 	for _, s := range p.request.Select {
@@ -366,6 +422,16 @@ func (p *pull) over(err error) {
 	}
 	for _, t := range p.order {
 		t.end(err)
+	}
+}
+
+// unanswered has each selection fail of which the server told nothing before its OK.
+func (p *pull) unanswered() {
+	for i, s := range p.request.Select {
+		if !p.answered[i] {
+			err := &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: the server says that it sent all, and told nothing of it; pull it again", s.Name)}
+			p.order = append(p.order, &pulled{Summary: Summary{Name: s.Name, Transfer: p.id, Err: err}})
+		}
 	}
 }
 

@@ -204,23 +204,28 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 	if err != nil {
 		return err
 	}
-	own, cancel := context.WithCancel(ctx)
-	defer cancel() // ends the RPC, should it not be over
-	conn, err := c.stub.PushTensors(own, grpc.MaxCallRecvMsgSize(pushResponseBytes))
+	own, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil) // ends the RPC, should it not be over
+	conn := newStallClock(c.cfg.StallTimeout, cancel)
+	conn.wait()
+	rpc, err := c.stub.PushTensors(own, grpc.MaxCallRecvMsgSize(pushResponseBytes))
+	conn.stop()
 	if err != nil {
-		return transferError(ctx, err)
+		return transferError(ctx, own, err)
 	}
+	conn.Conn = rpc
 	hello := stream.Hello{Version: stream.Version, Session: session.NewID(), Checksum: uint8(c.cfg.Checksum)}
 	err = c.sendAll(own, conn, hello, known, list, progress)
 	if err == nil {
-		err = conn.CloseSend()
+		err = rpc.CloseSend()
 	}
 	if err != nil && !errors.Is(err, io.EOF) { // EOF: the response is there, or the RPC's error
-		return transferError(ctx, err)
+		return transferError(ctx, own, err)
 	}
 	var resp pb.PushTensorsResponse
+	conn.moved()
 	if err := conn.RecvMsg(&resp); err != nil {
-		return transferError(ctx, err)
+		return transferError(ctx, own, err)
 	}
 	byID := make(map[tensor.ID]*pushing, len(list))
 	for _, p := range list {
@@ -252,7 +257,7 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 }
 
 // sendAll sends the frames of a push.
-func (c *Client) sendAll(ctx context.Context, conn transfer.Conn, hello stream.Hello, known facts, list []*pushing, progress func(Progress)) error {
+func (c *Client) sendAll(ctx context.Context, conn *stallClock, hello stream.Hello, known facts, list []*pushing, progress func(Progress)) error {
 	s := transfer.NewSender(conn, nil)
 	s.Checksum = c.cfg.Checksum
 	s.ChunkBytes = min(int64(c.cfg.ChunkBytes), known.chunkBytes)
@@ -275,6 +280,7 @@ func (c *Client) sendAll(ctx context.Context, conn transfer.Conn, hello stream.H
 		}
 		t := transfer.Tensor{Desc: stream.Desc{Tensor: p.id, Desc: p.in.Desc, Name: p.in.Name, Metadata: p.in.Metadata}, From: p}
 		p.out.Digest, err = s.Send(ctx, &t)
+		conn.allow(size)
 		if source, ok := errors.AsType[*transfer.SourceError](err); ok {
 			p.end(source.Err)
 			err = s.Control(stream.Frame{Failures: []stream.Failure{{Tensor: p.id, Code: stream.Cancelled, Message: "the client could not read it to its end"}}})

@@ -5,12 +5,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
@@ -87,7 +89,9 @@ func (c *Client) facts(ctx context.Context) (facts, error) {
 	}
 	f := facts{chunkBytes: info.GetLimits()["chunk_bytes"]}
 	for _, k := range info.GetCodecs() {
-		f.codecs = append(f.codecs, codec.Codec(k))
+		if own := codec.Codec(k); pb.Codec(own) == k { // not one whose number has no room
+			f.codecs = append(f.codecs, own)
+		}
 	}
 	if f.chunkBytes < 1 || f.chunkBytes > 4*mib {
 		return facts{}, &Error{Code: codes.FailedPrecondition, Message: fmt.Sprintf("the server's chunk_bytes is %d; it must be 1 to %d", f.chunkBytes, 4*mib)}
@@ -121,19 +125,24 @@ type Stored struct {
 
 // List returns the tensors of the server's store whose names match glob, by name,
 // and the names of its sources. The empty glob matches all. Each page of answers
-// takes no longer than OpenTimeout.
+// takes no longer than OpenTimeout. More than a million tensors are refused: narrow the glob.
 func (c *Client) List(ctx context.Context, glob string) (list []Stored, sources []string, err error) {
+	bytes, told := 0, 0
 	for token := ""; ; {
 		page, err := ask(ctx, c, c.stub.ListTensors, &pb.ListTensorsRequest{Glob: glob, PageToken: token})
 		if err != nil {
 			return nil, nil, err
 		}
+		bytes += proto.Size(page)
+		told += max(len(page.GetTensors()), 1) // pages of nothing end, too
+		if told > listTensors || bytes > listBytes {
+			return nil, nil, &Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf("the server lists more than %d tensors or %d bytes; narrow the glob", listTensors, listBytes)}
+		}
 		for _, t := range page.GetTensors() {
-			s := Stored{
-				Name: t.GetName(), Desc: tensor.Desc{DType: tensor.DataType(t.GetDtype()), Shape: t.GetShape()}, Bytes: int64(t.GetSizeBytes()),
-				Stored: time.UnixMilli(t.GetStoredMillis()), Durable: t.GetDurable(), File: t.GetFile(),
+			s, err := stored(t)
+			if err != nil {
+				return nil, nil, err
 			}
-			copy(s.Digest[:], t.GetDigest())
 			list = append(list, s)
 		}
 		if token == "" {
@@ -148,6 +157,21 @@ func (c *Client) List(ctx context.Context, glob string) (list []Stored, sources 
 		}
 		token = next
 	}
+}
+
+// stored is a tensor as the server lists it.
+func stored(t *pb.StoredTensor) (Stored, error) {
+	kind := tensor.DataType(t.GetDtype())
+	if pb.DataType(kind) != t.GetDtype() || len(t.GetShape()) > tensor.MaxRank || len(t.GetName()) > stream.NameBytes {
+		return Stored{}, &Error{Code: codes.Internal, Message: fmt.Sprintf(
+			"the server lists %.40q of data type %d and rank %d; there is no such tensor", t.GetName(), t.GetDtype(), len(t.GetShape()))}
+	}
+	s := Stored{
+		Name: t.GetName(), Desc: tensor.Desc{DType: kind, Shape: t.GetShape()}, Bytes: int64(min(t.GetSizeBytes(), math.MaxInt64)),
+		Stored: time.UnixMilli(t.GetStoredMillis()), Durable: t.GetDurable(), File: t.GetFile(),
+	}
+	copy(s.Digest[:], t.GetDigest())
+	return s, nil
 }
 
 // Delete removes tensors from the server's store, by name or glob, and returns the
@@ -210,10 +234,14 @@ func (c *Client) codecFor(peer []codec.Codec) codec.Codec {
 	return codec.None
 }
 
-// transferError is how the gRPC stream of a push or a pull ended.
-func transferError(ctx context.Context, err error) error {
+// transferError is how the gRPC stream of a push or a pull ended: by the caller's
+// context, by the stall clock through its own, or by err.
+func transferError(ctx, own context.Context, err error) error {
 	if ctx.Err() != nil {
 		return causeError(cmp.Or(context.Cause(ctx), ctx.Err()))
+	}
+	if stalled, ok := errors.AsType[*Error](context.Cause(own)); ok {
+		return stalled
 	}
 	return sessionError(err)
 }

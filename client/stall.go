@@ -1,0 +1,70 @@
+package client
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/tensorferry/tensorferry/internal/transfer"
+)
+
+// stallClock is the conn of a push or a pull that ends when its server does nothing for
+// too long. It runs while the server is waited for, never while the caller's own code
+// runs, and goes on where it stopped until something has moved: frames that move
+// nothing do not keep a transfer alive. It belongs to one goroutine.
+type stallClock struct {
+	transfer.Conn
+	limit, left time.Duration
+	since       time.Time
+	timer       *time.Timer
+}
+
+// newStallClock returns a clock that stands. It ends an RPC through the context that
+// cancel is of.
+func newStallClock(limit time.Duration, cancel context.CancelCauseFunc) *stallClock {
+	stalled := &Error{Code: codes.DeadlineExceeded, Message: fmt.Sprintf("the server moved nothing for %v (Config.StallTimeout); try it again, or raise it for a server that is slow", limit)}
+	c := &stallClock{limit: limit, left: limit, timer: time.AfterFunc(limit, func() { cancel(stalled) })}
+	c.timer.Stop()
+	return c
+}
+
+// allow gives the server more time, for bytes that it goes through in silence.
+func (c *stallClock) allow(bytes int64) {
+	more := time.Duration(bytes/silentRate) * time.Second
+	c.limit += more
+	c.left += more
+}
+
+func (c *stallClock) wait() {
+	c.since = time.Now()
+	c.timer.Reset(c.left)
+}
+
+func (c *stallClock) stop() {
+	c.timer.Stop()
+	c.left -= time.Since(c.since)
+}
+
+// moved begins the time anew.
+func (c *stallClock) moved() { c.left = c.limit }
+
+// SendMsg waits for room.
+func (c *stallClock) SendMsg(m any) error {
+	c.wait()
+	err := c.Conn.SendMsg(m)
+	c.stop()
+	if err == nil {
+		c.moved()
+	}
+	return err
+}
+
+// RecvMsg waits for a message. The caller says whether it moved something.
+func (c *stallClock) RecvMsg(m any) error {
+	c.wait()
+	err := c.Conn.RecvMsg(m)
+	c.stop()
+	return err
+}
