@@ -79,6 +79,7 @@ type part struct {
 	info Info
 	name string  // within the file
 	file *mapped // held by the folder for as long as it knows the part
+	seen fs.FileInfo
 }
 
 // mapped is a file in memory: unmapped when nobody holds it any more.
@@ -119,7 +120,7 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 	if err := f.removeTemps(); err != nil {
 		return nil, errors.Join(err, lock.Close())
 	}
-	if err := f.rescan(); err != nil {
+	if err := f.rescan(false); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
 	return f, nil
@@ -162,7 +163,13 @@ func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 		return nil, err
 	}
 	w.begin = int64(len(header))
-	if err := f.reserve(name, w.begin, size); err != nil {
+	err = f.reserve(name, w.begin, size)
+	if errors.Is(err, errChanged) {
+		if err = f.rescan(true); err == nil {
+			err = f.reserve(name, w.begin, size)
+		}
+	}
+	if err != nil {
 		return nil, err
 	}
 	w.made.init(func() { f.used.Add(-w.begin - size) })
@@ -188,6 +195,9 @@ func (f *Folder) reserve(name string, header, size int64) error {
 	}
 	_, known := f.pushed.byName[name]
 	if p, taken := f.parts.byName[name]; taken && !known {
+		if !f.asItWas(p) {
+			return fmt.Errorf("%w: %w: %s", ErrExists, errChanged, p.info.File)
+		}
 		return fmt.Errorf("%w: %q is a tensor of the file %s in the folder; push under another name", ErrExists, name, p.info.File)
 	}
 	if !known && len(f.pushed.names)+f.writers >= f.config.MaxTensors {
@@ -204,21 +214,25 @@ func (f *Folder) reserve(name string, header, size int64) error {
 
 // Open implements Store.
 func (f *Folder) Open(ctx context.Context, name string) (Reader, error) {
-	r, err := f.open(name)
-	if !errors.Is(err, ErrNotFound) {
+	r, err := f.open(name, false)
+	if !errors.Is(err, ErrNotFound) && !errors.Is(err, errChanged) {
 		return r, err
 	}
 	if ctx.Err() != nil {
 		return nil, context.Cause(ctx)
 	}
-	if err := f.rescan(); err != nil {
+	if err := f.rescan(errors.Is(err, errChanged)); err != nil {
 		return nil, err
 	}
-	return f.open(name)
+	return f.open(name, true)
 }
 
-// open opens what is known already.
-func (f *Folder) open(name string) (Reader, error) {
+// errChanged says that a whole file is not the one that the folder knows.
+var errChanged = errors.New("store: file has changed")
+
+// open opens what is known already, if the file is the one that was seen; or
+// whatever it has become, when fresh says that it was looked at just now.
+func (f *Folder) open(name string, fresh bool) (Reader, error) {
 	lock := f.nameLock(fileName(name))
 	lock.Lock()
 	defer lock.Unlock()
@@ -236,8 +250,12 @@ func (f *Folder) open(name string) (Reader, error) {
 	case isPushed:
 		return f.openPushed(p)
 	case isPart:
-		if !whole.info.Digest.IsZero() && !f.asItWas(whole.info) {
-			whole.info.Digest = codec.Digest{}
+		if !f.asItWas(whole) {
+			if !fresh {
+				whole.file.Release()
+				return nil, fmt.Errorf("%w: %s", errChanged, whole.info.File)
+			}
+			whole.info.Digest = codec.Digest{} // of what it was
 		}
 		return f.newReader(whole.info, whole.file, whole.name)
 	}
@@ -283,7 +301,7 @@ func (f *Folder) forget(p *pushed) {
 
 // List implements Store. It looks first whether files came or went.
 func (f *Folder) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
-	if err := f.rescan(); err != nil {
+	if err := f.rescan(false); err != nil {
 		return nil, err
 	}
 	return listPages(ctx, glob, after, most, func(after string, n int) ([]Info, error) {
@@ -416,11 +434,11 @@ func (r *folderReader) Digested(d codec.Digest) {
 	}
 }
 
-// asItWas reports whether a part's file has not been written to since its digest was
-// computed: nobody is told of that.
-func (f *Folder) asItWas(info Info) bool {
-	now, err := os.Stat(filepath.Join(f.dir, info.File))
-	return err == nil && now.ModTime().Equal(info.Stored)
+// asItWas reports whether a part's file is the one that was seen, and has not been
+// written to since: nobody is told of that.
+func (f *Folder) asItWas(p part) bool {
+	now, err := os.Stat(filepath.Join(f.dir, p.info.File))
+	return err == nil && same(p.seen, now)
 }
 
 func (r *folderReader) Info() Info {

@@ -375,6 +375,32 @@ func TestFilesMayComeChangeAndGo(t *testing.T) {
 	require.Zero(t, log.count(""))
 }
 
+func TestANameLeadsToTheFileThatIsThereNow(t *testing.T) {
+	dir := t.TempDir()
+	var log logged
+	f := closing(t, openFolder(t, dir, FolderConfig{Log: log.logger()}))
+	path := filepath.Join(dir, "m.safetensors")
+	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {1}}))
+	require.Equal(t, []byte{1, 0, 0, 0}, get(t, f, "m/x"))
+	for i := byte(2); i < 5; i++ { // nobody lists meanwhile
+		place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {int32(i)}}))
+		require.Equal(t, []byte{i, 0, 0, 0}, get(t, f, "m/x"), "another file in its place")
+	}
+	// Written to in place, which the folder's own time does not show.
+	require.NoError(t, os.WriteFile(path, modelFile(t, map[string][]int32{"x": {5}}), 0o644))
+	require.NoError(t, os.Chtimes(path, time.Time{}, time.Now().Add(time.Minute)))
+	require.Equal(t, []byte{5, 0, 0, 0}, get(t, f, "m/x"))
+
+	require.NoError(t, os.Remove(path))
+	_, err := f.Open(t.Context(), "m/x")
+	require.ErrorIs(t, err, ErrNotFound)
+	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {6}}))
+	require.Equal(t, []string{"m/x"}, listed(t, f))
+	require.NoError(t, os.Remove(path))
+	put(t, f, "m/x", []byte{7}) // the name is free again
+	require.Zero(t, log.count(""))
+}
+
 func TestAFileThatIsStillCopiedAppearsWhenItIsWhole(t *testing.T) {
 	dir := t.TempDir()
 	var log logged

@@ -31,12 +31,17 @@ func (w *wholeFile) usable() bool { return w != nil && w.mapped != nil }
 
 // same reports whether the file at path is the one that w knows.
 func (w *wholeFile) same(now fs.FileInfo) bool {
-	return os.SameFile(w.seen, now) && w.seen.Size() == now.Size() && w.seen.ModTime().Equal(now.ModTime())
+	return same(w.seen, now)
+}
+
+func same(seen, now fs.FileInfo) bool {
+	return os.SameFile(seen, now) && seen.Size() == now.Size() && seen.ModTime().Equal(now.ModTime())
 }
 
 // rescan looks for files that came, changed or went since the last time. Those who
-// come while another looks share what it finds, if it began after they came.
-func (f *Folder) rescan() error {
+// come while another looks share what it finds, if it began after they came. Always
+// also when the folder's own time has not changed: a file may have been written to.
+func (f *Folder) rescan(always bool) error {
 	before := f.scans.Load()
 	f.scanning.Lock()
 	defer f.scanning.Unlock()
@@ -50,7 +55,7 @@ func (f *Folder) rescan() error {
 	if err != nil {
 		return fmt.Errorf("store: %w", err)
 	}
-	if f.scan.settled && f.scan.changed.Equal(info.ModTime()) && !f.brokenOnesChanged() {
+	if !always && f.scan.settled && f.scan.changed.Equal(info.ModTime()) && !f.brokenOnesChanged() {
 		return nil
 	}
 	f.scans.Add(1)
@@ -217,7 +222,7 @@ func (f *Folder) showParts() {
 				unusable++
 				continue
 			}
-			parts[info.Name] = part{info, name, w.mapped}
+			parts[info.Name] = part{info, name, w.mapped, w.seen}
 		}
 		if unusable > 0 {
 			f.config.Log.Warn("tensors can not be used: with the file's, their names are too long or hold control characters",
