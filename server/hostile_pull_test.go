@@ -495,6 +495,31 @@ func TestAPullCutInTheMiddleLeavesNothing(t *testing.T) {
 	}
 }
 
+func TestTheRecordOfAFailedPullKeepsTheBeginningOfItsMessages(t *testing.T) {
+	testkit.Start(t)
+	var sources store.Sources
+	require.NoError(t, sources.Add("gen", store.Generator()))
+	require.NoError(t, sources.Add("own", func(context.Context, map[string]string) (store.Reader, error) {
+		return nil, fmt.Errorf("%w: %s", store.ErrParams, strings.Repeat("ö", 4096))
+	}))
+	f := serve(t, func(c *server.Config) { c.Sources = &sources })
+	req := &pb.PullTensorsRequest{Hello: greeting(newID())}
+	for range 100 {
+		req.Selections = append(req.Selections,
+			&pb.Selection{Name: "gen", Source: true, Params: map[string]string{"shape": strings.Repeat("\x01", 4096)}},
+			&pb.Selection{Name: "own", Source: true})
+	}
+	require.NoError(t, pullWith(t, f, req).status.Err())
+	state := f.transfer(t, req.Hello.SessionId)
+	require.Len(t, state.GetTensors(), 200)
+	for _, s := range state.GetTensors() {
+		message := s.GetSummary().GetMessage()
+		require.Contains(t, message, "bad parameters")
+		require.LessOrEqual(t, len(message), 256)
+		require.NotContains(t, message, "\ufffd", "cut within a character")
+	}
+}
+
 // gone is a Reader of a TiB of zeros that nobody has hashed; it counts its views.
 type gone struct {
 	views atomic.Int64

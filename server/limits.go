@@ -51,14 +51,25 @@ const (
 	// answers several fsyncs together as fast as one.
 	commits = 4
 	// recordsKept, recordTensors and recordTensorsKept bound what is remembered of
-	// transfers that ended: up to 10 MB.
+	// transfers that ended: up to 16 MB, 900 bytes of each tensor, which are mostly
+	// its name and the beginning of its message, of recordMessage bytes at most.
 	recordsKept       = 1024
 	recordTensors     = 1024
 	recordTensorsKept = 16 << 10
+	recordMessage     = 256
 	// ownOpen is how many sessions, transfers and calls a connection may have though
 	// the server's limit of them is reached: one to use, and others that are ending
 	// when it is asked for.
 	ownOpen = 4
+	// requestHolder is who holds the memory of all small calls' requests and answers.
+	requestHolder = "compute"
+	// requestFree is how much of each counts in no budget, if it is no more, or if it is
+	// what an answer has more than its request: 4 MiB for as many calls as a server has
+	// by default.
+	requestFree = 4 << 10
+	// unreadAnswers is how many answers of one stream, which are not frames, may lie
+	// unread: each keeps 4 KiB, however small it is.
+	unreadAnswers = 16
 	// requestParts is how many names, ranges, parameters and the like a request that
 	// is not a session's or a push's may have: 2 MB in memory. A pull with as many
 	// ranges held as it takes is cut into two.

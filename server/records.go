@@ -1,9 +1,11 @@
 package server
 
 import (
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
+	"unicode/utf8"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -78,6 +80,7 @@ func (rs *records) tensor(r *record, id tensor.ID, name string, size uint64) *pr
 func (rs *records) over(p *progress, s stream.Summary) {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
+	s.Message = kept(s.Message)
 	p.summary, p.open = s, false
 }
 
@@ -91,6 +94,7 @@ func (rs *records) end(r *record, err error) {
 	defer rs.mu.Unlock()
 	r.open = false
 	r.code, r.message = statusParts(err)
+	r.message = kept(r.message)
 	for _, p := range r.tensors {
 		if p.open { // it ends with the transfer
 			p.open = false
@@ -108,6 +112,19 @@ func (rs *records) end(r *record, err error) {
 			delete(rs.byID, old.id)
 		}
 	}
+}
+
+// kept is what a record keeps of a message, which may quote all that a peer sent: its
+// beginning, in memory of its own when that is not all.
+func kept(message string) string {
+	if len(message) <= recordMessage {
+		return message
+	}
+	n := recordMessage
+	for n > recordMessage-utf8.UTFMax && !utf8.RuneStart(message[n]) {
+		n--
+	}
+	return strings.Clone(message[:n])
 }
 
 // state copies what GetTransfer tells.

@@ -71,7 +71,7 @@ func ParseFill(name string, d tensor.DataType) (Fill, error) {
 		}
 		return Fill(f), nil
 	}
-	return 0, fmt.Errorf("%w: %q is not a fill; known: %v", ErrParams, name, Fills())
+	return 0, fmt.Errorf("%w: %.*q is not a fill; known: %v", ErrParams, quoted, name, Fills())
 }
 
 // Generate fills p, which the caller lends, with the bytes from off on of the
@@ -267,7 +267,7 @@ type generated struct {
 func (g *generated) parse(params map[string]string) (err error) {
 	for key := range params {
 		if !slices.Contains(generatorParams, key) {
-			return fmt.Errorf("%w: no parameter %q; known are %s", ErrParams, key, strings.Join(generatorParams, ", "))
+			return fmt.Errorf("%w: no parameter %.*q; known are %s", ErrParams, quoted, key, strings.Join(generatorParams, ", "))
 		}
 	}
 	shape, shaped := params["shape"]
@@ -275,7 +275,7 @@ func (g *generated) parse(params map[string]string) (err error) {
 		return fmt.Errorf("%w: shape is missing; give one such as 1000,64, or an empty one for a scalar", ErrParams)
 	}
 	if g.desc.Shape, err = tensor.ParseShape(shape); err != nil {
-		return fmt.Errorf("%w: shape %q: %w", ErrParams, shape, err)
+		return fmt.Errorf("%w: shape %.*q: %w", ErrParams, quoted, shape, err)
 	}
 	g.desc.DType = tensor.Float32
 	if name, given := params["dtype"]; given {
@@ -288,7 +288,7 @@ func (g *generated) parse(params map[string]string) (err error) {
 	}
 	if text, given := params["seed"]; given {
 		if g.seed, err = strconv.ParseUint(text, 10, 64); err != nil {
-			return fmt.Errorf("%w: seed %q is no whole number from 0 to 2^64-1", ErrParams, text)
+			return fmt.Errorf("%w: seed %.*q is no whole number from 0 to 2^64-1", ErrParams, quoted, text)
 		}
 	}
 	g.fill, err = ParseFill(params["fill"], g.desc.DType)

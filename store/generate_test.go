@@ -7,6 +7,7 @@ import (
 	"hash/crc32"
 	"math"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
@@ -218,6 +219,18 @@ func TestAGeneratorSaysWhichParameterIsWrong(t *testing.T) {
 		require.ErrorIs(t, err, ErrParams)
 		require.ErrorContains(t, err, text)
 		require.Nil(t, r)
+	}
+}
+
+func TestAGeneratorQuotesNoMoreThanTheBeginningOfAValue(t *testing.T) {
+	long := strings.Repeat("\x01", 4096)
+	for _, key := range append(slices.Clone(generatorParams), long) {
+		params := map[string]string{"shape": "2"}
+		params[key] = long
+		_, err := Generator()(t.Context(), params)
+		require.ErrorIs(t, err, ErrParams)
+		require.ErrorContains(t, err, `\x01`)
+		require.Less(t, len(err.Error()), 1024)
 	}
 }
 

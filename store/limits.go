@@ -11,7 +11,8 @@ const (
 	// config says otherwise: a file each, which start-up opens one by one (3 s).
 	DefaultMaxTensors = 1 << 16
 	// pageNames is how many names List looks at under one lock, which takes less than
-	// 1 ms, and how many tensors Each lists at a time.
+	// 1 ms, and in one turn of its own while others wait for theirs (10 ms for the
+	// worst glob), and how many tensors Each lists at a time.
 	pageNames = 1024
 	// writeBack is how many bytes of a growing file are given to the disk at a
 	// time, so that little is left to wait for at Commit.
@@ -24,6 +25,9 @@ const (
 	// clockGrain is how far apart two changes of a folder have to be for its time
 	// to differ, on any file system (FAT: 2 s).
 	clockGrain = 2 * time.Second
+	// quoted is how many characters an error quotes of a value that somebody else
+	// gave: all of a good one.
+	quoted = 64
 	// generatorCache is how many bytes of memory a Generator keeps for its next
 	// views: a few chunks of a few pulls at a time.
 	generatorCache = 16 * mib

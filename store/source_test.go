@@ -54,7 +54,7 @@ func TestASourcesErrorIsThePullers(t *testing.T) {
 func TestWhoHasGoneIsMadeNoView(t *testing.T) {
 	gone, end := context.WithCancelCause(t.Context())
 	end(errStopped)
-	f := openFolder(t, t.TempDir(), FolderConfig{})
+	f := closing(t, openFolder(t, t.TempDir(), FolderConfig{}))
 	m := closing(t, NewMemory(testkit.Pool(t), 16*mib))
 	put(t, f, "x", []byte("abc"))
 	put(t, m, "x", []byte("abc"))

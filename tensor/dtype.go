@@ -80,7 +80,7 @@ func ParseDataType(name string) (DataType, error) {
 			return DataType(d), nil
 		}
 	}
-	return 0, fmt.Errorf("%w: %q is not a data type; known: %v", ErrDataType, name, DataTypes())
+	return 0, fmt.Errorf("%w: %.*q is not a data type; known: %v", ErrDataType, quoted, name, DataTypes())
 }
 
 // Element is a Go type whose values are a tensor's elements as they stand in

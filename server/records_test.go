@@ -1,0 +1,77 @@
+package server
+
+import (
+	"fmt"
+	"runtime"
+	"strings"
+	"testing"
+	"unicode/utf8"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+func TestAMessageIsKeptUpToTheLimitAndCutBetweenCharacters(t *testing.T) {
+	for _, r := range []string{"a", "ö", "€", "𝄞", "\x80"} {
+		for n := recordMessage - 8; n <= recordMessage+8; n++ {
+			for lead := range len(r) {
+				message := strings.Repeat("-", lead) + strings.Repeat(r, n)
+				got := kept(message)
+				require.True(t, strings.HasPrefix(message, got))
+				require.LessOrEqual(t, len(got), recordMessage)
+				if len(message) <= recordMessage {
+					require.Equal(t, message, got)
+					continue
+				}
+				require.Greater(t, len(got), recordMessage-utf8.UTFMax-1)
+				require.True(t, utf8.ValidString(got) || r == "\x80")
+			}
+		}
+	}
+}
+
+// heap is what lives.
+func heap() int64 {
+	runtime.GC()
+	runtime.GC() // what a pool had is gone the second time
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return int64(m.HeapAlloc)
+}
+
+func TestRecordsOfTheWorstTransfersTakeNoMoreThanTheySay(t *testing.T) {
+	const limit = 16 << 20
+	for what, perTransfer := range map[string]int{
+		"few transfers, many tensors": 2 * recordTensors, // of which the last are kept
+		"many transfers, few tensors": recordTensorsKept / recordsKept,
+	} {
+		t.Run(what, func(t *testing.T) {
+			before := heap()
+			rs := new(records)
+			failed := status.Error(codes.Internal, strings.Repeat("y", 1<<10))
+			for number := 0; number < 2*recordTensorsKept; {
+				number++
+				r, err := rs.begin(worstID(number), pullTransfer)
+				require.NoError(t, err)
+				for range perTransfer {
+					number++
+					name := fmt.Sprintf("%0*d", store.MaxName, number)
+					p := rs.tensor(r, worstID(number), name, 1)
+					rs.over(p, stream.Summary{Tensor: worstID(number), Name: name, Message: strings.Repeat("x", 33<<10)})
+				}
+				rs.end(r, failed)
+			}
+			require.LessOrEqual(t, rs.kept, recordTensorsKept)
+			require.Greater(t, rs.kept, recordTensorsKept-2*recordTensors, "the worst was not reached")
+			require.Less(t, heap()-before, int64(limit))
+			runtime.KeepAlive(rs)
+		})
+	}
+}
+
+func worstID(n int) tensor.ID { return tensor.ID{1, byte(n), byte(n >> 8), byte(n >> 16)} }
