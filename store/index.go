@@ -3,7 +3,7 @@ package store
 import (
 	"context"
 	"maps"
-	"path"
+	"runtime"
 	"slices"
 )
 
@@ -44,33 +44,51 @@ func (x *index[T]) after(name string, most int) []string {
 	return x.names[i:min(i+most, len(x.names))]
 }
 
+// scans has a token for each scan of names that runs, in all stores of the process:
+// they have all cores but one, which is left to whatever else the process does.
+var scans = make(chan struct{}, max(1, runtime.GOMAXPROCS(0)-1))
+
 // listPages answers Store.List from pages: up to n infos after a name, of which it
-// holds no lock between two, so that a long list does not keep others waiting.
-func listPages(ctx context.Context, glob, after string, most int, page func(after string, n int) ([]Info, error)) ([]Info, error) {
-	if err := checkGlob(glob); err != nil {
+// holds no lock between two, so that a long list does not keep others waiting; nor
+// does it keep its turn of scans, which others get in the order that they came.
+func listPages(ctx context.Context, pattern, after string, most int, page func(after string, n int) ([]Info, error)) ([]Info, error) {
+	g, err := parseGlob(pattern)
+	if err != nil {
 		return nil, err
 	}
 	var found []Info
-	for {
-		if ctx.Err() != nil {
+	for over := false; !over; {
+		select {
+		case scans <- struct{}{}:
+		case <-ctx.Done():
 			return nil, context.Cause(ctx)
 		}
-		infos, err := page(after, pageNames)
+		err := func() error {
+			defer func() { <-scans }()
+			infos, err := page(after, pageNames)
+			if err != nil {
+				return err
+			}
+			over = len(infos) < pageNames
+			for _, info := range infos {
+				if ctx.Err() != nil { // a name may take 10 µs
+					return context.Cause(ctx)
+				}
+				if len(found) >= most {
+					over = true
+					break
+				}
+				if pattern == "" || g.match(info.Name) {
+					info.Shape = info.Shape.Clone()
+					found = append(found, info)
+				}
+				after = info.Name
+			}
+			return nil
+		}()
 		if err != nil {
 			return nil, err
 		}
-		for _, info := range infos {
-			if len(found) >= most {
-				return found, nil
-			}
-			if ok, _ := path.Match(glob, info.Name); ok || glob == "" {
-				info.Shape = info.Shape.Clone()
-				found = append(found, info)
-			}
-		}
-		if len(infos) < pageNames {
-			return found, nil
-		}
-		after = infos[len(infos)-1].Name
 	}
+	return found, nil
 }

@@ -11,7 +11,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"path"
 	"strings"
 	"time"
 	"unicode"
@@ -26,7 +25,7 @@ import (
 var (
 	// ErrName is wrapped when a name is empty, too long or no printable text.
 	ErrName = errors.New("store: bad name")
-	// ErrGlob is wrapped when a pattern of names is malformed.
+	// ErrGlob is wrapped when a pattern of names is malformed or too long.
 	ErrGlob = errors.New("store: bad pattern")
 	// ErrFull is wrapped when there is no room for a tensor.
 	ErrFull = errors.New("store: full")
@@ -83,8 +82,8 @@ type Store interface {
 	Open(ctx context.Context, name string) (Reader, error)
 	// List copies what is known of the tensors whose names match glob and come
 	// after the name after, sorted by name, and of no more than most. A glob is in
-	// path.Match's syntax, with ErrGlob for a malformed one; the empty glob matches
-	// all.
+	// path.Match's syntax, with ErrGlob for one that is malformed or longer than
+	// MaxName; the empty glob matches all.
 	List(ctx context.Context, glob, after string, most int) ([]Info, error)
 	// Delete forgets the tensors of these names, one after the other, and returns the
 	// names of those that were there: for good, when the store is durable. It ends
@@ -187,14 +186,6 @@ func checkNew(ctx context.Context, name string, d tensor.Desc) (int64, error) {
 		return 0, context.Cause(ctx)
 	}
 	return size, nil
-}
-
-// checkGlob reports whether names can be matched with a pattern at all.
-func checkGlob(glob string) error {
-	if _, err := path.Match(glob, ""); err != nil {
-		return fmt.Errorf("%w: %q: * and ? stand for all but a slash, [a-z] for one of a range", ErrGlob, glob)
-	}
-	return nil
 }
 
 // checkRange reports whether bytes [off, off+n) lie within a tensor of size bytes.
