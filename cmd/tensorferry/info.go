@@ -120,7 +120,11 @@ func portsJSON(ports []*pb.Port) []portJSON {
 func typeNames(p *pb.Port) []string {
 	var names []string
 	for _, d := range p.GetDtypes() {
-		names = append(names, tensor.DataType(d).String())
+		name := fmt.Sprintf("DataType(%d)", d) // not that of what is left of a number in 8 bits
+		if own := tensor.DataType(d); pb.DataType(own) == d {
+			name = own.String()
+		}
+		names = append(names, name)
 	}
 	return names
 }
@@ -214,7 +218,11 @@ type infoJSON struct {
 func codecNames(list []pb.Codec) []string {
 	names := []string{codec.None.String()}
 	for _, k := range list {
-		names = append(names, codec.Codec(k).String())
+		name := fmt.Sprintf("codec %d", k)
+		if own := codec.Codec(k); pb.Codec(own) == k {
+			name = own.String()
+		}
+		names = append(names, name)
 	}
 	return names
 }

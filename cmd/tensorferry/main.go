@@ -156,11 +156,37 @@ var grpcWords = regexp.MustCompile(`connection error: desc = "transport: Error w
 // cutShort is how a client says that a reader failed in the end, because more came.
 var cutShort = regexp.MustCompile(`bad input: (?:input|tensor) ".*" ended after \d+ of \d+ bytes: (.* goes on after the bytes of )`)
 
+// joined are the errors that err joins, or err itself. Newlines in a text part nothing:
+// they may be a server's, which is not to write lines of its own.
+func joined(err error) []error {
+	switch e := err.(type) {
+	case interface{ Unwrap() error }:
+		if inner := e.Unwrap(); inner != nil && inner.Error() == err.Error() {
+			return joined(inner)
+		}
+	case interface{ Unwrap() []error }:
+		var all []error
+		var texts []string
+		for _, inner := range e.Unwrap() {
+			all = append(all, joined(inner)...)
+			texts = append(texts, inner.Error())
+		}
+		if strings.Join(texts, "\n") == err.Error() {
+			return all
+		}
+	}
+	return []error{err}
+}
+
+// oneLine makes a line of several.
+var oneLine = strings.NewReplacer("\r\n", " ", "\n", " ", "\r", " ")
+
 // said is an error as people read it: a line for each that it joins, once.
 func said(err error) string {
 	var lines []string
 	more := 0
-	for line := range strings.SplitSeq(err.Error(), "\n") {
+	for _, e := range joined(err) {
+		line := oneLine.Replace(e.Error())
 		line = forPrograms.ReplaceAllString(sentences.Replace(line), "$1")
 		line = cutShort.ReplaceAllString(line, "$1")
 		line = plain(grpcWords.ReplaceAllString(line, "no connection: $1"))

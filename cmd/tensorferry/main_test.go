@@ -38,6 +38,8 @@ func TestAnErrorIsSaidForPeople(t *testing.T) {
 		"the same for several":   {errors.Join(full, full, full), `the store is full: tensor "x" takes 3 bytes`},
 		"others for several":     {errors.Join(full, client.ErrInput), "the store is full: tensor \"x\" takes 3 bytes\nbad input"},
 		"that paints a terminal": {&client.Error{Code: codes.Internal, Message: "\x1b[31mred\a\u202e"}, "�[31mred��"},
+		"that forges a line":     {&client.Error{Code: codes.Internal, Message: "a\nhint: b\r\nc"}, "a hint: b c"},
+		"joined, with a hint":    {usageError{hinted{errors.Join(errors.New("a\nb"), errors.New("c")), "d"}}, "a b\nc"},
 	} {
 		t.Run(name, func(t *testing.T) { require.Equal(t, tc.want, said(tc.err)) })
 	}

@@ -29,7 +29,7 @@ type target struct {
 	temp    *os.File // becomes real in the end; nil if there is none
 	file    *os.File // of a special path, once it is open
 
-	writers []*tensorWriter
+	writers []*tensorWriter // nil until begin
 }
 
 // newTarget finds out what path is and makes sure that it can be written, before
@@ -149,6 +149,7 @@ func (t *target) begin(tensors []named) ([]*tensorWriter, error) {
 	if err != nil {
 		return nil, err
 	}
+	t.writers = make([]*tensorWriter, 0, len(tensors))
 	for i, n := range tensors {
 		size, err := n.Bytes()
 		if err != nil {
@@ -228,6 +229,9 @@ func (w *tensorWriter) Write(p []byte) (n int, err error) {
 
 // commit ends a result that is complete.
 func (t *target) commit() error {
+	if t.writers == nil {
+		return fmt.Errorf("--output %s: there is nothing to write", t.path)
+	}
 	for _, w := range t.writers {
 		if w.left > 0 {
 			return fmt.Errorf("--output %s: tensor %q lacks its last %d bytes", t.path, w.name, w.left)

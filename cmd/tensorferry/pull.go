@@ -80,20 +80,13 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 	defer bars.end()
 
 	sinks := oneSink(out, bars)
-	if several || !o.source && mayBeGlob(names[0]) {
-		// How many it is has to be known before the first byte is out.
+	if several {
 		list, err := storedOf(ctx, cl, names)
 		if err != nil {
 			return err
 		}
 		selections = selectionsOf(list)
-		switch {
-		case several:
-			sinks, err = sinksOf(out, bars, list)
-		case len(list) != 1:
-			err = oneTensor(o.output)
-		}
-		if err != nil {
+		if sinks, err = sinksOf(out, bars, list); err != nil {
 			return err
 		}
 	}
@@ -102,7 +95,7 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 		for some := range slices.Chunk(selections, selectionsAtATime) {
 			summaries, err := pullTo(ctx, cl, some, sinks)
 			if err != nil {
-				return missing(ctx, cl, err, some)
+				return missing(err, some)
 			}
 			got = append(got, summaries...)
 		}
@@ -128,8 +121,7 @@ func oneTensor(output string) error {
 // sink says where the bytes of a tensor go, once it is known what it is.
 type sink func(name string, d tensor.Desc) (io.Writer, error)
 
-// oneSink has out take the tensor that comes, and no other: its name may have become
-// a glob since it was listed.
+// oneSink has out take the tensor that comes, and no other.
 func oneSink(out *target, bars *progressBars) sink {
 	begun := false
 	return func(name string, d tensor.Desc) (io.Writer, error) {

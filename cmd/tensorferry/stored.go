@@ -1,12 +1,12 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"iter"
-	"path"
 	"slices"
 	"strings"
 	"text/tabwriter"
@@ -54,7 +54,7 @@ type storedJSON struct {
 	Shape   tensor.Shape `json:"shape"`
 	Bytes   int64        `json:"bytes"`
 	Digest  string       `json:"digest,omitempty"`
-	Stored  time.Time    `json:"stored"`
+	Stored  *time.Time   `json:"stored"` // null: no time that JSON has
 	Durable bool         `json:"durable"`
 	File    string       `json:"file,omitempty"`
 }
@@ -82,7 +82,10 @@ func ls(ctx context.Context, server string, names []string, asJSON bool, stdout 
 		}{make([]storedJSON, len(list)), sources}
 		for i, s := range list {
 			out.Tensors[i] = storedJSON{
-				s.Name, s.DType.String(), append(tensor.Shape{}, s.Shape...), s.Bytes, "", s.Stored.UTC(), s.Durable, s.File,
+				s.Name, s.DType.String(), append(tensor.Shape{}, s.Shape...), s.Bytes, "", nil, s.Durable, s.File,
+			}
+			if at := s.Stored.UTC(); at.Year() >= 0 && at.Year() <= 9999 {
+				out.Tensors[i].Stored = &at
 			}
 			if !s.Digest.IsZero() {
 				out.Tensors[i].Digest = s.Digest.String()
@@ -172,15 +175,6 @@ func rm(ctx context.Context, server string, names []string, asJSON bool, stdout 
 // literally makes a glob of a name that matches nothing else.
 var literally = strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`)
 
-// mayBeGlob reports whether a name may pick tensors that are not called so.
-func mayBeGlob(name string) bool { return strings.ContainsAny(name, `*?[`) }
-
-// malformed reports whether that is why a server refused to look for a glob.
-func malformed(glob string, err error) bool {
-	_, bad := path.Match(glob, "")
-	return bad != nil && status.Code(err) == codes.InvalidArgument
-}
-
 // storedOf lists the tensors that names and globs pick, each once. One that picks
 // nothing is an error.
 func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.Stored, error) {
@@ -189,11 +183,9 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 	}
 	var list []client.Stored
 	seen := map[string]bool{}
-	var sources []string
 	for _, n := range names {
-		literal := func() (_ client.Stored, err error) {
-			var list []client.Stored
-			list, sources, err = cl.List(ctx, literally.Replace(n))
+		literal := func() (client.Stored, error) {
+			list, _, err := cl.List(ctx, literally.Replace(n))
 			switch {
 			case err != nil:
 				return client.Stored{}, err
@@ -205,9 +197,7 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 		for s, err := range store.Pick(n, literal, listedBy(ctx, cl, n)) {
 			switch {
 			case errors.Is(err, store.ErrNotFound):
-				return nil, noTensor(n, sources)
-			case malformed(n, err):
-				return nil, usage("%q is no name and no glob: a [ lacks its ], or a \\ the letter behind it", n)
+				return nil, noSuch("tensor", n)
 			case err != nil:
 				return nil, err
 			case !seen[s.Name]:
@@ -236,29 +226,19 @@ func listedBy(ctx context.Context, cl *client.Client, glob string) iter.Seq2[cli
 }
 
 // missing is the error of a pull, for people if the one thing it names is not there.
-func missing(ctx context.Context, cl *client.Client, err error, selections []client.Selection) error {
+func missing(err error, selections []client.Selection) error {
 	if status.Code(err) != codes.NotFound || len(selections) != 1 {
 		return err
 	}
-	name := selections[0].Name
+	kind := "tensor"
 	if selections[0].Source {
-		return noSuch("source", name)
+		kind = "source"
 	}
-	_, sources, _ := cl.List(ctx, literally.Replace(name)) // without an answer the hint says less
-	return noTensor(name, sources)
+	return noSuch(kind, selections[0].Name)
 }
 
 func noSuch(kind, name string) error {
 	return hinted{fmt.Errorf("the server has no %s %q", kind, name), "tensorferry ls lists what it has"}
-}
-
-// noTensor is noSuch for a name that may be one of the sources of the server.
-func noTensor(name string, sources []string) error {
-	if !slices.Contains(sources, name) {
-		return noSuch("tensor", name)
-	}
-	return hinted{fmt.Errorf("the server has no tensor %q", name),
-		fmt.Sprintf("%q is a source: pull and show take it with --source; it cannot be copied or removed", name)}
 }
 
 // checkNames is for before a server is asked: to list what no name picks is to list all.
@@ -367,7 +347,7 @@ func readStored(ctx context.Context, cl *client.Client, s client.Selection, use 
 		},
 	})
 	if !begun {
-		return missing(ctx, cl, err, []client.Selection{s})
+		return cmp.Or(missing(err, []client.Selection{s}), fmt.Errorf("the server sent nothing of %q", s.Name))
 	}
 	verdict <- err
 	_ = w.CloseWithError(err) // it never fails; nil is the end
