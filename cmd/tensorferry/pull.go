@@ -80,13 +80,20 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 	defer bars.end()
 
 	sinks := oneSink(out, bars)
-	if several {
+	if !o.source {
+		// How many it is has to be known before the first byte is out.
 		list, err := storedOf(ctx, cl, names)
 		if err != nil {
 			return err
 		}
 		selections = selectionsOf(list)
-		if sinks, err = sinksOf(out, bars, list); err != nil {
+		switch {
+		case several:
+			sinks, err = sinksOf(out, bars, list)
+		case len(list) != 1:
+			err = oneTensor(o.output)
+		}
+		if err != nil {
 			return err
 		}
 	}
@@ -121,7 +128,8 @@ func oneTensor(output string) error {
 // sink says where the bytes of a tensor go, once it is known what it is.
 type sink func(name string, d tensor.Desc) (io.Writer, error)
 
-// oneSink has out take the tensor that comes, and no other.
+// oneSink has out take the tensor that comes, and no other: its name may have become
+// a glob since it was listed.
 func oneSink(out *target, bars *progressBars) sink {
 	begun := false
 	return func(name string, d tensor.Desc) (io.Writer, error) {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"iter"
+	"path"
 	"slices"
 	"strings"
 	"text/tabwriter"
@@ -175,6 +176,12 @@ func rm(ctx context.Context, server string, names []string, asJSON bool, stdout 
 // literally makes a glob of a name that matches nothing else.
 var literally = strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`)
 
+// malformed reports whether that is why a server refused to look for a glob.
+func malformed(glob string, err error) bool {
+	_, bad := path.Match(glob, "")
+	return bad != nil && status.Code(err) == codes.InvalidArgument
+}
+
 // storedOf lists the tensors that names and globs pick, each once. One that picks
 // nothing is an error.
 func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.Stored, error) {
@@ -183,9 +190,11 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 	}
 	var list []client.Stored
 	seen := map[string]bool{}
+	var sources []string
 	for _, n := range names {
-		literal := func() (client.Stored, error) {
-			list, _, err := cl.List(ctx, literally.Replace(n))
+		literal := func() (_ client.Stored, err error) {
+			var list []client.Stored
+			list, sources, err = cl.List(ctx, literally.Replace(n))
 			switch {
 			case err != nil:
 				return client.Stored{}, err
@@ -197,7 +206,9 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 		for s, err := range store.Pick(n, literal, listedBy(ctx, cl, n)) {
 			switch {
 			case errors.Is(err, store.ErrNotFound):
-				return nil, noSuch("tensor", n)
+				return nil, noTensor(n, sources)
+			case malformed(n, err):
+				return nil, usage("%q is no name and no glob: a [ lacks its ], or a \\ the letter behind it", n)
 			case err != nil:
 				return nil, err
 			case !seen[s.Name]:
@@ -239,6 +250,15 @@ func missing(err error, selections []client.Selection) error {
 
 func noSuch(kind, name string) error {
 	return hinted{fmt.Errorf("the server has no %s %q", kind, name), "tensorferry ls lists what it has"}
+}
+
+// noTensor is noSuch for a name that may be one of the sources of the server.
+func noTensor(name string, sources []string) error {
+	if !slices.Contains(sources, name) {
+		return noSuch("tensor", name)
+	}
+	return hinted{fmt.Errorf("the server has no tensor %q", name),
+		fmt.Sprintf("%q is a source: pull and show take it with --source; it cannot be copied or removed", name)}
 }
 
 // checkNames is for before a server is asked: to list what no name picks is to list all.
