@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -493,6 +494,88 @@ func TestAPullCutInTheMiddleLeavesNothing(t *testing.T) {
 			f.isEmpty(t)
 		})
 	}
+}
+
+// manyHeld asks for a tensor without end, of which n single bytes are held.
+func manyHeld(n int) *pb.PullTensorsRequest {
+	held := make([]*pb.Range, n)
+	for i := range held {
+		held[i] = &pb.Range{Offset: 2 * uint64(i), Length: 1}
+	}
+	h := greeting(newID())
+	h.MaxChunkBytes = 64 << 10
+	return &pb.PullTensorsRequest{Hello: h, Selections: []*pb.Selection{
+		{Name: "gen", Source: true, Params: map[string]string{"shape": "4294967296", "dtype": "uint8", "fill": "zeros"}, Held: held},
+	}}
+}
+
+func TestWhatPullsSelectCountsInTheBudget(t *testing.T) {
+	testkit.Start(t)
+	var sources store.Sources
+	require.NoError(t, sources.Add("gen", store.Generator()))
+	f := serveWithin(t, 4*mib, func(c *server.Config) { c.Sources = &sources })
+	stub := pb.NewTensorServiceClient(f.dial(t))
+	ctx, end := context.WithCancel(t.Context())
+	defer end()
+	open := 0
+	var err error
+	for err == nil && open < 100 {
+		s, e := stub.PullTensors(ctx, manyHeld(15_000))
+		require.NoError(t, e)
+		if _, err = s.Recv(); err == nil {
+			open++
+		}
+	}
+	// 240 000 bytes and some each, 65 536 of them free, of 2 MiB.
+	require.Equal(t, 11, open)
+	st := status.Convert(err)
+	require.Equal(t, codes.ResourceExhausted, st.Code())
+	saysWhy(t, st.Message(), []string{"memory_bytes", "4194304", "fewer ranges", "later"})
+	require.NotEmpty(t, st.Details(), "how long to wait")
+	// Who asks for little is served.
+	few := manyHeld(100)
+	few.Selections[0].Params["shape"] = "1000"
+	require.NoError(t, pullWith(t, f, few).status.Err())
+	end()
+	testkit.Eventually(t, func() bool { used, _, _ := f.host.Budget().Used(); return used == 0 }, "the budget to have it back")
+	again := manyHeld(15_000)
+	again.Selections[0].Params["shape"] = "1000"
+	require.NoError(t, pullWith(t, f, again).status.Err())
+}
+
+func TestAPullKeepsFewBytesOfALargeRequest(t *testing.T) {
+	testkit.Start(t)
+	const pulls, ranges = 48, 15_000
+	var sources store.Sources
+	require.NoError(t, sources.Add("gen", store.Generator()))
+	f := serve(t, func(c *server.Config) { c.Sources = &sources })
+	live := func() int64 {
+		runtime.GC()
+		runtime.GC()
+		var m runtime.MemStats
+		runtime.ReadMemStats(&m)
+		return int64(m.HeapAlloc)
+	}
+	conn, err := grpc.NewClient(f.addr, grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithInitialWindowSize(64<<10), grpc.WithInitialConnWindowSize(64<<10))
+	require.NoError(t, err)
+	defer conn.Close()
+	stub := pb.NewTensorServiceClient(conn)
+	open := func(ranges int) int64 {
+		req := manyHeld(ranges)
+		req.Hello.MaxChunkBytes = 4 << 10 // what lies unread is little
+		before := live()
+		for range pulls {
+			req.Hello.SessionId = newID()
+			s, err := stub.PullTensors(t.Context(), req)
+			require.NoError(t, err)
+			_, err = s.Recv()
+			require.NoError(t, err)
+		}
+		return live() - before
+	}
+	few, many := open(1), open(ranges)
+	// A Range of the message takes 64 bytes and a pointer.
+	require.Less(t, (many-few)/(pulls*ranges), int64(32), "bytes per range")
 }
 
 func TestTheRecordOfAFailedPullKeepsTheBeginningOfItsMessages(t *testing.T) {

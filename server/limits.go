@@ -57,6 +57,16 @@ const (
 	recordTensors     = 1024
 	recordTensorsKept = 16 << 10
 	recordMessage     = 256
+	// pullHolder is who holds the memory of what all pulls select, beyond pullFree of
+	// each: 16 MiB for as many as a server has by default.
+	pullHolder = "pull"
+	pullFree   = 64 << 10
+	// selectionBytes is what a pull keeps of a selection, and of how it ended, beside
+	// its name, a range of rangeBytes for each that is held, and its parameters, with
+	// entryBytes for each of these.
+	selectionBytes = 512
+	rangeBytes     = 16
+	entryBytes     = 64
 	// ownOpen is how many sessions, transfers and calls a connection may have though
 	// the server's limit of them is reached: one to use, and others that are ending
 	// when it is asked for.

@@ -27,6 +27,16 @@ type pull struct {
 	sender *transfer.Sender
 }
 
+// wanted is a selection in few bytes: a pull lasts for as long as its client reads,
+// and a range of a request takes five times as much as here.
+type wanted struct {
+	name       string
+	source     bool
+	params     map[string]string
+	held       []transfer.Range
+	heldDigest []byte
+}
+
 // PullTensors sends what a client selects.
 func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreamingServer[pb.Frame]) error {
 	return s.transfer(conn, pullTransfer, func(w *watched) (*record, error) {
@@ -37,8 +47,18 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 		if bad := stream.CheckHello(h); bad != nil {
 			return nil, bad
 		}
-		if err := checkSelections(req.GetSelections()); err != nil {
+		list, bytes, err := selections(req.GetSelections())
+		if err != nil {
 			return nil, err
+		}
+		req.Reset()
+		if bytes > 0 {
+			if !s.cfg.Budget.TryAcquire(pullHolder, bytes) {
+				_, _, limit := s.cfg.Budget.Used()
+				return nil, unaryStatus(stream.ResourceExhausted, fmt.Sprintf("selections: %d bytes to keep what is asked for; all pulls together have half of memory_bytes, which is %d; "+
+					"select less, hold fewer ranges, or try again later", bytes, limit), retryMillis)
+			}
+			defer s.cfg.Budget.Release(pullHolder, bytes)
 		}
 		r, err := s.records.begin(h.Session, w.kind)
 		if err != nil {
@@ -55,8 +75,8 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 		if err := p.sender.Control(stream.Frame{Hello: &hello}); err != nil {
 			return r, err
 		}
-		for _, sel := range req.GetSelections() {
-			if err := p.selection(sel); err != nil {
+		for i := range list {
+			if err := p.selection(&list[i]); err != nil {
 				return r, err
 			}
 		}
@@ -64,17 +84,19 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 	})
 }
 
-// checkSelections refuses a request before anything is done for it.
-func checkSelections(list []*pb.Selection) error {
-	bad := func(format string, args ...any) error {
-		return &stream.Error{Code: stream.InvalidArgument, Text: fmt.Sprintf(format, args...)}
+// selections takes what a request selects out of it, or refuses it before anything is
+// done for it. bytes is what it takes of the budget.
+func selections(list []*pb.Selection) (all []wanted, bytes int64, err error) {
+	bad := func(format string, args ...any) ([]wanted, int64, error) {
+		return nil, 0, &stream.Error{Code: stream.InvalidArgument, Text: fmt.Sprintf(format, args...)}
 	}
 	switch n := len(list); {
 	case n == 0:
 		return bad("selections: none; name a tensor, a glob or a source")
 	case n > transferTensors:
-		return &stream.Error{Code: stream.ResourceExhausted, Text: fmt.Sprintf("selections: %d, the limit of a pull is %d; use several", n, transferTensors)}
+		return nil, 0, &stream.Error{Code: stream.ResourceExhausted, Text: fmt.Sprintf("selections: %d, the limit of a pull is %d; use several", n, transferTensors)}
 	}
+	all = make([]wanted, len(list))
 	for i, sel := range list {
 		if err := store.CheckName(sel.GetName()); err != nil {
 			return bad("selections[%d]: %v", i, err)
@@ -88,29 +110,45 @@ func checkSelections(list []*pb.Selection) error {
 		if d := len(sel.GetHeldDigest()); d != 0 && d != len(codec.Digest{}) {
 			return bad("selections[%d]: held_digest has %d bytes, a digest has %d", i, d, len(codec.Digest{}))
 		}
+		w := wanted{
+			name: sel.GetName(), source: sel.GetSource(), params: sel.GetParams(), heldDigest: sel.GetHeldDigest(),
+			held: make([]transfer.Range, len(sel.GetHeld())),
+		}
 		end := uint64(0)
 		for j, r := range sel.GetHeld() {
 			if r.GetLength() == 0 || r.GetOffset() < end || r.GetOffset() > math.MaxInt64 || r.GetLength() > math.MaxInt64-r.GetOffset() {
 				return bad("selections[%d].held[%d]: bytes [%d,+%d); ranges hold a byte or more, ascend, do not overlap and end below 2^63", i, j, r.GetOffset(), r.GetLength())
 			}
 			end = r.GetOffset() + r.GetLength()
+			w.held[j] = transfer.Range{Off: int64(r.GetOffset()), Len: int64(r.GetLength())}
 		}
+		all[i] = w
+		bytes += w.bytes()
 	}
-	return nil
+	return all, max(0, bytes-pullFree), nil
+}
+
+// bytes is what a selection takes while the pull lasts.
+func (w *wanted) bytes() int64 {
+	n := selectionBytes + len(w.name) + rangeBytes*len(w.held)
+	for k, v := range w.params {
+		n += entryBytes + len(k) + len(v)
+	}
+	return int64(n)
 }
 
 // selection sends what one selection picks. What is wrong with it, or with one of
 // its tensors, is a summary's to tell; an error is the stream's.
-func (p *pull) selection(sel *pb.Selection) error {
-	name := sel.GetName()
-	if sel.GetSource() {
+func (p *pull) selection(sel *wanted) error {
+	name := sel.name
+	if sel.source {
 		src, ok := p.server.cfg.Sources.Lookup(name)
 		if !ok {
 			return p.refuse(name, fmt.Errorf("%w: no source %q", store.ErrNotFound, name))
 		}
 		var r store.Reader
 		err := p.server.survive(func() (err error) {
-			r, err = src(p.ctx, sel.GetParams())
+			r, err = src(p.ctx, sel.params)
 			return err
 		})
 		if err != nil {
@@ -132,7 +170,7 @@ func (p *pull) selection(sel *pb.Selection) error {
 		case t.name == name: // what the client holds is of this one
 			err = p.tensor(name, t.reader, sel)
 		default:
-			err = p.tensor(t.name, t.reader, nil)
+			err = p.tensor(t.name, t.reader, &wanted{})
 		}
 		if err != nil {
 			return err
@@ -184,7 +222,7 @@ func (v viewer) View(off, n int64) ([]byte, interface{ Release() }, error) {
 }
 
 // tensor sends one tensor, and what became of it.
-func (p *pull) tensor(name string, r store.Reader, sel *pb.Selection) error {
+func (p *pull) tensor(name string, r store.Reader, sel *wanted) error {
 	defer r.Release()
 	info := r.Info()
 	size, err := info.Bytes()
@@ -192,10 +230,8 @@ func (p *pull) tensor(name string, r store.Reader, sel *pb.Selection) error {
 		return p.refuse(name, err)
 	}
 	t := transfer.Tensor{Desc: stream.Desc{Tensor: session.NewID(), Desc: info.Desc, Name: name}, From: viewer{p.ctx, r}, Digest: info.Digest}
-	if d := sel.GetHeldDigest(); len(d) == 0 || info.Digest.IsZero() || codec.Digest(d) == info.Digest {
-		for _, h := range sel.GetHeld() {
-			t.Held = append(t.Held, transfer.Range{Off: int64(h.GetOffset()), Len: int64(h.GetLength())})
-		}
+	if d := sel.heldDigest; len(d) == 0 || info.Digest.IsZero() || codec.Digest(d) == info.Digest {
+		t.Held = sel.held
 	}
 	state := p.server.records.tensor(p.record, t.Tensor, name, uint64(size))
 	p.sender.Moved = func(_ *stream.Desc, bytes int64) {
