@@ -11,12 +11,14 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 func TestAMessageIsKeptUpToTheLimitAndCutBetweenCharacters(t *testing.T) {
+	testkit.Start(t)
 	for _, r := range []string{"a", "ö", "€", "𝄞", "\x80"} {
 		for n := recordMessage - 8; n <= recordMessage+8; n++ {
 			for lead := range len(r) {
@@ -45,6 +47,7 @@ func heap() int64 {
 }
 
 func TestRecordsOfTheWorstTransfersTakeNoMoreThanTheySay(t *testing.T) {
+	testkit.Start(t)
 	const limit = 16 << 20
 	for what, perTransfer := range map[string]int{
 		"few transfers, many tensors": 2 * recordTensors, // of which the last are kept
