@@ -93,6 +93,9 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 			in := client.FromReader("", d, lines[i].reader(r))
 			in.Name = copyName(s.Name, to)
 			stored, err = target.Push(ctx, client.PushRequest{Tensors: []client.Input{in}})
+			if err != nil && target != from {
+				err = toError{err}
+			}
 			return err
 		})
 		if err != nil {
@@ -107,6 +110,11 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 	}
 	return err
 }
+
+// toError is how the server of --to failed, not that of --server.
+type toError struct{ error }
+
+func (e toError) Unwrap() error { return e.error }
 
 // copyName is what a tensor is called when it is copied to a name or, with a slash at
 // its end, below one.

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"strings"
 	"time"
@@ -84,6 +85,34 @@ type inputFile struct {
 	io.Closer
 }
 
+// nameOf parts [NAME=]FILE, or [NAME=] and a folder. The whole is the file, without a
+// name, if there is one that is called so.
+func nameOf(text string) (name, file string, named bool) {
+	name, file, named = strings.Cut(text, "=")
+	if !named || isThere(text) {
+		return "", text, false
+	}
+	return name, file, true
+}
+
+// isThere reports whether there is the file that an argument names.
+func isThere(file string) bool {
+	if path, _, member := strings.Cut(file, ".safetensors:"); member {
+		file = path + ".safetensors"
+	}
+	_, err := os.Stat(file)
+	return err == nil
+}
+
+// neither is the error of opening the file that nameOf has parted from a name, with a
+// hint if it is not there: the = may belong to the file.
+func neither(text, file string, named bool, err error) error {
+	if !named || !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return hinted{err, fmt.Sprintf("there is no file %q, and none %q either", file, text)}
+}
+
 // openInput opens what is named by a command's argument: a .npy file, a
 // .safetensors file with all its tensors or with the one whose :name stands behind
 // it, raw bytes, or "-" for stdin. It waits for what a pipe says of itself, or little
@@ -122,9 +151,9 @@ func openFile(file string, raw rawInput, stdin io.Reader) (*inputFile, error) {
 		}
 		return one(s, nil), nil
 	case member:
-		return openSafetensors(path+".safetensors", func(n string) bool { return n == name })
+		return openSafetensors(path+".safetensors", name)
 	case strings.HasSuffix(file, ".safetensors"):
-		return openSafetensors(file, func(string) bool { return true })
+		return openSafetensors(file)
 	}
 	t, c, err := tensorfile.MapNPY(file)
 	if err != nil {
@@ -152,29 +181,28 @@ func one(s *source, c io.Closer) *inputFile {
 	return &inputFile{[]*source{s}, c}
 }
 
-// openSafetensors opens the tensors of a file that are wanted. If none is, one of
-// them was named.
-func openSafetensors(path string, wanted func(name string) bool) (*inputFile, error) {
+// openSafetensors opens the tensors of a file, or only that of a name.
+func openSafetensors(path string, only ...string) (*inputFile, error) {
 	s, err := tensorfile.OpenSafetensors(path)
 	if err != nil {
 		return nil, err
 	}
+	names := s.Names()
+	if len(only) > 0 {
+		names = only
+	}
 	in := &inputFile{Closer: s}
-	for _, name := range s.Names() {
-		if !wanted(name) {
-			continue
-		}
+	for _, name := range names {
 		t, err := s.Tensor(name)
+		if errors.Is(err, tensorfile.ErrNotFound) {
+			err = hinted{fmt.Errorf("%s: %w: %q", path, tensorfile.ErrNotFound, name), "tensorferry show " + path + " lists what it holds"}
+		}
 		if err != nil {
 			return nil, errors.Join(err, s.Close())
 		}
 		src := &source{client.From("", t), path + ":" + name}
 		src.Name = name
 		in.tensors = append(in.tensors, src)
-	}
-	if len(in.tensors) == 0 && len(s.Names()) > 0 {
-		err := fmt.Errorf("%s: %w of that name", path, tensorfile.ErrNotFound)
-		return nil, errors.Join(hinted{err, "tensorferry show " + path + " lists what it holds"}, s.Close())
 	}
 	return in, nil
 }
@@ -232,6 +260,34 @@ func endKnown(r io.Reader, title string, d tensor.Desc, size int64) (bool, error
 		err = fmt.Errorf("%s holds %d bytes, %v has %d", title, left, d, size)
 	}
 	return true, err
+}
+
+// forCall makes s the input of a call or a push, which know it by another name: when a
+// reader ends early, its error says whose end it was.
+func (s *source) forCall(port, name string) {
+	s.Port, s.Name = port, name
+	if s.Reader == nil {
+		return
+	}
+	if size, err := s.Desc.Bytes(); err == nil {
+		s.Reader = &ending{s.Reader, s.title, size, size}
+	}
+}
+
+// ending is a reader of so many bytes.
+type ending struct {
+	r          io.Reader
+	title      string
+	size, left int64
+}
+
+func (e *ending) Read(p []byte) (int, error) {
+	n, err := e.r.Read(p)
+	e.left -= int64(n)
+	if err == io.EOF && e.left > 0 {
+		err = fmt.Errorf("%s ended after %d of %d bytes", e.title, e.size-e.left, e.size)
+	}
+	return n, err
 }
 
 // pipedSource is a tensor that r brings. Its last byte comes only when it is known

@@ -153,8 +153,9 @@ var sentences = strings.NewReplacer(
 // grpcWords is how grpc says that a connection was not to be had.
 var grpcWords = regexp.MustCompile(`connection error: desc = "transport: Error while dialing: (.*)"$`)
 
-// cutShort is how a client says that a reader failed in the end, because more came.
-var cutShort = regexp.MustCompile(`bad input: (?:input|tensor) ".*" ended after \d+ of \d+ bytes: (.* goes on after the bytes of )`)
+// cutShort is how a client says that a reader failed, which says itself of what it had
+// too much or too little.
+var cutShort = regexp.MustCompile(`bad input: (?:input|tensor) ".*" ended after \d+ of \d+ bytes: (.* (?:goes on after the bytes of|ended after \d+ of) )`)
 
 // joined are the errors that err joins, or err itself. Newlines in a text part nothing:
 // they may be a server's, which is not to write lines of its own.
@@ -242,6 +243,8 @@ func hintFor(c *cobra.Command, code int, err error) string {
 		return c.CommandPath() + " --help says how it is used"
 	case code == exitConnection:
 		return connectionHint(c, err)
+	case code == exitLimit && fullMemory.MatchString(err.Error()):
+		return "a larger --store memory:SIZE of the server has more room, a folder has the disk's"
 	case code == exitLimit && strings.Contains(err.Error(), store.ErrFull.Error()):
 		return "tensorferry rm makes room in the store, tensorferry info lists the server's limits"
 	case code != exitInterrupted && errors.As(err, &e):
@@ -250,15 +253,24 @@ func hintFor(c *cobra.Command, code int, err error) string {
 	return ""
 }
 
+// fullMemory is how a store in memory says that it is full, also without the tensors
+// that it can forget: to remove those makes no room.
+var fullMemory = regexp.MustCompile(regexp.QuoteMeta(store.ErrFull.Error()) + `: .* the limit is \d+`)
+
 // connectionHint says what to do about a server that is unavailable. grpc tells
 // only in words how far it came.
 func connectionHint(c *cobra.Command, err error) string {
 	var e *client.Error
+	var to toError
+	flag := "--server"
+	if errors.As(err, &to) {
+		flag = "--to"
+	}
 	switch text := err.Error(); {
 	case strings.Contains(text, noHost):
-		return "name the server with --server host:port"
+		return "name the server with " + flag + " host:port"
 	case strings.Contains(text, "while dialing"), strings.Contains(text, "name resolver"):
-		return "is the server running? start one with tensorferry serve, or name it with --server host:port"
+		return "is the server running? start one with tensorferry serve, or name it with " + flag + " host:port"
 	case strings.Contains(text, "server preface"):
 		return "something answers there, but it is no tensorferry server"
 	case errors.Is(err, client.ErrDraining), errors.As(err, &e) && e.RetryAfter > 0:

@@ -71,6 +71,7 @@ func TestEveryPackageThatNamesItselfInItsErrorsIsKnown(t *testing.T) {
 func TestAHintFitsTheCommand(t *testing.T) {
 	broken := &client.Error{Code: codes.Unavailable, Message: "connection reset by peer"}
 	full := &client.Error{Code: codes.ResourceExhausted, Message: "store: full: 3 bytes too many"}
+	larger := &client.Error{Code: codes.ResourceExhausted, Message: `store: full: tensor "x" takes 4096 bytes, the limit is 5`}
 	for name, tc := range map[string]struct {
 		flags []string
 		err   error
@@ -79,6 +80,7 @@ func TestAHintFitsTheCommand(t *testing.T) {
 		"a broken connection":           {nil, broken, "the connection broke; run it again"},
 		"a broken connection to a file": {[]string{"-o", "x"}, broken, "the connection broke; an output file is written whole or not at all, so run it again"},
 		"a full store":                  {nil, full, "tensorferry rm makes room in the store, tensorferry info lists the server's limits"},
+		"more than memory holds":        {nil, larger, "a larger --store memory:SIZE of the server has more room, a folder has the disk's"},
 		"of another server":             {[]string{"--server", "a:1"}, full, "tensorferry rm --server a:1 makes room in the store, tensorferry info --server a:1 lists the server's limits"},
 		"a typing error":                {nil, usage("no"), "pull --help says how it is used"},
 	} {

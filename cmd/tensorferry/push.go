@@ -81,7 +81,8 @@ whole.
 FILE is .npy; .safetensors, with :name behind it for one of its tensors; raw bytes
 with --dtype and --shape; or "-" for stdin, which needs a NAME. Without a NAME the
 tensor of x.npy is called x, and those of model.safetensors model/ and their own
-name; NAME=model.safetensors calls them NAME/ and their own name.
+name; NAME=model.safetensors calls them NAME/ and their own name. If there is a file
+whose name is the whole argument, = and all, it is that one.
 
 What was stored is printed. If some tensors fail, the others are stored all the
 same. A store in memory that is full forgets what was used longest ago; if it has
@@ -129,7 +130,7 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 		// What is mapped stays so: a push that is interrupted may still read it.
 		in, err := p.open(ctx, o.input, stdin)
 		if err != nil {
-			return err
+			return neither(text, p.file, text != p.file, err)
 		}
 		for _, s := range in.tensors {
 			if err := store.CheckName(s.Name); err != nil {
@@ -207,10 +208,7 @@ type pushed struct {
 // parsePushed reads it. Without a NAME it is the file's: x of x.npy, model of
 // model.safetensors and of one tensor of it.
 func parsePushed(text string) (pushed, error) {
-	name, file, named := strings.Cut(text, "=")
-	if !named {
-		name, file = "", text
-	}
+	name, file, named := nameOf(text)
 	path, _, member := strings.Cut(file, ".safetensors:")
 	switch {
 	case file == "-" && !named:
@@ -237,9 +235,9 @@ func (p pushed) open(ctx context.Context, raw rawInput, stdin io.Reader) (*input
 	}
 	for _, s := range in.tensors {
 		if p.exact {
-			s.Name = p.name
+			s.forCall("", p.name)
 		} else {
-			s.Name = p.name + "/" + s.Name
+			s.forCall("", p.name+"/"+s.Name)
 		}
 	}
 	return in, nil

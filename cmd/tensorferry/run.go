@@ -39,7 +39,9 @@ tensors in an input, the one whose :name stands behind it. With --dtype and
 --shape the input is raw bytes, and so is the output unless its name says
 otherwise; --raw makes only the output raw. "-" is stdin or stdout, and the
 default. An output file is written whole or not at all; a device or a pipe as it
-comes. Raw bytes that are more than the shape says are an error, but for a
+comes. In port=file the port is one of the model's: what stands before the = of an
+output and is none belongs to the file's name. An input is the whole, = and all, if
+there is a file that is called so. Raw bytes that are more than the shape says are an error, but for a
 device; a pipe that stays open is not waited for.`,
 		Example: `  tensorferry run relu --input x.npy --output y.npy
   cat x.bin | tensorferry run affine --param a=2 --param b=1 --dtype float32 --shape 1000,64 > y.bin
@@ -86,19 +88,19 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	defer bars.end()
 	var sources []*source
 	for _, text := range o.inputs {
-		port, file, ok := strings.Cut(text, "=")
-		if !ok {
-			port, file = "", text
-		}
+		port, file, named := nameOf(text)
 		if file == "-" && slices.ContainsFunc(sources, func(s *source) bool { return s.title == "stdin" }) {
 			return usage("stdin is one input, not two")
+		}
+		if slices.ContainsFunc(sources, func(s *source) bool { return s.Port == port }) {
+			return usage("--input %s: there is another for the same port; write port=file, each port once", text)
 		}
 		// What is mapped stays so: a call that is interrupted may still read it.
 		in, _, err := openOne(ctx, file, o.input, stdin)
 		if err != nil {
-			return err
+			return neither(text, file, named, err)
 		}
-		in.Port, in.Name = port, ""
+		in.forCall(port, "")
 		if in.Reader != nil {
 			in.Reader = bars.tensor(in.title, in.Desc).reader(in.Reader)
 		}
@@ -191,7 +193,7 @@ func results(ctx context.Context, cl *client.Client, model string, outputs []str
 	to := map[string]string{}
 	for _, text := range outputs {
 		port, file, ok := strings.Cut(text, "=")
-		if !ok {
+		if !ok || !slices.Contains(ports, port) { // the = is one of the file's name
 			if len(ports) != 1 {
 				return nil, usage("--output %q names no result; model %q has %s; write port=file", text, model, strings.Join(ports, ", "))
 			}
@@ -201,11 +203,6 @@ func results(ctx context.Context, cl *client.Client, model string, outputs []str
 			return nil, usage("result %q goes to --output %s or to %s, not to both", port, other, file)
 		}
 		to[port] = file
-	}
-	for p := range to {
-		if !slices.Contains(ports, p) {
-			return nil, usage("model %q has no result %q; it has %s", model, p, strings.Join(ports, ", "))
-		}
 	}
 	for _, p := range ports {
 		if _, ok := to[p]; !ok {

@@ -42,6 +42,9 @@ const (
 	// (1/storeShare) of what calls may take, beside them.
 	storeMemory = "memory"
 	storeShare  = 4
+	// leastStore of --store memory:SIZE: a few hundred small tensors. Even the smallest
+	// takes whole pages, so a size that was meant in another unit would hold none.
+	leastStore = 1 << 20
 	// generator is the source of tensors that nobody has to push first.
 	generator = "gen"
 	// drainWait is how long a stopping server lets open calls finish.
@@ -92,7 +95,7 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	f.BoolVar(&c.demo, "demo", false, "serve the model that tensorferry demo --server needs, too")
 	sizeVar(f, &c.memory, "memory", 0, leastMemory, 1<<62, "most `bytes` of tensors in memory, 16MiB or more (default a quarter of what the process may have)")
 	countVar(f, &c.workers, "workers", 0, "blocks computed at a time (default the number of CPUs)")
-	f.Var(&c.store, "store", "`where` pushed tensors rest: memory, memory:2GiB or a folder")
+	f.Var(&c.store, "store", "`where` pushed tensors rest: memory, memory:2GiB (1MiB or more) or a folder")
 	f.BoolVar(&c.reflection, "reflection", true, "answer gRPC reflection, so that grpcurl needs no files")
 	f.BoolVar(&c.pprof, "pprof", false, "serve Go's profiles below /debug/pprof/ of the metrics address")
 	choiceVar(f, &c.logFormat, "log-format", "`form` of the log", "text", "json")
@@ -145,11 +148,11 @@ func (s *storeFlag) Set(text string) error {
 		return nil
 	}
 	n, err := parseSize(size)
-	if err == nil && n == 0 {
-		err = errors.New("give at least a byte")
-	}
 	if err != nil {
 		return err
+	}
+	if n < leastStore {
+		return fmt.Errorf("give %s or more, or %s", formatSize(leastStore), storeMemory)
 	}
 	*s = storeFlag{bytes: n}
 	return nil
@@ -252,7 +255,11 @@ func newHost(memory int64, workers int, folders []string, demo bool) (*engine.Ho
 		if err != nil {
 			return err
 		}
-		return models.Add(m)
+		err = models.Add(m)
+		if errors.Is(err, engine.ErrExists) {
+			return hinted{fmt.Errorf("there is a model %q already", m.Info().Name), "give one another name, as --model name=folder"}
+		}
+		return err
 	}
 	var err error
 	for _, m := range cpu.Builtins(h) {
@@ -274,13 +281,10 @@ func newHost(memory int64, workers int, folders []string, demo bool) (*engine.Ho
 
 // loadModel loads name=folder, or a folder under the name in its model.json.
 func loadModel(h *engine.Host, text string) (engine.Model, error) {
-	name, folder, named := strings.Cut(text, "=")
-	if !named {
-		name, folder = "", text
-	}
+	name, folder, named := nameOf(text)
 	m, err := cpu.Load(h, folder)
 	if err != nil {
-		return nil, err
+		return nil, neither(text, folder, named, err)
 	}
 	if name != "" {
 		return engine.Named(name, m), nil
