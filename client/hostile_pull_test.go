@@ -342,32 +342,36 @@ func TestASelectionThatTheServerForgetsFails(t *testing.T) {
 
 func TestWhatAServerSaysInAPullIsKeptInBounds(t *testing.T) {
 	testkit.Start(t)
-	flood := func(what func(id []byte) *pb.Frame) *rogue {
+	flood := func(what func() *pb.Frame) *rogue {
 		return &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
 			err := (&sent{hello: send(req, "").hello}).to(s)
 			for err == nil {
-				err = s.Send(what(newID()))
+				err = s.Send(what())
 			}
 			return err
 		}}
 	}
 	text := strings.Repeat("z", 5_000)
-	summaries := func(name string) *rogue {
-		return flood(func(id []byte) *pb.Frame {
-			return &pb.Frame{Summaries: []*pb.Summary{{TensorId: id, Name: name, Code: 5, Message: text}}}
+	summaries := func(name, text string) *rogue {
+		return flood(func() *pb.Frame {
+			f := &pb.Frame{}
+			for range 6 { // as many as a frame has room for
+				f.Summaries = append(f.Summaries, &pb.Summary{TensorId: newID(), Name: name, Code: 5, Message: text})
+			}
+			return f
 		})
 	}
-	descs := flood(func(id []byte) *pb.Frame {
-		return &pb.Frame{Descs: []*pb.TensorDesc{{TensorId: id, Dtype: 12, Shape: make([]int64, 50_000), Name: "x"}}}
+	descs := flood(func() *pb.Frame {
+		return &pb.Frame{Descs: []*pb.TensorDesc{{TensorId: newID(), Dtype: 12, Shape: make([]int64, 50_000), Name: "x"}}}
 	})
 	for name, tc := range map[string]struct {
 		server *rogue
 		glob   string
 		most   int
 	}{
-		"summaries of a name":         {summaries("x"), "x", 1},
-		"summaries of a glob":         {summaries("x"), "*", 1 << 16},
-		"summaries under a long name": {summaries(text), "*", 1 << 16},
+		"summaries of a name":         {summaries("x", text), "x", 1},
+		"summaries of a glob":         {summaries("x", text), "*", 1 << 16},
+		"summaries under a long name": {summaries(text[:600], ""), "*", 1 << 16},
 		"descs of a name":             {descs, "x", 1},
 	} {
 		t.Run(name, func(t *testing.T) {

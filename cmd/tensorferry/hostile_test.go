@@ -78,8 +78,7 @@ func (r *rogue) at(t *testing.T) func(args ...string) (stdout, stderr string, co
 		c.Env = append(os.Environ(), "TENSORFERRY_SERVER="+l.Addr().String())
 		c.Stdout, c.Stderr = &out, &said
 		err := c.Run()
-		var exit *exec.ExitError
-		if !errors.As(err, &exit) {
+		if _, ended := errors.AsType[*exec.ExitError](err); !ended {
 			require.NoError(t, err)
 		}
 		return out.String(), said.String(), c.ProcessState.ExitCode()

@@ -160,7 +160,7 @@ var cutShort = regexp.MustCompile(`bad input: (?:input|tensor) ".*" ended after 
 // joined are the errors that err joins, or err itself. Newlines in a text part nothing:
 // they may be a server's, which is not to write lines of its own.
 func joined(err error) []error {
-	switch e := err.(type) {
+	switch e := err.(type) { //nolint:errorlint // what it is itself, before what it wraps
 	case interface{ Unwrap() error }:
 		if inner := e.Unwrap(); inner != nil && inner.Error() == err.Error() {
 			return joined(inner)
