@@ -233,8 +233,7 @@ func (c *Client) Info(ctx context.Context) (*pb.GetServiceInfoResponse, error) {
 
 // ask makes a call of one message each way.
 func ask[Q, A any](ctx context.Context, c *Client, call func(context.Context, Q, ...grpc.CallOption) (A, error), q Q) (A, error) {
-	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.OpenTimeout,
-		&Error{Code: codes.DeadlineExceeded, Message: fmt.Sprintf("no answer from %s within %v; is it a tensorferry server?", c.conn.Target(), c.cfg.OpenTimeout)})
+	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.OpenTimeout, c.noAnswer())
 	defer stop()
 	a, err := call(ctx, q)
 	if err == nil {

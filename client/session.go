@@ -42,8 +42,7 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 	}
 	c.winding.Add(1)
 	c.mu.Unlock()
-	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.OpenTimeout,
-		&Error{Code: codes.DeadlineExceeded, Message: fmt.Sprintf("no session with %s within %v", c.conn.Target(), c.cfg.OpenTimeout)})
+	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.OpenTimeout, c.noAnswer())
 	defer stop()
 	unhook := context.AfterFunc(ctx, cancel)
 	defer unhook()

@@ -24,7 +24,7 @@ type stallClock struct {
 // newStallClock returns a clock that stands. It ends an RPC through the context that
 // cancel is of.
 func newStallClock(limit time.Duration, cancel context.CancelCauseFunc) *stallClock {
-	stalled := &Error{Code: codes.DeadlineExceeded, Message: fmt.Sprintf("the server moved nothing for %v (Config.StallTimeout); try it again, or raise it for a server that is slow", limit)}
+	stalled := &Error{Code: codes.DeadlineExceeded, Cause: fmt.Errorf("%w: the server moved nothing for %v (Config.StallTimeout); try it again, or raise it for a server that is slow", ErrNoAnswer, limit)}
 	c := &stallClock{limit: limit, left: limit, timer: time.AfterFunc(limit, func() { cancel(stalled) })}
 	c.timer.Stop()
 	return c

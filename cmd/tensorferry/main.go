@@ -267,6 +267,8 @@ func connectionHint(c *cobra.Command, err error) string {
 		flag = "--to"
 	}
 	switch text := err.Error(); {
+	case errors.Is(err, client.ErrNoAnswer):
+		return "something listens there and says nothing: a server that hangs, or none of tensorferry's"
 	case strings.Contains(text, noHost):
 		return "name the server with " + flag + " host:port"
 	case strings.Contains(text, "while dialing"), strings.Contains(text, "name resolver"):
@@ -361,6 +363,8 @@ func exitCode(ctx context.Context, err error) int {
 		return exitInterrupted
 	case errors.Is(err, client.ErrInput):
 		return exitFailure
+	case errors.Is(err, client.ErrNoAnswer):
+		return exitConnection
 	case errors.As(err, &e):
 		return cmp.Or(exitOf[status.Code(e)], exitFailure)
 	}

@@ -15,10 +15,12 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 
 	"github.com/rogpeppe/go-internal/testscript"
+	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/examples/fashion"
 	"github.com/tensorferry/tensorferry/internal/testkit"
@@ -329,6 +331,35 @@ func TestACopyToAServerThatSaysNothingCanBeInterrupted(t *testing.T) {
 	}
 	defer conn.Close()
 	interrupted(t, c)
+}
+
+func TestACommandOfAServerThatSaysNothingHasNoConnection(t *testing.T) {
+	if testing.Short() {
+		t.Skip("it waits as long as the commands do")
+	}
+	testkit.Start(t)
+	mute, err := net.Listen("tcp", "127.0.0.1:0") // whose connections nobody takes
+	require.NoError(t, err)
+	defer mute.Close()
+	file := filepath.Join(t.TempDir(), "x.npy")
+	require.NoError(t, exec.Command("tensorferry", "gen", "--shape", "2", "-o", file).Run())
+	var all sync.WaitGroup
+	for _, args := range [][]string{
+		{"ls"}, {"models"}, {"info"}, {"push", file}, {"pull", "x"}, {"cp", "x", "y"}, {"rm", "x"},
+		{"run", "relu", "-i", file}, {"show", "x"}, {"demo"},
+	} {
+		all.Go(func() {
+			out, err := exec.CommandContext(t.Context(), "tensorferry", append(args, "--server", mute.Addr().String())...).CombinedOutput()
+			var exit *exec.ExitError
+			if !errors.As(err, &exit) || exit.ExitCode() != exitConnection {
+				t.Errorf("%v: %v\n%s", args, err, out)
+			}
+			if !strings.Contains(string(out), "no answer") || !strings.Contains(string(out), "hint: something listens there") {
+				t.Errorf("%v: %s", args, out)
+			}
+		})
+	}
+	all.Wait()
 }
 
 // gone reports whether a process has ended. One that nobody waits for any more
