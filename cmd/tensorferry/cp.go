@@ -49,6 +49,9 @@ tensors, each is stored under TO and the last part of its name.`,
 }
 
 func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, stderr io.Writer) error {
+	if strings.ContainsAny(to, "*?[") {
+		return usage("TO is %q; it is a name, or one that ends in a slash, not a glob", to)
+	}
 	from, err := o.dial()
 	if err != nil {
 		return err

@@ -70,6 +70,9 @@ func generate(ctx context.Context, o genOptions, stdout, stderr io.Writer) error
 	if o.named() && !strings.HasSuffix(o.output, ".safetensors") {
 		return usage("--name is for a .safetensors file; --output %s has no names", o.output)
 	}
+	if o.name == "" {
+		return usage("--name is empty")
+	}
 	d, size, err := parseDesc(o.dtype, o.shape)
 	if err != nil {
 		return err

@@ -3,6 +3,7 @@ package main
 import (
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strconv"
 	"strings"
@@ -183,7 +184,12 @@ func infoCommand() *cobra.Command {
 			}{{"limits", info.GetLimits()}, {"counters", info.GetCounters()}} {
 				fmt.Fprintf(w, "\n%s\n", group.name)
 				for _, k := range slices.Sorted(maps.Keys(group.values)) {
-					fmt.Fprintf(w, "  %s\t%d\t%s\n", plain(k), group.values[k], quantity(k, group.values[k]))
+					n := group.values[k]
+					if n == math.MaxInt64 {
+						fmt.Fprintf(w, "  %s\tnone\t\n", plain(k))
+						continue
+					}
+					fmt.Fprintf(w, "  %s\t%d\t%s\n", plain(k), n, quantity(k, n))
 				}
 			}
 			return w.Flush()

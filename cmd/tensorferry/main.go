@@ -306,7 +306,26 @@ func command() *cobra.Command {
 		genCommand(), showCommand(), // files
 		versionCommand(), completionCommand(),
 	)
+	helpCommand(root)
 	return root
+}
+
+// helpCommand makes a mistake of help for what is no command; cobra would print what
+// there is, and be content.
+func helpCommand(root *cobra.Command) {
+	root.InitDefaultHelpCmd()
+	help, _, err := root.Find([]string{"help"})
+	if err != nil {
+		panic(err) // it was made in the line above
+	}
+	help.Short = "show what a command does"
+	help.Args = func(_ *cobra.Command, args []string) error {
+		_, rest, err := root.Find(args)
+		if err != nil {
+			return usageError{err}
+		}
+		return noCommand(root, rest)
+	}
 }
 
 // noCommand is for a word that no command has taken.

@@ -361,6 +361,11 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }()
 	log.Info("listening", slog.String("address", addressOf(l)), slog.String("metrics", at), slog.Int("models", len(models.Infos())), slog.String("store", c.store.String()))
+	for _, address := range []string{c.listen, c.metrics} {
+		if exposed(address) {
+			log.Warn("other machines reach this address; there is no encryption and no authentication", slog.String("address", address))
+		}
+	}
 	fmt.Fprintln(ready, addressOf(l))
 	select {
 	case err := <-served:
@@ -414,15 +419,21 @@ func listen(flag, address string, insecure bool) (net.Listener, error) {
 		}
 		return l, listenError(flag, address, err)
 	}
-	host, _, err := net.SplitHostPort(address)
-	if err != nil {
+	if _, _, err := net.SplitHostPort(address); err != nil {
 		return nil, usage("--%s %q is no address: %v; write host:port or unix:/path", flag, address, err)
 	}
-	if ip := net.ParseIP(host); !insecure && host != "localhost" && (ip == nil || !ip.IsLoopback()) {
+	if !insecure && exposed(address) {
 		return nil, usage("--%s %s would be open to other machines without encryption or authentication; add --insecure if that is what you want", flag, address)
 	}
 	l, err := net.Listen("tcp", address)
 	return l, listenError(flag, address, err)
+}
+
+// exposed reports whether other machines reach an address.
+func exposed(address string) bool {
+	host, _, err := net.SplitHostPort(address)
+	ip := net.ParseIP(host)
+	return err == nil && !strings.HasPrefix(address, "unix:") && host != "localhost" && (ip == nil || !ip.IsLoopback())
 }
 
 // abandoned removes the socket of a server that was killed, where nobody answers;

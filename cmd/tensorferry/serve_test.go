@@ -162,8 +162,19 @@ func TestAServerTakesTheSocketOfOneThatWasKilled(t *testing.T) {
 	first.ends()
 	second := operate(t, "--listen", listen)
 	require.Equal(t, listen, second.address)
+	require.NotContains(t, second.said(), "level=WARN")
 	require.NoError(t, second.cmd.Process.Signal(syscall.SIGTERM))
 	require.Zero(t, second.ends())
+}
+
+func TestAServerThatOtherMachinesReachWarnsOfIt(t *testing.T) {
+	testkit.Start(t)
+	o := operate(t, "--listen", "0.0.0.0:0", "--insecure")
+	m := o.says(`level=WARN msg="other machines reach this address; there is no encryption and no authentication" address=(\S+)\n`)
+	require.Equal(t, "0.0.0.0:0", m[1])
+	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
+	require.Zero(t, o.ends())
+	require.Equal(t, 1, strings.Count(o.said(), "level=WARN"), "not of the metrics")
 }
 
 func TestAServersLogIsJSONWhenAskedFor(t *testing.T) {
