@@ -284,7 +284,7 @@ type ending struct {
 func (e *ending) Read(p []byte) (int, error) {
 	n, err := e.r.Read(p)
 	e.left -= int64(n)
-	if err == io.EOF && e.left > 0 {
+	if errors.Is(err, io.EOF) && e.left > 0 {
 		err = fmt.Errorf("%s ended after %d of %d bytes", e.title, e.size-e.left, e.size)
 	}
 	return n, err

@@ -261,9 +261,8 @@ var fullMemory = regexp.MustCompile(regexp.QuoteMeta(store.ErrFull.Error()) + `:
 // only in words how far it came.
 func connectionHint(c *cobra.Command, err error) string {
 	var e *client.Error
-	var to toError
 	flag := "--server"
-	if errors.As(err, &to) {
+	if _, atTo := errors.AsType[toError](err); atTo {
 		flag = "--to"
 	}
 	switch text := err.Error(); {
