@@ -7,7 +7,7 @@ import (
 
 // Frame is one message of a session as the machine sees it, the same on both
 // sides. internal/wire turns it into bytes and back. The zero Frame is empty;
-// Reset makes it so again and keeps the capacity of its slices.
+// Reset makes it so again and keeps the capacity of its slices, unless it is large.
 type Frame struct {
 	Hello     *Hello
 	Calls     []Call
@@ -33,17 +33,23 @@ func (f *Frame) Empty() bool {
 
 // Reset empties the frame. The views of its chunk are forgotten, not released.
 func (f *Frame) Reset() {
-	clear(f.Calls)
-	clear(f.Descs)
-	clear(f.Failures)
-	clear(f.Dones)
-	clear(f.Summaries)
-	*f = Frame{
-		Calls: f.Calls[:0], Descs: f.Descs[:0], Credits: f.Credits[:0], Acks: f.Acks[:0],
-		Cancels: f.Cancels[:0], Failures: f.Failures[:0], Dones: f.Dones[:0],
-		Summaries: f.Summaries[:0],
-		Chunk:     Chunk{Data: f.Chunk.Data[:0]},
+	was := *f
+	*f = Frame{}
+	if cap(was.Calls)+cap(was.Descs)+cap(was.Credits)+cap(was.Acks)+cap(was.Cancels)+
+		cap(was.Failures)+cap(was.Dones)+cap(was.Summaries) <= KeptParts {
+		f.Calls, f.Descs, f.Credits, f.Acks = emptied(was.Calls), emptied(was.Descs), emptied(was.Credits), emptied(was.Acks)
+		f.Cancels, f.Failures, f.Dones = emptied(was.Cancels), emptied(was.Failures), emptied(was.Dones)
+		f.Summaries = emptied(was.Summaries)
 	}
+	if cap(was.Chunk.Data) <= KeptViews {
+		f.Chunk.Data = emptied(was.Chunk.Data)
+	}
+}
+
+// emptied returns s without its content, of which nothing stays behind its end.
+func emptied[T any](s []T) []T {
+	clear(s)
+	return s[:0]
 }
 
 // Hello opens a side of the session.

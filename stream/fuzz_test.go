@@ -268,8 +268,22 @@ func (r *rogue) bounds() {
 	if len(m.calls) > most || len(m.failQ)+len(m.doneQ) > pendingControl+64 || len(m.ins) > m.limits.OpenTensors*(len(m.calls)+1) || m.cfg.Server && m.running > m.limits.OpenCalls+1 {
 		r.t.Fatalf("%d calls, %d failures, %d dones, %d incoming, running %d", len(m.calls), len(m.failQ), len(m.doneQ), len(m.ins), m.running)
 	}
+	if m.kept > keptBytes+m.limits.OpenTensors*tensorBytes || m.waiting > pendingBytes+64*doneBytes {
+		r.t.Fatalf("%d bytes are kept of calls, %d bytes of text wait", m.kept, m.waiting)
+	}
 	if problem := miscounted(m); problem != "" {
 		r.t.Fatal("the machine ", problem)
+	}
+}
+
+// home checks that all that was lent came back and was not touched after.
+func (r *rogue) home() {
+	for id, all := range r.lent {
+		for i, l := range all {
+			if !l.back || !bytes.Equal(l.mem, make([]byte, len(l.mem))) {
+				r.t.Fatalf("region %d of %v: back %v, %x", i, id, l.back, l.mem)
+			}
+		}
 	}
 }
 
@@ -320,6 +334,13 @@ func FuzzRogueFrames(f *testing.F) {
 				r.now += Instant(r.byte()) * second / 8
 				if err := r.m.Tick(r.now); err != nil {
 					r.script = nil
+				}
+				r.events()
+				if r.m.Idle() && len(r.m.gone) == 0 { // what has ended is forgotten: its IDs may be used again
+					r.home()
+					clear(r.closed)
+					clear(r.lent)
+					clear(r.of)
 				}
 			case 5:
 				r.m.FailTensor(r.any(), Internal, "cannot take it")
@@ -378,13 +399,7 @@ func FuzzRogueFrames(f *testing.F) {
 				t.Fatalf("offer %d was released %d times", i, x.releases)
 			}
 		}
-		for id, all := range r.lent {
-			for i, l := range all {
-				if !l.back || !bytes.Equal(l.mem, make([]byte, len(l.mem))) {
-					t.Fatalf("region %d of %v: back %v, %x", i, id, l.back, l.mem)
-				}
-			}
-		}
+		r.home()
 	})
 }
 

@@ -3,7 +3,11 @@ package stream
 import (
 	"cmp"
 	"fmt"
+	"strings"
 	"unicode/utf8"
+
+	"github.com/tensorferry/tensorferry/assembler"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 const (
@@ -39,6 +43,22 @@ const (
 	// others, and the receiver takes 64 KiB of control parts.
 	callInputs = 64
 	callBytes  = 36 * kib
+	// keptBytes is what a server keeps in all of what the calls of one session say:
+	// names, params, metadata, of open calls and of those whose done has not gone. It
+	// is on top of tensorBytes for each tensor that may be open.
+	keptBytes = 1 * mib
+	// tensorBytes is what is kept for one incoming tensor but its names and metadata,
+	// in no budget: tensorState, and what stands per chunk.
+	tensorBytes = tensorState + AllowanceChunks*assembler.ChunkOverhead
+	tensorState = 1 * kib
+	// bindingBytes and entryBytes are what an input of a call takes beside its port,
+	// and an entry of params or metadata beside its text.
+	bindingBytes = 32
+	entryBytes   = 96
+	// textBytes is where the text of a peer's failure is cut: enough to say why.
+	textBytes = 512
+	// doneBytes is where the text of a done is cut, as it is on the wire.
+	doneBytes = 4 * kib
 	// closedIDs is how many ended calls and tensors are remembered, so that
 	// frames that crossed their end are ignored, not answered.
 	closedIDs = 1024
@@ -53,8 +73,19 @@ const (
 	// smallRun is how many chunks of small tensors may go before a large one has
 	// a turn, so that a flood of small calls does not stop it.
 	smallRun = 8
-	// pendingControl bounds answers that wait because the peer does not read.
-	pendingControl = 4096
+	// pendingControl bounds answers that wait because the peer does not read, and
+	// pendingBytes their texts.
+	pendingControl = 2048
+	pendingBytes   = 512 * kib
+	// KeptParts and KeptViews are the capacities that are kept for the next frame, of
+	// parts and of a payload's views; a session that had a fat frame and rests does
+	// without. A chunk of 4 MiB comes in 257 views.
+	KeptParts = 64
+	KeptViews = 320
+	// keptQueue is the capacity kept of each queue and map that has become empty, and
+	// keptEvents that of the events.
+	keptQueue  = 64
+	keptEvents = 32
 	// ackShare: an acknowledgement is due when this part (1/ackShare) of what the
 	// sender can keep has come.
 	ackShare = 4
@@ -63,6 +94,9 @@ const (
 	lazyAck = 20 * second / 1000
 	// tickEvery is how often the slow timers are looked at while calls are open.
 	tickEvery = 1 * second
+	// lateFrames is how long a session without calls still expects frames that
+	// crossed an end; then it forgets what has ended.
+	lateFrames = 10 * second
 )
 
 // Limits of one session, each visible in GetServiceInfo. Zero values mean the
@@ -159,6 +193,40 @@ func checkCall(c *Call) string {
 		return fmt.Sprintf("call takes %d bytes with its names and params, the limit is %d", size, callBytes)
 	}
 	return cmp.Or(checkName("model", c.Model), CheckEntries("params", c.Params))
+}
+
+// clip copies the first n bytes of a text that would keep more.
+func clip(text string, n int) string {
+	if len(text) <= n {
+		return text
+	}
+	return strings.ToValidUTF8(strings.Clone(text[:n]), "")
+}
+
+// keptOf is what is kept of what a call says.
+func keptOf(c *Call) int {
+	n := len(c.Model) + entriesOf(c.Params)
+	for _, b := range c.Inputs {
+		n += bindingBytes + len(b.Port)
+	}
+	return n
+}
+
+// keptOfDesc is what is kept for a tensor that is cut as geo says.
+func keptOfDesc(p *Desc, geo tensor.Geometry) int {
+	n := tensorState + len(p.Port) + len(p.Name) + entriesOf(p.Metadata)
+	if !p.OnAllowance { // else, and above that number, they are in the budget
+		n += int(min(geo.Count(), AllowanceChunks)) * assembler.ChunkOverhead
+	}
+	return n
+}
+
+func entriesOf(m map[string]string) int {
+	n := len(m) * entryBytes
+	for k, v := range m {
+		n += len(k) + len(v)
+	}
+	return n
 }
 
 func printable(s string) bool {

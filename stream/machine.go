@@ -95,9 +95,9 @@ type Machine struct {
 	calls  map[tensor.ID]*call
 	ins    map[tensor.ID]*in
 	outs   map[tensor.ID]*out
-	closed []tensor.ID // grows to closedIDs, then the oldest makes room
-	gone   map[tensor.ID]struct{}
-	nextID int // place of the oldest in closed
+	closed []tensor.ID            // grows to closedIDs, then the oldest makes room
+	gone   map[tensor.ID]struct{} // nil: none
+	nextID int                    // place of the oldest in closed
 
 	events []Event
 	taken  int // events handed out
@@ -120,6 +120,9 @@ type Machine struct {
 	running   int    // calls whose end is not decided
 	opened    int    // client: weight of the calls the peer counts as open
 	numbered  uint64 // calls so far
+	kept      int    // server: bytes that calls keep, call by call
+	waiting   int    // bytes of text in failQ and doneQ
+	most      int    // entries that calls, ins or outs have had since they were made
 
 	allowIn  int64 // allowance used by the peer
 	allowOut int64 // allowance used by us
@@ -162,6 +165,7 @@ type call struct {
 	queued   bool   // in doneQ
 	done     Done
 	missing  int // server: inputs not announced yet
+	kept     int // server: bytes, part of the machine's
 	busy     int // claims open on its incoming tensors
 	ins      []*in
 	outs     []*out
@@ -215,7 +219,6 @@ func New(cfg Config, now Instant) *Machine {
 		cfg: cfg, limits: cfg.Limits.WithDefaults(), kind: cfg.Check,
 		peer:  Hello{MaxChunkBytes: 1, MaxOpenTensors: 1},
 		calls: make(map[tensor.ID]*call), ins: make(map[tensor.ID]*in), outs: make(map[tensor.ID]*out),
-		gone:  make(map[tensor.ID]struct{}),
 		began: now, lastUse: now,
 	}
 }
@@ -265,8 +268,9 @@ func (m *Machine) Calls() int { return len(m.calls) }
 // one may cause more.
 func (m *Machine) Event() (Event, bool) {
 	if m.taken == len(m.events) {
-		clear(m.events) // or they keep what they tell of
-		m.events = m.events[:0]
+		if m.events = emptied(m.events); cap(m.events) > keptEvents {
+			m.events = nil
+		}
 		m.taken = 0
 		return Event{}, false
 	}
@@ -285,6 +289,10 @@ func (m *Machine) violate(code Code, format string, args ...any) *Error {
 
 // forget moves an ID to the ones whose frames are ignored.
 func (m *Machine) forget(id tensor.ID) {
+	m.most = max(m.most, len(m.calls), len(m.ins), len(m.outs)) // whatever ends passes here
+	if m.gone == nil {
+		m.gone = make(map[tensor.ID]struct{})
+	}
 	m.gone[id] = struct{}{}
 	if len(m.closed) < closedIDs {
 		m.closed = append(m.closed, id)
@@ -316,6 +324,7 @@ func (m *Machine) Close(code Code, text string) {
 		m.settle(c)
 	}
 	m.callQ, m.descQ, m.creditQ, m.ackQ, m.cancelQ, m.failQ, m.doneQ, m.ring, m.small = nil, nil, nil, nil, nil, nil, nil, nil, nil
+	m.waiting = 0
 }
 
 // inOrder returns the open calls in the order of their opening, so that a
@@ -326,6 +335,9 @@ func (m *Machine) inOrder() []*call {
 
 // open notes a new call.
 func (m *Machine) open(c *call, now Instant) {
+	if len(m.calls) == 0 {
+		m.ticked = now
+	}
 	m.numbered++
 	c.number, c.began = m.numbered, now
 	m.calls[c.part.ID] = c
@@ -338,6 +350,9 @@ func (m *Machine) open(c *call, now Instant) {
 // tensors take nothing more, and its worker is told.
 func (m *Machine) stop(c *call, code Code, text string) {
 	m.finish(c)
+	if c.queued {
+		m.waiting += len(text) - len(c.done.Message)
+	}
 	c.done = Done{Call: c.part.ID, Code: code, Message: text}
 	for _, t := range c.outs {
 		m.dropOut(t)
@@ -382,6 +397,11 @@ func (m *Machine) settle(c *call) {
 	}
 	delete(m.calls, c.part.ID)
 	m.forget(c.part.ID)
+	m.kept -= c.kept
+	if len(m.calls) == 0 && m.most > keptQueue { // a map never shrinks
+		m.calls, m.ins, m.outs = make(map[tensor.ID]*call), make(map[tensor.ID]*in), make(map[tensor.ID]*out)
+		m.most = 0
+	}
 	if !m.cfg.Server && c.sent {
 		m.opened -= c.weight()
 	}
@@ -427,6 +447,17 @@ func (m *Machine) dropIn(t *in) {
 	m.uncount(t)
 }
 
+// shed (server) lets go of the incoming tensors of a call whose end is decided: its
+// done may wait for long to be read. The last claim comes back here.
+func (m *Machine) shed(c *call) {
+	if m.cfg.Server && c.finished && c.busy == 0 {
+		for _, t := range c.ins {
+			t.asm, t.resend = nil, nil // a queue may know t
+		}
+		c.ins = nil
+	}
+}
+
 // uncount stops counting an incoming tensor as open: it is over, or the peer is
 // told that it is whole.
 func (m *Machine) uncount(t *in) {
@@ -463,6 +494,9 @@ func (m *Machine) NextTick() Instant {
 		at = m.ticked + tickEvery
 	default:
 		at = m.lastUse + m.limits.SessionIdle
+		if len(m.closed) > 0 {
+			at = min(at, m.ticked+lateFrames)
+		}
 	}
 	if m.lazyAt != 0 {
 		at = min(at, m.lazyAt)
@@ -487,6 +521,10 @@ func (m *Machine) Tick(now Instant) error {
 	if len(m.calls) == 0 {
 		if now >= m.lastUse+m.limits.SessionIdle {
 			return m.violate(DeadlineExceeded, "no call for %d s; open a new session when there is one", m.limits.SessionIdle/second)
+		}
+		if now >= m.ticked+lateFrames {
+			m.ticked = now
+			m.closed, m.gone, m.nextID = nil, nil, 0
 		}
 		return nil
 	}

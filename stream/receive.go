@@ -66,8 +66,11 @@ func (m *Machine) Control(now Instant, f *Frame) error {
 		m.drained = true
 		m.tell(Event{Kind: EventDrain, Text: f.Drain.Reason})
 	}
-	if n := len(m.failQ) + len(m.doneQ); n > pendingControl {
-		return m.violate(ResourceExhausted, "%d answers wait to be read, the limit is %d; read what the session sends", n, pendingControl)
+	if n, most := len(m.failQ)+len(m.doneQ), max(pendingControl, heldCalls*m.limits.OpenCalls); n > most {
+		return m.violate(ResourceExhausted, "%d answers wait to be read, the limit is %d; read what the session sends", n, most)
+	}
+	if m.waiting > pendingBytes {
+		return m.violate(ResourceExhausted, "answers of %d bytes wait to be read, the limit is %d; read what the session sends", m.waiting, pendingBytes)
 	}
 	return nil
 }
@@ -119,6 +122,7 @@ func (m *Machine) callPart(now Instant, p *Call) error {
 		c.done.RetryAfterMillis = retry
 	}
 	problem := cmp.Or(checkName("model", p.Model), CheckEntries("params", p.Params))
+	kept := keptOf(p)
 	switch {
 	case m.draining:
 		refuse(Unavailable, 1000, "server is draining; call another one, or this one later")
@@ -132,6 +136,8 @@ func (m *Machine) callPart(now Instant, p *Call) error {
 		refuse(InvalidArgument, 0, "call names no model")
 	case problem != "":
 		refuse(InvalidArgument, 0, "%s", problem)
+	case kept > m.unkept():
+		refuse(ResourceExhausted, 100, "%s", m.full("call", kept))
 	default:
 		c.part.Inputs = slices.Clone(p.Inputs)
 		for i, b := range p.Inputs {
@@ -150,9 +156,24 @@ func (m *Machine) callPart(now Instant, p *Call) error {
 				return nil
 			}
 		}
+		m.keep(c, kept)
 		m.readyIf(c)
 	}
 	return nil
+}
+
+// keep counts what a call keeps, until it is settled.
+func (m *Machine) keep(c *call, n int) {
+	c.kept += n
+	m.kept += n
+}
+
+// unkept (server) is how much more calls may keep.
+func (m *Machine) unkept() int { return keptBytes + m.limits.OpenTensors*tensorBytes - m.kept }
+
+func (m *Machine) full(what string, n int) string {
+	return fmt.Sprintf("%s takes %d bytes with its names, entries and chunk table; the limit of a session's calls is %d, %d are left; wait for a call to end",
+		what, n, m.unkept()+m.kept, m.unkept())
 }
 
 func sameCall(a, b *Call) bool {
@@ -204,60 +225,63 @@ func (m *Machine) descPart(now Instant, p *Desc) {
 		m.forget(p.Tensor) // the call is over: whatever still comes for it is late
 		return
 	}
-	t := &in{desc: *p, call: c, last: now}
+	geo, code, text := m.admit(p, c)
+	if text != "" {
+		m.refuse(p.Tensor, code, text)
+		m.failCall(c, code, text)
+		return
+	}
+	t := &in{desc: *p, geo: geo, asm: assembler.New(p.Tensor, geo, m.kind), call: c, last: now}
 	t.desc.Shape = p.Shape.Clone()
-	code, text := m.admit(t, c)
 	m.ins[p.Tensor] = t
 	m.incoming++
 	t.open = true
 	c.ins = append(c.ins, t)
-	if text != "" {
-		m.failIn(t, code, text)
-		return
-	}
-	t.asm = assembler.New(p.Tensor, t.geo, m.kind)
 	if p.OnAllowance {
 		t.share = t.geo.Size
 		m.allowIn += t.share
 	}
 	m.tell(Event{Kind: EventTensor, Call: c.part.ID, Tensor: p.Tensor, Desc: &t.desc})
 	if m.cfg.Server {
+		m.keep(c, keptOfDesc(p, geo))
 		c.missing--
 		m.readyIf(c)
 	}
 }
 
-// admit checks a desc against shape arithmetic, limits and its call.
-func (m *Machine) admit(t *in, c *call) (Code, string) {
-	p := &t.desc
+// admit checks a desc against shape arithmetic, limits and its call, before anything
+// of it is kept, and returns how the tensor is cut.
+func (m *Machine) admit(p *Desc, c *call) (tensor.Geometry, Code, string) {
 	name := "tensor " + p.Tensor.String() + ": "
 	geo, bad := CheckDesc(p, m.limits)
 	switch {
 	case bad != nil:
-		return bad.Code, bad.Text
+		return geo, bad.Code, bad.Text
 	case m.incoming >= m.limits.OpenTensors:
-		return ResourceExhausted, fmt.Sprintf("%sopen tensors: the limit of a session is %d", name, m.limits.OpenTensors)
+		return geo, ResourceExhausted, fmt.Sprintf("%sopen tensors: the limit of a session is %d", name, m.limits.OpenTensors)
 	}
-	t.geo = geo
 	size := geo.Size
-	if n := t.geo.Count(); p.OnAllowance && n > AllowanceChunks {
-		return ResourceExhausted, fmt.Sprintf("%s%d chunks on allowance, the limit is %d; send larger chunks, or wait for credit instead", name, n, AllowanceChunks)
+	if n := geo.Count(); p.OnAllowance && n > AllowanceChunks {
+		return geo, ResourceExhausted, fmt.Sprintf("%s%d chunks on allowance, the limit is %d; send larger chunks, or wait for credit instead", name, n, AllowanceChunks)
 	}
 	if left := int64(m.limits.AllowanceBytes) - m.allowIn; p.OnAllowance && size > left {
-		return ResourceExhausted, fmt.Sprintf("%s%d bytes on allowance, %d are left; wait for credit instead", name, size, left)
+		return geo, ResourceExhausted, fmt.Sprintf("%s%d bytes on allowance, %d are left; wait for credit instead", name, size, left)
 	}
 	if m.cfg.Server {
 		for _, b := range c.part.Inputs {
 			if b.Tensor == p.Tensor {
 				if b.Port != p.Port {
-					return InvalidArgument, fmt.Sprintf("%sport is %q, the call says %q", name, p.Port, b.Port)
+					return geo, InvalidArgument, fmt.Sprintf("%sport is %q, the call says %q", name, p.Port, b.Port)
 				}
-				return OK, ""
+				if n := keptOfDesc(p, geo); n > m.unkept() {
+					return geo, ResourceExhausted, name + m.full("desc", n)
+				}
+				return geo, OK, ""
 			}
 		}
-		return InvalidArgument, name + "its call does not list it as an input"
+		return geo, InvalidArgument, name + "its call does not list it as an input"
 	}
-	return OK, ""
+	return geo, OK, ""
 }
 
 func sameDesc(a, b *Desc) bool {
@@ -323,7 +347,7 @@ func (m *Machine) failurePart(p Failure) {
 		return // late, or an answer to something we never sent: answering would echo for ever
 	}
 	if m.cfg.Server {
-		m.fail(c, code, p.Message)
+		m.fail(c, code, clip(p.Message, textBytes))
 		m.giveUp(c)
 		return
 	}
@@ -336,6 +360,7 @@ func (m *Machine) donePart(p *Done) {
 		return
 	}
 	c.done = *p
+	c.done.Message = clip(p.Message, doneBytes)
 	c.done.Outputs = slices.Clone(p.Outputs)
 	m.finish(c)
 	if p.Code != OK {
@@ -441,6 +466,7 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
 	ok, err := t.asm.Commit(&c.claim, got, failed)
 	if t.dead || m.shut {
 		m.settle(t.call)
+		m.shed(t.call)
 		return
 	}
 	if err != nil {
@@ -510,7 +536,12 @@ func (m *Machine) unknown(id tensor.ID) {
 // refuse gives up a tensor that has no state here, once: later frames of it are late.
 func (m *Machine) refuse(id tensor.ID, code Code, text string) {
 	m.forget(id)
+	m.sayFailed(id, code, text)
+}
+
+func (m *Machine) sayFailed(id tensor.ID, code Code, text string) {
 	m.failQ = append(m.failQ, Failure{id, code, text})
+	m.waiting += len(text)
 }
 
 // failIn gives up an incoming tensor and its call.
@@ -519,23 +550,26 @@ func (m *Machine) failIn(t *in, code Code, text string) {
 		return
 	}
 	t.dead = true
-	m.failQ = append(m.failQ, Failure{t.desc.Tensor, code, text})
+	m.sayFailed(t.desc.Tensor, code, text)
+	m.failCall(t.call, code, text)
+}
+
+// failCall ends a call badly from this side.
+func (m *Machine) failCall(c *call, code Code, text string) {
 	if m.cfg.Server {
-		m.fail(t.call, code, text)
+		m.fail(c, code, text)
 		return
 	}
-	m.abandon(t.call, code, text)
+	m.abandon(c, code, text)
 }
 
 // failOut gives up an outgoing tensor and its call.
 func (m *Machine) failOut(t *out, code Code, text string) {
-	m.failQ = append(m.failQ, Failure{t.desc.Tensor, code, text})
+	m.sayFailed(t.desc.Tensor, code, text)
+	m.failCall(t.call, code, text)
 	if m.cfg.Server {
-		m.fail(t.call, code, text)
 		m.giveUp(t.call)
-		return
 	}
-	m.abandon(t.call, code, text)
 }
 
 // FailTensor gives up an incoming tensor for a reason of the caller's, with its call.

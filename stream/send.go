@@ -128,7 +128,7 @@ func (m *Machine) Finish(d Done) {
 		return
 	}
 	if d.Code != OK { // also in place of a good end that waits behind its chunks
-		m.fail(c, d.Code, d.Message)
+		m.fail(c, d.Code, clip(d.Message, doneBytes))
 		c.done.RetryAfterMillis = d.RetryAfterMillis
 		c.done.Timings = d.Timings
 		return
@@ -139,6 +139,7 @@ func (m *Machine) Finish(d Done) {
 		t.dead = true
 		m.dropIn(t)
 	}
+	m.shed(c)
 	m.doneIf(c)
 }
 
@@ -153,6 +154,7 @@ func (m *Machine) doneIf(c *call) {
 func (m *Machine) queueDone(c *call) {
 	if !c.told && !c.queued {
 		c.queued = true
+		m.waiting += len(c.done.Message)
 		m.doneQ = append(m.doneQ, c)
 	}
 }
@@ -168,6 +170,7 @@ func (m *Machine) fail(c *call, code Code, text string) {
 	for _, t := range c.ins {
 		m.dropIn(t)
 	}
+	m.shed(c)
 }
 
 // Cancel (client) stops a call: the server is told, and the call's memory is let
@@ -349,6 +352,7 @@ func (m *Machine) Next(now Instant, f *Frame) (held chunker.Releaser, ok bool) {
 	for len(m.failQ) > 0 && len(f.Failures) < frameParts && room() {
 		f.Failures = append(f.Failures, m.failQ[0])
 		bytes += len(m.failQ[0].Message) + 64
+		m.waiting -= len(m.failQ[0].Message)
 		m.failQ = slices.Delete(m.failQ, 0, 1)
 	}
 	if room() { // else the parts and a chunk could be more than a frame may have
@@ -360,12 +364,29 @@ func (m *Machine) Next(now Instant, f *Frame) (held chunker.Releaser, ok bool) {
 		c.queued, c.told = false, true
 		f.Dones = append(f.Dones, c.done)
 		bytes += len(c.done.Message) + 128
+		m.waiting -= len(c.done.Message)
 		m.settle(c)
 	}
 	if m.drain != nil {
 		f.Drain, m.drain = m.drain, nil
 	}
+	m.trim()
 	return held, !f.Empty()
+}
+
+// trim lets go of queues that were long and are empty.
+func (m *Machine) trim() {
+	m.callQ, m.doneQ = trimmed(m.callQ), trimmed(m.doneQ)
+	m.descQ, m.ring, m.small = trimmed(m.descQ), trimmed(m.ring), trimmed(m.small)
+	m.creditQ, m.ackQ = trimmed(m.creditQ), trimmed(m.ackQ)
+	m.cancelQ, m.failQ = trimmed(m.cancelQ), trimmed(m.failQ)
+}
+
+func trimmed[T any](q []T) []T {
+	if len(q) == 0 && cap(q) > keptQueue {
+		return nil
+	}
+	return q
 }
 
 // nextChunk puts the next chunk of the tensor whose turn it is into f.

@@ -1189,7 +1189,13 @@ func (p *party) invariants() {
 // miscounted compares a machine's counts with what they count, and with its limits.
 func miscounted(m *Machine) string {
 	var allowIn, allowOut int64
-	announced, incoming, running, opened := 0, 0, 0, 0
+	announced, incoming, running, opened, kept, waiting := 0, 0, 0, 0, 0, 0
+	for _, f := range m.failQ {
+		waiting += len(f.Message)
+	}
+	for _, c := range m.doneQ {
+		waiting += len(c.done.Message)
+	}
 	for _, t := range m.ins {
 		if t.open {
 			incoming++
@@ -1203,6 +1209,7 @@ func miscounted(m *Machine) string {
 		}
 	}
 	for _, c := range m.calls {
+		kept += c.kept
 		if !c.finished {
 			running++
 		}
@@ -1213,6 +1220,9 @@ func miscounted(m *Machine) string {
 	if allowIn != m.allowIn || allowOut != m.allowOut || announced != m.announced || incoming != m.incoming || running != m.running || opened != m.opened {
 		return fmt.Sprintf("counts allowance in %d, out %d, announced %d, incoming %d, running %d, opened %d; there are %d %d %d %d %d %d",
 			m.allowIn, m.allowOut, m.announced, m.incoming, m.running, m.opened, allowIn, allowOut, announced, incoming, running, opened)
+	}
+	if kept != m.kept || waiting != m.waiting {
+		return fmt.Sprintf("counts %d bytes kept, %d of text that waits; there are %d and %d", m.kept, m.waiting, kept, waiting)
 	}
 	if allowIn > int64(m.limits.AllowanceBytes) || incoming > m.limits.OpenTensors+1 || len(m.gone) > closedIDs {
 		return fmt.Sprintf("passes its limits: allowance %d, incoming %d, %d ids remembered", allowIn, incoming, len(m.gone))

@@ -10,8 +10,9 @@ import (
 )
 
 // convert appends the parts of pb to f, which takes over pb's strings, maps and
-// shapes. It refuses only what a stream.Frame cannot say: numbers out of their
-// range are the stream machine's to refuse, by failing one call or tensor.
+// shapes, these cut behind the first axis too many. It refuses only what a
+// stream.Frame cannot say: numbers out of their range are the stream machine's to
+// refuse, by failing one call or tensor.
 func convert(pb *tensorferryv1.Frame, f *stream.Frame) error {
 	var c converter
 	if pb.Hello != nil {
@@ -32,7 +33,7 @@ func convert(pb *tensorferryv1.Frame, f *stream.Frame) error {
 	for i, p := range pb.Descs {
 		d := stream.Desc{
 			Tensor:     c.id(p.TensorId, "descs[%d].tensor_id", i),
-			Desc:       tensor.Desc{DType: tensor.DataType(known(p.Dtype)), Shape: p.Shape},
+			Desc:       tensor.Desc{DType: tensor.DataType(known(p.Dtype)), Shape: shape(p.Shape)},
 			SizeBytes:  p.SizeBytes,
 			ChunkBytes: p.ChunkBytes,
 			Port:       p.Port,
@@ -98,6 +99,15 @@ func convert(pb *tensorferryv1.Frame, f *stream.Frame) error {
 		}
 	}
 	return c.err
+}
+
+// shape takes over dims. Of more than any tensor has it copies one too many, which is
+// enough to refuse them: 60 KB of ones in a frame are half a megabyte here.
+func shape(dims []int64) tensor.Shape {
+	if len(dims) > tensor.MaxRank {
+		return tensor.Shape(dims[:tensor.MaxRank+1]).Clone()
+	}
+	return dims
 }
 
 // Hello copies what opens a pull.

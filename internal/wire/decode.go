@@ -2,6 +2,7 @@ package wire
 
 import (
 	"math"
+	"slices"
 
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/encoding/protowire"
@@ -119,7 +120,8 @@ func (m *Message) parse(data mem.BufferSlice) (usual bool, err error) {
 			if chunks++; chunks > 1 {
 				return false, nil
 			}
-			r.views, r.held = m.Frame.Chunk.Data, m.buffers
+			// No more views than buffers, so that what is kept stays close to what is used.
+			r.views, r.held = slices.Grow(m.Frame.Chunk.Data, len(data)), slices.Grow(m.buffers, len(data))
 			p := r.part(end, 1<<fieldTensor|1<<fieldNumber|1<<fieldCodec|1<<fieldSum|1<<fieldData)
 			m.Frame.Chunk = stream.Chunk{Tensor: p.tensor, Index: p.number, Codec: p.codec, Sum: p.sum, Data: r.views}
 			m.buffers, payload = r.held, p.payload

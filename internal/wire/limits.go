@@ -33,6 +33,9 @@ const (
 	// headBytes is the first capacity of a header buffer: a chunk's header and a
 	// few control parts. It must pass smallView, or gRPC would not track it.
 	headBytes = 4 << 10
+	// maxColdBytes is the largest scratch kept for the next frame that is received:
+	// an idle session keeps it.
+	maxColdBytes = 2 << 10
 	// maxPooledHead is the largest header buffer kept for the next frame.
 	maxPooledHead = MaxControlBytes + headBytes
 	// frameBytes is the largest HTTP/2 data frame that grpc-go sends.

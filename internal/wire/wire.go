@@ -134,7 +134,11 @@ func (m *Message) Free() {
 		b.Free()
 		m.buffers[i] = nil
 	}
-	m.buffers = m.buffers[:0]
-	clear(m.Frame.Chunk.Data)
+	if m.buffers = m.buffers[:0]; cap(m.buffers) > stream.KeptViews {
+		m.buffers = nil
+	}
+	if cap(m.cold) > maxColdBytes {
+		m.cold = nil
+	}
 	m.Frame.Reset()
 }

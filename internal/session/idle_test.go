@@ -1,0 +1,76 @@
+package session
+
+import (
+	"io"
+	"runtime"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/stream"
+)
+
+// What a session was sent once it does not keep when it rests, however fat it was.
+func TestASessionThatHadFatFramesAndIsIdleKeepsLittle(t *testing.T) {
+	testkit.Start(t)
+	const n, most = 60, 32 << 10 // about 18 KiB
+	synctest.Test(t, func(t *testing.T) {
+		measure := func() int {
+			runtime.GC() // twice: the first shrinks stacks
+			runtime.GC()
+			var m runtime.MemStats
+			runtime.ReadMemStats(&m)
+			return int(m.HeapAlloc + m.StackInuse)
+		}
+		before := measure()
+		var sides []*side
+		var clients []*pipe
+		for range n {
+			a, b := newPipe()
+			s := newSide(t, b, stream.Config{Server: true})
+			s.sess.Start()
+			sides, clients = append(sides, s), append(clients, a)
+			var msg wire.Message
+			f := &msg.Frame
+			f.Hello = &stream.Hello{Version: stream.Version, Session: NewID(), Checksum: 1}
+			require.NoError(t, a.SendMsg(&msg))
+			f.Reset()
+			for range 256 {
+				f.Descs = append(f.Descs, stream.Desc{Tensor: NewID(), Call: NewID()})
+				f.Credits = append(f.Credits, stream.Credit{Tensor: NewID(), Limit: 1})
+				f.Failures = append(f.Failures, stream.Failure{Tensor: NewID(), Code: 1})
+			}
+			f.Drain = &stream.Drain{Reason: strings.Repeat("x", 4000)}
+			require.NoError(t, a.SendMsg(&msg))
+			f.Reset()
+			for range 64 {
+				f.Calls = append(f.Calls, stream.Call{ID: NewID()})
+			}
+			for range 40 {
+				f.Acks = append(f.Acks, stream.Ack{Tensor: NewID(), Below: 1, Resend: make([]uint32, 1000)})
+			}
+			require.NoError(t, a.SendMsg(&msg))
+			for answers := 256 + 256 + 40 + 64; answers > 0; {
+				var got wire.Message
+				require.NoError(t, a.RecvMsg(&got))
+				require.NoError(t, got.Err)
+				answers -= len(got.Frame.Failures) + len(got.Frame.Dones)
+				got.Free()
+			}
+		}
+		time.Sleep(11 * time.Second) // what has ended is forgotten by then
+		synctest.Wait()
+		kept := (measure() - before) / n
+		t.Logf("%d bytes each", kept)
+		require.Less(t, kept, most, "bytes")
+		for i, s := range sides {
+			clients[i].close()
+			s.over(io.EOF)
+		}
+	})
+}
