@@ -165,7 +165,7 @@ func (c *converter) summary(p *tensorferryv1.Summary, path string, at ...any) st
 // ToSummary copies a summary into its message.
 func ToSummary(s *stream.Summary) *tensorferryv1.Summary {
 	p := &tensorferryv1.Summary{
-		TensorId: s.Tensor[:], Name: s.Name, Code: uint32(s.Code), Message: clean(s.Message),
+		TensorId: s.Tensor[:], Name: s.Name, Code: uint32(s.Code), Message: Text(s.Message),
 		SizeBytes: s.SizeBytes, Durable: s.Durable, RetryAfterMillis: s.RetryAfterMillis,
 	}
 	if !s.Digest.IsZero() {

@@ -31,6 +31,7 @@ type sending struct {
 	head              []byte
 	parts             [][]byte // what buffers point to: pieces of head, views
 	buffers           mem.BufferSlice
+	below             mem.BufferSlice // hold the views of an Answer
 	loan              *loan
 	left              atomic.Int32 // buffers not put back
 }
@@ -59,26 +60,56 @@ func (m *Message) marshal() (mem.BufferSlice, error) {
 	if m.Frame.HasChunk() {
 		views = m.Frame.Chunk.Data
 	}
+	if !s.addPayload(views) {
+		s.loan.end() // everything was copied
+	}
+	return s.lend(m.InFlight), nil
+}
+
+// marshal encodes the message as the stock codec does.
+func (a *Answer) marshal() (mem.BufferSlice, error) {
+	s := sendings.Get().(*sending)
+	s.loan.held, a.Held = a.Held, nil
+	var err error
+	if s.below, err = stock.Marshal(a.Message); err != nil {
+		s.recycle()
+		return nil, err
+	}
+	views := make([][]byte, len(s.below))
+	for i, b := range s.below {
+		views[i] = b.ReadOnlyData()
+	}
+	s.head = s.head[:0]
 	s.addPayload(views)
-	if s.loan.held != nil && m.InFlight != nil {
-		m.InFlight.add(s.loan)
+	return s.lend(a.InFlight), nil
+}
+
+// lend returns the parts as buffers. What nobody waits for is a loan all the same: it
+// is memory until the peer has read it.
+func (s *sending) lend(flight *InFlight) mem.BufferSlice {
+	if flight != nil {
+		if s.loan.held == nil {
+			s.loan.held = nobody{}
+		}
+		flight.add(s.loan)
 	}
 	// From the first NewBuffer on the views must stay where they are.
 	s.left.Store(int32(len(s.parts)))
 	for i := range s.parts {
 		s.buffers = append(s.buffers, mem.NewBuffer(&s.parts[i], s))
 	}
-	if len(s.parts) == 0 { // an empty frame: no Put will come
+	if len(s.parts) == 0 { // an empty message: no Put will come
 		s.recycle()
-		return nil, nil
+		return nil
 	}
-	return s.buffers, nil
+	return s.buffers
 }
 
 // addPayload splits what is sent into parts: views that go as they lie, and
-// between them the pieces of head, small views copied to its end.
-func (s *sending) addPayload(views [][]byte) {
-	copied, shared := 0, false
+// between them the pieces of head, small views copied to its end. It reports whether
+// any goes as it lies.
+func (s *sending) addPayload(views [][]byte) (shared bool) {
+	copied := 0
 	for _, v := range views {
 		if len(v) <= smallView {
 			copied += len(v)
@@ -104,9 +135,7 @@ func (s *sending) addPayload(views [][]byte) {
 		s.parts = append(s.parts, v)
 	}
 	piece()
-	if !shared {
-		s.loan.end() // everything was copied
-	}
+	return shared
 }
 
 // Put is called by gRPC for each buffer that nobody reads any more.
@@ -118,6 +147,8 @@ func (s *sending) Put(*[]byte) {
 
 func (s *sending) recycle() {
 	s.loan.end()
+	s.below.Free()
+	s.below = nil
 	clear(s.parts)
 	clear(s.buffers)
 	s.parts, s.buffers = s.parts[:0], s.buffers[:0]
@@ -343,12 +374,14 @@ func (e *encoder) name(field protowire.Number, path, s string) {
 // text writes what people read: bytes that are no text are replaced, and no
 // error is so long that it would not fit a frame.
 func (e *encoder) text(field protowire.Number, s string) {
-	if s = clean(s); s != "" {
+	if s = Text(s); s != "" {
 		e.string(field, s)
 	}
 }
 
-func clean(s string) string {
+// Text returns what goes over the wire of a text that people read: UTF-8, and no more
+// than MaxTextBytes of it.
+func Text(s string) string {
 	if len(s) > MaxTextBytes {
 		cut := MaxTextBytes
 		for cut > MaxTextBytes-utf8.UTFMax && !utf8.RuneStart(s[cut]) {

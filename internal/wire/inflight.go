@@ -2,14 +2,19 @@ package wire
 
 import "sync"
 
-// InFlight knows the frames of one connection whose payload gRPC has not let go
-// of. The zero value is ready. Safe for concurrent use.
+// InFlight knows what is sent on one connection that gRPC has not let go of: frames
+// and answers. The zero value is ready. Safe for concurrent use.
 type InFlight struct {
 	mu    sync.Mutex
 	first *loan // linked by next and prev; guarded by mu
 }
 
-// loan is the payload of a frame that gRPC has. It is apart from the frame, so that
+// nobody waits for the end of a loan.
+type nobody struct{}
+
+func (nobody) Release() {}
+
+// loan is what gRPC has of a frame or an answer. It is apart from that, so that
 // the frame can become garbage: gRPC forgets a frame, instead of freeing it, when
 // its RPC ended just before, and all of them when the connection dies.
 type loan struct {

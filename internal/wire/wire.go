@@ -26,7 +26,8 @@ import (
 
 // Codec is the encoding.CodecV2 of every connection. A *Message goes the fast way;
 // all else (the store's requests, unary calls, health, reflection) goes through the
-// stock codec whose name it bears. Safe for concurrent use.
+// stock codec whose name it bears, with a loan if it is in an *Answer. Safe for
+// concurrent use.
 type Codec struct {
 	// MaxRequestParts is how many parts, at any depth, what goes through the stock
 	// codec may have when it is received: two bytes of an empty part become more than
@@ -43,8 +44,11 @@ func (Codec) Name() string { return stockproto.Name }
 
 // Marshal shares the payload of a *Message with gRPC and copies everything else.
 func (Codec) Marshal(v any) (mem.BufferSlice, error) {
-	if m, ok := v.(*Message); ok {
-		return m.marshal()
+	switch v := v.(type) {
+	case *Message:
+		return v.marshal()
+	case *Answer:
+		return v.marshal()
 	}
 	return stock.Marshal(v)
 }
@@ -113,7 +117,7 @@ type Message struct {
 	// retry, and loses a reference when the response begins meanwhile.
 	Held Releaser
 
-	// InFlight, if set, learns of every frame sent with a Held.
+	// InFlight, if set, learns of every frame sent.
 	InFlight *InFlight
 
 	// Control is how many of the bytes received are no payload.
@@ -125,6 +129,18 @@ type Message struct {
 
 	buffers []mem.Buffer // hold the payload received, one reference each
 	cold    []byte       // scratch: records that the stock codec parses
+}
+
+// Answer is a message for the stock codec that is sent once: gRPC has the bytes that
+// are made of it until the peer has read them.
+type Answer struct {
+	Message any // a proto.Message
+
+	// Held ends as Message.Held does, but however small the message is: it waits for
+	// gRPC, and lends nothing. nil: nobody waits.
+	Held Releaser
+	// InFlight, if set, learns of the answer.
+	InFlight *InFlight
 }
 
 // Free gives the receive buffers back to gRPC. The frame is empty afterwards and

@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/proto"
 
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/stream"
@@ -508,3 +509,52 @@ func TestAFrameThatGRPCForgetsEndsItsLoanAtTheNextCollection(t *testing.T) {
 type atomicTicket struct{ released atomic.Int32 }
 
 func (l *atomicTicket) Release() { l.released.Add(1) }
+
+func TestWhateverIsSentIsALoanUntilGRPCLetsGo(t *testing.T) {
+	testkit.Start(t)
+	small, large := strings.Repeat("x", 10), strings.Repeat("x", 300<<10)
+	for name, of := range map[string]func(Releaser, *InFlight) any{
+		"a control frame": func(_ Releaser, f *InFlight) any {
+			return &Message{Frame: stream.Frame{Failures: []stream.Failure{{Tensor: tensorA}}}, InFlight: f}
+		},
+		"a small answer": func(h Releaser, f *InFlight) any {
+			return &Answer{Message: &pb.ListTensorsResponse{NextPageToken: small}, Held: h, InFlight: f}
+		},
+		"a large answer": func(h Releaser, f *InFlight) any {
+			return &Answer{Message: &pb.ListTensorsResponse{NextPageToken: large}, Held: h, InFlight: f}
+		},
+		"an empty answer": func(h Releaser, f *InFlight) any {
+			return &Answer{Message: &pb.ListTensorsResponse{}, Held: h, InFlight: f}
+		},
+		"no message": func(h Releaser, f *InFlight) any { return &Answer{Message: small, Held: h, InFlight: f} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			held, flight := new(atomicTicket), new(InFlight)
+			v := of(held, flight)
+			b, err := (Codec{}).Marshal(v)
+			there := b.Len() > 0
+			if a, ok := v.(*Answer); ok {
+				want, wantErr := stock.Marshal(a.Message)
+				if (err == nil) != (wantErr == nil) || !bytes.Equal(b.Materialize(), want.Materialize()) {
+					t.Fatalf("not what the stock codec makes of it: %v, %v", err, wantErr)
+				}
+				if got := held.released.Load() == 0; got != there {
+					t.Errorf("held: %v, with %d bytes there", got, b.Len())
+				}
+			}
+			if got := flight.first != nil; got != there {
+				t.Errorf("the connection knows of it: %v, with %d bytes there", got, b.Len())
+			}
+			if flight.Look() || flight.Look() != there || flight.Stuck() != there {
+				t.Error("it is stuck when two looks have found it, and only then")
+			}
+			b.Free()
+			if flight.first != nil || flight.Stuck() {
+				t.Error("the connection still knows of it")
+			}
+			if a, ok := v.(*Answer); ok && (held.released.Load() != 1 || a.Held != nil) {
+				t.Errorf("released %d times", held.released.Load())
+			}
+		})
+	}
+}
