@@ -9,13 +9,20 @@ import (
 	"slices"
 	"time"
 
+	"google.golang.org/protobuf/proto"
+
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
+
+// errRequestMemory: what others ask leaves no room for a request, or for its answer.
+var errRequestMemory = errors.New("server: no memory for the message of a small call")
 
 // Compute runs one small call for a caller that has no session.
 func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.ComputeResponse, error) {
@@ -29,6 +36,12 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		return nil, errCalls(s.cfg.QueuedCalls)
 	}
 	defer s.endCall(one)
+	held := &requestMemory{budget: s.cfg.Budget}
+	defer func() { held.Release() }() // whose answer has it, or none
+	if err := held.resize(proto.Size(req)); err != nil {
+		s.callsRefused.Add(1)
+		return nil, unaryStatus(callCode(err))
+	}
 	s.callsUnary.Add(1)
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -46,7 +59,11 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		}
 	}()
 	id := session.NewID()
-	out, st, err := s.compute(ctx, cancel, id, req)
+	resp, err := s.compute(ctx, cancel, id, req)
+	if err == nil {
+		resp.Timings.TotalNanos = int64(time.Since(began))
+		err = held.resize(proto.Size(resp))
+	}
 	code, text, retry := stream.OK, "", uint32(0)
 	if err != nil {
 		if cause := context.Cause(ctx); cause != nil { // outranks what it caused
@@ -61,38 +78,70 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 	if err != nil {
 		return nil, unaryStatus(code, text, retry)
 	}
-	return &pb.ComputeResponse{Outputs: out, Timings: &pb.Timings{
-		QueueNanos: int64(st.Queue), H2DNanos: int64(st.H2D), ComputeNanos: int64(st.Compute), D2HNanos: int64(st.D2H),
-		TotalNanos: int64(time.Since(began)),
-	}}, nil
+	if answer, ok := ctx.Value(answerKey{}).(*wire.Answer); ok { // the client is to read it
+		answer.Held = held
+		held = new(requestMemory)
+	}
+	return resp, nil
+}
+
+// requestMemory is what the budget has set aside for one small call: for its request
+// until the model has run, then for its answer until the client has read it. All of
+// them have half of the budget: the models that they wait for need the rest.
+type requestMemory struct {
+	budget *slab.Budget
+	n      int64
+}
+
+// resize makes it as large as a message of so many bytes needs, or says why not.
+func (m *requestMemory) resize(bytes int) error {
+	switch n := int64(bytes); {
+	case n < m.n:
+		m.budget.Release(requestHolder, m.n-n)
+		m.n = n
+	case n-m.n <= requestFree:
+	case !m.budget.TryAcquire(requestHolder, n-m.n):
+		_, _, limit := m.budget.Used()
+		return fmt.Errorf("%w: %d bytes more; all small calls together have half of memory_bytes, which is %d; try again later", errRequestMemory, n-m.n, limit)
+	default:
+		m.n = n
+	}
+	return nil
+}
+
+// Release gives all of it back.
+func (m *requestMemory) Release() {
+	if m.n > 0 {
+		m.budget.Release(requestHolder, m.n)
+		m.n = 0
+	}
 }
 
 // compute checks a small call's inputs and runs its model. Waiting for memory ends
 // the call by cancel.
-func (s *Server) compute(ctx context.Context, cancel context.CancelCauseFunc, id tensor.ID, req *pb.ComputeRequest) ([]*pb.NamedTensor, engine.Stats, error) {
-	var none engine.Stats
+func (s *Server) compute(ctx context.Context, cancel context.CancelCauseFunc, id tensor.ID, req *pb.ComputeRequest) (*pb.ComputeResponse, error) {
 	if problem := stream.CheckEntries("params", req.GetParams()); problem != "" {
-		return nil, none, fmt.Errorf("%w: %s", errBinding, problem)
+		return nil, fmt.Errorf("%w: %s", errBinding, problem)
 	}
 	if err := store.CheckName(req.GetModel()); err != nil { // the rules are the same, and no error repeats a name of a MiB
-		return nil, none, fmt.Errorf("%w: model: %w", errBinding, err)
+		return nil, fmt.Errorf("%w: model: %w", errBinding, err)
 	}
 	model, over, err := s.model(req.GetModel())
 	if err != nil {
-		return nil, none, err
+		return nil, err
 	}
 	var lost error
 	defer func() { over(lost) }()
 	info := model.Info()
 	tensors, inputs, err := smallInputs(info, req.GetInputs())
 	if err != nil {
-		return nil, none, err
+		return nil, err
 	}
 	patience := time.AfterFunc(s.cfg.MemoryWait, func() { cancel(s.waitedForMemory()) })
 	run, err := model.Open(ctx, engine.Call{ID: id, Session: "compute " + id.String(), Inputs: inputs, Params: req.GetParams()})
 	patience.Stop()
 	if err != nil {
-		return nil, none, err
+		return nil, err
 	}
 	results, st, err := engine.Collect(ctx, info, run, tensors, computeBytes)
 	if errors.Is(err, engine.ErrLost) {
@@ -102,13 +151,15 @@ func (s *Server) compute(ctx context.Context, cancel context.CancelCauseFunc, id
 		err = fmt.Errorf("%w; a session has no such limit", err)
 	}
 	if err != nil {
-		return nil, st, err
+		return nil, err
 	}
 	out := make([]*pb.NamedTensor, len(results))
 	for i, t := range results {
 		out[i] = &pb.NamedTensor{Port: info.Outputs[i].Name, Dtype: pb.DataType(t.DType), Shape: t.Shape, Data: t.Data}
 	}
-	return out, st, nil
+	return &pb.ComputeResponse{Outputs: out, Timings: &pb.Timings{
+		QueueNanos: int64(st.Queue), H2DNanos: int64(st.H2D), ComputeNanos: int64(st.Compute), D2HNanos: int64(st.D2H),
+	}}, nil
 }
 
 // smallInputs puts a small call's tensors, whose bytes they share, in the order of

@@ -13,11 +13,12 @@ import (
 	grpcpeer "google.golang.org/grpc/peer"
 	"google.golang.org/grpc/tap"
 
-	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
-// intercept returns what every RPC goes through: the log, and inside it the one
-// that makes a handler's panic an error, so that the log tells of it too.
+// intercept returns what every RPC goes through: what its connection knows of it, the
+// log, the clock of requests, and inside all the one that makes a handler's panic an
+// error, so that the log tells of it too.
 func (s *Server) intercept() []grpc.ServerOption {
 	log := interceptors.CommonReportableFunc(func(ctx context.Context, c interceptors.CallMeta) (interceptors.Reporter, context.Context) {
 		return &rpcLog{ctx: ctx, log: s.log, rpc: c.FullMethod()}, ctx
@@ -26,8 +27,8 @@ func (s *Server) intercept() []grpc.ServerOption {
 		return s.panicked(p)
 	})
 	return []grpc.ServerOption{
-		grpc.ChainUnaryInterceptor(came, interceptors.UnaryServerInterceptor(log), recovery.UnaryServerInterceptor(panicked)),
-		grpc.ChainStreamInterceptor(streamCame, interceptors.StreamServerInterceptor(log), recovery.StreamServerInterceptor(panicked)),
+		grpc.ChainUnaryInterceptor(s.came, interceptors.UnaryServerInterceptor(log), recovery.UnaryServerInterceptor(panicked)),
+		grpc.ChainStreamInterceptor(s.streamCame, interceptors.StreamServerInterceptor(log), s.attend, recovery.StreamServerInterceptor(panicked)),
 	}
 }
 
@@ -51,20 +52,107 @@ func stopAwaiting(ctx context.Context) {
 	}
 }
 
+// answerKey leads to the *wire.Answer that a unary RPC's response goes in.
+type answerKey struct{}
+
 // came is called when the message of a unary RPC has come.
-func came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+func (s *Server) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	stopAwaiting(ctx)
-	return handler(ctx, req)
+	answer := &wire.Answer{InFlight: &s.connections.of(ctx).flight}
+	resp, err := handler(context.WithValue(ctx, answerKey{}, answer), req)
+	if err != nil {
+		return nil, brief(err)
+	}
+	answer.Message = resp
+	return answer, nil
 }
 
 // streamCame leaves the streams of clients to the clocks of their handlers, and waits
 // for the one message of the others.
-func streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+func (s *Server) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	booked := answering{ServerStream: ss, flight: &s.connections.of(ss.Context()).flight, unread: make(answers, unreadAnswers)}
 	if info.IsClientStream {
 		stopAwaiting(ss.Context())
+		return brief(handler(srv, booked))
+	}
+	return brief(handler(srv, firstMessage{booked}))
+}
+
+// answering is a gRPC stream whose answers, which are not frames, its connection
+// knows of. At most unreadAnswers lie unread.
+type answering struct {
+	grpc.ServerStream
+	flight *wire.InFlight
+	unread answers
+}
+
+// answers has an element for each that lies unread.
+type answers chan struct{}
+
+// Release takes one out.
+func (a answers) Release() { <-a }
+
+// SendMsg sends a frame, or an answer when there is room for one more.
+func (a answering) SendMsg(m any) error {
+	if _, frame := m.(*wire.Message); frame {
+		return a.ServerStream.SendMsg(m)
+	}
+	select {
+	case a.unread <- struct{}{}:
+	case <-a.Context().Done():
+		return context.Cause(a.Context())
+	}
+	answer := &wire.Answer{Message: m, Held: a.unread, InFlight: a.flight}
+	err := a.ServerStream.SendMsg(answer)
+	if answer.Held != nil { // nobody has come to see it
+		answer.Held.Release()
+	}
+	return err
+}
+
+// attend ends streams of requests that are none of the TensorService's, such as those
+// of reflection, when no request comes for a while: their handlers have no clock. The
+// handler has a goroutine of its own, since nothing but the end of the RPC wakes one
+// that waits for its peer; it ends soon after. Close waits for it.
+func (s *Server) attend(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	if _, ours := srv.(*Server); ours || !info.IsClientStream {
 		return handler(srv, ss)
 	}
-	return handler(srv, firstMessage{ss})
+	idle := time.Duration(s.limits.ChunkIdle)
+	clock := time.NewTimer(idle)
+	defer clock.Stop()
+	ended := make(chan error, 1)
+	s.work.Add(1)
+	go func() { // ends when its RPC has
+		defer s.work.Done()
+		ended <- handler(srv, requests{ss, clock, idle})
+	}()
+	select {
+	case err := <-ended:
+		return err
+	case <-clock.C:
+		return errSilent(idle)
+	case <-ss.Context().Done():
+		return sessionStatus(context.Cause(ss.Context()))
+	case <-s.closing:
+		return sessionStatus(errShutdown)
+	}
+}
+
+// requests is a stream of requests, each of which sets a clock back.
+type requests struct {
+	grpc.ServerStream
+	clock *time.Timer
+	idle  time.Duration
+}
+
+// RecvMsg waits for the next request.
+func (r requests) RecvMsg(m any) error {
+	err := r.ServerStream.RecvMsg(m)
+	if err == nil {
+		r.clock.Reset(r.idle)
+	}
+	return err
 }
 
 type firstMessage struct{ grpc.ServerStream }
@@ -93,13 +181,9 @@ type rpcLog struct {
 	rpc string
 }
 
-// PostCall logs that the RPC is over: what went well for who debugs, the rest for
-// who operates.
+// PostCall logs that the RPC is over.
 func (r *rpcLog) PostCall(err error, took time.Duration) {
-	level := slog.LevelInfo
-	if err == nil || statusName(err) == codeName(stream.Cancelled) { // a client that goes ends what it has open
-		level = slog.LevelDebug
-	}
+	level := levelOf(err)
 	if !r.log.Enabled(r.ctx, level) {
 		return
 	}

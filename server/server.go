@@ -327,11 +327,7 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 	}
 	cause := p.sess.Cause()
 	if err := sessionStatus(cause); err != nil {
-		level := slog.LevelInfo
-		if code, _ := statusParts(err); code == stream.Cancelled { // its client closed it, or went
-			level = slog.LevelDebug
-		}
-		s.log.Log(context.Background(), level, "session ended", slog.String("session", p.name()), slog.String("cause", cause.Error()))
+		s.log.Log(context.Background(), levelOf(err), "session ended", slog.String("session", p.name()), slog.String("cause", cause.Error()))
 		return err
 	}
 	return nil

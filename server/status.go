@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
+	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/code"
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -16,6 +18,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/transfer"
+	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
@@ -47,6 +50,32 @@ var errDraining = tryLater(codes.Unavailable, "server is draining; go to another
 // errSessions refuses a session while limit others are open.
 func errSessions(limit int) error {
 	return tryLater(codes.ResourceExhausted, "open sessions: the limit of the server is %d", limit)
+}
+
+// errSilent ends a stream of requests of which none came for so long.
+func errSilent(idle time.Duration) error {
+	return status.Errorf(codes.DeadlineExceeded, "no request came for %v; open the RPC again when there is one", idle)
+}
+
+// brief cuts the text of what an RPC ends with: peers bound what lies in headers.
+func brief(err error) error {
+	st := status.Convert(err)
+	if len(st.Message()) <= wire.MaxTextBytes {
+		return err
+	}
+	p := st.Proto()
+	p.Message = wire.Text(p.GetMessage())
+	return status.ErrorProto(p)
+}
+
+// levelOf is at what level the end of an RPC is logged. A peer can have as many
+// refused as it likes: those are for who debugs.
+func levelOf(err error) slog.Level {
+	switch status.Code(err) {
+	case codes.Internal, codes.Unknown, codes.DataLoss:
+		return slog.LevelInfo
+	}
+	return slog.LevelDebug
 }
 
 // sessionStatus is what a session's RPC ends with.
@@ -152,7 +181,7 @@ func tryLater(code codes.Code, format string, args ...any) error {
 // and of models' own, stay here: they may name files and addresses.
 func callCode(err error) (stream.Code, string, uint32) {
 	switch {
-	case errors.Is(err, errMemoryWait):
+	case errors.Is(err, errMemoryWait), errors.Is(err, errRequestMemory):
 		return stream.ResourceExhausted, err.Error(), retryMillis
 	case errors.Is(err, errShutdown):
 		return stream.Unavailable, "server is shutting down", retryMillis
