@@ -122,11 +122,9 @@ func (s *Server) attend(srv any, ss grpc.ServerStream, info *grpc.StreamServerIn
 	clock := time.NewTimer(idle)
 	defer clock.Stop()
 	ended := make(chan error, 1)
-	s.work.Add(1)
-	go func() { // ends when its RPC has
-		defer s.work.Done()
+	s.work.Go(func() { // ends when its RPC has
 		ended <- handler(srv, requests{ss, clock, idle})
-	}()
+	})
 	select {
 	case err := <-ended:
 		return err

@@ -18,7 +18,6 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
-	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -31,12 +30,12 @@ var (
 
 func TestWhateverIsNoMessageGoesThroughTheStockCodec(t *testing.T) {
 	testkit.Start(t)
-	in := &tensorferryv1.GetServiceInfoResponse{Version: "1", Limits: map[string]int64{"a": 2}}
+	in := &pb.GetServiceInfoResponse{Version: "1", Limits: map[string]int64{"a": 2}}
 	data, err := Codec{}.Marshal(in)
 	if err != nil {
 		t.Fatal(err)
 	}
-	out := new(tensorferryv1.GetServiceInfoResponse)
+	out := new(pb.GetServiceInfoResponse)
 	if err := (Codec{}).Unmarshal(data, out); err != nil || !proto.Equal(in, out) {
 		t.Fatalf("read %v (%v), wrote %v", out, err, in)
 	}
@@ -51,24 +50,24 @@ func TestWhateverIsNoMessageGoesThroughTheStockCodec(t *testing.T) {
 func TestErrorsNameFieldPromisedAndGot(t *testing.T) {
 	testkit.Start(t)
 	for name, tc := range map[string]struct {
-		frame *tensorferryv1.Frame
+		frame *pb.Frame
 		kind  error
 		text  string
 	}{
 		"short id": {
-			&tensorferryv1.Frame{Calls: []*tensorferryv1.Call{{Id: tensorA[:]}, {Id: tensorA[:], Inputs: []*tensorferryv1.Input{{TensorId: []byte("abc")}}}}},
+			&pb.Frame{Calls: []*pb.Call{{Id: tensorA[:]}, {Id: tensorA[:], Inputs: []*pb.Input{{TensorId: []byte("abc")}}}}},
 			ErrMalformed, "wire: malformed frame: calls[1].inputs[0].tensor_id: want 16 bytes, not all zero, got 3 bytes",
 		},
 		"zero id": {
-			&tensorferryv1.Frame{Hello: &tensorferryv1.Hello{SessionId: make([]byte, 16)}},
+			&pb.Frame{Hello: &pb.Hello{SessionId: make([]byte, 16)}},
 			ErrMalformed, "wire: malformed frame: hello.session_id: want 16 bytes, not all zero, got zeros",
 		},
 		"too many credits": {
-			&tensorferryv1.Frame{Credits: make([]*tensorferryv1.Credit, MaxParts+1)},
+			&pb.Frame{Credits: make([]*pb.Credit, MaxParts+1)},
 			ErrTooLarge, "wire: frame over limit: credits: want at most 256 parts, got 257",
 		},
 		"too many bytes": {
-			&tensorferryv1.Frame{Drain: &tensorferryv1.Drain{Reason: strings.Repeat("x", MaxControlBytes)}},
+			&pb.Frame{Drain: &pb.Drain{Reason: strings.Repeat("x", MaxControlBytes)}},
 			ErrTooLarge, "wire: frame over limit: frame: want at most 65536 bytes beside the payload, got 65540",
 		},
 	} {
@@ -90,10 +89,10 @@ func TestErrorsNameFieldPromisedAndGot(t *testing.T) {
 
 func TestControlBytesAreCountedBesideThePayload(t *testing.T) {
 	testkit.Start(t)
-	chunk := &tensorferryv1.Chunk{TensorId: tensorA[:], Data: make([]byte, 2*MaxControlBytes)}
+	chunk := &pb.Chunk{TensorId: tensorA[:], Data: make([]byte, 2*MaxControlBytes)}
 	for name, over := range map[string]int{"at the limit": 0, "one over": 1} {
 		t.Run(name, func(t *testing.T) {
-			f := &tensorferryv1.Frame{Chunk: chunk, Drain: &tensorferryv1.Drain{Reason: "x"}}
+			f := &pb.Frame{Chunk: chunk, Drain: &pb.Drain{Reason: "x"}}
 			rest := proto.Size(f) - len(chunk.Data)
 			f.Drain.Reason = strings.Repeat("x", MaxControlBytes-rest-4+1+over) // lengths now take three bytes, twice
 			if got := proto.Size(f) - len(chunk.Data); got != MaxControlBytes+over {
@@ -335,7 +334,7 @@ func BenchmarkUnmarshal(b *testing.B) {
 			b.SetBytes(int64(size))
 			b.ReportAllocs()
 			for b.Loop() {
-				if err := stock.Unmarshal(views, new(tensorferryv1.Frame)); err != nil {
+				if err := stock.Unmarshal(views, new(pb.Frame)); err != nil {
 					b.Fatal(err)
 				}
 			}
@@ -346,14 +345,14 @@ func BenchmarkUnmarshal(b *testing.B) {
 // echoServer sends every frame back as the fast codec reads and writes it. The
 // payload goes back from gRPC's receive buffers: Free waits for its release.
 type echoServer struct {
-	tensorferryv1.UnimplementedTensorServiceServer
+	pb.UnimplementedTensorServiceServer
 }
 
 type freeLater struct{ m *Message }
 
 func (f freeLater) Release() { f.m.Free() }
 
-func (echoServer) StreamTensors(s grpc.BidiStreamingServer[tensorferryv1.Frame, tensorferryv1.Frame]) error {
+func (echoServer) StreamTensors(s grpc.BidiStreamingServer[pb.Frame, pb.Frame]) error {
 	for {
 		in := new(Message)
 		if err := s.RecvMsg(in); err != nil {
@@ -376,7 +375,7 @@ func connect(t *testing.T, opts ...grpc.DialOption) *grpc.ClientConn {
 		t.Fatal(err)
 	}
 	server := grpc.NewServer(grpc.ForceServerCodecV2(Codec{}))
-	tensorferryv1.RegisterTensorServiceServer(server, echoServer{})
+	pb.RegisterTensorServiceServer(server, echoServer{})
 	served := make(chan error, 1)
 	go func() { served <- server.Serve(listener) }() // ends with Stop
 	opts = append(opts, grpc.WithTransportCredentials(insecure.NewCredentials()))
@@ -397,7 +396,7 @@ func connect(t *testing.T, opts ...grpc.DialOption) *grpc.ClientConn {
 func TestAStockPeerReadsAndWritesTheSameFramesOverASocket(t *testing.T) {
 	testkit.Start(t)
 	conn := connect(t)
-	s, err := tensorferryv1.NewTensorServiceClient(conn).StreamTensors(context.Background())
+	s, err := pb.NewTensorServiceClient(conn).StreamTensors(context.Background())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -435,7 +434,7 @@ func (c *counted) Release() {
 func TestEveryLoanEndsOnceGRPCHasWrittenTheFrame(t *testing.T) {
 	testkit.Start(t)
 	conn := connect(t, grpc.WithDefaultCallOptions(grpc.ForceCodecV2(Codec{}), grpc.MaxRetryRPCBufferSize(0)))
-	s, err := conn.NewStream(context.Background(), &tensorferryv1.TensorService_ServiceDesc.Streams[0], tensorferryv1.TensorService_StreamTensors_FullMethodName)
+	s, err := conn.NewStream(context.Background(), &pb.TensorService_ServiceDesc.Streams[0], pb.TensorService_StreamTensors_FullMethodName)
 	if err != nil {
 		t.Fatal(err)
 	}
