@@ -11,7 +11,7 @@ import (
 	"math"
 	"os"
 	"regexp"
-	"runtime/debug"
+	"runtime"
 	"slices"
 	"strings"
 
@@ -68,8 +68,11 @@ var hints = map[codes.Code]string{
 	codes.ResourceExhausted: "tensorferry info lists the server's limits",
 }
 
-// gcPercent lets the Go heap grow to 16 MB before the first collection.
-const gcPercent = 400
+// ballast is how much the Go heap grows at least from one collection to the next.
+// Payload lies outside of it; what it holds is a few MB of bookkeeping, and to collect
+// that for every further 4 MB would cost more than it frees. A larger percentage
+// (GOGC) would do as much for a small heap, and let a large one grow with it.
+const ballast = 16 << 20
 
 // usageError is a mistake in what was typed.
 type usageError struct{ err error }
@@ -88,12 +91,10 @@ type hinted struct {
 func (h hinted) Unwrap() error { return h.error }
 
 func main() {
-	if os.Getenv("GOGC") == "" {
-		// Payload lies outside the Go heap, which holds a few MB of bookkeeping:
-		// collecting it for every further 4 MB would cost more than it frees.
-		debug.SetGCPercent(gcPercent)
-	}
-	os.Exit(run(untilInterrupted(), os.Args[1:]))
+	never := make([]byte, ballast) // touched, so none of it is in memory
+	code := run(untilInterrupted(), os.Args[1:])
+	runtime.KeepAlive(never)
+	os.Exit(code)
 }
 
 func run(ctx context.Context, args []string) int {
