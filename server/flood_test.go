@@ -48,7 +48,7 @@ var floods = []struct {
 	name string
 	few  int // attackers in the test, on so many connections
 	many int // when measured
-	each int // RPCs, or what else there is of them, of one attacker at a time
+	each int // RPCs, or what else there is of them, of one attacker at a time; in all not more than the server takes
 	do   func(ctx context.Context, stub pb.TensorServiceClient, addr string)
 }{
 	{"none, but a process that computes", 1, 1, 1, func(ctx context.Context, _ pb.TensorServiceClient, _ string) {
@@ -74,12 +74,12 @@ var floods = []struct {
 		}
 		drainAll(s.Recv)
 	}},
-	{"pushes that say nothing", 2, 8, 100, func(ctx context.Context, stub pb.TensorServiceClient, _ string) {
+	{"pushes that say nothing", 2, 8, 32, func(ctx context.Context, stub pb.TensorServiceClient, _ string) {
 		if s, err := stub.PushTensors(ctx); err == nil {
 			_ = s.RecvMsg(new(pb.PushTensorsResponse))
 		}
 	}},
-	{"pushes that announce and never send", 2, 8, 100, func(ctx context.Context, stub pb.TensorServiceClient, _ string) {
+	{"pushes that announce and never send", 2, 8, 32, func(ctx context.Context, stub pb.TensorServiceClient, _ string) {
 		s, err := stub.PushTensors(ctx)
 		if err != nil {
 			return
