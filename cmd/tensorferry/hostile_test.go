@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"unicode"
 
@@ -31,11 +32,14 @@ const nasty = "a\x1b[31m\u009b2J\u202eb\u2028c\u2029\U000e0001\x7f\r\nhint: run 
 type rogue struct {
 	pb.UnimplementedTensorServiceServer
 	tensors []*pb.StoredTensor
-	fail    error // of a list
+	fail    atomic.Pointer[error] // of a list
 }
 
 func (r *rogue) ListTensors(context.Context, *pb.ListTensorsRequest) (*pb.ListTensorsResponse, error) {
-	return &pb.ListTensorsResponse{Tensors: r.tensors, Sources: []string{nasty}}, r.fail
+	if err := r.fail.Load(); err != nil {
+		return nil, *err
+	}
+	return &pb.ListTensorsResponse{Tensors: r.tensors, Sources: []string{nasty}}, nil
 }
 
 func (r *rogue) PullTensors(req *pb.PullTensorsRequest, s grpc.ServerStreamingServer[pb.Frame]) error {
@@ -154,7 +158,8 @@ func TestWhatAServerSaysDoesNotReachTheTerminalAsACommand(t *testing.T) {
 	out, _, _ = run("info")
 	require.Contains(t, out, "none codec 257 codec -1")
 
-	r.fail = status.Error(codes.NotFound, nasty)
+	fail := status.Error(codes.NotFound, nasty)
+	r.fail.Store(&fail)
 	_, said, code := run("ls")
 	require.Equal(t, exitFailure, code)
 	harmless(t, said)
