@@ -11,10 +11,12 @@ import (
 )
 
 const (
-	// A frame's work is counted in thin frames: one for itself, and one for each
-	// workBytes of its control parts. Each payBytes of payload pays for one, and each
-	// call or tensor that it opens for openPays, that is, for 16 KiB of control parts:
-	// those have limits of their own.
+	// A frame's work is counted in thin frames: one for itself, placing more for a
+	// chunk, and one for each workBytes of its control parts. Each payBytes of payload
+	// pays for one, so that chunks from 3 KiB on are free, and each call or tensor that
+	// it opens for openPays, that is, for 16 KiB of control parts: those have limits of
+	// their own.
+	placing   = 2
 	workBytes = 256
 	payBytes  = 1 << 10
 	openPays  = 64
@@ -48,6 +50,9 @@ func (p *paced) RecvMsg(m any) error {
 	}
 	msg := m.(*wire.Message)
 	p.owed = 1 + msg.Control/workBytes - msg.Frame.Chunk.Len()/payBytes
+	if msg.Frame.HasChunk() {
+		p.owed += placing
+	}
 	return nil
 }
 

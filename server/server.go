@@ -77,8 +77,8 @@ type Config struct {
 	// DefaultQueuedCalls.
 	QueuedCalls int
 	// ThinFrames is how many frames a second one connection may send, over a time,
-	// that open nothing and carry less than 1 KiB; more of them wait, and those with
-	// many control parts count as several. 0 means DefaultThinFrames.
+	// that open nothing and carry less than 3 KiB; more of them wait, and those with
+	// a chunk or many control parts count as several. 0 means DefaultThinFrames.
 	ThinFrames int
 	// WindowBytes is how many bytes a client may have on their way to one RPC, before
 	// the server reads them; 0 means DefaultWindow, less

@@ -116,7 +116,7 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	countVar(f, &c.maxSessionTensors, "max-session-tensors", d.OpenTensors, "tensors that a session sends at a time")
 	countVar(f, &c.maxConnections, "max-connections", server.DefaultConnections, "open connections; one more is closed at once")
 	countVar(f, &c.maxStreams, "max-streams", server.DefaultStreamsPerConn, "RPCs of one connection at a time")
-	countVar(f, &c.maxThinFrames, "max-thin-frames", server.DefaultThinFrames, "frames a second from one connection that open nothing and carry under 1 KiB")
+	countVar(f, &c.maxThinFrames, "max-thin-frames", server.DefaultThinFrames, "frames a second from one connection that open nothing and carry under 3 KiB")
 	sizeVar(f, &c.maxHeaderList, "max-header-list", server.DefaultHeaderListBytes, 1<<10, 1<<24, "`bytes` of an RPC's metadata")
 	durationVar(f, &c.memoryWait, "memory-wait", server.DefaultMemoryWait, time.Millisecond, "how long a call waits for memory")
 	durationVar(f, &c.firstFrame, "first-frame", time.Duration(d.FirstFrame), time.Millisecond, "how long a new session may say nothing")
