@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -74,7 +75,7 @@ type Call struct {
 
 	// Guarded by the session's lock until closed.
 	results []*result
-	done    stream.Done
+	done    frame.Done
 	cause   error // what ended the call on this side
 	ended   bool
 }
@@ -107,7 +108,7 @@ func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 	}
 	fail := func(format string, args ...any) {
 		c.cause = fmt.Errorf("client: result %q: "+format, append([]any{r.port}, args...)...)
-		m.FailTensor(e.Tensor, stream.FailedPrecondition, "the client can not take the result")
+		m.FailTensor(e.Tensor, frame.FailedPrecondition, "the client can not take the result")
 	}
 	sink := c.sinks[d.Port]
 	switch {
@@ -257,7 +258,7 @@ func (r *result) drop() {
 }
 
 // end is the session's last event of the call; the session is locked.
-func (c *Call) end(d *stream.Done) {
+func (c *Call) end(d *frame.Done) {
 	c.done, c.ended = *d, true
 	close(c.closed)
 }
@@ -275,17 +276,17 @@ func (c *Call) stop(cause error) {
 		if !c.ended && c.cause == nil {
 			c.cause = cause
 		}
-		m.Cancel(c.id, stream.Cancelled, "cancelled by the caller")
+		m.Cancel(c.id, frame.Cancelled, "cancelled by the caller")
 	})
 }
 
 // fail is stop for what spoils the results of a call that has ended well, too.
 func (c *Call) fail(cause error) {
 	c.session.sess.Do(func(m *stream.Machine, _ stream.Instant) {
-		if c.cause == nil && (!c.ended || c.done.Code == stream.OK) {
+		if c.cause == nil && (!c.ended || c.done.Code == frame.OK) {
 			c.cause = cause
 		}
-		m.Cancel(c.id, stream.Cancelled, "cancelled by the caller")
+		m.Cancel(c.id, frame.Cancelled, "cancelled by the caller")
 	})
 }
 

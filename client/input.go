@@ -5,6 +5,7 @@ import (
 	"io"
 	"sync"
 
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -71,7 +72,7 @@ func (f *feed) open(m *stream.Machine, now stream.Instant) error {
 	if size/f.chunk >= tensor.MaxChunks {
 		f.chunk = m.PeerChunkBytes()
 	}
-	d := stream.Desc{
+	d := frame.Desc{
 		Tensor: f.id, Desc: f.in.Desc.Clone(), ChunkBytes: uint32(f.chunk), Call: f.call.id, Port: f.in.Port,
 		Name: f.in.Name, Metadata: f.in.Metadata,
 	}

@@ -13,10 +13,10 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/internal/wire"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -66,7 +66,7 @@ type ReadWriterAt interface {
 // whose summary has no error is whole, and its digest is the server's.
 func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 	p := &pull{client: c, request: r, id: session.NewID(), byID: make(map[tensor.ID]*pulled), answered: make([]bool, len(r.Select))}
-	hello := stream.Hello{Version: stream.Version, Session: p.id, MaxChunkBytes: uint32(c.cfg.ChunkBytes), Checksum: uint8(c.cfg.Checksum)}
+	hello := frame.Hello{Version: frame.Version, Session: p.id, MaxChunkBytes: uint32(c.cfg.ChunkBytes), Checksum: uint8(c.cfg.Checksum)}
 	if c.cfg.Codec != codec.None {
 		hello.Codecs = []uint8{uint8(c.cfg.Codec)}
 	}
@@ -146,7 +146,7 @@ type pulled struct {
 // WriteViews puts a chunk where the tensor goes.
 func (t *pulled) WriteViews(off int64, views [][]byte) error {
 	if next := t.order.Next(); t.writer != nil && off != next {
-		return &stream.Error{Code: stream.FailedPrecondition, Text: fmt.Sprintf("byte %d came after byte %d, and the tensor goes to a writer; use Into or At", off, next)}
+		return frame.Errorf(frame.FailedPrecondition, "byte %d came after byte %d, and the tensor goes to a writer; use Into or At", off, next)
 	}
 	if t.at != nil {
 		t.pieces.Reset(io.NewOffsetWriter(t.at, off))
@@ -188,10 +188,9 @@ func (t *pulled) digest() (codec.Digest, error) {
 
 // receive takes the frames of the server. An error ends the pull.
 func (p *pull) receive() error {
-	limits := stream.DefaultLimits()
-	limits.ChunkBytes, limits.TensorBytes, limits.OpenTensors = uint32(p.client.cfg.ChunkBytes), tensorBytes, 1
 	p.recv = transfer.Receiver[*pulled]{
-		Limits: limits, Tensors: p.most(), Checksum: p.client.cfg.Checksum, Handler: p,
+		ChunkBytes: uint32(p.client.cfg.ChunkBytes), TensorBytes: tensorBytes, OpenTensors: 1,
+		Tensors: p.most(), Checksum: p.client.cfg.Checksum, Handler: p,
 	}
 	if p.client.cfg.Codec != codec.None {
 		p.recv.Codecs = []codec.Codec{p.client.cfg.Codec}
@@ -211,7 +210,7 @@ func (p *pull) receive() error {
 			return &Error{Code: codes.Internal, Message: "a pull opens with one hello of the server's"}
 		}
 		if h := msg.Frame.Hello; h != nil {
-			if bad := stream.CheckHello(h); bad != nil {
+			if bad := h.Check(); bad != nil {
 				return bad
 			}
 			if h.Session != p.id || h.Checksum != uint8(p.client.cfg.Checksum) {
@@ -288,7 +287,7 @@ func (p *pull) tensor(id tensor.ID, name string) *pulled {
 // selected reports whether a selection picks name, and notes that the first of those
 // that wait for an answer has it: the server goes through them in their order.
 func (p *pull) selected(name string) bool {
-	if len(name) > stream.NameBytes {
+	if len(name) > frame.NameBytes {
 		return false
 	}
 	found := false
@@ -341,7 +340,7 @@ func (p *pull) Whole(in *transfer.In[*pulled]) { in.Place.whole = true }
 // Failed notes why a tensor does not arrive.
 func (p *pull) Failed(in *transfer.In[*pulled], err error) {
 	t := in.Place
-	var se *stream.Error
+	var se *frame.Error
 	switch {
 	case errors.As(err, &se):
 		err = &Error{Code: codes.Code(se.Code), Message: fmt.Sprintf("tensor %q: %s", t.Name, se.Text)}
@@ -364,7 +363,7 @@ func (t *pulled) end(err error) {
 }
 
 // summary ends a tensor. An error ends the pull.
-func (p *pull) summary(s *stream.Summary) error {
+func (p *pull) summary(s *frame.Summary) error {
 	s.Message = p.kept(s.Message)
 	t := p.byID[s.Tensor]
 	if t == nil { // a selection that picked nothing
@@ -379,7 +378,7 @@ func (p *pull) summary(s *stream.Summary) error {
 		}
 		return nil
 	}
-	if s.Name = t.Name; s.Code != stream.OK {
+	if s.Name = t.Name; s.Code != frame.OK {
 		t.end(summaryError(s))
 		p.recv.Refuse(s.Tensor, t.Err) // nothing more of it is wanted
 		return nil
@@ -400,9 +399,9 @@ func (p *pull) summary(s *stream.Summary) error {
 
 // kept copies as much of a text of the server's as is kept.
 func (p *pull) kept(text string) string {
-	text = text[:min(len(text), wire.MaxTextBytes, pullTextBytes-p.textBytes)]
+	text = frame.Clip(text, min(frame.TextBytes, pullTextBytes-p.textBytes))
 	p.textBytes += len(text)
-	return strings.Clone(strings.ToValidUTF8(text, ""))
+	return text
 }
 
 // held returns what the caller has of a tensor.

@@ -14,11 +14,11 @@ import (
 	"google.golang.org/grpc/codes"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -214,7 +214,7 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 		return transferError(ctx, own, err)
 	}
 	conn.Conn = rpc
-	hello := stream.Hello{Version: stream.Version, Session: session.NewID(), Checksum: uint8(c.cfg.Checksum)}
+	hello := frame.Hello{Version: frame.Version, Session: session.NewID(), Checksum: uint8(c.cfg.Checksum)}
 	err = c.sendAll(own, conn, hello, known, list, progress)
 	if err == nil {
 		err = rpc.CloseSend()
@@ -257,12 +257,12 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 }
 
 // sendAll sends the frames of a push.
-func (c *Client) sendAll(ctx context.Context, conn *stallClock, hello stream.Hello, known facts, list []*pushing, progress func(Progress)) error {
+func (c *Client) sendAll(ctx context.Context, conn *stallClock, hello frame.Hello, known facts, list []*pushing, progress func(Progress)) error {
 	s := transfer.NewSender(conn, nil)
 	s.Checksum = c.cfg.Checksum
 	s.ChunkBytes = min(int64(c.cfg.ChunkBytes), known.chunkBytes)
 	s.Codec = c.codecFor(known.codecs)
-	if err := s.Control(stream.Frame{Hello: &hello}); err != nil {
+	if err := s.Control(frame.Frame{Hello: &hello}); err != nil {
 		return err
 	}
 	for _, p := range list {
@@ -273,17 +273,17 @@ func (c *Client) sendAll(ctx context.Context, conn *stallClock, hello stream.Hel
 		}
 		p.out.Bytes = size
 		moved := int64(0)
-		s.Moved = func(_ *stream.Desc, n int64) {
+		s.Moved = func(_ *frame.Desc, n int64) {
 			if moved += n; progress != nil {
 				progress(Progress{p.in.Name, moved, size})
 			}
 		}
-		t := transfer.Tensor{Desc: stream.Desc{Tensor: p.id, Desc: p.in.Desc, Name: p.in.Name, Metadata: p.in.Metadata}, From: p}
+		t := transfer.Tensor{Desc: frame.Desc{Tensor: p.id, Desc: p.in.Desc, Name: p.in.Name, Metadata: p.in.Metadata}, From: p}
 		p.out.Digest, err = s.Send(ctx, &t)
 		conn.allow(size)
 		if source, ok := errors.AsType[*transfer.SourceError](err); ok {
 			p.end(source.Err)
-			err = s.Control(stream.Frame{Failures: []stream.Failure{{Tensor: p.id, Code: stream.Cancelled, Message: "the client could not read it to its end"}}})
+			err = s.Control(frame.Frame{Failures: []frame.Failure{{Tensor: p.id, Code: frame.Cancelled, Message: "the client could not read it to its end"}}})
 		}
 		if err != nil {
 			return err

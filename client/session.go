@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -110,7 +111,7 @@ func (s *Session) windUp() {
 	s.err = err
 	s.mu.Unlock()
 	s.cancel()
-	s.sess.Wait(stream.Code(err.Code), "the session has ended: "+err.Error())
+	s.sess.Wait(frame.Code(err.Code), "the session has ended: "+err.Error())
 	s.client.mu.Lock()
 	delete(s.client.open, s)
 	s.client.mu.Unlock()
@@ -203,14 +204,14 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 	c := &Call{session: s, id: session.NewID(), sinks: r.Results, closed: make(chan struct{}), news: make(chan struct{}, 1), letGo: make(chan struct{})}
 	c.shared.Store(1)
 	defer c.returned()
-	part := stream.Call{ID: c.id, Model: r.Model, Params: r.Params, TimeoutMillis: millis(r.Timeout)}
+	part := frame.Call{ID: c.id, Model: r.Model, Params: r.Params, TimeoutMillis: millis(r.Timeout)}
 	feeds := make([]feed, len(r.Inputs)) // not copied: goroutines run on them
 	for i, in := range r.Inputs {
 		if err := in.check(); err != nil {
 			return nil, err
 		}
 		feeds[i] = feed{call: c, in: in, id: session.NewID()}
-		part.Inputs = append(part.Inputs, stream.Binding{Port: in.Port, Tensor: feeds[i].id})
+		part.Inputs = append(part.Inputs, frame.Binding{Port: in.Port, Tensor: feeds[i].id})
 	}
 	for port, sink := range r.Results {
 		if sink.at != nil {
@@ -228,7 +229,7 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 		s.calls[c.id] = c
 		for i := range feeds {
 			if err = feeds[i].open(m, now); err != nil {
-				m.Cancel(c.id, stream.InvalidArgument, err.Error())
+				m.Cancel(c.id, frame.InvalidArgument, err.Error())
 				return
 			}
 		}

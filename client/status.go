@@ -11,8 +11,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
-	"github.com/tensorferry/tensorferry/stream"
 )
 
 // Errors that callers decide on.
@@ -64,8 +64,8 @@ func causeError(cause error) *Error {
 	return &Error{Code: codes.Canceled, Cause: cause}
 }
 
-func doneError(d *stream.Done) error {
-	if d.Code == stream.OK {
+func doneError(d *frame.Done) error {
+	if d.Code == frame.OK {
 		return nil
 	}
 	return &Error{Code: codes.Code(d.Code), Message: d.Message, RetryAfter: time.Duration(d.RetryAfterMillis) * time.Millisecond}
@@ -73,7 +73,7 @@ func doneError(d *stream.Done) error {
 
 // sessionError says why a session ended.
 func sessionError(err error) *Error {
-	var se *stream.Error
+	var se *frame.Error
 	var own *Error
 	switch {
 	case errors.As(err, &own):

@@ -16,8 +16,8 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/wire"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -57,8 +57,8 @@ func errorsOf(list []Summary) error {
 }
 
 // summaryError is what a summary says went wrong with a tensor.
-func summaryError(s *stream.Summary) error {
-	if s.Code == stream.OK {
+func summaryError(s *frame.Summary) error {
+	if s.Code == frame.OK {
 		return nil
 	}
 	text := s.Message
@@ -162,7 +162,7 @@ func (c *Client) List(ctx context.Context, glob string) (list []Stored, sources 
 // stored is a tensor as the server lists it.
 func stored(t *pb.StoredTensor) (Stored, error) {
 	kind := tensor.DataType(t.GetDtype())
-	if pb.DataType(kind) != t.GetDtype() || len(t.GetShape()) > tensor.MaxRank || len(t.GetName()) > stream.NameBytes {
+	if pb.DataType(kind) != t.GetDtype() || len(t.GetShape()) > tensor.MaxRank || len(t.GetName()) > frame.NameBytes {
 		return Stored{}, &Error{Code: codes.Internal, Message: fmt.Sprintf(
 			"the server lists %.40q of data type %d and rank %d; there is no such tensor", t.GetName(), t.GetDtype(), len(t.GetShape()))}
 	}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
@@ -72,7 +73,7 @@ func (c *call) input(id tensor.ID) *input {
 
 // start starts the call's goroutines; the session is locked. They end when the
 // call has, which the session's end and the call's context bring about.
-func (c *call) start(part *stream.Call) {
+func (c *call) start(part *frame.Call) {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	c.cancel = cancel
 	params := part.Params
@@ -84,7 +85,7 @@ func (c *call) start(part *stream.Call) {
 			// Finish too: the results may be complete and only nobody takes them.
 			alarm := time.AfterFunc(timeout, func() {
 				cancel(context.DeadlineExceeded)
-				c.finish(stream.Timings{}, context.DeadlineExceeded)
+				c.finish(frame.Timings{}, context.DeadlineExceeded)
 			})
 			defer alarm.Stop()
 		}
@@ -102,7 +103,7 @@ func (c *call) serve(ctx context.Context, params map[string]string) {
 	defer c.release()
 	model, over, err := c.peer.server.model(c.model)
 	if err != nil {
-		c.finish(stream.Timings{}, err)
+		c.finish(frame.Timings{}, err)
 		<-c.closed
 		return
 	}
@@ -110,7 +111,7 @@ func (c *call) serve(ctx context.Context, params map[string]string) {
 	defer func() { over(closed) }()
 	inputs, table, err := c.bind(model.Info())
 	if err != nil {
-		c.finish(stream.Timings{}, err)
+		c.finish(frame.Timings{}, err)
 		<-c.closed
 		return
 	}
@@ -119,7 +120,7 @@ func (c *call) serve(ctx context.Context, params map[string]string) {
 	}
 	run, err := c.open(ctx, model, inputs, params)
 	if err != nil {
-		c.finish(stream.Timings{}, err)
+		c.finish(frame.Timings{}, err)
 		<-c.closed
 		return
 	}
@@ -400,40 +401,40 @@ func (c *call) announce(m *stream.Machine, now stream.Instant, o *output, info e
 		chunk = limit
 	}
 	o.id, o.size, o.open = session.NewID(), size, true
-	return m.OpenTensor(now, stream.Desc{
+	return m.OpenTensor(now, frame.Desc{
 		Tensor: o.id, Desc: out.Desc, ChunkBytes: uint32(chunk), Call: c.id, Port: info.Outputs[out.Port].Name, RetainChunks: retainChunks,
 	})
 }
 
 // done is how a call ends well. The session is locked.
-func (c *call) done(now, first stream.Instant, info engine.Info, outs []output, st engine.Stats) stream.Done {
-	d := stream.Done{Call: c.id, Timings: timings(st)}
+func (c *call) done(now, first stream.Instant, info engine.Info, outs []output, st engine.Stats) frame.Done {
+	d := frame.Done{Call: c.id, Timings: timings(st)}
 	d.Timings.Receive = int64(c.lastByte - c.arrived)
 	d.Timings.FirstResult = int64(first - c.arrived)
 	d.Timings.Total = int64(now - c.arrived)
 	for i := range outs {
-		d.Outputs = append(d.Outputs, stream.Binding{Port: info.Outputs[i].Name, Tensor: outs[i].id})
+		d.Outputs = append(d.Outputs, frame.Binding{Port: info.Outputs[i].Name, Tensor: outs[i].id})
 	}
 	return d
 }
 
-func timings(st engine.Stats) stream.Timings {
-	return stream.Timings{Queue: int64(st.Queue), H2D: int64(st.H2D), Compute: int64(st.Compute), D2H: int64(st.D2H)}
+func timings(st engine.Stats) frame.Timings {
+	return frame.Timings{Queue: int64(st.Queue), H2D: int64(st.H2D), Compute: int64(st.Compute), D2H: int64(st.D2H)}
 }
 
 // finish ends the call badly, unless its end is decided already. What a peer may
 // not see goes to the log.
-func (c *call) finish(t stream.Timings, err error) {
+func (c *call) finish(t frame.Timings, err error) {
 	if errors.Is(err, errStopped) {
 		return // the session decided first
 	}
 	code, text, retry := callCode(err)
-	if code == stream.Internal && !errors.Is(err, stream.ErrClosed) { // or the session decided while a result was on its way to it
+	if code == frame.Internal && !errors.Is(err, stream.ErrClosed) { // or the session decided while a result was on its way to it
 		c.peer.server.log.Error("call failed", slog.String("session", c.peer.holder),
 			slog.String("call", c.id.String()), slog.String("error", err.Error()))
 	}
 	c.peer.sess.Do(func(m *stream.Machine, _ stream.Instant) {
-		m.Finish(stream.Done{Call: c.id, Code: code, Message: text, Timings: t, RetryAfterMillis: retry})
+		m.Finish(frame.Done{Call: c.id, Code: code, Message: text, Timings: t, RetryAfterMillis: retry})
 	})
 }
 

@@ -13,11 +13,11 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -64,7 +64,7 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		resp.Timings.TotalNanos = int64(time.Since(began))
 		err = held.resize(proto.Size(resp))
 	}
-	code, text, retry := stream.OK, "", uint32(0)
+	code, text, retry := frame.OK, "", uint32(0)
 	if err != nil {
 		if cause := context.Cause(ctx); cause != nil { // outranks what it caused
 			err = cause
@@ -72,7 +72,7 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		code, text, retry = callCode(err)
 	}
 	s.callEnded(req.GetModel(), code, time.Since(began))
-	if code == stream.Internal {
+	if code == frame.Internal {
 		s.log.Error("call failed", slog.String("call", id.String()), slog.String("error", err.Error()))
 	}
 	if err != nil {
@@ -120,7 +120,7 @@ func (m *requestMemory) Release() {
 // compute checks a small call's inputs and runs its model. Waiting for memory ends
 // the call by cancel.
 func (s *Server) compute(ctx context.Context, cancel context.CancelCauseFunc, id tensor.ID, req *pb.ComputeRequest) (*pb.ComputeResponse, error) {
-	if problem := stream.CheckEntries("params", req.GetParams()); problem != "" {
+	if problem := frame.CheckEntries("params", req.GetParams()); problem != "" {
 		return nil, fmt.Errorf("%w: %s", errBinding, problem)
 	}
 	if err := store.CheckName(req.GetModel()); err != nil { // the rules are the same, and no error repeats a name of a MiB

@@ -7,9 +7,9 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/internal/wire"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -65,7 +65,7 @@ func (s *Server) shownLimits(memory int64) map[string]int64 {
 		"chunk_bytes": int64(l.ChunkBytes), "chunks_per_tensor": tensor.MaxChunks, "tensor_bytes": l.TensorBytes,
 		"rank": tensor.MaxRank, "dimension": tensor.MaxDim,
 		"message_bytes": int64(l.ChunkBytes) + wire.MaxControlBytes, "window_bytes": int64(c.WindowBytes), "thin_frames_per_second": int64(c.ThinFrames),
-		"allowance_bytes": int64(l.AllowanceBytes), "allowance_chunks": stream.AllowanceChunks,
+		"allowance_bytes": int64(l.AllowanceBytes), "allowance_chunks": frame.AllowanceChunks,
 		"open_tensors_per_session": int64(l.OpenTensors), "open_calls_per_session": int64(l.OpenCalls),
 		"sessions": int64(c.Sessions), "calls": int64(c.QueuedCalls),
 		"transfers": int64(c.Transfers), "stored_tensor_bytes": c.StoredBytes, "tensors_per_transfer": transferTensors,
@@ -73,8 +73,8 @@ func (s *Server) shownLimits(memory int64) map[string]int64 {
 		"memory_bytes": memory, "memory_wait_millis": millis(c.MemoryWait),
 		"first_frame_millis": millis(time.Duration(l.FirstFrame)), "chunk_idle_millis": millis(time.Duration(l.ChunkIdle)),
 		"session_idle_millis": millis(time.Duration(l.SessionIdle)),
-		"name_bytes":          stream.NameBytes, "entries": stream.Entries, "entry_key_bytes": stream.KeyBytes,
-		"entry_value_bytes": stream.ValueBytes, "entries_bytes": stream.EntriesBytes,
+		"name_bytes":          frame.NameBytes, "entries": frame.Entries, "entry_key_bytes": frame.KeyBytes,
+		"entry_value_bytes": frame.ValueBytes, "entries_bytes": frame.EntriesBytes,
 		"connections": int64(c.Connections), "streams_per_connection": int64(c.StreamsPerConnection), "header_list_bytes": int64(c.HeaderListBytes),
 		"handshake_millis": millis(c.Handshake), "keepalive_millis": millis(c.Keepalive),
 		"keepalive_timeout_millis": millis(c.KeepaliveTimeout), "keepalive_min_millis": millis(c.KeepaliveMin),

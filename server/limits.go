@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/assembler"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 )
@@ -17,7 +18,7 @@ const (
 	sideGrace = time.Second
 	// tableFree is how many chunks a tensor on credit may have before what the
 	// server keeps per chunk is taken from the memory budget: 20 KiB.
-	tableFree = stream.AllowanceChunks
+	tableFree = frame.AllowanceChunks
 	// promisesShare: all promises together fill at most this part (1/promisesShare)
 	// of the budget, so that what is set aside leaves room for what is needed.
 	promisesShare = 2
@@ -34,7 +35,7 @@ const (
 // promise is what the budget sets aside for the allowance of a session: one tensor
 // of all its bytes, and of as many chunks as it may have.
 func promise(l stream.Limits) int64 {
-	return slab.SizeOf(int64(l.AllowanceBytes)) + stream.AllowanceChunks*assembler.ChunkOverhead
+	return slab.SizeOf(int64(l.AllowanceBytes)) + frame.AllowanceChunks*assembler.ChunkOverhead
 }
 
 // unread is how long what was sent may lie unread until its connection is closed, or

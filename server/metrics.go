@@ -8,9 +8,9 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/store"
-	"github.com/tensorferry/tensorferry/stream"
 )
 
 // counts is what a server counts beside what its sessions do: the one source of
@@ -58,7 +58,7 @@ func (c *counts) watch(name string, here bool) {
 }
 
 // callEnded counts a call that has ended, and its time if it ever had one.
-func (c *counts) callEnded(model string, code stream.Code, took time.Duration) {
+func (c *counts) callEnded(model string, code frame.Code, took time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if _, here := c.models[model]; !here {
@@ -78,7 +78,7 @@ func (c *counts) transferOpened(k kind) {
 }
 
 // transferEnded counts a push or a pull that has moved so many bytes of payload.
-func (c *counts) transferEnded(k kind, code stream.Code, bytes int64) {
+func (c *counts) transferEnded(k kind, code frame.Code, bytes int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.openTransfers[string(k)]--
@@ -86,7 +86,7 @@ func (c *counts) transferEnded(k kind, code stream.Code, bytes int64) {
 }
 
 // tensorEnded counts a tensor of a push or a pull.
-func (c *counts) tensorEnded(k kind, code stream.Code) {
+func (c *counts) tensorEnded(k kind, code frame.Code) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.endedTensors[metrics.Outcome{Of: string(k), Code: codeName(code)}]++

@@ -11,9 +11,9 @@ import (
 	"golang.org/x/time/rate"
 	"google.golang.org/grpc"
 
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/internal/wire"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -30,9 +30,9 @@ func (s *source) Context() context.Context { return s.ctx }
 
 func (s *source) RecvMsg(m any) error {
 	msg := m.(*wire.Message)
-	msg.Frame = stream.Frame{}
+	msg.Frame = frame.Frame{}
 	if s.payload > 0 {
-		msg.Frame.Chunk = stream.Chunk{Tensor: tensor.ID{1}, Data: [][]byte{make([]byte, s.payload)}}
+		msg.Frame.Chunk = frame.Chunk{Tensor: tensor.ID{1}, Data: [][]byte{make([]byte, s.payload)}}
 	}
 	msg.Control = s.control
 	return s.err

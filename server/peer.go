@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"github.com/tensorferry/tensorferry/assembler"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
@@ -112,7 +113,7 @@ func (p *peer) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 	n := slab.SizeOf(geo.Size) + int64(in.chunks)*assembler.ChunkOverhead
 	if !p.side.take(n) {
 		_, _, limit := p.server.cfg.Budget.Used()
-		m.Finish(stream.Done{Call: c.id, Code: stream.ResourceExhausted, RetryAfterMillis: retryMillis, Message: fmt.Sprintf(
+		m.Finish(frame.Done{Call: c.id, Code: frame.ResourceExhausted, RetryAfterMillis: retryMillis, Message: fmt.Sprintf(
 			"memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, limit)})
 		return
 	}
@@ -148,7 +149,7 @@ func (p *peer) ready(m *stream.Machine, now stream.Instant, e stream.Event) {
 	c := p.call(e.Call)
 	c.arrived, c.lastByte, c.model = now, now, e.Part.Model
 	if !s.beginCall(p.conn) {
-		m.Finish(stream.Done{Call: c.id, Code: stream.ResourceExhausted, RetryAfterMillis: retryMillis,
+		m.Finish(frame.Done{Call: c.id, Code: frame.ResourceExhausted, RetryAfterMillis: retryMillis,
 			Message: fmt.Sprintf("calls: the limit of the server is %d; try again later", s.cfg.QueuedCalls)})
 		return
 	}

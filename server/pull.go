@@ -12,11 +12,11 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/store"
-	"github.com/tensorferry/tensorferry/stream"
 )
 
 // pull is a client's download from the store and the sources.
@@ -42,9 +42,9 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 	return s.transfer(conn, pullTransfer, func(w *watched) (*record, error) {
 		h, err := wire.Hello(req.GetHello())
 		if err != nil {
-			return nil, &stream.Error{Code: stream.InvalidArgument, Text: err.Error()}
+			return nil, &frame.Error{Code: frame.InvalidArgument, Text: err.Error()}
 		}
-		if bad := stream.CheckHello(h); bad != nil {
+		if bad := h.Check(); bad != nil {
 			return nil, bad
 		}
 		list, bytes, err := selections(req.GetSelections())
@@ -55,7 +55,7 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 		if bytes > 0 {
 			if !s.cfg.Budget.TryAcquire(pullHolder, bytes) {
 				_, _, limit := s.cfg.Budget.Used()
-				return nil, unaryStatus(stream.ResourceExhausted, fmt.Sprintf("selections: %d bytes to keep what is asked for; all pulls together have half of memory_bytes, which is %d; "+
+				return nil, unaryStatus(frame.ResourceExhausted, fmt.Sprintf("selections: %d bytes to keep what is asked for; all pulls together have half of memory_bytes, which is %d; "+
 					"select less, hold fewer ranges, or try again later", bytes, limit), retryMillis)
 			}
 			defer s.cfg.Budget.Release(pullHolder, bytes)
@@ -71,8 +71,8 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 			p.sender.ChunkBytes = min(1<<20, int64(s.limits.ChunkBytes))
 		}
 		p.sender.Codec = codec.Choose(codec.All(), h.Codecs)
-		hello := stream.Hello{Version: stream.Version, Session: h.Session, MaxChunkBytes: s.limits.ChunkBytes, Checksum: h.Checksum}
-		if err := p.sender.Control(stream.Frame{Hello: &hello}); err != nil {
+		hello := frame.Hello{Version: frame.Version, Session: h.Session, MaxChunkBytes: s.limits.ChunkBytes, Checksum: h.Checksum}
+		if err := p.sender.Control(frame.Frame{Hello: &hello}); err != nil {
 			return r, err
 		}
 		for i := range list {
@@ -88,20 +88,20 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 // done for it. bytes is what it takes of the budget.
 func selections(list []*pb.Selection) (all []wanted, bytes int64, err error) {
 	bad := func(format string, args ...any) ([]wanted, int64, error) {
-		return nil, 0, &stream.Error{Code: stream.InvalidArgument, Text: fmt.Sprintf(format, args...)}
+		return nil, 0, frame.Errorf(frame.InvalidArgument, format, args...)
 	}
 	switch n := len(list); {
 	case n == 0:
 		return bad("selections: none; name a tensor, a glob or a source")
 	case n > transferTensors:
-		return nil, 0, &stream.Error{Code: stream.ResourceExhausted, Text: fmt.Sprintf("selections: %d, the limit of a pull is %d; use several", n, transferTensors)}
+		return nil, 0, frame.Errorf(frame.ResourceExhausted, "selections: %d, the limit of a pull is %d; use several", n, transferTensors)
 	}
 	all = make([]wanted, len(list))
 	for i, sel := range list {
 		if err := store.CheckName(sel.GetName()); err != nil {
 			return bad("selections[%d]: %v", i, err)
 		}
-		if problem := stream.CheckEntries("params", sel.GetParams()); problem != "" {
+		if problem := frame.CheckEntries("params", sel.GetParams()); problem != "" {
 			return bad("selections[%d]: %s", i, problem)
 		}
 		if len(sel.GetParams()) > 0 && !sel.GetSource() {
@@ -229,16 +229,16 @@ func (p *pull) tensor(name string, r store.Reader, sel *wanted) error {
 	if err != nil {
 		return p.refuse(name, err)
 	}
-	t := transfer.Tensor{Desc: stream.Desc{Tensor: session.NewID(), Desc: info.Desc, Name: name}, From: viewer{p.ctx, r}, Digest: info.Digest}
+	t := transfer.Tensor{Desc: frame.Desc{Tensor: session.NewID(), Desc: info.Desc, Name: name}, From: viewer{p.ctx, r}, Digest: info.Digest}
 	if d := sel.heldDigest; len(d) == 0 || info.Digest.IsZero() || codec.Digest(d) == info.Digest {
 		t.Held = sel.held
 	}
 	state := p.server.records.tensor(p.record, t.Tensor, name, uint64(size))
-	p.sender.Moved = func(_ *stream.Desc, bytes int64) {
+	p.sender.Moved = func(_ *frame.Desc, bytes int64) {
 		state.bytes.Add(bytes)
 		p.record.bytes.Add(bytes)
 	}
-	sum := stream.Summary{Tensor: t.Tensor, Name: name, SizeBytes: uint64(size), Durable: info.Durable}
+	sum := frame.Summary{Tensor: t.Tensor, Name: name, SizeBytes: uint64(size), Durable: info.Durable}
 	var source *transfer.SourceError
 	switch sum.Digest, err = p.sender.Send(p.ctx, &t); {
 	case errors.As(err, &source):
@@ -253,19 +253,19 @@ func (p *pull) tensor(name string, r store.Reader, sel *wanted) error {
 	}
 	p.server.records.over(state, sum)
 	p.server.tensorEnded(pullTransfer, sum.Code)
-	return p.sender.Control(stream.Frame{Summaries: []stream.Summary{sum}})
+	return p.sender.Control(frame.Frame{Summaries: []frame.Summary{sum}})
 }
 
 // refuse tells that a selection, or one tensor of it, is not sent.
 func (p *pull) refuse(name string, err error) error {
-	sum := stream.Summary{Tensor: session.NewID(), Name: name}
+	sum := frame.Summary{Tensor: session.NewID(), Name: name}
 	p.explain(&sum, err)
 	p.server.records.over(p.server.records.tensor(p.record, sum.Tensor, name, 0), sum)
 	p.server.tensorEnded(pullTransfer, sum.Code)
-	return p.sender.Control(stream.Frame{Summaries: []stream.Summary{sum}})
+	return p.sender.Control(frame.Frame{Summaries: []frame.Summary{sum}})
 }
 
-func (p *pull) explain(sum *stream.Summary, err error) {
+func (p *pull) explain(sum *frame.Summary, err error) {
 	var known bool
 	sum.Digest = codec.Digest{}
 	if sum.Code, sum.Message, sum.RetryAfterMillis, known = storedCode(err); !known {

@@ -11,14 +11,14 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/store"
-	"github.com/tensorferry/tensorferry/stream"
 )
 
 // errNoStore refuses what needs a store, on a server without one.
-var errNoStore = &stream.Error{Code: stream.FailedPrecondition, Text: "this server has no store; start one with --store"}
+var errNoStore = &frame.Error{Code: frame.FailedPrecondition, Text: "this server has no store; start one with --store"}
 
 // push is a client's upload into the store.
 type push struct {
@@ -32,8 +32,8 @@ type push struct {
 	slots      chan struct{} // one token for each commit that runs
 
 	mu        sync.Mutex
-	summaries []stream.Summary // guarded by mu
-	failed    bool             // one of them is not OK; guarded by mu
+	summaries []frame.Summary // guarded by mu
+	failed    bool            // one of them is not OK; guarded by mu
 }
 
 // place is where one pushed tensor goes.
@@ -63,9 +63,9 @@ func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTe
 		}
 		h := msg.Frame.Hello // none if the client sent no frame at all
 		if h == nil {
-			return nil, &stream.Error{Code: stream.InvalidArgument, Text: "the first frame has no hello; a push opens with one"}
+			return nil, &frame.Error{Code: frame.InvalidArgument, Text: "the first frame has no hello; a push opens with one"}
 		}
-		if bad := stream.CheckHello(h); bad != nil {
+		if bad := h.Check(); bad != nil {
 			return nil, bad
 		}
 		r, err := s.records.begin(h.Session, w.kind)
@@ -87,7 +87,7 @@ func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTe
 	})
 }
 
-// receive waits for the next frame. Why the bytes were none is a *stream.Error.
+// receive waits for the next frame. Why the bytes were none is a *frame.Error.
 func receive(w *watched, msg *wire.Message) error {
 	err := w.RecvMsg(msg)
 	switch {
@@ -95,35 +95,34 @@ func receive(w *watched, msg *wire.Message) error {
 		return io.EOF
 	case err != nil: // grpc's own: then, too, the RPC has ended already
 		code, text := statusParts(err)
-		if code != stream.ResourceExhausted && w.Context().Err() != nil {
+		if code != frame.ResourceExhausted && w.Context().Err() != nil {
 			return left(w.Context())
 		}
-		return &stream.Error{Code: code, Text: text} // a message too large
+		return &frame.Error{Code: code, Text: text} // a message too large
 	case errors.Is(msg.Err, wire.ErrTooLarge):
-		return &stream.Error{Code: stream.ResourceExhausted, Text: msg.Err.Error()}
+		return &frame.Error{Code: frame.ResourceExhausted, Text: msg.Err.Error()}
 	case msg.Err != nil:
-		return &stream.Error{Code: stream.InvalidArgument, Text: msg.Err.Error()}
+		return &frame.Error{Code: frame.InvalidArgument, Text: msg.Err.Error()}
 	}
 	return nil
 }
 
 // left says why the RPC of a transfer ended before its time.
-func left(ctx context.Context) *stream.Error {
+func left(ctx context.Context) *frame.Error {
 	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-		return &stream.Error{Code: stream.DeadlineExceeded, Text: "the client's deadline passed before the transfer was over; give it more time"}
+		return &frame.Error{Code: frame.DeadlineExceeded, Text: "the client's deadline passed before the transfer was over; give it more time"}
 	}
-	return &stream.Error{Code: stream.Cancelled, Text: "the client cancelled the transfer, or went away"}
+	return &frame.Error{Code: frame.Cancelled, Text: "the client cancelled the transfer, or went away"}
 }
 
 // serve takes the client's frames, the first of which is here, until it has sent its
 // last one, and waits until what came is stored.
 func (p *push) serve(msg *wire.Message) error {
 	s := p.server
-	limits := s.limits
-	limits.OpenTensors = min(limits.OpenTensors, pushTensors)
-	limits.TensorBytes = s.cfg.StoredBytes
 	recv := transfer.Receiver[*place]{
-		Limits: limits, Tensors: transferTensors, Checksum: codec.Checksum(msg.Frame.Hello.Checksum), Codecs: codec.All(), Handler: p,
+		ChunkBytes: s.limits.ChunkBytes, TensorBytes: s.cfg.StoredBytes,
+		OpenTensors: min(s.limits.OpenTensors, pushTensors), Tensors: transferTensors,
+		Checksum: codec.Checksum(msg.Frame.Hello.Checksum), Codecs: codec.All(), Handler: p,
 	}
 	defer p.committing.Wait()
 	defer func() { // a store's code may panic
@@ -145,8 +144,8 @@ func (p *push) serve(msg *wire.Message) error {
 func (p *push) frames(recv *transfer.Receiver[*place], msg *wire.Message) error {
 	for first := true; ; first = false {
 		if part, why := foreign(&msg.Frame, first); part != "" {
-			recv.Fail(&stream.Error{Code: stream.InvalidArgument, Text: part + " ended the push"})
-			return &stream.Error{Code: stream.InvalidArgument, Text: part + " came" + why}
+			recv.Fail(&frame.Error{Code: frame.InvalidArgument, Text: part + " ended the push"})
+			return &frame.Error{Code: frame.InvalidArgument, Text: part + " came" + why}
 		}
 		if err := recv.Frame(&msg.Frame); err != nil {
 			return err
@@ -165,7 +164,7 @@ func (p *push) frames(recv *transfer.Receiver[*place], msg *wire.Message) error 
 }
 
 // foreign names a part of a frame that a client may not send, and says why not.
-func foreign(f *stream.Frame, first bool) (part, why string) {
+func foreign(f *frame.Frame, first bool) (part, why string) {
 	switch {
 	case f.Hello != nil && !first:
 		return "a second hello", "; a push opens with one, send no other"
@@ -231,7 +230,7 @@ func (p *push) Whole(t *transfer.In[*place]) {
 			p.Failed(t, err)
 			return
 		}
-		p.end(t, stream.Summary{Digest: info.Digest, Durable: info.Durable})
+		p.end(t, frame.Summary{Digest: info.Digest, Durable: info.Durable})
 	})
 }
 
@@ -250,10 +249,10 @@ func (p *push) Failed(t *transfer.In[*place], err error) {
 		p.server.log.Error("push failed", slog.String("transfer", p.record.id.String()),
 			slog.String("tensor", t.Tensor.String()), slog.String("error", err.Error()))
 	}
-	p.end(t, stream.Summary{Code: code, Message: text, RetryAfterMillis: retry})
+	p.end(t, frame.Summary{Code: code, Message: text, RetryAfterMillis: retry})
 }
 
-func (p *push) end(t *transfer.In[*place], s stream.Summary) {
+func (p *push) end(t *transfer.In[*place], s frame.Summary) {
 	if n := t.Place.table; n > 0 {
 		p.server.cfg.Budget.Release(p.holder, n)
 	}
@@ -263,5 +262,5 @@ func (p *push) end(t *transfer.In[*place], s stream.Summary) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.summaries = append(p.summaries, s)
-	p.failed = p.failed || s.Code != stream.OK
+	p.failed = p.failed || s.Code != frame.OK
 }

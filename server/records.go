@@ -1,15 +1,13 @@
 package server
 
 import (
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
-	"unicode/utf8"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/wire"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -34,7 +32,7 @@ type record struct {
 	id      tensor.ID
 	kind    kind
 	open    bool
-	code    stream.Code
+	code    frame.Code
 	message string
 	began   time.Time
 	tensors []*progress // the last recordTensors that were announced
@@ -43,7 +41,7 @@ type record struct {
 
 // progress is how far one tensor of a transfer is.
 type progress struct {
-	summary stream.Summary
+	summary frame.Summary
 	open    bool
 	bytes   atomic.Int64
 }
@@ -67,7 +65,7 @@ func (rs *records) begin(id tensor.ID, k kind) (*record, error) {
 func (rs *records) tensor(r *record, id tensor.ID, name string, size uint64) *progress {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
-	p := &progress{summary: stream.Summary{Tensor: id, Name: name, SizeBytes: size}, open: true}
+	p := &progress{summary: frame.Summary{Tensor: id, Name: name, SizeBytes: size}, open: true}
 	if len(r.tensors) == recordTensors {
 		r.tensors[0] = nil
 		r.tensors = r.tensors[1:]
@@ -77,10 +75,10 @@ func (rs *records) tensor(r *record, id tensor.ID, name string, size uint64) *pr
 }
 
 // over notes how a tensor ended.
-func (rs *records) over(p *progress, s stream.Summary) {
+func (rs *records) over(p *progress, s frame.Summary) {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
-	s.Message = kept(s.Message)
+	s.Message = frame.Clip(s.Message, recordMessage)
 	p.summary, p.open = s, false
 }
 
@@ -94,7 +92,7 @@ func (rs *records) end(r *record, err error) {
 	defer rs.mu.Unlock()
 	r.open = false
 	r.code, r.message = statusParts(err)
-	r.message = kept(r.message)
+	r.message = frame.Clip(r.message, recordMessage)
 	for _, p := range r.tensors {
 		if p.open { // it ends with the transfer
 			p.open = false
@@ -112,19 +110,6 @@ func (rs *records) end(r *record, err error) {
 			delete(rs.byID, old.id)
 		}
 	}
-}
-
-// kept is what a record keeps of a message, which may quote all that a peer sent: its
-// beginning, in memory of its own when that is not all.
-func kept(message string) string {
-	if len(message) <= recordMessage {
-		return message
-	}
-	n := recordMessage
-	for n > recordMessage-utf8.UTFMax && !utf8.RuneStart(message[n]) {
-		n--
-	}
-	return strings.Clone(message[:n])
 }
 
 // state copies what GetTransfer tells.

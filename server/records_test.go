@@ -5,37 +5,16 @@ import (
 	"runtime"
 	"strings"
 	"testing"
-	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/store"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
-
-func TestAMessageIsKeptUpToTheLimitAndCutBetweenCharacters(t *testing.T) {
-	testkit.Start(t)
-	for _, r := range []string{"a", "ö", "€", "𝄞", "\x80"} {
-		for n := recordMessage - 8; n <= recordMessage+8; n++ {
-			for lead := range len(r) {
-				message := strings.Repeat("-", lead) + strings.Repeat(r, n)
-				got := kept(message)
-				require.True(t, strings.HasPrefix(message, got))
-				require.LessOrEqual(t, len(got), recordMessage)
-				if len(message) <= recordMessage {
-					require.Equal(t, message, got)
-					continue
-				}
-				require.Greater(t, len(got), recordMessage-utf8.UTFMax-1)
-				require.True(t, utf8.ValidString(got) || r == "\x80")
-			}
-		}
-	}
-}
 
 // heap is what lives.
 func heap() int64 {
@@ -65,7 +44,7 @@ func TestRecordsOfTheWorstTransfersTakeNoMoreThanTheySay(t *testing.T) {
 					number++
 					name := fmt.Sprintf("%0*d", store.MaxName, number)
 					p := rs.tensor(r, worstID(number), name, 1)
-					rs.over(p, stream.Summary{Tensor: worstID(number), Name: name, Message: strings.Repeat("x", 33<<10)})
+					rs.over(p, frame.Summary{Tensor: worstID(number), Name: name, Message: strings.Repeat("x", 33<<10)})
 				}
 				rs.end(r, failed)
 			}

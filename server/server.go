@@ -27,6 +27,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -314,7 +315,7 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 		// function returns: what is left is seen to behind it.
 		go func() {
 			defer s.work.Done()
-			p.sess.Wait(stream.Unavailable, "session ended")
+			p.sess.Wait(frame.Unavailable, "session ended")
 			s.leave(p)
 		}()
 	}()

@@ -12,9 +12,9 @@ import (
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -86,7 +86,7 @@ func (f *fixture) isIdle() bool {
 	slabs, _ := f.host.Pool().Live()
 	used, _, _ := f.host.Budget().Used()
 	c := info.GetCounters()
-	return c["calls"] == 0 && slabs == 0 && used <= c["sessions"]*(info.GetLimits()["allowance_bytes"]+stream.AllowanceChunks*assembler.ChunkOverhead)
+	return c["calls"] == 0 && slabs == 0 && used <= c["sessions"]*(info.GetLimits()["allowance_bytes"]+frame.AllowanceChunks*assembler.ChunkOverhead)
 }
 
 func (f *fixture) counters(t testing.TB) map[string]int64 {

@@ -15,13 +15,13 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -34,15 +34,15 @@ var (
 
 // codeName names a code as docs/errors.md does. A peer may say any number: those
 // after the last one are one name, or the metrics would grow with them.
-func codeName(c stream.Code) string {
+func codeName(c frame.Code) string {
 	if _, known := code.Code_name[int32(c)]; !known {
-		c = stream.Code(code.Code_UNKNOWN)
+		c = frame.Code(code.Code_UNKNOWN)
 	}
 	return code.Code(c).String()
 }
 
 // statusName names the code that an RPC ends with.
-func statusName(err error) string { return codeName(stream.Code(status.Code(err))) }
+func statusName(err error) string { return codeName(frame.Code(status.Code(err))) }
 
 // errDraining refuses a session for good.
 var errDraining = tryLater(codes.Unavailable, "server is draining; go to another one, or come back later")
@@ -60,7 +60,7 @@ func errSilent(idle time.Duration) error {
 // brief cuts the text of what an RPC ends with: peers bound what lies in headers.
 func brief(err error) error {
 	st := status.Convert(err)
-	if len(st.Message()) <= wire.MaxTextBytes {
+	if len(st.Message()) <= frame.TextBytes {
 		return err
 	}
 	p := st.Proto()
@@ -80,7 +80,7 @@ func levelOf(err error) slog.Level {
 
 // sessionStatus is what a session's RPC ends with.
 func sessionStatus(err error) error {
-	var se *stream.Error
+	var se *frame.Error
 	switch {
 	case err == nil, errors.Is(err, session.ErrPeerClosed):
 		return nil
@@ -113,15 +113,15 @@ func errCalls(limit int) error {
 }
 
 // statusParts takes apart what an RPC ends with.
-func statusParts(err error) (stream.Code, string) {
+func statusParts(err error) (frame.Code, string) {
 	st := status.Convert(err)
-	return stream.Code(st.Code()), st.Message()
+	return frame.Code(st.Code()), st.Message()
 }
 
 // unaryStatus is what an RPC of one message each way ends with, by the code and
 // text of a call or a tensor.
-func unaryStatus(code stream.Code, text string, retry uint32) error {
-	if code == stream.OK {
+func unaryStatus(code frame.Code, text string, retry uint32) error {
+	if code == frame.OK {
 		return nil
 	}
 	if retry > 0 {
@@ -132,39 +132,39 @@ func unaryStatus(code stream.Code, text string, retry uint32) error {
 
 // storedCode turns an error of a store, a source or a transfer into what a summary
 // says. What a peer may not read stays here; known is false and the log has it.
-func storedCode(err error) (code stream.Code, text string, retry uint32, known bool) {
-	var se *stream.Error
+func storedCode(err error) (code frame.Code, text string, retry uint32, known bool) {
+	var se *frame.Error
 	var public engine.PublicError
 	switch {
 	case errors.As(err, &se):
 		return se.Code, se.Text, 0, true
 	case errors.Is(err, store.ErrNotFound):
-		return stream.NotFound, err.Error(), 0, true
+		return frame.NotFound, err.Error(), 0, true
 	case errors.Is(err, slab.ErrBudget), errors.Is(err, tensor.ErrTooLarge): // before what was given: it may be both
-		return stream.ResourceExhausted, err.Error(), 0, true
+		return frame.ResourceExhausted, err.Error(), 0, true
 	case errors.Is(err, store.ErrName), errors.Is(err, store.ErrGlob), errors.Is(err, store.ErrParams),
 		errors.Is(err, tensor.ErrShape), errors.Is(err, tensor.ErrDataType), errors.Is(err, codec.ErrDecode):
-		return stream.InvalidArgument, err.Error(), 0, true
+		return frame.InvalidArgument, err.Error(), 0, true
 	case errors.Is(err, store.ErrFull):
-		return stream.ResourceExhausted, err.Error(), retryMillis, true
+		return frame.ResourceExhausted, err.Error(), retryMillis, true
 	case errors.Is(err, store.ErrExists):
-		return stream.AlreadyExists, err.Error(), 0, true
+		return frame.AlreadyExists, err.Error(), 0, true
 	case errors.Is(err, store.ErrPart):
-		return stream.FailedPrecondition, err.Error(), 0, true
+		return frame.FailedPrecondition, err.Error(), 0, true
 	case errors.Is(err, transfer.ErrCorrupt), errors.Is(err, fault.ErrVanished):
-		return stream.DataLoss, err.Error(), 0, true
+		return frame.DataLoss, err.Error(), 0, true
 	case errors.Is(err, store.ErrClosed), errors.Is(err, errShutdown):
-		return stream.Unavailable, "server is shutting down", retryMillis, true
+		return frame.Unavailable, "server is shutting down", retryMillis, true
 	case errors.Is(err, store.ErrUnavailable): // before what it may wrap; the text may name machines
-		return stream.Unavailable, "the server's store is not available now; try again later", retryMillis, false
+		return frame.Unavailable, "the server's store is not available now; try again later", retryMillis, false
 	case errors.Is(err, context.Canceled):
-		return stream.Cancelled, "the transfer was cancelled", 0, true
+		return frame.Cancelled, "the transfer was cancelled", 0, true
 	case errors.Is(err, context.DeadlineExceeded):
-		return stream.DeadlineExceeded, "no room for the tensor in time", retryMillis, true
+		return frame.DeadlineExceeded, "no room for the tensor in time", retryMillis, true
 	case errors.As(err, &public):
-		return stream.Internal, public.Public(), 0, true
+		return frame.Internal, public.Public(), 0, true
 	}
-	return stream.Internal, "internal error", 0, false
+	return frame.Internal, "internal error", 0, false
 }
 
 // tryLater is a refusal that waiting may help against.
@@ -179,30 +179,30 @@ func tryLater(code codes.Code, format string, args ...any) error {
 // callCode turns an engine's error into what done says. Order matters: a cause
 // that ended the call's context outranks what it caused. Texts of unknown errors,
 // and of models' own, stay here: they may name files and addresses.
-func callCode(err error) (stream.Code, string, uint32) {
+func callCode(err error) (frame.Code, string, uint32) {
 	switch {
 	case errors.Is(err, errMemoryWait), errors.Is(err, errRequestMemory):
-		return stream.ResourceExhausted, err.Error(), retryMillis
+		return frame.ResourceExhausted, err.Error(), retryMillis
 	case errors.Is(err, errShutdown):
-		return stream.Unavailable, "server is shutting down", retryMillis
+		return frame.Unavailable, "server is shutting down", retryMillis
 	case errors.Is(err, context.Canceled):
-		return stream.Cancelled, "call cancelled", 0
+		return frame.Cancelled, "call cancelled", 0
 	case errors.Is(err, context.DeadlineExceeded):
-		return stream.DeadlineExceeded, "the call's timeout has passed", 0
+		return frame.DeadlineExceeded, "the call's timeout has passed", 0
 	case errors.Is(err, engine.ErrNotFound):
-		return stream.NotFound, err.Error(), 0
+		return frame.NotFound, err.Error(), 0
 	case errors.Is(err, engine.ErrInput):
-		return stream.FailedPrecondition, err.Error(), 0
+		return frame.FailedPrecondition, err.Error(), 0
 	case errors.Is(err, errBinding):
-		return stream.InvalidArgument, err.Error(), 0
+		return frame.InvalidArgument, err.Error(), 0
 	case errors.Is(err, slab.ErrBudget), errors.Is(err, tensor.ErrTooLarge):
-		return stream.ResourceExhausted, err.Error(), 0
+		return frame.ResourceExhausted, err.Error(), 0
 	case errors.Is(err, engine.ErrUnavailable):
-		return stream.Unavailable, err.Error(), retryMillis
+		return frame.Unavailable, err.Error(), retryMillis
 	case errors.Is(err, engine.ErrModel):
-		return stream.Internal, modelText(err), 0
+		return frame.Internal, modelText(err), 0
 	}
-	return stream.Internal, "internal error", 0
+	return frame.Internal, "internal error", 0
 }
 
 // modelText is what a peer may read of the failure of a model's own code. The log

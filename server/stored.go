@@ -7,8 +7,8 @@ import (
 	"log/slog"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/store"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -23,7 +23,7 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 	}
 	if glob := req.GetGlob(); glob != "" { // a longer one matches no name, and costs time
 		if err := store.CheckName(glob); err != nil {
-			return nil, unaryStatus(stream.InvalidArgument, "glob: "+err.Error(), 0)
+			return nil, unaryStatus(frame.InvalidArgument, "glob: "+err.Error(), 0)
 		}
 	}
 	most := listPage
@@ -63,15 +63,15 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 	case s.cfg.Store == nil:
 		return nil, s.storedStatus(errNoStore)
 	case n == 0:
-		return nil, unaryStatus(stream.InvalidArgument, "names: none; give a tensor's, or a glob", 0)
+		return nil, unaryStatus(frame.InvalidArgument, "names: none; give a tensor's, or a glob", 0)
 	case n > transferTensors:
-		return nil, unaryStatus(stream.ResourceExhausted, fmt.Sprintf("names: %d, the limit is %d; use several requests", n, transferTensors), 0)
+		return nil, unaryStatus(frame.ResourceExhausted, fmt.Sprintf("names: %d, the limit is %d; use several requests", n, transferTensors), 0)
 	}
 	var names []string
 	seen := make(map[string]struct{}) // so that a thousand globs find no more than there is
 	for i, name := range req.GetNames() {
 		if err := store.CheckName(name); err != nil {
-			return nil, unaryStatus(stream.InvalidArgument, fmt.Sprintf("names[%d]: %v", i, err), 0)
+			return nil, unaryStatus(frame.InvalidArgument, fmt.Sprintf("names[%d]: %v", i, err), 0)
 		}
 		for found, err := range s.match(ctx, name) {
 			if err != nil {
@@ -112,11 +112,11 @@ func (s *Server) match(ctx context.Context, name string) iter.Seq2[string, error
 func (s *Server) GetTransfer(_ context.Context, req *pb.GetTransferRequest) (*pb.GetTransferResponse, error) {
 	id, ok := tensor.ParseID(req.GetTransferId())
 	if !ok {
-		return nil, unaryStatus(stream.InvalidArgument, "transfer_id: 16 bytes, not all zero: the session_id of the hello of a push or a pull", 0)
+		return nil, unaryStatus(frame.InvalidArgument, "transfer_id: 16 bytes, not all zero: the session_id of the hello of a push or a pull", 0)
 	}
 	state := s.records.state(id)
 	if state == nil {
-		return nil, unaryStatus(stream.NotFound, fmt.Sprintf("transfer %s: not open, and not among the last that ended", id), 0)
+		return nil, unaryStatus(frame.NotFound, fmt.Sprintf("transfer %s: not open, and not among the last that ended", id), 0)
 	}
 	return state, nil
 }

@@ -5,6 +5,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/stream"
 )
 
@@ -62,5 +63,5 @@ func (w *watched) stalled() error {
 	case w.kind == pushTransfer:
 		text = fmt.Sprintf("no chunk came for %v; push again, in smaller chunks if the network is slow", w.idle)
 	}
-	return &stream.Error{Code: stream.DeadlineExceeded, Text: text}
+	return &frame.Error{Code: frame.DeadlineExceeded, Text: text}
 }

@@ -6,12 +6,13 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 func TestAHelloNamesWhatItsSideDecodes(t *testing.T) {
 	hello := func(m *Machine) []uint8 {
-		var f Frame
+		var f frame.Frame
 		_, ok := m.Next(0, &f)
 		require.True(t, ok)
 		return f.Hello.Codecs
@@ -21,15 +22,15 @@ func TestAHelloNamesWhatItsSideDecodes(t *testing.T) {
 	own[0] = 77 // copied
 	require.Equal(t, []uint8{1}, hello(m))
 	require.Empty(t, hello(New(Config{Session: tensor.ID{1}}, 0)))
-	require.Len(t, hello(New(Config{Session: tensor.ID{1}, Codecs: make([]codec.Codec, HelloCodecs+1)}, 0)), HelloCodecs)
+	require.Len(t, hello(New(Config{Session: tensor.ID{1}, Codecs: make([]codec.Codec, frame.HelloCodecs+1)}, 0)), frame.HelloCodecs)
 }
 
 func TestASideSendsInTheFirstOfThePeersCodecsThatItKnows(t *testing.T) {
-	late := make([]uint8, HelloCodecs+1)
+	late := make([]uint8, frame.HelloCodecs+1)
 	for i := range late {
 		late[i] = 200
 	}
-	late[HelloCodecs] = 1
+	late[frame.HelloCodecs] = 1
 	for name, tc := range map[string]struct {
 		own  []codec.Codec
 		peer []uint8
@@ -44,14 +45,14 @@ func TestASideSendsInTheFirstOfThePeersCodecsThatItKnows(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			m := New(Config{Server: true, Codecs: tc.own}, 0)
 			require.Equal(t, codec.None, m.Codec(), "before hello")
-			require.NoError(t, m.Control(0, &Frame{Hello: &Hello{Version: Version, Session: tensor.ID{1}, Checksum: 1, Codecs: tc.peer}}))
+			require.NoError(t, m.Control(0, &frame.Frame{Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1, Codecs: tc.peer}}))
 			require.Equal(t, tc.want, m.Codec())
 		})
 	}
 }
 
 func TestABadChunkInACodecFailsItsTensorAndTheSessionLives(t *testing.T) {
-	good := Chunk{}
+	good := frame.Chunk{}
 	data := make([]byte, 64)
 	good.Data = [][]byte{data}
 	require.True(t, encode(&good))
@@ -71,15 +72,15 @@ func TestABadChunkInACodecFailsItsTensorAndTheSessionLives(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			m := New(Config{Server: true, Codecs: tc.own}, 0)
-			require.NoError(t, m.Control(0, &Frame{Hello: &Hello{Version: Version, Session: tensor.ID{1}, Checksum: 1}}))
+			require.NoError(t, m.Control(0, &frame.Frame{Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1}}))
 			begin := func(call, id tensor.ID) {
 				d := bytesDesc(id, call, 128, 64)
 				d.SizeBytes = 128
-				require.NoError(t, m.Control(0, &Frame{Calls: []Call{{ID: call, Model: "m", Inputs: []Binding{{"x", id}}}}, Descs: []Desc{d}}))
+				require.NoError(t, m.Control(0, &frame.Frame{Calls: []frame.Call{{ID: call, Model: "m", Inputs: []frame.Binding{{Port: "x", Tensor: id}}}}, Descs: []frame.Desc{d}}))
 				_, err := m.Lend(0, id, make([]byte, 128))
 				require.NoError(t, err)
 			}
-			send := func(ch Chunk) {
+			send := func(ch frame.Chunk) {
 				ch.Sum = m.kind.Seed(ch.Tensor, ch.Index)
 				for _, v := range ch.Data {
 					ch.Sum = m.kind.Update(ch.Sum, v)
@@ -93,8 +94,8 @@ func TestABadChunkInACodecFailsItsTensorAndTheSessionLives(t *testing.T) {
 				}
 			}
 			begin(tensor.ID{2}, tensor.ID{3})
-			send(Chunk{Tensor: tensor.ID{3}, Index: 1, Codec: tc.codec, Data: [][]byte{tc.data}})
-			var f Frame
+			send(frame.Chunk{Tensor: tensor.ID{3}, Index: 1, Codec: tc.codec, Data: [][]byte{tc.data}})
+			var f frame.Frame
 			_, ok := m.Next(0, &f)
 			require.True(t, ok)
 			for !ok || len(f.Failures) == 0 { // after hello and credit
@@ -102,16 +103,16 @@ func TestABadChunkInACodecFailsItsTensorAndTheSessionLives(t *testing.T) {
 				_, ok = m.Next(0, &f)
 				require.True(t, ok)
 			}
-			require.Equal(t, InvalidArgument, f.Failures[0].Code)
+			require.Equal(t, frame.InvalidArgument, f.Failures[0].Code)
 			require.Contains(t, f.Failures[0].Message, "tensor "+tensor.ID{3}.String())
 			require.Contains(t, f.Failures[0].Message, tc.text)
-			require.Equal(t, InvalidArgument, f.Dones[0].Code)
+			require.Equal(t, frame.InvalidArgument, f.Dones[0].Code)
 			require.NoError(t, m.Err())
 
 			begin(tensor.ID{4}, tensor.ID{5})
-			send(Chunk{Tensor: tensor.ID{5}, Index: 0, Data: [][]byte{data}})
+			send(frame.Chunk{Tensor: tensor.ID{5}, Index: 0, Data: [][]byte{data}})
 			if tc.own != nil {
-				send(Chunk{Tensor: tensor.ID{5}, Index: 1, Codec: 1, Data: good.Data})
+				send(frame.Chunk{Tensor: tensor.ID{5}, Index: 1, Codec: 1, Data: good.Data})
 				require.True(t, m.ins[tensor.ID{5}].whole())
 				require.EqualValues(t, 128, m.Stats().BytesIn, "payload is counted decoded")
 			}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -125,8 +126,8 @@ func (r *rogue) pick(kind byte) tensor.ID { return tensor.ID{kind, byte(r.byte()
 // any is an ID of any kind, those of this side among them.
 func (r *rogue) any() tensor.ID { return r.pick("cttor"[r.byte()%5]) }
 
-func (r *rogue) desc() Desc {
-	d := Desc{
+func (r *rogue) desc() frame.Desc {
+	d := frame.Desc{
 		Tensor: r.any(), Call: r.pick('c'), Port: [...]string{"", "a", "b", "\x00"}[r.byte()%4],
 		ChunkBytes: uint32(r.byte() % 6), OnAllowance: r.byte()%2 == 0, RetainChunks: uint32(r.byte() % 3),
 		Desc: tensor.Desc{DType: tensor.DataType(1 + 5*(r.byte()%4)), Shape: tensor.Shape{int64(r.byte() % 20)}},
@@ -141,22 +142,22 @@ func (r *rogue) desc() Desc {
 }
 
 // frame makes a frame of anything.
-func (r *rogue) frame() *Frame {
-	f := new(Frame)
+func (r *rogue) frame() *frame.Frame {
+	f := new(frame.Frame)
 	for range 1 + r.byte()%4 {
 		switch r.byte() % 12 {
 		case 0:
-			c := Call{ID: r.pick('c'), Model: [...]string{"m", "m", "m", ""}[r.byte()%4], TimeoutMillis: uint64(r.byte() % 2)}
+			c := frame.Call{ID: r.pick('c'), Model: [...]string{"m", "m", "m", ""}[r.byte()%4], TimeoutMillis: uint64(r.byte() % 2)}
 			for range r.byte() % 4 {
-				c.Inputs = append(c.Inputs, Binding{string(rune('a' + r.byte()%3)), r.pick('t')})
+				c.Inputs = append(c.Inputs, frame.Binding{Port: string(rune('a' + r.byte()%3)), Tensor: r.pick('t')})
 			}
 			f.Calls = append(f.Calls, c)
 		case 1, 2:
 			f.Descs = append(f.Descs, r.desc())
 		case 3:
-			f.Credits = append(f.Credits, Credit{r.any(), uint32(r.byte()) << (r.byte() % 32)})
+			f.Credits = append(f.Credits, frame.Credit{Tensor: r.any(), Limit: uint32(r.byte()) << (r.byte() % 32)})
 		case 4, 5:
-			a := Ack{Tensor: r.any(), Below: uint32(r.byte() % 8)}
+			a := frame.Ack{Tensor: r.any(), Below: uint32(r.byte() % 8)}
 			for range r.byte() % 3 {
 				a.Resend = append(a.Resend, uint32(r.byte())<<(r.byte()%32))
 			}
@@ -166,25 +167,25 @@ func (r *rogue) frame() *Frame {
 				f.Cancels = append(f.Cancels, r.pick('c'))
 			}
 		case 7:
-			f.Failures = append(f.Failures, Failure{r.any(), Code(r.byte() % 17), "rogue"})
+			f.Failures = append(f.Failures, frame.Failure{Tensor: r.any(), Code: frame.Code(r.byte() % 17), Message: "rogue"})
 		case 8:
 			if !r.m.cfg.Server {
-				d := Done{Call: r.pick('c'), Code: Code(r.byte() % 2 * 3)}
+				d := frame.Done{Call: r.pick('c'), Code: frame.Code(r.byte() % 2 * 3)}
 				for range r.byte() % 3 {
-					d.Outputs = append(d.Outputs, Binding{"y", r.pick('t')})
+					d.Outputs = append(d.Outputs, frame.Binding{Port: "y", Tensor: r.pick('t')})
 				}
 				f.Dones = append(f.Dones, d)
 			}
 		case 9:
 			if r.byte()%16 == 1 {
-				f.Drain = &Drain{"rogue"}
+				f.Drain = &frame.Drain{Reason: "rogue"}
 			}
 		case 10:
 			if r.byte()%64 == 1 { // ends the session, so not too often
-				f.Hello = &Hello{Version: Version, Session: tensor.ID{1}, Checksum: 1}
+				f.Hello = &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1}
 			}
 		default:
-			ch := Chunk{Tensor: r.any(), Index: uint32(r.byte() % 8), Codec: [...]uint8{0, 0, 0, 0, 0, 1, 2, 255}[r.byte()%8]}
+			ch := frame.Chunk{Tensor: r.any(), Index: uint32(r.byte() % 8), Codec: [...]uint8{0, 0, 0, 0, 0, 1, 2, 255}[r.byte()%8]}
 			data := bytes.Repeat([]byte{7}, r.byte()%6)
 			ch.Data = [][]byte{data}
 			ch.Sum = r.m.kind.Update(r.m.kind.Seed(ch.Tensor, ch.Index), data)
@@ -246,7 +247,7 @@ func (r *rogue) lend(id tensor.ID, n int) {
 func (r *rogue) work(call tensor.ID) {
 	r.serial++
 	id := tensor.ID{'o', r.serial % 6}
-	if err := r.m.OpenTensor(r.now, Desc{
+	if err := r.m.OpenTensor(r.now, frame.Desc{
 		Tensor: id, Call: call, Port: "y", ChunkBytes: 2, RetainChunks: uint32(r.byte() % 3),
 		Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{9}},
 	}); err != nil {
@@ -257,7 +258,7 @@ func (r *rogue) work(call tensor.ID) {
 		r.offers = append(r.offers, x)
 	}
 	if r.m.cfg.Server && r.byte()%2 == 0 {
-		r.m.Finish(Done{Call: call, Outputs: []Binding{{"y", id}}})
+		r.m.Finish(frame.Done{Call: call, Outputs: []frame.Binding{{Port: "y", Tensor: id}}})
 	}
 }
 
@@ -268,7 +269,7 @@ func (r *rogue) bounds() {
 	if len(m.calls) > most || len(m.failQ)+len(m.doneQ) > pendingControl+64 || len(m.ins) > m.limits.OpenTensors*(len(m.calls)+1) || m.cfg.Server && m.running > m.limits.OpenCalls+1 {
 		r.t.Fatalf("%d calls, %d failures, %d dones, %d incoming, running %d", len(m.calls), len(m.failQ), len(m.doneQ), len(m.ins), m.running)
 	}
-	if m.kept > keptBytes+m.limits.OpenTensors*tensorBytes || m.waiting > pendingBytes+64*doneBytes {
+	if m.kept > keptBytes+m.limits.OpenTensors*tensorBytes || m.waiting > pendingBytes+64*frame.TextBytes {
 		r.t.Fatalf("%d bytes are kept of calls, %d bytes of text wait", m.kept, m.waiting)
 	}
 	if problem := miscounted(m); problem != "" {
@@ -308,7 +309,7 @@ func FuzzRogueFrames(f *testing.F) {
 				ChunkBytes: 5, AllowanceBytes: 24, TensorBytes: 200, OpenTensors: 3, OpenCalls: 3,
 			}}, 0),
 		}
-		if err := r.m.Control(0, &Frame{Hello: &Hello{Version: Version, Session: tensor.ID{1}, Checksum: 1, MaxOpenTensors: 2, AllowanceBytes: 10}}); err != nil {
+		if err := r.m.Control(0, &frame.Frame{Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1, MaxOpenTensors: 2, AllowanceBytes: 10}}); err != nil {
 			t.Fatal(err)
 		}
 		var held []chunker.Releaser
@@ -316,15 +317,15 @@ func FuzzRogueFrames(f *testing.F) {
 			switch op := r.byte() % 16; op {
 			case 0:
 				if !server {
-					c := Call{ID: r.pick('c'), Model: "m", Inputs: []Binding{{"a", tensor.ID{'o', r.serial%6 + 1}}}}
+					c := frame.Call{ID: r.pick('c'), Model: "m", Inputs: []frame.Binding{{Port: "a", Tensor: tensor.ID{'o', r.serial%6 + 1}}}}
 					if r.m.OpenCall(r.now, c) == nil {
 						r.work(c.ID)
 					}
 				}
 			case 1:
-				r.m.Cancel(r.pick('c'), Cancelled, "tired of it")
+				r.m.Cancel(r.pick('c'), frame.Cancelled, "tired of it")
 			case 2:
-				r.m.Finish(Done{Call: r.pick('c'), Code: Code(r.byte() % 2)})
+				r.m.Finish(frame.Done{Call: r.pick('c'), Code: frame.Code(r.byte() % 2)})
 			case 3:
 				id := r.any()
 				if left := r.m.Unlent(id); left >= 0 {
@@ -343,9 +344,9 @@ func FuzzRogueFrames(f *testing.F) {
 					clear(r.of)
 				}
 			case 5:
-				r.m.FailTensor(r.any(), Internal, "cannot take it")
+				r.m.FailTensor(r.any(), frame.Internal, "cannot take it")
 			case 6, 7, 8:
-				out := new(Frame)
+				out := new(frame.Frame)
 				if h, ok := r.m.Next(r.now, out); h != nil {
 					held = append(held, h)
 				} else if ok == out.Empty() {
@@ -366,8 +367,8 @@ func FuzzRogueFrames(f *testing.F) {
 				var c Claim
 				if ok, cerr := r.m.Claim(r.now, &in.Chunk, &c); ok {
 					if r.byte()%4 == 0 { // something else happens meanwhile
-						r.m.Cancel(r.of[in.Chunk.Tensor], Cancelled, "tired of it")
-						r.m.Finish(Done{Call: r.of[in.Chunk.Tensor], Code: Internal, Message: "broken"})
+						r.m.Cancel(r.of[in.Chunk.Tensor], frame.Cancelled, "tired of it")
+						r.m.Finish(frame.Done{Call: r.of[in.Chunk.Tensor], Code: frame.Internal, Message: "broken"})
 						r.events()
 					}
 					got, failed := c.Copy(in.Chunk.Data)
@@ -385,7 +386,7 @@ func FuzzRogueFrames(f *testing.F) {
 			r.events()
 			r.bounds()
 		}
-		r.m.Close(Unavailable, "the session has ended")
+		r.m.Close(frame.Unavailable, "the session has ended")
 		r.events()
 		r.bounds()
 		if n := len(r.m.calls) + len(r.m.ins) + len(r.m.outs); n > 0 {
@@ -405,25 +406,29 @@ func FuzzRogueFrames(f *testing.F) {
 
 // A peer that never reads makes the session end, not grow.
 func TestAPeerThatNeverReadsEndsTheSession(t *testing.T) {
-	for name, flood := range map[string]func(i int) Frame{
-		"unknown tensors":       func(i int) Frame { return Frame{Credits: []Credit{{tensor.ID{9, byte(i), byte(i >> 8)}, 1}}} },
-		"calls without a model": func(i int) Frame { return Frame{Calls: []Call{{ID: tensor.ID{9, byte(i), byte(i >> 8)}}}} },
-		"calls of many inputs": func(i int) Frame {
-			return Frame{Calls: []Call{{ID: tensor.ID{9, byte(i), byte(i >> 8)}, Model: "m", Inputs: make([]Binding, 1000)}}}
+	for name, flood := range map[string]func(i int) frame.Frame{
+		"unknown tensors": func(i int) frame.Frame {
+			return frame.Frame{Credits: []frame.Credit{{Tensor: tensor.ID{9, byte(i), byte(i >> 8)}, Limit: 1}}}
 		},
-		"calls that end at once": func(i int) Frame {
-			return Frame{Calls: []Call{{ID: tensor.ID{9, byte(i), byte(i >> 8)}, Model: "m"}}}
+		"calls without a model": func(i int) frame.Frame {
+			return frame.Frame{Calls: []frame.Call{{ID: tensor.ID{9, byte(i), byte(i >> 8)}}}}
+		},
+		"calls of many inputs": func(i int) frame.Frame {
+			return frame.Frame{Calls: []frame.Call{{ID: tensor.ID{9, byte(i), byte(i >> 8)}, Model: "m", Inputs: make([]frame.Binding, 1000)}}}
+		},
+		"calls that end at once": func(i int) frame.Frame {
+			return frame.Frame{Calls: []frame.Call{{ID: tensor.ID{9, byte(i), byte(i >> 8)}, Model: "m"}}}
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			m := New(Config{Server: true}, 0)
-			require.NoError(t, m.Control(0, &Frame{Hello: &Hello{Version: Version, Session: tensor.ID{1}, Checksum: 1}}))
+			require.NoError(t, m.Control(0, &frame.Frame{Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1}}))
 			for i := range pendingControl {
 				f := flood(i)
 				require.NoError(t, m.Control(0, &f))
 				for e, ok := m.Event(); ok; e, ok = m.Event() {
 					if e.Kind == EventReady {
-						m.Finish(Done{Call: e.Call})
+						m.Finish(frame.Done{Call: e.Call})
 					}
 				}
 			}
@@ -443,21 +448,21 @@ func TestAPeerThatNeverReadsEndsTheSession(t *testing.T) {
 // heard again when its results have expired.
 func TestCallsWhoseResultsNobodyAcknowledgesAreBounded(t *testing.T) {
 	m := New(Config{Server: true, Limits: Limits{OpenCalls: 2}}, 0)
-	require.NoError(t, m.Control(0, &Frame{Hello: &Hello{Version: Version, Session: tensor.ID{1}, Checksum: 1, AllowanceBytes: 1024}}))
-	call := func(i int, now Instant) (code Code) {
-		code = Aborted // unless a done says otherwise
+	require.NoError(t, m.Control(0, &frame.Frame{Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1, AllowanceBytes: 1024}}))
+	call := func(i int, now Instant) (code frame.Code) {
+		code = frame.Aborted // unless a done says otherwise
 		id := tensor.ID{'c', byte(i)}
-		require.NoError(t, m.Control(now, &Frame{Calls: []Call{{ID: id, Model: "m"}}}))
+		require.NoError(t, m.Control(now, &frame.Frame{Calls: []frame.Call{{ID: id, Model: "m"}}}))
 		for e, ok := m.Event(); ok; e, ok = m.Event() {
 			if e.Kind == EventReady {
 				out := tensor.ID{'o', byte(i)}
-				require.NoError(t, m.OpenTensor(now, Desc{Tensor: out, Call: id, ChunkBytes: 4, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{4}}}))
+				require.NoError(t, m.OpenTensor(now, frame.Desc{Tensor: out, Call: id, ChunkBytes: 4, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{4}}}))
 				require.NoError(t, m.Offer(now, out, 0, make([]byte, 4), nil))
-				m.Finish(Done{Call: id, Outputs: []Binding{{"y", out}}})
+				m.Finish(frame.Done{Call: id, Outputs: []frame.Binding{{Port: "y", Tensor: out}}})
 			}
 		}
 		for {
-			f := new(Frame)
+			f := new(frame.Frame)
 			held, ok := m.Next(now, f)
 			if held != nil {
 				held.Release()
@@ -471,11 +476,11 @@ func TestCallsWhoseResultsNobodyAcknowledgesAreBounded(t *testing.T) {
 		}
 	}
 	for i := range heldCalls * 2 {
-		require.Equal(t, OK, call(i, 0))
+		require.Equal(t, frame.OK, call(i, 0))
 	}
-	require.Equal(t, ResourceExhausted, call(50, 0))
+	require.Equal(t, frame.ResourceExhausted, call(50, 0))
 	require.Equal(t, heldCalls*2, m.Calls())
 	require.NoError(t, m.Tick(31*second))
 	require.Zero(t, m.Calls())
-	require.Equal(t, OK, call(60, 31*second))
+	require.Equal(t, frame.OK, call(60, 31*second))
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -17,8 +18,8 @@ func number(kind byte, i int) tensor.ID { return tensor.ID{kind, byte(i), byte(i
 // entries returns as many as may be, of n bytes in all.
 func entries(n int) map[string]string {
 	m := make(map[string]string)
-	for i := range Entries {
-		m[fmt.Sprintf("k%03d", i)] = strings.Repeat("v", n/Entries-4)
+	for i := range frame.Entries {
+		m[fmt.Sprintf("k%03d", i)] = strings.Repeat("v", n/frame.Entries-4)
 	}
 	return m
 }
@@ -36,59 +37,59 @@ func heap() int64 {
 // it says, until the session ends.
 func TestWhatAPeerSaysAndDoesNotReadIsKeptWithinABound(t *testing.T) {
 	const most = keptBytes + 64*tensorBytes + pendingControl*640 + pendingBytes + 256<<10
-	name := strings.Repeat(`"`, NameBytes) // twice as long when it is quoted
-	sound := func(id, call tensor.ID) Desc {
-		d := bytesDesc(id, call, AllowanceChunks, 1)
-		d.SizeBytes = AllowanceChunks
+	name := strings.Repeat(`"`, frame.NameBytes) // twice as long when it is quoted
+	sound := func(id, call tensor.ID) frame.Desc {
+		d := bytesDesc(id, call, frame.AllowanceChunks, 1)
+		d.SizeBytes = frame.AllowanceChunks
 		return d
 	}
-	opened := func(i int) Frame {
+	opened := func(i int) frame.Frame {
 		id, in := number('c', i), number('t', i)
-		return Frame{Calls: []Call{{ID: id, Model: "m", Inputs: []Binding{{"x", in}}}}, Descs: []Desc{sound(in, id)}}
+		return frame.Frame{Calls: []frame.Call{{ID: id, Model: "m", Inputs: []frame.Binding{{Port: "x", Tensor: in}}}}, Descs: []frame.Desc{sound(in, id)}}
 	}
-	for what, flood := range map[string]func(i int) Frame{
-		"shapes of many axes": func(i int) Frame {
+	for what, flood := range map[string]func(i int) frame.Frame{
+		"shapes of many axes": func(i int) frame.Frame {
 			f := opened(i)
 			f.Descs[0].Shape = make(tensor.Shape, 60_000)
 			return f
 		},
-		"failures that say much": func(i int) Frame {
+		"failures that say much": func(i int) frame.Frame {
 			f := opened(i)
-			f.Failures = []Failure{{f.Descs[0].Tensor, Aborted, strings.Repeat("x", 60_000)}}
+			f.Failures = []frame.Failure{{Tensor: f.Descs[0].Tensor, Code: frame.Aborted, Message: strings.Repeat("x", 60_000)}}
 			return f
 		},
-		"metadata": func(i int) Frame {
+		"metadata": func(i int) frame.Frame {
 			f := opened(i)
-			f.Descs[0].Metadata = entries(EntriesBytes)
+			f.Descs[0].Metadata = entries(frame.EntriesBytes)
 			f.Cancels = []tensor.ID{f.Calls[0].ID}
 			return f
 		},
-		"metadata of what is refused": func(i int) Frame {
+		"metadata of what is refused": func(i int) frame.Frame {
 			f := opened(i)
-			f.Descs[0].Metadata, f.Descs[0].SizeBytes = entries(EntriesBytes), 5
+			f.Descs[0].Metadata, f.Descs[0].SizeBytes = entries(frame.EntriesBytes), 5
 			return f
 		},
-		"params": func(i int) Frame {
+		"params": func(i int) frame.Frame {
 			f := opened(i)
-			f.Calls[0].Params = entries(EntriesBytes)
+			f.Calls[0].Params = entries(frame.EntriesBytes)
 			f.Cancels = []tensor.ID{f.Calls[0].ID}
 			return f
 		},
-		"names": func(i int) Frame {
+		"names": func(i int) frame.Frame {
 			f := opened(i)
 			f.Calls[0].Inputs = nil
 			for k := range 64 {
-				f.Calls[0].Inputs = append(f.Calls[0].Inputs, Binding{fmt.Sprintf("%d%s", k, name[3:]), number('u', i*64+k)})
+				f.Calls[0].Inputs = append(f.Calls[0].Inputs, frame.Binding{Port: fmt.Sprintf("%d%s", k, name[3:]), Tensor: number('u', i*64+k)})
 			}
 			f.Calls[0].Inputs[63].Port = f.Calls[0].Inputs[0].Port
 			return f
 		},
-		"many inputs, each of many chunks": func(i int) Frame {
+		"many inputs, each of many chunks": func(i int) frame.Frame {
 			f := opened(i)
 			f.Calls[0].Inputs, f.Descs = nil, nil
 			for k := range 64 {
 				in := number('u', i*64+k)
-				f.Calls[0].Inputs = append(f.Calls[0].Inputs, Binding{"x" + fmt.Sprint(k), in})
+				f.Calls[0].Inputs = append(f.Calls[0].Inputs, frame.Binding{Port: "x" + fmt.Sprint(k), Tensor: in})
 				d := sound(in, f.Calls[0].ID)
 				d.Port = "x" + fmt.Sprint(k)
 				f.Descs = append(f.Descs, d)
@@ -99,7 +100,7 @@ func TestWhatAPeerSaysAndDoesNotReadIsKeptWithinABound(t *testing.T) {
 	} {
 		t.Run(what, func(t *testing.T) {
 			m := New(Config{Server: true}, 0)
-			require.NoError(t, m.Control(0, &Frame{Hello: &Hello{Version: Version, Session: tensor.ID{1}, Checksum: 1}}))
+			require.NoError(t, m.Control(0, &frame.Frame{Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1}}))
 			mem := make([]byte, 4096)
 			before, peak := heap(), int64(0)
 			for i := range 3 * pendingControl {
@@ -131,30 +132,30 @@ func TestWhatAPeerSaysAndDoesNotReadIsKeptWithinABound(t *testing.T) {
 // when some have ended.
 func TestCallsThatSayMuchAreRefusedAtTheBoundAndTakenAgainAfter(t *testing.T) {
 	m := New(Config{Server: true}, 0)
-	require.NoError(t, m.Control(0, &Frame{Hello: &Hello{Version: Version, Session: tensor.ID{1}, Checksum: 1}}))
+	require.NoError(t, m.Control(0, &frame.Frame{Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1}}))
 	call := func(i int) *call {
-		require.NoError(t, m.Control(0, &Frame{Calls: []Call{{ID: number('c', i), Model: "m", Params: entries(EntriesBytes), Inputs: []Binding{{"x", number('t', i)}}}}}))
+		require.NoError(t, m.Control(0, &frame.Frame{Calls: []frame.Call{{ID: number('c', i), Model: "m", Params: entries(frame.EntriesBytes), Inputs: []frame.Binding{{Port: "x", Tensor: number('t', i)}}}}}))
 		return m.calls[number('c', i)]
 	}
 	var i int
-	for i = 0; call(i).done.Code == OK; i++ {
+	for i = 0; call(i).done.Code == frame.OK; i++ {
 		require.Less(t, i, 64, "nothing is refused")
 	}
 	refused := m.calls[number('c', i)]
-	require.Equal(t, ResourceExhausted, refused.done.Code)
+	require.Equal(t, frame.ResourceExhausted, refused.done.Code)
 	require.Contains(t, refused.done.Message, "the limit of a session's calls is")
 	require.NotZero(t, refused.done.RetryAfterMillis)
 	require.Zero(t, refused.kept)
-	m.Finish(Done{Call: number('c', 0), Code: Aborted, Message: "enough"})
-	require.Equal(t, ResourceExhausted, call(i+1).done.Code, "done has not gone")
+	m.Finish(frame.Done{Call: number('c', 0), Code: frame.Aborted, Message: "enough"})
+	require.Equal(t, frame.ResourceExhausted, call(i+1).done.Code, "done has not gone")
 	for ok := true; ok; {
-		_, ok = m.Next(0, new(Frame))
+		_, ok = m.Next(0, new(frame.Frame))
 	}
-	require.Equal(t, OK, call(i+2).done.Code)
+	require.Equal(t, frame.OK, call(i+2).done.Code)
 	d := bytesDesc(number('t', 1), number('c', 1), 4, 4)
-	d.SizeBytes, d.Metadata = 4, entries(EntriesBytes)
-	require.NoError(t, m.Control(0, &Frame{Descs: []Desc{d}}))
-	require.Equal(t, ResourceExhausted, m.calls[number('c', 1)].done.Code, "metadata count, too")
+	d.SizeBytes, d.Metadata = 4, entries(frame.EntriesBytes)
+	require.NoError(t, m.Control(0, &frame.Frame{Descs: []frame.Desc{d}}))
+	require.Equal(t, frame.ResourceExhausted, m.calls[number('c', 1)].done.Code, "metadata count, too")
 	require.Empty(t, m.ins)
 	require.Empty(t, miscounted(m))
 }
@@ -165,13 +166,13 @@ func TestTheTextOfAPeersFailureIsCut(t *testing.T) {
 	id, in := number('c', 1), number('t', 1)
 	d := bytesDesc(in, id, 4, 4)
 	d.SizeBytes = 4
-	require.NoError(t, m.Control(0, &Frame{
-		Hello: &Hello{Version: Version, Session: tensor.ID{1}, Checksum: 1},
-		Calls: []Call{{ID: id, Model: "m", Inputs: []Binding{{"x", in}}}}, Descs: []Desc{d},
-		Failures: []Failure{{in, Aborted, strings.Repeat("é", textBytes)}},
+	require.NoError(t, m.Control(0, &frame.Frame{
+		Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1},
+		Calls: []frame.Call{{ID: id, Model: "m", Inputs: []frame.Binding{{Port: "x", Tensor: in}}}}, Descs: []frame.Desc{d},
+		Failures: []frame.Failure{{Tensor: in, Code: frame.Aborted, Message: strings.Repeat("é", frame.FailureTextBytes)}},
 	}))
-	require.Equal(t, strings.Repeat("é", textBytes/2), m.calls[id].done.Message)
-	require.Equal(t, strings.Repeat("é", 1), clip("éé", 3), "no half of a character")
+	require.Equal(t, strings.Repeat("é", frame.FailureTextBytes/2), m.calls[id].done.Message)
+	require.Equal(t, strings.Repeat("é", 1), frame.Clip("éé", 3), "no half of a character")
 }
 
 // A session at rest keeps little of what it once was sent, and forgets what ended.
@@ -181,22 +182,22 @@ func TestAMachineAtRestKeepsLittle(t *testing.T) {
 	var all []*Machine
 	for range n {
 		m := New(Config{Server: true, Limits: Limits{OpenCalls: 500, OpenTensors: 500}}, 0)
-		require.NoError(t, m.Control(0, &Frame{Hello: &Hello{Version: Version, Session: tensor.ID{1}, Checksum: 1}}))
-		var f Frame
+		require.NoError(t, m.Control(0, &frame.Frame{Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1}}))
+		var f frame.Frame
 		for i := range 500 {
 			id, in := number('c', i), number('t', i)
 			d := bytesDesc(in, id, 4, 4)
 			d.SizeBytes = 4
-			f.Calls = append(f.Calls, Call{ID: id, Model: "m", Inputs: []Binding{{"x", in}}})
+			f.Calls = append(f.Calls, frame.Call{ID: id, Model: "m", Inputs: []frame.Binding{{Port: "x", Tensor: in}}})
 			f.Descs = append(f.Descs, d)
-			f.Credits = append(f.Credits, Credit{number('u', i), 1})
+			f.Credits = append(f.Credits, frame.Credit{Tensor: number('u', i), Limit: 1})
 			f.Cancels = append(f.Cancels, id)
 		}
 		require.NoError(t, m.Control(0, &f))
 		for _, ok := m.Event(); ok; _, ok = m.Event() {
 		}
 		for ok := true; ok; {
-			_, ok = m.Next(0, new(Frame))
+			_, ok = m.Next(0, new(frame.Frame))
 		}
 		for _, ok := m.Event(); ok; _, ok = m.Event() {
 		}
@@ -216,13 +217,13 @@ func TestAMachineAtRestKeepsLittle(t *testing.T) {
 
 // A frame keeps what the next one will likely need, and no more.
 func TestAFrameThatWasFatGivesItsMemoryBack(t *testing.T) {
-	f := Frame{Acks: []Ack{{Resend: make([]uint32, 4)}}, Chunk: Chunk{Data: [][]byte{{1}, {2}}}}
+	f := frame.Frame{Acks: []frame.Ack{{Resend: make([]uint32, 4)}}, Chunk: frame.Chunk{Data: [][]byte{{1}, {2}}}}
 	f.Reset()
 	require.Equal(t, 1, cap(f.Acks))
 	require.Equal(t, 2, cap(f.Chunk.Data))
 	require.Nil(t, f.Acks[:1][0].Resend, "or it would be kept")
 	require.Nil(t, f.Chunk.Data[:2][1])
-	f = Frame{Acks: make([]Ack, 0, KeptParts/2), Calls: make([]Call, KeptParts/2+1), Chunk: Chunk{Data: make([][]byte, KeptViews+1)}}
+	f = frame.Frame{Acks: make([]frame.Ack, 0, frame.KeptParts/2), Calls: make([]frame.Call, frame.KeptParts/2+1), Chunk: frame.Chunk{Data: make([][]byte, frame.KeptViews+1)}}
 	f.Reset()
 	require.Zero(t, cap(f.Acks)+cap(f.Calls)+cap(f.Chunk.Data))
 }

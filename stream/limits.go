@@ -1,12 +1,8 @@
 package stream
 
 import (
-	"cmp"
-	"fmt"
-	"strings"
-	"unicode/utf8"
-
 	"github.com/tensorferry/tensorferry/assembler"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -16,49 +12,19 @@ const (
 	second = Instant(1e9)
 )
 
-// Version is the protocol version in hello.
-const Version = 1
-
-// Limits that are part of the protocol; no configuration moves them.
 const (
-	// ChunkBytesCeiling is the largest chunk that any side may accept: a chunk
-	// is the unit of fairness, and of what is lost by one flaw.
-	ChunkBytesCeiling = 4 * mib
-	// AllowanceCeiling is the most that may be sent without credit.
-	AllowanceCeiling = 1 * mib
-	// AllowanceChunks is the most chunks of a tensor on allowance: what is kept per
-	// chunk stays small beside what was promised. More of them wait for credit.
-	AllowanceChunks = 4096
-	// HelloCodecs is how many codecs of a hello are looked at: there are far fewer.
-	HelloCodecs = 16
-	// NameBytes bounds each name: of a model, a port, a tensor.
-	NameBytes = 512
-	// Entries, KeyBytes, ValueBytes and EntriesBytes bound the parameters of a
-	// call, and the metadata of a tensor.
-	Entries      = 64
-	KeyBytes     = 128
-	ValueBytes   = 4 * kib
-	EntriesBytes = 32 * kib
-	// callInputs and callBytes bound what one call says: it goes in one frame with
-	// others, and the receiver takes 64 KiB of control parts.
-	callInputs = 64
-	callBytes  = 36 * kib
 	// keptBytes is what a server keeps in all of what the calls of one session say:
 	// names, params, metadata, of open calls and of those whose done has not gone. It
 	// is on top of tensorBytes for each tensor that may be open.
 	keptBytes = 1 * mib
 	// tensorBytes is what is kept for one incoming tensor but its names and metadata,
 	// in no budget: tensorState, and what stands per chunk.
-	tensorBytes = tensorState + AllowanceChunks*assembler.ChunkOverhead
+	tensorBytes = tensorState + frame.AllowanceChunks*assembler.ChunkOverhead
 	tensorState = 1 * kib
 	// bindingBytes and entryBytes are what an input of a call takes beside its port,
 	// and an entry of params or metadata beside its text.
 	bindingBytes = 32
 	entryBytes   = 96
-	// textBytes is where the text of a peer's failure is cut: enough to say why.
-	textBytes = 512
-	// doneBytes is where the text of a done is cut, as it is on the wire.
-	doneBytes = 4 * kib
 	// closedIDs is how many ended calls and tensors are remembered, so that
 	// frames that crossed their end are ignored, not answered.
 	closedIDs = 1024
@@ -77,11 +43,6 @@ const (
 	// pendingBytes their texts.
 	pendingControl = 2048
 	pendingBytes   = 512 * kib
-	// KeptParts and KeptViews are the capacities that are kept for the next frame, of
-	// parts and of a payload's views; a session that had a fat frame and rests does
-	// without. A chunk of 4 MiB comes in 257 views.
-	KeptParts = 64
-	KeptViews = 320
 	// keptQueue is the capacity kept of each queue and map that has become empty, and
 	// keptEvents that of the events.
 	keptQueue  = 64
@@ -124,8 +85,8 @@ func DefaultLimits() Limits {
 // WithDefaults returns the limits with zero fields set, and none over its ceiling.
 func (l Limits) WithDefaults() Limits {
 	d := DefaultLimits()
-	set(&l.ChunkBytes, d.ChunkBytes, ChunkBytesCeiling)
-	set(&l.AllowanceBytes, d.AllowanceBytes, AllowanceCeiling)
+	set(&l.ChunkBytes, d.ChunkBytes, frame.ChunkBytesCeiling)
+	set(&l.AllowanceBytes, d.AllowanceBytes, frame.AllowanceCeiling)
 	set(&l.TensorBytes, d.TensorBytes, 1<<62)
 	set(&l.OpenTensors, d.OpenTensors, 1<<16)
 	set(&l.OpenCalls, d.OpenCalls, 1<<16)
@@ -145,66 +106,8 @@ func set[T uint32 | int | int64 | Instant](v *T, def, most T) {
 // Instant is a moment in nanoseconds since a fixed point that the caller chose.
 type Instant int64
 
-// checkName reports what is wrong with a name a peer sent, or nothing.
-func checkName(what, name string) string {
-	switch {
-	case len(name) > NameBytes:
-		return what + " is longer than 512 bytes"
-	case !printable(name):
-		return what + " is not UTF-8 without control characters"
-	}
-	return ""
-}
-
-// CheckEntries reports what is wrong with parameters or metadata, or nothing.
-func CheckEntries(what string, m map[string]string) string {
-	if len(m) > Entries {
-		return fmt.Sprintf("%s: %d entries, the limit is %d", what, len(m), Entries)
-	}
-	total := 0
-	for k, v := range m {
-		switch total += len(k) + len(v); {
-		case !utf8.ValidString(k) || !utf8.ValidString(v):
-			return fmt.Sprintf("%s: an entry is not UTF-8", what)
-		case len(k) > KeyBytes:
-			return fmt.Sprintf("%s: a key of %d bytes, the limit is %d", what, len(k), KeyBytes)
-		case len(v) > ValueBytes:
-			return fmt.Sprintf("%s: a value of %d bytes, the limit is %d", what, len(v), ValueBytes)
-		case total > EntriesBytes:
-			return fmt.Sprintf("%s: more than %d bytes in all", what, EntriesBytes)
-		}
-	}
-	return ""
-}
-
-// checkCall reports what a call has that one frame could not carry, or nothing.
-func checkCall(c *Call) string {
-	if len(c.Inputs) > callInputs {
-		return fmt.Sprintf("call has %d inputs, the limit is %d", len(c.Inputs), callInputs)
-	}
-	size := len(c.Model) + costOf(c.Params)
-	for _, b := range c.Inputs {
-		if problem := checkName("port", b.Port); problem != "" {
-			return problem
-		}
-		size += len(b.Port) + 32
-	}
-	if size > callBytes {
-		return fmt.Sprintf("call takes %d bytes with its names and params, the limit is %d", size, callBytes)
-	}
-	return cmp.Or(checkName("model", c.Model), CheckEntries("params", c.Params))
-}
-
-// clip copies the first n bytes of a text that would keep more.
-func clip(text string, n int) string {
-	if len(text) <= n {
-		return text
-	}
-	return strings.ToValidUTF8(strings.Clone(text[:n]), "")
-}
-
 // keptOf is what is kept of what a call says.
-func keptOf(c *Call) int {
+func keptOf(c *frame.Call) int {
 	n := len(c.Model) + entriesOf(c.Params)
 	for _, b := range c.Inputs {
 		n += bindingBytes + len(b.Port)
@@ -213,10 +116,10 @@ func keptOf(c *Call) int {
 }
 
 // keptOfDesc is what is kept for a tensor that is cut as geo says.
-func keptOfDesc(p *Desc, geo tensor.Geometry) int {
+func keptOfDesc(p *frame.Desc, geo tensor.Geometry) int {
 	n := tensorState + len(p.Port) + len(p.Name) + entriesOf(p.Metadata)
 	if !p.OnAllowance { // else, and above that number, they are in the budget
-		n += int(min(geo.Count(), AllowanceChunks)) * assembler.ChunkOverhead
+		n += int(min(geo.Count(), frame.AllowanceChunks)) * assembler.ChunkOverhead
 	}
 	return n
 }
@@ -227,13 +130,4 @@ func entriesOf(m map[string]string) int {
 		n += len(k) + len(v)
 	}
 	return n
-}
-
-func printable(s string) bool {
-	for _, r := range s {
-		if r == 0xFFFD || r < 0x20 || r == 0x7f || r >= 0x80 && r < 0xa0 {
-			return false
-		}
-	}
-	return true
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -22,15 +23,6 @@ type Config struct {
 	Codecs []codec.Codec
 	Limits Limits
 }
-
-// Error ends the session: the peer broke the protocol, or waited too long.
-type Error struct {
-	Code Code
-	Text string
-}
-
-// Error returns the text.
-func (e *Error) Error() string { return "stream: " + e.Text }
 
 // EventKind says what an Event tells.
 type EventKind uint8
@@ -69,12 +61,12 @@ type Event struct {
 	Kind   EventKind
 	Call   tensor.ID
 	Tensor tensor.ID
-	Desc   *Desc
-	Part   *Call // EventReady
-	Done   *Done // EventClosed on the client
+	Desc   *frame.Desc
+	Part   *frame.Call // EventReady
+	Done   *frame.Done // EventClosed on the client
 	N      int64
 	Off    int64
-	Code   Code
+	Code   frame.Code
 	Text   string
 }
 
@@ -84,8 +76,8 @@ type Machine struct {
 	limits Limits
 	kind   codec.Checksum
 	code   codec.Codec // what chunks are sent in
-	peer   Hello       // as far as it binds us
-	err    *Error
+	peer   frame.Hello // as far as it binds us
+	err    *frame.Error
 
 	helloSent, helloSeen bool
 	draining, drained    bool // we drain; the peer drains
@@ -103,13 +95,13 @@ type Machine struct {
 	taken  int // events handed out
 
 	// What waits to be sent.
-	drain     *Drain
+	drain     *frame.Drain
 	callQ     []*call // client: to be opened
 	descQ     []*out
 	creditQ   []*in
 	ackQ      []*in
 	cancelQ   []tensor.ID
-	failQ     []Failure
+	failQ     []frame.Failure
 	doneQ     []*call
 	ring      []*out // with chunks to send; ready tensors take turns
 	turn      int
@@ -156,14 +148,14 @@ func (s *Stats) Add(o Stats) {
 }
 
 type call struct {
-	part     Call
+	part     frame.Call
 	number   uint64 // in the order of opening
 	ready    bool   // server: EventReady was given
 	sent     bool   // client: opened on the wire
 	finished bool   // server: done is decided; client: done has come, or the call was given up
 	told     bool   // server: done was sent; client: the call was given up, or its results are whole
 	queued   bool   // in doneQ
-	done     Done
+	done     frame.Done
 	missing  int // server: inputs not announced yet
 	kept     int // server: bytes, part of the machine's
 	busy     int // claims open on its incoming tensors
@@ -180,7 +172,7 @@ func (c *call) weight() int { return max(1, len(c.part.Inputs)) }
 
 // in is a tensor on its way to us.
 type in struct {
-	desc   Desc
+	desc   frame.Desc
 	geo    tensor.Geometry
 	asm    *assembler.Assembler
 	call   *call
@@ -197,7 +189,7 @@ type in struct {
 
 // out is a tensor on its way to the peer.
 type out struct {
-	desc      Desc
+	desc      frame.Desc
 	geo       tensor.Geometry
 	chunks    *chunker.Chunker
 	call      *call
@@ -214,10 +206,10 @@ func New(cfg Config, now Instant) *Machine {
 	if !cfg.Check.Valid() {
 		cfg.Check = codec.CRC32C
 	}
-	cfg.Codecs = slices.Clone(cfg.Codecs[:min(len(cfg.Codecs), HelloCodecs)])
+	cfg.Codecs = slices.Clone(cfg.Codecs[:min(len(cfg.Codecs), frame.HelloCodecs)])
 	return &Machine{
 		cfg: cfg, limits: cfg.Limits.WithDefaults(), kind: cfg.Check,
-		peer:  Hello{MaxChunkBytes: 1, MaxOpenTensors: 1},
+		peer:  frame.Hello{MaxChunkBytes: 1, MaxOpenTensors: 1},
 		calls: make(map[tensor.ID]*call), ins: make(map[tensor.ID]*in), outs: make(map[tensor.ID]*out),
 		began: now, lastUse: now,
 	}
@@ -268,7 +260,8 @@ func (m *Machine) Calls() int { return len(m.calls) }
 // one may cause more.
 func (m *Machine) Event() (Event, bool) {
 	if m.taken == len(m.events) {
-		if m.events = emptied(m.events); cap(m.events) > keptEvents {
+		clear(m.events)
+		if m.events = m.events[:0]; cap(m.events) > keptEvents {
 			m.events = nil
 		}
 		m.taken = 0
@@ -280,9 +273,9 @@ func (m *Machine) Event() (Event, bool) {
 
 func (m *Machine) tell(e Event) { m.events = append(m.events, e) }
 
-func (m *Machine) violate(code Code, format string, args ...any) *Error {
+func (m *Machine) violate(code frame.Code, format string, args ...any) *frame.Error {
 	if m.err == nil {
-		m.err = &Error{code, fmt.Sprintf(format, args...)}
+		m.err = frame.Errorf(code, format, args...)
 	}
 	return m.err
 }
@@ -311,13 +304,13 @@ func (m *Machine) isGone(id tensor.ID) bool {
 // Close ends the session for good: every call stops with code and text, every
 // incoming tensor that no claim holds is let go, nothing more is sent. The last
 // claims still have to be committed.
-func (m *Machine) Close(code Code, text string) {
+func (m *Machine) Close(code frame.Code, text string) {
 	if m.shut {
 		return
 	}
 	m.shut = true
 	for _, c := range m.inOrder() {
-		if !c.told && (!c.finished || c.done.Code == OK) {
+		if !c.told && (!c.finished || c.done.Code == frame.OK) {
 			m.stop(c, code, text)
 		}
 		c.told = true
@@ -348,12 +341,12 @@ func (m *Machine) open(c *call, now Instant) {
 
 // stop gives a call up on this side: its outgoing memory is let go, its incoming
 // tensors take nothing more, and its worker is told.
-func (m *Machine) stop(c *call, code Code, text string) {
+func (m *Machine) stop(c *call, code frame.Code, text string) {
 	m.finish(c)
 	if c.queued {
 		m.waiting += len(text) - len(c.done.Message)
 	}
-	c.done = Done{Call: c.part.ID, Code: code, Message: text}
+	c.done = frame.Done{Call: c.part.ID, Code: code, Message: text}
 	for _, t := range c.outs {
 		m.dropOut(t)
 	}
@@ -378,7 +371,7 @@ func (m *Machine) settle(c *call) {
 	if !c.finished || !c.told || c.busy > 0 || m.calls[c.part.ID] != c {
 		return
 	}
-	if m.cfg.Server && c.done.Code == OK && !m.shut && !m.peerDone {
+	if m.cfg.Server && c.done.Code == frame.OK && !m.shut && !m.peerDone {
 		for _, t := range c.outs {
 			if !t.dead {
 				return // results wait for their acknowledgement
@@ -419,7 +412,7 @@ func (m *Machine) PeerDone() {
 	m.peerDone = true
 	for _, c := range m.inOrder() {
 		if !m.cfg.Server {
-			m.abandon(c, Unavailable, "the server ended the session")
+			m.abandon(c, frame.Unavailable, "the server ended the session")
 			continue
 		}
 		for _, t := range c.outs {
@@ -430,7 +423,7 @@ func (m *Machine) PeerDone() {
 			open = open || !t.dead && !t.asm.Whole()
 		}
 		if open {
-			m.fail(c, InvalidArgument, "the client ended its stream before every input was whole; send all chunks first")
+			m.fail(c, frame.InvalidArgument, "the client ended its stream before every input was whole; send all chunks first")
 		}
 		m.settle(c)
 	}
@@ -514,13 +507,13 @@ func (m *Machine) Tick(now Instant) error {
 	}
 	if !m.helloSeen {
 		if now >= m.began+m.limits.FirstFrame {
-			return m.violate(DeadlineExceeded, "no hello for %d s; a session opens with hello", m.limits.FirstFrame/second)
+			return m.violate(frame.DeadlineExceeded, "no hello for %d s; a session opens with hello", m.limits.FirstFrame/second)
 		}
 		return nil
 	}
 	if len(m.calls) == 0 {
 		if now >= m.lastUse+m.limits.SessionIdle {
-			return m.violate(DeadlineExceeded, "no call for %d s; open a new session when there is one", m.limits.SessionIdle/second)
+			return m.violate(frame.DeadlineExceeded, "no call for %d s; open a new session when there is one", m.limits.SessionIdle/second)
 		}
 		if now >= m.ticked+lateFrames {
 			m.ticked = now
@@ -536,25 +529,25 @@ func (m *Machine) Tick(now Instant) error {
 	idle := m.limits.ChunkIdle
 	for _, c := range m.inOrder() {
 		if m.cfg.Server && c.missing > 0 && !c.finished && c.timeout() > 0 && now >= c.began+c.timeout() {
-			m.fail(c, DeadlineExceeded, "the call's timeout has passed before its inputs were announced")
+			m.fail(c, frame.DeadlineExceeded, "the call's timeout has passed before its inputs were announced")
 			continue
 		}
 		if m.cfg.Server && c.missing > 0 && !c.finished && now >= c.began+idle {
-			m.fail(c, DeadlineExceeded, fmt.Sprintf("call expired: %d of its inputs were not announced within %d s", c.missing, idle/second))
+			m.fail(c, frame.DeadlineExceeded, fmt.Sprintf("call expired: %d of its inputs were not announced within %d s", c.missing, idle/second))
 			continue
 		}
 		for _, t := range c.ins {
 			if t.dead || t.asm.Whole() || t.asm.Held() >= max(t.limit, t.allowed()) || now < t.last+idle {
 				continue
 			}
-			m.failIn(t, DeadlineExceeded, fmt.Sprintf("tensor %s: no chunk for %d s although credit is unused", t.desc.Tensor, idle/second))
+			m.failIn(t, frame.DeadlineExceeded, fmt.Sprintf("tensor %s: no chunk for %d s although credit is unused", t.desc.Tensor, idle/second))
 		}
 		if !m.cfg.Server {
 			continue
 		}
 		for _, t := range c.outs {
 			if t.waits() && now >= t.last+idle {
-				m.fail(c, DeadlineExceeded, fmt.Sprintf("call expired: nobody took result %q for %d s", t.desc.Port, idle/second))
+				m.fail(c, frame.DeadlineExceeded, fmt.Sprintf("call expired: nobody took result %q for %d s", t.desc.Port, idle/second))
 				m.giveUp(c)
 				break
 			}

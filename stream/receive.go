@@ -9,12 +9,13 @@ import (
 	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // Control handles the control parts of a frame; its chunk is left to Claim. The
 // machine copies what it keeps. An error ends the session.
-func (m *Machine) Control(now Instant, f *Frame) error {
+func (m *Machine) Control(now Instant, f *frame.Frame) error {
 	if m.err != nil {
 		return m.err
 	}
@@ -22,7 +23,7 @@ func (m *Machine) Control(now Instant, f *Frame) error {
 		return nil
 	}
 	if !m.helloSeen && f.Hello == nil {
-		return m.violate(InvalidArgument, "the first frame has no hello; a session opens with hello")
+		return m.violate(frame.InvalidArgument, "the first frame has no hello; a session opens with hello")
 	}
 	if f.Hello != nil {
 		if err := m.hello(now, f.Hello); err != nil {
@@ -49,16 +50,16 @@ func (m *Machine) Control(now Instant, f *Frame) error {
 	}
 	for _, id := range f.Cancels {
 		if !m.cfg.Server {
-			return m.violate(InvalidArgument, "cancel came from the server; only a client cancels")
+			return m.violate(frame.InvalidArgument, "cancel came from the server; only a client cancels")
 		}
 		if c := m.calls[id]; c != nil {
-			m.fail(c, Cancelled, "call cancelled by the client")
+			m.fail(c, frame.Cancelled, "call cancelled by the client")
 			m.giveUp(c)
 		}
 	}
 	for i := range f.Dones {
 		if m.cfg.Server {
-			return m.violate(InvalidArgument, "done came from the client; only a server ends calls")
+			return m.violate(frame.InvalidArgument, "done came from the client; only a server ends calls")
 		}
 		m.donePart(&f.Dones[i])
 	}
@@ -67,19 +68,19 @@ func (m *Machine) Control(now Instant, f *Frame) error {
 		m.tell(Event{Kind: EventDrain, Text: f.Drain.Reason})
 	}
 	if n, most := len(m.failQ)+len(m.doneQ), max(pendingControl, heldCalls*m.limits.OpenCalls); n > most {
-		return m.violate(ResourceExhausted, "%d answers wait to be read, the limit is %d; read what the session sends", n, most)
+		return m.violate(frame.ResourceExhausted, "%d answers wait to be read, the limit is %d; read what the session sends", n, most)
 	}
 	if m.waiting > pendingBytes {
-		return m.violate(ResourceExhausted, "answers of %d bytes wait to be read, the limit is %d; read what the session sends", m.waiting, pendingBytes)
+		return m.violate(frame.ResourceExhausted, "answers of %d bytes wait to be read, the limit is %d; read what the session sends", m.waiting, pendingBytes)
 	}
 	return nil
 }
 
-func (m *Machine) hello(now Instant, h *Hello) error {
+func (m *Machine) hello(now Instant, h *frame.Hello) error {
 	if m.helloSeen {
-		return m.violate(InvalidArgument, "a second hello; a session opens once")
+		return m.violate(frame.InvalidArgument, "a second hello; a session opens once")
 	}
-	if bad := CheckHello(h); bad != nil {
+	if bad := h.Check(); bad != nil {
 		return m.violate(bad.Code, "%s", bad.Text)
 	}
 	kind := codec.Checksum(h.Checksum)
@@ -87,72 +88,72 @@ func (m *Machine) hello(now Instant, h *Hello) error {
 		m.cfg.Session = h.Session
 		m.kind = kind
 	} else if kind != m.kind || h.Session != m.cfg.Session {
-		return m.violate(InvalidArgument, "the server's hello names another session or checksum")
+		return m.violate(frame.InvalidArgument, "the server's hello names another session or checksum")
 	}
 	m.helloSeen = true
 	m.lastUse = now
 	m.peer = *h
-	set(&m.peer.MaxChunkBytes, 1*mib, ChunkBytesCeiling)
-	m.peer.AllowanceBytes = min(m.peer.AllowanceBytes, AllowanceCeiling)
-	m.code = codec.Choose(m.cfg.Codecs, h.Codecs[:min(len(h.Codecs), HelloCodecs)])
+	set(&m.peer.MaxChunkBytes, 1*mib, frame.ChunkBytesCeiling)
+	m.peer.AllowanceBytes = min(m.peer.AllowanceBytes, frame.AllowanceCeiling)
+	m.code = codec.Choose(m.cfg.Codecs, h.Codecs[:min(len(h.Codecs), frame.HelloCodecs)])
 	m.peer.Codecs = nil // lent with the frame
 	set(&m.peer.MaxOpenTensors, 64, 1<<16)
 	m.tell(Event{Kind: EventOpened})
 	return nil
 }
 
-func (m *Machine) callPart(now Instant, p *Call) error {
+func (m *Machine) callPart(now Instant, p *frame.Call) error {
 	if !m.cfg.Server {
-		return m.violate(InvalidArgument, "call came from the server; only a client opens calls")
+		return m.violate(frame.InvalidArgument, "call came from the server; only a client opens calls")
 	}
 	if m.isGone(p.ID) {
 		return nil
 	}
 	if c := m.calls[p.ID]; c != nil {
 		if !sameCall(&c.part, p) {
-			m.fail(c, InvalidArgument, "call "+p.ID.String()+" came again with other content; use a new id")
+			m.fail(c, frame.InvalidArgument, "call "+p.ID.String()+" came again with other content; use a new id")
 		}
 		return nil
 	}
 	c := &call{part: *p, missing: len(p.Inputs)}
 	m.open(c, now)
-	refuse := func(code Code, retry uint32, format string, args ...any) {
-		c.part = Call{ID: p.ID} // what it asked for is not worth its memory
+	refuse := func(code frame.Code, retry uint32, format string, args ...any) {
+		c.part = frame.Call{ID: p.ID} // what it asked for is not worth its memory
 		m.fail(c, code, fmt.Sprintf(format, args...))
 		c.done.RetryAfterMillis = retry
 	}
-	problem := cmp.Or(checkName("model", p.Model), CheckEntries("params", p.Params))
+	problem := cmp.Or(frame.CheckName("model", p.Model), frame.CheckEntries("params", p.Params))
 	kept := keptOf(p)
 	switch {
 	case m.draining:
-		refuse(Unavailable, 1000, "server is draining; call another one, or this one later")
+		refuse(frame.Unavailable, 1000, "server is draining; call another one, or this one later")
 	case m.running > m.limits.OpenCalls:
-		refuse(ResourceExhausted, 100, "open calls: the limit of a session is %d; wait for one to end", m.limits.OpenCalls)
+		refuse(frame.ResourceExhausted, 100, "open calls: the limit of a session is %d; wait for one to end", m.limits.OpenCalls)
 	case len(m.calls) > heldCalls*m.limits.OpenCalls:
-		refuse(ResourceExhausted, 100, "results of %d calls wait; acknowledge them", len(m.calls)-1)
+		refuse(frame.ResourceExhausted, 100, "results of %d calls wait; acknowledge them", len(m.calls)-1)
 	case len(p.Inputs) > m.limits.OpenTensors:
-		refuse(ResourceExhausted, 0, "call has %d inputs; open tensors are limited to %d", len(p.Inputs), m.limits.OpenTensors)
+		refuse(frame.ResourceExhausted, 0, "call has %d inputs; open tensors are limited to %d", len(p.Inputs), m.limits.OpenTensors)
 	case p.Model == "":
-		refuse(InvalidArgument, 0, "call names no model")
+		refuse(frame.InvalidArgument, 0, "call names no model")
 	case problem != "":
-		refuse(InvalidArgument, 0, "%s", problem)
+		refuse(frame.InvalidArgument, 0, "%s", problem)
 	case kept > m.unkept():
-		refuse(ResourceExhausted, 100, "%s", m.full("call", kept))
+		refuse(frame.ResourceExhausted, 100, "%s", m.full("call", kept))
 	default:
 		c.part.Inputs = slices.Clone(p.Inputs)
 		for i, b := range p.Inputs {
-			if problem := checkName("port", b.Port); problem != "" {
-				refuse(InvalidArgument, 0, "%s", problem)
+			if problem := frame.CheckName("port", b.Port); problem != "" {
+				refuse(frame.InvalidArgument, 0, "%s", problem)
 				return nil
 			}
 			for _, o := range p.Inputs[:i] {
 				if o.Port == b.Port || o.Tensor == b.Tensor {
-					refuse(InvalidArgument, 0, "inputs %q and %q share a port or a tensor", o.Port, b.Port)
+					refuse(frame.InvalidArgument, 0, "inputs %q and %q share a port or a tensor", o.Port, b.Port)
 					return nil
 				}
 			}
 			if m.ins[b.Tensor] != nil || m.outs[b.Tensor] != nil || m.isGone(b.Tensor) {
-				refuse(InvalidArgument, 0, "tensor %s was used before; each input needs a new id", b.Tensor)
+				refuse(frame.InvalidArgument, 0, "tensor %s was used before; each input needs a new id", b.Tensor)
 				return nil
 			}
 		}
@@ -176,7 +177,7 @@ func (m *Machine) full(what string, n int) string {
 		what, n, m.unkept()+m.kept, m.unkept())
 }
 
-func sameCall(a, b *Call) bool {
+func sameCall(a, b *frame.Call) bool {
 	if a.Model != b.Model || len(a.Inputs) != len(b.Inputs) || len(a.Params) != len(b.Params) || a.TimeoutMillis != b.TimeoutMillis {
 		return false
 	}
@@ -202,14 +203,14 @@ func (m *Machine) readyIf(c *call) {
 
 // descPart takes an announcement. What is wrong with it fails the tensor and its
 // call, not the session.
-func (m *Machine) descPart(now Instant, p *Desc) {
+func (m *Machine) descPart(now Instant, p *frame.Desc) {
 	if m.isGone(p.Tensor) {
 		return
 	}
 	c := m.calls[p.Call]
 	if t := m.ins[p.Tensor]; t != nil {
 		if !sameDesc(&t.desc, p) && !t.dead {
-			m.failIn(t, InvalidArgument, "tensor "+p.Tensor.String()+" was announced before with another desc; use a new id")
+			m.failIn(t, frame.InvalidArgument, "tensor "+p.Tensor.String()+" was announced before with another desc; use a new id")
 		}
 		return
 	}
@@ -217,11 +218,11 @@ func (m *Machine) descPart(now Instant, p *Desc) {
 		if m.isGone(p.Call) {
 			m.forget(p.Tensor)
 		} else {
-			m.refuse(p.Tensor, NotFound, "desc names call "+p.Call.String()+", which is not open; send the call first")
+			m.refuse(p.Tensor, frame.NotFound, "desc names call "+p.Call.String()+", which is not open; send the call first")
 		}
 		return
 	}
-	if c.finished && (m.cfg.Server || c.done.Code != OK) {
+	if c.finished && (m.cfg.Server || c.done.Code != frame.OK) {
 		m.forget(p.Tensor) // the call is over: whatever still comes for it is late
 		return
 	}
@@ -251,44 +252,44 @@ func (m *Machine) descPart(now Instant, p *Desc) {
 
 // admit checks a desc against shape arithmetic, limits and its call, before anything
 // of it is kept, and returns how the tensor is cut.
-func (m *Machine) admit(p *Desc, c *call) (tensor.Geometry, Code, string) {
+func (m *Machine) admit(p *frame.Desc, c *call) (tensor.Geometry, frame.Code, string) {
 	name := "tensor " + p.Tensor.String() + ": "
-	geo, bad := CheckDesc(p, m.limits)
+	geo, bad := p.Check(m.limits.ChunkBytes, m.limits.TensorBytes)
 	switch {
 	case bad != nil:
 		return geo, bad.Code, bad.Text
 	case m.incoming >= m.limits.OpenTensors:
-		return geo, ResourceExhausted, fmt.Sprintf("%sopen tensors: the limit of a session is %d", name, m.limits.OpenTensors)
+		return geo, frame.ResourceExhausted, fmt.Sprintf("%sopen tensors: the limit of a session is %d", name, m.limits.OpenTensors)
 	}
 	size := geo.Size
-	if n := geo.Count(); p.OnAllowance && n > AllowanceChunks {
-		return geo, ResourceExhausted, fmt.Sprintf("%s%d chunks on allowance, the limit is %d; send larger chunks, or wait for credit instead", name, n, AllowanceChunks)
+	if n := geo.Count(); p.OnAllowance && n > frame.AllowanceChunks {
+		return geo, frame.ResourceExhausted, fmt.Sprintf("%s%d chunks on allowance, the limit is %d; send larger chunks, or wait for credit instead", name, n, frame.AllowanceChunks)
 	}
 	if left := int64(m.limits.AllowanceBytes) - m.allowIn; p.OnAllowance && size > left {
-		return geo, ResourceExhausted, fmt.Sprintf("%s%d bytes on allowance, %d are left; wait for credit instead", name, size, left)
+		return geo, frame.ResourceExhausted, fmt.Sprintf("%s%d bytes on allowance, %d are left; wait for credit instead", name, size, left)
 	}
 	if m.cfg.Server {
 		for _, b := range c.part.Inputs {
 			if b.Tensor == p.Tensor {
 				if b.Port != p.Port {
-					return geo, InvalidArgument, fmt.Sprintf("%sport is %q, the call says %q", name, p.Port, b.Port)
+					return geo, frame.InvalidArgument, fmt.Sprintf("%sport is %q, the call says %q", name, p.Port, b.Port)
 				}
 				if n := keptOfDesc(p, geo); n > m.unkept() {
-					return geo, ResourceExhausted, name + m.full("desc", n)
+					return geo, frame.ResourceExhausted, name + m.full("desc", n)
 				}
-				return geo, OK, ""
+				return geo, frame.OK, ""
 			}
 		}
-		return geo, InvalidArgument, name + "its call does not list it as an input"
+		return geo, frame.InvalidArgument, name + "its call does not list it as an input"
 	}
-	return geo, OK, ""
+	return geo, frame.OK, ""
 }
 
-func sameDesc(a, b *Desc) bool {
+func sameDesc(a, b *frame.Desc) bool {
 	return a.Desc.Equal(b.Desc) && a.SizeBytes == b.SizeBytes && a.ChunkBytes == b.ChunkBytes && a.Call == b.Call && a.Port == b.Port
 }
 
-func (m *Machine) creditPart(now Instant, p Credit) {
+func (m *Machine) creditPart(now Instant, p frame.Credit) {
 	t := m.outs[p.Tensor]
 	if t == nil {
 		m.unknown(p.Tensor)
@@ -301,7 +302,7 @@ func (m *Machine) creditPart(now Instant, p Credit) {
 	}
 }
 
-func (m *Machine) ackPart(now Instant, p Ack) {
+func (m *Machine) ackPart(now Instant, p frame.Ack) {
 	t := m.outs[p.Tensor]
 	if t == nil {
 		m.unknown(p.Tensor)
@@ -315,7 +316,7 @@ func (m *Machine) ackPart(now Instant, p Ack) {
 		}
 	}
 	if err != nil {
-		m.failOut(t, InvalidArgument, "tensor "+p.Tensor.String()+": "+err.Error())
+		m.failOut(t, frame.InvalidArgument, "tensor "+p.Tensor.String()+": "+err.Error())
 		return
 	}
 	if t.chunks.Below() > before { // an ack that tells nothing new is no progress
@@ -330,10 +331,10 @@ func (m *Machine) ackPart(now Instant, p Ack) {
 }
 
 // failurePart is the peer giving up a tensor, ours or its own.
-func (m *Machine) failurePart(p Failure) {
+func (m *Machine) failurePart(p frame.Failure) {
 	code := p.Code
-	if code == OK {
-		code = Internal
+	if code == frame.OK {
+		code = frame.Internal
 	}
 	var c *call
 	if t := m.outs[p.Tensor]; t != nil {
@@ -347,23 +348,23 @@ func (m *Machine) failurePart(p Failure) {
 		return // late, or an answer to something we never sent: answering would echo for ever
 	}
 	if m.cfg.Server {
-		m.fail(c, code, clip(p.Message, textBytes))
+		m.fail(c, code, frame.Clip(p.Message, frame.FailureTextBytes))
 		m.giveUp(c)
 		return
 	}
 	m.finishClient(c) // if done has come; if not, the server owes it
 }
 
-func (m *Machine) donePart(p *Done) {
+func (m *Machine) donePart(p *frame.Done) {
 	c := m.calls[p.Call]
 	if c == nil || !c.sent || c.finished {
 		return
 	}
 	c.done = *p
-	c.done.Message = clip(p.Message, doneBytes)
+	c.done.Message = frame.Clip(p.Message, frame.TextBytes)
 	c.done.Outputs = slices.Clone(p.Outputs)
 	m.finish(c)
-	if p.Code != OK {
+	if p.Code != frame.OK {
 		for _, t := range c.ins {
 			t.dead = true
 		}
@@ -377,7 +378,7 @@ func (m *Machine) finishClient(c *call) {
 	if m.cfg.Server || !c.finished {
 		return
 	}
-	if c.done.Code == OK && !c.told {
+	if c.done.Code == frame.OK && !c.told {
 		lost, wait := "", false
 		for _, b := range c.done.Outputs {
 			switch t := m.ins[b.Tensor]; {
@@ -391,13 +392,13 @@ func (m *Machine) finishClient(c *call) {
 			}
 		}
 		for _, t := range c.ins {
-			if lost == "" && !slices.Contains(c.done.Outputs, Binding{t.desc.Port, t.desc.Tensor}) {
+			if lost == "" && !slices.Contains(c.done.Outputs, frame.Binding{Port: t.desc.Port, Tensor: t.desc.Tensor}) {
 				lost = fmt.Sprintf("the server announced result %q and did not end with it", t.desc.Port)
 			}
 		}
 		switch {
 		case lost != "":
-			m.abandon(c, DataLoss, lost) // the server need not wait for acknowledgements
+			m.abandon(c, frame.DataLoss, lost) // the server need not wait for acknowledgements
 			return
 		case wait:
 			return
@@ -410,7 +411,7 @@ func (m *Machine) finishClient(c *call) {
 // Claim decides about the chunk of a frame whose control parts were handled.
 // With true, the caller copies the bytes by c.Copy, outside any lock it likes,
 // and then calls Commit. An error ends the session.
-func (m *Machine) Claim(now Instant, ch *Chunk, c *Claim) (bool, error) {
+func (m *Machine) Claim(now Instant, ch *frame.Chunk, c *Claim) (bool, error) {
 	if m.err != nil {
 		return false, m.err
 	}
@@ -427,13 +428,13 @@ func (m *Machine) Claim(now Instant, ch *Chunk, c *Claim) (bool, error) {
 	}
 	k := codec.Codec(ch.Codec)
 	if k != codec.None && !slices.Contains(m.cfg.Codecs, k) {
-		m.failIn(t, InvalidArgument, fmt.Sprintf("tensor %s: chunk %d came in %v, which the hello of this side does not name", ch.Tensor, ch.Index, k))
+		m.failIn(t, frame.InvalidArgument, fmt.Sprintf("tensor %s: chunk %d came in %v, which the hello of this side does not name", ch.Tensor, ch.Index, k))
 		return false, nil
 	}
 	verdict, err := t.asm.Claim(&c.claim, ch.Index, ch.Len(), k, ch.Sum)
 	switch {
 	case err != nil:
-		m.failIn(t, InvalidArgument, "tensor "+ch.Tensor.String()+": "+err.Error())
+		m.failIn(t, frame.InvalidArgument, "tensor "+ch.Tensor.String()+": "+err.Error())
 		return false, nil
 	case verdict == assembler.Duplicate:
 		m.stats.Duplicate++
@@ -470,9 +471,9 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
 		return
 	}
 	if err != nil {
-		code := DataLoss
+		code := frame.DataLoss
 		if errors.Is(err, codec.ErrDecode) { // it came as it was sent
-			code = InvalidArgument
+			code = frame.InvalidArgument
 		}
 		m.failIn(t, code, "tensor "+t.desc.Tensor.String()+": "+err.Error())
 		return
@@ -480,7 +481,7 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
 	if !ok {
 		m.stats.Corrupt++
 		if len(t.resend) == chunker.MaxResends {
-			m.failIn(t, DataLoss, fmt.Sprintf("tensor %s: %d chunks have a wrong checksum and wait to be asked for again", t.desc.Tensor, len(t.resend)+1))
+			m.failIn(t, frame.DataLoss, fmt.Sprintf("tensor %s: %d chunks have a wrong checksum and wait to be asked for again", t.desc.Tensor, len(t.resend)+1))
 			return
 		}
 		t.resend = append(t.resend, c.claim.Index())
@@ -529,23 +530,23 @@ func (m *Machine) wantAck(now Instant, t *in, urgent bool) {
 // unknown answers a frame that names a tensor nobody announced.
 func (m *Machine) unknown(id tensor.ID) {
 	if !m.isGone(id) && m.ins[id] == nil && m.outs[id] == nil {
-		m.refuse(id, NotFound, "tensor "+id.String()+" is not known here; send its desc first")
+		m.refuse(id, frame.NotFound, "tensor "+id.String()+" is not known here; send its desc first")
 	}
 }
 
 // refuse gives up a tensor that has no state here, once: later frames of it are late.
-func (m *Machine) refuse(id tensor.ID, code Code, text string) {
+func (m *Machine) refuse(id tensor.ID, code frame.Code, text string) {
 	m.forget(id)
 	m.sayFailed(id, code, text)
 }
 
-func (m *Machine) sayFailed(id tensor.ID, code Code, text string) {
-	m.failQ = append(m.failQ, Failure{id, code, text})
+func (m *Machine) sayFailed(id tensor.ID, code frame.Code, text string) {
+	m.failQ = append(m.failQ, frame.Failure{Tensor: id, Code: code, Message: text})
 	m.waiting += len(text)
 }
 
 // failIn gives up an incoming tensor and its call.
-func (m *Machine) failIn(t *in, code Code, text string) {
+func (m *Machine) failIn(t *in, code frame.Code, text string) {
 	if t.dead {
 		return
 	}
@@ -555,7 +556,7 @@ func (m *Machine) failIn(t *in, code Code, text string) {
 }
 
 // failCall ends a call badly from this side.
-func (m *Machine) failCall(c *call, code Code, text string) {
+func (m *Machine) failCall(c *call, code frame.Code, text string) {
 	if m.cfg.Server {
 		m.fail(c, code, text)
 		return
@@ -564,7 +565,7 @@ func (m *Machine) failCall(c *call, code Code, text string) {
 }
 
 // failOut gives up an outgoing tensor and its call.
-func (m *Machine) failOut(t *out, code Code, text string) {
+func (m *Machine) failOut(t *out, code frame.Code, text string) {
 	m.sayFailed(t.desc.Tensor, code, text)
 	m.failCall(t.call, code, text)
 	if m.cfg.Server {
@@ -573,7 +574,7 @@ func (m *Machine) failOut(t *out, code Code, text string) {
 }
 
 // FailTensor gives up an incoming tensor for a reason of the caller's, with its call.
-func (m *Machine) FailTensor(id tensor.ID, code Code, text string) {
+func (m *Machine) FailTensor(id tensor.ID, code frame.Code, text string) {
 	if t := m.ins[id]; t != nil {
 		m.failIn(t, code, text)
 	}

@@ -13,6 +13,7 @@ import (
 	"testing"
 
 	"github.com/tensorferry/tensorferry/chunker"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -202,17 +203,17 @@ func (f *fields) has(word string) bool {
 }
 
 // bindings are the options that are left, port=tensor.
-func (f *fields) bindings() (all []Binding) {
+func (f *fields) bindings() (all []frame.Binding) {
 	for port, id := range f.opts {
-		all = append(all, Binding{port, f.s.id(id)})
+		all = append(all, frame.Binding{Port: port, Tensor: f.s.id(id)})
 	}
-	slices.SortFunc(all, func(a, b Binding) int { return strings.Compare(a.Port, b.Port) })
+	slices.SortFunc(all, func(a, b frame.Binding) int { return strings.Compare(a.Port, b.Port) })
 	return all
 }
 
 // desc reads NAME TYPE[SHAPE] call=C chunk=N …
-func (f *fields) desc() Desc {
-	d := Desc{Tensor: f.id()}
+func (f *fields) desc() frame.Desc {
+	d := frame.Desc{Tensor: f.id()}
 	kind, dims, _ := strings.Cut(strings.TrimSuffix(f.word(), "]"), "[")
 	switch dtype, err := tensor.ParseDataType(kind); {
 	case err == nil:
@@ -243,58 +244,58 @@ func (f *fields) desc() Desc {
 }
 
 // parts reads a frame.
-func (s *stage) parts(text string) *Frame {
-	frame := new(Frame)
+func (s *stage) parts(text string) *frame.Frame {
+	x := new(frame.Frame)
 	for part := range strings.SplitSeq(text, ";") {
 		f := s.fields(part)
 		switch kind := f.word(); kind {
 		case "hello":
-			frame.Hello = &Hello{
-				Version: uint32(f.opt("version", Version)), Session: s.id(f.text("session", "s")), Checksum: uint8(f.opt("checksum", 1)),
+			x.Hello = &frame.Hello{
+				Version: uint32(f.opt("version", frame.Version)), Session: s.id(f.text("session", "s")), Checksum: uint8(f.opt("checksum", 1)),
 				MaxChunkBytes: uint32(f.opt("chunk", 4)), AllowanceBytes: uint32(f.opt("allowance", 0)), MaxOpenTensors: uint32(f.opt("tensors", 4)),
 			}
 		case "call":
-			c := Call{ID: f.id(), Model: f.text("model", "m"), TimeoutMillis: uint64(f.opt("timeout", 0))}
+			c := frame.Call{ID: f.id(), Model: f.text("model", "m"), TimeoutMillis: uint64(f.opt("timeout", 0))}
 			if c.Model == "-" {
 				c.Model = ""
 			}
 			c.Inputs = f.bindings()
-			frame.Calls = append(frame.Calls, c)
+			x.Calls = append(x.Calls, c)
 		case "desc":
 			d := f.desc()
 			if _, known := s.chunk[d.Tensor]; !known {
 				s.chunk[d.Tensor], s.size[d.Tensor] = int64(d.ChunkBytes), int64(d.SizeBytes)
 			}
-			frame.Descs = append(frame.Descs, d)
+			x.Descs = append(x.Descs, d)
 		case "chunk":
-			frame.Chunk = s.piece(f)
+			x.Chunk = s.piece(f)
 		case "credit":
-			frame.Credits = append(frame.Credits, Credit{f.id(), uint32(f.number(f.word()))})
+			x.Credits = append(x.Credits, frame.Credit{Tensor: f.id(), Limit: uint32(f.number(f.word()))})
 		case "ack":
-			a := Ack{Tensor: f.id(), Below: uint32(f.number(f.word()))}
+			a := frame.Ack{Tensor: f.id(), Below: uint32(f.number(f.word()))}
 			if again := f.text("again", ""); again != "" {
 				for i := range strings.SplitSeq(again, ",") {
 					a.Resend = append(a.Resend, uint32(f.number(i)))
 				}
 			}
-			frame.Acks = append(frame.Acks, a)
+			x.Acks = append(x.Acks, a)
 		case "cancel":
-			frame.Cancels = append(frame.Cancels, f.id())
+			x.Cancels = append(x.Cancels, f.id())
 		case "failure":
-			frame.Failures = append(frame.Failures, Failure{f.id(), Code(f.opt("code", 13)), strings.Join(f.words, " ")})
+			x.Failures = append(x.Failures, frame.Failure{Tensor: f.id(), Code: frame.Code(f.opt("code", 13)), Message: strings.Join(f.words, " ")})
 		case "done":
-			d := Done{Call: f.id(), Code: Code(f.opt("code", 0))}
+			d := frame.Done{Call: f.id(), Code: frame.Code(f.opt("code", 0))}
 			d.Message, f.words = strings.Join(f.words, " "), nil
 			d.Outputs = f.bindings()
-			frame.Dones = append(frame.Dones, d)
+			x.Dones = append(x.Dones, d)
 		case "drain":
-			frame.Drain = &Drain{strings.Join(f.words, " ")}
+			x.Drain = &frame.Drain{Reason: strings.Join(f.words, " ")}
 		case "nothing":
 		default:
 			s.fatalf("no part %q", kind)
 		}
 	}
-	return frame
+	return x
 }
 
 // bytesOf are a tensor's bytes.
@@ -307,8 +308,8 @@ func bytesOf(id tensor.ID, n int64) []byte {
 }
 
 // piece reads NAME INDEX [flipped | wrongsum | other] [length=N]
-func (s *stage) piece(f *fields) Chunk {
-	ch := Chunk{Tensor: f.id(), Index: uint32(f.number(f.word()))}
+func (s *stage) piece(f *fields) frame.Chunk {
+	ch := frame.Chunk{Tensor: f.id(), Index: uint32(f.number(f.word()))}
 	chunk, size := max(s.chunk[ch.Tensor], 1), s.size[ch.Tensor]
 	off := min(int64(ch.Index)*chunk, size)
 	n := min(chunk, size-off)
@@ -353,7 +354,7 @@ func (s *stage) do(line string) {
 		s.chunk, s.size = map[tensor.ID]int64{}, map[tensor.ID]int64{}
 	case "greet":
 		err = s.receive("hello "+strings.TrimPrefix(line, "greet"), true)
-		var out Frame
+		var out frame.Frame
 		s.m.Next(s.now, &out)
 		if out.Hello == nil {
 			s.fatalf("no hello")
@@ -367,7 +368,7 @@ func (s *stage) do(line string) {
 	case "commit":
 		s.commit()
 	case "open":
-		c := Call{ID: f.id(), Model: f.text("model", "m")}
+		c := frame.Call{ID: f.id(), Model: f.text("model", "m")}
 		c.Inputs = f.bindings()
 		err = s.m.OpenCall(s.now, c)
 	case "tensor":
@@ -393,20 +394,20 @@ func (s *stage) do(line string) {
 	case "lend":
 		err = s.lend(f.id(), f.number(f.word()))
 	case "finish":
-		d := Done{Call: f.id(), Code: Code(f.opt("code", 0)), RetryAfterMillis: uint32(f.opt("retry", 0))}
+		d := frame.Done{Call: f.id(), Code: frame.Code(f.opt("code", 0)), RetryAfterMillis: uint32(f.opt("retry", 0))}
 		d.Message = strings.Join(f.words, " ")
 		d.Outputs = f.bindings()
 		s.m.Finish(d)
 	case "cancel":
-		s.m.Cancel(f.id(), Cancelled, "cancelled by the caller")
+		s.m.Cancel(f.id(), frame.Cancelled, "cancelled by the caller")
 	case "fail":
-		s.m.FailTensor(f.id(), Code(f.opt("code", 8)), strings.Join(f.words, " "))
+		s.m.FailTensor(f.id(), frame.Code(f.opt("code", 8)), strings.Join(f.words, " "))
 	case "drain":
 		s.m.Drain(strings.Join(f.words, " "))
 	case "ended":
 		s.m.PeerDone()
 	case "close":
-		s.m.Close(Unavailable, "the session has ended")
+		s.m.Close(frame.Unavailable, "the session has ended")
 	case "wait":
 		seconds, perr := strconv.ParseFloat(f.word(), 64)
 		if perr != nil {
@@ -460,7 +461,7 @@ func (s *stage) receive(text string, commit bool) error {
 }
 
 func describeError(err error) error {
-	if e, ok := errors.AsType[*Error](err); ok {
+	if e, ok := errors.AsType[*frame.Error](err); ok {
 		return fmt.Errorf("the session ends with code %d: %s", e.Code, e.Text)
 	}
 	return err
@@ -530,9 +531,9 @@ func (s *stage) events() {
 				}
 			}
 			switch {
-			case e.Done != nil && e.Code == OK:
+			case e.Done != nil && e.Code == frame.OK:
 				s.printf("call %s is closed: ok, outputs %s", call, printBindings(e.Done.Outputs))
-			case e.Code == OK:
+			case e.Code == frame.OK:
 				s.printf("call %s is closed: ok", call)
 			default:
 				s.printf("call %s is closed: code %d: %s", call, e.Code, e.Text)
@@ -543,7 +544,7 @@ func (s *stage) events() {
 	}
 }
 
-func printBindings(all []Binding) string {
+func printBindings(all []frame.Binding) string {
 	var b []string
 	for _, o := range all {
 		b = append(b, o.Port+"="+nameOf(o.Tensor))
@@ -554,7 +555,7 @@ func printBindings(all []Binding) string {
 // send prints up to n frames that are ready.
 func (s *stage) send(n int64) {
 	for ; n > 0; n-- {
-		var f Frame
+		var f frame.Frame
 		held, ok := s.m.Next(s.now, &f)
 		if ok == f.Empty() {
 			s.fatalf("frame %+v, ok %v", f, ok)
@@ -606,7 +607,7 @@ func (s *stage) send(n int64) {
 			}
 		}
 		for _, d := range f.Dones {
-			if d.Code == OK {
+			if d.Code == frame.OK {
 				part("done %s ok %s", nameOf(d.Call), printBindings(d.Outputs))
 			} else {
 				part("done %s code %d: %s", nameOf(d.Call), d.Code, d.Message)
@@ -638,7 +639,7 @@ func (s *stage) leave() {
 	if s.m == nil {
 		return
 	}
-	s.m.Close(Unavailable, "the script has ended")
+	s.m.Close(frame.Unavailable, "the script has ended")
 	if s.claim != nil {
 		s.commit()
 	}

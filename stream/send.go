@@ -1,12 +1,12 @@
 package stream
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"slices"
 
 	"github.com/tensorferry/tensorferry/chunker"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -20,7 +20,7 @@ var (
 
 // OpenCall (client) opens a call. Its inputs are announced by OpenTensor with
 // the IDs that c names. The machine copies c's inputs and shares its Params.
-func (m *Machine) OpenCall(now Instant, c Call) error {
+func (m *Machine) OpenCall(now Instant, c frame.Call) error {
 	switch {
 	case m.shut || m.err != nil || m.peerDone:
 		return ErrClosed
@@ -30,7 +30,7 @@ func (m *Machine) OpenCall(now Instant, c Call) error {
 		return fmt.Errorf("stream: call %s was opened before; use a new id", c.ID)
 	}
 	// What the wire could not carry would end the session, and every other call.
-	if problem := checkCall(&c); problem != "" {
+	if problem := c.Check(); problem != "" {
 		return fmt.Errorf("stream: %s", problem)
 	}
 	k := &call{part: c}
@@ -42,7 +42,7 @@ func (m *Machine) OpenCall(now Instant, c Call) error {
 
 // OpenTensor announces an outgoing tensor of an open call: an input on the
 // client, a result on the server. SizeBytes and OnAllowance are filled in here.
-func (m *Machine) OpenTensor(now Instant, d Desc) error {
+func (m *Machine) OpenTensor(now Instant, d frame.Desc) error {
 	c := m.calls[d.Call]
 	if m.shut || c == nil || c.finished {
 		return ErrClosed
@@ -50,7 +50,7 @@ func (m *Machine) OpenTensor(now Instant, d Desc) error {
 	if m.outs[d.Tensor] != nil || m.ins[d.Tensor] != nil || m.isGone(d.Tensor) {
 		return fmt.Errorf("stream: tensor %s was announced before; use a new id", d.Tensor)
 	}
-	if problem := cmp.Or(checkName("port", d.Port), checkName("name", d.Name), CheckEntries("metadata", d.Metadata)); problem != "" {
+	if problem := d.CheckTexts(); problem != "" {
 		return fmt.Errorf("stream: %s", problem)
 	}
 	size, err := d.Bytes()
@@ -122,13 +122,13 @@ func (m *Machine) Unlent(id tensor.ID) int64 {
 // Finish (server) decides how a call ends. The first decision stands: after a
 // cancel or a failure it does nothing. done is sent once every chunk of its
 // outputs has gone, or at once when the code is not OK.
-func (m *Machine) Finish(d Done) {
+func (m *Machine) Finish(d frame.Done) {
 	c := m.calls[d.Call]
-	if c == nil || !m.cfg.Server || m.shut || c.told || c.finished && (d.Code == OK || c.done.Code != OK) {
+	if c == nil || !m.cfg.Server || m.shut || c.told || c.finished && (d.Code == frame.OK || c.done.Code != frame.OK) {
 		return
 	}
-	if d.Code != OK { // also in place of a good end that waits behind its chunks
-		m.fail(c, d.Code, clip(d.Message, doneBytes))
+	if d.Code != frame.OK { // also in place of a good end that waits behind its chunks
+		m.fail(c, d.Code, frame.Clip(d.Message, frame.TextBytes))
 		c.done.RetryAfterMillis = d.RetryAfterMillis
 		c.done.Timings = d.Timings
 		return
@@ -146,7 +146,7 @@ func (m *Machine) Finish(d Done) {
 // doneIf (server) has done sent when a call has ended well and every chunk of
 // its results has gone.
 func (m *Machine) doneIf(c *call) {
-	if m.cfg.Server && c.finished && c.done.Code == OK && c.sentAll() {
+	if m.cfg.Server && c.finished && c.done.Code == frame.OK && c.sentAll() {
 		m.queueDone(c)
 	}
 }
@@ -161,8 +161,8 @@ func (m *Machine) queueDone(c *call) {
 
 // fail (server) decides that a call ends badly; done goes at once. A call that
 // ended well but whose done is still behind its chunks fails all the same.
-func (m *Machine) fail(c *call, code Code, text string) {
-	if c.told || c.finished && c.done.Code != OK {
+func (m *Machine) fail(c *call, code frame.Code, text string) {
+	if c.told || c.finished && c.done.Code != frame.OK {
 		return
 	}
 	m.stop(c, code, text)
@@ -175,14 +175,14 @@ func (m *Machine) fail(c *call, code Code, text string) {
 
 // Cancel (client) stops a call: the server is told, and the call's memory is let
 // go without waiting for the answer.
-func (m *Machine) Cancel(id tensor.ID, code Code, text string) {
+func (m *Machine) Cancel(id tensor.ID, code frame.Code, text string) {
 	if c := m.calls[id]; c != nil && !m.cfg.Server {
 		m.abandon(c, code, text)
 	}
 }
 
 // abandon (client) ends a call from this side.
-func (m *Machine) abandon(c *call, code Code, text string) {
+func (m *Machine) abandon(c *call, code frame.Code, text string) {
 	if c.told {
 		return
 	}
@@ -200,7 +200,7 @@ func (m *Machine) abandon(c *call, code Code, text string) {
 func (m *Machine) Drain(reason string) {
 	if !m.draining && !m.shut {
 		m.draining = true
-		m.drain = &Drain{reason}
+		m.drain = &frame.Drain{Reason: reason}
 	}
 }
 
@@ -262,14 +262,14 @@ func (m *Machine) canAnnounce() bool {
 // that wait, and at most one chunk. The chunk's views are shared until held, if
 // not nil, is released; the encoding by Codec, if it is worth it, and the checksum
 // are for the caller. It reports whether f has anything in it.
-func (m *Machine) Next(now Instant, f *Frame) (held chunker.Releaser, ok bool) {
+func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok bool) {
 	if !m.Pending() {
 		return nil, false
 	}
 	if !m.helloSent {
 		m.helloSent = true
-		f.Hello = &Hello{
-			Version: Version, Session: m.cfg.Session, MaxChunkBytes: m.limits.ChunkBytes,
+		f.Hello = &frame.Hello{
+			Version: frame.Version, Session: m.cfg.Session, MaxChunkBytes: m.limits.ChunkBytes,
 			AllowanceBytes: m.limits.AllowanceBytes, Checksum: uint8(m.kind), MaxOpenTensors: uint32(m.limits.OpenTensors),
 		}
 		for _, k := range m.cfg.Codecs {
@@ -290,10 +290,7 @@ func (m *Machine) Next(now Instant, f *Frame) (held chunker.Releaser, ok bool) {
 		c.sent = true
 		m.opened += c.weight()
 		f.Calls = append(f.Calls, c.part)
-		bytes += costOf(c.part.Params) + len(c.part.Model)
-		for _, b := range c.part.Inputs {
-			bytes += 64 + len(b.Port)
-		}
+		bytes += c.part.Cost()
 		m.descQ = append(m.descQ, c.outs...)
 	}
 	for !ends && len(f.Descs) < frameParts && room() && m.canAnnounce() {
@@ -305,13 +302,13 @@ func (m *Machine) Next(now Instant, f *Frame) (held chunker.Releaser, ok bool) {
 		t.announced = true
 		t.last = now
 		m.announced++
-		if t.geo.Size <= int64(m.peer.AllowanceBytes)-m.allowOut && t.geo.Count() <= AllowanceChunks {
+		if t.geo.Size <= int64(m.peer.AllowanceBytes)-m.allowOut && t.geo.Count() <= frame.AllowanceChunks {
 			t.desc.OnAllowance = true
 			t.share = t.geo.Size
 			m.allowOut += t.share
 		}
 		f.Descs = append(f.Descs, t.desc)
-		bytes += costOf(t.desc.Metadata) + len(t.desc.Name) + len(t.desc.Port) + 64 + 10*len(t.desc.Shape)
+		bytes += t.desc.Cost()
 		m.queue(t)
 	}
 	for len(m.creditQ) > 0 && len(f.Credits) < frameParts {
@@ -322,7 +319,7 @@ func (m *Machine) Next(now Instant, f *Frame) (held chunker.Releaser, ok bool) {
 			continue
 		}
 		t.limit = t.asm.Limit()
-		f.Credits = append(f.Credits, Credit{t.desc.Tensor, t.limit})
+		f.Credits = append(f.Credits, frame.Credit{Tensor: t.desc.Tensor, Limit: t.limit})
 	}
 	for len(m.ackQ) > 0 && len(f.Acks) < frameParts {
 		t := m.ackQ[len(m.ackQ)-1]
@@ -333,7 +330,7 @@ func (m *Machine) Next(now Instant, f *Frame) (held chunker.Releaser, ok bool) {
 		}
 		t.acked = t.asm.Below()
 		n := min(len(t.resend), frameParts)
-		f.Acks = append(f.Acks, Ack{t.desc.Tensor, t.acked, t.resend[:n:n]})
+		f.Acks = append(f.Acks, frame.Ack{Tensor: t.desc.Tensor, Below: t.acked, Resend: t.resend[:n:n]})
 		if t.resend = t.resend[n:]; len(t.resend) > 0 {
 			t.inAck = true
 			m.ackQ = append(m.ackQ, t)
@@ -390,7 +387,7 @@ func trimmed[T any](q []T) []T {
 }
 
 // nextChunk puts the next chunk of the tensor whose turn it is into f.
-func (m *Machine) nextChunk(now Instant, f *Frame) chunker.Releaser {
+func (m *Machine) nextChunk(now Instant, f *frame.Frame) chunker.Releaser {
 	for len(m.small)+len(m.ring) > 0 {
 		var t *out
 		small := len(m.small) > 0 && (len(m.ring) == 0 || m.smallRun < smallRun)
@@ -434,13 +431,4 @@ func (m *Machine) nextChunk(now Instant, f *Frame) chunker.Releaser {
 		return held
 	}
 	return nil
-}
-
-// costOf is about the bytes that a map takes in a frame.
-func costOf(m map[string]string) int {
-	n := 0
-	for k, v := range m {
-		n += len(k) + len(v) + 8
-	}
-	return n
 }

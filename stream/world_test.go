@@ -10,6 +10,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -51,7 +52,7 @@ type worldCall struct {
 	sinks    [2][]*sink // client: results, server: inputs
 	outs     []*source  // server
 	finished bool
-	done     Done
+	done     frame.Done
 }
 
 func (c *worldCall) sink(side int, port string) *sink {
@@ -116,8 +117,8 @@ type party struct {
 	w     *world
 	m     *Machine
 	peer  *party
-	wire  []*Frame // on its way from here
-	held  map[*Frame]chunker.Releaser
+	wire  []*frame.Frame // on its way from here
+	held  map[*frame.Frame]chunker.Releaser
 	claim *openClaim
 	good  map[chunkName]bool // delivered here whole, at least once
 	bad   map[chunkName]int  // delivered here with a flaw
@@ -147,7 +148,7 @@ func (w *world) tracef(format string, args ...any) {
 			switch a := a.(type) { // only when somebody will read it
 			case tensor.ID:
 				args[i] = short(a)
-			case *Frame:
+			case *frame.Frame:
 				args[i] = describe(a)
 			}
 		}
@@ -195,7 +196,7 @@ func newWorld(choose func(n int) int) *world {
 	w.srv = &party{w: w, m: New(Config{Server: true, Limits: limits(), Codecs: codec.All()}, 0)}
 	w.cli.peer, w.srv.peer = w.srv, w.cli
 	for _, p := range []*party{w.cli, w.srv} {
-		p.held, p.good, p.bad = map[*Frame]chunker.Releaser{}, map[chunkName]bool{}, map[chunkName]int{}
+		p.held, p.good, p.bad = map[*frame.Frame]chunker.Releaser{}, map[chunkName]bool{}, map[chunkName]int{}
 	}
 	w.flow() // the hellos
 	if !w.cli.m.Open() || !w.srv.m.Open() {
@@ -242,7 +243,7 @@ func (w *world) content(id tensor.ID, n int64) []byte {
 }
 
 // encode does what a session does before it sends, for chunks of any size.
-func encode(c *Chunk) bool {
+func encode(c *frame.Chunk) bool {
 	src := bytes.Join(c.Data, nil)
 	out := make([]byte, lz4.CompressBlockBound(len(src)))
 	n, err := lz4.CompressBlock(src, out, nil)
@@ -302,7 +303,7 @@ func (w *world) most() int {
 // openCall has the client open a call.
 func (w *world) openCall() {
 	c := &worldCall{id: w.id('c'), early: w.choose(6) == 1}
-	part := Call{ID: c.id, Model: "model"}
+	part := frame.Call{ID: c.id, Model: "model"}
 	for i := range w.choose(min(4, int(w.cli.m.peer.MaxOpenTensors)+1)) {
 		s := &source{id: w.id('i'), port: fmt.Sprintf("in%d", i), call: c, chunk: int64(1 + w.choose(int(w.cli.m.PeerChunkBytes())))}
 		s.data = w.content(s.id, int64(w.choose(w.most())))
@@ -311,7 +312,7 @@ func (w *world) openCall() {
 		}
 		w.cut(s)
 		c.inputs = append(c.inputs, s)
-		part.Inputs = append(part.Inputs, Binding{s.port, s.id})
+		part.Inputs = append(part.Inputs, frame.Binding{Port: s.port, Tensor: s.id})
 	}
 	w.tracef("client opens %v with %d inputs", c.id, len(c.inputs))
 	err := w.cli.m.OpenCall(w.now, part)
@@ -338,7 +339,7 @@ func (w *world) openCall() {
 // announce opens an outgoing tensor.
 func (p *party) announce(s *source) {
 	s.open = true
-	err := p.m.OpenTensor(p.w.now, Desc{
+	err := p.m.OpenTensor(p.w.now, frame.Desc{
 		Tensor: s.id, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(len(s.data))}},
 		ChunkBytes: uint32(s.chunk), Call: s.call.id, Port: s.port, RetainChunks: s.retain,
 	})
@@ -539,7 +540,7 @@ func (w *world) ended(c *worldCall, e Event) {
 	if e.Done.Code != e.Code || e.Done.Call != c.id {
 		w.failf("client: done %+v in an event of %s code %d", e.Done, short(c.id), e.Code)
 	}
-	if e.Code != OK {
+	if e.Code != frame.OK {
 		if c.blamed == "" && !w.closed && !w.lossy {
 			w.failf("client: call %s failed, nothing was done to it: %d %s", short(c.id), e.Code, e.Text)
 		}
@@ -633,9 +634,9 @@ func (p *party) work(c *worldCall) bool {
 		}
 	}
 	c.finished = true
-	d := Done{Call: c.id}
+	d := frame.Done{Call: c.id}
 	for _, s := range c.outs {
-		d.Outputs = append(d.Outputs, Binding{s.port, s.id})
+		d.Outputs = append(d.Outputs, frame.Binding{Port: s.port, Tensor: s.id})
 	}
 	p.w.tracef("server finishes %v", c.id)
 	p.m.Finish(d)
@@ -647,7 +648,7 @@ func (p *party) send() bool {
 	if p.over {
 		return false
 	}
-	f := new(Frame)
+	f := new(frame.Frame)
 	pending := p.m.Pending()
 	held, ok := p.m.Next(p.w.now, f)
 	p.events()
@@ -687,7 +688,7 @@ func (p *party) sum(id tensor.ID, index uint32, data [][]byte) uint32 {
 }
 
 // describe is a frame in a line, for traces.
-func describe(f *Frame) string {
+func describe(f *frame.Frame) string {
 	var b bytes.Buffer
 	if f.Hello != nil {
 		fmt.Fprintf(&b, "hello ")
@@ -755,7 +756,7 @@ func (p *party) deliver(flaw int) bool {
 		return true
 	}
 	bare := *f
-	bare.Chunk = Chunk{}
+	bare.Chunk = frame.Chunk{}
 	if f.HasChunk() && flaw == lost && bare.Empty() {
 		p.w.tracef("lost: %v", f)
 		p.w.lossy = true
@@ -769,7 +770,7 @@ func (p *party) deliver(flaw int) bool {
 	if !f.HasChunk() {
 		return true
 	}
-	chunk := Chunk{Tensor: f.Chunk.Tensor, Index: f.Chunk.Index, Codec: f.Chunk.Codec, Sum: f.Chunk.Sum}
+	chunk := frame.Chunk{Tensor: f.Chunk.Tensor, Index: f.Chunk.Index, Codec: f.Chunk.Codec, Sum: f.Chunk.Sum}
 	for _, v := range f.Chunk.Data {
 		chunk.Data = append(chunk.Data, bytes.Clone(v))
 	}
@@ -791,7 +792,7 @@ func (p *party) deliver(flaw int) bool {
 }
 
 // take has a machine take a chunk from claim to commit.
-func (p *party) take(ch Chunk, flaw int) {
+func (p *party) take(ch frame.Chunk, flaw int) {
 	p.begin(ch, flaw)
 	p.finishClaim()
 }
@@ -815,7 +816,7 @@ func (w *world) owner(id tensor.ID) *worldCall {
 }
 
 // begin claims a chunk's place.
-func (p *party) begin(ch Chunk, flaw int) {
+func (p *party) begin(ch frame.Chunk, flaw int) {
 	c := p.w.owner(ch.Tensor)
 	name := chunkName{ch.Tensor, ch.Index}
 	empty := ch.Len() == 0
@@ -993,16 +994,16 @@ func (w *world) meddle(c *worldCall, p *party) {
 	case p == w.cli:
 		c.blame("cancel")
 		w.tracef("client cancels %v", c.id)
-		p.m.Cancel(c.id, Cancelled, "by choice")
+		p.m.Cancel(c.id, frame.Cancelled, "by choice")
 	case c.ready > 0 && w.choose(2) == 0:
 		c.blame("model error")
 		c.finished = true
 		w.tracef("server fails %v", c.id)
-		p.m.Finish(Done{Call: c.id, Code: Aborted, Message: "by choice"})
+		p.m.Finish(frame.Done{Call: c.id, Code: frame.Aborted, Message: "by choice"})
 	case len(c.sinks[1]) > 0:
 		c.blame("tensor failed")
 		w.tracef("server fails tensor %v", c.sinks[1][0].id)
-		p.m.FailTensor(c.sinks[1][0].id, ResourceExhausted, "by choice")
+		p.m.FailTensor(c.sinks[1][0].id, frame.ResourceExhausted, "by choice")
 	}
 	p.events()
 }
@@ -1119,8 +1120,8 @@ func (w *world) idle() bool {
 func (w *world) close() {
 	w.closed = true
 	for _, p := range []*party{w.cli, w.srv} {
-		p.m.Close(Unavailable, "the session has ended")
-		p.m.Close(Internal, "twice")
+		p.m.Close(frame.Unavailable, "the session has ended")
+		p.m.Close(frame.Internal, "twice")
 		p.events()
 		p.over = true
 		p.finishClaim()
@@ -1129,7 +1130,7 @@ func (w *world) close() {
 				r.Release()
 			}
 		}
-		f := new(Frame)
+		f := new(frame.Frame)
 		if _, ok := p.m.Next(w.now, f); ok || p.m.Pending() {
 			w.failf("%s: a frame after the end: %s", p.name(), describe(f))
 		}
@@ -1256,7 +1257,7 @@ func (w *world) run(steps int) {
 			w.lossy = false
 			w.openCall()
 			w.settle(false)
-			if c := w.order[len(w.order)-1]; c.done.Code != OK {
+			if c := w.order[len(w.order)-1]; c.done.Code != frame.OK {
 				w.failf("a call after everything failed: %d %s", c.done.Code, c.done.Message)
 			}
 		}

@@ -21,6 +21,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/examples/fashion"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
@@ -37,7 +38,7 @@ const (
 	memoryShare = 4
 	// leastMemory of --memory: four chunks of the largest kind, so that a call can have
 	// input and result, each with one on its way.
-	leastMemory = 4 * stream.ChunkBytesCeiling
+	leastMemory = 4 * frame.ChunkBytesCeiling
 	// storeMemory is --store without a folder; it then takes this part
 	// (1/storeShare) of what calls may take, beside them.
 	storeMemory = "memory"
@@ -105,8 +106,8 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 
 	d := stream.DefaultLimits()
 	sizeVar(f, &c.maxTensor, "max-tensor", d.TensorBytes, 1, 1<<62, "largest tensor accepted, in `bytes`")
-	sizeVar(f, &c.maxChunk, "max-chunk", int64(d.ChunkBytes), 1, stream.ChunkBytesCeiling, "largest chunk accepted, in `bytes`")
-	sizeVar(f, &c.allowance, "allowance", int64(d.AllowanceBytes), 1, stream.AllowanceCeiling, "`bytes` that a session sends without waiting for credit")
+	sizeVar(f, &c.maxChunk, "max-chunk", int64(d.ChunkBytes), 1, frame.ChunkBytesCeiling, "largest chunk accepted, in `bytes`")
+	sizeVar(f, &c.allowance, "allowance", int64(d.AllowanceBytes), 1, frame.AllowanceCeiling, "`bytes` that a session sends without waiting for credit")
 	sizeVar(f, &c.window, "window", server.DefaultWindow, 64<<10, math.MaxInt32, "`bytes` on their way on one connection")
 	countVar(f, &c.maxSessions, "max-sessions", server.DefaultSessions, "open sessions")
 	countVar(f, &c.maxCalls, "max-calls", server.DefaultQueuedCalls, "open calls of all sessions")

@@ -12,7 +12,7 @@ const anything = "anything"
 // The groups of packages that the edges may use.
 var (
 	values  = []string{"tensor", "slab", "codec", "internal/invariants"}
-	core    = append([]string{"chunker", "assembler", "stream"}, values...)
+	core    = append([]string{"frame", "chunker", "assembler", "stream"}, values...)
 	carrier = append([]string{"api/tensorferry/v1", "internal/wire", "internal/session", "internal/transfer"}, core...)
 	serving = append([]string{"engine", "store", "tensorfile", "internal/metrics", "internal/fault"}, carrier...)
 )
@@ -43,9 +43,10 @@ var layers = map[string][]string{
 	"engine/cuda":       {"engine", "tensor", "slab", "tensorfile"},
 	"engine/worker":     {"engine", "tensor", "slab", "tensorfile"},
 
-	"stream":            {"tensor", "slab", "chunker", "assembler", "codec"},
-	"internal/wire":     {"api/tensorferry/v1", "tensor", "slab", "stream"},
-	"internal/transfer": append([]string{"api/tensorferry/v1", "internal/wire", "internal/fault"}, core...),
+	"frame":             {"tensor", "codec"},
+	"stream":            {"tensor", "frame", "chunker", "assembler", "codec"},
+	"internal/wire":     {"api/tensorferry/v1", "tensor", "codec", "frame"},
+	"internal/transfer": {"tensor", "codec", "frame", "assembler", "internal/fault", "internal/wire"},
 	"internal/session":  append([]string{"api/tensorferry/v1", "internal/wire"}, core...),
 
 	"client":            carrier,
@@ -173,7 +174,7 @@ func TestOutsidePackagesAreImportedWhereTheyBelong(t *testing.T) {
 // pure packages have neither I/O nor a clock, so that a test or a fuzzer runs
 // them exactly as a server does.
 var (
-	pure   = []string{"tensor", "slab", "codec", "chunker", "assembler", "stream"}
+	pure   = []string{"tensor", "slab", "codec", "frame", "chunker", "assembler", "stream"}
 	impure = []string{"net/...", "os/...", "log/...", "time"}
 )
 

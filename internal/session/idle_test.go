@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/stream"
@@ -37,22 +38,22 @@ func TestASessionThatHadFatFramesAndIsIdleKeepsLittle(t *testing.T) {
 			sides, clients = append(sides, s), append(clients, a)
 			var msg wire.Message
 			f := &msg.Frame
-			f.Hello = &stream.Hello{Version: stream.Version, Session: NewID(), Checksum: 1}
+			f.Hello = &frame.Hello{Version: frame.Version, Session: NewID(), Checksum: 1}
 			require.NoError(t, a.SendMsg(&msg))
 			f.Reset()
 			for range 256 {
-				f.Descs = append(f.Descs, stream.Desc{Tensor: NewID(), Call: NewID()})
-				f.Credits = append(f.Credits, stream.Credit{Tensor: NewID(), Limit: 1})
-				f.Failures = append(f.Failures, stream.Failure{Tensor: NewID(), Code: 1})
+				f.Descs = append(f.Descs, frame.Desc{Tensor: NewID(), Call: NewID()})
+				f.Credits = append(f.Credits, frame.Credit{Tensor: NewID(), Limit: 1})
+				f.Failures = append(f.Failures, frame.Failure{Tensor: NewID(), Code: 1})
 			}
-			f.Drain = &stream.Drain{Reason: strings.Repeat("x", 4000)}
+			f.Drain = &frame.Drain{Reason: strings.Repeat("x", 4000)}
 			require.NoError(t, a.SendMsg(&msg))
 			f.Reset()
 			for range 64 {
-				f.Calls = append(f.Calls, stream.Call{ID: NewID()})
+				f.Calls = append(f.Calls, frame.Call{ID: NewID()})
 			}
 			for range 40 {
-				f.Acks = append(f.Acks, stream.Ack{Tensor: NewID(), Below: 1, Resend: make([]uint32, 1000)})
+				f.Acks = append(f.Acks, frame.Ack{Tensor: NewID(), Below: 1, Resend: make([]uint32, 1000)})
 			}
 			require.NoError(t, a.SendMsg(&msg))
 			for answers := 256 + 256 + 40 + 64; answers > 0; {

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/stream"
 )
@@ -111,7 +112,7 @@ func (s *Session) Stop(cause error) {
 // Wait waits until the session's goroutines have ended, and then closes the
 // machine with code and text, so that every call gets its last event. The
 // caller has stopped the session and ended its gRPC stream before.
-func (s *Session) Wait(code stream.Code, text string) {
+func (s *Session) Wait(code frame.Code, text string) {
 	<-s.stopped
 	s.mu.Lock()
 	s.over = true
@@ -226,7 +227,7 @@ func (s *Session) tick() {
 	}
 	s.mu.Unlock()
 	if since := s.sendingSince.Load(); since != 0 && now-stream.Instant(since) > stream.Instant(writeStall) {
-		err = &stream.Error{Code: stream.DeadlineExceeded, Text: "the peer has not read for 30 s"}
+		err = &frame.Error{Code: frame.DeadlineExceeded, Text: "the peer has not read for 30 s"}
 	}
 	if err != nil {
 		s.Stop(err)
@@ -253,11 +254,11 @@ func (s *Session) read() {
 			return
 		}
 		if msg.Err != nil {
-			code := stream.InvalidArgument
+			code := frame.InvalidArgument
 			if errors.Is(msg.Err, wire.ErrTooLarge) {
-				code = stream.ResourceExhausted
+				code = frame.ResourceExhausted
 			}
-			s.Stop(&stream.Error{Code: code, Text: msg.Err.Error()})
+			s.Stop(&frame.Error{Code: code, Text: msg.Err.Error()})
 			return
 		}
 		err = s.receive(&msg.Frame, &claim)
@@ -286,7 +287,7 @@ func (s *Session) endOfInput() {
 	s.nudge()
 }
 
-func (s *Session) receive(f *stream.Frame, claim *stream.Claim) error {
+func (s *Session) receive(f *frame.Frame, claim *stream.Claim) error {
 	s.mu.Lock()
 	now := s.now()
 	err := s.m.Control(now, f)
@@ -381,7 +382,7 @@ func (s *Session) sendFrame(writer bool) bool {
 	return true
 }
 
-func sum(kind codec.Checksum, c *stream.Chunk) uint32 {
+func sum(kind codec.Checksum, c *frame.Chunk) uint32 {
 	sum := kind.Seed(c.Tensor, c.Index)
 	for _, d := range c.Data {
 		sum = kind.Update(sum, d)

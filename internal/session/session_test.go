@@ -18,6 +18,7 @@ import (
 	"google.golang.org/grpc/mem"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/stream"
@@ -126,7 +127,7 @@ type side struct {
 	offered []*memory
 	closed  map[tensor.ID]int
 	results map[tensor.ID][]byte // by call
-	code    stream.Code
+	code    frame.Code
 	chunks  int
 	opened  bool
 	drained bool
@@ -176,23 +177,23 @@ func (s *side) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 // answer sends data back as the only result of a call.
 func (s *side) answer(m *stream.Machine, now stream.Instant, call tensor.ID, d tensor.Desc, chunk uint32, data []byte) {
 	id := NewID()
-	if err := m.OpenTensor(now, stream.Desc{Tensor: id, Desc: d, ChunkBytes: chunk, Call: call, Port: "y", RetainChunks: 4}); err != nil {
+	if err := m.OpenTensor(now, frame.Desc{Tensor: id, Desc: d, ChunkBytes: chunk, Call: call, Port: "y", RetainChunks: 4}); err != nil {
 		return
 	}
 	s.offer(m, now, id, bytes.Clone(data))
-	m.Finish(stream.Done{Call: call, Outputs: []stream.Binding{{Port: "y", Tensor: id}}})
+	m.Finish(frame.Done{Call: call, Outputs: []frame.Binding{{Port: "y", Tensor: id}}})
 }
 
 // call opens a call of one input.
 func (s *side) call(data []byte) tensor.ID {
 	id, x := NewID(), NewID()
 	s.sess.DoSend(func(m *stream.Machine, now stream.Instant) {
-		err := m.OpenCall(now, stream.Call{ID: id, Model: "echo", Inputs: []stream.Binding{{Port: "x", Tensor: x}}})
+		err := m.OpenCall(now, frame.Call{ID: id, Model: "echo", Inputs: []frame.Binding{{Port: "x", Tensor: x}}})
 		if err != nil {
 			return
 		}
 		d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(len(data))}}
-		if err := m.OpenTensor(now, stream.Desc{Tensor: x, Desc: d, ChunkBytes: s.chunk, Call: id, Port: "x"}); err != nil {
+		if err := m.OpenTensor(now, frame.Desc{Tensor: x, Desc: d, ChunkBytes: s.chunk, Call: id, Port: "x"}); err != nil {
 			s.t.Errorf("open: %v", err)
 		}
 		s.offer(m, now, x, data)
@@ -215,7 +216,7 @@ func (s *side) over(cause error) {
 	s.t.Helper()
 	s.sess.Stop(cause)
 	s.pipe.close()
-	s.sess.Wait(stream.Unavailable, "over")
+	s.sess.Wait(frame.Unavailable, "over")
 	require.True(s.t, s.idle(), "calls left in the machine")
 	for id, n := range s.closed {
 		require.Equal(s.t, 1, n, "call %s closed", id)
@@ -257,10 +258,10 @@ func TestASessionEchoesInMemory(t *testing.T) {
 		data := testkit.Bytes(n, uint64(n))
 		call := client.call(data)
 		testkit.Eventually(t, func() bool { return client.ended(call) }, "the call's end")
-		var code stream.Code
+		var code frame.Code
 		var result []byte
 		client.sess.Do(func(*stream.Machine, stream.Instant) { code, result = client.code, client.results[call] })
-		require.Equal(t, stream.OK, code)
+		require.Equal(t, frame.OK, code)
 		require.Equal(t, string(data), string(result))
 	}
 	client.over(io.EOF)
@@ -298,10 +299,10 @@ func TestASessionEchoesInTheCodecThatBothKnow(t *testing.T) {
 				data := tc.data(n)
 				call := client.call(data)
 				testkit.Eventually(t, func() bool { return client.ended(call) }, "the call's end")
-				var code stream.Code
+				var code frame.Code
 				var result []byte
 				client.sess.Do(func(*stream.Machine, stream.Instant) { code, result = client.code, client.results[call] })
-				require.Equal(t, stream.OK, code)
+				require.Equal(t, frame.OK, code)
 				require.True(t, bytes.Equal(data, result), "%d bytes", n)
 			}
 			client.over(io.EOF)
@@ -413,9 +414,9 @@ func TestAPeerThatDoesNotReadEndsTheSession(t *testing.T) {
 				synctest.Wait() // the hellos
 				go client.call(make([]byte, 7500))
 				<-client.sess.Stopped()
-				var se *stream.Error
+				var se *frame.Error
 				require.ErrorAs(t, client.sess.Cause(), &se)
-				require.Equal(t, stream.DeadlineExceeded, se.Code)
+				require.Equal(t, frame.DeadlineExceeded, se.Code)
 				require.Contains(t, se.Text, "not read for 30 s")
 				require.LessOrEqual(t, time.Since(begin), 2*writeStall+time.Second)
 				client.over(nil)
@@ -436,7 +437,7 @@ func TestAStalledWriterIsSeenWithoutAnyCallOpen(t *testing.T) {
 		call := client.call(make([]byte, 3<<20))
 		synctest.Wait()
 		server.sess.Do(func(m *stream.Machine, now stream.Instant) {
-			m.Finish(stream.Done{Call: call, Code: stream.Aborted, Message: "no more"}) // what stalls
+			m.Finish(frame.Done{Call: call, Code: frame.Aborted, Message: "no more"}) // what stalls
 		})
 		synctest.Wait()
 		require.True(t, server.idle())
@@ -547,7 +548,7 @@ func TestDrainWaitsForTheLastFrameToGo(t *testing.T) {
 		synctest.Wait()
 		require.True(t, client.drained)
 		server.sess.Do(func(m *stream.Machine, now stream.Instant) {
-			m.Finish(stream.Done{Call: call, Code: stream.Aborted, Message: "no more"})
+			m.Finish(frame.Done{Call: call, Code: frame.Aborted, Message: "no more"})
 		})
 		time.Sleep(time.Second)
 		synctest.Wait()
@@ -588,7 +589,7 @@ func TestThePeersEndInOrderEndsTheSessionAfterItsLastAnswer(t *testing.T) {
 		<-server.sess.Stopped()
 		require.Equal(t, ErrPeerClosed, server.sess.Cause())
 		require.True(t, client.ended(call))
-		server.sess.Wait(stream.Unavailable, "over")
+		server.sess.Wait(frame.Unavailable, "over")
 		client.over(nil)
 	})
 }
@@ -614,13 +615,13 @@ func TestASessionMayBeAskedBeforeItStartsAndAfterItsEnd(t *testing.T) {
 func TestBytesThatAreNoFrameEndTheSessionWithTheRightCode(t *testing.T) {
 	testkit.Start(t)
 	many := bytes.Repeat([]byte{4<<3 | 2, 0}, 300) // 300 credits
-	for code, b := range map[stream.Code][]byte{stream.InvalidArgument: []byte("\xff"), stream.ResourceExhausted: many} {
+	for code, b := range map[frame.Code][]byte{frame.InvalidArgument: []byte("\xff"), frame.ResourceExhausted: many} {
 		a, peer := newPipe()
 		s := newSide(t, a, stream.Config{Server: true})
 		s.sess.Start()
 		peer.out <- b
 		<-s.sess.Stopped()
-		var se *stream.Error
+		var se *frame.Error
 		require.ErrorAs(t, s.sess.Cause(), &se)
 		require.Equal(t, code, se.Code, se.Text)
 		s.over(nil)
@@ -646,7 +647,7 @@ func TestAnIdleSessionIsOneGoroutineAndAFewKiB(t *testing.T) {
 		s := newSide(t, b, stream.Config{Server: true})
 		s.sess.Start()
 		var hello wire.Message
-		hello.Frame.Hello = &stream.Hello{Version: stream.Version, Session: NewID(), Checksum: 1}
+		hello.Frame.Hello = &frame.Hello{Version: frame.Version, Session: NewID(), Checksum: 1}
 		require.NoError(t, a.SendMsg(&hello))
 		<-a.in // the server's
 		sides, clients = append(sides, s), append(clients, a)

@@ -9,7 +9,7 @@ import (
 	"github.com/pierrec/lz4/v4"
 
 	"github.com/tensorferry/tensorferry/codec"
-	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -21,7 +21,7 @@ const (
 
 // expected is what the slow model knows of one tensor.
 type expected struct {
-	d      stream.Desc
+	d      frame.Desc
 	open   bool
 	chunks map[int][]byte // by index, the bytes; of those that came
 	sums   map[int]uint32
@@ -60,7 +60,7 @@ func (e *expected) length(i int) int {
 }
 
 // desc reports whether the peer broke the protocol.
-func (m *model) desc(d stream.Desc) bool {
+func (m *model) desc(d frame.Desc) bool {
 	if e := m.tensors[d.Tensor]; e != nil {
 		same := e.d.DType == d.DType && slices.Equal(e.d.Shape, d.Shape) && e.d.SizeBytes == d.SizeBytes && e.d.ChunkBytes == d.ChunkBytes && e.d.Name == d.Name
 		if e.open && !same {
@@ -83,7 +83,7 @@ func (m *model) desc(d stream.Desc) bool {
 	return false
 }
 
-func (m *model) chunk(c stream.Chunk, data []byte) bool {
+func (m *model) chunk(c frame.Chunk, data []byte) bool {
 	e := m.tensors[c.Tensor]
 	switch {
 	case e == nil:
@@ -216,9 +216,9 @@ func (s *script) byte() byte {
 }
 
 // desc announces a vector of 0 to 31 bytes, in one of 16 not quite as it should be.
-func (s *script) desc(id tensor.ID) stream.Desc {
+func (s *script) desc(id tensor.ID) frame.Desc {
 	size := s.byte() % 32
-	d := stream.Desc{Tensor: id, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(size)}}, SizeBytes: uint64(size), ChunkBytes: uint32(1 + s.byte()%16), Name: "n"}
+	d := frame.Desc{Tensor: id, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(size)}}, SizeBytes: uint64(size), ChunkBytes: uint32(1 + s.byte()%16), Name: "n"}
 	switch s.byte() % 24 {
 	case 0:
 		d.SizeBytes++
@@ -262,9 +262,7 @@ func FuzzReceiver(f *testing.F) {
 		s := &script{b}
 		m := &model{tensors: map[tensor.ID]*expected{}}
 		book := &fuzzBook{t: t, data: map[tensor.ID][]byte{}, ended: map[tensor.ID]string{}, moved: map[tensor.ID]int64{}}
-		l := stream.DefaultLimits()
-		l.ChunkBytes, l.OpenTensors, l.TensorBytes = 16, fuzzOpen, 1000
-		r := Receiver[fuzzPlace]{Limits: l, Tensors: fuzzTensors, Checksum: codec.CRC32, Codecs: codec.All(), Handler: book}
+		r := Receiver[fuzzPlace]{ChunkBytes: 16, TensorBytes: 1000, OpenTensors: fuzzOpen, Tensors: fuzzTensors, Checksum: codec.CRC32, Codecs: codec.All(), Handler: book}
 		for len(s.b) > 0 {
 			op, id := s.byte()%16, tensor.ID{1 + s.byte()%8}
 			broken := false
@@ -274,13 +272,13 @@ func FuzzReceiver(f *testing.F) {
 			case 0, 1, 2:
 				d := s.desc(id)
 				broken = m.desc(d)
-				err = r.Frame(&stream.Frame{Descs: []stream.Desc{d}})
+				err = r.Frame(&frame.Frame{Descs: []frame.Desc{d}})
 			case 3:
 				broken = e == nil
 				if e != nil && e.open {
 					e.fail()
 				}
-				err = r.Frame(&stream.Frame{Failures: []stream.Failure{{Tensor: id, Code: stream.Code(s.byte()), Message: string(s.b)}}})
+				err = r.Frame(&frame.Frame{Failures: []frame.Failure{{Tensor: id, Code: frame.Code(s.byte()), Message: string(s.b)}}})
 			case 4:
 				var held []Range
 				for at := int64(0); len(held) < 4 && s.byte()%3 > 0; {
@@ -306,9 +304,9 @@ func FuzzReceiver(f *testing.F) {
 				book.full = m.full
 			case 8:
 				broken = true
-				err = r.Frame(&stream.Frame{Credits: make([]stream.Credit, 1)})
+				err = r.Frame(&frame.Frame{Credits: make([]frame.Credit, 1)})
 			default:
-				c := stream.Chunk{Tensor: id, Index: uint32(s.byte() % 34)}
+				c := frame.Chunk{Tensor: id, Index: uint32(s.byte() % 34)}
 				want := 5
 				if e != nil && e.d.ChunkBytes > 0 {
 					if n := uint32(e.count()); s.byte()%8 > 0 {
@@ -327,9 +325,9 @@ func FuzzReceiver(f *testing.F) {
 					c.Data = nil
 				}
 				broken = m.chunk(c, data)
-				err = r.Frame(&stream.Frame{Chunk: c})
+				err = r.Frame(&frame.Frame{Chunk: c})
 			}
-			var se *stream.Error
+			var se *frame.Error
 			if errors.As(err, &se) != broken {
 				t.Fatalf("operation %d: %v, want broken to be %v", op, err, broken)
 			}

@@ -4,17 +4,16 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 
 	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/codec"
-	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // In is one tensor on its way to us. P is where it goes.
 type In[P assembler.Placer] struct {
-	stream.Desc
+	frame.Desc
 	Geo   tensor.Geometry // once the desc is found to be within the limits
 	Place P               // what the Handler's Begin returned
 	// Moved is how many of its bytes are in place.
@@ -36,7 +35,7 @@ type Handler[P assembler.Placer] interface {
 	Moved(t *In[P], bytes int64)
 	// Whole says that every chunk is in its place.
 	Whole(t *In[P])
-	// Failed says why a tensor will not be whole. The error is a *stream.Error, or
+	// Failed says why a tensor will not be whole. The error is a *frame.Error, or
 	// what the Handler's own code returned.
 	Failed(t *In[P], err error)
 }
@@ -47,11 +46,12 @@ var ErrCorrupt = errors.New("transfer: damaged on its way")
 
 // Receiver takes the frames of a push or a pull. It belongs to one goroutine.
 type Receiver[P assembler.Placer] struct {
-	// Limits are those of a desc, and of the tensors open at a time.
-	Limits stream.Limits
-	// Tensors is how many may be announced in all.
-	Tensors  int
-	Checksum codec.Checksum
+	// ChunkBytes and TensorBytes are the largest chunk and tensor accepted, in bytes.
+	ChunkBytes  uint32
+	TensorBytes int64
+	// OpenTensors is how many may be open at a time, Tensors how many may be announced.
+	OpenTensors, Tensors int
+	Checksum             codec.Checksum
 	// Codecs are what our hello named.
 	Codecs  []codec.Codec
 	Handler Handler[P]
@@ -65,11 +65,11 @@ type Receiver[P assembler.Placer] struct {
 func (r *Receiver[P]) Open() int { return len(r.open) }
 
 // Frame takes a frame, whose payload it borrows; hello and summaries are the
-// caller's. An error is a *stream.Error and ends the transfer: the peer broke the
+// caller's. An error is a *frame.Error and ends the transfer: the peer broke the
 // protocol.
-func (r *Receiver[P]) Frame(f *stream.Frame) error {
+func (r *Receiver[P]) Frame(f *frame.Frame) error {
 	if len(f.Calls)+len(f.Credits)+len(f.Acks)+len(f.Cancels)+len(f.Dones) > 0 || f.Drain != nil {
-		return violation(stream.InvalidArgument, "a transfer has descs, chunks and failures; calls, credits, acks and their like are of sessions")
+		return frame.Errorf(frame.InvalidArgument, "a transfer has descs, chunks and failures; calls, credits, acks and their like are of sessions")
 	}
 	for i := range f.Descs {
 		if err := r.desc(&f.Descs[i]); err != nil {
@@ -80,7 +80,7 @@ func (r *Receiver[P]) Frame(f *stream.Frame) error {
 		p := &f.Failures[i]
 		t, announced := r.tensors[p.Tensor]
 		if !announced {
-			return violation(stream.NotFound, "failure of tensor %s, which was not announced", p.Tensor)
+			return frame.Errorf(frame.NotFound, "failure of tensor %s, which was not announced", p.Tensor)
 		}
 		if t != nil {
 			r.fail(t, givenUp(p))
@@ -92,15 +92,15 @@ func (r *Receiver[P]) Frame(f *stream.Frame) error {
 	return nil
 }
 
-func (r *Receiver[P]) desc(d *stream.Desc) error {
+func (r *Receiver[P]) desc(d *frame.Desc) error {
 	if t, seen := r.tensors[d.Tensor]; seen {
 		if t != nil && (!t.Desc.Desc.Equal(d.Desc) || t.SizeBytes != d.SizeBytes || t.ChunkBytes != d.ChunkBytes || t.Name != d.Name) {
-			r.fail(t, violation(stream.InvalidArgument, "tensor %s was announced before with another desc; use a new id", d.Tensor))
+			r.fail(t, frame.Errorf(frame.InvalidArgument, "tensor %s was announced before with another desc; use a new id", d.Tensor))
 		}
 		return nil
 	}
 	if len(r.tensors) >= r.Tensors {
-		return violation(stream.ResourceExhausted, "tensors of a transfer: the limit is %d; use several", r.Tensors)
+		return frame.Errorf(frame.ResourceExhausted, "tensors of a transfer: the limit is %d; use several", r.Tensors)
 	}
 	if r.tensors == nil {
 		r.tensors = make(map[tensor.ID]*In[P])
@@ -110,16 +110,16 @@ func (r *Receiver[P]) desc(d *stream.Desc) error {
 	r.tensors[d.Tensor] = t
 	r.open = append(r.open, t)
 	t.Place = r.Handler.Begin(t)
-	geo, bad := stream.CheckDesc(d, r.Limits)
+	geo, bad := d.Check(r.ChunkBytes, r.TensorBytes)
 	switch {
 	case bad != nil:
 		r.fail(t, bad)
 		return nil
-	case len(r.open) > r.Limits.OpenTensors:
-		r.fail(t, violation(stream.ResourceExhausted, "tensor %s: open tensors: the limit of a transfer is %d", d.Tensor, r.Limits.OpenTensors))
+	case len(r.open) > r.OpenTensors:
+		r.fail(t, frame.Errorf(frame.ResourceExhausted, "tensor %s: open tensors: the limit of a transfer is %d", d.Tensor, r.OpenTensors))
 		return nil
 	case !d.Call.IsZero():
-		r.fail(t, violation(stream.InvalidArgument, "tensor %s belongs to call %s; a transfer has no calls", d.Tensor, d.Call))
+		r.fail(t, frame.Errorf(frame.InvalidArgument, "tensor %s belongs to call %s; a transfer has no calls", d.Tensor, d.Call))
 		return nil
 	}
 	t.Geo = geo
@@ -131,22 +131,22 @@ func (r *Receiver[P]) desc(d *stream.Desc) error {
 	return nil
 }
 
-func (r *Receiver[P]) chunk(c *stream.Chunk) error {
+func (r *Receiver[P]) chunk(c *frame.Chunk) error {
 	t, announced := r.tensors[c.Tensor]
 	switch {
 	case !announced:
-		return violation(stream.NotFound, "chunk %d of tensor %s, which was not announced; send its desc first", c.Index, c.Tensor)
+		return frame.Errorf(frame.NotFound, "chunk %d of tensor %s, which was not announced; send its desc first", c.Index, c.Tensor)
 	case t == nil:
 		return nil // it is over: what still comes is late
 	}
 	k := codec.Codec(c.Codec)
 	if k != codec.None && !slices.Contains(r.Codecs, k) {
-		r.fail(t, violation(stream.InvalidArgument, "chunk %d is in codec %d, which this side did not offer", c.Index, c.Codec))
+		r.fail(t, frame.Errorf(frame.InvalidArgument, "chunk %d is in codec %d, which this side did not offer", c.Index, c.Codec))
 		return nil
 	}
 	verdict, err := t.asm.Claim(&r.claim, c.Index, c.Len(), k, c.Sum)
 	if err != nil {
-		r.fail(t, violation(stream.InvalidArgument, "%v", err))
+		r.fail(t, frame.Errorf(frame.InvalidArgument, "%v", err))
 		return nil
 	}
 	if verdict != assembler.Place {
@@ -176,19 +176,15 @@ func (r *Receiver[P]) chunk(c *stream.Chunk) error {
 // givenUp is the failure of a tensor that the peer does not send to its end. What
 // the peer says of it is kept by this side: no more of it than tells why, and no
 // code that would make a success of it.
-func givenUp(p *stream.Failure) *stream.Error {
+func givenUp(p *frame.Failure) *frame.Error {
 	code := p.Code
 	switch {
-	case code == stream.OK:
-		code = stream.Internal
+	case code == frame.OK:
+		code = frame.Internal
 	case code > lastCode:
 		code = unknownCode
 	}
-	text := p.Message
-	if len(text) > givenUpBytes {
-		text = strings.ToValidUTF8(text[:givenUpBytes], "")
-	}
-	return &stream.Error{Code: code, Text: "given up by its sender: " + text}
+	return &frame.Error{Code: code, Text: "given up by its sender: " + frame.Clip(p.Message, frame.FailureTextBytes)}
 }
 
 // Cover says that the caller holds ranges, ascending and apart, of a tensor of
@@ -230,7 +226,7 @@ func (r *Receiver[P]) Fail(err error) {
 func (r *Receiver[P]) End() {
 	for len(r.open) > 0 {
 		t := r.open[0]
-		r.fail(t, violation(stream.InvalidArgument, "tensor %s: the stream ended after %d of %d bytes; send all chunks first", t.Tensor, t.Moved, t.SizeBytes))
+		r.fail(t, frame.Errorf(frame.InvalidArgument, "tensor %s: the stream ended after %d of %d bytes; send all chunks first", t.Tensor, t.Moved, t.SizeBytes))
 	}
 }
 

@@ -6,9 +6,9 @@ import (
 	"fmt"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/internal/wire"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -24,8 +24,8 @@ type Range struct{ Off, Len int64 }
 
 // Tensor is one tensor to send.
 type Tensor struct {
-	stream.Desc // of which Send sets SizeBytes and ChunkBytes
-	From        Viewer
+	frame.Desc // of which Send sets SizeBytes and ChunkBytes
+	From       Viewer
 	// Digest is of all bytes; zero has Send compute it.
 	Digest codec.Digest
 	// Held are ranges that the receiver has, ascending and apart: a chunk that
@@ -52,7 +52,7 @@ type Sender struct {
 	Codec codec.Codec
 	// Moved, when not nil, hears of each chunk that gRPC has taken, with its bytes
 	// in the tensor.
-	Moved func(d *stream.Desc, bytes int64)
+	Moved func(d *frame.Desc, bytes int64)
 
 	msg   wire.Message
 	views [1][]byte
@@ -64,7 +64,7 @@ func NewSender(conn Conn, flight *wire.InFlight) *Sender {
 }
 
 // Control sends a frame of control parts alone. An error is of the stream.
-func (s *Sender) Control(f stream.Frame) error {
+func (s *Sender) Control(f frame.Frame) error {
 	s.msg.Frame = f
 	return s.send(nil)
 }
@@ -143,7 +143,7 @@ func (s *Sender) chunk(t *Tensor, index uint32, off, n int64, hash *codec.Digest
 		return &SourceError{fmt.Errorf("transfer: %d bytes asked for at %d, got %d", n, off, len(data))}
 	}
 	s.views[0] = data
-	c := stream.Chunk{Tensor: t.Tensor, Index: index, Data: s.views[:min(n, 1)]} // no bytes, no view
+	c := frame.Chunk{Tensor: t.Tensor, Index: index, Data: s.views[:min(n, 1)]} // no bytes, no view
 	var packed *codec.Payload
 	err = fault.Guard(func() {
 		if hash != nil {

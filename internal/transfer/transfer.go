@@ -9,18 +9,8 @@
 // payload bytes; what it sends is held until grpc has let go of it.
 package transfer
 
-import (
-	"fmt"
-
-	"github.com/tensorferry/tensorferry/stream"
-)
-
 // Conn is the gRPC stream that a transfer runs over, with wire.Codec.
 type Conn interface {
 	SendMsg(m any) error
 	RecvMsg(m any) error
-}
-
-func violation(code stream.Code, format string, args ...any) *stream.Error {
-	return &stream.Error{Code: code, Text: fmt.Sprintf(format, args...)}
 }

@@ -17,10 +17,10 @@ import (
 	"google.golang.org/grpc/mem"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -146,12 +146,6 @@ func (b *book) Failed(in *In[*place], err error) {
 	in.Place.ended = append(in.Place.ended, err.Error())
 }
 
-func limits(open int) stream.Limits {
-	l := stream.DefaultLimits()
-	l.OpenTensors = open
-	return l
-}
-
 func noise(r *rand.Rand, n int, run int) []byte {
 	b := make([]byte, n)
 	for i := range b {
@@ -189,7 +183,7 @@ func load(t testing.TB, r *rand.Rand, i int, sum codec.Checksum) *cargo {
 		at += n
 	}
 	from := newOrigin(t, c.data)
-	desc := stream.Desc{Tensor: c.id, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(size)}}, Name: fmt.Sprint("tensor ", i)}
+	desc := frame.Desc{Tensor: c.id, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(size)}}, Name: fmt.Sprint("tensor ", i)}
 	var want codec.Digester
 	_, _ = want.Write(c.data)
 	job := Tensor{Desc: desc, From: from, Held: c.held}
@@ -197,7 +191,7 @@ func load(t testing.TB, r *rand.Rand, i int, sum codec.Checksum) *cargo {
 		job.Digest = want.Sum() // then what is held need not be read
 	}
 	moved := int64(0)
-	s.Moved = func(d *stream.Desc, n int64) {
+	s.Moved = func(d *frame.Desc, n int64) {
 		require.Equal(t, c.id, d.Tensor)
 		moved += n
 	}
@@ -248,7 +242,7 @@ func TestWhatASenderSendsArrivesInAnyOrderOfTensorsAndChunks(t *testing.T) {
 		conn.frames = append(conn.frames, rest...)
 
 		b := newBook(t)
-		recv := Receiver[*place]{Limits: limits(16), Tensors: 16, Checksum: sum, Codecs: codec.All(), Handler: b}
+		recv := Receiver[*place]{ChunkBytes: 1 << 20, TensorBytes: 16 << 30, OpenTensors: 16, Tensors: 16, Checksum: sum, Codecs: codec.All(), Handler: b}
 		var msg wire.Message
 		for conn.RecvMsg(&msg) == nil {
 			require.NoError(t, msg.Err)
@@ -288,7 +282,7 @@ func TestAChunkThatIsHeldAndOneThatDidNotComeAreToldApart(t *testing.T) {
 		lost := 1 + r.IntN(len(c.frames)-1)
 		conn := &tape{frames: slices.Delete(slices.Clone(c.frames), lost, lost+1)}
 		b := newBook(t)
-		recv := Receiver[*place]{Limits: limits(16), Tensors: 16, Checksum: codec.CRC32C, Codecs: codec.All(), Handler: b}
+		recv := Receiver[*place]{ChunkBytes: 1 << 20, TensorBytes: 16 << 30, OpenTensors: 16, Tensors: 16, Checksum: codec.CRC32C, Codecs: codec.All(), Handler: b}
 		var msg wire.Message
 		for conn.RecvMsg(&msg) == nil {
 			require.NoError(t, recv.Frame(&msg.Frame))
@@ -322,7 +316,7 @@ func TestATensorThatCanNotBeReadToItsEndIsItsSourcesFault(t *testing.T) {
 				_, err = s.Send(t.Context(), &Tensor{Desc: vector(tensor.ID{2}, 3), From: good})
 				require.NoError(t, err)
 				b := newBook(t)
-				recv := Receiver[*place]{Limits: limits(16), Tensors: 16, Checksum: codec.CRC32C, Handler: b}
+				recv := Receiver[*place]{ChunkBytes: 1 << 20, TensorBytes: 16 << 30, OpenTensors: 16, Tensors: 16, Checksum: codec.CRC32C, Handler: b}
 				var msg wire.Message
 				for conn.RecvMsg(&msg) == nil {
 					require.NoError(t, recv.Frame(&msg.Frame))
@@ -333,8 +327,8 @@ func TestATensorThatCanNotBeReadToItsEndIsItsSourcesFault(t *testing.T) {
 	}
 }
 
-func vector(id tensor.ID, n int64) stream.Desc {
-	return stream.Desc{Tensor: id, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{n}}, Name: "vector"}
+func vector(id tensor.ID, n int64) frame.Desc {
+	return frame.Desc{Tensor: id, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{n}}, Name: "vector"}
 }
 
 func TestABrokenStreamGivesEveryViewBack(t *testing.T) {
@@ -346,20 +340,20 @@ func TestABrokenStreamGivesEveryViewBack(t *testing.T) {
 				s := NewSender(conn, nil)
 				s.Checksum, s.ChunkBytes, s.Codec = codec.CRC32C, 2000, k
 				moved := int64(0)
-				s.Moved = func(_ *stream.Desc, n int64) { moved += n }
+				s.Moved = func(_ *frame.Desc, n int64) { moved += n }
 				_, err := s.Send(t.Context(), &Tensor{Desc: vector(tensor.ID{1}, 8000), From: from})
 				require.ErrorIs(t, err, io.ErrClosedPipe)
 				require.NotErrorAs(t, err, new(*SourceError))
 				require.EqualValues(t, (fail-1)*2000, moved)
 				require.Zero(t, from.views.Load())
-				require.Error(t, func() error { conn.fail = 1; return s.Control(stream.Frame{}) }())
+				require.Error(t, func() error { conn.fail = 1; return s.Control(frame.Frame{}) }())
 			})
 		}
 	}
 }
 
 // amnesiac is a Conn that forgets frames, as gRPC does when a connection dies.
-type amnesiac struct{ last stream.Chunk }
+type amnesiac struct{ last frame.Chunk }
 
 func (c *amnesiac) SendMsg(m any) error {
 	c.last = m.(*wire.Message).Frame.Chunk
@@ -403,7 +397,7 @@ func TestASenderKeepsToTheLimitOfChunks(t *testing.T) {
 	send := func(chunkBytes int64, shape ...int64) (*Tensor, error) {
 		s := NewSender(&tape{fail: 1, broken: io.ErrClosedPipe}, nil)
 		s.Checksum, s.ChunkBytes = codec.CRC32C, chunkBytes
-		d := stream.Desc{Tensor: tensor.ID{1}, Desc: tensor.Desc{DType: tensor.Uint8, Shape: shape}, Name: "thin"}
+		d := frame.Desc{Tensor: tensor.ID{1}, Desc: tensor.Desc{DType: tensor.Uint8, Shape: shape}, Name: "thin"}
 		job := &Tensor{Desc: d, From: newOrigin(t, make([]byte, chunkBytes))}
 		_, err := s.Send(t.Context(), job)
 		return job, err
@@ -422,19 +416,19 @@ func TestASenderKeepsToTheLimitOfChunks(t *testing.T) {
 }
 
 func TestAReceiverRefusesWhatIsOfSessions(t *testing.T) {
-	for name, f := range map[string]stream.Frame{
-		"call":   {Calls: make([]stream.Call, 1)},
-		"credit": {Credits: make([]stream.Credit, 1)},
-		"ack":    {Acks: make([]stream.Ack, 1)},
+	for name, f := range map[string]frame.Frame{
+		"call":   {Calls: make([]frame.Call, 1)},
+		"credit": {Credits: make([]frame.Credit, 1)},
+		"ack":    {Acks: make([]frame.Ack, 1)},
 		"cancel": {Cancels: make([]tensor.ID, 1)},
-		"done":   {Dones: make([]stream.Done, 1)},
-		"drain":  {Drain: &stream.Drain{}},
+		"done":   {Dones: make([]frame.Done, 1)},
+		"drain":  {Drain: &frame.Drain{}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			recv := Receiver[*place]{Limits: limits(1), Tensors: 1, Checksum: codec.CRC32C, Handler: newBook(t)}
-			var broken *stream.Error
+			recv := Receiver[*place]{ChunkBytes: 1 << 20, TensorBytes: 16 << 30, OpenTensors: 1, Tensors: 1, Checksum: codec.CRC32C, Handler: newBook(t)}
+			var broken *frame.Error
 			require.ErrorAs(t, recv.Frame(&f), &broken)
-			require.Equal(t, stream.InvalidArgument, broken.Code)
+			require.Equal(t, frame.InvalidArgument, broken.Code)
 			require.Contains(t, broken.Text, "sessions")
 		})
 	}
@@ -444,24 +438,24 @@ func TestAHandlersRefusalAndAPlacesErrorEndTheTensorAsTheyAre(t *testing.T) {
 	errFull := errors.New("full")
 	b := newBook(t)
 	b.refuse = errFull
-	recv := Receiver[*place]{Limits: limits(16), Tensors: 16, Checksum: codec.CRC32C, Handler: b}
+	recv := Receiver[*place]{ChunkBytes: 1 << 20, TensorBytes: 16 << 30, OpenTensors: 16, Tensors: 16, Checksum: codec.CRC32C, Handler: b}
 	d := vector(tensor.ID{1}, 3)
 	d.SizeBytes, d.ChunkBytes = 3, 3
-	require.NoError(t, recv.Frame(&stream.Frame{Descs: []stream.Desc{d}}))
+	require.NoError(t, recv.Frame(&frame.Frame{Descs: []frame.Desc{d}}))
 	require.Equal(t, []string{"full"}, b.places[d.Tensor].ended)
 
 	b.refuse = nil
 	d.Tensor = tensor.ID{2}
-	chunk := stream.Chunk{Tensor: d.Tensor, Data: [][]byte{[]byte("abc")}}
+	chunk := frame.Chunk{Tensor: d.Tensor, Data: [][]byte{[]byte("abc")}}
 	chunk.Sum = codec.CRC32C.Update(codec.CRC32C.Seed(d.Tensor, 0), []byte("abc"))
-	require.NoError(t, recv.Frame(&stream.Frame{Descs: []stream.Desc{d}}))
+	require.NoError(t, recv.Frame(&frame.Frame{Descs: []frame.Desc{d}}))
 	b.places[d.Tensor].err = errFull
-	require.NoError(t, recv.Frame(&stream.Frame{Chunk: chunk}))
+	require.NoError(t, recv.Frame(&frame.Frame{Chunk: chunk}))
 	require.Equal(t, []string{"full"}, b.places[d.Tensor].ended)
-	require.NoError(t, recv.Frame(&stream.Frame{Chunk: chunk}), "late")
+	require.NoError(t, recv.Frame(&frame.Frame{Chunk: chunk}), "late")
 
 	d.Tensor = tensor.ID{3}
-	require.NoError(t, recv.Frame(&stream.Frame{Descs: []stream.Desc{d}}))
+	require.NoError(t, recv.Frame(&frame.Frame{Descs: []frame.Desc{d}}))
 	recv.Refuse(d.Tensor, errFull)
 	recv.Refuse(d.Tensor, errFull)
 	recv.Refuse(tensor.ID{99}, errFull)

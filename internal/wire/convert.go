@@ -5,7 +5,7 @@ import (
 	"math"
 
 	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
-	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -13,25 +13,25 @@ import (
 // shapes, these cut behind the first axis too many. It refuses only what a
 // stream.Frame cannot say: numbers out of their range are the stream machine's to
 // refuse, by failing one call or tensor.
-func convert(pb *tensorferryv1.Frame, f *stream.Frame) error {
+func convert(pb *tensorferryv1.Frame, f *frame.Frame) error {
 	var c converter
 	if pb.Hello != nil {
 		f.Hello = c.hello(pb.Hello)
 	}
 	for i, p := range pb.Calls {
-		call := stream.Call{
+		call := frame.Call{
 			ID: c.id(p.Id, "calls[%d].id", i), Model: p.Model, Params: p.Params, TimeoutMillis: p.TimeoutMillis,
 		}
 		c.most(len(p.Inputs), "calls[%d].inputs", i)
 		for j, in := range p.Inputs {
-			call.Inputs = append(call.Inputs, stream.Binding{
+			call.Inputs = append(call.Inputs, frame.Binding{
 				Port: in.Port, Tensor: c.id(in.TensorId, "calls[%d].inputs[%d].tensor_id", i, j),
 			})
 		}
 		f.Calls = append(f.Calls, call)
 	}
 	for i, p := range pb.Descs {
-		d := stream.Desc{
+		d := frame.Desc{
 			Tensor:     c.id(p.TensorId, "descs[%d].tensor_id", i),
 			Desc:       tensor.Desc{DType: tensor.DataType(known(p.Dtype)), Shape: shape(p.Shape)},
 			SizeBytes:  p.SizeBytes,
@@ -49,12 +49,12 @@ func convert(pb *tensorferryv1.Frame, f *stream.Frame) error {
 		f.Descs = append(f.Descs, d)
 	}
 	for i, p := range pb.Credits {
-		f.Credits = append(f.Credits, stream.Credit{
+		f.Credits = append(f.Credits, frame.Credit{
 			Tensor: c.id(p.TensorId, "credits[%d].tensor_id", i), Limit: p.ChunkLimit,
 		})
 	}
 	for i, p := range pb.Acks {
-		f.Acks = append(f.Acks, stream.Ack{
+		f.Acks = append(f.Acks, frame.Ack{
 			Tensor: c.id(p.TensorId, "acks[%d].tensor_id", i), Below: p.ReceivedBelow, Resend: p.Resend,
 		})
 	}
@@ -62,15 +62,15 @@ func convert(pb *tensorferryv1.Frame, f *stream.Frame) error {
 		f.Cancels = append(f.Cancels, c.id(p.CallId, "cancels[%d].call_id", i))
 	}
 	for i, p := range pb.Failures {
-		f.Failures = append(f.Failures, stream.Failure{
-			Tensor: c.id(p.TensorId, "failures[%d].tensor_id", i), Code: stream.Code(p.Code), Message: p.Message,
+		f.Failures = append(f.Failures, frame.Failure{
+			Tensor: c.id(p.TensorId, "failures[%d].tensor_id", i), Code: frame.Code(p.Code), Message: p.Message,
 		})
 	}
 	for i, p := range pb.Dones {
 		t := p.GetTimings()
-		done := stream.Done{
-			Call: c.id(p.CallId, "dones[%d].call_id", i), Code: stream.Code(p.Code), Message: p.Message,
-			Timings: stream.Timings{
+		done := frame.Done{
+			Call: c.id(p.CallId, "dones[%d].call_id", i), Code: frame.Code(p.Code), Message: p.Message,
+			Timings: frame.Timings{
 				Receive: t.GetReceiveNanos(), Queue: t.GetQueueNanos(), H2D: t.GetH2DNanos(),
 				Compute: t.GetComputeNanos(), D2H: t.GetD2HNanos(),
 				FirstResult: t.GetFirstResultNanos(), Total: t.GetTotalNanos(),
@@ -79,7 +79,7 @@ func convert(pb *tensorferryv1.Frame, f *stream.Frame) error {
 		}
 		c.most(len(p.Outputs), "dones[%d].outputs", i)
 		for j, out := range p.Outputs {
-			done.Outputs = append(done.Outputs, stream.Binding{
+			done.Outputs = append(done.Outputs, frame.Binding{
 				Port: out.Port, Tensor: c.id(out.TensorId, "dones[%d].outputs[%d].tensor_id", i, j),
 			})
 		}
@@ -89,7 +89,7 @@ func convert(pb *tensorferryv1.Frame, f *stream.Frame) error {
 		f.Summaries = append(f.Summaries, c.summary(p, "summaries[%d]", i))
 	}
 	if pb.Drain != nil {
-		f.Drain = &stream.Drain{Reason: pb.Drain.Reason}
+		f.Drain = &frame.Drain{Reason: pb.Drain.Reason}
 	}
 	if p := pb.Chunk; p != nil {
 		f.Chunk.Tensor, f.Chunk.Index, f.Chunk.Sum = c.id(p.TensorId, "chunk.tensor_id"), p.Index, p.Checksum
@@ -111,14 +111,14 @@ func shape(dims []int64) tensor.Shape {
 }
 
 // Hello copies what opens a pull.
-func Hello(p *tensorferryv1.Hello) (*stream.Hello, error) {
+func Hello(p *tensorferryv1.Hello) (*frame.Hello, error) {
 	var c converter
 	h := c.hello(p)
 	return h, c.err
 }
 
-func (c *converter) hello(p *tensorferryv1.Hello) *stream.Hello {
-	h := &stream.Hello{
+func (c *converter) hello(p *tensorferryv1.Hello) *frame.Hello {
+	h := &frame.Hello{
 		Version:        p.GetVersion(),
 		Session:        c.id(p.GetSessionId(), "hello.session_id"),
 		MaxChunkBytes:  p.GetMaxChunkBytes(),
@@ -126,14 +126,14 @@ func (c *converter) hello(p *tensorferryv1.Hello) *stream.Hello {
 		Checksum:       uint8(known(p.GetChecksum())),
 		MaxOpenTensors: p.GetMaxOpenTensors(),
 	}
-	for _, k := range p.GetCodecs()[:min(len(p.GetCodecs()), maxCodecs)] {
+	for _, k := range p.GetCodecs()[:min(len(p.GetCodecs()), frame.HelloCodecs)] {
 		h.Codecs = append(h.Codecs, codecOf(k))
 	}
 	return h
 }
 
 // ToHello copies a hello into its message.
-func ToHello(h *stream.Hello) *tensorferryv1.Hello {
+func ToHello(h *frame.Hello) *tensorferryv1.Hello {
 	p := &tensorferryv1.Hello{
 		Version: h.Version, SessionId: h.Session[:], MaxChunkBytes: h.MaxChunkBytes, AllowanceBytes: h.AllowanceBytes,
 		Checksum: tensorferryv1.Checksum(h.Checksum), MaxOpenTensors: h.MaxOpenTensors,
@@ -145,15 +145,15 @@ func ToHello(h *stream.Hello) *tensorferryv1.Hello {
 }
 
 // Summary copies what ended a tensor of a push.
-func Summary(p *tensorferryv1.Summary) (stream.Summary, error) {
+func Summary(p *tensorferryv1.Summary) (frame.Summary, error) {
 	var c converter
 	s := c.summary(p, "summary")
 	return s, c.err
 }
 
-func (c *converter) summary(p *tensorferryv1.Summary, path string, at ...any) stream.Summary {
-	s := stream.Summary{
-		Tensor: c.id(p.GetTensorId(), path+".tensor_id", at...), Name: p.GetName(), Code: stream.Code(p.GetCode()),
+func (c *converter) summary(p *tensorferryv1.Summary, path string, at ...any) frame.Summary {
+	s := frame.Summary{
+		Tensor: c.id(p.GetTensorId(), path+".tensor_id", at...), Name: p.GetName(), Code: frame.Code(p.GetCode()),
 		Message: p.GetMessage(), SizeBytes: p.GetSizeBytes(), Durable: p.GetDurable(), RetryAfterMillis: p.GetRetryAfterMillis(),
 	}
 	if n := copy(s.Digest[:], p.GetDigest()); c.err == nil && (n != len(p.GetDigest()) || n > 0 && n < len(s.Digest)) {
@@ -163,7 +163,7 @@ func (c *converter) summary(p *tensorferryv1.Summary, path string, at ...any) st
 }
 
 // ToSummary copies a summary into its message.
-func ToSummary(s *stream.Summary) *tensorferryv1.Summary {
+func ToSummary(s *frame.Summary) *tensorferryv1.Summary {
 	p := &tensorferryv1.Summary{
 		TensorId: s.Tensor[:], Name: s.Name, Code: uint32(s.Code), Message: Text(s.Message),
 		SizeBytes: s.SizeBytes, Durable: s.Durable, RetryAfterMillis: s.RetryAfterMillis,

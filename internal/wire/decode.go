@@ -9,7 +9,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
-	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -112,10 +112,10 @@ func (m *Message) parse(data mem.BufferSlice) (usual bool, err error) {
 		switch field {
 		case fieldCredits:
 			p := r.part(end, 1<<fieldTensor|1<<fieldNumber)
-			m.Frame.Credits = append(m.Frame.Credits, stream.Credit{Tensor: p.tensor, Limit: p.number})
+			m.Frame.Credits = append(m.Frame.Credits, frame.Credit{Tensor: p.tensor, Limit: p.number})
 		case fieldAcks:
 			p := r.part(end, 1<<fieldTensor|1<<fieldNumber|1<<fieldResend)
-			m.Frame.Acks = append(m.Frame.Acks, stream.Ack{Tensor: p.tensor, Below: p.number, Resend: p.resend})
+			m.Frame.Acks = append(m.Frame.Acks, frame.Ack{Tensor: p.tensor, Below: p.number, Resend: p.resend})
 		case fieldChunk:
 			if chunks++; chunks > 1 {
 				return false, nil
@@ -123,7 +123,7 @@ func (m *Message) parse(data mem.BufferSlice) (usual bool, err error) {
 			// No more views than buffers, so that what is kept stays close to what is used.
 			r.views, r.held = slices.Grow(m.Frame.Chunk.Data, len(data)), slices.Grow(m.buffers, len(data))
 			p := r.part(end, 1<<fieldTensor|1<<fieldNumber|1<<fieldCodec|1<<fieldSum|1<<fieldData)
-			m.Frame.Chunk = stream.Chunk{Tensor: p.tensor, Index: p.number, Codec: p.codec, Sum: p.sum, Data: r.views}
+			m.Frame.Chunk = frame.Chunk{Tensor: p.tensor, Index: p.number, Codec: p.codec, Sum: p.sum, Data: r.views}
 			m.buffers, payload = r.held, p.payload
 		case fieldHello, fieldCalls, fieldDescs, fieldCancels, fieldFailures, fieldDones, fieldDrain, fieldSummaries:
 			m.cold = append(m.cold, tag)

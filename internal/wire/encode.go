@@ -13,7 +13,7 @@ import (
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/encoding/protowire"
 
-	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -165,7 +165,7 @@ type encoder struct {
 }
 
 // frame writes all of f but the chunk's payload, for which it announces the bytes.
-func (e *encoder) frame(f *stream.Frame) {
+func (e *encoder) frame(f *frame.Frame) {
 	if h := f.Hello; h != nil {
 		at := e.open(fieldHello)
 		e.number(1, uint64(h.Version))
@@ -259,7 +259,7 @@ func (e *encoder) frame(f *stream.Frame) {
 		e.number(2, uint64(d.Code))
 		e.text(3, d.Message)
 		e.bindings(4, d.Outputs)
-		if t := d.Timings; t != (stream.Timings{}) {
+		if t := d.Timings; t != (frame.Timings{}) {
 			at := e.open(5)
 			for i, nanos := range [...]int64{t.Receive, t.Queue, t.H2D, t.Compute, t.D2H, t.FirstResult, t.Total} {
 				e.number(protowire.Number(i+1), uint64(nanos))
@@ -298,7 +298,7 @@ func (e *encoder) frame(f *stream.Frame) {
 }
 
 // chunk writes a chunk up to its payload, which the caller appends.
-func (e *encoder) chunk(c *stream.Chunk) {
+func (e *encoder) chunk(c *frame.Chunk) {
 	n := c.Len()
 	size := 2 + len(c.Tensor)
 	if c.Index > 0 {
@@ -380,19 +380,12 @@ func (e *encoder) text(field protowire.Number, s string) {
 }
 
 // Text returns what goes over the wire of a text that people read: UTF-8, and no more
-// than MaxTextBytes of it.
+// than frame.TextBytes of it.
 func Text(s string) string {
-	if len(s) > MaxTextBytes {
-		cut := MaxTextBytes
-		for cut > MaxTextBytes-utf8.UTFMax && !utf8.RuneStart(s[cut]) {
-			cut--
-		}
-		s = s[:cut]
-	}
-	return strings.ToValidUTF8(s, "?")
+	return strings.ToValidUTF8(frame.Clip(s, frame.TextBytes), "?")
 }
 
-func (e *encoder) bindings(field protowire.Number, list []stream.Binding) {
+func (e *encoder) bindings(field protowire.Number, list []frame.Binding) {
 	if len(list) > MaxBindings && e.err == nil {
 		e.err = tooLarge("bindings", "bindings", MaxBindings, len(list))
 	}

@@ -10,7 +10,7 @@ import (
 
 	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
-	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -40,9 +40,9 @@ func FuzzMarshal(f *testing.F) {
 	f.Add(bytes.Repeat([]byte{255}, 200), []byte{255})
 	f.Fuzz(func(t *testing.T, script, cuts []byte) {
 		s := script0(script)
-		frame := s.frame()
-		b := encode(t, &frame)
-		pb := toProto(&frame)
+		f := s.frame()
+		b := encode(t, &f)
+		pb := toProto(&f)
 		want, err := proto.MarshalOptions{Deterministic: true}.Marshal(pb)
 		if err != nil {
 			t.Fatal(err)
@@ -54,7 +54,7 @@ func FuzzMarshal(f *testing.F) {
 		if err := proto.Unmarshal(b, &back); err != nil || !proto.Equal(&back, pb) {
 			t.Fatalf("the stock codec reads %v (%v), we wrote %v", &back, err, pb)
 		}
-		sent := decoded{frame: frame, payload: bytes.Join(frame.Chunk.Data, nil)}
+		sent := decoded{frame: f, payload: bytes.Join(f.Chunk.Data, nil)}
 		sent.frame.Chunk.Data = nil
 		if d := diff(decode(t, b, cuts...), sent); d != "" {
 			t.Fatalf("decoding what was encoded differs: %s", d)
@@ -93,9 +93,9 @@ func (s *script) text() string {
 	return []string{"", "x", "ünï", "a name", string(bytes.Repeat([]byte("long "), 60))}[s.byte()%5]
 }
 
-func (s *script) bindings() (list []stream.Binding) {
+func (s *script) bindings() (list []frame.Binding) {
 	for range s.byte() % 4 {
-		list = append(list, stream.Binding{Port: s.text(), Tensor: s.id()})
+		list = append(list, frame.Binding{Port: s.text(), Tensor: s.id()})
 	}
 	return list
 }
@@ -110,7 +110,7 @@ func (s *script) entries() (m map[string]string) {
 	return m
 }
 
-func (s *script) frame() (f stream.Frame) {
+func (s *script) frame() (f frame.Frame) {
 	parts := uint(s.byte()) | uint(s.byte())<<8
 	for i := range 11 {
 		if parts>>i&1 == 0 {
@@ -119,7 +119,7 @@ func (s *script) frame() (f stream.Frame) {
 		for range 1 + s.byte()%3 {
 			switch i {
 			case 0:
-				f.Hello = &stream.Hello{
+				f.Hello = &frame.Hello{
 					Version: uint32(s.number()), Session: s.id(), MaxChunkBytes: uint32(s.number()),
 					AllowanceBytes: uint32(s.number()), Checksum: s.byte(), MaxOpenTensors: uint32(s.number()),
 				}
@@ -127,11 +127,11 @@ func (s *script) frame() (f stream.Frame) {
 					f.Hello.Codecs = append(f.Hello.Codecs, s.byte())
 				}
 			case 1:
-				f.Calls = append(f.Calls, stream.Call{
+				f.Calls = append(f.Calls, frame.Call{
 					ID: s.id(), Model: s.text(), Inputs: s.bindings(), Params: s.entries(), TimeoutMillis: s.number(),
 				})
 			case 2:
-				d := stream.Desc{
+				d := frame.Desc{
 					Tensor: s.id(), SizeBytes: s.number(), ChunkBytes: uint32(s.number()),
 					Port: s.text(), Name: s.text(), Metadata: s.entries(), OnAllowance: s.byte()&1 > 0, RetainChunks: uint32(s.number()),
 				}
@@ -144,9 +144,9 @@ func (s *script) frame() (f stream.Frame) {
 				}
 				f.Descs = append(f.Descs, d)
 			case 3:
-				f.Credits = append(f.Credits, stream.Credit{Tensor: s.id(), Limit: uint32(s.number())})
+				f.Credits = append(f.Credits, frame.Credit{Tensor: s.id(), Limit: uint32(s.number())})
 			case 4:
-				a := stream.Ack{Tensor: s.id(), Below: uint32(s.number())}
+				a := frame.Ack{Tensor: s.id(), Below: uint32(s.number())}
 				for range s.byte() % 5 {
 					a.Resend = append(a.Resend, uint32(s.number()))
 				}
@@ -154,18 +154,18 @@ func (s *script) frame() (f stream.Frame) {
 			case 5:
 				f.Cancels = append(f.Cancels, s.id())
 			case 6:
-				f.Failures = append(f.Failures, stream.Failure{Tensor: s.id(), Code: stream.Code(s.number()), Message: s.text()})
+				f.Failures = append(f.Failures, frame.Failure{Tensor: s.id(), Code: frame.Code(s.number()), Message: s.text()})
 			case 7:
-				f.Dones = append(f.Dones, stream.Done{
-					Call: s.id(), Code: stream.Code(s.number()), Message: s.text(), Outputs: s.bindings(),
-					Timings:          stream.Timings{Receive: int64(s.number()), H2D: int64(s.number()), Total: int64(s.number())},
+				f.Dones = append(f.Dones, frame.Done{
+					Call: s.id(), Code: frame.Code(s.number()), Message: s.text(), Outputs: s.bindings(),
+					Timings:          frame.Timings{Receive: int64(s.number()), H2D: int64(s.number()), Total: int64(s.number())},
 					RetryAfterMillis: uint32(s.number()),
 				})
 			case 8:
-				f.Drain = &stream.Drain{Reason: s.text()}
+				f.Drain = &frame.Drain{Reason: s.text()}
 			case 10:
-				sum := stream.Summary{
-					Tensor: s.id(), Name: s.text(), Code: stream.Code(s.number()), Message: s.text(),
+				sum := frame.Summary{
+					Tensor: s.id(), Name: s.text(), Code: frame.Code(s.number()), Message: s.text(),
 					SizeBytes: s.number(), Durable: s.byte()&1 > 0, RetryAfterMillis: uint32(s.number()),
 				}
 				if s.byte()&1 > 0 {
@@ -173,7 +173,7 @@ func (s *script) frame() (f stream.Frame) {
 				}
 				f.Summaries = append(f.Summaries, sum)
 			case 9:
-				f.Chunk = stream.Chunk{Tensor: s.id(), Index: uint32(s.number()), Codec: s.byte(), Sum: uint32(s.number())}
+				f.Chunk = frame.Chunk{Tensor: s.id(), Index: uint32(s.number()), Codec: s.byte(), Sum: uint32(s.number())}
 				for range s.byte() % 5 {
 					n := []int{0, 1, 7, smallView, smallView + 1, 3000}[s.byte()%6]
 					f.Chunk.Data = append(f.Chunk.Data, bytes.Repeat([]byte{s.byte()}, n))

@@ -13,7 +13,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
-	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -62,7 +62,7 @@ func (l *ledger) split(b []byte, cuts ...byte) mem.BufferSlice {
 
 // decoded is what a test looks at after Unmarshal: a frame whose payload is copied.
 type decoded struct {
-	frame   stream.Frame
+	frame   frame.Frame
 	payload []byte
 	err     error
 }
@@ -97,16 +97,16 @@ func snapshot(m *Message) decoded {
 }
 
 // copyFrame copies the slices that the owner reuses.
-func copyFrame(f *stream.Frame) stream.Frame {
+func copyFrame(f *frame.Frame) frame.Frame {
 	c := *f
-	c.Calls = append([]stream.Call(nil), f.Calls...)
-	c.Descs = append([]stream.Desc(nil), f.Descs...)
-	c.Credits = append([]stream.Credit(nil), f.Credits...)
-	c.Acks = append([]stream.Ack(nil), f.Acks...)
+	c.Calls = append([]frame.Call(nil), f.Calls...)
+	c.Descs = append([]frame.Desc(nil), f.Descs...)
+	c.Credits = append([]frame.Credit(nil), f.Credits...)
+	c.Acks = append([]frame.Ack(nil), f.Acks...)
 	c.Cancels = append([]tensor.ID(nil), f.Cancels...)
-	c.Failures = append([]stream.Failure(nil), f.Failures...)
-	c.Dones = append([]stream.Done(nil), f.Dones...)
-	c.Summaries = append([]stream.Summary(nil), f.Summaries...)
+	c.Failures = append([]frame.Failure(nil), f.Failures...)
+	c.Dones = append([]frame.Done(nil), f.Dones...)
+	c.Summaries = append([]frame.Summary(nil), f.Summaries...)
 	return c
 }
 
@@ -156,7 +156,7 @@ func (l *ticket) Release() { l.released++ }
 
 // encode marshals f, whose payload is lent, and checks that the loan ends once:
 // not before gRPC has let go of the last view.
-func encode(t testing.TB, f *stream.Frame) []byte {
+func encode(t testing.TB, f *frame.Frame) []byte {
 	t.Helper()
 	held := new(ticket)
 	m := &Message{Frame: *f, Held: held}
@@ -185,7 +185,7 @@ func encode(t testing.TB, f *stream.Frame) []byte {
 }
 
 // toProto says in the stock codec's types what f says.
-func toProto(f *stream.Frame) *tensorferryv1.Frame {
+func toProto(f *frame.Frame) *tensorferryv1.Frame {
 	pb := new(tensorferryv1.Frame)
 	if h := f.Hello; h != nil {
 		pb.Hello = ToHello(h)
@@ -224,7 +224,7 @@ func toProto(f *stream.Frame) *tensorferryv1.Frame {
 		for _, out := range d.Outputs {
 			p.Outputs = append(p.Outputs, &tensorferryv1.Output{Port: out.Port, TensorId: out.Tensor[:]})
 		}
-		if t := d.Timings; t != (stream.Timings{}) {
+		if t := d.Timings; t != (frame.Timings{}) {
 			p.Timings = &tensorferryv1.Timings{
 				ReceiveNanos: t.Receive, QueueNanos: t.Queue, H2DNanos: t.H2D, ComputeNanos: t.Compute,
 				D2HNanos: t.D2H, FirstResultNanos: t.FirstResult, TotalNanos: t.Total,

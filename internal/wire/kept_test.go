@@ -5,20 +5,20 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/testkit"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // The memory of a frame that was fat is not kept for the next.
 func TestAMessageThatWasFatGivesItsMemoryBack(t *testing.T) {
 	testkit.Start(t)
-	var f stream.Frame
+	var f frame.Frame
 	for i := range MaxParts {
-		f.Acks = append(f.Acks, stream.Ack{Tensor: tensorA, Resend: []uint32{uint32(i)}})
-		f.Descs = append(f.Descs, stream.Desc{Tensor: tensorA})
+		f.Acks = append(f.Acks, frame.Ack{Tensor: tensorA, Resend: []uint32{uint32(i)}})
+		f.Descs = append(f.Descs, frame.Desc{Tensor: tensorA})
 	}
-	f.Chunk = stream.Chunk{Tensor: tensorA, Data: [][]byte{make([]byte, 4000)}}
+	f.Chunk = frame.Chunk{Tensor: tensorA, Data: [][]byte{make([]byte, 4000)}}
 	b := encode(t, &f)
 	l := &ledger{t: t}
 	data := l.split(b, 1)
@@ -36,7 +36,7 @@ func TestAMessageThatWasFatGivesItsMemoryBack(t *testing.T) {
 func TestAShapeOfTooManyAxesIsCutWhereThatIsSeen(t *testing.T) {
 	testkit.Start(t)
 	for rank, kept := range map[int]int{0: 0, tensor.MaxRank: tensor.MaxRank, tensor.MaxRank + 1: tensor.MaxRank + 1, 60_000: tensor.MaxRank + 1} {
-		f := stream.Frame{Descs: []stream.Desc{{Tensor: tensorA, Desc: tensor.Desc{Shape: make(tensor.Shape, rank)}}}}
+		f := frame.Frame{Descs: []frame.Desc{{Tensor: tensorA, Desc: tensor.Desc{Shape: make(tensor.Shape, rank)}}}}
 		d := decode(t, encode(t, &f))
 		require.NoError(t, d.err)
 		got := d.frame.Descs[0].Shape

@@ -18,11 +18,6 @@ const (
 	// MaxBindings is the inputs of one call, or the outputs of one done: again,
 	// a session has no more open tensors.
 	MaxBindings = 64
-	// maxCodecs is how many codecs of a hello are looked at; there are fewer.
-	maxCodecs = 16
-	// MaxTextBytes is where the text of a failure, a done or a drain is cut
-	// when it is sent: an error's text must never be what makes a frame refused.
-	MaxTextBytes = 4 << 10
 )
 
 const (

@@ -21,7 +21,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 
-	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/frame"
 )
 
 // Codec is the encoding.CodecV2 of every connection. A *Message goes the fast way;
@@ -101,7 +101,7 @@ type Message struct {
 	// slices are valid until Free and the views of the chunk's data lie in
 	// gRPC's buffers; strings, maps and shapes are the owner's for good. One that
 	// was sent may be changed as soon as SendMsg has returned, its payload not.
-	Frame stream.Frame
+	Frame frame.Frame
 
 	// Held is what the views of Frame.Chunk lie in; nil if nobody waits for
 	// them. Marshal takes it over and sets it to nil: Release runs exactly once,
@@ -150,7 +150,7 @@ func (m *Message) Free() {
 		b.Free()
 		m.buffers[i] = nil
 	}
-	if m.buffers = m.buffers[:0]; cap(m.buffers) > stream.KeptViews {
+	if m.buffers = m.buffers[:0]; cap(m.buffers) > frame.KeptViews {
 		m.buffers = nil
 	}
 	if cap(m.cold) > maxColdBytes {

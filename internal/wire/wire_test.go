@@ -18,8 +18,8 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/testkit"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -115,24 +115,24 @@ func TestControlBytesAreCountedBesideThePayload(t *testing.T) {
 
 func TestMarshalRefusesWhatThePeerWouldRefuse(t *testing.T) {
 	testkit.Start(t)
-	many := make([]stream.Call, MaxCalls)
+	many := make([]frame.Call, MaxCalls)
 	for i := range many {
-		many[i] = stream.Call{ID: tensorA, Params: map[string]string{"k": strings.Repeat("v", 1100)}}
+		many[i] = frame.Call{ID: tensorA, Params: map[string]string{"k": strings.Repeat("v", 1100)}}
 	}
 	for name, tc := range map[string]struct {
-		frame stream.Frame
+		frame frame.Frame
 		want  error
 	}{
-		"model not UTF-8":       {stream.Frame{Calls: []stream.Call{{ID: tensorA, Model: "\xff"}}}, ErrMalformed},
-		"port not UTF-8":        {stream.Frame{Dones: []stream.Done{{Call: tensorA, Outputs: []stream.Binding{{Port: "\xff"}}}}}, ErrMalformed},
-		"metadata not UTF-8":    {stream.Frame{Descs: []stream.Desc{{Tensor: tensorA, Metadata: map[string]string{"k": "\xff"}}}}, ErrMalformed},
-		"too many bindings":     {stream.Frame{Calls: []stream.Call{{ID: tensorA, Inputs: make([]stream.Binding, MaxBindings+1)}}}, ErrTooLarge},
-		"too many control data": {stream.Frame{Calls: many}, ErrTooLarge},
+		"model not UTF-8":       {frame.Frame{Calls: []frame.Call{{ID: tensorA, Model: "\xff"}}}, ErrMalformed},
+		"port not UTF-8":        {frame.Frame{Dones: []frame.Done{{Call: tensorA, Outputs: []frame.Binding{{Port: "\xff"}}}}}, ErrMalformed},
+		"metadata not UTF-8":    {frame.Frame{Descs: []frame.Desc{{Tensor: tensorA, Metadata: map[string]string{"k": "\xff"}}}}, ErrMalformed},
+		"too many bindings":     {frame.Frame{Calls: []frame.Call{{ID: tensorA, Inputs: make([]frame.Binding, MaxBindings+1)}}}, ErrTooLarge},
+		"too many control data": {frame.Frame{Calls: many}, ErrTooLarge},
 	} {
 		t.Run(name, func(t *testing.T) {
 			held := new(ticket)
 			m := &Message{Frame: tc.frame, Held: held}
-			m.Frame.Chunk = stream.Chunk{Tensor: tensorA, Data: [][]byte{make([]byte, 5000)}}
+			m.Frame.Chunk = frame.Chunk{Tensor: tensorA, Data: [][]byte{make([]byte, 5000)}}
 			if data, err := (Codec{}).Marshal(m); !errors.Is(err, tc.want) || data != nil {
 				t.Fatalf("got %v, %v", data, err)
 			}
@@ -145,16 +145,16 @@ func TestMarshalRefusesWhatThePeerWouldRefuse(t *testing.T) {
 
 func TestTextForPeopleIsMadeToFit(t *testing.T) {
 	testkit.Start(t)
-	long := strings.Repeat("é", MaxTextBytes) // two bytes each
+	long := strings.Repeat("é", frame.TextBytes) // two bytes each
 	for name, text := range map[string]string{"long": long, "long and odd": "x" + long, "no text": "a\xff\xfeb"} {
 		t.Run(name, func(t *testing.T) {
-			b := encode(t, &stream.Frame{Failures: []stream.Failure{{Tensor: tensorA, Message: text}}})
+			b := encode(t, &frame.Frame{Failures: []frame.Failure{{Tensor: tensorA, Message: text}}})
 			d := decode(t, b)
 			if d.err != nil {
 				t.Fatal(d.err)
 			}
 			got := d.frame.Failures[0].Message
-			if len(got) > MaxTextBytes || len(got) < min(len(text), MaxTextBytes)-utf8.UTFMax || strings.ContainsRune(got, utf8.RuneError) {
+			if len(got) > frame.TextBytes || len(got) < min(len(text), frame.TextBytes)-utf8.UTFMax || strings.ContainsRune(got, utf8.RuneError) {
 				t.Fatalf("%d bytes became %d", len(text), len(got))
 			}
 		})
@@ -164,7 +164,7 @@ func TestTextForPeopleIsMadeToFit(t *testing.T) {
 func TestPayloadIsSharedNotCopied(t *testing.T) {
 	testkit.Start(t)
 	payload := bytes.Repeat([]byte("x"), 3*smallView)
-	m := &Message{Frame: stream.Frame{Chunk: stream.Chunk{Tensor: tensorA, Data: [][]byte{payload}}}}
+	m := &Message{Frame: frame.Frame{Chunk: frame.Chunk{Tensor: tensorA, Data: [][]byte{payload}}}}
 	data, err := Codec{}.Marshal(m)
 	if err != nil {
 		t.Fatal(err)
@@ -183,7 +183,7 @@ func TestPayloadIsSharedNotCopied(t *testing.T) {
 
 func TestSmallViewsBetweenLargeOnesKeepTheirPlace(t *testing.T) {
 	testkit.Start(t)
-	f := stream.Frame{Chunk: stream.Chunk{Tensor: tensorA, Index: 9, Sum: 5}}
+	f := frame.Frame{Chunk: frame.Chunk{Tensor: tensorA, Index: 9, Sum: 5}}
 	for i, n := range []int{3, 5000, 1, 0, smallView, smallView + 1, 2, 4000, 4000, 1, 1} {
 		// The last views lie in a slice of their own size: capacity is what gRPC looks at.
 		f.Chunk.Data = append(f.Chunk.Data, bytes.Repeat([]byte{byte(i + 1)}, n))
@@ -200,7 +200,7 @@ func TestSmallViewsBetweenLargeOnesKeepTheirPlace(t *testing.T) {
 
 func TestUnmarshalFreesWhatTheMessageStillHolds(t *testing.T) {
 	testkit.Start(t)
-	frame := stream.Frame{Chunk: stream.Chunk{Tensor: tensorA, Data: [][]byte{bytes.Repeat([]byte("x"), 5000)}}}
+	frame := frame.Frame{Chunk: frame.Chunk{Tensor: tensorA, Data: [][]byte{bytes.Repeat([]byte("x"), 5000)}}}
 	b := encode(t, &frame)
 	l := &ledger{t: t}
 	var m Message
@@ -224,11 +224,11 @@ func TestUnmarshalFreesWhatTheMessageStillHolds(t *testing.T) {
 }
 
 // hotFrame is what the middle of a large tensor looks like in both directions.
-func hotFrame(payload []byte) stream.Frame {
-	return stream.Frame{
-		Credits: []stream.Credit{{Tensor: tensorB, Limit: 77}},
-		Acks:    []stream.Ack{{Tensor: tensorB, Below: 60}},
-		Chunk:   stream.Chunk{Tensor: tensorA, Index: 12, Sum: 0x12345678, Data: [][]byte{payload}},
+func hotFrame(payload []byte) frame.Frame {
+	return frame.Frame{
+		Credits: []frame.Credit{{Tensor: tensorB, Limit: 77}},
+		Acks:    []frame.Ack{{Tensor: tensorB, Below: 60}},
+		Chunk:   frame.Chunk{Tensor: tensorA, Index: 12, Sum: 0x12345678, Data: [][]byte{payload}},
 	}
 }
 
@@ -313,8 +313,8 @@ func BenchmarkMarshal(b *testing.B) {
 
 func BenchmarkUnmarshal(b *testing.B) {
 	for name, size := range map[string]int{"chunk=1KiB": 1 << 10, "chunk=1MiB": 1 << 20} {
-		frame := hotFrame(make([]byte, size))
-		wire, err := proto.Marshal(toProto(&frame))
+		f := hotFrame(make([]byte, size))
+		wire, err := proto.Marshal(toProto(&f))
 		if err != nil {
 			b.Fatal(err)
 		}
@@ -401,9 +401,9 @@ func TestAStockPeerReadsAndWritesTheSameFramesOverASocket(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, n := range []int{0, 1, smallView, smallView + 1, 16383, 16384, 16385, 1 << 20} {
-		frame := hotFrame(bytes.Repeat([]byte{byte(n)}, n))
-		frame.Calls = []stream.Call{{ID: tensorA, Model: "echo"}}
-		want := toProto(&frame)
+		f := hotFrame(bytes.Repeat([]byte{byte(n)}, n))
+		f.Calls = []frame.Call{{ID: tensorA, Model: "echo"}}
+		want := toProto(&f)
 		if err := s.Send(want); err != nil {
 			t.Fatal(err)
 		}
@@ -438,7 +438,7 @@ func TestEveryLoanEndsOnceGRPCHasWrittenTheFrame(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := s.SendMsg(&Message{Frame: stream.Frame{Drain: &stream.Drain{}}}); err != nil {
+	if err := s.SendMsg(&Message{Frame: frame.Frame{Drain: &frame.Drain{}}}); err != nil {
 		t.Fatal(err)
 	}
 	const frames = 200
@@ -492,7 +492,7 @@ func TestAFrameThatGRPCForgetsEndsItsLoanAtTheNextCollection(t *testing.T) {
 	for name, flight := range map[string]*InFlight{"of a connection": new(InFlight), "of none": nil} {
 		t.Run(name, func(t *testing.T) {
 			held := new(atomicTicket)
-			m := &Message{Frame: stream.Frame{Chunk: stream.Chunk{Tensor: tensor.ID{1}, Data: [][]byte{make([]byte, 1<<20)}}}, Held: held, InFlight: flight}
+			m := &Message{Frame: frame.Frame{Chunk: frame.Chunk{Tensor: tensor.ID{1}, Data: [][]byte{make([]byte, 1<<20)}}}, Held: held, InFlight: flight}
 			if _, err := (Codec{}).Marshal(m); err != nil { // of which nobody keeps the buffers
 				t.Fatal(err)
 			}
@@ -514,7 +514,7 @@ func TestWhateverIsSentIsALoanUntilGRPCLetsGo(t *testing.T) {
 	small, large := strings.Repeat("x", 10), strings.Repeat("x", 300<<10)
 	for name, of := range map[string]func(Releaser, *InFlight) any{
 		"a control frame": func(_ Releaser, f *InFlight) any {
-			return &Message{Frame: stream.Frame{Failures: []stream.Failure{{Tensor: tensorA}}}, InFlight: f}
+			return &Message{Frame: frame.Frame{Failures: []frame.Failure{{Tensor: tensorA}}}, InFlight: f}
 		},
 		"a small answer": func(h Releaser, f *InFlight) any {
 			return &Answer{Message: &pb.ListTensorsResponse{NextPageToken: small}, Held: h, InFlight: f}

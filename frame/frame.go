@@ -1,13 +1,22 @@
-package stream
+// Package frame is the vocabulary of the wire: the parts that frames consist of, the
+// status codes they carry, and the checks and limits that hold for every frame,
+// whether it belongs to a session, a push or a pull.
+//
+// It knows no bytes on the wire (internal/wire does) and no state (stream does). A
+// Frame belongs to one goroutine at a time; the views of its chunk are borrowed from
+// whoever made it.
+package frame
 
 import (
+	"fmt"
+
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Frame is one message of a session as the machine sees it, the same on both
-// sides. internal/wire turns it into bytes and back. The zero Frame is empty;
-// Reset makes it so again and keeps the capacity of its slices, unless it is large.
+// Frame is one message of a session, a push or a pull, the same in both directions.
+// The zero Frame is empty; Reset makes it so again and keeps the capacity of its
+// slices, unless it is large.
 type Frame struct {
 	Hello     *Hello
 	Calls     []Call
@@ -25,13 +34,13 @@ type Frame struct {
 // HasChunk reports whether the frame carries a chunk.
 func (f *Frame) HasChunk() bool { return !f.Chunk.Tensor.IsZero() }
 
-// Empty reports whether there is nothing in the frame.
+// Empty reports whether there is nothing in the
 func (f *Frame) Empty() bool {
 	return f.Hello == nil && f.Drain == nil && !f.HasChunk() && len(f.Calls)+len(f.Descs)+len(f.Credits)+
 		len(f.Acks)+len(f.Cancels)+len(f.Failures)+len(f.Dones)+len(f.Summaries) == 0
 }
 
-// Reset empties the frame. The views of its chunk are forgotten, not released.
+// Reset empties the  The views of its chunk are forgotten, not released.
 func (f *Frame) Reset() {
 	was := *f
 	*f = Frame{}
@@ -52,7 +61,7 @@ func emptied[T any](s []T) []T {
 	return s[:0]
 }
 
-// Hello opens a side of the session.
+// Hello opens a side of a session, a push or a pull.
 type Hello struct {
 	Version        uint32
 	Session        tensor.ID
@@ -60,7 +69,7 @@ type Hello struct {
 	AllowanceBytes uint32
 	Checksum       uint8 // codec.Checksum
 	MaxOpenTensors uint32
-	Codecs         []uint8 // codec.Codec, the best liked first; at most 16
+	Codecs         []uint8 // codec.Codec, in order of preference; at most 16
 }
 
 // Call opens a run of a model.
@@ -147,7 +156,7 @@ type Summary struct {
 type Drain struct{ Reason string }
 
 // Chunk is one piece of a tensor. Data are the views its bytes lie in, in order,
-// borrowed from whoever made the frame.
+// borrowed from whoever made the
 type Chunk struct {
 	Tensor tensor.ID
 	Index  uint32
@@ -165,11 +174,11 @@ func (c *Chunk) Len() int {
 	return n
 }
 
-// Code is a status code with gRPC's numbers. This package is pure and does not
-// import grpc; server and client turn codes into statuses in one file each.
+// Code is a status code with gRPC's numbers. This package does not import grpc; server
+// and client turn codes into statuses in one file each.
 type Code uint32
 
-// The codes the machine itself gives.
+// The codes that the protocol itself gives.
 const (
 	OK                 Code = 0
 	Cancelled          Code = 1
@@ -184,3 +193,17 @@ const (
 	Unavailable        Code = 14
 	DataLoss           Code = 15
 )
+
+// Error is what a peer did wrong, or why it is refused, with the code that it is told.
+type Error struct {
+	Code Code
+	Text string
+}
+
+// Errorf makes an Error of a code and a formatted text.
+func Errorf(code Code, format string, args ...any) *Error {
+	return &Error{code, fmt.Sprintf(format, args...)}
+}
+
+// Error returns the text.
+func (e *Error) Error() string { return "frame: " + e.Text }

@@ -1,0 +1,152 @@
+package frame
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Check reports what is wrong with a peer's hello, or nil. A push and a pull open
+// with one, as a session does.
+func (h *Hello) Check() *Error {
+	switch {
+	case h.Version != Version:
+		return Errorf(FailedPrecondition, "protocol version %d; this side speaks %d", h.Version, Version)
+	case !codec.Checksum(h.Checksum).Valid():
+		return Errorf(InvalidArgument, "checksum kind %d; known are 1 (crc32c) and 2 (crc32)", h.Checksum)
+	case h.Session.IsZero():
+		return Errorf(InvalidArgument, "hello without a session id; send 16 bytes that are not all zero")
+	}
+	return nil
+}
+
+// Check compares a desc with its own arithmetic and with the largest chunk and tensor
+// that this side accepts, in bytes, and returns how the tensor is cut. An error is the
+// tensor's alone; its text begins with the tensor.
+func (d *Desc) Check(chunkBytes uint32, tensorBytes int64) (tensor.Geometry, *Error) {
+	fail := func(code Code, format string, args ...any) (tensor.Geometry, *Error) {
+		return tensor.Geometry{}, Errorf(code, "tensor "+d.Tensor.String()+": "+format, args...)
+	}
+	size, err := d.Bytes()
+	switch {
+	case errors.Is(err, tensor.ErrTooLarge):
+		return fail(ResourceExhausted, "%v", err)
+	case err != nil:
+		return fail(InvalidArgument, "%v", err)
+	case uint64(size) != d.SizeBytes:
+		return fail(InvalidArgument, "size_bytes is %d, but %v makes %d", d.SizeBytes, d.Desc, size)
+	case size > tensorBytes:
+		return fail(ResourceExhausted, "%d bytes, the limit of a tensor is %d", size, tensorBytes)
+	case d.ChunkBytes < 1 || d.ChunkBytes > chunkBytes:
+		return fail(InvalidArgument, "chunk_bytes is %d; it must be 1 to %d", d.ChunkBytes, chunkBytes)
+	}
+	geo, err := tensor.NewGeometry(size, int64(d.ChunkBytes))
+	if err != nil { // too many chunks: the rest was checked
+		return fail(ResourceExhausted, "%v", err)
+	}
+	if problem := d.CheckTexts(); problem != "" {
+		return fail(InvalidArgument, "%s", problem)
+	}
+	return geo, nil
+}
+
+// CheckTexts reports what is wrong with the names and the metadata of a desc, or nothing.
+func (d *Desc) CheckTexts() string {
+	return cmp.Or(CheckName("port", d.Port), CheckName("name", d.Name), CheckEntries("metadata", d.Metadata))
+}
+
+// Check reports what one frame could not carry of a call, or nothing.
+func (c *Call) Check() string {
+	if len(c.Inputs) > callInputs {
+		return fmt.Sprintf("call has %d inputs, the limit is %d", len(c.Inputs), callInputs)
+	}
+	for _, b := range c.Inputs {
+		if problem := CheckName("port", b.Port); problem != "" {
+			return problem
+		}
+	}
+	if size := c.Cost(); size > callBytes {
+		return fmt.Sprintf("call takes %d bytes with its names and params, the limit is %d", size, callBytes)
+	}
+	return cmp.Or(CheckName("model", c.Model), CheckEntries("params", c.Params))
+}
+
+// CheckName reports what is wrong with a name that a peer sent, or nothing.
+func CheckName(what, name string) string {
+	switch {
+	case len(name) > NameBytes:
+		return what + " is longer than 512 bytes"
+	case !printable(name):
+		return what + " is not UTF-8 without control characters"
+	}
+	return ""
+}
+
+// CheckEntries reports what is wrong with parameters or metadata, or nothing.
+func CheckEntries(what string, m map[string]string) string {
+	if len(m) > Entries {
+		return fmt.Sprintf("%s: %d entries, the limit is %d", what, len(m), Entries)
+	}
+	total := 0
+	for k, v := range m {
+		switch total += len(k) + len(v); {
+		case !utf8.ValidString(k) || !utf8.ValidString(v):
+			return fmt.Sprintf("%s: an entry is not UTF-8", what)
+		case len(k) > KeyBytes:
+			return fmt.Sprintf("%s: a key of %d bytes, the limit is %d", what, len(k), KeyBytes)
+		case len(v) > ValueBytes:
+			return fmt.Sprintf("%s: a value of %d bytes, the limit is %d", what, len(v), ValueBytes)
+		case total > EntriesBytes:
+			return fmt.Sprintf("%s: more than %d bytes in all", what, EntriesBytes)
+		}
+	}
+	return ""
+}
+
+func printable(s string) bool {
+	for _, r := range s {
+		if r == 0xFFFD || r < 0x20 || r == 0x7f || r >= 0x80 && r < 0xa0 {
+			return false
+		}
+	}
+	return true
+}
+
+// Clip returns at most the first n bytes of a text, cut between two characters. It copies
+// them if the text is longer: a short text does not keep a long one in memory.
+func Clip(text string, n int) string {
+	if len(text) <= n {
+		return text
+	}
+	for low := n - utf8.UTFMax; n > max(low, 0) && !utf8.RuneStart(text[n]); {
+		n--
+	}
+	return strings.Clone(text[:n])
+}
+
+// Cost is about the bytes that a call takes in a frame.
+func (c *Call) Cost() int {
+	n := len(c.Model) + costOf(c.Params)
+	for _, b := range c.Inputs {
+		n += bindingBytes + len(b.Port)
+	}
+	return n
+}
+
+// Cost is about the bytes that a desc takes in a frame.
+func (d *Desc) Cost() int {
+	return descBytes + 10*len(d.Shape) + len(d.Name) + len(d.Port) + costOf(d.Metadata)
+}
+
+func costOf(m map[string]string) int {
+	n := 0
+	for k, v := range m {
+		n += len(k) + len(v) + entryBytes
+	}
+	return n
+}

@@ -1,0 +1,54 @@
+package frame
+
+const (
+	kib = 1 << 10
+	mib = 1 << 20
+)
+
+// Version is the protocol version in hello.
+const Version = 1
+
+// Limits that are part of the protocol; no configuration moves them.
+const (
+	// ChunkBytesCeiling is the largest chunk that any side may accept: a chunk
+	// is the unit of fairness, and of what one damaged byte costs.
+	ChunkBytesCeiling = 4 * mib
+	// AllowanceCeiling is the most that may be sent without credit.
+	AllowanceCeiling = 1 * mib
+	// AllowanceChunks is the most chunks of a tensor on allowance: what is kept per
+	// chunk stays small beside the bytes allowed. More chunks wait for credit.
+	AllowanceChunks = 4096
+	// HelloCodecs is how many codecs of a hello are read: there are far fewer.
+	HelloCodecs = 16
+	// NameBytes bounds each name: of a model, a port, a tensor.
+	NameBytes = 512
+	// Entries, KeyBytes, ValueBytes and EntriesBytes bound the parameters of a
+	// call, and the metadata of a tensor.
+	Entries      = 64
+	KeyBytes     = 128
+	ValueBytes   = 4 * kib
+	EntriesBytes = 32 * kib
+	// FailureTextBytes is how much is kept of the text of a peer's failure: enough
+	// to say why.
+	FailureTextBytes = 512
+	// TextBytes is where the text of a failure, a done, a drain or a status is cut
+	// when it is sent: an error's text must never be what makes a frame refused.
+	TextBytes = 4 * kib
+	// KeptParts and KeptViews are the capacities that Reset keeps for the next frame,
+	// of parts and of a payload's views; an idle session does not keep what one large
+	// frame needed. A chunk of 4 MiB comes in 257 views.
+	KeptParts = 64
+	KeptViews = 320
+)
+
+const (
+	// callInputs and callBytes bound one call: it goes in one frame with others, and
+	// the receiver takes 64 KiB of control parts.
+	callInputs = 64
+	callBytes  = 36 * kib
+	// bindingBytes, entryBytes and descBytes are what a binding, an entry of params or
+	// metadata, and a desc of rank 0 take in a frame, beside their texts.
+	bindingBytes = 32
+	entryBytes   = 8
+	descBytes    = 64
+)
