@@ -752,6 +752,36 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	require.Equal(t, b.data[:full*step], mem[:full*step])
 }
 
+// BenchmarkChunk places chunks of 256 bytes in regions of 1000.
+func BenchmarkChunk(b *testing.B) {
+	const chunk, step = 256, 1000
+	size := int64(b.N) * chunk
+	geo, err := tensor.NewGeometry(size, chunk)
+	require.NoError(b, err)
+	a, mem, views := New(id, geo, codec.CRC32C), make([]byte, size), [][]byte{make([]byte, chunk)}
+	sum := func(i uint32) uint32 { return codec.CRC32C.Update(codec.CRC32C.Seed(id, i), views[0]) }
+	b.ReportAllocs()
+	b.SetBytes(chunk)
+	var c Claim
+	off := int64(0)
+	b.ResetTimer()
+	for i := range uint32(b.N) {
+		for a.Limit() <= i {
+			n := min(step, size-off)
+			a.Lend(mem[off : off+n])
+			off += n
+		}
+		if v, err := a.Claim(&c, i, chunk, codec.None, sum(i)); err != nil || v != Place {
+			b.Fatal(v, err)
+		}
+		got, err := c.Copy(views)
+		if ok, err := a.Commit(&c, got, err); err != nil || !ok {
+			b.Fatal(ok, err)
+		}
+		a.TakeFull(func(int) {})
+	}
+}
+
 // onDisk in a size makes FuzzAssembler use a Placer.
 const onDisk = 1 << 15
 

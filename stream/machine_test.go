@@ -155,73 +155,101 @@ func TestResendsAPeerAsksForAreBounded(t *testing.T) {
 	require.Equal(t, 1, released)
 }
 
-// TestSteadyStateAllocatesNothing moves chunks from one machine to another, with
-// credits and acknowledgements back.
-func TestSteadyStateAllocatesNothing(t *testing.T) {
-	const chunk, region, chunks = 64, 256, 8192
-	cli, srv := pair(t, Limits{AllowanceBytes: 1})
-	call, id := tensor.ID{2}, tensor.ID{3}
-	require.NoError(t, cli.OpenCall(0, frame.Call{ID: call, Model: "m", Inputs: []frame.Binding{{Port: "x", Tensor: id}}}))
-	d := bytesDesc(id, call, chunk*chunks, chunk)
+// flow moves chunks of one tensor from one machine to another, with credits and
+// acknowledgements back.
+type flow struct {
+	cli, srv    *Machine
+	id          tensor.ID
+	data, mem   []byte
+	there, back frame.Frame
+	claim       Claim
+	lent        int
+	got         int // chunks
+	credits     int
+	acks        int
+}
+
+const flowChunk, flowRegion = 64, 256 // bytes
+
+func newFlow(t testing.TB, chunks int) *flow {
+	x := &flow{id: tensor.ID{3}}
+	x.cli, x.srv = pair(t, Limits{AllowanceBytes: 1})
+	call := tensor.ID{2}
+	require.NoError(t, x.cli.OpenCall(0, frame.Call{ID: call, Model: "m", Inputs: []frame.Binding{{Port: "x", Tensor: x.id}}}))
+	d := bytesDesc(x.id, call, int64(flowChunk*chunks), flowChunk)
 	d.RetainChunks = 8
-	require.NoError(t, cli.OpenTensor(0, d))
-	data := bytesOf(id, chunk*chunks)
-	require.NoError(t, cli.Offer(0, id, 0, data, nil))
-	mem := make([]byte, chunk*chunks)
-	var there, back frame.Frame
-	var claim Claim
-	lent, credits, acks, got := 0, 0, 0, 0
-	step := func() {
-		now := Instant(got)
-		there.Reset()
-		held, ok := cli.Next(now, &there)
-		if ok {
-			if err := srv.Control(now, &there); err != nil {
-				t.Fatal(err)
-			}
-		}
-		if ok && there.HasChunk() {
-			there.Chunk.Sum = codec.CRC32C.Seed(id, there.Chunk.Index)
-			for _, v := range there.Chunk.Data {
-				there.Chunk.Sum = codec.CRC32C.Update(there.Chunk.Sum, v)
-			}
-			if place, err := srv.Claim(now, &there.Chunk, &claim); err != nil || !place {
-				t.Fatal(place, err)
-			}
-			sum, failed := claim.Copy(there.Chunk.Data)
-			srv.Commit(now, &claim, sum, failed)
-			held.Release()
-			got++
-		}
-		for e, ok := srv.Event(); ok; e, ok = srv.Event() {
-			if e.Kind == EventRegion || e.Kind == EventTensor {
-				if _, err := srv.Lend(now, id, mem[lent:lent+region]); err != nil {
-					t.Fatal(err)
-				}
-				lent += region
-			}
-		}
-		back.Reset()
-		if _, ok := srv.Next(now, &back); ok {
-			credits += len(back.Credits)
-			acks += len(back.Acks)
-			if err := cli.Control(now, &back); err != nil {
-				t.Fatal(err)
-			}
-		}
-		for _, ok := cli.Event(); ok; _, ok = cli.Event() {
+	require.NoError(t, x.cli.OpenTensor(0, d))
+	x.data, x.mem = bytesOf(x.id, d.Shape[0]), make([]byte, d.Shape[0])
+	require.NoError(t, x.cli.Offer(0, x.id, 0, x.data, nil))
+	return x
+}
+
+// step moves at most one chunk.
+func (x *flow) step(t testing.TB) {
+	now := Instant(x.got)
+	x.there.Reset()
+	held, ok := x.cli.Next(now, &x.there)
+	if ok {
+		if err := x.srv.Control(now, &x.there); err != nil {
+			t.Fatal(err)
 		}
 	}
+	if c := &x.there.Chunk; ok && x.there.HasChunk() {
+		c.Sum = codec.CRC32C.Seed(x.id, c.Index)
+		for _, v := range c.Data {
+			c.Sum = codec.CRC32C.Update(c.Sum, v)
+		}
+		if place, err := x.srv.Claim(now, c, &x.claim); err != nil || !place {
+			t.Fatal(place, err)
+		}
+		sum, failed := x.claim.Copy(c.Data)
+		x.srv.Commit(now, &x.claim, sum, failed)
+		held.Release()
+		x.got++
+	}
+	for e, ok := x.srv.Event(); ok; e, ok = x.srv.Event() {
+		if (e.Kind == EventRegion || e.Kind == EventTensor) && x.lent < len(x.mem) {
+			if _, err := x.srv.Lend(now, x.id, x.mem[x.lent:x.lent+flowRegion]); err != nil {
+				t.Fatal(err)
+			}
+			x.lent += flowRegion
+		}
+	}
+	x.back.Reset()
+	if _, ok := x.srv.Next(now, &x.back); ok {
+		x.credits += len(x.back.Credits)
+		x.acks += len(x.back.Acks)
+		if err := x.cli.Control(now, &x.back); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, ok := x.cli.Event(); ok; _, ok = x.cli.Event() {
+	}
+}
+
+func TestSteadyStateAllocatesNothing(t *testing.T) {
+	x := newFlow(t, 8192)
 	for range 500 {
-		step()
+		x.step(t)
 	}
-	if n := testing.AllocsPerRun(5000, step); n != 0 {
+	if n := testing.AllocsPerRun(5000, func() { x.step(t) }); n != 0 {
 		t.Errorf("%v allocations per chunk, want 0", n)
 	}
-	require.Greater(t, got, 5000)
-	require.Greater(t, credits, 1000)
-	require.Greater(t, acks, 1000)
-	require.True(t, bytes.Equal(data[:got/4*region], mem[:got/4*region]))
+	require.Greater(t, x.got, 5000)
+	require.Greater(t, x.credits, 1000)
+	require.Greater(t, x.acks, 1000)
+	n := x.got / 4 * flowRegion
+	require.True(t, bytes.Equal(x.data[:n], x.mem[:n]))
+}
+
+// BenchmarkChunk moves chunks of one tensor, four to a piece of lent memory.
+func BenchmarkChunk(b *testing.B) {
+	x := newFlow(b, 4*(b.N/2+8))
+	b.ReportAllocs()
+	b.SetBytes(flowChunk)
+	for b.ResetTimer(); x.got < b.N; {
+		x.step(b)
+	}
 }
 
 func TestNamesThatAPeerSendsAreChecked(t *testing.T) {
@@ -248,4 +276,55 @@ func TestAFrameIsEmptyAfterReset(t *testing.T) {
 	f.Reset()
 	require.True(t, f.Empty())
 	require.Equal(t, 8, cap(f.Calls))
+}
+
+// BenchmarkCall opens and ends calls with one small input and one small result.
+func BenchmarkCall(b *testing.B) {
+	cli, srv := pair(b, Limits{})
+	in, out := make([]byte, 64), make([]byte, 64)
+	var f frame.Frame
+	var claim Claim
+	move := func(from, to *Machine) {
+		for {
+			f.Reset()
+			held, ok := from.Next(0, &f)
+			if !ok {
+				return
+			}
+			require.NoError(b, to.Control(0, &f))
+			lendAll(to, in)
+			if f.HasChunk() {
+				f.Chunk.Sum = codec.CRC32C.Update(codec.CRC32C.Seed(f.Chunk.Tensor, f.Chunk.Index), f.Chunk.Data[0])
+				_, err := to.Claim(0, &f.Chunk, &claim)
+				require.NoError(b, err)
+				sum, failed := claim.Copy(f.Chunk.Data)
+				to.Commit(0, &claim, sum, failed)
+				held.Release()
+				lendAll(to, in)
+			}
+		}
+	}
+	b.ReportAllocs()
+	for i := 0; b.Loop(); i++ {
+		call, x, y := number('c', i), number('x', i), number('y', i)
+		require.NoError(b, cli.OpenCall(0, frame.Call{ID: call, Model: "m", Inputs: []frame.Binding{{Port: "x", Tensor: x}}}))
+		require.NoError(b, cli.OpenTensor(0, bytesDesc(x, call, 64, 64)))
+		require.NoError(b, cli.Offer(0, x, 0, out, nil))
+		move(cli, srv)
+		require.NoError(b, srv.OpenTensor(0, bytesDesc(y, call, 64, 64)))
+		require.NoError(b, srv.Offer(0, y, 0, out, nil))
+		srv.Finish(frame.Done{Call: call, Outputs: []frame.Binding{{Port: "x", Tensor: y}}})
+		move(srv, cli)
+		require.NoError(b, cli.Tick(cli.NextTick())) // acknowledgements
+		move(cli, srv)
+	}
+}
+
+// lendAll takes a machine's events and lends mem to what is announced.
+func lendAll(m *Machine, mem []byte) {
+	for e, ok := m.Event(); ok; e, ok = m.Event() {
+		if e.Kind == EventTensor {
+			_, _ = m.Lend(0, e.Tensor, mem)
+		}
+	}
 }
