@@ -5,14 +5,16 @@
 //
 // It refuses chunks beyond the memory lent so far, chunks of a wrong length and
 // a second content for the same index, before any byte is written. It owns no
-// bytes: lent memory may be touched until the region is reported full, or until
-// no claim is open any more. An Assembler belongs to one goroutine at a time;
-// only Claim.Copy may run beside it.
+// bytes: each piece of memory is lent until a function that came with it has run.
+// An Assembler belongs to one goroutine at a time; only Claim.Copy may run beside
+// it.
 package assembler
 
 import (
 	"errors"
 	"fmt"
+	"slices"
+	"sort"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/invariants"
@@ -70,17 +72,18 @@ type Assembler struct {
 	geo  tensor.Geometry
 	kind codec.Checksum
 	to   Placer // nil: to the memory lent
+	free func(done func(filled bool), filled bool)
 
 	regions []region // lent and not yet full, ascending; full ones stay until those before are full
-	first   int      // number of regions[0] in the order of lending
 	lent    int64    // bytes lent so far: regions are contiguous from 0
 	began   bool     // something was lent, perhaps of zero bytes
+	claims  int      // open
+	dropped bool
 
 	state []uint8  // per chunk below the limit
 	sums  []uint32 // checksum per chunk held, to tell a duplicate from a conflict
 	below uint32   // every chunk with a smaller index is held
 	count uint32   // chunks held
-	full  []int    // regions filled since TakeFull
 }
 
 type region struct {
@@ -88,11 +91,13 @@ type region struct {
 	mem     []byte
 	missing int64
 	full    bool
+	done    func(filled bool)
 }
 
-// New returns an assembler for a tensor. Nothing can arrive before Lend.
-func New(id tensor.ID, geo tensor.Geometry, kind codec.Checksum) *Assembler {
-	return &Assembler{id: id, geo: geo, kind: kind}
+// New returns an assembler for a tensor. Nothing can arrive before Lend. The
+// assembler passes each done of Lend to free, which runs it, at once or later.
+func New(id tensor.ID, geo tensor.Geometry, kind codec.Checksum, free func(done func(filled bool), filled bool)) *Assembler {
+	return &Assembler{id: id, geo: geo, kind: kind, free: free}
 }
 
 // NewPlaced returns an assembler for a tensor whose bytes go to p: every chunk has
@@ -105,44 +110,57 @@ func NewPlaced(id tensor.ID, geo tensor.Geometry, kind codec.Checksum, p Placer)
 }
 
 // Lend lends mem for the next bytes of the tensor, directly after those lent
-// before, and returns the region's number, counted from 0. The memory comes back
-// when TakeFull names the region, or when the tensor is given up and no claim is
-// open. Memory past the tensor's end is refused by panic: that is a defect of
-// the lender, never of a peer.
-func (a *Assembler) Lend(mem []byte) int {
+// before, until done is passed to New's free: once, inside Lend, Commit or Drop.
+// With true, every byte of mem is in place; with false, the tensor was dropped and
+// mem may hold anything. No claim that could touch mem is open then.
+//
+// Lend panics after Drop, with a Placer, and when mem reaches past the tensor's
+// end: those are defects of the lender, never of a peer.
+func (a *Assembler) Lend(mem []byte, done func(filled bool)) {
 	n := int64(len(mem))
-	if a.to != nil || n > a.geo.Size-a.lent {
+	if a.to != nil || a.dropped || n > a.geo.Size-a.lent {
 		panic(fmt.Sprintf("assembler: %d bytes lent at %d of a tensor of %d", n, a.lent, a.geo.Size))
 	}
-	number := a.first + len(a.regions)
-	// An empty region has nothing to wait for, but in an empty tensor for its
-	// one empty chunk.
-	done := n == 0 && (a.geo.Size > 0 || a.Whole())
-	a.regions = append(a.regions, region{off: a.lent, mem: mem, missing: n, full: done})
+	a.regions = append(a.regions, region{off: a.lent, mem: mem, missing: n, done: done})
 	a.lent += n
 	a.began = true
-	if done {
-		a.full = append(a.full, number)
-		a.retire()
-	}
 	if grown := int(a.Limit()) - len(a.state); grown > 0 {
 		a.state = append(a.state, make([]uint8, grown)...)
 		a.sums = append(a.sums, make([]uint32, grown)...)
 	}
-	return number
+	// An empty region has nothing to wait for, except in an empty tensor for its
+	// one empty chunk.
+	if n == 0 && (a.geo.Size > 0 || a.Whole()) {
+		a.fill(&a.regions[len(a.regions)-1])
+		a.retire()
+	}
+}
+
+// Drop gives the tensor up: memory that is not full returns to its lender, at once
+// or with the commit of the last open claim. Nothing can be lent or claimed any
+// more; what was counted stays.
+func (a *Assembler) Drop() {
+	a.dropped = true
+	a.state, a.sums = nil, nil
+	if a.claims > 0 {
+		return
+	}
+	for _, r := range a.regions {
+		if !r.full {
+			a.free(r.done, false)
+		}
+	}
+	a.regions = nil
 }
 
 // Limit returns the chunk limit that the lent memory covers: every chunk with a
-// smaller index has its place.
+// smaller index has its place. It is 0 after Drop.
 func (a *Assembler) Limit() uint32 {
-	if !a.began {
+	if !a.began || a.dropped {
 		return 0
 	}
 	return a.geo.Below(a.lent)
 }
-
-// Lent returns how many bytes have been lent in all.
-func (a *Assembler) Lent() int64 { return a.lent }
 
 // Below returns the index below which every chunk is held.
 func (a *Assembler) Below() uint32 { return a.below }
@@ -206,6 +224,7 @@ func (a *Assembler) Claim(c *Claim, index uint32, n int, k codec.Codec, sum uint
 	}
 	a.state[index] = a.state[index]&failures | claimed | uint8(k)<<coded
 	a.sums[index] = sum
+	a.claims++
 	*c = Claim{
 		asm: a, index: index, sum: sum, seed: a.kind.Seed(a.id, index), dst: c.dst[:0],
 		off: off, n: int(want), kind: a.kind, codec: k, to: a.to, decoded: c.decoded,
@@ -226,19 +245,12 @@ func (a *Assembler) Claim(c *Claim, index uint32, n int, k codec.Codec, sum uint
 	return Place, nil
 }
 
-// find returns the index in regions of the one that holds byte off. The last
-// few regions are the likely ones, but a permuted sender may ask for any.
+// find returns the index in regions of the one that holds byte off.
 func (a *Assembler) find(off int64) int {
-	lo, hi := 0, len(a.regions)
-	for lo < hi {
-		mid := (lo + hi) / 2
-		if r := &a.regions[mid]; r.off+int64(len(r.mem)) > off {
-			hi = mid
-		} else {
-			lo = mid + 1
-		}
-	}
-	return lo
+	return sort.Search(len(a.regions), func(i int) bool {
+		r := &a.regions[i]
+		return r.off+int64(len(r.mem)) > off
+	})
 }
 
 // Copy writes the chunk's bytes, borrowed as views in order, to their place and
@@ -297,12 +309,18 @@ func (c *Claim) copy(views [][]byte) uint32 {
 
 // Commit ends a claim with what Copy returned. It reports whether the chunk now
 // counts; if not, it is forgotten and must be sent again. An error ends the
-// tensor: too many failures of one checksum, or Copy's own.
+// tensor: too many failures of one checksum, or Copy's own. After Drop no chunk
+// counts.
 func (a *Assembler) Commit(c *Claim, got uint32, err error) (bool, error) {
 	i := c.index
-	invariants.Assert(c.asm == a && a.state[i]&stand == claimed, "assembler: commit without a claim")
+	invariants.Assert(c.asm == a && (a.dropped || a.state[i]&stand == claimed), "assembler: commit without a claim")
 	c.asm, c.to = nil, nil
 	clear(c.dst)
+	a.claims--
+	if a.dropped {
+		a.Drop()
+		return false, nil
+	}
 	if got != c.sum {
 		a.state[i] = a.state[i]&failures + failure
 		if a.state[i]/failure >= MaxCorrupt {
@@ -324,33 +342,30 @@ func (a *Assembler) Commit(c *Claim, got uint32, err error) (bool, error) {
 		return true, nil
 	}
 	off, n := a.geo.Span(i)
-	for r := a.find(off); ; r++ {
-		if r == len(a.regions) {
-			if n == 0 { // the empty chunk of an empty tensor fills every region
-				for k := range a.regions {
-					a.regions[k].full = true
-					a.full = append(a.full, a.first+k)
-				}
-			}
-			break
+	if n == 0 { // the empty chunk of an empty tensor fills every region
+		for k := range a.regions {
+			a.fill(&a.regions[k])
 		}
+	}
+	for r := a.find(off); n > 0; r++ {
 		g := &a.regions[r]
 		part := min(n, g.off+int64(len(g.mem))-off)
-		if part > 0 {
-			g.missing -= part
-			if g.missing == 0 {
-				g.full = true
-				a.full = append(a.full, a.first+r)
-			}
-			off += part
-			n -= part
+		if part == 0 {
+			continue
 		}
-		if n == 0 {
-			break
+		if g.missing -= part; g.missing == 0 {
+			a.fill(g)
 		}
+		off += part
+		n -= part
 	}
 	a.retire()
 	return true, nil
+}
+
+func (a *Assembler) fill(r *region) {
+	r.full = true
+	a.free(r.done, true)
 }
 
 // retire forgets full regions at the front: nobody can ask for them again.
@@ -359,24 +374,5 @@ func (a *Assembler) retire() {
 	for n < len(a.regions) && a.regions[n].full {
 		n++
 	}
-	if n == 0 {
-		return
-	}
-	rest := copy(a.regions, a.regions[n:])
-	clear(a.regions[rest:])
-	a.regions = a.regions[:rest]
-	a.first += n
-}
-
-// Drop forgets the memory that was lent and not filled: the tensor is given up, and
-// no claim is open. It may be the last that holds it.
-func (a *Assembler) Drop() { a.regions, a.full = nil, nil }
-
-// TakeFull calls f with the number of each region filled since the last call.
-// The assembler does not touch that memory any more.
-func (a *Assembler) TakeFull(f func(region int)) {
-	for _, n := range a.full {
-		f(n)
-	}
-	a.full = a.full[:0]
+	a.regions = slices.Delete(a.regions, 0, n)
 }

@@ -25,10 +25,17 @@ type bed struct {
 	geo     tensor.Geometry
 	data    []byte
 	backing [][]byte // canary, region, canary
-	reports []int    // how often each region was reported full
+	lent    int64    // bytes
+	full    []int    // how often each region came back full
+	empty   []int    // and how often not full
+	dropped bool
+	claimed func(index uint32) bool // whether a claim is open, or nil
 	claim   Claim
 	disk    *disk // where the bytes go instead of to regions, or nil
 }
+
+// atOnce returns memory at once.
+func atOnce(done func(filled bool), filled bool) { done(filled) }
 
 // disk is a Placer that may be full.
 type disk struct {
@@ -64,7 +71,7 @@ func newBedOf(t testing.TB, size, chunk int64, run int) *bed {
 	t.Helper()
 	geo, err := tensor.NewGeometry(size, chunk)
 	require.NoError(t, err)
-	b := &bed{t: t, a: New(id, geo, codec.CRC32C), geo: geo, data: make([]byte, size)}
+	b := &bed{t: t, a: New(id, geo, codec.CRC32C, atOnce), geo: geo, data: make([]byte, size)}
 	r := rand.New(rand.NewPCG(uint64(size), uint64(chunk)))
 	for i := range b.data {
 		if b.data[i] = byte(r.Uint32()); i%run > 0 {
@@ -100,7 +107,6 @@ func (b *bed) send(index uint32, k codec.Codec, data []byte, piece int) (Verdict
 		return v, false, err
 	}
 	ok, err := b.settle(&b.claim, slices.Collect(slices.Chunk(data, max(1, piece))))
-	b.collect()
 	return v, ok, err
 }
 
@@ -108,16 +114,26 @@ func (b *bed) lend(n int64) {
 	b.t.Helper()
 	mem := slices.Concat([]byte(edge), bytes.Repeat([]byte{blank}, int(n)), []byte(edge))
 	b.backing = append(b.backing, mem)
-	b.reports = append(b.reports, 0)
-	require.Equal(b.t, len(b.backing)-1, b.a.Lend(mem[margin:margin+int(n):margin+int(n)]))
-	b.collect()
+	b.full, b.empty = append(b.full, 0), append(b.empty, 0)
+	i, off := len(b.full)-1, b.lent
+	b.lent += n
+	b.a.Lend(mem[margin:margin+int(n):margin+int(n)], func(filled bool) {
+		for index := range b.geo.Count() {
+			from, length := b.geo.Span(index)
+			touches := !filled || from < off+n && from+length > off || b.geo.Size == 0
+			if touches && b.claimed != nil && b.claimed(index) {
+				b.t.Fatalf("region %d came back, filled %v, while chunk %d was being copied", i, filled, index)
+			}
+		}
+		if filled {
+			b.full[i]++
+		} else {
+			b.empty[i]++
+		}
+	})
 }
 
 func (b *bed) region(i int) []byte { return b.backing[i][margin : len(b.backing[i])-margin] }
-
-func (b *bed) collect() {
-	b.a.TakeFull(func(i int) { b.reports[i]++ })
-}
 
 func (b *bed) payload(index uint32) []byte {
 	off, n := b.geo.Span(index)
@@ -149,12 +165,18 @@ func (b *bed) place(index uint32, piece int) (Verdict, error) {
 	if err == nil && !ok {
 		return v, errors.New("a good chunk did not count")
 	}
-	b.collect()
 	return v, err
 }
 
-// check compares everything with the obvious: a region is reported once and only
-// when every byte of it is right, and no canary has moved.
+// drop gives the tensor up.
+func (b *bed) drop() {
+	b.dropped = true
+	b.a.Drop()
+}
+
+// check compares everything with the obvious: a region comes back full once and
+// only when every byte of it is right, not full once and only after drop and
+// without a claim, and no canary has moved.
 func (b *bed) check(held func(uint32) bool) {
 	b.t.Helper()
 	off := int64(0)
@@ -184,12 +206,15 @@ func (b *bed) check(held func(uint32) bool) {
 			}
 			at = end
 		}
-		want := 0
-		if full {
+		var want, wantEmpty int
+		switch {
+		case full:
 			want = 1
+		case b.dropped:
+			wantEmpty = 1
 		}
-		if b.reports[i] != want {
-			b.t.Fatalf("region %d at %d of %d bytes was reported full %d times, want %d", i, off, n, b.reports[i], want)
+		if b.full[i] != want || b.empty[i] != wantEmpty {
+			b.t.Fatalf("region %d at %d of %d bytes came back full %d times, not full %d times; want %d, %d", i, off, n, b.full[i], b.empty[i], want, wantEmpty)
 		}
 		if string(b.backing[i][:margin]) != edge || string(b.backing[i][margin+int(n):]) != edge {
 			b.t.Fatalf("memory outside region %d was touched", i)
@@ -275,7 +300,7 @@ func TestLimitFollowsTheMemoryLent(t *testing.T) {
 		limit uint32
 	}{{9, 0}, {1, 1}, {0, 1}, {9, 1}, {5, 2}, {1, 3}} {
 		b.lend(step.lend)
-		require.Equal(t, step.limit, b.a.Limit(), "after %d bytes", b.a.Lent())
+		require.Equal(t, step.limit, b.a.Limit(), "after %d bytes", b.lent)
 		if step.limit < 3 {
 			_, err := b.place(step.limit, 0)
 			require.ErrorIs(t, err, ErrCredit)
@@ -308,9 +333,52 @@ func TestAnEmptyTensorIsOneEmptyChunk(t *testing.T) {
 func TestMemoryBeyondTheTensorIsRefused(t *testing.T) {
 	b := newBed(t, 10, 4)
 	b.lend(7)
-	require.Panics(t, func() { b.a.Lend(make([]byte, 4)) })
+	require.Panics(t, func() { b.a.Lend(make([]byte, 4), nil) })
 	b.lend(3)
-	require.Panics(t, func() { b.a.Lend(make([]byte, 1)) })
+	require.Panics(t, func() { b.a.Lend(make([]byte, 1), nil) })
+}
+
+func TestADroppedTensorReturnsItsMemoryWithTheLastClaim(t *testing.T) {
+	b := newBed(t, 12, 4)
+	b.lend(4)
+	b.lend(6)
+	b.lend(2)
+	_, err := b.place(0, 0)
+	require.NoError(t, err)
+	p := b.payload(1)
+	v, err := b.a.Claim(&b.claim, 1, len(p), codec.None, b.sum(1, p))
+	require.NoError(t, err)
+	require.Equal(t, Place, v)
+	b.drop()
+	require.Zero(t, b.empty[1]+b.empty[2], "a claim is open")
+	ok, err := b.settle(&b.claim, [][]byte{p})
+	require.NoError(t, err)
+	require.False(t, ok)
+	require.Equal(t, []int{1, 0, 0}, b.full)
+	require.Equal(t, []int{0, 1, 1}, b.empty)
+	b.drop()
+	require.Equal(t, []int{0, 1, 1}, b.empty)
+	require.EqualValues(t, 1, b.a.Held(), "what was counted stays")
+	require.EqualValues(t, 1, b.a.Below())
+	_, err = b.place(2, 0)
+	require.ErrorIs(t, err, ErrCredit)
+	require.Panics(t, func() { b.a.Lend(nil, nil) })
+}
+
+func TestATensorDroppedWithoutAClaimReturnsItsMemoryAtOnce(t *testing.T) {
+	for name, whole := range map[string]bool{"whole": true, "not whole": false} {
+		t.Run(name, func(t *testing.T) {
+			b := newBed(t, 0, 4)
+			b.lend(0)
+			if whole {
+				_, err := b.place(0, 0)
+				require.NoError(t, err)
+			}
+			b.drop()
+			b.check(func(uint32) bool { return whole })
+			require.Equal(t, whole, b.a.Whole())
+		})
+	}
 }
 
 func TestBadChunksAreRefusedBeforeAByteIsWritten(t *testing.T) {
@@ -439,7 +507,6 @@ func TestCopyTakesAnySplitOfViews(t *testing.T) {
 			ok, err := b.settle(&b.claim, views)
 			require.NoError(t, err)
 			require.True(t, ok, "split %b", mask)
-			b.collect()
 		}
 		b.check(func(uint32) bool { return true })
 	}
@@ -467,7 +534,6 @@ func TestTwoClaimsAreCopiedSideBySide(t *testing.T) {
 		require.NoError(t, err)
 		require.True(t, ok)
 	}
-	b.collect()
 	b.check(func(uint32) bool { return true })
 }
 
@@ -510,7 +576,7 @@ func TestAPlacerGetsEachChunkOnceAndOnlyWhenItIsRight(t *testing.T) {
 			t.Run(fmt.Sprintf("chunk=%d/size=%d", chunk, size), func(t *testing.T) {
 				b := newBedOf(t, size, chunk, 37).onDisk()
 				require.Equal(t, b.geo.Count(), b.a.Limit(), "every chunk has its place from the start")
-				require.Panics(t, func() { b.a.Lend(make([]byte, 1)) })
+				require.Panics(t, func() { b.a.Lend(make([]byte, 1), nil) })
 				held := map[uint32]bool{}
 				for _, i := range rand.New(rand.NewPCG(4, 0)).Perm(int(b.geo.Count())) {
 					index := uint32(i)
@@ -673,10 +739,10 @@ func TestAChunkAgainInAnotherCodecIsDropped(t *testing.T) {
 func TestDecodingAllocatesNothing(t *testing.T) {
 	const chunk, chunks = 4096, 64
 	for name, prepare := range map[string]func(b *bed){
-		"one region": func(b *bed) { b.a.Lend(make([]byte, chunk*chunks)) },
+		"one region": func(b *bed) { b.a.Lend(make([]byte, chunk*chunks), func(bool) {}) },
 		"straddling": func(b *bed) {
 			for left := chunk * chunks; left > 0; left -= 1000 {
-				b.a.Lend(make([]byte, min(1000, left)))
+				b.a.Lend(make([]byte, min(1000, left)), func(bool) {})
 			}
 		},
 		"a file": func(b *bed) { b.onDisk() },
@@ -689,8 +755,6 @@ func TestDecodingAllocatesNothing(t *testing.T) {
 				p := b.squeeze(i)
 				payloads = append(payloads, [][]byte{p[:len(p)/2], p[len(p)/2:]})
 			}
-			full := 0
-			count := func(int) { full++ }
 			index := uint32(0)
 			one := func() {
 				views := payloads[index]
@@ -704,7 +768,6 @@ func TestDecodingAllocatesNothing(t *testing.T) {
 				if ok, err := b.settle(&b.claim, views); err != nil || !ok {
 					t.Fatal(ok, err)
 				}
-				b.a.TakeFull(count)
 				index++
 			}
 			for range 10 {
@@ -723,11 +786,15 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	views := make([][]byte, 1)
 	mem := make([]byte, chunk*chunks)
 	const step = 1000 // bytes per region: chunks straddle
-	for off := 0; off < len(mem); off += step {
-		b.a.Lend(mem[off:min(off+step, len(mem))])
-	}
 	full := 0
-	count := func(int) { full++ }
+	count := func(filled bool) {
+		if filled {
+			full++
+		}
+	}
+	for off := 0; off < len(mem); off += step {
+		b.a.Lend(mem[off:min(off+step, len(mem))], count)
+	}
 	index := uint32(0)
 	one := func() {
 		p := b.payload(index)
@@ -739,7 +806,6 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 		if ok, err := b.settle(&b.claim, views); err != nil || !ok {
 			t.Fatal(ok, err)
 		}
-		b.a.TakeFull(count)
 		index++
 	}
 	for range 100 {
@@ -758,7 +824,7 @@ func BenchmarkChunk(b *testing.B) {
 	size := int64(b.N) * chunk
 	geo, err := tensor.NewGeometry(size, chunk)
 	require.NoError(b, err)
-	a, mem, views := New(id, geo, codec.CRC32C), make([]byte, size), [][]byte{make([]byte, chunk)}
+	a, mem, views := New(id, geo, codec.CRC32C, atOnce), make([]byte, size), [][]byte{make([]byte, chunk)}
 	sum := func(i uint32) uint32 { return codec.CRC32C.Update(codec.CRC32C.Seed(id, i), views[0]) }
 	b.ReportAllocs()
 	b.SetBytes(chunk)
@@ -768,7 +834,7 @@ func BenchmarkChunk(b *testing.B) {
 	for i := range uint32(b.N) {
 		for a.Limit() <= i {
 			n := min(step, size-off)
-			a.Lend(mem[off : off+n])
+			a.Lend(mem[off:off+n], func(bool) {})
 			off += n
 		}
 		if v, err := a.Claim(&c, i, chunk, codec.None, sum(i)); err != nil || v != Place {
@@ -778,7 +844,6 @@ func BenchmarkChunk(b *testing.B) {
 		if ok, err := a.Commit(&c, got, err); err != nil || !ok {
 			b.Fatal(ok, err)
 		}
-		a.TakeFull(func(int) {})
 	}
 }
 
@@ -809,7 +874,6 @@ func FuzzAssembler(f *testing.F) {
 			copying = make([]bool, geo.Count())
 			corrupt = make([]int, geo.Count())
 			came    = make([]codec.Codec, geo.Count()) // in which it is held or copied
-			lent    int64
 			open    []*Claim
 		)
 		limit := func() uint32 { // slow and obvious
@@ -821,7 +885,7 @@ func FuzzAssembler(f *testing.F) {
 			}
 			n := uint32(0)
 			for n < geo.Count() {
-				if off, length := geo.Span(n); off+length > lent {
+				if off, length := geo.Span(n); off+length > b.lent {
 					break
 				}
 				n++
@@ -832,7 +896,6 @@ func FuzzAssembler(f *testing.F) {
 			i := c.Index()
 			copying[i] = false
 			ok, err := b.settle(c, views)
-			b.collect()
 			if !good {
 				corrupt[i]++
 			}
@@ -842,15 +905,32 @@ func FuzzAssembler(f *testing.F) {
 			held[i] = held[i] || good
 			return err == nil
 		}
+		b.claimed = func(index uint32) bool { return copying[index] }
+		defer func() { // given up: nothing comes back before the last claim has ended
+			if t.Failed() {
+				return
+			}
+			b.drop()
+			for i, c := range open {
+				if slices.Max(append(b.empty, 0)) > 0 {
+					t.Fatalf("memory came back with %d claims open", len(open)-i)
+				}
+				copying[c.Index()] = false
+				if ok, err := b.settle(c, [][]byte{b.payload(c.Index())}); ok || err != nil {
+					t.Fatalf("chunk %d of a dropped tensor: %v, %v", c.Index(), ok, err)
+				}
+			}
+			if b.disk == nil {
+				b.check(func(i uint32) bool { return held[i] })
+			}
+		}()
 		for ; len(script) >= 2; script = script[2:] {
 			arg := script[1]
 			index := uint32(arg) % (geo.Count() + 1) // one too many, too
 			switch op := script[0] % 12; op {
 			case 0:
 				if b.disk == nil {
-					n := min(int64(arg), geo.Size-lent)
-					lent += n
-					b.lend(n)
+					b.lend(min(int64(arg), geo.Size-b.lent))
 				}
 			default:
 				var p []byte
@@ -945,12 +1025,9 @@ func FuzzAssembler(f *testing.F) {
 			for below < geo.Count() && held[below] {
 				below++
 			}
-			if b.disk != nil {
-				lent = geo.Size
-			}
-			if b.a.Limit() != limit() || b.a.Lent() != lent || b.a.Held() != count || b.a.Below() != below || b.a.Whole() != (count == geo.Count()) {
-				t.Fatalf("limit %d lent %d held %d below %d whole %v; want %d %d %d %d", b.a.Limit(), b.a.Lent(), b.a.Held(), b.a.Below(), b.a.Whole(),
-					limit(), lent, count, below)
+			if b.a.Limit() != limit() || b.a.Held() != count || b.a.Below() != below || b.a.Whole() != (count == geo.Count()) {
+				t.Fatalf("limit %d held %d below %d whole %v; want %d %d %d", b.a.Limit(), b.a.Held(), b.a.Below(), b.a.Whole(),
+					limit(), count, below)
 			}
 		}
 	})

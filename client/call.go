@@ -91,12 +91,18 @@ type result struct {
 	came []uint32 // chunks in the order of their arrival, for Regions
 
 	// For a writer.
-	open   func(tensor.Desc) (io.Writer, error)
-	slot   int64 // bytes of each region but the last
-	lent   []*slab.Slab
-	filled []bool
-	first  int64         // region number of lent[0]
-	news   chan struct{} // capacity 1: a region is full
+	open  func(tensor.Desc) (io.Writer, error)
+	slot  int64 // bytes of each piece but the last
+	lent  []*piece
+	given int64         // bytes lent so far
+	news  chan struct{} // capacity 1: a piece is full
+}
+
+// piece is memory lent for the next bytes of a result, again and again.
+type piece struct {
+	*slab.Slab
+	filled bool
+	done   func(filled bool)
 }
 
 // announced finds memory for a result; the session is locked.
@@ -120,9 +126,12 @@ func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 			r.slot = max(1, r.geo.Size)
 		}
 		for range slots {
-			if !r.lend(m, now) {
-				break
+			p := new(piece)
+			p.done = func(filled bool) {
+				p.filled = filled
+				tell(r.news)
 			}
+			r.lend(m, now, p)
 		}
 		c.writing.Add(1)
 		go r.write() // ends with the call
@@ -140,27 +149,25 @@ func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 		r.mem = make([]byte, r.geo.Size)
 	}
 	c.results = append(c.results, r)
-	if _, err := m.Lend(now, r.id, r.mem); err != nil && !errors.Is(err, stream.ErrClosed) {
+	if err := m.Lend(now, r.id, r.mem, nil); err != nil && !errors.Is(err, stream.ErrClosed) {
 		fail("%w", err)
 	}
 }
 
-// lend lends the next slot of a written result, if there is more to come; the
+// lend lends p for the next bytes of a written result, if there is more to come; the
 // session is locked.
-func (r *result) lend(m *stream.Machine, now stream.Instant) bool {
-	left := m.Unlent(r.id)
-	if left < 0 || left == 0 && (r.geo.Size > 0 || len(r.lent) > 0 || r.first > 0) {
-		return false
+func (r *result) lend(m *stream.Machine, now stream.Instant, p *piece) {
+	if r.given == r.geo.Size && (r.geo.Size > 0 || len(r.lent) > 0) {
+		return
 	}
-	n := min(r.slot, left)
-	s := r.call.session.client.pool.Get(int(n))
-	if _, err := m.Lend(now, r.id, s.Bytes()); err != nil {
-		s.Release()
-		return false
+	n := min(r.slot, r.geo.Size-r.given)
+	p.Slab, p.filled = r.call.session.client.pool.Get(int(n)), false
+	if err := m.Lend(now, r.id, p.Bytes(), p.done); err != nil {
+		p.Release()
+		return
 	}
-	r.lent = append(r.lent, s)
-	r.filled = append(r.filled, false)
-	return true
+	r.lent = append(r.lent, p)
+	r.given += n
 }
 
 // find returns the result with this tensor; the session is locked.
@@ -177,13 +184,6 @@ func (c *Call) arrived(e stream.Event) {
 	if r := c.find(e.Tensor); r != nil && r.mem != nil {
 		r.came = append(r.came, uint32(e.Off/r.geo.ChunkBytes))
 		tell(c.news)
-	}
-}
-
-func (c *Call) regionFull(e stream.Event) {
-	if r := c.find(e.Tensor); r != nil && r.open != nil {
-		r.filled[e.N-r.first] = true
-		tell(r.news)
 	}
 }
 
@@ -219,22 +219,20 @@ func (r *result) write() {
 		if off += n; r.geo.Size == 0 {
 			return
 		}
-		c.session.sess.Do(func(m *stream.Machine, now stream.Instant) { r.lend(m, now) })
+		c.session.sess.Do(func(m *stream.Machine, now stream.Instant) { r.lend(m, now, s) })
 	}
 }
 
-// next waits for the next region and takes it; nil when the call has ended
-// without it.
-func (r *result) next() *slab.Slab {
+// next waits for the next piece to be full and takes it; nil when the call has
+// ended without it.
+func (r *result) next() *piece {
 	c := r.call
 	for ended := false; ; {
-		var s *slab.Slab
+		var s *piece
 		c.session.sess.Do(func(*stream.Machine, stream.Instant) {
-			if len(r.lent) > 0 && r.filled[0] {
+			if len(r.lent) > 0 && r.lent[0].filled {
 				s = r.lent[0]
 				r.lent = append(r.lent[:0], r.lent[1:]...)
-				r.filled = append(r.filled[:0], r.filled[1:]...)
-				r.first++
 			}
 		})
 		if s != nil || ended {
@@ -243,12 +241,12 @@ func (r *result) next() *slab.Slab {
 		select {
 		case <-r.news:
 		case <-c.closed:
-			ended = true // once more: the last regions may have come before the end
+			ended = true // once more: the last pieces may have come before the end
 		}
 	}
 }
 
-// drop gives the slots of an abandoned result back, once nothing writes into them.
+// drop gives the pieces of an abandoned result back, once nothing writes into them.
 func (r *result) drop() {
 	<-r.call.closed
 	for _, s := range r.lent {

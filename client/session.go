@@ -164,10 +164,6 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		if c := s.calls[e.Call]; c != nil {
 			c.arrived(e)
 		}
-	case stream.EventRegion:
-		if c := s.calls[e.Call]; c != nil {
-			c.regionFull(e)
-		}
 	case stream.EventClosed:
 		if c := s.calls[e.Call]; c != nil {
 			delete(s.calls, e.Call)

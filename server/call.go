@@ -40,18 +40,37 @@ type call struct {
 
 	// Guarded by the session's lock.
 	inputs   []*input
-	model    string  // once ready
-	live     []block // lent and not yet filled, and filled ones behind them
-	liveBase int     // number of live[0], counted over the blocks that were lent to the session
-	run      engine.Run
+	model    string // once ready
+	spare    []*arrival
 	arrived  stream.Instant
 	lastByte stream.Instant
 }
 
-// block is a block whose inputs are on their way.
-type block struct {
-	b       *engine.Block
-	missing int // inputs not full yet
+// arrival is a block whose inputs are on their way.
+type arrival struct {
+	block   *engine.Block
+	missing int // inputs
+	done    func(filled bool)
+}
+
+// arrival returns one that nobody uses; the session is locked.
+func (c *call) arrival(run engine.Run) *arrival {
+	if n := len(c.spare); n > 0 {
+		a := c.spare[n-1]
+		c.spare = c.spare[:n-1]
+		return a
+	}
+	a := new(arrival)
+	a.done = func(filled bool) { // not filled: the call is over, and Close takes the block back
+		if filled {
+			a.missing--
+		}
+		if filled && a.missing == 0 {
+			run.Filled(a.block)
+			c.spare = append(c.spare, a)
+		}
+	}
+	return a
 }
 
 // output is one result on its way out; taker goroutine only.
@@ -60,15 +79,6 @@ type output struct {
 	size    int64
 	offered int64
 	open    bool
-}
-
-func (c *call) input(id tensor.ID) *input {
-	for _, in := range c.inputs {
-		if in.id == id {
-			return in
-		}
-	}
-	return nil
 }
 
 // start starts the call's goroutines; the session is locked. They end when the
@@ -200,7 +210,6 @@ func (s *Server) waitedForMemory() error {
 
 // compute moves blocks in and results out until the call's end is decided.
 func (c *call) compute(ctx context.Context, info engine.Info, run engine.Run) {
-	c.peer.sess.Do(func(*stream.Machine, stream.Instant) { c.run = run })
 	fed := make(chan struct{})
 	if seq := 0; c.feed(ctx, run, &seq, 1) {
 		// One block was all: a small call does without another goroutine.
@@ -258,17 +267,11 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 			continue
 		}
 		c.peer.sess.Do(func(m *stream.Machine, now stream.Instant) {
-			number := c.liveBase + len(c.live)
-			c.live = append(c.live, block{b, wire})
+			a := c.arrival(run)
+			a.block, a.missing = b, wire
 			for i, mem := range b.In {
-				if in := c.inputs[i]; mem != nil && in.ready == nil {
-					region, err := m.Lend(now, in.id, mem)
-					if err != nil {
-						return // the call is over: Close takes the block back
-					}
-					if !in.lent {
-						in.lent, in.base = true, number-region
-					}
+				if in := c.inputs[i]; mem != nil && in.ready == nil && m.Lend(now, in.id, mem, a.done) != nil {
+					return // the call is over: Close takes the block back
 				}
 			}
 		})
@@ -285,26 +288,6 @@ func (c *call) usedUp(b *engine.Block) bool {
 		}
 	}
 	return true
-}
-
-// regionFull counts a filled region towards its block; the session is locked.
-func (c *call) regionFull(id tensor.ID, region int) {
-	in := c.input(id)
-	if in == nil || in.ready != nil {
-		return
-	}
-	l := &c.live[in.base+region-c.liveBase]
-	if l.missing--; l.missing > 0 {
-		return
-	}
-	c.run.Filled(l.b)
-	l.b = nil
-	n := 0
-	for n < len(c.live) && c.live[n].b == nil {
-		n++
-	}
-	c.live = append(c.live[:0], c.live[n:]...)
-	c.liveBase += n
 }
 
 // take offers the run's results to the session until the last one.

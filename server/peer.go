@@ -38,8 +38,6 @@ type input struct {
 	staged *slab.Slab    // where a tensor on allowance waits; after ready, the call goroutine's
 	used   int64         // bytes of staged copied into blocks; call goroutine only
 	taken  int64         // bytes taken of the session's side; as staged
-	base   int           // sequence number of the block that its region 0 is
-	lent   bool          // base is set
 }
 
 // Event runs with the session locked.
@@ -52,16 +50,9 @@ func (p *peer) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		p.announced(m, now, e)
 	case stream.EventReady:
 		p.ready(m, now, e)
-	case stream.EventRegion:
-		if c := p.calls[e.Call]; c != nil {
-			c.regionFull(e.Tensor, int(e.N))
-		}
 	case stream.EventWhole:
 		if c := p.calls[e.Call]; c != nil {
 			c.lastByte = now
-			if in := c.input(e.Tensor); in != nil && in.ready != nil {
-				close(in.ready)
-			}
 		}
 	case stream.EventStop:
 		if c := p.calls[e.Call]; c != nil && c.cancel != nil {
@@ -119,7 +110,11 @@ func (p *peer) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 	}
 	in.taken = n
 	in.staged = p.server.cfg.Pool.Get(int(geo.Size))
-	if _, err := m.Lend(now, in.id, in.staged.Bytes()); err != nil {
+	if err := m.Lend(now, in.id, in.staged.Bytes(), func(filled bool) {
+		if filled {
+			close(in.ready)
+		}
+	}); err != nil {
 		p.unstage(in)
 	}
 }

@@ -5,6 +5,6 @@
 //
 // It refuses frames that break the protocol (the session ends) and fails
 // tensors that break a rule (the session lives on). A Machine belongs to one
-// goroutine at a time. It owns no bytes: lent and offered memory is handed back
-// through events, exactly once.
+// goroutine at a time. It owns no bytes: memory that is lent for what comes, or
+// shared for what goes, returns by a function that came with it, exactly once.
 package stream

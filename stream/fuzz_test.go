@@ -107,6 +107,7 @@ type rogue struct {
 	closed map[tensor.ID]bool
 	offers []*piece
 	lent   map[tensor.ID][]*lentMem // by tensor
+	left   map[tensor.ID]int        // bytes of it that can be lent
 	of     map[tensor.ID]tensor.ID  // its call
 	serial byte
 }
@@ -213,21 +214,20 @@ func (r *rogue) events() {
 		switch e.Kind {
 		case EventTensor:
 			r.of[e.Tensor] = e.Call
+			r.left[e.Tensor] = int(e.Desc.SizeBytes)
 			if e.Desc.OnAllowance {
 				r.lend(e.Tensor, int(e.Desc.SizeBytes))
 			}
-		case EventRegion:
-			r.lent[e.Tensor][e.N].back = true
-			clear(r.lent[e.Tensor][e.N].mem)
 		case EventReady:
 			r.work(e.Call)
 		case EventClosed:
 			r.closed[e.Call] = true
 			for id, call := range r.of {
 				if call == e.Call {
-					for _, l := range r.lent[id] {
-						l.back = true
-						clear(l.mem)
+					for i, l := range r.lent[id] {
+						if !l.back {
+							r.t.Fatalf("call %v is closed, region %d of %v did not come back", call, i, id)
+						}
 					}
 				}
 			}
@@ -238,8 +238,19 @@ func (r *rogue) events() {
 
 func (r *rogue) lend(id tensor.ID, n int) {
 	l := &lentMem{mem: make([]byte, n)}
-	if _, err := r.m.Lend(r.now, id, l.mem); err == nil {
+	err := r.m.Lend(r.now, id, l.mem, func(filled bool) {
+		if l.back || r.closed[r.of[id]] {
+			r.t.Fatalf("memory of %v came back twice, or after the end of its call", id)
+		}
+		if filled && bytes.ContainsFunc(l.mem, func(b rune) bool { return b != 7 }) {
+			r.t.Fatalf("memory of %v came back full with %x", id, l.mem)
+		}
+		l.back = true
+		clear(l.mem)
+	})
+	if err == nil {
 		r.lent[id] = append(r.lent[id], l)
+		r.left[id] -= n
 	}
 }
 
@@ -304,7 +315,7 @@ func FuzzRogueFrames(f *testing.F) {
 			return
 		}
 		r := &rogue{
-			t: t, script: script, closed: map[tensor.ID]bool{}, lent: map[tensor.ID][]*lentMem{}, of: map[tensor.ID]tensor.ID{},
+			t: t, script: script, closed: map[tensor.ID]bool{}, lent: map[tensor.ID][]*lentMem{}, left: map[tensor.ID]int{}, of: map[tensor.ID]tensor.ID{},
 			m: New(Config{Server: server, Session: tensor.ID{1}, Codecs: codec.All(), Limits: Limits{
 				ChunkBytes: 5, AllowanceBytes: 24, TensorBytes: 200, OpenTensors: 3, OpenCalls: 3,
 			}}, 0),
@@ -328,8 +339,8 @@ func FuzzRogueFrames(f *testing.F) {
 				r.m.Finish(frame.Done{Call: r.pick('c'), Code: frame.Code(r.byte() % 2)})
 			case 3:
 				id := r.any()
-				if left := r.m.Unlent(id); left >= 0 {
-					r.lend(id, int(min(left, int64(r.byte()%6))))
+				if r.m.ins[id] != nil {
+					r.lend(id, min(r.left[id], r.byte()%6))
 				}
 			case 4:
 				r.now += Instant(r.byte()) * second / 8

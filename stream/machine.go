@@ -27,8 +27,7 @@ type Config struct {
 // EventKind says what an Event tells.
 type EventKind uint8
 
-// The events. A holder of lent or offered memory learns from them when it may
-// touch it again.
+// The events.
 const (
 	// EventOpened: the session's hellos have been exchanged.
 	EventOpened EventKind = iota + 1
@@ -39,17 +38,14 @@ const (
 	EventTensor
 	// EventChunk: bytes [Off, Off+N) of an incoming tensor are in place.
 	EventChunk
-	// EventRegion: region N of an incoming tensor is full; its memory is the
-	// lender's again.
-	EventRegion
 	// EventWhole: every byte of an incoming tensor is in place.
 	EventWhole
 	// EventStop: the call has failed or was cancelled, for the reason in Code and
 	// Text. Whoever works for it should stop.
 	EventStop
-	// EventClosed: the call is over and the session touches none of its incoming
-	// memory any more. A call's last event, once, also for a call that never was
-	// ready. Done is set on the client.
+	// EventClosed: the call is over, and all memory lent for it has been returned.
+	// A call's last event, once, also for a call that never was ready. Done is set
+	// on the client.
 	EventClosed
 	// EventDrain: the peer opens and takes nothing new.
 	EventDrain
@@ -68,6 +64,9 @@ type Event struct {
 	Off    int64
 	Code   frame.Code
 	Text   string
+
+	done   func(filled bool) // of memory to be returned: no event for the holder
+	filled bool
 }
 
 // Machine is one side of a session. It belongs to one goroutine at a time.
@@ -92,7 +91,8 @@ type Machine struct {
 	nextID int                    // place of the oldest in closed
 
 	events []Event
-	taken  int // events handed out
+	taken  int                                       // events handed out
+	free   func(done func(filled bool), filled bool) // has Event run done
 
 	// What waits to be sent.
 	drain     *frame.Drain
@@ -207,12 +207,18 @@ func New(cfg Config, now Instant) *Machine {
 		cfg.Check = codec.CRC32C
 	}
 	cfg.Codecs = slices.Clone(cfg.Codecs[:min(len(cfg.Codecs), frame.HelloCodecs)])
-	return &Machine{
+	m := &Machine{
 		cfg: cfg, limits: cfg.Limits.WithDefaults(), kind: cfg.Check,
 		peer:  frame.Hello{MaxChunkBytes: 1, MaxOpenTensors: 1},
 		calls: make(map[tensor.ID]*call), ins: make(map[tensor.ID]*in), outs: make(map[tensor.ID]*out),
 		began: now, lastUse: now,
 	}
+	m.free = func(done func(filled bool), filled bool) {
+		if done != nil {
+			m.tell(Event{done: done, filled: filled})
+		}
+	}
+	return m
 }
 
 // Stats returns the counts so far.
@@ -256,19 +262,24 @@ func (m *Machine) Idle() bool { return len(m.calls) == 0 }
 // Calls returns the number of open calls.
 func (m *Machine) Calls() int { return len(m.calls) }
 
-// Event returns the next thing that happened. Events come in order; handling
-// one may cause more.
+// Event returns the next thing that happened, and runs the done functions of
+// memory that was returned before it. Events come in order; handling one may cause
+// more.
 func (m *Machine) Event() (Event, bool) {
-	if m.taken == len(m.events) {
-		clear(m.events)
-		if m.events = m.events[:0]; cap(m.events) > keptEvents {
-			m.events = nil
+	for m.taken < len(m.events) {
+		e := m.events[m.taken]
+		m.taken++
+		if e.done == nil {
+			return e, true
 		}
-		m.taken = 0
-		return Event{}, false
+		e.done(e.filled)
 	}
-	m.taken++
-	return m.events[m.taken-1], true
+	clear(m.events)
+	if m.events = m.events[:0]; cap(m.events) > keptEvents {
+		m.events = nil
+	}
+	m.taken = 0
+	return Event{}, false
 }
 
 func (m *Machine) tell(e Event) { m.events = append(m.events, e) }
@@ -351,7 +362,7 @@ func (m *Machine) stop(c *call, code frame.Code, text string) {
 		m.dropOut(t)
 	}
 	for _, t := range c.ins {
-		t.dead = true
+		t.drop()
 	}
 	if c.ready || !m.cfg.Server {
 		m.tell(Event{Kind: EventStop, Call: c.part.ID, Code: code, Text: text})
@@ -382,11 +393,8 @@ func (m *Machine) settle(c *call) {
 		m.dropOut(t)
 	}
 	for _, t := range c.ins {
-		t.dead = true
+		t.drop()
 		m.dropIn(t)
-		if t.asm != nil {
-			t.asm.Drop() // a queue may know t for a long time yet
-		}
 	}
 	delete(m.calls, c.part.ID)
 	m.forget(c.part.ID)
@@ -429,8 +437,16 @@ func (m *Machine) PeerDone() {
 	}
 }
 
-// dropIn forgets an incoming tensor. A claim may still be open on it: its memory
-// is the lender's again only when the call is closed.
+// drop gives an incoming tensor up: its memory returns to the lender, with the
+// commit of a claim that is still open.
+func (t *in) drop() {
+	t.dead = true
+	if t.asm != nil {
+		t.asm.Drop()
+	}
+}
+
+// dropIn forgets an incoming tensor.
 func (m *Machine) dropIn(t *in) {
 	if m.ins[t.desc.Tensor] != t {
 		return

@@ -104,8 +104,7 @@ func TestDamagedChunksThatWaitAreBounded(t *testing.T) {
 	d := bytesDesc(id, call, n, 1)
 	d.SizeBytes = n
 	require.NoError(t, srv.Control(0, &frame.Frame{Calls: []frame.Call{{ID: call, Model: "m", Inputs: []frame.Binding{{Port: "x", Tensor: id}}}}, Descs: []frame.Desc{d}}))
-	_, err := srv.Lend(0, id, make([]byte, n))
-	require.NoError(t, err)
+	require.NoError(t, srv.Lend(0, id, make([]byte, n), nil))
 	for i := range uint32(n) {
 		var c Claim
 		ok, err := srv.Claim(0, &frame.Chunk{Tensor: id, Index: i, Data: [][]byte{{1}}}, &c)
@@ -163,6 +162,7 @@ type flow struct {
 	data, mem   []byte
 	there, back frame.Frame
 	claim       Claim
+	full        func(filled bool)
 	lent        int
 	got         int // chunks
 	credits     int
@@ -182,6 +182,17 @@ func newFlow(t testing.TB, chunks int) *flow {
 	x.data, x.mem = bytesOf(x.id, d.Shape[0]), make([]byte, d.Shape[0])
 	require.NoError(t, x.cli.Offer(0, x.id, 0, x.data, nil))
 	return x
+}
+
+// lend lends the next region, when the one before is full.
+func (x *flow) lend(t testing.TB) {
+	if x.lent == len(x.mem) {
+		return
+	}
+	if err := x.srv.Lend(Instant(x.got), x.id, x.mem[x.lent:x.lent+flowRegion], x.full); err != nil {
+		t.Fatal(err)
+	}
+	x.lent += flowRegion
 }
 
 // step moves at most one chunk.
@@ -208,11 +219,9 @@ func (x *flow) step(t testing.TB) {
 		x.got++
 	}
 	for e, ok := x.srv.Event(); ok; e, ok = x.srv.Event() {
-		if (e.Kind == EventRegion || e.Kind == EventTensor) && x.lent < len(x.mem) {
-			if _, err := x.srv.Lend(now, x.id, x.mem[x.lent:x.lent+flowRegion]); err != nil {
-				t.Fatal(err)
-			}
-			x.lent += flowRegion
+		if e.Kind == EventTensor {
+			x.full = func(filled bool) { x.lend(t) }
+			x.lend(t)
 		}
 	}
 	x.back.Reset()
@@ -324,7 +333,7 @@ func BenchmarkCall(b *testing.B) {
 func lendAll(m *Machine, mem []byte) {
 	for e, ok := m.Event(); ok; e, ok = m.Event() {
 		if e.Kind == EventTensor {
-			_, _ = m.Lend(0, e.Tensor, mem)
+			_ = m.Lend(0, e.Tensor, mem, nil)
 		}
 	}
 }

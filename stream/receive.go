@@ -232,7 +232,7 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 		m.failCall(c, code, text)
 		return
 	}
-	t := &in{desc: *p, geo: geo, asm: assembler.New(p.Tensor, geo, m.kind), call: c, last: now}
+	t := &in{desc: *p, geo: geo, asm: assembler.New(p.Tensor, geo, m.kind, m.free), call: c, last: now}
 	t.desc.Shape = p.Shape.Clone()
 	m.ins[p.Tensor] = t
 	m.incoming++
@@ -342,7 +342,7 @@ func (m *Machine) failurePart(p frame.Failure) {
 		m.dropOut(t)
 	} else if t := m.ins[p.Tensor]; t != nil {
 		c = t.call
-		t.dead = true
+		t.drop()
 	}
 	if c == nil {
 		return // late, or an answer to something we never sent: answering would echo for ever
@@ -366,7 +366,7 @@ func (m *Machine) donePart(p *frame.Done) {
 	m.finish(c)
 	if p.Code != frame.OK {
 		for _, t := range c.ins {
-			t.dead = true
+			t.drop()
 		}
 		c.told = true
 	}
@@ -464,6 +464,7 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
 	c.tensor = nil
 	t.call.busy--
 	off, n := t.geo.Span(c.claim.Index())
+	at := len(m.events)
 	ok, err := t.asm.Commit(&c.claim, got, failed)
 	if t.dead || m.shut {
 		m.settle(t.call)
@@ -490,8 +491,8 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
 	}
 	m.stats.ChunksIn++
 	m.stats.BytesIn += n
-	m.tell(Event{Kind: EventChunk, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc, Off: off, N: n})
-	m.tellFull(t)
+	// Before the memory that the chunk has filled is returned.
+	m.events = slices.Insert(m.events, at, Event{Kind: EventChunk, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc, Off: off, N: n})
 	if t.asm.Whole() {
 		m.tell(Event{Kind: EventWhole, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc})
 		// Only the sender's memory waits for this one, unless that memory is
@@ -504,13 +505,6 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
 		// Before it is due, too: the sender may keep less than it hoped for.
 		m.wantAck(now, t, news >= max(1, t.desc.RetainChunks/ackShare))
 	}
-}
-
-// tellFull tells which regions of a tensor have become full.
-func (m *Machine) tellFull(t *in) {
-	t.asm.TakeFull(func(region int) {
-		m.tell(Event{Kind: EventRegion, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc, N: int64(region)})
-	})
 }
 
 // wantAck has an acknowledgement sent: now, or with the next frame that goes.
@@ -550,7 +544,7 @@ func (m *Machine) failIn(t *in, code frame.Code, text string) {
 	if t.dead {
 		return
 	}
-	t.dead = true
+	t.drop()
 	m.sayFailed(t.desc.Tensor, code, text)
 	m.failCall(t.call, code, text)
 }

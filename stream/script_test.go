@@ -482,7 +482,20 @@ func (s *stage) lend(id tensor.ID, n int64) error {
 	for _, before := range s.ins[id] {
 		l.off += int64(len(before.mem))
 	}
-	_, err := s.m.Lend(s.now, id, l.mem)
+	number, where := len(s.ins[id]), s.where
+	err := s.m.Lend(s.now, id, l.mem, func(filled bool) {
+		if l.back {
+			s.fatalf("memory %d of %s came back twice; it was lent at %s", number, nameOf(id), where)
+		}
+		l.back = true
+		if !filled {
+			return
+		}
+		if !bytes.Equal(l.mem, bytesOf(id, s.size[id])[l.off:l.off+int64(len(l.mem))]) {
+			s.fatalf("region %d of %s is not right", number, nameOf(id))
+		}
+		s.printf("region %d of %s is full", number, nameOf(id))
+	})
 	if err == nil {
 		s.ins[id] = append(s.ins[id], l)
 	}
@@ -508,16 +521,6 @@ func (s *stage) events() {
 			}
 		case EventChunk:
 			s.printf("%s has [%d,+%d)", id, e.Off, e.N)
-		case EventRegion:
-			l := s.ins[e.Tensor][e.N]
-			if l.back {
-				s.fatalf("region %d of %s twice", e.N, id)
-			}
-			l.back = true
-			if !bytes.Equal(l.mem, bytesOf(e.Tensor, s.size[e.Tensor])[l.off:l.off+int64(len(l.mem))]) {
-				s.fatalf("region %d of %s is not right", e.N, id)
-			}
-			s.printf("region %d of %s is full", e.N, id)
 		case EventWhole:
 			s.printf("%s is whole", id)
 		case EventStop:
@@ -525,8 +528,10 @@ func (s *stage) events() {
 		case EventClosed:
 			for id, c := range s.call {
 				if c == e.Call {
-					for _, l := range s.ins[id] {
-						l.back = true
+					for i, l := range s.ins[id] {
+						if !l.back {
+							s.fatalf("call %s is closed, region %d of %s did not come back", call, i, nameOf(id))
+						}
 					}
 				}
 			}

@@ -89,34 +89,26 @@ func (m *Machine) Offer(now Instant, id tensor.ID, off int64, data []byte, relea
 	return nil
 }
 
-// Lend lends mem as the next bytes of an incoming tensor and returns the number
-// of the region. The memory comes back by EventRegion or, at the latest, by the
-// call's EventClosed. After ErrClosed it was not taken.
-func (m *Machine) Lend(now Instant, id tensor.ID, mem []byte) (region int, err error) {
+// Lend lends mem as the next bytes of an incoming tensor until done runs: once,
+// inside Event, in the order of the events, before EventClosed of the tensor's call
+// is returned. With true, every byte of mem is in place; with false, the tensor was
+// given up and mem may hold anything. No claim that could touch mem is open then.
+// done may be nil, and may call the machine. After an error, mem was not taken and
+// done never runs. Lend panics when mem reaches past the tensor's end.
+func (m *Machine) Lend(now Instant, id tensor.ID, mem []byte, done func(filled bool)) error {
 	t := m.ins[id]
 	if t == nil || t.dead || t.asm == nil {
-		return 0, ErrClosed
+		return ErrClosed
 	}
 	if t.asm.Held() >= t.limit {
 		t.last = now // the peer was waiting for this
 	}
-	region = t.asm.Lend(mem)
-	m.tellFull(t) // an empty region has nothing to wait for
+	t.asm.Lend(mem, done)
 	if t.asm.Limit() > t.limit && !t.desc.OnAllowance && !t.inCred {
 		t.inCred = true
 		m.creditQ = append(m.creditQ, t)
 	}
-	return region, nil
-}
-
-// Unlent returns how many bytes of an incoming tensor can be lent still, or -1
-// when it is over.
-func (m *Machine) Unlent(id tensor.ID) int64 {
-	t := m.ins[id]
-	if t == nil || t.dead || t.asm == nil {
-		return -1
-	}
-	return t.geo.Size - t.asm.Lent()
+	return nil
 }
 
 // Finish (server) decides how a call ends. The first decision stands: after a
@@ -136,7 +128,7 @@ func (m *Machine) Finish(d frame.Done) {
 	m.finish(c)
 	c.done = d
 	for _, t := range c.ins {
-		t.dead = true
+		t.drop()
 		m.dropIn(t)
 	}
 	m.shed(c)

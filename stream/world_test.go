@@ -101,15 +101,16 @@ type sink struct {
 	lent  int64
 	mem   []*lentMem
 	data  []byte
-	have  int64 // bytes of returned regions, from the start
+	have  int64 // bytes of filled memory, from the start
 	whole bool
 	seen  map[span]bool // EventChunk
 }
 
 type lentMem struct {
-	off  int64
-	mem  []byte
-	back bool
+	off    int64
+	mem    []byte
+	back   bool
+	filled bool
 }
 
 // party is one side.
@@ -409,28 +410,64 @@ func (p *party) lend(t *sink) bool {
 
 func (p *party) lendNow(t *sink, n int64) bool {
 	l := &lentMem{off: t.lent, mem: bytes.Repeat([]byte{poison}, int(n))}
-	region, err := p.m.Lend(p.w.now, t.id, l.mem)
-	p.w.tracef("%v lends %d of %v: %d, %v", p.name(), n, t.id, region, err)
+	err := p.m.Lend(p.w.now, t.id, l.mem, func(filled bool) { p.returned(t, l, filled) })
+	p.w.tracef("%v lends %d of %v: %v", p.name(), n, t.id, err)
 	if err != nil {
 		if !errors.Is(err, ErrClosed) {
 			p.w.failf("%s lends: %v", p.name(), err)
 		}
 		return false
 	}
-	if region != len(t.mem) {
-		p.w.failf("%s: region %d of %s, want %d", p.name(), region, short(t.id), len(t.mem))
-	}
 	t.mem = append(t.mem, l)
 	t.lent += n
 	return true
 }
 
-// giveBack takes lent memory back and poisons it.
-func (t *sink) giveBack(l *lentMem) {
-	l.back = true
+// returned takes lent memory back and poisons it.
+func (p *party) returned(t *sink, l *lentMem, filled bool) {
+	p.w.tracef("%v has [%d,+%d) of %v back, filled %v", p.name(), l.off, len(l.mem), t.id, filled)
+	switch {
+	case l.back:
+		p.w.failf("%s: [%d,+%d) of %s came back twice", p.name(), l.off, len(l.mem), short(t.id))
+	case t.call.ended[p.side()] > 0:
+		p.w.failf("%s: [%d,+%d) of %s came back after the call's end", p.name(), l.off, len(l.mem), short(t.id))
+	case p.claim != nil && p.claim.c.tensor.desc.Tensor == t.id && (!filled || p.claim.touches(l)):
+		p.w.failf("%s: [%d,+%d) of %s came back, filled %v, with a claim open", p.name(), l.off, len(l.mem), short(t.id), filled)
+	}
+	l.back, l.filled = true, filled
+	if filled {
+		p.whole(t, l)
+		copy(t.data[l.off:], l.mem)
+	}
 	for i := range l.mem {
 		l.mem[i] = poison
 	}
+	for t.have = 0; ; {
+		from := t.have
+		for _, l := range t.mem {
+			if l.filled && l.off == t.have {
+				t.have += int64(len(l.mem))
+			}
+		}
+		if t.have == from {
+			return
+		}
+	}
+}
+
+// whole checks that memory that came back full has every byte of its source.
+func (p *party) whole(t *sink, l *lentMem) {
+	for _, s := range p.peer.made {
+		if s.id == t.id && !bytes.Equal(l.mem, s.data[l.off:l.off+int64(len(l.mem))]) {
+			p.w.failf("%s: [%d,+%d) of %s came back full with wrong bytes", p.name(), l.off, len(l.mem), short(t.id))
+		}
+	}
+}
+
+// touches reports whether a claim's chunk lies in l.
+func (c *openClaim) touches(l *lentMem) bool {
+	off, n := c.c.tensor.geo.Span(c.c.claim.Index())
+	return off < l.off+int64(len(l.mem)) && l.off < off+n
 }
 
 // events handles what a machine tells.
@@ -489,24 +526,6 @@ func (p *party) event(e Event) {
 		} else {
 			t.seen[s] = true
 		}
-	case EventRegion:
-		l := t.mem[e.N]
-		if l.back {
-			w.failf("%s: region %d of %s full twice", p.name(), e.N, short(t.id))
-		}
-		copy(t.data[l.off:], l.mem)
-		t.giveBack(l)
-		for t.have = 0; ; {
-			from := t.have
-			for _, l := range t.mem {
-				if l.back && l.off == t.have {
-					t.have += int64(len(l.mem))
-				}
-			}
-			if t.have == from {
-				break
-			}
-		}
 	case EventWhole:
 		if t.whole {
 			w.failf("%s: %s whole twice", p.name(), short(t.id))
@@ -524,7 +543,7 @@ func (p *party) event(e Event) {
 		for _, t := range c.sinks[p.side()] {
 			for _, l := range t.mem {
 				if !l.back {
-					t.giveBack(l)
+					w.failf("%s: call %s is closed, [%d,+%d) of %s did not come back", p.name(), short(c.id), l.off, len(l.mem), short(t.id))
 				}
 			}
 		}

@@ -157,7 +157,7 @@ func (s *side) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		s.drained = true
 	case stream.EventTensor:
 		s.lent[e.Tensor] = make([]byte, e.Desc.SizeBytes)
-		if _, err := m.Lend(now, e.Tensor, s.lent[e.Tensor]); err != nil {
+		if err := m.Lend(now, e.Tensor, s.lent[e.Tensor], nil); err != nil {
 			s.t.Errorf("lend: %v", err)
 		}
 	case stream.EventChunk:
