@@ -80,7 +80,7 @@ func (c *Call) Check() string {
 func CheckName(what, name string) string {
 	switch {
 	case len(name) > NameBytes:
-		return what + " is longer than 512 bytes"
+		return fmt.Sprintf("%s has %d bytes, the limit is %d", what, len(name), NameBytes)
 	case !printable(name):
 		return what + " is not UTF-8 without control characters"
 	}

@@ -194,6 +194,22 @@ const (
 	DataLoss           Code = 15
 )
 
+// names are gRPC's, by code.
+var names = [...]string{
+	"OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED",
+	"RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS",
+	"UNAUTHENTICATED",
+}
+
+// String names the code as gRPC does. A peer may send any number: those that gRPC
+// does not have are UNKNOWN.
+func (c Code) String() string {
+	if int(c) < len(names) {
+		return names[c]
+	}
+	return names[2]
+}
+
 // Error is what a peer did wrong, or why it is refused, with the code that it is told.
 type Error struct {
 	Code Code

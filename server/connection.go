@@ -6,12 +6,12 @@ import (
 	"net"
 	"runtime"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"golang.org/x/time/rate"
 	"google.golang.org/grpc/stats"
 
+	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
@@ -31,15 +31,11 @@ type connections struct {
 
 // connection is what the server knows of one.
 type connection struct {
+	serving.Caller
 	flight wire.InFlight
 	addr   net.Addr
 	close  func() error // nil on a listener that is not Serve's
 	thin   *rate.Limiter
-
-	// What the connection has open. While a limit of the server is reached, one that
-	// has fewer than ownOpen of a kind is given one more all the same: who floods the
-	// server with opens shuts out himself, and nobody whose connection is there.
-	sessions, transfers, calls atomic.Int64
 }
 
 type connectionKey struct{}
@@ -131,22 +127,6 @@ func (c *connections) of(ctx context.Context) *connection {
 
 func (c *connections) one() *connection {
 	return &connection{thin: rate.NewLimiter(rate.Limit(c.thin), max(c.thin/10, 1))}
-}
-
-// beginCall counts a call, or reports that there are too many; endCall follows.
-func (s *Server) beginCall(c *connection) bool {
-	mine := c.calls.Add(1)
-	if n := s.calls.Add(1); n > int64(s.cfg.QueuedCalls) && mine > ownOpen {
-		s.endCall(c)
-		s.callsRefused.Add(1)
-		return false
-	}
-	return true
-}
-
-func (s *Server) endCall(c *connection) {
-	s.calls.Add(-1)
-	c.calls.Add(-1)
 }
 
 // HandleConn gives back what a dead connection had in its queue.

@@ -10,6 +10,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -55,6 +56,15 @@ func codecs() (list []pb.Codec) {
 		list = append(list, pb.Codec(k))
 	}
 	return list
+}
+
+// values are what the core has counted, and what the store holds.
+func (s *Server) values() metrics.Values {
+	v := s.core.Values()
+	if st, ok := s.cfg.Store.(store.Meter); ok {
+		v.StoreUsed, v.StoreLimit = st.Used()
+	}
+	return v
 }
 
 // shownLimits are the limits that a peer can meet, each a row of docs/limits.md.

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"runtime/debug"
 	"time"
 
 	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors"
@@ -13,35 +12,48 @@ import (
 	grpcpeer "google.golang.org/grpc/peer"
 	"google.golang.org/grpc/tap"
 
+	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
-// intercept returns what every RPC goes through: what its connection knows of it, the
-// log, the clock of requests, and inside all the one that makes a handler's panic an
-// error, so that the log tells of it too.
-func (s *Server) intercept() []grpc.ServerOption {
+// intercept returns what every RPC goes through, from the outside: what its connection
+// knows of it, the log, its idle timeout, the guard that makes a handler's panic an
+// error, the user's own, and what makes errors statuses.
+func (e *endpoint) intercept() []grpc.ServerOption {
 	log := interceptors.CommonReportableFunc(func(ctx context.Context, c interceptors.CallMeta) (interceptors.Reporter, context.Context) {
-		return &rpcLog{ctx: ctx, log: s.log, rpc: c.FullMethod()}, ctx
+		return &rpcLog{ctx: ctx, log: e.server.log, rpc: c.FullMethod()}, ctx
 	})
 	panicked := recovery.WithRecoveryHandlerContext(func(_ context.Context, p any) error {
-		return s.panicked(p)
+		e.server.core.Panicked(p)
+		return errInternal
 	})
+	unary := []grpc.UnaryServerInterceptor{e.came, interceptors.UnaryServerInterceptor(log), recovery.UnaryServerInterceptor(panicked)}
+	streams := []grpc.StreamServerInterceptor{e.streamCame, interceptors.StreamServerInterceptor(log), e.attend, recovery.StreamServerInterceptor(panicked)}
 	return []grpc.ServerOption{
-		grpc.ChainUnaryInterceptor(s.came, interceptors.UnaryServerInterceptor(log), recovery.UnaryServerInterceptor(panicked)),
-		grpc.ChainStreamInterceptor(s.streamCame, interceptors.StreamServerInterceptor(log), s.attend, recovery.StreamServerInterceptor(panicked)),
+		grpc.ChainUnaryInterceptor(append(append(unary, e.server.cfg.UnaryInterceptors...), explained)...),
+		grpc.ChainStreamInterceptor(append(append(streams, e.server.cfg.StreamInterceptors...), streamExplained)...),
 	}
+}
+
+// explained makes the error of a handler a status.
+func explained(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	resp, err := handler(ctx, req)
+	return resp, brief(statusOf(err))
+}
+
+func streamExplained(srv any, ss grpc.ServerStream, _ *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	return brief(statusOf(handler(srv, ss)))
 }
 
 // awaitedKey leads to the clock, a *time.Timer, of an RPC whose first message has
 // not come.
 type awaitedKey struct{}
 
-// tap has each RPC cancelled whose first message does not come in time: grpc waits
-// for it without a limit before any handler, or interceptor, is called.
-func (s *Server) tap(ctx context.Context, _ *tap.Info) (context.Context, error) {
+// tap cancels RPCs whose first message does not come in time: grpc waits for it
+// without a limit before any handler, or interceptor, is called.
+func (e *endpoint) tap(ctx context.Context, _ *tap.Info) (context.Context, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
-	first := time.Duration(s.limits.FirstFrame)
-	t := time.AfterFunc(first, func() { cancel(fmt.Errorf("server: no message within %v", first)) })
+	t := time.AfterFunc(e.FirstMessage, func() { cancel(fmt.Errorf("server: no message within %v", e.FirstMessage)) })
 	context.AfterFunc(ctx, func() { t.Stop() }) // ends with the RPC
 	return context.WithValue(ctx, awaitedKey{}, t), nil
 }
@@ -56,12 +68,12 @@ func stopAwaiting(ctx context.Context) {
 type answerKey struct{}
 
 // came is called when the message of a unary RPC has come.
-func (s *Server) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+func (e *endpoint) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	stopAwaiting(ctx)
-	answer := &wire.Answer{InFlight: &s.connections.of(ctx).flight}
+	answer := &wire.Answer{InFlight: &e.server.connections.of(ctx).flight}
 	resp, err := handler(context.WithValue(ctx, answerKey{}, answer), req)
 	if err != nil {
-		return nil, brief(err)
+		return nil, err
 	}
 	answer.Message = resp
 	return answer, nil
@@ -69,13 +81,13 @@ func (s *Server) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, han
 
 // streamCame leaves the streams of clients to the clocks of their handlers, and waits
 // for the one message of the others.
-func (s *Server) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
-	booked := answering{ServerStream: ss, flight: &s.connections.of(ss.Context()).flight, unread: make(answers, unreadAnswers)}
+func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	booked := answering{ServerStream: ss, flight: &e.server.connections.of(ss.Context()).flight, unread: make(answers, unreadAnswers)}
 	if info.IsClientStream {
 		stopAwaiting(ss.Context())
-		return brief(handler(srv, booked))
+		return handler(srv, booked)
 	}
-	return brief(handler(srv, firstMessage{booked}))
+	return handler(srv, firstMessage{booked})
 }
 
 // answering is a gRPC stream whose answers, which are not frames, its connection
@@ -114,26 +126,25 @@ func (a answering) SendMsg(m any) error {
 // of reflection, when no request comes for a while: their handlers have no clock. The
 // handler has a goroutine of its own, since nothing but the end of the RPC wakes one
 // that waits for its peer; it ends soon after. Close waits for it.
-func (s *Server) attend(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+func (e *endpoint) attend(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
 	if _, ours := srv.(*Server); ours || !info.IsClientStream {
 		return handler(srv, ss)
 	}
-	idle := time.Duration(s.limits.ChunkIdle)
-	clock := time.NewTimer(idle)
+	clock := time.NewTimer(e.Idle)
 	defer clock.Stop()
 	ended := make(chan error, 1)
-	s.work.Go(func() { // ends when its RPC has
-		ended <- handler(srv, requests{ss, clock, idle})
+	e.server.core.Go(func() { // ends when its RPC has
+		ended <- handler(srv, requests{ss, clock, e.Idle})
 	})
 	select {
 	case err := <-ended:
 		return err
 	case <-clock.C:
-		return errSilent(idle)
+		return errSilent(e.Idle)
 	case <-ss.Context().Done():
-		return sessionStatus(context.Cause(ss.Context()))
-	case <-s.closing:
-		return sessionStatus(errShutdown)
+		return statusOf(context.Cause(ss.Context()))
+	case <-e.server.core.Done():
+		return statusOf(serving.ErrShutdown)
 	}
 }
 
@@ -160,14 +171,6 @@ func (f firstMessage) RecvMsg(m any) error {
 	err := f.ServerStream.RecvMsg(m)
 	stopAwaiting(f.Context())
 	return err
-}
-
-// panicked counts and logs a panic, of which the peer learns no more than that
-// something went wrong. It is called while the panic unwinds.
-func (s *Server) panicked(p any) error {
-	s.panics.Add(1)
-	s.log.Error("handler panicked", slog.String("panic", fmt.Sprint(p)), slog.String("stack", string(debug.Stack())))
-	return errInternal
 }
 
 // rpcLog logs the end of an RPC: neither its payload nor the text of its error,

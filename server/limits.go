@@ -3,40 +3,8 @@ package server
 import (
 	"time"
 
-	"github.com/tensorferry/tensorferry/assembler"
-	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 )
-
-const (
-	// retainChunks is how many unacknowledged result chunks the server asks the
-	// client to acknowledge within: an engine keeps about as many blocks.
-	retainChunks = 8
-	// sideGrace is how long a session keeps what it was promised after its last small
-	// call, whoever lacks it: longer than most pauses between two calls.
-	sideGrace = time.Second
-	// tableFree is how many chunks a tensor on credit may have before what the
-	// server keeps per chunk is taken from the memory budget: 20 KiB.
-	tableFree = frame.AllowanceChunks
-	// promisesShare: all promises together fill at most this part (1/promisesShare)
-	// of the budget, so that what is set aside leaves room for what is needed.
-	promisesShare = 2
-	// retryDelay is what a refused caller is told to wait: about what a call takes.
-	retryDelay  = time.Second
-	retryMillis = uint32(retryDelay / time.Millisecond)
-	// drainPoll is how often Shutdown looks whether the last transfer has been
-	// answered; nothing else waits for it.
-	drainPoll = 10 * time.Millisecond
-	// maxTimeout bounds a call's own timeout, so that its milliseconds fit a Duration.
-	maxTimeout = 365 * 24 * time.Hour
-)
-
-// promise is what the budget sets aside for the allowance of a session: one tensor
-// of all its bytes, and of as many chunks as it may have.
-func promise(l stream.Limits) int64 {
-	return slab.SizeOf(int64(l.AllowanceBytes)) + frame.AllowanceChunks*assembler.ChunkOverhead
-}
 
 // unread is how long what was sent may lie unread until its connection is closed, or
 // up to twice as long: the RPC has been told before.
@@ -68,10 +36,6 @@ const (
 	selectionBytes = 512
 	rangeBytes     = 16
 	entryBytes     = 64
-	// ownOpen is how many sessions, transfers and calls a connection may have though
-	// the server's limit of them is reached: one to use, and others that are ending
-	// when it is asked for.
-	ownOpen = 4
 	// requestHolder is who holds the memory of all small calls' requests and answers.
 	requestHolder = "compute"
 	// requestFree is how much of each counts in no budget, if it is no more, or if it is

@@ -32,7 +32,7 @@ const (
 type paced struct {
 	grpc.ServerStream
 	thin   *rate.Limiter // of the connection
-	opened atomic.Int64  // calls and tensors; its owner counts
+	opened *atomic.Int64 // calls and tensors; their owner counts
 
 	owed int   // the last frame's work; belongs to the goroutine that receives, as below
 	seen int64 // of opened, before that frame

@@ -3,6 +3,7 @@ package server
 import (
 	"context"
 	"io"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -67,7 +68,7 @@ func TestThinFramesComeAtThePaceOfTheirConnection(t *testing.T) {
 				one := book.one()
 				began := time.Now()
 				// Two streams of one connection share its pace; a third is another's.
-				mine := []*paced{{ServerStream: &c.source, thin: one.thin}, {ServerStream: &c.source, thin: one.thin}}
+				mine := []*paced{{ServerStream: &c.source, thin: one.thin, opened: new(atomic.Int64)}, {ServerStream: &c.source, thin: one.thin, opened: new(atomic.Int64)}}
 				var msg wire.Message
 				next := func(p *paced) {
 					require.Equal(t, c.err, p.RecvMsg(&msg))
@@ -83,7 +84,7 @@ func TestThinFramesComeAtThePaceOfTheirConnection(t *testing.T) {
 				}
 				require.InDelta(t, time.Duration(10*cost)*time.Second, time.Since(began), float64(3*thinDebt+time.Duration(cost)*3*time.Millisecond))
 				began = time.Now()
-				next(&paced{ServerStream: &c.source, thin: book.one().thin})
+				next(&paced{ServerStream: &c.source, thin: book.one().thin, opened: new(atomic.Int64)})
 				require.Zero(t, time.Since(began))
 			})
 		})
@@ -95,7 +96,7 @@ func TestTheEndOfAnRPCEndsItsWaitForThePace(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		p := paced{ServerStream: &source{ctx: ctx}, thin: rate.NewLimiter(rate.Every(time.Hour), 1)}
+		p := paced{ServerStream: &source{ctx: ctx}, thin: rate.NewLimiter(rate.Every(time.Hour), 1), opened: new(atomic.Int64)}
 		began := time.Now()
 		var msg wire.Message
 		for range 2 {

@@ -13,6 +13,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -55,12 +56,12 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 		if bytes > 0 {
 			if !s.cfg.Budget.TryAcquire(pullHolder, bytes) {
 				_, _, limit := s.cfg.Budget.Used()
-				return nil, unaryStatus(frame.ResourceExhausted, fmt.Sprintf("selections: %d bytes to keep what is asked for; all pulls together have half of memory_bytes, which is %d; "+
-					"select less, hold fewer ranges, or try again later", bytes, limit), retryMillis)
+				return nil, serving.TryLater(frame.ResourceExhausted, "selections: %d bytes to keep what is asked for; all pulls together have half of memory_bytes, which is %d; "+
+					"select less, hold fewer ranges, or try again later", bytes, limit)
 			}
 			defer s.cfg.Budget.Release(pullHolder, bytes)
 		}
-		r, err := s.records.begin(h.Session, w.kind)
+		r, err := s.transferLog.begin(h.Session, w.kind)
 		if err != nil {
 			return nil, err
 		}
@@ -233,7 +234,7 @@ func (p *pull) tensor(name string, r store.Reader, sel *wanted) error {
 	if d := sel.heldDigest; len(d) == 0 || info.Digest.IsZero() || codec.Digest(d) == info.Digest {
 		t.Held = sel.held
 	}
-	state := p.server.records.tensor(p.record, t.Tensor, name, uint64(size))
+	state := p.server.transferLog.tensor(p.record, t.Tensor, name, uint64(size))
 	p.sender.Moved = func(_ *frame.Desc, bytes int64) {
 		state.bytes.Add(bytes)
 		p.record.bytes.Add(bytes)
@@ -244,15 +245,15 @@ func (p *pull) tensor(name string, r store.Reader, sel *wanted) error {
 	case errors.As(err, &source):
 		p.explain(&sum, source.Err)
 	case err != nil:
-		code, _ := statusParts(sessionStatus(err))
-		p.server.tensorEnded(pullTransfer, code)
+		code, _ := statusParts(statusOf(err))
+		p.server.core.TensorEnded(pullTransfer, code)
 		return err // the record says how the transfer ended
 	}
 	if d, ok := r.(store.DigestKeeper); ok && info.Digest.IsZero() && !sum.Digest.IsZero() {
 		d.Digested(sum.Digest) // a tensor that is pulled again is not hashed again
 	}
-	p.server.records.over(state, sum)
-	p.server.tensorEnded(pullTransfer, sum.Code)
+	p.server.transferLog.over(state, sum)
+	p.server.core.TensorEnded(pullTransfer, sum.Code)
 	return p.sender.Control(frame.Frame{Summaries: []frame.Summary{sum}})
 }
 
@@ -260,15 +261,15 @@ func (p *pull) tensor(name string, r store.Reader, sel *wanted) error {
 func (p *pull) refuse(name string, err error) error {
 	sum := frame.Summary{Tensor: session.NewID(), Name: name}
 	p.explain(&sum, err)
-	p.server.records.over(p.server.records.tensor(p.record, sum.Tensor, name, 0), sum)
-	p.server.tensorEnded(pullTransfer, sum.Code)
+	p.server.transferLog.over(p.server.transferLog.tensor(p.record, sum.Tensor, name, 0), sum)
+	p.server.core.TensorEnded(pullTransfer, sum.Code)
 	return p.sender.Control(frame.Frame{Summaries: []frame.Summary{sum}})
 }
 
 func (p *pull) explain(sum *frame.Summary, err error) {
-	var known bool
-	sum.Digest = codec.Digest{}
-	if sum.Code, sum.Message, sum.RetryAfterMillis, known = storedCode(err); !known {
+	why := explainStored(err)
+	sum.Digest, sum.Code, sum.Message, sum.RetryAfterMillis = codec.Digest{}, why.Code, why.Text, why.RetryMillis
+	if why.Secret {
 		p.server.log.Error("pull failed", slog.String("transfer", p.record.id.String()),
 			slog.String("tensor", sum.Tensor.String()), slog.String("error", err.Error()))
 	}

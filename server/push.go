@@ -12,6 +12,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/store"
@@ -68,7 +69,7 @@ func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTe
 		if bad := h.Check(); bad != nil {
 			return nil, bad
 		}
-		r, err := s.records.begin(h.Session, w.kind)
+		r, err := s.transferLog.begin(h.Session, w.kind)
 		if err != nil {
 			return nil, err
 		}
@@ -188,7 +189,7 @@ func (p *push) Begin(t *transfer.In[*place]) *place {
 	if store.CheckName(t.Name) == nil {
 		pl.name = t.Name
 	}
-	pl.state = p.server.records.tensor(p.record, t.Tensor, pl.name, t.SizeBytes)
+	pl.state = p.server.transferLog.tensor(p.record, t.Tensor, pl.name, t.SizeBytes)
 	return pl
 }
 
@@ -198,8 +199,8 @@ func (p *push) Open(t *transfer.In[*place]) (err error) {
 	if err := store.CheckName(t.Name); err != nil {
 		return err
 	}
-	table := tableBytes(t.Geo.Count())
-	if err := acquireTable(s.cfg.Budget, p.holder, table); err != nil {
+	table := serving.TableBytes(t.Geo.Count())
+	if err := serving.AcquireTable(s.cfg.Budget, p.holder, table); err != nil {
 		return err
 	}
 	pl.table = table
@@ -239,17 +240,17 @@ func (p *push) Failed(t *transfer.In[*place], err error) {
 	if t.Place.writer != nil {
 		t.Place.writer.Abort()
 	}
-	code, text, retry, known := storedCode(err)
+	why := explainStored(err)
 	switch {
 	case errors.Is(err, store.ErrFull):
 		if n, due := p.server.storeFull.again(); due {
 			p.server.log.Warn("tensors refused: the store is full", slog.Int64("refused", n))
 		}
-	case !known:
+	case why.Secret:
 		p.server.log.Error("push failed", slog.String("transfer", p.record.id.String()),
 			slog.String("tensor", t.Tensor.String()), slog.String("error", err.Error()))
 	}
-	p.end(t, frame.Summary{Code: code, Message: text, RetryAfterMillis: retry})
+	p.end(t, frame.Summary{Code: why.Code, Message: why.Text, RetryAfterMillis: why.RetryMillis})
 }
 
 func (p *push) end(t *transfer.In[*place], s frame.Summary) {
@@ -257,8 +258,8 @@ func (p *push) end(t *transfer.In[*place], s frame.Summary) {
 		p.server.cfg.Budget.Release(p.holder, n)
 	}
 	s.Tensor, s.Name, s.SizeBytes = t.Tensor, t.Place.name, t.SizeBytes
-	p.server.records.over(t.Place.state, s)
-	p.server.tensorEnded(pushTransfer, s.Code)
+	p.server.transferLog.over(t.Place.state, s)
+	p.server.core.TensorEnded(pushTransfer, s.Code)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.summaries = append(p.summaries, s)

@@ -1,10 +1,10 @@
-// Package server serves sessions into an engine, pushes into a store, pulls from it
-// and from sources, and what is asked about all of them.
+// Package server is the native gRPC service: sessions, pushes, pulls and metadata RPCs,
+// on the Core of internal/serving, and other services beside it.
 //
 // It refuses to compute (engines do), to pick an engine (commands do) and to keep
 // tensors (stores do). A Server is safe for concurrent use. It owns no payload
-// bytes: tensors are assembled in memory that engines lend, small ones in slabs of
-// the configured pool until an engine lends; pushed ones where the store says.
+// bytes: tensors are assembled in memory that engines lend; pushed ones where the
+// store says.
 package server
 
 import (
@@ -19,25 +19,17 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/experimental"
-	healthpb "google.golang.org/grpc/health/grpc_health_v1"
-	"google.golang.org/grpc/keepalive"
-	"google.golang.org/grpc/reflection"
+	"google.golang.org/grpc/credentials"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
-	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
-	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/metrics"
+	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
-	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
-	"github.com/tensorferry/tensorferry/tensor"
 )
-
-var errShutdown = errors.New("server: shutting down")
 
 // Config of a server. Only Models, Pool and Budget are needed.
 type Config struct {
@@ -57,6 +49,15 @@ type Config struct {
 	// Metrics, if not nil, is where the server's metrics are registered until Close;
 	// one server at a time.
 	Metrics prometheus.Registerer
+	// Services are served beside the TensorService, under the same limits.
+	Services []Service
+	// Credentials secure every connection; nil: they are not encrypted.
+	Credentials credentials.TransportCredentials
+	// UnaryInterceptors and StreamInterceptors run around the handlers of every RPC,
+	// the first one outermost, inside the server's log and its guard against panics.
+	// Messages of sessions, pushes and pulls are not theirs to read.
+	UnaryInterceptors  []grpc.UnaryServerInterceptor
+	StreamInterceptors []grpc.StreamServerInterceptor
 	// Reflection answers gRPC reflection, so that grpcurl works without files.
 	Reflection bool
 	// Version is shown by GetServiceInfo.
@@ -105,30 +106,19 @@ type Config struct {
 // Server serves the TensorService. Make one with New.
 type Server struct {
 	pb.UnimplementedTensorServiceServer
-	cfg     Config
-	limits  stream.Limits
-	log     *slog.Logger
-	grpc    *grpc.Server
-	health  *healthService
-	started time.Time
-	counts
-	forget func() // takes the server off its registry of models and that of metrics
+	cfg       Config
+	limits    stream.Limits
+	log       *slog.Logger
+	core      *serving.Core
+	endpoints []*endpoint // the first is Serve's
+	health    healthService
+	started   time.Time
+	forget    func() // takes the server off its registry of metrics
 
-	closing chan struct{} // closed when sessions must end
-	once    sync.Once
-	work    sync.WaitGroup // calls and sessions that wind down
-
-	transfers   transfers
-	records     records
-	promises    promises
-	storeFull   rare
+	transferLog transferLog
+	storeFull   sampler
 	connections connections
-	watching    sync.Once
-
-	mu       sync.Mutex
-	sessions map[*peer]struct{} // guarded by mu
-	past     stream.Stats       // of sessions that have ended; guarded by mu
-	draining bool               // guarded by mu
+	serving     sync.Once
 }
 
 // New returns a server that Serve starts.
@@ -136,17 +126,50 @@ func New(cfg Config) (*Server, error) {
 	if cfg.Models == nil || cfg.Pool == nil || cfg.Budget == nil {
 		return nil, errors.New("server: Config needs Models, Pool and Budget")
 	}
+	cfg.setDefaults()
+	s := &Server{
+		cfg: cfg, limits: cfg.Session, log: cfg.Log, started: time.Now(), health: newHealth(),
+		connections: connections{log: cfg.Log, most: cfg.Connections, thin: cfg.ThinFrames}, forget: func() {},
+	}
+	s.core = serving.New(serving.Config{
+		Models: cfg.Models, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, Session: cfg.Session, MemoryWait: cfg.MemoryWait,
+		Open:   [...]int{serving.Sessions: cfg.Sessions, serving.Transfers: cfg.Transfers, serving.Calls: cfg.QueuedCalls},
+		Health: s.health.model,
+	})
+	if cfg.Metrics != nil {
+		all := metrics.New(cfg.Version, s.core.Seconds(), s.values)
+		if err := cfg.Metrics.Register(all); err != nil {
+			s.core.Forget()
+			return nil, fmt.Errorf("server: Config.Metrics: %w; give each server a registry", err)
+		}
+		s.forget = func() { cfg.Metrics.Unregister(all) }
+	}
+	s.endpoints = append(s.endpoints, s.endpoint(Service{Register: func(r grpc.ServiceRegistrar, _ *Models) {
+		pb.RegisterTensorServiceServer(r, s)
+	}}))
+	for _, svc := range cfg.Services {
+		if svc.Listener == nil {
+			svc.Register(s.endpoints[0].grpc, &Models{s})
+		} else {
+			s.endpoints = append(s.endpoints, s.endpoint(svc))
+		}
+	}
+	return s, nil
+}
+
+// setDefaults replaces what is zero.
+func (cfg *Config) setDefaults() {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	if cfg.Sources == nil {
+		cfg.Sources = new(store.Sources)
 	}
 	def(&cfg.Sessions, DefaultSessions)
 	def(&cfg.QueuedCalls, DefaultQueuedCalls)
 	def(&cfg.Connections, DefaultConnections)
 	def(&cfg.Transfers, DefaultTransfers)
 	def(&cfg.StoredBytes, DefaultStoredBytes)
-	if cfg.Sources == nil {
-		cfg.Sources = new(store.Sources)
-	}
 	def(&cfg.MemoryWait, DefaultMemoryWait)
 	def(&cfg.ThinFrames, DefaultThinFrames)
 	def(&cfg.WindowBytes, DefaultWindow)
@@ -157,60 +180,7 @@ func New(cfg Config) (*Server, error) {
 	def(&cfg.KeepaliveTimeout, DefaultKeepaliveTimeout)
 	def(&cfg.KeepaliveMin, DefaultKeepaliveMin)
 	cfg.WindowBytes = min(max(cfg.WindowBytes, 64<<10), math.MaxInt32)
-	s := &Server{
-		cfg: cfg, limits: cfg.Session.WithDefaults(), log: cfg.Log, started: time.Now(),
-		closing: make(chan struct{}), sessions: make(map[*peer]struct{}), transfers: transfers{most: cfg.Transfers}, connections: connections{log: cfg.Log, most: cfg.Connections, thin: cfg.ThinFrames}, health: newHealth(), counts: newCounts(),
-	}
-	if err := s.follow(); err != nil {
-		return nil, err
-	}
-	s.grpc = grpc.NewServer(append(s.intercept(),
-		grpc.ForceServerCodecV2(wire.Codec{MaxRequestParts: requestParts}),
-		grpc.StatsHandler(&s.connections),
-		experimental.BufferPool(wire.Buffers),
-		grpc.InitialWindowSize(int32(cfg.WindowBytes)),
-		grpc.InitialConnWindowSize(int32(cfg.WindowBytes)),
-		grpc.MaxRecvMsgSize(int(s.limits.ChunkBytes)+wire.MaxControlBytes),
-		grpc.MaxSendMsgSize(math.MaxInt32),
-		grpc.MaxConcurrentStreams(uint32(min(cfg.StreamsPerConnection, math.MaxUint32))),
-		grpc.MaxHeaderListSize(uint32(min(cfg.HeaderListBytes, math.MaxUint32))),
-		grpc.ConnectionTimeout(cfg.Handshake),
-		grpc.KeepaliveParams(keepalive.ServerParameters{
-			Time: cfg.Keepalive, Timeout: cfg.KeepaliveTimeout, MaxConnectionIdle: time.Duration(s.limits.SessionIdle),
-		}),
-		grpc.InTapHandle(s.tap),
-		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: cfg.KeepaliveMin, PermitWithoutStream: true}),
-	)...)
-	pb.RegisterTensorServiceServer(s.grpc, s)
-	healthpb.RegisterHealthServer(s.grpc, s.health)
-	if cfg.Reflection {
-		reflection.Register(s.grpc) // v1 and v1alpha
-	}
-	return s, nil
-}
-
-// follow has metrics and health follow the models, metrics be asked for, and the
-// budget ask for what is not needed.
-func (s *Server) follow() error {
-	all := metrics.New(s.cfg.Version, s.seconds, s.values)
-	if s.cfg.Metrics != nil {
-		if err := s.cfg.Metrics.Register(all); err != nil {
-			return fmt.Errorf("server: Config.Metrics: %w; give each server a registry", err)
-		}
-	}
-	stop := s.cfg.Models.Watch(func(name string, here bool) {
-		s.counts.watch(name, here)
-		s.health.watch(name, here)
-	})
-	keep := s.cfg.Budget.Reclaim(s.promises.reclaim)
-	s.forget = sync.OnceFunc(func() {
-		stop()
-		keep()
-		if s.cfg.Metrics != nil {
-			s.cfg.Metrics.Unregister(all)
-		}
-	})
-	return nil
+	cfg.Session = cfg.Session.WithDefaults()
 }
 
 func def[T int | int64 | time.Duration](v *T, d T) {
@@ -219,47 +189,28 @@ func def[T int | int64 | time.Duration](v *T, d T) {
 	}
 }
 
-// Serve serves on a listener, which it takes over, until Shutdown or Close. It
-// may be called for several listeners.
+// Serve serves on a listener, which it takes over, until Shutdown or Close. It may
+// be called for several listeners. The first call also serves those of Config.Services.
 func (s *Server) Serve(l net.Listener) error {
-	s.watching.Do(func() { // both end with Close
-		go s.connections.watch(unread(s.limits), s.closing)
-		go s.promises.watch(s.cfg.Budget, s.closing)
+	s.serving.Do(func() { // all end with Close
+		s.core.Start()
+		go s.connections.watch(unread(s.limits), s.core.Done())
+		for _, e := range s.endpoints[1:] {
+			go func() {
+				if err := e.grpc.Serve(listener{e.Listener, &s.connections}); err != nil {
+					s.log.Error("service ended", slog.String("address", e.Listener.Addr().String()), slog.String("error", err.Error()))
+				}
+			}()
+		}
 	})
-	return s.grpc.Serve(listener{l, &s.connections})
+	return s.endpoints[0].grpc.Serve(listener{l, &s.connections})
 }
 
 // Shutdown opens nothing new, lets open calls finish, and ends. When ctx ends
 // first, the rest is cancelled and ctx's cause returned.
 func (s *Server) Shutdown(ctx context.Context) error {
 	s.health.Shutdown()
-	s.mu.Lock()
-	s.draining = true
-	open := make([]*peer, 0, len(s.sessions))
-	for p := range s.sessions {
-		open = append(open, p)
-	}
-	s.mu.Unlock()
-	var err error
-	var mu sync.Mutex
-	var wg sync.WaitGroup
-	for _, p := range open {
-		wg.Go(func() { // ends with the session, or with ctx
-			if e := p.sess.Drain(ctx, "server is shutting down"); e != nil {
-				mu.Lock()
-				err = e
-				mu.Unlock()
-			}
-		})
-	}
-	wg.Go(func() { // ends with the last transfer, or with ctx
-		if e := s.transfers.wait(ctx); e != nil {
-			mu.Lock()
-			err = e
-			mu.Unlock()
-		}
-	})
-	wg.Wait()
+	err := s.core.Drain(ctx)
 	s.Close()
 	return err
 }
@@ -267,98 +218,47 @@ func (s *Server) Shutdown(ctx context.Context) error {
 // Close ends every session and call now, and returns when nothing of them is
 // left or the bounded wait for it is over.
 func (s *Server) Close() {
-	s.once.Do(func() { close(s.closing) })
+	s.core.Close()
 	stopped := make(chan struct{})
 	go func() { // ends when the last handler and call have; both are bounded
-		s.grpc.GracefulStop()
-		s.work.Wait()
+		for _, e := range s.endpoints {
+			e.grpc.GracefulStop()
+		}
+		s.core.Wait()
 		close(stopped)
 	}()
 	select {
 	case <-stopped:
 	case <-time.After(DefaultCloseWait):
-		s.grpc.Stop()
+		for _, e := range s.endpoints {
+			e.grpc.Stop()
+		}
 		select {
 		case <-stopped:
 		case <-time.After(DefaultCloseWait):
 			s.log.Error("work is left behind: a model, a store or a source does not end")
 		}
 	}
+	s.core.Forget()
 	s.forget()
 }
 
 // StreamTensors serves one session.
 func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]) error {
 	one := s.connections.of(conn.Context())
-	p := &peer{server: s, conn: one, paced: &paced{ServerStream: conn, thin: one.thin}, calls: make(map[tensor.ID]*call), side: side{budget: s.cfg.Budget, promise: promise(s.limits), all: &s.promises}}
-	s.mu.Lock()
-	switch {
-	case s.draining:
-		s.mu.Unlock()
-		return errDraining
-	case len(s.sessions) >= s.cfg.Sessions && one.sessions.Load() >= ownOpen:
-		s.mu.Unlock()
-		s.sessionsRefused.Add(1)
-		return errSessions(s.cfg.Sessions)
+	sess, err := s.core.OpenSession(&one.Caller, func(sess *serving.Session) session.Conn {
+		return &paced{ServerStream: conn, thin: one.thin, opened: &sess.Opened}
+	}, &one.flight)
+	if err != nil {
+		return err
 	}
-	p.sess = session.New(p.paced, stream.Config{Server: true, Limits: s.limits, Codecs: codec.All()}, p, &one.flight)
-	s.sessions[p] = struct{}{}
-	one.sessions.Add(1)
-	s.work.Add(1)
-	s.mu.Unlock()
-	p.number = s.sessionsOpened.Add(1)
-
-	p.sess.Start()
-	defer func() { // also when this function panics
-		p.sess.Stop(errInternal)
-		// The goroutines of the session end when the RPC has, that is, after this
-		// function returns: what is left is seen to behind it.
-		go func() {
-			defer s.work.Done()
-			p.sess.Wait(frame.Unavailable, "session ended")
-			s.leave(p)
-		}()
-	}()
-	select {
-	case <-p.sess.Stopped():
-	case <-conn.Context().Done():
-		p.sess.Stop(context.Cause(conn.Context()))
-	case <-s.closing:
-		p.sess.Stop(errShutdown)
-	}
-	cause := p.sess.Cause()
-	if err := sessionStatus(cause); err != nil {
-		s.log.Log(context.Background(), levelOf(err), "session ended", slog.String("session", p.name()), slog.String("cause", cause.Error()))
+	cause := sess.Serve(conn.Context())
+	if err := statusOf(cause); err != nil {
+		s.log.Log(context.Background(), levelOf(err), "session ended", slog.String("session", sess.ID().String()), slog.String("cause", cause.Error()))
 		return err
 	}
 	return nil
 }
 
-func (s *Server) leave(p *peer) {
-	var st stream.Stats
-	p.sess.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Stats() })
-	p.side.close() // its calls are over
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.sessions, p)
-	p.conn.sessions.Add(-1)
-	s.past.Add(st)
-}
-
-// stats adds up what all sessions have done, and counts the open ones.
-func (s *Server) stats() (stream.Stats, int) {
-	s.mu.Lock()
-	sum := s.past
-	open := make([]*peer, 0, len(s.sessions))
-	for p := range s.sessions {
-		open = append(open, p)
-	}
-	s.mu.Unlock()
-	for _, p := range open {
-		p.sess.Do(func(m *stream.Machine, _ stream.Instant) { sum.Add(m.Stats()) })
-	}
-	return sum, len(open)
-}
-
 // String names the server in panics and tests.
-func (s *Server) String() string { return fmt.Sprintf("tensorferry server (%d calls)", s.calls.Load()) }
+func (s *Server) String() string { return "tensorferry server (" + s.core.String() + ")" }

@@ -2,7 +2,6 @@ package server
 
 import (
 	"context"
-	"fmt"
 	"iter"
 	"log/slog"
 
@@ -23,7 +22,7 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 	}
 	if glob := req.GetGlob(); glob != "" { // a longer one matches no name, and costs time
 		if err := store.CheckName(glob); err != nil {
-			return nil, unaryStatus(frame.InvalidArgument, "glob: "+err.Error(), 0)
+			return nil, frame.Errorf(frame.InvalidArgument, "glob: %v", err)
 		}
 	}
 	most := listPage
@@ -33,7 +32,7 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 	// One more than the page tells whether there is another.
 	list, err := s.cfg.Store.List(ctx, req.GetGlob(), req.GetPageToken(), most+1)
 	if err != nil {
-		return nil, s.storedStatus(err)
+		return nil, s.storedError(err)
 	}
 	if len(list) > most {
 		list = list[:most]
@@ -42,7 +41,7 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 	for _, i := range list {
 		size, err := i.Bytes()
 		if err != nil {
-			return nil, s.storedStatus(err)
+			return nil, s.storedError(err)
 		}
 		t := &pb.StoredTensor{
 			Name: i.Name, Dtype: pb.DataType(i.DType), Shape: i.Shape, SizeBytes: uint64(size),
@@ -61,21 +60,21 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest) (*pb.DeleteTensorsResponse, error) {
 	switch n := len(req.GetNames()); {
 	case s.cfg.Store == nil:
-		return nil, s.storedStatus(errNoStore)
+		return nil, s.storedError(errNoStore)
 	case n == 0:
-		return nil, unaryStatus(frame.InvalidArgument, "names: none; give a tensor's, or a glob", 0)
+		return nil, frame.Errorf(frame.InvalidArgument, "names: none; give a tensor's, or a glob")
 	case n > transferTensors:
-		return nil, unaryStatus(frame.ResourceExhausted, fmt.Sprintf("names: %d, the limit is %d; use several requests", n, transferTensors), 0)
+		return nil, frame.Errorf(frame.ResourceExhausted, "names: %d, the limit is %d; use several requests", n, transferTensors)
 	}
 	var names []string
 	seen := make(map[string]struct{}) // so that a thousand globs find no more than there is
 	for i, name := range req.GetNames() {
 		if err := store.CheckName(name); err != nil {
-			return nil, unaryStatus(frame.InvalidArgument, fmt.Sprintf("names[%d]: %v", i, err), 0)
+			return nil, frame.Errorf(frame.InvalidArgument, "names[%d]: %v", i, err)
 		}
 		for found, err := range s.match(ctx, name) {
 			if err != nil {
-				return nil, s.storedStatus(err)
+				return nil, s.storedError(err)
 			}
 			if _, twice := seen[found]; !twice {
 				seen[found] = struct{}{}
@@ -85,7 +84,7 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 	}
 	deleted, err := s.cfg.Store.Delete(ctx, names...)
 	if err != nil {
-		return nil, s.storedStatus(err)
+		return nil, s.storedError(err)
 	}
 	return &pb.DeleteTensorsResponse{Deleted: deleted}, nil
 }
@@ -112,20 +111,20 @@ func (s *Server) match(ctx context.Context, name string) iter.Seq2[string, error
 func (s *Server) GetTransfer(_ context.Context, req *pb.GetTransferRequest) (*pb.GetTransferResponse, error) {
 	id, ok := tensor.ParseID(req.GetTransferId())
 	if !ok {
-		return nil, unaryStatus(frame.InvalidArgument, "transfer_id: 16 bytes, not all zero: the session_id of the hello of a push or a pull", 0)
+		return nil, frame.Errorf(frame.InvalidArgument, "transfer_id: 16 bytes, not all zero: the session_id of the hello of a push or a pull")
 	}
-	state := s.records.state(id)
+	state := s.transferLog.state(id)
 	if state == nil {
-		return nil, unaryStatus(frame.NotFound, fmt.Sprintf("transfer %s: not open, and not among the last that ended", id), 0)
+		return nil, frame.Errorf(frame.NotFound, "transfer %s: not open, and not among the last that ended", id)
 	}
 	return state, nil
 }
 
-// storedStatus is what a request about the store ends with.
-func (s *Server) storedStatus(err error) error {
-	code, text, retry, known := storedCode(err)
-	if !known {
+// storedError is what a request about the store ends with.
+func (s *Server) storedError(err error) error {
+	why := explainStored(err)
+	if why.Secret {
 		s.log.Error("store failed", slog.String("error", err.Error()))
 	}
-	return unaryStatus(code, text, retry)
+	return why
 }

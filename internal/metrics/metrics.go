@@ -9,6 +9,7 @@ package metrics
 
 import (
 	"runtime"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
@@ -78,15 +79,26 @@ var (
 	buildInfo     = desc("build_info", "1, with the version of the server.", "version", "go_version")
 )
 
-// NewCallSeconds returns the times of calls, by model; New collects them.
-func NewCallSeconds() *prometheus.HistogramVec {
-	return prometheus.NewHistogramVec(prometheus.HistogramOpts{
+// CallSeconds are the times of calls, by model; New collects them.
+type CallSeconds struct{ all *prometheus.HistogramVec }
+
+// NewCallSeconds returns a CallSeconds without any.
+func NewCallSeconds() CallSeconds {
+	return CallSeconds{prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name: prefix + "call_seconds",
 		Help: "Time of a call from the last of its inputs announced to its last result acknowledged.",
 		// From a small call on this machine to a tensor of many gigabytes.
 		Buckets: []float64{1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 25, 50, 100},
-	}, []string{"model"})
+	}, []string{"model"})}
 }
+
+// Observe adds the time of one call.
+func (c CallSeconds) Observe(model string, took time.Duration) {
+	c.all.WithLabelValues(model).Observe(took.Seconds())
+}
+
+// Forget drops the times of a model.
+func (c CallSeconds) Forget(model string) { c.all.DeleteLabelValues(model) }
 
 func desc(name, help string, labels ...string) *prometheus.Desc {
 	return prometheus.NewDesc(prefix+name, help, labels, nil)
@@ -132,13 +144,13 @@ func Counters(v *Values) map[string]int64 {
 type collector struct {
 	version string
 	read    func() Values
-	seconds *prometheus.HistogramVec
+	seconds CallSeconds
 	plain   []*prometheus.Desc // as the table
 }
 
 // New returns the metrics of a server: read is asked at each scrape, concurrently
 // with others.
-func New(version string, seconds *prometheus.HistogramVec, read func() Values) prometheus.Collector {
+func New(version string, seconds CallSeconds, read func() Values) prometheus.Collector {
 	c := &collector{version: version, read: read, seconds: seconds}
 	for _, m := range plain {
 		c.plain = append(c.plain, desc(m.name, m.help))
@@ -154,7 +166,7 @@ func (c *collector) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{endedCalls, openTransfers, transferBytes, endedTensors, buildInfo} {
 		out <- d
 	}
-	c.seconds.Describe(out)
+	c.seconds.all.Describe(out)
 }
 
 // Collect implements prometheus.Collector.
@@ -179,7 +191,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 		send(endedTensors, prometheus.CounterValue, n, o.Of, o.Code)
 	}
 	send(buildInfo, prometheus.GaugeValue, 1, c.version, runtime.Version())
-	c.seconds.Collect(out)
+	c.seconds.all.Collect(out)
 }
 
 // NewRegistry returns a registry with the metrics of Go and of this process.

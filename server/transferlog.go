@@ -7,20 +7,20 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// kind is which way a transfer goes, in the word that metrics have for it.
-type kind string
+type kind = serving.Direction
 
 const (
-	pushTransfer kind = "push"
-	pullTransfer kind = "pull"
+	pushTransfer = serving.Push
+	pullTransfer = serving.Pull
 )
 
-// records knows the pushes and pulls that are open, and the last that ended.
-type records struct {
+// transferLog knows the pushes and pulls that are open, and the last that ended.
+type transferLog struct {
 	mu    sync.Mutex // guards all below, and what is in the records
 	byID  map[tensor.ID]*record
 	ended []*record // oldest first
@@ -47,24 +47,24 @@ type progress struct {
 }
 
 // begin opens a record, or says why the transfer is refused.
-func (rs *records) begin(id tensor.ID, k kind) (*record, error) {
-	rs.mu.Lock()
-	defer rs.mu.Unlock()
-	if r := rs.byID[id]; r != nil && r.open {
+func (l *transferLog) begin(id tensor.ID, k kind) (*record, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if r := l.byID[id]; r != nil && r.open {
 		return nil, errTransferExists(id)
 	}
 	r := &record{id: id, kind: k, open: true, began: time.Now()}
-	if rs.byID == nil {
-		rs.byID = make(map[tensor.ID]*record)
+	if l.byID == nil {
+		l.byID = make(map[tensor.ID]*record)
 	}
-	rs.byID[id] = r
+	l.byID[id] = r
 	return r, nil
 }
 
 // tensor adds a tensor to a record.
-func (rs *records) tensor(r *record, id tensor.ID, name string, size uint64) *progress {
-	rs.mu.Lock()
-	defer rs.mu.Unlock()
+func (l *transferLog) tensor(r *record, id tensor.ID, name string, size uint64) *progress {
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	p := &progress{summary: frame.Summary{Tensor: id, Name: name, SizeBytes: size}, open: true}
 	if len(r.tensors) == recordTensors {
 		r.tensors[0] = nil
@@ -75,21 +75,21 @@ func (rs *records) tensor(r *record, id tensor.ID, name string, size uint64) *pr
 }
 
 // over notes how a tensor ended.
-func (rs *records) over(p *progress, s frame.Summary) {
-	rs.mu.Lock()
-	defer rs.mu.Unlock()
+func (l *transferLog) over(p *progress, s frame.Summary) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	s.Message = frame.Clip(s.Message, recordMessage)
 	p.summary, p.open = s, false
 }
 
 // end notes how a transfer ended, and forgets the oldest of those that did. r is nil
 // for one that never said its name.
-func (rs *records) end(r *record, err error) {
+func (l *transferLog) end(r *record, err error) {
 	if r == nil {
 		return
 	}
-	rs.mu.Lock()
-	defer rs.mu.Unlock()
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	r.open = false
 	r.code, r.message = statusParts(err)
 	r.message = frame.Clip(r.message, recordMessage)
@@ -99,24 +99,24 @@ func (rs *records) end(r *record, err error) {
 			p.summary.Code, p.summary.Message = r.code, r.message
 		}
 	}
-	rs.ended = append(rs.ended, r)
-	rs.kept += len(r.tensors)
-	for len(rs.ended) > recordsKept || rs.kept > recordTensorsKept && len(rs.ended) > 1 {
-		old := rs.ended[0]
-		rs.ended[0] = nil
-		rs.ended = rs.ended[1:]
-		rs.kept -= len(old.tensors)
-		if rs.byID[old.id] == old {
-			delete(rs.byID, old.id)
+	l.ended = append(l.ended, r)
+	l.kept += len(r.tensors)
+	for len(l.ended) > recordsKept || l.kept > recordTensorsKept && len(l.ended) > 1 {
+		old := l.ended[0]
+		l.ended[0] = nil
+		l.ended = l.ended[1:]
+		l.kept -= len(old.tensors)
+		if l.byID[old.id] == old {
+			delete(l.byID, old.id)
 		}
 	}
 }
 
 // state copies what GetTransfer tells.
-func (rs *records) state(id tensor.ID) *pb.GetTransferResponse {
-	rs.mu.Lock()
-	defer rs.mu.Unlock()
-	r := rs.byID[id]
+func (l *transferLog) state(id tensor.ID) *pb.GetTransferResponse {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	r := l.byID[id]
 	if r == nil {
 		return nil
 	}

@@ -34,7 +34,7 @@ func TestRecordsOfTheWorstTransfersTakeNoMoreThanTheySay(t *testing.T) {
 	} {
 		t.Run(what, func(t *testing.T) {
 			before := heap()
-			rs := new(records)
+			rs := new(transferLog)
 			failed := status.Error(codes.Internal, strings.Repeat("y", 1<<10))
 			for number := 0; number < 2*recordTensorsKept; {
 				number++

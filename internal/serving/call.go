@@ -1,4 +1,4 @@
-package server
+package serving
 
 import (
 	"context"
@@ -7,8 +7,6 @@ import (
 	"io"
 	"log/slog"
 	"math"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/tensorferry/tensorferry/assembler"
@@ -21,26 +19,26 @@ import (
 )
 
 var (
-	// errBinding: the call's inputs do not fit the model's ports by name.
-	errBinding = errors.New("server: inputs do not match the model")
-	// errMemoryWait: the memory a call needs at least did not become free.
-	errMemoryWait = errors.New("server: no memory became free for the call in time")
 	// errFinished ends the feeding of a run whose results are complete.
-	errFinished = errors.New("server: results complete")
+	errFinished = errors.New("serving: results complete")
+	// errStopped ends a call that the session has ended: done is decided by then, and
+	// no text of it reaches anyone.
+	errStopped = errors.New("serving: call stopped")
 )
 
 // call is one run of a model for a session. Two goroutines work for it, from
 // start until end: one lends the run's blocks to the session, the other takes
 // its results.
 type call struct {
-	peer   *peer
-	id     tensor.ID
-	cancel context.CancelCauseFunc
-	closed chan struct{} // closed by the session's last event
+	session *Session
+	id      tensor.ID
+	cancel  context.CancelCauseFunc
+	closed  chan struct{} // closed by the session's last event
 
 	// Guarded by the session's lock.
 	inputs   []*input
 	model    string // once ready
+	table    int64  // bytes of the budget for what is kept per chunk of the inputs
 	spare    []*arrival
 	arrived  stream.Instant
 	lastByte stream.Instant
@@ -86,10 +84,9 @@ type output struct {
 func (c *call) start(part *frame.Call) {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	c.cancel = cancel
-	params := part.Params
-	timeout := timeoutOf(part.TimeoutMillis)
-	c.peer.server.work.Go(func() {
-		defer c.peer.server.endCall(c.peer.conn)
+	params, timeout := part.Params, Millis(part.TimeoutMillis)
+	c.session.core.Go(func() {
+		defer c.session.core.Leave(Calls, c.session.from)
 		defer cancel(nil)
 		if timeout > 0 {
 			// Finish too: the results may be complete and only nobody takes them.
@@ -99,113 +96,85 @@ func (c *call) start(part *frame.Call) {
 			})
 			defer alarm.Stop()
 		}
-		c.serve(ctx, params)
+		defer c.release()
+		if err := c.serve(ctx, params); err != nil {
+			c.finish(frame.Timings{}, err)
+			<-c.closed
+		}
 	})
 }
 
-// timeoutOf is a call's timeout as its caller says it.
-func timeoutOf(millis uint64) time.Duration {
-	return time.Duration(min(millis, uint64(maxTimeout/time.Millisecond))) * time.Millisecond
+// Millis is a timeout as a caller gives it, without an overflow.
+func Millis(n uint64) time.Duration {
+	return time.Duration(min(n, uint64(maxTimeout/time.Millisecond))) * time.Millisecond
 }
 
-// serve runs the call from its model's name to its memory's return.
-func (c *call) serve(ctx context.Context, params map[string]string) {
-	defer c.release()
-	model, over, err := c.peer.server.model(c.model)
+// serve runs the call from its model's name to its memory's return. An error means that
+// it did not begin to compute.
+func (c *call) serve(ctx context.Context, params map[string]string) error {
+	core := c.session.core
+	model, over, err := core.model(c.model)
 	if err != nil {
-		c.finish(frame.Timings{}, err)
-		<-c.closed
-		return
+		return err
 	}
 	var closed error
 	defer func() { over(closed) }()
-	inputs, table, err := c.bind(model.Info())
+	info := model.Info()
+	inputs, err := c.bind(info)
 	if err != nil {
-		c.finish(frame.Timings{}, err)
-		<-c.closed
-		return
+		return err
 	}
-	if table > 0 {
-		defer c.peer.server.cfg.Budget.Release(c.peer.holder, table)
-	}
-	run, err := c.open(ctx, model, inputs, params)
+	run, err := core.run(ctx, c.cancel, model, engine.Call{ID: c.id, Session: c.session.holder, Inputs: inputs, Params: params})
 	if err != nil {
-		c.finish(frame.Timings{}, err)
-		<-c.closed
-		return
+		return err
 	}
-	c.compute(ctx, model.Info(), run)
+	c.compute(ctx, info, run)
 	<-c.closed // every result acknowledged or given up, no chunk on its way into a block
 	if closed = run.Close(); closed != nil {
-		c.peer.server.log.Warn("run left memory behind", slog.String("call", c.id.String()), slog.String("error", closed.Error()))
+		core.log.Warn("run left memory behind", slog.String("call", c.id.String()), slog.String("error", closed.Error()))
 	}
+	return nil
 }
 
 // bind puts the call's inputs in the order of the model's ports, and takes the
 // memory for tensors of very many chunks.
-func (c *call) bind(info engine.Info) ([]engine.Input, int64, error) {
-	if len(c.inputs) != len(info.Inputs) {
-		return nil, 0, fmt.Errorf("%w: %q has %d inputs, the call has %d", errBinding, info.Name, len(info.Inputs), len(c.inputs))
+func (c *call) bind(info engine.Info) ([]engine.Input, error) {
+	ports := make([]string, len(c.inputs))
+	for i, in := range c.inputs {
+		ports[i] = in.port
 	}
-	ordered := make([]*input, len(info.Inputs))
-	inputs := make([]engine.Input, len(info.Inputs))
+	order, err := bind(info, ports)
+	if err != nil {
+		return nil, err
+	}
 	var table int64
-	for i, port := range info.Inputs {
-		for _, in := range c.inputs {
-			if in.port == port.Name || in.port == "" && len(info.Inputs) == 1 {
-				ordered[i] = in
-			}
-		}
-		in := ordered[i]
-		if in == nil {
-			return nil, 0, fmt.Errorf("%w: %q needs input %q, the call has %s", errBinding, info.Name, port.Name, c.portNames())
-		}
-		inputs[i] = engine.Input{Port: port.Name, Desc: in.desc, ChunkBytes: in.chunk}
-		table += tableBytes(in.chunks)
+	ordered := make([]*input, len(order))
+	inputs := make([]engine.Input, len(order))
+	for p, i := range order {
+		in := c.inputs[i]
+		ordered[p] = in
+		inputs[p] = engine.Input{Port: info.Inputs[p].Name, Desc: in.desc, ChunkBytes: in.chunk}
+		table += TableBytes(in.chunks)
 	}
-	if err := acquireTable(c.peer.server.cfg.Budget, c.peer.holder, table); err != nil {
-		return nil, 0, err
+	if err := AcquireTable(c.session.core.cfg.Budget, c.session.holder, table); err != nil {
+		return nil, err
 	}
-	c.peer.sess.Do(func(*stream.Machine, stream.Instant) { c.inputs = ordered })
-	return inputs, table, nil
+	c.session.sess.Do(func(*stream.Machine, stream.Instant) { c.inputs, c.table = ordered, table })
+	return inputs, nil
 }
 
-// tableBytes is what the budget gives for what is kept per chunk of a tensor.
-func tableBytes(chunks uint32) int64 {
+// TableBytes is how much of what is kept per chunk of a tensor the budget gives.
+func TableBytes(chunks uint32) int64 {
 	return max(0, int64(chunks)-tableFree) * assembler.ChunkOverhead
 }
 
-// acquireTable takes so many bytes, which may be none, of the budget.
-func acquireTable(b *slab.Budget, holder string, bytes int64) error {
+// AcquireTable takes so many bytes, which may be none, of the budget.
+func AcquireTable(b *slab.Budget, holder string, bytes int64) error {
 	if bytes == 0 || b.TryAcquire(holder, bytes) {
 		return nil
 	}
 	_, _, limit := b.Used()
 	return fmt.Errorf("%w: %d bytes to keep track of so many chunks, the budget is %d; send larger chunks", slab.ErrBudget, bytes, limit)
-}
-
-func (c *call) portNames() string {
-	if len(c.inputs) == 0 {
-		return "none"
-	}
-	names := make([]string, len(c.inputs))
-	for i, in := range c.inputs {
-		names[i] = strconv.Quote(in.port)
-	}
-	return strings.Join(names, ", ")
-}
-
-// open opens the run, waiting a bounded time for memory.
-func (c *call) open(ctx context.Context, model engine.Model, inputs []engine.Input, params map[string]string) (engine.Run, error) {
-	patience := time.AfterFunc(c.peer.server.cfg.MemoryWait, func() { c.cancel(c.peer.server.waitedForMemory()) })
-	defer patience.Stop()
-	return model.Open(ctx, engine.Call{ID: c.id, Session: c.peer.holder, Inputs: inputs, Params: params})
-}
-
-// waitedForMemory is the cause of a call's end that waited in vain.
-func (s *Server) waitedForMemory() error {
-	_, _, limit := s.cfg.Budget.Used()
-	return fmt.Errorf("%w: waited %v, the memory budget is %d bytes; try again later", errMemoryWait, s.cfg.MemoryWait, limit)
 }
 
 // compute moves blocks in and results out until the call's end is decided.
@@ -229,7 +198,7 @@ func (c *call) compute(ctx context.Context, info engine.Info, run engine.Run) {
 }
 
 // feed lends up to most of the run's blocks to the session, and copies what waits
-// on the side. It reports whether there are no more blocks to lend.
+// in the staging. It reports whether there are no more blocks to lend.
 func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (last bool) {
 	for ; *seq < most; *seq++ {
 		b, err := run.Lend(ctx)
@@ -256,7 +225,7 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 			}
 			in.used += int64(copy(mem, in.staged.Bytes()[in.used:]))
 			if in.used == in.size {
-				c.peer.unstage(in) // the session may have its share back, and the call last
+				c.session.unstage(in) // the session may have its share back, and the call last
 			}
 		}
 		if wire == 0 {
@@ -266,7 +235,7 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 			}
 			continue
 		}
-		c.peer.sess.Do(func(m *stream.Machine, now stream.Instant) {
+		c.session.sess.Do(func(m *stream.Machine, now stream.Instant) {
 			a := c.arrival(run)
 			a.block, a.missing = b, wire
 			for i, mem := range b.In {
@@ -280,7 +249,7 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 }
 
 // usedUp reports whether b was the last block: every input has been copied from
-// the side to its last byte. After the Whole inputs rows follow, perhaps none.
+// the staging to its last byte. After the Whole inputs rows follow, perhaps none.
 func (c *call) usedUp(b *engine.Block) bool {
 	for i, in := range c.inputs {
 		if in.ready == nil || in.used < in.size || b.In[i] == nil && b.Whole {
@@ -307,7 +276,7 @@ func (c *call) take(ctx context.Context, info engine.Info, run engine.Run) error
 			return fmt.Errorf("%w: result for port %d of %d", engine.ErrModel, out.Port, len(outs))
 		}
 		complete := false
-		c.peer.sess.DoSend(func(m *stream.Machine, now stream.Instant) {
+		c.session.sess.DoSend(func(m *stream.Machine, now stream.Instant) {
 			if first == 0 {
 				first = now
 			}
@@ -337,7 +306,7 @@ func (c *call) take(ctx context.Context, info engine.Info, run engine.Run) error
 	if !allComplete(outs) {
 		return fmt.Errorf("%w: it ended before its results were complete", engine.ErrModel)
 	}
-	c.peer.sess.Do(func(m *stream.Machine, now stream.Instant) { // a model without outputs
+	c.session.sess.Do(func(m *stream.Machine, now stream.Instant) { // a model without outputs
 		m.Finish(c.done(now, now, info, outs, run.Stats()))
 	})
 	return nil
@@ -411,13 +380,12 @@ func (c *call) finish(t frame.Timings, err error) {
 	if errors.Is(err, errStopped) {
 		return // the session decided first
 	}
-	code, text, retry := callCode(err)
-	if code == frame.Internal && !errors.Is(err, stream.ErrClosed) { // or the session decided while a result was on its way to it
-		c.peer.server.log.Error("call failed", slog.String("session", c.peer.holder),
-			slog.String("call", c.id.String()), slog.String("error", err.Error()))
+	why := ExplainCall(err)
+	if why.Secret && !errors.Is(err, stream.ErrClosed) { // or the session decided while a result was on its way to it
+		c.session.core.logFailure(c.session.holder, c.id, err)
 	}
-	c.peer.sess.Do(func(m *stream.Machine, _ stream.Instant) {
-		m.Finish(frame.Done{Call: c.id, Code: code, Message: text, Timings: t, RetryAfterMillis: retry})
+	c.session.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+		m.Finish(frame.Done{Call: c.id, Code: why.Code, Message: why.Text, Timings: t, RetryAfterMillis: why.RetryMillis})
 	})
 }
 
@@ -438,9 +406,12 @@ func (c *call) end() {
 	}
 }
 
-// release gives back what waits on the side; nothing touches it any more.
+// release gives back the memory of the call's inputs; nothing touches it any more.
 func (c *call) release() {
 	for _, in := range c.inputs {
-		c.peer.settle(in)
+		c.session.settle(in)
+	}
+	if c.table > 0 {
+		c.session.core.cfg.Budget.Release(c.session.holder, c.table)
 	}
 }

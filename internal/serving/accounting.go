@@ -1,0 +1,132 @@
+package serving
+
+import (
+	"fmt"
+	"log/slog"
+	"maps"
+	"runtime/debug"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/metrics"
+)
+
+// Direction is which way a transfer goes, in the word that metrics have for it.
+type Direction string
+
+// The directions of transfers.
+const (
+	Push Direction = "push"
+	Pull Direction = "pull"
+)
+
+// counts is what a core counts beside what its sessions do: the one source of
+// GetServiceInfo and of Prometheus. Safe for concurrent use.
+type counts struct {
+	runsAbandoned, panics atomic.Int64
+	callsUnary            atomic.Int64        // outside sessions
+	seconds               metrics.CallSeconds // of calls, by model
+
+	mu            sync.Mutex // guards all below
+	models        map[string]struct{}
+	ended         map[metrics.Outcome]int64 // calls, by model
+	openTransfers map[string]int64          // by kind
+	transferBytes map[metrics.Outcome]int64 // by kind
+	endedTensors  map[metrics.Outcome]int64 // by kind
+}
+
+func newCounts() counts {
+	return counts{
+		seconds: metrics.NewCallSeconds(), models: make(map[string]struct{}), ended: make(map[metrics.Outcome]int64),
+		openTransfers: map[string]int64{string(Push): 0, string(Pull): 0}, transferBytes: make(map[metrics.Outcome]int64), endedTensors: make(map[metrics.Outcome]int64),
+	}
+}
+
+// watch follows the registry: only its models have labels of their own, so that
+// no caller can make up more. What a model that goes has counted stays in the sum.
+func (c *counts) watch(name string, here bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if here {
+		c.models[name] = struct{}{}
+		return
+	}
+	delete(c.models, name)
+	c.seconds.Forget(name)
+	for o, n := range c.ended {
+		if o.Of == name {
+			delete(c.ended, o)
+			c.ended[metrics.Outcome{Code: o.Code}] += n
+		}
+	}
+}
+
+// callEnded counts a call that has ended, and its time if it ever had one.
+func (c *counts) callEnded(model string, code frame.Code, took time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if _, here := c.models[model]; !here {
+		model = ""
+	}
+	c.ended[metrics.Outcome{Of: model, Code: code.String()}]++
+	if took > 0 {
+		c.seconds.Observe(model, took)
+	}
+}
+
+// TransferOpened counts a push or a pull that begins; TransferEnded follows.
+func (c *counts) TransferOpened(k Direction) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.openTransfers[string(k)]++
+}
+
+// TransferEnded counts a push or a pull that has moved so many bytes of payload.
+func (c *counts) TransferEnded(k Direction, code frame.Code, bytes int64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.openTransfers[string(k)]--
+	c.transferBytes[metrics.Outcome{Of: string(k), Code: code.String()}] += bytes
+}
+
+// TensorEnded counts a tensor of a push or a pull.
+func (c *counts) TensorEnded(k Direction, code frame.Code) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.endedTensors[metrics.Outcome{Of: string(k), Code: code.String()}]++
+}
+
+// Panicked counts and logs a panic of a handler. It is called while the panic unwinds.
+func (c *Core) Panicked(p any) {
+	c.panics.Add(1)
+	c.log.Error("handler panicked", slog.String("panic", fmt.Sprint(p)), slog.String("stack", string(debug.Stack())))
+}
+
+// Refused counts a call that was refused for want of memory for its message.
+func (c *Core) Refused() { c.gates[Calls].refused.Add(1) }
+
+// Seconds are the times of calls, by model.
+func (c *Core) Seconds() metrics.CallSeconds { return c.seconds }
+
+// Values adds up what the core and its sessions have counted. What a store holds is
+// left to the caller.
+func (c *Core) Values() metrics.Values {
+	st, open := c.stats()
+	v := metrics.Values{
+		Sessions: int64(open), SessionsOpened: c.number.Load(), SessionsRefused: c.gates[Sessions].refused.Load(),
+		Calls: c.gates[Calls].open.Load(), CallsOpened: st.CallsOpened + c.callsUnary.Load(), CallsRefused: c.gates[Calls].refused.Load(),
+		ReceivedBytes: st.BytesIn, SentBytes: st.BytesOut, ReceivedChunks: st.ChunksIn, SentChunks: st.ChunksOut,
+		CorruptChunks: st.Corrupt, DuplicateChunks: st.Duplicate,
+		RunsAbandoned: c.runsAbandoned.Load(), Panics: c.panics.Load(),
+	}
+	v.MemoryUsed, v.MemoryPeak, v.MemoryLimit = c.cfg.Budget.Used()
+	v.MemoryKept = c.cfg.Pool.Kept()
+	n := &c.counts
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	v.Ended, v.OpenTransfers, v.TransferBytes = maps.Clone(n.ended), maps.Clone(n.openTransfers), maps.Clone(n.transferBytes)
+	v.EndedTensors = maps.Clone(n.endedTensors)
+	return v
+}

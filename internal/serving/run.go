@@ -1,0 +1,231 @@
+package serving
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// errBinding: the inputs of a call do not fit the model's ports by name.
+var errBinding = errors.New("serving: inputs do not match the model")
+
+// Request is a call of a model that no session carries.
+type Request struct {
+	Model   string
+	Inputs  []engine.Input    // in any order; the port of the only one may be empty
+	Params  map[string]string // read-only
+	Timeout time.Duration     // 0: no limit
+}
+
+// Run is a call that Open admitted: whoever opened it fills the blocks of the
+// engine's run, takes its results and calls End.
+type Run struct {
+	engine.Run
+	Info engine.Info
+	// Order is, for each input port of the model, the index of its input in the Request.
+	Order []int
+
+	core   *Core
+	from   *Caller
+	id     tensor.ID
+	model  string
+	began  time.Time
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	undo   []func()
+	over   func(closed error)
+}
+
+// Open admits a call and opens its run, waiting for memory as long as a session's
+// call does. The end of ctx, of the timeout or of the core ends the run. End follows.
+// An error is a *Refusal, and the call has been counted as ended with it.
+func (c *Core) Open(ctx context.Context, from *Caller, q Request) (*Run, error) {
+	r, err := c.admit(ctx, from, q)
+	if err != nil {
+		return nil, err
+	}
+	if err := r.open(q); err != nil {
+		return nil, r.end(err, nil)
+	}
+	return r, nil
+}
+
+// admit counts a call that begins. end follows.
+func (c *Core) admit(ctx context.Context, from *Caller, q Request) (*Run, error) {
+	if err := c.Begin(); err != nil {
+		return nil, err
+	}
+	if err := c.Enter(Calls, from); err != nil {
+		c.End()
+		return nil, err
+	}
+	c.callsUnary.Add(1)
+	r := &Run{core: c, from: from, id: session.NewID(), model: q.Model, began: time.Now()}
+	if q.Timeout > 0 {
+		timed, stop := context.WithTimeout(ctx, q.Timeout)
+		ctx, r.undo = timed, append(r.undo, stop)
+	}
+	r.ctx, r.cancel = context.WithCancelCause(ctx)
+	unhook := context.AfterFunc(c.ctx, func() { r.cancel(ErrShutdown) })
+	r.undo = append(r.undo, func() { unhook() }, func() { r.cancel(nil) })
+	return r, nil
+}
+
+func (r *Run) open(q Request) (err error) {
+	if q.Model == "" {
+		return fmt.Errorf("%w: the model's name is empty", errBinding)
+	}
+	if problem := cmp.Or(frame.CheckName("model", q.Model), frame.CheckEntries("params", q.Params)); problem != "" {
+		return fmt.Errorf("%w: %s", errBinding, problem)
+	}
+	m, over, err := r.core.model(q.Model)
+	if err != nil {
+		return err
+	}
+	r.over, r.Info = over, m.Info()
+	ports := make([]string, len(q.Inputs))
+	for i, in := range q.Inputs {
+		ports[i] = in.Port
+	}
+	if r.Order, err = bind(r.Info, ports); err != nil {
+		return err
+	}
+	inputs := make([]engine.Input, len(ports))
+	for port, i := range r.Order {
+		inputs[port] = q.Inputs[i]
+		inputs[port].Port = r.Info.Inputs[port].Name
+	}
+	r.Run, err = r.core.run(r.ctx, r.cancel, m, engine.Call{ID: r.id, Session: "call " + r.id.String(), Inputs: inputs, Params: q.Params})
+	return err
+}
+
+// End closes the run and counts the call as ended with err, nil if it ended well. It
+// returns what the caller is told, a *Refusal: why the run was cancelled, if it was,
+// else err.
+func (r *Run) End(err error) error {
+	return r.end(err, r.Run.Close())
+}
+
+// end counts a call whose run, if there was one, was closed with lost.
+func (r *Run) end(err, lost error) error {
+	if cause := context.Cause(r.ctx); err != nil && cause != nil { // outranks what it caused
+		err = cause
+	}
+	if r.over != nil {
+		r.over(lost)
+	}
+	for _, undo := range r.undo {
+		undo()
+	}
+	why := &Refusal{}
+	if err != nil {
+		why = ExplainCall(err)
+		err = why
+	}
+	r.core.callEnded(r.model, why.Code, time.Since(r.began))
+	if why.Secret {
+		r.core.logFailure("", r.id, err)
+	}
+	r.core.Leave(Calls, r.from)
+	r.core.End()
+	return err
+}
+
+// Tensor is a tensor in memory at a port of a model.
+type Tensor struct {
+	Port string
+	tensor.Tensor
+}
+
+// Compute runs a model over tensors that lie in memory, instead of q.Inputs, and
+// returns copies of its outputs. It borrows in. Inputs and outputs have at most so many
+// bytes in each direction. An error is a *Refusal.
+func (c *Core) Compute(ctx context.Context, from *Caller, q Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
+	r, err := c.admit(ctx, from, q)
+	if err != nil {
+		return nil, engine.Stats{}, err
+	}
+	if q.Inputs, err = offered(in, most); err == nil {
+		err = r.open(q)
+	}
+	if err != nil {
+		return nil, engine.Stats{}, r.end(err, nil)
+	}
+	ordered := make([]tensor.Tensor, len(in))
+	for port, i := range r.Order {
+		ordered[port] = in[i].Tensor
+	}
+	results, st, err := engine.Collect(r.ctx, r.Info, r.Run, ordered, most)
+	var lost error
+	switch {
+	case errors.Is(err, engine.ErrLost):
+		lost = err
+	case errors.Is(err, tensor.ErrTooLarge):
+		err = fmt.Errorf("%w; a session has no such limit", err)
+	}
+	out := make([]Tensor, len(results))
+	for i, t := range results {
+		out[i] = Tensor{r.Info.Outputs[i].Name, t}
+	}
+	return out, st, r.end(err, lost)
+}
+
+// offered are tensors in memory as a model is offered them.
+func offered(in []Tensor, most int64) ([]engine.Input, error) {
+	inputs := make([]engine.Input, len(in))
+	left := most
+	for i, t := range in {
+		if _, err := tensor.New(t.Desc, t.Data); err != nil {
+			return nil, fmt.Errorf("%w: input %q: %w", errBinding, t.Port, err)
+		}
+		if left -= int64(len(t.Data)); left < 0 {
+			return nil, fmt.Errorf("%w: the inputs have more than %d bytes; a session has no such limit", tensor.ErrTooLarge, most)
+		}
+		inputs[i] = engine.Input{Port: t.Port, Desc: t.Desc, ChunkBytes: tensor.ChunkFor(t.Desc, most)}
+	}
+	return inputs, nil
+}
+
+// run opens a run, waiting a bounded time for memory: then cancel, which is that of
+// ctx, ends it.
+func (c *Core) run(ctx context.Context, cancel context.CancelCauseFunc, m engine.Model, call engine.Call) (engine.Run, error) {
+	patience := time.AfterFunc(c.cfg.MemoryWait, func() {
+		_, _, limit := c.cfg.Budget.Used()
+		cancel(fmt.Errorf("%w: no memory became free for the call in %v, the memory budget is %d bytes; try again later", errMemory, c.cfg.MemoryWait, limit))
+	})
+	defer patience.Stop()
+	return m.Open(ctx, call)
+}
+
+// bind finds the input of each port of a model among inputs with these ports.
+func bind(info engine.Info, ports []string) (order []int, err error) {
+	if len(ports) != len(info.Inputs) {
+		return nil, fmt.Errorf("%w: %q has %d inputs, the call has %d", errBinding, info.Name, len(info.Inputs), len(ports))
+	}
+	order = make([]int, len(ports))
+	for p, port := range info.Inputs {
+		order[p] = -1
+		for i, name := range ports {
+			if name == port.Name || name == "" && len(ports) == 1 {
+				order[p] = i
+			}
+		}
+		if order[p] < 0 {
+			quoted := make([]string, len(ports))
+			for i, name := range ports {
+				quoted[i] = strconv.Quote(name)
+			}
+			return nil, fmt.Errorf("%w: %q needs input %q, the call has %s", errBinding, info.Name, port.Name, strings.Join(quoted, ", "))
+		}
+	}
+	return order, nil
+}

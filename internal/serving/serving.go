@@ -1,0 +1,156 @@
+// Package serving is what every service of a server stands on: it admits what
+// callers open, runs models for them within the memory budget, carries sessions, and
+// counts. The native service, and services that are registered beside it, use the
+// same Core, so that one set of limits, metrics and health holds for all.
+//
+// It refuses to know gRPC (server does) and to compute (engines do). A Core is safe
+// for concurrent use. It owns no payload bytes: tensors are assembled in memory that
+// engines lend, small ones in slabs of the configured pool until an engine lends.
+package serving
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/stream"
+)
+
+// ErrShutdown is what ends everything when the Core is closed.
+var ErrShutdown = errors.New("serving: shutting down")
+
+// Config of a Core. Every field is needed; a server fills in the defaults.
+type Config struct {
+	Models *engine.Registry
+	Pool   *slab.Pool   // memory that small tensors wait in
+	Budget *slab.Budget // of that memory, and of what requests keep
+	Log    *slog.Logger
+	// Session bounds each session.
+	Session stream.Limits
+	// Open is how many of each kind are open at a time.
+	Open [kinds]int
+	// MemoryWait is how long a call waits for memory.
+	MemoryWait time.Duration
+	// Health is told when the health of a model changes, with the registry locked: it
+	// must be quick.
+	Health func(model string, h Health)
+}
+
+// Core admits, runs and counts. Make one with New.
+type Core struct {
+	cfg Config
+	log *slog.Logger
+	counts
+	models       models
+	gates        [kinds]gate
+	unanswered   atomic.Int64 // what Begin admitted and End has not ended
+	reservations reservations
+	forget       func() // takes the core off its registry and its budget
+	watching     sync.Once
+	number       atomic.Int64 // of the last session
+
+	ctx  context.Context // ends with Close, whose cause is ErrShutdown
+	stop context.CancelCauseFunc
+	work sync.WaitGroup // calls and sessions that end
+
+	mu       sync.Mutex            // guards all below
+	sessions map[*Session]struct{} // open
+	past     stream.Stats          // of sessions that have ended
+	draining bool
+}
+
+// New returns a core for the models of cfg. Close ends it.
+func New(cfg Config) *Core {
+	c := &Core{
+		cfg: cfg, log: cfg.Log, counts: newCounts(), models: models{told: cfg.Health, numbers: make(map[string]uint64)},
+		sessions: make(map[*Session]struct{}),
+	}
+	c.ctx, c.stop = context.WithCancelCause(context.Background())
+	for k := range c.gates {
+		c.gates[k].most = int64(cfg.Open[k])
+	}
+	stop := cfg.Models.Watch(func(name string, here bool) {
+		c.counts.watch(name, here)
+		c.models.watch(name, here)
+	})
+	keep := cfg.Budget.Reclaim(c.reservations.reclaim)
+	c.forget = sync.OnceFunc(func() { stop(); keep() })
+	return c
+}
+
+// Start starts what watches the memory of idle sessions, once; it ends with Close.
+func (c *Core) Start() {
+	c.watching.Do(func() { go c.reservations.watch(c.cfg.Budget, c.ctx.Done()) })
+}
+
+// Done is closed when everything must end.
+func (c *Core) Done() <-chan struct{} { return c.ctx.Done() }
+
+// Go runs f, which Wait waits for, on a goroutine of its own.
+func (c *Core) Go(f func()) { c.work.Go(f) }
+
+// Drain admits nothing new and waits until what is open has ended. When ctx ends
+// first, its cause is returned.
+func (c *Core) Drain(ctx context.Context) error {
+	c.mu.Lock()
+	c.draining = true
+	open := slices.Collect(maps.Keys(c.sessions))
+	c.mu.Unlock()
+	errs := make([]error, len(open)+1)
+	var wg sync.WaitGroup
+	for i, s := range open {
+		wg.Go(func() { errs[i] = s.sess.Drain(ctx, "server is shutting down") })
+	}
+	wg.Go(func() { errs[len(open)] = c.answered(ctx) })
+	wg.Wait()
+	if slices.ContainsFunc(errs, func(err error) bool { return err != nil }) {
+		return context.Cause(ctx)
+	}
+	return nil
+}
+
+// answered waits until End was called for all that Begin admitted.
+func (c *Core) answered(ctx context.Context) error {
+	t := time.NewTicker(drainPoll)
+	defer t.Stop()
+	for c.unanswered.Load() > 0 {
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+	return nil
+}
+
+// Close ends everything now and does not wait; Wait does.
+func (c *Core) Close() { c.stop(ErrShutdown) }
+
+// Wait waits, after Close, until calls and sessions have ended.
+func (c *Core) Wait() { c.work.Wait() }
+
+// Forget takes the core off its registry and its budget, after Wait.
+func (c *Core) Forget() { c.forget() }
+
+// stats adds up what all sessions have done, and counts the open ones.
+func (c *Core) stats() (stream.Stats, int) {
+	c.mu.Lock()
+	sum := c.past
+	open := slices.Collect(maps.Keys(c.sessions))
+	c.mu.Unlock()
+	for _, s := range open {
+		s.sess.Do(func(m *stream.Machine, _ stream.Instant) { sum.Add(m.Stats()) })
+	}
+	return sum, len(open)
+}
+
+// String names the core in panics and tests.
+func (c *Core) String() string { return fmt.Sprintf("%d calls", c.gates[Calls].open.Load()) }

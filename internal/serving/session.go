@@ -1,0 +1,220 @@
+package serving
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync/atomic"
+
+	"github.com/tensorferry/tensorferry/assembler"
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Session is the server's side of one session: it turns the session's events into
+// calls. Its fields are guarded by the session's lock.
+type Session struct {
+	// Opened is how many calls and tensors the client has opened.
+	Opened atomic.Int64
+
+	core    *Core
+	from    *Caller
+	sess    *session.Session
+	number  int64
+	holder  string // of budgets: the session's ID, which its client chose, and a number that no other has
+	calls   map[tensor.ID]*call
+	staging staging
+}
+
+// OpenSession admits a session (*Refusal if not) that Serve serves over conn. flight
+// learns of what is sent.
+func (c *Core) OpenSession(from *Caller, conn func(*Session) session.Conn, flight *wire.InFlight) (*Session, error) {
+	s := &Session{
+		core: c, from: from, calls: make(map[tensor.ID]*call),
+		staging: staging{budget: c.cfg.Budget, reserved: reservation(c.cfg.Session), all: &c.reservations},
+	}
+	s.sess = session.New(conn(s), stream.Config{Server: true, Limits: c.cfg.Session, Codecs: codec.All()}, s, flight)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.draining {
+		return nil, errDraining
+	}
+	if err := c.Enter(Sessions, from); err != nil {
+		return nil, err
+	}
+	c.sessions[s] = struct{}{}
+	c.work.Add(1)
+	s.number = c.number.Add(1)
+	return s, nil
+}
+
+// Serve serves the session until it ends, or ctx does, and returns why. What is left
+// of it is cleaned up asynchronously: its goroutines end when its connection has, that
+// is, when the caller of Serve has returned.
+func (s *Session) Serve(ctx context.Context) error {
+	s.sess.Start()
+	defer func() { // also when this function panics
+		s.sess.Stop(errors.New("serving: panic"))
+		go func() {
+			defer s.core.work.Done()
+			s.sess.Wait(frame.Unavailable, "session ended")
+			s.leave()
+		}()
+	}()
+	select {
+	case <-s.sess.Stopped():
+	case <-ctx.Done():
+		s.sess.Stop(context.Cause(ctx))
+	case <-s.core.Done():
+		s.sess.Stop(ErrShutdown)
+	}
+	return s.sess.Cause()
+}
+
+// leave forgets a session that has ended.
+func (s *Session) leave() {
+	var st stream.Stats
+	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Stats() })
+	s.staging.close() // its calls are over
+	c := s.core
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.sessions, s)
+	c.Leave(Sessions, s.from)
+	c.past.Add(st)
+}
+
+// ID returns the session's ID; zero before its hello.
+func (s *Session) ID() (id tensor.ID) {
+	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { id = m.Session() })
+	return id
+}
+
+// input is a tensor announced for a call. Guarded by the session's lock, except for
+// what belongs to the call's goroutines once ready is closed.
+type input struct {
+	id     tensor.ID
+	desc   tensor.Desc
+	port   string
+	chunk  int64
+	chunks uint32
+	size   int64
+	ready  chan struct{} // closed when a tensor on allowance is whole; nil for one on credit
+	staged *slab.Slab    // where a tensor on allowance waits; after ready, the call goroutine's
+	used   int64         // bytes of staged copied into blocks; call goroutine only
+	taken  int64         // bytes taken of the session's staging; as staged
+}
+
+// Event runs with the session locked.
+func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
+	c := s.calls[e.Call]
+	switch e.Kind {
+	case stream.EventOpened:
+		s.holder = fmt.Sprintf("%s/%d", m.Session(), s.number)
+		s.staging.holder = s.holder
+	case stream.EventTensor:
+		s.announced(m, now, e)
+	case stream.EventReady:
+		s.ready(m, now, e)
+	case stream.EventWhole:
+		if c != nil {
+			c.lastByte = now
+		}
+	case stream.EventStop:
+		if c != nil && c.cancel != nil {
+			c.cancel(fmt.Errorf("%w: code %d: %s", errStopped, e.Code, e.Text))
+		}
+	case stream.EventClosed:
+		if c == nil {
+			s.core.callEnded("", e.Code, 0)
+			return
+		}
+		delete(s.calls, e.Call)
+		s.core.callEnded(c.model, e.Code, c.took(now))
+		c.end()
+	}
+}
+
+// call returns the call of an ID, a new one if there is none.
+func (s *Session) call(id tensor.ID) *call {
+	c := s.calls[id]
+	if c == nil {
+		c = &call{session: s, id: id, closed: make(chan struct{})}
+		s.calls[id] = c
+	}
+	return c
+}
+
+// announced adds an input to its call, and gives a small one memory to wait in.
+func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Event) {
+	c := s.call(e.Call)
+	geo := tensor.Geometry{Size: int64(e.Desc.SizeBytes), ChunkBytes: int64(e.Desc.ChunkBytes)}
+	in := &input{
+		id: e.Tensor, desc: e.Desc.Desc, port: e.Desc.Port,
+		chunk: geo.ChunkBytes, chunks: geo.Count(), size: geo.Size,
+	}
+	c.inputs = append(c.inputs, in)
+	s.Opened.Add(1)
+	if !e.Desc.OnAllowance {
+		return
+	}
+	in.ready = make(chan struct{})
+	n := slab.SizeOf(geo.Size) + int64(in.chunks)*assembler.ChunkOverhead
+	if !s.staging.take(n) {
+		_, _, limit := s.core.cfg.Budget.Used()
+		m.Finish(frame.Done{Call: c.id, Code: frame.ResourceExhausted, RetryAfterMillis: retryMillis, Message: fmt.Sprintf(
+			"memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, limit)})
+		return
+	}
+	in.taken = n
+	in.staged = s.core.cfg.Pool.Get(int(geo.Size))
+	if err := m.Lend(now, in.id, in.staged.Bytes(), func(filled bool) {
+		if filled {
+			close(in.ready)
+		}
+	}); err != nil {
+		s.unstage(in)
+	}
+}
+
+// unstage gives back where a tensor on allowance waited; nothing touches it any
+// more. What is kept per chunk stays until the call ends.
+func (s *Session) unstage(in *input) {
+	in.staged.Release()
+	in.staged = nil
+	n := slab.SizeOf(in.size)
+	in.taken -= n
+	s.staging.give(n)
+}
+
+// settle gives back all that an input has in the staging.
+func (s *Session) settle(in *input) {
+	if in.staged != nil {
+		s.unstage(in)
+	}
+	s.staging.give(in.taken)
+	in.taken = 0
+}
+
+// ready starts a call whose inputs are all announced.
+func (s *Session) ready(m *stream.Machine, now stream.Instant, e stream.Event) {
+	c := s.call(e.Call)
+	c.arrived, c.lastByte, c.model = now, now, e.Part.Model
+	if err := s.core.Enter(Calls, s.from); err != nil {
+		why := ExplainCall(err)
+		m.Finish(frame.Done{Call: c.id, Code: why.Code, Message: why.Text, RetryAfterMillis: why.RetryMillis})
+		return
+	}
+	c.start(e.Part)
+}
+
+// logFailure logs what the caller of a failed call is not told.
+func (c *Core) logFailure(session string, call tensor.ID, err error) {
+	c.log.Error("call failed", slog.String("session", session), slog.String("call", call.String()), slog.String("error", err.Error()))
+}

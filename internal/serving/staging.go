@@ -1,0 +1,219 @@
+package serving
+
+import (
+	"sync"
+	"time"
+
+	"github.com/tensorferry/tensorferry/slab"
+)
+
+// staging is the memory of a session beside that of its runs: of its small tensors,
+// from their desc until they are copied into blocks, and of what is kept per chunk of
+// them until their call ends. The first small tensor reserves what hello allows, until
+// the session ends or has been idle, so that tensors within the reservation never wait
+// for others' memory. What goes beyond it, or comes while the budget has no room for
+// reservations, is taken as it comes.
+type staging struct {
+	budget   *slab.Budget
+	holder   string // of what is taken as it comes
+	reserved int64  // bytes
+
+	all *reservations
+
+	mu   sync.Mutex // guards all below
+	held bool       // the reservation is taken
+	used int64      // bytes, within the reservation and past it
+	past int64      // bytes taken for those past it
+
+	since      time.Time // idle; zero: it is not; guarded by all.mu, as are those below
+	next, prev *staging  // older is prev
+}
+
+// reservations are those of all sessions. One that is not used goes back when somebody
+// lacks memory, the longest idle first, and none that was in use a moment ago: small
+// calls must not wait for others' large ones.
+type reservations struct {
+	mu          sync.Mutex // guards all below; taken after that of a staging
+	held        int64      // bytes
+	first, last *staging   // idle
+}
+
+// take takes the reservation of d, if there is room.
+func (l *reservations) take(d *staging) bool {
+	_, _, limit := d.budget.Used()
+	for {
+		l.mu.Lock()
+		room := l.held+d.reserved <= limit/reservationsShare
+		if room {
+			l.held += d.reserved
+		}
+		l.mu.Unlock()
+		if room {
+			break
+		}
+		if !l.reclaim() {
+			return false
+		}
+	}
+	if d.budget.TryAcquire(d.reservationHolder(), d.reserved) {
+		return true
+	}
+	l.give(d.reserved)
+	return false
+}
+
+func (l *reservations) give(n int64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.held -= n
+}
+
+// rest lists d as idle.
+func (l *reservations) rest(d *staging) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !d.since.IsZero() {
+		return
+	}
+	if d.prev = l.last; l.last == nil {
+		l.first = d
+	} else {
+		l.last.next = d
+	}
+	l.last, d.since = d, time.Now()
+}
+
+// wake takes d off the list.
+func (l *reservations) wake(d *staging) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.unlink(d)
+}
+
+// unlink takes d out, if it is in; mu is held.
+func (l *reservations) unlink(d *staging) {
+	if d.since.IsZero() {
+		return
+	}
+	if d.prev == nil {
+		l.first = d.next
+	} else {
+		d.prev.next = d.next
+	}
+	if d.next == nil {
+		l.last = d.prev
+	} else {
+		d.next.prev = d.prev
+	}
+	d.next, d.prev, d.since = nil, nil, time.Time{}
+}
+
+// reclaim gives the reservation that is idle longest back, and reports whether there
+// was one. The caller may have locked a staging, but none that is in the list.
+func (l *reservations) reclaim() bool {
+	l.mu.Lock()
+	d := l.first
+	if d != nil && time.Since(d.since) < stagingGrace {
+		d = nil
+	}
+	if d != nil {
+		l.unlink(d)
+	}
+	l.mu.Unlock()
+	if d == nil {
+		return false
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.used == 0 { // still
+		d.giveUp()
+	}
+	return true
+}
+
+// watch reclaims for those who wait for memory, until done is closed: what is idle
+// now may not have been idle when they asked.
+func (l *reservations) watch(budget *slab.Budget, done <-chan struct{}) {
+	tick := time.NewTicker(stagingGrace)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+		case <-done:
+			return
+		}
+		for budget.Waited() && l.reclaim() {
+		}
+	}
+}
+
+// reservationHolder holds the reservation apart: for the budget's fairness a session
+// that has sent a small tensor does not have memory already.
+func (d *staging) reservationHolder() string { return d.holder + "/allowance" }
+
+// take takes n bytes at once, or reports false.
+func (d *staging) take(n int64) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.all.wake(d)
+	defer d.rest()
+	d.held = d.held || d.all.take(d)
+	if more := d.beyond(d.used+n) - d.past; more > 0 {
+		if !d.budget.TryAcquire(d.holder, more) {
+			return false
+		}
+		d.past += more
+	}
+	d.used += n
+	d.trim()
+	return true
+}
+
+// beyond is how much of n bytes the reservation does not cover; mu is held.
+func (d *staging) beyond(n int64) int64 {
+	if d.held {
+		n -= d.reserved
+	}
+	return max(n, 0)
+}
+
+// trim gives back what the reservation covers; mu is held.
+func (d *staging) trim() {
+	if less := d.past - d.beyond(d.used); less > 0 {
+		d.budget.Release(d.holder, less)
+		d.past -= less
+	}
+}
+
+// give gives n bytes back.
+func (d *staging) give(n int64) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.used -= n
+	d.trim()
+	d.rest()
+}
+
+// rest lists the staging if it holds its reservation for nothing; mu is held.
+func (d *staging) rest() {
+	if d.held && d.used == 0 {
+		d.all.rest(d)
+	}
+}
+
+// close gives the reservation back; nothing else is taken any more.
+func (d *staging) close() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.all.wake(d)
+	d.giveUp()
+}
+
+// giveUp gives the reservation back; mu is held.
+func (d *staging) giveUp() {
+	if d.held {
+		d.budget.Release(d.reservationHolder(), d.reserved)
+		d.all.give(d.reserved)
+		d.held = false
+	}
+}

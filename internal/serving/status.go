@@ -1,0 +1,107 @@
+package serving
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// errMemory is wrapped when the memory budget has no room for a request now.
+var errMemory = errors.New("serving: out of memory for now")
+
+// errDraining refuses what is new while the server drains.
+var errDraining error = TryLater(frame.Unavailable, "server is draining; use another one, or come back later")
+
+// Refusal says why something is not served, as whoever asked is told.
+type Refusal struct {
+	Code        frame.Code
+	Text        string
+	RetryMillis uint32 // after which to try again; 0: trying again does not help
+	Secret      bool   // the text leaves out a cause that belongs in the log
+}
+
+// Error returns the text.
+func (r *Refusal) Error() string { return "serving: " + r.Text }
+
+// TryLater is a refusal that waiting may help against.
+func TryLater(code frame.Code, format string, args ...any) *Refusal {
+	return &Refusal{Code: code, Text: fmt.Sprintf(format, args...), RetryMillis: retryMillis}
+}
+
+// Rule says what a caller is told of an error.
+type Rule struct {
+	Err    error
+	Code   frame.Code
+	Text   string // empty: the error's own
+	Retry  bool
+	Secret bool // the cause belongs in the log
+}
+
+// Explain turns an error into what its caller is told, by the first rule that fits. A
+// *Refusal and a *frame.Error say it themselves; what no rule fits is an internal
+// error, whose text may name files and addresses and goes to the log alone.
+func Explain(err error, rules []Rule) *Refusal {
+	var own *Refusal
+	var broken *frame.Error
+	if errors.As(err, &own) {
+		return own
+	}
+	if errors.As(err, &broken) {
+		return &Refusal{Code: broken.Code, Text: broken.Text}
+	}
+	for _, r := range rules {
+		if !errors.Is(err, r.Err) {
+			continue
+		}
+		why := &Refusal{Code: r.Code, Text: cmp.Or(r.Text, err.Error()), Secret: r.Secret}
+		if r.Retry {
+			why.RetryMillis = retryMillis
+		}
+		return why
+	}
+	return &Refusal{Code: frame.Internal, Text: "internal error", Secret: true}
+}
+
+// callRules are those of calls. The order matters: a cause that ended the call's
+// context outranks what it caused.
+var callRules = []Rule{
+	{Err: errMemory, Code: frame.ResourceExhausted, Retry: true},
+	{Err: ErrShutdown, Code: frame.Unavailable, Text: "server is shutting down", Retry: true},
+	{Err: context.Canceled, Code: frame.Cancelled, Text: "call cancelled"},
+	{Err: context.DeadlineExceeded, Code: frame.DeadlineExceeded, Text: "the call's timeout has passed"},
+	{Err: engine.ErrNotFound, Code: frame.NotFound},
+	{Err: engine.ErrInput, Code: frame.FailedPrecondition},
+	{Err: errBinding, Code: frame.InvalidArgument},
+	{Err: slab.ErrBudget, Code: frame.ResourceExhausted},
+	{Err: tensor.ErrTooLarge, Code: frame.ResourceExhausted},
+	{Err: engine.ErrUnavailable, Code: frame.Unavailable, Retry: true},
+}
+
+// ExplainCall turns the error of a call into what its caller is told.
+func ExplainCall(err error) *Refusal {
+	why := Explain(err, callRules)
+	if why.Secret && errors.Is(err, engine.ErrModel) {
+		why.Text = modelText(err)
+	}
+	return why
+}
+
+// modelText is what a caller may read of the failure of a model's own code. The log
+// has all of it.
+func modelText(err error) string {
+	var public engine.PublicError
+	var panicked *engine.PanicError
+	switch {
+	case errors.As(err, &public):
+		return "model failed: " + public.Public()
+	case errors.As(err, &panicked):
+		return fmt.Sprintf("model %q panicked; the server's log has the cause under the call's id", panicked.Model)
+	}
+	return "model failed; the server's log has the cause under the call's id"
+}

@@ -1,0 +1,113 @@
+package server
+
+import (
+	"cmp"
+	"context"
+	"math"
+	"net"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/experimental"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/reflection"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/internal/wire"
+)
+
+// Service is a gRPC service that is served beside the TensorService, under the same
+// limits, metrics, health and drain.
+type Service struct {
+	// Register registers the service on r. Its handlers run models with m; what they
+	// return of its errors is what the caller gets.
+	Register func(r grpc.ServiceRegistrar, m *Models)
+	// Listener, if not nil, serves this service, health and reflection, and nothing
+	// else. Serve takes it over. nil: the service shares the server's listeners, with
+	// their limits.
+	Listener net.Listener
+	// MessageBytes is the largest message received on Listener; 0: that of a session.
+	MessageBytes int
+	// FirstMessage is how long the first message of an RPC on Listener may take, Idle
+	// how long a stream of requests may be silent; 0: as long as those of a session.
+	FirstMessage, Idle time.Duration
+}
+
+// Models runs the models of a server for its Services: admitted, limited and counted
+// as calls of the TensorService are. Safe for concurrent use.
+type Models struct{ server *Server }
+
+// Request is a call of a model.
+type Request = serving.Request
+
+// Tensor is a tensor in memory at a port of a model.
+type Tensor = serving.Tensor
+
+// Run is a call whose inputs and results are streams: its blocks are borrowed and
+// filled, its results are taken (engine.Run), and End ends it.
+type Run = serving.Run
+
+// Infos returns what each model says about itself, sorted by name.
+func (m *Models) Infos() []engine.Info { return m.server.cfg.Models.Infos() }
+
+// Compute runs a model over tensors that lie in memory, instead of r.Inputs, for the
+// RPC that ctx is of. It borrows in; the outputs are copies. Inputs and outputs have at
+// most so many bytes in each direction.
+func (m *Models) Compute(ctx context.Context, r Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
+	return m.server.core.Compute(ctx, m.caller(ctx), r, in, most)
+}
+
+// Open opens a call for the RPC that ctx is of. End must be called.
+func (m *Models) Open(ctx context.Context, r Request) (*Run, error) {
+	return m.server.core.Open(ctx, m.caller(ctx), r)
+}
+
+func (m *Models) caller(ctx context.Context) *serving.Caller {
+	return &m.server.connections.of(ctx).Caller
+}
+
+// endpoint is a gRPC server with limits of its own.
+type endpoint struct {
+	Service
+	server *Server
+	grpc   *grpc.Server
+}
+
+// endpoint returns a gRPC server for a service, health and reflection.
+func (s *Server) endpoint(svc Service) *endpoint {
+	session := int(s.limits.ChunkBytes) + wire.MaxControlBytes
+	svc.MessageBytes = cmp.Or(svc.MessageBytes, session)
+	svc.FirstMessage = cmp.Or(svc.FirstMessage, time.Duration(s.limits.FirstFrame))
+	svc.Idle = cmp.Or(svc.Idle, time.Duration(s.limits.ChunkIdle))
+	e := &endpoint{Service: svc, server: s}
+	cfg := &s.cfg
+	options := append(e.intercept(),
+		grpc.ForceServerCodecV2(wire.Codec{MaxRequestParts: requestParts * max(1, svc.MessageBytes/session)}),
+		grpc.StatsHandler(&s.connections),
+		experimental.BufferPool(wire.Buffers),
+		grpc.InitialWindowSize(int32(cfg.WindowBytes)),
+		grpc.InitialConnWindowSize(int32(cfg.WindowBytes)),
+		grpc.MaxRecvMsgSize(svc.MessageBytes),
+		grpc.MaxSendMsgSize(math.MaxInt32),
+		grpc.MaxConcurrentStreams(uint32(min(cfg.StreamsPerConnection, math.MaxUint32))),
+		grpc.MaxHeaderListSize(uint32(min(cfg.HeaderListBytes, math.MaxUint32))),
+		grpc.ConnectionTimeout(cfg.Handshake),
+		grpc.KeepaliveParams(keepalive.ServerParameters{
+			Time: cfg.Keepalive, Timeout: cfg.KeepaliveTimeout, MaxConnectionIdle: time.Duration(s.limits.SessionIdle),
+		}),
+		grpc.InTapHandle(e.tap),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: cfg.KeepaliveMin, PermitWithoutStream: true}),
+	)
+	if cfg.Credentials != nil {
+		options = append(options, grpc.Creds(cfg.Credentials))
+	}
+	e.grpc = grpc.NewServer(options...)
+	svc.Register(e.grpc, &Models{s})
+	healthpb.RegisterHealthServer(e.grpc, s.health)
+	if cfg.Reflection {
+		reflection.Register(e.grpc) // v1 and v1alpha
+	}
+	return e
+}
