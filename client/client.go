@@ -21,6 +21,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/experimental"
 	"google.golang.org/grpc/keepalive"
@@ -55,6 +56,10 @@ type Config struct {
 	// before the client reads them; 0 means 2 MiB, less than 64 KiB means 64 KiB.
 	// Raise it, and the server's, when rate times round trip exceeds it.
 	WindowBytes int
+	// Credentials secure the connection; nil: it is not encrypted. PerRPC, if not nil,
+	// are sent with every RPC, such as a token.
+	Credentials credentials.TransportCredentials
+	PerRPC      credentials.PerRPCCredentials
 	// ResultBytes is the largest result that memory is made for without being
 	// told where to put it; 0 means 4 GiB. Into and Writer have no such limit.
 	ResultBytes int64
@@ -111,8 +116,11 @@ func Dial(target string, cfg Config) (*Client, error) {
 	if err := checkAddress(target); err != nil {
 		return nil, err
 	}
-	conn, err := grpc.NewClient(target,
-		grpc.WithTransportCredentials(insecure.NewCredentials()),
+	if cfg.Credentials == nil {
+		cfg.Credentials = insecure.NewCredentials()
+	}
+	options := []grpc.DialOption{
+		grpc.WithTransportCredentials(cfg.Credentials),
 		grpc.WithNoProxy(),
 		experimental.WithBufferPool(wire.Buffers),
 		grpc.WithInitialWindowSize(int32(cfg.WindowBytes)),
@@ -126,7 +134,11 @@ func Dial(target string, cfg Config) (*Client, error) {
 			// which could not put a session together again.
 			grpc.MaxRetryRPCBufferSize(0),
 		),
-	)
+	}
+	if cfg.PerRPC != nil {
+		options = append(options, grpc.WithPerRPCCredentials(cfg.PerRPC))
+	}
+	conn, err := grpc.NewClient(target, options...)
 	if err != nil {
 		return nil, fmt.Errorf("client: %q is no address: %w; write host:port or unix:/path", target, err)
 	}

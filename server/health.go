@@ -2,26 +2,30 @@ package server
 
 import (
 	"context"
+	"strings"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/health"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 
-	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/internal/serving"
 )
 
 // modelHealth is what a model's name follows in the names of the health service.
 const modelHealth = "model/"
 
-// healthService answers for the whole, under "" and the TensorService's name, and
+// healthService answers for the whole, under "", for each service by its name, and
 // for each model of the registry. A model of which a run was lost does not serve until
 // another has taken its place: it holds memory, and a worker.
 type healthService struct{ *health.Server }
 
-func newHealth() healthService {
-	h := healthService{health.NewServer()}
-	h.SetServingStatus(pb.TensorService_ServiceDesc.ServiceName, healthpb.HealthCheckResponse_SERVING)
-	return h
+// serves says that the services registered on r serve.
+func (h healthService) serves(r *grpc.Server) {
+	for name := range r.GetServiceInfo() {
+		if !strings.HasPrefix(name, "grpc.") { // health and reflection themselves
+			h.SetServingStatus(name, healthpb.HealthCheckResponse_SERVING)
+		}
+	}
 }
 
 // statuses are gRPC's words for the health of a model. gRPC's service cannot forget a

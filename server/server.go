@@ -20,6 +20,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/health"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
@@ -128,7 +129,7 @@ func New(cfg Config) (*Server, error) {
 	}
 	cfg.setDefaults()
 	s := &Server{
-		cfg: cfg, limits: cfg.Session, log: cfg.Log, started: time.Now(), health: newHealth(),
+		cfg: cfg, limits: cfg.Session, log: cfg.Log, started: time.Now(), health: healthService{health.NewServer()},
 		connections: connections{log: cfg.Log, most: cfg.Connections, thin: cfg.ThinFrames}, forget: func() {},
 	}
 	s.core = serving.New(serving.Config{
@@ -154,6 +155,7 @@ func New(cfg Config) (*Server, error) {
 			s.endpoints = append(s.endpoints, s.endpoint(svc))
 		}
 	}
+	s.health.serves(s.endpoints[0].grpc)
 	return s, nil
 }
 

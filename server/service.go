@@ -109,5 +109,6 @@ func (s *Server) endpoint(svc Service) *endpoint {
 	if cfg.Reflection {
 		reflection.Register(e.grpc) // v1 and v1alpha
 	}
+	s.health.serves(e.grpc)
 	return e
 }

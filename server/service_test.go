@@ -1,0 +1,444 @@
+package server_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"io"
+	"math"
+	"math/big"
+	"net"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// foreign is a service of somebody else's: its messages are plain bytes, of which it
+// makes a tensor for the model that the RPC's metadata names.
+type foreign struct{ models *server.Models }
+
+const foreignName = "test.Foreign"
+
+var foreignDesc = grpc.ServiceDesc{
+	ServiceName: foreignName,
+	HandlerType: (*any)(nil),
+	Methods: []grpc.MethodDesc{{MethodName: "Whole", Handler: func(srv any, ctx context.Context, decode func(any) error, around grpc.UnaryServerInterceptor) (any, error) {
+		in := new(wrapperspb.BytesValue)
+		if err := decode(in); err != nil {
+			return nil, err
+		}
+		return around(ctx, in, &grpc.UnaryServerInfo{Server: srv, FullMethod: "/" + foreignName + "/Whole"}, func(ctx context.Context, req any) (any, error) {
+			return srv.(*foreign).whole(ctx, req.(*wrapperspb.BytesValue))
+		})
+	}}},
+	Streams: []grpc.StreamDesc{{StreamName: "Rows", ClientStreams: true, ServerStreams: true, Handler: func(srv any, s grpc.ServerStream) error {
+		return srv.(*foreign).rows(s)
+	}}},
+}
+
+func modelOf(ctx context.Context) string {
+	md, _ := metadata.FromIncomingContext(ctx)
+	return append(md.Get("model"), "echo")[0]
+}
+
+func bytesDesc(n int) tensor.Desc {
+	return tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(n)}}
+}
+
+// whole runs a model over one message.
+func (f *foreign) whole(ctx context.Context, in *wrapperspb.BytesValue) (*wrapperspb.BytesValue, error) {
+	x := server.Tensor{Tensor: tensor.Tensor{Desc: bytesDesc(len(in.Value)), Data: in.Value}}
+	out, _, err := f.models.Compute(ctx, server.Request{Model: modelOf(ctx)}, []server.Tensor{x}, 64*mib)
+	if err != nil {
+		return nil, err
+	}
+	return &wrapperspb.BytesValue{Value: out[0].Data}, nil
+}
+
+// rows runs a model over messages of one size: the first tells of how many bytes in
+// all, and each result goes back as soon as it is there.
+func (f *foreign) rows(s grpc.ServerStream) (err error) {
+	var head wrapperspb.BytesValue
+	if err := s.RecvMsg(&head); err != nil {
+		return err
+	}
+	total := 0
+	for _, b := range head.Value {
+		total = total<<8 | int(b)
+	}
+	r, err := f.models.Open(s.Context(), server.Request{Model: modelOf(s.Context()), Inputs: []engine.Input{{Desc: bytesDesc(total), ChunkBytes: 64 << 10}}})
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if e := r.End(err); e != nil {
+			err = e
+		}
+	}()
+	ctx, cancel := context.WithCancelCause(s.Context())
+	fed := make(chan struct{})
+	go func() { // ends with the last block, or with the RPC
+		defer close(fed)
+		var rest []byte
+		for {
+			b, err := r.Lend(ctx)
+			if err != nil {
+				return
+			}
+			for mem := b.In[0]; len(mem) > 0; {
+				var m wrapperspb.BytesValue
+				if len(rest) == 0 {
+					if err := s.RecvMsg(&m); err != nil {
+						cancel(err)
+						return
+					}
+					rest = m.Value
+				}
+				n := copy(mem, rest)
+				mem, rest = mem[n:], rest[n:]
+			}
+			r.Filled(b)
+		}
+	}()
+	defer func() { cancel(nil); <-fed }()
+	for {
+		o, err := r.Next(ctx)
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		err = s.SendMsg(&wrapperspb.BytesValue{Value: o.Data}) // a copy, made before it returns
+		o.Release()
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// withForeign adds the service to a server's configuration; own is a listener of its own.
+func withForeign(own net.Listener, change func(*server.Service)) func(*server.Config) {
+	return func(c *server.Config) {
+		svc := server.Service{Listener: own, Register: func(r grpc.ServiceRegistrar, m *server.Models) {
+			r.RegisterService(&foreignDesc, &foreign{m})
+		}}
+		if change != nil {
+			change(&svc)
+		}
+		c.Services = append(c.Services, svc)
+	}
+}
+
+func listen(t testing.TB) net.Listener {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	return l
+}
+
+// foreignClient talks to the service.
+type foreignClient struct{ *grpc.ClientConn }
+
+func dialForeign(t testing.TB, addr string) foreignClient {
+	conn, err := grpc.NewClient(addr, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(math.MaxInt32)))
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = conn.Close() })
+	return foreignClient{conn}
+}
+
+func (c foreignClient) whole(ctx context.Context, x []byte) ([]byte, error) {
+	out := new(wrapperspb.BytesValue)
+	err := c.Invoke(ctx, "/"+foreignName+"/Whole", &wrapperspb.BytesValue{Value: x}, out)
+	return out.Value, err
+}
+
+func (c foreignClient) open(ctx context.Context, total int) (grpc.ClientStream, error) {
+	s, err := c.NewStream(ctx, &foreignDesc.Streams[0], "/"+foreignName+"/Rows")
+	if err != nil {
+		return nil, err
+	}
+	return s, s.SendMsg(&wrapperspb.BytesValue{Value: []byte{byte(total >> 24), byte(total >> 16), byte(total >> 8), byte(total)}})
+}
+
+func (f *fixture) health(t testing.TB, name string) string {
+	conn, err := grpc.NewClient(f.addr, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	require.NoError(t, err)
+	defer conn.Close()
+	r, err := healthpb.NewHealthClient(conn).Check(t.Context(), &healthpb.HealthCheckRequest{Service: name})
+	if err != nil {
+		return status.Code(err).String()
+	}
+	return r.GetStatus().String()
+}
+
+func TestAForeignServiceRunsModelsInMemoryAndAsStreams(t *testing.T) {
+	testkit.Start(t)
+	own := listen(t)
+	for name, tc := range map[string]struct {
+		own    net.Listener
+		addr   func(*fixture) string
+		change func(*server.Service)
+		size   int
+	}{
+		"on the listener of the server": {nil, func(f *fixture) string { return f.addr }, nil, mib},
+		"on a listener of its own": {own, func(*fixture) string { return own.Addr().String() }, func(s *server.Service) {
+			s.MessageBytes = 16 * mib
+		}, 8 * mib},
+	} {
+		t.Run(name, func(t *testing.T) {
+			registry := prometheus.NewRegistry()
+			f := serve(t, func(c *server.Config) {
+				c.Metrics = registry
+				withForeign(tc.own, tc.change)(c)
+			})
+			c := dialForeign(t, tc.addr(f))
+			x := testkit.Bytes(tc.size, 1)
+			y, err := c.whole(t.Context(), x)
+			require.NoError(t, err)
+			require.True(t, bytes.Equal(x, y))
+
+			s, err := c.open(t.Context(), len(x))
+			require.NoError(t, err)
+			go func() {
+				for i := 0; i < len(x); i += 100_000 {
+					if s.SendMsg(&wrapperspb.BytesValue{Value: x[i:min(i+100_000, len(x))]}) != nil {
+						return
+					}
+				}
+			}()
+			got := 0
+			for got < len(x) { // blocks may overtake each other: echo's are compared by their sum
+				var m wrapperspb.BytesValue
+				require.NoError(t, s.RecvMsg(&m))
+				got += len(m.Value)
+			}
+			require.ErrorIs(t, s.RecvMsg(new(wrapperspb.BytesValue)), io.EOF)
+
+			// It is counted, and in health.
+			testkit.Eventually(t, func() bool { return f.counters(t)["calls_ok_total"] == 2 }, "two calls that ended well")
+			require.Equal(t, "SERVING", f.health(t, foreignName))
+			families, err := registry.Gather()
+			require.NoError(t, err)
+			counted := 0.0
+			for _, family := range families {
+				if family.GetName() == "tensorferry_ended_calls_total" {
+					for _, m := range family.GetMetric() {
+						counted += m.GetCounter().GetValue()
+					}
+				}
+			}
+			require.Equal(t, 2.0, counted)
+
+			// Its callers are told what a caller of the TensorService would be.
+			_, err = c.whole(metadata.AppendToOutgoingContext(t.Context(), "model", "nothing"), x)
+			require.Equal(t, codes.NotFound, status.Code(err), "%v", err)
+			_, err = c.whole(metadata.AppendToOutgoingContext(t.Context(), "model", "layernorm"), x)
+			require.Equal(t, codes.NotFound, status.Code(err), "%v", err)
+		})
+	}
+}
+
+func anyShape(port string) []engine.Port {
+	return []engine.Port{{Name: port, Shape: []int64{engine.AnyAxes}}}
+}
+
+// addBlocker adds a model whose runs wait until they are let go.
+func (f *fixture) addBlocker(t testing.TB, let <-chan struct{}) (running *atomic.Int64) {
+	running = new(atomic.Int64)
+	f.add(t, engine.RowFunc{
+		Info: engine.Info{Name: "blocker", Rows: 1, Inputs: anyShape("x"), Outputs: anyShape("y")},
+		Rows: func(ctx context.Context, b engine.RowBlock) error {
+			running.Add(1)
+			select {
+			case <-let:
+			case <-ctx.Done():
+			}
+			copy(b.Out[0], b.In[0])
+			return context.Cause(ctx)
+		},
+	})
+	return running
+}
+
+func TestAForeignServiceIsUnderTheLimitsOfTheServer(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, func(c *server.Config) {
+		c.QueuedCalls = 1
+		withForeign(nil, nil)(c)
+	})
+	let := make(chan struct{})
+	running := f.addBlocker(t, let)
+	c := dialForeign(t, f.addr)
+	ctx := metadata.AppendToOutgoingContext(t.Context(), "model", "blocker")
+	// A caller may have a few calls of its own beside the limit: the others' are refused.
+	const open = 4
+	ended := make(chan error, open)
+	for range open {
+		go func() {
+			_, err := c.whole(ctx, []byte("x"))
+			ended <- err
+		}()
+	}
+	testkit.Eventually(t, func() bool { return f.counters(t)["calls"] == open }, "four calls")
+	_, err := c.whole(ctx, []byte("x"))
+	require.Equal(t, codes.ResourceExhausted, status.Code(err))
+	saysWhy(t, status.Convert(err).Message(), []string{"calls", "limit of the server is 1", "later"})
+	require.NotEmpty(t, status.Convert(err).Details(), "when to try again")
+	require.EqualValues(t, 1, f.counters(t)["calls_refused_total"])
+
+	// Drain lets what is open end, and refuses what is new.
+	drained := make(chan error, 1)
+	testkit.Eventually(t, func() bool { return running.Load() > 0 }, "a block that computes")
+	go func() { drained <- f.server.Shutdown(t.Context()) }()
+	testkit.Eventually(t, func() bool {
+		_, err := c.whole(ctx, []byte("x"))
+		return status.Code(err) == codes.Unavailable
+	}, "a refusal while draining")
+	select {
+	case err := <-drained:
+		t.Fatalf("drained beside open calls: %v", err)
+	default:
+	}
+	close(let)
+	for range open {
+		require.NoError(t, <-ended)
+	}
+	require.NoError(t, <-drained)
+}
+
+func TestAForeignStreamMayBeSilentAsLongAsItsOwnListenerSays(t *testing.T) {
+	testkit.Start(t)
+	own := listen(t)
+	f := serve(t, func(c *server.Config) {
+		c.Session.ChunkIdle, c.Session.FirstFrame = 20e6, 20e6 // 20 ms
+		withForeign(own, func(s *server.Service) { s.Idle, s.FirstMessage = time.Hour, time.Hour })(c)
+		withForeign(nil, nil)(c)
+	})
+	short, err := dialForeign(t, f.addr).open(t.Context(), 4)
+	require.NoError(t, err)
+	require.Equal(t, codes.DeadlineExceeded, status.Code(short.RecvMsg(new(wrapperspb.BytesValue))))
+	// By now the other would have ended, too, were its limits the same.
+	long, err := dialForeign(t, own.Addr().String()).open(t.Context(), 4)
+	require.NoError(t, err)
+	again, err := dialForeign(t, f.addr).open(t.Context(), 4)
+	require.NoError(t, err)
+	require.Equal(t, codes.DeadlineExceeded, status.Code(again.RecvMsg(new(wrapperspb.BytesValue))))
+	require.NoError(t, long.SendMsg(&wrapperspb.BytesValue{Value: []byte{1, 2, 3, 4}}))
+	var y wrapperspb.BytesValue
+	require.NoError(t, long.RecvMsg(&y))
+	require.Equal(t, []byte{1, 2, 3, 4}, y.Value)
+}
+
+func TestACancelledForeignCallEndsItsRun(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, withForeign(nil, nil))
+	running := f.addBlocker(t, nil)
+	ctx, cancel := context.WithCancel(metadata.AppendToOutgoingContext(t.Context(), "model", "blocker"))
+	ended := make(chan error, 1)
+	go func() {
+		_, err := dialForeign(t, f.addr).whole(ctx, []byte("x"))
+		ended <- err
+	}()
+	testkit.Eventually(t, func() bool { return running.Load() > 0 }, "a block that computes")
+	cancel()
+	require.Equal(t, codes.Canceled, status.Code(<-ended))
+	testkit.Eventually(t, func() bool { return f.counters(t)["calls_cancelled_total"] == 1 }, "the end of the run")
+}
+
+// bearer is a secret that every RPC must bring.
+type bearer string
+
+func (t bearer) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	return map[string]string{"authorization": string(t)}, nil
+}
+func (bearer) RequireTransportSecurity() bool { return true }
+
+func TestUsersBringInterceptorsAndCredentials(t *testing.T) {
+	testkit.Start(t)
+	cert, roots := certificate(t)
+	allowed := func(ctx context.Context) error {
+		if md, _ := metadata.FromIncomingContext(ctx); len(md.Get("authorization")) == 1 && md.Get("authorization")[0] == "secret" {
+			return nil
+		}
+		return status.Error(codes.Unauthenticated, "no token")
+	}
+	f := serve(t, func(c *server.Config) {
+		c.Credentials = credentials.NewServerTLSFromCert(&cert)
+		c.UnaryInterceptors = append(c.UnaryInterceptors, func(ctx context.Context, req any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
+			if err := allowed(ctx); err != nil {
+				return nil, err
+			}
+			return next(ctx, req)
+		})
+		c.StreamInterceptors = append(c.StreamInterceptors, func(srv any, s grpc.ServerStream, _ *grpc.StreamServerInfo, next grpc.StreamHandler) error {
+			if err := allowed(s.Context()); err != nil {
+				return err
+			}
+			return next(srv, s)
+		})
+	})
+	x, err := tensor.Of([]float32{-1, 2})
+	require.NoError(t, err)
+	dial := func(cfg client.Config) *client.Client {
+		c, err := client.Dial(f.addr, cfg)
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, c.Close()) })
+		return c
+	}
+	secure := credentials.NewTLS(&tls.Config{RootCAs: roots, ServerName: "localhost", MinVersion: tls.VersionTLS13})
+	y, err := dial(client.Config{Credentials: secure, PerRPC: bearer("secret")}).Compute(t.Context(), "relu", x)
+	require.NoError(t, err)
+	require.Equal(t, x.Desc, y.Desc)
+	for name, cfg := range map[string]client.Config{
+		"without a token":    {Credentials: secure},
+		"with a wrong token": {Credentials: secure, PerRPC: bearer("guess")},
+	} {
+		c := dial(cfg)
+		_, err = c.Compute(t.Context(), "relu", x)
+		require.Equal(t, codes.Unauthenticated, status.Code(err), "%s: %v", name, err)
+		_, err = c.Models(t.Context())
+		require.Equal(t, codes.Unauthenticated, status.Code(err), "%s: %v", name, err)
+	}
+	_, err = dial(client.Config{OpenTimeout: time.Second}).Models(t.Context())
+	require.Error(t, err, "a client without TLS")
+}
+
+// certificate makes one for localhost, and the authority that vouches for it.
+func certificate(t testing.TB) (tls.Certificate, *x509.CertPool) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	require.NoError(t, err)
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(1), DNSNames: []string{"localhost"}, NotAfter: time.Now().Add(time.Hour),
+		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageDigitalSignature | x509.KeyUsageCertSign,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
+	require.NoError(t, err)
+	parsed, err := x509.ParseCertificate(der)
+	require.NoError(t, err)
+	roots := x509.NewCertPool()
+	roots.AddCert(parsed)
+	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}, roots
+}
