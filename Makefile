@@ -10,17 +10,17 @@ BENCH    := github.com/tensorferry/tensorferry/internal/bench
 # Tells a benchmark its commit: the go command does not when it runs a program.
 STAMP     = -ldflags '-X $(BENCH).commit=$(shell git describe --always --dirty 2>/dev/null)'
 
-# What `breaking` compares the wire contract with: the last release, or, before
-# there is one, the commit this one stands on. `make breaking AGAINST=main` on a
-# branch of several commits.
-AGAINST ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),HEAD~1)
+# What `breaking`, `old-new` and `bench-against` compare with: the last release, or,
+# before there is one, a fixed commit. `make breaking AGAINST=main` on a branch of
+# several commits.
+AGAINST ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),e0521250130a6f6fb632f995d9e0fdb7310baaa7)
 
 # A program that hangs shall fail a check, not hold it up.
 LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo lint lint-go lint-proto breaking generated tidy-check \
-	examples grpcurl-check bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers build \
+	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers build \
 	stress-sessions stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference fmt vectors scripts-rewrite bench-peers-results
 
 help: ## Print this list
@@ -57,7 +57,7 @@ build: ## Build bin/tensorferry, without cgo
 
 ## Check (nothing in the tree is written)
 
-CHECKS := test race invariants nocgo lint generated tidy-check examples grpcurl-check bench-smoke bench-peers-smoke stress-smoke
+CHECKS := test race invariants nocgo lint generated tidy-check examples grpcurl-check old-new bench-smoke bench-peers-smoke stress-smoke
 
 check: $(CHECKS) ## All of it, as CI does (default)
 
@@ -88,9 +88,10 @@ lint-proto: ## buf's lint and formatting of the wire contract
 	$(TOOL) buf format --diff --exit-code
 
 breaking: ## The wire contract still speaks with what stood at AGAINST
-	@if git cat-file -e '$(AGAINST):api' 2>/dev/null; then set -x; \
-		$(TOOL) buf breaking api --against '.git#ref=$(AGAINST),subdir=api'; \
-	else echo 'breaking: no wire contract at $(AGAINST) to compare with'; fi
+	$(TOOL) buf breaking api --against '.git#ref=$(AGAINST),subdir=api'
+
+old-new: ## Clients and servers of AGAINST with those of this tree
+	$(GO) run ./internal/stress old-new -against '$(AGAINST)'
 
 generated: ## The committed generated code is what the .proto files generate
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && set -x && \

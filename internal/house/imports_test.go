@@ -48,6 +48,8 @@ var layers = map[string][]string{
 
 	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/fault", "internal/metrics", "internal/serving", "internal/session", "internal/transfer", "internal/wire", "slab", "store", "stream", "tensor"},
 
+	"internal/stress/minus": {"engine", "server", "tensor"},
+
 	"cmd/tensorferry":       {anything},
 	"examples/bottom_model": {anything},
 	"examples/duplex":       {anything},

@@ -428,8 +428,8 @@ func (p *puller) learn(ctx context.Context, command string) error {
 			return err
 		}
 		begin := time.Now()
-		if text, err := exec.CommandContext(ctx, command, p.args...).CombinedOutput(); err != nil {
-			return fmt.Errorf("%s: %w: %s", strings.Join(p.args, " "), err, text)
+		if _, err := output(exec.CommandContext(ctx, command, p.args...)); err != nil {
+			return err
 		}
 		p.took = time.Since(begin)
 	}

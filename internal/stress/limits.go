@@ -21,6 +21,9 @@ const (
 	scrapeWait = 20 * time.Second
 	// settleWait is how long a server may take until nothing is open any more.
 	settleWait = 20 * time.Second
+	// checkWait is how long one check of old-new may take: less than the minute that
+	// its slow call sleeps.
+	checkWait = 40 * time.Second
 	// pollEvery is how often a state is asked for that is waited for.
 	pollEvery = 50 * time.Millisecond
 	// complaintsKept is how many lines of a server's log are printed.

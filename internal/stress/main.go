@@ -1,10 +1,10 @@
-// Stress runs what a test of a few seconds can not show: many sessions at once,
-// servers and clients that are killed, and hours of mixed load, always against a
-// server process of its own, built from this module. docs/stress.md says what each
-// program shows.
+// Stress runs what a test of a few seconds cannot show: many sessions at once,
+// servers and clients that are killed, hours of mixed load, and the programs of two
+// commits together, always with a server process of its own, built from this module
+// or from another commit. docs/stress.md says what each load shows.
 //
-// It refuses to measure speed: internal/bench does. It is a program and has no
-// importers; the tensors it sends are windows of memory that nobody writes to.
+// It measures no speed: internal/bench does. It is a program and has no importers;
+// the tensors it sends are windows of memory that nobody writes to.
 package main
 
 import (
@@ -27,6 +27,7 @@ var programs = []struct {
 	{"sessions", "a thousand sessions with a call each in flight, ten thousand idle ones", runSessions},
 	{"crash", "servers killed while tensors are pushed, clients killed while they pull", runCrash},
 	{"soak", "mixed load on two servers, and whether anything grows", runSoak},
+	{"old-new", "clients and servers of an older commit with those of this one", runOldNew},
 }
 
 // errFailed is what a program ends with that did not show what it should.
@@ -35,7 +36,9 @@ var errFailed = errors.New("stress: it did not show what it should")
 // environment is what every program has.
 type environment struct {
 	out     io.Writer
+	name    string // of the program: old or new
 	dir     string // for folders and sockets; removed at the end
+	source  string // the module's folder; empty is the working folder
 	command string // the tensorferry binary
 }
 
@@ -62,7 +65,7 @@ func run(ctx context.Context, out io.Writer, args []string) (err error) {
 				return err
 			}
 			defer func() { _ = os.RemoveAll(dir) }()
-			return p.run(ctx, &environment{out: out, dir: dir}, args[1:])
+			return p.run(ctx, &environment{out: out, name: "new", dir: dir}, args[1:])
 		}
 	}
 	var list strings.Builder

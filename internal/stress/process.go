@@ -10,7 +10,6 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
@@ -18,19 +17,6 @@ import (
 
 	"github.com/tensorferry/tensorferry/internal/bench"
 )
-
-// build builds the command, unless a flag named one.
-func (e *environment) build(ctx context.Context) error {
-	if e.command != "" {
-		return nil
-	}
-	e.command = filepath.Join(e.dir, "tensorferry")
-	text, err := exec.CommandContext(ctx, "go", "build", "-o", e.command, "github.com/tensorferry/tensorferry/cmd/tensorferry").CombinedOutput()
-	if err != nil {
-		return fmt.Errorf("stress: go build: %w\n%s", err, text)
-	}
-	return nil
-}
 
 // daemon is a server in a process of its own.
 type daemon struct {
@@ -93,6 +79,12 @@ func (d *daemon) kill() {
 // stop ends the server in order and returns what was wrong with its end.
 func (d *daemon) stop() error {
 	_ = d.cmd.Process.Signal(os.Interrupt) // it may have ended
+	return d.wait()
+}
+
+// wait waits for a server that was told to stop and returns what was wrong with its
+// end.
+func (d *daemon) wait() error {
 	late := time.AfterFunc(stopWait, func() { _ = d.cmd.Process.Kill() })
 	defer late.Stop()
 	<-d.ended

@@ -1,0 +1,63 @@
+// Command minus serves a model of two inputs, the difference of their bytes, on a
+// free port of the loopback interface until it is killed. It says where as
+// tensorferry serve does. No built-in model has several inputs; the stress
+// program old-new needs one in each of two commits.
+package main
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"os"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+func port(name string) engine.Port {
+	return engine.Port{Name: name, DTypes: []tensor.DataType{tensor.Uint8}, Shape: []int64{engine.AnyAxes}}
+}
+
+var minus = engine.RowFunc{
+	Info: engine.Info{
+		Name: "minus", Rows: engine.AllAxes,
+		Inputs: []engine.Port{port("a"), port("b")}, Outputs: []engine.Port{port("y")},
+	},
+	Rows: func(_ context.Context, b engine.RowBlock) error {
+		for i := range b.Out[0] {
+			b.Out[0][i] = b.In[0][i] - b.In[1][i]
+		}
+		return nil
+	},
+}
+
+func main() {
+	if err := serve(); err != nil {
+		fmt.Fprintln(os.Stderr, "minus:", err)
+		os.Exit(1)
+	}
+}
+
+func serve() error {
+	host := engine.NewHost(engine.HostConfig{})
+	defer host.Close()
+	model, err := minus.Model(host)
+	if err != nil {
+		return err
+	}
+	models := engine.NewRegistry()
+	if err := models.Add(model); err != nil {
+		return err
+	}
+	s, err := server.New(server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget()})
+	if err != nil {
+		return err
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return err
+	}
+	fmt.Fprintf(os.Stderr, "level=INFO msg=listening address=%s\n", l.Addr())
+	return s.Serve(l)
+}
