@@ -20,7 +20,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo lint lint-go lint-proto breaking generated tidy-check \
-	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers build \
+	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-against build \
 	stress-sessions stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference fmt vectors scripts-rewrite bench-peers-results
 
 help: ## Print this list
@@ -42,6 +42,9 @@ bench-floods: ## Measure a healthy client's small calls while others flood the s
 
 bench-peers: ## Measure upload and echo beside Arrow Flight, plain gRPC and raw TCP, each in two processes
 	cd bench && $(GO) run $(STAMP) .
+
+bench-against: ## Measure as bench and bench-peers do, AGAINST and this tree in turns; an hour
+	$(GO) run $(STAMP) ./internal/stress turns -against '$(AGAINST)'
 
 stress-sessions: ## Hold a server to its memory with 1 000 sessions at work and 10 000 idle ones
 	$(GO) run $(STAMP) ./internal/stress sessions
@@ -109,10 +112,11 @@ examples: ## Run every program below examples/ to its end
 grpcurl-check: ## List, describe and call a server with grpcurl, and what it prints
 	GO='$(GO)' ./tools/grpcurl-check
 
-bench-smoke: ## Run every Go benchmark once, and every part of tensorferry bench briefly
+bench-smoke: ## Run every Go benchmark once, and every part of tensorferry bench and bench-against briefly
 	$(GO) test -run '^$$' -bench . -benchtime 1x ./...
 	$(GO) run ./cmd/tensorferry bench --quick --net both
 	$(GO) run ./cmd/tensorferry bench --quick --memory
+	$(GO) run ./internal/stress turns -quick -rounds 2 -against '$(AGAINST)'
 
 bench-peers-smoke: ## Vet and test the comparison with peers, and run it briefly
 	cd bench && $(GO) vet ./...

@@ -40,6 +40,7 @@ func main() {
 	flag.BoolVar(&c.quick, "quick", false, "run every part briefly, to see that it works: the figures mean nothing")
 	asJSON := flag.Bool("json", false, "print JSON, with every sample")
 	out := flag.String("out", "", "write peers.md, peers.json and peers.svg to `folder`, too")
+	against := flag.String("against", "", "compare with a `program` that is this one of another commit, not with peers")
 	flag.Parse()
 	if flag.NArg() > 0 {
 		fmt.Fprintf(os.Stderr, "bench: unexpected %q\n", flag.Args())
@@ -49,6 +50,9 @@ func main() {
 	c.progress = func(text string) { fmt.Fprintf(os.Stderr, "bench: %s\n", text) }
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
+	if *against != "" {
+		exit(turns(ctx, c, *against, os.Stdout))
+	}
 	r, err := run(ctx, c)
 	if err == nil {
 		err = write(r, *asJSON, os.Stdout, *out)
@@ -96,18 +100,44 @@ type config struct {
 	progress     func(string)
 }
 
-// run finds the best batch size of Flight for each work, and then has everyone
-// take turns.
-func run(ctx context.Context, c config) (_ *Report, err error) {
+// measures returns what c asks for.
+func (c config) measures() (bench.Config, error) {
 	m := bench.Full(nil, c.size, c.rounds)
 	if c.quick {
 		m = bench.Smoke(nil)
 		m.Size = min(c.size, quickBytes)
 	}
-	if m.Size < 8 || m.Size%8 != 0 {
-		return nil, fmt.Errorf("peers: tensors of %d bytes; give 8 or more, a multiple of 8", m.Size)
-	}
 	m.Progress = c.progress
+	if m.Size < 8 || m.Size%8 != 0 {
+		return m, fmt.Errorf("peers: tensors of %d bytes; give 8 or more, a multiple of 8", m.Size)
+	}
+	return m, nil
+}
+
+// turns compares ours with ours of another build of this program.
+func turns(ctx context.Context, c config, program string, out io.Writer) error {
+	m, err := c.measures()
+	if err != nil {
+		return err
+	}
+	var t bench.Turns
+	for _, w := range works {
+		all, err := rounds(ctx, m, w.op, []entrant{{kind: bench.Tensorferry.Name}, {kind: bench.Tensorferry.Name, program: program}})
+		if err != nil {
+			return err
+		}
+		t.AddPairs(all[0])
+	}
+	return t.WriteText(out)
+}
+
+// run finds the best batch size of Flight for each work, and then has everyone
+// take turns.
+func run(ctx context.Context, c config) (_ *Report, err error) {
+	m, err := c.measures()
+	if err != nil {
+		return nil, err
+	}
 	r := newReport(m.Size, c.quick)
 	for i, w := range works {
 		r.Works = append(r.Works, Work{Op: w.op})
@@ -132,11 +162,11 @@ func run(ctx context.Context, c config) (_ *Report, err error) {
 func sweep(ctx context.Context, m bench.Config, op bench.Op, sums bool) ([]Batch, error) {
 	m.MinPairs = min(m.MinPairs, sweepRounds)
 	m.MaxPairs = m.MinPairs
-	var names []string
+	var entrants []entrant
 	for _, batch := range batchSizes {
-		names = append(names, flightKind(batch, sums).Name)
+		entrants = append(entrants, entrant{kind: flightKind(batch, sums).Name})
 	}
-	all, err := rounds(ctx, m, op, names, nil)
+	all, err := rounds(ctx, m, op, entrants)
 	if err != nil {
 		return nil, err
 	}
@@ -147,36 +177,43 @@ func sweep(ctx context.Context, m bench.Config, op bench.Op, sums bool) ([]Batch
 	best := slices.Index(rates, slices.Max(rates))
 	var batches []Batch
 	for i, rate := range rates {
-		batches = append(batches, Batch{Kind: names[i], Sums: sums, Bytes: batchSizes[i], Rate: rate, Best: i == best})
+		batches = append(batches, Batch{Kind: entrants[i].kind, Sums: sums, Bytes: batchSizes[i], Rate: rate, Best: i == best})
 	}
 	return batches, nil
 }
 
 // compare measures tensorferry beside everyone, of Flight the kinds named.
 func compare(ctx context.Context, m bench.Config, op bench.Op, toFlight float64, flights []Batch) ([]*bench.Comparison, error) {
-	names := []string{bench.Tensorferry.Name, bench.RawCRC.Name}
-	atLeast := map[string]float64{}
+	entrants := []entrant{{kind: bench.Tensorferry.Name}, {kind: bench.RawCRC.Name}}
 	for _, b := range flights {
-		names = append(names, b.Kind)
+		e := entrant{kind: b.Kind}
 		if b.Sums {
-			atLeast[b.Kind] = toFlight
+			e.atLeast = toFlight
 		}
+		entrants = append(entrants, e)
 	}
-	return rounds(ctx, m, op, append(names, bench.StockGRPC.Name), atLeast)
+	return rounds(ctx, m, op, append(entrants, entrant{kind: bench.StockGRPC.Name}))
 }
 
-// rounds compares the first of the kinds named with the others.
-func rounds(ctx context.Context, m bench.Config, op bench.Op, names []string, atLeast map[string]float64) (_ []*bench.Comparison, err error) {
+// entrant is a kind that takes part.
+type entrant struct {
+	kind    string
+	program string  // of its processes, for startProcess
+	atLeast float64 // the ratio required of the first entrant to it
+}
+
+// rounds compares the first entrant with the others.
+func rounds(ctx context.Context, m bench.Config, op bench.Op, entrants []entrant) (_ []*bench.Comparison, err error) {
 	all := kinds()
 	var peers []bench.Peer
-	for _, name := range names {
-		c, err := openContestant(ctx, all[name], m.Size)
+	for _, e := range entrants {
+		c, err := openContestant(ctx, e.program, all[e.kind], m.Size)
 		if err != nil {
 			return nil, err
 		}
 		defer func() { err = errors.Join(err, c.Close()) }()
 		peers = append(peers, bench.Peer{
-			Name: name, AtLeast: atLeast[name],
+			Name: e.kind, AtLeast: e.atLeast,
 			Do: func(ctx context.Context) (bench.Sample, error) { return c.Move(ctx, op) },
 		})
 	}

@@ -140,13 +140,17 @@ type process struct {
 	wait func() error
 }
 
-// startProcess starts this program again as an End. It is killed when ctx ends.
-func startProcess(ctx context.Context) (*process, error) {
-	self, err := os.Executable()
-	if err != nil {
-		return nil, err
+// startProcess starts a build of this program as an End; empty is this one. It is
+// killed when ctx ends.
+func startProcess(ctx context.Context, program string) (*process, error) {
+	if program == "" {
+		self, err := os.Executable()
+		if err != nil {
+			return nil, err
+		}
+		program = self
 	}
-	cmd := exec.CommandContext(ctx, self, endArgument)
+	cmd := exec.CommandContext(ctx, program, endArgument)
 	cmd.WaitDelay = childWait
 	cmd.Stderr = os.Stderr
 	in, err := cmd.StdinPipe()
@@ -188,9 +192,9 @@ type contestant struct {
 
 var _ bench.Baseline = (*contestant)(nil)
 
-// openContestant starts both processes, for tensors of size bytes. They are
-// killed when ctx ends.
-func openContestant(ctx context.Context, kind bench.Kind, size int) (_ *contestant, err error) {
+// openContestant starts both processes, of the program that startProcess says, for
+// tensors of size bytes. They are killed when ctx ends.
+func openContestant(ctx context.Context, program string, kind bench.Kind, size int) (_ *contestant, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	c := &contestant{kind: kind, cancel: cancel}
 	defer func() {
@@ -201,14 +205,14 @@ func openContestant(ctx context.Context, kind bench.Kind, size int) (_ *contesta
 	}()
 	begun, done := context.WithTimeoutCause(ctx, transferWait, errSlow)
 	defer done()
-	if c.server, err = startProcess(ctx); err != nil {
+	if c.server, err = startProcess(ctx, program); err != nil {
 		return nil, err
 	}
 	role := Role{Kind: kind.Name, Size: size}
 	if err = c.server.call(begun, "Start", role, &role.Address); err != nil {
 		return nil, err
 	}
-	if c.client, err = startProcess(ctx); err != nil {
+	if c.client, err = startProcess(ctx, program); err != nil {
 		return nil, err
 	}
 	return c, c.client.call(begun, "Start", role, new(string))

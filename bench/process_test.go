@@ -27,7 +27,7 @@ func TestEveryKindMovesEveryByteBetweenProcesses(t *testing.T) {
 	all := kinds()
 	for _, name := range slices.Sorted(maps.Keys(all)) {
 		t.Run(name, func(t *testing.T) {
-			c, err := openContestant(t.Context(), all[name], bench.ChunkBytes+8)
+			c, err := openContestant(t.Context(), "", all[name], bench.ChunkBytes+8)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -46,7 +46,7 @@ func TestEveryKindMovesEveryByteBetweenProcesses(t *testing.T) {
 func TestProcessesEndWithTheirContext(t *testing.T) {
 	testkit.Start(t)
 	ctx, cancel := context.WithCancelCause(t.Context())
-	c, err := openContestant(ctx, bench.RawCRC, 1<<20)
+	c, err := openContestant(ctx, "", bench.RawCRC, 1<<20)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -64,7 +64,7 @@ func TestProcessesEndWithTheirContext(t *testing.T) {
 
 func TestAKindThatNobodyKnowsIsRefused(t *testing.T) {
 	testkit.Start(t)
-	if _, err := openContestant(t.Context(), bench.Kind{Name: "pigeon"}, 8); err == nil {
+	if _, err := openContestant(t.Context(), "", bench.Kind{Name: "pigeon"}, 8); err == nil {
 		t.Error("it was taken")
 	}
 }

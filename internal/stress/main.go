@@ -3,7 +3,7 @@
 // commits together, always with a server process of its own, built from this module
 // or from another commit. docs/stress.md says what each load shows.
 //
-// It measures no speed: internal/bench does. It is a program and has no importers;
+// It measures no speed, but has commands do so in turns. It is a program and has no importers;
 // the tensors it sends are windows of memory that nobody writes to.
 package main
 
@@ -27,6 +27,7 @@ var programs = []struct {
 	{"sessions", "a thousand sessions with a call each in flight, ten thousand idle ones", runSessions},
 	{"crash", "servers killed while tensors are pushed, clients killed while they pull", runCrash},
 	{"soak", "mixed load on two servers, and whether anything grows", runSoak},
+	{"turns", "the speed of an older commit and of this one, measured in turns", runTurns},
 	{"old-new", "clients and servers of an older commit with those of this one", runOldNew},
 }
 

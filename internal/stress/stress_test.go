@@ -8,6 +8,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"os/exec"
 	"strings"
 	"testing"
 	"time"
@@ -201,4 +202,21 @@ func TestAProgramThatDoesNotExistIsAnErrorThatNamesThoseThatDo(t *testing.T) {
 			require.ErrorContains(t, err, p.name)
 		}
 	}
+}
+
+func TestAMissingCommitIsAnErrorThatSaysHowToFetchIt(t *testing.T) {
+	t.Chdir(t.TempDir())
+	e := &environment{out: io.Discard, dir: t.TempDir()}
+	_, err := e.commit(t.Context(), "v0")
+	require.ErrorContains(t, err, `commit "v0" is not in this repository`)
+	require.ErrorContains(t, err, "git fetch --unshallow --tags")
+}
+
+func TestAnEndHasItsCodeAndItsText(t *testing.T) {
+	_, err := output(exec.Command("sh", "-c", "echo server is draining >&2; exit 3"))
+	require.NoError(t, ends(err, 3, "draining"))
+	require.Error(t, ends(err, 1, "draining"))
+	require.Error(t, ends(err, 3, "interrupted"))
+	require.Error(t, ends(nil, 3, "draining"))
+	require.Error(t, ends(exec.ErrNotFound, 3, "draining"))
 }
