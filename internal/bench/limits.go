@@ -48,8 +48,6 @@ const (
 	// at a time. It is more than a pipe holds: whoever has the last one still to
 	// write is alive.
 	MemoryBlock = 1 << 20
-	// stderrBytes is how much of what a child process last said is kept.
-	stderrBytes = 4 << 10
 	// childWait is how long a child process may take to end after an interrupt
 	// before it is killed.
 	childWait = 15 * time.Second

@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/binary"
@@ -13,7 +14,6 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"sync"
 	"time"
 )
 
@@ -79,20 +79,20 @@ func (c MemoryConfig) measure(ctx context.Context) (_ *MemoryReport, err error) 
 		return nil, err
 	}
 	defer func() {
-		_ = server.cmd.Process.Signal(os.Interrupt) // it may have ended
-		err = errors.Join(err, server.wait())
+		_ = server.Process.Signal(os.Interrupt) // it may have ended
+		err = errors.Join(err, wait(server))
 		release()
 	}()
 	client := c.child(ctx, "run", "relu", "--server", address, "--dtype", "float32", "--shape", strconv.FormatInt(c.Bytes/4, 10))
-	stdin, err := client.cmd.StdinPipe()
+	stdin, err := client.StdinPipe()
 	if err != nil {
 		return nil, err
 	}
-	stdout, err := client.cmd.StdoutPipe()
+	stdout, err := client.StdoutPipe()
 	if err != nil {
 		return nil, err
 	}
-	if err := client.cmd.Start(); err != nil {
+	if err := client.Start(); err != nil {
 		return nil, err
 	}
 	begin := time.Now()
@@ -104,7 +104,7 @@ func (c MemoryConfig) measure(ctx context.Context) (_ *MemoryReport, err error) 
 			c.Progress(ByteText(int(left)) + " left")
 		}
 		if left == MemoryBlock { // the client lives until it has written this one too
-			r.Client, err = PeakOf(client.cmd.Process.Pid)
+			r.Client, err = PeakOf(client.Process.Pid)
 		}
 		return err
 	})
@@ -113,13 +113,13 @@ func (c MemoryConfig) measure(ctx context.Context) (_ *MemoryReport, err error) 
 		cancel() // or the client would wait for its output to be read
 	}
 	writeErr := <-written // a broken pipe, if the client failed
-	if err = errors.Join(err, client.wait()); err != nil {
+	if err = errors.Join(err, wait(client)); err != nil {
 		return nil, err
 	}
 	if writeErr != nil {
 		return nil, writeErr
 	}
-	if r.Server, err = PeakOf(server.cmd.Process.Pid); err != nil {
+	if r.Server, err = PeakOf(server.Process.Pid); err != nil {
 		return nil, err
 	}
 	r.Required = hold(Required{AtMost: true, Value: peakBytes}, float64(max(r.Server, r.Client)))
@@ -127,7 +127,7 @@ func (c MemoryConfig) measure(ctx context.Context) (_ *MemoryReport, err error) 
 }
 
 // serve starts a server and waits until it listens.
-func (c MemoryConfig) serve(ctx context.Context) (server *child, address string, release func(), err error) {
+func (c MemoryConfig) serve(ctx context.Context) (server *exec.Cmd, address string, release func(), err error) {
 	listen, release := "127.0.0.1:0", func() {}
 	if c.Network == "unix" {
 		dir, err := os.MkdirTemp("", "tensorferry-bench-")
@@ -136,88 +136,41 @@ func (c MemoryConfig) serve(ctx context.Context) (server *child, address string,
 		}
 		listen, release = "unix:"+filepath.Join(dir, "socket"), func() { _ = os.RemoveAll(dir) }
 	}
-	server = c.child(ctx, "serve", "--metrics", "off", "--listen", listen)
-	server.stderr.mark = listening
-	if err := server.cmd.Start(); err != nil {
+	server = c.child(ctx, "serve", "--child", "--metrics", "off", "--listen", listen)
+	_, err = server.StdinPipe() // it ends with this, too
+	stdout, outErr := server.StdoutPipe()
+	if err = errors.Join(err, outErr); err == nil {
+		err = server.Start()
+	}
+	if err != nil {
 		release()
 		return nil, "", nil, err
 	}
-	server.ended = make(chan error, 1)
-	go func() { server.ended <- server.cmd.Wait() }() // ends with the process
-	select {
-	case <-server.stderr.line:
-	case err := <-server.ended:
-		server.ended <- err // for wait
+	address, err = bufio.NewReader(stdout).ReadString('\n')
+	if err != nil { // or else it says why it does not listen
+		_ = server.Process.Kill() // it may have ended
+		defer release()
+		return nil, "", nil, errors.Join(errors.New("bench: the server does not say where it listens"), wait(server))
 	}
-	if _, rest, ok := strings.Cut(server.stderr.String(), listening); ok {
-		address, _, _ := strings.Cut(rest, " ")
-		return server, address, release, nil
-	} // or else it says why it does not
-	_ = server.cmd.Process.Kill() // it may have ended
-	defer release()
-	return nil, "", nil, errors.Join(errors.New("bench: the server does not say where it listens"), server.wait())
+	return server, strings.TrimSpace(address), release, nil
 }
 
-// listening is what a server's log says before its address.
-const listening = "msg=listening address="
-
-// child is a process of tensorferry.
-type child struct {
-	cmd    *exec.Cmd
-	stderr *tail
-	ended  chan error // capacity 1; of a process that someone waits for already
-}
-
-// child returns one that is interrupted when ctx ends.
-func (c MemoryConfig) child(ctx context.Context, args ...string) *child {
-	p := &child{c.Command(ctx, args...), &tail{line: make(chan struct{})}, nil}
-	p.cmd.Stderr = p.stderr
-	p.cmd.Cancel = func() error { return p.cmd.Process.Signal(os.Interrupt) }
-	p.cmd.WaitDelay = childWait
+// child returns a process that is interrupted when ctx ends.
+func (c MemoryConfig) child(ctx context.Context, args ...string) *exec.Cmd {
+	p := c.Command(ctx, args...)
+	p.Stderr = new(strings.Builder)
+	p.Cancel = func() error { return p.Process.Signal(os.Interrupt) }
+	p.WaitDelay = childWait
 	return p
 }
 
-// wait waits for the process to end and says what it said last if it failed.
-func (p *child) wait() error {
-	var err error
-	if p.ended != nil {
-		err = <-p.ended
-	} else {
-		err = p.cmd.Wait()
-	}
+// wait waits for a child to end and returns what it said if it failed.
+func wait(p *exec.Cmd) error {
+	err := p.Wait()
 	if err != nil {
-		err = fmt.Errorf("bench: %s: %w: %s", strings.Join(p.cmd.Args[1:], " "), err, strings.TrimSpace(p.stderr.String()))
+		err = fmt.Errorf("bench: %s: %w: %s", strings.Join(p.Args[1:], " "), err, strings.TrimSpace(fmt.Sprint(p.Stderr)))
 	}
 	return err
-}
-
-// tail keeps the end of what is written to it. Safe for concurrent use.
-type tail struct {
-	mark string        // what line waits for
-	line chan struct{} // closed when the rest of the first line with mark is there
-
-	mu    sync.Mutex // guards all below
-	text  []byte
-	begun bool
-}
-
-// Write copies p.
-func (t *tail) Write(p []byte) (int, error) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.text = append(t.text, p...)
-	t.text = t.text[max(0, len(t.text)-stderrBytes):]
-	if _, rest, ok := bytes.Cut(t.text, []byte(t.mark)); ok && !t.begun && bytes.IndexByte(rest, '\n') >= 0 {
-		t.begun = true
-		close(t.line)
-	}
-	return len(p), nil
-}
-
-func (t *tail) String() string {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return string(t.text)
 }
 
 // A generated tensor is one block again and again, but for its first element,

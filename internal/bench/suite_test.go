@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"math"
 	"os"
 	"os/exec"
@@ -297,26 +296,5 @@ func TestPeakOfAProcessIsMoreThanNothing(t *testing.T) {
 	}
 	if err != nil || n < 1<<20 {
 		t.Fatalf("got %d, %v", n, err)
-	}
-}
-
-func TestTailKeepsTheEndAndTellsOfTheFirstLine(t *testing.T) {
-	w := &tail{line: make(chan struct{})}
-	fmt.Fprint(w, "first ")
-	select {
-	case <-w.line:
-		t.Error("there is no line yet")
-	default:
-	}
-	fmt.Fprintln(w, "line")
-	<-w.line
-	if got := w.String(); got != "first line\n" {
-		t.Errorf("got %q", got)
-	}
-	if _, err := io.Copy(w, strings.NewReader(strings.Repeat("x", 3*stderrBytes)+"end\n")); err != nil {
-		t.Fatal(err)
-	}
-	if got := w.String(); len(got) != stderrBytes || !strings.HasSuffix(got, "xend\n") {
-		t.Errorf("%d bytes are kept: %q", len(got), got[len(got)-10:])
 	}
 }

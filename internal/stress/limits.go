@@ -23,7 +23,7 @@ const (
 	settleWait = 20 * time.Second
 	// checkWait is how long one check of old-new may take: less than the minute that
 	// its slow call sleeps.
-	checkWait = 40 * time.Second
+	checkWait = 30 * time.Second
 	// pollEvery is how often a state is asked for that is waited for.
 	pollEvery = 50 * time.Millisecond
 	// complaintsKept is how many lines of a server's log are printed.

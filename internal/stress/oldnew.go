@@ -69,6 +69,8 @@ func runOldNew(ctx context.Context, e *environment, args []string) error {
 	return nil
 }
 
+var errSlow = fmt.Errorf("no end after %v", checkWait)
+
 // runDuo has a client and a server do every check and counts those that passed, and
 // those that did not.
 func runDuo(ctx context.Context, client, server *environment, count map[bool]int) error {
@@ -83,7 +85,7 @@ func runDuo(ctx context.Context, client, server *environment, count map[bool]int
 	}
 	defer d.minus.kill()
 	for _, c := range duoChecks {
-		ctx, cancel := context.WithTimeout(ctx, checkWait)
+		ctx, cancel := context.WithTimeoutCause(ctx, checkWait, errSlow)
 		err := c.run(d, ctx, c.codec)
 		cancel()
 		count[err == nil]++
@@ -109,13 +111,14 @@ func (e *environment) serveMinus(ctx context.Context) (*daemon, error) {
 
 // run runs a command of the client to its end. When ctx ends it is interrupted, and
 // killed if that does not end it.
-func (d *duo) run(ctx context.Context, server *daemon, stdin io.Reader, args ...string) ([]byte, error) {
-	cmd := exec.CommandContext(ctx, d.client.command, append(args, "--server", server.address)...)
+func (d *duo) run(ctx context.Context, stdin io.Reader, args ...string) ([]byte, error) {
+	cmd := exec.CommandContext(ctx, d.client.command, append(args, "--server", d.server.address)...)
 	cmd.Env = clean(os.Environ())
 	cmd.Stdin = stdin
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = stopWait
-	return output(cmd)
+	out, err := output(cmd)
+	return out, errors.Join(err, context.Cause(ctx))
 }
 
 // raw are the flags for a tensor that comes over stdin.
@@ -127,7 +130,7 @@ func raw(w window, args ...string) []string {
 func (d *duo) call(ctx context.Context, codec string) error {
 	for _, n := range []int{0, 4, 30_000, 5*mib + 4} {
 		w := pick(1, n)
-		got, err := d.run(ctx, d.server, bytes.NewReader(w.data()), raw(w, "run", "relu", "--codec", codec)...)
+		got, err := d.run(ctx, bytes.NewReader(w.data()), raw(w, "run", "relu", "--codec", codec)...)
 		if err = errors.Join(err, same("relu", got, w.relu())); err != nil {
 			return err
 		}
@@ -154,31 +157,32 @@ func (d *duo) inputs(ctx context.Context, codec string) error {
 	for i, b := range pick(2, n).data() {
 		want[i] -= b
 	}
-	got, err := d.run(ctx, d.minus, nil, args...)
+	d = &duo{client: d.client, server: d.minus}
+	got, err := d.run(ctx, nil, args...)
 	return errors.Join(err, same("minus", got, want))
 }
 
 func (d *duo) store(ctx context.Context, codec string) error {
 	const name = "old-new/x"
 	w := pick(3, 5*mib+1)
-	if _, err := d.run(ctx, d.server, bytes.NewReader(w.data()), raw(w, "push", name+"=-", "--codec", codec)...); err != nil {
+	if _, err := d.run(ctx, bytes.NewReader(w.data()), raw(w, "push", name+"=-", "--codec", codec)...); err != nil {
 		return err
 	}
-	list, err := d.run(ctx, d.server, nil, "ls", "old-new/*")
+	list, err := d.run(ctx, nil, "ls", "old-new/*")
 	if err != nil {
 		return err
 	}
 	if !bytes.Contains(list, []byte(name)) {
 		return fmt.Errorf("after a push, ls says %q", list)
 	}
-	got, err := d.run(ctx, d.server, nil, "pull", name, "--raw", "--codec", codec)
+	got, err := d.run(ctx, nil, "pull", name, "--raw", "--codec", codec)
 	if err = errors.Join(err, same("pull", got, w.data())); err != nil {
 		return err
 	}
-	if _, err := d.run(ctx, d.server, nil, "rm", name); err != nil {
+	if _, err := d.run(ctx, nil, "rm", name); err != nil {
 		return err
 	}
-	_, err = d.run(ctx, d.server, nil, "pull", name, "--raw") // it is gone
+	_, err = d.run(ctx, nil, "pull", name, "--raw") // it is gone
 	return ends(err, exitFailure, name)
 }
 
@@ -189,7 +193,7 @@ func (d *duo) cancel(ctx context.Context, codec string) error {
 	ended := make(chan error, 1)
 	go func() { // ends with the client
 		w := pick(4, mib+1)
-		_, err := d.run(calling, d.server, bytes.NewReader(w.data()), raw(w, "run", "slow", "--param", "delay=1m", "--codec", codec)...)
+		_, err := d.run(calling, bytes.NewReader(w.data()), raw(w, "run", "slow", "--param", "delay=1m", "--codec", codec)...)
 		ended <- err
 	}()
 	if err := d.calls(ctx, 1); err != nil {
@@ -212,7 +216,7 @@ func (d *duo) drain(ctx context.Context, codec string) error {
 	var got []byte
 	ended := make(chan error, 1)
 	go func() { // ends with the client
-		out, err := d.run(ctx, d.server, &held{data: w.data(), let: let}, raw(w, "run", "echo", "--codec", codec)...)
+		out, err := d.run(ctx, &held{data: w.data(), let: let}, raw(w, "run", "echo", "--codec", codec)...)
 		got = out
 		ended <- err
 	}()
@@ -242,14 +246,14 @@ func (d *duo) refusal(ctx context.Context) error {
 		}
 	}
 	w := pick(6, 4)
-	_, err := d.run(ctx, d.server, bytes.NewReader(w.data()), raw(w, "run", "relu")...)
+	_, err := d.run(ctx, bytes.NewReader(w.data()), raw(w, "run", "relu")...)
 	return ends(err, exitConnection, "server is draining")
 }
 
 // calls waits until the server's info counts n open calls.
 func (d *duo) calls(ctx context.Context, n int) error {
 	for {
-		text, err := d.run(ctx, d.server, nil, "info", "--json")
+		text, err := d.run(ctx, nil, "info", "--json")
 		if err != nil {
 			return err
 		}

@@ -3,9 +3,10 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os/exec"
-	"path/filepath"
+	"slices"
 
 	"github.com/tensorferry/tensorferry/internal/bench"
 )
@@ -28,17 +29,20 @@ func runTurns(ctx context.Context, e *environment, args []string) error {
 		fmt.Fprintln(e.out, "SMOKE RUN: sizes and repetitions are too small for the figures to mean anything")
 	}
 	var turns bench.Turns
+	order := []*environment{old, e}
 	for n := range *rounds {
 		reports := map[*environment]*bench.Report{}
-		order := []*environment{old, e}
-		for i := range order {
-			p := order[(i+n)%2]
-			if reports[p], err = p.measure(ctx, *quick); err != nil {
+		for _, p := range order {
+			r := new(bench.Report)
+			text, err := output(exec.CommandContext(ctx, p.command, "bench", "--net", "both", "--json", fmt.Sprintf("--quick=%t", *quick)))
+			if err = errors.Join(err, json.Unmarshal(text, r)); err != nil {
 				return err
 			}
+			reports[p] = r
 		}
 		turns.AddReports(reports[old], reports[e])
-		fmt.Fprintf(e.out, "round %d of %d\n", n+1, *rounds)
+		slices.Reverse(order)
+		fmt.Fprintf(e.out, "turn %d of %d\n", n+1, *rounds)
 	}
 	if err := turns.WriteText(e.out); err != nil {
 		return err
@@ -46,32 +50,18 @@ func runTurns(ctx context.Context, e *environment, args []string) error {
 	return e.peers(ctx, old, *quick)
 }
 
-// measure returns what the command measures.
-func (e *environment) measure(ctx context.Context, quick bool) (*bench.Report, error) {
-	text, err := output(exec.CommandContext(ctx, e.command, "bench", "--net", "both", "--json", fmt.Sprintf("--quick=%t", quick)))
-	if err != nil {
-		return nil, err
-	}
-	r := new(bench.Report)
-	return r, json.Unmarshal(text, r)
-}
-
 // peers has the programs of the module bench take turns, a server and a client process
 // of each commit.
 func (e *environment) peers(ctx context.Context, old *environment, quick bool) error {
-	var programs []string
-	for _, p := range []*environment{old, e} {
-		program, err := p.compile(ctx, "bench", module+"/bench")
-		if err != nil {
-			return err
-		}
-		if program, err = filepath.Abs(program); err != nil {
-			return err
-		}
-		programs = append(programs, program)
+	before, err := old.compile(ctx, "bench", module+"/bench")
+	if err != nil {
+		return err
 	}
-	cmd := exec.CommandContext(ctx, programs[1], "-against", programs[0], fmt.Sprintf("-quick=%t", quick))
-	text, err := output(cmd)
+	now, err := e.compile(ctx, "bench", module+"/bench")
+	if err != nil {
+		return err
+	}
+	text, err := output(exec.CommandContext(ctx, now, "-against", before, fmt.Sprintf("-quick=%t", quick)))
 	fmt.Fprintf(e.out, "\nclient and server in two processes\n%s", text)
 	return err
 }

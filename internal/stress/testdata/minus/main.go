@@ -32,32 +32,19 @@ var minus = engine.RowFunc{
 	},
 }
 
-func main() {
-	if err := serve(); err != nil {
-		fmt.Fprintln(os.Stderr, "minus:", err)
-		os.Exit(1)
+func must[T any](v T, err error) T {
+	if err != nil {
+		panic(err)
 	}
+	return v
 }
 
-func serve() error {
+func main() {
 	host := engine.NewHost(engine.HostConfig{})
-	defer host.Close()
-	model, err := minus.Model(host)
-	if err != nil {
-		return err
-	}
 	models := engine.NewRegistry()
-	if err := models.Add(model); err != nil {
-		return err
-	}
-	s, err := server.New(server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget()})
-	if err != nil {
-		return err
-	}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return err
-	}
+	must(0, models.Add(must(minus.Model(host))))
+	s := must(server.New(server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget()}))
+	l := must(net.Listen("tcp", "127.0.0.1:0"))
 	fmt.Fprintf(os.Stderr, "level=INFO msg=listening address=%s\n", l.Addr())
-	return s.Serve(l)
+	must(0, s.Serve(l))
 }
