@@ -21,7 +21,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo lint lint-go lint-proto breaking generated tidy-check \
 	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-against build \
-	stress-sessions stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference fmt vectors scripts-rewrite bench-peers-results
+	stress-sessions stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference packages fmt vectors scripts-rewrite bench-peers-results
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^##/ { printf "\n%s\n", substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -144,6 +144,9 @@ generate: ## Rewrite the Go code of the wire contract
 
 reference: ## Rewrite docs/commands.md from the commands
 	$(GO) test ./cmd/tensorferry -run Reference -rewrite
+
+packages: ## Rewrite the table of docs/packages.md from the packages
+	$(GO) test ./internal/house -run PageOfPackages -rewrite
 
 fmt: ## Rewrite Go and proto files in the house format
 	$(TOOL) golangci-lint fmt ./...
