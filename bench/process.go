@@ -68,11 +68,15 @@ func (e *End) Start(role Role, address *string) error {
 	if e.kind, ok = e.kinds[role.Kind]; !ok {
 		return fmt.Errorf("peers: no kind %q", role.Kind)
 	}
-	pool := slab.NewPool(0) // outside the Go heap, as everyone's
-	e.source = e.memory(pool, role.Size)
-	e.dst = e.memory(pool, role.Size)
-	bench.FillFloats(e.source)
+	pool := slab.NewPool(0, slab.System) // outside the Go heap, as everyone's
 	var err error
+	if e.source, err = e.memory(pool, role.Size); err != nil {
+		return err
+	}
+	if e.dst, err = e.memory(pool, role.Size); err != nil {
+		return err
+	}
+	bench.FillFloats(e.source)
 	if role.Address != "" {
 		bench.FillFloats(e.dst)
 		e.client, err = e.kind.Dial(context.Background(), "tcp", role.Address, e.source, e.dst)
@@ -90,10 +94,13 @@ func (e *End) Start(role Role, address *string) error {
 	return err
 }
 
-func (e *End) memory(pool *slab.Pool, n int) []byte {
-	s := pool.Get(n)
+func (e *End) memory(pool *slab.Pool, n int) ([]byte, error) {
+	s, err := pool.Get(n)
+	if err != nil {
+		return nil, err
+	}
 	e.slabs = append(e.slabs, s)
-	return s.Bytes()
+	return s.Bytes(), nil
 }
 
 // Prepare readies the server for a transfer.

@@ -161,7 +161,13 @@ func (r *result) lend(m *stream.Machine, now stream.Instant, p *piece) {
 		return
 	}
 	n := min(r.slot, r.geo.Size-r.given)
-	p.Slab, p.filled = r.call.session.client.pool.Get(int(n)), false
+	s, err := r.call.session.client.pool.Get(int(n))
+	if err != nil {
+		r.call.cause = fmt.Errorf("client: result %q: %w", r.port, err)
+		m.FailTensor(r.id, frame.FailedPrecondition, "the client has no memory for the result")
+		return
+	}
+	p.Slab, p.filled = s, false
 	if err := m.Lend(now, r.id, p.Bytes(), p.done); err != nil {
 		p.Release()
 		return

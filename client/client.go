@@ -143,7 +143,7 @@ func Dial(target string, cfg Config) (*Client, error) {
 		return nil, fmt.Errorf("client: %q is no address: %w; write host:port or unix:/path", target, err)
 	}
 	return &Client{
-		cfg: cfg, conn: conn, stub: pb.NewTensorServiceClient(conn), pool: slab.NewPool(poolBytes),
+		cfg: cfg, conn: conn, stub: pb.NewTensorServiceClient(conn), pool: slab.NewPool(poolBytes, slab.System),
 		open: make(map[*Session]struct{}), opening: make(chan struct{}, 1),
 	}, nil
 }

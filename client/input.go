@@ -130,9 +130,9 @@ func (f *feed) pump() error {
 	made := 0
 	for off, more := int64(0), true; more; {
 		n := min(f.chunk, size-off)
-		s := f.take(&made)
+		s, err := f.take(&made)
 		if s == nil {
-			return nil // the call is over
+			return err // nil: the call is over
 		}
 		data := s.slab.Bytes()[:n]
 		// The reader may block as long as it likes; the call's end is seen after.
@@ -154,18 +154,22 @@ func (f *feed) pump() error {
 }
 
 // take returns a slot to read into, nil when the call is over.
-func (f *feed) take(made *int) *slot {
+func (f *feed) take(made *int) (*slot, error) {
 	if *made < slots && len(f.free) == 0 {
 		*made++
-		s := &slot{slab: f.call.session.client.pool.Get(int(f.chunk))}
+		mem, err := f.call.session.client.pool.Get(int(f.chunk))
+		if err != nil {
+			return nil, fmt.Errorf("client: input %q: %w", f.in.Port, err)
+		}
+		s := &slot{slab: mem}
 		s.release = func() { f.recycle(s) }
-		return s
+		return s, nil
 	}
 	select {
 	case s := <-f.free:
-		return s
+		return s, nil
 	case <-f.call.closed:
-		return nil
+		return nil, nil
 	}
 }
 

@@ -141,7 +141,10 @@ func (p *pushing) View(off, n int64) ([]byte, interface{ Release() }, error) {
 		s.Retain()
 		return s.Bytes(), s, nil
 	}
-	s := p.client.pool.Get(int(n))
+	s, err := p.client.pool.Get(int(n))
+	if err != nil {
+		return nil, nil, fmt.Errorf("client: tensor %q: %w", p.in.Name, err)
+	}
 	if got, err := io.ReadFull(p.in.Reader, s.Bytes()); err != nil {
 		s.Release()
 		return nil, nil, fmt.Errorf("%w: tensor %q ended after %d of %d bytes: %w", ErrInput, p.in.Name, off+int64(got), p.out.Bytes, err)

@@ -59,23 +59,27 @@ func grow(mem *[]byte, n int) []byte {
 
 // Payloads that wait to be sent, and what they take, in bytes.
 var (
-	payloads = slab.NewPool(keptBytes)
+	payloads = slab.NewPool(keptBytes, slab.System)
 	waiting  atomic.Int64
 )
 
 // Payload is an encoded chunk on its way out.
 type Payload struct{ slab *slab.Slab }
 
-// newPayload copies data; nil when too much waits already.
+// newPayload copies data; nil when too much waits already, or no memory is left.
 func newPayload(data []byte) *Payload {
 	n := slab.SizeOf(int64(len(data)))
 	if waiting.Add(n) > waitingBytes {
 		waiting.Add(-n)
 		return nil
 	}
-	p := &Payload{payloads.Get(len(data))}
-	copy(p.slab.Bytes(), data)
-	return p
+	s, err := payloads.Get(len(data))
+	if err != nil {
+		waiting.Add(-n)
+		return nil
+	}
+	copy(s.Bytes(), data)
+	return &Payload{s}
 }
 
 // Bytes lends the payload until Release.

@@ -18,7 +18,7 @@ import (
 // may be nil. Errors are those of Open and of the run.
 func Compute(ctx context.Context, m Model, params map[string]string, in ...tensor.Tensor) (out []tensor.Tensor, err error) {
 	info := m.Info()
-	c := Call{Session: "compute", Params: params}
+	c := Call{Params: params}
 	for i, t := range in {
 		if _, err := tensor.New(t.Desc, t.Data); err != nil {
 			return nil, fmt.Errorf("%w: model %q, input %d: %w", ErrInput, info.Name, i, err)

@@ -13,6 +13,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -89,10 +90,10 @@ type Input struct {
 
 // Call is one run of a model, as its Open sees it.
 type Call struct {
-	ID      tensor.ID
-	Session string            // holder of the memory it takes, for fair budgets
-	Inputs  []Input           // one for each of the model's input ports, in the model's order
-	Params  map[string]string // as the caller sent them; read-only
+	ID        tensor.ID
+	Principal *slab.Principal   // holds the memory that it takes, for fair budgets
+	Inputs    []Input           // one for each of the model's input ports, in the model's order
+	Params    map[string]string // as the caller sent them; read-only
 }
 
 // Model is something that runs. Safe for concurrent use.

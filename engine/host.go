@@ -41,7 +41,7 @@ func NewHost(c HostConfig) *Host {
 	if c.Workers <= 0 {
 		c.Workers = runtime.GOMAXPROCS(0)
 	}
-	h := &Host{pool: slab.NewPool(c.MemoryBytes), budget: slab.NewBudget(c.MemoryBytes)}
+	h := &Host{pool: slab.NewPool(c.MemoryBytes, slab.System), budget: slab.NewBudget("memory", c.MemoryBytes)}
 	h.more.L = &h.mu
 	h.seats = c.Workers
 	for range c.Workers {
@@ -67,9 +67,9 @@ func (h *Host) Close() {
 }
 
 // take hands over a slab of n bytes, nil for none.
-func (h *Host) take(n int64) *slab.Slab {
+func (h *Host) take(n int64) (*slab.Slab, error) {
 	if n == 0 {
-		return nil
+		return nil, nil
 	}
 	return h.pool.Get(int(n))
 }

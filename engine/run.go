@@ -46,7 +46,7 @@ func (b *bound) ownResults() bool { return !b.inPlace && b.foreign == nil }
 type run struct {
 	host   *Host
 	name   string
-	holder string
+	holder *slab.Principal
 	plan   plan
 	bound  bound
 	ctx    context.Context
@@ -119,11 +119,11 @@ type result struct {
 func start(ctx context.Context, h *Host, info Info, c Call, p plan, b bound) (*run, error) {
 	begin := time.Now()
 	least := p.least()
-	if err := h.budget.Acquire(ctx, c.Session, least); err != nil {
+	if err := h.budget.Acquire(ctx, c.Principal, least); err != nil {
 		return nil, fmt.Errorf("engine: model %q: memory for the call: %w", info.Name, err)
 	}
 	r := &run{
-		host: h, name: info.Name, holder: c.Session, plan: p, bound: b, outs: b.outs, granted: least,
+		host: h, name: info.Name, holder: c.Principal, plan: p, bound: b, outs: b.outs, granted: least,
 		lendable: make(chan struct{}, 1), nextable: make(chan struct{}, 1), idle: make(chan struct{}, 1),
 	}
 	r.stats.Queue = time.Since(begin)
@@ -132,10 +132,10 @@ func start(ctx context.Context, h *Host, info Info, c Call, p plan, b bound) (*r
 	in, out := p.minIn, p.minOut
 	for more := true; more; { // in turns: slots of one direction alone speed nothing up
 		more = false
-		if in < p.wantIn && h.budget.TryAcquire(c.Session, p.inBlock) {
+		if in < p.wantIn && h.budget.TryAcquire(c.Principal, p.inBlock) {
 			in, r.granted, more = in+1, r.granted+p.inBlock, true
 		}
-		if out < p.wantOut && h.budget.TryAcquire(c.Session, p.outBlock) {
+		if out < p.wantOut && h.budget.TryAcquire(c.Principal, p.outBlock) {
 			out, r.granted, more = out+1, r.granted+p.outBlock, true
 		}
 	}
@@ -209,7 +209,9 @@ func (r *run) lend() (*Block, error) {
 	case r.whole != nil && r.whole.state == slotFree:
 		s := r.whole
 		s.state = slotLent
-		s.need(r.plan.wholeBytes)
+		if err := s.need(r.plan.wholeBytes); err != nil {
+			return nil, err
+		}
 		carve(bytesOf(s.slab), s.block.In, r.plan.whole, 1)
 		return &s.block, nil
 	case len(r.free) == 0:
@@ -219,7 +221,9 @@ func (r *run) lend() (*Block, error) {
 	r.free = r.free[:len(r.free)-1]
 	s.index, s.state = r.lent, slotLent
 	r.lent++
-	s.need(r.plan.inBlock)
+	if err := s.need(r.plan.inBlock); err != nil {
+		return nil, err
+	}
 	s.block.Row, s.block.Rows = r.plan.span(s.index)
 	carve(bytesOf(s.slab), s.block.In, r.plan.inRow, s.block.Rows)
 	return &s.block, nil
@@ -263,7 +267,10 @@ func (r *run) schedule() {
 			r.freeOut = r.freeOut[:len(r.freeOut)-1]
 		}
 		r.pending = r.pending[:len(r.pending)-1]
-		r.prepare(s)
+		if err := r.prepare(s); err != nil {
+			r.cancel(err)
+			return
+		}
 		if !r.host.submit(s) {
 			r.cancel(ErrClosed)
 			return
@@ -274,22 +281,25 @@ func (r *run) schedule() {
 }
 
 // prepare points a block at its memory.
-func (r *run) prepare(s *slot) {
+func (r *run) prepare(s *slot) (err error) {
 	o := s.out
 	o.index = s.index
 	s.rb.Row, s.rb.Rows = s.block.Row, s.block.Rows
 	switch {
 	case r.bound.foreign != nil:
-		return
+		return nil
 	case r.bound.inPlace:
 		o.data[0] = split(s.block.In)
 	default:
 		if o.slab == nil {
-			o.slab = r.host.take(r.plan.outBlock)
+			if o.slab, err = r.host.take(r.plan.outBlock); err != nil {
+				return err
+			}
 		}
 		s.rb.scratch = carve(bytesOf(o.slab), o.data, r.plan.outRow, s.block.Rows)
 	}
 	s.rb.Out = o.data
+	return nil
 }
 
 // compute runs on a worker of the host, or on whoever waits in Next.
@@ -516,10 +526,13 @@ func (r *run) giveBack() {
 }
 
 // need takes the slot's memory the first time. drop is the other half.
-func (s *slot) need(bytes int64) {
+func (s *slot) need(bytes int64) (err error) {
 	if s.slab == nil {
-		s.slab = s.run.host.take(bytes)
+		if s.slab, err = s.run.host.take(bytes); err != nil {
+			s.run.cancel(err)
+		}
 	}
+	return err
 }
 
 func (s *slot) drop() {

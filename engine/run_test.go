@@ -40,7 +40,7 @@ func byteModel(t testing.TB, h *Host, blockRows int64, inPlace bool, before func
 
 func openBytes(ctx context.Context, t testing.TB, m *model, rows, width, chunk int64) *run {
 	t.Helper()
-	r, err := m.Open(ctx, Call{Session: "s", Inputs: []Input{{"x", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{rows, width}}, chunk}}})
+	r, err := m.Open(ctx, Call{Inputs: []Input{{"x", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{rows, width}}, chunk}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -624,7 +624,7 @@ func TestOpenWaitsForMemoryAndGivesUpWithItsContext(t *testing.T) {
 			synctest.Wait()
 			cancel()
 		}()
-		if _, err := m.Open(ctx, Call{Session: "other", Inputs: []Input{{"x", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{3, 5}}, 5}}}); !errors.Is(err, context.Canceled) {
+		if _, err := m.Open(ctx, Call{Inputs: []Input{{"x", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{3, 5}}, 5}}}); !errors.Is(err, context.Canceled) {
 			t.Errorf("Open returned %v, want Canceled", err)
 		}
 		time.AfterFunc(time.Second, func() {

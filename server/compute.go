@@ -52,6 +52,9 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 	return resp, nil
 }
 
+// smallCalls holds the memory of all small calls' requests and answers.
+var smallCalls = slab.NewPrincipal("compute")
+
 // requestMemory is what the budget has set aside for one small call: for its request
 // until the model has run, then for its answer until the client has read it. All of
 // them have half of the budget: the models that they wait for need the rest.
@@ -64,10 +67,10 @@ type requestMemory struct {
 func (m *requestMemory) resize(bytes int) error {
 	switch n := int64(bytes); {
 	case n < m.n:
-		m.budget.Release(requestHolder, m.n-n)
+		m.budget.Release(smallCalls, m.n-n)
 		m.n = n
 	case n-m.n <= requestFree:
-	case !m.budget.TryAcquire(requestHolder, n-m.n):
+	case !m.budget.TryAcquire(smallCalls, n-m.n):
 		_, _, limit := m.budget.Used()
 		return serving.TryLater(frame.ResourceExhausted, "memory: %d bytes more for the message of a small call; all small calls together have half of memory_bytes, which is %d; try again later", n-m.n, limit)
 	default:
@@ -79,7 +82,7 @@ func (m *requestMemory) resize(bytes int) error {
 // Release gives all of it back.
 func (m *requestMemory) Release() {
 	if m.n > 0 {
-		m.budget.Release(requestHolder, m.n)
+		m.budget.Release(smallCalls, m.n)
 		m.n = 0
 	}
 }

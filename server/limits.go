@@ -26,18 +26,15 @@ const (
 	recordTensors     = 1024
 	recordTensorsKept = 16 << 10
 	recordMessage     = 256
-	// pullHolder is who holds the memory of what all pulls select, beyond pullFree of
-	// each: 16 MiB for as many as a server has by default.
-	pullHolder = "pull"
-	pullFree   = 64 << 10
+	// pullFree is how much of what each pull selects counts in no budget: 16 MiB for
+	// as many as a server has by default.
+	pullFree = 64 << 10
 	// selectionBytes is what a pull keeps of a selection, and of how it ended, beside
 	// its name, a range of rangeBytes for each that is held, and its parameters, with
 	// entryBytes for each of these.
 	selectionBytes = 512
 	rangeBytes     = 16
 	entryBytes     = 64
-	// requestHolder is who holds the memory of all small calls' requests and answers.
-	requestHolder = "compute"
 	// requestFree is how much of each counts in no budget, if it is no more, or if it is
 	// what an answer has more than its request: 4 MiB for as many calls as a server has
 	// by default.

@@ -10,6 +10,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -96,10 +97,11 @@ func TestAnAllowanceDoesNotHoldUpALargeCallOfItsSession(t *testing.T) {
 	first.credit(o.desc.TensorId, 1)
 	large := offering("sink", make([]byte, 10*mib), mib) // more than half, and than is left
 	second.open(large)
+	probe := slab.NewPrincipal("probe")
 	testkit.Eventually(t, func() bool {
-		granted := f.host.Budget().TryAcquire("probe", 1)
+		granted := f.host.Budget().TryAcquire(probe, 1)
 		if granted {
-			f.host.Budget().Release("probe", 1)
+			f.host.Budget().Release(probe, 1)
 		}
 		return !granted
 	}, "a call that waits for memory")

@@ -17,6 +17,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 )
 
@@ -38,6 +39,9 @@ type wanted struct {
 	heldDigest []byte
 }
 
+// pulls holds the memory of what all pulls select, beyond pullFree of each.
+var pulls = slab.NewPrincipal("pull")
+
 // PullTensors sends what a client selects.
 func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreamingServer[pb.Frame]) error {
 	return s.transfer(conn, pullTransfer, func(w *watched) (*record, error) {
@@ -54,12 +58,12 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 		}
 		req.Reset()
 		if bytes > 0 {
-			if !s.cfg.Budget.TryAcquire(pullHolder, bytes) {
+			if !s.cfg.Budget.TryAcquire(pulls, bytes) {
 				_, _, limit := s.cfg.Budget.Used()
 				return nil, serving.TryLater(frame.ResourceExhausted, "selections: %d bytes to keep what is asked for; all pulls together have half of memory_bytes, which is %d; "+
 					"select less, hold fewer ranges, or try again later", bytes, limit)
 			}
-			defer s.cfg.Budget.Release(pullHolder, bytes)
+			defer s.cfg.Budget.Release(pulls, bytes)
 		}
 		r, err := s.transferLog.begin(h.Session, w.kind)
 		if err != nil {

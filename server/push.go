@@ -15,6 +15,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 )
 
@@ -27,7 +28,7 @@ type push struct {
 	conn   *watched
 	ctx    context.Context
 	record *record
-	holder string // of the budget
+	holder *slab.Principal // of the budget
 
 	committing sync.WaitGroup
 	slots      chan struct{} // one token for each commit that runs
@@ -74,7 +75,7 @@ func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTe
 			return nil, err
 		}
 		p := &push{
-			server: s, conn: w, ctx: conn.Context(), record: r, holder: "push " + h.Session.String(), slots: make(chan struct{}, commits),
+			server: s, conn: w, ctx: conn.Context(), record: r, holder: slab.NewPrincipal("push " + h.Session.String()), slots: make(chan struct{}, commits),
 		}
 		err = p.serve(&msg)
 		if err != nil {

@@ -113,6 +113,7 @@ var storedRules = []serving.Rule{
 	{Err: tensor.ErrDataType, Code: frame.InvalidArgument},
 	{Err: codec.ErrDecode, Code: frame.InvalidArgument},
 	{Err: store.ErrFull, Code: frame.ResourceExhausted, Retry: true},
+	{Err: slab.ErrMemory, Code: frame.ResourceExhausted, Retry: true},
 	{Err: store.ErrExists, Code: frame.AlreadyExists},
 	{Err: store.ErrPart, Code: frame.FailedPrecondition},
 	{Err: transfer.ErrCorrupt, Code: frame.DataLoss},

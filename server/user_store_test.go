@@ -199,7 +199,7 @@ func TestAStoreThatIsAwayIsTriedAgainLater(t *testing.T) {
 	a := &away{}
 	log := &notes{}
 	f := serve(t, func(c *server.Config) {
-		a.Memory = store.NewMemory(slab.NewPool(0), 8*mib)
+		a.Memory = store.NewMemory(slab.NewPool(0, slab.System), 8*mib)
 		c.Store, c.Log = a, log.log()
 	})
 	defer func() { require.NoError(t, a.Close()) }()
@@ -228,7 +228,7 @@ func TestAStoreWaitsNoLongerThanItsCaller(t *testing.T) {
 	testkit.Start(t)
 	a := &away{waits: make(chan struct{})}
 	f := serve(t, func(c *server.Config) {
-		a.Memory = store.NewMemory(slab.NewPool(0), 8*mib)
+		a.Memory = store.NewMemory(slab.NewPool(0, slab.System), 8*mib)
 		c.Store = a
 	})
 	defer func() { require.NoError(t, a.Close()) }()

@@ -12,6 +12,36 @@ import (
 // ErrBudget is wrapped when an amount can never be granted.
 var ErrBudget = errors.New("slab: over the memory budget")
 
+// BudgetError says which budget can never grant an amount. It wraps ErrBudget.
+type BudgetError struct {
+	Budget       string // its name
+	Asked, Limit int64  // bytes
+}
+
+// Error returns the whole sentence.
+func (e *BudgetError) Error() string {
+	return fmt.Sprintf("slab: over the %s budget: %d bytes asked, the budget is %d", e.Budget, e.Asked, e.Limit)
+}
+
+// Unwrap returns ErrBudget.
+func (e *BudgetError) Unwrap() error { return ErrBudget }
+
+// Principal is who holds bytes of a Budget: one pointer, one principal. Nil is a
+// principal too, whom all share that have no other.
+type Principal struct{ name string }
+
+// NewPrincipal returns a principal with a name for logs and panics, which others
+// may have too.
+func NewPrincipal(name string) *Principal { return &Principal{name} }
+
+// Name returns the name.
+func (p *Principal) Name() string {
+	if p == nil {
+		return "nobody"
+	}
+	return p.name
+}
+
 // Budget bounds the bytes promised at a time. Whoever asks gets all or nothing,
 // first come first served. While others wait, a holder that has something
 // already gets no more than half in all: it is passed over, not waited for. The
@@ -19,36 +49,37 @@ var ErrBudget = errors.New("slab: over the memory budget")
 // budget, else it could never be granted under load: it takes its turn and stops
 // the line until it fits. It is safe for concurrent use.
 type Budget struct {
+	name  string
 	limit int64
 
 	mu      sync.Mutex // guards all below
 	used    int64
 	peak    int64
-	holders map[string]int64
+	holders map[*Principal]int64
 	queue   []*waiter
 	spare   map[*func() bool]struct{} // of Reclaim
 }
 
 type waiter struct {
-	holder string
+	holder *Principal
 	n      int64
 	ready  chan struct{} // closed when granted
 }
 
-// NewBudget returns a budget of limit bytes.
-func NewBudget(limit int64) *Budget {
-	return &Budget{limit: limit, holders: make(map[string]int64)}
+// NewBudget returns a budget of limit bytes of what name says, such as "memory".
+func NewBudget(name string, limit int64) *Budget {
+	return &Budget{name: name, limit: limit, holders: make(map[*Principal]int64)}
 }
 
 // Acquire waits until n bytes are granted to holder, or ctx ends. Each grant is
 // given back by Release with the same holder and amount. When ctx ends first,
 // nothing was granted and the error is ctx's cause; an amount above the whole
 // budget fails at once with ErrBudget.
-func (b *Budget) Acquire(ctx context.Context, holder string, n int64) error {
+func (b *Budget) Acquire(ctx context.Context, holder *Principal, n int64) error {
 	b.mu.Lock()
 	if n > b.limit || n < 0 {
 		b.mu.Unlock()
-		return fmt.Errorf("%w: %d bytes asked, the budget is %d", ErrBudget, n, b.limit)
+		return &BudgetError{b.name, n, b.limit}
 	}
 	b.reclaim(n)
 	if len(b.queue) == 0 && n <= b.limit-b.used {
@@ -79,7 +110,7 @@ func (b *Budget) Acquire(ctx context.Context, holder string, n int64) error {
 }
 
 // TryAcquire grants n bytes only if nobody waits and holder stays within its half.
-func (b *Budget) TryAcquire(holder string, n int64) bool {
+func (b *Budget) TryAcquire(holder *Principal, n int64) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if n < 0 || len(b.queue) > 0 || n > b.limit/poolShare-b.holders[holder] {
@@ -131,7 +162,7 @@ func (b *Budget) reclaim(n int64) {
 }
 
 // Release gives n bytes of holder back. It panics when holder holds fewer.
-func (b *Budget) Release(holder string, n int64) {
+func (b *Budget) Release(holder *Principal, n int64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.release(holder, n)
@@ -144,15 +175,15 @@ func (b *Budget) Used() (used, peak, limit int64) {
 	return b.used, b.peak, b.limit
 }
 
-func (b *Budget) grant(holder string, n int64) {
+func (b *Budget) grant(holder *Principal, n int64) {
 	b.used += n
 	b.peak = max(b.peak, b.used)
 	b.holders[holder] += n
 }
 
-func (b *Budget) release(holder string, n int64) {
+func (b *Budget) release(holder *Principal, n int64) {
 	if n < 0 || n > b.holders[holder] {
-		panic(fmt.Sprintf("slab: %q releases %d bytes and holds %d", holder, n, b.holders[holder]))
+		panic(fmt.Sprintf("slab: %q releases %d bytes and holds %d", holder.Name(), n, b.holders[holder]))
 	}
 	b.used -= n
 	if b.holders[holder] -= n; b.holders[holder] == 0 {
@@ -183,6 +214,6 @@ func (b *Budget) admit() {
 	}
 }
 
-func (b *Budget) othersWait(holder string) bool {
+func (b *Budget) othersWait(holder *Principal) bool {
 	return slices.ContainsFunc(b.queue, func(w *waiter) bool { return w.holder != holder })
 }

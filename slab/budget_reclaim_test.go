@@ -7,10 +7,10 @@ import (
 )
 
 func TestWhatCanBeSparedIsReclaimedForWhoLacksIt(t *testing.T) {
-	b := NewBudget(100)
+	b := NewBudget("memory", 100)
 	idle := []string{"a", "b", "c"}
 	for _, h := range idle {
-		if !b.TryAcquire(h, 30) {
+		if !b.TryAcquire(who(h), 30) {
 			t.Fatal("no room")
 		}
 	}
@@ -20,20 +20,20 @@ func TestWhatCanBeSparedIsReclaimedForWhoLacksIt(t *testing.T) {
 		if len(idle) == 0 {
 			return false
 		}
-		b.Release(idle[0], 30)
+		b.Release(who(idle[0]), 30)
 		idle = idle[1:]
 		return true
 	})
-	if !b.TryAcquire("d", 10) || asked != 0 {
+	if !b.TryAcquire(who("d"), 10) || asked != 0 {
 		t.Fatalf("asked %d times for what fits", asked)
 	}
-	if !b.TryAcquire("d", 35) || asked != 2 || len(idle) != 1 {
+	if !b.TryAcquire(who("d"), 35) || asked != 2 || len(idle) != 1 {
 		t.Fatalf("asked %d times, %d left", asked, len(idle))
 	}
-	if err := b.Acquire(t.Context(), "e", 50); err != nil || len(idle) != 0 {
+	if err := b.Acquire(t.Context(), who("e"), 50); err != nil || len(idle) != 0 {
 		t.Fatalf("%v, %d left", err, len(idle))
 	}
-	if b.TryAcquire("f", 10) {
+	if b.TryAcquire(who("f"), 10) {
 		t.Fatal("granted what is not there")
 	}
 	stop()
@@ -41,11 +41,11 @@ func TestWhatCanBeSparedIsReclaimedForWhoLacksIt(t *testing.T) {
 	over := errors.New("over")
 	ctx, cancel := context.WithCancelCause(t.Context())
 	cancel(over)
-	if err := b.Acquire(ctx, "g", 50); !errors.Is(err, over) || asked != before {
+	if err := b.Acquire(ctx, who("g"), 50); !errors.Is(err, over) || asked != before {
 		t.Fatalf("%v, asked %d times after the stop", err, asked-before)
 	}
-	b.Release("d", 45)
-	b.Release("e", 50)
+	b.Release(who("d"), 45)
+	b.Release(who("e"), 50)
 	if used, _, _ := b.Used(); used != 0 {
 		t.Fatalf("%d bytes used", used)
 	}

@@ -14,6 +14,14 @@ import (
 	"pgregory.net/rapid"
 )
 
+var principals sync.Map
+
+// who is the one principal of a name.
+func who(name string) *Principal {
+	p, _ := principals.LoadOrStore(name, NewPrincipal(name))
+	return p.(*Principal)
+}
+
 // ask starts an Acquire in the background. Within a synctest bubble, after
 // synctest.Wait, the state of the asker is settled.
 type asker struct {
@@ -28,7 +36,7 @@ func ask(b *Budget, holder string, n int64) *asker {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	a := &asker{holder: holder, n: n, cancel: cancel}
 	go func() {
-		a.err = b.Acquire(ctx, holder, n)
+		a.err = b.Acquire(ctx, who(holder), n)
 		a.done = true
 	}()
 	synctest.Wait()
@@ -45,15 +53,15 @@ func wantUsed(t *testing.T, b *Budget, used, peak int64) {
 }
 
 func TestABudgetGrantsUpToItsLimit(t *testing.T) {
-	b := NewBudget(100)
+	b := NewBudget("memory", 100)
 	for _, n := range []int64{0, 1, 99} {
-		if err := b.Acquire(t.Context(), "a", n); err != nil {
+		if err := b.Acquire(t.Context(), who("a"), n); err != nil {
 			t.Fatal(err)
 		}
 	}
 	wantUsed(t, b, 100, 100)
 	for _, n := range []int64{99, 0, 1} {
-		b.Release("a", n)
+		b.Release(who("a"), n)
 	}
 	wantUsed(t, b, 0, 100)
 	if len(b.holders) != 0 {
@@ -62,43 +70,66 @@ func TestABudgetGrantsUpToItsLimit(t *testing.T) {
 }
 
 func TestWhatCanNeverBeGrantedFailsAtOnce(t *testing.T) {
-	b := NewBudget(100)
+	b := NewBudget("memory", 100)
 	for _, n := range []int64{101, math.MaxInt64, -1, math.MinInt64} {
-		if err := b.Acquire(t.Context(), "a", n); !errors.Is(err, ErrBudget) {
+		if err := b.Acquire(t.Context(), who("a"), n); !errors.Is(err, ErrBudget) {
 			t.Errorf("%d bytes: %v, want ErrBudget", n, err)
 		}
-		if b.TryAcquire("a", n) {
+		if b.TryAcquire(who("a"), n) {
 			t.Errorf("%d bytes of 100 were granted", n)
 		}
 	}
 	wantUsed(t, b, 0, 0)
 }
 
+func TestAnErrorNamesItsBudget(t *testing.T) {
+	err := NewBudget("pinned memory", 100).Acquire(t.Context(), who("a"), 101)
+	if want := "slab: over the pinned memory budget: 101 bytes asked, the budget is 100"; err == nil || err.Error() != want {
+		t.Errorf("got %v, want %s", err, want)
+	}
+}
+
+func TestPrincipalsOfOneNameAreTwoHolders(t *testing.T) {
+	b := NewBudget("memory", 100)
+	first, second := NewPrincipal("same"), NewPrincipal("same")
+	for _, p := range []*Principal{first, second} {
+		if !b.TryAcquire(p, 50) || b.TryAcquire(p, 1) {
+			t.Error("a principal did not get its half, or got more")
+		}
+	}
+	b.Release(first, 50)
+	wantPanic(t, `slab: "same" releases 1 bytes and holds 0`, func() { b.Release(first, 1) })
+	if !b.TryAcquire(nil, 1) {
+		t.Error("nobody in particular was refused")
+	}
+	wantPanic(t, `slab: "nobody" releases`, func() { b.Release(nil, 2) })
+}
+
 func TestTheLargestBudgetDoesNotOverflow(t *testing.T) {
-	b := NewBudget(math.MaxInt64)
-	if err := b.Acquire(t.Context(), "a", math.MaxInt64-1); err != nil {
+	b := NewBudget("memory", math.MaxInt64)
+	if err := b.Acquire(t.Context(), who("a"), math.MaxInt64-1); err != nil {
 		t.Fatal(err)
 	}
-	if b.TryAcquire("b", 2) {
+	if b.TryAcquire(who("b"), 2) {
 		t.Error("more than the budget was granted")
 	}
-	if b.TryAcquire("a", 1) {
+	if b.TryAcquire(who("a"), 1) {
 		t.Error("a holder got more than its half")
 	}
-	if !b.TryAcquire("b", 1) {
+	if !b.TryAcquire(who("b"), 1) {
 		t.Error("the last byte was not granted")
 	}
 }
 
 func TestReleasingMoreThanIsHeldPanics(t *testing.T) {
-	b := NewBudget(100)
-	if !b.TryAcquire("a", 10) {
+	b := NewBudget("memory", 100)
+	if !b.TryAcquire(who("a"), 10) {
 		t.Fatal("10 of 100 bytes were not granted")
 	}
 	for _, release := range []func(){
-		func() { b.Release("a", 11) },
-		func() { b.Release("b", 1) },
-		func() { b.Release("a", -1) },
+		func() { b.Release(who("a"), 11) },
+		func() { b.Release(who("b"), 1) },
+		func() { b.Release(who("a"), -1) },
 	} {
 		wantPanic(t, "slab: ", release)
 	}
@@ -107,23 +138,23 @@ func TestReleasingMoreThanIsHeldPanics(t *testing.T) {
 
 func TestWaitersAreServedInTheirOrderAllOrNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		b := NewBudget(100)
+		b := NewBudget("memory", 100)
 		first := ask(b, "a", 90)
 		large := ask(b, "b", 50)
 		small := ask(b, "c", 10) // would fit, but came later
 		if !first.granted() || large.done || small.done {
 			t.Fatal("want the first granted and the others waiting in line")
 		}
-		if b.TryAcquire("d", 1) {
+		if b.TryAcquire(who("d"), 1) {
 			t.Error("TryAcquire jumped the line")
 		}
 		wantUsed(t, b, 90, 90)
-		b.Release("a", 30)
+		b.Release(who("a"), 30)
 		synctest.Wait()
 		if large.done {
 			t.Error("50 bytes were granted with 40 free")
 		}
-		b.Release("a", 60)
+		b.Release(who("a"), 60)
 		synctest.Wait()
 		if !large.granted() || !small.granted() {
 			t.Error("both fit now and were not granted")
@@ -134,7 +165,7 @@ func TestWaitersAreServedInTheirOrderAllOrNothing(t *testing.T) {
 
 func TestAHolderOverItsHalfIsPassedOverWhileOthersWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		b := NewBudget(100)
+		b := NewBudget("memory", 100)
 		mine := ask(b, "greedy", 40)
 		theirs := ask(b, "other", 60)
 		more := ask(b, "greedy", 20) // with the 40 it holds, over its half
@@ -142,12 +173,12 @@ func TestAHolderOverItsHalfIsPassedOverWhileOthersWait(t *testing.T) {
 		if !mine.granted() || !theirs.granted() || more.done || modest.done {
 			t.Fatal("want 40 and 60 granted, 20 and 30 waiting")
 		}
-		b.Release("other", 30)
+		b.Release(who("other"), 30)
 		synctest.Wait()
 		if more.done || !modest.granted() {
 			t.Error("want the one over its half passed over by the one behind it")
 		}
-		b.Release("other", 30)
+		b.Release(who("other"), 30)
 		synctest.Wait()
 		if !more.granted() {
 			t.Error("nobody else waits: more than half may be granted")
@@ -157,14 +188,14 @@ func TestAHolderOverItsHalfIsPassedOverWhileOthersWait(t *testing.T) {
 
 func TestTheFirstAmountOfAHolderMayBeMoreThanHalfAndTakesItsTurn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		b := NewBudget(100)
+		b := NewBudget("memory", 100)
 		mine := ask(b, "other", 30)
 		large := ask(b, "large", 80)
 		small := ask(b, "small", 10)
 		if !mine.granted() || large.done || small.done {
 			t.Fatal("want 30 granted, 80 first in line and 10 behind it")
 		}
-		b.Release("other", 30)
+		b.Release(who("other"), 30)
 		synctest.Wait()
 		if !large.granted() || !small.granted() {
 			t.Error("the first in line was passed over although it held nothing")
@@ -174,7 +205,7 @@ func TestTheFirstAmountOfAHolderMayBeMoreThanHalfAndTakesItsTurn(t *testing.T) {
 
 func TestAHolderAloneMayHaveItAll(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		b := NewBudget(100)
+		b := NewBudget("memory", 100)
 		for range 4 {
 			if a := ask(b, "alone", 25); !a.granted() {
 				t.Fatal("a quarter was refused to the only holder")
@@ -185,7 +216,7 @@ func TestAHolderAloneMayHaveItAll(t *testing.T) {
 
 func TestTheNextOneIsServedWhenTheFirstInLineGivesUp(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		b := NewBudget(100)
+		b := NewBudget("memory", 100)
 		held := ask(b, "a", 60)
 		large := ask(b, "b", 80)
 		small := ask(b, "c", 40)
@@ -200,18 +231,18 @@ func TestTheNextOneIsServedWhenTheFirstInLineGivesUp(t *testing.T) {
 }
 
 func TestACancelThatMeetsItsGrantGivesItBack(t *testing.T) {
-	b := NewBudget(10)
+	b := NewBudget("memory", 10)
 	for range 2000 {
-		if err := b.Acquire(context.Background(), "a", 10); err != nil {
+		if err := b.Acquire(context.Background(), who("a"), 10); err != nil {
 			t.Fatal(err)
 		}
 		ctx, cancel := context.WithCancel(context.Background())
 		got := make(chan error)
-		go func() { got <- b.Acquire(ctx, "b", 10) }()
+		go func() { got <- b.Acquire(ctx, who("b"), 10) }()
 		go cancel()
-		b.Release("a", 10)
+		b.Release(who("a"), 10)
 		if <-got == nil {
-			b.Release("b", 10)
+			b.Release(who("b"), 10)
 		}
 	}
 	wantUsed(t, b, 0, 10)
@@ -222,7 +253,7 @@ func TestACancelThatMeetsItsGrantGivesItBack(t *testing.T) {
 
 func TestABudgetMayBeSharedByGoroutines(t *testing.T) {
 	const limit = 1000
-	b := NewBudget(limit)
+	b := NewBudget("memory", limit)
 	var wg sync.WaitGroup
 	for g := range 8 {
 		holder := string(rune('a' + g%4))
@@ -235,14 +266,14 @@ func TestABudgetMayBeSharedByGoroutines(t *testing.T) {
 					wg.Go(cancel)
 				}
 				if r.IntN(4) == 0 {
-					if b.TryAcquire(holder, n) {
-						b.Release(holder, n)
+					if b.TryAcquire(who(holder), n) {
+						b.Release(who(holder), n)
 					}
-				} else if b.Acquire(ctx, holder, n) == nil {
+				} else if b.Acquire(ctx, who(holder), n) == nil {
 					if used, _, _ := b.Used(); used > limit {
 						t.Errorf("%d of %d bytes are granted", used, limit)
 					}
-					b.Release(holder, n)
+					b.Release(who(holder), n)
 				}
 				cancel()
 			}
@@ -336,14 +367,14 @@ func TestABudgetFollowsItsModel(t *testing.T) {
 
 // tell returns what went wrong, or nothing. It ends with everything given back.
 func tell(limit int64, story []step) string {
-	b, m := NewBudget(limit), &model{limit: limit}
+	b, m := NewBudget("memory", limit), &model{limit: limit}
 	var askers []*asker // askers[i] is m.asked[i]
 	end := func(i int) {
 		a := askers[i]
 		askers = slices.Delete(askers, i, i+1)
 		m.asked = slices.Delete(m.asked, i, i+1)
 		if a.granted() {
-			b.Release(a.holder, a.n)
+			b.Release(who(a.holder), a.n)
 		}
 		a.cancel(nil)
 		synctest.Wait()
@@ -374,9 +405,9 @@ func tell(limit int64, story []step) string {
 		case s.Kind == 3:
 			want := !slices.ContainsFunc(m.asked, func(a *modelAsk) bool { return !a.granted }) &&
 				m.held("")+s.N <= limit && m.held(s.Holder)+s.N <= limit/2
-			if got := b.TryAcquire(s.Holder, s.N); got != want {
+			if got := b.TryAcquire(who(s.Holder), s.N); got != want {
 				if got {
-					b.Release(s.Holder, s.N)
+					b.Release(who(s.Holder), s.N)
 				}
 				return fmt.Sprintf("step %d: TryAcquire(%s, %d) = %v, want %v", i, s.Holder, s.N, got, want)
 			}

@@ -1,6 +1,6 @@
-// Package slab owns host memory: blocks with an owner, counted references and
-// a place to go when the last reference is released, and budgets that bound how
-// much of it is promised at a time.
+// Package slab owns host memory, made by a backing: blocks with counted
+// references that go back to a pool with the last one, and budgets that bound how
+// much is promised to principals at a time.
 //
 // It refuses to hand out zeroed memory (a slab is reused as it was left) and to
 // forgive a release too many: that panics. Pools and budgets are safe for
@@ -8,6 +8,7 @@
 package slab
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"runtime"
@@ -17,15 +18,15 @@ import (
 	"github.com/tensorferry/tensorferry/internal/invariants"
 )
 
+// ErrMemory is wrapped when a pool's backing has no memory to give.
+var ErrMemory = errors.New("slab: no memory")
+
 // Slab is a block of host memory with counted references. It starts with one.
 type Slab struct {
-	pool *Pool
+	pool *Pool  // nil in the cache, which must not keep its pool alive
 	mem  []byte // the whole block, a size class long
 	n    int    // the part the owner asked for
 	refs atomic.Int32
-
-	mapped bool            // mem lies outside the Go heap
-	lost   runtime.Cleanup // of a mapped slab: unmaps mem when s is unreachable
 }
 
 // Bytes lends the slab's memory: valid while the caller holds a reference.
@@ -49,33 +50,56 @@ func (s *Slab) Release() {
 	}
 }
 
-// Pool keeps released memory for the next taker, because the first touch of
-// fresh pages costs more than the copy into them. It never refuses: how much
-// memory may be taken is a Budget's business, asked before. It is safe for
-// concurrent use.
-type Pool struct {
-	limit int64 // of bytes in free, and where another slab is made, of those handed out with them
-
-	mu     sync.Mutex      // guards all below
-	free   map[int][]*Slab // by size class
-	cached int64           // bytes in free
-	live   int64           // bytes handed out
-	slabs  int64           // slabs handed out
+// Backing makes and frees the memory of a Pool. Safe for concurrent use.
+type Backing interface {
+	// Alloc hands over n bytes of any content; n is what SizeOf returns.
+	Alloc(n int) ([]byte, error)
+	// Free takes what Alloc returned, which is handed over: nobody uses it any more.
+	Free(mem []byte)
 }
 
-// NewPool returns a pool that keeps at most limit bytes of released memory, and
-// gives it back to the system rather than hold more than limit bytes together
+// System is the memory of this process: the Go heap, and on Linux mappings
+// outside it for 64 KiB or more.
+var System Backing = system{}
+
+type system struct{}
+
+// Pool keeps released memory for the next taker, because the first touch of
+// fresh pages costs more than the copy into them. How much memory may be taken is
+// a Budget's business, asked before. It is safe for concurrent use.
+//
+// A slab that is forgotten, not released, stays counted and is never freed:
+// somebody may still hold its bytes. When the pool itself is unreachable, what it
+// keeps is freed.
+type Pool struct {
+	limit int64 // of bytes in cache, and where another slab is made, of those handed out with them
+
+	mu    sync.Mutex // guards all below
+	cache *cache
+	live  int64 // bytes handed out
+	slabs int64 // slabs handed out
+}
+
+// cache is memory without holders. It does not refer to its pool, whose cleanup
+// frees it.
+type cache struct {
+	backing Backing
+	free    map[int][]*Slab // by size class
+	bytes   int64           // in free
+}
+
+// NewPool returns a pool of memory that b makes. It keeps at most limit bytes of
+// released memory, and frees it rather than hold more than limit bytes together
 // with what is handed out.
-func NewPool(limit int64) *Pool {
-	return &Pool{free: make(map[int][]*Slab), limit: limit}
+func NewPool(limit int64, b Backing) *Pool {
+	p := &Pool{limit: limit, cache: &cache{backing: b, free: make(map[int][]*Slab)}}
+	runtime.AddCleanup(p, func(c *cache) { c.drop(c.shrink(0, 0)) }, p.cache)
+	return p
 }
 
 // Get hands over a slab of n bytes with one reference. Its content is whatever
-// was there before: write it before anyone reads it. Large slabs lie outside
-// the Go heap where the platform allows; a slab whose holder was lost (a
-// connection that died with it in its queue) is returned to the system when
-// the garbage collector finds it unreachable, never reused, and stays counted.
-func (p *Pool) Get(n int) *Slab {
+// was there before: write it before anyone reads it. Errors wrap ErrMemory.
+func (p *Pool) Get(n int) (*Slab, error) {
 	if n < 0 {
 		panic(fmt.Sprintf("slab: a slab of %d bytes", n))
 	}
@@ -83,40 +107,34 @@ func (p *Pool) Get(n int) *Slab {
 	p.mu.Lock()
 	p.live += int64(class)
 	p.slabs++
-	if len(p.free[class]) > 0 {
-		s := p.take(class)
+	if len(p.cache.free[class]) > 0 {
+		s := p.cache.take(class)
 		p.mu.Unlock()
-		s.n = n
+		s.pool, s.n = p, n
 		s.refs.Store(1)
-		return s
+		return s, nil
 	}
-	dropped := p.shrink(p.limit-p.live, class)
+	dropped := p.cache.shrink(p.limit-p.live, class)
 	p.mu.Unlock()
-	drop(dropped)
-	s := &Slab{pool: p, n: n}
-	s.refs.Store(1)
-	s.mem, s.mapped = allocate(class)
-	if s.mapped {
-		s.lost = runtime.AddCleanup(s, unmap, s.mem)
+	p.cache.drop(dropped)
+	mem, err := p.cache.backing.Alloc(class)
+	if err != nil {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.live -= int64(class)
+		p.slabs--
+		return nil, fmt.Errorf("%w for %d bytes: %w", ErrMemory, class, err)
 	}
-	return s
+	s := &Slab{pool: p, mem: mem, n: n}
+	s.refs.Store(1)
+	return s, nil
 }
 
-// take removes a slab of a class that has one from the cache.
-func (p *Pool) take(class int) *Slab {
-	list := p.free[class]
-	s := list[len(list)-1]
-	list[len(list)-1] = nil
-	p.free[class] = list[:len(list)-1]
-	p.cached -= int64(class)
-	return s
-}
-
-// put caches s, or gives memory back to the system when the cache is full:
-// that of other sizes first, because what was released last is what the next
-// taker asks for.
+// put caches s, or frees memory when the cache is full: that of other sizes
+// first, because what was released last is what the next taker asks for.
 func (p *Pool) put(s *Slab) {
 	class := len(s.mem)
+	s.pool = nil
 	var dropped []*Slab
 	p.mu.Lock()
 	p.live -= int64(class)
@@ -124,27 +142,37 @@ func (p *Pool) put(s *Slab) {
 	if int64(class) > p.limit {
 		dropped = append(dropped, s)
 	} else {
-		dropped = p.shrink(p.limit-int64(class), class)
-		p.free[class] = append(p.free[class], s)
-		p.cached += int64(class)
+		dropped = p.cache.shrink(p.limit-int64(class), class)
+		p.cache.free[class] = append(p.cache.free[class], s)
+		p.cache.bytes += int64(class)
 	}
 	p.mu.Unlock()
-	drop(dropped)
+	p.cache.drop(dropped)
 }
 
-// shrink takes slabs out of the cache until it holds at most the bytes named, or
-// nothing; those of class go last. What it returns is for drop, without the lock.
-func (p *Pool) shrink(most int64, class int) (dropped []*Slab) {
-	for p.cached > max(most, 0) {
-		dropped = append(dropped, p.take(p.victim(class)))
+// take removes a slab of a class that has one.
+func (c *cache) take(class int) *Slab {
+	list := c.free[class]
+	s := list[len(list)-1]
+	list[len(list)-1] = nil
+	c.free[class] = list[:len(list)-1]
+	c.bytes -= int64(class)
+	return s
+}
+
+// shrink takes slabs out until at most the bytes named are left, or nothing; those
+// of class go last. What it returns is for drop, without the lock.
+func (c *cache) shrink(most int64, class int) (dropped []*Slab) {
+	for c.bytes > max(most, 0) {
+		dropped = append(dropped, c.take(c.victim(class)))
 	}
 	return dropped
 }
 
 // victim returns a size class to take from: not class itself while there is
 // another.
-func (p *Pool) victim(class int) int {
-	for other, list := range p.free {
+func (c *cache) victim(class int) int {
+	for other, list := range c.free {
 		if other != class && len(list) > 0 {
 			return other
 		}
@@ -152,17 +180,12 @@ func (p *Pool) victim(class int) int {
 	return class
 }
 
-// drop gives the memory of slabs without references back at once. The garbage
-// collector would too, but it does not see memory outside its heap and may not
-// run for minutes.
-func drop(slabs []*Slab) {
+// drop frees the memory of slabs without references.
+func (c *cache) drop(slabs []*Slab) {
 	for _, s := range slabs {
-		if s.mapped {
-			s.lost.Stop()
-			unmap(s.mem)
-		}
+		mem := s.mem
 		s.mem = nil // a late reader meets an empty slab, not another's memory
-		runtime.KeepAlive(s)
+		c.backing.Free(mem)
 	}
 }
 
@@ -177,7 +200,7 @@ func (p *Pool) Live() (slabs, bytes int64) {
 func (p *Pool) Kept() int64 {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.cached
+	return p.cache.bytes
 }
 
 // SizeOf returns the bytes that a slab of n bytes takes from a pool: what to ask

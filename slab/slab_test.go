@@ -2,12 +2,14 @@ package slab
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"math"
 	"os"
 	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/tensorferry/tensorferry/internal/invariants"
@@ -32,9 +34,9 @@ func TestSizeClassHoldsWhatWasAskedAndIsItsOwnClass(t *testing.T) {
 }
 
 func TestGetHandsOverExactlyTheBytesAsked(t *testing.T) {
-	p := NewPool(mib)
+	p := NewPool(mib, System)
 	for _, n := range []int{0, 1, 1024, 1025, 16383, 16384, 16385, mapFrom - 1, mapFrom, mapFrom + 1, 2*mib + 1} {
-		s := p.Get(n)
+		s := get(t, p, n)
 		b := s.Bytes()
 		if len(b) != n || cap(b) != n {
 			t.Errorf("asked %d bytes, got length %d and capacity %d", n, len(b), cap(b))
@@ -50,44 +52,44 @@ func TestGetHandsOverExactlyTheBytesAsked(t *testing.T) {
 }
 
 func TestGetOfANegativeSizePanics(t *testing.T) {
-	wantPanic(t, "slab: a slab of -1 bytes", func() { NewPool(0).Get(-1) })
+	wantPanic(t, "slab: a slab of -1 bytes", func() { get(t, NewPool(0, System), -1) })
 }
 
 func TestASlabLivesUntilItsLastRelease(t *testing.T) {
-	p := NewPool(mib)
-	s := p.Get(100)
+	p := NewPool(mib, System)
+	s := get(t, p, 100)
 	s.Retain()
 	s.Release()
 	if slabs, bytes := p.Live(); slabs != 1 || bytes != 4*kib {
 		t.Errorf("%d slabs, %d bytes are live, want one of 4096", slabs, bytes)
 	}
 	copy(s.Bytes(), "still mine")
-	if other := p.Get(100); other == s {
+	if other := get(t, p, 100); other == s {
 		t.Error("a slab with a reference left was handed out again")
 	}
 	s.Release()
-	if again := p.Get(100); again != s {
+	if again := get(t, p, 100); again != s {
 		t.Error("a released slab was not handed out again")
 	}
 }
 
 func TestOneReleaseTooManyPanics(t *testing.T) {
-	s := NewPool(mib).Get(1)
+	s := get(t, NewPool(mib, System), 1)
 	s.Release()
 	wantPanic(t, "slab: released more often than retained", s.Release)
 }
 
 func TestRetainOfAReleasedSlabPanics(t *testing.T) {
-	s := NewPool(mib).Get(1)
+	s := get(t, NewPool(mib, System), 1)
 	s.Release()
 	wantPanic(t, "slab: retain of a released slab", s.Retain)
 }
 
 func TestAReusedSlabHasTheSizeOfItsNewTaker(t *testing.T) {
-	p := NewPool(mib)
-	first := p.Get(5000)
+	p := NewPool(mib, System)
+	first := get(t, p, 5000)
 	first.Release()
-	second := p.Get(8192)
+	second := get(t, p, 8192)
 	if second != first {
 		t.Fatal("two sizes of one class do not share a slab")
 	}
@@ -95,22 +97,22 @@ func TestAReusedSlabHasTheSizeOfItsNewTaker(t *testing.T) {
 		t.Errorf("the slab shows %d bytes, want 8192", n)
 	}
 	second.Release()
-	if p.Get(8193) == second {
+	if get(t, p, 8193) == second {
 		t.Error("a slab was handed out for more than it holds")
 	}
 }
 
 func TestTheCacheNeverHoldsMoreThanItsLimit(t *testing.T) {
 	for _, limit := range []int64{0, 4*kib - 1, 4 * kib, 100 * kib, mib} {
-		p := NewPool(limit)
+		p := NewPool(limit, System)
 		var taken []*Slab
 		for _, n := range []int{1, 4 * kib, 64 * kib, 1, 64*kib + 1, mib, mib + 1, 8 * kib} {
-			taken = append(taken, p.Get(n))
+			taken = append(taken, get(t, p, n))
 		}
 		for _, s := range taken {
 			s.Release()
 			var sum int64
-			for class, list := range p.free {
+			for class, list := range p.cache.free {
 				sum += int64(class * len(list))
 			}
 			if sum != p.Kept() || sum > limit {
@@ -122,29 +124,29 @@ func TestTheCacheNeverHoldsMoreThanItsLimit(t *testing.T) {
 
 func TestTheCacheGivesWayToWhatIsHandedOut(t *testing.T) {
 	const limit = 256 * kib
-	p := NewPool(limit)
+	p := NewPool(limit, System)
 	for _, n := range []int{4 * kib, 64 * kib, 4 * kib, 128 * kib, 20 * kib, 256 * kib, 4 * kib, 64 * kib} {
 		var taken []*Slab
 		for range limit / n { // as many as a budget of limit bytes allows
-			taken = append(taken, p.Get(n))
-			if _, live := p.Live(); live+p.cached > limit {
-				t.Fatalf("%d bytes are handed out and %d cached, the limit is %d", live, p.cached, limit)
+			taken = append(taken, get(t, p, n))
+			if _, live := p.Live(); live+p.cache.bytes > limit {
+				t.Fatalf("%d bytes are handed out and %d cached, the limit is %d", live, p.cache.bytes, limit)
 			}
 		}
 		for _, s := range taken {
 			s.Release()
 		}
 	}
-	p.Get(mib) // more than the limit: nothing is left to give back
-	if p.cached != 0 {
-		t.Errorf("%d bytes stay cached beside 1 MiB, the limit is %d", p.cached, limit)
+	get(t, p, mib) // more than the limit: nothing is left to give back
+	if p.cache.bytes != 0 {
+		t.Errorf("%d bytes stay cached beside 1 MiB, the limit is %d", p.cache.bytes, limit)
 	}
 }
 
 func TestSizeOfIsWhatThePoolCounts(t *testing.T) {
 	for _, n := range []int{0, 1, 4 * kib, 4*kib + 1, 64 * kib, 64*kib + 1, hugePage, hugePage + 1} {
-		p := NewPool(0)
-		s := p.Get(n)
+		p := NewPool(0, System)
+		s := get(t, p, n)
 		if _, live := p.Live(); live != SizeOf(int64(n)) {
 			t.Errorf("a slab of %d bytes takes %d, SizeOf says %d", n, live, SizeOf(int64(n)))
 		}
@@ -158,24 +160,24 @@ func TestSizeOfIsWhatThePoolCounts(t *testing.T) {
 }
 
 func TestTheCacheMakesRoomForTheSizesInUse(t *testing.T) {
-	p := NewPool(mib)
+	p := NewPool(mib, System)
 	var old []*Slab
 	for range 4 {
-		old = append(old, p.Get(256*kib))
+		old = append(old, get(t, p, 256*kib))
 	}
 	for _, s := range old {
 		s.Release() // now the cache is full of a size that nobody asks for any more
 	}
-	s := p.Get(512 * kib)
+	s := get(t, p, 512*kib)
 	s.Release()
-	if p.Get(512*kib) != s {
+	if get(t, p, 512*kib) != s {
 		t.Error("yesterday's sizes keep today's out of the cache")
 	}
 }
 
 func TestASlabForgetsMemoryThatWasGivenBack(t *testing.T) {
 	for _, n := range []int{1, mapFrom} {
-		s := NewPool(0).Get(n)
+		s := get(t, NewPool(0, System), n)
 		s.Release()
 		if s.mem != nil {
 			t.Errorf("a slab of %d bytes keeps memory that was given back", n)
@@ -191,10 +193,10 @@ func TestMemoryOverTheCacheGoesBackAtOnce(t *testing.T) {
 		t.Skip("poisoning touches the memory; the plain build checks this")
 	}
 	const size, rounds = 256 * mib, 64 // 16 GiB in all, none of it touched
-	p := NewPool(mib)
+	p := NewPool(mib, System)
 	before := virtualPages(t)
 	for range rounds {
-		p.Get(size).Release()
+		get(t, p, size).Release()
 	}
 	grown := (virtualPages(t) - before) * int64(os.Getpagesize())
 	if grown > 4*size {
@@ -214,35 +216,114 @@ func virtualPages(t *testing.T) (n int64) {
 	return n
 }
 
-func TestAMappedSlabThatWasLostIsUnmappedByTheCollector(t *testing.T) {
-	if _, mapped := allocate(mapFrom); !mapped {
-		t.Skip("this platform maps nothing outside the Go heap")
+// counted is System memory that is counted, until it has no more.
+type counted struct {
+	mu          sync.Mutex // guards all below
+	allocs, out int
+	none        error
+}
+
+func (c *counted) Alloc(n int) ([]byte, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.none != nil {
+		return nil, c.none
 	}
-	p := NewPool(mib)
-	gone := make(chan struct{})
-	func() {
-		s := p.Get(mapFrom)
-		runtime.AddCleanup(s, func(gone chan struct{}) { close(gone) }, gone)
-	}()
-	for range 100 {
-		runtime.GC()
-		select {
-		case <-gone:
+	c.allocs++
+	c.out++
+	return System.Alloc(n)
+}
+
+func (c *counted) Free(mem []byte) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.out--
+	System.Free(mem)
+}
+
+func (c *counted) held() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.out
+}
+
+// collected runs the collector until done, which it brings about, holds.
+func collected(t *testing.T, what string, done func() bool) {
+	t.Helper()
+	for range 1000 {
+		if done() {
 			return
-		default:
 		}
+		runtime.GC()
 	}
-	t.Error("the collector never found the lost slab")
+	t.Errorf("the collector never found %s", what)
+}
+
+func TestAForgottenSlabStaysMappedAndCounted(t *testing.T) {
+	b := &counted{}
+	p := NewPool(mib, b)
+	var gone atomic.Bool
+	bytes := func() []byte {
+		s := get(t, p, mapFrom)
+		runtime.AddCleanup(s, func(gone *atomic.Bool) { gone.Store(true) }, &gone)
+		return s.Bytes()
+	}()
+	collected(t, "the forgotten slab", gone.Load)
+	for i := range bytes {
+		bytes[i] = 1 // which would fault
+	}
+	if slabs, live := p.Live(); slabs != 1 || live != mapFrom || b.held() != 1 {
+		t.Errorf("%d slabs of %d bytes are counted, %d are held; want one", slabs, live, b.held())
+	}
+	s := get(t, p, mapFrom)
+	if s.Bytes()[0] = 2; bytes[0] != 1 {
+		t.Error("the memory of a forgotten slab was handed out again")
+	}
+	s.Release()
+}
+
+func TestAForgottenPoolFreesWhatItKeeps(t *testing.T) {
+	b := &counted{}
+	func() {
+		p := NewPool(mib, b)
+		for range 2 {
+			s, other := get(t, p, mapFrom), get(t, p, 1)
+			s.Release()
+			other.Release()
+		}
+		if b.held() != 2 {
+			t.Errorf("%d blocks are held, want 2", b.held())
+		}
+	}()
+	collected(t, "the forgotten pool", func() bool { return b.held() == 0 })
+}
+
+func TestABackingWithoutMemoryFailsTheTaker(t *testing.T) {
+	b := &counted{none: errors.New("none left")}
+	p := NewPool(mib, b)
+	if s, err := p.Get(1); s != nil || !errors.Is(err, ErrMemory) || !errors.Is(err, b.none) {
+		t.Errorf("got %v, %v; want ErrMemory and why", s, err)
+	}
+	if slabs, live := p.Live(); slabs != 0 || live != 0 {
+		t.Errorf("%d slabs of %d bytes are counted", slabs, live)
+	}
+	b.none = nil
+	get(t, p, 1).Release()
+	b.none = errors.New("none left")
+	get(t, p, 1).Release() // kept from before
+	if b.allocs != 1 {
+		t.Errorf("memory was made %d times, want once", b.allocs)
+	}
 }
 
 func TestReleasedMemoryIsPoisonedInInvariantBuilds(t *testing.T) {
-	p := NewPool(mib)
-	s := p.Get(4 * kib)
+	p := NewPool(mib, System)
+	s := get(t, p, 4*kib)
 	for i := range s.Bytes() {
 		s.Bytes()[i] = 1
 	}
 	s.Release()
-	b := p.Get(4 * kib).Bytes()
+	b := get(t, p, 4*kib).Bytes()
 	want := byte(1)
 	if invariants.Enabled {
 		want = 0xdb
@@ -253,22 +334,22 @@ func TestReleasedMemoryIsPoisonedInInvariantBuilds(t *testing.T) {
 }
 
 func TestReuseAllocatesNothing(t *testing.T) {
-	p := NewPool(mib)
+	p := NewPool(mib, System)
 	for _, n := range []int{1, mapFrom, mib} {
-		if got := testing.AllocsPerRun(100, func() { p.Get(n).Release() }); got != 0 {
+		if got := testing.AllocsPerRun(100, func() { get(t, p, n).Release() }); got != 0 {
 			t.Errorf("%d bytes: %v allocations per reuse, want 0", n, got)
 		}
 	}
 }
 
 func TestPoolAndSlabsMayBeSharedByGoroutines(t *testing.T) {
-	p := NewPool(256 * kib)
+	p := NewPool(256*kib, System)
 	var wg sync.WaitGroup
 	for g := range 8 {
 		wg.Go(func() {
 			for i := range 500 {
 				n := 1 + (i*7919+g)%(128*kib)
-				s := p.Get(n)
+				s := get(t, p, n)
 				s.Bytes()[0], s.Bytes()[n-1] = byte(g), byte(g)
 				s.Retain()
 				wg.Go(s.Release)
@@ -285,6 +366,15 @@ func TestPoolAndSlabsMayBeSharedByGoroutines(t *testing.T) {
 	}
 }
 
+func get(t testing.TB, p *Pool, n int) *Slab {
+	t.Helper()
+	s, err := p.Get(n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
 func wantPanic(t *testing.T, text string, f func()) {
 	t.Helper()
 	defer func() {
@@ -299,10 +389,10 @@ func wantPanic(t *testing.T, text string, f func()) {
 func BenchmarkGetRelease(b *testing.B) {
 	for _, n := range []int{4 * kib, mib, 16 * mib} {
 		b.Run(fmt.Sprintf("bytes=%d", n), func(b *testing.B) {
-			p := NewPool(int64(n))
+			p := NewPool(int64(n), System)
 			b.ReportAllocs()
 			for b.Loop() {
-				p.Get(n).Release()
+				get(b, p, n).Release()
 			}
 		})
 	}

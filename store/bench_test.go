@@ -47,7 +47,7 @@ func BenchmarkPush(b *testing.B) {
 		})
 		for to, s := range map[string]Store{
 			"folder": closing(b, openFolder(b, filepath.Join(dir, "folder"), FolderConfig{})),
-			"memory": closing(b, NewMemory(slab.NewPool(2*size), 3*size)),
+			"memory": closing(b, NewMemory(slab.NewPool(2*size, slab.System), 3*size)),
 		} {
 			b.Run(name+"/to="+to, func(b *testing.B) {
 				b.SetBytes(size)
@@ -118,7 +118,7 @@ func BenchmarkView(b *testing.B) {
 	dir := b.TempDir()
 	for from, s := range map[string]Store{
 		"folder": closing(b, openFolder(b, filepath.Join(dir, "folder"), FolderConfig{})),
-		"memory": closing(b, NewMemory(slab.NewPool(0), size)),
+		"memory": closing(b, NewMemory(slab.NewPool(0, slab.System), size)),
 	} {
 		put(b, s, "x", make([]byte, size))
 		b.Run("bytes=256MiB/from="+from, func(b *testing.B) {

@@ -113,7 +113,7 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 		return nil, err
 	}
 	f := &Folder{
-		dir: dir, config: config, lock: lock, pool: slab.NewPool(viewBytes), syncNames: syncFolder,
+		dir: dir, config: config, lock: lock, pool: slab.NewPool(viewBytes, slab.System), syncNames: syncFolder,
 		pushed: newIndex(map[string]*pushed{}), files: map[string]bool{}, parts: newIndex(map[string]part{}),
 	}
 	f.scan.files = map[string]*wholeFile{}
@@ -453,7 +453,10 @@ func (r *folderReader) View(ctx context.Context, off, n int64) ([]byte, Releaser
 	if err := checkView(ctx, off, n, int64(len(r.data))); err != nil {
 		return nil, nil, err
 	}
-	s := r.pool.Get(int(n))
+	s, err := r.pool.Get(int(n))
+	if err != nil {
+		return nil, nil, fmt.Errorf("store: tensor %q: %w", r.info.Name, err)
+	}
 	if err := fault.Guard(func() { copy(s.Bytes(), r.data[off:]) }); err != nil {
 		s.Release()
 		return nil, nil, fmt.Errorf("store: tensor %q: %w", r.info.Name, err)

@@ -245,7 +245,7 @@ func (g *generator) integers(to []uint64, n uint64) {
 // unless given; seed, 0 unless given; fill, as ParseFill takes it. Whatever the size
 // of the tensor, only the views that are held take memory.
 func Generator() Source {
-	pool := slab.NewPool(generatorCache)
+	pool := slab.NewPool(generatorCache, slab.System)
 	return func(_ context.Context, params map[string]string) (Reader, error) {
 		r := &generated{pool: pool}
 		if err := r.parse(params); err != nil {
@@ -302,7 +302,10 @@ func (g *generated) View(ctx context.Context, off, n int64) ([]byte, Releaser, e
 	if err := checkView(ctx, off, n, g.size); err != nil {
 		return nil, nil, err
 	}
-	s := g.pool.Get(int(n))
+	s, err := g.pool.Get(int(n))
+	if err != nil {
+		return nil, nil, fmt.Errorf("store: generated tensor: %w", err)
+	}
 	Generate(s.Bytes(), off, g.desc.DType, g.seed, g.fill)
 	return s.Bytes(), s, nil
 }

@@ -54,7 +54,11 @@ func (m *Memory) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 	if err := m.reserve(name, room); err != nil {
 		return nil, err
 	}
-	s := m.pool.Get(int(size))
+	s, err := m.pool.Get(int(size))
+	if err != nil {
+		m.used.Add(-room)
+		return nil, fmt.Errorf("%w: tensor %q: %w", ErrFull, name, err)
+	}
 	w := &memoryWriter{store: m, made: &resident{info: Info{Name: name, Desc: d.Clone()}, data: s.Bytes()}}
 	w.made.init(func() {
 		s.Release()

@@ -88,7 +88,7 @@ func TestAnEndedContextEndsWhatTakesLong(t *testing.T) {
 }
 
 func TestReleasingATensorTooOftenPanics(t *testing.T) {
-	m := NewMemory(slab.NewPool(0), 1*mib)
+	m := NewMemory(slab.NewPool(0, slab.System), 1*mib)
 	put(t, m, "x", []byte{1})
 	r, err := m.Open(t.Context(), "x")
 	require.NoError(t, err)
@@ -141,7 +141,7 @@ func (l *lru) room(n, limit int64) bool {
 func TestMemoryForgetsLikeItsModel(t *testing.T) {
 	const limit = 6 // pages
 	rapid.Check(t, func(t *rapid.T) {
-		pool := slab.NewPool(0)
+		pool := slab.NewPool(0, slab.System)
 		m := NewMemory(pool, limit*4*kib)
 		model := &lru{size: map[string]int64{}, pins: map[string]int{}}
 		readers := map[string][]Reader{}

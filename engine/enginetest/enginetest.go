@@ -75,7 +75,7 @@ func OnHost(build func(h *engine.Host) (engine.Model, error)) func(testing.TB, i
 // Call describes inputs to a model, arriving in chunks of the given size. It
 // borrows in only to describe it.
 func Call(m engine.Model, in []tensor.Tensor, params map[string]string, chunk int64) engine.Call {
-	c := engine.Call{ID: tensor.ID{1}, Session: "enginetest", Params: params}
+	c := engine.Call{ID: tensor.ID{1}, Params: params}
 	for i, p := range m.Info().Inputs {
 		c.Inputs = append(c.Inputs, engine.Input{Port: p.Name, Desc: in[i].Desc, ChunkBytes: chunk})
 	}

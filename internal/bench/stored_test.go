@@ -94,7 +94,7 @@ func TestACopyAtRestThatDiffersIsFound(t *testing.T) {
 	m := tensorMemory(2*ChunkBytes + 8)
 	d := newTestDisk(t, m.Source)
 	stored := func(data []byte) error {
-		st := store.NewMemory(slab.NewPool(0), 4*ChunkBytes)
+		st := store.NewMemory(slab.NewPool(0, slab.System), 4*ChunkBytes)
 		defer st.Close()
 		x, err := floats(data)
 		if err != nil {

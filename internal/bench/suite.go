@@ -129,10 +129,13 @@ func Run(ctx context.Context, c Config) (*Report, error) {
 		return nil, fmt.Errorf("bench: tensors of %d bytes; give 8 or more, a multiple of 8", c.Size)
 	}
 	// Outside the Go heap, in huge pages where there are any, as the engine's own.
-	pool := slab.NewPool(0)
+	pool := slab.NewPool(0, slab.System)
 	var slabs [3]*slab.Slab
 	for i := range slabs {
-		slabs[i] = pool.Get(c.Size)
+		var err error
+		if slabs[i], err = pool.Get(c.Size); err != nil {
+			return nil, fmt.Errorf("bench: %w", err)
+		}
 		defer slabs[i].Release() // which keeps them alive until then, too
 		FillFloats(slabs[i].Bytes())
 	}

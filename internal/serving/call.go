@@ -124,7 +124,7 @@ func (c *call) serve(ctx context.Context, params map[string]string) error {
 	if err != nil {
 		return err
 	}
-	run, err := core.run(ctx, c.cancel, model, engine.Call{ID: c.id, Session: c.session.holder, Inputs: inputs, Params: params})
+	run, err := core.run(ctx, c.cancel, model, engine.Call{ID: c.id, Principal: c.session.holder, Inputs: inputs, Params: params})
 	if err != nil {
 		return err
 	}
@@ -169,7 +169,7 @@ func TableBytes(chunks uint32) int64 {
 }
 
 // AcquireTable takes so many bytes, which may be none, of the budget.
-func AcquireTable(b *slab.Budget, holder string, bytes int64) error {
+func AcquireTable(b *slab.Budget, holder *slab.Principal, bytes int64) error {
 	if bytes == 0 || b.TryAcquire(holder, bytes) {
 		return nil
 	}
@@ -382,7 +382,7 @@ func (c *call) finish(t frame.Timings, err error) {
 	}
 	why := ExplainCall(err)
 	if why.Secret && !errors.Is(err, stream.ErrClosed) { // or the session decided while a result was on its way to it
-		c.session.core.logFailure(c.session.holder, c.id, err)
+		c.session.core.logFailure(c.session.holder.Name(), c.id, err)
 	}
 	c.session.sess.Do(func(m *stream.Machine, _ stream.Instant) {
 		m.Finish(frame.Done{Call: c.id, Code: why.Code, Message: why.Text, Timings: t, RetryAfterMillis: why.RetryMillis})

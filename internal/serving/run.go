@@ -12,6 +12,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -104,7 +105,7 @@ func (r *Run) open(q Request) (err error) {
 		inputs[port] = q.Inputs[i]
 		inputs[port].Port = r.Info.Inputs[port].Name
 	}
-	r.Run, err = r.core.run(r.ctx, r.cancel, m, engine.Call{ID: r.id, Session: "call " + r.id.String(), Inputs: inputs, Params: q.Params})
+	r.Run, err = r.core.run(r.ctx, r.cancel, m, engine.Call{ID: r.id, Principal: slab.NewPrincipal("call " + r.id.String()), Inputs: inputs, Params: q.Params})
 	return err
 }
 

@@ -27,7 +27,7 @@ type Session struct {
 	from    *Caller
 	sess    *session.Session
 	number  int64
-	holder  string // of budgets: the session's ID, which its client chose, and a number that no other has
+	holder  *slab.Principal // of budgets, named by the session's ID and a number that no other has
 	calls   map[tensor.ID]*call
 	staging staging
 }
@@ -116,8 +116,9 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	c := s.calls[e.Call]
 	switch e.Kind {
 	case stream.EventOpened:
-		s.holder = fmt.Sprintf("%s/%d", m.Session(), s.number)
-		s.staging.holder = s.holder
+		name := fmt.Sprintf("%s/%d", m.Session(), s.number)
+		s.holder = slab.NewPrincipal(name)
+		s.staging.holder, s.staging.reserver = s.holder, slab.NewPrincipal(name+"/allowance")
 	case stream.EventTensor:
 		s.announced(m, now, e)
 	case stream.EventReady:
@@ -168,12 +169,15 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 	n := slab.SizeOf(geo.Size) + int64(in.chunks)*assembler.ChunkOverhead
 	if !s.staging.take(n) {
 		_, _, limit := s.core.cfg.Budget.Used()
-		m.Finish(frame.Done{Call: c.id, Code: frame.ResourceExhausted, RetryAfterMillis: retryMillis, Message: fmt.Sprintf(
-			"memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, limit)})
+		c.refuse(m, TryLater(frame.ResourceExhausted, "memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, limit))
 		return
 	}
 	in.taken = n
-	in.staged = s.core.cfg.Pool.Get(int(geo.Size))
+	var err error
+	if in.staged, err = s.core.cfg.Pool.Get(int(geo.Size)); err != nil {
+		c.refuse(m, err)
+		return
+	}
 	if err := m.Lend(now, in.id, in.staged.Bytes(), func(filled bool) {
 		if filled {
 			close(in.ready)
@@ -207,8 +211,7 @@ func (s *Session) ready(m *stream.Machine, now stream.Instant, e stream.Event) {
 	c := s.call(e.Call)
 	c.arrived, c.lastByte, c.model = now, now, e.Part.Model
 	if err := s.core.Enter(Calls, s.from); err != nil {
-		why := ExplainCall(err)
-		m.Finish(frame.Done{Call: c.id, Code: why.Code, Message: why.Text, RetryAfterMillis: why.RetryMillis})
+		c.refuse(m, err)
 		return
 	}
 	c.start(e.Part)
@@ -217,4 +220,10 @@ func (s *Session) ready(m *stream.Machine, now stream.Instant, e stream.Event) {
 // logFailure logs what the caller of a failed call is not told.
 func (c *Core) logFailure(session string, call tensor.ID, err error) {
 	c.log.Error("call failed", slog.String("session", session), slog.String("call", call.String()), slog.String("error", err.Error()))
+}
+
+// refuse ends a call that has not begun to compute; the session is locked.
+func (c *call) refuse(m *stream.Machine, err error) {
+	why := ExplainCall(err)
+	m.Finish(frame.Done{Call: c.id, Code: why.Code, Message: why.Text, RetryAfterMillis: why.RetryMillis})
 }

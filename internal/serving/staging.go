@@ -15,8 +15,12 @@ import (
 // reservations, is taken as it comes.
 type staging struct {
 	budget   *slab.Budget
-	holder   string // of what is taken as it comes
-	reserved int64  // bytes
+	holder   *slab.Principal // of what is taken as it comes
+	reserved int64           // bytes
+
+	// reserver holds the reservation apart: for the budget's fairness a session that has
+	// sent a small tensor does not have memory already.
+	reserver *slab.Principal
 
 	all *reservations
 
@@ -55,7 +59,7 @@ func (l *reservations) take(d *staging) bool {
 			return false
 		}
 	}
-	if d.budget.TryAcquire(d.reservationHolder(), d.reserved) {
+	if d.budget.TryAcquire(d.reserver, d.reserved) {
 		return true
 	}
 	l.give(d.reserved)
@@ -147,10 +151,6 @@ func (l *reservations) watch(budget *slab.Budget, done <-chan struct{}) {
 	}
 }
 
-// reservationHolder holds the reservation apart: for the budget's fairness a session
-// that has sent a small tensor does not have memory already.
-func (d *staging) reservationHolder() string { return d.holder + "/allowance" }
-
 // take takes n bytes at once, or reports false.
 func (d *staging) take(n int64) bool {
 	d.mu.Lock()
@@ -212,7 +212,7 @@ func (d *staging) close() {
 // giveUp gives the reservation back; mu is held.
 func (d *staging) giveUp() {
 	if d.held {
-		d.budget.Release(d.reservationHolder(), d.reserved)
+		d.budget.Release(d.reserver, d.reserved)
 		d.all.give(d.reserved)
 		d.held = false
 	}

@@ -72,6 +72,7 @@ func Explain(err error, rules []Rule) *Refusal {
 // context outranks what it caused.
 var callRules = []Rule{
 	{Err: errMemory, Code: frame.ResourceExhausted, Retry: true},
+	{Err: slab.ErrMemory, Code: frame.ResourceExhausted, Retry: true},
 	{Err: ErrShutdown, Code: frame.Unavailable, Text: "server is shutting down", Retry: true},
 	{Err: context.Canceled, Code: frame.Cancelled, Text: "call cancelled"},
 	{Err: context.DeadlineExceeded, Code: frame.DeadlineExceeded, Text: "the call's timeout has passed"},

@@ -55,7 +55,7 @@ func Start(t testing.TB) {
 // its end. A slab that a goroutine is about to release is waited for.
 func Pool(t testing.TB) *slab.Pool {
 	t.Helper()
-	p := slab.NewPool(cachedBytes)
+	p := slab.NewPool(cachedBytes, slab.System)
 	t.Cleanup(func() {
 		if t.Failed() {
 			return

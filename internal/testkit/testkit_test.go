@@ -97,7 +97,10 @@ func TestStartAcceptsAgRPCServerAndClientThatWereClosed(t *testing.T) {
 func TestPoolReportsASlabThatWasNeverReleased(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &recorder{TB: t}
-		s := Pool(r).Get(100)
+		s, err := Pool(r).Get(100)
+		if err != nil {
+			t.Fatal(err)
+		}
 		r.end()
 		if !r.failed || !strings.Contains(r.text, "1 slabs of 4096 bytes") {
 			t.Errorf("the leak was not reported: %q", r.text)
@@ -108,7 +111,10 @@ func TestPoolReportsASlabThatWasNeverReleased(t *testing.T) {
 
 func TestPoolWaitsForASlabThatIsReleasedLate(t *testing.T) {
 	p := Pool(t)
-	s := p.Get(100)
+	s, err := p.Get(100)
+	if err != nil {
+		t.Fatal(err)
+	}
 	go s.Release()
 }
 

@@ -86,7 +86,8 @@ func (o *origin) View(off, n int64) ([]byte, interface{ Release() }, error) {
 	if o.fail >= 0 && off+n > o.fail && !o.short {
 		return nil, nil, errOrigin
 	}
-	s := o.pool.Get(int(n))
+	s, err := o.pool.Get(int(n))
+	require.NoError(o.t, err)
 	copy(s.Bytes(), o.data[off:off+n])
 	o.views.Add(1)
 	if o.fail >= 0 && off+n > o.fail {
