@@ -36,7 +36,7 @@ const mib = 1 << 20
 // fixture is a server with the built-in models and "pair", and a client of it.
 type fixture struct {
 	server *server.Server
-	host   *engine.Host
+	host   *cpu.Host
 	client *client.Client
 	addr   string
 	blocks atomic.Int64 // of pair
@@ -44,7 +44,7 @@ type fixture struct {
 
 func start(t testing.TB, network string, cfg client.Config) *fixture {
 	t.Helper()
-	f := &fixture{host: engine.NewHost(engine.HostConfig{MemoryBytes: 512 * mib, Workers: 2})}
+	f := &fixture{host: cpu.NewHost(cpu.HostConfig{MemoryBytes: 512 * mib, Workers: 2})}
 	models := engine.NewRegistry()
 	for _, m := range append(cpu.Builtins(f.host), f.pair(t)) {
 		require.NoError(t, models.Add(m))
@@ -88,7 +88,7 @@ func (f *fixture) session(t testing.TB) *client.Session {
 // scaled is x times w.
 func (f *fixture) pair(t testing.TB) engine.Model {
 	f32 := []tensor.DataType{tensor.Float32}
-	m, err := engine.RowFunc{
+	m, err := cpu.RowFunc{
 		Info: engine.Info{
 			Name: "pair", Rows: 1,
 			Inputs: []engine.Port{
@@ -103,7 +103,7 @@ func (f *fixture) pair(t testing.TB) engine.Model {
 		Outs: func(in []tensor.Desc, _ map[string]string) ([]tensor.Desc, error) {
 			return []tensor.Desc{{DType: tensor.Float32, Shape: in[0].Shape[:1]}, in[0]}, nil
 		},
-		Rows: func(_ context.Context, b engine.RowBlock) error {
+		Rows: func(_ context.Context, b cpu.RowBlock) error {
 			f.blocks.Add(1)
 			sum, scaled := pairWant(b.In[0], b.Whole[1])
 			copy(b.Out[0], sum)

@@ -140,7 +140,7 @@ func ExampleAt() {
 
 // serveBuiltins is a server as tensorferry serve runs it, in this process.
 func serveBuiltins() (address string, stop func()) {
-	host := engine.NewHost(engine.HostConfig{})
+	host := cpu.NewHost(cpu.HostConfig{})
 	models := engine.NewRegistry()
 	for _, m := range cpu.Builtins(host) {
 		if err := models.Add(m); err != nil {

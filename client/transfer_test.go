@@ -47,7 +47,7 @@ func inFolder(dir string, cfg store.FolderConfig) storeMaker {
 // storing starts a server with a store and the generator as a source.
 func storing(t testing.TB, open storeMaker, cfg client.Config) *client.Client {
 	t.Helper()
-	h := engine.NewHost(engine.HostConfig{MemoryBytes: 64 * mib, Workers: 1})
+	h := cpu.NewHost(cpu.HostConfig{MemoryBytes: 64 * mib, Workers: 1})
 	models := engine.NewRegistry()
 	for _, m := range cpu.Builtins(h) {
 		require.NoError(t, models.Add(m))

@@ -16,8 +16,8 @@ var ErrInfo = errors.New("engine: model info not valid")
 
 // Check tests a call against the model's inputs: their number, names and order,
 // data types, shapes, chunk sizes, and that all row-split inputs have equally
-// many rows, which it returns. Errors are *InputError. Every engine's Open
-// begins with it.
+// many rows, which it returns: without inputs none, the outputs tell. Errors are
+// *InputError. Every engine's Open begins with it.
 func (i Info) Check(c Call) (rows int64, err error) {
 	if len(c.Inputs) != len(i.Inputs) {
 		port := "*"
@@ -55,6 +55,17 @@ func (i Info) Check(c Call) (rows int64, err error) {
 		first, rows = port.Name, n
 	}
 	return rows, nil
+}
+
+// Check tests a desc against an output port.
+func (p Port) Check(d tensor.Desc) error {
+	if _, err := d.Bytes(); err != nil {
+		return fmt.Errorf("output %q: %w", p.Name, err)
+	}
+	if !p.fits(d) {
+		return fmt.Errorf("output %q is %v, its info says %s", p.Name, d, p.wants())
+	}
+	return nil
 }
 
 // fits reports whether a tensor of this desc may come in, or go out, at p.
@@ -99,8 +110,8 @@ func (p Port) wants() string {
 	return fmt.Sprintf("%v of shape [%s]", b.String(), strings.Join(dims, " "))
 }
 
-// validate tests what a model says about itself.
-func (i Info) validate() error {
+// Validate tests what a model says about itself. Errors wrap ErrInfo.
+func (i Info) Validate() error {
 	bad := func(format string, args ...any) error {
 		return fmt.Errorf("%w: model %q: %s", ErrInfo, i.Name, fmt.Sprintf(format, args...))
 	}
@@ -114,8 +125,8 @@ func (i Info) validate() error {
 		return bad("%d rows per block; wanted 0 or more", i.BlockRows)
 	}
 	split := slices.ContainsFunc(i.Inputs, func(p Port) bool { return !p.Whole })
-	if !split || len(i.Outputs) == 0 {
-		return bad("needs an input that is not Whole, and an output")
+	if len(i.Inputs) > 0 && !split || len(i.Outputs) == 0 {
+		return bad("needs an input that is not Whole, or none at all, and an output")
 	}
 	for _, ports := range [][]Port{i.Inputs, i.Outputs} {
 		if len(ports) > maxPorts {

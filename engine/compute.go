@@ -27,7 +27,7 @@ func Compute(ctx context.Context, m Model, params map[string]string, in ...tenso
 		if i < len(info.Inputs) {
 			port = info.Inputs[i].Name
 		}
-		c.Inputs = append(c.Inputs, Input{Port: port, Desc: t.Desc, ChunkBytes: tensor.ChunkFor(t.Desc, blockBytes)})
+		c.Inputs = append(c.Inputs, Input{Port: port, Desc: t.Desc, ChunkBytes: tensor.ChunkFor(t.Desc, chunkBytes)})
 	}
 	r, err := m.Open(ctx, c)
 	if err != nil {
@@ -86,7 +86,7 @@ func Collect(ctx context.Context, info Info, r Run, in []tensor.Tensor, most int
 // or with the run: why that failed is for Next to tell.
 func fill(ctx context.Context, r Run, in []tensor.Tensor) {
 	for {
-		b, err := r.Lend(ctx)
+		b, err := r.Borrow(ctx)
 		if err != nil {
 			return
 		}

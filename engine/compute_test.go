@@ -8,15 +8,16 @@ import (
 	"testing"
 
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // scaled multiplies the bytes of rows of "x" by the scalar byte "by", which it
 // needs whole; its second output are the first bytes of the rows.
-func scaled(t *testing.T, h *engine.Host, fail error) engine.Model {
+func scaled(t *testing.T, h *cpu.Host, fail error) engine.Model {
 	t.Helper()
-	m, err := engine.RowFunc{
+	m, err := cpu.RowFunc{
 		Info: engine.Info{
 			Name: "scaled", Rows: 1, BlockRows: 3,
 			Inputs: []engine.Port{
@@ -28,7 +29,7 @@ func scaled(t *testing.T, h *engine.Host, fail error) engine.Model {
 		Outs: func(in []tensor.Desc, _ map[string]string) ([]tensor.Desc, error) {
 			return []tensor.Desc{in[0].Clone(), {DType: tensor.Uint8, Shape: tensor.Shape{in[0].Shape[0], 1}}}, nil
 		},
-		Rows: func(_ context.Context, b engine.RowBlock) error {
+		Rows: func(_ context.Context, b cpu.RowBlock) error {
 			if fail != nil && b.Row > 0 {
 				return fail
 			}
@@ -48,9 +49,9 @@ func scaled(t *testing.T, h *engine.Host, fail error) engine.Model {
 	return m
 }
 
-func newHost(t *testing.T) *engine.Host {
+func newHost(t *testing.T) *cpu.Host {
 	t.Helper()
-	h := engine.NewHost(engine.HostConfig{MemoryBytes: 1 << 20, Workers: 2})
+	h := cpu.NewHost(cpu.HostConfig{MemoryBytes: 1 << 20, Workers: 2})
 	t.Cleanup(func() {
 		used, _, _ := h.Budget().Used()
 		if slabs, _ := h.Pool().Live(); used != 0 || slabs != 0 {

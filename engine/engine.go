@@ -1,10 +1,10 @@
-// Package engine is the contract of a place where models run, and the
-// combinators that make models out of functions and of other models.
+// Package engine is the contract of a place where models run.
 //
-// It refuses to know about sockets, sessions and credits: whoever serves a model
-// lends it input bytes and takes its results. Implementations live below it
-// (engine/cpu, …) and pass engine/enginetest. Input memory is the engine's, lent
-// block by block; result memory is the engine's too, shared until released.
+// It refuses to know how a model computes, and about sockets, sessions and credits:
+// whoever serves a model fills its input and takes its results. Engines live below
+// it (engine/cpu on engine/blocks, …) and pass engine/enginetest. Input memory is
+// the engine's, borrowed block by block; result memory is the engine's too, shared
+// until released.
 package engine
 
 import (
@@ -30,6 +30,9 @@ var (
 	ErrInput = errors.New("engine: input not accepted")
 	// ErrModel is wrapped around the failure of a model's own code.
 	ErrModel = errors.New("engine: model failed")
+	// ErrLost is wrapped when Close gave up waiting for memory that is still in use.
+	// That memory is not used again before whoever uses it has let go.
+	ErrLost = errors.New("engine: memory still in use")
 )
 
 // Dimensions with a meaning in a Port's shape.
@@ -62,7 +65,7 @@ type Info struct {
 	Name    string
 	Version string
 	Device  string // "cpu", "cuda:0"
-	Inputs  []Port
+	Inputs  []Port // none: the model makes its outputs of nothing, or of Params
 	Outputs []Port
 	// Rows is how many leading axes are independent of each other: 0 needs the
 	// whole tensor, 1 takes each batch item alone, AllAxes is elementwise.
@@ -71,7 +74,20 @@ type Info struct {
 	// BlockRows is the preferred number of rows per block; 0 lets the engine
 	// choose by bytes.
 	BlockRows int64
+	Params    []Param // those that a call may have, as far as the model knows them
+	About     []Entry // what else there is to know of it
 }
+
+// Param is one parameter of a model's calls.
+type Param struct {
+	Name    string
+	Kind    string // what its text is: "float", "duration", "rows", …
+	Default string // what stands for an absent one; empty where that means something else
+	Meaning string // a phrase, with the range
+}
+
+// Entry is one thing to know of a model, such as layers: 12.
+type Entry struct{ Key, Value string }
 
 // Axes returns how many leading axes of a tensor of this rank are rows.
 func (i Info) Axes(rank int) int {
@@ -85,7 +101,9 @@ func (i Info) Axes(rank int) int {
 type Input struct {
 	Port       string
 	Desc       tensor.Desc
-	ChunkBytes int64 // the size of the chunks it will arrive in, 1 or more
+	ChunkBytes int64             // the size of the chunks it will arrive in, 1 or more
+	Name       string            // what the caller calls it, perhaps nothing
+	Metadata   map[string]string // what the caller says of it; read-only
 }
 
 // Call is one run of a model, as its Open sees it.
@@ -94,6 +112,9 @@ type Call struct {
 	Principal *slab.Principal   // holds the memory that it takes, for fair budgets
 	Inputs    []Input           // one for each of the model's input ports, in the model's order
 	Params    map[string]string // as the caller sent them; read-only
+	// Lifetime ends with the caller's session, or what stands for one: graphs, caches
+	// and leases that outlast the call end then. Nil: nothing outlasts the call.
+	Lifetime context.Context
 }
 
 // Model is something that runs. Safe for concurrent use.
@@ -106,15 +127,25 @@ type Model interface {
 	Open(ctx context.Context, c Call) (Run, error)
 }
 
-// Run is one call in progress. Input side: Lend, Filled. Output side: Next,
+// Descs copies the descs of the inputs.
+func (c Call) Descs() []tensor.Desc {
+	all := make([]tensor.Desc, len(c.Inputs))
+	for i, in := range c.Inputs {
+		all[i] = in.Desc.Clone()
+	}
+	return all
+}
+
+// Run is one call in progress. Input side: Borrow, Filled. Output side: Next,
 // Stats. One goroutine per side, except that Filled may be called by any
 // goroutine. Close comes last, from anywhere, once.
 type Run interface {
-	// Lend lends the memory of the next block: first, if the model has Whole
+	// Borrow borrows the memory of the next block: first, if the model has Whole
 	// inputs, one block with all of them; then rows in ascending order without
-	// gaps. It waits for memory. io.EOF follows the last block. A tensor
-	// without rows (a zero dimension) is one block of zero rows.
-	Lend(ctx context.Context) (*Block, error)
+	// gaps. It waits for memory. io.EOF follows the last block, and is all that a
+	// model without inputs has. A tensor without rows (a zero dimension) is one block
+	// of zero rows; where Info.Rows is 0, the only block has each tensor whole.
+	Borrow(ctx context.Context) (*Block, error)
 	// Filled hands the block back, every byte of it written. Blocks come back
 	// in any order. It never blocks.
 	Filled(b *Block)
@@ -127,19 +158,20 @@ type Run interface {
 	// Stats returns the time spent so far. Safe for concurrent use.
 	Stats() Stats
 	// Close ends the run, finished or not, and returns when nothing can touch
-	// lent bytes or results any more. The caller has released, or will not
+	// borrowed bytes or results any more. The caller has released, or will not
 	// read, every Out before.
 	Close() error
 }
 
 // Block is a range of rows of every input that has rows, or all Whole inputs.
 // In is indexed as Info.Inputs is; a port that is not part of this block has a
-// nil entry. The memory is lent to the holder until Filled or Close.
+// nil entry; each other one is in one piece. The memory is borrowed until Filled or
+// Close.
 type Block struct {
 	Row, Rows int64
 	Whole     bool // the block of the Whole inputs; Row and Rows are 0
 	In        [][]byte
-	// Slot belongs to the engine that lent the block.
+	// Slot belongs to the engine whose memory it is.
 	Slot any
 }
 

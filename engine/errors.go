@@ -1,7 +1,6 @@
 package engine
 
 import (
-	"errors"
 	"fmt"
 	"runtime/debug"
 )
@@ -44,25 +43,9 @@ func (e publicError) Error() string { return string(e) }
 // Public implements PublicError.
 func (e publicError) Public() string { return string(e) }
 
-// recovered is deferred around a model's own code.
-func recovered(model string, err *error) {
+// Recovered is deferred around a model's own code: its panic becomes a PanicError.
+func Recovered(model string, err *error) {
 	if v := recover(); v != nil {
 		*err = &PanicError{model, v, debug.Stack()}
 	}
-}
-
-// failed wraps what a model's own code returned while it computed.
-func failed(model string, err error) error {
-	if errors.Is(err, ErrModel) {
-		return err
-	}
-	return fmt.Errorf("%w: %q: %w", ErrModel, model, err)
-}
-
-// refused wraps what a model's own code returned when it was offered a call.
-func refused(model string, err error) error {
-	if errors.Is(err, ErrInput) || errors.Is(err, ErrModel) {
-		return err
-	}
-	return fmt.Errorf("%w: model %q: %w", ErrInput, model, err)
 }

@@ -1,42 +1,12 @@
 package engine
 
-import "time"
-
 const (
-	kib = 1 << 10
-	mib = 1 << 20
-
-	// defaultMemory is a host's budget when nobody says: enough for sixty runs
-	// at full depth. A server sets its own share of the process' memory.
-	defaultMemory = 1 << 30
-	// blockBytes bounds the widest port of a block whose rows the engine chose:
-	// the default chunk, so that one chunk is one block where rows allow it, and
-	// about what a core's second-level cache holds.
-	blockBytes = mib
-	// preferredSlots is how many blocks a run keeps in memory per direction when
-	// the budget has room: one being filled, one computed by each of a few
-	// workers, the rest cover the way to the peer and back.
-	preferredSlots = 8
-	// preferredBytes lets a run of small blocks have more than preferredSlots of
-	// them, so that small chunks do not mean a small window.
-	preferredBytes = 4 * mib
-	// maxSlots bounds the slots of one direction, and so the bookkeeping of a
-	// run (about 300 bytes a slot). Rows per block are raised until one chunk
-	// of input spans a quarter of that.
-	maxSlots = 256
-	// alignBytes is where each port starts in a slot: a cache line, so that
-	// any element type may be read in place.
-	alignBytes = 64
-	// closeWait is how long Close waits for running blocks and unreleased
-	// results. A model that watches its context returns within one block; what
-	// takes longer is lost, and its memory with it.
-	closeWait = 5 * time.Second
+	// chunkBytes is the chunk that inputs of Compute arrive in: the size that blocks
+	// are made for.
+	chunkBytes = 1 << 20
 	// maxNameBytes bounds the name of a model and of a port.
 	maxNameBytes = 512
 	// maxPorts bounds the inputs of a model, and its outputs: a call carries 64
 	// bindings each way (wire.MaxBindings).
 	maxPorts = 64
-	// helpBytes is the most input of a call of one block that the taker of its
-	// result computes itself: moving 64 KiB takes less than waking a worker.
-	helpBytes = 64 << 10
 )

@@ -22,7 +22,7 @@ type Registry struct {
 	watchers map[*watcher]struct{}
 }
 
-type watcher struct{ told func(name string, here bool) }
+type watcher struct{ told func(name string, m Model) }
 
 type entry struct {
 	model Model
@@ -35,15 +35,15 @@ func NewRegistry() *Registry {
 }
 
 // Watch tells of each model that is here now, and then of each that comes, also in
-// another's place, or goes, in that order, until stop is called. It runs with the
-// registry locked: it must be quick and must not call the registry.
-func (r *Registry) Watch(told func(name string, here bool)) (stop func()) {
+// another's place, or goes (nil), in that order, until stop is called. It runs with
+// the registry locked: it must be quick and must not call the registry.
+func (r *Registry) Watch(told func(name string, m Model)) (stop func()) {
 	w := &watcher{told}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.watchers[w] = struct{}{}
-	for name := range r.models {
-		told(name, true)
+	for name, e := range r.models {
+		told(name, e.model)
 	}
 	return func() {
 		r.mu.Lock()
@@ -54,13 +54,14 @@ func (r *Registry) Watch(told func(name string, here bool)) (stop func()) {
 
 // put makes e what name finds, nothing if nil; mu is held.
 func (r *Registry) put(name string, e *entry) {
+	var m Model
 	if e == nil {
 		delete(r.models, name)
 	} else {
-		r.models[name] = e
+		r.models[name], m = e, e.model
 	}
 	for w := range r.watchers {
-		w.told(name, e != nil)
+		w.told(name, m)
 	}
 }
 
@@ -150,7 +151,7 @@ func (r *Registry) release(e *entry) {
 	e.uses--
 	uses := e.uses
 	r.mu.Unlock()
-	switch c, ok := e.model.(io.Closer); {
+	switch c, ok := As[io.Closer](e.model); {
 	case uses < 0:
 		panic(fmt.Sprintf("engine: model %q released more often than looked up", e.model.Info().Name))
 	case uses == 0 && ok:

@@ -1,4 +1,4 @@
-package engine
+package engine_test
 
 import (
 	"context"
@@ -8,15 +8,17 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // closing makes a model that counts how often it is closed.
-func closing(t *testing.T, h *Host, name string, closed *int) Model {
+func closing(t *testing.T, h *cpu.Host, name string, closed *int) engine.Model {
 	t.Helper()
-	port := []Port{{Name: "x", Shape: []int64{AnyAxes}}}
-	m, err := RowFunc{
-		Info: Info{Name: name, Inputs: port, Outputs: port}, Rows: func(context.Context, RowBlock) error { return nil },
+	port := []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}}
+	m, err := cpu.RowFunc{
+		Info: engine.Info{Name: name, Inputs: port, Outputs: port}, Rows: func(context.Context, cpu.RowBlock) error { return nil },
 		Teardown: func() { *closed++ },
 	}.Model(h)
 	if err != nil {
@@ -26,14 +28,14 @@ func closing(t *testing.T, h *Host, name string, closed *int) Model {
 }
 
 func TestAModelIsClosedAfterItsLastUse(t *testing.T) {
-	h := NewHost(HostConfig{Workers: 1})
+	h := cpu.NewHost(cpu.HostConfig{Workers: 1})
 	defer h.Close()
-	r := NewRegistry()
+	r := engine.NewRegistry()
 	var old, young int
 	if err := r.Add(closing(t, h, "m", &old)); err != nil {
 		t.Fatal(err)
 	}
-	if err := r.Add(closing(t, h, "m", &young)); !errors.Is(err, ErrExists) {
+	if err := r.Add(closing(t, h, "m", &young)); !errors.Is(err, engine.ErrExists) {
 		t.Errorf("a second model of the name: %v, want ErrExists", err)
 	}
 	first, release, err := r.Lookup("m")
@@ -62,10 +64,10 @@ func TestAModelIsClosedAfterItsLastUse(t *testing.T) {
 	if err := r.Remove("m"); err != nil || young != 0 {
 		t.Errorf("Remove returned %v, and closed the model in use %d times", err, young)
 	}
-	if err := r.Remove("m"); !errors.Is(err, ErrNotFound) {
+	if err := r.Remove("m"); !errors.Is(err, engine.ErrNotFound) {
 		t.Errorf("a second Remove returned %v, want ErrNotFound", err)
 	}
-	if m, f, err := r.Lookup("m"); m != nil || f != nil || !errors.Is(err, ErrNotFound) {
+	if m, f, err := r.Lookup("m"); m != nil || f != nil || !errors.Is(err, engine.ErrNotFound) {
 		t.Errorf("Lookup returned %v, want ErrNotFound", err)
 	}
 	releaseSecond()
@@ -76,9 +78,9 @@ func TestAModelIsClosedAfterItsLastUse(t *testing.T) {
 }
 
 func TestInfosAreSortedByName(t *testing.T) {
-	h := NewHost(HostConfig{Workers: 1})
+	h := cpu.NewHost(cpu.HostConfig{Workers: 1})
 	defer h.Close()
-	r := NewRegistry()
+	r := engine.NewRegistry()
 	closed := 0
 	for _, name := range []string{"b", "ä", "a", "c"} {
 		if err := r.Replace(closing(t, h, name, &closed)); err != nil {
@@ -98,33 +100,33 @@ func TestInfosAreSortedByName(t *testing.T) {
 	}
 }
 
-type badlyNamed struct{ Model }
+type badlyNamed struct{ engine.Model }
 
-func (badlyNamed) Info() Info { return Info{Name: strings.Repeat("x", 513)} }
+func (badlyNamed) Info() engine.Info { return engine.Info{Name: strings.Repeat("x", 513)} }
 
 func TestARegistryTakesNoBadName(t *testing.T) {
-	r := NewRegistry()
-	if err := r.Add(badlyNamed{}); !errors.Is(err, ErrInfo) {
+	r := engine.NewRegistry()
+	if err := r.Add(badlyNamed{}); !errors.Is(err, engine.ErrInfo) {
 		t.Errorf("Add returned %v, want ErrInfo", err)
 	}
-	if err := r.Replace(badlyNamed{}); !errors.Is(err, ErrInfo) {
+	if err := r.Replace(badlyNamed{}); !errors.Is(err, engine.ErrInfo) {
 		t.Errorf("Replace returned %v, want ErrInfo", err)
 	}
 }
 
 func TestModelsComeAndGoWhileTheyAreUsed(t *testing.T) {
-	h := NewHost(HostConfig{Workers: 1})
+	h := cpu.NewHost(cpu.HostConfig{Workers: 1})
 	defer h.Close()
-	r := NewRegistry()
+	r := engine.NewRegistry()
 	var mu sync.Mutex
 	made, closed := 0, 0
-	fresh := func() Model {
+	fresh := func() engine.Model {
 		mu.Lock()
 		defer mu.Unlock()
 		made++
-		port := []Port{{Name: "x"}}
-		m, err := Func{
-			Info: Info{Name: "m", Inputs: port, Outputs: port}, Call: func(_ context.Context, in []tensor.Tensor, _ map[string]string) ([]tensor.Tensor, error) {
+		port := []engine.Port{{Name: "x"}}
+		m, err := cpu.Func{
+			Info: engine.Info{Name: "m", Inputs: port, Outputs: port}, Call: func(_ context.Context, in []tensor.Tensor, _ map[string]string) ([]tensor.Tensor, error) {
 				return in, nil
 			},
 			Teardown: func() { mu.Lock(); defer mu.Unlock(); closed++ },
@@ -156,21 +158,21 @@ func TestModelsComeAndGoWhileTheyAreUsed(t *testing.T) {
 	}
 }
 
-type plainly struct{ Model }
+type plainly struct{ engine.Model }
 
-func (plainly) Info() Info { return Info{Name: "m"} }
+func (plainly) Info() engine.Info { return engine.Info{Name: "m"} }
 
 func TestAWatcherIsToldWhatThereIsAndWhatComesAndGoes(t *testing.T) {
-	r := NewRegistry()
+	r := engine.NewRegistry()
 	if err := r.Add(plainly{}); err != nil {
 		t.Fatal(err)
 	}
 	var told []bool
-	stop := r.Watch(func(name string, here bool) {
+	stop := r.Watch(func(name string, m engine.Model) {
 		if name != "m" {
 			t.Errorf("told of %q", name)
 		}
-		told = append(told, here)
+		told = append(told, m != nil)
 	})
 	for what, step := range []struct {
 		do   func() error
@@ -190,5 +192,60 @@ func TestAWatcherIsToldWhatThereIsAndWhatComesAndGoes(t *testing.T) {
 		if !slices.Equal(told, step.want) {
 			t.Errorf("step %d: told %v, want %v", what, told, step.want)
 		}
+	}
+}
+
+func panics(t *testing.T, what string, f func()) {
+	t.Helper()
+	defer func() {
+		if recover() == nil {
+			t.Errorf("%s does not panic", what)
+		}
+	}()
+	f()
+}
+
+// ill is a model that is closed, and whose health its own closing tells.
+type ill struct {
+	plainly
+	told func(error)
+}
+
+func (m *ill) WatchHealth(told func(error)) (stop func()) {
+	m.told = told
+	told(nil)
+	return func() { m.told = nil }
+}
+
+func (m *ill) Gauges() []engine.Gauge { return []engine.Gauge{{Name: "things", Value: 3}} }
+
+func (m *ill) Close() error { m.told(engine.ErrClosed); return nil }
+
+func TestWhatAModelOffersIsFoundUnderItsNames(t *testing.T) {
+	m := &ill{}
+	named := engine.Named("a", engine.Named("b", m))
+	r := engine.NewRegistry()
+	if err := r.Add(named); err != nil {
+		t.Fatal(err)
+	}
+	found, release, err := r.Lookup("a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	w, watched := engine.As[engine.HealthWatcher](found)
+	g, gauged := engine.As[engine.Gauger](found)
+	if !watched || !gauged || g.Gauges()[0].Value != 3 {
+		t.Fatalf("found %v, %v", watched, gauged)
+	}
+	var health []error
+	stop := w.WatchHealth(func(err error) { health = append(health, err) })
+	defer stop()
+	release()
+	r.Close()
+	if want := []error{nil, engine.ErrClosed}; !slices.Equal(health, want) {
+		t.Errorf("told %v, want %v", health, want)
+	}
+	if _, ok := engine.As[engine.Gauger](engine.Named("c", plainly{})); ok {
+		t.Error("found what the model has not")
 	}
 }

@@ -14,6 +14,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -369,13 +370,13 @@ func TestTheTextOfAModelsErrorStaysHereUnlessItIsPublic(t *testing.T) {
 		"public":         {engine.Publicf("row %d is not finite", 3), "model failed: row 3 is not finite"},
 		"public-wrapped": {fmt.Errorf("/secret/place: %w", engine.Publicf("no luck")), "model failed: no luck"},
 	} {
-		f.add(t, engine.RowFunc{
+		f.add(t, cpu.RowFunc{
 			Info: engine.Info{
 				Name: name, Rows: engine.AllAxes,
 				Inputs:  []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}},
 				Outputs: []engine.Port{{Name: "y", Shape: []int64{engine.AnyAxes}}},
 			},
-			Rows: func(context.Context, engine.RowBlock) error { return tc.err },
+			Rows: func(context.Context, cpu.RowBlock) error { return tc.err },
 		})
 		r := openRaw(t, f.addr)
 		o := small(name)
@@ -390,13 +391,13 @@ func TestTheTextOfAModelsErrorStaysHereUnlessItIsPublic(t *testing.T) {
 func TestAModelThatPanicsFailsItsCallAlone(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, nil)
-	f.add(t, engine.RowFunc{
+	f.add(t, cpu.RowFunc{
 		Info: engine.Info{
 			Name: "panics", Rows: engine.AllAxes,
 			Inputs:  []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}},
 			Outputs: []engine.Port{{Name: "y", Shape: []int64{engine.AnyAxes}}},
 		},
-		Rows: func(context.Context, engine.RowBlock) error { panic("no such luck") },
+		Rows: func(context.Context, cpu.RowBlock) error { panic("no such luck") },
 	})
 	r := openRaw(t, f.addr)
 	o := small("panics")

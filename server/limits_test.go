@@ -26,6 +26,7 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
@@ -385,7 +386,7 @@ func asking(model string, d pb.DataType, data []byte, shape ...int64) *pb.Comput
 func TestComputeTakesAndGivesAMiBAndNoMore(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, nil)
-	model, err := engine.Func{
+	model, err := cpu.Func{
 		Info: engine.Info{
 			Name:    "twice",
 			Inputs:  []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}},
@@ -425,7 +426,7 @@ func TestABadComputeIsRefusedAndSaysWhy(t *testing.T) {
 	g := addGate(t, f, "gate")
 	g.open = nil // for ever
 	fails := func(name string, why error) {
-		m, err := engine.Func{
+		m, err := cpu.Func{
 			Info: engine.Info{Name: name, Inputs: []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}}, Outputs: []engine.Port{{Name: "y", Shape: []int64{engine.AnyAxes}}}},
 			Call: func(context.Context, []tensor.Tensor, map[string]string) ([]tensor.Tensor, error) {
 				if why == nil {

@@ -10,10 +10,11 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-func (f *fixture) add(t testing.TB, fn engine.RowFunc) {
+func (f *fixture) add(t testing.TB, fn cpu.RowFunc) {
 	t.Helper()
 	m, err := fn.Model(f.host)
 	require.NoError(t, err)
@@ -25,7 +26,7 @@ func (f *fixture) add(t testing.TB, fn engine.RowFunc) {
 func addPair(t testing.TB, f *fixture) {
 	t.Helper()
 	f32 := []tensor.DataType{tensor.Float32}
-	f.add(t, engine.RowFunc{
+	f.add(t, cpu.RowFunc{
 		Info: engine.Info{
 			Name: "pair", Rows: 1,
 			Inputs: []engine.Port{
@@ -40,7 +41,7 @@ func addPair(t testing.TB, f *fixture) {
 		Outs: func(in []tensor.Desc, _ map[string]string) ([]tensor.Desc, error) {
 			return []tensor.Desc{{DType: tensor.Float32, Shape: in[0].Shape[:1]}, in[0]}, nil
 		},
-		Rows: func(_ context.Context, b engine.RowBlock) error {
+		Rows: func(_ context.Context, b cpu.RowBlock) error {
 			sum, scaled := pairWant(b.In[0], b.Whole[1])
 			copy(b.Out[0], sum)
 			copy(b.Out[1], scaled)
@@ -74,14 +75,14 @@ type gate struct {
 func addGate(t testing.TB, f *fixture, name string) *gate {
 	t.Helper()
 	g := &gate{open: make(chan struct{})}
-	f.add(t, engine.RowFunc{
+	f.add(t, cpu.RowFunc{
 		Info: engine.Info{
 			Name: name, Rows: engine.AllAxes, BlockRows: mib,
 			Inputs:  []engine.Port{{Name: "x", DTypes: []tensor.DataType{tensor.Uint8}, Shape: []int64{engine.AnyAxes}}},
 			Outputs: []engine.Port{{Name: "y", DTypes: []tensor.DataType{tensor.Uint8}, Shape: []int64{engine.AnyAxes}}},
 		},
 		InPlace: true,
-		Rows: func(ctx context.Context, _ engine.RowBlock) error {
+		Rows: func(ctx context.Context, _ cpu.RowBlock) error {
 			g.started.Add(1)
 			defer g.ended.Add(1)
 			select {

@@ -22,7 +22,7 @@ const mib = 1 << 20
 
 // fixture is a real server with the built-in models on a real socket.
 type fixture struct {
-	host   *engine.Host
+	host   *cpu.Host
 	models *engine.Registry
 	server *server.Server
 	addr   string
@@ -38,7 +38,7 @@ func serve(t testing.TB, change func(*server.Config)) *fixture {
 // serveWithin is serve with a memory budget of its own.
 func serveWithin(t testing.TB, memory int64, change func(*server.Config)) *fixture {
 	t.Helper()
-	host := engine.NewHost(engine.HostConfig{MemoryBytes: memory, Workers: 2})
+	host := cpu.NewHost(cpu.HostConfig{MemoryBytes: memory, Workers: 2})
 	models := engine.NewRegistry()
 	for _, m := range cpu.Builtins(host) {
 		require.NoError(t, models.Add(m))

@@ -30,6 +30,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -103,7 +104,7 @@ func (f *foreign) rows(s grpc.ServerStream) (err error) {
 		defer close(fed)
 		var rest []byte
 		for {
-			b, err := r.Lend(ctx)
+			b, err := r.Borrow(ctx)
 			if err != nil {
 				return
 			}
@@ -268,9 +269,9 @@ func anyShape(port string) []engine.Port {
 // addBlocker adds a model whose runs wait until they are let go.
 func (f *fixture) addBlocker(t testing.TB, let <-chan struct{}) (running *atomic.Int64) {
 	running = new(atomic.Int64)
-	f.add(t, engine.RowFunc{
+	f.add(t, cpu.RowFunc{
 		Info: engine.Info{Name: "blocker", Rows: 1, Inputs: anyShape("x"), Outputs: anyShape("y")},
-		Rows: func(ctx context.Context, b engine.RowBlock) error {
+		Rows: func(ctx context.Context, b cpu.RowBlock) error {
 			running.Add(1)
 			select {
 			case <-let:

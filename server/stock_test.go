@@ -11,6 +11,7 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -176,12 +177,12 @@ func TestATensorWithoutBytesMayHaveManyBlocks(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, nil)
 	free := []int64{engine.AnyAxes}
-	f.add(t, engine.RowFunc{
+	f.add(t, cpu.RowFunc{
 		Info: engine.Info{
 			Name: "rows", Rows: 1, BlockRows: 2,
 			Inputs: []engine.Port{{Name: "x", Shape: free}}, Outputs: []engine.Port{{Name: "y", Shape: free}},
 		},
-		Rows: func(_ context.Context, b engine.RowBlock) error { copy(b.Out[0], b.In[0]); return nil },
+		Rows: func(_ context.Context, b cpu.RowBlock) error { copy(b.Out[0], b.In[0]); return nil },
 	})
 	for _, allowance := range []bool{true, false} {
 		for _, shape := range [][]int64{{0, 4}, {1000, 0}, {0, 0}, {7, 3}} {

@@ -21,6 +21,7 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/stream"
@@ -191,7 +192,7 @@ func TestRefusalsDoNotFillTheLog(t *testing.T) {
 	f := serve(t, func(c *server.Config) {
 		c.Log = slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelInfo}))
 	})
-	model, err := engine.Func{
+	model, err := cpu.Func{
 		Info: engine.Info{Name: "broken", Inputs: []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}}, Outputs: []engine.Port{{Name: "y", Shape: []int64{engine.AnyAxes}}}},
 		Call: func(context.Context, []tensor.Tensor, map[string]string) ([]tensor.Tensor, error) {
 			return nil, errors.New("broken")

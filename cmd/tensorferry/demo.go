@@ -154,7 +154,7 @@ func demo(ctx context.Context, address string, times int64, w *sticky) (*demoRep
 		defer child.stop()
 		r.Server, r.ServerPID = child.address, child.cmd.Process.Pid
 	}
-	host := engine.NewHost(engine.HostConfig{})
+	host := cpu.NewHost(cpu.HostConfig{})
 	defer host.Close()
 	n, err := newSplitNetwork(host)
 	if err != nil {
@@ -186,7 +186,7 @@ func demo(ctx context.Context, address string, times int64, w *sticky) (*demoRep
 	return r, nil
 }
 
-func newSplitNetwork(h *engine.Host) (*splitNetwork, error) {
+func newSplitNetwork(h *cpu.Host) (*splitNetwork, error) {
 	pixels, labels := fashion.Images()
 	n := &splitNetwork{images: make([]float32, len(pixels)), labels: labels}
 	for i, p := range pixels {

@@ -122,7 +122,7 @@ const mostErrors = 10
 
 // packages begin their errors with their names, which are for programmers.
 var packages = []string{
-	"assembler", "bench", "chunker", "client", "codec", "cpu", "engine", "fashion", "fault", "frame", "server", "session", "serving", "slab", "store", "stream",
+	"assembler", "bench", "blocks", "chunker", "client", "codec", "cpu", "engine", "fashion", "fault", "frame", "server", "session", "serving", "slab", "stack", "store", "stream",
 	"summary", "tensor", "tensorfile", "transfer", "wire",
 }
 

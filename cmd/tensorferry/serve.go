@@ -161,7 +161,7 @@ func (s *storeFlag) Set(text string) error {
 
 // open opens the store. One in memory takes its slabs from h, and without a size of
 // its own a share of what h has, beside it.
-func (s *storeFlag) open(h *engine.Host, log *slog.Logger) (store.Store, error) {
+func (s *storeFlag) open(h *cpu.Host, log *slog.Logger) (store.Store, error) {
 	if s.folder != "" {
 		return store.OpenFolder(s.folder, store.FolderConfig{Log: log})
 	}
@@ -246,11 +246,11 @@ are 10s, 1m30s, 250ms. docs/operating.md says more.`,
 
 // newHost returns an engine's memory and workers with the models that run there.
 // The caller closes the models, then the host.
-func newHost(memory int64, workers int, folders []string, demo bool) (*engine.Host, *engine.Registry, error) {
+func newHost(memory int64, workers int, folders []string, demo bool) (*cpu.Host, *engine.Registry, error) {
 	if memory <= 0 {
 		memory = processMemory(os.DirFS("/")) / memoryShare
 	}
-	h := engine.NewHost(engine.HostConfig{MemoryBytes: memory, Workers: workers})
+	h := cpu.NewHost(cpu.HostConfig{MemoryBytes: memory, Workers: workers})
 	models := engine.NewRegistry()
 	add := func(m engine.Model, err error) error {
 		if err != nil {
@@ -281,7 +281,7 @@ func newHost(memory int64, workers int, folders []string, demo bool) (*engine.Ho
 }
 
 // loadModel loads name=folder, or a folder under the name in its model.json.
-func loadModel(h *engine.Host, text string) (engine.Model, error) {
+func loadModel(h *cpu.Host, text string) (engine.Model, error) {
 	name, folder, named := nameOf(text)
 	m, err := cpu.Load(h, folder)
 	if err != nil {

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/tensorferry/tensorferry/engine/stack"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -25,17 +26,18 @@ func BenchmarkLinear(b *testing.B) {
 	for _, width := range []int64{128, 784, 1024, 4096} {
 		b.Run(fmt.Sprintf("width=%d", width), func(b *testing.B) {
 			w := floatTensor(1, width, width)
-			k := builder{weight: func(string) (tensor.Tensor, error) { return w, nil }}
-			if err := k.build([]Layer{{Kind: "linear", Weight: "w"}}); err != nil {
+			m, err := stack.New(stack.Spec{Layers: []stack.Layer{{Kind: "linear", Weight: "w"}}}, map[string]tensor.Tensor{"w": w})
+			if err != nil {
 				b.Fatal(err)
 			}
+			layers := compile(m).kernels
 			t := tile{rows: tileRows, width: int(width), x: make([]float32, tileRows*width), y: make([]float32, tileRows*width)}
 			for i := range t.x {
 				t.x[i] = float32(i%7) + 0.5
 			}
 			b.ReportAllocs()
 			for b.Loop() {
-				k.layers[0](&t)
+				layers[0](&t)
 				for i := range t.x {
 					t.x[i] = 1
 				}

@@ -25,7 +25,7 @@ import (
 //
 // All but sink are elementwise and compute in place. A param that a model does not
 // know is refused.
-func Builtins(h *engine.Host) []engine.Model {
+func Builtins(h *Host) []engine.Model {
 	anyShape := []int64{engine.AnyAxes}
 	elementwise := func(name string, dtypes ...tensor.DataType) engine.Info {
 		return engine.Info{
@@ -40,7 +40,7 @@ func Builtins(h *engine.Host) []engine.Model {
 			reluTypes = append(reluTypes, d)
 		}
 	}
-	funcs := []engine.RowFunc{
+	funcs := []RowFunc{
 		{Info: elementwise("echo"), InPlace: true, Bind: knowing(bindRows(echo))},
 		{Info: elementwise("relu", reluTypes...), InPlace: true, Bind: knowing(bindReLU)},
 		{Info: elementwise("affine", tensor.Float32, tensor.Float64), InPlace: true, Bind: knowing(bindAffine, "a", "b")},
@@ -54,7 +54,7 @@ func Builtins(h *engine.Host) []engine.Model {
 			Outs: func([]tensor.Desc, map[string]string) ([]tensor.Desc, error) {
 				return []tensor.Desc{{DType: tensor.Uint64}}, nil
 			},
-			Bind: knowing(bindRows(func(_ context.Context, b engine.RowBlock) error {
+			Bind: knowing(bindRows(func(_ context.Context, b RowBlock) error {
 				binary.LittleEndian.PutUint64(b.Out[0], uint64(len(b.In[0])))
 				return nil
 			})),
@@ -72,10 +72,10 @@ func Builtins(h *engine.Host) []engine.Model {
 }
 
 // bind makes what computes the rows of one call.
-type bind = func(engine.Call) (engine.RowsFunc, error)
+type bind = func(engine.Call) (RowsFunc, error)
 
-func bindRows(f engine.RowsFunc) bind {
-	return func(engine.Call) (engine.RowsFunc, error) { return f, nil }
+func bindRows(f RowsFunc) bind {
+	return func(engine.Call) (RowsFunc, error) { return f, nil }
 }
 
 // knowing refuses the params that are not among these.
@@ -84,7 +84,7 @@ func knowing(b bind, params ...string) bind {
 	if len(params) > 0 {
 		known = "known are " + strings.Join(params, ", ")
 	}
-	return func(c engine.Call) (engine.RowsFunc, error) {
+	return func(c engine.Call) (RowsFunc, error) {
 		for _, p := range slices.Sorted(maps.Keys(c.Params)) {
 			if !slices.Contains(params, p) {
 				return nil, fmt.Errorf("no param %q; %s", p, known)
@@ -94,17 +94,17 @@ func knowing(b bind, params ...string) bind {
 	}
 }
 
-func echo(context.Context, engine.RowBlock) error { return nil }
+func echo(context.Context, RowBlock) error { return nil }
 
-func bindReLU(c engine.Call) (engine.RowsFunc, error) {
+func bindReLU(c engine.Call) (RowsFunc, error) {
 	r := relus[c.Inputs[0].Desc.DType]
-	return func(_ context.Context, b engine.RowBlock) error {
+	return func(_ context.Context, b RowBlock) error {
 		r.apply(b.Out[0])
 		return nil
 	}, nil
 }
 
-func bindAffine(c engine.Call) (engine.RowsFunc, error) {
+func bindAffine(c engine.Call) (RowsFunc, error) {
 	dtype := c.Inputs[0].Desc.DType
 	number := func(param, absent string) (float64, error) {
 		text, ok := c.Params[param]
@@ -126,9 +126,9 @@ func bindAffine(c engine.Call) (engine.RowsFunc, error) {
 		return nil, err
 	}
 	if dtype == tensor.Float32 {
-		return func(_ context.Context, rb engine.RowBlock) error { return affine(rb.Out[0], float32(a), float32(b)) }, nil
+		return func(_ context.Context, rb RowBlock) error { return affine(rb.Out[0], float32(a), float32(b)) }, nil
 	}
-	return func(_ context.Context, rb engine.RowBlock) error { return affine(rb.Out[0], a, b) }, nil
+	return func(_ context.Context, rb RowBlock) error { return affine(rb.Out[0], a, b) }, nil
 }
 
 func affine[T float32 | float64](data []byte, a, b T) error {
@@ -147,7 +147,7 @@ func elements[T tensor.Element](data []byte) ([]T, error) {
 	return tensor.Slice[T](tensor.Tensor{Desc: tensor.Desc{DType: tensor.DataTypeOf[T]()}, Data: data})
 }
 
-func bindSlow(c engine.Call) (engine.RowsFunc, error) {
+func bindSlow(c engine.Call) (RowsFunc, error) {
 	var delay time.Duration
 	failAt := int64(-1)
 	var err error
@@ -161,7 +161,7 @@ func bindSlow(c engine.Call) (engine.RowsFunc, error) {
 			return nil, fmt.Errorf("param \"fail_at\": wanted a row, got %q", text)
 		}
 	}
-	return func(ctx context.Context, b engine.RowBlock) error {
+	return func(ctx context.Context, b RowBlock) error {
 		if delay > 0 {
 			sleep := time.NewTimer(delay)
 			defer sleep.Stop()

@@ -16,7 +16,11 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-func find(h *engine.Host, name string) engine.Model {
+func newHost(memory int64) *Host {
+	return NewHost(HostConfig{MemoryBytes: memory, Workers: 3})
+}
+
+func find(h *Host, name string) engine.Model {
 	for _, m := range Builtins(h) {
 		if m.Info().Name == name {
 			return m
@@ -26,7 +30,7 @@ func find(h *engine.Host, name string) engine.Model {
 }
 
 func builtin(name string) func(testing.TB, int64) enginetest.Subject {
-	return enginetest.OnHost(func(h *engine.Host) (engine.Model, error) { return find(h, name), nil })
+	return enginetest.On(newHost, func(h *Host) (engine.Model, error) { return find(h, name), nil })
 }
 
 func same(in []tensor.Tensor) ([]tensor.Tensor, error) { return in, nil }
@@ -130,7 +134,7 @@ func TestReLUEqualsTheNaiveOneForEveryBitPattern(t *testing.T) {
 }
 
 func TestParamsThatMakeNoSenseAreRefused(t *testing.T) {
-	h := engine.NewHost(engine.HostConfig{Workers: 1})
+	h := NewHost(HostConfig{Workers: 1})
 	defer h.Close()
 	x := []tensor.Tensor{floatTensor(1, 4)}
 	for name, c := range map[string]struct{ model, param, value string }{
@@ -157,7 +161,7 @@ func TestParamsThatMakeNoSenseAreRefused(t *testing.T) {
 }
 
 func TestAffineComputesInFloat64ForFloat64(t *testing.T) {
-	h := engine.NewHost(engine.HostConfig{Workers: 1})
+	h := NewHost(HostConfig{Workers: 1})
 	defer h.Close()
 	x, err := tensor.Of([]float64{1, 2, math.NaN()})
 	if err != nil {
@@ -177,7 +181,7 @@ func TestAffineComputesInFloat64ForFloat64(t *testing.T) {
 }
 
 func TestSlowFailsAtTheRowItIsAskedTo(t *testing.T) {
-	h := engine.NewHost(engine.HostConfig{Workers: 1})
+	h := NewHost(HostConfig{Workers: 1})
 	defer h.Close()
 	x := []tensor.Tensor{floatTensor(1, 100)}
 	for row, fails := range map[string]bool{"0": true, "99": true, "100": false} {
@@ -190,7 +194,7 @@ func TestSlowFailsAtTheRowItIsAskedTo(t *testing.T) {
 
 func TestSlowSleepsPerBlockAndStopsWithItsContext(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := engine.NewHost(engine.HostConfig{Workers: 1})
+		h := NewHost(HostConfig{Workers: 1})
 		defer h.Close()
 		m := find(h, "slow")
 		x := []tensor.Tensor{floatTensor(1, 30)}
@@ -208,7 +212,7 @@ func TestSlowSleepsPerBlockAndStopsWithItsContext(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		b, err := r.Lend(ctx)
+		b, err := r.Borrow(ctx)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -12,7 +12,7 @@ import (
 )
 
 func TestTheEmbeddedNetworkPredictsWhatTorchDid(t *testing.T) {
-	h := engine.NewHost(engine.HostConfig{Workers: 2})
+	h := NewHost(HostConfig{Workers: 2})
 	defer h.Close()
 	pixels, _ := fashion.Images()
 	images := make([]float32, len(pixels))
@@ -53,7 +53,7 @@ func TestTheEmbeddedNetworkPredictsWhatTorchDid(t *testing.T) {
 }
 
 func TestAFolderThatIsNotEmbeddedIsNotFound(t *testing.T) {
-	h := engine.NewHost(engine.HostConfig{Workers: 1})
+	h := NewHost(HostConfig{Workers: 1})
 	defer h.Close()
 	for _, name := range []string{"attic", "../models/top", ""} {
 		if _, err := LoadFS(h, fashion.ModelFS(), name); err == nil || name == "attic" && !errors.Is(err, fs.ErrNotExist) {

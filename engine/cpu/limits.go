@@ -3,6 +3,10 @@ package cpu
 import "time"
 
 const (
+	// defaultMemory is a host's budget when nobody says: enough for sixty runs
+	// at full depth. A server sets its own share of the process' memory.
+	defaultMemory = 1 << 30
+
 	// maxDelay bounds what a caller may ask the slow model to sleep per block:
 	// longer than any test waits, shorter than what looks like a hang.
 	maxDelay = time.Minute
@@ -16,14 +20,4 @@ const (
 	// panelDepth is how many rows of a panel are: 48 KiB of weights, which stay in the
 	// first-level cache while a tile's rows pass.
 	panelDepth = 64
-
-	// maxWidth bounds a layer's width: a tile of that width is 64 MiB.
-	maxWidth = 1 << 18
-	// maxLayers bounds a stack model: ten times the layers of the deepest
-	// networks there are.
-	maxLayers = 4096
-	// maxResiduals bounds how deep residuals may nest; each costs a tile per worker.
-	maxResiduals = 16
-	// maxSpecBytes bounds model.json: 4096 layers of 256 bytes.
-	maxSpecBytes = 1 << 20
 )

@@ -2,144 +2,42 @@ package cpu
 
 import (
 	"context"
-	"encoding/json"
-	"errors"
-	"fmt"
-	"io"
 	"io/fs"
-	"os"
-	"path/filepath"
 	"sync"
 
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/stack"
 	"github.com/tensorferry/tensorferry/tensor"
-	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// Spec is a stack model: layers that x goes through one after the other. It is
-// what model.json holds.
-type Spec struct {
-	Name    string `json:"name"`
-	Version string `json:"version"`
-	// Width is the last axis of the input. Zero: what the first layer with a
-	// weight takes.
-	Width  int64   `json:"width,omitempty"`
-	Layers []Layer `json:"layers"`
-}
-
-// Layer is one step of a stack model. Weights are named tensors; they are
-// float32, float16, bfloat16 or float64, finite, and become float32.
-type Layer struct {
-	// Kind is one of
-	//
-	//	linear     x·Wᵀ + bias; weight of shape [out in], as torch.nn.Linear keeps it
-	//	relu       max(x, 0); a NaN stays one
-	//	gelu       x·Φ(x), exact unless Approximate is "tanh"
-	//	silu       x / (1 + e⁻ˣ)
-	//	layernorm  over the last axis; weight and bias of shape [width], either may be absent
-	//	rmsnorm    over the last axis; weight of shape [width], may be absent
-	//	residual   Op "start" remembers x, Op "add" adds what was remembered last
-	//	scale      Factor · x
-	//	softmax    over the last axis
-	Kind        string   `json:"kind"`
-	Weight      string   `json:"weight,omitempty"`
-	Bias        string   `json:"bias,omitempty"`
-	Approximate string   `json:"approximate,omitempty"` // gelu: "none" (or absent) or "tanh"
-	Eps         *float64 `json:"eps,omitempty"`         // layernorm (absent: 1e-5), rmsnorm (1e-6)
-	Op          string   `json:"op,omitempty"`          // residual
-	Factor      *float64 `json:"factor,omitempty"`      // scale
-}
-
-// Load reads a stack model from a folder that holds model.json (a Spec) and
-// weights.safetensors, and makes it ready on h. The weights are copied: nothing
-// of the folder stays open. What does not fit together wraps engine.ErrInfo.
-func Load(h *engine.Host, dir string) (engine.Model, error) {
-	return load(h, dir, os.DirFS(dir), func() (*tensorfile.Safetensors, error) {
-		return tensorfile.OpenSafetensors(filepath.Join(dir, weightsFile))
-	})
-}
-
-// LoadFS is Load from a folder of fsys, such as an embed.FS. It reads the weights
-// into memory, where Load maps them.
-func LoadFS(h *engine.Host, fsys fs.FS, dir string) (engine.Model, error) {
-	sub, err := fs.Sub(fsys, dir)
+// Load makes the stack model of a folder ready on h, as stack.Load and Stack do.
+func Load(h *Host, dir string) (engine.Model, error) {
+	m, err := stack.Load(dir)
 	if err != nil {
-		return nil, fmt.Errorf("cpu: %w", err)
+		return nil, err
 	}
-	return load(h, dir, sub, func() (*tensorfile.Safetensors, error) {
-		data, err := fs.ReadFile(sub, weightsFile)
-		if err != nil {
-			return nil, err
-		}
-		weights, err := tensorfile.ParseSafetensors(data)
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", weightsFile, err)
-		}
-		return weights, nil
-	})
+	return Stack(h, m)
 }
 
-// The files of a stack model's folder.
-const (
-	specFile    = "model.json"
-	weightsFile = "weights.safetensors"
-)
-
-func load(h *engine.Host, dir string, files fs.FS, open func() (*tensorfile.Safetensors, error)) (engine.Model, error) {
-	spec, err := readSpec(files)
+// LoadFS is Load from a folder of fsys, such as an embed.FS.
+func LoadFS(h *Host, fsys fs.FS, dir string) (engine.Model, error) {
+	m, err := stack.LoadFS(fsys, dir)
 	if err != nil {
-		return nil, fmt.Errorf("cpu: model in %s: %w", dir, err)
+		return nil, err
 	}
-	weights, err := open()
-	if err != nil {
-		return nil, fmt.Errorf("cpu: model in %s: %w", dir, err)
-	}
-	defer weights.Close() // only ends the loan of the views; they have been copied
-	return build(h, spec, weights.Tensor)
+	return Stack(h, m)
 }
 
-func readSpec(files fs.FS) (Spec, error) {
-	var s Spec
-	f, err := files.Open(specFile)
-	if err != nil {
-		return s, err
-	}
-	defer f.Close() // read only: nothing is lost
-	text := &io.LimitedReader{R: f, N: maxSpecBytes + 1}
-	d := json.NewDecoder(text)
-	d.DisallowUnknownFields()
-	if err := d.Decode(&s); err != nil && text.N > 0 {
-		return s, fmt.Errorf("%s: %w: %w", specFile, engine.ErrInfo, err)
-	}
-	if _, err := d.Token(); !errors.Is(err, io.EOF) && text.N > 0 {
-		return s, fmt.Errorf("%s: %w: something follows the model", specFile, engine.ErrInfo)
-	}
-	if text.N == 0 {
-		return s, fmt.Errorf("%s: %w: more than %d bytes", specFile, engine.ErrInfo, maxSpecBytes)
-	}
-	return s, nil
+// layers is a stack model that can be computed. Layers work on one tile at a time;
+// the tiles of a block follow each other, those of other blocks run side by side.
+type layers struct {
+	in, out int // widths
+	kernels []kernel
+	tiles   sync.Pool // *tile, at most one per worker of the host in use
 }
 
-// New makes a stack model ready on h. It copies the weights.
-func New(h *engine.Host, s Spec, weights map[string]tensor.Tensor) (engine.Model, error) {
-	return build(h, s, func(name string) (tensor.Tensor, error) {
-		t, ok := weights[name]
-		if !ok {
-			return t, fmt.Errorf("no tensor %q", name)
-		}
-		return t, nil
-	})
-}
-
-// stack is a model that has been built. Layers work on one tile at a time; the
-// tiles of a block follow each other, those of other blocks run side by side.
-type stack struct {
-	layers    []func(*tile)
-	in, out   int
-	widest    int
-	residuals int
-	tiles     sync.Pool // *tile, at most one per worker of the host in use
-}
+// kernel takes a tile through one layer.
+type kernel func(*tile)
 
 // tile is the state of tileRows rows or fewer on their way through the layers.
 type tile struct {
@@ -149,43 +47,43 @@ type tile struct {
 	depth       int // of kept in use
 }
 
-func build(h *engine.Host, s Spec, weight func(string) (tensor.Tensor, error)) (engine.Model, error) {
-	b := builder{weight: weight, width: s.Width}
-	if err := b.build(s.Layers); err != nil {
-		return nil, fmt.Errorf("cpu: model %q: %w: %w", s.Name, engine.ErrInfo, err)
+// compile makes kernels of a model's steps.
+func compile(m *stack.Model) *layers {
+	l := &layers{in: m.In, out: m.Out} // without m, whose weights the kernels have
+	for i := range m.Steps {
+		l.kernels = append(l.kernels, kernels[m.Steps[i].Kind](&m.Steps[i]))
 	}
-	m := b.stack
-	m.tiles.New = func() any {
-		t := &tile{x: make([]float32, tileRows*m.widest), y: make([]float32, tileRows*m.widest), kept: make([][]float32, m.residuals)}
+	size, residuals := tileRows*m.Widest, m.Residuals
+	l.tiles.New = func() any {
+		t := &tile{x: make([]float32, size), y: make([]float32, size), kept: make([][]float32, residuals)}
 		for i := range t.kept {
-			t.kept[i] = make([]float32, tileRows*m.widest)
+			t.kept[i] = make([]float32, size)
 		}
 		return t
 	}
-	port := func(name string, width int) engine.Port {
-		return engine.Port{Name: name, DTypes: floatTypes, Shape: []int64{engine.AnyAxes, int64(width)}}
-	}
-	return engine.RowFunc{
-		Info: engine.Info{
-			Name: s.Name, Version: s.Version, Rows: engine.AllButLast,
-			Inputs:  []engine.Port{port("x", m.in)},
-			Outputs: []engine.Port{port("y", m.out)},
-		},
+	return l
+}
+
+// Stack makes a stack model ready on h, which keeps none of its large weights.
+func Stack(h *Host, model *stack.Model) (engine.Model, error) {
+	m := compile(model)
+	return RowFunc{
+		Info: model.Info(),
 		Outs: func(in []tensor.Desc, _ map[string]string) ([]tensor.Desc, error) {
 			y := in[0].Clone()
 			y.Shape[len(y.Shape)-1] = int64(m.out)
 			return []tensor.Desc{y}, nil
 		},
-		Bind: func(c engine.Call) (engine.RowsFunc, error) {
-			f := floats[c.Inputs[0].Desc.DType]
-			return func(ctx context.Context, b engine.RowBlock) error { return m.compute(ctx, f, b) }, nil
+		Bind: func(c engine.Call) (RowsFunc, error) {
+			f, _ := stack.FloatOf(c.Inputs[0].Desc.DType) // as its port says
+			return func(ctx context.Context, b RowBlock) error { return m.compute(ctx, f, b) }, nil
 		},
 		InPlace: m.in == m.out, // a tile is read before it is written
 	}.Model(h)
 }
 
 // compute takes a block through the layers, a tile at a time.
-func (m *stack) compute(ctx context.Context, f float, b engine.RowBlock) error {
+func (m *layers) compute(ctx context.Context, f stack.Float, b RowBlock) error {
 	t := m.tiles.Get().(*tile)
 	defer m.tiles.Put(t)
 	in, out := b.In[0], b.Out[0]
@@ -195,14 +93,14 @@ func (m *stack) compute(ctx context.Context, f float, b engine.RowBlock) error {
 		}
 		t.rows, t.width, t.depth = min(rows, tileRows), m.in, 0
 		n := t.rows * m.in
-		f.load(t.x[:n], in)
-		in = in[n*f.bytes:]
-		for _, layer := range m.layers {
+		f.Load(t.x[:n], in)
+		in = in[n*f.Bytes:]
+		for _, layer := range m.kernels {
 			layer(t)
 		}
 		n = t.rows * m.out
-		f.store(out, t.x[:n])
-		out = out[n*f.bytes:]
+		f.Store(out, t.x[:n])
+		out = out[n*f.Bytes:]
 	}
 	return nil
 }

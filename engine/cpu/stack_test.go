@@ -3,26 +3,23 @@ package cpu
 import (
 	"bytes"
 	"errors"
-	"maps"
 	"math"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"testing"
-
-	"github.com/x448/float16"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/enginetest"
+	"github.com/tensorferry/tensorferry/engine/stack"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
 // everything has a layer of every kind, and widths that are no multiple of
 // anything: 200 outputs are two panels, 70 inputs two panel depths.
-var everything = Spec{Name: "everything", Version: "3", Layers: []Layer{
+var everything = stack.Spec{Name: "everything", Version: "3", Layers: []stack.Layer{
 	{Kind: "linear", Weight: "a.weight", Bias: "a.bias"},
 	{Kind: "layernorm", Weight: "ln.weight", Bias: "ln.bias"},
 	{Kind: "residual", Op: "start"},
@@ -48,8 +45,16 @@ func weights() map[string]tensor.Tensor {
 	}
 }
 
-func stackOf(s Spec, w map[string]tensor.Tensor) func(testing.TB, int64) enginetest.Subject {
-	return enginetest.OnHost(func(h *engine.Host) (engine.Model, error) { return New(h, s, w) })
+func stackOf(s stack.Spec, w map[string]tensor.Tensor) func(testing.TB, int64) enginetest.Subject {
+	return enginetest.On(newHost, func(h *Host) (engine.Model, error) { return newStack(h, s, w) })
+}
+
+func newStack(h *Host, s stack.Spec, w map[string]tensor.Tensor) (engine.Model, error) {
+	m, err := stack.New(s, w)
+	if err != nil {
+		return nil, err
+	}
+	return Stack(h, m)
 }
 
 // uncut computes all rows in one block.
@@ -60,16 +65,16 @@ func uncut(t *testing.T, m engine.Model) func(in []tensor.Tensor) ([]tensor.Tens
 }
 
 func TestStackModelsPassTheSuiteInEveryDataType(t *testing.T) {
-	square := Spec{Name: "square", Layers: []Layer{{Kind: "linear", Weight: "w"}, {Kind: "relu"}}} // computed in place
+	square := stack.Spec{Name: "square", Layers: []stack.Layer{{Kind: "linear", Weight: "w"}, {Kind: "relu"}}} // computed in place
 	for name, c := range map[string]struct {
-		spec    Spec
+		spec    stack.Spec
 		weights map[string]tensor.Tensor
 		width   int64
 	}{
 		"everything": {everything, weights(), 70},
 		"in place":   {square, map[string]tensor.Tensor{"w": floatTensor(1, 30, 30)}, 30},
 	} {
-		for _, d := range floatTypes {
+		for _, d := range stack.DTypes {
 			t.Run(name+" "+d.String(), func(t *testing.T) {
 				build := stackOf(c.spec, c.weights)
 				enginetest.Run(t, enginetest.Case{
@@ -89,16 +94,21 @@ func as(d tensor.DataType, t tensor.Tensor) tensor.Tensor {
 	if err != nil {
 		panic(err)
 	}
-	f := floats[d]
-	data := make([]byte, len(xs)*f.bytes)
-	f.store(data, xs)
+	f, _ := stack.FloatOf(d)
+	data := make([]byte, len(xs)*f.Bytes)
+	f.Store(data, xs)
 	return tensor.Tensor{Desc: tensor.Desc{DType: d, Shape: t.Shape}, Data: data}
 }
 
+func toFloats(d tensor.DataType, dst []float32, src []byte) {
+	f, _ := stack.FloatOf(d)
+	f.Load(dst, src)
+}
+
 func TestRandomCutsOfTheRowsAreBitIdentical(t *testing.T) {
-	h := engine.NewHost(engine.HostConfig{Workers: 2})
+	h := NewHost(HostConfig{Workers: 2})
 	defer h.Close()
-	m, err := New(h, everything, weights())
+	m, err := newStack(h, everything, weights())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -127,7 +137,7 @@ func TestRandomCutsOfTheRowsAreBitIdentical(t *testing.T) {
 }
 
 // reference computes layer by layer in float64, the obvious way.
-func reference(s Spec, w map[string]tensor.Tensor, x []float64) []float64 {
+func reference(s stack.Spec, w map[string]tensor.Tensor, x []float64) []float64 {
 	values := func(name string, n int, absent float64) []float64 {
 		v := make([]float64, n)
 		for i := range v {
@@ -208,19 +218,19 @@ func reference(s Spec, w map[string]tensor.Tensor, x []float64) []float64 {
 }
 
 func TestEveryLayerAgreesWithTheReference(t *testing.T) {
-	h := engine.NewHost(engine.HostConfig{Workers: 2})
+	h := NewHost(HostConfig{Workers: 2})
 	defer h.Close()
 	all := weights()
 	for n := 1; n <= len(everything.Layers); n++ {
-		s := Spec{Name: "first layers", Layers: slices.Clone(everything.Layers[:n])}
+		s := stack.Spec{Name: "first layers", Layers: slices.Clone(everything.Layers[:n])}
 		open := 0 // residuals: close those that are
 		for _, l := range s.Layers {
 			open += map[string]int{"start": 1, "add": -1}[l.Op]
 		}
 		for range open {
-			s.Layers = append(s.Layers, Layer{Kind: "residual", Op: "add"})
+			s.Layers = append(s.Layers, stack.Layer{Kind: "residual", Op: "add"})
 		}
-		m, err := New(h, s, all)
+		m, err := newStack(h, s, all)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -238,7 +248,7 @@ func TestEveryLayerAgreesWithTheReference(t *testing.T) {
 			}
 			width := int(out[0].Shape[1])
 			ys := make([]float32, 67*width)
-			floats[d].load(ys, out[0].Data)
+			toFloats(d, ys, out[0].Data)
 			for row := range 67 {
 				x := make([]float64, 70)
 				for i := range x {
@@ -255,115 +265,56 @@ func TestEveryLayerAgreesWithTheReference(t *testing.T) {
 	}
 }
 
-func TestSixteenBitFloatsRoundToNearestEven(t *testing.T) {
-	for bits := range uint32(1 << 16) {
-		wide := math.Float32frombits(bits << 16)
-		if got := bfloat16(wide); wide == wide && got != uint16(bits) {
-			t.Fatalf("%#04x comes back as %#04x", bits, got)
-		} else if wide != wide && (got&0x7f80 != 0x7f80 || got&0x7f == 0) {
-			t.Fatalf("the NaN %#04x became %#04x", bits, got)
-		}
-		half := float16.Frombits(uint16(bits))
-		if got := float16.Fromfloat32(half.Float32()); got != half && !half.IsNaN() {
-			t.Fatalf("float16 %#04x comes back as %#04x", bits, got.Bits())
-		}
-	}
-	for u, want := range map[uint32]uint16{
-		0x3f808000: 0x3f80, 0x3f818000: 0x3f82, 0x3f808001: 0x3f81, // ties to even, above a tie
-		0x7f7fffff: 0x7f80, 0x7f800001: 0x7fc0, 0xffffffff: 0xffff, // overflow, a NaN of low bits only
-	} {
-		if got := bfloat16(math.Float32frombits(u)); got != want {
-			t.Errorf("%#08x becomes %#04x, want %#04x", u, got, want)
-		}
-	}
-}
-
-func TestAStackThatDoesNotFitTogetherIsRefused(t *testing.T) {
-	h := engine.NewHost(engine.HostConfig{Workers: 1})
-	defer h.Close()
-	w := weights()
-	w["inf"] = floatTensor(1, 200)
-	copy(w["inf"].Data[4:], []byte{0, 0, 0x80, 0x7f})
-	w["ints"] = tensor.Tensor{Desc: tensor.Desc{DType: tensor.Int32, Shape: tensor.Shape{200}}, Data: make([]byte, 800)}
-	w["flat"] = floatTensor(1, 70)
-	w["none"] = floatTensor(1, 0, 70)
-	first := Layer{Kind: "linear", Weight: "a.weight"}
-	for name, layers := range map[string][]Layer{
-		"no layers":              {},
-		"too many layers":        slices.Repeat([]Layer{{Kind: "relu"}}, maxLayers+1),
-		"an unknown kind":        {first, {Kind: "conv"}},
-		"no width":               {{Kind: "relu"}},
-		"a missing weight":       {{Kind: "linear", Weight: "c.weight"}},
-		"no weight":              {first, {Kind: "linear"}},
-		"a weight of rank 1":     {{Kind: "linear", Weight: "flat"}},
-		"no outputs":             {{Kind: "linear", Weight: "none"}},
-		"another width":          {first, first},
-		"a bias of another size": {first, {Kind: "layernorm", Bias: "flat"}},
-		"integers":               {first, {Kind: "layernorm", Bias: "ints"}},
-		"an infinite weight":     {first, {Kind: "layernorm", Weight: "inf"}},
-		"an eps below zero":      {first, {Kind: "layernorm", Eps: new(-1.0)}},
-		"a bias for rmsnorm":     {first, {Kind: "rmsnorm", Bias: "a.bias"}},
-		"a weight for relu":      {first, {Kind: "relu", Weight: "a.weight"}},
-		"an eps for linear":      {{Kind: "linear", Weight: "a.weight", Eps: new(0.1)}},
-		"another approximation":  {first, {Kind: "gelu", Approximate: "quick"}},
-		"no factor":              {first, {Kind: "scale"}},
-		"a factor that is none":  {first, {Kind: "scale", Factor: new(math.NaN())}},
-		"an unknown op":          {first, {Kind: "residual", Op: "stop"}},
-		"an add too many":        {first, {Kind: "residual", Op: "add"}},
-		"a start too many":       {first, {Kind: "residual", Op: "start"}},
-		"an add of another width": {{Kind: "linear", Weight: "a.weight"}, {Kind: "residual", Op: "start"},
-			{Kind: "linear", Weight: "b.weight"}, {Kind: "residual", Op: "add"}},
-		"residuals too deep": append([]Layer{first}, slices.Repeat([]Layer{{Kind: "residual", Op: "start"}}, maxResiduals+1)...),
-	} {
-		t.Run(name, func(t *testing.T) {
-			if _, err := New(h, Spec{Name: "m", Layers: layers}, w); !errors.Is(err, engine.ErrInfo) {
-				t.Errorf("got %v, want ErrInfo", err)
-			}
-		})
-	}
-	t.Run("no name", func(t *testing.T) {
-		if _, err := New(h, Spec{Layers: []Layer{first}}, w); !errors.Is(err, engine.ErrInfo) {
-			t.Errorf("got %v, want ErrInfo", err)
-		}
-	})
-	t.Run("a width over the limit", func(t *testing.T) {
-		if _, err := New(h, Spec{Name: "m", Width: maxWidth + 1, Layers: []Layer{{Kind: "relu"}}}, w); !errors.Is(err, engine.ErrInfo) {
-			t.Errorf("got %v, want ErrInfo", err)
-		}
-	})
-}
-
-func TestAFolderIsLoaded(t *testing.T) {
-	h := engine.NewHost(engine.HostConfig{Workers: 1})
-	defer h.Close()
-	dir := t.TempDir()
-	write := func(name string, data []byte) {
-		t.Helper()
-		if err := os.WriteFile(filepath.Join(dir, name), data, 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
-	var named []tensorfile.Named
-	w := weights()
-	for _, name := range slices.Sorted(maps.Keys(w)) {
-		named = append(named, tensorfile.Named{Name: name, Tensor: w[name]})
-	}
-	var file bytes.Buffer
-	if err := tensorfile.WriteSafetensors(&file, named, nil); err != nil {
+func TestABlockOfAStackModelAllocatesNothing(t *testing.T) {
+	m, err := stack.New(everything, weights())
+	if err != nil {
 		t.Fatal(err)
 	}
-	write("weights.safetensors", file.Bytes())
-	const good = `{"name": "mlp", "version": "2", "layers": [
+	kernels := compile(m).kernels
+	x := floatTensor(9, 100, 70)
+	xs := make([]float32, 64*70)
+	toFloats(tensor.Float32, xs, x.Data)
+	tl := tile{x: make([]float32, 64*200), y: make([]float32, 64*200), kept: [][]float32{make([]float32, 64*200), make([]float32, 64*200)}}
+	if n := testing.AllocsPerRun(10, func() {
+		tl.rows, tl.width, tl.depth = 64, 70, 0
+		copy(tl.x, xs)
+		for _, l := range kernels {
+			l(&tl)
+		}
+	}); n != 0 {
+		t.Errorf("%v allocations per tile", n)
+	}
+}
+
+func TestAFolderIsComputedAsItsSpecIs(t *testing.T) {
+	h := NewHost(HostConfig{Workers: 1})
+	defer h.Close()
+	dir := t.TempDir()
+	w := weights()
+	file, err := os.Create(filepath.Join(dir, "weights.safetensors"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(tensorfile.WriteSafetensors(file, []tensorfile.Named{{Name: "a.weight", Tensor: w["a.weight"]}, {Name: "a.bias", Tensor: w["a.bias"]}}, nil), file.Close()); err != nil {
+		t.Fatal(err)
+	}
+	const spec = `{"name": "mlp", "version": "2", "layers": [
 		{"kind": "linear", "weight": "a.weight", "bias": "a.bias"}, {"kind": "gelu", "approximate": "none"}]}`
-	write("model.json", []byte(good))
+	if err := os.WriteFile(filepath.Join(dir, "model.json"), []byte(spec), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	m, err := Load(h, dir)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if i := m.Info(); i.Name != "mlp" || i.Version != "2" || i.Inputs[0].Shape[1] != 70 || i.Outputs[0].Shape[1] != 200 {
+	i := m.Info()
+	if i.Name != "mlp" || i.Version != "2" || i.Inputs[0].Shape[1] != 70 || i.Outputs[0].Shape[1] != 200 {
 		t.Errorf("got %+v", i)
 	}
-	direct, err := New(h, Spec{Name: "mlp", Layers: []Layer{{Kind: "linear", Weight: "a.weight", Bias: "a.bias"}, {Kind: "gelu"}}}, w)
+	if want := []engine.Entry{{Key: "layers", Value: "2"}, {Key: "parameters", Value: "14200"}}; !slices.Equal(i.About, want) {
+		t.Errorf("it is about %v, want %v", i.About, want)
+	}
+	direct, err := newStack(h, stack.Spec{Name: "mlp", Layers: []stack.Layer{{Kind: "linear", Weight: "a.weight", Bias: "a.bias"}, {Kind: "gelu"}}}, w)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -379,48 +330,13 @@ func TestAFolderIsLoaded(t *testing.T) {
 	if err != nil {
 		t.Error(err)
 	}
-
-	for name, text := range map[string]string{
-		"an unknown field":   strings.Replace(good, `"version"`, `"versoin"`, 1),
-		"something after":    good + "{}",
-		"no JSON":            "layers",
-		"a file over limits": good + strings.Repeat(" ", maxSpecBytes),
-		"a weight not there": strings.Replace(good, "a.weight", "z.weight", 1),
-	} {
-		t.Run(name, func(t *testing.T) {
-			write("model.json", []byte(text))
-			if _, err := Load(h, dir); !errors.Is(err, engine.ErrInfo) {
-				t.Errorf("got %v, want ErrInfo", err)
-			}
-		})
-	}
-	t.Run("no weights", func(t *testing.T) {
-		write("model.json", []byte(good))
-		if err := os.Remove(filepath.Join(dir, "weights.safetensors")); err != nil {
-			t.Fatal(err)
-		}
-		if _, err := Load(h, dir); !errors.Is(err, os.ErrNotExist) {
-			t.Errorf("got %v, want ErrNotExist", err)
-		}
-	})
 }
 
-func TestABlockOfAStackModelAllocatesNothing(t *testing.T) {
-	b := builder{weight: func(name string) (tensor.Tensor, error) { return weights()[name], nil }}
-	if err := b.build(everything.Layers); err != nil {
-		t.Fatal(err)
-	}
-	x := floatTensor(9, 100, 70)
-	xs := make([]float32, 64*70)
-	floats[tensor.Float32].load(xs, x.Data)
-	tl := tile{x: make([]float32, 64*200), y: make([]float32, 64*200), kept: [][]float32{make([]float32, 64*200), make([]float32, 64*200)}}
-	if n := testing.AllocsPerRun(10, func() {
-		tl.rows, tl.width, tl.depth = 64, 70, 0
-		copy(tl.x, xs)
-		for _, l := range b.layers {
-			l(&tl)
-		}
-	}); n != 0 {
-		t.Errorf("%v allocations per tile", n)
+func TestAStackWithoutANameIsRefused(t *testing.T) {
+	h := NewHost(HostConfig{Workers: 1})
+	defer h.Close()
+	s := stack.Spec{Layers: []stack.Layer{{Kind: "linear", Weight: "a.weight"}}}
+	if _, err := newStack(h, s, weights()); !errors.Is(err, engine.ErrInfo) {
+		t.Errorf("got %v, want ErrInfo", err)
 	}
 }

@@ -3,8 +3,8 @@
 // arrive in any order, results are kept until the chunks they belong to are
 // complete.
 //
-// It refuses to know how an engine computes. Only tests call it; it lends a
-// model nothing but what the model has lent itself.
+// It refuses to know how an engine computes. Only tests call it; the memory that it
+// fills is borrowed from the model.
 package enginetest
 
 import (
@@ -13,6 +13,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"sync"
@@ -43,20 +44,32 @@ type Subject struct {
 type Case struct {
 	// New makes the model with so many bytes of memory for its runs.
 	New func(t testing.TB, memory int64) Subject
-	// Inputs are one tensor for each input port, best of a few thousand rows.
+	// Inputs are one tensor for each input port, best of a few thousand rows. A
+	// model without inputs has none here either.
 	Inputs []tensor.Tensor
 	// Empty and Scalar, if set, are inputs without rows and of rank 0.
 	Empty, Scalar []tensor.Tensor
 	Params        map[string]string
-	// Want is the oracle: results are compared bit for bit.
+	// Want is the oracle: results are compared bit for bit, unless Near is set.
 	Want func(in []tensor.Tensor) ([]tensor.Tensor, error)
+	// Near, if it is not 0, is how far a float32 or float64 may be from Want's, as a
+	// part of that or of 1 if that is less. Results are still bit for bit the same
+	// however the input was cut.
+	Near float64
 }
 
-// OnHost makes a Case.New for a model in host memory.
-func OnHost(build func(h *engine.Host) (engine.Model, error)) func(testing.TB, int64) Subject {
+// Host is what models run on: cpu.Host is one.
+type Host interface {
+	Pool() *slab.Pool
+	Budget() *slab.Budget
+	Close()
+}
+
+// On makes a Case.New for a model on a host of so many bytes of memory.
+func On[H Host](host func(memory int64) H, build func(H) (engine.Model, error)) func(testing.TB, int64) Subject {
 	return func(t testing.TB, memory int64) Subject {
 		t.Helper()
-		h := engine.NewHost(engine.HostConfig{MemoryBytes: memory, Workers: 3})
+		h := host(memory)
 		t.Cleanup(h.Close)
 		m, err := build(h)
 		if err != nil {
@@ -136,7 +149,7 @@ func feed(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Tenso
 	go func() { // ends with the last block, the run or ctx
 		defer close(blocks)
 		for row := int64(0); ; {
-			b, err := r.Lend(ctx)
+			b, err := r.Borrow(ctx)
 			if err != nil {
 				if !errors.Is(err, io.EOF) {
 					failed <- err
@@ -322,6 +335,46 @@ func Equal(got, want []tensor.Tensor) error {
 		}
 	}
 	return nil
+}
+
+// near says where two lists of tensors, both lent, are further apart than part of
+// the wanted value, or of 1 if that is less.
+func near(got, want []tensor.Tensor, part float64) error {
+	for i := range min(len(got), len(want)) {
+		gs, err := floats(got[i])
+		if err != nil {
+			return err
+		}
+		ws, err := floats(want[i])
+		if err != nil {
+			return err
+		}
+		if !got[i].Desc.Equal(want[i].Desc) {
+			return fmt.Errorf("output %d is %v, want %v", i, got[i].Desc, want[i].Desc)
+		}
+		for at, w := range ws {
+			if off := math.Abs(gs[at] - w); off > part*max(1, math.Abs(w)) || math.IsNaN(gs[at]) != math.IsNaN(w) {
+				return fmt.Errorf("output %d, element %d is %v, want %v", i, at, gs[at], w)
+			}
+		}
+	}
+	if len(got) != len(want) {
+		return fmt.Errorf("%d tensors, want %d", len(got), len(want))
+	}
+	return nil
+}
+
+// floats copies the elements of a tensor of float32 or float64.
+func floats(t tensor.Tensor) ([]float64, error) {
+	if t.DType == tensor.Float64 {
+		return tensor.Slice[float64](t)
+	}
+	narrow, err := tensor.Slice[float32](t)
+	wide := make([]float64, len(narrow))
+	for i, v := range narrow {
+		wide[i] = float64(v)
+	}
+	return wide, err
 }
 
 // tooSmall reports whether a call can never run in the memory its model has.

@@ -40,7 +40,7 @@ func main() {
 
 func run(ctx context.Context, address string) error {
 	// Both models of this side share a host: workers, and memory within a budget.
-	host := engine.NewHost(engine.HostConfig{})
+	host := cpu.NewHost(cpu.HostConfig{})
 	defer host.Close()
 	bottom, err := cpu.LoadFS(host, fashion.ModelFS(), "bottom")
 	if err != nil {
@@ -130,7 +130,7 @@ func (a *activations) Read(p []byte) (int, error) {
 
 // serveTrunk starts a server with the trunk on a free port of this machine.
 func serveTrunk() (stop func(), address string, err error) {
-	host := engine.NewHost(engine.HostConfig{})
+	host := cpu.NewHost(cpu.HostConfig{})
 	models := engine.NewRegistry()
 	trunk, err := cpu.LoadFS(host, fashion.ModelFS(), "trunk")
 	if err == nil {

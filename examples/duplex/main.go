@@ -116,7 +116,7 @@ func (h *held) Read(p []byte) (int, error) {
 
 // serve starts a server with the built-in models on a free port of this machine.
 func serve() (stop func(), address string, err error) {
-	host := engine.NewHost(engine.HostConfig{})
+	host := cpu.NewHost(cpu.HostConfig{})
 	models := engine.NewRegistry()
 	for _, m := range cpu.Builtins(host) {
 		if err := models.Add(m); err != nil {

@@ -19,6 +19,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -217,7 +218,7 @@ func serve(dir string) (stop func() error, address string, err error) {
 	if err != nil {
 		return nil, "", err
 	}
-	host := engine.NewHost(engine.HostConfig{})
+	host := cpu.NewHost(cpu.HostConfig{})
 	closeAll := func() error { host.Close(); return folder.Close() }
 	var sources store.Sources
 	err = errors.Join(sources.Add("mandelbrot", mandelbrot), sources.Add("gen", store.Generator()))

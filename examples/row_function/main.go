@@ -14,12 +14,13 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // norms is the length of each row, as a vector: float32[... n] becomes float32[... 1].
-var norms = engine.RowFunc{
+var norms = cpu.RowFunc{
 	Info: engine.Info{
 		Name: "norms",
 		// All axes but the last tell rows apart; the last one is the row.
@@ -33,7 +34,7 @@ var norms = engine.RowFunc{
 		return []tensor.Desc{y}, nil
 	},
 	// Rows sees some rows of a call; the memory is lent until it returns.
-	Rows: func(_ context.Context, b engine.RowBlock) error {
+	Rows: func(_ context.Context, b cpu.RowBlock) error {
 		width := b.Descs[0].Shape[len(b.Descs[0].Shape)-1]
 		x, err := floats(b.In[0], b.Rows, width)
 		if err != nil {
@@ -71,7 +72,7 @@ func main() {
 }
 
 func run(ctx context.Context) error {
-	host := engine.NewHost(engine.HostConfig{})
+	host := cpu.NewHost(cpu.HostConfig{})
 	defer host.Close()
 	model, err := norms.Model(host)
 	if err != nil {

@@ -4,6 +4,7 @@ import (
 	"math"
 	"testing"
 
+	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/engine/enginetest"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -18,10 +19,14 @@ func TestNormsPassTheSuite(t *testing.T) {
 		t.Fatal(err)
 	}
 	enginetest.Run(t, enginetest.Case{
-		New:    enginetest.OnHost(norms.Model),
+		New:    enginetest.On(newHost, norms.Model),
 		Inputs: []tensor.Tensor{in},
 		Want:   lengths,
 	})
+}
+
+func newHost(memory int64) *cpu.Host {
+	return cpu.NewHost(cpu.HostConfig{MemoryBytes: memory})
 }
 
 // lengths is the slow, obvious way.

@@ -61,7 +61,7 @@ func (o *Ours) FirstResult(ctx context.Context) (first, total time.Duration, err
 func (o *Ours) Close() error { return o.pair.Close() }
 
 type oursServer struct {
-	host   *engine.Host
+	host   *cpu.Host
 	server *server.Server
 	served chan error
 	idle   chan struct{} // closed: nobody looks at the server's memory
@@ -72,7 +72,7 @@ type oursServer struct {
 func serveOurs(l net.Listener, size int, keep func(*slab.Pool) store.Store) (_ *oursServer, err error) {
 	o := &oursServer{served: make(chan error, 1), idle: make(chan struct{})}
 	close(o.idle)
-	o.host = engine.NewHost(engine.HostConfig{MemoryBytes: hostTensors*int64(size) + hostSpare})
+	o.host = cpu.NewHost(cpu.HostConfig{MemoryBytes: hostTensors*int64(size) + hostSpare})
 	defer func() {
 		if err != nil {
 			o.host.Close()

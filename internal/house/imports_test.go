@@ -31,11 +31,13 @@ var layers = map[string][]string{
 	"internal/testkit": {"slab"},
 
 	"assembler":         {"codec", "internal/invariants", "tensor"},
-	"engine/cpu":        {"engine", "tensor", "tensorfile"},
+	"engine/blocks":     {"engine", "slab", "tensor"},
 	"engine/enginetest": {"engine", "slab", "tensor"},
+	"engine/stack":      {"engine", "tensor", "tensorfile"},
 	"frame":             {"codec", "tensor"},
 	"store":             {"codec", "internal/fault", "internal/minifloat", "slab", "tensor", "tensorfile"},
 
+	"engine/cpu":      {"engine", "engine/blocks", "engine/stack", "slab", "tensor"},
 	"internal/wire":   {"api/tensorferry/v1", "frame", "tensor"},
 	"store/storetest": {"codec", "store", "tensor"},
 	"stream":          {"assembler", "chunker", "codec", "frame", "tensor"},
@@ -48,7 +50,7 @@ var layers = map[string][]string{
 
 	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/fault", "internal/metrics", "internal/serving", "internal/session", "internal/transfer", "internal/wire", "slab", "store", "stream", "tensor"},
 
-	"internal/stress/minus": {"engine", "server", "tensor"},
+	"internal/stress/minus": {"engine", "engine/cpu", "server", "tensor"},
 
 	"cmd/tensorferry":       {anything},
 	"examples/bottom_model": {anything},

@@ -14,6 +14,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -84,7 +85,7 @@ func TestThePageAboutTheWireShowsRealFrames(t *testing.T) {
 
 func TestEveryLimitAServerShowsIsExplained(t *testing.T) {
 	text := page(t, "docs/limits.md")
-	h := engine.NewHost(engine.HostConfig{Workers: 1})
+	h := cpu.NewHost(cpu.HostConfig{Workers: 1})
 	defer h.Close()
 	s, err := server.New(server.Config{Models: engine.NewRegistry(), Pool: h.Pool(), Budget: h.Budget()})
 	if err != nil {

@@ -201,7 +201,7 @@ func (c *call) compute(ctx context.Context, info engine.Info, run engine.Run) {
 // in the staging. It reports whether there are no more blocks to lend.
 func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (last bool) {
 	for ; *seq < most; *seq++ {
-		b, err := run.Lend(ctx)
+		b, err := run.Borrow(ctx)
 		if err != nil {
 			return true // io.EOF, or what Next returns too
 		}

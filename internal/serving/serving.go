@@ -77,9 +77,9 @@ func New(cfg Config) *Core {
 	for k := range c.gates {
 		c.gates[k].most = int64(cfg.Open[k])
 	}
-	stop := cfg.Models.Watch(func(name string, here bool) {
-		c.counts.watch(name, here)
-		c.models.watch(name, here)
+	stop := cfg.Models.Watch(func(name string, m engine.Model) {
+		c.counts.watch(name, m != nil)
+		c.models.watch(name, m != nil)
 	})
 	keep := cfg.Budget.Reclaim(c.reservations.reclaim)
 	c.forget = sync.OnceFunc(func() { stop(); keep() })

@@ -11,6 +11,7 @@ import (
 	"os"
 
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -19,12 +20,12 @@ func port(name string) engine.Port {
 	return engine.Port{Name: name, DTypes: []tensor.DataType{tensor.Uint8}, Shape: []int64{engine.AnyAxes}}
 }
 
-var minus = engine.RowFunc{
+var minus = cpu.RowFunc{
 	Info: engine.Info{
 		Name: "minus", Rows: engine.AllAxes,
 		Inputs: []engine.Port{port("a"), port("b")}, Outputs: []engine.Port{port("y")},
 	},
-	Rows: func(_ context.Context, b engine.RowBlock) error {
+	Rows: func(_ context.Context, b cpu.RowBlock) error {
 		for i := range b.Out[0] {
 			b.Out[0][i] = b.In[0][i] - b.In[1][i]
 		}
@@ -40,7 +41,7 @@ func must[T any](v T, err error) T {
 }
 
 func main() {
-	host := engine.NewHost(engine.HostConfig{})
+	host := cpu.NewHost(cpu.HostConfig{})
 	models := engine.NewRegistry()
 	must(0, models.Add(must(minus.Model(host))))
 	s := must(server.New(server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget()}))

@@ -1,11 +1,11 @@
-package engine
+package blocks
 
 import (
 	"fmt"
 	"math"
 
+	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/slab"
-	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // plan is the arithmetic of one run, done before any memory is taken.
@@ -27,12 +27,13 @@ type plan struct {
 // none marks a port that is not part of a block.
 const none = -1
 
-// newPlan lays out a call that Info.Check has accepted. b says what comes out.
-func newPlan(info Info, c Call, rows int64, b bound) (plan, error) {
+// newPlan lays out a call that Info.Check has accepted. b says what comes out, and
+// without inputs how many rows there are.
+func newPlan(info engine.Info, c engine.Call, rows int64, b Bound) (plan, error) {
 	p := plan{
 		rows:  rows,
 		inRow: make([]int64, len(c.Inputs)), whole: make([]int64, len(c.Inputs)), outRow: make([]int64, len(info.Outputs)),
-		fixed: b.fixed,
+		minIn: 1, fixed: b.Memory,
 	}
 	var widest, chunk int64 // of the split ports
 	var chunkRows int64     // rows in a chunk of the first split input, 0 if that is no whole number
@@ -62,14 +63,17 @@ func newPlan(info Info, c Call, rows int64, b bound) (plan, error) {
 		}
 		first = false
 	}
-	if b.foreign == nil {
-		if err := p.outputs(info, b); err != nil {
-			return plan{}, err
-		}
+	if err := p.outputs(info, b); err != nil {
+		return plan{}, err
 	}
 	for _, w := range p.outRow {
 		widest = max(widest, w)
+		if len(c.Inputs) == 0 && w > 0 {
+			chunk = blockBytes // what whoever serves may cut results into
+			fewest = max(fewest, ceil(ceil(min(chunk, mul(p.rows, w)), maxSlots/4), w))
+		}
 	}
+	rows = p.rows
 
 	switch bound := max(1, blockBytes/max(widest, 1)); {
 	case info.BlockRows > 0:
@@ -92,7 +96,7 @@ func newPlan(info Info, c Call, rows int64, b bound) (plan, error) {
 		block := mul(held, p.inRow[i])
 		p.inBlock = add(p.inBlock, align(block))
 		chunk := min(in.ChunkBytes, mul(rows, p.inRow[i]))
-		if b.inPlace && block > 0 && chunk%block != 0 {
+		if b.Results != Own && block > 0 && chunk%block != 0 {
 			// The results of one chunk are kept until it is complete, and their
 			// last block waits for the next chunk of input, in the same slots.
 			chunk = mul(chunk, 2)
@@ -102,7 +106,7 @@ func newPlan(info Info, c Call, rows int64, b bound) (plan, error) {
 	p.inBlock = slabBytes(p.inBlock)
 	p.wholeBytes = slabBytes(p.wholeBytes)
 	p.minIn, p.wantIn = p.slots(p.minIn, p.inBlock)
-	if !b.ownResults() {
+	if b.Results != Own {
 		return p, nil
 	}
 	for _, w := range p.outRow {
@@ -110,40 +114,46 @@ func newPlan(info Info, c Call, rows int64, b bound) (plan, error) {
 		p.outBlock = add(p.outBlock, align(block))
 		p.minOut = max(p.minOut, spans(min(chunk, mul(rows, w)), block))
 	}
-	p.outBlock = add(p.outBlock, align(mul(held, b.scratchRow)))
-	p.outBlock = add(p.outBlock, b.scratch)
+	for _, w := range b.Scratch {
+		p.outBlock = add(p.outBlock, align(mul(held, w)))
+	}
 	p.outBlock = slabBytes(p.outBlock)
 	p.minOut, p.wantOut = p.slots(p.minOut, p.outBlock)
 	return p, nil
 }
 
-// outputs fills in outRow and holds the model to what it says about itself.
-func (p *plan) outputs(info Info, b bound) error {
+// outputs fills in outRow, and rows where no input tells them, and holds the model
+// to what it says about itself.
+func (p *plan) outputs(info engine.Info, b Bound) error {
 	broken := func(format string, args ...any) error {
-		return fmt.Errorf("%w: %q: %s", ErrModel, info.Name, fmt.Sprintf(format, args...))
+		return fmt.Errorf("%w: %q: %s", engine.ErrModel, info.Name, fmt.Sprintf(format, args...))
 	}
-	if len(b.outs) != len(info.Outputs) {
-		return broken("describes %d outputs, its info says %d", len(b.outs), len(info.Outputs))
+	if b.Outs == nil && b.Results == Given && info.Rows == 0 { // known when they are given
+		p.rows = 1
+		return nil
 	}
-	for i, d := range b.outs {
-		if _, err := d.Bytes(); err != nil {
-			return broken("output %q: %v", info.Outputs[i].Name, err)
-		}
-		if !info.Outputs[i].fits(d) {
-			return broken("output %q is %v, its info says %s", info.Outputs[i].Name, d, info.Outputs[i].wants())
+	if len(b.Outs) != len(info.Outputs) {
+		return broken("describes %d outputs, its info says %d", len(b.Outs), len(info.Outputs))
+	}
+	for i, d := range b.Outs {
+		if err := info.Outputs[i].Check(d); err != nil {
+			return broken("%v", err)
 		}
 		rows, width, err := d.Rows(info.Axes(len(d.Shape)))
 		if err != nil {
 			return broken("output %q: %v", info.Outputs[i].Name, err)
 		}
+		if i == 0 && len(info.Inputs) == 0 {
+			p.rows = rows
+		}
 		if rows != p.rows {
-			return broken("output %q has %d rows, the inputs have %d", info.Outputs[i].Name, rows, p.rows)
+			return broken("output %q has %d rows, the call has %d", info.Outputs[i].Name, rows, p.rows)
 		}
 		p.outRow[i] = width
 	}
-	if b.inPlace {
-		if in := sum(p.inRow); len(b.outs) != 1 || in != p.outRow[0] {
-			return broken("computes in place, but rows of %d bytes become %d outputs of %d", in, len(b.outs), p.outRow[0])
+	if b.Results == InPlace {
+		if in := sum(p.inRow); len(b.Outs) != 1 || in != p.outRow[0] {
+			return broken("computes in place, but rows of %d bytes become %d outputs of %d", in, len(b.Outs), p.outRow[0])
 		}
 	}
 	return nil
@@ -224,11 +234,9 @@ func carve(mem []byte, views [][]byte, width []int64, rows int64) (rest []byte) 
 
 var noBytes = []byte{}
 
-// descs copies the descs of a call's inputs.
-func descs(c Call) []tensor.Desc {
-	all := make([]tensor.Desc, len(c.Inputs))
-	for i, in := range c.Inputs {
-		all[i] = in.Desc.Clone()
+func sum(widths []int64) (n int64) {
+	for _, w := range widths {
+		n = add(n, max(w, 0))
 	}
-	return all
+	return n
 }

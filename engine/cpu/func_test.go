@@ -1,4 +1,4 @@
-package engine_test
+package cpu_test
 
 import (
 	"bytes"
@@ -9,9 +9,14 @@ import (
 	"testing"
 
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/engine/enginetest"
 	"github.com/tensorferry/tensorferry/tensor"
 )
+
+func newHost(memory int64) *cpu.Host {
+	return cpu.NewHost(cpu.HostConfig{MemoryBytes: memory, Workers: 3})
+}
 
 var anyShape = []int64{engine.AnyAxes}
 
@@ -30,8 +35,8 @@ func bytesTensor(dtype tensor.DataType, shape ...int64) tensor.Tensor {
 
 // weave makes two outputs of two split inputs and a Whole key: the bytes of a
 // and b added, and each row of b summed, both plus the key. Rows per block are odd.
-func weave(rows int64) engine.RowFunc {
-	return engine.RowFunc{
+func weave(rows int64) cpu.RowFunc {
+	return cpu.RowFunc{
 		Info: engine.Info{
 			Name: "weave", Rows: 1, BlockRows: rows,
 			Inputs: []engine.Port{
@@ -47,7 +52,7 @@ func weave(rows int64) engine.RowFunc {
 		Outs: func(in []tensor.Desc, _ map[string]string) ([]tensor.Desc, error) {
 			return []tensor.Desc{in[0], {DType: tensor.Uint8, Shape: in[0].Shape[:1]}}, nil
 		},
-		Rows: func(_ context.Context, b engine.RowBlock) error {
+		Rows: func(_ context.Context, b cpu.RowBlock) error {
 			key := b.Whole[1][0] + b.Whole[1][1] + b.Whole[1][2]
 			clear(b.Out[1])
 			for i, x := range b.In[0] {
@@ -75,15 +80,15 @@ func woven(in []tensor.Tensor) ([]tensor.Tensor, error) {
 }
 
 // plus adds n to every byte, in place or not; rows is what its Info says.
-func plus(name string, n byte, rows int, inPlace bool) engine.RowFunc {
-	return engine.RowFunc{
+func plus(name string, n byte, rows int, inPlace bool) cpu.RowFunc {
+	return cpu.RowFunc{
 		Info: engine.Info{
 			Name: name, Rows: rows, BlockRows: 3,
 			Inputs:  []engine.Port{{Name: "x", Shape: anyShape}},
 			Outputs: []engine.Port{{Name: "y", Shape: anyShape}},
 		},
 		InPlace: inPlace,
-		Rows: func(_ context.Context, b engine.RowBlock) error {
+		Rows: func(_ context.Context, b cpu.RowBlock) error {
 			for i, x := range b.In[0] {
 				b.Out[0][i] = x + n
 			}
@@ -93,7 +98,7 @@ func plus(name string, n byte, rows int, inPlace bool) engine.RowFunc {
 }
 
 // reverse turns all bytes of a tensor round, for which it needs them all.
-var reverse = engine.Func{
+var reverse = cpu.Func{
 	Info: engine.Info{
 		Name:    "reverse",
 		Inputs:  []engine.Port{{Name: "x", Shape: anyShape}},
@@ -111,7 +116,7 @@ var reverse = engine.Func{
 }
 
 // widen doubles every row of its 2-dimensional input: [n w] becomes [n 2w].
-var widen = engine.RowFunc{
+var widen = cpu.RowFunc{
 	Info: engine.Info{
 		Name: "widen", Rows: engine.AllButLast,
 		Inputs:  []engine.Port{{Name: "x", Shape: []int64{engine.Free, engine.Free}}},
@@ -122,7 +127,7 @@ var widen = engine.RowFunc{
 		y.Shape[1] *= 2
 		return []tensor.Desc{y}, nil
 	},
-	Rows: func(_ context.Context, b engine.RowBlock) error {
+	Rows: func(_ context.Context, b cpu.RowBlock) error {
 		w := len(b.In[0]) / int(b.Rows)
 		for r := range int(b.Rows) {
 			row := b.In[0][r*w : (r+1)*w]
@@ -134,13 +139,13 @@ var widen = engine.RowFunc{
 }
 
 type maker interface {
-	Model(*engine.Host) (engine.Model, error)
+	Model(*cpu.Host) (engine.Model, error)
 }
 
-func one(m maker) func(*engine.Host) (engine.Model, error) { return m.Model }
+func one(m maker) func(*cpu.Host) (engine.Model, error) { return m.Model }
 
-func chainOf(makers ...maker) func(*engine.Host) (engine.Model, error) {
-	return func(h *engine.Host) (engine.Model, error) {
+func chainOf(makers ...maker) func(*cpu.Host) (engine.Model, error) {
+	return func(h *cpu.Host) (engine.Model, error) {
 		var models []engine.Model
 		for _, k := range makers {
 			m, err := k.Model(h)
@@ -149,14 +154,14 @@ func chainOf(makers ...maker) func(*engine.Host) (engine.Model, error) {
 			}
 			models = append(models, m)
 		}
-		return engine.Chain("chain", models...)
+		return cpu.Chain("chain", models...)
 	}
 }
 
 // nested makes a chain usable as a link of another.
 type nested []maker
 
-func (n nested) Model(h *engine.Host) (engine.Model, error) { return chainOf(n...)(h) }
+func (n nested) Model(h *cpu.Host) (engine.Model, error) { return chainOf(n...)(h) }
 
 func plain(f func(x []byte) []byte, widened int64) func([]tensor.Tensor) ([]tensor.Tensor, error) {
 	return func(in []tensor.Tensor) ([]tensor.Tensor, error) {
@@ -196,13 +201,13 @@ func doubled(row int) func([]byte) []byte {
 	}
 }
 
-func TestHostModelsPassTheSuite(t *testing.T) {
+func TestFunctionsAndChainsPassTheSuite(t *testing.T) {
 	x := []tensor.Tensor{bytesTensor(tensor.Int16, 61, 9)}
 	empty := []tensor.Tensor{bytesTensor(tensor.Int16, 0, 9)}
 	scalar := []tensor.Tensor{bytesTensor(tensor.Float32)}
 	plus2 := plus("plus2", 2, engine.AllButLast, false)
 	for name, c := range map[string]struct {
-		build  func(*engine.Host) (engine.Model, error)
+		build  func(*cpu.Host) (engine.Model, error)
 		want   func([]tensor.Tensor) ([]tensor.Tensor, error)
 		inputs [3][]tensor.Tensor
 	}{
@@ -223,7 +228,7 @@ func TestHostModelsPassTheSuite(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			enginetest.Run(t, enginetest.Case{
-				New: enginetest.OnHost(c.build), Inputs: c.inputs[0], Empty: c.inputs[1], Scalar: c.inputs[2], Want: c.want,
+				New: enginetest.On(newHost, c.build), Inputs: c.inputs[0], Empty: c.inputs[1], Scalar: c.inputs[2], Want: c.want,
 			})
 		})
 	}
@@ -232,14 +237,14 @@ func TestHostModelsPassTheSuite(t *testing.T) {
 // pair adds its second input, one byte a row, to each byte of the row of its first.
 type pair struct{}
 
-func (pair) Model(h *engine.Host) (engine.Model, error) {
-	return engine.RowFunc{
+func (pair) Model(h *cpu.Host) (engine.Model, error) {
+	return cpu.RowFunc{
 		Info: engine.Info{
 			Name: "pair", Rows: 1,
 			Inputs:  []engine.Port{{Name: "x", Shape: anyShape}, {Name: "n", Shape: anyShape}},
 			Outputs: []engine.Port{{Name: "y", Shape: anyShape}},
 		},
-		Rows: func(_ context.Context, b engine.RowBlock) error {
+		Rows: func(_ context.Context, b cpu.RowBlock) error {
 			for i, x := range b.In[0] {
 				b.Out[0][i] = x + b.In[1][i*int(b.Rows)/len(b.In[0])]
 			}
@@ -262,8 +267,8 @@ func pairOf(f func([]tensor.Tensor) ([]tensor.Tensor, error)) func([]tensor.Tens
 // of the inputs. The second is taken as a Whole one.
 type swap struct{}
 
-func (swap) Model(h *engine.Host) (engine.Model, error) {
-	return engine.Func{
+func (swap) Model(h *cpu.Host) (engine.Model, error) {
+	return cpu.Func{
 		Info: engine.Info{
 			Name:    "swap",
 			Inputs:  []engine.Port{{Name: "a", Shape: anyShape}, {Name: "b", Shape: anyShape, Whole: true}},
@@ -284,7 +289,7 @@ func swapped(f func([]tensor.Tensor) ([]tensor.Tensor, error)) func([]tensor.Ten
 
 func TestAFuncMayReturnItsInputs(t *testing.T) {
 	enginetest.Run(t, enginetest.Case{
-		New:    enginetest.OnHost(swap{}.Model),
+		New:    enginetest.On(newHost, swap{}.Model),
 		Inputs: []tensor.Tensor{bytesTensor(tensor.Int16, 50, 9), bytesTensor(tensor.Int8, 30)},
 		Want:   swapped(func(in []tensor.Tensor) ([]tensor.Tensor, error) { return in, nil }),
 	})
@@ -299,7 +304,7 @@ func ports(n int) []engine.Port {
 }
 
 func TestAModelHasUpTo64PortsEachWay(t *testing.T) {
-	h := engine.NewHost(engine.HostConfig{Workers: 1})
+	h := cpu.NewHost(cpu.HostConfig{Workers: 1})
 	defer h.Close()
 	f := plus("p", 1, 0, false)
 	f.Info.Inputs, f.Info.Outputs = ports(64), ports(64)
@@ -311,7 +316,7 @@ func TestAModelHasUpTo64PortsEachWay(t *testing.T) {
 // renamed is a chain of models under other names.
 type renamed []maker
 
-func (k renamed) Model(h *engine.Host) (engine.Model, error) {
+func (k renamed) Model(h *cpu.Host) (engine.Model, error) {
 	var models []engine.Model
 	for i, made := range k {
 		m, err := made.Model(h)
@@ -320,12 +325,12 @@ func (k renamed) Model(h *engine.Host) (engine.Model, error) {
 		}
 		models = append(models, engine.Named("again", engine.Named(fmt.Sprint("link", i), m)))
 	}
-	return engine.Chain("chain", models...)
+	return cpu.Chain("chain", models...)
 }
 
 func TestAChainTakesNamedModels(t *testing.T) {
 	enginetest.Run(t, enginetest.Case{
-		New:    enginetest.OnHost(renamed{plus("p", 1, 1, false), plus("q", 2, 1, true)}.Model),
+		New:    enginetest.On(newHost, renamed{plus("p", 1, 1, false), plus("q", 2, 1, true)}.Model),
 		Inputs: []tensor.Tensor{bytesTensor(tensor.Int8, 50, 9)},
 		Want: func(in []tensor.Tensor) ([]tensor.Tensor, error) {
 			y := tensor.Tensor{Desc: in[0].Desc, Data: bytes.Clone(in[0].Data)}
@@ -338,10 +343,10 @@ func TestAChainTakesNamedModels(t *testing.T) {
 }
 
 func TestAChainSaysWhyItRefusesAModel(t *testing.T) {
-	h, other := engine.NewHost(engine.HostConfig{Workers: 1}), engine.NewHost(engine.HostConfig{Workers: 1})
+	h, other := cpu.NewHost(cpu.HostConfig{Workers: 1}), cpu.NewHost(cpu.HostConfig{Workers: 1})
 	defer h.Close()
 	defer other.Close()
-	on := func(h *engine.Host) engine.Model {
+	on := func(h *cpu.Host) engine.Model {
 		m, err := plus("p", 1, 0, false).Model(h)
 		if err != nil {
 			t.Fatal(err)
@@ -352,18 +357,18 @@ func TestAChainSaysWhyItRefusesAModel(t *testing.T) {
 		`"q" is on another host than "p"`:  engine.Named("q", on(other)),
 		`"p" is a struct { engine.Model }`: struct{ engine.Model }{on(h)},
 	} {
-		if _, err := engine.Chain("c", on(h), m); !errors.Is(err, engine.ErrInfo) || !strings.Contains(err.Error(), want) {
+		if _, err := cpu.Chain("c", on(h), m); !errors.Is(err, engine.ErrInfo) || !strings.Contains(err.Error(), want) {
 			t.Errorf("got %v, want %s", err, want)
 		}
 	}
 }
 
 func TestModelsThatContradictThemselvesAreRefused(t *testing.T) {
-	h := engine.NewHost(engine.HostConfig{Workers: 1})
+	h := cpu.NewHost(cpu.HostConfig{Workers: 1})
 	defer h.Close()
-	other := engine.NewHost(engine.HostConfig{Workers: 1})
+	other := cpu.NewHost(cpu.HostConfig{Workers: 1})
 	defer other.Close()
-	on := func(h *engine.Host, k maker) engine.Model {
+	on := func(h *cpu.Host, k maker) engine.Model {
 		m, err := k.Model(h)
 		if err != nil {
 			t.Fatal(err)
@@ -371,32 +376,31 @@ func TestModelsThatContradictThemselvesAreRefused(t *testing.T) {
 		return m
 	}
 	good := plus("p", 1, 0, false)
-	change := func(f func(*engine.RowFunc)) error {
+	change := func(f func(*cpu.RowFunc)) error {
 		bad := plus("p", 1, 0, false)
 		f(&bad)
 		_, err := bad.Model(h)
 		return err
 	}
-	chained := func(models ...engine.Model) error { _, err := engine.Chain("c", models...); return err }
+	chained := func(models ...engine.Model) error { _, err := cpu.Chain("c", models...); return err }
 	for name, err := range map[string]error{
-		"no function":              change(func(f *engine.RowFunc) { f.Rows = nil }),
-		"no name":                  change(func(f *engine.RowFunc) { f.Info.Name = "" }),
-		"a control character":      change(func(f *engine.RowFunc) { f.Info.Name = "a\nb" }),
-		"a name that is no UTF-8":  change(func(f *engine.RowFunc) { f.Info.Name = "a\xff" }),
-		"a name of 513 bytes":      change(func(f *engine.RowFunc) { f.Info.Name = string(make([]byte, 513)) }),
-		"rows of -3":               change(func(f *engine.RowFunc) { f.Info.Rows = -3 }),
-		"negative block rows":      change(func(f *engine.RowFunc) { f.Info.BlockRows = -1 }),
-		"no input":                 change(func(f *engine.RowFunc) { f.Info.Inputs = nil }),
-		"only a Whole input":       change(func(f *engine.RowFunc) { f.Info.Inputs[0].Whole = true }),
-		"no output":                change(func(f *engine.RowFunc) { f.Info.Outputs = nil }),
-		"more outputs than inputs": change(func(f *engine.RowFunc) { f.Info.Outputs = make([]engine.Port, 2) }),
-		"a port without a name":    change(func(f *engine.RowFunc) { f.Info.Inputs[0].Name = "" }),
-		"65 inputs":                change(func(f *engine.RowFunc) { f.Info.Inputs = ports(65) }),
-		"65 outputs":               change(func(f *engine.RowFunc) { f.Info.Inputs, f.Info.Outputs = ports(64), ports(65) }),
-		"a data type of 99":        change(func(f *engine.RowFunc) { f.Info.Inputs[0].DTypes = []tensor.DataType{99} }),
-		"AnyAxes in the middle":    change(func(f *engine.RowFunc) { f.Info.Inputs[0].Shape = []int64{2, engine.AnyAxes} }),
+		"no function":              change(func(f *cpu.RowFunc) { f.Rows = nil }),
+		"no name":                  change(func(f *cpu.RowFunc) { f.Info.Name = "" }),
+		"a control character":      change(func(f *cpu.RowFunc) { f.Info.Name = "a\nb" }),
+		"a name that is no UTF-8":  change(func(f *cpu.RowFunc) { f.Info.Name = "a\xff" }),
+		"a name of 513 bytes":      change(func(f *cpu.RowFunc) { f.Info.Name = string(make([]byte, 513)) }),
+		"rows of -3":               change(func(f *cpu.RowFunc) { f.Info.Rows = -3 }),
+		"negative block rows":      change(func(f *cpu.RowFunc) { f.Info.BlockRows = -1 }),
+		"only a Whole input":       change(func(f *cpu.RowFunc) { f.Info.Inputs[0].Whole = true }),
+		"no output":                change(func(f *cpu.RowFunc) { f.Info.Outputs = nil }),
+		"more outputs than inputs": change(func(f *cpu.RowFunc) { f.Info.Outputs = make([]engine.Port, 2) }),
+		"a port without a name":    change(func(f *cpu.RowFunc) { f.Info.Inputs[0].Name = "" }),
+		"65 inputs":                change(func(f *cpu.RowFunc) { f.Info.Inputs = ports(65) }),
+		"65 outputs":               change(func(f *cpu.RowFunc) { f.Info.Inputs, f.Info.Outputs = ports(64), ports(65) }),
+		"a data type of 99":        change(func(f *cpu.RowFunc) { f.Info.Inputs[0].DTypes = []tensor.DataType{99} }),
+		"AnyAxes in the middle":    change(func(f *cpu.RowFunc) { f.Info.Inputs[0].Shape = []int64{2, engine.AnyAxes} }),
 		"two ports of one name": func() error {
-			_, err := engine.Func{
+			_, err := cpu.Func{
 				Info: engine.Info{Name: "f", Inputs: []engine.Port{{Name: "x"}, {Name: "x"}}, Outputs: reverse.Info.Outputs}, Call: reverse.Call,
 			}.Model(h)
 			return err
@@ -411,7 +415,7 @@ func TestModelsThatContradictThemselvesAreRefused(t *testing.T) {
 		"a chain over two hosts":      chained(on(h, good), on(other, good)),
 		"a chain of other ports":      chained(on(h, good), on(h, swap{})),
 		"a chain of a foreign model":  chained(struct{ engine.Model }{on(h, good)}),
-		"a chain with a name of \"\"": func() error { _, err := engine.Chain("", on(h, good)); return err }(),
+		"a chain with a name of \"\"": func() error { _, err := cpu.Chain("", on(h, good)); return err }(),
 	} {
 		if !errors.Is(err, engine.ErrInfo) {
 			t.Errorf("%s: got %v, want ErrInfo", name, err)
@@ -427,7 +431,7 @@ func TestAModelThatBreaksItsWordFailsTheCall(t *testing.T) {
 	d := func(dtype tensor.DataType, shape ...int64) tensor.Desc {
 		return tensor.Desc{DType: dtype, Shape: shape}
 	}
-	rows := func(f func(*engine.RowFunc)) maker {
+	rows := func(f func(*cpu.RowFunc)) maker {
 		bad := plus("p", 1, 1, false)
 		f(&bad)
 		return bad
@@ -443,43 +447,43 @@ func TestAModelThatBreaksItsWordFailsTheCall(t *testing.T) {
 		maker
 		want error
 	}{
-		"no output described":       {rows(func(f *engine.RowFunc) { f.Outs = desc() }), engine.ErrModel},
-		"an output of no data type": {rows(func(f *engine.RowFunc) { f.Outs = desc(d(0, 6)) }), engine.ErrModel},
-		"an output of other rows":   {rows(func(f *engine.RowFunc) { f.Outs = desc(d(tensor.Int8, 5)) }), engine.ErrModel},
-		"an output of another shape": {rows(func(f *engine.RowFunc) {
+		"no output described":       {rows(func(f *cpu.RowFunc) { f.Outs = desc() }), engine.ErrModel},
+		"an output of no data type": {rows(func(f *cpu.RowFunc) { f.Outs = desc(d(0, 6)) }), engine.ErrModel},
+		"an output of other rows":   {rows(func(f *cpu.RowFunc) { f.Outs = desc(d(tensor.Int8, 5)) }), engine.ErrModel},
+		"an output of another shape": {rows(func(f *cpu.RowFunc) {
 			f.Outs = desc(d(tensor.Int8, 6))
 			f.Info.Outputs[0].Shape = []int64{6, 1}
 		}), engine.ErrModel},
-		"in place with other bytes": {rows(func(f *engine.RowFunc) { f.InPlace, f.Outs = true, desc(d(tensor.Int8, 6, 9)) }), engine.ErrModel},
-		"Outs refuses": {rows(func(f *engine.RowFunc) {
+		"in place with other bytes": {rows(func(f *cpu.RowFunc) { f.InPlace, f.Outs = true, desc(d(tensor.Int8, 6, 9)) }), engine.ErrModel},
+		"Outs refuses": {rows(func(f *cpu.RowFunc) {
 			f.Outs = func([]tensor.Desc, map[string]string) ([]tensor.Desc, error) { return nil, oops }
 		}), engine.ErrInput},
-		"Outs panics": {rows(func(f *engine.RowFunc) {
+		"Outs panics": {rows(func(f *cpu.RowFunc) {
 			f.Outs = func([]tensor.Desc, map[string]string) ([]tensor.Desc, error) { panic("oops") }
 		}), engine.ErrModel},
-		"Bind refuses": {rows(func(f *engine.RowFunc) {
-			f.Bind = func(engine.Call) (engine.RowsFunc, error) { return nil, oops }
+		"Bind refuses": {rows(func(f *cpu.RowFunc) {
+			f.Bind = func(engine.Call) (cpu.RowsFunc, error) { return nil, oops }
 		}), engine.ErrInput},
-		"Rows fails": {rows(func(f *engine.RowFunc) {
-			f.Rows = func(context.Context, engine.RowBlock) error { return oops }
+		"Rows fails": {rows(func(f *cpu.RowFunc) {
+			f.Rows = func(context.Context, cpu.RowBlock) error { return oops }
 		}), oops},
-		"Rows panics": {rows(func(f *engine.RowFunc) {
-			f.Rows = func(context.Context, engine.RowBlock) error { panic(oops) }
+		"Rows panics": {rows(func(f *cpu.RowFunc) {
+			f.Rows = func(context.Context, cpu.RowBlock) error { panic(oops) }
 		}), engine.ErrModel},
-		"Memory is negative":                      {engine.Func{Info: reverse.Info, Call: reverse.Call, Memory: func([]tensor.Desc, map[string]string) (int64, error) { return -1, nil }}, engine.ErrInput},
-		"Memory refuses":                          {engine.Func{Info: reverse.Info, Call: reverse.Call, Memory: func([]tensor.Desc, map[string]string) (int64, error) { return 0, oops }}, oops},
+		"Memory is negative":                      {cpu.Func{Info: reverse.Info, Call: reverse.Call, Memory: func([]tensor.Desc, map[string]string) (int64, error) { return -1, nil }}, engine.ErrInput},
+		"Memory refuses":                          {cpu.Func{Info: reverse.Info, Call: reverse.Call, Memory: func([]tensor.Desc, map[string]string) (int64, error) { return 0, oops }}, oops},
 		"Call returns no output":                  {call(nil, nil), engine.ErrModel},
 		"Call fails":                              {call(nil, oops), oops},
 		"Call returns bytes that are no tensor":   {call([]tensor.Tensor{{Desc: d(tensor.Int8, 6, 9)}}, nil), engine.ErrModel},
 		"Call returns another shape than its own": {call([]tensor.Tensor{bytesTensor(tensor.Int8, 9, 6)}, nil), engine.ErrModel},
-		"a link of a chain fails": {nested{plus("p", 1, 1, true), rows(func(f *engine.RowFunc) {
-			f.Rows = func(context.Context, engine.RowBlock) error { return oops }
+		"a link of a chain fails": {nested{plus("p", 1, 1, true), rows(func(f *cpu.RowFunc) {
+			f.Rows = func(context.Context, cpu.RowBlock) error { return oops }
 		})}, oops},
 		"a link of a whole chain fails": {nested{reverse, call(nil, oops)}, oops},
 		"a link takes another shape":    {nested{reverse, call(nil, nil), weaveLike{}}, engine.ErrModel},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := enginetest.OnHost(c.Model)(t, 1<<20)
+			s := enginetest.On(newHost, c.Model)(t, 1<<20)
 			_, err := enginetest.Compute(t.Context(), s.Model, x, nil, 18, 1)
 			if !errors.Is(err, c.want) {
 				t.Errorf("got %v, want %v", err, c.want)
@@ -494,7 +498,7 @@ func TestAModelThatBreaksItsWordFailsTheCall(t *testing.T) {
 // weaveLike takes rank 5 only.
 type weaveLike struct{}
 
-func (weaveLike) Model(h *engine.Host) (engine.Model, error) {
+func (weaveLike) Model(h *cpu.Host) (engine.Model, error) {
 	f := plus("rank 5", 0, 1, false)
 	f.Info.Inputs[0].Shape = []int64{1, 1, 1, 1, 1}
 	return f.Model(h)
@@ -502,8 +506,8 @@ func (weaveLike) Model(h *engine.Host) (engine.Model, error) {
 
 func TestAPanicIsAnErrorWithItsStackApart(t *testing.T) {
 	f := plus("p", 1, 1, false)
-	f.Rows = func(context.Context, engine.RowBlock) error { panic("boom") }
-	s := enginetest.OnHost(f.Model)(t, 1<<20)
+	f.Rows = func(context.Context, cpu.RowBlock) error { panic("boom") }
+	s := enginetest.On(newHost, f.Model)(t, 1<<20)
 	_, err := enginetest.Compute(t.Context(), s.Model, []tensor.Tensor{bytesTensor(tensor.Int8, 4)}, nil, 4, 0)
 	var p *engine.PanicError
 	if !errors.As(err, &p) || p.Value != "boom" || len(p.Stack) == 0 || p.Model != "p" {
@@ -512,7 +516,7 @@ func TestAPanicIsAnErrorWithItsStackApart(t *testing.T) {
 }
 
 func TestSetupRunsOnceInModel(t *testing.T) {
-	h := engine.NewHost(engine.HostConfig{Workers: 1})
+	h := cpu.NewHost(cpu.HostConfig{Workers: 1})
 	defer h.Close()
 	f := plus("p", 1, 1, false)
 	setups := 0

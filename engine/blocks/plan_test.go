@@ -1,15 +1,16 @@
-package engine
+package blocks
 
 import (
 	"math"
 	"testing"
 
+	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-func planOf(t *testing.T, info Info, in tensor.Desc, chunk int64, b bound) plan {
+func planOf(t *testing.T, info engine.Info, in tensor.Desc, chunk int64, b Bound) plan {
 	t.Helper()
-	c := Call{Inputs: []Input{{"x", in, chunk}}}
+	c := engine.Call{Inputs: []engine.Input{{Port: "x", Desc: in, ChunkBytes: chunk}}}
 	rows, err := info.Check(c)
 	if err != nil {
 		t.Fatal(err)
@@ -24,31 +25,31 @@ func planOf(t *testing.T, info Info, in tensor.Desc, chunk int64, b bound) plan 
 func TestBlocksAreAsLongAsChunksWhereRowsAllowIt(t *testing.T) {
 	f32 := func(shape ...int64) tensor.Desc { return tensor.Desc{DType: tensor.Float32, Shape: shape} }
 	for name, c := range map[string]struct {
-		info  Info
+		info  engine.Info
 		in    tensor.Desc
 		out   tensor.Desc
 		chunk int64
 		want  int64
 	}{
-		"elementwise, one chunk":           {Info{Rows: AllAxes}, f32(1 << 24), f32(1 << 24), mib, 1 << 18},
-		"elementwise, small chunks":        {Info{Rows: AllAxes}, f32(1 << 24), f32(1 << 24), 4 * kib, 1 << 10},
-		"chunks of no whole rows":          {Info{Rows: AllAxes}, f32(1 << 24), f32(1 << 24), mib - 1, 1 << 18},
-		"chunks over the bound":            {Info{Rows: AllAxes}, f32(1 << 24), f32(1 << 24), 4 * mib, 1 << 18},
-		"rows that do not divide a chunk":  {Info{Rows: AllButLast}, f32(10000, 784), f32(10000, 10), mib, mib / 3136},
-		"the widest port counts":           {Info{Rows: AllButLast}, f32(10000, 10), f32(10000, 784), mib, mib / 3136},
-		"rows longer than the bound":       {Info{Rows: 1}, f32(100, mib), f32(100, mib), mib, 1},
-		"rows of no bytes":                 {Info{Rows: 1}, f32(100, 0), f32(100, 0), mib, 100},
-		"no rows":                          {Info{Rows: 1}, f32(0, 9), f32(0, 9), mib, 1},
-		"fewer rows than a block":          {Info{Rows: 1}, f32(3, 9), f32(3, 9), mib, 3},
-		"the whole tensor":                 {Info{}, f32(3, 9), f32(3, 9), 4, 1},
-		"preferred rows":                   {Info{Rows: 1, BlockRows: 50}, f32(10000, 784), f32(10000, 784), mib, 50},
-		"preferred rows, too few":          {Info{Rows: AllAxes, BlockRows: 1}, f32(1 << 20), f32(1 << 20), mib, 1 << 12},
-		"preferred rows of a small tensor": {Info{Rows: AllAxes, BlockRows: 1}, f32(64), f32(64), mib, 1},
+		"elementwise, one chunk":           {engine.Info{Rows: engine.AllAxes}, f32(1 << 24), f32(1 << 24), mib, 1 << 18},
+		"elementwise, small chunks":        {engine.Info{Rows: engine.AllAxes}, f32(1 << 24), f32(1 << 24), 4 * (1 << 10), 1 << 10},
+		"chunks of no whole rows":          {engine.Info{Rows: engine.AllAxes}, f32(1 << 24), f32(1 << 24), mib - 1, 1 << 18},
+		"chunks over the bound":            {engine.Info{Rows: engine.AllAxes}, f32(1 << 24), f32(1 << 24), 4 * mib, 1 << 18},
+		"rows that do not divide a chunk":  {engine.Info{Rows: engine.AllButLast}, f32(10000, 784), f32(10000, 10), mib, mib / 3136},
+		"the widest port counts":           {engine.Info{Rows: engine.AllButLast}, f32(10000, 10), f32(10000, 784), mib, mib / 3136},
+		"rows longer than the bound":       {engine.Info{Rows: 1}, f32(100, mib), f32(100, mib), mib, 1},
+		"rows of no bytes":                 {engine.Info{Rows: 1}, f32(100, 0), f32(100, 0), mib, 100},
+		"no rows":                          {engine.Info{Rows: 1}, f32(0, 9), f32(0, 9), mib, 1},
+		"fewer rows than a block":          {engine.Info{Rows: 1}, f32(3, 9), f32(3, 9), mib, 3},
+		"the whole tensor":                 {engine.Info{}, f32(3, 9), f32(3, 9), 4, 1},
+		"preferred rows":                   {engine.Info{Rows: 1, BlockRows: 50}, f32(10000, 784), f32(10000, 784), mib, 50},
+		"preferred rows, too few":          {engine.Info{Rows: engine.AllAxes, BlockRows: 1}, f32(1 << 20), f32(1 << 20), mib, 1 << 12},
+		"preferred rows of a small tensor": {engine.Info{Rows: engine.AllAxes, BlockRows: 1}, f32(64), f32(64), mib, 1},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c.info.Inputs = []Port{{Name: "x", Shape: []int64{AnyAxes}}}
-			c.info.Outputs = []Port{{Name: "y", Shape: []int64{AnyAxes}}}
-			p := planOf(t, c.info, c.in, c.chunk, bound{outs: []tensor.Desc{c.out}})
+			c.info.Inputs = []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}}
+			c.info.Outputs = []engine.Port{{Name: "y", Shape: []int64{engine.AnyAxes}}}
+			p := planOf(t, c.info, c.in, c.chunk, Bound{Outs: []tensor.Desc{c.out}})
 			if p.blockRows != c.want {
 				t.Errorf("%d rows per block, want %d", p.blockRows, c.want)
 			}
@@ -60,20 +61,20 @@ func TestBlocksAreAsLongAsChunksWhereRowsAllowIt(t *testing.T) {
 }
 
 func TestALargeTensorNeedsAFewBlocksOnly(t *testing.T) {
-	info := Info{Rows: AllAxes, Inputs: []Port{{Name: "x", Shape: []int64{AnyAxes}}}, Outputs: []Port{{Name: "y", Shape: []int64{AnyAxes}}}}
+	info := engine.Info{Rows: engine.AllAxes, Inputs: []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}}, Outputs: []engine.Port{{Name: "y", Shape: []int64{engine.AnyAxes}}}}
 	huge := tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{1 << 40}}
-	p := planOf(t, info, huge, mib, bound{outs: []tensor.Desc{huge}, inPlace: true})
+	p := planOf(t, info, huge, mib, Bound{Outs: []tensor.Desc{huge}, Results: InPlace})
 	if least := p.least(); least != 2*mib {
 		t.Errorf("in place at least %d bytes, want 2 MiB", least)
 	}
-	p = planOf(t, info, huge, mib, bound{outs: []tensor.Desc{huge}})
+	p = planOf(t, info, huge, mib, Bound{Outs: []tensor.Desc{huge}})
 	if least := p.least(); least != 4*mib || p.wantIn != preferredSlots || p.wantOut != preferredSlots {
 		t.Errorf("at least %d bytes, wanted %d and %d slots", least, p.wantIn, p.wantOut)
 	}
 	whole := info
 	whole.Rows = 0
 	enormous := tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{1 << 40, 1 << 20}}
-	p = planOf(t, whole, enormous, mib, bound{outs: []tensor.Desc{enormous}, fixed: math.MaxInt64})
+	p = planOf(t, whole, enormous, mib, Bound{Outs: []tensor.Desc{enormous}, Memory: math.MaxInt64})
 	if least := p.least(); least != math.MaxInt64 {
 		t.Errorf("a size beyond 63 bits became %d", least)
 	}
@@ -92,13 +93,13 @@ func FuzzPlan(f *testing.F) {
 		if inPlace {
 			out = in
 		}
-		info := Info{Rows: 1, BlockRows: blockRows, Inputs: []Port{{Name: "x", Shape: []int64{AnyAxes}}}, Outputs: []Port{{Name: "y", Shape: []int64{AnyAxes}}}}
-		c := Call{Inputs: []Input{{"x", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{rows, in}}, chunk}}}
+		info := engine.Info{Rows: 1, BlockRows: blockRows, Inputs: []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}}, Outputs: []engine.Port{{Name: "y", Shape: []int64{engine.AnyAxes}}}}
+		c := engine.Call{Inputs: []engine.Input{{Port: "x", Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{rows, in}}, ChunkBytes: chunk}}}
 		n, err := info.Check(c)
 		if err != nil {
 			return // beyond 63 bits
 		}
-		p, err := newPlan(info, c, n, bound{outs: []tensor.Desc{{DType: tensor.Uint8, Shape: tensor.Shape{rows, out}}}, inPlace: inPlace})
+		p, err := newPlan(info, c, n, Bound{Outs: []tensor.Desc{{DType: tensor.Uint8, Shape: tensor.Shape{rows, out}}}, Results: map[bool]Results{true: InPlace}[inPlace]})
 		if err != nil {
 			return
 		}

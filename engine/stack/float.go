@@ -1,4 +1,4 @@
-package cpu
+package stack
 
 import (
 	"encoding/binary"
@@ -9,18 +9,25 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// float turns the elements of one data type into float32 and back, rounding to
-// nearest even. load reads len(dst) elements, store writes len(src); the bytes need
-// no alignment.
-type float struct {
-	bytes int
-	load  func(dst []float32, src []byte)
-	store func(dst []byte, src []float32)
+// Float turns the elements of one data type into float32 and back, rounding to
+// nearest even. Load reads len(dst) elements, Store writes len(src); they borrow
+// both, and the bytes need no alignment.
+type Float struct {
+	Bytes int // of an element
+	Load  func(dst []float32, src []byte)
+	Store func(dst []byte, src []float32)
 }
 
-var floatTypes = []tensor.DataType{tensor.Float32, tensor.Float16, tensor.BFloat16, tensor.Float64}
+// DTypes are the data types of weights, inputs and outputs.
+var DTypes = []tensor.DataType{tensor.Float32, tensor.Float16, tensor.BFloat16, tensor.Float64}
 
-var floats = map[tensor.DataType]float{
+// FloatOf returns the Float of one of DTypes, and false for any other data type.
+func FloatOf(d tensor.DataType) (Float, bool) {
+	f, ok := floats[d]
+	return f, ok
+}
+
+var floats = map[tensor.DataType]Float{
 	tensor.Float32: {4,
 		func(dst []float32, src []byte) {
 			for i := range dst {

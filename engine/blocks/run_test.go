@@ -1,4 +1,4 @@
-package engine
+package blocks
 
 import (
 	"bytes"
@@ -6,48 +6,103 @@ import (
 	"errors"
 	"io"
 	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// byteModel adds 1 to every byte of [rows width] tensors.
-func byteModel(t testing.TB, h *Host, blockRows int64, inPlace bool, before func(context.Context, RowBlock) error) *model {
-	t.Helper()
-	port := []Port{{Name: "x", Shape: []int64{Free, Free}}}
-	m, err := RowFunc{
-		Info:    Info{Name: "bytes", Rows: 1, BlockRows: blockRows, Inputs: port, Outputs: port},
-		InPlace: inPlace,
-		Rows: func(ctx context.Context, b RowBlock) error {
-			if before != nil {
-				if err := before(ctx, b); err != nil {
-					return err
+// config is how much memory a host has, 64 MiB if it does not say, and how many
+// blocks it computes at a time.
+type config struct {
+	MemoryBytes int64
+	Workers     int
+}
+
+// host is an engine whose device computes on workers of its own.
+type host struct {
+	*Engine
+	queue chan *Work
+}
+
+// compute is the Program of its models.
+type compute func(context.Context, RowBlock) error
+
+func newHost(t testing.TB, c config) *host {
+	if c.MemoryBytes == 0 {
+		c.MemoryBytes = 64 * mib
+	}
+	h := &host{queue: make(chan *Work, 1<<12)}
+	h.Engine = New(Config{Name: "test", Device: h, Pool: slab.NewPool(c.MemoryBytes, slab.System), Budget: slab.NewBudget("memory", c.MemoryBytes)})
+	var workers sync.WaitGroup
+	for range c.Workers {
+		workers.Go(func() {
+			for w := range h.queue {
+				err := context.Cause(w.Context())
+				if err == nil {
+					err = w.Program.(compute)(w.Context(), w.RowBlock)
 				}
+				w.Done(err, Times{})
 			}
-			for i, x := range b.In[0] {
-				b.Out[0][i] = x + 1
-			}
-			return nil
+		})
+	}
+	t.Cleanup(func() {
+		close(h.queue)
+		workers.Wait()
+	})
+	return h
+}
+
+func (h *host) Start(w *Work) { h.queue <- w }
+
+func (h *host) Pool() *slab.Pool { return h.cfg.Pool }
+
+func (h *host) Budget() *slab.Budget { return h.cfg.Budget }
+
+// byteModel adds 1 to every byte of [rows width] tensors.
+func byteModel(t testing.TB, h *host, blockRows int64, inPlace bool, before func(context.Context, RowBlock) error) *model {
+	t.Helper()
+	port := []engine.Port{{Name: "x", Shape: []int64{engine.Free, engine.Free}}}
+	m, err := h.Model(Model{
+		Info: engine.Info{Name: "bytes", Rows: 1, BlockRows: blockRows, Inputs: port, Outputs: port},
+		Bind: func(c engine.Call) (Bound, error) {
+			return Bound{Outs: c.Descs(), Results: map[bool]Results{true: InPlace}[inPlace], Program: compute(func(ctx context.Context, b RowBlock) error {
+				if before != nil {
+					if err := before(ctx, b); err != nil {
+						return err
+					}
+				}
+				for i, x := range b.In[0] {
+					b.Out[0][i] = x + 1
+				}
+				return nil
+			})}, nil
 		},
-	}.Model(h)
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
 	return m.(*model)
 }
 
+func bytesCall(rows, width, chunk int64) engine.Call {
+	return engine.Call{Inputs: []engine.Input{{Port: "x", Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{rows, width}}, ChunkBytes: chunk}}}
+}
+
 func openBytes(ctx context.Context, t testing.TB, m *model, rows, width, chunk int64) *run {
 	t.Helper()
-	r, err := m.Open(ctx, Call{Inputs: []Input{{"x", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{rows, width}}, chunk}}})
+	r, err := m.Open(ctx, bytesCall(rows, width, chunk))
 	if err != nil {
 		t.Fatal(err)
 	}
 	return r.(*run)
 }
 
-func idle(t testing.TB, h *Host) {
+func idle(t testing.TB, h *host) {
 	t.Helper()
 	if used, _, _ := h.Budget().Used(); used != 0 {
 		t.Errorf("%d bytes of the budget are still held", used)
@@ -63,8 +118,7 @@ func FuzzRun(f *testing.F) {
 	f.Add([]byte{20, 3, 2, 9, 0, 0, 0, 1, 1, 2, 2, 3, 3, 0, 1, 2, 3})
 	f.Add([]byte{9, 1, 1, 1, 1, 0, 0, 0, 1, 2, 65, 33, 2, 3, 3, 2, 3})
 	f.Add([]byte{40, 2, 5, 30, 0, 0, 1, 0, 1, 0, 1, 2, 2, 2, 4})
-	h := NewHost(HostConfig{MemoryBytes: 4 * mib, Workers: 2})
-	f.Cleanup(h.Close)
+	h := newHost(f, config{MemoryBytes: 4 * mib, Workers: 2})
 	gone := errors.New("gone")
 	f.Fuzz(func(t *testing.T, script []byte) {
 		if len(script) < 5 {
@@ -87,14 +141,14 @@ func FuzzRun(f *testing.F) {
 		)
 		state := make([]int, blocks)
 		var low, next int64
-		var open []*Block
-		var held []Out
+		var open []*engine.Block
+		var held []engine.Out
 		src, got := make([]byte, rows*width), make([]byte, rows*width)
 		for i := range src {
 			src[i] = byte(i * 31)
 		}
 		comes := func(i int64) bool { // its result has come, or will without further ado
-			return state[i] >= taken || state[i] == filled && (inPlace || i < low+int64(len(r.results)))
+			return state[i] >= taken || state[i] == filled && (inPlace || i < low+int64(len(r.done)))
 		}
 		lend := func() {
 			busy := 0
@@ -104,20 +158,20 @@ func FuzzRun(f *testing.F) {
 				}
 			}
 			if next == blocks {
-				if b, err := r.lend(); b != nil || !errors.Is(err, io.EOF) {
-					t.Fatalf("after the last block, Lend returned %v, %v", b, err)
+				if b, err := r.borrow(); b != nil || !errors.Is(err, io.EOF) {
+					t.Fatalf("after the last block, Borrow returned %v, %v", b, err)
 				}
 				return
 			}
 			if busy == len(r.slots) {
-				if b, err := r.lend(); b != nil || err != nil {
-					t.Fatalf("with no slot free, Lend returned %v, %v", b, err)
+				if b, err := r.borrow(); b != nil || err != nil {
+					t.Fatalf("with no slot free, Borrow returned %v, %v", b, err)
 				}
 				return
 			}
-			b, err := r.Lend(outer)
+			b, err := r.Borrow(outer)
 			if err != nil {
-				t.Fatalf("%d of %d slots are busy, Lend returned %v", busy, len(r.slots), err)
+				t.Fatalf("%d of %d slots are busy, Borrow returned %v", busy, len(r.slots), err)
 			}
 			if b.Row != next*r.plan.blockRows || int64(len(b.In[0])) != b.Rows*width {
 				t.Fatalf("block %d is [%d,+%d) in %d bytes", next, b.Row, b.Rows, len(b.In[0]))
@@ -204,8 +258,8 @@ func FuzzRun(f *testing.F) {
 				if _, err := r.Next(outer); !errors.Is(err, io.EOF) && !errors.Is(err, gone) {
 					t.Fatalf("cancelled, Next returned %v", err)
 				}
-				if _, err := r.Lend(outer); !errors.Is(err, io.EOF) && !errors.Is(err, gone) {
-					t.Fatalf("cancelled, Lend returned %v", err)
+				if _, err := r.Borrow(outer); !errors.Is(err, io.EOF) && !errors.Is(err, gone) {
+					t.Fatalf("cancelled, Borrow returned %v", err)
 				}
 				for len(held) > 0 {
 					release(0)
@@ -240,11 +294,10 @@ func FuzzRun(f *testing.F) {
 func TestABlockAllocatesNothing(t *testing.T) {
 	for name, inPlace := range map[string]bool{"in place": true, "with results of its own": false} {
 		t.Run(name, func(t *testing.T) {
-			h := NewHost(HostConfig{Workers: 1})
-			defer h.Close()
-			r := openBytes(t.Context(), t, byteModel(t, h, 0, inPlace, nil), 1<<20, 64, 64*kib)
+			h := newHost(t, config{Workers: 1})
+			r := openBytes(t.Context(), t, byteModel(t, h, 0, inPlace, nil), 1<<20, 64, 64*(1<<10))
 			step := func() {
-				b, err := r.Lend(t.Context())
+				b, err := r.Borrow(t.Context())
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -271,11 +324,11 @@ func TestABlockAllocatesNothing(t *testing.T) {
 
 func TestEveryOtherResultComesWhileABlockIsMissing(t *testing.T) {
 	for _, missing := range []int64{0, 5, 9} {
-		h := NewHost(HostConfig{Workers: 2})
-		r := openBytes(t.Context(), t, byteModel(t, h, 0, true, nil), 10*64, kib, 64*kib) // ten blocks of a chunk
-		var late *Block
+		h := newHost(t, config{Workers: 2})
+		r := openBytes(t.Context(), t, byteModel(t, h, 0, true, nil), 10*64, (1 << 10), 64*(1<<10)) // ten blocks of a chunk
+		var late *engine.Block
 		for i := range int64(10) {
-			b, err := r.Lend(t.Context())
+			b, err := r.Borrow(t.Context())
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -288,13 +341,13 @@ func TestEveryOtherResultComesWhileABlockIsMissing(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if o.Off != i*64*kib {
-				t.Errorf("the result at %d came, want %d", o.Off, i*64*kib)
+			if o.Off != i*64*(1<<10) {
+				t.Errorf("the result at %d came, want %d", o.Off, i*64*(1<<10))
 			}
 			o.Release()
 		}
 		r.Filled(late)
-		if o, err := r.Next(t.Context()); err != nil || o.Off != missing*64*kib {
+		if o, err := r.Next(t.Context()); err != nil || o.Off != missing*64*(1<<10) {
 			t.Errorf("the last result is %v, %v", o, err)
 		} else {
 			o.Release()
@@ -305,16 +358,14 @@ func TestEveryOtherResultComesWhileABlockIsMissing(t *testing.T) {
 		if err := r.Close(); err != nil {
 			t.Error(err)
 		}
-		h.Close()
 	}
 }
 
 func TestAHugeTensorIsNeverHeld(t *testing.T) {
-	h := NewHost(HostConfig{MemoryBytes: 64 * mib, Workers: 1})
-	defer h.Close()
+	h := newHost(t, config{MemoryBytes: 64 * mib, Workers: 1})
 	r := openBytes(t.Context(), t, byteModel(t, h, 0, true, func(context.Context, RowBlock) error { return nil }), 1<<30, 16, mib) // 16 GiB
 	for range 30 {
-		b, err := r.Lend(t.Context())
+		b, err := r.Borrow(t.Context())
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -344,10 +395,9 @@ func panics(t *testing.T, what string, f func()) {
 }
 
 func TestMistakesOfTheCallerPanic(t *testing.T) {
-	h := NewHost(HostConfig{Workers: 1})
-	defer h.Close()
+	h := newHost(t, config{Workers: 1})
 	r := openBytes(t.Context(), t, byteModel(t, h, 1, true, nil), 3, 5, 5)
-	b, err := r.Lend(t.Context())
+	b, err := r.Borrow(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -362,17 +412,17 @@ func TestMistakesOfTheCallerPanic(t *testing.T) {
 	if err := r.Close(); err != nil {
 		t.Error(err)
 	}
-	if err := r.Close(); !errors.Is(err, ErrClosed) {
+	if err := r.Close(); !errors.Is(err, engine.ErrClosed) {
 		t.Errorf("a second Close returned %v, want ErrClosed", err)
 	}
 	idle(t, h)
 }
 
 // filledRun opens a run of three blocks, fills one and leaves the rest.
-func filledRun(t *testing.T, h *Host, before func(context.Context, RowBlock) error, inPlace bool) *run {
+func filledRun(t *testing.T, h *host, before func(context.Context, RowBlock) error, inPlace bool) *run {
 	t.Helper()
 	r := openBytes(t.Context(), t, byteModel(t, h, 1, inPlace, before), 3, 5, 5)
-	b, err := r.Lend(t.Context())
+	b, err := r.Borrow(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -384,8 +434,7 @@ func TestCloseWaitsForWhatIsInUse(t *testing.T) {
 	for name, inPlace := range map[string]bool{"in place": true, "with results of its own": false} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				h := NewHost(HostConfig{Workers: 1})
-				defer h.Close()
+				h := newHost(t, config{Workers: 1})
 
 				r := filledRun(t, h, nil, inPlace)
 				o, err := r.Next(t.Context())
@@ -415,13 +464,12 @@ func TestCloseDoesNotWaitForEverForWhatIsNotGivenBack(t *testing.T) {
 	for name, inPlace := range map[string]bool{"in place": true, "with results of its own": false} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				h := NewHost(HostConfig{Workers: 1})
-				defer h.Close()
+				h := newHost(t, config{Workers: 1})
 				lost := func(r *run, slabs int64) {
 					t.Helper()
 					begin := time.Now()
 					before, _ := h.Pool().Live()
-					if err := r.Close(); !errors.Is(err, ErrLost) || time.Since(begin) != closeWait {
+					if err := r.Close(); !errors.Is(err, engine.ErrLost) || time.Since(begin) != closeWait {
 						t.Errorf("Close returned %v after %v", err, time.Since(begin))
 					}
 					if used, _, _ := h.Budget().Used(); used != 0 {
@@ -461,146 +509,9 @@ func TestCloseDoesNotWaitForEverForWhatIsNotGivenBack(t *testing.T) {
 	}
 }
 
-func TestBlocksNotStartedAreDroppedWithTheirRun(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		h := NewHost(HostConfig{Workers: 1})
-		defer h.Close()
-		hold := make(chan struct{})
-		first := filledRun(t, h, func(context.Context, RowBlock) error { <-hold; return nil }, true)
-		synctest.Wait() // the only worker is taken
-		computed := 0
-		count := func(context.Context, RowBlock) error { computed++; return nil }
-		second, third := filledRun(t, h, count, false), filledRun(t, h, count, true)
-		if err := second.Close(); err != nil { // returns although the worker is taken
-			t.Error(err)
-		}
-		close(hold)
-		for _, r := range []*run{first, third} {
-			o, err := r.Next(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
-			o.Release()
-			if err := r.Close(); err != nil {
-				t.Error(err)
-			}
-		}
-		if computed != 1 {
-			t.Errorf("%d blocks were computed, want the third run's only", computed)
-		}
-		idle(t, h)
-	})
-}
-
-func TestABlockBehindOneThatWokeNoWorkerIsComputed(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		h := NewHost(HostConfig{Workers: 4})
-		defer h.Close()
-		synctest.Wait() // the workers wait for blocks
-		hold := make(chan struct{})
-		filled := func(width int64, before func(context.Context, RowBlock) error) *run {
-			r := openBytes(t.Context(), t, byteModel(t, h, 1, true, before), 1, width, width)
-			b, err := r.Lend(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
-			r.Filled(b)
-			return r
-		}
-		slow := filled(10, func(context.Context, RowBlock) error { <-hold; return nil })
-		if !slow.helped() {
-			t.Fatal("the block of a small call woke a worker")
-		}
-		fast := filled(mib, nil)
-		for _, r := range []*run{fast, slow} { // the slow one still runs when the fast one has ended
-			o, err := r.Next(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
-			o.Release()
-			if r == fast {
-				close(hold)
-			}
-			if err := r.Close(); err != nil {
-				t.Error(err)
-			}
-		}
-		idle(t, h)
-	})
-}
-
-func TestRunsTakeTurns(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		h := NewHost(HostConfig{Workers: 1})
-		defer h.Close()
-		var order []byte
-		hold := make(chan struct{})
-		note := func(name byte) func(context.Context, RowBlock) error {
-			return func(context.Context, RowBlock) error { <-hold; order = append(order, name); return nil }
-		}
-		big := openBytes(t.Context(), t, byteModel(t, h, 1, true, note('b')), 100, kib, kib)
-		small := openBytes(t.Context(), t, byteModel(t, h, 1, true, note('s')), 1, kib, kib)
-		fill := func(r *run) {
-			b, err := r.Lend(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
-			r.Filled(b)
-		}
-		for range big.slots {
-			fill(big)
-		}
-		fill(small)
-		close(hold)
-		for done := range 100 {
-			o, err := big.Next(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
-			o.Release()
-			if done+len(big.slots) < 100 {
-				fill(big)
-			}
-		}
-		if at := bytes.IndexByte(order, 's'); at < 0 || at > len(big.slots) {
-			t.Errorf("the small run came after %d blocks of the big one, which has %d slots", at, len(big.slots))
-		}
-		o, err := small.Next(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
-		o.Release()
-		for _, r := range []*run{big, small} {
-			if err := r.Close(); err != nil {
-				t.Error(err)
-			}
-		}
-	})
-}
-
-func TestAClosedHostFailsItsRuns(t *testing.T) {
-	h := NewHost(HostConfig{Workers: 1})
-	m := byteModel(t, h, 1, true, nil)
-	r := openBytes(t.Context(), t, m, 3, 5, 5)
-	b, err := r.Lend(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	h.Close()
-	r.Filled(b)
-	if _, err := r.Next(t.Context()); !errors.Is(err, ErrClosed) {
-		t.Errorf("Next returned %v, want ErrClosed", err)
-	}
-	if err := r.Close(); err != nil {
-		t.Error(err)
-	}
-	idle(t, h)
-}
-
 func TestADeadlineIsTheCause(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := NewHost(HostConfig{Workers: 1})
-		defer h.Close()
+		h := newHost(t, config{Workers: 1})
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		r := openBytes(ctx, t, byteModel(t, h, 1, true, nil), 3, 5, 5)
@@ -615,8 +526,7 @@ func TestADeadlineIsTheCause(t *testing.T) {
 
 func TestOpenWaitsForMemoryAndGivesUpWithItsContext(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		h := NewHost(HostConfig{MemoryBytes: 8 * kib, Workers: 1}) // two slots of a page
-		defer h.Close()
+		h := newHost(t, config{MemoryBytes: 8 * (1 << 10), Workers: 1}) // two slots of a page
 		m := byteModel(t, h, 1, true, nil)
 		first := openBytes(t.Context(), t, m, 3, 5, 5)
 		ctx, cancel := context.WithCancel(t.Context())
@@ -624,7 +534,7 @@ func TestOpenWaitsForMemoryAndGivesUpWithItsContext(t *testing.T) {
 			synctest.Wait()
 			cancel()
 		}()
-		if _, err := m.Open(ctx, Call{Inputs: []Input{{"x", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{3, 5}}, 5}}}); !errors.Is(err, context.Canceled) {
+		if _, err := m.Open(ctx, bytesCall(3, 5, 5)); !errors.Is(err, context.Canceled) {
 			t.Errorf("Open returned %v, want Canceled", err)
 		}
 		time.AfterFunc(time.Second, func() {
@@ -644,8 +554,7 @@ func TestOpenWaitsForMemoryAndGivesUpWithItsContext(t *testing.T) {
 }
 
 func TestTheBudgetCoversWhatThePoolHandsOut(t *testing.T) {
-	h := NewHost(HostConfig{MemoryBytes: 128 * mib, Workers: 1})
-	defer h.Close()
+	h := newHost(t, config{MemoryBytes: 128 * mib, Workers: 1})
 	covered := func() {
 		t.Helper()
 		used, _, _ := h.Budget().Used()
@@ -653,14 +562,14 @@ func TestTheBudgetCoversWhatThePoolHandsOut(t *testing.T) {
 			t.Fatalf("%d bytes are handed out, %d are taken from the budget", live, used)
 		}
 	}
-	for _, rowBytes := range []int64{0, 1, 5, 4*kib + 1, 64*kib + 1, 2*mib + 1} {
+	for _, rowBytes := range []int64{0, 1, 5, 4*(1<<10) + 1, 64*(1<<10) + 1, 2*mib + 1} {
 		for _, inPlace := range []bool{false, true} {
 			const rows = 20
 			r := openBytes(t.Context(), t, byteModel(t, h, 1, inPlace, nil), rows, rowBytes, max(rowBytes, 1))
 			lent := int64(0)
 			for taken := int64(0); taken < r.plan.blocks; {
 				for { // every slot there is
-					b, err := r.lend()
+					b, err := r.borrow()
 					if err != nil && !errors.Is(err, io.EOF) {
 						t.Fatal(err)
 					}
@@ -686,67 +595,4 @@ func TestTheBudgetCoversWhatThePoolHandsOut(t *testing.T) {
 		}
 	}
 	idle(t, h)
-}
-
-func BenchmarkRun(b *testing.B) {
-	for _, block := range []int64{4 * kib, mib} {
-		b.Run("block="+map[int64]string{4 * kib: "4KiB", mib: "1MiB"}[block], func(b *testing.B) {
-			h := NewHost(HostConfig{Workers: 1})
-			defer h.Close()
-			port := []Port{{Name: "x", Shape: []int64{AnyAxes}}}
-			m, err := RowFunc{
-				Info: Info{Name: "nothing", Rows: AllAxes, Inputs: port, Outputs: port}, InPlace: true,
-				Rows: func(context.Context, RowBlock) error { return nil },
-			}.Model(h)
-			if err != nil {
-				b.Fatal(err)
-			}
-			r := openBytes(b.Context(), b, m.(*model), 1<<39, 1, block)
-			b.SetBytes(block)
-			b.ReportAllocs()
-			for b.Loop() {
-				l, err := r.Lend(b.Context())
-				if err != nil {
-					b.Fatal(err)
-				}
-				r.Filled(l)
-				o, err := r.Next(b.Context())
-				if err != nil {
-					b.Fatal(err)
-				}
-				o.Release()
-			}
-			if err := r.Close(); err != nil {
-				b.Error(err)
-			}
-		})
-	}
-}
-
-func TestAResultComesWhoeverWaitsFirst(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		h := NewHost(HostConfig{Workers: 1})
-		defer h.Close()
-		for _, rows := range []int64{0, 1, 3, 64 * kib, 64*kib + 1} {
-			for _, inPlace := range []bool{true, false} {
-				r := openBytes(t.Context(), t, byteModel(t, h, 1<<20, inPlace, nil), rows, 1, mib)
-				b, err := r.Lend(t.Context())
-				if err != nil {
-					t.Fatal(err)
-				}
-				go func() {
-					synctest.Wait() // Next waits
-					r.Filled(b)
-				}()
-				o, err := r.Next(t.Context())
-				if err != nil {
-					t.Fatal(err)
-				}
-				o.Release()
-				if err := r.Close(); err != nil {
-					t.Error(err)
-				}
-			}
-		}
-	})
 }

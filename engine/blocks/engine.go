@@ -1,0 +1,137 @@
+// Package blocks runs models block by block, for every engine: over a backing of
+// memory that the engine chooses, and a Device that computes, at once or later.
+//
+// It refuses to know what is computed and where. Memory is the pool's, lent for
+// input and shared for results until released; a device borrows both from Start to
+// Done. Engines and models are safe for concurrent use.
+package blocks
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/slab"
+)
+
+// Device computes blocks.
+type Device interface {
+	// Start has w computed and never blocks. Blocks of a run are started one after
+	// the other, ascending; each ends with one w.Done, from any goroutine, in any
+	// order, perhaps before Start returns. A device that is lost, or whose
+	// w.Context has ended, does nothing but that.
+	Start(w *Work)
+}
+
+// Helper is a Device that borrows the goroutine of whoever waits for the result of
+// a small call: that is quicker than to wake another.
+type Helper interface {
+	// Help computes w before it returns, if w is what the device would begin next,
+	// and reports whether it did.
+	Help(w *Work) bool
+}
+
+// Canceler is a Device that keeps blocks waiting.
+type Canceler interface {
+	// Cancel ends (Done) the blocks with this Context that the device has not begun:
+	// their run is closed, and waits for them.
+	Cancel(run context.Context)
+}
+
+// Config is what an engine consists of.
+type Config struct {
+	Name   string // such as "cuda:0"; what Info.Device is where a model says none
+	Device Device
+	Pool   *slab.Pool   // every block's memory comes from it
+	Budget *slab.Budget // every run is admitted by it
+}
+
+// Engine is where models of one device run.
+type Engine struct {
+	cfg      Config
+	helper   Helper   // the device, if it is one
+	canceler Canceler // likewise
+
+	starting sync.WaitGroup // Starts that a loss has overtaken
+
+	mu       sync.Mutex // guards all below; taken after that of a run
+	lost     error      // why nothing can run now
+	runs     map[*run]struct{}
+	watchers map[*func(error)]struct{}
+}
+
+// New returns an engine. It starts nothing; what it consists of stays the caller's.
+func New(c Config) *Engine {
+	e := &Engine{cfg: c, runs: make(map[*run]struct{}), watchers: make(map[*func(error)]struct{})}
+	e.helper, _ = c.Device.(Helper)
+	e.canceler, _ = c.Device.(Canceler)
+	return e
+}
+
+// Lost says that the device is gone, with all that is on it: it touches no memory
+// of a block that was started, and none that is started before Back. Every run ends
+// with an error that wraps engine.ErrUnavailable and cause, nothing is opened, and
+// what the device still says of those blocks is ignored. It never blocks. Once lost,
+// a second loss changes nothing.
+func (e *Engine) Lost(cause error) {
+	e.mu.Lock()
+	if e.lost != nil {
+		e.mu.Unlock()
+		return
+	}
+	err := fmt.Errorf("%w: device %s is lost: %w", engine.ErrUnavailable, e.cfg.Name, cause)
+	e.tell(err)
+	runs := slices.Collect(maps.Keys(e.runs))
+	e.mu.Unlock()
+	for _, r := range runs {
+		r.lose(err)
+	}
+}
+
+// Back says, some time after Lost has returned, that the device computes again. It
+// waits for Starts that began before the loss, so it is not called from one.
+func (e *Engine) Back() {
+	e.starting.Wait()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.tell(nil)
+}
+
+// tell notes how the device is; mu is held.
+func (e *Engine) tell(health error) {
+	e.lost = health
+	for told := range e.watchers {
+		(*told)(health)
+	}
+}
+
+func (e *Engine) watch(told func(error)) (stop func()) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.watchers[&told] = struct{}{}
+	told(e.lost)
+	return func() {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		delete(e.watchers, &told)
+	}
+}
+
+// enter takes r in, unless the device is lost.
+func (e *Engine) enter(r *run) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.lost == nil {
+		e.runs[r] = struct{}{}
+	}
+	return e.lost
+}
+
+func (e *Engine) leave(r *run) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	delete(e.runs, r)
+}

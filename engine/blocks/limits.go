@@ -1,0 +1,33 @@
+package blocks
+
+import "time"
+
+const (
+	mib = 1 << 20
+
+	// blockBytes bounds the widest port of a block whose rows nobody chose: the
+	// default chunk, so that one chunk is one block where rows allow it, and about
+	// what a core's second-level cache holds.
+	blockBytes = mib
+	// preferredSlots is how many blocks a run keeps in memory per direction when
+	// the budget has room: one being filled, one computed by each of a few
+	// workers, the rest cover the way to the peer and back.
+	preferredSlots = 8
+	// preferredBytes lets a run of small blocks have more than preferredSlots of
+	// them, so that small chunks do not mean a small window.
+	preferredBytes = 4 * mib
+	// maxSlots bounds the slots of one direction, and so the bookkeeping of a
+	// run (about 500 bytes a slot). Rows per block are raised until one chunk
+	// of input spans a quarter of that.
+	maxSlots = 256
+	// alignBytes is where each port starts in a slot: a cache line, so that
+	// any element type may be read in place.
+	alignBytes = 64
+	// closeWait is how long Close waits for running blocks and unreleased
+	// results. A device that watches contexts is done within one block; what
+	// takes longer is lost, and its memory with it.
+	closeWait = 5 * time.Second
+	// helpBytes is the most input of a call of one block that the taker of its
+	// result computes itself: moving 64 KiB takes less than waking a worker.
+	helpBytes = 64 << 10
+)

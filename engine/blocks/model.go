@@ -1,0 +1,146 @@
+package blocks
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Model is what an engine says about one of its models.
+type Model struct {
+	Info engine.Info
+	// Bind ties the model to a call that Info.Check has accepted. Its error refuses
+	// the call (wraps engine.ErrInput).
+	Bind func(engine.Call) (Bound, error)
+	// Setup, if set, runs once before the model is there. Teardown, if set, runs
+	// once, when the model is closed: by a Registry after its last use.
+	Setup    func() error
+	Teardown func()
+}
+
+// Bound is a model tied to one call: what comes out, and how a block is computed.
+type Bound struct {
+	// Outs describe the outputs. Nil, where Info.Rows is 0 and Results is Given:
+	// they are known when they are given.
+	Outs    []tensor.Desc
+	Results Results
+	Program any // what to compute: the device knows its type
+
+	Scratch []int64 // bytes per row of each RowBlock.Scratch; only with results of their Own
+	Memory  int64   // bytes that count in the budget beside all blocks
+}
+
+// Results say where the results of a block lie.
+type Results uint8
+
+const (
+	Own     Results = iota // in memory of their own, which the run has for them
+	InPlace                // where the only split input of the block does, in rows of as many bytes
+	Given                  // where the device says (Work.Give); that may be in the input, whose memory stays until they are released
+)
+
+// model implements engine.Model.
+type model struct {
+	Model
+	engine *Engine
+	close  func() error
+}
+
+// Model makes m ready to run on e: it validates its Info (errors wrap
+// engine.ErrInfo) and runs Setup (errors wrap engine.ErrModel).
+func (e *Engine) Model(m Model) (engine.Model, error) {
+	if err := m.Info.Validate(); err != nil {
+		return nil, err
+	}
+	if m.Info.Device == "" {
+		m.Info.Device = e.cfg.Name
+	}
+	if m.Setup != nil {
+		if err := guard(m.Info.Name, m.Setup); err != nil {
+			return nil, failed(m.Info.Name, "set-up: ", err)
+		}
+	}
+	return &model{m, e, sync.OnceValue(func() error {
+		if m.Teardown == nil {
+			return nil
+		}
+		return guard(m.Info.Name, func() error { m.Teardown(); return nil })
+	})}, nil
+}
+
+// guard runs a model's own code, a panic of which becomes an error.
+func guard(name string, f func() error) (err error) {
+	defer engine.Recovered(name, &err)
+	return f()
+}
+
+// failed wraps what a model's own code, or its device, failed with, and where.
+func failed(name, where string, err error) error {
+	for _, known := range []error{engine.ErrModel, engine.ErrUnavailable, engine.ErrClosed} {
+		if errors.Is(err, known) {
+			return err
+		}
+	}
+	return fmt.Errorf("%w: %q: %s%w", engine.ErrModel, name, where, err)
+}
+
+// Bind ties a model that Engine.Model made to a call as Open does, and takes no
+// memory: for an engine that makes one model of several. It returns the rows and the
+// bytes of one row of each output, if they are known.
+func Bind(m engine.Model, c engine.Call) (b Bound, rows int64, outRow []int64, err error) {
+	known, ok := engine.As[*model](m)
+	if !ok {
+		return Bound{}, 0, nil, fmt.Errorf("%w: model %q is a %T", engine.ErrInfo, m.Info().Name, m)
+	}
+	p, b, err := known.plan(c)
+	return b, p.rows, p.outRow, err
+}
+
+// Info implements engine.Model. Its slices are shared, read-only.
+func (m *model) Info() engine.Info { return m.Model.Info }
+
+// Close runs Teardown, once. Nothing may be open any more.
+func (m *model) Close() error { return m.close() }
+
+// WatchHealth implements engine.HealthWatcher: a model is as well as its device.
+func (m *model) WatchHealth(told func(error)) (stop func()) { return m.engine.watch(told) }
+
+// Open implements engine.Model.
+func (m *model) Open(ctx context.Context, c engine.Call) (engine.Run, error) {
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	p, b, err := m.plan(c)
+	if err != nil {
+		return nil, err
+	}
+	r, err := m.start(ctx, c, p, b)
+	if err != nil {
+		return nil, err
+	}
+	return r, nil
+}
+
+// plan checks a call and lays it out, without taking any memory.
+func (m *model) plan(c engine.Call) (p plan, b Bound, err error) {
+	info := m.Model.Info
+	rows, err := info.Check(c)
+	if err != nil {
+		return plan{}, Bound{}, err
+	}
+	err = guard(info.Name, func() error {
+		b, err = m.Bind(c)
+		return err
+	})
+	switch {
+	case err == nil:
+		p, err = newPlan(info, c, rows, b)
+	case !errors.Is(err, engine.ErrInput) && !errors.Is(err, engine.ErrModel):
+		err = fmt.Errorf("%w: model %q: %w", engine.ErrInput, info.Name, err)
+	}
+	return p, b, err
+}

@@ -1,0 +1,486 @@
+package blocks
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// run is one call in progress. Blocks wait in three places: free slots wait for
+// Borrow, pending ones (filled) for result memory, the others at the device. Slots,
+// works and their closures are made once: a block allocates nothing.
+//
+// Where results have memory of their own, a block starts only inside a window:
+// below the oldest block with unreleased results plus the number of result slots.
+// So the results that one chunk spans always get memory, however far the input
+// has come ahead of a block that is still missing.
+type run struct {
+	engine *Engine
+	name   string
+	holder *slab.Principal
+	ports  []engine.Port // of outputs
+	plan   plan
+	bound  Bound
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+
+	// One token each: something changed for the one who waits.
+	lendable, nextable, idle chan struct{}
+
+	slots []*slot
+	works []*Work
+	whole *slot // the block of Whole inputs, nil without any
+	// help is the only block of a small call, which Next has computed on its own
+	// goroutine; nil where the device does not do that.
+	help *Work
+	// sourced: the model has no inputs, its slots are filled as they come free.
+	sourced bool
+
+	mu        sync.Mutex
+	outs      []tensor.Desc
+	granted   int64 // bytes of the budget
+	closed    bool
+	over      bool // Close has waited long enough
+	launching bool // somebody is starting blocks
+	overtaken bool // by a loss
+	stats     engine.Stats
+	free      []*slot // the last one is lent next: its memory is the warmest
+	lent      int64   // blocks lent so far
+	pending   []*slot // descending by index: the lowest is the last
+	active    int     // blocks at the device
+	freeOut   []*Work // with result memory of their own
+	low       int64   // the oldest block with unreleased results
+	done      []bool  // results released, by index modulo the window
+	head      *Work   // results to be given out
+	tail      *Work
+	yielded   int64 // results given out by Next
+	unclaimed int   // of those, not yet released
+}
+
+type slotState uint8
+
+const (
+	slotFree slotState = iota
+	slotLent
+	slotFilled
+	slotActive // at the device
+	slotShared // done; results lie in it that are not all released
+)
+
+// slot is the memory of one block of input.
+type slot struct {
+	run   *run
+	index int64
+	state slotState
+	block engine.Block
+	slab  *slab.Slab // nil until first needed
+	work  *Work      // where results share the slot
+}
+
+// start takes the memory of a run, the minimum first and all of it or nothing,
+// and lays out its slots.
+func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run, error) {
+	begin := time.Now()
+	e, info, budget := m.engine, m.Model.Info, m.engine.cfg.Budget
+	least := p.least()
+	if err := budget.Acquire(ctx, c.Principal, least); err != nil {
+		return nil, fmt.Errorf("engine: model %q: memory for the call: %w", info.Name, err)
+	}
+	r := &run{
+		engine: e, name: info.Name, holder: c.Principal, ports: info.Outputs, plan: p, bound: b, outs: b.Outs, granted: least,
+		sourced:  len(info.Inputs) == 0,
+		lendable: make(chan struct{}, 1), nextable: make(chan struct{}, 1), idle: make(chan struct{}, 1),
+	}
+	r.stats.Queue = time.Since(begin)
+
+	in, out := p.minIn, p.minOut
+	for more := true; more; { // in turns: slots of one direction alone speed nothing up
+		more = false
+		if in < p.wantIn && budget.TryAcquire(c.Principal, p.inBlock) {
+			in, r.granted, more = in+1, r.granted+p.inBlock, true
+		}
+		if out < p.wantOut && budget.TryAcquire(c.Principal, p.outBlock) {
+			out, r.granted, more = out+1, r.granted+p.outBlock, true
+		}
+	}
+
+	newSlot := func() *slot {
+		s := &slot{run: r, block: engine.Block{In: make([][]byte, len(info.Inputs))}}
+		s.block.Slot = s
+		return s
+	}
+	job := RowBlock{Descs: c.Descs(), OutDescs: b.Outs, Params: c.Params}
+	if slices.ContainsFunc(info.Inputs, func(p engine.Port) bool { return p.Whole }) {
+		r.whole = newSlot()
+		r.whole.block.Whole = true
+		job.Whole = r.whole.block.In
+	}
+	for range in {
+		s := newSlot()
+		if b.Results != Own {
+			s.work = r.newWork(job)
+		}
+		r.slots = append(r.slots, s)
+	}
+	for range out {
+		r.freeOut = append(r.freeOut, r.newWork(job))
+	}
+	if e.helper != nil && p.blocks == 1 && p.inBlock <= helpBytes {
+		r.help = r.works[0]
+	}
+	r.free = slices.Clone(r.slots)
+	r.pending = make([]*slot, 0, in)
+	r.done = make([]bool, out)
+	r.ctx, r.cancel = context.WithCancelCause(ctx)
+	if err := e.enter(r); err != nil {
+		r.cancel(err)
+		budget.Release(r.holder, r.granted)
+		return nil, err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.launch()
+	return r, nil
+}
+
+func (r *run) newWork(job RowBlock) *Work {
+	n := len(r.ports)
+	w := &Work{RowBlock: job, Program: r.bound.Program, run: r, release: make([]func(), n), held: make([]bool, n)}
+	w.Out, w.Scratch = make([][]byte, n), make([][]byte, len(r.bound.Scratch))
+	for port := range n {
+		w.release[port] = func() { w.released(port) }
+	}
+	r.works = append(r.works, w)
+	return w
+}
+
+// Borrow implements engine.Run.
+func (r *run) Borrow(ctx context.Context) (*engine.Block, error) {
+	for {
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
+		if b, err := r.borrow(); b != nil || err != nil {
+			return b, err
+		}
+		select {
+		case <-r.lendable:
+		case <-ctx.Done():
+		case <-r.ctx.Done():
+		}
+	}
+}
+
+func (r *run) borrow() (_ *engine.Block, err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch {
+	case r.closed:
+		return nil, engine.ErrClosed
+	case r.lent == r.plan.blocks, r.sourced:
+		return nil, io.EOF
+	case r.ctx.Err() != nil:
+		return nil, context.Cause(r.ctx)
+	}
+	s, bytes, widths, rows := r.whole, r.plan.wholeBytes, r.plan.whole, int64(1)
+	if s == nil || s.state != slotFree {
+		if s = r.next(); s == nil {
+			return nil, nil
+		}
+		bytes, widths, rows = r.plan.inBlock, r.plan.inRow, s.block.Rows
+	}
+	s.state = slotLent
+	if s.slab == nil {
+		if s.slab, err = r.take(bytes); err != nil {
+			return nil, err
+		}
+	}
+	carve(bytesOf(s.slab), s.block.In, widths, rows)
+	return &s.block, nil
+}
+
+// next takes a free slot for the next block, nil if there is none; mu is held.
+func (r *run) next() *slot {
+	if len(r.free) == 0 || r.lent == r.plan.blocks {
+		return nil
+	}
+	s := r.free[len(r.free)-1]
+	r.free = r.free[:len(r.free)-1]
+	s.index = r.lent
+	s.block.Row, s.block.Rows = r.plan.span(s.index)
+	r.lent++
+	return s
+}
+
+// put makes a slot free; mu is held.
+func (r *run) put(s *slot) {
+	s.state = slotFree
+	r.free = append(r.free, s)
+	wake(r.lendable)
+}
+
+// Filled implements engine.Run.
+func (r *run) Filled(b *engine.Block) {
+	s := b.Slot.(*slot)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return // the memory went back with Close
+	}
+	if s.run != r || s.state != slotLent {
+		panic("engine: Filled with a block that is not lent")
+	}
+	r.filled(s)
+	r.launch()
+}
+
+// filled notes a block that is to be computed; mu is held.
+func (r *run) filled(s *slot) {
+	s.state = slotFilled
+	if s == r.whole {
+		return
+	}
+	at := len(r.pending)
+	for at > 0 && r.pending[at-1].index < s.index {
+		at--
+	}
+	r.pending = slices.Insert(r.pending, at, s)
+}
+
+// launch starts every block that may start, ascending. The caller holds mu, which
+// it gives away while the device is called: what becomes ready meanwhile is left to
+// whoever is here already, so that Done within Start does not nest.
+func (r *run) launch() {
+	if r.launching {
+		return
+	}
+	r.launching = true
+	for w := r.ready(); w != nil; w = r.ready() {
+		r.mu.Unlock()
+		r.engine.cfg.Device.Start(w)
+		r.mu.Lock()
+	}
+	r.launching = false
+	if r.overtaken {
+		r.overtaken = false
+		r.forfeit()
+		r.engine.starting.Done()
+	}
+}
+
+// ready makes the next block that may start ready, nil if there is none; mu is held.
+func (r *run) ready() *Work {
+	for {
+		if r.closed || r.ctx.Err() != nil || r.whole != nil && r.whole.state != slotFilled {
+			return nil
+		}
+		if r.sourced {
+			for s := r.next(); s != nil; s = r.next() {
+				r.filled(s)
+			}
+		}
+		if len(r.pending) == 0 {
+			return nil
+		}
+		s := r.pending[len(r.pending)-1]
+		w := s.work
+		if r.bound.Results == Own {
+			if s.index >= r.low+int64(len(r.done)) {
+				return nil
+			}
+			// Inside the window fewer blocks have results than there are slots.
+			w = r.freeOut[len(r.freeOut)-1]
+			if w.slab == nil {
+				var err error
+				if w.slab, err = r.take(r.plan.outBlock); err != nil {
+					return nil
+				}
+			}
+			r.freeOut = r.freeOut[:len(r.freeOut)-1]
+			rest := carve(bytesOf(w.slab), w.Out, r.plan.outRow, s.block.Rows)
+			carve(rest, w.Scratch, r.bound.Scratch, s.block.Rows)
+		}
+		r.pending = r.pending[:len(r.pending)-1]
+		w.index, w.slot, w.In = s.index, s, s.block.In
+		w.Row, w.Rows = s.block.Row, s.block.Rows
+		switch r.bound.Results {
+		case InPlace:
+			w.Out[0] = split(w.In)
+		case Given:
+			w.bad = errNotGiven
+		}
+		s.state, w.state = slotActive, workStarted
+		r.active++
+		if w.Rows > 0 || r.bound.Results == Given {
+			return w
+		}
+		r.finish(w, nil, Times{})
+	}
+}
+
+// Next implements engine.Run.
+func (r *run) Next(ctx context.Context) (engine.Out, error) {
+	for {
+		if ctx.Err() != nil {
+			return engine.Out{}, context.Cause(ctx)
+		}
+		if o, ok, err := r.pop(); ok || err != nil {
+			return o, err
+		}
+		if r.help != nil && r.engine.helper.Help(r.help) {
+			continue
+		}
+		select {
+		case <-r.nextable:
+		case <-ctx.Done():
+		case <-r.ctx.Done():
+		}
+	}
+}
+
+func (r *run) pop() (engine.Out, bool, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch {
+	case r.closed:
+		return engine.Out{}, false, engine.ErrClosed
+	case r.yielded == r.plan.blocks*int64(len(r.ports)):
+		return engine.Out{}, false, io.EOF
+	case r.ctx.Err() != nil:
+		return engine.Out{}, false, context.Cause(r.ctx)
+	case r.head == nil:
+		return engine.Out{}, false, nil
+	}
+	w := r.head
+	port := w.cursor
+	w.cursor++
+	if w.cursor == len(w.Out) {
+		r.head = w.queued
+	}
+	w.held[port] = true
+	r.yielded++
+	r.unclaimed++
+	return engine.Out{
+		Port: port, Desc: r.outs[port], Off: w.index * r.plan.blockRows * r.plan.outRow[port],
+		Data: w.Out[port], Release: w.release[port],
+	}, true, nil
+}
+
+// Stats implements engine.Run.
+func (r *run) Stats() engine.Stats {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.stats
+}
+
+// Close implements engine.Run. It waits for running blocks and unreleased results,
+// at most five seconds; past them their memory is lost and the error wraps ErrLost.
+// A second Close does nothing and returns ErrClosed.
+func (r *run) Close() error {
+	r.cancel(engine.ErrClosed)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return engine.ErrClosed
+	}
+	r.closed = true
+	if c := r.engine.canceler; c != nil && r.active > 0 {
+		r.mu.Unlock()
+		c.Cancel(r.ctx)
+		r.mu.Lock()
+	}
+	if r.active+r.unclaimed > 0 {
+		timeout := time.NewTimer(closeWait)
+		defer timeout.Stop()
+		for late := false; r.active+r.unclaimed > 0 && !late; {
+			r.mu.Unlock()
+			select {
+			case <-r.idle:
+			case <-timeout.C:
+				late = true
+			}
+			r.mu.Lock()
+		}
+	}
+	var err error
+	if r.active+r.unclaimed > 0 {
+		err = fmt.Errorf("%w: model %q: %d running blocks and %d unreleased results %v after Close; their memory is abandoned",
+			engine.ErrLost, r.name, r.active, r.unclaimed, closeWait)
+	} else {
+		r.engine.leave(r)
+	}
+	r.over = true
+	r.giveBack()
+	r.engine.cfg.Budget.Release(r.holder, r.granted)
+	r.granted = 0
+	return err
+}
+
+// late tells Close, or does what Close could not wait for; mu is held.
+func (r *run) late() {
+	wake(r.idle)
+	if r.over {
+		r.giveBack()
+		if r.active+r.unclaimed == 0 {
+			r.engine.leave(r)
+		}
+	}
+}
+
+// giveBack returns the run's memory, except what is still in use; mu is held.
+func (r *run) giveBack() {
+	if r.whole != nil && r.active+r.unclaimed == 0 { // results may lie in it
+		drop(&r.whole.slab)
+	}
+	for _, s := range r.slots {
+		if s.state != slotActive && (s.work == nil || !s.work.inUse()) {
+			drop(&s.slab)
+		}
+	}
+	for _, w := range r.works {
+		if !w.inUse() {
+			w.letGo()
+			drop(&w.slab)
+		}
+	}
+}
+
+// drop releases what take took.
+func drop(s **slab.Slab) {
+	if *s != nil {
+		(*s).Release()
+		*s = nil
+	}
+}
+
+func bytesOf(s *slab.Slab) []byte {
+	if s == nil {
+		return nil
+	}
+	return s.Bytes()
+}
+
+// split returns the only input that is split into rows.
+func split(in [][]byte) []byte {
+	for _, data := range in {
+		if data != nil {
+			return data
+		}
+	}
+	return nil
+}
+
+// wake leaves a token for the one who waits on c, if there is none yet.
+func wake(c chan struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}

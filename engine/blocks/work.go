@@ -1,0 +1,296 @@
+package blocks
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// RowBlock is the same range of rows of every input and output of a call. A model
+// whose Info.Rows is 0 has one block, with each tensor whole in one piece. Its
+// memory is lent to whoever computes it, and so are the slices.
+type RowBlock struct {
+	Row, Rows int64             // Rows is 1 or more: empty tensors are not computed
+	In        [][]byte          // by input port; nil for a Whole one
+	Whole     [][]byte          // by input port; nil for one that is split, read-only
+	Out       [][]byte          // by output port; every byte is to be written. In place, Out[0] is the input's memory
+	Descs     []tensor.Desc     // of the whole inputs, read-only
+	OutDescs  []tensor.Desc     // of the whole outputs, read-only
+	Params    map[string]string // of the call, read-only
+	Scratch   [][]byte          // memory beside, as much as the model's Bound asks for
+}
+
+// Times is where the time of a block went.
+type Times struct{ H2D, Compute, D2H time.Duration }
+
+// Work is one block on its way through a device, and the memory of its results.
+// The device's side is exported: it belongs to one goroutine at a time, and to none
+// of the device's after Done.
+type Work struct {
+	RowBlock
+	Program any   // what the model's Bound says
+	Next    *Work // the device's, for a queue of them
+
+	run     *run
+	state   workState
+	index   int64
+	slot    *slot // its input; nil from InputFree on
+	slab    *slab.Slab
+	given   func()   // lets go of what Give handed over
+	bad     error    // what is wrong with it
+	release []func() // by output port
+	held    []bool   // by output port: given out and not released
+	cursor  int      // the next port to give out
+	left    int      // ports not released
+	queued  *Work    // behind it in the run's queue
+}
+
+type workState uint8
+
+const (
+	workIdle workState = iota
+	workStarted
+	workDone
+	workLost // with its device; the run is over
+)
+
+// errNotGiven is what is wrong with results before they are given.
+var errNotGiven = errors.New("done without results")
+
+// Context ends when the run does: computing the block is then in vain.
+func (w *Work) Context() context.Context { return w.run.ctx }
+
+// Model is the name of the model, for logs and panics.
+func (w *Work) Model() string { return w.run.name }
+
+// InputFree says, before Done, that the device has copied In: its memory is lent
+// for another block. Where results lie in it, it is free when they are released.
+func (w *Work) InputFree() {
+	r := w.run
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if w.state == workStarted && r.bound.Results == Own {
+		w.In = nil
+		r.freeInput(w)
+		r.launch()
+	}
+}
+
+// Give hands over the results of a block whose Bound says Given, one tensor per
+// output: the desc of all of it, the data of this block. They are shared until
+// release, which may be nil, is called, once, by whoever lets go of them last and
+// perhaps in Give; it does not block and calls nothing here. What does not fit the model's info fails the call.
+func (w *Work) Give(outs []tensor.Tensor, release func()) {
+	r := w.run
+	bad := r.misfit(w, outs)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if w.state != workStarted {
+		if release != nil {
+			release()
+		}
+		return
+	}
+	if w.given, w.bad = release, bad; bad != nil {
+		return
+	}
+	for i, t := range outs {
+		w.Out[i] = t.Data
+	}
+	if r.bound.Outs == nil { // the only block of its run
+		r.outs = make([]tensor.Desc, len(outs))
+		for i, t := range outs {
+			r.outs[i] = t.Desc
+		}
+	}
+}
+
+// misfit says what is wrong with results that a device gives.
+func (r *run) misfit(w *Work, outs []tensor.Tensor) error {
+	if len(outs) != len(r.ports) {
+		return fmt.Errorf("returned %d outputs, its info says %d", len(outs), len(r.ports))
+	}
+	for i, t := range outs {
+		n := w.Rows * r.plan.outRow[i]
+		if r.bound.Outs == nil {
+			if err := r.ports[i].Check(t.Desc); err != nil {
+				return err
+			}
+			n, _ = t.Bytes() // checked
+		} else if !t.Desc.Equal(r.bound.Outs[i]) {
+			return fmt.Errorf("output %q is %v, it was to be %v", r.ports[i].Name, t.Desc, r.bound.Outs[i])
+		}
+		if int64(len(t.Data)) != n {
+			return fmt.Errorf("output %q has %d bytes in %d rows, wanted %d", r.ports[i].Name, len(t.Data), w.Rows, n)
+		}
+	}
+	return nil
+}
+
+// Offer lets whoever waits in Next have w computed, by Help, and reports whether
+// that is worth it: the device then wakes nobody.
+func (w *Work) Offer() bool {
+	if w.run.help == nil {
+		return false
+	}
+	wake(w.run.nextable)
+	return true
+}
+
+// Done says that the block is computed, or why not, and how long that took. The
+// device has let go of all its memory.
+func (w *Work) Done(err error, t Times) {
+	r := w.run
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch w.state {
+	case workStarted:
+		r.finish(w, err, t)
+		r.launch()
+	case workLost:
+	default:
+		panic("blocks: Done with a block that is not started")
+	}
+}
+
+// finish takes a started block back from the device; mu is held.
+func (r *run) finish(w *Work, err error, t Times) {
+	if err == nil {
+		err = w.bad
+	}
+	w.state = workDone
+	r.active--
+	r.freeInput(w)
+	if err != nil {
+		where := ""
+		if r.bound.Results != Given {
+			where = fmt.Sprintf("rows [%d,+%d): ", w.Row, w.Rows)
+		}
+		r.cancel(failed(r.name, where, err)) // the first cause stands
+	}
+	if r.closed || err != nil { // Next reports it; nothing more is started
+		w.letGo()
+		r.late()
+		return
+	}
+	r.stats.H2D += t.H2D
+	r.stats.Compute += t.Compute
+	r.stats.D2H += t.D2H
+	r.stats.Blocks++
+	w.cursor, w.left, w.queued = 0, len(w.Out), nil
+	if r.head == nil {
+		r.head = w
+	} else {
+		r.tail.queued = w
+	}
+	r.tail = w
+	wake(r.nextable)
+}
+
+// freeInput gives the memory of a block's input to the next one, unless it is that
+// of its results; mu is held.
+func (r *run) freeInput(w *Work) {
+	s := w.slot
+	switch {
+	case s == nil:
+	case r.bound.Results != Own:
+		s.state = slotShared
+	default:
+		w.slot = nil
+		r.put(s)
+	}
+}
+
+// letGo ends what Give began; mu is held.
+func (w *Work) letGo() {
+	if w.given != nil {
+		w.given()
+		w.given = nil
+	}
+}
+
+// inUse reports whether somebody may touch the memory of w's results; mu is held.
+func (w *Work) inUse() bool { return w.state == workStarted || slices.Contains(w.held, true) }
+
+// released is every Out's Release.
+func (w *Work) released(port int) {
+	r := w.run
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !w.held[port] {
+		panic("blocks: result released more than once")
+	}
+	w.held[port] = false
+	r.unclaimed--
+	w.left--
+	if w.left == 0 {
+		w.letGo()
+	}
+	switch {
+	case r.closed:
+		r.late()
+		return
+	case w.left > 0:
+		return
+	case w.slot != nil:
+		r.put(w.slot)
+	default:
+		r.freeOut = append(r.freeOut, w)
+		window := int64(len(r.done))
+		r.done[w.index%window] = true
+		for r.done[r.low%window] {
+			r.done[r.low%window] = false
+			r.low++
+		}
+	}
+	r.launch()
+}
+
+// lose ends the run because its device is lost. A Start that has not returned may
+// have been overtaken: whoever is in it takes the blocks back then, and the device
+// does not come back before.
+func (r *run) lose(cause error) {
+	r.cancel(cause)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.launching {
+		r.overtaken = true
+		r.engine.starting.Add(1)
+		return
+	}
+	r.forfeit()
+}
+
+// forfeit takes all blocks back that the lost device has; mu is held.
+func (r *run) forfeit() {
+	for _, w := range r.works {
+		if w.state == workStarted {
+			w.state = workLost
+			r.active--
+			r.freeInput(w)
+			w.letGo()
+		}
+	}
+	r.late()
+}
+
+// take hands over memory for a block, nil for none.
+func (r *run) take(n int64) (*slab.Slab, error) {
+	if n == 0 {
+		return nil, nil
+	}
+	s, err := r.engine.cfg.Pool.Get(int(n))
+	if err != nil {
+		err = fmt.Errorf("engine: model %q: memory for a block: %w", r.name, err)
+		r.cancel(err)
+	}
+	return s, err
+}
+
+var _ engine.Run = (*run)(nil)

@@ -1,0 +1,136 @@
+package cpu
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/blocks"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// RowsFunc computes one block of rows: it reads b.In and b.Whole and writes every
+// byte of b.Out. Several blocks of a call are computed at once. It returns soon
+// after ctx ends.
+type RowsFunc func(ctx context.Context, b RowBlock) error
+
+// RowBlock is what a RowsFunc gets: the same rows of every input and output.
+type RowBlock = blocks.RowBlock
+
+// RowFunc is a model whose rows are independent of each other: Info.Rows says
+// which axes are rows. Each block is computed as soon as it is there.
+type RowFunc struct {
+	Info engine.Info
+	// Outs describes the outputs of a call. Nil: each output has the desc of the
+	// input at the same place. An error refuses the call (wraps ErrInput).
+	Outs func(in []tensor.Desc, params map[string]string) ([]tensor.Desc, error)
+	// Rows computes one block.
+	Rows RowsFunc
+	// Bind, if set, makes the Rows of one call, for what is worth doing once (such
+	// as reading params). An error refuses the call (wraps ErrInput).
+	Bind func(c engine.Call) (RowsFunc, error)
+	// InPlace says that Out[0] is the memory of the only split input, with rows of
+	// the same size, and halves the memory of a run.
+	InPlace bool
+	// Setup, if set, runs once in Model. Teardown, if set, runs once, when the
+	// model is closed: by a Registry after its last use.
+	Setup    func() error
+	Teardown func()
+}
+
+// Model makes f ready to run on h: it validates what f says about itself (errors
+// wrap ErrInfo) and runs Setup (errors wrap ErrModel).
+func (f RowFunc) Model(h *Host) (engine.Model, error) {
+	if f.Rows == nil && f.Bind == nil {
+		return nil, fmt.Errorf("%w: model %q: needs Rows or Bind", engine.ErrInfo, f.Info.Name)
+	}
+	if f.Outs == nil && len(f.Info.Outputs) > len(f.Info.Inputs) {
+		return nil, fmt.Errorf("%w: model %q: more outputs than inputs need Outs", engine.ErrInfo, f.Info.Name)
+	}
+	return h.model(blocks.Model{Info: f.Info, Bind: f.bind, Setup: f.Setup, Teardown: f.Teardown})
+}
+
+func (f RowFunc) bind(c engine.Call) (b blocks.Bound, err error) {
+	if f.InPlace {
+		b.Results = blocks.InPlace
+	}
+	rows := f.Rows
+	if in := c.Descs(); f.Outs == nil {
+		b.Outs = in[:len(f.Info.Outputs)]
+	} else if b.Outs, err = f.Outs(in, c.Params); err != nil {
+		return b, err
+	}
+	if f.Bind != nil {
+		rows, err = f.Bind(c)
+	}
+	b.Program = rows
+	return b, err
+}
+
+// Func is a model that needs its inputs whole. Info.Rows is 0.
+type Func struct {
+	Info engine.Info
+	// Call computes the outputs. The inputs are lent until the outputs have been
+	// sent; an output may be an input, or part of one. The outputs' memory is
+	// handed over. It returns soon after ctx ends.
+	Call func(ctx context.Context, in []tensor.Tensor, params map[string]string) ([]tensor.Tensor, error)
+	// Memory, if set, is how many bytes Call takes beside its inputs: they
+	// count in the host's budget for as long as the run lasts.
+	Memory func(in []tensor.Desc, params map[string]string) (int64, error)
+	// Setup and Teardown are as in RowFunc.
+	Setup    func() error
+	Teardown func()
+}
+
+// wholeFunc is the program of a Func tied to a call.
+type wholeFunc func(ctx context.Context, in []tensor.Tensor) ([]tensor.Tensor, error)
+
+// Model makes f ready to run on h, as RowFunc.Model does.
+func (f Func) Model(h *Host) (engine.Model, error) {
+	if f.Call == nil || f.Info.Rows != 0 {
+		return nil, fmt.Errorf("%w: model %q: a Func needs a Call and 0 rows, it has %d", engine.ErrInfo, f.Info.Name, f.Info.Rows)
+	}
+	return h.model(blocks.Model{Info: f.Info, Bind: f.bind, Setup: f.Setup, Teardown: f.Teardown})
+}
+
+func (f Func) bind(c engine.Call) (b blocks.Bound, err error) {
+	b.Results = blocks.Given
+	b.Program = wholeFunc(func(ctx context.Context, in []tensor.Tensor) ([]tensor.Tensor, error) {
+		return f.Call(ctx, in, c.Params)
+	})
+	if f.Memory != nil {
+		if b.Memory, err = f.Memory(c.Descs(), c.Params); err == nil && b.Memory < 0 {
+			err = fmt.Errorf("memory of %d bytes", b.Memory)
+		}
+	}
+	return b, err
+}
+
+// whole are the inputs of a block that has all rows.
+func whole(b RowBlock) []tensor.Tensor {
+	in := make([]tensor.Tensor, len(b.In))
+	for i, data := range b.In {
+		if data == nil {
+			data = b.Whole[i]
+		}
+		in[i] = tensor.Tensor{Desc: b.Descs[i], Data: data}
+	}
+	return in
+}
+
+// model is a model of a host, which a Chain can be made of.
+type model struct {
+	engine.Model
+	host *Host
+}
+
+func (h *Host) model(m blocks.Model) (engine.Model, error) {
+	made, err := h.engine.Model(m)
+	if err != nil {
+		return nil, err
+	}
+	return &model{made, h}, nil
+}
+
+// Unwrap returns the model without its host.
+func (m *model) Unwrap() engine.Model { return m.Model }

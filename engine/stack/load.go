@@ -1,0 +1,135 @@
+// Package stack reads stack models: layers that x goes through one after the other,
+// from a folder or from Go, checked and with weights as float32. It refuses to
+// compute: an engine makes its own program of a Model.
+//
+// Models are read-only and safe for concurrent use; all their bytes are copies.
+package stack
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
+)
+
+// Spec is a stack model: layers that x goes through one after the other. It is
+// what model.json holds.
+type Spec struct {
+	Name    string `json:"name"`
+	Version string `json:"version"`
+	// Width is the last axis of the input. Zero: what the first layer with a
+	// weight takes.
+	Width  int64   `json:"width,omitempty"`
+	Layers []Layer `json:"layers"`
+}
+
+// Layer is one step of a stack model. Weights are named tensors; they are
+// float32, float16, bfloat16 or float64, finite, and become float32.
+type Layer struct {
+	// Kind is one of
+	//
+	//	linear     x·Wᵀ + bias; weight of shape [out in], as torch.nn.Linear keeps it
+	//	relu       max(x, 0); a NaN stays one
+	//	gelu       x·Φ(x), exact unless Approximate is "tanh"
+	//	silu       x / (1 + e⁻ˣ)
+	//	layernorm  over the last axis; weight and bias of shape [width], either may be absent
+	//	rmsnorm    over the last axis; weight of shape [width], may be absent
+	//	residual   Op "start" remembers x, Op "add" adds what was remembered last
+	//	scale      Factor · x
+	//	softmax    over the last axis
+	Kind        string   `json:"kind"`
+	Weight      string   `json:"weight,omitempty"`
+	Bias        string   `json:"bias,omitempty"`
+	Approximate string   `json:"approximate,omitempty"` // gelu: "none" (or absent) or "tanh"
+	Eps         *float64 `json:"eps,omitempty"`         // layernorm (absent: 1e-5), rmsnorm (1e-6)
+	Op          string   `json:"op,omitempty"`          // residual
+	Factor      *float64 `json:"factor,omitempty"`      // scale
+}
+
+// The files of a stack model's folder.
+const (
+	specFile    = "model.json"
+	weightsFile = "weights.safetensors"
+)
+
+// Load reads a stack model from a folder that holds model.json (a Spec) and
+// weights.safetensors. It copies the weights: nothing of the folder stays open. What
+// does not fit together wraps engine.ErrInfo.
+func Load(dir string) (*Model, error) {
+	return load(dir, os.DirFS(dir), func() (*tensorfile.Safetensors, error) {
+		return tensorfile.OpenSafetensors(filepath.Join(dir, weightsFile))
+	})
+}
+
+// LoadFS is Load from a folder of fsys, such as an embed.FS. It reads the file of
+// the weights into memory, where Load maps it, and copies them as Load does.
+func LoadFS(fsys fs.FS, dir string) (*Model, error) {
+	sub, err := fs.Sub(fsys, dir)
+	if err != nil {
+		return nil, fmt.Errorf("stack: %w", err)
+	}
+	return load(dir, sub, func() (*tensorfile.Safetensors, error) {
+		data, err := fs.ReadFile(sub, weightsFile)
+		if err != nil {
+			return nil, err
+		}
+		weights, err := tensorfile.ParseSafetensors(data)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", weightsFile, err)
+		}
+		return weights, nil
+	})
+}
+
+func load(dir string, files fs.FS, open func() (*tensorfile.Safetensors, error)) (*Model, error) {
+	spec, err := readSpec(files)
+	if err != nil {
+		return nil, fmt.Errorf("stack: model in %s: %w", dir, err)
+	}
+	weights, err := open()
+	if err != nil {
+		return nil, fmt.Errorf("stack: model in %s: %w", dir, err)
+	}
+	defer weights.Close() // only ends the loan of the views; they have been copied
+	return build(spec, weights.Tensor)
+}
+
+func readSpec(files fs.FS) (Spec, error) {
+	var s Spec
+	f, err := files.Open(specFile)
+	if err != nil {
+		return s, err
+	}
+	defer f.Close() // read only: nothing is lost
+	text := &io.LimitedReader{R: f, N: maxSpecBytes + 1}
+	d := json.NewDecoder(text)
+	d.DisallowUnknownFields()
+	if err := d.Decode(&s); err != nil && text.N > 0 {
+		return s, fmt.Errorf("%s: %w: %w", specFile, engine.ErrInfo, err)
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) && text.N > 0 {
+		return s, fmt.Errorf("%s: %w: something follows the model", specFile, engine.ErrInfo)
+	}
+	if text.N == 0 {
+		return s, fmt.Errorf("%s: %w: more than %d bytes", specFile, engine.ErrInfo, maxSpecBytes)
+	}
+	return s, nil
+}
+
+// New makes a stack model of a Spec. It copies the weights.
+func New(s Spec, weights map[string]tensor.Tensor) (*Model, error) {
+	return build(s, func(name string) (tensor.Tensor, error) {
+		t, ok := weights[name]
+		if !ok {
+			return t, fmt.Errorf("no tensor %q", name)
+		}
+		return t, nil
+	})
+}

@@ -1,0 +1,180 @@
+package stack
+
+import (
+	"bytes"
+	"errors"
+	"maps"
+	"math"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/x448/float16"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
+)
+
+func weights() map[string]tensor.Tensor {
+	return map[string]tensor.Tensor{
+		"a.weight": floatTensor(1, 200, 70), "a.bias": floatTensor(2, 200),
+		"ln.weight": floatTensor(3, 200), "ln.bias": floatTensor(4, 200), "rms.weight": floatTensor(5, 200),
+		"b.weight": floatTensor(6, 13, 200),
+	}
+}
+
+// floatTensor is a float32 tensor of normal numbers.
+func floatTensor(seed uint64, shape ...int64) tensor.Tensor {
+	rng := rand.New(rand.NewPCG(seed, 0))
+	n, err := tensor.Shape(shape).Elements()
+	if err != nil {
+		panic(err)
+	}
+	data := make([]float32, n)
+	for i := range data {
+		data[i] = float32(rng.NormFloat64())
+	}
+	t, err := tensor.Of(data, shape...)
+	if err != nil {
+		panic(err)
+	}
+	return t
+}
+
+func TestSixteenBitFloatsRoundToNearestEven(t *testing.T) {
+	for bits := range uint32(1 << 16) {
+		wide := math.Float32frombits(bits << 16)
+		if got := bfloat16(wide); wide == wide && got != uint16(bits) {
+			t.Fatalf("%#04x comes back as %#04x", bits, got)
+		} else if wide != wide && (got&0x7f80 != 0x7f80 || got&0x7f == 0) {
+			t.Fatalf("the NaN %#04x became %#04x", bits, got)
+		}
+		half := float16.Frombits(uint16(bits))
+		if got := float16.Fromfloat32(half.Float32()); got != half && !half.IsNaN() {
+			t.Fatalf("float16 %#04x comes back as %#04x", bits, got.Bits())
+		}
+	}
+	for u, want := range map[uint32]uint16{
+		0x3f808000: 0x3f80, 0x3f818000: 0x3f82, 0x3f808001: 0x3f81, // ties to even, above a tie
+		0x7f7fffff: 0x7f80, 0x7f800001: 0x7fc0, 0xffffffff: 0xffff, // overflow, a NaN of low bits only
+	} {
+		if got := bfloat16(math.Float32frombits(u)); got != want {
+			t.Errorf("%#08x becomes %#04x, want %#04x", u, got, want)
+		}
+	}
+}
+
+func TestAStackThatDoesNotFitTogetherIsRefused(t *testing.T) {
+	w := weights()
+	w["inf"] = floatTensor(1, 200)
+	copy(w["inf"].Data[4:], []byte{0, 0, 0x80, 0x7f})
+	w["ints"] = tensor.Tensor{Desc: tensor.Desc{DType: tensor.Int32, Shape: tensor.Shape{200}}, Data: make([]byte, 800)}
+	w["flat"] = floatTensor(1, 70)
+	w["none"] = floatTensor(1, 0, 70)
+	first := Layer{Kind: "linear", Weight: "a.weight"}
+	for name, layers := range map[string][]Layer{
+		"no layers":              {},
+		"too many layers":        slices.Repeat([]Layer{{Kind: "relu"}}, maxLayers+1),
+		"an unknown kind":        {first, {Kind: "conv"}},
+		"no width":               {{Kind: "relu"}},
+		"a missing weight":       {{Kind: "linear", Weight: "c.weight"}},
+		"no weight":              {first, {Kind: "linear"}},
+		"a weight of rank 1":     {{Kind: "linear", Weight: "flat"}},
+		"no outputs":             {{Kind: "linear", Weight: "none"}},
+		"another width":          {first, first},
+		"a bias of another size": {first, {Kind: "layernorm", Bias: "flat"}},
+		"integers":               {first, {Kind: "layernorm", Bias: "ints"}},
+		"an infinite weight":     {first, {Kind: "layernorm", Weight: "inf"}},
+		"an eps below zero":      {first, {Kind: "layernorm", Eps: new(-1.0)}},
+		"a bias for rmsnorm":     {first, {Kind: "rmsnorm", Bias: "a.bias"}},
+		"a weight for relu":      {first, {Kind: "relu", Weight: "a.weight"}},
+		"an eps for linear":      {{Kind: "linear", Weight: "a.weight", Eps: new(0.1)}},
+		"another approximation":  {first, {Kind: "gelu", Approximate: "quick"}},
+		"no factor":              {first, {Kind: "scale"}},
+		"a factor that is none":  {first, {Kind: "scale", Factor: new(math.NaN())}},
+		"an unknown op":          {first, {Kind: "residual", Op: "stop"}},
+		"an add too many":        {first, {Kind: "residual", Op: "add"}},
+		"a start too many":       {first, {Kind: "residual", Op: "start"}},
+		"an add of another width": {{Kind: "linear", Weight: "a.weight"}, {Kind: "residual", Op: "start"},
+			{Kind: "linear", Weight: "b.weight"}, {Kind: "residual", Op: "add"}},
+		"residuals too deep": append([]Layer{first}, slices.Repeat([]Layer{{Kind: "residual", Op: "start"}}, maxResiduals+1)...),
+	} {
+		t.Run(name, func(t *testing.T) {
+			if _, err := New(Spec{Name: "m", Layers: layers}, w); !errors.Is(err, engine.ErrInfo) {
+				t.Errorf("got %v, want ErrInfo", err)
+			}
+		})
+	}
+	t.Run("a width over the limit", func(t *testing.T) {
+		if _, err := New(Spec{Name: "m", Width: maxWidth + 1, Layers: []Layer{{Kind: "relu"}}}, w); !errors.Is(err, engine.ErrInfo) {
+			t.Errorf("got %v, want ErrInfo", err)
+		}
+	})
+}
+
+func TestAFolderIsLoaded(t *testing.T) {
+	dir := t.TempDir()
+	write := func(name string, data []byte) {
+		t.Helper()
+		if err := os.WriteFile(filepath.Join(dir, name), data, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var named []tensorfile.Named
+	w := weights()
+	for _, name := range slices.Sorted(maps.Keys(w)) {
+		named = append(named, tensorfile.Named{Name: name, Tensor: w[name]})
+	}
+	var file bytes.Buffer
+	if err := tensorfile.WriteSafetensors(&file, named, nil); err != nil {
+		t.Fatal(err)
+	}
+	write("weights.safetensors", file.Bytes())
+	const good = `{"name": "mlp", "version": "2", "layers": [
+		{"kind": "linear", "weight": "a.weight", "bias": "a.bias"}, {"kind": "gelu", "approximate": "none"}]}`
+	write("model.json", []byte(good))
+	m, err := Load(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if m.Name != "mlp" || m.Version != "2" || m.In != 70 || m.Out != 200 || m.Parameters != 14200 {
+		t.Errorf("got %s %s of %d parameters, %d to %d", m.Name, m.Version, m.Parameters, m.In, m.Out)
+	}
+	for name, got := range map[string][]float32{"a.weight": m.Steps[0].Weight, "a.bias": m.Steps[0].Bias} {
+		want, err := tensor.Slice[float32](w[name])
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("%s is not what was written", name)
+		}
+	}
+
+	for name, text := range map[string]string{
+		"an unknown field":   strings.Replace(good, `"version"`, `"versoin"`, 1),
+		"something after":    good + "{}",
+		"no JSON":            "layers",
+		"a file over limits": good + strings.Repeat(" ", maxSpecBytes),
+		"a weight not there": strings.Replace(good, "a.weight", "z.weight", 1),
+	} {
+		t.Run(name, func(t *testing.T) {
+			write("model.json", []byte(text))
+			if _, err := Load(dir); !errors.Is(err, engine.ErrInfo) {
+				t.Errorf("got %v, want ErrInfo", err)
+			}
+		})
+	}
+	t.Run("no weights", func(t *testing.T) {
+		write("model.json", []byte(good))
+		if err := os.Remove(filepath.Join(dir, "weights.safetensors")); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := Load(dir); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("got %v, want ErrNotExist", err)
+		}
+	})
+}
