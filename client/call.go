@@ -280,7 +280,7 @@ func (c *Call) stop(cause error) {
 		if !c.ended && c.cause == nil {
 			c.cause = cause
 		}
-		m.Cancel(c.id, frame.Cancelled, "cancelled by the caller")
+		m.Finish(frame.Done{Call: c.id, Code: frame.Cancelled, Message: "cancelled by the caller"})
 	})
 }
 
@@ -290,7 +290,7 @@ func (c *Call) fail(cause error) {
 		if c.cause == nil && (!c.ended || c.done.Code == frame.OK) {
 			c.cause = cause
 		}
-		m.Cancel(c.id, frame.Cancelled, "cancelled by the caller")
+		m.Finish(frame.Done{Call: c.id, Code: frame.Cancelled, Message: "cancelled by the caller"})
 	})
 }
 

@@ -64,13 +64,13 @@ type feed struct {
 
 // open announces the input; the session is locked.
 func (f *feed) open(m *stream.Machine, now stream.Instant) error {
-	f.chunk = tensor.ChunkFor(f.in.Desc, m.PeerChunkBytes())
+	f.chunk = tensor.ChunkFor(f.in.Desc, m.Status().PeerChunkBytes)
 	size, err := f.in.Bytes()
 	if err != nil {
 		return err
 	}
 	if size/f.chunk >= tensor.MaxChunks {
-		f.chunk = m.PeerChunkBytes()
+		f.chunk = m.Status().PeerChunkBytes
 	}
 	d := frame.Desc{
 		Tensor: f.id, Desc: f.in.Desc.Clone(), ChunkBytes: uint32(f.chunk), Call: f.call.id, Port: f.in.Port,

@@ -225,7 +225,7 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 		s.calls[c.id] = c
 		for i := range feeds {
 			if err = feeds[i].open(m, now); err != nil {
-				m.Cancel(c.id, frame.InvalidArgument, err.Error())
+				m.Finish(frame.Done{Call: c.id, Code: frame.InvalidArgument, Message: err.Error()})
 				return
 			}
 		}

@@ -4,6 +4,8 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"unicode/utf8"
 
@@ -74,6 +76,22 @@ func (c *Call) Check() string {
 		return fmt.Sprintf("call takes %d bytes with its names and params, the limit is %d", size, callBytes)
 	}
 	return cmp.Or(CheckName("model", c.Model), CheckEntries("params", c.Params))
+}
+
+// CheckInputs reports what is wrong with the ports and tensors that a call names, or
+// nothing.
+func (c *Call) CheckInputs() string {
+	for i, b := range c.Inputs {
+		if problem := CheckName("port", b.Port); problem != "" {
+			return problem
+		}
+		for _, o := range c.Inputs[:i] {
+			if o.Port == b.Port || o.Tensor == b.Tensor {
+				return fmt.Sprintf("inputs %q and %q share a port or a tensor", o.Port, b.Port)
+			}
+		}
+	}
+	return ""
 }
 
 // CheckName reports what is wrong with a name that a peer sent, or nothing.
@@ -149,4 +167,14 @@ func costOf(m map[string]string) int {
 		n += len(k) + len(v) + entryBytes
 	}
 	return n
+}
+
+// Same reports whether two calls with one ID say the same.
+func (c *Call) Same(o *Call) bool {
+	return c.Model == o.Model && c.TimeoutMillis == o.TimeoutMillis && slices.Equal(c.Inputs, o.Inputs) && maps.Equal(c.Params, o.Params)
+}
+
+// Same reports whether two descs with one ID announce the same.
+func (d *Desc) Same(o *Desc) bool {
+	return d.Desc.Equal(o.Desc) && d.SizeBytes == o.SizeBytes && d.ChunkBytes == o.ChunkBytes && d.Call == o.Call && d.Port == o.Port
 }

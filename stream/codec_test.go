@@ -44,9 +44,9 @@ func TestASideSendsInTheFirstOfThePeersCodecsThatItKnows(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			m := New(Config{Server: true, Codecs: tc.own}, 0)
-			require.Equal(t, codec.None, m.Codec(), "before hello")
+			require.Equal(t, codec.None, m.Status().Codec, "before hello")
 			require.NoError(t, m.Control(0, &frame.Frame{Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1, Codecs: tc.peer}}))
-			require.Equal(t, tc.want, m.Codec())
+			require.Equal(t, tc.want, m.Status().Codec)
 		})
 	}
 }
@@ -80,9 +80,9 @@ func TestABadChunkInACodecFailsItsTensorAndTheSessionLives(t *testing.T) {
 				require.NoError(t, m.Lend(0, id, make([]byte, 128), nil))
 			}
 			send := func(ch frame.Chunk) {
-				ch.Sum = m.kind.Seed(ch.Tensor, ch.Index)
+				ch.Sum = m.cfg.Check.Seed(ch.Tensor, ch.Index)
 				for _, v := range ch.Data {
-					ch.Sum = m.kind.Update(ch.Sum, v)
+					ch.Sum = m.cfg.Check.Update(ch.Sum, v)
 				}
 				var c Claim
 				if ok, err := m.Claim(0, &ch, &c); ok {
@@ -106,14 +106,14 @@ func TestABadChunkInACodecFailsItsTensorAndTheSessionLives(t *testing.T) {
 			require.Contains(t, f.Failures[0].Message, "tensor "+tensor.ID{3}.String())
 			require.Contains(t, f.Failures[0].Message, tc.text)
 			require.Equal(t, frame.InvalidArgument, f.Dones[0].Code)
-			require.NoError(t, m.Err())
+			require.NoError(t, m.Status().Err)
 
 			begin(tensor.ID{4}, tensor.ID{5})
 			send(frame.Chunk{Tensor: tensor.ID{5}, Index: 0, Data: [][]byte{data}})
 			if tc.own != nil {
 				send(frame.Chunk{Tensor: tensor.ID{5}, Index: 1, Codec: 1, Data: good.Data})
-				require.True(t, m.ins[tensor.ID{5}].whole())
-				require.EqualValues(t, 128, m.Stats().BytesIn, "payload is counted decoded")
+				require.True(t, m.in.tensors[tensor.ID{5}].asm.Whole())
+				require.EqualValues(t, 128, m.Status().Stats.BytesIn, "payload is counted decoded")
 			}
 		})
 	}

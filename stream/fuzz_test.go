@@ -189,7 +189,7 @@ func (r *rogue) frame() *frame.Frame {
 			ch := frame.Chunk{Tensor: r.any(), Index: uint32(r.byte() % 8), Codec: [...]uint8{0, 0, 0, 0, 0, 1, 2, 255}[r.byte()%8]}
 			data := bytes.Repeat([]byte{7}, r.byte()%6)
 			ch.Data = [][]byte{data}
-			ch.Sum = r.m.kind.Update(r.m.kind.Seed(ch.Tensor, ch.Index), data)
+			ch.Sum = r.m.cfg.Check.Update(r.m.cfg.Check.Seed(ch.Tensor, ch.Index), data)
 			switch r.byte() % 8 {
 			case 0:
 				ch.Sum++
@@ -273,15 +273,21 @@ func (r *rogue) work(call tensor.ID) {
 	}
 }
 
+func (r *rogue) cancel(call tensor.ID) {
+	if !r.m.cfg.Server {
+		r.m.Finish(frame.Done{Call: call, Code: frame.Cancelled, Message: "tired of it"})
+	}
+}
+
 // bounds checks that nothing has grown past what limits allow.
 func (r *rogue) bounds() {
 	m := r.m
-	most := heldCalls*m.limits.OpenCalls + pendingControl + 16
-	if len(m.calls) > most || len(m.failQ)+len(m.doneQ) > pendingControl+64 || len(m.ins) > m.limits.OpenTensors*(len(m.calls)+1) || m.cfg.Server && m.running > m.limits.OpenCalls+1 {
-		r.t.Fatalf("%d calls, %d failures, %d dones, %d incoming, running %d", len(m.calls), len(m.failQ), len(m.doneQ), len(m.ins), m.running)
+	most := heldCalls*m.cfg.Limits.OpenCalls + pendingControl + 16
+	if len(m.calls.open) > most || len(m.failures)+len(m.calls.answers) > pendingControl+64 || len(m.in.tensors) > m.cfg.Limits.OpenTensors*(len(m.calls.open)+1) || m.cfg.Server && m.calls.undecided > m.cfg.Limits.OpenCalls+1 {
+		r.t.Fatalf("%d calls, %d failures, %d dones, %d incoming, running %d", len(m.calls.open), len(m.failures), len(m.calls.answers), len(m.in.tensors), m.calls.undecided)
 	}
-	if m.kept > keptBytes+m.limits.OpenTensors*tensorBytes || m.waiting > pendingBytes+64*frame.TextBytes {
-		r.t.Fatalf("%d bytes are kept of calls, %d bytes of text wait", m.kept, m.waiting)
+	if m.calls.retained > retainedBytes+m.cfg.Limits.OpenTensors*tensorBytes || m.waiting > pendingBytes+64*frame.TextBytes {
+		r.t.Fatalf("%d bytes are retained of calls, %d bytes of text wait", m.calls.retained, m.waiting)
 	}
 	if problem := miscounted(m); problem != "" {
 		r.t.Fatal("the machine ", problem)
@@ -334,12 +340,14 @@ func FuzzRogueFrames(f *testing.F) {
 					}
 				}
 			case 1:
-				r.m.Cancel(r.pick('c'), frame.Cancelled, "tired of it")
+				r.cancel(r.pick('c'))
 			case 2:
-				r.m.Finish(frame.Done{Call: r.pick('c'), Code: frame.Code(r.byte() % 2)})
+				if d := (frame.Done{Call: r.pick('c'), Code: frame.Code(r.byte() % 2)}); server {
+					r.m.Finish(d)
+				}
 			case 3:
 				id := r.any()
-				if r.m.ins[id] != nil {
+				if r.m.in.tensors[id] != nil {
 					r.lend(id, min(r.left[id], r.byte()%6))
 				}
 			case 4:
@@ -348,7 +356,7 @@ func FuzzRogueFrames(f *testing.F) {
 					r.script = nil
 				}
 				r.events()
-				if r.m.Idle() && len(r.m.gone) == 0 { // what has ended is forgotten: its IDs may be used again
+				if r.m.Status().Calls == 0 && len(r.m.tombstones.ids) == 0 { // what has ended is forgotten: its IDs may be used again
 					r.home()
 					clear(r.closed)
 					clear(r.lent)
@@ -378,8 +386,10 @@ func FuzzRogueFrames(f *testing.F) {
 				var c Claim
 				if ok, cerr := r.m.Claim(r.now, &in.Chunk, &c); ok {
 					if r.byte()%4 == 0 { // something else happens meanwhile
-						r.m.Cancel(r.of[in.Chunk.Tensor], frame.Cancelled, "tired of it")
-						r.m.Finish(frame.Done{Call: r.of[in.Chunk.Tensor], Code: frame.Internal, Message: "broken"})
+						r.cancel(r.of[in.Chunk.Tensor])
+						if server {
+							r.m.Finish(frame.Done{Call: r.of[in.Chunk.Tensor], Code: frame.Internal, Message: "broken"})
+						}
 						r.events()
 					}
 					got, failed := c.Copy(in.Chunk.Data)
@@ -388,7 +398,7 @@ func FuzzRogueFrames(f *testing.F) {
 					t.Fatal(cerr)
 				}
 				if err != nil {
-					if r.m.Err() == nil {
+					if r.m.Status().Err == nil {
 						t.Fatal("an error that does not last")
 					}
 					r.script = nil
@@ -400,8 +410,8 @@ func FuzzRogueFrames(f *testing.F) {
 		r.m.Close(frame.Unavailable, "the session has ended")
 		r.events()
 		r.bounds()
-		if n := len(r.m.calls) + len(r.m.ins) + len(r.m.outs); n > 0 {
-			t.Fatalf("%d calls, %d incoming and %d outgoing tensors are left", len(r.m.calls), len(r.m.ins), len(r.m.outs))
+		if n := len(r.m.calls.open) + len(r.m.in.tensors) + len(r.m.out.tensors); n > 0 {
+			t.Fatalf("%d calls, %d incoming and %d outgoing tensors are left", len(r.m.calls.open), len(r.m.in.tensors), len(r.m.out.tensors))
 		}
 		for _, h := range held {
 			h.Release()
@@ -446,9 +456,9 @@ func TestAPeerThatNeverReadsEndsTheSession(t *testing.T) {
 			f := flood(pendingControl)
 			err := m.Control(0, &f)
 			require.ErrorContains(t, err, "answers wait to be read")
-			require.Equal(t, err, m.Err())
-			require.LessOrEqual(t, len(m.calls)+len(m.failQ), pendingControl+1)
-			for _, c := range m.calls {
+			require.Equal(t, err, m.Status().Err)
+			require.LessOrEqual(t, len(m.calls.open)+len(m.failures), pendingControl+1)
+			for _, c := range m.calls.open {
 				require.Empty(t, c.part.Inputs, "what was refused is not kept")
 			}
 		})
@@ -490,8 +500,8 @@ func TestCallsWhoseResultsNobodyAcknowledgesAreBounded(t *testing.T) {
 		require.Equal(t, frame.OK, call(i, 0))
 	}
 	require.Equal(t, frame.ResourceExhausted, call(50, 0))
-	require.Equal(t, heldCalls*2, m.Calls())
+	require.Equal(t, heldCalls*2, m.Status().Calls)
 	require.NoError(t, m.Tick(31*second))
-	require.Zero(t, m.Calls())
+	require.Zero(t, m.Status().Calls)
 	require.Equal(t, frame.OK, call(60, 31*second))
 }

@@ -13,11 +13,11 @@ const (
 )
 
 const (
-	// keptBytes is what a server keeps in all of what the calls of one session say:
-	// names, params, metadata, of open calls and of those whose done has not gone. It
+	// retainedBytes is what a server retains in all of what the calls of one session say:
+	// names, params, metadata, of open calls and of those whose done is not sent. It
 	// is on top of tensorBytes for each tensor that may be open.
-	keptBytes = 1 * mib
-	// tensorBytes is what is kept for one incoming tensor but its names and metadata,
+	retainedBytes = 1 * mib
+	// tensorBytes is what is retained for one incoming tensor but its names and metadata,
 	// in no budget: tensorState, and what stands per chunk.
 	tensorBytes = tensorState + frame.AllowanceChunks*assembler.ChunkOverhead
 	tensorState = 1 * kib
@@ -25,9 +25,9 @@ const (
 	// and an entry of params or metadata beside its text.
 	bindingBytes = 32
 	entryBytes   = 96
-	// closedIDs is how many ended calls and tensors are remembered, so that
+	// maxTombstones is how many ended calls and tensors are remembered, so that
 	// frames that crossed their end are ignored, not answered.
-	closedIDs = 1024
+	maxTombstones = 1024
 	// frameParts and frameBytes bound the control parts put into one frame; the
 	// receiver accepts 64 KiB, so one part more than counted always fits.
 	frameParts = 64
@@ -43,10 +43,10 @@ const (
 	// pendingBytes their texts.
 	pendingControl = 2048
 	pendingBytes   = 512 * kib
-	// keptQueue is the capacity kept of each queue and map that has become empty, and
-	// keptEvents that of the events.
-	keptQueue  = 64
-	keptEvents = 32
+	// retainedQueue is the capacity retained of each queue and map that has become empty,
+	// and retainedEvents that of the events.
+	retainedQueue  = 64
+	retainedEvents = 32
 	// ackShare: an acknowledgement is due when this part (1/ackShare) of what the
 	// sender can keep has come.
 	ackShare = 4
@@ -106,8 +106,8 @@ func set[T uint32 | int | int64 | Instant](v *T, def, most T) {
 // Instant is a moment in nanoseconds since a fixed point that the caller chose.
 type Instant int64
 
-// keptOf is what is kept of what a call says.
-func keptOf(c *frame.Call) int {
+// retainedBy is what is retained of a call.
+func retainedBy(c *frame.Call) int {
 	n := len(c.Model) + entriesOf(c.Params)
 	for _, b := range c.Inputs {
 		n += bindingBytes + len(b.Port)
@@ -115,8 +115,8 @@ func keptOf(c *frame.Call) int {
 	return n
 }
 
-// keptOfDesc is what is kept for a tensor that is cut as geo says.
-func keptOfDesc(p *frame.Desc, geo tensor.Geometry) int {
+// retainedByDesc is what is retained for a tensor that is cut as geo says.
+func retainedByDesc(p *frame.Desc, geo tensor.Geometry) int {
 	n := tensorState + len(p.Port) + len(p.Name) + entriesOf(p.Metadata)
 	if !p.OnAllowance { // else, and above that number, they are in the budget
 		n += int(min(geo.Count(), frame.AllowanceChunks)) * assembler.ChunkOverhead

@@ -93,7 +93,7 @@ func TestPartsAreSpreadOverFrames(t *testing.T) {
 		dones += len(f.Dones)
 	}
 	require.Equal(t, 500, dones)
-	require.True(t, srv.Idle())
+	require.True(t, srv.Status().Calls == 0)
 }
 
 // A receiver keeps a bounded list of what it has to ask for again.

@@ -321,7 +321,7 @@ func (s *stage) piece(f *fields) frame.Chunk {
 	if other {
 		data[0]++
 	}
-	ch.Sum = s.m.kind.Update(s.m.kind.Seed(ch.Tensor, ch.Index), data)
+	ch.Sum = s.m.cfg.Check.Update(s.m.cfg.Check.Seed(ch.Tensor, ch.Index), data)
 	if f.has("flipped") {
 		data[0] ^= 0x10
 	}
@@ -375,7 +375,7 @@ func (s *stage) do(line string) {
 		d := f.desc()
 		d.SizeBytes, d.OnAllowance = 0, false
 		if err = s.m.OpenTensor(s.now, d); err == nil {
-			s.size[d.Tensor] = int64(s.m.outs[d.Tensor].geo.Size)
+			s.size[d.Tensor] = int64(s.m.out.tensors[d.Tensor].geo.Size)
 		}
 	case "offer":
 		id, off, n := f.id(), f.number(f.word()), f.number(f.word())
@@ -399,7 +399,7 @@ func (s *stage) do(line string) {
 		d.Outputs = f.bindings()
 		s.m.Finish(d)
 	case "cancel":
-		s.m.Cancel(f.id(), frame.Cancelled, "cancelled by the caller")
+		s.m.Finish(frame.Done{Call: f.id(), Code: frame.Cancelled, Message: "cancelled by the caller"})
 	case "fail":
 		s.m.FailTensor(f.id(), frame.Code(f.opt("code", 8)), strings.Join(f.words, " "))
 	case "drain":
@@ -508,7 +508,7 @@ func (s *stage) events() {
 		call, id := nameOf(e.Call), nameOf(e.Tensor)
 		switch e.Kind {
 		case EventOpened:
-			s.printf("opened session %s, chunks to %d", nameOf(s.m.Session()), s.m.PeerChunkBytes())
+			s.printf("opened session %s, chunks to %d", nameOf(s.m.Status().Session), s.m.Status().PeerChunkBytes)
 		case EventReady:
 			s.printf("call %s is ready: model %q", call, e.Part.Model)
 		case EventTensor:
@@ -602,7 +602,7 @@ func (s *stage) send(n int64) {
 		}
 		if c := &f.Chunk; f.HasChunk() {
 			part("chunk %s %d", nameOf(c.Tensor), c.Index)
-			geo := s.m.outs[c.Tensor]
+			geo := s.m.out.tensors[c.Tensor]
 			got := append([]byte{}, slices.Concat(c.Data...)...)
 			if geo != nil { // still open: its bytes are known
 				off, n := geo.geo.Span(c.Index)
@@ -635,8 +635,8 @@ func (s *stage) state() {
 	if problem := miscounted(m); problem != "" {
 		s.fatalf("the machine %s", problem)
 	}
-	s.printf("%d calls, %d in, %d out; allowance in %d, out %d; open: incoming %d, announced %d", len(m.calls), len(m.ins), len(m.outs),
-		m.allowIn, m.allowOut, m.incoming, m.announced)
+	s.printf("%d calls, %d in, %d out; allowance in %d, out %d; open: incoming %d, announced %d", len(m.calls.open), len(m.in.tensors), len(m.out.tensors),
+		m.in.allowance, m.out.allowance, m.in.open, m.out.announced)
 }
 
 // leave closes a machine and checks that it holds nothing.
@@ -649,7 +649,7 @@ func (s *stage) leave() {
 		s.commit()
 	}
 	s.events()
-	if n := len(s.m.calls) + len(s.m.ins) + len(s.m.outs); n > 0 || s.over > 0 {
+	if n := len(s.m.calls.open) + len(s.m.in.tensors) + len(s.m.out.tensors); n > 0 || s.over > 0 {
 		s.fatalf("%d things and %d offers are left in the end", n, s.over)
 	}
 	for id, all := range s.ins {

@@ -200,15 +200,15 @@ func newWorld(choose func(n int) int) *world {
 		p.held, p.good, p.bad = map[*frame.Frame]chunker.Releaser{}, map[chunkName]bool{}, map[chunkName]int{}
 	}
 	w.flow() // the hellos
-	if !w.cli.m.Open() || !w.srv.m.Open() {
+	if !w.cli.m.Status().Open || !w.srv.m.Status().Open {
 		w.failf("the session did not open")
 	}
 	want := codec.None
 	if w.coded {
 		want = codec.LZ4
 	}
-	if w.cli.m.Codec() != want || w.srv.m.Codec() != want {
-		w.failf("codecs are %v and %v, want %v", w.cli.m.Codec(), w.srv.m.Codec(), want)
+	if w.cli.m.Status().Codec != want || w.srv.m.Status().Codec != want {
+		w.failf("codecs are %v and %v, want %v", w.cli.m.Status().Codec, w.srv.m.Status().Codec, want)
 	}
 	return w
 }
@@ -306,7 +306,7 @@ func (w *world) openCall() {
 	c := &worldCall{id: w.id('c'), early: w.choose(6) == 1}
 	part := frame.Call{ID: c.id, Model: "model"}
 	for i := range w.choose(min(4, int(w.cli.m.peer.MaxOpenTensors)+1)) {
-		s := &source{id: w.id('i'), port: fmt.Sprintf("in%d", i), call: c, chunk: int64(1 + w.choose(int(w.cli.m.PeerChunkBytes())))}
+		s := &source{id: w.id('i'), port: fmt.Sprintf("in%d", i), call: c, chunk: int64(1 + w.choose(int(w.cli.m.Status().PeerChunkBytes)))}
 		s.data = w.content(s.id, int64(w.choose(w.most())))
 		if w.choose(3) == 1 {
 			s.retain = uint32(1 + w.choose(4))
@@ -318,7 +318,7 @@ func (w *world) openCall() {
 	w.tracef("client opens %v with %d inputs", c.id, len(c.inputs))
 	err := w.cli.m.OpenCall(w.now, part)
 	switch {
-	case w.cli.m.Draining():
+	case w.cli.m.Status().Draining:
 		if !errors.Is(err, ErrDraining) {
 			w.failf("opening while draining: %v", err)
 		}
@@ -326,7 +326,7 @@ func (w *world) openCall() {
 	case err != nil:
 		w.failf("opening: %v", err)
 	}
-	if w.srv.m.Draining() {
+	if w.srv.m.Status().Draining {
 		c.blame("drain")
 	}
 	w.calls[c.id] = c
@@ -401,7 +401,7 @@ func (p *party) lend(t *sink) bool {
 			out += int64(len(l.mem))
 		}
 	}
-	geo := p.m.ins[t.id]
+	geo := p.m.in.tensors[t.id]
 	if out > 0 && geo != nil && out >= 2*max(t.block, geo.geo.ChunkBytes) {
 		return false
 	}
@@ -599,7 +599,7 @@ func (c *worldCall) wanted() map[string][]byte {
 // start has the server begin with a call.
 func (p *party) start(c *worldCall) {
 	for i := range max(1, len(c.inputs)) {
-		s := &source{id: p.w.id('o'), port: fmt.Sprintf("out%d", i), call: c, chunk: int64(1 + p.w.choose(int(p.m.PeerChunkBytes())))}
+		s := &source{id: p.w.id('o'), port: fmt.Sprintf("out%d", i), call: c, chunk: int64(1 + p.w.choose(int(p.m.Status().PeerChunkBytes)))}
 		s.data = constant
 		if i < len(c.inputs) && !c.early {
 			s.input = c.sink(1, c.inputs[i].port)
@@ -631,7 +631,7 @@ func (p *party) work(c *worldCall) bool {
 	}
 	for _, s := range sources {
 		if p.server() && !s.open {
-			if p.m.calls[c.id] == nil || p.m.calls[c.id].finished {
+			if p.m.calls.open[c.id] == nil || p.m.calls.open[c.id].state >= finishing {
 				return false
 			}
 			p.announce(s)
@@ -687,7 +687,7 @@ func (p *party) send() bool {
 		p.held[f] = held
 		// Not always, as if too much waited to be sent: what comes again may come in
 		// another form.
-		if p.m.Codec() == codec.LZ4 && p.w.choose(4) > 0 && encode(&f.Chunk) {
+		if p.m.Status().Codec == codec.LZ4 && p.w.choose(4) > 0 && encode(&f.Chunk) {
 			held.Release()
 			delete(p.held, f)
 		}
@@ -699,9 +699,9 @@ func (p *party) send() bool {
 }
 
 func (p *party) sum(id tensor.ID, index uint32, data [][]byte) uint32 {
-	sum := p.m.Checksum().Seed(id, index)
+	sum := p.m.Status().Checksum.Seed(id, index)
 	for _, v := range data {
-		sum = p.m.Checksum().Update(sum, v)
+		sum = p.m.Status().Checksum.Update(sum, v)
 	}
 	return sum
 }
@@ -993,7 +993,7 @@ func (w *world) step() {
 		case 1:
 			p.m.Drain("by choice")
 			for _, c := range w.order {
-				if p == w.srv && w.srv.m.calls[c.id] == nil {
+				if p == w.srv && w.srv.m.calls.open[c.id] == nil {
 					c.blame("drain")
 				}
 			}
@@ -1013,7 +1013,7 @@ func (w *world) meddle(c *worldCall, p *party) {
 	case p == w.cli:
 		c.blame("cancel")
 		w.tracef("client cancels %v", c.id)
-		p.m.Cancel(c.id, frame.Cancelled, "by choice")
+		p.m.Finish(frame.Done{Call: c.id, Code: frame.Cancelled, Message: "by choice"})
 	case c.ready > 0 && w.choose(2) == 0:
 		c.blame("model error")
 		c.finished = true
@@ -1099,7 +1099,7 @@ func (w *world) settle(half bool) {
 	}
 	for _, c := range w.order {
 		for side, n := range c.ended {
-			if n == 0 && (c.ready > 0 || side == 0 || w.srv.m.calls[c.id] != nil) && !(half && side == 0) {
+			if n == 0 && (c.ready > 0 || side == 0 || w.srv.m.calls.open[c.id] != nil) && !(half && side == 0) {
 				w.failf("call %s never ended on side %d (blamed: %q)", short(c.id), side, c.blamed)
 			}
 			if n > 1 {
@@ -1132,7 +1132,7 @@ func (w *world) flowHalf() {
 }
 
 func (w *world) idle() bool {
-	return w.cli.m.Idle() && w.srv.m.Idle() && len(w.cli.m.ackQ) == 0
+	return w.cli.m.Status().Calls == 0 && w.srv.m.Status().Calls == 0 && len(w.cli.m.in.acks) == 0
 }
 
 // close closes both machines, wherever they stand.
@@ -1155,8 +1155,8 @@ func (w *world) close() {
 		}
 	}
 	for _, p := range []*party{w.cli, w.srv} {
-		if n := len(p.m.calls) + len(p.m.ins) + len(p.m.outs); n > 0 {
-			w.failf("%s: %d calls, %d incoming and %d outgoing tensors are left", p.name(), len(p.m.calls), len(p.m.ins), len(p.m.outs))
+		if n := len(p.m.calls.open) + len(p.m.in.tensors) + len(p.m.out.tensors); n > 0 {
+			w.failf("%s: %d calls, %d incoming and %d outgoing tensors are left", p.name(), len(p.m.calls.open), len(p.m.in.tensors), len(p.m.out.tensors))
 		}
 		p.counts()
 		for _, t := range p.all {
@@ -1190,9 +1190,9 @@ func (w *world) close() {
 // counts checks that a machine without calls counts nothing.
 func (p *party) counts() {
 	m := p.m
-	if m.allowIn != 0 || m.allowOut != 0 || m.announced != 0 || m.incoming != 0 || m.running != 0 || m.opened != 0 {
+	if m.in.allowance != 0 || m.out.allowance != 0 || m.out.announced != 0 || m.in.open != 0 || m.calls.undecided != 0 || m.calls.inFlight != 0 {
 		p.w.failf("%s: with no call open it counts allowance in %d, out %d, announced %d, incoming %d, running %d, opened %d",
-			p.name(), m.allowIn, m.allowOut, m.announced, m.incoming, m.running, m.opened)
+			p.name(), m.in.allowance, m.out.allowance, m.out.announced, m.in.open, m.calls.undecided, m.calls.inFlight)
 	}
 }
 
@@ -1201,51 +1201,51 @@ func (p *party) invariants() {
 	if problem := miscounted(p.m); problem != "" {
 		p.w.failf("%s %s", p.name(), problem)
 	}
-	if len(p.m.ackQ) > len(p.all) || len(p.m.creditQ) > len(p.all) {
-		p.w.failf("%s: %d acks and %d credits wait for %d tensors", p.name(), len(p.m.ackQ), len(p.m.creditQ), len(p.all))
+	if len(p.m.in.acks) > len(p.all) || len(p.m.in.credits) > len(p.all) {
+		p.w.failf("%s: %d acks and %d credits wait for %d tensors", p.name(), len(p.m.in.acks), len(p.m.in.credits), len(p.all))
 	}
 }
 
 // miscounted compares a machine's counts with what they count, and with its limits.
 func miscounted(m *Machine) string {
 	var allowIn, allowOut int64
-	announced, incoming, running, opened, kept, waiting := 0, 0, 0, 0, 0, 0
-	for _, f := range m.failQ {
+	announced, incoming, undecided, opened, retained, waiting := 0, 0, 0, 0, 0, 0
+	for _, f := range m.failures {
 		waiting += len(f.Message)
 	}
-	for _, c := range m.doneQ {
+	for _, c := range m.calls.answers {
 		waiting += len(c.done.Message)
 	}
-	for _, t := range m.ins {
+	for _, t := range m.in.tensors {
 		if t.open {
 			incoming++
 			allowIn += t.share
 		}
 	}
-	for _, t := range m.outs {
+	for _, t := range m.out.tensors {
 		allowOut += t.share
 		if t.announced {
 			announced++
 		}
 	}
-	for _, c := range m.calls {
-		kept += c.kept
-		if !c.finished {
-			running++
+	for _, c := range m.calls.open {
+		retained += c.retained
+		if c.state < finishing {
+			undecided++
 		}
-		if c.sent {
+		if !m.cfg.Server && (c.state == running || c.state == finishing) {
 			opened += c.weight()
 		}
 	}
-	if allowIn != m.allowIn || allowOut != m.allowOut || announced != m.announced || incoming != m.incoming || running != m.running || opened != m.opened {
-		return fmt.Sprintf("counts allowance in %d, out %d, announced %d, incoming %d, running %d, opened %d; there are %d %d %d %d %d %d",
-			m.allowIn, m.allowOut, m.announced, m.incoming, m.running, m.opened, allowIn, allowOut, announced, incoming, running, opened)
+	if allowIn != m.in.allowance || allowOut != m.out.allowance || announced != m.out.announced || incoming != m.in.open || undecided != m.calls.undecided || opened != m.calls.inFlight {
+		return fmt.Sprintf("counts allowance in %d, out %d, announced %d, incoming %d, undecided %d, opened %d; there are %d %d %d %d %d %d",
+			m.in.allowance, m.out.allowance, m.out.announced, m.in.open, m.calls.undecided, m.calls.inFlight, allowIn, allowOut, announced, incoming, undecided, opened)
 	}
-	if kept != m.kept || waiting != m.waiting {
-		return fmt.Sprintf("counts %d bytes kept, %d of text that waits; there are %d and %d", m.kept, m.waiting, kept, waiting)
+	if retained != m.calls.retained || waiting != m.waiting {
+		return fmt.Sprintf("counts %d bytes retained, %d of text that waits; there are %d and %d", m.calls.retained, m.waiting, retained, waiting)
 	}
-	if allowIn > int64(m.limits.AllowanceBytes) || incoming > m.limits.OpenTensors+1 || len(m.gone) > closedIDs {
-		return fmt.Sprintf("passes its limits: allowance %d, incoming %d, %d ids remembered", allowIn, incoming, len(m.gone))
+	if allowIn > int64(m.cfg.Limits.AllowanceBytes) || incoming > m.cfg.Limits.OpenTensors+1 || len(m.tombstones.ids) > maxTombstones {
+		return fmt.Sprintf("passes its limits: allowance %d, incoming %d, %d ids remembered", allowIn, incoming, len(m.tombstones.ids))
 	}
 	return ""
 }
@@ -1265,14 +1265,14 @@ func (w *world) run(steps int) {
 	default:
 		w.settle(false)
 		for _, p := range []*party{w.cli, w.srv} {
-			if len(p.wire) == 0 && p.m.Idle() {
+			if len(p.wire) == 0 && p.m.Status().Calls == 0 {
 				p.counts()
 			}
-			if n := len(p.m.callQ) + len(p.m.descQ) + len(p.m.creditQ) + len(p.m.ackQ) + len(p.m.cancelQ) + len(p.m.failQ) + len(p.m.doneQ) + len(p.m.ring) + len(p.m.small); n > 0 {
+			if n := len(p.m.calls.opens) + len(p.m.out.descs) + len(p.m.in.credits) + len(p.m.in.acks) + len(p.m.calls.cancels) + len(p.m.failures) + len(p.m.calls.answers) + len(p.m.out.ring) + len(p.m.out.small); n > 0 {
 				w.failf("%s: %d things wait in its queues with no call open", p.name(), n)
 			}
 		}
-		if !w.cli.m.Draining() { // the session lives on
+		if !w.cli.m.Status().Draining { // the session lives on
 			w.lossy = false
 			w.openCall()
 			w.settle(false)

@@ -40,7 +40,7 @@ var layers = map[string][]string{
 	"engine/cpu":      {"engine", "engine/blocks", "engine/stack", "slab", "tensor"},
 	"internal/wire":   {"api/tensorferry/v1", "frame", "tensor"},
 	"store/storetest": {"codec", "store", "tensor"},
-	"stream":          {"assembler", "chunker", "codec", "frame", "tensor"},
+	"stream":          {"assembler", "chunker", "codec", "frame", "internal/invariants", "tensor"},
 
 	"internal/session":  {"codec", "frame", "internal/wire", "stream", "tensor"},
 	"internal/transfer": {"assembler", "codec", "frame", "internal/fault", "internal/wire", "tensor"},

@@ -331,7 +331,7 @@ func (c *call) announce(m *stream.Machine, now stream.Instant, o *output, info e
 	if err != nil {
 		return err
 	}
-	limit := m.PeerChunkBytes()
+	limit := m.Status().PeerChunkBytes
 	var chunk int64
 	n := int64(len(out.Data))
 	switch {

@@ -147,7 +147,7 @@ func (c *Core) stats() (stream.Stats, int) {
 	open := slices.Collect(maps.Keys(c.sessions))
 	c.mu.Unlock()
 	for _, s := range open {
-		s.sess.Do(func(m *stream.Machine, _ stream.Instant) { sum.Add(m.Stats()) })
+		s.sess.Do(func(m *stream.Machine, _ stream.Instant) { sum.Add(m.Status().Stats) })
 	}
 	return sum, len(open)
 }

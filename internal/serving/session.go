@@ -80,7 +80,7 @@ func (s *Session) Serve(ctx context.Context) error {
 // leave forgets a session that has ended.
 func (s *Session) leave() {
 	var st stream.Stats
-	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Stats() })
+	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Status().Stats })
 	s.staging.close() // its calls are over
 	c := s.core
 	c.mu.Lock()
@@ -92,7 +92,7 @@ func (s *Session) leave() {
 
 // ID returns the session's ID; zero before its hello.
 func (s *Session) ID() (id tensor.ID) {
-	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { id = m.Session() })
+	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { id = m.Status().Session })
 	return id
 }
 
@@ -116,7 +116,7 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	c := s.calls[e.Call]
 	switch e.Kind {
 	case stream.EventOpened:
-		name := fmt.Sprintf("%s/%d", m.Session(), s.number)
+		name := fmt.Sprintf("%s/%d", m.Status().Session, s.number)
 		s.holder = slab.NewPrincipal(name)
 		s.staging.holder, s.staging.reserver = s.holder, slab.NewPrincipal(name+"/allowance")
 	case stream.EventTensor:

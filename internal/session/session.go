@@ -277,7 +277,7 @@ func (s *Session) endOfInput() {
 	server := false
 	s.Do(func(m *stream.Machine, _ stream.Instant) {
 		s.ended = true
-		server = m.Server()
+		server = m.Status().Server
 		m.PeerDone()
 	})
 	if !server {
@@ -336,9 +336,9 @@ func (s *Session) sendFrame(writer bool) bool {
 	s.mu.Lock()
 	now := s.now()
 	held, ok := s.m.Next(now, &msg.Frame)
-	kind, code := s.m.Checksum(), s.m.Codec()
 	s.dispatch(now)
-	last := !ok && s.ended && s.m.Idle()
+	st := s.m.Status()
+	last := !ok && s.ended && st.Calls == 0
 	if !ok && writer {
 		s.writing = false
 	}
@@ -361,12 +361,12 @@ func (s *Session) sendFrame(writer bool) bool {
 	}
 	msg.Held = held
 	if c := &msg.Frame.Chunk; msg.Frame.HasChunk() {
-		if p := code.Encode(c.Data); p != nil {
+		if p := st.Codec.Encode(c.Data); p != nil {
 			held.Release() // what grpc reads lies elsewhere now
 			msg.Held = p
-			c.Codec, c.Data = uint8(code), append(c.Data[:0], p.Bytes())
+			c.Codec, c.Data = uint8(st.Codec), append(c.Data[:0], p.Bytes())
 		}
-		c.Sum = sum(kind, c)
+		c.Sum = sum(st.Checksum, c)
 	}
 	err := s.conn.SendMsg(msg)
 	if err != nil {
@@ -399,7 +399,7 @@ func (s *Session) Drain(ctx context.Context, reason string) error {
 	for {
 		idle := false
 		s.Do(func(m *stream.Machine, _ stream.Instant) {
-			idle = m.Idle() && !m.Pending() && s.sendingSince.Load() == 0
+			idle = m.Status().Calls == 0 && !m.Pending() && s.sendingSince.Load() == 0
 		})
 		if idle {
 			return nil

@@ -207,7 +207,7 @@ func (s *side) ended(call tensor.ID) (ended bool) {
 }
 
 func (s *side) idle() (idle bool) {
-	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { idle = m.Idle() })
+	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { idle = m.Status().Calls == 0 })
 	return idle
 }
 
@@ -310,7 +310,7 @@ func TestASessionEchoesInTheCodecThatBothKnow(t *testing.T) {
 			const total = 512 + 511 + 1 + 3*16_000 + 200_000 + 1<<20
 			for _, s := range []*side{client, server} {
 				require.LessOrEqual(t, float64(s.pipe.bytes.Load()), tc.most*total+10_000)
-				require.EqualValues(t, total, s.sess.m.Stats().BytesOut, "counted before the codec")
+				require.EqualValues(t, total, s.sess.m.Status().Stats.BytesOut, "counted before the codec")
 			}
 		})
 	}
@@ -385,7 +385,7 @@ func waitFor(t *testing.T, s *Session) {
 		default:
 		}
 		idle := false
-		s.Do(func(m *stream.Machine, _ stream.Instant) { idle = m.Open() && m.Idle() && m.Stats().CallsOpened == 3 })
+		s.Do(func(m *stream.Machine, _ stream.Instant) { idle = m.Status().Open && m.Status().Calls == 0 && m.Status().Stats.CallsOpened == 3 })
 		if idle {
 			s.Stop(errCut)
 		}
@@ -518,7 +518,7 @@ func TestAnAcknowledgementThatNobodyWaitsForGoesAlone(t *testing.T) {
 		client.call(make([]byte, 10))
 		synctest.Wait()
 		server.sess.Do(func(m *stream.Machine, _ stream.Instant) {
-			require.False(t, m.Idle(), "its result is not acknowledged yet")
+			require.False(t, m.Status().Calls == 0, "its result is not acknowledged yet")
 		})
 		time.Sleep(30 * time.Millisecond)
 		synctest.Wait()

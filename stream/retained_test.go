@@ -36,7 +36,7 @@ func heap() int64 {
 // What a peer says that reads nothing of the answers is kept within a bound, whatever
 // it says, until the session ends.
 func TestWhatAPeerSaysAndDoesNotReadIsKeptWithinABound(t *testing.T) {
-	const most = keptBytes + 64*tensorBytes + pendingControl*640 + pendingBytes + 256<<10
+	const most = retainedBytes + 64*tensorBytes + pendingControl*640 + pendingBytes + 256<<10
 	name := strings.Repeat(`"`, frame.NameBytes) // twice as long when it is quoted
 	sound := func(id, call tensor.ID) frame.Desc {
 		d := bytesDesc(id, call, frame.AllowanceChunks, 1)
@@ -118,7 +118,7 @@ func TestWhatAPeerSaysAndDoesNotReadIsKeptWithinABound(t *testing.T) {
 					break
 				}
 			}
-			require.Error(t, m.Err(), "a peer that reads nothing is sent away at last")
+			require.Error(t, m.Status().Err, "a peer that reads nothing is sent away at last")
 			peak = max(peak, heap()-before)
 			t.Logf("%d KiB at most", peak>>10)
 			require.Less(t, peak, int64(most))
@@ -134,17 +134,17 @@ func TestCallsThatSayMuchAreRefusedAtTheBoundAndTakenAgainAfter(t *testing.T) {
 	require.NoError(t, m.Control(0, &frame.Frame{Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1}}))
 	call := func(i int) *call {
 		require.NoError(t, m.Control(0, &frame.Frame{Calls: []frame.Call{{ID: number('c', i), Model: "m", Params: entries(frame.EntriesBytes), Inputs: []frame.Binding{{Port: "x", Tensor: number('t', i)}}}}}))
-		return m.calls[number('c', i)]
+		return m.calls.open[number('c', i)]
 	}
 	var i int
 	for i = 0; call(i).done.Code == frame.OK; i++ {
 		require.Less(t, i, 64, "nothing is refused")
 	}
-	refused := m.calls[number('c', i)]
+	refused := m.calls.open[number('c', i)]
 	require.Equal(t, frame.ResourceExhausted, refused.done.Code)
 	require.Contains(t, refused.done.Message, "the limit of a session's calls is")
 	require.NotZero(t, refused.done.RetryAfterMillis)
-	require.Zero(t, refused.kept)
+	require.Zero(t, refused.retained)
 	m.Finish(frame.Done{Call: number('c', 0), Code: frame.Aborted, Message: "enough"})
 	require.Equal(t, frame.ResourceExhausted, call(i+1).done.Code, "done has not gone")
 	for ok := true; ok; {
@@ -154,8 +154,8 @@ func TestCallsThatSayMuchAreRefusedAtTheBoundAndTakenAgainAfter(t *testing.T) {
 	d := bytesDesc(number('t', 1), number('c', 1), 4, 4)
 	d.SizeBytes, d.Metadata = 4, entries(frame.EntriesBytes)
 	require.NoError(t, m.Control(0, &frame.Frame{Descs: []frame.Desc{d}}))
-	require.Equal(t, frame.ResourceExhausted, m.calls[number('c', 1)].done.Code, "metadata count, too")
-	require.Empty(t, m.ins)
+	require.Equal(t, frame.ResourceExhausted, m.calls.open[number('c', 1)].done.Code, "metadata count, too")
+	require.Empty(t, m.in.tensors)
 	require.Empty(t, miscounted(m))
 }
 
@@ -170,7 +170,7 @@ func TestTheTextOfAPeersFailureIsCut(t *testing.T) {
 		Calls: []frame.Call{{ID: id, Model: "m", Inputs: []frame.Binding{{Port: "x", Tensor: in}}}}, Descs: []frame.Desc{d},
 		Failures: []frame.Failure{{Tensor: in, Code: frame.Aborted, Message: strings.Repeat("é", frame.FailureTextBytes)}},
 	}))
-	require.Equal(t, strings.Repeat("é", frame.FailureTextBytes/2), m.calls[id].done.Message)
+	require.Equal(t, strings.Repeat("é", frame.FailureTextBytes/2), m.calls.open[id].done.Message)
 	require.Equal(t, strings.Repeat("é", 1), frame.Clip("éé", 3), "no half of a character")
 }
 
@@ -200,12 +200,12 @@ func TestAMachineAtRestKeepsLittle(t *testing.T) {
 		}
 		for _, ok := m.Event(); ok; _, ok = m.Event() {
 		}
-		require.True(t, m.Idle())
-		require.Len(t, m.gone, closedIDs)
+		require.True(t, m.Status().Calls == 0)
+		require.Len(t, m.tombstones.ids, maxTombstones)
 		require.LessOrEqual(t, m.NextTick(), lateFrames)
 		require.NoError(t, m.Tick(m.NextTick()))
-		require.Empty(t, m.gone)
-		require.Equal(t, m.limits.SessionIdle, m.NextTick())
+		require.Empty(t, m.tombstones.ids)
+		require.Equal(t, m.cfg.Limits.SessionIdle, m.NextTick())
 		all = append(all, m)
 	}
 	kept := (heap() - before) / n

@@ -1,0 +1,327 @@
+package stream
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// calls are the calls of a session, from their opening to EventClosed.
+type calls struct {
+	*shared
+	in    *receiver
+	out   *sender
+	moves *moves
+
+	open      map[tensor.ID]*call
+	number    uint64 // calls so far
+	undecided int    // calls whose end is not decided
+	inFlight  int    // client: weight of the calls that the peer counts as open
+	retained  int    // server: bytes that calls retain, call by call
+
+	opens   []*call     // client: to be sent
+	cancels []tensor.ID // to be sent
+	answers []*call     // server: whose done is to be sent
+}
+
+type call struct {
+	part     frame.Call
+	number   uint64 // in the order of opening
+	state    state
+	done     frame.Done // once its end is decided
+	missing  int        // server: inputs not announced yet
+	retained int        // server: bytes, part of all that calls retain
+	claims   int        // open on its incoming tensors
+	ins      []*in
+	outs     []*out
+	began    Instant
+}
+
+// timeout returns what the call may take; 0 is no limit. It is the engine's side
+// that keeps it, once the inputs are announced.
+func (k *call) timeout() Instant { return Instant(min(k.part.TimeoutMillis, 1<<40)) * second / 1000 }
+
+func (k *call) weight() int { return max(1, len(k.part.Inputs)) }
+
+// used reports whether a tensor's ID is known here.
+func (c *calls) used(id tensor.ID) bool {
+	return c.in.tensors[id] != nil || c.out.tensors[id] != nil || c.tombstones.has(id)
+}
+
+// inOrder returns the open calls in the order of their opening, so that a
+// machine does the same for the same input.
+func (c *calls) inOrder() []*call {
+	return slices.SortedFunc(maps.Values(c.open), func(a, b *call) int { return cmp.Compare(a.number, b.number) })
+}
+
+func (c *calls) add(k *call, now Instant) {
+	if len(c.open) == 0 {
+		c.ticked = now
+	}
+	c.lastUse = now
+	c.number++
+	k.number, k.began = c.number, now
+	c.open[k.part.ID] = k
+	c.most = max(c.most, len(c.open))
+	c.undecided++
+	c.stats.CallsOpened++
+}
+
+// end decides how a call ends, unless that is decided.
+func (c *calls) end(k *call, on cause, d frame.Done) {
+	if _, ok := c.moves.next(k.state, on); ok && k.state < doneSent {
+		if k.state == answering {
+			c.waiting += len(d.Message) - len(k.done.Message)
+		}
+		k.done = d
+		k.done.Call = k.part.ID
+	}
+	c.move(k, on)
+}
+
+// giveUp ends a call badly without a word from who works for it.
+func (c *calls) giveUp(k *call, code frame.Code, text string) {
+	c.end(k, givenUp, frame.Done{Code: code, Message: text})
+}
+
+// move moves a call as its side's table says, and does what the new state asks for.
+func (c *calls) move(k *call, on cause) {
+	from := k.state
+	to, ok := c.moves.next(from, on)
+	if !ok {
+		return
+	}
+	k.state = to
+	if from < finishing && to >= finishing {
+		c.undecided--
+	}
+	switch to {
+	case running:
+		if c.cfg.Server {
+			c.tell(Event{Kind: EventReady, Call: k.part.ID, Part: &k.part})
+		} else {
+			c.inFlight += k.weight()
+		}
+	case finishing:
+		if c.cfg.Server {
+			c.in.dropAll(k)
+		}
+		c.completeIf(k)
+	case doneSent:
+		c.acknowledgeIf(k)
+	case failed:
+		c.letGo(k, from, on)
+	case over:
+		c.letGo(k, from, on)
+		c.releaseIf(k)
+	case closed:
+		c.close(k)
+	}
+	if to == answering || to == failed && from != answering {
+		c.answers = append(c.answers, k)
+		c.waiting += len(k.done.Message)
+	}
+}
+
+// letGo drops a call's tensors. Who works for the call learns that it was given up,
+// and so does the server.
+func (c *calls) letGo(k *call, from state, on cause) {
+	for _, t := range k.outs {
+		c.out.drop(t)
+	}
+	k.outs = nil
+	c.in.dropAll(k)
+	if from < doneSent && (c.cfg.Server && from > opening || !c.cfg.Server && on >= givenUp) {
+		c.tell(Event{Kind: EventStop, Call: k.part.ID, Code: k.done.Code, Text: k.done.Message})
+	}
+	switch {
+	case c.cfg.Server:
+	case from == opening:
+		c.opens = slices.DeleteFunc(c.opens, func(q *call) bool { return q == k })
+	default:
+		c.inFlight -= k.weight()
+		if on == givenUp {
+			c.cancels = append(c.cancels, k.part.ID)
+		}
+	}
+}
+
+// completeIf completes a call that has ended well when its results are all sent
+// (server) or whole (client).
+func (c *calls) completeIf(k *call) {
+	if k.state != finishing {
+		return
+	}
+	if c.cfg.Server {
+		if !slices.ContainsFunc(k.outs, func(t *out) bool { return !t.dead && !t.chunks.Sent() }) {
+			c.move(k, completed)
+		}
+		return
+	}
+	lost, wait := "", false
+	for _, b := range k.done.Outputs {
+		i := slices.IndexFunc(k.ins, func(t *in) bool { return t.desc.Tensor == b.Tensor })
+		switch {
+		case i < 0:
+			lost = fmt.Sprintf("the server named result %q and never announced it", b.Port)
+		case k.ins[i].asm.Whole():
+		case k.ins[i].dead:
+			lost = fmt.Sprintf("result %q was given up", b.Port)
+		default:
+			wait = true
+		}
+	}
+	for _, t := range k.ins {
+		if lost == "" && !slices.Contains(k.done.Outputs, frame.Binding{Port: t.desc.Port, Tensor: t.desc.Tensor}) {
+			lost = fmt.Sprintf("the server announced result %q and did not end with it", t.desc.Port)
+		}
+	}
+	switch {
+	case lost != "":
+		c.giveUp(k, frame.DataLoss, lost) // the server need not wait for acknowledgements
+	case !wait:
+		c.move(k, completed)
+	}
+}
+
+// acknowledgeIf ends the wait for acknowledgements when they are all there, or can
+// not come.
+func (c *calls) acknowledgeIf(k *call) {
+	if k.state == doneSent && (c.peerDone || !slices.ContainsFunc(k.outs, func(t *out) bool { return !t.dead })) {
+		c.move(k, acknowledged)
+	}
+}
+
+func (c *calls) releaseIf(k *call) {
+	if k.state == over && k.claims == 0 {
+		c.move(k, released)
+	}
+}
+
+func (c *calls) close(k *call) {
+	delete(c.open, k.part.ID)
+	c.tombstones.add(k.part.ID)
+	c.retained -= k.retained
+	if len(c.open) == 0 && c.most > retainedQueue { // a map never shrinks
+		c.open, c.in.tensors, c.out.tensors = make(map[tensor.ID]*call), make(map[tensor.ID]*in), make(map[tensor.ID]*out)
+		c.most = 0
+	}
+	e := Event{Kind: EventClosed, Call: k.part.ID, Code: k.done.Code, Text: k.done.Message}
+	if !c.cfg.Server {
+		e.Done = &k.done
+	}
+	c.tell(e)
+}
+
+// accept (server) takes a call that the client opens, or refuses it.
+func (c *calls) accept(now Instant, p *frame.Call) {
+	k := &call{part: *p, missing: len(p.Inputs)}
+	c.add(k, now)
+	if d := c.refusal(p); d != nil {
+		k.part = frame.Call{ID: p.ID} // what it asked for is not worth its memory
+		c.end(k, endedBadly, *d)
+		return
+	}
+	k.part.Inputs = slices.Clone(p.Inputs)
+	c.retain(k, retainedBy(p))
+	if k.missing == 0 {
+		c.move(k, began)
+	}
+}
+
+// refusal says why a call that was just added is not taken; nil if it is.
+func (c *calls) refusal(p *frame.Call) *frame.Done {
+	no := func(code frame.Code, retry uint32, format string, args ...any) *frame.Done {
+		return &frame.Done{Code: code, RetryAfterMillis: retry, Message: fmt.Sprintf(format, args...)}
+	}
+	problem := cmp.Or(frame.CheckName("model", p.Model), frame.CheckEntries("params", p.Params), p.CheckInputs())
+	switch n := retainedBy(p); {
+	case c.draining:
+		return no(frame.Unavailable, 1000, "server is draining; call another one, or this one later")
+	case c.undecided > c.cfg.Limits.OpenCalls:
+		return no(frame.ResourceExhausted, 100, "open calls: the limit of a session is %d; wait for one to end", c.cfg.Limits.OpenCalls)
+	case len(c.open) > heldCalls*c.cfg.Limits.OpenCalls:
+		return no(frame.ResourceExhausted, 100, "results of %d calls wait; acknowledge them", len(c.open)-1)
+	case len(p.Inputs) > c.cfg.Limits.OpenTensors:
+		return no(frame.ResourceExhausted, 0, "call has %d inputs; open tensors are limited to %d", len(p.Inputs), c.cfg.Limits.OpenTensors)
+	case p.Model == "":
+		return no(frame.InvalidArgument, 0, "call names no model")
+	case problem != "":
+		return no(frame.InvalidArgument, 0, "%s", problem)
+	case n > c.room():
+		return no(frame.ResourceExhausted, 100, "%s", c.full("call", n))
+	}
+	for _, b := range p.Inputs {
+		if c.used(b.Tensor) {
+			return no(frame.InvalidArgument, 0, "tensor %s was used before; each input needs a new id", b.Tensor)
+		}
+	}
+	return nil
+}
+
+// expects (server) checks a desc against its call.
+func (c *calls) expects(k *call, p *frame.Desc, geo tensor.Geometry) *frame.Error {
+	n, name := retainedByDesc(p, geo), "tensor "+p.Tensor.String()+": "
+	i := slices.IndexFunc(k.part.Inputs, func(b frame.Binding) bool { return b.Tensor == p.Tensor })
+	switch {
+	case i < 0:
+		return frame.Errorf(frame.InvalidArgument, "%sits call does not list it as an input", name)
+	case k.part.Inputs[i].Port != p.Port:
+		return frame.Errorf(frame.InvalidArgument, "%sport is %q, the call says %q", name, p.Port, k.part.Inputs[i].Port)
+	case n > c.room():
+		return frame.Errorf(frame.ResourceExhausted, "%s%s", name, c.full("desc", n))
+	}
+	return nil
+}
+
+// retain counts what a call retains until it is closed.
+func (c *calls) retain(k *call, n int) {
+	k.retained += n
+	c.retained += n
+}
+
+// room (server) is how much more calls may retain.
+func (c *calls) room() int {
+	return retainedBytes + c.cfg.Limits.OpenTensors*tensorBytes - c.retained
+}
+
+func (c *calls) full(what string, n int) string {
+	return fmt.Sprintf("%s takes %d bytes with its names, entries and chunk table; the limit of a session's calls is %d, %d are left; wait for a call to end",
+		what, n, c.room()+c.retained, c.room())
+}
+
+// mayOpen (client) reports whether the next call may be sent: it waits here while
+// it would pass what the peer keeps open.
+func (c *calls) mayOpen() bool {
+	return len(c.opens) > 0 && (c.inFlight == 0 || c.inFlight+c.opens[0].weight() <= int(c.peer.MaxOpenTensors))
+}
+
+func (c *calls) addOpens(p *parcel) {
+	for p.room(len(p.Calls)) && c.mayOpen() {
+		k := pop(&c.opens, 0)
+		c.move(k, began)
+		p.Calls = append(p.Calls, k.part)
+		p.bytes += k.part.Cost()
+		c.out.descs = append(c.out.descs, k.outs...)
+	}
+}
+
+func (c *calls) addCancels(p *parcel) {
+	for len(c.cancels) > 0 && len(p.Cancels) < frameParts {
+		p.Cancels = append(p.Cancels, pop(&c.cancels, 0))
+	}
+}
+
+func (c *calls) addDones(p *parcel) {
+	for len(c.answers) > 0 && p.room(len(p.Dones)) {
+		k := pop(&c.answers, 0)
+		p.Dones = append(p.Dones, k.done)
+		p.bytes += len(k.done.Message) + 128
+		c.waiting -= len(k.done.Message)
+		c.move(k, answered)
+	}
+}

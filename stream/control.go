@@ -1,0 +1,205 @@
+package stream
+
+import (
+	"slices"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Control handles the control parts of a frame; its chunk is left to Claim. The
+// machine copies what it retains. An error ends the session.
+func (m *Machine) Control(now Instant, f *frame.Frame) error {
+	if m.err != nil || m.shut {
+		return m.err
+	}
+	if !m.helloSeen && f.Hello == nil {
+		return m.violate(frame.InvalidArgument, "the first frame has no hello; a session opens with hello")
+	}
+	if f.Hello != nil {
+		if err := m.hello(now, f.Hello); err != nil {
+			return err
+		}
+	}
+	switch {
+	case len(f.Calls) > 0 && !m.cfg.Server:
+		return m.violate(frame.InvalidArgument, "call came from the server; only a client opens calls")
+	case len(f.Cancels) > 0 && !m.cfg.Server:
+		return m.violate(frame.InvalidArgument, "cancel came from the server; only a client cancels")
+	case len(f.Dones) > 0 && m.cfg.Server:
+		return m.violate(frame.InvalidArgument, "done came from the client; only a server ends calls")
+	}
+	for i := range f.Calls {
+		m.callPart(now, &f.Calls[i])
+	}
+	for i := range f.Descs {
+		m.descPart(now, &f.Descs[i])
+	}
+	for _, p := range f.Credits {
+		if t := m.out.tensors[p.Tensor]; t != nil {
+			m.out.credit(now, t, p.Limit)
+		} else {
+			m.unknown(p.Tensor)
+		}
+	}
+	for _, p := range f.Acks {
+		if t := m.out.tensors[p.Tensor]; t != nil {
+			m.ackPart(now, t, p)
+		} else {
+			m.unknown(p.Tensor)
+		}
+	}
+	// Before cancels: a client that gives a result up sends both, and says why here.
+	for _, p := range f.Failures {
+		m.failurePart(p)
+	}
+	for _, id := range f.Cancels {
+		if k := m.calls.open[id]; k != nil {
+			m.calls.giveUp(k, frame.Cancelled, "call cancelled by the client")
+		}
+	}
+	for i := range f.Dones {
+		m.donePart(&f.Dones[i])
+	}
+	if f.Drain != nil && !m.drained {
+		m.drained = true
+		m.tell(Event{Kind: EventDrain, Text: f.Drain.Reason})
+	}
+	if n, most := len(m.failures)+len(m.calls.answers), max(pendingControl, heldCalls*m.cfg.Limits.OpenCalls); n > most {
+		return m.violate(frame.ResourceExhausted, "%d answers wait to be read, the limit is %d; read what the session sends", n, most)
+	}
+	if m.waiting > pendingBytes {
+		return m.violate(frame.ResourceExhausted, "answers of %d bytes wait to be read, the limit is %d; read what the session sends", m.waiting, pendingBytes)
+	}
+	return nil
+}
+
+func (m *Machine) hello(now Instant, h *frame.Hello) error {
+	if m.helloSeen {
+		return m.violate(frame.InvalidArgument, "a second hello; a session opens once")
+	}
+	if bad := h.Check(); bad != nil {
+		return m.violate(bad.Code, "%s", bad.Text)
+	}
+	kind := codec.Checksum(h.Checksum)
+	if m.cfg.Server {
+		m.cfg.Session, m.cfg.Check = h.Session, kind
+	} else if kind != m.cfg.Check || h.Session != m.cfg.Session {
+		return m.violate(frame.InvalidArgument, "the server's hello names another session or checksum")
+	}
+	m.helloSeen = true
+	m.lastUse = now
+	m.peer = *h
+	set(&m.peer.MaxChunkBytes, 1*mib, frame.ChunkBytesCeiling)
+	set(&m.peer.MaxOpenTensors, 64, 1<<16)
+	m.peer.AllowanceBytes = min(m.peer.AllowanceBytes, frame.AllowanceCeiling)
+	m.code = codec.Choose(m.cfg.Codecs, h.Codecs[:min(len(h.Codecs), frame.HelloCodecs)])
+	m.peer.Codecs = nil // lent with the frame
+	m.tell(Event{Kind: EventOpened})
+	return nil
+}
+
+func (m *Machine) callPart(now Instant, p *frame.Call) {
+	switch k := m.calls.open[p.ID]; {
+	case m.tombstones.has(p.ID):
+	case k == nil:
+		m.calls.accept(now, p)
+	case !k.part.Same(p):
+		m.calls.end(k, endedBadly, frame.Done{Code: frame.InvalidArgument, Message: "call " + p.ID.String() + " came again with other content; use a new id"})
+	}
+}
+
+// descPart takes an announcement. What is wrong with it fails the tensor and its
+// call, not the session.
+func (m *Machine) descPart(now Instant, p *frame.Desc) {
+	if m.tombstones.has(p.Tensor) {
+		return
+	}
+	if t := m.in.tensors[p.Tensor]; t != nil {
+		if !t.desc.Same(p) {
+			m.fail(p.Tensor, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s was announced before with another desc; use a new id", p.Tensor))
+		}
+		return
+	}
+	k := m.calls.open[p.Call]
+	switch {
+	case k == nil && !m.tombstones.has(p.Call):
+		m.refuse(p.Tensor, "desc names call "+p.Call.String()+", which is not open; send the call first")
+		return
+	case k == nil || k.state > finishing || k.state == finishing && m.cfg.Server: // the call is over: whatever still comes for it is late
+		m.tombstones.add(p.Tensor)
+		return
+	}
+	geo, bad := m.in.admit(p)
+	if bad == nil && m.cfg.Server {
+		bad = m.calls.expects(k, p, geo)
+	}
+	if bad != nil {
+		m.tombstones.add(p.Tensor)
+		m.fail(p.Tensor, k, bad)
+		return
+	}
+	m.in.announce(now, p, geo, k)
+	if m.cfg.Server {
+		m.calls.retain(k, retainedByDesc(p, geo))
+		k.missing--
+		if k.missing == 0 {
+			m.calls.move(k, began)
+		}
+	}
+}
+
+func (m *Machine) ackPart(now Instant, t *out, p frame.Ack) {
+	if err := m.out.acknowledge(now, t, p); err != nil {
+		m.fail(p.Tensor, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s: %v", p.Tensor, err))
+		return
+	}
+	m.calls.completeIf(t.call) // the ack may have answered for a chunk that was to be sent again
+	m.calls.acknowledgeIf(t.call)
+}
+
+// failurePart is the peer giving up a tensor, ours or its own.
+func (m *Machine) failurePart(p frame.Failure) {
+	code := p.Code
+	if code == frame.OK {
+		code = frame.Internal
+	}
+	var k *call
+	if t := m.out.tensors[p.Tensor]; t != nil {
+		k = t.call
+		m.out.drop(t)
+	} else if t := m.in.tensors[p.Tensor]; t != nil {
+		k = t.call
+		m.in.drop(t)
+	}
+	switch {
+	case k == nil: // late, or an answer to something we never sent: answering would echo for ever
+	case m.cfg.Server:
+		m.calls.giveUp(k, code, frame.Clip(p.Message, frame.FailureTextBytes))
+	default:
+		m.calls.completeIf(k) // if done has come; if not, the server owes it
+	}
+}
+
+func (m *Machine) donePart(p *frame.Done) {
+	if k := m.calls.open[p.Call]; k != nil {
+		d := *p
+		d.Message = frame.Clip(p.Message, frame.TextBytes)
+		d.Outputs = slices.Clone(p.Outputs)
+		m.calls.end(k, endOf(d.Code), d)
+	}
+}
+
+// unknown answers a frame that names a tensor nobody announced.
+func (m *Machine) unknown(id tensor.ID) {
+	if !m.calls.used(id) {
+		m.refuse(id, "tensor "+id.String()+" is not known here; send its desc first")
+	}
+}
+
+// refuse gives up a tensor that has no state here, once: later frames of it are late.
+func (m *Machine) refuse(id tensor.ID, text string) {
+	m.tombstones.add(id)
+	m.sayFailed(id, frame.NotFound, text)
+}

@@ -1,0 +1,163 @@
+package stream
+
+import (
+	"fmt"
+
+	"github.com/tensorferry/tensorferry/chunker"
+	"github.com/tensorferry/tensorferry/frame"
+)
+
+// Pending reports whether Next has something to send now.
+func (m *Machine) Pending() bool {
+	switch {
+	case m.shut:
+		return false
+	case !m.helloSent:
+		return !m.cfg.Server || m.helloSeen
+	}
+	return m.helloSeen && (len(m.calls.cancels)+len(m.calls.answers)+len(m.failures)+len(m.in.credits)+len(m.out.small)+len(m.out.ring) > 0 ||
+		m.drain != nil || len(m.in.acks) > 0 && m.in.lazyAt == 0 || m.calls.mayOpen() || m.out.mayAnnounce())
+}
+
+// parcel is a frame that is being filled.
+type parcel struct {
+	*frame.Frame
+	bytes int // of its control parts, but those of a fixed size
+}
+
+// room reports whether another part may be added to those of its kind.
+func (p *parcel) room(parts int) bool { return parts < frameParts && p.bytes < frameBytes }
+
+// Next fills f, which must be empty, with what is to be sent next: control parts
+// that wait, and at most one chunk. The chunk's views are shared until held, if
+// not nil, is released; the encoding by Status.Codec, if it is worth it, and the
+// checksum are for the caller. It reports whether f has anything in it.
+func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok bool) {
+	if !m.Pending() {
+		return nil, false
+	}
+	if !m.helloSent {
+		m.helloSent = true
+		f.Hello = m.greeting()
+		if !m.helloSeen {
+			return nil, true
+		}
+	}
+	p := parcel{Frame: f}
+	// What ends frees places and allowance at the peer, and it reads a frame's
+	// calls and descs first: those that may need the places go with the next.
+	if len(m.calls.cancels)+len(m.calls.answers) == 0 {
+		m.calls.addOpens(&p)
+		m.out.addDescs(now, &p)
+	}
+	m.in.addCredits(&p)
+	m.in.addAcks(&p)
+	m.calls.addCancels(&p)
+	for len(m.failures) > 0 && p.room(len(f.Failures)) {
+		x := pop(&m.failures, 0)
+		f.Failures = append(f.Failures, x)
+		p.bytes += len(x.Message) + 64
+		m.waiting -= len(x.Message)
+	}
+	if p.room(0) { // else the parts and a chunk could be more than a frame may have
+		var t *out
+		if t, held = m.out.addChunk(now, &p); t != nil {
+			m.calls.completeIf(t.call)
+		}
+	}
+	m.calls.addDones(&p)
+	f.Drain, m.drain = m.drain, nil
+	return held, !f.Empty()
+}
+
+func (m *Machine) greeting() *frame.Hello {
+	h := &frame.Hello{
+		Version: frame.Version, Session: m.cfg.Session, MaxChunkBytes: m.cfg.Limits.ChunkBytes,
+		AllowanceBytes: m.cfg.Limits.AllowanceBytes, Checksum: uint8(m.cfg.Check), MaxOpenTensors: uint32(m.cfg.Limits.OpenTensors),
+	}
+	for _, k := range m.cfg.Codecs {
+		h.Codecs = append(h.Codecs, uint8(k))
+	}
+	return h
+}
+
+// NextTick returns when Tick has something to do at the latest.
+func (m *Machine) NextTick() Instant {
+	var at Instant
+	switch {
+	case !m.helloSeen:
+		at = m.began + m.cfg.Limits.FirstFrame
+	case len(m.calls.open) > 0:
+		at = m.ticked + tickEvery
+	default:
+		at = m.lastUse + m.cfg.Limits.SessionIdle
+		if len(m.tombstones.ids) > 0 {
+			at = min(at, m.ticked+lateFrames)
+		}
+	}
+	if m.in.lazyAt != 0 {
+		at = min(at, m.in.lazyAt)
+	}
+	return at
+}
+
+// Tick looks at everything that waits. An error ends the session.
+func (m *Machine) Tick(now Instant) error {
+	if now >= m.in.lazyAt {
+		m.in.lazyAt = 0 // Pending sees the acknowledgements from now on
+	}
+	switch limits := &m.cfg.Limits; {
+	case m.err != nil:
+		return m.err
+	case !m.helloSeen:
+		if now >= m.began+limits.FirstFrame {
+			return m.violate(frame.DeadlineExceeded, "no hello for %d s; a session opens with hello", limits.FirstFrame/second)
+		}
+	case len(m.calls.open) == 0:
+		if now >= m.lastUse+limits.SessionIdle {
+			return m.violate(frame.DeadlineExceeded, "no call for %d s; open a new session when there is one", limits.SessionIdle/second)
+		}
+		if now >= m.ticked+lateFrames {
+			m.ticked = now
+			m.tombstones = tombstones{}
+		}
+	default:
+		m.lastUse = now
+		if now >= m.ticked+tickEvery {
+			m.ticked = now
+			for _, k := range m.calls.inOrder() {
+				m.expire(now, k)
+			}
+		}
+	}
+	return nil
+}
+
+// expire gives up a call that waited too long for its peer.
+func (m *Machine) expire(now Instant, k *call) {
+	idle := m.cfg.Limits.ChunkIdle
+	if m.cfg.Server && k.state == opening {
+		switch {
+		case k.timeout() > 0 && now >= k.began+k.timeout():
+			m.calls.giveUp(k, frame.DeadlineExceeded, "the call's timeout has passed before its inputs were announced")
+			return
+		case now >= k.began+idle:
+			m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("call expired: %d of its inputs were not announced within %d s", k.missing, idle/second))
+			return
+		}
+	}
+	for _, t := range k.ins {
+		if !t.dead && t.asm.Held() < t.limit && now >= t.last+idle {
+			m.fail(t.desc.Tensor, k, frame.Errorf(frame.DeadlineExceeded, "tensor %s: no chunk for %d s although credit is unused", t.desc.Tensor, idle/second))
+		}
+	}
+	if !m.cfg.Server {
+		return
+	}
+	for _, t := range k.outs {
+		if !t.dead && t.waits() && now >= t.last+idle {
+			m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("call expired: nobody took result %q for %d s", t.desc.Port, idle/second))
+			return
+		}
+	}
+}

@@ -1,0 +1,279 @@
+package stream
+
+import (
+	"errors"
+	"slices"
+
+	"github.com/tensorferry/tensorferry/assembler"
+	"github.com/tensorferry/tensorferry/chunker"
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// receiver takes the tensors of the peer's into memory that was lent for them.
+type receiver struct {
+	*shared
+	tensors   map[tensor.ID]*in
+	credits   []*in   // whose limit is to be sent
+	acks      []*in   // to be acknowledged
+	lazyAt    Instant // when acks are due; 0: at once, if there are any
+	open      int     // tensors that count as open
+	allowance int64   // bytes used by the peer
+	free      func(done func(filled bool), filled bool)
+}
+
+// in is a tensor on its way to this side.
+type in struct {
+	desc      frame.Desc
+	geo       tensor.Geometry
+	asm       *assembler.Assembler
+	call      *call
+	limit     uint32 // last sent, or all on allowance
+	acked     uint32 // last sent
+	resend    []uint32
+	open      bool // counts in the receiver's
+	dead      bool
+	creditDue bool  // in credits
+	ackDue    bool  // in acks
+	share     int64 // of the allowance
+	last      Instant
+}
+
+// admit checks a desc against shape arithmetic and limits, before anything of it is
+// retained, and returns how the tensor is cut.
+func (r *receiver) admit(p *frame.Desc) (tensor.Geometry, *frame.Error) {
+	geo, bad := p.Check(r.cfg.Limits.ChunkBytes, r.cfg.Limits.TensorBytes)
+	if bad != nil {
+		return geo, bad
+	}
+	full := func(format string, args ...any) *frame.Error {
+		return frame.Errorf(frame.ResourceExhausted, "tensor "+p.Tensor.String()+": "+format, args...)
+	}
+	left := int64(r.cfg.Limits.AllowanceBytes) - r.allowance
+	switch n := geo.Count(); {
+	case r.open >= r.cfg.Limits.OpenTensors:
+		return geo, full("open tensors: the limit of a session is %d", r.cfg.Limits.OpenTensors)
+	case p.OnAllowance && n > frame.AllowanceChunks:
+		return geo, full("%d chunks on allowance, the limit is %d; send larger chunks, or wait for credit instead", n, frame.AllowanceChunks)
+	case p.OnAllowance && geo.Size > left:
+		return geo, full("%d bytes on allowance, %d are left; wait for credit instead", geo.Size, left)
+	}
+	return geo, nil
+}
+
+// announce adds a tensor that was admitted.
+func (r *receiver) announce(now Instant, p *frame.Desc, geo tensor.Geometry, k *call) {
+	t := &in{desc: *p, geo: geo, asm: assembler.New(p.Tensor, geo, r.cfg.Check, r.free), call: k, last: now, open: true}
+	t.desc.Shape = p.Shape.Clone()
+	r.tensors[p.Tensor] = t
+	r.most = max(r.most, len(r.tensors))
+	r.open++
+	k.ins = append(k.ins, t)
+	if p.OnAllowance {
+		t.limit, t.share = geo.Count(), geo.Size
+		r.allowance += t.share
+	}
+	r.tell(Event{Kind: EventTensor, Call: k.part.ID, Tensor: p.Tensor, Desc: &t.desc})
+}
+
+// Lend lends mem as the next bytes of an incoming tensor until done runs: once,
+// inside Event, in the order of the events, before EventClosed of the tensor's call
+// is returned. With true, every byte of mem is in place; with false, the tensor was
+// given up and mem may hold anything. No claim that could touch mem is open then.
+// done may be nil, and may call the machine. After an error, mem was not taken and
+// done never runs. Lend panics when mem reaches past the tensor's end.
+func (m *Machine) Lend(now Instant, id tensor.ID, mem []byte, done func(filled bool)) error {
+	t := m.in.tensors[id]
+	if t == nil {
+		return ErrClosed
+	}
+	if t.asm.Held() >= t.limit {
+		t.last = now // the peer was waiting for this
+	}
+	t.asm.Lend(mem, done)
+	if t.asm.Limit() > t.limit && !t.creditDue {
+		t.creditDue = true
+		m.in.credits = append(m.in.credits, t)
+	}
+	return nil
+}
+
+// drop gives a tensor up: its memory returns to the lender, with the commit of a
+// claim that is still open.
+func (r *receiver) drop(t *in) {
+	if t.dead {
+		return
+	}
+	t.dead = true
+	t.asm.Drop()
+	if r.cfg.Server || !t.asm.Whole() { // else its acknowledgement is to be sent
+		t.resend = nil
+	}
+	delete(r.tensors, t.desc.Tensor)
+	r.tombstones.add(t.desc.Tensor)
+	r.uncount(t)
+}
+
+// dropAll drops the tensors of a call.
+func (r *receiver) dropAll(k *call) {
+	for _, t := range k.ins {
+		r.drop(t)
+	}
+	k.ins = nil
+}
+
+// uncount stops counting a tensor as open: it is over, or its last acknowledgement
+// is sent.
+func (r *receiver) uncount(t *in) {
+	if t.open {
+		t.open = false
+		r.open--
+		r.allowance -= t.share
+	}
+}
+
+// Claim is a chunk being copied to its place, reused from chunk to chunk.
+type Claim struct {
+	claim  assembler.Claim
+	tensor *in
+}
+
+// Copy writes the chunk's bytes, borrowed, to their place and returns their
+// checksum, and an error when they could not be decoded. It may run beside the
+// machine.
+func (c *Claim) Copy(views [][]byte) (got uint32, err error) { return c.claim.Copy(views) }
+
+// Claim decides about the chunk of a frame whose control parts were handled.
+// With true, the caller copies the bytes by c.Copy, outside any lock it likes,
+// and then calls Commit. An error ends the session.
+func (m *Machine) Claim(now Instant, ch *frame.Chunk, c *Claim) (bool, error) {
+	if m.err != nil || m.shut || ch.Tensor.IsZero() {
+		return false, m.err
+	}
+	t := m.in.tensors[ch.Tensor]
+	if t == nil {
+		m.unknown(ch.Tensor)
+		return false, nil
+	}
+	bad := func(format string, args ...any) (bool, error) {
+		m.fail(ch.Tensor, t.call, frame.Errorf(frame.InvalidArgument, "tensor "+ch.Tensor.String()+": "+format, args...))
+		return false, nil
+	}
+	k := codec.Codec(ch.Codec)
+	if k != codec.None && !slices.Contains(m.cfg.Codecs, k) {
+		return bad("chunk %d came in %v, which the hello of this side does not name", ch.Index, k)
+	}
+	verdict, err := t.asm.Claim(&c.claim, ch.Index, ch.Len(), k, ch.Sum)
+	switch {
+	case err != nil:
+		return bad("%v", err)
+	case verdict == assembler.Duplicate:
+		m.stats.Duplicate++
+		m.in.wantAck(now, t, true) // the peer sent again: perhaps an ack was lost to it
+		return false, nil
+	}
+	t.last = now
+	t.call.claims++
+	c.tensor = t
+	return true, nil
+}
+
+// Commit ends a claim with what Copy returned.
+func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
+	t := c.tensor
+	c.tensor = nil
+	t.call.claims--
+	if bad := m.in.commit(now, t, &c.claim, got, failed); bad != nil {
+		m.fail(t.desc.Tensor, t.call, bad)
+	}
+	if t.asm.Whole() {
+		m.calls.completeIf(t.call)
+	}
+	m.calls.releaseIf(t.call)
+}
+
+// commit ends a claim. An error ends the tensor.
+func (r *receiver) commit(now Instant, t *in, c *assembler.Claim, got uint32, failed error) *frame.Error {
+	off, n := t.geo.Span(c.Index())
+	at := len(r.events)
+	ok, err := t.asm.Commit(c, got, failed)
+	switch {
+	case t.dead:
+		return nil
+	case errors.Is(err, codec.ErrDecode): // it came as it was sent
+		return frame.Errorf(frame.InvalidArgument, "tensor %s: %v", t.desc.Tensor, err)
+	case err != nil:
+		return frame.Errorf(frame.DataLoss, "tensor %s: %v", t.desc.Tensor, err)
+	case !ok:
+		r.stats.Corrupt++
+		if len(t.resend) == chunker.MaxResends {
+			return frame.Errorf(frame.DataLoss, "tensor %s: %d chunks have a wrong checksum and wait to be asked for again", t.desc.Tensor, len(t.resend)+1)
+		}
+		t.resend = append(t.resend, c.Index())
+		r.wantAck(now, t, true)
+		return nil
+	}
+	r.stats.ChunksIn++
+	r.stats.BytesIn += n
+	// Before the memory that the chunk has filled is returned.
+	r.events = slices.Insert(r.events, at, Event{Kind: EventChunk, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc, Off: off, N: n})
+	if t.asm.Whole() {
+		r.tell(Event{Kind: EventWhole, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc})
+		// Only the sender's memory waits for this one, unless that memory is
+		// scarce or half of the allowance hangs on it.
+		r.wantAck(now, t, t.desc.RetainChunks > 0 && !t.desc.OnAllowance || r.allowance > int64(r.cfg.Limits.AllowanceBytes)/2)
+	} else if news := t.asm.Below() - t.acked; t.desc.RetainChunks > 0 && news > 0 {
+		// Before it is due, too: the sender may retain less than it hoped for.
+		r.wantAck(now, t, news >= max(1, t.desc.RetainChunks/ackShare))
+	}
+	return nil
+}
+
+// wantAck has an acknowledgement sent: now, or with the next frame that goes.
+func (r *receiver) wantAck(now Instant, t *in, urgent bool) {
+	if !t.ackDue {
+		t.ackDue = true
+		r.acks = append(r.acks, t)
+		if len(r.acks) == 1 {
+			r.lazyAt = now + lazyAck
+		}
+	}
+	if urgent {
+		r.lazyAt = 0
+	}
+}
+
+func (r *receiver) addCredits(p *parcel) {
+	for len(r.credits) > 0 && len(p.Credits) < frameParts {
+		t := pop(&r.credits, len(r.credits)-1)
+		t.creditDue = false
+		if t.dead {
+			continue
+		}
+		t.limit = t.asm.Limit()
+		p.Credits = append(p.Credits, frame.Credit{Tensor: t.desc.Tensor, Limit: t.limit})
+	}
+}
+
+func (r *receiver) addAcks(p *parcel) {
+	r.lazyAt = 0
+	for len(r.acks) > 0 && len(p.Acks) < frameParts {
+		t := r.acks[len(r.acks)-1]
+		if t.dead && (r.cfg.Server || !t.asm.Whole()) {
+			pop(&r.acks, len(r.acks)-1)
+			continue // done says more than an ack could
+		}
+		t.acked = t.asm.Below()
+		n := min(len(t.resend), frameParts)
+		p.Acks = append(p.Acks, frame.Ack{Tensor: t.desc.Tensor, Below: t.acked, Resend: t.resend[:n:n]})
+		if t.resend = t.resend[n:]; len(t.resend) > 0 {
+			break
+		}
+		t.resend, t.ackDue = nil, false
+		pop(&r.acks, len(r.acks)-1)
+		if t.asm.Whole() {
+			r.uncount(t)
+		}
+	}
+}

@@ -1,0 +1,229 @@
+package stream
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/tensorferry/tensorferry/chunker"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Errors of OpenCall, OpenTensor, Offer and Lend.
+var (
+	// ErrClosed is returned when the session, call or tensor is over.
+	ErrClosed = errors.New("stream: closed")
+	// ErrDraining is returned when a side opens nothing new.
+	ErrDraining = errors.New("stream: draining")
+)
+
+// sender sends the tensors of this side's, within credit and allowance, by turns.
+type sender struct {
+	*shared
+	tensors   map[tensor.ID]*out
+	descs     []*out // to be sent
+	ring      []*out // on credit, with chunks to send: they take turns
+	turn      int    // place in ring
+	small     []*out // on allowance, with chunks to send: before the ring
+	smallRun  int    // chunks taken from small since one was taken from ring
+	announced int    // tensors that the peer counts as open
+	allowance int64  // bytes used of the peer's
+}
+
+// out is a tensor on its way to the peer.
+type out struct {
+	desc      frame.Desc
+	geo       tensor.Geometry
+	chunks    *chunker.Chunker
+	call      *call
+	limit     uint32
+	announced bool
+	queued    bool // in ring or small
+	dead      bool
+	share     int64 // of the allowance
+	last      Instant
+}
+
+// OpenTensor announces an outgoing tensor of an open call: an input on the
+// client, a result on the server. SizeBytes and OnAllowance are filled in here.
+func (m *Machine) OpenTensor(now Instant, d frame.Desc) error {
+	k, s := m.calls.open[d.Call], &m.out
+	if k == nil || k.state >= finishing {
+		return ErrClosed
+	}
+	if m.calls.used(d.Tensor) {
+		return fmt.Errorf("stream: tensor %s was announced before; use a new id", d.Tensor)
+	}
+	if problem := d.CheckTexts(); problem != "" {
+		return fmt.Errorf("stream: %s", problem)
+	}
+	size, err := d.Bytes()
+	if err != nil {
+		return err
+	}
+	geo, err := tensor.NewGeometry(size, int64(d.ChunkBytes))
+	if err != nil {
+		return err
+	}
+	d.SizeBytes = uint64(size)
+	t := &out{desc: d, geo: geo, chunks: chunker.New(geo), call: k, last: now}
+	s.tensors[d.Tensor] = t
+	s.most = max(s.most, len(s.tensors))
+	k.outs = append(k.outs, t)
+	if m.cfg.Server || k.state == running { // else they go with the call
+		s.descs = append(s.descs, t)
+	}
+	return nil
+}
+
+// Offer shares data as bytes [off, off+len) of an outgoing tensor until release,
+// which runs once, on any goroutine. After an error it never runs.
+func (m *Machine) Offer(now Instant, id tensor.ID, off int64, data []byte, release func()) error {
+	t := m.out.tensors[id]
+	if t == nil {
+		return ErrClosed
+	}
+	waiting := t.chunks.Ready(^uint32(0))
+	if err := t.chunks.Offer(off, data, release); err != nil {
+		return err
+	}
+	if !waiting {
+		t.last = now
+	}
+	m.out.queue(t)
+	return nil
+}
+
+// drop gives a tensor up: its memory returns to its owner.
+func (s *sender) drop(t *out) {
+	if t.dead {
+		return
+	}
+	t.dead = true
+	t.chunks.Close()
+	delete(s.tensors, t.desc.Tensor)
+	s.tombstones.add(t.desc.Tensor)
+	s.allowance -= t.share
+	t.share = 0
+	if t.announced {
+		s.announced--
+	}
+}
+
+// credit raises a tensor's limit.
+func (s *sender) credit(now Instant, t *out, limit uint32) {
+	if limit = min(limit, t.geo.Count()); limit > t.limit {
+		t.limit = limit
+		t.last = now
+		s.queue(t)
+	}
+}
+
+// acknowledge takes what the peer says that it has of a tensor.
+func (s *sender) acknowledge(now Instant, t *out, p frame.Ack) error {
+	before := t.chunks.Below()
+	err := t.chunks.Ack(p.Below)
+	for _, i := range p.Resend {
+		if err == nil {
+			err = t.chunks.Resend(i)
+		}
+	}
+	if err != nil {
+		return err
+	}
+	if t.chunks.Below() > before { // an ack that tells nothing new is no progress
+		t.last = now
+	}
+	s.queue(t)
+	if t.chunks.Acked() {
+		s.drop(t)
+	}
+	return nil
+}
+
+// queue puts a tensor among those that take turns, if it has something to send.
+func (s *sender) queue(t *out) {
+	if t.queued || t.dead || !t.announced || !t.chunks.Ready(t.limit) {
+		return
+	}
+	t.queued = true
+	if t.desc.OnAllowance {
+		s.small = append(s.small, t)
+	} else {
+		s.ring = append(s.ring, t)
+	}
+}
+
+// waits reports whether a tensor waits for the peer: for credit, or for an
+// acknowledgement, which is due soon after a chunk where not all can be retained.
+// Otherwise its maker is the one who is waited for.
+func (t *out) waits() bool {
+	return t.announced && (t.chunks.Ready(^uint32(0)) || t.chunks.Sent() ||
+		t.desc.RetainChunks > 0 && t.chunks.Unacked() > 0)
+}
+
+// mayAnnounce reports whether the next desc may be sent: a result waits here while
+// it would pass what the peer keeps open; inputs have waited with their call.
+func (s *sender) mayAnnounce() bool {
+	return len(s.descs) > 0 && (!s.cfg.Server || s.announced < int(s.peer.MaxOpenTensors))
+}
+
+func (s *sender) addDescs(now Instant, p *parcel) {
+	for p.room(len(p.Descs)) && s.mayAnnounce() {
+		t := pop(&s.descs, 0)
+		if t.dead {
+			continue
+		}
+		t.announced = true
+		t.last = now
+		s.announced++
+		if t.geo.Size <= int64(s.peer.AllowanceBytes)-s.allowance && t.geo.Count() <= frame.AllowanceChunks {
+			t.desc.OnAllowance = true
+			t.limit, t.share = t.geo.Count(), t.geo.Size
+			s.allowance += t.share
+		}
+		p.Descs = append(p.Descs, t.desc)
+		p.bytes += t.desc.Cost()
+		s.queue(t)
+	}
+}
+
+// addChunk adds the next chunk of the tensor whose turn it is, and returns the
+// tensor; nil if no chunk is ready.
+func (s *sender) addChunk(now Instant, p *parcel) (*out, chunker.Releaser) {
+	for len(s.small)+len(s.ring) > 0 {
+		q, i := &s.small, 0
+		if len(s.small) > 0 && (len(s.ring) == 0 || s.smallRun < smallRun) {
+			s.smallRun++
+		} else {
+			s.smallRun = 0
+			s.turn %= len(s.ring)
+			q, i = &s.ring, s.turn
+		}
+		t, index, ok := (*q)[i], uint32(0), false
+		if !t.dead {
+			index, ok = t.chunks.Take(t.limit)
+		}
+		switch {
+		case !ok || !t.chunks.Ready(t.limit):
+			pop(q, i)
+			t.queued = false
+		case q == &s.ring:
+			s.turn++ // its next chunk waits for the next turn
+		}
+		if !ok {
+			continue
+		}
+		var held chunker.Releaser
+		p.Chunk.Tensor, p.Chunk.Index = t.desc.Tensor, index
+		p.Chunk.Data, held = t.chunks.View(index, p.Chunk.Data[:0])
+		t.last = now
+		s.stats.ChunksOut++
+		s.stats.BytesOut += int64(p.Chunk.Len())
+		if s.peerDone {
+			t.chunks.AckSent()
+		}
+		return t, held
+	}
+	return nil, nil
+}
