@@ -21,7 +21,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo lint lint-go lint-proto breaking generated tidy-check \
 	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-against build \
-	stress-sessions stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference packages fmt vectors scripts-rewrite bench-peers-results
+	stress-sessions stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference packages fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^##/ { printf "\n%s\n", substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -157,6 +157,9 @@ vectors: ## Rewrite testdata/vectors; a changed byte needs a Wire line in CHANGE
 
 scripts-rewrite: ## Accept what the session scripts print now; read the diff
 	$(GO) test ./stream -run Scripts -rewrite
+
+states-rewrite: ## Draw the states of a call in docs/wire.md from the tables of stream
+	$(GO) test ./stream -run StateDiagrams -rewrite
 
 bench-peers-results: ## Measure as bench-peers does and rewrite docs/bench/peers.*: table, picture, samples
 	cd bench && $(GO) run $(STAMP) . --out ../docs/bench
