@@ -298,8 +298,8 @@ func (c *Call) fail(cause error) {
 func (c *Call) Cancel() { c.stop(context.Canceled) }
 
 // Wait waits for the call to end and returns its results, all of them or an
-// error. When it returns, the library touches neither inputs nor results; only on
-// a connection that broke may inputs still lie in a queue that nobody sends from.
+// error. When it returns, the library touches neither inputs nor results: it waits
+// for gRPC, which on a connection that hangs takes until keep-alive has closed it.
 func (c *Call) Wait() (Results, error) {
 	<-c.closed
 	if c.unhook != nil {
@@ -307,14 +307,7 @@ func (c *Call) Wait() (Results, error) {
 	}
 	c.feeding.Wait()
 	c.writing.Wait()
-	select {
-	case <-c.letGo:
-	case <-c.session.over:
-		select {
-		case <-c.letGo:
-		case <-time.After(letGoWait):
-		}
-	}
+	<-c.letGo
 	if err := c.err(); err != nil {
 		return nil, err
 	}

@@ -120,7 +120,7 @@ func Dial(target string, cfg Config) (*Client, error) {
 		cfg.Credentials = insecure.NewCredentials()
 	}
 	options := []grpc.DialOption{
-		grpc.WithTransportCredentials(cfg.Credentials),
+		grpc.WithTransportCredentials(wire.Track(cfg.Credentials)),
 		grpc.WithNoProxy(),
 		experimental.WithBufferPool(wire.Buffers),
 		grpc.WithInitialWindowSize(int32(cfg.WindowBytes)),

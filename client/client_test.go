@@ -28,6 +28,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -50,7 +51,8 @@ func start(t testing.TB, network string, cfg client.Config) *fixture {
 		require.NoError(t, models.Add(m))
 	}
 	var err error
-	f.server, err = server.New(server.Config{Models: models, Pool: f.host.Pool(), Budget: f.host.Budget()})
+	st := store.NewMemory(f.host.Pool(), 32*mib)
+	f.server, err = server.New(server.Config{Models: models, Pool: f.host.Pool(), Budget: f.host.Budget(), Store: st})
 	require.NoError(t, err)
 	at := "127.0.0.1:0"
 	if network == "unix" {
@@ -69,6 +71,7 @@ func start(t testing.TB, network string, cfg client.Config) *fixture {
 		require.NoError(t, f.client.Close())
 		f.server.Close()
 		require.NoError(t, <-served)
+		require.NoError(t, st.Close())
 		used, _, _ := f.host.Budget().Used()
 		require.Zero(t, used)
 		testkit.Eventually(t, func() bool { n, _ := f.host.Pool().Live(); return n == 0 }, "every slab released")

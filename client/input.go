@@ -25,9 +25,7 @@ type Input struct {
 	// Name and Metadata are for people; see docs/limits for their sizes.
 	Name     string
 	Metadata map[string]string
-	// Release, when not nil, runs once when Data is in no use any more. It does
-	// not run when a connection died with Data in its queue: Data then must stay
-	// as it is (a mapped file must stay mapped).
+	// Release, when not nil, runs once when Data is in no use any more.
 	Release func()
 }
 

@@ -11,10 +11,6 @@ const (
 	// slotBytes is the least size of a slot of a streamed result: chunks smaller
 	// than this share one.
 	slotBytes = 256 << 10
-	// letGoWait is how long a call whose session has ended waits for grpc to let go
-	// of its inputs: on a connection that lives it takes a moment, on one that died
-	// it may never come, and nobody reads them.
-	letGoWait = time.Second
 	// pushTensors is how many tensors one RPC of a push takes, which is the server's
 	// limit; Push uses as many RPCs as it needs.
 	pushTensors = 1024

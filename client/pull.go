@@ -102,7 +102,7 @@ func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 	rpc, err := c.stub.PullTensors(own, req)
 	p.clock.stop()
 	if err == nil {
-		p.clock.Conn = rpc
+		p.clock.Conn = wire.NewConn(rpc, nil)
 		err = p.receive()
 	}
 	if err != nil {
@@ -195,21 +195,21 @@ func (p *pull) receive() error {
 	if p.client.cfg.Codec != codec.None {
 		p.recv.Codecs = []codec.Codec{p.client.cfg.Codec}
 	}
-	var msg wire.Message
-	defer msg.Free()
+	defer p.clock.Free()
 	for first := true; ; first = false {
-		err := p.clock.RecvMsg(&msg)
+		f, err := p.clock.Recv()
+		var bad *frame.Error
 		switch {
 		case errors.Is(err, io.EOF):
 			return nil
+		case errors.As(err, &bad):
+			return &Error{Code: codes.Internal, Message: bad.Text}
 		case err != nil:
 			return err
-		case msg.Err != nil:
-			return &Error{Code: codes.Internal, Cause: msg.Err}
-		case first != (msg.Frame.Hello != nil):
+		case first != (f.Hello != nil):
 			return &Error{Code: codes.Internal, Message: "a pull opens with one hello of the server's"}
 		}
-		if h := msg.Frame.Hello; h != nil {
+		if h := f.Hello; h != nil {
 			if bad := h.Check(); bad != nil {
 				return bad
 			}
@@ -218,12 +218,12 @@ func (p *pull) receive() error {
 			}
 			p.clock.moved()
 		}
-		if err := p.recv.Frame(&msg.Frame); err != nil {
+		if err := p.recv.Frame(f); err != nil {
 			return err
 		}
 		// A summary may ride with the last chunk.
-		for i := range msg.Frame.Summaries {
-			if err := p.summary(&msg.Frame.Summaries[i]); err != nil {
+		for i := range f.Summaries {
+			if err := p.summary(&f.Summaries[i]); err != nil {
 				return err
 			}
 		}

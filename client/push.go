@@ -5,10 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"runtime"
 	"slices"
 	"sync/atomic"
-	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -35,7 +33,7 @@ type PushRequest struct {
 // Push stores tensors on the server and returns how each ended, in the order of the
 // request. The error joins those of the summaries, or says what ended the push;
 // tensors without a summary error were stored all the same. It shares the inputs
-// until it returns; those of a connection that died may be read a moment longer.
+// until it returns.
 //
 // A tensor that the server refuses costs no more than a few chunks, and the others
 // are stored.
@@ -78,32 +76,13 @@ func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 	for _, p := range waiting {
 		p.end(err)
 	}
-	waitLetGo(all)
+	for _, p := range all {
+		<-p.letGo
+	}
 	if err = errorsOf(out); err != nil {
 		c.forgetFacts() // the server may be another one by now
 	}
 	return out, err
-}
-
-// waitLetGo waits until grpc reads none of the tensors any more, for letGoWait at
-// most. It forgets frames that were to be sent when their RPC ended, which the
-// garbage collector finds out.
-func waitLetGo(list []*pushing) {
-	late := time.After(letGoWait)
-	collect := time.NewTicker(letGoWait / 4)
-	defer collect.Stop()
-	for _, p := range list {
-		for shared := true; shared; {
-			select {
-			case <-p.letGo:
-				shared = false
-			case <-collect.C: // twice at least: pools keep what they hold for one collection
-				runtime.GC()
-			case <-late:
-				return
-			}
-		}
-	}
 }
 
 // pushing is one tensor on its way into a push. It is the transfer.Viewer of its
@@ -216,7 +195,11 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 	if err != nil {
 		return transferError(ctx, own, err)
 	}
-	conn.Conn = rpc
+	conn.Conn = wire.NewConn(rpc, nil)
+	defer func() {
+		cancel(nil)
+		conn.Finish()
+	}()
 	hello := frame.Hello{Version: frame.Version, Session: session.NewID(), Checksum: uint8(c.cfg.Checksum)}
 	err = c.sendAll(own, conn, hello, known, list, progress)
 	if err == nil {
@@ -227,7 +210,10 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 	}
 	var resp pb.PushTensorsResponse
 	conn.moved()
-	if err := conn.RecvMsg(&resp); err != nil {
+	conn.wait()
+	err = rpc.RecvMsg(&resp)
+	conn.stop()
+	if err != nil {
 		return transferError(ctx, own, err)
 	}
 	byID := make(map[tensor.ID]*pushing, len(list))
@@ -261,10 +247,9 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 
 // sendAll sends the frames of a push.
 func (c *Client) sendAll(ctx context.Context, conn *stallClock, hello frame.Hello, known facts, list []*pushing, progress func(Progress)) error {
-	s := transfer.NewSender(conn, nil)
-	s.Checksum = c.cfg.Checksum
-	s.ChunkBytes = min(int64(c.cfg.ChunkBytes), known.chunkBytes)
-	s.Codec = c.codecFor(known.codecs)
+	s := transfer.Sender{
+		Conn: conn, Checksum: c.cfg.Checksum, ChunkBytes: min(int64(c.cfg.ChunkBytes), known.chunkBytes), Codec: c.codecFor(known.codecs),
+	}
 	if err := s.Control(frame.Frame{Hello: &hello}); err != nil {
 		return err
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -47,7 +48,7 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 	defer stop()
 	unhook := context.AfterFunc(ctx, cancel)
 	defer unhook()
-	conn, err := c.stub.StreamTensors(own)
+	rpc, err := c.stub.StreamTensors(own)
 	if err != nil {
 		c.winding.Done()
 		cancel()
@@ -56,7 +57,7 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 		}
 		return nil, sessionError(err)
 	}
-	s.sess = session.New(conn, stream.Config{
+	s.sess = session.New(stream.Config{
 		Session: session.NewID(), Check: c.cfg.Checksum, Codecs: c.codecs(),
 		Limits: stream.Limits{
 			ChunkBytes:  uint32(c.cfg.ChunkBytes),
@@ -67,15 +68,16 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 			ChunkIdle:  stream.Instant(365 * 24 * time.Hour),
 			FirstFrame: stream.Instant(c.cfg.OpenTimeout),
 		},
-	}, s, nil)
-	s.sess.Start()
+	}, s)
+	conn := wire.NewConn(rpc, nil)
+	lost := s.sess.Carry(conn)
 	c.mu.Lock()
 	c.open[s] = struct{}{}
 	if c.closed { // meanwhile
 		s.sess.Stop(ErrClosed)
 	}
 	c.mu.Unlock()
-	go s.windUp()
+	go s.windUp(conn, lost)
 	select {
 	case <-s.opened:
 		if unhook() {
@@ -102,16 +104,21 @@ func (c *Client) codecs() []codec.Codec {
 	return []codec.Codec{c.cfg.Codec}
 }
 
-// windUp ends with the session and sees to what is left of it.
-func (s *Session) windUp() {
+// windUp ends the session with its connection, and cleans up after it.
+func (s *Session) windUp(conn *wire.Conn, lost <-chan error) {
 	defer s.client.winding.Done()
-	<-s.sess.Stopped()
+	select {
+	case err := <-lost:
+		s.sess.Stop(err)
+	case <-s.sess.Stopped():
+	}
 	err := sessionError(s.sess.Cause())
 	s.mu.Lock()
 	s.err = err
 	s.mu.Unlock()
 	s.cancel()
 	s.sess.Wait(frame.Code(err.Code), "the session has ended: "+err.Error())
+	conn.Finish()
 	s.client.mu.Lock()
 	delete(s.client.open, s)
 	s.client.mu.Unlock()

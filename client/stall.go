@@ -7,15 +7,16 @@ import (
 
 	"google.golang.org/grpc/codes"
 
-	"github.com/tensorferry/tensorferry/internal/transfer"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
-// stallClock is the conn of a push or a pull that ends when its server does nothing for
+// stallClock is the connection of a push or a pull that ends when its server does nothing for
 // too long. It runs while the server is waited for, never while the caller's own code
 // runs, and goes on where it stopped until something has moved: frames that move
 // nothing do not keep a transfer alive. It belongs to one goroutine.
 type stallClock struct {
-	transfer.Conn
+	*wire.Conn
 	limit, left time.Duration
 	since       time.Time
 	timer       *time.Timer
@@ -50,10 +51,10 @@ func (c *stallClock) stop() {
 // moved begins the time anew.
 func (c *stallClock) moved() { c.left = c.limit }
 
-// SendMsg waits for room.
-func (c *stallClock) SendMsg(m any) error {
+// Send waits for room. It takes held over.
+func (c *stallClock) Send(f *frame.Frame, held interface{ Release() }) error {
 	c.wait()
-	err := c.Conn.SendMsg(m)
+	err := c.Conn.Send(f, held)
 	c.stop()
 	if err == nil {
 		c.moved()
@@ -61,10 +62,9 @@ func (c *stallClock) SendMsg(m any) error {
 	return err
 }
 
-// RecvMsg waits for a message. The caller says whether it moved something.
-func (c *stallClock) RecvMsg(m any) error {
+// Recv waits for a frame. The caller says whether it moved something.
+func (c *stallClock) Recv() (*frame.Frame, error) {
 	c.wait()
-	err := c.Conn.RecvMsg(m)
-	c.stop()
-	return err
+	defer c.stop()
+	return c.Conn.Recv()
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"log/slog"
 	"net"
-	"runtime"
 	"sync"
 	"time"
 
@@ -26,7 +25,7 @@ type connections struct {
 	mu       sync.Mutex // guards all below
 	open     map[*connection]struct{}
 	accepted int
-	refused  int64
+	refused  logSampler
 }
 
 // connection is what the server knows of one.
@@ -76,8 +75,8 @@ func (c *connections) enter() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.accepted >= c.most {
-		if c.refused++; c.refused&(c.refused-1) == 0 { // as it doubles: a flood is not to fill the log
-			c.log.Warn("connections refused: the limit is reached", slog.Int("limit", c.most), slog.Int64("refused", c.refused))
+		if n, due := c.refused.again(); due {
+			c.log.Warn("connections refused: the limit is reached", slog.Int("limit", c.most), slog.Int64("refused", n))
 		}
 		return false
 	}
@@ -145,8 +144,7 @@ func (c *connections) HandleConn(ctx context.Context, s stats.ConnStats) {
 // has a clock of its own, but what one has sent before it ended stays in grpc's queue,
 // and with it the memory it lies in, for as long as the peer's window is closed;
 // grpc can reset no stream then, so the connection must go. A frame may be there
-// from one look to the next: idle at least, twice that at most. If one is longer,
-// it may also be that grpc has forgotten it: the collector is asked first.
+// from one look to the next: idle at least, twice that at most.
 func (c *connections) watch(idle time.Duration, done <-chan struct{}) {
 	tick := time.NewTicker(idle)
 	defer tick.Stop()
@@ -156,30 +154,19 @@ func (c *connections) watch(idle time.Duration, done <-chan struct{}) {
 		case <-done:
 			return
 		}
-		if len(c.stuck((*wire.InFlight).Look)) == 0 {
-			continue
-		}
-		runtime.GC()
-		runtime.GC() // pools keep what they hold for one collection
-		select {     // what it found is put in order behind it
-		case <-time.After(time.Second):
-		case <-done:
-			return
-		}
-		stuck := c.stuck((*wire.InFlight).Stuck)
-		for _, one := range stuck {
+		for _, one := range c.stuck() {
 			c.log.Warn("connection closed: its peer does not read", slog.String("peer", one.addr.String()))
 			_ = one.close() // grpc's reader sees to the rest
 		}
 	}
 }
 
-// stuck returns the connections of which is says so.
-func (c *connections) stuck(is func(*wire.InFlight) bool) (all []*connection) {
+// stuck looks at all connections and returns those whose peers do not read.
+func (c *connections) stuck() (all []*connection) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for one := range c.open {
-		if is(&one.flight) && one.close != nil {
+		if one.flight.Look() && one.close != nil {
 			all = append(all, one)
 		}
 	}
@@ -189,5 +176,9 @@ func (c *connections) stuck(is func(*wire.InFlight) bool) (all []*connection) {
 // TagRPC returns ctx.
 func (*connections) TagRPC(ctx context.Context, _ *stats.RPCTagInfo) context.Context { return ctx }
 
-// HandleRPC does nothing.
-func (*connections) HandleRPC(context.Context, stats.RPCStats) {}
+// HandleRPC takes back what was sent when its RPC was over: grpc may have forgotten it.
+func (*connections) HandleRPC(ctx context.Context, s stats.RPCStats) {
+	if out, ok := s.(*stats.OutPayload); ok && ctx.Err() != nil {
+		wire.Unsent(out.Payload)
+	}
+}

@@ -68,7 +68,7 @@ var shownBy = map[string][]string{
 	"entry_value_bytes":        {"TestLimitsOfADescAreReachedAndNotPassed", "TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},
 	"entries_bytes":            {"TestLimitsOfADescAreReachedAndNotPassed", "TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},
 	"connections":              {"TestOneConnectionTooManyIsClosedAndTheOthersAreServed"},
-	"thin_frames_per_second":   {"TestThinFramesComeAtThePaceOfTheirConnection"},
+	"thin_frames_per_second":   {"TestThinFramesComeAtTheRateOfTheirConnection"},
 	"streams_per_connection":   {"TestLimitsOfAConnectionAreThoseOfTheConfig", "TestTheServersSettingsTellItsLimits"},
 	"header_list_bytes":        {"TestLimitsOfAConnectionAreThoseOfTheConfig", "TestTheServersSettingsTellItsLimits"},
 	"handshake_millis":         {"TestAConnectionThatDoesNotShakeHandsIsClosed"},

@@ -44,7 +44,7 @@ var pulls = slab.NewPrincipal("pull")
 
 // PullTensors sends what a client selects.
 func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreamingServer[pb.Frame]) error {
-	return s.transfer(conn, pullTransfer, func(w *watched) (*record, error) {
+	return s.transfer(conn, pullTransfer, func(w *idleTimeout) (*record, error) {
 		h, err := wire.Hello(req.GetHello())
 		if err != nil {
 			return nil, &frame.Error{Code: frame.InvalidArgument, Text: err.Error()}
@@ -69,7 +69,7 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 		if err != nil {
 			return nil, err
 		}
-		p := &pull{server: s, ctx: conn.Context(), record: r, sender: transfer.NewSender(w, &s.connections.of(conn.Context()).flight)}
+		p := &pull{server: s, ctx: conn.Context(), record: r, sender: &transfer.Sender{Conn: w}}
 		p.sender.Checksum = codec.Checksum(h.Checksum)
 		p.sender.ChunkBytes = min(int64(h.MaxChunkBytes), int64(s.limits.ChunkBytes))
 		if h.MaxChunkBytes == 0 {

@@ -25,7 +25,7 @@ var errNoStore = &frame.Error{Code: frame.FailedPrecondition, Text: "this server
 // push is a client's upload into the store.
 type push struct {
 	server *Server
-	conn   *watched
+	conn   *idleTimeout
 	ctx    context.Context
 	record *record
 	holder *slab.Principal // of the budget
@@ -54,19 +54,19 @@ func (p *place) WriteViews(off int64, views [][]byte) error {
 
 // PushTensors stores the tensors of a client's stream.
 func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTensorsResponse]) error {
-	return s.transfer(conn, pushTransfer, func(w *watched) (*record, error) {
+	return s.transfer(conn, pushTransfer, func(w *idleTimeout) (*record, error) {
 		if s.cfg.Store == nil {
 			return nil, errNoStore
 		}
-		var msg wire.Message
-		defer msg.Free()
-		if err := receive(w, &msg); err != nil && !errors.Is(err, io.EOF) {
+		defer w.Free()
+		f, err := receive(w)
+		if err != nil && !errors.Is(err, io.EOF) {
 			return nil, err
 		}
-		h := msg.Frame.Hello // none if the client sent no frame at all
-		if h == nil {
+		if f == nil || f.Hello == nil {
 			return nil, &frame.Error{Code: frame.InvalidArgument, Text: "the first frame has no hello; a push opens with one"}
 		}
+		h := f.Hello
 		if bad := h.Check(); bad != nil {
 			return nil, bad
 		}
@@ -77,7 +77,7 @@ func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTe
 		p := &push{
 			server: s, conn: w, ctx: conn.Context(), record: r, holder: slab.NewPrincipal("push " + h.Session.String()), slots: make(chan struct{}, commits),
 		}
-		err = p.serve(&msg)
+		err = p.serve(f)
 		if err != nil {
 			return r, err
 		}
@@ -85,28 +85,22 @@ func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTe
 		for i := range p.summaries {
 			resp.Summaries = append(resp.Summaries, wire.ToSummary(&p.summaries[i]))
 		}
-		return r, w.SendMsg(resp)
+		return r, w.sending(func() error { return conn.SendAndClose(resp) })
 	})
 }
 
-// receive waits for the next frame. Why the bytes were none is a *frame.Error.
-func receive(w *watched, msg *wire.Message) error {
-	err := w.RecvMsg(msg)
-	switch {
-	case errors.Is(err, io.EOF):
-		return io.EOF
-	case err != nil: // grpc's own: then, too, the RPC has ended already
-		code, text := statusParts(err)
-		if code != frame.ResourceExhausted && w.Context().Err() != nil {
-			return left(w.Context())
-		}
-		return &frame.Error{Code: code, Text: text} // a message too large
-	case errors.Is(msg.Err, wire.ErrTooLarge):
-		return &frame.Error{Code: frame.ResourceExhausted, Text: msg.Err.Error()}
-	case msg.Err != nil:
-		return &frame.Error{Code: frame.InvalidArgument, Text: msg.Err.Error()}
+// receive waits for the next frame. An error is io.EOF or a *frame.Error.
+func receive(w *idleTimeout) (*frame.Frame, error) {
+	f, err := w.Recv()
+	var bad *frame.Error
+	if err == nil || errors.Is(err, io.EOF) || errors.As(err, &bad) {
+		return f, err
 	}
-	return nil
+	code, text := statusParts(err) // grpc's own: then, too, the RPC has ended already
+	if code != frame.ResourceExhausted && w.Context().Err() != nil {
+		return nil, left(w.Context())
+	}
+	return nil, &frame.Error{Code: code, Text: text} // a message too large
 }
 
 // left says why the RPC of a transfer ended before its time.
@@ -119,12 +113,12 @@ func left(ctx context.Context) *frame.Error {
 
 // serve takes the client's frames, the first of which is here, until it has sent its
 // last one, and waits until what came is stored.
-func (p *push) serve(msg *wire.Message) error {
+func (p *push) serve(f *frame.Frame) error {
 	s := p.server
 	recv := transfer.Receiver[*place]{
 		ChunkBytes: s.limits.ChunkBytes, TensorBytes: s.cfg.StoredBytes,
 		OpenTensors: min(s.limits.OpenTensors, pushTensors), Tensors: transferTensors,
-		Checksum: codec.Checksum(msg.Frame.Hello.Checksum), Codecs: codec.All(), Handler: p,
+		Checksum: codec.Checksum(f.Hello.Checksum), Codecs: codec.All(), Handler: p,
 	}
 	defer p.committing.Wait()
 	defer func() { // a store's code may panic
@@ -133,7 +127,7 @@ func (p *push) serve(msg *wire.Message) error {
 			panic(r)
 		}
 	}()
-	if err := p.frames(&recv, msg); err != nil {
+	if err := p.frames(&recv, f); err != nil {
 		recv.Fail(err)
 		return err
 	}
@@ -143,23 +137,22 @@ func (p *push) serve(msg *wire.Message) error {
 
 // frames takes frames to the last one, or until a tensor has failed and none is
 // open: then the client is told at once, not after it has sent the rest in vain.
-func (p *push) frames(recv *transfer.Receiver[*place], msg *wire.Message) error {
+func (p *push) frames(recv *transfer.Receiver[*place], f *frame.Frame) (err error) {
 	for first := true; ; first = false {
-		if part, why := foreign(&msg.Frame, first); part != "" {
+		if part, why := foreign(f, first); part != "" {
 			recv.Fail(&frame.Error{Code: frame.InvalidArgument, Text: part + " ended the push"})
 			return &frame.Error{Code: frame.InvalidArgument, Text: part + " came" + why}
 		}
-		if err := recv.Frame(&msg.Frame); err != nil {
+		if err := recv.Frame(f); err != nil {
 			return err
 		}
-		msg.Free()
+		p.conn.Free()
 		if recv.Open() == 0 && p.hasFailed() {
 			return nil
 		}
-		switch err := receive(p.conn, msg); {
-		case errors.Is(err, io.EOF):
+		if f, err = receive(p.conn); errors.Is(err, io.EOF) {
 			return nil
-		case err != nil:
+		} else if err != nil {
 			return err
 		}
 	}

@@ -26,7 +26,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/internal/serving"
-	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
@@ -117,7 +117,7 @@ type Server struct {
 	forget    func() // takes the server off its registry of metrics
 
 	transferLog transferLog
-	storeFull   sampler
+	storeFull   logSampler
 	connections connections
 	serving     sync.Once
 }
@@ -248,13 +248,12 @@ func (s *Server) Close() {
 // StreamTensors serves one session.
 func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]) error {
 	one := s.connections.of(conn.Context())
-	sess, err := s.core.OpenSession(&one.Caller, func(sess *serving.Session) session.Conn {
-		return &paced{ServerStream: conn, thin: one.thin, opened: &sess.Opened}
-	}, &one.flight)
+	sess, err := s.core.OpenSession(&one.Caller)
 	if err != nil {
 		return err
 	}
-	cause := sess.Serve(conn.Context())
+	// The session ends with the RPC.
+	cause := sess.Serve(conn.Context(), &rateLimit{frames: wire.NewConn(conn, &one.flight), thin: one.thin, opened: &sess.Opened})
 	if err := statusOf(cause); err != nil {
 		s.log.Log(context.Background(), levelOf(err), "session ended", slog.String("session", sess.ID().String()), slog.String("cause", cause.Error()))
 		return err

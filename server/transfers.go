@@ -7,12 +7,13 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
 // transfer has the work of a transfer done on a goroutine of its own, since
 // nothing but the end of the RPC wakes one that waits for its peer, and returns
 // what the RPC ends with. The work ends soon after; Close waits for it.
-func (s *Server) transfer(conn grpc.ServerStream, k kind, work func(*watched) (*record, error)) error {
+func (s *Server) transfer(conn grpc.ServerStream, k kind, work func(*idleTimeout) (*record, error)) error {
 	if err := s.core.Begin(); err != nil {
 		return statusOf(err)
 	}
@@ -23,10 +24,10 @@ func (s *Server) transfer(conn grpc.ServerStream, k kind, work func(*watched) (*
 	}
 	s.core.TransferOpened(k)
 
-	stalled := make(chan struct{}, 1)
-	w := newWatched(&paced{ServerStream: conn, thin: one.thin, opened: new(atomic.Int64)}, k, s.limits, func() {
+	expired := make(chan struct{}, 1)
+	w := newIdleTimeout(&rateLimit{frames: wire.NewConn(conn, &one.flight), thin: one.thin, opened: new(atomic.Int64)}, k, s.limits, func() {
 		select {
-		case stalled <- struct{}{}:
+		case expired <- struct{}{}:
 		default: // it was said before
 		}
 	})
@@ -56,8 +57,8 @@ func (s *Server) transfer(conn grpc.ServerStream, k kind, work func(*watched) (*
 	select {
 	case err = <-ended:
 		return statusOf(err)
-	case <-stalled:
-		err = w.stalled()
+	case <-expired:
+		err = w.err()
 	case <-conn.Context().Done():
 		err = context.Cause(conn.Context())
 	case <-s.core.Done():

@@ -37,16 +37,16 @@ var layers = map[string][]string{
 	"frame":             {"codec", "tensor"},
 	"store":             {"codec", "internal/fault", "internal/minifloat", "slab", "tensor", "tensorfile"},
 
-	"engine/cpu":      {"engine", "engine/blocks", "engine/stack", "slab", "tensor"},
-	"internal/wire":   {"api/tensorferry/v1", "frame", "tensor"},
-	"store/storetest": {"codec", "store", "tensor"},
-	"stream":          {"assembler", "chunker", "codec", "frame", "internal/invariants", "tensor"},
+	"engine/cpu":        {"engine", "engine/blocks", "engine/stack", "slab", "tensor"},
+	"internal/transfer": {"assembler", "codec", "frame", "internal/fault", "tensor"},
+	"internal/wire":     {"api/tensorferry/v1", "frame", "tensor"},
+	"store/storetest":   {"codec", "store", "tensor"},
+	"stream":            {"assembler", "chunker", "codec", "frame", "internal/invariants", "tensor"},
 
-	"internal/session":  {"codec", "frame", "internal/wire", "stream", "tensor"},
-	"internal/transfer": {"assembler", "codec", "frame", "internal/fault", "internal/wire", "tensor"},
+	"internal/session": {"codec", "frame", "stream", "tensor"},
 
 	"client":           {"api/tensorferry/v1", "codec", "frame", "internal/session", "internal/transfer", "internal/wire", "slab", "stream", "tensor"},
-	"internal/serving": {"assembler", "codec", "engine", "frame", "internal/metrics", "internal/session", "internal/wire", "slab", "stream", "tensor"},
+	"internal/serving": {"assembler", "codec", "engine", "frame", "internal/metrics", "internal/session", "slab", "stream", "tensor"},
 
 	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/fault", "internal/metrics", "internal/serving", "internal/session", "internal/transfer", "internal/wire", "slab", "store", "stream", "tensor"},
 

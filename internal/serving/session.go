@@ -11,7 +11,6 @@ import (
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
-	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -32,14 +31,13 @@ type Session struct {
 	staging staging
 }
 
-// OpenSession admits a session (*Refusal if not) that Serve serves over conn. flight
-// learns of what is sent.
-func (c *Core) OpenSession(from *Caller, conn func(*Session) session.Conn, flight *wire.InFlight) (*Session, error) {
+// OpenSession admits a session (*Refusal if not), which Serve then serves.
+func (c *Core) OpenSession(from *Caller) (*Session, error) {
 	s := &Session{
 		core: c, from: from, calls: make(map[tensor.ID]*call),
 		staging: staging{budget: c.cfg.Budget, reserved: reservation(c.cfg.Session), all: &c.reservations},
 	}
-	s.sess = session.New(conn(s), stream.Config{Server: true, Limits: c.cfg.Session, Codecs: codec.All()}, s, flight)
+	s.sess = session.New(stream.Config{Server: true, Limits: c.cfg.Session, Codecs: codec.All()}, s)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.draining {
@@ -54,11 +52,11 @@ func (c *Core) OpenSession(from *Caller, conn func(*Session) session.Conn, fligh
 	return s, nil
 }
 
-// Serve serves the session until it ends, or ctx does, and returns why. What is left
-// of it is cleaned up asynchronously: its goroutines end when its connection has, that
-// is, when the caller of Serve has returned.
-func (s *Session) Serve(ctx context.Context) error {
-	s.sess.Start()
+// Serve carries the session over conn until that ends, or ctx, and ends the session
+// then. It returns why. The rest is cleaned up asynchronously: the session's goroutines
+// end when conn has, which may be when the caller of Serve has returned.
+func (s *Session) Serve(ctx context.Context, conn session.Conn) error {
+	lost := s.sess.Carry(conn)
 	defer func() { // also when this function panics
 		s.sess.Stop(errors.New("serving: panic"))
 		go func() {
@@ -69,6 +67,8 @@ func (s *Session) Serve(ctx context.Context) error {
 	}()
 	select {
 	case <-s.sess.Stopped():
+	case err := <-lost:
+		s.sess.Stop(err)
 	case <-ctx.Done():
 		s.sess.Stop(context.Cause(ctx))
 	case <-s.core.Done():

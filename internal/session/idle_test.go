@@ -34,7 +34,7 @@ func TestASessionThatHadFatFramesAndIsIdleKeepsLittle(t *testing.T) {
 		for range n {
 			a, b := newPipe()
 			s := newSide(t, b, stream.Config{Server: true})
-			s.sess.Start()
+			s.start()
 			sides, clients = append(sides, s), append(clients, a)
 			var msg wire.Message
 			f := &msg.Frame

@@ -1,11 +1,12 @@
-// Package session runs one stream.Machine over one gRPC stream, the same on both
-// sides: it reads and places, encodes, sums and writes, keeps time, and hands events to
-// its holder.
+// Package session runs one stream.Machine over a connection that carries frames, the
+// same on both sides: it reads and places, encodes, sums and writes, keeps time, and
+// hands events to its holder. A session outlives its connection, and may be carried by
+// another one.
 //
-// It refuses to compute and to know models or files. The reader never waits on
-// the writer: what has to be sent is noted in the machine, which is bounded, and
-// the writer takes it from there. It owns no payload bytes; views on the way out
-// are held until grpc has let go of them.
+// It refuses to compute, and to know models, files or how frames become bytes. The
+// reader never waits on the writer: what has to be sent is noted in the machine, which
+// is bounded, and the writer takes it from there. It owns no payload bytes; views on
+// the way out are held until the connection has let go of them.
 package session
 
 import (
@@ -18,15 +19,21 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/stream"
 )
 
-// Conn is the gRPC stream that a session runs over: a grpc.ServerStream or a
-// grpc.ClientStream whose codec is wire.Codec.
+// Conn carries frames. Send side: Send. Receive side: Recv, Free. One goroutine per
+// side. When the connection ends, Send and Recv return.
 type Conn interface {
-	SendMsg(m any) error
-	RecvMsg(m any) error
+	// Send sends a frame, which it borrows. The caller hands over held, which is nil if
+	// nobody waits for the payload: Release runs once, also when Send fails. io.EOF
+	// means that Recv tells why.
+	Send(f *frame.Frame, held interface{ Release() }) error
+	// Recv lends the next frame until the next Recv or Free. It returns io.EOF after
+	// the peer's last frame, and a *frame.Error for bytes that are not a frame.
+	Recv() (*frame.Frame, error)
+	// Free ends the loan of the last frame.
+	Free()
 }
 
 // Handler is told what happens, in order, with the session locked: it must be
@@ -40,7 +47,6 @@ var ErrPeerClosed = errors.New("session: closed by the peer")
 
 // Session is one side of a session. Do and Stop are safe for concurrent use.
 type Session struct {
-	conn    Conn // nil when nobody uses it any more
 	handler Handler
 	start   time.Time
 
@@ -57,23 +63,24 @@ type Session struct {
 	writer  func() // write, made once: a go statement would make it for each frame
 
 	sending chan struct{} // holds a token while somebody sends
-	out     wire.Message  // guarded by sending
-	broken  bool          // nothing can be sent any more; guarded by sending
+	// Guarded by sending.
+	out  frame.Frame
+	conn Conn         // nil: nothing can be sent
+	lost chan<- error // of Carry
 
 	stopOnce sync.Once
 	stopped  chan struct{}
 	cause    error // valid once stopped is closed
 
-	sendingSince atomic.Int64 // nanoseconds since start plus 1; 0 when not in SendMsg
-	work         sync.WaitGroup
+	sendingSince atomic.Int64 // nanoseconds since start plus 1; 0 when not in Send
+	reader       sync.WaitGroup
+	work         sync.WaitGroup // writers
 }
 
-// New returns a session that Start starts. flight, if not nil, learns of what is
-// sent: it is the connection's, and outlives the session.
-func New(conn Conn, cfg stream.Config, h Handler, flight *wire.InFlight) *Session {
+// New returns a session that begins with Carry.
+func New(cfg stream.Config, h Handler) *Session {
 	s := &Session{
-		out:  wire.Message{InFlight: flight},
-		conn: conn, handler: h, start: time.Now(), m: stream.New(cfg, 0),
+		handler: h, start: time.Now(), m: stream.New(cfg, 0),
 		sending: make(chan struct{}, 1), stopped: make(chan struct{}),
 	}
 	s.writer = s.write
@@ -82,17 +89,25 @@ func New(conn Conn, cfg stream.Config, h Handler, flight *wire.InFlight) *Sessio
 
 func (s *Session) now() stream.Instant { return stream.Instant(time.Since(s.start)) }
 
-// Start starts the session's reader goroutine, and a writer whenever there is
-// something to send. They end after Stop, once the gRPC stream's context has ended
-// too; Wait waits for them.
-func (s *Session) Start() {
+// Carry has conn carry the session. It starts a reader goroutine, and a writer whenever
+// there is something to send; they end when conn does. If that is before the session's
+// end, lost gets the reason, and another connection may carry the session: what was on
+// its way is not sent again. Carry waits until the connection before is not used.
+func (s *Session) Carry(conn Conn) (lost <-chan error) {
+	s.reader.Wait()
+	l := make(chan error, 1)
+	s.sending <- struct{}{}
+	s.conn, s.lost = conn, l
+	<-s.sending
 	s.mu.Lock()
-	s.timer = time.AfterFunc(time.Hour, s.tick)
+	if s.timer == nil {
+		s.timer = time.AfterFunc(time.Hour, s.tick)
+	}
 	s.schedule()
 	s.mu.Unlock()
-	s.work.Add(1)
-	go s.read()
+	s.reader.Go(func() { s.read(conn, l) })
 	s.nudge()
+	return l
 }
 
 // Stopped is closed when the session has ended; Cause then says why.
@@ -111,18 +126,16 @@ func (s *Session) Stop(cause error) {
 
 // Wait waits until the session's goroutines have ended, and then closes the
 // machine with code and text, so that every call gets its last event. The
-// caller has stopped the session and ended its gRPC stream before.
+// caller has stopped the session and ended its connection before.
 func (s *Session) Wait(code frame.Code, text string) {
 	<-s.stopped
 	s.mu.Lock()
 	s.over = true
 	s.mu.Unlock()
+	s.reader.Wait()
 	s.work.Wait()
 	s.sending <- struct{}{} // a caller of DoSend may be about to leave
-	// A frame that gRPC forgot holds its payload's loan, the loan whoever is told of
-	// its end, and that is somebody who knows this session: were it to know the
-	// connection, and so gRPC's queue with the frame in it, none would be garbage.
-	s.conn, s.broken = nil, true
+	s.conn = nil
 	<-s.sending
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -239,34 +252,42 @@ func (s *Session) tick() {
 }
 
 // read receives frames, has the machine judge them, and puts chunks at their places.
-func (s *Session) read() {
-	defer s.work.Done()
-	var msg wire.Message
+func (s *Session) read(conn Conn, lost chan<- error) {
 	var claim stream.Claim
 	for {
-		err := s.conn.RecvMsg(&msg)
+		f, err := conn.Recv()
 		if err != nil {
-			if !errors.Is(err, io.EOF) {
-				s.Stop(err)
-			} else {
+			var bad *frame.Error
+			switch {
+			case errors.Is(err, io.EOF):
 				s.endOfInput()
+			case errors.As(err, &bad):
+				s.Stop(bad)
+			default:
+				select {
+				case s.sending <- struct{}{}:
+					s.conn = nil // what is to be sent waits for the next one
+					<-s.sending
+				default: // whoever sends learns it
+				}
+				lose(lost, err)
 			}
 			return
 		}
-		if msg.Err != nil {
-			code := frame.InvalidArgument
-			if errors.Is(msg.Err, wire.ErrTooLarge) {
-				code = frame.ResourceExhausted
-			}
-			s.Stop(&frame.Error{Code: code, Text: msg.Err.Error()})
-			return
-		}
-		err = s.receive(&msg.Frame, &claim)
-		msg.Free()
+		err = s.receive(f, &claim)
+		conn.Free()
 		if err != nil {
 			s.Stop(err)
 			return
 		}
+	}
+}
+
+// lose tells why a connection ended: the first reason stands.
+func lose(lost chan<- error, err error) {
+	select {
+	case lost <- err:
+	default:
 	}
 }
 
@@ -331,11 +352,15 @@ func (s *Session) write() {
 // it went; sending is held. The writer says that it is the one who asks: when
 // there is nothing, it is over, and the next nudge starts another.
 func (s *Session) sendFrame(writer bool) bool {
-	msg := &s.out
-	msg.Frame.Reset()
+	f := &s.out
+	f.Reset()
 	s.mu.Lock()
 	now := s.now()
-	held, ok := s.m.Next(now, &msg.Frame)
+	var held interface{ Release() }
+	ok := s.conn != nil
+	if ok {
+		held, ok = s.m.Next(now, f)
+	}
 	s.dispatch(now)
 	st := s.m.Status()
 	last := !ok && s.ended && st.Calls == 0
@@ -353,29 +378,18 @@ func (s *Session) sendFrame(writer bool) bool {
 		return false
 	}
 	defer s.sendingSince.Store(0)
-	if s.broken {
-		if held != nil {
-			held.Release()
-		}
-		return false
-	}
-	msg.Held = held
-	if c := &msg.Frame.Chunk; msg.Frame.HasChunk() {
+	if c := &f.Chunk; f.HasChunk() {
 		if p := st.Codec.Encode(c.Data); p != nil {
-			held.Release() // what grpc reads lies elsewhere now
-			msg.Held = p
+			held.Release() // what is sent lies elsewhere now
+			held = p
 			c.Codec, c.Data = uint8(st.Codec), append(c.Data[:0], p.Bytes())
 		}
 		c.Sum = sum(st.Checksum, c)
 	}
-	err := s.conn.SendMsg(msg)
-	if err != nil {
-		s.broken = true
-		if msg.Held != nil { // it never reached the codec
-			msg.Held.Release()
-		}
-		if !errors.Is(err, io.EOF) { // on a client, the reader learns the real cause
-			s.Stop(err)
+	if err := s.conn.Send(f, held); err != nil {
+		s.conn = nil
+		if !errors.Is(err, io.EOF) { // the reader learns the real cause
+			lose(s.lost, err)
 		}
 		return false
 	}

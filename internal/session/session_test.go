@@ -52,6 +52,8 @@ func (p *pipe) close() { p.once.Do(func() { close(p.closed) }) }
 
 var errCut = errors.New("connection lost")
 
+func (p *pipe) Context() context.Context { return context.Background() }
+
 func (p *pipe) SendMsg(m any) error {
 	n := p.sent
 	p.sent++
@@ -116,6 +118,7 @@ type side struct {
 	t      testing.TB
 	sess   *Session
 	pipe   *pipe
+	lost   <-chan error // the pipe was
 	server bool
 	// hold keeps the server from answering.
 	hold bool
@@ -135,9 +138,12 @@ type side struct {
 
 func newSide(t testing.TB, p *pipe, cfg stream.Config) *side {
 	s := &side{t: t, pipe: p, server: cfg.Server, chunk: 1000, lent: map[tensor.ID][]byte{}, closed: map[tensor.ID]int{}, results: map[tensor.ID][]byte{}}
-	s.sess = New(p, cfg, s, new(wire.InFlight))
+	s.sess = New(cfg, s)
 	return s
 }
+
+// start has the pipe carry the session.
+func (s *side) start() { s.lost = s.sess.Carry(wire.NewConn(s.pipe, new(wire.InFlight))) }
 
 func (s *side) offer(m *stream.Machine, now stream.Instant, id tensor.ID, data []byte) {
 	mem := &memory{t: s.t, data: data}
@@ -215,7 +221,9 @@ func (s *side) idle() (idle bool) {
 func (s *side) over(cause error) {
 	s.t.Helper()
 	s.sess.Stop(cause)
-	s.pipe.close()
+	if s.pipe != nil {
+		s.pipe.close()
+	}
 	s.sess.Wait(frame.Unavailable, "over")
 	require.True(s.t, s.idle(), "calls left in the machine")
 	for id, n := range s.closed {
@@ -242,9 +250,13 @@ func pairIn(t testing.TB, codecs []codec.Codec, change func(client, server *side
 		change(client, server)
 	}
 	for _, s := range []*side{client, server} {
-		s.sess.Start()
+		s.start()
 		go func() { // as the edges do
-			<-s.sess.Stopped()
+			select {
+			case err := <-s.lost:
+				s.sess.Stop(err)
+			case <-s.sess.Stopped():
+			}
 			s.pipe.close()
 		}()
 	}
@@ -385,7 +397,9 @@ func waitFor(t *testing.T, s *Session) {
 		default:
 		}
 		idle := false
-		s.Do(func(m *stream.Machine, _ stream.Instant) { idle = m.Status().Open && m.Status().Calls == 0 && m.Status().Stats.CallsOpened == 3 })
+		s.Do(func(m *stream.Machine, _ stream.Instant) {
+			idle = m.Status().Open && m.Status().Calls == 0 && m.Status().Stats.CallsOpened == 3
+		})
 		if idle {
 			s.Stop(errCut)
 		}
@@ -471,7 +485,7 @@ func TestAServerThatDoesNotEvenReadTheHelloIsGivenUp(t *testing.T) {
 		a, _ := newPipe()
 		client := newSide(t, a, stream.Config{Session: NewID()})
 		stall(a, 0)
-		client.sess.Start()
+		client.start()
 		<-client.sess.Stopped()
 		require.ErrorContains(t, client.sess.Cause(), "no hello for 10 s")
 		client.over(nil)
@@ -484,7 +498,7 @@ func TestAClientThatSaysNothingIsSentAway(t *testing.T) {
 		begin := time.Now()
 		_, b := newPipe()
 		server := newSide(t, b, stream.Config{Server: true})
-		server.sess.Start()
+		server.start()
 		<-server.sess.Stopped()
 		require.ErrorContains(t, server.sess.Cause(), "no hello")
 		require.Equal(t, 10*time.Second, time.Since(begin))
@@ -601,7 +615,7 @@ func TestASessionMayBeAskedBeforeItStartsAndAfterItsEnd(t *testing.T) {
 	asked := 0
 	ask := func(m *stream.Machine, _ stream.Instant) { asked++ }
 	s.sess.Do(ask)
-	s.sess.Start()
+	s.start()
 	s.sess.Do(ask)
 	s.over(errCut)
 	s.sess.Stop(io.EOF)
@@ -618,7 +632,7 @@ func TestBytesThatAreNoFrameEndTheSessionWithTheRightCode(t *testing.T) {
 	for code, b := range map[frame.Code][]byte{frame.InvalidArgument: []byte("\xff"), frame.ResourceExhausted: many} {
 		a, peer := newPipe()
 		s := newSide(t, a, stream.Config{Server: true})
-		s.sess.Start()
+		s.start()
 		peer.out <- b
 		<-s.sess.Stopped()
 		var se *frame.Error
@@ -645,7 +659,7 @@ func TestAnIdleSessionIsOneGoroutineAndAFewKiB(t *testing.T) {
 	for range n {
 		a, b := newPipe()
 		s := newSide(t, b, stream.Config{Server: true})
-		s.sess.Start()
+		s.start()
 		var hello wire.Message
 		hello.Frame.Hello = &frame.Hello{Version: frame.Version, Session: NewID(), Checksum: 1}
 		require.NoError(t, a.SendMsg(&hello))

@@ -8,7 +8,6 @@ import (
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/fault"
-	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -42,6 +41,12 @@ func (e *SourceError) Error() string { return e.Err.Error() }
 // Unwrap returns what failed.
 func (e *SourceError) Unwrap() error { return e.Err }
 
+// Conn is where frames go. Send borrows the frame, and is handed over held, which is
+// nil if nobody waits for the payload: Release runs once, also when Send fails.
+type Conn interface {
+	Send(f *frame.Frame, held interface{ Release() }) error
+}
+
 // Sender sends tensors, one after the other. It belongs to one goroutine.
 type Sender struct {
 	Conn     Conn
@@ -50,22 +55,17 @@ type Sender struct {
 	ChunkBytes int64
 	// Codec is tried on every chunk.
 	Codec codec.Codec
-	// Moved, when not nil, hears of each chunk that gRPC has taken, with its bytes
+	// Moved, when not nil, hears of each chunk that Conn has taken, with its bytes
 	// in the tensor.
 	Moved func(d *frame.Desc, bytes int64)
 
-	msg   wire.Message
+	frame frame.Frame
 	views [1][]byte
-}
-
-// NewSender returns a sender over conn. flight, if not nil, learns of what is sent.
-func NewSender(conn Conn, flight *wire.InFlight) *Sender {
-	return &Sender{Conn: conn, msg: wire.Message{InFlight: flight}}
 }
 
 // Control sends a frame of control parts alone. An error is of the stream.
 func (s *Sender) Control(f frame.Frame) error {
-	s.msg.Frame = f
+	s.frame = f
 	return s.send(nil)
 }
 
@@ -91,8 +91,8 @@ func (s *Sender) Send(ctx context.Context, t *Tensor) (codec.Digest, error) {
 	if t.Digest.IsZero() {
 		hash = new(codec.Digester)
 	}
-	s.msg.Frame.Reset()
-	s.msg.Frame.Descs = append(s.msg.Frame.Descs, t.Desc)
+	s.frame.Reset()
+	s.frame.Descs = append(s.frame.Descs, t.Desc)
 	held := t.Held
 	for i := range geo.Count() {
 		off, n := geo.Span(i)
@@ -108,7 +108,7 @@ func (s *Sender) Send(ctx context.Context, t *Tensor) (codec.Digest, error) {
 		}
 		if err := s.chunk(t, i, off, n, hash, skip); err != nil {
 			var source *SourceError
-			if errors.As(err, &source) && len(s.msg.Frame.Descs) > 0 {
+			if errors.As(err, &source) && len(s.frame.Descs) > 0 {
 				if err := s.send(nil); err != nil { // the peer must know whose failure follows
 					return codec.Digest{}, err
 				}
@@ -116,7 +116,7 @@ func (s *Sender) Send(ctx context.Context, t *Tensor) (codec.Digest, error) {
 			return codec.Digest{}, err
 		}
 	}
-	if len(s.msg.Frame.Descs) > 0 { // every chunk is held
+	if len(s.frame.Descs) > 0 { // every chunk is held
 		if err := s.send(nil); err != nil {
 			return codec.Digest{}, err
 		}
@@ -168,7 +168,7 @@ func (s *Sender) chunk(t *Tensor, index uint32, off, n int64, hash *codec.Digest
 		release()
 		held = packed
 	}
-	s.msg.Frame.Chunk = c
+	s.frame.Chunk = c
 	if err := s.send(held); err != nil {
 		return err
 	}
@@ -179,14 +179,7 @@ func (s *Sender) chunk(t *Tensor, index uint32, off, n int64, hash *codec.Digest
 }
 
 func (s *Sender) send(held interface{ Release() }) error {
-	if held != nil {
-		s.msg.Held = held
-	}
-	err := s.Conn.SendMsg(&s.msg)
-	if h := s.msg.Held; h != nil { // it never reached the codec
-		s.msg.Held = nil
-		h.Release()
-	}
-	s.msg.Frame.Reset()
+	err := s.Conn.Send(&s.frame, held)
+	s.frame.Reset()
 	return err
 }

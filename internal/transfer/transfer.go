@@ -1,4 +1,4 @@
-// Package transfer moves tensors one way over a gRPC stream, the same for a push
+// Package transfer moves tensors one way over a connection of frames, the same for a push
 // and a pull: a Sender cuts and sums them, a Receiver checks their chunks and has
 // them put where they rest.
 //
@@ -6,11 +6,5 @@
 // where bytes come from and go to. There is no way back for credits here. HTTP/2
 // is the back-pressure: the next frame is read when the last chunk has its place,
 // so that a side needs no more memory than a chunk, and gRPC's windows. It owns no
-// payload bytes; what it sends is held until grpc has let go of it.
+// payload bytes; what it sends is held until the connection has let go of it.
 package transfer
-
-// Conn is the gRPC stream that a transfer runs over, with wire.Codec.
-type Conn interface {
-	SendMsg(m any) error
-	RecvMsg(m any) error
-}

@@ -7,8 +7,6 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
-	"runtime"
-	"runtime/debug"
 	"slices"
 	"sync/atomic"
 	"testing"
@@ -24,12 +22,17 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// tape is a Conn that keeps what is sent as bytes, as gRPC would, and plays it.
+// tape is a gRPC stream that keeps what is sent as bytes, as gRPC would, and plays it.
 type tape struct {
 	frames [][]byte
 	fail   int // the message that fails before it is encoded, counted from 1
 	broken error
 }
+
+// newSender returns a Sender over a gRPC stream.
+func newSender(conn wire.Stream) *Sender { return &Sender{Conn: wire.NewConn(conn, nil)} }
+
+func (c *tape) Context() context.Context { return context.Background() }
 
 func (c *tape) SendMsg(m any) error {
 	if c.fail--; c.fail == 0 {
@@ -171,7 +174,7 @@ func load(t testing.TB, r *rand.Rand, i int, sum codec.Checksum) *cargo {
 	size := []int{0, 1, 1023, 1024, 1025, 4096, 4097, r.IntN(40_000)}[r.IntN(8)]
 	c := &cargo{id: tensor.ID{1, byte(i)}, data: noise(r, size, 1+r.IntN(50))}
 	conn := &tape{}
-	s := NewSender(conn, nil)
+	s := newSender(conn)
 	s.Checksum, s.ChunkBytes = sum, int64([]int{1, 7, 1000, 1024, 1 << 20}[r.IntN(5)])
 	if size > 1025 && s.ChunkBytes < 1000 {
 		s.ChunkBytes = 1000
@@ -301,7 +304,7 @@ func TestATensorThatCanNotBeReadToItsEndIsItsSourcesFault(t *testing.T) {
 				from := newOrigin(t, make([]byte, 3000))
 				from.fail, from.short = fail, short
 				conn := &tape{}
-				s := NewSender(conn, nil)
+				s := newSender(conn)
 				s.Checksum, s.ChunkBytes = codec.CRC32C, 1000
 				_, err := s.Send(t.Context(), &Tensor{Desc: vector(tensor.ID{1}, 3000), From: from})
 				var source *SourceError
@@ -338,7 +341,7 @@ func TestABrokenStreamGivesEveryViewBack(t *testing.T) {
 			t.Run(fmt.Sprintf("message=%d/%v", fail, k), func(t *testing.T) {
 				from := newOrigin(t, make([]byte, 8000))
 				conn := &tape{fail: fail, broken: io.ErrClosedPipe}
-				s := NewSender(conn, nil)
+				s := newSender(conn)
 				s.Checksum, s.ChunkBytes, s.Codec = codec.CRC32C, 2000, k
 				moved := int64(0)
 				s.Moved = func(_ *frame.Desc, n int64) { moved += n }
@@ -353,8 +356,10 @@ func TestABrokenStreamGivesEveryViewBack(t *testing.T) {
 	}
 }
 
-// amnesiac is a Conn that forgets frames, as gRPC does when a connection dies.
+// amnesiac is a gRPC stream that forgets frames, as gRPC does when its RPC has ended.
 type amnesiac struct{ last frame.Chunk }
+
+func (c *amnesiac) Context() context.Context { return context.Background() }
 
 func (c *amnesiac) SendMsg(m any) error {
 	c.last = m.(*wire.Message).Frame.Chunk
@@ -369,7 +374,7 @@ type again []byte
 
 func (a again) View(_, n int64) ([]byte, interface{ Release() }, error) { return a[:n], nil, nil }
 
-func TestFramesThatGRPCForgetsMakeRoomForEncodingWhenTheyAreCollected(t *testing.T) {
+func TestFramesThatGRPCForgetsMakeRoomForEncodingWhenTheirRPCEnds(t *testing.T) {
 	data := again(testkit.Bytes(1<<20, 5))
 	clear(data[3<<18:]) // a quarter can be saved
 	room := func() (n int) {
@@ -384,19 +389,21 @@ func TestFramesThatGRPCForgetsMakeRoomForEncodingWhenTheyAreCollected(t *testing
 	}
 	before := room()
 	require.NotZero(t, before)
-	defer debug.SetGCPercent(debug.SetGCPercent(-1))
 	conn := new(amnesiac)
-	s := NewSender(conn, new(wire.InFlight))
+	c := wire.NewConn(conn, new(wire.InFlight))
+	s := &Sender{Conn: c}
 	s.Checksum, s.ChunkBytes, s.Codec = codec.CRC32C, 1<<20, codec.LZ4
 	_, err := s.Send(t.Context(), &Tensor{Desc: vector(tensor.ID{1}, int64(before+1)<<20), From: data, Digest: codec.Digest{1}})
 	require.NoError(t, err)
 	require.Zero(t, conn.last.Codec, "there was no room any more")
-	testkit.Eventually(t, func() bool { runtime.GC(); return room() == before }, "the room of frames that were forgotten")
+	require.Zero(t, room())
+	c.Finish()
+	require.Equal(t, before, room())
 }
 
 func TestASenderKeepsToTheLimitOfChunks(t *testing.T) {
 	send := func(chunkBytes int64, shape ...int64) (*Tensor, error) {
-		s := NewSender(&tape{fail: 1, broken: io.ErrClosedPipe}, nil)
+		s := newSender(&tape{fail: 1, broken: io.ErrClosedPipe})
 		s.Checksum, s.ChunkBytes = codec.CRC32C, chunkBytes
 		d := frame.Desc{Tensor: tensor.ID{1}, Desc: tensor.Desc{DType: tensor.Uint8, Shape: shape}, Name: "thin"}
 		job := &Tensor{Desc: d, From: newOrigin(t, make([]byte, chunkBytes))}
@@ -482,7 +489,7 @@ func TestASenderOfATensorThatIsHeldStopsWhenItsReaderHasGone(t *testing.T) {
 	const size = 1 << 40 // hours, if it went on
 	ctx, end := context.WithCancelCause(t.Context())
 	conn := new(tape)
-	s := NewSender(conn, nil)
+	s := newSender(conn)
 	s.Checksum, s.ChunkBytes = codec.CRC32C, 1<<20
 	from := &ending{again(make([]byte, 1<<20)), 3, end}
 	_, err := s.Send(ctx, &Tensor{Desc: vector(tensor.ID{1}, size), From: from, Held: []Range{{0, size}}})

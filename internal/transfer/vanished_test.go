@@ -32,7 +32,7 @@ func TestAMappingThatVanishesIsAnErrorNotTheEndOfTheProcess(t *testing.T) {
 		for name, digest := range map[string]codec.Digest{"hashed": {}, "known": {1}} {
 			t.Run(k.String()+"/"+name, func(t *testing.T) {
 				conn := &tape{}
-				s := NewSender(conn, nil)
+				s := newSender(conn)
 				s.Checksum, s.ChunkBytes, s.Codec = codec.CRC32C, size/4, k
 				from := &mapping{data: testkit.CutMapping(t, size, size/2)}
 				_, err := s.Send(t.Context(), &Tensor{Desc: vector(tensor.ID{1}, size), From: from, Digest: digest})

@@ -3,7 +3,6 @@ package wire
 import (
 	"encoding/binary"
 	"maps"
-	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -23,53 +22,91 @@ import (
 // loan of the payload and frees the sending for the next frame.
 //
 // gRPC reads the slice only to reach a buffer of which the reader still holds a
-// reference, so that with the last Put it too is free. Nothing else keeps a
-// sending alive: one that gRPC forgot is garbage, and the loan ends when the
-// collector has found it, never before.
+// reference, so that with the last Put it too is free.
+//
+// gRPC does not put back what comes to its queue after the end of its RPC, nor what
+// is in the queue when the connection dies. The former it never reads: it has read
+// nothing of a sending that is queued, so that whoever ends the RPC may revoke it.
 type sending struct {
 	mem.NopBufferPool // Get is not used
 	head              []byte
 	parts             [][]byte // what buffers point to: pieces of head, views
+	lent              []bool   // of parts: views
+	looked            []looked // the buffers of parts
 	buffers           mem.BufferSlice
 	below             mem.BufferSlice // hold the views of an Answer
-	loan              *loan
-	left              atomic.Int32 // buffers not put back
+	left              atomic.Int32    // buffers not put back
+	state             atomic.Int32    // queued, reading or ended
+
+	held   Releaser  // nil: nothing is lent; guarded by flight.mu once it was added
+	flight *InFlight // that it was added to; nil: to none
+	// All below is guarded by flight.mu.
+	from         any // the *Message or *Answer
+	older, newer *sending
+	looks        int
+	removed      bool // from flight
 }
 
-var sendings = sync.Pool{New: func() any {
-	s := &sending{head: make([]byte, 0, headBytes), loan: new(loan)}
-	runtime.AddCleanup(s, (*loan).end, s.loan)
-	return s
-}}
+// States of a sending.
+const (
+	queued  = iota // gRPC has read nothing of it
+	reading        // gRPC puts it back, unless the connection dies
+	ended          // it was put back or revoked; gRPC reads zeros
+)
+
+// looked is a buffer that tells its sending when gRPC begins to read.
+type looked struct {
+	mem.Buffer
+	of   *sending
+	lent bool
+}
+
+// zeros are read instead of a payload that was revoked.
+var zeros [frame.ChunkBytesCeiling]byte
+
+// ReadOnlyData lends the bytes until the last Free.
+func (b *looked) ReadOnlyData() []byte {
+	if s := b.of; b.lent && s.state.Load() != reading && !s.state.CompareAndSwap(queued, reading) && s.state.Load() == ended {
+		return zeros[:b.Len()]
+	}
+	return b.Buffer.ReadOnlyData()
+}
+
+var sendings = sync.Pool{New: func() any { return &sending{head: make([]byte, 0, headBytes)} }}
 
 // marshal encodes the frame. The views of its chunk are lent until Held is released.
 func (m *Message) marshal() (mem.BufferSlice, error) {
 	s := sendings.Get().(*sending)
-	s.loan.held, m.Held = m.Held, nil
+	s.state.Store(queued)
+	s.held, m.Held = m.Held, nil
 	e := encoder{b: s.head[:0]}
 	e.frame(&m.Frame)
 	s.head = e.b
 	if e.err == nil && len(s.head) > MaxControlBytes {
 		e.err = tooLarge("frame", "bytes beside the payload", MaxControlBytes, len(s.head))
 	}
-	if e.err != nil {
-		s.recycle()
-		return nil, e.err
-	}
 	var views [][]byte
 	if m.Frame.HasChunk() {
 		views = m.Frame.Chunk.Data
 	}
-	if !s.addPayload(views) {
-		s.loan.end() // everything was copied
+	if n := m.Frame.Chunk.Len(); e.err == nil && n > frame.ChunkBytesCeiling {
+		e.err = tooLarge("chunk", "bytes", frame.ChunkBytesCeiling, n)
 	}
-	return s.lend(m.InFlight), nil
+	if e.err != nil {
+		s.recycle()
+		return nil, e.err
+	}
+	if !s.addPayload(views) {
+		s.end() // everything was copied
+	}
+	return s.lend(m.InFlight, m), nil
 }
 
 // marshal encodes the message as the stock codec does.
 func (a *Answer) marshal() (mem.BufferSlice, error) {
 	s := sendings.Get().(*sending)
-	s.loan.held, a.Held = a.Held, nil
+	s.state.Store(queued)
+	s.held, a.Held = a.Held, nil
 	var err error
 	if s.below, err = stock.Marshal(a.Message); err != nil {
 		s.recycle()
@@ -81,22 +118,23 @@ func (a *Answer) marshal() (mem.BufferSlice, error) {
 	}
 	s.head = s.head[:0]
 	s.addPayload(views)
-	return s.lend(a.InFlight), nil
+	clear(s.lent) // to gRPC alone
+	return s.lend(a.InFlight, a), nil
 }
 
-// lend returns the parts as buffers. What nobody waits for is a loan all the same: it
+// lend returns the parts as buffers. What nobody waits for is in flight all the same: it
 // is memory until the peer has read it.
-func (s *sending) lend(flight *InFlight) mem.BufferSlice {
+func (s *sending) lend(flight *InFlight, from any) mem.BufferSlice {
 	if flight != nil {
-		if s.loan.held == nil {
-			s.loan.held = nobody{}
-		}
-		flight.add(s.loan)
+		s.from = from
+		flight.add(s)
 	}
-	// From the first NewBuffer on the views must stay where they are.
+	// From the first NewBuffer on the parts must stay where they are.
 	s.left.Store(int32(len(s.parts)))
+	s.looked = slices.Grow(s.looked, len(s.parts))
 	for i := range s.parts {
-		s.buffers = append(s.buffers, mem.NewBuffer(&s.parts[i], s))
+		s.looked = append(s.looked, looked{mem.NewBuffer(&s.parts[i], s), s, s.lent[i]})
+		s.buffers = append(s.buffers, &s.looked[i])
 	}
 	if len(s.parts) == 0 { // an empty message: no Put will come
 		s.recycle()
@@ -120,9 +158,12 @@ func (s *sending) addPayload(views [][]byte) (shared bool) {
 	// gRPC tracks a buffer by its capacity: even the last piece needs enough.
 	s.head = slices.Grow(s.head, copied+smallView+1)
 	begin := 0
+	part := func(p []byte, lent bool) {
+		s.parts, s.lent = append(s.parts, p), append(s.lent, lent)
+	}
 	piece := func() {
 		if begin < len(s.head) {
-			s.parts = append(s.parts, s.head[begin:])
+			part(s.head[begin:], false)
 			begin = len(s.head)
 		}
 	}
@@ -132,7 +173,7 @@ func (s *sending) addPayload(views [][]byte) (shared bool) {
 			continue
 		}
 		piece()
-		s.parts = append(s.parts, v)
+		part(v, true)
 	}
 	piece()
 	return shared
@@ -145,13 +186,18 @@ func (s *sending) Put(*[]byte) {
 	}
 }
 
+// recycle frees s for the next frame, unless its loan was revoked: who did that ends it.
 func (s *sending) recycle() {
-	s.loan.end()
+	if s.state.Swap(ended) == ended {
+		return
+	}
+	s.end()
 	s.below.Free()
-	s.below = nil
+	s.below, s.from = nil, nil
 	clear(s.parts)
 	clear(s.buffers)
-	s.parts, s.buffers = s.parts[:0], s.buffers[:0]
+	clear(s.looked)
+	s.parts, s.lent, s.buffers, s.looked = s.parts[:0], s.lent[:0], s.buffers[:0], s.looked[:0]
 	if cap(s.head) <= maxPooledHead {
 		sendings.Put(s)
 	}

@@ -2,110 +2,115 @@ package wire
 
 import "sync"
 
-// InFlight knows what is sent on one connection that gRPC has not let go of: frames
-// and answers. The zero value is ready. Safe for concurrent use.
+// InFlight is what was sent on one connection and gRPC has not let go of: frames and
+// answers. The zero value is ready. Safe for concurrent use.
 type InFlight struct {
-	mu    sync.Mutex
-	first *loan // linked by next and prev; guarded by mu
+	mu     sync.Mutex
+	newest *sending // linked by older and newer; guarded by mu
+	over   bool     // it was abandoned; guarded by mu
 }
 
-// nobody waits for the end of a loan.
-type nobody struct{}
-
-func (nobody) Release() {}
-
-// loan is what gRPC has of a frame or an answer. It is apart from that, so that
-// the frame can become garbage: gRPC forgets a frame, instead of freeing it, when
-// its RPC ended just before, and all of them when the connection dies.
-type loan struct {
-	held       Releaser  // nil: nothing is lent
-	flight     *InFlight // that it was added to; nil: to none
-	next, prev *loan     // guarded by flight.mu, as is held once it was added
-	looks      int       // guarded by flight.mu
-}
-
-// Abandon ends the loans of the frames that were queued on the connection when it
-// died. The caller knows that gRPC's writer of the connection has ended, so that
-// nobody reads them any more.
+// Abandon ends the loans of what is in flight, and of all that is sent from now on. The
+// caller knows that gRPC's writer of the connection reads no payload any more.
 func (f *InFlight) Abandon() {
-	for {
-		f.mu.Lock()
-		l := f.first
-		if l == nil {
-			f.mu.Unlock()
-			return
+	f.mu.Lock()
+	f.over = true
+	f.mu.Unlock()
+	f.take(func(s *sending) bool {
+		s.state.CompareAndSwap(queued, ended)
+		return true
+	})
+}
+
+// revoke ends the loans of what was sent from a message or an answer and what gRPC has
+// not begun to read: all of it, or the newest alone. Should gRPC read it after all, it
+// reads zeros, so the caller knows that the RPC has ended.
+func (f *InFlight) revoke(from any, all bool) {
+	found := false
+	f.take(func(s *sending) bool {
+		if s.from != from || found && !all {
+			return false
 		}
-		held := l.held
-		f.remove(l)
-		f.mu.Unlock()
+		found = true
+		return s.state.CompareAndSwap(queued, ended)
+	})
+}
+
+// take ends the loans that pick returns true for, from the newest on.
+func (f *InFlight) take(pick func(*sending) bool) {
+	var ended []Releaser
+	f.mu.Lock()
+	for s := f.newest; s != nil; {
+		older := s.older
+		if pick(s) {
+			if s.held != nil {
+				ended = append(ended, s.held)
+			}
+			f.remove(s)
+		}
+		s = older
+	}
+	f.mu.Unlock()
+	for _, held := range ended {
 		held.Release()
 	}
 }
 
-// Look counts one more look at each frame that is there, and reports Stuck.
-func (f *InFlight) Look() bool {
+// Look counts one more look at what is in flight, and reports whether two have found
+// the same: the peer has not read it all this while.
+func (f *InFlight) Look() (stuck bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	for l := f.first; l != nil; l = l.next {
-		l.looks++
+	for s := f.newest; s != nil; s = s.older {
+		s.looks++
+		stuck = stuck || s.looks > 1
 	}
-	return f.stuck()
+	return stuck
 }
 
-// Stuck reports whether a frame is there that two looks have found: the peer has
-// not read it all this while, or gRPC has forgotten it, which the next garbage
-// collection finds out.
-func (f *InFlight) Stuck() bool {
+// add notes what is about to be sent.
+func (f *InFlight) add(s *sending) {
 	f.mu.Lock()
-	defer f.mu.Unlock()
-	return f.stuck()
-}
-
-func (f *InFlight) stuck() bool {
-	for l := f.first; l != nil; l = l.next {
-		if l.looks > 1 {
-			return true
+	if !f.over {
+		defer f.mu.Unlock()
+		s.flight, s.older = f, f.newest
+		if f.newest != nil {
+			f.newest.newer = s
 		}
+		f.newest = s
+		return
 	}
-	return false
+	f.mu.Unlock()
+	s.state.Store(ended)
+	s.end()
 }
 
-func (f *InFlight) add(l *loan) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	l.flight, l.next = f, f.first
-	if f.first != nil {
-		f.first.prev = l
-	}
-	f.first = l
-}
-
-// remove takes l out, and what is lent out of l; mu is held.
-func (f *InFlight) remove(l *loan) {
-	if l.prev == nil {
-		f.first = l.next
+// remove takes s out, and what is lent out of s; mu is held.
+func (f *InFlight) remove(s *sending) {
+	if s.newer == nil {
+		f.newest = s.older
 	} else {
-		l.prev.next = l.next
+		s.newer.older = s.older
 	}
-	if l.next != nil {
-		l.next.prev = l.prev
+	if s.older != nil {
+		s.older.newer = s.newer
 	}
-	l.next, l.prev, l.held, l.looks = nil, nil, nil, 0
+	s.older, s.newer, s.held, s.from, s.looks, s.removed = nil, nil, nil, nil, 0, true
 }
 
-// end ends the loan of a frame that nobody reads any more, unless it has ended.
-func (l *loan) end() {
-	f := l.flight
+// end ends the loan, unless it has ended.
+func (s *sending) end() {
+	f := s.flight
 	if f != nil {
 		f.mu.Lock()
-		l.flight = nil
 	}
-	held := l.held
-	if held != nil && f != nil {
-		f.remove(l)
-	}
-	l.held = nil
+	held := s.held
+	s.held = nil
 	if f != nil {
+		if !s.removed {
+			f.remove(s)
+		}
+		s.flight, s.removed = nil, false
 		f.mu.Unlock()
 	}
 	if held != nil {

@@ -92,10 +92,10 @@ func countParts(b []byte, d protoreflect.MessageDescriptor) int {
 }
 
 // Releaser is a loan that ends: a slab, or whatever else holds a payload.
-type Releaser interface{ Release() }
+type Releaser = interface{ Release() }
 
-// Message is what SendMsg and RecvMsg of a gRPC stream of frames are given. Its
-// owner reuses it from frame to frame; it belongs to one goroutine.
+// Message is what SendMsg and RecvMsg of a gRPC stream of frames are given; a Conn
+// does that. Its owner reuses it from frame to frame; it belongs to one goroutine.
 type Message struct {
 	// Frame is the frame to send, or the one received. Of a received one, the
 	// slices are valid until Free and the views of the chunk's data lie in
@@ -107,10 +107,9 @@ type Message struct {
 	// them. Marshal takes it over and sets it to nil: Release runs exactly once,
 	// on whatever goroutine is last, when gRPC has let go of every view, or when
 	// Marshal fails. If it is still here after SendMsg, SendMsg failed before
-	// Marshal and the owner releases it. gRPC forgets frames that come to its queue
-	// when their RPC has just ended, and those in the queue of a connection that
-	// dies: for them Release runs after the next garbage collection, or, on a
-	// connection that died, with InFlight.Abandon.
+	// Marshal and the owner releases it. gRPC does not let go of frames that come to
+	// its queue when their RPC has just ended, nor of those in the queue of a
+	// connection that dies: Conn.Finish, Unsent and InFlight.Abandon end their loans.
 	//
 	// A client must open its gRPC stream with MaxRetryRPCBufferSize(0) and send
 	// its first message with no Held: until then grpc-go keeps messages for a

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"net"
-	"runtime"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -487,20 +486,93 @@ func TestEveryLoanEndsOnceGRPCHasWrittenTheFrame(t *testing.T) {
 	}
 }
 
-func TestAFrameThatGRPCForgetsEndsItsLoanAtTheNextCollection(t *testing.T) {
+// unread is a frame with a payload, as gRPC has it in its queue.
+func unread(t testing.TB, m *Message) (held *atomicTicket, payload []byte, buffers mem.BufferSlice) {
+	t.Helper()
+	held, payload = new(atomicTicket), bytes.Repeat([]byte{7}, 1<<20)
+	m.Frame, m.Held = frame.Frame{Chunk: frame.Chunk{Tensor: tensor.ID{1}, Data: [][]byte{payload}}}, held
+	buffers, err := (Codec{}).Marshal(m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return held, payload, buffers
+}
+
+func TestAFrameThatGRPCForgetsEndsItsLoanWithItsRPC(t *testing.T) {
 	testkit.Start(t)
-	for name, flight := range map[string]*InFlight{"of a connection": new(InFlight), "of none": nil} {
+	for name, end := range map[string]func(*Conn){
+		"on a server":                  func(c *Conn) { Unsent(&c.out) },
+		"on a client":                  (*Conn).Finish,
+		"on a connection that dies":    func(c *Conn) { c.out.InFlight.Abandon() },
+		"on a connection that is dead": nil,
+	} {
 		t.Run(name, func(t *testing.T) {
-			held := new(atomicTicket)
-			m := &Message{Frame: frame.Frame{Chunk: frame.Chunk{Tensor: tensor.ID{1}, Data: [][]byte{make([]byte, 1<<20)}}}, Held: held, InFlight: flight}
-			if _, err := (Codec{}).Marshal(m); err != nil { // of which nobody keeps the buffers
-				t.Fatal(err)
+			flight := new(InFlight)
+			other := &Message{InFlight: flight} // of another RPC
+			theirs, _, _ := unread(t, other)
+			c := NewConn(nil, flight)
+			if end == nil {
+				flight.Abandon()
 			}
-			testkit.Eventually(t, func() bool { runtime.GC(); return held.released.Load() == 1 }, "the loan to end")
-			if flight != nil && flight.first != nil {
-				t.Error("the connection still knows of it")
+			held, _, buffers := unread(t, &c.out)
+			if end != nil {
+				if held.released.Load() != 0 {
+					t.Fatal("released before the end")
+				}
+				end(c)
+			}
+			if held.released.Load() != 1 {
+				t.Fatalf("released %d times", held.released.Load())
+			}
+			if got := buffers.Materialize(); !bytes.Equal(got[len(got)-1<<20:], make([]byte, 1<<20)) {
+				t.Error("gRPC, if it reads the frame after all, reads what was lent")
+			}
+			buffers.Free()
+			Unsent(&c.out)
+			c.Finish()
+			if held.released.Load() != 1 {
+				t.Fatalf("released %d times", held.released.Load())
+			}
+			if dead := theirs.released.Load() == 1; dead != flight.over {
+				t.Errorf("the frame of another RPC was released: %v", dead)
 			}
 		})
+	}
+}
+
+func TestAFrameThatGRPCHasBegunToReadIsLentUntilItLetsGo(t *testing.T) {
+	testkit.Start(t)
+	c := NewConn(nil, new(InFlight))
+	held, payload, buffers := unread(t, &c.out)
+	if got := buffers[len(buffers)-1].ReadOnlyData(); &got[0] != &payload[0] {
+		t.Fatal("gRPC reads a copy")
+	}
+	Unsent(&c.out)
+	c.Finish()
+	if held.released.Load() != 0 {
+		t.Fatal("released while gRPC reads it")
+	}
+	buffers.Free()
+	if held.released.Load() != 1 {
+		t.Fatalf("released %d times", held.released.Load())
+	}
+}
+
+func TestAServerTakesBackNoMoreThanTheFrameThatItJustSent(t *testing.T) {
+	testkit.Start(t)
+	c := NewConn(nil, new(InFlight))
+	first, payload, buffers := unread(t, &c.out)
+	second, _, _ := unread(t, &c.out)
+	Unsent(&c.out)
+	if first.released.Load() != 0 || second.released.Load() != 1 {
+		t.Fatalf("released %d and %d times", first.released.Load(), second.released.Load())
+	}
+	if got := buffers.Materialize(); !bytes.Equal(got[len(got)-1<<20:], payload) {
+		t.Error("what was sent before goes out different")
+	}
+	buffers.Free()
+	if first.released.Load() != 1 {
+		t.Fatal("the loan goes on")
 	}
 }
 
@@ -541,14 +613,14 @@ func TestWhateverIsSentIsALoanUntilGRPCLetsGo(t *testing.T) {
 					t.Errorf("held: %v, with %d bytes there", got, b.Len())
 				}
 			}
-			if got := flight.first != nil; got != there {
+			if got := flight.newest != nil; got != there {
 				t.Errorf("the connection knows of it: %v, with %d bytes there", got, b.Len())
 			}
-			if flight.Look() || flight.Look() != there || flight.Stuck() != there {
+			if flight.Look() || flight.Look() != there {
 				t.Error("it is stuck when two looks have found it, and only then")
 			}
 			b.Free()
-			if flight.first != nil || flight.Stuck() {
+			if flight.newest != nil {
 				t.Error("the connection still knows of it")
 			}
 			if a, ok := v.(*Answer); ok && (held.released.Load() != 1 || a.Held != nil) {

@@ -1,13 +1,14 @@
 package server
 
 import (
+	"context"
 	"sync/atomic"
 	"time"
 
 	"golang.org/x/time/rate"
-	"google.golang.org/grpc"
 
-	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/session"
 )
 
 const (
@@ -20,17 +21,24 @@ const (
 	workBytes = 256
 	payBytes  = 1 << 10
 	openPays  = 64
-	// thinDebt is how far ahead of the pace a connection may be before it waits:
+	// thinDebt is how far ahead of its rate a connection may be before it waits:
 	// a timer for each frame would cost more than the frame.
 	thinDebt = 5 * time.Millisecond
 )
 
-// paced is the gRPC stream of a session or a push, whose connection may send at a
-// pace only what neither brings bytes nor opens anything: a frame costs the same work
+// frames is a *wire.Conn.
+type frames interface {
+	session.Conn
+	Context() context.Context
+	Control() int
+}
+
+// rateLimit is the frames of a session or a push, of which the connection may send at a
+// rate those that neither bring bytes nor open anything: a frame costs the same work
 // for one byte as for a thousand, and what a frame repeats is read all the same. That
 // work is done at the expense of everybody's latency.
-type paced struct {
-	grpc.ServerStream
+type rateLimit struct {
+	frames
 	thin   *rate.Limiter // of the connection
 	opened *atomic.Int64 // calls and tensors; their owner counts
 
@@ -38,28 +46,28 @@ type paced struct {
 	seen int64 // of opened, before that frame
 }
 
-// RecvMsg returns the next frame, when the last one's time is over or the RPC has ended.
-func (p *paced) RecvMsg(m any) error {
-	opened := p.opened.Load()
-	if n := p.owed - openPays*int(opened-p.seen); n > 0 {
-		p.wait(n)
+// Recv returns the next frame, when the last one's time is over or the RPC has ended.
+func (r *rateLimit) Recv() (*frame.Frame, error) {
+	opened := r.opened.Load()
+	if n := r.owed - openPays*int(opened-r.seen); n > 0 {
+		r.wait(n)
 	}
-	p.owed, p.seen = 0, opened
-	if err := p.ServerStream.RecvMsg(m); err != nil {
-		return err
+	r.owed, r.seen = 0, opened
+	f, err := r.frames.Recv()
+	if err != nil {
+		return nil, err
 	}
-	msg := m.(*wire.Message)
-	p.owed = 1 + msg.Control/workBytes - msg.Frame.Chunk.Len()/payBytes
-	if msg.Frame.HasChunk() {
-		p.owed += placing
+	r.owed = 1 + r.Control()/workBytes - f.Chunk.Len()/payBytes
+	if f.HasChunk() {
+		r.owed += placing
 	}
-	return nil
+	return f, nil
 }
 
 // wait lets n thin frames' time pass.
-func (p *paced) wait(n int) {
+func (r *rateLimit) wait(n int) {
 	// No frame may cost more than the limiter gives at a time.
-	delay := p.thin.ReserveN(time.Now(), min(n, p.thin.Burst())).Delay()
+	delay := r.thin.ReserveN(time.Now(), min(n, r.thin.Burst())).Delay()
 	if delay < thinDebt {
 		return
 	}
@@ -67,6 +75,6 @@ func (p *paced) wait(n int) {
 	defer timer.Stop()
 	select {
 	case <-timer.C:
-	case <-p.Context().Done(): // the next RecvMsg says so
+	case <-r.Context().Done(): // the next Recv says so
 	}
 }

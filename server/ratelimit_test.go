@@ -10,17 +10,15 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/time/rate"
-	"google.golang.org/grpc"
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/testkit"
-	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // source is a peer whose frames are there at once.
 type source struct {
-	grpc.ServerStream
+	frames
 	ctx     context.Context
 	payload int
 	control int
@@ -29,19 +27,19 @@ type source struct {
 
 func (s *source) Context() context.Context { return s.ctx }
 
-func (s *source) RecvMsg(m any) error {
-	msg := m.(*wire.Message)
-	msg.Frame = frame.Frame{}
+func (s *source) Control() int { return s.control }
+
+func (s *source) Recv() (*frame.Frame, error) {
+	f := &frame.Frame{}
 	if s.payload > 0 {
-		msg.Frame.Chunk = frame.Chunk{Tensor: tensor.ID{1}, Data: [][]byte{make([]byte, s.payload)}}
+		f.Chunk = frame.Chunk{Tensor: tensor.ID{1}, Data: [][]byte{make([]byte, s.payload)}}
 	}
-	msg.Control = s.control
-	return s.err
+	return f, s.err
 }
 
-// TestThinFramesComeAtThePaceOfTheirConnection needs a clock of its own: over a
+// TestThinFramesComeAtTheRateOfTheirConnection needs a clock of its own: over a
 // socket only the time of the day would tell.
-func TestThinFramesComeAtThePaceOfTheirConnection(t *testing.T) {
+func TestThinFramesComeAtTheRateOfTheirConnection(t *testing.T) {
 	testkit.Start(t)
 	const perSecond = 1000
 	for name, c := range map[string]struct {
@@ -67,12 +65,12 @@ func TestThinFramesComeAtThePaceOfTheirConnection(t *testing.T) {
 				book := connections{thin: perSecond}
 				one := book.one()
 				began := time.Now()
-				// Two streams of one connection share its pace; a third is another's.
-				mine := []*paced{{ServerStream: &c.source, thin: one.thin, opened: new(atomic.Int64)}, {ServerStream: &c.source, thin: one.thin, opened: new(atomic.Int64)}}
-				var msg wire.Message
-				next := func(p *paced) {
-					require.Equal(t, c.err, p.RecvMsg(&msg))
-					p.opened.Add(c.opens)
+				// Two streams of one connection share its rate; a third is another's.
+				mine := []*rateLimit{{frames: &c.source, thin: one.thin, opened: new(atomic.Int64)}, {frames: &c.source, thin: one.thin, opened: new(atomic.Int64)}}
+				next := func(r *rateLimit) {
+					_, err := r.Recv()
+					require.Equal(t, c.err, err)
+					r.opened.Add(c.opens)
 				}
 				cost := min(c.costs, perSecond/10)             // no frame costs more
 				for i := range perSecond / 10 / max(cost, 1) { // what may come at once
@@ -84,26 +82,29 @@ func TestThinFramesComeAtThePaceOfTheirConnection(t *testing.T) {
 				}
 				require.InDelta(t, time.Duration(10*cost)*time.Second, time.Since(began), float64(3*thinDebt+time.Duration(cost)*3*time.Millisecond))
 				began = time.Now()
-				next(&paced{ServerStream: &c.source, thin: book.one().thin, opened: new(atomic.Int64)})
+				next(&rateLimit{frames: &c.source, thin: book.one().thin, opened: new(atomic.Int64)})
 				require.Zero(t, time.Since(began))
 			})
 		})
 	}
 }
 
-func TestTheEndOfAnRPCEndsItsWaitForThePace(t *testing.T) {
+func TestTheEndOfAnRPCEndsItsWaitForTheRateLimit(t *testing.T) {
 	testkit.Start(t)
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		p := paced{ServerStream: &source{ctx: ctx}, thin: rate.NewLimiter(rate.Every(time.Hour), 1), opened: new(atomic.Int64)}
+		r := rateLimit{frames: &source{ctx: ctx}, thin: rate.NewLimiter(rate.Every(time.Hour), 1), opened: new(atomic.Int64)}
 		began := time.Now()
-		var msg wire.Message
+		next := func() {
+			_, err := r.Recv()
+			require.NoError(t, err)
+		}
 		for range 2 {
-			require.NoError(t, p.RecvMsg(&msg))
+			next()
 			require.Zero(t, time.Since(began))
 		}
-		require.NoError(t, p.RecvMsg(&msg))
+		next()
 		require.Equal(t, time.Second, time.Since(began))
 	})
 }

@@ -1,0 +1,13 @@
+package server
+
+import "sync/atomic"
+
+// logSampler counts what a peer can cause without a limit, and logs it as its number
+// doubles, so that a flood does not fill the log.
+type logSampler struct{ count atomic.Int64 }
+
+// again counts one more. If due, it is to be logged, with n.
+func (l *logSampler) again() (n int64, due bool) {
+	n = l.count.Add(1)
+	return n, n&(n-1) == 0
+}
