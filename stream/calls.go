@@ -77,8 +77,8 @@ func (c *calls) end(k *call, on cause, d frame.Done) {
 		if k.state == answering {
 			c.waiting += len(d.Message) - len(k.done.Message)
 		}
+		d.Call = k.part.ID
 		k.done = d
-		k.done.Call = k.part.ID
 	}
 	c.move(k, on)
 }
@@ -110,14 +110,8 @@ func (c *calls) move(k *call, on cause) {
 		if c.cfg.Server {
 			c.in.dropAll(k)
 		}
-		c.completeIf(k)
-	case doneSent:
-		c.acknowledgeIf(k)
-	case failed:
+	case failed, over:
 		c.letGo(k, from, on)
-	case over:
-		c.letGo(k, from, on)
-		c.releaseIf(k)
 	case closed:
 		c.close(k)
 	}
@@ -125,6 +119,7 @@ func (c *calls) move(k *call, on cause) {
 		c.answers = append(c.answers, k)
 		c.waiting += len(k.done.Message)
 	}
+	c.advance(k)
 }
 
 // letGo drops a call's tensors. Who works for the call learns that it was given up,
@@ -135,6 +130,8 @@ func (c *calls) letGo(k *call, from state, on cause) {
 	}
 	k.outs = nil
 	c.in.dropAll(k)
+	// On a server nobody works for a call before it runs; on a client a done is
+	// enough.
 	if from < doneSent && (c.cfg.Server && from > opening || !c.cfg.Server && on >= givenUp) {
 		c.tell(Event{Kind: EventStop, Call: k.part.ID, Code: k.done.Code, Text: k.done.Message})
 	}
@@ -150,19 +147,37 @@ func (c *calls) letGo(k *call, from state, on cause) {
 	}
 }
 
-// completeIf completes a call that has ended well when its results are all sent
-// (server) or whole (client).
-func (c *calls) completeIf(k *call) {
-	if k.state != finishing {
-		return
-	}
-	if c.cfg.Server {
-		if !slices.ContainsFunc(k.outs, func(t *out) bool { return !t.dead && !t.chunks.Sent() }) {
+// advance moves a call on when what its state waits for is there.
+func (c *calls) advance(k *call) {
+	switch k.state {
+	case opening:
+		if c.cfg.Server && k.missing == 0 {
+			c.move(k, began)
+		}
+	case finishing:
+		lost, waits := c.results(k)
+		if lost != "" {
+			c.giveUp(k, frame.DataLoss, lost) // the server need not wait for acknowledgements
+		} else if !waits {
 			c.move(k, completed)
 		}
-		return
+	case doneSent:
+		if c.peerDone || !slices.ContainsFunc(k.outs, func(t *out) bool { return !t.dead }) {
+			c.move(k, acknowledged)
+		}
+	case over:
+		if k.claims == 0 {
+			c.move(k, released)
+		}
 	}
-	lost, wait := "", false
+}
+
+// results reports whether a call that ended well waits for its results to be sent
+// (server) or whole (client), or what makes that impossible.
+func (c *calls) results(k *call) (lost string, waits bool) {
+	if c.cfg.Server {
+		return "", slices.ContainsFunc(k.outs, func(t *out) bool { return !t.dead && !t.chunks.Sent() })
+	}
 	for _, b := range k.done.Outputs {
 		i := slices.IndexFunc(k.ins, func(t *in) bool { return t.desc.Tensor == b.Tensor })
 		switch {
@@ -172,7 +187,7 @@ func (c *calls) completeIf(k *call) {
 		case k.ins[i].dead:
 			lost = fmt.Sprintf("result %q was given up", b.Port)
 		default:
-			wait = true
+			waits = true
 		}
 	}
 	for _, t := range k.ins {
@@ -180,26 +195,7 @@ func (c *calls) completeIf(k *call) {
 			lost = fmt.Sprintf("the server announced result %q and did not end with it", t.desc.Port)
 		}
 	}
-	switch {
-	case lost != "":
-		c.giveUp(k, frame.DataLoss, lost) // the server need not wait for acknowledgements
-	case !wait:
-		c.move(k, completed)
-	}
-}
-
-// acknowledgeIf ends the wait for acknowledgements when they are all there, or can
-// not come.
-func (c *calls) acknowledgeIf(k *call) {
-	if k.state == doneSent && (c.peerDone || !slices.ContainsFunc(k.outs, func(t *out) bool { return !t.dead })) {
-		c.move(k, acknowledged)
-	}
-}
-
-func (c *calls) releaseIf(k *call) {
-	if k.state == over && k.claims == 0 {
-		c.move(k, released)
-	}
+	return lost, waits
 }
 
 func (c *calls) close(k *call) {
@@ -228,9 +224,7 @@ func (c *calls) accept(now Instant, p *frame.Call) {
 	}
 	k.part.Inputs = slices.Clone(p.Inputs)
 	c.retain(k, retainedBy(p))
-	if k.missing == 0 {
-		c.move(k, began)
-	}
+	c.advance(k)
 }
 
 // refusal says why a call that was just added is not taken; nil if it is.
@@ -307,12 +301,6 @@ func (c *calls) addOpens(p *parcel) {
 		p.Calls = append(p.Calls, k.part)
 		p.bytes += k.part.Cost()
 		c.out.descs = append(c.out.descs, k.outs...)
-	}
-}
-
-func (c *calls) addCancels(p *parcel) {
-	for len(c.cancels) > 0 && len(p.Cancels) < frameParts {
-		p.Cancels = append(p.Cancels, pop(&c.cancels, 0))
 	}
 }
 

@@ -144,9 +144,7 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 	if m.cfg.Server {
 		m.calls.retain(k, retainedByDesc(p, geo))
 		k.missing--
-		if k.missing == 0 {
-			m.calls.move(k, began)
-		}
+		m.calls.advance(k)
 	}
 }
 
@@ -155,8 +153,7 @@ func (m *Machine) ackPart(now Instant, t *out, p frame.Ack) {
 		m.fail(p.Tensor, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s: %v", p.Tensor, err))
 		return
 	}
-	m.calls.completeIf(t.call) // the ack may have answered for a chunk that was to be sent again
-	m.calls.acknowledgeIf(t.call)
+	m.calls.advance(t.call) // the ack may have answered for a chunk that was to be sent again
 }
 
 // failurePart is the peer giving up a tensor, ours or its own.
@@ -178,7 +175,7 @@ func (m *Machine) failurePart(p frame.Failure) {
 	case m.cfg.Server:
 		m.calls.giveUp(k, code, frame.Clip(p.Message, frame.FailureTextBytes))
 	default:
-		m.calls.completeIf(k) // if done has come; if not, the server owes it
+		m.calls.advance(k) // if done has come; if not, the server owes it
 	}
 }
 

@@ -48,7 +48,7 @@ const (
 	retainedQueue  = 64
 	retainedEvents = 32
 	// ackShare: an acknowledgement is due when this part (1/ackShare) of what the
-	// sender can keep has come.
+	// sender can retain has come.
 	ackShare = 4
 	// lazyAck is how long an acknowledgement that nobody waits for may wait for
 	// a frame to ride in.

@@ -172,7 +172,7 @@ func (m *Machine) PeerDone() {
 		if k.missing > 0 || slices.ContainsFunc(k.ins, func(t *in) bool { return !t.asm.Whole() }) {
 			m.calls.giveUp(k, frame.InvalidArgument, "the client ended its stream before every input was whole; send all chunks first")
 		}
-		m.calls.acknowledgeIf(k)
+		m.calls.advance(k)
 	}
 }
 

@@ -52,7 +52,9 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 	}
 	m.in.addCredits(&p)
 	m.in.addAcks(&p)
-	m.calls.addCancels(&p)
+	for len(m.calls.cancels) > 0 && len(f.Cancels) < frameParts {
+		f.Cancels = append(f.Cancels, pop(&m.calls.cancels, 0))
+	}
 	for len(m.failures) > 0 && p.room(len(f.Failures)) {
 		x := pop(&m.failures, 0)
 		f.Failures = append(f.Failures, x)
@@ -62,7 +64,7 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 	if p.room(0) { // else the parts and a chunk could be more than a frame may have
 		var t *out
 		if t, held = m.out.addChunk(now, &p); t != nil {
-			m.calls.completeIf(t.call)
+			m.calls.advance(t.call)
 		}
 	}
 	m.calls.addDones(&p)

@@ -187,10 +187,9 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
 	if bad := m.in.commit(now, t, &c.claim, got, failed); bad != nil {
 		m.fail(t.desc.Tensor, t.call, bad)
 	}
-	if t.asm.Whole() {
-		m.calls.completeIf(t.call)
+	if t.asm.Whole() || t.dead {
+		m.calls.advance(t.call)
 	}
-	m.calls.releaseIf(t.call)
 }
 
 // commit ends a claim. An error ends the tensor.
