@@ -128,6 +128,11 @@ func (i Info) Validate() error {
 	if len(i.Inputs) > 0 && !split || len(i.Outputs) == 0 {
 		return bad("needs an input that is not Whole, or none at all, and an output")
 	}
+	for _, p := range i.Params {
+		if !validName(p.Name) {
+			return bad("param %q: a name is 1 to %d bytes of UTF-8 without control characters", p.Name, maxNameBytes)
+		}
+	}
 	for _, ports := range [][]Port{i.Inputs, i.Outputs} {
 		if len(ports) > maxPorts {
 			return bad("%d ports in one direction; a call carries at most %d", len(ports), maxPorts)

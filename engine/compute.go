@@ -27,7 +27,7 @@ func Compute(ctx context.Context, m Model, params map[string]string, in ...tenso
 		if i < len(info.Inputs) {
 			port = info.Inputs[i].Name
 		}
-		c.Inputs = append(c.Inputs, Input{Port: port, Desc: t.Desc, ChunkBytes: tensor.ChunkFor(t.Desc, chunkBytes)})
+		c.Inputs = append(c.Inputs, Input{Port: port, Desc: t.Desc, ChunkBytes: tensor.ChunkFor(t.Desc, ChunkBytes)})
 	}
 	r, err := m.Open(ctx, c)
 	if err != nil {

@@ -152,7 +152,7 @@ type Run interface {
 	// Next returns the next result, in any order. io.EOF means that every
 	// output is complete; any other error is why the run failed. A run has
 	// memory for as many consecutive bytes of each output as the largest chunk
-	// of its inputs has, in at most 256 blocks: who keeps results until a
+	// of its inputs has (ChunkBytes without inputs), in at most 256 blocks: who keeps results until a
 	// longer piece is complete copies them, or the run stands still.
 	Next(ctx context.Context) (Out, error)
 	// Stats returns the time spent so far. Safe for concurrent use.

@@ -15,7 +15,7 @@ func TestACommandThatWaitsForAHeaderCanBeInterrupted(t *testing.T) {
 	none := rawInput{shaped: func() bool { return false }}
 	for name, command := range map[string]func(context.Context, io.Reader) error{
 		"run": func(ctx context.Context, stdin io.Reader) error {
-			return runModel(ctx, "echo", runOptions{remote: at, input: none}, stdin, io.Discard, io.Discard)
+			return runModel(ctx, "echo", runOptions{remote: at, input: none, inputs: []string{"-"}}, stdin, io.Discard, io.Discard)
 		},
 		"push": func(ctx context.Context, stdin io.Reader) error {
 			return push(ctx, []string{"x=-"}, pushOptions{remote: at, input: none}, stdin, io.Discard, io.Discard)

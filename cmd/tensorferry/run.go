@@ -10,6 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -81,8 +82,14 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		return err
 	}
 	defer cl.Close()
+	var m *pb.Model
 	if len(o.inputs) == 0 {
-		o.inputs = []string{"-"}
+		if m, err = findModel(ctx, cl, model); err != nil {
+			return err
+		}
+		if len(m.GetInputs()) > 0 {
+			o.inputs = []string{"-"}
+		}
 	}
 	bars := newProgress(stderr, o.quiet)
 	defer bars.end()
@@ -107,7 +114,12 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		sources = append(sources, in)
 		r.Inputs = append(r.Inputs, in.Input)
 	}
-	outs, err := results(ctx, cl, model, o.outputs)
+	if m == nil {
+		if m, err = findModel(ctx, cl, model); err != nil {
+			return err
+		}
+	}
+	outs, err := results(m, o.outputs)
 	if err != nil {
 		return err
 	}
@@ -165,24 +177,26 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	return nil
 }
 
-// results says which result goes where, by port.
-func results(ctx context.Context, cl *client.Client, model string, outputs []string) (map[string]string, error) {
+// findModel asks the server for a model.
+func findModel(ctx context.Context, cl *client.Client, name string) (*pb.Model, error) {
 	models, err := cl.Models(ctx)
 	if err != nil {
 		return nil, err
 	}
-	var ports []string
-	known := false
 	for _, m := range models {
-		if m.GetName() == model {
-			known = true
-			for _, p := range m.GetOutputs() {
-				ports = append(ports, p.GetName())
-			}
+		if m.GetName() == name {
+			return m, nil
 		}
 	}
-	if !known {
-		return nil, hinted{fmt.Errorf("the server has no model %q", model), "tensorferry models lists what it has"}
+	return nil, hinted{fmt.Errorf("the server has no model %q", name), "tensorferry models lists what it has"}
+}
+
+// results says which result of a model goes where, by port.
+func results(m *pb.Model, outputs []string) (map[string]string, error) {
+	model := m.GetName()
+	var ports []string
+	for _, p := range m.GetOutputs() {
+		ports = append(ports, p.GetName())
 	}
 	if len(outputs) == 0 {
 		if len(ports) != 1 {

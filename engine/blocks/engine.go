@@ -21,8 +21,8 @@ import (
 type Device interface {
 	// Start has w computed and never blocks. Blocks of a run are started one after
 	// the other, ascending; each ends with one w.Done, from any goroutine, in any
-	// order, perhaps before Start returns. A device that is lost, or whose
-	// w.Context has ended, does nothing but that.
+	// order, perhaps before Start returns. Where w.Context has ended, Start does
+	// nothing but that: after a loss the memory may be another's already.
 	Start(w *Work)
 }
 
@@ -55,8 +55,6 @@ type Engine struct {
 	helper   Helper   // the device, if it is one
 	canceler Canceler // likewise
 
-	starting sync.WaitGroup // Starts that a loss has overtaken
-
 	mu       sync.Mutex // guards all below; taken after that of a run
 	lost     error      // why nothing can run now
 	runs     map[*run]struct{}
@@ -72,10 +70,10 @@ func New(c Config) *Engine {
 }
 
 // Lost says that the device is gone, with all that is on it: it touches no memory
-// of a block that was started, and none that is started before Back. Every run ends
-// with an error that wraps engine.ErrUnavailable and cause, nothing is opened, and
-// what the device still says of those blocks is ignored. It never blocks. Once lost,
-// a second loss changes nothing.
+// of a block that was started. Every run ends with an error that wraps
+// engine.ErrUnavailable and cause, nothing is opened until Back, and what the device
+// still says of those blocks is ignored. It never blocks, and may be called from
+// Start. Once lost, a second loss changes nothing.
 func (e *Engine) Lost(cause error) {
 	e.mu.Lock()
 	if e.lost != nil {
@@ -91,10 +89,8 @@ func (e *Engine) Lost(cause error) {
 	}
 }
 
-// Back says, some time after Lost has returned, that the device computes again. It
-// waits for Starts that began before the loss, so it is not called from one.
+// Back says, some time after Lost has returned, that the device computes again.
 func (e *Engine) Back() {
-	e.starting.Wait()
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.tell(nil)

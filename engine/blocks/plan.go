@@ -69,7 +69,7 @@ func newPlan(info engine.Info, c engine.Call, rows int64, b Bound) (plan, error)
 	for _, w := range p.outRow {
 		widest = max(widest, w)
 		if len(c.Inputs) == 0 && w > 0 {
-			chunk = blockBytes // what whoever serves may cut results into
+			chunk = engine.ChunkBytes
 			fewest = max(fewest, ceil(ceil(min(chunk, mul(p.rows, w)), maxSlots/4), w))
 		}
 	}

@@ -49,7 +49,6 @@ type run struct {
 	closed    bool
 	over      bool // Close has waited long enough
 	launching bool // somebody is starting blocks
-	overtaken bool // by a loss
 	stats     engine.Stats
 	free      []*slot // the last one is lent next: its memory is the warmest
 	lent      int64   // blocks lent so far
@@ -268,11 +267,6 @@ func (r *run) launch() {
 		r.mu.Lock()
 	}
 	r.launching = false
-	if r.overtaken {
-		r.overtaken = false
-		r.forfeit()
-		r.engine.starting.Done()
-	}
 }
 
 // ready makes the next block that may start ready, nil if there is none; mu is held.

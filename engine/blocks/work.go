@@ -252,23 +252,12 @@ func (w *Work) released(port int) {
 	r.launch()
 }
 
-// lose ends the run because its device is lost. A Start that has not returned may
-// have been overtaken: whoever is in it takes the blocks back then, and the device
-// does not come back before.
+// lose ends the run and takes back the blocks that its device had. One that is on
+// its way into Start is met there by a context that has ended.
 func (r *run) lose(cause error) {
 	r.cancel(cause)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.launching {
-		r.overtaken = true
-		r.engine.starting.Add(1)
-		return
-	}
-	r.forfeit()
-}
-
-// forfeit takes all blocks back that the lost device has; mu is held.
-func (r *run) forfeit() {
 	for _, w := range r.works {
 		if w.state == workStarted {
 			w.state = workLost

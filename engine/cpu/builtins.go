@@ -27,11 +27,14 @@ import (
 // know is refused.
 func Builtins(h *Host) []engine.Model {
 	anyShape := []int64{engine.AnyAxes}
-	elementwise := func(name string, dtypes ...tensor.DataType) engine.Info {
-		return engine.Info{
-			Name: name, Version: "1", Rows: engine.AllAxes,
-			Inputs:  []engine.Port{{Name: "x", DTypes: dtypes, Shape: anyShape}},
-			Outputs: []engine.Port{{Name: "y", DTypes: dtypes, Shape: anyShape}},
+	elementwise := func(name string, dtypes []tensor.DataType, bind bind, params ...engine.Param) RowFunc {
+		return RowFunc{
+			Info: engine.Info{
+				Name: name, Version: "1", Rows: engine.AllAxes, Params: params,
+				Inputs:  []engine.Port{{Name: "x", DTypes: dtypes, Shape: anyShape}},
+				Outputs: []engine.Port{{Name: "y", DTypes: dtypes, Shape: anyShape}},
+			},
+			InPlace: true, Bind: bind,
 		}
 	}
 	var reluTypes []tensor.DataType
@@ -41,10 +44,14 @@ func Builtins(h *Host) []engine.Model {
 		}
 	}
 	funcs := []RowFunc{
-		{Info: elementwise("echo"), InPlace: true, Bind: knowing(bindRows(echo))},
-		{Info: elementwise("relu", reluTypes...), InPlace: true, Bind: knowing(bindReLU)},
-		{Info: elementwise("affine", tensor.Float32, tensor.Float64), InPlace: true, Bind: knowing(bindAffine, "a", "b")},
-		{Info: elementwise("slow"), InPlace: true, Bind: knowing(bindSlow, "delay", "fail_at")},
+		elementwise("echo", nil, bindRows(echo)),
+		elementwise("relu", reluTypes, bindReLU),
+		elementwise("affine", []tensor.DataType{tensor.Float32, tensor.Float64}, bindAffine,
+			engine.Param{Name: "a", Kind: "number", Default: "1", Meaning: "factor of x"},
+			engine.Param{Name: "b", Kind: "number", Default: "0", Meaning: "added to the product"}),
+		elementwise("slow", nil, bindSlow,
+			engine.Param{Name: "delay", Kind: "duration", Default: "0s", Meaning: "sleep before each block, at most " + maxDelay.String()},
+			engine.Param{Name: "fail_at", Kind: "row", Meaning: "the block that holds this row fails"}),
 		{
 			Info: engine.Info{
 				Name: "sink", Version: "1",
@@ -54,14 +61,15 @@ func Builtins(h *Host) []engine.Model {
 			Outs: func([]tensor.Desc, map[string]string) ([]tensor.Desc, error) {
 				return []tensor.Desc{{DType: tensor.Uint64}}, nil
 			},
-			Bind: knowing(bindRows(func(_ context.Context, b RowBlock) error {
+			Bind: bindRows(func(_ context.Context, b RowBlock) error {
 				binary.LittleEndian.PutUint64(b.Out[0], uint64(len(b.In[0])))
 				return nil
-			})),
+			}),
 		},
 	}
 	models := make([]engine.Model, len(funcs))
 	for i, f := range funcs {
+		f.Bind = knowing(f.Info, f.Bind)
 		m, err := f.Model(h)
 		if err != nil {
 			panic("cpu: built-in model: " + err.Error()) // only a mistake in the table above
@@ -78,8 +86,12 @@ func bindRows(f RowsFunc) bind {
 	return func(engine.Call) (RowsFunc, error) { return f, nil }
 }
 
-// knowing refuses the params that are not among these.
-func knowing(b bind, params ...string) bind {
+// knowing is bind, but refuses params that the model's info does not have.
+func knowing(info engine.Info, bind bind) bind {
+	var params []string
+	for _, p := range info.Params {
+		params = append(params, p.Name)
+	}
 	known := "it takes none"
 	if len(params) > 0 {
 		known = "known are " + strings.Join(params, ", ")
@@ -90,7 +102,7 @@ func knowing(b bind, params ...string) bind {
 				return nil, fmt.Errorf("no param %q; %s", p, known)
 			}
 		}
-		return b(c)
+		return bind(c)
 	}
 }
 

@@ -395,6 +395,7 @@ func TestModelsThatContradictThemselvesAreRefused(t *testing.T) {
 		"no output":                change(func(f *cpu.RowFunc) { f.Info.Outputs = nil }),
 		"more outputs than inputs": change(func(f *cpu.RowFunc) { f.Info.Outputs = make([]engine.Port, 2) }),
 		"a port without a name":    change(func(f *cpu.RowFunc) { f.Info.Inputs[0].Name = "" }),
+		"a param without a name":   change(func(f *cpu.RowFunc) { f.Info.Params = []engine.Param{{}} }),
 		"65 inputs":                change(func(f *cpu.RowFunc) { f.Info.Inputs = ports(65) }),
 		"65 outputs":               change(func(f *cpu.RowFunc) { f.Info.Inputs, f.Info.Outputs = ports(64), ports(65) }),
 		"a data type of 99":        change(func(f *cpu.RowFunc) { f.Info.Inputs[0].DTypes = []tensor.DataType{99} }),

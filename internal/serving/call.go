@@ -124,7 +124,7 @@ func (c *call) serve(ctx context.Context, params map[string]string) error {
 	if err != nil {
 		return err
 	}
-	run, err := core.run(ctx, c.cancel, model, engine.Call{ID: c.id, Principal: c.session.holder, Inputs: inputs, Params: params})
+	run, err := core.run(ctx, c.cancel, model, engine.Call{ID: c.id, Principal: c.session.holder, Inputs: inputs, Params: params, Lifetime: c.session.ctx})
 	if err != nil {
 		return err
 	}
@@ -153,7 +153,7 @@ func (c *call) bind(info engine.Info) ([]engine.Input, error) {
 	for p, i := range order {
 		in := c.inputs[i]
 		ordered[p] = in
-		inputs[p] = engine.Input{Port: info.Inputs[p].Name, Desc: in.desc, ChunkBytes: in.chunk}
+		inputs[p] = engine.Input{Port: info.Inputs[p].Name, Desc: in.desc, ChunkBytes: in.chunk, Name: in.name, Metadata: in.metadata}
 		table += TableBytes(in.chunks)
 	}
 	if err := AcquireTable(c.session.core.cfg.Budget, c.session.holder, table); err != nil {
@@ -339,6 +339,9 @@ func (c *call) announce(m *stream.Machine, now stream.Instant, o *output, info e
 		chunk = tensor.ChunkFor(out.Desc, limit)
 	case n == 0 || out.Off+n == size:
 		chunk = min(max(n, 1), limit)
+		if len(c.inputs) == 0 {
+			chunk = max(chunk, min(engine.ChunkBytes, limit))
+		}
 		for i, in := range c.inputs {
 			if !info.Inputs[i].Whole {
 				chunk = max(chunk, min(in.chunk, in.size, limit))

@@ -25,6 +25,8 @@ type Session struct {
 	core    *Core
 	from    *Caller
 	sess    *session.Session
+	ctx     context.Context // ends with the session
+	cancel  context.CancelFunc
 	number  int64
 	holder  *slab.Principal // of budgets, named by the session's ID and a number that no other has
 	calls   map[tensor.ID]*call
@@ -46,6 +48,7 @@ func (c *Core) OpenSession(from *Caller) (*Session, error) {
 	if err := c.Enter(Sessions, from); err != nil {
 		return nil, err
 	}
+	s.ctx, s.cancel = context.WithCancel(context.Background())
 	c.sessions[s] = struct{}{}
 	c.work.Add(1)
 	s.number = c.number.Add(1)
@@ -59,6 +62,7 @@ func (s *Session) Serve(ctx context.Context, conn session.Conn) error {
 	lost := s.sess.Carry(conn)
 	defer func() { // also when this function panics
 		s.sess.Stop(errors.New("serving: panic"))
+		s.cancel()
 		go func() {
 			defer s.core.work.Done()
 			s.sess.Wait(frame.Unavailable, "session ended")
@@ -99,16 +103,18 @@ func (s *Session) ID() (id tensor.ID) {
 // input is a tensor announced for a call. Guarded by the session's lock, except for
 // what belongs to the call's goroutines once ready is closed.
 type input struct {
-	id     tensor.ID
-	desc   tensor.Desc
-	port   string
-	chunk  int64
-	chunks uint32
-	size   int64
-	ready  chan struct{} // closed when a tensor on allowance is whole; nil for one on credit
-	staged *slab.Slab    // where a tensor on allowance waits; after ready, the call goroutine's
-	used   int64         // bytes of staged copied into blocks; call goroutine only
-	taken  int64         // bytes taken of the session's staging; as staged
+	id       tensor.ID
+	desc     tensor.Desc
+	port     string
+	name     string // what the client calls it
+	metadata map[string]string
+	chunk    int64
+	chunks   uint32
+	size     int64
+	ready    chan struct{} // closed when a tensor on allowance is whole; nil for one on credit
+	staged   *slab.Slab    // where a tensor on allowance waits; after ready, the call goroutine's
+	used     int64         // bytes of staged copied into blocks; call goroutine only
+	taken    int64         // bytes taken of the session's staging; as staged
 }
 
 // Event runs with the session locked.
@@ -157,7 +163,7 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 	c := s.call(e.Call)
 	geo := tensor.Geometry{Size: int64(e.Desc.SizeBytes), ChunkBytes: int64(e.Desc.ChunkBytes)}
 	in := &input{
-		id: e.Tensor, desc: e.Desc.Desc, port: e.Desc.Port,
+		id: e.Tensor, desc: e.Desc.Desc, port: e.Desc.Port, name: e.Desc.Name, metadata: e.Desc.Metadata,
 		chunk: geo.ChunkBytes, chunks: geo.Count(), size: geo.Size,
 	}
 	c.inputs = append(c.inputs, in)

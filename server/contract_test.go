@@ -1,0 +1,123 @@
+package server_test
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"maps"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// addCounting adds a model without inputs, whose rows of two numbers are numbered.
+func addCounting(t testing.TB, f *fixture) {
+	f.add(t, cpu.RowFunc{
+		Info: engine.Info{
+			Name: "counting", Rows: 1, Params: []engine.Param{{Name: "rows", Kind: "rows", Meaning: "how many to make"}},
+			Outputs: []engine.Port{{Name: "y", DTypes: []tensor.DataType{tensor.Uint32}, Shape: []int64{engine.Free, 2}}},
+		},
+		Outs: func(_ []tensor.Desc, params map[string]string) ([]tensor.Desc, error) {
+			var rows int64
+			_, err := fmt.Sscan(params["rows"], &rows)
+			return []tensor.Desc{{DType: tensor.Uint32, Shape: tensor.Shape{rows, 2}}}, err
+		},
+		Rows: func(_ context.Context, b cpu.RowBlock) error {
+			for i := range 2 * b.Rows {
+				binary.LittleEndian.PutUint32(b.Out[0][4*i:], uint32(b.Row+i/2))
+			}
+			return nil
+		},
+	})
+}
+
+func requireCounted(t testing.TB, rows int64, data []byte) {
+	t.Helper()
+	require.Len(t, data, int(8*rows))
+	for i := range 2 * rows {
+		require.EqualValues(t, i/2, binary.LittleEndian.Uint32(data[4*i:]))
+	}
+}
+
+func TestAModelWithoutInputsIsCalled(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	addCounting(t, f)
+	c, err := client.Dial(f.addr, client.Config{})
+	require.NoError(t, err)
+	defer c.Close()
+	s, err := c.Session(t.Context())
+	require.NoError(t, err)
+	for _, rows := range []int64{0, 1, 1000, 128 << 10, 5<<17 + 1} { // less than a block, one, and some and a tail
+		t.Run(fmt.Sprint(rows), func(t *testing.T) {
+			call, err := s.Call(t.Context(), client.Request{Model: "counting", Params: map[string]string{"rows": fmt.Sprint(rows)}})
+			require.NoError(t, err)
+			results, err := call.Wait()
+			require.NoError(t, err)
+			requireCounted(t, rows, results["y"].Data)
+		})
+	}
+	t.Run("in one RPC", func(t *testing.T) {
+		resp, err := pb.NewTensorServiceClient(f.dial(t)).Compute(t.Context(), &pb.ComputeRequest{Model: "counting", Params: map[string]string{"rows": "1000"}})
+		require.NoError(t, err)
+		requireCounted(t, 1000, resp.GetOutputs()[0].GetData())
+	})
+	t.Run("with an input it has not", func(t *testing.T) {
+		_, err := s.Compute(t.Context(), "counting", tensor.Tensor{Desc: tensor.Desc{DType: tensor.Int8}, Data: []byte{1}})
+		var e *client.Error
+		require.ErrorAs(t, err, &e)
+	})
+}
+
+// listening is a model that keeps what it was told in Open.
+type listening struct {
+	engine.Model
+	calls chan engine.Call
+}
+
+func (l listening) Open(ctx context.Context, c engine.Call) (engine.Run, error) {
+	l.calls <- c
+	return l.Model.Open(ctx, c)
+}
+
+func TestAModelIsToldWhatItsInputsAreAndWhenTheSessionEnds(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	echo, release, err := f.models.Lookup("echo")
+	require.NoError(t, err)
+	defer release()
+	heard := listening{engine.Named("heard", echo), make(chan engine.Call, 2)}
+	require.NoError(t, f.models.Add(heard))
+	c, err := client.Dial(f.addr, client.Config{})
+	require.NoError(t, err)
+	defer c.Close()
+	s, err := c.Session(t.Context())
+	require.NoError(t, err)
+	x, err := tensor.Of([]float32{1, 2, 3})
+	require.NoError(t, err)
+	in := client.From("x", x)
+	in.Name, in.Metadata = "pixels", map[string]string{"from": "a camera"}
+	call, err := s.Call(t.Context(), client.Request{Model: "heard", Inputs: []client.Input{in}})
+	require.NoError(t, err)
+	_, err = call.Wait()
+	require.NoError(t, err)
+	got := <-heard.calls
+	require.Equal(t, "pixels", got.Inputs[0].Name)
+	require.True(t, maps.Equal(in.Metadata, got.Inputs[0].Metadata))
+	require.NoError(t, got.Lifetime.Err(), "the call is over, the session is not")
+	require.NoError(t, s.Close())
+	<-got.Lifetime.Done()
+
+	_, err = pb.NewTensorServiceClient(f.dial(t)).Compute(t.Context(), &pb.ComputeRequest{Model: "heard", Inputs: []*pb.NamedTensor{
+		{Dtype: pb.DataType_DATA_TYPE_FLOAT32, Shape: []int64{3}, Data: x.Data},
+	}})
+	require.NoError(t, err)
+	require.Nil(t, (<-heard.calls).Lifetime, "nothing outlasts a small call")
+}
