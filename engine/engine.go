@@ -74,8 +74,8 @@ type Info struct {
 	// BlockRows is the preferred number of rows per block; 0 lets the engine
 	// choose by bytes.
 	BlockRows int64
-	Params    []Param // those that a call may have, as far as the model knows them
-	About     []Entry // what else there is to know of it
+	Params    []Param           // those that a call may have, as far as the model says
+	About     map[string]string // what else there is to know of it, such as its layers; read-only
 }
 
 // Param is one parameter of a model's calls.
@@ -85,9 +85,6 @@ type Param struct {
 	Default string // what stands for an absent one; empty where that means something else
 	Meaning string // a phrase, with the range
 }
-
-// Entry is one thing to know of a model, such as layers: 12.
-type Entry struct{ Key, Value string }
 
 // Axes returns how many leading axes of a tensor of this rank are rows.
 func (i Info) Axes(rank int) int {

@@ -5,9 +5,11 @@ import (
 	"encoding/binary"
 	"fmt"
 	"maps"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
@@ -120,4 +122,82 @@ func TestAModelIsToldWhatItsInputsAreAndWhenTheSessionEnds(t *testing.T) {
 	}})
 	require.NoError(t, err)
 	require.Nil(t, (<-heard.calls).Lifetime, "nothing outlasts a small call")
+}
+
+// fitful is a model that runs when it likes, and measures its patience.
+type fitful struct {
+	engine.Model
+	mu   sync.Mutex // guards all below
+	told func(error)
+}
+
+func (m *fitful) WatchHealth(told func(error)) (stop func()) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.told = told
+	told(nil)
+	return func() {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		m.told = nil
+	}
+}
+
+// becomes tells how the model is, and reports whether somebody listens.
+func (m *fitful) becomes(err error) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.told == nil {
+		return false
+	}
+	m.told(err)
+	return true
+}
+
+func (*fitful) Gauges() []engine.Gauge {
+	return []engine.Gauge{{Name: "patience_seconds", Meaning: "how long it will bear it", Value: 1.5}}
+}
+
+func TestWhatAModelTellsIsShownAndItsHealthFollowed(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	affine, release, err := f.models.Lookup("affine")
+	require.NoError(t, err)
+	defer release()
+	m := &fitful{Model: engine.Named("moody", affine)}
+	require.NoError(t, f.models.Add(engine.Named("moody", m)))
+	conn := f.dial(t)
+	stub, health := pb.NewTensorServiceClient(conn), healthpb.NewHealthClient(conn)
+
+	listed, err := stub.ListModels(t.Context(), &pb.ListModelsRequest{})
+	require.NoError(t, err)
+	for _, l := range listed.GetModels() {
+		if l.GetName() == "moody" {
+			require.Len(t, l.GetParams(), 2)
+			require.Equal(t, "1", l.GetParams()[0].GetDefault())
+		}
+	}
+	shows := func(status healthpb.HealthCheckResponse_ServingStatus, unavailable string) {
+		t.Helper()
+		got, err := health.Check(t.Context(), &healthpb.HealthCheckRequest{Service: "model/moody"})
+		require.NoError(t, err)
+		require.Equal(t, status, got.GetStatus())
+		info, err := stub.GetServiceInfo(t.Context(), &pb.GetServiceInfoRequest{})
+		require.NoError(t, err)
+		for _, s := range info.GetModels() {
+			if s.GetName() == "moody" {
+				require.Equal(t, unavailable, s.GetUnavailable())
+				require.Equal(t, map[string]float64{"patience_seconds": 1.5}, s.GetGauges())
+				return
+			}
+		}
+		t.Error("the model is not shown")
+	}
+	shows(healthpb.HealthCheckResponse_SERVING, "")
+	require.True(t, m.becomes(engine.ErrUnavailable))
+	shows(healthpb.HealthCheckResponse_NOT_SERVING, engine.ErrUnavailable.Error())
+	require.True(t, m.becomes(nil))
+	shows(healthpb.HealthCheckResponse_SERVING, "")
+	require.NoError(t, f.models.Remove("moody"))
+	require.False(t, m.becomes(nil), "nobody listens to a model that is out")
 }

@@ -11,8 +11,8 @@ import (
 	"github.com/tensorferry/tensorferry/internal/serving"
 )
 
-// modelHealth is what a model's name follows in the names of the health service.
-const modelHealth = "model/"
+// modelPrefix is what a model's name follows in the names of the health service.
+const modelPrefix = "model/"
 
 // healthService answers for the whole, under "", for each service by its name, and
 // for each model of the registry. A model of which a run was lost does not serve until
@@ -31,13 +31,13 @@ func (h healthService) serves(r *grpc.Server) {
 // statuses are gRPC's words for the health of a model. gRPC's service cannot forget a
 // name.
 var statuses = map[serving.Health]healthpb.HealthCheckResponse_ServingStatus{
-	serving.Serving: healthpb.HealthCheckResponse_SERVING,
-	serving.Lost:    healthpb.HealthCheckResponse_NOT_SERVING,
-	serving.Gone:    healthpb.HealthCheckResponse_SERVICE_UNKNOWN,
+	serving.Serving:    healthpb.HealthCheckResponse_SERVING,
+	serving.NotServing: healthpb.HealthCheckResponse_NOT_SERVING,
+	serving.Gone:       healthpb.HealthCheckResponse_SERVICE_UNKNOWN,
 }
 
 func (h healthService) model(name string, is serving.Health) {
-	h.SetServingStatus(modelHealth+name, statuses[is])
+	h.SetServingStatus(modelPrefix+name, statuses[is])
 }
 
 // Check answers for one name; a model that is gone is as unknown as one that never

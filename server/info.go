@@ -20,7 +20,7 @@ func (s *Server) ListModels(context.Context, *pb.ListModelsRequest) (*pb.ListMod
 	for _, i := range s.cfg.Models.Infos() {
 		out.Models = append(out.Models, &pb.Model{
 			Name: i.Name, Version: i.Version, Device: i.Device, Rows: int32(i.Rows),
-			Inputs: ports(i.Inputs), Outputs: ports(i.Outputs),
+			Inputs: ports(i.Inputs), Outputs: ports(i.Outputs), Params: params(i.Params), About: i.About,
 		})
 	}
 	return out, nil
@@ -38,7 +38,26 @@ func ports(in []engine.Port) []*pb.Port {
 	return out
 }
 
-// GetServiceInfo tells limits and counters.
+func params(in []engine.Param) (out []*pb.Param) {
+	for _, p := range in {
+		out = append(out, &pb.Param{Name: p.Name, Kind: p.Kind, Default: p.Default, Meaning: p.Meaning})
+	}
+	return out
+}
+
+// modelStates are how the models are now.
+func (s *Server) modelStates() (all []*pb.ModelState) {
+	for _, m := range s.core.ModelStates() {
+		state := &pb.ModelState{Name: m.Name, Unavailable: m.Unavailable, Gauges: make(map[string]float64)}
+		for _, g := range m.Gauges {
+			state.Gauges[g.Name] = g.Value
+		}
+		all = append(all, state)
+	}
+	return all
+}
+
+// GetServiceInfo tells limits and counters, and how the models are.
 func (s *Server) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb.GetServiceInfoResponse, error) {
 	v := s.values()
 	return &pb.GetServiceInfoResponse{
@@ -47,6 +66,7 @@ func (s *Server) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb
 		Limits:       s.shownLimits(v.MemoryLimit),
 		Counters:     metrics.Counters(&v),
 		Codecs:       codecs(),
+		Models:       s.modelStates(),
 	}, nil
 }
 

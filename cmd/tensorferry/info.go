@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"math"
@@ -33,7 +34,7 @@ any number of dimensions; only the first one is ever that. Data types are absent
 where any will do. The rows of a model are a string: how many leading axes of a
 tensor are independent of each other, "all_but_last" or "all"; "0" needs all of
 the tensor at once. An input that is whole is needed whole before the first row.
-The parameters that a model takes are not listed.`,
+Params are what run --param takes, with what stands for an absent one.`,
 		Example: `  tensorferry models
   tensorferry models --json`,
 		Args: takes(0),
@@ -50,14 +51,15 @@ The parameters that a model takes are not listed.`,
 			if asJSON {
 				listed := make([]modelJSON, len(models))
 				for i, m := range models {
-					listed[i] = modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), portsJSON(m.GetInputs()), portsJSON(m.GetOutputs()), rowsText(m.GetRows())}
+					listed[i] = modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), portsJSON(m.GetInputs()), portsJSON(m.GetOutputs()), rowsText(m.GetRows()), paramsJSON(m.GetParams()), m.GetAbout()}
 				}
 				return writeJSON(c.OutOrStdout(), listed)
 			}
 			w := tabwriter.NewWriter(c.OutOrStdout(), 0, 4, 2, ' ', 0)
-			fmt.Fprintln(w, "NAME\tVERSION\tDEVICE\tINPUTS\tRESULTS")
+			fmt.Fprintln(w, "NAME\tVERSION\tDEVICE\tINPUTS\tRESULTS\tPARAMS")
 			for _, m := range models {
-				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", plain(m.GetName()), plain(m.GetVersion()), plain(m.GetDevice()), portText(m.GetInputs()), portText(m.GetOutputs()))
+				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n",
+					plain(m.GetName()), plain(m.GetVersion()), plain(m.GetDevice()), portText(m.GetInputs()), portText(m.GetOutputs()), paramText(m.GetParams()))
 			}
 			return w.Flush()
 		},
@@ -69,12 +71,40 @@ The parameters that a model takes are not listed.`,
 
 // modelJSON is a model as models --json prints it.
 type modelJSON struct {
-	Name    string     `json:"name"`
-	Version string     `json:"version,omitempty"`
-	Device  string     `json:"device,omitempty"`
-	Inputs  []portJSON `json:"inputs"`
-	Outputs []portJSON `json:"outputs"`
-	Rows    string     `json:"rows"`
+	Name    string            `json:"name"`
+	Version string            `json:"version,omitempty"`
+	Device  string            `json:"device,omitempty"`
+	Inputs  []portJSON        `json:"inputs"`
+	Outputs []portJSON        `json:"outputs"`
+	Rows    string            `json:"rows"`
+	Params  []paramJSON       `json:"params,omitempty"`
+	About   map[string]string `json:"about,omitempty"`
+}
+
+type paramJSON struct {
+	Name    string `json:"name"`
+	Kind    string `json:"kind,omitempty"`
+	Default string `json:"default,omitempty"`
+	Meaning string `json:"meaning,omitempty"`
+}
+
+func paramsJSON(params []*pb.Param) (listed []paramJSON) {
+	for _, p := range params {
+		listed = append(listed, paramJSON{p.GetName(), p.GetKind(), p.GetDefault(), p.GetMeaning()})
+	}
+	return listed
+}
+
+func paramText(params []*pb.Param) string {
+	var out []string
+	for _, p := range params {
+		text := plain(p.GetName()) + "=" + plain(p.GetDefault())
+		if p.GetDefault() == "" {
+			text += "<" + plain(p.GetKind()) + ">"
+		}
+		out = append(out, text)
+	}
+	return strings.Join(out, " ")
 }
 
 type portJSON struct {
@@ -172,7 +202,7 @@ func infoCommand() *cobra.Command {
 			}
 			if asJSON {
 				return writeJSON(c.OutOrStdout(), infoJSON{
-					info.GetVersion(), info.GetUptimeMillis(), codecNames(info.GetCodecs()), info.GetLimits(), info.GetCounters(),
+					info.GetVersion(), info.GetUptimeMillis(), codecNames(info.GetCodecs()), info.GetLimits(), info.GetCounters(), modelStates(info.GetModels()),
 				})
 			}
 			w := tabwriter.NewWriter(c.OutOrStdout(), 0, 4, 2, ' ', 0)
@@ -190,6 +220,13 @@ func infoCommand() *cobra.Command {
 						continue
 					}
 					fmt.Fprintf(w, "  %s\t%d\t%s\n", plain(k), n, quantity(k, n))
+				}
+			}
+			fmt.Fprintln(w, "\nmodels")
+			for _, m := range info.GetModels() {
+				fmt.Fprintf(w, "  %s\t%s\t\n", plain(m.GetName()), cmp.Or(plain(m.GetUnavailable()), "serves"))
+				for _, k := range slices.Sorted(maps.Keys(m.GetGauges())) {
+					fmt.Fprintf(w, "  %s %s\t%v\t\n", plain(m.GetName()), plain(k), m.GetGauges()[k])
 				}
 			}
 			return w.Flush()
@@ -218,6 +255,22 @@ type infoJSON struct {
 	Codecs       []string         `json:"codecs"`
 	Limits       map[string]int64 `json:"limits"`
 	Counters     map[string]int64 `json:"counters"`
+	Models       []stateJSON      `json:"models"`
+}
+
+// stateJSON is how a model is.
+type stateJSON struct {
+	Name        string             `json:"name"`
+	Unavailable string             `json:"unavailable,omitempty"`
+	Gauges      map[string]float64 `json:"gauges,omitempty"`
+}
+
+func modelStates(models []*pb.ModelState) []stateJSON {
+	states := make([]stateJSON, len(models))
+	for i, m := range models {
+		states[i] = stateJSON{m.GetName(), m.GetUnavailable(), m.GetGauges()}
+	}
+	return states
 }
 
 // codecNames names the codecs that a server decodes.

@@ -3,6 +3,7 @@ package cpu
 import (
 	"bytes"
 	"errors"
+	"maps"
 	"math"
 	"math/rand/v2"
 	"os"
@@ -311,7 +312,7 @@ func TestAFolderIsComputedAsItsSpecIs(t *testing.T) {
 	if i.Name != "mlp" || i.Version != "2" || i.Inputs[0].Shape[1] != 70 || i.Outputs[0].Shape[1] != 200 {
 		t.Errorf("got %+v", i)
 	}
-	if want := []engine.Entry{{Key: "layers", Value: "2"}, {Key: "parameters", Value: "14200"}}; !slices.Equal(i.About, want) {
+	if want := map[string]string{"layers": "2", "parameters": "14200"}; !maps.Equal(i.About, want) {
 		t.Errorf("it is about %v, want %v", i.About, want)
 	}
 	direct, err := newStack(h, stack.Spec{Name: "mlp", Layers: []stack.Layer{{Kind: "linear", Weight: "a.weight", Bias: "a.bias"}, {Kind: "gelu"}}}, w)

@@ -42,7 +42,7 @@ func (m *Model) Info() engine.Info {
 	}
 	return engine.Info{
 		Name: m.Name, Version: m.Version, Rows: engine.AllButLast, Inputs: port("x", m.In), Outputs: port("y", m.Out),
-		About: []engine.Entry{{Key: "layers", Value: strconv.Itoa(len(m.Steps))}, {Key: "parameters", Value: strconv.FormatInt(m.Parameters, 10)}},
+		About: map[string]string{"layers": strconv.Itoa(len(m.Steps)), "parameters": strconv.FormatInt(m.Parameters, 10)},
 	}
 }
 

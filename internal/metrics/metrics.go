@@ -24,6 +24,9 @@ type Outcome struct {
 	Code string // as in docs/errors.md, such as NOT_FOUND
 }
 
+// Gauge is what a model in the registry measures, by a name that the model chose.
+type Gauge struct{ Model, Name string }
+
 // Values are what a server has counted at one moment.
 type Values struct {
 	Sessions, SessionsOpened, SessionsRefused int64
@@ -39,6 +42,7 @@ type Values struct {
 	MemoryKept                                int64             // bytes
 	StoreUsed, StoreLimit                     int64             // bytes; 0: there is no store, or it does not tell
 	RunsAbandoned, Panics                     int64
+	ModelGauges                               map[Gauge]float64
 }
 
 // plain are the metrics without labels. Their names are those of the counters in
@@ -76,6 +80,7 @@ var (
 	openTransfers = desc("open_transfers", "Pushes and pulls open now.", "kind")
 	transferBytes = desc("transfer_bytes_total", "Payload bytes of pushes and pulls that have ended.", "kind", "code")
 	endedTensors  = desc("ended_tensors_total", "Tensors of pushes and pulls that have ended, well or not.", "kind", "code")
+	modelValue    = desc("model_value", "What a model measures, in the unit that the gauge's name ends with.", "model", "gauge")
 	buildInfo     = desc("build_info", "1, with the version of the server.", "version", "go_version")
 )
 
@@ -163,7 +168,7 @@ func (c *collector) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range c.plain {
 		out <- d
 	}
-	for _, d := range []*prometheus.Desc{endedCalls, openTransfers, transferBytes, endedTensors, buildInfo} {
+	for _, d := range []*prometheus.Desc{modelValue, endedCalls, openTransfers, transferBytes, endedTensors, buildInfo} {
 		out <- d
 	}
 	c.seconds.all.Describe(out)
@@ -189,6 +194,9 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	}
 	for o, n := range v.EndedTensors {
 		send(endedTensors, prometheus.CounterValue, n, o.Of, o.Code)
+	}
+	for g, value := range v.ModelGauges {
+		out <- prometheus.MustNewConstMetric(modelValue, prometheus.GaugeValue, value, g.Model, g.Name)
 	}
 	send(buildInfo, prometheus.GaugeValue, 1, c.version, runtime.Version())
 	c.seconds.all.Collect(out)

@@ -123,6 +123,12 @@ func (c *Core) Values() metrics.Values {
 	}
 	v.MemoryUsed, v.MemoryPeak, v.MemoryLimit = c.cfg.Budget.Used()
 	v.MemoryKept = c.cfg.Pool.Kept()
+	v.ModelGauges = make(map[metrics.Gauge]float64)
+	for _, m := range c.ModelStates() {
+		for _, g := range m.Gauges {
+			v.ModelGauges[metrics.Gauge{Model: m.Name, Name: g.Name}] = g.Value
+		}
+	}
 	n := &c.counts
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -32,6 +32,8 @@ const (
 	// drainPoll is how often Drain looks whether the last request has been answered;
 	// nothing else waits for it.
 	drainPoll = 10 * time.Millisecond
+	// modelGauges is how many gauges of a model are shown: a label for each.
+	modelGauges = 32
 	// maxTimeout bounds a call's own timeout, so that its milliseconds fit a Duration.
 	maxTimeout = 365 * 24 * time.Hour
 )

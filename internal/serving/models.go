@@ -2,6 +2,8 @@ package serving
 
 import (
 	"errors"
+	"maps"
+	"slices"
 	"sync"
 
 	"github.com/tensorferry/tensorferry/engine"
@@ -14,55 +16,99 @@ type Health uint8
 const (
 	// Serving: it runs.
 	Serving Health = iota
-	// Lost: a run of it did not end and holds memory and a worker. Only another model
-	// in its place serves.
-	Lost
+	// NotServing: it says that it cannot run, or a run of it was lost, which holds
+	// memory and a worker until another model takes its place.
+	NotServing
 	// Gone: it is not in the registry any more.
 	Gone
 )
 
-// models follows the health of the models of a registry.
+// models follows the models of a registry.
 type models struct {
 	told func(name string, h Health)
 
-	mu      sync.Mutex        // guards all below
-	numbers map[string]uint64 // of each model, to tell it from the one that takes its place
-	last    uint64
+	mu  sync.Mutex // guards all below; taken after the lock of a model's engine
+	all map[string]*modelState
+}
+
+// modelState is how one model of a name is.
+type modelState struct {
+	stop func() // ends the watching of its health
+	lost bool   // a run of it
+	ill  error  // why it cannot run, as it says
 }
 
 // watch follows the registry.
-func (h *models) watch(name string, here bool) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if !here {
-		delete(h.numbers, name)
-		h.told(name, Gone)
+func (ms *models) watch(name string, m engine.Model) {
+	s := &modelState{stop: func() {}}
+	ms.mu.Lock()
+	old := ms.all[name]
+	if m == nil {
+		delete(ms.all, name)
+		ms.told(name, Gone)
+	} else {
+		ms.all[name] = s
+		ms.told(name, Serving)
+	}
+	ms.mu.Unlock()
+	if old != nil {
+		old.stop()
+	}
+	if w, ok := engine.As[engine.HealthWatcher](m); ok {
+		s.stop = w.WatchHealth(func(err error) { ms.change(name, s, func() { s.ill = err }) })
+	}
+}
+
+// change changes the state of a model, unless the model is gone already.
+func (ms *models) change(name string, s *modelState, change func()) {
+	ms.mu.Lock()
+	defer ms.mu.Unlock()
+	if ms.all[name] != s {
 		return
 	}
-	h.last++
-	h.numbers[name] = h.last
-	h.told(name, Serving)
+	change()
+	if s.lost || s.ill != nil {
+		ms.told(name, NotServing)
+	} else {
+		ms.told(name, Serving)
+	}
 }
 
-func (h *models) number(name string) uint64 {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return h.numbers[name]
+func (ms *models) state(name string) *modelState {
+	ms.mu.Lock()
+	defer ms.mu.Unlock()
+	return ms.all[name]
 }
 
-// lost notes that a run of a model did not end, unless the model is gone already.
-func (h *models) lost(name string, number uint64) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.numbers[name] == number {
-		h.told(name, Lost)
+// unavailable says why a model cannot run, nothing if it can.
+func (ms *models) unavailable(name string) string {
+	ms.mu.Lock()
+	defer ms.mu.Unlock()
+	switch s := ms.all[name]; {
+	case s == nil:
+		return ""
+	case s.ill != nil:
+		return s.ill.Error()
+	case s.lost:
+		return "a run of it did not end; it serves again when it is replaced"
+	}
+	return ""
+}
+
+// close stops watching, after the watching of the registry.
+func (ms *models) close() {
+	ms.mu.Lock()
+	all := slices.Collect(maps.Values(ms.all))
+	ms.mu.Unlock()
+	for _, s := range all {
+		s.stop()
 	}
 }
 
 // model finds a model for one run. over is called once, after the run's Close and
 // with what that returned.
 func (c *Core) model(name string) (m engine.Model, over func(closed error), err error) {
-	number := c.models.number(name) // before Lookup, or a loss is blamed on the next model
+	state := c.models.state(name) // before Lookup, or a loss is blamed on the next model
 	m, unuse, err := c.cfg.Models.Lookup(name)
 	if err != nil {
 		return nil, nil, err
@@ -74,7 +120,30 @@ func (c *Core) model(name string) (m engine.Model, over func(closed error), err 
 		}
 		c.runsAbandoned.Add(1)
 		if errors.Is(closed, engine.ErrLost) {
-			c.models.lost(name, number)
+			c.models.change(name, state, func() { state.lost = true })
 		}
 	}, nil
+}
+
+// ModelState is how a model is now.
+type ModelState struct {
+	Name        string
+	Unavailable string         // why it cannot run; empty if it can
+	Gauges      []engine.Gauge // at most modelGauges
+}
+
+// ModelStates returns how each model is, by name.
+func (c *Core) ModelStates() (all []ModelState) {
+	for _, i := range c.cfg.Models.Infos() {
+		s := ModelState{Name: i.Name, Unavailable: c.models.unavailable(i.Name)}
+		if m, release, err := c.cfg.Models.Lookup(i.Name); err == nil {
+			if g, ok := engine.As[engine.Gauger](m); ok {
+				s.Gauges = g.Gauges()
+				s.Gauges = s.Gauges[:min(len(s.Gauges), modelGauges)]
+			}
+			release()
+		}
+		all = append(all, s)
+	}
+	return all
 }

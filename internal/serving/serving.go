@@ -70,7 +70,7 @@ type Core struct {
 // New returns a core for the models of cfg. Close ends it.
 func New(cfg Config) *Core {
 	c := &Core{
-		cfg: cfg, log: cfg.Log, counts: newCounts(), models: models{told: cfg.Health, numbers: make(map[string]uint64)},
+		cfg: cfg, log: cfg.Log, counts: newCounts(), models: models{told: cfg.Health, all: make(map[string]*modelState)},
 		sessions: make(map[*Session]struct{}),
 	}
 	c.ctx, c.stop = context.WithCancelCause(context.Background())
@@ -79,10 +79,14 @@ func New(cfg Config) *Core {
 	}
 	stop := cfg.Models.Watch(func(name string, m engine.Model) {
 		c.counts.watch(name, m != nil)
-		c.models.watch(name, m != nil)
+		c.models.watch(name, m)
 	})
 	keep := cfg.Budget.Reclaim(c.reservations.reclaim)
-	c.forget = sync.OnceFunc(func() { stop(); keep() })
+	c.forget = sync.OnceFunc(func() {
+		stop()
+		c.models.close()
+		keep()
+	})
 	return c
 }
 

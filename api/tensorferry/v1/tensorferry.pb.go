@@ -2538,7 +2538,11 @@ type Model struct {
 	// Output ports.
 	Outputs []*Port `protobuf:"bytes,5,rep,name=outputs,proto3" json:"outputs,omitempty"`
 	// Leading axes that are independent of each other; -1 all, -2 all but the last.
-	Rows          int32 `protobuf:"varint,6,opt,name=rows,proto3" json:"rows,omitempty"`
+	Rows int32 `protobuf:"varint,6,opt,name=rows,proto3" json:"rows,omitempty"`
+	// Params that a call may have, as far as the model says.
+	Params []*Param `protobuf:"bytes,7,rep,name=params,proto3" json:"params,omitempty"`
+	// What else there is to know of it, such as its layers, as text by key.
+	About         map[string]string `protobuf:"bytes,8,rep,name=about,proto3" json:"about,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2615,6 +2619,93 @@ func (x *Model) GetRows() int32 {
 	return 0
 }
 
+func (x *Model) GetParams() []*Param {
+	if x != nil {
+		return x.Params
+	}
+	return nil
+}
+
+func (x *Model) GetAbout() map[string]string {
+	if x != nil {
+		return x.About
+	}
+	return nil
+}
+
+// Param describes a parameter of a model's calls.
+type Param struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The key among a call's params.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// What its text is, such as number or duration.
+	Kind string `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
+	// What stands for an absent one; empty where that means something else.
+	Default string `protobuf:"bytes,3,opt,name=default,proto3" json:"default,omitempty"`
+	// For people, with the range.
+	Meaning       string `protobuf:"bytes,4,opt,name=meaning,proto3" json:"meaning,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Param) Reset() {
+	*x = Param{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Param) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Param) ProtoMessage() {}
+
+func (x *Param) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Param.ProtoReflect.Descriptor instead.
+func (*Param) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{33}
+}
+
+func (x *Param) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Param) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *Param) GetDefault() string {
+	if x != nil {
+		return x.Default
+	}
+	return ""
+}
+
+func (x *Param) GetMeaning() string {
+	if x != nil {
+		return x.Meaning
+	}
+	return ""
+}
+
 // Port is an input or output of a model.
 type Port struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2632,7 +2723,7 @@ type Port struct {
 
 func (x *Port) Reset() {
 	*x = Port{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[33]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2644,7 +2735,7 @@ func (x *Port) String() string {
 func (*Port) ProtoMessage() {}
 
 func (x *Port) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[33]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2657,7 +2748,7 @@ func (x *Port) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Port.ProtoReflect.Descriptor instead.
 func (*Port) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{33}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Port) GetName() string {
@@ -2697,7 +2788,7 @@ type GetServiceInfoRequest struct {
 
 func (x *GetServiceInfoRequest) Reset() {
 	*x = GetServiceInfoRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[34]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2709,7 +2800,7 @@ func (x *GetServiceInfoRequest) String() string {
 func (*GetServiceInfoRequest) ProtoMessage() {}
 
 func (x *GetServiceInfoRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[34]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2722,7 +2813,7 @@ func (x *GetServiceInfoRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetServiceInfoRequest.ProtoReflect.Descriptor instead.
 func (*GetServiceInfoRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{34}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{35}
 }
 
 // GetServiceInfoResponse tells what a server is, allows and has done.
@@ -2737,14 +2828,16 @@ type GetServiceInfoResponse struct {
 	// Milliseconds since the server started.
 	UptimeMillis int64 `protobuf:"varint,4,opt,name=uptime_millis,json=uptimeMillis,proto3" json:"uptime_millis,omitempty"`
 	// The codecs the server decodes, the best liked first.
-	Codecs        []Codec `protobuf:"varint,5,rep,packed,name=codecs,proto3,enum=tensorferry.v1.Codec" json:"codecs,omitempty"`
+	Codecs []Codec `protobuf:"varint,5,rep,packed,name=codecs,proto3,enum=tensorferry.v1.Codec" json:"codecs,omitempty"`
+	// The models, sorted by name.
+	Models        []*ModelState `protobuf:"bytes,6,rep,name=models,proto3" json:"models,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GetServiceInfoResponse) Reset() {
 	*x = GetServiceInfoResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[35]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2756,7 +2849,7 @@ func (x *GetServiceInfoResponse) String() string {
 func (*GetServiceInfoResponse) ProtoMessage() {}
 
 func (x *GetServiceInfoResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[35]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2769,7 +2862,7 @@ func (x *GetServiceInfoResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetServiceInfoResponse.ProtoReflect.Descriptor instead.
 func (*GetServiceInfoResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{35}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *GetServiceInfoResponse) GetVersion() string {
@@ -2803,6 +2896,77 @@ func (x *GetServiceInfoResponse) GetUptimeMillis() int64 {
 func (x *GetServiceInfoResponse) GetCodecs() []Codec {
 	if x != nil {
 		return x.Codecs
+	}
+	return nil
+}
+
+func (x *GetServiceInfoResponse) GetModels() []*ModelState {
+	if x != nil {
+		return x.Models
+	}
+	return nil
+}
+
+// ModelState is how a model is now.
+type ModelState struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As in Model.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Why it cannot run; empty if it can.
+	Unavailable string `protobuf:"bytes,2,opt,name=unavailable,proto3" json:"unavailable,omitempty"`
+	// What it measures, in the unit that the name ends with.
+	Gauges        map[string]float64 `protobuf:"bytes,3,rep,name=gauges,proto3" json:"gauges,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ModelState) Reset() {
+	*x = ModelState{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ModelState) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ModelState) ProtoMessage() {}
+
+func (x *ModelState) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ModelState.ProtoReflect.Descriptor instead.
+func (*ModelState) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *ModelState) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ModelState) GetUnavailable() string {
+	if x != nil {
+		return x.Unavailable
+	}
+	return ""
+}
+
+func (x *ModelState) GetGauges() map[string]float64 {
+	if x != nil {
+		return x.Gauges
 	}
 	return nil
 }
@@ -2994,32 +3158,52 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"movedBytes\"\x13\n" +
 	"\x11ListModelsRequest\"C\n" +
 	"\x12ListModelsResponse\x12-\n" +
-	"\x06models\x18\x01 \x03(\v2\x15.tensorferry.v1.ModelR\x06models\"\xbf\x01\n" +
+	"\x06models\x18\x01 \x03(\v2\x15.tensorferry.v1.ModelR\x06models\"\xe0\x02\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\tR\aversion\x12\x16\n" +
 	"\x06device\x18\x03 \x01(\tR\x06device\x12,\n" +
 	"\x06inputs\x18\x04 \x03(\v2\x14.tensorferry.v1.PortR\x06inputs\x12.\n" +
 	"\aoutputs\x18\x05 \x03(\v2\x14.tensorferry.v1.PortR\aoutputs\x12\x12\n" +
-	"\x04rows\x18\x06 \x01(\x05R\x04rows\"x\n" +
+	"\x04rows\x18\x06 \x01(\x05R\x04rows\x12-\n" +
+	"\x06params\x18\a \x03(\v2\x15.tensorferry.v1.ParamR\x06params\x126\n" +
+	"\x05about\x18\b \x03(\v2 .tensorferry.v1.Model.AboutEntryR\x05about\x1a8\n" +
+	"\n" +
+	"AboutEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"c\n" +
+	"\x05Param\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
+	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x18\n" +
+	"\adefault\x18\x03 \x01(\tR\adefault\x12\x18\n" +
+	"\ameaning\x18\x04 \x01(\tR\ameaning\"x\n" +
 	"\x04Port\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x120\n" +
 	"\x06dtypes\x18\x02 \x03(\x0e2\x18.tensorferry.v1.DataTypeR\x06dtypes\x12\x14\n" +
 	"\x05shape\x18\x03 \x03(\x03R\x05shape\x12\x14\n" +
 	"\x05whole\x18\x04 \x01(\bR\x05whole\"\x17\n" +
-	"\x15GetServiceInfoRequest\"\x9c\x03\n" +
+	"\x15GetServiceInfoRequest\"\xd0\x03\n" +
 	"\x16GetServiceInfoResponse\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12J\n" +
 	"\x06limits\x18\x02 \x03(\v22.tensorferry.v1.GetServiceInfoResponse.LimitsEntryR\x06limits\x12P\n" +
 	"\bcounters\x18\x03 \x03(\v24.tensorferry.v1.GetServiceInfoResponse.CountersEntryR\bcounters\x12#\n" +
 	"\ruptime_millis\x18\x04 \x01(\x03R\fuptimeMillis\x12-\n" +
-	"\x06codecs\x18\x05 \x03(\x0e2\x15.tensorferry.v1.CodecR\x06codecs\x1a9\n" +
+	"\x06codecs\x18\x05 \x03(\x0e2\x15.tensorferry.v1.CodecR\x06codecs\x122\n" +
+	"\x06models\x18\x06 \x03(\v2\x1a.tensorferry.v1.ModelStateR\x06models\x1a9\n" +
 	"\vLimitsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\x1a;\n" +
 	"\rCountersEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01*\xab\x03\n" +
+	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"\xbd\x01\n" +
+	"\n" +
+	"ModelState\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12 \n" +
+	"\vunavailable\x18\x02 \x01(\tR\vunavailable\x12>\n" +
+	"\x06gauges\x18\x03 \x03(\v2&.tensorferry.v1.ModelState.GaugesEntryR\x06gauges\x1a9\n" +
+	"\vGaugesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01*\xab\x03\n" +
 	"\bDataType\x12\x19\n" +
 	"\x15DATA_TYPE_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eDATA_TYPE_BOOL\x10\x01\x12\x12\n" +
@@ -3072,7 +3256,7 @@ func file_tensorferry_v1_tensorferry_proto_rawDescGZIP() []byte {
 }
 
 var file_tensorferry_v1_tensorferry_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_tensorferry_v1_tensorferry_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
+var file_tensorferry_v1_tensorferry_proto_msgTypes = make([]protoimpl.MessageInfo, 46)
 var file_tensorferry_v1_tensorferry_proto_goTypes = []any{
 	(DataType)(0),                  // 0: tensorferry.v1.DataType
 	(Checksum)(0),                  // 1: tensorferry.v1.Checksum
@@ -3110,15 +3294,19 @@ var file_tensorferry_v1_tensorferry_proto_goTypes = []any{
 	(*ListModelsRequest)(nil),      // 33: tensorferry.v1.ListModelsRequest
 	(*ListModelsResponse)(nil),     // 34: tensorferry.v1.ListModelsResponse
 	(*Model)(nil),                  // 35: tensorferry.v1.Model
-	(*Port)(nil),                   // 36: tensorferry.v1.Port
-	(*GetServiceInfoRequest)(nil),  // 37: tensorferry.v1.GetServiceInfoRequest
-	(*GetServiceInfoResponse)(nil), // 38: tensorferry.v1.GetServiceInfoResponse
-	nil,                            // 39: tensorferry.v1.Call.ParamsEntry
-	nil,                            // 40: tensorferry.v1.TensorDesc.MetadataEntry
-	nil,                            // 41: tensorferry.v1.Selection.ParamsEntry
-	nil,                            // 42: tensorferry.v1.ComputeRequest.ParamsEntry
-	nil,                            // 43: tensorferry.v1.GetServiceInfoResponse.LimitsEntry
-	nil,                            // 44: tensorferry.v1.GetServiceInfoResponse.CountersEntry
+	(*Param)(nil),                  // 36: tensorferry.v1.Param
+	(*Port)(nil),                   // 37: tensorferry.v1.Port
+	(*GetServiceInfoRequest)(nil),  // 38: tensorferry.v1.GetServiceInfoRequest
+	(*GetServiceInfoResponse)(nil), // 39: tensorferry.v1.GetServiceInfoResponse
+	(*ModelState)(nil),             // 40: tensorferry.v1.ModelState
+	nil,                            // 41: tensorferry.v1.Call.ParamsEntry
+	nil,                            // 42: tensorferry.v1.TensorDesc.MetadataEntry
+	nil,                            // 43: tensorferry.v1.Selection.ParamsEntry
+	nil,                            // 44: tensorferry.v1.ComputeRequest.ParamsEntry
+	nil,                            // 45: tensorferry.v1.Model.AboutEntry
+	nil,                            // 46: tensorferry.v1.GetServiceInfoResponse.LimitsEntry
+	nil,                            // 47: tensorferry.v1.GetServiceInfoResponse.CountersEntry
+	nil,                            // 48: tensorferry.v1.ModelState.GaugesEntry
 }
 var file_tensorferry_v1_tensorferry_proto_depIdxs = []int32{
 	4,  // 0: tensorferry.v1.Frame.hello:type_name -> tensorferry.v1.Hello
@@ -3135,19 +3323,19 @@ var file_tensorferry_v1_tensorferry_proto_depIdxs = []int32{
 	1,  // 11: tensorferry.v1.Hello.checksum:type_name -> tensorferry.v1.Checksum
 	2,  // 12: tensorferry.v1.Hello.codecs:type_name -> tensorferry.v1.Codec
 	6,  // 13: tensorferry.v1.Call.inputs:type_name -> tensorferry.v1.Input
-	39, // 14: tensorferry.v1.Call.params:type_name -> tensorferry.v1.Call.ParamsEntry
+	41, // 14: tensorferry.v1.Call.params:type_name -> tensorferry.v1.Call.ParamsEntry
 	0,  // 15: tensorferry.v1.TensorDesc.dtype:type_name -> tensorferry.v1.DataType
-	40, // 16: tensorferry.v1.TensorDesc.metadata:type_name -> tensorferry.v1.TensorDesc.MetadataEntry
+	42, // 16: tensorferry.v1.TensorDesc.metadata:type_name -> tensorferry.v1.TensorDesc.MetadataEntry
 	13, // 17: tensorferry.v1.Done.outputs:type_name -> tensorferry.v1.Output
 	14, // 18: tensorferry.v1.Done.timings:type_name -> tensorferry.v1.Timings
 	2,  // 19: tensorferry.v1.Chunk.codec:type_name -> tensorferry.v1.Codec
 	17, // 20: tensorferry.v1.PushTensorsResponse.summaries:type_name -> tensorferry.v1.Summary
 	4,  // 21: tensorferry.v1.PullTensorsRequest.hello:type_name -> tensorferry.v1.Hello
 	20, // 22: tensorferry.v1.PullTensorsRequest.selections:type_name -> tensorferry.v1.Selection
-	41, // 23: tensorferry.v1.Selection.params:type_name -> tensorferry.v1.Selection.ParamsEntry
+	43, // 23: tensorferry.v1.Selection.params:type_name -> tensorferry.v1.Selection.ParamsEntry
 	21, // 24: tensorferry.v1.Selection.held:type_name -> tensorferry.v1.Range
 	23, // 25: tensorferry.v1.ComputeRequest.inputs:type_name -> tensorferry.v1.NamedTensor
-	42, // 26: tensorferry.v1.ComputeRequest.params:type_name -> tensorferry.v1.ComputeRequest.ParamsEntry
+	44, // 26: tensorferry.v1.ComputeRequest.params:type_name -> tensorferry.v1.ComputeRequest.ParamsEntry
 	0,  // 27: tensorferry.v1.NamedTensor.dtype:type_name -> tensorferry.v1.DataType
 	23, // 28: tensorferry.v1.ComputeResponse.outputs:type_name -> tensorferry.v1.NamedTensor
 	14, // 29: tensorferry.v1.ComputeResponse.timings:type_name -> tensorferry.v1.Timings
@@ -3156,35 +3344,39 @@ var file_tensorferry_v1_tensorferry_proto_depIdxs = []int32{
 	32, // 32: tensorferry.v1.GetTransferResponse.tensors:type_name -> tensorferry.v1.TensorState
 	17, // 33: tensorferry.v1.TensorState.summary:type_name -> tensorferry.v1.Summary
 	35, // 34: tensorferry.v1.ListModelsResponse.models:type_name -> tensorferry.v1.Model
-	36, // 35: tensorferry.v1.Model.inputs:type_name -> tensorferry.v1.Port
-	36, // 36: tensorferry.v1.Model.outputs:type_name -> tensorferry.v1.Port
-	0,  // 37: tensorferry.v1.Port.dtypes:type_name -> tensorferry.v1.DataType
-	43, // 38: tensorferry.v1.GetServiceInfoResponse.limits:type_name -> tensorferry.v1.GetServiceInfoResponse.LimitsEntry
-	44, // 39: tensorferry.v1.GetServiceInfoResponse.counters:type_name -> tensorferry.v1.GetServiceInfoResponse.CountersEntry
-	2,  // 40: tensorferry.v1.GetServiceInfoResponse.codecs:type_name -> tensorferry.v1.Codec
-	3,  // 41: tensorferry.v1.TensorService.StreamTensors:input_type -> tensorferry.v1.Frame
-	3,  // 42: tensorferry.v1.TensorService.PushTensors:input_type -> tensorferry.v1.Frame
-	19, // 43: tensorferry.v1.TensorService.PullTensors:input_type -> tensorferry.v1.PullTensorsRequest
-	22, // 44: tensorferry.v1.TensorService.Compute:input_type -> tensorferry.v1.ComputeRequest
-	25, // 45: tensorferry.v1.TensorService.ListTensors:input_type -> tensorferry.v1.ListTensorsRequest
-	28, // 46: tensorferry.v1.TensorService.DeleteTensors:input_type -> tensorferry.v1.DeleteTensorsRequest
-	30, // 47: tensorferry.v1.TensorService.GetTransfer:input_type -> tensorferry.v1.GetTransferRequest
-	33, // 48: tensorferry.v1.TensorService.ListModels:input_type -> tensorferry.v1.ListModelsRequest
-	37, // 49: tensorferry.v1.TensorService.GetServiceInfo:input_type -> tensorferry.v1.GetServiceInfoRequest
-	3,  // 50: tensorferry.v1.TensorService.StreamTensors:output_type -> tensorferry.v1.Frame
-	18, // 51: tensorferry.v1.TensorService.PushTensors:output_type -> tensorferry.v1.PushTensorsResponse
-	3,  // 52: tensorferry.v1.TensorService.PullTensors:output_type -> tensorferry.v1.Frame
-	24, // 53: tensorferry.v1.TensorService.Compute:output_type -> tensorferry.v1.ComputeResponse
-	26, // 54: tensorferry.v1.TensorService.ListTensors:output_type -> tensorferry.v1.ListTensorsResponse
-	29, // 55: tensorferry.v1.TensorService.DeleteTensors:output_type -> tensorferry.v1.DeleteTensorsResponse
-	31, // 56: tensorferry.v1.TensorService.GetTransfer:output_type -> tensorferry.v1.GetTransferResponse
-	34, // 57: tensorferry.v1.TensorService.ListModels:output_type -> tensorferry.v1.ListModelsResponse
-	38, // 58: tensorferry.v1.TensorService.GetServiceInfo:output_type -> tensorferry.v1.GetServiceInfoResponse
-	50, // [50:59] is the sub-list for method output_type
-	41, // [41:50] is the sub-list for method input_type
-	41, // [41:41] is the sub-list for extension type_name
-	41, // [41:41] is the sub-list for extension extendee
-	0,  // [0:41] is the sub-list for field type_name
+	37, // 35: tensorferry.v1.Model.inputs:type_name -> tensorferry.v1.Port
+	37, // 36: tensorferry.v1.Model.outputs:type_name -> tensorferry.v1.Port
+	36, // 37: tensorferry.v1.Model.params:type_name -> tensorferry.v1.Param
+	45, // 38: tensorferry.v1.Model.about:type_name -> tensorferry.v1.Model.AboutEntry
+	0,  // 39: tensorferry.v1.Port.dtypes:type_name -> tensorferry.v1.DataType
+	46, // 40: tensorferry.v1.GetServiceInfoResponse.limits:type_name -> tensorferry.v1.GetServiceInfoResponse.LimitsEntry
+	47, // 41: tensorferry.v1.GetServiceInfoResponse.counters:type_name -> tensorferry.v1.GetServiceInfoResponse.CountersEntry
+	2,  // 42: tensorferry.v1.GetServiceInfoResponse.codecs:type_name -> tensorferry.v1.Codec
+	40, // 43: tensorferry.v1.GetServiceInfoResponse.models:type_name -> tensorferry.v1.ModelState
+	48, // 44: tensorferry.v1.ModelState.gauges:type_name -> tensorferry.v1.ModelState.GaugesEntry
+	3,  // 45: tensorferry.v1.TensorService.StreamTensors:input_type -> tensorferry.v1.Frame
+	3,  // 46: tensorferry.v1.TensorService.PushTensors:input_type -> tensorferry.v1.Frame
+	19, // 47: tensorferry.v1.TensorService.PullTensors:input_type -> tensorferry.v1.PullTensorsRequest
+	22, // 48: tensorferry.v1.TensorService.Compute:input_type -> tensorferry.v1.ComputeRequest
+	25, // 49: tensorferry.v1.TensorService.ListTensors:input_type -> tensorferry.v1.ListTensorsRequest
+	28, // 50: tensorferry.v1.TensorService.DeleteTensors:input_type -> tensorferry.v1.DeleteTensorsRequest
+	30, // 51: tensorferry.v1.TensorService.GetTransfer:input_type -> tensorferry.v1.GetTransferRequest
+	33, // 52: tensorferry.v1.TensorService.ListModels:input_type -> tensorferry.v1.ListModelsRequest
+	38, // 53: tensorferry.v1.TensorService.GetServiceInfo:input_type -> tensorferry.v1.GetServiceInfoRequest
+	3,  // 54: tensorferry.v1.TensorService.StreamTensors:output_type -> tensorferry.v1.Frame
+	18, // 55: tensorferry.v1.TensorService.PushTensors:output_type -> tensorferry.v1.PushTensorsResponse
+	3,  // 56: tensorferry.v1.TensorService.PullTensors:output_type -> tensorferry.v1.Frame
+	24, // 57: tensorferry.v1.TensorService.Compute:output_type -> tensorferry.v1.ComputeResponse
+	26, // 58: tensorferry.v1.TensorService.ListTensors:output_type -> tensorferry.v1.ListTensorsResponse
+	29, // 59: tensorferry.v1.TensorService.DeleteTensors:output_type -> tensorferry.v1.DeleteTensorsResponse
+	31, // 60: tensorferry.v1.TensorService.GetTransfer:output_type -> tensorferry.v1.GetTransferResponse
+	34, // 61: tensorferry.v1.TensorService.ListModels:output_type -> tensorferry.v1.ListModelsResponse
+	39, // 62: tensorferry.v1.TensorService.GetServiceInfo:output_type -> tensorferry.v1.GetServiceInfoResponse
+	54, // [54:63] is the sub-list for method output_type
+	45, // [45:54] is the sub-list for method input_type
+	45, // [45:45] is the sub-list for extension type_name
+	45, // [45:45] is the sub-list for extension extendee
+	0,  // [0:45] is the sub-list for field type_name
 }
 
 func init() { file_tensorferry_v1_tensorferry_proto_init() }
@@ -3198,7 +3390,7 @@ func file_tensorferry_v1_tensorferry_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_tensorferry_v1_tensorferry_proto_rawDesc), len(file_tensorferry_v1_tensorferry_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   42,
+			NumMessages:   46,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
