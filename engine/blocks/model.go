@@ -37,6 +37,7 @@ type Bound struct {
 // Results say where the results of a block lie.
 type Results uint8
 
+// Where results may lie.
 const (
 	Own     Results = iota // in memory of their own, which the run has for them
 	InPlace                // where the only split input of the block does, in rows of as many bytes

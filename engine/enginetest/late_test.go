@@ -11,6 +11,8 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/blocks"
@@ -698,46 +700,48 @@ func TestALostDeviceOpensNothingAndTellsItsModelsHealth(t *testing.T) {
 }
 
 func TestInputMemoryIsLentAgainBeforeTheResultsAreThere(t *testing.T) {
-	testkit.Start(t)
-	d := byHand()
-	r := d.opened(t.Context(), t, blocks.Own)
-	var works []*blocks.Work
-	full, cancel := context.WithCancel(t.Context())
-	for { // until every slot is at the device
-		if len(d.started) < cap(d.started) && len(works) == 8 {
-			break
+	synctest.Test(t, func(t *testing.T) {
+		d := byHand()
+		r := d.opened(t.Context(), t, blocks.Own)
+		borrow := func() *engine.Block {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
+			b, err := r.Borrow(ctx)
+			if err != nil && !errors.Is(err, context.DeadlineExceeded) {
+				t.Fatal(err)
+			}
+			return b
 		}
-		fill(t, r)
-		works = append(works, <-d.started)
-	}
-	first := works[0]
-	first.InputFree()
-	if first.In != nil {
-		t.Error("the device still has the input it has let go of")
-	}
-	b, err := r.Borrow(full)
-	if err != nil {
-		t.Fatal(err)
-	}
-	copy(b.In[0], "another's")
-	r.Filled(b)
-	for _, w := range slices.Backward(works) {
-		done(w)
-	}
-	for range works {
-		o, err := r.Next(t.Context())
-		if err != nil {
-			t.Fatal(err)
+		var works []*blocks.Work
+		for b := borrow(); b != nil; b = borrow() { // until every slot is at the device
+			r.Filled(b)
+			works = append(works, <-d.started)
 		}
-		o.Release()
-	}
-	done(<-d.started)
-	cancel()
-	// The last result is never taken.
-	if err := r.Close(); err != nil {
-		t.Error(err)
-	}
-	d.idle(t)
+		works[1].InputFree()
+		if works[1].In != nil {
+			t.Error("the device still has the input that it has let go of")
+		}
+		b := borrow()
+		if b == nil || b.Row != int64(len(works)) {
+			t.Fatalf("after InputFree, Borrow returned %v", b)
+		}
+		r.Filled(b)
+		for _, w := range slices.Backward(works) {
+			done(w)
+		}
+		for range works {
+			o, err := r.Next(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			o.Release()
+		}
+		done(<-d.started)                 // there is memory for its results now,
+		if err := r.Close(); err != nil { // which nobody takes
+			t.Error(err)
+		}
+		d.idle(t)
+	})
 }
 
 // selfish is a device that finds out in Start that it is lost.
