@@ -195,11 +195,18 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
 // commit ends a claim. An error ends the tensor.
 func (r *receiver) commit(now Instant, t *in, c *assembler.Claim, got uint32, failed error) *frame.Error {
 	off, n := t.geo.Span(c.Index())
-	at := len(r.events)
-	ok, err := t.asm.Commit(c, got, failed)
-	switch {
-	case t.dead:
+	if t.dead {
+		_, _ = t.asm.Commit(c, got, failed) // returns the memory
 		return nil
+	}
+	at := len(r.events)
+	// Before the memory that the chunk fills is returned; taken back if it does not count.
+	r.tell(Event{Kind: EventChunk, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc, Off: off, N: n})
+	ok, err := t.asm.Commit(c, got, failed)
+	if !ok {
+		r.events = r.events[:at]
+	}
+	switch {
 	case errors.Is(err, codec.ErrDecode): // it came as it was sent
 		return frame.Errorf(frame.InvalidArgument, "tensor %s: %v", t.desc.Tensor, err)
 	case err != nil:
@@ -215,8 +222,6 @@ func (r *receiver) commit(now Instant, t *in, c *assembler.Claim, got uint32, fa
 	}
 	r.stats.ChunksIn++
 	r.stats.BytesIn += n
-	// Before the memory that the chunk has filled is returned.
-	r.events = slices.Insert(r.events, at, Event{Kind: EventChunk, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc, Off: off, N: n})
 	if t.asm.Whole() {
 		r.tell(Event{Kind: EventWhole, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc})
 		// Only the sender's memory waits for this one, unless that memory is
