@@ -205,7 +205,11 @@ func (s *Server) Serve(l net.Listener) error {
 			}()
 		}
 	})
-	return s.endpoints[0].grpc.Serve(listener{l, &s.connections})
+	err := s.endpoints[0].grpc.Serve(listener{l, &s.connections})
+	if errors.Is(err, grpc.ErrServerStopped) { // before it began
+		return nil
+	}
+	return err
 }
 
 // Shutdown opens nothing new, lets open calls finish, and ends. When ctx ends

@@ -12,11 +12,10 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/codec"
-	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// shells are those that cobra writes completions for.
+// shells are those that cobra writes completion scripts for.
 var shells = map[string]func(root *cobra.Command, w io.Writer) error{
 	"bash":       func(root *cobra.Command, w io.Writer) error { return root.GenBashCompletionV2(w, true) },
 	"zsh":        func(root *cobra.Command, w io.Writer) error { return root.GenZshCompletion(w) },
@@ -35,16 +34,20 @@ the package bash-completion has to be there.`,
   tensorferry completion zsh > "${fpath[1]}/_tensorferry"
   tensorferry completion fish | source
   tensorferry completion powershell | Out-String | Invoke-Expression`,
-		Args:      cobra.MatchAll(takes(1, "SHELL"), typed(cobra.OnlyValidArgs)),
+		Args:      takes(1, "SHELL"),
 		ValidArgs: slices.Sorted(maps.Keys(shells)),
 		RunE: func(c *cobra.Command, args []string) error {
+			if err := cobra.OnlyValidArgs(c, args); err != nil {
+				return usageError{err}
+			}
 			return shells[args[0]](c.Root(), c.OutOrStdout())
 		},
 	}
 }
 
-// completeDTypes completes the values of --dtype.
-func completeDTypes(c *cobra.Command) {
+// dtypeFlag adds --dtype.
+func dtypeFlag(c *cobra.Command, to *string, value, text string) {
+	c.Flags().StringVar(to, "dtype", value, text)
 	var names []string
 	for _, d := range tensor.DataTypes() {
 		names = append(names, d.String())
@@ -52,21 +55,18 @@ func completeDTypes(c *cobra.Command) {
 	complete(c, "dtype", names)
 }
 
-// completeFills completes the values of --fill.
-func completeFills(c *cobra.Command) { complete(c, "fill", store.Fills()) }
-
+// complete has the values of a flag completed.
 func complete(c *cobra.Command, flag string, values []string) {
 	if err := c.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)); err != nil {
 		panic(err) // the command has no such flag
 	}
 }
 
-// completionWait is how long a server may take to say what it has: who presses a key
-// waits for no longer.
+// completionWait is how long a key press waits for a server's names.
 const completionWait = time.Second
 
-// completeStored completes names of what a server's store has, or with --source of its
-// sources.
+// completeStored completes the names of a server's tensors, or with --source those of
+// its sources.
 func completeStored(c *cobra.Command, _ []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
 	return ask(c, start, func(ctx context.Context, cl *client.Client) ([]string, error) {
 		list, sources, err := cl.List(ctx, "")
@@ -96,18 +96,13 @@ func completeModels(c *cobra.Command, args []string, start string) ([]cobra.Comp
 	})
 }
 
-// ask gets names from the server that --server tells. Without an answer there are none.
-func ask(c *cobra.Command, start string, names func(context.Context, *client.Client) ([]string, error)) ([]cobra.Completion, cobra.ShellCompDirective) {
+// ask gets names from the server of --server; there are none without an answer.
+func ask(c *cobra.Command, start string, names func(context.Context, *client.Client) ([]string, error)) (list []cobra.Completion, _ cobra.ShellCompDirective) {
 	ctx, cancel := context.WithTimeout(c.Context(), completionWait)
 	defer cancel()
-	cl, err := dial(c.Flag("server").Value.String(), codec.None.String())
-	if err != nil {
-		return nil, cobra.ShellCompDirectiveNoFileComp
-	}
-	defer cl.Close()
-	list, err := names(ctx, cl)
-	if err != nil {
-		return nil, cobra.ShellCompDirectiveNoFileComp
+	if cl, err := dial(c.Flag("server").Value.String(), codec.None.String()); err == nil {
+		defer cl.Close()
+		list, _ = names(ctx, cl)
 	}
 	list = slices.DeleteFunc(list, func(name string) bool { return !strings.HasPrefix(name, start) || plain(name) != name })
 	return list, cobra.ShellCompDirectiveNoFileComp

@@ -7,6 +7,7 @@ import (
 	"io"
 	"maps"
 	"math"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -16,33 +17,34 @@ import (
 	"github.com/knadh/koanf/providers/env/v2"
 	"github.com/knadh/koanf/providers/file"
 	"github.com/knadh/koanf/v2"
+	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 )
 
 const (
 	// envPrefix begins every environment variable that serve reads.
 	envPrefix = "TENSORFERRY_"
-	// configEnv names the file, as --config does.
+	// configEnv stands for --config.
 	configEnv = envPrefix + "CONFIG"
-	// serverEnv is what --server is where it is not given; serve has no such setting.
+	// serverEnv is the default of --server in other commands; serve ignores it.
 	serverEnv = envPrefix + "SERVER"
-	// delimiter would part the keys of nested settings; there are none.
+	// delimiter is between the keys of nested settings, which are all unknown.
 	delimiter = "."
 )
 
-// notSettings are the flags that only the command line has.
+// notSettings are flags for the command line only.
 var notSettings = []string{"config", "print-config", "child", "help"}
 
-// origins says for each setting where its value comes from.
+// origins says where the value of each setting comes from.
 type origins map[string]string
 
-// configure gives every flag that was not typed its value from environ or, below
-// it, from the file that --config or TENSORFERRY_CONFIG names. Keys are the names
-// of the flags: each flag is declared, documented and checked once.
+// configure sets the flags that were not typed from environ, or else from the file of
+// --config or TENSORFERRY_CONFIG. Keys are the names of the flags, so each setting is
+// declared, documented and checked once.
 func configure(flags *pflag.FlagSet, environ []string) (origins, error) {
 	path := flags.Lookup("config").Value.String()
 	environment := koanf.New(delimiter)
-	_ = environment.Load(env.Provider(delimiter, env.Opt{ // it reads what is there
+	_ = environment.Load(env.Provider(delimiter, env.Opt{ // it never fails
 		Prefix: envPrefix, EnvironFunc: func() []string { return environ },
 		TransformFunc: func(name, value string) (string, any) {
 			switch name {
@@ -73,8 +75,8 @@ func configure(flags *pflag.FlagSet, environ []string) (origins, error) {
 	return from, nil
 }
 
-// apply sets the flags that were not typed to a layer's values. It fails, with the
-// setting as name writes it, for one that is unknown or has no good value.
+// apply sets the flags that were not typed to the values of a layer. It fails if a
+// setting is unknown or its value invalid; name writes the setting's name for people.
 func (o origins) apply(flags *pflag.FlagSet, layer *koanf.Koanf, where string, name func(key string) string) error {
 	values := layer.All()
 	for _, key := range slices.Sorted(maps.Keys(values)) {
@@ -93,7 +95,7 @@ func (o origins) apply(flags *pflag.FlagSet, layer *koanf.Koanf, where string, n
 	return nil
 }
 
-// set gives a flag a value from a file, or a text.
+// set sets a flag to a value of a YAML file, or to a text.
 func set(v pflag.Value, value any) error {
 	list, isList := v.(pflag.SliceValue)
 	switch value := value.(type) {
@@ -130,30 +132,18 @@ func settings(flags *pflag.FlagSet) []string {
 	return names
 }
 
-// nearest is the name that takes the fewest letters added, dropped and changed to
-// be made from key.
+// nearest is the name most like key, by cobra's measure for mistyped commands.
 func nearest(key string, names []string) string {
-	distance := func(a, b string) int {
-		row := make([]int, len(b)+1) // from the letters of a so far to each start of b
-		for j := range row {
-			row[j] = j
-		}
-		for i := range len(a) {
-			diagonal := row[0]
-			row[0] = i + 1
-			for j := range len(b) {
-				change := diagonal
-				if a[i] != b[j] {
-					change++
-				}
-				diagonal = row[j+1]
-				row[j+1] = min(change, row[j]+1, row[j+1]+1)
-			}
-		}
-		return row[len(b)]
+	key = key[:min(len(key), 100)] // no name is longer
+	c := new(cobra.Command)
+	for _, name := range names {
+		c.AddCommand(&cobra.Command{Use: name, Run: func(*cobra.Command, []string) {}})
 	}
-	key = key[:min(len(key), 100)] // nobody's name for anything is longer
-	return slices.MinFunc(names, func(a, b string) int { return distance(key, a) - distance(key, b) })
+	for c.SuggestionsMinimumDistance = 1; ; c.SuggestionsMinimumDistance++ {
+		if like := c.SuggestionsFor(key); len(like) > 0 {
+			return like[0]
+		}
+	}
 }
 
 // printConfig writes every setting as a file for --config, with where its value
@@ -194,14 +184,13 @@ func printConfig(w io.Writer, flags *pflag.FlagSet, from origins) error {
 	return nil
 }
 
-// bounded is a flag whose value has a least and a most.
-type bounded[T int | int64 | time.Duration] struct {
-	value       *T
-	standard    T // what the flag is at first; allowed, whatever the bounds
-	least, most T
-	kind        string
-	parse       func(string) (T, error)
-	format      func(T) string
+// bounded is a flag whose value is least to most, or standard.
+type bounded[T ~int | ~int64 | ~uint32] struct {
+	value                 *T
+	standard, least, most int64
+	kind                  string
+	parse                 func(string) (int64, error)
+	format                func(int64) string
 }
 
 func (b bounded[T]) Set(text string) error {
@@ -212,7 +201,7 @@ func (b bounded[T]) Set(text string) error {
 	if n != b.standard && (n < b.least || n > b.most) {
 		return fmt.Errorf("give %s to %s", b.format(b.least), b.format(b.most))
 	}
-	*b.value = n
+	*b.value = T(n)
 	return nil
 }
 
@@ -220,58 +209,50 @@ func (b bounded[T]) String() string {
 	if b.value == nil { // pflag asks a zero value
 		return ""
 	}
-	return b.format(*b.value)
+	return b.format(int64(*b.value))
 }
 
-// automatic reports whether the value is none itself, and another is found at start.
-func (b bounded[T]) automatic() bool { return *b.value < b.least }
+// automatic reports whether the value stands for another that is found at start.
+func (b bounded[T]) automatic() bool { return int64(*b.value) < b.least }
 
 func (b bounded[T]) Type() string { return b.kind }
 
 // sizeVar adds a flag of bytes: 65536, 512MiB, 2GB.
-func sizeVar(f *pflag.FlagSet, v *int64, name string, value, least, most int64, text string) {
+func sizeVar[T ~int | ~int64 | ~uint32](f *pflag.FlagSet, v *T, name string, value T, least, most int64, text string) {
 	*v = value
-	f.Var(bounded[int64]{v, value, least, most, "size", parseSize, formatSize}, name, text)
+	f.Var(bounded[T]{v, int64(value), least, most, "size", parseSize, formatSize}, name, text)
 }
 
 // countVar adds a flag that counts something, from 1 to what 31 bits hold.
 func countVar(f *pflag.FlagSet, v *int, name string, value int, text string) {
 	*v = value
-	f.Var(bounded[int]{v, value, 1, math.MaxInt32, "count", func(text string) (int, error) {
-		n, err := strconv.Atoi(text)
+	f.Var(bounded[int]{v, int64(value), 1, math.MaxInt32, "count", func(text string) (int64, error) {
+		n, err := strconv.ParseInt(text, 10, 64)
 		if err != nil {
-			return 0, errors.New("it is no whole number")
+			err = errors.New("it is no whole number")
 		}
-		return n, nil
-	}, strconv.Itoa}, name, text)
+		return n, err
+	}, func(n int64) string { return strconv.FormatInt(n, 10) }}, name, text)
 }
 
-// durationVar adds a flag of a time: 1s, 1m30s, 250ms; more than a year is a
-// typing error.
-func durationVar(f *pflag.FlagSet, v *time.Duration, name string, value, least time.Duration, text string) {
+// durationVar adds a flag of a time: 1s, 1m30s, 250ms; at most a year.
+func durationVar[T ~int64](f *pflag.FlagSet, v *T, name string, value T, least time.Duration, text string) {
 	*v = value
-	f.Var(bounded[time.Duration]{v, value, least, 365 * 24 * time.Hour, "duration", func(text string) (time.Duration, error) {
+	f.Var(bounded[T]{v, int64(value), int64(least), int64(365 * 24 * time.Hour), "duration", func(text string) (int64, error) {
 		d, err := time.ParseDuration(text)
 		if err != nil {
-			return 0, errors.New("it is no time; write 10s, 1m30s or 250ms")
+			err = errors.New("it is no time; write 10s, 1m30s or 250ms")
 		}
-		return d, nil
-	}, shortDuration}, name, text)
+		return int64(d), err
+	}, func(n int64) string { return shortDuration(time.Duration(n)) }}, name, text)
 }
 
-// shortDuration leaves out what is zero: 10m, not 10m0s.
-func shortDuration(d time.Duration) string {
-	text := d.String()
-	if strings.HasSuffix(text, "m0s") {
-		text = strings.TrimSuffix(text, "0s")
-	}
-	if strings.HasSuffix(text, "h0m") {
-		text = strings.TrimSuffix(text, "0m")
-	}
-	return text
-}
+// zeros are the last units of a duration's text that say nothing: 10m, not 10m0s.
+var zeros = regexp.MustCompile(`([hm])(?:0m)?0s$`)
 
-// choice is a flag that is one of a few words.
+func shortDuration(d time.Duration) string { return zeros.ReplaceAllString(d.String(), "$1") }
+
+// choice is a flag that is one of some words.
 type choice struct {
 	value *string
 	words []string
@@ -294,7 +275,7 @@ func (c choice) String() string {
 
 func (choice) Type() string { return "word" }
 
-// choiceVar adds a flag that is one of words, at first the first.
+// choiceVar adds a flag that is one of words; the first is the default.
 func choiceVar(f *pflag.FlagSet, v *string, name, text string, words ...string) {
 	*v = words[0]
 	f.Var(choice{v, words}, name, text+": "+strings.Join(words, ", "))

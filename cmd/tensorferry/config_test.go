@@ -44,12 +44,12 @@ func TestAFlagGoesBeforeTheEnvironmentAndThatBeforeTheFile(t *testing.T) {
 		[]string{"TENSORFERRY_MAX_CALLS=2", "TENSORFERRY_MAX_SESSIONS=2", "TENSORFERRY_MODEL=b,c", "HOME=/", "TENSORFERRY_INSECURE=true"},
 		"max-calls: 3\nmax-sessions: 3\nmax-streams: 3\nmodel: [d]\ndrain: 1m\nmax-tensor: 2GB\nstore: memory:1GiB\nlog-format: json\n")
 	require.NoError(t, err)
-	require.Equal(t, 1, c.maxCalls)
-	require.Equal(t, 2, c.maxSessions)
-	require.Equal(t, 3, c.maxStreams)
+	require.Equal(t, 1, c.server.QueuedCalls)
+	require.Equal(t, 2, c.server.Sessions)
+	require.Equal(t, 3, c.server.StreamsPerConnection)
 	require.Equal(t, []string{"a"}, c.models)
 	require.Equal(t, time.Minute, c.drain)
-	require.EqualValues(t, 2e9, c.maxTensor)
+	require.EqualValues(t, 2e9, c.server.Session.TensorBytes)
 	require.Equal(t, storeFlag{bytes: 1 << 30}, c.store)
 	require.Equal(t, "json", c.logFormat)
 	require.True(t, c.insecure)
@@ -125,7 +125,7 @@ func TestAMistakeInTheConfigNamesItsKey(t *testing.T) {
 func TestTheFileOfTheCommandLineGoesBeforeThatOfTheEnvironment(t *testing.T) {
 	c, _, err := configured(t, nil, []string{"TENSORFERRY_CONFIG=/no/such.yaml"}, "max-calls: 3")
 	require.NoError(t, err)
-	require.Equal(t, 3, c.maxCalls)
+	require.Equal(t, 3, c.server.QueuedCalls)
 }
 
 func TestAnEmptyFileChangesNothing(t *testing.T) {
@@ -164,5 +164,5 @@ func TestEverySettingHasAHelpText(t *testing.T) {
 	for _, name := range settings(flags) {
 		require.NotEmpty(t, flags.Lookup(name).Usage, name)
 	}
-	require.Equal(t, stream.DefaultLimits(), c.serverConfig().Session, "what serve shows as default is the default")
+	require.Equal(t, stream.DefaultLimits(), c.server.Session, "what serve shows as default is the default")
 }

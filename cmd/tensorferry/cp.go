@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -49,7 +50,7 @@ tensors, each is stored under TO and the last part of its name.`,
 }
 
 func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, stderr io.Writer) error {
-	if strings.ContainsAny(to, "*?[") {
+	if strings.ContainsAny(to, globs) {
 		return usage("TO is %q; it is a name, or one that ends in a slash, not a glob", to)
 	}
 	from, err := o.dial()
@@ -74,9 +75,12 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 	bars := newProgress(stderr, o.quiet)
 	defer bars.end()
 	called := make(map[string]string, len(list)) // by the new name
-	lines := make([]*bar, len(list))
+	names, lines := make([]string, len(list)), make([]*bar, len(list))
 	for i, s := range list {
-		name := copyName(s.Name, to)
+		name := to
+		if strings.HasSuffix(to, "/") {
+			name += path.Base(s.Name)
+		}
 		if other, twice := called[name]; twice {
 			return usage("%q and %q would both be called %q; copy them one by one", other, s.Name, name)
 		}
@@ -87,14 +91,14 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 			return usage("%q would be copied onto itself", name)
 		}
 		called[name] = s.Name
-		lines[i] = bars.tensor(name, s.Desc)
+		names[i], lines[i] = name, bars.tensor(name, s.Desc)
 	}
 	var copied []client.Summary
 	for i, s := range list {
 		var stored []client.Summary
 		err = readStored(ctx, from, client.Selection{Name: s.Name}, func(d tensor.Desc, r io.Reader) (err error) {
-			in := client.FromReader("", d, lines[i].reader(r))
-			in.Name = copyName(s.Name, to)
+			in := client.FromReader("", d, io.TeeReader(r, lines[i]))
+			in.Name = names[i]
 			stored, err = target.Push(ctx, client.PushRequest{Tensors: []client.Input{in}})
 			if err != nil && target != from {
 				err = toError{err}
@@ -108,22 +112,10 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 	}
 	bars.end()
 	err = errors.Join(err, forgotten(ctx, target, copied))
-	if e := tellMoved(stdout, copied, o.asJSON); err == nil {
-		err = e
-	}
-	return err
+	return cmp.Or(err, printMoved(printer{stdout, o.asJSON}, copied))
 }
 
 // toError is how the server of --to failed, not that of --server.
 type toError struct{ error }
 
 func (e toError) Unwrap() error { return e.error }
-
-// copyName is what a tensor is called when it is copied to a name or, with a slash at
-// its end, below one.
-func copyName(name, to string) string {
-	if strings.HasSuffix(to, "/") {
-		return to + path.Base(name)
-	}
-	return to
-}

@@ -1,12 +1,15 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -52,66 +55,50 @@ one that was started with tensorferry serve --demo, on this machine or another.`
 			if times < 1 || times > demoMaxTimes {
 				return usage("--times %d; give 1 to %d", times, demoMaxTimes)
 			}
-			out := &sticky{w: c.OutOrStdout()}
-			text := &sticky{w: io.Discard}
-			if !asJSON {
-				text = out
+			text := c.OutOrStdout()
+			if asJSON {
+				text = io.Discard
 			}
 			r, err := demo(c.Context(), server, times, text)
+			if err == nil && asJSON {
+				err = writeJSON(c.OutOrStdout(), r)
+			}
 			if err != nil {
 				return err
 			}
-			if asJSON {
-				_ = writeJSON(out, r) // out remembers
-			}
-			return errors.Join(out.err, r.verdict())
+			return r.verdict()
 		},
 	}
 	c.Flags().StringVar(&server, "server", "", "`address` of a server with the model "+demoTrunk+" (default: start one)")
 	c.Flags().Int64Var(&times, "times", demoTimes, "how many times over the images make one tensor")
-	c.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	jsonFlag(c, &asJSON)
 	return c
-}
-
-// sticky is a writer that remembers its first error, and writes nothing after it.
-type sticky struct {
-	w   io.Writer
-	err error
-}
-
-func (s *sticky) Write(p []byte) (int, error) {
-	if s.err != nil {
-		return 0, s.err
-	}
-	n, err := s.w.Write(p)
-	s.err = err
-	return n, err
 }
 
 // demoReport is what the demo found out.
 type demoReport struct {
-	Server    string  `json:"server"`
-	ServerPID int     `json:"server_pid,omitempty"`
-	Images    int     `json:"images"`
-	Correct   int     `json:"correct"`       // predictions that are the label
-	Identical int     `json:"identical"`     // predictions that are torch's
-	Seconds   float64 `json:"total_seconds"` // bottom, there, trunk, back, top
-	// What the server counted meanwhile.
-	ReceivedBytes int64 `json:"server_received_bytes"`
-	SentBytes     int64 `json:"server_sent_bytes"`
+	Server        string  `json:"server"`
+	ServerPID     int     `json:"server_pid,omitempty"`
+	Images        int     `json:"images"`
+	Correct       int     `json:"correct"`       // predictions that are the label
+	Identical     int     `json:"identical"`     // predictions that are torch's
+	Seconds       float64 `json:"total_seconds"` // bottom, there, trunk, back, top
+	ReceivedBytes int64   `json:"server_received_bytes"`
+	SentBytes     int64   `json:"server_sent_bytes"`
 
-	// Times over, as one tensor: the activations through the trunk, the images through relu.
+	// Times is how often the activations, which go through the trunk, and the images,
+	// which go through relu, are repeated to make one tensor.
 	Times       int64   `json:"times"`
 	Activations passage `json:"activations"`
 	Pixels      passage `json:"pixels"`
-	// Differing is how many of all copies' predictions are not those of the first.
+	// Differing counts predictions of the repetitions that are not those of the first.
 	Differing int64 `json:"differing"`
-	// Peak memory, where the system tells; the server's only if the demo started it.
+	// Peak memory; absent where the system has no figure, or the server is not the demo's.
 	ClientPeakBytes int64 `json:"client_peak_bytes,omitempty"`
 	ServerPeakBytes int64 `json:"server_peak_bytes,omitempty"`
 }
 
-// passage is one tensor that went through a model of the server as a stream.
+// passage is a tensor that was streamed through a model of the server.
 type passage struct {
 	Model       string  `json:"model"`
 	Tensor      string  `json:"tensor"`
@@ -120,7 +107,7 @@ type passage struct {
 	Total       float64 `json:"total_seconds"`
 }
 
-// verdict is an error if the network did not do here what it does in torch.
+// verdict is an error unless every prediction is that of torch.
 func (r *demoReport) verdict() error {
 	switch {
 	case r.Identical != r.Images:
@@ -134,12 +121,13 @@ func (r *demoReport) verdict() error {
 // splitNetwork is the client's part of the demo.
 type splitNetwork struct {
 	bottom, top engine.Model
-	images      []float32 // fashion.Count rows of fashion.Pixels
+	pixels      []float32     // fashion.Count rows of fashion.Pixels
+	images      tensor.Tensor // of pixels
 	labels      []byte
 }
 
-// demo runs the demo and writes what it finds out to w, for people, as it goes on.
-func demo(ctx context.Context, address string, times int64, w *sticky) (*demoReport, error) {
+// demo runs the demo and writes its findings to out, for people, as it goes on.
+func demo(ctx context.Context, address string, times int64, out io.Writer) (*demoReport, error) {
 	r := &demoReport{Server: address, Images: fashion.Count, Times: times}
 	if address == "" {
 		exe, err := os.Executable()
@@ -150,7 +138,6 @@ func demo(ctx context.Context, address string, times int64, w *sticky) (*demoRep
 		if err != nil {
 			return nil, err
 		}
-		// It has nothing left to do: what it says when it ends matters no more.
 		defer child.stop()
 		r.Server, r.ServerPID = child.address, child.cmd.Process.Pid
 	}
@@ -165,34 +152,41 @@ func demo(ctx context.Context, address string, times int64, w *sticky) (*demoRep
 		return nil, usageError{err}
 	}
 	defer cl.Close()
-	if err := needTrunk(ctx, cl, r.Server); err != nil {
+	if _, err := findModel(ctx, cl, demoTrunk, "start it with tensorferry serve --demo"); err != nil {
 		return nil, err
 	}
 	hidden, classes, err := n.once(ctx, cl, r)
 	if err != nil {
 		return nil, err
 	}
+	w := bufio.NewWriter(out) // remembers its first error until Flush
 	r.writeOnce(w)
+	if err := w.Flush(); err != nil {
+		return nil, err
+	}
 	if err := n.manyTimes(ctx, cl, r, hidden, classes); err != nil {
 		return nil, err
 	}
-	r.ClientPeakBytes, _ = bench.PeakOf(os.Getpid()) // 0 where the system does not tell
+	r.ClientPeakBytes, _ = bench.PeakOf(os.Getpid()) // 0 where the system has no figure
 	if r.ServerPID != 0 {
 		r.ServerPeakBytes, _ = bench.PeakOf(r.ServerPID)
 	}
 	r.writeManyTimes(w)
-	draw(w, n.choose(classes), showsColors(w.w))
+	draw(w, n.choose(classes), showsColors(out))
 	writeNext(w)
-	return r, nil
+	return r, w.Flush()
 }
 
 func newSplitNetwork(h *cpu.Host) (*splitNetwork, error) {
-	pixels, labels := fashion.Images()
-	n := &splitNetwork{images: make([]float32, len(pixels)), labels: labels}
-	for i, p := range pixels {
-		n.images[i] = float32(p) / 255
+	gray, labels := fashion.Images()
+	n := &splitNetwork{pixels: make([]float32, len(gray)), labels: labels}
+	for i, p := range gray {
+		n.pixels[i] = float32(p) / 255
 	}
 	var err error
+	if n.images, err = tensor.Of(n.pixels, fashion.Count, fashion.Pixels); err != nil {
+		return nil, err
+	}
 	if n.bottom, err = cpu.LoadFS(h, fashion.ModelFS(), "bottom"); err != nil {
 		return nil, err
 	}
@@ -208,16 +202,11 @@ func (n *splitNetwork) once(ctx context.Context, cl *client.Client, r *demoRepor
 		return hidden, nil, err
 	}
 	begin := time.Now()
-	images, err := tensor.Of(n.images, fashion.Count, fashion.Pixels)
+	bottom, err := engine.Compute(ctx, n.bottom, nil, n.images)
 	if err != nil {
 		return hidden, nil, err
 	}
-	bottom, err := engine.Compute(ctx, n.bottom, nil, images)
-	if err != nil {
-		return hidden, nil, err
-	}
-	hidden = bottom[0]
-	y, err := cl.Compute(ctx, demoTrunk, hidden)
+	y, err := cl.Compute(ctx, demoTrunk, bottom[0])
 	if err != nil {
 		return hidden, nil, err
 	}
@@ -240,7 +229,7 @@ func (n *splitNetwork) once(ctx context.Context, cl *client.Client, r *demoRepor
 			r.Identical++
 		}
 	}
-	return hidden, classes, nil
+	return bottom[0], classes, nil
 }
 
 // manyTimes sends the activations through the trunk, and the images through relu,
@@ -251,41 +240,64 @@ func (n *splitNetwork) manyTimes(ctx context.Context, cl *client.Client, r *demo
 	if err != nil {
 		return err
 	}
-	top := &inBlocks{size: len(hidden.Data), each: func(y []byte) error {
-		got, err := n.classify(ctx, tensor.Tensor{Desc: hidden.Desc, Data: y})
-		for i, c := range got {
-			if c != classes[i] {
-				r.Differing++
+	var came bytes.Buffer
+	classified := func(p []byte) (int, error) {
+		came.Write(p)
+		for came.Len() >= len(hidden.Data) {
+			got, err := n.classify(ctx, tensor.Tensor{Desc: hidden.Desc, Data: came.Next(len(hidden.Data))})
+			if err != nil {
+				return 0, err
+			}
+			for i, c := range got {
+				if c != classes[i] {
+					r.Differing++
+				}
 			}
 		}
-		return err
-	}}
-	if r.Activations, err = ferry(ctx, s, demoTrunk, r.Times, hidden, top); err != nil {
+		return len(p), nil
+	}
+	want := n.images.Data // what is left of one copy
+	compared := func(p []byte) (int, error) {
+		for rest := p; len(rest) > 0; {
+			part := min(len(rest), len(want))
+			if !bytes.Equal(rest[:part], want[:part]) {
+				return 0, errors.New("pixels came back from relu changed")
+			}
+			if rest, want = rest[part:], want[part:]; len(want) == 0 {
+				want = n.images.Data
+			}
+		}
+		return len(p), nil
+	}
+	if r.Activations, err = ferry(ctx, s, demoTrunk, r.Times, hidden, classified); err != nil {
 		return err
 	}
-	images, err := tensor.Of(n.images, fashion.Count, fashion.Pixels)
-	if err != nil {
-		return err
-	}
-	r.Pixels, err = ferry(ctx, s, "relu", r.Times, images, &compared{want: images.Data})
+	r.Pixels, err = ferry(ctx, s, "relu", r.Times, n.images, compared)
 	return err
 }
 
-// ferry sends x so many times over as one tensor through a model that keeps
-// its shape, and writes the result to w.
-func ferry(ctx context.Context, s *client.Session, model string, times int64, x tensor.Tensor, w io.Writer) (passage, error) {
+// ferry sends x so many times over as one tensor through a model that keeps its shape,
+// and writes the result to w.
+func ferry(ctx context.Context, s *client.Session, model string, times int64, x tensor.Tensor, w writerFunc) (passage, error) {
 	desc := tensor.Desc{DType: x.DType, Shape: tensor.Shape{times * x.Shape[0], x.Shape[1]}}
-	source := &repeated{data: x.Data, left: times}
+	copies := make([]io.Reader, times)
+	for i := range copies {
+		copies[i] = bytes.NewReader(x.Data)
+	}
 	begin := time.Now()
-	timed := &firstWrite{w: w, begin: begin}
+	var first time.Duration
+	timed := writerFunc(func(p []byte) (int, error) {
+		first = cmp.Or(first, time.Since(begin))
+		return w(p)
+	})
 	call, err := s.Call(ctx, client.Request{
-		Model: model, Inputs: []client.Input{client.FromReader("x", desc, source)},
+		Model: model, Inputs: []client.Input{client.FromReader("x", desc, io.MultiReader(copies...))},
 		Results: map[string]client.Sink{"y": client.Writer(func(tensor.Desc) (io.Writer, error) { return timed, nil })},
 	})
 	if err == nil {
 		_, err = call.Wait()
 	}
-	return passage{model, desc.String(), times * int64(len(x.Data)), timed.after.Seconds(), time.Since(begin).Seconds()}, err
+	return passage{model, desc.String(), times * int64(len(x.Data)), first.Seconds(), time.Since(begin).Seconds()}, err
 }
 
 // classify runs the top model over rows of activations and returns the class of each.
@@ -298,105 +310,17 @@ func (n *splitNetwork) classify(ctx context.Context, y tensor.Tensor) ([]byte, e
 	if err != nil {
 		return nil, err
 	}
-	const k = len(fashion.ClassNames)
-	classes := make([]byte, len(logits)/k)
-	for i := range classes {
-		row := logits[i*k : (i+1)*k]
+	var classes []byte
+	for row := range slices.Chunk(logits, len(fashion.ClassNames)) {
+		best := 0
 		for c, v := range row {
-			if v > row[classes[i]] {
-				classes[i] = byte(c)
+			if v > row[best] {
+				best = c
 			}
 		}
+		classes = append(classes, byte(best))
 	}
 	return classes, nil
-}
-
-// needTrunk fails if the server does not have the demo's model.
-func needTrunk(ctx context.Context, cl *client.Client, address string) error {
-	models, err := cl.Models(ctx)
-	if err != nil {
-		return err
-	}
-	for _, m := range models {
-		if m.GetName() == demoTrunk {
-			return nil
-		}
-	}
-	return hinted{fmt.Errorf("the server at %s has no model %q", address, demoTrunk), "start it with tensorferry serve --demo"}
-}
-
-// repeated reads the same bytes left times.
-type repeated struct {
-	data []byte
-	off  int
-	left int64
-}
-
-func (r *repeated) Read(p []byte) (int, error) {
-	if r.left == 0 {
-		return 0, io.EOF
-	}
-	n := copy(p, r.data[r.off:])
-	if r.off += n; r.off == len(r.data) {
-		r.off, r.left = 0, r.left-1
-	}
-	return n, nil
-}
-
-// compared fails when what is written to it is not want, again and again.
-type compared struct {
-	want []byte
-	off  int
-}
-
-func (c *compared) Write(p []byte) (n int, err error) {
-	for n < len(p) {
-		part := p[n:min(len(p), n+len(c.want)-c.off)]
-		if !bytes.Equal(part, c.want[c.off:c.off+len(part)]) {
-			return n, errors.New("pixels came back from relu changed")
-		}
-		n += len(part)
-		c.off = (c.off + len(part)) % len(c.want)
-	}
-	return n, nil
-}
-
-// inBlocks hands on what is written to it in blocks of size bytes.
-type inBlocks struct {
-	size int
-	each func([]byte) error
-	buf  []byte
-}
-
-func (b *inBlocks) Write(p []byte) (int, error) {
-	n := len(p)
-	for len(p) > 0 {
-		take := min(b.size-len(b.buf), len(p))
-		b.buf = append(b.buf, p[:take]...)
-		p = p[take:]
-		if len(b.buf) < b.size {
-			break
-		}
-		if err := b.each(b.buf); err != nil {
-			return 0, err
-		}
-		b.buf = b.buf[:0]
-	}
-	return n, nil
-}
-
-// firstWrite notes when its first byte came.
-type firstWrite struct {
-	w     io.Writer
-	begin time.Time
-	after time.Duration
-}
-
-func (f *firstWrite) Write(p []byte) (int, error) {
-	if f.after == 0 {
-		f.after = time.Since(f.begin)
-	}
-	return f.w.Write(p)
 }
 
 func (r *demoReport) writeOnce(w io.Writer) {

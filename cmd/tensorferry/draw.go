@@ -30,24 +30,22 @@ func (d drawing) caption() string {
 	return text
 }
 
-// choose returns a few images to draw: of different classes, the last one a
-// mistake if there was any.
+// choose returns demoDrawn images of different classes to draw; the last one is a
+// mistake if there is any.
 func (n *splitNetwork) choose(classes []byte) []drawing {
 	var drawn []drawing
 	var shown [len(fashion.ClassNames)]bool
-	take := func(wanted func(i int) bool) {
+	for k := range demoDrawn {
+		mistake := k == demoDrawn-1
 		for i, c := range classes {
-			if wanted(i) && !shown[n.labels[i]] && !shown[c] {
-				shown[n.labels[i]] = true
-				drawn = append(drawn, drawing{n.images[i*fashion.Pixels : (i+1)*fashion.Pixels], c, n.labels[i]})
-				return
+			label := n.labels[i]
+			if (c != label) == mistake && !shown[label] && !shown[c] {
+				shown[label] = true
+				drawn = append(drawn, drawing{n.pixels[i*fashion.Pixels : (i+1)*fashion.Pixels], c, label})
+				break
 			}
 		}
 	}
-	for range demoDrawn - 1 {
-		take(func(i int) bool { return classes[i] == n.labels[i] })
-	}
-	take(func(i int) bool { return classes[i] != n.labels[i] })
 	return drawn
 }
 
@@ -81,8 +79,8 @@ func draw(w io.Writer, images []drawing, shades bool) {
 	fmt.Fprintln(w, strings.TrimRight(text.String(), " "))
 }
 
-// at is the mean of what of the image lies below a cell of the drawing that is
-// one column wide and so many half lines high, each pixel by its share.
+// at is the mean of the pixels below a cell that is one column wide and high half
+// lines high, each weighted by its share.
 func (d drawing) at(column, half, high int) float32 {
 	const scale = float32(fashion.Width) / drawColumns
 	overlap := func(i int, lo, hi float32) float32 { return max(0, min(hi, float32(i+1))-max(lo, float32(i))) }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"io"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 
@@ -50,7 +51,7 @@ stdout, and the default. An output file is written whole or not at all.`,
 	}
 	f := c.Flags()
 	o.named = func() bool { return f.Changed("name") }
-	f.StringVar(&o.dtype, "dtype", "float32", "data `type`")
+	dtypeFlag(c, &o.dtype, "float32", "data `type`")
 	f.StringVar(&o.shape, "shape", "", "`shape`, such as 1000,64; empty is a scalar (required)")
 	f.Uint64Var(&o.seed, "seed", 0, "another `number` makes another tensor")
 	f.StringVar(&o.fill, "fill", "", strings.Join(store.Fills(), ", ")+" (default by data type)")
@@ -58,8 +59,7 @@ stdout, and the default. An output file is written whole or not at all.`,
 	f.StringVarP(&o.output, "output", "o", "-", "`file` to write")
 	f.BoolVar(&o.raw, "raw", false, "write raw bytes")
 	quietFlag(c, &o.quiet)
-	completeDTypes(c)
-	completeFills(c)
+	complete(c, "fill", store.Fills())
 	if err := c.MarkFlagRequired("shape"); err != nil {
 		panic(err) // the flag is named above
 	}
@@ -88,12 +88,12 @@ func generate(ctx context.Context, o genOptions, stdout, stderr io.Writer) error
 	defer t.abandon()
 	bars := newProgress(stderr, o.quiet || o.output == "-") // who reads a pipe has a progress of its own
 	defer bars.end()
-	err = interruptible(ctx, func() error {
+	_, err = interruptible(ctx, func() (any, error) {
 		w, err := t.open(o.name, d)
 		if err != nil {
-			return err
+			return nil, err
 		}
-		return writeGenerated(ctx, bars.tensor(o.name, d).writer(w), size, d.DType, o.seed, fill)
+		return nil, writeGenerated(ctx, io.MultiWriter(w, bars.tensor(o.name, d)), size, d.DType, o.seed, fill)
 	})
 	if err != nil {
 		return err
@@ -101,30 +101,24 @@ func generate(ctx context.Context, o genOptions, stdout, stderr io.Writer) error
 	return t.commit()
 }
 
-// writeGenerated makes as many chunks at a time as there are threads, then writes
-// them in their order.
+// writeGenerated makes a chunk per thread at a time and writes them in their order.
 func writeGenerated(ctx context.Context, w io.Writer, size int64, dtype tensor.DataType, seed uint64, fill store.Fill) error {
-	chunks := make([][]byte, runtime.GOMAXPROCS(0))
-	for off := int64(0); off < size; {
+	buf := make([]byte, min(size, int64(runtime.GOMAXPROCS(0))*genChunk))
+	for off := int64(0); off < size; off += int64(len(buf)) {
+		buf = buf[:min(int64(len(buf)), size-off)]
 		var made sync.WaitGroup
-		n := 0
-		for ; n < len(chunks) && off < size; n++ {
-			if chunks[n] == nil {
-				chunks[n] = make([]byte, genChunk)
-			}
-			chunk, at := chunks[n][:min(genChunk, size-off)], off
-			chunks[n] = chunk
-			made.Go(func() { store.Generate(chunk, at, dtype, seed, fill) })
-			off += int64(len(chunk))
+		at := off
+		for chunk := range slices.Chunk(buf, genChunk) {
+			from := at
+			made.Go(func() { store.Generate(chunk, from, dtype, seed, fill) })
+			at += int64(len(chunk))
 		}
 		made.Wait()
-		for _, chunk := range chunks[:n] {
-			if err := ctx.Err(); err != nil {
-				return err
-			}
-			if _, err := w.Write(chunk); err != nil {
-				return err
-			}
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		if _, err := w.Write(buf); err != nil {
+			return err
 		}
 	}
 	return nil

@@ -2,27 +2,27 @@ package main
 
 import (
 	"cmp"
+	"context"
 	"fmt"
+	"io"
 	"maps"
 	"math"
 	"slices"
 	"strconv"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 func modelsCommand() *cobra.Command {
-	var server string
-	var asJSON bool
-	c := &cobra.Command{
+	return asking(&cobra.Command{
 		Use:   "models",
 		Short: "list the models of a server",
 		Long: `Models lists what a server can run: the inputs and results of each model, with
@@ -38,35 +38,22 @@ Params are what run --param takes, with what stands for an absent one.`,
 		Example: `  tensorferry models
   tensorferry models --json`,
 		Args: takes(0),
-		RunE: func(c *cobra.Command, _ []string) error {
-			cl, err := dial(server, codec.None.String())
-			if err != nil {
-				return err
-			}
-			defer cl.Close()
-			models, err := cl.Models(c.Context())
-			if err != nil {
-				return err
-			}
-			if asJSON {
-				listed := make([]modelJSON, len(models))
-				for i, m := range models {
-					listed[i] = modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), portsJSON(m.GetInputs()), portsJSON(m.GetOutputs()), rowsText(m.GetRows()), paramsJSON(m.GetParams()), m.GetAbout()}
-				}
-				return writeJSON(c.OutOrStdout(), listed)
-			}
-			w := tabwriter.NewWriter(c.OutOrStdout(), 0, 4, 2, ' ', 0)
+	}, func(ctx context.Context, cl *client.Client, _ []string, out printer) error {
+		models, err := cl.Models(ctx)
+		if err != nil {
+			return err
+		}
+		listed := make([]modelJSON, len(models))
+		for i, m := range models {
+			listed[i] = modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), portsJSON(m.GetInputs()), portsJSON(m.GetOutputs()), rowsText(m.GetRows()), paramsJSON(m.GetParams()), m.GetAbout()}
+		}
+		return out.print(listed, func(w io.Writer) {
 			fmt.Fprintln(w, "NAME\tVERSION\tDEVICE\tINPUTS\tRESULTS\tPARAMS")
-			for _, m := range models {
-				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n",
-					plain(m.GetName()), plain(m.GetVersion()), plain(m.GetDevice()), portText(m.GetInputs()), portText(m.GetOutputs()), paramText(m.GetParams()))
+			for _, m := range listed {
+				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", plain(m.Name), plain(m.Version), plain(m.Device), portText(m.Inputs), portText(m.Outputs), paramText(m.Params))
 			}
-			return w.Flush()
-		},
-	}
-	serverFlag(c, &server)
-	jsonFlag(c, &asJSON)
-	return c
+		})
+	})
 }
 
 // modelJSON is a model as models --json prints it.
@@ -95,12 +82,12 @@ func paramsJSON(params []*pb.Param) (listed []paramJSON) {
 	return listed
 }
 
-func paramText(params []*pb.Param) string {
+func paramText(params []paramJSON) string {
 	var out []string
 	for _, p := range params {
-		text := plain(p.GetName()) + "=" + plain(p.GetDefault())
-		if p.GetDefault() == "" {
-			text += "<" + plain(p.GetKind()) + ">"
+		text := plain(p.Name) + "=" + plain(p.Default)
+		if p.Default == "" {
+			text += "<" + plain(p.Kind) + ">"
 		}
 		out = append(out, text)
 	}
@@ -125,25 +112,20 @@ func rowsText(rows int32) string {
 	return strconv.Itoa(int(rows))
 }
 
-// shapeJSON says in JSON what engine.Port has as negative numbers.
-func shapeJSON(shape []int64) []any {
-	dims := make([]any, len(shape))
-	for i, n := range shape {
-		switch n {
-		case engine.AnyAxes:
-			dims[i] = "..."
-		case engine.Free: // null
-		default:
-			dims[i] = n
-		}
-	}
-	return dims
-}
-
 func portsJSON(ports []*pb.Port) []portJSON {
 	listed := make([]portJSON, len(ports))
 	for i, p := range ports {
-		listed[i] = portJSON{p.GetName(), typeNames(p), shapeJSON(p.GetShape()), p.GetWhole()}
+		dims := make([]any, len(p.GetShape()))
+		for i, n := range p.GetShape() {
+			switch n {
+			case engine.AnyAxes:
+				dims[i] = "..."
+			case engine.Free: // null
+			default:
+				dims[i] = n
+			}
+		}
+		listed[i] = portJSON{p.GetName(), typeNames(p), dims, p.GetWhole()}
 	}
 	return listed
 }
@@ -160,81 +142,55 @@ func typeNames(p *pb.Port) []string {
 	return names
 }
 
-func portText(ports []*pb.Port) string {
-	var out []string
-	for _, p := range ports {
-		text := plain(p.GetName())
-		types := typeNames(p)
-		text += ":" + strings.Join(types, "|")
-		if len(types) == 0 {
-			text += "any"
+func portText(ports []portJSON) string {
+	texts := make([]string, len(ports))
+	for i, p := range ports {
+		dims := make([]string, len(p.Shape))
+		for i, n := range p.Shape {
+			dims[i] = fmt.Sprint(cmp.Or(n, any("?")))
 		}
-		var dims []string
-		for _, n := range p.GetShape() {
-			switch n {
-			case engine.AnyAxes:
-				dims = append(dims, "...")
-			case engine.Free:
-				dims = append(dims, "?")
-			default:
-				dims = append(dims, fmt.Sprint(n))
-			}
-		}
-		out = append(out, text+"["+strings.Join(dims, " ")+"]")
+		types := cmp.Or(strings.Join(p.DTypes, "|"), "any")
+		texts[i] = fmt.Sprintf("%s:%s[%s]", plain(p.Name), types, strings.Join(dims, " "))
 	}
-	return strings.Join(out, ", ")
+	return strings.Join(texts, ", ")
 }
 
 func infoCommand() *cobra.Command {
-	var server string
-	var asJSON bool
-	c := &cobra.Command{
+	return asking(&cobra.Command{
 		Use: "info", Short: "show limits and counters of a server", Args: takes(0),
-		RunE: func(c *cobra.Command, _ []string) error {
-			cl, err := dial(server, codec.None.String())
-			if err != nil {
-				return err
-			}
-			defer cl.Close()
-			info, err := cl.Info(c.Context())
-			if err != nil {
-				return err
-			}
-			if asJSON {
-				return writeJSON(c.OutOrStdout(), infoJSON{
-					info.GetVersion(), info.GetUptimeMillis(), codecNames(info.GetCodecs()), info.GetLimits(), info.GetCounters(), modelStates(info.GetModels()),
-				})
-			}
-			w := tabwriter.NewWriter(c.OutOrStdout(), 0, 4, 2, ' ', 0)
+	}, func(ctx context.Context, cl *client.Client, _ []string, out printer) error {
+		info, err := cl.Info(ctx)
+		if err != nil {
+			return err
+		}
+		i := infoJSON{info.GetVersion(), info.GetUptimeMillis(), codecNames(info.GetCodecs()), info.GetLimits(), info.GetCounters(), modelStates(info.GetModels())}
+		return out.print(i, func(w io.Writer) {
 			fmt.Fprintf(w, "version\t%s\nuptime\t%v\ncodecs\t%s\n",
-				plain(info.GetVersion()), time.Duration(info.GetUptimeMillis())*time.Millisecond, strings.Join(codecNames(info.GetCodecs()), " "))
-			for _, group := range []struct {
-				name   string
-				values map[string]int64
-			}{{"limits", info.GetLimits()}, {"counters", info.GetCounters()}} {
-				fmt.Fprintf(w, "\n%s\n", group.name)
-				for _, k := range slices.Sorted(maps.Keys(group.values)) {
-					n := group.values[k]
-					if n == math.MaxInt64 {
-						fmt.Fprintf(w, "  %s\tnone\t\n", plain(k))
-						continue
-					}
-					fmt.Fprintf(w, "  %s\t%d\t%s\n", plain(k), n, quantity(k, n))
-				}
-			}
+				plain(i.Version), time.Duration(i.UptimeMillis)*time.Millisecond, strings.Join(i.Codecs, " "))
+			writeNumbers(w, "limits", i.Limits)
+			writeNumbers(w, "counters", i.Counters)
 			fmt.Fprintln(w, "\nmodels")
-			for _, m := range info.GetModels() {
-				fmt.Fprintf(w, "  %s\t%s\t\n", plain(m.GetName()), cmp.Or(plain(m.GetUnavailable()), "serves"))
-				for _, k := range slices.Sorted(maps.Keys(m.GetGauges())) {
-					fmt.Fprintf(w, "  %s %s\t%v\t\n", plain(m.GetName()), plain(k), m.GetGauges()[k])
+			for _, m := range i.Models {
+				fmt.Fprintf(w, "  %s\t%s\t\n", plain(m.Name), cmp.Or(plain(m.Unavailable), "serves"))
+				for _, k := range slices.Sorted(maps.Keys(m.Gauges)) {
+					fmt.Fprintf(w, "  %s %s\t%v\t\n", plain(m.Name), plain(k), m.Gauges[k])
 				}
 			}
-			return w.Flush()
-		},
+		})
+	})
+}
+
+// writeNumbers writes numbers by name below a title.
+func writeNumbers(w io.Writer, title string, numbers map[string]int64) {
+	fmt.Fprintf(w, "\n%s\n", title)
+	for _, name := range slices.Sorted(maps.Keys(numbers)) {
+		n := numbers[name]
+		if n == math.MaxInt64 {
+			fmt.Fprintf(w, "  %s\tnone\t\n", plain(name))
+			continue
+		}
+		fmt.Fprintf(w, "  %s\t%d\t%s\n", plain(name), n, quantity(name, n))
 	}
-	serverFlag(c, &server)
-	jsonFlag(c, &asJSON)
-	return c
 }
 
 // quantity is a value in larger units, if its name says which unit it is in.

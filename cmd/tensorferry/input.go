@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -29,11 +30,9 @@ type rawInput struct {
 }
 
 func (r *rawInput) flags(c *cobra.Command) {
-	f := c.Flags()
-	f.StringVar(&r.dtype, "dtype", "", "data `type` of raw input, such as float32")
-	f.StringVar(&r.shape, "shape", "", "`shape` of raw input, such as 1000,64; empty is a scalar")
-	r.shaped = func() bool { return f.Changed("shape") }
-	completeDTypes(c)
+	dtypeFlag(c, &r.dtype, "", "data `type` of raw input, such as float32")
+	c.Flags().StringVar(&r.shape, "shape", "", "`shape` of raw input, such as 1000,64; empty is a scalar")
+	r.shaped = func() bool { return c.Flags().Changed("shape") }
 }
 
 // given reports whether input is raw.
@@ -64,7 +63,9 @@ func parseDesc(dtype, shape string) (d tensor.Desc, size int64, err error) {
 	return d, size, nil
 }
 
-// source is a tensor to read. Its Name is the one it has in a file of several.
+// source is a tensor to read. Its Name is the one it has in a file of several. What is
+// open for it stays so until the process ends: a call or push that was interrupted may
+// still read it.
 type source struct {
 	client.Input
 	title string // for people: stdin, x.npy, or f.safetensors:name
@@ -78,111 +79,73 @@ func (s *source) bytes() io.Reader {
 	return bytes.NewReader(s.Data)
 }
 
-// inputFile is a file, or stdin, and the tensors to read from it. It is closed when
-// their bytes are in no use.
-type inputFile struct {
-	tensors []*source
-	io.Closer
-}
-
-// nameOf parts [NAME=]FILE, or [NAME=] and a folder. The whole is the file, without a
-// name, if there is one that is called so.
-func nameOf(text string) (name, file string, named bool) {
-	name, file, named = strings.Cut(text, "=")
-	if !named || isThere(text) {
-		return "", text, false
+// nameOf splits [NAME=]FILE, where FILE may also be a folder. All of it is the file if
+// there is one of that name.
+func nameOf(text string) (name, file string) {
+	name, file, named := strings.Cut(text, "=")
+	path, _, _ := memberOf(text)
+	if _, err := os.Stat(path); !named || err == nil {
+		return "", text
 	}
-	return name, file, true
+	return name, file
 }
 
-// isThere reports whether there is the file that an argument names.
-func isThere(file string) bool {
-	if path, _, member := strings.Cut(file, ".safetensors:"); member {
-		file = path + ".safetensors"
-	}
-	_, err := os.Stat(file)
-	return err == nil
-}
-
-// neither is the error of opening the file that nameOf has parted from a name, with a
-// hint if it is not there: the = may belong to the file.
-func neither(text, file string, named bool, err error) error {
-	if !named || !errors.Is(err, fs.ErrNotExist) {
+// neither adds a hint to the error of opening the file of an argument that nameOf has
+// split, if it does not exist: the = may belong to the file's name.
+func neither(text, file string, err error) error {
+	if text == file || !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	return hinted{err, fmt.Sprintf("there is no file %q, and none %q either", file, text)}
 }
 
-// openInput opens what is named by a command's argument: a .npy file, a
-// .safetensors file with all its tensors or with the one whose :name stands behind
-// it, raw bytes, or "-" for stdin. It waits for what a pipe says of itself, or little
-// longer than ctx.
-func openInput(ctx context.Context, file string, raw rawInput, stdin io.Reader) (*inputFile, error) {
-	opened := make(chan *inputFile, 1)
-	err := interruptible(ctx, func() error {
-		in, err := openFile(file, raw, stdin)
-		opened <- in
-		return err
-	})
-	if err != nil {
-		return nil, err
+// memberOf splits FILE.safetensors:name; path is file if it is nothing of the kind.
+func memberOf(file string) (path, name string, member bool) {
+	path, name, member = strings.Cut(file, ".safetensors:")
+	if member {
+		path += ".safetensors"
 	}
-	return <-opened, nil
+	return path, name, member
 }
 
-func openFile(file string, raw rawInput, stdin io.Reader) (*inputFile, error) {
-	path, name, member := strings.Cut(file, ".safetensors:")
-	switch {
+// describesItself reports whether a file of this name says what it holds.
+func describesItself(file string) bool {
+	path, _, _ := memberOf(file)
+	return strings.HasSuffix(path, ".npy") || strings.HasSuffix(path, ".safetensors")
+}
+
+// openInput opens the file of a command's argument: .npy, .safetensors with all its
+// tensors or with the one of a :name, raw bytes, or "-" for stdin. It waits for the
+// header of a pipe until ctx ends.
+func openInput(ctx context.Context, file string, raw rawInput, stdin io.Reader) ([]*source, error) {
+	return interruptible(ctx, func() ([]*source, error) { return openFile(file, raw, stdin) })
+}
+
+func openFile(file string, raw rawInput, stdin io.Reader) ([]*source, error) {
+	var s *source
+	var err error
+	switch path, name, member := memberOf(file); {
 	case raw.given():
-		return openRaw(file, raw, stdin)
+		s, err = openRaw(file, raw, stdin)
 	case file == "-":
-		in := bufio.NewReaderSize(stdin, 64<<10)
-		d, err := tensorfile.ReadNPYHeader(in)
-		if err != nil {
-			return nil, hinted{fmt.Errorf("stdin: %w", err), "raw bytes need --dtype and --shape"}
-		}
-		size, err := d.Bytes()
-		if err != nil {
-			return nil, fmt.Errorf("stdin: %w", err)
-		}
-		s, err := pipedSource("stdin", d, size, in)
-		if err != nil {
-			return nil, err
-		}
-		return one(s, nil), nil
+		s, err = openPipe(stdin)
 	case member:
-		return openSafetensors(path+".safetensors", name)
+		return openSafetensors(path, name)
 	case strings.HasSuffix(file, ".safetensors"):
 		return openSafetensors(file)
+	default:
+		var t tensor.Tensor
+		t, _, err = tensorfile.MapNPY(file)
+		s = &source{client.From("", t), file}
 	}
-	t, c, err := tensorfile.MapNPY(file)
 	if err != nil {
 		return nil, err
 	}
-	return one(&source{client.From("", t), file}, c), nil
+	return []*source{s}, nil
 }
 
-// openOne opens a single tensor.
-func openOne(ctx context.Context, file string, raw rawInput, stdin io.Reader) (*source, io.Closer, error) {
-	in, err := openInput(ctx, file, raw, stdin)
-	if err != nil {
-		return nil, nil, err
-	}
-	if n := len(in.tensors); n != 1 {
-		return nil, nil, errors.Join(usage("%s holds %d tensors: say which, as %s:name", file, n, file), in.Close())
-	}
-	return in.tensors[0], in, nil
-}
-
-func one(s *source, c io.Closer) *inputFile {
-	if c == nil {
-		c = io.NopCloser(nil)
-	}
-	return &inputFile{[]*source{s}, c}
-}
-
-// openSafetensors opens the tensors of a file, or only that of a name.
-func openSafetensors(path string, only ...string) (*inputFile, error) {
+// openSafetensors opens the tensors of a file, or only those of some names.
+func openSafetensors(path string, only ...string) ([]*source, error) {
 	s, err := tensorfile.OpenSafetensors(path)
 	if err != nil {
 		return nil, err
@@ -191,8 +154,8 @@ func openSafetensors(path string, only ...string) (*inputFile, error) {
 	if len(only) > 0 {
 		names = only
 	}
-	in := &inputFile{Closer: s}
-	for _, name := range names {
+	list := make([]*source, len(names))
+	for i, name := range names {
 		t, err := s.Tensor(name)
 		if errors.Is(err, tensorfile.ErrNotFound) {
 			err = hinted{fmt.Errorf("%s: %w: %q", path, tensorfile.ErrNotFound, name), "tensorferry show " + path + " lists what it holds"}
@@ -200,20 +163,28 @@ func openSafetensors(path string, only ...string) (*inputFile, error) {
 		if err != nil {
 			return nil, errors.Join(err, s.Close())
 		}
-		src := &source{client.From("", t), path + ":" + name}
-		src.Name = name
-		in.tensors = append(in.tensors, src)
+		list[i] = &source{client.From("", t), path + ":" + name}
+		list[i].Name = name
 	}
-	return in, nil
+	return list, nil
 }
 
-// describesItself reports whether a file of this name says what it holds.
-func describesItself(file string) bool {
-	return strings.HasSuffix(file, ".npy") || strings.HasSuffix(file, ".safetensors") || strings.Contains(file, ".safetensors:")
+// openPipe opens the .npy that comes through stdin.
+func openPipe(stdin io.Reader) (*source, error) {
+	in := bufio.NewReaderSize(stdin, 64<<10)
+	d, err := tensorfile.ReadNPYHeader(in)
+	if err != nil {
+		return nil, hinted{fmt.Errorf("stdin: %w", err), "raw bytes need --dtype and --shape"}
+	}
+	size, err := d.Bytes()
+	if err != nil {
+		return nil, fmt.Errorf("stdin: %w", err)
+	}
+	return pipedSource("stdin", d, size, in)
 }
 
 // openRaw opens bytes that --dtype and --shape describe.
-func openRaw(file string, raw rawInput, stdin io.Reader) (*inputFile, error) {
+func openRaw(file string, raw rawInput, stdin io.Reader) (*source, error) {
 	if describesItself(file) {
 		return nil, usage("%s says itself what it holds; --dtype and --shape are for raw bytes", file)
 	}
@@ -222,27 +193,24 @@ func openRaw(file string, raw rawInput, stdin io.Reader) (*inputFile, error) {
 		return nil, err
 	}
 	title, r := "stdin", stdin
-	var c io.Closer
 	if file != "-" {
-		f, err := os.Open(file)
-		if err != nil {
+		title = file
+		if r, err = os.Open(file); err != nil {
 			return nil, err
 		}
-		title, r, c = file, f, f
 	}
-	in := one(&source{client.FromReader("", desc, r), title}, c)
 	known, err := endKnown(r, title, desc, size)
-	if err == nil && !known {
-		in.tensors[0], err = pipedSource(title, desc, size, r)
-	}
 	if err != nil {
-		return nil, errors.Join(err, in.Close())
+		return nil, err
 	}
-	return in, nil
+	if !known {
+		return pipedSource(title, desc, size, r)
+	}
+	return &source{client.FromReader("", desc, r), title}, nil
 }
 
-// endKnown reports whether nothing has to be found out about where raw bytes end: a
-// device has no end, and of a regular file the size says it.
+// endKnown reports whether r needs no look at what follows the tensor: a device has no
+// end, and a regular file has a size, which is checked.
 func endKnown(r io.Reader, title string, d tensor.Desc, size int64) (bool, error) {
 	f, ok := r.(*os.File)
 	if !ok {
@@ -256,23 +224,24 @@ func endKnown(r io.Reader, title string, d tensor.Desc, size int64) (bool, error
 		return info.Mode()&os.ModeCharDevice != 0, nil
 	}
 	at, err := f.Seek(0, io.SeekCurrent)
-	if left := info.Size() - at; err == nil && left > size { // one that is shorter may still grow
+	if left := info.Size() - at; err == nil && left > size { // a shorter one may still grow
 		err = fmt.Errorf("%s holds %d bytes, %v has %d", title, left, d, size)
 	}
 	return true, err
 }
 
-// forCall makes s the input of a call or a push, which know it by another name: when a
-// reader ends early, its error says whose end it was.
+// forCall makes s the input of a call or a push, where it has another name. If its
+// reader ends early, the error names what ended.
 func (s *source) forCall(port, name string) {
 	s.Port, s.Name = port, name
-	if s.Reader == nil {
-		return
-	}
-	if size, err := s.Desc.Bytes(); err == nil {
+	if size, err := s.Desc.Bytes(); err == nil && s.Reader != nil {
 		s.Reader = &ending{s.Reader, s.title, size, size}
 	}
 }
+
+// readError is what is wrong with the bytes of an input; whatever a client says of the
+// call they were for adds nothing.
+type readError struct{ error }
 
 // ending is a reader of so many bytes.
 type ending struct {
@@ -285,25 +254,59 @@ func (e *ending) Read(p []byte) (int, error) {
 	n, err := e.r.Read(p)
 	e.left -= int64(n)
 	if errors.Is(err, io.EOF) && e.left > 0 {
-		err = fmt.Errorf("%s ended after %d of %d bytes", e.title, e.size-e.left, e.size)
+		err = readError{fmt.Errorf("%s ended after %d of %d bytes", e.title, e.size-e.left, e.size)}
 	}
 	return n, err
 }
 
-// pipedSource is a tensor that r brings. Its last byte comes only when it is known
-// that no more follows: whoever reads the tensor to its end never takes the beginning
-// of something for the whole.
+// pipedSource is a tensor that r brings. It has its last byte only once no more is
+// known to follow: what is read to its end is never the beginning of something longer.
 func pipedSource(title string, d tensor.Desc, size int64, r io.Reader) (*source, error) {
-	atEnd := func() error {
+	held := holdBack(r, size, func() error {
 		if more(r) {
-			return fmt.Errorf("%s goes on after the bytes of %v", title, d)
+			return readError{fmt.Errorf("%s goes on after the bytes of %v", title, d)}
 		}
 		return nil
-	}
+	})
 	if size == 0 { // nobody reads it
-		return &source{client.FromReader("", d, r), title}, atEnd()
+		return &source{client.FromReader("", d, r), title}, held.verdict()
 	}
-	return &source{client.FromReader("", d, &heldBack{r: r, left: size, verdict: atEnd}), title}, nil
+	return &source{client.FromReader("", d, held), title}, nil
+}
+
+// holdBack returns a reader of the size bytes of r that gives the last one, or the end
+// of none, only after a verdict, which it asks for once.
+func holdBack(r io.Reader, size int64, verdict func() error) *heldBack {
+	return &heldBack{r, size, sync.OnceValue(verdict)}
+}
+
+type heldBack struct {
+	r       io.Reader
+	left    int64
+	verdict func() error
+}
+
+func (h *heldBack) Read(p []byte) (int, error) {
+	if len(p) == 0 {
+		return 0, nil
+	}
+	if h.left > 1 {
+		n, err := h.r.Read(p[:min(int64(len(p)), h.left-1)])
+		h.left -= int64(n)
+		return n, err
+	}
+	n, err := io.ReadFull(h.r, p[:h.left]) // of one byte, or none
+	if err == nil {
+		h.left = 0
+		err = h.verdict()
+	}
+	if err == nil && n == 0 {
+		err = io.EOF
+	}
+	if err != nil {
+		n = 0
+	}
+	return n, err
 }
 
 // more reports whether r has another byte. A pipe that stays open and says no more is
@@ -322,21 +325,28 @@ func more(r io.Reader) bool {
 	}
 }
 
-// interruptible waits for f, or little longer than ctx: f may be in a read or write
-// that blocks for good, as of stdin. The goroutine it starts then ends with the
-// process.
-func interruptible(ctx context.Context, f func() error) error {
-	ended := make(chan error, 1)
-	go func() { ended <- f() }()
+// interruptible waits for f, or until little after the end of ctx: f may be in a read
+// or write that blocks for good, as of stdin. The goroutine it starts then ends with
+// the process.
+func interruptible[T any](ctx context.Context, f func() (T, error)) (T, error) {
+	type result struct {
+		value T
+		err   error
+	}
+	ended := make(chan result, 1)
+	go func() {
+		v, err := f()
+		ended <- result{v, err}
+	}()
+	var r result
 	select {
-	case err := <-ended:
-		return err
+	case r = <-ended:
 	case <-ctx.Done():
+		select {
+		case r = <-ended:
+		case <-time.After(readWait):
+			r.err = context.Cause(ctx)
+		}
 	}
-	select {
-	case err := <-ended:
-		return err
-	case <-time.After(readWait):
-		return context.Cause(ctx)
-	}
+	return r.value, r.err
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"text/tabwriter"
 	"unicode"
 	"unicode/utf16"
 	"unicode/utf8"
@@ -13,16 +14,33 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// jsonFlag adds --json, which every command has that prints what a script may read.
-// What it prints is one JSON value on stdout: a list where there may be several
-// things, even of one. Names are in snake case, sizes in bytes, times in what their
-// name says; what is not known is absent. A command that fails prints none, but for
-// one that stores several tensors: it tells how each of them ended.
+// jsonFlag adds --json, which every command has whose output a script may read. It
+// prints one JSON value to stdout: a list where there may be several things, even if
+// there is one. Names are in snake case, sizes in bytes, times in the unit of their
+// name; what is not known is absent. A command that fails prints nothing, except for
+// one that stores several tensors: it prints how each of them ended.
 func jsonFlag(c *cobra.Command, to *bool) {
 	c.Flags().BoolVar(to, "json", false, "print JSON")
 }
 
-// What is in it may be a server's word: it is written with nothing that a terminal obeys.
+// printer prints what a command found out.
+type printer struct {
+	w    io.Writer
+	json bool
+}
+
+// print prints v as JSON, or else the lines that table writes, their columns, which
+// tabs end, aligned.
+func (p printer) print(v any, table func(w io.Writer)) error {
+	if p.json {
+		return writeJSON(p.w, v)
+	}
+	w := tabwriter.NewWriter(p.w, 0, 4, 2, ' ', 0)
+	table(w)
+	return w.Flush()
+}
+
+// writeJSON escapes what a terminal would obey: v may hold a server's words.
 func writeJSON(w io.Writer, v any) error {
 	var b bytes.Buffer
 	e := json.NewEncoder(&b)
@@ -35,8 +53,8 @@ func writeJSON(w io.Writer, v any) error {
 	return err
 }
 
-// printable escapes characters that are not printed, as JSON does those below a space:
-// beyond ASCII there are none outside of strings.
+// printable escapes characters that are not printable, as JSON escapes those below a
+// space: outside of strings JSON is ASCII.
 func printable(text []byte) []byte {
 	out := make([]byte, 0, len(text))
 	for len(text) > 0 {

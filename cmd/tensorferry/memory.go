@@ -10,11 +10,11 @@ import (
 	"strings"
 )
 
-// unknownMemory is assumed on a machine that does not say what it has.
+// unknownMemory is assumed where the memory is unknown.
 const unknownMemory = 4 << 30
 
-// processMemory is what this process may have: the least of GOMEMLIMIT, its
-// control groups' limits and the machine's memory. The root is that of the system.
+// processMemory is what this process may have: the least of GOMEMLIMIT, the limits of
+// its control groups and the machine's memory. root is the root of the file system.
 func processMemory(root fs.FS) int64 {
 	least := min(debug.SetMemoryLimit(-1), groupMemory(root), machineMemory(root))
 	if least == math.MaxInt64 {
@@ -23,9 +23,9 @@ func processMemory(root fs.FS) int64 {
 	return least
 }
 
-// machineMemory is the machine's, MaxInt64 where it does not say.
+// machineMemory is the machine's memory, or MaxInt64 if unknown.
 func machineMemory(root fs.FS) int64 {
-	text, _ := fs.ReadFile(root, "proc/meminfo") // not there: it does not say
+	text, _ := fs.ReadFile(root, "proc/meminfo") // empty if it does not exist
 	for line := range strings.Lines(string(text)) {
 		if f := strings.Fields(line); len(f) > 1 && f[0] == "MemTotal:" { // in kB
 			if n, err := strconv.ParseInt(f[1], 10, 64); err == nil {
@@ -36,12 +36,12 @@ func machineMemory(root fs.FS) int64 {
 	return math.MaxInt64
 }
 
-// groupMemory is the least limit of the process' control group and those above
-// it, of version 2 or 1; MaxInt64 without any. A group that is not mounted here,
-// as in a container, is skipped: what is mounted lies on the way up.
+// groupMemory is the least limit of the process's control group and its parents, of
+// version 2 or 1, or MaxInt64 without a limit. Groups that are not mounted, as in a
+// container, are skipped.
 func groupMemory(root fs.FS) int64 {
 	least := int64(math.MaxInt64)
-	text, _ := fs.ReadFile(root, "proc/self/cgroup") // not there: no groups
+	text, _ := fs.ReadFile(root, "proc/self/cgroup") // empty if it does not exist
 	for line := range strings.Lines(string(text)) {
 		f := strings.SplitN(strings.TrimSpace(line), ":", 3) // number:controllers:/path
 		if len(f) < 3 {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"cmp"
 	"crypto/rand"
 	"errors"
@@ -27,7 +28,6 @@ type target struct {
 	special bool     // path is there and no file: it is opened as it is
 	real    string   // the file behind every symbolic link
 	temp    *os.File // becomes real in the end; nil if there is none
-	file    *os.File // of a special path, once it is open
 
 	writers []*tensorWriter // nil until begin
 }
@@ -130,63 +130,52 @@ func (t *target) begin(tensors []named) ([]*tensorWriter, error) {
 		if err != nil {
 			return nil, t.named(err)
 		}
-		t.file, t.out = f, f
+		t.out = f
 	}
-	var err error
-	at := make([]int64, len(tensors))
+	var header bytes.Buffer
+	writers := make([]*tensorWriter, len(tensors))
+	for i, n := range tensors {
+		size, err := n.Bytes()
+		if err != nil {
+			return nil, t.named(err)
+		}
+		writers[i] = &tensorWriter{t, n, size, t.out}
+	}
 	switch {
 	case whole:
-		at, err = t.safetensorsHeader(tensors)
+		// Wider data types first, so that every tensor begins aligned.
+		order := slices.SortedStableFunc(slices.Values(writers), func(a, b *tensorWriter) int { return cmp.Compare(b.DType.Bits(), a.DType.Bits()) })
+		entries := make([]tensorfile.Entry, len(order))
+		for i, w := range order {
+			entries[i] = tensorfile.Entry{Name: w.name, Desc: w.Desc}
+		}
+		text, err := tensorfile.SafetensorsHeader(entries, nil)
+		if err != nil {
+			return nil, t.named(err)
+		}
+		header.Write(text)
+		off := int64(len(text))
+		for _, w := range order {
+			if t.temp != nil { // elsewhere there is one tensor
+				w.to = io.NewOffsetWriter(t.temp, off)
+			}
+			off += w.left
+		}
 	case !t.raw:
-		err = tensorfile.WriteNPYHeader(t, tensors[0].Desc)
+		err := tensorfile.WriteNPYHeader(&header, tensors[0].Desc)
 		if errors.Is(err, tensorfile.ErrUnsupported) {
 			err = hinted{
 				fmt.Errorf("--output %s: .npy has no type for %v", t.path, tensors[0].DType),
 				"a .safetensors file has; --raw writes the bytes as they are",
 			}
 		}
-	}
-	if err != nil {
-		return nil, err
-	}
-	t.writers = make([]*tensorWriter, 0, len(tensors))
-	for i, n := range tensors {
-		size, err := n.Bytes()
 		if err != nil {
-			return nil, fmt.Errorf("--output %s: %w", t.path, err)
+			return nil, err
 		}
-		t.writers = append(t.writers, &tensorWriter{t, n.name, at[i], size, whole && t.temp != nil})
 	}
-	return t.writers, nil
-}
-
-// safetensorsHeader writes the header and returns where the bytes of each tensor go.
-func (t *target) safetensorsHeader(tensors []named) ([]int64, error) {
-	order := make([]int, len(tensors))
-	for i := range order {
-		order[i] = i
-	}
-	// Wider data types first, so that every tensor begins aligned.
-	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(tensors[b].DType.Bits(), tensors[a].DType.Bits()) })
-	entries := make([]tensorfile.Entry, len(tensors))
-	for i, n := range order {
-		entries[i] = tensorfile.Entry{Name: tensors[n].name, Desc: tensors[n].Desc}
-	}
-	header, err := tensorfile.SafetensorsHeader(entries, nil)
-	if err != nil {
-		return nil, fmt.Errorf("--output %s: %w", t.path, err)
-	}
-	at, off := make([]int64, len(tensors)), int64(len(header))
-	for _, n := range order {
-		at[n] = off
-		size, err := tensors[n].Bytes()
-		if err != nil {
-			return nil, fmt.Errorf("--output %s: %w", t.path, err)
-		}
-		off += size // the header is made: no overflow
-	}
-	_, err = t.Write(header)
-	return at, err
+	t.writers = writers
+	_, err := header.WriteTo(t.out)
+	return writers, t.named(err)
 }
 
 // open begins a result of one tensor.
@@ -198,33 +187,22 @@ func (t *target) open(name string, d tensor.Desc) (io.Writer, error) {
 	return writers[0], nil
 }
 
-func (t *target) Write(p []byte) (int, error) {
-	n, err := t.out.Write(p)
-	return n, t.named(err)
-}
-
 // tensorWriter takes the bytes of one tensor, in their order. It belongs to one
 // goroutine.
 type tensorWriter struct {
 	target *target
-	name   string
-	at     int64 // where in the file its next bytes go
-	left   int64 // bytes it still takes
-	placed bool  // they go to that place; otherwise behind what was written last
+	named
+	left int64 // bytes it still takes
+	to   io.Writer
 }
 
-func (w *tensorWriter) Write(p []byte) (n int, err error) {
+func (w *tensorWriter) Write(p []byte) (int, error) {
 	if int64(len(p)) > w.left {
 		return 0, fmt.Errorf("--output %s: more bytes than tensor %q has", w.target.path, w.name)
 	}
-	if w.placed {
-		n, err = w.target.temp.WriteAt(p, w.at)
-		err = w.target.named(err)
-	} else {
-		n, err = w.target.Write(p)
-	}
-	w.at, w.left = w.at+int64(n), w.left-int64(n)
-	return n, err
+	n, err := w.to.Write(p)
+	w.left -= int64(n)
+	return n, w.target.named(err)
 }
 
 // commit ends a result that is complete.
@@ -237,29 +215,27 @@ func (t *target) commit() error {
 			return fmt.Errorf("--output %s: tensor %q lacks its last %d bytes", t.path, w.name, w.left)
 		}
 	}
-	if t.file != nil {
-		return t.named(t.file.Close())
+	if f, ok := t.out.(*os.File); ok && t.special {
+		return t.named(f.Close())
 	}
 	if t.temp == nil {
 		return nil
 	}
-	f := t.temp
-	t.temp = nil
-	err := f.Close()
+	err := t.temp.Close()
 	if err == nil {
-		err = os.Rename(f.Name(), t.real)
+		err = os.Rename(t.temp.Name(), t.real)
 	}
-	if err != nil {
-		_ = os.Remove(f.Name()) // that the result is not there is said already
+	if err == nil {
+		t.temp = nil
 	}
 	return t.named(err)
 }
 
-// abandon leaves nothing of a result that was not committed. A special file may be
-// in the middle of being opened; it is closed with the process.
+// abandon removes what was not committed. A special file that is being opened is
+// closed with the process.
 func (t *target) abandon() {
 	if t.temp != nil {
-		_ = t.temp.Close() // it is removed anyway
+		_ = t.temp.Close() // it may be closed
 		_ = os.Remove(t.temp.Name())
 		t.temp = nil
 	}
@@ -270,12 +246,9 @@ func (t *target) named(err error) error {
 	if err == nil {
 		return nil
 	}
-	var p *fs.PathError
-	var l *os.LinkError
-	switch {
-	case errors.As(err, &p):
+	if p, ok := errors.AsType[*fs.PathError](err); ok {
 		err = p.Err
-	case errors.As(err, &l):
+	} else if l, ok := errors.AsType[*os.LinkError](err); ok {
 		err = l.Err
 	}
 	return fmt.Errorf("--output %s: %w", t.path, err)

@@ -22,23 +22,21 @@ const barTitle = 24
 // mostBars is how many tensors have a line of their own: more would fill a screen.
 const mostBars = 8
 
-// progressBars show how far tensors are: one line each with bytes, share, speed and
-// time left, and one for all of them as soon as there are several. Those past
-// mostBars are in the latter only. Nil ones, and their nil bars, show nothing. Safe
-// for concurrent use.
+// progressBars show how far tensors are: a line each with bytes, share, speed and time
+// left, and one for the sum as soon as there are several. Those past mostBars have no
+// line of their own. A nil *progressBars shows nothing. Safe for concurrent use.
 type progressBars struct {
 	bars *mpb.Progress
 
-	mu    sync.Mutex // guards all below
-	ended bool
-	count int
-	total int64
-	all   *mpb.Bar // nil while there is one tensor
-	first *mpb.Bar
+	mu          sync.Mutex // guards all below
+	ended       bool
+	count       int
+	moved, size int64    // of all tensors
+	all         *mpb.Bar // nil while there is one tensor
 }
 
-// newProgress returns what shows progress on w, nil if w is no terminal, or one
-// without cursor movement, or if it is to be quiet.
+// newProgress returns bars on w, or nil if quiet is set or w is not a terminal with a
+// cursor that moves.
 func newProgress(w io.Writer, quiet bool) *progressBars {
 	if quiet || !isTerminal(w) || os.Getenv("TERM") == "dumb" {
 		return nil
@@ -50,14 +48,13 @@ func quietFlag(c *cobra.Command, to *bool) {
 	c.Flags().BoolVarP(to, "quiet", "q", false, "show no progress")
 }
 
-// isTerminal reports whether w is one.
+// isTerminal reports whether w is a terminal.
 func isTerminal(w io.Writer) bool {
 	f, ok := w.(*os.File)
 	return ok && cwriter.IsTerminal(int(f.Fd()))
 }
 
-// tensor adds a line for a tensor whose size its desc says; one without elements
-// needs none.
+// tensor adds a tensor; one without elements needs no line.
 func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 	size, err := d.Bytes()
 	if p == nil || err != nil || size == 0 {
@@ -69,22 +66,19 @@ func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 		return nil
 	}
 	p.count++
-	p.total += size
-	var line *mpb.Bar // none for those past mostBars
+	p.size += size
+	b := &bar{bars: p}
 	if p.count <= mostBars {
-		line = p.line(shorten(plain(title)), size)
+		b.line = p.line(shorten(plain(title)), size)
 	}
-	switch {
-	case p.count == 1:
-		p.first = line
-	case p.all == nil:
+	if p.count == 2 {
 		p.all = p.line("in all", 0, mpb.BarPriority(math.MaxInt)) // below the others
-		p.all.SetCurrent(p.first.Current())
-		fallthrough
-	default:
-		p.all.SetTotal(p.total, false)
+		p.all.SetCurrent(p.moved)
 	}
-	return &bar{p, line}
+	if p.all != nil {
+		p.all.SetTotal(p.size, false)
+	}
+	return b
 }
 
 func (p *progressBars) line(title string, size int64, options ...mpb.BarOption) *mpb.Bar {
@@ -109,7 +103,7 @@ func shorten(title string) string {
 	return "…" + string([]rune(title)[n-barTitle+1:])
 }
 
-// end takes down what is not finished; finished lines stay. Ending twice is well.
+// end removes the unfinished lines; finished ones stay. Ending twice is a no-op.
 func (p *progressBars) end() {
 	if p == nil {
 		return
@@ -122,61 +116,35 @@ func (p *progressBars) end() {
 	}
 }
 
-// bar is the line of one tensor, and its share of the line for all.
+// bar counts the bytes of one tensor. A nil bar counts nothing.
 type bar struct {
-	p    *progressBars
-	line *mpb.Bar // nil without one of its own
+	bars  *progressBars
+	line  *mpb.Bar // nil without one of its own
+	moved int64
 }
 
-// add counts n more bytes.
-func (b *bar) add(n int) {
+// reach notes that the first n bytes have moved.
+func (b *bar) reach(n int64) {
 	if b == nil {
 		return
 	}
-	b.p.mu.Lock()
-	defer b.p.mu.Unlock()
+	b.bars.mu.Lock()
+	defer b.bars.mu.Unlock()
+	more := n - b.moved
+	b.moved = n
+	b.bars.moved += more
 	if b.line != nil {
-		b.line.IncrBy(n)
+		b.line.IncrInt64(more)
 	}
-	if b.p.all != nil {
-		b.p.all.IncrBy(n)
+	if b.bars.all != nil {
+		b.bars.all.IncrInt64(more)
 	}
 }
 
-// reader counts what is read from r.
-func (b *bar) reader(r io.Reader) io.Reader {
-	if b == nil {
-		return r
+// Write counts the bytes of p.
+func (b *bar) Write(p []byte) (int, error) {
+	if b != nil {
+		b.reach(b.moved + int64(len(p)))
 	}
-	return barReader{b, r}
-}
-
-// writer counts what is written to w.
-func (b *bar) writer(w io.Writer) io.Writer {
-	if b == nil {
-		return w
-	}
-	return barWriter{b, w}
-}
-
-type barReader struct {
-	bar *bar
-	r   io.Reader
-}
-
-func (b barReader) Read(p []byte) (int, error) {
-	n, err := b.r.Read(p)
-	b.bar.add(n)
-	return n, err
-}
-
-type barWriter struct {
-	bar *bar
-	w   io.Writer
-}
-
-func (b barWriter) Write(p []byte) (int, error) {
-	n, err := b.w.Write(p)
-	b.bar.add(n)
-	return n, err
+	return len(p), nil
 }

@@ -79,9 +79,9 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 	bars := newProgress(stderr, o.quiet)
 	defer bars.end()
 
-	sinks := oneSink(out, bars)
+	to := pulled{out: out, bars: bars}
 	if !o.source {
-		// How many it is has to be known before the first byte is out.
+		// Before the first byte is out it must be known how many tensors there are.
 		list, err := storedOf(ctx, cl, names)
 		if err != nil {
 			return err
@@ -89,7 +89,7 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 		selections = selectionsOf(list)
 		switch {
 		case several:
-			sinks, err = sinksOf(out, bars, list)
+			err = to.begin(list)
 		case len(list) != 1:
 			err = oneTensor(o.output)
 		}
@@ -97,16 +97,15 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 			return err
 		}
 	}
-	var got []client.Summary
-	err = interruptible(ctx, func() error {
+	got, err := interruptible(ctx, func() (got []client.Summary, _ error) {
 		for some := range slices.Chunk(selections, selectionsAtATime) {
-			summaries, err := pullTo(ctx, cl, some, sinks)
+			summaries, err := pullTo(ctx, cl, some, to.writer)
 			if err != nil {
-				return missing(err, some)
+				return nil, missing(err, some)
 			}
 			got = append(got, summaries...)
 		}
-		return nil
+		return got, nil
 	})
 	if err != nil {
 		return err
@@ -115,64 +114,63 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 		return err
 	}
 	bars.end()
-	if o.asJSON {
-		return tellMoved(stdout, got, true)
+	if !o.asJSON {
+		return nil
 	}
-	return nil
+	return printMoved(printer{stdout, true}, got)
 }
 
 func oneTensor(output string) error {
 	return usage("--output %s takes one tensor; a .safetensors file takes many", output)
 }
 
-// sink says where the bytes of a tensor go, once it is known what it is.
-type sink func(name string, d tensor.Desc) (io.Writer, error)
-
-// oneSink has out take the tensor that comes, and no other: its name may have become
-// a glob since it was listed.
-func oneSink(out *target, bars *progressBars) sink {
-	begun := false
-	return func(name string, d tensor.Desc) (io.Writer, error) {
-		if begun {
-			return nil, oneTensor(out.path)
-		}
-		begun = true
-		w, err := out.open(name, d)
-		return bars.tensor(name, d).writer(w), err
-	}
+// pulled is where the tensors of a pull go.
+type pulled struct {
+	out     *target
+	bars    *progressBars
+	tensors map[string]place // nil until begin
 }
 
-// sinksOf has out take the tensors of a list: their file begins with what all of
-// them are.
-func sinksOf(out *target, bars *progressBars, list []client.Stored) (sink, error) {
-	tensors := make([]named, len(list))
+type place struct {
+	tensor.Desc
+	io.Writer
+}
+
+// begin begins an output of the tensors of a list.
+func (p *pulled) begin(list []client.Stored) error {
+	all := make([]named, len(list))
 	for i, s := range list {
-		tensors[i] = named{s.Name, s.Desc}
+		all[i] = named{s.Name, s.Desc}
 	}
-	writers, err := out.begin(tensors)
+	writers, err := p.out.begin(all)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	type line struct {
-		tensor.Desc
-		to io.Writer
+	p.tensors = make(map[string]place, len(list))
+	for i, n := range all {
+		p.tensors[n.name] = place{n.Desc, io.MultiWriter(writers[i], p.bars.tensor(n.name, n.Desc))}
 	}
-	lines := make(map[string]line, len(list))
-	for i, s := range list {
-		lines[s.Name] = line{s.Desc, bars.tensor(s.Name, s.Desc).writer(writers[i])}
-	}
-	return func(name string, d tensor.Desc) (io.Writer, error) {
-		l := lines[name]
-		if !l.Equal(d) {
-			return nil, fmt.Errorf("tensor %q has changed since it was listed; run it again", name)
-		}
-		return l.to, nil
-	}, nil
+	return nil
 }
 
-// pullTo pulls selections into sinks. The first sink that fails ends it: what comes
-// after it would be in vain.
-func pullTo(ctx context.Context, cl *client.Client, selections []client.Selection, to sink) ([]client.Summary, error) {
+// writer returns where a tensor goes that the server sends. It begins an output of one
+// tensor.
+func (p *pulled) writer(name string, d tensor.Desc) (io.Writer, error) {
+	if p.tensors == nil {
+		if err := p.begin([]client.Stored{{Name: name, Desc: d}}); err != nil {
+			return nil, err
+		}
+	}
+	at := p.tensors[name]
+	if !at.Equal(d) {
+		return nil, fmt.Errorf("tensor %q has changed since it was listed; run it again", name)
+	}
+	return at, nil
+}
+
+// pullTo pulls selections into the writers that to returns. The first failure of one
+// ends it: the rest would be in vain.
+func pullTo(ctx context.Context, cl *client.Client, selections []client.Selection, to func(string, tensor.Desc) (io.Writer, error)) ([]client.Summary, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	return cl.Pull(ctx, client.PullRequest{Select: selections, To: func(name string, d tensor.Desc) (client.Sink, error) {
@@ -181,20 +179,19 @@ func pullTo(ctx context.Context, cl *client.Client, selections []client.Selectio
 			cancel(err)
 			return client.Sink{}, err
 		}
-		return client.Writer(func(tensor.Desc) (io.Writer, error) { return cancelling{w, cancel}, nil }), nil
+		cancelling := writerFunc(func(p []byte) (int, error) {
+			n, err := w.Write(p)
+			if err != nil {
+				cancel(err)
+			}
+			return n, err
+		})
+		return client.Writer(func(tensor.Desc) (io.Writer, error) { return cancelling, nil }), nil
 	}})
 }
 
-// cancelling tells of the first write that fails.
-type cancelling struct {
-	w      io.Writer
-	cancel context.CancelCauseFunc
-}
+// writerFunc is a function that is a writer.
+type writerFunc func(p []byte) (int, error)
 
-func (c cancelling) Write(p []byte) (int, error) {
-	n, err := c.w.Write(p)
-	if err != nil {
-		c.cancel(err)
-	}
-	return n, err
-}
+// Write lends p to f.
+func (f writerFunc) Write(p []byte) (int, error) { return f(p) }

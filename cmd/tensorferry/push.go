@@ -6,12 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 	"google.golang.org/grpc/codes"
@@ -35,7 +33,25 @@ func (r *remote) flags(c *cobra.Command) {
 	quietFlag(c, &r.quiet)
 }
 
-// serverFlag adds --server, which every command has that talks to one.
+// asking gives c --server and --json, and has it print what ask finds out from that
+// server.
+func asking(c *cobra.Command, ask func(ctx context.Context, cl *client.Client, args []string, out printer) error) *cobra.Command {
+	var server string
+	var asJSON bool
+	serverFlag(c, &server)
+	jsonFlag(c, &asJSON)
+	c.RunE = func(c *cobra.Command, args []string) error {
+		cl, err := dial(server, codec.None.String())
+		if err != nil {
+			return err
+		}
+		defer cl.Close()
+		return ask(c.Context(), cl, args, printer{c.OutOrStdout(), asJSON})
+	}
+	return c
+}
+
+// serverFlag adds --server, which every command has that talks to a server.
 func serverFlag(c *cobra.Command, to *string) {
 	c.Flags().StringVar(to, "server", cmp.Or(os.Getenv(serverEnv), defaultListen), "`address` of the server: host:port or unix:/path; also "+serverEnv)
 	c.Flag("server").DefValue = defaultListen // --help says the same everywhere
@@ -78,11 +94,12 @@ well every tensor is there, whole and checked; where the store is a folder, it i
 on disk. A tensor that is there already is replaced at once, when the new one is
 whole.
 
-FILE is .npy; .safetensors, with :name behind it for one of its tensors; raw bytes
+FILE is .npy; .safetensors, followed by :name for one of its tensors; raw bytes
 with --dtype and --shape; or "-" for stdin, which needs a NAME. Without a NAME the
 tensor of x.npy is called x, and those of model.safetensors model/ and their own
-name; NAME=model.safetensors calls them NAME/ and their own name. If there is a file
-whose name is the whole argument, = and all, it is that one.
+name; NAME=model.safetensors calls them NAME/ and their own name. An = belongs to
+the file's name if there is a file of the whole name: y=a.npy stores a.npy as y,
+lr=0.1.npy is a file if it exists.
 
 What was stored is printed. If some tensors fail, the others are stored all the
 same. A store in memory that is full forgets what was used longest ago; if it has
@@ -117,22 +134,24 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 	lines := map[string]*bar{}
 	stdinTaken := false
 	for _, text := range args {
-		p, err := parsePushed(text)
+		name, file, below, err := parsePushed(text)
 		if err != nil {
 			return err
 		}
-		if p.file == "-" {
-			if stdinTaken {
-				return usage("stdin is one tensor, not two")
-			}
-			stdinTaken = true
+		if file == "-" && stdinTaken {
+			return usage("stdin is one tensor, not two")
 		}
-		// What is mapped stays so: a push that is interrupted may still read it.
-		in, err := p.open(ctx, o.input, stdin)
+		stdinTaken = stdinTaken || file == "-"
+		list, err := openInput(ctx, file, o.input, stdin)
 		if err != nil {
-			return neither(text, p.file, text != p.file, err)
+			return neither(text, file, err)
 		}
-		for _, s := range in.tensors {
+		for _, s := range list {
+			if below {
+				s.forCall("", name+"/"+s.Name)
+			} else {
+				s.forCall("", name)
+			}
 			if err := store.CheckName(s.Name); err != nil {
 				return usageError{err}
 			}
@@ -143,55 +162,38 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 			r.Tensors = append(r.Tensors, s.Input)
 		}
 	}
-	moved := map[string]int64{}
-	r.Progress = func(p client.Progress) {
-		lines[p.Name].add(int(p.Moved - moved[p.Name]))
-		moved[p.Name] = p.Moved
-	}
-	ended := make(chan []client.Summary, 1)
-	err = interruptible(ctx, func() error {
-		stored, err := cl.Push(ctx, r)
-		ended <- stored
-		return err
-	})
+	r.Progress = func(p client.Progress) { lines[p.Name].reach(p.Moved) }
+	stored, err := interruptible(ctx, func() ([]client.Summary, error) { return cl.Push(ctx, r) })
 	bars.end()
 	if ctx.Err() != nil {
 		return err
 	}
-	stored := <-ended
 	err = errors.Join(err, forgotten(ctx, cl, stored))
-	if e := tellMoved(stdout, stored, o.asJSON); err == nil {
-		err = e
-	}
-	return err
+	return cmp.Or(err, printMoved(printer{stdout, o.asJSON}, stored))
 }
 
-// forgotten looks whether what was stored is there yet: a store in memory that is full
-// forgets what was used longest ago, and so the first of many tensors for the last.
-// Those that are gone have failed, each with an error of its own.
+// forgotten fails each tensor that was stored and is gone again: a store in memory that
+// is full forgets what was used longest ago, so the first of many tensors for the last.
 func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary) error {
-	mayGo := map[string]*client.Summary{}
-	for i := range stored {
-		if s := &stored[i]; s.Err == nil && !s.Durable {
-			mayGo[s.Name] = s
-		}
-	}
-	if len(mayGo) < 2 {
+	mayGo := func(s client.Summary) bool { return s.Err == nil && !s.Durable }
+	if len(stored) < 2 || !slices.ContainsFunc(stored, mayGo) {
 		return nil
 	}
 	list, _, err := cl.List(ctx, "")
 	if err != nil {
 		return err
 	}
+	there := make(map[string]bool, len(list))
 	for _, s := range list {
-		delete(mayGo, s.Name)
+		there[s.Name] = true
 	}
 	var gone []error
-	for _, name := range slices.Sorted(maps.Keys(mayGo)) {
-		err := &client.Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf(
-			"tensor %q was stored and is gone again: the store is in memory, and full, and forgets what was used longest ago", name)}
-		mayGo[name].Err = err
-		gone = append(gone, err)
+	for i, s := range stored {
+		if mayGo(s) && !there[s.Name] {
+			stored[i].Err = &client.Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf(
+				"tensor %q was stored and is gone again: the store is in memory, and full, and forgets what was used longest ago", s.Name)}
+			gone = append(gone, stored[i].Err)
+		}
 	}
 	if len(gone) == 0 {
 		return nil
@@ -199,48 +201,25 @@ func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary) 
 	return hinted{errors.Join(gone...), "push less, or start the server with a larger --store memory:SIZE, or with a folder, which forgets nothing"}
 }
 
-// pushed is [NAME=]FILE.
-type pushed struct {
-	name, file string
-	exact      bool // the file's one tensor is called name
-}
-
-// parsePushed reads it. Without a NAME it is the file's: x of x.npy, model of
-// model.safetensors and of one tensor of it.
-func parsePushed(text string) (pushed, error) {
-	name, file, named := nameOf(text)
-	path, _, member := strings.Cut(file, ".safetensors:")
+// parsePushed reads [NAME=]FILE. Without a NAME it is the file's: x of x.npy, model of
+// model.safetensors and of one tensor of it. Below means that a tensor of the file is
+// stored under NAME, a slash and its own name.
+func parsePushed(text string) (name, file string, below bool, err error) {
+	name, file = nameOf(text)
+	path, _, member := memberOf(file)
+	inFile := strings.HasSuffix(path, ".safetensors")
 	switch {
-	case file == "-" && !named:
-		return pushed{}, usage("stdin has no name; write NAME=-")
-	case named && name == "":
-		return pushed{}, usage("%q has no name before the =", text)
+	case file == "-" && name == "" && text == file:
+		return "", "", false, usage("stdin has no name; write NAME=-")
+	case name == "" && text != file:
+		return "", "", false, usage("%q has no name before the =", text)
 	case file == "":
-		return pushed{}, usage("%q has no file", text)
-	case named:
-		return pushed{name, file, member || !strings.HasSuffix(file, ".safetensors")}, nil
-	case member:
-		return pushed{filepath.Base(path), file, false}, nil
+		return "", "", false, usage("%q has no file", text)
+	case name != "":
+		return name, file, inFile && !member, nil
 	}
 	base := filepath.Base(path)
-	return pushed{strings.TrimSuffix(base, filepath.Ext(base)), file, !strings.HasSuffix(file, ".safetensors")}, nil
-}
-
-// open opens the file and gives its tensors the names they are stored under: one of
-// several is called after the file, a slash and its own name.
-func (p pushed) open(ctx context.Context, raw rawInput, stdin io.Reader) (*inputFile, error) {
-	in, err := openInput(ctx, p.file, raw, stdin)
-	if err != nil {
-		return nil, err
-	}
-	for _, s := range in.tensors {
-		if p.exact {
-			s.forCall("", p.name)
-		} else {
-			s.forCall("", p.name+"/"+s.Name)
-		}
-	}
-	return in, nil
+	return strings.TrimSuffix(base, filepath.Ext(base)), file, inFile, nil
 }
 
 // movedJSON is a tensor of a push, a pull or a copy as --json prints it.
@@ -254,34 +233,31 @@ type movedJSON struct {
 	Error   string       `json:"error,omitempty"`
 }
 
-// tellMoved prints how each tensor ended.
-func tellMoved(w io.Writer, list []client.Summary, asJSON bool) error {
-	if asJSON {
-		out := make([]movedJSON, len(list))
-		for i, s := range list {
-			j := movedJSON{Name: s.Name, Bytes: s.Bytes, Durable: s.Durable}
-			if s.DType != 0 {
-				j.DType, j.Shape = s.DType.String(), append(tensor.Shape{}, s.Shape...)
-			}
-			if s.Err != nil {
-				j.Error = said(s.Err)
-			} else {
-				j.Digest = s.Digest.String()
-			}
-			out[i] = j
+// printMoved prints how each tensor ended.
+func printMoved(out printer, list []client.Summary) error {
+	moved := make([]movedJSON, len(list))
+	for i, s := range list {
+		j := movedJSON{Name: s.Name, Bytes: s.Bytes, Durable: s.Durable}
+		if s.DType != 0 {
+			j.DType, j.Shape = s.DType.String(), append(tensor.Shape{}, s.Shape...)
 		}
-		return writeJSON(w, out)
-	}
-	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
-	for _, s := range list {
 		if s.Err != nil {
-			continue // the error says it
+			j.Error = said(s.Err)
+		} else {
+			j.Digest = s.Digest.String()
 		}
-		rests := "in memory"
-		if s.Durable {
-			rests = "on disk"
-		}
-		fmt.Fprintf(t, "%s\t%v\t%s\t%v\t%s\n", plain(s.Name), s.Desc, sizeText(s.Bytes), s.Digest, rests)
+		moved[i] = j
 	}
-	return t.Flush()
+	return out.print(moved, func(w io.Writer) {
+		for _, s := range list {
+			if s.Err != nil {
+				continue // the error says it
+			}
+			rests := "in memory"
+			if s.Durable {
+				rests = "on disk"
+			}
+			fmt.Fprintf(w, "%s\t%v\t%s\t%v\t%s\n", plain(s.Name), s.Desc, sizeText(s.Bytes), s.Digest, rests)
+		}
+	})
 }

@@ -35,15 +35,18 @@ func runCommand() *cobra.Command {
 		Long: `Run sends tensors through a model of a server and writes the results while
 they arrive: a tensor may be larger than the memory of either side.
 
-Input and output are .npy, or a file that is named .safetensors; of several
-tensors in an input, the one whose :name stands behind it. With --dtype and
---shape the input is raw bytes, and so is the output unless its name says
-otherwise; --raw makes only the output raw. "-" is stdin or stdout, and the
-default. An output file is written whole or not at all; a device or a pipe as it
-comes. In port=file the port is one of the model's: what stands before the = of an
-output and is none belongs to the file's name. An input is the whole, = and all, if
-there is a file that is called so. Raw bytes that are more than the shape says are an error, but for a
-device; a pipe that stays open is not waited for.`,
+Input and output are .npy, or .safetensors if named so; FILE.safetensors:NAME is
+one of several tensors of an input. With --dtype and --shape the input is raw
+bytes, and so is the output unless its name says otherwise; --raw makes only the
+output raw. "-" is stdin or stdout, and the default. An output file is written
+whole or not at all; a device or a pipe as it comes.
+
+An = belongs to the file's name if there is an input file of the whole name, or if
+the word before it is not a result of the model: -i x=a.npy reads a.npy as input x,
+-o lr=0.1.npy writes lr=0.1.npy.
+
+Raw bytes beyond the shape are an error, except from a device; a pipe that stays
+open is not waited for.`,
 		Example: `  tensorferry run relu --input x.npy --output y.npy
   cat x.bin | tensorferry run affine --param a=2 --param b=1 --dtype float32 --shape 1000,64 > y.bin
   tensorferry run trunk --input h=weights.safetensors:hidden --output y.npy`,
@@ -84,7 +87,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	defer cl.Close()
 	var m *pb.Model
 	if len(o.inputs) == 0 {
-		if m, err = findModel(ctx, cl, model); err != nil {
+		if m, err = findModel(ctx, cl, model, noSuchModel); err != nil {
 			return err
 		}
 		if len(m.GetInputs()) > 0 {
@@ -93,29 +96,32 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	}
 	bars := newProgress(stderr, o.quiet)
 	defer bars.end()
-	var sources []*source
+	var stdinTaken bool
 	for _, text := range o.inputs {
-		port, file, named := nameOf(text)
-		if file == "-" && slices.ContainsFunc(sources, func(s *source) bool { return s.title == "stdin" }) {
+		port, file := nameOf(text)
+		if file == "-" && stdinTaken {
 			return usage("stdin is one input, not two")
 		}
-		if slices.ContainsFunc(sources, func(s *source) bool { return s.Port == port }) {
+		stdinTaken = stdinTaken || file == "-"
+		if slices.ContainsFunc(r.Inputs, func(in client.Input) bool { return in.Port == port }) {
 			return usage("--input %s: there is another for the same port; write port=file, each port once", text)
 		}
-		// What is mapped stays so: a call that is interrupted may still read it.
-		in, _, err := openOne(ctx, file, o.input, stdin)
+		list, err := openInput(ctx, file, o.input, stdin)
 		if err != nil {
-			return neither(text, file, named, err)
+			return neither(text, file, err)
 		}
+		if n := len(list); n != 1 {
+			return usage("%s holds %d tensors: say which, as %s:name", file, n, file)
+		}
+		in := list[0]
 		in.forCall(port, "")
 		if in.Reader != nil {
-			in.Reader = bars.tensor(in.title, in.Desc).reader(in.Reader)
+			in.Reader = io.TeeReader(in.Reader, bars.tensor(in.title, in.Desc))
 		}
-		sources = append(sources, in)
 		r.Inputs = append(r.Inputs, in.Input)
 	}
 	if m == nil {
-		if m, err = findModel(ctx, cl, model); err != nil {
+		if m, err = findModel(ctx, cl, model, noSuchModel); err != nil {
 			return err
 		}
 	}
@@ -145,7 +151,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		files[key] = t
 		r.Results[port] = client.Writer(func(d tensor.Desc) (io.Writer, error) {
 			w, err := t.open(port, d)
-			return bars.tensor(port, d).writer(w), err
+			return io.MultiWriter(w, bars.tensor(port, d)), err
 		})
 	}
 	s, err := cl.Session(ctx)
@@ -156,11 +162,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	if err != nil {
 		return err
 	}
-	err = interruptible(ctx, func() error {
-		_, err := call.Wait()
-		return err
-	})
-	if err != nil {
+	if _, err := interruptible(ctx, call.Wait); err != nil {
 		return err
 	}
 	for _, f := range files {
@@ -177,8 +179,11 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	return nil
 }
 
-// findModel asks the server for a model.
-func findModel(ctx context.Context, cl *client.Client, name string) (*pb.Model, error) {
+// noSuchModel is the hint for a model that the server does not have.
+const noSuchModel = "tensorferry models lists what it has"
+
+// findModel asks the server for a model; the hint is for when it has none of the name.
+func findModel(ctx context.Context, cl *client.Client, name, hint string) (*pb.Model, error) {
 	models, err := cl.Models(ctx)
 	if err != nil {
 		return nil, err
@@ -188,7 +193,7 @@ func findModel(ctx context.Context, cl *client.Client, name string) (*pb.Model, 
 			return m, nil
 		}
 	}
-	return nil, hinted{fmt.Errorf("the server has no model %q", name), "tensorferry models lists what it has"}
+	return nil, hinted{fmt.Errorf("the server has no model %q", name), hint}
 }
 
 // results says which result of a model goes where, by port.

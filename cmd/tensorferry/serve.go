@@ -56,9 +56,10 @@ const (
 // last calls.
 var errCut = errors.New("calls that were still open have been cancelled")
 
-// serveConfig is everything that serve can be told. Each field is a flag, an
-// environment variable and a key of the config file (configure).
+// serveConfig is everything that serve can be told. Each field that a user sets is a
+// flag, an environment variable and a key of the config file (configure).
 type serveConfig struct {
+	server              server.Config // what flags do not set is added by serve
 	listen, metrics     string
 	insecure            bool
 	models              []string
@@ -66,24 +67,10 @@ type serveConfig struct {
 	memory              int64
 	workers             int
 	store               storeFlag
-	reflection, pprof   bool
+	pprof               bool
 	logFormat, logLevel string
 	verbose             bool
 	drain               time.Duration
-
-	maxChunk, allowance, maxTensor      int64
-	maxSessionCalls, maxSessionTensors  int
-	maxSessions, maxCalls, maxTransfers int
-	maxStored                           int64
-	window                              int64
-	memoryWait                          time.Duration
-	firstFrame, chunkIdle, sessionIdle  time.Duration
-	maxConnections, maxStreams          int
-	maxThinFrames                       int
-	maxHeaderList                       int64
-	handshake                           time.Duration
-
-	keepalive, keepaliveTimeout, keepaliveMin time.Duration
 }
 
 // flags declares every setting: its name, default, range and meaning.
@@ -97,7 +84,7 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	sizeVar(f, &c.memory, "memory", 0, leastMemory, 1<<62, "most `bytes` of tensors in memory, 16MiB or more (default a quarter of what the process may have)")
 	countVar(f, &c.workers, "workers", 0, "blocks computed at a time (default the number of CPUs)")
 	f.Var(&c.store, "store", "`where` pushed tensors rest: memory, memory:2GiB (1MiB or more) or a folder")
-	f.BoolVar(&c.reflection, "reflection", true, "answer gRPC reflection, so that grpcurl needs no files")
+	f.BoolVar(&c.server.Reflection, "reflection", true, "answer gRPC reflection, so that grpcurl needs no files")
 	f.BoolVar(&c.pprof, "pprof", false, "serve Go's profiles below /debug/pprof/ of the metrics address")
 	choiceVar(f, &c.logFormat, "log-format", "`form` of the log", "text", "json")
 	choiceVar(f, &c.logLevel, "log-level", "least `level` that is logged", "info", "debug", "warn", "error")
@@ -105,28 +92,28 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	durationVar(f, &c.drain, "drain", drainWait, 0, "how long a server that was told to stop lets open calls finish")
 
 	d := stream.DefaultLimits()
-	sizeVar(f, &c.maxTensor, "max-tensor", d.TensorBytes, 1, 1<<62, "largest tensor accepted, in `bytes`")
-	sizeVar(f, &c.maxChunk, "max-chunk", int64(d.ChunkBytes), 1, frame.ChunkBytesCeiling, "largest chunk accepted, in `bytes`")
-	sizeVar(f, &c.allowance, "allowance", int64(d.AllowanceBytes), 1, frame.AllowanceCeiling, "`bytes` that a session sends without waiting for credit")
-	sizeVar(f, &c.window, "window", server.DefaultWindow, 64<<10, math.MaxInt32, "`bytes` on their way on one connection")
-	countVar(f, &c.maxSessions, "max-sessions", server.DefaultSessions, "open sessions")
-	countVar(f, &c.maxCalls, "max-calls", server.DefaultQueuedCalls, "open calls of all sessions")
-	countVar(f, &c.maxTransfers, "max-transfers", server.DefaultTransfers, "open pushes and pulls")
-	sizeVar(f, &c.maxStored, "max-stored", server.DefaultStoredBytes, 1, 1<<62, "largest tensor that may be pushed, in `bytes`")
-	countVar(f, &c.maxSessionCalls, "max-session-calls", d.OpenCalls, "open calls of a session")
-	countVar(f, &c.maxSessionTensors, "max-session-tensors", d.OpenTensors, "tensors that a session sends at a time")
-	countVar(f, &c.maxConnections, "max-connections", server.DefaultConnections, "open connections; one more is closed at once")
-	countVar(f, &c.maxStreams, "max-streams", server.DefaultStreamsPerConn, "RPCs of one connection at a time")
-	countVar(f, &c.maxThinFrames, "max-thin-frames", server.DefaultThinFrames, "frames a second from one connection that open nothing and carry under 3 KiB")
-	sizeVar(f, &c.maxHeaderList, "max-header-list", server.DefaultHeaderListBytes, 1<<10, 1<<24, "`bytes` of an RPC's metadata")
-	durationVar(f, &c.memoryWait, "memory-wait", server.DefaultMemoryWait, time.Millisecond, "how long a call waits for memory")
-	durationVar(f, &c.firstFrame, "first-frame", time.Duration(d.FirstFrame), time.Millisecond, "how long a new session may say nothing")
-	durationVar(f, &c.chunkIdle, "chunk-idle", time.Duration(d.ChunkIdle), time.Millisecond, "how long a call lives whose chunks neither come nor are taken")
-	durationVar(f, &c.sessionIdle, "session-idle", time.Duration(d.SessionIdle), time.Millisecond, "how long a session lives without a call")
-	durationVar(f, &c.handshake, "handshake", server.DefaultHandshake, time.Millisecond, "how long a new connection may take to speak HTTP/2")
-	durationVar(f, &c.keepalive, "keepalive", server.DefaultKeepalive, time.Second, "ping a client that says nothing for so long")
-	durationVar(f, &c.keepaliveTimeout, "keepalive-timeout", server.DefaultKeepaliveTimeout, time.Millisecond, "disconnect it when it does not answer")
-	durationVar(f, &c.keepaliveMin, "keepalive-min", server.DefaultKeepaliveMin, time.Millisecond, "least time between a client's own pings")
+	sizeVar(f, &c.server.Session.TensorBytes, "max-tensor", d.TensorBytes, 1, 1<<62, "largest tensor accepted, in `bytes`")
+	sizeVar(f, &c.server.Session.ChunkBytes, "max-chunk", d.ChunkBytes, 1, frame.ChunkBytesCeiling, "largest chunk accepted, in `bytes`")
+	sizeVar(f, &c.server.Session.AllowanceBytes, "allowance", d.AllowanceBytes, 1, frame.AllowanceCeiling, "`bytes` that a session sends without waiting for credit")
+	sizeVar(f, &c.server.WindowBytes, "window", server.DefaultWindow, 64<<10, math.MaxInt32, "`bytes` on their way on one connection")
+	countVar(f, &c.server.Sessions, "max-sessions", server.DefaultSessions, "open sessions")
+	countVar(f, &c.server.QueuedCalls, "max-calls", server.DefaultQueuedCalls, "open calls of all sessions")
+	countVar(f, &c.server.Transfers, "max-transfers", server.DefaultTransfers, "open pushes and pulls")
+	sizeVar(f, &c.server.StoredBytes, "max-stored", server.DefaultStoredBytes, 1, 1<<62, "largest tensor that may be pushed, in `bytes`")
+	countVar(f, &c.server.Session.OpenCalls, "max-session-calls", d.OpenCalls, "open calls of a session")
+	countVar(f, &c.server.Session.OpenTensors, "max-session-tensors", d.OpenTensors, "tensors that a session sends at a time")
+	countVar(f, &c.server.Connections, "max-connections", server.DefaultConnections, "open connections; one more is closed at once")
+	countVar(f, &c.server.StreamsPerConnection, "max-streams", server.DefaultStreamsPerConn, "RPCs of one connection at a time")
+	countVar(f, &c.server.ThinFrames, "max-thin-frames", server.DefaultThinFrames, "frames a second from one connection that open nothing and carry under 3 KiB")
+	sizeVar(f, &c.server.HeaderListBytes, "max-header-list", server.DefaultHeaderListBytes, 1<<10, 1<<24, "`bytes` of an RPC's metadata")
+	durationVar(f, &c.server.MemoryWait, "memory-wait", server.DefaultMemoryWait, time.Millisecond, "how long a call waits for memory")
+	durationVar(f, &c.server.Session.FirstFrame, "first-frame", d.FirstFrame, time.Millisecond, "how long a new session may say nothing")
+	durationVar(f, &c.server.Session.ChunkIdle, "chunk-idle", d.ChunkIdle, time.Millisecond, "how long a call lives whose chunks neither come nor are taken")
+	durationVar(f, &c.server.Session.SessionIdle, "session-idle", d.SessionIdle, time.Millisecond, "how long a session lives without a call")
+	durationVar(f, &c.server.Handshake, "handshake", server.DefaultHandshake, time.Millisecond, "how long a new connection may take to speak HTTP/2")
+	durationVar(f, &c.server.Keepalive, "keepalive", server.DefaultKeepalive, time.Second, "ping a client that says nothing for so long")
+	durationVar(f, &c.server.KeepaliveTimeout, "keepalive-timeout", server.DefaultKeepaliveTimeout, time.Millisecond, "disconnect it when it does not answer")
+	durationVar(f, &c.server.KeepaliveMin, "keepalive-min", server.DefaultKeepaliveMin, time.Millisecond, "least time between a client's own pings")
 }
 
 // storeFlag says where pushed tensors rest.
@@ -282,10 +269,10 @@ func newHost(memory int64, workers int, folders []string, demo bool) (*cpu.Host,
 
 // loadModel loads name=folder, or a folder under the name in its model.json.
 func loadModel(h *cpu.Host, text string) (engine.Model, error) {
-	name, folder, named := nameOf(text)
+	name, folder := nameOf(text)
 	m, err := cpu.Load(h, folder)
 	if err != nil {
-		return nil, neither(text, folder, named, err)
+		return nil, neither(text, folder, err)
 	}
 	if name != "" {
 		return engine.Named(name, m), nil
@@ -295,31 +282,16 @@ func loadModel(h *cpu.Host, text string) (engine.Model, error) {
 
 // newLog returns the log that a config asks for, on stderr.
 func newLog(c serveConfig) *slog.Logger {
-	o := &slog.HandlerOptions{}
-	level := map[string]slog.Level{"debug": slog.LevelDebug, "info": slog.LevelInfo, "warn": slog.LevelWarn, "error": slog.LevelError}[c.logLevel]
+	var level slog.Level
+	_ = level.UnmarshalText([]byte(c.logLevel)) // it is one of the flag's
 	if c.verbose {
 		level = slog.LevelDebug
 	}
-	o.Level = level
+	o := &slog.HandlerOptions{Level: level}
 	if c.logFormat == "json" {
 		return slog.New(slog.NewJSONHandler(os.Stderr, o))
 	}
 	return slog.New(slog.NewTextHandler(os.Stderr, o))
-}
-
-// serverConfig is the part of the config that the server package knows.
-func (c *serveConfig) serverConfig() server.Config {
-	return server.Config{
-		Version: version, Reflection: c.reflection,
-		Session: stream.Limits{
-			ChunkBytes: uint32(c.maxChunk), AllowanceBytes: uint32(c.allowance), TensorBytes: c.maxTensor,
-			OpenTensors: c.maxSessionTensors, OpenCalls: c.maxSessionCalls,
-			FirstFrame: stream.Instant(c.firstFrame), ChunkIdle: stream.Instant(c.chunkIdle), SessionIdle: stream.Instant(c.sessionIdle),
-		},
-		Sessions: c.maxSessions, QueuedCalls: c.maxCalls, Transfers: c.maxTransfers, StoredBytes: c.maxStored, WindowBytes: int(c.window), MemoryWait: c.memoryWait,
-		Connections: c.maxConnections, StreamsPerConnection: c.maxStreams, ThinFrames: c.maxThinFrames, HeaderListBytes: int(c.maxHeaderList), Handshake: c.handshake,
-		Keepalive: c.keepalive, KeepaliveTimeout: c.keepaliveTimeout, KeepaliveMin: c.keepaliveMin,
-	}
 }
 
 // serve runs a server until ctx ends. Once it listens, it writes its address to ready.
@@ -345,8 +317,8 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	if err != nil {
 		return err
 	}
-	cfg, registry := c.serverConfig(), metrics.NewRegistry()
-	cfg.Models, cfg.Pool, cfg.Budget = models, h.Pool(), h.Budget()
+	cfg, registry := c.server, metrics.NewRegistry()
+	cfg.Version, cfg.Models, cfg.Pool, cfg.Budget = version, models, h.Pool(), h.Budget()
 	cfg.Store, cfg.Sources, cfg.Log, cfg.Metrics = tensors, sources, log, registry
 	s, err := server.New(cfg)
 	if err != nil {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"slices"
 	"strconv"
 	"strings"
 	"unicode"
@@ -85,10 +86,10 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 	if o.ascii {
 		ramp = []rune(asciiRamp)
 	}
-	listed := []shownJSON{}
+	listed := []shown{}
 	found := func(s shown) error {
 		if o.asJSON {
-			listed = append(listed, s.json())
+			listed = append(listed, s)
 			return nil
 		}
 		_, err := io.WriteString(stdout, s.text(ramp))
@@ -134,10 +135,10 @@ func showStored(ctx context.Context, names []string, o showOptions, found func(s
 			seen, err = look(ctx, s.Name, d, r)
 			return err
 		})
-		if err == nil {
-			err = found(seen)
-		}
 		if err != nil {
+			return err
+		}
+		if err := found(seen); err != nil {
 			return err
 		}
 	}
@@ -146,44 +147,64 @@ func showStored(ctx context.Context, names []string, o showOptions, found func(s
 
 // showFile gives each tensor of a file to found.
 func showFile(ctx context.Context, file string, raw rawInput, stdin io.Reader, found func(shown) error) error {
-	in, err := openInput(ctx, file, raw, stdin)
+	list, err := openInput(ctx, file, raw, stdin)
 	if err != nil {
 		return err
 	}
-	defer in.Close()
-	for _, t := range in.tensors {
+	for _, t := range list {
 		s, err := look(ctx, t.title, t.Desc, t.bytes())
-		if err == nil {
-			err = found(s)
-		}
 		if err != nil {
+			return err
+		}
+		if err := found(s); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// shown is a tensor and what it holds.
+// shown is what a tensor holds, as show --json prints it. Min, max, mean, std and
+// histogram are of the finite elements, and absent if there are none.
 type shown struct {
-	title string
-	desc  tensor.Desc
-	size  int64
-	*summary.Summary
+	Tensor    string             `json:"tensor"`
+	DType     string             `json:"dtype"`
+	Shape     tensor.Shape       `json:"shape"`
+	Bytes     int64              `json:"bytes"`
+	Elements  int64              `json:"elements"`
+	Of        string             `json:"of,omitempty"` // what of a complex element it is of
+	Min       json.Number        `json:"min,omitempty"`
+	Max       json.Number        `json:"max,omitempty"`
+	Mean      *float64           `json:"mean,omitempty"`
+	Std       *float64           `json:"std,omitempty"`
+	Zeros     int64              `json:"zeros"`
+	NaN       int64              `json:"nan"`
+	PosInf    int64              `json:"positive_inf"`
+	NegInf    int64              `json:"negative_inf"`
+	Histogram *summary.Histogram `json:"histogram,omitempty"`
 }
 
-// look reads a tensor from r, wherever that comes from.
+// look reads a tensor from r to its end, or until ctx ends.
 func look(ctx context.Context, title string, d tensor.Desc, r io.Reader) (shown, error) {
-	s := shown{title: title, desc: d}
-	err := interruptible(ctx, func() (err error) {
-		if s.size, err = d.Bytes(); err == nil {
-			s.Summary, err = summary.Of(whileLasts{ctx, r}, d)
-		}
-		return err
-	})
+	size, err := d.Bytes()
 	if err != nil {
 		return shown{}, fmt.Errorf("%s: %w", title, err)
 	}
-	return s, nil
+	s, err := interruptible(ctx, func() (*summary.Summary, error) { return summary.Of(whileLasts{ctx, r}, d) })
+	if err != nil {
+		return shown{}, fmt.Errorf("%s: %w", title, err)
+	}
+	seen := shown{
+		Tensor: title, DType: d.DType.String(), Shape: append(tensor.Shape{}, d.Shape...), Bytes: size, Elements: s.Elements,
+		Min: s.Min, Max: s.Max, Zeros: s.Zeros, NaN: s.NaN, PosInf: s.PosInf, NegInf: s.NegInf,
+	}
+	if d.DType == tensor.Complex64 || d.DType == tensor.Complex128 {
+		seen.Of = "magnitude"
+	}
+	if s.Min != "" {
+		h := s.Histogram(showColumns)
+		seen.Mean, seen.Std, seen.Histogram = &s.Mean, &s.Std, &h
+	}
+	return seen, nil
 }
 
 // whileLasts reads until its context ends.
@@ -199,44 +220,35 @@ func (w whileLasts) Read(p []byte) (int, error) {
 	return w.r.Read(p)
 }
 
-// of says what a complex element stands for.
-func (s shown) of() string {
-	if s.desc.DType == tensor.Complex64 || s.desc.DType == tensor.Complex128 {
-		return "magnitude"
-	}
-	return ""
-}
-
-// short is a number for people: integers whole, others to 6 digits.
-func short(n json.Number) string {
-	if !strings.ContainsAny(n.String(), ".eE") {
-		return n.String()
-	}
-	v, err := n.Float64()
-	if err != nil {
-		return n.String()
-	}
-	return strconv.FormatFloat(v, 'g', 6, 64)
-}
-
-func (s shown) text(ramp []rune) string {
+// text is for people; ramp draws the histogram.
+func (s *shown) text(ramp []rune) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "%s  %v  %s\n", plain(s.title), s.desc, sizeText(s.size))
+	fmt.Fprintf(&b, "%s  %s%v  %s\n", plain(s.Tensor), s.DType, s.Shape, sizeText(s.Bytes))
 	if s.Elements == 0 {
 		return b.String() + "  no elements\n"
 	}
 	b.WriteString("  ")
-	if s.Min != "" {
-		if of := s.of(); of != "" {
-			fmt.Fprintf(&b, "%s: ", of)
+	least, most := short(s.Min), short(s.Max)
+	if s.Histogram != nil {
+		if s.Of != "" {
+			fmt.Fprintf(&b, "%s: ", s.Of)
 		}
-		fmt.Fprintf(&b, "min %s  max %s  mean %.6g  std %.6g  ", short(s.Min), short(s.Max), s.Mean, s.Std)
+		fmt.Fprintf(&b, "min %s  max %s  mean %.6g  std %.6g  ", least, most, *s.Mean, *s.Std)
 	}
 	fmt.Fprintf(&b, "zeros %d  NaN %d  +Inf %d  -Inf %d\n", s.Zeros, s.NaN, s.PosInf, s.NegInf)
-	if s.Min != "" {
-		fmt.Fprintf(&b, "  %s |%s| %s\n", short(s.Min), columns(s.Histogram(showColumns).Counts, ramp), short(s.Max))
+	if s.Histogram != nil {
+		fmt.Fprintf(&b, "  %s |%s| %s\n", least, columns(s.Histogram.Counts, ramp), most)
 	}
 	return b.String()
+}
+
+// short is a number for people: integers whole, others to 6 digits.
+func short(n json.Number) string {
+	v, err := n.Float64()
+	if err != nil || !strings.ContainsAny(n.String(), ".eE") {
+		return n.String()
+	}
+	return strconv.FormatFloat(v, 'g', 6, 64)
 }
 
 // plain is a name without what moves a terminal's cursor or colors it: a file may
@@ -250,16 +262,12 @@ func plain(name string) string {
 	}, name)
 }
 
-// columns draws counts: the most with the last character of ramp, none with the
-// first, and only none.
+// columns draws counts: the largest with the last character of ramp, and only 0 with
+// the first.
 func columns(counts []int64, ramp []rune) string {
-	var most int64
-	for _, n := range counts {
-		most = max(most, n)
-	}
 	var b strings.Builder
 	for _, n := range counts {
-		level := math.Ceil(float64(n) / float64(most) * float64(len(ramp)-1))
+		level := math.Ceil(float64(n) / float64(slices.Max(counts)) * float64(len(ramp)-1))
 		b.WriteRune(ramp[int(level)])
 	}
 	return b.String()
@@ -274,37 +282,4 @@ func sizeText(n int64) string {
 		}
 	}
 	return text
-}
-
-// shownJSON is a tensor as show --json prints it. What is said of elements is of
-// the finite ones; min, max, mean, std and histogram are absent without any.
-type shownJSON struct {
-	Tensor    string             `json:"tensor"`
-	DType     string             `json:"dtype"`
-	Shape     tensor.Shape       `json:"shape"`
-	Bytes     int64              `json:"bytes"`
-	Elements  int64              `json:"elements"`
-	Of        string             `json:"of,omitempty"`
-	Min       json.Number        `json:"min,omitempty"`
-	Max       json.Number        `json:"max,omitempty"`
-	Mean      *float64           `json:"mean,omitempty"`
-	Std       *float64           `json:"std,omitempty"`
-	Zeros     int64              `json:"zeros"`
-	NaN       int64              `json:"nan"`
-	PosInf    int64              `json:"positive_inf"`
-	NegInf    int64              `json:"negative_inf"`
-	Histogram *summary.Histogram `json:"histogram,omitempty"`
-}
-
-func (s shown) json() shownJSON {
-	j := shownJSON{
-		Tensor: s.title, DType: s.desc.DType.String(), Shape: append(tensor.Shape{}, s.desc.Shape...),
-		Bytes: s.size, Elements: s.Elements, Of: s.of(), Min: s.Min, Max: s.Max,
-		Zeros: s.Zeros, NaN: s.NaN, PosInf: s.PosInf, NegInf: s.NegInf,
-	}
-	if s.Min != "" {
-		h := s.Histogram(showColumns)
-		j.Mean, j.Std, j.Histogram = &s.Mean, &s.Std, &h
-	}
-	return j
 }

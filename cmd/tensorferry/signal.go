@@ -9,18 +9,15 @@ import (
 	"time"
 )
 
-// oneOrder is how long after the first a further signal is the same order to stop:
-// GNU timeout signals its child and then the whole process group, a terminal does as
-// much beside whoever passes an interrupt on. Nobody who means a second one is faster.
+// oneOrder is how long further signals count as the first: GNU timeout signals its child
+// and then the process group; a terminal signals the group, and a parent may do so too.
 const oneOrder = 500 * time.Millisecond
 
-// untilInterrupted returns a context that ends when the process is told to stop;
-// told again, the process ends at once. It starts a goroutine that ends with the
-// process.
+// untilInterrupted returns a context that ends at the first signal to stop; at the
+// second the process exits. It starts a goroutine that ends with the process.
 func untilInterrupted() context.Context {
 	ctx, cancel := context.WithCancel(context.Background())
-	// Room for both: the second may come before the first has been looked at.
-	signals := make(chan os.Signal, 2)
+	signals := make(chan os.Signal, 2) // both may come before either is read
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
 	go func() {
 		obey(signals, cancel)

@@ -3,16 +3,18 @@ package main
 import (
 	"fmt"
 	"math"
+	"slices"
 	"strconv"
 	"strings"
 )
 
-// units of bytes, from the smallest. One letter is none: people disagree whether
-// 2G is 2·10⁹ or 2·2³⁰.
-var units = []struct {
+type sizeUnit struct {
 	name  string
 	bytes int64
-}{
+}
+
+// units ascend. A single letter is not one: people disagree whether 2G is 2·10⁹ or 2·2³⁰.
+var units = []sizeUnit{
 	{"B", 1},
 	{"kB", 1e3}, {"KiB", 1 << 10}, {"MB", 1e6}, {"MiB", 1 << 20},
 	{"GB", 1e9}, {"GiB", 1 << 30}, {"TB", 1e12}, {"TiB", 1 << 40},
@@ -20,38 +22,28 @@ var units = []struct {
 
 // parseSize reads a whole number of bytes, or of a unit: 65536, 512MiB, 2 GB.
 func parseSize(text string) (int64, error) {
-	digits := 0
-	for digits < len(text) && '0' <= text[digits] && text[digits] <= '9' {
-		digits++
-	}
+	digits := len(text) - len(strings.TrimLeft(text, "0123456789"))
 	unit := strings.TrimPrefix(text[digits:], " ")
-	each := int64(0)
-	for _, u := range units {
-		if strings.EqualFold(unit, u.name) || unit == "" && u.bytes == 1 {
-			each = u.bytes
-		}
+	if digits == len(text) {
+		unit = "B"
 	}
-	n, err := strconv.ParseInt(text[:digits], 10, 64)
-	if digits == 0 || each == 0 || unit == "" && digits < len(text) {
+	i := slices.IndexFunc(units, func(u sizeUnit) bool { return strings.EqualFold(u.name, unit) })
+	if digits == 0 || i < 0 {
 		return 0, fmt.Errorf("%q is no size; write a whole number of bytes, or with kB, MB, GB, TB, KiB, MiB, GiB or TiB", text)
 	}
-	if err != nil || n > math.MaxInt64/each {
+	n, err := strconv.ParseInt(text[:digits], 10, 64)
+	if err != nil || n > math.MaxInt64/units[i].bytes {
 		return 0, fmt.Errorf("%s is more than fits 63 bits of bytes", text)
 	}
-	return n * each, nil
+	return n * units[i].bytes, nil
 }
 
-// formatSize writes a size in the unit of which it has the fewest, so that it reads
-// back as the same.
+// formatSize writes a size in the largest unit of which it is a whole number.
 func formatSize(n int64) string {
-	best := units[0]
-	for _, u := range units {
-		if n != 0 && n%u.bytes == 0 && u.bytes > best.bytes {
-			best = u
+	for _, u := range slices.Backward(units[1:]) {
+		if n != 0 && n%u.bytes == 0 {
+			return strconv.FormatInt(n/u.bytes, 10) + u.name
 		}
 	}
-	if best.bytes == 1 {
-		return strconv.FormatInt(n, 10)
-	}
-	return strconv.FormatInt(n/best.bytes, 10) + best.name
+	return strconv.FormatInt(n, 10)
 }

@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"io"
 	"runtime"
 	"runtime/debug"
 
@@ -14,8 +15,8 @@ const version = "0.1.0-dev"
 // versionJSON is what version --json prints.
 type versionJSON struct {
 	Version string `json:"version"`
-	// Commit that the binary was built from, with + behind it if there were changes
-	// beside it; absent if the build did not look.
+	// Commit is the one that the binary was built from, followed by + if the working
+	// tree had changes; absent if the build did not record it.
 	Commit   string `json:"commit,omitempty"`
 	Go       string `json:"go"`
 	Platform string `json:"platform"`
@@ -28,11 +29,8 @@ func versionCommand() *cobra.Command {
 		Long: `Version prints the version; with --json also the commit, the Go version and the
 platform that the binary was built for.`,
 		RunE: func(c *cobra.Command, _ []string) error {
-			if asJSON {
-				return writeJSON(c.OutOrStdout(), versionJSON{version, commit(), runtime.Version(), runtime.GOOS + "/" + runtime.GOARCH})
-			}
-			_, err := fmt.Fprintln(c.OutOrStdout(), version)
-			return err
+			v := versionJSON{version, commit(), runtime.Version(), runtime.GOOS + "/" + runtime.GOARCH}
+			return printer{c.OutOrStdout(), asJSON}.print(v, func(w io.Writer) { fmt.Fprintln(w, version) })
 		},
 	}
 	jsonFlag(c, &asJSON)
@@ -44,17 +42,14 @@ func commit() string {
 	if !ok {
 		return ""
 	}
-	var revision, changed string
+	text := ""
 	for _, s := range info.Settings {
 		switch {
 		case s.Key == "vcs.revision":
-			revision = s.Value
+			text = s.Value + text
 		case s.Key == "vcs.modified" && s.Value == "true":
-			changed = "+"
+			text += "+"
 		}
 	}
-	if revision == "" {
-		return ""
-	}
-	return revision + changed
+	return text
 }

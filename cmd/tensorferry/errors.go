@@ -1,0 +1,266 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Exit codes, for scripts.
+const (
+	exitFailure     = 1
+	exitUsage       = 2
+	exitConnection  = 3
+	exitAuth        = 4
+	exitIntegrity   = 5
+	exitLimit       = 6
+	exitInterrupted = 7
+)
+
+// exits explain the codes.
+var exits = []struct {
+	code  int
+	means string
+}{
+	{0, "all is done"},
+	{exitFailure, "any failure without a code of its own"},
+	{exitUsage, "a mistake in what was typed"},
+	{exitConnection, "no connection to the server, or it takes nothing now"},
+	{exitAuth, "the server does not know or does not allow the caller"},
+	{exitIntegrity, "bytes arrived damaged, or not those that were sent"},
+	{exitLimit, "over a limit or a budget of the server"},
+	{exitInterrupted, "interrupted; to be run again"},
+}
+
+// exitOf has the exit codes of failures that a server or the connection reports.
+var exitOf = map[codes.Code]int{
+	codes.Unavailable:       exitConnection,
+	codes.Unauthenticated:   exitAuth,
+	codes.PermissionDenied:  exitAuth,
+	codes.DataLoss:          exitIntegrity,
+	codes.ResourceExhausted: exitLimit,
+}
+
+// hints are for failures that a server reports.
+var hints = map[codes.Code]string{
+	codes.NotFound:          "tensorferry ls lists the tensors and sources of a server, tensorferry models its models",
+	codes.AlreadyExists:     "tensorferry push NAME=FILE stores a tensor under another name",
+	codes.DataLoss:          "try it again; if it stays so, the server's disk or the way there does damage: push the tensor anew",
+	codes.ResourceExhausted: "tensorferry info lists the server's limits",
+}
+
+// usageError is a mistake in what was typed.
+type usageError struct{ err error }
+
+func (e usageError) Error() string { return e.err.Error() }
+func (e usageError) Unwrap() error { return e.err }
+
+func usage(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
+
+// hinted is an error and what to do about it.
+type hinted struct {
+	error
+	hint string
+}
+
+func (h hinted) Unwrap() error { return h.error }
+
+// exitCode is the code of a command that failed.
+func exitCode(ctx context.Context, err error) int {
+	var u usageError
+	var e *client.Error
+	switch {
+	case errors.As(err, &u):
+		return exitUsage
+	case errors.Is(err, errCut): // it was interrupted, and that is not what failed
+		return exitFailure
+	case ctx.Err() != nil:
+		return exitInterrupted
+	case errors.Is(err, client.ErrInput):
+		return exitFailure
+	case errors.Is(err, client.ErrNoAnswer):
+		return exitConnection
+	case errors.As(err, &e):
+		return cmp.Or(exitOf[status.Code(e)], exitFailure)
+	}
+	if strings.HasPrefix(err.Error(), "required flag") { // cobra has no type for it
+		return exitUsage
+	}
+	return exitFailure
+}
+
+// mostErrors is the most lines of an error: a push of a thousand tensors may fail in
+// a thousand ways.
+const mostErrors = 10
+
+// packages begin their errors with their names, which people do not need.
+var packages = []string{
+	"assembler", "bench", "blocks", "chunker", "client", "codec", "cpu", "engine", "fashion", "fault", "frame", "server", "session", "serving", "slab",
+	"stack", "store", "stream",
+	"summary", "tensor", "tensorfile", "transfer", "wire",
+}
+
+// forPrograms matches names of packages and the gRPC code of a client's error, at the
+// front or after what names a file or a server.
+var forPrograms = func() *regexp.Regexp {
+	var names []string
+	for c := codes.Canceled; c <= codes.Unauthenticated; c++ {
+		names = append(names, c.String())
+	}
+	return regexp.MustCompile(`(^|: )(?:(?:` + strings.Join(packages, "|") + `): (?:(?:` + strings.Join(names, "|") + `): )?)+`)
+}()
+
+// sentences replace errors that are unclear without the name of their package.
+var sentences = strings.NewReplacer(
+	store.ErrFull.Error(), "the store is full",
+	store.ErrClosed.Error(), "the store is closed",
+	store.ErrUnavailable.Error(), "the store is unavailable",
+	store.ErrNotFound.Error(), "not in the store",
+	engine.ErrClosed.Error(), "the model is closed",
+	engine.ErrUnavailable.Error(), "the model is unavailable",
+	tensor.ErrTooLarge.Error(), "the tensor is too large",
+	client.ErrClosed.Error(), "the session is closed",
+)
+
+// grpcWords is how grpc says that a connection failed.
+var grpcWords = regexp.MustCompile(`connection error: desc = "transport: Error while dialing: (.*)"$`)
+
+// joined are the errors that err joins, or err itself. It does not split texts at
+// newlines: a server could then forge lines.
+func joined(err error) []error {
+	switch e := err.(type) { //nolint:errorlint // what it is itself, before what it wraps
+	case interface{ Unwrap() error }:
+		if inner := e.Unwrap(); inner != nil && inner.Error() == err.Error() {
+			return joined(inner)
+		}
+	case interface{ Unwrap() []error }:
+		if errors.Join(e.Unwrap()...).Error() == err.Error() {
+			var all []error
+			for _, inner := range e.Unwrap() {
+				all = append(all, joined(inner)...)
+			}
+			return all
+		}
+	}
+	return []error{err}
+}
+
+// oneLine joins the lines of a text.
+var oneLine = strings.NewReplacer("\r\n", " ", "\n", " ", "\r", " ")
+
+// said is an error as people read it: one line for each different one that it joins.
+func said(err error) string {
+	var lines []string
+	more := 0
+	for _, e := range joined(err) {
+		if r, ok := errors.AsType[readError](e); ok {
+			e = r
+		}
+		line := oneLine.Replace(e.Error())
+		line = forPrograms.ReplaceAllString(sentences.Replace(line), "$1")
+		line = plain(grpcWords.ReplaceAllString(line, "no connection: $1"))
+		switch {
+		case slices.Contains(lines, line):
+		case len(lines) < mostErrors:
+			lines = append(lines, line)
+		default:
+			more++
+		}
+	}
+	if more > 0 {
+		lines = append(lines, fmt.Sprintf("and %d more", more))
+	}
+	return strings.Join(lines, "\n")
+}
+
+// noHost is how grpc says that a host is unknown; it does not name the host.
+const noHost = "name resolver error: produced zero addresses"
+
+// servers are the addresses that a command has.
+func servers(c *cobra.Command) string {
+	var list []string
+	for _, name := range []string{"server", "to"} {
+		if f := c.Flag(name); f != nil && f.Value.String() != "" {
+			list = append(list, plain(f.Value.String()))
+		}
+	}
+	return strings.Join(list, " or ")
+}
+
+// askers matches the commands in hints that talk to a server.
+var askers = regexp.MustCompile(`tensorferry (?:ls|models|info|rm|push)\b`)
+
+// hintOf says what to do about an error of a command; it is empty if there is nothing
+// to add. Commands in it are for the server of --server.
+func hintOf(c *cobra.Command, code int, err error) string {
+	hint := hintFor(c, code, err)
+	if f := c.Flag("server"); f != nil && f.Changed && code != exitUsage {
+		hint = askers.ReplaceAllStringFunc(hint, func(asker string) string { return asker + " --server " + plain(f.Value.String()) })
+	}
+	return hint
+}
+
+func hintFor(c *cobra.Command, code int, err error) string {
+	var h hinted
+	var e *client.Error
+	switch {
+	case errors.As(err, &h):
+		return h.hint
+	case code == exitUsage && !c.HasParent():
+		return "tensorferry help lists the commands"
+	case code == exitUsage:
+		return c.CommandPath() + " --help says how it is used"
+	case code == exitConnection:
+		return connectionHint(c, err)
+	case code == exitLimit && fullMemory.MatchString(err.Error()):
+		return "a larger --store memory:SIZE of the server has more room, a folder has the disk's"
+	case code == exitLimit && strings.Contains(err.Error(), store.ErrFull.Error()):
+		return "tensorferry rm makes room in the store, tensorferry info lists the server's limits"
+	case code != exitInterrupted && errors.As(err, &e):
+		return hints[status.Code(e)]
+	}
+	return ""
+}
+
+// fullMemory is how a store in memory says that a tensor does not fit even without all
+// that it can forget, so that removing tensors makes no room.
+var fullMemory = regexp.MustCompile(regexp.QuoteMeta(store.ErrFull.Error()) + `: .* the limit is \d+`)
+
+// connectionHint says what to do about a server that is unavailable. Only the text of
+// grpc's error says how far it came.
+func connectionHint(c *cobra.Command, err error) string {
+	var e *client.Error
+	flag := "--server"
+	if _, atTo := errors.AsType[toError](err); atTo {
+		flag = "--to"
+	}
+	switch text := err.Error(); {
+	case errors.Is(err, client.ErrNoAnswer):
+		return "something listens there and says nothing: a server that hangs, or none of tensorferry's"
+	case strings.Contains(text, noHost):
+		return "name the server with " + flag + " host:port"
+	case strings.Contains(text, "while dialing"), strings.Contains(text, "name resolver"):
+		return "is the server running? start one with tensorferry serve, or name it with " + flag + " host:port"
+	case strings.Contains(text, "server preface"):
+		return "something answers there, but it is no tensorferry server"
+	case errors.Is(err, client.ErrDraining), errors.As(err, &e) && e.RetryAfter > 0:
+		return "the server takes nothing now: try again later"
+	}
+	if f := c.Flag("output"); f != nil && f.Changed {
+		return "the connection broke; an output file is written whole or not at all, so run it again"
+	}
+	return "the connection broke; run it again"
+}
