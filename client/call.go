@@ -294,6 +294,9 @@ func (c *Call) fail(cause error) {
 	})
 }
 
+// ID returns the call's ID, under which the server's log has what goes wrong with it.
+func (c *Call) ID() tensor.ID { return c.id }
+
 // Cancel stops the call. The server stops its model within a block.
 func (c *Call) Cancel() { c.stop(context.Canceled) }
 

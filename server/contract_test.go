@@ -111,6 +111,7 @@ func TestAModelIsToldWhatItsInputsAreAndWhenTheSessionEnds(t *testing.T) {
 	_, err = call.Wait()
 	require.NoError(t, err)
 	got := <-heard.calls
+	require.Equal(t, call.ID(), got.ID)
 	require.Equal(t, "pixels", got.Inputs[0].Name)
 	require.True(t, maps.Equal(in.Metadata, got.Inputs[0].Metadata))
 	require.NoError(t, got.Lifetime.Err(), "the call is over, the session is not")

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/stream"
 )
 
@@ -13,7 +14,7 @@ import (
 // for its peer. A frame that moves nothing does not set it back.
 type idleTimeout struct {
 	*rateLimit
-	kind  kind
+	kind  serving.Direction
 	first time.Duration // what the clock begins with
 	idle  time.Duration // what it is set back to
 	timer *time.Timer
@@ -22,7 +23,7 @@ type idleTimeout struct {
 }
 
 // newIdleTimeout returns frames that call expired when their clock has run down.
-func newIdleTimeout(conn *rateLimit, k kind, l stream.Limits, expired func()) *idleTimeout {
+func newIdleTimeout(conn *rateLimit, k serving.Direction, l stream.Limits, expired func()) *idleTimeout {
 	t := &idleTimeout{rateLimit: conn, kind: k, first: time.Duration(l.FirstFrame), idle: time.Duration(l.ChunkIdle)}
 	t.left = t.first
 	t.timer = time.AfterFunc(t.idle, expired)
@@ -62,9 +63,9 @@ func (t *idleTimeout) rewind() { t.left = t.idle }
 func (t *idleTimeout) err() error {
 	text := fmt.Sprintf("the client has not read for %v; pull again, and read what comes", t.idle)
 	switch {
-	case t.kind == pushTransfer && !t.begun.Load():
+	case t.kind == serving.Push && !t.begun.Load():
 		text = fmt.Sprintf("no frame came for %v; a push opens with hello", t.first)
-	case t.kind == pushTransfer:
+	case t.kind == serving.Push:
 		text = fmt.Sprintf("no chunk came for %v; push again, in smaller chunks if the network is slow", t.idle)
 	}
 	return &frame.Error{Code: frame.DeadlineExceeded, Text: text}

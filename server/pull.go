@@ -44,7 +44,7 @@ var pulls = slab.NewPrincipal("pull")
 
 // PullTensors sends what a client selects.
 func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreamingServer[pb.Frame]) error {
-	return s.transfer(conn, pullTransfer, func(w *idleTimeout) (*record, error) {
+	return s.transfer(conn, serving.Pull, func(w *idleTimeout) (*record, error) {
 		h, err := wire.Hello(req.GetHello())
 		if err != nil {
 			return nil, &frame.Error{Code: frame.InvalidArgument, Text: err.Error()}
@@ -250,14 +250,14 @@ func (p *pull) tensor(name string, r store.Reader, sel *wanted) error {
 		p.explain(&sum, source.Err)
 	case err != nil:
 		code, _ := statusParts(statusOf(err))
-		p.server.core.TensorEnded(pullTransfer, code)
+		p.server.core.TensorEnded(serving.Pull, code)
 		return err // the record says how the transfer ended
 	}
 	if d, ok := r.(store.DigestKeeper); ok && info.Digest.IsZero() && !sum.Digest.IsZero() {
 		d.Digested(sum.Digest) // a tensor that is pulled again is not hashed again
 	}
 	p.server.transferLog.over(state, sum)
-	p.server.core.TensorEnded(pullTransfer, sum.Code)
+	p.server.core.TensorEnded(serving.Pull, sum.Code)
 	return p.sender.Control(frame.Frame{Summaries: []frame.Summary{sum}})
 }
 
@@ -266,7 +266,7 @@ func (p *pull) refuse(name string, err error) error {
 	sum := frame.Summary{Tensor: session.NewID(), Name: name}
 	p.explain(&sum, err)
 	p.server.transferLog.over(p.server.transferLog.tensor(p.record, sum.Tensor, name, 0), sum)
-	p.server.core.TensorEnded(pullTransfer, sum.Code)
+	p.server.core.TensorEnded(serving.Pull, sum.Code)
 	return p.sender.Control(frame.Frame{Summaries: []frame.Summary{sum}})
 }
 

@@ -54,7 +54,7 @@ func (p *place) WriteViews(off int64, views [][]byte) error {
 
 // PushTensors stores the tensors of a client's stream.
 func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTensorsResponse]) error {
-	return s.transfer(conn, pushTransfer, func(w *idleTimeout) (*record, error) {
+	return s.transfer(conn, serving.Push, func(w *idleTimeout) (*record, error) {
 		if s.cfg.Store == nil {
 			return nil, errNoStore
 		}
@@ -253,7 +253,7 @@ func (p *push) end(t *transfer.In[*place], s frame.Summary) {
 	}
 	s.Tensor, s.Name, s.SizeBytes = t.Tensor, t.Place.name, t.SizeBytes
 	p.server.transferLog.over(t.Place.state, s)
-	p.server.core.TensorEnded(pushTransfer, s.Code)
+	p.server.core.TensorEnded(serving.Push, s.Code)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.summaries = append(p.summaries, s)

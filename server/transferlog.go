@@ -12,13 +12,6 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-type kind = serving.Direction
-
-const (
-	pushTransfer = serving.Push
-	pullTransfer = serving.Pull
-)
-
 // transferLog knows the pushes and pulls that are open, and the last that ended.
 type transferLog struct {
 	mu    sync.Mutex // guards all below, and what is in the records
@@ -30,7 +23,7 @@ type transferLog struct {
 // record is what is known of one transfer.
 type record struct {
 	id      tensor.ID
-	kind    kind
+	kind    serving.Direction
 	open    bool
 	code    frame.Code
 	message string
@@ -47,7 +40,7 @@ type progress struct {
 }
 
 // begin opens a record, or says why the transfer is refused.
-func (l *transferLog) begin(id tensor.ID, k kind) (*record, error) {
+func (l *transferLog) begin(id tensor.ID, k serving.Direction) (*record, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if r := l.byID[id]; r != nil && r.open {
@@ -121,7 +114,7 @@ func (l *transferLog) state(id tensor.ID) *pb.GetTransferResponse {
 		return nil
 	}
 	out := &pb.GetTransferResponse{
-		Open: r.open, Push: r.kind == pushTransfer, Code: uint32(r.code), Message: r.message, AgeMillis: time.Since(r.began).Milliseconds(),
+		Open: r.open, Push: r.kind == serving.Push, Code: uint32(r.code), Message: r.message, AgeMillis: time.Since(r.began).Milliseconds(),
 	}
 	for _, p := range r.tensors {
 		out.Tensors = append(out.Tensors, &pb.TensorState{

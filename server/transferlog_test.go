@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -38,7 +39,7 @@ func TestRecordsOfTheWorstTransfersTakeNoMoreThanTheySay(t *testing.T) {
 			failed := status.Error(codes.Internal, strings.Repeat("y", 1<<10))
 			for number := 0; number < 2*recordTensorsKept; {
 				number++
-				r, err := rs.begin(worstID(number), pullTransfer)
+				r, err := rs.begin(worstID(number), serving.Pull)
 				require.NoError(t, err)
 				for range perTransfer {
 					number++

@@ -13,7 +13,7 @@ import (
 // transfer has the work of a transfer done on a goroutine of its own, since
 // nothing but the end of the RPC wakes one that waits for its peer, and returns
 // what the RPC ends with. The work ends soon after; Close waits for it.
-func (s *Server) transfer(conn grpc.ServerStream, k kind, work func(*idleTimeout) (*record, error)) error {
+func (s *Server) transfer(conn grpc.ServerStream, k serving.Direction, work func(*idleTimeout) (*record, error)) error {
 	if err := s.core.Begin(); err != nil {
 		return statusOf(err)
 	}

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
@@ -162,7 +164,9 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	if err != nil {
 		return err
 	}
-	if _, err := interruptible(ctx, call.Wait); err != nil {
+	if _, err := interruptible(ctx, call.Wait); status.Code(err) == codes.Internal {
+		return hinted{err, "the call's id is " + call.ID().String()}
+	} else if err != nil {
 		return err
 	}
 	for _, f := range files {
