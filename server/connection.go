@@ -25,7 +25,7 @@ type connections struct {
 	mu       sync.Mutex // guards all below
 	open     map[*connection]struct{}
 	accepted int
-	refused  logSampler
+	refused  serving.LogSampler
 }
 
 // connection is what the server knows of one.
@@ -75,7 +75,7 @@ func (c *connections) enter() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.accepted >= c.most {
-		if n, due := c.refused.again(); due {
+		if n, due := c.refused.Again(); due {
 			c.log.Warn("connections refused: the limit is reached", slog.Int("limit", c.most), slog.Int64("refused", n))
 		}
 		return false

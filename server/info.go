@@ -9,6 +9,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/metrics"
+	"github.com/tensorferry/tensorferry/internal/storing"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -98,8 +99,8 @@ func (s *Server) shownLimits(memory int64) map[string]int64 {
 		"allowance_bytes": int64(l.AllowanceBytes), "allowance_chunks": frame.AllowanceChunks,
 		"open_tensors_per_session": int64(l.OpenTensors), "open_calls_per_session": int64(l.OpenCalls),
 		"sessions": int64(c.Sessions), "calls": int64(c.QueuedCalls),
-		"transfers": int64(c.Transfers), "stored_tensor_bytes": c.StoredBytes, "tensors_per_transfer": transferTensors,
-		"open_tensors_per_push": pushTensors, "compute_bytes": computeBytes, "tensors_per_page": listPage, "request_parts": requestParts,
+		"transfers": int64(c.Transfers), "stored_tensor_bytes": c.StoredBytes, "tensors_per_transfer": storing.Tensors,
+		"open_tensors_per_push": storing.PushTensors, "compute_bytes": computeBytes, "tensors_per_page": listPage, "request_parts": requestParts,
 		"memory_bytes": memory, "memory_wait_millis": millis(c.MemoryWait),
 		"first_frame_millis": millis(time.Duration(l.FirstFrame)), "chunk_idle_millis": millis(time.Duration(l.ChunkIdle)),
 		"session_idle_millis": millis(time.Duration(l.SessionIdle)),

@@ -40,11 +40,14 @@ type frames interface {
 type rateLimit struct {
 	frames
 	thin   *rate.Limiter // of the connection
-	opened *atomic.Int64 // calls and tensors; their owner counts
+	opened atomic.Int64  // tensors
 
 	owed int   // the last frame's work; belongs to the goroutine that receives, as below
 	seen int64 // of opened, before that frame
 }
+
+// Opened counts a tensor that the peer has opened.
+func (r *rateLimit) Opened() { r.opened.Add(1) }
 
 // Recv returns the next frame, when the last one's time is over or the RPC has ended.
 func (r *rateLimit) Recv() (*frame.Frame, error) {

@@ -3,7 +3,6 @@ package server
 import (
 	"context"
 	"io"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -66,7 +65,7 @@ func TestThinFramesComeAtTheRateOfTheirConnection(t *testing.T) {
 				one := book.one()
 				began := time.Now()
 				// Two streams of one connection share its rate; a third is another's.
-				mine := []*rateLimit{{frames: &c.source, thin: one.thin, opened: new(atomic.Int64)}, {frames: &c.source, thin: one.thin, opened: new(atomic.Int64)}}
+				mine := []*rateLimit{{frames: &c.source, thin: one.thin}, {frames: &c.source, thin: one.thin}}
 				next := func(r *rateLimit) {
 					_, err := r.Recv()
 					require.Equal(t, c.err, err)
@@ -82,7 +81,7 @@ func TestThinFramesComeAtTheRateOfTheirConnection(t *testing.T) {
 				}
 				require.InDelta(t, time.Duration(10*cost)*time.Second, time.Since(began), float64(3*thinDebt+time.Duration(cost)*3*time.Millisecond))
 				began = time.Now()
-				next(&rateLimit{frames: &c.source, thin: book.one().thin, opened: new(atomic.Int64)})
+				next(&rateLimit{frames: &c.source, thin: book.one().thin})
 				require.Zero(t, time.Since(began))
 			})
 		})
@@ -94,7 +93,7 @@ func TestTheEndOfAnRPCEndsItsWaitForTheRateLimit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		r := rateLimit{frames: &source{ctx: ctx}, thin: rate.NewLimiter(rate.Every(time.Hour), 1), opened: new(atomic.Int64)}
+		r := rateLimit{frames: &source{ctx: ctx}, thin: rate.NewLimiter(rate.Every(time.Hour), 1)}
 		began := time.Now()
 		next := func() {
 			_, err := r.Recv()

@@ -26,6 +26,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/internal/storing"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
@@ -111,13 +112,12 @@ type Server struct {
 	limits    stream.Limits
 	log       *slog.Logger
 	core      *serving.Core
+	storing   *storing.Service
 	endpoints []*endpoint // the first is Serve's
 	health    healthService
 	started   time.Time
 	forget    func() // takes the server off its registry of metrics
 
-	transferLog transferLog
-	storeFull   logSampler
 	connections connections
 	serving     sync.Once
 }
@@ -136,6 +136,11 @@ func New(cfg Config) (*Server, error) {
 		Models: cfg.Models, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, Session: cfg.Session, MemoryWait: cfg.MemoryWait,
 		Open:   [...]int{serving.Sessions: cfg.Sessions, serving.Transfers: cfg.Transfers, serving.Calls: cfg.QueuedCalls},
 		Health: s.health.model,
+	})
+	s.storing = storing.New(storing.Config{
+		Core: s.core, Store: cfg.Store, Sources: cfg.Sources, Budget: cfg.Budget, Log: cfg.Log, Limits: cfg.Session,
+		StoredBytes: cfg.StoredBytes, MemoryWait: cfg.MemoryWait,
+		Status: statusParts,
 	})
 	if cfg.Metrics != nil {
 		all := metrics.New(cfg.Version, s.core.Seconds(), s.values)
@@ -257,12 +262,18 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 		return err
 	}
 	// The session ends with the RPC.
-	cause := sess.Serve(conn.Context(), &rateLimit{frames: wire.NewConn(conn, &one.flight), thin: one.thin, opened: &sess.Opened})
+	cause := sess.Serve(conn.Context(), s.frames(conn))
 	if err := statusOf(cause); err != nil {
 		s.log.Log(context.Background(), levelOf(err), "session ended", slog.String("session", sess.ID().String()), slog.String("cause", cause.Error()))
 		return err
 	}
 	return nil
+}
+
+// frames are those of a gRPC stream, at the rate of its connection.
+func (s *Server) frames(conn grpc.ServerStream) *rateLimit {
+	one := s.connections.of(conn.Context())
+	return &rateLimit{frames: wire.NewConn(conn, &one.flight), thin: one.thin}
 }
 
 // String names the server in panics and tests.

@@ -11,17 +11,10 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/durationpb"
 
-	"github.com/tensorferry/tensorferry/codec"
-	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
-	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/internal/wire"
-	"github.com/tensorferry/tensorferry/slab"
-	"github.com/tensorferry/tensorferry/store"
-	"github.com/tensorferry/tensorferry/tensor"
 )
 
 var (
@@ -90,49 +83,8 @@ func statusOf(err error) error {
 	return st.Err()
 }
 
-// errTransferExists refuses a name that an open transfer has.
-func errTransferExists(id tensor.ID) error {
-	return frame.Errorf(frame.AlreadyExists, "transfer %s is open already; use a new id", id)
-}
-
 // statusParts takes apart what an RPC ends with.
 func statusParts(err error) (frame.Code, string) {
-	st := status.Convert(err)
+	st := status.Convert(statusOf(err))
 	return frame.Code(st.Code()), st.Message()
-}
-
-// storedRules say what a client is told of an error of a store, a source or a transfer.
-var storedRules = []serving.Rule{
-	{Err: store.ErrNotFound, Code: frame.NotFound},
-	{Err: slab.ErrBudget, Code: frame.ResourceExhausted}, // before what was given: it may be both
-	{Err: tensor.ErrTooLarge, Code: frame.ResourceExhausted},
-	{Err: store.ErrName, Code: frame.InvalidArgument},
-	{Err: store.ErrGlob, Code: frame.InvalidArgument},
-	{Err: store.ErrParams, Code: frame.InvalidArgument},
-	{Err: tensor.ErrShape, Code: frame.InvalidArgument},
-	{Err: tensor.ErrDataType, Code: frame.InvalidArgument},
-	{Err: codec.ErrDecode, Code: frame.InvalidArgument},
-	{Err: store.ErrFull, Code: frame.ResourceExhausted, Retry: true},
-	{Err: slab.ErrMemory, Code: frame.ResourceExhausted, Retry: true},
-	{Err: store.ErrExists, Code: frame.AlreadyExists},
-	{Err: store.ErrPart, Code: frame.FailedPrecondition},
-	{Err: transfer.ErrCorrupt, Code: frame.DataLoss},
-	{Err: fault.ErrVanished, Code: frame.DataLoss},
-	{Err: store.ErrClosed, Code: frame.Unavailable, Text: "server is shutting down", Retry: true},
-	{Err: serving.ErrShutdown, Code: frame.Unavailable, Text: "server is shutting down", Retry: true},
-	// Before what it may wrap; its text may name machines.
-	{Err: store.ErrUnavailable, Code: frame.Unavailable, Text: "the server's store is not available now; try again later", Retry: true, Secret: true},
-	{Err: context.Canceled, Code: frame.Cancelled, Text: "the transfer was cancelled"},
-	{Err: context.DeadlineExceeded, Code: frame.DeadlineExceeded, Text: "no room for the tensor in time", Retry: true},
-}
-
-// explainStored turns an error of a store, a source or a transfer into what a summary
-// says.
-func explainStored(err error) *serving.Refusal {
-	why := serving.Explain(err, storedRules)
-	var public engine.PublicError
-	if why.Secret && why.Code == frame.Internal && errors.As(err, &public) {
-		return &serving.Refusal{Code: frame.Internal, Text: public.Public()}
-	}
-	return why
 }

@@ -4,12 +4,52 @@ import (
 	"context"
 	"iter"
 	"log/slog"
+	"time"
+
+	"google.golang.org/grpc"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/internal/storing"
+	"github.com/tensorferry/tensorferry/internal/transfer"
+	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
+
+// PushTensors stores the tensors of a client's stream.
+func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTensorsResponse]) error {
+	return s.storing.Push(&s.connections.of(conn.Context()).Caller, s.frames(conn), func(list []frame.Summary) error {
+		resp := &pb.PushTensorsResponse{}
+		for i := range list {
+			resp.Summaries = append(resp.Summaries, wire.ToSummary(&list[i]))
+		}
+		return conn.SendAndClose(resp)
+	})
+}
+
+// PullTensors sends what a client selects.
+func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreamingServer[pb.Frame]) error {
+	h, err := wire.Hello(req.GetHello())
+	if err != nil {
+		return frame.Errorf(frame.InvalidArgument, "%v", err)
+	}
+	// A pull lasts for as long as its client reads, and a range of a request takes five
+	// times as much memory as one here.
+	list := make([]storing.Selection, len(req.GetSelections()))
+	for i, sel := range req.GetSelections() {
+		list[i] = storing.Selection{
+			Name: sel.GetName(), Source: sel.GetSource(), Params: sel.GetParams(), HeldDigest: sel.GetHeldDigest(),
+			Held: make([]transfer.Range, len(sel.GetHeld())),
+		}
+		for j, r := range sel.GetHeld() {
+			list[i].Held[j] = transfer.Range{Off: int64(r.GetOffset()), Len: int64(r.GetLength())}
+		}
+	}
+	req.Reset()
+	return s.storing.Pull(&s.connections.of(conn.Context()).Caller, s.frames(conn), h, list)
+}
 
 // ListTensors lists a page of the store.
 func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*pb.ListTensorsResponse, error) {
@@ -60,11 +100,11 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest) (*pb.DeleteTensorsResponse, error) {
 	switch n := len(req.GetNames()); {
 	case s.cfg.Store == nil:
-		return nil, s.storedError(errNoStore)
+		return nil, s.storedError(storing.ErrNoStore)
 	case n == 0:
 		return nil, frame.Errorf(frame.InvalidArgument, "names: none; give a tensor's, or a glob")
-	case n > transferTensors:
-		return nil, frame.Errorf(frame.ResourceExhausted, "names: %d, the limit is %d; use several requests", n, transferTensors)
+	case n > storing.Tensors:
+		return nil, frame.Errorf(frame.ResourceExhausted, "names: %d, the limit is %d; use several requests", n, storing.Tensors)
 	}
 	var names []string
 	seen := make(map[string]struct{}) // so that a thousand globs find no more than there is
@@ -113,16 +153,24 @@ func (s *Server) GetTransfer(_ context.Context, req *pb.GetTransferRequest) (*pb
 	if !ok {
 		return nil, frame.Errorf(frame.InvalidArgument, "transfer_id: 16 bytes, not all zero: the session_id of the hello of a push or a pull")
 	}
-	state := s.transferLog.state(id)
-	if state == nil {
+	state, ok := s.storing.State(id)
+	if !ok {
 		return nil, frame.Errorf(frame.NotFound, "transfer %s: not open, and not among the last that ended", id)
 	}
-	return state, nil
+	out := &pb.GetTransferResponse{
+		Open: state.Open, Push: state.Kind == serving.Push, Code: uint32(state.Code), Message: state.Message,
+		AgeMillis: time.Since(state.Began).Milliseconds(),
+	}
+	for i := range state.Tensors {
+		t := &state.Tensors[i]
+		out.Tensors = append(out.Tensors, &pb.TensorState{Summary: wire.ToSummary(&t.Summary), Open: t.Open, MovedBytes: uint64(t.MovedBytes)})
+	}
+	return out, nil
 }
 
 // storedError is what a request about the store ends with.
 func (s *Server) storedError(err error) error {
-	why := explainStored(err)
+	why := storing.Explain(err)
 	if why.Secret {
 		s.log.Error("store failed", slog.String("error", err.Error()))
 	}

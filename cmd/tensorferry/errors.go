@@ -109,7 +109,7 @@ const mostErrors = 10
 // packages begin their errors with their names, which people do not need.
 var packages = []string{
 	"assembler", "bench", "blocks", "chunker", "client", "codec", "cpu", "engine", "fashion", "fault", "frame", "server", "session", "serving", "slab",
-	"stack", "store", "stream",
+	"stack", "store", "storing", "stream",
 	"summary", "tensor", "tensorfile", "transfer", "wire",
 }
 

@@ -48,7 +48,9 @@ var layers = map[string][]string{
 	"client":           {"api/tensorferry/v1", "codec", "frame", "internal/session", "internal/transfer", "internal/wire", "slab", "stream", "tensor"},
 	"internal/serving": {"assembler", "codec", "engine", "frame", "internal/metrics", "internal/session", "slab", "stream", "tensor"},
 
-	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/fault", "internal/metrics", "internal/serving", "internal/session", "internal/transfer", "internal/wire", "slab", "store", "stream", "tensor"},
+	"internal/storing": {"codec", "engine", "frame", "internal/fault", "internal/serving", "internal/session", "internal/transfer", "slab", "store", "stream", "tensor"},
+
+	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/transfer", "internal/wire", "slab", "store", "stream", "tensor"},
 
 	"internal/stress/minus": {"engine", "engine/cpu", "server", "tensor"},
 

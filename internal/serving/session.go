@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"sync/atomic"
 
 	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/codec"
@@ -19,18 +18,23 @@ import (
 // Session is the server's side of one session: it turns the session's events into
 // calls. Its fields are guarded by the session's lock.
 type Session struct {
-	// Opened is how many calls and tensors the client has opened.
-	Opened atomic.Int64
-
 	core    *Core
 	from    *Caller
 	sess    *session.Session
+	conn    Conn
 	ctx     context.Context // ends with the session
 	cancel  context.CancelFunc
 	number  int64
 	holder  *slab.Principal // of budgets, named by the session's ID and a number that no other has
 	calls   map[tensor.ID]*call
 	staging staging
+}
+
+// Conn carries frames.
+type Conn interface {
+	session.Conn
+	// Opened hears of each tensor that the peer has opened.
+	Opened()
 }
 
 // OpenSession admits a session (*Refusal if not), which Serve then serves.
@@ -58,7 +62,8 @@ func (c *Core) OpenSession(from *Caller) (*Session, error) {
 // Serve carries the session over conn until that ends, or ctx, and ends the session
 // then. It returns why. The rest is cleaned up asynchronously: the session's goroutines
 // end when conn has, which may be when the caller of Serve has returned.
-func (s *Session) Serve(ctx context.Context, conn session.Conn) error {
+func (s *Session) Serve(ctx context.Context, conn Conn) error {
+	s.conn = conn
 	lost := s.sess.Carry(conn)
 	defer func() { // also when this function panics
 		s.sess.Stop(errors.New("serving: panic"))
@@ -167,7 +172,7 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 		chunk: geo.ChunkBytes, chunks: geo.Count(), size: geo.Size,
 	}
 	c.inputs = append(c.inputs, in)
-	s.Opened.Add(1)
+	s.conn.Opened()
 	if !e.Desc.OnAllowance {
 		return
 	}

@@ -1,14 +1,12 @@
-package server
+package storing
 
 import (
 	"sync"
 	"sync/atomic"
 	"time"
 
-	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/serving"
-	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -44,7 +42,7 @@ func (l *transferLog) begin(id tensor.ID, k serving.Direction) (*record, error) 
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if r := l.byID[id]; r != nil && r.open {
-		return nil, errTransferExists(id)
+		return nil, frame.Errorf(frame.AlreadyExists, "transfer %s is open already; use a new id", id)
 	}
 	r := &record{id: id, kind: k, open: true, began: time.Now()}
 	if l.byID == nil {
@@ -77,15 +75,14 @@ func (l *transferLog) over(p *progress, s frame.Summary) {
 
 // end notes how a transfer ended, and forgets the oldest of those that did. r is nil
 // for one that never said its name.
-func (l *transferLog) end(r *record, err error) {
+func (l *transferLog) end(r *record, code frame.Code, message string) {
 	if r == nil {
 		return
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	r.open = false
-	r.code, r.message = statusParts(err)
-	r.message = frame.Clip(r.message, recordMessage)
+	r.code, r.message = code, frame.Clip(message, recordMessage)
 	for _, p := range r.tensors {
 		if p.open { // it ends with the transfer
 			p.open = false
@@ -105,21 +102,34 @@ func (l *transferLog) end(r *record, err error) {
 	}
 }
 
-// state copies what GetTransfer tells.
-func (l *transferLog) state(id tensor.ID) *pb.GetTransferResponse {
+// State is how a transfer goes, or went.
+type State struct {
+	Open    bool
+	Kind    serving.Direction
+	Code    frame.Code
+	Message string
+	Began   time.Time
+	Tensors []TensorState
+}
+
+// TensorState is how far one tensor of a transfer is.
+type TensorState struct {
+	Summary    frame.Summary
+	Open       bool
+	MovedBytes int64
+}
+
+// state returns how a transfer goes, or went; false if nothing is known of it.
+func (l *transferLog) state(id tensor.ID) (State, bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	r := l.byID[id]
 	if r == nil {
-		return nil
+		return State{}, false
 	}
-	out := &pb.GetTransferResponse{
-		Open: r.open, Push: r.kind == serving.Push, Code: uint32(r.code), Message: r.message, AgeMillis: time.Since(r.began).Milliseconds(),
-	}
+	out := State{Open: r.open, Kind: r.kind, Code: r.code, Message: r.message, Began: r.began}
 	for _, p := range r.tensors {
-		out.Tensors = append(out.Tensors, &pb.TensorState{
-			Summary: wire.ToSummary(&p.summary), Open: p.open, MovedBytes: uint64(p.bytes.Load()),
-		})
+		out.Tensors = append(out.Tensors, TensorState{p.summary, p.open, p.bytes.Load()})
 	}
-	return out
+	return out, true
 }

@@ -1,4 +1,4 @@
-package server
+package storing
 
 import (
 	"context"
@@ -7,28 +7,24 @@ import (
 	"log/slog"
 	"sync"
 
-	"google.golang.org/grpc"
-
-	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/transfer"
-	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 )
 
-// errNoStore refuses what needs a store, on a server without one.
-var errNoStore = &frame.Error{Code: frame.FailedPrecondition, Text: "this server has no store; start one with --store"}
+// ErrNoStore refuses what needs a store, on a server without one.
+var ErrNoStore = &frame.Error{Code: frame.FailedPrecondition, Text: "this server has no store; start one with --store"}
 
 // push is a client's upload into the store.
 type push struct {
-	server *Server
-	conn   *idleTimeout
-	ctx    context.Context
-	record *record
-	holder *slab.Principal // of the budget
+	service *Service
+	conn    *idleTimeout
+	ctx     context.Context
+	record  *record
+	holder  *slab.Principal // of the budget
 
 	committing sync.WaitGroup
 	slots      chan struct{} // one token for each commit that runs
@@ -52,51 +48,47 @@ func (p *place) WriteViews(off int64, views [][]byte) error {
 	return p.writer.WriteViews(p.ctx, off, views)
 }
 
-// PushTensors stores the tensors of a client's stream.
-func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTensorsResponse]) error {
-	return s.transfer(conn, serving.Push, func(w *idleTimeout) (*record, error) {
-		if s.cfg.Store == nil {
-			return nil, errNoStore
+// Push stores the tensors that come over conn. answer sends what became of them, while
+// the client is waited for.
+func (s *Service) Push(from *serving.Caller, conn Conn, answer func([]frame.Summary) error) error {
+	return s.transfer(from, conn, serving.Push, func(w *idleTimeout) (*record, error) {
+		if s.Store == nil {
+			return nil, ErrNoStore
 		}
 		defer w.Free()
-		f, err := receive(w)
+		f, err := s.receive(w)
 		if err != nil && !errors.Is(err, io.EOF) {
 			return nil, err
 		}
 		if f == nil || f.Hello == nil {
-			return nil, &frame.Error{Code: frame.InvalidArgument, Text: "the first frame has no hello; a push opens with one"}
+			return nil, frame.Errorf(frame.InvalidArgument, "the first frame has no hello; a push opens with one")
 		}
 		h := f.Hello
 		if bad := h.Check(); bad != nil {
 			return nil, bad
 		}
-		r, err := s.transferLog.begin(h.Session, w.kind)
+		r, err := s.log.begin(h.Session, w.kind)
 		if err != nil {
 			return nil, err
 		}
 		p := &push{
-			server: s, conn: w, ctx: conn.Context(), record: r, holder: slab.NewPrincipal("push " + h.Session.String()), slots: make(chan struct{}, commits),
+			service: s, conn: w, ctx: conn.Context(), record: r, holder: slab.NewPrincipal("push " + h.Session.String()), slots: make(chan struct{}, commits),
 		}
-		err = p.serve(f)
-		if err != nil {
+		if err := p.serve(f); err != nil {
 			return r, err
 		}
-		resp := &pb.PushTensorsResponse{}
-		for i := range p.summaries {
-			resp.Summaries = append(resp.Summaries, wire.ToSummary(&p.summaries[i]))
-		}
-		return r, w.sending(func() error { return conn.SendAndClose(resp) })
+		return r, w.sending(func() error { return answer(p.summaries) })
 	})
 }
 
 // receive waits for the next frame. An error is io.EOF or a *frame.Error.
-func receive(w *idleTimeout) (*frame.Frame, error) {
+func (s *Service) receive(w *idleTimeout) (*frame.Frame, error) {
 	f, err := w.Recv()
 	var bad *frame.Error
 	if err == nil || errors.Is(err, io.EOF) || errors.As(err, &bad) {
 		return f, err
 	}
-	code, text := statusParts(err) // grpc's own: then, too, the RPC has ended already
+	code, text := s.Status(err) // grpc's own: then, too, the RPC has ended already
 	if code != frame.ResourceExhausted && w.Context().Err() != nil {
 		return nil, left(w.Context())
 	}
@@ -114,16 +106,16 @@ func left(ctx context.Context) *frame.Error {
 // serve takes the client's frames, the first of which is here, until it has sent its
 // last one, and waits until what came is stored.
 func (p *push) serve(f *frame.Frame) error {
-	s := p.server
+	s := p.service
 	recv := transfer.Receiver[*place]{
-		ChunkBytes: s.limits.ChunkBytes, TensorBytes: s.cfg.StoredBytes,
-		OpenTensors: min(s.limits.OpenTensors, pushTensors), Tensors: transferTensors,
+		ChunkBytes: s.Limits.ChunkBytes, TensorBytes: s.StoredBytes,
+		OpenTensors: min(s.Limits.OpenTensors, PushTensors), Tensors: Tensors,
 		Checksum: codec.Checksum(f.Hello.Checksum), Codecs: codec.All(), Handler: p,
 	}
 	defer p.committing.Wait()
 	defer func() { // a store's code may panic
 		if r := recover(); r != nil {
-			recv.Fail(errInternal)
+			recv.Fail(errPanic)
 			panic(r)
 		}
 	}()
@@ -150,7 +142,7 @@ func (p *push) frames(recv *transfer.Receiver[*place], f *frame.Frame) (err erro
 		if recv.Open() == 0 && p.hasFailed() {
 			return nil
 		}
-		if f, err = receive(p.conn); errors.Is(err, io.EOF) {
+		if f, err = p.service.receive(p.conn); errors.Is(err, io.EOF) {
 			return nil
 		} else if err != nil {
 			return err
@@ -178,29 +170,29 @@ func (p *push) hasFailed() bool {
 // Begin begins the record of a tensor. What is no name is not kept: it may have
 // 64 KiB.
 func (p *push) Begin(t *transfer.In[*place]) *place {
-	p.conn.opened.Add(1)
+	p.conn.Opened()
 	pl := &place{ctx: p.ctx}
 	if store.CheckName(t.Name) == nil {
 		pl.name = t.Name
 	}
-	pl.state = p.server.transferLog.tensor(p.record, t.Tensor, pl.name, t.SizeBytes)
+	pl.state = p.service.log.tensor(p.record, t.Tensor, pl.name, t.SizeBytes)
 	return pl
 }
 
 // Open finds room for a tensor.
 func (p *push) Open(t *transfer.In[*place]) (err error) {
-	s, pl := p.server, t.Place
+	s, pl := p.service, t.Place
 	if err := store.CheckName(t.Name); err != nil {
 		return err
 	}
 	table := serving.TableBytes(t.Geo.Count())
-	if err := serving.AcquireTable(s.cfg.Budget, p.holder, table); err != nil {
+	if err := serving.AcquireTable(s.Budget, p.holder, table); err != nil {
 		return err
 	}
 	pl.table = table
-	ctx, cancel := context.WithTimeout(p.ctx, s.cfg.MemoryWait)
+	ctx, cancel := context.WithTimeout(p.ctx, s.MemoryWait)
 	defer cancel()
-	pl.writer, err = s.cfg.Store.Create(ctx, t.Name, t.Desc.Desc)
+	pl.writer, err = s.Store.Create(ctx, t.Name, t.Desc.Desc)
 	return err
 }
 
@@ -217,7 +209,7 @@ func (p *push) Whole(t *transfer.In[*place]) {
 	p.committing.Go(func() {
 		defer func() { <-p.slots }()
 		var info store.Info
-		err := p.server.survive(func() (err error) {
+		err := p.service.survive(func() (err error) {
 			info, err = t.Place.writer.Commit(p.ctx)
 			return err
 		})
@@ -234,14 +226,14 @@ func (p *push) Failed(t *transfer.In[*place], err error) {
 	if t.Place.writer != nil {
 		t.Place.writer.Abort()
 	}
-	why := explainStored(err)
+	why := Explain(err)
 	switch {
 	case errors.Is(err, store.ErrFull):
-		if n, due := p.server.storeFull.again(); due {
-			p.server.log.Warn("tensors refused: the store is full", slog.Int64("refused", n))
+		if n, due := p.service.full.Again(); due {
+			p.service.Log.Warn("tensors refused: the store is full", slog.Int64("refused", n))
 		}
 	case why.Secret:
-		p.server.log.Error("push failed", slog.String("transfer", p.record.id.String()),
+		p.service.Log.Error("push failed", slog.String("transfer", p.record.id.String()),
 			slog.String("tensor", t.Tensor.String()), slog.String("error", err.Error()))
 	}
 	p.end(t, frame.Summary{Code: why.Code, Message: why.Text, RetryAfterMillis: why.RetryMillis})
@@ -249,11 +241,11 @@ func (p *push) Failed(t *transfer.In[*place], err error) {
 
 func (p *push) end(t *transfer.In[*place], s frame.Summary) {
 	if n := t.Place.table; n > 0 {
-		p.server.cfg.Budget.Release(p.holder, n)
+		p.service.Budget.Release(p.holder, n)
 	}
 	s.Tensor, s.Name, s.SizeBytes = t.Tensor, t.Place.name, t.SizeBytes
-	p.server.transferLog.over(t.Place.state, s)
-	p.server.core.TensorEnded(serving.Push, s.Code)
+	p.service.log.over(t.Place.state, s)
+	p.service.Core.TensorEnded(serving.Push, s.Code)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.summaries = append(p.summaries, s)

@@ -1,4 +1,4 @@
-package server
+package storing
 
 import (
 	"fmt"
@@ -7,8 +7,6 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/serving"
@@ -36,7 +34,7 @@ func TestRecordsOfTheWorstTransfersTakeNoMoreThanTheySay(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			before := heap()
 			rs := new(transferLog)
-			failed := status.Error(codes.Internal, strings.Repeat("y", 1<<10))
+			failed := strings.Repeat("y", 1<<10)
 			for number := 0; number < 2*recordTensorsKept; {
 				number++
 				r, err := rs.begin(worstID(number), serving.Pull)
@@ -47,7 +45,7 @@ func TestRecordsOfTheWorstTransfersTakeNoMoreThanTheySay(t *testing.T) {
 					p := rs.tensor(r, worstID(number), name, 1)
 					rs.over(p, frame.Summary{Tensor: worstID(number), Name: name, Message: strings.Repeat("x", 33<<10)})
 				}
-				rs.end(r, failed)
+				rs.end(r, frame.Internal, failed)
 			}
 			require.LessOrEqual(t, rs.kept, recordTensorsKept)
 			require.Greater(t, rs.kept, recordTensorsKept-2*recordTensors, "the worst was not reached")

@@ -1,4 +1,4 @@
-package server
+package storing
 
 import (
 	"fmt"
@@ -13,7 +13,7 @@ import (
 // idleTimeout is the frames of a transfer, with a clock that runs while this side waits
 // for its peer. A frame that moves nothing does not set it back.
 type idleTimeout struct {
-	*rateLimit
+	Conn
 	kind  serving.Direction
 	first time.Duration // what the clock begins with
 	idle  time.Duration // what it is set back to
@@ -23,8 +23,8 @@ type idleTimeout struct {
 }
 
 // newIdleTimeout returns frames that call expired when their clock has run down.
-func newIdleTimeout(conn *rateLimit, k serving.Direction, l stream.Limits, expired func()) *idleTimeout {
-	t := &idleTimeout{rateLimit: conn, kind: k, first: time.Duration(l.FirstFrame), idle: time.Duration(l.ChunkIdle)}
+func newIdleTimeout(conn Conn, k serving.Direction, l stream.Limits, expired func()) *idleTimeout {
+	t := &idleTimeout{Conn: conn, kind: k, first: time.Duration(l.FirstFrame), idle: time.Duration(l.ChunkIdle)}
 	t.left = t.first
 	t.timer = time.AfterFunc(t.idle, expired)
 	t.timer.Stop()
@@ -35,7 +35,7 @@ func newIdleTimeout(conn *rateLimit, k serving.Direction, l stream.Limits, expir
 func (t *idleTimeout) Recv() (*frame.Frame, error) {
 	began := time.Now()
 	t.timer.Reset(max(t.left, 0))
-	f, err := t.rateLimit.Recv()
+	f, err := t.Conn.Recv()
 	t.timer.Stop()
 	if t.left -= time.Since(began); !t.begun.Load() {
 		t.begun.Store(true)
@@ -46,7 +46,7 @@ func (t *idleTimeout) Recv() (*frame.Frame, error) {
 
 // Send waits until the peer has read, or the clock has run down. It takes held over.
 func (t *idleTimeout) Send(f *frame.Frame, held interface{ Release() }) error {
-	return t.sending(func() error { return t.rateLimit.Send(f, held) })
+	return t.sending(func() error { return t.Conn.Send(f, held) })
 }
 
 // sending runs the clock while send waits for the peer.
