@@ -56,7 +56,7 @@ func levelOf(err error) slog.Level {
 // statusOf is what an RPC ends with: the one place where errors become statuses.
 func statusOf(err error) error {
 	var broken *frame.Error
-	var refused *serving.Refusal
+	var refused *serving.RefusedError
 	switch {
 	case err == nil, errors.Is(err, session.ErrPeerClosed):
 		return nil

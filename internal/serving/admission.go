@@ -32,7 +32,7 @@ type gate struct {
 	open, refused atomic.Int64
 }
 
-// Enter admits one more of a kind, or says why not (*Refusal); Leave follows.
+// Enter admits one more of a kind, or says why not (*RefusedError); Leave follows.
 func (c *Core) Enter(k Kind, from *Caller) error {
 	g := &c.gates[k]
 	mine := from.open[k].Add(1)
@@ -51,7 +51,7 @@ func (c *Core) Leave(k Kind, from *Caller) {
 }
 
 // Begin admits a request that is answered before Drain is over, unless the server
-// drains already (*Refusal); End follows.
+// drains already (*RefusedError); End follows.
 func (c *Core) Begin() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -48,7 +48,7 @@ type Run struct {
 
 // Open admits a call and opens its run, waiting for memory as long as a session's
 // call does. The end of ctx, of the timeout or of the core ends the run. End follows.
-// An error is a *Refusal, and the call has been counted as ended with it.
+// An error is a *RefusedError, and the call has been counted as ended with it.
 func (c *Core) Open(ctx context.Context, from *Caller, q Request) (*Run, error) {
 	r, err := c.admit(ctx, from, q)
 	if err != nil {
@@ -110,7 +110,7 @@ func (r *Run) open(q Request) (err error) {
 }
 
 // End closes the run and counts the call as ended with err, nil if it ended well. It
-// returns what the caller is told, a *Refusal: why the run was cancelled, if it was,
+// returns what the caller is told, a *RefusedError: why the run was cancelled, if it was,
 // else err.
 func (r *Run) End(err error) error {
 	return r.end(err, r.Run.Close())
@@ -127,7 +127,7 @@ func (r *Run) end(err, lost error) error {
 	for _, undo := range r.undo {
 		undo()
 	}
-	why := &Refusal{}
+	why := &RefusedError{}
 	if err != nil {
 		why = ExplainCall(err)
 		err = why
@@ -149,7 +149,7 @@ type Tensor struct {
 
 // Compute runs a model over tensors that lie in memory, instead of q.Inputs, and
 // returns copies of its outputs. It borrows in. Inputs and outputs have at most so many
-// bytes in each direction. An error is a *Refusal.
+// bytes in each direction. An error is a *RefusedError.
 func (c *Core) Compute(ctx context.Context, from *Caller, q Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
 	r, err := c.admit(ctx, from, q)
 	if err != nil {

@@ -37,7 +37,7 @@ type Conn interface {
 	Opened()
 }
 
-// OpenSession admits a session (*Refusal if not), which Serve then serves.
+// OpenSession admits a session (*RefusedError if not), which Serve then serves.
 func (c *Core) OpenSession(from *Caller) (*Session, error) {
 	s := &Session{
 		core: c, from: from, calls: make(map[tensor.ID]*call),

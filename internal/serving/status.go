@@ -18,8 +18,8 @@ var errMemory = errors.New("serving: out of memory for now")
 // errDraining refuses what is new while the server drains.
 var errDraining error = TryLater(frame.Unavailable, "server is draining; use another one, or come back later")
 
-// Refusal says why something is not served, as whoever asked is told.
-type Refusal struct {
+// RefusedError says why something is not served, as whoever asked is told.
+type RefusedError struct {
 	Code        frame.Code
 	Text        string
 	RetryMillis uint32 // after which to try again; 0: trying again does not help
@@ -27,11 +27,11 @@ type Refusal struct {
 }
 
 // Error returns the text.
-func (r *Refusal) Error() string { return "serving: " + r.Text }
+func (r *RefusedError) Error() string { return "serving: " + r.Text }
 
 // TryLater is a refusal that waiting may help against.
-func TryLater(code frame.Code, format string, args ...any) *Refusal {
-	return &Refusal{Code: code, Text: fmt.Sprintf(format, args...), RetryMillis: retryMillis}
+func TryLater(code frame.Code, format string, args ...any) *RefusedError {
+	return &RefusedError{Code: code, Text: fmt.Sprintf(format, args...), RetryMillis: retryMillis}
 }
 
 // Rule says what a caller is told of an error.
@@ -44,28 +44,26 @@ type Rule struct {
 }
 
 // Explain turns an error into what its caller is told, by the first rule that fits. A
-// *Refusal and a *frame.Error say it themselves; what no rule fits is an internal
+// *RefusedError and a *frame.Error say it themselves; what no rule fits is an internal
 // error, whose text may name files and addresses and goes to the log alone.
-func Explain(err error, rules []Rule) *Refusal {
-	var own *Refusal
-	var broken *frame.Error
-	if errors.As(err, &own) {
+func Explain(err error, rules []Rule) *RefusedError {
+	if own, ok := errors.AsType[*RefusedError](err); ok {
 		return own
 	}
-	if errors.As(err, &broken) {
-		return &Refusal{Code: broken.Code, Text: broken.Text}
+	if broken, ok := errors.AsType[*frame.Error](err); ok {
+		return &RefusedError{Code: broken.Code, Text: broken.Text}
 	}
 	for _, r := range rules {
 		if !errors.Is(err, r.Err) {
 			continue
 		}
-		why := &Refusal{Code: r.Code, Text: cmp.Or(r.Text, err.Error()), Secret: r.Secret}
+		why := &RefusedError{Code: r.Code, Text: cmp.Or(r.Text, err.Error()), Secret: r.Secret}
 		if r.Retry {
 			why.RetryMillis = retryMillis
 		}
 		return why
 	}
-	return &Refusal{Code: frame.Internal, Text: "internal error", Secret: true}
+	return &RefusedError{Code: frame.Internal, Text: "internal error", Secret: true}
 }
 
 // callRules are those of calls. The order matters: a cause that ended the call's
@@ -85,7 +83,7 @@ var callRules = []Rule{
 }
 
 // ExplainCall turns the error of a call into what its caller is told.
-func ExplainCall(err error) *Refusal {
+func ExplainCall(err error) *RefusedError {
 	why := Explain(err, callRules)
 	if why.Secret && errors.Is(err, engine.ErrModel) {
 		why.Text = modelText(err)

@@ -1,11 +1,11 @@
 package storing
 
 const (
-	// PushTensors is how many tensors may be open on one push at a time, and
-	// Tensors how many it, or a pull's request, may name in all: state per
-	// tensor, and a response that fits a message.
+	// PushTensors is how many tensors may be open on one push at a time: state per tensor.
 	PushTensors = 16
-	Tensors     = 1024
+	// Tensors is how many tensors a push, or a pull's request, may name in all: state per
+	// tensor, and a response that fits a message.
+	Tensors = 1024
 	// commits is how many tensors of a push are made durable at a time: a disk
 	// answers several fsyncs together as fast as one.
 	commits = 4

@@ -156,11 +156,11 @@ var rules = []serving.Rule{
 
 // Explain turns an error of a store, a source or a transfer into what a summary
 // says.
-func Explain(err error) *serving.Refusal {
+func Explain(err error) *serving.RefusedError {
 	why := serving.Explain(err, rules)
 	var public engine.PublicError
 	if why.Secret && why.Code == frame.Internal && errors.As(err, &public) {
-		return &serving.Refusal{Code: frame.Internal, Text: public.Public()}
+		return &serving.RefusedError{Code: frame.Internal, Text: public.Public()}
 	}
 	return why
 }

@@ -1,4 +1,4 @@
-// Stress runs what a test of a few seconds cannot show: many sessions at once,
+// Command stress runs what a test of a few seconds cannot show: many sessions at once,
 // servers and clients that are killed, hours of mixed load, and the programs of two
 // commits together, always with a server process of its own, built from this module
 // or from another commit. docs/stress.md says what each load shows.
