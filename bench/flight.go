@@ -14,267 +14,209 @@ import (
 	"github.com/apache/arrow-go/v18/arrow/ipc"
 	"github.com/apache/arrow-go/v18/arrow/memory"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/bench"
 )
 
 // flightKind is Arrow Flight for Go as one writes it with its own readers and
-// writers: a tensor is one column of float32, sent as record batches that are
-// slices of it without a copy, and a batch that arrived is copied to its place in
-// the tensor. An upload is a DoPut, an echo a DoExchange whose answer starts while
-// its input comes. With sums, a batch's CRC32C goes along as its application
-// metadata and is checked at its place, at every end. Everything is as Flight has
-// it, but for the size of a message, which gRPC would keep below 4 MiB.
+// writers: a tensor is one column of float32, sent as record batches over it without
+// a copy, and a batch that arrived is copied to its place in the tensor. An upload is
+// a DoPut, an echo a DoExchange whose answer starts while its input comes. With sums,
+// a batch's CRC32C goes along as its application metadata and is checked at its
+// place, at every end. Everything is as Flight has it, but for the size of a message,
+// which gRPC would keep below 4 MiB.
 func flightKind(batch int, sums bool) bench.Kind {
-	k := bench.Kind{
-		Name: "flight", Text: "Arrow Flight",
+	name := "flight"
+	if sums {
+		name += "-crc"
+	}
+	return bench.Kind{
+		Name: fmt.Sprintf("%s-%dKiB", name, batch>>10),
 		Serve: func(l net.Listener, remote []byte) (bench.Server, error) {
-			return serveFlight(l, remote, batch, sums), nil
+			idle := make(chan struct{}, 1)
+			s := flight.NewServerWithMiddleware(nil, grpc.MaxRecvMsgSize(maxMessageBytes))
+			s.InitListener(l)
+			s.RegisterFlightService(&flightServer{remote: remote, batch: batch, sums: sums, idle: idle})
+			return bench.Go(s.Serve, func() { s.Shutdown(); close(idle) }, idle), nil // after the transfers
 		},
 		Dial: func(_ context.Context, network, address string, source, back []byte) (bench.Client, error) {
-			return dialFlight(network, address, source, back, batch, sums)
+			options := append(bench.DialOptions(network, address), grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes)))
+			c, err := flight.NewClientWithMiddleware(bench.Target, nil, nil, options...)
+			if err != nil {
+				return bench.Client{}, err
+			}
+			f := &flightClient{c, source, back, batch, sums}
+			return bench.Client{Run: f.run, Close: c.Close}, nil
 		},
 	}
-	if sums {
-		k.Name, k.Text = k.Name+"-crc", k.Text+", CRC-32C"
-	}
-	k.Name = fmt.Sprintf("%s-%dKiB", k.Name, batch>>10)
-	k.Text += ", batches of " + bench.ByteText(batch)
-	return k
 }
 
 type flightServer struct {
 	flight.BaseFlightServer
-	tensor flightTensor
-	server flight.Server
-	idle   chan struct{} // after each transfer, and at the end
-	served chan error
-}
-
-func serveFlight(l net.Listener, remote []byte, batch int, sums bool) *flightServer {
-	s := &flightServer{tensor: flightTensor{remote, batch, sums}, idle: make(chan struct{}, 1), served: make(chan error, 1)}
-	s.server = flight.NewServerWithMiddleware(nil, grpc.MaxRecvMsgSize(maxMessageBytes))
-	s.server.InitListener(l)
-	s.server.RegisterFlightService(s)
-	go func() { s.served <- s.server.Serve() }()
-	return s
-}
-
-// Idle says that the tensor is not touched.
-func (s *flightServer) Idle() <-chan struct{} { return s.idle }
-
-// Close waits for the transfers, which end with their client, and for the serving
-// goroutines.
-func (s *flightServer) Close() error {
-	s.server.Shutdown()
-	close(s.idle)
-	return <-s.served
+	remote []byte
+	batch  int // bytes
+	sums   bool
+	idle   chan<- struct{}
 }
 
 // DoPut receives a tensor and acknowledges the whole.
 func (s *flightServer) DoPut(stream flight.FlightService_DoPutServer) error {
-	if err := s.tensor.receive(stream, func(region) {}); err != nil {
-		return err
-	}
-	if err := stream.Send(&flight.PutResult{}); err != nil {
-		return err
-	}
-	s.idle <- struct{}{}
-	return nil
+	l := newFlightLink(nil, stream, len(s.remote), s.sums)
+	l.tell = func() error { return stream.Send(&flight.PutResult{}) }
+	return s.answer(l, bench.Upload)
 }
 
 // DoExchange receives a tensor and sends every batch back from its place there.
 func (s *flightServer) DoExchange(stream flight.FlightService_DoExchangeServer) error {
-	whole := make(chan region, s.tensor.batches()) // room for all: the reader never waits for the writer
-	sent := make(chan error, 1)
-	go func() { sent <- s.tensor.send(stream, nil, whole) }() // ends when whole is closed, or with the gRPC stream
-	err := s.tensor.receive(stream, func(r region) { whole <- r })
-	close(whole)
-	if err = errors.Join(err, <-sent); err != nil {
-		return err
+	return s.answer(newFlightLink(stream, stream, len(s.remote), s.sums), bench.Echo)
+}
+
+func (s *flightServer) answer(l *flightLink, op bench.Op) error {
+	err := bench.Answer(l, op, s.remote, s.batch)
+	if err == nil {
+		s.idle <- struct{}{}
 	}
-	s.idle <- struct{}{}
-	return nil
+	return err
 }
 
 type flightClient struct {
-	client       flight.Client
-	source, back flightTensor
+	flight.Client
+	source, back []byte
+	batch        int // bytes
+	sums         bool
 }
 
-func dialFlight(network, address string, source, back []byte, batch int, sums bool) (*flightClient, error) {
-	c, err := flight.NewClientWithMiddleware("passthrough:///bench", nil, nil,
-		grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes)),
-		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
-			return new(net.Dialer).DialContext(ctx, network, address)
-		}))
-	if err != nil {
-		return nil, err
-	}
-	return &flightClient{c, flightTensor{source, batch, sums}, flightTensor{back, batch, sums}}, nil
-}
-
-// Run does op once, as one call.
-func (c *flightClient) Run(ctx context.Context, op bench.Op) error {
+// run does op once, as one call.
+func (c *flightClient) run(ctx context.Context, op bench.Op) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
+	var l *flightLink
 	switch op {
 	case bench.Upload:
-		return c.put(ctx)
+		stream, err := c.DoPut(ctx)
+		if err != nil {
+			return err
+		}
+		l = newFlightLink(stream, nil, len(c.source), c.sums)
+		l.sent = stream.CloseSend
+		l.hear = func() error {
+			if _, err := stream.Recv(); err != nil {
+				return err
+			}
+			if _, err := stream.Recv(); !errors.Is(err, io.EOF) {
+				return fmt.Errorf("peers: the put does not end after its result: %w", err)
+			}
+			return nil
+		}
 	case bench.Echo:
-		return c.exchange(ctx, cancel)
+		stream, err := c.DoExchange(ctx)
+		if err != nil {
+			return err
+		}
+		l = newFlightLink(stream, stream, len(c.source), c.sums)
+		l.sent = stream.CloseSend
 	default:
 		return fmt.Errorf("peers: Arrow Flight has no %s here", op)
 	}
+	l.close = cancel
+	l.writer.SetFlightDescriptor(&flight.FlightDescriptor{Type: flight.DescriptorPATH, Path: []string{"tensor"}})
+	return bench.Ask(l, op, c.source, c.back, c.batch)
 }
-
-// Close ends the connection.
-func (c *flightClient) Close() error { return c.client.Close() }
-
-func (c *flightClient) put(ctx context.Context) error {
-	stream, err := c.client.DoPut(ctx)
-	if err != nil {
-		return err
-	}
-	if err := c.send(stream); err != nil && !errors.Is(err, io.EOF) { // io.EOF: the server says why
-		return err
-	}
-	if _, err := stream.Recv(); err != nil {
-		return err
-	}
-	if _, err := stream.Recv(); !errors.Is(err, io.EOF) {
-		return fmt.Errorf("peers: the put does not end after its result: %w", err)
-	}
-	return nil
-}
-
-// exchange cancels the call when its results fail, or the sender would wait.
-func (c *flightClient) exchange(ctx context.Context, cancel context.CancelFunc) error {
-	stream, err := c.client.DoExchange(ctx)
-	if err != nil {
-		return err
-	}
-	sent := make(chan error, 1)
-	go func() { sent <- c.send(stream) }() // ends with the source or the gRPC stream
-	if err := c.back.receive(stream, func(region) {}); err != nil {
-		cancel()
-		return errors.Join(err, <-sent)
-	}
-	return <-sent
-}
-
-// send sends the source and closes the sending side.
-func (c *flightClient) send(stream interface {
-	flight.DataStreamWriter
-	CloseSend() error
-}) error {
-	all := make(chan region, c.source.batches())
-	for at := 0; at < len(c.source.data); at += c.source.batch {
-		all <- region{at, min(c.source.batch, len(c.source.data)-at)}
-	}
-	close(all)
-	descriptor := &flight.FlightDescriptor{Type: flight.DescriptorPATH, Path: []string{"tensor"}}
-	if err := c.source.send(stream, descriptor, all); err != nil {
-		return err
-	}
-	return stream.CloseSend()
-}
-
-// flightTensor is memory of float32 that goes as record batches. Its memory is
-// lent to whoever sends or receives.
-type flightTensor struct {
-	data  []byte
-	batch int // bytes
-	sums  bool
-}
-
-// region is where a batch lies, in bytes.
-type region struct{ at, n int }
-
-func (t flightTensor) batches() int { return (len(t.data) + t.batch - 1) / t.batch }
 
 var (
 	flightSchema = arrow.NewSchema([]arrow.Field{{Name: "x", Type: arrow.PrimitiveTypes.Float32}}, nil)
 	errNoSum     = errors.New("peers: a batch came without its checksum")
 )
 
-// send sends each region as a batch, until there are no more.
-func (t flightTensor) send(to flight.DataStreamWriter, descriptor *flight.FlightDescriptor, regions <-chan region) error {
-	n := len(t.data) / arrow.Float32SizeBytes
-	data := array.NewData(arrow.PrimitiveTypes.Float32, n, []*memory.Buffer{nil, memory.NewBufferBytes(t.data)}, nil, 0, 0)
+// flightLink is one end of one call, whose batches are a tensor's chunks.
+type flightLink struct {
+	sums        bool
+	writer      *flight.Writer
+	from        flight.DataStreamReader
+	reader      *flight.Reader // of from, once there is something to read
+	unsent, due int            // bytes
+
+	tell, hear func() error // of the end of an upload
+	sent       func() error // closes the sending side
+	close      func()
+}
+
+func newFlightLink(to flight.DataStreamWriter, from flight.DataStreamReader, size int, sums bool) *flightLink {
+	nothing := func() error { return nil }
+	l := &flightLink{sums: sums, from: from, unsent: size, due: size, tell: nothing, hear: nothing, sent: nothing, close: func() {}}
+	if to != nil {
+		l.writer = flight.NewRecordWriter(to, ipc.WithSchema(flightSchema))
+	}
+	return l
+}
+
+// Tell of a client is that there is a call.
+func (l *flightLink) Tell(bench.Op) error { return l.tell() }
+
+func (l *flightLink) Hear() (bench.Op, error) { return bench.Upload, l.hear() }
+
+func (l *flightLink) Close() error {
+	l.close()
+	return nil
+}
+
+// Send sends a chunk as a batch, and the end after the last.
+func (l *flightLink) Send(chunk []byte) error {
+	n := len(chunk) / arrow.Float32SizeBytes
+	data := array.NewData(arrow.PrimitiveTypes.Float32, n, []*memory.Buffer{nil, memory.NewBufferBytes(chunk)}, nil, 0, 0)
 	defer data.Release()
 	column := array.NewFloat32Data(data)
 	defer column.Release()
-	whole := array.NewRecordBatch(flightSchema, []arrow.Array{column}, int64(n))
-	defer whole.Release()
-	w := flight.NewRecordWriter(to, ipc.WithSchema(flightSchema))
-	w.SetFlightDescriptor(descriptor)
-	for r := range regions {
-		var sum []byte
-		if t.sums {
-			sum = binary.LittleEndian.AppendUint32(nil, codec.CRC32C.Update(0, t.data[r.at:r.at+r.n]))
-		}
-		batch := whole.NewSlice(int64(r.at/arrow.Float32SizeBytes), int64((r.at+r.n)/arrow.Float32SizeBytes))
-		err := w.WriteWithAppMetadata(batch, sum)
-		batch.Release()
-		if err != nil {
+	batch := array.NewRecordBatch(flightSchema, []arrow.Array{column}, int64(n))
+	defer batch.Release()
+	var sum []byte
+	if l.sums {
+		sum = binary.LittleEndian.AppendUint32(nil, codec.CRC32C.Update(0, chunk))
+	}
+	err := l.writer.WriteWithAppMetadata(batch, sum)
+	if l.unsent -= len(chunk); err != nil || l.unsent > 0 {
+		return err
+	}
+	return errors.Join(l.writer.Close(), l.sent())
+}
+
+// Receive copies the next batch to its place, and expects the end after the last.
+func (l *flightLink) Receive(chunk []byte) (err error) {
+	if l.reader == nil {
+		if l.reader, err = flight.NewRecordReader(l.from); err != nil {
 			return err
 		}
 	}
-	return w.Close()
-}
-
-// receive fills the tensor and tells of each batch that is in its place and
-// checked. It returns at the end of the gRPC stream, with an error if that is not the
-// end of the tensor.
-func (t flightTensor) receive(from flight.DataStreamReader, whole func(region)) error {
-	r, err := flight.NewRecordReader(from)
-	if err != nil {
-		return err
+	if !l.reader.Next() {
+		return errors.Join(l.reader.Err(), fmt.Errorf("peers: the tensor ends %d bytes before its end", l.due))
 	}
-	defer r.Release()
-	at := 0
-	for r.Next() {
-		if len(r.RecordBatch().Columns()) != 1 {
-			return fmt.Errorf("peers: a batch of %d columns came, want 1", len(r.RecordBatch().Columns()))
-		}
-		column, ok := r.RecordBatch().Column(0).(*array.Float32)
-		if !ok {
-			return fmt.Errorf("peers: a batch of %v came, want float32", r.RecordBatch().Column(0).DataType())
-		}
-		values := arrow.Float32Traits.CastToBytes(column.Float32Values())
-		if len(values) > len(t.data)-at {
-			return fmt.Errorf("peers: a batch [%d,+%d) came, outside a tensor of %d bytes", at, len(values), len(t.data))
-		}
-		place := t.data[at : at+len(values)]
-		copy(place, values)
-		if t.sums {
-			if err := check(place, r.LatestAppMetadata()); err != nil {
-				return fmt.Errorf("%w, at byte %d", err, at)
-			}
-		}
-		whole(region{at, len(values)})
-		at += len(values)
+	batch := l.reader.RecordBatch()
+	if len(batch.Columns()) != 1 {
+		return fmt.Errorf("peers: a batch of %d columns came, want 1", len(batch.Columns()))
 	}
-	if err := r.Err(); err != nil {
-		return err
+	column, ok := batch.Column(0).(*array.Float32)
+	if !ok {
+		return fmt.Errorf("peers: a batch of %v came, want float32", batch.Column(0).DataType())
 	}
-	if at != len(t.data) {
-		return fmt.Errorf("peers: %d bytes came of a tensor of %d", at, len(t.data))
+	values := arrow.Float32Traits.CastToBytes(column.Float32Values())
+	if len(values) != len(chunk) {
+		return fmt.Errorf("peers: a batch of %d bytes came, want %d", len(values), len(chunk))
 	}
-	return nil
-}
-
-// check compares a batch that is in its place with the checksum that came along.
-func check(place, sum []byte) error {
-	if len(sum) != 4 {
+	copy(chunk, values)
+	if sum := l.reader.LatestAppMetadata(); l.sums && len(sum) != 4 {
 		return errNoSum
+	} else if l.sums {
+		if err := bench.CheckSum(chunk, 0, binary.LittleEndian.Uint32(sum)); err != nil {
+			return fmt.Errorf("%w, %d bytes before the end", err, l.due)
+		}
 	}
-	if want, got := binary.LittleEndian.Uint32(sum), codec.CRC32C.Update(0, place); got != want {
-		return fmt.Errorf("peers: a batch has checksum %08x, sent was %08x", got, want)
+	if l.due -= len(chunk); l.due > 0 {
+		return nil
 	}
-	return nil
+	defer l.reader.Release()
+	if l.reader.Next() {
+		return errors.New("peers: a batch came after the tensor's last")
+	}
+	return l.reader.Err()
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"testing"
 
@@ -88,13 +89,11 @@ func (p *tape) Recv() (*flight.FlightData, error) {
 func record(t *testing.T, sums bool) (source []byte, p *tape) {
 	t.Helper()
 	source, p = testMemory(320).Source, new(tape)
-	regions := make(chan region, 4)
-	for at := 0; at < len(source); at += 100 {
-		regions <- region{at, min(100, len(source)-at)}
-	}
-	close(regions)
-	if err := (flightTensor{source, 100, sums}).send(p, nil, regions); err != nil {
-		t.Fatal(err)
+	l := newFlightLink(p, nil, len(source), sums)
+	for c := range slices.Chunk(source, 100) {
+		if err := l.Send(c); err != nil {
+			t.Fatal(err)
+		}
 	}
 	if len(p.all) != 5 {
 		t.Fatalf("%d messages, want 5", len(p.all))
@@ -102,13 +101,24 @@ func record(t *testing.T, sums bool) (source []byte, p *tape) {
 	return source, p
 }
 
+// play receives what was recorded, and returns how many batches were placed.
+func play(p *tape, dst []byte, sums bool) (placed int, err error) {
+	l := newFlightLink(nil, p, len(dst), sums)
+	for c := range slices.Chunk(dst, 100) {
+		if err := l.Receive(c); err != nil {
+			return placed, err
+		}
+		placed++
+	}
+	return placed, nil
+}
+
 func TestEveryBitThatFlipsOnTheWayIsFoundByItsChecksum(t *testing.T) {
 	for bit := range 8 * 100 {
 		source, p := record(t, true)
 		p.all[2].DataBody[bit/8] ^= 1 << (bit % 8)
-		placed := 0
-		err := flightTensor{make([]byte, len(source)), 100, true}.receive(p, func(region) { placed++ })
-		if err == nil || !strings.Contains(err.Error(), "checksum") || !strings.Contains(err.Error(), "byte 100") {
+		placed, err := play(p, make([]byte, len(source)), true)
+		if err == nil || !strings.Contains(err.Error(), "checksum") || !strings.Contains(err.Error(), "220 bytes before") {
 			t.Fatalf("bit %d: got %v", bit, err)
 		}
 		if placed != 1 {
@@ -121,7 +131,7 @@ func TestWithoutChecksumsAFlippedBitIsFoundByTheComparison(t *testing.T) {
 	source, p := record(t, false)
 	p.all[2].DataBody[7] ^= 1
 	dst := make([]byte, len(source))
-	if err := (flightTensor{dst, 100, false}).receive(p, func(region) {}); err != nil {
+	if _, err := play(p, dst, false); err != nil {
 		t.Fatal(err)
 	}
 	if err := bench.Check(bench.Upload, dst, source); err == nil {
@@ -137,15 +147,15 @@ func TestABatchThatIsNotTheTensorsIsRefused(t *testing.T) {
 		"its checksum is missing":      {func(p *tape) { p.all[3].AppMetadata = nil }, errNoSum.Error()},
 		"its checksum is another's":    {func(p *tape) { p.all[3].AppMetadata = p.all[2].AppMetadata }, "checksum"},
 		"two are turned":               {func(p *tape) { p.all[1].AppMetadata, p.all[2].AppMetadata = p.all[2].AppMetadata, p.all[1].AppMetadata }, "checksum"},
-		"the last one is missing":      {func(p *tape) { p.all = p.all[:4] }, "300 bytes came"},
-		"one comes twice":              {func(p *tape) { p.all = append(p.all, p.all[4]) }, "outside a tensor"},
+		"the last one is missing":      {func(p *tape) { p.all = p.all[:4] }, "ends 20 bytes before"},
+		"one comes twice":              {func(p *tape) { p.all = append(p.all, p.all[4]) }, "after the tensor's last"},
 		"nothing comes":                {func(p *tape) { p.all = nil }, io.EOF.Error()},
-		"nothing comes but the schema": {func(p *tape) { p.all = p.all[:1] }, "0 bytes came"},
+		"nothing comes but the schema": {func(p *tape) { p.all = p.all[:1] }, "ends 320 bytes before"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			source, p := record(t, true)
 			tc.change(p)
-			err := flightTensor{make([]byte, len(source)), 100, true}.receive(p, func(region) {})
+			_, err := play(p, make([]byte, len(source)), true)
 			if err == nil || !strings.Contains(err.Error(), tc.want) {
 				t.Fatalf("got %v, want %q", err, tc.want)
 			}
@@ -161,9 +171,7 @@ func (broken) Send(*flight.FlightData) error { return errBroken }
 var errBroken = errors.New("gone")
 
 func TestSendingEndsWithTheConnection(t *testing.T) {
-	regions := make(chan region, 1)
-	regions <- region{0, 4}
-	if err := (flightTensor{make([]byte, 4), 4, true}).send(broken{}, nil, regions); !errors.Is(err, errBroken) {
+	if err := newFlightLink(broken{}, nil, 4, true).Send(make([]byte, 4)); !errors.Is(err, errBroken) {
 		t.Fatalf("got %v", err)
 	}
 }

@@ -1,6 +1,10 @@
 package main
 
-import "time"
+import (
+	"time"
+
+	"github.com/tensorferry/tensorferry/internal/bench"
+)
 
 const (
 	// tensorBytes is the tensor that the required figures are for.
@@ -16,17 +20,14 @@ const (
 	// transferWait is how long one transfer may take before the run is given up:
 	// a tensor of 256 MiB at 2 MB/s.
 	transferWait = 2 * time.Minute
-	// childWait is how long a process may take to end once its input is closed,
-	// before it is killed.
-	childWait = 10 * time.Second
 )
 
-// What is required of the ratio to Arrow Flight doing the same work, with two
-// cores.
-const (
-	uploadToFlight = 1.5
-	echoToFlight   = 1.2
-)
+// works are what is measured, and what is required of the ratio to Arrow Flight doing
+// the same work, with two cores.
+var works = []struct {
+	op       bench.Op
+	toFlight float64
+}{{bench.Upload, 1.5}, {bench.Echo, 1.2}}
 
 // batchSizes are the bytes of tensor that a record batch of Flight may carry. It
 // is measured with the best of them. 1 MiB is the chunk of everyone else; the

@@ -1,6 +1,6 @@
 // Command bench measures tensorferry beside its peers, above all Arrow Flight for
 // Go: the same tensor, uploads and echoes in turns, a server process and a client
-// process for each. It prints a Markdown table and writes a picture of it.
+// process for each. It prints the report of internal/bench, and draws it.
 //
 // A peer does the work that we do, as its own documentation has it done: bytes
 // are of use when they lie together in memory that has been there before, and a
@@ -16,11 +16,9 @@ import (
 	"flag"
 	"fmt"
 	"io"
-	"maps"
 	"os"
 	"os/signal"
 	"path/filepath"
-	"slices"
 	"syscall"
 	"time"
 
@@ -32,30 +30,30 @@ const endArgument = "end"
 
 func main() {
 	if len(os.Args) == 2 && os.Args[1] == endArgument {
-		exit(serveEnd(os.Stdin, os.Stdout, kinds()))
+		exit(serveEnd(os.Stdin, os.Stdout))
 	}
-	var c config
-	flag.IntVar(&c.size, "size", tensorBytes, "`bytes` of the tensor, a multiple of 8")
-	flag.IntVar(&c.rounds, "rounds", bench.MinPairs, "least rounds that a median is taken of; fewer than the default are not")
-	flag.BoolVar(&c.quick, "quick", false, "run every part briefly, to see that it works: the figures mean nothing")
-	asJSON := flag.Bool("json", false, "print JSON, with every sample")
+	size := flag.Int("size", tensorBytes, "`bytes` of the tensor, a multiple of 8")
+	quick := flag.Bool("quick", false, "run every part briefly, to see that it works: the figures mean nothing")
 	out := flag.String("out", "", "write peers.md, peers.json and peers.svg to `folder`, too")
 	against := flag.String("against", "", "compare with a `program` that is this one of another commit, not with peers")
 	flag.Parse()
-	if flag.NArg() > 0 {
-		fmt.Fprintf(os.Stderr, "bench: unexpected %q\n", flag.Args())
-		flag.Usage()
-		os.Exit(2)
+	c := bench.Full(nil, *size, 0)
+	if *quick {
+		c = bench.Smoke(nil)
+		c.Size = min(*size, quickBytes)
 	}
-	c.progress = func(text string) { fmt.Fprintf(os.Stderr, "bench: %s\n", text) }
+	c.Progress = func(text string) { fmt.Fprintf(os.Stderr, "bench: %s\n", text) }
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	if *against != "" {
+	switch {
+	case flag.NArg() > 0 || c.Size < 8 || c.Size%8 != 0:
+		exit(fmt.Errorf("%q and tensors of %d bytes; give no argument, and 8 or more, a multiple of 8", flag.Args(), c.Size))
+	case *against != "":
 		exit(turns(ctx, c, *against, os.Stdout))
 	}
 	r, err := run(ctx, c)
 	if err == nil {
-		err = write(r, *asJSON, os.Stdout, *out)
+		err = write(r, os.Stdout, *out)
 	}
 	exit(err)
 }
@@ -71,58 +69,25 @@ func exit(err error) {
 // kinds are all that take part, by name.
 func kinds() map[string]bench.Kind {
 	all := map[string]bench.Kind{}
-	for _, k := range []bench.Kind{bench.RawCRC, bench.StockGRPC, bench.Tensorferry} {
+	for _, k := range append(flights(false), append(flights(true), bench.RawCRC, bench.StockGRPC, bench.Tensorferry)...) {
 		all[k.Name] = k
-	}
-	for _, sums := range []bool{false, true} {
-		for _, batch := range batchSizes {
-			k := flightKind(batch, sums)
-			all[k.Name] = k
-		}
 	}
 	return all
 }
 
-// works are what is measured, and what is required of the ratio to Flight doing
-// the same work.
-var works = []struct {
-	op       bench.Op
-	toFlight float64
-}{
-	{bench.Upload, uploadToFlight},
-	{bench.Echo, echoToFlight},
-}
-
-// config says what to measure.
-type config struct {
-	size, rounds int
-	quick        bool
-	progress     func(string)
-}
-
-// measures returns what c asks for.
-func (c config) measures() (bench.Config, error) {
-	m := bench.Full(nil, c.size, c.rounds)
-	if c.quick {
-		m = bench.Smoke(nil)
-		m.Size = min(c.size, quickBytes)
+// flights are Flight with each batch size.
+func flights(sums bool) (all []bench.Kind) {
+	for _, batch := range batchSizes {
+		all = append(all, flightKind(batch, sums))
 	}
-	m.Progress = c.progress
-	if m.Size < 8 || m.Size%8 != 0 {
-		return m, fmt.Errorf("peers: tensors of %d bytes; give 8 or more, a multiple of 8", m.Size)
-	}
-	return m, nil
+	return all
 }
 
 // turns compares ours with ours of another build of this program.
-func turns(ctx context.Context, c config, program string, out io.Writer) error {
-	m, err := c.measures()
-	if err != nil {
-		return err
-	}
+func turns(ctx context.Context, c bench.Config, program string, out io.Writer) error {
 	var t bench.Turns
 	for _, w := range works {
-		all, err := rounds(ctx, m, w.op, []entrant{{kind: bench.Tensorferry.Name}, {kind: bench.Tensorferry.Name, program: program}})
+		all, err := rounds(ctx, c, w.op, []entrant{{kind: bench.Tensorferry.Name}, {kind: bench.Tensorferry.Name, program: program}})
 		if err != nil {
 			return err
 		}
@@ -133,66 +98,57 @@ func turns(ctx context.Context, c config, program string, out io.Writer) error {
 
 // run finds the best batch size of Flight for each work, and then has everyone
 // take turns.
-func run(ctx context.Context, c config) (_ *Report, err error) {
-	m, err := c.measures()
-	if err != nil {
-		return nil, err
-	}
-	r := newReport(m.Size, c.quick)
-	for i, w := range works {
-		r.Works = append(r.Works, Work{Op: w.op})
+func run(ctx context.Context, c bench.Config) (*Report, error) {
+	r := &Report{Date: time.Now().Format(time.DateOnly), Modules: peerModules()}
+	r.Machine, r.Smoke = bench.ThisMachine(), c.Smoke
+	for _, w := range works {
+		entrants := []entrant{{kind: bench.Tensorferry.Name}, {kind: bench.RawCRC.Name}}
 		for _, sums := range []bool{false, true} {
-			batches, err := sweep(ctx, m, w.op, sums)
+			batches, best, err := sweep(ctx, c, w.op, sums)
 			if err != nil {
 				return nil, err
 			}
-			r.Works[i].Batches = append(r.Works[i].Batches, batches...)
+			r.Batches = append(r.Batches, batches...)
+			if sums {
+				best.atLeast = w.toFlight
+			}
+			entrants = append(entrants, best)
 		}
-	}
-	for i, w := range works {
-		if r.Works[i].Comparisons, err = compare(ctx, m, w.op, w.toFlight, r.Works[i].best()); err != nil {
+		all, err := rounds(ctx, c, w.op, append(entrants, entrant{kind: bench.StockGRPC.Name}))
+		if err != nil {
 			return nil, err
 		}
+		r.Comparisons = append(r.Comparisons, all...)
 	}
 	r.LoadAfter = bench.ThisMachine().Load
 	return r, nil
 }
 
-// sweep measures Flight with each batch size.
-func sweep(ctx context.Context, m bench.Config, op bench.Op, sums bool) ([]Batch, error) {
-	m.MinPairs = min(m.MinPairs, sweepRounds)
-	m.MaxPairs = m.MinPairs
+// sweep measures Flight with each batch size, and returns the best, too.
+func sweep(ctx context.Context, c bench.Config, op bench.Op, sums bool) (batches []Batch, best entrant, err error) {
+	c.MinPairs = min(c.MinPairs, sweepRounds)
+	c.MaxPairs = c.MinPairs
 	var entrants []entrant
-	for _, batch := range batchSizes {
-		entrants = append(entrants, entrant{kind: flightKind(batch, sums).Name})
+	for _, k := range flights(sums) {
+		entrants = append(entrants, entrant{kind: k.Name})
 	}
-	all, err := rounds(ctx, m, op, entrants)
+	all, err := rounds(ctx, c, op, entrants)
 	if err != nil {
-		return nil, err
+		return nil, best, err
 	}
-	rates := []float64{all[0].Ours.Rate}
-	for _, x := range all {
-		rates = append(rates, x.Theirs.Rate)
-	}
-	best := slices.Index(rates, slices.Max(rates))
-	var batches []Batch
-	for i, rate := range rates {
-		batches = append(batches, Batch{Kind: entrants[i].kind, Sums: sums, Bytes: batchSizes[i], Rate: rate, Best: i == best})
-	}
-	return batches, nil
-}
-
-// compare measures tensorferry beside everyone, of Flight the kinds named.
-func compare(ctx context.Context, m bench.Config, op bench.Op, toFlight float64, flights []Batch) ([]*bench.Comparison, error) {
-	entrants := []entrant{{kind: bench.Tensorferry.Name}, {kind: bench.RawCRC.Name}}
-	for _, b := range flights {
-		e := entrant{kind: b.Kind}
-		if b.Sums {
-			e.atLeast = toFlight
+	at := 0
+	for i, e := range entrants {
+		rate := all[0].Ours.Rate
+		if i > 0 {
+			rate = all[i-1].Theirs.Rate
 		}
-		entrants = append(entrants, e)
+		batches = append(batches, Batch{Op: op, Kind: e.kind, Sums: sums, Bytes: batchSizes[i], Rate: rate})
+		if rate > batches[at].Rate {
+			at = i
+		}
 	}
-	return rounds(ctx, m, op, append(entrants, entrant{kind: bench.StockGRPC.Name}))
+	batches[at].Best = true
+	return batches, entrants[at], nil
 }
 
 // entrant is a kind that takes part.
@@ -203,52 +159,37 @@ type entrant struct {
 }
 
 // rounds compares the first entrant with the others.
-func rounds(ctx context.Context, m bench.Config, op bench.Op, entrants []entrant) (_ []*bench.Comparison, err error) {
-	all := kinds()
+func rounds(ctx context.Context, c bench.Config, op bench.Op, entrants []entrant) (_ []*bench.Comparison, err error) {
 	var peers []bench.Peer
 	for _, e := range entrants {
-		c, err := openContestant(ctx, e.program, all[e.kind], m.Size)
+		p, err := openContestant(ctx, e.program, e.kind, c.Size)
 		if err != nil {
 			return nil, err
 		}
-		defer func() { err = errors.Join(err, c.Close()) }()
+		defer func() { err = errors.Join(err, p.Close()) }()
 		peers = append(peers, bench.Peer{
-			Name: e.kind, AtLeast: e.atLeast,
-			Do: func(ctx context.Context) (bench.Sample, error) { return c.Move(ctx, op) },
+			Name: e.kind, Required: bench.Required{Value: e.atLeast},
+			Do: func(ctx context.Context) (bench.Sample, error) { return p.Move(ctx, op) },
 		})
 	}
-	return m.Rounds(ctx, "tcp", string(op), m.Size, peers[0], peers[1:]...)
+	return c.Rounds(ctx, "tcp", string(op), c.Size, peers[0], peers[1:]...)
 }
 
-// write writes r to out, and to the folder unless that is empty.
-func write(r *Report, asJSON bool, out io.Writer, folder string) error {
+// write writes the page of r to out, and everything to the folder unless that is empty.
+func write(r *Report, out io.Writer, folder string) error {
 	text, err := json.Marshal(r)
 	if err != nil {
 		return err
 	}
-	files := map[string][]byte{"peers.md": r.markdown(), "peers.svg": r.picture(), "peers.json": append(text, '\n')}
-	shown := files["peers.md"]
-	if asJSON {
-		shown = files["peers.json"]
-	}
-	if _, err := out.Write(shown); err != nil || folder == "" {
+	page := r.page()
+	if _, err := out.Write(page); err != nil || folder == "" {
 		return err
 	}
-	if err := os.MkdirAll(folder, 0o777); err != nil {
-		return err
-	}
-	for _, name := range slices.Sorted(maps.Keys(files)) {
-		if err := os.WriteFile(filepath.Join(folder, name), files[name], 0o666); err != nil {
-			return err
+	err = os.MkdirAll(folder, 0o777)
+	for name, data := range map[string][]byte{"peers.md": page, "peers.svg": r.picture(), "peers.json": append(text, '\n')} {
+		if err == nil {
+			err = os.WriteFile(filepath.Join(folder, name), data, 0o666)
 		}
 	}
-	return nil
-}
-
-// newReport is of this machine and this day.
-func newReport(size int, quick bool) *Report {
-	return &Report{
-		Machine: bench.ThisMachine(), Date: time.Now().Format(time.DateOnly), Modules: peerModules(),
-		Smoke: quick, Bytes: size,
-	}
+	return err
 }

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"strings"
 	"text/template"
+
+	"github.com/tensorferry/tensorferry/internal/bench"
 )
 
 // The picture's measures, in its own units.
@@ -57,31 +59,29 @@ func (b bar) ValueX(left int) int { return left + b.Length + 6 }
 // picture draws the rates as horizontal bars, as SVG.
 func (r *Report) picture() []byte {
 	longest := 0.0
-	for _, w := range r.Works {
-		for _, x := range w.rows() {
-			longest = max(longest, x.Figures.Rate)
-		}
+	for _, c := range r.Comparisons {
+		longest = max(longest, c.Ours.Rate, c.Theirs.Rate)
 	}
 	const left = margin + labelWidth
 	var bars []bar
-	y := margin
-	for _, w := range r.Works {
+	y, work := margin-rowHeight/2, ""
+	add := func(text string, rate float64, value string, ours bool) {
 		y += rowHeight
-		bars = append(bars, bar{Y: y - 7, Text: r.title(w) + " over TCP on loopback, GB/s"})
-		for _, x := range w.rows() {
-			y += rowHeight
-			b := bar{
-				Y: y - 7, Text: x.Text, Bar: true, Ours: x.Ours, Top: y - barHeight - 3,
-				Length: int(x.Figures.Rate / longest * (pictureWidth - left - valueWidth)),
-				Value:  fmt.Sprintf("%.2f", x.Figures.Rate),
-			}
-			if !x.Ours {
-				b.Value += fmt.Sprintf(" (tensorferry × %.2f)", x.Ratio.Median)
-			}
-			bars = append(bars, b)
-		}
-		y += rowHeight / 2
+		bars = append(bars, bar{
+			Y: y - 7, Text: text, Bar: true, Ours: ours, Top: y - barHeight - 3,
+			Length: int(rate / longest * (pictureWidth - left - valueWidth)), Value: fmt.Sprintf("%.2f%s", rate, value),
+		})
 	}
+	for _, c := range r.Comparisons {
+		if c.Work != work { // ours is the same beside all
+			work = c.Work
+			y += rowHeight * 3 / 2
+			bars = append(bars, bar{Y: y - 7, Text: c.Title() + " over TCP on loopback, GB/s"})
+			add(bench.Tensorferry.Name, c.Ours.Rate, "", true)
+		}
+		add(bench.PeerTexts[c.Peer], c.Theirs.Rate, fmt.Sprintf(" (tensorferry × %.2f)", c.Ratio.Median), false)
+	}
+	y += rowHeight / 2
 	foot := fmt.Sprintf("%s · %s", r.Machine, r.Date)
 	if r.Smoke {
 		foot = "SMOKE RUN, the figures mean nothing · " + foot

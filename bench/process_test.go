@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"maps"
 	"os"
 	"slices"
@@ -17,17 +16,16 @@ import (
 // A test binary is a child, too.
 func TestMain(m *testing.M) {
 	if len(os.Args) == 2 && os.Args[1] == endArgument {
-		exit(serveEnd(os.Stdin, os.Stdout, kinds()))
+		exit(serveEnd(os.Stdin, os.Stdout))
 	}
 	os.Exit(m.Run())
 }
 
 func TestEveryKindMovesEveryByteBetweenProcesses(t *testing.T) {
 	testkit.Start(t)
-	all := kinds()
-	for _, name := range slices.Sorted(maps.Keys(all)) {
+	for _, name := range slices.Sorted(maps.Keys(kinds())) {
 		t.Run(name, func(t *testing.T) {
-			c, err := openContestant(t.Context(), "", all[name], bench.ChunkBytes+8)
+			c, err := openContestant(t.Context(), "", name, bench.ChunkBytes+8)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -46,7 +44,7 @@ func TestEveryKindMovesEveryByteBetweenProcesses(t *testing.T) {
 func TestProcessesEndWithTheirContext(t *testing.T) {
 	testkit.Start(t)
 	ctx, cancel := context.WithCancelCause(t.Context())
-	c, err := openContestant(ctx, "", bench.RawCRC, 1<<20)
+	c, err := openContestant(ctx, "", "raw-crc", 1<<20)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -64,26 +62,19 @@ func TestProcessesEndWithTheirContext(t *testing.T) {
 
 func TestAKindThatNobodyKnowsIsRefused(t *testing.T) {
 	testkit.Start(t)
-	if _, err := openContestant(t.Context(), "", bench.Kind{Name: "pigeon"}, 8); err == nil {
+	if _, err := openContestant(t.Context(), "", "pigeon", 8); err == nil {
 		t.Error("it was taken")
 	}
 }
 
-// idler is a kind whose ends say that all has arrived when nothing has.
-type idler struct{ idle chan struct{} }
-
-func (i idler) Idle() <-chan struct{}             { return i.idle }
-func (idler) Run(context.Context, bench.Op) error { return nil }
-func (idler) Close() error                        { return nil }
-
 func TestBytesThatDidNotArriveHaveNoTime(t *testing.T) {
-	i := idler{make(chan struct{})}
-	close(i.idle)
+	idle := make(chan struct{})
+	close(idle)
 	memory := testMemory(1 << 20)
 	copy(memory.Remote, memory.Source) // what an earlier run left
 	for _, op := range []bench.Op{bench.Upload, bench.Echo} {
-		far := &End{source: memory.Source, dst: memory.Remote, server: i}
-		near := &End{source: memory.Source, dst: memory.Back, client: i}
+		far := &bench.End{Source: memory.Source, To: memory.Remote, Server: bench.Server{Idle: idle}}
+		near := &bench.End{Source: memory.Source, To: memory.Back, Client: bench.Client{Run: func(context.Context, bench.Op) error { return nil }}}
 		err := far.Prepare(op, new(bool))
 		err = errors.Join(err, near.Move(op, new(bench.Sample)), far.Finish(op, new(time.Duration)))
 		if err == nil {
@@ -98,27 +89,27 @@ func TestBytesThatDidNotArriveHaveNoTime(t *testing.T) {
 func TestRunReportsEveryWorkBesideEveryPeer(t *testing.T) {
 	testkit.Start(t)
 	rounds := 0
-	r, err := run(t.Context(), config{size: 1<<20 + 8, quick: true, progress: func(string) { rounds++ }})
+	c := bench.Smoke(nil)
+	c.Size, c.Progress = 1<<20+8, func(string) { rounds++ }
+	r, err := run(t.Context(), c)
 	if err != nil {
 		t.Fatal(err)
 	}
+	best := map[string]string{"raw-crc": "raw-crc", "grpc": "grpc"}
+	for _, b := range r.Batches {
+		if b.Best {
+			best[b.Kind] = map[bool]string{false: "flight", true: "flight-crc"}[b.Sums]
+		}
+	}
 	var got []string
-	for _, w := range r.Works {
-		for _, c := range w.Comparisons {
-			kind := c.Peer
-			for _, b := range w.best() {
-				if b.Kind == c.Peer {
-					kind = map[bool]string{false: "flight", true: "flight-crc"}[b.Sums]
-				}
-			}
-			got = append(got, fmt.Sprintf("%s %s", c.Work, kind))
-			if len(c.Pairs) != 3 || c.Required != nil {
-				t.Errorf("%s: %d pairs, required %v", c.Peer, len(c.Pairs), c.Required)
-			}
+	for _, c := range r.Comparisons {
+		got = append(got, c.Work+" "+best[c.Peer])
+		if len(c.Pairs) != 3 || c.Required != nil {
+			t.Errorf("%s: %d pairs, required %v", c.Peer, len(c.Pairs), c.Required)
 		}
-		if len(w.Batches) != 2*len(batchSizes) {
-			t.Errorf("%s: batches %v", w.Op, w.Batches)
-		}
+	}
+	if want := len(works) * 2 * len(batchSizes); len(r.Batches) != want {
+		t.Errorf("batches %v, want %d", r.Batches, want)
 	}
 	want := []string{"upload raw-crc", "upload flight", "upload flight-crc", "upload grpc",
 		"echo raw-crc", "echo flight", "echo flight-crc", "echo grpc"}
@@ -127,13 +118,5 @@ func TestRunReportsEveryWorkBesideEveryPeer(t *testing.T) {
 	}
 	if rounds == 0 {
 		t.Error("nobody was told how far it is")
-	}
-}
-
-func TestRunRefusesSizesThatAreNoPairsOfFloats(t *testing.T) {
-	for _, size := range []int{-8, 0, 4, 12} {
-		if _, err := run(t.Context(), config{size: size}); err == nil {
-			t.Errorf("%d bytes were taken", size)
-		}
 	}
 }

@@ -1,7 +1,5 @@
 package bench
 
-import "time"
-
 const (
 	// ChunkBytes is the bytes of one write, and of one chunk, in every baseline;
 	// it is the client's default too.
@@ -28,27 +26,26 @@ const (
 	hostSpare = 64 << 20
 )
 
-// What is required, over TCP on loopback with two cores.
+// required holds over TCP on loopback with two cores, by work and peer.
+var required = map[[2]string]Required{
+	{string(Upload), "raw-crc"}: {Value: 0.85},
+	{string(Echo), "raw-crc"}:   {Value: 0.70},
+	{string(Upload), "grpc"}:    {Value: 1.6},
+	{string(Echo), "grpc"}:      {Value: 1.2},
+	{call, "grpc"}:              {Value: 1.5, AtMost: true},
+	{pull, "raw-crc"}:           {Value: 0.80},
+	{push, "cp"}:                {Value: 0.60},
+}
+
 const (
-	uploadToCRC   = 0.85
-	echoToCRC     = 0.70
-	uploadToStock = 1.6
-	echoToStock   = 1.2
-	pingToStock   = 1.5
-	firstToTotal  = 0.05
-	pullToCRC     = 0.80
-	pushToCopy    = 0.60
+	// firstToTotal is the most that a relu's first result may take of its call.
+	firstToTotal = 0.05
 	// peakBytes is the most memory of the server's process, and of the client's,
 	// while a tensor of any size goes through.
 	peakBytes = 256 << 20
 )
 
-const (
-	// MemoryBlock is the bytes that the memory measure writes, reads and compares
-	// at a time. It is more than a pipe holds: whoever has the last one still to
-	// write is alive.
-	MemoryBlock = 1 << 20
-	// childWait is how long a child process may take to end after an interrupt
-	// before it is killed.
-	childWait = 15 * time.Second
-)
+// MemoryBlock is the bytes that the memory measure writes, reads and compares at a
+// time. It is more than a pipe holds: whoever has the last one still to write is
+// alive.
+const MemoryBlock = 1 << 20

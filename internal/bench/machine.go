@@ -7,6 +7,8 @@ import (
 	"runtime"
 	"runtime/debug"
 	"strings"
+
+	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
 // Machine is where figures come from.
@@ -31,7 +33,7 @@ func ThisMachine() Machine {
 		Go: runtime.Version(), OS: runtime.GOOS, Arch: runtime.GOARCH,
 	}
 	if text, err := os.ReadFile("/proc/cpuinfo"); err == nil {
-		if model := field(string(text), "model name"); model != "" {
+		if model := proc.Field(string(text), "model name"); model != "" {
 			m.CPU = model
 		}
 	}
@@ -58,14 +60,4 @@ func ThisMachine() Machine {
 func (m Machine) String() string {
 	return fmt.Sprintf("%s, %d cores, load %s · %s %s/%s · commit %s", m.CPU, m.Cores, cmp.Or(m.Load, "unknown"),
 		m.Go, m.OS, m.Arch, cmp.Or(m.Commit, "unknown"))
-}
-
-// field returns the value of the first "name : value" line of a file of /proc.
-func field(text, name string) string {
-	for line := range strings.Lines(text) {
-		if k, v, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(k) == name {
-			return strings.TrimSpace(v)
-		}
-	}
-	return ""
 }

@@ -1,7 +1,6 @@
 package bench
 
 import (
-	"bufio"
 	"bytes"
 	"context"
 	"encoding/binary"
@@ -9,12 +8,11 @@ import (
 	"fmt"
 	"io"
 	"math"
-	"os"
 	"os/exec"
-	"path/filepath"
 	"strconv"
-	"strings"
 	"time"
+
+	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
 // MemoryConfig says how to measure the memory that a large tensor takes.
@@ -74,30 +72,27 @@ func PeakMemory(ctx context.Context, c MemoryConfig) (*MemoryReport, error) {
 func (c MemoryConfig) measure(ctx context.Context) (_ *MemoryReport, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	server, address, release, err := c.serve(ctx)
+	listen, release, err := place(c.Network)
 	if err != nil {
 		return nil, err
 	}
-	defer func() {
-		_ = server.Process.Signal(os.Interrupt) // it may have ended
-		err = errors.Join(err, wait(server))
-		release()
-	}()
-	client := c.child(ctx, "run", "relu", "--server", address, "--dtype", "float32", "--shape", strconv.FormatInt(c.Bytes/4, 10))
-	stdin, err := client.StdinPipe()
+	defer release()
+	if c.Network == "unix" {
+		listen = "unix:" + listen
+	}
+	server, address, err := proc.Serve(ctx, c.Command(ctx, "serve", "--child", "--listen", listen))
 	if err != nil {
 		return nil, err
 	}
-	stdout, err := client.StdoutPipe()
+	defer func() { err = errors.Join(err, server.Stop()) }()
+	client := proc.New(c.Command(ctx, "run", "relu", "--server", address, "--dtype", "float32", "--shape", strconv.FormatInt(c.Bytes/4, 10)))
+	stdout, err := client.Pipe()
 	if err != nil {
-		return nil, err
-	}
-	if err := client.Start(); err != nil {
 		return nil, err
 	}
 	begin := time.Now()
 	written := make(chan error, 1)
-	go func() { written <- errors.Join(writeBlocks(stdin, c.Bytes), stdin.Close()) }() // ends with the client
+	go func() { written <- errors.Join(writeBlocks(client.In, c.Bytes), client.In.Close()) }() // ends with the client
 	r := &MemoryReport{Machine: ThisMachine(), Net: c.Network, Bytes: c.Bytes}
 	err = checkBlocks(stdout, c.Bytes, func(left int64) (err error) {
 		if c.Progress != nil && left%max(c.Bytes/16/MemoryBlock*MemoryBlock, MemoryBlock) == 0 {
@@ -113,7 +108,7 @@ func (c MemoryConfig) measure(ctx context.Context) (_ *MemoryReport, err error) 
 		cancel() // or the client would wait for its output to be read
 	}
 	writeErr := <-written // a broken pipe, if the client failed
-	if err = errors.Join(err, wait(client)); err != nil {
+	if err = errors.Join(err, client.Wait()); err != nil {
 		return nil, err
 	}
 	if writeErr != nil {
@@ -126,51 +121,10 @@ func (c MemoryConfig) measure(ctx context.Context) (_ *MemoryReport, err error) 
 	return r, nil
 }
 
-// serve starts a server and waits until it listens.
-func (c MemoryConfig) serve(ctx context.Context) (server *exec.Cmd, address string, release func(), err error) {
-	listen, release := "127.0.0.1:0", func() {}
-	if c.Network == "unix" {
-		dir, err := os.MkdirTemp("", "tensorferry-bench-")
-		if err != nil {
-			return nil, "", nil, err
-		}
-		listen, release = "unix:"+filepath.Join(dir, "socket"), func() { _ = os.RemoveAll(dir) }
-	}
-	server = c.child(ctx, "serve", "--child", "--metrics", "off", "--listen", listen)
-	_, err = server.StdinPipe() // it ends with this, too
-	stdout, outErr := server.StdoutPipe()
-	if err = errors.Join(err, outErr); err == nil {
-		err = server.Start()
-	}
-	if err != nil {
-		release()
-		return nil, "", nil, err
-	}
-	address, err = bufio.NewReader(stdout).ReadString('\n')
-	if err != nil { // or else it says why it does not listen
-		_ = server.Process.Kill() // it may have ended
-		defer release()
-		return nil, "", nil, errors.Join(errors.New("bench: the server does not say where it listens"), wait(server))
-	}
-	return server, strings.TrimSpace(address), release, nil
-}
-
-// child returns a process that is interrupted when ctx ends.
-func (c MemoryConfig) child(ctx context.Context, args ...string) *exec.Cmd {
-	p := c.Command(ctx, args...)
-	p.Stderr = new(strings.Builder)
-	p.Cancel = func() error { return p.Process.Signal(os.Interrupt) }
-	p.WaitDelay = childWait
-	return p
-}
-
-// wait waits for a child to end and returns what it said if it failed.
-func wait(p *exec.Cmd) error {
-	err := p.Wait()
-	if err != nil {
-		err = fmt.Errorf("bench: %s: %w: %s", strings.Join(p.Args[1:], " "), err, strings.TrimSpace(fmt.Sprint(p.Stderr)))
-	}
-	return err
+// PeakOf returns the most memory, in bytes, that a living process has had.
+func PeakOf(pid int) (int64, error) {
+	r, err := proc.ResidentOf(pid)
+	return r.Peak, err
 }
 
 // A generated tensor is one block again and again, but for its first element,
@@ -200,7 +154,7 @@ func writeBlocks(w io.Writer, size int64) error {
 // with the bytes left, for each block.
 func checkBlocks(r io.Reader, size int64, before func(left int64) error) error {
 	want, got := newBlock(), make([]byte, MemoryBlock)
-	relu(want)
+	Rectify(want)
 	for i := range size / MemoryBlock {
 		if err := before(size - i*MemoryBlock); err != nil {
 			return err
@@ -216,19 +170,4 @@ func checkBlocks(r io.Reader, size int64, before func(left int64) error) error {
 		return fmt.Errorf("bench: the result does not end after %d bytes: %w", size, err)
 	}
 	return nil
-}
-
-// PeakOf returns the most memory, in bytes, that a living process has had. It
-// fails where the system does not tell.
-func PeakOf(pid int) (int64, error) {
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
-	if err != nil {
-		return 0, fmt.Errorf("bench: peak memory is read from /proc, as Linux has it: %w", err)
-	}
-	value, _, _ := strings.Cut(field(string(text), "VmHWM"), " ") // in kB
-	n, err := strconv.ParseInt(value, 10, 64)
-	if err != nil {
-		return 0, fmt.Errorf("bench: no VmHWM in the status of process %d", pid)
-	}
-	return n << 10, nil
 }

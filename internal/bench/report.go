@@ -7,26 +7,26 @@ import (
 	"time"
 )
 
-// peerTexts says what each peer is.
-var peerTexts = map[string]string{
+// PeerTexts says what each peer is.
+var PeerTexts = map[string]string{
 	"raw-crc":        "raw socket, CRC-32C",
 	"raw":            "raw socket, unchecked",
 	"grpc":           "gRPC, stock codec",
 	"grpc-raw-codec": "gRPC, bytes passed through",
 	"cp":             "cp and fsync",
+
+	"flight-256KiB":      "Arrow Flight, batches of 256 KiB",
+	"flight-1024KiB":     "Arrow Flight, batches of 1 MiB",
+	"flight-4096KiB":     "Arrow Flight, batches of 4 MiB",
+	"flight-crc-256KiB":  "Arrow Flight, CRC-32C, batches of 256 KiB",
+	"flight-crc-1024KiB": "Arrow Flight, CRC-32C, batches of 1 MiB",
+	"flight-crc-4096KiB": "Arrow Flight, CRC-32C, batches of 4 MiB",
 }
 
-// benchmarks are the names, among Go's benchmarks, of works that are no Op.
+// benchmarks names works as Go names benchmarks.
 var benchmarks = map[string]string{
+	string(Upload): "Upload", string(Echo): "Echo", string(ReLU): "ReLU",
 	call: "Call", pull: "Pull", pullToFile: "PullToFile", push: "Push", pushToMemory: "PushToMemory",
-}
-
-// benchmark names a kind of work as Go names benchmarks.
-func benchmark(work string) string {
-	if name, ok := benchmarks[work]; ok {
-		return name
-	}
-	return ops[Op(work)].benchmark
 }
 
 // WriteText writes a table for people.
@@ -41,8 +41,8 @@ func (r *Report) WriteText(w io.Writer) error {
 	for _, c := range r.Comparisons {
 		ours, oursMore := c.Ours.text(c.Work)
 		theirs, theirsMore := c.Theirs.text(c.Work)
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%.2f\t±%.1f %%\t%.2f to %.2f\t%d\t%v\n", c.Net, c.title(), ours, oursMore,
-			peerTexts[c.Peer], theirs, theirsMore, c.Ratio.Median, 100*c.Ratio.Error, c.Ratio.Q1, c.Ratio.Q3, len(c.Pairs), c.Required)
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%.2f\t±%.1f %%\t%.2f to %.2f\t%d\t%v\n", c.Net, c.Title(), ours, oursMore,
+			PeerTexts[c.Peer], theirs, theirsMore, c.Ratio.Median, 100*c.Ratio.Error, c.Ratio.Q1, c.Ratio.Q3, len(c.Pairs), c.Required)
 	}
 	if err := t.Flush(); err != nil {
 		return err
@@ -60,7 +60,7 @@ func (r *Report) WriteText(w io.Writer) error {
 		return err
 	}
 	_, err := fmt.Fprint(w, `
-A ratio is the median of the ratios of pairs run back to back: our rate to theirs or, for
+A ratio is the median of the ratios of two runs of one round: our rate to theirs or, for
 calls, our time to theirs. ± encloses the true median in 95 of 100 runs; half of the pairs
 lie between the quartiles. Rates count a tensor's bytes once: an echo moves them both ways.
 CPU time is that of both ends together.
@@ -77,7 +77,7 @@ func (r *Report) WriteBenchstat(w io.Writer) error {
 		for _, p := range c.Pairs {
 			for peer, s := range map[string]Sample{"tensorferry": p.Ours, c.Peer: p.Theirs} {
 				fmt.Fprintf(w, "Benchmark%s/peer=%s/net=%s/bytes=%d-%d\t1\t%d ns/op",
-					benchmark(c.Work), peer, c.Net, c.Bytes, r.Machine.Cores, s.Time.Nanoseconds())
+					benchmarks[c.Work], peer, c.Net, c.Bytes, r.Machine.Cores, s.Time.Nanoseconds())
 				if c.Work == call {
 					fmt.Fprintf(w, "\t%d p99-ns/op", s.P99.Nanoseconds())
 				} else {
@@ -117,7 +117,8 @@ func (r *Required) String() string {
 	return fmt.Sprintf("%s %g: %s", bound, r.Value, met)
 }
 
-func (c *Comparison) title() string { return c.Work + " of " + ByteText(c.Bytes) }
+// Title names the work, as in "upload of 256 MiB".
+func (c *Comparison) Title() string { return c.Work + " of " + ByteText(c.Bytes) }
 
 // text returns speed and cost, as they matter for the work.
 func (f Figures) text(work string) (speed, more string) {

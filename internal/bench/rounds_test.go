@@ -12,7 +12,7 @@ func TestRoundsTurnAroundUntilEveryMedianIsStable(t *testing.T) {
 	var order strings.Builder
 	n, calls := 0, 0 // of ours, of one that never stays
 	peer := func(name string, atLeast float64, d func() time.Duration) Peer {
-		return Peer{Name: name, AtLeast: atLeast, Do: func(context.Context) (Sample, error) {
+		return Peer{Name: name, Required: Required{Value: atLeast}, Do: func(context.Context) (Sample, error) {
 			order.WriteString(name)
 			return Sample{Time: d()}, nil
 		}}
@@ -56,7 +56,7 @@ func TestRoundsTurnAroundUntilEveryMedianIsStable(t *testing.T) {
 
 func TestASmokeRunRequiresNothing(t *testing.T) {
 	do := func(context.Context) (Sample, error) { return Sample{Time: 1}, nil }
-	all, err := Smoke(nil).Rounds(t.Context(), "tcp", "echo", 1, Peer{Name: "o", Do: do}, Peer{Name: "a", Do: do, AtLeast: 5})
+	all, err := Smoke(nil).Rounds(t.Context(), "tcp", "echo", 1, Peer{Name: "o", Do: do}, Peer{Name: "a", Do: do, Required: Required{Value: 5}})
 	if err != nil || all[0].Required != nil || len(all[0].Pairs) != 3 {
 		t.Fatalf("%+v, %v", all, err)
 	}

@@ -26,10 +26,10 @@ func shortTemp(t *testing.T) {
 	t.Setenv("TMPDIR", dir)
 }
 
-func newTestDisk(t *testing.T, source []byte) *disk {
+func newTestDisk(t *testing.T, mem Memory) *disk {
 	t.Helper()
 	shortTemp(t)
-	d, err := newDisk(source)
+	d, err := newDisk(mem)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -51,21 +51,22 @@ func TestPushesAndPullsMoveEveryByteOverEveryNetwork(t *testing.T) {
 		for _, size := range []int{8, ChunkBytes, 3*ChunkBytes + 8} {
 			t.Run(fmt.Sprintf("%s %d bytes", network, size), func(t *testing.T) {
 				m := tensorMemory(size)
-				d := newTestDisk(t, m.Source)
-				folder, err := newKeeper(network, d.store, size)
+				d := newTestDisk(t, m)
+				folder, folderEnds, err := newKeeper(t.Context(), network, d, func(*slab.Pool) store.Store { return d.store })
 				if err != nil {
 					t.Fatal(err)
 				}
-				memory, err := newKeeper(network, nil, size)
+				kept := store.NewMemory(slab.NewPool(0, slab.System), slab.SizeOf(int64(size)))
+				memory, memoryEnds, err := newKeeper(t.Context(), network, d, func(*slab.Pool) store.Store { return kept })
 				if err != nil {
 					t.Fatal(err)
 				}
 				ctx := t.Context()
 				for name, do := range map[string]func() (Sample, error){
-					"pull":           func() (Sample, error) { return folder.Pull(ctx, m) },
-					"pull to file":   func() (Sample, error) { return folder.PullToFile(ctx, d, m.Source) },
-					"push":           func() (Sample, error) { return folder.Push(ctx, d.tensor, m.Source) },
-					"push to memory": func() (Sample, error) { return memory.Push(ctx, d.tensor, m.Source) },
+					"pull":           func() (Sample, error) { return folder.pull(ctx) },
+					"pull to file":   func() (Sample, error) { return folder.pullToFile(ctx) },
+					"push":           func() (Sample, error) { return folder.push(ctx) },
+					"push to memory": func() (Sample, error) { return memory.push(ctx) },
 					"cp":             func() (Sample, error) { return d.copied(ctx) },
 				} {
 					for range 2 {
@@ -80,7 +81,7 @@ func TestPushesAndPullsMoveEveryByteOverEveryNetwork(t *testing.T) {
 				if infos, err := d.store.List(t.Context(), "pushed/*", "", 10); err != nil || len(infos) != 0 {
 					t.Errorf("pushed tensors stayed: %v, %v", infos, err)
 				}
-				if err := errors.Join(folder.Close(), memory.Close(), memory.store.Close(), d.Close()); err != nil {
+				if err := errors.Join(folderEnds.Close(), memoryEnds.Close(), kept.Close(), d.Close()); err != nil {
 					t.Fatal(err)
 				}
 				empty(t)
@@ -89,79 +90,49 @@ func TestPushesAndPullsMoveEveryByteOverEveryNetwork(t *testing.T) {
 	}
 }
 
-func TestACopyAtRestThatDiffersIsFound(t *testing.T) {
-	testkit.Start(t)
+func TestAFileThatDiffersIsFound(t *testing.T) {
 	m := tensorMemory(2*ChunkBytes + 8)
-	d := newTestDisk(t, m.Source)
-	stored := func(data []byte) error {
-		st := store.NewMemory(slab.NewPool(0, slab.System), 4*ChunkBytes)
-		defer st.Close()
-		x, err := floats(data)
-		if err != nil {
-			t.Fatal(err)
-		}
-		w, err := st.Create(t.Context(), "x", x.Desc)
-		if err == nil {
-			err = w.WriteViews(t.Context(), 0, [][]byte{data})
-		}
-		if err == nil {
-			_, err = w.Commit(t.Context())
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		return checkStored(t.Context(), st, "x", m.Source)
-	}
-	file := func(data []byte) error {
-		path := filepath.Join(d.dir, "copy")
+	check := func(data []byte) error {
+		path := filepath.Join(t.TempDir(), "copy")
 		if err := os.WriteFile(path, append([]byte("header"), data...), 0o600); err != nil {
 			t.Fatal(err)
 		}
 		return checkFile(path, m.Source)
 	}
-	for where, check := range map[string]func([]byte) error{"store": stored, "file": file} {
-		if err := check(m.Source); err != nil {
-			t.Errorf("%s: %v", where, err)
-		}
-		for _, i := range []int{0, ChunkBytes - 1, ChunkBytes, len(m.Source) - 1} {
-			m.Back = append(m.Back[:0], m.Source...)
-			m.Back[i] ^= 1
-			if err := check(m.Back); err == nil {
-				t.Errorf("%s: byte %d differs", where, i)
-			}
-		}
-		if err := check(m.Source[:len(m.Source)-8]); err == nil {
-			t.Errorf("%s: the end is missing", where)
+	if err := check(m.Source); err != nil {
+		t.Error(err)
+	}
+	for _, i := range []int{0, ChunkBytes - 1, ChunkBytes, len(m.Source) - 1} {
+		m.Back = append(m.Back[:0], m.Source...)
+		m.Back[i] ^= 1
+		if err := check(m.Back); err == nil {
+			t.Errorf("byte %d differs", i)
 		}
 	}
-	if err := checkStored(t.Context(), d.store, "y", m.Source); !errors.Is(err, store.ErrNotFound) {
-		t.Errorf("a tensor that was not stored: %v", err)
-	}
-	if err := d.Close(); err != nil {
-		t.Fatal(err)
+	if err := check(m.Source[:len(m.Source)-8]); err == nil {
+		t.Error("the end is missing")
 	}
 }
 
 func TestAWorkWhoseBytesAreOthersHasNoTime(t *testing.T) {
 	testkit.Start(t)
 	m := tensorMemory(ChunkBytes)
-	d := newTestDisk(t, m.Source)
-	k, err := newKeeper("tcp", d.store, len(m.Source))
+	d := newTestDisk(t, m)
+	k, ends, err := newKeeper(t.Context(), "tcp", d, func(*slab.Pool) store.Store { return d.store })
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.Source = append([]byte(nil), m.Source...)
 	m.Source[100] ^= 1 // not what lies in the folder
 	for name, do := range map[string]func(context.Context) (Sample, error){
-		"pull":         func(ctx context.Context) (Sample, error) { return k.Pull(ctx, m) },
-		"pull to file": func(ctx context.Context) (Sample, error) { return k.PullToFile(ctx, d, m.Source) },
-		"push":         func(ctx context.Context) (Sample, error) { return k.Push(ctx, d.tensor, m.Source) },
+		"pull":         k.pull,
+		"pull to file": k.pullToFile,
+		"push":         k.push,
 	} {
 		if s, err := do(t.Context()); err == nil || s != (Sample{}) || !strings.Contains(err.Error(), "chunk 0") {
 			t.Errorf("%s: got %v, %v", name, s, err)
 		}
 	}
-	if err := errors.Join(k.Close(), d.Close()); err != nil {
+	if err := errors.Join(ends.Close(), d.Close()); err != nil {
 		t.Fatal(err)
 	}
 	empty(t)
@@ -175,7 +146,7 @@ func TestAnInterruptedRunLeavesNothingOnTheDisk(t *testing.T) {
 			ctx, cancel := context.WithCancel(t.Context())
 			c := Smoke(nil)
 			c.Progress = func(text string) {
-				if strings.HasSuffix(text, " "+work) {
+				if strings.Contains(text, " "+work+" ") {
 					cancel()
 				}
 			}

@@ -2,7 +2,6 @@ package bench
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"time"
@@ -76,23 +75,10 @@ type Comparison struct {
 	Ours     Figures   `json:"ours"`
 	Theirs   Figures   `json:"theirs"`
 	Pairs    []Pair    `json:"pairs"`
-
-	ours, theirs func(context.Context) (Sample, error)
 }
 
 // call is the work of small calls.
 const call = "call"
-
-// required holds over TCP, by work and peer.
-var required = map[[2]string]Required{
-	{string(Upload), "raw-crc"}: {Value: uploadToCRC},
-	{string(Echo), "raw-crc"}:   {Value: echoToCRC},
-	{string(Upload), "grpc"}:    {Value: uploadToStock},
-	{string(Echo), "grpc"}:      {Value: echoToStock},
-	{call, "grpc"}:              {Value: pingToStock, AtMost: true},
-	{pull, "raw-crc"}:           {Value: pullToCRC},
-	{push, "cp"}:                {Value: pushToCopy},
-}
 
 // FirstResult is how early a relu call of Bytes has something to show.
 type FirstResult struct {
@@ -129,17 +115,16 @@ func Run(ctx context.Context, c Config) (*Report, error) {
 		return nil, fmt.Errorf("bench: tensors of %d bytes; give 8 or more, a multiple of 8", c.Size)
 	}
 	// Outside the Go heap, in huge pages where there are any, as the engine's own.
-	pool := slab.NewPool(0, slab.System)
-	var slabs [3]*slab.Slab
-	for i := range slabs {
-		var err error
-		if slabs[i], err = pool.Get(c.Size); err != nil {
-			return nil, fmt.Errorf("bench: %w", err)
+	slabs, m := slab.NewPool(0, slab.System), Memory{}
+	for _, part := range []*[]byte{&m.Source, &m.Remote, &m.Back} {
+		s, err := slabs.Get(c.Size)
+		if err != nil {
+			return nil, err
 		}
-		defer slabs[i].Release() // which keeps them alive until then, too
-		FillFloats(slabs[i].Bytes())
+		defer s.Release() // which keeps it alive until then, too
+		*part = s.Bytes()
+		FillFloats(*part)
 	}
-	m := Memory{Source: slabs[0].Bytes(), Remote: slabs[1].Bytes(), Back: slabs[2].Bytes()}
 	r := &Report{Machine: ThisMachine(), Smoke: c.Smoke}
 	for _, network := range c.Networks {
 		if err := c.network(ctx, r, network, m); err != nil {
@@ -154,40 +139,26 @@ func Run(ctx context.Context, c Config) (*Report, error) {
 
 // network measures everything over one kind of socket.
 func (c Config) network(ctx context.Context, r *Report, network string, m Memory) (err error) {
-	ours, err := NewOurs(ctx, network, m)
+	var o oursClient
+	ours, err := ours(&o, noStore).Open(ctx, network, m)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, ours.Close()) }()
-	byWork := map[Op][]*Comparison{}
-	works := []Op{Upload, Echo, ReLU}
-	for _, k := range []Kind{RawCRC, Raw, StockGRPC} {
-		b, err := k.Open(ctx, network, m)
-		if err != nil {
-			return err
-		}
-		defer func() { _ = b.Close() }() // whatever a cut connection gave the server
-		for _, op := range works {
-			byWork[op] = append(byWork[op], &Comparison{
-				Net: network, Work: string(op), Peer: k.Name, Bytes: len(m.Source),
-				ours:   func(ctx context.Context) (Sample, error) { return ours.Move(ctx, op) },
-				theirs: func(ctx context.Context) (Sample, error) { return b.Move(ctx, op) },
-			})
-		}
-	}
-	for _, op := range works {
-		if err := c.compare(ctx, r, byWork[op]...); err != nil {
-			return err
-		}
-	}
-	if err := c.firstResult(ctx, r, network, ours); err != nil {
+	works := []string{string(Upload), string(Echo), string(ReLU)}
+	if err := c.beside(ctx, r, network, m, works, ours, RawCRC, Raw, StockGRPC); err != nil {
 		return err
 	}
-	if err := c.pings(ctx, r, network, ours); err != nil {
+	if err := c.firstResult(ctx, r, network, o, ours); err != nil {
+		return err
+	}
+	small := Memory{make([]byte, SmallBytes), make([]byte, SmallBytes), make([]byte, SmallBytes)}
+	FillFloats(small.Source)
+	if err := c.calls(ctx, r, network, small); err != nil {
 		return err
 	}
 	c.tell("%s, small calls beside an upload", network)
-	s, n, err := ours.PingBeside(ctx, c.Batch)
+	s, n, err := o.beside(ctx, ours, c.Batch, small)
 	if err != nil {
 		return err
 	}
@@ -195,77 +166,53 @@ func (c Config) network(ctx context.Context, r *Report, network string, m Memory
 	return c.stored(ctx, r, network, m)
 }
 
-// pings measures small calls.
-func (c Config) pings(ctx context.Context, r *Report, network string, ours *Ours) error {
-	var all []*Comparison
-	for _, p := range []struct {
-		name string
-		open func(network string, size int) (*GRPCPing, error)
-	}{{"grpc", NewStockPing}, {"grpc-raw-codec", NewRawPing}} {
-		b, err := p.open(network, SmallBytes)
+// calls measures small calls.
+func (c Config) calls(ctx context.Context, r *Report, network string, m Memory) (err error) {
+	ours, err := Tensorferry.Open(ctx, network, m)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, ours.Close()) }()
+	return c.beside(ctx, r, network, m, []string{call}, ours, pings...)
+}
+
+// beside measures works of ours beside other kinds.
+func (c Config) beside(ctx context.Context, r *Report, network string, m Memory, works []string, ours *Ends, kinds ...Kind) error {
+	peers := make([]*Ends, len(kinds))
+	for i, k := range kinds {
+		p, err := k.Open(ctx, network, m)
 		if err != nil {
 			return err
 		}
-		defer func() { _ = b.Close() }() // whatever a cut connection gave the server
-		all = append(all, &Comparison{
-			Net: network, Work: call, Peer: p.name, Bytes: SmallBytes,
-			ours:   func(ctx context.Context) (Sample, error) { return Batch(ctx, ours.Ping, c.Batch) },
-			theirs: func(ctx context.Context) (Sample, error) { return Batch(ctx, b.Ping, c.Batch) },
-		})
+		defer func() { _ = p.Close() }() // whatever a cut connection gave the server
+		peers[i] = p
 	}
-	return c.compare(ctx, r, all...)
-}
-
-// compare adds a pair to each comparison in turn, until the median of its ratios
-// is stable. Who of a pair goes first alternates.
-func (c Config) compare(ctx context.Context, r *Report, all ...*Comparison) error {
-	c.tell("%s, %s", all[0].Net, all[0].Work)
-	for _, x := range all { // the first run touches pages and opens windows
-		if _, err := x.pair(ctx, true); err != nil {
-			return err
-		}
-	}
-	for n, more := 0, true; more; n++ {
-		more = false
-		for _, x := range all {
-			if n >= c.MaxPairs || n >= c.MinPairs && x.Ratio.Error <= StableError {
-				continue
+	for _, work := range works {
+		do := func(p *Ends) func(context.Context) (Sample, error) {
+			return func(ctx context.Context) (Sample, error) {
+				if work == call {
+					return batch(c.Batch, func() (Sample, error) { return p.Move(ctx, Echo) })
+				}
+				return p.Move(ctx, Op(work))
 			}
-			p, err := x.pair(ctx, n%2 == 0)
-			if err != nil {
+		}
+		for i, k := range kinds {
+			if err := c.compare(ctx, r, network, work, len(m.Source), do(ours), Peer{Name: k.Name, Do: do(peers[i])}); err != nil {
 				return err
 			}
-			more = true
-			x.Pairs = append(x.Pairs, p)
-			x.Ratio = spread(x.ratios())
 		}
 	}
-	for _, x := range all {
-		x.sum()
-		if q, ok := required[[2]string{x.Work, x.Peer}]; ok && x.Net == "tcp" && !c.Smoke {
-			x.Required = hold(q, x.Ratio.Median)
-		}
-	}
-	r.Comparisons = append(r.Comparisons, all...)
 	return nil
 }
 
-// pair takes two samples.
-func (c *Comparison) pair(ctx context.Context, oursFirst bool) (p Pair, err error) {
-	if !oursFirst {
-		if p.Theirs, err = c.theirs(ctx); err != nil {
-			return p, fmt.Errorf("%s %s: %w", peerTexts[c.Peer], c.Work, err)
-		}
+// compare reports ours beside one peer, back to back.
+func (c Config) compare(ctx context.Context, r *Report, network, work string, size int, ours func(context.Context) (Sample, error), theirs Peer) error {
+	if network == "tcp" {
+		theirs.Required = required[[2]string{work, theirs.Name}]
 	}
-	if p.Ours, err = c.ours(ctx); err != nil {
-		return p, fmt.Errorf("tensorferry %s: %w", c.Work, err)
-	}
-	if oursFirst {
-		if p.Theirs, err = c.theirs(ctx); err != nil {
-			return p, fmt.Errorf("%s %s: %w", peerTexts[c.Peer], c.Work, err)
-		}
-	}
-	return p, nil
+	all, err := c.Rounds(ctx, network, work, size, Peer{Name: Tensorferry.Name, Do: ours}, theirs)
+	r.Comparisons = append(r.Comparisons, all...)
+	return err
 }
 
 func (c *Comparison) ratios() []float64 {
@@ -300,13 +247,13 @@ func (c *Comparison) figures(side func(Pair) Sample) Figures {
 }
 
 // firstResult measures relu calls until the median is stable.
-func (c Config) firstResult(ctx context.Context, r *Report, network string, ours *Ours) error {
+func (c Config) firstResult(ctx context.Context, r *Report, network string, o oursClient, ours *Ends) error {
 	c.tell("%s, first result", network)
 	var ratios []float64
 	var firsts, totals []time.Duration
-	f := FirstResult{Net: network, Bytes: len(ours.source.Data)}
+	f := FirstResult{Net: network, Bytes: len(ours.near.Source)}
 	for n := 0; n < c.MinPairs || n < c.MaxPairs && f.Ratio.Error > StableError; n++ {
-		first, total, err := ours.FirstResult(ctx)
+		first, total, err := o.firstResult(ctx, ours)
 		if err != nil {
 			return err
 		}
@@ -325,18 +272,5 @@ func (c Config) firstResult(ctx context.Context, r *Report, network string, ours
 func (c Config) tell(format string, args ...any) {
 	if c.Progress != nil {
 		c.Progress(fmt.Sprintf(format, args...))
-	}
-}
-
-// FillFloats writes float32 of random sign with magnitudes from 0.5 to 1, the same
-// ones every time, and so touches every page. It is lent data.
-func FillFloats(data []byte) {
-	state := uint64(88172645463325252) // xorshift; any seed but 0
-	for ; len(data) >= 8; data = data[8:] {
-		state ^= state << 13
-		state ^= state >> 7
-		state ^= state << 17
-		const fraction, half = 0x807f_ffff_807f_ffff, 0x3f00_0000_3f00_0000
-		binary.LittleEndian.PutUint64(data, state&fraction|half)
 	}
 }

@@ -29,7 +29,8 @@ func TestOursMovesEveryByteOverEveryNetwork(t *testing.T) {
 	for _, network := range []string{"tcp", "unix"} {
 		for _, size := range []int{8, ChunkBytes, 3*ChunkBytes + 8} {
 			t.Run(fmt.Sprintf("%s %d bytes", network, size), func(t *testing.T) {
-				o, err := NewOurs(t.Context(), network, tensorMemory(size))
+				var c oursClient
+				o, err := ours(&c, noStore).Open(t.Context(), network, tensorMemory(size))
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -38,10 +39,10 @@ func TestOursMovesEveryByteOverEveryNetwork(t *testing.T) {
 						t.Fatalf("%s: %v, %v", op, s, err)
 					}
 				}
-				if first, total, err := o.FirstResult(t.Context()); err != nil || first <= 0 || first > total {
+				if first, total, err := c.firstResult(t.Context(), o); err != nil || first <= 0 || first > total {
 					t.Fatalf("first result after %v of %v, %v", first, total, err)
 				}
-				if s, err := Batch(t.Context(), o.Ping, 10); err != nil || s.Time <= 0 || s.P99 < s.Time {
+				if s, err := batch(10, func() (Sample, error) { return o.Move(t.Context(), Echo) }); err != nil || s.Time <= 0 || s.P99 < s.Time {
 					t.Fatalf("calls: %v, %v", s, err)
 				}
 				if err := o.Close(); err != nil {
@@ -54,7 +55,7 @@ func TestOursMovesEveryByteOverEveryNetwork(t *testing.T) {
 
 func TestOursEndsWithItsContext(t *testing.T) {
 	testkit.Start(t)
-	o, err := NewOurs(t.Context(), "tcp", tensorMemory(4*ChunkBytes))
+	o, err := Tensorferry.Open(t.Context(), "tcp", tensorMemory(4*ChunkBytes))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -82,26 +83,25 @@ func TestPairsAreAddedUntilTheMedianIsStable(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			var order strings.Builder
 			n := -2 // the first pair only warms up
-			x := &Comparison{
-				Net: "tcp", Work: string(Upload), Peer: "raw-crc", Bytes: 100,
-				ours: func(context.Context) (Sample, error) {
-					n++
-					order.WriteByte('o')
-					return Sample{Time: tc.ours(n)}, nil
-				},
-				theirs: func(context.Context) (Sample, error) {
-					order.WriteByte('t')
-					return Sample{Time: 100}, nil
-				},
+			ours := func(context.Context) (Sample, error) {
+				n++
+				order.WriteByte('o')
+				return Sample{Time: tc.ours(n)}, nil
+			}
+			theirs := func(context.Context) (Sample, error) {
+				order.WriteByte('t')
+				return Sample{Time: 100}, nil
 			}
 			var r Report
-			if err := (Config{MinPairs: MinPairs, MaxPairs: MaxPairs}).compare(t.Context(), &r, x); err != nil {
+			c := Config{MinPairs: MinPairs, MaxPairs: MaxPairs}
+			if err := c.compare(t.Context(), &r, "tcp", "upload", 100, ours, Peer{Name: "raw-crc", Do: theirs}); err != nil {
 				t.Fatal(err)
 			}
+			x := r.Comparisons[0]
 			if got := len(x.Pairs); got < tc.least || got > tc.most || x.Ratio.N != got {
 				t.Errorf("%d pairs, want %d to %d", got, tc.least, tc.most)
 			}
-			if want := "ot" + strings.Repeat("otto", MaxPairs); !strings.HasPrefix(want, order.String()) {
+			if want := strings.Repeat("otto", MaxPairs); !strings.HasPrefix(want, order.String()) {
 				t.Errorf("the order was %s", order.String())
 			}
 		})
@@ -131,11 +131,12 @@ func TestRatiosAreOfRatesAndForCallsOfTimes(t *testing.T) {
 		sample := func(d time.Duration) func(context.Context) (Sample, error) {
 			return func(context.Context) (Sample, error) { return Sample{Time: d, CPU: 2 * d, P99: 3 * d}, nil }
 		}
-		x := &Comparison{Net: tc.net, Work: tc.work, Peer: tc.peer, Bytes: 1000, ours: sample(100), theirs: sample(tc.theirs)}
 		var r Report
-		if err := (Config{MinPairs: 1, MaxPairs: 1}).compare(t.Context(), &r, x); err != nil {
+		err := Config{MinPairs: 1, MaxPairs: 1}.compare(t.Context(), &r, tc.net, tc.work, 1000, sample(100), Peer{Name: tc.peer, Do: sample(tc.theirs)})
+		if err != nil {
 			t.Fatal(err)
 		}
+		x := r.Comparisons[0]
 		if !near(x.Ratio.Median, tc.ratio) || x.Required.String() != tc.required {
 			t.Errorf("%v: ratio %v, required %v", tc, x.Ratio, x.Required)
 		}
@@ -251,7 +252,7 @@ func TestStreamedBlocksAreComparedByteByByte(t *testing.T) {
 		if err := writeBlocks(&b, size); err != nil {
 			t.Fatal(err)
 		}
-		relu(b.Bytes())
+		Rectify(b.Bytes())
 		return checkBlocks(bytes.NewReader(change(b.Bytes())), size, func(int64) error { return nil })
 	}
 	if err := result(func(b []byte) []byte { return b }); err != nil {
@@ -286,15 +287,5 @@ func TestMemoryMeasureTellsOfAServerThatDoesNotStart(t *testing.T) {
 	})
 	if err == nil || !strings.Contains(err.Error(), "where it listens") || !strings.Contains(err.Error(), "no-such-flag") {
 		t.Fatalf("got %v", err)
-	}
-}
-
-func TestPeakOfAProcessIsMoreThanNothing(t *testing.T) {
-	n, err := PeakOf(os.Getpid())
-	if errors.Is(err, os.ErrNotExist) {
-		t.Skip("no /proc here")
-	}
-	if err != nil || n < 1<<20 {
-		t.Fatalf("got %d, %v", n, err)
 	}
 }

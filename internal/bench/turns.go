@@ -1,13 +1,83 @@
 package bench
 
 import (
+	"context"
 	"fmt"
 	"io"
 	"maps"
 	"slices"
+	"strings"
 	"text/tabwriter"
 	"time"
 )
+
+// InTurns has all do their part in each round, in the order opposite to that of the
+// round before, while more says so of the number of the next, from 0.
+func InTurns(more func(round int) bool, all ...func() error) error {
+	all = slices.Clone(all)
+	for n := 0; more(n); n++ {
+		for _, do := range all {
+			if err := do(); err != nil {
+				return err
+			}
+		}
+		slices.Reverse(all)
+	}
+	return nil
+}
+
+// Peer is one of those that do a work in turns.
+type Peer struct {
+	Name string
+	Do   func(context.Context) (Sample, error)
+	// Required is of the ratio of ours to it; the zero value requires nothing.
+	Required Required
+}
+
+// Rounds has ours and every peer do a work on size bytes in turns, and compares ours
+// with each of the others by the ratios within a round. There are c.MinPairs rounds,
+// and more, up to c.MaxPairs, until every median is known to StableError. A first
+// round, which touches pages and opens windows, is not counted.
+func (c Config) Rounds(ctx context.Context, network, work string, size int, ours Peer, peers ...Peer) ([]*Comparison, error) {
+	samples := make([]Sample, 1+len(peers))
+	var parts []func() error
+	for i, p := range append([]Peer{ours}, peers...) {
+		parts = append(parts, func() (err error) {
+			if samples[i], err = p.Do(ctx); err != nil {
+				err = fmt.Errorf("%s %s: %w", p.Name, work, err)
+			}
+			return err
+		})
+	}
+	var names []string
+	all := make([]*Comparison, len(peers))
+	for i, p := range peers {
+		all[i] = &Comparison{Net: network, Work: work, Peer: p.Name, Bytes: size}
+		names = append(names, p.Name)
+	}
+	c.tell("%s, %s beside %s", network, work, strings.Join(names, " "))
+	err := InTurns(func(round int) bool {
+		more := round <= c.MinPairs
+		for i, x := range all {
+			if round > 1 {
+				x.Pairs = append(x.Pairs, Pair{Ours: samples[0], Theirs: samples[i+1]})
+				x.Ratio = spread(x.ratios())
+			}
+			more = more || round <= c.MaxPairs && x.Ratio.Error > StableError
+		}
+		return more
+	}, parts...)
+	if err != nil {
+		return nil, err
+	}
+	for i, p := range peers {
+		all[i].sum()
+		if p.Required.Value > 0 && !c.Smoke {
+			all[i].Required = hold(p.Required, all[i].Ratio.Median)
+		}
+	}
+	return all, nil
+}
 
 // Turns compares an old and a new program that ran in turns by what work cost them:
 // times, CPU times, and times relative to a peer's. The zero value has no turns.
@@ -105,6 +175,6 @@ func (c *Comparison) costs(f Figures) map[string]float64 {
 	return all
 }
 
-func (c *Comparison) name() string { return c.Net + " " + c.title() }
+func (c *Comparison) name() string { return c.Net + " " + c.Title() }
 
 func millis(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	_ "embed"
 	"fmt"
@@ -9,7 +8,8 @@ import (
 	"os/exec"
 	"path"
 	"path/filepath"
-	"strings"
+
+	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
 const module = "github.com/tensorferry/tensorferry"
@@ -33,24 +33,24 @@ func (e *environment) build(ctx context.Context) (err error) {
 // returns the binary.
 func (e *environment) compile(ctx context.Context, dir, program string) (string, error) {
 	file := filepath.Join(e.dir, path.Base(program))
-	cmd := exec.CommandContext(ctx, "go", "build", "-o", file, program)
+	cmd := proc.New(exec.CommandContext(ctx, "go", "build", "-o", file, program))
 	cmd.Dir = filepath.Join(e.source, dir)
-	_, err := output(cmd)
+	_, err := cmd.Output()
 	return file, err
 }
 
 // commit returns the environment of another commit: its source in a folder of its
 // own, and its command.
 func (e *environment) commit(ctx context.Context, ref string) (*environment, error) {
-	o := &environment{out: e.out, name: "old", dir: filepath.Join(e.dir, "old"), source: filepath.Join(e.dir, "old", "source")}
+	o := &environment{problems: e.problems, out: e.out, name: "old", dir: filepath.Join(e.dir, "old"), source: filepath.Join(e.dir, "old", "source")}
 	if err := os.MkdirAll(o.source, 0o755); err != nil {
 		return nil, err
 	}
 	// An index of its own: neither the tree nor the repository is written to.
 	for _, args := range [][]string{{"read-tree", ref}, {"checkout-index", "--all", "--prefix=" + o.source + "/"}} {
-		cmd := exec.CommandContext(ctx, "git", args...)
-		cmd.Env = append(os.Environ(), "GIT_INDEX_FILE="+filepath.Join(o.dir, "index"))
-		if _, err := output(cmd); err != nil {
+		cmd := proc.New(exec.CommandContext(ctx, "git", args...))
+		cmd.Env = append(cmd.Env, "GIT_INDEX_FILE="+filepath.Join(o.dir, "index"))
+		if _, err := cmd.Output(); err != nil {
 			return nil, fmt.Errorf("%w\nstress: commit %q is not in this repository; a shallow clone gets it with: git fetch --unshallow --tags", err, ref)
 		}
 	}
@@ -61,16 +61,4 @@ func (e *environment) commit(ctx context.Context, ref string) (*environment, err
 		}
 	}
 	return o, o.build(ctx)
-}
-
-// output runs a program to its end and returns what it printed. An error has what
-// it said on stderr.
-func output(cmd *exec.Cmd) ([]byte, error) {
-	var stderr bytes.Buffer
-	cmd.Stderr = &stderr
-	out, err := cmd.Output()
-	if err != nil {
-		err = fmt.Errorf("stress: %s: %w: %s", strings.Join(cmd.Args, " "), err, bytes.TrimSpace(stderr.Bytes()))
-	}
-	return out, err
 }

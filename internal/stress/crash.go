@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"maps"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -19,9 +18,10 @@ import (
 	"time"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/tensorferry/tensorferry/client"
-	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
 const (
@@ -43,30 +43,22 @@ func runCrash(ctx context.Context, e *environment, args []string) error {
 	if *dir == "" {
 		*dir = filepath.Join(e.dir, "store")
 	}
-	fmt.Fprintln(e.out, bench.ThisMachine())
 	fmt.Fprintf(e.out, "seed %d\n", *seed)
-	c := &crash{environment: e, dir: *dir, rand: rand.New(rand.NewPCG(*seed, 0)), names: make(map[string]*named)}
+	c := &crash{environment: e, store: *dir, rand: rand.New(rand.NewPCG(*seed, 0))}
 	err := c.servers(ctx, *n)
 	if err == nil {
 		err = c.clients(ctx, *n)
 	}
-	if err != nil {
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
-		}
-		c.add("%v", err)
-	}
-	return e.verdict("crash", c.all())
+	return e.verdict(ctx, "crash", err)
 }
 
 // crash is a folder whose server is killed again and again, and what must be in it.
 type crash struct {
 	*environment
-	problems
-	dir  string
-	rand *rand.Rand
+	store string
+	rand  *rand.Rand
 
-	names   map[string]*named
+	names   [pushers][]*named
 	version uint64
 
 	acked, unacked, whole, absent, replaced, temps int
@@ -90,12 +82,11 @@ type named struct {
 // servers kills n servers in the middle of pushes.
 func (c *crash) servers(ctx context.Context, n int) error {
 	for i := range pushers * namesOfEach {
-		text := fmt.Sprintf("crash/%d/%d", i/namesOfEach, i%namesOfEach)
-		c.names[text] = &named{text: text}
+		c.names[i%pushers] = append(c.names[i%pushers], &named{text: fmt.Sprintf("crash/%d/%d", i%pushers, i/pushers)})
 	}
-	for kills := range n + 1 {
+	for kills := 0; kills <= n && len(c.all()) == 0; kills++ {
 		begin := time.Now()
-		d, err := c.serve(ctx, "--metrics", "off", "--store", c.dir)
+		d, err := c.serve(ctx, "--metrics", "off", "--store", c.store)
 		if err != nil {
 			return err
 		}
@@ -103,18 +94,11 @@ func (c *crash) servers(ctx context.Context, n int) error {
 		err = c.check(ctx, d)
 		if err == nil && kills < n {
 			err = c.life(ctx, d)
-		}
-		if kills < n && err == nil {
-			d.kill()
 		} else {
-			err = errors.Join(err, d.stop())
+			err = errors.Join(err, d.Stop())
 		}
-		c.log(d.log)
 		if err != nil {
 			return fmt.Errorf("after %d kills: %w", kills, err)
-		}
-		if len(c.all()) > 0 {
-			break
 		}
 		if kills > 0 && kills%20 == 0 {
 			fmt.Fprintf(c.out, "  %d kills\n", kills)
@@ -133,11 +117,10 @@ func (c *crash) servers(ctx context.Context, n int) error {
 func (c *crash) life(ctx context.Context, d *daemon) error {
 	var killed atomic.Bool
 	var all sync.WaitGroup
-	acked := make([]int, pushers)
-	for i := range pushers {
+	var acked [pushers]int
+	for i, own := range c.names {
 		r := rand.New(rand.NewPCG(c.rand.Uint64(), 0))
 		first := c.version + uint64(i) + 1
-		own := c.owned(i)
 		all.Go(func() { // ends with the server
 			var err error
 			if acked[i], err = push(ctx, d.address, r, own, first); !killed.Load() {
@@ -152,7 +135,7 @@ func (c *crash) life(ctx context.Context, d *daemon) error {
 	}
 	err := pause(ctx, time.Duration(c.rand.Int64N(int64(most))))
 	killed.Store(true)
-	d.kill()
+	d.Kill()
 	all.Wait()
 	for _, n := range acked {
 		c.acked += n
@@ -163,17 +146,6 @@ func (c *crash) life(ctx context.Context, d *daemon) error {
 		}
 	}
 	return err
-}
-
-// owned returns the names of a pusher.
-func (c *crash) owned(pusher int) []*named {
-	var own []*named
-	for _, text := range slices.Sorted(maps.Keys(c.names)) {
-		if strings.HasPrefix(text, fmt.Sprintf("crash/%d/", pusher)) {
-			own = append(own, c.names[text])
-		}
-	}
-	return own
 }
 
 // push pushes several tensors at a time, and deletes some, until that fails. It
@@ -206,11 +178,9 @@ func push(ctx context.Context, address string, r *rand.Rand, own []*named, versi
 			if r.IntN(2) == 0 {
 				size = r.IntN(pushedBytes + 1)
 			}
-			w := pick(r.Uint64N(1<<32), size)
+			w := anyOf(r, size)
 			n.maybe = append(n.maybe, state{version, w})
-			in := client.From("", tensorOf(w))
-			in.Name = n.text
-			req.Tensors = append(req.Tensors, in)
+			req.Tensors = append(req.Tensors, w.input(n.text, nil))
 		}
 		summaries, err := cl.Push(ctx, req)
 		for i, s := range summaries {
@@ -249,26 +219,25 @@ func (c *crash) check(ctx context.Context, d *daemon) error {
 	}
 	defer cl.Close()
 	var req client.PullRequest
-	for _, text := range slices.Sorted(maps.Keys(c.names)) {
-		req.Select = append(req.Select, client.Selection{Name: text})
+	all := slices.Concat(c.names[:]...)
+	for _, n := range all {
+		req.Select = append(req.Select, client.Selection{Name: n.text})
 	}
 	summaries, err := cl.Pull(ctx, req)
-	if len(summaries) != len(c.names) {
-		return fmt.Errorf("%d summaries of %d tensors: %w", len(summaries), len(c.names), err)
+	if len(summaries) != len(all) {
+		return fmt.Errorf("%d summaries of %d tensors: %w", len(summaries), len(all), err)
 	}
 	there := 0
-	for _, s := range summaries {
-		n := c.names[s.Name]
-		var failed *client.Error
+	for i := range summaries {
+		s := &summaries[i]
 		switch {
 		case s.Err == nil:
 			there++
-		case errors.As(s.Err, &failed) && failed.Code == codes.NotFound:
-		default:
+		case status.Code(s.Err) != codes.NotFound:
 			c.add("%v", s.Err)
 			continue
 		}
-		c.settle(n, &s)
+		c.settle(all[i], s)
 	}
 	if list, _, err := cl.List(ctx, ""); err != nil || len(list) != there || files != there {
 		c.add("%d files, %d tensors listed, %d pulled: %v", files, len(list), there, err)
@@ -279,10 +248,10 @@ func (c *crash) check(ctx context.Context, d *daemon) error {
 // settle finds what a name stands for now among what it may.
 func (c *crash) settle(n *named, s *client.Summary) {
 	is := func(st state) bool {
-		if st.version == 0 || s.Err != nil {
-			return st.version == 0 && s.Err != nil
+		if st.version == 0 {
+			return s.Err != nil
 		}
-		return s.Desc.Equal(st.window.desc()) && same("", s.Data, st.window.data()) == nil
+		return st.window.is(s) == nil
 	}
 	tried := n.maybe
 	n.maybe = nil
@@ -312,7 +281,7 @@ func (c *crash) settle(n *named, s *client.Summary) {
 
 // files returns the names in the folder.
 func (c *crash) files() []string {
-	entries, err := os.ReadDir(c.dir)
+	entries, err := os.ReadDir(c.store)
 	if err != nil {
 		c.add("%v", err)
 	}
@@ -325,15 +294,14 @@ func (c *crash) files() []string {
 
 // clients kills n clients while they pull into a file.
 func (c *crash) clients(ctx context.Context, n int) error {
-	d, err := c.serve(ctx, "--metrics", "off", "--store", c.dir)
+	d, err := c.serve(ctx, "--metrics", "off", "--store", c.store)
 	if err != nil {
 		return err
 	}
 	defer func() {
-		if err := d.stop(); err != nil {
+		if err := d.Stop(); err != nil {
 			c.add("%v", err)
 		}
-		c.log(d.log)
 	}()
 	cl, err := client.Dial(d.address, client.Config{})
 	if err != nil {
@@ -342,47 +310,40 @@ func (c *crash) clients(ctx context.Context, n int) error {
 	defer cl.Close()
 	var req client.PushRequest
 	for i := range 3 {
-		w := pick(uint64(i), largestBytes-i*mib)
-		in := client.From("", tensorOf(w))
-		in.Name = fmt.Sprintf("large/%d", i)
-		req.Tensors = append(req.Tensors, in)
+		req.Tensors = append(req.Tensors, pick(uint64(i), largestBytes-i*mib).input(fmt.Sprintf("large/%d", i), nil))
 	}
 	if _, err := cl.Push(ctx, req); err != nil {
 		return err
 	}
-	dir := filepath.Join(c.environment.dir, "pulled")
+	dir := filepath.Join(c.dir, "pulled")
 	if err := os.Mkdir(dir, 0o755); err != nil {
 		return err
 	}
-	pulls := []*puller{
-		{args: []string{"large/0"}, file: filepath.Join(dir, "one.npy")},
-		{args: []string{"large/*"}, file: filepath.Join(dir, "all.safetensors")},
-	}
-	var was []byte // what a file held before, on every other round
+	pulls := []*puller{{what: "large/0", file: filepath.Join(dir, "one.npy")}, {what: "large/*", file: filepath.Join(dir, "all.safetensors")}}
 	for _, p := range pulls {
-		p.args = append([]string{"pull", "--quiet", "--server", d.address, "-o", p.file}, p.args...)
-		if err := p.learn(ctx, c.command); err != nil {
+		p.command = func() *proc.Child {
+			return proc.New(exec.CommandContext(ctx, c.command, "pull", "--quiet", "--server", d.address, "-o", p.file, p.what))
+		}
+		if err := p.learn(); err != nil {
 			return err
 		}
 	}
-	was = pulls[0].want[:mib]
 	ended, none, temps := 0, 0, 0
 	for i := range n {
 		p := pulls[i%2]
-		old := was
-		if i/2%2 == 0 {
-			old = nil
+		var old []byte // what the file held before, on every other round
+		if i/2%2 == 1 {
+			old = pulls[0].want[:mib]
 		}
 		if err := p.prepare(old); err != nil {
 			return err
 		}
-		cmd := exec.Command(c.command, p.args...)
+		cmd := p.command()
 		if err := cmd.Start(); err != nil {
 			return err
 		}
 		err := pause(ctx, time.Duration(c.rand.Int64N(int64(p.took)*5/4)))
-		_ = cmd.Process.Kill() // it may have ended
-		_ = cmd.Wait()
+		cmd.Kill()
 		if err != nil {
 			return err
 		}
@@ -396,44 +357,41 @@ func (c *crash) clients(ctx context.Context, n int) error {
 			c.add("%s after a kill: %d bytes of %d, %v", p.file, len(got), len(p.want), err)
 		}
 		left, err := filepath.Glob(filepath.Join(dir, ".tensorferry-*"))
-		if err != nil {
-			return err
-		}
 		for _, f := range left {
 			temps++
-			if err := os.Remove(f); err != nil {
-				return err
-			}
+			err = errors.Join(err, os.Remove(f))
+		}
+		if err != nil {
+			return err
 		}
 	}
 	fmt.Fprintf(c.out, `clients killed: %d, each while it pulled %s or %s into a file
   output           %d whole, %d absent or as it was; none half
   temporary files  %d left beside it, where a kill met one
-`, n, mibs(float64(len(pulls[0].want))), mibs(float64(len(pulls[1].want))), ended, none, temps)
+`, n, mibs(len(pulls[0].want)), mibs(len(pulls[1].want)), ended, none, temps)
 	return nil
 }
 
 // puller is a command that pulls, and what its file holds in the end.
 type puller struct {
-	args []string
-	file string
-	want []byte
-	took time.Duration
+	what, file string
+	command    func() *proc.Child
+	want       []byte
+	took       time.Duration
 }
 
 // learn runs it to its end, twice: the second time nothing is new.
-func (p *puller) learn(ctx context.Context, command string) error {
+func (p *puller) learn() (err error) {
 	for range 2 {
-		if err := p.prepare(nil); err != nil {
+		if err = p.prepare(nil); err != nil {
 			return err
 		}
 		begin := time.Now()
-		if _, err := output(exec.CommandContext(ctx, command, p.args...)); err != nil {
+		if _, err = p.command().Output(); err != nil {
 			return err
 		}
 		p.took = time.Since(begin)
 	}
-	var err error
 	p.want, err = os.ReadFile(p.file)
 	return err
 }

@@ -2,25 +2,26 @@ package main
 
 import (
 	"bytes"
-	"encoding/binary"
 	"fmt"
 	"math"
 	"math/rand/v2"
 	"sync"
 
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// base returns the memory that tensors are windows of: float32 of whole numbers,
-// so that relu is exact and lz4 finds something; and what relu makes of it.
+// base returns the memory that tensors are windows of, float32 of few digits, so that
+// lz4 finds something; and what relu makes of it.
 var base = sync.OnceValues(func() (x, y []byte) {
-	x, y = make([]byte, baseBytes), make([]byte, baseBytes)
-	r := rand.New(rand.NewPCG(1, 2))
+	x = make([]byte, baseBytes)
+	bench.FillFloats(x)
 	for at := 0; at < baseBytes; at += 4 {
-		v := float32(r.IntN(1<<12) - 1<<11)
-		binary.LittleEndian.PutUint32(x[at:], math.Float32bits(v))
-		binary.LittleEndian.PutUint32(y[at:], math.Float32bits(max(v, 0)))
+		x[at], x[at+1] = 0, 0
 	}
+	y = bytes.Clone(x)
+	bench.Rectify(y)
 	return x, y
 })
 
@@ -33,6 +34,9 @@ func pick(number uint64, n int) window {
 	places := uint64(baseBytes-n)/4 + 1
 	return window{int(number * 7919 % places * 4), n}
 }
+
+// anyOf returns a window of n bytes.
+func anyOf(r *rand.Rand, n int) window { return pick(r.Uint64N(1<<32), n) }
 
 // data returns the bytes, which are shared, read-only.
 func (w window) data() []byte {
@@ -54,8 +58,29 @@ func (w window) desc() tensor.Desc {
 	return tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(w.n)}}
 }
 
-// tensorOf returns a tensor of the bytes, which are shared, read-only.
-func tensorOf(w window) tensor.Tensor { return tensor.Tensor{Desc: w.desc(), Data: w.data()} }
+// tensor returns one of the bytes, which are shared, read-only.
+func (w window) tensor() tensor.Tensor { return tensor.Tensor{Desc: w.desc(), Data: w.data()} }
+
+// input is the tensor under a name, from memory or, one of three times, from a reader.
+// Without r it is from memory.
+func (w window) input(name string, r *rand.Rand) client.Input {
+	in := client.Input{Name: name, Desc: w.desc(), Data: w.data()}
+	if r != nil && r.IntN(3) == 0 {
+		in.Data, in.Reader = nil, bytes.NewReader(w.data())
+	}
+	return in
+}
+
+// is returns an error if a summary is not that of the tensor.
+func (w window) is(s *client.Summary) error {
+	if s.Err == nil && !s.Desc.Equal(w.desc()) {
+		return wrong("%s is %v, not %v", s.Name, s.Desc, w.desc())
+	}
+	if s.Err != nil {
+		return s.Err
+	}
+	return same(s.Name, s.Data, w.data())
+}
 
 // same says how got differs from want.
 func same(what string, got, want []byte) error {
@@ -90,4 +115,4 @@ func sizeOf(r *rand.Rand, most int) int {
 	return min(int(math.Exp(r.Float64()*math.Log(float64(most)+1))), most)
 }
 
-func mibs(n float64) string { return fmt.Sprintf("%.1f MiB", n/mib) }
+func mibs[T int | int64 | float64](n T) string { return fmt.Sprintf("%.1f MiB", float64(n)/mib) }

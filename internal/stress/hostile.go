@@ -5,14 +5,17 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"net"
+	"slices"
 	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/internal/session"
@@ -32,42 +35,53 @@ const pastTheEnd = "a chunk past the end"
 
 // lies are frames that no session or push may survive, each beginning with what is
 // sent before them.
-var lies = map[string]func(r *rand.Rand) []*pb.Frame{
-	"no hello": func(*rand.Rand) []*pb.Frame {
-		return []*pb.Frame{{Chunk: &pb.Chunk{TensorId: hello().SessionId, Data: []byte("x")}}}
+var lies = map[string]func(h *pb.Hello, r *rand.Rand) []*pb.Frame{
+	"no hello": func(h *pb.Hello, _ *rand.Rand) []*pb.Frame {
+		return []*pb.Frame{{Chunk: &pb.Chunk{TensorId: h.SessionId, Data: []byte("x")}}}
 	},
-	"two hellos": func(*rand.Rand) []*pb.Frame { return []*pb.Frame{{Hello: hello()}, {Hello: hello()}} },
-	"a version of tomorrow": func(*rand.Rand) []*pb.Frame {
-		h := hello()
+	"two hellos": func(h *pb.Hello, _ *rand.Rand) []*pb.Frame { return []*pb.Frame{{Hello: h}, {Hello: hello()}} },
+	"a version of tomorrow": func(h *pb.Hello, _ *rand.Rand) []*pb.Frame {
 		h.Version = 99
 		return []*pb.Frame{{Hello: h}}
 	},
-	"an ID of 3 bytes": func(*rand.Rand) []*pb.Frame {
-		return []*pb.Frame{{Hello: hello()}, {Chunk: &pb.Chunk{TensorId: []byte("abc"), Data: []byte("x")}}}
+	"an ID of 3 bytes": func(h *pb.Hello, _ *rand.Rand) []*pb.Frame {
+		return []*pb.Frame{{Hello: h}, {Chunk: &pb.Chunk{TensorId: []byte("abc"), Data: []byte("x")}}}
 	},
-	"a frame that is too large": func(*rand.Rand) []*pb.Frame {
-		return []*pb.Frame{{Hello: hello()}, {Chunk: &pb.Chunk{TensorId: hello().SessionId, Data: make([]byte, 2*mib)}}}
+	"a frame that is too large": func(h *pb.Hello, _ *rand.Rand) []*pb.Frame {
+		return []*pb.Frame{{Hello: h}, {Chunk: &pb.Chunk{TensorId: h.SessionId, Data: make([]byte, 2*mib)}}}
 	},
-	pastTheEnd: func(r *rand.Rand) []*pb.Frame {
+	pastTheEnd: func(h *pb.Hello, r *rand.Rand) []*pb.Frame {
 		id := hello().SessionId
-		return []*pb.Frame{{Hello: hello()}, {
+		return []*pb.Frame{{Hello: h}, {
 			Descs: []*pb.TensorDesc{{TensorId: id, Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: []int64{8}, SizeBytes: 8, ChunkBytes: 8, Name: "lie"}},
 			Chunk: &pb.Chunk{TensorId: id, Index: 1 + r.Uint32(), Data: []byte("12345678")},
 		}}
 	},
 }
 
-// junk sends bytes as they are.
+// junk sends bytes as they are, and returns those that came.
 type junk struct{}
 
 // Marshal copies nothing: v is the bytes.
 func (junk) Marshal(v any) ([]byte, error) { return v.([]byte), nil }
 
-// Unmarshal drops what came.
-func (junk) Unmarshal([]byte, any) error { return nil }
+// Unmarshal copies.
+func (junk) Unmarshal(data []byte, v any) error {
+	*v.(*[]byte) = slices.Clone(data)
+	return nil
+}
 
 // Name is that of the stock codec.
 func (junk) Name() string { return "proto" }
+
+// random returns up to so many bytes, at least one.
+func random(r *rand.Rand, most int) []byte {
+	data := make([]byte, 1+r.IntN(most))
+	for i := range data {
+		data[i] = byte(r.Uint32())
+	}
+	return data
+}
 
 // hostile breaks the protocol in one way, and holds the server to an error that
 // says so.
@@ -77,93 +91,64 @@ func hostile(ctx context.Context, address string, r *rand.Rand) error {
 	if r.IntN(4) == 0 {
 		return hostileBytes(ctx, address, r)
 	}
+	which, method, messages := "random bytes", "StreamTensors", [][]byte{random(r, 4*kib), random(r, 4*kib), random(r, 4*kib)}
+	if r.IntN(4) > 0 {
+		which, messages = slices.Sorted(maps.Keys(lies))[r.IntN(len(lies))], nil
+		for _, f := range lies[which](hello(), r) {
+			data, err := proto.Marshal(f)
+			if err != nil {
+				return err
+			}
+			messages = append(messages, data)
+		}
+	}
+	if r.IntN(2) == 0 || which == pastTheEnd {
+		method = "PushTensors"
+	}
+	err := say(ctx, address, method, messages)
+	switch code := status.Code(err); code {
+	case codes.InvalidArgument, codes.ResourceExhausted, codes.FailedPrecondition, codes.Unimplemented, codes.DataLoss, codes.NotFound:
+		return nil
+	default:
+		return fmt.Errorf("the answer of %s to %s is %v: %w", method, which, code, err)
+	}
+}
+
+// say sends messages, ends a push, and returns what the server says to them in the end.
+func say(ctx context.Context, address, method string, messages [][]byte) error {
 	conn, err := grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
 		return err
 	}
 	defer conn.Close()
-	stub := pb.NewTensorServiceClient(conn)
-	which, push := "random bytes", r.IntN(2) == 0
-	if r.IntN(4) == 0 {
-		err = randomFrames(ctx, conn, r, push)
-	} else {
-		at := r.IntN(len(lies))
-		for which = range lies {
-			if at--; at < 0 {
-				break
-			}
-		}
-		if push = push || which == pastTheEnd; push {
-			err = lie(ctx, stub.PushTensors, which, r, func(s grpc.ClientStreamingClient[pb.Frame, pb.PushTensorsResponse]) error {
-				resp, err := s.CloseAndRecv()
-				if err == nil { // it may have been told of the one tensor
-					for _, sum := range resp.GetSummaries() {
-						err = errors.Join(err, status.Error(codes.Code(sum.GetCode()), sum.GetMessage()))
-					}
-				}
-				return err
-			})
-		} else {
-			err = lie(ctx, stub.StreamTensors, which, r, func(s grpc.BidiStreamingClient[pb.Frame, pb.Frame]) error {
-				for {
-					if _, err := s.Recv(); err != nil {
-						return err
-					}
-				}
-			})
-		}
-	}
-	switch code := status.Code(err); code {
-	case codes.InvalidArgument, codes.ResourceExhausted, codes.FailedPrecondition, codes.Unimplemented, codes.DataLoss, codes.NotFound:
-		return nil
-	default:
-		return fmt.Errorf("the answer to %s (push: %v) is %v: %w", which, push, code, err)
-	}
-}
-
-type sender interface {
-	Send(*pb.Frame) error
-	CloseSend() error
-}
-
-// lie sends the frames and returns what the server says to them.
-func lie[S sender](ctx context.Context, open func(context.Context, ...grpc.CallOption) (S, error), which string, r *rand.Rand, end func(S) error) error {
-	s, err := open(ctx)
+	desc := &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}
+	s, err := conn.NewStream(ctx, desc, "/tensorferry.v1.TensorService/"+method, grpc.ForceCodec(junk{}))
 	if err != nil {
 		return err
 	}
-	for _, f := range lies[which](r) {
-		if err := s.Send(f); err != nil && !errors.Is(err, io.EOF) { // EOF: the server has answered
+	for _, m := range messages {
+		if err := s.SendMsg(m); errors.Is(err, io.EOF) { // the server has answered
+			break
+		} else if err != nil {
 			return err
 		}
 	}
-	return end(s)
-}
-
-// randomFrames sends messages of random bytes.
-func randomFrames(ctx context.Context, conn *grpc.ClientConn, r *rand.Rand, push bool) error {
-	method := "/tensorferry.v1.TensorService/StreamTensors"
-	if push {
-		method = "/tensorferry.v1.TensorService/PushTensors"
-	}
-	s, err := conn.NewStream(ctx, &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, method, grpc.ForceCodec(junk{}))
-	if err != nil {
-		return err
-	}
-	for range 3 {
-		data := make([]byte, 1+r.IntN(4*kib))
-		for i := range data {
-			data[i] = byte(r.Uint32())
+	if method == "PushTensors" {
+		if err := s.CloseSend(); err != nil {
+			return err
 		}
-		if err := s.SendMsg(data); err != nil {
-			break // the server has answered
-		}
-	}
-	if err := s.CloseSend(); err != nil {
-		return err
 	}
 	for {
-		if err := s.RecvMsg(new([]byte)); err != nil {
+		var data []byte
+		err := s.RecvMsg(&data)
+		var told pb.PushTensorsResponse
+		if err == nil && method == "PushTensors" { // of the one tensor
+			err = proto.Unmarshal(data, &told)
+		}
+		for _, sum := range told.GetSummaries() {
+			err = errors.Join(err, status.Error(codes.Code(sum.GetCode()), sum.GetMessage()))
+		}
+		if err != nil {
 			return err
 		}
 	}
@@ -181,10 +166,7 @@ func hostileBytes(ctx context.Context, address string, r *rand.Rand) error {
 	if err := c.SetDeadline(end); err != nil {
 		return err
 	}
-	data := make([]byte, 64+r.IntN(8*kib))
-	for i := range data {
-		data[i] = byte(r.Uint32())
-	}
+	data := append(random(r, 64), random(r, 8*kib)...)
 	if r.IntN(2) == 0 {
 		data = append([]byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"), data...)
 	}

@@ -38,7 +38,7 @@ var jobs = []job{
 	{"cut pushes", 3, (*worker).cutPush},
 	{"cut pulls", 3, (*worker).cutPull},
 	{"broken connections", 4, (*worker).broken},
-	{"hostile", 6, func(w *worker, ctx context.Context, t *target) error { return hostile(ctx, t.daemon.address, w.rand) }},
+	{"hostile", 6, func(w *worker, ctx context.Context, t *target) error { return hostile(ctx, t.address, w.rand) }},
 	{"questions", 3, (*worker).questions},
 }
 
@@ -87,7 +87,7 @@ func (w *worker) work(ctx, loaded context.Context) {
 		}
 		w.soak.done[j.name].Add(1)
 		if err != nil {
-			w.soak.add("%v: %s: %s: %v", time.Since(w.soak.began).Round(time.Second), t.name, j.name, err)
+			w.soak.add("%v: %s: %s: %v", time.Since(w.soak.began).Round(time.Second), t.history.name, j.name, err)
 		}
 	}
 }
@@ -107,7 +107,7 @@ func (w *worker) visit(t *target, do func(*client.Client) error) (err error) {
 	if w.rand.IntN(3) > 0 {
 		return do(t.clients[w.rand.IntN(len(t.clients))])
 	}
-	c, err := client.Dial(t.daemon.address, w.config())
+	c, err := client.Dial(t.address, w.config())
 	if err != nil {
 		return err
 	}
@@ -147,16 +147,12 @@ func (w *worker) callsOn(ctx context.Context, s *client.Session, most int) error
 	var open []one
 	var err error
 	for range n {
-		x := pick(w.rand.Uint64N(1<<32), sizeOf(w.rand, most))
+		x := anyOf(w.rand, sizeOf(w.rand, most))
 		model, want := "echo", x.data()
 		if w.rand.IntN(2) == 0 && x.n%4 == 0 {
 			model, want = "relu", x.relu()
 		}
-		in := client.From("", tensorOf(x))
-		if w.rand.IntN(3) == 0 {
-			in = client.FromReader("", x.desc(), strings.NewReader(string(x.data())))
-		}
-		c, e := s.Call(ctx, client.Request{Model: model, Inputs: []client.Input{in}})
+		c, e := s.Call(ctx, client.Request{Model: model, Inputs: []client.Input{x.input("", w.rand)}})
 		if e != nil {
 			err = errors.Join(err, e)
 			break
@@ -180,10 +176,10 @@ func (w *worker) callsOn(ctx context.Context, s *client.Session, most int) error
 
 // cancels ends a call that could not end by itself.
 func (w *worker) cancels(ctx context.Context, t *target) error {
-	x := pick(w.rand.Uint64N(1<<32), mib+w.rand.IntN(4*mib)/4*4)
+	x := anyOf(w.rand, mib+w.rand.IntN(4*mib)/4*4)
 	let := make(chan struct{})
 	c, err := t.sessions[w.rand.IntN(len(t.sessions))].Call(ctx, client.Request{Model: "relu", Inputs: []client.Input{
-		client.FromReader("", x.desc(), &held{data: x.data(), let: let}),
+		client.FromReader("", x.desc(), held(x.data(), let)),
 	}})
 	if err != nil {
 		close(let)
@@ -200,10 +196,10 @@ func (w *worker) cancels(ctx context.Context, t *target) error {
 
 // timeouts gives calls less time than they take.
 func (w *worker) timeouts(ctx context.Context, t *target) error {
-	x := pick(w.rand.Uint64N(1<<32), 8*kib)
+	x := anyOf(w.rand, 8*kib)
 	c, err := t.sessions[w.rand.IntN(len(t.sessions))].Call(ctx, client.Request{
 		Model: "slow", Params: map[string]string{"delay": "30s"}, Timeout: time.Duration(1 + w.rand.Int64N(int64(50*time.Millisecond))),
-		Inputs: []client.Input{client.From("", tensorOf(x))},
+		Inputs: []client.Input{client.From("", x.tensor())},
 	})
 	if err != nil {
 		return err
@@ -224,13 +220,8 @@ func (w *worker) pushes(ctx context.Context, t *target) error {
 	var req client.PushRequest
 	var fresh []*window
 	for _, i := range at {
-		x := pick(w.rand.Uint64N(1<<32), storedSizes[i])
-		in := client.From("", tensorOf(x))
-		if w.rand.IntN(3) == 0 {
-			in = client.FromReader("", x.desc(), strings.NewReader(string(x.data())))
-		}
-		in.Name = w.name(i)
-		req.Tensors = append(req.Tensors, in)
+		x := anyOf(w.rand, storedSizes[i])
+		req.Tensors = append(req.Tensors, x.input(w.name(i), w.rand))
 		fresh = append(fresh, &x)
 	}
 	return w.visit(t, func(c *client.Client) error {
@@ -258,25 +249,21 @@ func (w *worker) pulls(ctx context.Context, t *target) error {
 		}
 		err = nil
 		for k, i := range at {
-			err = errors.Join(err, w.judge(own[i], &got[k]))
+			err = errors.Join(err, judge(own[i], &got[k]))
 		}
 		return err
 	})
 }
 
 // judge compares a pulled tensor with what must be there.
-func (w *worker) judge(x *window, s *client.Summary) error {
-	switch {
-	case x == nil && status.Code(s.Err) == codes.NotFound:
-		return nil
-	case x == nil:
-		return wrong("%s is there, with %d bytes: %v", s.Name, s.Bytes, s.Err)
-	case s.Err != nil:
-		return s.Err
-	case !s.Desc.Equal(x.desc()):
-		return wrong("%s is %v, not %v", s.Name, s.Desc, x.desc())
+func judge(x *window, s *client.Summary) error {
+	if x != nil {
+		return x.is(s)
 	}
-	return same(s.Name, s.Data, x.data())
+	if status.Code(s.Err) != codes.NotFound {
+		return wrong("%s is there, with %d bytes: %v", s.Name, s.Bytes, s.Err)
+	}
+	return nil
 }
 
 // globs holds a list, and a pull of all a worker has, to what it has.
@@ -310,7 +297,7 @@ func (w *worker) globs(ctx context.Context, t *target) error {
 		}
 		err = nil
 		for i := range got {
-			err = errors.Join(err, w.judge(own[got[i].Name], &got[i]))
+			err = errors.Join(err, judge(own[got[i].Name], &got[i]))
 		}
 		return err
 	})
@@ -336,61 +323,55 @@ func (w *worker) deletes(ctx context.Context, t *target) error {
 
 // uncertain returns a push of one tensor that may or may not come to its end.
 func (w *worker) uncertain(t *target) client.PushRequest {
-	x := pick(w.rand.Uint64N(1<<32), w.rand.IntN(8*mib))
-	in := client.From("", tensorOf(x))
-	in.Name = fmt.Sprintf("%s%s-%d", cutNames, strings.ReplaceAll(w.prefix, "/", "-"), w.number)
+	x := anyOf(w.rand, w.rand.IntN(8*mib))
+	name := fmt.Sprintf("%s%s-%d", cutNames, strings.ReplaceAll(w.prefix, "/", "-"), w.number)
 	w.number++
 	t.mu.Lock()
-	t.cut[in.Name] = x
+	t.cut[name] = x
 	t.mu.Unlock()
-	return client.PushRequest{Tensors: []client.Input{in}}
+	return client.PushRequest{Tensors: []client.Input{x.input(name, nil)}}
 }
 
-// soon ends ctx within some milliseconds.
-func (w *worker) soon(ctx context.Context) (context.Context, context.CancelFunc) {
-	if w.rand.IntN(2) == 0 {
-		return context.WithTimeout(ctx, time.Duration(w.rand.Int64N(int64(20*time.Millisecond))))
-	}
-	ctx, cancel := context.WithCancel(ctx)
-	time.AfterFunc(time.Duration(w.rand.Int64N(int64(20*time.Millisecond))), cancel)
-	return ctx, cancel
+// cut calls do with a context that ends within some milliseconds.
+func (w *worker) cut(ctx context.Context, t *target, do func(context.Context, *client.Client) error) error {
+	return w.visit(t, func(c *client.Client) error {
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		after := time.Duration(w.rand.Int64N(int64(20 * time.Millisecond)))
+		if w.rand.IntN(2) == 0 {
+			defer time.AfterFunc(after, cancel).Stop()
+		} else {
+			var end context.CancelFunc
+			ctx, end = context.WithTimeout(ctx, after)
+			defer end()
+		}
+		return tolerate(do(ctx, c), codes.Canceled, codes.DeadlineExceeded)
+	})
 }
 
 func (w *worker) cutPush(ctx context.Context, t *target) error {
-	return w.visit(t, func(c *client.Client) error {
-		short, cancel := w.soon(ctx)
-		defer cancel()
-		_, err := c.Push(short, w.uncertain(t))
-		return tolerate(err, codes.Canceled, codes.DeadlineExceeded)
+	return w.cut(ctx, t, func(ctx context.Context, c *client.Client) error {
+		_, err := c.Push(ctx, w.uncertain(t))
+		return err
 	})
 }
 
 func (w *worker) cutPull(ctx context.Context, t *target) error {
-	own := w.stored[t]
 	i := w.rand.IntN(len(storedSizes))
-	return w.visit(t, func(c *client.Client) error {
-		short, cancel := w.soon(ctx)
-		defer cancel()
-		got, err := c.Pull(short, client.PullRequest{Select: []client.Selection{{Name: w.name(i)}}})
-		for k := range got {
-			if got[k].Err == nil {
-				return w.judge(own[i], &got[k])
-			}
+	return w.cut(ctx, t, func(ctx context.Context, c *client.Client) error {
+		got, err := c.Pull(ctx, client.PullRequest{Select: []client.Selection{{Name: w.name(i)}}})
+		if len(got) == 1 && got[0].Err == nil {
+			return judge(w.stored[t][i], &got[0])
 		}
-		return tolerate(err, codes.Canceled, codes.DeadlineExceeded, codes.NotFound)
+		return tolerate(err, codes.NotFound)
 	})
 }
 
 // broken has a connection break in the middle of calls and a push.
 func (w *worker) broken(ctx context.Context, t *target) (err error) {
-	p, err := cutAfter(w.rand.IntN(8*mib), t.daemon.address)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, p.close()) }()
 	cfg := w.config()
-	cfg.OpenTimeout = time.Second
-	c, err := client.Dial(p.address, cfg)
+	cfg.OpenTimeout, cfg.Credentials = time.Second, cutAfter(w.rand.IntN(8*mib))
+	c, err := client.Dial(t.address, cfg)
 	if err != nil {
 		return err
 	}
@@ -402,9 +383,9 @@ func (w *worker) broken(ctx context.Context, t *target) (err error) {
 			_, err = c.Push(ctx, w.uncertain(t))
 			continue
 		}
-		x := pick(w.rand.Uint64N(1<<32), w.rand.IntN(mib)*4)
+		x := anyOf(w.rand, w.rand.IntN(mib)*4)
 		var y tensor.Tensor
-		if y, err = c.Compute(ctx, "relu", tensorOf(x)); err == nil {
+		if y, err = c.Compute(ctx, "relu", x.tensor()); err == nil {
 			err = same("relu", y.Data, x.relu())
 		}
 	}

@@ -13,10 +13,6 @@ const (
 	largestBytes = 32 * mib
 	// spareRSS is what a server may take beside its memory budget.
 	spareRSS = 256 * mib
-	// startWait is how long a server may take to listen, and stopWait to end after
-	// an interrupt: its own --drain, and as much again.
-	startWait = 30 * time.Second
-	stopWait  = 20 * time.Second
 	// scrapeWait bounds one answer of a metrics listener.
 	scrapeWait = 20 * time.Second
 	// settleWait is how long a server may take until nothing is open any more.
@@ -26,14 +22,12 @@ const (
 	checkWait = 30 * time.Second
 	// pollEvery is how often a state is asked for that is waited for.
 	pollEvery = 50 * time.Millisecond
-	// complaintsKept is how many lines of a server's log are printed.
-	complaintsKept = 20
-	// problemsKept is how many of a program's problems are.
+	// problemsKept is how many of a program's problems are printed.
 	problemsKept = 20
 	// turnsLeast are the fewest turns whose ± holds the median in 95 of 100 runs.
 	turnsLeast = 6
 	// openers is how many sessions are being opened at a time.
 	openers = 64
-	// streams is what a server allows of one connection.
-	streams = 128
+	// perConnection is how many sessions one connection has: a server allows 128.
+	perConnection = 125
 )

@@ -17,6 +17,8 @@ import (
 	"os/signal"
 	"strings"
 	"syscall"
+
+	"github.com/tensorferry/tensorferry/internal/bench"
 )
 
 // programs are what can be run.
@@ -36,6 +38,7 @@ var errFailed = errors.New("stress: it did not show what it should")
 
 // environment is what every program has.
 type environment struct {
+	*problems
 	out     io.Writer
 	name    string // of the program: old or new
 	dir     string // for folders and sockets; removed at the end
@@ -66,7 +69,7 @@ func run(ctx context.Context, out io.Writer, args []string) (err error) {
 				return err
 			}
 			defer func() { _ = os.RemoveAll(dir) }()
-			return p.run(ctx, &environment{out: out, name: "new", dir: dir}, args[1:])
+			return p.run(ctx, &environment{problems: new(problems), out: out, name: "new", dir: dir}, args[1:])
 		}
 	}
 	var list strings.Builder
@@ -92,18 +95,23 @@ func (e *environment) ready(ctx context.Context, f *flag.FlagSet, args []string)
 	if f.NArg() > 0 {
 		return fmt.Errorf("stress: %s takes no argument %q", f.Name(), f.Arg(0))
 	}
+	fmt.Fprintln(e.out, bench.ThisMachine())
 	return e.build(ctx)
 }
 
-// verdict prints how a program ended.
-func (e *environment) verdict(name string, problems []string) error {
-	for _, p := range problems {
+// verdict prints how a program ended, which an error ends, too.
+func (e *environment) verdict(ctx context.Context, name string, err error) error {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	if err != nil {
+		e.add("%v", err)
+	}
+	word := "PASS"
+	for _, p := range e.all() {
 		fmt.Fprintf(e.out, "%s: problem: %s\n", name, p)
+		word, err = "FAIL", errFailed
 	}
-	if len(problems) > 0 {
-		fmt.Fprintf(e.out, "%s: FAIL\n", name)
-		return errFailed
-	}
-	fmt.Fprintf(e.out, "%s: PASS\n", name)
-	return nil
+	fmt.Fprintf(e.out, "%s: %s\n", name, word)
+	return err
 }

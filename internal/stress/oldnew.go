@@ -13,6 +13,7 @@ import (
 	"strings"
 	"syscall"
 
+	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
@@ -28,7 +29,6 @@ type duo struct {
 	client *environment
 	server *daemon
 	minus  *daemon // serves minus, of the server's commit
-	dir    string  // for files
 }
 
 // duoChecks are what they do together. The server ends in the last one.
@@ -53,84 +53,68 @@ func runOldNew(ctx context.Context, e *environment, args []string) error {
 		return err
 	}
 	old, err := e.commit(ctx, *against)
-	if err != nil {
-		return err
-	}
-	count := map[bool]int{}
 	for _, p := range []struct{ client, server *environment }{{old, e}, {e, old}, {e, e}} {
-		if err := runDuo(ctx, p.client, p.server, count); err != nil {
-			return err
+		if err == nil {
+			err = runDuo(ctx, p.client, p.server)
 		}
 	}
-	fmt.Fprintf(e.out, "%d passed, %d failed\n", count[true], count[false])
-	if count[false] > 0 {
-		return errFailed
-	}
-	return nil
+	return e.verdict(ctx, "old-new", err)
 }
 
 var errSlow = fmt.Errorf("no end after %v", checkWait)
 
-// runDuo has a client and a server do every check and counts those that passed, and
-// those that did not.
-func runDuo(ctx context.Context, client, server *environment, count map[bool]int) error {
-	d := &duo{client: client, dir: client.dir}
-	var err error
+// runDuo has a client and a server do every check.
+func runDuo(ctx context.Context, client, server *environment) (err error) {
+	d := &duo{client: client}
 	if d.server, err = server.serve(ctx, "--metrics", "off"); err != nil {
 		return err
 	}
-	defer d.server.kill()
-	if d.minus, err = server.serveMinus(ctx); err != nil {
+	defer d.server.Kill()
+	minus := *server
+	if minus.command, err = server.compile(ctx, ".", module+"/"+minusProgram); err != nil {
 		return err
 	}
-	defer d.minus.kill()
+	if d.minus, err = minus.serve(ctx); err != nil {
+		return err
+	}
+	defer d.minus.Kill()
 	for _, c := range duoChecks {
 		ctx, cancel := context.WithTimeoutCause(ctx, checkWait, errSlow)
 		err := c.run(d, ctx, c.codec)
 		cancel()
-		count[err == nil]++
-		what := fmt.Sprintf("%s client, %s server: %s, codec %s", client.name, server.name, c.name, c.codec)
-		if err == nil {
-			fmt.Fprintln(client.out, "ok  ", what)
-		} else {
-			fmt.Fprintf(client.out, "FAIL %s\n%v\nlog of the server:\n%s\n", what, err, d.server.log.tail())
+		what, word := fmt.Sprintf("%s client, %s server: %s, codec %s", client.name, server.name, c.name, c.codec), "ok  "
+		if err != nil {
+			word = "FAIL"
+			client.add("%s: %v\nlog of the server:\n%s", what, err, d.server.Log.Tail())
 		}
+		fmt.Fprintln(client.out, word, what)
 	}
 	return nil
 }
 
-// serveMinus starts minus.
-func (e *environment) serveMinus(ctx context.Context) (*daemon, error) {
-	m := *e
-	var err error
-	if m.command, err = e.compile(ctx, ".", module+"/"+minusProgram); err != nil {
-		return nil, err
-	}
-	return m.serve(ctx)
-}
-
-// run runs a command of the client to its end. When ctx ends it is interrupted, and
-// killed if that does not end it.
+// run runs a command of the client to its end; when ctx ends it is interrupted.
 func (d *duo) run(ctx context.Context, stdin io.Reader, args ...string) ([]byte, error) {
-	cmd := exec.CommandContext(ctx, d.client.command, append(args, "--server", d.server.address)...)
-	cmd.Env = clean(os.Environ())
+	cmd := proc.New(exec.CommandContext(ctx, d.client.command, append(args, "--server", d.server.address)...))
 	cmd.Stdin = stdin
-	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
-	cmd.WaitDelay = stopWait
-	out, err := output(cmd)
+	out, err := cmd.Output()
 	return out, errors.Join(err, context.Cause(ctx))
 }
 
+// send runs a command with a tensor that comes over stdin.
+func (d *duo) send(ctx context.Context, w window, args ...string) ([]byte, error) {
+	return d.run(ctx, bytes.NewReader(w.data()), append(args, raw(w)...)...)
+}
+
 // raw are the flags for a tensor that comes over stdin.
-func raw(w window, args ...string) []string {
+func raw(w window) []string {
 	d := w.desc()
-	return append(args, "--dtype", d.DType.String(), "--shape", fmt.Sprint(d.Shape[0]))
+	return []string{"--dtype", d.DType.String(), "--shape", fmt.Sprint(d.Shape[0])}
 }
 
 func (d *duo) call(ctx context.Context, codec string) error {
 	for _, n := range []int{0, 4, 30_000, 5*mib + 4} {
 		w := pick(1, n)
-		got, err := d.run(ctx, bytes.NewReader(w.data()), raw(w, "run", "relu", "--codec", codec)...)
+		got, err := d.send(ctx, w, "run", "relu", "--codec", codec)
 		if err = errors.Join(err, same("relu", got, w.relu())); err != nil {
 			return err
 		}
@@ -147,7 +131,7 @@ func (d *duo) inputs(ctx context.Context, codec string) error {
 			return err
 		}
 		npy.Write(w.data())
-		file := filepath.Join(d.dir, name+".npy")
+		file := filepath.Join(d.client.dir, name+".npy")
 		if err := os.WriteFile(file, npy.Bytes(), 0o644); err != nil {
 			return err
 		}
@@ -165,7 +149,7 @@ func (d *duo) inputs(ctx context.Context, codec string) error {
 func (d *duo) store(ctx context.Context, codec string) error {
 	const name = "old-new/x"
 	w := pick(3, 5*mib+1)
-	if _, err := d.run(ctx, bytes.NewReader(w.data()), raw(w, "push", name+"=-", "--codec", codec)...); err != nil {
+	if _, err := d.send(ctx, w, "push", name+"=-", "--codec", codec); err != nil {
 		return err
 	}
 	list, err := d.run(ctx, nil, "ls", "old-new/*")
@@ -192,8 +176,7 @@ func (d *duo) cancel(ctx context.Context, codec string) error {
 	defer interrupt()
 	ended := make(chan error, 1)
 	go func() { // ends with the client
-		w := pick(4, mib+1)
-		_, err := d.run(calling, bytes.NewReader(w.data()), raw(w, "run", "slow", "--param", "delay=1m", "--codec", codec)...)
+		_, err := d.send(calling, pick(4, mib+1), "run", "slow", "--param", "delay=1m", "--codec", codec)
 		ended <- err
 	}()
 	if err := d.calls(ctx, 1); err != nil {
@@ -216,8 +199,8 @@ func (d *duo) drain(ctx context.Context, codec string) error {
 	var got []byte
 	ended := make(chan error, 1)
 	go func() { // ends with the client
-		out, err := d.run(ctx, &held{data: w.data(), let: let}, raw(w, "run", "echo", "--codec", codec)...)
-		got = out
+		var err error
+		got, err = d.run(ctx, held(w.data(), let), append([]string{"run", "echo", "--codec", codec}, raw(w)...)...)
 		ended <- err
 	}()
 	err := d.refusal(ctx)
@@ -225,11 +208,7 @@ func (d *duo) drain(ctx context.Context, codec string) error {
 	if err = errors.Join(err, <-ended); err != nil {
 		return err
 	}
-	err = errors.Join(same("echo", got, w.data()), d.server.wait())
-	if complaints, n := d.server.log.complained(); n > 0 {
-		err = errors.Join(err, fmt.Errorf("the server's log has %d complaints: %q", n, complaints))
-	}
-	return err
+	return errors.Join(same("echo", got, w.data()), d.server.Stopped())
 }
 
 // refusal tells the server to stop and wants the next call to be refused.
@@ -237,16 +216,15 @@ func (d *duo) refusal(ctx context.Context) error {
 	if err := d.calls(ctx, 1); err != nil {
 		return err
 	}
-	if err := d.server.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+	if err := d.server.Process.Signal(syscall.SIGTERM); err != nil {
 		return err
 	}
-	for !strings.Contains(d.server.log.tail(), "msg=draining") {
+	for !strings.Contains(d.server.Log.Tail(), "msg=draining") {
 		if err := pause(ctx, pollEvery); err != nil {
 			return fmt.Errorf("the server does not drain: %w", err)
 		}
 	}
-	w := pick(6, 4)
-	_, err := d.run(ctx, bytes.NewReader(w.data()), raw(w, "run", "relu")...)
+	_, err := d.send(ctx, pick(6, 4), "run", "relu")
 	return ends(err, exitConnection, "server is draining")
 }
 

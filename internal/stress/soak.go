@@ -4,14 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"runtime"
 	"runtime/debug"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -19,7 +17,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/codec"
-	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
 const (
@@ -36,6 +34,8 @@ const (
 	// What every process may have more than at rest in the beginning, at any time.
 	restGoroutines  = 4
 	restDescriptors = 2
+	// workers is how many things are done at a time.
+	workers = 8
 	// jobWait bounds one job, so that a sample can not wait longer.
 	jobWait = 60 * time.Second
 )
@@ -43,7 +43,6 @@ const (
 // soak is servers under mixed load.
 type soak struct {
 	*environment
-	problems
 	targets []*target
 	own     history // of this process
 	began   time.Time
@@ -55,8 +54,7 @@ type soak struct {
 
 // target is one server.
 type target struct {
-	name     string
-	daemon   *daemon
+	*daemon
 	clients  []*client.Client
 	sessions []*client.Session // one for each client, for as long as all this runs
 	history  history
@@ -67,11 +65,11 @@ type target struct {
 
 // sample is what one process is like when everything rests.
 type sample struct {
-	at                            time.Duration
-	goroutines, descriptors, heap float64
-	resident
-	budget float64 // granted; of a server
-	spare  float64 // in RSS and in use by nobody: kept for the next call, or the runtime's
+	at                                  time.Duration
+	goroutines, descriptors, gone, heap float64 // gone are mapped files that nobody can open any more
+	rss, mapped                         float64 // of its own, and pages of files
+	budget                              float64 // granted; of a server
+	spare                               float64 // in RSS and in use by nobody: kept for the next call, or the runtime's
 }
 
 // history are the samples of one process.
@@ -84,54 +82,45 @@ type history struct {
 func runSoak(ctx context.Context, e *environment, args []string) error {
 	f := e.flags("soak")
 	length := f.Duration("for", 20*time.Minute, "how `long`")
-	workers := f.Int("workers", 8, "how many `things` are done at a time")
 	seed := f.Uint64("seed", uint64(time.Now().UnixNano()), "of what is done")
 	if err := e.ready(ctx, f, args); err != nil {
 		return err
 	}
-	fmt.Fprintln(e.out, bench.ThisMachine())
-	fmt.Fprintf(e.out, "seed %d, %v, %d workers\n", *seed, *length, *workers)
+	fmt.Fprintf(e.out, "seed %d, %v, %d workers\n", *seed, *length, workers)
 	s := &soak{environment: e, done: make(map[string]*atomic.Int64), own: history{name: "clients"}}
 	for _, j := range jobs {
 		s.done[j.name] = new(atomic.Int64)
 	}
-	err := s.run(ctx, *length, *workers, *seed)
-	if ctx.Err() != nil {
-		return context.Cause(ctx)
-	}
-	if err != nil {
-		s.add("%v", err)
-	}
+	err := s.run(ctx, *length, *seed)
 	for _, t := range s.targets {
-		s.log(t.daemon.log)
+		err = errors.Join(err, t.end(ctx))
 	}
-	return e.verdict("soak", s.all())
+	return e.verdict(ctx, "soak", err)
 }
 
-func (s *soak) run(ctx context.Context, length time.Duration, workers int, seed uint64) (err error) {
-	for name, store := range map[string]string{"folder": filepath.Join(s.dir, "store"), "memory": "memory:1GiB"} {
-		d, err := s.serve(ctx, "--metrics", "127.0.0.1:0", "--pprof", "--memory", memory, "--store", store)
+func (s *soak) run(ctx context.Context, length time.Duration, seed uint64) error {
+	for _, store := range [][2]string{{"folder", filepath.Join(s.dir, "store")}, {"memory", "memory:1GiB"}} {
+		d, err := s.serve(ctx, "--metrics", "127.0.0.1:0", "--pprof", "--memory", memory, "--store", store[1])
 		if err != nil {
-			return errors.Join(err, s.end(ctx))
+			return err
 		}
-		t := &target{name: name, daemon: d, history: history{name: name}, cut: make(map[string]window)}
+		t := &target{daemon: d, history: history{name: store[0]}, cut: make(map[string]window)}
 		s.targets = append(s.targets, t)
 		if err := t.connect(ctx); err != nil {
-			return errors.Join(err, s.end(ctx))
+			return err
 		}
 	}
-	slices.SortFunc(s.targets, func(a, b *target) int { return strings.Compare(a.name, b.name) })
 	base() // made before memory is looked at
 	s.began = time.Now()
-	err = s.look(ctx, true)
+	err := s.look(ctx, true)
 	if err != nil {
-		return errors.Join(err, s.end(ctx))
+		return err
 	}
-	s.own.base.goroutines += float64(workers)
+	s.own.base.goroutines += workers
 	loaded, stop := context.WithTimeout(ctx, length)
 	defer stop()
 	var all sync.WaitGroup
-	crew := make([]*worker, workers)
+	var crew [workers]*worker
 	for i := range crew {
 		crew[i] = newWorker(s, i, rand.New(rand.NewPCG(seed, uint64(i))))
 		all.Go(func() { crew[i].work(ctx, loaded) })
@@ -145,18 +134,18 @@ func (s *soak) run(ctx context.Context, length time.Duration, workers int, seed 
 	for _, w := range crew {
 		for _, t := range s.targets {
 			if e := w.globs(ctx, t); e != nil {
-				s.add("in the end: %s: %v", t.name, e)
+				s.add("in the end: %s: %v", t.history.name, e)
 			}
 		}
 	}
 	s.judge(length)
-	return errors.Join(err, s.end(ctx))
+	return err
 }
 
 // connect opens what stays open.
 func (t *target) connect(ctx context.Context) error {
 	for _, cfg := range []client.Config{{}, {Codec: codec.LZ4}, {ChunkBytes: 64 * kib, Checksum: codec.CRC32}} {
-		c, err := client.Dial(t.daemon.address, cfg)
+		c, err := client.Dial(t.address, cfg)
 		if err != nil {
 			return err
 		}
@@ -171,61 +160,60 @@ func (t *target) connect(ctx context.Context) error {
 }
 
 // end closes everything.
-func (s *soak) end(ctx context.Context) error {
-	var err error
-	for _, t := range s.targets {
-		for _, c := range t.clients {
-			err = errors.Join(err, c.Close())
-		}
-		_, e := t.daemon.until(ctx, "without a session", func(f figures) bool { return f["tensorferry_sessions"] == 0 })
-		err = errors.Join(err, e, t.daemon.stop())
+func (t *target) end(ctx context.Context) (err error) {
+	for _, c := range t.clients {
+		err = errors.Join(err, c.Close())
 	}
-	return err
+	_, e := t.until(ctx, "without a session", func(f figures) bool { return f["tensorferry_sessions"] == 0 })
+	return errors.Join(err, e, t.Stop())
 }
 
 // look brings everything to rest, and looks at every process.
 func (s *soak) look(ctx context.Context, first bool) error {
-	at := time.Since(s.began)
-	var loaded []string
+	at := time.Since(s.began).Round(time.Second)
 	if !first {
+		fmt.Fprintf(s.out, "%v\n", at)
 		for _, t := range s.targets {
-			f, err := t.daemon.scrape(ctx)
+			f, err := t.scrape(ctx)
 			if err != nil {
 				return err
 			}
-			loaded = append(loaded, fmt.Sprintf("%s: %v sessions, %v calls, %v transfers, %v goroutines, %v descriptors, budget %s", t.name,
-				f["tensorferry_sessions"], f["tensorferry_calls"], f["tensorferry_open_transfers"], f["go_goroutines"], f["process_open_fds"],
-				mibs(f["tensorferry_memory_used_bytes"])))
+			fmt.Fprintf(s.out, "  %-7s under load  %v\n", t.history.name, f)
 		}
 	}
 	s.rest.Lock()
 	defer s.rest.Unlock()
 	for _, t := range s.targets {
-		if err := t.look(ctx, at, first); err != nil {
-			return fmt.Errorf("%v: %s: %w", at.Round(time.Second), t.name, err)
+		n, err := t.look(ctx, first)
+		if err != nil {
+			return fmt.Errorf("%v: %s: %w", at, t.history.name, err)
 		}
+		t.history.add(at, n, first)
 	}
-	own, err := s.ownSample(at)
+	own, err := s.self()
 	if err != nil {
 		return err
 	}
-	s.own.add(own, first)
+	s.own.add(at, own, first)
 	if first {
 		return nil
 	}
-	fmt.Fprintf(s.out, "%v\n  under load  %s\n", at.Round(time.Second), strings.Join(loaded, "; "))
 	for _, h := range s.histories() {
 		n := h.samples[len(h.samples)-1]
 		fmt.Fprintf(s.out, "  %-7s at rest  %v goroutines, %v descriptors, %v files mapped that are gone, RSS %s of its own, %s of it spare, and %s mapped, heap %s, budget %s\n",
-			h.name, n.goroutines, n.descriptors, n.gone, mibs(n.own), mibs(n.spare), mibs(n.mapped), mibs(n.heap), mibs(n.budget))
+			h.name, n.goroutines, n.descriptors, n.gone, mibs(n.rss), mibs(n.spare), mibs(n.mapped), mibs(n.heap), mibs(n.budget))
 		if over := n.goroutines - h.base.goroutines; over > restGoroutines {
-			s.add("%v: %s: %v goroutines more than before the load", at.Round(time.Second), h.name, over)
+			s.add("%v: %s: %v goroutines more than before the load", at, h.name, over)
 		}
 		if over := n.descriptors - h.base.descriptors; over > restDescriptors {
-			s.add("%v: %s: %v descriptors more than before the load", at.Round(time.Second), h.name, over)
+			s.add("%v: %s: %v descriptors more than before the load", at, h.name, over)
 		}
 	}
-	fmt.Fprintf(s.out, "  done so far %s\n", s.tally())
+	var tally []string
+	for _, j := range jobs {
+		tally = append(tally, fmt.Sprintf("%s %d", j.name, s.done[j.name].Load()))
+	}
+	fmt.Fprintf(s.out, "  done so far %s; refused for now %d\n", strings.Join(tally, ", "), s.busy.Load())
 	return nil
 }
 
@@ -237,42 +225,61 @@ func (s *soak) histories() []*history {
 	return all
 }
 
-// tally says how often each thing was done.
-func (s *soak) tally() string {
-	var parts []string
-	for _, name := range slices.Sorted(maps.Keys(s.done)) {
-		parts = append(parts, fmt.Sprintf("%s %d", name, s.done[name].Load()))
-	}
-	return strings.Join(parts, ", ") + fmt.Sprintf("; refused for now %d", s.busy.Load())
-}
-
 // look waits until nothing but the sessions that stay is open on the server.
-func (t *target) look(ctx context.Context, at time.Duration, first bool) error {
+func (t *target) look(ctx context.Context, first bool) (n sample, err error) {
+	base := t.history.base
 	quiet := func(f figures) bool {
 		return f["tensorferry_sessions"] == float64(len(t.sessions)) && f["tensorferry_calls"] == 0 && f["tensorferry_open_transfers"] == 0 &&
-			(first || f["go_goroutines"] <= t.history.base.goroutines+restGoroutines && f["process_open_fds"] <= t.history.base.descriptors+restDescriptors)
+			(first || f["go_goroutines"] <= base.goroutines+restGoroutines && f["process_open_fds"] <= base.descriptors+restDescriptors)
 	}
-	if _, err := t.daemon.until(ctx, "at rest", quiet); err != nil {
-		return err
+	if _, err := t.until(ctx, "at rest", quiet); err != nil {
+		return n, err
 	}
 	if err := t.sweep(ctx); err != nil {
-		return err
+		return n, err
 	}
-	for range 2 { // what a sync.Pool holds goes with the second
-		if err := t.daemon.collect(ctx); err != nil {
-			return err
+	for range 2 { // the garbage collector runs; what a sync.Pool holds goes with the second
+		if _, err := t.get(ctx, "/debug/pprof/heap?gc=1"); err != nil {
+			return n, err
 		}
 	}
-	f, err := t.daemon.until(ctx, "at rest again", quiet)
+	f, err := t.until(ctx, "at rest again", quiet)
 	if err != nil {
-		return err
+		return n, err
 	}
-	memory, err := residentOf(strconv.Itoa(t.daemon.cmd.Process.Pid))
-	if err != nil {
-		return err
+	n = sample{
+		goroutines: f["go_goroutines"], descriptors: f["process_open_fds"],
+		heap: f["go_memstats_heap_alloc_bytes"], budget: f["tensorferry_memory_used_bytes"],
+		spare: f["tensorferry_memory_kept_bytes"] + f["go_memstats_heap_idle_bytes"] - f["go_memstats_heap_released_bytes"],
 	}
-	t.history.add(sample{at, f["go_goroutines"], f["process_open_fds"], f["go_memstats_heap_alloc_bytes"], memory, f["tensorferry_memory_used_bytes"], f["tensorferry_memory_kept_bytes"] + f["go_memstats_heap_idle_bytes"] - f["go_memstats_heap_released_bytes"]}, first)
-	return nil
+	return n, n.resident(t.Process.Pid)
+}
+
+// resident adds what the system says of a process.
+func (n *sample) resident(pid int) error {
+	r, err := proc.ResidentOf(pid)
+	gone, e := proc.Deleted(pid, ".safetensors")
+	n.rss, n.mapped, n.gone = float64(r.Own), float64(r.Mapped), float64(gone)
+	return errors.Join(err, e)
+}
+
+// self is a sample of this process.
+func (s *soak) self() (sample, error) {
+	runtime.GC()
+	debug.FreeOSMemory() // the results of calls come and go by tens of MiB
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	fds, err := proc.Descriptors()
+	n := sample{
+		goroutines: float64(runtime.NumGoroutine()), descriptors: float64(fds),
+		heap: float64(m.HeapAlloc), spare: float64(m.HeapIdle - m.HeapReleased),
+	}
+	for _, t := range s.targets {
+		for _, c := range t.clients {
+			n.spare += float64(c.Kept())
+		}
+	}
+	return n, errors.Join(err, n.resident(os.Getpid()))
 }
 
 // sweep holds what came of pushes that were cut off to whole or absent, and
@@ -293,7 +300,7 @@ func (t *target) sweep(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		if err := same(st.Name, got[0].Data, w.data()); err != nil {
+		if err := w.is(&got[0]); err != nil {
 			return err
 		}
 		if _, err := t.clients[0].Delete(ctx, st.Name); err != nil {
@@ -304,31 +311,12 @@ func (t *target) sweep(ctx context.Context) error {
 	return nil
 }
 
-func (h *history) add(n sample, first bool) {
-	if first {
+func (h *history) add(at time.Duration, n sample, first bool) {
+	if n.at = at; first {
 		h.base = n
-		return
+	} else {
+		h.samples = append(h.samples, n)
 	}
-	h.samples = append(h.samples, n)
-}
-
-func (s *soak) ownSample(at time.Duration) (sample, error) {
-	runtime.GC()
-	debug.FreeOSMemory() // the results of calls come and go by tens of MiB
-	var m runtime.MemStats
-	runtime.ReadMemStats(&m)
-	fds, err := os.ReadDir("/proc/self/fd")
-	if err != nil {
-		return sample{}, err
-	}
-	spare := float64(m.HeapIdle - m.HeapReleased)
-	for _, t := range s.targets {
-		for _, c := range t.clients {
-			spare += float64(c.Kept())
-		}
-	}
-	memory, err := residentOf("self")
-	return sample{at: at, spare: spare, goroutines: float64(runtime.NumGoroutine()), descriptors: float64(len(fds)), resident: memory, heap: float64(m.HeapAlloc)}, err
 }
 
 // judge compares the last quarter with the time after the warm-up.
@@ -346,7 +334,7 @@ func (s *soak) judge(length time.Duration) {
 			{"descriptors", func(n sample) float64 { return n.descriptors }, restDescriptors, false},
 			{"gone files", func(n sample) float64 { return n.gone }, restDescriptors, false},
 			{"heap", func(n sample) float64 { return n.heap }, 4 * mib, true},
-			{"RSS, used", func(n sample) float64 { return n.own - n.spare }, 16 * mib, true},
+			{"RSS, used", func(n sample) float64 { return n.rss - n.spare }, 16 * mib, true},
 			{"budget", func(n sample) float64 { return n.budget }, 4 * mib, true},
 		} {
 			before, n := h.median(warm, 2*warm, c.of)

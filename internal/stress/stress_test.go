@@ -8,7 +8,11 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -17,6 +21,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
@@ -49,24 +54,41 @@ func TestWrongBytesAreNeverExpected(t *testing.T) {
 	require.Error(t, tolerate(errors.Join(cut, wrong("x")), codes.Unavailable))
 }
 
+// script returns an environment whose command is a shell script.
+func script(t *testing.T, text string) *environment {
+	t.Helper()
+	dir := t.TempDir()
+	file := filepath.Join(dir, "command")
+	require.NoError(t, os.WriteFile(file, []byte("#!/bin/sh\n"+text), 0o755))
+	return &environment{problems: new(problems), out: io.Discard, dir: dir, command: file}
+}
+
 func TestALogIsReadForItsAddressAndItsComplaints(t *testing.T) {
-	r := newRecord()
-	text := "time=1 level=INFO msg=starting\ntime=2 level=INFO msg=listening address=127.0.0.1:1 metrics=127.0.0.1:2 models=5\n" +
-		"time=3 level=WARN msg=\"file can not be used\"\npanic: oh\ntime=4 level=INFO msg=stopped\n"
-	for i := range len(text) {
-		n, err := r.Write([]byte(text[i : i+1]))
-		require.NoError(t, err)
-		require.Equal(t, 1, n)
-	}
-	line := <-r.listening
-	require.Equal(t, "127.0.0.1:1", attribute(line, "address"))
-	require.Equal(t, "127.0.0.1:2", attribute(line, "metrics"))
-	lines, n := r.complained()
-	require.Equal(t, 2, n)
-	require.Equal(t, []string{`time=3 level=WARN msg="file can not be used"`, "panic: oh"}, lines)
-	var p problems
-	p.log(r)
-	require.Len(t, p.all(), 2)
+	testkit.Start(t)
+	e := script(t, `cat >&2 <<'END'
+time=1 level=INFO msg=starting
+time=2 level=INFO msg=listening address=127.0.0.1:1 metrics=127.0.0.1:2 models=5
+time=3 level=WARN msg="file can not be used"
+panic: oh
+time=4 level=INFO msg=stopped
+END`)
+	d, err := e.serve(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, "127.0.0.1:1", d.address)
+	require.Equal(t, "127.0.0.1:2", d.metrics)
+	require.NoError(t, d.Stopped())
+	require.Equal(t, []string{`log: time=3 level=WARN msg="file can not be used"`, "log: panic: oh"}, e.all())
+}
+
+func TestFiguresAreTheSumOverAllLabels(t *testing.T) {
+	page := "# TYPE tensorferry_sessions gauge\ntensorferry_sessions 3\n# TYPE x_total counter\nx_total{a=\"1\"} 2\nx_total{a=\"} 2\"} 5\n" +
+		"# TYPE go_goroutines gauge\ngo_goroutines 1e3\n"
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, page) }))
+	defer s.Close()
+	d := &daemon{metrics: s.Listener.Addr().String()}
+	f, err := d.scrape(t.Context())
+	require.ErrorContains(t, err, "nothing about process_open_fds")
+	require.Equal(t, figures{"tensorferry_sessions": 3, "x_total": 7, "go_goroutines": 1000}, f)
 }
 
 func TestProblemsAreCountedBeyondThoseKept(t *testing.T) {
@@ -82,9 +104,9 @@ func TestProblemsAreCountedBeyondThoseKept(t *testing.T) {
 // grown returns what is said of a heap of these sizes, one a second.
 func grown(t *testing.T, length time.Duration, heap func(at time.Duration) float64) []string {
 	t.Helper()
-	s := &soak{environment: &environment{out: io.Discard}, own: history{name: "x"}}
+	s := &soak{environment: &environment{problems: new(problems), out: io.Discard}, own: history{name: "x"}}
 	for at := time.Second; at <= length; at += time.Second {
-		s.own.add(sample{at: at, heap: heap(at), goroutines: 7}, false)
+		s.own.add(at, sample{heap: heap(at), goroutines: 7}, false)
 	}
 	s.judge(length)
 	return s.all()
@@ -101,7 +123,7 @@ func TestGrowthIsToldFromNoise(t *testing.T) {
 }
 
 func TestGrowthThatNobodySawIsAProblem(t *testing.T) {
-	s := &soak{environment: &environment{out: io.Discard}, own: history{name: "x"}}
+	s := &soak{environment: &environment{problems: new(problems), out: io.Discard}, own: history{name: "x"}}
 	s.judge(time.Hour)
 	require.NotEmpty(t, s.all())
 }
@@ -135,7 +157,7 @@ func TestACrashLeavesWhatWasAcknowledgedOrTriedAfter(t *testing.T) {
 		"deletion acknowledged, back":        {named{}, found(old.window), false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c := &crash{}
+			c := &crash{environment: &environment{problems: new(problems)}}
 			c.settle(&tc.name, tc.got)
 			require.Equal(t, tc.good, len(c.all()) == 0, "%v", c.all())
 			require.Empty(t, tc.name.maybe)
@@ -145,7 +167,7 @@ func TestACrashLeavesWhatWasAcknowledgedOrTriedAfter(t *testing.T) {
 
 func TestAHeldReaderGivesItsSecondHalfWhenLetGo(t *testing.T) {
 	let := make(chan struct{})
-	h := &held{data: []byte("abcdefgh"), let: let}
+	h := held([]byte("abcdefgh"), let)
 	half := make([]byte, 8)
 	n, err := h.Read(half)
 	require.NoError(t, err)
@@ -156,30 +178,22 @@ func TestAHeldReaderGivesItsSecondHalfWhenLetGo(t *testing.T) {
 	require.Equal(t, "efgh", string(rest))
 }
 
-func TestAProxyCutsAfterSoManyBytes(t *testing.T) {
+func TestAConnectionBreaksAfterSoManyBytes(t *testing.T) {
 	testkit.Start(t)
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = l.Close() })
+	near, far := net.Pipe()
 	came := make(chan int, 1)
-	go func() {
-		c, err := l.Accept()
-		if err != nil {
-			return
-		}
-		data, _ := io.ReadAll(c)
+	go func() { // ends with the connection
+		_, _ = far.Write(make([]byte, 300))
+		data, _ := io.ReadAll(far)
 		came <- len(data)
-		_ = c.Close()
 	}()
-	p, err := cutAfter(1000, l.Addr().String())
+	c, _, err := cutAfter(1000).ClientHandshake(t.Context(), "", near)
 	require.NoError(t, err)
-	c, err := net.Dial("tcp", p.address)
+	_, err = io.ReadFull(c, make([]byte, 300))
 	require.NoError(t, err)
 	_, err = io.Copy(c, strings.NewReader(strings.Repeat("x", 5000)))
-	_ = err // the cut may be sooner
-	require.Equal(t, 1000, <-came)
-	_ = c.Close()
-	require.NoError(t, p.close())
+	require.ErrorIs(t, err, io.ErrUnexpectedEOF)
+	require.Equal(t, 700, <-came)
 }
 
 func TestEachToldOfEveryFailure(t *testing.T) {
@@ -206,14 +220,14 @@ func TestAProgramThatDoesNotExistIsAnErrorThatNamesThoseThatDo(t *testing.T) {
 
 func TestAMissingCommitIsAnErrorThatSaysHowToFetchIt(t *testing.T) {
 	t.Chdir(t.TempDir())
-	e := &environment{out: io.Discard, dir: t.TempDir()}
+	e := &environment{problems: new(problems), out: io.Discard, dir: t.TempDir()}
 	_, err := e.commit(t.Context(), "v0")
 	require.ErrorContains(t, err, `commit "v0" is not in this repository`)
 	require.ErrorContains(t, err, "git fetch --unshallow --tags")
 }
 
 func TestAnEndHasItsCodeAndItsText(t *testing.T) {
-	_, err := output(exec.Command("sh", "-c", "echo server is draining >&2; exit 3"))
+	_, err := proc.New(exec.CommandContext(t.Context(), "sh", "-c", "echo server is draining >&2; exit 3")).Output()
 	require.NoError(t, ends(err, 3, "draining"))
 	require.Error(t, ends(err, 1, "draining"))
 	require.Error(t, ends(err, 3, "interrupted"))

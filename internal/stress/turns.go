@@ -6,12 +6,14 @@ import (
 	"errors"
 	"fmt"
 	"os/exec"
-	"slices"
 
 	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
-// runTurns compares the speed of two commits with what each measures of itself.
+// runTurns compares the speed of two commits with what each measures of itself, and
+// then has the programs of the module bench take turns, a server and a client process
+// of each commit.
 func runTurns(ctx context.Context, e *environment, args []string) error {
 	f := e.flags("turns")
 	against := f.String("against", "HEAD", "`commit` of the old program")
@@ -24,44 +26,37 @@ func runTurns(ctx context.Context, e *environment, args []string) error {
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(e.out, "%v · against %s\n", bench.ThisMachine(), *against)
+	fmt.Fprintf(e.out, "against %s\n", *against)
 	if *quick {
 		fmt.Fprintln(e.out, "SMOKE RUN: sizes and repetitions are too small for the figures to mean anything")
 	}
+	brief := fmt.Sprintf("--quick=%t", *quick)
 	var turns bench.Turns
-	order := []*environment{old, e}
-	for n := range *rounds {
-		reports := map[*environment]*bench.Report{}
-		for _, p := range order {
-			r := new(bench.Report)
-			text, err := output(exec.CommandContext(ctx, p.command, "bench", "--net", "both", "--json", fmt.Sprintf("--quick=%t", *quick)))
-			if err = errors.Join(err, json.Unmarshal(text, r)); err != nil {
-				return err
-			}
-			reports[p] = r
+	var before, now *bench.Report
+	measure := func(command string, to **bench.Report) func() error {
+		return func() error {
+			*to = new(bench.Report)
+			text, err := proc.New(exec.CommandContext(ctx, command, "bench", "--net", "both", "--json", brief)).Output()
+			return errors.Join(err, json.Unmarshal(text, *to))
 		}
-		turns.AddReports(reports[old], reports[e])
-		slices.Reverse(order)
-		fmt.Fprintf(e.out, "turn %d of %d\n", n+1, *rounds)
 	}
-	if err := turns.WriteText(e.out); err != nil {
+	err = bench.InTurns(func(round int) bool {
+		if round > 0 {
+			turns.AddReports(before, now)
+			fmt.Fprintf(e.out, "turn %d of %d\n", round, *rounds)
+		}
+		return round < *rounds
+	}, measure(old.command, &before), measure(e.command, &now))
+	if err = errors.Join(err, turns.WriteText(e.out)); err != nil {
 		return err
 	}
-	return e.peers(ctx, old, *quick)
-}
-
-// peers has the programs of the module bench take turns, a server and a client process
-// of each commit.
-func (e *environment) peers(ctx context.Context, old *environment, quick bool) error {
-	before, err := old.compile(ctx, "bench", module+"/bench")
-	if err != nil {
-		return err
+	var peers [2]string
+	for i, c := range []*environment{old, e} {
+		if peers[i], err = c.compile(ctx, "bench", module+"/bench"); err != nil {
+			return err
+		}
 	}
-	now, err := e.compile(ctx, "bench", module+"/bench")
-	if err != nil {
-		return err
-	}
-	text, err := output(exec.CommandContext(ctx, now, "-against", before, fmt.Sprintf("-quick=%t", quick)))
+	text, err := proc.New(exec.CommandContext(ctx, peers[1], "-against", peers[0], brief)).Output()
 	fmt.Fprintf(e.out, "\nclient and server in two processes\n%s", text)
 	return err
 }

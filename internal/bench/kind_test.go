@@ -22,7 +22,7 @@ func testMemory(n int) Memory {
 }
 
 // everyBaseline opens each kind over each network.
-func everyBaseline(t *testing.T, size int, test func(t *testing.T, b Baseline)) {
+func everyBaseline(t *testing.T, size int, test func(t *testing.T, b *Ends)) {
 	for _, network := range []string{"tcp", "unix"} {
 		for _, k := range []Kind{Raw, RawCRC, StockGRPC} {
 			t.Run(fmt.Sprintf("%s %s %d bytes", network, k.Name, size), func(t *testing.T) {
@@ -39,7 +39,7 @@ func everyBaseline(t *testing.T, size int, test func(t *testing.T, b Baseline)) 
 func TestBaselinesMoveEveryByteBothWays(t *testing.T) {
 	testkit.Start(t)
 	for _, size := range []int{1, 2 * ChunkBytes, ChunkBytes + 5} {
-		everyBaseline(t, size, func(t *testing.T, b Baseline) {
+		everyBaseline(t, size, func(t *testing.T, b *Ends) {
 			for _, op := range []Op{Upload, Echo, ReLU, Upload} {
 				if s, err := b.Move(t.Context(), op); err != nil || s.Time <= 0 || s.CPU < 0 {
 					t.Fatalf("%s: %v, %v", op, s, err)
@@ -54,7 +54,7 @@ func TestBaselinesMoveEveryByteBothWays(t *testing.T) {
 
 func TestBaselinesEndWithTheirContext(t *testing.T) {
 	testkit.Start(t)
-	everyBaseline(t, 4*ChunkBytes, func(t *testing.T, b Baseline) {
+	everyBaseline(t, 4*ChunkBytes, func(t *testing.T, b *Ends) {
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
 		for {
@@ -70,21 +70,21 @@ func TestBaselinesEndWithTheirContext(t *testing.T) {
 func TestBytesThatDidNotArriveHaveNoTime(t *testing.T) {
 	testkit.Start(t)
 	m := testMemory(3 * ChunkBytes)
-	idle := make(chan struct{})
-	close(idle)
-	copy(m.Remote, m.Source) // what an earlier run left
-	for name, run := range map[string]func() error{
-		"nothing was moved": func() error { return nil },
-		"one page is stale": func() error {
-			copy(m.Remote, m.Source[:2*ChunkBytes])
-			copy(m.Remote[2*ChunkBytes+4096:], m.Source[2*ChunkBytes+4096:])
+	for name, run := range map[string]func(to []byte) error{
+		"nothing was moved": func([]byte) error { return nil },
+		"one page is stale": func(to []byte) error {
+			copy(to, m.Source[:2*ChunkBytes])
+			copy(to[2*ChunkBytes+4096:], m.Source[2*ChunkBytes+4096:])
 			return nil
 		},
-		"the transfer fails": func() error { copy(m.Remote, m.Source); return net.ErrClosed },
+		"the transfer fails": func(to []byte) error { copy(to, m.Source); return net.ErrClosed },
 	} {
 		t.Run(name, func(t *testing.T) {
-			for _, op := range []Op{Upload, ReLU} {
-				if s, err := m.measured(op, run, idle, m.Remote); err == nil || s != (Sample{}) {
+			copy(m.Remote, m.Source) // what an earlier run left
+			copy(m.Back, m.Source)
+			p := Ends{far: End{Source: m.Source, To: m.Remote, Server: Server{Idle: always}}, near: End{Source: m.Source, To: m.Back}}
+			for op, to := range map[Op][]byte{Upload: m.Remote, ReLU: m.Back} {
+				if s, err := p.move(op, func() error { return run(to) }); err == nil || s != (Sample{}) {
 					t.Fatalf("%s: got %v, %v", op, s, err)
 				}
 			}
@@ -96,13 +96,13 @@ func TestRawRefusesAChunkWhoseChecksumFails(t *testing.T) {
 	testkit.Start(t)
 	a, b := net.Pipe()
 	m := testMemory(100)
-	go func() { // ends when receive has read it
+	go func() { // ends when Receive has read it
 		header := binary.LittleEndian.AppendUint32(nil, codec.CRC32C.Update(0, m.Source)^1)
 		if _, err := a.Write(append(header, m.Source...)); err != nil {
 			t.Error(err)
 		}
 	}()
-	err := receiveRaw(b, m.Remote, true, func([]byte) { t.Error("the chunk passed for whole") })
+	err := (&sumLink{rawLink: rawLink{b}}).Receive(m.Remote)
 	if err == nil || !strings.Contains(err.Error(), "checksum") {
 		t.Fatalf("got %v", err)
 	}
@@ -125,14 +125,14 @@ func TestBaselinesRefuseMemoryOfDifferentLengths(t *testing.T) {
 func TestPingsComeBackOverEveryNetwork(t *testing.T) {
 	testkit.Start(t)
 	for _, network := range []string{"tcp", "unix"} {
-		for kind, open := range map[string]func(string, int) (*GRPCPing, error){"stock codec": NewStockPing, "bytes passed through": NewRawPing} {
-			for _, size := range []int{0, 1, SmallBytes, 1 << 20} {
-				t.Run(fmt.Sprintf("%s %s %d bytes", network, kind, size), func(t *testing.T) {
-					p, err := open(network, size)
+		for _, k := range pings {
+			for _, size := range []int{1, SmallBytes, 1 << 20} {
+				t.Run(fmt.Sprintf("%s %s %d bytes", network, k.Name, size), func(t *testing.T) {
+					p, err := k.Open(t.Context(), network, testMemory(size))
 					if err != nil {
 						t.Fatal(err)
 					}
-					s, err := Batch(t.Context(), p.Ping, 20)
+					s, err := batch(20, func() (Sample, error) { return p.Move(t.Context(), Echo) })
 					if err != nil || s.Time <= 0 || s.P99 < s.Time {
 						t.Fatalf("%v, %v", s, err)
 					}
@@ -154,7 +154,7 @@ func TestReLUOfTwoFloatsAtATimeIsThatOfEach(t *testing.T) {
 			var data [8]byte
 			binary.LittleEndian.PutUint32(data[:], math.Float32bits(a))
 			binary.LittleEndian.PutUint32(data[4:], math.Float32bits(b))
-			relu(data[:])
+			Rectify(data[:])
 			for i, x := range []float32{a, b} {
 				got := binary.LittleEndian.Uint32(data[4*i:])
 				if want := math.Float32bits(max(x, 0)); got != want {
@@ -185,8 +185,8 @@ func TestCheckFindsEveryByteThatDiffers(t *testing.T) {
 	m := tensorMemory(2*ChunkBytes + 8)
 	for op := range ops {
 		copy(m.Back, m.Source)
-		for i := range chunks(m.Back) {
-			ops[op].compute(chunk(m.Back, i))
+		if compute := ops[op].compute; compute != nil {
+			compute(m.Back)
 		}
 		if err := Check(op, m.Back, m.Source); err != nil {
 			t.Fatal(err)
@@ -198,7 +198,7 @@ func TestCheckFindsEveryByteThatDiffers(t *testing.T) {
 			}
 			m.Back[i] ^= 1
 		}
-		Spoil(m.Back, m.Source)
+		spoil(m.Back, m.Source)
 		if err := Check(op, m.Back, m.Source); err == nil {
 			t.Errorf("%s: all pages are spoiled", op)
 		}
