@@ -28,6 +28,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
@@ -367,6 +368,22 @@ func TestACancelledForeignCallEndsItsRun(t *testing.T) {
 	cancel()
 	require.Equal(t, codes.Canceled, status.Code(<-ended))
 	testkit.Eventually(t, func() bool { return f.counters(t)["calls_cancelled_total"] == 1 }, "the end of the run")
+}
+
+func TestTheLogHasWhyACallOutsideASessionFailed(t *testing.T) {
+	testkit.Start(t)
+	log := &notes{}
+	f := serve(t, func(c *server.Config) { c.Log = log.log() })
+	f.add(t, cpu.RowFunc{
+		Info: engine.Info{Name: "broken", Rows: 1, Inputs: anyShape("x"), Outputs: anyShape("y")},
+		Rows: func(context.Context, cpu.RowBlock) error { return errors.New("the disk of the model is full") },
+	})
+	_, err := pb.NewTensorServiceClient(f.dial(t)).Compute(t.Context(), &pb.ComputeRequest{Model: "broken", Inputs: []*pb.NamedTensor{
+		{Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: []int64{1}, Data: []byte{1}},
+	}})
+	require.Equal(t, codes.Internal, status.Code(err))
+	require.NotContains(t, err.Error(), "disk", "a peer does not read what a model says")
+	require.Contains(t, log.String(), "the disk of the model is full")
 }
 
 // bearer is a secret that every RPC must bring.

@@ -113,7 +113,11 @@ func (r *Run) open(q Request) (err error) {
 // returns what the caller is told, a *RefusedError: why the run was cancelled, if it was,
 // else err.
 func (r *Run) End(err error) error {
-	return r.end(err, r.Run.Close())
+	lost := r.Run.Close()
+	if errors.Is(lost, engine.ErrClosed) { // by its holder, before
+		lost = nil
+	}
+	return r.end(err, lost)
 }
 
 // end counts a call whose run, if there was one, was closed with lost.
@@ -127,18 +131,18 @@ func (r *Run) end(err, lost error) error {
 	for _, undo := range r.undo {
 		undo()
 	}
-	why := &RefusedError{}
-	if err != nil {
-		why = ExplainCall(err)
-		err = why
+	defer r.core.End()
+	defer r.core.Leave(Calls, r.from)
+	if err == nil {
+		r.core.callEnded(r.model, frame.OK, time.Since(r.began))
+		return nil
 	}
-	r.core.callEnded(r.model, why.Code, time.Since(r.began))
+	why := ExplainCall(err)
 	if why.Secret {
 		r.core.logFailure("", r.id, err)
 	}
-	r.core.Leave(Calls, r.from)
-	r.core.End()
-	return err
+	r.core.callEnded(r.model, why.Code, time.Since(r.began))
+	return why
 }
 
 // Tensor is a tensor in memory at a port of a model.
