@@ -1,0 +1,162 @@
+package serving
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// newCore returns a core without models, of which so much may be open.
+func newCore(t *testing.T, open int) *Core {
+	c := New(Config{
+		Models: engine.NewRegistry(), Pool: testkit.Pool(t), Budget: slab.NewBudget("memory", 1<<20), Log: slog.New(slog.DiscardHandler),
+		Session: stream.DefaultLimits(), Open: [kinds]int{open, open, open}, Health: func(string, Health) {},
+	})
+	t.Cleanup(func() {
+		c.Close()
+		c.Wait()
+		c.Forget()
+	})
+	return c
+}
+
+func TestACallerThatFloodsTheServerStarvesOnlyItself(t *testing.T) {
+	testkit.Start(t)
+	const limit = 10
+	for k := range kinds {
+		c := newCore(t, limit)
+		var flood, other Caller
+		for range limit {
+			require.NoError(t, c.Enter(k, &flood))
+		}
+		err := c.Enter(k, &flood)
+		why, ok := errors.AsType[*RefusedError](err)
+		require.True(t, ok)
+		require.Equal(t, frame.ResourceExhausted, why.Code)
+		require.NotZero(t, why.RetryMillis)
+		for range ownOpen { // another has some all the same
+			require.NoError(t, c.Enter(k, &other))
+		}
+		require.Error(t, c.Enter(k, &other))
+		for range ownOpen {
+			c.Leave(k, &other)
+		}
+		c.Leave(k, &flood)
+		require.NoError(t, c.Enter(k, &flood), "what was left may be opened again")
+		require.EqualValues(t, 2, c.gates[k].refused.Load())
+	}
+}
+
+func TestNoMoreIsOpenThanTheLimitAndTheOwnOnesWhoeverAsks(t *testing.T) {
+	testkit.Start(t)
+	const limit, callers = 8, 5
+	c := newCore(t, limit)
+	var all sync.WaitGroup
+	for range callers {
+		all.Go(func() {
+			var from Caller
+			for range 2000 {
+				if c.Enter(Calls, &from) == nil {
+					if n := c.gates[Calls].open.Load(); n > limit+callers*ownOpen {
+						t.Errorf("%d are open", n)
+					}
+					c.Leave(Calls, &from)
+				}
+			}
+		})
+	}
+	all.Wait()
+	require.Zero(t, c.gates[Calls].open.Load())
+}
+
+func TestADrainingCoreAnswersWhatItAdmitted(t *testing.T) {
+	testkit.Start(t)
+	c := newCore(t, 1)
+	require.NoError(t, c.Begin())
+	ctx, cancel := context.WithCancelCause(t.Context())
+	enough := errors.New("enough")
+	cancel(enough)
+	require.ErrorIs(t, c.Drain(ctx), enough, "somebody waits for an answer")
+	require.ErrorIs(t, c.Begin(), errDraining)
+	_, err := c.OpenSession(new(Caller))
+	require.ErrorIs(t, err, errDraining)
+	c.End()
+	require.NoError(t, c.Drain(t.Context()))
+}
+
+func TestTheFirstRuleThatFitsSaysWhatACallerIsTold(t *testing.T) {
+	secret := errors.New("/etc/passwd is not a tensor")
+	for name, tc := range map[string]struct {
+		err    error
+		code   frame.Code
+		retry  bool
+		secret bool
+	}{
+		"a timeout that ended a model":   {errors.Join(context.DeadlineExceeded, engine.ErrModel), frame.DeadlineExceeded, false, false},
+		"no memory in time":              {fmt.Errorf("%w: %w", errMemory, context.Canceled), frame.ResourceExhausted, true, false},
+		"the end of the server":          {errors.Join(ErrShutdown, context.Canceled), frame.Unavailable, true, false},
+		"no such model":                  {engine.ErrNotFound, frame.NotFound, false, false},
+		"an input that does not fit":     {&engine.InputError{Model: "m", Port: "x"}, frame.FailedPrecondition, false, false},
+		"a tensor beyond all bounds":     {tensor.ErrTooLarge, frame.ResourceExhausted, false, false},
+		"a device that is lost":          {engine.ErrUnavailable, frame.Unavailable, true, false},
+		"a model's own failure":          {fmt.Errorf("%w: %w", engine.ErrModel, secret), frame.Internal, false, true},
+		"what nobody expected":           {secret, frame.Internal, false, true},
+		"what says itself what it is":    {TryLater(frame.Aborted, "later"), frame.Aborted, true, false},
+		"a peer that broke the protocol": {frame.Errorf(frame.InvalidArgument, "no"), frame.InvalidArgument, false, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			why := ExplainCall(tc.err)
+			require.Equal(t, tc.code, why.Code)
+			require.Equal(t, tc.retry, why.RetryMillis > 0)
+			require.Equal(t, tc.secret, why.Secret)
+			require.NotContains(t, why.Text, "passwd")
+		})
+	}
+}
+
+func TestInputsAreFoundByThePortsOfTheModelInAnyOrder(t *testing.T) {
+	ports := func(names ...string) (list []engine.Port) {
+		for _, n := range names {
+			list = append(list, engine.Port{Name: n})
+		}
+		return list
+	}
+	for name, tc := range map[string]struct {
+		model []engine.Port
+		call  []string
+		want  []int
+	}{
+		"none":             {ports(), nil, []int{}},
+		"one":              {ports("x"), []string{"x"}, []int{0}},
+		"one without name": {ports("x"), []string{""}, []int{0}},
+		"turned around":    {ports("a", "b", "c"), []string{"c", "a", "b"}, []int{1, 2, 0}},
+		"too few":          {ports("a", "b"), []string{"a"}, nil},
+		"too many":         {ports("a"), []string{"a", "b"}, nil},
+		"another's":        {ports("a", "b"), []string{"a", "c"}, nil},
+		"two without name": {ports("a", "b"), []string{"", ""}, nil},
+		"for none":         {ports(), []string{"a"}, nil},
+		"the same twice":   {ports("a", "b"), []string{"a", "a"}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, err := bind(engine.Info{Name: "m", Inputs: tc.model}, tc.call)
+			if tc.want == nil {
+				require.ErrorIs(t, err, errBinding)
+				return
+			}
+			require.NoError(t, err)
+			require.Equal(t, tc.want, got)
+		})
+	}
+}
