@@ -56,7 +56,7 @@ const (
 type Port struct {
 	Name   string
 	DTypes []tensor.DataType // accepted (input) or possible (output); empty: any
-	Shape  []int64           // dimensions, Free, AnyAxes
+	Shape  []int64           // dimensions, Free, AnyAxes; nil: a scalar, {AnyAxes}: any shape
 	Whole  bool              // input only: needed whole, before the first row
 }
 
@@ -74,7 +74,7 @@ type Info struct {
 	// BlockRows is the preferred number of rows per block; 0 lets the engine
 	// choose by bytes.
 	BlockRows int64
-	Params    []Param           // those that a call may have, as far as the model says
+	Params    []Param           // those that a call may have; the model checks what it gets
 	About     map[string]string // what else there is to know of it, such as its layers; read-only
 }
 

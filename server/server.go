@@ -113,6 +113,7 @@ type Server struct {
 	log       *slog.Logger
 	core      *serving.Core
 	storing   *storing.Service
+	models    *Models
 	endpoints []*endpoint // the first is Serve's
 	health    healthService
 	started   time.Time
@@ -127,6 +128,11 @@ func New(cfg Config) (*Server, error) {
 	if cfg.Models == nil || cfg.Pool == nil || cfg.Budget == nil {
 		return nil, errors.New("server: Config needs Models, Pool and Budget")
 	}
+	for _, svc := range cfg.Services {
+		if svc.Listener == nil && (svc.MessageBytes > 0 || svc.FirstMessage > 0 || svc.Idle > 0) {
+			return nil, errors.New("server: Config.Services: a service without a Listener has the limits of the server")
+		}
+	}
 	cfg.setDefaults()
 	s := &Server{
 		cfg: cfg, limits: cfg.Session, log: cfg.Log, started: time.Now(), health: healthService{health.NewServer()},
@@ -137,6 +143,7 @@ func New(cfg Config) (*Server, error) {
 		Open:   [...]int{serving.Sessions: cfg.Sessions, serving.Transfers: cfg.Transfers, serving.Calls: cfg.QueuedCalls},
 		Health: s.health.model,
 	})
+	s.models = &Models{server: s}
 	s.storing = storing.New(storing.Config{
 		Core: s.core, Store: cfg.Store, Sources: cfg.Sources, Budget: cfg.Budget, Log: cfg.Log, Limits: cfg.Session,
 		StoredBytes: cfg.StoredBytes, MemoryWait: cfg.MemoryWait,
@@ -155,7 +162,7 @@ func New(cfg Config) (*Server, error) {
 	}}))
 	for _, svc := range cfg.Services {
 		if svc.Listener == nil {
-			svc.Register(s.endpoints[0].grpc, &Models{s})
+			svc.Register(s.endpoints[0].grpc, s.models)
 		} else {
 			s.endpoints = append(s.endpoints, s.endpoint(svc))
 		}
@@ -249,6 +256,9 @@ func (s *Server) Close() {
 		case <-time.After(DefaultCloseWait):
 			s.log.Error("work is left behind: a model, a store or a source does not end")
 		}
+	}
+	for _, e := range s.endpoints[1:] {
+		_ = e.Listener.Close() // of one that was never served
 	}
 	s.core.Forget()
 	s.forget()

@@ -36,8 +36,12 @@ type Service struct {
 }
 
 // Models runs the models of a server for its Services: admitted, limited and counted
-// as calls of the TensorService are. Safe for concurrent use.
-type Models struct{ server *Server }
+// as calls of the TensorService are. An error of its methods is a *RefusedError, which a
+// handler returns as it is, or reads. Safe for concurrent use.
+type Models struct {
+	server *Server
+	nobody serving.Caller // of contexts that are no RPC's
+}
 
 // Request is a call of a model.
 type Request = serving.Request
@@ -45,27 +49,49 @@ type Request = serving.Request
 // Tensor is a tensor in memory at a port of a model.
 type Tensor = serving.Tensor
 
-// Run is a call whose inputs and results are streams: its blocks are borrowed and
-// filled, its results are taken (engine.Run), and End ends it.
-type Run = serving.Run
+// RefusedError says why something is not served: a code, a text, and after how long to
+// try again.
+type RefusedError = serving.RefusedError
+
+// Run is a call whose inputs and results are streams. A handler waits for its client
+// without memory of the run in its hands: it receives, then writes.
+type Run struct{ *serving.Run }
 
 // Infos returns what each model says about itself, sorted by name.
 func (m *Models) Infos() []engine.Info { return m.server.cfg.Models.Infos() }
 
 // Compute runs a model over tensors that lie in memory, instead of r.Inputs, for the
 // RPC that ctx is of. It borrows in; the outputs are copies. Inputs and outputs have at
-// most so many bytes in each direction.
+// most so many bytes in each direction, which count in no budget.
 func (m *Models) Compute(ctx context.Context, r Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
 	return m.server.core.Compute(ctx, m.caller(ctx), r, in, most)
 }
 
 // Open opens a call for the RPC that ctx is of. End must be called.
-func (m *Models) Open(ctx context.Context, r Request) (*Run, error) {
-	return m.server.core.Open(ctx, m.caller(ctx), r)
+func (m *Models) Open(ctx context.Context, r Request) (Run, error) {
+	run, err := m.server.core.Open(ctx, m.caller(ctx), r)
+	return Run{run}, err
+}
+
+// End ends the call, once, with the first error: nil, what a method of the Run returned,
+// or the handler's own status. It returns what the handler returns.
+func (r Run) End(err error) error {
+	code, text, ok := ownStatus(err)
+	if !ok {
+		return r.Run.End(err)
+	}
+	own := &RefusedError{Code: code, Text: text}
+	if e := r.Run.End(own); e != error(own) { // something ended it before
+		return e
+	}
+	return err
 }
 
 func (m *Models) caller(ctx context.Context) *serving.Caller {
-	return &m.server.connections.of(ctx).Caller
+	if one, ok := ctx.Value(connectionKey{}).(*connection); ok {
+		return &one.Caller
+	}
+	return &m.nobody
 }
 
 // endpoint is a gRPC server with limits of its own.
@@ -104,7 +130,7 @@ func (s *Server) endpoint(svc Service) *endpoint {
 		options = append(options, grpc.Creds(cfg.Credentials))
 	}
 	e.grpc = grpc.NewServer(options...)
-	svc.Register(e.grpc, &Models{s})
+	svc.Register(e.grpc, s.models)
 	healthpb.RegisterHealthServer(e.grpc, s.health)
 	if cfg.Reflection {
 		reflection.Register(e.grpc) // v1 and v1alpha

@@ -79,9 +79,9 @@ func (f *foreign) whole(ctx context.Context, in *wrapperspb.BytesValue) (*wrappe
 	return &wrapperspb.BytesValue{Value: out[0].Data}, nil
 }
 
-// rows runs a model over messages of one size: the first tells of how many bytes in
-// all, and each result goes back as soon as it is there.
-func (f *foreign) rows(s grpc.ServerStream) (err error) {
+// rows runs a model over a stream of messages, the first of which tells how many bytes
+// follow, and sends each result as soon as it is there.
+func (f *foreign) rows(s grpc.ServerStream) error {
 	var head wrapperspb.BytesValue
 	if err := s.RecvMsg(&head); err != nil {
 		return err
@@ -94,49 +94,37 @@ func (f *foreign) rows(s grpc.ServerStream) (err error) {
 	if err != nil {
 		return err
 	}
-	defer func() {
-		if e := r.End(err); e != nil {
-			err = e
-		}
-	}()
 	ctx, cancel := context.WithCancelCause(s.Context())
-	fed := make(chan struct{})
-	go func() { // ends with the last block, or with the RPC
-		defer close(fed)
-		var rest []byte
-		for {
-			b, err := r.Borrow(ctx)
+	defer cancel(nil)
+	go func() { // ends with the last message, or with the RPC
+		for sent := 0; sent < total; {
+			var m wrapperspb.BytesValue
+			err := s.RecvMsg(&m)
+			if errors.Is(err, io.EOF) {
+				err = status.Errorf(codes.InvalidArgument, "the input ended after %d of %d bytes", sent, total)
+			}
+			if err == nil {
+				err = r.Write(ctx, 0, m.Value)
+			}
 			if err != nil {
+				cancel(err)
 				return
 			}
-			for mem := b.In[0]; len(mem) > 0; {
-				var m wrapperspb.BytesValue
-				if len(rest) == 0 {
-					if err := s.RecvMsg(&m); err != nil {
-						cancel(err)
-						return
-					}
-					rest = m.Value
-				}
-				n := copy(mem, rest)
-				mem, rest = mem[n:], rest[n:]
-			}
-			r.Filled(b)
+			sent += len(m.Value)
 		}
 	}()
-	defer func() { cancel(nil); <-fed }()
 	for {
 		o, err := r.Next(ctx)
 		if errors.Is(err, io.EOF) {
-			return nil
+			return r.End(nil)
 		}
 		if err != nil {
-			return err
+			return r.End(err)
 		}
 		err = s.SendMsg(&wrapperspb.BytesValue{Value: o.Data}) // a copy, made before it returns
 		o.Release()
 		if err != nil {
-			return err
+			return r.End(err)
 		}
 	}
 }
@@ -267,6 +255,61 @@ func anyShape(port string) []engine.Port {
 	return []engine.Port{{Name: port, Shape: []int64{engine.AnyAxes}}}
 }
 
+func TestTheInputsOfARunAreWrittenInAnyPieces(t *testing.T) {
+	testkit.Start(t)
+	var models *server.Models
+	f := serve(t, func(c *server.Config) {
+		c.Services = []server.Service{{Register: func(_ grpc.ServiceRegistrar, m *server.Models) { models = m }}}
+	})
+	addPair(t, f)
+	rng := testkit.Rand(t)
+	for range 50 {
+		rows, columns := rng.Int64N(200), 1+rng.Int64N(64)
+		data := [][]byte{make([]byte, 4*columns), make([]byte, 4*rows*columns)} // small floats, so that sums are exact
+		for _, d := range data {
+			for i := 3; i < len(d); i += 4 {
+				d[i] = 0x40
+			}
+		}
+		want, scaled := pairWant(data[1], data[0])
+		r, err := models.Open(t.Context(), server.Request{Model: "pair", Inputs: []engine.Input{ // not in the model's order
+			{Port: "w", Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{columns}}, ChunkBytes: 1 + rng.Int64N(1000)},
+			{Port: "x", Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{rows, columns}}, ChunkBytes: 1 + rng.Int64N(1000)},
+		}})
+		require.NoError(t, err)
+		written := make(chan error, 1)
+		go func() {
+			for i, rest := range data {
+				for len(rest) > 0 {
+					n := min(1+rng.IntN(3000), len(rest))
+					if err := r.Write(t.Context(), i, rest[:n]); err != nil {
+						written <- err
+						return
+					}
+					rest = rest[n:]
+				}
+			}
+			written <- nil
+		}()
+		got := [][]byte{make([]byte, len(want)), make([]byte, len(scaled))}
+		for {
+			o, err := r.Next(t.Context())
+			if errors.Is(err, io.EOF) {
+				break
+			}
+			require.NoError(t, err)
+			copy(got[o.Port][o.Off:], o.Data)
+			o.Release()
+		}
+		require.NoError(t, <-written)
+		require.NoError(t, r.End(nil))
+		require.NoError(t, r.End(nil), "a second end does nothing")
+		require.True(t, bytes.Equal(want, got[0]))
+		require.True(t, bytes.Equal(scaled, got[1]))
+		require.ErrorIs(t, r.Write(t.Context(), 1, []byte{1}), engine.ErrClosed)
+	}
+}
+
 // addBlocker adds a model whose runs wait until they are let go.
 func (f *fixture) addBlocker(t testing.TB, let <-chan struct{}) (running *atomic.Int64) {
 	running = new(atomic.Int64)
@@ -352,6 +395,49 @@ func TestAForeignStreamMayBeSilentAsLongAsItsOwnListenerSays(t *testing.T) {
 	var y wrapperspb.BytesValue
 	require.NoError(t, long.RecvMsg(&y))
 	require.Equal(t, []byte{1, 2, 3, 4}, y.Value)
+}
+
+func TestAForeignStreamEndsAsItsHandlerOrItsModelSays(t *testing.T) {
+	testkit.Start(t)
+	own := listen(t)
+	f := serve(t, withForeign(own, func(s *server.Service) { s.Idle = time.Hour }))
+	f.add(t, cpu.RowFunc{
+		Info: engine.Info{Name: "broken", Rows: 1, Inputs: anyShape("x"), Outputs: anyShape("y")},
+		Rows: func(context.Context, cpu.RowBlock) error { return engine.Publicf("the weights are wrong") },
+	})
+	c := dialForeign(t, own.Addr().String())
+	read := func(model string, total int, send ...[]byte) (n int, err error) {
+		s, err := c.open(metadata.AppendToOutgoingContext(t.Context(), "model", model), total)
+		require.NoError(t, err)
+		for _, data := range send {
+			if data == nil {
+				require.NoError(t, s.CloseSend())
+				break
+			}
+			require.NoError(t, s.SendMsg(&wrapperspb.BytesValue{Value: data}))
+		}
+		for {
+			var m wrapperspb.BytesValue
+			if err := s.RecvMsg(&m); err != nil {
+				return n, err
+			}
+			n += len(m.Value)
+		}
+	}
+	_, err := read("echo", mib, make([]byte, 100_000), nil)
+	require.Equal(t, codes.InvalidArgument, status.Code(err), "an input cut short: %v", err)
+	require.Contains(t, err.Error(), "ended after 100000 of")
+	_, err = read("echo", 10, make([]byte, 11))
+	require.Equal(t, codes.InvalidArgument, status.Code(err), "an input too long: %v", err)
+	_, err = read("broken", 2*mib, make([]byte, mib), make([]byte, 500_000)) // which then waits for its client
+	require.Equal(t, codes.Internal, status.Code(err))
+	require.Contains(t, err.Error(), "the weights are wrong")
+	n, err := read("echo", 0)
+	require.ErrorIs(t, err, io.EOF, "an input without bytes")
+	require.Zero(t, n)
+	counters := f.counters(t)
+	require.EqualValues(t, 1, counters["calls_ok_total"])
+	require.EqualValues(t, 3, counters["calls_failed_total"])
 }
 
 func TestACancelledForeignCallEndsItsRun(t *testing.T) {

@@ -83,6 +83,12 @@ func statusOf(err error) error {
 	return st.Err()
 }
 
+// ownStatus takes apart an error that is a status.
+func ownStatus(err error) (frame.Code, string, bool) {
+	st, ok := status.FromError(err)
+	return frame.Code(st.Code()), st.Message(), ok && err != nil
+}
+
 // statusParts takes apart what an RPC ends with.
 func statusParts(err error) (frame.Code, string) {
 	st := status.Convert(statusOf(err))

@@ -118,6 +118,13 @@ func (p *Pool) Get(n int) (*Slab, error) {
 	p.mu.Unlock()
 	p.cache.drop(dropped)
 	mem, err := p.cache.backing.Alloc(class)
+	if err != nil { // perhaps because of what is kept in other sizes
+		p.mu.Lock()
+		dropped = p.cache.shrink(0, 0)
+		p.mu.Unlock()
+		p.cache.drop(dropped)
+		mem, err = p.cache.backing.Alloc(class)
+	}
 	if err != nil {
 		p.mu.Lock()
 		defer p.mu.Unlock()

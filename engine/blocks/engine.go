@@ -22,7 +22,11 @@ type Device interface {
 	// Start has w computed and never blocks. Blocks of a run are started one after
 	// the other, ascending; each ends with one w.Done, from any goroutine, in any
 	// order, perhaps before Start returns. Where w.Context has ended, Start does
-	// nothing but that: after a loss the memory may be another's already.
+	// nothing but that: after a loss the memory may be another's already. A device
+	// that can be lost looks at it under the lock of its queue.
+	//
+	// InputFree, Done and Release of a result may call Start on their goroutine: a
+	// device holds no lock of its own while it calls them.
 	Start(w *Work)
 }
 
@@ -34,7 +38,9 @@ type Helper interface {
 	Help(w *Work) bool
 }
 
-// Canceler is a Device that keeps blocks waiting.
+// Canceler is a Device that keeps blocks waiting. One that may keep them for seconds is
+// a Canceler: a run that is closed gives its memory up after five, and its model does
+// not serve until it is replaced or the device was lost and came back.
 type Canceler interface {
 	// Cancel ends (Done) the blocks with this Context that the device has not begun:
 	// their run is closed, and waits for them.
@@ -69,11 +75,13 @@ func New(c Config) *Engine {
 	return e
 }
 
-// Lost says that the device is gone, with all that is on it: it touches no memory
-// of a block that was started. Every run ends with an error that wraps
-// engine.ErrUnavailable and cause, nothing is opened until Back, and what the device
-// still says of those blocks is ignored. It never blocks, and may be called from
-// Start. Once lost, a second loss changes nothing.
+// Lost says that the device is gone, with all that is on it. Before, it has emptied its
+// queue and waited for what touches memory of blocks that were started: those may be
+// lent again when Lost returns. Every run ends with an error that wraps
+// engine.ErrUnavailable and cause, which callers read; nothing is opened until Back, and
+// what the device still says of those blocks is ignored. Results that were given out
+// stay readable until they are released. It never blocks, and may be called from Start.
+// Once lost, a second loss changes nothing.
 func (e *Engine) Lost(cause error) {
 	e.mu.Lock()
 	if e.lost != nil {

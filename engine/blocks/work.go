@@ -16,7 +16,7 @@ import (
 // whose Info.Rows is 0 has one block, with each tensor whole in one piece. Its
 // memory is lent to whoever computes it, and so are the slices.
 type RowBlock struct {
-	Row, Rows int64             // Rows is 1 or more: empty tensors are not computed
+	Row, Rows int64             // Rows is 1 or more, but where results are Given: else empty tensors are not computed
 	In        [][]byte          // by input port; nil for a Whole one
 	Whole     [][]byte          // by input port; nil for one that is split, read-only
 	Out       [][]byte          // by output port; every byte is to be written. In place, Out[0] is the input's memory
@@ -70,7 +70,8 @@ func (w *Work) Context() context.Context { return w.run.ctx }
 func (w *Work) Model() string { return w.run.name }
 
 // InputFree says, before Done, that the device has copied In: its memory is lent
-// for another block. Where results lie in it, it is free when they are released.
+// for another block. It has no effect where results are InPlace or Given: the input is
+// free when they are released.
 func (w *Work) InputFree() {
 	r := w.run
 	r.mu.Lock()
@@ -85,7 +86,9 @@ func (w *Work) InputFree() {
 // Give hands over the results of a block whose Bound says Given, one tensor per
 // output: the desc of all of it, the data of this block. They are shared until
 // release, which may be nil, is called, once, by whoever lets go of them last and
-// perhaps in Give; it does not block and calls nothing here. What does not fit the model's info fails the call.
+// perhaps in Give; it does not block, calls nothing of this package, and takes no lock
+// that the device holds while it does. What does not fit the model's info fails the call.
+// A block gives its results once.
 func (w *Work) Give(outs []tensor.Tensor, release func()) {
 	r := w.run
 	bad := r.misfit(w, outs)

@@ -4,6 +4,7 @@ import (
 	"sync/atomic"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/slab"
 )
 
 // Kind is what a caller opens.
@@ -24,7 +25,16 @@ func (k Kind) String() string { return [...]string{"open sessions", "open transf
 // open. While a limit of the server is reached, a caller that has fewer than ownOpen
 // of a kind may open one more all the same: a caller that floods the server starves
 // only itself. The zero value is ready.
-type Caller struct{ open [kinds]atomic.Int64 }
+type Caller struct {
+	open   [kinds]atomic.Int64
+	holder atomic.Pointer[slab.Principal]
+}
+
+// principal holds the memory of the caller's calls outside sessions.
+func (c *Caller) principal() *slab.Principal {
+	c.holder.CompareAndSwap(nil, slab.NewPrincipal("calls of a connection"))
+	return c.holder.Load()
+}
 
 // gate bounds what is open of one kind.
 type gate struct {

@@ -55,7 +55,14 @@ func (ms *models) watch(name string, m engine.Model) {
 		old.stop()
 	}
 	if w, ok := engine.As[engine.HealthWatcher](m); ok {
-		s.stop = w.WatchHealth(func(err error) { ms.change(name, s, func() { s.ill = err }) })
+		s.stop = w.WatchHealth(func(err error) {
+			ms.change(name, s, func() {
+				if s.ill != nil && err == nil { // its device came back, and nothing of a run is on that
+					s.lost = false
+				}
+				s.ill = err
+			})
+		})
 	}
 }
 

@@ -5,14 +5,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
-	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -25,15 +27,15 @@ type Request struct {
 	Inputs  []engine.Input    // in any order; the port of the only one may be empty
 	Params  map[string]string // read-only
 	Timeout time.Duration     // 0: no limit
+	// Lifetime ends what a model keeps for the caller beyond the call; nil: nothing does.
+	Lifetime context.Context
 }
 
-// Run is a call that Open admitted: whoever opened it fills the blocks of the
-// engine's run, takes its results and calls End.
+// Run is a call that Open admitted. Its inputs are written, its results are taken and
+// End ends it. Input side: Write. Output side: Next. One goroutine per side. End may be
+// called by any.
 type Run struct {
-	engine.Run
 	Info engine.Info
-	// Order is, for each input port of the model, the index of its input in the Request.
-	Order []int
 
 	core   *Core
 	from   *Caller
@@ -44,6 +46,19 @@ type Run struct {
 	cancel context.CancelCauseFunc
 	undo   []func()
 	over   func(closed error)
+	order  []int // for each input port of the model, the index of its input in the Request
+	run    engine.Run
+
+	mu      sync.Mutex // held while a block is written; guards all below
+	blocks  []filling  // borrowed and not full, in their order
+	missing int64      // bytes of all inputs that are not written
+	ended   bool
+}
+
+// filling is a block that is being written.
+type filling struct {
+	*engine.Block
+	rest [][]byte // by input port: what is to be written; nil for one that is not part of it
 }
 
 // Open admits a call and opens its run, waiting for memory as long as a session's
@@ -56,6 +71,15 @@ func (c *Core) Open(ctx context.Context, from *Caller, q Request) (*Run, error) 
 	}
 	if err := r.open(q); err != nil {
 		return nil, r.end(err, nil)
+	}
+	for _, in := range q.Inputs {
+		n, _ := in.Desc.Bytes() // checked
+		r.missing += n
+	}
+	if r.missing == 0 {
+		if err := r.Write(ctx, -1, nil); err != nil {
+			return nil, r.End(err)
+		}
 	}
 	return r, nil
 }
@@ -97,27 +121,89 @@ func (r *Run) open(q Request) (err error) {
 	for i, in := range q.Inputs {
 		ports[i] = in.Port
 	}
-	if r.Order, err = bind(r.Info, ports); err != nil {
+	if r.order, err = bind(r.Info, ports); err != nil {
 		return err
 	}
 	inputs := make([]engine.Input, len(ports))
-	for port, i := range r.Order {
+	for port, i := range r.order {
 		inputs[port] = q.Inputs[i]
 		inputs[port].Port = r.Info.Inputs[port].Name
 	}
-	r.Run, err = r.core.run(r.ctx, r.cancel, m, engine.Call{ID: r.id, Principal: slab.NewPrincipal("call " + r.id.String()), Inputs: inputs, Params: q.Params})
+	r.run, err = r.core.run(r.ctx, r.cancel, m, engine.Call{ID: r.id, Principal: r.from.principal(), Inputs: inputs, Params: q.Params, Lifetime: q.Lifetime})
 	return err
 }
 
-// End closes the run and counts the call as ended with err, nil if it ended well. It
-// returns what the caller is told, a *RefusedError: why the run was cancelled, if it was,
-// else err.
-func (r *Run) End(err error) error {
-	lost := r.Run.Close()
-	if errors.Is(lost, engine.ErrClosed) { // by its holder, before
-		lost = nil
+// Write copies data to the next bytes of an input, by its index in the Request. It waits
+// for memory: where a model has several inputs of rows, they are written in turns, or
+// on goroutines of their own. After End the error is engine.ErrClosed.
+func (r *Run) Write(ctx context.Context, input int, data []byte) error {
+	port := slices.Index(r.order, input)
+	for {
+		n, missing, err := r.write(port, data)
+		if data = data[n:]; err != nil || len(data) == 0 && missing > 0 {
+			return err
+		}
+		if n > 0 && missing > 0 {
+			continue
+		}
+		b, err := r.run.Borrow(ctx) // or the last ones, which have rows without bytes
+		switch {
+		case errors.Is(err, io.EOF) && len(data) == 0:
+			return nil
+		case errors.Is(err, io.EOF):
+			return fmt.Errorf("%w: input %d has %d bytes more than its desc says", errBinding, input, len(data))
+		case err != nil:
+			return err
+		}
+		r.mu.Lock()
+		r.blocks = append(r.blocks, filling{b, slices.Clone(b.In)})
+		r.mu.Unlock()
 	}
-	return r.end(err, lost)
+}
+
+// write copies to the first block with room for the port, hands back blocks that are
+// full, and returns how many bytes of all inputs are still missing.
+func (r *Run) write(port int, data []byte) (n int, missing int64, err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.ended {
+		return 0, 0, engine.ErrClosed
+	}
+	r.blocks = slices.DeleteFunc(r.blocks, func(b filling) bool {
+		if n == 0 && port >= 0 {
+			n = copy(b.rest[port], data)
+			b.rest[port] = b.rest[port][n:]
+		}
+		full := !slices.ContainsFunc(b.rest, func(m []byte) bool { return len(m) > 0 })
+		if full {
+			r.run.Filled(b.Block)
+		}
+		return full
+	})
+	r.missing -= int64(n)
+	return n, r.missing, nil
+}
+
+// Next returns the next result, as engine.Run.Next does, in any order: io.EOF when all
+// are complete, else why there is none. What ends ctx is returned as it is.
+func (r *Run) Next(ctx context.Context) (engine.Out, error) { return r.run.Next(ctx) }
+
+// Context ends when the run does: with the RPC, the timeout, the server, or End.
+func (r *Run) Context() context.Context { return r.ctx }
+
+// End closes the run and counts the call as ended with err, nil if it ended well: once,
+// for the first error. Nobody holds results any more. It returns what the caller is
+// told, a *RefusedError: why the run was cancelled, if it was, else err.
+func (r *Run) End(err error) error {
+	r.mu.Lock()
+	again := r.ended
+	r.ended = true
+	r.mu.Unlock()
+	if again {
+		return err
+	}
+	r.cancel(err) // whoever waits for memory or results
+	return r.end(err, r.run.Close())
 }
 
 // end counts a call whose run, if there was one, was closed with lost.
@@ -166,10 +252,10 @@ func (c *Core) Compute(ctx context.Context, from *Caller, q Request, in []Tensor
 		return nil, engine.Stats{}, r.end(err, nil)
 	}
 	ordered := make([]tensor.Tensor, len(in))
-	for port, i := range r.Order {
+	for port, i := range r.order {
 		ordered[port] = in[i].Tensor
 	}
-	results, st, err := engine.Collect(r.ctx, r.Info, r.Run, ordered, most)
+	results, st, err := engine.Collect(r.ctx, r.Info, r.run, ordered, most)
 	var lost error
 	switch {
 	case errors.Is(err, engine.ErrLost):
@@ -195,7 +281,7 @@ func offered(in []Tensor, most int64) ([]engine.Input, error) {
 		if left -= int64(len(t.Data)); left < 0 {
 			return nil, fmt.Errorf("%w: the inputs have more than %d bytes; a session has no such limit", tensor.ErrTooLarge, most)
 		}
-		inputs[i] = engine.Input{Port: t.Port, Desc: t.Desc, ChunkBytes: tensor.ChunkFor(t.Desc, most)}
+		inputs[i] = engine.Input{Port: t.Port, Desc: t.Desc, ChunkBytes: tensor.ChunkFor(t.Desc, min(most, engine.ChunkBytes))}
 	}
 	return inputs, nil
 }
@@ -204,8 +290,7 @@ func offered(in []Tensor, most int64) ([]engine.Input, error) {
 // ctx, ends it.
 func (c *Core) run(ctx context.Context, cancel context.CancelCauseFunc, m engine.Model, call engine.Call) (engine.Run, error) {
 	patience := time.AfterFunc(c.cfg.MemoryWait, func() {
-		_, _, limit := c.cfg.Budget.Used()
-		cancel(fmt.Errorf("%w: no memory became free for the call in %v, the memory budget is %d bytes; try again later", errMemory, c.cfg.MemoryWait, limit))
+		cancel(fmt.Errorf("%w: none became free for the call in %v; try again later", errMemory, c.cfg.MemoryWait))
 	})
 	defer patience.Stop()
 	return m.Open(ctx, call)
