@@ -73,7 +73,7 @@ func NewBudget(name string, limit int64) *Budget {
 
 // Acquire waits until n bytes are granted to holder, or ctx ends. Each grant is
 // given back by Release with the same holder and amount. When ctx ends first,
-// nothing was granted and the error is ctx's cause; an amount above the whole
+// nothing was granted and the error wraps ctx's cause; an amount above the whole
 // budget fails at once with ErrBudget.
 func (b *Budget) Acquire(ctx context.Context, holder *Principal, n int64) error {
 	b.mu.Lock()
@@ -106,7 +106,7 @@ func (b *Budget) Acquire(ctx context.Context, holder *Principal, n int64) error 
 		b.queue = slices.Delete(b.queue, i, i+1)
 		b.admit() // w may have held up those behind it
 	}
-	return context.Cause(ctx)
+	return fmt.Errorf("slab: %d bytes of the %s budget of %d did not become free: %w", n, b.name, b.limit, context.Cause(ctx))
 }
 
 // TryAcquire grants n bytes only if nobody waits and holder stays within its half.

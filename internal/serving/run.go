@@ -290,7 +290,7 @@ func offered(in []Tensor, most int64) ([]engine.Input, error) {
 // ctx, ends it.
 func (c *Core) run(ctx context.Context, cancel context.CancelCauseFunc, m engine.Model, call engine.Call) (engine.Run, error) {
 	patience := time.AfterFunc(c.cfg.MemoryWait, func() {
-		cancel(fmt.Errorf("%w: none became free for the call in %v; try again later", errMemory, c.cfg.MemoryWait))
+		cancel(fmt.Errorf("%w: waited %v; try again later", errMemory, c.cfg.MemoryWait))
 	})
 	defer patience.Stop()
 	return m.Open(ctx, call)
