@@ -472,11 +472,19 @@ func TestLimitsOfAConnectionAreThoseOfTheConfig(t *testing.T) {
 func TestAConnectionThatDoesNotShakeHandsIsClosed(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, func(c *server.Config) { c.Handshake = 50 * time.Millisecond })
-	c, err := net.Dial("tcp", f.addr)
-	require.NoError(t, err)
-	defer c.Close()
-	for buf := make([]byte, 1<<10); err == nil; { // settings first, then the end
-		_, err = c.Read(buf)
+	noise := testkit.Bytes(8<<10, 1)
+	for name, says := range map[string][]byte{
+		"nothing": nil, "no HTTP/2": noise, "noise after the preface": append([]byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"), noise...),
+	} {
+		t.Run(name, func(t *testing.T) {
+			c, err := net.Dial("tcp", f.addr)
+			require.NoError(t, err)
+			defer c.Close()
+			_, _ = c.Write(says)                          // it may be closed already
+			for buf := make([]byte, 1<<10); err == nil; { // settings first, then the end
+				_, err = c.Read(buf)
+			}
+		})
 	}
 }
 

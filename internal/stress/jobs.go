@@ -38,7 +38,6 @@ var jobs = []job{
 	{"cut pushes", 3, (*worker).cutPush},
 	{"cut pulls", 3, (*worker).cutPull},
 	{"broken connections", 4, (*worker).broken},
-	{"hostile", 6, func(w *worker, ctx context.Context, t *target) error { return hostile(ctx, t.address, w.rand) }},
 	{"questions", 3, (*worker).questions},
 }
 
