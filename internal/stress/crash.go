@@ -58,25 +58,18 @@ type crash struct {
 	store string
 	rand  *rand.Rand
 
-	names   [pushers][]*named
-	version uint64
+	names [pushers][]*named
 
 	acked, unacked, whole, absent, replaced, temps int
 	startMost                                      time.Duration
 }
 
-// state is what a name may stand for: version 0 is nothing.
-type state struct {
-	version uint64
-	window  window
-}
-
-// named is a name, and what it may stand for. It belongs to one pusher, and
-// between the lives of a server to the check.
+// named is a name, and what it may stand for; nil is no tensor. It belongs to one
+// pusher, and between the lives of a server to the check.
 type named struct {
 	text  string
-	sure  state   // the last that was acknowledged
-	maybe []state // tried after that, without an answer
+	sure  *window   // the last that was acknowledged
+	maybe []*window // tried after that, without an answer
 }
 
 // servers kills n servers in the middle of pushes.
@@ -120,15 +113,13 @@ func (c *crash) life(ctx context.Context, d *daemon) error {
 	var acked [pushers]int
 	for i, own := range c.names {
 		r := rand.New(rand.NewPCG(c.rand.Uint64(), 0))
-		first := c.version + uint64(i) + 1
 		all.Go(func() { // ends with the server
 			var err error
-			if acked[i], err = push(ctx, d.address, r, own, first); !killed.Load() {
+			if acked[i], err = push(ctx, d.address, r, own); !killed.Load() {
 				c.add("pusher %d: %v", i, err)
 			}
 		})
 	}
-	c.version += 1 << 20
 	most := lifeMost
 	if c.rand.IntN(4) == 0 {
 		most /= 20 // the first pushes
@@ -150,23 +141,23 @@ func (c *crash) life(ctx context.Context, d *daemon) error {
 
 // push pushes several tensors at a time, and deletes some, until that fails. It
 // returns how many were acknowledged.
-func push(ctx context.Context, address string, r *rand.Rand, own []*named, version uint64) (acked int, err error) {
+func push(ctx context.Context, address string, r *rand.Rand, own []*named) (acked int, err error) {
 	cl, err := client.Dial(address, client.Config{})
 	if err != nil {
 		return 0, err
 	}
 	defer cl.Close()
-	for ; ; version += pushers {
+	for {
 		if r.IntN(6) == 0 {
 			n := own[r.IntN(len(own))]
-			if n.sure.version == 0 {
+			if n.sure == nil {
 				continue
 			}
-			n.maybe = append(n.maybe, state{})
+			n.maybe = append(n.maybe, nil)
 			if _, err := cl.Delete(ctx, n.text); err != nil {
 				return acked, err
 			}
-			n.sure, n.maybe = state{}, nil
+			n.sure, n.maybe = nil, nil
 			acked++
 			continue
 		}
@@ -179,7 +170,7 @@ func push(ctx context.Context, address string, r *rand.Rand, own []*named, versi
 				size = r.IntN(pushedBytes + 1)
 			}
 			w := anyOf(r, size)
-			n.maybe = append(n.maybe, state{version, w})
+			n.maybe = append(n.maybe, &w)
 			req.Tensors = append(req.Tensors, w.input(n.text, nil))
 		}
 		summaries, err := cl.Push(ctx, req)
@@ -247,32 +238,24 @@ func (c *crash) check(ctx context.Context, d *daemon) error {
 
 // settle finds what a name stands for now among what it may.
 func (c *crash) settle(n *named, s *client.Summary) {
-	is := func(st state) bool {
-		if st.version == 0 {
-			return s.Err != nil
-		}
-		return st.window.is(s) == nil
-	}
 	tried := n.maybe
 	n.maybe = nil
 	c.unacked += len(tried)
-	for _, st := range tried {
-		if is(st) {
-			if st.version > 0 {
+	for _, w := range tried {
+		if w.is(s) == nil {
+			if w != nil {
 				c.whole++
 			} else {
 				c.absent++
 			}
-			n.sure = st
+			n.sure = w
 			return
 		}
 	}
-	switch {
-	case !is(n.sure) && s.Err != nil:
-		c.add("%s is gone; version %d was acknowledged", n.text, n.sure.version)
-	case !is(n.sure):
-		c.add("%s is %v of %d bytes, which is neither the version %d acknowledged nor one of %d tried", n.text, s.Desc, s.Bytes, n.sure.version, len(tried))
-	case len(tried) > 0 && n.sure.version > 0:
+	switch err := n.sure.is(s); {
+	case err != nil:
+		c.add("%s is neither what was acknowledged nor one of %d tried after that: %v", n.text, len(tried), err)
+	case n.sure != nil:
 		c.replaced += len(tried)
 	default:
 		c.absent += len(tried)

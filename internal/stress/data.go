@@ -7,6 +7,9 @@ import (
 	"math/rand/v2"
 	"sync"
 
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -71,13 +74,18 @@ func (w window) input(name string, r *rand.Rand) client.Input {
 	return in
 }
 
-// is returns an error if a summary is not that of the tensor.
-func (w window) is(s *client.Summary) error {
-	if s.Err == nil && !s.Desc.Equal(w.desc()) {
-		return wrong("%s is %v, not %v", s.Name, s.Desc, w.desc())
-	}
-	if s.Err != nil {
+// is returns an error if a pulled tensor is not w; nil is a tensor that must not be
+// there.
+func (w *window) is(s *client.Summary) error {
+	switch {
+	case w == nil && status.Code(s.Err) == codes.NotFound:
+		return nil
+	case w == nil:
+		return wrong("%s is there, with %d bytes: %v", s.Name, s.Bytes, s.Err)
+	case s.Err != nil:
 		return s.Err
+	case !s.Desc.Equal(w.desc()):
+		return wrong("%s is %v, not %v", s.Name, s.Desc, w.desc())
 	}
 	return same(s.Name, s.Data, w.data())
 }

@@ -248,21 +248,10 @@ func (w *worker) pulls(ctx context.Context, t *target) error {
 		}
 		err = nil
 		for k, i := range at {
-			err = errors.Join(err, judge(own[i], &got[k]))
+			err = errors.Join(err, own[i].is(&got[k]))
 		}
 		return err
 	})
-}
-
-// judge compares a pulled tensor with what must be there.
-func judge(x *window, s *client.Summary) error {
-	if x != nil {
-		return x.is(s)
-	}
-	if status.Code(s.Err) != codes.NotFound {
-		return wrong("%s is there, with %d bytes: %v", s.Name, s.Bytes, s.Err)
-	}
-	return nil
 }
 
 // globs holds a list, and a pull of all a worker has, to what it has.
@@ -296,7 +285,7 @@ func (w *worker) globs(ctx context.Context, t *target) error {
 		}
 		err = nil
 		for i := range got {
-			err = errors.Join(err, judge(own[got[i].Name], &got[i]))
+			err = errors.Join(err, own[got[i].Name].is(&got[i]))
 		}
 		return err
 	})
@@ -360,7 +349,7 @@ func (w *worker) cutPull(ctx context.Context, t *target) error {
 	return w.cut(ctx, t, func(ctx context.Context, c *client.Client) error {
 		got, err := c.Pull(ctx, client.PullRequest{Select: []client.Selection{{Name: w.name(i)}}})
 		if len(got) == 1 && got[0].Err == nil {
-			return judge(w.stored[t][i], &got[0])
+			return w.stored[t][i].is(&got[0])
 		}
 		return tolerate(err, codes.NotFound)
 	})

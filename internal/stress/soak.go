@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -72,10 +73,9 @@ type sample struct {
 	spare                               float64 // in RSS and in use by nobody: kept for the next call, or the runtime's
 }
 
-// history are the samples of one process.
+// history are the samples of one process; the first is from before the load.
 type history struct {
 	name    string
-	base    sample // before the load
 	samples []sample
 }
 
@@ -112,11 +112,11 @@ func (s *soak) run(ctx context.Context, length time.Duration, seed uint64) error
 	}
 	base() // made before memory is looked at
 	s.began = time.Now()
-	err := s.look(ctx, true)
+	err := s.look(ctx)
 	if err != nil {
 		return err
 	}
-	s.own.base.goroutines += workers
+	s.own.samples[0].goroutines += workers
 	loaded, stop := context.WithTimeout(ctx, length)
 	defer stop()
 	var all sync.WaitGroup
@@ -127,7 +127,7 @@ func (s *soak) run(ctx context.Context, length time.Duration, seed uint64) error
 	}
 	every := min(sampleEvery, length/8)
 	for pause(loaded, every) == nil && err == nil {
-		err = s.look(ctx, false)
+		err = s.look(ctx)
 	}
 	stop()
 	all.Wait()
@@ -169,8 +169,8 @@ func (t *target) end(ctx context.Context) (err error) {
 }
 
 // look brings everything to rest, and looks at every process.
-func (s *soak) look(ctx context.Context, first bool) error {
-	at := time.Since(s.began).Round(time.Second)
+func (s *soak) look(ctx context.Context) error {
+	at, first := time.Since(s.began).Round(time.Second), len(s.own.samples) == 0
 	if !first {
 		fmt.Fprintf(s.out, "%v\n", at)
 		for _, t := range s.targets {
@@ -184,28 +184,30 @@ func (s *soak) look(ctx context.Context, first bool) error {
 	s.rest.Lock()
 	defer s.rest.Unlock()
 	for _, t := range s.targets {
-		n, err := t.look(ctx, first)
+		n, err := t.look(ctx)
 		if err != nil {
 			return fmt.Errorf("%v: %s: %w", at, t.history.name, err)
 		}
-		t.history.add(at, n, first)
+		n.at = at
+		t.history.samples = append(t.history.samples, n)
 	}
 	own, err := s.self()
 	if err != nil {
 		return err
 	}
-	s.own.add(at, own, first)
+	own.at = at
+	s.own.samples = append(s.own.samples, own)
 	if first {
 		return nil
 	}
 	for _, h := range s.histories() {
-		n := h.samples[len(h.samples)-1]
+		base, n := h.samples[0], h.samples[len(h.samples)-1]
 		fmt.Fprintf(s.out, "  %-7s at rest  %v goroutines, %v descriptors, %v files mapped that are gone, RSS %s of its own, %s of it spare, and %s mapped, heap %s, budget %s\n",
 			h.name, n.goroutines, n.descriptors, n.gone, mibs(n.rss), mibs(n.spare), mibs(n.mapped), mibs(n.heap), mibs(n.budget))
-		if over := n.goroutines - h.base.goroutines; over > restGoroutines {
+		if over := n.goroutines - base.goroutines; over > restGoroutines {
 			s.add("%v: %s: %v goroutines more than before the load", at, h.name, over)
 		}
-		if over := n.descriptors - h.base.descriptors; over > restDescriptors {
+		if over := n.descriptors - base.descriptors; over > restDescriptors {
 			s.add("%v: %s: %v descriptors more than before the load", at, h.name, over)
 		}
 	}
@@ -226,11 +228,14 @@ func (s *soak) histories() []*history {
 }
 
 // look waits until nothing but the sessions that stay is open on the server.
-func (t *target) look(ctx context.Context, first bool) (n sample, err error) {
-	base := t.history.base
+func (t *target) look(ctx context.Context) (n sample, err error) {
+	base := sample{goroutines: math.Inf(1), descriptors: math.Inf(1)}
+	if len(t.history.samples) > 0 {
+		base = t.history.samples[0]
+	}
 	quiet := func(f figures) bool {
 		return f["tensorferry_sessions"] == float64(len(t.sessions)) && f["tensorferry_calls"] == 0 && f["tensorferry_open_transfers"] == 0 &&
-			(first || f["go_goroutines"] <= base.goroutines+restGoroutines && f["process_open_fds"] <= base.descriptors+restDescriptors)
+			f["go_goroutines"] <= base.goroutines+restGoroutines && f["process_open_fds"] <= base.descriptors+restDescriptors
 	}
 	if _, err := t.until(ctx, "at rest", quiet); err != nil {
 		return n, err
@@ -309,14 +314,6 @@ func (t *target) sweep(ctx context.Context) error {
 	}
 	clear(t.cut)
 	return nil
-}
-
-func (h *history) add(at time.Duration, n sample, first bool) {
-	if n.at = at; first {
-		h.base = n
-	} else {
-		h.samples = append(h.samples, n)
-	}
 }
 
 // judge compares the last quarter with the time after the warm-up.

@@ -106,7 +106,7 @@ func grown(t *testing.T, length time.Duration, heap func(at time.Duration) float
 	t.Helper()
 	s := &soak{environment: &environment{problems: new(problems), out: io.Discard}, own: history{name: "x"}}
 	for at := time.Second; at <= length; at += time.Second {
-		s.own.add(at, sample{heap: heap(at), goroutines: 7}, false)
+		s.own.samples = append(s.own.samples, sample{at: at, heap: heap(at), goroutines: 7})
 	}
 	s.judge(length)
 	return s.all()
@@ -129,32 +129,32 @@ func TestGrowthThatNobodySawIsAProblem(t *testing.T) {
 }
 
 func TestACrashLeavesWhatWasAcknowledgedOrTriedAfter(t *testing.T) {
-	old, fresh, other := state{1, pick(1, mib)}, state{2, pick(2, mib)}, pick(3, mib)
+	old, fresh, other, half := pick(1, mib), pick(2, mib), pick(3, mib), pick(2, mib/2)
 	found := func(w window) *client.Summary { return &client.Summary{Name: "x", Desc: w.desc(), Data: w.data()} }
 	nothing := &client.Summary{Name: "x", Err: &client.Error{Code: codes.NotFound}}
-	mixed := found(fresh.window)
-	mixed.Data = append(bytes.Clone(old.window.data()[:mib/2]), fresh.window.data()[mib/2:]...)
+	mixed := found(fresh)
+	mixed.Data = append(bytes.Clone(old.data()[:mib/2]), fresh.data()[mib/2:]...)
 	for name, tc := range map[string]struct {
 		name named
 		got  *client.Summary
 		good bool
 	}{
-		"acknowledged and there":             {named{sure: old}, found(old.window), true},
-		"acknowledged and gone":              {named{sure: old}, nothing, false},
-		"acknowledged and another":           {named{sure: old}, found(other), false},
+		"acknowledged and there":             {named{sure: &old}, found(old), true},
+		"acknowledged and gone":              {named{sure: &old}, nothing, false},
+		"acknowledged and another":           {named{sure: &old}, found(other), false},
 		"never pushed":                       {named{}, nothing, true},
 		"never pushed and there":             {named{}, found(other), false},
-		"tried and whole":                    {named{maybe: []state{fresh}}, found(fresh.window), true},
-		"tried and absent":                   {named{maybe: []state{fresh}}, nothing, true},
-		"tried and half":                     {named{maybe: []state{fresh}}, found(pick(2, mib/2)), false},
-		"replaced":                           {named{sure: old, maybe: []state{fresh}}, found(fresh.window), true},
-		"not replaced":                       {named{sure: old, maybe: []state{fresh}}, found(old.window), true},
-		"replaced by half":                   {named{sure: old, maybe: []state{fresh}}, mixed, false},
-		"lost in being replaced":             {named{sure: old, maybe: []state{fresh}}, nothing, false},
-		"new acknowledged and the old there": {named{sure: fresh}, found(old.window), false},
-		"deletion tried, gone":               {named{sure: old, maybe: []state{{}}}, nothing, true},
-		"deletion tried, there":              {named{sure: old, maybe: []state{{}}}, found(old.window), true},
-		"deletion acknowledged, back":        {named{}, found(old.window), false},
+		"tried and whole":                    {named{maybe: []*window{&fresh}}, found(fresh), true},
+		"tried and absent":                   {named{maybe: []*window{&fresh}}, nothing, true},
+		"tried and half":                     {named{maybe: []*window{&fresh}}, found(half), false},
+		"replaced":                           {named{sure: &old, maybe: []*window{&fresh}}, found(fresh), true},
+		"not replaced":                       {named{sure: &old, maybe: []*window{&fresh}}, found(old), true},
+		"replaced by half":                   {named{sure: &old, maybe: []*window{&fresh}}, mixed, false},
+		"lost in being replaced":             {named{sure: &old, maybe: []*window{&fresh}}, nothing, false},
+		"new acknowledged and the old there": {named{sure: &fresh}, found(old), false},
+		"deletion tried, gone":               {named{sure: &old, maybe: []*window{nil}}, nothing, true},
+		"deletion tried, there":              {named{sure: &old, maybe: []*window{nil}}, found(old), true},
+		"deletion acknowledged, back":        {named{}, found(old), false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := &crash{environment: &environment{problems: new(problems)}}
