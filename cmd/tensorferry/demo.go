@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"slices"
 	"strings"
 	"time"
@@ -19,7 +20,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/examples/fashion"
-	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -134,12 +135,12 @@ func demo(ctx context.Context, address string, times int64, out io.Writer) (*dem
 		if err != nil {
 			return nil, err
 		}
-		child, err := startServer(ctx, exe, "--demo")
+		child, at, err := startServer(ctx, exe, "--demo")
 		if err != nil {
 			return nil, err
 		}
-		defer child.stop()
-		r.Server, r.ServerPID = child.address, child.cmd.Process.Pid
+		defer func() { _ = child.Stop() }() // how it ends matters no more
+		r.Server, r.ServerPID = at, child.Process.Pid
 	}
 	host := cpu.NewHost(cpu.HostConfig{})
 	defer host.Close()
@@ -167,14 +168,27 @@ func demo(ctx context.Context, address string, times int64, out io.Writer) (*dem
 	if err := n.manyTimes(ctx, cl, r, hidden, classes); err != nil {
 		return nil, err
 	}
-	r.ClientPeakBytes, _ = bench.PeakOf(os.Getpid()) // 0 where the system has no figure
+	r.ClientPeakBytes = peakOf(os.Getpid())
 	if r.ServerPID != 0 {
-		r.ServerPeakBytes, _ = bench.PeakOf(r.ServerPID)
+		r.ServerPeakBytes = peakOf(r.ServerPID)
 	}
 	r.writeManyTimes(w)
 	draw(w, n.choose(classes), showsColors(out))
 	writeNext(w)
 	return r, w.Flush()
+}
+
+// startServer starts serve of a tensorferry binary on a free port of the loopback
+// interface and waits until it listens. It ends with this process; the caller stops it.
+func startServer(ctx context.Context, exe string, args ...string) (c *proc.Child, address string, err error) {
+	args = append([]string{"serve", "--child", "--listen", "127.0.0.1:0"}, args...)
+	return proc.Serve(ctx, exec.CommandContext(ctx, exe, args...))
+}
+
+// peakOf is the most memory of a living process; 0 where the system has no figure.
+func peakOf(pid int) int64 {
+	r, _ := proc.ResidentOf(pid)
+	return r.Peak
 }
 
 func newSplitNetwork(h *cpu.Host) (*splitNetwork, error) {

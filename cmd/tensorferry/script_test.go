@@ -84,10 +84,10 @@ func scriptServer(ts *testscript.TestScript, _ bool, args []string) {
 			args[i+1] = name + "=" + ts.MkAbs(folder)
 		}
 	}
-	c, err := startServer(context.Background(), exe, args...)
+	c, address, err := startServer(context.Background(), exe, args...)
 	ts.Check(err)
-	ts.Defer(c.stop)
-	ts.Setenv("SERVER", c.address)
+	ts.Defer(func() { _ = c.Stop() })
+	ts.Setenv("SERVER", address)
 }
 
 func scriptNPY(ts *testscript.TestScript, _ bool, args []string) {
@@ -204,12 +204,12 @@ func serving(t *testing.T) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	server, err := startServer(t.Context(), exe)
+	server, address, err := startServer(t.Context(), exe)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(server.stop)
-	return server.address
+	t.Cleanup(func() { _ = server.Stop() })
+	return address
 }
 
 // fed starts the command and gives it so much on stdin that it must be under way: a

@@ -189,8 +189,13 @@ func (k Kind) Open(ctx context.Context, network string, mem Memory) (_ *Ends, er
 		return nil, fmt.Errorf("bench: source, remote and back of %d, %d and %d bytes; give all the same, 1 or more",
 			len(mem.Source), len(mem.Remote), len(mem.Back))
 	}
-	l, release, err := listen(network)
+	address, release, err := place(network)
 	if err != nil {
+		return nil, err
+	}
+	l, err := new(net.ListenConfig).Listen(ctx, network, address)
+	if err != nil {
+		release()
 		return nil, err
 	}
 	p := &Ends{End{Kind: k, Source: mem.Source, To: mem.Remote}, End{Kind: k, Source: mem.Source, To: mem.Back}, release}
@@ -309,21 +314,8 @@ func FillFloats(data []byte) {
 	}
 }
 
-// listen opens a socket for one process: "tcp" on loopback, or "unix" in a
-// directory that release removes.
-func listen(network string) (l net.Listener, release func(), err error) {
-	address, release, err := place(network)
-	if err != nil {
-		return nil, nil, err
-	}
-	if l, err = new(net.ListenConfig).Listen(context.Background(), network, address); err != nil {
-		release()
-		return nil, nil, err
-	}
-	return l, release, nil
-}
-
-// place returns an address to listen at.
+// place returns an address to listen at: "tcp" on loopback, or "unix" in a directory
+// that release removes.
 func place(network string) (address string, release func(), err error) {
 	switch network {
 	case "tcp":

@@ -2,6 +2,7 @@ package bench
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -55,22 +56,13 @@ func mib(n int64) float64 { return float64(n) / (1 << 20) }
 // PeakMemory starts a server and a client as processes of their own, streams a
 // generated tensor through relu, compares every byte that comes back, and returns
 // the most memory that each of the two took. Ending ctx ends both.
-func PeakMemory(ctx context.Context, c MemoryConfig) (*MemoryReport, error) {
-	if c.Bytes < MemoryBlock || c.Bytes%MemoryBlock != 0 {
-		return nil, fmt.Errorf("bench: a tensor of %d bytes; give a multiple of %d", c.Bytes, MemoryBlock)
-	}
-	r, err := c.measure(ctx)
-	switch {
-	case ctx.Err() != nil:
-		return nil, context.Cause(ctx) // and not what it broke
-	case err != nil:
-		return nil, err
-	}
-	return r, nil
-}
-
-func (c MemoryConfig) measure(ctx context.Context) (_ *MemoryReport, err error) {
-	ctx, cancel := context.WithCancel(ctx)
+func PeakMemory(ctx context.Context, c MemoryConfig) (_ *MemoryReport, err error) {
+	defer func() {
+		if ctx.Err() != nil {
+			err = context.Cause(ctx) // and not what it broke
+		}
+	}()
+	running, cancel := context.WithCancel(ctx)
 	defer cancel()
 	listen, release, err := place(c.Network)
 	if err != nil {
@@ -80,12 +72,12 @@ func (c MemoryConfig) measure(ctx context.Context) (_ *MemoryReport, err error) 
 	if c.Network == "unix" {
 		listen = "unix:" + listen
 	}
-	server, address, err := proc.Serve(ctx, c.Command(ctx, "serve", "--child", "--listen", listen))
+	server, address, err := proc.Serve(running, c.Command(running, "serve", "--child", "--listen", listen))
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, server.Stop()) }()
-	client := proc.New(c.Command(ctx, "run", "relu", "--server", address, "--dtype", "float32", "--shape", strconv.FormatInt(c.Bytes/4, 10)))
+	client := proc.New(c.Command(running, "run", "relu", "--server", address, "--dtype", "float32", "--shape", strconv.FormatInt(c.Bytes/4, 10)))
 	stdout, err := client.Pipe()
 	if err != nil {
 		return nil, err
@@ -93,38 +85,29 @@ func (c MemoryConfig) measure(ctx context.Context) (_ *MemoryReport, err error) 
 	begin := time.Now()
 	written := make(chan error, 1)
 	go func() { written <- errors.Join(writeBlocks(client.In, c.Bytes), client.In.Close()) }() // ends with the client
-	r := &MemoryReport{Machine: ThisMachine(), Net: c.Network, Bytes: c.Bytes}
+	var near proc.Resident
 	err = checkBlocks(stdout, c.Bytes, func(left int64) (err error) {
 		if c.Progress != nil && left%max(c.Bytes/16/MemoryBlock*MemoryBlock, MemoryBlock) == 0 {
 			c.Progress(ByteText(int(left)) + " left")
 		}
 		if left == MemoryBlock { // the client lives until it has written this one too
-			r.Client, err = PeakOf(client.Process.Pid)
+			near, err = proc.ResidentOf(client.Process.Pid)
 		}
 		return err
 	})
-	r.Time = time.Since(begin)
+	took := time.Since(begin)
 	if err != nil {
 		cancel() // or the client would wait for its output to be read
 	}
 	writeErr := <-written // a broken pipe, if the client failed
-	if err = errors.Join(err, client.Wait()); err != nil {
+	if err = cmp.Or(errors.Join(err, client.Wait()), writeErr); err != nil {
 		return nil, err
 	}
-	if writeErr != nil {
-		return nil, writeErr
-	}
-	if r.Server, err = PeakOf(server.Process.Pid); err != nil {
-		return nil, err
-	}
-	r.Required = hold(Required{AtMost: true, Value: peakBytes}, float64(max(r.Server, r.Client)))
-	return r, nil
-}
-
-// PeakOf returns the most memory, in bytes, that a living process has had.
-func PeakOf(pid int) (int64, error) {
-	r, err := proc.ResidentOf(pid)
-	return r.Peak, err
+	far, err := proc.ResidentOf(server.Process.Pid)
+	return &MemoryReport{
+		Machine: ThisMachine(), Net: c.Network, Bytes: c.Bytes, Time: took, Server: far.Peak, Client: near.Peak,
+		Required: hold(Required{AtMost: true, Value: peakBytes}, float64(max(far.Peak, near.Peak))),
+	}, err
 }
 
 // A generated tensor is one block again and again, but for its first element,
