@@ -39,20 +39,14 @@ type pipes struct {
 }
 
 // serveEnd is a child's whole life.
-func serveEnd(in io.Reader, out io.WriteCloser) (err error) {
+func serveEnd(in io.Reader, out io.WriteCloser) error {
 	e := new(End)
 	s := rpc.NewServer()
 	if err := s.Register(e); err != nil {
 		return err
 	}
 	s.ServeConn(pipes{in, out})
-	if e.Client.Close != nil {
-		err = e.Client.Close()
-	}
-	if e.Server.Close != nil {
-		err = errors.Join(err, e.Server.Close())
-	}
-	return err
+	return e.Close()
 }
 
 // Start makes the process what role says, and answers with the address of a
@@ -134,16 +128,15 @@ func openContestant(ctx context.Context, program, kind string, size int) (_ *con
 	begun, done := context.WithTimeoutCause(ctx, transferWait, errSlow)
 	defer done()
 	role := Role{Kind: kind, Size: size}
-	if c.server, err = startProcess(ctx, program); err != nil {
-		return nil, err
+	for _, p := range []**process{&c.server, &c.client} {
+		if *p, err = startProcess(ctx, program); err != nil {
+			return nil, err
+		}
+		if err = (*p).call(begun, "Start", role, &role.Address); err != nil {
+			return nil, err
+		}
 	}
-	if err = c.server.call(begun, "Start", role, &role.Address); err != nil {
-		return nil, err
-	}
-	if c.client, err = startProcess(ctx, program); err != nil {
-		return nil, err
-	}
-	return c, c.client.call(begun, "Start", role, new(string))
+	return c, nil
 }
 
 var errSlow = fmt.Errorf("peers: no end after %v; measure smaller tensors", transferWait)

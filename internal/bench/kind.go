@@ -176,6 +176,16 @@ func (e *End) Finish(op Op, cpu *time.Duration) error {
 	return Check(op, e.To, e.Source)
 }
 
+// Close ends what was opened. It is for the process itself.
+func (e *End) Close() error {
+	for _, end := range []func() error{e.Client.Close, e.Server.Close} {
+		if end != nil { // an end is one of the two
+			return end()
+		}
+	}
+	return nil
+}
+
 // Ends are both ends of a kind in this process. It belongs to one goroutine.
 type Ends struct {
 	far, near End
@@ -225,15 +235,9 @@ func (p *Ends) move(op Op, run func() error) (s Sample, err error) {
 }
 
 // Close ends both ends.
-func (p *Ends) Close() (err error) {
-	if p.near.Client.Close != nil {
-		err = p.near.Client.Close()
-	}
-	if p.far.Server.Close != nil {
-		err = errors.Join(err, p.far.Server.Close())
-	}
-	p.release()
-	return err
+func (p *Ends) Close() error {
+	defer p.release()
+	return errors.Join(p.near.Close(), p.far.Close())
 }
 
 // batch moves n times, one after the other, as small calls do.

@@ -28,7 +28,14 @@ func raw(name string, link func(net.Conn) Link) Kind {
 			idle := make(chan struct{}, 1)
 			return Go(func() error {
 				defer close(idle)
-				err := accept(ctx, l, func(c net.Conn) error { return answers(link(c), remote, idle) })
+				defer l.Close()
+				defer context.AfterFunc(ctx, func() { _ = l.Close() })()
+				conn, err := l.Accept()
+				if err == nil {
+					defer conn.Close() // or the client would wait
+					defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
+					err = answers(link(conn), remote, idle)
+				}
 				if ctx.Err() != nil && errors.Is(err, net.ErrClosed) {
 					return nil
 				}
@@ -43,19 +50,6 @@ func raw(name string, link func(net.Conn) Link) Kind {
 			return asks(link(conn), source, back), nil
 		},
 	}
-}
-
-// accept serves one connection, until ctx ends.
-func accept(ctx context.Context, l net.Listener, serve func(net.Conn) error) error {
-	defer l.Close()
-	defer context.AfterFunc(ctx, func() { _ = l.Close() })()
-	conn, err := l.Accept()
-	if err != nil {
-		return err
-	}
-	defer conn.Close() // or the client would wait
-	defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
-	return serve(conn)
 }
 
 // rawLink tells an op by its first byte.
