@@ -51,19 +51,28 @@ processes of their own, and prints the most memory that each took.`,
   tensorferry bench --memory`,
 		Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
-			switch sized := c.Flags().Changed("memory-bytes"); {
+			sized := c.Flags().Changed("memory-bytes")
+			if o.memory && o.quick && !sized {
+				o.memoryBytes = quickMemoryBytes
+			}
+			nets, ok := networks[o.net]
+			switch {
 			case o.pairs < 1:
 				return usage("--pairs %d; give 1 or more", o.pairs)
 			case sized && !o.memory:
 				return usage("--memory-bytes is for --memory")
-			}
-			if o.benchstat && (o.json || o.memory) {
+			case o.benchstat && (o.json || o.memory):
 				return usage("--benchstat goes with neither --json nor --memory")
+			case !ok:
+				return usage("--net %q; known are tcp, unix and both", o.net)
+			case o.memory && (o.memoryBytes < bench.MemoryBlock || o.memoryBytes%bench.MemoryBlock != 0):
+				return usage("--memory-bytes %d; give a multiple of %d", o.memoryBytes, bench.MemoryBlock)
+			case o.memory:
+				return benchMemory(c.Context(), nets, o, c.OutOrStdout())
+			case o.size < 8 || o.size%8 != 0:
+				return usage("--size %d; give 8 or more, a multiple of 8", o.size)
 			}
-			if o.memory {
-				return benchMemory(c.Context(), o, c.Flags().Changed("memory-bytes"), c.OutOrStdout())
-			}
-			return benchSpeed(c.Context(), o, c.OutOrStdout())
+			return benchSpeed(c.Context(), nets, o, c.OutOrStdout())
 		},
 	}
 	f := c.Flags()
@@ -83,14 +92,7 @@ var networks = map[string][]string{"tcp": {"tcp"}, "unix": {"unix"}, "both": {"t
 
 func progress(text string) { fmt.Fprintf(os.Stderr, "bench: %s\n", text) }
 
-func benchSpeed(ctx context.Context, o benchOptions, out io.Writer) error {
-	nets, ok := networks[o.net]
-	switch {
-	case !ok:
-		return usage("--net %q; known are tcp, unix and both", o.net)
-	case o.size < 8 || o.size%8 != 0:
-		return usage("--size %d; give 8 or more, a multiple of 8", o.size)
-	}
+func benchSpeed(ctx context.Context, nets []string, o benchOptions, out io.Writer) error {
 	cfg := bench.Full(nets, o.size, o.pairs)
 	if o.quick {
 		cfg = bench.Smoke(nets)
@@ -108,17 +110,7 @@ func benchSpeed(ctx context.Context, o benchOptions, out io.Writer) error {
 	return r.WriteText(out)
 }
 
-func benchMemory(ctx context.Context, o benchOptions, sized bool, out io.Writer) error {
-	nets, ok := networks[o.net]
-	if !ok {
-		return usage("--net %q; known are tcp, unix and both", o.net)
-	}
-	if o.quick && !sized {
-		o.memoryBytes = quickMemoryBytes
-	}
-	if o.memoryBytes < bench.MemoryBlock || o.memoryBytes%bench.MemoryBlock != 0 {
-		return usage("--memory-bytes %d; give a multiple of %d", o.memoryBytes, bench.MemoryBlock)
-	}
+func benchMemory(ctx context.Context, nets []string, o benchOptions, out io.Writer) error {
 	self, err := os.Executable()
 	if err != nil {
 		return err

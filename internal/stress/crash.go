@@ -307,7 +307,17 @@ func (c *crash) clients(ctx context.Context, n int) error {
 		p.command = func() *proc.Child {
 			return proc.New(exec.CommandContext(ctx, c.command, "pull", "--quiet", "--server", d.address, "-o", p.file, p.what))
 		}
-		if err := p.learn(); err != nil {
+		for range 2 { // the second time nothing is new
+			if err := p.prepare(nil); err != nil {
+				return err
+			}
+			begin := time.Now()
+			if _, err := p.command().Output(); err != nil {
+				return err
+			}
+			p.took = time.Since(begin)
+		}
+		if p.want, err = os.ReadFile(p.file); err != nil {
 			return err
 		}
 	}
@@ -361,22 +371,6 @@ type puller struct {
 	command    func() *proc.Child
 	want       []byte
 	took       time.Duration
-}
-
-// learn runs it to its end, twice: the second time nothing is new.
-func (p *puller) learn() (err error) {
-	for range 2 {
-		if err = p.prepare(nil); err != nil {
-			return err
-		}
-		begin := time.Now()
-		if _, err = p.command().Output(); err != nil {
-			return err
-		}
-		p.took = time.Since(begin)
-	}
-	p.want, err = os.ReadFile(p.file)
-	return err
 }
 
 // prepare has the file hold old, or not be there.

@@ -51,16 +51,14 @@ type worker struct {
 	soak   *soak
 	rand   *rand.Rand
 	prefix string
-	stored map[*target][]*window // by storedSizes; nil: not there
-	number int                   // of the next push that is cut off
+	stored map[place]*window // nil: not there
+	number int               // of the next push that is cut off
 }
 
-func newWorker(s *soak, id int, r *rand.Rand) *worker {
-	w := &worker{soak: s, rand: r, prefix: fmt.Sprintf("soak/%d/", id), stored: make(map[*target][]*window)}
-	for _, t := range s.targets {
-		w.stored[t] = make([]*window, len(storedSizes))
-	}
-	return w
+// place is where a worker's tensor is.
+type place struct {
+	on *target
+	i  int // of storedSizes
 }
 
 // work works until loaded ends; what it has begun then ends by itself.
@@ -215,7 +213,7 @@ func (w *worker) name(i int) string { return fmt.Sprintf("%s%d", w.prefix, i) }
 func (w *worker) some() []int { return w.rand.Perm(len(storedSizes))[:1+w.rand.IntN(4)] }
 
 func (w *worker) pushes(ctx context.Context, t *target) error {
-	own, at := w.stored[t], w.some()
+	at := w.some()
 	var req client.PushRequest
 	var fresh []*window
 	for _, i := range at {
@@ -227,7 +225,7 @@ func (w *worker) pushes(ctx context.Context, t *target) error {
 		_, err := c.Push(ctx, req)
 		if err == nil {
 			for k, i := range at {
-				own[i] = fresh[k]
+				w.stored[place{t, i}] = fresh[k]
 			}
 		}
 		return err
@@ -235,7 +233,6 @@ func (w *worker) pushes(ctx context.Context, t *target) error {
 }
 
 func (w *worker) pulls(ctx context.Context, t *target) error {
-	own := w.stored[t]
 	var req client.PullRequest
 	at := w.some()
 	for _, i := range at {
@@ -248,7 +245,7 @@ func (w *worker) pulls(ctx context.Context, t *target) error {
 		}
 		err = nil
 		for k, i := range at {
-			err = errors.Join(err, own[i].is(&got[k]))
+			err = errors.Join(err, w.stored[place{t, i}].is(&got[k]))
 		}
 		return err
 	})
@@ -257,9 +254,9 @@ func (w *worker) pulls(ctx context.Context, t *target) error {
 // globs holds a list, and a pull of all a worker has, to what it has.
 func (w *worker) globs(ctx context.Context, t *target) error {
 	own := map[string]*window{}
-	for i, x := range w.stored[t] {
-		if x != nil {
-			own[w.name(i)] = x
+	for at, x := range w.stored {
+		if at.on == t {
+			own[w.name(at.i)] = x
 		}
 	}
 	return w.visit(t, func(c *client.Client) error {
@@ -293,17 +290,17 @@ func (w *worker) globs(ctx context.Context, t *target) error {
 
 func (w *worker) deletes(ctx context.Context, t *target) error {
 	i := w.rand.IntN(len(storedSizes))
-	x := w.stored[t][i]
+	at := place{t, i}
 	return w.visit(t, func(c *client.Client) error {
 		gone, err := c.Delete(ctx, w.name(i))
-		if x == nil {
+		if w.stored[at] == nil {
 			return tolerate(err, codes.NotFound)
 		}
 		if err == nil && !slices.Equal(gone, []string{w.name(i)}) {
 			err = fmt.Errorf("deleting %s says %q", w.name(i), gone)
 		}
 		if err == nil {
-			w.stored[t][i] = nil
+			delete(w.stored, at)
 		}
 		return err
 	})
@@ -349,7 +346,7 @@ func (w *worker) cutPull(ctx context.Context, t *target) error {
 	return w.cut(ctx, t, func(ctx context.Context, c *client.Client) error {
 		got, err := c.Pull(ctx, client.PullRequest{Select: []client.Selection{{Name: w.name(i)}}})
 		if len(got) == 1 && got[0].Err == nil {
-			return w.stored[t][i].is(&got[0])
+			return w.stored[place{t, i}].is(&got[0])
 		}
 		return tolerate(err, codes.NotFound)
 	})

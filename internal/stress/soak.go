@@ -122,7 +122,7 @@ func (s *soak) run(ctx context.Context, length time.Duration, seed uint64) error
 	var all sync.WaitGroup
 	var crew [workers]*worker
 	for i := range crew {
-		crew[i] = newWorker(s, i, rand.New(rand.NewPCG(seed, uint64(i))))
+		crew[i] = &worker{soak: s, rand: rand.New(rand.NewPCG(seed, uint64(i))), prefix: fmt.Sprintf("soak/%d/", i), stored: make(map[place]*window)}
 		all.Go(func() { crew[i].work(ctx, loaded) })
 	}
 	every := min(sampleEvery, length/8)
