@@ -73,30 +73,28 @@ CPU time is that of both ends together.
 func (r *Report) WriteBenchstat(w io.Writer) error {
 	fmt.Fprintf(w, "goos: %s\ngoarch: %s\npkg: github.com/tensorferry/tensorferry/internal/bench\ncpu: %s\n",
 		r.Machine.OS, r.Machine.Arch, r.Machine.CPU)
+	line := func(name, peer, network string, size, n int, took time.Duration, more string) {
+		fmt.Fprintf(w, "Benchmark%s/peer=%s/net=%s/bytes=%d-%d\t%d\t%d ns/op\t%s\n", name, peer, network, size, r.Machine.Cores, n, took, more)
+	}
 	for _, c := range r.Comparisons {
 		for _, p := range c.Pairs {
-			for peer, s := range map[string]Sample{"tensorferry": p.Ours, c.Peer: p.Theirs} {
-				fmt.Fprintf(w, "Benchmark%s/peer=%s/net=%s/bytes=%d-%d\t1\t%d ns/op",
-					benchmarks[c.Work], peer, c.Net, c.Bytes, r.Machine.Cores, s.Time.Nanoseconds())
+			for peer, s := range map[string]Sample{Tensorferry.Name: p.Ours, c.Peer: p.Theirs} {
+				more := fmt.Sprintf("%.2f MB/s", 1000*rate(c.Bytes, s.Time))
 				if c.Work == call {
-					fmt.Fprintf(w, "\t%d p99-ns/op", s.P99.Nanoseconds())
-				} else {
-					fmt.Fprintf(w, "\t%.2f MB/s", 1000*rate(c.Bytes, s.Time))
+					more = fmt.Sprintf("%d p99-ns/op", s.P99)
 				}
 				if s.CPU > 0 {
-					fmt.Fprintf(w, "\t%d cpu-ns/op", s.CPU.Nanoseconds())
+					more += fmt.Sprintf("\t%d cpu-ns/op", s.CPU)
 				}
-				fmt.Fprintln(w)
+				line(benchmarks[c.Work], peer, c.Net, c.Bytes, 1, s.Time, more)
 			}
 		}
 	}
 	for _, b := range r.Beside {
-		fmt.Fprintf(w, "BenchmarkCallBesideUpload/peer=tensorferry/net=%s/bytes=%d-%d\t%d\t%d ns/op\t%d p99-ns/op\n",
-			b.Net, b.Bytes, r.Machine.Cores, b.Calls, b.P50.Nanoseconds(), b.P99.Nanoseconds())
+		line("CallBesideUpload", Tensorferry.Name, b.Net, b.Bytes, b.Calls, b.P50, fmt.Sprintf("%d p99-ns/op", b.P99))
 	}
 	for _, f := range r.FirstResults {
-		fmt.Fprintf(w, "BenchmarkFirstResult/peer=tensorferry/net=%s/bytes=%d-%d\t%d\t%d ns/op\t%.4f of-total\n",
-			f.Net, f.Bytes, r.Machine.Cores, f.Ratio.N, f.First.Nanoseconds(), f.Ratio.Median)
+		line("FirstResult", Tensorferry.Name, f.Net, f.Bytes, f.Ratio.N, f.First, fmt.Sprintf("%.4f of-total", f.Ratio.Median))
 	}
 	_, err := fmt.Fprintln(w)
 	return err
