@@ -27,34 +27,31 @@ const (
 	theirColor = "#9a9a9a"
 )
 
-// bar is a line of the picture: a heading, or the bar of one peer.
+// bar is a line of the picture: the bar of one peer, or without a value a heading.
 type bar struct {
 	Y      int // of the text's base line
 	Text   string
-	Bar    bool
 	Ours   bool
 	Top    int
 	Length int
 	Value  string
+	ValueX int
 }
 
 var pictureTemplate = template.Must(template.New("picture").Parse(strings.TrimLeft(`
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {{.Width}} {{.Height}}" width="{{.Width}}" height="{{.Height}}" role="img" font-family="system-ui, sans-serif" font-size="13" fill="{{.TextColor}}">
-<title>{{html .Title}}</title>
+<title>Rates of tensorferry and its peers</title>
 <desc>{{html .Foot}}</desc>
-{{range .Bars}}{{if .Bar -}}
+{{range .Bars}}{{if .Value -}}
 <text x="{{$.Label}}" y="{{.Y}}" text-anchor="end"{{if .Ours}} font-weight="bold"{{end}}>{{html .Text}}</text>
 <rect x="{{$.Left}}" y="{{.Top}}" width="{{.Length}}" height="{{$.Thick}}" rx="2" fill="{{if .Ours}}{{$.OursColor}}{{else}}{{$.TheirColor}}{{end}}"/>
-<text x="{{.ValueX $.Left}}" y="{{.Y}}">{{html .Value}}</text>
+<text x="{{.ValueX}}" y="{{.Y}}">{{html .Value}}</text>
 {{else -}}
 <text x="{{$.Margin}}" y="{{.Y}}" font-weight="bold">{{html .Text}}</text>
 {{end}}{{end -}}
 <text x="{{.Margin}}" y="{{.FootY}}" font-size="11">{{html .Foot}}</text>
 </svg>
 `, "\n")))
-
-// ValueX is where the value stands: right of the bar.
-func (b bar) ValueX(left int) int { return left + b.Length + 6 }
 
 // picture draws the rates as horizontal bars, as SVG.
 func (r *Report) picture() []byte {
@@ -67,9 +64,10 @@ func (r *Report) picture() []byte {
 	y, work := margin-rowHeight/2, ""
 	add := func(text string, rate float64, value string, ours bool) {
 		y += rowHeight
+		length := int(rate / longest * (pictureWidth - left - valueWidth))
 		bars = append(bars, bar{
-			Y: y - 7, Text: text, Bar: true, Ours: ours, Top: y - barHeight - 3,
-			Length: int(rate / longest * (pictureWidth - left - valueWidth)), Value: fmt.Sprintf("%.2f%s", rate, value),
+			Y: y - 7, Text: text, Ours: ours, Top: y - barHeight - 3,
+			Length: length, Value: fmt.Sprintf("%.2f%s", rate, value), ValueX: left + length + 6,
 		})
 	}
 	for _, c := range r.Comparisons {
@@ -91,7 +89,7 @@ func (r *Report) picture() []byte {
 		"Width": pictureWidth, "Height": y + rowHeight + margin, "FootY": y + rowHeight - 7,
 		"Label": left - 8, "Left": left, "Thick": barHeight, "Margin": margin, "Bars": bars,
 		"TextColor": textColor, "OursColor": oursColor, "TheirColor": theirColor,
-		"Title": "Rates of tensorferry and its peers", "Foot": foot,
+		"Foot": foot,
 	})
 	if err != nil {
 		panic(err) // the template does not fit its data
