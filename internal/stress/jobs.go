@@ -84,7 +84,7 @@ func (w *worker) work(ctx, loaded context.Context) {
 		}
 		w.soak.done[j.name].Add(1)
 		if err != nil {
-			w.soak.add("%v: %s: %s: %v", time.Since(w.soak.began).Round(time.Second), t.history.name, j.name, err)
+			w.soak.add("%v: %s: %s: %v", time.Since(w.soak.began).Round(time.Second), t.name, j.name, err)
 		}
 	}
 }

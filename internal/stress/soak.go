@@ -45,8 +45,9 @@ const (
 type soak struct {
 	*environment
 	targets []*target
-	own     history // of this process
-	began   time.Time
+	// histories are that of this process, and that of each target.
+	histories []*history
+	began     time.Time
 
 	rest sync.RWMutex // held for reading by whoever works
 	done map[string]*atomic.Int64
@@ -56,9 +57,9 @@ type soak struct {
 // target is one server.
 type target struct {
 	*daemon
+	*history
 	clients  []*client.Client
 	sessions []*client.Session // one for each client, for as long as all this runs
-	history  history
 
 	mu  sync.Mutex
 	cut map[string]window // pushes that were cut off; guarded by mu
@@ -87,7 +88,7 @@ func runSoak(ctx context.Context, e *environment, args []string) error {
 		return err
 	}
 	fmt.Fprintf(e.out, "seed %d, %v, %d workers\n", *seed, *length, workers)
-	s := &soak{environment: e, done: make(map[string]*atomic.Int64), own: history{name: "clients"}}
+	s := &soak{environment: e, done: make(map[string]*atomic.Int64), histories: []*history{{name: "clients"}}}
 	for _, j := range jobs {
 		s.done[j.name] = new(atomic.Int64)
 	}
@@ -104,8 +105,8 @@ func (s *soak) run(ctx context.Context, length time.Duration, seed uint64) error
 		if err != nil {
 			return err
 		}
-		t := &target{daemon: d, history: history{name: store[0]}, cut: make(map[string]window)}
-		s.targets = append(s.targets, t)
+		t := &target{daemon: d, history: &history{name: store[0]}, cut: make(map[string]window)}
+		s.targets, s.histories = append(s.targets, t), append(s.histories, t.history)
 		if err := t.connect(ctx); err != nil {
 			return err
 		}
@@ -116,7 +117,7 @@ func (s *soak) run(ctx context.Context, length time.Duration, seed uint64) error
 	if err != nil {
 		return err
 	}
-	s.own.samples[0].goroutines += workers
+	s.histories[0].samples[0].goroutines += workers
 	loaded, stop := context.WithTimeout(ctx, length)
 	defer stop()
 	var all sync.WaitGroup
@@ -134,7 +135,7 @@ func (s *soak) run(ctx context.Context, length time.Duration, seed uint64) error
 	for _, w := range crew {
 		for _, t := range s.targets {
 			if e := w.globs(ctx, t); e != nil {
-				s.add("in the end: %s: %v", t.history.name, e)
+				s.add("in the end: %s: %v", t.name, e)
 			}
 		}
 	}
@@ -170,7 +171,8 @@ func (t *target) end(ctx context.Context) (err error) {
 
 // look brings everything to rest, and looks at every process.
 func (s *soak) look(ctx context.Context) error {
-	at, first := time.Since(s.began).Round(time.Second), len(s.own.samples) == 0
+	at, mine := time.Since(s.began).Round(time.Second), s.histories[0]
+	first := len(mine.samples) == 0
 	if !first {
 		fmt.Fprintf(s.out, "%v\n", at)
 		for _, t := range s.targets {
@@ -178,7 +180,7 @@ func (s *soak) look(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
-			fmt.Fprintf(s.out, "  %-7s under load  %v\n", t.history.name, f)
+			fmt.Fprintf(s.out, "  %-7s under load  %v\n", t.name, f)
 		}
 	}
 	s.rest.Lock()
@@ -186,21 +188,21 @@ func (s *soak) look(ctx context.Context) error {
 	for _, t := range s.targets {
 		n, err := t.look(ctx)
 		if err != nil {
-			return fmt.Errorf("%v: %s: %w", at, t.history.name, err)
+			return fmt.Errorf("%v: %s: %w", at, t.name, err)
 		}
 		n.at = at
-		t.history.samples = append(t.history.samples, n)
+		t.samples = append(t.samples, n)
 	}
 	own, err := s.self()
 	if err != nil {
 		return err
 	}
 	own.at = at
-	s.own.samples = append(s.own.samples, own)
+	mine.samples = append(mine.samples, own)
 	if first {
 		return nil
 	}
-	for _, h := range s.histories() {
+	for _, h := range s.histories {
 		base, n := h.samples[0], h.samples[len(h.samples)-1]
 		fmt.Fprintf(s.out, "  %-7s at rest  %v goroutines, %v descriptors, %v files mapped that are gone, RSS %s of its own, %s of it spare, and %s mapped, heap %s, budget %s\n",
 			h.name, n.goroutines, n.descriptors, n.gone, mibs(n.rss), mibs(n.spare), mibs(n.mapped), mibs(n.heap), mibs(n.budget))
@@ -219,19 +221,11 @@ func (s *soak) look(ctx context.Context) error {
 	return nil
 }
 
-func (s *soak) histories() []*history {
-	all := []*history{&s.own}
-	for _, t := range s.targets {
-		all = append(all, &t.history)
-	}
-	return all
-}
-
 // look waits until nothing but the sessions that stay is open on the server.
 func (t *target) look(ctx context.Context) (n sample, err error) {
 	base := sample{goroutines: math.Inf(1), descriptors: math.Inf(1)}
-	if len(t.history.samples) > 0 {
-		base = t.history.samples[0]
+	if len(t.samples) > 0 {
+		base = t.samples[0]
 	}
 	quiet := func(f figures) bool {
 		return f["tensorferry_sessions"] == float64(len(t.sessions)) && f["tensorferry_calls"] == 0 && f["tensorferry_open_transfers"] == 0 &&
@@ -320,7 +314,7 @@ func (t *target) sweep(ctx context.Context) error {
 func (s *soak) judge(length time.Duration) {
 	warm := min(warmUp, length/4)
 	fmt.Fprintf(s.out, "\nmedians at rest, %v to %v and since %v; at most %.0f %% more, and a constant:\n", warm, 2*warm, length*3/4, share*100)
-	for _, h := range s.histories() {
+	for _, h := range s.histories {
 		for _, c := range []struct {
 			what   string
 			of     func(sample) float64

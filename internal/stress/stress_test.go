@@ -104,9 +104,9 @@ func TestProblemsAreCountedBeyondThoseKept(t *testing.T) {
 // grown returns what is said of a heap of these sizes, one a second.
 func grown(t *testing.T, length time.Duration, heap func(at time.Duration) float64) []string {
 	t.Helper()
-	s := &soak{environment: &environment{problems: new(problems), out: io.Discard}, own: history{name: "x"}}
+	s := &soak{environment: &environment{problems: new(problems), out: io.Discard}, histories: []*history{{name: "x"}}}
 	for at := time.Second; at <= length; at += time.Second {
-		s.own.samples = append(s.own.samples, sample{at: at, heap: heap(at), goroutines: 7})
+		s.histories[0].samples = append(s.histories[0].samples, sample{at: at, heap: heap(at), goroutines: 7})
 	}
 	s.judge(length)
 	return s.all()
@@ -123,7 +123,7 @@ func TestGrowthIsToldFromNoise(t *testing.T) {
 }
 
 func TestGrowthThatNobodySawIsAProblem(t *testing.T) {
-	s := &soak{environment: &environment{problems: new(problems), out: io.Discard}, own: history{name: "x"}}
+	s := &soak{environment: &environment{problems: new(problems), out: io.Discard}, histories: []*history{{name: "x"}}}
 	s.judge(time.Hour)
 	require.NotEmpty(t, s.all())
 }
