@@ -60,8 +60,9 @@ type crash struct {
 
 	names [pushers][]*named
 
-	acked, unacked, whole, absent, replaced, temps int
-	startMost                                      time.Duration
+	acked                                   atomic.Int64
+	unacked, whole, absent, replaced, temps int
+	startMost                               time.Duration
 }
 
 // named is a name, and what it may stand for; nil is no tensor. It belongs to one
@@ -102,7 +103,7 @@ func (c *crash) servers(ctx context.Context, n int) error {
   unacknowledged   %d: %d whole, %d absent, %d with the older tensor whole in their place; none half
   temporary files  %d left by the kills, 0 left by the start after
   longest start    %v
-`, n, pushers, c.acked, c.unacked, c.whole, c.absent, c.replaced, c.temps, c.startMost.Round(time.Millisecond))
+`, n, pushers, c.acked.Load(), c.unacked, c.whole, c.absent, c.replaced, c.temps, c.startMost.Round(time.Millisecond))
 	return nil
 }
 
@@ -110,12 +111,10 @@ func (c *crash) servers(ctx context.Context, n int) error {
 func (c *crash) life(ctx context.Context, d *daemon) error {
 	var killed atomic.Bool
 	var all sync.WaitGroup
-	var acked [pushers]int
 	for i, own := range c.names {
 		r := rand.New(rand.NewPCG(c.rand.Uint64(), 0))
 		all.Go(func() { // ends with the server
-			var err error
-			if acked[i], err = push(ctx, d.address, r, own); !killed.Load() {
+			if err := c.push(ctx, d.address, r, own); !killed.Load() {
 				c.add("pusher %d: %v", i, err)
 			}
 		})
@@ -128,9 +127,6 @@ func (c *crash) life(ctx context.Context, d *daemon) error {
 	killed.Store(true)
 	d.Kill()
 	all.Wait()
-	for _, n := range acked {
-		c.acked += n
-	}
 	for _, f := range c.files() {
 		if strings.HasPrefix(f, ".push-") {
 			c.temps++
@@ -139,12 +135,11 @@ func (c *crash) life(ctx context.Context, d *daemon) error {
 	return err
 }
 
-// push pushes several tensors at a time, and deletes some, until that fails. It
-// returns how many were acknowledged.
-func push(ctx context.Context, address string, r *rand.Rand, own []*named) (acked int, err error) {
+// push pushes several tensors at a time, and deletes some, until that fails.
+func (c *crash) push(ctx context.Context, address string, r *rand.Rand, own []*named) error {
 	cl, err := client.Dial(address, client.Config{})
 	if err != nil {
-		return 0, err
+		return err
 	}
 	defer cl.Close()
 	for {
@@ -155,10 +150,10 @@ func push(ctx context.Context, address string, r *rand.Rand, own []*named) (acke
 			}
 			n.maybe = append(n.maybe, nil)
 			if _, err := cl.Delete(ctx, n.text); err != nil {
-				return acked, err
+				return err
 			}
 			n.sure, n.maybe = nil, nil
-			acked++
+			c.acked.Add(1)
 			continue
 		}
 		r.Shuffle(len(own), func(i, j int) { own[i], own[j] = own[j], own[i] })
@@ -179,14 +174,14 @@ func push(ctx context.Context, address string, r *rand.Rand, own []*named) (acke
 				continue
 			}
 			if !s.Durable {
-				return acked, fmt.Errorf("%s is acknowledged as not durable", s.Name)
+				return fmt.Errorf("%s is acknowledged as not durable", s.Name)
 			}
 			n := batch[i]
 			n.sure, n.maybe = n.maybe[len(n.maybe)-1], nil
-			acked++
+			c.acked.Add(1)
 		}
 		if err != nil {
-			return acked, err
+			return err
 		}
 	}
 }
