@@ -24,8 +24,8 @@ type Conn struct {
 	begun   bool // a frame was sent; of the send side
 }
 
-// NewConn returns a Conn over a gRPC stream. flight learns of what is sent; nil on a
-// client, whose connection is known when the first frame was sent.
+// NewConn returns a Conn over a gRPC stream. flight learns of what is sent; it is nil
+// on a client, whose connection is known only after the first frame.
 func NewConn(stream Stream, flight *InFlight) *Conn {
 	return &Conn{stream: stream, out: Message{InFlight: flight}}
 }
@@ -33,8 +33,8 @@ func NewConn(stream Stream, flight *InFlight) *Conn {
 // Context returns that of the gRPC stream.
 func (c *Conn) Context() context.Context { return c.stream.Context() }
 
-// Send sends a frame. The caller hands over held, which is nil if nobody waits for the
-// payload: Release runs once, on whatever goroutine is last, also when Send fails.
+// Send sends a frame. The caller hands over held, nil if nobody waits for the payload:
+// Release runs once, on any goroutine, also when Send fails.
 func (c *Conn) Send(f *frame.Frame, held Releaser) error {
 	if c.begun && c.out.InFlight == nil {
 		c.out.InFlight = flightOf(c.stream.Context())
@@ -50,8 +50,8 @@ func (c *Conn) Send(f *frame.Frame, held Releaser) error {
 }
 
 // Recv returns the next frame, which the caller borrows until the next Recv or Free.
-// What is wrong with its bytes is a *frame.Error, the end of the peer's frames io.EOF,
-// and any other error gRPC's.
+// Bad bytes are a *frame.Error, the end of the peer's frames is io.EOF, and any other
+// error is gRPC's.
 func (c *Conn) Recv() (*frame.Frame, error) {
 	if err := c.stream.RecvMsg(&c.in); err != nil {
 		return nil, err
@@ -69,7 +69,7 @@ func (c *Conn) Recv() (*frame.Frame, error) {
 // Free ends the loan of the frame received.
 func (c *Conn) Free() { c.in.Free() }
 
-// Control returns how many bytes of the frame received are no payload.
+// Control returns how many bytes of the frame received are not payload.
 func (c *Conn) Control() int { return c.in.Control }
 
 // Finish ends the loans of frames that gRPC has not begun to read. A client calls it
@@ -82,9 +82,8 @@ func (c *Conn) Finish() {
 }
 
 // Unsent ends the loan of what a server has just sent, a *Message or an *Answer, if
-// gRPC has not begun to read it. The server calls it when the RPC was over by the time
-// gRPC had put it in its queue: it may have come behind the RPC's end, and then gRPC
-// does not let go of it. What was sent before that comes before the end.
+// gRPC has not begun to read it. The server calls it when the RPC was over once gRPC
+// had queued it: what is queued after the RPC's end gRPC does not let go of.
 func Unsent(sent any) {
 	var f *InFlight
 	switch m := sent.(type) {

@@ -10,9 +10,8 @@ import (
 )
 
 // convert appends the parts of pb to f, which takes over pb's strings, maps and
-// shapes, these cut behind the first axis too many. It refuses only what a
-// stream.Frame cannot say: numbers out of their range are the stream machine's to
-// refuse, by failing one call or tensor.
+// shapes. It refuses only what a frame.Frame cannot hold: the stream machine refuses
+// numbers out of range, by failing one call or tensor.
 func convert(pb *tensorferryv1.Frame, f *frame.Frame) error {
 	var c converter
 	if pb.Hello != nil {
@@ -101,8 +100,8 @@ func convert(pb *tensorferryv1.Frame, f *frame.Frame) error {
 	return c.err
 }
 
-// shape takes over dims. Of more than any tensor has it copies one too many, which is
-// enough to refuse them: 60 KB of ones in a frame are half a megabyte here.
+// shape takes over dims. Of too many it copies enough to refuse them: 60 KB of ones
+// in a frame are half a megabyte here.
 func shape(dims []int64) tensor.Shape {
 	if len(dims) > tensor.MaxRank {
 		return tensor.Shape(dims[:tensor.MaxRank+1]).Clone()
@@ -196,8 +195,7 @@ func (c *converter) most(n int, path string, at ...any) {
 	}
 }
 
-// known maps an enum's number that does not fit a byte to 0, which no enum of
-// the protocol uses; what fits stays as it is, for the error that names it.
+// known maps an enum's number that does not fit a byte to 0, which no enum uses.
 func known[E tensorferryv1.DataType | tensorferryv1.Checksum](e E) E {
 	if e < 0 || e > math.MaxUint8 {
 		return 0
@@ -205,8 +203,8 @@ func known[E tensorferryv1.DataType | tensorferryv1.Checksum](e E) E {
 	return e
 }
 
-// codecOf maps a codec's number that does not fit a byte to one that no codec
-// has: 0 would say that there is none.
+// codecOf maps a codec's number that does not fit a byte to one that no codec has;
+// 0 is codec.None.
 func codecOf(k tensorferryv1.Codec) uint8 {
 	if k < 0 || k > math.MaxUint8 {
 		return math.MaxUint8

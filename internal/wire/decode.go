@@ -46,16 +46,31 @@ const (
 	tagData   = fieldData<<3 | byte(protowire.BytesType)
 )
 
-// maxRecords is how often a field may stand in a frame, by number; zero where
-// the frame's bytes bound it well enough.
-var maxRecords = [fieldChunk + 1]int{
-	fieldCalls: MaxCalls, fieldDescs: MaxParts, fieldCredits: MaxParts, fieldAcks: MaxParts,
-	fieldCancels: MaxParts, fieldFailures: MaxParts, fieldDones: MaxParts, fieldSummaries: MaxParts,
+// repeated fields of a frame, whose bytes alone do not bound them well enough.
+var repeated = [fieldChunk + 1]struct {
+	name string
+	most int
+}{
+	fieldCalls: {"calls", MaxCalls}, fieldDescs: {"descs", MaxParts}, fieldCredits: {"credits", MaxParts}, fieldAcks: {"acks", MaxParts},
+	fieldCancels: {"cancels", MaxParts}, fieldFailures: {"failures", MaxParts}, fieldDones: {"dones", MaxParts}, fieldSummaries: {"summaries", MaxParts},
 }
 
-var fieldNames = [fieldChunk + 1]string{
-	fieldCalls: "calls", fieldDescs: "descs", fieldCredits: "credits", fieldAcks: "acks",
-	fieldCancels: "cancels", fieldFailures: "failures", fieldDones: "dones", fieldSummaries: "summaries",
+// counts says how often each field was in a frame.
+type counts [fieldChunk + 1]int
+
+func (c *counts) add(field protowire.Number) error {
+	c[field]++
+	if r := repeated[field]; r.most > 0 && c[field] > r.most {
+		return tooLarge(r.name, "parts", r.most, c[field])
+	}
+	return nil
+}
+
+func checkControl(n int) error {
+	if n > MaxControlBytes {
+		return tooLarge("frame", "bytes beside the payload", MaxControlBytes, n)
+	}
+	return nil
 }
 
 func (m *Message) unmarshal(data mem.BufferSlice) {
@@ -80,15 +95,13 @@ func (m *Message) unmarshal(data mem.BufferSlice) {
 	}
 }
 
-// parse reads a frame the way every sane sender writes it, without allocating
-// for credits, acks and the chunk. It reports false, and no error, for anything
-// else, which parseJoined then reads as the stock codec does: this function
-// knows only one spelling of each thing, so it need not know the rules for others.
+// parse reads a frame in its usual encoding, without allocating for credits, acks and
+// the chunk. It reports false, and no error, for any other, which parseJoined then
+// reads as the stock codec does.
 func (m *Message) parse(data mem.BufferSlice) (usual bool, err error) {
 	r := reader{buffers: data, left: data.Len()}
-	total := r.left
-	var count [fieldChunk + 1]int
-	control, chunks, payload := 0, 0, 0
+	var count counts
+	control, payload := 0, 0
 	m.cold = m.cold[:0]
 	for r.left > 0 {
 		tag := r.byte()
@@ -97,16 +110,17 @@ func (m *Message) parse(data mem.BufferSlice) (usual bool, err error) {
 			return false, nil
 		}
 		end := r.left - n
-		field := tag >> 3
+		field := protowire.Number(tag >> 3)
 		if tag&7 != byte(protowire.BytesType) || field > fieldChunk {
 			return false, nil
 		}
-		if count[field]++; maxRecords[field] > 0 && count[field] > maxRecords[field] {
-			return false, tooLarge(fieldNames[field], "parts", maxRecords[field], count[field])
+		if err := count.add(field); err != nil {
+			return false, err
 		}
 		if field != fieldChunk {
-			if control += n; control > MaxControlBytes {
-				return false, tooLarge("frame", "bytes beside the payload", MaxControlBytes, control)
+			control += n
+			if err := checkControl(control); err != nil {
+				return false, err
 			}
 		}
 		switch field {
@@ -117,7 +131,7 @@ func (m *Message) parse(data mem.BufferSlice) (usual bool, err error) {
 			p := r.part(end, 1<<fieldTensor|1<<fieldNumber|1<<fieldResend)
 			m.Frame.Acks = append(m.Frame.Acks, frame.Ack{Tensor: p.tensor, Below: p.number, Resend: p.resend})
 		case fieldChunk:
-			if chunks++; chunks > 1 {
+			if count[fieldChunk] > 1 {
 				return false, nil
 			}
 			// No more views than buffers, so that what is kept stays close to what is used.
@@ -136,8 +150,8 @@ func (m *Message) parse(data mem.BufferSlice) (usual bool, err error) {
 			return false, nil
 		}
 	}
-	if control = total - payload; control > MaxControlBytes {
-		return false, tooLarge("frame", "bytes beside the payload", MaxControlBytes, control)
+	if err := checkControl(data.Len() - payload); err != nil {
+		return false, err
 	}
 	if len(m.cold) == 0 {
 		return true, nil
@@ -150,8 +164,7 @@ func (m *Message) parse(data mem.BufferSlice) (usual bool, err error) {
 	return err == nil, err
 }
 
-// parseJoined reads any frame, as the stock codec would, after the limits have
-// been checked. It copies all of it.
+// parseJoined copies and reads any frame, as the stock codec does, within the limits.
 func (m *Message) parseJoined(data mem.BufferSlice) error {
 	joined := data.Materialize()
 	if err := checkLimits(joined); err != nil {
@@ -165,9 +178,9 @@ func (m *Message) parseJoined(data mem.BufferSlice) error {
 }
 
 func unmarshalStock(b []byte, pb *tensorferryv1.Frame) error {
-	// Unknown fields come from newer peers; nobody here would look at them.
+	// Unknown fields come from newer peers.
 	if err := (proto.UnmarshalOptions{DiscardUnknown: true}).Unmarshal(b, pb); err != nil {
-		return &FieldError{ErrMalformed, "frame", "a tensorferry.v1.Frame", err.Error()}
+		return malformed(err)
 	}
 	return nil
 }
@@ -175,50 +188,54 @@ func unmarshalStock(b []byte, pb *tensorferryv1.Frame) error {
 // checkLimits walks a whole frame before memory is spent on its parts: two bytes
 // of an empty credit become more than a hundred.
 func checkLimits(b []byte) error {
-	var count [fieldChunk + 1]int
+	var count counts
 	payload := 0
-	control := len(b)
+	err := eachBytes(b, func(field protowire.Number, value []byte) error {
+		switch {
+		case field > fieldChunk:
+			return nil
+		case field < fieldChunk:
+			return count.add(field)
+		}
+		// Two chunk fields are merged: the last payload is the payload.
+		return eachBytes(value, func(field protowire.Number, value []byte) error {
+			if field == fieldData {
+				payload = len(value)
+			}
+			return nil
+		})
+	})
+	if err != nil {
+		return err
+	}
+	return checkControl(len(b) - payload)
+}
+
+// eachBytes calls f for each length-delimited field of a message until f fails.
+func eachBytes(b []byte, f func(field protowire.Number, value []byte) error) error {
 	for len(b) > 0 {
 		field, typ, n := protowire.ConsumeField(b)
 		if n < 0 {
-			return malformed(n)
+			return malformed(protowire.ParseError(n))
 		}
-		if typ == protowire.BytesType && field <= fieldChunk {
-			if count[field]++; maxRecords[field] > 0 && count[field] > maxRecords[field] {
-				return tooLarge(fieldNames[field], "parts", maxRecords[field], count[field])
-			}
-			if field == fieldChunk {
-				_, _, tag := protowire.ConsumeTag(b)
-				chunk, _ := protowire.ConsumeBytes(b[tag:])
-				// Two chunk fields are merged: the last payload is the payload.
-				for len(chunk) > 0 {
-					field, typ, n := protowire.ConsumeField(chunk)
-					if n < 0 {
-						return malformed(n)
-					}
-					if field == fieldData && typ == protowire.BytesType {
-						_, _, tag := protowire.ConsumeTag(chunk)
-						data, _ := protowire.ConsumeBytes(chunk[tag:])
-						payload = len(data)
-					}
-					chunk = chunk[n:]
-				}
+		if typ == protowire.BytesType {
+			_, _, tag := protowire.ConsumeTag(b)
+			value, _ := protowire.ConsumeBytes(b[tag:])
+			if err := f(field, value); err != nil {
+				return err
 			}
 		}
 		b = b[n:]
 	}
-	if control -= payload; control > MaxControlBytes {
-		return tooLarge("frame", "bytes beside the payload", MaxControlBytes, control)
-	}
 	return nil
 }
 
-func malformed(n int) error {
-	return &FieldError{ErrMalformed, "frame", "a tensorferry.v1.Frame", protowire.ParseError(n).Error()}
+func malformed(err error) error {
+	return &FieldError{ErrMalformed, "frame", "a tensorferry.v1.Frame", err.Error()}
 }
 
-// reader walks the views of one message. Whatever it cannot read, or only in a
-// spelling that nobody writes, makes it odd: from then on its answers mean nothing.
+// reader walks the views of one message. What it cannot read, or what is encoded in an
+// unusual way, makes it odd: its results mean nothing from then on.
 type reader struct {
 	buffers mem.BufferSlice
 	next    int    // buffers[next:] have not been looked at
@@ -312,8 +329,7 @@ func (r *reader) varint() uint32 {
 	return 0
 }
 
-// length reads a length prefix that the rest of the message covers; an odd one
-// reads as 0, so that it may be used before the reader is asked whether it is odd.
+// length reads a length prefix that the rest of the message covers; 0 if it is odd.
 func (r *reader) length() int {
 	n := r.varint()
 	if r.odd || uint64(n) > uint64(r.left) {

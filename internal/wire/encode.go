@@ -16,24 +16,18 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// sending is one frame on its way out: the header buffer, the payload's views
-// and the slice of buffers that gRPC was given. It is the pool of all of them:
-// gRPC puts each back when nobody reads it any more, and the last one ends the
-// loan of the payload and frees the sending for the next frame.
+// sending is one frame on its way out, and the pool of the buffers that gRPC is
+// given of it. The last Put ends the loan of the payload and frees the sending,
+// with its slice of buffers: gRPC reads that only to reach a buffer it holds.
 //
-// gRPC reads the slice only to reach a buffer of which the reader still holds a
-// reference, so that with the last Put it too is free.
-//
-// gRPC does not put back what comes to its queue after the end of its RPC, nor what
-// is in the queue when the connection dies. The former it never reads: it has read
-// nothing of a sending that is queued, so that whoever ends the RPC may revoke it.
+// gRPC does not put back what it queues after the end of its RPC, nor what is queued
+// when the connection dies. It never reads the former: so a sending that is still
+// queued may be revoked by whoever ends the RPC.
 type sending struct {
 	mem.NopBufferPool // Get is not used
 	head              []byte
-	parts             [][]byte // what buffers point to: pieces of head, views
-	lent              []bool   // of parts: views
-	looked            []looked // the buffers of parts
-	buffers           mem.BufferSlice
+	parts             []outgoing
+	buffers           mem.BufferSlice // of parts
 	below             mem.BufferSlice // hold the views of an Answer
 	left              atomic.Int32    // buffers not put back
 	state             atomic.Int32    // queued, reading or ended
@@ -54,18 +48,19 @@ const (
 	ended          // it was put back or revoked; gRPC reads zeros
 )
 
-// looked is a buffer that tells its sending when gRPC begins to read.
-type looked struct {
+// outgoing is a buffer that tells its sending when gRPC begins to read.
+type outgoing struct {
 	mem.Buffer
 	of   *sending
-	lent bool
+	data []byte // a piece of head, or a view
+	lent bool   // it is a view, and becomes zeros when it is revoked
 }
 
 // zeros are read instead of a payload that was revoked.
 var zeros [frame.ChunkBytesCeiling]byte
 
 // ReadOnlyData lends the bytes until the last Free.
-func (b *looked) ReadOnlyData() []byte {
+func (b *outgoing) ReadOnlyData() []byte {
 	if s := b.of; b.lent && s.state.Load() != reading && !s.state.CompareAndSwap(queued, reading) && s.state.Load() == ended {
 		return zeros[:b.Len()]
 	}
@@ -118,12 +113,14 @@ func (a *Answer) marshal() (mem.BufferSlice, error) {
 	}
 	s.head = s.head[:0]
 	s.addPayload(views)
-	clear(s.lent) // to gRPC alone
+	for i := range s.parts {
+		s.parts[i].lent = false // but to gRPC
+	}
 	return s.lend(a.InFlight, a), nil
 }
 
-// lend returns the parts as buffers. What nobody waits for is in flight all the same: it
-// is memory until the peer has read it.
+// lend returns the parts as buffers. All are in flight, also those that nobody waits
+// for: they are memory until the peer has read them.
 func (s *sending) lend(flight *InFlight, from any) mem.BufferSlice {
 	if flight != nil {
 		s.from = from
@@ -131,10 +128,10 @@ func (s *sending) lend(flight *InFlight, from any) mem.BufferSlice {
 	}
 	// From the first NewBuffer on the parts must stay where they are.
 	s.left.Store(int32(len(s.parts)))
-	s.looked = slices.Grow(s.looked, len(s.parts))
 	for i := range s.parts {
-		s.looked = append(s.looked, looked{mem.NewBuffer(&s.parts[i], s), s, s.lent[i]})
-		s.buffers = append(s.buffers, &s.looked[i])
+		p := &s.parts[i]
+		p.Buffer = mem.NewBuffer(&p.data, s)
+		s.buffers = append(s.buffers, p)
 	}
 	if len(s.parts) == 0 { // an empty message: no Put will come
 		s.recycle()
@@ -143,9 +140,8 @@ func (s *sending) lend(flight *InFlight, from any) mem.BufferSlice {
 	return s.buffers
 }
 
-// addPayload splits what is sent into parts: views that go as they lie, and
-// between them the pieces of head, small views copied to its end. It reports whether
-// any goes as it lies.
+// addPayload makes the parts: large views as they lie and, between them, pieces of
+// head, to which small views are copied. It reports whether any goes as it lies.
 func (s *sending) addPayload(views [][]byte) (shared bool) {
 	copied := 0
 	for _, v := range views {
@@ -158,12 +154,9 @@ func (s *sending) addPayload(views [][]byte) (shared bool) {
 	// gRPC tracks a buffer by its capacity: even the last piece needs enough.
 	s.head = slices.Grow(s.head, copied+smallView+1)
 	begin := 0
-	part := func(p []byte, lent bool) {
-		s.parts, s.lent = append(s.parts, p), append(s.lent, lent)
-	}
 	piece := func() {
 		if begin < len(s.head) {
-			part(s.head[begin:], false)
+			s.parts = append(s.parts, outgoing{of: s, data: s.head[begin:]})
 			begin = len(s.head)
 		}
 	}
@@ -173,7 +166,7 @@ func (s *sending) addPayload(views [][]byte) (shared bool) {
 			continue
 		}
 		piece()
-		part(v, true)
+		s.parts = append(s.parts, outgoing{of: s, data: v, lent: true})
 	}
 	piece()
 	return shared
@@ -196,8 +189,7 @@ func (s *sending) recycle() {
 	s.below, s.from = nil, nil
 	clear(s.parts)
 	clear(s.buffers)
-	clear(s.looked)
-	s.parts, s.lent, s.buffers, s.looked = s.parts[:0], s.lent[:0], s.buffers[:0], s.looked[:0]
+	s.parts, s.buffers = s.parts[:0], s.buffers[:0]
 	if cap(s.head) <= maxPooledHead {
 		sendings.Put(s)
 	}
@@ -220,13 +212,7 @@ func (e *encoder) frame(f *frame.Frame) {
 		e.number(4, uint64(h.AllowanceBytes))
 		e.number(5, uint64(h.Checksum))
 		e.number(6, uint64(h.MaxOpenTensors))
-		if len(h.Codecs) > 0 {
-			at := e.open(7)
-			for _, k := range h.Codecs {
-				e.b = protowire.AppendVarint(e.b, uint64(k))
-			}
-			e.close(at)
-		}
+		packed(e, 7, h.Codecs)
 		e.close(at)
 	}
 	for i := range f.Calls {
@@ -244,13 +230,7 @@ func (e *encoder) frame(f *frame.Frame) {
 		at := e.open(fieldDescs)
 		e.id(1, d.Tensor)
 		e.number(2, uint64(d.DType))
-		if len(d.Shape) > 0 {
-			at := e.open(3)
-			for _, n := range d.Shape {
-				e.b = protowire.AppendVarint(e.b, uint64(n))
-			}
-			e.close(at)
-		}
+		packed(e, 3, d.Shape)
 		e.number(4, d.SizeBytes)
 		e.number(5, uint64(d.ChunkBytes))
 		if !d.Call.IsZero() {
@@ -276,13 +256,7 @@ func (e *encoder) frame(f *frame.Frame) {
 		at := e.open(fieldAcks)
 		e.id(fieldTensor, a.Tensor)
 		e.number(fieldNumber, uint64(a.Below))
-		if len(a.Resend) > 0 {
-			at := e.open(fieldResend)
-			for _, n := range a.Resend {
-				e.b = protowire.AppendVarint(e.b, uint64(n))
-			}
-			e.close(at)
-		}
+		packed(e, fieldResend, a.Resend)
 		e.close(at)
 	}
 	for _, id := range f.Cancels {
@@ -329,8 +303,7 @@ func (e *encoder) frame(f *frame.Frame) {
 		e.text(4, s.Message)
 		e.number(5, s.SizeBytes)
 		if !s.Digest.IsZero() {
-			e.b = protowire.AppendTag(e.b, 6, protowire.BytesType)
-			e.b = protowire.AppendBytes(e.b, s.Digest[:])
+			e.bytes(6, s.Digest[:])
 		}
 		if s.Durable {
 			e.number(7, 1)
@@ -345,22 +318,7 @@ func (e *encoder) frame(f *frame.Frame) {
 
 // chunk writes a chunk up to its payload, which the caller appends.
 func (e *encoder) chunk(c *frame.Chunk) {
-	n := c.Len()
-	size := 2 + len(c.Tensor)
-	if c.Index > 0 {
-		size += 1 + protowire.SizeVarint(uint64(c.Index))
-	}
-	if c.Codec > 0 {
-		size += 1 + protowire.SizeVarint(uint64(c.Codec))
-	}
-	if c.Sum > 0 {
-		size += 1 + 4
-	}
-	if n > 0 {
-		size += 1 + protowire.SizeBytes(n)
-	}
-	e.b = protowire.AppendTag(e.b, fieldChunk, protowire.BytesType)
-	e.b = protowire.AppendVarint(e.b, uint64(size))
+	at := e.open(fieldChunk)
 	e.id(fieldTensor, c.Tensor)
 	e.number(fieldNumber, uint64(c.Index))
 	e.number(fieldCodec, uint64(c.Codec))
@@ -368,10 +326,12 @@ func (e *encoder) chunk(c *frame.Chunk) {
 		e.b = append(e.b, tagSum)
 		e.b = protowire.AppendFixed32(e.b, c.Sum)
 	}
+	n := c.Len()
 	if n > 0 {
 		e.b = append(e.b, tagData)
 		e.b = protowire.AppendVarint(e.b, uint64(n))
 	}
+	e.closeBefore(at, n)
 }
 
 // open begins a nested message and close ends it. Nearly all are shorter than
@@ -382,14 +342,28 @@ func (e *encoder) open(field protowire.Number) (at int) {
 	return len(e.b)
 }
 
-func (e *encoder) close(at int) {
-	n := len(e.b) - at
-	if more := protowire.SizeVarint(uint64(n)) - 1; more > 0 {
+func (e *encoder) close(at int) { e.closeBefore(at, 0) }
+
+// closeBefore ends a message whose last n bytes the caller appends.
+func (e *encoder) closeBefore(at, n int) {
+	size := uint64(len(e.b) - at + n)
+	if more := protowire.SizeVarint(size) - 1; more > 0 {
 		var room [binary.MaxVarintLen64]byte
-		e.b = append(e.b, room[:more]...)
-		copy(e.b[at+more:], e.b[at:at+n])
+		e.b = slices.Insert(e.b, at, room[:more]...)
 	}
-	binary.PutUvarint(e.b[at-1:], uint64(n))
+	binary.PutUvarint(e.b[at-1:], size)
+}
+
+// packed writes numbers in one field; nothing if there are none.
+func packed[N uint8 | uint32 | int64](e *encoder, field protowire.Number, list []N) {
+	if len(list) == 0 {
+		return
+	}
+	at := e.open(field)
+	for _, n := range list {
+		e.b = protowire.AppendVarint(e.b, uint64(n))
+	}
+	e.close(at)
 }
 
 func (e *encoder) number(field protowire.Number, v uint64) {
@@ -399,9 +373,11 @@ func (e *encoder) number(field protowire.Number, v uint64) {
 	}
 }
 
-func (e *encoder) id(field protowire.Number, id tensor.ID) {
+func (e *encoder) id(field protowire.Number, id tensor.ID) { e.bytes(field, id[:]) }
+
+func (e *encoder) bytes(field protowire.Number, b []byte) {
 	e.b = protowire.AppendTag(e.b, field, protowire.BytesType)
-	e.b = protowire.AppendBytes(e.b, id[:])
+	e.b = protowire.AppendBytes(e.b, b)
 }
 
 func (e *encoder) string(field protowire.Number, s string) {

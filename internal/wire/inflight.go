@@ -10,8 +10,8 @@ type InFlight struct {
 	over   bool     // it was abandoned; guarded by mu
 }
 
-// Abandon ends the loans of what is in flight, and of all that is sent from now on. The
-// caller knows that gRPC's writer of the connection reads no payload any more.
+// Abandon ends the loans of what is in flight and of all that is sent later. gRPC's
+// writer of the connection must not read payloads any more.
 func (f *InFlight) Abandon() {
 	f.mu.Lock()
 	f.over = true
@@ -22,9 +22,9 @@ func (f *InFlight) Abandon() {
 	})
 }
 
-// revoke ends the loans of what was sent from a message or an answer and what gRPC has
-// not begun to read: all of it, or the newest alone. Should gRPC read it after all, it
-// reads zeros, so the caller knows that the RPC has ended.
+// revoke ends the loans of what was sent from a message or an answer, all of it or the
+// newest alone, unless gRPC has begun to read it. gRPC would read zeros from then on,
+// so the RPC must have ended.
 func (f *InFlight) revoke(from any, all bool) {
 	found := false
 	f.take(func(s *sending) bool {

@@ -6,9 +6,9 @@ import (
 	"google.golang.org/grpc/mem"
 )
 
-// Buffers is the pool for the receive buffers of a connection that carries
-// sessions. grpc's own clears each buffer before it reads a data frame over all
-// of it: 3 % of the time of an upload (November 2026). Safe for concurrent use.
+// Buffers is the pool of a connection's receive buffers. grpc's own clears each
+// before it is overwritten: 3 % of an upload's time (November 2026). Safe for
+// concurrent use.
 var Buffers mem.BufferPool = &buffers{rest: mem.DefaultBufferPool()}
 
 // buffers keeps buffers of the largest data frame that grpc sends, and leaves

@@ -9,9 +9,9 @@ import (
 )
 
 // Track returns credentials of a client whose connections know what is in flight, and
-// end its loans when they die. grpc's stats.Handler would tell of that too, at about
-// 200 bytes for each message, and after 5 s while its writer may still be reading. A
-// dialer's connection would lose TCP_USER_TIMEOUT, which gRPC sets before the handshake.
+// end its loans when they die. grpc's stats.Handler costs about 200 bytes a message,
+// and may report the end after 5 s while the writer still reads. A dialer's connection
+// would lose TCP_USER_TIMEOUT, which gRPC sets before the handshake.
 func Track(c credentials.TransportCredentials) credentials.TransportCredentials {
 	return tracking{c}
 }
@@ -34,10 +34,9 @@ func (t tracking) Clone() credentials.TransportCredentials {
 	return tracking{t.TransportCredentials.Clone()}
 }
 
-// tracked is a connection of a client. gRPC's writer copies payloads into a buffer and
-// writes that. It stops in one of two ways, and reads no payload after: a Write has
-// failed, which it remembers, or it closes the connection, which the transport does
-// once, too, before or after it.
+// tracked is a connection of a client. gRPC's writer reads no payload after a Write
+// has failed, or after it has closed the connection. The transport closes it once, too,
+// before or after the writer: so the second Close ends the loans.
 type tracked struct {
 	net.Conn
 	flight InFlight
@@ -62,8 +61,8 @@ func (c *tracked) Close() error {
 	return err
 }
 
-// RemoteAddr returns the peer's address, which leads to what is in flight: grpc shows
-// nothing else of a connection.
+// RemoteAddr returns the peer's address with what is in flight: grpc shows nothing
+// else of a connection.
 func (c *tracked) RemoteAddr() net.Addr { return trackedAddr{c.Conn.RemoteAddr(), &c.flight} }
 
 type trackedAddr struct {

@@ -1,13 +1,10 @@
-// Package wire turns the frames of sessions, pushes and pulls into bytes and back
-// for grpc-go, without touching payloads: on the way out a chunk's views go to gRPC
-// as they lie, on the way in they stay in gRPC's receive buffers until the one copy
-// to their final place.
+// Package wire turns frames into bytes and back for grpc-go without copying
+// payloads: a chunk's views go to gRPC as they lie, and received ones stay in gRPC's
+// buffers until the one copy to their final place.
 //
-// It refuses to judge what a frame means: that is the business of the stream
-// machine, or of a transfer's receiver. It is the only reader of raw message bytes,
-// and the bytes are ordinary protobuf: whatever it reads or writes, the stock codec
-// reads and writes the same. The Codec is safe for concurrent use; a Message belongs
-// to one goroutine.
+// It refuses to judge what a frame means. It is the only reader of raw message
+// bytes; they are ordinary protobuf, which the stock codec reads and writes the same.
+// The Codec is safe for concurrent use; a Message belongs to one goroutine.
 //
 // A frame that is sent lends its payload until Message.Held is released; a frame
 // that is received shares gRPC's buffers until Message.Free.
@@ -24,14 +21,12 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 )
 
-// Codec is the encoding.CodecV2 of every connection. A *Message goes the fast way;
-// all else (the store's requests, unary calls, health, reflection) goes through the
-// stock codec whose name it bears, with a loan if it is in an *Answer. Safe for
-// concurrent use.
+// Codec is the encoding.CodecV2 of every connection. All but a *Message goes through
+// the stock codec, whose name it bears. Safe for concurrent use.
 type Codec struct {
-	// MaxRequestParts is how many parts, at any depth, what goes through the stock
-	// codec may have when it is received: two bytes of an empty part become more than
-	// a hundred. 0 is any number.
+	// MaxRequestParts is the most parts, at any depth, of a message received through
+	// the stock codec: an empty part of two bytes becomes more than a hundred. 0 is no
+	// limit.
 	MaxRequestParts int
 }
 
@@ -69,57 +64,47 @@ func (c Codec) Unmarshal(data mem.BufferSlice, v any) error {
 	return stock.Unmarshal(data, v)
 }
 
-// countParts counts what decoding b would make pieces of memory of: strings, bytes,
-// messages, and what is in those. What does not parse is for the stock codec to tell.
-func countParts(b []byte, d protoreflect.MessageDescriptor) int {
-	count := 0
-	for len(b) > 0 {
-		number, kind, n := protowire.ConsumeField(b)
-		if n < 0 {
-			return count
+// countParts counts what decoding b would allocate: strings, bytes and messages, at
+// any depth. What does not parse is the stock codec's to report.
+func countParts(b []byte, d protoreflect.MessageDescriptor) (count int) {
+	_ = eachBytes(b, func(number protowire.Number, part []byte) error {
+		count++
+		if f := d.Fields().ByNumber(number); f != nil && f.Message() != nil {
+			count += countParts(part, f.Message())
 		}
-		if kind == protowire.BytesType {
-			count++
-			if f := d.Fields().ByNumber(number); f != nil && f.Message() != nil {
-				_, _, tag := protowire.ConsumeTag(b)
-				part, _ := protowire.ConsumeBytes(b[tag:])
-				count += countParts(part, f.Message())
-			}
-		}
-		b = b[n:]
-	}
+		return nil
+	})
 	return count
 }
 
 // Releaser is a loan that ends: a slab, or whatever else holds a payload.
 type Releaser = interface{ Release() }
 
-// Message is what SendMsg and RecvMsg of a gRPC stream of frames are given; a Conn
-// does that. Its owner reuses it from frame to frame; it belongs to one goroutine.
+// Message is what a Conn gives to SendMsg and RecvMsg. It is reused from frame to
+// frame, and belongs to one goroutine.
 type Message struct {
-	// Frame is the frame to send, or the one received. Of a received one, the
-	// slices are valid until Free and the views of the chunk's data lie in
-	// gRPC's buffers; strings, maps and shapes are the owner's for good. One that
-	// was sent may be changed as soon as SendMsg has returned, its payload not.
+	// Frame is the frame to send, or the one received. The slices of a received one
+	// are valid until Free, and its chunk's views lie in gRPC's buffers; strings, maps
+	// and shapes are the owner's. One that was sent may be changed once SendMsg has
+	// returned, but not its payload.
 	Frame frame.Frame
 
 	// Held is what the views of Frame.Chunk lie in; nil if nobody waits for
-	// them. Marshal takes it over and sets it to nil: Release runs exactly once,
-	// on whatever goroutine is last, when gRPC has let go of every view, or when
-	// Marshal fails. If it is still here after SendMsg, SendMsg failed before
-	// Marshal and the owner releases it. gRPC does not let go of frames that come to
-	// its queue when their RPC has just ended, nor of those in the queue of a
+	// them. Marshal takes it over and sets it to nil: Release runs exactly once, on
+	// any goroutine, when gRPC has let go of every view, or when Marshal fails. If it
+	// is still set after SendMsg, that failed before Marshal and the owner releases it.
+	// gRPC does not let go of frames queued when their RPC has just ended, nor on a
 	// connection that dies: Conn.Finish, Unsent and InFlight.Abandon end their loans.
 	//
-	// A client must open its gRPC stream with MaxRetryRPCBufferSize(0) and send
-	// its first message with no Held: until then grpc-go keeps messages for a
-	// retry, and loses a reference when the response begins meanwhile.
+	// A client must open its gRPC stream with MaxRetryRPCBufferSize(0) and send its
+	// first message with no Held: until then grpc-go keeps messages for a retry, and
+	// loses a reference when the response begins meanwhile.
 	Held Releaser
 
 	// InFlight, if set, learns of every frame sent.
 	InFlight *InFlight
 
-	// Control is how many of the bytes received are no payload.
+	// Control is how many of the bytes received are not payload.
 	Control int
 
 	// Err is what was wrong with the bytes received, nil if nothing was. It
@@ -135,8 +120,8 @@ type Message struct {
 type Answer struct {
 	Message any // a proto.Message
 
-	// Held ends as Message.Held does, but however small the message is: it waits for
-	// gRPC, and lends nothing. nil: nobody waits.
+	// Held ends as Message.Held does, but also waits for gRPC when the message is
+	// small. It lends nothing. nil: nobody waits.
 	Held Releaser
 	// InFlight, if set, learns of the answer.
 	InFlight *InFlight
