@@ -35,13 +35,13 @@ type Sink struct {
 	at   ReadWriterAt
 }
 
-// Into has a result put into dst, which must have exactly its size. dst is lent
-// to the library until the call has ended.
+// Into has a result put into dst, which must have its size. The caller lends dst until
+// the call has ended.
 func Into(dst []byte) Sink { return Sink{into: dst} }
 
-// Writer has a result written in order, as it arrives, to the writer that open
-// returns once the result's desc is known. A slow writer holds the server up,
-// not memory. open and the writer run on a goroutine of the call's.
+// Writer has a result written in order, as it arrives, to the writer that open returns
+// for its desc. A slow writer holds up the server, not memory. Both run on a goroutine
+// of the call.
 func Writer(open func(tensor.Desc) (io.Writer, error)) Sink { return Sink{open: open} }
 
 // Results of a call by port. A result that went to a Writer has no Data.
@@ -154,8 +154,7 @@ func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 	}
 }
 
-// lend lends p for the next bytes of a written result, if there is more to come; the
-// session is locked.
+// lend lends p for the next bytes of a written result, if any; the session is locked.
 func (r *result) lend(m *stream.Machine, now stream.Instant, p *piece) {
 	if r.given == r.geo.Size && (r.geo.Size > 0 || len(r.lent) > 0) {
 		return
@@ -176,20 +175,13 @@ func (r *result) lend(m *stream.Machine, now stream.Instant, p *piece) {
 	r.given += n
 }
 
-// find returns the result with this tensor; the session is locked.
-func (c *Call) find(id tensor.ID) *result {
-	for _, r := range c.results {
-		if r.id == id {
-			return r
-		}
-	}
-	return nil
-}
-
+// arrived notes a chunk for Regions; the session is locked.
 func (c *Call) arrived(e stream.Event) {
-	if r := c.find(e.Tensor); r != nil && r.mem != nil {
-		r.came = append(r.came, uint32(e.Off/r.geo.ChunkBytes))
-		tell(c.news)
+	for _, r := range c.results {
+		if r.id == e.Tensor && r.mem != nil {
+			r.came = append(r.came, uint32(e.Off/r.geo.ChunkBytes))
+			tell(c.news)
+		}
 	}
 }
 
@@ -204,7 +196,12 @@ func tell(news chan struct{}) {
 func (r *result) write() {
 	c := r.call
 	defer c.writing.Done()
-	defer r.drop()
+	defer func() {
+		<-c.closed // nothing is received any more
+		for _, s := range r.lent {
+			s.Release()
+		}
+	}()
 	w, err := r.open(r.desc)
 	if err != nil {
 		c.fail(fmt.Errorf("client: result %q: %w", r.port, err))
@@ -229,8 +226,7 @@ func (r *result) write() {
 	}
 }
 
-// next waits for the next piece to be full and takes it; nil when the call has
-// ended without it.
+// next waits for the next full piece and takes it; nil when the call ended without it.
 func (r *result) next() *piece {
 	c := r.call
 	for ended := false; ; {
@@ -252,21 +248,6 @@ func (r *result) next() *piece {
 	}
 }
 
-// drop gives the pieces of an abandoned result back, once nothing writes into them.
-func (r *result) drop() {
-	<-r.call.closed
-	for _, s := range r.lent {
-		s.Release()
-	}
-	r.lent = nil
-}
-
-// end is the session's last event of the call; the session is locked.
-func (c *Call) end(d *frame.Done) {
-	c.done, c.ended = *d, true
-	close(c.closed)
-}
-
 // returned counts an input that grpc has let go of.
 func (c *Call) returned() {
 	if c.shared.Add(-1) == 0 {
@@ -274,7 +255,7 @@ func (c *Call) returned() {
 	}
 }
 
-// stop cancels the call for a reason of this side's, unless it has ended.
+// stop cancels the call for a cause on this side, unless it has ended.
 func (c *Call) stop(cause error) {
 	c.session.sess.Do(func(m *stream.Machine, _ stream.Instant) {
 		if !c.ended && c.cause == nil {
@@ -284,25 +265,25 @@ func (c *Call) stop(cause error) {
 	})
 }
 
-// fail is stop for what spoils the results of a call that has ended well, too.
+// fail is stop, and also spoils the results of a call that has ended well.
 func (c *Call) fail(cause error) {
-	c.session.sess.Do(func(m *stream.Machine, _ stream.Instant) {
-		if c.cause == nil && (!c.ended || c.done.Code == frame.OK) {
+	c.stop(cause)
+	c.session.sess.Do(func(*stream.Machine, stream.Instant) {
+		if c.cause == nil && c.done.Code == frame.OK { // without a cause it has ended
 			c.cause = cause
 		}
-		m.Finish(frame.Done{Call: c.id, Code: frame.Cancelled, Message: "cancelled by the caller"})
 	})
 }
 
-// ID returns the call's ID, under which the server's log has what goes wrong with it.
+// ID returns the call's ID, which the server logs its failures with.
 func (c *Call) ID() tensor.ID { return c.id }
 
 // Cancel stops the call. The server stops its model within a block.
 func (c *Call) Cancel() { c.stop(context.Canceled) }
 
-// Wait waits for the call to end and returns its results, all of them or an
-// error. When it returns, the library touches neither inputs nor results: it waits
-// for gRPC, which on a connection that hangs takes until keep-alive has closed it.
+// Wait waits for the call to end and returns all its results, or an error. The library
+// uses neither inputs nor results after it. On a connection that hangs it waits until
+// keep-alive has closed that.
 func (c *Call) Wait() (Results, error) {
 	<-c.closed
 	if c.unhook != nil {
@@ -340,9 +321,9 @@ func (c *Call) Timings() Timings {
 	}
 }
 
-// Regions yields the pieces of the results while they arrive, in the order of
-// their arrival, until the call has ended; a failure is its last pair. Results
-// that go to a Writer are not among them. One goroutine at a time may iterate.
+// Regions yields pieces of the results as they arrive until the call has ended; a
+// failure is the last pair. Results that go to a Writer are left out. One goroutine at
+// a time may iterate.
 func (c *Call) Regions() iter.Seq2[Region, error] {
 	return func(yield func(Region, error) bool) {
 		next := map[*result]int{}

@@ -1,17 +1,17 @@
-// Package client opens sessions for a Go caller: many calls in flight on one
-// session, inputs from slices, readers and files, results into slices, writers
-// and files, as whole tensors or region by region while they arrive. It pushes
-// tensors into the server's store, pulls them from there and from sources, and lists
-// and deletes what is stored.
+// Package client runs models on a server: many calls on one session, with inputs from
+// slices and readers, and results into slices and writers, whole or by regions as they
+// arrive. It pushes tensors into the server's store, and pulls, lists and deletes them.
 //
-// It refuses to retry and to compute. A Client, a Session and a Call are safe
-// for concurrent use. Inputs are shared with the library until their call has
-// ended, what is pushed until Push has returned; results belong to the caller.
+// It refuses to retry and to compute. A Client, a Session and a Call are safe for
+// concurrent use. Inputs are shared with the library until their call or Push has
+// ended; results belong to the caller.
 package client
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"math"
 	"net"
 	"strconv"
@@ -40,28 +40,27 @@ type Config struct {
 	ChunkBytes int
 	// Checksum is the kind of every chunk's checksum; 0 means CRC-32C.
 	Checksum codec.Checksum
-	// Codec is what chunks are sent in, when the server decodes it and a chunk becomes
-	// shorter, and what results may come in; 0 means codec.None. It trades the time
-	// of both sides for bytes: docs/wire.md says when that pays.
+	// Codec compresses the chunks sent, when the server decodes it and they become
+	// shorter, and may compress results; 0 means codec.None. docs/wire.md says when it
+	// pays.
 	Codec codec.Codec
-	// OpenTimeout is how long opening a session, or an answer of Models or Info,
-	// may take; 0 means 10 s.
+	// OpenTimeout is the most time for opening a session and for each metadata RPC;
+	// 0 means 10 s.
 	OpenTimeout time.Duration
 	// StallTimeout is how long a push or a pull waits for a server that moves nothing;
-	// 0 means 60 s. What the caller's own readers and writers take does not count, and
-	// what the server must go through in silence, such as ranges that are held, adds a
-	// second for each 32 MiB.
+	// 0 means 60 s. The time of the caller's readers and writers does not count. Each
+	// 32 MiB that the server reads or syncs in silence, such as held ranges, add 1 s.
 	StallTimeout time.Duration
-	// WindowBytes is how many bytes the server may have on their way to the client
-	// before the client reads them; 0 means 2 MiB, less than 64 KiB means 64 KiB.
-	// Raise it, and the server's, when rate times round trip exceeds it.
+	// WindowBytes is how many bytes the server may send ahead of the client's reading;
+	// 0 means 2 MiB, less than 64 KiB means 64 KiB. Raise it, and the server's, when
+	// rate times round trip exceeds it.
 	WindowBytes int
-	// Credentials secure the connection; nil: it is not encrypted. PerRPC, if not nil,
-	// are sent with every RPC, such as a token.
+	// Credentials secure the connection; nil: it is not encrypted. PerRPC, such as a
+	// token, if not nil, are sent with every RPC.
 	Credentials credentials.TransportCredentials
 	PerRPC      credentials.PerRPCCredentials
-	// ResultBytes is the largest result that memory is made for without being
-	// told where to put it; 0 means 4 GiB. Into and Writer have no such limit.
+	// ResultBytes is the largest result that gets memory of its own; 0 means 4 GiB.
+	// Into and Writer have no such limit.
 	ResultBytes int64
 }
 
@@ -72,11 +71,11 @@ type Client struct {
 	stub pb.TensorServiceClient
 	pool *slab.Pool
 
-	opening chan struct{} // holds a token while the shared session is opened
+	opening chan struct{} // a token of whoever uses shared
+	shared  *Session      // of Compute; guarded by opening
 
 	mu      sync.Mutex
 	open    map[*Session]struct{} // guarded by mu
-	shared  *Session              // of Compute; guarded by mu
 	known   *facts                // what Push has asked for; guarded by mu
 	closed  bool                  // guarded by mu
 	winding sync.WaitGroup
@@ -88,30 +87,18 @@ func Dial(target string, cfg Config) (*Client, error) {
 	if cfg.ChunkBytes < 0 || cfg.ChunkBytes > 4*mib {
 		return nil, fmt.Errorf("client: ChunkBytes is %d; it must be 1 to %d, or 0 for 1 MiB", cfg.ChunkBytes, 4*mib)
 	}
-	if cfg.ChunkBytes == 0 {
-		cfg.ChunkBytes = 1 * mib
-	}
-	if cfg.Checksum == 0 {
-		cfg.Checksum = codec.CRC32C
-	}
+	cfg.ChunkBytes = cmp.Or(cfg.ChunkBytes, 1*mib)
+	cfg.Checksum = cmp.Or(cfg.Checksum, codec.CRC32C)
 	if !cfg.Checksum.Valid() {
 		return nil, fmt.Errorf("client: Checksum is %d; known are 1 (CRC-32C) and 2 (CRC-32)", cfg.Checksum)
 	}
 	if !cfg.Codec.Known() {
 		return nil, fmt.Errorf("client: Codec is %d; known are 0 (none) and 1 (lz4)", cfg.Codec)
 	}
-	if cfg.OpenTimeout <= 0 {
-		cfg.OpenTimeout = DefaultOpenTimeout
-	}
-	if cfg.StallTimeout <= 0 {
-		cfg.StallTimeout = DefaultStallTimeout
-	}
-	if cfg.ResultBytes <= 0 {
-		cfg.ResultBytes = DefaultResultBytes
-	}
-	if cfg.WindowBytes <= 0 {
-		cfg.WindowBytes = DefaultWindow
-	}
+	cfg.OpenTimeout = cmp.Or(max(0, cfg.OpenTimeout), DefaultOpenTimeout)
+	cfg.StallTimeout = cmp.Or(max(0, cfg.StallTimeout), DefaultStallTimeout)
+	cfg.ResultBytes = cmp.Or(max(0, cfg.ResultBytes), DefaultResultBytes)
+	cfg.WindowBytes = cmp.Or(max(0, cfg.WindowBytes), DefaultWindow)
 	cfg.WindowBytes = min(max(cfg.WindowBytes, 64<<10), math.MaxInt32)
 	if err := checkAddress(target); err != nil {
 		return nil, err
@@ -130,8 +117,8 @@ func Dial(target string, cfg Config) (*Client, error) {
 			grpc.ForceCodecV2(wire.Codec{}),
 			grpc.MaxCallRecvMsgSize(cfg.ChunkBytes+wire.MaxControlBytes),
 			grpc.MaxCallSendMsgSize(math.MaxInt32),
-			// grpc would keep the first messages of a stream for a retry of its own,
-			// which could not put a session together again.
+			// grpc keeps the first messages of a stream for a retry, which could not
+			// restore a session.
 			grpc.MaxRetryRPCBufferSize(0),
 		),
 	}
@@ -162,8 +149,8 @@ func checkAddress(target string) error {
 	return fmt.Errorf("client: %q is no address; write host:port or unix:/path", target)
 }
 
-// Close ends every session and the connection, and waits until nothing of them
-// is left. Closing again does nothing.
+// Close ends every session and the connection, and waits for them. Closing twice is a
+// no-op.
 func (c *Client) Close() error {
 	c.mu.Lock()
 	if c.closed {
@@ -172,12 +159,9 @@ func (c *Client) Close() error {
 		return nil
 	}
 	c.closed = true
-	open := make([]*Session, 0, len(c.open))
-	for s := range c.open {
-		open = append(open, s)
-	}
+	open := maps.Clone(c.open)
 	c.mu.Unlock()
-	for _, s := range open {
+	for s := range open {
 		s.sess.Stop(ErrClosed)
 	}
 	err := c.conn.Close() // also for sessions that are being opened
@@ -185,9 +169,8 @@ func (c *Client) Close() error {
 	return err
 }
 
-// Compute runs a model with one input and one result on a session that the
-// client keeps for this purpose. It shares x until it returns; the result
-// belongs to the caller.
+// Compute runs a model with one input and one result on a session that the client
+// keeps for it. It shares x until it returns; the result belongs to the caller.
 func (c *Client) Compute(ctx context.Context, model string, x tensor.Tensor) (tensor.Tensor, error) {
 	s, err := c.sharedSession(ctx)
 	if err != nil {
@@ -197,36 +180,24 @@ func (c *Client) Compute(ctx context.Context, model string, x tensor.Tensor) (te
 }
 
 func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
-	c.mu.Lock()
-	s := c.shared
-	c.mu.Unlock()
-	if s != nil && s.usable() {
-		return s, nil
-	}
 	select { // one opens it, the others wait
 	case c.opening <- struct{}{}:
 		defer func() { <-c.opening }()
 	case <-ctx.Done():
 		return nil, causeError(context.Cause(ctx))
 	}
-	c.mu.Lock()
-	s = c.shared
-	c.mu.Unlock()
-	if s != nil && s.usable() { // another caller was faster
-		return s, nil
+	if c.shared != nil && c.shared.usable() {
+		return c.shared, nil
 	}
 	s, err := c.Session(ctx)
-	if err != nil {
-		return nil, err
+	if err == nil {
+		c.shared = s
 	}
-	c.mu.Lock()
-	c.shared = s
-	c.mu.Unlock()
-	return s, nil
+	return s, err
 }
 
-// Kept returns how many bytes of memory that nobody uses the client keeps for the
-// results to come: 64 MiB at most.
+// Kept returns how many bytes of unused memory the client keeps for reuse: 64 MiB at
+// most.
 func (c *Client) Kept() int64 { return c.pool.Kept() }
 
 // Models returns what the server's models are. It takes no longer than OpenTimeout.

@@ -19,13 +19,13 @@ type Input struct {
 	tensor.Desc
 	// Data is shared with the library until the call has ended, read-only.
 	Data []byte
-	// Reader, when not nil, yields the tensor's bytes; it is read a bounded number
-	// of chunks ahead, by a goroutine that ends with the call.
+	// Reader, when not nil, yields the tensor's bytes; a goroutine that ends with the
+	// call reads a few chunks ahead.
 	Reader io.Reader
-	// Name and Metadata are for people; see docs/limits for their sizes.
+	// Name and Metadata are for people; docs/limits.md has their sizes.
 	Name     string
 	Metadata map[string]string
-	// Release, when not nil, runs once when Data is in no use any more.
+	// Release, when not nil, runs once when Data is no longer used.
 	Release func()
 }
 
@@ -37,15 +37,16 @@ func FromReader(port string, d tensor.Desc, r io.Reader) Input {
 	return Input{Port: port, Desc: d, Reader: r}
 }
 
-func (in *Input) check() error {
+// check returns how many bytes the input has.
+func (in *Input) check() (int64, error) {
 	n, err := in.Bytes()
 	if err != nil {
-		return fmt.Errorf("%w: input %q: %w", ErrInput, in.Port, err)
+		return 0, fmt.Errorf("%w: input %q: %w", ErrInput, in.Port, err)
 	}
 	if in.Reader == nil && int64(len(in.Data)) != n {
-		return fmt.Errorf("%w: input %q: %v needs %d bytes, got %d", ErrInput, in.Port, in.Desc, n, len(in.Data))
+		return 0, fmt.Errorf("%w: input %q: %v needs %d bytes, got %d", ErrInput, in.Port, in.Desc, n, len(in.Data))
 	}
-	return nil
+	return n, nil
 }
 
 // feed is an input on its way into a call.
@@ -53,8 +54,10 @@ type feed struct {
 	call  *Call
 	in    Input
 	id    tensor.ID
+	size  int64
 	chunk int64
 	free  chan *slot // slots to read into
+	made  int        // slots
 
 	mu   sync.Mutex
 	over bool // guarded by mu
@@ -63,11 +66,7 @@ type feed struct {
 // open announces the input; the session is locked.
 func (f *feed) open(m *stream.Machine, now stream.Instant) error {
 	f.chunk = tensor.ChunkFor(f.in.Desc, m.Status().PeerChunkBytes)
-	size, err := f.in.Bytes()
-	if err != nil {
-		return err
-	}
-	if size/f.chunk >= tensor.MaxChunks {
+	if f.size/f.chunk >= tensor.MaxChunks {
 		f.chunk = m.Status().PeerChunkBytes
 	}
 	d := frame.Desc{
@@ -121,22 +120,17 @@ func (f *feed) run() {
 
 func (f *feed) pump() error {
 	c := f.call
-	size, err := f.in.Bytes()
-	if err != nil {
-		return err
-	}
-	made := 0
-	for off, more := int64(0), true; more; {
-		n := min(f.chunk, size-off)
-		s, err := f.take(&made)
+	for off, more := int64(0), true; more; more = off < f.size {
+		n := min(f.chunk, f.size-off)
+		s, err := f.take()
 		if s == nil {
 			return err // nil: the call is over
 		}
 		data := s.slab.Bytes()[:n]
-		// The reader may block as long as it likes; the call's end is seen after.
+		// The reader may block; the end of the call is seen after it.
 		if got, err := io.ReadFull(f.in.Reader, data); err != nil {
 			s.slab.Release()
-			return fmt.Errorf("%w: input %q ended after %d of %d bytes: %w", ErrInput, f.in.Port, off+int64(got), size, err)
+			return fmt.Errorf("%w: input %q ended after %d of %d bytes: %w", ErrInput, f.in.Port, off+int64(got), f.size, err)
 		}
 		c.session.sess.Do(func(m *stream.Machine, now stream.Instant) {
 			err = m.Offer(now, f.id, off, data, s.release)
@@ -146,15 +140,14 @@ func (f *feed) pump() error {
 			return nil // the call is over
 		}
 		off += n
-		more = off < size
 	}
 	return nil
 }
 
 // take returns a slot to read into, nil when the call is over.
-func (f *feed) take(made *int) (*slot, error) {
-	if *made < slots && len(f.free) == 0 {
-		*made++
+func (f *feed) take() (*slot, error) {
+	if f.made < slots && len(f.free) == 0 {
+		f.made++
 		mem, err := f.call.session.client.pool.Get(int(f.chunk))
 		if err != nil {
 			return nil, fmt.Errorf("client: input %q: %w", f.in.Port, err)
@@ -171,7 +164,7 @@ func (f *feed) take(made *int) (*slot, error) {
 	}
 }
 
-// recycle takes a slot back from whoever wrote it out last.
+// recycle takes back a slot that is no longer read.
 func (f *feed) recycle(s *slot) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

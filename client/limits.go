@@ -4,44 +4,40 @@ import "time"
 
 const (
 	mib = 1 << 20
-	// slots is how many chunks a streamed input is read ahead, and a streamed
-	// result received ahead of its writer: enough to keep a round trip of some
-	// milliseconds busy at the speed of the wire.
+	// slots is how many chunks a streamed input is read ahead, or a streamed result
+	// received ahead of its writer: enough for a round trip of some milliseconds.
 	slots = 8
-	// slotBytes is the least size of a slot of a streamed result: chunks smaller
-	// than this share one.
+	// slotBytes is the least size of a slot of a streamed result: smaller chunks share
+	// one.
 	slotBytes = 256 << 10
-	// pushTensors is how many tensors one RPC of a push takes, which is the server's
-	// limit; Push uses as many RPCs as it needs.
+	// pushTensors is how many tensors one RPC of a push has: the server's limit.
 	pushTensors = 1024
-	// keepBytes is how much of a Reader's tensor is kept, to be sent again should the
-	// server end the RPC because of the tensor before it: as much as is sent before
-	// that is heard of, which is the server's window and what gRPC queues.
+	// keepBytes is how much of a Reader's tensor is kept, to be sent again if the server
+	// ends the RPC because of the tensor before it: what may be sent until that is
+	// known, the server's window and what gRPC queues.
 	keepBytes = 2*DefaultWindow + 4*mib
 	// pushResponseBytes is room for as many summaries, each with a name of 512 bytes
 	// and a text of 4 KiB.
 	pushResponseBytes = 8 * mib
-	// pullTensors bounds what is kept of a pull with a glob: some hundred bytes and a name
-	// per tensor. It is what a server's folder holds by default. Without a glob a pull has
-	// as many tensors as selections.
+	// pullTensors bounds the tensors of a pull with a glob, some hundred bytes and a name
+	// each: what a server's folder holds by default.
 	pullTensors = 1 << 16
-	// pullTextBytes bounds what is kept of the texts that the summaries of a pull have.
-	// There may be pullTensors of 4 KiB; what comes after the first of them is cut.
+	// pullTextBytes bounds the texts kept of a pull's summaries, of which there may be
+	// pullTensors of 4 KiB each; later ones are cut.
 	pullTextBytes = 1 * mib
-	// silentRate is how many bytes a second a server goes through, at the least, where the
-	// protocol has it say nothing: it reads what a puller holds, for the digest, and syncs
-	// what was pushed. A slow disk does that.
+	// silentRate is the least bytes per second of a server, a slow disk's, where the
+	// protocol keeps it silent: it reads held ranges for the digest, and syncs what was
+	// pushed.
 	silentRate = 32 * mib
-	// listTensors and listBytes bound what List gathers: sixteen times what a server's folder
-	// holds by default, and their bytes on the wire.
+	// listTensors and listBytes bound the result of List: sixteen times what a server's
+	// folder holds by default, and their bytes on the wire.
 	listTensors = 1 << 20
 	listBytes   = 256 * mib
-	// tensorBytes is the largest tensor that is received, in a result or a pull: what a
-	// server stores at most by default. What is kept of one in memory has a limit of
-	// its own.
+	// tensorBytes is the largest tensor received: what a server stores at most by
+	// default. ResultBytes limits those in memory.
 	tensorBytes = 1 << 40
-	// pieceBytes is what an At gets at a time: gRPC hands over 16 KiB at a time, which
-	// cost the client and a server beside it 14 % more CPU time (November 2026).
+	// pieceBytes is what an At gets at a time: with gRPC's pieces of 16 KiB, client and
+	// server on one machine took 14 % more CPU time (November 2026).
 	pieceBytes = 256 << 10
 	// poolBytes is how much released slot memory a client keeps for reuse.
 	poolBytes = 64 * mib

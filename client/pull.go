@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"path"
+	"slices"
 	"strings"
 
 	"google.golang.org/grpc/codes"
@@ -23,36 +24,35 @@ import (
 // PullRequest is what to fetch.
 type PullRequest struct {
 	Select []Selection
-	// To says where a tensor goes, once its name and desc are known; nil, or an
-	// empty Sink, has it go to memory of its own, up to ResultBytes.
+	// To says where a tensor goes. nil, or an empty Sink, is memory of its own, up to
+	// ResultBytes.
 	To func(name string, d tensor.Desc) (Sink, error)
-	// Progress, when not nil, is called after each chunk, from the goroutine that
-	// Pull runs on.
+	// Progress, when not nil, is called after each chunk, on the goroutine of Pull.
 	Progress func(Progress)
 }
 
 // Selection picks tensors of a server's store, or a source.
 type Selection struct {
-	// Name is a tensor's, or a glob that picks all it matches and at least one; or,
-	// with Source, a source's.
+	// Name is a tensor's, a glob that must match one or more, or, with Source, a
+	// source's.
 	Name string
 	// Source has the server make a tensor from Params.
 	Source bool
 	Params map[string]string
-	// Held are ranges of the tensor that its Sink, an Into or an At, has already:
-	// they are not sent. They ascend and do not overlap.
+	// Held are ranges that the Sink, an Into or an At, has already: they are not sent.
+	// They ascend and do not overlap.
 	Held []Range
-	// HeldDigest is the digest of the tensor that Held is of, if known: should the
-	// server have another by now, all of it is sent.
+	// HeldDigest is the digest of the tensor that Held is of, if known. A server that
+	// has another digest sends all of its tensor.
 	HeldDigest codec.Digest
 }
 
 // Range is a range of a tensor's bytes.
 type Range = transfer.Range
 
-// At has a tensor written to w, each chunk at its offset, as it arrives; only Pull
-// takes it. w is also read when the digest could not be computed on the way. It
-// runs on the goroutine of Pull.
+// At has a tensor written to w, each chunk at its offset as it arrives; only Pull takes
+// it. w is also read for the digest when chunks came out of order. It is used on the
+// goroutine of Pull.
 func At(w ReadWriterAt) Sink { return Sink{at: w} }
 
 // ReadWriterAt is a file, or what acts as one.
@@ -61,42 +61,36 @@ type ReadWriterAt interface {
 	io.WriterAt
 }
 
-// Pull fetches tensors and returns how each ended, in the order of their arrival.
-// The error joins those of the summaries, or says what ended the pull; a tensor
-// whose summary has no error is whole, and its digest is the server's.
+// Pull fetches tensors and returns how each ended, in the order of their arrival. The
+// error joins those of the summaries, or says what ended the pull; a tensor without a
+// summary error is whole and has the server's digest.
 func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 	p := &pull{client: c, request: r, id: session.NewID(), byID: make(map[tensor.ID]*pulled), answered: make([]bool, len(r.Select))}
 	hello := frame.Hello{Version: frame.Version, Session: p.id, MaxChunkBytes: uint32(c.cfg.ChunkBytes), Checksum: uint8(c.cfg.Checksum)}
 	if c.cfg.Codec != codec.None {
 		hello.Codecs = []uint8{uint8(c.cfg.Codec)}
 	}
+	own, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil) // ends the RPC, should it not be over
+	p.clock = newStallClock(c.cfg.StallTimeout, cancel)
 	names := make(map[string]int, len(r.Select))
 	for _, s := range r.Select {
 		names[s.Name]++
 	}
+	req := &pb.PullTensorsRequest{Hello: wire.ToHello(&hello)}
 	for _, s := range r.Select {
 		if len(s.Held) > 0 && names[s.Name] > 1 {
 			return nil, fmt.Errorf("%w: selection %q: with Held it may be selected once", ErrInput, s.Name)
 		}
-	}
-	req := &pb.PullTensorsRequest{Hello: wire.ToHello(&hello)}
-	for _, s := range r.Select {
 		sel := &pb.Selection{Name: s.Name, Source: s.Source, Params: s.Params}
 		for _, h := range s.Held {
 			sel.Held = append(sel.Held, &pb.Range{Offset: uint64(h.Off), Length: uint64(h.Len)})
+			p.clock.allow(h.Len)
 		}
 		if !s.HeldDigest.IsZero() {
 			sel.HeldDigest = s.HeldDigest[:]
 		}
 		req.Selections = append(req.Selections, sel)
-	}
-	own, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil) // ends the RPC, should it not be over
-	p.clock = newStallClock(c.cfg.StallTimeout, cancel)
-	for _, s := range r.Select {
-		for _, h := range s.Held {
-			p.clock.allow(h.Len)
-		}
 	}
 	p.clock.wait()
 	rpc, err := c.stub.PullTensors(own, req)
@@ -173,7 +167,7 @@ func (t *pulled) WriteViews(off int64, views [][]byte) error {
 	return nil
 }
 
-// digest is of the whole tensor: what did not come in order is read again.
+// digest is that of the whole tensor: what did not come in order is read again.
 func (t *pulled) digest() (codec.Digest, error) {
 	switch next := t.order.Next(); {
 	case t.at != nil:
@@ -190,10 +184,7 @@ func (t *pulled) digest() (codec.Digest, error) {
 func (p *pull) receive() error {
 	p.recv = transfer.Receiver[*pulled]{
 		ChunkBytes: uint32(p.client.cfg.ChunkBytes), TensorBytes: tensorBytes, OpenTensors: 1,
-		Tensors: p.most(), Checksum: p.client.cfg.Checksum, Handler: p,
-	}
-	if p.client.cfg.Codec != codec.None {
-		p.recv.Codecs = []codec.Codec{p.client.cfg.Codec}
+		Tensors: p.most(), Checksum: p.client.cfg.Checksum, Codecs: p.client.codecs(), Handler: p,
 	}
 	defer p.clock.Free()
 	for first := true; ; first = false {
@@ -221,7 +212,7 @@ func (p *pull) receive() error {
 		if err := p.recv.Frame(f); err != nil {
 			return err
 		}
-		// A summary may ride with the last chunk.
+		// A summary may come with the last chunk.
 		for i := range f.Summaries {
 			if err := p.summary(&f.Summaries[i]); err != nil {
 				return err
@@ -230,7 +221,7 @@ func (p *pull) receive() error {
 	}
 }
 
-// Begin begins the book of a tensor that the server announces.
+// Begin adds a tensor that the server announces.
 func (p *pull) Begin(in *transfer.In[*pulled]) *pulled { return p.tensor(in.Tensor, in.Name) }
 
 // Open asks the caller where a tensor goes.
@@ -241,17 +232,14 @@ func (p *pull) Open(in *transfer.In[*pulled]) error {
 		return &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %v: the server sends what nobody selected", in.Tensor)}
 	}
 	var sink Sink
+	var err error
 	if p.request.To != nil {
-		var err error
-		if sink, err = p.request.To(in.Name, in.Desc.Desc.Clone()); err != nil {
-			return err
-		}
+		sink, err = p.request.To(in.Name, in.Desc.Desc.Clone())
 	}
 	switch {
+	case err != nil:
 	case sink.open != nil:
-		var err error
 		t.writer, err = sink.open(in.Desc.Desc.Clone())
-		return err
 	case sink.at != nil:
 		if p.pieces == nil {
 			p.pieces = bufio.NewWriterSize(nil, pieceBytes)
@@ -268,13 +256,13 @@ func (p *pull) Open(in *transfer.In[*pulled]) error {
 		t.Data = make([]byte, t.Bytes)
 		t.into = t.Data
 	}
-	return nil
+	return err
 }
 
-// tensor begins the book of a tensor. A name that nobody selected is the server's
-// invention, and may be anything: nobody gets to see it.
+// tensor adds a tensor. A name that was not selected is dropped: the server could put
+// anything there.
 func (p *pull) tensor(id tensor.ID, name string) *pulled {
-	p.clock.moved() // there is a bound to them
+	p.clock.moved() // their number is bounded
 	if !p.selected(name) {
 		name = ""
 	}
@@ -284,28 +272,26 @@ func (p *pull) tensor(id tensor.ID, name string) *pulled {
 	return t
 }
 
-// selected reports whether a selection picks name, and notes that the first of those
-// that wait for an answer has it: the server goes through them in their order.
-func (p *pull) selected(name string) bool {
+// selected reports whether a selection picks name, and marks the first unanswered one
+// of these as answered: the server takes selections in order.
+func (p *pull) selected(name string) (found bool) {
 	if len(name) > frame.NameBytes {
 		return false
 	}
-	found := false
 	for i := range p.request.Select {
-		if !p.request.Select[i].picks(name) {
-			continue
-		}
-		found = true
-		if !p.answered[i] {
-			p.answered[i] = true
-			break
+		if p.request.Select[i].picks(name) {
+			found = true
+			if !p.answered[i] {
+				p.answered[i] = true
+				break
+			}
 		}
 	}
 	return found
 }
 
 // picks reports whether a tensor, or a summary alone, of this name is for s.
-func (s *Selection) picks(name string) bool {
+func (s Selection) picks(name string) bool {
 	if s.Name == name || !s.glob() {
 		return s.Name == name
 	}
@@ -314,19 +300,17 @@ func (s *Selection) picks(name string) bool {
 }
 
 // glob reports whether s may pick several tensors.
-func (s *Selection) glob() bool { return !s.Source && strings.ContainsAny(s.Name, "*?[") }
+func (s Selection) glob() bool { return !s.Source && strings.ContainsAny(s.Name, "*?[") }
 
-// most is how many tensors the server may tell of.
+// most is how many tensors the server may report.
 func (p *pull) most() int {
-	for i := range p.request.Select {
-		if p.request.Select[i].glob() {
-			return pullTensors
-		}
+	if slices.ContainsFunc(p.request.Select, Selection.glob) {
+		return pullTensors
 	}
 	return len(p.request.Select)
 }
 
-// Moved reports progress.
+// Moved notes progress.
 func (p *pull) Moved(in *transfer.In[*pulled], _ int64) {
 	p.clock.moved()
 	if p.request.Progress != nil {
@@ -334,7 +318,7 @@ func (p *pull) Moved(in *transfer.In[*pulled], _ int64) {
 	}
 }
 
-// Whole notes that only the server's word is missing.
+// Whole notes that only the summary is missing.
 func (p *pull) Whole(in *transfer.In[*pulled]) { in.Place.whole = true }
 
 // Failed notes why a tensor does not arrive.
@@ -355,7 +339,7 @@ func (p *pull) Failed(in *transfer.In[*pulled], err error) {
 func (t *pulled) end(err error) {
 	if !t.over {
 		t.over, t.Err = true, err
-		t.into, t.at, t.writer, t.order = nil, nil, nil, nil // what is kept of a tensor is little
+		t.into, t.at, t.writer, t.order = nil, nil, nil, nil // there may be pullTensors of them
 		if err != nil {
 			t.Data = nil
 		}
@@ -397,7 +381,7 @@ func (p *pull) summary(s *frame.Summary) error {
 	return nil
 }
 
-// kept copies as much of a text of the server's as is kept.
+// kept copies as much of a text of the server as is kept.
 func (p *pull) kept(text string) string {
 	text = frame.Clip(text, min(frame.TextBytes, pullTextBytes-p.textBytes))
 	p.textBytes += len(text)
@@ -406,15 +390,13 @@ func (p *pull) kept(text string) string {
 
 // held returns what the caller has of a tensor.
 func (p *pull) held(name string) []Range {
-	for _, s := range p.request.Select {
-		if s.Name == name {
-			return s.Held
-		}
+	if i := slices.IndexFunc(p.request.Select, func(s Selection) bool { return s.Name == name }); i >= 0 {
+		return p.request.Select[i].Held
 	}
 	return nil
 }
 
-// over ends what has no end yet.
+// over ends the tensors that have not ended.
 func (p *pull) over(err error) {
 	if err == nil {
 		err = &Error{Code: codes.Internal, Message: "the server ended the pull without a summary"}
@@ -424,7 +406,7 @@ func (p *pull) over(err error) {
 	}
 }
 
-// unanswered has each selection fail of which the server told nothing before its OK.
+// unanswered fails each selection that the server sent nothing for before its OK.
 func (p *pull) unanswered() {
 	for i, s := range p.request.Select {
 		if !p.answered[i] {

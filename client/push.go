@@ -25,18 +25,13 @@ type PushRequest struct {
 	// Tensors are stored under their Names, which differ; Port is not used. They
 	// are sent in this order, one after the other.
 	Tensors []Input
-	// Progress, when not nil, is called after each chunk sent, from the goroutine
-	// that Push runs on.
+	// Progress, when not nil, is called after each chunk sent, on the goroutine of Push.
 	Progress func(Progress)
 }
 
 // Push stores tensors on the server and returns how each ended, in the order of the
-// request. The error joins those of the summaries, or says what ended the push;
-// tensors without a summary error were stored all the same. It shares the inputs
-// until it returns.
-//
-// A tensor that the server refuses costs no more than a few chunks, and the others
-// are stored.
+// request. The error joins those of the summaries, or says what ended the push; a
+// tensor without a summary error is stored. It shares the inputs until it returns.
 func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 	out := make([]Summary, len(r.Tensors))
 	var all []*pushing
@@ -44,7 +39,7 @@ func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 	for i := range r.Tensors {
 		in := &r.Tensors[i]
 		out[i] = Summary{Name: in.Name, Desc: in.Desc}
-		err := in.check()
+		_, err := in.check()
 		if _, twice := names[in.Name]; err == nil && twice {
 			err = fmt.Errorf("%w: two tensors are called %q", ErrInput, in.Name)
 		}
@@ -53,23 +48,19 @@ func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 			in.done()
 			continue
 		}
-		all = append(all, newPushing(c, in, &out[i]))
+		p := &pushing{client: c, in: in, out: &out[i], letGo: make(chan struct{})}
+		p.refs.Store(1)
+		all = append(all, p)
 	}
 	var err error
 	waiting := slices.Clone(all)
 	for len(waiting) > 0 && err == nil {
-		n := min(len(waiting), pushTensors)
-		if err = c.push(ctx, waiting[:n], r.Progress); err != nil {
+		if err = c.push(ctx, waiting[:min(len(waiting), pushTensors)], r.Progress); err != nil {
 			break
 		}
-		rest := waiting[:0]
 		before := len(waiting)
-		for _, p := range waiting {
-			if !p.over {
-				rest = append(rest, p)
-			}
-		}
-		if waiting = rest; len(waiting) == before {
+		waiting = slices.DeleteFunc(waiting, func(p *pushing) bool { return p.over })
+		if len(waiting) == before {
 			err = &Error{Code: codes.Internal, Message: "the server ended the push and told of no tensor"}
 		}
 	}
@@ -85,8 +76,7 @@ func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 	return out, err
 }
 
-// pushing is one tensor on its way into a push. It is the transfer.Viewer of its
-// bytes.
+// pushing is one tensor of a push, and the transfer.Viewer of its bytes.
 type pushing struct {
 	client *Client
 	in     *Input
@@ -96,17 +86,11 @@ type pushing struct {
 	refs   atomic.Int32
 	letGo  chan struct{} // closed when refs is 0
 
-	// What came from a Reader first, while it is little enough to be kept: should
-	// the server end the RPC for another tensor's sake, it is sent again.
+	// The first bytes of a Reader, to be sent again if the server ends the RPC because
+	// of another tensor.
 	kept      []*slab.Slab
 	keptBytes int64
-	unkept    bool // it was too much
-}
-
-func newPushing(c *Client, in *Input, out *Summary) *pushing {
-	p := &pushing{client: c, in: in, out: out, letGo: make(chan struct{})}
-	p.refs.Store(1)
-	return p
+	unkept    bool // there were more than keepBytes
 }
 
 // View shares the next bytes.
@@ -132,7 +116,7 @@ func (p *pushing) View(off, n int64) ([]byte, interface{ Release() }, error) {
 	return s.Bytes(), s, nil
 }
 
-// keep keeps a chunk that was read, or from the first one too many on none.
+// keep keeps a chunk that was read; none once there are too many.
 func (p *pushing) keep(s *slab.Slab) {
 	n := int64(len(s.Bytes()))
 	if p.unkept = p.unkept || p.keptBytes+n > keepBytes; p.unkept {
@@ -171,16 +155,14 @@ func (in *Input) done() {
 
 // end notes how the tensor ended.
 func (p *pushing) end(err error) {
-	if p.over {
-		return
+	if !p.over {
+		p.over, p.out.Err = true, err
+		p.forget()
+		p.Release()
 	}
-	p.over = true
-	p.out.Err = err
-	p.forget()
-	p.Release()
 }
 
-// push has one RPC take as many of the tensors as it will.
+// push sends tensors in one RPC, which may take only the first of them.
 func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progress)) error {
 	known, err := c.facts(ctx)
 	if err != nil {

@@ -63,8 +63,8 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 			ChunkBytes:  uint32(c.cfg.ChunkBytes),
 			TensorBytes: tensorBytes, // a streamed result is as long as it is
 			SessionIdle: stream.Instant(365 * 24 * time.Hour),
-			// A model may take its time between two results: how long a call may
-			// take is its caller's to say, and keep-alive finds a dead server.
+			// A model may pause between two results: Request.Timeout limits a call,
+			// and keep-alive finds a dead server.
 			ChunkIdle:  stream.Instant(365 * 24 * time.Hour),
 			FirstFrame: stream.Instant(c.cfg.OpenTimeout),
 		},
@@ -125,8 +125,7 @@ func (s *Session) windUp(conn *wire.Conn, lost <-chan error) {
 	close(s.over)
 }
 
-// Close ends the session, cancelling what is open, and waits until nothing of it
-// is left.
+// Close ends the session, cancels its calls and waits for them.
 func (s *Session) Close() error {
 	s.sess.Stop(ErrClosed)
 	<-s.over
@@ -163,19 +162,20 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		s.mu.Lock()
 		s.draining = true
 		s.mu.Unlock()
+	}
+	c := s.calls[e.Call]
+	if c == nil {
+		return
+	}
+	switch e.Kind {
 	case stream.EventTensor:
-		if c := s.calls[e.Call]; c != nil {
-			c.announced(m, now, e)
-		}
+		c.announced(m, now, e)
 	case stream.EventChunk:
-		if c := s.calls[e.Call]; c != nil {
-			c.arrived(e)
-		}
+		c.arrived(e)
 	case stream.EventClosed:
-		if c := s.calls[e.Call]; c != nil {
-			delete(s.calls, e.Call)
-			c.end(e.Done)
-		}
+		delete(s.calls, e.Call)
+		c.done, c.ended = *e.Done, true
+		close(c.closed)
 	}
 }
 
@@ -199,10 +199,9 @@ func (s *Session) Compute(ctx context.Context, model string, x tensor.Tensor) (t
 	panic("unreachable")
 }
 
-// Call opens a call and returns while it runs. Ending ctx cancels it. Inputs are
-// shared with the library until Wait has returned; the Request is copied. Call may
-// send the first frame itself: a server that reads nothing holds it up, for 30 s
-// at most, after which the session ends.
+// Call opens a call and returns while it runs. Ending ctx cancels it. Inputs are shared
+// with the library until Wait has returned; the Request is copied. A server that reads
+// nothing may hold up Call for 30 s, after which the session ends.
 func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 	c := &Call{session: s, id: session.NewID(), sinks: r.Results, closed: make(chan struct{}), news: make(chan struct{}, 1), letGo: make(chan struct{})}
 	c.shared.Store(1)
@@ -210,10 +209,11 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 	part := frame.Call{ID: c.id, Model: r.Model, Params: r.Params, TimeoutMillis: millis(r.Timeout)}
 	feeds := make([]feed, len(r.Inputs)) // not copied: goroutines run on them
 	for i, in := range r.Inputs {
-		if err := in.check(); err != nil {
+		size, err := in.check()
+		if err != nil {
 			return nil, err
 		}
-		feeds[i] = feed{call: c, in: in, id: session.NewID()}
+		feeds[i] = feed{call: c, in: in, id: session.NewID(), size: size}
 		part.Inputs = append(part.Inputs, frame.Binding{Port: in.Port, Tensor: feeds[i].id})
 	}
 	for port, sink := range r.Results {

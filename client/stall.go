@@ -11,10 +11,10 @@ import (
 	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
-// stallClock is the connection of a push or a pull that ends when its server does nothing for
-// too long. It runs while the server is waited for, never while the caller's own code
-// runs, and goes on where it stopped until something has moved: frames that move
-// nothing do not keep a transfer alive. It belongs to one goroutine.
+// stallClock is the connection of a push or a pull that ends when its server stalls. It
+// runs while the server is waited for, not while the caller's own code runs, and starts
+// anew only when something has moved: frames that move nothing do not keep a transfer
+// alive. It belongs to one goroutine.
 type stallClock struct {
 	*wire.Conn
 	limit, left time.Duration
@@ -22,8 +22,7 @@ type stallClock struct {
 	timer       *time.Timer
 }
 
-// newStallClock returns a clock that stands. It ends an RPC through the context that
-// cancel is of.
+// newStallClock returns a stopped clock. It ends an RPC by cancel.
 func newStallClock(limit time.Duration, cancel context.CancelCauseFunc) *stallClock {
 	stalled := &Error{Code: codes.DeadlineExceeded, Cause: fmt.Errorf("%w: the server moved nothing for %v (Config.StallTimeout); try it again, or raise it for a server that is slow", ErrNoAnswer, limit)}
 	c := &stallClock{limit: limit, left: limit, timer: time.AfterFunc(limit, func() { cancel(stalled) })}

@@ -22,8 +22,8 @@ var (
 	// ErrDraining is wrapped when the server takes no new calls: open a session
 	// on another server, or later.
 	ErrDraining = errors.New("client: server is draining")
-	// ErrNoAnswer is wrapped when a server says nothing for longer than OpenTimeout or
-	// StallTimeout: it hangs, or something else listens there.
+	// ErrNoAnswer is wrapped when a server is silent for longer than OpenTimeout or
+	// StallTimeout: it hangs, or is not a tensorferry server.
 	ErrNoAnswer = errors.New("client: no answer")
 	// ErrInput is wrapped when an input is not what its desc says.
 	ErrInput = errors.New("client: bad input")
@@ -51,12 +51,12 @@ func (e *Error) Unwrap() error { return e.Cause }
 // GRPCStatus returns the failure as a gRPC status.
 func (e *Error) GRPCStatus() *status.Status { return status.New(e.Code, e.Error()) }
 
-// noAnswer is how opening a session, or a question, ends that OpenTimeout ends.
+// noAnswer is the error of OpenTimeout.
 func (c *Client) noAnswer() *Error {
 	return &Error{Code: codes.DeadlineExceeded, Cause: fmt.Errorf("%w from %s within %v; is it a tensorferry server?", ErrNoAnswer, c.conn.Target(), c.cfg.OpenTimeout)}
 }
 
-// causeError is how something ended that this side gave up.
+// causeError is the error of what this side gave up.
 func causeError(cause error) *Error {
 	if errors.Is(cause, context.DeadlineExceeded) {
 		return &Error{Code: codes.DeadlineExceeded, Cause: cause}

@@ -1,7 +1,6 @@
 package client
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -47,11 +46,9 @@ type Progress struct {
 
 // errorsOf joins what failed.
 func errorsOf(list []Summary) error {
-	var all []error
-	for _, s := range list {
-		if s.Err != nil {
-			all = append(all, s.Err)
-		}
+	all := make([]error, len(list))
+	for i := range list {
+		all[i] = list[i].Err
 	}
 	return errors.Join(all...)
 }
@@ -68,8 +65,8 @@ func summaryError(s *frame.Summary) error {
 	return &Error{Code: codes.Code(s.Code), Message: text, RetryAfter: time.Duration(s.RetryAfterMillis) * time.Millisecond}
 }
 
-// facts are what a push must know of the server before it begins, since nobody
-// answers it on the way.
+// facts are what a push must know of the server before it begins: there are no answers
+// on the way.
 type facts struct {
 	chunkBytes int64
 	codecs     []codec.Codec
@@ -123,9 +120,9 @@ type Stored struct {
 	File string
 }
 
-// List returns the tensors of the server's store whose names match glob, by name,
-// and the names of its sources. The empty glob matches all. Each page of answers
-// takes no longer than OpenTimeout. More than a million tensors are refused: narrow the glob.
+// List returns the tensors of the server's store whose names match glob, sorted by
+// name, and the names of its sources. The empty glob matches all. OpenTimeout is per
+// page. More than a million tensors are an error: narrow the glob.
 func (c *Client) List(ctx context.Context, glob string) (list []Stored, sources []string, err error) {
 	bytes, told := 0, 0
 	for token := ""; ; {
@@ -174,9 +171,8 @@ func stored(t *pb.StoredTensor) (Stored, error) {
 	return s, nil
 }
 
-// Delete removes tensors from the server's store, by name or glob, and returns the
-// names of those removed. A name that is not there fails it before anything is
-// removed.
+// Delete removes tensors from the server's store, by name or glob, and returns their
+// names. With a name that is not there it removes nothing and fails.
 func (c *Client) Delete(ctx context.Context, names ...string) ([]string, error) {
 	r, err := ask(ctx, c, c.stub.DeleteTensors, &pb.DeleteTensorsRequest{Names: names})
 	if err != nil {
@@ -195,15 +191,15 @@ type Transfer struct {
 	Tensors []TensorState
 }
 
-// TensorState is how far one tensor of a transfer is. The Summary of one that is
-// Open has no more than name and bytes.
+// TensorState is how far one tensor of a transfer is. The Summary of an Open one has
+// only name and bytes.
 type TensorState struct {
 	Summary
 	Open  bool
 	Moved int64 // bytes
 }
 
-// Transfer asks the server about a push or a pull, which it remembers for a while.
+// Transfer returns what the server still knows of a push or a pull.
 func (c *Client) Transfer(ctx context.Context, id tensor.ID) (*Transfer, error) {
 	r, err := ask(ctx, c, c.stub.GetTransfer, &pb.GetTransferRequest{TransferId: id[:]})
 	if err != nil {
@@ -238,7 +234,7 @@ func (c *Client) codecFor(peer []codec.Codec) codec.Codec {
 // context, by the stall clock through its own, or by err.
 func transferError(ctx, own context.Context, err error) error {
 	if ctx.Err() != nil {
-		return causeError(cmp.Or(context.Cause(ctx), ctx.Err()))
+		return causeError(context.Cause(ctx))
 	}
 	if stalled, ok := errors.AsType[*Error](context.Cause(own)); ok {
 		return stalled
