@@ -12,6 +12,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -27,31 +28,30 @@ import (
 
 // FolderConfig says how a Folder works. The zero FolderConfig does.
 type FolderConfig struct {
-	// Log is told of files that cannot be used. Nil means nobody is.
+	// Log gets the files that cannot be used. Nil means no log.
 	Log *slog.Logger
-	// Limit is how many bytes the files of pushed tensors may take, those being
-	// written and those deleted but still read included. 0 means as many as the
-	// disk has.
+	// Limit is the most bytes in files of pushed tensors, including those being written
+	// and those deleted but still read. 0 means the disk's.
 	Limit int64
 	// MaxTensors is how many tensors may be pushed. 0 means DefaultMaxTensors.
 	MaxTensors int
 }
 
-// Folder keeps each pushed tensor in a .safetensors file of its own, which other
-// programs can read, and shows the tensors of whole .safetensors files that
-// somebody puts there: those of model.safetensors as model/…. Files are mapped,
-// not read. docs/store.md says what survives what. It is safe for concurrent use.
+// Folder keeps each pushed tensor in a .safetensors file of its own, and shows the
+// tensors of other .safetensors files put there: those of model.safetensors as model/….
+// Files are mapped, not read. docs/store.md says what survives what. It is safe for
+// concurrent use.
 type Folder struct {
 	dir    string
 	config FolderConfig
 	lock   *os.File
 	pool   *slab.Pool // of views
-	// syncNames makes the names in a folder durable: syncFolder, but in a test.
+	// syncNames is syncFolder, but in a test.
 	syncNames func(dir string) error
 	used      atomic.Int64 // bytes of pushed files; grows under mu only
 
-	// names are held while the file of a name is replaced, deleted or mapped, so
-	// that a file and what is known of it go together. Which one: see nameLock.
+	// names are held while the file of a name is replaced, deleted or mapped, so that
+	// index and file agree; see nameLock.
 	names [nameLocks]sync.Mutex
 
 	scanning sync.Mutex // guards all of scan; taken before a lock of names and before mu
@@ -88,10 +88,10 @@ type mapped struct {
 	file *tensorfile.Safetensors
 }
 
-// OpenFolder takes the folder dir, which it creates if need be, for this store
-// alone: ErrLocked when another has it. It deletes what unfinished pushes left
-// behind and reads the header of every .safetensors file; one that is damaged, or
-// not its own, is logged and left as it is. The caller closes the store.
+// OpenFolder locks the folder dir, which it creates if need be: ErrLocked when another
+// store has it. It deletes the files of unfinished pushes and reads the header of every
+// .safetensors file; a damaged one is logged and left as it is. The caller closes the
+// store.
 func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 	if config.Log == nil {
 		config.Log = slog.New(slog.DiscardHandler)
@@ -147,8 +147,8 @@ func (f *Folder) nameLock(file string) *sync.Mutex {
 	return &f.names[maphash.String(nameSeed, file)%nameLocks]
 }
 
-// Create implements Store. It takes the disk space at once where the file system
-// can do that, so ErrFull comes before the first byte.
+// Create implements Store. It reserves the disk space where the file system can, so
+// ErrFull comes before the first byte.
 func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
 	size, err := checkNew(ctx, name, d)
 	if err != nil {
@@ -227,11 +227,11 @@ func (f *Folder) Open(ctx context.Context, name string) (Reader, error) {
 	return f.open(name, true)
 }
 
-// errChanged says that a whole file is not the one that the folder knows.
+// errChanged says that a file is not the one that the folder knows.
 var errChanged = errors.New("store: file has changed")
 
-// open opens what is known already, if the file is the one that was seen; or
-// whatever it has become, when fresh says that it was looked at just now.
+// open opens a known tensor, with errChanged if its file is not the one that was seen.
+// After a scan just now, fresh, it opens whatever the file has become.
 func (f *Folder) open(name string, fresh bool) (Reader, error) {
 	lock := f.nameLock(fileName(name))
 	lock.Lock()
@@ -311,26 +311,21 @@ func (f *Folder) List(ctx context.Context, glob, after string, most int) ([]Info
 			return nil, ErrClosed
 		}
 		var infos []Info
-		own, parts := f.pushed.after(after, n), f.parts.after(after, n)
-		for len(infos) < n && len(own)+len(parts) > 0 {
-			switch {
-			case len(parts) == 0 || len(own) > 0 && own[0] <= parts[0]:
-				if len(parts) > 0 && own[0] == parts[0] {
-					parts = parts[1:] // hidden by the pushed one
-				}
-				infos = append(infos, f.pushed.byName[own[0]].info)
-				own = own[1:]
-			default:
-				infos = append(infos, f.parts.byName[parts[0]].info)
-				parts = parts[1:]
+		names := slices.Concat(f.pushed.after(after, n), f.parts.after(after, n))
+		slices.Sort(names)
+		names = slices.Compact(names) // a pushed tensor hides a part
+		for _, name := range names[:min(n, len(names))] {
+			if p, ok := f.pushed.byName[name]; ok {
+				infos = append(infos, p.info)
+			} else {
+				infos = append(infos, f.parts.byName[name].info)
 			}
 		}
 		return infos, nil
 	})
 }
 
-// Delete implements Store. A tensor that was deleted does not come back: one fsync
-// sees to that for all of them.
+// Delete implements Store. One fsync makes all deletions durable.
 func (f *Folder) Delete(ctx context.Context, names ...string) (deleted []string, err error) {
 	for _, name := range names {
 		if err = context.Cause(ctx); err != nil {
@@ -378,7 +373,7 @@ func (f *Folder) delete(name string) (there bool, err error) {
 	return true, nil
 }
 
-// Close implements Store. It gives the folder free for another store.
+// Close implements Store. It unlocks the folder.
 func (f *Folder) Close() error {
 	f.scanning.Lock()
 	defer f.scanning.Unlock()
@@ -407,24 +402,23 @@ type folderReader struct {
 	info   Info
 	data   []byte
 	file   *mapped
-	pool   *slab.Pool
 }
 
 // newReader takes over the caller's hold of the file, also when it fails.
 func (f *Folder) newReader(info Info, file *mapped, name string) (Reader, error) {
 	t, err := file.file.Tensor(name)
 	if err == nil {
-		_, err = tensor.New(info.Desc, t.Data) // somebody may have put another file in its place
+		_, err = tensor.New(info.Desc, t.Data) // it may be another file by now
 	}
 	if err != nil {
 		file.Release()
 		return nil, fmt.Errorf("store: tensor %q: its file has changed: %w", info.Name, err)
 	}
-	return &folderReader{f, info, t.Data, file, f.pool}, nil
+	return &folderReader{f, info, t.Data, file}, nil
 }
 
-// Digested implements DigestKeeper. The digest of a whole file's tensor is kept for
-// as long as the file is the one that was read.
+// Digested implements DigestKeeper: a part keeps its digest while the file is the one
+// that was read.
 func (r *folderReader) Digested(d codec.Digest) {
 	r.folder.mu.Lock()
 	defer r.folder.mu.Unlock()
@@ -434,26 +428,21 @@ func (r *folderReader) Digested(d codec.Digest) {
 	}
 }
 
-// asItWas reports whether a part's file is the one that was seen, and has not been
-// written to since: nobody is told of that.
+// asItWas reports whether a part's file is the one that was seen, not written to since.
 func (f *Folder) asItWas(p part) bool {
 	now, err := os.Stat(filepath.Join(f.dir, p.info.File))
 	return err == nil && same(p.seen, now)
 }
 
-func (r *folderReader) Info() Info {
-	info := r.info
-	info.Shape = info.Shape.Clone()
-	return info
-}
+func (r *folderReader) Info() Info { return r.info.clone() }
 
-// View copies: the file is not this process's own, and whoever reads a view, as
-// grpc does when it writes, could not survive that somebody shortens it.
+// View copies: another process may shorten the file, which a reader of the map, such as
+// grpc, would not survive.
 func (r *folderReader) View(ctx context.Context, off, n int64) ([]byte, Releaser, error) {
 	if err := checkView(ctx, off, n, int64(len(r.data))); err != nil {
 		return nil, nil, err
 	}
-	s, err := r.pool.Get(int(n))
+	s, err := r.folder.pool.Get(int(n))
 	if err != nil {
 		return nil, nil, fmt.Errorf("store: tensor %q: %w", r.info.Name, err)
 	}
@@ -524,12 +513,10 @@ func (w *folderWriter) Commit(context.Context) (Info, error) {
 	f.files[p.file] = true
 	w.made = nil
 	f.writers--
-	info := p.info
-	info.Shape = info.Shape.Clone()
-	if syncErr != nil { // the older one is gone, so there is no way back
-		return info, fmt.Errorf("store: tensor %q is there, but may not survive a power cut: %w", info.Name, syncErr)
+	if syncErr != nil { // the older one is gone
+		return p.info.clone(), fmt.Errorf("store: tensor %q is there, but may not survive a power cut: %w", p.info.Name, syncErr)
 	}
-	return info, nil
+	return p.info.clone(), nil
 }
 
 // seal writes the header, which makes the file whole, and waits for the disk.

@@ -30,15 +30,14 @@ const (
 	keyStored = "tensorferry.stored"
 )
 
-// storedLayout has nine digits after the point always, so that all times are
-// equally long.
+// storedLayout always has nine decimals, so that all times are equally long.
 const storedLayout = "2006-01-02T15:04:05.000000000Z"
 
 // errForeign says that a file was not written by a Folder.
 var errForeign = errors.New("not a pushed tensor")
 
-// fileName returns the file of a pushed tensor. It depends on the name, so that a
-// tensor replaces an older one of its name by a rename, and has nothing of it.
+// fileName returns the file of a pushed tensor: a hash, so that a rename replaces an
+// older one of the name, and no name becomes a path.
 func fileName(name string) string {
 	sum := sha256.Sum256([]byte(name))
 	return hex.EncodeToString(sum[:]) + fileSuffix
@@ -51,13 +50,13 @@ func isPushedName(file string) bool {
 	return ok && err == nil && len(digits) == 2*sha256.Size && digits == strings.ToLower(digits)
 }
 
-// JSON readers disagree about U+FFFD, which some put in place of broken text, and
-// tensorfile refuses it. So it is escaped, in the way of URLs.
+// U+FFFD is escaped as in URLs: some JSON readers put it in place of broken text, and
+// tensorfile refuses it.
 var escapeName = strings.NewReplacer("%", "%25", string(utf8.RuneError), "%EF%BF%BD")
 
-// onDisk returns how a .safetensors file describes a tensor: the format has no
-// complex128, so it becomes float64 with another axis of 2 at the end or, where
-// no more axes are allowed, with a single axis.
+// onDisk returns how a .safetensors file describes a tensor. The format has no
+// complex128: it becomes float64 with a last axis of 2 or, if the rank does not allow
+// that, with a single axis.
 func onDisk(d tensor.Desc) tensor.Desc {
 	if d.DType != tensor.Complex128 {
 		return d
@@ -70,8 +69,8 @@ func onDisk(d tensor.Desc) tensor.Desc {
 	return d
 }
 
-// pushedHeader returns how the file of a pushed tensor begins. It is equally long
-// for every digest and time.
+// pushedHeader returns the header of a pushed tensor's file. Its length does not depend
+// on digest and time.
 func pushedHeader(info Info) ([]byte, error) {
 	return tensorfile.SafetensorsHeader([]tensorfile.Entry{{Name: pushedEntry, Desc: onDisk(info.Desc)}}, map[string]string{
 		keyName:   escapeName.Replace(info.Name),
@@ -82,8 +81,8 @@ func pushedHeader(info Info) ([]byte, error) {
 	})
 }
 
-// pushedInfo reads what pushedHeader wrote. The error is errForeign when no Folder
-// has written the file, and another when it is damaged.
+// pushedInfo reads what pushedHeader wrote. The error is errForeign for another
+// program's file, and wraps tensorfile.ErrFormat for a damaged one.
 func pushedInfo(file string, st *tensorfile.Safetensors) (Info, error) {
 	meta := st.Metadata()
 	text, ok := meta[keyName]

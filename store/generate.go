@@ -49,37 +49,31 @@ func (f Fill) String() string {
 }
 
 // Fills returns the names that ParseFill knows.
-func Fills() []string { return append([]string(nil), fills[1:]...) }
+func Fills() []string { return slices.Clone(fills[1:]) }
 
 // ParseFill finds a fill by its name for tensors of data type d. The empty name is
 // FillNormal for floats and complex numbers, FillUniform for the others. Errors
 // wrap ErrParams.
 func ParseFill(name string, d tensor.DataType) (Fill, error) {
-	whole := d.Whole()
-	if name == "" && whole {
+	i := slices.Index(fills[:], name)
+	switch {
+	case name == "" && d.Whole():
 		return FillUniform, nil
-	}
-	if name == "" {
+	case name == "":
 		return FillNormal, nil
+	case i < 0:
+		return 0, fmt.Errorf("%w: %.*q is not a fill; known: %v", ErrParams, quoted, name, Fills())
+	case Fill(i) == FillNormal && d.Whole():
+		return 0, fmt.Errorf("%w: fill normal is for floats and complex numbers, not for %v; use uniform", ErrParams, d)
 	}
-	for f, known := range fills {
-		if f == 0 || known != name {
-			continue
-		}
-		if Fill(f) == FillNormal && whole {
-			return 0, fmt.Errorf("%w: fill normal is for floats and complex numbers, not for %v; use uniform", ErrParams, d)
-		}
-		return Fill(f), nil
-	}
-	return 0, fmt.Errorf("%w: %.*q is not a fill; known: %v", ErrParams, quoted, name, Fills())
+	return Fill(i), nil
 }
 
-// Generate fills p, which the caller lends, with the bytes from off on of the
-// tensor that dtype, seed and fill name; its shape does not matter. The same bytes
-// come for ever and on every machine, in whatever pieces they are asked for: an
-// element depends on its index, not on those before it. Not for secrets. dtype must
-// be valid, fill one that ParseFill gives for it, and off 0 or more. Safe for
-// concurrent use.
+// Generate fills p, which the caller lends, with the bytes from off on of the tensor of
+// dtype, seed and fill, whatever its shape. An element depends on its index alone, so
+// the bytes are the same in whatever pieces, on every machine and for ever. Not for
+// secrets. dtype must be valid, fill one that ParseFill gives for it, and off 0 or more.
+// Safe for concurrent use.
 func Generate(p []byte, off int64, dtype tensor.DataType, seed uint64, fill Fill) {
 	if fill == FillZeros {
 		clear(p)
@@ -241,9 +235,8 @@ func (g *generator) integers(to []uint64, n uint64) {
 }
 
 // Generator returns a Source of tensors as Generate makes them. Its parameters are
-// shape, such as 1000,64 (empty for a scalar), which has to be there; dtype, float32
-// unless given; seed, 0 unless given; fill, as ParseFill takes it. Whatever the size
-// of the tensor, only the views that are held take memory.
+// shape, such as 1000,64 (empty for a scalar), which is required; dtype, float32 by
+// default; seed, 0 by default; fill, as for ParseFill. Only held views take memory.
 func Generator() Source {
 	pool := slab.NewPool(generatorCache, slab.System)
 	return func(_ context.Context, params map[string]string) (Reader, error) {

@@ -7,9 +7,9 @@ import (
 	"unicode/utf8"
 )
 
-// glob is a pattern of path.Match, made ready to be held against many names. It
-// follows all ways to match at once, a bit for each: path.Match tries one after the
-// other, which for a bad pattern and long names takes some fifty times as long.
+// glob is a compiled pattern of path.Match. It follows all ways to match at once, a bit
+// for each: path.Match backtracks, which takes fifty times as long for a bad pattern and
+// long names.
 type glob struct {
 	elements []element
 	stars    states // bit i: anything but slashes may come before element i

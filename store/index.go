@@ -44,13 +44,13 @@ func (x *index[T]) after(name string, most int) []string {
 	return x.names[i:min(i+most, len(x.names))]
 }
 
-// scans has a token for each scan of names that runs, in all stores of the process:
-// they have all cores but one, which is left to whatever else the process does.
+// scans has a token for each scan of names in the process: they may use all cores but
+// one.
 var scans = make(chan struct{}, max(1, runtime.GOMAXPROCS(0)-1))
 
-// listPages answers Store.List from pages: up to n infos after a name, of which it
-// holds no lock between two, so that a long list does not keep others waiting; nor
-// does it keep its turn of scans, which others get in the order that they came.
+// listPages answers Store.List from pages of up to n infos after a name. Between two
+// pages it holds neither the store's lock nor its turn of scans, so that a long list
+// does not keep others waiting.
 func listPages(ctx context.Context, pattern, after string, most int, page func(after string, n int) ([]Info, error)) ([]Info, error) {
 	g, err := parseGlob(pattern)
 	if err != nil {
@@ -79,8 +79,7 @@ func listPages(ctx context.Context, pattern, after string, most int, page func(a
 					break
 				}
 				if pattern == "" || g.match(info.Name) {
-					info.Shape = info.Shape.Clone()
-					found = append(found, info)
+					found = append(found, info.clone())
 				}
 				after = info.Name
 			}

@@ -13,10 +13,9 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Memory keeps tensors in slabs, up to a number of bytes. When a new one needs
-// room it forgets those that were used longest ago, where use is Open or Commit;
-// one that somebody reads is never forgotten. Nothing survives the process. It is
-// safe for concurrent use.
+// Memory keeps tensors in slabs, up to a number of bytes, until the process ends. For a new one it forgets the
+// least recently used, by Open or Commit, but none with an open Reader. It is safe for
+// concurrent use.
 type Memory struct {
 	pool  *slab.Pool
 	limit int64
@@ -37,14 +36,14 @@ type resident struct {
 	at   *list.Element
 }
 
-// NewMemory returns a store of at most limitBytes, counted as slab.SizeOf does:
-// whole pages, so that a small tensor takes 4 KiB. Its memory comes from pool.
+// NewMemory returns a store of at most limitBytes, counted as slab.SizeOf does, where a
+// small tensor takes 4 KiB. Its memory comes from pool.
 func NewMemory(pool *slab.Pool, limitBytes int64) *Memory {
 	return &Memory{pool: pool, limit: limitBytes, tensors: newIndex(map[string]*resident{})}
 }
 
-// Create implements Store. It never waits: what can be forgotten is, and if that
-// is not enough, nothing is and ErrFull says what is held.
+// Create implements Store. It never waits. It forgets what it must, or nothing when
+// that would not be enough: then ErrFull says what is held.
 func (m *Memory) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
 	size, err := checkNew(ctx, name, d)
 	if err != nil {
@@ -80,7 +79,7 @@ func (m *Memory) reserve(name string, room int64) error {
 	missing := m.used.Load() - m.limit + room
 	var victims []*resident
 	for e := m.recent.Back(); e != nil && missing > 0; e = e.Prev() {
-		// Only the store holds it, and nobody else can come to: Open needs mu.
+		// Only the store holds it, and Open needs mu.
 		if r := e.Value.(*resident); r.refs.Load() == 1 {
 			victims = append(victims, r)
 			missing -= slab.SizeOf(int64(len(r.data)))
@@ -142,29 +141,18 @@ func (m *Memory) Delete(ctx context.Context, names ...string) (deleted []string,
 		if ctx.Err() != nil {
 			return deleted, context.Cause(ctx)
 		}
-		there, err := m.delete(name)
-		if err != nil {
-			return deleted, err
-		}
-		if there {
+		m.mu.Lock()
+		closed := m.isClosed
+		if r, there := m.tensors.byName[name]; there {
+			m.forget(r)
 			deleted = append(deleted, name)
+		}
+		m.mu.Unlock()
+		if closed {
+			return deleted, ErrClosed
 		}
 	}
 	return deleted, nil
-}
-
-// delete forgets a tensor, if it is there.
-func (m *Memory) delete(name string) (there bool, err error) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.isClosed {
-		return false, ErrClosed
-	}
-	r, there := m.tensors.byName[name]
-	if there {
-		m.forget(r)
-	}
-	return there, nil
 }
 
 // Close implements Store.
@@ -232,11 +220,7 @@ func (w *memoryWriter) Abort() {
 }
 
 // Info implements Reader.
-func (r *resident) Info() Info {
-	info := r.info
-	info.Shape = info.Shape.Clone()
-	return info
-}
+func (r *resident) Info() Info { return r.info.clone() }
 
 // View implements Reader: it shares the store's memory.
 func (r *resident) View(ctx context.Context, off, n int64) ([]byte, Releaser, error) {

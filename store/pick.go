@@ -8,10 +8,9 @@ import (
 	"strings"
 )
 
-// Pick yields what a name picks, wherever it is given: what literal finds, the tensor
-// that is called so letter by letter, or, when literal's error wraps ErrNotFound and
-// the name may be a glob, all that matching finds. That is one at least, or the last
-// it yields is an error: one of theirs, or ErrNotFound.
+// Pick yields what a name picks: what literal finds, the tensor of exactly this name,
+// or, if literal's error wraps ErrNotFound and the name may be a glob, all that matching
+// finds. An error is the last it yields: one of theirs, or ErrNotFound for no match.
 func Pick[T any](name string, literal func() (T, error), matching iter.Seq2[T, error]) iter.Seq2[T, error] {
 	return func(yield func(T, error) bool) {
 		one, err := literal()
@@ -33,9 +32,9 @@ func Pick[T any](name string, literal func() (T, error), matching iter.Seq2[T, e
 	}
 }
 
-// Each yields what a store knows of the tensors whose names match glob, in the order
-// of their names. It asks for some at a time: what comes or goes meanwhile may be
-// among them or not. An error is the last it yields.
+// Each yields the Infos of the tensors whose names match glob, sorted by name. It lists
+// some at a time: what comes or goes meanwhile may be missing. An error is the last it
+// yields.
 func Each(ctx context.Context, s Store, glob string) iter.Seq2[Info, error] {
 	return func(yield func(Info, error) bool) {
 		for after := ""; ; {

@@ -29,18 +29,14 @@ type wholeFile struct {
 
 func (w *wholeFile) usable() bool { return w != nil && w.mapped != nil }
 
-// same reports whether the file at path is the one that w knows.
-func (w *wholeFile) same(now fs.FileInfo) bool {
-	return same(w.seen, now)
-}
-
+// same reports whether a file is the one that was seen, not written to since.
 func same(seen, now fs.FileInfo) bool {
 	return os.SameFile(seen, now) && seen.Size() == now.Size() && seen.ModTime().Equal(now.ModTime())
 }
 
-// rescan looks for files that came, changed or went since the last time. Those who
-// come while another looks share what it finds, if it began after they came. Always
-// also when the folder's own time has not changed: a file may have been written to.
+// rescan looks for files that came, changed or went. Concurrent callers share a scan
+// that began after they called. With always it scans even if the folder's own time has
+// not changed: a file may have been written to.
 func (f *Folder) rescan(always bool) error {
 	before := f.scans.Load()
 	f.scanning.Lock()
@@ -64,15 +60,14 @@ func (f *Folder) rescan(always bool) error {
 	return f.look()
 }
 
-// brokenOnesChanged reports whether a file that could not be used has changed: it
-// may have been seen while it was copied, of which the folder's own time tells
-// the beginning only.
+// brokenOnesChanged reports whether an unusable file has changed: it may have been seen
+// while it was copied, of which the folder's time shows only the beginning.
 func (f *Folder) brokenOnesChanged() bool {
 	for name, w := range f.scan.files {
 		if w.usable() {
 			continue
 		}
-		if now, err := os.Stat(filepath.Join(f.dir, name)); err != nil || !w.same(now) {
+		if now, err := os.Stat(filepath.Join(f.dir, name)); err != nil || !same(w.seen, now) {
 			return true
 		}
 	}
@@ -119,9 +114,8 @@ func (f *Folder) look() error {
 	return nil
 }
 
-// strangers returns the names of the files in the folder that may hold tensors, but
-// for those of the pushed tensors that it knows: of these there may be thousands, and
-// after each push they are looked for again.
+// strangers returns the names of .safetensors files but the known pushed ones: there
+// may be thousands of those, and each push causes a scan.
 func (f *Folder) strangers() ([]string, error) {
 	dir, err := os.Open(f.dir)
 	if err != nil {
@@ -144,8 +138,8 @@ func (f *Folder) strangers() ([]string, error) {
 	return strange, nil
 }
 
-// lookAt returns the whole file of this name: old, if it has not changed; nil, if
-// there is none, or a pushed tensor, which it adopts if it is new.
+// lookAt returns the file of this name, which is old if it has not changed; nil if there
+// is none or it is a pushed tensor, which it adopts if it is new.
 func (f *Folder) lookAt(name string, old *wholeFile) *wholeFile {
 	isPushed := isPushedName(name)
 	if isPushed {
@@ -164,7 +158,7 @@ func (f *Folder) lookAt(name string, old *wholeFile) *wholeFile {
 	if err != nil || !seen.Mode().IsRegular() {
 		return nil
 	}
-	if old != nil && old.same(seen) {
+	if old != nil && same(old.seen, seen) {
 		return old
 	}
 	st, err := tensorfile.OpenSafetensors(path)
@@ -192,8 +186,8 @@ func (f *Folder) lookAt(name string, old *wholeFile) *wholeFile {
 	return w
 }
 
-// adopt takes a pushed tensor that was in the folder before this store. The caller
-// holds the name's lock.
+// adopt adds a pushed tensor that an earlier store left. The caller holds the name's
+// lock.
 func (f *Folder) adopt(file string, info Info, bytes int64) {
 	p := &pushed{info: info, file: file}
 	p.init(func() { f.used.Add(-bytes) })

@@ -10,14 +10,12 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Source makes a tensor from parameters, when somebody pulls it. The Reader's Info
-// has no name: it is the one that the source was added under. A Source is safe for
-// concurrent use.
+// Source makes a tensor from parameters when it is pulled. The Reader's Info has no
+// name: the source's is used. A Source is safe for concurrent use.
 type Source func(ctx context.Context, params map[string]string) (Reader, error)
 
-// Tensor returns a Source that calls f for each pull. f hands over the tensor's
-// bytes: nobody writes to them any more, and they stay valid for as long as
-// somebody reads, so a tensor that is made once may be returned many times.
+// Tensor returns a Source that calls f for each pull. f shares the tensor's bytes, which
+// stay valid and unchanged while they are read: it may return one tensor many times.
 func Tensor(f func(ctx context.Context, params map[string]string) (tensor.Tensor, error)) Source {
 	return func(ctx context.Context, params map[string]string) (Reader, error) {
 		t, err := f(ctx, params)

@@ -2,9 +2,9 @@
 // pulled: from memory, from a folder that outlives the process, or from a
 // function that makes them (a Source).
 //
-// It refuses to turn a name into a path and to show a tensor before it is whole.
-// Servers use it, and so may any program without one. A store owns the bytes that
-// rest in it: they are copied in, and shared read-only with whoever reads.
+// It refuses to turn a name into a path and to show a tensor before it is whole. Any
+// program may use it, without a server too. A store owns its bytes: they are copied in,
+// and shared read-only with readers.
 package store
 
 import (
@@ -39,9 +39,9 @@ var (
 	ErrRange = errors.New("store: outside the tensor")
 	// ErrLocked is wrapped when another process has the folder.
 	ErrLocked = errors.New("store: folder is in use")
-	// ErrUnavailable is wrapped when a store cannot do now what it could do later, as
-	// when another machine that it needs does not answer. No store of this package
-	// does. A server has its peers try again later, and keeps the text for its log.
+	// ErrUnavailable is wrapped when a store fails for now, such as when another machine
+	// does not answer; no store of this package does. A server's peers are told to retry;
+	// the text goes to its log.
 	ErrUnavailable = errors.New("store: unavailable")
 	// ErrClosed is returned when the store has been closed.
 	ErrClosed = errors.New("store: closed")
@@ -51,8 +51,8 @@ var (
 type Info struct {
 	Name string
 	tensor.Desc
-	// Digest is zero when nobody has computed it yet: the tensor is part of a file
-	// that somebody put there, and was not read whole, or a Source made it.
+	// Digest is zero until it is computed: for a part of a file that was not yet read
+	// whole, and a Source's tensor.
 	Digest codec.Digest
 	// Stored is when the tensor was committed, or its file last changed.
 	Stored time.Time
@@ -63,55 +63,53 @@ type Info struct {
 	File string
 }
 
+func (i Info) clone() Info {
+	i.Desc = i.Desc.Clone()
+	return i
+}
+
 // Store keeps tensors by name. It is safe for concurrent use.
 //
-// It may lie on another machine: what takes a context waits no longer than that
-// lasts, and then wraps its cause; it bounds that one call, not what it returns.
-// Every method may wrap ErrUnavailable. Memory never waits. Folder waits for its
-// disk whatever the context, which it looks at between two steps of a long answer.
-// Package storetest has the tests that every Store passes.
+// It may be on another machine: a method waits no longer than its context lasts, and
+// then wraps its cause; the context does not bound what is returned. Every method may
+// wrap ErrUnavailable. Memory never waits. Folder waits for its disk, and looks at the
+// context between two steps. Package storetest has the tests that every Store passes.
 type Store interface {
-	// Create reserves room for a tensor and returns where to write it. It fails with ErrFull, ErrName, ErrExists for the
-	// name of a tensor in a file, or an error of the tensor package for the desc.
-	// Nobody sees the tensor before Commit; an older one of that name stays until
-	// then, and so both need room. Two Writers of one name may be open: the last
-	// one to commit stays.
+	// Create reserves room for a tensor and returns where to write it. It fails with
+	// ErrFull, ErrName, ErrExists for the name of a tensor in a file, or a tensor error
+	// for the desc. The tensor shows at Commit; an older one of the name stays until
+	// then, so both need room. Of two Writers of one name the last to commit wins.
 	Create(ctx context.Context, name string, d tensor.Desc) (Writer, error)
-	// Open pins the tensor of this name until Release: it stays as it is for this
-	// Reader even when it is deleted or replaced. The error wraps ErrNotFound.
+	// Open pins a tensor until Release: its Reader does not see deletion or replacement.
+	// The error wraps ErrNotFound.
 	Open(ctx context.Context, name string) (Reader, error)
-	// List copies what is known of the tensors whose names match glob and come
-	// after the name after, sorted by name, and of no more than most. A glob is in
-	// path.Match's syntax, with ErrGlob for one that is malformed or longer than
-	// MaxName; the empty glob matches all.
+	// List copies the Infos of up to most tensors whose names match glob and come after
+	// the name after, sorted by name. A glob has path.Match's syntax, with ErrGlob for
+	// one that is malformed or longer than MaxName; the empty glob matches all.
 	List(ctx context.Context, glob, after string, most int) ([]Info, error)
-	// Delete forgets the tensors of these names, one after the other, and returns the
-	// names of those that were there: for good, when the store is durable. It ends
-	// early at a tensor that is part of a file, with ErrPart, and where ctx ends;
-	// deleted then says how far it came.
+	// Delete deletes the tensors of these names in order and returns the names of those
+	// that were there; durably, when the store is durable. It stops at a part of a file,
+	// with ErrPart, and when ctx ends; deleted then says how far it came.
 	Delete(ctx context.Context, names ...string) (deleted []string, err error)
-	// Close ends the store; its Writers were ended by their owners before. What
-	// Readers hold stays valid until they release it. Closing twice returns
-	// ErrClosed, as all other methods do after Close.
+	// Close ends the store, after its Writers. What Readers hold stays valid until they
+	// release it. All methods return ErrClosed after it, Close too.
 	Close() error
 }
 
 // Writer takes one tensor. It belongs to one goroutine, and ends with Commit or
 // Abort.
 type Writer interface {
-	// WriteViews copies views, in order, to byte off of the tensor. Calls may come
-	// in any order of offsets but never overlap; the caller counts what has come.
-	// Bytes in the order of their offsets are hashed as they come; those after the
-	// first gap are read again by Commit.
+	// WriteViews copies views, in order, to byte off of the tensor. Calls may come in
+	// any order of offsets but not overlap; the caller counts them. Commit reads what
+	// came after a gap again, for the digest.
 	WriteViews(ctx context.Context, off int64, views [][]byte) error
-	// Commit makes the whole tensor visible under its name, in place of an older
-	// one, at once and for good: durably, when the store is durable. The caller has
-	// written every byte. When it fails, the tensor is discarded as by Abort, and
-	// the older one stays; except that nobody may know which of the two is there
-	// when what failed is a connection to another machine.
+	// Commit replaces an older tensor of the name by this one, atomically, and durably
+	// when the store is durable. The caller has written every byte. When it fails, the
+	// tensor is discarded and the older one stays; when a connection to another machine
+	// failed, either may be there.
 	Commit(ctx context.Context) (Info, error)
-	// Abort discards what was written and gives the room back. After Commit, or
-	// once more, it does nothing.
+	// Abort discards what was written and frees the room. After Commit or Abort it is a
+	// no-op.
 	Abort()
 }
 
@@ -120,12 +118,9 @@ type Writer interface {
 type Reader interface {
 	// Info copies what is known of the tensor.
 	Info() Info
-	// View shares bytes [off, off+n) of the tensor, at most a few MiB at a time,
-	// read-only until held.Release, which may run on any goroutine and after the
-	// Reader's own. ErrRange when the tensor has fewer bytes, and the cause of a ctx that
-	// has ended; an error holds nothing.
-	// It wraps fault.ErrVanished when the bytes are those of a file that somebody has
-	// shortened.
+	// View shares bytes [off, off+n) of the tensor, at most a few MiB, read-only until
+	// held.Release, which may run on any goroutine and after the Reader's own. The error
+	// wraps ErrRange, the cause of ctx, or fault.ErrVanished when the file was shortened.
 	View(ctx context.Context, off, n int64) (data []byte, held Releaser, err error)
 	// Release ends the reading, once.
 	Release()
@@ -134,21 +129,19 @@ type Reader interface {
 // Releaser ends the sharing of a view, once.
 type Releaser interface{ Release() }
 
-// DigestKeeper is what a Reader may be besides, when its Info has no digest: who has
-// hashed all of the tensor tells it, and it need not be hashed again. Safe for
-// concurrent use, before Release.
+// DigestKeeper is an optional interface of a Reader whose Info may have no digest:
+// whoever has hashed the whole tensor tells it. Safe for concurrent use, before Release.
 type DigestKeeper interface {
-	// Digested notes the digest of the bytes that the Reader gave. It never fails
-	// and never waits: a store that has no place for it forgets it.
+	// Digested notes the digest of the bytes read. It never waits, and may forget it.
 	Digested(d codec.Digest)
 }
 
-// Meter is what a Store may be besides: it says how full it is, which a server
-// shows as metrics. Safe for concurrent use, also after Close.
+// Meter is an optional interface of a Store, for a server's metrics. Safe for
+// concurrent use, also after Close.
 type Meter interface {
-	// Used returns, without waiting, the bytes that are taken now by tensors, by
-	// open Writers, and by what was replaced or deleted but is still read; and how
-	// many that may be, math.MaxInt64 where only a disk sets the limit.
+	// Used returns, without waiting, the bytes taken by tensors, open Writers, and what
+	// was replaced or deleted but is still read; and the most of these, math.MaxInt64
+	// where only a disk sets the limit.
 	Used() (used, limit int64)
 }
 
@@ -158,9 +151,9 @@ var (
 	_ Meter        = (*Folder)(nil)
 )
 
-// CheckName reports, with an error that wraps ErrName, whether a tensor may have
-// this name: 1 to MaxName bytes of UTF-8 without control characters. Slashes and
-// dots are letters like all others: no name is a path here.
+// CheckName reports, with an error that wraps ErrName, whether a tensor may have this
+// name: 1 to MaxName bytes of UTF-8 without control characters. Slashes and dots are
+// allowed: a name is never a path.
 func CheckName(name string) error {
 	switch {
 	case name == "":
@@ -196,7 +189,7 @@ func checkRange(off, n, size int64) error {
 	return nil
 }
 
-// checkView checks a view before it is made: whoever has gone needs none.
+// checkView checks a view before it is made.
 func checkView(ctx context.Context, off, n, size int64) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
