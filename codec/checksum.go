@@ -1,8 +1,7 @@
-// Package codec says what one chunk's payload looks like on the wire: its
-// checksum and its compression, and a whole tensor's digest. It refuses to take
-// more memory than a bounded amount for the whole process, however many sessions
-// there are and whatever their peers send, and keeps nothing of what it borrows.
-// It hands over what it encoded. Safe for concurrent use.
+// Package codec checks and compresses chunks, and digests whole tensors. It refuses to
+// take more than a bounded amount of memory for the whole process, whatever peers send.
+// It keeps nothing that it borrows and hands over what it encoded. Safe for concurrent
+// use.
 package codec
 
 import (
@@ -22,30 +21,26 @@ const (
 	CRC32  Checksum = 2 // IEEE polynomial, for peers whose standard library has only that
 )
 
-var (
-	castagnoli = crc32.MakeTable(crc32.Castagnoli)
-	ieee       = crc32.IEEETable
-)
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // Valid reports whether c is a kind this build computes.
 func (c Checksum) Valid() bool { return c == CRC32C || c == CRC32 }
 
 func (c Checksum) table() *crc32.Table {
 	if c == CRC32 {
-		return ieee
+		return crc32.IEEETable
 	}
 	return castagnoli
 }
 
-// Seed begins a chunk's checksum with what names it: the tensor's 16 ID bytes,
-// then the index as 4 little-endian bytes. A chunk that is delivered under
-// another name therefore fails its check.
+// Seed begins a chunk's checksum with the tensor's 16 ID bytes and the index as 4
+// little-endian bytes: a chunk delivered as another one fails its check.
 func (c Checksum) Seed(id tensor.ID, index uint32) uint32 {
 	var name [20]byte
 	copy(name[:16], id[:])
 	binary.LittleEndian.PutUint32(name[16:], index)
-	// By table: crc32.Update calls through a variable, which would move name to
-	// the heap, once for every chunk.
+	// By table: crc32.Update calls through a variable, which would allocate name for
+	// each chunk.
 	table, sum := c.table(), ^uint32(0)
 	for _, b := range name {
 		sum = table[byte(sum)^b] ^ sum>>8

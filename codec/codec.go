@@ -21,8 +21,7 @@ const (
 // names of the codecs, as flags and configuration spell them.
 var names = [...]string{None: "none", LZ4: "lz4"}
 
-// ErrDecode is wrapped when a payload does not decode to exactly the bytes of its
-// place.
+// ErrDecode is wrapped when a payload does not decode to the bytes of its place.
 var ErrDecode = errors.New("codec: payload does not decode")
 
 // Known reports whether this build encodes and decodes k.
@@ -38,20 +37,17 @@ func (k Codec) String() string {
 
 // ParseCodec reads what String returns for the codecs that are known.
 func ParseCodec(text string) (Codec, error) {
-	for k, name := range names {
-		if text == name {
-			return Codec(k), nil
-		}
+	if k := slices.Index(names[:], text); k >= 0 {
+		return Codec(k), nil
 	}
 	return None, fmt.Errorf("codec: no codec is called %q; there are none and lz4", text)
 }
 
-// All returns the codecs, but None, that this build knows, the best liked first.
+// All returns the codecs of this build but None, in order of preference.
 func All() []Codec { return []Codec{LZ4} }
 
-// Choose returns the codec to send with: the first of those that the peer's hello
-// names, as numbers of the wire, which is also among our own; None when there is
-// none, or None comes first.
+// Choose returns the codec to send with: the first in the peer's hello, as numbers of
+// the wire, that is None or one of our own; else None.
 func Choose(own []Codec, peer []uint8) Codec {
 	for _, k := range peer {
 		if Codec(k) == None || slices.Contains(own, Codec(k)) {
@@ -61,12 +57,11 @@ func Choose(own []Codec, peer []uint8) Codec {
 	return None
 }
 
-// Encode encodes the bytes of a chunk, borrowed as views in order, and hands over
-// what is to be sent in their place: nil when they are to be sent as they are,
-// because the codec is None, they would not become shorter by 1/leastGain, or
-// too much encoded payload waits to be sent already. The views may be let go of
-// when Encode has returned. The same bytes encode to the same payload. It may
-// wait for others who are encoding, a few milliseconds each.
+// Encode encodes the bytes of a chunk, borrowed as views in order, and hands over the
+// payload; nil when the views are to be sent as they are: the codec is None, they would
+// not become shorter by 1/leastGain, or too much encoded payload waits to be sent. The
+// same bytes encode to the same payload. It may wait for other encoders, a few
+// milliseconds each.
 func (k Codec) Encode(views [][]byte) *Payload {
 	n := length(views)
 	if k != LZ4 || n < minEncode {
@@ -85,10 +80,9 @@ func (k Codec) Encode(views [][]byte) *Payload {
 	return nil // it does not fit
 }
 
-// Decode decodes a payload, borrowed as views in order, into the memory that dst
-// lends, in order. Exactly as many bytes come out, or an error that wraps
-// ErrDecode; then the memory may hold anything. It never writes past it. It may
-// wait for others who are decoding, a millisecond each.
+// Decode decodes a payload, borrowed as views in order, into the memory that dst lends,
+// in order. It fills all of it, or returns an error that wraps ErrDecode and leaves
+// anything there. It may wait for other decoders, a millisecond each.
 func (k Codec) Decode(dst [][]byte, views [][]byte) error {
 	if k != LZ4 {
 		return fmt.Errorf("%w: %v is not compressed", ErrDecode, k)

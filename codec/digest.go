@@ -11,17 +11,16 @@ import (
 // DigestPrefix names the function in a digest's text.
 const DigestPrefix = "xxh3:"
 
-// Digest is the XXH3 hash, 128 bits, of all of a tensor's bytes, whatever chunks
-// they came in: it tells whether two copies are the same, and finds damage that
-// happened at rest. It is not cryptographic: someone who wants two tensors with
-// one digest can make them. The zero Digest says that nobody has computed it.
+// Digest is the XXH3 hash, 128 bits, of all of a tensor's bytes. It compares copies and
+// finds damage at rest. It is not cryptographic: two tensors with one digest can be
+// made. The zero Digest is not computed.
 type Digest [16]byte
 
-// IsZero reports whether nobody has computed the digest.
+// IsZero reports whether the digest is not computed.
 func (d Digest) IsZero() bool { return d == Digest{} }
 
-// String returns the digest as xxh3: and 32 lower-case hexadecimal digits, as
-// xxhsum -H128 prints them; nothing for the zero Digest.
+// String returns xxh3: and 32 lower-case hexadecimal digits, as of xxhsum -H128; nothing
+// for the zero Digest.
 func (d Digest) String() string {
 	if d.IsZero() {
 		return ""
@@ -52,10 +51,9 @@ func (d *Digester) Write(p []byte) (int, error) { return d.h.Write(p) }
 // Sum returns the digest of what was written so far.
 func (d *Digester) Sum() Digest { return d.h.Sum128().Bytes() }
 
-// OrderedDigester computes the Digest of a tensor that is written in any order: of its
-// bytes as they come, while they are in the processor's cache, as far as they come in
-// order; what is left is read again. The zero OrderedDigester is ready. It belongs to
-// one goroutine.
+// OrderedDigester computes the Digest of a tensor that is written in any order: from the
+// bytes as they come, still in the cache, while they come in order; the rest is read
+// again. The zero OrderedDigester is ready. It belongs to one goroutine.
 type OrderedDigester struct {
 	digester Digester
 	next     int64
@@ -74,10 +72,7 @@ func (o *OrderedDigester) Wrote(off int64, p []byte) {
 
 // ReadRest reads what is left of a tensor of size bytes from where it was written.
 func (o *OrderedDigester) ReadRest(r io.ReaderAt, size int64) error {
-	if o.next >= size {
-		return nil
-	}
-	piece := make([]byte, min(digestPiece, size-o.next))
+	piece := make([]byte, max(0, min(digestPiece, size-o.next)))
 	for o.next < size {
 		p := piece[:min(int64(len(piece)), size-o.next)]
 		if _, err := io.ReadFull(io.NewSectionReader(r, o.next, int64(len(p))), p); err != nil {

@@ -2,23 +2,20 @@ package codec
 
 const (
 	mib = 1 << 20
-	// digestPiece is how many bytes are read again at a time, to be digested when they
-	// did not come in order: less than a processor's cache.
+	// digestPiece is how many bytes are read again for the digest at a time: less than a
+	// processor's cache.
 	digestPiece = 256 << 10
-	// minEncode is the shortest chunk, in bytes, that is worth encoding: what it
-	// could save is lost among the bytes of a packet.
+	// minEncode is the shortest chunk, in bytes, that is encoded: less would save
+	// nothing beside a packet's own bytes.
 	minEncode = 512
-	// leastGain: an encoded payload is sent when this part (1/leastGain) of the
-	// bytes is saved. For less, the receiver would spend more on the decoding than
-	// a network of 10 Gbit/s does on the bytes.
+	// leastGain: an encoded payload is sent when it saves 1/leastGain of the bytes. For
+	// less, decoding takes longer than a network of 10 Gbit/s does for the bytes.
 	leastGain = 16
-	// coders is how many encode, how many decode, and how many decode into files at
-	// a time, in the whole process, when it has as many CPUs. Each has memory for
-	// two chunks, which is made at its first use and kept.
+	// coders is the most encoders, and the most decoders, of the process at a time, one
+	// per CPU. Each keeps memory for two chunks, made at its first use.
 	coders = 16
-	// waitingBytes is the most encoded payload of the whole process that waits for
-	// gRPC to write it out: what is beyond goes unencoded, from where it lies. Peers
-	// that do not read can make this process keep no more.
+	// waitingBytes bounds the encoded payload of the process that waits for gRPC, which
+	// peers that do not read could make grow: what is beyond is sent unencoded.
 	waitingBytes = 64 * mib
 	// keptBytes is how much memory of payloads that were sent is kept for the next.
 	keptBytes = 16 * mib

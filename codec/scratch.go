@@ -10,16 +10,15 @@ import (
 	"github.com/tensorferry/tensorferry/slab"
 )
 
-// scratch is the memory of one encoding or decoding. Its parts are made when they
-// are needed first, and grow to the largest chunk.
+// scratch is the memory of one encoding or decoding. It grows to the largest chunk.
 type scratch struct {
 	joined []byte // the source, when its views lie apart
 	whole  []byte // the destination, when it lies apart or is not known before
 	lz4    *lz4.CompressorCCompat
 }
 
-// pool bounds how many code at a time, and so the memory that the whole process
-// has for it: there may be 10 000 sessions.
+// pool bounds how many encode or decode at a time, and so their memory: there may be
+// 10 000 sessions.
 type pool chan *scratch
 
 // Apart from each other, because an encoder may read a mapped file.
@@ -48,8 +47,8 @@ func (s *scratch) join(views [][]byte, n int) []byte {
 	return dst
 }
 
-// grow returns n bytes of *mem, after having made it larger if it is too small:
-// to a power of two, so that this happens a few times only.
+// grow returns n bytes of *mem, which it makes larger if need be: to a power of two, so
+// that this is rare.
 func grow(mem *[]byte, n int) []byte {
 	if cap(*mem) < n {
 		*mem = make([]byte, 1<<bits.Len(uint(n-1)))
@@ -85,8 +84,8 @@ func newPayload(data []byte) *Payload {
 // Bytes lends the payload until Release.
 func (p *Payload) Bytes() []byte { return p.slab.Bytes() }
 
-// Release gives the payload's memory back, once, on any goroutine. Whoever sends the
-// payload sees to it that Release comes even when the connection dies with it.
+// Release gives the payload's memory back, once, on any goroutine. The sender must call
+// it also when the connection dies.
 func (p *Payload) Release() {
 	n := slab.SizeOf(int64(len(p.slab.Bytes())))
 	p.slab.Release()
