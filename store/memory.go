@@ -13,9 +13,9 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Memory keeps tensors in slabs, up to a number of bytes, until the process ends. For a new one it forgets the
-// least recently used, by Open or Commit, but none with an open Reader. It is safe for
-// concurrent use.
+// Memory keeps tensors in slabs, up to a number of bytes, until the process ends. For a
+// new one it forgets the least recently used, by Open or Commit, but none with an open
+// Reader. It is safe for concurrent use.
 type Memory struct {
 	pool  *slab.Pool
 	limit int64

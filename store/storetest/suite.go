@@ -73,6 +73,16 @@ func anyOrder(t *testing.T, s store.Store) {
 	}
 }
 
+// begin creates a tensor of these bytes and writes them, without Commit.
+func begin(t *testing.T, s store.Store, name string, data ...byte) store.Writer {
+	t.Helper()
+	w, err := s.Create(t.Context(), name, vector(int64(len(data))))
+	require.NoError(t, err)
+	t.Cleanup(w.Abort)
+	require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{data}))
+	return w
+}
+
 func manyViews(t *testing.T, s store.Store) {
 	data := random(3*1024+1, 3) // three times as many as a system call takes
 	views := [][]byte{nil}
@@ -98,9 +108,7 @@ func unseen(t *testing.T, s store.Store) {
 	for range 2 { // the second time over an older tensor of the name
 		before, err := s.List(t.Context(), "", "", 10)
 		require.NoError(t, err)
-		w, err := s.Create(t.Context(), "x", vector(3))
-		require.NoError(t, err)
-		require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{{1, 2, 3}}))
+		w := begin(t, s, "x", 1, 2, 3)
 		now, err := s.List(t.Context(), "", "", 10)
 		require.NoError(t, err)
 		require.Equal(t, before, now)
@@ -117,25 +125,17 @@ func unseen(t *testing.T, s store.Store) {
 		require.Equal(t, before, now)
 		put(t, s, "x", []byte("old"))
 	}
-	w, err := s.Create(t.Context(), "x", vector(3))
-	require.NoError(t, err)
-	require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{[]byte("new")}))
-	_, err = w.Commit(t.Context())
+	w := begin(t, s, "x", []byte("new")...)
+	_, err := w.Commit(t.Context())
 	require.NoError(t, err)
 	w.Abort()
 	require.Equal(t, []byte("new"), get(t, s, "x"))
 }
 
 func lastStays(t *testing.T, s store.Store) {
-	a, err := s.Create(t.Context(), "x", vector(1))
-	require.NoError(t, err)
-	defer a.Abort()
-	b, err := s.Create(t.Context(), "x", vector(2))
-	require.NoError(t, err)
-	defer b.Abort()
-	require.NoError(t, b.WriteViews(t.Context(), 0, [][]byte{{1, 2}}))
-	require.NoError(t, a.WriteViews(t.Context(), 0, [][]byte{{9}}))
-	_, err = b.Commit(t.Context())
+	a := begin(t, s, "x", 9)
+	b := begin(t, s, "x", 1, 2)
+	_, err := b.Commit(t.Context())
 	require.NoError(t, err)
 	_, err = a.Commit(t.Context())
 	require.NoError(t, err)
@@ -249,14 +249,11 @@ func manyDeleted(t *testing.T, s store.Store) {
 }
 
 func outside(t *testing.T, s store.Store) {
-	w, err := s.Create(t.Context(), "x", vector(10))
-	require.NoError(t, err)
-	defer w.Abort()
-	require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{make([]byte, 10)}))
+	w := begin(t, s, "x", make([]byte, 10)...)
 	for _, tc := range []struct{ off, n int64 }{{-1, 1}, {0, 11}, {10, 1}, {11, 0}, {1<<63 - 1, 1}, {-1 << 63, 1}} {
 		require.ErrorIs(t, w.WriteViews(t.Context(), tc.off, [][]byte{make([]byte, tc.n)}), store.ErrRange, "%v", tc)
 	}
-	_, err = w.Commit(t.Context())
+	_, err := w.Commit(t.Context())
 	require.NoError(t, err)
 	r, err := s.Open(t.Context(), "x")
 	require.NoError(t, err)
@@ -273,10 +270,9 @@ func outside(t *testing.T, s store.Store) {
 
 func closedSays(t *testing.T, s store.Store) {
 	put(t, s, "x", []byte{1})
-	w, err := s.Create(t.Context(), "y", vector(0))
-	require.NoError(t, err)
+	w := begin(t, s, "y")
 	require.NoError(t, s.Close())
-	_, err = w.Commit(t.Context())
+	_, err := w.Commit(t.Context())
 	require.ErrorIs(t, err, store.ErrClosed)
 	_, err = s.Create(t.Context(), "z", vector(0))
 	require.ErrorIs(t, err, store.ErrClosed)
