@@ -17,6 +17,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -71,12 +72,12 @@ type Client struct {
 	stub pb.TensorServiceClient
 	pool *slab.Pool
 
-	opening chan struct{} // a token of whoever uses shared
-	shared  *Session      // of Compute; guarded by opening
+	opening chan struct{}         // a token of whoever uses shared
+	shared  *Session              // of Compute; guarded by opening
+	known   atomic.Pointer[facts] // what Push has asked for
 
 	mu      sync.Mutex
 	open    map[*Session]struct{} // guarded by mu
-	known   *facts                // what Push has asked for; guarded by mu
 	closed  bool                  // guarded by mu
 	winding sync.WaitGroup
 }

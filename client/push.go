@@ -71,7 +71,7 @@ func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 		<-p.letGo
 	}
 	if err = errorsOf(out); err != nil {
-		c.forgetFacts() // the server may be another one by now
+		c.known.Store(nil) // the server may be another one by now
 	}
 	return out, err
 }

@@ -4,7 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -24,10 +24,9 @@ type Session struct {
 	cancel context.CancelFunc // of the gRPC stream
 	opened chan struct{}
 	over   chan struct{} // closed when nothing is left of the session
+	err    *Error        // why it ended; set before over is closed
 
-	mu       sync.Mutex // for what callers ask while the session is locked
-	draining bool       // guarded by mu
-	err      *Error     // why it ended; guarded by mu
+	draining atomic.Bool
 
 	calls map[tensor.ID]*Call // guarded by the session's lock
 }
@@ -82,18 +81,16 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 	case <-s.opened:
 		if unhook() {
 			return s, nil
-		}
-		<-s.over // ctx ended in the same moment
+		} // else ctx has just ended
 	case <-s.sess.Stopped():
-		<-s.over
 	case <-ctx.Done():
 		s.sess.Stop(sessionError(context.Cause(ctx)))
-		<-s.over
 	}
+	<-s.over
 	if ctx.Err() != nil {
 		return nil, sessionError(context.Cause(ctx))
 	}
-	return nil, s.ended()
+	return nil, s.err
 }
 
 // codecs returns what the client's hellos name.
@@ -112,12 +109,9 @@ func (s *Session) windUp(conn *wire.Conn, lost <-chan error) {
 		s.sess.Stop(err)
 	case <-s.sess.Stopped():
 	}
-	err := sessionError(s.sess.Cause())
-	s.mu.Lock()
-	s.err = err
-	s.mu.Unlock()
+	s.err = sessionError(s.sess.Cause())
 	s.cancel()
-	s.sess.Wait(frame.Code(err.Code), "the session has ended: "+err.Error())
+	s.sess.Wait(frame.Code(s.err.Code), "the session has ended: "+s.err.Error())
 	conn.Finish()
 	s.client.mu.Lock()
 	delete(s.client.open, s)
@@ -132,25 +126,13 @@ func (s *Session) Close() error {
 	return nil
 }
 
-// ended returns why the session is over.
-func (s *Session) ended() error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.err == nil {
-		return &Error{Code: codes.Canceled, Cause: ErrClosed}
-	}
-	return s.err
-}
-
 func (s *Session) usable() bool {
 	select {
 	case <-s.sess.Stopped():
 		return false
 	default:
+		return !s.draining.Load()
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return !s.draining
 }
 
 // Event runs with the session locked.
@@ -159,9 +141,7 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	case stream.EventOpened:
 		close(s.opened)
 	case stream.EventDrain:
-		s.mu.Lock()
-		s.draining = true
-		s.mu.Unlock()
+		s.draining.Store(true)
 	}
 	c := s.calls[e.Call]
 	if c == nil {
@@ -243,7 +223,7 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 	case errors.Is(err, stream.ErrClosed):
 		select {
 		case <-s.over: // it is about to say why
-			return nil, s.ended()
+			return nil, s.err
 		case <-ctx.Done():
 			return nil, causeError(context.Cause(ctx))
 		}

@@ -74,10 +74,7 @@ type facts struct {
 
 // facts asks the server once.
 func (c *Client) facts(ctx context.Context) (facts, error) {
-	c.mu.Lock()
-	known := c.known
-	c.mu.Unlock()
-	if known != nil {
+	if known := c.known.Load(); known != nil {
 		return *known, nil
 	}
 	info, err := c.Info(ctx)
@@ -93,17 +90,8 @@ func (c *Client) facts(ctx context.Context) (facts, error) {
 	if f.chunkBytes < 1 || f.chunkBytes > 4*mib {
 		return facts{}, &Error{Code: codes.FailedPrecondition, Message: fmt.Sprintf("the server's chunk_bytes is %d; it must be 1 to %d", f.chunkBytes, 4*mib)}
 	}
-	c.mu.Lock()
-	c.known = &f
-	c.mu.Unlock()
+	c.known.Store(&f)
 	return f, nil
-}
-
-// forgetFacts has the server asked again.
-func (c *Client) forgetFacts() {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.known = nil
 }
 
 // Stored is a tensor at rest on a server.
