@@ -35,13 +35,23 @@ func (e *endpoint) intercept() []grpc.ServerOption {
 	}
 }
 
-// explained makes the error of a handler a status.
-func explained(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+// explained makes the error of a handler a status, and ends the runs that it left open.
+func explained(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	if _, ours := info.Server.(*Server); !ours {
+		opened := new(runs)
+		defer opened.abandon()
+		ctx = context.WithValue(ctx, runsKey{}, opened)
+	}
 	resp, err := handler(ctx, req)
 	return resp, brief(statusOf(err))
 }
 
 func streamExplained(srv any, ss grpc.ServerStream, _ *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	if _, ours := srv.(*Server); !ours {
+		opened := new(runs)
+		defer opened.abandon()
+		ss = withRuns{ss, context.WithValue(ss.Context(), runsKey{}, opened)}
+	}
 	return brief(statusOf(handler(srv, ss)))
 }
 

@@ -3,8 +3,10 @@ package server
 import (
 	"cmp"
 	"context"
+	"errors"
 	"math"
 	"net"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc"
@@ -70,8 +72,46 @@ func (m *Models) Compute(ctx context.Context, r Request, in []Tensor, most int64
 // Open opens a call for the RPC that ctx is of. End must be called.
 func (m *Models) Open(ctx context.Context, r Request) (Run, error) {
 	run, err := m.server.core.Open(ctx, m.caller(ctx), r)
+	if opened, ok := ctx.Value(runsKey{}).(*runs); ok && err == nil {
+		opened.add(run)
+	}
 	return Run{run}, err
 }
+
+// runsKey leads to the runs that the handler of an RPC has opened.
+type runsKey struct{}
+
+type runs struct {
+	mu  sync.Mutex
+	all []*serving.Run // guarded by mu
+}
+
+func (r *runs) add(run *serving.Run) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.all = append(r.all, run)
+}
+
+// abandon ends what a handler that has returned, or panicked, has left open.
+func (r *runs) abandon() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, run := range r.all {
+		run.Abandon(errLeft)
+	}
+}
+
+// errLeft is what a run ends with that its handler did not end.
+var errLeft = errors.New("server: the handler of a service returned without ending its run")
+
+// withRuns is a stream whose context knows the runs of its handler.
+type withRuns struct {
+	grpc.ServerStream
+	ctx context.Context
+}
+
+// Context returns the context of the stream.
+func (w withRuns) Context() context.Context { return w.ctx }
 
 // End ends the call, once, with the first error: nil, what a method of the Run returned,
 // or the handler's own status. It returns what the handler returns.

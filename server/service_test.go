@@ -440,6 +440,62 @@ func TestAForeignStreamEndsAsItsHandlerOrItsModelSays(t *testing.T) {
 	require.EqualValues(t, 3, counters["calls_failed_total"])
 }
 
+func TestARunThatAHandlerLeavesOpenEndsWithIt(t *testing.T) {
+	testkit.Start(t)
+	var models *server.Models
+	var handle func(r server.Run) error
+	f := serve(t, func(c *server.Config) {
+		desc := foreignDesc
+		desc.Streams = []grpc.StreamDesc{{StreamName: "Rows", ClientStreams: true, ServerStreams: true, Handler: func(_ any, s grpc.ServerStream) error {
+			r, err := models.Open(s.Context(), server.Request{Model: "echo", Inputs: []engine.Input{{Desc: bytesDesc(3 * mib), ChunkBytes: mib}}})
+			if err != nil {
+				return err
+			}
+			return handle(r)
+		}}}
+		c.Services = []server.Service{{Register: func(r grpc.ServiceRegistrar, m *server.Models) {
+			models = m
+			r.RegisterService(&desc, new(any))
+		}}}
+	})
+	c := dialForeign(t, f.addr)
+	take := func(r server.Run) { // and keep
+		_ = r.Write(r.Context(), 0, make([]byte, 2*mib))
+		_, _ = r.Next(r.Context())
+	}
+	for name, tc := range map[string]struct {
+		handle func(r server.Run) error
+		want   codes.Code
+	}{
+		"returns":               {func(server.Run) error { return nil }, codes.OK},
+		"returns with a result": {func(r server.Run) error { take(r); return nil }, codes.OK},
+		"panics":                {func(server.Run) error { panic("oh") }, codes.Internal},
+		"panics with a result":  {func(r server.Run) error { take(r); panic("oh") }, codes.Internal},
+		"fails":                 {func(server.Run) error { return status.Error(codes.Aborted, "enough") }, codes.Aborted},
+		"ends it twice": {func(r server.Run) error {
+			defer func() { _ = r.End(nil) }()
+			return r.End(status.Error(codes.Aborted, "enough"))
+		}, codes.Aborted},
+		"ends it with its status": {func(r server.Run) error { return r.End(status.Error(codes.OutOfRange, "row 3")) }, codes.OutOfRange},
+	} {
+		t.Run(name, func(t *testing.T) {
+			handle = tc.handle
+			s, err := c.open(t.Context(), 0)
+			require.NoError(t, err)
+			err = s.RecvMsg(new(wrapperspb.BytesValue))
+			if errors.Is(err, io.EOF) {
+				err = nil
+			}
+			require.Equal(t, tc.want, status.Code(err), "%v", err)
+			testkit.Eventually(t, f.isIdle, "nothing left of the run")
+		})
+	}
+	counters := f.counters(t)
+	require.Zero(t, counters["runs_abandoned_total"])
+	require.Equal(t, counters["calls_total"], counters["calls_failed_total"])
+	require.Equal(t, "SERVING", f.health(t, "model/echo"))
+}
+
 func TestACancelledForeignCallEndsItsRun(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, withForeign(nil, nil))

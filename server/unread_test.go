@@ -20,6 +20,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/testkit"
@@ -234,5 +235,42 @@ func TestTheTextOfAStatusIsBounded(t *testing.T) {
 		require.Greater(t, len(st.Message()), 4096-utf8.UTFMax)
 		require.True(t, utf8.ValidString(st.Message()))
 		require.NotContains(t, st.Message(), string(utf8.RuneError))
+	}
+}
+
+// TestEveryChunkThatAPeerReadsIsRightHoweverItsSessionEnds has sessions end with an error
+// while their results are on the way, and reads to the end.
+func TestEveryChunkThatAPeerReadsIsRightHoweverItsSessionEnds(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, func(c *server.Config) { c.ThinFrames = 1 << 30 })
+	addCounting(t, f)
+	stub := pb.NewTensorServiceClient(f.dial(t))
+	for n := range 200 {
+		s, err := stub.StreamTensors(t.Context())
+		require.NoError(t, err)
+		hello := &pb.Frame{Hello: &pb.Hello{Version: 1, SessionId: newID(), MaxChunkBytes: 32 << 10, Checksum: pb.Checksum_CHECKSUM_CRC32C, MaxOpenTensors: 64}}
+		for range 8 {
+			hello.Calls = append(hello.Calls, &pb.Call{Id: newID(), Model: "counting", Params: map[string]string{"rows": "131072"}})
+		}
+		require.NoError(t, s.Send(hello))
+		for chunks := 0; ; {
+			got, err := s.Recv()
+			if err != nil {
+				require.Equal(t, codes.InvalidArgument, status.Code(err), "%v", err)
+				break
+			}
+			for _, d := range got.GetDescs() {
+				_ = s.Send(&pb.Frame{Credits: []*pb.Credit{{TensorId: d.GetTensorId(), ChunkLimit: 1000}}}) // or the session is over
+			}
+			c := got.GetChunk()
+			if c == nil {
+				continue
+			}
+			sum := codec.CRC32C.Update(codec.CRC32C.Seed(tensor.ID(c.GetTensorId()), c.GetIndex()), c.GetData())
+			require.Equal(t, c.GetChecksum(), sum, "session %d, chunk %d", n, c.GetIndex())
+			if chunks++; chunks == 5+n%60 {
+				_ = s.Send(&pb.Frame{Hello: &pb.Hello{Version: 1}}) // the second: the session ends with an error
+			}
+		}
 	}
 }

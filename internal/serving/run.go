@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -53,6 +54,8 @@ type Run struct {
 	blocks  []filling  // borrowed and not full, in their order
 	missing int64      // bytes of all inputs that are not written
 	ended   bool
+	held    map[int]func() // releases results that were taken, by their number
+	number  int            // of the last one
 }
 
 // filling is a block that is being written.
@@ -94,7 +97,7 @@ func (c *Core) admit(ctx context.Context, from *Caller, q Request) (*Run, error)
 		return nil, err
 	}
 	c.callsUnary.Add(1)
-	r := &Run{core: c, from: from, id: session.NewID(), model: q.Model, began: time.Now()}
+	r := &Run{core: c, from: from, id: session.NewID(), model: q.Model, began: time.Now(), held: make(map[int]func())}
 	if q.Timeout > 0 {
 		timed, stop := context.WithTimeout(ctx, q.Timeout)
 		ctx, r.undo = timed, append(r.undo, stop)
@@ -186,7 +189,38 @@ func (r *Run) write(port int, data []byte) (n int, missing int64, err error) {
 
 // Next returns the next result, as engine.Run.Next does, in any order: io.EOF when all
 // are complete, else why there is none. What ends ctx is returned as it is.
-func (r *Run) Next(ctx context.Context) (engine.Out, error) { return r.run.Next(ctx) }
+func (r *Run) Next(ctx context.Context) (engine.Out, error) {
+	o, err := r.run.Next(ctx)
+	if err != nil {
+		return o, err
+	}
+	release := sync.OnceFunc(o.Release)
+	r.mu.Lock()
+	r.number++
+	number := r.number
+	r.held[number] = release
+	r.mu.Unlock()
+	o.Release = func() {
+		r.mu.Lock()
+		delete(r.held, number)
+		r.mu.Unlock()
+		release()
+	}
+	return o, nil
+}
+
+// Abandon ends a run that whoever opened it has left, with err, and releases the results
+// it holds. After End it does nothing.
+func (r *Run) Abandon(err error) {
+	r.mu.Lock()
+	held := slices.Collect(maps.Values(r.held))
+	clear(r.held)
+	r.mu.Unlock()
+	for _, release := range held {
+		release()
+	}
+	_ = r.End(err) // nobody is left to hear of it
+}
 
 // Context ends when the run does: with the RPC, the timeout, the server, or End.
 func (r *Run) Context() context.Context { return r.ctx }

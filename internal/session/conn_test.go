@@ -158,3 +158,48 @@ func TestASessionGoesOnOverAnotherConnection(t *testing.T) {
 		require.EqualValues(t, 4, server.sess.m.Status().Stats.CallsOpened)
 	})
 }
+
+// deaf is a connection whose first Send of a chunk fails, as gRPC's does when the RPC
+// has ended.
+type deaf struct{ *link }
+
+func (d deaf) Send(f *frame.Frame, held interface{ Release() }) error {
+	if f.HasChunk() {
+		if held != nil {
+			held.Release()
+		}
+		d.cut()
+		return errCut
+	}
+	return d.link.Send(f, held)
+}
+
+func TestASessionWhoseConnectionFailedInASendGoesOnOverAnother(t *testing.T) {
+	testkit.Start(t)
+	synctest.Test(t, func(t *testing.T) {
+		client, server := linked(t)
+		a, b := newLink()
+		client.sess.Carry(deaf{a})
+		server.sess.Carry(b)
+		time.Sleep(time.Second)
+		synctest.Wait()
+		client.call(compressible(3 << 20)) // whose chunk is lost with the connection
+		synctest.Wait()
+		a.cut()
+		synctest.Wait()
+
+		a, b = newLink()
+		client.sess.Carry(a)
+		server.sess.Carry(b)
+		synctest.Wait()
+		data := compressible(3 << 20)
+		call := client.call(data)
+		time.Sleep(10 * time.Second)
+		synctest.Wait()
+		ended := client.ended(call)
+		a.cut()
+		client.over(nil)
+		server.over(nil)
+		require.True(t, ended, "a call on the second connection ends")
+	})
+}

@@ -388,6 +388,11 @@ func (s *Session) sendFrame(writer bool) bool {
 	}
 	if err := s.conn.Send(f, held); err != nil {
 		s.conn = nil
+		if writer { // which ends; the next connection has another
+			s.mu.Lock()
+			s.writing = false
+			s.mu.Unlock()
+		}
 		if !errors.Is(err, io.EOF) { // the reader learns the real cause
 			lose(s.lost, err)
 		}

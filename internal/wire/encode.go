@@ -45,7 +45,7 @@ type sending struct {
 const (
 	queued  = iota // gRPC has read nothing of it
 	reading        // gRPC puts it back, unless the connection dies
-	ended          // it was put back or revoked; gRPC reads zeros
+	ended          // it was put back or revoked; gRPC reads copies or zeros
 )
 
 // outgoing is a buffer that tells its sending when gRPC begins to read.
@@ -53,15 +53,19 @@ type outgoing struct {
 	mem.Buffer
 	of   *sending
 	data []byte // a piece of head, or a view
-	lent bool   // it is a view, and becomes zeros when it is revoked
+	lent bool   // it is a view
+	copy []byte // of a view that was revoked and may be read all the same
 }
 
-// zeros are read instead of a payload that was revoked.
+// zeros are read instead of a payload that was revoked and that nobody is sent.
 var zeros [frame.ChunkBytesCeiling]byte
 
 // ReadOnlyData lends the bytes until the last Free.
 func (b *outgoing) ReadOnlyData() []byte {
 	if s := b.of; b.lent && s.state.Load() != reading && !s.state.CompareAndSwap(queued, reading) && s.state.Load() == ended {
+		if b.copy != nil {
+			return b.copy
+		}
 		return zeros[:b.Len()]
 	}
 	return b.Buffer.ReadOnlyData()

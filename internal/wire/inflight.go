@@ -1,6 +1,9 @@
 package wire
 
-import "sync"
+import (
+	"bytes"
+	"sync"
+)
 
 // InFlight is what was sent on one connection and gRPC has not let go of: frames and
 // answers. The zero value is ready. Safe for concurrent use.
@@ -23,8 +26,9 @@ func (f *InFlight) Abandon() {
 }
 
 // revoke ends the loans of what was sent from a message or an answer, all of it or the
-// newest alone, unless gRPC has begun to read it. gRPC would read zeros from then on,
-// so the RPC must have ended.
+// newest alone, unless gRPC has begun to read it. Of the newest gRPC has a copy then: it
+// may be behind the end of its RPC, where nobody reads it, or still before. Of all it has
+// zeros, and the RPC must have ended.
 func (f *InFlight) revoke(from any, all bool) {
 	found := false
 	f.take(func(s *sending) bool {
@@ -32,6 +36,13 @@ func (f *InFlight) revoke(from any, all bool) {
 			return false
 		}
 		found = true
+		if !all && s.state.Load() == queued {
+			for i := range s.parts {
+				if p := &s.parts[i]; p.lent {
+					p.copy = bytes.Clone(p.data)
+				}
+			}
+		}
 		return s.state.CompareAndSwap(queued, ended)
 	})
 }
