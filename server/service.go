@@ -121,7 +121,7 @@ func (r Run) End(err error) error {
 		return r.Run.End(err)
 	}
 	own := &RefusedError{Code: code, Text: text}
-	if e := r.Run.End(own); e != error(own) { // something ended it before
+	if e := r.Run.End(own); !errors.Is(e, own) { // something ended it before
 		return e
 	}
 	return err

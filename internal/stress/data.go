@@ -30,7 +30,7 @@ var base = sync.OnceValues(func() (x, y []byte) {
 
 // window is the content of one tensor: two that begin at different places differ
 // in nearly every element.
-type window struct{ at, n int }
+type window struct{ at, n int } //nolint:recvcheck // nil is no tensor, in is
 
 // pick returns the window of n bytes that number says.
 func pick(number uint64, n int) window {
