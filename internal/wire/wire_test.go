@@ -514,7 +514,11 @@ func TestAFrameThatGRPCForgetsEndsItsLoanWithItsRPC(t *testing.T) {
 			if end == nil {
 				flight.Abandon()
 			}
-			held, _, buffers := unread(t, &c.out)
+			held, payload, buffers := unread(t, &c.out)
+			want := make([]byte, len(payload))
+			if name == "on a server" { // the frame may be before the end of its RPC
+				copy(want, payload)
+			}
 			if end != nil {
 				if held.released.Load() != 0 {
 					t.Fatal("released before the end")
@@ -524,7 +528,9 @@ func TestAFrameThatGRPCForgetsEndsItsLoanWithItsRPC(t *testing.T) {
 			if held.released.Load() != 1 {
 				t.Fatalf("released %d times", held.released.Load())
 			}
-			if got := buffers.Materialize(); !bytes.Equal(got[len(got)-1<<20:], make([]byte, 1<<20)) {
+			clear(payload)
+			payload[0] = 9 // others have the memory now
+			if got := buffers.Materialize(); !bytes.Equal(got[len(got)-len(want):], want) {
 				t.Error("gRPC, if it reads the frame after all, reads what was lent")
 			}
 			buffers.Free()
