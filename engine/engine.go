@@ -1,4 +1,4 @@
-// Package engine is the contract of a place where models run.
+// Package engine holds the interfaces that every engine, a place where models run, implements.
 //
 // It refuses to know how a model computes, and about sockets, sessions and credits:
 // whoever serves a model fills its input and takes its results. Engines live below

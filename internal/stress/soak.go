@@ -264,7 +264,7 @@ func (n *sample) resident(pid int) error {
 
 // self is a sample of this process.
 func (s *soak) self() (sample, error) {
-	runtime.GC()
+	runtime.GC()         // so that the heap of a sample is what lives, not what the collector has not got to
 	debug.FreeOSMemory() // the results of calls come and go by tens of MiB
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
