@@ -8,6 +8,7 @@ import (
 	"net"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/testkit"
@@ -132,7 +133,7 @@ func TestPingsComeBackOverEveryNetwork(t *testing.T) {
 					if err != nil {
 						t.Fatal(err)
 					}
-					s, err := batch(20, func() (Sample, error) { return p.Move(t.Context(), Echo) })
+					s, err := batch(20, func() (time.Duration, error) { return p.ping(t.Context()) })
 					if err != nil || s.Time <= 0 || s.P99 < s.Time {
 						t.Fatalf("%v, %v", s, err)
 					}

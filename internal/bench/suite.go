@@ -191,7 +191,7 @@ func (c Config) beside(ctx context.Context, r *Report, network string, m Memory,
 		do := func(p *Ends) func(context.Context) (Sample, error) {
 			return func(ctx context.Context) (Sample, error) {
 				if work == call {
-					return batch(c.Batch, func() (Sample, error) { return p.Move(ctx, Echo) })
+					return batch(c.Batch, func() (time.Duration, error) { return p.ping(ctx) })
 				}
 				return p.Move(ctx, Op(work))
 			}
