@@ -149,7 +149,7 @@ func Clip(text string, n int) string {
 
 // Cost is about the bytes that a call takes in a frame.
 func (c *Call) Cost() int {
-	n := len(c.Model) + costOf(c.Params)
+	n := len(c.Model) + SizeOf(c.Params, entryBytes)
 	for _, b := range c.Inputs {
 		n += bindingBytes + len(b.Port)
 	}
@@ -158,13 +158,15 @@ func (c *Call) Cost() int {
 
 // Cost is about the bytes that a desc takes in a frame.
 func (d *Desc) Cost() int {
-	return descBytes + 10*len(d.Shape) + len(d.Name) + len(d.Port) + costOf(d.Metadata)
+	return descBytes + 10*len(d.Shape) + len(d.Name) + len(d.Port) + SizeOf(d.Metadata, entryBytes)
 }
 
-func costOf(m map[string]string) int {
-	n := 0
+// SizeOf returns the bytes of the texts of parameters or metadata, and more for each
+// entry.
+func SizeOf(m map[string]string, more int) int {
+	n := len(m) * more
 	for k, v := range m {
-		n += len(k) + len(v) + entryBytes
+		n += len(k) + len(v)
 	}
 	return n
 }

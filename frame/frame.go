@@ -34,13 +34,13 @@ type Frame struct {
 // HasChunk reports whether the frame carries a chunk.
 func (f *Frame) HasChunk() bool { return !f.Chunk.Tensor.IsZero() }
 
-// Empty reports whether there is nothing in the
+// Empty reports whether there is nothing in the frame.
 func (f *Frame) Empty() bool {
 	return f.Hello == nil && f.Drain == nil && !f.HasChunk() && len(f.Calls)+len(f.Descs)+len(f.Credits)+
 		len(f.Acks)+len(f.Cancels)+len(f.Failures)+len(f.Dones)+len(f.Summaries) == 0
 }
 
-// Reset empties the  The views of its chunk are forgotten, not released.
+// Reset empties the frame. The views of its chunk are forgotten, not released.
 func (f *Frame) Reset() {
 	was := *f
 	*f = Frame{}
@@ -156,7 +156,7 @@ type Summary struct {
 type Drain struct{ Reason string }
 
 // Chunk is one piece of a tensor. Data are the views its bytes lie in, in order,
-// borrowed from whoever made the
+// borrowed from whoever made the frame.
 type Chunk struct {
 	Tensor tensor.ID
 	Index  uint32

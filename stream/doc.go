@@ -1,7 +1,7 @@
 // Package stream is the session state machine: what may be sent next, given
 // what was received. It is pure: no goroutine, no lock, no clock, no socket;
 // time comes in as an argument and memory as borrowed views. internal/session
-// runs one Machine over one gRPC stream, the same on both sides.
+// runs one Machine over a connection of frames, the same on both sides.
 //
 // A Machine is made of calls, which move from state to state as the tables of
 // state.go say, a sender of this side's tensors and a receiver of the peer's. The

@@ -108,7 +108,7 @@ type Instant int64
 
 // retainedBy is what is retained of a call.
 func retainedBy(c *frame.Call) int {
-	n := len(c.Model) + entriesOf(c.Params)
+	n := len(c.Model) + frame.SizeOf(c.Params, entryBytes)
 	for _, b := range c.Inputs {
 		n += bindingBytes + len(b.Port)
 	}
@@ -117,17 +117,9 @@ func retainedBy(c *frame.Call) int {
 
 // retainedByDesc is what is retained for a tensor that is cut as geo says.
 func retainedByDesc(p *frame.Desc, geo tensor.Geometry) int {
-	n := tensorState + len(p.Port) + len(p.Name) + entriesOf(p.Metadata)
+	n := tensorState + len(p.Port) + len(p.Name) + frame.SizeOf(p.Metadata, entryBytes)
 	if !p.OnAllowance { // else, and above that number, they are in the budget
 		n += int(min(geo.Count(), frame.AllowanceChunks)) * assembler.ChunkOverhead
-	}
-	return n
-}
-
-func entriesOf(m map[string]string) int {
-	n := len(m) * entryBytes
-	for k, v := range m {
-		n += len(k) + len(v)
 	}
 	return n
 }

@@ -119,11 +119,7 @@ func check(list []Selection) (bytes int64, bad *frame.Error) {
 
 // bytes is what a selection takes while the pull lasts.
 func (w *Selection) bytes() int64 {
-	n := selectionBytes + len(w.Name) + rangeBytes*len(w.Held)
-	for k, v := range w.Params {
-		n += entryBytes + len(k) + len(v)
-	}
-	return int64(n)
+	return int64(selectionBytes + len(w.Name) + rangeBytes*len(w.Held) + frame.SizeOf(w.Params, entryBytes))
 }
 
 // selection sends what one selection picks. What is wrong with it, or with one of

@@ -190,16 +190,13 @@ func givenUp(p *frame.Failure) *frame.Error {
 // Cover says that the caller holds ranges, ascending and apart, of a tensor of
 // which the peer will send no more chunks: with them it is whole, or it failed.
 func (r *Receiver[P]) Cover(id tensor.ID, held []Range) {
-	t := r.tensors[id]
+	t, left := r.tensors[id], ranges(held)
 	if t == nil {
 		return
 	}
 	for i := range t.Geo.Count() {
 		off, n := t.Geo.Span(i)
-		for len(held) > 0 && held[0].Off+held[0].Len < off+n {
-			held = held[1:]
-		}
-		if covered := n > 0 && len(held) > 0 && held[0].Off <= off; !covered && !t.asm.Has(i) {
+		if !left.cover(off, n) && !t.asm.Has(i) {
 			r.fail(t, fmt.Errorf("%w: chunk %d of tensor %s did not come", ErrCorrupt, i, t.Tensor))
 			return
 		}

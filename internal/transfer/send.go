@@ -21,6 +21,18 @@ type Viewer interface {
 // Range is a range of a tensor's bytes.
 type Range struct{ Off, Len int64 }
 
+// ranges are ascending and apart.
+type ranges []Range
+
+// cover reports whether one of them holds all of [off, off+n), of a byte or more. It
+// forgets those that end before: off only ascends.
+func (r *ranges) cover(off, n int64) bool {
+	for len(*r) > 0 && (*r)[0].Off+(*r)[0].Len < off+n {
+		*r = (*r)[1:]
+	}
+	return n > 0 && len(*r) > 0 && (*r)[0].Off <= off
+}
+
 // Tensor is one tensor to send.
 type Tensor struct {
 	frame.Desc // of which Send sets SizeBytes and ChunkBytes
@@ -93,13 +105,10 @@ func (s *Sender) Send(ctx context.Context, t *Tensor) (codec.Digest, error) {
 	}
 	s.frame.Reset()
 	s.frame.Descs = append(s.frame.Descs, t.Desc)
-	held := t.Held
+	held := ranges(t.Held)
 	for i := range geo.Count() {
 		off, n := geo.Span(i)
-		for len(held) > 0 && held[0].Off+held[0].Len < off+n {
-			held = held[1:]
-		}
-		skip := n > 0 && len(held) > 0 && held[0].Off <= off
+		skip := held.cover(off, n)
 		if skip && hash == nil {
 			continue
 		}
