@@ -128,7 +128,7 @@ func Dial(target string, cfg Config) (*Client, error) {
 	}
 	conn, err := grpc.NewClient(target, options...)
 	if err != nil {
-		return nil, fmt.Errorf("client: %q is no address: %w; write host:port or unix:/path", target, err)
+		return nil, fmt.Errorf("client: %q is not an address: %w; write host:port or unix:/path", target, err)
 	}
 	return &Client{
 		cfg: cfg, conn: conn, stub: pb.NewTensorServiceClient(conn), pool: slab.NewPool(poolBytes, slab.System),
@@ -147,7 +147,7 @@ func checkAddress(target string) error {
 			return nil
 		}
 	}
-	return fmt.Errorf("client: %q is no address; write host:port or unix:/path", target)
+	return fmt.Errorf("client: %q is not an address; write host:port or unix:/path", target)
 }
 
 // Close ends every session and the connection, and waits for them. Closing twice is a
@@ -228,7 +228,7 @@ func ask[Q, A any](ctx context.Context, c *Client, call func(context.Context, Q,
 	}
 	e := sessionError(err)
 	if e.Code == codes.Unimplemented {
-		e.Message = fmt.Sprintf("what answers at %s is no tensorferry server: %s", c.conn.Target(), e.Message)
+		e.Message = fmt.Sprintf("what answers at %s is not a tensorferry server: %s", c.conn.Target(), e.Message)
 	}
 	return a, e
 }

@@ -145,7 +145,7 @@ func (i Info) Validate() error {
 			seen[p.Name] = true
 			for _, d := range p.DTypes {
 				if !d.Valid() {
-					return bad("port %q: %v is no data type", p.Name, d)
+					return bad("port %q: %v is not a data type", p.Name, d)
 				}
 			}
 			for axis, d := range p.Shape {

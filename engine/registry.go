@@ -19,10 +19,8 @@ var ErrExists = errors.New("engine: model exists")
 type Registry struct {
 	mu       sync.Mutex // guards all below
 	models   map[string]*entry
-	watchers map[*watcher]struct{}
+	watchers map[*func(name string, m Model)]struct{}
 }
-
-type watcher struct{ told func(name string, m Model) }
 
 type entry struct {
 	model Model
@@ -31,24 +29,23 @@ type entry struct {
 
 // NewRegistry returns an empty registry.
 func NewRegistry() *Registry {
-	return &Registry{models: make(map[string]*entry), watchers: make(map[*watcher]struct{})}
+	return &Registry{models: make(map[string]*entry), watchers: make(map[*func(string, Model)]struct{})}
 }
 
 // Watch tells of each model that is here now, and then of each that comes, also in
 // another's place, or goes (nil), in that order, until stop is called. It runs with
 // the registry locked: it must be quick and must not call the registry.
 func (r *Registry) Watch(told func(name string, m Model)) (stop func()) {
-	w := &watcher{told}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.watchers[w] = struct{}{}
+	r.watchers[&told] = struct{}{}
 	for name, e := range r.models {
 		told(name, e.model)
 	}
 	return func() {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		delete(r.watchers, w)
+		delete(r.watchers, &told)
 	}
 }
 
@@ -60,8 +57,8 @@ func (r *Registry) put(name string, e *entry) {
 	} else {
 		r.models[name], m = e, e.model
 	}
-	for w := range r.watchers {
-		w.told(name, m)
+	for told := range r.watchers {
+		(*told)(name, m)
 	}
 }
 

@@ -329,7 +329,7 @@ func TestABadTensorOfAPushFailsAloneAndSaysWhy(t *testing.T) {
 			c := sealed(id, 1, testkit.Bytes(1000, 1))
 			c.Codec = 1
 			return c
-		}), invalid, []string{"chunk 1", "no lz4 block of 32768", "send the tensor again"}},
+		}), invalid, []string{"chunk 1", "not an lz4 block of 32768", "send the tensor again"}},
 		"lz4 that makes less": {coded(32<<10, func(id []byte) *pb.Chunk {
 			return squeezed(id, 1, make([]byte, 32<<10-1))
 		}), invalid, []string{"chunk 1", "make 32767", "has 32768"}},
@@ -338,7 +338,7 @@ func TestABadTensorOfAPushFailsAloneAndSaysWhy(t *testing.T) {
 		}), invalid, []string{"chunk 1", "32768"}},
 		"an lz4 bomb": {coded(mib, func(id []byte) *pb.Chunk {
 			return squeezed(id, 1, make([]byte, 64*mib))
-		}), invalid, []string{"chunk 1", "no lz4 block of 1048576"}},
+		}), invalid, []string{"chunk 1", "not an lz4 block of 1048576"}},
 		"a wrong checksum": {func(p *pusher, o *parcel) {
 			p.announce(o)
 			c := o.chunk(1)

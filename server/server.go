@@ -130,7 +130,7 @@ func New(cfg Config) (*Server, error) {
 	}
 	for _, svc := range cfg.Services {
 		if svc.Listener == nil && (svc.MessageBytes > 0 || svc.FirstMessage > 0 || svc.Idle > 0) {
-			return nil, errors.New("server: Config.Services: a service without a Listener has the limits of the server")
+			return nil, errors.New("server: Config.Services: a service without a Listener has the limits of the server; give it one, or leave its own at 0")
 		}
 	}
 	cfg.setDefaults()
@@ -167,7 +167,9 @@ func New(cfg Config) (*Server, error) {
 			s.endpoints = append(s.endpoints, s.endpoint(svc))
 		}
 	}
-	s.health.serves(s.endpoints[0].grpc)
+	for _, e := range s.endpoints {
+		s.health.serves(e.grpc)
+	}
 	return s, nil
 }
 
@@ -285,6 +287,3 @@ func (s *Server) frames(conn grpc.ServerStream) *rateLimit {
 	one := s.connections.of(conn.Context())
 	return &rateLimit{frames: wire.NewConn(conn, &one.flight), thin: one.thin}
 }
-
-// String names the server in panics and tests.
-func (s *Server) String() string { return "tensorferry server (" + s.core.String() + ")" }

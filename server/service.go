@@ -175,6 +175,5 @@ func (s *Server) endpoint(svc Service) *endpoint {
 	if cfg.Reflection {
 		reflection.Register(e.grpc) // v1 and v1alpha
 	}
-	s.health.serves(e.grpc)
 	return e
 }

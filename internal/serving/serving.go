@@ -11,7 +11,6 @@ package serving
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"maps"
 	"slices"
@@ -155,6 +154,3 @@ func (c *Core) stats() (stream.Stats, int) {
 	}
 	return sum, len(open)
 }
-
-// String names the core in panics and tests.
-func (c *Core) String() string { return fmt.Sprintf("%d calls", c.gates[Calls].open.Load()) }

@@ -13,7 +13,7 @@ import (
 )
 
 // errMemory is wrapped when the memory budget has no room for a request now.
-var errMemory = errors.New("serving: out of memory for now")
+var errMemory = errors.New("serving: no room in the memory budget")
 
 // errDraining refuses what is new while the server drains.
 var errDraining error = TryLater(frame.Unavailable, "server is draining; use another one, or come back later")
