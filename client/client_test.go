@@ -578,7 +578,7 @@ func TestNoServerIsAClearErrorAtOnce(t *testing.T) {
 		"", "\x00", "foo", "localhost", "127.0.0.1:", "127.0.0.1:0", "127.0.0.1:65536", "127.0.0.1:http", "http://x:1", "unix:", "unix://",
 	} {
 		_, err = client.Dial(target, client.Config{})
-		require.ErrorContains(t, err, "is no address; write host:port or unix:/path", target)
+		require.ErrorContains(t, err, "is not an address; write host:port or unix:/path", target)
 	}
 	_, err = client.Dial(addr, client.Config{ChunkBytes: 4*mib + 1})
 	require.ErrorContains(t, err, "4194305")
@@ -607,7 +607,7 @@ func TestAServerOfAnotherKindIsAClearError(t *testing.T) {
 	require.ErrorContains(t, err, "TensorService")
 	_, err = c.Models(t.Context())
 	require.Equal(t, codes.Unimplemented, status.Code(err))
-	require.ErrorContains(t, err, "no tensorferry server")
+	require.ErrorContains(t, err, "not a tensorferry server")
 }
 
 func TestAServerThatNeverAnswersEndsWithOpenTimeoutOrTheContext(t *testing.T) {

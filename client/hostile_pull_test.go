@@ -199,7 +199,7 @@ func TestABadTensorOfAPullIsNeverTakenForAGoodOne(t *testing.T) {
 			x.desc.Shape, x.desc.SizeBytes, x.desc.ChunkBytes = []int64{mib}, mib, mib
 			x.chunks = x.chunks[:1]
 			squeezed(x.chunks[0], make([]byte, 64*mib))
-		}, invalid, "no lz4 block"},
+		}, invalid, "not an lz4 block"},
 		"a summary before the chunks":  {func(x *sent) { x.early = true }, codes.DataLoss, "did not come"},
 		"a summary of another content": {func(x *sent) { x.sum.Digest[3] ^= 1 }, codes.DataLoss, "pull it again"},
 		"a summary without a digest":   {func(x *sent) { x.sum.Digest = nil }, codes.DataLoss, "pull it again"},

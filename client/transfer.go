@@ -65,8 +65,8 @@ func summaryError(s *frame.Summary) error {
 	return &Error{Code: codes.Code(s.Code), Message: text, RetryAfter: time.Duration(s.RetryAfterMillis) * time.Millisecond}
 }
 
-// facts are what a push must know of the server before it begins: there are no answers
-// on the way.
+// facts are what a push must know of the server before it begins: it gets no answer
+// before its end.
 type facts struct {
 	chunkBytes int64
 	codecs     []codec.Codec

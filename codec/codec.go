@@ -110,7 +110,7 @@ func (s *scratch) decode(dst []byte, views [][]byte) error {
 	}
 	n, err := lz4.UncompressBlock(s.join(views, size), dst)
 	if err != nil {
-		return fmt.Errorf("%w: %d bytes are no lz4 block of %d", ErrDecode, size, len(dst))
+		return fmt.Errorf("%w: %d bytes are not an lz4 block of %d", ErrDecode, size, len(dst))
 	}
 	if n != len(dst) {
 		return fmt.Errorf("%w: %d bytes of lz4 make %d, the place has %d", ErrDecode, size, n, len(dst))

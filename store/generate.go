@@ -281,7 +281,7 @@ func (g *generated) parse(params map[string]string) (err error) {
 	}
 	if text, given := params["seed"]; given {
 		if g.seed, err = strconv.ParseUint(text, 10, 64); err != nil {
-			return fmt.Errorf("%w: seed %.*q is no whole number from 0 to 2^64-1", ErrParams, quoted, text)
+			return fmt.Errorf("%w: seed %.*q is not a whole number from 0 to 2^64-1", ErrParams, quoted, text)
 		}
 	}
 	g.fill, err = ParseFill(params["fill"], g.desc.DType)

@@ -206,14 +206,14 @@ func TestAGeneratorGivesViewsOfWhatItWasAskedFor(t *testing.T) {
 
 func TestAGeneratorSaysWhichParameterIsWrong(t *testing.T) {
 	for text, params := range map[string]map[string]string{
-		"shape is missing":             {},
-		`no parameter "size"`:          {"shape": "2", "size": "2"},
-		`"2x2"`:                        {"shape": "2x2"},
-		"float33":                      {"shape": "2", "dtype": "float33"},
-		`seed "-1" is no whole number`: {"shape": "2", "seed": "-1"},
-		`"noise" is not a fill`:        {"shape": "2", "fill": "noise"},
-		"use uniform":                  {"shape": "2", "fill": "normal", "dtype": "int8"},
-		"2^63":                         {"shape": "1099511627776,1099511627776"},
+		"shape is missing":                {},
+		`no parameter "size"`:             {"shape": "2", "size": "2"},
+		`"2x2"`:                           {"shape": "2x2"},
+		"float33":                         {"shape": "2", "dtype": "float33"},
+		`seed "-1" is not a whole number`: {"shape": "2", "seed": "-1"},
+		`"noise" is not a fill`:           {"shape": "2", "fill": "noise"},
+		"use uniform":                     {"shape": "2", "fill": "normal", "dtype": "int8"},
+		"2^63":                            {"shape": "1099511627776,1099511627776"},
 	} {
 		r, err := Generator()(t.Context(), params)
 		require.ErrorIs(t, err, ErrParams)

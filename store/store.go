@@ -39,7 +39,7 @@ var (
 	ErrRange = errors.New("store: outside the tensor")
 	// ErrLocked is wrapped when another process has the folder.
 	ErrLocked = errors.New("store: folder is in use")
-	// ErrUnavailable is wrapped when a store fails for now, such as when another machine
+	// ErrUnavailable is wrapped when a store fails for a while, such as when another machine
 	// does not answer; no store of this package does. A server's peers are told to retry;
 	// the text goes to its log.
 	ErrUnavailable = errors.New("store: unavailable")

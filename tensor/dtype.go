@@ -153,7 +153,7 @@ func Slice[T Element](t Tensor) ([]T, error) {
 		}
 	}
 	if len(t.Data)%size != 0 {
-		return nil, fmt.Errorf("%w: %d bytes are no whole number of %v", ErrShape, len(t.Data), t.DType)
+		return nil, fmt.Errorf("%w: %d bytes are not a whole number of %v", ErrShape, len(t.Data), t.DType)
 	}
 	p := unsafe.Pointer(unsafe.SliceData(t.Data))
 	if uintptr(p)%unsafe.Alignof(z) != 0 {

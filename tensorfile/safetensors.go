@@ -88,7 +88,7 @@ func OpenSafetensors(path string) (*Safetensors, error) {
 // file. The result shares data with the caller, who may not change it before Close.
 func ParseSafetensors(data []byte) (*Safetensors, error) {
 	if len(data) < lengthBytes {
-		return nil, fmt.Errorf("%w: safetensors: %d bytes are no file; the header length alone takes %d",
+		return nil, fmt.Errorf("%w: safetensors: %d bytes are not a file; the header length alone takes %d",
 			ErrFormat, len(data), lengthBytes)
 	}
 	n := binary.LittleEndian.Uint64(data)
@@ -178,7 +178,7 @@ func ParseSafetensorsHeader(header []byte, dataBytes int64) ([]Entry, map[string
 	case len(header) > MaxSafetensorsHeader:
 		p.fail("header of %d bytes is over the limit of %d", len(header), MaxSafetensorsHeader)
 	case len(text) == 0 || text[0] != '{' || text[len(text)-1] != '}':
-		p.fail("the header is no object padded with spaces; is this a safetensors file?")
+		p.fail("the header is not an object padded with spaces; is this a safetensors file?")
 	case !utf8.Valid(text) || !json.Valid(text):
 		p.fail("the header is not JSON in UTF-8")
 	default:
@@ -302,7 +302,7 @@ func (p *headerParser) next() json.Token {
 // the value. A key that comes twice is refused.
 func (p *headerParser) object(what string, member func(key string)) {
 	if p.next() != json.Delim('{') {
-		p.fail("%q is no object", what)
+		p.fail("%q is not an object", what)
 	}
 	seen := map[string]bool{}
 	for p.err == nil && p.dec.More() {

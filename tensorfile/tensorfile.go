@@ -36,7 +36,7 @@ func openFile(path string) (*os.File, int, error) {
 		return nil, 0, fmt.Errorf("tensorfile: %w", err)
 	}
 	if !info.Mode().IsRegular() {
-		return nil, 0, fmt.Errorf("%w: %s is no regular file; read it as a stream", ErrUnsupported, path)
+		return nil, 0, fmt.Errorf("%w: %s is not a regular file; read it as a stream", ErrUnsupported, path)
 	}
 	f, err := os.Open(path)
 	if err != nil {

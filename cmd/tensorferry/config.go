@@ -82,7 +82,7 @@ func (o origins) apply(flags *pflag.FlagSet, layer *koanf.Koanf, where string, n
 	for _, key := range slices.Sorted(maps.Keys(values)) {
 		f := flags.Lookup(key)
 		if f == nil || slices.Contains(notSettings, key) {
-			return usage("%s is no setting; the nearest is %s", name(key), name(nearest(key, settings(flags))))
+			return usage("%s is not a setting; the nearest is %s", name(key), name(nearest(key, settings(flags))))
 		}
 		if f.Changed {
 			continue
@@ -229,7 +229,7 @@ func countVar(f *pflag.FlagSet, v *int, name string, value int, text string) {
 	f.Var(bounded[int]{v, int64(value), 1, math.MaxInt32, "count", func(text string) (int64, error) {
 		n, err := strconv.ParseInt(text, 10, 64)
 		if err != nil {
-			err = errors.New("it is no whole number")
+			err = errors.New("it is not a whole number")
 		}
 		return n, err
 	}, func(n int64) string { return strconv.FormatInt(n, 10) }}, name, text)
@@ -241,7 +241,7 @@ func durationVar[T ~int64](f *pflag.FlagSet, v *T, name string, value T, least t
 	f.Var(bounded[T]{v, int64(value), int64(least), int64(365 * 24 * time.Hour), "duration", func(text string) (int64, error) {
 		d, err := time.ParseDuration(text)
 		if err != nil {
-			err = errors.New("it is no time; write 10s, 1m30s or 250ms")
+			err = errors.New("it is not a duration; write 10s, 1m30s or 250ms")
 		}
 		return int64(d), err
 	}, func(n int64) string { return shortDuration(time.Duration(n)) }}, name, text)

@@ -88,22 +88,22 @@ func TestAMistakeInTheConfigNamesItsKey(t *testing.T) {
 		file    string
 		want    string
 	}{
-		"an unknown key":               {file: "max-cals: 3", want: `max-cals in .*ferry.yaml is no setting; the nearest is max-calls in`},
-		"an unknown variable":          {environ: []string{"TENSORFERRY_MAX_TENSR=3"}, want: "TENSORFERRY_MAX_TENSR is no setting; the nearest is TENSORFERRY_MAX_TENSOR$"},
-		"a key of the command line":    {file: "print-config: true", want: "print-config in .* is no setting"},
-		"a group of keys":              {file: "listen:\n  address: x", want: `listen.address in .* is no setting; the nearest is`},
-		"a size":                       {file: "memory: 12 parsecs", want: `memory in .*: "12 parsecs": .*is no size; write`},
-		"a size of the environment":    {environ: []string{"TENSORFERRY_MEMORY=lots"}, want: `TENSORFERRY_MEMORY: "lots": .*is no size`},
+		"an unknown key":               {file: "max-cals: 3", want: `max-cals in .*ferry.yaml is not a setting; the nearest is max-calls in`},
+		"an unknown variable":          {environ: []string{"TENSORFERRY_MAX_TENSR=3"}, want: "TENSORFERRY_MAX_TENSR is not a setting; the nearest is TENSORFERRY_MAX_TENSOR$"},
+		"a key of the command line":    {file: "print-config: true", want: "print-config in .* is not a setting"},
+		"a group of keys":              {file: "listen:\n  address: x", want: `listen.address in .* is not a setting; the nearest is`},
+		"a size":                       {file: "memory: 12 parsecs", want: `memory in .*: "12 parsecs": .*is not a size; write`},
+		"a size of the environment":    {environ: []string{"TENSORFERRY_MEMORY=lots"}, want: `TENSORFERRY_MEMORY: "lots": .*is not a size`},
 		"a size over its most":         {file: "max-chunk: 5MiB", want: "max-chunk in .*: give 1 to 4MiB"},
 		"none at all":                  {file: "max-calls: 0", want: "max-calls in .*: give 1 to 2147483647"},
-		"no number":                    {file: "max-calls: many", want: `max-calls in .*: "many": it is no whole number`},
-		"a number without a unit":      {file: "drain: 10", want: "drain in .*: it is no time; write 10s"},
+		"no number":                    {file: "max-calls: many", want: `max-calls in .*: "many": it is not a whole number`},
+		"a number without a unit":      {file: "drain: 10", want: "drain in .*: it is not a duration; write 10s"},
 		"a time in the past":           {file: "memory-wait: -1s", want: "memory-wait in .*: give 1ms to 8760h"},
 		"no word":                      {file: "log-level: loud", want: "log-level in .*: give info or debug or warn or error"},
 		"no boolean":                   {file: "insecure: perhaps", want: "insecure in .*perhaps"},
 		"no value":                     {file: "listen:", want: "listen in .*: there is no value"},
 		"nothing for the store":        {file: `store: ""`, want: "store in .*: give memory, memory:2GiB or a folder"},
-		"a store of no size":           {file: `store: "memory:"`, want: "store in .*no size"},
+		"a store of no size":           {file: `store: "memory:"`, want: "store in .*not a size"},
 		"a store of nothing":           {file: "store: memory:0", want: "store in .*give 1MiB or more, or memory"},
 		"a store for nothing":          {file: "store: memory:5", want: "store in .*give 1MiB or more, or memory"},
 		"a list for one value":         {file: "listen: [a, b]", want: "listen in .*: it takes one value, not a list"},
@@ -111,7 +111,7 @@ func TestAMistakeInTheConfigNamesItsKey(t *testing.T) {
 		"no map":                       {file: "- listen", want: "config file .*ferry.yaml: "},
 		"no YAML":                      {file: "listen: [", want: "config file .*ferry.yaml: "},
 		"a file that is not there":     {environ: []string{"TENSORFERRY_CONFIG=/no/such.yaml"}, want: "config file /no/such.yaml: .*no such file"},
-		"a mistake that is overridden": {environ: []string{"TENSORFERRY_MAX_CALLS=2"}, file: "max-calls: many", want: "max-calls in .*no whole number"},
+		"a mistake that is overridden": {environ: []string{"TENSORFERRY_MAX_CALLS=2"}, file: "max-calls: many", want: "max-calls in .*not a whole number"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, _, err := configured(t, nil, tc.environ, tc.file)

@@ -249,13 +249,13 @@ func connectionHint(c *cobra.Command, err error) string {
 	}
 	switch text := err.Error(); {
 	case errors.Is(err, client.ErrNoAnswer):
-		return "something listens there and says nothing: a server that hangs, or none of tensorferry's"
+		return "something listens there and says nothing: a server that hangs, or not a tensorferry server"
 	case strings.Contains(text, noHost):
 		return "name the server with " + flag + " host:port"
 	case strings.Contains(text, "while dialing"), strings.Contains(text, "name resolver"):
 		return "is the server running? start one with tensorferry serve, or name it with " + flag + " host:port"
 	case strings.Contains(text, "server preface"):
-		return "something answers there, but it is no tensorferry server"
+		return "something answers there, but it is not a tensorferry server"
 	case errors.Is(err, client.ErrDraining), errors.As(err, &e) && e.RetryAfter > 0:
 		return "the server takes nothing now: try again later"
 	}

@@ -96,7 +96,7 @@ func neither(text, file string, err error) error {
 	if text == file || !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	return hinted{err, fmt.Sprintf("there is no file %q, and none %q either", file, text)}
+	return hinted{err, fmt.Sprintf("neither file %q nor file %q exists", file, text)}
 }
 
 // memberOf splits FILE.safetensors:name; path is file if it is nothing of the kind.

@@ -101,7 +101,7 @@ func noCommand(root *cobra.Command, args []string) error {
 	return usageError{err}
 }
 
-// many is no limit of takes.
+// many, given to takes, sets no limit.
 const many = math.MaxInt
 
 // takes checks that a command has an argument for each of its needs, and at most most.

@@ -393,7 +393,7 @@ func listen(flag, address string, insecure bool) (net.Listener, error) {
 		return l, listenError(flag, address, err)
 	}
 	if _, _, err := net.SplitHostPort(address); err != nil {
-		return nil, usage("--%s %q is no address: %v; write host:port or unix:/path", flag, address, err)
+		return nil, usage("--%s %q is not an address: %v; write host:port or unix:/path", flag, address, err)
 	}
 	if !insecure && exposed(address) {
 		return nil, usage("--%s %s would be open to other machines without encryption or authentication; add --insecure if that is what you want", flag, address)

@@ -29,7 +29,7 @@ func parseSize(text string) (int64, error) {
 	}
 	i := slices.IndexFunc(units, func(u sizeUnit) bool { return strings.EqualFold(u.name, unit) })
 	if digits == 0 || i < 0 {
-		return 0, fmt.Errorf("%q is no size; write a whole number of bytes, or with kB, MB, GB, TB, KiB, MiB, GiB or TiB", text)
+		return 0, fmt.Errorf("%q is not a size; write a whole number of bytes, or with kB, MB, GB, TB, KiB, MiB, GiB or TiB", text)
 	}
 	n, err := strconv.ParseInt(text[:digits], 10, 64)
 	if err != nil || n > math.MaxInt64/units[i].bytes {

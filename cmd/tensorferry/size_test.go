@@ -18,8 +18,8 @@ func TestSizesAreBytesOrWholeUnits(t *testing.T) {
 		}
 	}
 	for text, want := range map[string]string{
-		"": "no size", "MiB": "no size", "-1": "no size", "+1": "no size", "1.5GiB": "no size", "2G": "no size", "1 ": "no size", "1  GB": "no size",
-		" 1": "no size", "1e9": "no size", "0x10": "no size", "1_000": "no size", "12 parsecs": "no size", "1EiB": "no size",
+		"": "not a size", "MiB": "not a size", "-1": "not a size", "+1": "not a size", "1.5GiB": "not a size", "2G": "not a size", "1 ": "not a size", "1  GB": "not a size",
+		" 1": "not a size", "1e9": "not a size", "0x10": "not a size", "1_000": "not a size", "12 parsecs": "not a size", "1EiB": "not a size",
 		"9223372036854775808": "more than fits", "8388608TiB": "more than fits", "99999999999999999999 GB": "more than fits",
 	} {
 		if n, err := parseSize(text); err == nil || !strings.Contains(err.Error(), want) {

@@ -159,7 +159,7 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 		}
 		switch _, bad := path.Match(n, ""); {
 		case bad != nil && status.Code(err) == codes.InvalidArgument:
-			return nil, usage("%q is no name and no glob: a [ lacks its ], or a \\ the letter behind it", n)
+			return nil, usage("%q is neither a name nor a glob: a [ lacks its ], or a \\ the letter behind it", n)
 		case err != nil:
 			return nil, err
 		case len(found) == 0:

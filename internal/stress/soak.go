@@ -217,7 +217,7 @@ func (s *soak) look(ctx context.Context) error {
 	for _, j := range jobs {
 		tally = append(tally, fmt.Sprintf("%s %d", j.name, s.done[j.name].Load()))
 	}
-	fmt.Fprintf(s.out, "  done so far %s; refused for now %d\n", strings.Join(tally, ", "), s.busy.Load())
+	fmt.Fprintf(s.out, "  done so far %s; refused as busy %d\n", strings.Join(tally, ", "), s.busy.Load())
 	return nil
 }
 
