@@ -83,21 +83,30 @@ func New(c Config) *Engine {
 // stay readable until they are released. It never blocks, and may be called from Start.
 // Once lost, a second loss changes nothing.
 func (e *Engine) Lost(cause error) {
-	e.mu.Lock()
-	if e.lost != nil {
-		e.mu.Unlock()
-		return
-	}
-	err := fmt.Errorf("%w: device %s is lost: %w", engine.ErrUnavailable, e.cfg.Name, cause)
-	e.tell(err)
-	runs := slices.Collect(maps.Keys(e.runs))
-	e.mu.Unlock()
-	for _, r := range runs {
-		r.lose(err)
+	for _, r := range e.end("is lost", cause) {
+		r.lose()
 	}
 }
 
-// Back says, some time after Lost has returned, that the device computes again.
+// Hung says that the device does not answer. It is Lost, but the blocks that were
+// started stay the device's until it ends them, or is lost: a run that is closed
+// before waits for them, and then abandons their memory.
+func (e *Engine) Hung(cause error) { e.end("hangs", cause) }
+
+// end ends every run, and returns them. The first cause stands.
+func (e *Engine) end(how string, cause error) []*run {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.lost == nil {
+		e.tell(fmt.Errorf("%w: device %s %s: %w", engine.ErrUnavailable, e.cfg.Name, how, cause))
+	}
+	for r := range e.runs {
+		r.cancel(e.lost)
+	}
+	return slices.Collect(maps.Keys(e.runs))
+}
+
+// Back says, some time after Lost or Hung has returned, that the device computes again.
 func (e *Engine) Back() {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -509,6 +509,79 @@ func TestCloseDoesNotWaitForEverForWhatIsNotGivenBack(t *testing.T) {
 	}
 }
 
+func TestADeviceThatHangsEndsItsRunsAndKeepsTheirMemory(t *testing.T) {
+	for name, lost := range map[string]bool{"until it answers": false, "until it is lost": true} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				h, hold, silence := newHost(t, config{Workers: 1}), make(chan struct{}), errors.New("silence")
+				r := filledRun(t, h, func(context.Context, RowBlock) error { <-hold; return nil }, false)
+				synctest.Wait()
+				h.Hung(silence)
+				if _, err := r.Next(t.Context()); !errors.Is(err, engine.ErrUnavailable) || !errors.Is(err, silence) {
+					t.Errorf("Next returned %v, want ErrUnavailable and why", err)
+				}
+				if _, err := byteModel(t, h, 1, false, nil).Open(t.Context(), bytesCall(1, 1, 1)); !errors.Is(err, silence) {
+					t.Errorf("Open returned %v, want why it does not open", err)
+				}
+				if lost {
+					h.Lost(errors.New("reset"))
+				}
+				if err := r.Close(); errors.Is(err, engine.ErrLost) == lost {
+					t.Errorf("Close returned %v", err)
+				}
+				if slabs, _ := h.Pool().Live(); slabs != map[bool]int64{false: 2, true: 0}[lost] {
+					t.Errorf("after Close %d slabs are held", slabs)
+				}
+				close(hold)
+				synctest.Wait()
+				idle(t, h)
+				h.Back()
+				if err := openBytes(t.Context(), t, byteModel(t, h, 1, false, nil), 1, 1, 1).Close(); err != nil {
+					t.Error(err)
+				}
+			})
+		})
+	}
+}
+
+func TestAQueueKeepsItsOrderWithoutWhatIsTaken(t *testing.T) {
+	one, two := &run{ctx: t.Context()}, &run{ctx: context.WithoutCancel(t.Context())}
+	for script := range 1 << 6 {
+		var q Queue
+		var works, kept, taken []*Work
+		for i := range 6 {
+			w := &Work{run: one}
+			if script>>i&1 == 1 {
+				w.run = two
+				taken = append(taken, w)
+			} else {
+				kept = append(kept, w)
+			}
+			works = append(works, w)
+			q.Push(w)
+		}
+		if q.Head() != works[0] {
+			t.Fatalf("script %b: the head is not the first", script)
+		}
+		out := q.Take(two.ctx)
+		last := &Work{run: one} // and one more behind what is left
+		q.Push(last)
+		for _, of := range []struct {
+			q    *Queue
+			want []*Work
+		}{{&out, taken}, {&q, append(kept, last)}} {
+			for i, w := range of.want {
+				if got := of.q.Pop(); got != w {
+					t.Fatalf("script %b: block %d is another", script, i)
+				}
+			}
+			if of.q.Pop() != nil || of.q.Head() != nil {
+				t.Fatalf("script %b: there is one too many", script)
+			}
+		}
+	}
+}
+
 func TestADeadlineIsTheCause(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h := newHost(t, config{Workers: 1})

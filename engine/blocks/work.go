@@ -34,10 +34,10 @@ type Times struct{ H2D, Compute, D2H time.Duration }
 // of the device's after Done.
 type Work struct {
 	RowBlock
-	Program any   // what the model's Bound says
-	Next    *Work // the device's, for a queue of them
+	Program any // what the model's Bound says
 
 	run     *run
+	next    *Work // in a Queue
 	state   workState
 	index   int64
 	slot    *slot // its input; nil from InputFree on
@@ -255,10 +255,9 @@ func (w *Work) released(port int) {
 	r.launch()
 }
 
-// lose ends the run and takes back the blocks that its device had. One that is on
-// its way into Start is met there by a context that has ended.
-func (r *run) lose(cause error) {
-	r.cancel(cause)
+// lose takes back the blocks that a device had, when the run has ended. One that is
+// on its way into Start is met there by a context that has ended.
+func (r *run) lose() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, w := range r.works {

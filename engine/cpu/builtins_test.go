@@ -12,6 +12,7 @@ import (
 	"github.com/x448/float16"
 
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/builtin"
 	"github.com/tensorferry/tensorferry/engine/enginetest"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -29,7 +30,7 @@ func find(h *Host, name string) engine.Model {
 	return nil
 }
 
-func builtin(name string) func(testing.TB, int64) enginetest.Subject {
+func onHost(name string) func(testing.TB, int64) enginetest.Subject {
 	return enginetest.On(newHost, func(h *Host) (engine.Model, error) { return find(h, name), nil })
 }
 
@@ -54,7 +55,7 @@ func TestTheBuiltInModelsPassTheSuite(t *testing.T) {
 		}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c.New, c.Inputs, c.Empty, c.Scalar = builtin(name), x, empty, scalar
+			c.New, c.Inputs, c.Empty, c.Scalar = onHost(name), x, empty, scalar
 			enginetest.Run(t, c)
 		})
 	}
@@ -100,8 +101,8 @@ var naive = map[tensor.DataType]func(b []byte) bool{
 }
 
 func TestReLUEqualsTheNaiveOneForEveryBitPattern(t *testing.T) {
-	if len(naive) != len(relus) {
-		t.Fatalf("%d data types are tested, %d implemented", len(naive), len(relus))
+	if types := builtin.ReLU.Inputs[0].DTypes; len(naive) != len(types) {
+		t.Fatalf("%d data types are tested, %d implemented", len(naive), len(types))
 	}
 	for d, keep := range naive {
 		t.Run(d.String(), func(t *testing.T) {
@@ -119,7 +120,7 @@ func TestReLUEqualsTheNaiveOneForEveryBitPattern(t *testing.T) {
 				copy(x[64*i:], bits)
 			}
 			y := append([]byte(nil), x...)
-			relus[d].apply(y)
+			relu(builtin.WordsOf(d), y)
 			for i := 0; i < len(x); i += size {
 				want := make([]byte, size)
 				if keep(x[i : i+size]) {

@@ -71,11 +71,11 @@ func (h *Host) Close() {
 type workers struct {
 	all sync.WaitGroup
 
-	mu         sync.Mutex   // guards all below
-	more       sync.Cond    // the queue grew, or closed
-	head, tail *blocks.Work // the queue
-	seats      int          // blocks that may be computed at a time, less those that are
-	closed     bool
+	mu     sync.Mutex // guards all below
+	more   sync.Cond  // the queue grew, or closed
+	queue  blocks.Queue
+	seats  int // blocks that may be computed at a time, less those that are
+	closed bool
 }
 
 // Start implements blocks.Device. No worker is woken for a block that the taker of
@@ -88,14 +88,8 @@ func (p *workers) Start(w *blocks.Work) {
 		return
 	}
 	defer p.mu.Unlock()
-	w.Next = nil
-	if p.head == nil {
-		p.head = w
-	} else {
-		p.tail.Next = w
-	}
-	p.tail = w
-	if p.head != w || !w.Offer() {
+	p.queue.Push(w)
+	if p.queue.Head() != w || !w.Offer() {
 		p.more.Signal()
 	}
 }
@@ -111,24 +105,10 @@ func (p *workers) end(w *blocks.Work) {
 
 // Cancel implements blocks.Canceler.
 func (p *workers) Cancel(run context.Context) {
-	var over *blocks.Work
 	p.mu.Lock()
-	at := &p.head
-	p.tail = nil
-	for w := p.head; w != nil; {
-		next := w.Next
-		if w.Context() == run {
-			w.Next, over = over, w
-		} else {
-			*at, at, p.tail = w, &w.Next, w
-		}
-		w = next
-	}
-	*at = nil
+	over := p.queue.Take(run)
 	p.mu.Unlock()
-	for over != nil {
-		w := over
-		over = w.Next
+	for w := over.Pop(); w != nil; w = over.Pop() {
 		p.end(w)
 	}
 }
@@ -137,10 +117,10 @@ func (p *workers) Cancel(run context.Context) {
 func (p *workers) work() {
 	for {
 		p.mu.Lock()
-		for !p.closed && (p.head == nil || p.seats == 0) {
+		for !p.closed && (p.queue.Head() == nil || p.seats == 0) {
 			p.more.Wait()
 		}
-		closed, w := p.closed, p.head
+		closed, w := p.closed, p.queue.Head()
 		if w == nil {
 			p.mu.Unlock()
 			return
@@ -159,7 +139,7 @@ func (p *workers) work() {
 // Help implements blocks.Helper, if a seat is free.
 func (p *workers) Help(w *blocks.Work) bool {
 	p.mu.Lock()
-	if p.head != w || p.seats == 0 || p.closed {
+	if p.queue.Head() != w || p.seats == 0 || p.closed {
 		p.mu.Unlock()
 		return false
 	}
@@ -174,9 +154,7 @@ func (p *workers) Help(w *blocks.Work) bool {
 // queued behind one that woke no worker: its own wake-up then went to the first.
 func (p *workers) pop() {
 	p.seats--
-	if p.head = p.head.Next; p.head == nil {
-		p.tail = nil
-	} else if p.seats > 0 {
+	if p.queue.Pop(); p.queue.Head() != nil && p.seats > 0 {
 		p.more.Signal()
 	}
 }
@@ -186,7 +164,7 @@ func (p *workers) leave() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.seats++
-	if p.head != nil {
+	if p.queue.Head() != nil {
 		p.more.Signal()
 	}
 }

@@ -117,7 +117,7 @@ func TestABlockBehindOneThatWokeNoWorkerIsComputed(t *testing.T) {
 		}
 		slow := filled(10, func(context.Context, RowBlock) error { <-hold; return nil })
 		synctest.Wait()
-		if h.workers.head == nil {
+		if h.workers.queue.Head() == nil {
 			t.Fatal("the block of a small call woke a worker")
 		}
 		fast := filled((1 << 20), nil)

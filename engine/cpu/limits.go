@@ -1,15 +1,9 @@
 package cpu
 
-import "time"
-
 const (
 	// defaultMemory is a host's budget when nobody says: enough for sixty runs
 	// at full depth. A server sets its own share of the process' memory.
 	defaultMemory = 1 << 30
-
-	// maxDelay bounds what a caller may ask the slow model to sleep per block:
-	// longer than any test waits, shorter than what looks like a hang.
-	maxDelay = time.Minute
 
 	// tileRows is the height of the tiles that a stack model works through. With
 	// panelWidth columns it stays below four of gonum's 64 × 64 blocks, from

@@ -1,0 +1,44 @@
+package blocks
+
+import "context"
+
+// Queue is a device's queue of blocks, first in, first out. The zero value is empty.
+// The device guards it.
+type Queue struct{ head, tail *Work }
+
+// Head returns the first block, nil without one.
+func (q *Queue) Head() *Work { return q.head }
+
+// Push adds a block at the end.
+func (q *Queue) Push(w *Work) {
+	w.next = nil
+	if q.head == nil {
+		q.head = w
+	} else {
+		q.tail.next = w
+	}
+	q.tail = w
+}
+
+// Pop takes the first block, nil without one.
+func (q *Queue) Pop() *Work {
+	w := q.head
+	if w != nil {
+		q.head = w.next
+	}
+	return w
+}
+
+// Take takes the blocks of a run out, in order.
+func (q *Queue) Take(run context.Context) (taken Queue) {
+	all := *q
+	*q = Queue{}
+	for w := all.Pop(); w != nil; w = all.Pop() {
+		if w.Context() == run {
+			taken.Push(w)
+		} else {
+			q.Push(w)
+		}
+	}
+	return taken
+}
