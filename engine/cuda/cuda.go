@@ -1,0 +1,55 @@
+// Package cuda runs models on NVIDIA GPUs: a block is received into page-locked
+// memory, copied to the device, computed and copied back while later ones are still
+// on the wire.
+//
+// It needs a C compiler to build, and only NVIDIA's driver to run, which it opens by
+// name: without cgo or a driver Open says so, and everything else works. It refuses
+// to wait for a device on a caller's goroutine. Memory is lent for input and shared
+// for results as package engine/blocks says; weights are copied. Hosts and models
+// are safe for concurrent use.
+package cuda
+
+import (
+	"log/slog"
+	"time"
+)
+
+// Config says which device a Host is, and what it may use. The zero value works.
+type Config struct {
+	// Library is the driver to open. Empty means libcuda.so.1, as the dynamic linker
+	// finds it.
+	Library string
+	// Device counts from 0, in the driver's order.
+	Device int
+	// PinnedBytes is the most page-locked memory that runs may hold at a time, and the
+	// most that is kept for reuse. Zero means 256 MiB.
+	PinnedBytes int64
+	// Hang is how long a block may be on the device without an end before the device
+	// is said to hang. Zero means 30 s.
+	Hang time.Duration
+	// Log hears what becomes of the device. Nil discards it.
+	Log *slog.Logger
+}
+
+func (c *Config) setDefaults() {
+	if c.Library == "" {
+		c.Library = library
+	}
+	if c.PinnedBytes <= 0 {
+		c.PinnedBytes = defaultPinned
+	}
+	if c.Hang <= 0 {
+		c.Hang = hangWait
+	}
+	if c.Log == nil {
+		c.Log = slog.New(slog.DiscardHandler)
+	}
+}
+
+// Device is what a driver says of a device.
+type Device struct {
+	Name         string // such as "NVIDIA H200"
+	Memory       int64  // bytes
+	Major, Minor int    // compute capability
+	Driver       int    // the newest CUDA that the driver knows: 12040 is 12.4
+}

@@ -1,0 +1,629 @@
+//go:build linux && cgo
+
+package cuda_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/engine/cuda"
+	"github.com/tensorferry/tensorferry/engine/cuda/fakecuda"
+	"github.com/tensorferry/tensorferry/engine/enginetest"
+	"github.com/tensorferry/tensorferry/engine/stack"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+const mib = 1 << 20
+
+// rig is a fake driver, and hosts on it.
+type rig struct {
+	*fakecuda.Driver
+	path string
+	log  bytes.Buffer
+	mu   sync.Mutex // guards log
+}
+
+// newRig resets the driver. At the end of the test nothing of it may be left.
+func newRig(t testing.TB, options ...string) *rig {
+	t.Helper()
+	path := fakecuda.Build(t, options...)
+	r := &rig{Driver: fakecuda.Open(t, path), path: path}
+	t.Cleanup(func() {
+		if live := r.Live(); live != (fakecuda.Live{}) {
+			t.Errorf("left on the driver: %+v", live)
+		}
+		if bad := r.Violations(); len(bad) > 0 {
+			t.Errorf("violations: %s", strings.Join(bad, "\n"))
+		}
+	})
+	testkit.Start(t)
+	return r
+}
+
+func (r *rig) Write(p []byte) (int, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.log.Write(p)
+}
+
+func (r *rig) logged() string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.log.String()
+}
+
+func (r *rig) config(memory int64) cuda.Config {
+	return cuda.Config{Library: r.path, PinnedBytes: memory, Log: slog.New(slog.NewTextHandler(r, nil))}
+}
+
+// open opens a host, which the end of the test closes.
+func (r *rig) open(t testing.TB, c cuda.Config) *cuda.Host {
+	t.Helper()
+	h, err := cuda.Open(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(h.Close)
+	return h
+}
+
+func (r *rig) host(memory int64) *cuda.Host {
+	h, err := cuda.Open(r.config(memory))
+	if err != nil {
+		panic(err)
+	}
+	return h
+}
+
+func builtin(t testing.TB, all []engine.Model, name string) engine.Model {
+	t.Helper()
+	i := slices.IndexFunc(all, func(m engine.Model) bool { return m.Info().Name == name })
+	if i < 0 {
+		t.Fatalf("no model %q", name)
+	}
+	return all[i]
+}
+
+// floats are normally distributed.
+func floats(seed uint64, shape ...int64) tensor.Tensor {
+	n := int64(1)
+	for _, d := range shape {
+		n *= d
+	}
+	r, data := rand.New(rand.NewPCG(seed, 0)), make([]byte, 4*n)
+	for i := range n {
+		binary.LittleEndian.PutUint32(data[4*i:], math.Float32bits(float32(r.NormFloat64())))
+	}
+	return tensor.Tensor{Desc: tensor.Desc{DType: tensor.Float32, Shape: shape}, Data: data}
+}
+
+// onCPU computes with a model of the CPU engine.
+func onCPU(t testing.TB, name string, params map[string]string) func([]tensor.Tensor) ([]tensor.Tensor, error) {
+	h := cpu.NewHost(cpu.HostConfig{})
+	t.Cleanup(h.Close)
+	m := builtin(t, cpu.Builtins(h), name)
+	return func(in []tensor.Tensor) ([]tensor.Tensor, error) {
+		return engine.Compute(context.Background(), m, params, in...)
+	}
+}
+
+func TestTheBuiltInModelsPassTheSuiteAndEqualTheCPUs(t *testing.T) {
+	r := newRig(t)
+	for name, params := range map[string]map[string]string{
+		"echo": nil, "relu": nil, "sink": nil, "affine": {"a": "-1.5", "b": "0.3"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			enginetest.Run(t, enginetest.Case{
+				New: enginetest.On(r.host, func(h *cuda.Host) (engine.Model, error) {
+					return builtin(t, cuda.Builtins(h), name), nil
+				}),
+				Inputs: []tensor.Tensor{floats(1, 3, 40, 25)},
+				Empty:  []tensor.Tensor{{Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{4, 0, 2}}, Data: []byte{}}},
+				Scalar: []tensor.Tensor{floats(2)},
+				Params: params, Want: onCPU(t, name, params),
+			})
+		})
+	}
+}
+
+func TestReLUAndAffineEqualTheCPUsInEveryDataType(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(64*mib))
+	random := rand.New(rand.NewPCG(7, 7))
+	for name, params := range map[string]map[string]string{"relu": nil, "affine": {"a": "3.25", "b": "-1e-3"}} {
+		m, want := builtin(t, cuda.Builtins(h), name), onCPU(t, name, params)
+		for _, d := range m.Info().Inputs[0].DTypes {
+			for _, n := range []int{1, 3, 8, 1001} { // also such that end within a word
+				x := tensor.Tensor{Desc: tensor.Desc{DType: d, Shape: tensor.Shape{int64(n)}}, Data: make([]byte, n*d.Bits()/8)}
+				for i := range x.Data {
+					x.Data[i] = byte(random.Uint32())
+				}
+				got, err := engine.Compute(t.Context(), m, params, x)
+				require.NoError(t, err)
+				expected, err := want([]tensor.Tensor{x})
+				require.NoError(t, err)
+				if name == "affine" { // a NaN is any NaN
+					got[0], expected[0] = quiet(got[0]), quiet(expected[0])
+				}
+				require.NoError(t, enginetest.Equal(got, expected), "%s of %v", name, x.Desc)
+			}
+		}
+	}
+}
+
+// quiet makes every NaN the same.
+func quiet(x tensor.Tensor) tensor.Tensor {
+	if x.DType == tensor.Float32 {
+		for i := 0; i < len(x.Data); i += 4 {
+			if v := math.Float32frombits(binary.LittleEndian.Uint32(x.Data[i:])); v != v {
+				binary.LittleEndian.PutUint32(x.Data[i:], 0x7fc00000)
+			}
+		}
+		return x
+	}
+	for i := 0; i < len(x.Data); i += 8 {
+		if v := math.Float64frombits(binary.LittleEndian.Uint64(x.Data[i:])); v != v {
+			binary.LittleEndian.PutUint64(x.Data[i:], 0x7ff8<<48)
+		}
+	}
+	return x
+}
+
+// mlp is a stack model with a layer of every kind that a device has, and widths that
+// are no multiple of a tile.
+func mlp(t testing.TB) *stack.Model {
+	t.Helper()
+	factor := 0.5
+	m, err := stack.New(stack.Spec{Name: "mlp", Version: "1", Layers: []stack.Layer{
+		{Kind: "residual", Op: "start"},
+		{Kind: "linear", Weight: "a", Bias: "b"}, {Kind: "gelu"},
+		{Kind: "residual", Op: "start"}, {Kind: "silu"}, {Kind: "residual", Op: "add"},
+		{Kind: "linear", Weight: "c"}, {Kind: "gelu", Approximate: "tanh"},
+		{Kind: "residual", Op: "add"}, {Kind: "scale", Factor: &factor},
+		{Kind: "linear", Weight: "d"}, {Kind: "relu"}, {Kind: "linear", Weight: "e"},
+	}}, map[string]tensor.Tensor{
+		"a": weight(3, 70, 50), "b": weight(4, 70), "c": weight(5, 50, 70), "d": weight(6, 33, 50), "e": weight(7, 65, 33),
+	})
+	require.NoError(t, err)
+	return m
+}
+
+// weight is so small that x keeps its size.
+func weight(seed uint64, shape ...int64) tensor.Tensor {
+	w := floats(seed, shape...)
+	for i := 0; i < len(w.Data); i += 4 {
+		v := math.Float32frombits(binary.LittleEndian.Uint32(w.Data[i:]))
+		binary.LittleEndian.PutUint32(w.Data[i:], math.Float32bits(v/8))
+	}
+	return w
+}
+
+func TestAStackModelPassesTheSuite(t *testing.T) {
+	r, m := newRig(t), mlp(t)
+	h := cpu.NewHost(cpu.HostConfig{})
+	t.Cleanup(h.Close)
+	oracle, err := cpu.Stack(h, m)
+	require.NoError(t, err)
+	enginetest.Run(t, enginetest.Case{
+		New:    closing(t, enginetest.On(r.host, func(h *cuda.Host) (engine.Model, error) { return cuda.Stack(h, m) })),
+		Inputs: []tensor.Tensor{floats(8, 3, 40, 50)},
+		Empty:  []tensor.Tensor{{Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{0, 50}}, Data: []byte{}}},
+		Near:   5e-6, // the CPU sums in another order
+		Want: func(in []tensor.Tensor) ([]tensor.Tensor, error) {
+			return engine.Compute(context.Background(), oracle, nil, in...)
+		},
+	})
+}
+
+// closing closes the model of a subject before its host.
+func closing(_ testing.TB, of func(testing.TB, int64) enginetest.Subject) func(testing.TB, int64) enginetest.Subject {
+	return func(t testing.TB, memory int64) enginetest.Subject {
+		s := of(t, memory)
+		t.Cleanup(func() {
+			if c, ok := engine.As[interface{ Close() error }](s.Model); ok {
+				if err := c.Close(); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+		return s
+	}
+}
+
+func TestALayerThatADeviceHasNotIsRefusedByItsName(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(mib))
+	for _, kind := range []string{"layernorm", "rmsnorm", "softmax"} {
+		m, err := stack.New(stack.Spec{Name: "odd", Width: 3, Layers: []stack.Layer{{Kind: "relu"}, {Kind: kind}}}, nil)
+		require.NoError(t, err)
+		_, err = cuda.Stack(h, m)
+		require.ErrorIs(t, err, engine.ErrUnavailable)
+		require.ErrorContains(t, err, "layer 1: "+kind)
+	}
+}
+
+func TestCopiesAndKernelsOfDifferentBlocksOverlap(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(64*mib))
+	r.Control("delay copies 3000; delay kernels 3000")
+	_, err := engine.Compute(t.Context(), builtin(t, cuda.Builtins(h), "relu"), nil, floats(1, 12, mib/4))
+	require.NoError(t, err)
+	var h2d, compute, d2h []fakecuda.Op
+	for _, op := range r.Timeline() {
+		switch op.Kind {
+		case "h2d":
+			h2d = append(h2d, op)
+		case "relu_words":
+			compute = append(compute, op)
+		case "d2h":
+			d2h = append(d2h, op)
+		}
+	}
+	require.Len(t, h2d, 12)
+	require.Len(t, compute, 12)
+	require.Len(t, d2h, 12)
+	overlap := func(a, b fakecuda.Op) bool { return a.Begin < b.End && b.Begin < a.End }
+	three := 0
+	for i := range 12 {
+		require.LessOrEqual(t, h2d[i].End, compute[i].Begin, "block %d is computed before it is there", i)
+		require.LessOrEqual(t, compute[i].End, d2h[i].Begin, "block %d is copied back before it is computed", i)
+		if i > 0 && i < 11 && overlap(h2d[i+1], compute[i]) && overlap(compute[i], d2h[i-1]) && overlap(h2d[i+1], d2h[i-1]) {
+			three++
+		}
+	}
+	require.Positive(t, three, "the next block's input, a block and the last one's result were never under way at once")
+}
+
+func TestPageLockedMemoryStaysWithinItsBound(t *testing.T) {
+	r := newRig(t)
+	const most = 24 * mib
+	h := r.open(t, r.config(most))
+	relu := builtin(t, cuda.Builtins(h), "relu")
+	done := make(chan struct{})
+	var peak int64
+	watched := make(chan struct{})
+	go func() {
+		defer close(watched)
+		for {
+			_, live := h.Pool().Live()
+			if peak = max(peak, live+h.Pool().Kept()); peak > most {
+				return
+			}
+			select {
+			case <-done:
+				return
+			case <-time.After(100 * time.Microsecond):
+			}
+		}
+	}()
+	var all sync.WaitGroup
+	for i := range uint64(8) {
+		all.Go(func() {
+			x := floats(i, 20+int64(i), 1000, 25)
+			if _, err := engine.Compute(t.Context(), relu, nil, x); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	all.Wait()
+	close(done)
+	<-watched
+	require.LessOrEqual(t, peak, int64(most))
+	require.Positive(t, peak)
+}
+
+func TestATensorLargerThanTheDevicesMemoryFlowsThrough(t *testing.T) {
+	r := newRig(t)
+	r.Control("memory 16777216")
+	h := r.open(t, r.config(32*mib))
+	x := floats(1, 24, mib/4)
+	y, err := engine.Compute(t.Context(), builtin(t, cuda.Builtins(h), "echo"), nil, x)
+	require.NoError(t, err)
+	require.NoError(t, enginetest.Equal(y, []tensor.Tensor{x}))
+	// One that is needed whole is refused, with what is missing.
+	_, err = engine.Compute(t.Context(), builtin(t, cuda.Builtins(h), "sink"), nil, x)
+	require.ErrorContains(t, err, "device memory")
+	_, err = engine.Compute(t.Context(), builtin(t, cuda.Builtins(h), "echo"), nil, x)
+	require.NoError(t, err, "the device goes on")
+}
+
+func TestWithoutADriverADeviceOrASymbolOpenSaysWhich(t *testing.T) {
+	testkit.Start(t)
+	_, err := cuda.Open(cuda.Config{Library: "/no/such/libcuda.so.1"})
+	require.ErrorIs(t, err, engine.ErrUnavailable)
+	require.ErrorContains(t, err, "no CUDA driver: /no/such/libcuda.so.1")
+
+	for commands, want := range map[string]string{
+		"fail cuInit 100":                           "cuInit: CUDA_ERROR_NO_DEVICE",
+		"devices 0":                                 "no device",
+		"fail cuDevicePrimaryCtxRetain 2":           "cuPrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY",
+		"fail cuStreamCreate 2 after 1":             "cuStreamCreate",
+		"fail cuEventCreate 2 after 7":              "cuEventCreate",
+		"fail cuModuleLoadDataEx 218":               "image sm_75",
+		"fail cuModuleGetFunction 500 after 3":      "kernel",
+		"fail cuModuleLoadDataEx 999":               "cuModuleLoadDataEx",
+		"fail cuDeviceGetAttribute 1; driver 11040": "device 0",
+	} {
+		t.Run(commands, func(t *testing.T) {
+			r := newRig(t)
+			r.Control(commands)
+			_, err := cuda.Open(r.config(mib))
+			require.ErrorIs(t, err, engine.ErrUnavailable)
+			require.ErrorContains(t, err, want)
+		})
+	}
+	t.Run("another device", func(t *testing.T) {
+		r := newRig(t)
+		c := r.config(mib)
+		c.Device = 2
+		_, err := cuda.Open(c)
+		require.ErrorContains(t, err, "no device cuda:2; the driver has 2")
+	})
+	t.Run("a symbol", func(t *testing.T) {
+		r := newRig(t, fakecuda.Hide("cuMemHostRegister_v2"))
+		_, err := cuda.Open(r.config(mib))
+		require.ErrorIs(t, err, engine.ErrUnavailable)
+		require.ErrorContains(t, err, "has no cuMemHostRegister_v2")
+	})
+}
+
+func TestAnOlderImageIsTakenWhereANewerOneDoesNotDo(t *testing.T) {
+	for _, code := range []string{"200", "209", "218", "222"} {
+		t.Run(code, func(t *testing.T) {
+			r := newRig(t)
+			r.Control("fail cuModuleLoadDataEx " + code + " times 1")
+			h := r.open(t, r.config(16*mib))
+			_, err := engine.Compute(t.Context(), builtin(t, cuda.Builtins(h), "relu"), nil, floats(1, 100))
+			require.NoError(t, err)
+		})
+	}
+}
+
+func TestRefusedRegistrationMeansOrdinaryMemoryAndAWarning(t *testing.T) {
+	r := newRig(t)
+	r.Control("refuse-registration")
+	h := r.open(t, r.config(64*mib))
+	x := floats(1, 8, mib/4)
+	for range 2 {
+		y, err := engine.Compute(t.Context(), builtin(t, cuda.Builtins(h), "echo"), nil, x)
+		require.NoError(t, err)
+		require.NoError(t, enginetest.Equal(y, []tensor.Tensor{x}))
+	}
+	require.Equal(t, 1, strings.Count(r.logged(), "locks no memory"))
+	require.Zero(t, r.Live().Registered)
+}
+
+func TestHandlersOfSignalsAreRestored(t *testing.T) {
+	r := newRig(t)
+	r.Control("sigaction")
+	c := r.config(mib)
+	c.Log = slog.New(slog.NewTextHandler(r, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	r.open(t, c)
+	require.Equal(t, 2, strings.Count(r.logged(), "handlers of signals restored"), "after the driver's start, and after the image's")
+}
+
+// health watches how a model is.
+type health struct {
+	mu   sync.Mutex
+	told []error
+}
+
+func watch(t testing.TB, m engine.Model) *health {
+	t.Helper()
+	w, ok := engine.As[engine.HealthWatcher](m)
+	require.True(t, ok)
+	h := new(health)
+	stop := w.WatchHealth(func(err error) {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		h.told = append(h.told, err)
+	})
+	t.Cleanup(stop)
+	return h
+}
+
+func (h *health) last() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.told[len(h.told)-1]
+}
+
+func (h *health) changes() int {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return len(h.told) - 1
+}
+
+func TestAFaultEndsEveryCallWithItsCauseAndLeavesNothing(t *testing.T) {
+	type fault struct {
+		commands string
+		want     string // in each error
+		sticky   bool
+	}
+	faults := map[string]fault{
+		"no device memory":           {"fail cuMemAlloc_v2 2 times 3", "CUDA_ERROR_OUT_OF_MEMORY", false},
+		"a copy in is refused":       {"fail cuMemcpyHtoDAsync_v2 1 after 5 times 2", "cuMemcpyHtoDAsync", false},
+		"a launch is refused":        {"fail cuLaunchKernel 701 after 3 times 2", "cuLaunchKernel", false},
+		"a copy back is refused":     {"fail cuMemcpyDtoHAsync_v2 1 after 2 times 1", "cuMemcpyDtoHAsync", false},
+		"an event is refused":        {"fail cuEventRecord 1 after 9 times 2", "cuEventRecord", false},
+		"a launch kills the context": {"fail cuLaunchKernel 719 after 4 times 1", "CUDA_ERROR_LAUNCH_FAILED", true},
+		"a kernel fails":             {"async fail cuLaunchKernel 700 after 4 times 1", "CUDA_ERROR_ILLEGAL_ADDRESS", true},
+		"a copy in fails":            {"async fail cuMemcpyHtoDAsync_v2 719 after 4 times 1", "CUDA_ERROR_LAUNCH_FAILED", true},
+		"a copy back fails":          {"async fail cuMemcpyDtoHAsync_v2 714 after 2 times 1", "714", true},
+		"memory is broken":           {"sticky 214", "CUDA_ERROR_ECC_UNCORRECTABLE", true},
+		"nobody knows":               {"fail cuEventSynchronize 999 after 3 times 1", "CUDA_ERROR_UNKNOWN", true},
+		"a wait fails":               {"fail cuEventSynchronize 1 after 3 times 1", "CUDA_ERROR_INVALID_VALUE", true},
+	}
+	for name, f := range faults {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t)
+			h := r.open(t, r.config(64*mib))
+			m, err := cuda.Stack(h, mlp(t))
+			require.NoError(t, err)
+			relu := builtin(t, cuda.Builtins(h), "relu")
+			well := watch(t, relu)
+			x, z := floats(1, 9, mib/4), floats(2, 3000, 50)
+			want, err := engine.Compute(t.Context(), m, nil, z)
+			require.NoError(t, err)
+			r.Control(f.commands)
+			var all sync.WaitGroup
+			var mu sync.Mutex
+			failed := 0
+			for i := range 6 {
+				all.Go(func() {
+					model, in := relu, x
+					if i%2 == 1 {
+						model, in = m, z
+					}
+					ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+					defer cancel()
+					_, err := engine.Compute(ctx, model, nil, in)
+					if err == nil {
+						return
+					}
+					mu.Lock()
+					defer mu.Unlock()
+					failed++
+					if !strings.Contains(err.Error(), f.want) {
+						t.Errorf("the error is %v, without %q", err, f.want)
+					}
+					if errors.Is(err, engine.ErrUnavailable) != f.sticky {
+						t.Errorf("unavailable: %v", err)
+					}
+				})
+			}
+			all.Wait()
+			require.Positive(t, failed)
+			testkit.Eventually(t, func() bool { return well.last() == nil }, "the device serves again")
+			require.Equal(t, f.sticky, well.changes() > 0, "%v", well.told)
+			// The device, and the weights on it, are as before.
+			got, err := engine.Compute(t.Context(), m, nil, z)
+			require.NoError(t, err)
+			require.NoError(t, enginetest.Equal(got, want))
+			used, _, _ := h.Budget().Used()
+			slabs, _ := h.Pool().Live()
+			require.Zero(t, used)
+			require.Zero(t, slabs)
+		})
+	}
+}
+
+func TestADeviceThatStaysLostIsTriedAgain(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(16*mib))
+	relu := builtin(t, cuda.Builtins(h), "relu")
+	well := watch(t, relu)
+	r.Control("fail cuDevicePrimaryCtxRetain 46 times 2; async fail cuLaunchKernel 700 times 1")
+	_, err := engine.Compute(t.Context(), relu, nil, floats(1, 100))
+	require.ErrorIs(t, err, engine.ErrUnavailable)
+	testkit.Eventually(t, func() bool { return well.last() == nil }, "the device serves again")
+	require.Equal(t, 2, strings.Count(r.logged(), "device stays lost"), r.logged())
+	_, err = engine.Compute(t.Context(), relu, nil, floats(1, 100))
+	require.NoError(t, err)
+}
+
+func TestADeviceThatHangsIsSaidToAndItsMemoryIsNotUsed(t *testing.T) {
+	for _, what := range []string{"cuLaunchKernel", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"} {
+		t.Run(what, func(t *testing.T) {
+			r := newRig(t)
+			c := r.config(64 * mib)
+			c.Hang = 500 * time.Millisecond
+			h := r.open(t, c)
+			relu := builtin(t, cuda.Builtins(h), "relu")
+			well := watch(t, relu)
+			r.Control("hang " + what)
+			x := floats(1, 9, mib/4)
+			ended := make(chan error, 1)
+			go func() {
+				_, err := engine.Compute(t.Context(), relu, nil, x)
+				ended <- err
+			}()
+			testkit.Eventually(t, func() bool { return well.last() != nil }, "the device is said to hang")
+			require.ErrorIs(t, well.last(), engine.ErrUnavailable)
+			require.ErrorContains(t, well.last(), "no answer for 500ms")
+			_, err := engine.Compute(t.Context(), relu, nil, x)
+			require.ErrorIs(t, err, engine.ErrUnavailable)
+			r.Control("unhang")
+			require.ErrorIs(t, <-ended, engine.ErrUnavailable)
+			testkit.Eventually(t, func() bool { return well.last() == nil }, "the device serves again")
+			_, err = engine.Compute(t.Context(), relu, nil, floats(1, 9))
+			require.NoError(t, err)
+		})
+	}
+}
+
+func TestManySessionsAndCancelsLeaveNothing(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(32*mib))
+	r.Control("late 200")
+	relu := builtin(t, cuda.Builtins(h), "relu")
+	want := onCPU(t, "relu", nil)
+	var all sync.WaitGroup
+	for i := range uint64(8) {
+		all.Go(func() {
+			random := rand.New(rand.NewPCG(i, 1))
+			for range 12 {
+				x := floats(i, 1+random.Int64N(9), 1+random.Int64N(mib/4))
+				ctx, cancel := context.WithCancel(t.Context())
+				if random.IntN(2) == 0 {
+					time.AfterFunc(time.Duration(random.IntN(5000))*time.Microsecond, cancel)
+				}
+				got, err := engine.Compute(ctx, relu, nil, x)
+				if err == nil {
+					var expected []tensor.Tensor
+					expected, err = want([]tensor.Tensor{x})
+					err = errors.Join(err, enginetest.Equal(got, expected))
+				}
+				if err != nil && !errors.Is(err, context.Canceled) {
+					t.Error(err)
+				}
+				cancel()
+			}
+		})
+	}
+	all.Wait()
+	used, _, _ := h.Budget().Used()
+	slabs, _ := h.Pool().Live()
+	require.Zero(t, used)
+	require.Zero(t, slabs)
+}
+
+func TestAModelTellsWhatItTakesOnTheDevice(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(16*mib))
+	before := r.Live().Allocations
+	m, err := cuda.Stack(h, mlp(t))
+	require.NoError(t, err)
+	require.Equal(t, fmt.Sprint(4*(70*50+70+50*70+50+33*50+33+65*33+65)), m.Info().About["device_bytes"])
+	require.Equal(t, "cuda:0", m.Info().Device)
+	require.Equal(t, before+8, r.Live().Allocations)
+	c, ok := engine.As[interface{ Close() error }](m)
+	require.True(t, ok)
+	require.NoError(t, c.Close())
+	require.Equal(t, before, r.Live().Allocations)
+}
+
+func TestTheDriverDescribesItsDevices(t *testing.T) {
+	r := newRig(t)
+	all, err := cuda.Devices(r.path)
+	require.NoError(t, err)
+	require.Equal(t, []cuda.Device{
+		{Name: "Fake GPU 0", Memory: 64 * mib, Major: 8, Driver: 12040}, {Name: "Fake GPU 1", Memory: 64 * mib, Major: 8, Driver: 12040},
+	}, all)
+}

@@ -1,0 +1,507 @@
+//go:build linux && cgo
+
+package cuda
+
+// #include <stdlib.h>
+// #include "driver.h"
+import "C"
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"runtime"
+	"sync"
+	"time"
+	"unsafe"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/blocks"
+	"github.com/tensorferry/tensorferry/engine/cuda/kernels"
+)
+
+// device computes blocks. Three goroutines, each on a thread of its own, feed it: the
+// submitter, which alone changes the context and has blocks copied and computed; one
+// that waits for inputs to be on the device; and one that waits for results. A block
+// passes them in this order, on a lane.
+type device struct {
+	*driver
+	about  Device
+	hang   time.Duration
+	c      *C.tf_device
+	pinned *pinned
+	engine *blocks.Engine
+
+	// The submitter's.
+	functions map[string]C.CUfunction
+	weights   map[*weights]struct{}
+	lost      bool          // the engine knows that the context is dead
+	pause     time.Duration // before the next attempt to make a new one
+
+	uploaded, computed chan *lane // have room for all
+	all                sync.WaitGroup
+
+	mu     sync.Mutex // guards all below
+	more   sync.Cond  // for the submitter: there may be something to do
+	queue  blocks.Queue
+	asked  []func()
+	idle   []*lane
+	dead   error // why the context is, nil while it lives
+	later  bool  // a new one is not to be made yet
+	hangs  bool
+	watch  *time.Timer // runs while a lane is not idle
+	closed bool
+}
+
+// lane carries one block at a time through the device.
+type lane struct {
+	*launcher
+	c     *C.tf_lane
+	work  *blocks.Work
+	dirty error // why the block failed
+}
+
+func newDevice(d *driver, c Config, about Device) (*device, error) {
+	v := &device{
+		driver: d, about: about, hang: c.Hang, weights: make(map[*weights]struct{}),
+		c:        (*C.tf_device)(C.calloc(1, C.sizeof_tf_device)),
+		uploaded: make(chan *lane, lanes), computed: make(chan *lane, lanes),
+	}
+	v.c.driver, v.c.ordinal = d.c, C.CUdevice(c.Device)
+	v.more.L = &v.mu
+	v.pinned = newPinned(d, v.c)
+	for range lanes {
+		v.idle = append(v.idle, &lane{launcher: &launcher{device: v}, c: (*C.tf_lane)(C.calloc(1, C.sizeof_tf_lane))})
+	}
+	v.watch = time.AfterFunc(v.hang, v.overdue)
+	v.watch.Stop()
+	if err := v.start(); err != nil {
+		v.stop()
+		v.free()
+		return nil, err
+	}
+	d.log.Info("device found", slog.String("device", about.Name), slog.Int64("bytes", about.Memory),
+		slog.String("capability", fmt.Sprintf("%d.%d", about.Major, about.Minor)))
+	return v, nil
+}
+
+// free frees what is C's.
+func (v *device) free() {
+	for _, l := range v.idle {
+		C.free(unsafe.Pointer(l.c))
+	}
+	C.free(unsafe.Pointer(v.c))
+}
+
+// start makes a context with everything that blocks need in it but weights.
+func (v *device) start() error {
+	C.tf_signals_keep()
+	err := v.failed(C.tf_start(v.c))
+	if err == nil {
+		err = v.load()
+	}
+	v.restoreSignals()
+	for _, l := range v.idle {
+		if err == nil {
+			err = v.failed(C.tf_lane_open(v.c, l.c))
+		}
+	}
+	return err
+}
+
+// load loads the first image of the kernels that the device takes.
+func (v *device) load() error {
+	var all error
+	for _, image := range kernels.Images() {
+		ptx := C.CString(string(image.PTX))
+		text := (*C.char)(C.calloc(textBytes, 1))
+		err := v.failed(C.tf_load(v.c, ptx, text, textBytes-1))
+		says := C.GoString(text)
+		C.free(unsafe.Pointer(ptx))
+		C.free(unsafe.Pointer(text))
+		if err == nil {
+			return v.find(image)
+		}
+		all = errors.Join(all, fmt.Errorf("image %s: %w %s", image.Name, err, says))
+		var r *resultError
+		if !errors.As(err, &r) || !otherImage[r.code] {
+			break
+		}
+	}
+	return all
+}
+
+// otherImage are the codes after which another image may do.
+var otherImage = map[int]bool{noBinary: true, invalidPTX: true, unsupportedPTX: true, invalidImage: true}
+
+// find finds the kernels of an image.
+func (v *device) find(image kernels.Image) error {
+	v.functions = make(map[string]C.CUfunction)
+	for _, k := range kernels.All() {
+		name := C.CString(k.Entry())
+		var f C.CUfunction
+		err := v.failed(C.tf_function(v.c, name, &f))
+		C.free(unsafe.Pointer(name))
+		if err != nil {
+			return fmt.Errorf("image %s, kernel %s: %w", image.Name, k.Entry(), err)
+		}
+		v.functions[k.Entry()] = f
+	}
+	return nil
+}
+
+// stop gives back what start took.
+func (v *device) stop() {
+	for _, l := range v.idle {
+		C.tf_lane_close(v.c, l.c)
+	}
+	for w := range v.weights {
+		w.free(v)
+	}
+	v.pinned.close()
+	C.tf_stop(v.c)
+}
+
+// run starts the goroutines, which end with close.
+func (v *device) run(e *blocks.Engine) {
+	v.engine = e
+	v.all.Go(v.submit)
+	v.all.Go(v.freeInputs)
+	v.all.Go(v.finish)
+}
+
+// Start implements blocks.Device.
+func (v *device) Start(w *blocks.Work) {
+	v.mu.Lock()
+	if v.closed || w.Context().Err() != nil {
+		v.mu.Unlock()
+		end(w)
+		return
+	}
+	defer v.mu.Unlock()
+	v.queue.Push(w)
+	v.more.Signal()
+}
+
+// Cancel implements blocks.Canceler.
+func (v *device) Cancel(run context.Context) {
+	v.mu.Lock()
+	over := v.queue.Take(run)
+	v.mu.Unlock()
+	for w := over.Pop(); w != nil; w = over.Pop() {
+		end(w)
+	}
+}
+
+// end ends a block that is not computed.
+func end(w *blocks.Work) {
+	err := context.Cause(w.Context())
+	if err == nil {
+		err = engine.ErrClosed
+	}
+	w.Done(err, blocks.Times{})
+}
+
+// ask has the submitter do something in the context, between two blocks, and waits.
+// It fails with engine.ErrClosed, or with why the context is dead.
+func (v *device) ask(do func() error) error {
+	answer := make(chan error, 1)
+	v.mu.Lock()
+	if v.closed {
+		v.mu.Unlock()
+		return engine.ErrClosed
+	}
+	v.asked = append(v.asked, func() {
+		err := v.died()
+		if err == nil {
+			err = do()
+			v.check(err)
+		}
+		answer <- err
+	})
+	v.more.Signal()
+	v.mu.Unlock()
+	return <-answer
+}
+
+// died is why the context is dead, nil while it lives.
+func (v *device) died() error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.dead
+}
+
+// check looks whether an error of the driver means that the context is dead.
+func (v *device) check(err error) {
+	var r *resultError
+	if !errors.As(err, &r) || sticky[r.code] == "" {
+		return
+	}
+	v.die(err)
+}
+
+// die notes that the context is dead. The first cause stands.
+func (v *device) die(cause error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.dead == nil {
+		v.dead = cause
+		v.more.Signal()
+	}
+}
+
+// submit is the submitter.
+func (v *device) submit() {
+	runtime.LockOSThread() // and never unlocked: the thread, with its current context, ends
+	defer close(v.uploaded)
+	for {
+		v.mu.Lock()
+		for !v.due() {
+			v.more.Wait()
+		}
+		asked := v.asked
+		v.asked = nil
+		switch resting := len(v.idle) == lanes; {
+		case len(asked) > 0:
+			v.mu.Unlock()
+			for _, do := range asked {
+				do()
+			}
+		case v.closed:
+			rest := v.queue
+			v.queue = blocks.Queue{}
+			v.mu.Unlock()
+			for w := rest.Pop(); w != nil; w = rest.Pop() {
+				end(w)
+			}
+			if resting {
+				v.stop()
+				return
+			}
+		case v.dead != nil:
+			v.mu.Unlock()
+			v.rebuild()
+		default:
+			w, l := v.queue.Pop(), v.idle[len(v.idle)-1]
+			v.idle = v.idle[:len(v.idle)-1]
+			v.progress()
+			v.mu.Unlock()
+			l.work, l.dirty = w, v.enqueue(l, w)
+			v.uploaded <- l
+		}
+	}
+}
+
+// due reports whether there is something to do for the submitter; mu is held.
+func (v *device) due() bool {
+	resting := len(v.idle) == lanes
+	switch {
+	case len(v.asked) > 0:
+		return true
+	case v.closed:
+		return resting || v.queue.Head() != nil
+	case v.dead != nil:
+		return resting && !v.later
+	}
+	return v.queue.Head() != nil && len(v.idle) > 0
+}
+
+// progress says that a lane has become busy or idle; mu is held.
+func (v *device) progress() {
+	if v.watch.Stop(); len(v.idle) < lanes {
+		v.watch.Reset(v.hang)
+	}
+}
+
+// overdue is called when no lane has become idle for too long.
+func (v *device) overdue() {
+	v.mu.Lock()
+	busy := lanes - len(v.idle)
+	v.hangs = busy > 0
+	v.mu.Unlock()
+	if busy == 0 {
+		return
+	}
+	err := fmt.Errorf("cuda: no answer for %v, with %d blocks on the device", v.hang, busy)
+	v.log.Error("device hangs; restart the process if it does not come back", slog.Any("cause", err))
+	v.engine.Hung(err)
+}
+
+// enqueue has the driver take a block through the lane.
+func (v *device) enqueue(l *lane, w *blocks.Work) error {
+	if err := context.Cause(w.Context()); err != nil {
+		return err
+	}
+	p := w.Program.(program)
+	in, out := w.In[0], w.Out[0]
+	bytes := int64(len(in))
+	if p.memory != nil {
+		bytes = max(bytes, p.memory(w.Rows))
+	}
+	bytes = (max(bytes, int64(len(out)), 1) + laneUnit - 1) / laneUnit * laneUnit
+	if err := v.failed(C.tf_lane_grow(v.c, l.c, C.size_t(bytes))); err != nil {
+		v.check(err)
+		return fmt.Errorf("%d bytes of device memory for a block: %w", bytes, err)
+	}
+	x := kernels.Address(l.c.memory)
+	l.list = l.list[:0]
+	y := x
+	if p.launch != nil {
+		y = p.launch(l.launcher, w.Rows, int64(len(in)), x)
+	}
+	b := C.tf_block{
+		in: pointer(in), in_bytes: C.size_t(len(in)),
+		out: pointer(out), out_bytes: C.size_t(len(out)), out_at: C.size_t(y - x),
+	}
+	err := v.failed(C.tf_submit(v.c, l.c, &b, unsafe.SliceData(l.list), C.unsigned(len(l.list))))
+	v.check(err)
+	return err
+}
+
+// pointer is that of memory outside the Go heap; empty memory may lie in it.
+func pointer(data []byte) unsafe.Pointer {
+	if len(data) == 0 {
+		return nil
+	}
+	return unsafe.Pointer(unsafe.SliceData(data))
+}
+
+// wait waits for an event of a lane. An error is the block's from then on, and the
+// context's end: nobody knows what still touches the block's memory.
+func (v *device) wait(l *lane, event C.int) {
+	if l.dirty != nil {
+		return
+	}
+	if l.dirty = v.failed(C.tf_wait(v.c, l.c, event)); l.dirty != nil {
+		v.die(l.dirty)
+	}
+}
+
+// freeInputs says which inputs are on the device.
+func (v *device) freeInputs() {
+	runtime.LockOSThread()
+	defer close(v.computed)
+	for l := range v.uploaded {
+		if v.wait(l, C.TF_IN_END); l.dirty == nil {
+			l.work.InputFree()
+		}
+		v.computed <- l
+	}
+}
+
+// finish ends blocks.
+func (v *device) finish() {
+	runtime.LockOSThread()
+	for l := range v.computed {
+		v.wait(l, C.TF_OUT_END)
+		var t blocks.Times
+		if l.dirty == nil {
+			var ms [3]C.float
+			l.dirty = v.failed(C.tf_times(v.c, l.c, &ms[0]))
+			t = blocks.Times{H2D: duration(ms[0]), Compute: duration(ms[1]), D2H: duration(ms[2])}
+		}
+		w, err := l.work, l.dirty
+		l.work = nil
+		// A dead context may still write to the block's memory, until it is reset: the
+		// block then ends with the device, which is lost.
+		v.mu.Lock()
+		if v.dead == nil {
+			v.mu.Unlock()
+			w.Done(err, t)
+			v.mu.Lock()
+		}
+		v.idle = append(v.idle, l)
+		v.progress()
+		back := v.hangs && len(v.idle) == lanes && v.dead == nil
+		if back {
+			v.hangs = false
+		}
+		v.more.Signal()
+		v.mu.Unlock()
+		if back {
+			v.log.Warn("device answers again")
+			v.engine.Back()
+		}
+	}
+}
+
+func duration(millis C.float) time.Duration {
+	return time.Duration(float64(millis) * float64(time.Millisecond))
+}
+
+// rebuild makes a new context when the old one is dead and no lane is in use. If it
+// cannot, it has the submitter try again later.
+func (v *device) rebuild() {
+	cause := v.died()
+	if !v.lost {
+		v.lost, v.pause = true, 0
+		v.log.Error("device lost", slog.Any("cause", cause))
+		v.pinned.lose(v.reset)
+		v.engine.Lost(cause)
+		v.mu.Lock()
+		v.queue = blocks.Queue{} // the engine has taken them back
+		v.mu.Unlock()
+	}
+	err := v.pinned.restore(v.start)
+	for w := range v.weights {
+		if err == nil {
+			err = w.upload(v)
+		}
+	}
+	if err != nil {
+		v.pause = min(max(2*v.pause, rebuildFirst), rebuildMost)
+		v.log.Error("device stays lost", slog.Any("cause", err), slog.Duration("next_try", v.pause))
+		v.pinned.lose(v.reset)
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		v.later = true
+		time.AfterFunc(v.pause, func() {
+			v.mu.Lock()
+			defer v.mu.Unlock()
+			v.later = false
+			v.more.Signal()
+		})
+		return
+	}
+	v.lost = false
+	v.mu.Lock()
+	v.dead, v.hangs = nil, false
+	v.mu.Unlock()
+	v.log.Warn("device is back")
+	v.engine.Back()
+}
+
+// reset ends the context, and with it what lanes and weights have there.
+func (v *device) reset() {
+	C.tf_reset(v.c)
+	for _, l := range v.idle {
+		*l.c = C.tf_lane{}
+	}
+	for w := range v.weights {
+		w.at = 0
+	}
+}
+
+// close ends everything, and returns when it has.
+func (v *device) close() {
+	v.mu.Lock()
+	if v.closed {
+		v.mu.Unlock()
+		return
+	}
+	v.closed = true
+	v.more.Signal()
+	v.mu.Unlock()
+	ended := make(chan struct{})
+	go func() { // ends with the three
+		v.all.Wait()
+		close(ended)
+	}()
+	select {
+	case <-ended:
+		v.free()
+	case <-time.After(closeWait):
+		v.log.Error("device does not end its blocks; what they use is left to it")
+	}
+}

@@ -1,0 +1,154 @@
+//go:build linux && cgo
+
+package cuda
+
+// #cgo LDFLAGS: -ldl
+// #include <stdlib.h>
+// #include "driver.h"
+import "C"
+
+import (
+	"fmt"
+	"log/slog"
+	"sync"
+	"unsafe"
+
+	"github.com/tensorferry/tensorferry/engine"
+)
+
+// driver is an opened library.
+type driver struct {
+	c       *C.tf_driver
+	library string
+	log     *slog.Logger
+}
+
+// opened are the libraries that this process has opened: none is ever closed.
+var opened = struct {
+	sync.Mutex
+	byName map[string]*C.tf_driver
+}{byName: make(map[string]*C.tf_driver)}
+
+// openDriver opens a library. Errors wrap engine.ErrUnavailable.
+func openDriver(library string, log *slog.Logger) (*driver, error) {
+	opened.Lock()
+	defer opened.Unlock()
+	d := &driver{opened.byName[library], library, log}
+	if d.c != nil {
+		return d, nil
+	}
+	name := C.CString(library)
+	defer C.free(unsafe.Pointer(name))
+	why := (*C.char)(C.malloc(textBytes))
+	defer C.free(unsafe.Pointer(why))
+	if d.c = C.tf_open(name, why, textBytes); d.c == nil {
+		return nil, fmt.Errorf("%w: no CUDA driver: %s", engine.ErrUnavailable, C.GoString(why))
+	}
+	opened.byName[library] = d.c
+	return d, nil
+}
+
+// count is the number of devices, and the driver's version.
+func (d *driver) count() (devices, version int, err error) {
+	var n, v C.int
+	C.tf_signals_keep()
+	err = d.failed(C.tf_count(d.c, &n, &v))
+	d.restoreSignals()
+	if err == nil && n == 0 {
+		err = fmt.Errorf("cuda: the driver has no device")
+	}
+	if err != nil {
+		return 0, 0, fmt.Errorf("%w: %w", engine.ErrUnavailable, err)
+	}
+	return int(n), int(v), nil
+}
+
+// restoreSignals puts back the handlers of signals that the library has replaced.
+func (d *driver) restoreSignals() {
+	if n := C.tf_signals_restore(); n > 0 {
+		d.log.Debug("handlers of signals restored", slog.Int("signals", int(n)))
+	}
+}
+
+// devices describes the devices.
+func (d *driver) devices() ([]Device, error) {
+	n, version, err := d.count()
+	if err != nil {
+		return nil, err
+	}
+	all := make([]Device, n)
+	for i := range all {
+		name := (*C.char)(C.calloc(textBytes, 1))
+		var memory C.size_t
+		var major, minor C.int
+		err := d.failed(C.tf_describe(d.c, C.int(i), name, textBytes, &memory, &major, &minor))
+		all[i] = Device{C.GoString(name), int64(memory), int(major), int(minor), version}
+		C.free(unsafe.Pointer(name))
+		if err != nil {
+			return nil, fmt.Errorf("%w: device %d: %w", engine.ErrUnavailable, i, err)
+		}
+	}
+	return all, nil
+}
+
+// Devices opens a driver, libcuda.so.1 if library is empty, and describes its
+// devices, one or more. Errors wrap engine.ErrUnavailable.
+func Devices(name string) ([]Device, error) {
+	c := Config{Library: name}
+	c.setDefaults()
+	d, err := openDriver(c.Library, c.Log)
+	if err != nil {
+		return nil, err
+	}
+	return d.devices()
+}
+
+// resultError is a call of the driver that failed.
+type resultError struct {
+	call string
+	code int
+	text string
+}
+
+func (e *resultError) Error() string { return fmt.Sprintf("cuda: %s: %s", e.call, e.text) }
+
+// failed makes an error of a result, nil if it went well.
+func (d *driver) failed(r C.tf_result) error {
+	if r.code == C.CUDA_SUCCESS {
+		return nil
+	}
+	text := (*C.char)(C.malloc(textBytes))
+	defer C.free(unsafe.Pointer(text))
+	C.tf_text(d.c, r.code, text, textBytes)
+	return &resultError{"cu" + C.GoString(r.call), int(r.code), C.GoString(text)}
+}
+
+// Codes of CUresult that are decided on.
+const (
+	outOfMemory    = 2
+	noBinary       = 209
+	invalidPTX     = 218
+	unsupportedPTX = 222
+	invalidImage   = 200
+)
+
+// sticky are the codes after which a context is dead: every later call in it fails,
+// and no result of it can be trusted.
+var sticky = map[int]string{
+	4:   "the driver is shutting down",
+	201: "there is no context",
+	214: "uncorrectable memory error",
+	219: "the link to the device failed",
+	220: "the link to the device failed",
+	700: "illegal address",
+	702: "a kernel took too long",
+	709: "the context was destroyed",
+	710: "an assertion failed",
+	714: "the hardware's stack failed",
+	715: "illegal instruction",
+	716: "misaligned address",
+	717: "invalid address space",
+	718: "invalid program counter",
+	719: "a launch failed",
+	999: "unknown",
+}

@@ -1,0 +1,66 @@
+//go:build linux && cgo
+
+package cuda
+
+// #include "driver.h"
+import "C"
+
+import (
+	"fmt"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/blocks"
+	"github.com/tensorferry/tensorferry/slab"
+)
+
+// Host is what models of one device share: page-locked memory, the budget that
+// bounds it, and the device.
+type Host struct {
+	name   string
+	pool   *slab.Pool
+	budget *slab.Budget
+	device *device
+	engine *blocks.Engine
+}
+
+// Open opens a device and starts the goroutines that feed it, which end with Close.
+// Errors wrap engine.ErrUnavailable.
+func Open(c Config) (*Host, error) {
+	c.setDefaults()
+	d, err := openDriver(c.Library, c.Log)
+	if err != nil {
+		return nil, err
+	}
+	devices, err := d.devices()
+	if err != nil {
+		return nil, err
+	}
+	if c.Device < 0 || c.Device >= len(devices) {
+		return nil, fmt.Errorf("%w: no device cuda:%d; the driver has %d", engine.ErrUnavailable, c.Device, len(devices))
+	}
+	v, err := newDevice(d, c, devices[c.Device])
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", engine.ErrUnavailable, err)
+	}
+	h := &Host{
+		name: fmt.Sprintf("cuda:%d", c.Device), device: v,
+		pool: slab.NewPool(c.PinnedBytes, v.pinned), budget: slab.NewBudget("pinned", c.PinnedBytes),
+	}
+	h.engine = blocks.New(blocks.Config{Name: h.name, Device: v, Pool: h.pool, Budget: h.budget})
+	v.run(h.engine)
+	return h, nil
+}
+
+// Name returns the name of the device, such as "cuda:0".
+func (h *Host) Name() string { return h.name }
+
+// Pool returns the pool that every block of the host's models comes from.
+func (h *Host) Pool() *slab.Pool { return h.pool }
+
+// Budget returns the budget that every run of the host's models is admitted by.
+func (h *Host) Budget() *slab.Budget { return h.budget }
+
+// Close ends what feeds the device: blocks on it are finished, those still queued
+// fail with engine.ErrClosed, as do runs that go on. A device that hangs is left as
+// it is after five seconds.
+func (h *Host) Close() { h.device.close() }

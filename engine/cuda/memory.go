@@ -1,0 +1,121 @@
+//go:build linux && cgo
+
+package cuda
+
+import (
+	"log/slog"
+	"sync"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/tensorferry/tensorferry/slab"
+)
+
+// #include "driver.h"
+import "C"
+
+// pinned is the backing of a host's pool: memory outside the Go heap that the driver
+// has locked, so that a device copies it while the host does something else. Where
+// locking is refused, the memory is ordinary: copies are slower, and right.
+type pinned struct {
+	*driver
+
+	mu    sync.Mutex   // guards all below, and the registrations
+	dev   *C.tf_device // nil when it is closed
+	all   map[*byte]*locked
+	warns bool // that locking was refused is yet to be said
+}
+
+// locked is a piece of memory.
+type locked struct {
+	mem []byte
+	is  bool // the device's context knows it
+}
+
+func newPinned(d *driver, dev *C.tf_device) *pinned {
+	return &pinned{driver: d, dev: dev, all: make(map[*byte]*locked), warns: true}
+}
+
+// Alloc implements slab.Backing.
+func (p *pinned) Alloc(n int) ([]byte, error) {
+	mem, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		return nil, err
+	}
+	// A child's copy of a locked page would take the page away from the device.
+	_ = unix.Madvise(mem, unix.MADV_DONTFORK)
+	_ = unix.Madvise(mem, unix.MADV_HUGEPAGE) // best effort: fewer pages to lock
+	l := &locked{mem: mem}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.all[unsafe.SliceData(mem)] = l
+	p.lock(l)
+	return mem, nil
+}
+
+// lock has the driver lock a piece; mu is held.
+func (p *pinned) lock(l *locked) {
+	if p.dev == nil {
+		return
+	}
+	err := p.failed(C.tf_register(p.dev, unsafe.Pointer(unsafe.SliceData(l.mem)), C.size_t(len(l.mem))))
+	l.is = err == nil
+	if err != nil && p.warns && p.dev.context != nil {
+		p.warns = false
+		p.log.Warn("the driver locks no memory; copies will be slower", slog.Any("cause", err))
+	}
+}
+
+// Free implements slab.Backing.
+func (p *pinned) Free(mem []byte) {
+	at := unsafe.SliceData(mem)
+	p.mu.Lock()
+	l := p.all[at]
+	delete(p.all, at)
+	if l.is { // a dead context refuses, and lets go when it is reset
+		_ = C.tf_unregister(p.dev, unsafe.Pointer(at))
+	}
+	p.mu.Unlock()
+	if err := unix.Munmap(mem); err != nil {
+		panic("cuda: unmap: " + err.Error()) // only a slice that was not mapped
+	}
+}
+
+// close unlocks everything. What somebody still holds is ordinary memory then.
+func (p *pinned) close() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for at, l := range p.all {
+		if l.is {
+			_ = C.tf_unregister(p.dev, unsafe.Pointer(at))
+		}
+		l.is = false
+	}
+	p.dev = nil
+}
+
+// lose runs reset, after which no context knows any memory.
+func (p *pinned) lose(reset func()) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, l := range p.all {
+		l.is = false
+	}
+	reset()
+}
+
+// restore runs start, which makes a context, and locks everything in that.
+func (p *pinned) restore(start func() error) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if err := start(); err != nil {
+		return err
+	}
+	for _, l := range p.all {
+		p.lock(l)
+	}
+	return nil
+}
+
+var _ slab.Backing = (*pinned)(nil)
