@@ -60,6 +60,13 @@ type Timings struct {
 	Receive, Queue, H2D, Compute, D2H, FirstResult, Total time.Duration
 }
 
+// Exposed is the time for which nothing was hidden behind the slowest stage: the total
+// less that. Blocks computed side by side may add up to more than the total; then it
+// is 0.
+func (t Timings) Exposed() time.Duration {
+	return max(0, t.Total-max(t.Receive, t.H2D, t.Compute, t.D2H))
+}
+
 // Call is one run of a model.
 type Call struct {
 	session *Session

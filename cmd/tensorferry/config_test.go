@@ -47,7 +47,7 @@ func TestAFlagGoesBeforeTheEnvironmentAndThatBeforeTheFile(t *testing.T) {
 	require.Equal(t, 1, c.server.QueuedCalls)
 	require.Equal(t, 2, c.server.Sessions)
 	require.Equal(t, 3, c.server.StreamsPerConnection)
-	require.Equal(t, []string{"a"}, c.models)
+	require.Equal(t, []string{"a"}, c.engines.models)
 	require.Equal(t, time.Minute, c.drain)
 	require.EqualValues(t, 2e9, c.server.Session.TensorBytes)
 	require.Equal(t, storeFlag{bytes: 1 << 30}, c.store)
@@ -78,7 +78,7 @@ func TestThePrintedConfigReadsBackAsTheSame(t *testing.T) {
 	require.NoError(t, err)
 	got, _, err = configured(t, nil, nil, printed)
 	require.NoError(t, err)
-	got.models = plain.models // none, or an empty list of them
+	got.engines.models = plain.engines.models // none, or an empty list of them
 	require.Equal(t, plain, got)
 }
 
@@ -143,8 +143,8 @@ func TestTheFileInThePageWorks(t *testing.T) {
 	require.NotNil(t, block)
 	c, _, err := configured(t, nil, nil, string(block[1]))
 	require.NoError(t, err)
-	require.EqualValues(t, 8<<30, c.memory)
-	require.Equal(t, []string{"models/trunk", "tail=models/other"}, c.models)
+	require.EqualValues(t, 8<<30, c.engines.memory)
+	require.Equal(t, []string{"models/trunk", "tail=models/other"}, c.engines.models)
 }
 
 func TestTheNearestNameIsTheOneWithTheFewestChanges(t *testing.T) {

@@ -35,7 +35,7 @@ const (
 )
 
 func demoCommand() *cobra.Command {
-	var server string
+	var server, where string
 	var times int64
 	var asJSON bool
 	c := &cobra.Command{
@@ -60,7 +60,7 @@ one that was started with tensorferry serve --demo, on this machine or another.`
 			if asJSON {
 				text = io.Discard
 			}
-			r, err := demo(c.Context(), server, times, text)
+			r, err := demo(c.Context(), server, where, times, text)
 			if err == nil && asJSON {
 				err = writeJSON(c.OutOrStdout(), r)
 			}
@@ -71,6 +71,7 @@ one that was started with tensorferry serve --demo, on this machine or another.`
 		},
 	}
 	c.Flags().StringVar(&server, "server", "", "`address` of a server with the model "+demoTrunk+" (default: start one)")
+	c.Flags().StringVar(&where, "engine", autoEngine, "`where` the server that it starts runs the trunk: auto, cpu or a device such as cuda:0")
 	c.Flags().Int64Var(&times, "times", demoTimes, "how many times over the images make one tensor")
 	jsonFlag(c, &asJSON)
 	return c
@@ -80,6 +81,7 @@ one that was started with tensorferry serve --demo, on this machine or another.`
 type demoReport struct {
 	Server        string  `json:"server"`
 	ServerPID     int     `json:"server_pid,omitempty"`
+	Device        string  `json:"device,omitempty"` // that the trunk runs on
 	Images        int     `json:"images"`
 	Correct       int     `json:"correct"`       // predictions that are the label
 	Identical     int     `json:"identical"`     // predictions that are torch's
@@ -128,14 +130,14 @@ type splitNetwork struct {
 }
 
 // demo runs the demo and writes its findings to out, for people, as it goes on.
-func demo(ctx context.Context, address string, times int64, out io.Writer) (*demoReport, error) {
+func demo(ctx context.Context, address, where string, times int64, out io.Writer) (*demoReport, error) {
 	r := &demoReport{Server: address, Images: fashion.Count, Times: times}
 	if address == "" {
 		exe, err := os.Executable()
 		if err != nil {
 			return nil, err
 		}
-		child, at, err := startServer(ctx, exe, "--demo")
+		child, at, err := startServer(ctx, exe, "--demo", "--engine", where)
 		if err != nil {
 			return nil, err
 		}
@@ -153,9 +155,11 @@ func demo(ctx context.Context, address string, times int64, out io.Writer) (*dem
 		return nil, usageError{err}
 	}
 	defer cl.Close()
-	if _, err := findModel(ctx, cl, demoTrunk, "start it with tensorferry serve --demo"); err != nil {
+	trunk, err := findModel(ctx, cl, demoTrunk, "start it with tensorferry serve --demo")
+	if err != nil {
 		return nil, err
 	}
+	r.Device = trunk.GetDevice()
 	hidden, classes, err := n.once(ctx, cl, r)
 	if err != nil {
 		return nil, err
@@ -341,6 +345,9 @@ func (r *demoReport) writeOnce(w io.Writer) {
 	server := r.Server
 	if r.ServerPID != 0 {
 		server += fmt.Sprintf(", process %d", r.ServerPID)
+	}
+	if r.Device != "" {
+		server += ", " + plain(r.Device)
 	}
 	fmt.Fprintf(w, "Fashion-MNIST, %d images, a network cut in three\n", r.Images)
 	fmt.Fprintf(w, "  bottom  784 > 128  here\n  trunk   128 > 128  %s\n  top     128 > 10   here\n\n", server)

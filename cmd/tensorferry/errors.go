@@ -108,7 +108,7 @@ const mostErrors = 10
 
 // packages begin their errors with their names, which people do not need.
 var packages = []string{
-	"assembler", "bench", "blocks", "chunker", "client", "codec", "cpu", "engine", "fashion", "fault", "frame", "server", "session", "serving", "slab",
+	"assembler", "bench", "blocks", "chunker", "client", "codec", "cpu", "cuda", "engine", "fashion", "fault", "frame", "server", "session", "serving", "slab",
 	"stack", "store", "storing", "stream",
 	"summary", "tensor", "tensorfile", "transfer", "wire",
 }
@@ -130,7 +130,7 @@ var sentences = strings.NewReplacer(
 	store.ErrUnavailable.Error(), "the store is unavailable",
 	store.ErrNotFound.Error(), "not in the store",
 	engine.ErrClosed.Error(), "the model is closed",
-	engine.ErrUnavailable.Error(), "the model is unavailable",
+	engine.ErrUnavailable.Error(), "unavailable",
 	tensor.ErrTooLarge.Error(), "the tensor is too large",
 	client.ErrClosed.Error(), "the session is closed",
 )

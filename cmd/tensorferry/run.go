@@ -65,7 +65,7 @@ open is not waited for.`,
 	f.BoolVar(&o.raw, "raw", false, "write results as raw bytes")
 	o.remote.flags(c)
 	f.DurationVar(&o.timeout, "timeout", 0, "most time the server gives the call")
-	f.BoolVar(&o.timings, "timings", false, "print where the server spent the time")
+	f.BoolVar(&o.timings, "timings", false, "print where the server spent the time: each stage, and what was exposed, the total less the slowest")
 	c.ValidArgsFunction = completeModels
 	return c
 }
@@ -177,8 +177,8 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	if o.timings {
 		t := call.Timings()
 		bars.end()
-		fmt.Fprintf(stderr, "total %v: received %v, waited for memory %v, computed %v, first result after %v\n",
-			t.Total, t.Receive, t.Queue, t.Compute, t.FirstResult)
+		fmt.Fprintf(stderr, "total %v: waited for memory %v, received %v, h2d %v, computed %v, d2h %v; first result after %v, exposed %v\n",
+			t.Total, t.Queue, t.Receive, t.H2D, t.Compute, t.D2H, t.FirstResult, t.Exposed())
 	}
 	return nil
 }

@@ -18,9 +18,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
-	"github.com/tensorferry/tensorferry/examples/fashion"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/server"
@@ -33,9 +31,6 @@ const (
 	defaultMetrics = "127.0.0.1:9464"
 	// off is --metrics without a listener.
 	off = "off"
-	// memoryShare: tensors in assembly and computation may take this part
-	// (1/memoryShare) of what the process may have.
-	memoryShare = 4
 	// leastMemory of --memory: four chunks of the largest kind, so that a call can have
 	// input and result, each with one on its way.
 	leastMemory = 4 * frame.ChunkBytesCeiling
@@ -60,12 +55,9 @@ var errCut = errors.New("calls that were still open have been cancelled")
 // flag, an environment variable and a key of the config file (configure).
 type serveConfig struct {
 	server              server.Config // what flags do not set is added by serve
+	engines             engineConfig
 	listen, metrics     string
 	insecure            bool
-	models              []string
-	demo                bool
-	memory              int64
-	workers             int
 	store               storeFlag
 	pprof               bool
 	logFormat, logLevel string
@@ -79,10 +71,13 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	f.StringVar(&c.listen, "listen", defaultListen, "`address` to listen on: host:port or unix:/path")
 	f.StringVar(&c.metrics, "metrics", defaultMetrics, "`address` of /metrics and /healthz, or off")
 	f.BoolVar(&c.insecure, "insecure", false, "allow listeners that other machines reach: there is no encryption and no authentication yet")
-	f.StringArrayVar(&c.models, "model", nil, "serve the model in a folder, as `name=folder` or folder; repeatable")
-	f.BoolVar(&c.demo, "demo", false, "serve the model that tensorferry demo --server needs, too")
-	sizeVar(f, &c.memory, "memory", 0, leastMemory, 1<<62, "most `bytes` of tensors in memory, 16MiB or more (default a quarter of what the process may have)")
-	countVar(f, &c.workers, "workers", 0, "blocks computed at a time (default the number of CPUs)")
+	f.StringVar(&c.engines.engine, "engine", autoEngine, "`where` models run: cpu, a device such as cuda:0, or auto: cuda:0 if it works, else cpu")
+	f.StringArrayVar(&c.engines.models, "model", nil, "serve the model in a folder, as [name=]`folder`[@engine]; repeatable")
+	f.BoolVar(&c.engines.demo, "demo", false, "serve the model that tensorferry demo --server needs, too")
+	sizeVar(f, &c.engines.memory, "memory", 0, leastMemory, 1<<62, "most `bytes` of tensors in memory, 16MiB or more (default a quarter of what the process may have)")
+	sizeVar(f, &c.engines.pinned, "pinned", 0, leastMemory, 1<<62, "most `bytes` of page-locked memory for a device, 16MiB or more (default a sixteenth of what the process may have, 1GiB at most)")
+	f.StringVar(&c.engines.driver, "cuda-driver", "", "`file` of NVIDIA's driver (default libcuda.so.1, where the system has it)")
+	countVar(f, &c.engines.workers, "workers", 0, "blocks computed at a time (default the number of CPUs)")
 	f.Var(&c.store, "store", "`where` pushed tensors rest: memory, memory:2GiB (1MiB or more) or a folder")
 	f.BoolVar(&c.server.Reflection, "reflection", true, "answer gRPC reflection, so that grpcurl needs no files")
 	f.BoolVar(&c.pprof, "pprof", false, "serve Go's profiles below /debug/pprof/ of the metrics address")
@@ -231,55 +226,6 @@ are 10s, 1m30s, 250ms. docs/operating.md says more.`,
 	return c
 }
 
-// newHost returns an engine's memory and workers with the models that run there.
-// The caller closes the models, then the host.
-func newHost(memory int64, workers int, folders []string, demo bool) (*cpu.Host, *engine.Registry, error) {
-	if memory <= 0 {
-		memory = processMemory(os.DirFS("/")) / memoryShare
-	}
-	h := cpu.NewHost(cpu.HostConfig{MemoryBytes: memory, Workers: workers})
-	models := engine.NewRegistry()
-	add := func(m engine.Model, err error) error {
-		if err != nil {
-			return err
-		}
-		err = models.Add(m)
-		if errors.Is(err, engine.ErrExists) {
-			return hinted{fmt.Errorf("there is a model %q already", m.Info().Name), "give one another name, as --model name=folder"}
-		}
-		return err
-	}
-	var err error
-	for _, m := range cpu.Builtins(h) {
-		err = errors.Join(err, add(m, nil))
-	}
-	for _, text := range folders {
-		err = errors.Join(err, add(loadModel(h, text)))
-	}
-	if demo {
-		err = errors.Join(err, add(cpu.LoadFS(h, fashion.ModelFS(), "trunk")))
-	}
-	if err != nil {
-		models.Close()
-		h.Close()
-		return nil, nil, err
-	}
-	return h, models, nil
-}
-
-// loadModel loads name=folder, or a folder under the name in its model.json.
-func loadModel(h *cpu.Host, text string) (engine.Model, error) {
-	name, folder := nameOf(text)
-	m, err := cpu.Load(h, folder)
-	if err != nil {
-		return nil, neither(text, folder, err)
-	}
-	if name != "" {
-		return engine.Named(name, m), nil
-	}
-	return m, nil
-}
-
 // newLog returns the log that a config asks for, on stderr.
 func newLog(c serveConfig) *slog.Logger {
 	var level slog.Level
@@ -298,12 +244,12 @@ func newLog(c serveConfig) *slog.Logger {
 func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	log := newLog(c)
 	log.Info("starting", slog.String("version", version), slog.Int("pid", os.Getpid()))
-	h, models, err := newHost(c.memory, c.workers, c.models, c.demo)
+	e, err := newEngines(c.engines, log)
 	if err != nil {
 		return err
 	}
-	defer h.Close()
-	defer models.Close()
+	defer e.Close()
+	h, models := e.host, e.models
 	tensors, err := c.store.open(h, log)
 	if err != nil {
 		return err

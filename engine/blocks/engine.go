@@ -53,6 +53,15 @@ type Config struct {
 	Device Device
 	Pool   *slab.Pool   // every block's memory comes from it
 	Budget *slab.Budget // every run is admitted by it
+	// Spill, if it is set, is where results go that wait for their taker while others
+	// wait for Budget: ordinary memory, where that of the pool is scarce.
+	Spill *Spill
+}
+
+// Spill is memory beside that of the pool.
+type Spill struct {
+	Pool   *slab.Pool
+	Budget *slab.Budget
 }
 
 // Engine is where models of one device run.
@@ -72,7 +81,22 @@ func New(c Config) *Engine {
 	e := &Engine{cfg: c, runs: make(map[*run]struct{}), watchers: make(map[*func(error)]struct{})}
 	e.helper, _ = c.Device.(Helper)
 	e.canceler, _ = c.Device.(Canceler)
+	if c.Spill != nil {
+		c.Budget.Reclaim(e.spare) // for as long as the budget lives
+	}
 	return e
+}
+
+// spare gives back what runs hold and can do without, and reports whether there was
+// any.
+func (e *Engine) spare() (some bool) {
+	e.mu.Lock()
+	runs := slices.Collect(maps.Keys(e.runs))
+	e.mu.Unlock()
+	for _, r := range runs {
+		some = r.shed() || some
+	}
+	return some
 }
 
 // Lost says that the device is gone, with all that is on it. Before, it has emptied its

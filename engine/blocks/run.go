@@ -46,6 +46,9 @@ type run struct {
 	mu        sync.Mutex
 	outs      []tensor.Desc
 	granted   int64 // bytes of the budget
+	inSlots   int64 // slots that are the run's
+	window    int64 // blocks that may have results in the run's own memory
+	spilled   int64 // blocks whose results were copied out
 	closed    bool
 	over      bool // Close has waited long enough
 	launching bool // somebody is starting blocks
@@ -56,7 +59,7 @@ type run struct {
 	active    int     // blocks at the device
 	freeOut   []*Work // with result memory of their own
 	low       int64   // the oldest block with unreleased results
-	done      []bool  // results released, by index modulo the window
+	done      []bool  // results released, by index modulo the first window
 	head      *Work   // results to be given out
 	tail      *Work
 	yielded   int64 // results given out by Next
@@ -137,6 +140,7 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run
 	r.free = slices.Clone(r.slots)
 	r.pending = make([]*slot, 0, in)
 	r.done = make([]bool, out)
+	r.inSlots, r.window = in, out
 	r.ctx, r.cancel = context.WithCancelCause(ctx)
 	if err := e.enter(r); err != nil {
 		r.cancel(err)
@@ -286,7 +290,7 @@ func (r *run) ready() *Work {
 		s := r.pending[len(r.pending)-1]
 		w := s.work
 		if r.bound.Results == Own {
-			if s.index >= r.low+int64(len(r.done)) {
+			if s.index >= r.low+r.window {
 				return nil
 			}
 			// Inside the window fewer blocks have results than there are slots.
@@ -353,6 +357,9 @@ func (r *run) pop() (engine.Out, bool, error) {
 		return engine.Out{}, false, nil
 	}
 	w := r.head
+	if r.engine.cfg.Spill != nil && r.engine.cfg.Budget.Waited() {
+		r.spill(w)
+	}
 	port := w.cursor
 	w.cursor++
 	if w.cursor == len(w.Out) {
@@ -414,6 +421,10 @@ func (r *run) Close() error {
 	r.giveBack()
 	r.engine.cfg.Budget.Release(r.holder, r.granted)
 	r.granted = 0
+	if r.spilled > 0 {
+		r.engine.cfg.Spill.Budget.Release(r.holder, r.spilled*r.plan.outBlock)
+		r.spilled = 0
+	}
 	return err
 }
 

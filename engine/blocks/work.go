@@ -42,13 +42,15 @@ type Work struct {
 	index   int64
 	slot    *slot // its input; nil from InputFree on
 	slab    *slab.Slab
-	given   func()   // lets go of what Give handed over
-	bad     error    // what is wrong with it
-	release []func() // by output port
-	held    []bool   // by output port: given out and not released
-	cursor  int      // the next port to give out
-	left    int      // ports not released
-	queued  *Work    // behind it in the run's queue
+	given   func()    // lets go of what Give handed over
+	bad     error     // what is wrong with it
+	release []func()  // by output port
+	held    []bool    // by output port: given out and not released
+	cursor  int       // the next port to give out
+	since   time.Time // it waits to be given out
+	spilled bool      // its results were copied out
+	left    int       // ports not released
+	queued  *Work     // behind it in the run's queue
 }
 
 type workState uint8
@@ -186,7 +188,7 @@ func (r *run) finish(w *Work, err error, t Times) {
 	r.stats.Compute += t.Compute
 	r.stats.D2H += t.D2H
 	r.stats.Blocks++
-	w.cursor, w.left, w.queued = 0, len(w.Out), nil
+	w.cursor, w.left, w.queued, w.since = 0, len(w.Out), nil, time.Now()
 	if r.head == nil {
 		r.head = w
 	} else {
@@ -244,11 +246,15 @@ func (w *Work) released(port int) {
 	case w.slot != nil:
 		r.put(w.slot)
 	default:
-		r.freeOut = append(r.freeOut, w)
-		window := int64(len(r.done))
-		r.done[w.index%window] = true
-		for r.done[r.low%window] {
-			r.done[r.low%window] = false
+		if w.spilled {
+			r.unspill(w)
+		} else {
+			r.freeOut = append(r.freeOut, w)
+		}
+		ring := int64(len(r.done))
+		r.done[w.index%ring] = true
+		for r.done[r.low%ring] {
+			r.done[r.low%ring] = false
 			r.low++
 		}
 	}

@@ -12,6 +12,8 @@ package cuda
 import (
 	"log/slog"
 	"time"
+
+	"github.com/tensorferry/tensorferry/engine/blocks"
 )
 
 // Config says which device a Host is, and what it may use. The zero value works.
@@ -24,6 +26,9 @@ type Config struct {
 	// PinnedBytes is the most page-locked memory that runs may hold at a time, and the
 	// most that is kept for reuse. Zero means 256 MiB.
 	PinnedBytes int64
+	// Spill, if it is set, is ordinary memory that results are copied out to when they
+	// wait for their taker while other calls wait for page-locked memory.
+	Spill *blocks.Spill
 	// Hang is how long a block may be on the device without an end before the device
 	// is said to hang. Zero means 30 s.
 	Hang time.Duration

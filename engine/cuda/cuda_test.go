@@ -39,10 +39,13 @@ type rig struct {
 	mu   sync.Mutex // guards log
 }
 
+// driverOptions are those of every fake driver.
+var driverOptions []string
+
 // newRig resets the driver. At the end of the test nothing of it may be left.
 func newRig(t testing.TB, options ...string) *rig {
 	t.Helper()
-	path := fakecuda.Build(t, options...)
+	path := fakecuda.Build(t, append(slices.Clone(driverOptions), options...)...)
 	r := &rig{Driver: fakecuda.Open(t, path), path: path}
 	t.Cleanup(func() {
 		if live := r.Live(); live != (fakecuda.Live{}) {
@@ -246,6 +249,26 @@ func closing(_ testing.TB, of func(testing.TB, int64) enginetest.Subject) func(t
 	}
 }
 
+func TestAStackModelComputesWhatTheCPUDoes(t *testing.T) {
+	r, m := newRig(t), mlp(t)
+	device, host := r.open(t, r.config(64*mib)), cpu.NewHost(cpu.HostConfig{})
+	t.Cleanup(host.Close)
+	x := floats(9, 1900, 50) // whose lane is hardly larger than it must be
+	var results [2][]float32
+	for i, stack := range []func() (engine.Model, error){
+		func() (engine.Model, error) { return cuda.Stack(device, m) },
+		func() (engine.Model, error) { return cpu.Stack(host, m) },
+	} {
+		made, err := stack()
+		require.NoError(t, err)
+		y, err := engine.Compute(t.Context(), made, nil, x)
+		require.NoError(t, err)
+		results[i], err = tensor.Slice[float32](y[0])
+		require.NoError(t, err)
+	}
+	require.InDeltaSlice(t, results[1], results[0], 5e-6)
+}
+
 func TestALayerThatADeviceHasNotIsRefusedByItsName(t *testing.T) {
 	r := newRig(t)
 	h := r.open(t, r.config(mib))
@@ -261,7 +284,7 @@ func TestALayerThatADeviceHasNotIsRefusedByItsName(t *testing.T) {
 func TestCopiesAndKernelsOfDifferentBlocksOverlap(t *testing.T) {
 	r := newRig(t)
 	h := r.open(t, r.config(64*mib))
-	r.Control("delay copies 3000; delay kernels 3000")
+	r.Control("delay copies 15000; delay kernels 15000")
 	_, err := engine.Compute(t.Context(), builtin(t, cuda.Builtins(h), "relu"), nil, floats(1, 12, mib/4))
 	require.NoError(t, err)
 	var h2d, compute, d2h []fakecuda.Op
@@ -524,15 +547,32 @@ func TestAFaultEndsEveryCallWithItsCauseAndLeavesNothing(t *testing.T) {
 	}
 }
 
+func TestABlockThatFailsEndsWhenNothingTouchesItsMemory(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(16*mib))
+	r.Control("late 20000; fail cuEventRecord 1 after 5 times 1") // that behind the copy back
+	_, err := engine.Compute(t.Context(), builtin(t, cuda.Builtins(h), "relu"), nil, floats(1, 100))
+	require.ErrorContains(t, err, "cuEventRecord")
+	var done []string
+	for _, op := range r.Timeline() {
+		done = append(done, op.Kind)
+	}
+	require.Subset(t, done, []string{"h2d", "relu_words", "d2h"})
+}
+
 func TestADeviceThatStaysLostIsTriedAgain(t *testing.T) {
 	r := newRig(t)
 	h := r.open(t, r.config(16*mib))
 	relu := builtin(t, cuda.Builtins(h), "relu")
 	well := watch(t, relu)
-	r.Control("fail cuDevicePrimaryCtxRetain 46 times 2; async fail cuLaunchKernel 700 times 1")
 	_, err := engine.Compute(t.Context(), relu, nil, floats(1, 100))
+	require.NoError(t, err)
+	locked := r.Live().Registered
+	r.Control("fail cuDevicePrimaryCtxRetain 46 times 2; async fail cuLaunchKernel 700 times 1")
+	_, err = engine.Compute(t.Context(), relu, nil, floats(1, 100))
 	require.ErrorIs(t, err, engine.ErrUnavailable)
 	testkit.Eventually(t, func() bool { return well.last() == nil }, "the device serves again")
+	require.Equal(t, locked, r.Live().Registered)
 	require.Equal(t, 2, strings.Count(r.logged(), "device stays lost"), r.logged())
 	_, err = engine.Compute(t.Context(), relu, nil, floats(1, 100))
 	require.NoError(t, err)

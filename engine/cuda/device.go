@@ -307,6 +307,13 @@ func (v *device) due() bool {
 	return v.queue.Head() != nil && len(v.idle) > 0
 }
 
+// busy is how many blocks are on the device.
+func (v *device) busy() int {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return lanes - len(v.idle)
+}
+
 // progress says that a lane has become busy or idle; mu is held.
 func (v *device) progress() {
 	if v.watch.Stop(); len(v.idle) < lanes {

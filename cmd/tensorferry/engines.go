@@ -1,0 +1,195 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"strconv"
+	"strings"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/blocks"
+	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/engine/cuda"
+	"github.com/tensorferry/tensorferry/engine/stack"
+	"github.com/tensorferry/tensorferry/examples/fashion"
+)
+
+const (
+	// memoryShare: tensors in assembly and computation may take this part
+	// (1/memoryShare) of what the process may have.
+	memoryShare = 4
+	// pinnedShare: page-locked memory may take this part of it, but not more than
+	// mostPinned, unless --pinned says so: nobody else can have it meanwhile.
+	pinnedShare = 16
+	mostPinned  = 1 << 30
+	// autoEngine and cpuEngine are --engine without a device of a name, which begin
+	// with cudaPrefix.
+	autoEngine = "auto"
+	cpuEngine  = "cpu"
+	cudaPrefix = "cuda:"
+)
+
+// engineConfig says where models run, and which.
+type engineConfig struct {
+	engine, driver string
+	memory, pinned int64
+	workers        int
+	models         []string
+	demo           bool
+}
+
+// engines are where models run: host memory, and the devices that were asked for.
+type engines struct {
+	cfg    engineConfig
+	log    *slog.Logger
+	host   *cpu.Host
+	cuda   map[int]*cuda.Host
+	models *engine.Registry
+}
+
+// site is a place for models.
+type site struct {
+	name     string
+	builtins []engine.Model
+	stack    func(*stack.Model) (engine.Model, error)
+}
+
+// newEngines returns engines with the models that run there. The caller closes them.
+func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
+	all := processMemory(os.DirFS("/"))
+	if cfg.memory <= 0 {
+		cfg.memory = all / memoryShare
+	}
+	if cfg.pinned <= 0 {
+		cfg.pinned = min(all/pinnedShare, mostPinned)
+	}
+	e := &engines{
+		cfg: cfg, log: log, cuda: make(map[int]*cuda.Host), models: engine.NewRegistry(),
+		host: cpu.NewHost(cpu.HostConfig{MemoryBytes: cfg.memory, Workers: cfg.workers}),
+	}
+	defer func() {
+		if err != nil {
+			e.Close()
+		}
+	}()
+	s, err := e.site(cfg.engine)
+	if cfg.engine == autoEngine {
+		why := "it works"
+		if err != nil {
+			why = said(err)
+			s, err = e.site(cpuEngine)
+		}
+		log.Info("engine chosen", slog.String("engine", s.name), slog.String("why", why))
+	}
+	if err != nil {
+		return nil, elsewhere(err)
+	}
+	for _, m := range s.builtins {
+		err = errors.Join(err, e.models.Add(m))
+	}
+	for _, m := range cpu.Builtins(e.host) { // those that no device has
+		if e := e.models.Add(m); !errors.Is(e, engine.ErrExists) {
+			err = errors.Join(err, e)
+		}
+	}
+	for _, text := range cfg.models {
+		err = errors.Join(err, e.load(text))
+	}
+	if cfg.demo {
+		m, bad := stack.LoadFS(fashion.ModelFS(), "trunk")
+		if bad == nil {
+			bad = e.add("", m, cfg.engine)
+		}
+		err = errors.Join(err, bad)
+	}
+	return e, err
+}
+
+// Close closes the models, and then what they run on.
+func (e *engines) Close() {
+	e.models.Close()
+	for _, h := range e.cuda {
+		h.Close()
+	}
+	e.host.Close()
+}
+
+// site returns the place that --engine names; auto is the first device. Errors wrap
+// engine.ErrUnavailable where it does not work.
+func (e *engines) site(name string) (site, error) {
+	if name == cpuEngine {
+		return site{cpuEngine, nil, func(m *stack.Model) (engine.Model, error) { return cpu.Stack(e.host, m) }}, nil
+	}
+	number := strings.TrimPrefix(name, cudaPrefix)
+	if name == autoEngine {
+		number = "0"
+	}
+	n, err := strconv.Atoi(number)
+	if err != nil || n < 0 {
+		return site{}, usage("there is no engine %q; give auto, cpu or cuda:0", name)
+	}
+	h := e.cuda[n]
+	if h == nil {
+		h, err = cuda.Open(cuda.Config{
+			Library: e.cfg.driver, Device: n, PinnedBytes: e.cfg.pinned, Log: e.log,
+			Spill: &blocks.Spill{Pool: e.host.Pool(), Budget: e.host.Budget()},
+		})
+		if err != nil {
+			return site{}, err
+		}
+		e.cuda[n] = h
+	}
+	return site{h.Name(), cuda.Builtins(h), func(m *stack.Model) (engine.Model, error) { return cuda.Stack(h, m) }}, nil
+}
+
+// load adds the model of --model: [name=]folder[@engine].
+func (e *engines) load(text string) error {
+	name, folder := nameOf(text)
+	m, err := stack.Load(folder)
+	where := e.cfg.engine
+	if at := strings.LastIndex(folder, "@"); err != nil && at >= 0 && errors.Is(err, os.ErrNotExist) {
+		where = folder[at+1:]
+		m, err = stack.Load(folder[:at])
+	}
+	if err != nil {
+		return neither(text, folder, err)
+	}
+	return e.add(name, m, where)
+}
+
+// add adds a model that runs where an engine's name says. auto takes the CPU where
+// the device does not have what the model needs.
+func (e *engines) add(name string, m *stack.Model, where string) error {
+	var made engine.Model
+	s, err := e.site(where)
+	if err == nil {
+		made, err = s.stack(m)
+	}
+	if where == autoEngine && errors.Is(err, engine.ErrUnavailable) {
+		if len(e.cuda) > 0 { // else it has been said
+			e.log.Warn("model runs on the CPU", slog.String("model", m.Name), slog.String("why", said(err)))
+		}
+		made, err = cpu.Stack(e.host, m)
+	}
+	if err != nil {
+		return elsewhere(err)
+	}
+	if name != "" {
+		made = engine.Named(name, made)
+	}
+	err = e.models.Add(made)
+	if errors.Is(err, engine.ErrExists) {
+		return hinted{fmt.Errorf("there is a model %q already", made.Info().Name), "give one another name, as --model name=folder"}
+	}
+	return err
+}
+
+// elsewhere says what to do where a device does not do.
+func elsewhere(err error) error {
+	if errors.Is(err, engine.ErrUnavailable) {
+		return hinted{err, "use --engine auto, or cpu"}
+	}
+	return err
+}

@@ -1,0 +1,79 @@
+//go:build linux && cgo
+
+package cuda_test
+
+import (
+	"cmp"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/engine/cuda/fakecuda"
+)
+
+var mutate = flag.Bool("mutants", false, "break the engine in one place at a time, and expect other tests to fail")
+
+// mutants are what is broken: a text of a file, and what stands in its place.
+var mutants = []struct{ name, file, text, instead string }{
+	{"kernels do not wait for their input", "driver.c", "TRY(StreamWaitEvent, v->compute, l->events[TF_IN_END], 0);", ""},
+	{"the copy back does not wait for kernels", "driver.c", "TRY(StreamWaitEvent, v->d2h, l->events[TF_RUN_END], 0);", ""},
+	{"the copy back is on another CUDA stream", "driver.c", "l->memory + b->out_at, b->out_bytes, v->d2h)", "l->memory + b->out_at, b->out_bytes, v->h2d)"},
+	{"kernels are on the CUDA stream of copies", "driver.c", "0, v->compute, params, NULL)", "0, v->h2d, params, NULL)"},
+	{"a failed submit does not wait for what is under way", "driver.c", "(void)d->StreamSynchronize(v->d2h);\n\t}", "}"},
+	{"input is freed before it is copied", "device.go", "v.wait(l, C.TF_IN_END)", "v.wait(l, C.TF_IN_BEGIN)"},
+	{"results are given out before they are copied", "device.go", "v.wait(l, C.TF_OUT_END)", "v.wait(l, C.TF_RUN_END)"},
+	{"a dead context is taken for a living one", "device.go", "v.dead = cause\n", ""},
+	{"a block ends before a dead context is reset", "device.go", "if v.dead == nil {\n\t\t\tv.mu.Unlock()\n\t\t\tw.Done", "if true {\n\t\t\tv.mu.Unlock()\n\t\t\tw.Done"},
+	{"weights are forgotten with the context", "device.go", "err = w.upload(v)", "_ = w"},
+	{"memory is not locked again in a new context", "memory.go", "p.lock(l)\n\t}\n\treturn nil", "_ = l\n\t}\n\treturn nil"},
+	{"memory stays locked when it is freed", "memory.go", "if l.is { // a dead", "if l.is && false { // a dead"},
+	{"a hang is not told", "device.go", "v.engine.Hung(err)", ""},
+	{"handlers of signals are left as they are", "driver.go", "n := C.tf_signals_restore()", "n := C.int(0)"},
+	{"the last word is left out", "models.go", "uint64(bytes+7) / 8", "uint64(bytes) / 8"},
+	{"a lane is one residual too small", "stack.go", "(2 + residuals) * size(rows)", "(1 + residuals) * size(rows)"},
+	{"the activation of the next layer is lost", "stack.go", "c.linear(s, a)", "c.linear(s, kernels.None)"},
+	{"a residual is added to another", "stack.go", "p.depth--\n", ""},
+}
+
+// suite are the tests that kill them; those that take longest are not among them.
+const suite = "ReLUAndAffine|BlockThatFails|StackModelComputes|Overlap|Fault|StaysLost|Hangs|Handlers|ManySessions|Registration|TellsWhat"
+
+func TestEveryMutantIsKilled(t *testing.T) {
+	if !*mutate {
+		t.Skip("takes minutes; make cuda-mutants runs it")
+	}
+	fakecuda.Build(t)
+	killed := 0
+	for _, m := range mutants {
+		dir := t.TempDir()
+		text, err := os.ReadFile(m.file)
+		require.NoError(t, err)
+		require.Equal(t, 1, strings.Count(string(text), m.text), "%s: the text to break", m.name)
+		broken, overlay := filepath.Join(dir, m.file), filepath.Join(dir, "overlay.json")
+		require.NoError(t, os.WriteFile(broken, []byte(strings.Replace(string(text), m.text, m.instead, 1)), 0o600))
+		whole, err := filepath.Abs(m.file)
+		require.NoError(t, err)
+		list, err := json.Marshal(map[string]any{"Replace": map[string]string{whole: broken}})
+		require.NoError(t, err)
+		require.NoError(t, os.WriteFile(overlay, list, 0o600))
+		binary := filepath.Join(dir, "cuda.test")
+		out, err := exec.Command("go", "test", "-c", "-vet=off", "-o", binary, "-overlay", overlay, ".").CombinedOutput()
+		require.NoError(t, err, "%s does not build: %s", m.name, out)
+		out, err = exec.Command(binary, "-test.run", suite, "-test.failfast", "-test.timeout", "2m").CombinedOutput()
+		if err == nil {
+			t.Errorf("survived: %s", m.name)
+			continue
+		}
+		killed++
+		by, _, _ := strings.Cut(strings.TrimSpace(string(out)), "\n")
+		fmt.Printf("killed: %s, by %.80s\n", m.name, cmp.Or(strings.TrimPrefix(by, "--- FAIL: "), "a crash"))
+	}
+	fmt.Printf("killed %d of %d\n", killed, len(mutants))
+}
