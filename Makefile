@@ -19,7 +19,7 @@ AGAINST ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),e0521250130a
 LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
-.PHONY: help check checks test race invariants nocgo lint lint-go lint-proto breaking generated tidy-check \
+.PHONY: help check checks test race invariants nocgo cuda cuda-mutants lint lint-go lint-proto breaking generated tidy-check \
 	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-against build \
 	stress-sessions stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference packages fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
@@ -55,12 +55,13 @@ stress-crash: ## Kill servers in the middle of pushes, and clients in that of pu
 stress-soak: ## Put mixed load on two servers for 20 minutes, and look whether anything grows
 	$(GO) run $(STAMP) ./internal/stress soak
 
-build: ## Build bin/tensorferry, without cgo
-	CGO_ENABLED=0 $(GO) build -trimpath -o bin/tensorferry ./cmd/tensorferry
+build: ## Build bin/tensorferry, with the CUDA engine where there is a C compiler
+	$(GO) build -trimpath -o bin/tensorferry ./cmd/tensorferry
+	@if [ "$$($(GO) env CGO_ENABLED)" = 1 ]; then echo "built with cgo: CUDA devices can be used"; else echo "built without cgo: no CUDA devices"; fi
 
 ## Check (nothing in the tree is written)
 
-CHECKS := test race invariants nocgo lint generated tidy-check examples grpcurl-check old-new bench-smoke bench-peers-smoke stress-smoke
+CHECKS := test race invariants nocgo cuda lint generated tidy-check examples grpcurl-check old-new bench-smoke bench-peers-smoke stress-smoke
 
 check: $(CHECKS) ## All of it, as CI does (default)
 
@@ -78,6 +79,13 @@ invariants: ## Every test with the invariant checks built in
 
 nocgo: ## Every test without cgo
 	CGO_ENABLED=0 $(GO) test ./...
+
+cuda: ## The CUDA engine over a fake driver, and its C under the address sanitizer; needs g++, no GPU
+	$(GO) test -count 1 ./engine/cuda/...
+	$(GO) test -asan ./engine/cuda -run 'ReLUAndAffine|StackModelComputes|Fault|StaysLost|Hangs'
+
+cuda-mutants: ## Break the CUDA engine in one place at a time, and see that the tests notice
+	$(GO) test -count 1 ./engine/cuda -run EveryMutant -mutants -v
 
 lint: lint-go lint-proto breaking ## Everything that reads the source without running it
 

@@ -4,11 +4,14 @@ package main
 
 import (
 	"context"
+	"debug/elf"
 	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
 	"os/exec"
+	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -86,4 +89,26 @@ func TestAServerOnAFakeDeviceOutlivesItsClients(t *testing.T) {
 		return c["calls"]+c["sessions"]+c["memory_used_bytes"] == 0
 	}, "a server without a call")
 	require.NotContains(t, strings.ToLower(fmt.Sprint(server.Log.Tail())), "error")
+}
+
+func TestTheProgramNeedsNoNewSystemAndNothingOfCUDA(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "tensorferry")
+	out, err := exec.Command("go", "build", "-o", path, ".").CombinedOutput()
+	require.NoError(t, err, "%s", out)
+	f, err := elf.Open(path)
+	require.NoError(t, err)
+	defer f.Close()
+	libraries, err := f.ImportedLibraries()
+	require.NoError(t, err)
+	require.Empty(t, slices.DeleteFunc(libraries, func(name string) bool {
+		return slices.Contains([]string{"libc.so.6", "libdl.so.2", "libpthread.so.0", "libresolv.so.2", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}, name)
+	}))
+	symbols, err := f.ImportedSymbols()
+	require.NoError(t, err)
+	for _, s := range symbols {
+		var major, minor int
+		if n, _ := fmt.Sscanf(s.Version, "GLIBC_%d.%d", &major, &minor); n == 2 && (major > 2 || minor > 34) {
+			t.Errorf("%s needs glibc %d.%d; Debian 12 and Ubuntu 22.04 have 2.35 or more, RHEL 9 has 2.34", s.Name, major, minor)
+		}
+	}
 }

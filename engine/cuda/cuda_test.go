@@ -375,7 +375,7 @@ func TestWithoutADriverADeviceOrASymbolOpenSaysWhich(t *testing.T) {
 	for commands, want := range map[string]string{
 		"fail cuInit 100":                           "cuInit: CUDA_ERROR_NO_DEVICE",
 		"devices 0":                                 "no device",
-		"fail cuDevicePrimaryCtxRetain 2":           "cuPrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY",
+		"fail cuDevicePrimaryCtxRetain 2":           "cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY",
 		"fail cuStreamCreate 2 after 1":             "cuStreamCreate",
 		"fail cuEventCreate 2 after 7":              "cuEventCreate",
 		"fail cuModuleLoadDataEx 218":               "image sm_75",

@@ -8,6 +8,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
 
 // TRY returns from the function unless a call of the driver went well.
 #define TRY(field, ...) \
@@ -71,8 +76,8 @@ tf_result tf_describe(const tf_driver *d, int ordinal, char *name, int n, size_t
 tf_result tf_start(tf_device *v) {
 	const tf_driver *d = v->driver;
 	// Best effort: where others have the context already, its flags stay theirs.
-	(void)d->PrimaryCtxSetFlags(v->ordinal, CU_CTX_SCHED_BLOCKING_SYNC);
-	TRY(PrimaryCtxRetain, &v->context, v->ordinal);
+	(void)d->DevicePrimaryCtxSetFlags(v->ordinal, CU_CTX_SCHED_BLOCKING_SYNC);
+	TRY(DevicePrimaryCtxRetain, &v->context, v->ordinal);
 	TRY(CtxSetCurrent, v->context);
 	TRY(StreamCreate, &v->h2d, CU_STREAM_NON_BLOCKING);
 	TRY(StreamCreate, &v->compute, CU_STREAM_NON_BLOCKING);
@@ -111,7 +116,7 @@ void tf_stop(tf_device *v) {
 		(void)d->ModuleUnload(v->module);
 	v->module = NULL;
 	(void)d->CtxSetCurrent(NULL);
-	(void)d->PrimaryCtxRelease(v->ordinal);
+	(void)d->DevicePrimaryCtxRelease(v->ordinal);
 	v->context = NULL;
 }
 
@@ -121,9 +126,9 @@ void tf_reset(tf_device *v) {
 		return;
 	// The reset destroys what is in the context, whatever its state; the handles must
 	// not be used again. The reference taken by the retain is given back besides.
-	(void)d->PrimaryCtxReset(v->ordinal);
+	(void)d->DevicePrimaryCtxReset(v->ordinal);
 	(void)d->CtxSetCurrent(NULL);
-	(void)d->PrimaryCtxRelease(v->ordinal);
+	(void)d->DevicePrimaryCtxRelease(v->ordinal);
 	v->context = NULL;
 	v->h2d = v->compute = v->d2h = NULL;
 	v->module = NULL;
@@ -260,7 +265,22 @@ tf_result tf_unregister(tf_device *v, void *memory) {
 	return well;
 }
 
-// Runtime of Go: every handler must run on the signal stack (SA_ONSTACK).
+void *tf_map(size_t bytes) {
+	void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (memory == MAP_FAILED)
+		return NULL;
+#ifdef __SANITIZE_ADDRESS__
+	// A heap's memory may have been here before, of which the sanitizer still knows.
+	__asan_unpoison_memory_region(memory, bytes);
+#endif
+	(void)madvise(memory, bytes, MADV_DONTFORK);
+	(void)madvise(memory, bytes, MADV_HUGEPAGE); // best effort: fewer pages to lock
+	return memory;
+}
+
+int tf_unmap(void *memory, size_t bytes) { return munmap(memory, bytes); }
+
+// Go needs every handler to run on the signal stack (SA_ONSTACK).
 static struct sigaction kept[NSIG];
 
 void tf_signals_keep(void) {

@@ -45,10 +45,10 @@ enum {
 	X(DeviceGetName, "cuDeviceGetName", char *, int, CUdevice) \
 	X(DeviceGetAttribute, "cuDeviceGetAttribute", int *, int, CUdevice) \
 	X(DeviceTotalMem, "cuDeviceTotalMem_v2", size_t *, CUdevice) \
-	X(PrimaryCtxSetFlags, "cuDevicePrimaryCtxSetFlags_v2", CUdevice, unsigned) \
-	X(PrimaryCtxRetain, "cuDevicePrimaryCtxRetain", CUcontext *, CUdevice) \
-	X(PrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", CUdevice) \
-	X(PrimaryCtxReset, "cuDevicePrimaryCtxReset_v2", CUdevice) \
+	X(DevicePrimaryCtxSetFlags, "cuDevicePrimaryCtxSetFlags_v2", CUdevice, unsigned) \
+	X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", CUcontext *, CUdevice) \
+	X(DevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", CUdevice) \
+	X(DevicePrimaryCtxReset, "cuDevicePrimaryCtxReset_v2", CUdevice) \
 	X(CtxSetCurrent, "cuCtxSetCurrent", CUcontext) \
 	X(StreamCreate, "cuStreamCreate", CUstream *, unsigned) \
 	X(StreamDestroy, "cuStreamDestroy_v2", CUstream) \
@@ -158,6 +158,11 @@ tf_result tf_upload(tf_device *, CUdeviceptr, const void *, size_t bytes); // wa
 tf_result tf_memory(tf_device *, size_t *left, size_t *total);
 tf_result tf_register(tf_device *, void *, size_t bytes);
 tf_result tf_unregister(tf_device *, void *);
+
+// tf_map maps memory outside of every heap, NULL when there is none. A child gets none
+// of it: a copy of a locked page would take the page away from the device.
+void *tf_map(size_t bytes);
+int tf_unmap(void *, size_t bytes);
 
 // tf_signals_keep notes the handlers of signals, and tf_signals_restore puts back
 // those that a library has replaced by one that does not run on the signal stack,

@@ -3,11 +3,10 @@
 package cuda
 
 import (
+	"errors"
 	"log/slog"
 	"sync"
 	"unsafe"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/tensorferry/tensorferry/slab"
 )
@@ -39,13 +38,11 @@ func newPinned(d *driver, dev *C.tf_device) *pinned {
 
 // Alloc implements slab.Backing.
 func (p *pinned) Alloc(n int) ([]byte, error) {
-	mem, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
-	if err != nil {
-		return nil, err
+	at := C.tf_map(C.size_t(n))
+	if at == nil {
+		return nil, errors.New("cuda: the system maps no more memory")
 	}
-	// A child's copy of a locked page would take the page away from the device.
-	_ = unix.Madvise(mem, unix.MADV_DONTFORK)
-	_ = unix.Madvise(mem, unix.MADV_HUGEPAGE) // best effort: fewer pages to lock
+	mem := unsafe.Slice((*byte)(at), n)
 	l := &locked{mem: mem}
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -77,8 +74,8 @@ func (p *pinned) Free(mem []byte) {
 		_ = C.tf_unregister(p.dev, unsafe.Pointer(at))
 	}
 	p.mu.Unlock()
-	if err := unix.Munmap(mem); err != nil {
-		panic("cuda: unmap: " + err.Error()) // only a slice that was not mapped
+	if C.tf_unmap(unsafe.Pointer(at), C.size_t(len(mem))) != 0 {
+		panic("cuda: memory is freed that was not mapped")
 	}
 }
 
