@@ -189,8 +189,7 @@ func TestLaunchesHaveTheParametersOfTheirEntries(t *testing.T) {
 	want := map[string][]param{}
 	for _, l := range All() {
 		s := reflect.TypeOf(l)
-		for i := range s.NumField() {
-			f := s.Field(i)
+		for f := range s.Fields() {
 			kind, ok := map[reflect.Kind]string{
 				reflect.Uint32: "u32", reflect.Uint64: "u64", reflect.Float32: "f32", reflect.Float64: "f64",
 			}[f.Type.Kind()]

@@ -22,7 +22,7 @@ const (
 	None Activation = iota
 	// ReLU is max(x, 0).
 	ReLU
-	// GELU is x·Φ(x), within 5 units in the last place.
+	// GELU is x·Φ(x), within 6 units in the last place.
 	GELU
 	// GELUTanh is the approximation of GELU by tanh, within 4 units.
 	GELUTanh
