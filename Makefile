@@ -21,7 +21,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo cuda cuda-mutants lint lint-go lint-proto breaking generated tidy-check \
 	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-against build \
-	stress-sessions stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference packages fmt vectors scripts-rewrite bench-peers-results states-rewrite
+	stress-sessions stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^##/ { printf "\n%s\n", substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -155,6 +155,9 @@ reference: ## Rewrite docs/commands.md from the commands
 
 packages: ## Rewrite the table of docs/packages.md from the packages
 	$(GO) test ./internal/house -run PageOfPackages -rewrite
+
+kernels: ## Rewrite the PTX of engine/cuda/kernels with clang-19
+	$(GO) test ./engine/cuda/kernels -run WhatTheCompilerMakes -rewrite
 
 fmt: ## Rewrite Go and proto files in the house format
 	$(TOOL) golangci-lint fmt ./...

@@ -13,6 +13,7 @@ const anything = "anything"
 // package is on it, and every arrow is used.
 var layers = map[string][]string{
 	"api/tensorferry/v1":  {},
+	"engine/cuda/kernels": {},
 	"examples/fashion":    {},
 	"internal/fault":      {},
 	"internal/house":      {},

@@ -1,0 +1,79 @@
+// Package kernels holds the programs that engine/cuda runs on a GPU: their source,
+// kernels.cu, the PTX compiled from it, and a struct of parameters for each kernel. It
+// does not compile, load or launch them: `make kernels` compiles, engine/cuda loads and
+// launches, and nothing else imports this package. All of it is safe for concurrent
+// use. PTX is handed over as a copy; an address of device memory owns nothing.
+package kernels
+
+import (
+	"cmp"
+	"embed"
+	"encoding/json"
+	"slices"
+)
+
+// Image is the PTX of all kernels for one kind of GPU.
+type Image struct {
+	Name   string
+	Target string   // the oldest GPU that runs it, such as "sm_75"
+	ISA    string   // the version of PTX, such as "6.3": it decides the oldest driver
+	PTX    []byte   // text, without the NUL that a driver needs at its end
+	GPUs   []string // that passed the tests of engine/cuda with exactly these bytes
+}
+
+//go:embed manifest.json sm_75.ptx sm_80.ptx
+var files embed.FS
+
+// manifest records how the images were made.
+type manifest struct {
+	Compiler string            `json:"compiler"` // the first line of its --version
+	Sources  map[string]string `json:"sources"`  // SHA-256 by file
+	Images   []built           `json:"images"`
+}
+
+type built struct {
+	Name   string   `json:"name"` // the file is this and ".ptx"
+	Target string   `json:"target"`
+	ISA    string   `json:"isa"`
+	SHA256 string   `json:"sha256"`
+	Flags  []string `json:"flags"` // of the compiler, without the files
+	GPUs   []string `json:"gpus"`
+}
+
+// Images returns the images in the order in which a loader tries them: one that a GPU
+// has run goes before one that none has, then the higher target first. It hands over
+// everything in them.
+func Images() []Image {
+	var images []Image
+	for _, b := range readManifest().Images {
+		images = append(images, Image{b.Name, b.Target, b.ISA, read(b.Name + ".ptx"), b.GPUs})
+	}
+	inOrder(images)
+	return images
+}
+
+func inOrder(images []Image) {
+	slices.SortStableFunc(images, func(a, b Image) int {
+		return cmp.Or(
+			min(len(b.GPUs), 1)-min(len(a.GPUs), 1),
+			len(b.Target)-len(a.Target), // sm_100 is above sm_90
+			cmp.Compare(b.Target, a.Target),
+		)
+	})
+}
+
+func readManifest() (m manifest) {
+	if err := json.Unmarshal(read("manifest.json"), &m); err != nil {
+		panic("kernels: manifest.json: " + err.Error()) // a mistake in the build, which tests see
+	}
+	return m
+}
+
+// read copies an embedded file.
+func read(name string) []byte {
+	data, err := files.ReadFile(name)
+	if err != nil {
+		panic("kernels: " + err.Error()) // likewise
+	}
+	return data
+}
