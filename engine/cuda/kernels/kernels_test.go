@@ -295,3 +295,21 @@ func TestGridsCoverAndKeepToTheirLimits(t *testing.T) {
 		})
 	}
 }
+
+// NVIDIA's assembler is the part of a driver that decides whether an image is one.
+func TestNVIDIAsAssemblerTakesTheImages(t *testing.T) {
+	ptxas, err := exec.LookPath("ptxas")
+	if err != nil {
+		t.Skip("ptxas is not installed; PyPI's nvidia-cuda-nvcc-cu12 has it")
+	}
+	for _, image := range Images() {
+		for _, target := range []string{image.Target, "sm_90"} { // the least GPU, and a later one
+			file := filepath.Join(t.TempDir(), image.Name+".ptx")
+			require.NoError(t, os.WriteFile(file, image.PTX, 0o600))
+			out, err := exec.Command(ptxas, "-arch", target, "-v", "-o", os.DevNull, file).CombinedOutput()
+			require.NoError(t, err, "%s", out)
+			require.Equal(t, len(All()), strings.Count(string(out), "Compiling entry function"), "%s", out)
+			require.NotRegexp(t, `[1-9]\d* bytes spill`, string(out))
+		}
+	}
+}
