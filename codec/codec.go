@@ -40,7 +40,7 @@ func ParseCodec(text string) (Codec, error) {
 	if k := slices.Index(names[:], text); k >= 0 {
 		return Codec(k), nil
 	}
-	return None, fmt.Errorf("codec: no codec is called %q; there are none and lz4", text)
+	return None, fmt.Errorf("codec: unknown codec %q; use none or lz4", text)
 }
 
 // All returns the codecs of this build but None, in order of preference.

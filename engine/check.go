@@ -12,7 +12,7 @@ import (
 )
 
 // ErrInfo is wrapped when a model's name, ports or rows cannot be served.
-var ErrInfo = errors.New("engine: model info not valid")
+var ErrInfo = errors.New("engine: invalid model")
 
 // Check tests a call against the model's inputs: their number, names and order,
 // data types, shapes, chunk sizes, and that all row-split inputs have equally

@@ -40,7 +40,7 @@ func Compute(ctx context.Context, m Model, params map[string]string, in ...tenso
 // Collect fills a run's inputs from tensors that lie whole in this process, in
 // the order of the ports of info, collects its outputs, and closes it. It borrows
 // in until it returns, with the goroutine it starts; the outputs are copies. When
-// they would have more than most bytes in all it fails with tensor.ErrTooLarge,
+// they would have more than most bytes in total it fails with tensor.ErrTooLarge,
 // before memory is made for what is too much.
 func Collect(ctx context.Context, info Info, r Run, in []tensor.Tensor, most int64) (out []tensor.Tensor, st Stats, err error) {
 	ctx, cancel := context.WithCancel(ctx)

@@ -100,7 +100,7 @@ func CheckName(what, name string) string {
 	case len(name) > NameBytes:
 		return fmt.Sprintf("%s has %d bytes, the limit is %d", what, len(name), NameBytes)
 	case !printable(name):
-		return what + " is not UTF-8 without control characters"
+		return what + " must be UTF-8 without control characters"
 	}
 	return ""
 }
@@ -120,7 +120,7 @@ func CheckEntries(what string, m map[string]string) string {
 		case len(v) > ValueBytes:
 			return fmt.Sprintf("%s: a value of %d bytes, the limit is %d", what, len(v), ValueBytes)
 		case total > EntriesBytes:
-			return fmt.Sprintf("%s: more than %d bytes in all", what, EntriesBytes)
+			return fmt.Sprintf("%s: more than %d bytes in total", what, EntriesBytes)
 		}
 	}
 	return ""

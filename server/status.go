@@ -44,7 +44,7 @@ func brief(err error) error {
 }
 
 // levelOf is at what level the end of an RPC is logged. A peer can have as many
-// refused as it likes: those are for who debugs.
+// refused as it likes: those go to debug level.
 func levelOf(err error) slog.Level {
 	switch status.Code(err) {
 	case codes.Internal, codes.Unknown, codes.DataLoss:

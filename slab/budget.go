@@ -44,7 +44,7 @@ func (p *Principal) Name() string {
 
 // Budget bounds the bytes promised at a time. Whoever asks gets all or nothing,
 // first come first served. While others wait, a holder that has something
-// already gets no more than half in all: it is passed over, not waited for. The
+// already gets no more than half of the total: it is passed over, not waited for. The
 // first amount of a holder that has nothing may be larger, up to the whole
 // budget, else it could never be granted under load: it takes its turn and stops
 // the line until it fits. It is safe for concurrent use.
@@ -123,10 +123,10 @@ func (b *Budget) TryAcquire(holder *Principal, n int64) bool {
 	return true
 }
 
-// Reclaim has spare called when an amount does not fit, until stop is. It gives
-// something back that is not needed now, by Release, and reports whether it did:
-// then it is called again, while the amount still does not fit. It must not block,
-// and may not ask this budget for anything.
+// Reclaim registers spare, which is called when an amount does not fit, until stop
+// is called. It releases what is not needed now and reports whether it did; then it
+// is called again, while the amount still does not fit. It must not block, and must
+// not take from this budget.
 func (b *Budget) Reclaim(spare func() bool) (stop func()) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

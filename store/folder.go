@@ -562,7 +562,7 @@ func (w *folderWriter) failed(what string, err error) error {
 	var errno syscall.Errno
 	errors.As(err, &errno)
 	if errno == syscall.ENOSPC || errno == syscall.EDQUOT || errno == syscall.EFBIG { // without the path: peers read this
-		return fmt.Errorf("%w: %s tensor %q: the disk has no room for %d bytes; delete something: %w", ErrFull, what, name, n, errno)
+		return fmt.Errorf("%w: %s tensor %q: not enough disk space for %d bytes: %w", ErrFull, what, name, n, errno)
 	}
 	return fmt.Errorf("store: %s tensor %q: %w", what, name, err)
 }

@@ -161,7 +161,7 @@ func CheckName(name string) error {
 	case len(name) > MaxName:
 		return fmt.Errorf("%w: %d bytes, the limit is %d", ErrName, len(name), MaxName)
 	case !utf8.ValidString(name) || strings.ContainsFunc(name, unicode.IsControl):
-		return fmt.Errorf("%w: %q is not UTF-8 without control characters", ErrName, name)
+		return fmt.Errorf("%w: %q must be UTF-8 without control characters", ErrName, name)
 	}
 	return nil
 }

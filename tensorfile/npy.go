@@ -260,7 +260,7 @@ func (p *literal) descr() tensor.DataType {
 	case strings.Contains(s, "V"):
 		p.refuse("%q is opaque bytes; bfloat16 and 8-bit floats go into .safetensors", s)
 	default:
-		p.refuse("%q has no data type here; convert it with array.astype", s)
+		p.refuse("%q is not supported; convert it with array.astype", s)
 	}
 	return d
 }

@@ -178,7 +178,7 @@ func ParseSafetensorsHeader(header []byte, dataBytes int64) ([]Entry, map[string
 	case len(header) > MaxSafetensorsHeader:
 		p.fail("header of %d bytes is over the limit of %d", len(header), MaxSafetensorsHeader)
 	case len(text) == 0 || text[0] != '{' || text[len(text)-1] != '}':
-		p.fail("the header is not an object padded with spaces; is this a safetensors file?")
+		p.fail("the header is not a JSON object; is this a safetensors file?")
 	case !utf8.Valid(text) || !json.Valid(text):
 		p.fail("the header is not JSON in UTF-8")
 	default:
@@ -229,7 +229,7 @@ func (p *headerParser) entry(name string) {
 			dtype := p.text(name)
 			var known bool
 			if e.Desc.DType, known = stTypes[dtype]; !known && p.err == nil {
-				p.err = fmt.Errorf("%w: safetensors: tensor %q has dtype %q, which has no data type here; convert it in Python",
+				p.err = fmt.Errorf("%w: safetensors: tensor %q has dtype %q, which is not supported; convert it in Python",
 					ErrUnsupported, name, dtype)
 			}
 		case "shape":
@@ -308,7 +308,7 @@ func (p *headerParser) object(what string, member func(key string)) {
 	for p.err == nil && p.dec.More() {
 		key := p.text(what)
 		if seen[key] {
-			p.fail("%q holds the key %q twice", what, key)
+			p.fail("duplicate key %q in %q", key, what)
 		}
 		if seen[key] = true; p.err == nil {
 			member(key)

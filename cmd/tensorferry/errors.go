@@ -222,7 +222,7 @@ func hintFor(c *cobra.Command, code int, err error) string {
 	case code == exitUsage && !c.HasParent():
 		return "tensorferry help lists the commands"
 	case code == exitUsage:
-		return c.CommandPath() + " --help says how it is used"
+		return "see " + c.CommandPath() + " --help for usage"
 	case code == exitConnection:
 		return connectionHint(c, err)
 	case code == exitLimit && fullMemory.MatchString(err.Error()):

@@ -109,7 +109,7 @@ func takes(most int, needs ...string) cobra.PositionalArgs {
 	return func(c *cobra.Command, args []string) error {
 		switch {
 		case len(args) < len(needs):
-			return usage("missing: %s, as in %s", strings.Join(needs[len(args):], " and "), c.UseLine())
+			return usage("missing %s; usage: %s", strings.Join(needs[len(args):], " and "), c.UseLine())
 		case len(args) > most && most == 0:
 			return usage("%s takes no arguments, not %q", c.CommandPath(), args[0])
 		case len(args) > most:

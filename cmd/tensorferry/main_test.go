@@ -83,7 +83,7 @@ func TestAHintFitsTheCommand(t *testing.T) {
 		"more than memory holds":        {nil, larger, "a larger --store memory:SIZE of the server has more room, a folder has the disk's"},
 		"of another server":             {[]string{"--server", "a:1"}, full, "tensorferry rm --server a:1 makes room in the store, tensorferry info --server a:1 lists the server's limits"},
 		"no answer":                     {nil, fmt.Errorf("%w from a:1", client.ErrNoAnswer), "something listens there and says nothing"},
-		"a typing error":                {nil, usage("no"), "pull --help says how it is used"},
+		"a typing error":                {nil, usage("no"), "pull --help for usage"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			root := command()

@@ -72,7 +72,7 @@ func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 		b.line = p.line(shorten(plain(title)), size)
 	}
 	if p.count == 2 {
-		p.all = p.line("in all", 0, mpb.BarPriority(math.MaxInt)) // below the others
+		p.all = p.line("total", 0, mpb.BarPriority(math.MaxInt)) // below the others
 		p.all.SetCurrent(p.moved)
 	}
 	if p.all != nil {

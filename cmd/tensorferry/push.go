@@ -68,7 +68,7 @@ func (r *remote) dial() (*client.Client, error) { return dial(r.server, r.codec)
 func dial(server, codecName string) (*client.Client, error) {
 	k, err := codec.ParseCodec(codecName)
 	if err != nil {
-		return nil, usage("--codec %s: there are none and lz4", codecName)
+		return nil, usage("--codec: unknown codec %q; use none or lz4", codecName)
 	}
 	cl, err := client.Dial(server, client.Config{Codec: k})
 	if err != nil {

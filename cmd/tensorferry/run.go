@@ -72,7 +72,7 @@ open is not waited for.`,
 
 func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, stdout, stderr io.Writer) error {
 	if o.timeout < 0 {
-		return usage("--timeout %v is in the past", o.timeout)
+		return usage("--timeout %v: it must not be negative", o.timeout)
 	}
 	params, err := paramsOf(o.params)
 	if err != nil {

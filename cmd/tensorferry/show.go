@@ -44,12 +44,12 @@ func showCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "show FILE... | show --server ADDRESS NAME...",
 		Short: "show what tensors hold: range, mean, NaN, a histogram",
-		Long: `Show prints data type, shape, size, least, most, mean, standard deviation (over n,
+		Long: `Show prints data type, shape, size, min, max, mean, standard deviation (over n,
 not n-1), how many elements are zero, NaN or infinite, and a histogram of the
-finite ones, whose columns all have one width from the least to the most. It
+finite ones, whose columns have equal widths from min to max. It
 reads each tensor once and holds none.
 
-FILE is .npy; .safetensors, with :name behind it for one of its tensors; raw bytes
+FILE is .npy; .safetensors, followed by :name for one of its tensors; raw bytes
 with --dtype and --shape; or "-" for stdin. With --server it is not a file but a
 NAME: a tensor of the server's store, a glob as for pull, or a --source. Of complex
 numbers it shows the magnitude, of bool 0 and 1.`,

@@ -97,7 +97,7 @@ func rmCommand() *cobra.Command {
 		Short: "remove tensors from a server",
 		Long: `Rm removes tensors from the store of a server and prints their names. NAME may be
 a glob, as for pull; one that picks nothing is an error, and then nothing is removed.
-A tensor of a file that was put into the server's folder goes with that file only.`,
+A tensor of a file in the server's folder cannot be removed; delete the file there.`,
 		Example: `  tensorferry rm x
   tensorferry rm 'experiments/7/*'`,
 		Args:              takes(many, "NAME"),
@@ -112,7 +112,7 @@ func rm(ctx context.Context, cl *client.Client, names []string, out printer) err
 	}
 	for _, s := range list {
 		if s.File != "" {
-			return fmt.Errorf("%q is a tensor of the file %q in the server's folder; it goes with that file, which is not for a client to delete", s.Name, s.File)
+			return fmt.Errorf("%q is a tensor of the file %q in the server's folder; delete the file on the server", s.Name, s.File)
 		}
 	}
 	removed := []string{}
@@ -159,7 +159,7 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 		}
 		switch _, bad := path.Match(n, ""); {
 		case bad != nil && status.Code(err) == codes.InvalidArgument:
-			return nil, usage("%q is neither a name nor a glob: a [ lacks its ], or a \\ the letter behind it", n)
+			return nil, usage("%q is not a valid glob: unclosed [ or trailing \\", n)
 		case err != nil:
 			return nil, err
 		case len(found) == 0:
