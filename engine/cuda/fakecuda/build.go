@@ -13,6 +13,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/cpu"
 )
@@ -26,6 +27,9 @@ func Hide(function string) string { return "hide=" + function }
 
 // Kernels takes the .cu files of a folder instead of those in engine/cuda/kernels.
 func Kernels(folder string) string { return "kernels=" + folder }
+
+// kept is how long a build stays that nobody uses.
+const kept = 7 * 24 * time.Hour
 
 var building sync.Mutex
 
@@ -74,7 +78,7 @@ func build(compiler string, options []string) (string, error) {
 		return "", err
 	}
 	driver, kernels := filepath.Join(root, "engine/cuda/fakecuda/driver"), filepath.Join(root, "engine/cuda/kernels")
-	flags := []string{"-std=c++17", "-O2", "-g", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-unknown-pragmas"}
+	flags := []string{"-std=c++17", "-O2", "-g1", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-unknown-pragmas"}
 	if cpu.X86.HasFMA {
 		flags = append(flags, "-mfma") // otherwise each __builtin_fmaf is a call; no other operation is fused
 	}
@@ -117,7 +121,9 @@ func build(compiler string, options []string) (string, error) {
 	if err != nil {
 		cache = os.TempDir()
 	}
-	base := filepath.Join(cache, "tensorferry", fmt.Sprintf("fakecuda-%x", hash.Sum(nil)[:8]))
+	cache = filepath.Join(cache, "tensorferry")
+	base := filepath.Join(cache, fmt.Sprintf("fakecuda-%x", hash.Sum(nil)[:8]))
+	defer prune(cache, base, time.Now())
 
 	objects, library := filepath.Join(base, "objects"), filepath.Join(base, variant)
 	err = once(objects, func(dir string) error {
@@ -151,6 +157,18 @@ func build(compiler string, options []string) (string, error) {
 		return run(dir, compiler, append(args, files...))
 	})
 	return filepath.Join(library, "libcuda.so.1"), err
+}
+
+// prune removes the builds that nobody has used for a while, but not the one in use.
+// Each has ten megabytes, and every change of a source makes another.
+func prune(cache, use string, now time.Time) {
+	_ = os.Chtimes(use, now, now) // at worst it is built again
+	all, _ := filepath.Glob(cache + "/fakecuda-*")
+	for _, dir := range all {
+		if info, err := os.Stat(dir); err == nil && now.Sub(info.ModTime()) > kept {
+			_ = os.RemoveAll(dir) // somebody else's
+		}
+	}
 }
 
 // source returns the C++ file that contains a .cu file and registers its kernels.

@@ -8,11 +8,13 @@ import (
 	"math"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"runtime"
 	"slices"
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 	"unsafe"
 
 	"github.com/stretchr/testify/require"
@@ -739,6 +741,23 @@ func TestAProgramReadsCommandsFromItsEnvironment(t *testing.T) {
 	out, err = child(t, "^TestAProgramReadsCommandsFromItsEnvironment$", "FAKECUDA=nonsense")
 	require.Error(t, err)
 	require.Contains(t, string(out), "not understood")
+}
+
+func TestBuildsThatNobodyUsesGo(t *testing.T) {
+	cache, now := t.TempDir(), time.Now()
+	for name, age := range map[string]time.Duration{"fakecuda-old": kept + time.Hour, "fakecuda-new": kept / 2, "fakecuda-used": 2 * kept, "other": 2 * kept} {
+		dir := filepath.Join(cache, name)
+		require.NoError(t, os.Mkdir(dir, 0o700))
+		require.NoError(t, os.Chtimes(dir, now.Add(-age), now.Add(-age)))
+	}
+	prune(cache, filepath.Join(cache, "fakecuda-used"), now)
+	left, err := os.ReadDir(cache)
+	require.NoError(t, err)
+	var names []string
+	for _, entry := range left {
+		names = append(names, entry.Name())
+	}
+	require.Equal(t, []string{"fakecuda-new", "fakecuda-used", "other"}, names)
 }
 
 func TestAddressSanitizer(t *testing.T) {

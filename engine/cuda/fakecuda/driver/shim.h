@@ -1,6 +1,6 @@
 // shim.h makes a kernel's .cu file compile with g++, as code of the host: it comes
-// before the file, in place of what a compiler for the device has. What is
-// not declared here, dynamic shared memory and warps among it, no kernel may use.
+// before the file, in place of what a compiler for the device has. No kernel may use
+// what is not declared here, dynamic shared memory and warps among it.
 #pragma once
 
 #include <stddef.h>
