@@ -182,7 +182,7 @@ func source(path string, text []byte) []byte {
 
 // once makes a folder under another name first, so that whoever sees it sees all of
 // it. Two processes may do so at a time; one of the results stays.
-func once(dir string, make func(string) error) error {
+func once(dir string, fill func(string) error) error {
 	if _, err := os.Stat(dir); err == nil {
 		return nil
 	}
@@ -193,8 +193,8 @@ func once(dir string, make func(string) error) error {
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(tmp)
-	if err := make(tmp); err != nil {
+	defer func() { _ = os.RemoveAll(tmp) }() // gone when all went well
+	if err := fill(tmp); err != nil {
 		return err
 	}
 	if err := os.Rename(tmp, dir); err != nil {

@@ -18,8 +18,9 @@ static size_t text(void *f, const char *what, char *buf, size_t n) {
 
 // call passes as many arguments as any function takes. The spare ones do no harm.
 static int call(void *f, const uintptr_t *a) {
-	typedef uintptr_t p;
-	return ((int (*)(p, p, p, p, p, p, p, p, p, p, p))f)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]);
+	int (*g)(uintptr_t a0, uintptr_t a1, uintptr_t a2, uintptr_t a3, uintptr_t a4, uintptr_t a5,
+		uintptr_t a6, uintptr_t a7, uintptr_t a8, uintptr_t a9, uintptr_t a10) = f;
+	return g(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]);
 }
 */
 import "C"

@@ -547,17 +547,31 @@ func TestAKernelsPointersAreChecked(t *testing.T) {
 			g.want(tc.code, "cuStreamSynchronize", stream)
 		})
 	}
-	t.Run("another device's", func(t *testing.T) {
-		g := start(t)
-		here := g.get("cuCtxGetCurrent")
-		g.do("cuCtxSetCurrent", g.get("cuDevicePrimaryCtxRetain", 1))
-		memory := g.memory(64)
-		g.do("cuCtxSetCurrent", here)
-		stream := g.stream()
-		require.Equal(t, success, g.launch(g.kernel("relu_words"), stream, one, one, uint64(memory), 8, 0, 0, 15))
-		g.want(illegalAddress, "cuStreamSynchronize", stream)
-		g.do("cuDevicePrimaryCtxRelease_v2", 1)
-	})
+}
+
+// A real driver would copy; an engine that keeps its devices apart never asks for it.
+func TestAnotherDevicesMemoryIsOutOfReach(t *testing.T) {
+	for name, use := range map[string]func(g *gpu, memory, stream uintptr){
+		"kernel": func(g *gpu, memory, stream uintptr) {
+			one := [3]uintptr{1, 1, 1}
+			require.Equal(g.t, success, g.launch(g.kernel("relu_words"), stream, one, one, uint64(memory), 8, 0, 0, 15))
+		},
+		"copy":   func(g *gpu, memory, stream uintptr) { g.do("cuMemcpyHtoDAsync_v2", memory, g.out, 8, stream) },
+		"memset": func(g *gpu, memory, stream uintptr) { g.do("cuMemsetD8Async", memory, 1, 8, stream) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := start(t)
+			here := g.get("cuCtxGetCurrent")
+			g.do("cuCtxSetCurrent", g.get("cuDevicePrimaryCtxRetain", 1))
+			memory := g.memory(64)
+			g.do("cuCtxSetCurrent", here)
+			stream := g.stream()
+			use(g, memory, stream)
+			g.want(illegalAddress, "cuStreamSynchronize", stream)
+			require.Len(t, g.Violations(), 1)
+			g.do("cuDevicePrimaryCtxRelease_v2", 1)
+		})
+	}
 }
 
 func TestLaunchesAreCheckedAtTheCall(t *testing.T) {
@@ -573,7 +587,7 @@ func TestLaunchesAreCheckedAtTheCall(t *testing.T) {
 func TestModulesAreReadAsADriverDoes(t *testing.T) {
 	ptx, err := os.ReadFile("testdata/test.ptx")
 	require.NoError(t, err)
-	with := func(old, new string) string { return strings.Replace(string(ptx), old, new, 1) }
+	with := func(from, to string) string { return strings.Replace(string(ptx), from, to, 1) }
 	for name, tc := range map[string]struct {
 		text string
 		code int

@@ -21,6 +21,7 @@ extern "C" __global__ void sum_u64(const uint64_t *x, uint64_t *sums) {
     __syncthreads();
     if (i >= n / 2) return;
     for (unsigned half = n / 2; half > 0; half /= 2) {
+        i = threadIdx.x + threadIdx.y * blockDim.x;  // still the same
         if (i < half) part[i] += part[i + half];
         __syncthreads();
     }
