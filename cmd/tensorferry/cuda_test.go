@@ -71,9 +71,15 @@ func TestAServerOnAFakeDeviceOutlivesItsClients(t *testing.T) {
 		}
 		require.NoError(t, s.Close())
 	}
-	for range 20 {
+	for i := range 20 {
 		c := fed(t, "run", "relu", "--server", address, "--dtype", "float32", "--shape", "1000000000")
-		time.Sleep(time.Duration(random.IntN(20)) * time.Millisecond) // any moment will do
+		if i%2 == 0 { // else it may not even have begun
+			testkit.Eventually(t, func() bool {
+				info, err := cl.Info(t.Context())
+				require.NoError(t, err)
+				return info.GetCounters()["calls"] > 0
+			}, "the call")
+		}
 		require.NoError(t, c.Process.Signal(os.Kill))
 		_ = c.Wait()
 	}

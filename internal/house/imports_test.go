@@ -12,16 +12,16 @@ const anything = "anything"
 // layers is the arrow diagram of the module: who imports whom, lowest first. Every
 // package is on it, and every arrow is used.
 var layers = map[string][]string{
-	"api/tensorferry/v1":  {},
+	"api/tensorferry/v1":   {},
 	"engine/cuda/fakecuda": {},
-	"engine/cuda/kernels": {},
-	"examples/fashion":    {},
-	"internal/fault":      {},
-	"internal/house":      {},
-	"internal/invariants": {},
-	"internal/metrics":    {},
-	"internal/proc":       {},
-	"tensor":              {},
+	"engine/cuda/kernels":  {},
+	"examples/fashion":     {},
+	"internal/fault":       {},
+	"internal/house":       {},
+	"internal/invariants":  {},
+	"internal/metrics":     {},
+	"internal/proc":        {},
+	"tensor":               {},
 
 	"chunker":            {"tensor"},
 	"internal/minifloat": {"tensor"},
