@@ -65,7 +65,7 @@ open is not waited for.`,
 	f.BoolVar(&o.raw, "raw", false, "write results as raw bytes")
 	o.remote.flags(c)
 	f.DurationVar(&o.timeout, "timeout", 0, "most time the server gives the call")
-	f.BoolVar(&o.timings, "timings", false, "print where the server spent the time: each stage, and what was exposed, the total less the slowest")
+	f.BoolVar(&o.timings, "timings", false, "print where the server spent the time")
 	c.ValidArgsFunction = completeModels
 	return c
 }
