@@ -18,6 +18,8 @@ import (
 
 	"github.com/rogpeppe/go-internal/testscript"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine/cuda/fakecuda"
@@ -95,6 +97,44 @@ func TestAServerOnAFakeDeviceOutlivesItsClients(t *testing.T) {
 		return c["calls"]+c["sessions"]+c["memory_used_bytes"] == 0
 	}, "a server without a call")
 	require.NotContains(t, strings.ToLower(fmt.Sprint(server.Log.Tail())), "error")
+}
+
+func TestAServerWhoseDeviceIsLostSaysSoAndServesAgain(t *testing.T) {
+	testkit.Start(t)
+	driver := fakecuda.Build(t)
+	exe, err := exec.LookPath("tensorferry")
+	require.NoError(t, err)
+	// A kernel fails, and three times there is no new context.
+	t.Setenv("FAKECUDA", "async fail cuLaunchKernel 700 after 10 times 1; fail cuDevicePrimaryCtxRetain 46 after 1 times 3")
+	server, address, err := startServer(t.Context(), exe, "--engine", "cuda:0", "--cuda-driver", driver)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, server.Stop()) }()
+	cl, err := client.Dial(address, client.Config{})
+	require.NoError(t, err)
+	defer cl.Close()
+	x, err := tensor.Of(make([]float32, 1000), 1000)
+	require.NoError(t, err)
+	for range 10 {
+		_, err := cl.Compute(t.Context(), "relu", x)
+		require.NoError(t, err)
+	}
+	_, err = cl.Compute(t.Context(), "relu", x)
+	require.Equal(t, codes.Unavailable, status.Code(err), "%v", err)
+	require.ErrorContains(t, err, "device cuda:0 is lost")
+	ill := func() string {
+		info, err := cl.Info(t.Context())
+		require.NoError(t, err)
+		for _, m := range info.GetModels() {
+			if m.GetName() == "relu" {
+				return m.GetUnavailable()
+			}
+		}
+		return "not there"
+	}
+	require.Contains(t, ill(), "CUDA_ERROR_ILLEGAL_ADDRESS")
+	testkit.Eventually(t, func() bool { return ill() == "" }, "the device")
+	_, err = cl.Compute(t.Context(), "relu", x)
+	require.NoError(t, err)
 }
 
 func TestTheProgramNeedsNoNewSystemAndNothingOfCUDA(t *testing.T) {

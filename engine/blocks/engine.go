@@ -56,6 +56,9 @@ type Config struct {
 	// Spill, if it is set, is where results go that wait for their taker while others
 	// wait for Budget: ordinary memory, where that of the pool is scarce.
 	Spill *Spill
+	// Gauges, if it is set, is what there is to measure, for all models: as
+	// engine.Gauger.
+	Gauges func() []engine.Gauge
 }
 
 // Spill is memory beside that of the pool.

@@ -110,6 +110,14 @@ func (m *model) Close() error { return m.close() }
 // WatchHealth implements engine.HealthWatcher: a model is as well as its device.
 func (m *model) WatchHealth(told func(error)) (stop func()) { return m.engine.watch(told) }
 
+// Gauges implements engine.Gauger: a model measures what its engine does.
+func (m *model) Gauges() []engine.Gauge {
+	if m.engine.cfg.Gauges == nil {
+		return nil
+	}
+	return m.engine.cfg.Gauges()
+}
+
 // Open implements engine.Model.
 func (m *model) Open(ctx context.Context, c engine.Call) (engine.Run, error) {
 	if ctx.Err() != nil {

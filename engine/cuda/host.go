@@ -46,7 +46,7 @@ func Open(c Config) (*Host, error) {
 		name: fmt.Sprintf("cuda:%d", c.Device), device: v,
 		pool: slab.NewPool(c.PinnedBytes, v.pinned), budget: slab.NewBudget("pinned", c.PinnedBytes),
 	}
-	h.engine = blocks.New(blocks.Config{Name: h.name, Device: v, Pool: h.pool, Budget: h.budget, Spill: c.Spill})
+	h.engine = blocks.New(blocks.Config{Name: h.name, Device: v, Pool: h.pool, Budget: h.budget, Spill: c.Spill, Gauges: h.gauges})
 	v.run(h.engine)
 	return h, nil
 }
@@ -60,30 +60,13 @@ func (h *Host) Pool() *slab.Pool { return h.pool }
 // Budget returns the budget that every run of the host's models is admitted by.
 func (h *Host) Budget() *slab.Budget { return h.budget }
 
-// model is a model of a host, with what there is to measure.
-type model struct {
-	engine.Model
-	host *Host
-}
-
-func (h *Host) model(m blocks.Model) (engine.Model, error) {
-	made, err := h.engine.Model(m)
-	if err != nil {
-		return nil, err
-	}
-	return &model{made, h}, nil
-}
-
-// Unwrap returns the model without its host.
-func (m *model) Unwrap() engine.Model { return m.Model }
-
-// Gauges implements engine.Gauger.
-func (m *model) Gauges() []engine.Gauge {
-	used, _, limit := m.host.budget.Used()
+// gauges are what all models measure.
+func (h *Host) gauges() []engine.Gauge {
+	used, _, limit := h.budget.Used()
 	return []engine.Gauge{
 		{Name: "pinned_used_bytes", Meaning: "page-locked memory that calls hold", Value: float64(used)},
 		{Name: "pinned_limit_bytes", Meaning: "the most that they may hold", Value: float64(limit)},
-		{Name: "device_blocks", Meaning: "blocks that are on the device", Value: float64(m.host.device.busy())},
+		{Name: "device_blocks", Meaning: "blocks that are on the device", Value: float64(h.device.busy())},
 	}
 }
 

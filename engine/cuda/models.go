@@ -33,7 +33,7 @@ func Builtins(h *Host) []engine.Model {
 		{builtin.Affine, bindAffine},
 		{builtin.Sink, bindSink},
 	} {
-		made, err := h.model(blocks.Model{Info: m.info, Bind: func(c engine.Call) (blocks.Bound, error) {
+		made, err := h.engine.Model(blocks.Model{Info: m.info, Bind: func(c engine.Call) (blocks.Bound, error) {
 			if err := builtin.CheckParams(m.info, c); err != nil {
 				return blocks.Bound{}, err
 			}

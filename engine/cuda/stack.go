@@ -97,7 +97,7 @@ func Stack(h *Host, m *stack.Model) (engine.Model, error) {
 			return at.x
 		},
 	}
-	return h.model(blocks.Model{
+	return h.engine.Model(blocks.Model{
 		Info: info,
 		Bind: func(call engine.Call) (blocks.Bound, error) {
 			y := call.Inputs[0].Desc.Clone()
