@@ -170,7 +170,11 @@ func (c foreignClient) open(ctx context.Context, total int) (grpc.ClientStream, 
 	if err != nil {
 		return nil, err
 	}
-	return s, s.SendMsg(&wrapperspb.BytesValue{Value: []byte{byte(total >> 24), byte(total >> 16), byte(total >> 8), byte(total)}})
+	err = s.SendMsg(&wrapperspb.BytesValue{Value: []byte{byte(total >> 24), byte(total >> 16), byte(total >> 8), byte(total)}})
+	if errors.Is(err, io.EOF) { // it has ended already, as RecvMsg says
+		err = nil
+	}
+	return s, err
 }
 
 func (f *fixture) health(t testing.TB, name string) string {

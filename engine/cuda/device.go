@@ -406,6 +406,7 @@ func (v *device) finish() {
 		if l.dirty == nil {
 			var ms [3]C.float
 			l.dirty = v.failed(C.tf_times(v.c, l.c, &ms[0]))
+			v.check(l.dirty)
 			t = blocks.Times{H2D: duration(ms[0]), Compute: duration(ms[1]), D2H: duration(ms[2])}
 		}
 		w, err := l.work, l.dirty
