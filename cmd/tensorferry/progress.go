@@ -33,6 +33,7 @@ type progressBars struct {
 	count       int
 	moved, size int64    // of all tensors
 	all         *mpb.Bar // nil while there is one tensor
+	lines       []*mpb.Bar
 }
 
 // newProgress returns bars on w, or nil if quiet is set or w is not a terminal with a
@@ -82,7 +83,7 @@ func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 }
 
 func (p *progressBars) line(title string, size int64, options ...mpb.BarOption) *mpb.Bar {
-	return p.bars.AddBar(size, append(options,
+	line := p.bars.AddBar(size, append(options,
 		mpb.PrependDecorators(
 			decor.Name(title, decor.WCSyncSpaceR),
 			decor.CountersKibiByte("% .1f / % .1f", decor.WCSyncSpace),
@@ -92,6 +93,8 @@ func (p *progressBars) line(title string, size int64, options ...mpb.BarOption) 
 			decor.AverageSpeed(decor.SizeB1024(0), "% .1f", decor.WCSyncSpace),
 			decor.OnComplete(decor.AverageETA(decor.ET_STYLE_GO, decor.WCSyncSpace), ""),
 		))...)
+	p.lines = append(p.lines, line)
+	return line
 }
 
 // shorten keeps the end of a long title: where names differ.
@@ -110,10 +113,17 @@ func (p *progressBars) end() {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if !p.ended {
-		p.ended = true
-		p.bars.Shutdown()
+	if p.ended {
+		return
 	}
+	p.ended = true
+	if p.all != nil && p.moved == p.size {
+		p.all.SetTotal(p.size, true)
+	}
+	for _, line := range p.lines {
+		line.Abort(true) // without effect on one that is complete
+	}
+	p.bars.Wait() // until all that is complete has been drawn
 }
 
 // bar counts the bytes of one tensor. A nil bar counts nothing.
