@@ -85,7 +85,7 @@ cuda: ## The CUDA engine over a fake driver, and its C under the address sanitiz
 	$(GO) test -asan ./engine/cuda -run 'ReLUAndAffine|StackModelComputes|Fault|StaysLost|Hangs'
 
 cuda-mutants: ## Break the CUDA engine in one place at a time, and see that the tests notice
-	$(GO) test -count 1 ./engine/cuda -run EveryMutant -mutants -v
+	$(GO) test -count 1 -timeout 60m ./engine/cuda -run EveryMutant -mutants -v
 
 lint: lint-go lint-proto breaking ## Everything that reads the source without running it
 

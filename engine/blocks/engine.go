@@ -110,22 +110,22 @@ func (e *Engine) spare() (some bool) {
 // stay readable until they are released. It never blocks, and may be called from Start.
 // Once lost, a second loss changes nothing.
 func (e *Engine) Lost(cause error) {
-	for _, r := range e.end("is lost", cause) {
+	for _, r := range e.end(cause) {
 		r.lose()
 	}
 }
 
-// Hung says that the device does not answer. It is Lost, but the blocks that were
-// started stay the device's until it ends them, or is lost: a run that is closed
-// before waits for them, and then abandons their memory.
-func (e *Engine) Hung(cause error) { e.end("hangs", cause) }
+// Hung says that the device does not answer, or is about to be lost. It is Lost, but
+// the blocks that were started stay the device's until it ends them, or is lost: a run
+// that is closed before waits for them, and then abandons their memory.
+func (e *Engine) Hung(cause error) { e.end(cause) }
 
 // end ends every run, and returns them. The first cause stands.
-func (e *Engine) end(how string, cause error) []*run {
+func (e *Engine) end(cause error) []*run {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.lost == nil {
-		e.tell(fmt.Errorf("%w: device %s %s: %w", engine.ErrUnavailable, e.cfg.Name, how, cause))
+		e.tell(fmt.Errorf("%w: device %s is lost: %w", engine.ErrUnavailable, e.cfg.Name, cause))
 	}
 	for r := range e.runs {
 		r.cancel(e.lost)

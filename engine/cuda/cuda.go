@@ -21,7 +21,8 @@ type Config struct {
 	// Library is the driver to open. Empty means libcuda.so.1, as the dynamic linker
 	// finds it.
 	Library string
-	// Device counts from 0, in the driver's order.
+	// Device counts from 0, in the driver's order. A device has one Host at a time, and
+	// no other user in the process: its context is reset when it fails.
 	Device int
 	// PinnedBytes is the most page-locked memory that runs may hold at a time, and the
 	// most that is kept for reuse. Zero means 256 MiB.
@@ -38,7 +39,7 @@ type Config struct {
 
 func (c *Config) setDefaults() {
 	if c.Library == "" {
-		c.Library = library
+		c.Library = defaultLibrary
 	}
 	if c.PinnedBytes <= 0 {
 		c.PinnedBytes = defaultPinned

@@ -370,7 +370,7 @@ func TestWithoutADriverADeviceOrASymbolOpenSaysWhich(t *testing.T) {
 	testkit.Start(t)
 	_, err := cuda.Open(cuda.Config{Library: "/no/such/libcuda.so.1"})
 	require.ErrorIs(t, err, engine.ErrUnavailable)
-	require.ErrorContains(t, err, "no CUDA driver: /no/such/libcuda.so.1")
+	require.ErrorContains(t, err, "no NVIDIA driver: /no/such/libcuda.so.1")
 
 	for commands, want := range map[string]string{
 		"fail cuInit 100":                           "cuInit: CUDA_ERROR_NO_DEVICE",
@@ -381,7 +381,7 @@ func TestWithoutADriverADeviceOrASymbolOpenSaysWhich(t *testing.T) {
 		"fail cuModuleLoadDataEx 218":               "image sm_75",
 		"fail cuModuleGetFunction 500 after 3":      "kernel",
 		"fail cuModuleLoadDataEx 999":               "cuModuleLoadDataEx",
-		"fail cuDeviceGetAttribute 1; driver 11040": "device 0",
+		"fail cuDeviceGetAttribute 1; driver 11040": "device cuda:0",
 	} {
 		t.Run(commands, func(t *testing.T) {
 			r := newRig(t)
@@ -491,6 +491,7 @@ func TestAFaultEndsEveryCallWithItsCauseAndLeavesNothing(t *testing.T) {
 		"a copy back fails":          {"async fail cuMemcpyDtoHAsync_v2 714 after 2 times 1", "714", true},
 		"memory is broken":           {"sticky 214", "CUDA_ERROR_ECC_UNCORRECTABLE", true},
 		"nobody knows":               {"fail cuEventSynchronize 999 after 3 times 1", "CUDA_ERROR_UNKNOWN", true},
+		"a time is not told":         {"fail cuEventElapsedTime 700 after 2 times 1", "CUDA_ERROR_ILLEGAL_ADDRESS", true},
 		"a wait fails":               {"fail cuEventSynchronize 1 after 3 times 1", "CUDA_ERROR_INVALID_VALUE", true},
 	}
 	for name, f := range faults {
@@ -666,4 +667,148 @@ func TestTheDriverDescribesItsDevices(t *testing.T) {
 	require.Equal(t, []cuda.Device{
 		{Name: "Fake GPU 0", Memory: 64 * mib, Major: 8, Driver: 12040}, {Name: "Fake GPU 1", Memory: 64 * mib, Major: 8, Driver: 12040},
 	}, all)
+}
+
+func closeModel(t testing.TB, m engine.Model) {
+	t.Helper()
+	c, ok := engine.As[interface{ Close() error }](m)
+	require.True(t, ok)
+	require.NoError(t, c.Close())
+}
+
+func TestWeightsOfAModelThatIsUnloadedDoNotComeBackWithTheDevice(t *testing.T) {
+	for name, commands := range map[string]string{
+		"while the device is lost": "async fail cuLaunchKernel 700 times 1",
+		"half loaded":              "fail cuStreamSynchronize 700 after 1 times 1",
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t)
+			h := r.open(t, r.config(16*mib))
+			relu := builtin(t, cuda.Builtins(h), "relu")
+			well := watch(t, relu)
+			_, err := engine.Compute(t.Context(), relu, nil, floats(1, 100))
+			require.NoError(t, err)
+			before := r.Live().Allocations
+			if name == "half loaded" {
+				r.Control("fail cuDevicePrimaryCtxRetain 46 times 3;" + commands)
+				_, err = cuda.Stack(h, mlp(t))
+			} else {
+				m, bad := cuda.Stack(h, mlp(t))
+				require.NoError(t, bad)
+				r.Control("fail cuDevicePrimaryCtxRetain 46 times 3;" + commands)
+				_, err = engine.Compute(t.Context(), relu, nil, floats(1, 100))
+				closeModel(t, m)
+			}
+			require.ErrorIs(t, err, engine.ErrUnavailable)
+			testkit.Eventually(t, func() bool { return well.changes() > 1 && well.last() == nil }, "the device serves again")
+			_, err = engine.Compute(t.Context(), relu, nil, floats(1, 100))
+			require.NoError(t, err)
+			require.Equal(t, before, r.Live().Allocations)
+		})
+	}
+}
+
+func TestAContextThatDiesWhileItsHostClosesEndsItsRuns(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(16*mib))
+	r.Control("hang cuLaunchKernel; async fail cuLaunchKernel 700 times 1")
+	ended := make(chan error, 1)
+	go func() {
+		_, err := engine.Compute(t.Context(), builtin(t, cuda.Builtins(h), "relu"), nil, floats(1, 100))
+		ended <- err
+	}()
+	testkit.Eventually(t, func() bool { return len(r.Timeline()) > 1 }, "the input on the device")
+	closed := make(chan struct{})
+	go func() {
+		h.Close()
+		close(closed)
+	}()
+	testkit.Eventually(t, func() bool { // the host is closed for new models
+		_, err := cuda.Stack(h, mlp(t))
+		return errors.Is(err, engine.ErrClosed)
+	}, "the host to close")
+	r.Control("unhang")
+	<-closed
+	err := <-ended
+	require.ErrorIs(t, err, engine.ErrUnavailable)
+	require.NotErrorIs(t, err, engine.ErrLost)
+	slabs, _ := h.Pool().Live()
+	require.Zero(t, slabs)
+}
+
+func TestMemoryOfIdleLanesIsTakenWhenThereIsNoOther(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(64*mib))
+	sink, echo := builtin(t, cuda.Builtins(h), "sink"), builtin(t, cuda.Builtins(h), "echo")
+	big := floats(1, 36, mib/4)
+	for range 4 { // each on the lane that was idle last
+		_, err := engine.Compute(t.Context(), sink, nil, big)
+		require.NoError(t, err)
+		r.Control("delay copies 2000")
+		_, err = engine.Compute(t.Context(), echo, nil, floats(2, 16, mib/4))
+		require.NoError(t, err)
+	}
+	m, err := stack.New(stack.Spec{Name: "large", Layers: []stack.Layer{{Kind: "linear", Weight: "w"}}}, map[string]tensor.Tensor{"w": weight(1, 3000, 3000)})
+	require.NoError(t, err)
+	_, err = cuda.Stack(h, m)
+	require.NoError(t, err)
+}
+
+func TestASubmitThatFailsTwiceKeepsItsMemoryUntilTheContextIsReset(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(16*mib))
+	relu := builtin(t, cuda.Builtins(h), "relu")
+	r.Control("late 50000; fail cuEventRecord 1 after 5 times 1; fail cuStreamSynchronize 304 times 1")
+	_, err := engine.Compute(t.Context(), relu, nil, floats(1, 100))
+	require.ErrorIs(t, err, engine.ErrUnavailable)
+	require.ErrorContains(t, err, "cuStreamSynchronize")
+}
+
+func TestADriverThatHangsInACallIsSaidTo(t *testing.T) {
+	for name, tc := range map[string]struct {
+		commands string
+		load     bool
+	}{
+		"a reset":                 {"hang cuDevicePrimaryCtxReset_v2; async fail cuLaunchKernel 700 times 1", false},
+		"the upload of a model's": {"hang cuStreamSynchronize", true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t)
+			c := r.config(16 * mib)
+			c.Hang = 300 * time.Millisecond
+			h := r.open(t, c)
+			relu := builtin(t, cuda.Builtins(h), "relu")
+			well := watch(t, relu)
+			r.Control(tc.commands)
+			var all sync.WaitGroup
+			all.Go(func() {
+				if m, err := cuda.Stack(h, mlp(t)); err == nil && tc.load {
+					closeModel(t, m)
+				}
+			})
+			if !tc.load {
+				all.Go(func() { _, _ = engine.Compute(t.Context(), relu, nil, floats(1, 100)) })
+			}
+			testkit.Eventually(t, func() bool { return well.last() != nil }, "the device is said to be lost")
+			_, err := engine.Compute(t.Context(), relu, nil, floats(1, 100))
+			require.ErrorIs(t, err, engine.ErrUnavailable)
+			r.Control("unhang")
+			all.Wait()
+			testkit.Eventually(t, func() bool { return well.last() == nil }, "the device serves again")
+		})
+	}
+}
+
+func TestAWideModelNeedsLittleOfTheDevice(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(64*mib))
+	m, err := stack.New(stack.Spec{Name: "wide", Layers: []stack.Layer{
+		{Kind: "linear", Weight: "a"}, {Kind: "relu"}, {Kind: "linear", Weight: "b"},
+	}}, map[string]tensor.Tensor{"a": weight(1, 256, 2), "b": weight(2, 2, 256)})
+	require.NoError(t, err)
+	made, err := cuda.Stack(h, m)
+	require.NoError(t, err)
+	_, err = engine.Compute(t.Context(), made, nil, floats(3, 60_000, 2)) // whose first layer makes 61 MB of it
+	require.NoError(t, err)
+	require.Less(t, r.Live().Bytes, int64(64*mib))
 }

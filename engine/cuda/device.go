@@ -42,10 +42,16 @@ type device struct {
 	uploaded, computed chan *lane // have room for all
 	all                sync.WaitGroup
 
+	// telling is held while the engine is told what became of the device, so that it
+	// hears it in order. It is taken before mu.
+	telling sync.Mutex
+
 	mu     sync.Mutex // guards all below
 	more   sync.Cond  // for the submitter: there may be something to do
 	queue  blocks.Queue
 	asked  []func()
+	asking bool      // the submitter is at what was asked
+	moved  time.Time // a lane, or what was asked, began or ended
 	idle   []*lane
 	dead   error // why the context is, nil while it lives
 	later  bool  // a new one is not to be made yet
@@ -96,12 +102,13 @@ func (v *device) free() {
 
 // start makes a context with everything that blocks need in it but weights.
 func (v *device) start() error {
-	C.tf_signals_keep()
-	err := v.failed(C.tf_start(v.c))
-	if err == nil {
-		err = v.load()
-	}
-	v.restoreSignals()
+	err := v.guarded(func() error {
+		err := v.failed(C.tf_start(v.c))
+		if err == nil {
+			err = v.load()
+		}
+		return err
+	})
 	for _, l := range v.idle {
 		if err == nil {
 			err = v.failed(C.tf_lane_open(v.c, l.c))
@@ -159,8 +166,7 @@ func (v *device) stop() {
 	for w := range v.weights {
 		w.free(v)
 	}
-	v.pinned.close()
-	C.tf_stop(v.c)
+	v.pinned.close(func() { C.tf_stop(v.c) })
 }
 
 // run starts the goroutines, which end with close.
@@ -203,9 +209,10 @@ func end(w *blocks.Work) {
 	w.Done(err, blocks.Times{})
 }
 
-// ask has the submitter do something in the context, between two blocks, and waits.
-// It fails with engine.ErrClosed, or with why the context is dead.
-func (v *device) ask(do func() error) error {
+// ask has the submitter do something between two blocks, and waits for it, with a
+// device that hangs not for long. Do gets why the context is dead, nil while it lives.
+// Errors of the driver wrap engine.ErrUnavailable.
+func (v *device) ask(do func(dead error) error) error {
 	answer := make(chan error, 1)
 	v.mu.Lock()
 	if v.closed {
@@ -213,16 +220,29 @@ func (v *device) ask(do func() error) error {
 		return engine.ErrClosed
 	}
 	v.asked = append(v.asked, func() {
-		err := v.died()
-		if err == nil {
-			err = do()
-			v.check(err)
-		}
+		err := do(v.died())
+		v.check(err)
 		answer <- err
 	})
 	v.more.Signal()
 	v.mu.Unlock()
-	return <-answer
+	for late := (<-chan time.Time)(nil); ; {
+		select {
+		case err := <-answer:
+			if err != nil {
+				err = fmt.Errorf("%w: %w", engine.ErrUnavailable, err)
+			}
+			return err
+		case <-late:
+			return fmt.Errorf("%w: cuda: the device does not answer", engine.ErrUnavailable)
+		case <-time.After(closeWait):
+			v.mu.Lock()
+			if v.hangs {
+				late = time.After(closeWait)
+			}
+			v.mu.Unlock()
+		}
+	}
 }
 
 // died is why the context is dead, nil while it lives.
@@ -232,11 +252,18 @@ func (v *device) died() error {
 	return v.dead
 }
 
-// check looks whether an error of the driver means that the context is dead.
+// check looks whether an error of the driver means that the context is dead: it asks
+// the driver something that a living one answers.
 func (v *device) check(err error) {
 	var r *resultError
-	if !errors.As(err, &r) || sticky[r.code] == "" {
+	if !errors.As(err, &r) || v.died() != nil {
 		return
+	}
+	if sticky[r.code] == "" && r.call != "cuStreamSynchronize" {
+		var left, total C.size_t
+		if v.failed(C.tf_memory(v.c, &left, &total)) == nil {
+			return
+		}
 	}
 	v.die(err)
 }
@@ -264,10 +291,17 @@ func (v *device) submit() {
 		v.asked = nil
 		switch resting := len(v.idle) == lanes; {
 		case len(asked) > 0:
+			v.asking = true
+			v.progress()
 			v.mu.Unlock()
 			for _, do := range asked {
 				do()
 			}
+			v.mu.Lock()
+			v.asking = false
+			v.progress()
+			v.mu.Unlock()
+			v.answers()
 		case v.closed:
 			rest := v.queue
 			v.queue = blocks.Queue{}
@@ -276,6 +310,9 @@ func (v *device) submit() {
 				end(w)
 			}
 			if resting {
+				if v.died() != nil && !v.lost {
+					v.lose()
+				}
 				v.stop()
 				return
 			}
@@ -314,20 +351,27 @@ func (v *device) busy() int {
 	return lanes - len(v.idle)
 }
 
-// progress says that a lane has become busy or idle; mu is held.
+// progress says that a lane has become busy or idle, or something asked has begun or
+// ended; mu is held.
 func (v *device) progress() {
-	if v.watch.Stop(); len(v.idle) < lanes {
+	v.moved = time.Now()
+	if v.watch.Stop(); v.under() {
 		v.watch.Reset(v.hang)
 	}
 }
 
-// overdue is called when no lane has become idle for too long.
+// under reports whether something is under way; mu is held.
+func (v *device) under() bool { return v.asking || len(v.idle) < lanes }
+
+// overdue is called when there has been no progress for too long.
 func (v *device) overdue() {
+	v.telling.Lock()
+	defer v.telling.Unlock()
 	v.mu.Lock()
-	busy := lanes - len(v.idle)
-	v.hangs = busy > 0
+	busy, hangs := lanes-len(v.idle), v.under() && time.Since(v.moved) >= v.hang
+	v.hangs = v.hangs || hangs
 	v.mu.Unlock()
-	if busy == 0 {
+	if !hangs {
 		return
 	}
 	err := fmt.Errorf("cuda: no answer for %v, with %d blocks on the device", v.hang, busy)
@@ -347,7 +391,7 @@ func (v *device) enqueue(l *lane, w *blocks.Work) error {
 		bytes = max(bytes, p.memory(w.Rows))
 	}
 	bytes = (max(bytes, int64(len(out)), 1) + laneUnit - 1) / laneUnit * laneUnit
-	if err := v.failed(C.tf_lane_grow(v.c, l.c, C.size_t(bytes))); err != nil {
+	if err := v.roomy(func() error { return v.failed(C.tf_lane_grow(v.c, l.c, C.size_t(bytes))) }); err != nil {
 		v.check(err)
 		return fmt.Errorf("%d bytes of device memory for a block: %w", bytes, err)
 	}
@@ -364,6 +408,40 @@ func (v *device) enqueue(l *lane, w *blocks.Work) error {
 	err := v.failed(C.tf_submit(v.c, l.c, &b, unsafe.SliceData(l.list), C.unsigned(len(l.list))))
 	v.check(err)
 	return err
+}
+
+// roomy takes device memory, that of other lanes if there is no more.
+func (v *device) roomy(take func() error) error {
+	for {
+		err := take()
+		var r *resultError
+		if !errors.As(err, &r) || r.code != outOfMemory || !v.trim() {
+			return err
+		}
+	}
+}
+
+// trim frees what idle lanes keep, and waits for one if there is none. It reports
+// whether there was any.
+func (v *device) trim() (some bool) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	others := lanes - 1
+	if v.asking {
+		others = lanes
+	}
+	for {
+		for _, l := range v.idle {
+			if l.c.bytes > 0 {
+				_ = C.tf_free(v.c, l.c.memory)
+				l.c.bytes, some = 0, true
+			}
+		}
+		if some || len(v.idle) >= others {
+			return some
+		}
+		v.more.Wait()
+	}
 }
 
 // pointer is that of memory outside the Go heap; empty memory may lie in it.
@@ -421,16 +499,29 @@ func (v *device) finish() {
 		}
 		v.idle = append(v.idle, l)
 		v.progress()
-		back := v.hangs && len(v.idle) == lanes && v.dead == nil
-		if back {
-			v.hangs = false
-		}
 		v.more.Signal()
 		v.mu.Unlock()
-		if back {
-			v.log.Warn("device answers again")
-			v.engine.Back()
-		}
+		v.answers()
+	}
+}
+
+// answers says that a device that hung is back, if it is.
+func (v *device) answers() {
+	v.mu.Lock()
+	hung := v.hangs
+	v.mu.Unlock()
+	if !hung {
+		return
+	}
+	v.telling.Lock()
+	defer v.telling.Unlock()
+	v.mu.Lock()
+	back := v.hangs && !v.under() && v.dead == nil
+	v.hangs = v.hangs && !back
+	v.mu.Unlock()
+	if back {
+		v.log.Warn("device answers again")
+		v.engine.Back()
 	}
 }
 
@@ -441,15 +532,8 @@ func duration(millis C.float) time.Duration {
 // rebuild makes a new context when the old one is dead and no lane is in use. If it
 // cannot, it has the submitter try again later.
 func (v *device) rebuild() {
-	cause := v.died()
 	if !v.lost {
-		v.lost, v.pause = true, 0
-		v.log.Error("device lost", slog.Any("cause", cause))
-		v.pinned.lose(v.reset)
-		v.engine.Lost(cause)
-		v.mu.Lock()
-		v.queue = blocks.Queue{} // the engine has taken them back
-		v.mu.Unlock()
+		v.lose()
 	}
 	err := v.pinned.restore(v.start)
 	for w := range v.weights {
@@ -473,11 +557,32 @@ func (v *device) rebuild() {
 		return
 	}
 	v.lost = false
+	v.telling.Lock()
+	defer v.telling.Unlock()
 	v.mu.Lock()
 	v.dead, v.hangs = nil, false
 	v.mu.Unlock()
 	v.log.Warn("device is back")
 	v.engine.Back()
+}
+
+// lose ends a dead context, and every run. No lane is in use.
+func (v *device) lose() {
+	cause := v.died()
+	v.lost, v.pause = true, 0
+	v.log.Error("device lost", slog.Any("cause", cause))
+	v.tell(v.engine.Hung, cause) // should the reset hang
+	v.pinned.lose(v.reset)
+	v.tell(v.engine.Lost, cause)
+	v.mu.Lock()
+	v.queue = blocks.Queue{} // the engine has taken them back
+	v.mu.Unlock()
+}
+
+func (v *device) tell(what func(error), cause error) {
+	v.telling.Lock()
+	defer v.telling.Unlock()
+	what(cause)
 }
 
 // reset ends the context, and with it what lanes and weights have there.

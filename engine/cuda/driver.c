@@ -198,9 +198,9 @@ tf_result tf_submit(tf_device *v, tf_lane *l, const tf_block *b, const tf_launch
 	TRY(CtxSetCurrent, v->context);
 	tf_result r = enqueue(v, l, b, launches, count);
 	if (r.code != CUDA_SUCCESS) { // what was enqueued before may still run
-		(void)d->StreamSynchronize(v->h2d);
-		(void)d->StreamSynchronize(v->compute);
-		(void)d->StreamSynchronize(v->d2h);
+		TRY(StreamSynchronize, v->h2d);
+		TRY(StreamSynchronize, v->compute);
+		TRY(StreamSynchronize, v->d2h);
 	}
 	return r;
 }

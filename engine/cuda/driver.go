@@ -10,6 +10,7 @@ import "C"
 import (
 	"fmt"
 	"log/slog"
+	"strings"
 	"sync"
 	"unsafe"
 
@@ -42,7 +43,11 @@ func openDriver(library string, log *slog.Logger) (*driver, error) {
 	why := (*C.char)(C.malloc(textBytes))
 	defer C.free(unsafe.Pointer(why))
 	if d.c = C.tf_open(name, why, textBytes); d.c == nil {
-		return nil, fmt.Errorf("%w: no CUDA driver: %s", engine.ErrUnavailable, C.GoString(why))
+		text := C.GoString(why)
+		if library == defaultLibrary && strings.Contains(text, "cannot open shared object file: No such file") {
+			text = library + " is not installed here"
+		}
+		return nil, fmt.Errorf("%w: no NVIDIA driver: %s", engine.ErrUnavailable, text)
 	}
 	opened.byName[library] = d.c
 	return d, nil
@@ -51,9 +56,7 @@ func openDriver(library string, log *slog.Logger) (*driver, error) {
 // count is the number of devices, and the driver's version.
 func (d *driver) count() (devices, version int, err error) {
 	var n, v C.int
-	C.tf_signals_keep()
-	err = d.failed(C.tf_count(d.c, &n, &v))
-	d.restoreSignals()
+	err = d.guarded(func() error { return d.failed(C.tf_count(d.c, &n, &v)) })
 	if err == nil && n == 0 {
 		err = fmt.Errorf("cuda: the driver has no device")
 	}
@@ -63,32 +66,33 @@ func (d *driver) count() (devices, version int, err error) {
 	return int(n), int(v), nil
 }
 
-// restoreSignals puts back the handlers of signals that the library has replaced.
-func (d *driver) restoreSignals() {
+// guarding is held while handlers of signals may be replaced.
+var guarding sync.Mutex
+
+// guarded runs do, and puts back the handlers of signals that the library has replaced
+// meanwhile.
+func (d *driver) guarded(do func() error) error {
+	guarding.Lock()
+	defer guarding.Unlock()
+	C.tf_signals_keep()
+	err := do()
 	if n := C.tf_signals_restore(); n > 0 {
 		d.log.Debug("handlers of signals restored", slog.Int("signals", int(n)))
 	}
+	return err
 }
 
-// devices describes the devices.
-func (d *driver) devices() ([]Device, error) {
-	n, version, err := d.count()
+// describe describes a device.
+func (d *driver) describe(i, version int) (Device, error) {
+	name := (*C.char)(C.calloc(textBytes, 1))
+	defer C.free(unsafe.Pointer(name))
+	var memory C.size_t
+	var major, minor C.int
+	err := d.failed(C.tf_describe(d.c, C.int(i), name, textBytes, &memory, &major, &minor))
 	if err != nil {
-		return nil, err
+		return Device{}, fmt.Errorf("%w: device cuda:%d: %w", engine.ErrUnavailable, i, err)
 	}
-	all := make([]Device, n)
-	for i := range all {
-		name := (*C.char)(C.calloc(textBytes, 1))
-		var memory C.size_t
-		var major, minor C.int
-		err := d.failed(C.tf_describe(d.c, C.int(i), name, textBytes, &memory, &major, &minor))
-		all[i] = Device{C.GoString(name), int64(memory), int(major), int(minor), version}
-		C.free(unsafe.Pointer(name))
-		if err != nil {
-			return nil, fmt.Errorf("%w: device %d: %w", engine.ErrUnavailable, i, err)
-		}
-	}
-	return all, nil
+	return Device{C.GoString(name), int64(memory), int(major), int(minor), version}, nil
 }
 
 // Devices opens a driver, libcuda.so.1 if library is empty, and describes its
@@ -100,7 +104,17 @@ func Devices(name string) ([]Device, error) {
 	if err != nil {
 		return nil, err
 	}
-	return d.devices()
+	n, version, err := d.count()
+	if err != nil {
+		return nil, err
+	}
+	all := make([]Device, n)
+	for i := range all {
+		if all[i], err = d.describe(i, version); err != nil {
+			return nil, err
+		}
+	}
+	return all, nil
 }
 
 // resultError is a call of the driver that failed.
@@ -138,8 +152,8 @@ var sticky = map[int]string{
 	4:   "the driver is shutting down",
 	201: "there is no context",
 	214: "uncorrectable memory error",
-	219: "the link to the device failed",
 	220: "the link to the device failed",
+	226: "the device contained an error",
 	700: "illegal address",
 	702: "a kernel took too long",
 	709: "the context was destroyed",
@@ -150,5 +164,7 @@ var sticky = map[int]string{
 	717: "invalid address space",
 	718: "invalid program counter",
 	719: "a launch failed",
+	721: "memory leaked",
+	810: "the client was terminated",
 	999: "unknown",
 }

@@ -147,7 +147,8 @@ tf_result tf_lane_grow(tf_device *, tf_lane *, size_t bytes);
 void tf_lane_close(tf_device *, tf_lane *);
 
 // tf_submit has a block copied in, computed and copied out, and does not wait. When
-// it fails, nothing touches the block's memory any more, unless the context is dead.
+// it fails, nothing touches the block's memory any more, unless the call that failed
+// is StreamSynchronize: then nobody knows.
 tf_result tf_submit(tf_device *, tf_lane *, const tf_block *, const tf_launch *, unsigned launches);
 tf_result tf_wait(tf_device *, tf_lane *, int event);
 tf_result tf_times(tf_device *, tf_lane *, float millis[3]);

@@ -31,14 +31,18 @@ func Open(c Config) (*Host, error) {
 	if err != nil {
 		return nil, err
 	}
-	devices, err := d.devices()
+	n, version, err := d.count()
 	if err != nil {
 		return nil, err
 	}
-	if c.Device < 0 || c.Device >= len(devices) {
-		return nil, fmt.Errorf("%w: no device cuda:%d; the driver has %d", engine.ErrUnavailable, c.Device, len(devices))
+	if c.Device < 0 || c.Device >= n {
+		return nil, fmt.Errorf("%w: no device cuda:%d; the driver has %d", engine.ErrUnavailable, c.Device, n)
 	}
-	v, err := newDevice(d, c, devices[c.Device])
+	about, err := d.describe(c.Device, version)
+	if err != nil {
+		return nil, err
+	}
+	v, err := newDevice(d, c, about)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", engine.ErrUnavailable, err)
 	}

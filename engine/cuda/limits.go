@@ -3,8 +3,8 @@ package cuda
 import "time"
 
 const (
-	// library is what NVIDIA's driver installs.
-	library = "libcuda.so.1"
+	// defaultLibrary is what NVIDIA's driver installs.
+	defaultLibrary = "libcuda.so.1"
 	// defaultPinned is enough for sixteen runs at full depth.
 	defaultPinned = 256 << 20
 	// lanes is how many blocks are on a device at a time: one coming in, one being
@@ -13,6 +13,9 @@ const (
 	// laneUnit is what the device memory of a lane is a multiple of: blocks of nearly
 	// one size then share it.
 	laneUnit = 2 << 20
+	// laneMost is about the most that a block of a stack model takes of a lane, if its
+	// rows are not wider: a few times what comes in and goes out.
+	laneMost = 8 << 20
 	// hangWait is a thousand times what a block of the largest model takes.
 	hangWait = 30 * time.Second
 	// closeWait is how long Close waits for blocks that are on the device.

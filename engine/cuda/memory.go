@@ -28,8 +28,9 @@ type pinned struct {
 
 // locked is a piece of memory.
 type locked struct {
-	mem []byte
-	is  bool // the device's context knows it
+	mem  []byte
+	is   bool // the device's context knows it
+	free bool // nobody else does: to be unmapped when the context goes
 }
 
 func newPinned(d *driver, dev *C.tf_device) *pinned {
@@ -58,7 +59,8 @@ func (p *pinned) lock(l *locked) {
 	}
 	err := p.failed(C.tf_register(p.dev, unsafe.Pointer(unsafe.SliceData(l.mem)), C.size_t(len(l.mem))))
 	l.is = err == nil
-	if err != nil && p.warns && p.dev.context != nil {
+	var r *resultError
+	if errors.As(err, &r) && sticky[r.code] == "" && p.warns {
 		p.warns = false
 		p.log.Warn("the driver locks no memory; copies will be slower", slog.Any("cause", err))
 	}
@@ -68,38 +70,50 @@ func (p *pinned) lock(l *locked) {
 func (p *pinned) Free(mem []byte) {
 	at := unsafe.SliceData(mem)
 	p.mu.Lock()
+	defer p.mu.Unlock()
 	l := p.all[at]
-	delete(p.all, at)
-	if l.is { // a dead context refuses, and lets go when it is reset
-		_ = C.tf_unregister(p.dev, unsafe.Pointer(at))
+	// A dead context refuses, and lets go when it is reset. Other memory at the same
+	// address would be taken for this one until then.
+	if l.is && C.tf_unregister(p.dev, unsafe.Pointer(at)).code != C.CUDA_SUCCESS {
+		l.free = true
+		return
 	}
-	p.mu.Unlock()
-	if C.tf_unmap(unsafe.Pointer(at), C.size_t(len(mem))) != 0 {
+	p.unmap(l)
+}
+
+// unmap forgets a piece; mu is held.
+func (p *pinned) unmap(l *locked) {
+	at := unsafe.SliceData(l.mem)
+	delete(p.all, at)
+	if C.tf_unmap(unsafe.Pointer(at), C.size_t(len(l.mem))) != 0 {
 		panic("cuda: memory is freed that was not mapped")
 	}
 }
 
-// close unlocks everything. What somebody still holds is ordinary memory then.
-func (p *pinned) close() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for at, l := range p.all {
-		if l.is {
-			_ = C.tf_unregister(p.dev, unsafe.Pointer(at))
+// close unlocks everything and runs stop, which ends the context. What somebody still
+// holds is ordinary memory then.
+func (p *pinned) close(stop func()) {
+	p.lose(func() {
+		for at, l := range p.all {
+			if l.is {
+				_ = C.tf_unregister(p.dev, unsafe.Pointer(at))
+			}
 		}
-		l.is = false
-	}
-	p.dev = nil
+		stop()
+		p.dev = nil
+	})
 }
 
 // lose runs reset, after which no context knows any memory.
 func (p *pinned) lose(reset func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for _, l := range p.all {
-		l.is = false
-	}
 	reset()
+	for _, l := range p.all {
+		if l.is = false; l.free {
+			p.unmap(l)
+		}
+	}
 }
 
 // restore runs start, which makes a context, and locks everything in that.

@@ -29,7 +29,7 @@ func (w *weights) upload(v *device) error {
 		return nil
 	}
 	bytes := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(w.data))), 4*len(w.data))
-	if err := v.failed(C.tf_alloc(v.c, &w.at, C.size_t(len(bytes)))); err != nil {
+	if err := v.roomy(func() error { return v.failed(C.tf_alloc(v.c, &w.at, C.size_t(len(bytes)))) }); err != nil {
 		return fmt.Errorf("%d bytes of device memory for weights: %w", len(bytes), err)
 	}
 	stage, err := v.pinned.Alloc(uploadBytes)
@@ -86,6 +86,11 @@ func Stack(h *Host, m *stack.Model) (engine.Model, error) {
 	info.About["device_bytes"] = strconv.FormatInt(c.bytes(), 10)
 	v, widest, residuals, out := h.device, int64(m.Widest), int64(m.Residuals), int64(m.Out)
 	size := func(rows int64) int64 { return align(4 * rows * widest) }
+	// A block of few inputs may have many times as much between two layers.
+	row := (2 + residuals) * 4 * widest
+	if engine.ChunkBytes/(4*int64(max(m.In, m.Out)))*row > laneMost {
+		info.BlockRows = max(1, laneMost/row)
+	}
 	p := program{
 		memory: func(rows int64) int64 { return (2 + residuals) * size(rows) },
 		launch: func(l *launcher, rows, _ int64, x kernels.Address) kernels.Address {
@@ -112,7 +117,10 @@ func Stack(h *Host, m *stack.Model) (engine.Model, error) {
 // upload copies the weights to the device, a tensor at a time: blocks pass between.
 func (c *compiled) upload(v *device) error {
 	for _, w := range c.weights {
-		err := v.ask(func() error {
+		err := v.ask(func(dead error) error {
+			if dead != nil {
+				return dead
+			}
 			v.weights[w] = struct{}{}
 			return w.upload(v)
 		})
@@ -124,9 +132,10 @@ func (c *compiled) upload(v *device) error {
 	return nil
 }
 
-// free frees them; when the device is closed they are gone already.
+// free frees them; when the device is closed they are gone already. In a dead context
+// they go with that, and must not come back with the next.
 func (c *compiled) free(v *device) {
-	_ = v.ask(func() error {
+	_ = v.ask(func(error) error {
 		for _, w := range c.weights {
 			w.free(v)
 			delete(v.weights, w)

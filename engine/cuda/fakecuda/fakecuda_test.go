@@ -774,7 +774,12 @@ func TestBuildsThatNobodyUsesGo(t *testing.T) {
 	require.Equal(t, []string{"fakecuda-new", "fakecuda-used", "other"}, names)
 }
 
+var racing bool // with the race detector
+
 func TestAddressSanitizer(t *testing.T) {
+	if racing {
+		t.Skip("the race detector and Address Sanitizer do not fit into one process")
+	}
 	if os.Getenv(sanitized) != "" {
 		t.Skip("this is the test that sets it")
 	}
