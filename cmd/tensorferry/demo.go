@@ -19,6 +19,7 @@ import (
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/engine/cuda"
 	"github.com/tensorferry/tensorferry/examples/fashion"
 	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -35,7 +36,7 @@ const (
 )
 
 func demoCommand() *cobra.Command {
-	var server, where string
+	var server, where, driver string
 	var times int64
 	var asJSON bool
 	c := &cobra.Command{
@@ -53,6 +54,9 @@ one that was started with tensorferry serve --demo, on this machine or another.`
   tensorferry demo --server 10.0.0.7:50051`,
 		Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
+			if err := onDevice(server, where, driver); err != nil {
+				return err
+			}
 			if times < 1 || times > demoMaxTimes {
 				return usage("--times %d; give 1 to %d", times, demoMaxTimes)
 			}
@@ -60,7 +64,7 @@ one that was started with tensorferry serve --demo, on this machine or another.`
 			if asJSON {
 				text = io.Discard
 			}
-			r, err := demo(c.Context(), server, where, times, text)
+			r, err := demo(c.Context(), server, []string{"--engine", where, "--cuda-driver", driver}, times, text)
 			if err == nil && asJSON {
 				err = writeJSON(c.OutOrStdout(), r)
 			}
@@ -73,8 +77,22 @@ one that was started with tensorferry serve --demo, on this machine or another.`
 	c.Flags().StringVar(&server, "server", "", "`address` of a server with the model "+demoTrunk+" (default: start one)")
 	c.Flags().StringVar(&where, "engine", autoEngine, "`where` the server that it starts runs the trunk: auto, cpu or a device such as cuda:0")
 	c.Flags().Int64Var(&times, "times", demoTimes, "how many times over the images make one tensor")
+	c.Flags().StringVar(&driver, "cuda-driver", os.Getenv("TENSORFERRY_CUDA_DRIVER"), "`file` of NVIDIA's driver, as serve has it")
+	c.Flag("cuda-driver").DefValue = ""
 	jsonFlag(c, &asJSON)
 	return c
+}
+
+// onDevice refuses an engine that the demo's server would not start on.
+func onDevice(server, where, driver string) error {
+	if server != "" && where != autoEngine {
+		return usage("--engine is for the server that the demo starts; that of --server has its own")
+	}
+	if err := checkEngine(where); err != nil || where == autoEngine || where == cpuEngine {
+		return err
+	}
+	_, err := cuda.Devices(driver)
+	return elsewhere(err, "use --engine auto, or cpu")
 }
 
 // demoReport is what the demo found out.
@@ -130,14 +148,14 @@ type splitNetwork struct {
 }
 
 // demo runs the demo and writes its findings to out, for people, as it goes on.
-func demo(ctx context.Context, address, where string, times int64, out io.Writer) (*demoReport, error) {
+func demo(ctx context.Context, address string, serve []string, times int64, out io.Writer) (*demoReport, error) {
 	r := &demoReport{Server: address, Images: fashion.Count, Times: times}
 	if address == "" {
 		exe, err := os.Executable()
 		if err != nil {
 			return nil, err
 		}
-		child, at, err := startServer(ctx, exe, "--demo", "--engine", where)
+		child, at, err := startServer(ctx, exe, append(serve, "--demo")...)
 		if err != nil {
 			return nil, err
 		}

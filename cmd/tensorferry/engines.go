@@ -1,19 +1,24 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
 	"os"
+	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/blocks"
+	"github.com/tensorferry/tensorferry/engine/builtin"
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/engine/cuda"
 	"github.com/tensorferry/tensorferry/engine/stack"
 	"github.com/tensorferry/tensorferry/examples/fashion"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 const (
@@ -24,12 +29,21 @@ const (
 	// mostPinned, unless --pinned says so: nobody else can have it meanwhile.
 	pinnedShare = 16
 	mostPinned  = 1 << 30
-	// autoEngine and cpuEngine are --engine without a device of a name, which begin
-	// with cudaPrefix.
-	autoEngine = "auto"
-	cpuEngine  = "cpu"
-	cudaPrefix = "cuda:"
+	autoEngine  = "auto"
+	cpuEngine   = "cpu"
+	firstDevice = "cuda:0"
 )
+
+// cudaEngine matches the name of a device.
+var cudaEngine = regexp.MustCompile(`^cuda:(\d{1,3})$`)
+
+// checkEngine refuses what is not the name of an engine.
+func checkEngine(name string) error {
+	if name != autoEngine && name != cpuEngine && !cudaEngine.MatchString(name) {
+		return usage("there is no engine %q; give auto, cpu or a device such as cuda:0", name)
+	}
+	return nil
+}
 
 // engineConfig says where models run, and which.
 type engineConfig struct {
@@ -74,17 +88,24 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 			e.Close()
 		}
 	}()
+	if err := checkEngine(cfg.engine); err != nil {
+		return nil, err
+	}
 	s, err := e.site(cfg.engine)
-	if cfg.engine == autoEngine {
+	if cfg.engine == autoEngine && (err == nil || cfg.driver == "") {
 		why := "it works"
+		if err == nil {
+			err = works(s)
+		}
 		if err != nil {
 			why = said(err)
+			e.cfg.engine = cpuEngine
 			s, err = e.site(cpuEngine)
 		}
 		log.Info("engine chosen", slog.String("engine", s.name), slog.String("why", why))
 	}
 	if err != nil {
-		return nil, elsewhere(err)
+		return nil, elsewhere(err, "use --engine auto, or cpu")
 	}
 	for _, m := range s.builtins {
 		err = errors.Join(err, e.models.Add(m))
@@ -100,7 +121,7 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 	if cfg.demo {
 		m, bad := stack.LoadFS(fashion.ModelFS(), "trunk")
 		if bad == nil {
-			bad = e.add("", m, cfg.engine)
+			bad = e.add("", m, e.cfg.engine)
 		}
 		err = errors.Join(err, bad)
 	}
@@ -122,13 +143,15 @@ func (e *engines) site(name string) (site, error) {
 	if name == cpuEngine {
 		return site{cpuEngine, nil, func(m *stack.Model) (engine.Model, error) { return cpu.Stack(e.host, m) }}, nil
 	}
-	number := strings.TrimPrefix(name, cudaPrefix)
 	if name == autoEngine {
-		number = "0"
+		name = firstDevice
 	}
-	n, err := strconv.Atoi(number)
-	if err != nil || n < 0 {
-		return site{}, usage("there is no engine %q; give auto, cpu or cuda:0", name)
+	if err := checkEngine(name); err != nil {
+		return site{}, err
+	}
+	n, err := strconv.Atoi(cudaEngine.FindStringSubmatch(name)[1])
+	if err != nil {
+		return site{}, err
 	}
 	h := e.cuda[n]
 	if h == nil {
@@ -142,6 +165,23 @@ func (e *engines) site(name string) (site, error) {
 		e.cuda[n] = h
 	}
 	return site{h.Name(), cuda.Builtins(h), func(m *stack.Model) (engine.Model, error) { return cuda.Stack(h, m) }}, nil
+}
+
+// works has a device compute something.
+func works(s site) error {
+	i := slices.IndexFunc(s.builtins, func(m engine.Model) bool { return m.Info().Name == builtin.ReLU.Name })
+	x, err := tensor.Of([]float32{-1, 2}, 2)
+	if err != nil {
+		return err
+	}
+	y, err := engine.Compute(context.Background(), s.builtins[i], nil, x)
+	if err == nil {
+		var values []float32
+		if values, err = tensor.Slice[float32](y[0]); err == nil && !slices.Equal(values, []float32{0, 2}) {
+			err = fmt.Errorf("%w: %s computes relu of -1 and 2 as %v", engine.ErrUnavailable, s.name, values)
+		}
+	}
+	return err
 }
 
 // load adds the model of --model: [name=]folder[@engine].
@@ -168,13 +208,11 @@ func (e *engines) add(name string, m *stack.Model, where string) error {
 		made, err = s.stack(m)
 	}
 	if where == autoEngine && errors.Is(err, engine.ErrUnavailable) {
-		if len(e.cuda) > 0 { // else it has been said
-			e.log.Warn("model runs on the CPU", slog.String("model", m.Name), slog.String("why", said(err)))
-		}
+		e.log.Warn("model runs on the CPU", slog.String("model", m.Name), slog.String("why", said(err)))
 		made, err = cpu.Stack(e.host, m)
 	}
 	if err != nil {
-		return elsewhere(err)
+		return elsewhere(err, "--model FOLDER@cpu runs it on the CPU")
 	}
 	if name != "" {
 		made = engine.Named(name, made)
@@ -187,9 +225,9 @@ func (e *engines) add(name string, m *stack.Model, where string) error {
 }
 
 // elsewhere says what to do where a device does not do.
-func elsewhere(err error) error {
+func elsewhere(err error, hint string) error {
 	if errors.Is(err, engine.ErrUnavailable) {
-		return hinted{err, "use --engine auto, or cpu"}
+		return hinted{err, hint}
 	}
 	return err
 }

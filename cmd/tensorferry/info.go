@@ -173,7 +173,7 @@ func infoCommand() *cobra.Command {
 			for _, m := range i.Models {
 				fmt.Fprintf(w, "  %s\t%s\t\n", plain(m.Name), cmp.Or(plain(m.Unavailable), "serves"))
 				for _, k := range slices.Sorted(maps.Keys(m.Gauges)) {
-					fmt.Fprintf(w, "  %s %s\t%v\t\n", plain(m.Name), plain(k), m.Gauges[k])
+					fmt.Fprintf(w, "  %s %s\t%s\t%s\n", plain(m.Name), plain(k), strconv.FormatFloat(m.Gauges[k], 'f', -1, 64), quantity(k, int64(m.Gauges[k])))
 				}
 			}
 		})

@@ -197,7 +197,7 @@ func compile(m *stack.Model) (c compiled, err error) {
 				p.depth++
 			})
 		default:
-			return c, fmt.Errorf("%w: layer %d: %s does not run on a GPU; use the CPU engine for this model", engine.ErrUnavailable, i, s.Kind)
+			return c, fmt.Errorf("%w: layer %d: %s does not run on a GPU", engine.ErrUnavailable, i, s.Kind)
 		}
 	}
 	return c, nil

@@ -65,11 +65,14 @@ var kinds = map[string]kind{
 	"softmax":   {},
 }
 
+// Kinds returns the kinds of layers that there are, sorted.
+func Kinds() []string { return slices.Sorted(maps.Keys(kinds)) }
+
 // checkFields refuses a kind that there is not, and a field that the kind has not.
 func (l Layer) checkFields() error {
 	k, ok := kinds[l.Kind]
 	if !ok {
-		return fmt.Errorf("no kind %q; known are %s", l.Kind, strings.Join(slices.Sorted(maps.Keys(kinds)), ", "))
+		return fmt.Errorf("no kind %q; known are %s", l.Kind, strings.Join(Kinds(), ", "))
 	}
 	given := map[string]bool{
 		"weight": l.Weight != "", "bias": l.Bias != "", "approximate": l.Approximate != "",
