@@ -82,6 +82,11 @@ func (c *Child) Listen(ctx context.Context, log *Log, find func(line string) str
 		return address, nil
 	case <-ended:
 	}
+	select { // both may have come to pass
+	case address = <-found:
+		return address, nil
+	default:
+	}
 	if ctx.Err() != nil {
 		return "", context.Cause(ctx)
 	}
