@@ -3,10 +3,12 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"debug/elf"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -97,6 +99,56 @@ func TestAServerOnAFakeDeviceOutlivesItsClients(t *testing.T) {
 		return c["calls"]+c["sessions"]+c["memory_used_bytes"] == 0
 	}, "a server without a call")
 	require.NotContains(t, strings.ToLower(fmt.Sprint(server.Log.Tail())), "error")
+}
+
+func TestClientsThatTakeNoResultsLeavePageLockedMemoryToOthers(t *testing.T) {
+	testkit.Start(t)
+	exe, err := exec.LookPath("tensorferry")
+	require.NoError(t, err)
+	server, address, err := startServer(t.Context(), exe, "--engine", "cuda:0", "--pinned", "16MiB", "--cuda-driver", fakecuda.Build(t))
+	require.NoError(t, err)
+	defer func() { require.NoError(t, server.Stop()) }()
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	for range 2 {
+		cl, err := client.Dial(address, client.Config{})
+		require.NoError(t, err)
+		defer cl.Close()
+		s, err := cl.Session(t.Context())
+		require.NoError(t, err)
+		never := writerFunc(func([]byte) (int, error) {
+			<-ctx.Done()
+			return 0, ctx.Err()
+		})
+		desc := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{64 << 20}}
+		_, err = s.Call(ctx, client.Request{
+			Model: "echo", Inputs: []client.Input{client.FromReader("x", desc, bytes.NewReader(make([]byte, 64<<20)))},
+			Results: map[string]client.Sink{"y": client.Writer(func(tensor.Desc) (io.Writer, error) { return never, nil })},
+		})
+		require.NoError(t, err)
+	}
+	cl, err := client.Dial(address, client.Config{})
+	require.NoError(t, err)
+	defer cl.Close()
+	info, err := cl.Info(t.Context())
+	require.NoError(t, err)
+	testkit.Eventually(t, func() bool {
+		info, err = cl.Info(t.Context())
+		require.NoError(t, err)
+		for _, m := range info.GetModels() {
+			if m.GetName() == "echo" {
+				return m.GetGauges()["pinned_used_bytes"] > 12<<20 && m.GetGauges()["device_blocks"] == 0
+			}
+		}
+		return false
+	}, "two calls that hold nearly all of it")
+	x, err := tensor.Of(make([]float32, 1<<20), 1<<20)
+	require.NoError(t, err)
+	soon, late := context.WithTimeout(t.Context(), 15*time.Second) // the others expire after 30
+	defer late()
+	_, err = cl.Compute(soon, "relu", x)
+	require.NoError(t, err)
+	cancel()
 }
 
 func TestAServerWhoseDeviceIsLostSaysSoAndServesAgain(t *testing.T) {

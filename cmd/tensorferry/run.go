@@ -178,10 +178,13 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		t := call.Timings()
 		bars.end()
 		fmt.Fprintf(stderr, "total %v: waited for memory %v, received %v, h2d %v, computed %v, d2h %v; first result after %v, exposed %v\n",
-			t.Total, t.Queue, t.Receive, t.H2D, t.Compute, t.D2H, t.FirstResult, t.Exposed())
+			about(t.Total), about(t.Queue), about(t.Receive), about(t.H2D), about(t.Compute), about(t.D2H), about(t.FirstResult), about(t.Exposed()))
 	}
 	return nil
 }
+
+// about is a time for people.
+func about(d time.Duration) time.Duration { return d.Round(time.Microsecond) }
 
 // noSuchModel is the hint for a model that the server does not have.
 const noSuchModel = "tensorferry models lists what it has"
