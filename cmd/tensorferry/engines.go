@@ -105,7 +105,7 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 		log.Info("engine chosen", slog.String("engine", s.name), slog.String("why", why))
 	}
 	if err != nil {
-		return nil, elsewhere(err, "use --engine auto, or cpu")
+		return nil, elsewhere(err, "--engine cpu needs no driver")
 	}
 	for _, m := range s.builtins {
 		err = errors.Join(err, e.models.Add(m))

@@ -27,7 +27,6 @@ import (
 // passes them in this order, on a lane.
 type device struct {
 	*driver
-	about  Device
 	hang   time.Duration
 	c      *C.tf_device
 	pinned *pinned
@@ -70,7 +69,7 @@ type lane struct {
 
 func newDevice(d *driver, c Config, about Device) (*device, error) {
 	v := &device{
-		driver: d, about: about, hang: c.Hang, weights: make(map[*weights]struct{}),
+		driver: d, hang: c.Hang, weights: make(map[*weights]struct{}),
 		c:        (*C.tf_device)(C.calloc(1, C.sizeof_tf_device)),
 		uploaded: make(chan *lane, lanes), computed: make(chan *lane, lanes),
 	}

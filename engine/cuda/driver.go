@@ -19,9 +19,8 @@ import (
 
 // driver is an opened library.
 type driver struct {
-	c       *C.tf_driver
-	library string
-	log     *slog.Logger
+	c   *C.tf_driver
+	log *slog.Logger
 }
 
 // opened are the libraries that this process has opened: none is ever closed.
@@ -34,7 +33,7 @@ var opened = struct {
 func openDriver(library string, log *slog.Logger) (*driver, error) {
 	opened.Lock()
 	defer opened.Unlock()
-	d := &driver{opened.byName[library], library, log}
+	d := &driver{opened.byName[library], log}
 	if d.c != nil {
 		return d, nil
 	}

@@ -19,7 +19,6 @@ typedef struct CUevent_st *CUevent;
 
 enum {
 	CUDA_SUCCESS = 0,
-	CUDA_ERROR_INVALID_VALUE = 1,
 	CUDA_ERROR_NOT_INITIALIZED = 3,
 
 	CU_CTX_SCHED_BLOCKING_SYNC = 4,
