@@ -23,9 +23,10 @@ type Request struct {
 	Params map[string]string
 	// Timeout is the most time the server gives the call; 0 is no limit.
 	Timeout time.Duration
-	// Results says where results go, by port. A result without an entry gets
-	// memory of its own.
+	// Results says where results go, by port. A result without an entry goes where To
+	// says, or, as with an empty Sink, to memory of its own. To must not block.
 	Results map[string]Sink
+	To      func(port string, d tensor.Desc) (Sink, error)
 }
 
 // Sink is where one result goes. Make it with Into or Writer.
@@ -72,6 +73,7 @@ type Call struct {
 	session *Session
 	id      tensor.ID
 	sinks   map[string]Sink
+	to      func(string, tensor.Desc) (Sink, error)
 	unhook  func() bool
 	news    chan struct{} // capacity 1, for Regions: a chunk arrived
 	closed  chan struct{} // closed by the session's last event of the call
@@ -123,8 +125,15 @@ func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 		c.cause = fmt.Errorf("client: result %q: "+format, append([]any{r.port}, args...)...)
 		m.FailTensor(e.Tensor, frame.FailedPrecondition, "the client can not take the result")
 	}
-	sink := c.sinks[d.Port]
+	sink, ok := c.sinks[d.Port]
+	var err error
+	if !ok && c.to != nil {
+		sink, err = c.to(d.Port, r.desc)
+	}
 	switch {
+	case err != nil:
+		fail("%w", err)
+		return
 	case sink.open != nil:
 		c.results = append(c.results, r)
 		r.open, r.news = sink.open, make(chan struct{}, 1)

@@ -180,6 +180,15 @@ func (c *Client) Compute(ctx context.Context, model string, x tensor.Tensor) (te
 	return s.Compute(ctx, model, x)
 }
 
+// Call is Session.Call on the session of Compute.
+func (c *Client) Call(ctx context.Context, r Request) (*Call, error) {
+	s, err := c.sharedSession(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return s.Call(ctx, r)
+}
+
 func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
 	select { // one opens it, the others wait
 	case c.opening <- struct{}{}:

@@ -12,7 +12,7 @@ import (
 )
 
 // Input is one tensor that goes into a call: its bytes lie in Data, or come from
-// Reader.
+// Reader or Next.
 type Input struct {
 	// Port is the model's input; empty for the only one.
 	Port string
@@ -22,6 +22,11 @@ type Input struct {
 	// Reader, when not nil, yields the tensor's bytes; a goroutine that ends with the
 	// call reads a few chunks ahead.
 	Reader io.Reader
+	// Next, when not nil, yields the tensor's bytes in order, in pieces that are shared
+	// until release and sent without a copy. It returns when over is closed, the call
+	// having ended. It must be able to yield 8 chunks before any of them is released.
+	// Only calls take it.
+	Next func(over <-chan struct{}) (data []byte, release func(), err error)
 	// Name and Metadata are for people; docs/limits.md has their sizes.
 	Name     string
 	Metadata map[string]string
@@ -43,11 +48,14 @@ func (in *Input) check() (int64, error) {
 	if err != nil {
 		return 0, fmt.Errorf("%w: input %q: %w", ErrInput, in.Port, err)
 	}
-	if in.Reader == nil && int64(len(in.Data)) != n {
+	if !in.streamed() && int64(len(in.Data)) != n {
 		return 0, fmt.Errorf("%w: input %q: %v needs %d bytes, got %d", ErrInput, in.Port, in.Desc, n, len(in.Data))
 	}
 	return n, nil
 }
+
+// streamed reports whether the bytes come little by little.
+func (in *Input) streamed() bool { return in.Reader != nil || in.Next != nil }
 
 // feed is an input on its way into a call.
 type feed struct {
@@ -73,10 +81,10 @@ func (f *feed) open(m *stream.Machine, now stream.Instant) error {
 		Tensor: f.id, Desc: f.in.Desc.Clone(), ChunkBytes: uint32(f.chunk), Call: f.call.id, Port: f.in.Port,
 		Name: f.in.Name, Metadata: f.in.Metadata,
 	}
-	if f.in.Reader != nil {
+	if f.in.streamed() {
 		d.RetainChunks = slots
 	}
-	if err := m.OpenTensor(now, d); err != nil || f.in.Reader != nil {
+	if err := m.OpenTensor(now, d); err != nil || f.in.streamed() {
 		return err
 	}
 	// The call is over for its caller only when grpc reads its inputs no more.
@@ -104,9 +112,14 @@ type slot struct {
 // with the call.
 func (f *feed) run() {
 	c := f.call
+	defer c.returned()
 	defer c.feeding.Done()
 	f.free = make(chan *slot, slots)
-	if err := f.pump(); err != nil {
+	pump := f.pump
+	if f.in.Next != nil {
+		pump = f.pass
+	}
+	if err := pump(); err != nil {
 		c.stop(err)
 	}
 	<-c.closed // the slots come home with acknowledgements, or now
@@ -140,6 +153,29 @@ func (f *feed) pump() error {
 			return nil // the call is over
 		}
 		off += n
+	}
+	return nil
+}
+
+// pass offers the pieces of Next as they are.
+func (f *feed) pass() error {
+	c := f.call
+	for off, more := int64(0), true; more; more = off < f.size {
+		data, release, err := f.in.Next(c.closed)
+		if err != nil {
+			return fmt.Errorf("%w: input %q ended after %d of %d bytes: %w", ErrInput, f.in.Port, off, f.size, err)
+		}
+		c.shared.Add(1)
+		done := func() {
+			release()
+			c.returned()
+		}
+		c.session.sess.Do(func(m *stream.Machine, now stream.Instant) { err = m.Offer(now, f.id, off, data, done) })
+		if err != nil {
+			done()
+			return nil // the call is over
+		}
+		off += int64(len(data))
 	}
 	return nil
 }

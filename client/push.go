@@ -40,6 +40,9 @@ func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 		in := &r.Tensors[i]
 		out[i] = Summary{Name: in.Name, Desc: in.Desc}
 		_, err := in.check()
+		if in.Next != nil {
+			err = fmt.Errorf("%w: tensor %q: only calls take Next; use Reader", ErrInput, in.Name)
+		}
 		if _, twice := names[in.Name]; err == nil && twice {
 			err = fmt.Errorf("%w: two tensors are called %q", ErrInput, in.Name)
 		}

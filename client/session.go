@@ -183,7 +183,7 @@ func (s *Session) Compute(ctx context.Context, model string, x tensor.Tensor) (t
 // with the library until Wait has returned; the Request is copied. A server that reads
 // nothing may hold up Call for 30 s, after which the session ends.
 func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
-	c := &Call{session: s, id: session.NewID(), sinks: r.Results, closed: make(chan struct{}), news: make(chan struct{}, 1), letGo: make(chan struct{})}
+	c := &Call{session: s, id: session.NewID(), sinks: r.Results, to: r.To, closed: make(chan struct{}), news: make(chan struct{}, 1), letGo: make(chan struct{})}
 	c.shared.Store(1)
 	defer c.returned()
 	part := frame.Call{ID: c.id, Model: r.Model, Params: r.Params, TimeoutMillis: millis(r.Timeout)}
@@ -232,9 +232,10 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 	}
 	c.unhook = context.AfterFunc(ctx, func() { c.stop(context.Cause(ctx)) })
 	for i := range feeds {
-		if feeds[i].in.Reader != nil {
+		if feeds[i].in.streamed() {
 			c.feeding.Add(1)
-			go feeds[i].run() // ends with its reader, or with the call
+			c.shared.Add(1)
+			go feeds[i].run() // ends with its reader or its Next, or with the call
 		}
 	}
 	return c, nil

@@ -38,21 +38,23 @@ Params are what run --param takes, with what stands for an absent one.`,
 		Example: `  tensorferry models
   tensorferry models --json`,
 		Args: takes(0),
-	}, func(ctx context.Context, cl *client.Client, _ []string, out printer) error {
-		models, err := cl.Models(ctx)
-		if err != nil {
-			return err
+	}, models)
+}
+
+func models(ctx context.Context, cl *client.Client, _ []string, out printer) error {
+	list, err := cl.Models(ctx)
+	if err != nil {
+		return err
+	}
+	listed := make([]modelJSON, len(list))
+	for i, m := range list {
+		listed[i] = modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), portsJSON(m.GetInputs()), portsJSON(m.GetOutputs()), rowsText(m.GetRows()), paramsJSON(m.GetParams()), m.GetAbout()}
+	}
+	return out.print(listed, func(w io.Writer) {
+		fmt.Fprintln(w, "NAME\tVERSION\tDEVICE\tINPUTS\tRESULTS\tPARAMS")
+		for _, m := range listed {
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", plain(m.Name), plain(m.Version), plain(m.Device), portText(m.Inputs), portText(m.Outputs), paramText(m.Params))
 		}
-		listed := make([]modelJSON, len(models))
-		for i, m := range models {
-			listed[i] = modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), portsJSON(m.GetInputs()), portsJSON(m.GetOutputs()), rowsText(m.GetRows()), paramsJSON(m.GetParams()), m.GetAbout()}
-		}
-		return out.print(listed, func(w io.Writer) {
-			fmt.Fprintln(w, "NAME\tVERSION\tDEVICE\tINPUTS\tRESULTS\tPARAMS")
-			for _, m := range listed {
-				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", plain(m.Name), plain(m.Version), plain(m.Device), portText(m.Inputs), portText(m.Outputs), paramText(m.Params))
-			}
-		})
 	})
 }
 
@@ -158,25 +160,27 @@ func portText(ports []portJSON) string {
 func infoCommand() *cobra.Command {
 	return asking(&cobra.Command{
 		Use: "info", Short: "show limits and counters of a server", Args: takes(0),
-	}, func(ctx context.Context, cl *client.Client, _ []string, out printer) error {
-		info, err := cl.Info(ctx)
-		if err != nil {
-			return err
-		}
-		i := infoJSON{info.GetVersion(), info.GetUptimeMillis(), codecNames(info.GetCodecs()), info.GetLimits(), info.GetCounters(), modelStates(info.GetModels())}
-		return out.print(i, func(w io.Writer) {
-			fmt.Fprintf(w, "version\t%s\nuptime\t%v\ncodecs\t%s\n",
-				plain(i.Version), time.Duration(i.UptimeMillis)*time.Millisecond, strings.Join(i.Codecs, " "))
-			writeNumbers(w, "limits", i.Limits)
-			writeNumbers(w, "counters", i.Counters)
-			fmt.Fprintln(w, "\nmodels")
-			for _, m := range i.Models {
-				fmt.Fprintf(w, "  %s\t%s\t\n", plain(m.Name), cmp.Or(plain(m.Unavailable), "serves"))
-				for _, k := range slices.Sorted(maps.Keys(m.Gauges)) {
-					fmt.Fprintf(w, "  %s %s\t%s\t%s\n", plain(m.Name), plain(k), strconv.FormatFloat(m.Gauges[k], 'f', -1, 64), quantity(k, int64(m.Gauges[k])))
-				}
+	}, info)
+}
+
+func info(ctx context.Context, cl *client.Client, _ []string, out printer) error {
+	known, err := cl.Info(ctx)
+	if err != nil {
+		return err
+	}
+	i := infoJSON{known.GetVersion(), known.GetUptimeMillis(), codecNames(known.GetCodecs()), known.GetLimits(), known.GetCounters(), modelStates(known.GetModels())}
+	return out.print(i, func(w io.Writer) {
+		fmt.Fprintf(w, "version\t%s\nuptime\t%v\ncodecs\t%s\n",
+			plain(i.Version), time.Duration(i.UptimeMillis)*time.Millisecond, strings.Join(i.Codecs, " "))
+		writeNumbers(w, "limits", i.Limits)
+		writeNumbers(w, "counters", i.Counters)
+		fmt.Fprintln(w, "\nmodels")
+		for _, m := range i.Models {
+			fmt.Fprintf(w, "  %s\t%s\t\n", plain(m.Name), cmp.Or(plain(m.Unavailable), "serves"))
+			for _, k := range slices.Sorted(maps.Keys(m.Gauges)) {
+				fmt.Fprintf(w, "  %s %s\t%s\t%s\n", plain(m.Name), plain(k), strconv.FormatFloat(m.Gauges[k], 'f', -1, 64), quantity(k, int64(m.Gauges[k])))
 			}
-		})
+		}
 	})
 }
 

@@ -65,7 +65,7 @@ func command() *cobra.Command {
 		runCommand(), modelsCommand(), infoCommand(), // at a server
 		pushCommand(), pullCommand(), lsCommand(), rmCommand(), cpCommand(), // its store
 		genCommand(), showCommand(), // files
-		versionCommand(), completionCommand(),
+		versionCommand(), completionCommand(), linkCommand(),
 	)
 	helpCommand(root)
 	return root

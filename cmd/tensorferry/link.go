@@ -1,0 +1,109 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"io"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/link"
+	"github.com/tensorferry/tensorferry/internal/relay"
+	"github.com/tensorferry/tensorferry/slab"
+)
+
+const (
+	// linkShare: the memory of a link may take this part (1/linkShare) of what the
+	// process may have, and not more than mostLink, unless the guest says so.
+	linkShare = 4
+	mostLink  = 1 << 30
+	// linkHello is how long the process that started the link may take to say hello.
+	linkHello = 10 * time.Second
+)
+
+// linkCommand carries the calls of the process that started it, such as Python.
+func linkCommand() *cobra.Command {
+	var fd int
+	c := &cobra.Command{
+		Use: "link", Short: "serve the process that started this one, over a socket", Args: takes(0), Hidden: true,
+		Long: `Link does for another process of this machine what a client does: docs/link.md is how
+the two talk. Libraries start it; it is of no use in a shell.`,
+		RunE: func(*cobra.Command, []string) error { return serveLink(fd) },
+	}
+	c.Flags().IntVar(&fd, "fd", 3, "descriptor of the socket")
+	return c
+}
+
+func serveLink(fd int) error {
+	socket, err := link.FromFD(fd)
+	if err != nil {
+		return hinted{err, "libraries start this command; in a shell, use tensorferry run"}
+	}
+	defer func() { _ = socket.Close() }()
+	var quota int64
+	guest, err := link.Greet(socket, linkHello, link.Greeting{Version: version, Role: "client"}, func(wished int64) int64 {
+		quota = cmp.Or(max(wished, 0), min(processMemory(os.DirFS("/"))/linkShare, mostLink))
+		return quota
+	})
+	if err != nil {
+		return err
+	}
+	stop, err := link.Watch(guest.PID, func() { _ = socket.Close() })
+	if err != nil {
+		return err
+	}
+	defer stop()
+	heap := link.NewHeap()
+	conn := link.New(socket, link.Config{Heap: heap, Pool: slab.NewPool(quota, heap), Quota: slab.NewBudget("link memory", quota)})
+	defer conn.Close()
+	return relay.Serve(conn, relay.Config{
+		Explain: explain,
+		Verbs:   map[string]relay.Verb{"info": linked(info), "models": linked(models), "list": linked(ls), "delete": linked(rm)},
+	})
+}
+
+// linked makes a verb of a command, which prints JSON.
+func linked(command func(context.Context, *client.Client, []string, printer) error) relay.Verb {
+	return func(ctx context.Context, c *client.Client, args []string, w io.Writer) error {
+		return command(ctx, c, args, printer{w, true})
+	}
+}
+
+// explain says what a library is told of an error: hints for those who do not see this
+// program.
+func explain(err error) relay.Failure {
+	f := relay.Failure{Message: said(err)}
+	var e *client.Error
+	switch {
+	case errors.Is(err, slab.ErrBudget), errors.Is(err, slab.ErrMemory):
+		f.Code = uint16(codes.ResourceExhausted)
+		return f
+	case errors.Is(err, client.ErrInput):
+		f.Code = uint16(codes.InvalidArgument)
+		return f
+	case !errors.As(err, &e):
+		f.Code = uint16(status.FromContextError(err).Code())
+		return f
+	}
+	f.Code, f.RetryMillis = uint16(e.Code), e.RetryAfter.Milliseconds()
+	switch text := err.Error(); {
+	case errors.Is(err, client.ErrNoAnswer):
+		f.Hint = "something listens there and says nothing: a server that hangs, or not a tensorferry server"
+	case strings.Contains(text, "while dialing"), strings.Contains(text, "name resolver"):
+		f.Hint = "is the server running? tensorferry serve starts one"
+	case strings.Contains(text, "server preface"):
+		f.Hint = "something answers there, but it is not a tensorferry server"
+	case errors.Is(err, client.ErrDraining), e.RetryAfter > 0:
+		f.Hint = "the server takes nothing now: try again later"
+	default:
+		f.Hint = hints[e.Code]
+	}
+	return f
+}

@@ -1,0 +1,16 @@
+package link
+
+const (
+	// Version is of the protocol, docs/link.md. Both sides name theirs in hello.
+	Version = 1
+	// PacketBytes is the largest message. Socket buffers of the default size hold three
+	// of them.
+	PacketBytes = 64 << 10
+	// segmentBytes is what small ranges are cut from: one mapping in the guest for many
+	// of them. A range of more than half of it has a memory of its own.
+	segmentBytes = 2 << 20
+	// waitingTakes bounds the takes of a guest that wait for its quota.
+	waitingTakes = 1024
+	// gives bounds the ranges of one message of kind give.
+	gives = 1024
+)

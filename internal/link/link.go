@@ -1,0 +1,419 @@
+// Package link shares memory and messages with another process of this machine, such
+// as Python: docs/link.md is its protocol, and this is the side of the host.
+//
+// It refuses to know what the messages are for. Memory is the heap's; a Block counts
+// who uses a range of it, the guest among them, which is held to the ranges that
+// it owns. A Conn is safe for concurrent use, except that Recv is for one goroutine.
+package link
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/tensorferry/tensorferry/slab"
+)
+
+// Conn is a link to one guest.
+type Conn struct {
+	socket *net.UnixConn
+	cfg    Config
+	packet []byte // of Recv
+	ctx    context.Context
+	cancel context.CancelFunc
+	ending sync.WaitGroup // of what tells, and the takes that wait
+	takes  atomic.Int32
+
+	sending sync.Mutex          // one message at a time
+	out     []byte              // guarded by sending
+	known   map[uint32]struct{} // guarded by sending: memories that the guest has
+
+	wake chan struct{} // capacity 1: there is news
+
+	telling sync.Mutex // taken with a heap's lock held
+	news    []news     // guarded by telling
+
+	mu     sync.Mutex       // guards all below
+	owned  map[Range]*Block // what the guest owns, by the whole range
+	closed bool
+}
+
+// Config is what a link works on.
+type Config struct {
+	Heap *Heap
+	// Pool has the Heap for its backing; others may share it.
+	Pool *slab.Pool
+	// Quota bounds the bytes that the guest owns, or has handed over to a holder of a
+	// Block.
+	Quota *slab.Budget
+}
+
+// news is what the guest is to be told when there is room in the socket.
+type news struct {
+	forget uint32 // a memory; else
+	id     uint64
+	give   Range
+}
+
+// Block is a range with counted references, of which the guest may have one.
+type Block struct {
+	// Freed, if it is set before anybody else has a reference, runs after the last
+	// Release. It does not block.
+	Freed func()
+
+	slab   *slab.Slab
+	quota  *slab.Budget
+	whole  Range
+	holder *slab.Principal
+	refs   atomic.Int32
+}
+
+// Bytes lends all memory of the block: valid while the caller holds a reference.
+func (b *Block) Bytes() []byte { return b.slab.Bytes() }
+
+// Range says where the first n bytes of the block lie.
+func (b *Block) Range(n int64) Range { return Range{b.whole.Memory, b.whole.Off, uint64(n)} }
+
+// Retain adds a reference.
+func (b *Block) Retain() { b.refs.Add(1) }
+
+// Release drops a reference; with the last one the memory is free.
+func (b *Block) Release() {
+	switch n := b.refs.Add(-1); {
+	case n < 0:
+		panic("link: block released more often than retained")
+	case n == 0:
+		b.slab.Release()
+		b.quota.Release(b.holder, int64(b.whole.Len))
+		if b.Freed != nil {
+			b.Freed()
+		}
+	}
+}
+
+// New returns a link over a socket, which is handed over. A goroutine tells the guest
+// of memory until Close.
+func New(socket *net.UnixConn, cfg Config) *Conn {
+	c := &Conn{
+		socket: socket, cfg: cfg, packet: make([]byte, PacketBytes+1), known: make(map[uint32]struct{}),
+		wake: make(chan struct{}, 1), owned: make(map[Range]*Block),
+	}
+	c.ctx, c.cancel = context.WithCancel(context.Background())
+	cfg.Heap.attach(c)
+	c.ending.Go(c.tell)
+	return c
+}
+
+// Close ends the link, and takes back what the guest owned: it must not be able to
+// write there any more.
+func (c *Conn) Close() {
+	c.mu.Lock()
+	c.closed = true // nothing is owned, and no goroutine started, from now on
+	owned := c.owned
+	c.owned = nil
+	c.mu.Unlock()
+	c.cfg.Heap.detach(c)
+	c.cancel()
+	_ = c.socket.Close() // a second time it fails
+	c.ending.Wait()
+	for _, b := range owned {
+		b.Release()
+	}
+}
+
+// Done is closed by Close.
+func (c *Conn) Done() <-chan struct{} { return c.ctx.Done() }
+
+// Recv returns the next message that is not about memory. io.EOF is the end of the
+// guest. After any error the link is of no use: close it.
+func (c *Conn) Recv() (Message, error) {
+	for {
+		n, err := c.socket.Read(c.packet)
+		switch {
+		case errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed):
+			return nil, io.EOF
+		case err != nil:
+			return nil, fmt.Errorf("link: %w", err)
+		}
+		m, err := Parse(c.packet[:n])
+		if err != nil {
+			return nil, err
+		}
+		switch m := m.(type) {
+		case *Take:
+			err = c.take(m)
+		case *Give:
+			err = c.gave(m.Ranges)
+		default:
+			return m, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+}
+
+// Send sends m, after the memories that it names. It waits while the socket is full.
+func (c *Conn) Send(m Message) error {
+	c.sending.Lock()
+	defer c.sending.Unlock()
+	return c.send(m)
+}
+
+func (c *Conn) send(m Message) error {
+	packet, named, err := encode(c.out[:0], m)
+	if err != nil {
+		return err
+	}
+	c.out = packet
+	for _, number := range named {
+		if _, ok := c.known[number]; ok || number == 0 {
+			continue
+		}
+		fd, size, ok := c.cfg.Heap.descriptor(number)
+		if !ok {
+			return fmt.Errorf("link: a message names memory %d, which is gone", number)
+		}
+		about, _, err := encode(nil, &Memory{Head{ID: uint64(number)}, uint64(size)})
+		if err != nil {
+			return err
+		}
+		if _, _, err = c.socket.WriteMsgUnix(about, rights(fd), nil); err != nil {
+			return fmt.Errorf("link: %w", err)
+		}
+		c.known[number] = struct{}{}
+	}
+	if _, err := c.socket.Write(packet); err != nil {
+		return fmt.Errorf("link: %w", err)
+	}
+	return nil
+}
+
+// tell sends the news until the link ends.
+func (c *Conn) tell() {
+	for {
+		select {
+		case <-c.wake:
+		case <-c.ctx.Done():
+			return
+		}
+		c.telling.Lock()
+		all := c.news
+		c.news = nil
+		c.telling.Unlock()
+		give := new(Give)
+		flush := func() {
+			if len(give.Ranges) > 0 {
+				_ = c.Send(give) // an error is Recv's too
+			}
+			give = new(Give)
+		}
+		for _, n := range all {
+			if n.forget != 0 {
+				c.sending.Lock()
+				if _, ok := c.known[n.forget]; ok {
+					delete(c.known, n.forget)
+					_ = c.send(&Forget{Head{ID: uint64(n.forget)}})
+				}
+				c.sending.Unlock()
+				continue
+			}
+			if n.id != 0 || len(give.Ranges) == gives {
+				flush()
+			}
+			give.ID = n.id
+			give.Ranges = append(give.Ranges, n.give)
+			if n.id != 0 {
+				flush()
+			}
+		}
+		flush()
+	}
+}
+
+// soon has the guest told. It never blocks.
+func (c *Conn) soon(n news) {
+	c.telling.Lock()
+	c.news = append(c.news, n)
+	c.telling.Unlock()
+	select {
+	case c.wake <- struct{}{}:
+	default:
+	}
+}
+
+// forget is called by the heap with its lock.
+func (c *Conn) forget(number uint32) { c.soon(news{forget: number}) }
+
+// New returns a block of n bytes, or more, with one reference, the caller's. It waits
+// for the quota; errors wrap slab.ErrBudget where it is too small, slab.ErrMemory, or
+// why ctx ended.
+func (c *Conn) New(ctx context.Context, n int64) (*Block, error) {
+	// Each block is its own holder: who waits for memory of a link waits in line.
+	holder := slab.NewPrincipal("link")
+	if err := c.cfg.Quota.Acquire(ctx, holder, slab.SizeOf(n)); err != nil {
+		return nil, err
+	}
+	return c.block(holder, n)
+}
+
+// TryNew is New without waiting: nil where the quota has not room enough, or a
+// block would have more than half of it.
+func (c *Conn) TryNew(n int64) (*Block, error) {
+	holder := slab.NewPrincipal("link")
+	if !c.cfg.Quota.TryAcquire(holder, slab.SizeOf(n)) {
+		return nil, nil
+	}
+	return c.block(holder, n)
+}
+
+// block makes a block, whose bytes the quota has granted.
+func (c *Conn) block(holder *slab.Principal, n int64) (*Block, error) {
+	n = slab.SizeOf(n)
+	s, err := c.cfg.Pool.Get(int(n))
+	if err != nil {
+		c.cfg.Quota.Release(holder, n)
+		return nil, err
+	}
+	whole, ok := c.cfg.Heap.RangeOf(s.Bytes())
+	if !ok {
+		panic("link: the pool is not over the heap")
+	}
+	b := &Block{slab: s, quota: c.cfg.Quota, whole: whole, holder: holder}
+	b.refs.Store(1)
+	return b, nil
+}
+
+// Own makes the caller's reference the guest's, which is about to be told by a message.
+func (c *Conn) Own(b *Block) {
+	c.mu.Lock()
+	closed := c.closed
+	if !closed {
+		c.owned[b.whole] = b
+	}
+	c.mu.Unlock()
+	if closed {
+		b.Release()
+	}
+}
+
+// GiveBack is Own, and has the guest told. It never blocks.
+func (c *Conn) GiveBack(b *Block) { c.give(0, b) }
+
+func (c *Conn) give(id uint64, b *Block) {
+	r := b.whole
+	c.Own(b)
+	c.soon(news{id: id, give: r})
+}
+
+// Taken makes the guest's reference to the block that r begins the caller's. An error
+// ends the link.
+func (c *Conn) Taken(r Range) (*Block, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	b, err := c.guests(r)
+	if err != nil {
+		return nil, err
+	}
+	if b.whole.Off != r.Off {
+		return nil, fmt.Errorf("%w: [%d,+%d) of memory %d is within what the guest owns; it hands over all or nothing", ErrMessage, r.Off, r.Len, r.Memory)
+	}
+	delete(c.owned, b.whole)
+	return b, nil
+}
+
+// Shared shares a range of the guest's until the caller releases its block. An error
+// ends the link.
+func (c *Conn) Shared(r Range) (data []byte, b *Block, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if b, err = c.guests(r); err != nil {
+		return nil, nil, err
+	}
+	b.Retain()
+	off := r.Off - b.whole.Off
+	return b.Bytes()[off : off+r.Len : off+r.Len], b, nil
+}
+
+// guests finds the guest's block that r lies in; mu is held.
+func (c *Conn) guests(r Range) (*Block, error) {
+	whole, ok := c.cfg.Heap.piece(r)
+	b := c.owned[whole]
+	switch {
+	case c.closed:
+		return nil, io.EOF
+	case !ok, b == nil, r.Len > whole.Len, r.Off-whole.Off > whole.Len-r.Len:
+		return nil, fmt.Errorf("%w: [%d,+%d) of memory %d is not the guest's", ErrMessage, r.Off, r.Len, r.Memory)
+	}
+	return b, nil
+}
+
+// gave takes back what the guest does not need any more.
+func (c *Conn) gave(ranges []Range) error {
+	for _, r := range ranges {
+		b, err := c.Taken(r)
+		if err != nil {
+			return err
+		}
+		b.Release()
+	}
+	return nil
+}
+
+// take answers a take, at once or, on a goroutine that ends with the link, later.
+func (c *Conn) take(m *Take) error {
+	n := int64(min(m.Bytes, math.MaxInt64))
+	if b, err := c.TryNew(n); b != nil && err == nil {
+		c.give(m.ID, b)
+		return nil
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.takes.Add(1) > waitingTakes {
+		return fmt.Errorf("%w: more than %d takes wait", ErrMessage, waitingTakes)
+	}
+	if c.closed {
+		return io.EOF
+	}
+	c.ending.Go(func() {
+		defer c.takes.Add(-1)
+		ctx, stop := context.WithTimeout(c.ctx, time.Duration(m.Millis)*time.Millisecond)
+		defer stop()
+		b, err := c.New(ctx, n)
+		if err == nil {
+			c.give(m.ID, b)
+			return
+		}
+		code := Exhausted
+		if errors.Is(err, context.DeadlineExceeded) {
+			code = Deadline
+		}
+		_ = c.Send(&Done{Head: Head{ID: m.ID}, Code: code, JSON: Failure(err.Error(), "")}) // an error is Recv's too
+	})
+	return nil
+}
+
+// Codes of a Done that the link itself sends: gRPC's.
+const (
+	Deadline  uint16 = 4
+	Exhausted uint16 = 8
+)
+
+// Failure is the JSON of a Done, or an Answer, with a code.
+func Failure(message, hint string) []byte {
+	b, err := json.Marshal(struct {
+		Message string `json:"message"`
+		Hint    string `json:"hint,omitempty"`
+	}{message, hint})
+	if err != nil {
+		panic(err) // strings marshal
+	}
+	return b
+}

@@ -1,0 +1,108 @@
+package link
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// mapNew makes and maps a memfd that can neither grow nor shrink, so that no side can
+// make the other's reads fail.
+func mapNew(size int) (fd int, mem []byte, err error) {
+	fd, err = unix.MemfdCreate("tensorferry", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		return 0, nil, err
+	}
+	if err = unix.Fallocate(fd, 0, 0, int64(size)); err == nil {
+		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL)
+	}
+	if err == nil {
+		mem, err = unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	}
+	if err != nil {
+		_ = unix.Close(fd)
+		return 0, nil, err
+	}
+	_ = unix.Madvise(mem, unix.MADV_HUGEPAGE) // best effort
+	return fd, mem, nil
+}
+
+func unmap(fd int, mem []byte) {
+	_ = unix.Close(fd)
+	if err := unix.Munmap(mem); err != nil {
+		panic("link: unmap: " + err.Error()) // only a slice that was not mapped
+	}
+}
+
+// Pair returns the two ends of a socket: the host's, and a file for the guest.
+func Pair() (host *net.UnixConn, guest *os.File, err error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, nil, fmt.Errorf("link: socket: %w", err)
+	}
+	guest = os.NewFile(uintptr(fds[1]), "link")
+	if host, err = FromFD(fds[0]); err != nil {
+		_ = guest.Close()
+	}
+	return host, guest, err
+}
+
+// FromFD takes over the descriptor of a socket that this process was started with.
+func FromFD(fd int) (*net.UnixConn, error) {
+	f := os.NewFile(uintptr(fd), "link")
+	if f == nil {
+		return nil, fmt.Errorf("link: %d is not a descriptor", fd)
+	}
+	defer func() { _ = f.Close() }() // FileConn copies the descriptor
+	kind, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_TYPE)
+	if err != nil {
+		return nil, fmt.Errorf("link: descriptor %d is not a socket: %w", fd, err)
+	}
+	if kind != unix.SOCK_SEQPACKET {
+		return nil, fmt.Errorf("link: descriptor %d is not a SOCK_SEQPACKET socket", fd)
+	}
+	c, err := net.FileConn(f)
+	if err != nil {
+		return nil, fmt.Errorf("link: descriptor %d: %w", fd, err)
+	}
+	u, ok := c.(*net.UnixConn)
+	if !ok {
+		_ = c.Close()
+		return nil, fmt.Errorf("link: descriptor %d is not a Unix socket", fd)
+	}
+	return u, nil
+}
+
+// rights is the control message that carries a descriptor.
+func rights(fd int) []byte { return syscall.UnixRights(fd) }
+
+// Watch runs ended on a goroutine when the process ends, until stop is called: a
+// socket whose other end a child of the process holds too says nothing of it.
+func Watch(pid int, ended func()) (stop func(), err error) {
+	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
+	if err != nil {
+		return nil, fmt.Errorf("link: process %d: %w", pid, err)
+	}
+	f := os.NewFile(uintptr(fd), "pidfd")
+	raw, err := f.SyscallConn()
+	if err != nil {
+		_ = f.Close()
+		return nil, fmt.Errorf("link: process %d: %w", pid, err)
+	}
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		tried := false
+		// It is readable when the process has ended.
+		if raw.Read(func(uintptr) bool { was := tried; tried = true; return was }) == nil {
+			ended()
+		}
+	}()
+	return func() {
+		_ = f.Close() // ends Read
+		<-over
+	}, nil
+}

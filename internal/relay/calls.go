@@ -1,0 +1,374 @@
+package relay
+
+import (
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/link"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// call begins a call. An error ends the link.
+func (r *relay) call(m *link.Call) (err error) {
+	var shared []*link.Block
+	release := func() {
+		for _, b := range shared {
+			b.Release()
+		}
+	}
+	defer func() {
+		if err != nil {
+			release()
+		}
+	}()
+	share := func(at link.Range) ([]byte, error) {
+		if at.Len == 0 {
+			return []byte{}, nil
+		}
+		data, b, err := r.conn.Shared(at)
+		if err == nil {
+			shared = append(shared, b)
+		}
+		return data, err
+	}
+	q := client.Request{
+		Model: m.Model, Params: table(m.Params), Timeout: time.Duration(m.Millis) * time.Millisecond,
+		Results: make(map[string]client.Sink, len(m.Sinks)),
+	}
+	inputs := make([]*pieces, len(m.Inputs))
+	for i, in := range m.Inputs {
+		c := client.Input{
+			Port: in.Port, Desc: tensor.Desc{DType: tensor.DataType(in.DType), Shape: in.Shape}, Name: in.Name, Metadata: table(in.Metadata),
+		}
+		if in.How == link.Whole {
+			if c.Data, err = share(in.Range); err != nil {
+				return err
+			}
+		} else {
+			inputs[i] = newPieces(r.conn, c.Desc)
+			c.Next = inputs[i].next
+		}
+		q.Inputs = append(q.Inputs, c)
+	}
+	into := make(map[string][]byte)
+	for _, s := range m.Sinks {
+		if s.How == link.Whole {
+			if into[s.Port], err = share(s.Range); err != nil {
+				return err
+			}
+			q.Results[s.Port] = client.Into(into[s.Port])
+		}
+	}
+	return r.begin(m.ID, m.Millis, inputs, func(o *op) ([]byte, client.Timings, error) {
+		defer release()
+		for _, s := range m.Sinks {
+			if s.How == link.Pieces {
+				q.Results[s.Port] = o.writer(s.Port)
+			}
+		}
+		q.To = func(port string, d tensor.Desc) (client.Sink, error) {
+			s, _, err := o.place(port, d)
+			return s, err
+		}
+		t, err := o.run(m, q)
+		return nil, t, err
+	})
+}
+
+// table makes a map of pairs.
+func table(pairs [][2]string) map[string]string {
+	if len(pairs) == 0 {
+		return nil
+	}
+	t := make(map[string]string, len(pairs))
+	for _, p := range pairs {
+		t[p[0]] = p[1]
+	}
+	return t
+}
+
+// run runs a call to its end, and announces its results.
+func (o *op) run(m *link.Call, q client.Request) (client.Timings, error) {
+	defer o.dropResults()
+	cl, err := o.client(m.Connection)
+	if err != nil {
+		return client.Timings{}, err
+	}
+	c, err := cl.Call(o.ctx, q)
+	if err != nil {
+		return client.Timings{}, err
+	}
+	if m.Flags&link.Regions != 0 {
+		for region, err := range c.Regions() {
+			if err != nil {
+				break // Wait has it too
+			}
+			n, err := o.announce(region.Port, region.Desc)
+			if err == nil {
+				err = o.region(n, region.Off, int64(len(region.Data)))
+			}
+			if err != nil {
+				c.Cancel()
+				break
+			}
+		}
+	}
+	results, err := c.Wait()
+	t := c.Timings()
+	if err != nil {
+		return t, err
+	}
+	for _, port := range slices.Sorted(maps.Keys(results)) {
+		if _, err := o.announce(port, results[port].Desc); err != nil {
+			return t, err
+		}
+	}
+	return t, nil
+}
+
+// result is one on its way to the guest.
+type result struct {
+	name  string
+	block *link.Block // where it lies whole, until the guest knows
+	known bool        // by the guest
+}
+
+// place says where a result goes whose place the guest has not named: into memory of
+// the link while there is enough, else in pieces.
+func (o *op) place(name string, d tensor.Desc) (s client.Sink, whole bool, err error) {
+	n, err := d.Bytes()
+	if err != nil {
+		return client.Sink{}, false, err
+	}
+	b, err := o.conn.TryNew(n)
+	if err != nil {
+		return client.Sink{}, false, err
+	}
+	if b == nil {
+		return o.writer(name), false, nil
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.results = append(o.results, &result{name: name, block: b})
+	return client.Into(b.Bytes()[:n:n]), true, nil
+}
+
+// dropResults frees the memory of results that the guest has not heard of.
+func (o *op) dropResults() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for _, r := range o.results {
+		if r.block != nil {
+			r.block.Release()
+			r.block = nil
+		}
+	}
+}
+
+// announce tells the guest of a result, once, and returns its number.
+func (o *op) announce(name string, d tensor.Desc) (n uint32, err error) {
+	m := &link.Result{Head: link.Head{ID: o.id}, Name: name, DType: uint8(d.DType), Shape: d.Shape, How: link.Whole}
+	o.mu.Lock()
+	at := slices.IndexFunc(o.results, func(r *result) bool { return r.name == name })
+	if at < 0 { // in a range that the guest has named
+		at = len(o.results)
+		o.results = append(o.results, &result{name: name})
+	}
+	r := o.results[at]
+	m.Result = uint32(at)
+	known := r.known
+	r.known = true
+	if r.block != nil {
+		size, _ := d.Bytes() // place has checked it
+		m.Range = r.block.Range(size)
+		o.conn.Own(r.block)
+		r.block = nil
+	}
+	o.mu.Unlock()
+	if known {
+		return m.Result, nil
+	}
+	return m.Result, o.conn.Send(m)
+}
+
+// region says that bytes of a result have arrived, or bytes of a push were sent.
+func (o *op) region(n uint32, off, length int64) error {
+	return o.conn.Send(&link.Region{Head: link.Head{ID: o.id}, Result: n, Offset: uint64(off), Len: uint64(length)})
+}
+
+// writer has a result go to the guest in pieces.
+func (o *op) writer(name string) client.Sink {
+	return client.Writer(func(d tensor.Desc) (io.Writer, error) {
+		o.mu.Lock()
+		w := &writer{op: o, n: uint32(len(o.results)), out: make(chan struct{}, piecesOut)}
+		o.results = append(o.results, &result{name: name, known: true})
+		o.mu.Unlock()
+		return w, o.conn.Send(&link.Result{Head: link.Head{ID: o.id}, Result: w.n, Name: name, DType: uint8(d.DType), Shape: d.Shape})
+	})
+}
+
+// writer writes a result in pieces.
+type writer struct {
+	op  *op
+	n   uint32
+	off int64
+	out chan struct{} // a token for each piece that the guest has
+}
+
+// Write copies p into pieces and hands them over, waiting for the guest where it has
+// many.
+func (w *writer) Write(p []byte) (n int, err error) {
+	o := w.op
+	for n < len(p) {
+		select {
+		case w.out <- struct{}{}:
+		case <-o.ctx.Done():
+			return n, o.ctx.Err()
+		}
+		b, err := o.conn.New(o.ctx, int64(min(len(p)-n, pieceBytes)))
+		if err != nil {
+			<-w.out
+			return n, err
+		}
+		b.Freed = func() { <-w.out }
+		k := copy(b.Bytes()[:min(len(b.Bytes()), pieceBytes)], p[n:])
+		m := &link.Region{Head: link.Head{ID: o.id, Flags: link.Piece}, Result: w.n, Offset: uint64(w.off), Len: uint64(k), Range: b.Range(int64(k))}
+		o.conn.Own(b)
+		if err := o.conn.Send(m); err != nil {
+			return n, err
+		}
+		n += k
+		w.off += int64(k)
+	}
+	return n, nil
+}
+
+// pieces are an input that the guest sends little by little.
+type pieces struct {
+	conn *link.Conn
+	size int64
+	news chan struct{} // capacity 1: a piece came
+
+	mu    sync.Mutex // guards all below
+	queue []piece
+	got   int64 // bytes
+	over  bool
+	rest  []byte // of the piece that Read reads
+	done  func() // gives that piece back
+}
+
+type piece struct {
+	block *link.Block
+	n     uint64
+}
+
+func newPieces(conn *link.Conn, d tensor.Desc) *pieces {
+	n, _ := d.Bytes() // the client checks it
+	return &pieces{conn: conn, size: n, news: make(chan struct{}, 1)}
+}
+
+// data passes the next piece of an input on. An error ends the link.
+func (r *relay) data(m *link.Data) error {
+	b, err := r.conn.Taken(m.Range)
+	if err != nil {
+		return err
+	}
+	o := r.op(m.ID)
+	if o == nil || int(m.Input) >= len(o.inputs) || o.inputs[m.Input] == nil {
+		r.conn.GiveBack(b) // it has ended meanwhile
+		return nil
+	}
+	if err := o.inputs[m.Input].add(piece{b, m.Range.Len}); err != nil {
+		o.cancel(err)
+	}
+	return nil
+}
+
+func (p *pieces) add(next piece) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	size := uint64(len(next.block.Bytes()))
+	if p.over || next.n == 0 || next.n > size || int64(next.n) > p.size-p.got {
+		p.conn.GiveBack(next.block)
+		if p.over {
+			return nil
+		}
+		return fmt.Errorf("%w: a piece of %d bytes after %d of %d", client.ErrInput, next.n, p.got, p.size)
+	}
+	p.got += int64(next.n)
+	p.queue = append(p.queue, next)
+	select {
+	case p.news <- struct{}{}:
+	default:
+	}
+	return nil
+}
+
+// next is what client.Input.Next wants: it waits for a piece.
+func (p *pieces) next(over <-chan struct{}) (data []byte, release func(), err error) {
+	for {
+		p.mu.Lock()
+		if len(p.queue) > 0 || p.size == 0 {
+			defer p.mu.Unlock()
+			if p.size == 0 {
+				return []byte{}, func() {}, nil
+			}
+			first := p.queue[0]
+			p.queue = slices.Delete(p.queue, 0, 1)
+			return first.block.Bytes()[:first.n:first.n], func() { p.conn.GiveBack(first.block) }, nil
+		}
+		p.mu.Unlock()
+		select {
+		case <-p.news:
+		case <-over:
+			return nil, nil, errEnded
+		}
+	}
+}
+
+// drop gives back what came and is not used.
+func (p *pieces) drop() {
+	if p == nil {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.over = true
+	for _, q := range p.queue {
+		p.conn.GiveBack(q.block)
+	}
+	p.queue = nil
+	if p.done != nil {
+		p.done()
+		p.done = nil
+	}
+}
+
+// reader reads pieces for a push, which keeps what it reads.
+type reader struct {
+	*pieces
+	over <-chan struct{}
+}
+
+// Read implements io.Reader.
+func (r reader) Read(to []byte) (int, error) {
+	if len(r.rest) == 0 {
+		if r.done != nil {
+			r.done()
+			r.done = nil
+		}
+		data, release, err := r.next(r.over)
+		if err != nil {
+			return 0, err
+		}
+		r.rest, r.done = data, release
+	}
+	n := copy(to, r.rest)
+	r.rest = r.rest[n:]
+	return n, nil
+}

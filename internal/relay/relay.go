@@ -1,0 +1,280 @@
+// Package relay carries what another process of this machine wants of servers, over a
+// link to it: calls, pushes, pulls, and what is rare. docs/link.md is its protocol.
+//
+// It refuses to know who is at the other end. Payload stays in the memory of the link:
+// inputs are sent from there, results received there. A Relay serves one guest.
+package relay
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+	"time"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/link"
+)
+
+// Config is what a relay does beside calls, pushes and pulls.
+type Config struct {
+	// Client configures the clients of connections.
+	Client client.Config
+	// Verbs are what a guest may ask a server, by name.
+	Verbs map[string]Verb
+	// Explain says what a guest is told of an error.
+	Explain func(err error) Failure
+}
+
+// Failure is the JSON of a done with a code, which is gRPC's.
+type Failure struct {
+	Code        uint16 `json:"-"`
+	Message     string `json:"message"`
+	Hint        string `json:"hint,omitempty"`
+	RetryMillis int64  `json:"retry_millis,omitempty"` // when waiting helps; else 0
+}
+
+// Verb asks a server, and writes a JSON value.
+type Verb func(ctx context.Context, c *client.Client, args []string, w io.Writer) error
+
+// Serve serves the guest of a link until it ends, and returns why: nil if the guest
+// has closed its end. It does not close the link.
+func Serve(conn *link.Conn, cfg Config) error {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	r := &relay{cfg: cfg, conn: conn, ctx: ctx, cancel: cancel, clients: make(map[uint32]*client.Client), ops: make(map[uint64]*op)}
+	err := r.receive()
+	cancel(errGone)
+	r.running.Wait()
+	for _, c := range r.clients {
+		_ = c.Close() // it breaks connections
+	}
+	if errors.Is(err, io.EOF) {
+		return nil
+	}
+	return err
+}
+
+// errGone ends what a guest has begun that is no more.
+var errGone = errors.New("relay: the guest has ended")
+
+type relay struct {
+	cfg     Config
+	conn    *link.Conn
+	ctx     context.Context
+	cancel  context.CancelCauseFunc
+	running sync.WaitGroup
+
+	mu      sync.Mutex // guards all below
+	last    uint32     // the newest connection
+	clients map[uint32]*client.Client
+	ops     map[uint64]*op
+}
+
+// op is something the guest has begun, and that ends with one done.
+type op struct {
+	*relay
+	id     uint64
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	inputs []*pieces // by the number of the input; nil for a whole one
+
+	mu      sync.Mutex
+	results []*result // guarded by mu, as they were announced
+}
+
+// receive takes the guest's messages until the link ends. It never waits for anything
+// else: the guest may be waiting for room in the socket.
+func (r *relay) receive() error {
+	for {
+		m, err := r.conn.Recv()
+		if err != nil {
+			return err
+		}
+		switch m := m.(type) {
+		case *link.Ask:
+			err = r.ask(m)
+		case *link.Call:
+			err = r.call(m)
+		case *link.Data:
+			err = r.data(m)
+		case *link.Cancel:
+			if o := r.op(m.ID); o != nil {
+				o.cancel(context.Canceled)
+			}
+		default:
+			err = fmt.Errorf("%w: kind %d is not a client's", link.ErrMessage, m.Kind())
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+func (r *relay) op(id uint64) *op {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.ops[id]
+}
+
+// begin makes an op, and runs work on a goroutine that ends with it.
+func (r *relay) begin(id uint64, millis uint32, inputs []*pieces, work func(*op) (answer []byte, t client.Timings, err error)) error {
+	o := &op{relay: r, id: id, inputs: inputs}
+	o.ctx, o.cancel = context.WithCancelCause(r.ctx)
+	r.mu.Lock()
+	twice := r.ops[id] != nil
+	if !twice {
+		r.ops[id] = o
+	}
+	r.mu.Unlock()
+	if twice {
+		return fmt.Errorf("%w: id %d is in use", link.ErrMessage, id)
+	}
+	r.running.Go(func() {
+		if millis > 0 {
+			ctx, stop := context.WithTimeout(o.ctx, time.Duration(millis)*time.Millisecond)
+			defer stop()
+			o.ctx = ctx
+		}
+		answer, t, err := work(o)
+		r.mu.Lock()
+		delete(r.ops, id) // what the guest still sends goes back to it
+		r.mu.Unlock()
+		for _, p := range inputs {
+			p.drop()
+		}
+		o.cancel(nil)
+		o.done(answer, t, err)
+	})
+	return nil
+}
+
+// done ends an op for the guest. An error of sending is that of receive too.
+func (o *op) done(answer []byte, t client.Timings, err error) {
+	m := &link.Done{Head: link.Head{ID: o.id}, JSON: answer}
+	for i, d := range []time.Duration{t.Receive, t.Queue, t.H2D, t.Compute, t.D2H, t.FirstResult, t.Total} {
+		m.Timings[i] = uint64(max(0, d))
+	}
+	fail := func(err error) {
+		f := o.cfg.Explain(err)
+		text, bad := json.Marshal(f)
+		if bad != nil {
+			panic(bad) // texts and a number marshal
+		}
+		m.Code, m.JSON = f.Code, text
+	}
+	if err != nil {
+		fail(err)
+	}
+	if len(m.JSON) > longJSON {
+		b, bad := o.conn.New(o.relay.ctx, int64(len(m.JSON)))
+		if bad != nil {
+			fail(bad)
+		} else {
+			copy(b.Bytes(), m.JSON)
+			m.Flags, m.JSON = link.Long, link.AppendRange(nil, b.Range(int64(len(m.JSON))))
+			o.conn.Own(b)
+		}
+	}
+	_ = o.conn.Send(m)
+}
+
+// request is the JSON of an ask. Each verb has its own fields of it.
+type request struct {
+	Verb       string      `json:"verb"`
+	Connection uint32      `json:"connection"`
+	Target     string      `json:"target"`
+	Glob       string      `json:"glob"`
+	Names      []string    `json:"names"`
+	Tensors    []pushed    `json:"tensors"`
+	Select     []selection `json:"select"`
+	To         targets     `json:"to"`
+	Range      *[3]uint64  `json:"range"`
+}
+
+// ask begins what is rare. An error ends the link.
+func (r *relay) ask(m *link.Ask) error {
+	text := m.JSON
+	if m.Flags&link.Long != 0 {
+		where := link.LongRange(m.JSON)
+		b, err := r.conn.Taken(where)
+		if err != nil {
+			return err
+		}
+		if where.Len > uint64(len(b.Bytes())) {
+			return fmt.Errorf("%w: json of %d bytes in a range of %d", link.ErrMessage, where.Len, len(b.Bytes()))
+		}
+		text = bytes.Clone(b.Bytes()[:where.Len])
+		b.Release()
+	}
+	var q request
+	bad := json.Unmarshal(text, &q)
+	if bad == nil && q.Verb == "push" {
+		return r.push(m, &q)
+	}
+	return r.begin(m.ID, m.Millis, nil, func(o *op) (answer []byte, _ client.Timings, err error) {
+		if bad != nil {
+			return nil, client.Timings{}, fmt.Errorf("%w: the json of an ask: %w", client.ErrInput, bad)
+		}
+		if q.Verb == "pull" {
+			return o.pull(&q, m.Flags)
+		}
+		answer, err = o.answer(&q)
+		return answer, client.Timings{}, err
+	})
+}
+
+// answer does what an ask asks for.
+func (o *op) answer(q *request) ([]byte, error) {
+	switch q.Verb {
+	case "connect":
+		c, err := client.Dial(q.Target, o.cfg.Client)
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", client.ErrInput, err)
+		}
+		o.relay.mu.Lock()
+		o.last++
+		n := o.last
+		o.clients[n] = c
+		o.relay.mu.Unlock()
+		return fmt.Appendf(nil, `{"connection": %d}`, n), nil
+	case "disconnect":
+		o.relay.mu.Lock()
+		c := o.clients[q.Connection]
+		delete(o.clients, q.Connection)
+		o.relay.mu.Unlock()
+		if c == nil {
+			return nil, nil
+		}
+		return nil, c.Close()
+	case "loop":
+		return json.Marshal(map[string]any{"range": q.Range})
+	}
+	c, err := o.client(q.Connection)
+	if err != nil {
+		return nil, err
+	}
+	verb := o.cfg.Verbs[q.Verb]
+	if verb == nil {
+		return nil, fmt.Errorf("%w: there is no verb %q", client.ErrInput, q.Verb)
+	}
+	args := q.Names
+	if q.Glob != "" {
+		args = append(args, q.Glob)
+	}
+	var answer bytes.Buffer
+	err = verb(o.ctx, c, args, &answer)
+	return answer.Bytes(), err
+}
+
+// client finds a connection.
+func (r *relay) client(n uint32) (*client.Client, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if c := r.clients[n]; c != nil {
+		return c, nil
+	}
+	return nil, fmt.Errorf("%w: connection %d is closed", client.ErrInput, n)
+}

@@ -1,0 +1,214 @@
+package relay
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/link"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// errEnded ends the wait for a piece of what has ended.
+var errEnded = errors.New("relay: it has ended")
+
+// pushed is a tensor of a push.
+type pushed struct {
+	Name     string            `json:"name"`
+	DType    string            `json:"dtype"`
+	Shape    []int64           `json:"shape"`
+	Metadata map[string]string `json:"metadata"`
+	Range    *[3]uint64        `json:"range"`
+}
+
+// ended is how a tensor of a push or a pull ended.
+type ended struct {
+	Name    string `json:"name"`
+	Bytes   int64  `json:"bytes"`
+	Digest  string `json:"digest,omitempty"`
+	Durable bool   `json:"durable,omitempty"`
+	Code    uint16 `json:"code,omitempty"`
+	Error   string `json:"error,omitempty"`
+}
+
+// push begins a push. An error ends the link.
+func (r *relay) push(m *link.Ask, q *request) (err error) {
+	var shared []*link.Block
+	release := func() {
+		for _, b := range shared {
+			b.Release()
+		}
+	}
+	inputs := make([]*pieces, len(q.Tensors))
+	p := client.PushRequest{Tensors: make([]client.Input, len(q.Tensors))}
+	var bad error
+	for i, t := range q.Tensors {
+		d, err := tensor.ParseDataType(t.DType)
+		if err != nil {
+			bad = errors.Join(bad, err)
+		}
+		in := client.Input{Name: t.Name, Desc: tensor.Desc{DType: d, Shape: t.Shape}, Metadata: t.Metadata}
+		if t.Range == nil {
+			inputs[i] = newPieces(r.conn, in.Desc)
+		} else if in.Data = []byte{}; t.Range[2] > 0 {
+			data, b, err := r.conn.Shared(link.Range{Memory: uint32(t.Range[0]), Off: t.Range[1], Len: t.Range[2]})
+			if err != nil {
+				release()
+				return err
+			}
+			in.Data, shared = data, append(shared, b)
+		}
+		p.Tensors[i] = in
+	}
+	return r.begin(m.ID, m.Millis, inputs, func(o *op) ([]byte, client.Timings, error) {
+		defer release()
+		c, err := o.client(q.Connection)
+		if err = errors.Join(bad, err); err != nil {
+			return nil, client.Timings{}, fmt.Errorf("%w: %w", client.ErrInput, err)
+		}
+		numbers := make(map[string]uint32)
+		for i := range p.Tensors {
+			numbers[p.Tensors[i].Name] = uint32(i)
+			if inputs[i] != nil {
+				p.Tensors[i].Reader = reader{inputs[i], o.ctx.Done()}
+			}
+		}
+		if m.Flags&link.Regions != 0 {
+			p.Progress = o.progress(func(name string) uint32 { return numbers[name] })
+		}
+		all, err := c.Push(o.ctx, p)
+		return o.summaries(all, err)
+	})
+}
+
+// progress has the guest told of bytes that were moved.
+func (o *op) progress(number func(name string) uint32) func(client.Progress) {
+	before := make(map[string]int64)
+	return func(p client.Progress) {
+		if err := o.region(number(p.Name), before[p.Name], p.Moved-before[p.Name]); err != nil {
+			o.cancel(err)
+		}
+		before[p.Name] = p.Moved
+	}
+}
+
+// summaries is the answer to a push or a pull: err is told only where it is no
+// tensor's own.
+func (o *op) summaries(all []client.Summary, err error) ([]byte, client.Timings, error) {
+	list := make([]ended, len(all))
+	for i, s := range all {
+		e := ended{Name: s.Name, Bytes: s.Bytes, Durable: s.Durable}
+		if !s.Digest.IsZero() {
+			e.Digest = s.Digest.String()
+		}
+		if s.Err != nil {
+			f := o.cfg.Explain(s.Err)
+			e.Code, e.Error = f.Code, f.Message
+		}
+		list[i] = e
+	}
+	if len(list) == 0 || o.ctx.Err() != nil {
+		if err == nil {
+			err = o.ctx.Err()
+		}
+		if err != nil {
+			return nil, client.Timings{}, err
+		}
+	}
+	answer, err := json.Marshal(map[string]any{"tensors": list})
+	return answer, client.Timings{}, err
+}
+
+// selection is one of a pull.
+type selection struct {
+	Name   string            `json:"name"`
+	Source bool              `json:"source"`
+	Params map[string]string `json:"params"`
+}
+
+// targets say where tensors of a pull go: a range by name, or in pieces, one or all.
+type targets struct {
+	pieces bool
+	named  map[string]target
+}
+
+type target struct {
+	pieces bool
+	at     link.Range
+}
+
+const inPieces = `"pieces"`
+
+// UnmarshalJSON reads "pieces", or an object of "pieces" and ranges.
+func (t *targets) UnmarshalJSON(b []byte) error {
+	if string(bytes.TrimSpace(b)) == inPieces {
+		t.pieces = true
+		return nil
+	}
+	return json.Unmarshal(b, &t.named)
+}
+
+// UnmarshalJSON reads "pieces" or a range.
+func (t *target) UnmarshalJSON(b []byte) error {
+	if string(bytes.TrimSpace(b)) == inPieces {
+		t.pieces = true
+		return nil
+	}
+	var r [3]uint64
+	err := json.Unmarshal(b, &r)
+	t.at = link.Range{Memory: uint32(r[0]), Off: r[1], Len: r[2]}
+	return err
+}
+
+// pull pulls tensors.
+func (o *op) pull(q *request, flags uint8) ([]byte, client.Timings, error) {
+	defer o.dropResults()
+	c, err := o.client(q.Connection)
+	if err != nil {
+		return nil, client.Timings{}, err
+	}
+	p := client.PullRequest{}
+	for _, s := range q.Select {
+		p.Select = append(p.Select, client.Selection{Name: s.Name, Source: s.Source, Params: s.Params})
+	}
+	var shared []*link.Block
+	defer func() {
+		for _, b := range shared {
+			b.Release()
+		}
+	}()
+	p.To = func(name string, d tensor.Desc) (client.Sink, error) {
+		t, named := q.To.named[name]
+		if t.pieces || q.To.pieces && !named {
+			return o.writer(name), nil
+		}
+		if !named {
+			s, whole, err := o.place(name, d)
+			if whole {
+				_, err = o.announce(name, d)
+			}
+			return s, err
+		}
+		if _, err := o.announce(name, d); err != nil || t.at.Len == 0 {
+			return client.Into([]byte{}), err
+		}
+		data, b, err := o.conn.Shared(t.at)
+		if err != nil {
+			return client.Sink{}, err
+		}
+		shared = append(shared, b)
+		return client.Into(data), nil
+	}
+	if flags&link.Regions != 0 {
+		p.Progress = o.progress(func(name string) uint32 {
+			o.mu.Lock()
+			defer o.mu.Unlock()
+			return uint32(slices.IndexFunc(o.results, func(r *result) bool { return r.name == name })) // To has announced it
+		})
+	}
+	all, err := c.Pull(o.ctx, p)
+	return o.summaries(all, err)
+}
