@@ -139,6 +139,9 @@ func (r *relay) begin(id uint64, millis uint32, inputs []*pieces, work func(*op)
 			o.ctx = ctx
 		}
 		answer, t, err := work(o)
+		if cause := context.Cause(o.ctx); err != nil && errors.Is(cause, client.ErrInput) {
+			err = cause // whatever it broke
+		}
 		r.mu.Lock()
 		delete(r.ops, id) // what the guest still sends goes back to it
 		r.mu.Unlock()
