@@ -1,8 +1,10 @@
 package main
 
 import (
+	"bytes"
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"io"
 	"os"
@@ -65,14 +67,24 @@ func serveLink(fd int) error {
 	defer conn.Close()
 	return relay.Serve(conn, relay.Config{
 		Explain: explain,
-		Verbs:   map[string]relay.Verb{"info": linked(info), "models": linked(models), "list": linked(ls), "delete": linked(rm)},
+		Verbs:   map[string]relay.Verb{
+			"info": linked("", info), "list": linked("", ls), "models": linked("models", models), "delete": linked("names", rm),
+		},
 	})
 }
 
-// linked makes a verb of a command, which prints JSON.
-func linked(command func(context.Context, *client.Client, []string, printer) error) relay.Verb {
+// linked makes a verb of a command, whose JSON it makes an object with one entry if
+// that has a name.
+func linked(name string, command func(context.Context, *client.Client, []string, printer) error) relay.Verb {
 	return func(ctx context.Context, c *client.Client, args []string, w io.Writer) error {
-		return command(ctx, c, args, printer{w, true})
+		if name == "" {
+			return command(ctx, c, args, printer{w, true})
+		}
+		var b bytes.Buffer
+		if err := command(ctx, c, args, printer{&b, true}); err != nil {
+			return err
+		}
+		return writeJSON(w, map[string]json.RawMessage{name: b.Bytes()})
 	}
 }
 
