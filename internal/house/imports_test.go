@@ -30,6 +30,7 @@ var layers = map[string][]string{
 
 	"codec":            {"slab", "tensor"},
 	"engine":           {"slab", "tensor"},
+	"internal/link":    {"slab"},
 	"internal/summary": {"internal/minifloat", "tensor"},
 	"internal/testkit": {"slab"},
 
@@ -42,6 +43,7 @@ var layers = map[string][]string{
 	"store":             {"codec", "internal/fault", "internal/minifloat", "slab", "tensor", "tensorfile"},
 
 	"engine/cpu":        {"engine", "engine/blocks", "engine/builtin", "engine/stack", "slab", "tensor"},
+	"engine/worker":     {"engine", "engine/blocks", "engine/builtin", "internal/link", "slab", "tensor"},
 	"engine/cuda":       {"engine", "engine/blocks", "engine/builtin", "engine/cuda/kernels", "engine/stack", "slab", "tensor"},
 	"internal/transfer": {"assembler", "codec", "frame", "internal/fault", "tensor"},
 	"internal/wire":     {"api/tensorferry/v1", "frame", "tensor"},
@@ -51,6 +53,7 @@ var layers = map[string][]string{
 	"internal/session": {"codec", "frame", "stream", "tensor"},
 
 	"client":           {"api/tensorferry/v1", "codec", "frame", "internal/session", "internal/transfer", "internal/wire", "slab", "stream", "tensor"},
+	"internal/relay":   {"client", "internal/link", "slab", "tensor"},
 	"internal/serving": {"assembler", "codec", "engine", "frame", "internal/metrics", "internal/session", "slab", "stream", "tensor"},
 
 	"internal/storing": {"codec", "engine", "frame", "internal/fault", "internal/serving", "internal/session", "internal/transfer", "slab", "store", "stream", "tensor"},

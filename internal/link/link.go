@@ -16,6 +16,7 @@ import (
 	"net"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/tensorferry/tensorferry/slab"
@@ -137,7 +138,7 @@ func (c *Conn) Recv() (Message, error) {
 	for {
 		n, err := c.socket.Read(c.packet)
 		switch {
-		case errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed):
+		case errors.Is(err, io.EOF), errors.Is(err, net.ErrClosed), errors.Is(err, syscall.ECONNRESET): // reset: it left messages unread
 			return nil, io.EOF
 		case err != nil:
 			return nil, fmt.Errorf("link: %w", err)
@@ -256,12 +257,17 @@ func (c *Conn) forget(number uint32) { c.soon(news{forget: number}) }
 // for the quota; errors wrap slab.ErrBudget where it is too small, slab.ErrMemory, or
 // why ctx ended.
 func (c *Conn) New(ctx context.Context, n int64) (*Block, error) {
+	return c.NewOf(ctx, c.cfg.Quota, n)
+}
+
+// NewOf is New with another quota.
+func (c *Conn) NewOf(ctx context.Context, quota *slab.Budget, n int64) (*Block, error) {
 	// Each block is its own holder: who waits for memory of a link waits in line.
 	holder := slab.NewPrincipal("link")
-	if err := c.cfg.Quota.Acquire(ctx, holder, slab.SizeOf(n)); err != nil {
+	if err := quota.Acquire(ctx, holder, slab.SizeOf(n)); err != nil {
 		return nil, err
 	}
-	return c.block(holder, n)
+	return c.block(quota, holder, n)
 }
 
 // TryNew is New without waiting: nil where the quota has not room enough, or a
@@ -271,22 +277,22 @@ func (c *Conn) TryNew(n int64) (*Block, error) {
 	if !c.cfg.Quota.TryAcquire(holder, slab.SizeOf(n)) {
 		return nil, nil
 	}
-	return c.block(holder, n)
+	return c.block(c.cfg.Quota, holder, n)
 }
 
-// block makes a block, whose bytes the quota has granted.
-func (c *Conn) block(holder *slab.Principal, n int64) (*Block, error) {
+// block makes a block, whose bytes a quota has granted.
+func (c *Conn) block(quota *slab.Budget, holder *slab.Principal, n int64) (*Block, error) {
 	n = slab.SizeOf(n)
 	s, err := c.cfg.Pool.Get(int(n))
 	if err != nil {
-		c.cfg.Quota.Release(holder, n)
+		quota.Release(holder, n)
 		return nil, err
 	}
 	whole, ok := c.cfg.Heap.RangeOf(s.Bytes())
 	if !ok {
 		panic("link: the pool is not over the heap")
 	}
-	b := &Block{slab: s, quota: c.cfg.Quota, whole: whole, holder: holder}
+	b := &Block{slab: s, quota: quota, whole: whole, holder: holder}
 	b.refs.Store(1)
 	return b, nil
 }

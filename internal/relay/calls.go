@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"context"
 	"fmt"
 	"io"
 	"maps"
@@ -230,7 +231,9 @@ func (w *writer) Write(p []byte) (n int, err error) {
 		case <-o.ctx.Done():
 			return n, o.ctx.Err()
 		}
-		b, err := o.conn.New(o.ctx, int64(min(len(p)-n, pieceBytes)))
+		ctx, stop := context.WithTimeout(o.ctx, pieceWait)
+		b, err := o.conn.NewOf(ctx, o.pieces, int64(min(len(p)-n, pieceBytes)))
+		stop()
 		if err != nil {
 			<-w.out
 			return n, err

@@ -1,5 +1,7 @@
 package relay
 
+import "time"
+
 const (
 	mib = 1 << 20
 	// longJSON is the most JSON of an answer in its packet; more goes into a range.
@@ -9,4 +11,9 @@ const (
 	// piecesOut is how many pieces of a result a guest may have: it copies one while
 	// others come.
 	piecesOut = 8
+	// allPieces bounds the pieces of all results together.
+	allPieces = 64 * mib
+	// pieceWait is how long a piece waits for those of other results to come back; less
+	// than the 30 s after which a server gives up on a result that nobody takes.
+	pieceWait = 20 * time.Second
 )

@@ -17,6 +17,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/link"
+	"github.com/tensorferry/tensorferry/slab"
 )
 
 // Config is what a relay does beside calls, pushes and pulls.
@@ -44,7 +45,9 @@ type Verb func(ctx context.Context, c *client.Client, args []string, w io.Writer
 // has closed its end. It does not close the link.
 func Serve(conn *link.Conn, cfg Config) error {
 	ctx, cancel := context.WithCancelCause(context.Background())
-	r := &relay{cfg: cfg, conn: conn, ctx: ctx, cancel: cancel, clients: make(map[uint32]*client.Client), ops: make(map[uint64]*op)}
+	r := &relay{
+		pieces: slab.NewBudget("memory for pieces of results", allPieces), cfg: cfg, conn: conn, ctx: ctx, cancel: cancel, clients: make(map[uint32]*client.Client), ops: make(map[uint64]*op),
+	}
 	err := r.receive()
 	cancel(errGone)
 	r.running.Wait()
@@ -63,6 +66,7 @@ var errGone = errors.New("relay: the guest has ended")
 type relay struct {
 	cfg     Config
 	conn    *link.Conn
+	pieces  *slab.Budget // of results, beside the link's quota: they must get through when that is full
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
 	running sync.WaitGroup
