@@ -362,7 +362,6 @@ func TestLongJSONTravelsInARange(t *testing.T) {
 func TestWhatIsUnderWayEndsWithItsGuest(t *testing.T) {
 	f := start(t, 64*mib)
 	f.Send(f.one("echo", 100*mib, link.Input{}))
-	f.Send(f.one("relu", 100*mib, link.Input{})) // refused by the model
 	for range 10 {
 		c := f.one("slow", 10, link.Input{How: link.Whole, Range: f.Put(make([]byte, 10))})
 		c.Params = [][2]string{{"delay", "1m"}}
