@@ -15,7 +15,7 @@ import (
 )
 
 // call begins a call. An error ends the link.
-func (r *relay) call(m *link.Call) (err error) {
+func (r *relay) call(m *link.Call) (run func(), err error) {
 	var shared []*link.Block
 	release := func() {
 		for _, b := range shared {
@@ -48,7 +48,7 @@ func (r *relay) call(m *link.Call) (err error) {
 		}
 		if in.How == link.Whole {
 			if c.Data, err = share(in.Range); err != nil {
-				return err
+				return nil, err
 			}
 		} else {
 			inputs[i] = newPieces(r.conn, c.Desc)
@@ -60,7 +60,7 @@ func (r *relay) call(m *link.Call) (err error) {
 	for _, s := range m.Sinks {
 		if s.How == link.Whole {
 			if into[s.Port], err = share(s.Range); err != nil {
-				return err
+				return nil, err
 			}
 			q.Results[s.Port] = client.Into(into[s.Port])
 		}

@@ -46,9 +46,12 @@ type Verb func(ctx context.Context, c *client.Client, args []string, w io.Writer
 func Serve(conn *link.Conn, cfg Config) error {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	r := &relay{
-		pieces: slab.NewBudget("memory for pieces of results", allPieces), cfg: cfg, conn: conn, ctx: ctx, cancel: cancel, clients: make(map[uint32]*client.Client), ops: make(map[uint64]*op),
+		cfg: cfg, conn: conn, ctx: ctx, cancel: cancel, ended: make(chan error, 1),
+		pieces:  slab.NewBudget("memory for pieces of results", allPieces),
+		clients: make(map[uint32]*client.Client), ops: make(map[uint64]*op),
 	}
-	err := r.receive()
+	r.running.Go(r.receive)
+	err := <-r.ended
 	cancel(errGone)
 	r.running.Wait()
 	for _, c := range r.clients {
@@ -70,6 +73,7 @@ type relay struct {
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
 	running sync.WaitGroup
+	ended   chan error // capacity 1: why nothing more is received
 
 	mu      sync.Mutex // guards all below
 	last    uint32     // the newest connection
@@ -90,18 +94,21 @@ type op struct {
 }
 
 // receive takes the guest's messages until the link ends. It never waits for anything
-// else: the guest may be waiting for room in the socket.
-func (r *relay) receive() error {
+// else: the guest may be waiting for room in the socket. What a message begins runs on
+// this goroutine, which a small call notices; another one goes on to receive.
+func (r *relay) receive() {
 	for {
 		m, err := r.conn.Recv()
 		if err != nil {
-			return err
+			r.ended <- err
+			return
 		}
+		var run func()
 		switch m := m.(type) {
 		case *link.Ask:
-			err = r.ask(m)
+			run, err = r.ask(m)
 		case *link.Call:
-			err = r.call(m)
+			run, err = r.call(m)
 		case *link.Data:
 			err = r.data(m)
 		case *link.Cancel:
@@ -112,7 +119,13 @@ func (r *relay) receive() error {
 			err = fmt.Errorf("%w: kind %d is not a client's", link.ErrMessage, m.Kind())
 		}
 		if err != nil {
-			return err
+			r.ended <- err
+			return
+		}
+		if run != nil {
+			r.running.Go(r.receive)
+			run()
+			return
 		}
 	}
 }
@@ -123,8 +136,8 @@ func (r *relay) op(id uint64) *op {
 	return r.ops[id]
 }
 
-// begin makes an op, and runs work on a goroutine that ends with it.
-func (r *relay) begin(id uint64, millis uint32, inputs []*pieces, work func(*op) (answer []byte, t client.Timings, err error)) error {
+// begin makes an op, and returns what runs work to its end.
+func (r *relay) begin(id uint64, millis uint32, inputs []*pieces, work func(*op) (answer []byte, t client.Timings, err error)) (run func(), err error) {
 	o := &op{relay: r, id: id, inputs: inputs}
 	o.ctx, o.cancel = context.WithCancelCause(r.ctx)
 	r.mu.Lock()
@@ -134,9 +147,9 @@ func (r *relay) begin(id uint64, millis uint32, inputs []*pieces, work func(*op)
 	}
 	r.mu.Unlock()
 	if twice {
-		return fmt.Errorf("%w: id %d is in use", link.ErrMessage, id)
+		return nil, fmt.Errorf("%w: id %d is in use", link.ErrMessage, id)
 	}
-	r.running.Go(func() {
+	return func() {
 		if millis > 0 {
 			ctx, stop := context.WithTimeout(o.ctx, time.Duration(millis)*time.Millisecond)
 			defer stop()
@@ -154,8 +167,7 @@ func (r *relay) begin(id uint64, millis uint32, inputs []*pieces, work func(*op)
 		}
 		o.cancel(nil)
 		o.done(answer, t, err)
-	})
-	return nil
+	}, nil
 }
 
 // done ends an op for the guest. An error of sending is that of receive too.
@@ -202,16 +214,16 @@ type request struct {
 }
 
 // ask begins what is rare. An error ends the link.
-func (r *relay) ask(m *link.Ask) error {
+func (r *relay) ask(m *link.Ask) (run func(), err error) {
 	text := m.JSON
 	if m.Flags&link.Long != 0 {
 		where := link.LongRange(m.JSON)
 		b, err := r.conn.Taken(where)
 		if err != nil {
-			return err
+			return nil, err
 		}
 		if where.Len > uint64(len(b.Bytes())) {
-			return fmt.Errorf("%w: json of %d bytes in a range of %d", link.ErrMessage, where.Len, len(b.Bytes()))
+			return nil, fmt.Errorf("%w: json of %d bytes in a range of %d", link.ErrMessage, where.Len, len(b.Bytes()))
 		}
 		text = bytes.Clone(b.Bytes()[:where.Len])
 		b.Release()

@@ -35,7 +35,7 @@ type ended struct {
 }
 
 // push begins a push. An error ends the link.
-func (r *relay) push(m *link.Ask, q *request) (err error) {
+func (r *relay) push(m *link.Ask, q *request) (run func(), err error) {
 	var shared []*link.Block
 	release := func() {
 		for _, b := range shared {
@@ -57,7 +57,7 @@ func (r *relay) push(m *link.Ask, q *request) (err error) {
 			data, b, err := r.conn.Shared(link.Range{Memory: uint32(t.Range[0]), Off: t.Range[1], Len: t.Range[2]})
 			if err != nil {
 				release()
-				return err
+				return nil, err
 			}
 			in.Data, shared = data, append(shared, b)
 		}
