@@ -28,12 +28,18 @@ const (
 	configEnv = envPrefix + "CONFIG"
 	// serverEnv is the default of --server in other commands; serve ignores it.
 	serverEnv = envPrefix + "SERVER"
+	// pythonEnv is the interpreter of --python, which therefore has no variable itself.
+	pythonEnv = envPrefix + "PYTHON"
 	// delimiter is between the keys of nested settings, which are all unknown.
 	delimiter = "."
 )
 
 // notSettings are flags for the command line only.
-var notSettings = []string{"config", "print-config", "child", "help"}
+var notSettings = []string{"config", "print-config", "child", "python-fd", "help"}
+
+// notOurs are variables that mean something else, or something to others: the Python
+// package has two.
+var notOurs = []string{serverEnv, pythonEnv, envPrefix + "BIN", envPrefix + "LINK_MEMORY"}
 
 // origins says where the value of each setting comes from.
 type origins map[string]string
@@ -47,10 +53,10 @@ func configure(flags *pflag.FlagSet, environ []string) (origins, error) {
 	_ = environment.Load(env.Provider(delimiter, env.Opt{ // it never fails
 		Prefix: envPrefix, EnvironFunc: func() []string { return environ },
 		TransformFunc: func(name, value string) (string, any) {
-			switch name {
-			case serverEnv:
+			switch {
+			case slices.Contains(notOurs, name):
 				return "", nil
-			case configEnv:
+			case name == configEnv:
 				path = cmp.Or(path, value)
 				return "", nil
 			}

@@ -1,11 +1,13 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
 	"os"
+	"os/exec"
 	"regexp"
 	"slices"
 	"strconv"
@@ -17,7 +19,9 @@ import (
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/engine/cuda"
 	"github.com/tensorferry/tensorferry/engine/stack"
+	"github.com/tensorferry/tensorferry/engine/worker"
 	"github.com/tensorferry/tensorferry/examples/fashion"
+	"github.com/tensorferry/tensorferry/internal/link"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -52,6 +56,11 @@ type engineConfig struct {
 	workers        int
 	models         []string
 	demo           bool
+
+	python                         []string // name=module:function
+	pythonProcesses, pythonThreads int
+	pythonEnv                      []string
+	pythonFD                       string // name=descriptor
 }
 
 // engines are where models run: host memory, and the devices that were asked for.
@@ -61,6 +70,9 @@ type engines struct {
 	host   *cpu.Host
 	cuda   map[int]*cuda.Host
 	models *engine.Registry
+	// ended is closed when the process that is the model of --python-fd is gone. Nil
+	// without one.
+	ended <-chan struct{}
 }
 
 // site is a place for models.
@@ -125,7 +137,69 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 		}
 		err = errors.Join(err, bad)
 	}
+	for _, text := range cfg.python {
+		err = errors.Join(err, e.python(text))
+	}
+	if cfg.pythonFD != "" {
+		err = errors.Join(err, e.attached(cfg.pythonFD))
+	}
 	return e, err
+}
+
+// python starts the workers of --python: name=module:function.
+func (e *engines) python(text string) error {
+	name, target, ok := strings.Cut(text, "=")
+	if module, f, colon := strings.Cut(target, ":"); !ok || name == "" || !colon || module == "" || f == "" {
+		return usage("--python %q names no model; write name=module:function", text)
+	}
+	for _, v := range e.cfg.pythonEnv {
+		if i := strings.Index(v, "="); i < 1 {
+			return usage("--python-env %q is not NAME=VALUE", v)
+		}
+	}
+	exe, err := exec.LookPath(cmp.Or(os.Getenv(pythonEnv), "python3"))
+	if err != nil {
+		return hinted{fmt.Errorf("--python %s: %w", text, err), "install python3, or set " + pythonEnv + " to an interpreter that has the tensorferry package"}
+	}
+	return e.work(worker.Config{
+		Name: name, Command: []string{exe, "-m", "tensorferry.worker", "--fd", strconv.Itoa(worker.Descriptor), target},
+		Env: e.cfg.pythonEnv, Processes: e.cfg.pythonProcesses, Threads: e.cfg.pythonThreads,
+	})
+}
+
+// attached serves the process that is the model of --python-fd: name=descriptor.
+func (e *engines) attached(text string) error {
+	name, number, _ := strings.Cut(text, "=")
+	fd, err := strconv.Atoi(number)
+	if name == "" || err != nil {
+		return usage("--python-fd %q is not name=descriptor", text)
+	}
+	socket, err := link.FromFD(fd)
+	if err != nil {
+		return err
+	}
+	return e.work(worker.Config{Name: name, Socket: socket})
+}
+
+// work adds a model that processes of its own compute. What --memory allows goes to its
+// inputs and results alike.
+func (e *engines) work(c worker.Config) error {
+	c.Version, c.Log, c.MemoryBytes = version, e.log, e.cfg.memory/2
+	h, err := worker.Start(c)
+	if err != nil {
+		return err
+	}
+	err = e.models.Add(h.Model())
+	if err != nil {
+		h.Close()
+	}
+	if errors.Is(err, engine.ErrExists) {
+		return hinted{fmt.Errorf("there is a model %q already", c.Name), "give it another name, as --python name=module:function"}
+	}
+	if c.Socket != nil {
+		e.ended = h.Ended()
+	}
+	return err
 }
 
 // Close closes the models, and then what they run on.

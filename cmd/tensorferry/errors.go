@@ -110,7 +110,7 @@ const mostErrors = 10
 var packages = []string{
 	"assembler", "bench", "blocks", "chunker", "client", "codec", "cpu", "cuda", "engine", "fashion", "fault", "frame", "kernels", "link", "relay", "server", "session", "serving", "slab",
 	"stack", "store", "storing", "stream",
-	"summary", "tensor", "tensorfile", "transfer", "wire",
+	"summary", "tensor", "tensorfile", "transfer", "wire", "worker",
 }
 
 // forPrograms matches names of packages and the gRPC code of a client's error, at the

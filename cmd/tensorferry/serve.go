@@ -77,6 +77,10 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	sizeVar(f, &c.engines.memory, "memory", 0, leastMemory, 1<<62, "most `bytes` of tensors in memory, 16MiB or more (default a quarter of what the process may have)")
 	sizeVar(f, &c.engines.pinned, "pinned", 0, leastMemory, 1<<62, "most `bytes` of page-locked memory for a device, 16MiB or more (default a sixteenth of all, 1GiB at most)")
 	f.StringVar(&c.engines.driver, "cuda-driver", "", "`file` of NVIDIA's driver (default libcuda.so.1, where the system has it)")
+	f.StringArrayVar(&c.engines.python, "python", []string{}, "serve a Python function, class or torch module, as `name=module:function`; repeatable")
+	countVar(f, &c.engines.pythonProcesses, "python-processes", 1, "processes of each Python model")
+	countVar(f, &c.engines.pythonThreads, "python-threads", 0, "threads of each of them (default the number of CPUs, divided by the processes)")
+	f.StringArrayVar(&c.engines.pythonEnv, "python-env", []string{}, "environment variable of these processes, as `name=value`; repeatable")
 	countVar(f, &c.engines.workers, "workers", 0, "blocks computed at a time (default the number of CPUs)")
 	f.Var(&c.store, "store", "`where` pushed tensors rest: memory, memory:2GiB (1MiB or more) or a folder")
 	f.BoolVar(&c.server.Reflection, "reflection", true, "answer gRPC reflection, so that grpcurl needs no files")
@@ -179,7 +183,9 @@ open ones finish for a while (--drain), and ends. The exit code is 1 when it had
 to cancel some. A second interrupt, half a second or more after the first, ends it
 at once.
 
-A model is a folder with model.json and weights.safetensors (docs/engine.md).
+A model is a folder with model.json and weights.safetensors (docs/engine.md), or
+Python code that processes of its own compute (docs/worker.md); TENSORFERRY_PYTHON
+is their interpreter, else python3.
 
 Each flag can be an environment variable (--max-calls is TENSORFERRY_MAX_CALLS) or
 a line of a YAML file (max-calls: 100): a flag goes before the environment, the
@@ -187,6 +193,7 @@ environment before the file. Sizes are bytes, or 512MiB, 2GB and the like; times
 are 10s, 1m30s, 250ms. docs/operating.md says more.`,
 		Example: `  tensorferry serve
   tensorferry serve --listen unix:/tmp/ferry.sock --model trunk=models/trunk
+  tensorferry serve --python trunk=models:make_trunk --python-processes 2
   tensorferry serve --config ferry.yaml --print-config`,
 		Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -220,8 +227,11 @@ are 10s, 1m30s, 250ms. docs/operating.md says more.`,
 	f.String("config", "", "read settings from a YAML `file`; also TENSORFERRY_CONFIG")
 	f.BoolVar(&printed, "print-config", false, "print every setting and where it comes from, as a config file, and end")
 	f.BoolVar(&child, "child", false, "print the address to stdout, and stop when stdin ends")
-	if err := f.MarkHidden("child"); err != nil {
-		panic(err) // the flag is named two lines above
+	f.StringVar(&cfg.engines.pythonFD, "python-fd", "", "serve the Python process at the other end of a socket, as `name=descriptor`, and end with it")
+	for _, name := range []string{"child", "python-fd"} {
+		if err := f.MarkHidden(name); err != nil {
+			panic(err) // the flags are named above
+		}
 	}
 	return c
 }
@@ -294,6 +304,8 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 		s.Close()
 		return errors.Join(err, <-served)
 	case <-ctx.Done():
+	case <-e.ended:
+		log.Warn("the process that computes the model is gone")
 	}
 	draining.Store(true)
 	log.Info("draining", slog.Duration("at_most", c.drain))

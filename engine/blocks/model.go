@@ -24,8 +24,8 @@ type Model struct {
 
 // Bound is a model tied to one call: what comes out, and how a block is computed.
 type Bound struct {
-	// Outs describe the outputs. Nil, where Info.Rows is 0 and Results is Given:
-	// they are known when they are given.
+	// Outs describe the outputs. Nil, where Results is Given and the model has inputs or
+	// no rows: they are known when the first block gives them.
 	Outs    []tensor.Desc
 	Results Results
 	Program any // what to compute: the device knows its type
@@ -41,7 +41,7 @@ type Results uint8
 const (
 	Own     Results = iota // in memory of their own, which the run has for them
 	InPlace                // where the only split input of the block does, in rows of as many bytes
-	Given                  // where the device says (Work.Give); that may be in the input, whose memory stays until they are released
+	Given                  // where the device says (Work.Give), which bounds that memory; in the input they keep its memory until they are released
 )
 
 // model implements engine.Model.

@@ -22,6 +22,7 @@ type plan struct {
 	minIn, minOut     int64 // slots a run cannot do without
 	wantIn, wantOut   int64 // slots it would like
 	fixed             int64 // bytes that the model asks for beside blocks
+	chunk             int64 // the largest of the inputs
 }
 
 // none marks a port that is not part of a block.
@@ -106,20 +107,42 @@ func newPlan(info engine.Info, c engine.Call, rows int64, b Bound) (plan, error)
 	p.inBlock = slabBytes(p.inBlock)
 	p.wholeBytes = slabBytes(p.wholeBytes)
 	p.minIn, p.wantIn = p.slots(p.minIn, p.inBlock)
-	if b.Results != Own {
-		return p, nil
+	p.chunk = chunk
+	switch b.Results {
+	case Own:
+		for _, w := range b.Scratch {
+			p.outBlock = add(p.outBlock, align(mul(held, w)))
+		}
+		block := p.results()
+		p.outBlock = slabBytes(add(p.outBlock, block))
+		p.minOut, p.wantOut = p.slots(p.minOut, p.outBlock)
+	case Given:
+		p.window()
 	}
+	return p, nil
+}
+
+// results finds the fewest blocks with results that cover a chunk, and returns the
+// bytes of one.
+func (p *plan) results() (bytes int64) {
+	held := min(p.blockRows, p.rows)
 	for _, w := range p.outRow {
 		block := mul(held, w)
-		p.outBlock = add(p.outBlock, align(block))
-		p.minOut = max(p.minOut, spans(min(chunk, mul(rows, w)), block))
+		bytes = add(bytes, align(block))
+		p.minOut = max(p.minOut, spans(min(p.chunk, mul(p.rows, w)), block))
 	}
-	for _, w := range b.Scratch {
-		p.outBlock = add(p.outBlock, align(mul(held, w)))
+	return bytes
+}
+
+// window says how many blocks may have results that are Given, which have no memory of
+// the run's. Before their width is known, they are taken to be as wide as the input.
+func (p *plan) window() {
+	p.minOut = p.minIn
+	bytes := p.results()
+	if bytes == 0 {
+		bytes = p.inBlock
 	}
-	p.outBlock = slabBytes(p.outBlock)
-	p.minOut, p.wantOut = p.slots(p.minOut, p.outBlock)
-	return p, nil
+	p.minOut, p.wantOut = p.slots(p.minOut, bytes)
 }
 
 // outputs fills in outRow, and rows where no input tells them, and holds the model
@@ -128,8 +151,10 @@ func (p *plan) outputs(info engine.Info, b Bound) error {
 	broken := func(format string, args ...any) error {
 		return fmt.Errorf("%w: %q: %s", engine.ErrModel, info.Name, fmt.Sprintf(format, args...))
 	}
-	if b.Outs == nil && b.Results == Given && info.Rows == 0 { // known when they are given
-		p.rows = 1
+	if b.Outs == nil && b.Results == Given && (info.Rows == 0 || len(info.Inputs) > 0) { // known when they are given
+		if info.Rows == 0 {
+			p.rows = 1
+		}
 		return nil
 	}
 	if len(b.Outs) != len(info.Outputs) {

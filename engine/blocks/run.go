@@ -17,16 +17,18 @@ import (
 // Borrow, pending ones (filled) for result memory, the others at the device. Slots,
 // works and their closures are made once: a block allocates nothing.
 //
-// Where results have memory of their own, a block starts only inside a window:
-// below the oldest block with unreleased results plus the number of result slots.
-// So the results that one chunk spans always get memory, however far the input
-// has come ahead of a block that is still missing.
+// Where results do not share the memory of the input, a block starts only inside a
+// window: below the oldest block with unreleased results plus the number of result
+// slots. So the results that one chunk spans always get memory, however far the input
+// has come ahead of a block that is still missing, and a run of which nobody takes the
+// results does not fill the memory of a device that gives them.
 type run struct {
 	engine *Engine
 	name   string
 	holder *slab.Principal
-	ports  []engine.Port // of outputs
-	plan   plan
+	info   engine.Info
+	job    RowBlock // of which each block's is made
+	plan   plan     // its outRow and what follows from it belong to mu
 	bound  Bound
 	ctx    context.Context
 	cancel context.CancelCauseFunc
@@ -47,7 +49,7 @@ type run struct {
 	outs      []tensor.Desc
 	granted   int64 // bytes of the budget
 	inSlots   int64 // slots that are the run's
-	window    int64 // blocks that may have results in the run's own memory
+	window    int64 // blocks that may have results outside the input's memory
 	spilled   int64 // blocks whose results were copied out
 	closed    bool
 	over      bool // Close has waited long enough
@@ -57,7 +59,7 @@ type run struct {
 	lent      int64   // blocks lent so far
 	pending   []*slot // descending by index: the lowest is the last
 	active    int     // blocks at the device
-	freeOut   []*Work // with result memory of their own
+	freeOut   []*Work // for results outside the input's memory
 	low       int64   // the oldest block with unreleased results
 	done      []bool  // results released, by index modulo the first window
 	head      *Work   // results to be given out
@@ -83,7 +85,7 @@ type slot struct {
 	state slotState
 	block engine.Block
 	slab  *slab.Slab // nil until first needed
-	work  *Work      // where results share the slot
+	work  *Work      // whose results share the slot
 }
 
 // start takes the memory of a run, the minimum first and all of it or nothing,
@@ -96,7 +98,7 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run
 		return nil, fmt.Errorf("engine: model %q: memory for the call: %w", info.Name, err)
 	}
 	r := &run{
-		engine: e, name: info.Name, holder: c.Principal, ports: info.Outputs, plan: p, bound: b, outs: b.Outs, granted: least,
+		engine: e, name: info.Name, holder: c.Principal, info: info, plan: p, bound: b, outs: b.Outs, granted: least,
 		sourced:  len(info.Inputs) == 0,
 		lendable: make(chan struct{}, 1), nextable: make(chan struct{}, 1), idle: make(chan struct{}, 1),
 	}
@@ -108,7 +110,7 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run
 		if in < p.wantIn && budget.TryAcquire(c.Principal, p.inBlock) {
 			in, r.granted, more = in+1, r.granted+p.inBlock, true
 		}
-		if out < p.wantOut && budget.TryAcquire(c.Principal, p.outBlock) {
+		if out < p.wantOut && b.Results == Own && budget.TryAcquire(c.Principal, p.outBlock) {
 			out, r.granted, more = out+1, r.granted+p.outBlock, true
 		}
 	}
@@ -118,21 +120,24 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run
 		s.block.Slot = s
 		return s
 	}
-	job := RowBlock{Descs: c.Descs(), OutDescs: b.Outs, Params: c.Params}
+	if b.Results == Given { // its memory is the device's
+		out = p.wantOut
+	}
+	r.job = RowBlock{Descs: c.Descs(), OutDescs: b.Outs, Params: c.Params}
 	if slices.ContainsFunc(info.Inputs, func(p engine.Port) bool { return p.Whole }) {
 		r.whole = newSlot()
 		r.whole.block.Whole = true
-		job.Whole = r.whole.block.In
+		r.job.Whole = r.whole.block.In
 	}
 	for range in {
 		s := newSlot()
-		if b.Results != Own {
-			s.work = r.newWork(job)
+		if b.Results == InPlace {
+			s.work = r.newWork()
 		}
 		r.slots = append(r.slots, s)
 	}
 	for range out {
-		r.freeOut = append(r.freeOut, r.newWork(job))
+		r.freeOut = append(r.freeOut, r.newWork())
 	}
 	if e.helper != nil && p.blocks == 1 && p.inBlock <= helpBytes {
 		r.help = r.works[0]
@@ -140,6 +145,9 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run
 	r.free = slices.Clone(r.slots)
 	r.pending = make([]*slot, 0, in)
 	r.done = make([]bool, out)
+	if b.Results == Given && b.Outs == nil {
+		r.done = make([]bool, maxSlots) // the window may grow
+	}
 	r.inSlots, r.window = in, out
 	r.ctx, r.cancel = context.WithCancelCause(ctx)
 	if err := e.enter(r); err != nil {
@@ -153,9 +161,9 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run
 	return r, nil
 }
 
-func (r *run) newWork(job RowBlock) *Work {
-	n := len(r.ports)
-	w := &Work{RowBlock: job, Program: r.bound.Program, run: r, release: make([]func(), n), held: make([]bool, n)}
+func (r *run) newWork() *Work {
+	n := len(r.info.Outputs)
+	w := &Work{RowBlock: r.job, Program: r.bound.Program, run: r, release: make([]func(), n), held: make([]bool, n)}
 	w.Out, w.Scratch = make([][]byte, n), make([][]byte, len(r.bound.Scratch))
 	for port := range n {
 		w.release[port] = func() { w.released(port) }
@@ -289,21 +297,23 @@ func (r *run) ready() *Work {
 		}
 		s := r.pending[len(r.pending)-1]
 		w := s.work
-		if r.bound.Results == Own {
+		if r.bound.Results != InPlace {
 			if s.index >= r.low+r.window {
 				return nil
 			}
 			// Inside the window fewer blocks have results than there are slots.
 			w = r.freeOut[len(r.freeOut)-1]
-			if w.slab == nil {
-				var err error
-				if w.slab, err = r.take(r.plan.outBlock); err != nil {
-					return nil
+			if r.bound.Results == Own {
+				if w.slab == nil {
+					var err error
+					if w.slab, err = r.take(r.plan.outBlock); err != nil {
+						return nil
+					}
 				}
+				rest := carve(bytesOf(w.slab), w.Out, r.plan.outRow, s.block.Rows)
+				carve(rest, w.Scratch, r.bound.Scratch, s.block.Rows)
 			}
 			r.freeOut = r.freeOut[:len(r.freeOut)-1]
-			rest := carve(bytesOf(w.slab), w.Out, r.plan.outRow, s.block.Rows)
-			carve(rest, w.Scratch, r.bound.Scratch, s.block.Rows)
 		}
 		r.pending = r.pending[:len(r.pending)-1]
 		w.index, w.slot, w.In = s.index, s, s.block.In
@@ -349,7 +359,7 @@ func (r *run) pop() (engine.Out, bool, error) {
 	switch {
 	case r.closed:
 		return engine.Out{}, false, engine.ErrClosed
-	case r.yielded == r.plan.blocks*int64(len(r.ports)):
+	case r.yielded == r.plan.blocks*int64(len(r.info.Outputs)):
 		return engine.Out{}, false, io.EOF
 	case r.ctx.Err() != nil:
 		return engine.Out{}, false, context.Cause(r.ctx)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -542,6 +543,118 @@ func TestADeviceThatHangsEndsItsRunsAndKeepsTheirMemory(t *testing.T) {
 			})
 		})
 	}
+}
+
+// given opens a run of [6 3] bytes in blocks of 2 rows, whose results are known when they
+// are given, with all its blocks started.
+func given(t *testing.T, h *host) (*run, []*Work) {
+	t.Helper()
+	port := []engine.Port{{Name: "x", DTypes: []tensor.DataType{tensor.Uint8}, Shape: []int64{engine.Free, engine.Free}}}
+	m, err := h.Model(Model{
+		Info: engine.Info{Name: "given", Rows: 1, BlockRows: 2, Inputs: port, Outputs: port},
+		Bind: func(engine.Call) (Bound, error) { return Bound{Results: Given}, nil },
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, err := m.Open(t.Context(), bytesCall(6, 3, 6))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var works []*Work
+	for range 3 {
+		b, err := r.Borrow(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Filled(b)
+		works = append(works, <-h.queue)
+	}
+	return r.(*run), works
+}
+
+func bytesOfShape(data []byte, shape ...int64) []tensor.Tensor {
+	return []tensor.Tensor{{Desc: tensor.Desc{DType: tensor.Uint8, Shape: shape}, Data: data}}
+}
+
+func TestGivenResultsAreWhatTheFirstBlockSays(t *testing.T) {
+	for name, tc := range map[string]struct {
+		first, second []tensor.Tensor
+		want          string
+	}{
+		"another width":    {bytesOfShape(make([]byte, 8), 6, 4), bytesOfShape(make([]byte, 6), 6, 3), "it was to be"},
+		"another type":     {bytesOfShape(make([]byte, 8), 6, 4), []tensor.Tensor{{Desc: tensor.Desc{DType: tensor.Int8, Shape: tensor.Shape{6, 4}}, Data: make([]byte, 8)}}, "it was to be"},
+		"too few bytes":    {bytesOfShape(make([]byte, 8), 6, 4), bytesOfShape(make([]byte, 7), 6, 4), "has 7 bytes in 2 rows"},
+		"other rows":       {bytesOfShape(make([]byte, 8), 7, 4), nil, "has 7 rows, the call has 6"},
+		"none":             {nil, nil, "returned 0 outputs"},
+		"not of its info":  {bytesOfShape(make([]byte, 2), 6), nil, "its info says"},
+		"rows of a block":  {bytesOfShape(make([]byte, 8), 2, 4), nil, "has 2 rows, the call has 6"},
+		"nothing in a row": {bytesOfShape(nil, 6, 0), bytesOfShape(make([]byte, 1), 6, 0), "has 1 bytes"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := newHost(t, config{})
+			r, works := given(t, h)
+			released := 0
+			release := func() { released++ }
+			works[1].Give(tc.first, release)
+			works[1].Done(nil, Times{})
+			if tc.second != nil {
+				works[0].Give(tc.second, release)
+				works[0].Done(nil, Times{})
+			}
+			if err := context.Cause(r.ctx); !errors.Is(err, engine.ErrModel) || !strings.Contains(err.Error(), tc.want) {
+				t.Errorf("the run ended with %v, want %s", err, tc.want)
+			}
+			for i, w := range works {
+				if i != 1 && (i != 0 || tc.second == nil) {
+					w.Done(nil, Times{})
+				}
+			}
+			if err := r.Close(); err != nil {
+				t.Error(err)
+			}
+			if want := 1 + min(1, len(tc.second)); released != want {
+				t.Errorf("%d results were released, want %d", released, want)
+			}
+			idle(t, h)
+		})
+	}
+}
+
+func TestResultsInTheInputKeepItAndOthersDoNot(t *testing.T) {
+	h := newHost(t, config{})
+	r, works := given(t, h)
+	free := func() int {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		return len(r.free)
+	}
+	before := free()
+	works[0].Give(bytesOfShape(works[0].In[0], 6, 3), nil)
+	works[0].Done(nil, Times{})
+	if got := free(); got != before {
+		t.Errorf("%d slots are free after a result in the input, want %d", got, before)
+	}
+	works[1].Give(bytesOfShape(make([]byte, 6), 6, 3), nil)
+	works[1].Done(nil, Times{})
+	if got := free(); got != before+1 {
+		t.Errorf("%d slots are free after a result elsewhere, want %d", got, before+1)
+	}
+	for range 2 {
+		o, err := r.Next(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		o.Release()
+	}
+	if got := free(); got != before+2 {
+		t.Errorf("%d slots are free after all results, want %d", got, before+2)
+	}
+	works[2].Done(nil, Times{})
+	if err := r.Close(); err != nil {
+		t.Error(err)
+	}
+	idle(t, h)
 }
 
 func TestAQueueKeepsItsOrderWithoutWhatIsTaken(t *testing.T) {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"time"
+	"unsafe"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/slab"
@@ -49,6 +50,7 @@ type Work struct {
 	cursor  int       // the next port to give out
 	since   time.Time // it waits to be given out
 	spilled bool      // its results were copied out
+	shared  bool      // its results are Given, and some lie in the input
 	left    int       // ports not released
 	queued  *Work     // behind it in the run's queue
 }
@@ -73,7 +75,7 @@ func (w *Work) Model() string { return w.run.name }
 
 // InputFree says, before Done, that the device has copied In: its memory is lent
 // for another block. It has no effect where results are InPlace or Given: the input is
-// free when they are released.
+// free with Done, or if they lie in it, when they are released.
 func (w *Work) InputFree() {
 	r := w.run
 	r.mu.Lock()
@@ -86,14 +88,14 @@ func (w *Work) InputFree() {
 }
 
 // Give hands over the results of a block whose Bound says Given, one tensor per
-// output: the desc of all of it, the data of this block. They are shared until
+// output: the desc of all of it, which every block agrees on, and the data of this
+// block. They are shared until
 // release, which may be nil, is called, once, by whoever lets go of them last and
 // perhaps in Give; it does not block, calls nothing of this package, and takes no lock
 // that the device holds while it does. What does not fit the model's info fails the call.
 // A block gives its results once.
 func (w *Work) Give(outs []tensor.Tensor, release func()) {
 	r := w.run
-	bad := r.misfit(w, outs)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if w.state != workStarted {
@@ -102,40 +104,71 @@ func (w *Work) Give(outs []tensor.Tensor, release func()) {
 		}
 		return
 	}
-	if w.given, w.bad = release, bad; bad != nil {
+	if w.given, w.bad = release, r.misfit(w, outs); w.bad != nil {
 		return
 	}
 	for i, t := range outs {
 		w.Out[i] = t.Data
-	}
-	if r.bound.Outs == nil { // the only block of its run
-		r.outs = make([]tensor.Desc, len(outs))
-		for i, t := range outs {
-			r.outs[i] = t.Desc
-		}
+		w.shared = w.shared || lies(t.Data, bytesOf(w.slot.slab))
 	}
 }
 
-// misfit says what is wrong with results that a device gives.
+// misfit says what is wrong with results that a device gives, and learns from the first
+// what they are; mu is held.
 func (r *run) misfit(w *Work, outs []tensor.Tensor) error {
-	if len(outs) != len(r.ports) {
-		return fmt.Errorf("returned %d outputs, its info says %d", len(outs), len(r.ports))
+	ports := r.info.Outputs
+	if len(outs) != len(ports) {
+		return fmt.Errorf("returned %d outputs, its info says %d", len(outs), len(ports))
+	}
+	if r.outs == nil {
+		if err := r.learn(outs); err != nil {
+			return err
+		}
 	}
 	for i, t := range outs {
-		n := w.Rows * r.plan.outRow[i]
-		if r.bound.Outs == nil {
-			if err := r.ports[i].Check(t.Desc); err != nil {
-				return err
-			}
-			n, _ = t.Bytes() // checked
-		} else if !t.Desc.Equal(r.bound.Outs[i]) {
-			return fmt.Errorf("output %q is %v, it was to be %v", r.ports[i].Name, t.Desc, r.bound.Outs[i])
+		if !t.Desc.Equal(r.outs[i]) {
+			return fmt.Errorf("output %q is %v, it was to be %v", ports[i].Name, t.Desc, r.outs[i])
 		}
-		if int64(len(t.Data)) != n {
-			return fmt.Errorf("output %q has %d bytes in %d rows, wanted %d", r.ports[i].Name, len(t.Data), w.Rows, n)
+		if n := w.Rows * r.plan.outRow[i]; int64(len(t.Data)) != n {
+			return fmt.Errorf("output %q has %d bytes in %d rows, wanted %d", ports[i].Name, len(t.Data), w.Rows, n)
 		}
 	}
 	return nil
+}
+
+// learn takes what outputs are from the first that are given, if they fit the model's
+// info and the run's rows, and widens the window to a chunk of them; mu is held.
+func (r *run) learn(outs []tensor.Tensor) error {
+	descs, widths := make([]tensor.Desc, len(outs)), make([]int64, len(outs))
+	for i, t := range outs {
+		port := r.info.Outputs[i]
+		if err := port.Check(t.Desc); err != nil {
+			return err
+		}
+		rows, width, err := t.Desc.Rows(r.info.Axes(len(t.Desc.Shape)))
+		if err != nil {
+			return fmt.Errorf("output %q: %w", port.Name, err)
+		}
+		if rows != r.plan.rows {
+			return fmt.Errorf("output %q has %d rows, the call has %d", port.Name, rows, r.plan.rows)
+		}
+		descs[i], widths[i] = t.Desc.Clone(), width
+	}
+	r.outs, r.plan.outRow = descs, widths
+	r.plan.window()
+	for ; r.window < r.plan.wantOut; r.window++ {
+		r.freeOut = append(r.freeOut, r.newWork())
+	}
+	return nil
+}
+
+// lies reports whether data is part of mem.
+func lies(data, mem []byte) bool {
+	if len(data) == 0 || len(mem) == 0 {
+		return false
+	}
+	at, begin := uintptr(unsafe.Pointer(&data[0])), uintptr(unsafe.Pointer(&mem[0]))
+	return at >= begin && at-begin < uintptr(len(mem))
 }
 
 // Offer lets whoever waits in Next have w computed, by Help, and reports whether
@@ -204,8 +237,10 @@ func (r *run) freeInput(w *Work) {
 	s := w.slot
 	switch {
 	case s == nil:
-	case r.bound.Results != Own:
+	case r.bound.Results == InPlace:
 		s.state = slotShared
+	case w.shared:
+		s.state, s.work = slotShared, w
 	default:
 		w.slot = nil
 		r.put(s)
@@ -243,9 +278,13 @@ func (w *Work) released(port int) {
 		return
 	case w.left > 0:
 		return
-	case w.slot != nil:
+	case r.bound.Results == InPlace:
 		r.put(w.slot)
 	default:
+		if s := w.slot; s != nil {
+			w.slot, w.shared, s.work = nil, false, nil
+			r.put(s)
+		}
 		if w.spilled {
 			r.unspill(w)
 		} else {

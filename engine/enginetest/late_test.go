@@ -298,6 +298,44 @@ func plusOneOf(in []tensor.Tensor) ([]tensor.Tensor, error) {
 	return []tensor.Tensor{y}, nil
 }
 
+// lateKnown gives each row as its first width bytes, repeated where it has fewer, and
+// tells only then that it does.
+func lateKnown(width int64) made {
+	return func(n int64) blocks.Model {
+		return blocks.Model{
+			Info: engine.Info{Name: "late known", Rows: 1, BlockRows: n, Inputs: bytePort, Outputs: bytePort},
+			Bind: func(c engine.Call) (blocks.Bound, error) {
+				return blocks.Bound{Results: blocks.Given, Program: program{gives: func(b blocks.RowBlock) []tensor.Tensor {
+					shape := b.Descs[0].Shape
+					y := tensor.Tensor{
+						Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{shape[0], width}},
+						Data: rewidth(b.In[0], b.Rows, shape[1], width),
+					}
+					return []tensor.Tensor{y}
+				}}}, nil
+			},
+		}
+	}
+}
+
+func rewidth(in []byte, rows, from, to int64) []byte {
+	out := make([]byte, 0, rows*to)
+	for row := range rows {
+		for i := range to {
+			out = append(out, in[row*from+i%from])
+		}
+	}
+	return out
+}
+
+func lateKnownOf(width int64) func([]tensor.Tensor) ([]tensor.Tensor, error) {
+	return func(in []tensor.Tensor) ([]tensor.Tensor, error) {
+		shape := in[0].Shape
+		y, err := tensor.Of(rewidth(in[0].Data, shape[0], shape[1], width), shape[0], width)
+		return []tensor.Tensor{y}, err
+	}
+}
+
 // keyed adds a Whole key to the bytes of two inputs, and sums the key apart.
 func keyed(n int64) blocks.Model {
 	port := func(name string, whole bool) engine.Port {
@@ -403,13 +441,16 @@ var cases = map[string]struct {
 	empty []tensor.Tensor
 	want  func([]tensor.Tensor) ([]tensor.Tensor, error)
 }{
-	"results of their own":     {plusOne(blocks.Own), []tensor.Tensor{matrix(300, 9)}, []tensor.Tensor{matrix(0, 9)}, plusOneOf},
-	"results in place":         {plusOne(blocks.InPlace), []tensor.Tensor{matrix(300, 9)}, []tensor.Tensor{matrix(0, 9)}, plusOneOf},
-	"results given":            {plusOne(blocks.Given), []tensor.Tensor{matrix(300, 9)}, nil, plusOneOf},
-	"many ports":               {keyed, []tensor.Tensor{matrix(200, 9), matrix(1, 5), matrix(200, 9)}, []tensor.Tensor{matrix(0, 9), matrix(1, 5), matrix(0, 9)}, keyedOf},
-	"whole tensors":            {backwards, []tensor.Tensor{matrix(300, 9)}, nil, backwardsOf},
-	"no inputs":                {counting(5000), nil, nil, countingOf(5000)},
-	"no inputs and no results": {counting(0), nil, nil, countingOf(0)},
+	"results of their own":       {plusOne(blocks.Own), []tensor.Tensor{matrix(300, 9)}, []tensor.Tensor{matrix(0, 9)}, plusOneOf},
+	"results in place":           {plusOne(blocks.InPlace), []tensor.Tensor{matrix(300, 9)}, []tensor.Tensor{matrix(0, 9)}, plusOneOf},
+	"results given":              {plusOne(blocks.Given), []tensor.Tensor{matrix(300, 9)}, nil, plusOneOf},
+	"results given, known then":  {lateKnown(9), []tensor.Tensor{matrix(300, 9)}, []tensor.Tensor{matrix(0, 9)}, lateKnownOf(9)},
+	"narrow results, known then": {lateKnown(1), []tensor.Tensor{matrix(200, 9)}, []tensor.Tensor{matrix(0, 9)}, lateKnownOf(1)},
+	"wide results, known then":   {lateKnown(50), []tensor.Tensor{matrix(200, 9)}, []tensor.Tensor{matrix(0, 9)}, lateKnownOf(50)},
+	"many ports":                 {keyed, []tensor.Tensor{matrix(200, 9), matrix(1, 5), matrix(200, 9)}, []tensor.Tensor{matrix(0, 9), matrix(1, 5), matrix(0, 9)}, keyedOf},
+	"whole tensors":              {backwards, []tensor.Tensor{matrix(300, 9)}, nil, backwardsOf},
+	"no inputs":                  {counting(5000), nil, nil, countingOf(5000)},
+	"no inputs and no results":   {counting(0), nil, nil, countingOf(0)},
 }
 
 func TestEveryDevicePassesTheSuite(t *testing.T) {

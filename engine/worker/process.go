@@ -1,0 +1,221 @@
+package worker
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"runtime"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/blocks"
+	"github.com/tensorferry/tensorferry/internal/link"
+)
+
+// process is one of a host's, in all its lives.
+type process struct {
+	host  *Host
+	log   *slog.Logger
+	first chan<- error // nil or what went wrong, when the first life is ready or over; then nil
+
+	lines limiter
+
+	mu    sync.Mutex // guards all below
+	guest *guest     // the life it is in
+	last  string     // line that it said
+}
+
+// endedError says that a process has ended; who waits for its blocks may try again.
+type endedError struct{ model, how string }
+
+func (e *endedError) Error() string {
+	return fmt.Sprintf("the worker of model %q ended (%s); call again", e.model, e.how)
+}
+
+func (e *endedError) Unwrap() error { return engine.ErrUnavailable }
+
+// supervise starts the process, again and again, until the host is closed.
+func (p *process) supervise() {
+	// The system kills the process when this thread ends (Pdeathsig): so it does not
+	// outlive the program. Never unlocked, the thread ends with this goroutine.
+	runtime.LockOSThread()
+	h := p.host
+	pause := h.cfg.first
+	for {
+		began := time.Now()
+		cause := p.live()
+		if p.tell(cause) || h.ctx.Err() != nil {
+			return
+		}
+		if time.Since(began) >= healthy {
+			pause = h.cfg.first
+		}
+		p.log.Error("worker ended", slog.Any("cause", cause), slog.Duration("next_try", pause))
+		select {
+		case <-time.After(pause):
+		case <-h.ctx.Done():
+			return
+		}
+		pause = min(2*pause, pauseMost)
+		h.restarts.Add(1)
+	}
+}
+
+// tell says how the first life began, to whoever waits for that, and reports whether it
+// was in vain.
+func (p *process) tell(err error) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.first == nil {
+		return false
+	}
+	p.first <- err
+	p.first = nil
+	return err != nil
+}
+
+// live starts the process and returns when it is gone, with why.
+func (p *process) live() error {
+	h := p.host
+	socket, theirs, err := link.Pair()
+	if err != nil {
+		return err
+	}
+	out, said := &lines{process: p}, &lines{process: p}
+	cmd := exec.Command(h.cfg.Command[0], h.cfg.Command[1:]...)
+	cmd.Env = append(append(os.Environ(), h.cfg.threads(os.LookupEnv)...), h.cfg.Env...)
+	cmd.ExtraFiles, cmd.Stdout, cmd.Stderr, cmd.WaitDelay = []*os.File{theirs}, out, said, drainWait
+	detach(cmd)
+	err = cmd.Start()
+	_ = theirs.Close() // the process has a copy
+	if err != nil {
+		_ = socket.Close()
+		return err
+	}
+	g := newGuest(p, socket, cmd.Process.Pid, func() { kill(cmd.Process.Pid) })
+	talked := make(chan error, 1)
+	go func() { // ends when the link is closed, below
+		err := g.talk()
+		switch {
+		case err != nil:
+			g.kill()
+		case h.ctx.Err() == nil: // it exits, if it is not only deaf
+			time.AfterFunc(drainWait, g.kill)
+		}
+		talked <- err
+	}()
+	exited := make(chan struct{})
+	h.all.Go(func() { // ends with the process
+		select {
+		case <-h.ctx.Done():
+			_ = socket.CloseWrite() // it is asked to end
+			select {
+			case <-time.After(endWait):
+				g.kill()
+			case <-exited:
+			}
+		case <-exited:
+		}
+	})
+	await(cmd.Process.Pid)
+	g.bury()
+	failed := cmd.Wait()
+	close(exited)
+	out.flush()
+	said.flush()
+	// Its children may have the socket, and so the memory, for a moment.
+	var broke error
+	select {
+	case broke = <-talked:
+		g.conn.Close()
+	case <-time.After(drainWait):
+		g.conn.Close()
+		broke = <-talked
+	}
+	cause := p.cause(g, broke, failed)
+	h.leave(g, cause)
+	<-g.idle
+	return cause
+}
+
+// cause says why a process has ended.
+func (p *process) cause(g *guest, broke, failed error) error {
+	h := p.host
+	g.stopping.Lock()
+	why := g.why
+	g.stopping.Unlock()
+	p.mu.Lock()
+	last := p.last
+	p.mu.Unlock()
+	switch {
+	case h.ctx.Err() != nil:
+		return engine.ErrClosed
+	case why == nil:
+		why = broke
+	}
+	switch {
+	case !g.isReady() && why != nil:
+		return why
+	case !g.isReady(): // what it said last may tell
+		return fmt.Errorf("it ended while loading (%s): %s", exit(failed), last)
+	case why != nil:
+		return &endedError{h.cfg.Name, why.Error()}
+	}
+	return &endedError{h.cfg.Name, exit(failed)}
+}
+
+// exit says how a process ended.
+func exit(err error) string {
+	var e *exec.ExitError
+	switch {
+	case err == nil:
+		return "it exited"
+	case errors.As(err, &e):
+		if s, ok := e.Sys().(syscall.WaitStatus); ok && s.Signaled() {
+			return fmt.Sprintf("killed by signal %d", s.Signal())
+		}
+	}
+	return err.Error()
+}
+
+// attached serves the guest that runs already, until it is gone.
+func (p *process) attached() {
+	h := p.host
+	defer close(h.ended)
+	g := newGuest(p, h.cfg.Socket, os.Getppid(), nil)
+	h.all.Go(func() { // ends with the link
+		select {
+		case <-h.ctx.Done():
+			_ = h.cfg.Socket.CloseWrite()
+			select {
+			case <-time.After(endWait):
+				g.conn.Close()
+			case <-g.conn.Done():
+			}
+		case <-g.conn.Done():
+		}
+	})
+	err := g.talk()
+	g.conn.Close()
+	if err == nil {
+		err = &endedError{h.cfg.Name, exit(nil)}
+	}
+	if h.ctx.Err() != nil {
+		err = engine.ErrClosed
+	}
+	h.leave(g, err)
+	<-g.idle
+	p.tell(err)
+}
+
+// failed logs what a model's own code failed with.
+func (p *process) failed(w *blocks.Work, trace string) {
+	if !p.lines.allow() {
+		return
+	}
+	p.log.Warn("model failed", slog.String("call", w.Program.(*program).call), slog.String("trace", tail(trace, traceBytes)))
+}

@@ -1,0 +1,199 @@
+package worker
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/blocks"
+	"github.com/tensorferry/tensorferry/engine/builtin"
+	"github.com/tensorferry/tensorferry/internal/link"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// program is the model tied to one call.
+type program struct {
+	run   uint64
+	call  string // its id
+	json  []byte // what a guest is told with its first block
+	lead  tensor.Shape
+	owner *guest // the only one that computes it, where the model is stateful
+}
+
+// callJSON is that of the first block of a run.
+type callJSON struct {
+	Call   string            `json:"call"`
+	Params map[string]string `json:"params"`
+	Inputs []inputJSON       `json:"inputs"`
+}
+
+type inputJSON struct {
+	Name     string            `json:"name"`
+	Metadata map[string]string `json:"metadata"`
+	Shape    []int64           `json:"shape"`
+}
+
+// bind ties the model to a call.
+func (h *Host) bind(c engine.Call) (blocks.Bound, error) {
+	info := h.model.Info()
+	if err := builtin.CheckParams(info, c); err != nil {
+		return blocks.Bound{}, err
+	}
+	p := &program{run: h.runIDs.Add(1), call: c.ID.String()}
+	about := callJSON{Call: p.call, Params: c.Params, Inputs: []inputJSON{}}
+	for i, in := range c.Inputs {
+		about.Inputs = append(about.Inputs, inputJSON{in.Name, in.Metadata, in.Desc.Shape})
+		if p.lead == nil && !info.Inputs[i].Whole {
+			p.lead = in.Desc.Shape[:info.Axes(len(in.Desc.Shape))].Clone()
+		}
+	}
+	var err error
+	p.json, err = json.Marshal(about)
+	return blocks.Bound{Results: blocks.Given, Program: p}, err
+}
+
+// message describes a block to a guest: its inputs by the memory they lie in.
+func (h *Host) message(id uint64, w *blocks.Work) (*link.Run, error) {
+	p, info := w.Program.(*program), h.model.Info()
+	m := &link.Run{Head: link.Head{ID: id}, Run: p.run, Row: uint64(w.Row), Rows: uint64(w.Rows)}
+	for i, d := range w.Descs {
+		data, shape := w.In[i], d.Shape
+		switch axes := info.Axes(len(shape)); {
+		case info.Inputs[i].Whole:
+			data = w.Whole[i]
+		case info.Rows != 0:
+			shape = append(tensor.Shape{w.Rows}, shape[axes:]...)
+		}
+		r, ok := h.heap.RangeOf(data)
+		if !ok {
+			return nil, errors.New("an input does not lie in shared memory")
+		}
+		m.Inputs = append(m.Inputs, link.Tensor{DType: uint8(d.DType), Shape: shape, Range: r})
+	}
+	return m, nil
+}
+
+// result is what became of a block.
+type result struct {
+	outs    []tensor.Tensor
+	release func()
+	err     error
+	times   blocks.Times
+}
+
+// accept takes the results of a block that are in an answer. An error ends the link; what
+// the model does wrong is the result's.
+func (h *Host) accept(g *guest, w *blocks.Work, a *link.Answer) (r result, err error) {
+	if a.Flags&link.Long != 0 {
+		b, err := g.conn.Taken(link.LongRange(a.JSON))
+		if err != nil {
+			return r, err
+		}
+		a.JSON = append([]byte(nil), b.Bytes()[:min(link.LongRange(a.JSON).Len, uint64(len(b.Bytes())))]...)
+		g.conn.GiveBack(b)
+	}
+	var taken []*link.Block
+	r.release = func() {
+		for _, b := range taken {
+			g.conn.GiveBack(b)
+		}
+	}
+	r.times.Compute = time.Duration(min(a.Nanos, uint64(h.cfg.block)))
+	if a.Code != 0 {
+		r.err = g.failure(w, a)
+	}
+	for _, out := range a.Outputs {
+		data, b, err := h.find(g, w, out.Range)
+		if b != nil {
+			taken = append(taken, b)
+		}
+		if err != nil {
+			r.release()
+			return r, err
+		}
+		t, err := w.Program.(*program).tensor(h.model.Info(), w.Rows, out, data)
+		if err != nil && r.err == nil {
+			r.err = err
+		}
+		r.outs = append(r.outs, t)
+	}
+	return r, nil
+}
+
+// find returns the memory of a result: a part of the block's input, or a range that the
+// guest hands over, as b.
+func (h *Host) find(g *guest, w *blocks.Work, at link.Range) (data []byte, b *link.Block, err error) {
+	if at.Len == 0 {
+		return nil, nil, nil
+	}
+	widest := 0
+	for i := range w.In {
+		widest = max(widest, len(w.In[i]))
+	}
+	for _, side := range [][][]byte{w.In, w.Whole} {
+		for _, in := range side {
+			r, ok := h.heap.RangeOf(in)
+			if !ok || r.Len == 0 || r.Memory != at.Memory || at.Off < r.Off || at.Off-r.Off > r.Len || at.Len > r.Len-(at.Off-r.Off) {
+				continue
+			}
+			if h.model.Info().Rows != 0 && at.Len < uint64(widest) {
+				// The window of a run covers a chunk of results that are as wide as its input.
+				return nil, nil, fmt.Errorf("%w: a result in the input is narrower than that", link.ErrMessage)
+			}
+			off := at.Off - r.Off
+			return in[off : off+at.Len : off+at.Len], nil, nil
+		}
+	}
+	if b, err = g.conn.Taken(at); err != nil {
+		return nil, nil, err
+	}
+	return b.Bytes()[:min(at.Len, uint64(len(b.Bytes())))], b, nil
+}
+
+// tensor is a result of a block: the desc of all of it, the data of the block.
+func (p *program) tensor(info engine.Info, rows int64, out link.Tensor, data []byte) (tensor.Tensor, error) {
+	d := tensor.Desc{DType: tensor.DataType(out.DType), Shape: out.Shape}
+	n, err := d.Bytes()
+	if err != nil {
+		return tensor.Tensor{}, err
+	}
+	if n > int64(len(data)) {
+		return tensor.Tensor{}, fmt.Errorf("a result of %d bytes lies in %d", n, len(data))
+	}
+	if info.Rows != 0 {
+		if len(out.Shape) == 0 || out.Shape[0] != rows {
+			return tensor.Tensor{}, fmt.Errorf("a result is %v; the first dimension of a block of %d rows is to be that", d, rows)
+		}
+		d.Shape = append(p.lead.Clone(), out.Shape[1:]...)
+	}
+	if data == nil {
+		data = []byte{}
+	}
+	return tensor.Tensor{Desc: d, Data: data[:n:n]}, nil
+}
+
+// failure is why a block failed: what the guest makes public, its caller reads.
+func (g *guest) failure(w *blocks.Work, a *link.Answer) error {
+	var f struct {
+		Message string `json:"message"`
+		Public  bool   `json:"public"`
+		Trace   string `json:"trace"`
+	}
+	if err := json.Unmarshal(a.JSON, &f); err != nil {
+		return errors.New("it failed, and says why in what is no json")
+	}
+	if f.Trace != "" { // who serves the model logs the message
+		g.process.failed(w, f.Trace)
+	}
+	message := cut(clean(f.Message), textBytes)
+	if a.Code == link.Exhausted {
+		return fmt.Errorf("%w: %s", slab.ErrMemory, message)
+	}
+	if f.Public {
+		return engine.Publicf("%s", message)
+	}
+	return errors.New(message)
+}

@@ -1,0 +1,15 @@
+//go:build !linux
+
+package worker
+
+import "os/exec"
+
+// Links, and so workers, are Linux's.
+
+func detach(*exec.Cmd) {}
+
+func await(int) {}
+
+func kill(int) {}
+
+func residentOf(int) int64 { return 0 }

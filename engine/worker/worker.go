@@ -1,0 +1,324 @@
+// Package worker runs models in processes of their own, such as Python: a guest of
+// internal/link computes blocks in memory that both map.
+//
+// It refuses to know what language a guest is written in, and to trust it: a process
+// that breaks the protocol, does not answer or dies is killed and started again, and
+// only its own blocks fail. Hosts are safe for concurrent use. Input blocks lie in
+// memory of the host that is lent to the guest; results are shared by it until they are
+// released.
+package worker
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"runtime"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/blocks"
+	"github.com/tensorferry/tensorferry/internal/link"
+	"github.com/tensorferry/tensorferry/slab"
+)
+
+// Descriptor is where a process finds its link.
+const Descriptor = 3
+
+// Config says what computes a model, and what it may use.
+type Config struct {
+	// Name is that of the model.
+	Name string
+	// Command is a program and its arguments. Each process has its link at Descriptor.
+	Command []string
+	// Env is added to the environment of a process, as "name=value".
+	Env []string
+	// Processes is how many there are. Zero means 1.
+	Processes int
+	// Threads is how many threads each process computes with. Zero leaves that to an
+	// environment that says it, else cores are shared out.
+	Threads int
+	// Socket, if it is set, is the link of a guest that runs already; Command, Env,
+	// Processes and Threads are of no use then. It is handed over.
+	Socket *net.UnixConn
+	// MemoryBytes is the most memory that inputs may have at a time, and the most that
+	// results may. Zero means 256 MiB.
+	MemoryBytes int64
+	// Version is that of the program, which the hello of a guest has to say too.
+	Version string
+	// Log is where the lines of the processes go, and what becomes of them. Nil
+	// discards.
+	Log *slog.Logger
+
+	block, obey, first time.Duration // blockWait, obeyWait, pauseFirst, but in tests
+}
+
+func (c *Config) setDefaults() {
+	if c.MemoryBytes <= 0 {
+		c.MemoryBytes = defaultMemory
+	}
+	if c.Processes <= 0 || c.Socket != nil {
+		c.Processes = 1
+	}
+	if c.Log == nil {
+		c.Log = slog.New(slog.DiscardHandler)
+	}
+	for _, d := range []struct {
+		at *time.Duration
+		or time.Duration
+	}{{&c.block, blockWait}, {&c.obey, obeyWait}, {&c.first, pauseFirst}} {
+		if *d.at <= 0 {
+			*d.at = d.or
+		}
+	}
+}
+
+// threads are the settings of the libraries that compute: those that the caller's
+// environment does not say, unless Config does.
+func (c *Config) threads(said func(string) (string, bool)) (env []string) {
+	n := c.Threads
+	if n <= 0 {
+		n = max(1, runtime.NumCPU()/c.Processes)
+	}
+	for _, name := range []string{"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TENSORFERRY_THREADS"} {
+		if _, ok := said(name); !ok || c.Threads > 0 {
+			env = append(env, name+"="+strconv.Itoa(n))
+		}
+	}
+	return env
+}
+
+// Host is a model and the processes that compute it.
+type Host struct {
+	cfg     Config
+	log     *slog.Logger
+	heap    *link.Heap
+	pool    *slab.Pool
+	budget  *slab.Budget // of inputs
+	results *slab.Budget
+	engine  *blocks.Engine
+	model   engine.Model
+
+	stop  context.CancelFunc
+	ctx   context.Context // ends with Close
+	all   sync.WaitGroup
+	ended chan struct{}
+
+	blockIDs, runIDs atomic.Uint64
+	restarts         atomic.Int64
+
+	// telling is held while the engine is told what became of the processes, so that it
+	// hears it in order. It is taken before mu.
+	telling sync.Mutex
+	lost    bool // guarded by telling
+
+	mu     sync.Mutex // guards all below, and what guests and programs say of it
+	more   sync.Cond  // for guests: there may be something to do
+	queue  blocks.Queue
+	queued int
+	guests map[*guest]struct{} // that are ready
+	info   *info               // as the first guest said
+	closed bool
+}
+
+// Start starts the processes of a model and goroutines for each, which end with Close,
+// and returns when all are ready. It fails if one is not: it tells what the model said.
+func Start(c Config) (*Host, error) {
+	c.setDefaults()
+	heap := link.NewHeap()
+	h := &Host{
+		cfg: c, log: c.Log.With(slog.String("model", c.Name)), heap: heap, pool: slab.NewPool(2*c.MemoryBytes, heap),
+		budget:  slab.NewBudget("input memory of "+c.Name, c.MemoryBytes),
+		results: slab.NewBudget("result memory of "+c.Name, c.MemoryBytes),
+		ended:   make(chan struct{}), guests: make(map[*guest]struct{}),
+	}
+	h.more.L = &h.mu
+	h.ctx, h.stop = context.WithCancel(context.Background())
+	h.engine = blocks.New(blocks.Config{Name: "python:" + c.Name, Device: h, Pool: h.pool, Budget: h.budget, Gauges: h.gauges})
+	ready := make(chan error, c.Processes)
+	for n := range c.Processes {
+		p := &process{host: h, log: h.log, first: ready}
+		if c.Processes > 1 {
+			p.log = h.log.With(slog.Int("process", n+1))
+		}
+		if c.Socket != nil {
+			h.all.Go(p.attached)
+		} else {
+			h.all.Go(p.supervise)
+		}
+	}
+	var err error
+	for range c.Processes {
+		if err = <-ready; err != nil {
+			break
+		}
+	}
+	if err == nil {
+		info := h.info.engine
+		info.Name = c.Name
+		h.model, err = h.engine.Model(blocks.Model{Info: info, Bind: h.bind, Teardown: h.Close})
+	}
+	if err != nil {
+		h.Close()
+		return nil, fmt.Errorf("worker: model %q: %w", c.Name, err)
+	}
+	return h, nil
+}
+
+// Model returns the model. Closing it closes the host.
+func (h *Host) Model() engine.Model { return h.model }
+
+// Pool returns the pool that every block of the model comes from.
+func (h *Host) Pool() *slab.Pool { return h.pool }
+
+// Budget returns the budget that every run of the model is admitted by.
+func (h *Host) Budget() *slab.Budget { return h.budget }
+
+// Ended is closed when the guest of Config.Socket is gone.
+func (h *Host) Ended() <-chan struct{} { return h.ended }
+
+// Close has the processes tear their model down and end, for a few seconds, then kills
+// them. Blocks that are not computed fail with engine.ErrClosed.
+func (h *Host) Close() {
+	h.mu.Lock()
+	h.closed = true
+	rest := h.queue
+	h.queue, h.queued = blocks.Queue{}, 0
+	h.more.Broadcast()
+	h.mu.Unlock()
+	for w := rest.Pop(); w != nil; w = rest.Pop() {
+		w.Done(engine.ErrClosed, blocks.Times{})
+	}
+	h.stop()
+	h.all.Wait()
+}
+
+// gauges are what the model measures.
+func (h *Host) gauges() []engine.Gauge {
+	h.mu.Lock()
+	var resident int64
+	for g := range h.guests {
+		resident += residentOf(g.pid)
+	}
+	ready, queued := len(h.guests), h.queued
+	h.mu.Unlock()
+	inputs, _, _ := h.budget.Used()
+	results, _, _ := h.results.Used()
+	return []engine.Gauge{
+		{Name: "worker_processes", Meaning: "processes that are ready", Value: float64(ready)},
+		{Name: "worker_restarts", Meaning: "processes that were started again", Value: float64(h.restarts.Load())},
+		{Name: "worker_memory_bytes", Meaning: "memory of the processes", Value: float64(resident)},
+		{Name: "worker_queue_blocks", Meaning: "blocks that wait for a process", Value: float64(queued)},
+		{Name: "worker_input_bytes", Meaning: "shared memory that inputs have", Value: float64(inputs)},
+		{Name: "worker_result_bytes", Meaning: "shared memory that results have", Value: float64(results)},
+	}
+}
+
+// Start implements blocks.Device.
+func (h *Host) Start(w *blocks.Work) {
+	h.mu.Lock()
+	p := w.Program.(*program)
+	err := context.Cause(w.Context())
+	switch {
+	case err != nil:
+	case h.closed:
+		err = engine.ErrClosed
+	case p.owner != nil && p.owner.left != nil:
+		err = p.owner.left
+	case p.owner != nil:
+		p.owner.queue.Push(w)
+	default:
+		h.queue.Push(w)
+	}
+	if err == nil {
+		h.queued++
+		h.more.Broadcast()
+	}
+	h.mu.Unlock()
+	if err != nil {
+		w.Done(err, blocks.Times{})
+	}
+}
+
+// Cancel implements blocks.Canceler. What a guest has begun, it is told of by enter.
+func (h *Host) Cancel(run context.Context) {
+	h.mu.Lock()
+	taken := []blocks.Queue{h.queue.Take(run)}
+	for g := range h.guests {
+		taken = append(taken, g.queue.Take(run))
+	}
+	var over []*blocks.Work
+	for i := range taken {
+		for w := taken[i].Pop(); w != nil; w = taken[i].Pop() {
+			over = append(over, w)
+			h.queued--
+		}
+	}
+	h.mu.Unlock()
+	for _, w := range over {
+		w.Done(context.Cause(run), blocks.Times{})
+	}
+}
+
+// join takes in a guest that is ready.
+func (h *Host) join(g *guest) error {
+	h.telling.Lock()
+	defer h.telling.Unlock()
+	h.mu.Lock()
+	if h.closed {
+		h.mu.Unlock()
+		return engine.ErrClosed
+	}
+	if h.info == nil {
+		h.info = g.info
+	} else if !h.info.equal(g.info) {
+		h.mu.Unlock()
+		return errors.New("its ports, rows or parameters are not those that the model had before")
+	}
+	h.guests[g] = struct{}{}
+	h.mu.Unlock()
+	if h.lost {
+		h.lost = false
+		h.log.Warn("worker is back")
+		h.engine.Back()
+	}
+	return nil
+}
+
+// leave ends the blocks of a guest that is gone, or all runs when it was the last.
+// Nothing can write to the guest's memory any more.
+func (h *Host) leave(g *guest, cause error) {
+	h.telling.Lock()
+	defer h.telling.Unlock()
+	h.mu.Lock()
+	_, ready := h.guests[g]
+	delete(h.guests, g)
+	g.left = cause
+	var over []*blocks.Work
+	for w := g.queue.Pop(); w != nil; w = g.queue.Pop() {
+		over = append(over, w)
+		h.queued--
+	}
+	over = append(over, g.begun...)
+	g.begun = nil
+	last, closed := ready && len(h.guests) == 0, h.closed
+	if last {
+		h.queue, h.queued = blocks.Queue{}, 0 // the engine takes them back
+	}
+	h.mu.Unlock()
+	for _, w := range over {
+		w.Done(cause, blocks.Times{})
+	}
+	if !last || closed {
+		return
+	}
+	h.lost = true
+	h.engine.Lost(cause)
+	h.mu.Lock()
+	h.queue, h.queued = blocks.Queue{}, 0 // what came meanwhile
+	h.mu.Unlock()
+}
