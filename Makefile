@@ -21,6 +21,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo cuda cuda-mutants lint lint-go lint-proto breaking generated tidy-check \
 	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-against build \
+	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-smoke stress-python stress-python-smoke \
 	stress-sessions stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
 help: ## Print this list
@@ -59,9 +60,16 @@ build: ## Build bin/tensorferry, with the CUDA engine where there is a C compile
 	$(GO) build -trimpath -o bin/tensorferry ./cmd/tensorferry
 	@if [ "$$($(GO) env CGO_ENABLED)" = 1 ]; then echo "built with cgo: CUDA devices can be used"; else echo "built without cgo: no CUDA devices"; fi
 
+wheel: ## Build python/dist/*.whl: the Python package with the program in it
+	tools/wheel python/dist
+
+wheel-arm64: ## The same for arm64, with a static program
+	tools/wheel python/dist arm64
+
 ## Check (nothing in the tree is written)
 
-CHECKS := test race invariants nocgo cuda lint generated tidy-check examples grpcurl-check old-new bench-smoke bench-peers-smoke stress-smoke
+CHECKS := test race invariants nocgo cuda lint generated tidy-check examples grpcurl-check old-new bench-smoke bench-peers-smoke stress-smoke \
+	python python-examples lint-python
 
 check: $(CHECKS) ## All of it, as CI does (default)
 
@@ -86,6 +94,16 @@ cuda: ## The CUDA engine over a fake driver, and its C under the address sanitiz
 
 cuda-mutants: ## Break the CUDA engine in one place at a time, and see that the tests notice
 	$(GO) test -count 1 -timeout 60m ./engine/cuda -run EveryMutant -mutants -v
+
+python: ## Build the wheel, and run the Python tests with it in an empty environment, and with numpy and torch if they are here
+	tools/python-check
+
+python-examples: ## Run every program in examples/python to its end
+	tools/python-examples
+
+lint-python: ## ruff and mypy
+	p=$$(tools/python-env lint python/requirements-lint.txt) && set -x && cd python && \
+		../$$p -m ruff check --no-cache . ../examples/python ../bench/python && ../$$p -m ruff format --no-cache --check . && ../$$p -m mypy --cache-dir=/dev/null
 
 lint: lint-go lint-proto breaking ## Everything that reads the source without running it
 

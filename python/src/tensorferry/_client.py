@@ -1,0 +1,909 @@
+"""The client: calls of models, and the tensors of a server's store.
+
+A Client asks a server through the link of this process. It computes nothing, and
+speaks to no network itself. It is for any thread; a Call too, except that one thread
+at a time iterates over its regions. Inputs are read until the call has ended, so who
+writes to one before changes what is sent. Results that came whole are views of
+memory of the link: it is given back when the last view of it is collected.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, Callable, NamedTuple, Optional, SupportsIndex, TypeVar, Union, overload
+
+from . import _errors, _link, _tensor, _wire
+from ._errors import Error
+from ._link import Link, Range, Target
+from ._tensor import NAMES, Like, Source, Tensor
+
+_ASK_SECONDS = 30.0  # metadata requests, when the caller names no limit
+_SMALL_BYTES = 32 << 20  # of small tensors of a push that are in memory of the link at once
+_MEMORY_SECONDS = 30.0  # how long a call waits for room in the link's memory
+
+T = TypeVar("T")
+# Called with a port or name, the bytes that have moved, and all of them.
+Progress = Callable[[str, int, int], None]
+# Where a result goes: a path, a binary file, or an array, tensor or buffer.
+Out = Any
+
+
+class Timings(NamedTuple):
+    """Where the time of a call went on the server, in seconds."""
+
+    receive: float
+    queue: float
+    host_to_device: float
+    compute: float
+    device_to_host: float
+    first_result: float
+    total: float
+
+
+class Region(NamedTuple):
+    """A part of a result that has arrived.
+
+    rows are the rows along the leading axis that lie in it as a whole, for
+    region.tensor[region.rows]; None for a result without axes. tensor is the whole
+    result, of which other parts may not have arrived; it and data are None where
+    the result goes to a file.
+    """
+
+    port: str
+    offset: int
+    length: int
+    rows: Optional[slice]
+    data: Optional[memoryview]
+    tensor: Any
+
+
+class Stored(NamedTuple):
+    """A tensor in the store of a server."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    digest: str
+    durable: bool
+    stored: Optional[str]  # when, in RFC 3339
+    file: str  # the file in the server's folder that it is a part of
+
+
+class Pushed(NamedTuple):
+    """A tensor that the server has stored."""
+
+    name: str
+    bytes: int
+    digest: str
+    durable: bool
+
+
+class _File:
+    """A result's way to a path or a binary file."""
+
+    __slots__ = ("file", "out", "start")
+
+    def __init__(self, out: Any):
+        self.out = out
+        self.file: BinaryIO = open(out, "wb") if isinstance(out, (str, os.PathLike)) else out  # noqa: SIM115
+        self.start = self.file.tell()
+
+    def write(self, offset: int, data: memoryview) -> None:
+        self.file.seek(self.start + offset)
+        self.file.write(data)
+
+    def finish(self, failed: bool) -> None:
+        if self.file is not self.out:
+            self.file.close()
+            if failed:
+                os.unlink(self.out)
+
+
+class _Result:
+    """A result on its way."""
+
+    __slots__ = ("address", "arrived", "dtype", "name", "nbytes", "pieces", "range", "shape", "sink", "tensor")
+
+    def __init__(self, name: str, dtype: int, shape: tuple[int, ...], pieces: bool, sink: Any):
+        self.name, self.dtype, self.shape, self.pieces, self.sink = name, dtype, shape, pieces, sink
+        self.nbytes = _tensor.size_of(dtype, shape)
+        self.range: Optional[Range] = None
+        self.tensor: Any = None
+        self.address = 0  # where pieces are copied to
+        self.arrived = 0
+
+
+class _Run(Target):
+    """A call, a push or a pull that the host works on."""
+
+    __slots__ = (
+        "ended", "feeds", "files", "id", "keep", "like", "link", "outputs", "progress", "pushed", "raw", "regions", "results",
+        "shown", "sinks", "staged", "timings",
+    )  # fmt: skip
+
+    def __init__(self, link: Link, id: int, like: Optional[Like]):
+        super().__init__()
+        self.link, self.id, self.like = link, id, like
+        self.ended = False
+        self.raw = b""
+        self.timings: tuple[int, ...] = ()
+        self.results: dict[int, _Result] = {}
+        self.sinks: dict[str, Any] = {}
+        self.feeds: list[_Feed] = []
+        self.files: deque[tuple[_Result, int, Range]] = deque()
+        self.regions: Optional[deque[tuple[_Result, int, int]]] = None
+        self.progress: Optional[Progress] = None
+        self.pushed: list[list[Any]] = []  # name, bytes moved, all bytes
+        self.shown: dict[tuple[str, str], int] = {}
+        self.keep: Any = None  # the inputs
+        self.staged: list[Range] = []  # what small inputs were copied to
+        self.outputs: Optional[dict[str, Any]] = None
+
+    # What the dispatcher calls. It may be on any thread.
+
+    def on_result(self, link: Link, *result: Any) -> None:
+        number, name, dtype, shape, how, given = result
+        if not 0 < dtype < len(NAMES):
+            raise _wire.WireError(f"a result has data type {dtype}")
+        got = _Result(name, dtype, shape, how == _wire.PIECES, self.sinks.get(name))
+        if given is not None and given.length < got.nbytes:
+            raise _wire.WireError(f"a result of {got.nbytes} bytes is in {given.length}")
+        self.results[number] = got
+        got.range = given
+        try:
+            if got.sink is not None:
+                self._check(got)
+            elif got.pieces or (given is None and not got.nbytes):
+                got.tensor, got.address = _tensor.empty(self.like or _tensor.default_like(), dtype, shape)
+        except Exception as err:
+            self.error = self.error or _refused(err)
+            link.send(_wire.pack_cancel(self.id))
+
+    def _check(self, got: _Result) -> None:
+        if isinstance(got.sink, _File):
+            return
+        have = _tensor.of(got.sink)
+        if have.dtype != got.dtype or have.nbytes != got.nbytes:
+            raise ValueError(
+                f"result {got.name!r} is {NAMES[got.dtype]} {got.shape}, out is {NAMES[have.dtype]} {have.shape}"
+            )
+        got.tensor, got.address = got.sink, have.address
+
+    def copy(self, number: int, offset: int, length: int, address: int) -> None:
+        """Copy a piece to its place, as often as it is called."""
+        got = self.results.get(number)
+        if got is not None and got.address and offset <= got.nbytes and length <= got.nbytes - offset:
+            ctypes.memmove(got.address + offset, address, length)
+
+    def on_region(self, link: Link, flags: int, number: int, offset: int, length: int, piece: Optional[Range]) -> None:
+        got = self.results.get(number)
+        if self.pushed and number < len(self.pushed):
+            self.pushed[number][1] += length
+            _link.turn(self)
+            return
+        if got is None or offset > got.nbytes or length > got.nbytes - offset:
+            raise _wire.WireError(f"a region [{offset},+{length}) of result {number}, which has no such bytes")
+        if piece is not None and isinstance(got.sink, _File):
+            self.files.append((got, offset, piece))  # its writes are for the caller's thread
+            _link.turn(self)
+            return
+        if piece is not None:
+            link.give(piece)
+        elif got.pieces:
+            return  # the pieces say it themselves
+        self._arrived(got, offset, length)
+
+    def _arrived(self, got: _Result, offset: int, length: int) -> None:
+        got.arrived += length
+        if self.regions is not None:
+            self.regions.append((got, offset, length))
+        if self.regions is not None or self.progress is not None:
+            _link.turn(self)
+
+    def on_done(self, code: int, timings: tuple[int, ...], raw: bytes) -> None:
+        self.raw, self.timings = raw, timings
+        if code and self.error is None:
+            self.error = _errors.from_code(code, _wire.from_json(raw))
+        self._end()
+
+    def on_end(self, error: Error) -> None:
+        self.error = self.error or error
+        self._end()
+
+    def _end(self) -> None:
+        self.ended = True
+        for staged in self.staged:
+            self.link.put(staged)
+        self.staged = []
+        for feed in self.feeds:
+            feed.stop()
+        self.keep = None
+
+    # What the caller's threads call.
+
+    def step(self, deadline: Optional[float]) -> None:
+        """Feed the inputs, write to files, and wait until something happens or the deadline."""
+        seen = self.turn
+        link = self.link
+        moved = False
+        for feed in self.feeds:
+            moved = feed.pump(True) or moved
+        while self.files:
+            try:
+                got, offset, piece = self.files.popleft()
+            except IndexError:
+                break
+            if self.error is None:
+                got.sink.write(offset, piece.view(piece.length))
+            link.give(piece)
+            self._arrived(got, offset, piece.length)
+        if self.progress is not None:
+            self._show()
+        if not self.ended:
+            # While an iterator makes more, see what has come and wait for nothing.
+            link.wait(self, seen, time.monotonic() if moved else deadline)
+            if link.dead is not None and not self.ended:
+                self.on_end(link.failure())
+
+    def finish(self, deadline: Optional[float]) -> None:
+        """Wait for the end. An exception on the way cancels the run."""
+        try:
+            while not self.ended or self.files:
+                self.step(deadline)
+                if deadline is not None and not self.ended and time.monotonic() >= deadline:
+                    raise _errors.DeadlineExceeded("there is no result yet", hint="result may be called again")
+        except _errors.DeadlineExceeded:
+            raise
+        except BaseException:
+            self.cancel()
+            self.close()
+            raise
+        if self.progress is not None:
+            self._show()
+        self.close()
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Finish the files of a run that has ended."""
+        sinks, self.sinks = self.sinks, {}
+        for sink in sinks.values():
+            if isinstance(sink, _File):
+                sink.finish(self.error is not None)
+
+    def cancel(self) -> None:
+        if not self.ended and self.link.dead is None:
+            self.error = self.error or _errors.Cancelled("the call was cancelled")
+            for feed in self.feeds:
+                feed.stop()
+            self.link.send(_wire.pack_cancel(self.id))
+
+    def tensor_of(self, got: _Result) -> Any:
+        if got.tensor is None and got.sink is None and got.range is not None:
+            got.tensor = _tensor.view(
+                self.like or _tensor.default_like(), got.dtype, got.shape, got.range.export(got.nbytes)
+            )
+            got.range = None
+        return got.tensor if got.sink is None or not isinstance(got.sink, _File) else got.sink.out
+
+    def collect(self) -> dict[str, Any]:
+        """Return the results of a run that has ended well."""
+        if self.outputs is None:
+            outputs = {got.name: self.tensor_of(got) for got in self.results.values()}
+            if self.like is not None and self.like.device is not None:
+                device = self.like.device
+                outputs = {name: y.to(device) if hasattr(y, "data_ptr") else y for name, y in outputs.items()}
+            self.outputs = outputs
+        return self.outputs
+
+    def _show(self) -> None:
+        assert self.progress is not None
+        sent = self.pushed or [entry for feed in self.feeds for entry in feed.sent]
+        now = {("in", name): (moved, all) for name, moved, all in sent}
+        now.update({("out", got.name): (got.arrived, got.nbytes) for got in self.results.values()})
+        for key, (moved, all) in now.items():
+            if self.shown.get(key) != moved:
+                self.shown[key] = moved
+                self.progress(key[1], moved, all)
+
+
+class _Feed:
+    """Sends tensors in pieces, through a ring of ranges that come back."""
+
+    def __init__(self, run: _Run, sources: Sequence[tuple[int, str, Source]]):
+        self._run, self._link = run, run.link
+        self._spare: list[Range] = []
+        self._lock = threading.Lock()
+        self._left = deque(sources)
+        self._over = False
+        self.sent: list[list[Any]] = [[name, 0, source.nbytes] for _, name, source in sources]
+        self._at = -1
+        self._filled = 0
+        self._blocks: Iterator[Source] = iter(())
+        self._block: Optional[Source] = None
+        self._offset = 0
+        self._by_hand = any(source.items is not None for _, _, source in sources)
+        # A block without an address is copied as one: it may begin just below a MiB.
+        self._room = _wire.PIECE_BYTES * (
+            1 if all(s.address or s.nbytes <= _wire.PIECE_BYTES for _, _, s in sources) else 2
+        )
+        self._index = -1
+        self._source: Optional[Source] = None
+
+    def open(self, timeout: Optional[float]) -> None:
+        """Take the ranges. It waits for the first of them."""
+        pieces = sum(-(-source.nbytes // _wire.PIECE_BYTES) for _, _, source in self._left)
+        for i in range(min(pieces, _wire.PIECES_AT_A_TIME)):
+            try:
+                self._spare.append(self._link.take(self._room, 0.0 if i else timeout))
+            except _errors.ResourceExhausted:
+                if not i:
+                    raise
+                break
+
+    def stop(self) -> None:
+        """Send no more. What is on its way comes back to others."""
+        self._over = True
+        while self._spare:
+            try:
+                self._link.put(self._spare.pop())
+            except IndexError:
+                break
+
+    def pump(self, own: bool) -> bool:
+        """Send what the ranges at hand have room for. It reports whether an iterator has more to send now."""
+        if self._over or not self._spare or (self._by_hand and not own) or not self._lock.acquire(False):
+            return False
+        try:
+            while self._spare and not self._over:
+                self._send()
+                if self._by_hand:
+                    break
+        finally:
+            self._lock.release()
+        return self._by_hand and bool(self._spare) and not self._over
+
+    def _back(self, piece: Range) -> None:
+        self._spare.append(piece)
+        if self._over:
+            self.stop()
+        elif self._by_hand:
+            _link.turn(self._run)
+        else:
+            self._link.due.append(self._pump)
+
+    def _pump(self) -> None:
+        try:
+            self.pump(False)
+            if self._run.progress is not None:
+                _link.turn(self._run)
+        except Error:
+            pass  # the link has ended, which every call of it says itself
+
+    def _send(self) -> None:
+        piece = self._spare.pop()
+        length = self._fill(piece)
+        if length:
+            self._link.lend(piece, self._back)
+            self._link.send(_wire.pack_data(self._run.id, self._index, piece.memory.id, piece.offset, length))
+            self.sent[self._at][1] += length
+        else:
+            self._link.put(piece)
+            self.stop()
+
+    def _fill(self, piece: Range) -> int:
+        """Copy the next bytes of the current tensor, or of the next one; 0 is the end of the last."""
+        while self._source is None or self._filled == self._source.nbytes:
+            if self._source is not None and next(self._blocks, None) is not None and self._by_hand:
+                raise ValueError(f"a Stream of {self._source.nbytes} bytes has more")
+            if not self._left:
+                return 0
+            self._index, _, self._source = self._left.popleft()
+            self._at += 1
+            self._filled, self._blocks, self._block = 0, self._source.blocks(), None
+        source, at = self._source, 0
+        while at < _wire.PIECE_BYTES and self._filled < source.nbytes:
+            block = self._block
+            if block is None:
+                block = next(self._blocks, None)
+                if block is None:
+                    raise ValueError(f"a Stream of {source.nbytes} bytes ends after {self._filled}")
+                self._block, self._offset = block, 0
+            n = block.nbytes - self._offset
+            if n > source.nbytes - self._filled:
+                raise ValueError(f"a Stream of {source.nbytes} bytes has more")
+            if block.address:
+                n = min(n, _wire.PIECE_BYTES - at)
+                ctypes.memmove(piece.address + at, block.address + self._offset, n)
+            elif n:
+                block.write(piece.address + at)
+            at += n
+            self._filled += n
+            self._offset += n
+            if self._offset == block.nbytes:
+                self._block = None
+        return at
+
+
+class Call:
+    """A call that a server works on. Dropping it, or leaving its with, cancels it."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: _Run):
+        self._run = run
+
+    def result(self, timeout: Optional[float] = None) -> dict[str, Any]:
+        """Wait for the end and return the results by port.
+
+        DeadlineExceeded after timeout seconds leaves the call as it is.
+        """
+        self._run.finish(_deadline(timeout))
+        return self._run.collect()
+
+    def regions(self, timeout: Optional[float] = None) -> Iterator[Region]:
+        """Yield the parts of the results as they arrive, in any order, until the end of the call."""
+        run, deadline = self._run, _deadline(timeout)
+        while True:
+            while run.regions:
+                yield _region(run, *run.regions.popleft())
+            if run.ended and not run.files:
+                break
+            try:
+                run.step(deadline)
+            except BaseException:
+                run.cancel()
+                raise
+            if deadline is not None and not run.ended and time.monotonic() >= deadline:
+                raise _errors.DeadlineExceeded("no region came in time")
+        run.finish(None)
+        for got in run.results.values():
+            if got.arrived < got.nbytes:  # nothing was said of some
+                yield _region(run, got, 0, got.nbytes)
+
+    def cancel(self) -> None:
+        """Have the server stop. A call that has ended stays as it is."""
+        self._run.cancel()
+
+    def done(self) -> bool:
+        """Report whether the call has ended, without waiting."""
+        if not self._run.ended:
+            self._run.step(time.monotonic())
+        return self._run.ended
+
+    @property
+    def timings(self) -> Optional[Timings]:
+        """Where the time went, None before the end."""
+        return Timings(*[n / 1e9 for n in self._run.timings]) if self._run.timings else None
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if not self._run.ended:
+            try:
+                self._run.cancel()
+            except Error:
+                pass
+
+    def __del__(self) -> None:
+        run = getattr(self, "_run", None)
+        if run is not None and not run.ended:
+            run.link.later(_wire.CANCEL, run.id)
+
+
+class Client:
+    """A server, by way of the link of this process. connect makes one."""
+
+    def __init__(self, target: str, *, timeout: float = 10.0, memory: Optional[int] = None):
+        self._target, self._timeout, self._memory = target, timeout, memory
+        self._closed = False
+        self._link: Optional[Link] = None
+        self._connection = 0
+        self._parts: dict[Any, bytes] = {}  # of messages, packed
+        self._ports: dict[str, str] = {}  # the only result, by model
+        self._ready()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        link = getattr(self, "_link", None)
+        if link is not None and not self._closed:
+            link.later(_wire.ASK, self._connection)
+
+    def __repr__(self) -> str:
+        return f"<tensorferry.Client of {self._target}{', closed' if self._closed else ''}>"
+
+    def close(self) -> None:
+        """Close the connection. Its calls fail; their results stay. A second time is a no-op."""
+        if self._closed:
+            return
+        self._closed = True
+        link = self._link
+        if link is not None and link.dead is None:
+            try:
+                link.collect()
+                link.ask("disconnect", _ASK_SECONDS, connection=self._connection)
+            except Error:
+                pass  # it is closed all the same
+
+    def _ready(self) -> Link:
+        link = self._link
+        if link is not None and link.dead is None and not self._closed:
+            return link
+        if self._closed:
+            raise ValueError("the client is closed")
+        link = _link.current(self._memory, self._timeout)
+        said = link.ask("connect", self._timeout, target=self._target)
+        self._connection, self._link = int(said["connection"]), link
+        return link
+
+    # Calls.
+
+    @overload
+    def compute(
+        self,
+        model: str,
+        x: Union[bytes, bytearray, memoryview],
+        *,
+        params: Optional[Mapping[str, Any]] = None,
+        timeout: Optional[float] = None,
+        out: Any = None,
+        copy: bool = False,
+    ) -> Tensor: ...
+    @overload
+    def compute(
+        self,
+        model: str,
+        x: T,
+        *,
+        params: Optional[Mapping[str, Any]] = None,
+        timeout: Optional[float] = None,
+        out: Optional[T] = None,
+        copy: bool = False,
+    ) -> T: ...
+    def compute(
+        self,
+        model: str,
+        x: Any,
+        *,
+        params: Optional[Mapping[str, Any]] = None,
+        timeout: Optional[float] = None,
+        out: Any = None,
+        copy: bool = False,
+    ) -> Any:
+        """Run a model of one input and one result, and return the result.
+
+        It is of the same library as x, and on its device; for a buffer it is a Tensor.
+        out is an array that the result is written to. A copy leaves no memory of the
+        link in use.
+        """
+        sinks = None if out is None else {self._result_of(model): out}
+        run = self._start(model, {"": x}, params, timeout, sinks, None, None)
+        run.finish(None)
+        outputs = run.collect()
+        if len(outputs) != 1:
+            raise ValueError(f"model {model!r} has the results {', '.join(outputs)}; use call")
+        (y,) = outputs.values()
+        return _copied(y) if copy and out is None else y
+
+    def call(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        params: Optional[Mapping[str, Any]] = None,
+        timeout: Optional[float] = None,
+        out: Optional[Mapping[str, Out]] = None,
+        metadata: Optional[Mapping[str, Mapping[str, str]]] = None,
+        like: Optional[str] = None,
+        regions: bool = True,
+        progress: Optional[Progress] = None,
+    ) -> Call:
+        """Start a model over inputs by port, and return the call.
+
+        An input is a tensor, or a Stream. timeout is for the server, in seconds. out
+        has by port where a result goes: an array, a path or a binary file. metadata
+        is by port. like is what results are: "numpy", "torch" or "tensor"; as the
+        inputs are if it is None. Without regions the call costs less and Call.regions
+        yields only whole results.
+        """
+        chosen = None if like is None else _tensor.default_like(like)
+        return Call(self._start(model, inputs, params, timeout, out, metadata, chosen, regions, progress))
+
+    def _start(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        params: Optional[Mapping[str, Any]],
+        timeout: Optional[float],
+        out: Optional[Mapping[str, Out]],
+        metadata: Optional[Mapping[str, Mapping[str, str]]],
+        like: Optional[Like],
+        regions: bool = False,
+        progress: Optional[Progress] = None,
+    ) -> _Run:
+        link = self._ready()
+        run = _Run(link, next(link.ids), like)
+        run.progress = progress
+        if regions:
+            run.regions = deque()
+        limit = _MEMORY_SECONDS if timeout is None else timeout
+        parts = [self._packed(model), _params(params), len(inputs).to_bytes(2, "little")]
+        run.keep = sources = []
+        for port, x in inputs.items():
+            source = _tensor.of(x)
+            sources.append(source)
+            if source.like is not None and like is None and (run.like is None or run.like.kind == "tensor"):
+                run.like = source.like
+            try:
+                key = (port, source.dtype, source.shape)
+                parts.append(self._parts[key])
+            except KeyError:
+                parts.append(self._remember(key, _wire.text(port) + _wire.tensor(source.dtype, source.shape) + b"\0\0"))
+            meta = metadata.get(port) if metadata else None
+            parts.append(_wire.texts(meta.items()) if meta else b"\0\0")
+            place = link.find(source.address, source.nbytes) if source.address else None
+            if place is None and source.items is None and 0 < source.nbytes <= _wire.PIECE_BYTES:
+                place = self._stage(run, source, limit)
+            if place is not None and source.nbytes:
+                parts.append(b"\1" + _wire.RANGE.pack(*place))
+            else:
+                parts.append(b"\0" + _wire.RANGE.pack(0, 0, 0))
+                if source.nbytes or source.items is not None:
+                    run.feeds.append(_Feed(run, [(len(sources) - 1, port, source)]))
+        parts.append(_sinks(run, out) if out else b"\0\0")
+        packet = _wire.pack_call(
+            run.id,
+            _wire.REGIONS if regions else 0,
+            self._connection,
+            0 if timeout is None else _millis(timeout),
+            b"".join(parts),
+        )
+        self._send(run, packet, limit)
+        return run
+
+    def _stage(self, run: _Run, source: Source, timeout: Optional[float]) -> _wire.Extent:
+        """Copy a small input to memory of the link, which is kept until the end."""
+        staged = run.link.take(source.nbytes, timeout)
+        run.staged.append(staged)
+        source.write(staged.memory.base + staged.offset)
+        return _wire.Extent(staged.memory.id, staged.offset, source.nbytes)
+
+    def _send(
+        self, run: _Run, packet: Optional[bytes], limit: Optional[float], ask: Optional[dict[str, Any]] = None
+    ) -> None:
+        link = run.link
+        for feed in run.feeds:
+            feed.open(limit)
+        link.pending[run.id] = run
+        try:
+            if packet is not None:
+                link.send(packet)
+            else:
+                link.send_ask(run.id, limit, ask or {}, _wire.REGIONS if run.progress is not None else 0)
+            for feed in run.feeds:
+                feed.pump(False)
+        except BaseException:
+            run.cancel()
+            raise
+
+    def _result_of(self, model: str) -> str:
+        for m in self.models() if model not in self._ports else ():
+            self._ports[m["name"]] = m["outputs"][0]["name"] if len(m["outputs"]) == 1 else ""
+        return self._ports.get(model, "")  # the server says what is wrong with another
+
+    def _packed(self, model: str) -> bytes:
+        part = self._parts.get(model)
+        return self._remember(model, _wire.text(model)) if part is None else part
+
+    def _remember(self, key: Any, part: bytes) -> bytes:
+        if len(self._parts) >= 1024:  # a caller of many shapes
+            self._parts.clear()
+        self._parts[key] = part
+        return part
+
+    # The store.
+
+    def push(
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        metadata: Optional[Mapping[str, Mapping[str, str]]] = None,
+        progress: Optional[Progress] = None,
+        timeout: Optional[float] = None,
+    ) -> list[Pushed]:
+        """Store tensors, or Streams, by name, in place of older ones. metadata is by name.
+
+        When some fail, the others are stored and the first failure is raised.
+        """
+        link = self._ready()
+        run = _Run(link, next(link.ids), None)
+        run.progress = progress
+        run.keep = sources = [_tensor.of(x) for x in tensors.values()]
+        asked, fed, small = [], [], 0
+        for i, (name, source) in enumerate(zip(tensors, sources)):
+            entry: dict[str, Any] = {"name": name, "dtype": NAMES[source.dtype], "shape": source.shape}
+            if metadata and metadata.get(name):
+                entry["metadata"] = dict(metadata[name])
+            place = link.find(source.address, source.nbytes) if source.address and source.nbytes else None
+            if place is None and 0 < source.nbytes <= _wire.PIECE_BYTES and source.items is None and small < _SMALL_BYTES:
+                small += source.nbytes
+                place = self._stage(run, source, timeout)
+            if place is not None:
+                entry["range"] = place
+            else:
+                fed.append((i, name, source))
+            asked.append(entry)
+            run.pushed.append([name, 0, source.nbytes])
+        if fed:
+            run.feeds.append(_Feed(run, fed))
+        ask = {"verb": "push", "connection": self._connection, "tensors": asked}
+        self._send(run, None, timeout, ask)
+        run.finish(None)
+        return [
+            Pushed(t["name"], t.get("bytes", 0), t.get("digest", ""), t.get("durable", False))
+            for t in _checked(_wire.from_json(run.raw))
+        ]
+
+    def pull(
+        self,
+        *names: str,
+        out: Optional[Mapping[str, Out]] = None,
+        source: bool = False,
+        params: Optional[Mapping[str, Any]] = None,
+        like: Optional[str] = None,
+        progress: Optional[Progress] = None,
+        timeout: Optional[float] = None,
+    ) -> dict[str, Any]:
+        """Return tensors by name: those that names and globs select, or what sources make of params.
+
+        out has by name where a tensor goes: an array, a path or a binary file.
+        """
+        link = self._ready()
+        run = _Run(link, next(link.ids), _tensor.default_like(like))
+        run.progress = progress
+        given = {k: str(v) for k, v in (params or {}).items()}
+        select = [{"name": n, **({"source": True, "params": given} if source else {})} for n in names]
+        if given and not source:
+            raise ValueError("params are for sources: source=True")
+        to = {name: "pieces" if place is None else place for name, place in _places(run, out or {})}
+        ask = {"verb": "pull", "connection": self._connection, "select": select, **({"to": to} if to else {})}
+        self._send(run, None, timeout, ask)
+        run.finish(None)
+        _checked(_wire.from_json(run.raw))
+        return run.collect()
+
+    def list(self, glob: str = "", *, timeout: Optional[float] = _ASK_SECONDS) -> list[Stored]:
+        """Return the tensors of the store whose names match a glob, all if it is empty."""
+        return [
+            Stored(
+                t["name"], t["dtype"], tuple(t["shape"]), t["bytes"], t.get("digest", ""), t.get("durable", False),
+                t.get("stored"), t.get("file", ""),
+            )
+            for t in self._ask("list", timeout, glob=glob).get("tensors") or ()
+        ]  # fmt: skip
+
+    def sources(self, *, timeout: Optional[float] = _ASK_SECONDS) -> Sequence[str]:
+        """Return the names that pull(source=True) may use."""
+        return self._ask("list", timeout, glob="").get("sources") or ()
+
+    def delete(self, *names: str, timeout: Optional[float] = _ASK_SECONDS) -> Sequence[str]:
+        """Remove tensors, by name or glob, and return the names of those that were removed."""
+        return self._ask("delete", timeout, names=names).get("names") or ()
+
+    def models(self, *, timeout: Optional[float] = _ASK_SECONDS) -> Sequence[dict[str, Any]]:
+        """Return what the server can run, as tensorferry models --json prints it."""
+        return self._ask("models", timeout).get("models") or ()
+
+    def info(self, *, timeout: Optional[float] = _ASK_SECONDS) -> dict[str, Any]:
+        """Return what the server is, as tensorferry info --json prints it."""
+        return self._ask("info", timeout)
+
+    def _ask(self, verb: str, timeout: Optional[float], **fields: Any) -> dict[str, Any]:
+        return self._ready().ask(verb, timeout, connection=self._connection, **fields)
+
+    # Memory.
+
+    def empty(
+        self, shape: Union[int, Sequence[SupportsIndex]], dtype: Any = "float32", *, like: Optional[str] = None
+    ) -> Any:
+        """Return a tensor in memory of the link, of any content. It is sent without a copy."""
+        number = _tensor.number_of(dtype)
+        dims = _tensor.shape_of([shape] if isinstance(shape, int) else shape)
+        size = _tensor.size_of(number, dims)
+        chosen = _tensor.default_like(like)
+        if not size:
+            return _tensor.empty(chosen, number, dims)[0]
+        return _tensor.view(chosen, number, dims, self._ready().take(size, _MEMORY_SECONDS).export(size))
+
+
+def connect(target: Optional[str] = None, *, timeout: float = 10.0, memory: Optional[int] = None) -> Client:
+    """Connect to a server: host:port or unix:/path, else $TENSORFERRY_SERVER, else 127.0.0.1:50051.
+
+    timeout is for connecting, in seconds. memory is the most bytes that this process
+    shares with the program; it counts when the program starts, which is with the
+    first client.
+    """
+    return Client(target or os.environ.get("TENSORFERRY_SERVER") or "127.0.0.1:50051", timeout=timeout, memory=memory)
+
+
+def _params(params: Optional[Mapping[str, Any]]) -> bytes:
+    return _wire.texts((k, str(v)) for k, v in params.items()) if params else b"\0\0"
+
+
+def _places(run: _Run, out: Mapping[str, Out]) -> Iterable[tuple[str, Optional[_wire.Extent]]]:
+    """Set the sinks of a run, and yield where each is in memory of the link, None if it is elsewhere."""
+    for name, place in out.items():
+        if isinstance(place, (str, os.PathLike)) or hasattr(place, "seek"):
+            run.sinks[name] = _File(place)
+            yield name, None
+            continue
+        into = _tensor.of(place)
+        if into.items is not None or (into.nbytes and not into.address):
+            raise ValueError(f"out[{name!r}] is not dense and row-major")
+        if not _tensor.is_writable(place):
+            raise ValueError(f"out[{name!r}] is read-only")
+        run.sinks[name] = place
+        yield name, run.link.find(into.address, into.nbytes) if into.nbytes else None
+
+
+def _sinks(run: _Run, out: Mapping[str, Out]) -> bytes:
+    parts = [len(out).to_bytes(2, "little")]
+    for port, place in _places(run, out):
+        parts += (_wire.text(port), b"\0" if place is None else b"\1", _wire.RANGE.pack(*(place or _wire.NOWHERE)))
+    return b"".join(parts)
+
+
+def _region(run: _Run, got: _Result, offset: int, length: int) -> Region:
+    rows = None
+    if got.shape:
+        row = got.nbytes // got.shape[0] if got.shape[0] else 0
+        rows = slice(-(-offset // row), (offset + length) // row) if row else slice(0, got.shape[0])
+    if isinstance(got.sink, _File):
+        return Region(got.name, offset, length, rows, None, None)
+    whole = run.tensor_of(got)
+    data = None
+    source = _tensor.of(whole)
+    if length and source.address:
+        part = (ctypes.c_ubyte * length).from_address(source.address + offset)
+        part._keep = whole  # type: ignore[attr-defined]
+        data = memoryview(part).cast("B")
+    return Region(got.name, offset, length, rows, data, whole)
+
+
+def _checked(said: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the tensors of a push's or pull's answer. The first that failed is raised."""
+    tensors: list[dict[str, Any]] = said.get("tensors") or []
+    for t in tensors:
+        if t.get("code"):
+            raise _errors.from_code(int(t["code"]), {"message": f"{t.get('name')!r}: {t.get('error')}", **t})
+    return tensors
+
+
+def _copied(y: Any) -> Any:
+    if isinstance(y, Tensor):
+        return Tensor(bytearray(y.data), y.shape, y.dtype)
+    return y.clone() if hasattr(y, "data_ptr") else y.copy()
+
+
+def _refused(err: Exception) -> Error:
+    return _errors.InvalidArgument(str(err), hint="give another out")
+
+
+def _deadline(timeout: Optional[float]) -> Optional[float]:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def _millis(timeout: float) -> int:
+    return max(_link.millis(timeout), 1)  # 0 is none

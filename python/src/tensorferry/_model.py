@@ -1,0 +1,351 @@
+"""What a Python model says of itself, and how a function, a class or a torch module becomes one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable, Optional, Union
+
+from ._tensor import Like, default_like
+
+ANY_AXES = -2  # as the first entry of a shape: any number of leading axes
+FREE = -1  # a dimension of any size
+
+# Values of rows that count from the end of the shape.
+ALL_AXES = -1
+ALL_BUT_LAST = -2
+
+_ROWS = {"all": ALL_AXES, "all_but_last": ALL_BUT_LAST}
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """One parameter of a model's calls. kind is str, int, float or bool; a call has it as text."""
+
+    kind: type = str
+    default: Any = None
+    meaning: str = ""
+
+    def parse(self, name: str, text: Optional[str]) -> Any:
+        """The value of a call's text, or the default where it has none."""
+        if text is None:
+            return self.default
+        try:
+            if self.kind is bool:
+                return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+            return self.kind(text)
+        except (ValueError, KeyError):
+            raise ModelError(f"param {name}={text!r} is not a {self.kind.__name__}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Port:
+    """One input or output: its data types (none: any), its shape, and whether it is needed whole before the first row."""
+
+    dtypes: tuple[str, ...] = ()
+    shape: tuple[int, ...] = (ANY_AXES,)
+    whole: bool = False
+
+
+class ModelError(ValueError):
+    """An error of a model whose text the caller may read. That of any other goes to the server's log.
+
+    An exception of another class says the same with an attribute `public = True`.
+    """
+
+    public = True
+
+
+class Call:
+    """The call that a block belongs to: handed to a function that has a parameter `call`."""
+
+    def __init__(self, id: str, params: dict[str, Any], inputs: list[dict[str, Any]], worker: Any) -> None:
+        self.id = id
+        self.params = params
+        self.inputs = inputs  # name, metadata and shape of each whole input
+        self.state: dict[str, Any] = {}  # lives as long as the call, where the model is stateful
+        self.row = 0  # the first row of the block
+        self.rows = 0  # how many it has
+        self._worker = worker
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody wants the result any more: a long computation looks now and then, and returns anything."""
+        return bool(self._worker.cancelled())
+
+    def empty(self, shape: Sequence[int], dtype: str = "float32") -> Any:
+        """An array of the model's kind in shared memory. As a result it is not copied."""
+        return self._worker.empty(tuple(shape), dtype)
+
+
+class Model:
+    """A model with set-up and tear-down. Attributes say what `tensorferry.model` does; what is None is the default."""
+
+    inputs: Optional[Mapping[str, Any]] = None
+    outputs: Optional[Mapping[str, Any]] = None
+    rows: Union[int, str, None] = None
+    block_rows: Optional[int] = None
+    params: Optional[Mapping[str, Param]] = None
+    device: Optional[str] = None
+    stateful: Optional[bool] = None
+    array: Optional[str] = None
+    version: Optional[str] = None
+    about: Optional[Mapping[str, str]] = None
+
+    def setup(self) -> None:
+        """Runs once in the worker, before the first call."""
+
+    def teardown(self) -> None:
+        """Runs once, when the worker ends."""
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} has neither compute nor __call__")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute(*args, **kwargs)
+
+
+DECLARED = ("inputs", "outputs", "rows", "block_rows", "params", "device", "stateful", "array", "version", "about")
+
+
+def model(target: Any = None, **declarations: Any) -> Any:
+    """Decorates a function, class or factory with what the model is. Unknown names are an error."""
+    check(declarations)
+
+    def decorate(f: Any) -> Any:
+        f.__tensorferry__ = declarations
+        return f
+
+    return decorate if target is None else decorate(target)
+
+
+def check(declarations: Mapping[str, Any]) -> None:
+    unknown = sorted(set(declarations) - set(DECLARED))
+    if unknown:
+        raise TypeError(
+            f"tensorferry: a model does not declare {', '.join(unknown)}; it may declare {', '.join(DECLARED)}"
+        )
+
+
+@dataclasses.dataclass
+class Prepared:
+    """A model ready to compute: what it says of itself, and the function of a block."""
+
+    compute: Callable[..., Any]
+    inputs: dict[str, Port]
+    outputs: dict[str, Port]
+    rows: int
+    block_rows: int
+    params: dict[str, Param]
+    device: str
+    stateful: bool
+    like: Like  # what inputs are
+    version: str
+    about: dict[str, str]
+    teardown: Callable[[], None]
+    by_name: bool  # inputs are passed by name
+    wants_call: bool
+    module: bool  # of torch
+
+    def mode(self) -> Any:
+        """The mode that the model computes in: torch keeps no graph."""
+        if self.like.kind != "torch":
+            return contextlib.nullcontext()
+        import torch
+
+        return torch.inference_mode() if self.module else torch.no_grad()
+
+    def ready(self) -> dict[str, Any]:
+        """The json of the message ready (docs/link.md)."""
+
+        def ports(all: Mapping[str, Port]) -> list[dict[str, Any]]:
+            return [
+                {"name": n, "dtypes": list(p.dtypes), "shape": list(p.shape), "whole": p.whole} for n, p in all.items()
+            ]
+
+        def text(p: Param) -> str:
+            return "" if p.default is None else str(p.default).lower() if p.kind is bool else str(p.default)
+
+        return {
+            "version": self.version,
+            "device": self.device,
+            "inputs": ports(self.inputs),
+            "outputs": ports(self.outputs),
+            "rows": self.rows,
+            "block_rows": self.block_rows,
+            "about": self.about,
+            "stateful": self.stateful,
+            "params": [
+                {"name": n, "kind": p.kind.__name__, "default": text(p), "meaning": p.meaning}
+                for n, p in self.params.items()
+            ],
+        }
+
+
+def find(target: str) -> Any:
+    """The object that module:name says."""
+    module, colon, name = target.partition(":")
+    if not colon or not module or not name:
+        raise ValueError(f"tensorferry: {target!r} names no model; write module:function")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def prepare(target: Any, declarations: Optional[Mapping[str, Any]] = None) -> Prepared:
+    """Makes a model of a function, a Model, a torch module, a class of these, or a factory of one.
+
+    A class, and a function that can be called without arguments, is a factory: it is called once. Of several declarations
+    of one thing the first counts: those given here, those of what the factory returned, those of the factory."""
+    layers: list[Mapping[str, Any]] = [dict(declarations or {})]
+    check(layers[0])
+    made = target
+    while inspect.isclass(made) or _factory(made):
+        layers.insert(1, getattr(made, "__tensorferry__", {}))
+        made = made()
+    layers.insert(1, _said(made))
+    said: dict[str, Any] = {}
+    for layer in reversed(layers):
+        said.update({k: v for k, v in layer.items() if v is not None})
+    if not callable(made):
+        raise TypeError(f"tensorferry: {made!r} is no model; it cannot be called")
+    return _prepared(made, said)
+
+
+def _said(made: Any) -> Mapping[str, Any]:
+    if isinstance(made, Model):
+        own = dict(getattr(made, "__tensorferry__", {}))
+        own.update({k: v for k in DECLARED if (v := getattr(made, k, None)) is not None})
+        return own
+    return getattr(made, "__tensorferry__", {}) or {}
+
+
+def _factory(f: Any) -> bool:
+    if not inspect.isroutine(f):
+        return False
+    try:
+        parameters = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):  # of a function in C nobody knows
+        return False
+    return all(p.default is not p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
+def _prepared(made: Any, said: dict[str, Any]) -> Prepared:
+    torch = sys.modules.get("torch")
+    module = torch is not None and isinstance(made, torch.nn.Module)
+    about = {k: str(v) for k, v in dict(said.get("about") or {}).items()}
+    array, device = said.get("array"), said.get("device")
+    teardown: Callable[[], None] = lambda: None  # noqa: E731
+    compute = made
+    if module:
+        array = "torch"
+        compute = made.forward
+    if array == "torch":
+        torch = importlib.import_module("torch")
+        if device is None:
+            device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        elif device == "cuda":
+            device = "cuda:0"
+    if isinstance(made, Model):
+        made.device = device or "cpu"
+        made.setup()
+        teardown = made.teardown
+    if module:
+        made.eval().to(device)
+    count = _parameters(made)
+    if count:
+        about.setdefault("parameters", str(count))
+    like = Like("torch", None if device == "cpu" else device) if array == "torch" else default_like(array)
+    names, wants_call, by_name = _signature(
+        made.compute if isinstance(made, Model) and type(made).__call__ is Model.__call__ else compute
+    )
+    if module and len(names) == 1 or not names:
+        names = ["x"]
+    inputs = _ports(said["inputs"] if "inputs" in said else {n: None for n in names})
+    outputs = _ports(said["outputs"] if "outputs" in said else {"y": None})
+    rows = said.get("rows", 0)
+    if rows in _ROWS:
+        rows = _ROWS[rows]
+    params = dict(said.get("params") or {})
+    for name, p in params.items():
+        if not isinstance(p, Param):
+            raise TypeError(f"tensorferry: param {name} is a {type(p).__name__}, not a tensorferry.Param")
+    return Prepared(
+        compute=made if module else compute,
+        inputs=inputs,
+        outputs=outputs,
+        rows=int(rows),
+        block_rows=int(said.get("block_rows", 0)),
+        params=params,
+        device=device or "cpu",
+        stateful=bool(said.get("stateful", False)),
+        like=like,
+        version=str(said.get("version", "")),
+        about=about,
+        teardown=teardown,
+        by_name=by_name is None or set(inputs) <= by_name,
+        wants_call=wants_call,
+        module=module,
+    )
+
+
+def _parameters(made: Any) -> int:
+    """The parameters of a torch module, or of those that a Model has."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return 0
+    modules = (
+        [made]
+        if isinstance(made, torch.nn.Module)
+        else [m for m in getattr(made, "__dict__", {}).values() if isinstance(m, torch.nn.Module)]
+    )
+    return sum(p.numel() for m in modules for p in m.parameters())
+
+
+def _signature(f: Any) -> tuple[list[str], bool, Optional[set[str]]]:
+    """The inputs that a function names, whether it wants the call, and what may be passed by name (None: anything)."""
+    try:
+        parameters = inspect.signature(f).parameters
+    except (TypeError, ValueError):
+        return [], False, set()
+    names: list[str] = []
+    known: Optional[set[str]] = set()
+    for name, p in parameters.items():
+        if p.kind is p.VAR_KEYWORD:
+            known = None
+        elif p.kind is not p.VAR_POSITIONAL and name != "call":
+            if p.default is p.empty:
+                names.append(name)
+            if p.kind is not p.POSITIONAL_ONLY and known is not None:
+                known.add(name)
+    return names, "call" in parameters, known
+
+
+def _ports(said: Union[Mapping[str, Any], Sequence[str]]) -> dict[str, Port]:
+    if not isinstance(said, Mapping):
+        said = {name: None for name in said}
+    return {str(name): _port(name, p) for name, p in said.items()}
+
+
+def _port(name: str, said: Any) -> Port:
+    """A port said as a Port, a data type, several of them, or (data type, shape); None is anything."""
+    if said is None:
+        return Port()
+    if isinstance(said, Port):
+        return said
+    if isinstance(said, str):
+        return Port((said,))
+    if isinstance(said, (tuple, list)) and len(said) == 2 and not isinstance(said[1], str):
+        types = () if said[0] is None else (said[0],) if isinstance(said[0], str) else tuple(said[0])
+        shape = (ANY_AXES,) if said[1] is None else tuple(int(d) for d in said[1])
+        return Port(types, shape)
+    if isinstance(said, (tuple, list)) and all(isinstance(d, str) for d in said):
+        return Port(tuple(said))
+    raise TypeError(
+        f"tensorferry: port {name} is {said!r}; write a data type, (data type, shape), a tensorferry.Port or None"
+    )

@@ -1,0 +1,106 @@
+"""Serves a model of this process: a tensorferry server is started as a child, and this process computes for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from . import _program
+from ._errors import LinkError
+from ._worker import Worker, load
+
+STOP_SECONDS = 30.0  # the server lets open calls finish for ten
+
+
+class Server:
+    """A server of one model of this process. It ends with stop, with the `with` block, or with this process."""
+
+    def __init__(self, model: Any, listen: str, name: str, options: Sequence[str], declarations: dict[str, Any]) -> None:
+        self._stopping = threading.Lock()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # A session of its own: Ctrl-C is for Python, which has the server finish its calls.
+            self._process = subprocess.Popen(
+                [_program.find(), "serve", "--child", "--listen", listen, "--python-fd", f"{name}={theirs.fileno()}", *options],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()], start_new_session=True,
+                env=_program.environment(),
+            )  # fmt: skip
+        try:
+            worker = Worker(ours)
+            os.register_at_fork(after_in_child=worker.link.forget)
+            self._prepared = load(worker, model, declarations)
+            self._thread = threading.Thread(target=self._compute, args=(worker,), name="tensorferry-model", daemon=True)
+            self._thread.start()
+            assert self._process.stdout is not None
+            self.address = self._process.stdout.readline().decode().strip()
+            if not self.address:
+                raise LinkError(f"the tensorferry server did not start: exit code {self._process.wait(STOP_SECONDS)}")
+        except BaseException:
+            self.stop()
+            ours.close()
+            raise
+
+    def _compute(self, worker: Worker) -> None:
+        try:
+            worker.serve(self._prepared)
+        finally:
+            worker.link.close()
+            self._prepared.teardown()
+
+    def wait(self) -> None:
+        """Waits until the server ends. Ctrl-C ends it."""
+        try:
+            self._process.wait()
+        except KeyboardInterrupt:
+            pass
+        self.stop()
+        if self._process.returncode:
+            raise LinkError(f"the tensorferry server ended with exit code {self._process.returncode}")
+
+    def stop(self) -> None:
+        """Lets open calls finish for a while, and ends the server. A second time it does nothing."""
+        with self._stopping:
+            process = self._process
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        thread: Optional[threading.Thread] = getattr(self, "_thread", None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(STOP_SECONDS)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def serve(
+    model: Any,
+    port: int = 50051,
+    *,
+    host: str = "127.0.0.1",
+    name: Optional[str] = None,
+    options: Sequence[str] = (),
+    **declarations: Any,
+) -> Server:
+    """Serves a function, a Model, a torch module, or a factory of one, computed by a thread of this process.
+
+    It returns when the server listens, at `.address`; port 0 is any free one. `.wait()` waits for Ctrl-C. declarations are
+    those of tensorferry.model, options more arguments of `tensorferry serve`.
+    """
+    if name is None:
+        name = model.rpartition(":")[2] if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
+    listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return Server(model, listen, name, options, declarations)

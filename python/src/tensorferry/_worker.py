@@ -1,0 +1,231 @@
+"""Computes blocks of one model for a tensorferry server: the guest of docs/link.md in the role of a worker.
+
+One thread reads, computes and answers. Inputs are views of memory that the server lends until the answer; results are
+copied into such memory once, or not at all where they lie there already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import socket
+import time
+import traceback
+from typing import Any, Optional
+
+from . import _tensor as tensors
+from . import _wire as wire
+from ._errors import LinkError, ResourceExhausted
+from ._link import Link, Range
+from ._model import Call, ModelError, Prepared, find, prepare
+
+HELLO_SECONDS = 60.0
+TAKE_SECONDS = 10.0  # how long a result waits for memory
+KEPT_SHARE = 16  # between calls the worker keeps at most this part (1/16) of the link's memory for its next results
+MESSAGE_CHARACTERS = 1000
+TRACE_CHARACTERS = 8000  # of a traceback, for the server's log: with any escapes it fits a packet
+FAILED, EXHAUSTED = 2, 8  # gRPC's codes
+_STAND_INS = ("uint8", "uint16")  # what numpy has for data types that it lacks
+
+
+class Worker:
+    """Serves one model over one link, from one thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.set_inheritable(False)
+        self.link = Link(sock, "worker", timeout=HELLO_SECONDS)
+        self.runs: dict[int, Any] = {}  # Call, or the exception that refuses it
+        self.block = 0  # that is computed
+        self.unwanted = False
+        self.made: list[Range] = []  # for the block's results, by address
+        self.named: list[Range] = []  # of these, what the answer names
+        self.model: Prepared
+
+    def refuse(self, err: BaseException) -> None:
+        """Says that the model does not load."""
+        last = traceback.format_exception_only(type(err), err)[-1].strip()
+        self.link.send(wire.encode(wire.READY, json=wire.to_json({"error": last[:MESSAGE_CHARACTERS]})))
+
+    def serve(self, model: Prepared) -> None:
+        """Computes until the end of the link."""
+        self.model = model
+        with contextlib.suppress(LinkError):
+            self.link.send(wire.encode(wire.READY, json=wire.to_json(model.ready())))
+            while True:
+                message = self.link.receive()
+                if message is None:
+                    return
+                if message["kind"] == wire.RUN:
+                    self.run(message)
+                elif message["kind"] == wire.END:
+                    self.runs.pop(message["id"], None)
+                    if not self.runs:
+                        self.tidy()
+
+    def tidy(self) -> None:
+        """Gives memory back that other processes of the model may wait for."""
+        link = self.link
+        link.collect()
+        kept = sum(r.length for ranges in link._free.values() for r in ranges)
+        if kept > int(link.host.get("memory", 0)) // KEPT_SHARE:
+            link.trim()
+
+    def run(self, message: dict[str, Any]) -> None:
+        self.block, self.unwanted = message["id"], False
+        begin = time.perf_counter_ns()
+        outputs: list[dict[str, Any]] = []
+        code, says = 0, b""
+        try:
+            outputs = self.compute(message)
+        except LinkError:
+            raise
+        except Exception as err:
+            code, says = failure(err)
+            self.named.clear()
+        nanos = time.perf_counter_ns() - begin
+        for answered in self.named:
+            answered.disown()
+        self.named.clear()
+        self.made.clear()
+        self.block = 0
+        self.link.send(wire.encode(wire.ANSWER, message["id"], code=code, nanos=nanos, outputs=outputs, json=says))
+
+    def compute(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        model = self.model
+        call = self.runs.get(message["run"])
+        if call is None:
+            call = self.runs[message["run"]] = self.begin(message)
+        if isinstance(call, Exception):
+            raise call
+        call.row, call.rows = message["row"], message["rows"]
+        given: dict[str, Any] = {}
+        places: list[tuple[int, wire.Extent]] = []  # of inputs: results may lie there
+        for (name, port), placed in zip(model.inputs.items(), message["inputs"]):
+            extent = placed["range"]
+            buffer: Any = bytearray()
+            if extent.length:
+                memory = self.link.locate(extent)
+                buffer = (ctypes.c_ubyte * extent.length).from_buffer(memory.map, extent.offset)
+                places.append((memory.base + extent.offset, extent))
+            x = tensors.view(model.like, placed["dtype"], tuple(placed["shape"]), buffer)
+            if isinstance(x, tensors.Tensor) and model.like.kind != "tensor":
+                raise ModelError(f"input {name} is {x.dtype}, which this {model.like.kind} does not have")
+            if model.like.kind == "numpy" and port.whole and model.rows:
+                x.flags.writeable = False  # other blocks read it
+            given[name] = x
+        more = {"call": call} if model.wants_call else {}
+        with model.mode():
+            said = model.compute(**given, **more) if model.by_name else model.compute(*given.values(), **more)
+            # All are looked at before memory is taken.
+            sources = [(self.source(model.outputs[name].dtypes, v)) for name, v in self.results(said)]
+            least = max((e.length for _, e in places), default=0) if model.rows else 0
+            return [self.place(s, number, places, least) for s, number in sources]
+
+    def begin(self, message: dict[str, Any]) -> Any:
+        raw = message["json"]
+        if message["flags"] & wire.LONG:
+            raw = self.link._long(raw)
+        said = wire.from_json(raw)
+        params = said.get("params") or {}
+        try:
+            values = {name: p.parse(name, params.get(name)) for name, p in self.model.params.items()}
+        except ModelError as err:
+            return err
+        return Call(str(said.get("call", "")), values, said.get("inputs") or [], self)
+
+    def results(self, said: Any) -> list[tuple[str, Any]]:
+        """What a function returned by the names of the outputs, in their order."""
+        names = list(self.model.outputs)
+        if isinstance(said, dict):
+            if set(said) != set(names):
+                raise TypeError(f"the model returned {sorted(map(str, said))}, its outputs are {names}")
+            return [(n, said[n]) for n in names]
+        several = tuple(said) if isinstance(said, (tuple, list)) and len(names) > 1 else (said,)
+        if len(several) != len(names):
+            raise TypeError(f"the model returned {len(several)} results, its outputs are {names}")
+        return list(zip(names, several))
+
+    def source(self, declared: tuple[str, ...], value: Any) -> tuple[tensors.Source, int]:
+        """A result as bytes, and the number of its data type."""
+        if isinstance(value, (bool, int, float, complex, list)):
+            if self.model.like.kind == "torch":
+                import torch
+
+                value = torch.as_tensor(value)
+            elif self.model.like.kind == "numpy":
+                import numpy
+
+                value = numpy.asarray(value)
+        source = tensors.of(value)
+        if source.items is not None:
+            raise TypeError("a Stream is no result of a model")
+        name = tensors.NAMES[source.dtype]
+        if len(declared) == 1 and name in _STAND_INS and name != declared[0]:
+            number = tensors.number_of(declared[0])
+            if number in tensors._BITS and tensors.WIDTHS[number] == tensors.WIDTHS[source.dtype]:
+                return source, number
+        return source, source.dtype
+
+    def place(
+        self, source: tensors.Source, number: int, places: list[tuple[int, wire.Extent]], least: int
+    ) -> dict[str, Any]:
+        """Says where a result lies: in the input, in a range of call.empty, or in one that it is copied to."""
+        n, at, extent = source.nbytes, source.address, wire.NOWHERE
+        said = {"dtype": number, "shape": source.shape}
+        if n:
+            for base, e in places:
+                if at and base <= at and at + n <= base + e.length and n >= least:
+                    return {**said, "range": wire.Extent(e.memory, e.offset + at - base, n)}
+            mine = next((r for r in self.made if r.address == at and r not in self.named), None)
+            if mine is None:
+                mine = self.link.take(n, TAKE_SECONDS)
+                source.write(mine.address)
+            self.named.append(mine)
+            extent = mine.extent(n)
+        return {**said, "range": extent}
+
+    # What a Call uses.
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        number = tensors.number_of(dtype)
+        whole = tensors.shape_of(shape)
+        n = tensors.size_of(number, whole)
+        buffer: Any = bytearray()
+        if n:
+            made = self.link.take(n, TAKE_SECONDS)
+            self.made.append(made)
+            buffer = made.export(n)
+        return tensors.view(tensors.Like(self.model.like.kind), number, whole, buffer)
+
+    def cancelled(self) -> bool:
+        link = self.link
+        if not self.unwanted:
+            while link.dead is None and link._poll.poll(0):
+                with link._reading:
+                    link._receive(None)
+            self.unwanted = link.dead is not None or any(
+                m["kind"] == wire.CANCEL and m["id"] == self.block for m in link.inbox
+            )
+        return self.unwanted
+
+
+def failure(err: Exception) -> tuple[int, bytes]:
+    """What an answer says of an exception: its code, and what the caller reads and the server logs."""
+    code, message = FAILED, f"{type(err).__name__} in the model's code; the server's log has the traceback"
+    trace = "".join(traceback.format_exception(type(err), err, err.__traceback__))
+    if isinstance(err, ResourceExhausted):
+        code, message = EXHAUSTED, str(err)
+    elif getattr(err, "public", False) is True:
+        message, trace = str(err), ""
+    says = {"message": message[:MESSAGE_CHARACTERS], "public": True, "trace": trace[-TRACE_CHARACTERS:]}
+    return code, wire.to_json(says)
+
+
+def load(worker: Worker, target: Any, declarations: Optional[dict[str, Any]] = None) -> Prepared:
+    """Makes the model ready. Where that fails, the server is told, and the exception goes on."""
+    try:
+        return prepare(find(target) if isinstance(target, str) else target, declarations)
+    except BaseException as err:
+        with contextlib.suppress(LinkError):
+            worker.refuse(err)
+        raise

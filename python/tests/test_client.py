@@ -1,0 +1,379 @@
+"""The client against a real server: errors, limits, cancels, streams, files, threads."""
+
+import array
+import gc
+import io
+import os
+import pathlib
+import signal
+import tempfile
+import threading
+import time
+import unittest
+
+import support
+import tensorferry as tf
+from support import numpy, pattern
+from tensorferry import _link, _wire
+
+MIB = 1 << 20
+
+
+class Errors(support.Served):
+    def test_a_failure_has_a_class_a_code_and_a_hint(self):
+        with self.assertRaises(tf.NotFound) as e:
+            self.client.compute("nix", b"1")
+        self.assertEqual(e.exception.code, "NOT_FOUND")
+        self.assertIn("nix", e.exception.message)
+        self.assertTrue(e.exception.hint)
+        self.assertFalse(e.exception.retryable)
+        with self.assertRaises(tf.InvalidArgument):
+            self.client.compute("affine", b"1")
+        with self.assertRaises(tf.Error):
+            self.client.pull("nix")
+        with self.assertRaises(tf.Error):
+            self.client.delete("nix")
+        self.assertEqual(bytes(self.client.compute("echo", b"1")), b"1")
+
+    def test_nobody_listens(self):
+        with tf.connect("127.0.0.1:1") as c, self.assertRaises(tf.Unavailable) as e:
+            c.compute("echo", b"1", timeout=5)
+        self.assertTrue(e.exception.retryable)
+
+    def test_a_timeout_ends_the_call(self):
+        start = time.monotonic()
+        with self.assertRaises(tf.DeadlineExceeded) as e:
+            self.client.compute("slow", b"1", params={"delay": "30s"}, timeout=0.2)
+        self.assertIsInstance(e.exception, TimeoutError)
+        self.assertLess(time.monotonic() - start, 5)
+
+    def test_result_may_be_called_again_after_its_own_timeout(self):
+        call = self.client.call("slow", {"x": b"123"}, params={"delay": "300ms"})
+        with self.assertRaises(tf.DeadlineExceeded):
+            call.result(timeout=0.01)
+        self.assertFalse(call.done())
+        self.assertEqual(bytes(call.result()["y"]), b"123")
+        self.assertTrue(call.done())
+        self.assertGreater(call.timings.total, 0.2)
+
+    def test_cancel(self):
+        call = self.client.call("slow", {"x": b"1"}, params={"delay": "30s"})
+        call.cancel()
+        with self.assertRaises(tf.Cancelled):
+            call.result(timeout=5)
+        with self.client.call("slow", {"x": b"1"}, params={"delay": "30s"}) as call:
+            pass
+        with self.assertRaises(tf.Cancelled):
+            call.result(timeout=5)
+        pending = self.client._link.pending
+        call = self.client.call("slow", {"x": b"1"}, params={"delay": "30s"})
+        del call  # dropping it cancels it
+        support.eventually(lambda: self.client.compute("echo", b"1") and not pending)
+
+    def test_ctrl_c_cancels_the_call_and_the_link_goes_on(self):
+        before = support.link_pid()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with self.assertRaises(KeyboardInterrupt):
+            self.client.compute("slow", b"1", params={"delay": "30s"})
+        support.eventually(lambda: self.client.compute("echo", b"1") and not self.client._link.pending)
+        self.assertEqual(support.link_pid(), before)
+
+    def test_wrong_arguments(self):
+        with self.assertRaises(TypeError):
+            self.client.empty(3, "float128")
+        with self.assertRaises(ValueError):
+            self.client.call("echo", {"x": b"1"}, like="jax")
+        with self.assertRaises(ValueError):
+            self.client.call("echo", {"x": b"1"}, out={"y": b"1"})  # read-only
+        with self.assertRaises(ValueError):
+            self.client.call("m" * 70_000, {"x": b"1"})
+        c = tf.connect(self.server.address)
+        c.close()
+        c.close()
+        with self.assertRaises(ValueError):
+            c.compute("echo", b"1")
+
+    def test_metadata_requests(self):
+        self.assertIn("echo", [m["name"] for m in self.client.models()])
+        self.assertEqual(self.client.info()["version"], self.client._link.host["version"])
+        self.assertIsInstance(list(self.client.sources()), list)
+
+
+class Results(support.Served):
+    def test_out_arrays_files_and_paths(self):
+        for n in (0, 5, 3 * MIB + 7):
+            x = bytearray(pattern(n))
+            with self.subTest(n), tempfile.TemporaryDirectory() as folder:
+                into = bytearray(n)
+                self.assertIs(self.client.compute("echo", x, out=into), into)
+                self.assertEqual(into, x)
+                path = pathlib.Path(folder, "y")
+                got = self.client.call("echo", {"x": x}, out={"y": path}).result()
+                self.assertEqual(got, {"y": path})
+                self.assertEqual(path.read_bytes(), x)
+                file = io.BytesIO(b"head")
+                file.seek(4)
+                self.client.call("echo", {"x": x}, out={"y": file}).result()
+                self.assertEqual(file.getvalue(), b"head" + x)
+                owned = self.client.empty(n, "uint8", like="tensor")
+                self.assertIs(self.client.call("echo", {"x": x}, out={"y": owned}).result()["y"], owned)
+                self.assertEqual(bytes(owned), x)
+                self.client.push({"out": x})
+                into = bytearray(n)
+                self.client.pull("out", out={"out": into})
+                self.assertEqual(into, x)
+                self.client.pull("out", out={"out": path})
+                self.assertEqual(path.read_bytes(), x)
+
+    def test_out_that_does_not_fit_fails(self):
+        with self.assertRaises(tf.InvalidArgument):
+            self.client.compute("echo", b"abc", out=bytearray(4))
+        with self.assertRaises(tf.Error), tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "y")
+            try:
+                self.client.call("nix", {"x": b"abc"}, out={"y": path}).result()
+            finally:
+                self.assertFalse(os.path.exists(path), "nothing is left of what failed")
+
+    def test_a_view_keeps_its_memory(self):
+        y = self.client.compute("echo", b"abcdef" * 1000)
+        part = y.data[6:12]
+        del y
+        for _ in range(50):
+            self.client.compute("echo", b"x" * 6000)
+        self.assertEqual(bytes(part), b"abcdef")
+
+    def test_a_copy_keeps_none(self):
+        y = self.client.compute("echo", b"abc", copy=True)
+        self.assertIsNone(self.client._link.find(tf._tensor.address_of(y.data), 3))
+        y = self.client.compute("echo", b"abc")
+        self.assertIsNotNone(self.client._link.find(tf._tensor.address_of(y.data), 3))
+
+    @support.needs_numpy
+    def test_a_view_of_a_view_keeps_its_memory(self):
+        y = self.client.compute("echo", numpy.arange(6000))
+        part = y.reshape(60, 100)[3:5].T
+        del y
+        gc.collect()
+        for _ in range(50):
+            self.client.compute("echo", numpy.zeros(6000, "i8"))
+        self.assertTrue((part.T.reshape(-1) == numpy.arange(300, 500)).all())
+
+    def test_results_larger_than_the_quota_come_in_pieces(self):
+        kept = [self.client.compute("echo", b"1" * 1000)]
+        want = pattern(40 * MIB)
+        quota = self.client._link.host["memory"]
+        hold = []
+        try:
+            while True:  # fill the quota
+                hold.append(self.client._link._take(min(64 * MIB, quota // 4), 0.0))
+        except tf.Error:
+            pass
+        try:
+            while True:
+                hold.append(self.client._link._take(4 * MIB, 0.0))
+        except tf.Error:
+            pass
+        hold[-6:] = []
+        self.assertEqual(self.client.compute("echo", want).data, want)
+        del hold, kept
+
+
+class Regions(support.Served):
+    def test_regions_cover_the_result(self):
+        x = array.array("i", range(2_000_000))
+        call = self.client.call("echo", {"x": x})
+        seen = bytearray(8_000_000)
+        for r in call.regions():
+            self.assertEqual(r.port, "y")
+            seen[r.offset : r.offset + r.length] = r.data
+            self.assertLessEqual(r.rows.stop * 4, r.offset + r.length)
+        self.assertEqual(seen, bytes(x))
+        self.assertEqual(bytes(call.result()["y"]), bytes(x))
+
+    def test_results_come_while_inputs_are_made(self):
+        made, seen = [], []
+
+        def items():
+            for i in range(24):
+                made.append(i)
+                time.sleep(0.01)
+                yield bytes([i]) * MIB
+
+        call = self.client.call("echo", {"x": tf.Stream(items(), (24, MIB), "uint8")}, like="tensor")
+        for r in call.regions():
+            seen.append((len(made), r.offset))
+        self.assertLess(seen[0][0], 24, "the first region came before the last item was made")
+        self.assertEqual(bytes(call.result()["y"]), b"".join(bytes([i]) * MIB for i in range(24)))
+
+    def test_streams_of_any_cut(self):
+        want = pattern(5 * MIB + 3)
+        for step in (999_983, MIB, 3 * MIB, 6 * MIB):
+            s = tf.Stream((want[i : i + step] for i in range(0, len(want), step)), (len(want),), "uint8")
+            self.assertEqual(bytes(self.client.call("echo", {"x": s}, like="tensor").result()["y"]), want)
+            s = tf.Stream((want[i : i + step] for i in range(0, len(want), step)), (len(want),), "uint8")
+            self.client.push({"s": s})
+            self.assertEqual(bytes(self.client.pull("s", like="tensor")["s"]), want)
+
+    def test_a_stream_that_breaks_its_word_fails(self):
+        for items in ([b"1"] * 3, [b"1" * 9], [b"1"] * 9):
+            with self.assertRaises(ValueError):
+                self.client.call("echo", {"x": tf.Stream(items, (8,), "uint8")}).result()
+
+        def broken():
+            yield b"1" * MIB
+            raise ZeroDivisionError
+
+        with self.assertRaises(ZeroDivisionError):
+            self.client.call("echo", {"x": tf.Stream(broken(), (4 * MIB,), "uint8")}).result()
+        self.assertEqual(bytes(self.client.compute("echo", b"1")), b"1")
+
+    def test_progress(self):
+        seen = []
+        x = pattern(5 * MIB)
+        call = self.client.call("echo", {"x": x}, progress=lambda *a: seen.append(a))
+        call.result()
+        self.assertIn(("x", 5 * MIB, 5 * MIB), seen)
+        self.assertIn(("y", 5 * MIB, 5 * MIB), seen)
+        for verb in (
+            lambda show: self.client.push({"p": x}, progress=show),
+            lambda show: self.client.pull("p", progress=show),
+        ):
+            seen.clear()
+            verb(lambda *a: seen.append(a))
+            self.assertEqual(seen[-1], ("p", 5 * MIB, 5 * MIB))
+
+    @support.needs_numpy
+    def test_memmaps(self):
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(pattern(12 * MIB))
+            file.flush()
+            m = numpy.memmap(file.name, "i4", "r", shape=(3, MIB))
+            self.assertTrue((self.client.compute("echo", m) == m).all())
+            into = numpy.memmap(file.name, "i4", "r+", shape=(3, MIB))
+            self.client.compute("relu", numpy.asarray(m, "f4"), out=None)
+            self.client.compute("echo", numpy.zeros((3, MIB), "i4"), out=into)
+            self.assertFalse(m.any())
+
+
+class Together(support.Served):
+    def test_many_calls_from_one_thread(self):
+        xs = [pattern(n, n) for n in (0, 1, 30_000, MIB, MIB + 1, 5 * MIB) for _ in range(5)]
+        calls = [self.client.call("echo", {"x": x}) for x in xs]
+        for x, call in reversed(list(zip(xs, calls))):
+            self.assertEqual(call.result(timeout=30)["y"].data, x)
+
+    def test_many_threads_share_a_client(self):
+        wrong = []
+
+        def work(i):
+            try:
+                for k in range(60):
+                    x = pattern((i * 7919 + k * 104_729) % (MIB // 2 if k % 20 else 3 * MIB) + 1, i)
+                    if bytes(self.client.compute("echo", x, timeout=30)) != x:
+                        raise AssertionError("another's bytes")
+            except BaseException as err:
+                wrong.append(err)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+        self.assertEqual(wrong, [])
+        self.assertFalse(any(t.is_alive() for t in threads))
+        self.assertFalse(self.client._link.pending)
+
+    def test_a_thread_that_waits_longer_does_not_hold_up_others(self):
+        slow = threading.Thread(
+            target=lambda: self.client.compute("slow", b"1", params={"delay": "1s"}),
+        )
+        slow.start()
+        time.sleep(0.1)
+        start = time.monotonic()
+        for _ in range(10):
+            self.client.compute("echo", b"1")
+        self.assertLess(time.monotonic() - start, 0.8)
+        slow.join()
+
+
+class Ends(unittest.TestCase):
+    def test_the_server_is_killed_and_restarted(self):
+        server = support.Server()
+        with tf.connect(server.address) as c:
+            self.assertEqual(bytes(c.compute("echo", b"1")), b"1")
+            call = c.call("slow", {"x": b"1"}, params={"delay": "30s"})
+            server.kill()
+            with self.assertRaises(tf.Error) as e:
+                call.result(timeout=20)
+            self.assertTrue(e.exception.retryable)
+            server = support.Server(listen=server.address)
+            self.addCleanup(server.stop)
+
+            def works():
+                try:
+                    return bytes(c.compute("echo", b"2", timeout=5)) == b"2"
+                except tf.Unavailable:
+                    return False
+
+            support.eventually(works)
+
+    def test_the_program_is_killed(self):
+        server = support.Server()
+        self.addCleanup(server.stop)
+        with tf.connect(server.address) as c:
+            kept = c.compute("echo", b"kept" * 1000)
+            call = c.call("slow", {"x": b"1"}, params={"delay": "30s"})
+            os.kill(support.link_pid(), signal.SIGKILL)
+            with self.assertRaises(tf.LinkError) as e:
+                call.result(timeout=20)
+            self.assertTrue(e.exception.retryable)
+            self.assertEqual(bytes(c.compute("echo", b"2")), b"2")
+            self.assertEqual(bytes(kept), b"kept" * 1000)
+            self.assertEqual(bytes(c.compute("echo", kept)), b"kept" * 1000)  # of the link before
+
+    def test_a_program_of_another_version_is_refused(self):
+        server = support.Server()
+        self.addCleanup(server.stop)
+        _link._stop()
+        said, _link.PROGRAM_VERSION = _link.PROGRAM_VERSION, "9.9.9"
+        try:
+            with self.assertRaises(tf.LinkError) as e:
+                tf.connect(server.address)
+            self.assertIn("9.9.9", str(e.exception))
+            self.assertIn(said, str(e.exception))
+        finally:
+            _link.PROGRAM_VERSION = said
+        with tf.connect(server.address) as c:
+            self.assertEqual(bytes(c.compute("echo", b"2")), b"2")
+
+    def test_a_host_that_breaks_the_protocol_ends_the_link(self):
+        server = support.Server()
+        self.addCleanup(server.stop)
+        with tf.connect(server.address) as c:
+            link = c._link
+            bad = bytearray(_wire.encode(_wire.MEMORY, 99, bytes=1))  # without a descriptor
+            real, link._sock = link._sock, _Says(bad)
+            try:
+                with self.assertRaises(tf.LinkError) as e:
+                    c.compute("echo", b"1")
+            finally:
+                link._sock = real
+            self.assertIn("protocol", str(e.exception))
+            self.assertEqual(bytes(c.compute("echo", b"2")), b"2")
+
+
+class _Says:
+    def __init__(self, packet):
+        self.packet = packet
+
+    def recvmsg_into(self, into, _):
+        into[0][: len(self.packet)] = self.packet
+        return len(self.packet), [], 0, None
+
+    def shutdown(self, _):
+        pass
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,265 @@
+"""Models of Python: functions, classes, torch modules, served by this process and called through a server."""
+
+from __future__ import annotations
+
+import array
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import unittest
+from typing import Any
+
+from support import descriptors, needs_numpy, needs_torch, numpy, pattern, program, torch
+
+import tensorferry as tf
+from tensorferry._model import find, prepare
+
+
+class Says(unittest.TestCase):
+    """What becomes of declarations."""
+
+    def test_a_function_has_an_input_for_each_parameter(self) -> None:
+        def f(a: Any, b: Any, call: Any, c: int = 1) -> Any:
+            return a
+
+        p = prepare(f)
+        self.assertEqual((list(p.inputs), list(p.outputs), p.rows, p.wants_call, p.by_name), (["a", "b"], ["y"], 0, True, True))
+        self.assertEqual(list(prepare(lambda **inputs: inputs).inputs), ["x"])
+
+    def test_ports_are_said_in_several_ways(self) -> None:
+        p = prepare(
+            lambda a, b, c, d: a,
+            {"inputs": {"a": "float32", "b": ("float32", [-1, 3]), "c": (["int8", "int16"], None), "d": tf.Port(whole=True)}},
+        )
+        self.assertEqual(p.inputs["a"], tf.Port(("float32",)))
+        self.assertEqual(p.inputs["b"], tf.Port(("float32",), (-1, 3)))
+        self.assertEqual(p.inputs["c"], tf.Port(("int8", "int16")))
+        self.assertTrue(p.inputs["d"].whole)
+        with self.assertRaisesRegex(TypeError, "port a"):
+            prepare(lambda a: a, {"inputs": {"a": 3}})
+        with self.assertRaisesRegex(TypeError, "does not declare row;"):
+            tf.model(row=1)
+
+    def test_what_can_be_called_without_arguments_is_a_factory(self) -> None:
+        @tf.model(rows=1, version="2")
+        def inner(x: Any) -> Any:
+            return x
+
+        @tf.model(rows=2, block_rows=9)
+        def make(width: int = 3) -> Any:
+            return inner
+
+        p = prepare(make, {"version": "3"})
+        self.assertEqual((p.rows, p.block_rows, p.version), (1, 9, "3"))
+
+        class Given(tf.Model):
+            rows = "all"
+
+            def setup(self) -> None:
+                self.ready = True
+
+            def compute(self, h: Any) -> Any:
+                return h
+
+        p = prepare(Given)
+        self.assertEqual((p.rows, list(p.inputs), p.compute.ready), (-1, ["h"], True))
+
+    def test_a_target_that_is_none_says_so(self) -> None:
+        with self.assertRaisesRegex(ValueError, "write module:function"):
+            find("os")
+        with self.assertRaisesRegex(TypeError, "cannot be called"):
+            prepare(3)
+
+    def test_params_are_read_as_their_kind(self) -> None:
+        p = tf.Param(float, 2.0)
+        self.assertEqual((p.parse("a", "3"), p.parse("a", None)), (3.0, 2.0))
+        self.assertIs(tf.Param(bool).parse("b", "true"), True)
+        with self.assertRaisesRegex(tf.ModelError, "param a='x' is not a float"):
+            p.parse("a", "x")
+
+
+class Computes(unittest.TestCase):
+    """Through a server."""
+
+    def setUp(self) -> None:
+        program()
+
+    def served(self, model: Any, **more: Any) -> Any:
+        server = self.enterContext(tf.serve(model, port=0, name="m", **more)) if hasattr(self, "enterContext") else None
+        if server is None:  # before 3.11
+            server = tf.serve(model, port=0, name="m", **more)
+            self.addCleanup(server.stop)
+        client = tf.connect(server.address)
+        self.addCleanup(client.close)
+        return client
+
+    def test_without_numpy_a_model_has_tensors(self) -> None:
+        def backwards(x: Any, call: Any) -> Any:
+            y = call.empty(x.shape, x.dtype)
+            y.data[:] = bytes(x)[::-1]
+            return y
+
+        c = self.served(backwards, array="tensor")
+        for n in (0, 1, 100_000):
+            data = pattern(n)
+            self.assertEqual(bytes(memoryview(c.compute("m", tf.Tensor(data)).data)), data[::-1])
+
+    def test_an_input_is_a_result_and_goes_into_several(self) -> None:
+        c = self.served(lambda x: {"a": x, "b": bytes(x), "c": x}, outputs=["a", "b", "c"], array="tensor")
+        y = c.call("m", {"x": tf.Tensor(b"some bytes")}).result()
+        self.assertEqual({k: bytes(v.data) for k, v in y.items()}, dict.fromkeys("abc", b"some bytes"))
+
+    def test_a_failure_says_its_class_alone_unless_it_is_public(self) -> None:
+        def f(x: Any, call: Any) -> Any:
+            if call.params["public"]:
+                raise tf.ModelError("no such weather")
+            raise KeyError("secret")
+
+        c = self.served(f, params={"public": tf.Param(bool, False)}, array="tensor")
+        x = tf.Tensor(b"x")
+        with self.assertRaisesRegex(tf.Internal, "KeyError in the model's code") as said:
+            c.compute("m", x)
+        self.assertNotIn("secret", str(said.exception))
+        with self.assertRaisesRegex(tf.Internal, "no such weather"):
+            c.compute("m", x, params={"public": "true"})
+        with self.assertRaisesRegex(tf.Internal, "is not a bool"):
+            c.compute("m", x, params={"public": "perhaps"})
+        with self.assertRaisesRegex(tf.FailedPrecondition, "known are public"):
+            c.compute("m", x, params={"private": "1"})
+
+    def test_a_call_tells_of_itself_and_keeps_its_state(self) -> None:
+        seen: list[Any] = []
+
+        def f(x: Any, call: Any) -> Any:
+            call.state["blocks"] = call.state.get("blocks", 0) + 1
+            seen.append((call.row, call.rows, call.state["blocks"], call.inputs[0]["shape"]))
+            return x
+
+        c = self.served(f, rows=1, block_rows=2, stateful=True, array="tensor", inputs={"x": "int8"})
+        c.compute("m", tf.Tensor(array.array("b", range(5))))
+        self.assertEqual(seen, [(0, 2, 1, [5]), (2, 2, 2, [5]), (4, 1, 3, [5])])
+
+    def test_a_cancelled_call_is_heard(self) -> None:
+        began, heard = threading.Event(), threading.Event()
+
+        def f(x: Any, call: Any) -> Any:
+            began.set()
+            while not call.cancelled:
+                pass
+            heard.set()
+            return x
+
+        c = self.served(f, array="tensor")
+        call = c.call("m", {"x": tf.Tensor(b"x")})
+        self.assertTrue(began.wait(10))
+        call.cancel()
+        self.assertTrue(heard.wait(10))
+
+    def test_set_up_and_tear_down_run_once(self) -> None:
+        done: list[str] = []
+
+        class Given(tf.Model):
+            array = "tensor"
+
+            def setup(self) -> None:
+                done.append("up")
+
+            def compute(self, x: Any) -> Any:
+                done.append("compute")
+                return x
+
+            def teardown(self) -> None:
+                done.append("down")
+
+        with tf.serve(Given, port=0) as server, tf.connect(server.address) as c:
+            c.compute("Given", tf.Tensor(b"x"))
+        self.assertEqual(done, ["up", "compute", "down"])
+
+    def test_a_model_that_does_not_load_is_its_own_exception(self) -> None:
+        before = descriptors()
+
+        def make() -> Any:
+            raise RuntimeError("no weights here")
+
+        for _ in range(3):
+            with self.assertRaisesRegex(RuntimeError, "no weights here"):
+                tf.serve(make, port=0)
+        self.assertLessEqual(descriptors(), before + 1)
+
+    def test_results_of_the_wrong_kind_or_number_are_errors(self) -> None:
+        c = self.served(lambda x: None, array="tensor")
+        with self.assertRaisesRegex(tf.Internal, "TypeError"):
+            c.compute("m", tf.Tensor(b"x"))
+
+    def test_ctrl_c_ends_a_served_script(self) -> None:
+        code = "import tensorferry as tf\ns = tf.serve(lambda x: x, 0, name='m')\nprint(s.address, flush=True)\ns.wait()\nprint('ended')"
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        p = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+        assert p.stdout is not None
+        self.assertIn(":", p.stdout.readline())
+        time.sleep(0.3)  # it is about to wait
+        p.send_signal(signal.SIGINT)
+        said, _ = p.communicate(timeout=30)
+        self.assertEqual((said, p.returncode), ("ended\n", 0))
+
+    @needs_numpy
+    def test_numpy_in_and_out(self) -> None:
+        def f(x: Any, k: Any, call: Any) -> Any:
+            assert x.flags.writeable and not k.flags.writeable
+            y = call.empty(x.shape, "float32")
+            numpy.add(x, k, out=y)
+            x *= 2
+            return {"sum": y, "twice": x, "turned": x[:, ::-1], "first": x[:, :1]}
+
+        c = self.served(
+            f, rows=1, block_rows=7, inputs={"x": ("float32", [-1, 5]), "k": tf.Port(("float32",), (5,), whole=True)},
+            outputs={n: "float32" for n in ("sum", "twice", "turned", "first")},
+        )  # fmt: skip
+        x, k = numpy.arange(500, dtype="f4").reshape(100, 5), numpy.arange(5, dtype="f4")
+        y = c.call("m", {"x": x, "k": k}).result()
+        for name, want in {"sum": x + k, "twice": 2 * x, "turned": 2 * x[:, ::-1], "first": 2 * x[:, :1]}.items():
+            numpy.testing.assert_array_equal(y[name], want)
+
+    @needs_numpy
+    def test_every_data_type_comes_back(self) -> None:
+        from tensorferry._tensor import NAMES, NUMBERS, WIDTHS
+
+        c = self.served(lambda x: x + 0 if x.dtype.kind in "iuf" and x.dtype.itemsize > 1 else x.copy())
+        for name in NAMES[1:]:
+            data = pattern(24 * WIDTHS[NUMBERS[name]]) if name != "bool" else bytes([0, 1] * 12)
+            if name in ("float16", "float32", "float64", "bfloat16"):
+                data = bytes(len(data))  # no NaN
+            y = c.compute("m", tf.Tensor(data, (2, 12), name))
+            self.assertEqual(bytes(y.data), data, name)
+
+    @needs_numpy
+    def test_numbers_and_big_endian_arrays_are_results(self) -> None:
+        c = self.served(lambda x: (2.5, x.astype(">i4")), outputs=["a", "b"])
+        y = c.call("m", {"x": numpy.arange(3)}).result()
+        self.assertEqual(float(y["a"]), 2.5)
+        numpy.testing.assert_array_equal(y["b"], [0, 1, 2])
+
+    @needs_torch
+    def test_a_module_computes_as_it_does_here(self) -> None:
+        torch.manual_seed(1)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+        c = self.served(net, rows=1, block_rows=16, device="cpu")
+        x = torch.randn(50, 8)
+        with torch.no_grad():
+            want = net.eval()(x)
+        self.assertTrue(torch.allclose(c.compute("m", x), want, atol=1e-6))
+        self.assertEqual(prepare(net).about["parameters"], str(sum(p.numel() for p in net.parameters())))
+
+    @needs_torch
+    def test_in_place_operations_and_views_of_torch_are_results(self) -> None:
+        c = self.served(lambda x: (x.relu_(), x.t()), outputs=["a", "b"], array="torch", device="cpu")
+        x = torch.arange(-6.0, 6).reshape(3, 4)
+        y = c.call("m", {"x": x}).result()
+        self.assertTrue(torch.equal(y["a"], x.relu()) and torch.equal(y["b"], x.relu().t()))
+
+
+if __name__ == "__main__":
+    unittest.main()
