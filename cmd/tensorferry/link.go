@@ -67,8 +67,8 @@ func serveLink(fd int) error {
 	defer conn.Close()
 	return relay.Serve(conn, relay.Config{
 		Explain: explain,
-		Verbs:   map[string]relay.Verb{
-			"info": linked("", info), "list": linked("", ls), "models": linked("models", models), "delete": linked("names", rm),
+		Verbs: map[string]relay.Verb{
+			"info": linked("", info), "models": linked("models", models), "list": linked("", linkedList), "delete": linked("names", linkedDelete),
 		},
 	})
 }
@@ -86,6 +86,24 @@ func linked(name string, command func(context.Context, *client.Client, []string,
 		}
 		return writeJSON(w, map[string]json.RawMessage{name: b.Bytes()})
 	}
+}
+
+// linkedList lists the tensors that match a glob, or all. Unlike ls it finds none without
+// complaint.
+func linkedList(ctx context.Context, c *client.Client, globs []string, out printer) error {
+	list, sources, err := c.List(ctx, strings.Join(globs, ""))
+	if err != nil {
+		return err
+	}
+	return printStored(out, list, sources)
+}
+
+func linkedDelete(ctx context.Context, c *client.Client, names []string, out printer) error {
+	removed, err := c.Delete(ctx, names...)
+	if err != nil {
+		return err
+	}
+	return out.print(append([]string{}, removed...), nil)
 }
 
 // explain says what a library is told of an error: hints for those who do not see this

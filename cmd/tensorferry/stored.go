@@ -59,6 +59,10 @@ func ls(ctx context.Context, cl *client.Client, names []string, out printer) (er
 	if err != nil {
 		return err
 	}
+	return printStored(out, list, sources)
+}
+
+func printStored(out printer, list []client.Stored, sources []string) error {
 	listed := struct {
 		Tensors []storedJSON `json:"tensors"`
 		Sources []string     `json:"sources,omitempty"`

@@ -145,7 +145,7 @@ func (g *guest) talk() (err error) {
 				return fmt.Errorf("%w: an answer that nobody waits for", link.ErrMessage)
 			}
 		default:
-			return fmt.Errorf("%w: a worker does not send kind %d", link.ErrMessage, m.Kind())
+			return fmt.Errorf("%w: a worker does not send kind %d", link.ErrMessage, link.KindOf(m))
 		}
 	}
 }

@@ -14,7 +14,6 @@ import (
 type lines struct {
 	process *process
 	rest    []byte
-	cut     bool // the line was longer, and is logged already
 }
 
 // Write implements io.Writer.

@@ -52,9 +52,10 @@ var layers = map[string][]string{
 
 	"internal/session": {"codec", "frame", "stream", "tensor"},
 
-	"client":           {"api/tensorferry/v1", "codec", "frame", "internal/session", "internal/transfer", "internal/wire", "slab", "stream", "tensor"},
-	"internal/relay":   {"client", "internal/link", "slab", "tensor"},
-	"internal/serving": {"assembler", "codec", "engine", "frame", "internal/metrics", "internal/session", "slab", "stream", "tensor"},
+	"client":                 {"api/tensorferry/v1", "codec", "frame", "internal/session", "internal/transfer", "internal/wire", "slab", "stream", "tensor"},
+	"internal/link/linktest": {"internal/link"},
+	"internal/relay":         {"client", "internal/link", "slab", "tensor"},
+	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/metrics", "internal/session", "slab", "stream", "tensor"},
 
 	"internal/storing": {"codec", "engine", "frame", "internal/fault", "internal/serving", "internal/session", "internal/transfer", "slab", "store", "stream", "tensor"},
 
@@ -176,7 +177,7 @@ var rules = []struct {
 	{"github.com/pierrec/lz4/...", []string{"codec"}, "one package knows how payloads are compressed, and bounds what that takes"},
 	{"math/rand", nil, "use math/rand/v2; in tests testkit.Rand"},
 	{"github.com/golang/protobuf/...", nil, "use google.golang.org/protobuf"},
-	{"testing/...", []string{"internal/testkit", "engine/enginetest", "engine/cuda/fakecuda", "store/storetest"}, "programs do not carry the test framework"},
+	{"testing/...", []string{"internal/testkit", "engine/enginetest", "engine/cuda/fakecuda", "internal/link/linktest", "store/storetest"}, "programs do not carry the test framework"},
 	{"github.com/stretchr/...", []string{"store/storetest"}, "programs do not carry the test framework"},
 	{"pgregory.net/...", []string{"store/storetest"}, "programs do not carry the test framework"},
 	{"go.uber.org/goleak/...", []string{"internal/testkit"}, "leak checks are testkit.Start"},

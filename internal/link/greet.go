@@ -35,7 +35,7 @@ func Greet(socket *net.UnixConn, wait time.Duration, own Greeting, memory func(w
 	}
 	hello, ok := m.(*Hello)
 	if !ok {
-		return Greeting{}, fmt.Errorf("%w: kind %d came before hello", ErrMessage, m.Kind())
+		return Greeting{}, fmt.Errorf("%w: kind %d came before hello", ErrMessage, KindOf(m))
 	}
 	if err = json.Unmarshal(hello.JSON, &guest); err != nil {
 		err = fmt.Errorf("%w: hello: %w", ErrMessage, err)

@@ -412,7 +412,7 @@ const (
 	Exhausted uint16 = 8
 )
 
-// Failure is the JSON of a Done, or an Answer, with a code.
+// Failure hands over the JSON of a Done, or an Answer, with a code.
 func Failure(message, hint string) []byte {
 	b, err := json.Marshal(struct {
 		Message string `json:"message"`

@@ -120,7 +120,7 @@ func TestABlockOfTheHostBecomesTheGuests(t *testing.T) {
 	copy(b.Bytes(), "0123456789")
 	r := b.Range(10)
 	f.conn.Own(b)
-	require.NoError(t, f.conn.Send(&link.Result{How: link.Whole, Range: r}))
+	require.NoError(t, f.conn.Send(&link.Result{Announced: link.Announced{How: link.Whole, Range: r}}))
 	got := linktest.Must[*link.Result](f.Guest)
 	require.Equal(t, "0123456789", string(f.Bytes(got.Range)))
 	f.Give(got.Range)

@@ -74,8 +74,8 @@ func (h *Heap) grow(n int) error {
 	return nil
 }
 
-// Free implements slab.Backing: it takes a piece back, and unmaps a segment without
-// pieces in use.
+// Free implements slab.Backing: mem is handed over. A segment without pieces in use is
+// unmapped.
 func (h *Heap) Free(mem []byte) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -103,7 +103,8 @@ func (h *Heap) Free(mem []byte) {
 	}
 }
 
-// RangeOf says where data lies, which is a part of one piece. It reports whether it does.
+// RangeOf borrows data, a part of one piece, and says where that lies; it reports whether
+// it does.
 func (h *Heap) RangeOf(data []byte) (Range, bool) {
 	if len(data) == 0 {
 		return Range{}, true

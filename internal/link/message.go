@@ -85,9 +85,19 @@ type Sink struct {
 	Range Range
 }
 
+// Announced is a result: what it is, and where it lies or will lie.
+type Announced struct {
+	Result uint32
+	Name   string
+	DType  uint8
+	Shape  []int64
+	How    uint8
+	Range  Range
+}
+
 // Message is one of the types below. The comments of its fields are in docs/link.md.
 type Message interface {
-	Kind() Kind
+	kind() Kind
 	head() *Head
 	body(*coder)
 }
@@ -122,6 +132,7 @@ type (
 		Head
 		Code    uint16
 		Timings [7]uint64
+		Results []Announced
 		JSON    []byte
 	}
 	// Ask asks for what is rare.
@@ -150,12 +161,7 @@ type (
 	// Result announces a result.
 	Result struct {
 		Head
-		Result uint32
-		Name   string
-		DType  uint8
-		Shape  []int64
-		How    uint8
-		Range  Range
+		Announced
 	}
 	// Region says that a part of a result has arrived.
 	Region struct {
@@ -188,22 +194,25 @@ type (
 	End struct{ Head }
 )
 
-func (*Hello) Kind() Kind  { return KindHello }
-func (*Memory) Kind() Kind { return KindMemory }
-func (*Forget) Kind() Kind { return KindForget }
-func (*Take) Kind() Kind   { return KindTake }
-func (*Give) Kind() Kind   { return KindGive }
-func (*Done) Kind() Kind   { return KindDone }
-func (*Ask) Kind() Kind    { return KindAsk }
-func (*Call) Kind() Kind   { return KindCall }
-func (*Data) Kind() Kind   { return KindData }
-func (*Cancel) Kind() Kind { return KindCancel }
-func (*Result) Kind() Kind { return KindResult }
-func (*Region) Kind() Kind { return KindRegion }
-func (*Ready) Kind() Kind  { return KindReady }
-func (*Run) Kind() Kind    { return KindRun }
-func (*Answer) Kind() Kind { return KindAnswer }
-func (*End) Kind() Kind    { return KindEnd }
+func (*Hello) kind() Kind  { return KindHello }
+func (*Memory) kind() Kind { return KindMemory }
+func (*Forget) kind() Kind { return KindForget }
+func (*Take) kind() Kind   { return KindTake }
+func (*Give) kind() Kind   { return KindGive }
+func (*Done) kind() Kind   { return KindDone }
+func (*Ask) kind() Kind    { return KindAsk }
+func (*Call) kind() Kind   { return KindCall }
+func (*Data) kind() Kind   { return KindData }
+func (*Cancel) kind() Kind { return KindCancel }
+func (*Result) kind() Kind { return KindResult }
+func (*Region) kind() Kind { return KindRegion }
+func (*Ready) kind() Kind  { return KindReady }
+func (*Run) kind() Kind    { return KindRun }
+func (*Answer) kind() Kind { return KindAnswer }
+func (*End) kind() Kind    { return KindEnd }
+
+// KindOf returns the kind of m.
+func KindOf(m Message) Kind { return m.kind() }
 
 func (h *Head) head() *Head { return h }
 
@@ -223,6 +232,7 @@ func (m *Done) body(c *coder) {
 	for i := range m.Timings {
 		c.u64(&m.Timings[i])
 	}
+	list(c, &m.Results, 9+rangeBytes, c.announced)
 	c.json(&m.Head, &m.JSON)
 }
 
@@ -246,13 +256,7 @@ func (m *Call) body(c *coder) {
 	})
 }
 
-func (m *Result) body(c *coder) {
-	c.u32(&m.Result)
-	c.text(&m.Name)
-	c.tensor(&m.DType, &m.Shape)
-	c.u8(&m.How)
-	c.extent(&m.Range)
-}
+func (m *Result) body(c *coder) { c.announced(&m.Announced) }
 
 func (m *Region) body(c *coder) {
 	c.u32(&m.Result)
@@ -293,7 +297,7 @@ const (
 	rangeBytes = 20
 )
 
-// Append appends the packet of m to b and returns the longer slice. It fails when m
+// Append appends the packet of m to b, which it borrows, and returns the longer slice. It fails when m
 // has more than PacketBytes, or a text or list that its count cannot say.
 func Append(b []byte, m Message) ([]byte, error) {
 	b, _, err := encode(b, m)
@@ -303,7 +307,7 @@ func Append(b []byte, m Message) ([]byte, error) {
 // encode is Append, and names the memories that m names.
 func encode(b []byte, m Message) (packet []byte, named []uint32, err error) {
 	start := len(b)
-	c := coder{buf: append(b, byte(m.Kind()), m.head().Flags, 0, 0, 0, 0, 0, 0), writing: true}
+	c := coder{buf: append(b, byte(m.kind()), m.head().Flags, 0, 0, 0, 0, 0, 0), writing: true}
 	c.u64(&m.head().ID)
 	m.body(&c)
 	n := len(c.buf) - start
@@ -311,7 +315,7 @@ func encode(b []byte, m Message) (packet []byte, named []uint32, err error) {
 		c.fail("%d bytes; at most %d fit into a packet", n, PacketBytes)
 	}
 	if c.err != nil {
-		return b, nil, fmt.Errorf("%w: kind %d: %w", ErrMessage, m.Kind(), c.err)
+		return b, nil, fmt.Errorf("%w: kind %d: %w", ErrMessage, m.kind(), c.err)
 	}
 	binary.LittleEndian.PutUint32(c.buf[start+4:], uint32(n))
 	return c.buf, c.named, nil
@@ -458,6 +462,14 @@ func (c *coder) tensor(dtype *uint8, shape *[]int64) {
 	}
 }
 
+func (c *coder) announced(a *Announced) {
+	c.u32(&a.Result)
+	c.text(&a.Name)
+	c.tensor(&a.DType, &a.Shape)
+	c.u8(&a.How)
+	c.extent(&a.Range)
+}
+
 func (c *coder) placed(t *Tensor) { c.tensor(&t.DType, &t.Shape); c.extent(&t.Range) }
 
 // json is all that is left of a message, or where the head says Long, one range.
@@ -478,7 +490,7 @@ func (c *coder) json(h *Head, b *[]byte) {
 	}
 }
 
-// list walks over a list, each entry of which has at least least bytes.
+// list walks over a list, each entry of which is of as many bytes or more.
 func list[T any](c *coder, all *[]T, least int, each func(*T)) {
 	n := c.count(len(*all))
 	if !c.writing {
@@ -496,14 +508,15 @@ func list[T any](c *coder, all *[]T, least int, each func(*T)) {
 	}
 }
 
-// LongRange returns the range that holds the JSON of a message with flag Long.
+// LongRange borrows the JSON of a message with flag Long, and returns the range that holds
+// the real one.
 func LongRange(b []byte) (r Range) {
 	c := coder{buf: b}
 	c.extent(&r)
 	return r
 }
 
-// AppendRange appends r as it stands in a message with flag Long.
+// AppendRange appends r to b, which it borrows, as it stands in a message with flag Long.
 func AppendRange(b []byte, r Range) []byte {
 	c := coder{buf: b, writing: true}
 	c.extent(&r)

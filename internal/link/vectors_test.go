@@ -34,6 +34,7 @@ var vectors = []struct {
 	{"give", "", &Give{Head{ID: 9}, []Range{{7, 4096, 8192}, {1, 0, 1 << 33}}}},
 	{"give-nothing", "", &Give{}},
 	{"done", "", &Done{Head: Head{ID: 3}, Timings: [7]uint64{1, 2, 3, 4, 5, 6, 1 << 60}}},
+	{"done-results", "of results that were not announced before", &Done{Head: Head{ID: 3}, Results: []Announced{{0, "y", 12, []int64{2, 3}, Whole, Range{8, 0, 24}}, {1, "größe", 1, []int64{}, Whole, Range{}}}}},
 	{"done-failed", "", &Done{Head: Head{ID: 3}, Code: 5, JSON: []byte(`{"message":"no model \u00e4"}`)}},
 	{"ask", "", &Ask{Head{ID: 2}, 30_000, []byte(`{"verb":"info","connection":1}`)}},
 	{"call", "", &Call{
@@ -48,7 +49,7 @@ var vectors = []struct {
 	{"call-bare", "", &Call{Head: Head{ID: 4}, Model: "m"}},
 	{"data", "", &Data{Head{ID: 4}, 1, Range{7, 1 << 20, 1 << 20}}},
 	{"cancel", "", &Cancel{Head{ID: 4}}},
-	{"result", "", &Result{Head: Head{ID: 4}, Result: 1, Name: "y", DType: 11, Shape: []int64{1 << 40}, How: Whole, Range: Range{8, 0, 1 << 41}}},
+	{"result", "", &Result{Head{ID: 4}, Announced{1, "y", 11, []int64{1 << 40}, Whole, Range{8, 0, 1 << 41}}}},
 	{"region", "", &Region{Head{ID: 4}, 1, 1 << 20, 5, Range{}}},
 	{"region-piece", "", &Region{Head{Flags: Piece, ID: 4}, 1, 1 << 20, 5, Range{8, 64, 5}}},
 	{"ready", "", &Ready{JSON: []byte(`{"name":"m"}`)}},
@@ -127,7 +128,7 @@ func TestVectorsAreWhatIsSentAndRead(t *testing.T) {
 			require.NoError(t, err)
 			said, err := json.Marshal(fields(t, v.m))
 			require.NoError(t, err)
-			text := fmt.Sprintf("kind: %d\n", v.m.Kind())
+			text := fmt.Sprintf("kind: %d\n", KindOf(v.m))
 			if v.why != "" {
 				text += "why: " + v.why + "\n"
 			}
@@ -156,12 +157,12 @@ func TestVectorsAreWhatIsSentAndRead(t *testing.T) {
 func TestEveryKindHasAVector(t *testing.T) {
 	seen := map[Kind]bool{}
 	for _, v := range vectors {
-		seen[v.m.Kind()] = true
+		seen[KindOf(v.m)] = true
 	}
-	for k, make := range makers {
-		if make != nil {
+	for k, empty := range makers {
+		if empty != nil {
 			require.True(t, seen[Kind(k)], k)
-			require.Equal(t, Kind(k), make().Kind())
+			require.Equal(t, Kind(k), KindOf(empty()))
 		}
 	}
 }

@@ -93,7 +93,7 @@ func table(pairs [][2]string) map[string]string {
 	return t
 }
 
-// run runs a call to its end, and announces its results.
+// run runs a call to its end. Results that the guest does not know are left to done.
 func (o *op) run(m *link.Call, q client.Request) (client.Timings, error) {
 	defer o.dropResults()
 	cl, err := o.client(m.Connection)
@@ -109,9 +109,12 @@ func (o *op) run(m *link.Call, q client.Request) (client.Timings, error) {
 			if err != nil {
 				break // Wait has it too
 			}
-			n, err := o.announce(region.Port, region.Desc)
+			a, known := o.announce(region.Port, region.Desc)
+			if !known {
+				err = o.conn.Send(&link.Result{Head: link.Head{ID: o.id}, Announced: a})
+			}
 			if err == nil {
-				err = o.region(n, region.Off, int64(len(region.Data)))
+				err = o.region(a.Result, region.Off, int64(len(region.Data)))
 			}
 			if err != nil {
 				c.Cancel()
@@ -125,8 +128,8 @@ func (o *op) run(m *link.Call, q client.Request) (client.Timings, error) {
 		return t, err
 	}
 	for _, port := range slices.Sorted(maps.Keys(results)) {
-		if _, err := o.announce(port, results[port].Desc); err != nil {
-			return t, err
+		if a, known := o.announce(port, results[port].Desc); !known {
+			o.rest = append(o.rest, a)
 		}
 	}
 	return t, nil
@@ -171,30 +174,36 @@ func (o *op) dropResults() {
 	}
 }
 
-// announce tells the guest of a result, once, and returns its number.
-func (o *op) announce(name string, d tensor.Desc) (n uint32, err error) {
-	m := &link.Result{Head: link.Head{ID: o.id}, Name: name, DType: uint8(d.DType), Shape: d.Shape, How: link.Whole}
+// announce returns what the guest is to be told of a result, whose memory is the guest's
+// from now on, and whether it knows already.
+func (o *op) announce(name string, d tensor.Desc) (a link.Announced, known bool) {
+	a = link.Announced{Name: name, DType: uint8(d.DType), Shape: d.Shape, How: link.Whole}
 	o.mu.Lock()
+	defer o.mu.Unlock()
 	at := slices.IndexFunc(o.results, func(r *result) bool { return r.name == name })
 	if at < 0 { // in a range that the guest has named
 		at = len(o.results)
 		o.results = append(o.results, &result{name: name})
 	}
 	r := o.results[at]
-	m.Result = uint32(at)
-	known := r.known
-	r.known = true
+	a.Result = uint32(at)
+	known, r.known = r.known, true
 	if r.block != nil {
 		size, _ := d.Bytes() // place has checked it
-		m.Range = r.block.Range(size)
+		a.Range = r.block.Range(size)
 		o.conn.Own(r.block)
 		r.block = nil
 	}
-	o.mu.Unlock()
+	return a, known
+}
+
+// tell is announce, and tells the guest.
+func (o *op) tell(name string, d tensor.Desc) error {
+	a, known := o.announce(name, d)
 	if known {
-		return m.Result, nil
+		return nil
 	}
-	return m.Result, o.conn.Send(m)
+	return o.conn.Send(&link.Result{Head: link.Head{ID: o.id}, Announced: a})
 }
 
 // region says that bytes of a result have arrived, or bytes of a push were sent.
@@ -209,7 +218,8 @@ func (o *op) writer(name string) client.Sink {
 		w := &writer{op: o, n: uint32(len(o.results)), out: make(chan struct{}, piecesOut)}
 		o.results = append(o.results, &result{name: name, known: true})
 		o.mu.Unlock()
-		return w, o.conn.Send(&link.Result{Head: link.Head{ID: o.id}, Result: w.n, Name: name, DType: uint8(d.DType), Shape: d.Shape})
+		a := link.Announced{Result: w.n, Name: name, DType: uint8(d.DType), Shape: d.Shape}
+		return w, o.conn.Send(&link.Result{Head: link.Head{ID: o.id}, Announced: a})
 	})
 }
 

@@ -87,7 +87,8 @@ type op struct {
 	id     uint64
 	ctx    context.Context
 	cancel context.CancelCauseFunc
-	inputs []*pieces // by the number of the input; nil for a whole one
+	inputs []*pieces        // by the number of the input; nil for a whole one
+	rest   []link.Announced // results that go with done
 
 	mu      sync.Mutex
 	results []*result // guarded by mu, as they were announced
@@ -116,7 +117,7 @@ func (r *relay) receive() {
 				o.cancel(context.Canceled)
 			}
 		default:
-			err = fmt.Errorf("%w: kind %d is not a client's", link.ErrMessage, m.Kind())
+			err = fmt.Errorf("%w: kind %d is not a client's", link.ErrMessage, link.KindOf(m))
 		}
 		if err != nil {
 			r.ended <- err
@@ -172,7 +173,7 @@ func (r *relay) begin(id uint64, millis uint32, inputs []*pieces, work func(*op)
 
 // done ends an op for the guest. An error of sending is that of receive too.
 func (o *op) done(answer []byte, t client.Timings, err error) {
-	m := &link.Done{Head: link.Head{ID: o.id}, JSON: answer}
+	m := &link.Done{Head: link.Head{ID: o.id}, Results: o.rest, JSON: answer}
 	for i, d := range []time.Duration{t.Receive, t.Queue, t.H2D, t.Compute, t.D2H, t.FirstResult, t.Total} {
 		m.Timings[i] = uint64(max(0, d))
 	}

@@ -69,12 +69,12 @@ func start(t testing.TB, quota int64) *fixture {
 	}()
 	t.Cleanup(func() {
 		f.Close()
-		for range f.ended { //nolint:revive // until it is closed
+		for range f.ended { // until it is closed
 		}
 		used, _, _ := f.quota.Used()
 		require.Zero(t, used, "memory of the link is still used")
 		s.Close()
-		<-served
+		require.NoError(t, <-served)
 		models.Close()
 		host.Close()
 	})
@@ -109,24 +109,30 @@ func (f *fixture) collect() (map[string][]byte, *link.Done) {
 	f.T.Helper()
 	var all [][]byte
 	results := make(map[string][]byte)
+	result := func(m link.Announced) {
+		require.Equal(f.T, len(all), int(m.Result))
+		data := make([]byte, m.Shape[0])
+		if m.How == link.Whole && m.Range.Len > 0 {
+			data = f.Bytes(m.Range)
+		}
+		all = append(all, data)
+		results[m.Name] = data
+	}
 	for {
 		m, err := f.Recv()
 		require.NoError(f.T, err)
 		switch m := m.(type) {
 		case *link.Result:
-			require.Equal(f.T, len(all), int(m.Result))
-			data := make([]byte, m.Shape[0])
-			if m.How == link.Whole && m.Range.Len > 0 {
-				data = f.Bytes(m.Range)
-			}
-			all = append(all, data)
-			results[m.Name] = data
+			result(m.Announced)
 		case *link.Region:
 			if m.Flags&link.Piece != 0 {
 				copy(all[m.Result][m.Offset:], f.Bytes(m.Range))
 				f.Give(m.Range)
 			}
 		case *link.Done:
+			for _, a := range m.Results {
+				result(a)
+			}
 			return results, m
 		}
 	}

@@ -188,11 +188,11 @@ func (o *op) pull(q *request, flags uint8) ([]byte, client.Timings, error) {
 		if !named {
 			s, whole, err := o.place(name, d)
 			if whole {
-				_, err = o.announce(name, d)
+				err = o.tell(name, d)
 			}
 			return s, err
 		}
-		if _, err := o.announce(name, d); err != nil || t.at.Len == 0 {
+		if err := o.tell(name, d); err != nil || t.at.Len == 0 {
 			return client.Into([]byte{}), err
 		}
 		data, b, err := o.conn.Shared(t.at)

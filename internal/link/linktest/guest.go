@@ -5,7 +5,6 @@
 package linktest
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -169,7 +168,7 @@ func (g *Guest) Take(n int) link.Range {
 // Give gives a range back.
 func (g *Guest) Give(r ...link.Range) { g.T.Helper(); g.Send(&link.Give{Ranges: r}) }
 
-// Bytes is the memory of a range.
+// Bytes lends the memory of a range, until Close.
 func (g *Guest) Bytes(r link.Range) []byte {
 	if r.Len == 0 {
 		return []byte{}
@@ -180,18 +179,10 @@ func (g *Guest) Bytes(r link.Range) []byte {
 // Memories returns how many memories are mapped.
 func (g *Guest) Memories() int { return len(g.mem) }
 
-// Put takes a range and writes values into it.
+// Put takes a range and copies data into it.
 func (g *Guest) Put(data []byte) link.Range {
 	g.T.Helper()
 	r := g.Take(max(1, len(data)))
 	r.Len = uint64(copy(g.Bytes(r), data))
 	return r
-}
-
-// Uint32s are values as they lie in memory.
-func Uint32s(values ...uint32) (b []byte) {
-	for _, v := range values {
-		b = binary.LittleEndian.AppendUint32(b, v)
-	}
-	return b
 }

@@ -194,7 +194,7 @@ class _Run(Target):
             _link.turn(self)
             return
         if piece is not None:
-            link.give(piece)
+            link.give(piece, now=True)  # the host waits for it
         elif got.pieces:
             return  # the pieces say it themselves
         self._arrived(got, offset, length)
@@ -241,7 +241,7 @@ class _Run(Target):
                 break
             if self.error is None:
                 got.sink.write(offset, piece.view(piece.length))
-            link.give(piece)
+            link.give(piece, now=True)  # the host waits for it
             self._arrived(got, offset, piece.length)
         if self.progress is not None:
             self._show()

@@ -362,21 +362,17 @@ class Link:
 
     def _dispatch(self, kind: int, flags: int, id: int, packet: bytearray, size: int) -> None:
         if kind == _wire.DONE:
-            code, timings, raw = _wire.unpack_done(packet, size)
+            code, timings, results, raw = _wire.unpack_done(packet, size)
             if flags & _wire.LONG:
                 raw = self._long(raw)
             target = self.pending.pop(id, None)
+            for result in results:
+                self._result(target, *result)
             if target is not None:
                 target.on_done(code, timings, raw)
                 turn(target)
         elif kind == _wire.RESULT:
-            target = self.pending.get(id)
-            number, name, dtype, shape, how, place = _wire.unpack_result(packet, size)
-            given = None
-            if how == _wire.WHOLE and place.memory:
-                given = self._own(place)
-            if target is not None:
-                target.on_result(self, number, name, dtype, shape, how, given)
+            self._result(self.pending.get(id), *_wire.unpack_result(packet, size))
         elif kind == _wire.REGION:
             target = self.pending.get(id)
             number, offset, length, place = _wire.unpack_region(packet, size)
@@ -423,6 +419,13 @@ class Link:
             self.inbox.append(_wire.decode(packet[:size]))
         else:
             raise _wire.WireError(f"a host does not send kind {kind}")
+
+    def _result(
+        self, target: Optional[Target], number: int, name: str, dtype: int, shape: tuple[int, ...], how: int, place: _wire.Extent
+    ) -> None:
+        given = self._own(place) if how == _wire.WHOLE and place.memory else None
+        if target is not None:
+            target.on_result(self, number, name, dtype, shape, how, given)
 
     def _copy(self, id: int, packet: bytearray, size: int) -> None:
         target = self.pending.get(id)
@@ -548,13 +551,13 @@ class Link:
                 return
         self.give(free)
 
-    def give(self, back: Range) -> None:
-        """Hand a range over, with others or soon."""
+    def give(self, back: Range, now: bool = False) -> None:
+        """Hand a range over, with others later or now."""
         back.disown()
         with self._giving:
             self._gives.append(back.extent())
             self._give_bytes += back.length
-            if self._give_bytes >= _GIVE_BYTES or len(self._gives) >= _GIVE_RANGES:
+            if now or self._give_bytes >= _GIVE_BYTES or len(self._gives) >= _GIVE_RANGES:
                 self._flush()
 
     def lend(self, piece: Range, back: Optional[Callable[[Range], None]] = None) -> None:

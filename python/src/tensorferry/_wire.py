@@ -60,20 +60,21 @@ _INPUT = (
     ("port", "text"), ("", "tensor"), ("name", "text"), ("metadata", "texts"), ("how", "u8"), ("range", "range"),
 )  # fmt: skip
 _SINK = (("port", "text"), ("how", "u8"), ("range", "range"))
+_RESULT = (("result", "u32"), ("name", "text"), ("", "tensor"), ("how", "u8"), ("range", "range"))
 _BODIES: dict[int, tuple[tuple[str, Any], ...]] = {
     HELLO: (("json", "json"),),
     MEMORY: (("bytes", "u64"),),
     FORGET: (),
     TAKE: (("bytes", "u64"), ("millis", "u32")),
     GIVE: (("ranges", "ranges"),),
-    DONE: (("code", "u16"), ("timings", "timings"), ("json", "json")),
+    DONE: (("code", "u16"), ("timings", "timings"), ("results", _RESULT), ("json", "json")),
     ASK: (("millis", "u32"), ("json", "json")),
     CALL: (
         ("connection", "u32"), ("millis", "u32"), ("model", "text"), ("params", "texts"), ("inputs", _INPUT), ("sinks", _SINK),
     ),
     DATA: (("input", "u32"), ("range", "range")),
     CANCEL: (),
-    RESULT: (("result", "u32"), ("name", "text"), ("", "tensor"), ("how", "u8"), ("range", "range")),
+    RESULT: _RESULT,
     REGION: (("result", "u32"), ("offset", "u64"), ("length", "u64"), ("range", "range")),
     READY: (("json", "json"),),
     RUN: (("run", "u64"), ("row", "u64"), ("rows", "u64"), ("inputs", _PLACED), ("json", "json")),
@@ -165,21 +166,38 @@ def pack_cancel(id: int) -> bytes:
     return HEAD.pack(CANCEL, 0, 0, 16, id)
 
 
-def unpack_done(packet: Buffer, size: int) -> tuple[int, tuple[int, ...], bytes]:
-    """Return code, timings and json of a done."""
-    if size < 74:
+Announced = tuple[int, str, int, tuple[int, ...], int, Extent]
+
+
+def unpack_done(packet: Buffer, size: int) -> tuple[int, tuple[int, ...], list[Announced], bytes]:
+    """Return code, timings, results and json of a done."""
+    if size < 76:
         raise WireError("a done ends too early")
     code, *timings = _DONE.unpack_from(packet, 16)
-    return code, tuple(timings), bytes(packet[74:size])
+    (count,) = _U16.unpack_from(packet, 74)
+    at, results = 76, []
+    for _ in range(count):
+        result, at = _announced(packet, at)
+        results.append(result)
+    if at > size:
+        raise WireError("a done ends too early")
+    return code, tuple(timings), results, bytes(packet[at:size])
 
 
-def unpack_result(packet: Buffer, size: int) -> tuple[int, str, int, tuple[int, ...], int, Extent]:
+def unpack_result(packet: Buffer, size: int) -> Announced:
     """Return number, name, data type, shape, how and range of a result."""
+    result, at = _announced(packet, 16)
+    if at != size:
+        raise WireError("a result is not as long as it says")
+    return result
+
+
+def _announced(packet: Buffer, start: int) -> tuple[Announced, int]:
     try:
-        (number,) = _U32.unpack_from(packet, 16)
-        (n,) = _U16.unpack_from(packet, 20)
-        at = 24 + n
-        name = str(packet[22 : 22 + n], "utf-8")
+        (number,) = _U32.unpack_from(packet, start)
+        (n,) = _U16.unpack_from(packet, start + 4)
+        at = start + 8 + n
+        name = str(packet[start + 6 : start + 6 + n], "utf-8")
         dtype, rank = packet[at - 2], packet[at - 1]
         shape = struct.unpack_from(f"<{rank}Q", packet, at)
         at += 8 * rank
@@ -187,9 +205,7 @@ def unpack_result(packet: Buffer, size: int) -> tuple[int, str, int, tuple[int, 
         place = Extent._make(RANGE.unpack_from(packet, at + 1))
     except (struct.error, IndexError, UnicodeDecodeError) as err:
         raise WireError(f"a result: {err}") from None
-    if at + 1 + RANGE.size != size:
-        raise WireError("a result is not as long as it says")
-    return number, name, dtype, shape, how, place
+    return (number, name, dtype, shape, how, place), at + 1 + RANGE.size
 
 
 def unpack_region(packet: Buffer, size: int) -> tuple[int, int, int, Extent]:

@@ -1,0 +1,1076 @@
+#!/usr/bin/env python3
+"""Puts the Python side of tensorferry under stress: processes killed at random moments, forks, threads, restarts.
+
+    stress.py worker-kills|client-kills|program-kills|server-restarts|threads|connects|smoke
+
+Each command prints a line now and then and a summary, and exits with 1 if something went wrong. It needs nothing but
+the package and the program ($TENSORFERRY_BIN); numpy and torch are used where they are. It reads /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import faulthandler
+import gc
+import itertools
+import os
+import pathlib
+import random
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from typing import Any, Callable, Iterator, Optional
+
+HERE = pathlib.Path(__file__).resolve().parent
+try:
+    import tensorferry as tf
+except ImportError:  # not installed: from the working tree
+    sys.path.insert(0, str(HERE.parent / "src"))
+    import tensorferry as tf
+
+from tensorferry import _program
+
+from stress_models import LOAD_SECONDS
+
+try:
+    import numpy
+except ImportError:
+    numpy = None  # type: ignore[assignment]
+
+MIB = 1 << 20
+SIZES = (0, 1, 30_000, MIB + 1, 12 * MIB)
+BLOCK = random.Random(7).randbytes(13 * MIB)  # all content is a part of it
+CALL_SECONDS = 60.0  # the limit of a call that shall not need one
+STUCK_SECONDS = 90.0  # without any progress all stacks are dumped
+BACK_SECONDS = 30.0  # how long memory and descriptors may take to return
+MARK = "FERRY_STRESS"  # variable by which processes that this one started are found
+
+
+# What happened.
+
+
+class Tally:
+    """Counts what happened, by name, and keeps what went wrong. It is for any thread."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.longest: dict[str, float] = {}
+        self.wrong: list[str] = []
+        self.over = threading.Event()  # something went wrong: end soon
+        self._lock = threading.Lock()
+        self._began = self._said = time.monotonic()
+        self._seen = -1
+        self.tick()
+
+    def add(self, what: str, n: int = 1) -> None:
+        with self._lock:
+            self.counts[what] += n
+
+    def took(self, what: str, since: float, most: float) -> None:
+        """Note how long something took, which is wrong if it is more than most."""
+        seconds = time.monotonic() - since
+        with self._lock:
+            self.longest[what] = max(seconds, self.longest.get(what, 0.0))
+        if seconds > most:
+            self.fail(f"{what} took {seconds:.1f} s, more than {most} s")
+
+    def fail(self, what: str) -> None:
+        with self._lock:
+            self.wrong.append(what)
+        print(f"{self.name}: WRONG: {what}", file=sys.stderr, flush=True)
+        self.over.set()
+
+    def tick(self) -> None:
+        """Print a line now and then, and put the watchdog off where there was progress."""
+        now = time.monotonic()
+        total = sum(self.counts.values())
+        if total != self._seen:
+            self._seen = total
+            faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+        if now - self._said >= 10:
+            self._said = now
+            print(self, flush=True)
+
+    def __str__(self) -> str:
+        counts = [f"{n} {what}" for what, n in sorted(self.counts.items())]
+        longest = [f"{what} {s:.2f} s at most" for what, s in sorted(self.longest.items())]
+        return f"{self.name}: {time.monotonic() - self._began:.0f} s: " + ", ".join(counts + longest)
+
+    def end(self) -> int:
+        faulthandler.cancel_dump_traceback_later()
+        print(self, flush=True)
+        print(f"{self.name}: " + (f"{len(self.wrong)} things went wrong" if self.wrong else "ok"), flush=True)
+        return 1 if self.wrong else 0
+
+
+def gather(tally: Tally, jobs: list[Callable[[], None]], meanwhile: Optional[Callable[[], None]] = None) -> None:
+    """Run jobs on threads of their own, and something on this one, to the end."""
+
+    def guarded(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException:
+            tally.fail(traceback.format_exc())
+
+    threads = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
+    for t in threads:
+        t.start()
+    if meanwhile is not None:
+        guarded(meanwhile)
+    for t in threads:
+        while t.is_alive():
+            t.join(0.5)
+            tally.tick()
+
+
+def until(claim: Callable[[], Any], seconds: float) -> Any:
+    """Look at what nobody tells of until it holds, and return it; the last look after some seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        holds = claim()
+        if holds or time.monotonic() >= deadline:
+            return holds
+        time.sleep(0.02)
+
+
+# Processes.
+
+
+class Process:
+    """A process that is found by its number, whose number may be another's as soon as it has ended."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.fd = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.fd, signal.SIGKILL)
+
+    def ended(self, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+
+
+def read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""  # it has ended
+
+
+def processes() -> Iterator[tuple[int, int, str]]:
+    """Yield the numbers of all processes, their parents' and their states."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            fields = read(f"/proc/{name}/stat").rpartition(b")")[2].split()
+            if fields:
+                yield int(name), int(fields[1]), fields[0].decode()
+
+
+def children(pid: int) -> list[int]:
+    return [child for child, parent, _ in processes() if parent == pid]
+
+
+def arguments(pid: int) -> list[str]:
+    return read(f"/proc/{pid}/cmdline").decode().split("\0")[:-1]
+
+
+def marked(mark: str) -> list[int]:
+    """Return the living processes that have a mark in their environment."""
+    wanted = f"{MARK}={mark}".encode()
+    return [
+        pid for pid, _, state in processes() if state != "Z" and wanted in read(f"/proc/{pid}/environ").split(b"\0")
+    ]
+
+
+def links(mark: str) -> list[int]:
+    return [pid for pid in marked(mark) if arguments(pid)[1:2] == ["link"]]
+
+
+def own_link() -> int:
+    """Return the link program of this process."""
+    return next(pid for pid in children(os.getpid()) if arguments(pid)[1:2] == ["link"])
+
+
+def usage(pid: int) -> dict[str, int]:
+    """Return the descriptors, mappings of shared memory, threads and resident bytes of a process."""
+    status = dict(re.findall(r"^(RssAnon|RssShmem|Threads):\s+(\d+)", read(f"/proc/{pid}/status").decode(), re.M))
+    return {
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        "mappings": read(f"/proc/{pid}/maps").count(b"memfd:"),
+        "threads": int(status["Threads"]),
+        "MiB": (int(status["RssAnon"]) + int(status["RssShmem"])) >> 10,
+        "children": len(children(pid)),
+    }
+
+
+def returns(tally: Tally, what: str, now: Callable[[], dict[str, int]], base: dict[str, int], slack: dict[str, int]) -> None:
+    """Check that all numbers come back to what they were, but for a slack."""
+
+    def above() -> dict[str, str]:
+        got = now()
+        return {k: f"{base[k]} -> {n}" for k, n in got.items() if n > base[k] + slack.get(k, 0)}
+
+    began = time.monotonic()
+    until(lambda: not above(), BACK_SECONDS)
+    rest = above()
+    if rest:
+        tally.fail(f"{what} does not return to its baseline: {rest}; of {base}")
+    tally.took(f"return of {what}", began, BACK_SECONDS + 5)
+
+
+class Server:
+    """A server in a process of its own."""
+
+    def __init__(self, *flags: str, port: int = 0, env: Optional[dict[str, str]] = None):
+        self.process = subprocess.Popen(
+            [_program.find(), "serve", "--listen", f"127.0.0.1:{port}", "--metrics", "off", "--engine", "cpu", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            # serve takes variables of this prefix for its settings.
+            env={**{k: v for k, v in os.environ.items() if not k.startswith("TENSORFERRY_")}, **(env or {})},
+        )
+        self.pid = self.process.pid
+        self.log: collections.deque[str] = collections.deque(maxlen=200)
+        self.address = ""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            m = re.search(r"msg=listening address=(\S+)", line)
+            if m:
+                self.address = m.group(1)
+                break
+        if not self.address:
+            raise RuntimeError("the server did not start: " + "".join(self.log))
+        self._reader = threading.Thread(target=self.log.extend, args=(self.process.stderr,), daemon=True)
+        self._reader.start()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def ended(self, seconds: float) -> Optional[int]:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def stop(self, tally: Tally) -> None:
+        self.signal(signal.SIGTERM)
+        code = self.ended(30)
+        if code is None:
+            tally.fail("the server does not end 30 s after SIGTERM")
+            self.process.kill()
+            self.process.wait()
+        elif code:
+            tally.fail(f"the server ended with {code}: " + "".join(list(self.log)[-20:]))
+        self._reader.join(5)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        if any("panic" in line or "DATA RACE" in line for line in self.log):
+            tally.fail("the server's log has a panic: " + "".join(self.log))
+
+
+def held(client: tf.Client, pid: int) -> dict[str, int]:
+    """Return what a server holds: its own counters and what the system says."""
+    info = client.info()
+    counters = info["counters"]
+    used = {k: counters[k] for k in ("calls", "sessions", "open_transfers", "panics_total")}
+    used["memory KiB"] = counters["memory_used_bytes"] >> 10
+    for model in info["models"]:
+        for name in ("worker_input_bytes", "worker_result_bytes", "worker_queue_blocks"):
+            used[name] = used.get(name, 0) + int(model.get("gauges", {}).get(name, 0))
+    return {**used, **usage(pid)}
+
+
+# Of a server and of a link program: the runtime keeps some memory and threads.
+SLACK = {"descriptors": 2, "threads": 8, "MiB": 64, "mappings": 4, "memory KiB": 8 << 10, "sessions": 1}
+
+
+# Content.
+
+
+def content(rng: random.Random, sizes: Any = SIZES) -> bytes:
+    size = rng.choice(sizes)
+    at = rng.randrange(len(BLOCK) - size)
+    return BLOCK[at : at + size]
+
+
+def as_input(rng: random.Random, data: bytes) -> Any:
+    if numpy is None or rng.random() < 0.5:
+        return data
+    return numpy.frombuffer(data, "uint8")
+
+
+def raw(y: Any) -> bytes:
+    return bytes(y.data) if isinstance(y, tf.Tensor) else bytes(y.tobytes())
+
+
+def check(y: Any, data: bytes) -> None:
+    got = raw(y)
+    if got != data:
+        first = next((i for i, (a, b) in enumerate(zip(got, data)) if a != b), min(len(got), len(data)))
+        raise AssertionError(f"{len(got)} bytes differ from the {len(data)} that were expected at {first}")
+
+
+def items(data: bytes, size: int = 300_000) -> Iterator[bytes]:
+    return (data[i : i + size] for i in range(0, len(data), size))
+
+
+def outcome(tally: Tally, work: Callable[[], Any], *, typed: type[tf.Error] = tf.Unavailable) -> Optional[tf.Error]:
+    """Do some work that may fail with one error, and return that. Any other is wrong."""
+    try:
+        work()
+        tally.add("correct")
+        return None
+    except tf.Error as err:
+        if not isinstance(err, typed) or (isinstance(err, tf.LinkError) and typed is not tf.LinkError):
+            tally.fail(f"{type(err).__name__} is not {typed.__name__}:\n{traceback.format_exc()}")
+        elif not err.retryable or not err.message:
+            tally.fail(f"an error without a message, or that is not retryable: {err!r}")
+        tally.add(f"{type(err).__name__}s")
+        return err
+    except Exception:
+        tally.fail(traceback.format_exc())
+        return None
+
+
+def again(tally: Tally, work: Callable[[], Any], what: str, most: float, typed: type[tf.Error] = tf.Unavailable) -> None:
+    """Try until it works, which shall not take long."""
+    began = time.monotonic()
+    while not tally.over.is_set():
+        err = outcome(tally, work, typed=typed)
+        if err is None or time.monotonic() - began > most:
+            break
+        tally.over.wait(err.retry_after or 0.05)
+    tally.took(what, began, most)
+
+
+# The commands.
+
+
+class WorkerKills:
+    """One model of a server with Python workers, whose process is killed again and again."""
+
+    RECOVERY_SECONDS = 25.0  # the server waits up to 10 s between starts
+    ERROR_SECONDS = 10.0
+
+    def __init__(self, tally: Tally, server: Server, client: tf.Client, name: str, rng: random.Random):
+        self.tally, self.server, self.client, self.name, self.rng = tally, server, client, name, rng
+        self.killed = 0.0  # when
+
+    def worker(self, seconds: float) -> Optional[Process]:
+        """Return the process that computes the model; it may be loading."""
+
+        def look() -> Optional[Process]:
+            for pid in children(self.server.pid):
+                if arguments(pid)[-1:] == [f"stress_models:{self.name}"]:
+                    with contextlib.suppress(ProcessLookupError):
+                        return Process(pid)
+            return None
+
+        found: Optional[Process] = until(look, seconds)
+        if found is None:
+            self.tally.fail(f"{self.name}: no worker process for {seconds} s")
+        return found
+
+    def kill(self, victim: Process, how: str) -> None:
+        self.killed = time.monotonic()
+        victim.kill()
+        self.tally.add(f"killed {how}")
+
+    def start(self, data: bytes, delay: float = 0.0, source: Any = None) -> tf.Call:
+        params = {"delay": delay, "copy": str(self.rng.random() < 0.5).lower()}
+        x = tf.Tensor(data) if source is None else tf.Stream(source, (len(data),), "uint8")
+        return self.client.call(self.name, {"x": x}, params=params, timeout=CALL_SECONDS, like="tensor")
+
+    def finish(self, call: tf.Call, data: bytes) -> None:
+        """Wait for a call that may fail, and see that it fails once and for good."""
+        err = outcome(self.tally, lambda: check(call.result()["y"], data))
+        if self.killed:
+            self.tally.took("error or result after a kill", max(self.killed, self.began), self.ERROR_SECONDS)
+        if err is not None:
+            try:
+                call.result()
+                self.tally.fail("a call that has failed has a result")
+            except tf.Error as second:
+                if type(second) is not type(err):
+                    self.tally.fail(f"a call failed with {err!r} and then {second!r}")
+
+    def round(self) -> None:
+        victim = self.worker(15)
+        if victim is None:
+            return
+        self.killed, self.began = 0.0, time.monotonic()
+        with victim:
+            getattr(self, self.rng.choice(("loading", "computing", "filled", "being_read", "at_any_time")))(victim)
+        data = content(self.rng)
+        again(self.tally, lambda: check(self.start(data).result()["y"], data), "recovery", self.RECOVERY_SECONDS)
+
+    def loading(self, victim: Process) -> None:
+        self.kill(victim, "idle")
+        victim.ended(10)
+        successor = self.worker(15)
+        if successor is None:
+            return
+        with successor:
+            self.tally.over.wait(self.rng.uniform(0, LOAD_SECONDS * 1.2))
+            self.kill(successor, "loading")
+            self.began = time.monotonic()
+            data = content(self.rng)
+            outcome(self.tally, lambda: check(self.start(data).result()["y"], data))
+            self.tally.took("error or result after a kill", self.began, self.ERROR_SECONDS)
+
+    def computing(self, victim: Process) -> None:
+        timer = threading.Timer(self.rng.uniform(0, 0.3), self.kill, (victim, "computing"))
+        timer.start()
+        all = [content(self.rng, SIZES[1:]) for _ in range(self.rng.randint(1, 3))]
+        calls = [(self.start(data, 0.03), data) for data in all]
+        for call, data in calls:
+            self.finish(call, data)
+        timer.join()
+
+    def filled(self, victim: Process) -> None:
+        data = content(self.rng, SIZES[3:])
+        at = self.rng.randrange(len(data) // 300_000 + 1)
+
+        def source() -> Iterator[bytes]:
+            for i, item in enumerate(items(data)):
+                if i == at:
+                    self.kill(victim, "being filled")
+                    victim.ended(10)  # the input pauses
+                yield item
+
+        self.finish(self.start(data, source=source()), data)
+
+    def being_read(self, victim: Process) -> None:
+        data = content(self.rng, SIZES[3:])
+        call = self.start(data, 0.005)
+        after = self.rng.randint(0, 3)
+
+        def regions() -> None:
+            for i, region in enumerate(call.regions()):
+                assert region.data is None or bytes(region.data) == data[region.offset :][: region.length]
+                if i == after:
+                    self.kill(victim, "being read")
+            if not self.killed:
+                self.kill(victim, "after being read")
+
+        outcome(self.tally, regions)
+        self.finish(call, data)
+        if not self.killed:
+            self.kill(victim, "before being read")
+
+    def at_any_time(self, victim: Process) -> None:
+        timer = threading.Timer(self.rng.uniform(0, 0.1), self.kill, (victim, "at any time"))
+        timer.start()
+        while timer.is_alive():
+            data = content(self.rng)
+            self.finish(self.start(data), data)
+        timer.join()
+
+
+def worker_kills(tally: Tally, n: int, seed: int) -> None:
+    # Each model has its own pauses between starts, which grow: several wait side by side.
+    names = [f"{('quick', 'slow')[i % 2]}{i}" for i in range(max(2, min(12, n // 3)))]
+    path = os.pathsep.join([str(HERE), os.path.dirname(os.path.dirname(tf.__file__))])
+    server = Server(
+        *[flag for name in names for flag in ("--python", f"{name}=stress_models:{name}")],
+        "--python-env", f"PYTHONPATH={path}",
+        env={"TENSORFERRY_PYTHON": sys.executable},
+    )  # fmt: skip
+    client = tf.connect(server.address)
+    rounds = itertools.count()
+    models = [WorkerKills(tally, server, client, name, random.Random(f"{seed}/{name}")) for name in names]
+
+    def job(model: WorkerKills) -> Callable[[], None]:
+        def work() -> None:
+            while next(rounds) < n and not tally.over.is_set():
+                model.round()
+
+        return work
+
+    def warm() -> None:
+        for model in models:
+            check(model.start(BLOCK[: 12 * MIB]).result()["y"], BLOCK[: 12 * MIB])
+
+    warm()
+    gc.collect()
+    base = held(client, server.pid)
+    gather(tally, [job(model) for model in models])
+    warm()
+    returns(tally, "the server", lambda: held(client, server.pid), base, SLACK)
+    client.close()
+    server.stop(tally)
+
+
+def guest(address: str, seed: str) -> None:
+    """Work at random until somebody kills this process."""
+    print("begins", flush=True)
+    client = tf.connect(address)
+    print("connected", flush=True)
+
+    def job(i: int) -> Callable[[], None]:
+        rng = random.Random(f"{seed}/{i}")
+        kept: collections.deque[tuple[Any, bytes]] = collections.deque(maxlen=4)
+
+        def work() -> None:
+            while True:
+                act(rng, client, kept, f"g{rng.randrange(8)}")
+
+        return work
+
+    tally = Tally("guest")
+    gather(tally, [job(i) for i in range(3)], lambda: (tally.over.wait(), os._exit(3))[0])
+
+
+def act(rng: random.Random, client: tf.Client, kept: collections.deque[tuple[Any, bytes]], name: str) -> str:
+    """Do one thing of many with a client, check it, and say what it was."""
+    data = content(rng)
+    what = rng.choice(("compute", "compute", "slow", "stream", "regions", "dropped", "push", "pull", "empty", "out"))
+    if what == "compute":
+        y = client.compute("echo", as_input(rng, data), timeout=CALL_SECONDS)
+        check(y, data)
+        kept.append((y, data))  # results that are held stay as they are
+        check(*kept[0])
+    elif what == "slow":
+        call = client.call("slow", {"x": as_input(rng, data)}, params={"delay": "20ms"}, timeout=CALL_SECONDS)
+        check(call.result()["y"], data)
+    elif what == "stream":
+        call = client.call("echo", {"x": tf.Stream(items(data), (len(data),), "uint8")}, timeout=CALL_SECONDS)
+        check(call.result()["y"], data)
+    elif what == "regions":
+        call = client.call("echo", {"x": data}, timeout=CALL_SECONDS, like="tensor")
+        arrived = 0
+        for region in call.regions():
+            if bytes(region.data or b"") != data[region.offset :][: region.length]:
+                raise AssertionError("a region has not the bytes that were sent")
+            arrived += region.length
+        if arrived != len(data):
+            raise AssertionError(f"{arrived} bytes of {len(data)} arrived")
+    elif what == "dropped":
+        call = client.call("slow", {"x": data}, params={"delay": "50ms"}, timeout=CALL_SECONDS)
+        next(call.regions(), None)
+        del call
+    elif what == "push":
+        # What is stored says itself what it has to be.
+        client.push({f"{name}/{len(data)}": BLOCK[: len(data)]}, timeout=CALL_SECONDS)
+    elif what == "pull":
+        with contextlib.suppress(tf.NotFound):
+            for found, y in client.pull(f"{name}/{len(data)}", timeout=CALL_SECONDS).items():
+                check(y, BLOCK[: int(found.rpartition("/")[2])])
+    elif what == "empty":
+        e = client.empty(len(data), "uint8", like="tensor")
+        e.data[:] = data
+        check(client.compute("echo", e, timeout=CALL_SECONDS), data)
+    elif what == "out":
+        out = bytearray(len(data))
+        client.compute("echo", data, out=out, timeout=CALL_SECONDS)
+        if out != data:
+            raise AssertionError("out has not the bytes that were sent")
+    return what
+
+
+def clear(client: tf.Client) -> None:
+    """Remove what was pushed."""
+    names = [stored.name for stored in client.list("*")]
+    if names:
+        client.delete(*names)
+
+
+def begin(command: str, *args: str, mark: str, **more: Any) -> subprocess.Popen[str]:
+    """Start this program with a hidden command."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    env = {**os.environ, "PYTHONPATH": path, MARK: mark, **more.pop("env", {})}
+    return subprocess.Popen([sys.executable, __file__, command, *args], stdout=subprocess.PIPE, text=True, env=env, **more)
+
+
+def client_kills(tally: Tally, n: int, seed: int) -> None:
+    server = Server()
+    client = tf.connect(server.address)
+    rounds = itertools.count()
+    shm = set(os.listdir("/dev/shm"))
+
+    def clean() -> None:
+        clear(client)
+        client.compute("echo", BLOCK, timeout=CALL_SECONDS)
+
+    for _ in range(4):
+        clean()
+    base = held(client, server.pid)
+    with tempfile.TemporaryDirectory() as temporary:
+
+        def job(i: int) -> Callable[[], None]:
+            rng = random.Random(f"{seed}/{i}")
+
+            def work() -> None:
+                while (k := next(rounds)) < n and not tally.over.is_set():
+                    round(rng, k)
+
+            return work
+
+        def round(rng: random.Random, k: int) -> None:
+            mark = uuid.uuid4().hex
+            begun = begin("_guest", server.address, f"{seed}/{k}", mark=mark, env={"TMPDIR": temporary})
+            with begun as child:
+                assert child.stdout is not None
+                at = rng.choice(("at its start", "connecting", "at work", "at work", "at work"))
+                if at != "at its start":
+                    child.stdout.readline()
+                if at == "at work":
+                    child.stdout.readline()
+                tally.over.wait(rng.uniform(0, {"at its start": 0.3, "connecting": 0.1}.get(at, 1.0)))
+                for pid in marked(mark):
+                    for fd in itertools.count():
+                        try:
+                            place = os.readlink(f"/proc/{pid}/fd/{fd}")
+                        except OSError:
+                            if fd > 30:
+                                break
+                            continue
+                        if place.startswith(("/tmp/", "/dev/shm/", temporary)):
+                            tally.fail(f"{arguments(pid)} has {place} open")
+                code = child.poll()
+                if code is not None:
+                    tally.fail(f"the client ended with {code} before it was killed")
+                child.kill()
+                child.wait()
+                killed = time.monotonic()
+                if not until(lambda: not marked(mark), 15):
+                    tally.fail(f"these live after their client: {[(p, arguments(p)) for p in marked(mark)]}")
+                tally.took("end of the program", killed, 10)
+                tally.add(f"killed {at}")
+
+        gather(tally, [job(i) for i in range(min(4, n))])
+        left = os.listdir(temporary) + sorted(set(os.listdir("/dev/shm")) - shm)
+        if left:
+            tally.fail(f"left behind: {left}")
+    clean()
+    returns(tally, "the server", lambda: held(client, server.pid), base, SLACK)
+    client.close()
+    server.stop(tally)
+
+
+def program_kills(tally: Tally, n: int, seed: int) -> None:
+    server = Server()
+    client = tf.connect(server.address)
+    rng = random.Random(seed)
+
+    def rest() -> dict[str, int]:
+        with Process(own_link()) as program:  # a new one has little memory, and what stays was leaked
+            program.kill()
+            program.ended(10)
+        gc.collect()
+        again(tally, lambda: check(client.compute("echo", BLOCK[:MIB]), BLOCK[:MIB]), "recovery", 15, tf.LinkError)
+        used = usage(os.getpid())
+        del used["MiB"]  # Python keeps what it likes
+        return used
+
+    check(client.compute("echo", BLOCK), BLOCK)
+    base, served = rest(), held(client, server.pid)
+    kept: list[collections.deque[tuple[Any, bytes]]] = [collections.deque(maxlen=3) for _ in range(4)]
+    for _ in range(n):
+        if tally.over.is_set():
+            break
+        stop, seeds = threading.Event(), [rng.random() for _ in kept]
+
+        def job(i: int, stop: threading.Event = stop, seeds: list[float] = seeds) -> Callable[[], None]:
+            own = random.Random(seeds[i])
+
+            def one() -> None:
+                if kept[i] and own.random() < 0.2:  # also what the dead program made is an input
+                    y, data = kept[i][-1]
+                    check(client.compute("echo", y, timeout=CALL_SECONDS), data)
+                else:
+                    act(own, client, kept[i], "p")
+
+            def work() -> None:
+                while not stop.is_set() and not tally.over.is_set():
+                    if outcome(tally, one, typed=tf.LinkError) is not None:
+                        again(tally, one, "recovery", 15, tf.LinkError)
+
+            return work
+
+        def kill(stop: threading.Event = stop) -> None:
+            for _ in range(rng.choice((1, 1, 2))):
+                tally.over.wait(rng.uniform(0, 0.3))
+                pid = until(lambda: [p for p in children(os.getpid()) if arguments(p)[1:2] == ["link"]], 10)
+                with Process(pid[0]) as program:
+                    program.kill()
+                    tally.add("kills")
+                    if not program.ended(10):
+                        tally.fail("the program does not end")
+            stop.set()
+
+        gather(tally, [job(i) for i in range(len(kept))], kill)
+        for held_results in kept:
+            for y, data in held_results:
+                check(y, data)
+        again(tally, lambda: check(client.compute("echo", BLOCK), BLOCK), "recovery", 15, tf.LinkError)
+    for held_results in kept:
+        held_results.clear()
+    again(tally, lambda: clear(client), "recovery", 15, tf.LinkError)
+    returns(tally, "this process", rest, base, {"descriptors": 0, "mappings": 2})
+    returns(tally, "the server", lambda: held(client, server.pid), served, SLACK)
+    client.close()
+    server.stop(tally)
+
+
+def server_restarts(tally: Tally, n: int, seed: int) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    server = Server(port=port)
+    client = tf.connect(server.address)
+    rng, stop = random.Random(seed), threading.Event()
+    news = threading.Condition()
+    good = [0] * 6  # successes by thread
+
+    def rest() -> dict[str, int]:
+        gc.collect()
+        return {k: v for k, v in usage(own_link()).items() if k != "MiB"}
+
+    def job(i: int) -> Callable[[], None]:
+        own = random.Random(f"{seed}/{i}")
+        kept: collections.deque[tuple[Any, bytes]] = collections.deque(maxlen=2)
+
+        def work() -> None:
+            while not stop.is_set() and not tally.over.is_set():
+                err = outcome(tally, lambda: act(own, client, kept, "r"))
+                if err is not None:
+                    stop.wait(err.retry_after or 0.05)
+                else:
+                    with news:
+                        good[i] += 1
+                        news.notify_all()
+
+        return work
+
+    def all_work(what: str) -> None:
+        began, before = time.monotonic(), list(good)
+        with news:
+            news.wait_for(lambda: all(a > b for a, b in zip(good, before)) or tally.over.is_set(), 30)
+        tally.took(what, began, 20)
+
+    def restarts() -> None:
+        nonlocal server
+        for _ in range(n):
+            all_work("results of all threads")
+            if tally.over.is_set():
+                break
+            tally.over.wait(rng.uniform(0, 0.3))
+            how = rng.choice(("killed", "stopped", "drained"))
+            began = time.monotonic()
+            server.signal({"killed": signal.SIGKILL, "stopped": signal.SIGINT}.get(how, signal.SIGTERM))
+            if how == "stopped" and server.ended(0.6) is None:
+                server.signal(signal.SIGINT)  # at once
+            code = server.ended(30)
+            if code is None or (how == "drained" and code not in (0, 1)):
+                tally.fail(f"a server that was {how} ended with {code}: " + "".join(list(server.log)[-10:]))
+                server.process.kill()
+                server.process.wait()
+            tally.took(f"end of a server that is {how}", began, 20)
+            tally.over.wait(rng.choice((0, rng.uniform(0, 1))))
+            server = Server(port=port)
+            tally.add(how)
+            tally.tick()
+        all_work("results of all threads")
+        stop.set()
+
+    base = rest()
+    gather(tally, [job(i) for i in range(len(good))], restarts)
+    clear(client)
+    returns(tally, "the link program", rest, base, {**SLACK, "mappings": 64})
+    client.close()
+    server.stop(tally)
+
+
+def threads(tally: Tally, seconds: float, seed: int) -> None:
+    server = Server()
+    client = tf.connect(server.address)
+    mark = os.environ[MARK] = uuid.uuid4().hex
+    # The link program starts again, now with the mark.
+    with Process(own_link()) as first:
+        first.kill()
+        first.ended(10)
+    again(tally, lambda: client.compute("echo", b"1"), "start", 10, tf.LinkError)
+    rng, deadline = random.Random(seed), time.monotonic() + seconds
+    alive = [time.monotonic()] * 40
+    link = own_link()
+
+    def job(i: int) -> Callable[[], None]:
+        own = random.Random(f"{seed}/{i}")
+        kept: collections.deque[tuple[Any, bytes]] = collections.deque(maxlen=2)
+
+        def work() -> None:
+            while time.monotonic() < deadline and not tally.over.is_set():
+                tally.add(act(own, client, kept, f"t{i}"))
+                alive[i] = time.monotonic()
+                if own.random() < 0.02:
+                    gc.collect()
+
+        return work
+
+    def middle() -> None:
+        torch = None
+        with contextlib.suppress(ImportError):
+            import torch  # type: ignore[no-redef]
+        things: list[Callable[[], None]] = [
+            lambda: fork(tally, client, rng),
+            lambda: fork(tally, client, rng),
+            lambda: runs(tally, rng),
+            lambda: dead_parent(tally, server, mark),
+        ]
+        if torch is not None:
+            things.append(lambda: loader(tally, client, torch))
+        for thing in itertools.cycle(things):
+            if time.monotonic() >= deadline or tally.over.is_set():
+                break
+            thing()
+            tally.tick()
+            late = [i for i, at in enumerate(alive) if time.monotonic() - at > STUCK_SECONDS]
+            if late:
+                faulthandler.dump_traceback(all_threads=True)
+                tally.fail(f"threads {late} are stuck for {STUCK_SECONDS} s")
+
+    gather(tally, [job(i) for i in range(len(alive))], middle)
+    if own_link() != link:
+        tally.fail("the link program is another one")
+    if not until(lambda: links(mark) == [link], 15):
+        tally.fail(f"link programs live on: {links(mark)}, ours is {link}")
+    clear(client)
+    check(client.compute("echo", BLOCK), BLOCK)
+    client.close()
+    server.stop(tally)
+
+
+def fork(tally: Tally, client: tf.Client, rng: random.Random) -> None:
+    """Fork some children that use the client."""
+    pids = []
+    for seed in [rng.random() for _ in range(2)]:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                faulthandler.cancel_dump_traceback_later()
+                faulthandler.dump_traceback_later(60, exit=True)
+                own = random.Random(seed)
+                kept: collections.deque[tuple[Any, bytes]] = collections.deque(maxlen=2)
+                for i in range(5):
+                    act(own, client, kept, f"f{i}")
+                code = 0
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    for pid in pids:
+        status = os.waitpid(pid, 0)[1]
+        if status:
+            tally.fail(f"a forked child ended with status {status}")
+        tally.add("forks")
+
+
+def runs(tally: Tally, rng: random.Random) -> None:
+    data = content(rng)
+    done = subprocess.run(["cat"], input=data, stdout=subprocess.PIPE, check=True)
+    if done.stdout != data:
+        tally.fail("subprocess.run gives other bytes")
+    tally.add("subprocesses")
+
+
+class Echoes:
+    """A data set of torch: each item comes through the client."""
+
+    def __init__(self, client: tf.Client, torch: Any):
+        self.client, self.torch = client, torch
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, i: int) -> Any:
+        return self.client.compute("echo", self.torch.full((30_000,), i), timeout=CALL_SECONDS)
+
+
+def loader(tally: Tally, client: tf.Client, torch: Any) -> None:
+    batches = torch.utils.data.DataLoader(
+        Echoes(client, torch), batch_size=4, num_workers=2, multiprocessing_context="fork", timeout=60
+    )
+    for i, batch in enumerate(batches):
+        if not bool((batch == torch.arange(4 * i, 4 * i + 4)[:, None]).all()):
+            tally.fail("a DataLoader gives other numbers")
+    tally.add("DataLoaders")
+
+
+def parent(address: str) -> None:
+    """Fork a child that lives until its standard input ends, and work until somebody kills this process."""
+    client = tf.connect(address)
+    client.compute("echo", b"1")
+    program, child = own_link(), os.fork()
+    if child == 0:
+        os.read(0, 1)
+        os._exit(0)
+    print(child, program, flush=True)
+    while True:
+        client.compute("echo", BLOCK[:MIB])
+
+
+def dead_parent(tally: Tally, server: Server, mark: str) -> None:
+    """Kill a process that has a link and a child. The link's program ends, the child lives."""
+    with begin("_parent", server.address, mark=mark, stdin=subprocess.PIPE) as one:
+        assert one.stdout is not None
+        numbers = one.stdout.readline().split()
+        if len(numbers) != 2:
+            tally.fail("a process that forks does not start")
+            return
+        with Process(int(numbers[0])) as child, Process(int(numbers[1])) as program:
+            one.kill()
+            one.wait()
+            killed = time.monotonic()
+            if not program.ended(10):
+                tally.fail("a dead parent's link program lives while a child of the parent does")
+                program.kill()
+            tally.took("end of a dead parent's program", killed, 5)
+            if child.ended(0):
+                tally.fail("the child has ended too")
+            assert one.stdin is not None
+            one.stdin.close()
+            child.ended(10)
+    tally.add("dead parents")
+
+
+def connects(tally: Tally, n: int, seed: int) -> None:
+    server = Server()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens there
+        nowhere = f"127.0.0.1:{closed.getsockname()[1]}"
+        with tf.connect(server.address) as first:
+            rounds = itertools.count(-40)
+
+            def job(i: int, most: int) -> Callable[[], None]:
+                rng = random.Random(f"{seed}/{i}")
+
+                def work() -> None:
+                    while next(rounds) < most and not tally.over.is_set():
+                        one(rng)
+
+                return work
+
+            def one(rng: random.Random) -> None:
+                how = rng.choice(("closed", "used", "used", "dropped", "refused", "open call"))
+                if how == "refused":
+                    with tf.connect(nowhere) as c:  # it says so with the first use
+                        try:
+                            c.compute("echo", b"1")
+                            tally.fail("nobody listens, and compute works")
+                        except tf.Unavailable as err:
+                            if isinstance(err, tf.LinkError):
+                                tally.fail(f"nobody listens: {err!r}")
+                else:
+                    c = tf.connect(server.address)
+                    if how in ("used", "dropped"):
+                        data = content(rng, SIZES[:4])
+                        check(c.compute("echo", data), data)
+                    if how == "open call":
+                        call = c.call("slow", {"x": b"1" * 5000}, params={"delay": "10s"})
+                        c.close()
+                        try:
+                            call.result(timeout=10)
+                            tally.fail("a call of a closed client has a result")
+                        except tf.DeadlineExceeded:
+                            tally.fail("a call of a closed client does not end")
+                        except tf.Error:
+                            pass
+                    if how != "dropped":
+                        c.close()
+                    del c
+                tally.add(how)
+
+            def now() -> dict[str, int]:
+                gc.collect()
+                first.compute("echo", b"1" * 5000)  # what nobody closed is closed with the next use
+                mine = {f"own {k}": v for k, v in usage(os.getpid()).items() if k != "MiB"}
+                return {**mine, **{f"program's {k}": v for k, v in usage(own_link()).items()}, **held(first, server.pid)}
+
+            gather(tally, [job(i, 0) for i in range(4)])
+            base = now()
+            gather(tally, [job(i, n) for i in range(4)])
+            slack = {"own mappings": 2, "program's descriptors": 3, "program's threads": 8, "program's MiB": 24, "program's mappings": 2}
+            returns(tally, "all", now, base, {**SLACK, **slack})
+    server.stop(tally)
+
+
+COUNTED: dict[str, tuple[Callable[[Tally, int, int], None], int, int, str]] = {
+    "worker-kills": (worker_kills, 200, 8, "kill the processes of Python models"),
+    "client-kills": (client_kills, 200, 10, "kill Python processes that use a server"),
+    "program-kills": (program_kills, 50, 6, "kill the program of a link"),
+    "server-restarts": (server_restarts, 20, 3, "kill, stop and drain a server under load, and start it again"),
+    "connects": (connects, 1000, 60, "connect and close"),
+}
+
+
+def smoke(seed: int) -> int:
+    """Run all briefly, each in a process of its own."""
+    failed = []
+    for name in [*COUNTED, "threads"]:
+        size = ["--seconds", "8"] if name == "threads" else ["-n", str(COUNTED[name][2])]
+        if subprocess.run([sys.executable, __file__, name, *size, "--seed", str(seed)]).returncode:
+            failed.append(name)
+    print("stress: " + (f"failed: {', '.join(failed)}" if failed else "all ok"))
+    return 1 if failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="stress.py", description="Puts the Python side of tensorferry under stress.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    seeded = argparse.ArgumentParser(add_help=False)
+    seeded.add_argument("--seed", type=int, help="of what is random; default: by the time, and printed")
+    for name, (_, n, _, about) in COUNTED.items():
+        p = commands.add_parser(name, help=about, parents=[seeded])
+        p.add_argument("-n", type=int, default=n, help="how often (%(default)s)")
+    p = commands.add_parser("threads", help="share a client among 40 threads, with forks between", parents=[seeded])
+    p.add_argument("--seconds", type=float, default=60, help="how long (%(default)s)")
+    commands.add_parser("smoke", help="all of it, briefly", parents=[seeded])
+    commands.add_parser("_guest").add_argument("rest", nargs="*")
+    commands.add_parser("_parent").add_argument("rest", nargs="*")
+    args = parser.parse_args()
+    faulthandler.enable()
+    if args.command in ("_guest", "_parent"):
+        {"_guest": guest, "_parent": parent}[args.command](*args.rest)
+        return 1
+    seed = int(time.time()) if args.seed is None else args.seed
+    if args.command == "smoke":
+        return smoke(seed)
+    print(f"{args.command}: seed {seed}, numpy {'is not there' if numpy is None else numpy.__version__}", flush=True)
+    tally = Tally(args.command)
+    try:
+        if args.command == "threads":
+            threads(tally, args.seconds, seed)
+        else:
+            COUNTED[args.command][0](tally, args.n, seed)
+    except BaseException:
+        tally.fail(traceback.format_exc())
+    return tally.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
