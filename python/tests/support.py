@@ -69,18 +69,26 @@ class Server:
         else:
             raise AssertionError(f"the server did not start: {said}")
         self.address = m.group(1)
-        threading.Thread(target=self.process.stderr.read, daemon=True).start()
+        self._drain = threading.Thread(target=self.process.stderr.read, daemon=True)
+        self._drain.start()
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self._end()
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGINT)
         try:
             self.process.wait(15)
         except subprocess.TimeoutExpired:
-            self.kill()
+            self.process.kill()
+        self._end()
+
+    def _end(self) -> None:
+        self.process.wait()
+        self._drain.join(5)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
 
 class Served(unittest.TestCase):

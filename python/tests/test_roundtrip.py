@@ -41,7 +41,9 @@ class Plain(support.Served):
         self.assertEqual(self.client.compute("relu", array.array("f", [-1, 2])).tolist(), [0, 2])
 
     def test_push_and_pull(self):
-        tensors = {f"p/{name}/{i}": tf.Tensor(raw(name, s), s, name) for name in NAMES for i, s in enumerate(SHAPES[:5])}
+        tensors = {
+            f"p/{name}/{i}": tf.Tensor(raw(name, s), s, name) for name in NAMES for i, s in enumerate(SHAPES[:5])
+        }
         tensors["p/large"] = tf.Tensor(raw("int16", (5, 1 << 20)), (5, 1 << 20), "int16")
         pushed = self.client.push(tensors)
         self.assertEqual([(p.name, p.bytes) for p in pushed], [(n, t.nbytes) for n, t in tensors.items()])
@@ -54,7 +56,7 @@ class Plain(support.Served):
         self.assertEqual(listed["p/large"].shape, (5, 1 << 20))
         self.assertEqual(listed["p/large"].digest, pushed[-1].digest)
         self.assertEqual(len(self.client.delete("p/*/*", "p/large")), len(tensors))
-        self.assertEqual(self.client.list("p/*"), [])
+        self.assertFalse([s.name for s in self.client.list() if s.name.startswith("p/")])
 
     def test_memory_of_the_link_is_sent_as_it_is(self):
         e = self.client.empty((3, 1 << 20), "uint8", like="tensor")
@@ -95,8 +97,12 @@ class Numpy(support.Served):
                     data = raw(name, shape)
                     if number in _tensor._BITS:
                         bits = numpy.frombuffer(data, _tensor._BITS[number]).reshape(shape)
-                        self.same(bits, self.client.call("echo", {"": tf.Tensor(bits, dtype=name)}, like="numpy").result()["y"]
-                                  .view(bits.dtype))
+                        self.same(
+                            bits,
+                            self.client.call("echo", {"": tf.Tensor(bits, dtype=name)}, like="numpy")
+                            .result()["y"]
+                            .view(bits.dtype),
+                        )
                     else:
                         x = numpy.frombuffer(data, name).reshape(shape)  # read-only
                         self.same(x, self.client.compute("echo", x))
@@ -123,7 +129,13 @@ class Numpy(support.Served):
         self.same(numpy.asarray(numpy.float32(2)), self.client.compute("echo", numpy.float32(2)))
         with self.assertRaises(TypeError):
             self.client.compute("echo", numpy.ma.masked_array([1.0], [True]))
-        for x in (numpy.array(["a"]), numpy.array([object()]), numpy.zeros(2, "M8[s]"), numpy.zeros(2, "f4,i4"), numpy.zeros(2, "g")):
+        for x in (
+            numpy.array(["a"]),
+            numpy.array([object()]),
+            numpy.zeros(2, "M8[s]"),
+            numpy.zeros(2, "f4,i4"),
+            numpy.zeros(2, "g"),
+        ):
             with self.assertRaises(TypeError, msg=x.dtype):
                 self.client.compute("echo", x)
 
@@ -161,7 +173,11 @@ class Torch(support.Served):
         self.assertIsInstance(y, torch.Tensor)
         self.assertEqual((y.shape, y.dtype, y.device), (x.shape, x.dtype, x.device))
         want = x.detach().resolve_conj().contiguous()
-        self.assertTrue(torch.equal(y.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)) if math.prod(x.shape) else True)
+        self.assertTrue(
+            torch.equal(y.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
+            if math.prod(x.shape)
+            else True
+        )
 
     def test_every_data_type_and_shape(self):
         for name in NAMES:

@@ -43,9 +43,7 @@ class Vectors(unittest.TestCase):
             got = _wire.decode(packet)
             kind, id, flags = got["kind"], got["id"], got["flags"]
             if kind == _wire.DONE:
-                self.assertEqual(
-                    _wire.unpack_done(packet, len(packet))[::3], (got["code"], got["json"])
-                )
+                self.assertEqual(_wire.unpack_done(packet, len(packet))[::3], (got["code"], got["json"]))
             elif kind == _wire.RESULT:
                 want = (got["result"], got["name"], got["dtype"], tuple(got["shape"]), got["how"], got["range"])
                 self.assertEqual(_wire.unpack_result(packet, len(packet)), want)
@@ -82,7 +80,7 @@ class Vectors(unittest.TestCase):
                 bad = bytearray(packet)
                 bad[draw.randrange(len(bad))] = draw.randrange(256)
                 for read in (
-                    lambda p: _wire.decode(p),
+                    _wire.decode,
                     lambda p: _wire.unpack_result(p, len(p)),
                     lambda p: _wire.unpack_done(p, len(p)),
                     lambda p: _wire.unpack_region(p, len(p)),

@@ -123,7 +123,7 @@ class _Run(Target):
     """A call, a push or a pull that the host works on."""
 
     __slots__ = (
-        "ended", "feeds", "files", "id", "keep", "like", "link", "outputs", "progress", "pushed", "raw", "regions", "results",
+        "ended", "feeds", "files", "id", "keep", "like", "link", "moved", "outputs", "progress", "pushed", "raw", "regions", "results",
         "shown", "sinks", "staged", "timings",
     )  # fmt: skip
 
@@ -139,6 +139,7 @@ class _Run(Target):
         self.files: deque[tuple[_Result, int, Range]] = deque()
         self.regions: Optional[deque[tuple[_Result, int, int]]] = None
         self.progress: Optional[Progress] = None
+        self.moved: list[list[Any]] = []  # what the feeds had sent at the end, alike
         self.pushed: list[list[Any]] = []  # name, bytes moved, all bytes
         self.shown: dict[tuple[str, str], int] = {}
         self.keep: Any = None  # the inputs
@@ -221,8 +222,10 @@ class _Run(Target):
         for staged in self.staged:
             self.link.put(staged)
         self.staged = []
-        for feed in self.feeds:
+        feeds, self.feeds = self.feeds, []  # they have the run: a cycle would keep the results until it is collected
+        for feed in feeds:
             feed.stop()
+            self.moved += feed.sent
         self.keep = None
 
     # What the caller's threads call.
@@ -268,6 +271,7 @@ class _Run(Target):
             self._show()
         self.close()
         if self.error is not None:
+            self.results = {}  # its traceback has the run
             raise self.error
 
     def close(self) -> None:
@@ -304,7 +308,7 @@ class _Run(Target):
 
     def _show(self) -> None:
         assert self.progress is not None
-        sent = self.pushed or [entry for feed in self.feeds for entry in feed.sent]
+        sent = self.pushed or self.moved or [entry for feed in self.feeds for entry in feed.sent]
         now = {("in", name): (moved, all) for name, moved, all in sent}
         now.update({("out", got.name): (got.arrived, got.nbytes) for got in self.results.values()})
         for key, (moved, all) in now.items():
@@ -737,7 +741,12 @@ class Client:
             if metadata and metadata.get(name):
                 entry["metadata"] = dict(metadata[name])
             place = link.find(source.address, source.nbytes) if source.address and source.nbytes else None
-            if place is None and 0 < source.nbytes <= _wire.PIECE_BYTES and source.items is None and small < _SMALL_BYTES:
+            if (
+                place is None
+                and 0 < source.nbytes <= _wire.PIECE_BYTES
+                and source.items is None
+                and small < _SMALL_BYTES
+            ):
                 small += source.nbytes
                 place = self._stage(run, source, timeout)
             if place is not None:

@@ -58,7 +58,9 @@ class Memory:
         self.base = ctypes.addressof(ctypes.c_ubyte.from_buffer(self.map))
 
 
-_Dropped = tuple[Optional[Memory], int, int]
+# A range that nobody uses any more: memory, offset and length. Or, with memory 0, what
+# is to be sent: a kind and its id.
+_Dropped = tuple[int, int, int]
 
 
 class Range:
@@ -74,7 +76,7 @@ class Range:
         # The collector runs this at any point of any thread: it must take no lock.
         drop = self._drop
         if drop is not None:
-            drop((self.memory, self.offset, self.length))
+            drop((self.memory.id, self.offset, self.length))
 
     @property
     def address(self) -> int:
@@ -421,7 +423,14 @@ class Link:
             raise _wire.WireError(f"a host does not send kind {kind}")
 
     def _result(
-        self, target: Optional[Target], number: int, name: str, dtype: int, shape: tuple[int, ...], how: int, place: _wire.Extent
+        self,
+        target: Optional[Target],
+        number: int,
+        name: str,
+        dtype: int,
+        shape: tuple[int, ...],
+        how: int,
+        place: _wire.Extent,
     ) -> None:
         given = self._own(place) if how == _wire.WHOLE and place.memory else None
         if target is not None:
@@ -470,14 +479,23 @@ class Link:
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
+        self._let_go()
 
     def forget(self) -> None:
         """Leave the link to the parent process, in a child after a fork."""
         self.dead = LinkError("this belongs to the parent process", hint="a child process starts a link of its own")
         self._sock.close()
         self.pending.clear()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        # Memory stays mapped for as long as somebody has a view of it.
         self._free.clear()
         self.lent.clear()
+        self._dropped.clear()
+        self.memories.clear()
+        self._starts.clear()
+        self._at.clear()
 
     # Memory.
 
@@ -569,12 +587,13 @@ class Link:
         dropped = self._dropped
         while dropped:
             try:
-                memory, a, b = dropped.popleft()
+                number, a, b = dropped.popleft()
             except IndexError:
                 return
+            memory = self.memories.get(number)
             if memory is not None:
-                self.put(Range(memory, a, b, self._dropped.append))
-            elif self.dead is None:
+                self.put(Range(memory, a, b, dropped.append))
+            elif number == 0 and self.dead is None:
                 if a == _wire.CANCEL and b in self.pending:
                     self.send(_wire.pack_cancel(b))
                 elif a == _wire.ASK:
@@ -582,7 +601,7 @@ class Link:
 
     def later(self, kind: int, id: int) -> None:
         """Have a call cancelled, or a connection closed. A finalizer may call it."""
-        self._dropped.append((None, kind, id))
+        self._dropped.append((0, kind, id))
 
     def trim(self) -> None:
         """Give back what is kept for the next user."""
