@@ -2,6 +2,7 @@ package relay
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -73,7 +74,10 @@ func (r *relay) call(m *link.Call) (run func(), err error) {
 			}
 		}
 		q.To = func(port string, d tensor.Desc) (client.Sink, error) {
-			s, _, err := o.place(port, d)
+			s, whole, err := o.place(port, d)
+			if !whole && err == nil {
+				s = o.writer(port)
+			}
 			return s, err
 		}
 		t, err := o.run(m, q)
@@ -143,7 +147,7 @@ type result struct {
 }
 
 // place says where a result goes whose place the guest has not named: into memory of
-// the link while there is enough, else in pieces.
+// the link, if there is enough.
 func (o *op) place(name string, d tensor.Desc) (s client.Sink, whole bool, err error) {
 	n, err := d.Bytes()
 	if err != nil {
@@ -154,7 +158,7 @@ func (o *op) place(name string, d tensor.Desc) (s client.Sink, whole bool, err e
 		return client.Sink{}, false, err
 	}
 	if b == nil {
-		return o.writer(name), false, nil
+		return client.Sink{}, false, nil
 	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -213,14 +217,17 @@ func (o *op) region(n uint32, off, length int64) error {
 
 // writer has a result go to the guest in pieces.
 func (o *op) writer(name string) client.Sink {
-	return client.Writer(func(d tensor.Desc) (io.Writer, error) {
-		o.mu.Lock()
-		w := &writer{op: o, n: uint32(len(o.results)), out: make(chan struct{}, piecesOut)}
-		o.results = append(o.results, &result{name: name, known: true})
-		o.mu.Unlock()
-		a := link.Announced{Result: w.n, Name: name, DType: uint8(d.DType), Shape: d.Shape}
-		return w, o.conn.Send(&link.Result{Head: link.Head{ID: o.id}, Announced: a})
-	})
+	return client.Writer(func(d tensor.Desc) (io.Writer, error) { return o.opened(name, d) })
+}
+
+// opened announces a result that comes in pieces.
+func (o *op) opened(name string, d tensor.Desc) (*writer, error) {
+	o.mu.Lock()
+	w := &writer{op: o, n: uint32(len(o.results)), out: make(chan struct{}, piecesOut)}
+	o.results = append(o.results, &result{name: name, known: true})
+	o.mu.Unlock()
+	a := link.Announced{Result: w.n, Name: name, DType: uint8(d.DType), Shape: d.Shape}
+	return w, o.conn.Send(&link.Result{Head: link.Head{ID: o.id}, Announced: a})
 }
 
 // writer writes a result in pieces.
@@ -234,6 +241,18 @@ type writer struct {
 // Write copies p into pieces and hands them over, waiting for the guest where it has
 // many.
 func (w *writer) Write(p []byte) (n int, err error) {
+	n, err = w.WriteAt(p, w.off)
+	w.off += int64(n)
+	return n, err
+}
+
+// ReadAt fails: a server sends what it is asked for in order, and nothing is read again.
+func (w *writer) ReadAt([]byte, int64) (int, error) {
+	return 0, errors.New("relay: the server does not send in order")
+}
+
+// WriteAt is Write at an offset.
+func (w *writer) WriteAt(p []byte, off int64) (n int, err error) {
 	o := w.op
 	for n < len(p) {
 		select {
@@ -250,13 +269,12 @@ func (w *writer) Write(p []byte) (n int, err error) {
 		}
 		b.Freed = func() { <-w.out }
 		k := copy(b.Bytes()[:min(len(b.Bytes()), pieceBytes)], p[n:])
-		m := &link.Region{Head: link.Head{ID: o.id, Flags: link.Piece}, Result: w.n, Offset: uint64(w.off), Len: uint64(k), Range: b.Range(int64(k))}
+		m := &link.Region{Head: link.Head{ID: o.id, Flags: link.Piece}, Result: w.n, Offset: uint64(off) + uint64(n), Len: uint64(k), Range: b.Range(int64(k))}
 		o.conn.Own(b)
 		if err := o.conn.Send(m); err != nil {
 			return n, err
 		}
 		n += k
-		w.off += int64(k)
 	}
 	return n, nil
 }
@@ -371,10 +389,6 @@ type reader struct {
 // Read implements io.Reader.
 func (r reader) Read(to []byte) (int, error) {
 	if len(r.rest) == 0 {
-		if r.done != nil {
-			r.done()
-			r.done = nil
-		}
 		data, release, err := r.next(r.over)
 		if err != nil {
 			return 0, err
@@ -382,6 +396,9 @@ func (r reader) Read(to []byte) (int, error) {
 		r.rest, r.done = data, release
 	}
 	n := copy(to, r.rest)
-	r.rest = r.rest[n:]
+	if r.rest = r.rest[n:]; len(r.rest) == 0 { // the guest may wait for it, to send the next tensor
+		r.done()
+		r.done = nil
+	}
 	return n, nil
 }

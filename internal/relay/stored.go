@@ -182,15 +182,18 @@ func (o *op) pull(q *request, flags uint8) ([]byte, client.Timings, error) {
 	}()
 	p.To = func(name string, d tensor.Desc) (client.Sink, error) {
 		t, named := q.To.named[name]
-		if t.pieces || q.To.pieces && !named {
-			return o.writer(name), nil
-		}
-		if !named {
+		if !named && !q.To.pieces {
 			s, whole, err := o.place(name, d)
 			if whole {
 				err = o.tell(name, d)
 			}
-			return s, err
+			if whole || err != nil {
+				return s, err
+			}
+		}
+		if t.pieces || !named {
+			w, err := o.opened(name, d)
+			return client.At(w), err // which gathers what comes in small pieces
 		}
 		if err := o.tell(name, d); err != nil || t.at.Len == 0 {
 			return client.Into([]byte{}), err

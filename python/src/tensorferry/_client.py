@@ -123,8 +123,8 @@ class _Run(Target):
     """A call, a push or a pull that the host works on."""
 
     __slots__ = (
-        "ended", "feeds", "files", "id", "keep", "like", "link", "moved", "outputs", "progress", "pushed", "raw", "regions", "results",
-        "shown", "sinks", "staged", "timings",
+        "ended", "feeds", "files", "id", "keep", "like", "link", "moved", "outputs", "progress", "pushed", "raw",
+        "regions", "results", "shown", "sinks", "staged", "timings",
     )  # fmt: skip
 
     def __init__(self, link: Link, id: int, like: Optional[Like]):

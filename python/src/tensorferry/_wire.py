@@ -70,7 +70,8 @@ _BODIES: dict[int, tuple[tuple[str, Any], ...]] = {
     DONE: (("code", "u16"), ("timings", "timings"), ("results", _RESULT), ("json", "json")),
     ASK: (("millis", "u32"), ("json", "json")),
     CALL: (
-        ("connection", "u32"), ("millis", "u32"), ("model", "text"), ("params", "texts"), ("inputs", _INPUT), ("sinks", _SINK),
+        ("connection", "u32"), ("millis", "u32"), ("model", "text"), ("params", "texts"),
+        ("inputs", _INPUT), ("sinks", _SINK),
     ),
     DATA: (("input", "u32"), ("range", "range")),
     CANCEL: (),
