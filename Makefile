@@ -103,7 +103,7 @@ python-examples: ## Run every program in examples/python to its end
 
 lint-python: ## ruff and mypy
 	p=$$(tools/python-env lint python/requirements-lint.txt) && set -x && cd python && \
-		../$$p -m ruff check --no-cache . ../examples/python ../bench/python && ../$$p -m ruff format --no-cache --check . && ../$$p -m mypy --cache-dir=/dev/null
+		../$$p -m ruff check --no-cache --config pyproject.toml . ../examples/python ../bench/python && ../$$p -m ruff format --no-cache --check --config pyproject.toml . ../examples/python ../bench/python && ../$$p -m mypy --cache-dir=/dev/null
 
 lint: lint-go lint-proto breaking ## Everything that reads the source without running it
 

@@ -32,9 +32,17 @@ class Session:
         self.out = queue.SimpleQueue()  # of frames; None ends it
         frames = tensorferry_pb2_grpc.TensorServiceStub(self.channel).StreamTensors(iter(self.out.get, None))
         self.session = uuid.uuid4().bytes
-        self.out.put(pb.Frame(hello=pb.Hello(
-            version=1, session_id=self.session, max_chunk_bytes=CHUNK, checksum=pb.CHECKSUM_CRC32, max_open_tensors=64,
-        )))
+        self.out.put(
+            pb.Frame(
+                hello=pb.Hello(
+                    version=1,
+                    session_id=self.session,
+                    max_chunk_bytes=CHUNK,
+                    checksum=pb.CHECKSUM_CRC32,
+                    max_open_tensors=64,
+                )
+            )
+        )
         self.frames = frames
         hello = next(frames).hello
         self.chunk = min(CHUNK, hello.max_chunk_bytes or CHUNK)
@@ -43,10 +51,21 @@ class Session:
         """Run a model with one input and one result, whose bytes it returns."""
         data = memoryview(data).cast("B")
         call, tensor = uuid.uuid4().bytes, uuid.uuid4().bytes
-        self.out.put(pb.Frame(
-            calls=[pb.Call(id=call, model=model, inputs=[pb.Input(tensor_id=tensor)])],
-            descs=[pb.TensorDesc(tensor_id=tensor, call_id=call, dtype=dtype, shape=shape, size_bytes=len(data), chunk_bytes=self.chunk)],
-        ))
+        self.out.put(
+            pb.Frame(
+                calls=[pb.Call(id=call, model=model, inputs=[pb.Input(tensor_id=tensor)])],
+                descs=[
+                    pb.TensorDesc(
+                        tensor_id=tensor,
+                        call_id=call,
+                        dtype=dtype,
+                        shape=shape,
+                        size_bytes=len(data),
+                        chunk_bytes=self.chunk,
+                    )
+                ],
+            )
+        )
         count = max(1, -(-len(data) // self.chunk))
         sent = 0
         result = place = done = None
@@ -73,7 +92,9 @@ class Session:
 
     def send(self, tensor, index, data):
         part = bytes(data[index * self.chunk : (index + 1) * self.chunk])
-        self.out.put(pb.Frame(chunk=pb.Chunk(tensor_id=tensor, index=index, checksum=checksum(tensor, index, part), data=part)))
+        self.out.put(
+            pb.Frame(chunk=pb.Chunk(tensor_id=tensor, index=index, checksum=checksum(tensor, index, part), data=part))
+        )
 
     def close(self):
         self.out.put(None)

@@ -12,9 +12,8 @@ import time
 import unittest
 from typing import Any
 
-from support import descriptors, needs_numpy, needs_torch, numpy, pattern, program, torch
-
 import tensorferry as tf
+from support import descriptors, needs_numpy, needs_torch, numpy, pattern, program, torch
 from tensorferry._model import find, prepare
 
 
@@ -26,13 +25,22 @@ class Says(unittest.TestCase):
             return a
 
         p = prepare(f)
-        self.assertEqual((list(p.inputs), list(p.outputs), p.rows, p.wants_call, p.by_name), (["a", "b"], ["y"], 0, True, True))
+        self.assertEqual(
+            (list(p.inputs), list(p.outputs), p.rows, p.wants_call, p.by_name), (["a", "b"], ["y"], 0, True, True)
+        )
         self.assertEqual(list(prepare(lambda **inputs: inputs).inputs), ["x"])
 
     def test_ports_are_said_in_several_ways(self) -> None:
         p = prepare(
             lambda a, b, c, d: a,
-            {"inputs": {"a": "float32", "b": ("float32", [-1, 3]), "c": (["int8", "int16"], None), "d": tf.Port(whole=True)}},
+            {
+                "inputs": {
+                    "a": "float32",
+                    "b": ("float32", [-1, 3]),
+                    "c": (["int8", "int16"], None),
+                    "d": tf.Port(whole=True),
+                }
+            },
         )
         self.assertEqual(p.inputs["a"], tf.Port(("float32",)))
         self.assertEqual(p.inputs["b"], tf.Port(("float32",), (-1, 3)))
@@ -216,7 +224,7 @@ class Computes(unittest.TestCase):
 
         c = self.served(
             f, rows=1, block_rows=7, inputs={"x": ("float32", [-1, 5]), "k": tf.Port(("float32",), (5,), whole=True)},
-            outputs={n: "float32" for n in ("sum", "twice", "turned", "first")},
+            outputs=dict.fromkeys(("sum", "twice", "turned", "first"), "float32"),
         )  # fmt: skip
         x, k = numpy.arange(500, dtype="f4").reshape(100, 5), numpy.arange(5, dtype="f4")
         y = c.call("m", {"x": x, "k": k}).result()
@@ -245,7 +253,9 @@ class Computes(unittest.TestCase):
     @needs_torch
     def test_a_module_computes_as_it_does_here(self) -> None:
         torch.manual_seed(1)
-        net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+        net = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.ReLU(), torch.nn.Linear(16, 3)
+        )
         c = self.served(net, rows=1, block_rows=16, device="cpu")
         x = torch.randn(50, 8)
         with torch.no_grad():

@@ -44,7 +44,7 @@ class Param:
 
 @dataclasses.dataclass(frozen=True)
 class Port:
-    """One input or output: its data types (none: any), its shape, and whether it is needed whole before the first row."""
+    """One input or output: its data types (none: any), its shape, and whether it is needed whole."""
 
     dtypes: tuple[str, ...] = ()
     shape: tuple[int, ...] = (ANY_AXES,)
@@ -200,8 +200,10 @@ def find(target: str) -> Any:
 def prepare(target: Any, declarations: Optional[Mapping[str, Any]] = None) -> Prepared:
     """Makes a model of a function, a Model, a torch module, a class of these, or a factory of one.
 
-    A class, and a function that can be called without arguments, is a factory: it is called once. Of several declarations
-    of one thing the first counts: those given here, those of what the factory returned, those of the factory."""
+    A class, or a function that can be called without arguments, is a factory: it is called once. Of several
+    declarations of one thing the first counts: those given here, those of what the factory returned, those of the
+    factory.
+    """
     layers: list[Mapping[str, Any]] = [dict(declarations or {})]
     check(layers[0])
     made = target
@@ -264,10 +266,10 @@ def _prepared(made: Any, said: dict[str, Any]) -> Prepared:
     names, wants_call, by_name = _signature(
         made.compute if isinstance(made, Model) and type(made).__call__ is Model.__call__ else compute
     )
-    if module and len(names) == 1 or not names:
+    if (module and len(names) == 1) or not names:
         names = ["x"]
-    inputs = _ports(said["inputs"] if "inputs" in said else {n: None for n in names})
-    outputs = _ports(said["outputs"] if "outputs" in said else {"y": None})
+    inputs = _ports(said["inputs"] if "inputs" in said else dict.fromkeys(names))
+    outputs = _ports(said.get("outputs", {"y": None}))
     rows = said.get("rows", 0)
     if rows in _ROWS:
         rows = _ROWS[rows]
@@ -328,7 +330,7 @@ def _signature(f: Any) -> tuple[list[str], bool, Optional[set[str]]]:
 
 def _ports(said: Union[Mapping[str, Any], Sequence[str]]) -> dict[str, Port]:
     if not isinstance(said, Mapping):
-        said = {name: None for name in said}
+        said = dict.fromkeys(said)
     return {str(name): _port(name, p) for name, p in said.items()}
 
 

@@ -20,13 +20,18 @@ STOP_SECONDS = 30.0  # the server lets open calls finish for ten
 class Server:
     """A server of one model of this process. It ends with stop, with the `with` block, or with this process."""
 
-    def __init__(self, model: Any, listen: str, name: str, options: Sequence[str], declarations: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Any, listen: str, name: str, options: Sequence[str], declarations: dict[str, Any]
+    ) -> None:
         self._stopping = threading.Lock()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # A session of its own: Ctrl-C is for Python, which has the server finish its calls.
             self._process = subprocess.Popen(
-                [_program.find(), "serve", "--child", "--listen", listen, "--python-fd", f"{name}={theirs.fileno()}", *options],
+                [
+                    _program.find(), "serve", "--child", "--listen", listen,
+                    "--python-fd", f"{name}={theirs.fileno()}", *options,
+                ],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()], start_new_session=True,
                 env=_program.environment(),
             )  # fmt: skip
@@ -97,8 +102,8 @@ def serve(
 ) -> Server:
     """Serves a function, a Model, a torch module, or a factory of one, computed by a thread of this process.
 
-    It returns when the server listens, at `.address`; port 0 is any free one. `.wait()` waits for Ctrl-C. declarations are
-    those of tensorferry.model, options more arguments of `tensorferry serve`.
+    It returns when the server listens, at `.address`; port 0 is any free one. `.wait()` waits for Ctrl-C.
+    declarations are those of tensorferry.model, options more arguments of `tensorferry serve`.
     """
     if name is None:
         name = model.rpartition(":")[2] if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
