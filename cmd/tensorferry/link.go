@@ -57,7 +57,7 @@ func serveLink(fd int) error {
 	if err != nil {
 		return err
 	}
-	stop, err := link.Watch(guest.PID, func() { _ = socket.Close() })
+	stop, err := link.Watch(guest.PID, func() { _ = socket.CloseRead() })
 	if err != nil {
 		return err
 	}

@@ -14,6 +14,7 @@ import (
 	"io"
 	"math"
 	"net"
+	"os"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -24,8 +25,12 @@ import (
 
 // Conn is a link to one guest.
 type Conn struct {
-	socket *net.UnixConn
+	socket *net.UnixConn // for shutting down
 	cfg    Config
+	// file is the same socket, blocking: an answer is here sooner than through the poller,
+	// which takes three system calls for a message. open makes it.
+	file   *os.File
+	open   func() error
 	packet []byte // of Recv
 	ctx    context.Context
 	cancel context.CancelFunc
@@ -106,6 +111,12 @@ func New(socket *net.UnixConn, cfg Config) *Conn {
 		socket: socket, cfg: cfg, packet: make([]byte, PacketBytes+1), known: make(map[uint32]struct{}),
 		wake: make(chan struct{}, 1), owned: make(map[Range]*Block),
 	}
+	c.open = sync.OnceValue(func() (err error) {
+		if c.file, err = socket.File(); err == nil {
+			c.file.Fd() // makes it blocking
+		}
+		return err
+	})
 	c.ctx, c.cancel = context.WithCancel(context.Background())
 	cfg.Heap.attach(c)
 	c.ending.Go(c.tell)
@@ -122,11 +133,21 @@ func (c *Conn) Close() {
 	c.mu.Unlock()
 	c.cfg.Heap.detach(c)
 	c.cancel()
-	_ = c.socket.Close() // a second time it fails
+	c.Shutdown()
+	_ = c.socket.Close()
+	if c.open() == nil {
+		_ = c.file.Close() // a second time it fails
+	}
 	c.ending.Wait()
 	for _, b := range owned {
 		b.Release()
 	}
+}
+
+// Shutdown ends the socket, and so Recv and Send.
+func (c *Conn) Shutdown() {
+	_ = c.socket.CloseRead() // they fail where it has ended
+	_ = c.socket.CloseWrite()
 }
 
 // Done is closed by Close.
@@ -136,9 +157,12 @@ func (c *Conn) Done() <-chan struct{} { return c.ctx.Done() }
 // guest. After any error the link is of no use: close it.
 func (c *Conn) Recv() (Message, error) {
 	for {
-		n, err := c.socket.Read(c.packet)
+		if c.open() != nil {
+			return nil, io.EOF // it is closed
+		}
+		n, err := c.file.Read(c.packet)
 		switch {
-		case errors.Is(err, io.EOF), errors.Is(err, net.ErrClosed), errors.Is(err, syscall.ECONNRESET): // reset: it left messages unread
+		case errors.Is(err, io.EOF), errors.Is(err, os.ErrClosed), errors.Is(err, syscall.ECONNRESET): // reset: it left messages unread
 			return nil, io.EOF
 		case err != nil:
 			return nil, fmt.Errorf("link: %w", err)
@@ -169,6 +193,9 @@ func (c *Conn) Send(m Message) error {
 }
 
 func (c *Conn) send(m Message) error {
+	if err := c.open(); err != nil {
+		return fmt.Errorf("link: %w", err)
+	}
 	packet, named, err := encode(c.out[:0], m)
 	if err != nil {
 		return err
@@ -186,12 +213,12 @@ func (c *Conn) send(m Message) error {
 		if err != nil {
 			return err
 		}
-		if _, _, err = c.socket.WriteMsgUnix(about, rights(fd), nil); err != nil {
+		if err = sendFD(c.file, about, fd); err != nil {
 			return fmt.Errorf("link: %w", err)
 		}
 		c.known[number] = struct{}{}
 	}
-	if _, err := c.socket.Write(packet); err != nil {
+	if _, err := c.file.Write(packet); err != nil {
 		return fmt.Errorf("link: %w", err)
 	}
 	return nil

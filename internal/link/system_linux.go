@@ -1,10 +1,10 @@
 package link
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"os"
-	"syscall"
 
 	"golang.org/x/sys/unix"
 )
@@ -76,8 +76,22 @@ func FromFD(fd int) (*net.UnixConn, error) {
 	return u, nil
 }
 
-// rights is the control message that carries a descriptor.
-func rights(fd int) []byte { return syscall.UnixRights(fd) }
+// sendFD sends a packet with a descriptor.
+func sendFD(f *os.File, packet []byte, fd int) error {
+	raw, err := f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	if bad := raw.Control(func(socket uintptr) {
+		err = unix.Sendmsg(int(socket), packet, unix.UnixRights(fd), nil, unix.MSG_NOSIGNAL)
+		for errors.Is(err, unix.EINTR) {
+			err = unix.Sendmsg(int(socket), packet, unix.UnixRights(fd), nil, unix.MSG_NOSIGNAL)
+		}
+	}); bad != nil {
+		return bad
+	}
+	return err
+}
 
 // Watch runs ended on a goroutine when the process ends, until stop is called: a
 // socket whose other end a child of the process holds too says nothing of it.

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, Callable, NamedTuple, Optional, SupportsIndex, TypeVar, Union, overload
+from typing import Any, NamedTuple, Optional, SupportsIndex, TypeVar, Union, overload
 
 from . import _errors, _link, _tensor, _wire
 from ._errors import Error
-from ._link import Link, Range, Target
+from ._link import Link
+from ._run import Feed, File, Progress, Result, Run
 from ._tensor import NAMES, Like, Source, Tensor
 
 _ASK_SECONDS = 30.0  # metadata requests, when the caller names no limit
@@ -27,8 +27,6 @@ _SMALL_BYTES = 32 << 20  # of small tensors of a push that are in memory of the 
 _MEMORY_SECONDS = 30.0  # how long a call waits for room in the link's memory
 
 T = TypeVar("T")
-# Called with a port or name, the bytes that have moved, and all of them.
-Progress = Callable[[str, int, int], None]
 # Where a result goes: a path, a binary file, or an array, tensor or buffer.
 Out = Any
 
@@ -84,363 +82,12 @@ class Pushed(NamedTuple):
     durable: bool
 
 
-class _File:
-    """A result's way to a path or a binary file."""
-
-    __slots__ = ("file", "out", "start")
-
-    def __init__(self, out: Any):
-        self.out = out
-        self.file: BinaryIO = open(out, "wb") if isinstance(out, (str, os.PathLike)) else out  # noqa: SIM115
-        self.start = self.file.tell()
-
-    def write(self, offset: int, data: memoryview) -> None:
-        self.file.seek(self.start + offset)
-        self.file.write(data)
-
-    def finish(self, failed: bool) -> None:
-        if self.file is not self.out:
-            self.file.close()
-            if failed:
-                os.unlink(self.out)
-
-
-class _Result:
-    """A result on its way."""
-
-    __slots__ = ("address", "arrived", "dtype", "name", "nbytes", "pieces", "range", "shape", "sink", "tensor")
-
-    def __init__(self, name: str, dtype: int, shape: tuple[int, ...], pieces: bool, sink: Any):
-        self.name, self.dtype, self.shape, self.pieces, self.sink = name, dtype, shape, pieces, sink
-        self.nbytes = _tensor.size_of(dtype, shape)
-        self.range: Optional[Range] = None
-        self.tensor: Any = None
-        self.address = 0  # where pieces are copied to
-        self.arrived = 0
-
-
-class _Run(Target):
-    """A call, a push or a pull that the host works on."""
-
-    __slots__ = (
-        "ended", "feeds", "files", "id", "keep", "like", "link", "moved", "outputs", "progress", "pushed", "raw",
-        "regions", "results", "shown", "sinks", "staged", "timings",
-    )  # fmt: skip
-
-    def __init__(self, link: Link, id: int, like: Optional[Like]):
-        super().__init__()
-        self.link, self.id, self.like = link, id, like
-        self.ended = False
-        self.raw = b""
-        self.timings: tuple[int, ...] = ()
-        self.results: dict[int, _Result] = {}
-        self.sinks: dict[str, Any] = {}
-        self.feeds: list[_Feed] = []
-        self.files: deque[tuple[_Result, int, Range]] = deque()
-        self.regions: Optional[deque[tuple[_Result, int, int]]] = None
-        self.progress: Optional[Progress] = None
-        self.moved: list[list[Any]] = []  # what the feeds had sent at the end, alike
-        self.pushed: list[list[Any]] = []  # name, bytes moved, all bytes
-        self.shown: dict[tuple[str, str], int] = {}
-        self.keep: Any = None  # the inputs
-        self.staged: list[Range] = []  # what small inputs were copied to
-        self.outputs: Optional[dict[str, Any]] = None
-
-    # What the dispatcher calls. It may be on any thread.
-
-    def on_result(self, link: Link, *result: Any) -> None:
-        number, name, dtype, shape, how, given = result
-        if not 0 < dtype < len(NAMES):
-            raise _wire.WireError(f"a result has data type {dtype}")
-        got = _Result(name, dtype, shape, how == _wire.PIECES, self.sinks.get(name))
-        if given is not None and given.length < got.nbytes:
-            raise _wire.WireError(f"a result of {got.nbytes} bytes is in {given.length}")
-        self.results[number] = got
-        got.range = given
-        try:
-            if got.sink is not None:
-                self._check(got)
-            elif got.pieces or (given is None and not got.nbytes):
-                got.tensor, got.address = _tensor.empty(self.like or _tensor.default_like(), dtype, shape)
-        except Exception as err:
-            self.error = self.error or _refused(err)
-            link.send(_wire.pack_cancel(self.id))
-
-    def _check(self, got: _Result) -> None:
-        if isinstance(got.sink, _File):
-            return
-        have = _tensor.of(got.sink)
-        if have.dtype != got.dtype or have.nbytes != got.nbytes:
-            raise ValueError(
-                f"result {got.name!r} is {NAMES[got.dtype]} {got.shape}, out is {NAMES[have.dtype]} {have.shape}"
-            )
-        got.tensor, got.address = got.sink, have.address
-
-    def copy(self, number: int, offset: int, length: int, address: int) -> None:
-        """Copy a piece to its place, as often as it is called."""
-        got = self.results.get(number)
-        if got is not None and got.address and offset <= got.nbytes and length <= got.nbytes - offset:
-            ctypes.memmove(got.address + offset, address, length)
-
-    def on_region(self, link: Link, flags: int, number: int, offset: int, length: int, piece: Optional[Range]) -> None:
-        got = self.results.get(number)
-        if self.pushed and number < len(self.pushed):
-            self.pushed[number][1] += length
-            _link.turn(self)
-            return
-        if got is None or offset > got.nbytes or length > got.nbytes - offset:
-            raise _wire.WireError(f"a region [{offset},+{length}) of result {number}, which has no such bytes")
-        if piece is not None and isinstance(got.sink, _File):
-            self.files.append((got, offset, piece))  # its writes are for the caller's thread
-            _link.turn(self)
-            return
-        if piece is not None:
-            link.give(piece, now=True)  # the host waits for it
-        elif got.pieces:
-            return  # the pieces say it themselves
-        self._arrived(got, offset, length)
-
-    def _arrived(self, got: _Result, offset: int, length: int) -> None:
-        got.arrived += length
-        if self.regions is not None:
-            self.regions.append((got, offset, length))
-        if self.regions is not None or self.progress is not None:
-            _link.turn(self)
-
-    def on_done(self, code: int, timings: tuple[int, ...], raw: bytes) -> None:
-        self.raw, self.timings = raw, timings
-        if code and self.error is None:
-            self.error = _errors.from_code(code, _wire.from_json(raw))
-        self._end()
-
-    def on_end(self, error: Error) -> None:
-        self.error = self.error or error
-        self._end()
-
-    def _end(self) -> None:
-        self.ended = True
-        for staged in self.staged:
-            self.link.put(staged)
-        self.staged = []
-        feeds, self.feeds = self.feeds, []  # they have the run: a cycle would keep the results until it is collected
-        for feed in feeds:
-            feed.stop()
-            self.moved += feed.sent
-        self.keep = None
-
-    # What the caller's threads call.
-
-    def step(self, deadline: Optional[float]) -> None:
-        """Feed the inputs, write to files, and wait until something happens or the deadline."""
-        seen = self.turn
-        link = self.link
-        moved = False
-        for feed in self.feeds:
-            moved = feed.pump(True) or moved
-        while self.files:
-            try:
-                got, offset, piece = self.files.popleft()
-            except IndexError:
-                break
-            if self.error is None:
-                got.sink.write(offset, piece.view(piece.length))
-            link.give(piece, now=True)  # the host waits for it
-            self._arrived(got, offset, piece.length)
-        if self.progress is not None:
-            self._show()
-        if not self.ended:
-            # While an iterator makes more, see what has come and wait for nothing.
-            link.wait(self, seen, time.monotonic() if moved else deadline)
-            if link.dead is not None and not self.ended:
-                self.on_end(link.failure())
-
-    def finish(self, deadline: Optional[float]) -> None:
-        """Wait for the end. An exception on the way cancels the run."""
-        try:
-            while not self.ended or self.files:
-                self.step(deadline)
-                if deadline is not None and not self.ended and time.monotonic() >= deadline:
-                    raise _errors.DeadlineExceeded("there is no result yet", hint="result may be called again")
-        except _errors.DeadlineExceeded:
-            raise
-        except BaseException:
-            self.cancel()
-            self.close()
-            raise
-        if self.progress is not None:
-            self._show()
-        self.close()
-        if self.error is not None:
-            self.results = {}  # its traceback has the run
-            raise self.error
-
-    def close(self) -> None:
-        """Finish the files of a run that has ended."""
-        sinks, self.sinks = self.sinks, {}
-        for sink in sinks.values():
-            if isinstance(sink, _File):
-                sink.finish(self.error is not None)
-
-    def cancel(self) -> None:
-        if not self.ended and self.link.dead is None:
-            self.error = self.error or _errors.Cancelled("the call was cancelled")
-            for feed in self.feeds:
-                feed.stop()
-            self.link.send(_wire.pack_cancel(self.id))
-
-    def tensor_of(self, got: _Result) -> Any:
-        if got.tensor is None and got.sink is None and got.range is not None:
-            got.tensor = _tensor.view(
-                self.like or _tensor.default_like(), got.dtype, got.shape, got.range.export(got.nbytes)
-            )
-            got.range = None
-        return got.tensor if got.sink is None or not isinstance(got.sink, _File) else got.sink.out
-
-    def collect(self) -> dict[str, Any]:
-        """Return the results of a run that has ended well."""
-        if self.outputs is None:
-            outputs = {got.name: self.tensor_of(got) for got in self.results.values()}
-            if self.like is not None and self.like.device is not None:
-                device = self.like.device
-                outputs = {name: y.to(device) if hasattr(y, "data_ptr") else y for name, y in outputs.items()}
-            self.outputs = outputs
-        return self.outputs
-
-    def _show(self) -> None:
-        assert self.progress is not None
-        sent = self.pushed or self.moved or [entry for feed in self.feeds for entry in feed.sent]
-        now = {("in", name): (moved, all) for name, moved, all in sent}
-        now.update({("out", got.name): (got.arrived, got.nbytes) for got in self.results.values()})
-        for key, (moved, all) in now.items():
-            if self.shown.get(key) != moved:
-                self.shown[key] = moved
-                self.progress(key[1], moved, all)
-
-
-class _Feed:
-    """Sends tensors in pieces, through a ring of ranges that come back."""
-
-    def __init__(self, run: _Run, sources: Sequence[tuple[int, str, Source]]):
-        self._run, self._link = run, run.link
-        self._spare: list[Range] = []
-        self._lock = threading.Lock()
-        self._left = deque(sources)
-        self._over = False
-        self.sent: list[list[Any]] = [[name, 0, source.nbytes] for _, name, source in sources]
-        self._at = -1
-        self._filled = 0
-        self._blocks: Iterator[Source] = iter(())
-        self._block: Optional[Source] = None
-        self._offset = 0
-        self._by_hand = any(source.items is not None for _, _, source in sources)
-        # A block without an address is copied as one: it may begin just below a MiB.
-        self._room = _wire.PIECE_BYTES * (
-            1 if all(s.address or s.nbytes <= _wire.PIECE_BYTES for _, _, s in sources) else 2
-        )
-        self._index = -1
-        self._source: Optional[Source] = None
-
-    def open(self, timeout: Optional[float]) -> None:
-        """Take the ranges. It waits for the first of them."""
-        pieces = sum(-(-source.nbytes // _wire.PIECE_BYTES) for _, _, source in self._left)
-        for i in range(min(pieces, _wire.PIECES_AT_A_TIME)):
-            try:
-                self._spare.append(self._link.take(self._room, 0.0 if i else timeout))
-            except _errors.ResourceExhausted:
-                if not i:
-                    raise
-                break
-
-    def stop(self) -> None:
-        """Send no more. What is on its way comes back to others."""
-        self._over = True
-        while self._spare:
-            try:
-                self._link.put(self._spare.pop())
-            except IndexError:
-                break
-
-    def pump(self, own: bool) -> bool:
-        """Send what the ranges at hand have room for. It reports whether an iterator has more to send now."""
-        if self._over or not self._spare or (self._by_hand and not own) or not self._lock.acquire(False):
-            return False
-        try:
-            while self._spare and not self._over:
-                self._send()
-                if self._by_hand:
-                    break
-        finally:
-            self._lock.release()
-        return self._by_hand and bool(self._spare) and not self._over
-
-    def _back(self, piece: Range) -> None:
-        self._spare.append(piece)
-        if self._over:
-            self.stop()
-        elif self._by_hand:
-            _link.turn(self._run)
-        else:
-            self._link.due.append(self._pump)
-
-    def _pump(self) -> None:
-        try:
-            self.pump(False)
-            if self._run.progress is not None:
-                _link.turn(self._run)
-        except Error:
-            pass  # the link has ended, which every call of it says itself
-
-    def _send(self) -> None:
-        piece = self._spare.pop()
-        length = self._fill(piece)
-        if length:
-            self._link.lend(piece, self._back)
-            self._link.send(_wire.pack_data(self._run.id, self._index, piece.memory.id, piece.offset, length))
-            self.sent[self._at][1] += length
-        else:
-            self._link.put(piece)
-            self.stop()
-
-    def _fill(self, piece: Range) -> int:
-        """Copy the next bytes of the current tensor, or of the next one; 0 is the end of the last."""
-        while self._source is None or self._filled == self._source.nbytes:
-            if self._source is not None and next(self._blocks, None) is not None and self._by_hand:
-                raise ValueError(f"a Stream of {self._source.nbytes} bytes has more")
-            if not self._left:
-                return 0
-            self._index, _, self._source = self._left.popleft()
-            self._at += 1
-            self._filled, self._blocks, self._block = 0, self._source.blocks(), None
-        source, at = self._source, 0
-        while at < _wire.PIECE_BYTES and self._filled < source.nbytes:
-            block = self._block
-            if block is None:
-                block = next(self._blocks, None)
-                if block is None:
-                    raise ValueError(f"a Stream of {source.nbytes} bytes ends after {self._filled}")
-                self._block, self._offset = block, 0
-            n = block.nbytes - self._offset
-            if n > source.nbytes - self._filled:
-                raise ValueError(f"a Stream of {source.nbytes} bytes has more")
-            if block.address:
-                n = min(n, _wire.PIECE_BYTES - at)
-                ctypes.memmove(piece.address + at, block.address + self._offset, n)
-            elif n:
-                block.write(piece.address + at)
-            at += n
-            self._filled += n
-            self._offset += n
-            if self._offset == block.nbytes:
-                self._block = None
-        return at
-
-
 class Call:
     """A call that a server works on. Dropping it, or leaving its with, cancels it."""
 
     __slots__ = ("_run",)
 
-    def __init__(self, run: _Run):
+    def __init__(self, run: Run):
         self._run = run
 
     def result(self, timeout: Optional[float] = None) -> dict[str, Any]:
@@ -636,9 +283,11 @@ class Client:
         like: Optional[Like],
         regions: bool = False,
         progress: Optional[Progress] = None,
-    ) -> _Run:
+    ) -> Run:
         link = self._ready()
-        run = _Run(link, next(link.ids), like)
+        if link._dropped:
+            link.collect()
+        run = Run(link, next(link.ids), like)
         run.progress = progress
         if regions:
             run.regions = deque()
@@ -665,7 +314,7 @@ class Client:
             else:
                 parts.append(b"\0" + _wire.RANGE.pack(0, 0, 0))
                 if source.nbytes or source.items is not None:
-                    run.feeds.append(_Feed(run, [(len(sources) - 1, port, source)]))
+                    run.feeds.append(Feed(run, [(len(sources) - 1, port, source)]))
         parts.append(_sinks(run, out) if out else b"\0\0")
         packet = _wire.pack_call(
             run.id,
@@ -677,7 +326,7 @@ class Client:
         self._send(run, packet, limit)
         return run
 
-    def _stage(self, run: _Run, source: Source, timeout: Optional[float]) -> _wire.Extent:
+    def _stage(self, run: Run, source: Source, timeout: Optional[float]) -> _wire.Extent:
         """Copy a small input to memory of the link, which is kept until the end."""
         staged = run.link.take(source.nbytes, timeout)
         run.staged.append(staged)
@@ -685,7 +334,7 @@ class Client:
         return _wire.Extent(staged.memory.id, staged.offset, source.nbytes)
 
     def _send(
-        self, run: _Run, packet: Optional[bytes], limit: Optional[float], ask: Optional[dict[str, Any]] = None
+        self, run: Run, packet: Optional[bytes], limit: Optional[float], ask: Optional[dict[str, Any]] = None
     ) -> None:
         link = run.link
         for feed in run.feeds:
@@ -732,7 +381,7 @@ class Client:
         When some fail, the others are stored and the first failure is raised.
         """
         link = self._ready()
-        run = _Run(link, next(link.ids), None)
+        run = Run(link, next(link.ids), None)
         run.progress = progress
         run.keep = sources = [_tensor.of(x) for x in tensors.values()]
         asked, fed, small = [], [], 0
@@ -756,7 +405,7 @@ class Client:
             asked.append(entry)
             run.pushed.append([name, 0, source.nbytes])
         if fed:
-            run.feeds.append(_Feed(run, fed))
+            run.feeds.append(Feed(run, fed))
         ask = {"verb": "push", "connection": self._connection, "tensors": asked}
         self._send(run, None, timeout, ask)
         run.finish(None)
@@ -780,7 +429,7 @@ class Client:
         out has by name where a tensor goes: an array, a path or a binary file.
         """
         link = self._ready()
-        run = _Run(link, next(link.ids), _tensor.default_like(like))
+        run = Run(link, next(link.ids), _tensor.default_like(like))
         run.progress = progress
         given = {k: str(v) for k, v in (params or {}).items()}
         select = [{"name": n, **({"source": True, "params": given} if source else {})} for n in names]
@@ -851,11 +500,11 @@ def _params(params: Optional[Mapping[str, Any]]) -> bytes:
     return _wire.texts((k, str(v)) for k, v in params.items()) if params else b"\0\0"
 
 
-def _places(run: _Run, out: Mapping[str, Out]) -> Iterable[tuple[str, Optional[_wire.Extent]]]:
+def _places(run: Run, out: Mapping[str, Out]) -> Iterable[tuple[str, Optional[_wire.Extent]]]:
     """Set the sinks of a run, and yield where each is in memory of the link, None if it is elsewhere."""
     for name, place in out.items():
         if isinstance(place, (str, os.PathLike)) or hasattr(place, "seek"):
-            run.sinks[name] = _File(place)
+            run.sinks[name] = File(place)
             yield name, None
             continue
         into = _tensor.of(place)
@@ -867,19 +516,19 @@ def _places(run: _Run, out: Mapping[str, Out]) -> Iterable[tuple[str, Optional[_
         yield name, run.link.find(into.address, into.nbytes) if into.nbytes else None
 
 
-def _sinks(run: _Run, out: Mapping[str, Out]) -> bytes:
+def _sinks(run: Run, out: Mapping[str, Out]) -> bytes:
     parts = [len(out).to_bytes(2, "little")]
     for port, place in _places(run, out):
         parts += (_wire.text(port), b"\0" if place is None else b"\1", _wire.RANGE.pack(*(place or _wire.NOWHERE)))
     return b"".join(parts)
 
 
-def _region(run: _Run, got: _Result, offset: int, length: int) -> Region:
+def _region(run: Run, got: Result, offset: int, length: int) -> Region:
     rows = None
     if got.shape:
         row = got.nbytes // got.shape[0] if got.shape[0] else 0
         rows = slice(-(-offset // row), (offset + length) // row) if row else slice(0, got.shape[0])
-    if isinstance(got.sink, _File):
+    if isinstance(got.sink, File):
         return Region(got.name, offset, length, rows, None, None)
     whole = run.tensor_of(got)
     data = None
@@ -904,10 +553,6 @@ def _copied(y: Any) -> Any:
     if isinstance(y, Tensor):
         return Tensor(bytearray(y.data), y.shape, y.dtype)
     return y.clone() if hasattr(y, "data_ptr") else y.copy()
-
-
-def _refused(err: Exception) -> Error:
-    return _errors.InvalidArgument(str(err), hint="give another out")
 
 
 def _deadline(timeout: Optional[float]) -> Optional[float]:
