@@ -15,13 +15,19 @@ STAMP     = -ldflags '-X $(BENCH).commit=$(shell git describe --always --dirty 2
 # several commits.
 AGAINST ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),e0521250130a6f6fb632f995d9e0fdb7310baaa7)
 
+# The Python of the benchmarks, with the package of this tree.
+BENCH_PYTHON = p=$$(tools/python-env bench bench/python/requirements.txt) && \
+	$$p -m pip --quiet install --force-reinstall --no-deps --no-index "$$(tools/wheel .cache/wheel | tail -n 1)" && set -x
+# Debian's Python, for torch, if it has it.
+TORCH_PYTHON = $(shell /usr/bin/python3 -c 'import torch; print("--torch-python /usr/bin/python3")' 2>/dev/null)
+
 # A program that hangs shall fail a check, not hold it up.
 LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo cuda cuda-mutants lint lint-go lint-proto breaking generated tidy-check \
 	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-against build \
-	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-smoke stress-python stress-python-smoke \
+	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-python-smoke stress-python stress-python-smoke \
 	stress-sessions stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
 help: ## Print this list
@@ -44,6 +50,12 @@ bench-floods: ## Measure a healthy client's small calls while others flood the s
 bench-peers: ## Measure upload and echo beside Arrow Flight, plain gRPC and raw TCP, each in two processes
 	cd bench && $(GO) run $(STAMP) .
 
+bench-python: ## Measure the Python client beside Go's, stock grpcio, Arrow Flight in C++ and torch.distributed.rpc
+	@$(BENCH_PYTHON) && GO='$(GO)' $$p bench/python/bench.py $(TORCH_PYTHON)
+
+bench-python-memory: ## Measure the peak memory of 16 GiB from a Python generator through relu into a file
+	@$(BENCH_PYTHON) && $$p bench/python/memory.py
+
 bench-against: ## Measure as bench and bench-peers do, AGAINST and this tree in turns; an hour
 	$(GO) run $(STAMP) ./internal/stress turns -against '$(AGAINST)'
 
@@ -55,6 +67,9 @@ stress-crash: ## Kill servers in the middle of pushes, and clients in that of pu
 
 stress-soak: ## Put mixed load on two servers for 20 minutes, and look whether anything grows
 	$(GO) run $(STAMP) ./internal/stress soak
+
+stress-python: ## Kill workers, clients and programs by the hundred, and 40 threads for a minute, in Python
+	@set -e; for part in worker-kills client-kills program-kills server-restarts threads connects; do tools/python-stress $$part; done
 
 build: ## Build bin/tensorferry, with the CUDA engine where there is a C compiler
 	$(GO) build -trimpath -o bin/tensorferry ./cmd/tensorferry
@@ -69,7 +84,7 @@ wheel-arm64: ## The same for arm64, with a static program
 ## Check (nothing in the tree is written)
 
 CHECKS := test race invariants nocgo cuda lint generated tidy-check examples grpcurl-check old-new bench-smoke bench-peers-smoke stress-smoke \
-	python python-examples lint-python
+	python python-examples lint-python bench-python-smoke stress-python-smoke
 
 check: $(CHECKS) ## All of it, as CI does (default)
 
@@ -144,10 +159,16 @@ bench-smoke: ## Run every Go benchmark once, and every part of tensorferry bench
 	$(GO) run ./cmd/tensorferry bench --quick --memory
 	$(GO) run ./internal/stress turns -quick -rounds 2 -against '$(AGAINST)'
 
+bench-python-smoke: ## Run the Python benchmarks briefly
+	@$(BENCH_PYTHON) && GO='$(GO)' $$p bench/python/bench.py --quick $(TORCH_PYTHON) && $$p bench/python/memory.py --quick
+
 bench-peers-smoke: ## Vet and test the comparison with peers, and run it briefly
 	cd bench && $(GO) vet ./...
 	cd bench && $(GO) test ./...
 	cd bench && $(GO) run . --quick
+
+stress-python-smoke: ## Run each of the Python stress program's parts briefly
+	tools/python-stress smoke
 
 stress-smoke: ## Run each stress program briefly
 	$(GO) run ./internal/stress sessions -calls 100 -idle 1000 -rest 1s

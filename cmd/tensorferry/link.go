@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -54,6 +55,9 @@ func serveLink(fd int) error {
 		quota = cmp.Or(max(wished, 0), min(processMemory(os.DirFS("/"))/linkShare, mostLink))
 		return quota
 	})
+	if errors.Is(err, io.EOF) || errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET) {
+		return nil // whoever started this one is gone already
+	}
 	if err != nil {
 		return err
 	}

@@ -29,7 +29,8 @@ import threading
 import time
 import traceback
 import uuid
-from typing import Any, Callable, Iterator, Optional
+from collections.abc import Iterator
+from typing import Any, Callable, Optional
 
 HERE = pathlib.Path(__file__).resolve().parent
 try:
@@ -38,9 +39,9 @@ except ImportError:  # not installed: from the working tree
     sys.path.insert(0, str(HERE.parent / "src"))
     import tensorferry as tf
 
-from tensorferry import _program
-
 from stress_models import LOAD_SECONDS
+
+from tensorferry import _program
 
 try:
     import numpy
@@ -52,7 +53,7 @@ SIZES = (0, 1, 30_000, MIB + 1, 12 * MIB)
 BLOCK = random.Random(7).randbytes(13 * MIB)  # all content is a part of it
 CALL_SECONDS = 60.0  # the limit of a call that shall not need one
 STUCK_SECONDS = 90.0  # without any progress all stacks are dumped
-BACK_SECONDS = 30.0  # how long memory and descriptors may take to return
+BACK_SECONDS = 180.0  # how long memory and descriptors may take to return: Go collects an idle heap every two minutes
 MARK = "FERRY_STRESS"  # variable by which processes that this one started are found
 
 
@@ -134,14 +135,14 @@ def gather(tally: Tally, jobs: list[Callable[[], None]], meanwhile: Optional[Cal
             tally.tick()
 
 
-def until(claim: Callable[[], Any], seconds: float) -> Any:
+def until(claim: Callable[[], Any], seconds: float, pause: float = 0.02) -> Any:
     """Look at what nobody tells of until it holds, and return it; the last look after some seconds."""
     deadline = time.monotonic() + seconds
     while True:
         holds = claim()
         if holds or time.monotonic() >= deadline:
             return holds
-        time.sleep(0.02)
+        time.sleep(pause)
 
 
 # Processes.
@@ -208,14 +209,16 @@ def links(mark: str) -> list[int]:
 
 
 def own_link() -> int:
-    """Return the link program of this process."""
-    return next(pid for pid in children(os.getpid()) if arguments(pid)[1:2] == ["link"])
+    """Return the link program of this process. Another thread may be about to start it."""
+    found: list[int] = until(lambda: [p for p in children(os.getpid()) if arguments(p)[1:2] == ["link"]], 10)
+    return found[0]
 
 
 def kill_own_link() -> None:
     with Process(own_link()) as program:
         program.kill()
-        program.ended(10)
+        if not program.ended(10):
+            raise RuntimeError("a program that was killed does not end")
 
 
 def usage(pid: int) -> dict[str, int]:
@@ -230,15 +233,18 @@ def usage(pid: int) -> dict[str, int]:
     }
 
 
-def returns(tally: Tally, what: str, now: Callable[[], dict[str, int]], base: dict[str, int], slack: dict[str, int]) -> None:
+def returns(
+    tally: Tally, what: str, now: Callable[[], dict[str, int]], base: dict[str, int], slack: dict[str, int]
+) -> None:
     """Check that all numbers come back to what they were, but for a slack."""
 
     def above() -> dict[str, str]:
+        faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
         got = now()
         return {k: f"{base[k]} -> {n}" for k, n in got.items() if n > base[k] + slack.get(k, 0)}
 
     began = time.monotonic()
-    until(lambda: not above(), BACK_SECONDS)
+    until(lambda: not above(), BACK_SECONDS, 0.2)
     rest = above()
     if rest:
         tally.fail(f"{what} does not return to its baseline: {rest}; of {base}")
@@ -250,7 +256,7 @@ class Server:
 
     def __init__(self, *flags: str, port: int = 0, env: Optional[dict[str, str]] = None):
         self.process = subprocess.Popen(
-            [_program.find(), "serve", "--child", "--listen", f"127.0.0.1:{port}", "--metrics", "off", "--engine", "cpu", *flags],
+            [_program.find(), "serve", "--child", "--listen", f"127.0.0.1:{port}", "--engine", "cpu", *flags],
             stdin=subprocess.PIPE,  # whose end is the server's, if this process is killed
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -303,11 +309,13 @@ def held(client: tf.Client, pid: int) -> dict[str, int]:
     for model in info["models"]:
         for name in ("worker_input_bytes", "worker_result_bytes", "worker_queue_blocks"):
             used[name] = used.get(name, 0) + int(model.get("gauges", {}).get(name, 0))
-    return {**used, **usage(pid)}
+    rest = usage(pid)
+    rest["MiB"] -= min(rest["MiB"], counters["memory_kept_bytes"] >> 20)  # kept for the next call, up to a limit
+    return {**used, **rest}
 
 
 # Of a server and of a link program: the runtime keeps some memory and threads.
-SLACK = {"descriptors": 2, "threads": 8, "MiB": 64, "mappings": 4, "memory KiB": 8 << 10, "sessions": 1}
+SLACK = {"descriptors": 2, "threads": 8, "MiB": 128, "mappings": 4, "memory KiB": 8 << 10, "sessions": 1}
 
 
 # Content.
@@ -358,7 +366,9 @@ def outcome(tally: Tally, work: Callable[[], Any], *, typed: type[tf.Error] = tf
         return None
 
 
-def again(tally: Tally, work: Callable[[], Any], what: str, most: float, typed: type[tf.Error] = tf.Unavailable) -> None:
+def again(
+    tally: Tally, work: Callable[[], Any], what: str, most: float, typed: type[tf.Error] = tf.Unavailable
+) -> None:
     """Try until it works, which shall not take long."""
     began = time.monotonic()
     while not tally.over.is_set():
@@ -429,6 +439,17 @@ class WorkerKills:
             getattr(self, self.rng.choice(("loading", "computing", "filled", "being_read", "at_any_time")))(victim)
         data = content(self.rng)
         again(self.tally, lambda: check(self.start(data).result()["y"], data), "recovery", self.RECOVERY_SECONDS)
+
+    def rest(self) -> None:
+        """Begin with a new worker."""
+        victim = self.worker(15)
+        if victim is not None:
+            with victim:
+                victim.kill()
+                victim.ended(10)
+            data = BLOCK[: 12 * MIB]  # results lie in the input: a worker keeps none
+            work = lambda: check(self.client.compute(self.name, data, timeout=CALL_SECONDS), data)  # noqa: E731
+            again(self.tally, work, "recovery", self.RECOVERY_SECONDS)
 
     def loading(self, victim: Process) -> None:
         self.kill(victim, "idle")
@@ -513,16 +534,18 @@ def worker_kills(tally: Tally, n: int, seed: int) -> None:
 
         return work
 
-    def warm() -> None:
-        for model in models:
-            check(model.start(BLOCK[: 12 * MIB]).result()["y"], BLOCK[: 12 * MIB])
+    def rest() -> None:
+        # New workers keep what they need for one call.
+        gather(tally, [model.rest for model in models])
+        gc.collect()
 
-    warm()
-    gc.collect()
+    rest()
     base = held(client, server.pid)
     gather(tally, [job(model) for model in models])
-    warm()
-    returns(tally, "the server", lambda: held(client, server.pid), base, SLACK)
+    rest()
+    # Each model's pool has memory by size.
+    slack = {"descriptors": 8 * len(names), "mappings": 8 * len(names)}
+    returns(tally, "the server", lambda: held(client, server.pid), base, {**SLACK, **slack})
     client.close()
     server.stop(tally)
 
@@ -605,29 +628,27 @@ def begin(command: str, *args: str, mark: str, **more: Any) -> subprocess.Popen[
     """Start this program with a hidden command."""
     path = os.pathsep.join(p for p in sys.path if p)
     env = {**os.environ, "PYTHONPATH": path, MARK: mark, **more.pop("env", {})}
-    return subprocess.Popen([sys.executable, __file__, command, *args], stdout=subprocess.PIPE, text=True, env=env, **more)
+    own = [sys.executable, __file__, command, *args]
+    return subprocess.Popen(own, stdout=subprocess.PIPE, text=True, env=env, **more)
 
 
 def client_kills(tally: Tally, n: int, seed: int) -> None:
     server = Server()
     client = tf.connect(server.address)
-    rounds = itertools.count()
+    rounds = itertools.count(-4)
     shm = set(os.listdir("/dev/shm"))
 
     def clean() -> None:
         clear(client)
         client.compute("echo", BLOCK, timeout=CALL_SECONDS)
 
-    for _ in range(4):
-        clean()
-    base = held(client, server.pid)
     with tempfile.TemporaryDirectory() as temporary:
 
-        def job(i: int) -> Callable[[], None]:
+        def job(i: int, most: int) -> Callable[[], None]:
             rng = random.Random(f"{seed}/{i}")
 
             def work() -> None:
-                while (k := next(rounds)) < n and not tally.over.is_set():
+                while (k := next(rounds)) < most and not tally.over.is_set():
                     round(rng, k)
 
             return work
@@ -661,7 +682,10 @@ def client_kills(tally: Tally, n: int, seed: int) -> None:
                 tally.took("end of the program", killed, 10)
                 tally.add(f"killed {at}")
 
-        gather(tally, [job(i) for i in range(min(4, n))])
+        gather(tally, [job(i, -2) for i in range(2)])  # the server has its memory
+        clean()
+        base = held(client, server.pid)
+        gather(tally, [job(i, n) for i in range(4)])
         left = os.listdir(temporary) + sorted(set(os.listdir("/dev/shm")) - shm)
         if left:
             tally.fail(f"left behind: {left}")
@@ -712,21 +736,15 @@ def program_kills(tally: Tally, n: int, seed: int) -> None:
         def kill(stop: threading.Event = stop) -> None:
             for _ in range(rng.choice((1, 1, 2))):
                 tally.over.wait(rng.uniform(0, 0.3))
-                pid = until(lambda: [p for p in children(os.getpid()) if arguments(p)[1:2] == ["link"]], 10)
-                with Process(pid[0]) as program:
-                    program.kill()
-                    tally.add("kills")
-                    if not program.ended(10):
-                        tally.fail("the program does not end")
+                kill_own_link()
+                tally.add("kills")
             stop.set()
 
         gather(tally, [job(i) for i in range(len(kept))], kill)
-        for held_results in kept:
-            for y, data in held_results:
-                check(y, data)
+        for results in kept:
+            while results:
+                check(*results.popleft())
         again(tally, lambda: check(client.compute("echo", BLOCK), BLOCK), "recovery", 15, tf.LinkError)
-    for held_results in kept:
-        held_results.clear()
     again(tally, lambda: clear(client), "recovery", 15, tf.LinkError)
     returns(tally, "this process", rest, base, {"descriptors": 0, "mappings": 2})
     returns(tally, "the server", lambda: held(client, server.pid), served, SLACK)
@@ -746,7 +764,9 @@ def server_restarts(tally: Tally, n: int, seed: int) -> None:
 
     def rest() -> dict[str, int]:
         gc.collect()
-        return {k: v for k, v in usage(own_link()).items() if k != "MiB"}
+        pid = own_link()
+        sockets = sum("socket:" in os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd"))
+        return {"sockets": sockets, "threads": usage(pid)["threads"]}
 
     def job(i: int) -> Callable[[], None]:
         own = random.Random(f"{seed}/{i}")
@@ -798,7 +818,7 @@ def server_restarts(tally: Tally, n: int, seed: int) -> None:
     base = rest()
     gather(tally, [job(i) for i in range(len(good))], restarts)
     clear(client)
-    returns(tally, "the link program", rest, base, {**SLACK, "mappings": 64})
+    returns(tally, "the link program", rest, base, {**SLACK, "sockets": 4})
     client.close()
     server.stop(tally)
 
@@ -867,8 +887,7 @@ def fork(tally: Tally, client: tf.Client, rng: random.Random) -> None:
         if pid == 0:
             code = 1
             try:
-                faulthandler.cancel_dump_traceback_later()
-                faulthandler.dump_traceback_later(60, exit=True)
+                signal.alarm(60)  # the watchdog is a thread, which a child does not have
                 own = random.Random(seed)
                 kept: collections.deque[tuple[Any, bytes]] = collections.deque(maxlen=2)
                 for i in range(5):
@@ -960,7 +979,7 @@ def connects(tally: Tally, n: int, seed: int) -> None:
         closed.bind(("127.0.0.1", 0))  # nobody listens there
         nowhere = f"127.0.0.1:{closed.getsockname()[1]}"
         with tf.connect(server.address) as first:
-            rounds = itertools.count(-40)
+            rounds = itertools.count(-min(n, 300))
 
             def job(i: int, most: int) -> Callable[[], None]:
                 rng = random.Random(f"{seed}/{i}")
@@ -1005,7 +1024,8 @@ def connects(tally: Tally, n: int, seed: int) -> None:
                 gc.collect()
                 first.compute("echo", b"1" * 5000)  # what nobody closed is closed with the next use
                 mine = {f"own {k}": v for k, v in usage(os.getpid()).items() if k != "MiB"}
-                return {**mine, **{f"program's {k}": v for k, v in usage(own_link()).items()}, **held(first, server.pid)}
+                program = {f"program's {k}": v for k, v in usage(own_link()).items()}
+                return {**mine, **program, **held(first, server.pid)}
 
             gather(tally, [job(i, 0) for i in range(4)])
             base = now()
@@ -1052,6 +1072,7 @@ def main() -> int:
     commands.add_parser("_parent").add_argument("rest", nargs="*")
     args = parser.parse_args()
     faulthandler.enable()
+    faulthandler.register(signal.SIGALRM, chain=True)  # of forked children, which end with it
     if args.command in ("_guest", "_parent"):
         {"_guest": guest, "_parent": parent}[args.command](*args.rest)
         return 1

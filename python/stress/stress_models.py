@@ -1,4 +1,4 @@
-"""Models of stress.py's worker: echoes that are quick or slow to load, and slow to compute when they are asked to be."""
+"""Models of stress.py's workers: echoes that are quick or slow to load, and that compute slowly if asked to."""
 
 import time
 from typing import Any

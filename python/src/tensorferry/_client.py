@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -156,7 +157,8 @@ class Client:
         self._target, self._timeout, self._memory = target, timeout, memory
         self._closed = False
         self._link: Optional[Link] = None
-        self._connection = 0
+        self._connection = 0  # of the link, which is set after it
+        self._opening, self._pid = threading.Lock(), os.getpid()
         self._parts: dict[Any, bytes] = {}  # of messages, packed
         self._ports: dict[str, str] = {}  # the only result, by model
         self._ready()
@@ -194,10 +196,14 @@ class Client:
             return link
         if self._closed:
             raise ValueError("the client is closed")
-        link = _link.current(self._memory, self._timeout)
-        said = link.ask("connect", self._timeout, target=self._target)
-        self._connection, self._link = int(said["connection"]), link
-        return link
+        if self._pid != os.getpid():  # another thread of the parent may have had the lock
+            self._opening, self._pid = threading.Lock(), os.getpid()
+        with self._opening:
+            if self._link is None or self._link.dead is not None:
+                link = _link.current(self._memory, self._timeout)
+                self._connection = int(link.ask("connect", self._timeout, target=self._target)["connection"])
+                self._link = link
+            return self._link
 
     # Calls.
 

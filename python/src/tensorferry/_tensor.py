@@ -55,7 +55,7 @@ class Tensor:
 
     def __init__(self, data: Any, shape: Optional[Sequence[SupportsIndex]] = None, dtype: Optional[str] = None):
         torch = sys.modules.get("torch")
-        if torch is not None and isinstance(data, torch.Tensor):
+        if torch is not None and isinstance(data, getattr(torch, "Tensor", ())):
             data = data.detach().numpy()
         elif isinstance(data, Tensor):
             dtype, shape, data = dtype or data.dtype, data.shape if shape is None else shape, data.data
@@ -226,17 +226,18 @@ def of(x: Any) -> Source:
 
 def _reader(x: Any) -> Callable[[Any], Source]:
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
+    # Another thread may be importing them just now.
+    if torch is not None and isinstance(x, getattr(torch, "Tensor", ())):
         return _of_torch
-    if numpy is not None and isinstance(x, numpy.ma.MaskedArray):
+    if numpy is not None and isinstance(x, getattr(getattr(numpy, "ma", None), "MaskedArray", ())):
         raise TypeError("a masked array has no bytes for what is masked; fill it first")
-    if numpy is not None and isinstance(x, numpy.ndarray):
+    if numpy is not None and isinstance(x, getattr(numpy, "ndarray", ())):
         return _of_numpy
     if isinstance(x, Tensor):
         return lambda t: Source(NUMBERS[t.dtype], t.shape, Like("tensor"), address_of(t.data), t)
     if isinstance(x, Stream):
         return _of_stream
-    if numpy is not None and isinstance(x, numpy.generic):
+    if numpy is not None and isinstance(x, getattr(numpy, "generic", ())):
         return lambda v: _of_numpy(numpy.asarray(v))
     if hasattr(x, "__dlpack__"):
         return _of_dlpack
