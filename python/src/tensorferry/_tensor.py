@@ -54,7 +54,7 @@ class Tensor:
     shape: tuple[int, ...]
 
     def __init__(self, data: Any, shape: Optional[Sequence[SupportsIndex]] = None, dtype: Optional[str] = None):
-        torch = sys.modules.get("torch")
+        torch: Any = sys.modules.get("torch")
         if torch is not None and isinstance(data, getattr(torch, "Tensor", ())):
             data = data.detach().numpy()
         elif isinstance(data, Tensor):
