@@ -54,8 +54,7 @@ class Tensor:
     shape: tuple[int, ...]
 
     def __init__(self, data: Any, shape: Optional[Sequence[SupportsIndex]] = None, dtype: Optional[str] = None):
-        torch: Any = sys.modules.get("torch")
-        if torch is not None and isinstance(data, getattr(torch, "Tensor", ())):
+        if _is(data, "torch", "Tensor"):
             data = data.detach().numpy()
         elif isinstance(data, Tensor):
             dtype, shape, data = dtype or data.dtype, data.shape if shape is None else shape, data.data
@@ -224,21 +223,24 @@ def of(x: Any) -> Source:
     return reader(x)
 
 
+def _is(x: Any, module: str, name: str) -> bool:
+    """Report whether x is of a class of a module, if that is there: another thread may be importing it just now."""
+    return isinstance(x, getattr(sys.modules.get(module), name, ()))
+
+
 def _reader(x: Any) -> Callable[[Any], Source]:
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    # Another thread may be importing them just now.
-    if torch is not None and isinstance(x, getattr(torch, "Tensor", ())):
+    if _is(x, "torch", "Tensor"):
         return _of_torch
-    if numpy is not None and isinstance(x, getattr(getattr(numpy, "ma", None), "MaskedArray", ())):
+    if _is(x, "numpy.ma", "MaskedArray"):
         raise TypeError("a masked array has no bytes for what is masked; fill it first")
-    if numpy is not None and isinstance(x, getattr(numpy, "ndarray", ())):
+    if _is(x, "numpy", "ndarray"):
         return _of_numpy
     if isinstance(x, Tensor):
         return lambda t: Source(NUMBERS[t.dtype], t.shape, Like("tensor"), address_of(t.data), t)
     if isinstance(x, Stream):
         return _of_stream
-    if numpy is not None and isinstance(x, getattr(numpy, "generic", ())):
-        return lambda v: _of_numpy(numpy.asarray(v))
+    if _is(x, "numpy", "generic"):
+        return lambda v: _of_numpy(sys.modules["numpy"].asarray(v))
     if hasattr(x, "__dlpack__"):
         return _of_dlpack
     try:
