@@ -34,6 +34,7 @@ NAMES = {
     "flight-crc": "pyarrow Flight, CRC-32",
     "torch": "torch.distributed.rpc, no checksum",
     "worker": "Go client, Python worker",
+    "bare": "bare socket, two Pythons",
 }
 EVERYBODY = ("go", "numpy", "empty", "stock", "flight", "flight-crc", "torch")
 # What is done: its title, who does it, and what they are told to do.
@@ -41,9 +42,9 @@ WORKS = {
     "upload": ("upload of", EVERYBODY, "sink"),
     "echo": ("echo of", (*EVERYBODY, "worker"), "echo"),
     "call": ("call of", EVERYBODY, "echo"),
-    "link": ("link alone,", ("numpy",), "loop"),
+    "link": ("link alone,", ("numpy", "bare"), "loop"),
 }
-# What issue 10 requires: the work, who, beside whom, and the ratio: of rates, or of times for calls.
+# What is required: the work, who, beside whom, and the ratio: of rates, or of times for calls.
 REQUIRED = (
     ("upload", "numpy", "go", 0.8),
     ("echo", "numpy", "go", 0.8),
@@ -127,7 +128,7 @@ class Bench:
         subprocess.run([self.options.go, "build", "-o", goclient, "./goclient"], cwd=ROOT / "bench", check=True)
         self.clients["go"] = self.clients["worker"] = self.start(goclient, server.said).ready()
         ends = HERE / "ends.py"
-        for kind in ("numpy", "empty"):
+        for kind in ("numpy", "empty", "bare"):
             self.clients[kind] = self.start(sys.executable, ends, kind, server.said, TENSORFERRY_BIN=program).ready()
         stubs = {"PYTHONPATH": os.pathsep.join((self.folder, str(ROOT / "examples" / "python")))}
         subprocess.run(
@@ -182,16 +183,21 @@ def report(samples: dict[str, dict[str, list[float]]], size: int, missing: dict[
         if work in ("upload", "echo"):
             lines.append(f"{f'{title} {size >> 20} MiB':36} {'ms':>9} {'GB/s':>7}   rate to Go's")
         else:
-            lines.append(f"{title + (' 30 KB' if work == 'call' else ' 256 KiB'):36} {'µs':>9} {'':7}   time to Go's")
+            lines.append(
+                f"{title + (' 30 KB' if work == 'call' else ' 256 KiB'):36} {'µs':>9} {'':7}   time to "
+                + ("Go's" if work == "call" else "the bare socket's")
+            )
         for name, all in times.items():
             median = statistics.median(all)
             line = f"  {NAMES[name]:34} {median * (1e3 if work in ('upload', 'echo') else 1e6):9.1f} "
             line += f"{size / median / 1e9:7.2f}" if work in ("upload", "echo") else " " * 7
+            if work == "link" and name != "bare":
+                line += "   {:.2f} ± {:.2f}".format(*ratio(work, all, times["bare"]))
             if "go" in times and name != "go":
                 line += "   {:.2f} ± {:.2f}".format(*ratio(work, all, times["go"]))
             lines.append(line.rstrip())
         lines.append("")
-    lines.append(f"{'required (issue 10)':59} {'ratio':12}  measured")
+    lines.append(f"{'required':59} {'ratio':12}  measured")
     for work, name, beside, want in REQUIRED:
         times = samples[work]
         if name in times and beside in times:

@@ -189,10 +189,24 @@ func (c *Conn) Recv() (Message, error) {
 func (c *Conn) Send(m Message) error {
 	c.sending.Lock()
 	defer c.sending.Unlock()
-	return c.send(m)
+	return c.send(m, sendPacket)
 }
 
-func (c *Conn) send(m Message) error {
+// TrySend is Send, but does not wait: it reports whether it has sent m, or the link has
+// ended. It may send the memories alone.
+func (c *Conn) TrySend(m Message) bool {
+	if !c.sending.TryLock() {
+		return false
+	}
+	defer c.sending.Unlock()
+	return !errors.Is(c.send(m, trySendPacket), errFull)
+}
+
+// errFull is why trySendPacket does not send.
+var errFull = errors.New("link: the socket is full")
+
+// send sends m with how, which sends a packet and perhaps a descriptor; sending is held.
+func (c *Conn) send(m Message, how func(f *os.File, packet []byte, fd int) error) error {
 	if err := c.open(); err != nil {
 		return fmt.Errorf("link: %w", err)
 	}
@@ -213,12 +227,12 @@ func (c *Conn) send(m Message) error {
 		if err != nil {
 			return err
 		}
-		if err = sendFD(c.file, about, fd); err != nil {
+		if err = how(c.file, about, fd); err != nil {
 			return fmt.Errorf("link: %w", err)
 		}
 		c.known[number] = struct{}{}
 	}
-	if _, err := c.file.Write(packet); err != nil {
+	if err := how(c.file, packet, noFD); err != nil {
 		return fmt.Errorf("link: %w", err)
 	}
 	return nil
@@ -248,7 +262,7 @@ func (c *Conn) tell() {
 				c.sending.Lock()
 				if _, ok := c.known[n.forget]; ok {
 					delete(c.known, n.forget)
-					_ = c.send(&Forget{Head{ID: uint64(n.forget)}})
+					_ = c.send(&Forget{Head{ID: uint64(n.forget)}}, sendPacket)
 				}
 				c.sending.Unlock()
 				continue
@@ -343,7 +357,9 @@ func (c *Conn) GiveBack(b *Block) { c.give(0, b) }
 func (c *Conn) give(id uint64, b *Block) {
 	r := b.whole
 	c.Own(b)
-	c.soon(news{id: id, give: r})
+	if id == 0 || !c.TrySend(&Give{Head{ID: id}, []Range{r}}) {
+		c.soon(news{id: id, give: r})
+	}
 }
 
 // Taken makes the guest's reference to the block that r begins the caller's. An error

@@ -106,8 +106,9 @@ func TestWhatIsHandedOverComesBack(t *testing.T) {
 	_, err = f.conn.Taken(m.Range)
 	require.ErrorIs(t, err, link.ErrMessage, "it is not the guest's any more")
 	f.conn.GiveBack(b)
-	f.Take(1) // the give came before its answer
-	require.Len(t, f.Given, 1)
+	for len(f.Given) == 0 {
+		f.Give(f.Take(1)) // it comes before or after an answer
+	}
 	require.Equal(t, r.Off, f.Given[0].Off)
 }
 

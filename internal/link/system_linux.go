@@ -76,16 +76,36 @@ func FromFD(fd int) (*net.UnixConn, error) {
 	return u, nil
 }
 
-// sendFD sends a packet with a descriptor.
-func sendFD(f *os.File, packet []byte, fd int) error {
+// noFD stands for no descriptor.
+const noFD = -1
+
+// sendPacket sends a packet and, unless it is noFD, a descriptor.
+func sendPacket(f *os.File, packet []byte, fd int) error { return sendmsg(f, packet, fd, 0) }
+
+// trySendPacket is sendPacket where there is room in the socket, else it is errFull.
+func trySendPacket(f *os.File, packet []byte, fd int) error {
+	err := sendmsg(f, packet, fd, unix.MSG_DONTWAIT)
+	if errors.Is(err, unix.EAGAIN) {
+		return errFull
+	}
+	return err
+}
+
+func sendmsg(f *os.File, packet []byte, fd, flags int) error {
 	raw, err := f.SyscallConn()
 	if err != nil {
 		return err
 	}
+	var rights []byte
+	if fd != noFD {
+		rights = unix.UnixRights(fd)
+	}
 	if bad := raw.Control(func(socket uintptr) {
-		err = unix.Sendmsg(int(socket), packet, unix.UnixRights(fd), nil, unix.MSG_NOSIGNAL)
-		for errors.Is(err, unix.EINTR) {
-			err = unix.Sendmsg(int(socket), packet, unix.UnixRights(fd), nil, unix.MSG_NOSIGNAL)
+		for {
+			err = unix.Sendmsg(int(socket), packet, rights, nil, unix.MSG_NOSIGNAL|flags)
+			if !errors.Is(err, unix.EINTR) {
+				return
+			}
 		}
 	}); bad != nil {
 		return bad

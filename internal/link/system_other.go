@@ -21,7 +21,11 @@ func Pair() (host *net.UnixConn, guest *os.File, err error) { return nil, nil, e
 // FromFD fails: there are no links here.
 func FromFD(int) (*net.UnixConn, error) { return nil, errSystem }
 
-func sendFD(*os.File, []byte, int) error { return errSystem }
+const noFD = -1
+
+func sendPacket(*os.File, []byte, int) error { return errSystem }
+
+func trySendPacket(*os.File, []byte, int) error { return errSystem }
 
 // Watch fails: there are no links here.
 func Watch(int, func()) (stop func(), err error) { return nil, errSystem }
