@@ -57,7 +57,11 @@ class Server:
             stderr=subprocess.PIPE,
             text=True,
             # serve takes variables of this prefix for its settings.
-            env={k: v for k, v in os.environ.items() if not k.startswith("TENSORFERRY_")},
+            env={
+                **{k: v for k, v in os.environ.items() if not k.startswith("TENSORFERRY_")},
+                "TENSORFERRY_PYTHON": sys.executable,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
         )
         said = ""
         assert self.process.stderr is not None
@@ -96,12 +100,14 @@ class Served(unittest.TestCase):
 
     server: Server
     client: Any
+    model = "echo"
+    options: tuple[str, ...] = ()
 
     @classmethod
     def setUpClass(cls) -> None:
         import tensorferry as tf
 
-        cls.server = Server()
+        cls.server = Server(*cls.options)
         cls.addClassCleanup(cls.server.stop)
         cls.client = tf.connect(cls.server.address)
         cls.addClassCleanup(cls.client.close)

@@ -25,19 +25,19 @@ class Plain(support.Served):
             for shape in SHAPES:
                 with self.subTest(name, shape=shape):
                     x = tf.Tensor(raw(name, shape), shape, name)
-                    y = self.client.compute("echo", x)
+                    y = self.client.compute(self.model, x)
                     self.assertEqual((y.dtype, y.shape, bytes(y)), (x.dtype, x.shape, bytes(x)))
 
     def test_a_large_tensor(self):
         x = tf.Tensor(raw("uint8", LARGE), LARGE, "uint8")
-        self.assertEqual(self.client.compute("echo", x).data, x.data)
+        self.assertEqual(self.client.compute(self.model, x).data, x.data)
 
     def test_buffers_of_the_standard_library(self):
         for x in (b"abc", bytearray(b"abc"), memoryview(b"abc"), array.array("d", [1, 2, 3]), array.array("l", [])):
-            y = self.client.compute("echo", x)
+            y = self.client.compute(self.model, x)
             self.assertIsInstance(y, tf.Tensor)
             self.assertEqual(bytes(y), bytes(memoryview(x)))
-        self.assertEqual(self.client.compute("echo", array.array("d", [1, 2.5])).tolist(), [1, 2.5])
+        self.assertEqual(self.client.compute(self.model, array.array("d", [1, 2.5])).tolist(), [1, 2.5])
         self.assertEqual(self.client.compute("relu", array.array("f", [-1, 2])).tolist(), [0, 2])
 
     def test_push_and_pull(self):
@@ -61,8 +61,8 @@ class Plain(support.Served):
     def test_memory_of_the_link_is_sent_as_it_is(self):
         e = self.client.empty((3, 1 << 20), "uint8", like="tensor")
         e.data[:] = raw("uint8", e.shape)
-        self.assertEqual(self.client.compute("echo", e).data, e.data)
-        y = self.client.compute("echo", tf.Tensor(e.data[100:5100]))  # a part of it
+        self.assertEqual(self.client.compute(self.model, e).data, e.data)
+        y = self.client.compute(self.model, tf.Tensor(e.data[100:5100]))  # a part of it
         self.assertEqual(bytes(y), bytes(e.data[100:5100]))
         self.client.push({"owned": e})
         self.assertEqual(self.client.pull("owned", like="tensor")["owned"].data, e.data)
@@ -71,7 +71,7 @@ class Plain(support.Served):
     def test_what_is_not_a_tensor_says_so(self):
         for x in (1.5, [1, 2], "abc", None, object()):
             with self.assertRaises(TypeError):
-                self.client.compute("echo", x)
+                self.client.compute(self.model, x)
         with self.assertRaises(TypeError):
             tf.Tensor(b"abc", dtype="float128")
         with self.assertRaises(ValueError):
@@ -99,13 +99,13 @@ class Numpy(support.Served):
                         bits = numpy.frombuffer(data, _tensor._BITS[number]).reshape(shape)
                         self.same(
                             bits,
-                            self.client.call("echo", {"": tf.Tensor(bits, dtype=name)}, like="numpy")
+                            self.client.call(self.model, {"": tf.Tensor(bits, dtype=name)}, like="numpy")
                             .result()["y"]
                             .view(bits.dtype),
                         )
                     else:
                         x = numpy.frombuffer(data, name).reshape(shape)  # read-only
-                        self.same(x, self.client.compute("echo", x))
+                        self.same(x, self.client.compute(self.model, x))
 
     def test_layouts_that_need_a_copy(self):
         base = numpy.frombuffer(pattern(8 * 3 * 5 * 7 * 4), "<f8").reshape(3, 5, 7, 4)
@@ -121,14 +121,14 @@ class Numpy(support.Served):
         for name, x in cases.items():
             with self.subTest(name):
                 want = numpy.ascontiguousarray(x, x.dtype.newbyteorder("=")).reshape(x.shape)
-                self.same(x, self.client.compute("echo", x), want)
+                self.same(x, self.client.compute(self.model, x), want)
                 self.client.push({"layout": x})
                 self.same(x, self.client.pull("layout")["layout"], want)
 
     def test_scalars_and_subclasses(self):
-        self.same(numpy.asarray(numpy.float32(2)), self.client.compute("echo", numpy.float32(2)))
+        self.same(numpy.asarray(numpy.float32(2)), self.client.compute(self.model, numpy.float32(2)))
         with self.assertRaises(TypeError):
-            self.client.compute("echo", numpy.ma.masked_array([1.0], [True]))
+            self.client.compute(self.model, numpy.ma.masked_array([1.0], [True]))
         for x in (
             numpy.array(["a"]),
             numpy.array([object()]),
@@ -137,14 +137,14 @@ class Numpy(support.Served):
             numpy.zeros(2, "g"),
         ):
             with self.assertRaises(TypeError, msg=x.dtype):
-                self.client.compute("echo", x)
+                self.client.compute(self.model, x)
 
     @support.needs_ml_dtypes
     def test_ml_dtypes(self):
         for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
             x = numpy.arange(1000).astype(getattr(ml_dtypes, name)).reshape(10, 100)
-            self.same(x, self.client.compute("echo", x))
-            self.same(x[:, ::3], self.client.compute("echo", x[:, ::3]))
+            self.same(x, self.client.compute(self.model, x))
+            self.same(x[:, ::3], self.client.compute(self.model, x[:, ::3]))
 
     def test_bits_where_numpy_has_no_type(self):
         bits = numpy.arange(1000, dtype="u2")
@@ -164,7 +164,7 @@ class Numpy(support.Served):
                 return self.x.__dlpack_device__()
 
         x = numpy.arange(12, dtype="f4").reshape(3, 4)
-        self.same(x, self.client.compute("echo", Other(x)))
+        self.same(x, self.client.compute(self.model, Other(x)))
 
 
 @support.needs_torch
@@ -186,14 +186,14 @@ class Torch(support.Served):
                 with self.subTest(name, shape=shape):
                     data = bytearray(raw(name, shape))
                     if kind is None:
-                        y = self.client.call("echo", {"": tf.Tensor(data, shape, name)}, like="torch").result()["y"]
+                        y = self.client.call(self.model, {"": tf.Tensor(data, shape, name)}, like="torch").result()["y"]
                         self.assertIsInstance(y, tf.Tensor)
                         self.assertEqual(bytes(y), bytes(data))
                         with self.assertRaises(TypeError):
                             y.torch()
                     else:
                         x = torch.frombuffer(data, dtype=kind).view(shape) if data else torch.empty(shape, dtype=kind)
-                        self.same(x, self.client.compute("echo", x))
+                        self.same(x, self.client.compute(self.model, x))
 
     def test_layouts_that_need_a_copy(self):
         base = torch.arange(3 * 5 * 7, dtype=torch.float64).view(3, 5, 7)
@@ -205,17 +205,17 @@ class Torch(support.Served):
         }  # fmt: skip
         for name, x in cases.items():
             with self.subTest(name):
-                self.same(x, self.client.compute("echo", x))
+                self.same(x, self.client.compute(self.model, x))
 
     def test_in_place_operations_on_results_and_owned_inputs(self):
         e = self.client.empty((1000, 1000), "float32", like="torch")
         e.normal_()
         want = e.clone()
-        y = self.client.compute("echo", e)
+        y = self.client.compute(self.model, e)
         e.zero_()
         self.same(want, y)
         y.relu_().mul_(2)
-        again = self.client.compute("echo", y)
+        again = self.client.compute(self.model, y)
         y.zero_()
         self.assertTrue(torch.equal(again, want.relu() * 2))
 
@@ -228,7 +228,28 @@ class Torch(support.Served):
 
     def test_sparse_says_so(self):
         with self.assertRaises(TypeError):
-            self.client.compute("echo", torch.eye(3).to_sparse())
+            self.client.compute(self.model, torch.eye(3).to_sparse())
+
+
+class Worker:
+    """The same through a model in Python."""
+
+    model = "mirror"
+    options = ("--python", "mirror=mirror:echo")
+
+
+class PlainWorker(Worker, Plain):
+    pass
+
+
+@support.needs_numpy
+class NumpyWorker(Worker, Numpy):
+    pass
+
+
+@support.needs_torch
+class TorchWorker(Worker, Torch):
+    pass
 
 
 if __name__ == "__main__":
