@@ -135,7 +135,9 @@ func explain(err error) relay.Failure {
 	case strings.Contains(text, "server preface"):
 		f.Hint = "something answers there, but it is not a tensorferry server"
 	case errors.Is(err, client.ErrDraining), e.RetryAfter > 0:
-		f.Hint = "the server takes nothing now: try again later"
+		f.Hint = "try again later"
+	case e.Code == codes.NotFound:
+		f.Hint = "models() and list() say what the server has"
 	default:
 		f.Hint = hints[e.Code]
 	}

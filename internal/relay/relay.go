@@ -66,6 +66,16 @@ func Serve(conn *link.Conn, cfg Config) error {
 // errGone ends what a guest has begun that is no more.
 var errGone = errors.New("relay: the guest has ended")
 
+// timeoutError ends what takes longer than its guest allows.
+type timeoutError time.Duration
+
+func (e timeoutError) Error() string {
+	return "not done within its timeout of " + time.Duration(e).String()
+}
+
+// Is makes it a context.DeadlineExceeded.
+func (e timeoutError) Is(target error) bool { return target == context.DeadlineExceeded }
+
 type relay struct {
 	cfg     Config
 	conn    *link.Conn
@@ -152,7 +162,8 @@ func (r *relay) begin(id uint64, millis uint32, inputs []*pieces, work func(*op)
 	}
 	return func() {
 		if millis > 0 {
-			ctx, stop := context.WithTimeout(o.ctx, time.Duration(millis)*time.Millisecond)
+			d := time.Duration(millis) * time.Millisecond
+			ctx, stop := context.WithTimeoutCause(o.ctx, d, timeoutError(d))
 			defer stop()
 			o.ctx = ctx
 		}

@@ -192,7 +192,7 @@ class Client:
 
     def _ready(self) -> Link:
         link = self._link
-        if link is not None and link.dead is None and not self._closed:
+        if link is not None and link.usable() and not self._closed:
             return link
         if self._closed:
             raise ValueError("the client is closed")
@@ -245,6 +245,8 @@ class Client:
         out is an array that the result is written to. A copy leaves no memory of the
         link in use.
         """
+        if isinstance(out, Mapping):
+            raise TypeError("out of compute is one array; call takes a mapping of names to arrays")
         sinks = None if out is None else {self._result_of(model): out}
         run = self._start(model, {"": x}, params, timeout, sinks, None, None)
         run.finish(None)
@@ -290,6 +292,9 @@ class Client:
         regions: bool = False,
         progress: Optional[Progress] = None,
     ) -> Run:
+        _named("inputs", inputs)
+        if timeout is not None:
+            _seconds(timeout)
         link = self._ready()
         if link._dropped:
             link.collect()
@@ -364,7 +369,11 @@ class Client:
 
     def _packed(self, model: str) -> bytes:
         part = self._parts.get(model)
-        return self._remember(model, _wire.text(model)) if part is None else part
+        if part is not None:
+            return part
+        if not isinstance(model, str):
+            raise TypeError(f"a model is named by a str, not by {model!r}")
+        return self._remember(model, _wire.text(model))
 
     def _remember(self, key: Any, part: bytes) -> bytes:
         if len(self._parts) >= 1024:  # a caller of many shapes
@@ -386,7 +395,14 @@ class Client:
 
         When some fail, the others are stored and the first failure is raised.
         """
+        if hasattr(tensors, "state_dict"):
+            raise TypeError("push takes a mapping of names to tensors; of a module that is module.state_dict()")
+        _named("tensors", tensors)
+        if timeout is not None:
+            _seconds(timeout)
         link = self._ready()
+        if link._dropped:
+            link.collect()
         run = Run(link, next(link.ids), None)
         run.progress = progress
         run.keep = sources = [_tensor.of(x) for x in tensors.values()]
@@ -434,7 +450,13 @@ class Client:
 
         out has by name where a tensor goes: an array, a path or a binary file.
         """
+        if out is not None:
+            _named("out", out)
+        if timeout is not None:
+            _seconds(timeout)
         link = self._ready()
+        if link._dropped:
+            link.collect()
         run = Run(link, next(link.ids), _tensor.default_like(like))
         run.progress = progress
         given = {k: str(v) for k, v in (params or {}).items()}
@@ -495,19 +517,36 @@ class Client:
 def connect(target: Optional[str] = None, *, timeout: float = 10.0, memory: Optional[int] = None) -> Client:
     """Connect to a server: host:port or unix:/path, else $TENSORFERRY_SERVER, else 127.0.0.1:50051.
 
-    timeout is for connecting, in seconds. memory is the most bytes that this process
-    shares with the program; it counts when the program starts, which is with the
-    first client.
+    The server is not asked before the first use. timeout is for starting the program, in
+    seconds. memory is the most bytes that this process shares with it; it counts when
+    the program starts, which is with the first client.
     """
+    if target is not None and not isinstance(target, str):
+        raise TypeError(f"target is {target!r}; write host:port or unix:/path")
+    if memory is not None and (not isinstance(memory, int) or memory <= 0):
+        raise ValueError(f"memory is {memory!r}; it is a number of bytes, 1 or more")
     return Client(target or os.environ.get("TENSORFERRY_SERVER") or "127.0.0.1:50051", timeout=timeout, memory=memory)
 
 
+def _named(what: str, given: Any) -> None:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what} is a {type(given).__name__}; it must be a mapping of names, such as a dict")
+
+
+def _seconds(timeout: float) -> None:
+    if not timeout > 0:
+        raise ValueError(f"timeout is {timeout!r}; it is in seconds and more than 0, or None for no limit")
+
+
 def _params(params: Optional[Mapping[str, Any]]) -> bytes:
+    if params is not None:
+        _named("params", params)
     return _wire.texts((k, str(v)) for k, v in params.items()) if params else b"\0\0"
 
 
 def _places(run: Run, out: Mapping[str, Out]) -> Iterable[tuple[str, Optional[_wire.Extent]]]:
     """Set the sinks of a run, and yield where each is in memory of the link, None if it is elsewhere."""
+    _named("out", out)
     for name, place in out.items():
         if isinstance(place, (str, os.PathLike)) or hasattr(place, "seek"):
             run.sinks[name] = File(place)

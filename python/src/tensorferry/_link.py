@@ -212,7 +212,10 @@ class Link:
                 hint="set TENSORFERRY_BIN to the program that fits",
             )
         if self.dead is not None:
-            raise self.dead
+            raise LinkError(
+                "what was started did not say hello: is it the tensorferry program?",
+                hint="TENSORFERRY_BIN names the program, else it is that of the wheel",
+            )
 
     # Messages.
 
@@ -223,6 +226,12 @@ class Link:
         except OSError as err:
             self.end(f"the tensorferry program has ended: {err.strerror}")
             raise self.failure() from None
+
+    def usable(self) -> bool:
+        """Report whether the link lives. One whose program has just died ends here."""
+        if self.dead is None and not self._alive():
+            self.end("the tensorferry program has ended")
+        return self.dead is None
 
     def failure(self) -> LinkError:
         """Return a new exception that says why the link has ended."""
@@ -658,10 +667,10 @@ _process: Optional[subprocess.Popen[bytes]] = None
 def current(memory: Optional[int] = None, timeout: float = 10.0) -> Link:
     """Return the link of this process. It starts the program if none runs."""
     link = _current
-    if link is not None and link.dead is None:
+    if link is not None and link.usable():
         return link
     with _starting:
-        if _current is None or _current.dead is not None:
+        if _current is None or not _current.usable():
             _stop()
             _start(memory, timeout)
         assert _current is not None
@@ -672,7 +681,10 @@ def _start(memory: Optional[int], timeout: float) -> None:
     global _current, _process
     program = _program.find()
     if memory is None and os.environ.get("TENSORFERRY_LINK_MEMORY"):
-        memory = int(os.environ["TENSORFERRY_LINK_MEMORY"])
+        said = os.environ["TENSORFERRY_LINK_MEMORY"]
+        if not said.isdigit() or not int(said):
+            raise ValueError(f"TENSORFERRY_LINK_MEMORY is {said!r}; it is a number of bytes")
+        memory = int(said)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with theirs:

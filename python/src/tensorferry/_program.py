@@ -1,7 +1,7 @@
 """Finds the tensorferry program, and is the command of that name.
 
-The program is the one inside the package, else $TENSORFERRY_BIN, else the first
-on PATH. The command replaces this process by it.
+The program is $TENSORFERRY_BIN, else the one inside the package, else the first on
+PATH. The command replaces this process by it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ._errors import LinkError
 
 def find() -> str:
     """Return the path of the program. LinkError says where it was looked for."""
-    bundled = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bin", "tensorferry")
-    if os.access(bundled, os.X_OK):
-        return bundled
     named = os.environ.get("TENSORFERRY_BIN")
     if named:
         if os.path.isfile(named) and os.access(named, os.X_OK):
             return named
         raise LinkError(f"TENSORFERRY_BIN is {named!r}, which is not an executable file")
+    bundled = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bin", "tensorferry")
+    if os.access(bundled, os.X_OK):
+        return bundled
     for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
         found = shutil.which("tensorferry", path=folder)
         if found and not _is_script(found):
@@ -35,7 +35,7 @@ def find() -> str:
 
 def environment() -> dict[str, str]:
     """Return the environment for the program: it starts its Python workers with this Python."""
-    return {**os.environ, "TENSORFERRY_PYTHON": sys.executable}
+    return {"TENSORFERRY_PYTHON": sys.executable, **os.environ}
 
 
 def main() -> None:

@@ -110,7 +110,7 @@ class Run(Target):
         if isinstance(got.sink, File):
             return
         have = _tensor.of(got.sink)
-        if have.dtype != got.dtype or have.nbytes != got.nbytes:
+        if have.dtype != got.dtype or have.shape != got.shape:
             raise ValueError(
                 f"result {got.name!r} is {NAMES[got.dtype]} {got.shape}, out is {NAMES[have.dtype]} {have.shape}"
             )
@@ -209,6 +209,14 @@ class Run(Target):
             raise
         if self.progress is not None:
             self._show()
+        if self.error is None:
+            known = [got.name for got in self.results.values()]
+            unknown = [name for name in self.sinks if name not in known]
+            if unknown:
+                self.error = _errors.InvalidArgument(
+                    f"out names {', '.join(map(repr, unknown))}; "
+                    f"the results are {', '.join(map(repr, known)) or 'none'}"
+                )
         self.close()
         if self.error is not None:
             self.results = {}  # its traceback has the run

@@ -6,7 +6,9 @@ import contextlib
 import os
 import socket
 import subprocess
+import sys
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -32,9 +34,13 @@ class Server:
                     _program.find(), "serve", "--child", "--listen", listen,
                     "--python-fd", f"{name}={theirs.fileno()}", *options,
                 ],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()], start_new_session=True,
-                env=_program.environment(),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                pass_fds=[theirs.fileno()], env=_program.environment(),
             )  # fmt: skip
+        # Its log goes on to stderr; the end of it says why a server did not start.
+        self._last: deque[str] = deque(maxlen=4)
+        self._log = threading.Thread(target=self._copy_log, name="tensorferry-log", daemon=True)
+        self._log.start()
         try:
             worker = Worker(ours)
             os.register_at_fork(after_in_child=worker.link.forget)
@@ -44,11 +50,28 @@ class Server:
             assert self._process.stdout is not None
             self.address = self._process.stdout.readline().decode().strip()
             if not self.address:
-                raise LinkError(f"the tensorferry server did not start: exit code {self._process.wait(STOP_SECONDS)}")
-        except BaseException:
+                raise LinkError("")
+        except BaseException as err:
             self.stop()
             ours.close()
+            if isinstance(err, LinkError):  # the server knows better
+                said = [line for line in self._last if line.startswith(("tensorferry: ", "hint: "))]
+                why = " ".join(line.partition(": ")[2] for line in said if line.startswith("t"))
+                hint = " ".join(line.partition(": ")[2] for line in said if line.startswith("h"))
+                code = self._process.returncode
+                raise LinkError(f"the server did not start: {why or f'exit code {code}'}", hint=hint) from None
             raise
+
+    def _copy_log(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as log:
+            for line in log:
+                text = line.decode(errors="replace")
+                self._last.append(text.rstrip())
+                sys.stderr.write(text)
+
+    def __repr__(self) -> str:
+        return f"<tensorferry.Server at {self.address}>"
 
     def _compute(self, worker: Worker) -> None:
         try:
@@ -80,6 +103,7 @@ class Server:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._log.join(STOP_SECONDS)
         thread: Optional[threading.Thread] = getattr(self, "_thread", None)
         if thread is not None and thread is not threading.current_thread():
             thread.join(STOP_SECONDS)
