@@ -93,6 +93,31 @@ class Errors(support.Served):
         with self.assertRaises(ValueError):
             c.compute("echo", b"1")
 
+    def test_what_is_no_mapping_and_no_number_says_so(self):
+        class Module:
+            def state_dict(self):
+                return {}
+
+        for what, does in (
+            ("inputs is a bytes", lambda: self.client.call("echo", b"abc")),
+            ("params is a list", lambda: self.client.compute("echo", b"abc", params=["a"])),
+            ("module.state_dict()", lambda: self.client.push(Module())),
+            ("tensors is a bytes", lambda: self.client.push(b"abc")),
+            ("out is a bytearray", lambda: self.client.pull("x", out=bytearray(1))),
+            ("a model is named by a str", lambda: self.client.compute(None, b"abc")),
+            ("write host:port", lambda: tf.connect(50051)),
+        ):
+            with self.subTest(what), self.assertRaises(TypeError) as e:
+                does()
+            self.assertIn(what, str(e.exception))
+        for does in (
+            lambda: self.client.compute("echo", b"abc", timeout=0),
+            lambda: self.client.push({"a": b"abc"}, timeout=-1),
+            lambda: tf.connect(self.server.address, memory="2GB"),
+        ):
+            with self.assertRaises(ValueError):
+                does()
+
     def test_metadata_requests(self):
         self.assertIn("echo", [m["name"] for m in self.client.models()])
         self.assertEqual(self.client.info()["version"], self.client._link.host["version"])
@@ -128,6 +153,13 @@ class Results(support.Served):
     def test_out_that_does_not_fit_fails(self):
         with self.assertRaises(tf.InvalidArgument):
             self.client.compute("echo", b"abc", out=bytearray(4))
+        x = tf.Tensor(bytes(6), (2, 3), "uint8")
+        with self.assertRaisesRegex(tf.InvalidArgument, r"\(2, 3\), out is uint8 \(3, 2\)"):
+            self.client.compute("echo", x, out=tf.Tensor(bytearray(6), (3, 2), "uint8"))
+        with self.assertRaisesRegex(tf.InvalidArgument, "out names 'Y'; the results are 'y'"):
+            self.client.call("echo", {"": x}, out={"Y": bytearray(6)}).result()
+        with self.assertRaisesRegex(TypeError, "call takes a mapping"):
+            self.client.compute("echo", x, out={"y": bytearray(6)})
         with self.assertRaises(tf.Error), tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "y")
             try:
