@@ -61,12 +61,15 @@ func serveLink(fd int) error {
 	if err != nil {
 		return err
 	}
-	stop, err := link.Watch(guest.PID, func() { _ = socket.CloseRead() })
+	stop, err := link.Watch(guest.PID, func() {
+		_ = socket.CloseRead()
+		_ = socket.CloseWrite() // somebody may be waiting for room
+	})
 	if err != nil {
 		return err
 	}
 	defer stop()
-	heap := link.NewHeap()
+	heap := link.NewHeap(2*quota + relay.PiecesBytes)
 	conn := link.New(socket, link.Config{Heap: heap, Pool: slab.NewPool(quota, heap), Quota: slab.NewBudget("link memory", quota)})
 	defer conn.Close()
 	return relay.Serve(conn, relay.Config{

@@ -199,7 +199,7 @@ func (g *guest) work() {
 func (g *guest) rest() {
 	g.process.host.mu.Lock()
 	defer g.process.host.mu.Unlock()
-	g.clock.Stop()
+	g.unwind()
 	g.block, g.id, g.sent, g.unasked = nil, 0, false, false
 }
 
@@ -240,9 +240,11 @@ func (g *guest) next(wait bool) *blocks.Work {
 		if len(g.ends) > 0 {
 			run := g.ends[0]
 			g.ends = g.ends[1:]
+			g.wind(h.cfg.obey)
 			h.mu.Unlock()
 			_ = g.conn.Send(&link.End{Head: link.Head{ID: run}}) // an error is Recv's too
 			h.mu.Lock()
+			g.unwind()
 			continue
 		}
 		w := g.queue.Pop()
@@ -303,13 +305,15 @@ func (g *guest) send(w *blocks.Work) bool {
 		h.mu.Unlock()
 		context.AfterFunc(run, func() { g.leaveRun(run, p.run) })
 	}
+	h.mu.Lock()
+	g.wind(h.cfg.block) // from now on: a guest may not read
+	h.mu.Unlock()
 	if err := g.conn.Send(m); err != nil {
 		g.stop(err)
 		return true // until the link ends
 	}
 	h.mu.Lock()
 	g.sent = true
-	g.wind(h.cfg.block)
 	h.mu.Unlock()
 	if run.Err() != nil {
 		g.cancel(run)
@@ -317,10 +321,16 @@ func (g *guest) send(w *blocks.Work) bool {
 	return true
 }
 
-// wind has the answer be due in a while; the host's mu is held.
+// wind has the answer, or that the guest reads, be due in a while; the host's mu is held.
 func (g *guest) wind(d time.Duration) {
 	g.due = time.Now().Add(d)
 	g.clock.Reset(d)
+}
+
+// unwind ends that; the host's mu is held.
+func (g *guest) unwind() {
+	g.clock.Stop()
+	g.due = time.Time{}
 }
 
 // long puts json into memory that is handed over, and returns what the message has
@@ -353,14 +363,14 @@ func (g *guest) leaveRun(run context.Context, id uint64) {
 func (g *guest) cancel(run context.Context) {
 	h := g.process.host
 	h.mu.Lock()
-	on := g.sent && g.block.Context() == run && !g.unasked
-	id := g.id
+	on := g.block != nil && !g.due.IsZero() && g.block.Context() == run && !g.unasked
+	id, sent := g.id, g.sent
 	if on {
-		g.unasked = true
+		g.unasked = sent // else send comes here again
 		g.wind(h.cfg.obey)
 	}
 	h.mu.Unlock()
-	if on {
+	if on && sent {
 		_ = g.conn.Send(&link.Cancel{Head: link.Head{ID: id}}) // an error is Recv's too
 	}
 }
@@ -369,7 +379,7 @@ func (g *guest) cancel(run context.Context) {
 func (g *guest) overdue() {
 	h := g.process.host
 	h.mu.Lock()
-	late, why := g.sent && !time.Now().Before(g.due), fmt.Errorf("a block took more than %v", h.cfg.block)
+	late, why := !g.due.IsZero() && !time.Now().Before(g.due), fmt.Errorf("a block took more than %v", h.cfg.block)
 	if g.unasked {
 		why = fmt.Errorf("it went on for %v with a block that was cancelled", h.cfg.obey)
 	}

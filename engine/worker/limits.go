@@ -13,8 +13,8 @@ const (
 	// blockWait is how long a block may take. What hangs does so for ever.
 	blockWait = 10 * time.Minute
 	// obeyWait is how long a block may take after nobody wants it any more. It is less
-	// than what a closed run waits for its blocks (blocks: 5 s).
-	obeyWait = 4 * time.Second
+	// than what a closed run waits for its blocks (blocks: 5 s), by drainWait twice.
+	obeyWait = 2500 * time.Millisecond
 	// A process that has ended is started again after pauseFirst, twice that, and so on,
 	// but at least every pauseMost; from the beginning after it was well for healthy.
 	pauseFirst = 100 * time.Millisecond

@@ -95,6 +95,10 @@ func (h *Host) accept(g *guest, w *blocks.Work, a *link.Answer) (r result, err e
 		a.JSON = append([]byte(nil), b.Bytes()[:min(link.LongRange(a.JSON).Len, uint64(len(b.Bytes())))]...)
 		g.conn.GiveBack(b)
 	}
+	inside, narrow, widest := false, false, 0
+	for i := range w.In {
+		widest = max(widest, len(w.In[i]))
+	}
 	var taken []*link.Block
 	r.release = func() {
 		for _, b := range taken {
@@ -119,6 +123,14 @@ func (h *Host) accept(g *guest, w *blocks.Work, a *link.Answer) (r result, err e
 			r.err = err
 		}
 		r.outs = append(r.outs, t)
+		inside = inside || b == nil && out.Range.Len > 0
+		narrow = narrow || len(t.Data) > 0 && len(t.Data) < widest
+	}
+	if inside && narrow && h.model.Info().Rows != 0 {
+		// The slots of a run hold a chunk of results that are as wide as its input: what
+		// lies in a slot keeps it until every result of the block is released.
+		r.release()
+		return r, fmt.Errorf("%w: a result lies in the input, and one is narrower than that", link.ErrMessage)
 	}
 	return r, nil
 }
@@ -129,19 +141,11 @@ func (h *Host) find(g *guest, w *blocks.Work, at link.Range) (data []byte, b *li
 	if at.Len == 0 {
 		return nil, nil, nil
 	}
-	widest := 0
-	for i := range w.In {
-		widest = max(widest, len(w.In[i]))
-	}
 	for _, side := range [][][]byte{w.In, w.Whole} {
 		for _, in := range side {
 			r, ok := h.heap.RangeOf(in)
 			if !ok || r.Len == 0 || r.Memory != at.Memory || at.Off < r.Off || at.Off-r.Off > r.Len || at.Len > r.Len-(at.Off-r.Off) {
 				continue
-			}
-			if h.model.Info().Rows != 0 && at.Len < uint64(widest) {
-				// The window of a run covers a chunk of results that are as wide as its input.
-				return nil, nil, fmt.Errorf("%w: a result in the input is narrower than that", link.ErrMessage)
 			}
 			off := at.Off - r.Off
 			return in[off : off+at.Len : off+at.Len], nil, nil

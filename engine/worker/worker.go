@@ -129,7 +129,7 @@ type Host struct {
 // and returns when all are ready. It fails if one is not: it tells what the model said.
 func Start(c Config) (*Host, error) {
 	c.setDefaults()
-	heap := link.NewHeap()
+	heap := link.NewHeap(4 * c.MemoryBytes)
 	h := &Host{
 		cfg: c, log: c.Log.With(slog.String("model", c.Name)), heap: heap, pool: slab.NewPool(2*c.MemoryBytes, heap),
 		budget:  slab.NewBudget("input memory of "+c.Name, c.MemoryBytes),

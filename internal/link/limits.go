@@ -11,6 +11,9 @@ const (
 	segmentBytes = 2 << 20
 	// waitingTakes bounds the takes of a guest that wait for its quota.
 	waitingTakes = 1024
+	// mostNews bounds what waits to be told to a guest: ranges, each of which it owns once,
+	// so that only one which does not read gets there.
+	mostNews = 1 << 16
 	// gives bounds the ranges of one message of kind give.
 	gives = 1024
 )

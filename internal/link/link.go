@@ -31,6 +31,7 @@ type Conn struct {
 	// which takes three system calls for a message. open makes it.
 	file   *os.File
 	open   func() error
+	shut   func() // Close, once
 	packet []byte // of Recv
 	ctx    context.Context
 	cancel context.CancelFunc
@@ -117,6 +118,7 @@ func New(socket *net.UnixConn, cfg Config) *Conn {
 		}
 		return err
 	})
+	c.shut = sync.OnceFunc(c.end)
 	c.ctx, c.cancel = context.WithCancel(context.Background())
 	cfg.Heap.attach(c)
 	c.ending.Go(c.tell)
@@ -125,7 +127,9 @@ func New(socket *net.UnixConn, cfg Config) *Conn {
 
 // Close ends the link, and takes back what the guest owned: it must not be able to
 // write there any more.
-func (c *Conn) Close() {
+func (c *Conn) Close() { c.shut() }
+
+func (c *Conn) end() {
 	c.mu.Lock()
 	c.closed = true // nothing is owned, and no goroutine started, from now on
 	owned := c.owned
@@ -284,7 +288,11 @@ func (c *Conn) tell() {
 func (c *Conn) soon(n news) {
 	c.telling.Lock()
 	c.news = append(c.news, n)
+	many := len(c.news) > mostNews
 	c.telling.Unlock()
+	if many { // the guest does not read, and asks for more
+		c.Shutdown()
+	}
 	select {
 	case c.wake <- struct{}{}:
 	default:

@@ -34,7 +34,7 @@ type fixture struct {
 func start(t testing.TB, quota int64) *fixture {
 	testkit.Start(t)
 	host, g := linktest.Pair(t)
-	f := &fixture{Guest: g, heap: link.NewHeap(), quota: slab.NewBudget("link memory", quota), received: make(chan any, 100)}
+	f := &fixture{Guest: g, heap: link.NewHeap(4 * quota), quota: slab.NewBudget("link memory", quota), received: make(chan any, 100)}
 	f.pool = slab.NewPool(quota, f.heap)
 	f.conn = link.New(host, link.Config{Heap: f.heap, Pool: f.pool, Quota: f.quota})
 	go func() { // ends with Close

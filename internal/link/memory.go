@@ -10,7 +10,10 @@ import (
 // Heap is memory that guests can map: it backs a slab.Pool. Ranges that are small are
 // cut from segments of one size class, large ones are a segment each.
 type Heap struct {
+	limit int64 // bytes of segments
+
 	mu       sync.Mutex // guards all below
+	bytes    int64      // of segments
 	last     uint32
 	segments map[uint32]*segment
 	places   []*segment         // ascending by address
@@ -28,9 +31,10 @@ type segment struct {
 	used   int   // pieces
 }
 
-// NewHeap returns an empty heap. Its memory goes with the last piece that is freed.
-func NewHeap() *Heap {
-	return &Heap{segments: make(map[uint32]*segment), open: make(map[int][]*segment), conns: make(map[*Conn]struct{})}
+// NewHeap returns an empty heap of at most limit bytes, which counts whole segments: pieces
+// that are kept may leave much of them unused. Its memory goes with the last piece.
+func NewHeap(limit int64) *Heap {
+	return &Heap{limit: limit, segments: make(map[uint32]*segment), open: make(map[int][]*segment), conns: make(map[*Conn]struct{})}
 }
 
 // Alloc implements slab.Backing: it hands over n bytes, preallocated, so that a full
@@ -59,10 +63,14 @@ func (h *Heap) grow(n int) error {
 	if n <= segmentBytes/2 {
 		size = segmentBytes
 	}
+	if int64(size) > h.limit-h.bytes {
+		return fmt.Errorf("link: %d bytes more of shared memory; %d of %d are in use, some of them for a part only", size, h.bytes, h.limit)
+	}
 	fd, mem, err := mapNew(size)
 	if err != nil {
 		return fmt.Errorf("link: %d bytes of shared memory: %w", size, err)
 	}
+	h.bytes += int64(size)
 	h.last++
 	s := &segment{number: h.last, fd: fd, mem: mem, class: n}
 	for off := size/n*n - n; off >= 0; off -= n {
@@ -95,6 +103,7 @@ func (h *Heap) Free(mem []byte) {
 		delete(h.open, s.class)
 	}
 	delete(h.segments, s.number)
+	h.bytes -= int64(len(s.mem))
 	at := h.place(s.base())
 	h.places = slices.Delete(h.places, at, at+1)
 	unmap(s.fd, s.mem)

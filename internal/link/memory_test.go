@@ -15,7 +15,7 @@ import (
 func FuzzHeap(f *testing.F) {
 	f.Add([]byte{1, 0, 255, 0, 1, 1, 200, 2, 9, 0, 128, 3})
 	f.Fuzz(func(t *testing.T, script []byte) {
-		h := NewHeap()
+		h := NewHeap(1 << 40)
 		var used [][]byte
 		for ; len(script) >= 2; script = script[2:] {
 			if script[1]%3 == 0 && len(used) > 0 {
@@ -54,7 +54,7 @@ func FuzzHeap(f *testing.F) {
 
 func TestMemoryOfOthersHasNoRange(t *testing.T) {
 	testkit.Start(t)
-	h := NewHeap()
+	h := NewHeap(1 << 40)
 	mem, err := h.Alloc(4096)
 	require.NoError(t, err)
 	_, ok := h.RangeOf(make([]byte, 10))

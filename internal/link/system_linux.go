@@ -16,7 +16,10 @@ func mapNew(size int) (fd int, mem []byte, err error) {
 	if err != nil {
 		return 0, nil, err
 	}
-	if err = unix.Fallocate(fd, 0, 0, int64(size)); err == nil {
+	for err = unix.EINTR; errors.Is(err, unix.EINTR); {
+		err = unix.Fallocate(fd, 0, 0, int64(size))
+	}
+	if err == nil {
 		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL)
 	}
 	if err == nil {

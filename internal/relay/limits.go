@@ -11,8 +11,8 @@ const (
 	// piecesOut is how many pieces of a result a guest may have: it copies one while
 	// others come.
 	piecesOut = 8
-	// allPieces bounds the pieces of all results together.
-	allPieces = 64 * mib
+	// PiecesBytes bounds the pieces of all results together, beside the link's quota.
+	PiecesBytes = 64 * mib
 	// pieceWait is how long a piece waits for those of other results to come back; less
 	// than the 30 s after which a server gives up on a result that nobody takes.
 	pieceWait = 20 * time.Second

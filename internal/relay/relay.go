@@ -47,12 +47,13 @@ func Serve(conn *link.Conn, cfg Config) error {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	r := &relay{
 		cfg: cfg, conn: conn, ctx: ctx, cancel: cancel, ended: make(chan error, 1),
-		pieces:  slab.NewBudget("memory for pieces of results", allPieces),
+		pieces:  slab.NewBudget("memory for pieces of results", PiecesBytes),
 		clients: make(map[uint32]*client.Client), ops: make(map[uint64]*op),
 	}
 	r.running.Go(r.receive)
 	err := <-r.ended
 	cancel(errGone)
+	conn.Shutdown() // whoever sends may be waiting for room
 	r.running.Wait()
 	for _, c := range r.clients {
 		_ = c.Close() // it breaks connections
@@ -200,7 +201,12 @@ func (o *op) done(answer []byte, t client.Timings, err error) {
 		fail(err)
 	}
 	if len(m.JSON) > longJSON {
-		b, bad := o.conn.New(o.relay.ctx, int64(len(m.JSON)))
+		b, bad := o.conn.TryNew(int64(len(m.JSON)))
+		if b == nil && bad == nil { // what the guest owns must not keep it from the end of an op
+			ctx, stop := context.WithTimeout(o.relay.ctx, pieceWait)
+			b, bad = o.conn.NewOf(ctx, o.pieces, int64(len(m.JSON)))
+			stop()
+		}
 		if bad != nil {
 			fail(bad)
 		} else {

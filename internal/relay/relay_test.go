@@ -55,7 +55,7 @@ func start(t testing.TB, quota int64) *fixture {
 	go func() { served <- s.Serve(l) }() // ends with Close
 
 	socket, g := linktest.Pair(t)
-	heap := link.NewHeap()
+	heap := link.NewHeap(2*quota + relay.PiecesBytes)
 	f := &fixture{Guest: g, addr: l.Addr().String(), quota: slab.NewBudget("link memory", quota), ended: make(chan error, 1)}
 	conn := link.New(socket, link.Config{Heap: heap, Pool: slab.NewPool(quota, heap), Quota: f.quota})
 	go func() { // ends with the guest

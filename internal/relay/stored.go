@@ -42,6 +42,11 @@ func (r *relay) push(m *link.Ask, q *request) (run func(), err error) {
 			b.Release()
 		}
 	}
+	defer func() {
+		if err != nil {
+			release()
+		}
+	}()
 	inputs := make([]*pieces, len(q.Tensors))
 	p := client.PushRequest{Tensors: make([]client.Input, len(q.Tensors))}
 	var bad error
@@ -56,7 +61,6 @@ func (r *relay) push(m *link.Ask, q *request) (run func(), err error) {
 		} else if in.Data = []byte{}; t.Range[2] > 0 {
 			data, b, err := r.conn.Shared(link.Range{Memory: uint32(t.Range[0]), Off: t.Range[1], Len: t.Range[2]})
 			if err != nil {
-				release()
 				return nil, err
 			}
 			in.Data, shared = data, append(shared, b)

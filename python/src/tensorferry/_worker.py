@@ -118,8 +118,12 @@ class Worker:
             said = model.compute(**given, **more) if model.by_name else model.compute(*given.values(), **more)
             # All are looked at before memory is taken.
             sources = [(self.source(model.outputs[name].dtypes, v)) for name, v in self.results(said)]
-            least = max((e.length for _, e in places), default=0) if model.rows else 0
-            return [self.place(s, number, places, least) for s, number in sources]
+            # Where a model has rows, memory of the input is kept for a chunk of every result:
+            # none may be narrower than the input.
+            widest = max((e.length for _, e in places), default=0)
+            if model.rows and any(0 < s.nbytes < widest for s, _ in sources):
+                places = []
+            return [self.place(s, number, places) for s, number in sources]
 
     def begin(self, message: dict[str, Any]) -> Any:
         raw = message["json"]
@@ -166,15 +170,13 @@ class Worker:
                 return source, number
         return source, source.dtype
 
-    def place(
-        self, source: tensors.Source, number: int, places: list[tuple[int, wire.Extent]], least: int
-    ) -> dict[str, Any]:
+    def place(self, source: tensors.Source, number: int, places: list[tuple[int, wire.Extent]]) -> dict[str, Any]:
         """Says where a result lies: in the input, in a range of call.empty, or in one that it is copied to."""
         n, at, extent = source.nbytes, source.address, wire.NOWHERE
         said = {"dtype": number, "shape": source.shape}
         if n:
             for base, e in places:
-                if at and base <= at and at + n <= base + e.length and n >= least:
+                if at and base <= at and at + n <= base + e.length:
                     return {**said, "range": wire.Extent(e.memory, e.offset + at - base, n)}
             mine = next((r for r in self.made if r.address == at and r not in self.named), None)
             if mine is None:
