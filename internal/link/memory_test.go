@@ -68,3 +68,19 @@ func TestMemoryOfOthersHasNoRange(t *testing.T) {
 	_, _, ok = h.descriptor(1)
 	require.False(t, ok)
 }
+
+func TestAHeapCountsWholeSegments(t *testing.T) {
+	testkit.Start(t)
+	h := NewHeap(2 * segmentBytes)
+	small, err := h.Alloc(4 << 10)
+	require.NoError(t, err)
+	other, err := h.Alloc(8 << 10)
+	require.NoError(t, err)
+	_, err = h.Alloc(12 << 10)
+	require.ErrorContains(t, err, "4194304 of 4194304 are in use")
+	h.Free(small)
+	third, err := h.Alloc(12 << 10)
+	require.NoError(t, err)
+	h.Free(other)
+	h.Free(third)
+}

@@ -415,3 +415,46 @@ func TestAGuestThatBreaksARuleIsLeft(t *testing.T) {
 		})
 	}
 }
+
+// full has the guest leave so much unread that the relay waits for room in the socket.
+func (f *fixture) full() {
+	for range 2000 {
+		f.Send(&link.Ask{Head: link.Head{ID: f.ID()}, Millis: patient, JSON: []byte(`{"verb":"loop","range":[1,2,3]}`)})
+	}
+}
+
+func TestALinkEndsThoughItsSocketIsFull(t *testing.T) {
+	t.Run("garbage", func(t *testing.T) {
+		f := start(t, 64*mib)
+		f.full()
+		f.Write([]byte("garbage that is no message"))
+		require.ErrorIs(t, <-f.ended, link.ErrMessage)
+	})
+	t.Run("the guest sends no more", func(t *testing.T) {
+		f := start(t, 64*mib)
+		f.full()
+		require.NoError(t, f.Socket.CloseWrite())
+		require.NoError(t, <-f.ended)
+	})
+}
+
+func TestALongAnswerComesThoughTheQuotaIsFull(t *testing.T) {
+	f := start(t, 4*mib)
+	f.Take(2 * mib)
+	f.Take(2 * mib)
+	done := f.ask(fmt.Sprintf(`{"verb":"many","connection":1,"names":["%05000d"]}`, 7))
+	require.Zero(t, done.Code, string(done.JSON))
+	require.Equal(t, uint8(link.Long), done.Flags)
+}
+
+func TestAnIDInUseEndsTheLink(t *testing.T) {
+	f := start(t, 4*mib)
+	r := f.Put([]byte("abc"))
+	id := f.ID()
+	push := func(tensor string) {
+		f.Send(&link.Ask{Head: link.Head{ID: id}, Millis: patient, JSON: []byte(`{"verb":"push","connection":1,"tensors":[` + tensor + `]}`)})
+	}
+	push(`{"name":"a","dtype":"uint8","shape":[3]}`)
+	push(fmt.Sprintf(`{"name":"b","dtype":"uint8","shape":[3],"range":[%d,%d,3]}`, r.Memory, r.Off))
+	require.ErrorContains(t, <-f.ended, "is in use")
+}

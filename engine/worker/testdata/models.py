@@ -113,3 +113,11 @@ def once():
         raise RuntimeError("a second time")
     open(path, "w").close()
     return does
+
+
+@tf.model(rows=1, inputs={"x": ("uint8", [-1, -1])}, outputs={"y": ("uint8", [-1, -1]), "s": ("uint8", [-1, 1])}, array="tensor")
+def both(x, call):
+    y = call.empty((x.shape[0], 1), "uint8")
+    if x.shape[0]:
+        _bytes(y)[:] = bytes(_bytes(x))[:: x.shape[1]]
+    return {"y": x, "s": y}
