@@ -452,7 +452,7 @@ func (c *Conn) take(m *Take) error {
 		if errors.Is(err, context.DeadlineExceeded) {
 			code = Deadline
 		}
-		_ = c.Send(&Done{Head: Head{ID: m.ID}, Code: code, JSON: Failure(err.Error(), "")}) // an error is Recv's too
+		_ = c.Send(&Done{Head: Head{ID: m.ID}, Code: code, JSON: failure(err.Error())}) // an error is Recv's too
 	})
 	return nil
 }
@@ -463,14 +463,11 @@ const (
 	Exhausted uint16 = 8
 )
 
-// Failure hands over the JSON of a Done, or an Answer, with a code.
-func Failure(message, hint string) []byte {
-	b, err := json.Marshal(struct {
-		Message string `json:"message"`
-		Hint    string `json:"hint,omitempty"`
-	}{message, hint})
+// failure is the JSON of a Done with a code.
+func failure(message string) []byte {
+	b, err := json.Marshal(map[string]string{"message": message})
 	if err != nil {
-		panic(err) // strings marshal
+		panic(err) // a text marshals
 	}
 	return b
 }

@@ -17,27 +17,12 @@ import (
 
 // call begins a call. An error ends the link.
 func (r *relay) call(m *link.Call) (run func(), err error) {
-	var shared []*link.Block
-	release := func() {
-		for _, b := range shared {
-			b.Release()
-		}
-	}
+	var shared sharing
 	defer func() {
 		if err != nil {
-			release()
+			shared.release()
 		}
 	}()
-	share := func(at link.Range) ([]byte, error) {
-		if at.Len == 0 {
-			return []byte{}, nil
-		}
-		data, b, err := r.conn.Shared(at)
-		if err == nil {
-			shared = append(shared, b)
-		}
-		return data, err
-	}
 	q := client.Request{
 		Model: m.Model, Params: table(m.Params), Timeout: time.Duration(m.Millis) * time.Millisecond,
 		Results: make(map[string]client.Sink, len(m.Sinks)),
@@ -48,7 +33,7 @@ func (r *relay) call(m *link.Call) (run func(), err error) {
 			Port: in.Port, Desc: tensor.Desc{DType: tensor.DataType(in.DType), Shape: in.Shape}, Name: in.Name, Metadata: table(in.Metadata),
 		}
 		if in.How == link.Whole {
-			if c.Data, err = share(in.Range); err != nil {
+			if c.Data, err = shared.take(r.conn, in.Range); err != nil {
 				return nil, err
 			}
 		} else {
@@ -57,17 +42,17 @@ func (r *relay) call(m *link.Call) (run func(), err error) {
 		}
 		q.Inputs = append(q.Inputs, c)
 	}
-	into := make(map[string][]byte)
 	for _, s := range m.Sinks {
 		if s.How == link.Whole {
-			if into[s.Port], err = share(s.Range); err != nil {
+			into, err := shared.take(r.conn, s.Range)
+			if err != nil {
 				return nil, err
 			}
-			q.Results[s.Port] = client.Into(into[s.Port])
+			q.Results[s.Port] = client.Into(into)
 		}
 	}
 	return r.begin(m.ID, m.Millis, inputs, func(o *op) ([]byte, client.Timings, error) {
-		defer release()
+		defer shared.release()
 		for _, s := range m.Sinks {
 			if s.How == link.Pieces {
 				q.Results[s.Port] = o.writer(s.Port)
@@ -83,6 +68,27 @@ func (r *relay) call(m *link.Call) (run func(), err error) {
 		t, err := o.run(m, q)
 		return nil, t, err
 	})
+}
+
+// sharing are the ranges of the guest's that an op shares until it ends.
+type sharing []*link.Block
+
+// take shares a range. An error ends the link.
+func (s *sharing) take(conn *link.Conn, at link.Range) ([]byte, error) {
+	if at.Len == 0 {
+		return []byte{}, nil
+	}
+	data, b, err := conn.Shared(at)
+	if err == nil {
+		*s = append(*s, b)
+	}
+	return data, err
+}
+
+func (s *sharing) release() {
+	for _, b := range *s {
+		b.Release()
+	}
 }
 
 // table makes a map of pairs.

@@ -36,15 +36,10 @@ type ended struct {
 
 // push begins a push. An error ends the link.
 func (r *relay) push(m *link.Ask, q *request) (run func(), err error) {
-	var shared []*link.Block
-	release := func() {
-		for _, b := range shared {
-			b.Release()
-		}
-	}
+	var shared sharing
 	defer func() {
 		if err != nil {
-			release()
+			shared.release()
 		}
 	}()
 	inputs := make([]*pieces, len(q.Tensors))
@@ -58,17 +53,13 @@ func (r *relay) push(m *link.Ask, q *request) (run func(), err error) {
 		in := client.Input{Name: t.Name, Desc: tensor.Desc{DType: d, Shape: t.Shape}, Metadata: t.Metadata}
 		if t.Range == nil {
 			inputs[i] = newPieces(r.conn, in.Desc)
-		} else if in.Data = []byte{}; t.Range[2] > 0 {
-			data, b, err := r.conn.Shared(link.Range{Memory: uint32(t.Range[0]), Off: t.Range[1], Len: t.Range[2]})
-			if err != nil {
-				return nil, err
-			}
-			in.Data, shared = data, append(shared, b)
+		} else if in.Data, err = shared.take(r.conn, link.Range{Memory: uint32(t.Range[0]), Off: t.Range[1], Len: t.Range[2]}); err != nil {
+			return nil, err
 		}
 		p.Tensors[i] = in
 	}
 	return r.begin(m.ID, m.Millis, inputs, func(o *op) ([]byte, client.Timings, error) {
-		defer release()
+		defer shared.release()
 		c, err := o.client(q.Connection)
 		if err = errors.Join(bad, err); err != nil {
 			return nil, client.Timings{}, fmt.Errorf("%w: %w", client.ErrInput, err)
@@ -178,12 +169,8 @@ func (o *op) pull(q *request, flags uint8) ([]byte, client.Timings, error) {
 	for _, s := range q.Select {
 		p.Select = append(p.Select, client.Selection{Name: s.Name, Source: s.Source, Params: s.Params})
 	}
-	var shared []*link.Block
-	defer func() {
-		for _, b := range shared {
-			b.Release()
-		}
-	}()
+	var shared sharing
+	defer shared.release()
 	p.To = func(name string, d tensor.Desc) (client.Sink, error) {
 		t, named := q.To.named[name]
 		if !named && !q.To.pieces {
@@ -199,15 +186,11 @@ func (o *op) pull(q *request, flags uint8) ([]byte, client.Timings, error) {
 			w, err := o.opened(name, d)
 			return client.At(w), err // which gathers what comes in small pieces
 		}
-		if err := o.tell(name, d); err != nil || t.at.Len == 0 {
-			return client.Into([]byte{}), err
-		}
-		data, b, err := o.conn.Shared(t.at)
-		if err != nil {
+		if err := o.tell(name, d); err != nil {
 			return client.Sink{}, err
 		}
-		shared = append(shared, b)
-		return client.Into(data), nil
+		data, err := shared.take(o.conn, t.at)
+		return client.Into(data), err
 	}
 	if flags&link.Regions != 0 {
 		p.Progress = o.progress(func(name string) uint32 {
