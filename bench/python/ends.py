@@ -36,7 +36,7 @@ def serve_line(do, make=tensor):
             x = make(size)
         times = []
         for _ in range(int(count)):
-            x[::PAGE] += 1  # what arrived before is no answer
+            x[::PAGE] += 1  # so that an earlier result does not match
             start = time.perf_counter()
             y = do(op, x)
             times.append(time.perf_counter() - start)

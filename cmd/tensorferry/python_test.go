@@ -69,7 +69,7 @@ func TestAServerOfPythonModelsOutlivesThem(t *testing.T) {
 	for range 3 {
 		pid := pidOf(t.Context(), t, cl)
 		require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
-		_, err = cl.Compute(t.Context(), "py/echo", x) // that of another model is no matter
+		_, err = cl.Compute(t.Context(), "py/echo", x) // whether another model fails does not matter
 		require.NoError(t, err)
 		testkit.Eventually(t, func() bool {
 			_, err := cl.Compute(t.Context(), "pid", x)

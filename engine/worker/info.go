@@ -49,7 +49,7 @@ type paramJSON struct {
 func parseInfo(name string, text []byte) (*info, error) {
 	var r readyJSON
 	if err := json.Unmarshal(text, &r); err != nil {
-		return nil, fmt.Errorf("it says of itself what is no json: %w", err)
+		return nil, fmt.Errorf("its description is not JSON: %w", err)
 	}
 	if r.Error != "" {
 		return nil, fmt.Errorf("it did not load: %s", clean(r.Error))
