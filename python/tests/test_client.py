@@ -165,7 +165,27 @@ class Results(support.Served):
             try:
                 self.client.call("nix", {"x": b"abc"}, out={"y": path}).result()
             finally:
-                self.assertFalse(os.path.exists(path), "nothing is left of what failed")
+                self.assertEqual(os.listdir(folder), [], "nothing is left of what failed")
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "y")
+            with open(path, "wb") as file:
+                file.write(b"before")
+            with self.assertRaises(tf.NotFound):
+                self.client.call("nix", {"": b"abc"}, out={"y": path}).result()
+            with open(path, "rb") as file:
+                self.assertEqual(file.read(), b"before")
+            self.client.call("echo", {"": b"abc"}, out={"y": path}).result()
+            with open(path, "rb") as file:
+                self.assertEqual(file.read(), b"abc")
+            self.client.call("slow", {"": b"abc"}, out={"y": path}, params={"delay": "1m"}).cancel()
+
+            def gone():
+                self.client.compute("echo", b"abc")  # reads what the program says of the other call
+                gc.collect()
+                return os.listdir(folder) == ["y"]
+
+            support.eventually(gone)
+        self.client.call("echo", {"": b"abc"}, out={"y": os.devnull}).result()
 
     def test_a_view_keeps_its_memory(self):
         y = self.client.compute("echo", b"abcdef" * 1000)

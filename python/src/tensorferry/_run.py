@@ -8,6 +8,7 @@ through a ring of ranges. Neither knows what a caller passed or wants to see.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
 import time
@@ -22,16 +23,26 @@ from ._tensor import NAMES, Like, Source
 
 # Called with a port or name, the bytes that have moved, and all of them.
 Progress = Callable[[str, int, int], None]
+_numbers = itertools.count()  # of temporary files
 
 
 class File:
-    """A result's way to a path or a binary file."""
+    """A result's way to a path or a binary file.
 
-    __slots__ = ("file", "out", "start")
+    A path gets the result when it is whole: until then it keeps what it had.
+    """
+
+    __slots__ = ("file", "made", "out", "pid", "start")
 
     def __init__(self, out: Any):
-        self.out = out
-        self.file: BinaryIO = open(out, "wb") if isinstance(out, (str, os.PathLike)) else out  # noqa: SIM115
+        self.out, self.made, self.pid = out, "", os.getpid()
+        self.file: BinaryIO = out
+        if isinstance(out, (str, os.PathLike)):
+            path = os.fspath(out)
+            if not os.path.exists(path) or os.path.isfile(path):
+                path = os.path.realpath(path)  # a link to it stays one
+                self.made = path = f"{path}.{os.getpid()}-{next(_numbers)}.tmp"
+            self.file = open(path, "xb" if self.made else "wb")  # noqa: SIM115
         self.start = self.file.tell()
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -39,10 +50,19 @@ class File:
         self.file.write(data)
 
     def finish(self, failed: bool) -> None:
-        if self.file is not self.out:
-            self.file.close()
-            if failed:
-                os.unlink(self.out)
+        if self.file is self.out:
+            return
+        self.file.close()
+        made, self.made = self.made, ""
+        if made and failed:
+            os.unlink(made)
+        elif made:
+            os.replace(made, os.path.realpath(self.out))
+
+    def __del__(self) -> None:
+        # Of a call that nobody waited for; a child after a fork leaves it to its parent.
+        if getattr(self, "made", "") and self.pid == os.getpid():
+            self.finish(True)
 
 
 class Result:
@@ -205,6 +225,7 @@ class Run(Target):
             raise
         except BaseException:
             self.cancel()
+            self.error = self.error or _errors.Cancelled("the call was cancelled")  # it may have ended before
             self.close()
             raise
         if self.progress is not None:
