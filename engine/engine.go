@@ -30,10 +30,22 @@ var (
 	ErrInput = errors.New("engine: input not accepted")
 	// ErrModel is wrapped around the failure of a model's own code.
 	ErrModel = errors.New("engine: model failed")
-	// ErrLost is wrapped when Close gave up waiting for memory that is still in use.
-	// That memory is not used again before whoever uses it has let go.
-	ErrLost = errors.New("engine: memory still in use")
+	// ErrLost is wrapped when Close gave up waiting for a model's own code to stop, as
+	// a *LostError. The memory of such a run is not used again before it has stopped.
+	ErrLost = errors.New("engine: model does not stop")
 )
+
+// LostError says that a model's own code goes on after Close. It wraps ErrLost.
+type LostError struct {
+	Text  string
+	Ended <-chan struct{} // closed when the code has stopped after all
+}
+
+// Error says which model, and what it still has.
+func (e *LostError) Error() string { return ErrLost.Error() + ": " + e.Text }
+
+// Unwrap returns ErrLost.
+func (*LostError) Unwrap() error { return ErrLost }
 
 // Dimensions with a meaning in a Port's shape.
 const (
@@ -154,9 +166,9 @@ type Run interface {
 	Next(ctx context.Context) (Out, error)
 	// Stats returns the time spent so far. Safe for concurrent use.
 	Stats() Stats
-	// Close ends the run, finished or not, and returns when nothing can touch
-	// borrowed bytes or results any more. The caller has released, or will not
-	// read, every Out before.
+	// Close ends the run, finished or not, and returns when the model's code does not
+	// touch borrowed bytes any more, or after a bounded wait with a *LostError. An Out
+	// that is not released keeps its memory, which stays charged, until it is.
 	Close() error
 }
 

@@ -540,7 +540,7 @@ func TestALostRunOfAComputeShowsInTheModelsHealth(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, nil)
 	f.lost = 1
-	require.NoError(t, f.models.Add(loser{f.named(t, "loser")}))
+	require.NoError(t, f.models.Add(loser{f.named(t, "loser"), nil}))
 	_, err := pb.NewTensorServiceClient(f.dial(t)).Compute(t.Context(), asking("loser", pb.DataType_DATA_TYPE_UINT8, []byte("abc"), 3))
 	require.Equal(t, codes.Internal, status.Code(err), err)
 	h := healthpb.NewHealthClient(f.dial(t))

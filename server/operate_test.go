@@ -105,35 +105,42 @@ func TestHealthFollowsModelsThatComeAndGo(t *testing.T) {
 	seen(healthy)
 }
 
-// loser is a model whose runs do not end in time.
-type loser struct{ engine.Model }
+// loser is a model whose runs do not end in time, but when ended is closed.
+type loser struct {
+	engine.Model
+	ended chan struct{}
+}
 
-type lostRun struct{ engine.Run }
+type lostRun struct {
+	engine.Run
+	ended chan struct{}
+}
 
 func (l loser) Open(ctx context.Context, c engine.Call) (engine.Run, error) {
 	r, err := l.Model.Open(ctx, c)
 	if err != nil {
 		return nil, err
 	}
-	return lostRun{r}, nil
+	return lostRun{r, l.ended}, nil
 }
 
 func (r lostRun) Close() error {
 	if err := r.Run.Close(); err != nil {
 		return err
 	}
-	return fmt.Errorf("%w: for the test", engine.ErrLost)
+	return &engine.LostError{Text: "for the test", Ended: r.ended}
 }
 
-func TestAModelThatLostARunDoesNotServeUntilItIsReplaced(t *testing.T) {
+func TestAModelThatLostARunDoesNotServeUntilTheRunEndsOrItIsReplaced(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, nil)
-	f.lost = 2
+	f.lost = 4
 	g := addGate(t, f, "gate")
 	gated, unuse, err := f.models.Lookup("gate")
 	require.NoError(t, err)
 	defer unuse()
-	require.NoError(t, f.models.Replace(loser{gated}))
+	over := make(chan struct{})
+	require.NoError(t, f.models.Replace(loser{gated, over}))
 	c := healthpb.NewHealthClient(f.dial(t))
 	is := func(want healthpb.HealthCheckResponse_ServingStatus, what string) {
 		t.Helper()
@@ -158,17 +165,25 @@ func TestAModelThatLostARunDoesNotServeUntilItIsReplaced(t *testing.T) {
 	r, err := c.Check(t.Context(), &healthpb.HealthCheckRequest{})
 	require.NoError(t, err)
 	require.Equal(t, healthy, r.GetStatus(), "the others serve")
-	require.NoError(t, f.models.Replace(loser{gated}))
+	close(over)
+	is(healthy, "the run has ended")
+	require.NoError(t, call())
+	is(healthy, "one that ended at once")
+	never := make(chan struct{})
+	require.NoError(t, f.models.Replace(loser{gated, never}))
+	require.NoError(t, call())
+	is(ill, "another lost run")
+	require.NoError(t, f.models.Replace(loser{gated, never}))
 	is(healthy, "its replacement")
 
 	// A run of a model that has been replaced meanwhile: the new one is well.
 	g.open = make(chan struct{})
 	go func() { ended <- call() }()
-	testkit.Eventually(t, func() bool { return g.started.Load() == 2 }, "the call")
+	testkit.Eventually(t, func() bool { return g.started.Load() == 4 }, "the call")
 	require.NoError(t, f.models.Replace(gated))
 	close(g.open)
 	require.NoError(t, <-ended)
-	testkit.Eventually(t, func() bool { return f.counters(t)["runs_abandoned_total"] == 2 }, "the lost run")
+	testkit.Eventually(t, func() bool { return f.counters(t)["runs_abandoned_total"] == 4 }, "the lost run")
 	is(healthy, "the new model")
 }
 

@@ -40,7 +40,7 @@ type Helper interface {
 
 // Canceler is a Device that keeps blocks waiting. One that may keep them for seconds is
 // a Canceler: a run that is closed gives its memory up after five, and its model does
-// not serve until it is replaced or the device was lost and came back.
+// not serve until its blocks have ended, or it is replaced.
 type Canceler interface {
 	// Cancel ends (Done) the blocks with this Context that the device has not begun:
 	// their run is closed, and waits for them.

@@ -64,8 +64,9 @@ type run struct {
 	done      []bool  // results released, by index modulo the first window
 	head      *Work   // results to be given out
 	tail      *Work
-	yielded   int64 // results given out by Next
-	unclaimed int   // of those, not yet released
+	yielded   int64         // results given out by Next
+	unclaimed int           // of those, not yet released
+	stopped   chan struct{} // closed when no block is at the device; nil unless Close gave up
 }
 
 type slotState uint8
@@ -391,9 +392,10 @@ func (r *run) Stats() engine.Stats {
 	return r.stats
 }
 
-// Close implements engine.Run. It waits for running blocks and unreleased results,
-// at most five seconds; past them their memory is lost and the error wraps ErrLost.
-// A second Close does nothing and returns ErrClosed.
+// Close implements engine.Run. It waits for running blocks and unreleased results, at
+// most five seconds. What is in use then stays the run's, and its budget's, until it is
+// not. Blocks that still run are a *LostError; results that a caller holds, or a peer
+// does not read, are none. A second Close does nothing and returns ErrClosed.
 func (r *run) Close() error {
 	r.cancel(engine.ErrClosed)
 	r.mu.Lock()
@@ -421,20 +423,15 @@ func (r *run) Close() error {
 		}
 	}
 	var err error
-	if r.active+r.unclaimed > 0 {
-		err = fmt.Errorf("%w: model %q: %d running blocks and %d unreleased results %v after Close; their memory is abandoned",
-			engine.ErrLost, r.name, r.active, r.unclaimed, closeWait)
-	} else {
-		r.engine.leave(r)
+	if r.active > 0 {
+		r.stopped = make(chan struct{})
+		err = &engine.LostError{
+			Text:  fmt.Sprintf("model %q: %d blocks still run %v after Close", r.name, r.active, closeWait),
+			Ended: r.stopped,
+		}
 	}
 	r.over = true
 	r.giveBack()
-	r.engine.cfg.Budget.Release(r.holder, r.granted)
-	r.granted = 0
-	if r.spilled > 0 {
-		r.engine.cfg.Spill.Budget.Release(r.holder, r.spilled*r.plan.outBlock)
-		r.spilled = 0
-	}
 	return err
 }
 
@@ -443,27 +440,43 @@ func (r *run) late() {
 	wake(r.idle)
 	if r.over {
 		r.giveBack()
-		if r.active+r.unclaimed == 0 {
-			r.engine.leave(r)
-		}
 	}
 }
 
 // giveBack returns the run's memory, except what is still in use; mu is held.
 func (r *run) giveBack() {
-	if r.whole != nil && r.active+r.unclaimed == 0 { // results may lie in it
-		drop(&r.whole.slab)
+	var used int64
+	if r.active+r.unclaimed > 0 { // results may lie in the whole inputs
+		used = r.plan.wholeBytes + r.plan.fixed
+	} else {
+		if r.whole != nil {
+			drop(&r.whole.slab)
+		}
+		r.engine.leave(r)
 	}
 	for _, s := range r.slots {
-		if s.state != slotActive && (s.work == nil || !s.work.inUse()) {
+		if s.state == slotActive || s.work != nil && s.work.inUse() {
+			used += r.plan.inBlock
+		} else {
 			drop(&s.slab)
 		}
 	}
 	for _, w := range r.works {
-		if !w.inUse() {
+		switch {
+		case !w.inUse():
 			w.letGo()
+			if w.spilled {
+				r.unspill(w)
+			}
 			drop(&w.slab)
+		case w.slab != nil && !w.spilled:
+			used += r.plan.outBlock
 		}
+	}
+	r.giveUp(r.granted - used)
+	if r.stopped != nil && r.active == 0 {
+		close(r.stopped)
+		r.stopped = nil
 	}
 }
 

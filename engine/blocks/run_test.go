@@ -466,33 +466,33 @@ func TestCloseDoesNotWaitForEverForWhatIsNotGivenBack(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				h := newHost(t, config{Workers: 1})
-				lost := func(r *run, slabs int64) {
+				late := func(r *run, slabs int64) (err error) {
 					t.Helper()
 					begin := time.Now()
-					before, _ := h.Pool().Live()
-					if err := r.Close(); !errors.Is(err, engine.ErrLost) || time.Since(begin) != closeWait {
-						t.Errorf("Close returned %v after %v", err, time.Since(begin))
+					if err = r.Close(); time.Since(begin) != closeWait {
+						t.Errorf("Close returned after %v", time.Since(begin))
 					}
-					if used, _, _ := h.Budget().Used(); used != 0 {
-						t.Errorf("%d bytes of the budget are still held", used)
+					if used, _, _ := h.Budget().Used(); used != slabs*4096 {
+						t.Errorf("%d bytes of the budget are held for %d slabs in use", used, slabs)
 					}
 					if live, _ := h.Pool().Live(); live != slabs {
-						t.Errorf("%d slabs were abandoned of %d, want %d", live, before, slabs)
+						t.Errorf("%d slabs are in use, want %d", live, slabs)
 					}
+					return err
 				}
 				r := filledRun(t, h, nil, inPlace)
 				o, err := r.Next(t.Context())
 				if err != nil {
 					t.Fatal(err)
 				}
-				lost(r, 1)
+				if err := late(r, 1); err != nil {
+					t.Errorf("with a result that nobody releases, Close returned %v", err)
+				}
 				if !bytes.Equal(o.Data, make([]byte, 5)) && o.Data[0] == 0 {
 					t.Error("the result held was overwritten")
 				}
 				o.Release() // far too late, but not lost
-				if live, _ := h.Pool().Live(); live != 0 {
-					t.Errorf("%d slabs are out after the last release", live)
-				}
+				idle(t, h)
 
 				running := int64(2) // its input and its result
 				if inPlace {
@@ -500,11 +500,17 @@ func TestCloseDoesNotWaitForEverForWhatIsNotGivenBack(t *testing.T) {
 				}
 				r = filledRun(t, h, func(context.Context, RowBlock) error { time.Sleep(time.Minute); return nil }, inPlace)
 				synctest.Wait()
-				lost(r, running)
-				time.Sleep(time.Minute)
-				if live, _ := h.Pool().Live(); live != 0 {
-					t.Errorf("%d slabs are out after the last block", live)
+				lost, ok := errors.AsType[*engine.LostError](late(r, running))
+				if !ok || !errors.Is(lost, engine.ErrLost) {
+					t.Fatal("the run that does not stop is not lost")
 				}
+				select {
+				case <-lost.Ended:
+					t.Error("the run has ended while its block runs")
+				default:
+				}
+				<-lost.Ended
+				idle(t, h)
 			})
 		})
 	}

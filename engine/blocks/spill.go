@@ -58,6 +58,7 @@ func (r *run) spill(w *Work) {
 // unspill frees results that were copied out; mu is held.
 func (r *run) unspill(w *Work) {
 	drop(&w.slab)
+	w.spilled = false // it is not reused
 	r.spilled--
 	r.engine.cfg.Spill.Budget.Release(r.holder, r.plan.outBlock)
 }

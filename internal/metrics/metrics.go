@@ -70,7 +70,7 @@ var plain = []struct {
 	{"memory_limit_bytes", "Memory budget.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryLimit }},
 	{"store_used_bytes", "What pushed tensors take in the store now.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreUsed }},
 	{"store_limit_bytes", "What they may take; the largest number if only the disk says.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreLimit }},
-	{"runs_abandoned_total", "Runs whose model did not stop; their memory is lost.", prometheus.CounterValue, func(v *Values) int64 { return v.RunsAbandoned }},
+	{"runs_abandoned_total", "Runs whose model did not stop in time.", prometheus.CounterValue, func(v *Values) int64 { return v.RunsAbandoned }},
 	{"panics_total", "Handlers that panicked.", prometheus.CounterValue, func(v *Values) int64 { return v.Panics }},
 }
 

@@ -17,7 +17,7 @@ const (
 	// Serving: it runs.
 	Serving Health = iota
 	// NotServing: it says that it cannot run, or a run of it was lost, which holds
-	// memory and a worker until another model takes its place.
+	// memory and a worker until it ends, or another model takes its place.
 	NotServing
 	// Gone: it is not in the registry any more.
 	Gone
@@ -34,7 +34,7 @@ type models struct {
 // modelState is how one model of a name is.
 type modelState struct {
 	stop func() // ends the watching of its health
-	lost bool   // a run of it
+	lost int    // runs of it that have not ended
 	ill  error  // why it cannot run, as it says
 }
 
@@ -56,12 +56,7 @@ func (ms *models) watch(name string, m engine.Model) {
 	}
 	if w, ok := engine.As[engine.HealthWatcher](m); ok {
 		s.stop = w.WatchHealth(func(err error) {
-			ms.change(name, s, func() {
-				if s.ill != nil && err == nil { // its device came back, and nothing of a run is on that
-					s.lost = false
-				}
-				s.ill = err
-			})
+			ms.change(name, s, func() { s.ill = err })
 		})
 	}
 }
@@ -74,7 +69,7 @@ func (ms *models) change(name string, s *modelState, change func()) {
 		return
 	}
 	change()
-	if s.lost || s.ill != nil {
+	if s.lost > 0 || s.ill != nil {
 		ms.told(name, NotServing)
 	} else {
 		ms.told(name, Serving)
@@ -96,8 +91,8 @@ func (ms *models) unavailable(name string) string {
 		return ""
 	case s.ill != nil:
 		return s.ill.Error()
-	case s.lost:
-		return "a run of it did not end; it serves again when it is replaced"
+	case s.lost > 0:
+		return "a run of it did not end; it serves again when that ends, or when it is replaced"
 	}
 	return ""
 }
@@ -126,8 +121,18 @@ func (c *Core) model(name string) (m engine.Model, over func(closed error), err 
 			return
 		}
 		c.runsAbandoned.Add(1)
-		if errors.Is(closed, engine.ErrLost) {
-			c.models.change(name, state, func() { state.lost = true })
+		if !errors.Is(closed, engine.ErrLost) {
+			return
+		}
+		c.models.change(name, state, func() { state.lost++ })
+		if lost, ok := errors.AsType[*engine.LostError](closed); ok {
+			go func() { // ends with the model's code, or with the core
+				select {
+				case <-lost.Ended:
+					c.models.change(name, state, func() { state.lost-- })
+				case <-c.ctx.Done():
+				}
+			}()
 		}
 	}, nil
 }
