@@ -1,9 +1,11 @@
 package server_test
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io/fs"
+	"slices"
 	"testing"
 	"time"
 
@@ -494,15 +496,67 @@ func TestACallWaitsForMemoryABoundedTime(t *testing.T) {
 
 func TestAnAllowanceThatTheBudgetDoesNotHoldIsRefusedAsLater(t *testing.T) {
 	testkit.Start(t)
-	f := serveWithin(t, mib, nil) // half of which is less than an allowance
+	f := serveWithin(t, mib, nil)
+	g := addGate(t, f, "gate")
+	holder := openRaw(t, f.addr)
+	held := offering("gate", make([]byte, 980<<10), mib)
+	holder.open(held)
+	holder.credit(held.desc.TensorId, 1)
 	r := openRaw(t, f.addr)
-	r.run(small("echo")) // as it comes, without the promise
-	o := offering("echo", make([]byte, 600<<10), mib)
+	o := offering("echo", make([]byte, 64<<10), mib)
+	require.GreaterOrEqual(t, r.hello.AllowanceBytes, uint32(64<<10))
 	o.desc.OnAllowance = true
 	r.open(o)
 	done := r.done(o.call.Id)
 	require.Equal(t, codes.ResourceExhausted, codes.Code(done.Code))
 	require.Contains(t, done.Message, "allowance")
 	require.Positive(t, done.RetryAfterMillis)
-	r.good() // on credit
+	close(g.open)
+	holder.deliver(held)
+	holder.result(held)
+	r.good()
+}
+
+func TestAllowancesThatAreGrantedCanAllBeKept(t *testing.T) {
+	testkit.Start(t)
+	f := serveWithin(t, 16*mib, nil)
+	var granted []uint32
+	var all []*raw
+	var sum uint32
+	for range 60 {
+		r := openRaw(t, f.addr)
+		all = append(all, r)
+		granted = append(granted, r.hello.AllowanceBytes)
+		sum += r.hello.AllowanceBytes
+	}
+	require.EqualValues(t, mib, granted[0])
+	require.True(t, slices.IsSortedFunc(granted, func(a, b uint32) int { return cmp.Compare(b, a) }), granted)
+	require.LessOrEqual(t, sum, uint32(8*mib), "half of the budget is for allowances")
+	require.Greater(t, sum, uint32(6*mib))
+	require.Zero(t, granted[59], granted)
+	// All at the same time.
+	var sent []*offer
+	for i, r := range all {
+		o := offering("echo", make([]byte, max(granted[i], 1)), mib)
+		o.desc.OnAllowance = granted[i] > 0
+		r.open(o)
+		sent = append(sent, o)
+	}
+	for i, r := range all {
+		if granted[i] > 0 {
+			r.deliver(sent[i])
+		}
+	}
+	for i, r := range all {
+		if granted[i] == 0 { // waits for credit, as a large tensor does
+			r.credit(sent[i].desc.TensorId, 1)
+			r.deliver(sent[i])
+		}
+		require.Equal(t, sent[i].data, r.result(sent[i])["y"].data, "session %d", i)
+	}
+	for _, r := range all {
+		r.end()
+	}
+	f.isEmpty(t)
+	require.EqualValues(t, mib, openRaw(t, f.addr).hello.AllowanceBytes, "what sessions were granted comes back with their end")
 }

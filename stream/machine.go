@@ -18,6 +18,8 @@ type Config struct {
 	// when the peer decodes them. Empty is none: chunks go and come as they are.
 	Codecs []codec.Codec
 	Limits Limits
+	// NoAllowance: the peer may send nothing without credit, whatever Limits say.
+	NoAllowance bool
 }
 
 // Machine is one side of a session. It belongs to one goroutine at a time.
@@ -37,6 +39,9 @@ type Machine struct {
 // New returns a machine. now is the first moment of its time.
 func New(cfg Config, now Instant) *Machine {
 	cfg.Limits = cfg.Limits.WithDefaults()
+	if cfg.NoAllowance {
+		cfg.Limits.AllowanceBytes = 0
+	}
 	cfg.Codecs = slices.Clone(cfg.Codecs[:min(len(cfg.Codecs), frame.HelloCodecs)])
 	if !cfg.Check.Valid() {
 		cfg.Check = codec.CRC32C

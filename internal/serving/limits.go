@@ -6,7 +6,6 @@ import (
 	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/slab"
-	"github.com/tensorferry/tensorferry/stream"
 )
 
 const (
@@ -26,6 +25,10 @@ const (
 	// reservationsShare: all reservations together fill at most this part (1/reservationsShare)
 	// of the budget, so that what is set aside leaves room for what is needed.
 	reservationsShare = 2
+	// promiseShare: a session is granted at most this part (1/promiseShare) of what is
+	// left to be promised, in whole units of promiseUnit bytes.
+	promiseShare = 4
+	promiseUnit  = 4 << 10
 	// retryDelay is what a refused caller is told to wait: about what a call takes.
 	retryDelay  = time.Second
 	retryMillis = uint32(retryDelay / time.Millisecond)
@@ -40,6 +43,6 @@ const (
 
 // reservation is what the budget reserves for the allowance of a session: one tensor
 // of all its bytes, and of as many chunks as it may have.
-func reservation(l stream.Limits) int64 {
-	return slab.SizeOf(int64(l.AllowanceBytes)) + frame.AllowanceChunks*assembler.ChunkOverhead
+func reservation(allowance uint32) int64 {
+	return slab.SizeOf(int64(allowance)) + frame.AllowanceChunks*assembler.ChunkOverhead
 }

@@ -28,6 +28,8 @@ type Session struct {
 	holder  *slab.Principal // of budgets, named by the session's ID and a number that no other has
 	calls   map[tensor.ID]*call
 	staging staging
+	// promised is the allowance of its hello.
+	promised uint32
 }
 
 // Conn carries frames.
@@ -39,11 +41,6 @@ type Conn interface {
 
 // OpenSession admits a session (*RefusedError if not), which Serve then serves.
 func (c *Core) OpenSession(from *Caller) (*Session, error) {
-	s := &Session{
-		core: c, from: from, calls: make(map[tensor.ID]*call),
-		staging: staging{budget: c.cfg.Budget, reserved: reservation(c.cfg.Session), all: &c.reservations},
-	}
-	s.sess = session.New(stream.Config{Server: true, Limits: c.cfg.Session, Codecs: codec.All()}, s)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.draining {
@@ -52,6 +49,13 @@ func (c *Core) OpenSession(from *Caller) (*Session, error) {
 	if err := c.Enter(Sessions, from); err != nil {
 		return nil, err
 	}
+	limits := c.cfg.Session
+	limits.AllowanceBytes = c.reservations.promise(c.cfg.Budget, limits.AllowanceBytes)
+	s := &Session{
+		core: c, from: from, calls: make(map[tensor.ID]*call), promised: limits.AllowanceBytes,
+		staging: staging{budget: c.cfg.Budget, reserved: reservation(limits.AllowanceBytes), all: &c.reservations},
+	}
+	s.sess = session.New(stream.Config{Server: true, Limits: limits, NoAllowance: limits.AllowanceBytes == 0, Codecs: codec.All()}, s)
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	c.sessions[s] = struct{}{}
 	c.work.Add(1)
@@ -91,6 +95,7 @@ func (s *Session) leave() {
 	var st stream.Stats
 	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Status().Stats })
 	s.staging.close() // its calls are over
+	s.core.reservations.unpromise(s.promised)
 	c := s.core
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -39,7 +39,32 @@ type staging struct {
 type reservations struct {
 	mu          sync.Mutex // guards all below; taken after that of a staging
 	held        int64      // bytes
+	promised    int64      // bytes that sessions were told they may send
 	first, last *staging   // idle
+}
+
+// promise returns how much of an allowance of most bytes a new session is granted: all
+// sessions may use theirs at the same time, so that when little is left each gets a part
+// of that, or nothing and waits for credit. unpromise follows.
+func (l *reservations) promise(b *slab.Budget, most uint32) uint32 {
+	_, _, limit := b.Used()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	left := limit/reservationsShare - l.promised
+	n := uint32(min(int64(most), max(left/promiseShare-reservation(0), 0))) &^ (promiseUnit - 1)
+	if n > 0 {
+		l.promised += reservation(n)
+	}
+	return n
+}
+
+// unpromise takes back what promise returned.
+func (l *reservations) unpromise(n uint32) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if n > 0 {
+		l.promised -= reservation(n)
+	}
 }
 
 // take takes the reservation of d, if there is room.
