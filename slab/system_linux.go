@@ -26,3 +26,10 @@ func (system) Free(mem []byte) {
 		panic("slab: unmap: " + err.Error()) // only a slice that was not mapped
 	}
 }
+
+// Discard tells the system that whole pages of memory from System hold nothing: it has
+// them until they are written to again. It borrows mem.
+func Discard(mem []byte) {
+	// Best effort: without it the memory stays resident.
+	_ = unix.Madvise(mem, unix.MADV_DONTNEED)
+}

@@ -38,6 +38,7 @@ type sending struct {
 	from         any // the *Message or *Answer
 	older, newer *sending
 	looks        int
+	copied       int  // bytes that are gRPC's alone
 	removed      bool // from flight
 }
 
@@ -98,7 +99,7 @@ func (m *Message) marshal() (mem.BufferSlice, error) {
 	if !s.addPayload(views) {
 		s.end() // everything was copied
 	}
-	return s.lend(m.InFlight, m), nil
+	return s.lend(m.InFlight, m, cap(s.head)), nil
 }
 
 // marshal encodes the message as the stock codec does.
@@ -120,14 +121,18 @@ func (a *Answer) marshal() (mem.BufferSlice, error) {
 	for i := range s.parts {
 		s.parts[i].lent = false // but to gRPC
 	}
-	return s.lend(a.InFlight, a), nil
+	copied := 0
+	if !a.Charged {
+		copied = s.below.Len() + cap(s.head)
+	}
+	return s.lend(a.InFlight, a, copied), nil
 }
 
 // lend returns the parts as buffers. All are in flight, also those that nobody waits
 // for: they are memory until the peer has read them.
-func (s *sending) lend(flight *InFlight, from any) mem.BufferSlice {
+func (s *sending) lend(flight *InFlight, from any, copied int) mem.BufferSlice {
 	if flight != nil {
-		s.from = from
+		s.from, s.copied = from, copied
 		flight.add(s)
 	}
 	// From the first NewBuffer on the parts must stay where they are.

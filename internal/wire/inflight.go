@@ -3,11 +3,17 @@ package wire
 import (
 	"bytes"
 	"sync"
+	"sync/atomic"
 )
 
 // InFlight is what was sent on one connection and gRPC has not let go of: frames and
 // answers. The zero value is ready. Safe for concurrent use.
 type InFlight struct {
+	// Copied hears of each change of the bytes in flight that are no loans, but gRPC's
+	// alone; nil: nobody does.
+	Copied func(bytes int64)
+
+	frames atomic.Int64
 	mu     sync.Mutex
 	newest *sending // linked by older and newer; guarded by mu
 	over   bool     // it was abandoned; guarded by mu
@@ -67,6 +73,9 @@ func (f *InFlight) take(pick func(*sending) bool) {
 	}
 }
 
+// Empty reports whether nothing is in flight.
+func (f *InFlight) Empty() bool { return f.frames.Load() == 0 }
+
 // Look counts one more look at what is in flight, and reports whether two have found
 // the same: the peer has not read it all this while.
 func (f *InFlight) Look() (stuck bool) {
@@ -89,6 +98,7 @@ func (f *InFlight) add(s *sending) {
 			f.newest.newer = s
 		}
 		f.newest = s
+		f.count(1, s.copied)
 		return
 	}
 	f.mu.Unlock()
@@ -96,8 +106,17 @@ func (f *InFlight) add(s *sending) {
 	s.end()
 }
 
+// count counts a frame that is in flight, or is not any more; mu is held.
+func (f *InFlight) count(frames int64, copied int) {
+	f.frames.Add(frames)
+	if f.Copied != nil && copied > 0 {
+		f.Copied(frames * int64(copied))
+	}
+}
+
 // remove takes s out, and what is lent out of s; mu is held.
 func (f *InFlight) remove(s *sending) {
+	f.count(-1, s.copied)
 	if s.newer == nil {
 		f.newest = s.older
 	} else {

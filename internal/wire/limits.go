@@ -30,4 +30,9 @@ const (
 	maxPooledHead = MaxControlBytes + headBytes
 	// frameBytes is the largest HTTP/2 data frame that grpc-go sends.
 	frameBytes = 16 << 10
+	// keptBuffers is how many receive buffers that nobody uses keep their memory: 16 MiB,
+	// what eight connections have on their way.
+	keptBuffers = 1 << 10
+	// segmentBytes of buffers are mapped at a time.
+	segmentBytes = 1 << 20
 )

@@ -123,6 +123,8 @@ type Answer struct {
 	// Held ends as Message.Held does, but also waits for gRPC when the message is
 	// small. It lends nothing. nil: nobody waits.
 	Held Releaser
+	// Charged: somebody else counts its bytes for as long as Held.
+	Charged bool
 	// InFlight, if set, learns of the answer.
 	InFlight *InFlight
 }
