@@ -24,6 +24,7 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		s.core.Refused()
 		return nil, err
 	}
+	received(ctx).Consumed()
 	in := make([]serving.Tensor, len(req.GetInputs()))
 	for i, t := range req.GetInputs() { // which share the request's bytes
 		d := tensor.Desc{DType: tensor.DataType(min(max(t.GetDtype(), 0), math.MaxUint8)), Shape: t.GetShape()}
@@ -46,7 +47,7 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		return nil, err
 	}
 	if answer, ok := ctx.Value(answerKey{}).(*wire.Answer); ok { // the client is to read it
-		answer.Held = held
+		answer.Held, answer.Charged = held, true
 		held = new(requestMemory)
 	}
 	return resp, nil

@@ -8,8 +8,10 @@ import (
 	"time"
 
 	"golang.org/x/time/rate"
+	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/stats"
 
+	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
 )
@@ -21,6 +23,8 @@ type connections struct {
 	log  *slog.Logger
 	most int // accepted at a time
 	thin int // frames a second of each
+	// memory is what their peers have sent and nobody has consumed.
+	memory *inbound.Memory
 
 	mu       sync.Mutex // guards all below
 	open     map[*connection]struct{}
@@ -33,7 +37,7 @@ type connection struct {
 	serving.Caller
 	flight wire.InFlight
 	addr   net.Addr
-	close  func() error // nil on a listener that is not Serve's
+	in     *inbound.Conn // what its peer has sent; nil on a listener that is not Serve's
 	thin   *rate.Limiter
 }
 
@@ -49,12 +53,26 @@ type listener struct {
 
 type acceptedConn struct {
 	net.Conn
+	one    *connection
 	closed func() // once
 }
 
-type acceptedAddr struct {
+// handshakes have gRPC read connections by way of what bounds them.
+type handshakes struct {
+	credentials.TransportCredentials
+	of      *connections
+	message int64 // bytes of the largest
+}
+
+// tracked is a connection as gRPC has it.
+type tracked struct {
+	*inbound.Conn
+	one *connection
+}
+
+type trackedAddr struct {
 	net.Addr
-	conn net.Conn
+	one *connection
 }
 
 // Accept waits for the next connection.
@@ -65,7 +83,8 @@ func (l listener) Accept() (net.Conn, error) {
 			return nil, err
 		}
 		if l.of.enter() {
-			return acceptedConn{c, sync.OnceFunc(l.of.leave)}, nil
+			one := l.of.one()
+			return acceptedConn{c, one, sync.OnceFunc(func() { l.of.leave(one) })}, nil
 		}
 		_ = c.Close() // its peer sees it
 	}
@@ -84,10 +103,14 @@ func (c *connections) enter() bool {
 	return true
 }
 
-func (c *connections) leave() {
+func (c *connections) leave(one *connection) {
 	c.mu.Lock()
-	defer c.mu.Unlock()
 	c.accepted--
+	_, open := c.open[one]
+	c.mu.Unlock()
+	if !open && one.in != nil { // gRPC did not like it
+		one.in.End()
+	}
 }
 
 // Close closes the connection.
@@ -96,16 +119,39 @@ func (c acceptedConn) Close() error {
 	return c.Conn.Close()
 }
 
+// ServerHandshake secures a connection, and has what comes over it charged.
+func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	conn, info, err := h.TransportCredentials.ServerHandshake(raw)
+	if err != nil {
+		return nil, nil, err
+	}
+	a, ok := raw.(acceptedConn)
+	if !ok {
+		return conn, info, nil
+	}
+	one := a.one
+	one.in = h.of.memory.Conn(conn, h.message, func() bool { return one.Calls() > 0 || !one.flight.Empty() })
+	one.flight.Copied = one.in.Hold
+	return tracked{one.in, one}, info, nil
+}
+
+// Clone returns a copy.
+func (h handshakes) Clone() credentials.TransportCredentials {
+	h.TransportCredentials = h.TransportCredentials.Clone()
+	return h
+}
+
 // RemoteAddr returns the peer's address.
-func (c acceptedConn) RemoteAddr() net.Addr { return acceptedAddr{c.Conn.RemoteAddr(), c} }
+func (c tracked) RemoteAddr() net.Addr { return trackedAddr{c.Conn.RemoteAddr(), c.one} }
 
 // TagConn gives each connection the book of what is sent on it.
 func (c *connections) TagConn(ctx context.Context, info *stats.ConnTagInfo) context.Context {
-	one := c.one()
-	one.addr = info.RemoteAddr
-	if a, ok := info.RemoteAddr.(acceptedAddr); ok {
-		one.close = a.conn.Close
+	a, ok := info.RemoteAddr.(trackedAddr)
+	one := a.one
+	if !ok {
+		one = c.one()
 	}
+	one.addr = info.RemoteAddr
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.open == nil {
@@ -138,6 +184,9 @@ func (c *connections) HandleConn(ctx context.Context, s stats.ConnStats) {
 	delete(c.open, one)
 	c.mu.Unlock()
 	one.flight.Abandon()
+	if one.in != nil {
+		one.in.End()
+	}
 }
 
 // watch closes connections whose peers do not read, until done is closed. Each RPC
@@ -156,7 +205,7 @@ func (c *connections) watch(idle time.Duration, done <-chan struct{}) {
 		}
 		for _, one := range c.stuck() {
 			c.log.Warn("connection closed: its peer does not read", slog.String("peer", one.addr.String()))
-			_ = one.close() // grpc's reader sees to the rest
+			_ = one.in.Close() // grpc's reader sees to the rest
 		}
 	}
 }
@@ -166,7 +215,7 @@ func (c *connections) stuck() (all []*connection) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for one := range c.open {
-		if one.flight.Look() && one.close != nil {
+		if one.flight.Look() && one.in != nil {
 			all = append(all, one)
 		}
 	}
@@ -176,9 +225,17 @@ func (c *connections) stuck() (all []*connection) {
 // TagRPC returns ctx.
 func (*connections) TagRPC(ctx context.Context, _ *stats.RPCTagInfo) context.Context { return ctx }
 
-// HandleRPC takes back what was sent when its RPC was over: grpc may have forgotten it.
+// HandleRPC follows an RPC from its handler's start to its end. It takes back what was
+// sent when the RPC was over: grpc may have forgotten it.
 func (*connections) HandleRPC(ctx context.Context, s stats.RPCStats) {
-	if out, ok := s.(*stats.OutPayload); ok && ctx.Err() != nil {
-		wire.Unsent(out.Payload)
+	switch s := s.(type) {
+	case *stats.InHeader:
+		received(ctx).Begun()
+	case *stats.OutPayload:
+		if ctx.Err() != nil {
+			wire.Unsent(s.Payload)
+		}
+	case *stats.End:
+		received(ctx).End()
 	}
 }

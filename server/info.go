@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"runtime/debug"
 	"time"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
@@ -64,7 +65,7 @@ func (s *Server) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb
 	return &pb.GetServiceInfoResponse{
 		Version:      s.cfg.Version,
 		UptimeMillis: time.Since(s.started).Milliseconds(),
-		Limits:       s.shownLimits(v.MemoryLimit),
+		Limits:       s.shownLimits(&v),
 		Counters:     metrics.Counters(&v),
 		Codecs:       codecs(),
 		Models:       s.modelStates(),
@@ -82,6 +83,8 @@ func codecs() (list []pb.Codec) {
 // values are what the core has counted, and what the store holds.
 func (s *Server) values() metrics.Values {
 	v := s.core.Values()
+	v.ReceiveUsed, v.ReceiveLimit, v.ReceiveEnded = s.connections.memory.Used()
+	v.HeapLimit = debug.SetMemoryLimit(-1)
 	if st, ok := s.cfg.Store.(store.Meter); ok {
 		v.StoreUsed, v.StoreLimit = st.Used()
 	}
@@ -89,7 +92,7 @@ func (s *Server) values() metrics.Values {
 }
 
 // shownLimits are the limits that a peer can meet, each a row of docs/limits.md.
-func (s *Server) shownLimits(memory int64) map[string]int64 {
+func (s *Server) shownLimits(v *metrics.Values) map[string]int64 {
 	l, c := s.limits, s.cfg
 	millis := func(d time.Duration) int64 { return d.Milliseconds() }
 	return map[string]int64{
@@ -101,7 +104,7 @@ func (s *Server) shownLimits(memory int64) map[string]int64 {
 		"sessions": int64(c.Sessions), "calls": int64(c.QueuedCalls),
 		"transfers": int64(c.Transfers), "stored_tensor_bytes": c.StoredBytes, "tensors_per_transfer": storing.Tensors,
 		"open_tensors_per_push": storing.PushTensors, "compute_bytes": computeBytes, "tensors_per_page": listPage, "request_parts": requestParts,
-		"memory_bytes": memory, "memory_wait_millis": millis(c.MemoryWait),
+		"memory_bytes": v.MemoryLimit, "receive_bytes": v.ReceiveLimit, "memory_wait_millis": millis(c.MemoryWait),
 		"first_frame_millis": millis(time.Duration(l.FirstFrame)), "chunk_idle_millis": millis(time.Duration(l.ChunkIdle)),
 		"session_idle_millis": millis(time.Duration(l.SessionIdle)),
 		"name_bytes":          frame.NameBytes, "entries": frame.Entries, "entry_key_bytes": frame.KeyBytes,

@@ -4,14 +4,18 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"sync/atomic"
 	"time"
 
 	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors"
 	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/recovery"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	grpcpeer "google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
 	"google.golang.org/grpc/tap"
 
+	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
 )
@@ -55,23 +59,75 @@ func streamExplained(srv any, ss grpc.ServerStream, _ *grpc.StreamServerInfo, ha
 	return brief(statusOf(handler(srv, ss)))
 }
 
-// awaitedKey leads to the clock, a *time.Timer, of an RPC whose first message has
-// not come.
-type awaitedKey struct{}
+// openedKey leads to the *opened of an RPC.
+type openedKey struct{}
 
-// tap cancels RPCs whose first message does not come in time: grpc waits for it
-// without a limit before any handler, or interceptor, is called.
-func (e *endpoint) tap(ctx context.Context, _ *tap.Info) (context.Context, error) {
-	ctx, cancel := context.WithCancelCause(ctx)
-	t := time.AfterFunc(e.FirstMessage, func() { cancel(fmt.Errorf("server: no message within %v", e.FirstMessage)) })
-	context.AfterFunc(ctx, func() { t.Stop() }) // ends with the RPC
-	return context.WithValue(ctx, awaitedKey{}, t), nil
+// opened is what is known of an RPC from its headers on.
+type opened struct {
+	first    *time.Timer // until its first message has come
+	received *inbound.RPC
+	cancel   context.CancelCauseFunc
+	stream   atomic.Pointer[transportStream] // once there is a handler
+}
+
+// transportStream is gRPC's, which has no other way to say why an RPC ends whose
+// handler waits for a message: with its context that is CANCELLED.
+type transportStream interface{ WriteStatus(*status.Status) error }
+
+// end ends the RPC from outside.
+func (o *opened) end(cause error) {
+	if s := o.stream.Load(); s != nil {
+		_ = (*s).WriteStatus(status.Convert(statusOf(errReceived))) // or it is over
+	}
+	o.cancel(cause)
+}
+
+// handled says that the RPC of ctx has a handler.
+func handled(ctx context.Context) {
+	o, ok := ctx.Value(openedKey{}).(*opened)
+	if s, can := grpc.ServerTransportStreamFromContext(ctx).(transportStream); ok && can {
+		o.stream.Store(&s)
+	}
+}
+
+// tap refuses RPCs for which there is no memory, or no handler, and cancels those whose
+// first message does not come in time: grpc waits for it without a limit before any
+// handler, or interceptor, is called.
+func (e *endpoint) tap(ctx context.Context, info *tap.Info) (context.Context, error) {
+	if ctx.Err() != nil { // grpc has the same to say
+		return ctx, status.FromContextError(ctx.Err()).Err()
+	}
+	if !e.methods[info.FullMethodName] {
+		return ctx, status.Errorf(codes.Unimplemented, "unknown method %s", wire.Text(info.FullMethodName))
+	}
+	inner, cancel := context.WithCancelCause(ctx)
+	open := &opened{cancel: cancel}
+	if one, ok := ctx.Value(connectionKey{}).(*connection); ok && one.in != nil {
+		if open.received, ok = one.in.Open(info.Header, open.end); !ok {
+			cancel(nil)
+			return ctx, statusOf(errReceived)
+		}
+	}
+	open.first = time.AfterFunc(e.FirstMessage, func() { cancel(fmt.Errorf("server: no message within %v", e.FirstMessage)) })
+	context.AfterFunc(inner, func() { // ends with the RPC
+		open.first.Stop()
+		open.received.Cancelled()
+	})
+	return context.WithValue(inner, openedKey{}, open), nil
 }
 
 func stopAwaiting(ctx context.Context) {
-	if t, ok := ctx.Value(awaitedKey{}).(*time.Timer); ok {
-		t.Stop()
+	if o, ok := ctx.Value(openedKey{}).(*opened); ok {
+		o.first.Stop()
 	}
+}
+
+// received returns what has been received for an RPC, nil if nobody knows.
+func received(ctx context.Context) *inbound.RPC {
+	if o, ok := ctx.Value(openedKey{}).(*opened); ok {
+		return o.received
+	}
+	return nil
 }
 
 // answerKey leads to the *wire.Answer that a unary RPC's response goes in.
@@ -80,6 +136,7 @@ type answerKey struct{}
 // came is called when the message of a unary RPC has come.
 func (e *endpoint) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	stopAwaiting(ctx)
+	received(ctx).Next()
 	answer := &wire.Answer{InFlight: &e.server.connections.of(ctx).flight}
 	resp, err := handler(context.WithValue(ctx, answerKey{}, answer), req)
 	if err != nil {
@@ -92,7 +149,10 @@ func (e *endpoint) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, h
 // streamCame leaves the streams of clients to the clocks of their handlers, and waits
 // for the one message of the others.
 func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
-	booked := answering{ServerStream: ss, flight: &e.server.connections.of(ss.Context()).flight, unread: make(answers, unreadAnswers)}
+	booked := answering{
+		ServerStream: ss, flight: &e.server.connections.of(ss.Context()).flight, received: received(ss.Context()), unread: make(answers, unreadAnswers),
+	}
+	handled(ss.Context())
 	if info.IsClientStream {
 		stopAwaiting(ss.Context())
 		return handler(srv, booked)
@@ -104,8 +164,15 @@ func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamSe
 // knows of. At most unreadAnswers lie unread.
 type answering struct {
 	grpc.ServerStream
-	flight *wire.InFlight
-	unread answers
+	flight   *wire.InFlight
+	received *inbound.RPC
+	unread   answers
+}
+
+// RecvMsg waits for the next message. The one before is consumed.
+func (a answering) RecvMsg(m any) error {
+	a.received.Next()
+	return a.ServerStream.RecvMsg(m)
 }
 
 // answers has an element for each that lies unread.

@@ -58,6 +58,7 @@ var shownBy = map[string][]string{
 	"request_parts":            {"TestARequestOfManyPartsIsRefusedBeforeTheyAreMade"},
 	"tensors_per_page":         {"TestAListComesInPagesOfTheLimit"},
 	"memory_bytes":             {"TestACallThatCanNeverFitIsRefusedNamingTheLimit", "TestTooManyChunksForTheBudgetAreRefusedNamingIt"},
+	"receive_bytes":            {"TestUnfinishedMessagesAreChargedAndEndForOthers", "TestAnRPCForWhichThereIsNoMemoryIsRefused"},
 	"memory_wait_millis":       {"TestACallWaitsForMemoryABoundedTime"},
 	"first_frame_millis":       {"TestABrokenRuleOfTheSessionEndsItWithTheRightStatus", "TestAPushWhosePeerDoesNothingEnds"},
 	"chunk_idle_millis":        {"TestACallWhoseInputsDoNotComeExpires", "TestAPushWhosePeerDoesNothingEnds", "TestAPullThatNobodyReadsEndsAndGivesEverythingBack"},

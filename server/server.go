@@ -24,6 +24,7 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/storing"
@@ -88,6 +89,9 @@ type Config struct {
 	// the server reads them; 0 means DefaultWindow, less
 	// than 64 KiB means 64 KiB. Raise it when rate times round trip exceeds it.
 	WindowBytes int
+	// ReceiveBytes is the memory for what clients have sent and nothing has consumed yet,
+	// beside 64 KiB of each connection; 0 means a quarter of Budget, and at least 8 MiB.
+	ReceiveBytes int64
 	// MemoryWait is how long a call waits for memory; 0 means DefaultMemoryWait.
 	MemoryWait time.Duration
 	// StreamsPerConnection is how many RPCs a connection may have at a time; 0 means
@@ -136,7 +140,7 @@ func New(cfg Config) (*Server, error) {
 	cfg.setDefaults()
 	s := &Server{
 		cfg: cfg, limits: cfg.Session, log: cfg.Log, started: time.Now(), health: healthService{health.NewServer()},
-		connections: connections{log: cfg.Log, most: cfg.Connections, thin: cfg.ThinFrames}, forget: func() {},
+		connections: connections{log: cfg.Log, most: cfg.Connections, thin: cfg.ThinFrames, memory: inbound.NewMemory(cfg.ReceiveBytes)}, forget: func() {},
 	}
 	s.core = serving.New(serving.Config{
 		Models: cfg.Models, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, Session: cfg.Session, MemoryWait: cfg.MemoryWait,
@@ -162,13 +166,18 @@ func New(cfg Config) (*Server, error) {
 	}}))
 	for _, svc := range cfg.Services {
 		if svc.Listener == nil {
-			svc.Register(s.endpoints[0].grpc, s.models)
+			svc.Register(registrar{s.endpoints[0].grpc}, s.models)
 		} else {
 			s.endpoints = append(s.endpoints, s.endpoint(svc))
 		}
 	}
 	for _, e := range s.endpoints {
 		s.health.serves(e.grpc)
+		for service, info := range e.grpc.GetServiceInfo() {
+			for _, m := range info.Methods {
+				e.methods["/"+service+"/"+m.Name] = true
+			}
+		}
 	}
 	return s, nil
 }
@@ -187,6 +196,8 @@ func (cfg *Config) setDefaults() {
 	def(&cfg.Transfers, DefaultTransfers)
 	def(&cfg.StoredBytes, DefaultStoredBytes)
 	def(&cfg.MemoryWait, DefaultMemoryWait)
+	_, _, memory := cfg.Budget.Used()
+	def(&cfg.ReceiveBytes, memory/ReceiveShare)
 	def(&cfg.ThinFrames, DefaultThinFrames)
 	def(&cfg.WindowBytes, DefaultWindow)
 	def(&cfg.StreamsPerConnection, DefaultStreamsPerConn)
@@ -273,6 +284,7 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 	if err != nil {
 		return err
 	}
+	received(conn.Context()).Admitted()
 	// The session ends with the RPC.
 	cause := sess.Serve(conn.Context(), s.frames(conn))
 	if err := statusOf(cause); err != nil {

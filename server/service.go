@@ -6,10 +6,12 @@ import (
 	"errors"
 	"math"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/experimental"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/keepalive"
@@ -137,8 +139,26 @@ func (m *Models) caller(ctx context.Context) *serving.Caller {
 // endpoint is a gRPC server with limits of its own.
 type endpoint struct {
 	Service
-	server *Server
-	grpc   *grpc.Server
+	server  *Server
+	grpc    *grpc.Server
+	methods map[string]bool // as they stand in a request
+}
+
+// registrar registers services whose unary RPCs are known before their requests have
+// come: interceptors are called after that.
+type registrar struct{ grpc.ServiceRegistrar }
+
+// RegisterService registers a service.
+func (r registrar) RegisterService(desc *grpc.ServiceDesc, impl any) {
+	own := *desc
+	own.Methods = slices.Clone(desc.Methods)
+	for i, m := range desc.Methods {
+		own.Methods[i].Handler = func(srv any, ctx context.Context, request func(any) error, around grpc.UnaryServerInterceptor) (any, error) {
+			handled(ctx)
+			return m.Handler(srv, ctx, request, around)
+		}
+	}
+	r.ServiceRegistrar.RegisterService(&own, impl)
 }
 
 // endpoint returns a gRPC server for a service, health and reflection.
@@ -147,12 +167,13 @@ func (s *Server) endpoint(svc Service) *endpoint {
 	svc.MessageBytes = cmp.Or(svc.MessageBytes, session)
 	svc.FirstMessage = cmp.Or(svc.FirstMessage, time.Duration(s.limits.FirstFrame))
 	svc.Idle = cmp.Or(svc.Idle, time.Duration(s.limits.ChunkIdle))
-	e := &endpoint{Service: svc, server: s}
+	e := &endpoint{Service: svc, server: s, methods: make(map[string]bool)}
 	cfg := &s.cfg
 	options := append(e.intercept(),
 		grpc.ForceServerCodecV2(wire.Codec{MaxRequestParts: requestParts * max(1, svc.MessageBytes/session)}),
 		grpc.StatsHandler(&s.connections),
 		experimental.BufferPool(wire.Buffers),
+		grpc.ReadBufferSize(0), // an inbound.Conn has one
 		grpc.InitialWindowSize(int32(cfg.WindowBytes)),
 		grpc.InitialConnWindowSize(int32(cfg.WindowBytes)),
 		grpc.MaxRecvMsgSize(svc.MessageBytes),
@@ -166,12 +187,13 @@ func (s *Server) endpoint(svc Service) *endpoint {
 		grpc.InTapHandle(e.tap),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: cfg.KeepaliveMin, PermitWithoutStream: true}),
 	)
-	if cfg.Credentials != nil {
-		options = append(options, grpc.Creds(cfg.Credentials))
+	creds := cfg.Credentials
+	if creds == nil {
+		creds = insecure.NewCredentials()
 	}
-	e.grpc = grpc.NewServer(options...)
-	svc.Register(e.grpc, s.models)
-	healthpb.RegisterHealthServer(e.grpc, s.health)
+	e.grpc = grpc.NewServer(append(options, grpc.Creds(handshakes{creds, &s.connections, int64(svc.MessageBytes)}))...)
+	svc.Register(registrar{e.grpc}, s.models)
+	healthpb.RegisterHealthServer(registrar{e.grpc}, s.health)
 	if cfg.Reflection {
 		reflection.Register(e.grpc) // v1 and v1alpha
 	}

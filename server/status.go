@@ -22,6 +22,8 @@ var (
 	errInternal = status.Error(codes.Internal, "internal error")
 	// errUnknownService is gRPC's answer for a name whose health is not known.
 	errUnknownService = status.Error(codes.NotFound, "unknown service")
+	// errReceived ends an RPC, or refuses one, for want of memory for its messages.
+	errReceived = serving.TryLater(frame.ResourceExhausted, "memory: none for what clients have sent; read results, have fewer RPCs open, and try again later")
 )
 
 // statusName names the code that an RPC ends with.

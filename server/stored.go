@@ -20,6 +20,7 @@ import (
 
 // PushTensors stores the tensors of a client's stream.
 func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTensorsResponse]) error {
+	received(conn.Context()).Admitted()
 	return s.storing.Push(&s.connections.of(conn.Context()).Caller, s.frames(conn), func(list []frame.Summary) error {
 		resp := &pb.PushTensorsResponse{}
 		for i := range list {
@@ -48,6 +49,9 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 		}
 	}
 	req.Reset()
+	rpc := received(conn.Context())
+	rpc.Consumed()
+	rpc.Admitted()
 	return s.storing.Pull(&s.connections.of(conn.Context()).Caller, s.frames(conn), h, list)
 }
 

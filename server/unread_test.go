@@ -112,7 +112,7 @@ func TestAnAnswerThatIsReadIsNobodysLoan(t *testing.T) {
 func TestRequestsOfSmallCallsLieInTheBudget(t *testing.T) {
 	testkit.Start(t)
 	const limit = 16 * mib
-	f := serveWithin(t, limit, nil)
+	f := serveWithin(t, limit, func(c *server.Config) { c.ReceiveBytes = 64 * mib })
 	g := addGate(t, f, "gate")
 	stub := pb.NewTensorServiceClient(f.dial(t))
 	ctx, cancel := context.WithCancel(t.Context())

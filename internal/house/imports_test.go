@@ -46,7 +46,8 @@ var layers = map[string][]string{
 	"engine/worker":     {"engine", "engine/blocks", "engine/builtin", "internal/link", "slab", "tensor"},
 	"engine/cuda":       {"engine", "engine/blocks", "engine/builtin", "engine/cuda/kernels", "engine/stack", "slab", "tensor"},
 	"internal/transfer": {"assembler", "codec", "frame", "internal/fault", "tensor"},
-	"internal/wire":     {"api/tensorferry/v1", "frame", "tensor"},
+	"internal/inbound":  {},
+	"internal/wire":     {"api/tensorferry/v1", "frame", "slab", "tensor"},
 	"store/storetest":   {"codec", "store", "tensor"},
 	"stream":            {"assembler", "chunker", "codec", "frame", "internal/invariants", "tensor"},
 
@@ -59,7 +60,7 @@ var layers = map[string][]string{
 
 	"internal/storing": {"codec", "engine", "frame", "internal/fault", "internal/serving", "internal/session", "internal/transfer", "slab", "store", "stream", "tensor"},
 
-	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/transfer", "internal/wire", "slab", "store", "stream", "tensor"},
+	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/transfer", "internal/wire", "slab", "store", "stream", "tensor"},
 
 	"internal/stress/minus": {"engine", "engine/cpu", "server", "tensor"},
 

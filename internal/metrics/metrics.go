@@ -40,6 +40,8 @@ type Values struct {
 	EndedTensors                              map[Outcome]int64 // of transfers, by kind
 	MemoryUsed, MemoryPeak, MemoryLimit       int64             // bytes
 	MemoryKept                                int64             // bytes
+	ReceiveUsed, ReceiveLimit, ReceiveEnded   int64             // bytes, bytes, RPCs and connections
+	HeapLimit                                 int64             // bytes
 	StoreUsed, StoreLimit                     int64             // bytes; 0: there is no store, or it does not tell
 	RunsAbandoned, Panics                     int64
 	ModelGauges                               map[Gauge]float64
@@ -68,6 +70,10 @@ var plain = []struct {
 	{"memory_peak_bytes", "Most of the memory budget ever granted.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryPeak }},
 	{"memory_kept_bytes", "Memory that nobody uses, kept for the next to ask; given back when others need it.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryKept }},
 	{"memory_limit_bytes", "Memory budget.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryLimit }},
+	{"receive_used_bytes", "What clients have sent and nothing has consumed, 64 KiB of each connection included.", prometheus.GaugeValue, func(v *Values) int64 { return v.ReceiveUsed }},
+	{"receive_limit_bytes", "What it may take beyond 64 KiB of each connection.", prometheus.GaugeValue, func(v *Values) int64 { return v.ReceiveLimit }},
+	{"receive_ended_total", "RPCs and connections ended for want of memory for what clients send.", prometheus.CounterValue, func(v *Values) int64 { return v.ReceiveEnded }},
+	{"heap_limit_bytes", "Memory limit of the Go runtime; the largest number if it has none.", prometheus.GaugeValue, func(v *Values) int64 { return v.HeapLimit }},
 	{"store_used_bytes", "What pushed tensors take in the store now.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreUsed }},
 	{"store_limit_bytes", "What they may take; the largest number if only the disk says.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreLimit }},
 	{"runs_abandoned_total", "Runs whose model did not stop in time.", prometheus.CounterValue, func(v *Values) int64 { return v.RunsAbandoned }},

@@ -28,7 +28,7 @@ func full() Values {
 		ReceivedBytes: 7, SentBytes: 8, ReceivedChunks: 9, SentChunks: 10, CorruptChunks: 11, DuplicateChunks: 12,
 		OpenTransfers: map[string]int64{"push": 1, "pull": 2}, TransferBytes: map[Outcome]int64{{"push", "OK"}: 100, {"pull", "DATA_LOSS"}: 11},
 		EndedTensors: map[Outcome]int64{{"push", "OK"}: 5, {"push", "RESOURCE_EXHAUSTED"}: 6, {"pull", "NOT_FOUND"}: 7},
-		MemoryUsed:   13, MemoryPeak: 14, MemoryLimit: 15, MemoryKept: 18, RunsAbandoned: 16, Panics: 17,
+		MemoryUsed:   13, MemoryPeak: 14, MemoryLimit: 15, MemoryKept: 18, ReceiveUsed: 20, ReceiveLimit: 21, ReceiveEnded: 22, HeapLimit: 23, RunsAbandoned: 16, Panics: 17,
 		ModelGauges: map[Gauge]float64{{"relu", "queued_blocks"}: 1.5},
 	}
 }

@@ -36,6 +36,9 @@ func (c *Caller) principal() *slab.Principal {
 	return c.holder.Load()
 }
 
+// Calls returns how many calls are open.
+func (c *Caller) Calls() int64 { return c.open[Calls].Load() }
+
 // gate bounds what is open of one kind.
 type gate struct {
 	most          int64

@@ -1,0 +1,470 @@
+package inbound
+
+import (
+	"bufio"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"time"
+)
+
+// Conn is a connection that reads no further while there is no memory for what comes.
+type Conn struct {
+	net.Conn
+	m    *Memory
+	max  int64       // bytes of the largest message
+	busy func() bool // results wait for what the peer has yet to say
+
+	r       *bufio.Reader
+	rest    int    // bytes of the current frame that gRPC has not read
+	opening uint32 // the RPC whose headers gRPC has read last
+	last    *RPC   // the one of the last data frame
+
+	granted chan struct{} // a token: what was wanted is charged
+	done    chan struct{} // closed by Close
+	close   func() error
+
+	// Guarded by m.mu.
+	rpcs     map[uint32]*RPC
+	charged  int64
+	wants    int64 // what Read waits for; 0: it does not
+	wanting  *RPC  // for whom
+	consumed int64 // messages
+	looked   int64 // of consumed, when it was last looked at
+	opened   int64 // for RPCs themselves
+	closed   bool
+}
+
+// RPC is what a peer has sent for one RPC. A nil RPC is charged nothing.
+type RPC struct {
+	c      *Conn
+	id     uint32
+	cancel func(error)
+
+	// Of the goroutine that reads the connection.
+	prefix [prefixBytes]byte
+	got    int   // bytes of prefix
+	coming int64 // bytes of the current message that have not come
+
+	// Guarded by c.m.mu.
+	whole []batch   // messages that have come
+	head  int       // of whole: the first that is not consumed
+	part  int64     // charged for the frames of a message that has not come as a whole
+	ahead int64     // charged for what has not come of it
+	own   int64     // charged for the RPC itself
+	since time.Time // of the first message that is not consumed
+	taken bool      // its handler reads, or has, the first message
+	begun bool      // there is a handler, which returns
+	shed  bool      // it was told to end
+	ended bool      // its handler has returned
+}
+
+// batch is messages that are uncharged with the last of them.
+type batch struct {
+	messages int
+	charged  int64
+}
+
+// A message of gRPC begins with a flag and its length.
+const prefixBytes = 5
+
+// Parts of HTTP/2 (RFC 9113).
+const (
+	preface      = len("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+	headerBytes  = 9
+	typeData     = 0
+	typeHeaders  = 1
+	typeContinue = 9
+	flagPadded   = 8
+)
+
+// Conn returns a connection whose peer sends messages of at most so many bytes. busy
+// reports whether results of it wait for the peer: memory must not wait for memory then.
+func (m *Memory) Conn(c net.Conn, message int64, busy func() bool) *Conn {
+	conn := &Conn{
+		Conn: c, m: m, max: message, busy: busy, r: bufio.NewReaderSize(c, readBytes), rest: preface,
+		granted: make(chan struct{}, 1), done: make(chan struct{}), rpcs: make(map[uint32]*RPC),
+	}
+	conn.close = sync.OnceValue(func() error {
+		close(conn.done)
+		return c.Close()
+	})
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.conns[conn] = struct{}{}
+	return conn
+}
+
+// Close closes the connection. What its peer has sent stays charged until End.
+func (c *Conn) Close() error { return c.close() }
+
+// End says that nobody reads the connection, nor what it has brought, any more.
+func (c *Conn) End() {
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	c.closed = true
+	for _, r := range c.rpcs {
+		r.end()
+	}
+	if c.charged == 0 {
+		delete(c.m.conns, c)
+	}
+}
+
+// Read reads at most to the end of the current frame.
+func (c *Conn) Read(p []byte) (int, error) {
+	if c.rest == 0 {
+		if err := c.next(); err != nil {
+			return 0, err
+		}
+	}
+	n, err := c.r.Read(p[:min(len(p), c.rest)])
+	c.rest -= n
+	return n, err
+}
+
+// next looks at the frame that comes next, and waits for memory for it.
+func (c *Conn) next() error {
+	h, err := c.r.Peek(headerBytes)
+	if err != nil {
+		if errors.Is(err, io.EOF) && len(h) > 0 {
+			err = io.ErrUnexpectedEOF
+		}
+		return err
+	}
+	n := int(binary.BigEndian.Uint32(h) >> 8)
+	id := binary.BigEndian.Uint32(h[5:]) &^ (1 << 31)
+	switch kind := h[3]; {
+	case kind == typeHeaders, kind == typeContinue:
+		c.opening = id
+	case kind == typeData && n > 0 && n <= frameBytes: // gRPC refuses a larger one
+		if err := c.data(id, n, h[4]&flagPadded != 0); err != nil {
+			return err
+		}
+	}
+	c.rest = headerBytes + n
+	return nil
+}
+
+// data charges a data frame of n bytes.
+func (c *Conn) data(id uint32, n int, padded bool) error {
+	r := c.last
+	if r == nil || r.id != id {
+		c.m.mu.Lock()
+		r = c.rpcs[id]
+		c.m.mu.Unlock()
+	}
+	if c.last = r; r == nil { // it has ended: gRPC drops the bytes
+		return nil
+	}
+	ended := 0 // messages that end in this frame
+	if padded || r.coming < int64(n) {
+		b, err := c.r.Peek(headerBytes + n)
+		if err != nil {
+			return err
+		}
+		b = b[headerBytes:]
+		if padded {
+			pad := int(b[0])
+			if b = b[1:]; pad > len(b) {
+				return nil // gRPC ends the connection
+			}
+			b = b[:len(b)-pad]
+		}
+		ended = r.scan(b)
+	} else if r.coming -= int64(n); r.coming == 0 {
+		ended = 1
+	}
+	ahead := r.coming
+	if ahead > c.max { // gRPC refuses the message
+		ahead = 0
+	}
+	return r.charge(frameCost(n), ahead, ended)
+}
+
+// frameCost is what gRPC allocates for a data frame of n bytes.
+func frameCost(n int) int64 {
+	if n > smallBytes {
+		return frameBytes + overhead
+	}
+	return int64(n+n/8) + overhead // the allocator rounds up
+}
+
+// scan follows the messages through bytes of the peer, and returns how many end in them.
+func (r *RPC) scan(b []byte) (ended int) {
+	for len(b) > 0 {
+		if r.coming > 0 {
+			n := min(int64(len(b)), r.coming)
+			b = b[n:]
+			if r.coming -= n; r.coming == 0 {
+				ended++
+			}
+			continue
+		}
+		n := copy(r.prefix[r.got:], b)
+		b = b[n:]
+		if r.got += n; r.got == prefixBytes {
+			r.got = 0
+			if r.coming = int64(binary.BigEndian.Uint32(r.prefix[1:])); r.coming == 0 {
+				ended++
+			}
+		}
+	}
+	return ended
+}
+
+// charge charges a frame with whose last byte the message after has ahead to come, and
+// waits until there is memory for it.
+func (r *RPC) charge(cost, ahead int64, ended int) error {
+	c := r.c
+	partial := ahead > 0 || r.got > 0
+	m := c.m
+	m.mu.Lock()
+	if r.ended {
+		m.mu.Unlock()
+		return nil
+	}
+	n := cost + ahead - r.ahead
+	if n > 0 && !m.try(c, n) {
+		c.wants, c.wanting, c.looked = n, r, c.consumed
+		m.waiting = append(m.waiting, c)
+		m.mu.Unlock()
+		if err := c.wait(); err != nil {
+			return err
+		}
+		m.mu.Lock()
+	} else if n <= 0 {
+		m.add(c, n)
+	}
+	defer m.mu.Unlock()
+	if r.ended { // while it waited
+		m.add(c, -n)
+		return nil
+	}
+	r.ahead = ahead
+	if r.head == len(r.whole) && r.part == 0 {
+		r.since = time.Now()
+	}
+	switch {
+	case ended == 0:
+		r.part += cost
+	case partial:
+		r.whole = append(r.whole, batch{ended, r.part})
+		r.part = cost
+	default:
+		r.whole = append(r.whole, batch{ended, r.part + cost})
+		r.part = 0
+	}
+	return nil
+}
+
+// wait waits until what c wants is charged.
+func (c *Conn) wait() error {
+	begin := time.Now()
+	look := time.NewTicker(lookEvery)
+	defer look.Stop()
+	for {
+		c.m.collect()
+		select {
+		case <-c.granted:
+			return nil
+		case <-c.done:
+			return c.giveUp(net.ErrClosed)
+		case <-look.C:
+		}
+		waited := time.Since(begin)
+		if waited >= pause {
+			return c.giveUp(fmt.Errorf("%w: waited %v", ErrMemory, pause))
+		}
+		c.m.relieve(c, waited)
+	}
+}
+
+// giveUp stops waiting, unless it was granted meanwhile.
+func (c *Conn) giveUp(err error) error {
+	m := c.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if c.wants == 0 {
+		<-c.granted
+		return nil
+	}
+	for i, o := range m.waiting {
+		if o == c {
+			m.waiting = append(m.waiting[:i], m.waiting[i+1:]...)
+			break
+		}
+	}
+	c.wants, c.wanting = 0, nil
+	m.admit()
+	if errors.Is(err, ErrMemory) {
+		m.ended++
+	}
+	return err
+}
+
+// Open charges the RPC whose headers gRPC has just read, with these fields. It reports
+// false if there is no memory for it. cancel ends the RPC; End follows.
+func (c *Conn) Open(fields map[string][]string, cancel func(error)) (*RPC, bool) {
+	r := &RPC{c: c, id: c.opening, cancel: cancel, own: rpcBytes}
+	for k, values := range fields {
+		r.own += int64(len(k)) + fieldBytes
+		for _, v := range values {
+			r.own += int64(len(v)) + fieldBytes
+		}
+	}
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	if full := c.m.opened+r.own > c.m.rpcs && c.opened > Free/2; full || !c.m.try(c, r.own) {
+		return nil, false
+	}
+	c.rpcs[r.id] = r
+	r.opened(r.own)
+	return r, true
+}
+
+// opened notes n bytes more for RPCs themselves; mu is held.
+func (r *RPC) opened(n int64) {
+	r.c.opened += n
+	r.c.m.opened += n
+}
+
+// Admitted says that a limit of its own holds for the RPC from now on.
+func (r *RPC) Admitted() {
+	if r == nil {
+		return
+	}
+	r.c.m.mu.Lock()
+	defer r.c.m.mu.Unlock()
+	if !r.ended {
+		r.own -= rpcBytes
+		r.opened(-rpcBytes)
+		r.c.m.add(r.c, -rpcBytes)
+	}
+}
+
+// Begun says that there is a handler, which ends with End.
+func (r *RPC) Begun() {
+	if r == nil {
+		return
+	}
+	r.c.m.mu.Lock()
+	defer r.c.m.mu.Unlock()
+	r.begun = true
+}
+
+// Cancelled says that the RPC is over. If there is no handler, there may never be one:
+// gRPC does not start it for an RPC whose time was over before.
+func (r *RPC) Cancelled() {
+	if r == nil {
+		return
+	}
+	r.c.m.mu.Lock()
+	defer r.c.m.mu.Unlock()
+	if !r.begun {
+		r.end()
+	}
+}
+
+// Next says that the handler reads the next message, or has it: what it had before is
+// consumed.
+func (r *RPC) Next() {
+	if r == nil {
+		return
+	}
+	r.c.m.mu.Lock()
+	defer r.c.m.mu.Unlock()
+	r.consume()
+	r.taken = true
+}
+
+// Consumed says that the handler does without the message that it has.
+func (r *RPC) Consumed() {
+	if r == nil {
+		return
+	}
+	r.c.m.mu.Lock()
+	defer r.c.m.mu.Unlock()
+	r.consume()
+}
+
+// consume uncharges the message that the handler has, if there is one; mu is held.
+func (r *RPC) consume() {
+	if !r.taken || r.head == len(r.whole) {
+		return
+	}
+	r.taken = false
+	r.since = time.Now()
+	r.c.consumed++
+	b := &r.whole[r.head]
+	if b.messages--; b.messages > 0 {
+		return
+	}
+	n := b.charged
+	if r.head++; r.head == len(r.whole) {
+		r.head = 0
+		if r.whole = r.whole[:0]; cap(r.whole) > keptBatches {
+			r.whole = nil
+		}
+	}
+	r.c.m.add(r.c, -n)
+}
+
+// End says that the handler has returned, and reads no more.
+func (r *RPC) End() {
+	if r == nil {
+		return
+	}
+	r.c.m.mu.Lock()
+	defer r.c.m.mu.Unlock()
+	r.end()
+}
+
+// end ends the RPC, once; mu is held.
+func (r *RPC) end() {
+	if r.ended {
+		return
+	}
+	r.consume()
+	r.ended = true
+	delete(r.c.rpcs, r.id)
+	r.opened(-r.own)
+	r.c.m.leave(r.c, r.unread()-r.ahead)
+	r.c.m.add(r.c, -r.ahead-r.own)
+	r.whole, r.head, r.part, r.ahead, r.own = nil, 0, 0, 0, 0
+}
+
+// unread is what the RPC is charged for messages that it has not consumed; mu is held.
+func (r *RPC) unread() int64 {
+	n := r.part + r.ahead
+	for _, b := range r.whole[r.head:] {
+		n += b.charged
+	}
+	return n
+}
+
+// heaviest returns the RPC with most to consume that is stale, or any if young is set,
+// but not the one that waits; mu is held.
+func (c *Conn) heaviest(young bool, but *RPC) (most *RPC) {
+	var bytes int64
+	for _, r := range c.rpcs {
+		if r == but || r.shed || !young && time.Since(r.since) < stale {
+			continue
+		}
+		if n := r.unread(); n > bytes {
+			most, bytes = r, n
+		}
+	}
+	return most
+}
+
+// Hold charges n bytes more, or fewer than none, that wait for the peer to read them,
+// whether they fit or not.
+func (c *Conn) Hold(n int64) {
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	c.m.add(c, n)
+}

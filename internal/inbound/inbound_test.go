@@ -1,0 +1,476 @@
+package inbound
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/tensorferry/tensorferry/internal/testkit"
+)
+
+const (
+	kib = 1 << 10
+	mib = 1 << 20
+)
+
+// frame returns an HTTP/2 frame.
+func frame(kind, flags byte, id uint32, payload []byte) []byte {
+	b := binary.BigEndian.AppendUint32(nil, uint32(len(payload))<<8|uint32(kind))
+	b = append(b, flags)
+	return append(binary.BigEndian.AppendUint32(b, id), payload...)
+}
+
+// message returns a message of gRPC of n bytes.
+func message(n int) []byte {
+	return append(binary.BigEndian.AppendUint32([]byte{0}, uint32(n)), make([]byte, n)...)
+}
+
+// transport reads a connection as gRPC's does, and knows what gRPC would hold.
+type transport struct {
+	*Conn
+	peer net.Conn
+	err  error // what ended it; after over
+	over chan struct{}
+}
+
+func (m *Memory) transport(t testing.TB, busy func() bool) *transport {
+	t.Helper()
+	server, peer := net.Pipe()
+	return &transport{Conn: m.Conn(server, mib, busy), peer: peer, over: make(chan struct{})}
+}
+
+// read reads frames until the connection ends.
+func (tr *transport) read(opened func(id uint32), data func(id uint32, payload int)) {
+	defer close(tr.over)
+	defer tr.End()
+	tr.err = func() error {
+		if _, err := io.ReadFull(tr.Conn, make([]byte, preface)); err != nil {
+			return err
+		}
+		var h [headerBytes]byte
+		b := make([]byte, 1<<16)
+		for {
+			if _, err := io.ReadFull(tr.Conn, h[:]); err != nil {
+				return err
+			}
+			n := int(binary.BigEndian.Uint32(h[:]) >> 8)
+			if _, err := io.ReadFull(tr.Conn, b[:n]); err != nil {
+				return err
+			}
+			id := binary.BigEndian.Uint32(h[5:])
+			switch h[3] {
+			case typeHeaders:
+				opened(id)
+			case typeData:
+				if h[4]&flagPadded != 0 {
+					n -= 1 + int(b[0])
+				}
+				data(id, n)
+			}
+		}
+	}()
+}
+
+func (m *Memory) charge() int64 {
+	n, _, _ := m.Used()
+	return n
+}
+
+func TestTheChargeIsWhatWasSentAndNotConsumed(t *testing.T) {
+	for name, c := range map[string]struct {
+		frames [][]byte // payloads of data frames
+		pad    int
+		// want is the charge after each frame, then after each message that is consumed.
+		want []int64
+	}{
+		"a small message": {
+			frames: [][]byte{message(100)}, want: []int64{118 + overhead, 0},
+		},
+		"an empty message": {
+			frames: [][]byte{message(0)}, want: []int64{5 + overhead, 0},
+		},
+		"a large message is charged with its first byte": {
+			frames: [][]byte{message(40 * kib)[:frameBytes], make([]byte, frameBytes), make([]byte, 8*kib+5)},
+			want: []int64{
+				frameBytes + overhead + 24*kib + 5, 2*(frameBytes+overhead) + 8*kib + 5, 3 * (frameBytes + overhead), 0,
+			},
+		},
+		"a message in single bytes": {
+			frames: [][]byte{{0}, {0}, {0}, {0}, {2}, {7}, {7}},
+			want: []int64{
+				1 + overhead, 2 * (1 + overhead), 3 * (1 + overhead), 4 * (1 + overhead), 5*(1+overhead) + 2, 6*(1+overhead) + 1, 7 * (1 + overhead), 0,
+			},
+		},
+		"two messages in a frame are uncharged with the second": {
+			frames: [][]byte{append(message(10), message(20)...)}, want: []int64{45 + overhead, 45 + overhead, 0},
+		},
+		"a frame is uncharged with the last message that begins in it": {
+			frames: [][]byte{append(message(10), message(20)[:9]...), make([]byte, 16)},
+			want:   []int64{27 + overhead + 16, 27 + 18 + 2*overhead, 27 + 18 + 2*overhead, 0},
+		},
+		"padding is held, and is no part of a message": {
+			frames: [][]byte{message(1)[:1], message(1)[1:]}, pad: 250,
+			want: []int64{252 + 31 + overhead, 252 + 31 + 256 + 32 + 2*overhead, 0},
+		},
+		"a message that gRPC refuses is not waited for": {
+			frames: [][]byte{{0, 0xff, 0xff, 0xff, 0xff, 1}}, want: []int64{6 + overhead},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				m := NewMemory(0)
+				tr := m.transport(t, nil)
+				var r *RPC
+				go tr.read(func(uint32) {
+					r, _ = tr.Open(map[string][]string{"a": {"bc"}}, nil)
+				}, func(uint32, int) {})
+				send := func(b []byte) {
+					if _, err := tr.peer.Write(b); err != nil {
+						t.Error(err)
+					}
+					synctest.Wait()
+				}
+				send(make([]byte, preface))
+				send(frame(typeHeaders, 0, 1, make([]byte, 30)))
+				own := int64(rpcBytes + 2*fieldBytes + 3)
+				if got := m.charge(); got != own {
+					t.Fatalf("an RPC is charged %d, want %d", got, own)
+				}
+				want := c.want
+				check := func(what string) {
+					t.Helper()
+					if got := m.charge() - own; got != want[0] {
+						t.Errorf("after %s %d bytes are charged, want %d", what, got, want[0])
+					}
+					want = want[1:]
+				}
+				for i, payload := range c.frames {
+					flags := byte(0)
+					if c.pad > 0 {
+						flags = flagPadded
+						payload = append(append([]byte{byte(c.pad)}, payload...), make([]byte, c.pad)...)
+					}
+					send(frame(typeData, flags, 1, payload))
+					check(fmt.Sprintf("frame %d", i))
+				}
+				for i := range want {
+					r.Next()
+					r.Consumed()
+					check(fmt.Sprintf("message %d", i))
+				}
+				r.Admitted()
+				if got := m.charge(); len(c.want) > len(c.frames) && got != own-rpcBytes {
+					t.Errorf("an admitted RPC is charged %d", got)
+				}
+				m.later = func(f func()) { go f() }
+				r.End()
+				r.End()
+				synctest.Wait()
+				if got := m.charge(); got != 0 {
+					t.Errorf("%d bytes are charged for what has ended", got)
+				}
+				if err := tr.peer.Close(); err != nil {
+					t.Error(err)
+				}
+				<-tr.over
+			})
+		})
+	}
+}
+
+// TestWhatAnRPCLeftIsChargedUntilItIsCollected uses the collector itself.
+func TestWhatAnRPCLeftIsChargedUntilItIsCollected(t *testing.T) {
+	testkit.Start(t)
+	m := NewMemory(0)
+	tr := m.transport(t, nil)
+	rpcs := make(chan *RPC)
+	got := make(chan int)
+	go tr.read(func(uint32) {
+		r, _ := tr.Open(nil, nil)
+		rpcs <- r
+	}, func(_ uint32, n int) { got <- n })
+	go func() { _, _ = tr.peer.Write(append(make([]byte, preface), frame(typeHeaders, 0, 1, nil)...)) }()
+	r := <-rpcs
+	go func() { _, _ = tr.peer.Write(frame(typeData, 0, 1, message(kib)[:100])) }()
+	<-got
+	r.End()
+	if n := m.charge(); n != 112+overhead {
+		t.Errorf("%d bytes are charged for what an RPC left", n)
+	}
+	go func() { _, _ = tr.peer.Write(frame(typeData, 0, 1, message(kib)[100:])) }()
+	<-got // of an RPC that has ended: gRPC drops it
+	testkit.Eventually(t, func() bool {
+		m.collect()
+		return m.charge() == 0
+	}, "the collection")
+	_ = tr.peer.Close()
+	<-tr.over
+}
+
+func FuzzScan(f *testing.F) {
+	f.Add(append(message(3), message(0)...), []byte{1, 2, 3, 4})
+	f.Add(message(300), []byte{255, 7})
+	f.Fuzz(func(t *testing.T, sent, cuts []byte) {
+		want := 0
+		for rest := sent; len(rest) >= prefixBytes; want++ {
+			n := uint64(binary.BigEndian.Uint32(rest[1:])) + prefixBytes
+			if uint64(len(rest)) < n {
+				break
+			}
+			rest = rest[n:]
+		}
+		var r RPC
+		got := 0
+		for rest := sent; len(rest) > 0; {
+			n := len(rest)
+			if len(cuts) > 0 {
+				n, cuts = min(n, int(cuts[0])), cuts[1:]
+			}
+			got += r.scan(rest[:n])
+			rest = rest[n:]
+		}
+		if got != want {
+			t.Fatalf("%d messages end in %x, want %d", got, sent, want)
+		}
+	})
+}
+
+var schedules = flag.Int("schedules", 500, "how many random schedules of connections that wait are run")
+
+// TestPausedConnectionsNeverStandStill has connections whose peers send on several RPCs
+// at a time, whose handlers consume at once, late, never, or when another RPC of the
+// connection has moved, within memory that is too small for all. Whatever happens, every
+// handler has its messages, or is ended, or its connection is, in bounded time; and
+// nothing stays charged.
+func TestPausedConnectionsNeverStandStill(t *testing.T) {
+	var sum outcome
+	for seed := range *schedules {
+		synctest.Test(t, func(t *testing.T) { sum.add(schedule(t, uint64(seed))) })
+		if t.Failed() {
+			t.Fatalf("schedule %d", seed)
+		}
+	}
+	t.Logf("%+v", sum)
+	for name, n := range map[string]int{"messages": sum.consumed, "ended RPCs": sum.shed, "closed connections": sum.closed, "refused RPCs": sum.refused} {
+		if n == 0 {
+			t.Errorf("no %s in %d schedules: they show nothing", name, *schedules)
+		}
+	}
+}
+
+type outcome struct{ consumed, shed, closed, refused int }
+
+func (o *outcome) add(p outcome) {
+	o.consumed += p.consumed
+	o.shed += p.shed
+	o.closed += p.closed
+	o.refused += p.refused
+}
+
+// handler is one RPC of a schedule.
+type handler struct {
+	kind   int
+	rpc    *RPC
+	ended  chan struct{} // closed when it was ended from outside
+	whole  chan struct{} // a token for each message that has come
+	acked  chan struct{} // of kind waitsForAck: a token for each message of another RPC
+	buffer []byte        // what has come of a message
+}
+
+const (
+	atOnce      = iota // as a session does
+	late               // as a push to a slow disk
+	waitsForAck        // as a push that waits for memory of results
+	never              // as one whose handler hangs, for at most 30 s
+	kinds
+)
+
+// schedule runs one random schedule.
+func schedule(t *testing.T, seed uint64) (o outcome) {
+	rnd := rand.New(rand.NewPCG(seed, 11))
+	m := NewMemory(0)
+	m.limit = int64(256+rnd.IntN(1024)) * kib
+	m.share, m.rpcs = m.limit/shareOf, m.limit/shareOf
+	conns := 1 + rnd.IntN(4)
+	m.later = func(f func()) {
+		go func() { // a collection
+			time.Sleep(time.Duration(seed%7) * time.Millisecond)
+			f()
+		}()
+	}
+	var mu sync.Mutex
+	var all sync.WaitGroup
+	for range conns {
+		tr := m.transport(t, func() bool { return seed%3 == 0 })
+		handlers := make(map[uint32]*handler) // the reader's
+		var handling sync.WaitGroup
+		kindOf := make(map[uint32]int)
+		script := peerScript(rnd, kindOf)
+		acks := make(chan struct{}, 1<<12)
+		all.Go(func() {
+			tr.read(func(id uint32) {
+				h := &handler{kind: kindOf[id], ended: make(chan struct{}), whole: make(chan struct{}, 1<<12), acked: acks}
+				once := sync.OnceFunc(func() { close(h.ended) })
+				ok := false
+				fields := map[string][]string{"a": {strings.Repeat("b", int(seed+uint64(id))%20*kib)}}
+				if h.rpc, ok = tr.Open(fields, func(error) {
+					mu.Lock()
+					o.shed++
+					mu.Unlock()
+					once()
+				}); !ok {
+					mu.Lock()
+					o.refused++
+					mu.Unlock()
+					return
+				}
+				h.rpc.Begun()
+				handlers[id] = h
+				delay := time.Duration((seed+uint64(id))%300) * time.Millisecond
+				handling.Go(func() {
+					defer h.rpc.End()
+					n := h.handle(tr, delay)
+					mu.Lock()
+					o.consumed += n
+					mu.Unlock()
+				})
+			}, func(id uint32, n int) {
+				if n := m.charge(); n > m.limit+int64(conns*Free) {
+					t.Errorf("%d bytes are charged, the limit is %d", n, m.limit)
+				}
+				h := handlers[id]
+				if h == nil {
+					return
+				}
+				for h.buffer = append(h.buffer, make([]byte, n)...); ; {
+					// Messages have 5 bytes and the size that the script gave all.
+					if len(h.buffer) < prefixBytes+script.size {
+						return
+					}
+					h.buffer = h.buffer[prefixBytes+script.size:]
+					h.whole <- struct{}{}
+				}
+			})
+			_ = tr.Close()
+			handling.Wait()
+			if errors.Is(tr.err, ErrMemory) {
+				mu.Lock()
+				o.closed++
+				mu.Unlock()
+			}
+		})
+		go func() { // ends with the connection
+			_, _ = tr.peer.Write(make([]byte, preface))
+			for _, b := range script.frames {
+				if b == nil {
+					time.Sleep(time.Duration(seed%50) * 10 * time.Millisecond)
+				} else if _, err := tr.peer.Write(b); err != nil {
+					break
+				}
+			}
+			_ = tr.peer.Close()
+		}()
+	}
+	begin := time.Now()
+	all.Wait()
+	if took := time.Since(begin); took > 5*time.Minute {
+		t.Errorf("the connections took %v", took)
+	}
+	synctest.Wait()
+	time.Sleep(time.Second) // collections
+	if n := m.charge(); n != 0 {
+		t.Errorf("%d bytes are charged when all is over", n)
+	}
+	if len(m.conns) != 0 || len(m.waiting) != 0 || m.used != 0 || m.opened != 0 {
+		t.Errorf("%d connections, %d that wait, and %d bytes are left", len(m.conns), len(m.waiting), m.used)
+	}
+	return o
+}
+
+// handle consumes messages until the RPC ends, and returns how many.
+func (h *handler) handle(tr *transport, delay time.Duration) (n int) {
+	for {
+		h.rpc.Next()
+		select {
+		case <-h.whole:
+		case <-h.ended:
+			return n
+		case <-tr.over:
+			return n
+		}
+		n++
+		var wait <-chan struct{}
+		var clock <-chan time.Time
+		switch h.kind {
+		case atOnce:
+			select {
+			case h.acked <- struct{}{}:
+			default:
+			}
+			continue
+		case late:
+			clock = time.After(delay)
+		case waitsForAck:
+			wait, clock = h.acked, time.After(30*time.Second)
+		case never:
+			clock = time.After(30 * time.Second)
+		}
+		select {
+		case <-wait:
+		case <-clock:
+		case <-h.ended:
+			return n
+		case <-tr.over:
+			return n
+		}
+	}
+}
+
+// sending is what a peer sends.
+type sending struct {
+	size   int      // bytes of each message
+	frames [][]byte // nil: it rests
+}
+
+// peerScript returns frames of messages on several RPCs, interleaved.
+func peerScript(rnd *rand.Rand, kindOf map[uint32]int) (s sending) {
+	s.size = []int{1, 100, 20 * kib, 100 * kib, 200 * kib}[rnd.IntN(5)]
+	type rpc struct {
+		id   uint32
+		rest []byte
+	}
+	var open []rpc
+	for i := range 1 + rnd.IntN(6) {
+		id := uint32(2*i + 1)
+		kindOf[id] = rnd.IntN(kinds)
+		s.frames = append(s.frames, frame(typeHeaders, 0, id, make([]byte, rnd.IntN(40))))
+		messages := bytes.Repeat(message(s.size), 1+rnd.IntN(6))
+		open = append(open, rpc{id, messages[:len(messages)-rnd.IntN(2)*rnd.IntN(len(messages))]}) // perhaps never complete
+	}
+	for len(open) > 0 && len(s.frames) < 3000 {
+		i := rnd.IntN(len(open))
+		r := &open[i]
+		n := min(len(r.rest), 1+rnd.IntN([]int{10, 1000, frameBytes}[rnd.IntN(3)]))
+		s.frames = append(s.frames, frame(typeData, 0, r.id, r.rest[:n]))
+		if r.rest = r.rest[n:]; len(r.rest) == 0 {
+			open = append(open[:i], open[i+1:]...)
+		}
+		if rnd.IntN(200) == 0 {
+			s.frames = append(s.frames, nil)
+		}
+	}
+	for range rnd.IntN(3) {
+		s.frames = append(s.frames, nil)
+	}
+	return s
+}

@@ -1,0 +1,45 @@
+package inbound
+
+import "time"
+
+const (
+	// Free is what each connection may hold beside Memory's limit: a small call and its
+	// RPC pass however full the rest is.
+	Free = 64 << 10
+	// MinLimit is the least that Memory may be given: some messages of 1 MiB.
+	MinLimit = 8 << 20
+	// shareOf: a connection has at most this part (1/shareOf) of the limit.
+	shareOf = 2
+
+	// readBytes is what is read from the socket at a time: two data frames.
+	readBytes = 32 << 10
+	// frameBytes is the largest data frame that gRPC accepts, and the buffer that it
+	// takes from its pool for each of more than smallBytes.
+	frameBytes = 16 << 10
+	smallBytes = 1 << 10
+	// overhead is what gRPC allocates for each frame beside its bytes: about 56 for what
+	// it queues, and a buffer's header.
+	overhead = 128
+	// rpcBytes is what an RPC keeps that has not been admitted to anything: a stack, the
+	// transport's stream, contexts and a timer.
+	rpcBytes = 12 << 10
+	// rpcsLimit is for all such RPCs beyond the two that each connection may have: 1 200
+	// of them. What they keep lies in Go's heap, which takes as much again before it is
+	// collected.
+	rpcsLimit = 16 << 20
+	// keptBatches is how long a list of an RPC's messages may be that is kept for the next.
+	keptBatches = 64
+	// fieldBytes is what a field of the metadata takes beside its text.
+	fieldBytes = 96
+
+	// lookEvery is how often a connection that waits looks whether anything moves.
+	lookEvery = 100 * time.Millisecond
+	// stale is how long an RPC may have a message that does not become complete, or is not
+	// consumed, before it may be ended for others that wait.
+	stale = time.Second
+	// pause is how long a connection waits, until it is closed.
+	pause = 20 * time.Second
+	// collectEvery is the least time between two collections that are run because what
+	// ended RPCs left keeps a connection waiting: each takes milliseconds.
+	collectEvery = 50 * time.Millisecond
+)

@@ -1,0 +1,226 @@
+// Package inbound charges what peers have sent and nobody has consumed.
+//
+// gRPC acknowledges a connection's bytes when it has read them, whether anybody wants
+// them or not: its windows bound what lies unread of one RPC, and not of a connection.
+// A Conn lies between gRPC and the socket. It finds the messages in the data frames,
+// charges each with its first byte, and reads no further while there is no memory for
+// the next. What an RPC leaves unread stays charged until it has been collected.
+//
+// It refuses to know what messages mean, and owns no bytes of them: they lie in gRPC's
+// buffers. A Memory is safe for concurrent use; Read of a Conn, and Open, are for the one
+// goroutine of gRPC that reads the connection.
+package inbound
+
+import (
+	"errors"
+	"runtime"
+	"slices"
+	"sync"
+	"time"
+)
+
+// ErrMemory is what ends an RPC, or a connection, that others waited for.
+var ErrMemory = errors.New("inbound: no memory for what clients send")
+
+// Memory is what all connections of a server may hold of what their peers have sent.
+type Memory struct {
+	limit, share int64
+	rpcs         int64 // bytes for RPCs themselves
+	// later runs a function once a collection that begins after now has freed what nobody
+	// reaches.
+	later func(func())
+
+	mu         sync.Mutex // guards all below, and what it says of a Conn and an RPC
+	ended      int64      // RPCs and connections, for want of memory
+	conns      map[*Conn]struct{}
+	used       int64           // of all connections, beyond what each has free
+	waiting    []*Conn         // for memory, in their order
+	left       map[*Conn]int64 // what RPCs left unread when they ended
+	collected  map[*Conn]int64 // likewise: the next collection frees it
+	collecting bool            // one that was asked for
+	asked      time.Time       // when it had ended
+	relieved   time.Time       // when an RPC of any connection was last looked for to be ended
+	opened     int64           // for RPCs themselves, of all connections
+}
+
+// NewMemory returns a Memory of at least MinLimit bytes.
+func NewMemory(limit int64) *Memory {
+	limit = max(limit, MinLimit)
+	return &Memory{limit: limit, share: limit / shareOf, rpcs: min(limit/shareOf, rpcsLimit), later: afterCollection, conns: make(map[*Conn]struct{}), left: make(map[*Conn]int64)}
+}
+
+// mark is an object that nobody reaches: the next collection that begins finds it.
+type mark struct{ _ *mark }
+
+func afterCollection(f func()) {
+	runtime.AddCleanup(new(mark), func(f func()) { f() }, f)
+}
+
+// Used returns the bytes charged now, what is free for each connection included, the
+// limit of what is not, and how many RPCs and connections were ended for want of memory.
+func (m *Memory) Used() (charged, limit, ended int64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for c := range m.conns {
+		charged += c.charged
+	}
+	return charged, m.limit, m.ended
+}
+
+// beyond is the part of a connection's charge that counts in used.
+func beyond(charged int64) int64 { return max(0, charged-Free) }
+
+// fits reports whether c may have n bytes more; mu is held. c lacks memory of the whole if
+// not, unless it has its share.
+func (m *Memory) fits(c *Conn, n int64) (fits, whole bool) {
+	to := c.charged + n
+	if to <= Free {
+		return true, true
+	}
+	if to > m.share {
+		return false, false
+	}
+	return m.used-beyond(c.charged)+beyond(to) <= m.limit, true
+}
+
+// add charges n bytes, which may be fewer than none, whether they fit or not; mu is held.
+func (m *Memory) add(c *Conn, n int64) {
+	m.used -= beyond(c.charged)
+	c.charged += n
+	m.used += beyond(c.charged)
+	if n >= 0 {
+		return
+	}
+	if c.charged == 0 && c.closed {
+		delete(m.conns, c)
+	}
+	m.admit()
+}
+
+// admit gives memory to those who wait for it; mu is held. One that lacks memory of the
+// whole is waited for, or it would starve behind smaller ones.
+func (m *Memory) admit() {
+	for i := 0; i < len(m.waiting); {
+		c := m.waiting[i]
+		fits, whole := m.fits(c, c.wants)
+		switch {
+		case fits:
+			m.waiting = slices.Delete(m.waiting, i, i+1)
+			m.add(c, c.wants)
+			c.wants, c.wanting = 0, nil
+			c.granted <- struct{}{} // it has room for the one that is waited for
+		case whole:
+			return
+		default:
+			i++
+		}
+	}
+}
+
+// try charges n bytes if they fit, and nobody waits for the same; mu is held.
+func (m *Memory) try(c *Conn, n int64) bool {
+	fits, whole := m.fits(c, n)
+	if !fits || whole && c.charged+n > Free && m.wholeWaits() {
+		return false
+	}
+	m.add(c, n)
+	return true
+}
+
+// wholeWaits reports whether somebody waits for memory of the whole; mu is held.
+func (m *Memory) wholeWaits() bool {
+	return slices.ContainsFunc(m.waiting, func(c *Conn) bool {
+		_, whole := m.fits(c, c.wants)
+		return whole
+	})
+}
+
+// leave notes that nobody will read n bytes of c: they are charged until they have been
+// collected; mu is held.
+func (m *Memory) leave(c *Conn, n int64) {
+	if n == 0 {
+		return
+	}
+	m.left[c] += n
+	if m.collected == nil {
+		m.await()
+	}
+}
+
+// await has what is left uncharged once a collection has begun after now; mu is held.
+func (m *Memory) await() {
+	if len(m.left) == 0 {
+		return
+	}
+	m.collected, m.left = m.left, make(map[*Conn]int64)
+	m.later(m.sweep)
+}
+
+// sweep uncharges what a collection has freed.
+func (m *Memory) sweep() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	swept := m.collected
+	m.collected = nil
+	m.await()
+	for c, n := range swept {
+		m.add(c, -n)
+	}
+}
+
+// collect runs a collection if that frees anything and none has just been run.
+func (m *Memory) collect() {
+	m.mu.Lock()
+	due := m.collected != nil && !m.collecting && time.Since(m.asked) >= collectEvery
+	m.collecting = m.collecting || due
+	m.mu.Unlock()
+	if !due {
+		return
+	}
+	runtime.GC()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.collecting, m.asked = false, time.Now()
+}
+
+// relieve ends an RPC that the waiting of c may be due to, if there is one: of c itself
+// if it waits in vain, else of the connection that has most.
+func (m *Memory) relieve(c *Conn, waited time.Duration) {
+	if victim := m.victim(c, waited); victim != nil {
+		victim.cancel(ErrMemory) // without the lock: gRPC opens RPCs under one of its own
+	}
+}
+
+// victim returns the RPC that relieve ends, nil if there is none.
+func (m *Memory) victim(c *Conn, waited time.Duration) *RPC {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if c.wants == 0 {
+		return nil
+	}
+	moved := c.consumed != c.looked
+	c.looked = c.consumed
+	var victim *RPC
+	busy := c.busy != nil && c.busy()
+	if busy && (!moved || waited >= stale) || !moved && waited >= stale {
+		victim = c.heaviest(busy, c.wanting)
+	}
+	_, whole := m.fits(c, c.wants)
+	if now := time.Now(); victim == nil && whole && waited >= stale && now.Sub(m.relieved) >= lookEvery {
+		m.relieved = now // others wait for the same, and the search is long
+		var most *Conn
+		for o := range m.conns {
+			if o != c && (most == nil || o.charged > most.charged) && o.heaviest(false, nil) != nil {
+				most = o
+			}
+		}
+		if most != nil {
+			victim = most.heaviest(false, nil)
+		}
+	}
+	if victim != nil {
+		victim.shed = true
+		m.ended++
+	}
+	return victim
+}

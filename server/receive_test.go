@@ -1,0 +1,189 @@
+package server_test
+
+import (
+	"bytes"
+	"encoding/binary"
+	"io"
+	"net"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
+	"google.golang.org/grpc/codes"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// wire2 is a peer that speaks HTTP/2 by hand. It writes on the test's goroutine.
+type wire2 struct {
+	t      testing.TB
+	conn   net.Conn
+	framer *http2.Framer
+	block  bytes.Buffer
+	fields *hpack.Encoder
+	last   uint32
+	ends   chan map[string]string // the trailers of each RPC that has ended; closed with the connection
+}
+
+func dialWire2(t testing.TB, addr string) *wire2 {
+	t.Helper()
+	conn, err := net.Dial("tcp", addr)
+	require.NoError(t, err)
+	w := &wire2{t: t, conn: conn, framer: http2.NewFramer(conn, conn), ends: make(chan map[string]string, 1<<10)}
+	w.fields = hpack.NewEncoder(&w.block)
+	_, err = io.WriteString(conn, http2.ClientPreface)
+	require.NoError(t, err)
+	require.NoError(t, w.framer.WriteSettings())
+	w.framer.ReadMetaHeaders = hpack.NewDecoder(4096, nil)
+	go func() { // ends with the connection
+		defer close(w.ends)
+		for {
+			f, err := w.framer.ReadFrame()
+			if err != nil {
+				return
+			}
+			if h, ok := f.(*http2.MetaHeadersFrame); ok && h.StreamEnded() {
+				end := map[string]string{"id": strconv.Itoa(int(h.StreamID))}
+				for _, f := range h.Fields {
+					end[f.Name] = f.Value
+				}
+				w.ends <- end
+			}
+		}
+	}()
+	t.Cleanup(w.close)
+	return w
+}
+
+// close closes the connection and waits for its reader.
+func (w *wire2) close() {
+	_ = w.conn.Close()
+	for range w.ends {
+	}
+}
+
+// open opens an RPC, with a field of metadata of its own if it is not empty.
+func (w *wire2) open(method, value string) (id uint32) {
+	w.t.Helper()
+	w.block.Reset()
+	for _, f := range []hpack.HeaderField{
+		{Name: ":method", Value: "POST"}, {Name: ":scheme", Value: "http"}, {Name: ":path", Value: method}, {Name: ":authority", Value: "x"},
+		{Name: "content-type", Value: "application/grpc"}, {Name: "x", Value: value, Sensitive: true},
+	} {
+		require.NoError(w.t, w.fields.WriteField(f))
+	}
+	id = w.last + 1
+	w.last += 2
+	_ = w.framer.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: w.block.Bytes(), EndHeaders: true}) // ends says it, too
+	return id
+}
+
+// send sends so many bytes of a message that is said to have size.
+func (w *wire2) send(id uint32, size, n int) {
+	w.t.Helper()
+	b := append(binary.BigEndian.AppendUint32([]byte{0}, uint32(size)), make([]byte, n)...)
+	for len(b) > 0 {
+		m := min(len(b), 16<<10)
+		require.NoError(w.t, w.framer.WriteData(id, false, b[:m]))
+		b = b[m:]
+	}
+}
+
+func TestUnfinishedMessagesAreChargedAndEndForOthers(t *testing.T) {
+	testkit.Start(t)
+	f := serveWithin(t, 16*mib, nil)
+	s := f.session(t, client.Config{})
+	x, err := tensor.Of([]byte{1, 2, 3})
+	require.NoError(t, err)
+	small := func() {
+		t.Helper()
+		y, err := s.Compute(t.Context(), "echo", x)
+		require.NoError(t, err)
+		require.Equal(t, x.Data, y.Data)
+	}
+	small()
+	limit := f.counters(t)["receive_limit_bytes"]
+	require.EqualValues(t, 8*mib, limit)
+	base := f.counters(t)["receive_used_bytes"]
+
+	one := dialWire2(t, f.addr)
+	one.send(one.open(ours+"Compute", ""), mib, 100<<10)
+	testkit.Eventually(t, func() bool {
+		n := f.counters(t)["receive_used_bytes"] - base
+		return n > mib && n < mib+80<<10 // the whole message, and the RPC
+	}, "the charge of a message that has begun")
+	one.close()
+	testkit.Eventually(t, func() bool { return f.counters(t)["receive_used_bytes"] <= base }, "what was left to be collected")
+
+	var all []*wire2
+	for range 3 { // each has half of the limit at most
+		w := dialWire2(t, f.addr)
+		all = append(all, w)
+		go func() { // ends with the connection
+			for range 8 {
+				id := w.open(ours+"Compute", "")
+				b := append(binary.BigEndian.AppendUint32([]byte{0}, mib), make([]byte, 11<<10)...)
+				for range mib / len(b) { // but for the last bytes
+					if w.framer.WriteData(id, false, b) != nil {
+						return
+					}
+					b = make([]byte, 11<<10)
+				}
+			}
+		}()
+	}
+	for _, w := range all {
+		end := <-w.ends
+		require.Equal(t, strconv.Itoa(int(codes.ResourceExhausted)), end["grpc-status"], end)
+		require.Contains(t, end["grpc-message"], "memory")
+		require.NotEmpty(t, end["grpc-status-details-bin"], "when to try again")
+		small()
+		require.LessOrEqual(t, f.counters(t)["receive_used_bytes"], limit+5*64<<10)
+	}
+	require.GreaterOrEqual(t, f.counters(t)["receive_ended_total"], int64(3))
+	for _, w := range all {
+		w.close()
+	}
+	testkit.Eventually(t, func() bool { return f.counters(t)["receive_used_bytes"] <= base }, "the memory of closed connections")
+}
+
+func TestAnRPCForWhichThereIsNoMemoryIsRefused(t *testing.T) {
+	testkit.Start(t)
+	f := serveWithin(t, 16*mib, nil)
+	all := []*wire2{dialWire2(t, f.addr), dialWire2(t, f.addr)}
+	for _, w := range all {
+		for range 120 {
+			w.open(ours+"Compute", strings.Repeat("x", 15<<10))
+		}
+	}
+	end := <-all[1].ends
+	require.Equal(t, strconv.Itoa(int(codes.ResourceExhausted)), end["grpc-status"], end)
+	require.Contains(t, end["grpc-message"], "memory")
+	require.NotEmpty(t, end["grpc-status-details-bin"])
+	require.LessOrEqual(t, f.counters(t)["receive_used_bytes"], int64(4*mib+2*64<<10), "half of the limit")
+	third := dialWire2(t, f.addr) // has its own
+	third.open(ours+"Compute", strings.Repeat("x", 15<<10))
+	f.session(t, client.Config{})
+	select {
+	case end := <-third.ends:
+		t.Fatalf("the first RPC of a connection ended with %v", end)
+	default:
+	}
+}
+
+func TestAnUnknownMethodIsRefusedWithItsHeaders(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	w := dialWire2(t, f.addr)
+	for _, method := range []string{ours + "Nothing", "/nobody.Service/Compute", "Compute", "/", "x"} {
+		w.open(method, "")
+		end := <-w.ends
+		require.Equal(t, strconv.Itoa(int(codes.Unimplemented)), end["grpc-status"], "%q: %v", method, end)
+		require.Contains(t, end["grpc-message"], method)
+	}
+}
