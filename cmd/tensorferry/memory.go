@@ -3,15 +3,27 @@ package main
 import (
 	"io/fs"
 	"math"
+	"os"
 	"path"
 	"runtime/debug"
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/store"
 )
 
-// unknownMemory is assumed where the memory is unknown.
-const unknownMemory = 4 << 30
+const (
+	// unknownMemory is assumed where the memory is unknown.
+	unknownMemory = 4 << 30
+	// leastHeap is the least that Go's memory limit is set to: below, it would do little
+	// but collect.
+	leastHeap = 64 << 20
+	// heapReserve: this part (1/heapReserve) of the process's memory is for what nobody
+	// counts: stacks of C, the kernel's buffers of sockets, pages of files.
+	heapReserve = 16
+)
 
 // processMemory is what this process may have: the least of GOMEMLIMIT, the limits of
 // its control groups and the machine's memory. root is the root of the file system.
@@ -21,6 +33,22 @@ func processMemory(root fs.FS) int64 {
 		return unknownMemory
 	}
 	return least
+}
+
+// limitHeap has Go collect rather than take memory that the process may not have: all,
+// less what lies outside its heap. GOMEMLIMIT goes before.
+func limitHeap(e *engines, s store.Store) {
+	if os.Getenv("GOMEMLIMIT") != "" {
+		return
+	}
+	all := processMemory(os.DirFS("/"))
+	_, _, memory := e.host.Budget().Used()
+	outside := memory + memory/server.ReceiveShare + e.cfg.pinned
+	if m, ok := s.(*store.Memory); ok {
+		_, limit := m.Used()
+		outside += limit
+	}
+	debug.SetMemoryLimit(max(all-all/heapReserve-outside, leastHeap))
 }
 
 // machineMemory is the machine's memory, or MaxInt64 if unknown.

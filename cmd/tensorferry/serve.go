@@ -265,6 +265,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, tensors.Close()) }()
+	limitHeap(e, tensors)
 	sources := new(store.Sources)
 	if err := sources.Add(generator, store.Generator()); err != nil {
 		return err
