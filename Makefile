@@ -28,7 +28,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 .PHONY: help check checks test race invariants nocgo cuda cuda-mutants lint lint-go lint-proto breaking generated tidy-check \
 	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-against build \
 	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-python-smoke stress-python stress-python-smoke \
-	stress-sessions stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
+	stress-sessions stress-receive stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^##/ { printf "\n%s\n", substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ bench-against: ## Measure as bench and bench-peers do, AGAINST and this tree in 
 
 stress-sessions: ## Hold a server to its memory with 1 000 sessions at work and 10 000 idle ones
 	$(GO) run $(STAMP) ./internal/stress sessions
+
+stress-receive: ## Hold a server to its memory while peers send what nobody consumes and read nothing
+	$(GO) run $(STAMP) ./internal/stress receive
 
 stress-crash: ## Kill servers in the middle of pushes, and clients in that of pulls, 200 of each
 	$(GO) run $(STAMP) ./internal/stress crash
@@ -172,6 +175,7 @@ stress-python-smoke: ## Run each of the Python stress program's parts briefly
 
 stress-smoke: ## Run each stress program briefly
 	$(GO) run ./internal/stress sessions -calls 100 -idle 1000 -rest 1s
+	$(GO) run ./internal/stress receive -for 3s
 	$(GO) run ./internal/stress crash -n 5
 	$(GO) run ./internal/stress soak -for 5s
 

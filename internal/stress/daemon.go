@@ -30,6 +30,7 @@ type daemon struct {
 func (e *environment) serve(ctx context.Context, args ...string) (*daemon, error) {
 	args = append([]string{"serve", "--listen", "127.0.0.1:0"}, args...)
 	d := &daemon{Child: proc.New(exec.CommandContext(ctx, e.command, args...))}
+	d.Env = append(d.Env, "GOMEMLIMIT=off") // the server's own limits are to do
 	var err error
 	d.address, err = d.Listen(ctx, &d.Log, func(line string) string {
 		switch attribute(line, "level") {

@@ -1,0 +1,387 @@
+package main
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/google/uuid"
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
+	"google.golang.org/protobuf/proto"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/proc"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+const (
+	computeRPC = "/tensorferry.v1.TensorService/Compute"
+	sessionRPC = "/tensorferry.v1.TensorService/StreamTensors"
+)
+
+// attack is what peers do that speak HTTP/2 and obey its windows, and nothing else.
+type attack struct {
+	name        string
+	connections int
+	streams     int  // of each at a time
+	deaf        bool // nobody reads the connections
+	// on does it on one stream of a connection, and again until its error.
+	on func(a *attacker) error
+}
+
+var attacks = []attack{
+	{"resets", 16, 1, false, func(a *attacker) error {
+		id, err := a.open(computeRPC)
+		return errors.Join(err, a.data(id, mib, 64*kib, 16*kib, 0), a.reset(id))
+	}},
+	{"unfinished messages on many connections", 1000, 1, false, func(a *attacker) error {
+		id, err := a.open(computeRPC)
+		return errors.Join(err, a.data(id, mib, mib-1, 16*kib, 0), a.rest())
+	}},
+	{"unfinished messages on many streams", 16, 100, false, func(a *attacker) error {
+		id, err := a.open(computeRPC)
+		return errors.Join(err, a.data(id, mib, mib-1, 16*kib, 0), a.rest())
+	}},
+	{"tiny frames", 4, 64, false, func(a *attacker) error {
+		id, err := a.open(computeRPC)
+		return errors.Join(err, a.data(id, mib, mib-1, 1, 0))
+	}},
+	{"padded frames", 4, 64, false, func(a *attacker) error {
+		id, err := a.open(computeRPC)
+		return errors.Join(err, a.data(id, mib, mib-1, 1, 255))
+	}},
+	{"metadata", 100, 100, false, func(a *attacker) error {
+		_, err := a.open(computeRPC, strings.Repeat("x", 15*kib))
+		return errors.Join(err, a.rest())
+	}},
+	{"allowances that do not come whole", 1000, 1, false, func(a *attacker) error {
+		x, call := newID(), newID()
+		n := a.allowance
+		hello := &pb.Frame{
+			Hello: &pb.Hello{Version: 1, SessionId: newID(), MaxChunkBytes: mib, AllowanceBytes: mib, Checksum: pb.Checksum_CHECKSUM_CRC32C, MaxOpenTensors: 64},
+			Calls: []*pb.Call{{Id: call, Model: "echo", Inputs: []*pb.Input{{Port: "x", TensorId: x}}}},
+			Descs: []*pb.TensorDesc{{
+				TensorId: x, Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: []int64{n}, SizeBytes: uint64(n), ChunkBytes: mib, CallId: call, Port: "x", OnAllowance: true,
+			}},
+		}
+		b, err := proto.Marshal(hello)
+		id, e := a.open(sessionRPC)
+		return errors.Join(err, e, a.message(id, b), a.data(id, mib, mib-1, 16*kib, 0), a.rest())
+	}},
+	{"results that nobody reads", 100, 1, true, func(a *attacker) error {
+		calls := &pb.Frame{Hello: &pb.Hello{Version: 1, SessionId: newID(), MaxChunkBytes: mib, AllowanceBytes: mib, Checksum: pb.Checksum_CHECKSUM_CRC32C, MaxOpenTensors: 64}}
+		var data []*pb.Frame
+		for range 8 {
+			x, call := newID(), newID()
+			calls.Calls = append(calls.Calls, &pb.Call{Id: call, Model: "echo", Inputs: []*pb.Input{{Port: "x", TensorId: x}}})
+			calls.Descs = append(calls.Descs, &pb.TensorDesc{
+				TensorId: x, Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: []int64{64 * kib}, SizeBytes: 64 * kib, ChunkBytes: 64 * kib, CallId: call, Port: "x", OnAllowance: true,
+			})
+			data = append(data, &pb.Frame{Chunk: sealed(x, make([]byte, 64*kib))})
+		}
+		id, err := a.open(sessionRPC)
+		for _, f := range append([]*pb.Frame{calls}, data...) {
+			b, e := proto.Marshal(f)
+			err = errors.Join(err, e, a.message(id, b))
+		}
+		return errors.Join(err, a.rest())
+	}},
+}
+
+// attacker is one connection of an attack.
+type attacker struct {
+	*http2.Framer
+	ctx       context.Context
+	allowance int64
+
+	mu     sync.Mutex // held while frames are written; guards all below
+	last   uint32     // RPC
+	fields *hpack.Encoder
+	block  *strings.Builder // of fields
+}
+
+// open opens an RPC, with values of metadata.
+func (a *attacker) open(method string, values ...string) (id uint32, err error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	id = a.last + 1
+	a.last += 2
+	a.block.Reset()
+	for _, f := range []hpack.HeaderField{
+		{Name: ":method", Value: "POST"}, {Name: ":scheme", Value: "http"}, {Name: ":path", Value: method}, {Name: ":authority", Value: "x"},
+		{Name: "content-type", Value: "application/grpc"}, {Name: "te", Value: "trailers"},
+	} {
+		if err := a.fields.WriteField(f); err != nil {
+			return id, err
+		}
+	}
+	for _, v := range values {
+		if err := a.fields.WriteField(hpack.HeaderField{Name: "x", Value: v, Sensitive: true}); err != nil {
+			return id, err
+		}
+	}
+	return id, a.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: []byte(a.block.String()), EndHeaders: true})
+}
+
+// data sends so many bytes of a message that is said to have size bytes, in frames of
+// frame bytes and padding.
+func (a *attacker) data(id uint32, size, bytes, frame, padding int) error {
+	b := append(binary.BigEndian.AppendUint32([]byte{0}, uint32(size)), make([]byte, bytes)...)
+	pad := make([]byte, padding)
+	for len(b) > 0 {
+		n := min(len(b), frame)
+		a.mu.Lock()
+		var err error
+		if padding > 0 {
+			err = a.WriteDataPadded(id, false, b[:n], pad)
+		} else {
+			err = a.WriteData(id, false, b[:n])
+		}
+		a.mu.Unlock()
+		if err = errors.Join(err, a.ctx.Err()); err != nil {
+			return err
+		}
+		b = b[n:]
+	}
+	return nil
+}
+
+// reset ends an RPC.
+func (a *attacker) reset(id uint32) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.WriteRSTStream(id, http2.ErrCodeCancel)
+}
+
+// message sends a whole message.
+func (a *attacker) message(id uint32, m []byte) error {
+	b := append(binary.BigEndian.AppendUint32([]byte{0}, uint32(len(m))), m...)
+	for len(b) > 0 {
+		n := min(len(b), 16*kib)
+		a.mu.Lock()
+		err := a.WriteData(id, false, b[:n])
+		a.mu.Unlock()
+		if err != nil {
+			return err
+		}
+		b = b[n:]
+	}
+	return nil
+}
+
+// rest waits until the attack ends, or a while.
+func (a *attacker) rest() error { return pause(a.ctx, attackRest) }
+
+// run runs the attack until ctx ends: a connection that ends is opened again.
+func (at *attack) run(ctx context.Context, address string) {
+	var all sync.WaitGroup
+	for range at.connections {
+		all.Go(func() { // ends with ctx
+			for ctx.Err() == nil {
+				_ = at.connect(ctx, address) // the server may end it
+				_ = pause(ctx, pollEvery)
+			}
+		})
+	}
+	all.Wait()
+}
+
+// connect does what there is to do over one connection.
+func (at *attack) connect(ctx context.Context, address string) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	conn, err := new(net.Dialer).DialContext(ctx, "tcp", address)
+	if err != nil {
+		return err
+	}
+	defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
+	if _, err := io.WriteString(conn, http2.ClientPreface); err != nil {
+		return err
+	}
+	block := new(strings.Builder)
+	a := &attacker{Framer: http2.NewFramer(conn, nil), ctx: ctx, allowance: mib, block: block, fields: hpack.NewEncoder(block)}
+	if err := a.WriteSettings(); err != nil {
+		return err
+	}
+	if !at.deaf {
+		go func() { // ends with the connection
+			_, _ = io.Copy(io.Discard, conn)
+			cancel()
+		}()
+	}
+	var all sync.WaitGroup
+	for range at.streams {
+		all.Go(func() { // ends with ctx, or the connection
+			for ctx.Err() == nil {
+				if at.on(a) != nil {
+					return
+				}
+			}
+		})
+	}
+	all.Wait()
+	return ctx.Err()
+}
+
+func runReceive(ctx context.Context, e *environment, args []string) error {
+	f := e.flags("receive")
+	memory := f.String("memory", "64MiB", "the server's `--memory`")
+	lasts := f.Duration("for", 20*time.Second, "how long each attack lasts")
+	only := f.String("only", "", "the `name` of the only attack")
+	victim := f.String("attack", "", "be the attackers of the server at an `address`, which a program of this name starts")
+	if err := f.Parse(args); err != nil {
+		return err
+	}
+	if *victim != "" {
+		i := slices.IndexFunc(attacks, func(a attack) bool { return a.name == *only })
+		if i < 0 {
+			return fmt.Errorf("stress: there is no attack %q", *only)
+		}
+		attacks[i].run(ctx, *victim)
+		return nil
+	}
+	if err := e.ready(ctx, f, args); err != nil {
+		return err
+	}
+	var err error
+	for _, a := range attacks {
+		if *only == "" || *only == a.name {
+			if failed := e.withstand(ctx, &a, *memory, *lasts); failed != nil {
+				err = errors.Join(err, fmt.Errorf("%s: %w", a.name, failed))
+			}
+		}
+	}
+	return e.verdict(ctx, "receive", err)
+}
+
+// withstand attacks a server of its own, and holds it to what it may take at every
+// second, and to serving somebody else.
+func (e *environment) withstand(ctx context.Context, a *attack, memory string, lasts time.Duration) (err error) {
+	d, err := e.serve(ctx, "--memory", memory, "--metrics", "127.0.0.1:0")
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, d.Stop()) }()
+	c, err := client.Dial(d.address, client.Config{})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, c.Close()) }()
+	s, err := c.Session(ctx)
+	if err != nil {
+		return err
+	}
+	x, err := tensor.Of(make([]byte, kib))
+	if err != nil {
+		return err
+	}
+	calls := func(until <-chan struct{}) (took []time.Duration, err error) {
+		for {
+			select {
+			case <-until:
+				slices.Sort(took)
+				return took, nil
+			default:
+			}
+			at := time.Now()
+			if _, err := s.Compute(ctx, "echo", x); err != nil {
+				return took, fmt.Errorf("a small call of another client: %w", err)
+			}
+			took = append(took, time.Since(at))
+			if err := pause(ctx, time.Millisecond); err != nil {
+				return took, err
+			}
+		}
+	}
+	after := func(d time.Duration) <-chan struct{} {
+		over := make(chan struct{})
+		time.AfterFunc(d, func() { close(over) })
+		return over
+	}
+	before, err := calls(after(lasts / 5))
+	if err != nil {
+		return err
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	attackers := proc.New(exec.CommandContext(ctx, self, "receive", "-attack", d.address, "-only", a.name))
+	if err := attackers.Start(); err != nil {
+		return err
+	}
+	_ = syscall.Setpriority(syscall.PRIO_PROCESS, attackers.Process.Pid, 15) // so that it starves nobody of the processor
+	over := after(lasts)
+	var worst, peak, charged int64
+	watched := make(chan error, 1)
+	go func() { // ends soon after over
+		watched <- func() error {
+			for {
+				r, err := proc.ResidentOf(d.Process.Pid)
+				if err != nil {
+					return err
+				}
+				f, err := d.scrape(ctx)
+				if err != nil {
+					return err
+				}
+				n := int64(f["tensorferry_memory_used_bytes"] + f["tensorferry_memory_kept_bytes"] + f["tensorferry_receive_used_bytes"])
+				if spare := r.Own - n; spare > worst {
+					worst = spare
+				}
+				peak, charged = max(peak, r.Own), max(charged, n)
+				select {
+				case <-over:
+					return nil
+				case <-time.After(time.Second):
+				}
+			}
+		}()
+	}()
+	during, err := calls(over)
+	err = errors.Join(err, <-watched, attackers.Stop())
+	if err != nil {
+		return err
+	}
+	_, err = d.until(ctx, "empty", func(f figures) bool {
+		return f["tensorferry_sessions"] == 1 && f["tensorferry_receive_used_bytes"] < 64*kib && f["tensorferry_calls"] == 0
+	})
+	f, e2 := d.scrape(ctx)
+	worst -= baseRSS + int64(a.connections)*connectionRSS
+	fmt.Fprintf(e.out, "%-40s RSS %s at most, %s charged at most, %s beyond what is charged and documented; p50 %v to %v, p99 %v to %v; %v ended for memory\n", a.name,
+		mibs(peak), mibs(charged), mibs(max(worst, 0)), at(before, .5), at(during, .5), at(before, .99), at(during, .99), f["tensorferry_receive_ended_total"])
+	if worst > spareReceived {
+		err = errors.Join(err, fmt.Errorf("the server took %s more than what it charges and docs/limits.md says; %s are allowed", mibs(worst), mibs(spareReceived)))
+	}
+	return errors.Join(err, e2)
+}
+
+// newID returns an ID.
+func newID() []byte { id := uuid.Must(uuid.NewV7()); return id[:] }
+
+// sealed returns the only chunk of a tensor.
+func sealed(id, data []byte) *pb.Chunk {
+	sum := codec.CRC32C.Update(codec.CRC32C.Seed(tensor.ID(id), 0), data)
+	return &pb.Chunk{TensorId: id, Checksum: sum, Data: data}
+}
+
+// at is a quantile.
+func at(sorted []time.Duration, q float64) time.Duration {
+	if len(sorted) == 0 {
+		return 0
+	}
+	return sorted[int(q*float64(len(sorted)-1))].Round(10 * time.Microsecond)
+}
