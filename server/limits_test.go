@@ -632,11 +632,12 @@ func TestARequestOfManyPartsIsRefusedBeforeTheyAreMade(t *testing.T) {
 			require.Zero(t, p.summary(t, "x").GetCode())
 			continue
 		}
-		require.Equal(t, codes.Internal, p.status.Code(), "grpc's own code for a message that does not decode")
+		require.Equal(t, codes.ResourceExhausted, p.status.Code())
 		saysWhy(t, p.status.Message(), []string{"parts", "16384", "16385"})
 	}
 	stub := pb.NewTensorServiceClient(f.dial(t))
 	_, err := stub.DeleteTensors(t.Context(), &pb.DeleteTensorsRequest{Names: make([]string, 500_000)})
+	require.Equal(t, codes.ResourceExhausted, status.Code(err))
 	saysWhy(t, status.Convert(err).Message(), []string{"parts", "16384"})
 	_, err = stub.Compute(t.Context(), &pb.ComputeRequest{Model: "echo", Inputs: slices.Repeat([]*pb.NamedTensor{{}}, 500_000)})
 	saysWhy(t, status.Convert(err).Message(), []string{"parts", "16384"})

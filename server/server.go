@@ -162,7 +162,7 @@ func New(cfg Config) (*Server, error) {
 	}}))
 	for _, svc := range cfg.Services {
 		if svc.Listener == nil {
-			svc.Register(s.endpoints[0].grpc, s.models)
+			svc.Register(registrar{s.endpoints[0].grpc}, s.models)
 		} else {
 			s.endpoints = append(s.endpoints, s.endpoint(svc))
 		}

@@ -170,8 +170,8 @@ func (s *Server) endpoint(svc Service) *endpoint {
 		options = append(options, grpc.Creds(cfg.Credentials))
 	}
 	e.grpc = grpc.NewServer(options...)
-	svc.Register(e.grpc, s.models)
-	healthpb.RegisterHealthServer(e.grpc, s.health)
+	svc.Register(registrar{e.grpc}, s.models)
+	healthpb.RegisterHealthServer(registrar{e.grpc}, s.health)
 	if cfg.Reflection {
 		reflection.Register(e.grpc) // v1 and v1alpha
 	}
