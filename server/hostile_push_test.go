@@ -691,7 +691,7 @@ func TestAPushCutInTheMiddleLeavesNothing(t *testing.T) {
 					saysWhy(t, ts.GetSummary().GetMessage(), nil)
 				}
 			}
-			require.NotContains(t, log.String(), "push failed", "that a client leaves is nobody's defect")
+			require.NotContains(t, log.String(), "store failed", "that a client leaves is nobody's defect")
 		})
 	}
 }
