@@ -566,6 +566,11 @@ func TestFramesOfAPushThatChangeNothingAreIgnored(t *testing.T) {
 	for range 2 {
 		p.chunk(a.chunk(1)) // in any order, and twice
 	}
+	for i := range uint32(4) { // damaged, of a chunk that is there
+		c := a.chunk(1)
+		c.Checksum += 1 + i
+		p.chunk(c)
+	}
 	p.deliver(a, 0)
 	p.deliver(b, 0)
 	// Both are whole: all that comes for them is late.

@@ -156,6 +156,9 @@ func (r *Receiver[P]) chunk(c *frame.Chunk) error {
 	got, err := r.claim.Copy(c.Data)
 	ok, e := t.asm.Commit(&r.claim, got, err)
 	switch {
+	case errors.Is(e, assembler.ErrConflict):
+		r.fail(t, frame.Errorf(frame.InvalidArgument, "%v", e))
+	case !ok && r.claim.Again(): // damaged, and here already
 	case errors.Is(err, codec.ErrDecode):
 		r.fail(t, fmt.Errorf("%w, tensor %s; send the tensor again", e, t.Tensor))
 	case err != nil: // the place's own
