@@ -314,6 +314,9 @@ func TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode(t *testing.T) {
 		"a shape that overflows": {
 			desc(func(d *pb.TensorDesc) { d.Shape = []int64{1 << 40, 1 << 40} }), exhausted, []string{"1099511627776 1099511627776", "2^63"}, true,
 		},
+		"an empty shape that overflows": {
+			desc(func(d *pb.TensorDesc) { d.Shape, d.SizeBytes = []int64{1 << 40, 1 << 40, 0}, 0 }), exhausted, []string{"1099511627776 1099511627776 0", "2^63"}, true,
+		},
 		"a size that is not the shape's": {desc(func(d *pb.TensorDesc) { d.SizeBytes = 11 }), invalid, []string{"size_bytes", "11", "10"}, true},
 		"chunks of 0 bytes":              {desc(func(d *pb.TensorDesc) { d.ChunkBytes = 0 }), invalid, []string{"chunk_bytes", "0", "1048576"}, true},
 		"chunks over the limit":          {desc(func(d *pb.TensorDesc) { d.ChunkBytes = mib + 1 }), invalid, []string{"chunk_bytes", "1048577", "1048576"}, true},

@@ -474,7 +474,10 @@ func TestABadComputeIsRefusedAndSaysWhy(t *testing.T) {
 		"too few bytes":         {asking("echo", u8, []byte("ab"), 3), invalid, []string{`input "x"`, "3 bytes", "2"}},
 		"too many bytes":        {asking("echo", u8, []byte("abcd"), 3), invalid, []string{`input "x"`, "3 bytes", "4"}},
 		"a shape that overflows": {
-			asking("echo", u8, nil, 1<<40, 1<<40), invalid, []string{"2^63"},
+			asking("echo", u8, nil, 1<<40, 1<<40), codes.ResourceExhausted, []string{"2^63"},
+		},
+		"an empty shape that overflows": {
+			asking("echo", u8, nil, 1<<40, 1<<40, 0), codes.ResourceExhausted, []string{"2^63"},
 		},
 		"65 params":          {ask(func(r *pb.ComputeRequest) { r.Params = entriesOf(65, 3, 1) }), invalid, []string{"params", "65", "64"}},
 		"a key of 129 bytes": {ask(func(r *pb.ComputeRequest) { r.Params = entriesOf(1, 129, 1) }), invalid, []string{"params", "129"}},

@@ -90,7 +90,7 @@ func TestBytesThatAreNoMessageOfGRPCAreNotLogged(t *testing.T) {
 			"a header cut short":  "\x00\x00",
 			"compressed":          "\x01\x00\x00\x00\x02\x0a\x00",
 			"no such format":      "\x07\x00\x00\x00\x00",
-			"none":        "",
+			"none":                "",
 			"two":                 "\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00",
 		} {
 			t.Run(rpc+"/"+name, func(t *testing.T) {
@@ -115,7 +115,9 @@ func TestRequestsThatBreakARuleAreNotLogged(t *testing.T) {
 	testkit.Start(t)
 	log := &notes{}
 	f := serve(t, quiet(t, log))
-	hello := func() *pb.Hello { return &pb.Hello{Version: 1, SessionId: newID(), Checksum: pb.Checksum_CHECKSUM_CRC32C} }
+	hello := func() *pb.Hello {
+		return &pb.Hello{Version: 1, SessionId: newID(), Checksum: pb.Checksum_CHECKSUM_CRC32C}
+	}
 	for name, req := range map[string]*pb.PullTensorsRequest{
 		"nothing":           {},
 		"no selection":      {Hello: hello()},
