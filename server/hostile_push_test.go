@@ -377,7 +377,7 @@ func TestABadTensorOfAPushFailsAloneAndSaysWhy(t *testing.T) {
 		"given up with code 0": {func(p *pusher, o *parcel) {
 			p.announce(o)
 			p.send(&pb.Frame{Failures: []*pb.Failure{{TensorId: o.desc.TensorId}}})
-		}, codes.Internal, []string{"given up"}},
+		}, codes.Unknown, []string{"given up"}},
 		"given up with a code and a text of nobody's": {func(p *pusher, o *parcel) {
 			p.announce(o)
 			p.send(&pb.Frame{Failures: []*pb.Failure{{TensorId: o.desc.TensorId, Code: 1 << 31, Message: strings.Repeat("ä", 30<<10)}}})
@@ -561,7 +561,7 @@ func TestFramesOfAPushThatChangeNothingAreIgnored(t *testing.T) {
 	m := shelf(t, 16*mib)
 	f := serve(t, func(c *server.Config) { c.Store = m })
 	p := openPush(t, f)
-	a, b, open := ten("a"), pack("b", nil, 4), ten("open")
+	a, b, open := ten("a\ufffd"), pack("b", nil, 4), ten("open")
 	p.announce(open)
 	p.send(&pb.Frame{})
 	p.announce(a, a, b)
@@ -588,7 +588,8 @@ func TestFramesOfAPushThatChangeNothingAreIgnored(t *testing.T) {
 		p.stored(o)
 	}
 	require.Len(t, p.resp.GetSummaries(), 3)
-	require.Equal(t, []string{"a", "b", "open"}, names(t, m))
+	require.Equal(t, []string{"a\ufffd", "b", "open"}, names(t, m))
+	require.Zero(t, pullAll(t, f, &pb.Selection{Name: "a\ufffd"}).summary(t, "a\ufffd").GetCode())
 }
 
 func TestAPushToAServerWithoutAStoreSaysSo(t *testing.T) {
