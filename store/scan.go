@@ -48,6 +48,9 @@ func (f *Folder) rescan(always bool) error {
 	if f.scans.Load() > before {
 		return nil
 	}
+	if err := f.isHere(); err != nil {
+		return err
+	}
 	info, err := os.Stat(f.dir)
 	if err != nil {
 		return fmt.Errorf("store: %w", err)
