@@ -155,7 +155,7 @@ func (r registrar) RegisterService(desc *grpc.ServiceDesc, impl any) {
 	d := *desc
 	d.Methods = slices.Clone(d.Methods)
 	for i, m := range d.Methods {
-		d.Methods[i].Handler = func(srv any, ctx context.Context, decode func(any) error, in grpc.UnaryServerInterceptor) (any, error) { //nolint:revive // grpc's order
+		d.Methods[i].Handler = func(srv any, ctx context.Context, decode func(any) error, in grpc.UnaryServerInterceptor) (any, error) {
 			return m.Handler(srv, ctx, func(v any) error {
 				req := wire.Request{Message: v}
 				if err := decode(&req); err != nil {
