@@ -152,7 +152,7 @@ func Summary(p *tensorferryv1.Summary) (frame.Summary, error) {
 
 func (c *converter) summary(p *tensorferryv1.Summary, path string, at ...any) frame.Summary {
 	s := frame.Summary{
-		Tensor: c.id(p.GetTensorId(), path+".tensor_id", at...), Name: p.GetName(), Code: frame.Code(p.GetCode()).Known(),
+		Tensor: c.id(p.GetTensorId(), path+".tensor_id", at...), Name: p.GetName(), Code: frame.Code(p.GetCode()),
 		Message: p.GetMessage(), SizeBytes: p.GetSizeBytes(), Durable: p.GetDurable(), RetryAfterMillis: p.GetRetryAfterMillis(),
 	}
 	if n := copy(s.Digest[:], p.GetDigest()); c.err == nil && (n != len(p.GetDigest()) || n > 0 && n < len(s.Digest)) {
