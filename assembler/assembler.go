@@ -27,7 +27,7 @@ var (
 	ErrRange = errors.New("assembler: chunk out of range")
 	// ErrCredit is wrapped when a chunk comes at or above the limit.
 	ErrCredit = errors.New("assembler: chunk without credit")
-	// ErrConflict is wrapped when an index arrives again with another checksum.
+	// ErrConflict is wrapped when an index arrives again with other bytes, undamaged.
 	ErrConflict = errors.New("assembler: conflicting chunk")
 	// ErrCodec is wrapped when a chunk comes in a codec that is not known here.
 	ErrCodec = errors.New("assembler: unknown codec")
@@ -81,7 +81,7 @@ type Assembler struct {
 	dropped bool
 
 	state []uint8  // per chunk below the limit
-	sums  []uint32 // checksum per chunk held, to tell a duplicate from a conflict
+	sums  []uint32 // checksum per chunk held or claimed, to tell a duplicate
 	below uint32   // every chunk with a smaller index is held
 	count uint32   // chunks held
 }
@@ -188,6 +188,7 @@ type Claim struct {
 	n     int      // bytes of the place
 	kind  codec.Checksum
 	codec codec.Codec
+	again bool
 	to    Placer
 
 	decoded []byte // with a Placer: what was encoded, kept from claim to claim
@@ -196,9 +197,13 @@ type Claim struct {
 // Index returns the chunk's index.
 func (c *Claim) Index() uint32 { return c.index }
 
+// Again reports whether the chunk came before: whatever Commit says, nothing is missing.
+func (c *Claim) Again() bool { return c.again }
+
 // Claim decides about a chunk of n bytes in codec k before any of them is copied.
 // With Place, c is ready for Copy and must then be committed; other verdicts leave
-// nothing to do. An error ends the tensor.
+// nothing to do. An error ends the tensor. A chunk that came before, and now promises
+// another checksum, has one too: only Commit can tell damage from a conflict.
 func (a *Assembler) Claim(c *Claim, index uint32, n int, k codec.Codec, sum uint32) (Verdict, error) {
 	if index >= a.geo.Count() {
 		return 0, fmt.Errorf("%w: index %d of a tensor of %d chunks", ErrRange, index, a.geo.Count())
@@ -217,10 +222,12 @@ func (a *Assembler) Claim(c *Claim, index uint32, n int, k codec.Codec, sum uint
 	if s := a.state[index]; s&stand != absent {
 		// What came in another codec may be the same bytes: to find out would cost
 		// a decoding.
-		if codec.Codec(s>>coded) == k && a.sums[index] != sum {
-			return 0, fmt.Errorf("%w: chunk %d came with checksum %08x and again with %08x", ErrConflict, index, a.sums[index], sum)
+		if codec.Codec(s>>coded) != k || a.sums[index] == sum {
+			return Duplicate, nil
 		}
-		return Duplicate, nil
+		a.claims++
+		*c = Claim{asm: a, index: index, sum: sum, seed: a.kind.Seed(a.id, index), kind: a.kind, again: true, dst: c.dst[:0], decoded: c.decoded}
+		return Place, nil
 	}
 	a.state[index] = a.state[index]&failures | claimed | uint8(k)<<coded
 	a.sums[index] = sum
@@ -256,12 +263,12 @@ func (a *Assembler) find(off int64) int {
 // Copy writes the chunk's bytes, borrowed as views in order, to their place and
 // returns the checksum of the views; Commit takes both results. Bytes that go to a
 // Placer or have to be decoded are written only when their checksum is the
-// promised one. The error is the Placer's own, or wraps codec.ErrDecode.
+// promised one, those of a chunk that came before never. The error is the Placer's own, or wraps codec.ErrDecode.
 //
 // Copy touches only claimed memory: it may run beside the assembler, and, without
 // a Placer, beside the Copy of another claim.
 func (c *Claim) Copy(views [][]byte) (got uint32, err error) {
-	if c.to == nil && c.codec == codec.None {
+	if c.to == nil && c.codec == codec.None && !c.again {
 		return c.copy(views), nil
 	}
 	got = c.seed
@@ -269,7 +276,7 @@ func (c *Claim) Copy(views [][]byte) (got uint32, err error) {
 		got = c.kind.Update(got, v)
 	}
 	switch {
-	case got != c.sum:
+	case got != c.sum || c.again:
 		return got, nil
 	case c.to == nil:
 		return got, c.codec.Decode(c.dst, views)
@@ -308,17 +315,23 @@ func (c *Claim) copy(views [][]byte) uint32 {
 }
 
 // Commit ends a claim with what Copy returned. It reports whether the chunk now
-// counts; if not, it is forgotten and must be sent again. An error ends the
-// tensor: too many failures of one checksum, or Copy's own. After Drop no chunk
-// counts.
+// counts; if not, it is forgotten and must be sent again, unless it came before. An
+// error ends the tensor: too many failures of one checksum, two different chunks with
+// one index, or Copy's own. After Drop no chunk counts.
 func (a *Assembler) Commit(c *Claim, got uint32, err error) (bool, error) {
 	i := c.index
-	invariants.Assert(c.asm == a && (a.dropped || a.state[i]&stand == claimed), "assembler: commit without a claim")
+	invariants.Assert(c.asm == a && (c.again || a.dropped || a.state[i]&stand == claimed), "assembler: commit without a claim")
 	c.asm, c.to = nil, nil
 	clear(c.dst)
 	a.claims--
 	if a.dropped {
 		a.Drop()
+		return false, nil
+	}
+	if c.again {
+		if got == c.sum && a.Has(i) {
+			return false, fmt.Errorf("%w: chunk %d came with checksum %08x and again with %08x", ErrConflict, i, a.sums[i], c.sum)
+		}
 		return false, nil
 	}
 	if got != c.sum {

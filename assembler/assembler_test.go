@@ -422,8 +422,17 @@ func TestAChunkTwiceIsDroppedAndAnotherContentIsAConflict(t *testing.T) {
 	v, err = b.a.Claim(&second, 0, 4, codec.None, sum)
 	require.NoError(t, err)
 	require.Equal(t, Duplicate, v)
-	_, err = b.a.Claim(&second, 0, 4, codec.None, sum+1)
-	require.ErrorIs(t, err, ErrConflict)
+	other := []byte{9, 9, 9, 9}
+	again := func(sum uint32, views ...[]byte) error {
+		v, err := b.a.Claim(&second, 0, 4, codec.None, sum)
+		require.NoError(t, err)
+		require.Equal(t, Place, v)
+		require.True(t, second.Again())
+		ok, err := b.settle(&second, views)
+		require.False(t, ok)
+		return err
+	}
+	require.NoError(t, again(b.sum(0, other), other), "which of the two is damaged is not known yet")
 
 	// And once it is held.
 	ok, err := b.settle(&b.claim, [][]byte{p})
@@ -432,8 +441,11 @@ func TestAChunkTwiceIsDroppedAndAnotherContentIsAConflict(t *testing.T) {
 	v, err = b.a.Claim(&second, 0, 4, codec.None, sum)
 	require.NoError(t, err)
 	require.Equal(t, Duplicate, v)
-	_, err = b.a.Claim(&second, 0, 4, codec.None, sum+1)
-	require.ErrorIs(t, err, ErrConflict)
+	for range 2 * MaxCorrupt { // damage, which is counted nowhere
+		require.NoError(t, again(sum+1, p))
+		require.NoError(t, again(b.sum(0, other), p))
+	}
+	require.ErrorIs(t, again(b.sum(0, other), other[:1], other[1:]), ErrConflict)
 	require.EqualValues(t, 1, b.a.Held())
 	b.check(func(i uint32) bool { return i == 0 })
 }
@@ -953,14 +965,14 @@ func FuzzAssembler(f *testing.F) {
 				case 3: // another content
 					sum ^= 1
 				}
-				want, wantVerdict := error(nil), Place
+				want, wantVerdict, again := error(nil), Place, false
 				switch {
 				case index >= geo.Count() || n != len(p) || k == codec.None && n != place:
 					want = ErrRange
 				case index >= limit():
 					want = ErrCredit
 				case (held[index] || copying[index]) && k == came[index] && (op == 3 || op == 10 && k == codec.LZ4):
-					want = ErrConflict
+					again = true
 				case held[index] || copying[index]:
 					wantVerdict = Duplicate
 				}
@@ -970,6 +982,16 @@ func FuzzAssembler(f *testing.F) {
 					t.Fatalf("chunk %d: %v, %v; want %v, %v", index, v, err, wantVerdict, want)
 				}
 				if err != nil || v != Place {
+					break
+				}
+				if again { // damage, but for op 10
+					ok, err := b.settle(c, [][]byte{p})
+					if conflict := held[index] && op == 10; ok || errors.Is(err, ErrConflict) != conflict || !c.Again() {
+						t.Fatalf("chunk %d came again: %v, %v; a conflict is %v", index, ok, err, conflict)
+					}
+					if err != nil {
+						return
+					}
 					break
 				}
 				copying[index], came[index] = true, k

@@ -62,7 +62,7 @@ func summaryError(s *frame.Summary) error {
 	if name := strconv.Quote(s.Name); !strings.Contains(text, name) {
 		text = "tensor " + name + ": " + text
 	}
-	return &Error{Code: codes.Code(s.Code), Message: text, RetryAfter: time.Duration(s.RetryAfterMillis) * time.Millisecond}
+	return &Error{Code: codes.Code(s.Code.Known()), Message: text, RetryAfter: time.Duration(s.RetryAfterMillis) * time.Millisecond}
 }
 
 // facts are what a push must know of the server before it begins: it gets no answer
@@ -195,7 +195,7 @@ func (c *Client) Transfer(ctx context.Context, id tensor.ID) (*Transfer, error) 
 	}
 	t := &Transfer{Open: r.GetOpen(), Push: r.GetPush(), Age: time.Duration(r.GetAgeMillis()) * time.Millisecond}
 	if r.GetCode() != 0 {
-		t.Err = &Error{Code: codes.Code(r.GetCode()), Message: r.GetMessage()}
+		t.Err = &Error{Code: codes.Code(frame.Code(r.GetCode()).Known()), Message: r.GetMessage()}
 	}
 	for _, p := range r.GetTensors() {
 		s, err := wire.Summary(p.GetSummary())

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"unicode"
 	"unicode/utf8"
 
 	"github.com/tensorferry/tensorferry/codec"
@@ -127,12 +128,7 @@ func CheckEntries(what string, m map[string]string) string {
 }
 
 func printable(s string) bool {
-	for _, r := range s {
-		if r == 0xFFFD || r < 0x20 || r == 0x7f || r >= 0x80 && r < 0xa0 {
-			return false
-		}
-	}
-	return true
+	return utf8.ValidString(s) && !strings.ContainsFunc(s, unicode.IsControl)
 }
 
 // Clip returns at most the first n bytes of a text, cut between two characters. It copies

@@ -182,6 +182,7 @@ type Code uint32
 const (
 	OK                 Code = 0
 	Cancelled          Code = 1
+	Unknown            Code = 2
 	InvalidArgument    Code = 3
 	DeadlineExceeded   Code = 4
 	NotFound           Code = 5
@@ -201,13 +202,25 @@ var names = [...]string{
 	"UNAUTHENTICATED",
 }
 
-// String names the code as gRPC does. A peer may send any number: those that gRPC
-// does not have are UNKNOWN.
-func (c Code) String() string {
+// Known returns the code that a peer's number stands for: UNKNOWN for those that gRPC
+// does not have.
+func (c Code) Known() Code {
 	if int(c) < len(names) {
-		return names[c]
+		return c
 	}
-	return names[2]
+	return Unknown
+}
+
+// String names the code as gRPC does.
+func (c Code) String() string { return names[c.Known()] }
+
+// Why returns why the tensor failed: UNKNOWN when that is said to be OK, or by a code that
+// gRPC does not have.
+func (f *Failure) Why() Code {
+	if f.Code == OK {
+		return Unknown
+	}
+	return f.Code.Known()
 }
 
 // Error is what a peer did wrong, or why it is refused, with the code that it is told.

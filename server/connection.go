@@ -30,6 +30,7 @@ type connections struct {
 	open     map[*connection]struct{}
 	accepted int
 	refused  serving.LogSampler
+	unread   serving.LogSampler
 }
 
 // connection is what the server knows of one.
@@ -204,7 +205,9 @@ func (c *connections) watch(idle time.Duration, done <-chan struct{}) {
 			return
 		}
 		for _, one := range c.stuck() {
-			c.log.Warn("connection closed: its peer does not read", slog.String("peer", one.addr.String()))
+			if n, due := c.unread.Again(); due {
+				c.log.Warn("connection closed: its peer does not read", slog.String("peer", one.addr.String()), slog.Int64("closed", n))
+			}
 			_ = one.in.Close() // grpc's reader sees to the rest
 		}
 	}

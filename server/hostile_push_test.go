@@ -289,6 +289,9 @@ func TestABadTensorOfAPushFailsAloneAndSaysWhy(t *testing.T) {
 		"a shape that overflows": {
 			desc(func(d *pb.TensorDesc) { d.Shape = []int64{1 << 40, 1 << 40} }), exhausted, []string{"1099511627776 1099511627776", "2^63"},
 		},
+		"an empty shape that overflows": {
+			desc(func(d *pb.TensorDesc) { d.Shape, d.SizeBytes = []int64{1 << 40, 1 << 40, 0}, 0 }), exhausted, []string{"1099511627776 1099511627776 0", "2^63"},
+		},
 		"a size that is not the shape's": {desc(func(d *pb.TensorDesc) { d.SizeBytes = 11 }), invalid, []string{"size_bytes", "11", "10"}},
 		"chunks of 0 bytes":              {desc(func(d *pb.TensorDesc) { d.ChunkBytes = 0 }), invalid, []string{"chunk_bytes", "0", "1048576"}},
 		"chunks over the limit":          {desc(func(d *pb.TensorDesc) { d.ChunkBytes = mib + 1 }), invalid, []string{"chunk_bytes", "1048577", "1048576"}},
@@ -374,7 +377,7 @@ func TestABadTensorOfAPushFailsAloneAndSaysWhy(t *testing.T) {
 		"given up with code 0": {func(p *pusher, o *parcel) {
 			p.announce(o)
 			p.send(&pb.Frame{Failures: []*pb.Failure{{TensorId: o.desc.TensorId}}})
-		}, codes.Internal, []string{"given up"}},
+		}, codes.Unknown, []string{"given up"}},
 		"given up with a code and a text of nobody's": {func(p *pusher, o *parcel) {
 			p.announce(o)
 			p.send(&pb.Frame{Failures: []*pb.Failure{{TensorId: o.desc.TensorId, Code: 1 << 31, Message: strings.Repeat("ä", 30<<10)}}})
@@ -558,13 +561,18 @@ func TestFramesOfAPushThatChangeNothingAreIgnored(t *testing.T) {
 	m := shelf(t, 16*mib)
 	f := serve(t, func(c *server.Config) { c.Store = m })
 	p := openPush(t, f)
-	a, b, open := ten("a"), pack("b", nil, 4), ten("open")
+	a, b, open := ten("a\ufffd"), pack("b", nil, 4), ten("open")
 	p.announce(open)
 	p.send(&pb.Frame{})
 	p.announce(a, a, b)
 	p.announce(a)
 	for range 2 {
 		p.chunk(a.chunk(1)) // in any order, and twice
+	}
+	for i := range uint32(4) { // damaged, of a chunk that is there
+		c := a.chunk(1)
+		c.Checksum += 1 + i
+		p.chunk(c)
 	}
 	p.deliver(a, 0)
 	p.deliver(b, 0)
@@ -580,7 +588,8 @@ func TestFramesOfAPushThatChangeNothingAreIgnored(t *testing.T) {
 		p.stored(o)
 	}
 	require.Len(t, p.resp.GetSummaries(), 3)
-	require.Equal(t, []string{"a", "b", "open"}, names(t, m))
+	require.Equal(t, []string{"a\ufffd", "b", "open"}, names(t, m))
+	require.Zero(t, pullAll(t, f, &pb.Selection{Name: "a\ufffd"}).summary(t, "a\ufffd").GetCode())
 }
 
 func TestAPushToAServerWithoutAStoreSaysSo(t *testing.T) {
@@ -691,7 +700,7 @@ func TestAPushCutInTheMiddleLeavesNothing(t *testing.T) {
 					saysWhy(t, ts.GetSummary().GetMessage(), nil)
 				}
 			}
-			require.NotContains(t, log.String(), "push failed", "that a client leaves is nobody's defect")
+			require.NotContains(t, log.String(), "store failed", "that a client leaves is nobody's defect")
 		})
 	}
 }

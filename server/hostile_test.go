@@ -314,6 +314,9 @@ func TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode(t *testing.T) {
 		"a shape that overflows": {
 			desc(func(d *pb.TensorDesc) { d.Shape = []int64{1 << 40, 1 << 40} }), exhausted, []string{"1099511627776 1099511627776", "2^63"}, true,
 		},
+		"an empty shape that overflows": {
+			desc(func(d *pb.TensorDesc) { d.Shape, d.SizeBytes = []int64{1 << 40, 1 << 40, 0}, 0 }), exhausted, []string{"1099511627776 1099511627776 0", "2^63"}, true,
+		},
 		"a size that is not the shape's": {desc(func(d *pb.TensorDesc) { d.SizeBytes = 11 }), invalid, []string{"size_bytes", "11", "10"}, true},
 		"chunks of 0 bytes":              {desc(func(d *pb.TensorDesc) { d.ChunkBytes = 0 }), invalid, []string{"chunk_bytes", "0", "1048576"}, true},
 		"chunks over the limit":          {desc(func(d *pb.TensorDesc) { d.ChunkBytes = mib + 1 }), invalid, []string{"chunk_bytes", "1048577", "1048576"}, true},
@@ -470,27 +473,28 @@ func TestAFrameForAnUnknownTensorIsAnsweredAndTheSessionLivesOn(t *testing.T) {
 	for name, tc := range map[string]struct {
 		send func(r *raw, id []byte)
 		says string
+		code codes.Code
 	}{
-		"chunk":  {func(r *raw, id []byte) { r.send(&pb.Frame{Chunk: &pb.Chunk{TensorId: id, Data: []byte{1}}}) }, "desc first"},
-		"credit": {func(r *raw, id []byte) { r.send(&pb.Frame{Credits: []*pb.Credit{{TensorId: id, ChunkLimit: 1}}}) }, "not known"},
-		"ack":    {func(r *raw, id []byte) { r.send(&pb.Frame{Acks: []*pb.Ack{{TensorId: id}}}) }, "not known"},
+		"chunk":  {func(r *raw, id []byte) { r.send(&pb.Frame{Chunk: &pb.Chunk{TensorId: id, Data: []byte{1}}}) }, "desc first", codes.NotFound},
+		"credit": {func(r *raw, id []byte) { r.send(&pb.Frame{Credits: []*pb.Credit{{TensorId: id, ChunkLimit: 1}}}) }, "not known", codes.NotFound},
+		"ack":    {func(r *raw, id []byte) { r.send(&pb.Frame{Acks: []*pb.Ack{{TensorId: id}}}) }, "not known", codes.NotFound},
 		"desc of an unknown call": {func(r *raw, id []byte) {
 			o := small("echo")
 			o.desc.TensorId = id
 			r.send(&pb.Frame{Descs: []*pb.TensorDesc{o.desc}})
-		}, "call first"},
+		}, "call first", codes.NotFound},
 		"desc of no call": {func(r *raw, id []byte) {
 			o := small("echo")
 			o.desc.TensorId, o.desc.CallId = id, nil
 			r.send(&pb.Frame{Descs: []*pb.TensorDesc{o.desc}})
-		}, "call"},
+		}, "names no call", codes.InvalidArgument},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := openRaw(t, f.addr)
 			id := newID()
 			tc.send(r, id)
 			p := r.failure(id)
-			require.Equal(t, codes.NotFound, codes.Code(p.Code))
+			require.Equal(t, tc.code, codes.Code(p.Code))
 			require.Contains(t, p.Message, tc.says)
 			tc.send(r, id) // answered once
 			r.good()

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -169,12 +170,6 @@ type answering struct {
 	unread   answers
 }
 
-// RecvMsg waits for the next message. The one before is consumed.
-func (a answering) RecvMsg(m any) error {
-	a.received.Next()
-	return a.ServerStream.RecvMsg(m)
-}
-
 // answers has an element for each that lies unread.
 type answers chan struct{}
 
@@ -197,6 +192,43 @@ func (a answering) SendMsg(m any) error {
 		answer.Held.Release()
 	}
 	return err
+}
+
+// RecvMsg receives a frame, or a request; the one before is consumed. What is wrong with
+// its bytes is the peer's doing, for which grpc's own code is that of a defect.
+func (a answering) RecvMsg(m any) error {
+	a.received.Next()
+	if _, frame := m.(*wire.Message); frame {
+		return receiveError(a.ServerStream.RecvMsg(m))
+	}
+	req := wire.Request{Message: m}
+	if err := a.ServerStream.RecvMsg(&req); err != nil {
+		return receiveError(err)
+	}
+	return statusOf(req.Err)
+}
+
+// registrar registers services whose unary methods tell what is wrong with the bytes of
+// a request, as RecvMsg does: grpc decodes them before it calls an interceptor.
+type registrar struct{ *grpc.Server }
+
+// RegisterService registers a service.
+func (r registrar) RegisterService(desc *grpc.ServiceDesc, impl any) {
+	d := *desc
+	d.Methods = slices.Clone(d.Methods)
+	for i, m := range d.Methods {
+		d.Methods[i].Handler = func(srv any, ctx context.Context, decode func(any) error, in grpc.UnaryServerInterceptor) (any, error) {
+			handled(ctx)
+			return m.Handler(srv, ctx, func(v any) error {
+				req := wire.Request{Message: v}
+				if err := decode(&req); err != nil {
+					return err
+				}
+				return statusOf(req.Err)
+			}, in)
+		}
+	}
+	r.Server.RegisterService(&d, impl)
 }
 
 // attend ends streams of requests that are none of the TensorService's, such as those

@@ -475,7 +475,10 @@ func TestABadComputeIsRefusedAndSaysWhy(t *testing.T) {
 		"too few bytes":         {asking("echo", u8, []byte("ab"), 3), invalid, []string{`input "x"`, "3 bytes", "2"}},
 		"too many bytes":        {asking("echo", u8, []byte("abcd"), 3), invalid, []string{`input "x"`, "3 bytes", "4"}},
 		"a shape that overflows": {
-			asking("echo", u8, nil, 1<<40, 1<<40), invalid, []string{"2^63"},
+			asking("echo", u8, nil, 1<<40, 1<<40), codes.ResourceExhausted, []string{"2^63"},
+		},
+		"an empty shape that overflows": {
+			asking("echo", u8, nil, 1<<40, 1<<40, 0), codes.ResourceExhausted, []string{"2^63"},
 		},
 		"65 params":          {ask(func(r *pb.ComputeRequest) { r.Params = entriesOf(65, 3, 1) }), invalid, []string{"params", "65", "64"}},
 		"a key of 129 bytes": {ask(func(r *pb.ComputeRequest) { r.Params = entriesOf(1, 129, 1) }), invalid, []string{"params", "129"}},
@@ -633,11 +636,12 @@ func TestARequestOfManyPartsIsRefusedBeforeTheyAreMade(t *testing.T) {
 			require.Zero(t, p.summary(t, "x").GetCode())
 			continue
 		}
-		require.Equal(t, codes.Internal, p.status.Code(), "grpc's own code for a message that does not decode")
+		require.Equal(t, codes.ResourceExhausted, p.status.Code())
 		saysWhy(t, p.status.Message(), []string{"parts", "16384", "16385"})
 	}
 	stub := pb.NewTensorServiceClient(f.dial(t))
 	_, err := stub.DeleteTensors(t.Context(), &pb.DeleteTensorsRequest{Names: make([]string, 500_000)})
+	require.Equal(t, codes.ResourceExhausted, status.Code(err))
 	saysWhy(t, status.Convert(err).Message(), []string{"parts", "16384"})
 	_, err = stub.Compute(t.Context(), &pb.ComputeRequest{Model: "echo", Inputs: slices.Repeat([]*pb.NamedTensor{{}}, 500_000)})
 	saysWhy(t, status.Convert(err).Message(), []string{"parts", "16384"})

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"math"
 	"net"
-	"slices"
 	"sync"
 	"time"
 
@@ -142,23 +141,6 @@ type endpoint struct {
 	server  *Server
 	grpc    *grpc.Server
 	methods map[string]bool // as they stand in a request
-}
-
-// registrar registers services whose unary RPCs are known before their requests have
-// come: interceptors are called after that.
-type registrar struct{ grpc.ServiceRegistrar }
-
-// RegisterService registers a service.
-func (r registrar) RegisterService(desc *grpc.ServiceDesc, impl any) {
-	own := *desc
-	own.Methods = slices.Clone(desc.Methods)
-	for i, m := range desc.Methods {
-		own.Methods[i].Handler = func(srv any, ctx context.Context, request func(any) error, around grpc.UnaryServerInterceptor) (any, error) {
-			handled(ctx)
-			return m.Handler(srv, ctx, request, around)
-		}
-	}
-	r.ServiceRegistrar.RegisterService(&own, impl)
 }
 
 // endpoint returns a gRPC server for a service, health and reflection.

@@ -55,6 +55,16 @@ func levelOf(err error) slog.Level {
 	return slog.LevelDebug
 }
 
+// receiveError is the error of grpc's RecvMsg for the log. INTERNAL, which the peer has been
+// told by then, says that its bytes are no message: one that is cut short, or compressed
+// though nothing is. That is no defect.
+func receiveError(err error) error {
+	if st, ok := status.FromError(err); ok && st.Code() == codes.Internal {
+		return status.Error(codes.InvalidArgument, st.Message())
+	}
+	return err
+}
+
 // statusOf is what an RPC ends with: the one place where errors become statuses.
 func statusOf(err error) error {
 	var broken *frame.Error

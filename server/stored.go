@@ -3,7 +3,6 @@ package server
 import (
 	"context"
 	"iter"
-	"log/slog"
 	"time"
 
 	"google.golang.org/grpc"
@@ -76,7 +75,7 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 	// One more than the page tells whether there is another.
 	list, err := s.cfg.Store.List(ctx, req.GetGlob(), req.GetPageToken(), most+1)
 	if err != nil {
-		return nil, s.storedError(err)
+		return nil, s.storing.Explain(err)
 	}
 	if len(list) > most {
 		list = list[:most]
@@ -85,7 +84,7 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 	for _, i := range list {
 		size, err := i.Bytes()
 		if err != nil {
-			return nil, s.storedError(err)
+			return nil, s.storing.Explain(err)
 		}
 		t := &pb.StoredTensor{
 			Name: i.Name, Dtype: pb.DataType(i.DType), Shape: i.Shape, SizeBytes: uint64(size),
@@ -104,7 +103,7 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest) (*pb.DeleteTensorsResponse, error) {
 	switch n := len(req.GetNames()); {
 	case s.cfg.Store == nil:
-		return nil, s.storedError(storing.ErrNoStore)
+		return nil, s.storing.Explain(storing.ErrNoStore)
 	case n == 0:
 		return nil, frame.Errorf(frame.InvalidArgument, "names: none; give a tensor's, or a glob")
 	case n > storing.Tensors:
@@ -118,7 +117,7 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 		}
 		for found, err := range s.match(ctx, name) {
 			if err != nil {
-				return nil, s.storedError(err)
+				return nil, s.storing.Explain(err)
 			}
 			if _, twice := seen[found]; !twice {
 				seen[found] = struct{}{}
@@ -128,7 +127,7 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 	}
 	deleted, err := s.cfg.Store.Delete(ctx, names...)
 	if err != nil {
-		return nil, s.storedError(err)
+		return nil, s.storing.Explain(err)
 	}
 	return &pb.DeleteTensorsResponse{Deleted: deleted}, nil
 }
@@ -170,13 +169,4 @@ func (s *Server) GetTransfer(_ context.Context, req *pb.GetTransferRequest) (*pb
 		out.Tensors = append(out.Tensors, &pb.TensorState{Summary: wire.ToSummary(&t.Summary), Open: t.Open, MovedBytes: uint64(t.MovedBytes)})
 	}
 	return out, nil
-}
-
-// storedError is what a request about the store ends with.
-func (s *Server) storedError(err error) error {
-	why := storing.Explain(err)
-	if why.Secret {
-		s.log.Error("store failed", slog.String("error", err.Error()))
-	}
-	return why
 }

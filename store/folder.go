@@ -45,7 +45,8 @@ type Folder struct {
 	dir    string
 	config FolderConfig
 	lock   *os.File
-	pool   *slab.Pool // of views
+	locked fs.FileInfo // what lock is
+	pool   *slab.Pool  // of views
 	// syncNames is syncFolder, but in a test.
 	syncNames func(dir string) error
 	used      atomic.Int64 // bytes of pushed files; grows under mu only
@@ -112,18 +113,47 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 	if err != nil {
 		return nil, err
 	}
+	locked, err := lock.Stat()
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("store: %w", err), lock.Close())
+	}
 	f := &Folder{
-		dir: dir, config: config, lock: lock, pool: slab.NewPool(viewBytes, slab.System), syncNames: syncFolder,
+		dir: dir, config: config, lock: lock, locked: locked, pool: slab.NewPool(viewBytes, slab.System), syncNames: syncFolder,
 		pushed: newIndex(map[string]*pushed{}), files: map[string]bool{}, parts: newIndex(map[string]part{}),
 	}
 	f.scan.files = map[string]*wholeFile{}
-	if err := f.removeTemps(); err != nil {
+	if err := errors.Join(f.isHere(), f.removeTemps()); err != nil {
 		return nil, errors.Join(err, lock.Close())
 	}
 	if err := f.rescan(false); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
 	return f, nil
+}
+
+// isHere reports, with an error that wraps ErrUnavailable, whether the folder is still the
+// one that this store has locked: one that was made again in its place may have another
+// store, which has locked that.
+func (f *Folder) isHere() error {
+	now, err := os.Stat(filepath.Join(f.dir, lockFile))
+	switch {
+	case err != nil && !errors.Is(err, fs.ErrNotExist):
+		return fmt.Errorf("%w: %w", ErrUnavailable, err)
+	case err == nil && os.SameFile(f.locked, now):
+		return nil
+	}
+	return fmt.Errorf("%w: the folder %s, or the %s in it, was removed or replaced while this store had it; restart the server", ErrUnavailable, f.dir, lockFile)
+}
+
+// usable reports whether the store may be used.
+func (f *Folder) usable() error {
+	f.mu.Lock()
+	closed := f.isClosed
+	f.mu.Unlock()
+	if closed {
+		return ErrClosed
+	}
+	return f.isHere()
 }
 
 // removeTemps deletes the files of pushes that did not end.
@@ -151,6 +181,9 @@ func (f *Folder) nameLock(file string) *sync.Mutex {
 // ErrFull comes before the first byte.
 func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
 	size, err := checkNew(ctx, name, d)
+	if err == nil {
+		err = f.usable()
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -214,6 +247,9 @@ func (f *Folder) reserve(name string, header, size int64) error {
 
 // Open implements Store.
 func (f *Folder) Open(ctx context.Context, name string) (Reader, error) {
+	if err := f.usable(); err != nil {
+		return nil, err
+	}
 	r, err := f.open(name, false)
 	if !errors.Is(err, ErrNotFound) && !errors.Is(err, errChanged) {
 		return r, err
@@ -353,14 +389,14 @@ func (f *Folder) delete(name string) (there bool, err error) {
 	lock := f.nameLock(fileName(name))
 	lock.Lock()
 	defer lock.Unlock()
+	if err := f.usable(); err != nil {
+		return false, err
+	}
 	f.mu.Lock()
 	p, isPushed := f.pushed.byName[name]
 	whole, isPart := f.parts.byName[name]
-	closed := f.isClosed
 	f.mu.Unlock()
 	switch {
-	case closed:
-		return false, ErrClosed
 	case !isPushed && isPart:
 		return false, fmt.Errorf("%w: %q is a tensor of %s; delete that file", ErrPart, name, whole.info.File)
 	case !isPushed:
@@ -495,11 +531,8 @@ func (w *folderWriter) Commit(context.Context) (Info, error) {
 	lock := f.nameLock(p.file)
 	lock.Lock()
 	defer lock.Unlock()
-	f.mu.Lock()
-	closed := f.isClosed
-	f.mu.Unlock()
-	if closed {
-		return Info{}, ErrClosed
+	if err := f.usable(); err != nil {
+		return Info{}, err
 	}
 	if err := os.Rename(w.temp, filepath.Join(f.dir, p.file)); err != nil {
 		return Info{}, w.failed("name", err)

@@ -242,6 +242,47 @@ func TestAFolderBelongsToOneStore(t *testing.T) {
 	require.NoError(t, f.Close())
 }
 
+func TestAFolderThatIsNotTheOneLockedIsLeftAlone(t *testing.T) {
+	for name, replace := range map[string]func(t *testing.T, dir string){
+		"removed":          func(t *testing.T, dir string) { require.NoError(t, os.RemoveAll(dir)) },
+		"moved":            func(t *testing.T, dir string) { require.NoError(t, os.Rename(dir, dir+".old")) },
+		"without its lock": func(t *testing.T, dir string) { require.NoError(t, os.Remove(filepath.Join(dir, lockFile))) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := filepath.Join(t.TempDir(), "store")
+			first := closing(t, openFolder(t, dir, FolderConfig{}))
+			put(t, first, "x", []byte{1})
+			reader, err := first.Open(t.Context(), "x")
+			require.NoError(t, err)
+			defer reader.Release()
+			w, err := first.Create(t.Context(), "y", vector(1))
+			require.NoError(t, err)
+			require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{{1}}))
+
+			replace(t, dir)
+			second := closing(t, openFolder(t, dir, FolderConfig{}))
+			put(t, second, "x", []byte{2})
+			has := listed(t, second)
+
+			_, err = w.Commit(t.Context())
+			require.ErrorIs(t, err, ErrUnavailable)
+			require.ErrorContains(t, err, dir)
+			_, err = first.Create(t.Context(), "z", vector(1))
+			require.ErrorIs(t, err, ErrUnavailable)
+			_, err = first.Delete(t.Context(), "x")
+			require.ErrorIs(t, err, ErrUnavailable)
+			_, err = first.Open(t.Context(), "x")
+			require.ErrorIs(t, err, ErrUnavailable)
+			_, err = first.List(t.Context(), "", "", 1)
+			require.ErrorIs(t, err, ErrUnavailable)
+			require.Equal(t, []byte{1}, read(t, reader, 1), "what was opened is read to the end")
+
+			require.Equal(t, has, listed(t, second))
+			require.Equal(t, []byte{2}, get(t, second, "x"))
+		})
+	}
+}
+
 func TestAFolderThatCannotBeSaysWhy(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
 	require.NoError(t, os.WriteFile(file, nil, 0o644))

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/tensorferry/tensorferry/tensorfile"
@@ -47,6 +48,9 @@ func (f *Folder) rescan(always bool) error {
 	if f.scans.Load() > before {
 		return nil
 	}
+	if err := f.isHere(); err != nil {
+		return err
+	}
 	info, err := os.Stat(f.dir)
 	if err != nil {
 		return fmt.Errorf("store: %w", err)
@@ -55,9 +59,10 @@ func (f *Folder) rescan(always bool) error {
 		return nil
 	}
 	f.scans.Add(1)
-	f.scan.settled = time.Since(info.ModTime()) > clockGrain
-	f.scan.changed = info.ModTime()
-	return f.look()
+	settled := time.Since(info.ModTime()) > clockGrain
+	err = f.look()
+	f.scan.settled, f.scan.changed = settled && err == nil, info.ModTime()
+	return err
 }
 
 // brokenOnesChanged reports whether an unusable file has changed: it may have been seen
@@ -85,7 +90,10 @@ func (f *Folder) look() error {
 	changed := false
 	for _, name := range names {
 		old := f.scan.files[name]
-		now := f.lookAt(name, old)
+		now, e := f.lookAt(name, old)
+		if e != nil {
+			err, now = fmt.Errorf("store: %w", e), old
+		}
 		if now == nil {
 			continue
 		}
@@ -111,7 +119,7 @@ func (f *Folder) look() error {
 			w.mapped.Release()
 		}
 	}
-	return nil
+	return err
 }
 
 // strangers returns the names of .safetensors files but the known pushed ones: there
@@ -139,8 +147,9 @@ func (f *Folder) strangers() ([]string, error) {
 }
 
 // lookAt returns the file of this name, which is old if it has not changed; nil if there
-// is none or it is a pushed tensor, which it adopts if it is new.
-func (f *Folder) lookAt(name string, old *wholeFile) *wholeFile {
+// is none or it is a pushed tensor, which it adopts if it is new. An error says that
+// this process cannot open files now.
+func (f *Folder) lookAt(name string, old *wholeFile) (*wholeFile, error) {
 	isPushed := isPushedName(name)
 	if isPushed {
 		lock := f.nameLock(name) // so not between the rename of a Commit and its end
@@ -150,24 +159,27 @@ func (f *Folder) lookAt(name string, old *wholeFile) *wholeFile {
 		known := f.files[name]
 		f.mu.Unlock()
 		if known {
-			return nil
+			return nil, nil
 		}
 	}
 	path := filepath.Join(f.dir, name)
 	seen, err := os.Stat(path) // through a link to a file elsewhere
 	if err != nil || !seen.Mode().IsRegular() {
-		return nil
+		return nil, nil
 	}
 	if old != nil && same(old.seen, seen) {
-		return old
+		return old, nil
 	}
 	st, err := tensorfile.OpenSafetensors(path)
+	if errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) {
+		return nil, err
+	}
 	if err == nil && isPushed {
 		var info Info
 		if info, err = pushedInfo(name, st); err == nil {
 			_ = st.Close() // unmapping what was mapped does not fail
 			f.adopt(name, info, seen.Size())
-			return nil
+			return nil, nil
 		}
 		if errors.Is(err, errForeign) {
 			err = nil // a file like any other, in spite of its name
@@ -179,11 +191,11 @@ func (f *Folder) lookAt(name string, old *wholeFile) *wholeFile {
 		if old == nil || old.usable() { // once, however often it changes
 			f.config.Log.Warn("file can not be used", slog.String("file", name), slog.Any("error", err))
 		}
-		return &wholeFile{seen: seen}
+		return &wholeFile{seen: seen}, nil
 	}
 	w := &wholeFile{seen: seen, mapped: &mapped{file: st}}
 	w.mapped.init(func() { _ = st.Close() })
-	return w
+	return w, nil
 }
 
 // adopt adds a pushed tensor that an earlier store left. The caller holds the name's

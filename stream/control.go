@@ -124,8 +124,11 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 	}
 	k := m.calls.open[p.Call]
 	switch {
+	case p.Call.IsZero():
+		m.refuse(p.Tensor, frame.InvalidArgument, "desc names no call; every tensor of a session belongs to one")
+		return
 	case k == nil && !m.tombstones.has(p.Call):
-		m.refuse(p.Tensor, "desc names call "+p.Call.String()+", which is not open; send the call first")
+		m.refuse(p.Tensor, frame.NotFound, "desc names call "+p.Call.String()+", which is not open; send the call first")
 		return
 	case k == nil || k.state > finishing || k.state == finishing && m.cfg.Server: // the call is over: whatever still comes for it is late
 		m.tombstones.add(p.Tensor)
@@ -158,10 +161,6 @@ func (m *Machine) ackPart(now Instant, t *out, p frame.Ack) {
 
 // failurePart is the peer giving up a tensor, ours or its own.
 func (m *Machine) failurePart(p frame.Failure) {
-	code := p.Code
-	if code == frame.OK {
-		code = frame.Internal
-	}
 	var k *call
 	if t := m.out.tensors[p.Tensor]; t != nil {
 		k = t.call
@@ -173,7 +172,7 @@ func (m *Machine) failurePart(p frame.Failure) {
 	switch {
 	case k == nil: // late, or an answer to something we never sent: answering would echo for ever
 	case m.cfg.Server:
-		m.calls.giveUp(k, code, frame.Clip(p.Message, frame.FailureTextBytes))
+		m.calls.giveUp(k, p.Why(), frame.Clip(p.Message, frame.FailureTextBytes))
 	default:
 		m.calls.advance(k) // if done has come; if not, the server owes it
 	}
@@ -182,6 +181,7 @@ func (m *Machine) failurePart(p frame.Failure) {
 func (m *Machine) donePart(p *frame.Done) {
 	if k := m.calls.open[p.Call]; k != nil {
 		d := *p
+		d.Code = p.Code.Known()
 		d.Message = frame.Clip(p.Message, frame.TextBytes)
 		d.Outputs = slices.Clone(p.Outputs)
 		m.calls.end(k, endOf(d.Code), d)
@@ -191,12 +191,12 @@ func (m *Machine) donePart(p *frame.Done) {
 // unknown answers a frame that names a tensor nobody announced.
 func (m *Machine) unknown(id tensor.ID) {
 	if !m.calls.used(id) {
-		m.refuse(id, "tensor "+id.String()+" is not known here; send its desc first")
+		m.refuse(id, frame.NotFound, "tensor "+id.String()+" is not known here; send its desc first")
 	}
 }
 
 // refuse gives up a tensor that has no state here, once: later frames of it are late.
-func (m *Machine) refuse(id tensor.ID, text string) {
+func (m *Machine) refuse(id tensor.ID, code frame.Code, text string) {
 	m.tombstones.add(id)
-	m.sayFailed(id, frame.NotFound, text)
+	m.sayFailed(id, code, text)
 }

@@ -173,7 +173,9 @@ func (m *Machine) Claim(now Instant, ch *frame.Chunk, c *Claim) (bool, error) {
 		m.in.wantAck(now, t, true) // the peer sent again: perhaps an ack was lost to it
 		return false, nil
 	}
-	t.last = now
+	if !c.claim.Again() {
+		t.last = now
+	}
 	t.call.claims++
 	c.tensor = t
 	return true, nil
@@ -207,12 +209,16 @@ func (r *receiver) commit(now Instant, t *in, c *assembler.Claim, got uint32, fa
 		r.events = r.events[:at]
 	}
 	switch {
-	case errors.Is(err, codec.ErrDecode): // it came as it was sent
+	case errors.Is(err, codec.ErrDecode), errors.Is(err, assembler.ErrConflict): // it came as it was sent
 		return frame.Errorf(frame.InvalidArgument, "tensor %s: %v", t.desc.Tensor, err)
 	case err != nil:
 		return frame.Errorf(frame.DataLoss, "tensor %s: %v", t.desc.Tensor, err)
 	case !ok:
 		r.stats.Corrupt++
+		if c.Again() {
+			r.wantAck(now, t, true) // as of a duplicate
+			return nil
+		}
 		if len(t.resend) == chunker.MaxResends {
 			return frame.Errorf(frame.DataLoss, "tensor %s: %d chunks have a wrong checksum and wait to be asked for again", t.desc.Tensor, len(t.resend)+1)
 		}

@@ -211,7 +211,7 @@ func (f *fields) bindings() (all []frame.Binding) {
 	return all
 }
 
-// desc reads NAME TYPE[SHAPE] call=C chunk=N …
+// desc reads NAME TYPE[SHAPE] call=C chunk=N …; call=- is none.
 func (f *fields) desc() frame.Desc {
 	d := frame.Desc{Tensor: f.id()}
 	kind, dims, _ := strings.Cut(strings.TrimSuffix(f.word(), "]"), "[")
@@ -232,7 +232,9 @@ func (f *fields) desc() frame.Desc {
 	}
 	d.SizeBytes = uint64(f.opt("size", int64(d.SizeBytes)))
 	d.ChunkBytes = uint32(f.opt("chunk", 4))
-	d.Call = f.s.id(f.text("call", "c"))
+	if call := f.text("call", "c"); call != "-" {
+		d.Call = f.s.id(call)
+	}
 	d.Port = f.text("port", "x")
 	d.RetainChunks = uint32(f.opt("retain", 0))
 	d.OnAllowance = f.has("allowance")

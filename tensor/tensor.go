@@ -68,21 +68,28 @@ func (s Shape) Validate() error {
 	return nil
 }
 
-// Elements returns the product of the dimensions: 1 for a scalar, 0 as soon as
-// one dimension is 0.
+// Elements returns the product of the dimensions: 1 for a scalar. A dimension of 0 does
+// not excuse the others, whose product must not overflow: NumPy and PyTorch can make no
+// such array, and some of the axes alone would still count too many rows.
 func (s Shape) Elements() (int64, error) {
+	n, err := s.others()
+	if err == nil && slices.Contains(s, 0) {
+		n = 0
+	}
+	return n, err
+}
+
+// others returns the product of the dimensions that are not 0.
+func (s Shape) others() (int64, error) {
 	if err := s.Validate(); err != nil {
 		return 0, err
 	}
 	n := int64(1)
-	if slices.Contains(s, 0) {
-		return 0, nil // before the product: the other dimensions may overflow it
-	}
 	for _, d := range s {
-		if n > math.MaxInt64/d {
+		if d > 0 && n > math.MaxInt64/d {
 			return 0, fmt.Errorf("%w: shape %v has more than 2^63 elements", ErrTooLarge, s)
 		}
-		n *= d
+		n *= max(d, 1)
 	}
 	return n, nil
 }
@@ -148,13 +155,16 @@ func (d Desc) Bytes() (int64, error) {
 	if !d.DType.Valid() {
 		return 0, fmt.Errorf("%w: %v", ErrDataType, d.DType)
 	}
-	n, err := d.Shape.Elements()
+	n, err := d.Shape.others()
 	if err != nil {
 		return 0, err
 	}
 	width := int64(d.DType.Bits() / 8) // every data type of today fills whole bytes
 	if n > math.MaxInt64/width {
 		return 0, fmt.Errorf("%w: %v of shape %v passes 2^63 bytes", ErrTooLarge, d.DType, d.Shape)
+	}
+	if slices.Contains(d.Shape, 0) {
+		return 0, nil
 	}
 	return n * width, nil
 }

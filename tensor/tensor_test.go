@@ -39,8 +39,10 @@ func TestElementsStopsWhereSixtyThreeBitsEnd(t *testing.T) {
 		"2^64, which wraps to zero": {Shape{1 << 32, 1 << 32}, 0, ErrTooLarge},
 		"2^40 three times":          {repeat(MaxDim, 3), 0, ErrTooLarge},
 		"2^40 times 32":             {repeat(MaxDim, 32), 0, ErrTooLarge},
-		"zero last":                 {Shape{MaxDim, MaxDim, 0}, 0, nil},
-		"zero first":                {Shape{0, MaxDim, MaxDim}, 0, nil},
+		"zero last":                 {Shape{MaxDim, 1 << 22, 0}, 0, nil},
+		"zero first":                {Shape{0, MaxDim, 1 << 22}, 0, nil},
+		"zero beside an overflow":   {Shape{MaxDim, MaxDim, 0}, 0, ErrTooLarge},
+		"zero before an overflow":   {Shape{0, MaxDim, MaxDim}, 0, ErrTooLarge},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got, err := tc.shape.Elements()
@@ -66,6 +68,8 @@ func TestBytesIsElementsTimesWidth(t *testing.T) {
 			{Shape{1}, width, nil},
 			{Shape{3, 5}, 15 * width, nil},
 			{Shape{MaxDim}, MaxDim * width, nil},
+			{append(Shape{0}, top...), 0, nil},
+			{append(Shape{0, 2}, top...), 0, ErrTooLarge},
 			{top, 1 << 62, nil},
 			{append(Shape{2}, top...), 0, ErrTooLarge},
 			{Shape{-1}, 0, ErrShape},
@@ -242,6 +246,7 @@ func FuzzShape(f *testing.F) {
 			}
 			return p
 		}
+		others := product(slices.DeleteFunc(shape.Clone(), func(d int64) bool { return d == 0 }))
 		fits := func(n *big.Int) bool { return n.IsInt64() && n.Sign() >= 0 }
 		valid := len(shape) <= 32
 		for _, d := range shape {
@@ -258,11 +263,11 @@ func FuzzShape(f *testing.F) {
 		}
 		n, err := shape.Elements()
 		elements := product(shape)
-		check("elements", n, err, elements, valid && fits(elements))
+		check("elements", n, err, elements, valid && fits(others))
 
 		width := big.NewInt(int64(desc.DType.Bits() / 8))
 		size := new(big.Int).Mul(elements, width)
-		sizeOK := valid && fits(size) && width.Sign() > 0
+		sizeOK := valid && fits(others.Mul(others, width)) && width.Sign() > 0
 		n, err = desc.Bytes()
 		check("bytes", n, err, size, sizeOK)
 

@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"testing/iotest"
@@ -62,11 +63,8 @@ func TestNPYHeaderReturnsWhatWasWritten(t *testing.T) {
 
 // The longest header a desc can have must fit what the 2 bytes of length can say.
 func TestNPYHeaderOfTheLargestShapeFits(t *testing.T) {
-	shape := make(tensor.Shape, tensor.MaxRank)
-	for i := range shape {
-		shape[i] = tensor.MaxDim
-	}
-	shape[0] = 0
+	shape := slices.Repeat(tensor.Shape{1}, tensor.MaxRank)
+	shape[0] = tensor.MaxDim
 	var out bytes.Buffer
 	if err := WriteNPYHeader(&out, tensor.Desc{DType: tensor.Complex128, Shape: shape}); err != nil {
 		t.Fatal(err)

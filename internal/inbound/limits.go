@@ -39,6 +39,8 @@ const (
 	stale = time.Second
 	// pause is how long a connection waits, until it is closed.
 	pause = 20 * time.Second
+	// collectAfter is how long what ended RPCs left may lie until a collection is run.
+	collectAfter = 2 * time.Second
 	// collectEvery is the least time between two collections that are run because what
 	// ended RPCs left keeps a connection waiting: each takes milliseconds.
 	collectEvery = 50 * time.Millisecond

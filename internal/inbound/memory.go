@@ -154,6 +154,7 @@ func (m *Memory) await() {
 	}
 	m.collected, m.left = m.left, make(map[*Conn]int64)
 	m.later(m.sweep)
+	time.AfterFunc(collectAfter, m.collect) // it lies outside the heap, whose growth says nothing
 }
 
 // sweep uncharges what a collection has freed.

@@ -76,9 +76,9 @@ var callRules = []Rule{
 	{Err: context.DeadlineExceeded, Code: frame.DeadlineExceeded, Text: "the call's timeout has passed"},
 	{Err: engine.ErrNotFound, Code: frame.NotFound},
 	{Err: engine.ErrInput, Code: frame.FailedPrecondition},
+	{Err: tensor.ErrTooLarge, Code: frame.ResourceExhausted}, // of an input, too
 	{Err: errBinding, Code: frame.InvalidArgument},
 	{Err: slab.ErrBudget, Code: frame.ResourceExhausted},
-	{Err: tensor.ErrTooLarge, Code: frame.ResourceExhausted},
 	{Err: engine.ErrUnavailable, Code: frame.Unavailable, Retry: true},
 }
 

@@ -251,10 +251,6 @@ func (p *pull) refuse(name string, err error) error {
 }
 
 func (p *pull) explain(sum *frame.Summary, err error) {
-	why := Explain(err)
+	why := p.service.Explain(err, slog.String("pull", p.record.id.String()), slog.String("tensor", sum.Tensor.String()))
 	sum.Digest, sum.Code, sum.Message, sum.RetryAfterMillis = codec.Digest{}, why.Code, why.Text, why.RetryMillis
-	if why.Secret {
-		p.service.Log.Error("pull failed", slog.String("transfer", p.record.id.String()),
-			slog.String("tensor", sum.Tensor.String()), slog.String("error", err.Error()))
-	}
 }

@@ -226,15 +226,11 @@ func (p *push) Failed(t *transfer.In[*place], err error) {
 	if t.Place.writer != nil {
 		t.Place.writer.Abort()
 	}
-	why := Explain(err)
-	switch {
-	case errors.Is(err, store.ErrFull):
+	why := p.service.Explain(err, slog.String("push", p.record.id.String()), slog.String("tensor", t.Tensor.String()))
+	if errors.Is(err, store.ErrFull) {
 		if n, due := p.service.full.Again(); due {
 			p.service.Log.Warn("tensors refused: the store is full", slog.Int64("refused", n))
 		}
-	case why.Secret:
-		p.service.Log.Error("push failed", slog.String("transfer", p.record.id.String()),
-			slog.String("tensor", t.Tensor.String()), slog.String("error", err.Error()))
 	}
 	p.end(t, frame.Summary{Code: why.Code, Message: why.Text, RetryAfterMillis: why.RetryMillis})
 }

@@ -11,6 +11,7 @@ import (
 	"errors"
 	"log/slog"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/tensorferry/tensorferry/codec"
@@ -51,8 +52,8 @@ type Conn interface {
 // Service serves pushes and pulls. Make one with New.
 type Service struct {
 	Config
-	log  transferLog
-	full serving.LogSampler
+	log          transferLog
+	full, absent serving.LogSampler
 }
 
 // New returns a Service.
@@ -129,6 +130,8 @@ func (s *Service) survive(f func() error) (err error) {
 	return f()
 }
 
+const outOfFiles = "the server has no file descriptors left; try again later"
+
 // rules say what a client is told of an error of a store, a source or a transfer.
 var rules = []serving.Rule{
 	{Err: store.ErrNotFound, Code: frame.NotFound},
@@ -150,17 +153,28 @@ var rules = []serving.Rule{
 	{Err: serving.ErrShutdown, Code: frame.Unavailable, Text: "server is shutting down", Retry: true},
 	// Before what it may wrap; its text may name machines.
 	{Err: store.ErrUnavailable, Code: frame.Unavailable, Text: "the server's store is not available now; try again later", Retry: true, Secret: true},
+	{Err: syscall.EMFILE, Code: frame.Unavailable, Text: outOfFiles, Retry: true, Secret: true},
+	{Err: syscall.ENFILE, Code: frame.Unavailable, Text: outOfFiles, Retry: true, Secret: true},
 	{Err: context.Canceled, Code: frame.Cancelled, Text: "the transfer was cancelled"},
 	{Err: context.DeadlineExceeded, Code: frame.DeadlineExceeded, Text: "no room for the tensor in time", Retry: true},
 }
 
-// Explain turns an error of a store, a source or a transfer into what a summary
-// says.
-func Explain(err error) *serving.RefusedError {
+// Explain turns an error of a store, a source or a transfer into what a summary says,
+// and logs what that leaves out, with attrs.
+func (s *Service) Explain(err error, attrs ...slog.Attr) *serving.RefusedError {
 	why := serving.Explain(err, rules)
 	var public engine.PublicError
-	if why.Secret && why.Code == frame.Internal && errors.As(err, &public) {
+	attrs = append(attrs, slog.Any("error", err))
+	switch {
+	case !why.Secret:
+	case why.Code == frame.Unavailable: // for a while, to whoever asks
+		if n, due := s.absent.Again(); due {
+			s.Log.LogAttrs(context.Background(), slog.LevelError, "store is not available", append(attrs, slog.Int64("refused", n))...)
+		}
+	case errors.As(err, &public):
 		return &serving.RefusedError{Code: frame.Internal, Text: public.Public()}
+	default:
+		s.Log.LogAttrs(context.Background(), slog.LevelError, "store failed", attrs...)
 	}
 	return why
 }

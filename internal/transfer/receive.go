@@ -156,6 +156,9 @@ func (r *Receiver[P]) chunk(c *frame.Chunk) error {
 	got, err := r.claim.Copy(c.Data)
 	ok, e := t.asm.Commit(&r.claim, got, err)
 	switch {
+	case errors.Is(e, assembler.ErrConflict):
+		r.fail(t, frame.Errorf(frame.InvalidArgument, "%v", e))
+	case !ok && r.claim.Again(): // damaged, and here already
 	case errors.Is(err, codec.ErrDecode):
 		r.fail(t, fmt.Errorf("%w, tensor %s; send the tensor again", e, t.Tensor))
 	case err != nil: // the place's own
@@ -177,14 +180,7 @@ func (r *Receiver[P]) chunk(c *frame.Chunk) error {
 // the peer says of it is kept by this side: no more of it than tells why, and no
 // code that would make a success of it.
 func givenUp(p *frame.Failure) *frame.Error {
-	code := p.Code
-	switch {
-	case code == frame.OK:
-		code = frame.Internal
-	case code > lastCode:
-		code = unknownCode
-	}
-	return &frame.Error{Code: code, Text: "given up by its sender: " + frame.Clip(p.Message, frame.FailureTextBytes)}
+	return &frame.Error{Code: p.Why(), Text: "given up by its sender: " + frame.Clip(p.Message, frame.FailureTextBytes)}
 }
 
 // Cover says that the caller holds ranges, ascending and apart, of a tensor of

@@ -56,14 +56,22 @@ func (c *Conn) Recv() (*frame.Frame, error) {
 	if err := c.stream.RecvMsg(&c.in); err != nil {
 		return nil, err
 	}
-	if err := c.in.Err; err != nil {
-		code := frame.InvalidArgument
-		if errors.Is(err, ErrTooLarge) {
-			code = frame.ResourceExhausted
-		}
-		return nil, &frame.Error{Code: code, Text: err.Error()}
+	if err := told(c.in.Err); err != nil {
+		return nil, err
 	}
 	return &c.in.Frame, nil
+}
+
+// told is what a peer is told of bytes that break the contract, a *frame.Error.
+func told(err error) error {
+	if err == nil {
+		return nil
+	}
+	code := frame.InvalidArgument
+	if errors.Is(err, ErrTooLarge) {
+		code = frame.ResourceExhausted
+	}
+	return &frame.Error{Code: code, Text: err.Error()}
 }
 
 // Free ends the loan of the frame received.

@@ -7,10 +7,11 @@ import (
 
 // Errors that callers decide on. Every error of this package wraps one of them.
 var (
-	// ErrMalformed is wrapped when bytes are no frame of this protocol, or when
-	// a frame cannot be written as one.
+	// ErrMalformed is wrapped when bytes are no frame or request of this protocol, or
+	// when a frame cannot be written as one.
 	ErrMalformed = errors.New("wire: malformed frame")
-	// ErrTooLarge is wrapped when a frame holds more than a limit of this package.
+	// ErrTooLarge is wrapped when a frame or a request holds more than a limit of this
+	// package.
 	ErrTooLarge = errors.New("wire: frame over limit")
 )
 

@@ -24,9 +24,8 @@ import (
 // Codec is the encoding.CodecV2 of every connection. All but a *Message goes through
 // the stock codec, whose name it bears. Safe for concurrent use.
 type Codec struct {
-	// MaxRequestParts is the most parts, at any depth, of a message received through
-	// the stock codec: an empty part of two bytes becomes more than a hundred. 0 is no
-	// limit.
+	// MaxRequestParts is the most parts, at any depth, of a *Request: an empty part of
+	// two bytes becomes more than a hundred. 0 is no limit.
 	MaxRequestParts int
 }
 
@@ -49,19 +48,30 @@ func (Codec) Marshal(v any) (mem.BufferSlice, error) {
 }
 
 // Unmarshal lets a *Message share the receive buffers that hold its payload, and
-// copies everything else. For a *Message it never fails: gRPC would end the RPC
-// with a code of its own, so what is wrong is left in Message.Err.
+// copies everything else. For a *Message and a *Request it never fails: gRPC would end
+// the RPC with a code of its own, so what is wrong is left in their Err.
 func (c Codec) Unmarshal(data mem.BufferSlice, v any) error {
-	if m, ok := v.(*Message); ok {
-		m.unmarshal(data)
+	switch v := v.(type) {
+	case *Message:
+		v.unmarshal(data)
+		return nil
+	case *Request:
+		v.Err = told(c.request(data, v.Message))
 		return nil
 	}
+	return stock.Unmarshal(data, v)
+}
+
+func (c Codec) request(data mem.BufferSlice, v any) error {
 	if p, ok := v.(proto.Message); ok && c.MaxRequestParts > 0 && data.Len() > c.MaxRequestParts { // fewer bytes hold fewer
 		if n := countParts(data.Materialize(), p.ProtoReflect().Descriptor()); n > c.MaxRequestParts {
 			return tooLarge("request", "parts", c.MaxRequestParts, n)
 		}
 	}
-	return stock.Unmarshal(data, v)
+	if err := stock.Unmarshal(data, v); err != nil {
+		return &FieldError{ErrMalformed, "request", "a protobuf message of its RPC", err.Error()}
+	}
+	return nil
 }
 
 // countParts counts what decoding b would allocate: strings, bytes and messages, at
@@ -113,6 +123,14 @@ type Message struct {
 
 	buffers []mem.Buffer // hold the payload received, one reference each
 	cold    []byte       // scratch: records that the stock codec parses
+}
+
+// Request receives a message through the stock codec.
+type Request struct {
+	Message any // to be filled: a proto.Message
+
+	// Err is what was wrong with the bytes, a *frame.Error; nil if nothing was.
+	Err error
 }
 
 // Answer is a message for the stock codec that is sent once: gRPC has the bytes that
