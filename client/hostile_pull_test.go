@@ -207,7 +207,7 @@ func TestABadTensorOfAPullIsNeverTakenForAGoodOne(t *testing.T) {
 		"a summary of nothing sent":    {func(x *sent) { x.desc, x.chunks = nil, nil }, internal, "did not"},
 		"a summary that says no":       {func(x *sent) { x.sum.Code, x.sum.Message, x.sum.RetryAfterMillis = 8, "no room", 250 }, codes.ResourceExhausted, "no room"},
 		"a failure":                    {func(x *sent) { x.failure(&pb.Failure{Code: 15, Message: "the disk is gone"}) }, codes.DataLoss, "the disk is gone"},
-		"a failure with code 0":        {func(x *sent) { x.failure(&pb.Failure{}) }, internal, "given up"},
+		"a failure with code 0":        {func(x *sent) { x.failure(&pb.Failure{}) }, codes.Unknown, "given up"},
 		"no summary":                   {func(x *sent) { x.sum = nil }, internal, "without a summary"},
 		"half of it":                   {func(x *sent) { x.sum, x.chunks = nil, x.chunks[:1] }, internal, "without a summary"},
 		"an error in the middle":       {func(x *sent) { x.sum, x.end = nil, status.Error(codes.Unavailable, "gone") }, codes.Unavailable, "gone"},
