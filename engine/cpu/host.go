@@ -27,6 +27,9 @@ type Host struct {
 	budget  *slab.Budget
 	workers *workers
 	engine  *blocks.Engine
+	// sleepers are the device of the engine late, where the model slow runs.
+	sleepers *sleepers
+	late     *blocks.Engine
 }
 
 // NewHost returns a host and starts its workers, which end with Close.
@@ -42,6 +45,8 @@ func NewHost(c HostConfig) *Host {
 		workers: &workers{seats: c.Workers},
 	}
 	h.engine = blocks.New(blocks.Config{Name: "cpu", Device: h.workers, Pool: h.pool, Budget: h.budget})
+	h.sleepers = &sleepers{asleep: make(map[*blocks.Work]*time.Timer)}
+	h.late = blocks.New(blocks.Config{Name: "cpu", Device: h.sleepers, Pool: h.pool, Budget: h.budget})
 	h.workers.more.L = &h.workers.mu
 	for range c.Workers {
 		h.workers.all.Go(h.workers.work)
@@ -56,8 +61,9 @@ func (h *Host) Pool() *slab.Pool { return h.pool }
 func (h *Host) Budget() *slab.Budget { return h.budget }
 
 // Close ends the workers and returns when they have: blocks being computed are
-// finished, those still queued fail with ErrClosed, as do runs that go on.
+// finished, those that wait fail with ErrClosed, as do runs that go on.
 func (h *Host) Close() {
+	h.sleepers.close()
 	h.workers.mu.Lock()
 	h.workers.closed = true
 	h.workers.more.Broadcast()
@@ -84,7 +90,7 @@ func (p *workers) Start(w *blocks.Work) {
 	p.mu.Lock()
 	if p.closed || w.Context().Err() != nil {
 		p.mu.Unlock()
-		p.end(w)
+		end(w)
 		return
 	}
 	defer p.mu.Unlock()
@@ -95,7 +101,7 @@ func (p *workers) Start(w *blocks.Work) {
 }
 
 // end ends a block that is not computed.
-func (p *workers) end(w *blocks.Work) {
+func end(w *blocks.Work) {
 	err := context.Cause(w.Context())
 	if err == nil {
 		err = engine.ErrClosed
@@ -109,7 +115,7 @@ func (p *workers) Cancel(run context.Context) {
 	over := p.queue.Take(run)
 	p.mu.Unlock()
 	for w := over.Pop(); w != nil; w = over.Pop() {
-		p.end(w)
+		end(w)
 	}
 }
 
@@ -128,7 +134,7 @@ func (p *workers) work() {
 		p.pop()
 		p.mu.Unlock()
 		if closed {
-			p.end(w)
+			end(w)
 		} else {
 			compute(w)
 		}
