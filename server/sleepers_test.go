@@ -68,3 +68,17 @@ func TestCallsThatSleepHoldUpNobody(t *testing.T) {
 	require.Error(t, <-ended)
 	require.Error(t, <-ended)
 }
+
+func TestAModelThatBlocksHoldsUpNobodyElse(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	let := make(chan struct{})
+	running := f.addBlocker(t, let)
+	ended := f.blocking(t.Context(), t, "blocker", nil)
+	testkit.Eventually(t, func() bool { return running.Load() == 2 }, "both workers to be held")
+	f.serves(t)
+	require.Empty(t, ended, "the calls that block are still open")
+	close(let)
+	require.NoError(t, <-ended)
+	require.NoError(t, <-ended)
+}
