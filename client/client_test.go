@@ -47,7 +47,7 @@ func start(t testing.TB, network string, cfg client.Config) *fixture {
 	t.Helper()
 	f := &fixture{host: cpu.NewHost(cpu.HostConfig{MemoryBytes: 512 * mib, Workers: 2})}
 	models := engine.NewRegistry()
-	for _, m := range append(cpu.Builtins(f.host), f.pair(t)) {
+	for _, m := range append(cpu.Builtins(f.host), cpu.Slow(f.host), f.pair(t)) {
 		require.NoError(t, models.Add(m))
 	}
 	var err error

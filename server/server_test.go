@@ -40,7 +40,7 @@ func serveWithin(t testing.TB, memory int64, change func(*server.Config)) *fixtu
 	t.Helper()
 	host := cpu.NewHost(cpu.HostConfig{MemoryBytes: memory, Workers: 2})
 	models := engine.NewRegistry()
-	for _, m := range cpu.Builtins(host) {
+	for _, m := range append(cpu.Builtins(host), cpu.Slow(host)) {
 		require.NoError(t, models.Add(m))
 	}
 	cfg := server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget(), Version: "test"}

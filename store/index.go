@@ -3,8 +3,9 @@ package store
 import (
 	"context"
 	"maps"
-	"runtime"
 	"slices"
+
+	"github.com/tensorferry/tensorferry/internal/background"
 )
 
 // index finds things by name, and the names in order.
@@ -44,12 +45,8 @@ func (x *index[T]) after(name string, most int) []string {
 	return x.names[i:min(i+most, len(x.names))]
 }
 
-// scans has a token for each scan of names in the process: they may use all cores but
-// one.
-var scans = make(chan struct{}, max(1, runtime.GOMAXPROCS(0)-1))
-
 // listPages answers Store.List from pages of up to n infos after a name. Between two
-// pages it holds neither the store's lock nor its turn of scans, so that a long list
+// pages it holds neither the store's lock nor its turn, so that a long list
 // does not keep others waiting.
 func listPages(ctx context.Context, pattern, after string, most int, page func(after string, n int) ([]Info, error)) ([]Info, error) {
 	g, err := parseGlob(pattern)
@@ -58,13 +55,12 @@ func listPages(ctx context.Context, pattern, after string, most int, page func(a
 	}
 	var found []Info
 	for over := false; !over; {
-		select {
-		case scans <- struct{}{}:
-		case <-ctx.Done():
-			return nil, context.Cause(ctx)
+		var turn background.Turn
+		if err := turn.Work(ctx); err != nil {
+			return nil, err
 		}
 		err := func() error {
-			defer func() { <-scans }()
+			defer turn.End()
 			infos, err := page(after, pageNames)
 			if err != nil {
 				return err

@@ -55,7 +55,7 @@ type engineConfig struct {
 	memory, pinned int64
 	workers        int
 	models         []string
-	demo           bool
+	demo, slow     bool
 
 	python                         []string // name=module:function
 	pythonProcesses, pythonThreads int
@@ -122,7 +122,11 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 	for _, m := range s.builtins {
 		err = errors.Join(err, e.models.Add(m))
 	}
-	for _, m := range cpu.Builtins(e.host) { // those that no device has
+	onCPU := cpu.Builtins(e.host) // those that no device has are served
+	if cfg.slow {
+		onCPU = append(onCPU, cpu.Slow(e.host))
+	}
+	for _, m := range onCPU {
 		if e := e.models.Add(m); !errors.Is(e, engine.ErrExists) {
 			err = errors.Join(err, e)
 		}

@@ -188,7 +188,7 @@ func TestAnInterruptedDemoLeavesNoServerBehind(t *testing.T) {
 }
 
 func TestAnInterruptedServerEndsWell(t *testing.T) {
-	c, _ := started(t, `msg=listening .*models=5`, "serve", "--listen", "127.0.0.1:0", "--metrics", "off")
+	c, _ := started(t, `msg=listening .*models=4`, "serve", "--listen", "127.0.0.1:0", "--metrics", "off")
 	if err := c.Process.Signal(os.Interrupt); err != nil {
 		t.Fatal(err)
 	}

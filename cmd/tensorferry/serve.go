@@ -74,6 +74,7 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	f.StringVar(&c.engines.engine, "engine", autoEngine, "`where` models run: cpu, a device such as cuda:0, or auto: cuda:0 if it works, else cpu")
 	f.StringArrayVar(&c.engines.models, "model", nil, "serve the model in a `folder`, as [name=]folder[@engine]; repeatable")
 	f.BoolVar(&c.engines.demo, "demo", false, "serve the model that tensorferry demo --server needs, too")
+	f.BoolVar(&c.engines.slow, "slow", false, "serve the model slow, too, which answers when its parameter delay is over: for tests of timeouts")
 	sizeVar(f, &c.engines.memory, "memory", 0, leastMemory, 1<<62, "most `bytes` of tensors in memory, 16MiB or more (default a quarter of what the process may have)")
 	sizeVar(f, &c.engines.pinned, "pinned", 0, leastMemory, 1<<62, "most `bytes` of page-locked memory for a device, 16MiB or more (default a sixteenth of all, 1GiB at most)")
 	f.StringVar(&c.engines.driver, "cuda-driver", "", "`file` of NVIDIA's driver (default libcuda.so.1, where the system has it)")

@@ -29,6 +29,19 @@ func (q *Queue) Pop() *Work {
 	return w
 }
 
+// Append moves the blocks of behind to the end, in order.
+func (q *Queue) Append(behind *Queue) {
+	switch {
+	case behind.head == nil:
+		return
+	case q.head == nil:
+		*q = *behind
+	default:
+		q.tail.next, q.tail = behind.head, behind.tail
+	}
+	*behind = Queue{}
+}
+
 // Take takes the blocks of a run out, in order.
 func (q *Queue) Take(run context.Context) (taken Queue) {
 	all := *q

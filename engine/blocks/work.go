@@ -70,6 +70,9 @@ var errNotGiven = errors.New("done without results")
 // Context ends when the run does: computing the block is then in vain.
 func (w *Work) Context() context.Context { return w.run.ctx }
 
+// Principal holds the memory of the block's run. It is nil where nobody does by name.
+func (w *Work) Principal() *slab.Principal { return w.run.holder }
+
 // Model is the name of the model, for logs and panics.
 func (w *Work) Model() string { return w.run.name }
 

@@ -3,9 +3,6 @@ package cpu
 import (
 	"context"
 	"encoding/binary"
-	"fmt"
-	"strconv"
-	"time"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/blocks"
@@ -18,8 +15,6 @@ import (
 //	echo    x -> y      the same bytes; any data type and shape
 //	relu    x -> y      max(x, 0); floats and signed integers
 //	affine  x -> y      a·x + b with params "a" (1 if absent) and "b" (0); float32, float64
-//	slow    x -> y      echo, after param "delay" (a Go duration, 0 to 1m) per block; a
-//	                    block that holds row "fail_at", if given, fails
 //	sink    x -> bytes  the size of x, which it takes whole, as a uint64 scalar
 //
 // All but sink are elementwise and compute in place. A param that a model does not
@@ -30,25 +25,29 @@ func Builtins(h *Host) []engine.Model {
 		info engine.Info
 		bind func(engine.Call) (RowsFunc, error)
 	}{
-		{builtin.Echo, bindRows(echo)}, {builtin.ReLU, bindReLU}, {builtin.Affine, bindAffine}, {builtin.Slow, bindSlow}, {builtin.Sink, bindRows(sink)},
+		{builtin.Echo, bindRows(echo)}, {builtin.ReLU, bindReLU}, {builtin.Affine, bindAffine}, {builtin.Sink, bindRows(sink)},
 	} {
-		b := blocks.Model{Info: m.info, Bind: func(c engine.Call) (b blocks.Bound, err error) {
-			if m.info.Rows != 0 {
-				b.Results = blocks.InPlace
-			}
-			b.Outs = builtin.Outs(m.info, c)
-			if err = builtin.CheckParams(m.info, c); err == nil {
-				b.Program, err = m.bind(c)
-			}
-			return b, err
-		}}
-		made, err := h.model(b)
+		made, err := h.model(builtinModel(m.info, m.bind))
 		if err != nil {
 			panic("cpu: built-in model: " + err.Error()) // only a mistake in the table above
 		}
 		models = append(models, made)
 	}
 	return models
+}
+
+// builtinModel is a model that package builtin says, with what binds it to a call.
+func builtinModel[P any](info engine.Info, bind func(engine.Call) (P, error)) blocks.Model {
+	return blocks.Model{Info: info, Bind: func(c engine.Call) (b blocks.Bound, err error) {
+		if info.Rows != 0 {
+			b.Results = blocks.InPlace
+		}
+		b.Outs = builtin.Outs(info, c)
+		if err = builtin.CheckParams(info, c); err == nil {
+			b.Program, err = bind(c)
+		}
+		return b, err
+	}}
 }
 
 func bindRows(f RowsFunc) func(engine.Call) (RowsFunc, error) {
@@ -95,35 +94,4 @@ func affine[T float32 | float64](data []byte, a, b T) error {
 // elements views a block as numbers.
 func elements[T tensor.Element](data []byte) ([]T, error) {
 	return tensor.Slice[T](tensor.Tensor{Desc: tensor.Desc{DType: tensor.DataTypeOf[T]()}, Data: data})
-}
-
-func bindSlow(c engine.Call) (RowsFunc, error) {
-	var delay time.Duration
-	failAt := int64(-1)
-	var err error
-	if text, ok := c.Params["delay"]; ok {
-		if delay, err = time.ParseDuration(text); err != nil || delay < 0 || delay > builtin.MaxDelay {
-			return nil, fmt.Errorf("param \"delay\": wanted a duration from 0s to %v, got %q", builtin.MaxDelay, text)
-		}
-	}
-	if text, ok := c.Params["fail_at"]; ok {
-		if failAt, err = strconv.ParseInt(text, 10, 64); err != nil || failAt < 0 {
-			return nil, fmt.Errorf("param \"fail_at\": wanted a row, got %q", text)
-		}
-	}
-	return func(ctx context.Context, b RowBlock) error {
-		if delay > 0 {
-			sleep := time.NewTimer(delay)
-			defer sleep.Stop()
-			select {
-			case <-sleep.C:
-			case <-ctx.Done():
-				return context.Cause(ctx)
-			}
-		}
-		if failAt >= b.Row && failAt-b.Row < b.Rows {
-			return engine.Publicf("asked to fail at row %d", failAt)
-		}
-		return nil
-	}, nil
 }

@@ -158,7 +158,7 @@ func TestRunsTakeTurns(t *testing.T) {
 		}
 		slots := 0
 		for ; ; slots++ {
-			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond) // none is overlong yet
 			b, err := big.Borrow(ctx)
 			cancel()
 			if err != nil {

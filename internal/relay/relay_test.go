@@ -44,7 +44,7 @@ func start(t testing.TB, quota int64) *fixture {
 	testkit.Start(t)
 	host := cpu.NewHost(cpu.HostConfig{MemoryBytes: 256 * mib, Workers: 2})
 	models := engine.NewRegistry()
-	for _, m := range cpu.Builtins(host) {
+	for _, m := range append(cpu.Builtins(host), cpu.Slow(host)) {
 		require.NoError(t, models.Add(m))
 	}
 	s, err := server.New(server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget(), Store: store.NewMemory(host.Pool(), 64*mib)})

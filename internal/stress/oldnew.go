@@ -170,13 +170,21 @@ func (d *duo) store(ctx context.Context, codec string) error {
 	return ends(err, exitFailure, name)
 }
 
-// cancel interrupts a client whose call is being computed.
+// cancel interrupts a client whose call is half sent.
 func (d *duo) cancel(ctx context.Context, codec string) error {
 	calling, interrupt := context.WithCancel(ctx)
 	defer interrupt()
+	w := pick(4, 5*mib+1)
+	in, half, err := os.Pipe() // not a reader, for which run would wait
+	if err != nil {
+		return err
+	}
+	defer half.Close()
+	defer in.Close()
+	go func() { _, _ = half.Write(w.data()[:3*mib]) }() // ends with the pipe
 	ended := make(chan error, 1)
 	go func() { // ends with the client
-		_, err := d.send(calling, pick(4, mib+1), "run", "slow", "--param", "delay=1m", "--codec", codec)
+		_, err := d.run(calling, in, append([]string{"run", "echo", "--codec", codec}, raw(w)...)...)
 		ended <- err
 	}()
 	if err := d.calls(ctx, 1); err != nil {

@@ -101,7 +101,7 @@ func runSoak(ctx context.Context, e *environment, args []string) error {
 
 func (s *soak) run(ctx context.Context, length time.Duration, seed uint64) error {
 	for _, store := range [][2]string{{"folder", filepath.Join(s.dir, "store")}, {"memory", "memory:1GiB"}} {
-		d, err := s.serve(ctx, "--metrics", "127.0.0.1:0", "--pprof", "--memory", memory, "--store", store[1])
+		d, err := s.serve(ctx, "--metrics", "127.0.0.1:0", "--pprof", "--slow", "--memory", memory, "--store", store[1])
 		if err != nil {
 			return err
 		}

@@ -67,7 +67,7 @@ func TestALogIsReadForItsAddressAndItsComplaints(t *testing.T) {
 	testkit.Start(t)
 	e := script(t, `cat >&2 <<'END'
 time=1 level=INFO msg=starting
-time=2 level=INFO msg=listening address=127.0.0.1:1 metrics=127.0.0.1:2 models=5
+time=2 level=INFO msg=listening address=127.0.0.1:1 metrics=127.0.0.1:2 models=4
 time=3 level=WARN msg="file can not be used"
 panic: oh
 time=4 level=INFO msg=stopped

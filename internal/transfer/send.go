@@ -7,6 +7,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/background"
 	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -84,7 +85,8 @@ func (s *Sender) Control(f frame.Frame) error {
 // Send sends a tensor's desc and chunks and returns its digest. A *SourceError
 // leaves the stream as it is, and the peer without some chunks; any other error is
 // of the stream, or the cause of ctx: that of the RPC, which tells of its end also
-// while all is held, so that chunks are hashed and nothing is sent.
+// while all is held, so that chunks are hashed, in turns with others (package
+// background), and nothing is sent.
 func (s *Sender) Send(ctx context.Context, t *Tensor) (codec.Digest, error) {
 	size, err := t.Bytes()
 	if err != nil {
@@ -106,6 +108,8 @@ func (s *Sender) Send(ctx context.Context, t *Tensor) (codec.Digest, error) {
 	s.frame.Reset()
 	s.frame.Descs = append(s.frame.Descs, t.Desc)
 	held := ranges(t.Held)
+	var turn background.Turn // of hashing, while no reader paces it
+	defer turn.End()
 	for i := range geo.Count() {
 		off, n := geo.Span(i)
 		skip := held.cover(off, n)
@@ -115,7 +119,13 @@ func (s *Sender) Send(ctx context.Context, t *Tensor) (codec.Digest, error) {
 		if ctx.Err() != nil {
 			return codec.Digest{}, context.Cause(ctx)
 		}
+		if !skip {
+			turn.End()
+		} else if err := turn.Work(ctx); err != nil {
+			return codec.Digest{}, err
+		}
 		if err := s.chunk(t, i, off, n, hash, skip); err != nil {
+			turn.End()
 			var source *SourceError
 			if errors.As(err, &source) && len(s.frame.Descs) > 0 {
 				if err := s.send(nil); err != nil { // the peer must know whose failure follows
@@ -125,6 +135,7 @@ func (s *Sender) Send(ctx context.Context, t *Tensor) (codec.Digest, error) {
 			return codec.Digest{}, err
 		}
 	}
+	turn.End()
 	if len(s.frame.Descs) > 0 { // every chunk is held
 		if err := s.send(nil); err != nil {
 			return codec.Digest{}, err

@@ -7,15 +7,19 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"runtime"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/mem"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/background"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
@@ -497,4 +501,91 @@ func TestASenderOfATensorThatIsHeldStopsWhenItsReaderHasGone(t *testing.T) {
 	require.NotErrorAs(t, err, new(*SourceError))
 	require.Zero(t, from.left, "no view after the end")
 	require.Empty(t, conn.frames)
+}
+
+// counting is a Viewer of zeros that says how many like it are read at a time.
+type counting struct {
+	again
+	begin, end func()
+}
+
+func (c counting) View(off, n int64) ([]byte, interface{ Release() }, error) {
+	c.begin()
+	return c.again[:n], c, nil
+}
+
+func (c counting) Release() { c.end() }
+
+func TestSendersOfWhatIsHeldHashInTurnsAndLeaveACore(t *testing.T) {
+	const (
+		size = 1 << 40 // hours, if one went on
+		more = 8
+	)
+	room := max(1, runtime.GOMAXPROCS(0)-1)
+	ctx, end := context.WithCancelCause(t.Context())
+	data := again(make([]byte, 1<<20))
+	var hashing, most, begun atomic.Int64
+	var all sync.WaitGroup
+	for i := range room + more {
+		all.Go(func() {
+			conn := new(tape)
+			s := newSender(conn)
+			s.Checksum, s.ChunkBytes = codec.CRC32C, 1<<20
+			first := true
+			from := counting{data, func() {
+				if n := hashing.Add(1); n > most.Load() {
+					most.Store(n)
+				}
+				if first {
+					first = false
+					begun.Add(1)
+				}
+			}, func() { hashing.Add(-1) }}
+			_, err := s.Send(ctx, &Tensor{Desc: vector(tensor.ID{byte(i)}, size), From: from, Held: []Range{{0, size}}})
+			require.ErrorIs(t, err, io.ErrClosedPipe)
+		})
+	}
+	testkit.Eventually(t, func() bool { return begun.Load() == int64(room+more) }, "all senders to have a turn")
+	end(io.ErrClosedPipe)
+	all.Wait()
+	require.LessOrEqual(t, most.Load(), int64(room))
+}
+
+// asked is a stream to a peer that looks whether others can hash meanwhile.
+type asked struct {
+	tape
+	look func()
+}
+
+func (a *asked) SendMsg(m any) error {
+	a.look()
+	return a.tape.SendMsg(m)
+}
+
+func TestASenderThatWaitsForItsReaderHasNoTurn(t *testing.T) {
+	const chunk, chunks = 1 << 10, 8
+	data := again(make([]byte, chunk))
+	conn := &asked{look: func() {
+		var turns []*background.Turn
+		for range max(1, runtime.GOMAXPROCS(0)-1) {
+			turn := new(background.Turn)
+			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+			require.NoError(t, turn.Work(ctx))
+			cancel()
+			turns = append(turns, turn)
+		}
+		for _, turn := range turns {
+			turn.End()
+		}
+	}}
+	for name, held := range map[string][]Range{
+		"all held": {{0, chunks * chunk}}, "the first chunks held": {{0, 3 * chunk}}, "every second one": {{0, chunk}, {2 * chunk, chunk}, {6 * chunk, chunk}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newSender(conn)
+			s.Checksum, s.ChunkBytes = codec.CRC32C, chunk
+			_, err := s.Send(t.Context(), &Tensor{Desc: vector(tensor.ID{1}, chunks*chunk), From: data, Held: held})
+			require.NoError(t, err)
+		})
+	}
 }

@@ -256,7 +256,7 @@ class Server:
 
     def __init__(self, *flags: str, port: int = 0, env: Optional[dict[str, str]] = None):
         self.process = subprocess.Popen(
-            [_program.find(), "serve", "--child", "--listen", f"127.0.0.1:{port}", "--engine", "cpu", *flags],
+            [_program.find(), "serve", "--child", "--listen", f"127.0.0.1:{port}", "--engine", "cpu", "--slow", *flags],
             stdin=subprocess.PIPE,  # whose end is the server's, if this process is killed
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -53,7 +53,7 @@ class Server:
 
     def __init__(self, *args: str, listen: str = "127.0.0.1:0"):
         self.process = subprocess.Popen(
-            [program(), "serve", "--listen", listen, "--metrics", "off", "--engine", "cpu", *args],
+            [program(), "serve", "--listen", listen, "--metrics", "off", "--engine", "cpu", "--slow", *args],
             stderr=subprocess.PIPE,
             text=True,
             # serve takes variables of this prefix for its settings.
