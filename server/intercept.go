@@ -11,9 +11,7 @@ import (
 	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors"
 	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/recovery"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
 	grpcpeer "google.golang.org/grpc/peer"
-	"google.golang.org/grpc/status"
 	"google.golang.org/grpc/tap"
 
 	"github.com/tensorferry/tensorferry/internal/inbound"
@@ -68,25 +66,21 @@ type opened struct {
 	first    *time.Timer // until its first message has come
 	received *inbound.RPC
 	cancel   context.CancelCauseFunc
-	stream   atomic.Pointer[transportStream] // once there is a handler
+	stream   atomic.Pointer[grpc.ServerTransportStream] // once there is a handler
 }
-
-// transportStream is gRPC's, which has no other way to say why an RPC ends whose
-// handler waits for a message: with its context that is CANCELLED.
-type transportStream interface{ WriteStatus(*status.Status) error }
 
 // end ends the RPC from outside.
 func (o *opened) end(cause error) {
 	if s := o.stream.Load(); s != nil {
-		_ = (*s).WriteStatus(status.Convert(statusOf(errReceived))) // or it is over
+		endWith(*s, errReceived)
 	}
 	o.cancel(cause)
 }
 
 // handled says that the RPC of ctx has a handler.
 func handled(ctx context.Context) {
-	o, ok := ctx.Value(openedKey{}).(*opened)
-	if s, can := grpc.ServerTransportStreamFromContext(ctx).(transportStream); ok && can {
+	if o, ok := ctx.Value(openedKey{}).(*opened); ok {
+		s := grpc.ServerTransportStreamFromContext(ctx)
 		o.stream.Store(&s)
 	}
 }
@@ -96,10 +90,10 @@ func handled(ctx context.Context) {
 // handler, or interceptor, is called.
 func (e *endpoint) tap(ctx context.Context, info *tap.Info) (context.Context, error) {
 	if ctx.Err() != nil { // grpc has the same to say
-		return ctx, status.FromContextError(ctx.Err()).Err()
+		return ctx, statusOf(ctx.Err())
 	}
 	if !e.methods[info.FullMethodName] {
-		return ctx, status.Errorf(codes.Unimplemented, "unknown method %s", wire.Text(info.FullMethodName))
+		return ctx, errNoMethod(info.FullMethodName)
 	}
 	inner, cancel := context.WithCancelCause(ctx)
 	open := &opened{cancel: cancel}

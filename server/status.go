@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/durationpb"
@@ -32,6 +33,19 @@ func statusName(err error) string { return frame.Code(status.Code(err)).String()
 // errSilent ends a stream of requests of which none came for so long.
 func errSilent(idle time.Duration) error {
 	return status.Errorf(codes.DeadlineExceeded, "no request came for %v; open the RPC again when there is one", idle)
+}
+
+// errNoMethod refuses an RPC that no service has.
+func errNoMethod(name string) error {
+	return status.Errorf(codes.Unimplemented, "unknown method %s", wire.Text(name))
+}
+
+// endWith ends an RPC whose handler may wait for a message: gRPC has no other way to say
+// why than this method of its own stream. With its context an RPC ends as CANCELLED.
+func endWith(s grpc.ServerTransportStream, why error) {
+	if s, ok := s.(interface{ WriteStatus(*status.Status) error }); ok {
+		_ = s.WriteStatus(status.Convert(statusOf(why))) // or it is over
+	}
 }
 
 // brief cuts the text of what an RPC ends with: peers bound what lies in headers.
