@@ -321,8 +321,8 @@ func schedule(t *testing.T, seed uint64) (o outcome) {
 			tr.read(func(id uint32) {
 				h := &handler{kind: kindOf[id], ended: make(chan struct{}), whole: make(chan struct{}, 1<<12), acked: acks}
 				once := sync.OnceFunc(func() { close(h.ended) })
-				ok := false
 				fields := map[string][]string{"a": {strings.Repeat("b", int(seed+uint64(id))%20*kib)}}
+				var ok bool
 				if h.rpc, ok = tr.Open(fields, func(error) {
 					mu.Lock()
 					o.shed++

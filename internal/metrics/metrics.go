@@ -40,7 +40,7 @@ type Values struct {
 	EndedTensors                              map[Outcome]int64 // of transfers, by kind
 	MemoryUsed, MemoryPeak, MemoryLimit       int64             // bytes
 	MemoryKept                                int64             // bytes
-	ReceiveUsed, ReceiveLimit, ReceiveEnded   int64             // bytes, bytes, RPCs and connections
+	ReceiveUsed, ReceiveLimit, ReceiveEnded   int64             // bytes; RPCs and connections
 	HeapLimit                                 int64             // bytes
 	StoreUsed, StoreLimit                     int64             // bytes; 0: there is no store, or it does not tell
 	RunsAbandoned, Panics                     int64

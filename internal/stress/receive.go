@@ -45,23 +45,23 @@ type attack struct {
 var attacks = []attack{
 	{"resets", 16, 1, false, func(a *attacker) error {
 		id, err := a.open(computeRPC)
-		return errors.Join(err, a.data(id, mib, 64*kib, 16*kib, 0), a.reset(id))
+		return errors.Join(err, a.data(id, 64*kib, 16*kib, 0), a.reset(id))
 	}},
 	{"unfinished messages on many connections", 1000, 1, false, func(a *attacker) error {
 		id, err := a.open(computeRPC)
-		return errors.Join(err, a.data(id, mib, mib-1, 16*kib, 0), a.rest())
+		return errors.Join(err, a.data(id, mib-1, 16*kib, 0), a.rest())
 	}},
 	{"unfinished messages on many streams", 16, 100, false, func(a *attacker) error {
 		id, err := a.open(computeRPC)
-		return errors.Join(err, a.data(id, mib, mib-1, 16*kib, 0), a.rest())
+		return errors.Join(err, a.data(id, mib-1, 16*kib, 0), a.rest())
 	}},
 	{"tiny frames", 4, 64, false, func(a *attacker) error {
 		id, err := a.open(computeRPC)
-		return errors.Join(err, a.data(id, mib, mib-1, 1, 0))
+		return errors.Join(err, a.data(id, mib-1, 1, 0))
 	}},
 	{"padded frames", 4, 64, false, func(a *attacker) error {
 		id, err := a.open(computeRPC)
-		return errors.Join(err, a.data(id, mib, mib-1, 1, 255))
+		return errors.Join(err, a.data(id, mib-1, 1, 255))
 	}},
 	{"metadata", 100, 100, false, func(a *attacker) error {
 		_, err := a.open(computeRPC, strings.Repeat("x", 15*kib))
@@ -79,7 +79,7 @@ var attacks = []attack{
 		}
 		b, err := proto.Marshal(hello)
 		id, e := a.open(sessionRPC)
-		return errors.Join(err, e, a.message(id, b), a.data(id, mib, mib-1, 16*kib, 0), a.rest())
+		return errors.Join(err, e, a.message(id, b), a.data(id, mib-1, 16*kib, 0), a.rest())
 	}},
 	{"results that nobody reads", 100, 1, true, func(a *attacker) error {
 		calls := &pb.Frame{Hello: &pb.Hello{Version: 1, SessionId: newID(), MaxChunkBytes: mib, AllowanceBytes: mib, Checksum: pb.Checksum_CHECKSUM_CRC32C, MaxOpenTensors: 64}}
@@ -136,10 +136,10 @@ func (a *attacker) open(method string, values ...string) (id uint32, err error) 
 	return id, a.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: []byte(a.block.String()), EndHeaders: true})
 }
 
-// data sends so many bytes of a message that is said to have size bytes, in frames of
-// frame bytes and padding.
-func (a *attacker) data(id uint32, size, bytes, frame, padding int) error {
-	b := append(binary.BigEndian.AppendUint32([]byte{0}, uint32(size)), make([]byte, bytes)...)
+// data sends so many bytes of a message that is said to have a MiB, in frames of frame
+// bytes and padding.
+func (a *attacker) data(id uint32, bytes, frame, padding int) error {
+	b := append(binary.BigEndian.AppendUint32([]byte{0}, mib), make([]byte, bytes)...)
 	pad := make([]byte, padding)
 	for len(b) > 0 {
 		n := min(len(b), frame)
