@@ -35,20 +35,23 @@ func processMemory(root fs.FS) int64 {
 	return least
 }
 
-// limitHeap has Go collect rather than take memory that the process may not have: all,
-// less what lies outside its heap. GOMEMLIMIT goes before.
+// limitHeap has Go collect rather than take memory that the process may not have.
+// GOMEMLIMIT goes before.
 func limitHeap(e *engines, s store.Store) {
 	if os.Getenv("GOMEMLIMIT") != "" {
 		return
 	}
-	all := processMemory(os.DirFS("/"))
-	_, _, memory := e.host.Budget().Used()
-	outside := memory + memory/server.ReceiveShare + e.cfg.pinned
+	var stored int64
 	if m, ok := s.(*store.Memory); ok {
-		_, limit := m.Used()
-		outside += limit
+		_, stored = m.Used()
 	}
-	debug.SetMemoryLimit(max(all-all/heapReserve-outside, leastHeap))
+	debug.SetMemoryLimit(heapLimit(processMemory(os.DirFS("/")), e.cfg.memory, stored+e.cfg.pinned))
+}
+
+// heapLimit is what Go's heap may have of all: what is left by tensors, by what clients
+// have sent, and by what else lies outside the heap.
+func heapLimit(all, memory, outside int64) int64 {
+	return max(all-all/heapReserve-memory-memory/server.ReceiveShare-outside, leastHeap)
 }
 
 // machineMemory is the machine's memory, or MaxInt64 if unknown.

@@ -11,16 +11,13 @@ const (
 	// largestBytes the most of it that one tensor has.
 	baseBytes    = 48 * mib
 	largestBytes = 32 * mib
-	// spareRSS is what a server may take beside its memory budget.
-	spareRSS = 256 * mib
-	// baseRSS and connectionRSS are what docs/limits.md allows a server for itself and for
-	// each connection; spareReceived is what it may take at any time beside them and what
+	// baseRSS, connectionRSS and sessionRSS are what docs/limits.md allows a server for
+	// itself, for each connection and for each session; spareReceived is what it may take at any time beside them and what
 	// it charges, whatever peers send.
 	baseRSS       = 32 * mib
 	connectionRSS = 64 * kib
+	sessionRSS    = 20 * kib
 	spareReceived = 32 * mib
-	// attackRest is how long an attacker leaves things as they are.
-	attackRest = 15 * time.Second
 	// scrapeWait bounds one answer of a metrics listener.
 	scrapeWait = 20 * time.Second
 	// settleWait is how long a server may take until nothing is open any more.

@@ -78,12 +78,13 @@ func (s *stage) measure(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	peak, limit := float64(memory.Peak), after["tensorferry_memory_limit_bytes"]
+	peak, limit := float64(memory.Peak), after["tensorferry_memory_limit_bytes"]+after["tensorferry_receive_limit_bytes"]
+	spare := float64(baseRSS + spareReceived + s.n*sessionRSS + (s.n+perConnection-1)/perConnection*connectionRSS)
 	fmt.Fprintf(s.out, "  after they ended %v goroutines, %v descriptors, as before\n", after["go_goroutines"], after["process_open_fds"])
 	fmt.Fprintf(s.out, "  budget           %s granted at most, of %s\n", mibs(after["tensorferry_memory_peak_bytes"]), mibs(limit))
-	fmt.Fprintf(s.out, "  RSS at most      %s; allowed %s and the budget: %s\n", mibs(peak), mibs(spareRSS), mibs(spareRSS+limit))
-	if peak > spareRSS+limit {
-		return fmt.Errorf("the server took %s, %s more than allowed", mibs(peak), mibs(peak-spareRSS-limit))
+	fmt.Fprintf(s.out, "  RSS at most      %s; allowed %s and the budgets: %s\n", mibs(peak), mibs(spare), mibs(spare+limit))
+	if peak > spare+limit {
+		return fmt.Errorf("the server took %s, %s more than allowed", mibs(peak), mibs(peak-spare-limit))
 	}
 	return nil
 }
