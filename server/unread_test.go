@@ -125,6 +125,38 @@ func TestConnectionsThatNobodyReadsDoNotFillTheLog(t *testing.T) {
 	f.isEmpty(t)
 }
 
+// TestResultsThatOnlyGRPCHoldsAreNoLostRun leaves a result unread, in a window that does
+// not grow: the session ends, and its run waits for nobody, long before the connection is
+// closed.
+func TestResultsThatOnlyGRPCHoldsAreNoLostRun(t *testing.T) {
+	testkit.Start(t)
+	const idle = 2200 * time.Millisecond // a run is given up 5 s after its call, a connection closed after 4 times idle
+	log := &notes{}
+	f := serve(t, func(c *server.Config) { c.Log, c.Session.ChunkIdle = log.log(), stream.Instant(idle) })
+	conn, err := grpc.NewClient(f.addr, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithInitialWindowSize(64<<10), grpc.WithInitialConnWindowSize(64<<10))
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, conn.Close()) })
+	s, err := pb.NewTensorServiceClient(conn).StreamTensors(t.Context())
+	require.NoError(t, err)
+	o := offering("relu", make([]byte, 256<<10), mib)
+	o.desc.Dtype, o.desc.OnAllowance = pb.DataType_DATA_TYPE_INT8, true
+	hello := &pb.Hello{Version: 1, SessionId: newID(), MaxChunkBytes: mib, AllowanceBytes: mib, Checksum: pb.Checksum_CHECKSUM_CRC32C, MaxOpenTensors: 64}
+	require.NoError(t, s.Send(&pb.Frame{Hello: hello, Calls: []*pb.Call{o.call}, Descs: []*pb.TensorDesc{o.desc}, Chunk: sealed(o.desc.TensorId, 0, o.data)}))
+	testkit.Eventually(t, func() bool { return f.counters(t)["calls_ok_total"]+f.counters(t)["calls_deadline_exceeded_total"] > 0 && f.counters(t)["calls"] == 0 }, "the end of the call")
+	used, _, _ := f.host.Budget().Used()
+	require.Positive(t, used, "what gRPC holds is charged")
+	h := healthpb.NewHealthClient(f.dial(t))
+	testkit.Eventually(t, func() bool {
+		r, err := h.Check(t.Context(), &healthpb.HealthCheckRequest{Service: "model/relu"})
+		require.NoError(t, err)
+		require.Equal(t, healthy, r.GetStatus())
+		return strings.Contains(log.String(), "its peer does not read")
+	}, "the end of the connection")
+	f.isEmpty(t)
+	require.Zero(t, f.counters(t)["runs_abandoned_total"])
+}
+
 func TestAnAnswerThatIsReadIsNobodysLoan(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, nil)

@@ -36,39 +36,38 @@ const (
 type attack struct {
 	name        string
 	connections int
-	streams     int           // of each at a time
-	deaf        bool          // nobody reads the connections
-	times       time.Duration // as long as others
+	streams     int  // of each at a time
+	deaf        bool // nobody reads the connections
 	// on does it on one stream of a connection, and again until its error.
 	on func(a *attacker) error
 }
 
 var attacks = []attack{
-	{"resets", 16, 8, false, 1, func(a *attacker) error {
+	{"resets", 16, 8, false, func(a *attacker) error {
 		id, err := a.open(computeRPC)
 		return errors.Join(err, a.data(id, mib-1, 16*kib, 0), a.reset(id))
 	}},
-	{"unfinished messages on many connections", 1000, 1, false, 1, func(a *attacker) error {
+	{"unfinished messages on many connections", 1000, 1, false, func(a *attacker) error {
 		id, err := a.open(computeRPC)
 		return errors.Join(err, a.data(id, mib-1, 16*kib, 0), a.rest())
 	}},
-	{"unfinished messages on many streams", 16, 100, false, 1, func(a *attacker) error {
+	{"unfinished messages on many streams", 16, 100, false, func(a *attacker) error {
 		id, err := a.open(computeRPC)
 		return errors.Join(err, a.data(id, mib-1, 16*kib, 0), a.rest())
 	}},
-	{"tiny frames", 4, 64, false, 1, func(a *attacker) error {
+	{"tiny frames", 4, 64, false, func(a *attacker) error {
 		id, err := a.open(computeRPC)
 		return errors.Join(err, a.data(id, mib-1, 1, 0))
 	}},
-	{"padded frames", 4, 64, false, 1, func(a *attacker) error {
+	{"padded frames", 4, 64, false, func(a *attacker) error {
 		id, err := a.open(computeRPC)
 		return errors.Join(err, a.data(id, mib-1, 1, 255))
 	}},
-	{"metadata", 100, 100, false, 1, func(a *attacker) error {
+	{"metadata", 100, 100, false, func(a *attacker) error {
 		_, err := a.open(computeRPC, strings.Repeat("x", 15*kib))
 		return errors.Join(err, a.rest())
 	}},
-	{"allowances that do not come whole", 1000, 1, false, 1, func(a *attacker) error {
+	{"allowances that do not come whole", 1000, 1, false, func(a *attacker) error {
 		x, call := newID(), newID()
 		n := a.allowance
 		hello := &pb.Frame{
@@ -82,7 +81,7 @@ var attacks = []attack{
 		id, e := a.open(sessionRPC)
 		return errors.Join(err, e, a.message(id, b), a.data(id, mib-1, 16*kib, 0), a.rest())
 	}},
-	{"results that nobody reads", 20, 1, true, 1, func(a *attacker) error {
+	{"results that nobody reads", 20, 1, true, func(a *attacker) error {
 		calls := &pb.Frame{Hello: &pb.Hello{Version: 1, SessionId: newID(), MaxChunkBytes: mib, AllowanceBytes: mib, Checksum: pb.Checksum_CHECKSUM_CRC32C, MaxOpenTensors: 64}}
 		var data []*pb.Frame
 		for range 8 {
@@ -100,35 +99,6 @@ var attacks = []attack{
 		}
 		return errors.Join(err, a.rest())
 	}},
-	{stopped, 0, 0, false, 2, nil},
-}
-
-// stopped is the attack of clients whose process is stopped while results come. Their
-// sessions end after 30 s and the runs are given up after 35, when the connections have
-// not been closed: a run that only gRPC holds is no run that is lost.
-const stopped = "clients that are stopped"
-
-// compute has a client of its own compute until ctx ends.
-func compute(ctx context.Context, address string) {
-	for ctx.Err() == nil {
-		_ = func() error {
-			c, err := client.Dial(address, client.Config{})
-			if err != nil {
-				return err
-			}
-			defer func() { _ = c.Close() }()
-			s, err := c.Session(ctx)
-			if err != nil {
-				return err
-			}
-			x, err := tensor.Of(make([]float32, 16*mib))
-			if err != nil {
-				return err
-			}
-			_, err = s.Compute(ctx, "relu", x)
-			return err
-		}()
-	}
 }
 
 // attacker is one connection of an attack.
@@ -229,9 +199,6 @@ func (at *attack) run(ctx context.Context, address string) {
 			}
 		})
 	}
-	if at.name == stopped {
-		compute(ctx, address)
-	}
 	all.Wait()
 }
 
@@ -304,7 +271,7 @@ func runReceive(ctx context.Context, e *environment, args []string) error {
 	var err error
 	for _, a := range attacks {
 		if *only == "" || *only == a.name {
-			if failed := e.withstand(ctx, &a, *memory, *lasts*a.times); failed != nil {
+			if failed := e.withstand(ctx, &a, *memory, *lasts); failed != nil {
 				err = errors.Join(err, fmt.Errorf("%s: %w", a.name, failed))
 			}
 		}
@@ -376,13 +343,6 @@ func (e *environment) withstand(ctx context.Context, a *attack, memory string, l
 	if err := attackers.Start(); err != nil {
 		return err
 	}
-	if a.name == stopped {
-		stop := time.AfterFunc(lasts/40, func() { _ = attackers.Process.Signal(syscall.SIGSTOP) })
-		defer func() {
-			stop.Stop()
-			_ = attackers.Process.Signal(syscall.SIGCONT)
-		}()
-	}
 	_ = syscall.Setpriority(syscall.PRIO_PROCESS, attackers.Process.Pid, 15) // so that it starves nobody of the processor
 	over := after(lasts)
 	var worst, peak, charged int64
@@ -412,7 +372,7 @@ func (e *environment) withstand(ctx context.Context, a *attack, memory string, l
 		}()
 	}()
 	during, err := calls(over)
-	err = errors.Join(err, <-watched, attackers.Process.Signal(syscall.SIGCONT), attackers.Stop())
+	err = errors.Join(err, <-watched, attackers.Stop())
 	if err != nil {
 		return err
 	}
