@@ -135,6 +135,9 @@ func (s *Session) usable() bool {
 	}
 }
 
+// Received implements session.Handler.
+func (*Session) Received(*stream.Machine) {}
+
 // Event runs with the session locked.
 func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	switch e.Kind {

@@ -80,6 +80,12 @@ func codecs() (list []pb.Codec) {
 	return list
 }
 
+// ReceiveLimit returns how many bytes there are for what clients have sent, beside Budget.
+func (s *Server) ReceiveLimit() int64 {
+	_, limit, _ := s.connections.memory.Used()
+	return limit
+}
+
 // values are what the core has counted, and what the store holds.
 func (s *Server) values() metrics.Values {
 	v := s.core.Values()

@@ -30,9 +30,9 @@ const (
 
 // Limits of a server, by default. Each is visible in GetServiceInfo.
 const (
-	// ReceiveShare: what clients have sent and nothing has consumed may take this part
-	// (1/ReceiveShare) of the budget's bytes, beside them.
-	ReceiveShare       = 4
+	// receiveShare: what clients have sent and nothing has consumed may take this part
+	// (1/receiveShare) of the budget's bytes, beside them.
+	receiveShare       = 4
 	DefaultSessions    = 10_000 // sessions at a time
 	DefaultConnections = 1024   // connections at a time: goroutines, buffers and a descriptor of each
 	DefaultTransfers   = 256    // pushes and pulls at a time

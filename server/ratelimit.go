@@ -8,6 +8,7 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/session"
 )
 
@@ -39,12 +40,16 @@ type frames interface {
 // work is done at the expense of everybody's latency.
 type rateLimit struct {
 	frames
-	thin   *rate.Limiter // of the connection
-	opened atomic.Int64  // tensors
+	thin     *rate.Limiter // of the connection
+	opened   atomic.Int64  // tensors
+	received *inbound.RPC
 
 	owed int   // the last frame's work; belongs to the goroutine that receives, as below
 	seen int64 // of opened, before that frame
 }
+
+// Holds charges what is kept of what the peer has said.
+func (r *rateLimit) Holds(bytes int64) { r.received.Holds(bytes) }
 
 // Opened counts a tensor that the peer has opened.
 func (r *rateLimit) Opened() { r.opened.Add(1) }

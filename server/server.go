@@ -90,7 +90,8 @@ type Config struct {
 	// than 64 KiB means 64 KiB. Raise it when rate times round trip exceeds it.
 	WindowBytes int
 	// ReceiveBytes is the memory for what clients have sent and nothing has consumed yet,
-	// beside 64 KiB of each connection; 0 means a quarter of Budget, and at least 8 MiB.
+	// beside 64 KiB of each connection; 0 means a quarter of Budget. It is eight of the
+	// largest messages at least.
 	ReceiveBytes int64
 	// MemoryWait is how long a call waits for memory; 0 means DefaultMemoryWait.
 	MemoryWait time.Duration
@@ -140,7 +141,7 @@ func New(cfg Config) (*Server, error) {
 	cfg.setDefaults()
 	s := &Server{
 		cfg: cfg, limits: cfg.Session, log: cfg.Log, started: time.Now(), health: healthService{health.NewServer()},
-		connections: connections{log: cfg.Log, most: cfg.Connections, thin: cfg.ThinFrames, memory: inbound.NewMemory(cfg.ReceiveBytes)}, forget: func() {},
+		connections: connections{log: cfg.Log, most: cfg.Connections, thin: cfg.ThinFrames, memory: inbound.NewMemory(cfg.ReceiveBytes, cfg.messageBytes())}, forget: func() {},
 	}
 	s.core = serving.New(serving.Config{
 		Models: cfg.Models, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, Session: cfg.Session, MemoryWait: cfg.MemoryWait,
@@ -182,6 +183,15 @@ func New(cfg Config) (*Server, error) {
 	return s, nil
 }
 
+// messageBytes is the largest message of all services.
+func (cfg *Config) messageBytes() int64 {
+	most := int64(cfg.Session.ChunkBytes) + wire.MaxControlBytes
+	for _, svc := range cfg.Services {
+		most = max(most, int64(svc.MessageBytes))
+	}
+	return most
+}
+
 // setDefaults replaces what is zero.
 func (cfg *Config) setDefaults() {
 	if cfg.Log == nil {
@@ -197,7 +207,7 @@ func (cfg *Config) setDefaults() {
 	def(&cfg.StoredBytes, DefaultStoredBytes)
 	def(&cfg.MemoryWait, DefaultMemoryWait)
 	_, _, memory := cfg.Budget.Used()
-	def(&cfg.ReceiveBytes, memory/ReceiveShare)
+	def(&cfg.ReceiveBytes, memory/receiveShare)
 	def(&cfg.ThinFrames, DefaultThinFrames)
 	def(&cfg.WindowBytes, DefaultWindow)
 	def(&cfg.StreamsPerConnection, DefaultStreamsPerConn)
@@ -297,5 +307,5 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 // frames are those of a gRPC stream, at the rate of its connection.
 func (s *Server) frames(conn grpc.ServerStream) *rateLimit {
 	one := s.connections.of(conn.Context())
-	return &rateLimit{frames: wire.NewConn(conn, &one.flight), thin: one.thin}
+	return &rateLimit{frames: wire.NewConn(conn, &one.flight), thin: one.thin, received: received(conn.Context())}
 }

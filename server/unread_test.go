@@ -143,7 +143,9 @@ func TestResultsThatOnlyGRPCHoldsAreNoLostRun(t *testing.T) {
 	o.desc.Dtype, o.desc.OnAllowance = pb.DataType_DATA_TYPE_INT8, true
 	hello := &pb.Hello{Version: 1, SessionId: newID(), MaxChunkBytes: mib, AllowanceBytes: mib, Checksum: pb.Checksum_CHECKSUM_CRC32C, MaxOpenTensors: 64}
 	require.NoError(t, s.Send(&pb.Frame{Hello: hello, Calls: []*pb.Call{o.call}, Descs: []*pb.TensorDesc{o.desc}, Chunk: sealed(o.desc.TensorId, 0, o.data)}))
-	testkit.Eventually(t, func() bool { return f.counters(t)["calls_ok_total"]+f.counters(t)["calls_deadline_exceeded_total"] > 0 && f.counters(t)["calls"] == 0 }, "the end of the call")
+	testkit.Eventually(t, func() bool {
+		return f.counters(t)["calls_ok_total"]+f.counters(t)["calls_deadline_exceeded_total"] > 0 && f.counters(t)["calls"] == 0
+	}, "the end of the call")
 	used, _, _ := f.host.Budget().Used()
 	require.Positive(t, used, "what gRPC holds is charged")
 	h := healthpb.NewHealthClient(f.dial(t))

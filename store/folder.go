@@ -122,7 +122,10 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 		pushed: newIndex(map[string]*pushed{}), files: map[string]bool{}, parts: newIndex(map[string]part{}),
 	}
 	f.scan.files = map[string]*wholeFile{}
-	if err := errors.Join(f.isHere(), f.removeTemps()); err != nil {
+	if err = f.isHere(); err == nil { // or the temporary files are another store's
+		err = f.removeTemps()
+	}
+	if err != nil {
 		return nil, errors.Join(err, lock.Close())
 	}
 	if err := f.rescan(false); err != nil {

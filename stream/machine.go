@@ -85,6 +85,10 @@ func (m *Machine) Status() Status {
 	}
 }
 
+// Retained returns how many bytes are kept of what the peer has said of open calls: names,
+// params, metadata and what is kept per chunk.
+func (m *Machine) Retained() int { return m.calls.retained }
+
 // Stats counts what a machine has done. Bytes are of tensors, in whatever codec
 // they came.
 type Stats struct {

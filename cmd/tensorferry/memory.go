@@ -37,21 +37,21 @@ func processMemory(root fs.FS) int64 {
 
 // limitHeap has Go collect rather than take memory that the process may not have.
 // GOMEMLIMIT goes before.
-func limitHeap(e *engines, s store.Store) {
+func limitHeap(e *engines, s *server.Server, tensors store.Store) {
 	if os.Getenv("GOMEMLIMIT") != "" {
 		return
 	}
-	var stored int64
-	if m, ok := s.(*store.Memory); ok {
-		_, stored = m.Used()
+	outside := e.cfg.memory + e.cfg.pinned + s.ReceiveLimit()
+	if m, ok := tensors.(*store.Memory); ok {
+		_, limit := m.Used()
+		outside += limit
 	}
-	debug.SetMemoryLimit(heapLimit(processMemory(os.DirFS("/")), e.cfg.memory, stored+e.cfg.pinned))
+	debug.SetMemoryLimit(heapLimit(processMemory(os.DirFS("/")), outside))
 }
 
-// heapLimit is what Go's heap may have of all: what is left by tensors, by what clients
-// have sent, and by what else lies outside the heap.
-func heapLimit(all, memory, outside int64) int64 {
-	return max(all-all/heapReserve-memory-memory/server.ReceiveShare-outside, leastHeap)
+// heapLimit is what Go's heap may have of all, when so much lies outside of it.
+func heapLimit(all, outside int64) int64 {
+	return max(all-all/heapReserve-outside, leastHeap)
 }
 
 // machineMemory is the machine's memory, or MaxInt64 if unknown.

@@ -54,14 +54,14 @@ func TestTheLeastLimitOnTheWayUpHolds(t *testing.T) {
 
 func TestTheHeapHasWhatTensorsLeave(t *testing.T) {
 	const gib = int64(1 << 30)
-	for _, tc := range []struct{ all, memory, outside, want int64 }{
-		{16 * gib, 4 * gib, gib, 16*gib - gib - 5*gib - gib},
-		{512 << 20, 128 << 20, 32 << 20, (512 - 32 - 160 - 32) << 20},
-		{512 << 20, 512 << 20, 0, leastHeap},
-		{gib, 1 << 62, 0, leastHeap},
+	for _, tc := range []struct{ all, outside, want int64 }{
+		{16 * gib, 6 * gib, 9 * gib},
+		{512 << 20, 192 << 20, (512 - 32 - 192) << 20},
+		{512 << 20, 512 << 20, leastHeap},
+		{gib, 1 << 62, leastHeap},
 	} {
-		if got := heapLimit(tc.all, tc.memory, tc.outside); got != tc.want {
-			t.Errorf("of %d, %d for tensors and %d: %d for the heap, want %d", tc.all, tc.memory, tc.outside, got, tc.want)
+		if got := heapLimit(tc.all, tc.outside); got != tc.want {
+			t.Errorf("of %d, %d outside: %d for the heap, want %d", tc.all, tc.outside, got, tc.want)
 		}
 	}
 }

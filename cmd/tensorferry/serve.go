@@ -266,7 +266,6 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, tensors.Close()) }()
-	limitHeap(e, tensors)
 	sources := new(store.Sources)
 	if err := sources.Add(generator, store.Generator()); err != nil {
 		return err
@@ -282,6 +281,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	if err != nil {
 		return errors.Join(err, l.Close())
 	}
+	limitHeap(e, s, tensors)
 	var draining atomic.Bool
 	at, watching, unwatch, err := watch(c, metrics.Handler(registry, func() bool { return !draining.Load() }, c.pprof))
 	if err != nil {

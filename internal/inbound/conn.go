@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"sync"
 	"time"
 )
@@ -16,25 +17,32 @@ type Conn struct {
 	net.Conn
 	m    *Memory
 	max  int64       // bytes of the largest message
-	busy func() bool // results wait for what the peer has yet to say
+	busy func() bool // results wait for acknowledgements, or window, from the peer
 
 	r       *bufio.Reader
 	rest    int    // bytes of the current frame that gRPC has not read
 	opening uint32 // the RPC whose headers gRPC has read last
 	last    *RPC   // the one of the last data frame
 
-	granted chan struct{} // a token: what was wanted is charged
+	header [headerBytes]byte // of the frame that gRPC writes; of its writer, as those below
+	got    int               // bytes of header
+	skip   int               // bytes of the frame that follow
+
+	granted chan bool     // whether what was wanted is charged, or not wanted any more
 	done    chan struct{} // closed by Close
 	close   func() error
 
 	// Guarded by m.mu.
 	rpcs     map[uint32]*RPC
 	charged  int64
-	wants    int64 // what Read waits for; 0: it does not
-	wanting  *RPC  // for whom
-	consumed int64 // messages
-	looked   int64 // of consumed, when it was last looked at
-	opened   int64 // for RPCs themselves
+	wants    int64     // what Read waits for; 0: it does not
+	wanting  *RPC      // for whom
+	consumed int64     // messages
+	looked   int64     // of consumed, when it was last looked at
+	opened   int64     // for RPCs themselves
+	held     int64     // for what waits for the peer
+	since    time.Time // held has been more than Free since
+	shed     bool      // it was told to end
 	closed   bool
 }
 
@@ -60,6 +68,8 @@ type RPC struct {
 	begun bool      // there is a handler, which returns
 	shed  bool      // it was told to end
 	ended bool      // its handler has returned
+	over  bool      // gRPC takes nothing more for it
+	holds int64     // charged for what its handler keeps
 }
 
 // batch is messages that are uncharged with the last of them.
@@ -77,7 +87,9 @@ const (
 	headerBytes  = 9
 	typeData     = 0
 	typeHeaders  = 1
+	typeReset    = 3
 	typeContinue = 9
+	flagEnd      = 1
 	flagPadded   = 8
 )
 
@@ -86,7 +98,7 @@ const (
 func (m *Memory) Conn(c net.Conn, message int64, busy func() bool) *Conn {
 	conn := &Conn{
 		Conn: c, m: m, max: message, busy: busy, r: bufio.NewReaderSize(c, readBytes), rest: preface,
-		granted: make(chan struct{}, 1), done: make(chan struct{}), rpcs: make(map[uint32]*RPC),
+		granted: make(chan bool, 1), done: make(chan struct{}), rpcs: make(map[uint32]*RPC),
 	}
 	conn.close = sync.OnceValue(func() error {
 		close(conn.done)
@@ -108,6 +120,7 @@ func (c *Conn) End() {
 	c.closed = true
 	for _, r := range c.rpcs {
 		r.end()
+		r.close()
 	}
 	if c.charged == 0 {
 		delete(c.m.conns, c)
@@ -140,6 +153,8 @@ func (c *Conn) next() error {
 	switch kind := h[3]; {
 	case kind == typeHeaders, kind == typeContinue:
 		c.opening = id
+	case kind == typeReset:
+		c.ended(id)
 	case kind == typeData && n > 0 && n <= frameBytes: // gRPC refuses a larger one
 		if err := c.data(id, n, h[4]&flagPadded != 0); err != nil {
 			return err
@@ -147,6 +162,40 @@ func (c *Conn) next() error {
 	}
 	c.rest = headerBytes + n
 	return nil
+}
+
+// Write writes what gRPC sends, which it borrows, and sees the ends of RPCs in it: until
+// its status is written, gRPC takes an RPC's data whether there is a handler or not.
+func (c *Conn) Write(b []byte) (int, error) {
+	for rest := b; len(rest) > 0; {
+		if c.skip > 0 {
+			n := min(c.skip, len(rest))
+			c.skip -= n
+			rest = rest[n:]
+			continue
+		}
+		n := copy(c.header[c.got:], rest)
+		rest = rest[n:]
+		if c.got += n; c.got < headerBytes {
+			break
+		}
+		c.got = 0
+		c.skip = int(binary.BigEndian.Uint32(c.header[:]) >> 8)
+		kind, flags := c.header[3], c.header[4]
+		if kind == typeReset || flags&flagEnd != 0 && (kind == typeHeaders || kind == typeData) {
+			c.ended(binary.BigEndian.Uint32(c.header[5:]) &^ (1 << 31))
+		}
+	}
+	return c.Conn.Write(b)
+}
+
+// ended says that gRPC takes nothing more for an RPC.
+func (c *Conn) ended(id uint32) {
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	if r := c.rpcs[id]; r != nil {
+		r.close()
+	}
 }
 
 // data charges a data frame of n bytes.
@@ -157,7 +206,7 @@ func (c *Conn) data(id uint32, n int, padded bool) error {
 		r = c.rpcs[id]
 		c.m.mu.Unlock()
 	}
-	if c.last = r; r == nil { // it has ended: gRPC drops the bytes
+	if c.last = r; r == nil { // it is over: gRPC drops the bytes
 		return nil
 	}
 	ended := 0 // messages that end in this frame
@@ -187,8 +236,11 @@ func (c *Conn) data(id uint32, n int, padded bool) error {
 
 // frameCost is what gRPC allocates for a data frame of n bytes.
 func frameCost(n int) int64 {
-	if n > smallBytes {
+	switch {
+	case n > mediumBytes:
 		return frameBytes + overhead
+	case n > smallBytes:
+		return mediumBytes + overhead
 	}
 	return int64(n+n/8) + overhead // the allocator rounds up
 }
@@ -216,14 +268,14 @@ func (r *RPC) scan(b []byte) (ended int) {
 	return ended
 }
 
-// charge charges a frame with whose last byte the message after has ahead to come, and
-// waits until there is memory for it.
+// charge charges a frame, after which ahead bytes of the current message are still to
+// come, and waits until there is memory for it.
 func (r *RPC) charge(cost, ahead int64, ended int) error {
 	c := r.c
 	partial := ahead > 0 || r.got > 0
 	m := c.m
 	m.mu.Lock()
-	if r.ended {
+	if r.over {
 		m.mu.Unlock()
 		return nil
 	}
@@ -232,7 +284,7 @@ func (r *RPC) charge(cost, ahead int64, ended int) error {
 		c.wants, c.wanting, c.looked = n, r, c.consumed
 		m.waiting = append(m.waiting, c)
 		m.mu.Unlock()
-		if err := c.wait(); err != nil {
+		if charged, err := c.wait(); err != nil || !charged {
 			return err
 		}
 		m.mu.Lock()
@@ -240,7 +292,7 @@ func (r *RPC) charge(cost, ahead int64, ended int) error {
 		m.add(c, n)
 	}
 	defer m.mu.Unlock()
-	if r.ended { // while it waited
+	if r.over { // meanwhile
 		m.add(c, -n)
 		return nil
 	}
@@ -261,16 +313,16 @@ func (r *RPC) charge(cost, ahead int64, ended int) error {
 	return nil
 }
 
-// wait waits until what c wants is charged.
-func (c *Conn) wait() error {
+// wait waits until what c wants is charged, or not wanted any more.
+func (c *Conn) wait() (charged bool, err error) {
 	begin := time.Now()
 	look := time.NewTicker(lookEvery)
 	defer look.Stop()
 	for {
 		c.m.collect()
 		select {
-		case <-c.granted:
-			return nil
+		case charged := <-c.granted:
+			return charged, nil
 		case <-c.done:
 			return c.giveUp(net.ErrClosed)
 		case <-look.C:
@@ -283,27 +335,26 @@ func (c *Conn) wait() error {
 	}
 }
 
-// giveUp stops waiting, unless it was granted meanwhile.
-func (c *Conn) giveUp(err error) error {
+// giveUp stops waiting, unless that was over already.
+func (c *Conn) giveUp(err error) (charged bool, _ error) {
 	m := c.m
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if c.wants == 0 {
-		<-c.granted
-		return nil
+		return <-c.granted, nil
 	}
-	for i, o := range m.waiting {
-		if o == c {
-			m.waiting = append(m.waiting[:i], m.waiting[i+1:]...)
-			break
-		}
-	}
-	c.wants, c.wanting = 0, nil
-	m.admit()
+	c.unwant()
 	if errors.Is(err, ErrMemory) {
 		m.ended++
 	}
-	return err
+	return false, err
+}
+
+// unwant takes c out of those who wait; mu is held.
+func (c *Conn) unwant() {
+	c.m.waiting = slices.DeleteFunc(c.m.waiting, func(o *Conn) bool { return o == c })
+	c.wants, c.wanting = 0, nil
+	c.m.admit()
 }
 
 // Open charges the RPC whose headers gRPC has just read, with these fields. It reports
@@ -318,7 +369,7 @@ func (c *Conn) Open(fields map[string][]string, cancel func(error)) (*RPC, bool)
 	}
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	if full := c.m.opened+r.own > c.m.rpcs && c.opened > Free/2; full || !c.m.try(c, r.own) {
+	if full := c.m.opened+r.own > c.m.rpcs && c.opened > rpcsFree; full || !c.m.try(c, r.own) {
 		return nil, false
 	}
 	c.rpcs[r.id] = r
@@ -366,6 +417,7 @@ func (r *RPC) Cancelled() {
 	defer r.c.m.mu.Unlock()
 	if !r.begun {
 		r.end()
+		r.close()
 	}
 }
 
@@ -404,11 +456,13 @@ func (r *RPC) consume() {
 		return
 	}
 	n := b.charged
-	if r.head++; r.head == len(r.whole) {
+	r.head++
+	switch left := len(r.whole) - r.head; {
+	case left == 0 && cap(r.whole) > keptBatches:
+		r.whole, r.head = nil, 0
+	case left == 0, r.head >= keptBatches && r.head >= left: // no more moves than messages
+		r.whole = r.whole[:copy(r.whole, r.whole[r.head:])]
 		r.head = 0
-		if r.whole = r.whole[:0]; cap(r.whole) > keptBatches {
-			r.whole = nil
-		}
 	}
 	r.c.m.add(r.c, -n)
 }
@@ -423,18 +477,63 @@ func (r *RPC) End() {
 	r.end()
 }
 
-// end ends the RPC, once; mu is held.
+// end notes that the handler has returned; mu is held.
 func (r *RPC) end() {
 	if r.ended {
 		return
 	}
 	r.consume()
 	r.ended = true
-	delete(r.c.rpcs, r.id)
+	r.hold(0)
 	r.opened(-r.own)
-	r.c.m.leave(r.c, r.unread()-r.ahead)
-	r.c.m.add(r.c, -r.ahead-r.own)
-	r.whole, r.head, r.part, r.ahead, r.own = nil, 0, 0, 0, 0
+	r.c.m.add(r.c, -r.own)
+	r.own = 0
+	r.forget()
+}
+
+// close notes that gRPC takes nothing more for the RPC; mu is held.
+func (r *RPC) close() {
+	if r.over {
+		return
+	}
+	r.over = true
+	ahead := r.ahead
+	r.ahead = 0
+	if r.c.wanting == r {
+		r.c.unwant()
+		r.c.granted <- false
+	}
+	r.c.m.add(r.c, -ahead)
+	r.forget()
+}
+
+// forget leaves what lies unread to the collector, once nothing can be read and nothing
+// comes; mu is held.
+func (r *RPC) forget() {
+	if !r.ended || !r.over {
+		return
+	}
+	delete(r.c.rpcs, r.id)
+	r.c.m.leave(r.c, r.unread())
+	r.whole, r.head, r.part = nil, 0, 0
+}
+
+// Holds says that the handler keeps so many bytes of what the peer has said.
+func (r *RPC) Holds(n int64) {
+	if r == nil {
+		return
+	}
+	r.c.m.mu.Lock()
+	defer r.c.m.mu.Unlock()
+	if !r.ended {
+		r.hold(n)
+	}
+}
+
+// hold charges what the handler keeps; mu is held.
+func (r *RPC) hold(n int64) {
+	r.c.m.add(r.c, n-r.holds)
+	r.holds = n
 }
 
 // unread is what the RPC is charged for messages that it has not consumed; mu is held.
@@ -446,8 +545,8 @@ func (r *RPC) unread() int64 {
 	return n
 }
 
-// heaviest returns the RPC with most to consume that is stale, or any if young is set,
-// but not the one that waits; mu is held.
+// heaviest returns the RPC with the most unread bytes, except but: a stale one, or any if
+// young; mu is held.
 func (c *Conn) heaviest(young bool, but *RPC) (most *RPC) {
 	var bytes int64
 	for _, r := range c.rpcs {
@@ -462,9 +561,13 @@ func (c *Conn) heaviest(young bool, but *RPC) (most *RPC) {
 }
 
 // Hold charges n bytes more, or fewer than none, that wait for the peer to read them,
-// whether they fit or not.
+// whether they fit or not: what does not keeps the connection from being read.
 func (c *Conn) Hold(n int64) {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
+	if before := c.held; before <= Free && before+n > Free {
+		c.since = time.Now()
+	}
+	c.held += n
 	c.m.add(c, n)
 }

@@ -9,6 +9,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -128,8 +129,9 @@ func TestTheChargeIsWhatWasSentAndNotConsumed(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				m := NewMemory(0)
+				m := NewMemory(0, mib)
 				tr := m.transport(t, nil)
+				go func() { _, _ = io.Copy(io.Discard, tr.peer) }() // ends with the connection
 				var r *RPC
 				go tr.read(func(uint32) {
 					r, _ = tr.Open(map[string][]string{"a": {"bc"}}, nil)
@@ -172,9 +174,16 @@ func TestTheChargeIsWhatWasSentAndNotConsumed(t *testing.T) {
 				if got := m.charge(); len(c.want) > len(c.frames) && got != own-rpcBytes {
 					t.Errorf("an admitted RPC is charged %d", got)
 				}
+				unread := m.charge() - r.own
 				m.later = func(f func()) { go f() }
 				r.End()
 				r.End()
+				if got := m.charge(); got != unread {
+					t.Errorf("%d bytes are charged while gRPC has not written the status, want %d", got, unread)
+				}
+				if _, err := tr.Write(frame(typeHeaders, flagEnd, 1, nil)); err != nil {
+					t.Error(err)
+				}
 				synctest.Wait()
 				if got := m.charge(); got != 0 {
 					t.Errorf("%d bytes are charged for what has ended", got)
@@ -191,7 +200,7 @@ func TestTheChargeIsWhatWasSentAndNotConsumed(t *testing.T) {
 // TestWhatAnRPCLeftIsChargedUntilItIsCollected uses the collector itself.
 func TestWhatAnRPCLeftIsChargedUntilItIsCollected(t *testing.T) {
 	testkit.Start(t)
-	m := NewMemory(0)
+	m := NewMemory(0, mib)
 	tr := m.transport(t, nil)
 	rpcs := make(chan *RPC)
 	got := make(chan int)
@@ -204,11 +213,18 @@ func TestWhatAnRPCLeftIsChargedUntilItIsCollected(t *testing.T) {
 	go func() { _, _ = tr.peer.Write(frame(typeData, 0, 1, message(kib)[:100])) }()
 	<-got
 	r.End()
-	if n := m.charge(); n != 112+overhead {
-		t.Errorf("%d bytes are charged for what an RPC left", n)
-	}
+	all := int64(112 + 929 + 929/8 + 2*overhead)
 	go func() { _, _ = tr.peer.Write(frame(typeData, 0, 1, message(kib)[100:])) }()
-	<-got // of an RPC that has ended: gRPC drops it
+	<-got // gRPC takes it until the status is written
+	if n := m.charge(); n != all {
+		t.Errorf("%d bytes are charged for an RPC whose status is not written, want %d", n, all)
+	}
+	tr.ended(1)
+	if n := m.charge(); n != all {
+		t.Errorf("%d bytes are charged for what an RPC left, want %d", n, all)
+	}
+	go func() { _, _ = tr.peer.Write(frame(typeData, 0, 1, message(kib))) }()
+	<-got // and drops it afterwards
 	testkit.Eventually(t, func() bool {
 		m.collect()
 		return m.charge() == 0
@@ -216,6 +232,50 @@ func TestWhatAnRPCLeftIsChargedUntilItIsCollected(t *testing.T) {
 	_ = tr.peer.Close()
 	<-tr.over
 }
+
+func TestABacklogThatNeverEmptiesTakesNoMoreMemory(t *testing.T) {
+	m := NewMemory(0, mib)
+	r := &RPC{c: &Conn{m: m}, taken: true}
+	for range 3 {
+		r.whole = append(r.whole, batch{1, 0})
+	}
+	for range 100_000 {
+		r.whole = append(r.whole, batch{1, 0})
+		r.taken = true
+		r.consume()
+	}
+	if n := len(r.whole) - r.head; n != 3 || cap(r.whole) > 8*keptBatches {
+		t.Errorf("%d messages wait in a list of %d", n, cap(r.whole))
+	}
+}
+
+// TestTheEndOfAnRPCIsSeenInWhatIsWritten splits what gRPC writes at every place.
+func TestTheEndOfAnRPCIsSeenInWhatIsWritten(t *testing.T) {
+	written := slices.Concat(
+		frame(typeHeaders, 0, 1, make([]byte, 20)), frame(typeData, 0, 1, bytes.Repeat([]byte{typeReset, flagEnd}, 40)),
+		frame(4, flagEnd, 0, nil), frame(typeHeaders, flagEnd, 3, make([]byte, 5)), frame(typeReset, 0, 5, make([]byte, 4)), frame(typeData, flagEnd, 7, nil),
+	)
+	for cut := range written {
+		c := &Conn{Conn: discard{}, m: NewMemory(0, mib), rpcs: make(map[uint32]*RPC)}
+		for id := uint32(1); id < 11; id += 2 {
+			c.rpcs[id] = &RPC{c: c, id: id}
+		}
+		for _, b := range [][]byte{written[:cut], written[cut:]} {
+			if n, err := c.Write(b); n != len(b) || err != nil {
+				t.Fatal(n, err)
+			}
+		}
+		for id, want := range map[uint32]bool{1: false, 3: true, 5: true, 7: true, 9: false} {
+			if c.rpcs[id].over != want {
+				t.Errorf("cut at %d: RPC %d is over: %v", cut, id, !want)
+			}
+		}
+	}
+}
+
+type discard struct{ net.Conn }
+
+func (discard) Write(b []byte) (int, error) { return len(b), nil }
 
 func FuzzScan(f *testing.F) {
 	f.Add(append(message(3), message(0)...), []byte{1, 2, 3, 4})
@@ -291,14 +351,14 @@ const (
 	atOnce      = iota // as a session does
 	late               // as a push to a slow disk
 	waitsForAck        // as a push that waits for memory of results
-	never              // as one whose handler hangs, for at most 30 s
+	never              // as one whose handler hangs, for 30 s
 	kinds
 )
 
 // schedule runs one random schedule.
 func schedule(t *testing.T, seed uint64) (o outcome) {
 	rnd := rand.New(rand.NewPCG(seed, 11))
-	m := NewMemory(0)
+	m := NewMemory(0, mib)
 	m.limit = int64(256+rnd.IntN(1024)) * kib
 	m.share, m.rpcs = m.limit/shareOf, m.limit/shareOf
 	conns := 1 + rnd.IntN(4)
@@ -338,7 +398,10 @@ func schedule(t *testing.T, seed uint64) (o outcome) {
 				handlers[id] = h
 				delay := time.Duration((seed+uint64(id))%300) * time.Millisecond
 				handling.Go(func() {
-					defer h.rpc.End()
+					defer func() {
+						h.rpc.End()
+						tr.ended(id)
+					}()
 					n := h.handle(tr, delay)
 					mu.Lock()
 					o.consumed += n
@@ -423,7 +486,11 @@ func (h *handler) handle(tr *transport, delay time.Duration) (n int) {
 		case waitsForAck:
 			wait, clock = h.acked, time.After(30*time.Second)
 		case never:
-			clock = time.After(30 * time.Second)
+			select {
+			case <-time.After(30 * time.Second):
+			case <-tr.over:
+			}
+			continue
 		}
 		select {
 		case <-wait:

@@ -6,24 +6,28 @@ const (
 	// Free is what each connection may hold beside Memory's limit: a small call and its
 	// RPC pass however full the rest is.
 	Free = 64 << 10
-	// MinLimit is the least that Memory may be given: some messages of 1 MiB.
-	MinLimit = 8 << 20
+	// messages is how many of the largest messages there is room for at least, when their
+	// frames are large: gRPC may hold four times the bytes of small ones.
+	messages = 8
 	// shareOf: a connection has at most this part (1/shareOf) of the limit.
 	shareOf = 2
+	// rpcsFree is what RPCs themselves may take of a connection's Free.
+	rpcsFree = Free / 2
 
 	// readBytes is what is read from the socket at a time: two data frames.
 	readBytes = 32 << 10
-	// frameBytes is the largest data frame that gRPC accepts, and the buffer that it
-	// takes from its pool for each of more than smallBytes.
-	frameBytes = 16 << 10
-	smallBytes = 1 << 10
+	// frameBytes is the largest data frame that gRPC accepts. Frames of up to smallBytes lie
+	// in Go's heap, others in buffers of mediumBytes or frameBytes (wire.Buffers).
+	frameBytes  = 16 << 10
+	mediumBytes = 4 << 10
+	smallBytes  = 1 << 10
 	// overhead is what gRPC allocates for each frame beside its bytes: about 56 for what
 	// it queues, and a buffer's header.
 	overhead = 128
 	// rpcBytes is what an RPC keeps that has not been admitted to anything: a stack, the
 	// transport's stream, contexts and a timer.
 	rpcBytes = 12 << 10
-	// rpcsLimit is for all such RPCs beyond the two that each connection may have: 1 200
+	// rpcsLimit is for all such RPCs beyond the few that each connection may have: 1 200
 	// of them. What they keep lies in Go's heap, which takes as much again before it is
 	// collected.
 	rpcsLimit = 16 << 20
@@ -37,8 +41,11 @@ const (
 	// stale is how long an RPC may have a message that does not become complete, or is not
 	// consumed, before it may be ended for others that wait.
 	stale = time.Second
-	// pause is how long a connection waits, until it is closed.
-	pause = 20 * time.Second
+	// patience is how long a connection waits until the RPC that it waits for is ended, and
+	// pause how long until it is closed: before its peer gives it up, as gRPC's clients and
+	// their systems do when nothing that they send is read for 10 s.
+	patience = 5 * time.Second
+	pause    = 8 * time.Second
 	// collectAfter is how long what ended RPCs left may lie until a collection is run.
 	collectAfter = 2 * time.Second
 	// collectEvery is the least time between two collections that are run because what

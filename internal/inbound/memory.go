@@ -1,8 +1,7 @@
 // Package inbound charges what peers have sent and nobody has consumed.
 //
-// gRPC acknowledges a connection's bytes when it has read them, whether anybody wants
-// them or not: its windows bound what lies unread of one RPC, and not of a connection.
-// A Conn lies between gRPC and the socket. It finds the messages in the data frames,
+// gRPC returns window to a connection for every byte that it reads, consumed or not, so
+// its windows bound what lies unread of one RPC, and not of a connection. A Conn lies between gRPC and the socket. It finds the messages in the data frames,
 // charges each with its first byte, and reads no further while there is no memory for
 // the next. What an RPC leaves unread stays charged until it has been collected.
 //
@@ -19,7 +18,7 @@ import (
 	"time"
 )
 
-// ErrMemory is what ends an RPC, or a connection, that others waited for.
+// ErrMemory ends an RPC or a connection for want of memory.
 var ErrMemory = errors.New("inbound: no memory for what clients send")
 
 // Memory is what all connections of a server may hold of what their peers have sent.
@@ -39,13 +38,14 @@ type Memory struct {
 	collected  map[*Conn]int64 // likewise: the next collection frees it
 	collecting bool            // one that was asked for
 	asked      time.Time       // when it had ended
-	relieved   time.Time       // when an RPC of any connection was last looked for to be ended
+	relieved   time.Time       // when relieve last searched all connections
 	opened     int64           // for RPCs themselves, of all connections
 }
 
-// NewMemory returns a Memory of at least MinLimit bytes.
-func NewMemory(limit int64) *Memory {
-	limit = max(limit, MinLimit)
+// NewMemory returns a Memory of limit bytes, or as many as messages of so many bytes
+// need.
+func NewMemory(limit, message int64) *Memory {
+	limit = max(limit, messages*message)
 	return &Memory{limit: limit, share: limit / shareOf, rpcs: min(limit/shareOf, rpcsLimit), later: afterCollection, conns: make(map[*Conn]struct{}), left: make(map[*Conn]int64)}
 }
 
@@ -70,8 +70,8 @@ func (m *Memory) Used() (charged, limit, ended int64) {
 // beyond is the part of a connection's charge that counts in used.
 func beyond(charged int64) int64 { return max(0, charged-Free) }
 
-// fits reports whether c may have n bytes more; mu is held. c lacks memory of the whole if
-// not, unless it has its share.
+// fits reports whether c may have n bytes more; mu is held. whole tells what is short when
+// they do not fit: true, the limit of all; false, c's share.
 func (m *Memory) fits(c *Conn, n int64) (fits, whole bool) {
 	to := c.charged + n
 	if to <= Free {
@@ -108,7 +108,7 @@ func (m *Memory) admit() {
 			m.waiting = slices.Delete(m.waiting, i, i+1)
 			m.add(c, c.wants)
 			c.wants, c.wanting = 0, nil
-			c.granted <- struct{}{} // it has room for the one that is waited for
+			c.granted <- true // it has room for the one that is waited for
 		case whole:
 			return
 		default:
@@ -185,19 +185,24 @@ func (m *Memory) collect() {
 }
 
 // relieve ends an RPC that the waiting of c may be due to, if there is one: of c itself
-// if it waits in vain, else of the connection that has most.
+// if it waits in vain, else of the connection that has most, and at last the one that is
+// waited for. Without any, it closes the connection that leaves most unread.
 func (m *Memory) relieve(c *Conn, waited time.Duration) {
-	if victim := m.victim(c, waited); victim != nil {
-		victim.cancel(ErrMemory) // without the lock: gRPC opens RPCs under one of its own
+	// Without the lock: gRPC opens RPCs under one of its own.
+	switch rpc, conn := m.victim(c, waited); {
+	case rpc != nil:
+		rpc.cancel(ErrMemory)
+	case conn != nil:
+		_ = conn.Close()
 	}
 }
 
-// victim returns the RPC that relieve ends, nil if there is none.
-func (m *Memory) victim(c *Conn, waited time.Duration) *RPC {
+// victim returns the RPC that relieve ends, or the connection that it closes.
+func (m *Memory) victim(c *Conn, waited time.Duration) (*RPC, *Conn) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if c.wants == 0 {
-		return nil
+		return nil, nil
 	}
 	moved := c.consumed != c.looked
 	c.looked = c.consumed
@@ -217,11 +222,29 @@ func (m *Memory) victim(c *Conn, waited time.Duration) *RPC {
 		}
 		if most != nil {
 			victim = most.heaviest(false, nil)
+		} else if most = m.deaf(); most != nil && !most.shed {
+			most.shed = true
+			m.ended++
+			return nil, most
 		}
+	}
+	if victim == nil && waited >= patience && !c.wanting.shed {
+		victim = c.wanting
 	}
 	if victim != nil {
 		victim.shed = true
 		m.ended++
 	}
-	return victim
+	return victim, nil
+}
+
+// deaf returns the connection of which most is held for a peer that does not read, nil if
+// there is none; mu is held.
+func (m *Memory) deaf() (most *Conn) {
+	for c := range m.conns {
+		if c.held > Free && time.Since(c.since) >= stale && (most == nil || c.held > most.held) {
+			most = c
+		}
+	}
+	return most
 }

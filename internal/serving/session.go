@@ -30,6 +30,7 @@ type Session struct {
 	staging staging
 	// promised is the allowance of its hello.
 	promised uint32
+	retained int // bytes of what the peer has said of calls, when the last frame had come
 }
 
 // Conn carries frames.
@@ -37,6 +38,8 @@ type Conn interface {
 	session.Conn
 	// Opened hears of each tensor that the peer has opened.
 	Opened()
+	// Holds hears how many bytes are kept of what the peer has said of calls.
+	Holds(bytes int64)
 }
 
 // OpenSession admits a session (*RefusedError if not), which Serve then serves.
@@ -127,6 +130,14 @@ type input struct {
 	taken    int64         // bytes taken of the session's staging; as staged
 }
 
+// Received tells the connection what calls retain. The session is locked.
+func (s *Session) Received(m *stream.Machine) {
+	if n := m.Retained(); n != s.retained {
+		s.retained = n
+		s.conn.Holds(int64(n))
+	}
+}
+
 // Event runs with the session locked.
 func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	c := s.calls[e.Call]
@@ -153,6 +164,7 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 			return
 		}
 		delete(s.calls, e.Call)
+		s.Received(m)
 		s.core.callEnded(c.model, e.Code, c.took(now))
 		c.end()
 	}

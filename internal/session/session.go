@@ -40,6 +40,8 @@ type Conn interface {
 // quick, must not block and must not call Do. It may call the machine.
 type Handler interface {
 	Event(m *stream.Machine, now stream.Instant, e stream.Event)
+	// Received is called after each frame, and its events.
+	Received(m *stream.Machine)
 }
 
 // ErrPeerClosed is what a session ends with when the peer ended it in order.
@@ -326,6 +328,7 @@ func (s *Session) receive(f *frame.Frame, claim *stream.Claim) error {
 		s.m.Commit(now, claim, sum, failed)
 		s.dispatch(now)
 	}
+	s.handler.Received(s.m)
 	pending := s.m.Pending()
 	s.schedule()
 	s.mu.Unlock()

@@ -155,6 +155,8 @@ func (s *side) offer(m *stream.Machine, now stream.Instant, id tensor.ID, data [
 	s.offered = append(s.offered, mem)
 }
 
+func (*side) Received(*stream.Machine) {}
+
 func (s *side) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	switch e.Kind {
 	case stream.EventOpened:

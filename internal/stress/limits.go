@@ -16,7 +16,7 @@ const (
 	// it charges, whatever peers send.
 	baseRSS       = 32 * mib
 	connectionRSS = 64 * kib
-	sessionRSS    = 20 * kib
+	sessionRSS    = 24 * kib
 	spareReceived = 32 * mib
 	// scrapeWait bounds one answer of a metrics listener.
 	scrapeWait = 20 * time.Second

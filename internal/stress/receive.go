@@ -32,7 +32,7 @@ const (
 	sessionRPC = "/tensorferry.v1.TensorService/StreamTensors"
 )
 
-// attack is what peers do that speak HTTP/2 and obey its windows, and nothing else.
+// attack is what peers do that speak HTTP/2 by hand.
 type attack struct {
 	name        string
 	connections int
@@ -71,7 +71,7 @@ var attacks = []attack{
 		x, call := newID(), newID()
 		n := a.allowance
 		hello := &pb.Frame{
-			Hello: &pb.Hello{Version: 1, SessionId: newID(), MaxChunkBytes: mib, AllowanceBytes: mib, Checksum: pb.Checksum_CHECKSUM_CRC32C, MaxOpenTensors: 64},
+			Hello: a.hello(),
 			Calls: []*pb.Call{{Id: call, Model: "echo", Inputs: []*pb.Input{{Port: "x", TensorId: x}}}},
 			Descs: []*pb.TensorDesc{{
 				TensorId: x, Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: []int64{n}, SizeBytes: uint64(n), ChunkBytes: mib, CallId: call, Port: "x", OnAllowance: true,
@@ -81,8 +81,42 @@ var attacks = []attack{
 		id, e := a.open(sessionRPC)
 		return errors.Join(err, e, a.message(id, b), a.data(id, mib-1, 16*kib, 0), a.rest())
 	}},
+	// The status of an RPC that has ended waits behind data for which there is no window.
+	{"data after the end", 2, 100, false, func(a *attacker) error {
+		id, err := a.open(sessionRPC)
+		hello, e := proto.Marshal(&pb.Frame{Hello: a.hello()})
+		return errors.Join(err, e, a.message(id, hello), a.message(id, hello), a.data(id, mib-1, 16*kib, 0), a.rest())
+	}},
+	{"answers that nobody reads", 2, 30, false, func(a *attacker) error {
+		id, err := a.open(sessionRPC)
+		f := &pb.Frame{Hello: a.hello()}
+		for range 10 {
+			for range 60 {
+				f.Calls = append(f.Calls, &pb.Call{Id: newID(), Model: "nobody's"})
+			}
+			b, e := proto.Marshal(f)
+			err = errors.Join(err, e, a.message(id, b))
+			f = new(pb.Frame)
+		}
+		return errors.Join(err, a.rest())
+	}},
+	{"calls without their inputs", 10, 100, false, func(a *attacker) error {
+		id, err := a.open(sessionRPC)
+		params := make(map[string]string)
+		for i := range 8 {
+			params[fmt.Sprint(i)] = strings.Repeat("x", 4*kib)
+		}
+		f := &pb.Frame{Hello: a.hello()}
+		for range 30 {
+			f.Calls = []*pb.Call{{Id: newID(), Model: "echo", Inputs: []*pb.Input{{Port: "x", TensorId: newID()}}, Params: params}}
+			b, e := proto.Marshal(f)
+			err = errors.Join(err, e, a.message(id, b))
+			f = new(pb.Frame)
+		}
+		return errors.Join(err, a.rest())
+	}},
 	{"results that nobody reads", 20, 1, true, func(a *attacker) error {
-		calls := &pb.Frame{Hello: &pb.Hello{Version: 1, SessionId: newID(), MaxChunkBytes: mib, AllowanceBytes: mib, Checksum: pb.Checksum_CHECKSUM_CRC32C, MaxOpenTensors: 64}}
+		calls := &pb.Frame{Hello: a.hello()}
 		var data []*pb.Frame
 		for range 8 {
 			x, call := newID(), newID()
@@ -111,6 +145,11 @@ type attacker struct {
 	last   uint32     // RPC
 	fields *hpack.Encoder
 	block  *strings.Builder // of fields
+}
+
+// hello opens a session.
+func (*attacker) hello() *pb.Hello {
+	return &pb.Hello{Version: 1, SessionId: newID(), MaxChunkBytes: mib, AllowanceBytes: mib, Checksum: pb.Checksum_CHECKSUM_CRC32C, MaxOpenTensors: 64}
 }
 
 // open opens an RPC, with values of metadata.
@@ -224,8 +263,12 @@ func (at *attack) connect(ctx context.Context, address string) error {
 	}
 	block := new(strings.Builder)
 	a := &attacker{Framer: http2.NewFramer(conn, nil), ctx: ctx, allowance: mib, block: block, fields: hpack.NewEncoder(block)}
-	// No window of HTTP/2 keeps the server from sending.
-	if err := errors.Join(a.WriteSettings(http2.Setting{ID: http2.SettingInitialWindowSize, Val: gib}), a.WriteWindowUpdate(0, gib)); err != nil {
+	// A deaf peer has all the window that there is, another none.
+	window := uint32(0)
+	if at.deaf {
+		window = gib
+	}
+	if err := errors.Join(a.WriteSettings(http2.Setting{ID: http2.SettingInitialWindowSize, Val: window}), a.WriteWindowUpdate(0, gib)); err != nil {
 		return err
 	}
 	if !at.deaf {
@@ -345,7 +388,7 @@ func (e *environment) withstand(ctx context.Context, a *attack, memory string, l
 	}
 	_ = syscall.Setpriority(syscall.PRIO_PROCESS, attackers.Process.Pid, 15) // so that it starves nobody of the processor
 	over := after(lasts)
-	var worst, peak, charged int64
+	var worst, peak, charged, sessions int64
 	watched := make(chan error, 1)
 	go func() { // ends soon after over
 		watched <- func() error {
@@ -362,7 +405,7 @@ func (e *environment) withstand(ctx context.Context, a *attack, memory string, l
 				if spare := r.Own - n; spare > worst {
 					worst = spare
 				}
-				peak, charged = max(peak, r.Own), max(charged, n)
+				peak, charged, sessions = max(peak, r.Own), max(charged, n), max(sessions, int64(f["tensorferry_sessions"]))
 				select {
 				case <-over:
 					return nil
@@ -380,7 +423,7 @@ func (e *environment) withstand(ctx context.Context, a *attack, memory string, l
 		return f["tensorferry_sessions"] == 1 && f["tensorferry_receive_used_bytes"] < 64*kib && f["tensorferry_calls"] == 0
 	})
 	f, e2 := d.scrape(ctx)
-	worst -= baseRSS + int64(a.connections)*connectionRSS
+	worst -= baseRSS + int64(a.connections)*connectionRSS + sessions*sessionRSS
 	fmt.Fprintf(e.out, "%-40s RSS %s at most, %s charged at most, %s beyond what is charged and documented; p50 %v to %v, p99 %v to %v; %v ended for memory\n", a.name,
 		mibs(peak), mibs(charged), mibs(max(worst, 0)), at(before, .5), at(during, .5), at(before, .99), at(during, .99), f["tensorferry_receive_ended_total"])
 	if n := f["tensorferry_runs_abandoned_total"]; n > 0 {

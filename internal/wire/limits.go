@@ -22,17 +22,21 @@ const (
 	// back buffers of up to this capacity, and a copy of 1 KiB is cheaper anyway.
 	smallView = 1 << 10
 	// headBytes is the first capacity of a header buffer: a chunk's header and a
-	// few control parts. It must exceed smallView, or gRPC would not put it back.
-	headBytes = 4 << 10
+	// few control parts. It must exceed smallView, or gRPC would not put it back; no more,
+	// because a peer may leave thousands unread.
+	headBytes = smallView + 128
 	// maxColdBytes is the largest scratch that an idle session keeps.
 	maxColdBytes = 2 << 10
 	// maxPooledHead is the largest header buffer kept for the next frame.
 	maxPooledHead = MaxControlBytes + headBytes
-	// frameBytes is the largest HTTP/2 data frame that grpc-go sends.
-	frameBytes = 16 << 10
-	// keptBuffers is how many receive buffers that nobody uses keep their memory: 16 MiB,
-	// what eight connections have on their way.
-	keptBuffers = 1 << 10
+	// frameBytes is the largest HTTP/2 data frame that grpc-go sends, and takes. Smaller ones
+	// of up to mediumBytes lie in buffers of that size, so that no frame takes more than
+	// four times its bytes.
+	frameBytes  = 16 << 10
+	mediumBytes = 4 << 10
+	// keptBytes of receive buffers that nobody uses keep their memory, and a quarter of the
+	// smaller ones: what seven connections have on their way.
+	keptBytes = 12 << 20
 	// segmentBytes of buffers are mapped at a time.
 	segmentBytes = 1 << 20
 )

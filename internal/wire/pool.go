@@ -12,25 +12,56 @@ import (
 // Buffers is the pool of all connections' receive buffers. grpc's own clears each
 // before it is overwritten: 3 % of an upload's time (November 2026). Safe for
 // concurrent use.
-var Buffers mem.BufferPool = &buffers{rest: mem.DefaultBufferPool()}
+var Buffers mem.BufferPool = newBuffers(mem.DefaultBufferPool())
 
-// buffers keeps buffers of the largest data frame that grpc sends, outside the heap,
-// and leaves every larger size to grpc. It keeps few that nobody uses: of the others the
+// buffers keeps buffers for data frames, outside the heap, and leaves every larger size
+// to grpc.
+type buffers struct {
+	rest          mem.BufferPool
+	medium, large buffersOf
+}
+
+// buffersOf are buffers of one size. Few that nobody uses are kept: of the others the
 // system has the memory back. One that grpc forgets, as it does with what an RPC leaves
 // unread, comes back with the next collection.
-type buffers struct {
-	rest mem.BufferPool
+type buffersOf struct {
+	size, kept int
 
 	mu   sync.Mutex
 	warm []*[]byte // the last one is given out next; guarded by mu
 	cold []*[]byte // without memory until they are written to; guarded by mu
 }
 
+func newBuffers(rest mem.BufferPool) *buffers {
+	return &buffers{
+		rest: rest, medium: buffersOf{size: mediumBytes, kept: keptBytes / 4 / mediumBytes}, large: buffersOf{size: frameBytes, kept: keptBytes / frameBytes},
+	}
+}
+
 // Get hands over n bytes of whatever content.
 func (p *buffers) Get(n int) *[]byte {
-	if n > frameBytes || mem.IsBelowBufferPoolingThreshold(n) {
+	switch {
+	case n > frameBytes || mem.IsBelowBufferPoolingThreshold(n):
 		return p.rest.Get(n)
+	case n > mediumBytes:
+		return p.large.get(n)
 	}
+	return p.medium.get(n)
+}
+
+// Put takes a buffer over.
+func (p *buffers) Put(b *[]byte) {
+	switch cap(*b) {
+	case frameBytes:
+		p.large.put(b)
+	case mediumBytes:
+		p.medium.put(b)
+	default:
+		p.rest.Put(b)
+	}
+}
+
+func (p *buffersOf) get(n int) *[]byte {
 	p.mu.Lock()
 	b := pop(&p.warm)
 	if b == nil {
@@ -44,15 +75,10 @@ func (p *buffers) Get(n int) *[]byte {
 	return b
 }
 
-// Put takes a buffer over.
-func (p *buffers) Put(b *[]byte) {
-	if cap(*b) != frameBytes {
-		p.rest.Put(b)
-		return
-	}
-	*b = (*b)[:frameBytes]
+func (p *buffersOf) put(b *[]byte) {
+	*b = (*b)[:p.size]
 	p.mu.Lock()
-	if len(p.warm) < keptBuffers {
+	if len(p.warm) < p.kept {
 		p.warm = append(p.warm, b)
 		p.mu.Unlock()
 		return
@@ -65,22 +91,22 @@ func (p *buffers) Put(b *[]byte) {
 }
 
 // more makes buffers and returns one; mu is held.
-func (p *buffers) more() *[]byte {
+func (p *buffersOf) more() *[]byte {
 	m, err := slab.System.Alloc(segmentBytes)
 	if err != nil { // the system's limit of mappings
 		m = make([]byte, segmentBytes)
 	}
-	for len(m) > frameBytes {
-		p.cold = append(p.cold, p.handle(m[:frameBytes:frameBytes]))
-		m = m[frameBytes:]
+	for len(m) > p.size {
+		p.cold = append(p.cold, p.handle(m[:p.size:p.size]))
+		m = m[p.size:]
 	}
 	return p.handle(m)
 }
 
 // handle returns a pointer to a buffer that comes back when nobody has the pointer.
-func (p *buffers) handle(m []byte) *[]byte {
+func (p *buffersOf) handle(m []byte) *[]byte {
 	b := &m
-	runtime.AddCleanup(b, func(m []byte) { p.Put(p.handle(m)) }, m)
+	runtime.AddCleanup(b, func(m []byte) { p.put(p.handle(m)) }, m)
 	return b
 }
 

@@ -10,7 +10,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
-func (p *buffers) free() (warm, cold int) {
+func (p *buffersOf) free() (warm, cold int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return len(p.warm), len(p.cold)
@@ -18,31 +18,26 @@ func (p *buffers) free() (warm, cold int) {
 
 func TestBuffersOfTheLargestFrameComeFromThePool(t *testing.T) {
 	testkit.Start(t)
-	p := &buffers{rest: mem.NopBufferPool{}}
-	const segment = segmentBytes / frameBytes
-	for _, n := range []int{1025, 4096, frameBytes} {
+	p := newBuffers(mem.NopBufferPool{})
+	for _, n := range []int{1025, mediumBytes, mediumBytes + 1, frameBytes, 1, 1024, frameBytes + 1} {
 		b := p.Get(n)
 		require.Len(t, *b, n)
 		*b = (*b)[:n/2] // as gRPC does with padding
 		p.Put(b)
-		warm, cold := p.free()
-		require.Equal(t, 1, warm)
-		require.Equal(t, segment-1, cold)
 	}
-	for _, n := range []int{1, 1024, frameBytes + 1} {
-		b := p.Get(n)
-		require.Len(t, *b, n)
-		p.Put(b)
-		warm, cold := p.free()
-		require.Equal(t, segment, warm+cold, "another size is another pool's")
+	for _, of := range []*buffersOf{&p.medium, &p.large} {
+		warm, cold := of.free()
+		require.Equal(t, 1, warm, "the same one twice")
+		require.Equal(t, segmentBytes/of.size-1, cold)
 	}
 }
 
 func TestThePoolKeepsFewBuffersThatNobodyUses(t *testing.T) {
 	testkit.Start(t)
-	p := &buffers{rest: mem.NopBufferPool{}}
+	p := newBuffers(mem.NopBufferPool{})
+	kept := p.large.kept
 	var all []*[]byte
-	for i := range 3 * keptBuffers / 2 {
+	for i := range 3 * kept / 2 {
 		b := p.Get(frameBytes)
 		(*b)[0] = byte(i) | 1
 		all = append(all, b)
@@ -50,35 +45,33 @@ func TestThePoolKeepsFewBuffersThatNobodyUses(t *testing.T) {
 	for _, b := range all {
 		p.Put(b)
 	}
-	warm, cold := p.free()
-	require.Equal(t, keptBuffers, warm)
-	require.GreaterOrEqual(t, cold, keptBuffers/2)
+	warm, cold := p.large.free()
+	require.Equal(t, kept, warm)
+	require.GreaterOrEqual(t, cold, kept/2)
 	if runtime.GOOS == "linux" { // a page that the system took back is zero again
-		p.mu.Lock()
-		given := (*p.cold[len(p.cold)-1])[0]
-		p.mu.Unlock()
+		given := (*p.large.cold[len(p.large.cold)-1])[0]
 		require.Zero(t, given)
 	}
 }
 
 func TestBuffersThatAreForgottenComeBack(t *testing.T) {
 	testkit.Start(t)
-	p := &buffers{rest: mem.NopBufferPool{}}
+	p := newBuffers(mem.NopBufferPool{})
 	for range 100 {
 		mem.NewBuffer(p.Get(frameBytes), p) // and never freed
 	}
 	kept := mem.NewBuffer(p.Get(frameBytes), p)
 	view := kept.Slice(1, 2000)
 	kept.Free()
-	warm, cold := p.free()
+	warm, cold := p.large.free()
 	all := 101 + warm + cold
 	testkit.Eventually(t, func() bool {
 		runtime.GC()
-		warm, cold := p.free()
+		warm, cold := p.large.free()
 		return warm+cold == all-1
 	}, "the forgotten buffers")
 	require.Len(t, view.ReadOnlyData(), 1999)
 	view.Free()
-	warm, cold = p.free()
+	warm, cold = p.large.free()
 	require.Equal(t, all, warm+cold)
 }
