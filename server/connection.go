@@ -10,6 +10,7 @@ import (
 	"golang.org/x/time/rate"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/stats"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
@@ -43,6 +44,15 @@ type connection struct {
 }
 
 type connectionKey struct{}
+
+// room reports whether there is memory for an answer, unless somebody else counts it.
+func (c *connection) room(answer any, as *wire.Answer) bool {
+	m, ok := answer.(proto.Message)
+	if !ok || c.in == nil || as != nil && as.Charged {
+		return true
+	}
+	return c.in.Room(int64(proto.Size(m)))
+}
 
 // listener hands out connections whose address leads back to them: grpc shows
 // nothing else of a connection. One too many is closed at once: in the system's

@@ -67,10 +67,12 @@ type opened struct {
 	received *inbound.RPC
 	cancel   context.CancelCauseFunc
 	stream   atomic.Pointer[grpc.ServerTransportStream] // once there is a handler
+	told     atomic.Bool                                // to end
 }
 
 // end ends the RPC from outside.
 func (o *opened) end(cause error) {
+	o.told.Store(true)
 	if s := o.stream.Load(); s != nil {
 		endWith(*s, errReceived)
 	}
@@ -81,7 +83,9 @@ func (o *opened) end(cause error) {
 func handled(ctx context.Context) {
 	if o, ok := ctx.Value(openedKey{}).(*opened); ok {
 		s := grpc.ServerTransportStreamFromContext(ctx)
-		o.stream.Store(&s)
+		if o.stream.Store(&s); o.told.Load() {
+			endWith(s, errReceived)
+		}
 	}
 }
 
@@ -137,6 +141,9 @@ func (e *endpoint) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, h
 	if err != nil {
 		return nil, err
 	}
+	if !e.server.connections.of(ctx).room(resp, answer) {
+		return nil, statusOf(errReceived)
+	}
 	answer.Message = resp
 	return answer, nil
 }
@@ -145,7 +152,7 @@ func (e *endpoint) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, h
 // for the one message of the others.
 func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
 	booked := answering{
-		ServerStream: ss, flight: &e.server.connections.of(ss.Context()).flight, received: received(ss.Context()), unread: make(answers, unreadAnswers),
+		ServerStream: ss, one: e.server.connections.of(ss.Context()), received: received(ss.Context()), unread: make(answers, unreadAnswers),
 	}
 	handled(ss.Context())
 	if info.IsClientStream {
@@ -159,7 +166,7 @@ func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamSe
 // knows of. At most unreadAnswers lie unread.
 type answering struct {
 	grpc.ServerStream
-	flight   *wire.InFlight
+	one      *connection
 	received *inbound.RPC
 	unread   answers
 }
@@ -175,12 +182,15 @@ func (a answering) SendMsg(m any) error {
 	if _, frame := m.(*wire.Message); frame {
 		return a.ServerStream.SendMsg(m)
 	}
+	if !a.one.room(m, nil) {
+		return statusOf(errReceived)
+	}
 	select {
 	case a.unread <- struct{}{}:
 	case <-a.Context().Done():
 		return context.Cause(a.Context())
 	}
-	answer := &wire.Answer{Message: m, Held: a.unread, InFlight: a.flight}
+	answer := &wire.Answer{Message: m, Held: a.unread, InFlight: &a.one.flight}
 	err := a.ServerStream.SendMsg(answer)
 	if answer.Held != nil { // nobody has come to see it
 		answer.Held.Release()

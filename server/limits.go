@@ -24,15 +24,17 @@ const (
 	requestParts = 16 << 10
 	// computeBytes is the most that goes into the one message of Compute, each way.
 	computeBytes = 1 << 20
-	// listPage is the most tensors in one answer of ListTensors: 1 MB of long names.
-	listPage = 1000
+	// listPage is the most tensors in one answer of ListTensors, and listBytes the most of
+	// their names and shapes.
+	listPage  = 1000
+	listBytes = 128 << 10
 )
 
 // Limits of a server, by default. Each is visible in GetServiceInfo.
 const (
 	// receiveShare: what clients have sent and nothing has consumed may take this part
 	// (1/receiveShare) of the budget's bytes, beside them.
-	receiveShare       = 4
+	receiveShare       = 2
 	DefaultSessions    = 10_000 // sessions at a time
 	DefaultConnections = 1024   // connections at a time: goroutines, buffers and a descriptor of each
 	DefaultTransfers   = 256    // pushes and pulls at a time

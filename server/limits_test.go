@@ -666,7 +666,7 @@ func TestAListComesInPagesOfTheLimit(t *testing.T) {
 		}
 	}
 	for i := range 1000 {
-		put(t, m, fmt.Sprintf("%04d%s", i, strings.Repeat("n", 508)), []byte{1})
+		put(t, m, fmt.Sprintf("%04d%s", i, strings.Repeat("n", 100)), []byte{1})
 	}
 	require.Equal(t, []int{1000}, pages(0))
 	put(t, m, "one more", []byte{1})
@@ -674,6 +674,10 @@ func TestAListComesInPagesOfTheLimit(t *testing.T) {
 		require.Equal(t, []int{1000, 1}, pages(size))
 	}
 	require.Equal(t, []int{500, 500, 1}, pages(500))
+	for i := range 300 { // a page ends before its names have more than 128 KiB
+		put(t, m, fmt.Sprintf("z%03d%s", i, strings.Repeat("n", 508)), []byte{1})
+	}
+	require.Equal(t, []int{1000, 253, 48}, pages(0))
 	r, err := stub.ListTensors(t.Context(), &pb.ListTensorsRequest{PageToken: strings.Repeat("\uffff", 100_000)})
 	require.NoError(t, err)
 	require.Empty(t, r.GetTensors())

@@ -90,7 +90,7 @@ type Config struct {
 	// than 64 KiB means 64 KiB. Raise it when rate times round trip exceeds it.
 	WindowBytes int
 	// ReceiveBytes is the memory for what clients have sent and nothing has consumed yet,
-	// beside 64 KiB of each connection; 0 means a quarter of Budget. It is eight of the
+	// beside 64 KiB of each connection; 0 means half of Budget. It is sixteen of the
 	// largest messages at least.
 	ReceiveBytes int64
 	// MemoryWait is how long a call waits for memory; 0 means DefaultMemoryWait.

@@ -56,6 +56,9 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 
 // ListTensors lists a page of the store.
 func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*pb.ListTensorsResponse, error) {
+	if !received(ctx).Take(4 * listBytes) { // names, messages, and their bytes
+		return nil, errReceived
+	}
 	out := &pb.ListTensorsResponse{}
 	if req.GetPageToken() == "" {
 		out.Sources = s.cfg.Sources.Names()
@@ -80,6 +83,12 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 	if len(list) > most {
 		list = list[:most]
 		out.NextPageToken = list[most-1].Name
+	}
+	for n, bytes := 0, 0; n < len(list); n++ { // a shorter page where names are long
+		if bytes += len(list[n].Name) + 8*len(list[n].Shape); bytes > listBytes {
+			list = list[:max(n, 1)]
+			out.NextPageToken = list[len(list)-1].Name
+		}
 	}
 	for _, i := range list {
 		size, err := i.Bytes()

@@ -42,7 +42,9 @@ const (
 	// pendingControl bounds answers that wait because the peer does not read, and
 	// pendingBytes their texts.
 	pendingControl = 2048
-	pendingBytes   = 512 * kib
+	// answerBytes is what an answer takes beside its text.
+	answerBytes  = 400
+	pendingBytes = 512 * kib
 	// retainedQueue is the capacity retained of each queue and map that has become empty,
 	// and retainedEvents that of the events.
 	retainedQueue  = 64

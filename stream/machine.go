@@ -85,9 +85,11 @@ func (m *Machine) Status() Status {
 	}
 }
 
-// Retained returns how many bytes are kept of what the peer has said of open calls: names,
-// params, metadata and what is kept per chunk.
-func (m *Machine) Retained() int { return m.calls.retained }
+// Retained returns how many bytes are kept of what the peer has said of calls, names,
+// params, metadata and what is kept per chunk, and for answers that wait for it.
+func (m *Machine) Retained() int {
+	return m.calls.retained + m.waiting + (len(m.failures)+len(m.calls.answers))*answerBytes
+}
 
 // Stats counts what a machine has done. Bytes are of tensors, in whatever codec
 // they came.

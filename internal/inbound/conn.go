@@ -43,6 +43,7 @@ type Conn struct {
 	held     int64     // for what waits for the peer
 	since    time.Time // held has been more than Free since
 	shed     bool      // it was told to end
+	parts    int       // RPCs that wait for the rest of a message
 	closed   bool
 }
 
@@ -63,10 +64,12 @@ type RPC struct {
 	part  int64     // charged for the frames of a message that has not come as a whole
 	ahead int64     // charged for what has not come of it
 	own   int64     // charged for the RPC itself
-	since time.Time // of the first message that is not consumed
+	since time.Time // the first whole message was not consumed, or the part began
+	came  int64     // bytes of the part
 	taken bool      // its handler reads, or has, the first message
 	begun bool      // there is a handler, which returns
 	shed  bool      // it was told to end
+	waits bool      // for the rest of a message, and is one of c.parts
 	ended bool      // its handler has returned
 	over  bool      // gRPC takes nothing more for it
 	holds int64     // charged for what its handler keeps
@@ -231,7 +234,7 @@ func (c *Conn) data(id uint32, n int, padded bool) error {
 	if ahead > c.max { // gRPC refuses the message
 		ahead = 0
 	}
-	return r.charge(frameCost(n), ahead, ended)
+	return r.charge(n, ahead, ended)
 }
 
 // frameCost is what gRPC allocates for a data frame of n bytes.
@@ -268,9 +271,12 @@ func (r *RPC) scan(b []byte) (ended int) {
 	return ended
 }
 
-// charge charges a frame, after which ahead bytes of the current message are still to
-// come, and waits until there is memory for it.
-func (r *RPC) charge(cost, ahead int64, ended int) error {
+// charge charges a frame of so many bytes, with which messages have ended, and after which
+// ahead bytes of the current one are still to come. It waits until there is memory, but
+// only while nothing of the connection is in parts, whose rest would wait with it: then
+// the RPC is ended if there is none.
+func (r *RPC) charge(bytes int, ahead int64, ended int) error {
+	cost := frameCost(bytes)
 	c := r.c
 	partial := ahead > 0 || r.got > 0
 	m := c.m
@@ -279,8 +285,19 @@ func (r *RPC) charge(cost, ahead int64, ended int) error {
 		m.mu.Unlock()
 		return nil
 	}
+	if r.shed { // no message of it is waited for
+		ahead = 0
+	}
 	n := cost + ahead - r.ahead
-	if n > 0 && !m.try(c, n) {
+	switch {
+	case n <= 0, c.parts > 0 && m.after(c, n) <= m.limit, r.shed && (c.parts > 0 || r.unread() < Free):
+		m.add(c, n)
+	case c.parts > 0:
+		r.tell()
+		ahead, n = 0, cost
+		m.add(c, n)
+		defer r.cancel(ErrMemory)
+	case !m.try(c, n):
 		c.wants, c.wanting, c.looked = n, r, c.consumed
 		m.waiting = append(m.waiting, c)
 		m.mu.Unlock()
@@ -288,18 +305,22 @@ func (r *RPC) charge(cost, ahead int64, ended int) error {
 			return err
 		}
 		m.mu.Lock()
-	} else if n <= 0 {
-		m.add(c, n)
 	}
 	defer m.mu.Unlock()
 	if r.over { // meanwhile
 		m.add(c, -n)
 		return nil
 	}
-	r.ahead = ahead
-	if r.head == len(r.whole) && r.part == 0 {
-		r.since = time.Now()
+	if r.shed {
+		ahead = 0
 	}
+	m.add(c, cost+ahead-r.ahead-n) // it was told to end meanwhile
+	r.ahead = ahead
+	if r.head == len(r.whole) && (r.part == 0 || ended > 0) {
+		r.since, r.came = time.Now(), 0
+	}
+	r.came += int64(bytes)
+	r.wait(partial && !r.shed && !r.ended)
 	switch {
 	case ended == 0:
 		r.part += cost
@@ -369,9 +390,10 @@ func (c *Conn) Open(fields map[string][]string, cancel func(error)) (*RPC, bool)
 	}
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	if full := c.m.opened+r.own > c.m.rpcs && c.opened > rpcsFree; full || !c.m.try(c, r.own) {
+	if full := c.m.opened+r.own > c.m.rpcs && c.opened > rpcsFree; full || c.m.after(c, r.own) > c.m.limit {
 		return nil, false
 	}
+	c.m.add(c, r.own)
 	c.rpcs[r.id] = r
 	r.opened(r.own)
 	return r, true
@@ -449,7 +471,7 @@ func (r *RPC) consume() {
 		return
 	}
 	r.taken = false
-	r.since = time.Now()
+	r.since, r.came = time.Now(), 0
 	r.c.consumed++
 	b := &r.whole[r.head]
 	if b.messages--; b.messages > 0 {
@@ -484,6 +506,7 @@ func (r *RPC) end() {
 	}
 	r.consume()
 	r.ended = true
+	r.wait(false)
 	r.hold(0)
 	r.opened(-r.own)
 	r.c.m.add(r.c, -r.own)
@@ -497,6 +520,7 @@ func (r *RPC) close() {
 		return
 	}
 	r.over = true
+	r.wait(false)
 	ahead := r.ahead
 	r.ahead = 0
 	if r.c.wanting == r {
@@ -530,6 +554,20 @@ func (r *RPC) Holds(n int64) {
 	}
 }
 
+// Take is Holds for what there must be memory for: else it reports false.
+func (r *RPC) Take(n int64) bool {
+	if r == nil {
+		return true
+	}
+	r.c.m.mu.Lock()
+	defer r.c.m.mu.Unlock()
+	if fits, _ := r.c.m.fits(r.c, n-r.holds); !fits || r.ended {
+		return false
+	}
+	r.hold(n)
+	return true
+}
+
 // hold charges what the handler keeps; mu is held.
 func (r *RPC) hold(n int64) {
 	r.c.m.add(r.c, n-r.holds)
@@ -545,12 +583,40 @@ func (r *RPC) unread() int64 {
 	return n
 }
 
-// heaviest returns the RPC with the most unread bytes, except but: a stale one, or any if
-// young; mu is held.
-func (c *Conn) heaviest(young bool, but *RPC) (most *RPC) {
+// wait notes whether the RPC waits for the rest of a message; mu is held.
+func (r *RPC) wait(waits bool) {
+	if r.waits != waits {
+		r.waits = waits
+		if waits {
+			r.c.parts++
+		} else {
+			r.c.parts--
+		}
+	}
+}
+
+// tell notes that the RPC is told to end; mu is held.
+func (r *RPC) tell() {
+	r.shed = true
+	r.c.m.ended++
+	r.wait(false)
+	ahead := r.ahead
+	r.ahead = 0
+	r.c.m.add(r.c, -ahead)
+}
+
+// stale reports whether the RPC has a message that nobody consumes, or that hardly comes;
+// mu is held.
+func (r *RPC) stale() bool {
+	took := time.Since(r.since)
+	return took >= stale && (r.head < len(r.whole) || float64(r.came) < took.Seconds()*slowest)
+}
+
+// heaviest returns the stale RPC with the most unread bytes, except but; mu is held.
+func (c *Conn) heaviest(but *RPC) (most *RPC) {
 	var bytes int64
 	for _, r := range c.rpcs {
-		if r == but || r.shed || !young && time.Since(r.since) < stale {
+		if r == but || r.shed || !r.stale() {
 			continue
 		}
 		if n := r.unread(); n > bytes {
@@ -558,6 +624,14 @@ func (c *Conn) heaviest(young bool, but *RPC) (most *RPC) {
 		}
 	}
 	return most
+}
+
+// Room reports whether n bytes more may be held for the peer.
+func (c *Conn) Room(n int64) bool {
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	fits, _ := c.m.fits(c, n)
+	return fits
 }
 
 // Hold charges n bytes more, or fewer than none, that wait for the peer to read them,

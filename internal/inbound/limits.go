@@ -8,9 +8,13 @@ const (
 	Free = 64 << 10
 	// messages is how many of the largest messages there is room for at least, when their
 	// frames are large: gRPC may hold four times the bytes of small ones.
-	messages = 8
-	// shareOf: a connection has at most this part (1/shareOf) of the limit.
-	shareOf = 2
+	messages = 16
+	// All connections may begin messages while at most this part (1/beginOf) of the limit is
+	// charged, and one while it has at most this part (1/shareOf) of it. The rest is for
+	// messages that begin while others of their connection are not whole: what follows of
+	// those lies behind them, so that waiting would not end.
+	beginOf = 2
+	shareOf = 4
 	// rpcsFree is what RPCs themselves may take of a connection's Free.
 	rpcsFree = Free / 2
 
@@ -38,9 +42,10 @@ const (
 
 	// lookEvery is how often a connection that waits looks whether anything moves.
 	lookEvery = 100 * time.Millisecond
-	// stale is how long an RPC may have a message that does not become complete, or is not
-	// consumed, before it may be ended for others that wait.
-	stale = time.Second
+	// stale is how long an RPC may have a message that is not consumed, or comes slower than
+	// slowest bytes a second, before it may be ended for others that wait.
+	stale   = time.Second
+	slowest = 64 << 10
 	// patience is how long a connection waits until the RPC that it waits for is ended, and
 	// pause how long until it is closed: before its peer gives it up, as gRPC's clients and
 	// their systems do when nothing that they send is read for 10 s.

@@ -23,8 +23,10 @@ var ErrMemory = errors.New("inbound: no memory for what clients send")
 
 // Memory is what all connections of a server may hold of what their peers have sent.
 type Memory struct {
-	limit, share int64
-	rpcs         int64 // bytes for RPCs themselves
+	limit int64 // of all
+	begin int64 // while at most so many bytes are charged, messages may begin
+	share int64 // of one connection, likewise
+	rpcs  int64 // bytes for RPCs themselves
 	// later runs a function once a collection that begins after now has freed what nobody
 	// reaches.
 	later func(func())
@@ -46,7 +48,7 @@ type Memory struct {
 // need.
 func NewMemory(limit, message int64) *Memory {
 	limit = max(limit, messages*message)
-	return &Memory{limit: limit, share: limit / shareOf, rpcs: min(limit/shareOf, rpcsLimit), later: afterCollection, conns: make(map[*Conn]struct{}), left: make(map[*Conn]int64)}
+	return &Memory{limit: limit, begin: limit / beginOf, share: limit / shareOf, rpcs: min(limit/shareOf, rpcsLimit), later: afterCollection, conns: make(map[*Conn]struct{}), left: make(map[*Conn]int64)}
 }
 
 // mark is an object that nobody reaches: the next collection that begins finds it.
@@ -70,8 +72,8 @@ func (m *Memory) Used() (charged, limit, ended int64) {
 // beyond is the part of a connection's charge that counts in used.
 func beyond(charged int64) int64 { return max(0, charged-Free) }
 
-// fits reports whether c may have n bytes more; mu is held. whole tells what is short when
-// they do not fit: true, the limit of all; false, c's share.
+// fits reports whether c may begin something of n bytes; mu is held. whole tells what is
+// short when they do not fit: true, the memory of all; false, c's share.
 func (m *Memory) fits(c *Conn, n int64) (fits, whole bool) {
 	to := c.charged + n
 	if to <= Free {
@@ -80,7 +82,12 @@ func (m *Memory) fits(c *Conn, n int64) (fits, whole bool) {
 	if to > m.share {
 		return false, false
 	}
-	return m.used-beyond(c.charged)+beyond(to) <= m.limit, true
+	return m.after(c, n) <= m.begin, true
+}
+
+// after is what would be used if c had n bytes more; mu is held.
+func (m *Memory) after(c *Conn, n int64) int64 {
+	return m.used - beyond(c.charged) + beyond(c.charged+n)
 }
 
 // add charges n bytes, which may be fewer than none, whether they fit or not; mu is held.
@@ -207,21 +214,20 @@ func (m *Memory) victim(c *Conn, waited time.Duration) (*RPC, *Conn) {
 	moved := c.consumed != c.looked
 	c.looked = c.consumed
 	var victim *RPC
-	busy := c.busy != nil && c.busy()
-	if busy && (!moved || waited >= stale) || !moved && waited >= stale {
-		victim = c.heaviest(busy, c.wanting)
+	if !moved && waited >= stale && (waited >= patience || c.busy != nil && c.busy()) {
+		victim = c.heaviest(c.wanting)
 	}
 	_, whole := m.fits(c, c.wants)
 	if now := time.Now(); victim == nil && whole && waited >= stale && now.Sub(m.relieved) >= lookEvery {
 		m.relieved = now // others wait for the same, and the search is long
 		var most *Conn
 		for o := range m.conns {
-			if o != c && (most == nil || o.charged > most.charged) && o.heaviest(false, nil) != nil {
+			if o != c && (most == nil || o.charged > most.charged) && o.heaviest(nil) != nil {
 				most = o
 			}
 		}
 		if most != nil {
-			victim = most.heaviest(false, nil)
+			victim = most.heaviest(nil)
 		} else if most = m.deaf(); most != nil && !most.shed {
 			most.shed = true
 			m.ended++
@@ -232,8 +238,7 @@ func (m *Memory) victim(c *Conn, waited time.Duration) (*RPC, *Conn) {
 		victim = c.wanting
 	}
 	if victim != nil {
-		victim.shed = true
-		m.ended++
+		victim.tell()
 	}
 	return victim, nil
 }
