@@ -40,8 +40,8 @@ var (
 	// ErrLocked is wrapped when another process has the folder.
 	ErrLocked = errors.New("store: folder is in use")
 	// ErrUnavailable is wrapped when a store fails for a while, such as when another machine
-	// does not answer; of this package's, a Folder whose folder was removed. A server's peers are told to retry;
-	// the text goes to its log.
+	// does not answer. In this package only a Folder whose folder was removed or replaced
+	// returns it. A server's peers are told to retry; the text goes to its log.
 	ErrUnavailable = errors.New("store: unavailable")
 	// ErrClosed is returned when the store has been closed.
 	ErrClosed = errors.New("store: closed")

@@ -394,8 +394,8 @@ func (r *run) Stats() engine.Stats {
 
 // Close implements engine.Run. It waits for running blocks and unreleased results, at
 // most five seconds. What is in use then stays the run's, and its budget's, until it is
-// not. Blocks that still run are a *LostError; results that a caller holds, or a peer
-// does not read, are none. A second Close does nothing and returns ErrClosed.
+// not. Blocks that still run are a *LostError; results still held, or unread by a peer,
+// are no error. A second Close does nothing and returns ErrClosed.
 func (r *run) Close() error {
 	r.cancel(engine.ErrClosed)
 	r.mu.Lock()

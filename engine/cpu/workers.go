@@ -22,7 +22,7 @@ type workers struct {
 	mu       sync.Mutex // guards all below
 	more     sync.Cond  // a block can be computed, or closed
 	queue    blocks.Queue
-	aside    blocks.Queue // blocks from before the queue, passed over since an overlong block ended
+	aside    blocks.Queue // blocks ahead of the queue, set aside while a block of their caller was overlong
 	every    []permit
 	permits  []*permit // free
 	spares   []*permit // free, for overlong blocks alone

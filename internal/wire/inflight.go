@@ -9,8 +9,8 @@ import (
 // InFlight is what was sent on one connection and gRPC has not let go of: frames and
 // answers. The zero value is ready. Safe for concurrent use.
 type InFlight struct {
-	// Copied hears of each change of the bytes in flight that are no loans, but gRPC's
-	// alone; nil: nobody does.
+	// Copied, if set, is called with each change in the bytes in flight that gRPC alone
+	// holds.
 	Copied func(bytes int64)
 
 	frames atomic.Int64
