@@ -7,6 +7,7 @@ import (
 	"net"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -14,6 +15,7 @@ import (
 	"golang.org/x/net/http2/hpack"
 	"google.golang.org/grpc/codes"
 
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -150,6 +152,46 @@ func TestUnfinishedMessagesAreChargedAndEndForOthers(t *testing.T) {
 		w.close()
 	}
 	testkit.Eventually(t, func() bool { return f.counters(t)["receive_used_bytes"] <= base }, "the memory of closed connections")
+}
+
+// TestManyMessagesOfOneConnectionComeAtOnce has gRPC interleave them, frame by frame.
+func TestManyMessagesOfOneConnectionComeAtOnce(t *testing.T) {
+	testkit.Start(t)
+	f := serveWithin(t, 64*mib, nil)
+	c, err := client.Dial(f.addr, client.Config{})
+	require.NoError(t, err)
+	defer func() { require.NoError(t, c.Close()) }()
+	x, err := tensor.Of(testkit.Bytes(4*mib, 1))
+	require.NoError(t, err)
+	stub := pb.NewTensorServiceClient(f.dial(t))
+	var all sync.WaitGroup
+	errs := make(chan error, 200)
+	for range 16 {
+		all.Go(func() {
+			s, err := c.Session(t.Context())
+			for range 3 {
+				if err == nil {
+					_, err = s.Compute(t.Context(), "sink", x)
+				}
+				errs <- err
+			}
+		})
+	}
+	all.Wait()
+	for range 16 {
+		all.Go(func() {
+			for range 3 {
+				_, err := stub.Compute(t.Context(), asking("sink", pb.DataType_DATA_TYPE_UINT8, x.Data[:mib], mib))
+				errs <- err
+			}
+		})
+	}
+	all.Wait()
+	close(errs)
+	for err := range errs {
+		require.NoError(t, err)
+	}
+	require.Zero(t, f.counters(t)["receive_ended_total"])
 }
 
 func TestAnRPCForWhichThereIsNoMemoryIsRefused(t *testing.T) {

@@ -1,9 +1,10 @@
 // Package inbound charges what peers have sent and nobody has consumed.
 //
 // gRPC returns window to a connection for every byte that it reads, consumed or not, so
-// its windows bound what lies unread of one RPC, and not of a connection. A Conn lies between gRPC and the socket. It finds the messages in the data frames,
-// charges each with its first byte, and reads no further while there is no memory for
-// the next. What an RPC leaves unread stays charged until it has been collected.
+// its windows bound what lies unread of one RPC, and not of a connection. A Conn lies
+// between gRPC and the socket. It finds the messages in the data frames, charges each
+// with its first byte, and reads no further while there is no memory for the next. What
+// an RPC leaves unread stays charged until it has been collected.
 //
 // It refuses to know what messages mean, and owns no bytes of them: they lie in gRPC's
 // buffers. A Memory is safe for concurrent use; Read of a Conn, and Open, are for the one
@@ -48,7 +49,10 @@ type Memory struct {
 // need.
 func NewMemory(limit, message int64) *Memory {
 	limit = max(limit, messages*message)
-	return &Memory{limit: limit, begin: limit / beginOf, share: limit / shareOf, rpcs: min(limit/shareOf, rpcsLimit), later: afterCollection, conns: make(map[*Conn]struct{}), left: make(map[*Conn]int64)}
+	return &Memory{
+		limit: limit, begin: limit / beginOf, share: limit / shareOf, rpcs: min(limit/shareOf, rpcsLimit), later: afterCollection,
+		conns: make(map[*Conn]struct{}), left: make(map[*Conn]int64),
+	}
 }
 
 // mark is an object that nobody reaches: the next collection that begins finds it.
