@@ -147,7 +147,7 @@ func TestUnfinishedMessagesAreChargedAndEndForOthers(t *testing.T) {
 		small()
 		require.LessOrEqual(t, f.counters(t)["receive_used_bytes"], limit+4*mib, "and what was on its way of RPCs that were ended")
 	}
-	require.GreaterOrEqual(t, f.counters(t)["receive_ended_total"], int64(3))
+	require.Positive(t, f.counters(t)["receive_ended_total"])
 	for _, w := range all {
 		w.close()
 	}
