@@ -390,7 +390,7 @@ func (c *Conn) Open(fields map[string][]string, cancel func(error)) (*RPC, bool)
 	}
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	if full := c.m.opened+r.own > c.m.rpcs && c.opened > rpcsFree; full || c.m.after(c, r.own) > c.m.limit {
+	if full := c.m.opened+r.own > c.m.rpcs && c.opened > rpcsFree; full || !c.room(r.own) {
 		return nil, false
 	}
 	c.m.add(c, r.own)
@@ -561,7 +561,7 @@ func (r *RPC) Take(n int64) bool {
 	}
 	r.c.m.mu.Lock()
 	defer r.c.m.mu.Unlock()
-	if fits, _ := r.c.m.fits(r.c, n-r.holds); !fits || r.ended {
+	if r.ended || !r.c.room(n-r.holds) {
 		return false
 	}
 	r.hold(n)
@@ -630,8 +630,12 @@ func (c *Conn) heaviest(but *RPC) (most *RPC) {
 func (c *Conn) Room(n int64) bool {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	fits, _ := c.m.fits(c, n)
-	return fits
+	return c.room(n)
+}
+
+// room reports whether c may have n bytes more for what it asked for; mu is held.
+func (c *Conn) room(n int64) bool {
+	return n <= answerFree || c.charged+n <= Free || c.m.after(c, n) <= c.m.limit
 }
 
 // Hold charges n bytes more, or fewer than none, that wait for the peer to read them,

@@ -15,6 +15,8 @@ const (
 	// those lies behind them, so that waiting would not end.
 	beginOf = 2
 	shareOf = 4
+	// answerFree is how large an answer may be whatever is charged: each stream has few.
+	answerFree = 4 << 10
 	// rpcsFree is what RPCs themselves may take of a connection's Free.
 	rpcsFree = Free / 2
 
