@@ -20,9 +20,12 @@ type Conn struct {
 	busy func() bool // results wait for acknowledgements, or window, from the peer
 
 	r       *bufio.Reader
-	rest    int    // bytes of the current frame that gRPC has not read
-	opening uint32 // the RPC whose headers gRPC has read last
-	last    *RPC   // the one of the last data frame
+	rest    int       // bytes of the current frame that gRPC has not read
+	opening uint32    // the RPC whose headers gRPC has read last
+	last    *RPC      // the one of the last data frame
+	stuck   time.Time // when it began to wait, and waited again with nothing consumed since
+	stuckAt int64     // of consumed, then
+	waited  time.Time // the last time, until then
 
 	header [headerBytes]byte // of the frame that gRPC writes; of its writer, as those below
 	got    int               // bytes of header
@@ -336,9 +339,17 @@ func (r *RPC) charge(bytes int, ahead int64, ended int) error {
 
 // wait waits until what c wants is charged, or not wanted any more.
 func (c *Conn) wait() (charged bool, err error) {
+	c.m.mu.Lock()
+	if c.consumed != c.stuckAt || time.Since(c.waited) >= stale {
+		c.stuck, c.stuckAt = time.Now(), c.consumed
+	}
+	c.m.mu.Unlock()
 	begin := time.Now()
 	look := time.NewTicker(lookEvery)
-	defer look.Stop()
+	defer func() {
+		look.Stop()
+		c.waited = time.Now()
+	}()
 	for {
 		c.m.collect()
 		select {
@@ -349,7 +360,7 @@ func (c *Conn) wait() (charged bool, err error) {
 		case <-look.C:
 		}
 		waited := time.Since(begin)
-		if waited >= pause {
+		if time.Since(c.stuck) >= pause { // it may have gone long ago: nobody reads that
 			return c.giveUp(fmt.Errorf("%w: waited %v", ErrMemory, pause))
 		}
 		c.m.relieve(c, waited)
