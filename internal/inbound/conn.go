@@ -64,6 +64,7 @@ type RPC struct {
 	// Guarded by c.m.mu.
 	whole []batch   // messages that have come
 	head  int       // of whole: the first that is not consumed
+	ready int64     // charged for those from head on
 	part  int64     // charged for the frames of a message that has not come as a whole
 	ahead int64     // charged for what has not come of it
 	own   int64     // charged for the RPC itself
@@ -328,13 +329,19 @@ func (r *RPC) charge(bytes int, ahead int64, ended int) error {
 	case ended == 0:
 		r.part += cost
 	case partial:
-		r.whole = append(r.whole, batch{ended, r.part})
+		r.push(ended, r.part)
 		r.part = cost
 	default:
-		r.whole = append(r.whole, batch{ended, r.part + cost})
+		r.push(ended, r.part+cost)
 		r.part = 0
 	}
 	return nil
+}
+
+// push notes messages that have come; mu is held.
+func (r *RPC) push(messages int, charged int64) {
+	r.whole = append(r.whole, batch{messages, charged})
+	r.ready += charged
 }
 
 // wait waits until what c wants is charged, or not wanted any more.
@@ -410,6 +417,16 @@ func (c *Conn) Open(fields map[string][]string, cancel func(error)) (*RPC, bool)
 	return r, true
 }
 
+// locked runs f with the lock, unless r is nil.
+func (r *RPC) locked(f func(*RPC)) {
+	if r == nil {
+		return
+	}
+	r.c.m.mu.Lock()
+	defer r.c.m.mu.Unlock()
+	f(r)
+}
+
 // opened notes n bytes more for RPCs themselves; mu is held.
 func (r *RPC) opened(n int64) {
 	r.c.opened += n
@@ -418,63 +435,40 @@ func (r *RPC) opened(n int64) {
 
 // Admitted says that a limit of its own holds for the RPC from now on.
 func (r *RPC) Admitted() {
-	if r == nil {
-		return
-	}
-	r.c.m.mu.Lock()
-	defer r.c.m.mu.Unlock()
-	if !r.ended {
-		r.own -= rpcBytes
-		r.opened(-rpcBytes)
-		r.c.m.add(r.c, -rpcBytes)
-	}
+	r.locked(func(r *RPC) {
+		if !r.ended {
+			r.own -= rpcBytes
+			r.opened(-rpcBytes)
+			r.c.m.add(r.c, -rpcBytes)
+		}
+	})
 }
 
 // Begun says that there is a handler, which ends with End.
-func (r *RPC) Begun() {
-	if r == nil {
-		return
-	}
-	r.c.m.mu.Lock()
-	defer r.c.m.mu.Unlock()
-	r.begun = true
-}
+func (r *RPC) Begun() { r.locked(func(r *RPC) { r.begun = true }) }
 
 // Cancelled says that the RPC is over. If there is no handler, there may never be one:
 // gRPC does not start it for an RPC whose time was over before.
 func (r *RPC) Cancelled() {
-	if r == nil {
-		return
-	}
-	r.c.m.mu.Lock()
-	defer r.c.m.mu.Unlock()
-	if !r.begun {
-		r.end()
-		r.close()
-	}
+	r.locked(func(r *RPC) {
+		if !r.begun {
+			r.end()
+			r.close()
+		}
+	})
 }
 
 // Next says that the handler reads the next message, or has it: what it had before is
 // consumed.
 func (r *RPC) Next() {
-	if r == nil {
-		return
-	}
-	r.c.m.mu.Lock()
-	defer r.c.m.mu.Unlock()
-	r.consume()
-	r.taken = true
+	r.locked(func(r *RPC) {
+		r.consume()
+		r.taken = true
+	})
 }
 
 // Consumed says that the handler does without the message that it has.
-func (r *RPC) Consumed() {
-	if r == nil {
-		return
-	}
-	r.c.m.mu.Lock()
-	defer r.c.m.mu.Unlock()
-	r.consume()
-}
+func (r *RPC) Consumed() { r.locked((*RPC).consume) }
 
 // consume uncharges the message that the handler has, if there is one; mu is held.
 func (r *RPC) consume() {
@@ -489,6 +483,7 @@ func (r *RPC) consume() {
 		return
 	}
 	n := b.charged
+	r.ready -= n
 	r.head++
 	switch left := len(r.whole) - r.head; {
 	case left == 0 && cap(r.whole) > keptBatches:
@@ -501,14 +496,7 @@ func (r *RPC) consume() {
 }
 
 // End says that the handler has returned, and reads no more.
-func (r *RPC) End() {
-	if r == nil {
-		return
-	}
-	r.c.m.mu.Lock()
-	defer r.c.m.mu.Unlock()
-	r.end()
-}
+func (r *RPC) End() { r.locked((*RPC).end) }
 
 // end notes that the handler has returned; mu is held.
 func (r *RPC) end() {
@@ -550,19 +538,16 @@ func (r *RPC) forget() {
 	}
 	delete(r.c.rpcs, r.id)
 	r.c.m.leave(r.c, r.unread())
-	r.whole, r.head, r.part = nil, 0, 0
+	r.whole, r.head, r.ready, r.part = nil, 0, 0, 0
 }
 
 // Holds says that the handler keeps so many bytes of what the peer has said.
 func (r *RPC) Holds(n int64) {
-	if r == nil {
-		return
-	}
-	r.c.m.mu.Lock()
-	defer r.c.m.mu.Unlock()
-	if !r.ended {
-		r.hold(n)
-	}
+	r.locked(func(r *RPC) {
+		if !r.ended {
+			r.hold(n)
+		}
+	})
 }
 
 // Take is Holds for what there must be memory for: else it reports false.
@@ -586,13 +571,7 @@ func (r *RPC) hold(n int64) {
 }
 
 // unread is what the RPC is charged for messages that it has not consumed; mu is held.
-func (r *RPC) unread() int64 {
-	n := r.part + r.ahead
-	for _, b := range r.whole[r.head:] {
-		n += b.charged
-	}
-	return n
-}
+func (r *RPC) unread() int64 { return r.ready + r.part + r.ahead }
 
 // wait notes whether the RPC waits for the rest of a message; mu is held.
 func (r *RPC) wait(waits bool) {
