@@ -18,6 +18,7 @@ import (
 	"unsafe"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 )
 
 // Result codes of cuda.h.
@@ -158,13 +159,24 @@ func (g *gpu) launch(kernel, stream uintptr, blocks, threads [3]uintptr, args ..
 	return g.call("cuLaunchKernel", kernel, blocks[0], blocks[1], blocks[2], threads[0], threads[1], threads[2], 0, stream, address(b), 0)
 }
 
+// vacant is where host maps next: far from where the kernel puts what the runtime or
+// Address Sanitizer maps, so that nothing takes the place of memory that a test unmaps.
+var vacant uintptr = 0x5000_0000_0000
+
 // host returns memory that does not move, until the end of the test.
 func host(t *testing.T, n int) []byte {
 	t.Helper()
-	b, err := syscall.Mmap(-1, 0, n, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANON)
+	at, err := unix.MmapPtr(-1, 0, pointer(vacant), uintptr(n), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_FIXED_NOREPLACE)
 	require.NoError(t, err)
-	t.Cleanup(func() { _ = syscall.Munmap(b) }) // some tests do before
+	vacant += uintptr(n+page-1) / page * page
+	b := unsafe.Slice((*byte)(at), n)
+	t.Cleanup(func() { unmap(t, b) }) // some tests do before
 	return b
+}
+
+func unmap(t *testing.T, b []byte) {
+	t.Helper()
+	require.NoError(t, unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b))))
 }
 
 // text returns s with a zero at its end.
@@ -323,7 +335,7 @@ func TestMemoryThatIsGoneAtExecutionIsAViolation(t *testing.T) {
 			"no longer registered",
 		},
 		"unmapped": {
-			func(g *gpu, host []byte, _ uintptr) { require.NoError(g.t, syscall.Munmap(host)) },
+			func(g *gpu, host []byte, _ uintptr) { unmap(g.t, host) },
 			"no longer mapped",
 		},
 		"protected": {
@@ -379,7 +391,7 @@ func TestRegistration(t *testing.T) {
 	g.want(notRegistered, "cuMemHostUnregister", address(host)+page)
 	g.do("cuMemHostUnregister", address(host))
 	g.want(notRegistered, "cuMemHostUnregister", address(host))
-	require.NoError(t, syscall.Munmap(host))
+	unmap(t, host)
 	g.want(invalidValue, "cuMemHostRegister_v2", address(host), page, 0)
 	g.Control("refuse-registration")
 	g.want(notSupported, "cuMemHostRegister_v2", g.out, page, 0)
