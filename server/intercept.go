@@ -24,7 +24,7 @@ import (
 // error, the user's own, and what makes errors statuses.
 func (e *endpoint) intercept() []grpc.ServerOption {
 	log := interceptors.CommonReportableFunc(func(ctx context.Context, c interceptors.CallMeta) (interceptors.Reporter, context.Context) {
-		return &rpcLog{ctx: ctx, log: e.server.log, rpc: c.FullMethod()}, ctx
+		return &rpcLog{ctx: ctx, log: e.server.log, failures: &e.server.failedRPCs, rpc: c.FullMethod()}, ctx
 	})
 	panicked := recovery.WithRecoveryHandlerContext(func(_ context.Context, p any) error {
 		e.server.core.Panicked(p)
@@ -290,14 +290,15 @@ func (f firstMessage) RecvMsg(m any) error {
 // which may name a tensor.
 type rpcLog struct {
 	interceptors.NoopReporter
-	ctx context.Context
-	log *slog.Logger
-	rpc string
+	ctx      context.Context
+	log      *slog.Logger
+	failures *serving.LogSampler
+	rpc      string
 }
 
 // PostCall logs that the RPC is over.
 func (r *rpcLog) PostCall(err error, took time.Duration) {
-	level := levelOf(err)
+	level := levelOf(err, r.failures)
 	if !r.log.Enabled(r.ctx, level) {
 		return
 	}

@@ -126,6 +126,8 @@ type Server struct {
 
 	connections connections
 	serving     sync.Once
+
+	failedRPCs, failedSessions serving.LogSampler
 }
 
 // New returns a server that Serve starts.
@@ -298,7 +300,7 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 	// The session ends with the RPC.
 	cause := sess.Serve(conn.Context(), s.frames(conn))
 	if err := statusOf(cause); err != nil {
-		s.log.Log(context.Background(), levelOf(err), "session ended", slog.String("session", sess.ID().String()), slog.String("cause", cause.Error()))
+		s.log.Log(context.Background(), levelOf(err, &s.failedSessions), "session ended", slog.String("session", sess.ID().String()), slog.String("cause", cause.Error()))
 		return err
 	}
 	return nil

@@ -60,12 +60,15 @@ func brief(err error) error {
 	return status.ErrorProto(p)
 }
 
-// levelOf is at what level the end of an RPC is logged. A peer can have as many
-// refused as it likes: those go to debug level.
-func levelOf(err error) slog.Level {
+// levelOf is at what level the end of an RPC, or of a session, is logged. A peer can have
+// as many refused as it likes: those go to debug level, as do those of many failures that
+// are not to be logged.
+func levelOf(err error, failures *serving.LogSampler) slog.Level {
 	switch status.Code(err) {
 	case codes.Internal, codes.Unknown, codes.DataLoss:
-		return slog.LevelInfo
+		if _, due := failures.Again(); due {
+			return slog.LevelInfo
+		}
 	}
 	return slog.LevelDebug
 }

@@ -276,10 +276,15 @@ func TestRefusalsDoNotFillTheLog(t *testing.T) {
 	f.isEmpty(t)
 	require.Empty(t, log.String())
 
-	require.Equal(t, codes.Internal, compute("broken"))
+	for range 100 {
+		require.Equal(t, codes.Internal, compute("broken"))
+	}
+	lines := func(of string) int { return strings.Count(log.String(), of) }
 	testkit.Eventually(t, func() bool {
-		return strings.Contains(log.String(), "level=INFO msg=\"rpc ended\" rpc="+ours+"Compute code=INTERNAL")
-	}, "the line of a defect")
+		return lines("level=INFO msg=\"rpc ended\" rpc="+ours+"Compute code=INTERNAL") == 7
+	}, "a line as the number of failures doubles")
+	require.Equal(t, 7, lines("level=ERROR msg=\"call failed\""))
+	require.Contains(t, log.String(), "failures=64")
 }
 
 func TestTheTextOfAStatusIsBounded(t *testing.T) {

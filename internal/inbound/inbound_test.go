@@ -233,6 +233,43 @@ func TestWhatAnRPCLeftIsChargedUntilItIsCollected(t *testing.T) {
 	<-tr.over
 }
 
+// TestACollectionThatFreesNothingIsRunAgain has no other collections than its own.
+func TestACollectionThatFreesNothingIsRunAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := NewMemory(0, mib)
+		var freed func()
+		m.later = func(f func()) { freed = f }
+		ran := 0
+		m.gc = func() {
+			if ran++; ran%3 == 0 {
+				freed()
+			}
+		}
+		c := m.Conn(nil, mib, nil)
+		for i := range 4 {
+			m.mu.Lock()
+			m.add(c, kib)
+			m.leave(c, kib)
+			m.mu.Unlock()
+			time.Sleep(3*collectAfter - 1)
+			synctest.Wait()
+			if n := m.charge(); n != kib {
+				t.Errorf("%d bytes are charged, want %d", n, kib)
+			}
+			time.Sleep(1)
+			synctest.Wait()
+			if n := m.charge(); n != 0 || ran != 3*(i+1) {
+				t.Errorf("%d bytes are charged after %d collections", n, ran)
+			}
+		}
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		if ran != 12 {
+			t.Errorf("%d collections, want none when nothing is left", ran)
+		}
+	})
+}
+
 func TestABacklogThatNeverEmptiesTakesNoMoreMemory(t *testing.T) {
 	m := NewMemory(0, mib)
 	r := &RPC{c: &Conn{m: m}, taken: true}

@@ -29,8 +29,9 @@ type Memory struct {
 	share int64 // of one connection, likewise
 	rpcs  int64 // bytes for RPCs themselves
 	// later runs a function once a collection that begins after now has freed what nobody
-	// reaches.
+	// reaches; gc runs a collection.
 	later func(func())
+	gc    func()
 
 	mu         sync.Mutex // guards all below, and what it says of a Conn and an RPC
 	ended      int64      // RPCs and connections, for want of memory
@@ -41,6 +42,7 @@ type Memory struct {
 	collected  map[*Conn]int64 // likewise: the next collection frees it
 	collecting bool            // one that was asked for
 	asked      time.Time       // when it had ended
+	overdue    *time.Timer     // runs one if none has freed what is collected; nil until there was any
 	relieved   time.Time       // when relieve last searched all connections
 	opened     int64           // for RPCs themselves, of all connections
 }
@@ -50,7 +52,7 @@ type Memory struct {
 func NewMemory(limit, message int64) *Memory {
 	limit = max(limit, messages*message)
 	return &Memory{
-		limit: limit, begin: limit / beginOf, share: limit / shareOf, rpcs: min(limit/shareOf, rpcsLimit), later: afterCollection,
+		limit: limit, begin: limit / beginOf, share: limit / shareOf, rpcs: min(limit/shareOf, rpcsLimit), later: afterCollection, gc: runtime.GC,
 		conns: make(map[*Conn]struct{}), left: make(map[*Conn]int64),
 	}
 }
@@ -165,7 +167,18 @@ func (m *Memory) await() {
 	}
 	m.collected, m.left = m.left, make(map[*Conn]int64)
 	m.later(m.sweep)
-	time.AfterFunc(collectAfter, m.collect) // it lies outside the heap, whose growth says nothing
+	if m.overdue != nil {
+		m.overdue.Reset(collectAfter)
+		return
+	}
+	m.overdue = time.AfterFunc(collectAfter, func() { // it lies outside the heap, whose growth says nothing
+		m.collect()
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		if m.collected != nil { // one had just been run, or found a last reference
+			m.overdue.Reset(collectAfter)
+		}
+	})
 }
 
 // sweep uncharges what a collection has freed.
@@ -189,7 +202,7 @@ func (m *Memory) collect() {
 	if !due {
 		return
 	}
-	runtime.GC()
+	m.gc()
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.collecting, m.asked = false, time.Now()

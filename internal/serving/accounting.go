@@ -26,6 +26,7 @@ const (
 // GetServiceInfo and of Prometheus. Safe for concurrent use.
 type counts struct {
 	runsAbandoned, panics atomic.Int64
+	failures, panicked    LogSampler
 	callsUnary            atomic.Int64        // outside sessions
 	seconds               metrics.CallSeconds // of calls, by model
 
@@ -101,7 +102,9 @@ func (c *counts) TensorEnded(k Direction, code frame.Code) {
 // Panicked counts and logs a panic of a handler. It is called while the panic unwinds.
 func (c *Core) Panicked(p any) {
 	c.panics.Add(1)
-	c.log.Error("handler panicked", slog.String("panic", fmt.Sprint(p)), slog.String("stack", string(debug.Stack())))
+	if n, due := c.panicked.Again(); due {
+		c.log.Error("handler panicked", slog.String("panic", fmt.Sprint(p)), slog.String("stack", string(debug.Stack())), slog.Int64("panics", n))
+	}
 }
 
 // Refused counts a call that was refused for want of memory for its message.

@@ -247,7 +247,9 @@ func (s *Session) ready(m *stream.Machine, now stream.Instant, e stream.Event) {
 
 // logFailure logs what the caller of a failed call is not told.
 func (c *Core) logFailure(session string, call tensor.ID, err error) {
-	c.log.Error("call failed", slog.String("session", session), slog.String("call", call.String()), slog.String("error", err.Error()))
+	if n, due := c.failures.Again(); due {
+		c.log.Error("call failed", slog.String("session", session), slog.String("call", call.String()), slog.String("error", err.Error()), slog.Int64("failures", n))
+	}
 }
 
 // refuse ends a call that has not begun to compute; the session is locked.

@@ -52,8 +52,8 @@ type Conn interface {
 // Service serves pushes and pulls. Make one with New.
 type Service struct {
 	Config
-	log          transferLog
-	full, absent serving.LogSampler
+	log                    transferLog
+	full, absent, failures serving.LogSampler
 }
 
 // New returns a Service.
@@ -174,7 +174,9 @@ func (s *Service) Explain(err error, attrs ...slog.Attr) *serving.RefusedError {
 	case errors.As(err, &public):
 		return &serving.RefusedError{Code: frame.Internal, Text: public.Public()}
 	default:
-		s.Log.LogAttrs(context.Background(), slog.LevelError, "store failed", attrs...)
+		if n, due := s.failures.Again(); due {
+			s.Log.LogAttrs(context.Background(), slog.LevelError, "store failed", append(attrs, slog.Int64("failures", n))...)
+		}
 	}
 	return why
 }

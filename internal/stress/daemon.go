@@ -59,9 +59,9 @@ type figures map[string]float64
 
 // String is what is open.
 func (f figures) String() string {
-	return fmt.Sprintf("%v sessions, %v calls, %v transfers, %v goroutines, %v descriptors, budget %s",
+	return fmt.Sprintf("%v sessions, %v calls, %v transfers, %v goroutines, %v descriptors, budget %s, received %s",
 		f["tensorferry_sessions"], f["tensorferry_calls"], f["tensorferry_open_transfers"], f["go_goroutines"], f["process_open_fds"],
-		mibs(f["tensorferry_memory_used_bytes"]))
+		mibs(f["tensorferry_memory_used_bytes"]), mibs(f["tensorferry_receive_used_bytes"]))
 }
 
 // scrape asks the metrics listener.

@@ -241,6 +241,20 @@ func (at *attack) run(ctx context.Context, address string) {
 	all.Wait()
 }
 
+// start runs the attack in a process of its own.
+func (at *attack) start(ctx context.Context, address string) (*proc.Child, error) {
+	self, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
+	p := proc.New(exec.CommandContext(ctx, self, "receive", "-attack", address, "-only", at.name))
+	if err := p.Start(); err != nil {
+		return nil, err
+	}
+	_ = syscall.Setpriority(syscall.PRIO_PROCESS, p.Process.Pid, 15) // so that it starves nobody of the processor
+	return p, nil
+}
+
 // connect does what there is to do over one connection.
 func (at *attack) connect(ctx context.Context, address string) error {
 	ctx, cancel := context.WithCancel(ctx)
@@ -300,30 +314,33 @@ func runReceive(ctx context.Context, e *environment, args []string) error {
 	if err := f.Parse(args); err != nil {
 		return err
 	}
-	if *victim != "" {
+	chosen := attacks
+	if *only != "" {
 		i := slices.IndexFunc(attacks, func(a attack) bool { return a.name == *only })
 		if i < 0 {
 			return fmt.Errorf("stress: there is no attack %q", *only)
 		}
-		attacks[i].run(ctx, *victim)
+		chosen = attacks[i : i+1]
+	}
+	if *victim != "" {
+		chosen[0].run(ctx, *victim)
 		return nil
 	}
 	if err := e.ready(ctx, f, args); err != nil {
 		return err
 	}
 	var err error
-	for _, a := range attacks {
-		if *only == "" || *only == a.name {
-			if failed := e.withstand(ctx, &a, *memory, *lasts); failed != nil {
-				err = errors.Join(err, fmt.Errorf("%s: %w", a.name, failed))
-			}
+	for _, a := range chosen {
+		if failed := e.withstand(ctx, &a, *memory, *lasts); failed != nil {
+			err = errors.Join(err, fmt.Errorf("%s: %w", a.name, failed))
 		}
 	}
 	return e.verdict(ctx, "receive", err)
 }
 
 // withstand attacks a server of its own, and holds it to what it may take at every
-// second, and to serving somebody else.
+// second, and to serving somebody else. Beside it another server is attacked first: what
+// that does to the small calls is for want of the processor, not of fairness.
 func (e *environment) withstand(ctx context.Context, a *attack, memory string, lasts time.Duration) (err error) {
 	complaints := new(problems)
 	defer func() {
@@ -333,7 +350,10 @@ func (e *environment) withstand(ctx context.Context, a *attack, memory string, l
 			}
 		}
 	}()
-	d, err := (&environment{problems: complaints, command: e.command}).serve(ctx, "--memory", memory, "--metrics", "127.0.0.1:0")
+	serve := func() (*daemon, error) {
+		return (&environment{problems: complaints, command: e.command}).serve(ctx, "--memory", memory, "--metrics", "127.0.0.1:0")
+	}
+	d, err := serve()
 	if err != nil {
 		return err
 	}
@@ -378,15 +398,22 @@ func (e *environment) withstand(ctx context.Context, a *attack, memory string, l
 	if err != nil {
 		return err
 	}
-	self, err := os.Executable()
+	other, err := serve()
 	if err != nil {
 		return err
 	}
-	attackers := proc.New(exec.CommandContext(ctx, self, "receive", "-attack", d.address, "-only", a.name))
-	if err := attackers.Start(); err != nil {
+	attackers, err := a.start(ctx, other.address)
+	var beside []time.Duration
+	if err == nil {
+		beside, err = calls(after(lasts / 2))
+		err = errors.Join(err, attackers.Stop())
+	}
+	if err = errors.Join(err, other.Stop()); err != nil {
 		return err
 	}
-	_ = syscall.Setpriority(syscall.PRIO_PROCESS, attackers.Process.Pid, 15) // so that it starves nobody of the processor
+	if attackers, err = a.start(ctx, d.address); err != nil {
+		return err
+	}
 	over := after(lasts)
 	var worst, peak, charged, sessions int64
 	watched := make(chan error, 1)
@@ -424,8 +451,8 @@ func (e *environment) withstand(ctx context.Context, a *attack, memory string, l
 	})
 	f, e2 := d.scrape(ctx)
 	worst -= baseRSS + int64(a.connections)*connectionRSS + sessions*sessionRSS
-	fmt.Fprintf(e.out, "%-40s RSS %s at most, %s charged at most, %s beyond what is charged and documented; p50 %v to %v, p99 %v to %v; %v ended for memory\n", a.name,
-		mibs(peak), mibs(charged), mibs(max(worst, 0)), at(before, .5), at(during, .5), at(before, .99), at(during, .99), f["tensorferry_receive_ended_total"])
+	fmt.Fprintf(e.out, "%-40s RSS %s at most, %s charged at most, %s beyond what is charged and documented; p50 %v, %v beside, %v under attack; p99 %v, %v, %v; %v ended for memory\n", a.name,
+		mibs(peak), mibs(charged), mibs(max(worst, 0)), at(before, .5), at(beside, .5), at(during, .5), at(before, .99), at(beside, .99), at(during, .99), f["tensorferry_receive_ended_total"])
 	if n := f["tensorferry_runs_abandoned_total"]; n > 0 {
 		err = errors.Join(err, fmt.Errorf("%v runs were lost, of models that had stopped", n))
 	}
