@@ -73,12 +73,15 @@ func levelOf(err error, failures *serving.LogSampler) slog.Level {
 	return slog.LevelDebug
 }
 
-// receiveError is the error of grpc's RecvMsg for the log. INTERNAL, which the peer has been
-// told by then, says that its bytes are no message: one that is cut short, or compressed
-// though nothing is. That is no defect.
+// receiveError is the error of grpc's RecvMsg, of which the peer has been told by then.
+// INTERNAL says that its bytes are no message: one that is cut short, or compressed though
+// nothing is. That is no defect.
 func receiveError(err error) error {
-	if st, ok := status.FromError(err); ok && st.Code() == codes.Internal {
-		return status.Error(codes.InvalidArgument, st.Message())
+	switch st, _ := status.FromError(err); st.Code() {
+	case codes.Internal:
+		return frame.Errorf(frame.InvalidArgument, "%s", st.Message())
+	case codes.ResourceExhausted:
+		return frame.Errorf(frame.ResourceExhausted, "%s", st.Message())
 	}
 	return err
 }

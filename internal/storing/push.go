@@ -88,11 +88,11 @@ func (s *Service) receive(w *idleTimeout) (*frame.Frame, error) {
 	if err == nil || errors.Is(err, io.EOF) || errors.As(err, &bad) {
 		return f, err
 	}
-	code, text := s.Status(err) // grpc's own: then, too, the RPC has ended already
-	if code != frame.ResourceExhausted && w.Context().Err() != nil {
+	if w.Context().Err() != nil {
 		return nil, left(w.Context())
 	}
-	return nil, &frame.Error{Code: code, Text: text} // a message too large
+	code, text := s.Status(err) // gRPC's own
+	return nil, &frame.Error{Code: code, Text: text}
 }
 
 // left says why the RPC of a transfer ended before its time.

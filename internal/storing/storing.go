@@ -91,7 +91,8 @@ func (s *Service) transfer(from *serving.Caller, conn Conn, k serving.Direction,
 			return err
 		})
 		w.timer.Stop()
-		if first := before.Load(); first != nil {
+		// gRPC ends an RPC whose message it refuses before the work is told why.
+		if first := before.Load(); first != nil && !broken(err) {
 			err = *first
 		}
 		code, text := s.Status(err)
@@ -117,6 +118,12 @@ func (s *Service) transfer(from *serving.Caller, conn Conn, k serving.Direction,
 	}
 	before.Store(&err)
 	return err
+}
+
+// broken reports whether err is a rule that the client broke, not that its RPC is over.
+func broken(err error) bool {
+	bad, ok := errors.AsType[*frame.Error](err)
+	return ok && bad.Code != frame.Cancelled && bad.Code != frame.DeadlineExceeded
 }
 
 // survive runs code that may be a user's and makes an error of its panic.
