@@ -43,7 +43,7 @@ type Conn struct {
 	consumed int64     // messages
 	looked   int64     // of consumed, when it was last looked at
 	opened   int64     // for RPCs themselves
-	held     int64     // for what waits for the peer
+	held     int64     // for answers, and what ended RPCs have left, until the peer reads
 	since    time.Time // held has been more than Free since
 	shed     bool      // it was told to end
 	parts    int       // RPCs that wait for the rest of a message
@@ -77,6 +77,7 @@ type RPC struct {
 	ended bool      // its handler has returned
 	over  bool      // gRPC takes nothing more for it
 	holds int64     // charged for what its handler keeps
+	kept  int64     // left unread when the handler returned, until the RPC is over
 }
 
 // batch is messages that are uncharged with the last of them.
@@ -98,6 +99,9 @@ const (
 	typeContinue = 9
 	flagEnd      = 1
 	flagPadded   = 8
+	// nobody is no RPC: those of clients are odd. gRPC returns the window of a data frame
+	// for it, and drops the bytes.
+	nobody = 2
 )
 
 // Conn returns a connection whose peer sends messages of at most so many bytes. busy
@@ -163,8 +167,15 @@ func (c *Conn) next() error {
 	case kind == typeReset:
 		c.ended(id)
 	case kind == typeData && n > 0 && n <= frameBytes: // gRPC refuses a larger one
-		if err := c.data(id, n, h[4]&flagPadded != 0); err != nil {
+		taken, err := c.data(id, n, h[4]&flagPadded != 0)
+		if err != nil {
 			return err
+		}
+		if !taken {
+			if h, err = c.r.Peek(headerBytes); err != nil {
+				return err
+			}
+			binary.BigEndian.PutUint32(h[5:], nobody)
 		}
 	}
 	c.rest = headerBytes + n
@@ -172,7 +183,7 @@ func (c *Conn) next() error {
 }
 
 // Write writes what gRPC sends, which it borrows, and sees the ends of RPCs in it: until
-// its status is written, gRPC takes an RPC's data whether there is a handler or not.
+// its status is written, gRPC keeps what an RPC has left unread.
 func (c *Conn) Write(b []byte) (int, error) {
 	for rest := b; len(rest) > 0; {
 		if c.skip > 0 {
@@ -205,28 +216,28 @@ func (c *Conn) ended(id uint32) {
 	}
 }
 
-// data charges a data frame of n bytes.
-func (c *Conn) data(id uint32, n int, padded bool) error {
+// data charges a data frame of n bytes. It reports whether its RPC takes it.
+func (c *Conn) data(id uint32, n int, padded bool) (taken bool, err error) {
 	r := c.last
 	if r == nil || r.id != id {
 		c.m.mu.Lock()
 		r = c.rpcs[id]
 		c.m.mu.Unlock()
 	}
-	if c.last = r; r == nil { // it is over: gRPC drops the bytes
-		return nil
+	if c.last = r; r == nil { // it is over
+		return false, nil
 	}
 	ended := 0 // messages that end in this frame
 	if padded || r.coming < int64(n) {
 		b, err := c.r.Peek(headerBytes + n)
 		if err != nil {
-			return err
+			return false, err
 		}
 		b = b[headerBytes:]
 		if padded {
 			pad := int(b[0])
 			if b = b[1:]; pad > len(b) {
-				return nil // gRPC ends the connection
+				return true, nil // gRPC ends the connection
 			}
 			b = b[:len(b)-pad]
 		}
@@ -278,53 +289,47 @@ func (r *RPC) scan(b []byte) (ended int) {
 // charge charges a frame of so many bytes, with which messages have ended, and after which
 // ahead bytes of the current one are still to come. It waits until there is memory, but
 // only while nothing of the connection is in parts, whose rest would wait with it: then
-// the RPC is ended if there is none.
-func (r *RPC) charge(bytes int, ahead int64, ended int) error {
+// the RPC is told to end if there is none. It reports whether the RPC takes the frame:
+// nobody would read what comes after its end.
+func (r *RPC) charge(bytes int, ahead int64, ended int) (taken bool, err error) {
 	cost := frameCost(bytes)
 	c := r.c
-	partial := ahead > 0 || r.got > 0
 	m := c.m
 	m.mu.Lock()
-	if r.over {
+	if r.gone() {
 		m.mu.Unlock()
-		return nil
-	}
-	if r.shed { // no message of it is waited for
-		ahead = 0
+		return false, nil
 	}
 	n := cost + ahead - r.ahead
 	switch {
-	case n <= 0, c.parts > 0 && m.after(c, n) <= m.limit, r.shed && (c.parts > 0 || r.unread() < Free):
+	case n <= 0, c.parts > 0 && m.after(c, n) <= m.limit:
 		m.add(c, n)
 	case c.parts > 0:
 		r.tell()
-		ahead, n = 0, cost
-		m.add(c, n)
-		defer r.cancel(ErrMemory)
+		m.mu.Unlock()
+		r.cancel(ErrMemory)
+		return false, nil
 	case !m.try(c, n):
 		c.wants, c.wanting, c.looked = n, r, c.consumed
 		m.waiting = append(m.waiting, c)
 		m.mu.Unlock()
 		if charged, err := c.wait(); err != nil || !charged {
-			return err
+			return false, err
 		}
 		m.mu.Lock()
 	}
 	defer m.mu.Unlock()
-	if r.over { // meanwhile
+	if r.gone() { // meanwhile
 		m.add(c, -n)
-		return nil
+		return false, nil
 	}
-	if r.shed {
-		ahead = 0
-	}
-	m.add(c, cost+ahead-r.ahead-n) // it was told to end meanwhile
 	r.ahead = ahead
 	if r.head == len(r.whole) && (r.part == 0 || ended > 0) {
 		r.since, r.came = time.Now(), 0
 	}
 	r.came += int64(bytes)
-	r.wait(partial && !r.shed && !r.ended)
+	partial := ahead > 0 || r.got > 0
+	r.wait(partial)
 	switch {
 	case ended == 0:
 		r.part += cost
@@ -335,7 +340,7 @@ func (r *RPC) charge(bytes int, ahead int64, ended int) error {
 		r.push(ended, r.part+cost)
 		r.part = 0
 	}
-	return nil
+	return true, nil
 }
 
 // push notes messages that have come; mu is held.
@@ -505,11 +510,15 @@ func (r *RPC) end() {
 	}
 	r.consume()
 	r.ended = true
-	r.wait(false)
+	r.refuse()
 	r.hold(0)
 	r.opened(-r.own)
 	r.c.m.add(r.c, -r.own)
 	r.own = 0
+	if !r.over {
+		r.kept = r.unread()
+		r.c.keep(r.kept)
+	}
 	r.forget()
 }
 
@@ -519,15 +528,24 @@ func (r *RPC) close() {
 		return
 	}
 	r.over = true
+	r.refuse()
+	r.c.keep(-r.kept)
+	r.forget()
+}
+
+// gone reports whether nobody reads what comes for the RPC; mu is held.
+func (r *RPC) gone() bool { return r.over || r.ended || r.shed }
+
+// refuse gives up what was to come for the RPC; mu is held.
+func (r *RPC) refuse() {
 	r.wait(false)
-	ahead := r.ahead
-	r.ahead = 0
 	if r.c.wanting == r {
 		r.c.unwant()
 		r.c.granted <- false
 	}
+	ahead := r.ahead
+	r.ahead = 0
 	r.c.m.add(r.c, -ahead)
-	r.forget()
 }
 
 // forget leaves what lies unread to the collector, once nothing can be read and nothing
@@ -589,10 +607,7 @@ func (r *RPC) wait(waits bool) {
 func (r *RPC) tell() {
 	r.shed = true
 	r.c.m.ended++
-	r.wait(false)
-	ahead := r.ahead
-	r.ahead = 0
-	r.c.m.add(r.c, -ahead)
+	r.refuse()
 }
 
 // stale reports whether the RPC has a message that nobody consumes, or that hardly comes;
@@ -633,9 +648,15 @@ func (c *Conn) room(n int64) bool {
 func (c *Conn) Hold(n int64) {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
+	c.keep(n)
+	c.m.add(c, n)
+}
+
+// keep notes n bytes more, or fewer than none, that the peer has to read something for;
+// mu is held.
+func (c *Conn) keep(n int64) {
 	if before := c.held; before <= Free && before+n > Free {
 		c.since = time.Now()
 	}
 	c.held += n
-	c.m.add(c, n)
 }

@@ -4,7 +4,8 @@
 // its windows bound what lies unread of one RPC, and not of a connection. A Conn lies
 // between gRPC and the socket. It finds the messages in the data frames, charges each
 // with its first byte, and reads no further while there is no memory for the next. What
-// an RPC leaves unread stays charged until it has been collected.
+// comes for an RPC that has ended is dropped; what the RPC has left unread stays charged
+// until it has been collected.
 //
 // It refuses to know what messages mean, and owns no bytes of them: they lie in gRPC's
 // buffers. A Memory is safe for concurrent use; Read of a Conn, and Open, are for the one
@@ -260,8 +261,8 @@ func (m *Memory) victim(c *Conn, waited time.Duration) (*RPC, *Conn) {
 	return victim, nil
 }
 
-// deaf returns the connection of which most is held for a peer that does not read, nil if
-// there is none; mu is held.
+// deaf returns the connection that holds most for a peer that does not read, nil if there
+// is none; mu is held.
 func (m *Memory) deaf() (most *Conn) {
 	for c := range m.conns {
 		if c.held > Free && time.Since(c.since) >= stale && (most == nil || c.held > most.held) {

@@ -87,6 +87,12 @@ var attacks = []attack{
 		hello, e := proto.Marshal(&pb.Frame{Hello: a.hello()})
 		return errors.Join(err, e, a.message(id, hello), a.message(id, hello), a.data(id, 16*kib, 0), a.rest())
 	}},
+	// The same, for RPCs that are told to end for want of memory.
+	{"unfinished messages behind answers", 16, 100, false, func(a *attacker) error {
+		id, err := a.open(sessionRPC)
+		hello, e := proto.Marshal(&pb.Frame{Hello: a.hello()})
+		return errors.Join(err, e, a.message(id, hello), a.data(id, 16*kib, 0), a.rest())
+	}},
 	{"answers that nobody reads", 2, 30, false, func(a *attacker) error {
 		id, err := a.open(sessionRPC)
 		f := &pb.Frame{Hello: a.hello()}
