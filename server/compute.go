@@ -9,6 +9,7 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
@@ -64,13 +65,14 @@ type requestMemory struct {
 	n      int64
 }
 
-// resize makes it as large as a message of so many bytes needs, or says why not.
+// resize makes it as large as a message of so many bytes, which lies in Go's heap, needs,
+// or says why not.
 func (m *requestMemory) resize(bytes int) error {
-	switch n := int64(bytes); {
+	switch n := inbound.HeapShare * int64(bytes); {
 	case n < m.n:
 		m.budget.Release(smallCalls, m.n-n)
 		m.n = n
-	case n-m.n <= requestFree:
+	case n-m.n <= inbound.HeapShare*requestFree:
 	case !m.budget.TryAcquire(smallCalls, n-m.n):
 		_, _, limit := m.budget.Used()
 		return serving.TryLater(frame.ResourceExhausted, "memory: %d bytes more for the message of a small call; all small calls together have half of memory_bytes, which is %d; try again later", n-m.n, limit)

@@ -39,7 +39,7 @@ type connection struct {
 	serving.Caller
 	flight wire.InFlight
 	addr   net.Addr
-	in     *inbound.Conn // what its peer has sent; nil on a listener that is not Serve's
+	in     *inbound.Conn // what its peer has sent; nil before its handshake
 	thin   *rate.Limiter
 }
 
@@ -136,11 +136,7 @@ func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 	if err != nil {
 		return nil, nil, err
 	}
-	a, ok := raw.(acceptedConn)
-	if !ok {
-		return conn, info, nil
-	}
-	one := a.one
+	one := raw.(acceptedConn).one
 	one.in = h.of.memory.Conn(conn, h.message, func() bool { return one.Calls() > 0 || !one.flight.Empty() })
 	one.flight.Copied = one.in.Hold
 	return tracked{one.in, one}, info, nil

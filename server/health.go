@@ -16,7 +16,7 @@ const modelPrefix = "model/"
 
 // healthService answers for the whole, under "", for each service by its name, and
 // for each model of the registry. A model of which a run was lost does not serve until
-// another has taken its place: it holds memory, and a worker.
+// the run has ended, or another model has taken its place: it holds memory, and a worker.
 type healthService struct{ *health.Server }
 
 // serves says that the services registered on r serve.

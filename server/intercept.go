@@ -70,13 +70,13 @@ type opened struct {
 	told     atomic.Bool                                // to end
 }
 
-// end ends the RPC from outside.
-func (o *opened) end(cause error) {
+// end ends the RPC for want of memory.
+func (o *opened) end() {
 	o.told.Store(true)
 	if s := o.stream.Load(); s != nil {
 		endWith(*s, errReceived)
 	}
-	o.cancel(cause)
+	o.cancel(errReceived)
 }
 
 // handled says that the RPC of ctx has a handler.

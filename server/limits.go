@@ -28,13 +28,15 @@ const (
 	// their names and shapes.
 	listPage  = 1000
 	listBytes = 128 << 10
+	// foundBytes is what DeleteTensors keeps of a tensor that it finds, beside its name.
+	foundBytes = 256
+	// receiveShare: what clients have sent and nothing has consumed may take this part
+	// (1/receiveShare) of the budget's bytes, beside them.
+	receiveShare = 2
 )
 
 // Limits of a server, by default. Each is visible in GetServiceInfo.
 const (
-	// receiveShare: what clients have sent and nothing has consumed may take this part
-	// (1/receiveShare) of the budget's bytes, beside them.
-	receiveShare       = 2
 	DefaultSessions    = 10_000 // sessions at a time
 	DefaultConnections = 1024   // connections at a time: goroutines, buffers and a descriptor of each
 	DefaultTransfers   = 256    // pushes and pulls at a time

@@ -51,6 +51,9 @@ type rateLimit struct {
 // Holds charges what is kept of what the peer has said.
 func (r *rateLimit) Holds(bytes int64) { r.received.Holds(bytes) }
 
+// Take is Holds for what there must be memory for.
+func (r *rateLimit) Take(bytes int64) bool { return r.received.Take(bytes) }
+
 // Opened counts a tensor that the peer has opened.
 func (r *rateLimit) Opened() { r.opened.Add(1) }
 

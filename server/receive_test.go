@@ -14,10 +14,12 @@ import (
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -145,7 +147,7 @@ func TestUnfinishedMessagesAreChargedAndEndForOthers(t *testing.T) {
 		require.Contains(t, end["grpc-message"], "memory")
 		require.NotEmpty(t, end["grpc-status-details-bin"], "when to try again")
 		small()
-		require.LessOrEqual(t, f.counters(t)["receive_used_bytes"], limit+4*mib, "and what was on its way of RPCs that were ended")
+		require.LessOrEqual(t, f.counters(t)["receive_used_bytes"], limit+256<<10, "and what each connection has to itself")
 	}
 	require.Positive(t, f.counters(t)["receive_ended_total"])
 	for _, w := range all {
@@ -192,6 +194,47 @@ func TestManyMessagesOfOneConnectionComeAtOnce(t *testing.T) {
 		require.NoError(t, err)
 	}
 	require.Zero(t, f.counters(t)["receive_ended_total"])
+}
+
+// TestWhatPushesAnnounceIsKeptWhereThereIsMemory announces tensors that cannot be.
+func TestWhatPushesAnnounceIsKeptWhereThereIsMemory(t *testing.T) {
+	testkit.Start(t)
+	f := serveWithin(t, 16*mib, func(c *server.Config) { c.Store = shelf(t, 16*mib) })
+	base := f.counters(t)["receive_used_bytes"]
+	limit := f.counters(t)["receive_limit_bytes"]
+	var pushes []*pusher
+	var st *status.Status
+	for st == nil {
+		require.Less(t, len(pushes), 16, "pushes of 3 MiB each")
+		p := openPush(t, f)
+		pushes = append(pushes, p)
+		p.announce(ten("stays open"))
+		for range 10 {
+			var list []*parcel
+			for range 100 {
+				o := ten(strings.Repeat("x", 480))
+				o.desc.SizeBytes++ // its shape says less
+				list = append(list, o)
+			}
+			p.announce(list...)
+		}
+		before := len(pushes) * 2 * mib
+		testkit.Eventually(t, func() bool {
+			n := f.counters(t)["receive_used_bytes"]
+			require.LessOrEqual(t, n, limit+256<<10)
+			if f.counters(t)["receive_ended_total"] > 0 {
+				st = p.finish()
+				return true
+			}
+			return n > int64(before)
+		}, "the memory of what was announced, or its refusal")
+	}
+	require.Equal(t, codes.ResourceExhausted, st.Code(), st.Message())
+	require.Contains(t, st.Message(), "memory")
+	for _, p := range pushes {
+		p.end()
+	}
+	testkit.Eventually(t, func() bool { return f.counters(t)["receive_used_bytes"] <= base }, "the memory of pushes that ended")
 }
 
 func TestAnRPCForWhichThereIsNoMemoryIsRefused(t *testing.T) {

@@ -13,7 +13,6 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -96,8 +95,6 @@ func statusOf(err error) error {
 	case errors.As(err, &broken):
 		return status.Error(codes.Code(broken.Code), broken.Text)
 	case errors.As(err, &refused):
-	case errors.Is(err, inbound.ErrMemory):
-		refused = errReceived
 	case errors.Is(err, serving.ErrShutdown):
 		refused = serving.TryLater(frame.Unavailable, "server is shutting down")
 	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):

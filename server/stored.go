@@ -118,6 +118,10 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 	case n > storing.Tensors:
 		return nil, frame.Errorf(frame.ResourceExhausted, "names: %d, the limit is %d; use several requests", n, storing.Tensors)
 	}
+	kept := int64(4 * listBytes) // a page of the store, as ListTensors has it
+	if !received(ctx).Take(kept) {
+		return nil, errReceived
+	}
 	var names []string
 	seen := make(map[string]struct{}) // so that a thousand globs find no more than there is
 	for i, name := range req.GetNames() {
@@ -128,10 +132,14 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 			if err != nil {
 				return nil, s.storing.Explain(err)
 			}
-			if _, twice := seen[found]; !twice {
-				seen[found] = struct{}{}
-				names = append(names, found)
+			if _, twice := seen[found]; twice {
+				continue
 			}
+			if kept += foundBytes + 2*int64(len(found)); !received(ctx).Take(kept) {
+				return nil, errReceived
+			}
+			seen[found] = struct{}{}
+			names = append(names, found)
 		}
 	}
 	deleted, err := s.cfg.Store.Delete(ctx, names...)

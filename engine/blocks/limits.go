@@ -24,8 +24,8 @@ const (
 	// any element type may be read in place.
 	alignBytes = 64
 	// closeWait is how long Close waits for running blocks and unreleased
-	// results. A device that watches contexts is done within one block; what
-	// takes longer is lost, and its memory with it.
+	// results. A device that watches contexts is done within one block; what takes longer
+	// is lost, and its memory stays charged until it has stopped.
 	closeWait = 5 * time.Second
 	// spillAfter is how long results wait for their taker before they give way to
 	// others: a hundred times what a peer takes that keeps up.

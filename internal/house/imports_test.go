@@ -48,7 +48,7 @@ var layers = map[string][]string{
 	"engine/cuda":       {"engine", "engine/blocks", "engine/builtin", "engine/cuda/kernels", "engine/stack", "slab", "tensor"},
 	"internal/transfer": {"assembler", "codec", "frame", "internal/background", "internal/fault", "tensor"},
 	"internal/inbound":  {},
-	"internal/wire":     {"api/tensorferry/v1", "frame", "slab", "tensor"},
+	"internal/wire":     {"api/tensorferry/v1", "frame", "internal/inbound", "slab", "tensor"},
 	"store/storetest":   {"codec", "store", "tensor"},
 	"stream":            {"assembler", "chunker", "codec", "frame", "internal/invariants", "tensor"},
 

@@ -9,7 +9,10 @@ import (
 	"net"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
+
+	"golang.org/x/time/rate"
 )
 
 // Conn is a connection that reads no further while there is no memory for what comes.
@@ -23,9 +26,12 @@ type Conn struct {
 	rest    int       // bytes of the current frame that gRPC has not read
 	opening uint32    // the RPC whose headers gRPC has read last
 	last    *RPC      // the one of the last data frame
-	stuck   time.Time // when it began to wait, and waited again with nothing consumed since
+	stuck   time.Time // when the present row of waits began, in which nothing was consumed
 	stuckAt int64     // of consumed, then
-	waited  time.Time // the last time, until then
+	waited  time.Time // when it last stopped waiting
+	control *rate.Limiter
+	calm    time.Time    // when fewer control frames last came than may
+	paid    atomic.Int64 // bytes written, for which control frames may come
 
 	header [headerBytes]byte // of the frame that gRPC writes; of its writer, as those below
 	got    int               // bytes of header
@@ -40,6 +46,7 @@ type Conn struct {
 	charged  int64
 	wants    int64     // what Read waits for; 0: it does not
 	wanting  *RPC      // for whom
+	urgent   bool      // it waits with parts of messages: for a moment, and for all that there is
 	consumed int64     // messages
 	looked   int64     // of consumed, when it was last looked at
 	opened   int64     // for RPCs themselves
@@ -54,7 +61,7 @@ type Conn struct {
 type RPC struct {
 	c      *Conn
 	id     uint32
-	cancel func(error)
+	cancel func()
 
 	// Of the goroutine that reads the connection.
 	prefix [prefixBytes]byte
@@ -67,17 +74,19 @@ type RPC struct {
 	ready int64     // charged for those from head on
 	part  int64     // charged for the frames of a message that has not come as a whole
 	ahead int64     // charged for what has not come of it
-	own   int64     // charged for the RPC itself
+	own   int64     // charged for the RPC itself, until it is over
 	since time.Time // the first whole message was not consumed, or the part began
 	came  int64     // bytes of the part
 	taken bool      // its handler reads, or has, the first message
 	begun bool      // there is a handler, which returns
-	shed  bool      // it was told to end
-	waits bool      // for the rest of a message, and is one of c.parts
-	ended bool      // its handler has returned
-	over  bool      // gRPC takes nothing more for it
-	holds int64     // charged for what its handler keeps
-	kept  int64     // left unread when the handler returned, until the RPC is over
+	// admitted says that a limit of its own holds, until the handler returns.
+	admitted bool
+	shed     bool  // it was told to end
+	waits    bool  // for the rest of a message, and is one of c.parts
+	ended    bool  // its handler has returned
+	over     bool  // gRPC takes nothing more for it
+	holds    int64 // charged for what its handler keeps
+	kept     int64 // what the handler has left when it returned, until the RPC is over
 }
 
 // batch is messages that are uncharged with the last of them.
@@ -109,7 +118,7 @@ const (
 func (m *Memory) Conn(c net.Conn, message int64, busy func() bool) *Conn {
 	conn := &Conn{
 		Conn: c, m: m, max: message, busy: busy, r: bufio.NewReaderSize(c, readBytes), rest: preface,
-		granted: make(chan bool, 1), done: make(chan struct{}), rpcs: make(map[uint32]*RPC),
+		control: rate.NewLimiter(controlRate, controlBurst), calm: time.Now(), granted: make(chan bool, 1), done: make(chan struct{}), rpcs: make(map[uint32]*RPC),
 	}
 	conn.close = sync.OnceValue(func() error {
 		close(conn.done)
@@ -126,15 +135,19 @@ func (c *Conn) Close() error { return c.close() }
 
 // End says that nobody reads the connection, nor what it has brought, any more.
 func (c *Conn) End() {
-	c.m.mu.Lock()
-	defer c.m.mu.Unlock()
+	m := c.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	c.closed = true
+	m.hoard = true // one collection frees what all of them have left
 	for _, r := range c.rpcs {
 		r.end()
 		r.close()
 	}
+	m.hoard = false
+	m.await()
 	if c.charged == 0 {
-		delete(c.m.conns, c)
+		delete(m.conns, c)
 	}
 }
 
@@ -161,25 +174,64 @@ func (c *Conn) next() error {
 	}
 	n := int(binary.BigEndian.Uint32(h) >> 8)
 	id := binary.BigEndian.Uint32(h[5:]) &^ (1 << 31)
-	switch kind := h[3]; {
+	brings := false
+	switch kind, flags := h[3], h[4]; {
 	case kind == typeHeaders, kind == typeContinue:
 		c.opening = id
+		c.pay(controlsOfRPC * controlPays)
+		brings = true
 	case kind == typeReset:
-		c.ended(id)
-	case kind == typeData && n > 0 && n <= frameBytes: // gRPC refuses a larger one
-		taken, err := c.data(id, n, h[4]&flagPadded != 0)
-		if err != nil {
+		brings = c.over(id)
+	case kind == typeData && n > 0 && n <= FrameBytes: // gRPC refuses a larger one
+		if brings, err = c.data(id, n, flags&flagPadded != 0); err != nil {
 			return err
 		}
-		if !taken {
+		if !brings {
 			if h, err = c.r.Peek(headerBytes); err != nil {
 				return err
 			}
 			binary.BigEndian.PutUint32(h[5:], nobody)
 		}
+	case kind == typeData:
+		brings = flags&flagEnd != 0
 	}
 	c.rest = headerBytes + n
+	if !brings {
+		return c.pace()
+	}
 	return nil
+}
+
+// pay allows control frames for bytes that were written.
+func (c *Conn) pay(bytes int64) {
+	if c.paid.Load() < controlBurst*controlPays {
+		c.paid.Add(bytes)
+	}
+}
+
+// pace waits until another frame may come that brings nothing.
+func (c *Conn) pace() error {
+	if c.paid.Load() >= controlPays {
+		c.paid.Add(-controlPays)
+		return nil
+	}
+	d := c.control.Reserve().Delay()
+	if c.control.Tokens() >= controlRate/10 {
+		c.calm = time.Now()
+	} else if time.Since(c.calm) >= pause { // by then its peer may have gone long ago
+		return fmt.Errorf("inbound: over %d frames a second that bring nothing, for %v", controlRate, pause)
+	}
+	if d < controlDebt {
+		return nil
+	}
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil
+	case <-c.done:
+		return net.ErrClosed
+	}
 }
 
 // Write writes what gRPC sends, which it borrows, and sees the ends of RPCs in it: until
@@ -201,19 +253,23 @@ func (c *Conn) Write(b []byte) (int, error) {
 		c.skip = int(binary.BigEndian.Uint32(c.header[:]) >> 8)
 		kind, flags := c.header[3], c.header[4]
 		if kind == typeReset || flags&flagEnd != 0 && (kind == typeHeaders || kind == typeData) {
-			c.ended(binary.BigEndian.Uint32(c.header[5:]) &^ (1 << 31))
+			c.over(binary.BigEndian.Uint32(c.header[5:]) &^ (1 << 31))
 		}
 	}
+	c.pay(int64(len(b)))
 	return c.Conn.Write(b)
 }
 
-// ended says that gRPC takes nothing more for an RPC.
-func (c *Conn) ended(id uint32) {
+// over says that gRPC takes nothing more for an RPC. It reports whether it did before.
+func (c *Conn) over(id uint32) (open bool) {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	if r := c.rpcs[id]; r != nil {
-		r.close()
+	r := c.rpcs[id]
+	if r == nil || r.over {
+		return false
 	}
+	r.close()
+	return true
 }
 
 // data charges a data frame of n bytes. It reports whether its RPC takes it.
@@ -255,10 +311,10 @@ func (c *Conn) data(id uint32, n int, padded bool) (taken bool, err error) {
 // frameCost is what gRPC allocates for a data frame of n bytes.
 func frameCost(n int) int64 {
 	switch {
-	case n > mediumBytes:
-		return frameBytes + overhead
-	case n > smallBytes:
-		return mediumBytes + overhead
+	case n > MediumBytes:
+		return FrameBytes + overhead
+	case n > SmallBytes:
+		return MediumBytes + overhead
 	}
 	return int64(n+n/8) + overhead // the allocator rounds up
 }
@@ -287,10 +343,10 @@ func (r *RPC) scan(b []byte) (ended int) {
 }
 
 // charge charges a frame of so many bytes, with which messages have ended, and after which
-// ahead bytes of the current one are still to come. It waits until there is memory, but
-// only while nothing of the connection is in parts, whose rest would wait with it: then
-// the RPC is told to end if there is none. It reports whether the RPC takes the frame:
-// nobody would read what comes after its end.
+// ahead bytes of the current one are still to come. It waits until there is memory. While
+// messages of the connection are in parts their rest waits with it: then it may have all
+// that there is, and the RPC is told to end if nothing is consumed in a moment. It reports
+// whether the RPC takes the frame: nobody would read what comes after its end.
 func (r *RPC) charge(bytes int, ahead int64, ended int) (taken bool, err error) {
 	cost := frameCost(bytes)
 	c := r.c
@@ -304,13 +360,8 @@ func (r *RPC) charge(bytes int, ahead int64, ended int) (taken bool, err error) 
 	switch {
 	case n <= 0, c.parts > 0 && m.after(c, n) <= m.limit:
 		m.add(c, n)
-	case c.parts > 0:
-		r.tell()
-		m.mu.Unlock()
-		r.cancel(ErrMemory)
-		return false, nil
-	case !m.try(c, n):
-		c.wants, c.wanting, c.looked = n, r, c.consumed
+	case c.parts > 0 || !m.try(c, n):
+		c.wants, c.wanting, c.urgent, c.looked = n, r, c.parts > 0, c.consumed
 		m.waiting = append(m.waiting, c)
 		m.mu.Unlock()
 		if charged, err := c.wait(); err != nil || !charged {
@@ -329,7 +380,7 @@ func (r *RPC) charge(bytes int, ahead int64, ended int) (taken bool, err error) 
 	}
 	r.came += int64(bytes)
 	partial := ahead > 0 || r.got > 0
-	r.wait(partial)
+	r.setParts(partial)
 	switch {
 	case ended == 0:
 		r.part += cost
@@ -389,7 +440,7 @@ func (c *Conn) giveUp(err error) (charged bool, _ error) {
 	}
 	c.unwant()
 	if errors.Is(err, ErrMemory) {
-		m.ended++
+		m.denied++
 	}
 	return false, err
 }
@@ -397,23 +448,24 @@ func (c *Conn) giveUp(err error) (charged bool, _ error) {
 // unwant takes c out of those who wait; mu is held.
 func (c *Conn) unwant() {
 	c.m.waiting = slices.DeleteFunc(c.m.waiting, func(o *Conn) bool { return o == c })
-	c.wants, c.wanting = 0, nil
+	c.wants, c.wanting, c.urgent = 0, nil, false
 	c.m.admit()
 }
 
 // Open charges the RPC whose headers gRPC has just read, with these fields. It reports
 // false if there is no memory for it. cancel ends the RPC; End follows.
-func (c *Conn) Open(fields map[string][]string, cancel func(error)) (*RPC, bool) {
+func (c *Conn) Open(fields map[string][]string, cancel func()) (*RPC, bool) {
 	r := &RPC{c: c, id: c.opening, cancel: cancel, own: rpcBytes}
 	for k, values := range fields {
-		r.own += int64(len(k)) + fieldBytes
+		r.own += HeapShare * (int64(len(k)) + fieldBytes)
 		for _, v := range values {
-			r.own += int64(len(v)) + fieldBytes
+			r.own += HeapShare * (int64(len(v)) + fieldBytes)
 		}
 	}
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
 	if full := c.m.opened+r.own > c.m.rpcs && c.opened > rpcsFree; full || !c.room(r.own) {
+		c.m.refused()
 		return nil, false
 	}
 	c.m.add(c, r.own)
@@ -441,7 +493,8 @@ func (r *RPC) opened(n int64) {
 // Admitted says that a limit of its own holds for the RPC from now on.
 func (r *RPC) Admitted() {
 	r.locked(func(r *RPC) {
-		if !r.ended {
+		if !r.ended && !r.admitted {
+			r.admitted = true
 			r.own -= rpcBytes
 			r.opened(-rpcBytes)
 			r.c.m.add(r.c, -rpcBytes)
@@ -482,7 +535,9 @@ func (r *RPC) consume() {
 	}
 	r.taken = false
 	r.since, r.came = time.Now(), 0
-	r.c.consumed++
+	if !r.shed { // or each that is ended would let its connection wait anew
+		r.c.consumed++
+	}
 	b := &r.whole[r.head]
 	if b.messages--; b.messages > 0 {
 		return
@@ -512,11 +567,13 @@ func (r *RPC) end() {
 	r.ended = true
 	r.refuse()
 	r.hold(0)
-	r.opened(-r.own)
-	r.c.m.add(r.c, -r.own)
-	r.own = 0
 	if !r.over {
-		r.kept = r.unread()
+		if r.admitted {
+			r.own += rpcBytes
+			r.opened(rpcBytes)
+			r.c.m.add(r.c, rpcBytes)
+		}
+		r.kept = r.own + r.unread()
 		r.c.keep(r.kept)
 	}
 	r.forget()
@@ -538,7 +595,7 @@ func (r *RPC) gone() bool { return r.over || r.ended || r.shed }
 
 // refuse gives up what was to come for the RPC; mu is held.
 func (r *RPC) refuse() {
-	r.wait(false)
+	r.setParts(false)
 	if r.c.wanting == r {
 		r.c.unwant()
 		r.c.granted <- false
@@ -555,6 +612,9 @@ func (r *RPC) forget() {
 		return
 	}
 	delete(r.c.rpcs, r.id)
+	r.opened(-r.own)
+	r.c.m.add(r.c, -r.own)
+	r.own = 0
 	r.c.m.leave(r.c, r.unread())
 	r.whole, r.head, r.ready, r.part = nil, 0, 0, 0
 }
@@ -575,7 +635,11 @@ func (r *RPC) Take(n int64) bool {
 	}
 	r.c.m.mu.Lock()
 	defer r.c.m.mu.Unlock()
-	if r.ended || !r.c.room(n-r.holds) {
+	if r.ended {
+		return false
+	}
+	if !r.c.room(n - r.holds) {
+		r.c.m.refused()
 		return false
 	}
 	r.hold(n)
@@ -591,8 +655,8 @@ func (r *RPC) hold(n int64) {
 // unread is what the RPC is charged for messages that it has not consumed; mu is held.
 func (r *RPC) unread() int64 { return r.ready + r.part + r.ahead }
 
-// wait notes whether the RPC waits for the rest of a message; mu is held.
-func (r *RPC) wait(waits bool) {
+// setParts notes whether the RPC waits for the rest of a message; mu is held.
+func (r *RPC) setParts(waits bool) {
 	if r.waits != waits {
 		r.waits = waits
 		if waits {
@@ -606,7 +670,7 @@ func (r *RPC) wait(waits bool) {
 // tell notes that the RPC is told to end; mu is held.
 func (r *RPC) tell() {
 	r.shed = true
-	r.c.m.ended++
+	r.c.m.denied++
 	r.refuse()
 }
 
@@ -635,19 +699,24 @@ func (c *Conn) heaviest(but *RPC) (most *RPC) {
 func (c *Conn) Room(n int64) bool {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	return c.room(n)
+	if n <= answerFree || c.room(HeapShare*n) {
+		return true
+	}
+	c.m.refused()
+	return false
 }
 
 // room reports whether c may have n bytes more for what it asked for; mu is held.
 func (c *Conn) room(n int64) bool {
-	return n <= answerFree || c.charged+n <= Free || c.m.after(c, n) <= c.m.limit
+	return n <= 0 || c.charged+n <= Free || c.m.after(c, n) <= c.m.limit
 }
 
-// Hold charges n bytes more, or fewer than none, that wait for the peer to read them,
-// whether they fit or not: what does not keeps the connection from being read.
+// Hold charges n bytes of Go's heap more, or fewer than none, that wait for the peer to
+// read them, whether they fit or not: what does not keeps the connection from being read.
 func (c *Conn) Hold(n int64) {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
+	n *= HeapShare
 	c.keep(n)
 	c.m.add(c, n)
 }

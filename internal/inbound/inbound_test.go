@@ -101,9 +101,9 @@ func TestTheChargeIsWhatWasSentAndNotConsumed(t *testing.T) {
 			frames: [][]byte{message(0)}, want: []int64{5 + overhead, 0},
 		},
 		"a large message is charged with its first byte": {
-			frames: [][]byte{message(40 * kib)[:frameBytes], make([]byte, frameBytes), make([]byte, 8*kib+5)},
+			frames: [][]byte{message(40 * kib)[:FrameBytes], make([]byte, FrameBytes), make([]byte, 8*kib+5)},
 			want: []int64{
-				frameBytes + overhead + 24*kib + 5, 2*(frameBytes+overhead) + 8*kib + 5, 3 * (frameBytes + overhead), 0,
+				FrameBytes + overhead + 24*kib + 5, 2*(FrameBytes+overhead) + 8*kib + 5, 3 * (FrameBytes + overhead), 0,
 			},
 		},
 		"a message in single bytes": {
@@ -144,7 +144,7 @@ func TestTheChargeIsWhatWasSentAndNotConsumed(t *testing.T) {
 				}
 				send(make([]byte, preface))
 				send(frame(typeHeaders, 0, 1, make([]byte, 30)))
-				own := int64(rpcBytes + 2*fieldBytes + 3)
+				own := int64(rpcBytes + HeapShare*(2*fieldBytes+3))
 				if got := m.charge(); got != own {
 					t.Fatalf("an RPC is charged %d, want %d", got, own)
 				}
@@ -178,8 +178,8 @@ func TestTheChargeIsWhatWasSentAndNotConsumed(t *testing.T) {
 				m.later = func(f func()) { go f() }
 				r.End()
 				r.End()
-				if got := m.charge(); got != unread {
-					t.Errorf("%d bytes are charged while gRPC has not written the status, want %d", got, unread)
+				if got := m.charge(); got != unread+own {
+					t.Errorf("%d bytes are charged while gRPC has not written the status, want %d", got, unread+own)
 				}
 				if _, err := tr.Write(frame(typeHeaders, flagEnd, 1, nil)); err != nil {
 					t.Error(err)
@@ -218,10 +218,10 @@ func TestWhatAnRPCLeftIsChargedUntilItIsCollected(t *testing.T) {
 	if id := <-got; id != nobody { // gRPC would take it until the status is written
 		t.Errorf("RPC %d takes what nobody reads", id)
 	}
-	if n := m.charge(); n != all {
-		t.Errorf("%d bytes are charged for an RPC whose status is not written, want %d", n, all)
+	if n := m.charge(); n != all+rpcBytes {
+		t.Errorf("%d bytes are charged for an RPC whose status is not written, want %d", n, all+rpcBytes)
 	}
-	tr.ended(1)
+	tr.Conn.over(1)
 	if n := m.charge(); n != all {
 		t.Errorf("%d bytes are charged for what an RPC left, want %d", n, all)
 	}
@@ -272,6 +272,183 @@ func TestACollectionThatFreesNothingIsRunAgain(t *testing.T) {
 	})
 }
 
+func TestFramesThatBringNothingArePaced(t *testing.T) {
+	const updates = controlBurst + 3*controlRate
+	for name, c := range map[string]struct {
+		kind    byte
+		id      uint32
+		written int // bytes
+		opened  int // RPCs
+		want    time.Duration
+	}{
+		"window updates":               {8, 0, 0, 0, 3 * time.Second},
+		"settings":                     {4, 0, 0, 0, 3 * time.Second},
+		"pings":                        {6, 0, 0, 0, 3 * time.Second},
+		"resets of what is not open":   {typeReset, 99, 0, 0, 3 * time.Second},
+		"data for what is not open":    {typeData, 99, 0, 0, 3 * time.Second},
+		"updates for what was written": {8, 0, controlPays * controlRate, 0, 2 * time.Second},
+		"updates for RPCs":             {8, 0, 0, controlRate / controlsOfRPC, 2 * time.Second},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				m := NewMemory(0, mib)
+				tr := m.transport(t, nil)
+				go func() { _, _ = io.Copy(io.Discard, tr.peer) }() // ends with the connection
+				go tr.read(func(uint32) {}, func(uint32, int) {})
+				send := func(b []byte) {
+					if _, err := tr.peer.Write(b); err != nil {
+						t.Error(err)
+					}
+				}
+				send(make([]byte, preface))
+				if _, err := tr.Write(frame(5, 0, 1, make([]byte, c.written))); err != nil {
+					t.Error(err)
+				}
+				for range c.opened {
+					send(frame(typeHeaders, 0, 1, nil))
+				}
+				begin := time.Now()
+				for range updates {
+					send(frame(c.kind, 0, c.id, make([]byte, 8)))
+				}
+				if took := time.Since(begin); took < c.want-10*controlDebt || took > c.want+10*controlDebt {
+					t.Errorf("%d frames were read within %v, want %v", updates, took, c.want)
+				}
+				_ = tr.peer.Close()
+				<-tr.over
+			})
+		})
+	}
+}
+
+func TestAConnectionThatNeverCalmsIsClosed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := NewMemory(0, mib)
+		tr := m.transport(t, nil)
+		go func() { _, _ = io.Copy(io.Discard, tr.peer) }() // ends with the connection
+		go func() {
+			tr.read(func(uint32) {}, func(uint32, int) {})
+			_ = tr.Close()
+		}()
+		_, _ = tr.peer.Write(make([]byte, preface))
+		for range 3 { // bursts, between which it rests
+			for range controlBurst + 7*controlRate {
+				if _, err := tr.peer.Write(frame(8, 0, 0, make([]byte, 4))); err != nil {
+					t.Fatal(err)
+				}
+			}
+			time.Sleep(controlBurst / controlRate * time.Second)
+		}
+		begin := time.Now()
+		flood := frame(8, 0, 0, make([]byte, 4))
+		for {
+			if _, err := tr.peer.Write(flood); err != nil {
+				break
+			}
+		}
+		if took := time.Since(begin); took < pause || took > pause+controlBurst/controlRate*time.Second {
+			t.Errorf("it was closed after %v, want %v", took, pause)
+		}
+		<-tr.over
+	})
+}
+
+// charging returns a connection with an RPC that takes frames without gRPC.
+func (m *Memory) charging() *RPC {
+	c := m.Conn(discard{}, mib, nil)
+	r := &RPC{c: c, id: 1, cancel: func() {}}
+	c.rpcs[1] = r
+	return r
+}
+
+// fill charges a connection n bytes.
+func (m *Memory) fill(n int64) *Conn {
+	c := m.Conn(discard{}, mib, nil)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.add(c, n)
+	return c
+}
+
+func TestOneThatFitsIntoItsOwnShareWaitsForNobody(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := NewMemory(0, mib)
+		full := m.fill(m.begin + 2*Free)
+		go func() { _, _ = m.charging().charge(FrameBytes, mib, 0) }() // waits for the memory of all
+		synctest.Wait()
+		r := m.charging()
+		for range 3 {
+			if taken, err := r.charge(FrameBytes, 0, 1); !taken || err != nil {
+				t.Fatal(taken, err)
+			}
+		}
+		took := make(chan time.Duration)
+		begin := time.Now()
+		go func() {
+			taken, err := r.charge(FrameBytes, 0, 1) // the fourth is more than Free
+			if !taken || err != nil {
+				t.Error(taken, err)
+			}
+			took <- time.Since(begin)
+		}()
+		synctest.Wait()
+		r.Next()
+		r.Consumed()
+		if d := <-took; d > 0 {
+			t.Errorf("a frame for which there is room waited %v", d)
+		}
+		m.mu.Lock()
+		m.add(full, -full.charged)
+		m.mu.Unlock()
+		synctest.Wait()
+	})
+}
+
+// TestARefusalClosesTheConnectionThatLeavesMostUnread has RPCs that have ended and whose
+// peers give no window for their statuses.
+func TestARefusalClosesTheConnectionThatLeavesMostUnread(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := NewMemory(0, mib)
+		m.rpcs = 2 * m.limit
+		var deaf *Conn
+		for n := range 2 {
+			deaf = m.Conn(discard{}, mib, nil)
+			for i := 0; ; i++ {
+				deaf.opening = uint32(2*i + 1)
+				r, ok := deaf.Open(nil, func() {})
+				if !ok || n == 0 && i == 20 {
+					break
+				}
+				r.End()
+			}
+		}
+		_, _, before := m.Used()
+		other := m.Conn(discard{}, mib, nil)
+		m.mu.Lock()
+		m.add(other, Free)
+		m.mu.Unlock()
+		if _, ok := other.Open(nil, func() {}); ok {
+			t.Error("an RPC was opened without memory")
+		}
+		synctest.Wait()
+		if deaf.shed {
+			t.Error("a connection was closed that may read yet")
+		}
+		time.Sleep(stale)
+		if _, ok := other.Open(nil, func() {}); ok {
+			t.Error("an RPC was opened without memory")
+		}
+		<-deaf.done
+		deaf.End()
+		if _, ok := other.Open(nil, func() {}); !ok {
+			t.Error("an RPC is refused though there is memory")
+		}
+		if _, _, after := m.Used(); after != before+3 {
+			t.Errorf("%d refusals and connections are counted, want 3", after-before)
+		}
+	})
+}
+
 func TestABacklogThatNeverEmptiesTakesNoMoreMemory(t *testing.T) {
 	m := NewMemory(0, mib)
 	r := &RPC{c: &Conn{m: m}, taken: true}
@@ -315,6 +492,7 @@ func TestTheEndOfAnRPCIsSeenInWhatIsWritten(t *testing.T) {
 type discard struct{ net.Conn }
 
 func (discard) Write(b []byte) (int, error) { return len(b), nil }
+func (discard) Close() error                { return nil }
 
 func FuzzScan(f *testing.F) {
 	f.Add(append(message(3), message(0)...), []byte{1, 2, 3, 4})
@@ -422,7 +600,7 @@ func schedule(t *testing.T, seed uint64) (o outcome) {
 				once := sync.OnceFunc(func() { close(h.ended) })
 				fields := map[string][]string{"a": {strings.Repeat("b", int(seed+uint64(id))%20*kib)}}
 				var ok bool
-				if h.rpc, ok = tr.Open(fields, func(error) {
+				if h.rpc, ok = tr.Open(fields, func() {
 					mu.Lock()
 					o.shed++
 					mu.Unlock()
@@ -439,7 +617,7 @@ func schedule(t *testing.T, seed uint64) (o outcome) {
 				handling.Go(func() {
 					defer func() {
 						h.rpc.End()
-						tr.ended(id)
+						tr.Conn.over(id)
 					}()
 					n := h.handle(tr, delay)
 					mu.Lock()
@@ -566,7 +744,7 @@ func peerScript(rnd *rand.Rand, kindOf map[uint32]int) (s sending) {
 	for len(open) > 0 && len(s.frames) < 3000 {
 		i := rnd.IntN(len(open))
 		r := &open[i]
-		n := min(len(r.rest), 1+rnd.IntN([]int{10, 1000, frameBytes}[rnd.IntN(3)]))
+		n := min(len(r.rest), 1+rnd.IntN([]int{10, 1000, FrameBytes}[rnd.IntN(3)]))
 		s.frames = append(s.frames, frame(typeData, 0, r.id, r.rest[:n]))
 		if r.rest = r.rest[n:]; len(r.rest) == 0 {
 			open = append(open[:i], open[i+1:]...)

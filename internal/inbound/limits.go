@@ -2,6 +2,15 @@ package inbound
 
 import "time"
 
+// FrameBytes is the largest data frame that gRPC sends, and takes. Frames of up to
+// SmallBytes lie in Go's heap, others in buffers of MediumBytes or FrameBytes, so that no
+// frame takes more than four times its bytes.
+const (
+	FrameBytes  = 16 << 10
+	MediumBytes = 4 << 10
+	SmallBytes  = 1 << 10
+)
+
 const (
 	// Free is what each connection may hold beside Memory's limit: a small call and its
 	// RPC pass however full the rest is.
@@ -22,11 +31,6 @@ const (
 
 	// readBytes is what is read from the socket at a time: two data frames.
 	readBytes = 32 << 10
-	// frameBytes is the largest data frame that gRPC accepts. Frames of up to smallBytes lie
-	// in Go's heap, others in buffers of mediumBytes or frameBytes (wire.Buffers).
-	frameBytes  = 16 << 10
-	mediumBytes = 4 << 10
-	smallBytes  = 1 << 10
 	// overhead is what gRPC allocates for each frame beside its bytes: about 56 for what
 	// it queues, and a buffer's header.
 	overhead = 128
@@ -39,8 +43,21 @@ const (
 	rpcsLimit = 16 << 20
 	// keptBatches is how long a list of an RPC's messages may be that is kept for the next.
 	keptBatches = 64
+	// HeapShare is what a byte of Go's heap takes until it is collected, with GOGC at 100.
+	HeapShare = 2
 	// fieldBytes is what a field of the metadata takes beside its text.
 	fieldBytes = 96
+
+	// A connection may send controlRate frames a second that bring nothing, such as window
+	// updates, pings and what comes for RPCs that are over, beside one for each controlPays
+	// bytes that are written to it and controlsOfRPC for each RPC: gRPC's own clients send
+	// half as many. Those beyond are read later, in steps of controlDebt; a connection that
+	// is never done with them for pause is closed.
+	controlRate   = 1000
+	controlBurst  = 2000
+	controlPays   = 4 << 10
+	controlsOfRPC = 4
+	controlDebt   = 5 * time.Millisecond
 
 	// lookEvery is how often a connection that waits looks whether anything moves.
 	lookEvery = 100 * time.Millisecond

@@ -20,7 +20,7 @@ import (
 	"time"
 )
 
-// ErrMemory ends an RPC or a connection for want of memory.
+// ErrMemory ends a connection for want of memory.
 var ErrMemory = errors.New("inbound: no memory for what clients send")
 
 // Memory is what all connections of a server may hold of what their peers have sent.
@@ -35,12 +35,13 @@ type Memory struct {
 	gc    func()
 
 	mu         sync.Mutex // guards all below, and what it says of a Conn and an RPC
-	ended      int64      // RPCs and connections, for want of memory
+	denied     int64      // RPCs and connections, refused or ended for want of memory
 	conns      map[*Conn]struct{}
 	used       int64           // of all connections, beyond what each has free
 	waiting    []*Conn         // for memory, in their order
 	left       map[*Conn]int64 // what RPCs left unread when they ended
 	collected  map[*Conn]int64 // likewise: the next collection frees it
+	hoard      bool            // left is not complete
 	collecting bool            // one that was asked for
 	asked      time.Time       // when it had ended
 	overdue    *time.Timer     // runs one if none has freed what is collected; nil until there was any
@@ -66,14 +67,14 @@ func afterCollection(f func()) {
 }
 
 // Used returns the bytes charged now, what is free for each connection included, the
-// limit of what is not, and how many RPCs and connections were ended for want of memory.
-func (m *Memory) Used() (charged, limit, ended int64) {
+// limit of what is not, and how many RPCs and connections were refused or ended for want of memory.
+func (m *Memory) Used() (charged, limit, denied int64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for c := range m.conns {
 		charged += c.charged
 	}
-	return charged, m.limit, m.ended
+	return charged, m.limit, m.denied
 }
 
 // beyond is the part of a connection's charge that counts in used.
@@ -83,8 +84,11 @@ func beyond(charged int64) int64 { return max(0, charged-Free) }
 // short when they do not fit: true, the memory of all; false, c's share.
 func (m *Memory) fits(c *Conn, n int64) (fits, whole bool) {
 	to := c.charged + n
-	if to <= Free {
+	switch {
+	case to <= Free:
 		return true, true
+	case c.urgent:
+		return m.after(c, n) <= m.limit, true
 	}
 	if to > m.share {
 		return false, false
@@ -114,20 +118,35 @@ func (m *Memory) add(c *Conn, n int64) {
 // admit gives memory to those who wait for it; mu is held. One that lacks memory of the
 // whole is waited for, or it would starve behind smaller ones.
 func (m *Memory) admit() {
+	before := false // somebody waits for memory of the whole
 	for i := 0; i < len(m.waiting); {
 		c := m.waiting[i]
 		fits, whole := m.fits(c, c.wants)
-		switch {
-		case fits:
-			m.waiting = slices.Delete(m.waiting, i, i+1)
-			m.add(c, c.wants)
-			c.wants, c.wanting = 0, nil
-			c.granted <- true // it has room for the one that is waited for
-		case whole:
-			return
-		default:
+		if !fits || before && c.charged+c.wants > Free {
+			before = before || whole
 			i++
+			continue
 		}
+		m.waiting = slices.Delete(m.waiting, i, i+1)
+		m.add(c, c.wants)
+		c.wants, c.wanting, c.urgent = 0, nil, false
+		c.granted <- true // it has room for the one that is waited for
+	}
+}
+
+// refused notes that memory was refused, and closes the connection that leaves most
+// unread, if one does; mu is held.
+func (m *Memory) refused() {
+	m.denied++
+	now := time.Now()
+	if now.Sub(m.relieved) < lookEvery {
+		return
+	}
+	m.relieved = now
+	if most := m.deaf(); most != nil {
+		most.shed = true
+		m.denied++
+		go func() { _ = most.Close() }() // ends at once: not with the lock
 	}
 }
 
@@ -156,14 +175,15 @@ func (m *Memory) leave(c *Conn, n int64) {
 		return
 	}
 	m.left[c] += n
-	if m.collected == nil {
+	if !m.hoard {
 		m.await()
 	}
 }
 
-// await has what is left uncharged once a collection has begun after now; mu is held.
+// await has what is left uncharged once a collection has begun after now, if none is
+// awaited; mu is held.
 func (m *Memory) await() {
-	if len(m.left) == 0 {
+	if len(m.left) == 0 || m.collected != nil {
 		return
 	}
 	m.collected, m.left = m.left, make(map[*Conn]int64)
@@ -172,11 +192,11 @@ func (m *Memory) await() {
 		m.overdue.Reset(collectAfter)
 		return
 	}
-	m.overdue = time.AfterFunc(collectAfter, func() { // it lies outside the heap, whose growth says nothing
+	m.overdue = time.AfterFunc(collectAfter, func() { // buffers lie outside the heap: its growth starts no collection for them
 		m.collect()
 		m.mu.Lock()
 		defer m.mu.Unlock()
-		if m.collected != nil { // one had just been run, or found a last reference
+		if m.collected != nil { // it was skipped, or something still referred to the mark
 			m.overdue.Reset(collectAfter)
 		}
 	})
@@ -216,7 +236,7 @@ func (m *Memory) relieve(c *Conn, waited time.Duration) {
 	// Without the lock: gRPC opens RPCs under one of its own.
 	switch rpc, conn := m.victim(c, waited); {
 	case rpc != nil:
-		rpc.cancel(ErrMemory)
+		rpc.cancel()
 	case conn != nil:
 		_ = conn.Close()
 	}
@@ -232,7 +252,9 @@ func (m *Memory) victim(c *Conn, waited time.Duration) (*RPC, *Conn) {
 	moved := c.consumed != c.looked
 	c.looked = c.consumed
 	var victim *RPC
-	if !moved && waited >= stale && (waited >= patience || c.busy != nil && c.busy()) {
+	if c.urgent && waited >= stale {
+		victim = c.wanting
+	} else if !moved && waited >= stale && (waited >= patience || c.busy != nil && c.busy()) {
 		victim = c.heaviest(c.wanting)
 	}
 	_, whole := m.fits(c, c.wants)
@@ -246,9 +268,9 @@ func (m *Memory) victim(c *Conn, waited time.Duration) (*RPC, *Conn) {
 		}
 		if most != nil {
 			victim = most.heaviest(nil)
-		} else if most = m.deaf(); most != nil && !most.shed {
+		} else if most = m.deaf(); most != nil {
 			most.shed = true
-			m.ended++
+			m.denied++
 			return nil, most
 		}
 	}
@@ -265,7 +287,7 @@ func (m *Memory) victim(c *Conn, waited time.Duration) (*RPC, *Conn) {
 // is none; mu is held.
 func (m *Memory) deaf() (most *Conn) {
 	for c := range m.conns {
-		if c.held > Free && time.Since(c.since) >= stale && (most == nil || c.held > most.held) {
+		if !c.shed && c.held > Free && time.Since(c.since) >= stale && (most == nil || c.held > most.held) {
 			most = c
 		}
 	}

@@ -72,7 +72,7 @@ var plain = []struct {
 	{"memory_limit_bytes", "Memory budget.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryLimit }},
 	{"receive_used_bytes", "What clients have sent and nothing has consumed, 64 KiB of each connection included.", prometheus.GaugeValue, func(v *Values) int64 { return v.ReceiveUsed }},
 	{"receive_limit_bytes", "What it may take beyond 64 KiB of each connection.", prometheus.GaugeValue, func(v *Values) int64 { return v.ReceiveLimit }},
-	{"receive_ended_total", "RPCs and connections ended for want of memory for what clients send.", prometheus.CounterValue, func(v *Values) int64 { return v.ReceiveEnded }},
+	{"receive_ended_total", "RPCs and connections refused or ended for want of memory for what clients send.", prometheus.CounterValue, func(v *Values) int64 { return v.ReceiveEnded }},
 	{"heap_limit_bytes", "Memory limit of the Go runtime; the largest number if it has none.", prometheus.GaugeValue, func(v *Values) int64 { return v.HeapLimit }},
 	{"store_used_bytes", "What pushed tensors take in the store now.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreUsed }},
 	{"store_limit_bytes", "What they may take; the largest number if only the disk says.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreLimit }},

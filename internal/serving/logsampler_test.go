@@ -21,9 +21,16 @@ func TestAFloodIsLoggedAsItsNumberDoubles(t *testing.T) {
 		}
 		first := flood()
 		require.Equal(t, []int64{1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536}, first)
-		time.Sleep(sampleQuiet - 1)
+		time.Sleep(sampleEvery - time.Nanosecond)
 		require.Equal(t, []int64{131072}, flood())
-		time.Sleep(sampleQuiet)
+		time.Sleep(sampleEvery - time.Nanosecond)
+		_, due := l.Again()
+		require.False(t, due)
+		time.Sleep(time.Nanosecond)
+		n, due := l.Again()
+		require.True(t, due, "of a model that fails less often another is not muted for ever")
+		require.EqualValues(t, 200_002, n)
+		time.Sleep(sampleEvery)
 		require.Equal(t, first, flood())
 	})
 }

@@ -65,7 +65,7 @@ func (ms *models) watch(name string, m engine.Model) {
 func (ms *models) change(name string, s *modelState, change func()) {
 	ms.mu.Lock()
 	defer ms.mu.Unlock()
-	if ms.all[name] != s {
+	if s == nil || ms.all[name] != s {
 		return
 	}
 	change()
@@ -116,24 +116,25 @@ func (c *Core) model(name string) (m engine.Model, over func(closed error), err 
 		return nil, nil, err
 	}
 	return m, func(closed error) {
-		defer unuse()
-		if closed == nil {
+		if closed != nil {
+			c.runsAbandoned.Add(1)
+		}
+		if errors.Is(closed, engine.ErrLost) {
+			c.models.change(name, state, func() { state.lost++ })
+		}
+		lost, ok := errors.AsType[*engine.LostError](closed)
+		if !ok {
+			unuse()
 			return
 		}
-		c.runsAbandoned.Add(1)
-		if !errors.Is(closed, engine.ErrLost) {
-			return
-		}
-		c.models.change(name, state, func() { state.lost++ })
-		if lost, ok := errors.AsType[*engine.LostError](closed); ok {
-			go func() { // ends with the model's code, or with the core
-				select {
-				case <-lost.Ended:
-					c.models.change(name, state, func() { state.lost-- })
-				case <-c.ctx.Done():
-				}
-			}()
-		}
+		go func() { // ends with the model's code, or with the core
+			defer unuse()
+			select {
+			case <-lost.Ended:
+				c.models.change(name, state, func() { state.lost-- })
+			case <-c.ctx.Done():
+			}
+		}()
 	}, nil
 }
 

@@ -30,7 +30,7 @@ type Session struct {
 	staging staging
 	// promised is the allowance of its hello.
 	promised uint32
-	retained int // bytes of what the peer has said of calls, when the last frame had come
+	retained int // bytes of what the peer has said of calls, as conn was told last
 }
 
 // Conn carries frames.

@@ -19,10 +19,13 @@ const (
 	// pullFree is how much of what each pull selects counts in no budget: 16 MiB for
 	// as many as a server has by default.
 	pullFree = 64 << 10
+	// pushedBytes is what a push keeps of a tensor until it ends, beside its name: records
+	// and texts, with what Go's heap takes until it is collected.
+	pushedBytes = 2 << 10
 	// selectionBytes is what a pull keeps of a selection, and of how it ended, beside
 	// its name, a range of rangeBytes for each that is held, and its parameters, with
 	// entryBytes for each of these.
-	selectionBytes = 512
+	selectionBytes = 1 << 10
 	rangeBytes     = 16
 	entryBytes     = 64
 )

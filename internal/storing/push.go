@@ -130,7 +130,14 @@ func (p *push) serve(f *frame.Frame) error {
 // frames takes frames to the last one, or until a tensor has failed and none is
 // open: then the client is told at once, not after it has sent the rest in vain.
 func (p *push) frames(recv *transfer.Receiver[*place], f *frame.Frame) (err error) {
+	kept := int64(0)
 	for first := true; ; first = false {
+		for i := range f.Descs {
+			kept += pushedBytes + 2*int64(len(f.Descs[i].Name))
+		}
+		if len(f.Descs) > 0 && !p.conn.Take(kept) {
+			return errKept
+		}
 		if part, why := foreign(f, first); part != "" {
 			recv.Fail(&frame.Error{Code: frame.InvalidArgument, Text: part + " ended the push"})
 			return &frame.Error{Code: frame.InvalidArgument, Text: part + " came" + why}

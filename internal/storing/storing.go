@@ -26,6 +26,9 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
+// errKept ends a push that would keep more than there is memory for.
+var errKept = serving.TryLater(frame.ResourceExhausted, "memory: none to keep what this push announces; announce fewer tensors at a time, or try again later")
+
 // errPanic is what a panic of a store or a source becomes.
 var errPanic = errors.New("storing: panic")
 
@@ -47,6 +50,8 @@ type Config struct {
 type Conn interface {
 	serving.Conn
 	Context() context.Context // that of its RPC
+	// Take reports whether so many bytes may be kept, in all, of what the peer has said.
+	Take(bytes int64) bool
 }
 
 // Service serves pushes and pulls. Make one with New.

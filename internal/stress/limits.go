@@ -20,8 +20,9 @@ const (
 	spareReceived = 32 * mib
 	// scrapeWait bounds one answer of a metrics listener.
 	scrapeWait = 20 * time.Second
-	// settleWait is how long a server may take until nothing is open any more.
-	settleWait = 20 * time.Second
+	// settleWait is how long a server may take until nothing is open any more: a connection
+	// that waits, or sent control frames only, is closed after 8 s; collections take a few.
+	settleWait = 30 * time.Second
 	// checkWait is how long one check of old-new may take: less than the minute that
 	// its slow call sleeps.
 	checkWait = 30 * time.Second

@@ -30,6 +30,7 @@ import (
 const (
 	computeRPC = "/tensorferry.v1.TensorService/Compute"
 	sessionRPC = "/tensorferry.v1.TensorService/StreamTensors"
+	pushRPC    = "/tensorferry.v1.TensorService/PushTensors"
 )
 
 // attack is what peers do that speak HTTP/2 by hand.
@@ -120,6 +121,33 @@ var attacks = []attack{
 			f = new(pb.Frame)
 		}
 		return errors.Join(err, a.rest())
+	}},
+	{"small calls that nobody reads", 400, 100, false, func(a *attacker) error {
+		b, err := proto.Marshal(&pb.ComputeRequest{Model: "echo", Inputs: []*pb.NamedTensor{{Port: "x", Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: []int64{1}, Data: []byte{1}}}})
+		id, e := a.open(computeRPC, strings.Repeat("x", 15*kib))
+		return errors.Join(err, e, a.message(id, b), a.rest())
+	}},
+	{"pushes of many names", 3, 85, false, func(a *attacker) error {
+		id, err := a.open(pushRPC)
+		f := &pb.Frame{Hello: a.hello()}
+		shape := []int64{kib} // the first one stays open, the others do not fit their size
+		for n := range 1000 {
+			f.Descs = append(f.Descs, &pb.TensorDesc{
+				TensorId: newID(), Name: strings.Repeat("x", 480) + fmt.Sprint(n), Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: shape, SizeBytes: kib, ChunkBytes: mib,
+			})
+			shape = []int64{1}
+			if n%100 == 99 {
+				b, e := proto.Marshal(f)
+				err = errors.Join(err, e, a.message(id, b))
+				f = new(pb.Frame)
+			}
+		}
+		return errors.Join(err, a.rest())
+	}},
+	{"window updates", 100, 1, false, func(a *attacker) error {
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		return errors.Join(a.WriteWindowUpdate(0, 1), a.ctx.Err())
 	}},
 	{"results that nobody reads", 20, 1, true, func(a *attacker) error {
 		calls := &pb.Frame{Hello: a.hello()}
@@ -414,7 +442,8 @@ func (e *environment) withstand(ctx context.Context, a *attack, memory string, l
 		beside, err = calls(after(lasts / 2))
 		err = errors.Join(err, attackers.Stop())
 	}
-	if err = errors.Join(err, other.Stop()); err != nil {
+	other.Kill()
+	if err != nil {
 		return err
 	}
 	if attackers, err = a.start(ctx, d.address); err != nil {

@@ -29,11 +29,6 @@ const (
 	maxColdBytes = 2 << 10
 	// maxPooledHead is the largest header buffer kept for the next frame.
 	maxPooledHead = MaxControlBytes + headBytes
-	// frameBytes is the largest HTTP/2 data frame that grpc-go sends, and takes. Smaller ones
-	// of up to mediumBytes lie in buffers of that size, so that no frame takes more than
-	// four times its bytes.
-	frameBytes  = 16 << 10
-	mediumBytes = 4 << 10
 	// keptBytes of receive buffers that nobody uses keep their memory, and a quarter of the
 	// smaller ones: what seven connections have on their way.
 	keptBytes = 12 << 20

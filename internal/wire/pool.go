@@ -6,6 +6,7 @@ import (
 
 	"google.golang.org/grpc/mem"
 
+	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/slab"
 )
 
@@ -34,16 +35,16 @@ type buffersOf struct {
 
 func newBuffers(rest mem.BufferPool) *buffers {
 	return &buffers{
-		rest: rest, medium: buffersOf{size: mediumBytes, kept: keptBytes / 4 / mediumBytes}, large: buffersOf{size: frameBytes, kept: keptBytes / frameBytes},
+		rest: rest, medium: buffersOf{size: inbound.MediumBytes, kept: keptBytes / 4 / inbound.MediumBytes}, large: buffersOf{size: inbound.FrameBytes, kept: keptBytes / inbound.FrameBytes},
 	}
 }
 
 // Get hands over n bytes of whatever content.
 func (p *buffers) Get(n int) *[]byte {
 	switch {
-	case n > frameBytes || mem.IsBelowBufferPoolingThreshold(n):
+	case n > inbound.FrameBytes || mem.IsBelowBufferPoolingThreshold(n):
 		return p.rest.Get(n)
-	case n > mediumBytes:
+	case n > inbound.MediumBytes:
 		return p.large.get(n)
 	}
 	return p.medium.get(n)
@@ -52,9 +53,9 @@ func (p *buffers) Get(n int) *[]byte {
 // Put takes a buffer over.
 func (p *buffers) Put(b *[]byte) {
 	switch cap(*b) {
-	case frameBytes:
+	case inbound.FrameBytes:
 		p.large.put(b)
-	case mediumBytes:
+	case inbound.MediumBytes:
 		p.medium.put(b)
 	default:
 		p.rest.Put(b)

@@ -7,6 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/mem"
 
+	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
@@ -19,7 +20,7 @@ func (p *buffersOf) free() (warm, cold int) {
 func TestBuffersOfTheLargestFrameComeFromThePool(t *testing.T) {
 	testkit.Start(t)
 	p := newBuffers(mem.NopBufferPool{})
-	for _, n := range []int{1025, mediumBytes, mediumBytes + 1, frameBytes, 1, 1024, frameBytes + 1} {
+	for _, n := range []int{1025, inbound.MediumBytes, inbound.MediumBytes + 1, inbound.FrameBytes, 1, 1024, inbound.FrameBytes + 1} {
 		b := p.Get(n)
 		require.Len(t, *b, n)
 		*b = (*b)[:n/2] // as gRPC does with padding
@@ -38,7 +39,7 @@ func TestThePoolKeepsFewBuffersThatNobodyUses(t *testing.T) {
 	kept := p.large.kept
 	var all []*[]byte
 	for i := range 3 * kept / 2 {
-		b := p.Get(frameBytes)
+		b := p.Get(inbound.FrameBytes)
 		(*b)[0] = byte(i) | 1
 		all = append(all, b)
 	}
@@ -58,9 +59,9 @@ func TestBuffersThatAreForgottenComeBack(t *testing.T) {
 	testkit.Start(t)
 	p := newBuffers(mem.NopBufferPool{})
 	for range 100 {
-		mem.NewBuffer(p.Get(frameBytes), p) // and never freed
+		mem.NewBuffer(p.Get(inbound.FrameBytes), p) // and never freed
 	}
-	kept := mem.NewBuffer(p.Get(frameBytes), p)
+	kept := mem.NewBuffer(p.Get(inbound.FrameBytes), p)
 	view := kept.Slice(1, 2000)
 	kept.Free()
 	warm, cold := p.large.free()
