@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -544,7 +545,7 @@ func TestALostRunOfAComputeShowsInTheModelsHealth(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, nil)
 	f.lost = 1
-	require.NoError(t, f.models.Add(loser{f.named(t, "loser"), nil}))
+	require.NoError(t, f.models.Add(loser{f.named(t, "loser"), nil, new(atomic.Bool)}))
 	_, err := pb.NewTensorServiceClient(f.dial(t)).Compute(t.Context(), asking("loser", pb.DataType_DATA_TYPE_UINT8, []byte("abc"), 3))
 	require.Equal(t, codes.Internal, status.Code(err), err)
 	h := healthpb.NewHealthClient(f.dial(t))

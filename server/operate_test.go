@@ -7,6 +7,7 @@ import (
 	"net"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -108,7 +109,14 @@ func TestHealthFollowsModelsThatComeAndGo(t *testing.T) {
 // loser is a model whose runs do not end in time, but when ended is closed.
 type loser struct {
 	engine.Model
-	ended chan struct{}
+	ended  chan struct{}
+	closed *atomic.Bool
+}
+
+// Close says that nothing uses the model any more.
+func (l loser) Close() error {
+	l.closed.Store(true)
+	return nil
 }
 
 type lostRun struct {
@@ -140,7 +148,7 @@ func TestAModelThatLostARunDoesNotServeUntilTheRunEndsOrItIsReplaced(t *testing.
 	require.NoError(t, err)
 	defer unuse()
 	over := make(chan struct{})
-	require.NoError(t, f.models.Replace(loser{gated, over}))
+	require.NoError(t, f.models.Replace(loser{gated, over, new(atomic.Bool)}))
 	c := healthpb.NewHealthClient(f.dial(t))
 	is := func(want healthpb.HealthCheckResponse_ServingStatus, what string) {
 		t.Helper()
@@ -170,11 +178,13 @@ func TestAModelThatLostARunDoesNotServeUntilTheRunEndsOrItIsReplaced(t *testing.
 	require.NoError(t, call())
 	is(healthy, "one that ended at once")
 	never := make(chan struct{})
-	require.NoError(t, f.models.Replace(loser{gated, never}))
+	closed := new(atomic.Bool)
+	require.NoError(t, f.models.Replace(loser{gated, never, closed}))
 	require.NoError(t, call())
 	is(ill, "another lost run")
-	require.NoError(t, f.models.Replace(loser{gated, never}))
+	require.NoError(t, f.models.Replace(loser{gated, never, new(atomic.Bool)}))
 	is(healthy, "its replacement")
+	require.False(t, closed.Load(), "the lost run may use the model yet")
 
 	// A run of a model that has been replaced meanwhile: the new one is well.
 	g.open = make(chan struct{})
@@ -185,6 +195,8 @@ func TestAModelThatLostARunDoesNotServeUntilTheRunEndsOrItIsReplaced(t *testing.
 	require.NoError(t, <-ended)
 	testkit.Eventually(t, func() bool { return f.counters(t)["runs_abandoned_total"] == 4 }, "the lost run")
 	is(healthy, "the new model")
+	close(never)
+	testkit.Eventually(t, closed.Load, "the end of the model that lost a run")
 }
 
 func TestNothingServesWhileTheServerDrains(t *testing.T) {
