@@ -29,7 +29,7 @@ const (
 	listPage  = 1000
 	listBytes = 128 << 10
 	// foundBytes is what DeleteTensors keeps of a tensor that it finds, beside its name.
-	foundBytes = 256
+	foundBytes = 128
 	// receiveShare: what clients have sent and nothing has consumed may take this part
 	// (1/receiveShare) of the budget's bytes, beside them.
 	receiveShare = 2
@@ -49,7 +49,7 @@ const (
 	DefaultThinFrames      = 10_000
 	DefaultStreamsPerConn  = 128      // gRPC streams of one connection; grpc-go's default is no limit
 	DefaultHeaderListBytes = 16 << 10 // HTTP/2 header list; grpc-go's default is 16 MiB
-	// DefaultWindow is bytes on their way on one connection. Left to itself grpc-go
+	// DefaultWindow is bytes on their way to one RPC. Left to itself grpc-go
 	// lets the window grow to 16 MiB on a fast network, and then the bytes are cold
 	// when they are read: uploads ran at half the rate in every other process, and
 	// small calls queued behind 16 MiB. 2 MiB is the L2 cache of one core, and

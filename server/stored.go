@@ -56,7 +56,7 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 
 // ListTensors lists a page of the store.
 func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*pb.ListTensorsResponse, error) {
-	if !received(ctx).Take(4 * listBytes) { // names, messages, and their bytes
+	if !received(ctx).Take(2 * listBytes) { // names, messages, and their bytes
 		return nil, errReceived
 	}
 	out := &pb.ListTensorsResponse{}
@@ -118,7 +118,7 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 	case n > storing.Tensors:
 		return nil, frame.Errorf(frame.ResourceExhausted, "names: %d, the limit is %d; use several requests", n, storing.Tensors)
 	}
-	kept := int64(4 * listBytes) // a page of the store, as ListTensors has it
+	kept := int64(2 * listBytes) // a page of the store, as ListTensors has it
 	if !received(ctx).Take(kept) {
 		return nil, errReceived
 	}
@@ -135,7 +135,7 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 			if _, twice := seen[found]; twice {
 				continue
 			}
-			if kept += foundBytes + 2*int64(len(found)); !received(ctx).Take(kept) {
+			if kept += foundBytes + int64(len(found)); !received(ctx).Take(kept) {
 				return nil, errReceived
 			}
 			seen[found] = struct{}{}

@@ -619,11 +619,11 @@ func (r *RPC) forget() {
 	r.whole, r.head, r.ready, r.part = nil, 0, 0, 0
 }
 
-// Holds says that the handler keeps so many bytes of what the peer has said.
+// Holds says that the handler keeps so many bytes of what the peer has said, in Go's heap.
 func (r *RPC) Holds(n int64) {
 	r.locked(func(r *RPC) {
 		if !r.ended {
-			r.hold(n)
+			r.hold(HeapShare * n)
 		}
 	})
 }
@@ -633,6 +633,7 @@ func (r *RPC) Take(n int64) bool {
 	if r == nil {
 		return true
 	}
+	n *= HeapShare
 	r.c.m.mu.Lock()
 	defer r.c.m.mu.Unlock()
 	if r.ended {

@@ -194,8 +194,11 @@ func TestAMemoryWithoutUsersIsForgotten(t *testing.T) {
 	require.Equal(t, 1, g.Memories())
 	g.Give(r)
 	testkit.Eventually(t, func() bool { return f.used() == 0 }, "it is back")
-	g.Take(1)
-	require.Equal(t, 1, g.Memories(), "the large one is gone")
+	// What says so has no place among the answers.
+	testkit.Eventually(t, func() bool {
+		g.Give(g.Take(1))
+		return g.Memories() == 1
+	}, "the large one is gone")
 }
 
 func TestGreet(t *testing.T) {

@@ -14,14 +14,14 @@ const (
 	// its name and the beginning of its message, of recordMessage bytes at most.
 	recordsKept       = 1024
 	recordTensors     = 1024
-	recordTensorsKept = 16 << 10
+	recordTensorsKept = 8 << 10
 	recordMessage     = 256
 	// pullFree is how much of what each pull selects counts in no budget: 16 MiB for
 	// as many as a server has by default.
 	pullFree = 64 << 10
 	// pushedBytes is what a push keeps of a tensor until it ends, beside its name: records
-	// and texts, with what Go's heap takes until it is collected.
-	pushedBytes = 2 << 10
+	// and texts.
+	pushedBytes = 1 << 10
 	// selectionBytes is what a pull keeps of a selection, and of how it ended, beside
 	// its name, a range of rangeBytes for each that is held, and its parameters, with
 	// entryBytes for each of these.

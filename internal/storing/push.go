@@ -133,7 +133,7 @@ func (p *push) frames(recv *transfer.Receiver[*place], f *frame.Frame) (err erro
 	kept := int64(0)
 	for first := true; ; first = false {
 		for i := range f.Descs {
-			kept += pushedBytes + 2*int64(len(f.Descs[i].Name))
+			kept += pushedBytes + int64(len(f.Descs[i].Name))
 		}
 		if len(f.Descs) > 0 && !p.conn.Take(kept) {
 			return errKept

@@ -17,6 +17,9 @@ const (
 	baseRSS       = 32 * mib
 	connectionRSS = 64 * kib
 	sessionRSS    = 24 * kib
+	// ownBytes is what a connection may be charged beside receive_bytes, as docs/limits.md
+	// says, and as much again for answers that are written.
+	ownBytes      = 2 * 64 * kib
 	spareReceived = 32 * mib
 	// scrapeWait bounds one answer of a metrics listener.
 	scrapeWait = 20 * time.Second

@@ -111,7 +111,7 @@ var attacks = []attack{
 		id, err := a.open(sessionRPC)
 		params := make(map[string]string)
 		for i := range 8 {
-			params[fmt.Sprint(i)] = strings.Repeat("x", 4*kib)
+			params[fmt.Sprint(i)] = strings.Repeat("x", 4*kib-1)
 		}
 		f := &pb.Frame{Hello: a.hello()}
 		for range 30 {
@@ -464,6 +464,9 @@ func (e *environment) withstand(ctx context.Context, a *attack, memory string, l
 					return err
 				}
 				n := int64(f["tensorferry_memory_used_bytes"] + f["tensorferry_memory_kept_bytes"] + f["tensorferry_receive_used_bytes"])
+				if most := f["tensorferry_memory_limit_bytes"] + f["tensorferry_receive_limit_bytes"] + float64(a.connections+1)*ownBytes; float64(n) > most {
+					return fmt.Errorf("%s are charged, of %s", mibs(n), mibs(most))
+				}
 				if spare := r.Own - n; spare > worst {
 					worst = spare
 				}
