@@ -114,7 +114,7 @@ func allocations() map[string]int64 {
 			if name, mine := strings.CutPrefix(frame.Function, ours); mine {
 				// The pool that grpc receives into grows with what is in flight: that
 				// is grpc's, and in the bytes of the other test.
-				if !strings.HasPrefix(name, "server_test") && !strings.HasPrefix(name, "internal/wire.(*buffers)") {
+				if !strings.HasPrefix(name, "server_test") && !strings.HasPrefix(name, "internal/wire.(*buffers") {
 					count[name] += r.AllocObjects
 				}
 				break
