@@ -586,8 +586,8 @@ func (r *RPC) close() {
 	}
 	r.over = true
 	r.refuse()
-	r.c.keep(-r.kept)
 	r.forget()
+	r.c.keep(-r.kept)
 }
 
 // gone reports whether nobody reads what comes for the RPC; mu is held.
@@ -613,9 +613,14 @@ func (r *RPC) forget() {
 	}
 	delete(r.c.rpcs, r.id)
 	r.opened(-r.own)
-	r.c.m.add(r.c, -r.own)
+	unread := r.unread()
+	if r.c.closed && r.c.held > Free { // many RPCs end with it
+		unread += r.own
+	} else {
+		r.c.m.add(r.c, -r.own)
+	}
 	r.own = 0
-	r.c.m.leave(r.c, r.unread())
+	r.c.m.leave(r.c, unread)
 	r.whole, r.head, r.ready, r.part = nil, 0, 0, 0
 }
 

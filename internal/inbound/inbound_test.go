@@ -439,7 +439,13 @@ func TestARefusalClosesTheConnectionThatLeavesMostUnread(t *testing.T) {
 			t.Error("an RPC was opened without memory")
 		}
 		<-deaf.done
+		var swept func()
+		m.later = func(f func()) { swept = f }
 		deaf.End()
+		if n := m.charge(); n < m.limit {
+			t.Errorf("%d bytes are charged for RPCs that are not collected", n)
+		}
+		swept()
 		if _, ok := other.Open(nil, func() {}); !ok {
 			t.Error("an RPC is refused though there is memory")
 		}

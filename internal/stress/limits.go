@@ -15,7 +15,7 @@ const (
 	// itself, for each connection and for each session; spareReceived is what it may take at any time beside them and what
 	// it charges, whatever peers send.
 	baseRSS       = 32 * mib
-	connectionRSS = 64 * kib
+	connectionRSS = 128 * kib
 	sessionRSS    = 24 * kib
 	// ownBytes is what a connection may be charged beside receive_bytes, as docs/limits.md
 	// says, and as much again for answers that are written.
