@@ -260,7 +260,7 @@ func (c *Conn) Write(b []byte) (int, error) {
 	return c.Conn.Write(b)
 }
 
-// over says that gRPC takes nothing more for an RPC. It reports whether it did before.
+// over says that gRPC takes nothing more for an RPC. It reports whether one was open.
 func (c *Conn) over(id uint32) (open bool) {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
