@@ -418,7 +418,11 @@ func TestAForeignStreamEndsAsItsHandlerOrItsModelSays(t *testing.T) {
 				require.NoError(t, s.CloseSend())
 				break
 			}
-			require.NoError(t, s.SendMsg(&wrapperspb.BytesValue{Value: data}))
+			err := s.SendMsg(&wrapperspb.BytesValue{Value: data})
+			if errors.Is(err, io.EOF) {
+				break // it is over: RecvMsg says why
+			}
+			require.NoError(t, err)
 		}
 		for {
 			var m wrapperspb.BytesValue
