@@ -108,8 +108,8 @@ const (
 	typeContinue = 9
 	flagEnd      = 1
 	flagPadded   = 8
-	// nobody is no RPC: those of clients are odd. gRPC returns the window of a data frame
-	// for it, and drops the bytes.
+	// nobody is an ID that no RPC has: clients use odd ones. gRPC returns the window of its
+	// data frames to the connection, and drops their bytes.
 	nobody = 2
 )
 
@@ -139,13 +139,11 @@ func (c *Conn) End() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	c.closed = true
-	m.hoard = true // one collection frees what all of them have left
 	for _, r := range c.rpcs {
 		r.end()
 		r.close()
 	}
-	m.hoard = false
-	m.await()
+	m.await() // one collection frees what all of them have left
 	if c.charged == 0 {
 		delete(m.conns, c)
 	}
@@ -202,7 +200,7 @@ func (c *Conn) next() error {
 	return nil
 }
 
-// pay allows control frames for bytes that were written.
+// pay allows control frames, one for each controlPays bytes.
 func (c *Conn) pay(bytes int64) {
 	if c.paid.Load() < controlBurst*controlPays {
 		c.paid.Add(bytes)
@@ -313,7 +311,7 @@ func frameCost(n int) int64 {
 	switch {
 	case n > MediumBytes:
 		return FrameBytes + overhead
-	case n > SmallBytes:
+	case n > smallBytes:
 		return MediumBytes + overhead
 	}
 	return int64(n+n/8) + overhead // the allocator rounds up
@@ -465,7 +463,7 @@ func (c *Conn) Open(fields map[string][]string, cancel func()) (*RPC, bool) {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
 	if full := c.m.opened+r.own > c.m.rpcs && c.opened > rpcsFree; full || !c.room(r.own) {
-		c.m.refused()
+		c.m.deny()
 		return nil, false
 	}
 	c.m.add(c, r.own)
@@ -645,7 +643,7 @@ func (r *RPC) Take(n int64) bool {
 		return false
 	}
 	if !r.c.room(n - r.holds) {
-		r.c.m.refused()
+		r.c.m.deny()
 		return false
 	}
 	r.hold(n)
@@ -708,7 +706,7 @@ func (c *Conn) Room(n int64) bool {
 	if n <= answerFree || c.room(HeapShare*n) {
 		return true
 	}
-	c.m.refused()
+	c.m.deny()
 	return false
 }
 

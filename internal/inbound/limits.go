@@ -3,12 +3,12 @@ package inbound
 import "time"
 
 // FrameBytes is the largest data frame that gRPC sends, and takes. Frames of up to
-// SmallBytes lie in Go's heap, others in buffers of MediumBytes or FrameBytes, so that no
-// frame takes more than four times its bytes.
+// smallBytes lie in Go's heap, others in buffers of MediumBytes or FrameBytes, so that no
+// larger frame takes more than four times its bytes.
 const (
 	FrameBytes  = 16 << 10
 	MediumBytes = 4 << 10
-	SmallBytes  = 1 << 10
+	smallBytes  = 1 << 10
 )
 
 const (

@@ -41,7 +41,6 @@ type Memory struct {
 	waiting    []*Conn         // for memory, in their order
 	left       map[*Conn]int64 // what RPCs left unread when they ended
 	collected  map[*Conn]int64 // likewise: the next collection frees it
-	hoard      bool            // left is not complete
 	collecting bool            // one that was asked for
 	asked      time.Time       // when it had ended
 	overdue    *time.Timer     // runs one if none has freed what is collected; nil until there was any
@@ -67,7 +66,8 @@ func afterCollection(f func()) {
 }
 
 // Used returns the bytes charged now, what is free for each connection included, the
-// limit of what is not, and how many RPCs and connections were refused or ended for want of memory.
+// limit of what is not, and how many RPCs and connections were refused or ended for want
+// of memory.
 func (m *Memory) Used() (charged, limit, denied int64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -134,9 +134,9 @@ func (m *Memory) admit() {
 	}
 }
 
-// refused notes that memory was refused, and closes the connection that leaves most
+// deny notes that memory was refused, and closes the connection that leaves most
 // unread, if one does; mu is held.
-func (m *Memory) refused() {
+func (m *Memory) deny() {
 	m.denied++
 	now := time.Now()
 	if now.Sub(m.relieved) < lookEvery {
@@ -175,13 +175,13 @@ func (m *Memory) leave(c *Conn, n int64) {
 		return
 	}
 	m.left[c] += n
-	if !m.hoard {
+	if !c.closed { // or End does it, for all RPCs at once
 		m.await()
 	}
 }
 
-// await has what is left uncharged once a collection has begun after now, if none is
-// awaited; mu is held.
+// await arranges that a collection that begins after now uncharges what RPCs have left,
+// unless one is awaited already; mu is held.
 func (m *Memory) await() {
 	if len(m.left) == 0 || m.collected != nil {
 		return

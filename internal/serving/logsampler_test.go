@@ -28,7 +28,7 @@ func TestAFloodIsLoggedAsItsNumberDoubles(t *testing.T) {
 		require.False(t, due)
 		time.Sleep(time.Nanosecond)
 		n, due := l.Again()
-		require.True(t, due, "of a model that fails less often another is not muted for ever")
+		require.True(t, due, "one cause that goes on and on does not mute another for ever")
 		require.EqualValues(t, 200_002, n)
 		time.Sleep(sampleEvery)
 		require.Equal(t, first, flood())
