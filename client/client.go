@@ -39,7 +39,7 @@ type Config struct {
 	// ChunkBytes is the size of the chunks sent and the largest accepted, in
 	// bytes, 1 to 4 MiB; 0 means 1 MiB. A server that accepts less gets less.
 	ChunkBytes int
-	// Checksum is the kind of every chunk's checksum; 0 means CRC-32C.
+	// Checksum is the kind of every chunk's checksum; 0 means codec.Fastest of this machine.
 	Checksum codec.Checksum
 	// Codec compresses the chunks sent, when the server decodes it and they become
 	// shorter, and may compress results; 0 means codec.None. docs/wire.md says when it
@@ -89,7 +89,7 @@ func Dial(target string, cfg Config) (*Client, error) {
 		return nil, fmt.Errorf("client: ChunkBytes is %d; it must be 1 to %d, or 0 for 1 MiB", cfg.ChunkBytes, 4*mib)
 	}
 	cfg.ChunkBytes = cmp.Or(cfg.ChunkBytes, 1*mib)
-	cfg.Checksum = cmp.Or(cfg.Checksum, codec.CRC32C)
+	cfg.Checksum = cmp.Or(cfg.Checksum, codec.Fastest())
 	if !cfg.Checksum.Valid() {
 		return nil, fmt.Errorf("client: Checksum is %d; known are 1 (CRC-32C) and 2 (CRC-32)", cfg.Checksum)
 	}

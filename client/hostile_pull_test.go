@@ -71,7 +71,7 @@ func beguile(t *testing.T, r *rogue, cfg client.Config) *client.Client {
 	pb.RegisterTensorServiceServer(s, r)
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }() // ends with Stop
-	cfg.OpenTimeout = 5 * time.Second
+	cfg.OpenTimeout, cfg.Checksum = 5*time.Second, codec.CRC32C
 	c, err := client.Dial(l.Addr().String(), cfg)
 	require.NoError(t, err)
 	t.Cleanup(func() {

@@ -20,6 +20,7 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
@@ -42,7 +43,7 @@ func visit(t *testing.T, script func(s pb.TensorService_StreamTensorsServer) err
 	pb.RegisterTensorServiceServer(s, &stranger{script: script})
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }()
-	c, err := client.Dial(l.Addr().String(), client.Config{OpenTimeout: 5 * time.Second})
+	c, err := client.Dial(l.Addr().String(), client.Config{OpenTimeout: 5 * time.Second, Checksum: codec.CRC32C})
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		require.NoError(t, c.Close())

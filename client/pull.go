@@ -119,7 +119,7 @@ type pull struct {
 	clock   *stallClock
 	order   []*pulled
 	byID    map[tensor.ID]*pulled
-	pieces  *bufio.Writer // made for the first At
+	pieces  *bufio.Writer // made for the first tensor that needs it
 
 	answered  []bool // the selections that the server told of
 	textBytes int    // of its texts that are kept
@@ -130,7 +130,7 @@ type pulled struct {
 	Summary
 	into   []byte
 	at     ReadWriterAt
-	pieces *bufio.Writer // to at; the pull's
+	pieces *bufio.Writer // to at or writer; the pull's
 	writer io.Writer
 	order  *codec.OrderedDigester // nil once it is over
 	whole  bool
@@ -142,29 +142,26 @@ func (t *pulled) WriteViews(off int64, views [][]byte) error {
 	if next := t.order.Next(); t.writer != nil && off != next {
 		return frame.Errorf(frame.FailedPrecondition, "byte %d came after byte %d, and the tensor goes to a writer; use Into or At", off, next)
 	}
-	if t.at != nil {
-		t.pieces.Reset(io.NewOffsetWriter(t.at, off))
+	if t.into != nil {
+		for _, v := range views {
+			t.order.Wrote(off, v)
+			off += int64(copy(t.into[off:], v))
+		}
+		return nil
 	}
+	to := t.writer
+	if t.at != nil {
+		to = io.NewOffsetWriter(t.at, off)
+	}
+	t.pieces.Reset(to)
 	for _, v := range views {
 		t.order.Wrote(off, v)
-		var err error
-		switch {
-		case t.writer != nil:
-			_, err = t.writer.Write(v)
-		case t.at != nil:
-			_, err = t.pieces.Write(v)
-		default:
-			copy(t.into[off:], v)
-		}
-		if err != nil {
+		if _, err := t.pieces.Write(v); err != nil {
 			return err
 		}
 		off += int64(len(v))
 	}
-	if t.at != nil {
-		return t.pieces.Flush()
-	}
-	return nil
+	return t.pieces.Flush()
 }
 
 // digest is that of the whole tensor: what did not come in order is read again.
@@ -241,10 +238,7 @@ func (p *pull) Open(in *transfer.In[*pulled]) error {
 	case sink.open != nil:
 		t.writer, err = sink.open(in.Desc.Desc.Clone())
 	case sink.at != nil:
-		if p.pieces == nil {
-			p.pieces = bufio.NewWriterSize(nil, pieceBytes)
-		}
-		t.at, t.pieces = sink.at, p.pieces
+		t.at = sink.at
 	case sink.into != nil:
 		if int64(len(sink.into)) != t.Bytes {
 			return fmt.Errorf("%w: tensor %q has %d bytes, its place has %d", ErrInput, in.Name, t.Bytes, len(sink.into))
@@ -255,6 +249,12 @@ func (p *pull) Open(in *transfer.In[*pulled]) error {
 	default:
 		t.Data = make([]byte, t.Bytes)
 		t.into = t.Data
+	}
+	if err == nil && t.into == nil {
+		if p.pieces == nil {
+			p.pieces = bufio.NewWriterSize(nil, pieceBytes)
+		}
+		t.pieces = p.pieces
 	}
 	return err
 }

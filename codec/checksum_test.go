@@ -5,6 +5,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -138,15 +139,26 @@ func TestAChecksumAllocatesNothing(t *testing.T) {
 	}
 }
 
+// BenchmarkUpdate sums the chunks of a tensor that no cache holds, and one chunk that
+// it does.
 func BenchmarkUpdate(b *testing.B) {
-	data := make([]byte, 1<<20)
+	const chunk = 1 << 20
+	tensor := testkit.Bytes(256*chunk, 1)
 	for name, kind := range map[string]Checksum{"CRC32C": CRC32C, "CRC32": CRC32} {
-		b.Run("kind="+name+"/chunk=1MiB", func(b *testing.B) {
-			b.SetBytes(int64(len(data)))
-			b.ReportAllocs()
-			for b.Loop() {
-				kind.Update(kind.Seed(id, 0), data)
-			}
-		})
+		for memory, data := range map[string][]byte{"cache": tensor[:chunk], "main": tensor} {
+			b.Run("kind="+name+"/memory="+memory+"/chunk=1MiB", func(b *testing.B) {
+				b.SetBytes(chunk)
+				b.ReportAllocs()
+				for i := 0; b.Loop(); i = (i + chunk) % len(data) {
+					kind.Update(kind.Seed(id, 0), data[i:i+chunk])
+				}
+			})
+		}
+	}
+}
+
+func TestTheFastestKindIsOneOfTheWire(t *testing.T) {
+	if kind := Fastest(); !kind.Valid() {
+		t.Errorf("Fastest() = %d", kind)
 	}
 }
