@@ -13,6 +13,7 @@ package assembler
 import (
 	"errors"
 	"fmt"
+	"io"
 	"slices"
 	"sort"
 
@@ -294,6 +295,30 @@ func (c *Claim) Copy(views [][]byte) (got uint32, err error) {
 	return got, c.to.WriteViews(c.off, c.dst)
 }
 
+// Fill reads the chunk's bytes from r straight to their place, and returns their checksum;
+// Commit takes it. It sums pieces of fillBytes while they are in the cache. With an
+// error, left bytes of the chunk were not read, and Abort ends the claim. The chunk must
+// be of codec.None, in memory that was lent, and must not have come before.
+//
+// Fill touches only claimed memory: it may run beside the assembler, and beside the Fill
+// of another claim.
+func (c *Claim) Fill(r io.Reader) (got uint32, left int, err error) {
+	got, left = c.seed, c.n
+	for _, dst := range c.dst {
+		for len(dst) > 0 {
+			piece := dst[:min(len(dst), fillBytes)]
+			n, err := io.ReadFull(r, piece)
+			left -= n
+			if err != nil {
+				return got, left, err
+			}
+			got = c.kind.Update(got, piece)
+			dst = dst[len(piece):]
+		}
+	}
+	return got, left, nil
+}
+
 // copy sums each view right after it was read for the copy, while it is in the
 // cache.
 func (c *Claim) copy(views [][]byte) uint32 {
@@ -374,6 +399,22 @@ func (a *Assembler) Commit(c *Claim, got uint32, err error) (bool, error) {
 	}
 	a.retire()
 	return true, nil
+}
+
+// Abort ends a claim whose bytes did not come: the chunk is as absent, or as held, as
+// before, and was not damaged.
+func (a *Assembler) Abort(c *Claim) {
+	invariants.Assert(c.asm == a, "assembler: abort without a claim")
+	c.asm, c.to = nil, nil
+	clear(c.dst)
+	a.claims--
+	if a.dropped {
+		a.Drop()
+		return
+	}
+	if !c.again {
+		a.state[c.index] &= failures
+	}
 }
 
 func (a *Assembler) fill(r *region) {

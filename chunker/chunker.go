@@ -8,6 +8,7 @@
 package chunker
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -33,7 +34,7 @@ type Chunker struct {
 	geo     tensor.Geometry
 	regions []*region           // ascending by offset, the acknowledged ones gone
 	ready   []span              // chunks that lie wholly in offered memory and were never taken, ascending
-	again   []uint32            // chunks to be sent again, ascending
+	again   []span              // chunks to be sent again, ascending
 	partial map[uint32]int64    // bytes still missing of chunks offered in part
 	below   uint32              // acknowledged
 	taken   uint32              // every chunk with a smaller index was taken once
@@ -154,32 +155,43 @@ func (c *Chunker) edge(index uint32, from, to int64) bool {
 	return false
 }
 
-// push adds chunks to the ready ones, keeping them ascending and joined.
-func (c *Chunker) push(s span) {
-	at := len(c.ready)
-	for at > 0 && c.ready[at-1].lo > s.lo {
+// push adds chunks to the ready ones.
+func (c *Chunker) push(s span) { c.ready = join(c.ready, s) }
+
+// join adds s to ascending spans, none of which has a chunk of it, and joins it with
+// those that it touches.
+func join(spans []span, s span) []span {
+	at := len(spans)
+	for at > 0 && spans[at-1].lo > s.lo {
 		at--
 	}
-	if at > 0 && c.ready[at-1].hi == s.lo {
-		c.ready[at-1].hi = s.hi
-		if at < len(c.ready) && c.ready[at].lo == s.hi {
-			c.ready[at-1].hi = c.ready[at].hi
-			c.ready = append(c.ready[:at], c.ready[at+1:]...)
-		}
-		return
+	switch before, after := at > 0 && spans[at-1].hi == s.lo, at < len(spans) && spans[at].lo == s.hi; {
+	case before && after:
+		spans[at-1].hi = spans[at].hi
+		return slices.Delete(spans, at, at+1)
+	case before:
+		spans[at-1].hi = s.hi
+	case after:
+		spans[at].lo = s.lo
+	default:
+		return slices.Insert(spans, at, s)
 	}
-	if at < len(c.ready) && c.ready[at].lo == s.hi {
-		c.ready[at].lo = s.lo
-		return
-	}
-	c.ready = append(c.ready, span{})
-	copy(c.ready[at+1:], c.ready[at:])
-	c.ready[at] = s
+	return spans
 }
 
 // Ready reports whether Take would find a chunk below limit.
 func (c *Chunker) Ready(limit uint32) bool {
-	return len(c.again) > 0 && c.again[0] < limit || len(c.ready) > 0 && c.ready[0].lo < limit
+	return len(c.again) > 0 && c.again[0].lo < limit || len(c.ready) > 0 && c.ready[0].lo < limit
+}
+
+// first takes the first chunk of spans.
+func first(spans *[]span) uint32 {
+	s := &(*spans)[0]
+	index := s.lo
+	if s.lo++; s.lo == s.hi {
+		*spans = append((*spans)[:0], (*spans)[1:]...)
+	}
+	return index
 }
 
 // Take takes the first chunk that waits below limit, those to be sent again first.
@@ -187,16 +199,10 @@ func (c *Chunker) Take(limit uint32) (index uint32, ok bool) {
 	if !c.Ready(limit) {
 		return 0, false
 	}
-	if len(c.again) > 0 && c.again[0] < limit {
-		index = c.again[0]
-		c.again = append(c.again[:0], c.again[1:]...)
-		return index, true
+	if len(c.again) > 0 && c.again[0].lo < limit {
+		return first(&c.again), true
 	}
-	s := &c.ready[0]
-	index = s.lo
-	if s.lo++; s.lo == s.hi {
-		c.ready = append(c.ready[:0], c.ready[1:]...)
-	}
+	index = first(&c.ready)
 	if index > c.taken {
 		if c.ahead == nil {
 			c.ahead = make(map[uint32]struct{})
@@ -263,15 +269,30 @@ func (c *Chunker) Resend(index uint32) error {
 	if _, ahead := c.ahead[index]; index < c.below || index >= c.taken && !ahead || c.closed {
 		return nil
 	}
-	at, waits := slices.BinarySearch(c.again, index)
+	at, _ := slices.BinarySearchFunc(c.again, index, func(s span, index uint32) int { return cmp.Compare(s.hi, index+1) })
 	switch {
-	case waits:
+	case at < len(c.again) && c.again[at].lo <= index: // it waits
 		return nil
 	case len(c.again) >= MaxResends:
 		return fmt.Errorf("%w: more than %d chunks are to be sent again; take those first", ErrAck, MaxResends)
 	}
-	c.again = slices.Insert(c.again, at, index)
+	c.again = slices.Insert(c.again, at, span{index, index + 1}) // apart from others: they are counted
 	return nil
+}
+
+// Rewind makes every chunk wait again that was taken and is not acknowledged: nobody
+// knows whether it arrives.
+func (c *Chunker) Rewind() {
+	if c.closed {
+		return
+	}
+	c.again = c.again[:0]
+	if c.below < c.taken {
+		c.again = append(c.again, span{c.below, c.taken})
+	}
+	for index := range c.ahead {
+		c.again = join(c.again, span{index, index + 1})
+	}
 }
 
 // Ack drops what the receiver holds: every chunk below the index. It fails when
@@ -290,14 +311,21 @@ func (c *Chunker) Ack(below uint32) error {
 		n++
 	}
 	c.drop(n)
-	crossed, _ := slices.BinarySearch(c.again, below) // resends that crossed the ack
-	c.again = append(c.again[:0], c.again[crossed:]...)
+	c.again = slices.DeleteFunc(c.again, func(s span) bool { return s.hi <= below }) // resends that crossed the ack
+	if len(c.again) > 0 {
+		c.again[0].lo = max(c.again[0].lo, below)
+	}
 	return nil
 }
 
-// AckSent drops what was sent: there is nobody any more who could acknowledge it.
+// AckSent drops what was sent, up to the first chunk that is to be sent again: there is
+// nobody any more who could acknowledge it.
 func (c *Chunker) AckSent() {
-	if err := c.Ack(c.taken); err != nil {
+	sent := c.taken
+	if len(c.again) > 0 {
+		sent = min(sent, c.again[0].lo)
+	}
+	if err := c.Ack(sent); err != nil {
 		panic(err)
 	}
 }

@@ -305,14 +305,48 @@ func TestAckSentDropsWhatWasSentWithoutAGap(t *testing.T) {
 	}
 	require.NoError(t, b.c.Resend(1))
 	b.c.AckSent()
+	require.EqualValues(t, 1, b.c.Below(), "who asks again still reads")
+	b.take(1).Release()
+	b.c.AckSent()
 	b.released(1, 0)
 	require.EqualValues(t, 2, b.c.Below())
-	b.take(4).Release() // nothing of the past is sent again
+	b.take(4).Release()
 	b.mustOffer(8, 4)
 	b.take(2).Release()
 	b.c.AckSent()
 	b.released(1, 1, 1)
 	require.True(t, b.c.Acked())
+}
+
+func TestARewindSendsAgainWhatIsNotAcknowledged(t *testing.T) {
+	b := newBed(t, 40, 4)
+	b.mustOffer(0, 12)
+	b.mustOffer(20, 8)
+	b.c.Rewind() // of nothing
+	for _, i := range []uint32{0, 1, 2, 5} {
+		b.take(i).Release()
+	}
+	require.NoError(t, b.c.Ack(1))
+	require.NoError(t, b.c.Resend(2))
+	b.mustOffer(12, 4)
+	b.c.Rewind()
+	require.ErrorIs(t, b.c.Ack(4), ErrAck, "3 was never sent")
+	for _, i := range []uint32{1, 2, 5, 3, 6} { // those of the past first
+		b.take(i).Release()
+	}
+	b.c.Rewind()
+	require.NoError(t, b.c.Resend(2), "it waits already")
+	require.NoError(t, b.c.Ack(3), "what was sent once may be acknowledged")
+	require.False(t, b.c.Sent())
+	for _, i := range []uint32{3, 5, 6} {
+		b.take(i).Release()
+	}
+	_, ok := b.c.Take(all)
+	require.False(t, ok)
+	require.NoError(t, b.c.Ack(4))
+	b.c.Close()
+	b.c.Rewind()
+	require.False(t, b.c.Ready(all))
 }
 
 func TestARegionStaysUntilItsLastChunkIsAcknowledged(t *testing.T) {
@@ -435,6 +469,7 @@ func FuzzChunker(f *testing.F) {
 	f.Add(uint16(0), uint16(1), []byte{0, 0, 0, 1, 5, 0, 2, 0, 0, 4, 1, 0})
 	f.Add(uint16(32), uint16(8), []byte{0, 8, 4, 0, 12, 4, 1, 9, 0, 0, 0, 8, 1, 9, 0, 3, 0, 0, 1, 9, 0, 4, 2, 0, 5, 0, 0, 2, 0, 0})
 	f.Add(uint16(9), uint16(3), []byte{0, 0, 1, 0, 1, 1, 0, 2, 1, 1, 9, 0, 0, 3, 6, 1, 2, 0, 1, 9, 0, 4, 1, 0, 2, 1, 0, 2, 0, 0})
+	f.Add(uint16(32), uint16(8), []byte{0, 0, 32, 1, 9, 0, 1, 9, 0, 1, 9, 0, 4, 1, 0, 3, 1, 0, 6, 0, 0, 4, 2, 0, 1, 9, 0, 1, 9, 0, 4, 4, 0})
 	f.Fuzz(func(t *testing.T, size, chunk uint16, script []byte) {
 		geo, err := tensor.NewGeometry(int64(size%512), int64(chunk%128))
 		if err != nil || geo.Count() > 64 || len(script) > 300 {
@@ -465,7 +500,7 @@ func FuzzChunker(f *testing.F) {
 		)
 		for ; len(script) >= 3; script = script[3:] {
 			x, y := int64(script[1]), int64(script[2])
-			switch script[0] % 6 {
+			switch script[0] % 7 {
 			case 0: // offer
 				off := min(x*2, geo.Size)
 				n := min(y, geo.Size-off)
@@ -522,6 +557,11 @@ func FuzzChunker(f *testing.F) {
 					i := int(x) % len(outs)
 					outs[i].r.Release()
 					outs = slices.Delete(outs, i, i+1)
+				}
+			case 6: // rewind
+				b.c.Rewind()
+				for i := range again {
+					again[i] = again[i] || !closed && uint32(i) >= below && taken[i]
 				}
 			case 3: // resend
 				i := uint32(x)

@@ -60,6 +60,9 @@ type Config struct {
 	// token, if not nil, are sent with every RPC.
 	Credentials credentials.TransportCredentials
 	PerRPC      credentials.PerRPCCredentials
+	// Lanes is how many lanes a session has beside its gRPC stream, for large tensors
+	// (docs/lanes.md); 0 means 1, less than 0 none.
+	Lanes int
 	// ResultBytes is the largest result that gets memory of its own; 0 means 4 GiB.
 	// Into and Writer have no such limit.
 	ResultBytes int64
@@ -67,10 +70,11 @@ type Config struct {
 
 // Client is a connection to a server. Close it when done.
 type Client struct {
-	cfg  Config
-	conn *grpc.ClientConn
-	stub pb.TensorServiceClient
-	pool *slab.Pool
+	cfg   Config
+	conn  *grpc.ClientConn
+	stub  pb.TensorServiceClient
+	pool  *slab.Pool
+	lanes laneMemory
 
 	opening chan struct{}         // a token of whoever uses shared
 	shared  *Session              // of Compute; guarded by opening

@@ -39,6 +39,16 @@ const (
 	// pieceBytes is what a writer or an At gets at a time: with gRPC's pieces of 16 KiB,
 	// client and server on one machine took 14 % more CPU time (November 2026).
 	pieceBytes = 256 << 10
+	// laneBytes is the least tensor for which a session opens its lane: to connect costs
+	// as much as some hundred KiB on one machine, and round trips over a distance.
+	laneBytes = 4 * mib
+	// laneWait, and the time that the session took to open, is how long opening a lane may
+	// take; nobody waits for it.
+	laneWait = 1 * time.Second
+	// laneTries is how often in a row a token may be refused, as behind a balancer, before
+	// the client tries no more for laneMemoryTime.
+	laneTries      = 3
+	laneMemoryTime = 10 * time.Minute
 	// poolBytes is how much released slot memory a client keeps for reuse.
 	poolBytes = 64 * mib
 )

@@ -21,20 +21,24 @@ import (
 type Session struct {
 	client *Client
 	sess   *session.Session
-	cancel context.CancelFunc // of the gRPC stream
+	own    context.Context    // of the gRPC stream
+	cancel context.CancelFunc // of own
 	opened chan struct{}
 	over   chan struct{} // closed when nothing is left of the session
 	err    *Error        // why it ended; set before over is closed
 
 	draining atomic.Bool
 
-	calls map[tensor.ID]*Call // guarded by the session's lock
+	// Guarded by the session's lock.
+	calls map[tensor.ID]*Call
+	lane  laneState
 }
 
 // Session opens a session: ctx bounds the opening, not the session's life.
 func (c *Client) Session(ctx context.Context) (*Session, error) {
+	begin := time.Now()
 	own, cancel := context.WithCancel(context.Background())
-	s := &Session{client: c, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]*Call)}
+	s := &Session{client: c, own: own, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]*Call)}
 	c.mu.Lock()
 	if c.closed {
 		c.mu.Unlock()
@@ -56,8 +60,13 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 		}
 		return nil, sessionError(err)
 	}
+	lanes := uint32(1)
+	if c.noLanes() != "" {
+		lanes = 0
+	}
 	s.sess = session.New(stream.Config{
 		Session: session.NewID(), Check: c.cfg.Checksum, Codecs: c.codecs(),
+		Lanes: lanes,
 		Limits: stream.Limits{
 			ChunkBytes:  uint32(c.cfg.ChunkBytes),
 			TensorBytes: tensorBytes, // a streamed result is as long as it is
@@ -80,6 +89,7 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 	select {
 	case <-s.opened:
 		if unhook() {
+			s.carriedBy(rpc.Context(), time.Since(begin))
 			return s, nil
 		} // else ctx has just ended
 	case <-s.sess.Stopped():
@@ -153,6 +163,7 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	switch e.Kind {
 	case stream.EventTensor:
 		c.announced(m, now, e)
+		s.wantLane(m, int64(e.Desc.SizeBytes))
 	case stream.EventChunk:
 		c.arrived(e)
 	case stream.EventClosed:
@@ -218,6 +229,7 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 				m.Finish(frame.Done{Call: c.id, Code: frame.InvalidArgument, Message: err.Error()})
 				return
 			}
+			s.wantLane(m, feeds[i].size)
 		}
 	})
 	switch {

@@ -70,7 +70,15 @@ type Hello struct {
 	Checksum       uint8 // codec.Checksum
 	MaxOpenTensors uint32
 	Codecs         []uint8 // codec.Codec, in order of preference; at most 16
+	Lanes          uint32  // of a client: lanes that it would open; of a server: how often LaneToken opens one
+	LaneToken      LaneToken
 }
+
+// LaneToken is the secret that opens lanes of one session; zero if there is none.
+type LaneToken [32]byte
+
+// IsZero reports whether there is no token.
+func (t LaneToken) IsZero() bool { return t == LaneToken{} }
 
 // Call opens a run of a model.
 type Call struct {

@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -13,6 +14,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/tensorferry/tensorferry/internal/inbound"
+	"github.com/tensorferry/tensorferry/internal/lane"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
 )
@@ -26,11 +28,14 @@ type connections struct {
 	thin int // frames a second of each
 	// memory is what their peers have sent and nobody has consumed.
 	memory *inbound.Memory
+	// lanesRefused counts greetings without a valid token.
+	lanesRefused atomic.Int64
 
 	mu       sync.Mutex // guards all below
 	open     map[*connection]struct{}
 	accepted int
 	refused  serving.LogSampler
+	noLane   serving.LogSampler
 	unread   serving.LogSampler
 }
 
@@ -65,14 +70,16 @@ type listener struct {
 type acceptedConn struct {
 	net.Conn
 	one    *connection
-	closed func() // once
+	closed func()      // once
+	lane   atomic.Bool // deadlines are not gRPC's any more, which clears them late
 }
 
-// handshakes have gRPC read connections by way of what bounds them.
+// handshakes have gRPC read connections by way of what bounds them, and take lanes out.
 type handshakes struct {
 	credentials.TransportCredentials
 	of      *connections
-	message int64 // bytes of the largest
+	message int64        // bytes of the largest
+	lanes   *lane.Offers // nil: a connection is no lane
 }
 
 // tracked is a connection as gRPC has it.
@@ -95,7 +102,7 @@ func (l listener) Accept() (net.Conn, error) {
 		}
 		if l.of.enter() {
 			one := l.of.one()
-			return acceptedConn{c, one, sync.OnceFunc(func() { l.of.leave(one) })}, nil
+			return &acceptedConn{Conn: c, one: one, closed: sync.OnceFunc(func() { l.of.leave(one) })}, nil
 		}
 		_ = c.Close() // its peer sees it
 	}
@@ -125,18 +132,31 @@ func (c *connections) leave(one *connection) {
 }
 
 // Close closes the connection.
-func (c acceptedConn) Close() error {
+func (c *acceptedConn) Close() error {
 	c.closed()
 	return c.Conn.Close()
 }
 
+// SetDeadline is gRPC's, before and after the handshake.
+func (c *acceptedConn) SetDeadline(t time.Time) error {
+	if c.lane.Load() {
+		return nil
+	}
+	return c.Conn.SetDeadline(t)
+}
+
 // ServerHandshake secures a connection, and has what comes over it charged.
 func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	accepted := raw.(*acceptedConn)
+	raw, err := h.withoutLane(accepted)
+	if err != nil {
+		return nil, nil, err
+	}
 	conn, info, err := h.TransportCredentials.ServerHandshake(raw)
 	if err != nil {
 		return nil, nil, err
 	}
-	one := raw.(acceptedConn).one
+	one := accepted.one
 	one.in = h.of.memory.Conn(conn, h.message, func() bool { return one.Calls() > 0 || !one.flight.Empty() })
 	one.flight.Copied = one.in.Hold
 	return tracked{one.in, one}, info, nil

@@ -25,6 +25,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/internal/inbound"
+	"github.com/tensorferry/tensorferry/internal/lane"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/storing"
@@ -52,6 +53,9 @@ type Config struct {
 	// Metrics, if not nil, is where the server's metrics are registered until Close;
 	// one server at a time.
 	Metrics prometheus.Registerer
+	// Lanes is how many lanes a session may have at a time (docs/lanes.md); 0 means 1,
+	// less than 0 none. There are none over connections that Credentials secure.
+	Lanes int
 	// Services are served beside the TensorService, under the same limits.
 	Services []Service
 	// Credentials secure every connection; nil: they are not encrypted.
@@ -125,6 +129,7 @@ type Server struct {
 	forget    func() // takes the server off its registry of metrics
 
 	connections connections
+	lanes       *lane.Offers // nil: there are none
 	serving     sync.Once
 
 	failedRPCs, failedSessions serving.LogSampler
@@ -144,6 +149,9 @@ func New(cfg Config) (*Server, error) {
 	s := &Server{
 		cfg: cfg, limits: cfg.Session, log: cfg.Log, started: time.Now(), health: healthService{health.NewServer()},
 		connections: connections{log: cfg.Log, most: cfg.Connections, thin: cfg.ThinFrames, memory: inbound.NewMemory(cfg.ReceiveBytes, cfg.messageBytes())}, forget: func() {},
+	}
+	if cfg.Lanes >= 0 && cfg.Credentials == nil {
+		s.lanes = new(lane.Offers)
 	}
 	s.core = serving.New(serving.Config{
 		Models: cfg.Models, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, Session: cfg.Session, MemoryWait: cfg.MemoryWait,
@@ -297,6 +305,7 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 		return err
 	}
 	received(conn.Context()).Admitted()
+	defer s.offerLanes(sess)()
 	// The session ends with the RPC.
 	cause := sess.Serve(conn.Context(), s.frames(conn))
 	if err := statusOf(cause); err != nil {

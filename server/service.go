@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/reflection"
 
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/lane"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
 )
@@ -169,11 +170,15 @@ func (s *Server) endpoint(svc Service) *endpoint {
 		grpc.InTapHandle(e.tap),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: cfg.KeepaliveMin, PermitWithoutStream: true}),
 	)
+	var lanes *lane.Offers
+	if svc.Listener == nil {
+		lanes = s.lanes
+	}
 	creds := cfg.Credentials
 	if creds == nil {
 		creds = insecure.NewCredentials()
 	}
-	e.grpc = grpc.NewServer(append(options, grpc.Creds(handshakes{creds, &s.connections, int64(svc.MessageBytes)}))...)
+	e.grpc = grpc.NewServer(append(options, grpc.Creds(handshakes{creds, &s.connections, int64(svc.MessageBytes), lanes}))...)
 	svc.Register(registrar{e.grpc}, s.models)
 	healthpb.RegisterHealthServer(registrar{e.grpc}, s.health)
 	if cfg.Reflection {

@@ -162,7 +162,7 @@ func (c *calls) advance(k *call) {
 			c.move(k, completed)
 		}
 	case doneSent:
-		if c.peerDone || !slices.ContainsFunc(k.outs, func(t *out) bool { return !t.dead }) {
+		if !slices.ContainsFunc(k.outs, func(t *out) bool { return !t.dead && !(c.peerDone && t.chunks.Sent()) }) {
 			c.move(k, acknowledged)
 		}
 	case over:

@@ -55,6 +55,12 @@ const (
 	// lazyAck is how long an acknowledgement that nobody waits for may wait for
 	// a frame to ride in.
 	lazyAck = 20 * second / 1000
+	// laneRetain is how many chunks a sender with lanes wants acknowledged together: as
+	// many go again when a lane breaks, at most, beside those on their way.
+	laneRetain = 64
+	// laneStall is how long chunks of a lane may lack an acknowledgement that is due in
+	// lazyAck: a route that lost some of them takes longer, a busy machine does not.
+	laneStall = 5 * second
 	// tickEvery is how often the slow timers are looked at while calls are open.
 	tickEvery = 1 * second
 	// lateFrames is how long a session without calls still expects frames that

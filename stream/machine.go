@@ -18,6 +18,8 @@ type Config struct {
 	// when the peer decodes them. Empty is none: chunks go and come as they are.
 	Codecs []codec.Codec
 	Limits Limits
+	// Lanes (client) is how many lanes it would open at a time; 0 is none.
+	Lanes uint32
 	// NoAllowance: the peer may send nothing without credit, whatever Limits say.
 	NoAllowance bool
 }
@@ -30,6 +32,7 @@ type Machine struct {
 	out   sender
 
 	began                Instant
+	token                frame.LaneToken // server: offered, if the client would open lanes
 	helloSent, helloSeen bool
 	drain                *frame.Drain // to be sent
 	code                 codec.Codec  // what chunks are sent in
@@ -95,6 +98,8 @@ func (m *Machine) Retained() int {
 // they came.
 type Stats struct {
 	BytesIn, BytesOut   int64
+	LaneBytesIn         int64 // of BytesIn
+	LaneBytesOut        int64 // of BytesOut
 	ChunksIn, ChunksOut int64
 	Corrupt, Duplicate  int64
 	CallsOpened         int64
@@ -104,6 +109,8 @@ type Stats struct {
 func (s *Stats) Add(o Stats) {
 	s.BytesIn += o.BytesIn
 	s.BytesOut += o.BytesOut
+	s.LaneBytesIn += o.LaneBytesIn
+	s.LaneBytesOut += o.LaneBytesOut
 	s.ChunksIn += o.ChunksIn
 	s.ChunksOut += o.ChunksOut
 	s.Corrupt += o.Corrupt
@@ -172,6 +179,7 @@ func (m *Machine) Drain(reason string) {
 // are sent: their acknowledgements can not come. On a client the session is over.
 func (m *Machine) PeerDone() {
 	m.peerDone = true
+	m.SetLane(false) // its acknowledgements do not come
 	for _, k := range m.calls.inOrder() {
 		if !m.cfg.Server {
 			m.calls.giveUp(k, frame.Unavailable, "the server ended the session")

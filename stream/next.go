@@ -15,7 +15,7 @@ func (m *Machine) Pending() bool {
 	case !m.helloSent:
 		return !m.cfg.Server || m.helloSeen
 	}
-	return m.helloSeen && (len(m.calls.cancels)+len(m.calls.answers)+len(m.failures)+len(m.in.credits)+len(m.out.small)+len(m.out.ring) > 0 ||
+	return m.helloSeen && (len(m.calls.cancels)+len(m.calls.answers)+len(m.failures)+len(m.in.credits)+len(m.out.small) > 0 || len(m.out.ring) > 0 && !m.out.laned ||
 		m.drain != nil || len(m.in.acks) > 0 && m.in.lazyAt == 0 || m.calls.mayOpen() || m.out.mayAnnounce())
 }
 
@@ -79,6 +79,9 @@ func (m *Machine) greeting() *frame.Hello {
 	}
 	for _, k := range m.cfg.Codecs {
 		h.Codecs = append(h.Codecs, uint8(k))
+	}
+	if !m.cfg.Server || m.agreed() {
+		h.Lanes, h.LaneToken = m.cfg.Lanes, m.token
 	}
 	return h
 }

@@ -137,6 +137,7 @@ func (r *receiver) uncount(t *in) {
 type Claim struct {
 	claim  assembler.Claim
 	tensor *in
+	lane   bool // of ClaimLane
 }
 
 // Copy writes the chunk's bytes, borrowed, to their place and returns their
@@ -156,29 +157,34 @@ func (m *Machine) Claim(now Instant, ch *frame.Chunk, c *Claim) (bool, error) {
 		m.unknown(ch.Tensor)
 		return false, nil
 	}
-	bad := func(format string, args ...any) (bool, error) {
+	return m.claim(now, t, ch, ch.Len(), c), nil
+}
+
+// claim decides about a chunk of n bytes of an incoming tensor.
+func (m *Machine) claim(now Instant, t *in, ch *frame.Chunk, n int, c *Claim) bool {
+	bad := func(format string, args ...any) bool {
 		m.fail(ch.Tensor, t.call, frame.Errorf(frame.InvalidArgument, "tensor "+ch.Tensor.String()+": "+format, args...))
-		return false, nil
+		return false
 	}
 	k := codec.Codec(ch.Codec)
 	if k != codec.None && !slices.Contains(m.cfg.Codecs, k) {
 		return bad("chunk %d came in %v, which the hello of this side does not name", ch.Index, k)
 	}
-	verdict, err := t.asm.Claim(&c.claim, ch.Index, ch.Len(), k, ch.Sum)
+	verdict, err := t.asm.Claim(&c.claim, ch.Index, n, k, ch.Sum)
 	switch {
 	case err != nil:
 		return bad("%v", err)
 	case verdict == assembler.Duplicate:
 		m.stats.Duplicate++
 		m.in.wantAck(now, t, true) // the peer sent again: perhaps an ack was lost to it
-		return false, nil
+		return false
 	}
 	if !c.claim.Again() {
 		t.last = now
 	}
 	t.call.claims++
-	c.tensor = t
-	return true, nil
+	c.tensor, c.lane = t, false
+	return true
 }
 
 // Commit ends a claim with what Copy returned.
@@ -186,7 +192,7 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
 	t := c.tensor
 	c.tensor = nil
 	t.call.claims--
-	if bad := m.in.commit(now, t, &c.claim, got, failed); bad != nil {
+	if bad := m.in.commit(now, t, c, got, failed); bad != nil {
 		m.fail(t.desc.Tensor, t.call, bad)
 	}
 	if t.asm.Whole() || t.dead {
@@ -195,7 +201,8 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
 }
 
 // commit ends a claim. An error ends the tensor.
-func (r *receiver) commit(now Instant, t *in, c *assembler.Claim, got uint32, failed error) *frame.Error {
+func (r *receiver) commit(now Instant, t *in, claim *Claim, got uint32, failed error) *frame.Error {
+	c := &claim.claim
 	off, n := t.geo.Span(c.Index())
 	if t.dead {
 		_, _ = t.asm.Commit(c, got, failed) // returns the memory
@@ -228,6 +235,9 @@ func (r *receiver) commit(now Instant, t *in, c *assembler.Claim, got uint32, fa
 	}
 	r.stats.ChunksIn++
 	r.stats.BytesIn += n
+	if claim.lane {
+		r.stats.LaneBytesIn += n
+	}
 	if t.asm.Whole() {
 		r.tell(Event{Kind: EventWhole, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc})
 		// Only the sender's memory waits for this one, unless that memory is

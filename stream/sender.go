@@ -26,6 +26,7 @@ type sender struct {
 	turn      int    // place in ring
 	small     []*out // on allowance, with chunks to send: before the ring
 	smallRun  int    // chunks taken from small since one was taken from ring
+	laned     bool   // chunks of the ring leave by NextLane
 	announced int    // tensors that the peer counts as open
 	allowance int64  // bytes used of the peer's
 }
@@ -39,6 +40,7 @@ type out struct {
 	limit     uint32
 	announced bool
 	queued    bool // in ring or small
+	laned     bool // chunks went by the lane there is
 	dead      bool
 	share     int64 // of the allowance
 	last      Instant
@@ -66,6 +68,9 @@ func (m *Machine) OpenTensor(now Instant, d frame.Desc) error {
 		return err
 	}
 	d.SizeBytes = uint64(size)
+	if d.RetainChunks == 0 && m.agreed() {
+		d.RetainChunks = laneRetain
+	}
 	t := &out{desc: d, geo: geo, chunks: chunker.New(geo), call: k, last: now}
 	s.tensors[d.Tensor] = t
 	s.most = max(s.most, len(s.tensors))
@@ -191,14 +196,32 @@ func (s *sender) addDescs(now Instant, p *parcel) {
 // addChunk adds the next chunk of the tensor whose turn it is, and returns the
 // tensor; nil if no chunk is ready.
 func (s *sender) addChunk(now Instant, p *parcel) (*out, chunker.Releaser) {
-	for len(s.small)+len(s.ring) > 0 {
-		q, i := &s.small, 0
-		if len(s.small) > 0 && (len(s.ring) == 0 || s.smallRun < smallRun) {
+	for {
+		ring := len(s.ring) > 0 && !s.laned
+		if len(s.small) == 0 && !ring {
+			return nil, nil
+		}
+		q := &s.small
+		if len(s.small) > 0 && (!ring || s.smallRun < smallRun) {
 			s.smallRun++
 		} else {
 			s.smallRun = 0
+			q = &s.ring
+		}
+		if t, held := s.take(now, q, &p.Chunk); t != nil {
+			return t, held
+		}
+	}
+}
+
+// take takes the next chunk of a queue, which is not empty, and returns its tensor; nil if
+// the queue is empty now.
+func (s *sender) take(now Instant, q *[]*out, ch *frame.Chunk) (*out, chunker.Releaser) {
+	for len(*q) > 0 {
+		i := 0
+		if q == &s.ring {
 			s.turn %= len(s.ring)
-			q, i = &s.ring, s.turn
+			i = s.turn
 		}
 		t, index, ok := (*q)[i], uint32(0), false
 		if !t.dead {
@@ -215,11 +238,11 @@ func (s *sender) addChunk(now Instant, p *parcel) (*out, chunker.Releaser) {
 			continue
 		}
 		var held chunker.Releaser
-		p.Chunk.Tensor, p.Chunk.Index = t.desc.Tensor, index
-		p.Chunk.Data, held = t.chunks.View(index, p.Chunk.Data[:0])
+		ch.Tensor, ch.Index = t.desc.Tensor, index
+		ch.Data, held = t.chunks.View(index, ch.Data[:0])
 		t.last = now
 		s.stats.ChunksOut++
-		s.stats.BytesOut += int64(p.Chunk.Len())
+		s.stats.BytesOut += int64(ch.Len())
 		if s.peerDone {
 			t.chunks.AckSent()
 		}

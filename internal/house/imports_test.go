@@ -48,20 +48,21 @@ var layers = map[string][]string{
 	"engine/cuda":       {"engine", "engine/blocks", "engine/builtin", "engine/cuda/kernels", "engine/stack", "slab", "tensor"},
 	"internal/transfer": {"assembler", "codec", "frame", "internal/background", "internal/fault", "tensor"},
 	"internal/inbound":  {},
+	"internal/lane":     {"codec", "frame", "tensor"},
 	"internal/wire":     {"api/tensorferry/v1", "frame", "internal/inbound", "slab", "tensor"},
 	"store/storetest":   {"codec", "store", "tensor"},
 	"stream":            {"assembler", "chunker", "codec", "frame", "internal/invariants", "tensor"},
 
 	"internal/session": {"codec", "frame", "stream", "tensor"},
 
-	"client":                 {"api/tensorferry/v1", "codec", "frame", "internal/session", "internal/transfer", "internal/wire", "slab", "stream", "tensor"},
+	"client":                 {"api/tensorferry/v1", "codec", "frame", "internal/lane", "internal/session", "internal/transfer", "internal/wire", "slab", "stream", "tensor"},
 	"internal/link/linktest": {"internal/link"},
 	"internal/relay":         {"client", "internal/link", "slab", "tensor"},
 	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/metrics", "internal/session", "slab", "stream", "tensor"},
 
 	"internal/storing": {"codec", "engine", "frame", "internal/fault", "internal/serving", "internal/session", "internal/transfer", "slab", "store", "stream", "tensor"},
 
-	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/transfer", "internal/wire", "slab", "store", "stream", "tensor"},
+	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/inbound", "internal/lane", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/transfer", "internal/wire", "slab", "store", "stream", "tensor"},
 
 	"internal/stress/minus": {"engine", "engine/cpu", "server", "tensor"},
 

@@ -35,6 +35,8 @@ type Values struct {
 	ReceivedBytes, SentBytes                  int64             // payload
 	ReceivedChunks, SentChunks                int64
 	CorruptChunks, DuplicateChunks            int64
+	Lanes, LanesOpened, LanesRefused          int64             // Lanes now
+	LaneReceivedBytes, LaneSentBytes          int64             // of ReceivedBytes and SentBytes
 	OpenTransfers                             map[string]int64  // by kind
 	TransferBytes                             map[Outcome]int64 // payload, by kind
 	EndedTensors                              map[Outcome]int64 // of transfers, by kind
@@ -65,6 +67,11 @@ var plain = []struct {
 	{"received_chunks_total", "Chunks received in calls.", prometheus.CounterValue, func(v *Values) int64 { return v.ReceivedChunks }},
 	{"sent_chunks_total", "Chunks sent in calls.", prometheus.CounterValue, func(v *Values) int64 { return v.SentChunks }},
 	{"corrupt_chunks_total", "Chunks received with a wrong checksum.", prometheus.CounterValue, func(v *Values) int64 { return v.CorruptChunks }},
+	{"lanes", "Lanes open.", prometheus.GaugeValue, func(v *Values) int64 { return v.Lanes }},
+	{"lanes_opened_total", "Lanes opened.", prometheus.CounterValue, func(v *Values) int64 { return v.LanesOpened }},
+	{"lanes_refused_total", "Connections that wanted to be a lane and had no valid token.", prometheus.CounterValue, func(v *Values) int64 { return v.LanesRefused }},
+	{"lane_received_bytes_total", "Bytes of tensors received by lanes, of those received by sessions.", prometheus.CounterValue, func(v *Values) int64 { return v.LaneReceivedBytes }},
+	{"lane_sent_bytes_total", "Bytes of tensors sent by lanes, of those sent by sessions.", prometheus.CounterValue, func(v *Values) int64 { return v.LaneSentBytes }},
 	{"duplicate_chunks_total", "Chunks received more than once.", prometheus.CounterValue, func(v *Values) int64 { return v.DuplicateChunks }},
 	{"memory_used_bytes", "Memory budget granted now.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryUsed }},
 	{"memory_peak_bytes", "Most of the memory budget ever granted.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryPeak }},

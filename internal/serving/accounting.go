@@ -27,6 +27,8 @@ const (
 type counts struct {
 	runsAbandoned, panics atomic.Int64
 	failures, panicked    LogSampler
+	lanes, lanesOpened    atomic.Int64
+	lanesBroken           LogSampler
 	callsUnary            atomic.Int64        // outside sessions
 	seconds               metrics.CallSeconds // of calls, by model
 
@@ -121,6 +123,7 @@ func (c *Core) Values() metrics.Values {
 		Sessions: int64(open), SessionsOpened: c.number.Load(), SessionsRefused: c.gates[Sessions].refused.Load(),
 		Calls: c.gates[Calls].open.Load(), CallsOpened: st.CallsOpened + c.callsUnary.Load(), CallsRefused: c.gates[Calls].refused.Load(),
 		ReceivedBytes: st.BytesIn, SentBytes: st.BytesOut, ReceivedChunks: st.ChunksIn, SentChunks: st.ChunksOut,
+		Lanes: c.lanes.Load(), LanesOpened: c.lanesOpened.Load(), LaneReceivedBytes: st.LaneBytesIn, LaneSentBytes: st.LaneBytesOut,
 		CorruptChunks: st.Corrupt, DuplicateChunks: st.Duplicate,
 		RunsAbandoned: c.runsAbandoned.Load(), Panics: c.panics.Load(),
 	}

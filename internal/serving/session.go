@@ -66,6 +66,28 @@ func (c *Core) OpenSession(from *Caller) (*Session, error) {
 	return s, nil
 }
 
+// OfferLanes offers what opens lanes, so many times. It comes before Serve.
+func (s *Session) OfferLanes(token frame.LaneToken, times uint32) {
+	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { m.OfferLanes(token, times) })
+}
+
+// AddLane has the session use a lane, which it takes over.
+func (s *Session) AddLane(l session.Lane) {
+	c := s.core
+	c.lanes.Add(1)
+	c.lanesOpened.Add(1)
+	s.sess.AddLane(l, func(why error) {
+		c.lanes.Add(-1)
+		select {
+		case <-s.sess.Stopped():
+		default: // the session lives on without it
+			if n, due := c.lanesBroken.Again(); due {
+				c.log.Warn("lane ended", slog.String("session", s.ID().String()), slog.String("cause", why.Error()), slog.Int64("ended", n))
+			}
+		}
+	})
+}
+
 // Serve carries the session over conn until that ends, or ctx, and ends the session
 // then. It returns why. The rest is cleaned up asynchronously: the session's goroutines
 // end when conn has, which may be when the caller of Serve has returned.

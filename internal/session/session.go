@@ -63,6 +63,7 @@ type Session struct {
 	// ends then: an idle session does without its stack. Guarded by mu.
 	writing bool
 	writer  func() // write, made once: a go statement would make it for each frame
+	lane    *lane  // nil: there is none; guarded by mu
 
 	sending chan struct{} // holds a token while somebody sends
 	// Guarded by sending.
@@ -76,7 +77,7 @@ type Session struct {
 
 	sendingSince atomic.Int64 // nanoseconds since start plus 1; 0 when not in Send
 	reader       sync.WaitGroup
-	work         sync.WaitGroup // writers
+	work         sync.WaitGroup // writers, and readers of lanes
 }
 
 // New returns a session that begins with Carry.
@@ -133,7 +134,11 @@ func (s *Session) Wait(code frame.Code, text string) {
 	<-s.stopped
 	s.mu.Lock()
 	s.over = true
+	l := s.lane
 	s.mu.Unlock()
+	if l != nil {
+		l.end(s.cause)
+	}
 	s.reader.Wait()
 	s.work.Wait()
 	s.sending <- struct{}{} // a caller of DoSend may be about to leave
@@ -189,11 +194,13 @@ func (s *Session) do(f func(m *stream.Machine, now stream.Instant)) bool {
 	return pending
 }
 
-// dispatch hands out events until there are none; mu is held.
+// dispatch hands out events until there are none, and has the lane attended to; mu is
+// held.
 func (s *Session) dispatch(now stream.Instant) {
 	for {
 		e, ok := s.m.Event()
 		if !ok {
+			s.attend()
 			return
 		}
 		s.handler.Event(s.m, now, e)
@@ -240,7 +247,12 @@ func (s *Session) tick() {
 	if err == nil {
 		s.schedule()
 	}
+	l := s.lane
+	stalled := l != nil && s.m.LaneStalled(now)
 	s.mu.Unlock()
+	if stalled {
+		s.retire(l, ErrStalled)
+	}
 	if since := s.sendingSince.Load(); since != 0 && now-stream.Instant(since) > stream.Instant(writeStall) {
 		err = &frame.Error{Code: frame.DeadlineExceeded, Text: "the peer has not read for 30 s"}
 	}

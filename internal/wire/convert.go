@@ -124,6 +124,10 @@ func (c *converter) hello(p *tensorferryv1.Hello) *frame.Hello {
 		AllowanceBytes: p.GetAllowanceBytes(),
 		Checksum:       uint8(known(p.GetChecksum())),
 		MaxOpenTensors: p.GetMaxOpenTensors(),
+		Lanes:          p.GetLanes(),
+	}
+	if n := copy(h.LaneToken[:], p.GetLaneToken()); c.err == nil && (n != len(p.GetLaneToken()) || n > 0 && n < len(h.LaneToken)) {
+		c.err = &FieldError{ErrMalformed, "hello.lane_token", "32 bytes, or none", fmt.Sprintf("%d bytes", len(p.GetLaneToken()))}
 	}
 	for _, k := range p.GetCodecs()[:min(len(p.GetCodecs()), frame.HelloCodecs)] {
 		h.Codecs = append(h.Codecs, codecOf(k))

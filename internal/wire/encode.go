@@ -222,6 +222,10 @@ func (e *encoder) frame(f *frame.Frame) {
 		e.number(5, uint64(h.Checksum))
 		e.number(6, uint64(h.MaxOpenTensors))
 		packed(e, 7, h.Codecs)
+		e.number(8, uint64(h.Lanes))
+		if !h.LaneToken.IsZero() {
+			e.bytes(9, h.LaneToken[:])
+		}
 		e.close(at)
 	}
 	for i := range f.Calls {

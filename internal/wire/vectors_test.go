@@ -76,6 +76,10 @@ func vectors() []vector {
 	msg("hello-codecs", "ok", "a side that decodes lz4, and a codec of the future", &F{Hello: &tensorferryv1.Hello{
 		Version: 1, SessionId: idSession, Checksum: tensorferryv1.Checksum_CHECKSUM_CRC32, Codecs: []tensorferryv1.Codec{tensorferryv1.Codec_CODEC_LZ4, 200},
 	}})
+	msg("hello-lanes", "ok", "a server that offers lanes", &F{Hello: &tensorferryv1.Hello{
+		Version: 1, SessionId: idSession, Checksum: tensorferryv1.Checksum_CHECKSUM_CRC32, Lanes: 8, LaneToken: []byte("lane-token-0000000000000000000001"[:32]),
+	}})
+	msg("hello-lane-token-short", "malformed", "a lane token is 32 bytes or none", &F{Hello: &tensorferryv1.Hello{Version: 1, SessionId: idSession, LaneToken: []byte("short")}})
 	msg("summary", "ok", "two tensors of a pull are over: one whole, one refused", &F{Summaries: []*tensorferryv1.Summary{
 		{TensorId: idTensor, Name: "model/weight", SizeBytes: 1 << 40, Digest: []byte("digest-000000001"), Durable: true},
 		{TensorId: idOther, Name: "größer", Code: 8, Message: "the store is full", RetryAfterMillis: 1000},

@@ -396,7 +396,13 @@ type Hello struct {
 	MaxOpenTensors uint32 `protobuf:"varint,6,opt,name=max_open_tensors,json=maxOpenTensors,proto3" json:"max_open_tensors,omitempty"`
 	// The codecs this side decodes, the best liked first; payloads without any are
 	// always taken. The other side sends with the first that it knows, or with none.
-	Codecs        []Codec `protobuf:"varint,7,rep,packed,name=codecs,proto3,enum=tensorferry.v1.Codec" json:"codecs,omitempty"`
+	Codecs []Codec `protobuf:"varint,7,rep,packed,name=codecs,proto3,enum=tensorferry.v1.Codec" json:"codecs,omitempty"`
+	// Of a session's hello: of the client, how many lanes it would open at a time, 0 for
+	// none; of the server, how many times lane_token opens one.
+	Lanes uint32 `protobuf:"varint,8,opt,name=lanes,proto3" json:"lanes,omitempty"`
+	// Of the server, if it offers lanes: 32 random bytes, which open lanes of this
+	// session and of no other.
+	LaneToken     []byte `protobuf:"bytes,9,opt,name=lane_token,json=laneToken,proto3" json:"lane_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -476,6 +482,20 @@ func (x *Hello) GetMaxOpenTensors() uint32 {
 func (x *Hello) GetCodecs() []Codec {
 	if x != nil {
 		return x.Codecs
+	}
+	return nil
+}
+
+func (x *Hello) GetLanes() uint32 {
+	if x != nil {
+		return x.Lanes
+	}
+	return 0
+}
+
+func (x *Hello) GetLaneToken() []byte {
+	if x != nil {
+		return x.LaneToken
 	}
 	return nil
 }
@@ -2988,7 +3008,7 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x05drain\x18\t \x01(\v2\x15.tensorferry.v1.DrainR\x05drain\x125\n" +
 	"\tsummaries\x18\x0e \x03(\v2\x17.tensorferry.v1.SummaryR\tsummaries\x12+\n" +
 	"\x05chunk\x18\x0f \x01(\v2\x15.tensorferry.v1.ChunkR\x05chunkJ\x04\b\n" +
-	"\x10\x0e\"\xa0\x02\n" +
+	"\x10\x0e\"\xd5\x02\n" +
 	"\x05Hello\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x1d\n" +
 	"\n" +
@@ -2997,7 +3017,10 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x0fallowance_bytes\x18\x04 \x01(\rR\x0eallowanceBytes\x124\n" +
 	"\bchecksum\x18\x05 \x01(\x0e2\x18.tensorferry.v1.ChecksumR\bchecksum\x12(\n" +
 	"\x10max_open_tensors\x18\x06 \x01(\rR\x0emaxOpenTensors\x12-\n" +
-	"\x06codecs\x18\a \x03(\x0e2\x15.tensorferry.v1.CodecR\x06codecs\"\xf7\x01\n" +
+	"\x06codecs\x18\a \x03(\x0e2\x15.tensorferry.v1.CodecR\x06codecs\x12\x14\n" +
+	"\x05lanes\x18\b \x01(\rR\x05lanes\x12\x1d\n" +
+	"\n" +
+	"lane_token\x18\t \x01(\fR\tlaneToken\"\xf7\x01\n" +
 	"\x04Call\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x12\x14\n" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x12-\n" +

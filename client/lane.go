@@ -1,0 +1,189 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/peer"
+
+	"github.com/tensorferry/tensorferry/internal/lane"
+	"github.com/tensorferry/tensorferry/stream"
+)
+
+// Ways says by which way the bytes of a session's tensors went.
+type Ways struct {
+	SentBytes, ReceivedBytes         int64 // in all
+	LaneSentBytes, LaneReceivedBytes int64 // by a lane, of them
+	// Lane is whether there is one now; if not, Why says why.
+	Lane bool
+	Why  string
+}
+
+// Reasons why there is no lane.
+const (
+	whyOff     = "lanes are turned off here (Config.Lanes)"
+	whySecured = "there are none beside encrypted connections"
+	whyCodec   = "chunks are compressed (Config.Codec)"
+	whyOffer   = "the server offers none"
+	whySmall   = "no tensor was large enough"
+	whyOpening = "it is being opened"
+)
+
+// laneState is what a session has done for its lane. The session's lock guards it.
+type laneState struct {
+	busy    bool   // it is being opened, or open
+	open    bool   // it is open
+	uses    int    // of the token
+	failed  int    // uses in a row
+	why     string // there is none; "": whySmall
+	address net.Addr
+	wait    time.Duration // for an answer
+}
+
+// laneMemory is what a client knows of its server's lanes. Its sessions share it.
+type laneMemory struct {
+	mu    sync.Mutex
+	until time.Time // guarded by mu: no session tries before
+	why   string    // guarded by mu
+}
+
+func (l *laneMemory) off() (why string, off bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.why, time.Now().Before(l.until)
+}
+
+func (l *laneMemory) turnOff(why string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.why, l.until = why, time.Now().Add(laneMemoryTime)
+}
+
+// noLanes returns why the client opens no lanes; "" if it does.
+func (c *Client) noLanes() string {
+	switch {
+	case c.cfg.Lanes < 0:
+		return whyOff
+	case c.cfg.Credentials.Info().SecurityProtocol != insecure.NewCredentials().Info().SecurityProtocol:
+		return whySecured
+	case len(c.codecs()) > 0:
+		return whyCodec
+	}
+	return ""
+}
+
+// wantLane opens a lane, in the background, for a tensor of size bytes that it pays for.
+// The session is locked.
+func (s *Session) wantLane(m *stream.Machine, size int64) {
+	l := &s.lane
+	if size < laneBytes || l.busy {
+		return
+	}
+	token, uses := m.LaneOffer()
+	if why := s.client.noLanes(); why != "" {
+		l.why = why
+		return
+	}
+	if token.IsZero() {
+		l.why = whyOffer
+		return
+	}
+	if why, off := s.client.lanes.off(); off || l.uses == uses {
+		if off {
+			l.why = why
+		}
+		return
+	}
+	n := l.uses
+	l.uses++
+	l.busy, l.why = true, whyOpening
+	s.client.winding.Add(1) // the session counts: it is not 0
+	go func() {             // ends when the lane has been opened, or was not in time
+		defer s.client.winding.Done()
+		conn, err := s.dialLane()
+		if err == nil {
+			if err = lane.Greet(conn, token, n); err == nil {
+				err = conn.SetDeadline(time.Time{})
+			}
+			if err != nil {
+				_ = conn.Close()
+			}
+		}
+		if err != nil {
+			s.laneEnded(m, err, false)
+			return
+		}
+		s.sess.Do(func(*stream.Machine, stream.Instant) { l.open, l.failed, l.why = true, 0, "" })
+		s.sess.AddLane(lane.New(conn, nil), func(why error) { s.laneEnded(m, why, true) })
+	}()
+}
+
+// dialLane connects to the very server that has the session, which a name may not lead to
+// again.
+func (s *Session) dialLane() (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), s.lane.wait)
+	defer cancel()
+	stop := context.AfterFunc(s.own, cancel)
+	defer stop()
+	conn, err := new(net.Dialer).DialContext(ctx, s.lane.address.Network(), s.lane.address.String())
+	if err == nil {
+		err = conn.SetDeadline(time.Now().Add(s.lane.wait))
+	}
+	return conn, err
+}
+
+// laneEnded notes why there is no lane, and tries again where that may help.
+func (s *Session) laneEnded(m *stream.Machine, why error, opened bool) {
+	s.sess.Do(func(*stream.Machine, stream.Instant) {
+		l := &s.lane
+		l.busy, l.open, l.why = false, false, why.Error()
+		if !opened {
+			if l.failed++; l.failed == laneTries || !errors.Is(why, lane.ErrRefused) {
+				s.client.lanes.turnOff(fmt.Sprintf("no lane for %v: %v", laneMemoryTime, why))
+				return
+			}
+		}
+		select {
+		case <-s.sess.Stopped():
+		default:
+			s.wantLane(m, laneBytes)
+		}
+	})
+}
+
+// Ways says by which way the bytes of the session's tensors went so far.
+func (s *Session) Ways() (w Ways) {
+	s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+		st := m.Status().Stats
+		w = Ways{
+			SentBytes: st.BytesOut, ReceivedBytes: st.BytesIn, LaneSentBytes: st.LaneBytesOut, LaneReceivedBytes: st.LaneBytesIn,
+			Lane: s.lane.open, Why: s.lane.why,
+		}
+		if !w.Lane && w.Why == "" {
+			w.Why = whySmall
+		}
+	})
+	return w
+}
+
+// Ways is Session.Ways of the session of Compute; zero before the first call.
+func (c *Client) Ways() Ways {
+	c.opening <- struct{}{}
+	defer func() { <-c.opening }()
+	if c.shared == nil {
+		return Ways{}
+	}
+	return c.shared.Ways()
+}
+
+// carriedBy notes the address of the server that carries a session that has been opened.
+func (s *Session) carriedBy(ctx context.Context, took time.Duration) {
+	if p, ok := peer.FromContext(ctx); ok {
+		s.lane.address, s.lane.wait = p.Addr, laneWait+took
+	}
+}

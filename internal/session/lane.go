@@ -1,0 +1,219 @@
+package session
+
+import (
+	"errors"
+	"io"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/stream"
+)
+
+// Lane carries chunks beside a Conn. Send side: Send. Receive side: Next, Read. One
+// goroutine per side. Deadlines and Close are safe for concurrent use.
+type Lane interface {
+	// Next reads the header of the next chunk and returns how many bytes of payload
+	// follow. It may be called again after the error of a deadline.
+	Next(ch *frame.Chunk) (n int, err error)
+	// Read reads payload.
+	Read(p []byte) (int, error)
+	// Send sends a chunk, whose views it borrows.
+	Send(ch *frame.Chunk) error
+	SetReadDeadline(t time.Time) error
+	SetWriteDeadline(t time.Time) error
+	Close() error
+}
+
+// Errors that a lane ends with.
+var (
+	// ErrReplaced ends a lane when the peer has opened another one.
+	ErrReplaced = errors.New("session: the peer has opened another lane")
+	// ErrStalled ends a lane that loses chunks, or takes them too slowly.
+	ErrStalled = errors.New("session: the lane does not move")
+)
+
+// lane is a lane of a session. Its goroutines end with it.
+type lane struct {
+	Lane
+	once  sync.Once
+	ended func(error)
+	out   frame.Chunk // of the writer
+
+	// Guarded by the session's mu.
+	claim   stream.Claim
+	reading bool // claim is open: the reader writes to memory that was lent
+	broken  bool // the memory is wanted back: the reader was told
+	writing bool // a writer has been started and has not yet found nothing to send
+}
+
+// AddLane has chunks go by l as well, which the session takes over. It starts a goroutine
+// that reads l, and one that writes it whenever there is something to send; they end with
+// the lane, or the session. ended is then called, once. A lane that was there ends.
+func (s *Session) AddLane(l Lane, ended func(why error)) {
+	n := &lane{Lane: l, ended: ended}
+	s.mu.Lock()
+	over, old := s.over, s.lane
+	if !over {
+		s.m.SetLane(false) // what went by the old one goes again
+		s.m.SetLane(true)
+		s.lane = n
+		s.work.Add(1)
+		go s.readLane(n)
+		s.dispatch(s.now())
+	}
+	s.mu.Unlock()
+	if over {
+		n.end(s.cause)
+	}
+	if old != nil {
+		old.end(ErrReplaced)
+	}
+}
+
+// end closes the lane, and tells why.
+func (l *lane) end(why error) {
+	l.once.Do(func() {
+		_ = l.Close()
+		l.ended(why)
+	})
+}
+
+// retire ends a lane: what it has not brought goes another way.
+func (s *Session) retire(l *lane, why error) {
+	s.mu.Lock()
+	if s.lane == l {
+		s.lane = nil
+		s.m.SetLane(false)
+		s.dispatch(s.now())
+	}
+	pending := s.m.Pending()
+	s.mu.Unlock()
+	l.end(why)
+	if pending {
+		s.nudge()
+	}
+}
+
+// patience is how long n bytes may take on a lane: one that is slower is worth nothing.
+func patience(n int) time.Time { return time.Now().Add(laneStall * time.Duration(1+n>>20)) }
+
+// attend sees to the lane when something has changed; mu is held.
+func (s *Session) attend() {
+	l := s.lane
+	if l == nil {
+		return
+	}
+	if l.reading && !l.broken && l.claim.Dead() {
+		l.broken = true
+		_ = l.SetReadDeadline(time.Unix(1, 0)) // its reader lets go
+	}
+	if !l.writing && !s.over && s.m.LanePending() {
+		l.writing = true
+		s.work.Add(1)
+		go s.writeLane(l)
+	}
+}
+
+// readLane puts the chunks that a lane brings at their places.
+func (s *Session) readLane(l *lane) {
+	defer s.work.Done()
+	var ch frame.Chunk
+	for {
+		n, err := l.Next(&ch)
+		if errors.Is(err, os.ErrDeadlineExceeded) { // that of a chunk before: a lane may rest
+			if err = l.SetReadDeadline(time.Time{}); err == nil {
+				continue
+			}
+		}
+		if err == nil {
+			err = s.readChunk(l, &ch, n)
+		}
+		if err != nil {
+			s.retire(l, err)
+			return
+		}
+	}
+}
+
+// readChunk reads the n bytes of a chunk to its place, or past it.
+func (s *Session) readChunk(l *lane, ch *frame.Chunk, n int) (err error) {
+	wanted := s.locked(func(m *stream.Machine, now stream.Instant) bool {
+		l.reading, l.broken = m.ClaimLane(now, ch, n, &l.claim), false
+		err = l.SetReadDeadline(patience(n)) // before anybody wants the memory back
+		return l.reading
+	})
+	left := n
+	if wanted {
+		var got uint32
+		if err == nil {
+			got, left, err = l.claim.Fill(l)
+		}
+		broken := s.locked(func(m *stream.Machine, now stream.Instant) bool {
+			if l.reading = false; err == nil {
+				m.Commit(now, &l.claim, got, nil)
+			} else {
+				m.Abort(now, &l.claim)
+			}
+			return l.broken
+		})
+		if broken && errors.Is(err, os.ErrDeadlineExceeded) {
+			err = l.SetReadDeadline(patience(left))
+		}
+	}
+	if err == nil && left > 0 {
+		_, err = io.CopyN(io.Discard, l, int64(left))
+	}
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		err = ErrStalled
+	}
+	return err
+}
+
+// locked runs f on the machine and sees to what it caused.
+func (s *Session) locked(f func(m *stream.Machine, now stream.Instant) bool) (result bool) {
+	s.Do(func(m *stream.Machine, now stream.Instant) {
+		result = f(m, now)
+		s.handler.Received(m)
+	})
+	return result
+}
+
+// writeLane sends what the machine has for the lane, until there is nothing.
+func (s *Session) writeLane(l *lane) {
+	defer s.work.Done()
+	for {
+		s.mu.Lock()
+		var held interface{ Release() }
+		ok := s.lane == l
+		if ok {
+			held, ok = s.m.NextLane(s.now(), &l.out)
+		}
+		if !ok {
+			l.writing = false
+			s.mu.Unlock()
+			return
+		}
+		kind := s.m.Status().Checksum
+		s.dispatch(s.now())
+		pending := s.m.Pending()
+		s.mu.Unlock()
+		if pending {
+			s.nudge()
+		}
+		l.out.Sum = sum(kind, &l.out)
+		err := l.SetWriteDeadline(patience(l.out.Len()))
+		if err == nil {
+			err = l.Send(&l.out)
+		}
+		held.Release()
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			err = ErrStalled
+		}
+		if err != nil {
+			s.retire(l, err)
+			return
+		}
+	}
+}

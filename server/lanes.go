@@ -1,0 +1,86 @@
+package server
+
+import (
+	"io"
+	"log/slog"
+	"net"
+	"time"
+
+	"google.golang.org/grpc/credentials"
+
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/lane"
+	"github.com/tensorferry/tensorferry/internal/serving"
+)
+
+// offerLanes has a session offer lanes, until its handler calls withdraw.
+func (s *Server) offerLanes(sess *serving.Session) (withdraw func()) {
+	if s.lanes == nil {
+		return func() {}
+	}
+	token, withdraw := s.lanes.Offer(func(c net.Conn) {
+		accepted := c.(*acceptedConn)
+		_ = accepted.Conn.SetDeadline(time.Time{}) // that of the handshake
+		sess.AddLane(pacedLane{lane.New(accepted.Conn, accepted.Close), accepted.one})
+	})
+	sess.OfferLanes(token, lane.Uses)
+	return withdraw
+}
+
+// withoutLane returns what gRPC is to serve of a connection; if it wants to be a lane,
+// credentials.ErrConnDispatched, or why it is none.
+func (h handshakes) withoutLane(c *acceptedConn) (net.Conn, error) {
+	if h.lanes == nil {
+		return c, nil
+	}
+	first := make([]byte, len(lane.Magic))
+	if _, err := io.ReadFull(c, first); err != nil {
+		return nil, err
+	}
+	if string(first) != lane.Magic {
+		return &begunConn{c, first}, nil
+	}
+	if err := h.lanes.Accept(c, func() { c.lane.Store(true) }); err != nil {
+		h.of.lanesRefused.Add(1)
+		h.of.mu.Lock()
+		defer h.of.mu.Unlock()
+		if n, due := h.of.noLane.Again(); due {
+			h.of.log.Warn("lane refused", slog.String("peer", c.RemoteAddr().String()), slog.String("error", err.Error()), slog.Int64("refused", n))
+		}
+		return nil, err
+	}
+	return nil, credentials.ErrConnDispatched // gRPC leaves it open
+}
+
+// begunConn is a connection of which the first bytes have been read.
+type begunConn struct {
+	net.Conn
+	first []byte
+}
+
+// Read reads the first bytes, too.
+func (c *begunConn) Read(p []byte) (int, error) {
+	if len(c.first) == 0 {
+		return c.Conn.Read(p)
+	}
+	n := copy(p, c.first)
+	c.first = c.first[n:]
+	return n, nil
+}
+
+// pacedLane is a lane on which thin chunks have their price, as thin frames do.
+type pacedLane struct {
+	*lane.Conn
+	one *connection
+}
+
+// Next waits for the time of a chunk that brings less than its work costs.
+func (l pacedLane) Next(ch *frame.Chunk) (int, error) {
+	n, err := l.Conn.Next(ch)
+	if owed := 1 + placing - n/payBytes; err == nil && owed > 0 {
+		if delay := l.one.thin.ReserveN(time.Now(), min(owed, l.one.thin.Burst())).Delay(); delay >= thinDebt {
+			time.Sleep(delay) // a tenth of a second at most
+		}
+	}
+	return n, err
+}
