@@ -14,6 +14,9 @@ STAMP     = -ldflags '-X $(BENCH).commit=$(shell git describe --always --dirty 2
 # before there is one, a fixed commit. `make breaking AGAINST=main` on a branch of
 # several commits.
 AGAINST ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),e0521250130a6f6fb632f995d9e0fdb7310baaa7)
+# bench-against builds its own program over the older commit, so the API has to be the
+# same as far as that uses it: another fixed commit, before there is a release.
+MEASURED = $(if $(filter file,$(origin AGAINST)),$(or $(shell git describe --tags --abbrev=0 2>/dev/null),bbf3ed28d08d9c907ced5008c293fb4d8a7a74ca),$(AGAINST))
 
 # The Python of the benchmarks, with the package of this tree.
 BENCH_PYTHON = p=$$(tools/python-env bench bench/python/requirements.txt) && \
@@ -38,7 +41,7 @@ help: ## Print this list
 demo: ## Run a split network over a real socket and compare with torch's predictions
 	$(GO) run ./cmd/tensorferry demo
 
-bench: ## Measure upload, echo, relu and small calls beside raw TCP and stock gRPC
+bench: ## Measure upload, echo, relu, small calls, push and pull beside raw sockets and stock gRPC
 	$(GO) run $(STAMP) ./cmd/tensorferry bench --net both
 
 bench-memory: ## Measure the peak memory of server and client for a tensor of 16 GiB
@@ -56,8 +59,8 @@ bench-python: ## Measure the Python client beside Go's, stock grpcio, Arrow Flig
 bench-python-memory: ## Measure the peak memory of 16 GiB from a Python generator through relu into a file
 	@$(BENCH_PYTHON) && $$p bench/python/memory.py
 
-bench-against: ## Measure as bench and bench-peers do, AGAINST and this tree in turns; an hour
-	$(GO) run $(STAMP) ./internal/stress turns -against '$(AGAINST)'
+bench-against: ## Measure AGAINST and this tree in turns, beside raw sockets, two processes each
+	cd bench && $(GO) run $(STAMP) . -against '$(MEASURED)'
 
 stress-sessions: ## Hold a server to its memory with 1 000 sessions at work and 10 000 idle ones
 	$(GO) run $(STAMP) ./internal/stress sessions
@@ -160,7 +163,7 @@ bench-smoke: ## Run every Go benchmark once, and every part of tensorferry bench
 	$(GO) test -run '^$$' -bench . -benchtime 1x ./...
 	$(GO) run ./cmd/tensorferry bench --quick --net both
 	$(GO) run ./cmd/tensorferry bench --quick --memory
-	$(GO) run ./internal/stress turns -quick -rounds 2 -against '$(AGAINST)'
+	cd bench && $(GO) run . -quick -against '$(MEASURED)'
 
 bench-python-smoke: ## Run the Python benchmarks briefly
 	@$(BENCH_PYTHON) && GO='$(GO)' $$p bench/python/bench.py --quick $(TORCH_PYTHON) && $$p bench/python/memory.py --quick

@@ -27,29 +27,44 @@ import (
 // place, at every end. Everything is as Flight has it, but for the size of a message,
 // which gRPC would keep below 4 MiB.
 func flightKind(batch int, sums bool) bench.Kind {
-	name := "flight"
-	if sums {
-		name += "-crc"
-	}
 	return bench.Kind{
-		Name: fmt.Sprintf("%s-%dKiB", name, batch>>10),
-		Serve: func(l net.Listener, remote []byte) (bench.Server, error) {
+		Name: flightName("Go", sums, batch),
+		Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
 			idle := make(chan struct{}, 1)
 			s := flight.NewServerWithMiddleware(nil, grpc.MaxRecvMsgSize(maxMessageBytes))
 			s.InitListener(l)
-			s.RegisterFlightService(&flightServer{remote: remote, batch: batch, sums: sums, idle: idle})
+			s.RegisterFlightService(&flightServer{remote: p.To, batch: batch, sums: sums, idle: idle})
 			return bench.Go(s.Serve, func() { s.Shutdown(); close(idle) }, idle), nil // after the transfers
 		},
-		Dial: func(_ context.Context, network, address string, source, back []byte) (bench.Client, error) {
-			options := append(bench.DialOptions(network, address), grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes)))
+		Dial: func(_ context.Context, p bench.Place) (bench.Client, error) {
+			options := append(bench.DialOptions(p), grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes)))
 			c, err := flight.NewClientWithMiddleware(bench.Target, nil, nil, options...)
 			if err != nil {
 				return bench.Client{}, err
 			}
-			f := &flightClient{c, source, back, batch, sums}
+			f := &flightClient{c, p.Source, p.To, batch, sums}
 			return bench.Client{Run: f.run, Close: c.Close}, nil
 		},
 	}
+}
+
+// flightName names Flight in a language, with a size of its batches.
+func flightName(language string, sums bool, batch int) string {
+	sum := "unchecked"
+	if sums {
+		sum = map[string]string{"Go": "CRC-32C", "C++": "CRC-32"}[language]
+	}
+	return fmt.Sprintf("Arrow Flight (%s), %s, %s", language, sum, bench.ByteText(batch))
+}
+
+// flights are Flight for Go with each batch size.
+func flights() (all []bench.Kind) {
+	for _, sums := range []bool{false, true} {
+		for _, batch := range batchSizes {
+			all = append(all, flightKind(batch, sums))
+		}
+	}
+	return all
 }
 
 type flightServer struct {
@@ -207,7 +222,7 @@ func (l *flightLink) Receive(chunk []byte) (err error) {
 	if sum := l.reader.LatestAppMetadata(); l.sums && len(sum) != 4 {
 		return errNoSum
 	} else if l.sums {
-		if err := bench.CheckSum(chunk, 0, binary.LittleEndian.Uint32(sum)); err != nil {
+		if err := bench.CheckSum(codec.CRC32C, chunk, 0, binary.LittleEndian.Uint32(sum)); err != nil {
 			return fmt.Errorf("%w, %d bytes before the end", err, l.due)
 		}
 	}

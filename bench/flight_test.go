@@ -2,8 +2,8 @@ package main
 
 import (
 	"errors"
-	"fmt"
 	"io"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -15,56 +15,40 @@ import (
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
-func testMemory(n int) bench.Memory {
-	m := bench.Memory{Source: make([]byte, n), Remote: make([]byte, n), Back: make([]byte, n)}
-	for i := range m.Source {
-		m.Source[i] = byte(i>>12) ^ byte(i*31)
-	}
-	return m
+// A test binary is an end, too.
+func TestMain(m *testing.M) {
+	bench.BeEnd(kinds())
+	os.Exit(m.Run())
 }
 
 func TestFlightMovesEveryByteBothWays(t *testing.T) {
 	testkit.Start(t)
-	const batch = 64 << 10
-	for _, sums := range []bool{false, true} {
-		for _, size := range []int{4, batch - 4, batch, batch + 4, 2 * batch, 2*batch + 4, 40 * batch} {
-			t.Run(fmt.Sprintf("sums=%v %d bytes", sums, size), func(t *testing.T) {
-				b, err := flightKind(batch, sums).Open(t.Context(), "tcp", testMemory(size))
-				if err != nil {
-					t.Fatal(err)
-				}
-				for _, op := range []bench.Op{bench.Upload, bench.Echo, bench.Upload, bench.Echo} {
-					if s, err := b.Move(t.Context(), op); err != nil || s.Time <= 0 {
-						t.Fatalf("%s: %v, %v", op, s, err)
+	c := bench.Smoke(kinds())
+	for _, k := range flights() {
+		for _, batch := range batchSizes[:1] {
+			for _, size := range []int{8, batch - 8, batch, batch + 8, 2*batch + 8, batchSizes[len(batchSizes)-1] + 8} {
+				for processes := 1; processes <= 2; processes++ {
+					g := bench.Group{Net: "tcp", Processes: processes, Size: size, Ops: both, Entrants: bench.Beside(k.Name)}
+					if all, err := c.Measure(t.Context(), g); err != nil || len(all) != 2 {
+						t.Fatalf("%s, %d bytes: %v", k.Name, size, err)
 					}
 				}
-				if _, err := b.Move(t.Context(), bench.ReLU); err == nil {
-					t.Error("it has no relu")
-				}
-				if err := b.Close(); err != nil {
-					t.Fatal(err)
-				}
-			})
+			}
+		}
+		g := bench.Group{Net: "unix", Processes: 1, Size: 8, Ops: []bench.Op{bench.ReLU}, Entrants: bench.Beside(k.Name)}
+		if _, err := c.Measure(t.Context(), g); err == nil {
+			t.Error("it has no relu")
 		}
 	}
 }
 
-func TestFlightTakesTheLargestBatch(t *testing.T) {
-	testkit.Start(t)
-	for _, batch := range batchSizes {
-		b, err := flightKind(batch, true).Open(t.Context(), "tcp", testMemory(batch+4))
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, op := range []bench.Op{bench.Upload, bench.Echo} {
-			if _, err := b.Move(t.Context(), op); err != nil {
-				t.Errorf("%s in batches of %d bytes: %v", op, batch, err)
-			}
-		}
-		if err := b.Close(); err != nil {
-			t.Fatal(err)
-		}
+// testSource is of bytes that differ.
+func testSource(n int) []byte {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(i>>12) ^ byte(i*31)
 	}
+	return b
 }
 
 // tape records what is sent and plays it back.
@@ -88,7 +72,7 @@ func (p *tape) Recv() (*flight.FlightData, error) {
 // of 20: a schema and four.
 func record(t *testing.T, sums bool) (source []byte, p *tape) {
 	t.Helper()
-	source, p = testMemory(320).Source, new(tape)
+	source, p = testSource(320), new(tape)
 	l := newFlightLink(p, nil, len(source), sums)
 	for c := range slices.Chunk(source, 100) {
 		if err := l.Send(c); err != nil {

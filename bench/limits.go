@@ -1,11 +1,5 @@
 package main
 
-import (
-	"time"
-
-	"github.com/tensorferry/tensorferry/internal/bench"
-)
-
 const (
 	// tensorBytes is the tensor that the required figures are for.
 	tensorBytes = 256 << 20
@@ -17,17 +11,9 @@ const (
 	// sweepRounds are run for each of Flight's batch sizes to find its best: the
 	// choice needs less than the figure does.
 	sweepRounds = 5
-	// transferWait is how long one transfer may take before the run is given up:
-	// a tensor of 256 MiB at 2 MB/s.
-	transferWait = 2 * time.Minute
+	// roadRounds are run on the long way, where a round takes a quarter of a minute.
+	roadRounds = 5
 )
-
-// works are what is measured, and what is required of the ratio to Arrow Flight doing
-// the same work, with two cores.
-var works = []struct {
-	op       bench.Op
-	toFlight float64
-}{{bench.Upload, 1.5}, {bench.Echo, 1.2}}
 
 // batchSizes are the bytes of tensor that a record batch of Flight may carry. It
 // is measured with the best of them. 1 MiB is the chunk of everyone else; the

@@ -1,6 +1,6 @@
-// Command bench measures tensorferry beside its peers, above all Arrow Flight for
-// Go: the same tensor, uploads and echoes in turns, a server process and a client
-// process for each. It prints the report of internal/bench, and draws it.
+// Command bench measures tensorferry beside its peers, above all Arrow Flight, and
+// beside itself of another commit: the same tensor in turns, a server process and a
+// client process for each. It prints the report of internal/bench, and draws it.
 //
 // A peer does the work that we do, as its own documentation has it done: bytes
 // are of use when they lie together in memory that has been there before, and a
@@ -11,185 +11,109 @@ package main
 
 import (
 	"context"
-	"encoding/json"
-	"errors"
 	"flag"
 	"fmt"
-	"io"
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
+	"strings"
 	"syscall"
-	"time"
 
 	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
-// endArgument makes the program a child, which is one end of one kind.
-const endArgument = "end"
+func kinds() []bench.Kind { return append(bench.Kinds(), flights()...) }
 
 func main() {
-	if len(os.Args) == 2 && os.Args[1] == endArgument {
-		exit(serveEnd(os.Stdin, os.Stdout))
-	}
-	size := flag.Int("size", tensorBytes, "`bytes` of the tensor, a multiple of 8")
-	quick := flag.Bool("quick", false, "run every part briefly, to see that it works: the figures mean nothing")
-	out := flag.String("out", "", "write peers.md, peers.json and peers.svg to `folder`, too")
-	against := flag.String("against", "", "compare with a `program` that is this one of another commit, not with peers")
-	flag.Parse()
-	c := bench.Full(nil, *size, 0)
-	if *quick {
-		c = bench.Smoke(nil)
-		c.Size = min(*size, quickBytes)
-	}
-	c.Progress = func(text string) { fmt.Fprintf(os.Stderr, "bench: %s\n", text) }
+	bench.BeEnd(kinds())
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	defer stop()
-	switch {
-	case flag.NArg() > 0 || c.Size < 8 || c.Size%8 != 0:
-		exit(fmt.Errorf("%q and tensors of %d bytes; give no argument, and 8 or more, a multiple of 8", flag.Args(), c.Size))
-	case *against != "":
-		exit(turns(ctx, c, *against, os.Stdout))
-	}
-	r, err := run(ctx, c)
-	if err == nil {
-		err = write(r, os.Stdout, *out)
-	}
-	exit(err)
-}
-
-func exit(err error) {
+	err := run(ctx)
+	stop()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)
 		os.Exit(1)
 	}
-	os.Exit(0)
 }
 
-// kinds are all that take part, by name.
-func kinds() map[string]bench.Kind {
-	all := map[string]bench.Kind{}
-	for _, k := range append(flights(false), append(flights(true), bench.RawCRC, bench.StockGRPC, bench.Tensorferry)...) {
-		all[k.Name] = k
+func run(ctx context.Context) error {
+	size := flag.Int("size", tensorBytes, "`bytes` of the large tensors, a multiple of 8")
+	quick := flag.Bool("quick", false, "run every part briefly, to see that it works: the figures mean nothing")
+	rounds := flag.Int("rounds", bench.MinRounds, "least `rounds` that a median is taken of; fewer than the default are not")
+	net := flag.String("net", "tcp,unix", "`sockets`, with a comma between")
+	works := flag.String("works", "", "the only `works`, with commas between: upload, echo, relu, call and so on")
+	against := flag.String("against", "", "compare with a `commit` of this repository, not with peers")
+	python := flag.String("python", "", "a `Python` with pyarrow and isal, for Arrow Flight in C++")
+	out := flag.String("out", "", "write peers.md, peers.json and peers.svg to `folder`, too")
+	flag.Parse()
+	if flag.NArg() > 0 {
+		return fmt.Errorf("%q; give no argument", flag.Args())
 	}
-	return all
-}
-
-// flights are Flight with each batch size.
-func flights(sums bool) (all []bench.Kind) {
-	for _, batch := range batchSizes {
-		all = append(all, flightKind(batch, sums))
+	c := bench.Full(kinds(), *size, *rounds)
+	if *quick {
+		c = bench.Smoke(kinds())
+		c.Size = min(*size, quickBytes)
 	}
-	return all
-}
-
-// turns compares ours with ours of another build of this program.
-func turns(ctx context.Context, c bench.Config, program string, out io.Writer) error {
-	var t bench.Turns
-	for _, w := range works {
-		all, err := rounds(ctx, c, w.op, []entrant{{kind: bench.Tensorferry.Name}, {kind: bench.Tensorferry.Name, program: program}})
+	c.Rules = rules()
+	c.Progress = func(text string) { fmt.Fprintf(os.Stderr, "bench: %s\n", text) }
+	r := &Report{Modules: peerModules()}
+	dir, err := os.MkdirTemp("", "tensorferry-against-")
+	if err != nil {
+		return err
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	var groups []bench.Group
+	if nets := strings.Split(*net, ","); *against != "" {
+		old, err := build(ctx, *against, dir)
 		if err != nil {
 			return err
 		}
-		t.AddPairs(all[0])
-	}
-	return t.WriteText(out)
-}
-
-// run finds the best batch size of Flight for each work, and then has everyone
-// take turns.
-func run(ctx context.Context, c bench.Config) (*Report, error) {
-	r := &Report{Date: time.Now().Format(time.DateOnly), Modules: peerModules()}
-	r.Machine, r.Smoke = bench.ThisMachine(), c.Smoke
-	for _, w := range works {
-		entrants := []entrant{{kind: bench.Tensorferry.Name}, {kind: bench.RawCRC.Name}}
-		for _, sums := range []bool{false, true} {
-			batches, best, err := sweep(ctx, c, w.op, sums)
-			if err != nil {
-				return nil, err
-			}
-			r.Batches = append(r.Batches, batches...)
-			if sums {
-				best.atLeast = w.toFlight
-			}
-			entrants = append(entrants, best)
-		}
-		all, err := rounds(ctx, c, w.op, append(entrants, entrant{kind: bench.StockGRPC.Name}))
+		groups = turns(nets, []string{old, bench.EndArgument})
+	} else {
+		top, err := proc.Top(ctx)
 		if err != nil {
-			return nil, err
+			return err
 		}
-		r.Comparisons = append(r.Comparisons, all...)
-	}
-	r.LoadAfter = bench.ThisMachine().Load
-	return r, nil
-}
-
-// sweep measures Flight with each batch size, and returns the best, too.
-func sweep(ctx context.Context, c bench.Config, op bench.Op, sums bool) (batches []Batch, best entrant, err error) {
-	c.MinPairs = min(c.MinPairs, sweepRounds)
-	c.MaxPairs = c.MinPairs
-	var entrants []entrant
-	for _, k := range flights(sums) {
-		entrants = append(entrants, entrant{kind: k.Name})
-	}
-	all, err := rounds(ctx, c, op, entrants)
-	if err != nil {
-		return nil, best, err
-	}
-	at := 0
-	for i, e := range entrants {
-		rate := all[0].Ours.Rate
-		if i > 0 {
-			rate = all[i-1].Theirs.Rate
+		if r.Batches, err = sweep(ctx, c, languages(*python, filepath.Join(top, "bench", "python", "ends.py"))); err != nil {
+			return err
 		}
-		batches = append(batches, Batch{Op: op, Kind: e.kind, Sums: sums, Bytes: batchSizes[i], Rate: rate})
-		if rate > batches[at].Rate {
-			at = i
-		}
+		groups = peers(nets, r.Batches)
 	}
-	batches[at].Best = true
-	return batches, entrants[at], nil
-}
-
-// entrant is a kind that takes part.
-type entrant struct {
-	kind    string
-	program string  // of its processes, for startProcess
-	atLeast float64 // the ratio required of the first entrant to it
-}
-
-// rounds compares the first entrant with the others.
-func rounds(ctx context.Context, c bench.Config, op bench.Op, entrants []entrant) (_ []*bench.Comparison, err error) {
-	var peers []bench.Peer
-	for _, e := range entrants {
-		p, err := openContestant(ctx, e.program, e.kind, c.Size)
-		if err != nil {
-			return nil, err
-		}
-		defer func() { err = errors.Join(err, p.Close()) }()
-		peers = append(peers, bench.Peer{
-			Name: e.kind, Required: bench.Required{Value: e.atLeast},
-			Do: func(ctx context.Context) (bench.Sample, error) { return p.Move(ctx, op) },
+	for i := range groups {
+		groups[i].Ops = slices.DeleteFunc(slices.Clone(groups[i].Ops), func(op bench.Op) bool {
+			return *works != "" && !slices.Contains(strings.Split(*works, ","), string(op))
 		})
 	}
-	return c.Rounds(ctx, "tcp", string(op), c.Size, peers[0], peers[1:]...)
-}
-
-// write writes the page of r to out, and everything to the folder unless that is empty.
-func write(r *Report, out io.Writer, folder string) error {
-	text, err := json.Marshal(r)
+	done, err := c.Run(ctx, slices.DeleteFunc(groups, func(g bench.Group) bool { return len(g.Ops) == 0 }))
 	if err != nil {
 		return err
 	}
-	page := r.page()
-	if _, err := out.Write(page); err != nil || folder == "" {
-		return err
+	r.Report = *done
+	if *against != "" {
+		return r.WriteText(os.Stdout)
 	}
-	err = os.MkdirAll(folder, 0o777)
-	for name, data := range map[string][]byte{"peers.md": page, "peers.svg": r.picture(), "peers.json": append(text, '\n')} {
-		if err == nil {
-			err = os.WriteFile(filepath.Join(folder, name), data, 0o666)
+	return write(r, os.Stdout, *out)
+}
+
+// build builds this program of this tree with everything else of another commit, so
+// that both are measured by the same code.
+func build(ctx context.Context, ref, dir string) (string, error) {
+	top, err := proc.Top(ctx)
+	if err != nil {
+		return "", err
+	}
+	source := dir + "/source"
+	if err := proc.Checkout(ctx, ref, source); err != nil {
+		return "", err
+	}
+	for _, part := range []string{"/bench", "/internal/bench", "/internal/proc"} {
+		if err := os.RemoveAll(source + part); err != nil {
+			return "", err
+		}
+		if err := os.CopyFS(source+part, os.DirFS(top+part)); err != nil {
+			return "", err
 		}
 	}
-	return err
+	return proc.Build(ctx, source+"/bench", ".", dir+"/old", "-mod=mod")
 }

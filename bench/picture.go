@@ -53,15 +53,19 @@ var pictureTemplate = template.Must(template.New("picture").Parse(strings.TrimLe
 </svg>
 `, "\n")))
 
-// picture draws the rates as horizontal bars, as SVG.
+// picture draws the rates of two processes over TCP as horizontal bars, as SVG.
 func (r *Report) picture() []byte {
 	longest := 0.0
+	var shown []*bench.Comparison
 	for _, c := range r.Comparisons {
-		longest = max(longest, c.Ours.Rate, c.Theirs.Rate)
+		if c.Net == "tcp" && c.Processes == 2 && c.Delay == 0 && (c.Work == bench.Upload || c.Work == bench.Echo) {
+			shown = append(shown, c)
+			longest = max(longest, c.Ours.Rate, c.Theirs.Rate)
+		}
 	}
 	const left = margin + labelWidth
 	var bars []bar
-	y, work := margin-rowHeight/2, ""
+	y, last := margin-rowHeight/2, bench.Comparison{}
 	add := func(text string, rate float64, value string, ours bool) {
 		y += rowHeight
 		length := int(rate / longest * (pictureWidth - left - valueWidth))
@@ -70,14 +74,16 @@ func (r *Report) picture() []byte {
 			Length: length, Value: fmt.Sprintf("%.2f%s", rate, value), ValueX: left + length + 6,
 		})
 	}
-	for _, c := range r.Comparisons {
-		if c.Work != work { // ours is the same beside all
-			work = c.Work
+	for _, c := range shown {
+		if c.Work != last.Work {
 			y += rowHeight * 3 / 2
-			bars = append(bars, bar{Y: y - 7, Text: c.Title() + " over TCP on loopback, GB/s"})
-			add(bench.Tensorferry.Name, c.Ours.Rate, "", true)
+			bars = append(bars, bar{Y: y - 7, Text: fmt.Sprintf("%s of %s over TCP on loopback between two processes, GB/s", c.Work, bench.ByteText(c.Bytes))})
 		}
-		add(bench.PeerTexts[c.Peer], c.Theirs.Rate, fmt.Sprintf(" (tensorferry × %.2f)", c.Ratio.Median), false)
+		if c.Work != last.Work || c.Who != last.Who { // ours is the same beside all
+			add(c.Who, c.Ours.Rate, "", true)
+		}
+		last = *c
+		add(c.Beside, c.Theirs.Rate, fmt.Sprintf(" (tensorferry × %.2f)", c.Ratio.Median), false)
 	}
 	y += rowHeight / 2
 	foot := fmt.Sprintf("%s · %s", r.Machine, r.Date)

@@ -2,8 +2,13 @@ package main
 
 import (
 	"bytes"
+	"encoding/json"
 	"fmt"
+	"io"
+	"os"
+	"path/filepath"
 	"runtime/debug"
+	"strings"
 
 	"github.com/tensorferry/tensorferry/internal/bench"
 )
@@ -11,21 +16,8 @@ import (
 // Report is everything that was measured, and where.
 type Report struct {
 	bench.Report
-	// LoadAfter is the machine's load at the end, which our own work is a part of.
-	LoadAfter string   `json:"load_after,omitempty"`
-	Date      string   `json:"date"`    // of the run, as in 2006-01-02
-	Modules   []string `json:"modules"` // of the peers, as in path@version
-	Batches   []Batch  `json:"flight_batches"`
-}
-
-// Batch is Flight with one batch size.
-type Batch struct {
-	Op    bench.Op `json:"op"`
-	Kind  string   `json:"kind"`
-	Sums  bool     `json:"checksums"`
-	Bytes int      `json:"bytes"`
-	Rate  float64  `json:"gb_per_second"`
-	Best  bool     `json:"best"` // of those with checksums, or of those without
+	Modules []string `json:"modules"` // of the peers, as in path@version
+	Batches []Batch  `json:"flight_batches"`
 }
 
 // peerModules returns the modules that peers come from; none where the build does
@@ -44,22 +36,30 @@ func peerModules() (all []string) {
 // page is for people, as Markdown.
 func (r *Report) page() []byte {
 	var b bytes.Buffer
-	fmt.Fprintf(&b, "<!-- written by: make bench-peers-results -->\n\n%s · load %s at the end", r.Date, r.LoadAfter)
-	for _, m := range r.Modules {
-		fmt.Fprintf(&b, " · %s", m)
-	}
-	fmt.Fprint(&b, "\n\n```\n")
+	fmt.Fprintf(&b, "<!-- written by: make bench-peers-results -->\n\n%s\n\n```\n", strings.Join(r.Modules, " · "))
 	_ = r.WriteText(&b) // a buffer takes it
-	fmt.Fprint(&b, "```\n\nEach client and each server is a process of its own. Arrow Flight is measured with the best of its batch sizes:\n\n| | batch | GB/s | best |\n|---|--:|--:|---|\n")
+	fmt.Fprint(&b, "```\n\nArrow Flight is measured with the best of its batch sizes:\n\n| | | GB/s | |\n|---|---|--:|---|\n")
 	for _, x := range r.Batches {
-		sums, best := "no checksum", ""
-		if x.Sums {
-			sums = "CRC-32C"
-		}
-		if x.Best {
-			best = "best"
-		}
-		fmt.Fprintf(&b, "| %s, %s | %s | %.2f | %s |\n", x.Op, sums, bench.ByteText(x.Bytes), x.Rate, best)
+		fmt.Fprintf(&b, "| %s | %s | %.2f | %s |\n", x.Op, x.Kind, x.Rate, map[bool]string{true: "best"}[x.Best])
 	}
 	return b.Bytes()
+}
+
+// write writes the page of r to out, and everything to the folder unless that is empty.
+func write(r *Report, out io.Writer, folder string) error {
+	text, err := json.Marshal(r)
+	if err != nil {
+		return err
+	}
+	page := r.page()
+	if _, err := out.Write(page); err != nil || folder == "" {
+		return err
+	}
+	err = os.MkdirAll(folder, 0o777)
+	for name, data := range map[string][]byte{"peers.md": page, "peers.svg": r.picture(), "peers.json": append(text, '\n')} {
+		if err == nil {
+			err = os.WriteFile(filepath.Join(folder, name), data, 0o666)
+		}
+	}
+	return err
 }

@@ -26,7 +26,6 @@ type benchOptions struct {
 	size, pairs int
 	quick       bool
 	json        bool
-	benchstat   bool
 	memory      bool
 	memoryBytes int64
 }
@@ -36,10 +35,10 @@ func benchCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "bench",
 		Short: "measure this machine: tensorferry beside raw sockets, gRPC and cp",
-		Long: `Bench moves tensors between a client and a server in this process, in turns with
+		Long: `Bench moves tensors between a client process and a server process, in turns with
 raw sockets and with stock gRPC that do the same work, until the medians of the
-ratios are stable; it takes a few minutes. docs/benchmarks.md says what is
-measured, and how.
+ratios are stable; then some of it within one process. It takes some minutes.
+docs/benchmarks.md says what is measured, and how.
 
 Pushes and pulls go to and from a store in the folder for temporary files, which
 TMPDIR chooses, beside cp there; it is empty again afterwards.
@@ -47,7 +46,6 @@ TMPDIR chooses, beside cp there; it is empty again afterwards.
 With --memory it streams one large tensor through a server and a client that are
 processes of their own, and prints the most memory that each took.`,
 		Example: `  tensorferry bench --net both
-  tensorferry bench --benchstat > new.txt && benchstat -col /peer new.txt
   tensorferry bench --memory`,
 		Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -61,8 +59,6 @@ processes of their own, and prints the most memory that each took.`,
 				return usage("--pairs %d; give 1 or more", o.pairs)
 			case sized && !o.memory:
 				return usage("--memory-bytes is for --memory")
-			case o.benchstat && (o.json || o.memory):
-				return usage("--benchstat goes with neither --json nor --memory")
 			case !ok:
 				return usage("--net %q; known are tcp, unix and both", o.net)
 			case o.memory && (o.memoryBytes < bench.MemoryBlock || o.memoryBytes%bench.MemoryBlock != 0):
@@ -78,13 +74,22 @@ processes of their own, and prints the most memory that each took.`,
 	f := c.Flags()
 	f.StringVar(&o.net, "net", "tcp", "`socket`: tcp, unix or both")
 	f.IntVar(&o.size, "size", benchBytes, "`bytes` of the large tensors")
-	f.IntVar(&o.pairs, "pairs", bench.MinPairs, "least pairs that a median is taken of; fewer than the default are not")
+	f.IntVar(&o.pairs, "pairs", bench.MinRounds, "least pairs that a median is taken of; fewer than the default are not")
 	f.BoolVar(&o.quick, "quick", false, "run every part briefly, to see that it works: the figures mean nothing")
 	f.BoolVar(&o.json, "json", false, "print JSON, with every sample")
-	f.BoolVar(&o.benchstat, "benchstat", false, "print every sample in the format of Go's benchmarks")
 	f.BoolVar(&o.memory, "memory", false, "measure peak memory instead of speed")
 	f.Int64Var(&o.memoryBytes, "memory-bytes", benchMemoryBytes, "`bytes` of the tensor for --memory")
 	return c
+}
+
+// benchEndCommand is the server or the client of a measure, in a process of its own.
+func benchEndCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: bench.EndArgument, Short: "be one end of a measure, for the process that started this one", Args: takes(0), Hidden: true,
+		RunE: func(c *cobra.Command, _ []string) error {
+			return bench.ServeEnd(c.Context(), os.Stdin, os.Stdout, bench.Kinds())
+		},
+	}
 }
 
 // networks says which sockets a value of --net means.
@@ -93,19 +98,17 @@ var networks = map[string][]string{"tcp": {"tcp"}, "unix": {"unix"}, "both": {"t
 func progress(text string) { fmt.Fprintf(os.Stderr, "bench: %s\n", text) }
 
 func benchSpeed(ctx context.Context, nets []string, o benchOptions, out io.Writer) error {
-	cfg := bench.Full(nets, o.size, o.pairs)
+	cfg := bench.Full(bench.Kinds(), o.size, o.pairs)
 	if o.quick {
-		cfg = bench.Smoke(nets)
+		cfg = bench.Smoke(bench.Kinds())
 	}
 	cfg.Progress = progress
-	r, err := bench.Run(ctx, cfg)
+	r, err := cfg.Run(ctx, bench.Suite(nets, o.size))
 	switch {
 	case err != nil:
 		return err
 	case o.json:
 		return writeJSON(out, r)
-	case o.benchstat:
-		return r.WriteBenchstat(out)
 	}
 	return r.WriteText(out)
 }

@@ -68,7 +68,6 @@ func TestBenchCommandSpeaksAsItsFlagsSay(t *testing.T) {
 	}{
 		"json":                     {[]string{"--quick", "--json"}, 0},
 		"an unknown socket":        {[]string{"--net", "pigeon"}, exitUsage},
-		"two formats":              {[]string{"--json", "--benchstat"}, exitUsage},
 		"a size between floats":    {[]string{"--size", "12"}, exitUsage},
 		"a memory between blocks":  {[]string{"--memory", "--memory-bytes", "12"}, exitUsage},
 		"memory over an odd thing": {[]string{"--memory", "--net", "pigeon"}, exitUsage},

@@ -61,7 +61,7 @@ func command() *cobra.Command {
 	root.CompletionOptions.DisableDefaultCmd = true // completionCommand is in its place
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	root.AddCommand(
-		serveCommand(), demoCommand(), benchCommand(), // servers
+		serveCommand(), demoCommand(), benchCommand(), benchEndCommand(), // servers
 		runCommand(), modelsCommand(), infoCommand(), // at a server
 		pushCommand(), pullCommand(), lsCommand(), rmCommand(), cpCommand(), // its store
 		genCommand(), showCommand(), // files

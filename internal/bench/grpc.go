@@ -16,13 +16,13 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// DialOptions have a gRPC client connect to "tcp" or "unix" alike, without
-// encryption and without a proxy; its target is Target.
-func DialOptions(network, address string) []grpc.DialOption {
+// DialOptions have a gRPC client connect over "tcp" and "unix" alike, without
+// encryption and without a proxy; its target is Target. They lend nothing.
+func DialOptions(p Place) []grpc.DialOption {
 	return []grpc.DialOption{
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
-			return new(net.Dialer).DialContext(ctx, network, address)
+			return new(net.Dialer).DialContext(ctx, p.Network, p.Address)
 		}),
 	}
 }
@@ -34,15 +34,15 @@ const Target = "passthrough:///bench"
 // of frames, the proto codec and every window as gRPC has it, CRC32C computed
 // and checked for each chunk, the payload copied to its place.
 var StockGRPC = Kind{
-	Name: "grpc",
-	Serve: func(l net.Listener, remote []byte) (Server, error) {
+	Name: "gRPC, stock codec",
+	Serve: func(l net.Listener, p Place) (Server, error) {
 		server := grpc.NewServer(grpc.WaitForHandlers(true)) // they write to memory that is lent until Close
-		s := stockServer{remote: remote, idle: make(chan struct{}, 1)}
+		s := stockServer{remote: p.To, idle: make(chan struct{}, 1)}
 		tensorferryv1.RegisterTensorServiceServer(server, s)
 		return Go(func() error { return server.Serve(l) }, server.Stop, s.idle), nil
 	},
-	Dial: func(_ context.Context, network, address string, source, back []byte) (Client, error) {
-		conn, err := grpc.NewClient(Target, DialOptions(network, address)...)
+	Dial: func(_ context.Context, p Place) (Client, error) {
+		conn, err := grpc.NewClient(Target, DialOptions(p)...)
 		if err != nil {
 			return Client{}, err
 		}
@@ -50,7 +50,7 @@ var StockGRPC = Kind{
 		if err != nil {
 			return Client{}, errors.Join(err, conn.Close())
 		}
-		return asks(newFrameLink(s, source, conn.Close), source, back), nil
+		return asks(newFrameLink(s, p.To, conn.Close), p, ChunkBytes), nil
 	},
 }
 
@@ -64,7 +64,7 @@ type stockServer struct {
 // StreamTensors receives one source after the other, until the client leaves.
 func (s stockServer) StreamTensors(stream grpc.BidiStreamingServer[tensorferryv1.Frame, tensorferryv1.Frame]) error {
 	defer close(s.idle) // there is one gRPC stream
-	return answers(newFrameLink(stream, s.remote, func() error { return nil }), s.remote, s.idle)
+	return answers(newFrameLink(stream, s.remote, func() error { return nil }), s.remote, ChunkBytes, s.idle)
 }
 
 // benchTensor is the tensor that every chunk is said to be of.
@@ -125,7 +125,7 @@ func (l *frameLink) Receive(chunk []byte) error {
 		return fmt.Errorf("bench: chunk %d of %d bytes came, want %d of %d", c.GetIndex(), len(c.GetData()), i, len(chunk))
 	}
 	copy(chunk, c.Data)
-	return CheckSum(chunk, codec.CRC32C.Seed(benchTensor, i), c.Checksum)
+	return CheckSum(codec.CRC32C, chunk, codec.CRC32C.Seed(benchTensor, i), c.Checksum)
 }
 
 func (l *frameLink) Close() error { return l.end() }
@@ -135,13 +135,18 @@ func (l *frameLink) Close() error { return l.end() }
 // is as one writes it with generated code; the second is the least that it can be:
 // its codec passes bytes through, and the server sends back the very buffers it
 // received.
+const (
+	PingStock = "gRPC, one message"
+	PingRaw   = "gRPC, bytes passed through"
+)
+
 var pings = []Kind{
-	ping("grpc", pingCodec{
+	ping(PingStock, pingCodec{
 		message: func() any { return new(wrapperspb.BytesValue) },
 		out:     func(data []byte) any { return wrapperspb.Bytes(data) },
 		take:    func(m any, back []byte) int { return copy(back, m.(*wrapperspb.BytesValue).Value) },
 	}),
-	ping("grpc-raw-codec", pingCodec{
+	ping(PingRaw, pingCodec{
 		server:  []grpc.ServerOption{grpc.ForceServerCodecV2(rawCodec{})},
 		call:    []grpc.CallOption{grpc.ForceCodecV2(rawCodec{})},
 		message: func() any { return new(mem.BufferSlice) },
@@ -163,12 +168,12 @@ type pingCodec struct {
 	take    func(m any, back []byte) int
 }
 
-func ping(name string, p pingCodec) Kind {
+func ping(name string, c pingCodec) Kind {
 	desc := grpc.StreamDesc{
 		StreamName: "Ping", ServerStreams: true, ClientStreams: true,
 		Handler: func(_ any, s grpc.ServerStream) error {
 			for {
-				m := p.message()
+				m := c.message()
 				if err := s.RecvMsg(m); err != nil {
 					return err // io.EOF, or the cancellation that ends it
 				}
@@ -180,34 +185,34 @@ func ping(name string, p pingCodec) Kind {
 	}
 	return Kind{
 		Name: name, OwnMemory: true,
-		Serve: func(l net.Listener, _ []byte) (Server, error) {
-			server := grpc.NewServer(p.server...)
+		Serve: func(l net.Listener, _ Place) (Server, error) {
+			server := grpc.NewServer(c.server...)
 			server.RegisterService(&grpc.ServiceDesc{
 				ServiceName: "tensorferry.bench.Ping", HandlerType: (*any)(nil), Streams: []grpc.StreamDesc{desc},
 			}, struct{}{})
 			return Go(func() error { return server.Serve(l) }, server.Stop, always), nil
 		},
-		Dial: func(_ context.Context, network, address string, source, back []byte) (Client, error) {
-			conn, err := grpc.NewClient(Target, DialOptions(network, address)...)
+		Dial: func(_ context.Context, p Place) (Client, error) {
+			conn, err := grpc.NewClient(Target, DialOptions(p)...)
 			if err != nil {
 				return Client{}, err
 			}
-			s, err := conn.NewStream(context.Background(), &desc, "/tensorferry.bench.Ping/Ping", p.call...) // until the connection is closed
+			s, err := conn.NewStream(context.Background(), &desc, "/tensorferry.bench.Ping/Ping", c.call...) // until the connection is closed
 			if err != nil {
 				return Client{}, errors.Join(err, conn.Close())
 			}
-			return Client{func(ctx context.Context, _ Op) error {
+			return Client{Run: func(ctx context.Context, _ Op) error {
 				defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
-				m := p.message()
-				err := s.SendMsg(p.out(source))
+				m := c.message()
+				err := s.SendMsg(c.out(p.Source))
 				if err == nil {
 					err = s.RecvMsg(m)
 				}
-				if err == nil && p.take(m, back) != len(back) {
+				if err == nil && c.take(m, p.To) != len(p.To) {
 					err = errors.New("bench: the echo is shorter than what was sent")
 				}
 				return err
-			}, conn.Close}, nil
+			}, Close: conn.Close}, nil
 		},
 	}
 }

@@ -10,21 +10,24 @@ import (
 	"github.com/tensorferry/tensorferry/codec"
 )
 
-// Link is an end of a connection that carries chunks in order. One goroutine sends,
+// Link is an end of a connection that carries pieces in order. One goroutine sends,
 // one receives, and any closes.
 type Link interface {
 	// Tell says what the client wants and, by the server, that an upload is whole.
 	Tell(op Op) error
 	// Hear waits for what the other end tells: io.EOF when it has left.
 	Hear() (Op, error)
-	// Send borrows the next chunk.
-	Send(chunk []byte) error
-	// Receive fills and checks the next chunk, which it borrows.
-	Receive(chunk []byte) error
+	// Send borrows the next piece.
+	Send(piece []byte) error
+	// Receive fills and checks the next piece, which it borrows.
+	Receive(piece []byte) error
 	Close() error
 }
 
-// Ask does op over l at the client, in chunks of size bytes. It borrows both.
+// moves are what a link does. No two names begin alike.
+var moves = []Op{Upload, Echo, ReLU}
+
+// Ask does op over l at the client, in pieces of size bytes. It borrows both.
 func Ask(l Link, op Op, source, back []byte, size int) error {
 	if err := l.Tell(op); err != nil {
 		return err
@@ -40,7 +43,7 @@ func Ask(l Link, op Op, source, back []byte, size int) error {
 		sent <- nil
 	}()
 	var err error
-	if op.Back() {
+	if op.back() {
 		err = receive(l, back, size, func([]byte) {})
 	} else {
 		_, err = l.Hear()
@@ -51,9 +54,9 @@ func Ask(l Link, op Op, source, back []byte, size int) error {
 	return errors.Join(err, <-sent)
 }
 
-// Answer does op over l at the server, in chunks of size bytes. It borrows remote.
+// Answer does op over l at the server, in pieces of size bytes. It borrows remote.
 func Answer(l Link, op Op, remote []byte, size int) error {
-	if !op.Back() {
+	if !op.back() {
 		if err := receive(l, remote, size, func([]byte) {}); err != nil {
 			return err
 		}
@@ -64,8 +67,8 @@ func Answer(l Link, op Op, remote []byte, size int) error {
 	go func() { // ends when whole is closed
 		var err error
 		for c := range whole {
-			if compute := ops[op].compute; compute != nil {
-				compute(c)
+			if op == ReLU {
+				Rectify(c)
 			}
 			if err == nil { // if not, the link breaks for the reader, too
 				err = l.Send(c)
@@ -78,7 +81,7 @@ func Answer(l Link, op Op, remote []byte, size int) error {
 	return errors.Join(err, <-sent)
 }
 
-// receive fills dst and tells of each chunk that is whole and checked.
+// receive fills dst and tells of each piece that is whole and checked.
 func receive(l Link, dst []byte, size int, whole func([]byte)) error {
 	for c := range slices.Chunk(dst, size) {
 		if err := l.Receive(c); err != nil {
@@ -90,17 +93,17 @@ func receive(l Link, dst []byte, size int, whole func([]byte)) error {
 }
 
 // answers does what it hears until the client leaves; idle has room for 1.
-func answers(l Link, remote []byte, idle chan<- struct{}) error {
+func answers(l Link, remote []byte, size int, idle chan<- struct{}) error {
 	for {
 		op, err := l.Hear()
 		if errors.Is(err, io.EOF) {
 			return nil
 		}
-		if _, known := ops[op]; err == nil && !known {
+		if err == nil && !slices.Contains(moves, op) {
 			err = fmt.Errorf("bench: no operation is named %q", op)
 		}
 		if err == nil {
-			err = Answer(l, op, remote, ChunkBytes)
+			err = Answer(l, op, remote, size)
 		}
 		if err != nil {
 			return err
@@ -110,19 +113,21 @@ func answers(l Link, remote []byte, idle chan<- struct{}) error {
 }
 
 // asks is a client that asks over l.
-func asks(l Link, source, back []byte) Client {
-	run := func(ctx context.Context, op Op) error {
-		defer context.AfterFunc(ctx, func() { _ = l.Close() })()
-		return Ask(l, op, source, back, ChunkBytes)
+func asks(l Link, p Place, size int) Client {
+	return Client{
+		Run: func(ctx context.Context, op Op) error {
+			defer context.AfterFunc(ctx, func() { _ = l.Close() })()
+			return Ask(l, op, p.Source, p.To, size)
+		},
+		Close: l.Close,
 	}
-	return Client{run, l.Close}
 }
 
-// CheckSum returns an error if a chunk, which it borrows, does not have the
-// checksum that was sent, from a seed.
-func CheckSum(chunk []byte, seed, sent uint32) error {
-	if got := codec.CRC32C.Update(seed, chunk); got != sent {
-		return fmt.Errorf("bench: a chunk has checksum %08x, sent was %08x", got, sent)
+// CheckSum returns an error if a piece, which it borrows, does not have the checksum
+// that was sent, from a seed.
+func CheckSum(kind codec.Checksum, piece []byte, seed, sent uint32) error {
+	if got := kind.Update(seed, piece); got != sent {
+		return fmt.Errorf("bench: a piece has checksum %08x, sent was %08x", got, sent)
 	}
 	return nil
 }

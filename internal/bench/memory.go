@@ -9,7 +9,9 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"os"
 	"os/exec"
+	"path/filepath"
 	"strconv"
 	"time"
 
@@ -64,13 +66,14 @@ func PeakMemory(ctx context.Context, c MemoryConfig) (_ *MemoryReport, err error
 	}()
 	running, cancel := context.WithCancel(ctx)
 	defer cancel()
-	listen, release, err := place(c.Network)
-	if err != nil {
-		return nil, err
-	}
-	defer release()
+	listen := "127.0.0.1:0"
 	if c.Network == "unix" {
-		listen = "unix:" + listen
+		dir, err := os.MkdirTemp("", "tensorferry-bench-")
+		if err != nil {
+			return nil, err
+		}
+		defer func() { _ = os.RemoveAll(dir) }()
+		listen = "unix:" + filepath.Join(dir, "s")
 	}
 	server, address, err := proc.Serve(running, c.Command(running, "serve", "--child", "--listen", listen))
 	if err != nil {
@@ -106,7 +109,7 @@ func PeakMemory(ctx context.Context, c MemoryConfig) (_ *MemoryReport, err error
 	far, err := proc.ResidentOf(server.Process.Pid)
 	return &MemoryReport{
 		Machine: ThisMachine(), Net: c.Network, Bytes: c.Bytes, Time: took, Server: far.Peak, Client: near.Peak,
-		Required: hold(Required{AtMost: true, Value: peakBytes}, float64(max(far.Peak, near.Peak))),
+		Required: (&Required{AtMost: true, Value: peakBytes}).hold(float64(max(far.Peak, near.Peak))),
 	}, err
 }
 

@@ -11,19 +11,31 @@ import (
 	"github.com/tensorferry/tensorferry/codec"
 )
 
-// Raw and RawCRC are a socket and nothing else: a chunk is one write, and is read
-// where it belongs; a relu is computed there, beside the receiver. With checksums,
-// a chunk's CRC32C goes before it and is checked when the chunk is whole, at every
-// end.
-var (
-	Raw    = raw("raw", func(c net.Conn) Link { return &rawLink{Conn: c} })
-	RawCRC = raw("raw-crc", func(c net.Conn) Link { return &sumLink{rawLink: rawLink{Conn: c}} })
-)
+// pieces are the bytes that a raw socket writes, reads and checks at a time: a chunk
+// of tensorferry, and what stays in a core's cache between the copy and the checksum.
+var pieces = []int{ChunkBytes, smallPiece}
 
-func raw(name string, link func(net.Conn) Link) Kind {
+// rawKinds are a socket and nothing else: a piece is one write, and is read where it
+// belongs; a relu is computed there, beside the receiver. A checksum goes before its
+// piece, and is checked when the piece is whole, at every end.
+func rawKinds() (all []Kind) {
+	for _, sum := range []codec.Checksum{0, codec.CRC32C, codec.CRC32} {
+		for _, size := range pieces {
+			all = append(all, raw(sum, size))
+		}
+	}
+	return all
+}
+
+// RawName names a kind of raw socket.
+func RawName(sum codec.Checksum, size int) string {
+	return fmt.Sprintf("raw socket, %s, %s", SumText(sum), ByteText(size))
+}
+
+func raw(sum codec.Checksum, size int) Kind {
 	return Kind{
-		Name: name,
-		Serve: func(l net.Listener, remote []byte) (Server, error) {
+		Name: RawName(sum, size),
+		Serve: func(l net.Listener, p Place) (Server, error) {
 			ctx, cancel := context.WithCancel(context.Background())
 			idle := make(chan struct{}, 1)
 			return Go(func() error {
@@ -34,7 +46,7 @@ func raw(name string, link func(net.Conn) Link) Kind {
 				if err == nil {
 					defer conn.Close() // or the client would wait
 					defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
-					err = answers(link(conn), remote, idle)
+					err = answers(&rawLink{Conn: conn, sum: sum}, p.To, size, idle)
 				}
 				if ctx.Err() != nil && errors.Is(err, net.ErrClosed) {
 					return nil
@@ -42,19 +54,23 @@ func raw(name string, link func(net.Conn) Link) Kind {
 				return err
 			}, cancel, idle), nil
 		},
-		Dial: func(ctx context.Context, network, address string, source, back []byte) (Client, error) {
-			conn, err := new(net.Dialer).DialContext(ctx, network, address)
+		Dial: func(ctx context.Context, p Place) (Client, error) {
+			conn, err := new(net.Dialer).DialContext(ctx, p.Network, p.Address)
 			if err != nil {
 				return Client{}, err
 			}
-			return asks(link(conn), source, back), nil
+			return asks(&rawLink{Conn: conn, sum: sum}, p, size), nil
 		},
 	}
 }
 
-// rawLink tells an op by its first byte.
+// rawLink tells an op by its first byte, and sends a checksum and its piece in one
+// system call.
 type rawLink struct {
 	net.Conn
+	sum   codec.Checksum // 0 is none
+	head  [4]byte        // of the piece that is sent
+	parts [2][]byte
 }
 
 func (l *rawLink) Tell(op Op) error {
@@ -67,57 +83,41 @@ func (l *rawLink) Hear() (Op, error) {
 	if _, err := io.ReadFull(l, first[:]); err != nil {
 		return "", err
 	}
-	return opOf(first[0])
+	for _, op := range moves {
+		if op[0] == first[0] {
+			return op, nil
+		}
+	}
+	return "", fmt.Errorf("bench: no operation begins with byte %#02x", first)
 }
 
-func (l *rawLink) Send(chunk []byte) error {
-	_, err := l.Write(chunk)
+func (l *rawLink) Send(piece []byte) error {
+	if l.sum == 0 {
+		_, err := l.Write(piece)
+		return err
+	}
+	binary.LittleEndian.PutUint32(l.head[:], l.sum.Update(0, piece))
+	l.parts = [2][]byte{l.head[:], piece}
+	both := net.Buffers(l.parts[:])
+	_, err := both.WriteTo(l.Conn)
 	return err
 }
 
-func (l *rawLink) Receive(chunk []byte) error {
-	_, err := io.ReadFull(l, chunk)
-	return err
+func (l *rawLink) Receive(piece []byte) error {
+	var head [4]byte
+	if l.sum != 0 {
+		if _, err := io.ReadFull(l, head[:]); err != nil {
+			return err
+		}
+	}
+	if _, err := io.ReadFull(l, piece); err != nil || l.sum == 0 {
+		return err
+	}
+	return CheckSum(l.sum, piece, 0, binary.LittleEndian.Uint32(head[:]))
 }
 
 // Close may be called again.
 func (l *rawLink) Close() error {
 	_ = l.Conn.Close()
 	return nil
-}
-
-// sumLink sends checksum and payload in one system call.
-type sumLink struct {
-	rawLink
-	sum   [4]byte
-	parts [2][]byte
-}
-
-func (l *sumLink) Send(chunk []byte) error {
-	binary.LittleEndian.PutUint32(l.sum[:], codec.CRC32C.Update(0, chunk))
-	l.parts = [2][]byte{l.sum[:], chunk}
-	both := net.Buffers(l.parts[:])
-	_, err := both.WriteTo(l.Conn)
-	return err
-}
-
-func (l *sumLink) Receive(chunk []byte) error {
-	var sum [4]byte
-	if err := l.rawLink.Receive(sum[:]); err != nil {
-		return err
-	}
-	if err := l.rawLink.Receive(chunk); err != nil {
-		return err
-	}
-	return CheckSum(chunk, 0, binary.LittleEndian.Uint32(sum[:]))
-}
-
-// opOf returns the op whose name begins with first.
-func opOf(first byte) (Op, error) {
-	for op := range ops {
-		if op[0] == first {
-			return op, nil
-		}
-	}
-	return "", fmt.Errorf("bench: no operation begins with byte %#02x", first)
 }

@@ -1,103 +1,125 @@
 package bench
 
 import (
+	"cmp"
+	"context"
 	"fmt"
 	"io"
+	"strings"
 	"text/tabwriter"
 	"time"
 )
 
-// PeerTexts says what each peer is.
-var PeerTexts = map[string]string{
-	"raw-crc":        "raw socket, CRC-32C",
-	"raw":            "raw socket, unchecked",
-	"grpc":           "gRPC, stock codec",
-	"grpc-raw-codec": "gRPC, bytes passed through",
-	"cp":             "cp and fsync",
-
-	"flight-256KiB":      "Arrow Flight, batches of 256 KiB",
-	"flight-1024KiB":     "Arrow Flight, batches of 1 MiB",
-	"flight-4096KiB":     "Arrow Flight, batches of 4 MiB",
-	"flight-crc-256KiB":  "Arrow Flight, CRC-32C, batches of 256 KiB",
-	"flight-crc-1024KiB": "Arrow Flight, CRC-32C, batches of 1 MiB",
-	"flight-crc-4096KiB": "Arrow Flight, CRC-32C, batches of 4 MiB",
+// Report is everything that was measured, and where.
+type Report struct {
+	Machine Machine `json:"machine"`
+	Date    string  `json:"date"` // of the run, as in 2006-01-02
+	// LoadAfter is the machine's load at the end, which our own work is a part of.
+	LoadAfter   string        `json:"load_after,omitempty"`
+	Smoke       bool          `json:"smoke"`
+	Comparisons []*Comparison `json:"comparisons"`
 }
 
-// benchmarks names works as Go names benchmarks.
-var benchmarks = map[string]string{
-	string(Upload): "Upload", string(Echo): "Echo", string(ReLU): "ReLU",
-	call: "Call", pull: "Pull", pullToFile: "PullToFile", push: "Push", pushToMemory: "PushToMemory",
+// Run measures one group after the other.
+func (c Config) Run(ctx context.Context, groups []Group) (*Report, error) {
+	r := &Report{Machine: ThisMachine(), Date: time.Now().Format(time.DateOnly), Smoke: c.Smoke}
+	for _, g := range groups {
+		if g.Size > c.Size {
+			g.Size = c.Size
+		}
+		all, err := c.Measure(ctx, g)
+		if err != nil {
+			return nil, err
+		}
+		r.Comparisons = append(r.Comparisons, all...)
+	}
+	r.LoadAfter = ThisMachine().Load
+	return r, nil
 }
 
-// WriteText writes a table for people.
+// WriteText writes a table for people: what two processes did, and then the rest.
 func (r *Report) WriteText(w io.Writer) error {
-	fmt.Fprintln(w, r.Machine)
+	fmt.Fprintf(w, "%s · load %s at the end · %s\n", r.Machine, cmp.Or(r.LoadAfter, "unknown"), r.Date)
 	if r.Smoke {
 		fmt.Fprintln(w, "SMOKE RUN: sizes and repetitions are too small for the figures to mean anything")
 	}
-	fmt.Fprintln(w)
-	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
-	fmt.Fprintln(t, "NET\tWORK\tOURS\t\tBESIDE\tTHEIRS\t\tRATIO\t\tQUARTILES\tPAIRS\tREQUIRED")
-	for _, c := range r.Comparisons {
-		ours, oursMore := c.Ours.text(c.Work)
-		theirs, theirsMore := c.Theirs.text(c.Work)
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%.2f\t±%.1f %%\t%.2f to %.2f\t%d\t%v\n", c.Net, c.Title(), ours, oursMore,
-			PeerTexts[c.Peer], theirs, theirsMore, c.Ratio.Median, 100*c.Ratio.Error, c.Ratio.Q1, c.Ratio.Q3, len(c.Pairs), c.Required)
-	}
-	if err := t.Flush(); err != nil {
-		return err
-	}
-	fmt.Fprintln(w)
-	for _, f := range r.FirstResults {
-		fmt.Fprintf(t, "%s\tfirst result of a relu of %s\t%s of %s\t%.3f of the total\t±%.1f %%\t%.3f to %.3f\t%d calls\t%v\n", f.Net,
-			ByteText(f.Bytes), timeText(f.First), timeText(f.Total), f.Ratio.Median, 100*f.Ratio.Error, f.Ratio.Q1, f.Ratio.Q3, f.Ratio.N, f.Required)
-	}
-	for _, b := range r.Beside {
-		fmt.Fprintf(t, "%s\tcall of %s beside an upload of %s\t%s p50\t%s p99\t\t\t%d calls\t\n", b.Net,
-			ByteText(SmallBytes), ByteText(b.Bytes), timeText(b.P50), timeText(b.P99), b.Calls)
-	}
-	if err := t.Flush(); err != nil {
-		return err
+	for _, part := range []struct {
+		title string
+		has   func(*Comparison) bool
+	}{
+		{"A server process and a client process each", func(x *Comparison) bool { return x.Processes == 2 && x.Delay == 0 }},
+		{"The same through a proxy that delays", func(x *Comparison) bool { return x.Delay > 0 }},
+		{"Both ends in one process", func(x *Comparison) bool { return x.Processes == 1 && x.Delay == 0 }},
+	} {
+		if err := r.write(w, part.title, part.has); err != nil {
+			return err
+		}
 	}
 	_, err := fmt.Fprint(w, `
 A ratio is the median of the ratios of two runs of one round: our rate to theirs or, for
-calls, our time to theirs. ± encloses the true median in 95 of 100 runs; half of the pairs
-lie between the quartiles. Rates count a tensor's bytes once: an echo moves them both ways.
-CPU time is that of both ends together.
+calls and first results, our time to theirs. COST is the same of the CPU time of both ends
+together or, for calls, of the p99. ± encloses the true median in 95 of 100 runs. Rates
+count a tensor's bytes once: an echo moves them both ways.
 `)
 	return err
 }
 
-// WriteBenchstat writes every sample as a line in the format of Go's benchmarks,
-// which benchstat reads: benchstat -col /peer FILE.
-func (r *Report) WriteBenchstat(w io.Writer) error {
-	fmt.Fprintf(w, "goos: %s\ngoarch: %s\npkg: github.com/tensorferry/tensorferry/internal/bench\ncpu: %s\n",
-		r.Machine.OS, r.Machine.Arch, r.Machine.CPU)
-	line := func(name, peer, network string, size, n int, took time.Duration, more string) {
-		fmt.Fprintf(w, "Benchmark%s/peer=%s/net=%s/bytes=%d-%d\t%d\t%d ns/op\t%s\n", name, peer, network, size, r.Machine.Cores, n, took, more)
+func (r *Report) write(w io.Writer, title string, has func(*Comparison) bool) error {
+	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
+	var last Comparison
+	worse, olds := 0, 0
+	row := func(where, work, who string, f Figures, op Op, rest string) {
+		speed, cost := f.text(op)
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\n", where, work, who, speed, cost, rest)
 	}
-	for _, c := range r.Comparisons {
-		for _, p := range c.Pairs {
-			for peer, s := range map[string]Sample{Tensorferry.Name: p.Ours, c.Peer: p.Theirs} {
-				more := fmt.Sprintf("%.2f MB/s", 1000*rate(c.Bytes, s.Time))
-				if c.Work == call {
-					more = fmt.Sprintf("%d p99-ns/op", s.P99)
+	for _, x := range r.Comparisons {
+		if !has(x) {
+			continue
+		}
+		if last.Work == "" {
+			fmt.Fprintf(t, "\n%s\nNET\tWORK\t\t\t\tRATIO\t\tCOST\t\tROUNDS\tREQUIRED\n", title)
+		}
+		if last.Net != x.Net || last.Work != x.Work || last.Who != x.Who || x.Beside == "" {
+			alone := "\t\t\t\t\t"
+			if x.Beside == "" {
+				alone = fmt.Sprintf("\t\t\t\t%d\t%v", len(x.Pairs), x.Required)
+			}
+			row(x.where(), fmt.Sprintf("%s of %s", x.Work, ByteText(x.Bytes)), x.Who, x.Ours, x.Work, alone)
+		}
+		if last = *x; x.Beside == "" {
+			continue
+		}
+		required := x.Required.String()
+		if x.RequiredCost != nil {
+			required += ", cost " + x.RequiredCost.String()
+		}
+		if strings.HasPrefix(x.Beside, Old) {
+			var what []string
+			slower, dearer := x.worse()
+			for i, is := range []bool{slower, dearer} {
+				if is {
+					what = append(what, []string{"RATIO", "COST"}[i])
 				}
-				if s.CPU > 0 {
-					more += fmt.Sprintf("\t%d cpu-ns/op", s.CPU)
-				}
-				line(benchmarks[c.Work], peer, c.Net, c.Bytes, 1, s.Time, more)
+			}
+			worse, olds = worse+len(what), olds+2
+			if required = "–"; len(what) > 0 {
+				required = "WORSE: " + strings.Join(what, ", ")
 			}
 		}
+		row("", "", "  beside "+x.Beside, x.Theirs, x.Work, fmt.Sprintf("%s\t%s\t%d\t%s", x.Ratio, x.Cost, len(x.Pairs), required))
 	}
-	for _, b := range r.Beside {
-		line("CallBesideUpload", Tensorferry.Name, b.Net, b.Bytes, b.Calls, b.P50, fmt.Sprintf("%d p99-ns/op", b.P99))
+	if olds > 0 {
+		fmt.Fprintf(t, "%d of %d ratios to the old program are worse by more than their ±\n", worse, olds)
 	}
-	for _, f := range r.FirstResults {
-		line("FirstResult", Tensorferry.Name, f.Net, f.Bytes, f.Ratio.N, f.First, fmt.Sprintf("%.4f of-total", f.Ratio.Median))
+	return t.Flush()
+}
+
+// String returns such as "0.95  ±3.1 %", with a tab between.
+func (s Spread) String() string {
+	if s.N == 0 {
+		return "–\t"
 	}
-	_, err := fmt.Fprintln(w)
-	return err
+	return fmt.Sprintf("%.2f\t±%.1f %%", s.Median, 100*s.Error)
 }
 
 // String returns such as "at least 0.85: met".
@@ -115,18 +137,25 @@ func (r *Required) String() string {
 	return fmt.Sprintf("%s %g: %s", bound, r.Value, met)
 }
 
-// Title names the work, as in "upload of 256 MiB".
-func (c *Comparison) Title() string { return c.Work + " of " + ByteText(c.Bytes) }
+// where names the way, as in "tcp" or "tcp, 50ms".
+func (x *Comparison) where() string {
+	if x.Delay > 0 {
+		return fmt.Sprintf("%s, %v", x.Net, x.Delay)
+	}
+	return x.Net
+}
 
 // text returns speed and cost, as they matter for the work.
-func (f Figures) text(work string) (speed, more string) {
-	if work == call {
+func (f Figures) text(work Op) (speed, cost string) {
+	switch {
+	case work == FirstResult:
+		return timeText(f.Time), fmt.Sprintf("%.3f of the call", f.OfTotal)
+	case latency[work]:
 		return timeText(f.Time) + " p50", timeText(f.P99) + " p99"
+	case f.CPU > 0:
+		cost = fmt.Sprintf("%.2f cpu-s/GB", f.CPU)
 	}
-	if f.CPU > 0 {
-		more = fmt.Sprintf("%.2f cpu-s/GB", f.CPU)
-	}
-	return fmt.Sprintf("%.2f GB/s", f.Rate), more
+	return fmt.Sprintf("%.2f GB/s", f.Rate), cost
 }
 
 // rate is in GB/s, of 10⁹ bytes.

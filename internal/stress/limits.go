@@ -33,8 +33,6 @@ const (
 	pollEvery = 50 * time.Millisecond
 	// problemsKept is how many of a program's problems are printed.
 	problemsKept = 20
-	// turnsLeast are the fewest turns whose ± holds the median in 95 of 100 runs.
-	turnsLeast = 6
 	// openers is how many sessions are being opened at a time.
 	openers = 64
 	// perConnection is how many sessions one connection has: a server allows 128.

@@ -30,7 +30,6 @@ var programs = []struct {
 	{"crash", "servers killed while tensors are pushed, clients killed while they pull", runCrash},
 	{"receive", "peers that make a server hold what they send, or leave unread what it sends", runReceive},
 	{"soak", "mixed load on two servers, and whether anything grows", runSoak},
-	{"turns", "the speed of an older commit and of this one, measured in turns", runTurns},
 	{"old-new", "clients and servers of an older commit with those of this one", runOldNew},
 }
 

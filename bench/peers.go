@@ -1,0 +1,147 @@
+package main
+
+import (
+	"context"
+	"strconv"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/bench"
+)
+
+// language is one that Flight is written in, with the checksum that is fast there.
+type language struct {
+	name    string
+	sum     codec.Checksum
+	program func(sums bool, batch int) []string // of its ends, if not this one's
+}
+
+// languages are those of Flight that take part: C++ where there is a Python with
+// pyarrow and a path to its ends.
+func languages(python, ends string) []language {
+	all := []language{{"Go", codec.CRC32C, func(bool, int) []string { return nil }}}
+	if python != "" {
+		all = append(all, language{"C++", codec.CRC32, func(sums bool, batch int) []string {
+			return []string{python, ends, bench.EndArgument, map[bool]string{true: "sums", false: "none"}[sums], strconv.Itoa(batch)}
+		}})
+	}
+	return all
+}
+
+// entrant is Flight with batches of a size.
+func (l language) entrant(sums bool, batch int) bench.Entrant {
+	return bench.Entrant{Kind: flightName(l.name, sums, batch), Program: l.program(sums, batch)}
+}
+
+// Batch is Flight with one batch size.
+type Batch struct {
+	Op   bench.Op `json:"op"`
+	Kind string   `json:"kind"`
+	Rate float64  `json:"gb_per_second"`
+	Best bool     `json:"best"` // of those of its language, with or without checksums
+
+	entrant bench.Entrant
+	sum     codec.Checksum
+}
+
+var both = []bench.Op{bench.Upload, bench.Echo}
+
+// sweep measures Flight with each batch size.
+func sweep(ctx context.Context, c bench.Config, all []language) (batches []Batch, err error) {
+	for _, l := range all {
+		for _, sums := range []bool{false, true} {
+			g := bench.Group{Net: "tcp", Processes: 2, Size: c.Size, Rounds: sweepRounds, Ops: both}
+			for _, n := range batchSizes {
+				g.Entrants = append(g.Entrants, l.entrant(sums, n))
+			}
+			found, err := c.Measure(ctx, g)
+			if err != nil {
+				return nil, err
+			}
+			sum := map[bool]codec.Checksum{true: l.sum}[sums]
+			for _, op := range both {
+				first := len(batches)
+				for _, x := range found {
+					if x.Work != op {
+						continue
+					}
+					if len(batches) == first {
+						batches = append(batches, Batch{Op: op, Kind: x.Who, Rate: x.Ours.Rate, entrant: g.Entrants[0], sum: sum})
+					}
+					batches = append(batches, Batch{Op: op, Kind: x.Beside, Rate: x.Theirs.Rate, entrant: g.Entrants[len(batches)-first], sum: sum})
+				}
+				at := first
+				for i, b := range batches[first:] {
+					if b.Rate > batches[at].Rate {
+						at = first + i
+					}
+				}
+				batches[at].Best = true
+			}
+		}
+	}
+	return batches, nil
+}
+
+// peers are what everybody does, Flight with its best batches.
+func peers(nets []string, batches []Batch) (groups []bench.Group) {
+	add := func(g bench.Group, kind string, others ...bench.Entrant) {
+		g.Entrants = append(bench.Beside(kind), others...)
+		groups = append(groups, g)
+	}
+	flights := func(op bench.Op, sum codec.Checksum) (all []bench.Entrant) {
+		for _, b := range batches {
+			if b.Best && b.Op == op && (b.sum == sum || b.sum == 0) {
+				all = append(all, b.entrant)
+			}
+		}
+		return all
+	}
+	for _, net := range nets {
+		for _, op := range both {
+			for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
+				others := bench.Beside(bench.RawName(sum, 1<<20), bench.RawName(sum, 256<<10))
+				if sum == codec.CRC32C {
+					others = append(others, bench.Beside(bench.RawName(0, 1<<20), bench.StockGRPC.Name)...)
+				}
+				add(bench.Group{Net: net, Processes: 2, Size: tensorBytes, Ops: []bench.Op{op}}, bench.OursWith(sum), append(others, flights(op, sum)...)...)
+			}
+		}
+		add(bench.Group{Net: net, Processes: 2, Size: bench.SmallBytes, Ops: []bench.Op{bench.Call}}, bench.Tensorferry, bench.Beside(bench.PingStock, bench.PingRaw)...)
+	}
+	for _, op := range both {
+		others := append(bench.Beside(bench.RawName(codec.CRC32C, 1<<20), bench.StockGRPC.Name), flights(op, 0)...)
+		add(bench.Group{Net: "tcp", Processes: 2, Delay: bench.RoadDelay, Rounds: roadRounds, Size: bench.RoadBytes, Ops: []bench.Op{op}}, bench.Tensorferry, others...)
+	}
+	return groups
+}
+
+// rules add what is required beside Flight.
+func rules() []bench.Rule {
+	all := bench.Rules()
+	for _, op := range both {
+		all = append(all,
+			bench.Rule{Net: "tcp", Work: op, Who: bench.OursWith(codec.CRC32C), Beside: "Arrow Flight (Go), CRC-32C", Ratio: &bench.Required{Value: 2}},
+			bench.Rule{Net: "tcp", Work: op, Who: bench.OursWith(codec.CRC32C), Beside: "Arrow Flight (C++), unchecked", Ratio: &bench.Required{Value: 1}},
+			bench.Rule{Net: "tcp", Work: op, Who: bench.OursWith(codec.CRC32), Beside: "Arrow Flight (C++), unchecked", Ratio: &bench.Required{Value: 1}})
+	}
+	return all
+}
+
+// turns are what an old program and this one do.
+func turns(nets []string, old []string) (groups []bench.Group) {
+	for _, net := range nets {
+		add := func(size int, ops []bench.Op, kind string, others ...string) {
+			entrants := []bench.Entrant{{Kind: kind}, {Kind: kind, Program: old, Prefix: bench.Old}}
+			groups = append(groups, bench.Group{Net: net, Processes: 2, Size: size, Ops: ops, Entrants: append(entrants, bench.Beside(others...)...)})
+		}
+		for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
+			add(tensorBytes, both, bench.OursWith(sum), bench.RawName(sum, 1<<20), bench.RawName(sum, 256<<10))
+			add(bench.SmallBytes, []bench.Op{bench.Call}, bench.OursWith(sum), bench.PingStock)
+		}
+		add(tensorBytes, []bench.Op{bench.Upload, bench.Echo, bench.ReLU, bench.FirstResult, bench.CallBeside}, bench.Tensorferry)
+		add(bench.SmallBytes, []bench.Op{bench.Call}, bench.Tensorferry)
+		add(tensorBytes, []bench.Op{bench.Pull, bench.PullToFile, bench.Push}, bench.Folder)
+		add(tensorBytes, []bench.Op{bench.Push}, bench.InMemory)
+	}
+	return groups
+}

@@ -1,0 +1,304 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/rpc"
+	"net/rpc/jsonrpc"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"github.com/tensorferry/tensorferry/internal/proc"
+	"github.com/tensorferry/tensorferry/slab"
+)
+
+// EndArgument makes a program one end of one kind: it calls ServeEnd.
+const EndArgument = "bench-end"
+
+// Role says what an End is.
+type Role struct {
+	Kind    string
+	Size    int    // of the tensor, in bytes
+	Network string // "tcp" or "unix"
+	// Address is the server's. An end without one is the server.
+	Address string
+	Dir     string // for files, and sockets
+}
+
+// End is the server or the client of one kind, with memory that it has written
+// before. Its methods are called in JSON-RPC 1.0 over the standard input and output
+// of a process, one at a time; it ends when its input does.
+type End struct {
+	ctx    context.Context
+	kinds  []Kind
+	kind   Kind
+	place  Place
+	server Server
+	client Client
+	slabs  []*slab.Slab
+	cpu    time.Duration // of this process when a transfer began
+}
+
+// pipes are the two directions of a connection. end is called at the end of its input.
+type pipes struct {
+	io.Reader
+	io.WriteCloser
+	end func()
+}
+
+func (p pipes) Read(b []byte) (int, error) {
+	n, err := p.Reader.Read(b)
+	if err != nil {
+		p.end()
+	}
+	return n, err
+}
+
+// ServeEnd is an end's whole life.
+func ServeEnd(ctx context.Context, in io.Reader, out io.WriteCloser, kinds []Kind) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	e := &End{ctx: ctx, kinds: kinds}
+	s := rpc.NewServer()
+	if err := s.Register(e); err != nil {
+		return err
+	}
+	s.ServeCodec(jsonrpc.NewServerCodec(pipes{in, out, cancel}))
+	var err error
+	for _, end := range []func() error{e.client.Close, e.server.Close} {
+		if end != nil { // an end is one of the two
+			err = end()
+		}
+	}
+	for _, s := range e.slabs {
+		s.Release()
+	}
+	return err
+}
+
+// BeEnd has a process that was started as an end be one, and exit.
+func BeEnd(kinds []Kind) {
+	if len(os.Args) != 2 || os.Args[1] != EndArgument {
+		return
+	}
+	if err := ServeEnd(context.Background(), os.Stdin, os.Stdout, kinds); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	os.Exit(0)
+}
+
+// Start makes the end what role says, and answers with the address of a server.
+func (e *End) Start(role Role, address *string) (err error) {
+	at := slices.IndexFunc(e.kinds, func(k Kind) bool { return k.Name == role.Kind })
+	if at < 0 {
+		return fmt.Errorf("bench: no kind %q", role.Kind)
+	}
+	e.kind = e.kinds[at]
+	e.place = Place{Network: role.Network, Address: role.Address, Dir: role.Dir}
+	pool := slab.NewPool(0, slab.System) // outside the Go heap, in huge pages where there are any, as the engine's own
+	for _, mem := range []*[]byte{&e.place.Source, &e.place.To} {
+		s, err := pool.Get(role.Size)
+		if err != nil {
+			return err
+		}
+		e.slabs, *mem = append(e.slabs, s), s.Bytes()
+		if role.Address != "" || !e.kind.OwnMemory { // or nobody would touch it
+			FillFloats(*mem)
+		}
+	}
+	if role.Address != "" {
+		e.client, err = e.kind.Dial(e.ctx, e.place)
+		return err
+	}
+	listen := map[string]string{"tcp": "127.0.0.1:0", "unix": filepath.Join(role.Dir, "s")}[role.Network]
+	l, err := new(net.ListenConfig).Listen(e.ctx, role.Network, listen)
+	if err != nil {
+		return err
+	}
+	*address = l.Addr().String()
+	e.server, err = e.kind.Serve(l, e.place)
+	return err
+}
+
+// Prepare readies the server for a job.
+func (e *End) Prepare(_ Job, ready *bool) error {
+	*ready = true
+	if !e.kind.OwnMemory {
+		spoil(e.place.To, e.place.Source)
+	}
+	e.cpu = proc.CPUTime()
+	return nil
+}
+
+// Move does a job at the client and answers with the time, and the time its process
+// ran for. Whoever waits too long ends the process.
+func (e *End) Move(job Job, s *Sample) (err error) {
+	run := func(op Op) func() error { return func() error { return e.client.Run(e.ctx, op) } }
+	to, source := e.place.To, e.place.Source
+	switch measure := e.client.Measure[job.Op]; {
+	case measure != nil:
+		*s, err = measure(e.ctx, job.Count)
+	case e.client.Run != nil && job.Op == Call:
+		*s, err = batch(job.Count, to, source, run(Echo))
+	case e.client.Run != nil && slices.Contains(moves, job.Op):
+		*s, err = transfer(job.Op, to, source, run(job.Op))
+	default:
+		err = fmt.Errorf("bench: %s has no %s", e.kind.Name, job.Op)
+	}
+	return err
+}
+
+// Finish compares what arrived at the server and answers with the time that its
+// process ran for since Prepare.
+func (e *End) Finish(job Job, cpu *time.Duration) error {
+	<-e.server.Idle
+	*cpu = proc.CPUTime() - e.cpu
+	if e.kind.OwnMemory {
+		return nil
+	}
+	return Check(job.Op, e.place.To, e.place.Source)
+}
+
+// Entrant is a kind that takes part.
+type Entrant struct {
+	Kind string
+	// Program is the command of its ends, which speak as ServeEnd does; none is this
+	// program.
+	Program []string
+	Prefix  string // of its name in reports
+	Op      Op     // if set, what it does, whatever the others do
+}
+
+// Name is the entrant's in reports.
+func (e Entrant) Name() string { return e.Prefix + e.Kind }
+
+// contestant is an entrant with both its ends. It belongs to one goroutine.
+type contestant struct {
+	dir      string
+	ends     []far // the server, and the client
+	together bool  // in this process
+	road     *road
+}
+
+// far is an end that is called.
+type far struct {
+	*rpc.Client
+	stop func() error
+}
+
+// call waits for the answer, or for the end of ctx.
+func (f far) call(ctx context.Context, method string, arg, reply any) error {
+	call := f.Go("End."+method, arg, reply, make(chan *rpc.Call, 1))
+	select {
+	case <-call.Done:
+		return call.Error
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// startProcess starts an end in a process of its own, which ends when ctx does.
+func startProcess(ctx context.Context, program []string) (far, error) {
+	if program == nil {
+		self, err := os.Executable()
+		if err != nil {
+			return far{}, err
+		}
+		program = []string{self, EndArgument}
+	}
+	c := proc.New(exec.CommandContext(ctx, program[0], program[1:]...))
+	out, err := c.Pipe()
+	if err != nil {
+		return far{}, err
+	}
+	return far{jsonrpc.NewClient(pipes{out, c.In, func() {}}), c.Stop}, nil
+}
+
+// startHere starts an end in this process.
+func startHere(ctx context.Context, kinds []Kind) far {
+	near, its := net.Pipe()
+	ended := make(chan error, 1)
+	go func() { ended <- ServeEnd(ctx, its, its, kinds) }() // ends with the pipe
+	return far{jsonrpc.NewClient(near), func() error { return <-ended }}
+}
+
+// open starts both ends of an entrant of g. They end when ctx does.
+func (c Config) open(ctx context.Context, g Group, e Entrant) (_ *contestant, err error) {
+	t := &contestant{together: g.Processes == 1}
+	defer func() {
+		if err != nil {
+			err = errors.Join(fmt.Errorf("%s: %w", e.Name(), err), t.Close())
+		}
+	}()
+	if t.dir, err = os.MkdirTemp("", "tensorferry-bench-"); err != nil {
+		return nil, err
+	}
+	begun, done := context.WithTimeoutCause(ctx, jobWait, errSlow)
+	defer done()
+	role := Role{Kind: e.Kind, Size: g.Size, Network: g.Net, Dir: t.dir}
+	for range 2 {
+		var f far
+		if t.together {
+			f = startHere(ctx, c.Kinds)
+		} else if f, err = startProcess(ctx, e.Program); err != nil {
+			return nil, err
+		}
+		t.ends = append(t.ends, f)
+		if err = f.call(begun, "Start", role, &role.Address); err != nil {
+			return nil, err
+		}
+		if g.Delay > 0 && t.road == nil {
+			if t.road, err = newRoad(g.Net, role.Address, g.Delay/2); err != nil {
+				return nil, err
+			}
+			role.Address = t.road.address()
+		}
+	}
+	return t, nil
+}
+
+var errSlow = fmt.Errorf("bench: no end after %v; measure smaller tensors", jobWait)
+
+// do does a job once. The time is the client's, the CPU time that of both ends.
+func (t *contestant) do(ctx context.Context, job Job) (s Sample, err error) {
+	ctx, done := context.WithTimeoutCause(ctx, jobWait, errSlow)
+	defer done()
+	server, client := t.ends[0], t.ends[1]
+	if err = server.call(ctx, "Prepare", job, new(bool)); err != nil {
+		return s, err
+	}
+	if err = client.call(ctx, "Move", job, &s); err != nil {
+		return Sample{}, err
+	}
+	var cpu time.Duration
+	if err = server.call(ctx, "Finish", job, &cpu); err != nil {
+		return Sample{}, err
+	}
+	if !t.together && s.CPU > 0 {
+		s.CPU += cpu
+	}
+	s.CPU /= time.Duration(max(job.Count, 1))
+	return s, nil
+}
+
+// Close ends the client and then its server.
+func (t *contestant) Close() (err error) {
+	for _, f := range slices.Backward(t.ends) {
+		_ = f.Client.Close() // and so its input
+		err = errors.Join(err, f.stop())
+	}
+	if t.road != nil {
+		t.road.close()
+	}
+	if t.dir != "" {
+		err = errors.Join(err, os.RemoveAll(t.dir))
+	}
+	return err
+}

@@ -1,0 +1,297 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+)
+
+// Config says how to measure.
+type Config struct {
+	Kinds []Kind // that are known
+	Size  int    // bytes of the large tensors: 8 or more, a multiple of 8
+	// A median is taken of MinRounds rounds at least, and of more, up to MaxRounds,
+	// until it is known to StableError.
+	MinRounds, MaxRounds int
+	Batch                int // small calls in a sample
+	Rules                []Rule
+	Smoke                bool // the figures mean nothing: do not hold them against what is required
+	// Progress, if set, is told what is measured next.
+	Progress func(text string)
+}
+
+// Full measures what the figures are required of: size is 256 MiB there. It takes
+// MinRounds rounds at least, or more if asked.
+func Full(kinds []Kind, size, rounds int) Config {
+	rounds = max(rounds, MinRounds)
+	return Config{Kinds: kinds, Size: size, MinRounds: rounds, MaxRounds: max(rounds, MaxRounds), Batch: CallBatch, Rules: Rules()}
+}
+
+// Smoke runs every part once or a little more, in seconds: its figures mean nothing.
+func Smoke(kinds []Kind) Config {
+	return Config{Kinds: kinds, Size: 8 << 20, MinRounds: 2, MaxRounds: 2, Batch: 50, Smoke: true}
+}
+
+// Group is who does which jobs in turns: the first entrant is compared with each of
+// the others.
+type Group struct {
+	Net       string        // "tcp" or "unix"
+	Processes int           // 2, or 1 for both ends in this one
+	Delay     time.Duration // of a round trip, on a way between the ends
+	Size      int           // bytes of the tensor
+	Rounds    int           // exactly so many, if set
+	Ops       []Op
+	Entrants  []Entrant
+}
+
+// Pair is two samples of one round.
+type Pair struct {
+	Ours   Sample `json:"ours"`
+	Theirs Sample `json:"theirs"`
+}
+
+// Required is a bound on a figure.
+type Required struct {
+	AtMost bool    `json:"at_most"` // else at least
+	Value  float64 `json:"value"`
+	Met    bool    `json:"met"`
+}
+
+// hold returns r held against a figure; nil requires nothing.
+func (r *Required) hold(figure float64) *Required {
+	if r == nil {
+		return nil
+	}
+	held := *r
+	held.Met = r.AtMost && figure <= r.Value || !r.AtMost && figure >= r.Value
+	return &held
+}
+
+// Figures sum samples up, each in its median.
+type Figures struct {
+	Time    time.Duration `json:"time_ns"`
+	P99     time.Duration `json:"p99_ns,omitempty"`
+	OfTotal float64       `json:"of_total,omitempty"`
+	Rate    float64       `json:"gb_per_second"` // of 10⁹ bytes; an echo's count once
+	CPU     float64       `json:"cpu_seconds_per_gb,omitempty"`
+}
+
+// Comparison is one kind of work done by one entrant and by another, in turns.
+type Comparison struct {
+	Net       string        `json:"net"`
+	Processes int           `json:"processes"`
+	Delay     time.Duration `json:"delay_ns,omitempty"`
+	Work      Op            `json:"work"`
+	Bytes     int           `json:"bytes"`
+	Who       string        `json:"who"`
+	Beside    string        `json:"beside,omitempty"` // empty: nobody, and there are no ratios
+	// Ratio is that of each pair: our rate to theirs or, where time counts, our time
+	// to theirs.
+	Ratio Spread `json:"ratio"`
+	// Cost is our CPU time to theirs or, where time counts, our p99.
+	Cost         Spread    `json:"cost_ratio"`
+	Required     *Required `json:"required,omitempty"`      // of Ratio; of a first result alone, of OfTotal
+	RequiredCost *Required `json:"required_cost,omitempty"` // of Cost
+	Ours         Figures   `json:"ours"`
+	Theirs       Figures   `json:"theirs"`
+	Pairs        []Pair    `json:"pairs"`
+}
+
+// Peer is one of those that do a work in turns.
+type Peer struct {
+	Name string
+	Do   func(context.Context) (Sample, error)
+}
+
+// Measure has the entrants of g do its jobs.
+func (c Config) Measure(ctx context.Context, g Group) (all []*Comparison, err error) {
+	if g.Size < 8 || g.Size%8 != 0 {
+		return nil, fmt.Errorf("bench: tensors of %d bytes; give 8 or more, a multiple of 8", g.Size)
+	}
+	running, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer func() {
+		if ctx.Err() != nil {
+			err = context.Cause(ctx) // and not what it broke
+		}
+	}()
+	if g.Rounds > 0 {
+		c.MinRounds = min(c.MinRounds, g.Rounds)
+		c.MaxRounds = c.MinRounds
+	}
+	var open []*contestant
+	defer func() {
+		for _, t := range open {
+			err = errors.Join(err, t.Close())
+		}
+	}()
+	for _, e := range g.Entrants {
+		t, err := c.open(running, g, e)
+		if err != nil {
+			return nil, err
+		}
+		open = append(open, t)
+	}
+	for _, op := range g.Ops {
+		var peers []Peer
+		for i, e := range g.Entrants {
+			job := Job{Op: op}
+			if e.Op != "" {
+				job.Op = e.Op
+			}
+			if op == Call || op == CallBeside {
+				job.Count = c.Batch
+			}
+			peers = append(peers, Peer{e.Name(), func(ctx context.Context) (Sample, error) { return open[i].do(ctx, job) }})
+		}
+		part, err := c.Rounds(ctx, Comparison{Net: g.Net, Processes: g.Processes, Delay: g.Delay, Work: op, Bytes: g.Size}, peers...)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, part...)
+	}
+	return all, nil
+}
+
+// Rounds has the peers do the work of like in turns, and compares the first with each
+// of the others by the ratios within a round. The order of a round is opposite to that
+// of the one before, so that over two of them everybody is as early as everybody else.
+// There are c.MinRounds rounds, and more, up to c.MaxRounds, until every median is
+// known to StableError. A first round, which touches pages and opens windows, is not
+// counted.
+func (c Config) Rounds(ctx context.Context, like Comparison, peers ...Peer) ([]*Comparison, error) {
+	like.Who = peers[0].Name
+	all := []*Comparison{}
+	var names []string
+	for _, p := range peers[1:] {
+		x := like
+		x.Beside = p.Name
+		all, names = append(all, &x), append(names, p.Name)
+	}
+	if len(all) == 0 {
+		all = append(all, &like)
+	}
+	if c.Progress != nil {
+		c.Progress(fmt.Sprintf("%s, %s of %s beside %s", like.where(), like.Work, like.Who, strings.Join(names, "; ")))
+	}
+	order := make([]int, len(peers))
+	for i := range order {
+		order[i] = i
+	}
+	samples := make([]Sample, len(peers)+1) // one of nobody
+	for round, more := 0, true; more; round++ {
+		for _, i := range order {
+			var err error
+			if samples[i], err = peers[i].Do(ctx); err != nil {
+				return nil, fmt.Errorf("%s, %s: %w", peers[i].Name, like.Work, err)
+			}
+		}
+		slices.Reverse(order)
+		more = round < c.MinRounds
+		for i, x := range all {
+			if round > 0 {
+				x.Pairs = append(x.Pairs, Pair{Ours: samples[0], Theirs: samples[i+1]})
+				x.Sum()
+			}
+			unknown := x.Ratio.Error
+			if !latency[x.Work] { // a p99 is never known that well
+				unknown = max(unknown, x.Cost.Error)
+			}
+			more = more || round < c.MaxRounds && unknown > StableError
+		}
+	}
+	for _, x := range all {
+		if !c.Smoke {
+			c.hold(x)
+		}
+	}
+	return all, nil
+}
+
+// Sum makes the figures and ratios of the pairs.
+func (x *Comparison) Sum() {
+	x.Ours = x.figures(func(p Pair) Sample { return p.Ours })
+	if x.Beside == "" {
+		return
+	}
+	x.Theirs = x.figures(func(p Pair) Sample { return p.Theirs })
+	var ratios, costs []float64
+	for _, p := range x.Pairs {
+		over := func(a, b time.Duration) float64 { return float64(a) / float64(b) }
+		ratio, cost := over(p.Ours.Time, p.Theirs.Time), over(p.Ours.P99, p.Theirs.P99)
+		if !latency[x.Work] {
+			ratio, cost = over(p.Theirs.Time, p.Ours.Time), over(p.Ours.CPU, p.Theirs.CPU)
+		}
+		ratios = append(ratios, ratio)
+		if cost > 0 && cost < 1e9 { // there is one, at both
+			costs = append(costs, cost)
+		}
+	}
+	x.Ratio = spread(ratios)
+	if len(costs) > 0 {
+		x.Cost = spread(costs)
+	}
+}
+
+// figures sums one side up.
+func (x *Comparison) figures(side func(Pair) Sample) Figures {
+	var times, cpus, p99s []time.Duration
+	var totals []float64
+	for _, p := range x.Pairs {
+		s := side(p)
+		times, cpus, p99s = append(times, s.Time), append(cpus, s.CPU), append(p99s, s.P99)
+		if s.Total > 0 {
+			totals = append(totals, float64(s.Time)/float64(s.Total))
+		}
+	}
+	t := quantile(times, 0.5)
+	f := Figures{Time: t, P99: quantile(p99s, 0.5), Rate: rate(x.Bytes, t), CPU: quantile(cpus, 0.5).Seconds() / (float64(x.Bytes) / 1e9)}
+	if len(totals) > 0 {
+		f.OfTotal = quantile(totals, 0.5)
+	}
+	return f
+}
+
+// Rule requires something of the comparisons that it is about: the first that fits
+// counts. Beside is how the name begins; empty is nobody.
+type Rule struct {
+	Net         string
+	Work        Op
+	Who, Beside string
+	Ratio, Cost *Required
+}
+
+// hold holds the figures of two processes on one machine against the rules.
+func (c Config) hold(x *Comparison) {
+	if x.Processes != 2 || x.Delay > 0 {
+		return
+	}
+	for _, r := range c.Rules {
+		if r.Net == x.Net && r.Work == x.Work && r.Who == x.Who && (r.Beside == "") == (x.Beside == "") && strings.HasPrefix(x.Beside, r.Beside) {
+			figure := x.Ratio.Median
+			if x.Beside == "" {
+				figure = x.Ours.OfTotal
+			}
+			x.Required, x.RequiredCost = r.Ratio.hold(figure), r.Cost.hold(x.Cost.Median)
+			return
+		}
+	}
+}
+
+// Old goes before the names of another commit's entrants.
+const Old = "old "
+
+// worse says which ratios to an old program are worse than 1 by more than their ±.
+func (x *Comparison) worse() (ratio, cost bool) {
+	if !strings.HasPrefix(x.Beside, Old) {
+		return false, false
+	}
+	more := func(s Spread) bool { return s.N > 0 && s.Median*(1-s.Error) > 1 }
+	if latency[x.Work] {
+		return more(x.Ratio), more(x.Cost)
+	}
+	return x.Ratio.Median*(1+x.Ratio.Error) < 1, more(x.Cost)
+}

@@ -1,0 +1,48 @@
+package proc
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+)
+
+// Checkout writes the files of another commit of the repository in the working
+// folder to a folder, which it makes. Neither tree nor repository is written to.
+func Checkout(ctx context.Context, ref, dir string) error {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	index := dir + ".index" // of its own
+	defer func() { _ = os.Remove(index) }()
+	top, err := Top(ctx)
+	if err != nil {
+		return err
+	}
+	for _, args := range [][]string{{"read-tree", ref}, {"checkout-index", "--all", "--prefix=" + dir + "/"}} {
+		cmd := New(exec.CommandContext(ctx, "git", append([]string{"-C", top}, args...)...))
+		cmd.Env = append(cmd.Env, "GIT_INDEX_FILE="+index)
+		if _, err := cmd.Output(); err != nil {
+			return fmt.Errorf("%w\ncommit %q is not in this repository; a shallow clone gets it with: git fetch --unshallow --tags", err, ref)
+		}
+	}
+	return nil
+}
+
+// Top returns the folder of the repository that the working folder is in.
+func Top(ctx context.Context) (string, error) {
+	out, err := New(exec.CommandContext(ctx, "git", "rev-parse", "--show-toplevel")).Output()
+	return strings.TrimSpace(string(out)), err
+}
+
+// Build builds a program of the Go module in a folder, and returns the binary, which
+// it writes to another.
+func Build(ctx context.Context, module, program, to string, flags ...string) (string, error) {
+	file := filepath.Join(to, filepath.Base(program))
+	cmd := New(exec.CommandContext(ctx, "go", append(append([]string{"build"}, flags...), "-o", file, program)...))
+	cmd.Dir = module
+	_, err := cmd.Output()
+	return file, err
+}
