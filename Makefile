@@ -18,7 +18,8 @@ AGAINST ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),e0521250130a
 # same as far as that uses it: another fixed commit, before there is a release.
 MEASURED = $(if $(filter file,$(origin AGAINST)),$(or $(shell git describe --tags --abbrev=0 2>/dev/null),bbf3ed28d08d9c907ced5008c293fb4d8a7a74ca),$(AGAINST))
 
-# The Python of the benchmarks, with the package of this tree.
+# The Python of the benchmarks, and the same with the package of this tree.
+PEERS_PYTHON = p=$$PWD/$$(tools/python-env bench bench/python/requirements.txt) && cd bench && set -x
 BENCH_PYTHON = p=$$(tools/python-env bench bench/python/requirements.txt) && \
 	$$p -m pip --quiet install --force-reinstall --no-deps --no-index "$$(tools/wheel .cache/wheel | tail -n 1)" && set -x
 # Debian's Python, for torch, if it has it.
@@ -50,8 +51,8 @@ bench-memory: ## Measure the peak memory of server and client for a tensor of 16
 bench-floods: ## Measure a healthy client's small calls while others flood the server
 	$(GO) test ./server -count=1 -v -run TestAHealthyClientIsServedThroughAFlood -flood.large
 
-bench-peers: ## Measure upload and echo beside Arrow Flight, plain gRPC and raw TCP, each in two processes
-	cd bench && $(GO) run $(STAMP) .
+bench-peers: ## Measure upload and echo beside Arrow Flight in C++ and Go, gRPC and raw sockets, two processes each
+	@$(PEERS_PYTHON) && $(GO) run $(STAMP) . -python $$p
 
 bench-python: ## Measure the Python client beside Go's, stock grpcio, Arrow Flight in C++ and torch.distributed.rpc
 	@$(BENCH_PYTHON) && GO='$(GO)' $$p bench/python/bench.py $(TORCH_PYTHON)
@@ -171,7 +172,7 @@ bench-python-smoke: ## Run the Python benchmarks briefly
 bench-peers-smoke: ## Vet and test the comparison with peers, and run it briefly
 	cd bench && $(GO) vet ./...
 	cd bench && $(GO) test ./...
-	cd bench && $(GO) run . --quick
+	@$(PEERS_PYTHON) && $(GO) run . -quick -python $$p
 
 stress-python-smoke: ## Run each of the Python stress program's parts briefly
 	tools/python-stress smoke
@@ -219,4 +220,4 @@ states-rewrite: ## Draw the states of a call in docs/wire.md from the tables of 
 	$(GO) test ./stream -run StateDiagrams -rewrite
 
 bench-peers-results: ## Measure as bench-peers does and rewrite docs/bench/peers.*: table, picture, samples
-	cd bench && $(GO) run $(STAMP) . --out ../docs/bench
+	@$(PEERS_PYTHON) && $(GO) run $(STAMP) . -python $$p -out ../docs/bench

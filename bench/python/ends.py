@@ -1,17 +1,19 @@
-"""The processes of the benchmark: python ends.py KIND [ADDRESS].
+"""The processes of the benchmarks: python ends.py KIND [ADDRESS].
 
 A client reads lines such as "echo 268435456 1": what to do, the bytes of a tensor, and how
 often. It answers each with the median seconds of one. A server prints its address. All end
-with their input. What they measure, and how fair it is, is in docs/benchmarks.md.
+with their input. The kind bench-end is an end of Arrow Flight for the Go program of bench/,
+which calls it as internal/bench says. What they measure, and how fair it is, is in
+docs/benchmarks.md.
 """
 
+import json
 import os
 import socket
 import statistics
 import sys
 import threading
 import time
-import zlib
 
 import numpy as np
 
@@ -104,86 +106,88 @@ def stock(address):
     session.close()
 
 
-def checksum(column, data):
-    """Compare a batch's checksum with what came beside it."""
-    if data is None or zlib.crc32(column) != int.from_bytes(data.to_pybytes(), "little"):
-        raise ValueError("a batch arrived damaged")
-
-
 class Batches:
-    """One direction each of a Flight stream: a tensor goes and comes as batches over it."""
+    """One direction each of a Flight stream: a tensor goes and comes as batches over it.
 
-    def __init__(self, sums):
+    The checksum is CRC-32 in C, of isal: of those that Python has it is the fastest.
+    """
+
+    def __init__(self, sums, step=BATCH):
         import pyarrow as pa
+        from isal.isal_zlib import crc32
 
-        self.pa, self.sums = pa, sums
+        self.pa, self.sums, self.crc32, self.step = pa, sums, crc32, step
         self.schema = pa.schema([("x", pa.float32())])
 
     def send(self, writer, x):
-        step = BATCH // 4
+        step = self.step // 4
         for at in range(0, x.size, step):
             part = x[at : at + step]
             column = self.pa.Array.from_buffers(self.pa.float32(), part.size, [None, self.pa.py_buffer(part)])
             batch = self.pa.RecordBatch.from_arrays([column], schema=self.schema)
             if self.sums:
-                writer.write_with_metadata(batch, zlib.crc32(part).to_bytes(4, "little"))
+                writer.write_with_metadata(batch, self.crc32(part).to_bytes(4, "little"))
             else:
                 writer.write_batch(batch)
 
     def receive(self, chunk):
         """Return the values of a batch, without a copy."""
-        column = chunk.data.column(0).to_numpy()
-        if self.sums:
-            checksum(column, chunk.app_metadata)
-        return column
+        return self.checked(chunk.data.column(0).to_numpy(), chunk)
+
+    def checked(self, values, chunk):
+        data = chunk.app_metadata
+        if self.sums and (data is None or self.crc32(values) != int.from_bytes(data.to_pybytes(), "little")):
+            raise ValueError("a batch arrived damaged")
+        return values
 
     def fill(self, reader, x):
         at = 0
         while at < x.size:
-            part = self.receive(reader.read_chunk())
-            x[at : at + part.size] = part
-            at += part.size
+            chunk = reader.read_chunk()
+            part = x[at : at + chunk.data.num_rows]
+            part[:] = chunk.data.column(0).to_numpy()
+            at += self.checked(part, chunk).size  # in its place, where it is in the cache
 
 
-def flight(address, sums):
-    """Arrow Flight: DoPut, and a DoExchange that stays open."""
-    import pyarrow.flight as fl
+class FlightClient:
+    """Arrow Flight in C++: DoPut, and a DoExchange that stays open."""
 
-    batches = Batches(sums)
-    client = fl.connect(f"grpc://{address}")
-    writer, reader = client.do_exchange(fl.FlightDescriptor.for_path("tensor"))
-    writer.begin(batches.schema)
-    y = np.empty(0, "float32")
+    def __init__(self, address, batches):
+        import pyarrow.flight as fl
 
-    def do(op, x):
-        nonlocal y
-        if op == "sink":
-            upload, answer = client.do_put(fl.FlightDescriptor.for_path(str(x.size)), batches.schema)
-            batches.send(upload, x)
-            upload.done_writing()
-            size = answer.read()
-            upload.close()
-            return size
-        if y.size != x.size:
-            y = np.zeros_like(x)  # touched before its first use
+        self.path, self.batches = fl.FlightDescriptor.for_path, batches
+        self.client = fl.connect(address)
+        self.writer, self.reader = self.client.do_exchange(self.path("tensor"))
+        self.writer.begin(batches.schema)
+
+    def upload(self, x):
+        """Return the size that the server has received."""
+        upload, answer = self.client.do_put(self.path(str(x.size)), self.batches.schema)
+        self.batches.send(upload, x)
+        upload.done_writing()
+        size = answer.read()
+        upload.close()
+        return size
+
+    def echo(self, x, y):
         if x.nbytes <= BATCH:
-            batches.send(writer, x)
-            batches.fill(reader, y)
-            return y
-        sender = threading.Thread(target=batches.send, args=(writer, x))
+            self.batches.send(self.writer, x)
+            self.batches.fill(self.reader, y)
+            return
+        sender = threading.Thread(target=self.batches.send, args=(self.writer, x))
         sender.start()
-        batches.fill(reader, y)
+        self.batches.fill(self.reader, y)
         sender.join()
-        return y
 
-    serve_line(do)
-    writer.close()
+    def close(self):
+        self.writer.close()
+        self.client.close()
 
 
-def flight_server(sums):
+def flight_service(batches):
+    """The class of servers: an upload is put together in their place, an echo goes back from
+    the memory that it came in, as one writes it."""
     import pyarrow.flight as fl
-
-    batches = Batches(sums)
 
     class Server(fl.FlightServerBase):
         place = np.empty(0, "float32")
@@ -200,9 +204,98 @@ def flight_server(sums):
             for chunk in reader:
                 batches.send(writer, batches.receive(chunk))
 
-    with Server("grpc://127.0.0.1:0") as server:
+    return Server
+
+
+def flight(address, sums):
+    client = FlightClient(f"grpc://{address}", Batches(sums))
+    y = np.empty(0, "float32")
+
+    def do(op, x):
+        nonlocal y
+        if op == "sink":
+            return client.upload(x)
+        if y.size != x.size:
+            y = np.zeros_like(x)  # touched before its first use
+        client.echo(x, y)
+        return y
+
+    serve_line(do)
+    client.close()
+
+
+def flight_server(sums):
+    with flight_service(Batches(sums))("grpc://127.0.0.1:0") as server:
         print(f"127.0.0.1:{server.port}", flush=True)
         sys.stdin.read()
+
+
+class FlightEnd:
+    """An end of Flight that the Go program calls: see End and Role in internal/bench/end.go."""
+
+    def __init__(self, sums, batch):
+        self.batches = Batches(sums == "sums", int(batch))
+        self.server = self.client = None
+
+    def start(self, role):
+        self.source = np.random.default_rng(1).random(role["Size"] // 4, "float32")
+        self.to = np.zeros_like(self.source)
+        unix, address = role["Network"] == "unix", role["Address"]
+        if address:
+            self.client = FlightClient(("grpc+unix://" if unix else "grpc://") + address, self.batches)
+            return ""
+        path = os.path.join(role["Dir"], "s")
+        self.server = flight_service(self.batches)(f"grpc+unix://{path}" if unix else "grpc://127.0.0.1:0")
+        self.server.place = self.to
+        return path if unix else f"127.0.0.1:{self.server.port}"
+
+    def prepare(self, job):
+        self.to[::PAGE] = -1  # what no source has
+        self.cpu = time.process_time()
+        return True
+
+    def move(self, job):
+        echo = job["Op"] == "echo"
+        if not echo and job["Op"] != "upload":
+            raise ValueError(f"Arrow Flight has no {job['Op']} here")
+        self.to[::PAGE] = -1
+        cpu, start = time.process_time(), time.perf_counter()
+        if echo:
+            self.client.echo(self.source, self.to)
+        elif int.from_bytes(self.client.upload(self.source).to_pybytes(), "little") != self.source.nbytes:
+            raise ValueError("the server says another size")
+        took, cpu = time.perf_counter() - start, time.process_time() - cpu
+        if echo:
+            self.check()  # an upload is the server's to check
+        return {"time_ns": round(took * 1e9), "cpu_ns": round(cpu * 1e9)}
+
+    def finish(self, job):
+        cpu = time.process_time() - self.cpu
+        if job["Op"] == "upload":
+            self.check()
+        return round(cpu * 1e9)
+
+    def check(self):
+        if not np.array_equal(self.to.view("uint32"), self.source.view("uint32")):
+            raise ValueError("what arrived is not what was sent")
+
+    def close(self):
+        for end in (self.client, self.server):
+            if end:
+                end.close() if end is self.client else end.shutdown()
+
+
+def bench_end(sums, batch):
+    end = FlightEnd(sums, batch)
+    for line in sys.stdin:
+        call = json.loads(line)
+        answer = {"id": call["id"], "result": None, "error": None}
+        try:
+            answer["result"] = getattr(end, call["method"].removeprefix("End.").lower())(*call["params"])
+        except Exception as err:
+            answer["error"] = str(err) or repr(err)
+        print(json.dumps(answer), flush=True)
+    end.close()
 
 
 def returned(x):
@@ -262,6 +355,7 @@ KINDS = {
     "flight-server": lambda: flight_server(False),
     "flight-crc-server": lambda: flight_server(True),
     "torch-server": torch_server,
+    "bench-end": bench_end,
 }
 
 if __name__ == "__main__":
