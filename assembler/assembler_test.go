@@ -4,9 +4,11 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"slices"
 	"testing"
+	"testing/iotest"
 
 	"github.com/pierrec/lz4/v4"
 	"github.com/stretchr/testify/require"
@@ -1053,4 +1055,80 @@ func FuzzAssembler(f *testing.F) {
 			}
 		}
 	})
+}
+
+// filled claims a chunk and fills its place from what comes.
+func (b *bed) filled(index uint32, comes io.Reader) (got uint32, left int, err error) {
+	p := b.payload(index)
+	v, err := b.a.Claim(&b.claim, index, len(p), codec.None, b.sum(index, p))
+	require.NoError(b.t, err)
+	require.Equal(b.t, Place, v)
+	return b.claim.Fill(comes)
+}
+
+func TestFillReadsAChunkToItsPlaceOverRegions(t *testing.T) {
+	for _, chunk := range []int64{1, fillBytes - 1, fillBytes, fillBytes + 1, 2 * fillBytes, 2*fillBytes + 1} {
+		t.Run(fmt.Sprint(chunk), func(t *testing.T) {
+			b := newBed(t, 2*chunk+1, chunk)
+			for _, n := range []int64{chunk / 3, chunk, chunk + 1 - chunk/3} {
+				b.lend(n)
+			}
+			for _, index := range []uint32{2, 0, 1} {
+				got, left, err := b.filled(index, iotest.HalfReader(bytes.NewReader(b.payload(index))))
+				require.NoError(t, err)
+				require.Zero(t, left)
+				ok, err := b.a.Commit(&b.claim, got, nil)
+				require.NoError(t, err)
+				require.True(t, ok)
+			}
+			b.check(func(uint32) bool { return true })
+		})
+	}
+}
+
+func TestAChunkOfNothingIsFilled(t *testing.T) {
+	b := newBed(t, 0, 4)
+	b.lend(0)
+	got, left, err := b.filled(0, bytes.NewReader(nil))
+	require.NoError(t, err)
+	require.Zero(t, left)
+	ok, err := b.a.Commit(&b.claim, got, nil)
+	require.NoError(t, err)
+	require.True(t, ok)
+}
+
+func TestAnAbortedChunkIsAbsentAndWasNotDamaged(t *testing.T) {
+	b := newBed(t, 12, 4)
+	b.lend(12)
+	for range MaxCorrupt + 1 {
+		_, left, err := b.filled(1, bytes.NewReader(b.payload(1)[:3]))
+		require.ErrorIs(t, err, io.ErrUnexpectedEOF)
+		require.Equal(t, 1, left)
+		b.a.Abort(&b.claim)
+		require.False(t, b.a.Has(1))
+	}
+	for _, index := range []uint32{0, 1, 2} {
+		ok, err := b.place(index, 0)
+		require.NoError(t, err)
+		require.Equal(t, Place, ok)
+	}
+	p := b.payload(1)
+	v, err := b.a.Claim(&b.claim, 1, len(p), codec.None, b.sum(1, p)^1)
+	require.NoError(t, err)
+	require.Equal(t, Place, v)
+	require.True(t, b.claim.Again())
+	b.a.Abort(&b.claim)
+	require.True(t, b.a.Has(1), "it stays")
+	b.check(func(uint32) bool { return true })
+}
+
+func TestAnAbortedClaimReturnsTheMemoryOfADroppedTensor(t *testing.T) {
+	b := newBed(t, 8, 4)
+	b.lend(8)
+	_, _, err := b.filled(0, bytes.NewReader(nil))
+	require.ErrorIs(t, err, io.EOF)
+	b.drop()
+	require.Equal(t, []int{0}, b.empty)
+	b.a.Abort(&b.claim)
+	require.Equal(t, []int{1}, b.empty)
 }

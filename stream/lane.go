@@ -115,9 +115,7 @@ func (m *Machine) Abort(now Instant, c *Claim) {
 		m.calls.advance(t.call)
 		return
 	}
-	if len(t.resend) < chunker.MaxResends { // else it is missed in time
-		t.resend = append(t.resend, index)
-	}
+	t.resend = append(t.resend, index) // a session has few lanes to break
 	m.in.wantAck(now, t, true)
 }
 

@@ -39,6 +39,8 @@ type world struct {
 	lossy    bool // something was lost: only a timer helps
 	closed   bool
 	halfDone bool // the client has ended its side
+	lanes    bool // there may be one
+	silent   bool // one was cut, and only time tells
 }
 
 // worldCall is what the world knows of a call.
@@ -121,6 +123,7 @@ type party struct {
 	wire  []*frame.Frame // on its way from here
 	held  map[*frame.Frame]chunker.Releaser
 	claim *openClaim
+	lane  laneEnd
 	good  map[chunkName]bool // delivered here whole, at least once
 	bad   map[chunkName]int  // delivered here with a flaw
 	all   []*sink
@@ -193,8 +196,14 @@ func newWorld(choose func(n int) int) *world {
 	if choose(8) == 1 {
 		check = codec.CRC32
 	}
-	w.cli = &party{w: w, m: New(Config{Session: w.id('s'), Check: check, Limits: limits(), Codecs: codecs}, 0)}
+	w.lanes = choose(3) == 1
+	lanes := uint32(0)
+	if w.lanes {
+		lanes = 1
+	}
+	w.cli = &party{w: w, m: New(Config{Session: w.id('s'), Check: check, Limits: limits(), Codecs: codecs, Lanes: lanes}, 0)}
 	w.srv = &party{w: w, m: New(Config{Server: true, Limits: limits(), Codecs: codec.All()}, 0)}
+	w.srv.m.OfferLanes(frame.LaneToken{1}, 8)
 	w.cli.peer, w.srv.peer = w.srv, w.cli
 	for _, p := range []*party{w.cli, w.srv} {
 		p.held, p.good, p.bad = map[*frame.Frame]chunker.Releaser{}, map[chunkName]bool{}, map[chunkName]int{}
@@ -431,7 +440,7 @@ func (p *party) returned(t *sink, l *lentMem, filled bool) {
 		p.w.failf("%s: [%d,+%d) of %s came back twice", p.name(), l.off, len(l.mem), short(t.id))
 	case t.call.ended[p.side()] > 0:
 		p.w.failf("%s: [%d,+%d) of %s came back after the call's end", p.name(), l.off, len(l.mem), short(t.id))
-	case p.claim != nil && p.claim.c.tensor.desc.Tensor == t.id && (!filled || p.claim.touches(l)):
+	case p.claim.holds(t, l, filled), p.lane.claim.holds(t, l, filled):
 		p.w.failf("%s: [%d,+%d) of %s came back, filled %v, with a claim open", p.name(), l.off, len(l.mem), short(t.id), filled)
 	}
 	l.back, l.filled = true, filled
@@ -462,6 +471,11 @@ func (p *party) whole(t *sink, l *lentMem) {
 			p.w.failf("%s: [%d,+%d) of %s came back full with wrong bytes", p.name(), l.off, len(l.mem), short(t.id))
 		}
 	}
+}
+
+// holds reports whether a claim forbids that l of t comes back.
+func (c *openClaim) holds(t *sink, l *lentMem, filled bool) bool {
+	return c != nil && c.c.tensor.desc.Tensor == t.id && (!filled || c.touches(l))
 }
 
 // touches reports whether a claim's chunk lies in l.
@@ -946,6 +960,9 @@ func (p *party) swap() {
 func (w *world) step() {
 	p := w.cli
 	what := w.choose(32)
+	if w.lanes && w.choose(3) == 0 {
+		what = 32 | what&1
+	}
 	if what&1 == 1 {
 		p = w.srv
 	}
@@ -988,6 +1005,8 @@ func (w *world) step() {
 	case 14:
 		for p.send() || p.peer.deliver(fine) {
 		}
+	case 16:
+		w.laneStep(p)
 	case 15:
 		switch w.choose(24) {
 		case 1:
@@ -1058,6 +1077,7 @@ func (w *world) flow() {
 			}
 			moved = p.send() || moved
 			moved = p.deliver(fine) || moved
+			moved = p.laneFlow() || moved
 		}
 		if !moved {
 			return
@@ -1086,6 +1106,8 @@ func (w *world) settle(half bool) {
 	patience := 20 * second
 	if half || w.lossy {
 		patience = 200 * second
+	} else if w.silent {
+		patience = 60 * second
 	}
 	for end := w.now + patience; ; {
 		w.flowHalf()
@@ -1124,6 +1146,9 @@ func (w *world) flowHalf() {
 		w.cli.over = false
 		moved = w.srv.deliver(fine) || moved
 		moved = w.cli.finishClaim() || moved
+		moved = w.srv.laneFlow() || moved
+		moved = w.cli.finishLane() || moved
+		moved = w.cli.notice() || moved
 		for _, c := range w.order {
 			moved = w.cli.work(c) || moved
 		}
@@ -1144,6 +1169,8 @@ func (w *world) close() {
 		p.events()
 		p.over = true
 		p.finishClaim()
+		p.lane.open, p.lane.cut, p.lane.cutAt = true, true, 0
+		p.notice()
 		for _, f := range p.wire {
 			if r := p.held[f]; r != nil {
 				r.Release()

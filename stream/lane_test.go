@@ -1,0 +1,335 @@
+package stream
+
+import (
+	"bytes"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/chunker"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// A world may have a lane, whose chunks come in order, in no order with the frames, and
+// not all of them when it is cut: both sides learn of that sooner or later or, in
+// silence, find out. No call may fail for it.
+
+// laneEnd is a party's end of the lane.
+type laneEnd struct {
+	open    bool         // for this side
+	cut     bool         // and not for long
+	cutAt   Instant      // in silence; 0 is noticed at once
+	writing *laneChunk   // its views are being read
+	sent    []*laneChunk // and not delivered
+	claim   *openClaim
+}
+
+type laneChunk struct {
+	frame.Chunk
+	held chunker.Releaser
+}
+
+// openLane gives both sides a lane.
+func (w *world) openLane() {
+	if w.cli.lane.open || w.srv.lane.open || w.halfDone {
+		return
+	}
+	w.tracef("a lane is opened")
+	for _, p := range []*party{w.cli, w.srv} {
+		p.lane = laneEnd{open: true}
+		p.m.SetLane(true)
+		p.events()
+	}
+}
+
+// cutLane loses a part of what is on the lane.
+func (w *world) cutLane(silent bool) {
+	for _, p := range []*party{w.cli, w.srv} {
+		l := &p.lane
+		if !l.open || l.cut {
+			continue
+		}
+		w.tracef("the lane of %v is cut, in silence %v", p.name(), silent)
+		l.cut, l.cutAt = true, 0
+		if silent {
+			l.cutAt = w.now + 1
+			w.silent = true
+		}
+		l.sent = l.sent[:w.choose(len(l.sent)+1)]
+	}
+}
+
+// notice has a side learn that the lane is cut, if it can.
+func (p *party) notice() bool {
+	l := &p.lane
+	if !l.open || !l.cut || l.cutAt > 0 && !p.m.LaneStalled(p.w.now) && (l.claim == nil || p.w.now < l.cutAt+laneStall) {
+		return false
+	}
+	p.w.tracef("%v learns that the lane is cut", p.name())
+	l.open, l.cut = false, false
+	if l.writing != nil {
+		l.writing.held.Release()
+		l.writing = nil
+	}
+	if c := l.claim; c != nil {
+		_, _, err := c.c.Fill(bytes.NewReader(c.data[0][:p.w.choose(max(1, len(c.data[0])))]))
+		l.claim = nil
+		if err == nil {
+			p.m.Commit(p.w.now, &c.c, c.sum, nil) // an empty one
+		} else {
+			p.m.Abort(p.w.now, &c.c)
+		}
+	}
+	p.m.SetLane(false)
+	p.events()
+	return true
+}
+
+// sendLane begins or ends to write a chunk.
+func (p *party) sendLane() bool {
+	l := &p.lane
+	if p.over || !l.open {
+		return false
+	}
+	if x := l.writing; x != nil {
+		l.writing = nil
+		x.Data = [][]byte{bytes.Join(x.Data, nil)}
+		x.Sum = p.sum(x.Tensor, x.Index, x.Data)
+		x.held.Release()
+		if !l.cut {
+			l.sent = append(l.sent, x)
+		}
+		return true
+	}
+	pending, x := p.m.LanePending(), new(laneChunk)
+	var ok bool
+	if x.held, ok = p.m.NextLane(p.w.now, &x.Chunk); ok && !pending {
+		p.w.failf("%s: a chunk for the lane although none was pending", p.name())
+	}
+	p.events()
+	if ok {
+		p.w.tracef("%v writes chunk %v %d to the lane", p.name(), x.Tensor, x.Index)
+		l.writing = x
+	}
+	return ok
+}
+
+// deliverLane has the peer read the header of the oldest chunk on the lane.
+func (p *party) deliverLane(flaw int) bool {
+	l, q := &p.lane, p.peer
+	if len(l.sent) == 0 || q.lane.claim != nil {
+		return false
+	}
+	x := l.sent[0]
+	l.sent = l.sent[1:]
+	if !q.lane.open || p.over || q.over {
+		return true
+	}
+	data, ch := bytes.Clone(x.Data[0]), x.Chunk
+	ch.Data = nil
+	name := chunkName{ch.Tensor, ch.Index}
+	switch {
+	case len(data) == 0:
+	case flaw == flipped:
+		data[p.w.choose(len(data))] ^= 1 << p.w.choose(8)
+		if q.bad[name]++; q.bad[name] >= 3 {
+			p.w.owner(ch.Tensor).blame("corrupt thrice")
+		}
+	case flaw == cutShort:
+		data = data[1:]
+		p.w.owner(ch.Tensor).blame("cut short")
+	}
+	claim := &openClaim{data: [][]byte{data}}
+	wanted := q.m.ClaimLane(p.w.now, &ch, len(data), &claim.c)
+	p.w.tracef("%v reads the header of chunk %v %d, wanted %v, flaw %d", q.name(), ch.Tensor, ch.Index, wanted, flaw)
+	if wanted {
+		claim.sum = p.sum(ch.Tensor, ch.Index, [][]byte{data})
+		q.lane.claim = claim
+	}
+	q.events()
+	return true
+}
+
+// finishLane reads the payload of a chunk to its place, unless that is wanted back.
+func (p *party) finishLane() bool {
+	c := p.lane.claim
+	if c == nil || p.lane.cut {
+		return false
+	}
+	p.lane.claim = nil
+	if c.c.Dead() && p.w.choose(2) == 0 {
+		p.m.Abort(p.w.now, &c.c)
+	} else {
+		got, left, err := c.c.Fill(bytes.NewReader(c.data[0]))
+		if left > 0 || err != nil {
+			p.w.failf("%s: %d bytes are missing: %v", p.name(), left, err)
+		}
+		id, index := c.c.tensor.desc.Tensor, c.c.claim.Index()
+		if got == c.sum && !c.c.Dead() {
+			p.good[chunkName{id, index}] = true
+		}
+		p.m.Commit(p.w.now, &c.c, got, nil)
+	}
+	p.events()
+	return true
+}
+
+// laneStep does one thing with the lane, by choice.
+func (w *world) laneStep(p *party) {
+	switch w.choose(8) {
+	case 0, 1:
+		p.sendLane()
+		p.sendLane()
+	case 2:
+		p.deliverLane(fine)
+	case 3:
+		p.deliverLane([]int{fine, flipped, cutShort}[w.choose(3)])
+	case 4:
+		p.finishLane()
+	case 5:
+		w.openLane()
+	case 6:
+		p.notice()
+	case 7:
+		switch w.choose(12) {
+		case 1:
+			w.cutLane(false)
+		case 2:
+			w.cutLane(true)
+		}
+	}
+}
+
+// laneFlow does what can be done with the lane.
+func (p *party) laneFlow() bool {
+	moved := p.finishLane()
+	moved = p.notice() || moved
+	moved = p.sendLane() || moved
+	return p.deliverLane(fine) || moved
+}
+
+func TestALaneIsOfferedToAClientThatAsks(t *testing.T) {
+	token := frame.LaneToken{1}
+	for name, tc := range map[string]struct {
+		asks  uint32
+		offer uint32
+		want  int
+	}{
+		"both":             {1, 8, 8},
+		"the client alone": {1, 0, 0},
+		"the server alone": {0, 8, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := New(Config{Session: tensor.ID{1}, Lanes: tc.asks}, 0)
+			s := New(Config{Server: true}, 0)
+			if tc.offer > 0 {
+				s.OfferLanes(token, tc.offer)
+			}
+			for _, m := range [][2]*Machine{{c, s}, {s, c}} {
+				var f frame.Frame
+				_, ok := m[0].Next(0, &f)
+				require.True(t, ok)
+				if m[0] == s && tc.want == 0 {
+					require.Zero(t, f.Hello.Lanes)
+					require.True(t, f.Hello.LaneToken.IsZero(), "a client that did not ask gets none")
+				}
+				require.NoError(t, m[1].Control(0, &f))
+			}
+			got, uses := c.LaneOffer()
+			require.Equal(t, tc.want, uses)
+			require.Equal(t, tc.want > 0, got == token)
+			c.SetLane(true)
+			require.Equal(t, tc.want > 0, c.out.laned)
+		})
+	}
+}
+
+// laned returns two machines with a lane between them, and a call whose result of n
+// bytes, in chunks of one, the client has memory for.
+func laned(t *testing.T, n int) (cli, srv *Machine, call, id tensor.ID, mem []byte) {
+	t.Helper()
+	cli, srv = New(Config{Session: tensor.ID{1}, Lanes: 1, Limits: Limits{AllowanceBytes: 1}}, 0), New(Config{Server: true}, 0)
+	srv.OfferLanes(frame.LaneToken{1}, 8)
+	call, id, mem = tensor.ID{2}, tensor.ID{3}, make([]byte, n)
+	require.NoError(t, cli.OpenCall(0, frame.Call{ID: call, Model: "m"}))
+	exchange(t, cli, srv)
+	require.NoError(t, srv.OpenTensor(0, bytesDesc(id, call, int64(n), 1)))
+	exchange(t, cli, srv)
+	require.NoError(t, cli.Lend(0, id, mem, nil))
+	exchange(t, cli, srv)
+	cli.SetLane(true)
+	srv.SetLane(true)
+	require.NoError(t, srv.Offer(0, id, 0, bytes.Repeat([]byte{7}, n), nil))
+	return cli, srv, call, id, mem
+}
+
+// exchange delivers frames until there is none, and drops what the machines tell.
+func exchange(t *testing.T, cli, srv *Machine) {
+	t.Helper()
+	for moved := true; moved; {
+		moved = false
+		for _, m := range [][2]*Machine{{cli, srv}, {srv, cli}} {
+			var f frame.Frame
+			held, ok := m[0].Next(0, &f)
+			if !ok {
+				continue
+			}
+			moved = true
+			require.NoError(t, m[1].Control(0, &f))
+			if f.HasChunk() {
+				var c Claim
+				f.Chunk.Sum = m[0].cfg.Check.Update(m[0].cfg.Check.Seed(f.Chunk.Tensor, f.Chunk.Index), f.Chunk.Data[0])
+				if place, err := m[1].Claim(0, &f.Chunk, &c); place {
+					sum, failed := c.Copy(f.Chunk.Data)
+					m[1].Commit(0, &c, sum, failed)
+				} else {
+					require.NoError(t, err)
+				}
+				held.Release()
+			}
+			for more := true; more; {
+				_, more = m[0].Event()
+			}
+			for more := true; more; {
+				_, more = m[1].Event()
+			}
+		}
+	}
+}
+
+func TestWhatIsOnALaneGoesAgainInTheSessionWhenThePeerHasEndedItsSide(t *testing.T) {
+	cli, srv, call, id, mem := laned(t, 3)
+	for srv.LanePending() {
+		var ch frame.Chunk
+		held, ok := srv.NextLane(0, &ch)
+		require.True(t, ok)
+		held.Release() // and it is never seen again
+	}
+	srv.Finish(frame.Done{Call: call, Outputs: []frame.Binding{{Port: "x", Tensor: id}}})
+	exchange(t, cli, srv)
+	require.Equal(t, 1, srv.Status().Calls, "nothing is acknowledged")
+	srv.PeerDone()
+	require.False(t, srv.LanePending())
+	require.Equal(t, 1, srv.Status().Calls, "the results are to be sent again")
+	exchange(t, cli, srv)
+	require.Equal(t, []byte{7, 7, 7}, mem)
+	require.Zero(t, srv.Status().Calls)
+	require.EqualValues(t, 3, srv.Status().Stats.LaneBytesOut)
+	require.Zero(t, cli.Status().Stats.LaneBytesIn)
+}
+
+func TestAChunkThatIsHereIsNotComparedWithOneOfALane(t *testing.T) {
+	cli, srv, _, id, mem := laned(t, 2)
+	srv.SetLane(false)
+	exchange(t, cli, srv) // all by the session, but the lane is there
+	require.Equal(t, []byte{7, 7}, mem)
+	for _, sum := range []uint32{1, 2} {
+		var c Claim
+		require.False(t, cli.ClaimLane(0, &frame.Chunk{Tensor: id, Index: 1, Sum: sum}, 1, &c))
+		require.False(t, c.Dead())
+	}
+	require.False(t, cli.ClaimLane(0, &frame.Chunk{Tensor: tensor.ID{9}}, 1, new(Claim)), "nobody knows the tensor")
+	require.Empty(t, cli.failures, "and nobody is told")
+	require.Zero(t, cli.calls.open[tensor.ID{2}].claims)
+}
