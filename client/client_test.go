@@ -43,7 +43,15 @@ type fixture struct {
 	blocks atomic.Int64 // of pair
 }
 
+// serverConfig is what a test may change of a fixture's server.
+type serverConfig = server.Config
+
 func start(t testing.TB, network string, cfg client.Config) *fixture {
+	t.Helper()
+	return startServer(t, network, cfg, func(*serverConfig) {})
+}
+
+func startServer(t testing.TB, network string, cfg client.Config, change func(*serverConfig)) *fixture {
 	t.Helper()
 	f := &fixture{host: cpu.NewHost(cpu.HostConfig{MemoryBytes: 512 * mib, Workers: 2})}
 	models := engine.NewRegistry()
@@ -52,7 +60,9 @@ func start(t testing.TB, network string, cfg client.Config) *fixture {
 	}
 	var err error
 	st := store.NewMemory(f.host.Pool(), 32*mib)
-	f.server, err = server.New(server.Config{Models: models, Pool: f.host.Pool(), Budget: f.host.Budget(), Store: st})
+	config := server.Config{Models: models, Pool: f.host.Pool(), Budget: f.host.Budget(), Store: st}
+	change(&config)
+	f.server, err = server.New(config)
 	require.NoError(t, err)
 	at := "127.0.0.1:0"
 	if network == "unix" {

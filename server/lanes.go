@@ -13,6 +13,14 @@ import (
 	"github.com/tensorferry/tensorferry/internal/serving"
 )
 
+// lanesPerSession is how many lanes a session may have at a time.
+func (s *Server) lanesPerSession() int {
+	if s.lanes == nil {
+		return 0
+	}
+	return 1
+}
+
 // offerLanes has a session offer lanes, until its handler calls withdraw.
 func (s *Server) offerLanes(sess *serving.Session) (withdraw func()) {
 	if s.lanes == nil {

@@ -49,6 +49,7 @@ var shownBy = map[string][]string{
 	"allowance_chunks":         {"TestLimitsOfADescAreReachedAndNotPassed"},
 	"open_calls_per_session":   {"TestCallsAndTensorsOverASessionsLimitsAreRefusedAlone"},
 	"open_tensors_per_session": {"TestCallsAndTensorsOverASessionsLimitsAreRefusedAlone"},
+	"lanes_per_session":        {"TestALaneWithoutAValidTokenIsRefused"},
 	"sessions":                 {"TestLimitsOfTheServerAreNamedWhenTheyAreReached"},
 	"calls":                    {"TestLimitsOfTheServerAreNamedWhenTheyAreReached", "TestABadComputeIsRefusedAndSaysWhy"},
 	"transfers":                {"TestTransfersOverTheLimitAreRefusedAsLater"},

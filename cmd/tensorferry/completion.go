@@ -100,7 +100,7 @@ func completeModels(c *cobra.Command, args []string, start string) ([]cobra.Comp
 func ask(c *cobra.Command, start string, names func(context.Context, *client.Client) ([]string, error)) (list []cobra.Completion, _ cobra.ShellCompDirective) {
 	ctx, cancel := context.WithTimeout(c.Context(), completionWait)
 	defer cancel()
-	if cl, err := dial(c.Flag("server").Value.String(), codec.None.String()); err == nil {
+	if cl, err := dial(c.Flag("server").Value.String(), codec.None.String(), 0); err == nil {
 		defer cl.Close()
 		list, _ = names(ctx, cl)
 	}

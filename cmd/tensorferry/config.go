@@ -231,8 +231,25 @@ func sizeVar[T ~int | ~int64 | ~uint32](f *pflag.FlagSet, v *T, name string, val
 
 // countVar adds a flag that counts something, from 1 to what 31 bits hold.
 func countVar(f *pflag.FlagSet, v *int, name string, value int, text string) {
+	countsVar(f, v, name, value, 1, math.MaxInt32, text)
+}
+
+// lanesVar adds --lanes.
+func lanesVar(f *pflag.FlagSet, v *int) {
+	countsVar(f, v, "lanes", 1, 0, 1, "connections beside the one of gRPC that a session may have for large tensors; 0 is none")
+}
+
+// lanes returns what --lanes says, as a Config has it.
+func lanes(n int) int {
+	if n == 0 {
+		return -1
+	}
+	return n
+}
+
+func countsVar(f *pflag.FlagSet, v *int, name string, value int, least, most int64, text string) {
 	*v = value
-	f.Var(bounded[int]{v, int64(value), 1, math.MaxInt32, "count", func(text string) (int64, error) {
+	f.Var(bounded[int]{v, int64(value), least, most, "count", func(text string) (int64, error) {
 		n, err := strconv.ParseInt(text, 10, 64)
 		if err != nil {
 			err = errors.New("it is not a whole number")

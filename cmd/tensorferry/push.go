@@ -41,7 +41,7 @@ func asking(c *cobra.Command, ask func(ctx context.Context, cl *client.Client, a
 	serverFlag(c, &server)
 	jsonFlag(c, &asJSON)
 	c.RunE = func(c *cobra.Command, args []string) error {
-		cl, err := dial(server, codec.None.String())
+		cl, err := dial(server, codec.None.String(), 0)
 		if err != nil {
 			return err
 		}
@@ -63,14 +63,14 @@ func codecFlag(c *cobra.Command, to *string) {
 }
 
 // dial connects to the server; the caller closes the client.
-func (r *remote) dial() (*client.Client, error) { return dial(r.server, r.codec) }
+func (r *remote) dial() (*client.Client, error) { return dial(r.server, r.codec, 0) }
 
-func dial(server, codecName string) (*client.Client, error) {
+func dial(server, codecName string, lanes int) (*client.Client, error) {
 	k, err := codec.ParseCodec(codecName)
 	if err != nil {
 		return nil, usage("--codec: unknown codec %q; use none or lz4", codecName)
 	}
-	cl, err := client.Dial(server, client.Config{Codec: k})
+	cl, err := client.Dial(server, client.Config{Codec: k, Lanes: lanes})
 	if err != nil {
 		return nil, usageError{err}
 	}

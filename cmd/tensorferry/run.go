@@ -27,6 +27,7 @@ type runOptions struct {
 	raw     bool
 	timeout time.Duration
 	timings bool
+	lanes   int
 }
 
 func runCommand() *cobra.Command {
@@ -65,7 +66,8 @@ open is not waited for.`,
 	f.BoolVar(&o.raw, "raw", false, "write results as raw bytes")
 	o.remote.flags(c)
 	f.DurationVar(&o.timeout, "timeout", 0, "most time the server gives the call")
-	f.BoolVar(&o.timings, "timings", false, "print where the server spent the time")
+	lanesVar(f, &o.lanes)
+	f.BoolVar(&o.timings, "timings", false, "print where the server spent the time, and by which way the bytes went")
 	c.ValidArgsFunction = completeModels
 	return c
 }
@@ -82,7 +84,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	if err := o.input.check(); err != nil {
 		return err
 	}
-	cl, err := o.dial()
+	cl, err := dial(o.server, o.codec, lanes(o.lanes))
 	if err != nil {
 		return err
 	}
@@ -179,8 +181,18 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		bars.end()
 		fmt.Fprintf(stderr, "total %v: waited for memory %v, received %v, h2d %v, computed %v, d2h %v; first result after %v, exposed %v\n",
 			about(t.Total), about(t.Queue), about(t.Receive), about(t.H2D), about(t.Compute), about(t.D2H), about(t.FirstResult), about(t.Exposed()))
+		fmt.Fprintln(stderr, waysText(s.Ways()))
 	}
 	return nil
+}
+
+// waysText says by which way the bytes of a session went, and why.
+func waysText(w client.Ways) string {
+	text := fmt.Sprintf("by lane %d of %d bytes sent, %d of %d received", w.LaneSentBytes, w.SentBytes, w.LaneReceivedBytes, w.ReceivedBytes)
+	if !w.Lane {
+		text += "; no lane: " + w.Why
+	}
+	return text
 }
 
 // about is a time for people.

@@ -63,6 +63,7 @@ type serveConfig struct {
 	logFormat, logLevel string
 	verbose             bool
 	drain               time.Duration
+	lanes               int
 }
 
 // flags declares every setting: its name, default, range and meaning.
@@ -103,6 +104,7 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	countVar(f, &c.server.Session.OpenCalls, "max-session-calls", d.OpenCalls, "open calls of a session")
 	countVar(f, &c.server.Session.OpenTensors, "max-session-tensors", d.OpenTensors, "tensors that a session sends at a time")
 	countVar(f, &c.server.Connections, "max-connections", server.DefaultConnections, "open connections; one more is closed at once")
+	lanesVar(f, &c.lanes)
 	countVar(f, &c.server.StreamsPerConnection, "max-streams", server.DefaultStreamsPerConn, "RPCs of one connection at a time")
 	countVar(f, &c.server.ThinFrames, "max-thin-frames", server.DefaultThinFrames, "frames a second from one connection that open nothing and carry under 3 KiB")
 	sizeVar(f, &c.server.HeaderListBytes, "max-header-list", server.DefaultHeaderListBytes, 1<<10, 1<<24, "`bytes` of an RPC's metadata")
@@ -276,7 +278,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	}
 	cfg, registry := c.server, metrics.NewRegistry()
 	cfg.Version, cfg.Models, cfg.Pool, cfg.Budget = version, models, h.Pool(), h.Budget()
-	cfg.Store, cfg.Sources, cfg.Log, cfg.Metrics = tensors, sources, log, registry
+	cfg.Store, cfg.Sources, cfg.Log, cfg.Metrics, cfg.Lanes = tensors, sources, log, registry, lanes(c.lanes)
 	s, err := server.New(cfg)
 	if err != nil {
 		return errors.Join(err, l.Close())

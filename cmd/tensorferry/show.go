@@ -120,7 +120,7 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 
 // showStored gives each tensor of a server that is named to found.
 func showStored(ctx context.Context, names []string, o showOptions, found func(shown) error) error {
-	cl, err := dial(o.server, codec.None.String())
+	cl, err := dial(o.server, codec.None.String(), 0)
 	if err != nil {
 		return err
 	}

@@ -40,6 +40,7 @@ type lane struct {
 	once  sync.Once
 	ended func(error)
 	out   frame.Chunk // of the writer
+	write func()      // writeLane, made once
 
 	// Guarded by the session's mu.
 	claim   stream.Claim
@@ -53,6 +54,7 @@ type lane struct {
 // the lane, or the session. ended is then called, once. A lane that was there ends.
 func (s *Session) AddLane(l Lane, ended func(why error)) {
 	n := &lane{Lane: l, ended: ended}
+	n.write = func() { s.writeLane(n) }
 	s.mu.Lock()
 	over, old := s.over, s.lane
 	if !over {
@@ -112,7 +114,7 @@ func (s *Session) attend() {
 	if !l.writing && !s.over && s.m.LanePending() {
 		l.writing = true
 		s.work.Add(1)
-		go s.writeLane(l)
+		go l.write()
 	}
 }
 
