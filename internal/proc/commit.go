@@ -15,20 +15,18 @@ func Checkout(ctx context.Context, ref, dir string) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
-	index := dir + ".index" // of its own
-	defer func() { _ = os.Remove(index) }()
 	top, err := Top(ctx)
-	if err != nil {
-		return err
-	}
 	for _, args := range [][]string{{"read-tree", ref}, {"checkout-index", "--all", "--prefix=" + dir + "/"}} {
-		cmd := New(exec.CommandContext(ctx, "git", append([]string{"-C", top}, args...)...))
-		cmd.Env = append(cmd.Env, "GIT_INDEX_FILE="+index)
-		if _, err := cmd.Output(); err != nil {
-			return fmt.Errorf("%w\ncommit %q is not in this repository; a shallow clone gets it with: git fetch --unshallow --tags", err, ref)
+		if err == nil {
+			cmd := New(exec.CommandContext(ctx, "git", append([]string{"-C", top}, args...)...))
+			cmd.Env = append(cmd.Env, "GIT_INDEX_FILE="+dir+".index") // of its own
+			_, err = cmd.Output()
 		}
 	}
-	return nil
+	if err != nil {
+		return fmt.Errorf("%w\ncommit %q is not in this repository; a shallow clone gets it with: git fetch --unshallow --tags", err, ref)
+	}
+	return os.Remove(dir + ".index")
 }
 
 // Top returns the folder of the repository that the working folder is in.

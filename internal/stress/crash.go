@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -32,24 +33,17 @@ const (
 	lifeMost = 400 * time.Millisecond
 )
 
-func runCrash(ctx context.Context, e *environment, args []string) error {
-	f := e.flags("crash")
-	n := f.Int("n", 200, "how many `times` a server is killed, and a client")
-	seed := f.Uint64("seed", uint64(time.Now().UnixNano()), "of the moments and the tensors")
-	dir := f.String("folder", "", "`where` the store is, for a file system of your choice (default a temporary folder)")
-	if err := e.ready(ctx, f, args); err != nil {
+func runCrash(ctx context.Context, e *environment) error {
+	fmt.Fprintf(e.out, "seed %d\n", e.seed)
+	c := &crash{environment: e, store: cmp.Or(e.folder, filepath.Join(e.dir, "store")), rand: rand.New(rand.NewPCG(e.seed, 0))}
+	if err := c.servers(ctx); err != nil {
 		return err
 	}
-	if *dir == "" {
-		*dir = filepath.Join(e.dir, "store")
+	d, err := c.serve(ctx, "--metrics", "off", "--store", c.store)
+	if err != nil {
+		return err
 	}
-	fmt.Fprintf(e.out, "seed %d\n", *seed)
-	c := &crash{environment: e, store: *dir, rand: rand.New(rand.NewPCG(*seed, 0))}
-	err := c.servers(ctx, *n)
-	if err == nil {
-		err = c.clients(ctx, *n)
-	}
-	return e.verdict(ctx, "crash", err)
+	return errors.Join(c.clients(ctx, d), d.Stop())
 }
 
 // crash is a folder whose server is killed again and again, and what must be in it.
@@ -73,12 +67,12 @@ type named struct {
 	maybe []*window // tried after that, without an answer
 }
 
-// servers kills n servers in the middle of pushes.
-func (c *crash) servers(ctx context.Context, n int) error {
+// servers kills servers in the middle of pushes.
+func (c *crash) servers(ctx context.Context) error {
 	for i := range pushers * namesOfEach {
 		c.names[i%pushers] = append(c.names[i%pushers], &named{text: fmt.Sprintf("crash/%d/%d", i%pushers, i/pushers)})
 	}
-	for kills := 0; kills <= n && len(c.all()) == 0; kills++ {
+	for kills := 0; kills <= c.kills && len(c.all()) == 0; kills++ {
 		begin := time.Now()
 		d, err := c.serve(ctx, "--metrics", "off", "--store", c.store)
 		if err != nil {
@@ -86,7 +80,7 @@ func (c *crash) servers(ctx context.Context, n int) error {
 		}
 		c.startMost = max(c.startMost, time.Since(begin))
 		err = c.check(ctx, d)
-		if err == nil && kills < n {
+		if err == nil && kills < c.kills {
 			err = c.life(ctx, d)
 		} else {
 			err = errors.Join(err, d.Stop())
@@ -103,7 +97,7 @@ func (c *crash) servers(ctx context.Context, n int) error {
   unacknowledged   %d: %d whole, %d absent, %d with the older tensor whole in their place; none half
   temporary files  %d left by the kills, 0 left by the start after
   longest start    %v
-`, n, pushers, c.acked.Load(), c.unacked, c.whole, c.absent, c.replaced, c.temps, c.startMost.Round(time.Millisecond))
+`, c.kills, pushers, c.acked.Load(), c.unacked, c.whole, c.absent, c.replaced, c.temps, c.startMost.Round(time.Millisecond))
 	return nil
 }
 
@@ -143,18 +137,13 @@ func (c *crash) push(ctx context.Context, address string, r *rand.Rand, own []*n
 	}
 	defer cl.Close()
 	for {
-		if r.IntN(6) == 0 {
-			n := own[r.IntN(len(own))]
-			if n.sure == nil {
-				continue
-			}
+		if n := own[r.IntN(len(own))]; r.IntN(6) == 0 && n.sure != nil {
 			n.maybe = append(n.maybe, nil)
 			if _, err := cl.Delete(ctx, n.text); err != nil {
 				return err
 			}
 			n.sure, n.maybe = nil, nil
 			c.acked.Add(1)
-			continue
 		}
 		r.Shuffle(len(own), func(i, j int) { own[i], own[j] = own[j], own[i] })
 		batch := own[:1+r.IntN(4)]
@@ -216,10 +205,9 @@ func (c *crash) check(ctx context.Context, d *daemon) error {
 	there := 0
 	for i := range summaries {
 		s := &summaries[i]
-		switch {
-		case s.Err == nil:
+		if s.Err == nil {
 			there++
-		case status.Code(s.Err) != codes.NotFound:
+		} else if status.Code(s.Err) != codes.NotFound {
 			c.add("%v", s.Err)
 			continue
 		}
@@ -238,12 +226,11 @@ func (c *crash) settle(n *named, s *client.Summary) {
 	c.unacked += len(tried)
 	for _, w := range tried {
 		if w.is(s) == nil {
-			if w != nil {
+			if n.sure = w; w != nil {
 				c.whole++
 			} else {
 				c.absent++
 			}
-			n.sure = w
 			return
 		}
 	}
@@ -258,29 +245,27 @@ func (c *crash) settle(n *named, s *client.Summary) {
 }
 
 // files returns the names in the folder.
-func (c *crash) files() []string {
+func (c *crash) files() (list []string) {
 	entries, err := os.ReadDir(c.store)
 	if err != nil {
 		c.add("%v", err)
 	}
-	var list []string
 	for _, e := range entries {
 		list = append(list, e.Name())
 	}
 	return list
 }
 
-// clients kills n clients while they pull into a file.
-func (c *crash) clients(ctx context.Context, n int) error {
-	d, err := c.serve(ctx, "--metrics", "off", "--store", c.store)
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err := d.Stop(); err != nil {
-			c.add("%v", err)
-		}
-	}()
+// puller is a command that pulls, and what its file holds in the end.
+type puller struct {
+	file    string
+	command func() *proc.Child
+	want    []byte
+	took    time.Duration
+}
+
+// clients kills clients while they pull into a file.
+func (c *crash) clients(ctx context.Context, d *daemon) error {
 	cl, err := client.Dial(d.address, client.Config{})
 	if err != nil {
 		return err
@@ -297,10 +282,11 @@ func (c *crash) clients(ctx context.Context, n int) error {
 	if err := os.Mkdir(dir, 0o755); err != nil {
 		return err
 	}
-	pulls := []*puller{{what: "large/0", file: filepath.Join(dir, "one.npy")}, {what: "large/*", file: filepath.Join(dir, "all.safetensors")}}
-	for _, p := range pulls {
+	var pulls []*puller
+	for _, what := range [][2]string{{"large/0", "one.npy"}, {"large/*", "all.safetensors"}} {
+		p := &puller{file: filepath.Join(dir, what[1])}
 		p.command = func() *proc.Child {
-			return proc.New(exec.CommandContext(ctx, c.command, "pull", "--quiet", "--server", d.address, "-o", p.file, p.what))
+			return proc.New(exec.CommandContext(ctx, c.command, "pull", "--quiet", "--server", d.address, "-o", p.file, what[0]))
 		}
 		for range 2 { // the second time nothing is new
 			if err := p.prepare(nil); err != nil {
@@ -315,57 +301,32 @@ func (c *crash) clients(ctx context.Context, n int) error {
 		if p.want, err = os.ReadFile(p.file); err != nil {
 			return err
 		}
+		pulls = append(pulls, p)
 	}
-	ended, none, temps := 0, 0, 0
-	for i := range n {
-		p := pulls[i%2]
+	ended, temps := 0, 0
+	for i := range c.kills {
 		var old []byte // what the file held before, on every other round
 		if i/2%2 == 1 {
 			old = pulls[0].want[:mib]
 		}
-		if err := p.prepare(old); err != nil {
-			return err
-		}
-		cmd := p.command()
-		if err := cmd.Start(); err != nil {
-			return err
-		}
-		err := pause(ctx, time.Duration(c.rand.Int64N(int64(p.took)*5/4)))
-		cmd.Kill()
-		if err != nil {
-			return err
-		}
-		got, err := os.ReadFile(p.file)
-		switch {
-		case err == nil && bytes.Equal(got, p.want):
+		whole, err := pulls[i%2].kill(ctx, time.Duration(c.rand.Int64N(int64(pulls[i%2].took)*5/4)), old)
+		if whole {
 			ended++
-		case err == nil && old != nil && bytes.Equal(got, old), errors.Is(err, fs.ErrNotExist) && old == nil:
-			none++
-		default:
-			c.add("%s after a kill: %d bytes of %d, %v", p.file, len(got), len(p.want), err)
 		}
-		left, err := filepath.Glob(filepath.Join(dir, ".tensorferry-*"))
+		left, e := filepath.Glob(filepath.Join(dir, ".tensorferry-*"))
 		for _, f := range left {
 			temps++
-			err = errors.Join(err, os.Remove(f))
+			e = errors.Join(e, os.Remove(f))
 		}
-		if err != nil {
+		if err = errors.Join(err, e); err != nil {
 			return err
 		}
 	}
 	fmt.Fprintf(c.out, `clients killed: %d, each while it pulled %s or %s into a file
   output           %d whole, %d absent or as it was; none half
   temporary files  %d left beside it, where a kill met one
-`, n, mibs(len(pulls[0].want)), mibs(len(pulls[1].want)), ended, none, temps)
+`, c.kills, mibs(len(pulls[0].want)), mibs(len(pulls[1].want)), ended, c.kills-ended, temps)
 	return nil
-}
-
-// puller is a command that pulls, and what its file holds in the end.
-type puller struct {
-	what, file string
-	command    func() *proc.Child
-	want       []byte
-	took       time.Duration
 }
 
 // prepare has the file hold old, or not be there.
@@ -377,4 +338,28 @@ func (p *puller) prepare(old []byte) error {
 		return err
 	}
 	return nil
+}
+
+// kill kills the command after a time. The file is whole then, or as it was.
+func (p *puller) kill(ctx context.Context, after time.Duration, old []byte) (whole bool, err error) {
+	if err := p.prepare(old); err != nil {
+		return false, err
+	}
+	cmd := p.command()
+	if err := cmd.Start(); err != nil {
+		return false, err
+	}
+	err = pause(ctx, after)
+	cmd.Kill()
+	if err != nil {
+		return false, err
+	}
+	got, err := os.ReadFile(p.file)
+	switch {
+	case err == nil && bytes.Equal(got, p.want):
+		return true, nil
+	case err == nil && old != nil && bytes.Equal(got, old), errors.Is(err, fs.ErrNotExist) && old == nil:
+		return false, nil
+	}
+	return false, fmt.Errorf("%s after a kill: %d bytes of %d, %v", p.file, len(got), len(p.want), err)
 }

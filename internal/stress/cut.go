@@ -14,21 +14,21 @@ import (
 // directions together.
 type cutting struct {
 	credentials.TransportCredentials
-	left atomic.Int64
+	left *atomic.Int64
 }
 
-func cutAfter(n int) *cutting {
-	c := &cutting{TransportCredentials: insecure.NewCredentials()}
+func cutAfter(n int) cutting {
+	c := cutting{insecure.NewCredentials(), new(atomic.Int64)}
 	c.left.Store(int64(n))
 	return c
 }
 
 // Clone shares what is left.
-func (c *cutting) Clone() credentials.TransportCredentials { return c }
+func (c cutting) Clone() credentials.TransportCredentials { return c }
 
 // ClientHandshake says nothing.
-func (c *cutting) ClientHandshake(ctx context.Context, authority string, conn net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	return c.TransportCredentials.ClientHandshake(ctx, authority, &cutConn{conn, &c.left})
+func (c cutting) ClientHandshake(ctx context.Context, authority string, conn net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	return c.TransportCredentials.ClientHandshake(ctx, authority, cutConn{conn, c.left})
 }
 
 type cutConn struct {
@@ -36,33 +36,24 @@ type cutConn struct {
 	left *atomic.Int64
 }
 
-// spend returns how many of n bytes pass, and an error if not all do.
-func (c *cutConn) spend(n int) (int, error) {
+// spend returns how many of n bytes pass. If not all do, the connection breaks.
+func (c cutConn) spend(n int, err error) (int, error) {
 	over := -c.left.Add(-int64(n))
 	if over <= 0 {
-		return n, nil
+		return n, err
 	}
+	_ = c.Close() // what is lost is what is wanted
 	return max(0, n-int(over)), io.ErrUnexpectedEOF
 }
 
 // Read copies into b.
-func (c *cutConn) Read(b []byte) (int, error) {
-	n, err := c.Conn.Read(b)
-	n, cut := c.spend(n)
-	if cut != nil {
-		_ = c.Close() // what is lost is what is wanted
-		err = cut
-	}
-	return n, err
-}
+func (c cutConn) Read(b []byte) (int, error) { return c.spend(c.Conn.Read(b)) }
 
-// Write copies b.
-func (c *cutConn) Write(b []byte) (int, error) {
-	n, cut := c.spend(len(b))
-	n, err := c.Conn.Write(b[:n])
-	if cut != nil {
-		_ = c.Close()
-		err = cut
+// Write copies what passes of b before the connection breaks.
+func (c cutConn) Write(b []byte) (int, error) {
+	if left := c.left.Load(); int64(len(b)) > left {
+		_, _ = c.Conn.Write(b[:max(left, 0)])
+		return c.spend(len(b), nil)
 	}
-	return n, err
+	return c.spend(c.Conn.Write(b))
 }

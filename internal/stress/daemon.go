@@ -8,9 +8,7 @@ import (
 	"io"
 	"net/http"
 	"os/exec"
-	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/prometheus/common/expfmt"
@@ -121,38 +119,4 @@ func (d *daemon) until(ctx context.Context, what string, as func(figures) bool) 
 			return f, err
 		}
 	}
-}
-
-// pause waits, at most until ctx ends.
-func pause(ctx context.Context, d time.Duration) error {
-	select {
-	case <-time.After(d):
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
-}
-
-// problems collects what went wrong. Safe for concurrent use.
-type problems struct {
-	mu    sync.Mutex
-	list  []string // guarded by mu
-	count int      // guarded by mu
-}
-
-func (p *problems) add(format string, args ...any) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.count++; p.count <= problemsKept {
-		p.list = append(p.list, fmt.Sprintf(format, args...))
-	}
-}
-
-func (p *problems) all() []string {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if more := p.count - len(p.list); more > 0 {
-		return append(slices.Clip(p.list), fmt.Sprintf("%d more", more))
-	}
-	return p.list
 }

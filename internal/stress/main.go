@@ -3,7 +3,7 @@
 // commits together, always with a server process of its own, built from this module
 // or from another commit. docs/stress.md says what each load shows.
 //
-// It measures no speed, but has commands do so in turns. It is a program and has no importers;
+// It measures no speed: that is internal/bench. It is a program and has no importers;
 // the tensors it sends are windows of memory that nobody writes to.
 package main
 
@@ -15,16 +15,23 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
 	"syscall"
+	"time"
 
 	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/proc"
 )
+
+const module = "github.com/tensorferry/tensorferry"
 
 // programs are what can be run.
 var programs = []struct {
 	name, what string
-	run        func(context.Context, *environment, []string) error
+	run        func(context.Context, *environment) error
 }{
 	{"sessions", "a thousand sessions with a call each in flight, ten thousand idle ones", runSessions},
 	{"crash", "servers killed while tensors are pushed, clients killed while they pull", runCrash},
@@ -33,14 +40,35 @@ var programs = []struct {
 	{"old-new", "clients and servers of an older commit with those of this one", runOldNew},
 }
 
-// errFailed is what a program ends with that did not show what it should.
-var errFailed = errors.New("stress: it did not show what it should")
+// options are the flags, which every program has; each says whose it is.
+type options struct {
+	calls, idle, kills                       int
+	rest, lasts                              time.Duration
+	seed                                     uint64
+	folder, memory, only, victim, old, given string
+}
+
+func (o *options) flags(f *flag.FlagSet) {
+	f.StringVar(&o.given, "command", "", "tensorferry `binary` (default: built from this module)")
+	f.IntVar(&o.calls, "calls", 1000, "sessions: `how many` have a call of 1 MiB each in flight at the same time")
+	f.IntVar(&o.idle, "idle", 10000, "sessions: `how many` are idle")
+	f.DurationVar(&o.rest, "rest", 20*time.Second, "sessions: how long those are")
+	f.IntVar(&o.kills, "n", 200, "crash: how many `times` a server is killed, and a client")
+	f.StringVar(&o.folder, "folder", "", "crash: `where` the store is, for a file system of your choice (default a temporary folder)")
+	f.Uint64Var(&o.seed, "seed", uint64(time.Now().UnixNano()), "crash, soak: of what is done, and when")
+	f.DurationVar(&o.lasts, "for", 0, "receive: how `long` each attack lasts (20s); soak: how long all of it (20m)")
+	f.StringVar(&o.memory, "memory", "64MiB", "receive: the server's `--memory`")
+	f.StringVar(&o.only, "only", "", "receive: the `name` of the only attack")
+	f.StringVar(&o.victim, "attack", "", "receive: be the attackers of the server at an `address`, which a program of this name starts")
+	f.StringVar(&o.old, "against", "HEAD", "old-new: `commit` of the old program")
+}
 
 // environment is what every program has.
 type environment struct {
+	options
 	*problems
 	out     io.Writer
-	name    string // of the program: old or new
+	name    string // of the commit: old or new
 	dir     string // for folders and sockets; removed at the end
 	source  string // the module's folder; empty is the working folder
 	command string // the tensorferry binary
@@ -50,68 +78,147 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := run(ctx, os.Stdout, os.Args[1:])
 	stop()
-	switch {
-	case errors.Is(err, flag.ErrHelp):
-	case err != nil:
+	if err != nil && !errors.Is(err, flag.ErrHelp) {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 }
 
-func run(ctx context.Context, out io.Writer, args []string) (err error) {
-	if len(args) > 0 {
-		for _, p := range programs {
-			if p.name != args[0] {
-				continue
-			}
-			dir, err := os.MkdirTemp("", "tensorferry-stress-")
-			if err != nil {
-				return err
-			}
-			defer func() { _ = os.RemoveAll(dir) }()
-			return p.run(ctx, &environment{problems: new(problems), out: out, name: "new", dir: dir}, args[1:])
-		}
-	}
-	var list strings.Builder
+func run(ctx context.Context, out io.Writer, args []string) error {
+	list := "stress: say which program, and -h for its flags:"
 	for _, p := range programs {
-		fmt.Fprintf(&list, "\n  %-9s %s", p.name, p.what)
+		list += fmt.Sprintf("\n  %-9s %s", p.name, p.what)
+		if len(args) == 0 || p.name != args[0] {
+			continue
+		}
+		e := &environment{problems: new(problems), out: out, name: "new"}
+		f := flag.NewFlagSet(p.name, flag.ContinueOnError)
+		f.SetOutput(out)
+		e.flags(f)
+		if err := f.Parse(args[1:]); err != nil {
+			return err
+		}
+		if f.NArg() > 0 {
+			return fmt.Errorf("stress: %s takes no argument %q", p.name, f.Arg(0))
+		}
+		if e.victim != "" {
+			return attackAll(ctx, e)
+		}
+		return e.judge(ctx, p.name, p.run)
 	}
-	return fmt.Errorf("stress: say which program, and -h for its flags:%s", &list)
+	return errors.New(list)
 }
 
-// flags returns a program's flags, with those that every program has.
-func (e *environment) flags(name string) *flag.FlagSet {
-	f := flag.NewFlagSet(name, flag.ContinueOnError)
-	f.SetOutput(e.out)
-	f.StringVar(&e.command, "command", "", "tensorferry `binary` (default: built from this module)")
-	return f
-}
-
-// ready reads the flags and builds what they did not name.
-func (e *environment) ready(ctx context.Context, f *flag.FlagSet, args []string) error {
-	if err := f.Parse(args); err != nil {
+// judge runs a program and prints how it ended.
+func (e *environment) judge(ctx context.Context, name string, run func(context.Context, *environment) error) (err error) {
+	if e.dir, err = os.MkdirTemp("", "tensorferry-stress-"); err != nil {
 		return err
 	}
-	if f.NArg() > 0 {
-		return fmt.Errorf("stress: %s takes no argument %q", f.Name(), f.Arg(0))
-	}
+	defer func() { _ = os.RemoveAll(e.dir) }()
 	fmt.Fprintln(e.out, bench.ThisMachine())
-	return e.build(ctx)
-}
-
-// verdict prints how a program ended, which an error ends, too.
-func (e *environment) verdict(ctx context.Context, name string, err error) error {
+	if e.command = e.given; e.command == "" {
+		if err := e.build(ctx); err != nil {
+			return err
+		}
+	}
+	if err := run(ctx, e); err != nil {
+		e.add("%v", err)
+	}
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	if err != nil {
-		e.add("%v", err)
-	}
-	word := "PASS"
-	for _, p := range e.all() {
+	all := e.all()
+	for _, p := range all {
 		fmt.Fprintf(e.out, "%s: problem: %s\n", name, p)
-		word, err = "FAIL", errFailed
 	}
-	fmt.Fprintf(e.out, "%s: %s\n", name, word)
+	if len(all) > 0 {
+		fmt.Fprintf(e.out, "%s: FAIL\n", name)
+		return errors.New("stress: it did not show what it should")
+	}
+	fmt.Fprintf(e.out, "%s: PASS\n", name)
+	return nil
+}
+
+// build builds the command.
+func (e *environment) build(ctx context.Context) (err error) {
+	e.command, err = proc.Build(ctx, e.source, module+"/cmd/tensorferry", e.dir)
 	return err
+}
+
+// commit returns the environment of another commit: its source in a folder of its
+// own, and its command.
+func (e *environment) commit(ctx context.Context, ref string) (*environment, error) {
+	o := *e
+	o.name, o.dir = "old", filepath.Join(e.dir, "old")
+	o.source = filepath.Join(o.dir, "source")
+	if err := proc.Checkout(ctx, ref, o.source); err != nil {
+		return nil, err
+	}
+	minus := filepath.Join(o.source, minusProgram)
+	if err := os.Mkdir(minus, 0o755); err == nil { // it was not there
+		if err := os.WriteFile(filepath.Join(minus, "main.go"), earlyMinus, 0o644); err != nil {
+			return nil, err
+		}
+	}
+	return &o, o.build(ctx)
+}
+
+// problems collects what went wrong. Safe for concurrent use.
+type problems struct {
+	mu    sync.Mutex
+	list  []string // guarded by mu
+	count int      // guarded by mu
+}
+
+func (p *problems) add(format string, args ...any) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.count++; p.count <= problemsKept {
+		p.list = append(p.list, fmt.Sprintf(format, args...))
+	}
+}
+
+func (p *problems) all() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if more := p.count - len(p.list); more > 0 {
+		return append(slices.Clip(p.list), fmt.Sprintf("%d more", more))
+	}
+	return p.list
+}
+
+// each does n things, at most so many at a time, and returns how the first failures
+// were.
+func each(n, most int, do func(i int) error) error {
+	var p problems
+	var all sync.WaitGroup
+	next := make(chan int)
+	for range min(n, most) {
+		all.Go(func() { // ends with the last thing
+			for i := range next {
+				if err := do(i); err != nil {
+					p.add("%d: %v", i, err)
+				}
+			}
+		})
+	}
+	for i := range n {
+		next <- i
+	}
+	close(next)
+	all.Wait()
+	if p.count == 0 {
+		return nil
+	}
+	return fmt.Errorf("%d of %d failed: %s", p.count, n, strings.Join(p.list, "; "))
+}
+
+// pause waits, at most until ctx ends.
+func pause(ctx context.Context, d time.Duration) error {
+	select {
+	case <-time.After(d):
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 }

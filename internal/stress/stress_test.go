@@ -106,9 +106,9 @@ func grown(t *testing.T, length time.Duration, heap func(at time.Duration) float
 	t.Helper()
 	s := &soak{environment: &environment{problems: new(problems), out: io.Discard}, histories: []*history{{name: "x"}}}
 	for at := time.Second; at <= length; at += time.Second {
-		s.histories[0].samples = append(s.histories[0].samples, sample{at: at, heap: heap(at), goroutines: 7})
+		s.histories[0].samples = append(s.histories[0].samples, sample{at, figures{"heap": heap(at), "goroutines": 7}})
 	}
-	s.judge(length)
+	s.growth(length)
 	return s.all()
 }
 
@@ -124,7 +124,7 @@ func TestGrowthIsToldFromNoise(t *testing.T) {
 
 func TestGrowthThatNobodySawIsAProblem(t *testing.T) {
 	s := &soak{environment: &environment{problems: new(problems), out: io.Discard}, histories: []*history{{name: "x"}}}
-	s.judge(time.Hour)
+	s.growth(time.Hour)
 	require.NotEmpty(t, s.all())
 }
 
