@@ -30,7 +30,7 @@ func flightKind(batch int, sums bool) bench.Kind {
 	return bench.Kind{
 		Name: flightName("Go", sums, batch),
 		Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
-			idle := make(chan struct{}, 1)
+			idle := make(chan struct{}, bench.CallBatch)
 			s := flight.NewServerWithMiddleware(nil, grpc.MaxRecvMsgSize(maxMessageBytes))
 			s.InitListener(l)
 			s.RegisterFlightService(&flightServer{remote: p.To, batch: batch, sums: sums, idle: idle})
@@ -167,7 +167,7 @@ func newFlightLink(to flight.DataStreamWriter, from flight.DataStreamReader, siz
 }
 
 // Tell of a client is that there is a call.
-func (l *flightLink) Tell(bench.Op) error { return l.tell() }
+func (l *flightLink) Tell(bench.Op, bool) error { return l.tell() }
 
 func (l *flightLink) Hear() (bench.Op, error) { return bench.Upload, l.hear() }
 

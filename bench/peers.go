@@ -106,7 +106,7 @@ func peers(nets []string, batches []Batch) (groups []bench.Group) {
 				add(bench.Group{Net: net, Processes: 2, Size: tensorBytes, Ops: []bench.Op{op}}, bench.OursWith(sum), append(others, flights(op, sum)...)...)
 			}
 		}
-		add(bench.Group{Net: net, Processes: 2, Size: bench.SmallBytes, Ops: []bench.Op{bench.Call}}, bench.Tensorferry, bench.Beside(bench.PingStock, bench.PingRaw)...)
+		add(bench.Group{Net: net, Processes: 2, Size: bench.SmallBytes, Ops: []bench.Op{bench.Call}}, bench.Tensorferry, bench.Beside(bench.StockGRPC.Name, bench.RawName(codec.CRC32C, 1<<20))...)
 	}
 	for _, op := range both {
 		others := append(bench.Beside(bench.RawName(codec.CRC32C, 1<<20), bench.StockGRPC.Name), flights(op, 0)...)
@@ -136,7 +136,7 @@ func turns(nets []string, old []string) (groups []bench.Group) {
 		}
 		for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
 			add(tensorBytes, both, bench.OursWith(sum), bench.RawName(sum, 1<<20), bench.RawName(sum, 256<<10))
-			add(bench.SmallBytes, []bench.Op{bench.Call}, bench.OursWith(sum), bench.PingStock)
+			add(bench.SmallBytes, []bench.Op{bench.Call}, bench.OursWith(sum), bench.StockGRPC.Name)
 		}
 		add(tensorBytes, []bench.Op{bench.Upload, bench.Echo, bench.ReLU, bench.FirstResult, bench.CallBeside}, bench.Tensorferry)
 		add(bench.SmallBytes, []bench.Op{bench.Call}, bench.Tensorferry)

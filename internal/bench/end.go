@@ -158,7 +158,9 @@ func (e *End) Move(job Job, s *Sample) (err error) {
 // Finish compares what arrived at the server and answers with the time that its
 // process ran for since Prepare.
 func (e *End) Finish(job Job, cpu *time.Duration) error {
-	<-e.server.Idle
+	for range max(job.Count, 1) {
+		<-e.server.Idle
+	}
 	*cpu = proc.CPUTime() - e.cpu
 	if e.kind.OwnMemory {
 		return nil
@@ -258,7 +260,7 @@ func (c Config) open(ctx context.Context, g Group, e Entrant) (_ *contestant, er
 			if t.road, err = newRoad(g.Net, role.Address, g.Delay/2); err != nil {
 				return nil, err
 			}
-			role.Address = t.road.address()
+			role.Address = t.road.Addr().String()
 		}
 	}
 	return t, nil

@@ -23,8 +23,7 @@ import (
 // Op is what is done.
 type Op string
 
-// The operations. Upload, Echo and ReLU are those of every kind, Call of those that
-// are made for it; the others are tensorferry's, or made for its store.
+// The operations. The first four are those of every kind, the others tensorferry's.
 const (
 	// Upload moves the source to the server, which acknowledges the whole.
 	Upload Op = "upload"
@@ -109,7 +108,7 @@ type Client struct {
 
 // Kinds are those of this package.
 func Kinds() []Kind {
-	return append(append(append(ourKinds(), rawKinds()...), StockGRPC, copying), pings...)
+	return append(append(ourKinds(), rawKinds()...), StockGRPC, copying)
 }
 
 // SumText names a checksum as kinds do; 0 is none.
@@ -126,6 +125,10 @@ func Go(serve func() error, stop func(), idle <-chan struct{}) Server {
 		return <-served
 	}}
 }
+
+// newIdle is the idle of a server that says so after each transfer. It has room for
+// all that come before somebody asks.
+func newIdle() chan struct{} { return make(chan struct{}, CallBatch) }
 
 // always is the idle of a server whose memory nobody looks at.
 var always = func() chan struct{} {

@@ -62,15 +62,13 @@ func opsOf(k Kind) []Op {
 	case name == Copying:
 		return []Op{Push}
 	case name == Folder:
-		return []Op{Pull, PullToFile, Push, Pull}
+		return []Op{Push, Pull, PullToFile, Push, Pull}
 	case name == InMemory:
 		return []Op{Push}
-	case name == PingStock || name == PingRaw:
-		return []Op{Call, Echo}
 	case k.OwnMemory:
 		return []Op{Upload, Echo, ReLU, FirstResult, CallBeside, Call}
 	}
-	return moves
+	return append(slices.Clone(moves), Call)
 }
 
 func TestEveryKindMovesEveryByte(t *testing.T) {
@@ -203,7 +201,7 @@ func TestRawRefusesAPieceWhoseChecksumFails(t *testing.T) {
 func TestNoTwoMovesBeginAlike(t *testing.T) {
 	for _, op := range moves {
 		a, b := net.Pipe()
-		go func() { _ = (&rawLink{Conn: a}).Tell(op) }() // ends when it is heard
+		go func() { _ = (&rawLink{Conn: a}).Tell(op, true) }() // ends when it is heard
 		got, err := (&rawLink{Conn: b}).Hear()
 		require.NoError(t, err)
 		require.Equal(t, op, got)

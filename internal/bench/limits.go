@@ -57,7 +57,7 @@ func Rules() (all []Rule) {
 	return append(all,
 		Rule{"tcp", Upload, OursWith(codec.CRC32C), StockGRPC.Name, least(1.6), nil},
 		Rule{"tcp", Echo, OursWith(codec.CRC32C), StockGRPC.Name, least(1.2), nil},
-		Rule{"tcp", Call, Tensorferry, PingStock, most(1.5), nil},
+		Rule{"tcp", Call, Tensorferry, StockGRPC.Name, most(1.5), nil},
 		Rule{"tcp", FirstResult, Tensorferry, "", most(0.05), nil},
 		Rule{"tcp", Pull, Folder, "raw socket", least(0.80), nil},
 		Rule{"tcp", Push, Folder, Copying, least(0.60), nil})

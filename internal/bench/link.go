@@ -13,8 +13,9 @@ import (
 // Link is an end of a connection that carries pieces in order. One goroutine sends,
 // one receives, and any closes.
 type Link interface {
-	// Tell says what the client wants and, by the server, that an upload is whole.
-	Tell(op Op) error
+	// Tell says what the client wants, and may wait for the first piece with that; by
+	// the server, that an upload is whole.
+	Tell(op Op, first bool) error
 	// Hear waits for what the other end tells: io.EOF when it has left.
 	Hear() (Op, error)
 	// Send borrows the next piece.
@@ -29,7 +30,14 @@ var moves = []Op{Upload, Echo, ReLU}
 
 // Ask does op over l at the client, in pieces of size bytes. It borrows both.
 func Ask(l Link, op Op, source, back []byte, size int) error {
-	if err := l.Tell(op); err != nil {
+	if err := l.Tell(op, true); err != nil {
+		return err
+	}
+	if op == Echo && len(source) <= size { // nothing to overlap, and no goroutine to wake
+		err := l.Send(source)
+		if err == nil {
+			err = l.Receive(back)
+		}
 		return err
 	}
 	sent := make(chan error, 1)
@@ -60,7 +68,14 @@ func Answer(l Link, op Op, remote []byte, size int) error {
 		if err := receive(l, remote, size, func([]byte) {}); err != nil {
 			return err
 		}
-		return l.Tell(op)
+		return l.Tell(op, false)
+	}
+	if op == Echo && len(remote) <= size {
+		err := l.Receive(remote)
+		if err == nil {
+			err = l.Send(remote)
+		}
+		return err
 	}
 	whole := make(chan []byte, len(remote)/size+1) // room for all: the reader never waits for the writer
 	sent := make(chan error, 1)
@@ -92,7 +107,7 @@ func receive(l Link, dst []byte, size int, whole func([]byte)) error {
 	return nil
 }
 
-// answers does what it hears until the client leaves; idle has room for 1.
+// answers does what it hears until the client leaves; idle is newIdle's.
 func answers(l Link, remote []byte, size int, idle chan<- struct{}) error {
 	for {
 		op, err := l.Hear()

@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"time"
 
@@ -20,7 +21,6 @@ import (
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
-	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
 // The names of tensorferry as its users have it, with every default, and with a store.
@@ -46,7 +46,7 @@ func ourKinds() []Kind {
 		ours(OursWith(codec.CRC32C), client.Config{Checksum: codec.CRC32C}, none),
 		ours(OursWith(codec.CRC32), client.Config{Checksum: codec.CRC32}, none),
 		ours(Folder, client.Config{}, func(p Place, _ *slab.Pool) (store.Store, error) {
-			return store.OpenFolder(filepath.Dir(weightsFile(p)), store.FolderConfig{})
+			return store.OpenFolder(filepath.Join(p.Dir, "store"), store.FolderConfig{})
 		}),
 		ours(InMemory, client.Config{}, func(p Place, pool *slab.Pool) (store.Store, error) {
 			return store.NewMemory(pool, slab.SizeOf(int64(len(p.To)))), nil // room for one
@@ -58,11 +58,6 @@ func ours(name string, cfg client.Config, keep func(Place, *slab.Pool) (store.St
 	return Kind{
 		Name: name, OwnMemory: true,
 		Serve: func(l net.Listener, p Place) (Server, error) {
-			if name == Folder {
-				if err := writeWeights(p); err != nil {
-					return Server{}, errors.Join(err, l.Close())
-				}
-			}
 			host := cpu.NewHost(cpu.HostConfig{MemoryBytes: hostTensors*int64(len(p.To)) + hostSpare})
 			models := engine.NewRegistry()
 			kept, err := keep(p, host.Pool())
@@ -103,7 +98,7 @@ func ours(name string, cfg client.Config, keep func(Place, *slab.Pool) (store.St
 				Measure: map[Op]func(context.Context, int) (Sample, error){
 					FirstResult: o.firstResult, CallBeside: o.beside, Pull: o.pull, PullToFile: o.pullToFile, Push: o.push,
 				},
-				Close: func() error { return errors.Join(o.file.close(), c.Close()) },
+				Close: c.Close,
 			}, nil
 		},
 	}
@@ -118,8 +113,8 @@ type oursClient struct {
 	Place
 	client  *client.Client
 	session *client.Session
-	file    weights
-	pushed  int // so far: each has another name
+	pushed  int    // tensors so far: each has another name
+	pulled  string // the name of the one that is pulled
 }
 
 // run does op once and, if asked, says when the first result was there.
@@ -197,6 +192,15 @@ func (o *oursClient) beside(ctx context.Context, n int) (Sample, error) {
 	return Sample{Time: quantile(all, 0.5), P99: quantile(all, 0.99)}, nil
 }
 
+// put stores the source under a new name.
+func (o *oursClient) put(ctx context.Context) (name string, err error) {
+	o.pushed++
+	in := client.From("", floats(o.Source))
+	in.Name = strconv.Itoa(o.pushed)
+	_, err = o.client.Push(ctx, client.PushRequest{Tensors: []client.Input{in}})
+	return in.Name, err
+}
+
 // fetch pulls a tensor.
 func (o *oursClient) fetch(ctx context.Context, name string, to client.Sink) error {
 	_, err := o.client.Pull(ctx, client.PullRequest{
@@ -206,35 +210,35 @@ func (o *oursClient) fetch(ctx context.Context, name string, to client.Sink) err
 	return err
 }
 
-func (o *oursClient) pull(ctx context.Context, _ int) (Sample, error) {
-	return o.fetched(ctx, weightsName)
+// stored pushes what is pulled, once.
+func (o *oursClient) stored(ctx context.Context) (err error) {
+	if o.pulled == "" {
+		o.pulled, err = o.put(ctx)
+	}
+	return err
 }
 
-func (o *oursClient) fetched(ctx context.Context, name string) (Sample, error) {
-	return transfer(Echo, o.To, o.Source, func() error { return o.fetch(ctx, name, client.Into(o.To)) })
+func (o *oursClient) pull(ctx context.Context, _ int) (Sample, error) {
+	if err := o.stored(ctx); err != nil {
+		return Sample{}, err
+	}
+	return transfer(Echo, o.To, o.Source, func() error { return o.fetch(ctx, o.pulled, client.Into(o.To)) })
 }
 
 func (o *oursClient) pullToFile(ctx context.Context, _ int) (Sample, error) {
-	return toFile(o.Place, func(f *os.File) error { return o.fetch(ctx, weightsName, client.At(f)) })
-}
-
-// push stores the weights under a new name, fetches and compares them after the time,
-// and deletes them.
-func (o *oursClient) push(ctx context.Context, _ int) (Sample, error) {
-	x, err := o.file.open(o.Place)
-	if err != nil {
+	if err := o.stored(ctx); err != nil {
 		return Sample{}, err
 	}
-	in := client.From("", x)
-	o.pushed++
-	in.Name = "pushed/" + strconv.Itoa(o.pushed)
-	s, err := timed(func() error {
-		_, err := o.client.Push(ctx, client.PushRequest{Tensors: []client.Input{in}})
-		return err
-	})
+	return toFile(o.Place, func(f *os.File) error { return o.fetch(ctx, o.pulled, client.At(f)) })
+}
+
+// push stores the source, fetches and compares it after the time, and deletes it.
+func (o *oursClient) push(ctx context.Context, _ int) (s Sample, err error) {
+	var name string
+	s, err = timed(func() error { name, err = o.put(ctx); return err })
 	if err == nil {
-		_, err = o.fetched(ctx, in.Name)
-		_, e := o.client.Delete(ctx, in.Name)
+		_, err = transfer(Echo, o.To, o.Source, func() error { return o.fetch(ctx, name, client.Into(o.To)) })
+		_, e := o.client.Delete(ctx, name)
 		err = errors.Join(err, e)
 	}
 	if err != nil {
@@ -243,64 +247,22 @@ func (o *oursClient) push(ctx context.Context, _ int) (Sample, error) {
 	return s, nil
 }
 
-// weightsName is what the store calls the one tensor of the file that somebody put
-// into its folder.
-const weightsName = "weights/x"
-
-func weightsFile(p Place) string { return filepath.Join(p.Dir, "store", "weights.safetensors") }
-
-// writeWeights writes the source, which nobody has filled, to the file. Its pages stay
-// in memory; what the disk still has to do would be in somebody's time.
-func writeWeights(p Place) error {
-	FillFloats(p.Source)
-	if err := os.MkdirAll(filepath.Dir(weightsFile(p)), 0o755); err != nil {
-		return err
-	}
-	return create(weightsFile(p), func(f *os.File) error {
-		return errors.Join(tensorfile.WriteSafetensors(f, []tensorfile.Named{{Name: "x", Tensor: floats(p.Source)}}, nil), f.Sync())
-	})
-}
-
-// weights is the file, mapped by a client that pushes it. The zero value is none.
-type weights struct{ *tensorfile.Safetensors }
-
-// open maps the file, which it makes if there is none, and returns its tensor, which
-// it shares until close.
-func (w *weights) open(p Place) (tensor.Tensor, error) {
-	if w.Safetensors == nil {
-		if _, err := os.Stat(weightsFile(p)); err != nil {
-			if err := writeWeights(p); err != nil {
-				return tensor.Tensor{}, err
-			}
-		}
-		f, err := tensorfile.OpenSafetensors(weightsFile(p))
-		if err != nil {
-			return tensor.Tensor{}, err
-		}
-		w.Safetensors = f
-	}
-	return w.Tensor("x")
-}
-
-func (w *weights) close() error {
-	if w.Safetensors == nil {
-		return nil
-	}
-	return w.Close()
-}
-
-// copying is a push's peer: it copies the weights to a new file, a piece at a time, and
+// copying is a push's peer: it copies the source, a file in memory, to a new one, a piece at a time, and
 // waits for the disk. To ask the system for a copy would be no faster where it makes
 // one, and no peer where it lets two files share their bytes.
 var copying = Kind{
 	Name: Copying, OwnMemory: true,
-	Serve: func(l net.Listener, p Place) (Server, error) {
-		return Server{always, l.Close}, writeWeights(p)
+	Serve: func(l net.Listener, _ Place) (Server, error) {
+		return Server{always, l.Close}, nil
 	},
 	Dial: func(_ context.Context, p Place) (Client, error) {
+		source := filepath.Join(p.Dir, "source")
+		if err := os.WriteFile(source, p.Source, 0o600); err != nil {
+			return Client{}, err
+		}
 		push := func(context.Context, int) (Sample, error) {
 			return toFile(p, func(f *os.File) error {
-				src, err := os.Open(weightsFile(p))
+				src, err := os.Open(source)
 				if err != nil {
 					return err
 				}
@@ -313,14 +275,6 @@ var copying = Kind{
 	},
 }
 
-func create(path string, fill func(*os.File) error) error {
-	f, err := os.Create(path)
-	if err != nil {
-		return err
-	}
-	return errors.Join(fill(f), f.Close())
-}
-
 // toFile times what fills a new file beside the store with the source, at its end,
 // and compares it. It waits until the disk has taken note that the file is removed:
 // that would be in the next one's time.
@@ -331,7 +285,13 @@ func toFile(p Place, fill func(*os.File) error) (s Sample, err error) {
 	}
 	defer dir.Close()
 	path := filepath.Join(p.Dir, "copy")
-	s, err = timed(func() error { return create(path, fill) })
+	s, err = timed(func() error {
+		f, err := os.Create(path)
+		if err != nil {
+			return err
+		}
+		return errors.Join(fill(f), f.Close())
+	})
 	if err == nil {
 		err = checkFile(path, p.Source)
 	}
@@ -348,19 +308,15 @@ func checkFile(path string, source []byte) error {
 		return err
 	}
 	defer f.Close()
-	if _, err := f.Seek(-int64(len(source)), io.SeekEnd); err != nil {
-		return err
-	}
+	_, err = f.Seek(-int64(len(source)), io.SeekEnd)
 	piece := make([]byte, ChunkBytes)
-	for len(source) > 0 {
-		piece = piece[:min(len(piece), len(source))]
-		if _, err := io.ReadFull(f, piece); err != nil {
-			return err
+	for want := range slices.Chunk(source, ChunkBytes) {
+		if err == nil {
+			_, err = io.ReadFull(f, piece[:len(want)])
 		}
-		if err := Check(Echo, piece, source[:len(piece)]); err != nil {
-			return fmt.Errorf("%w, in a file", err)
+		if err == nil {
+			err = Check(Echo, piece[:len(want)], want)
 		}
-		source = source[len(piece):]
 	}
-	return nil
+	return err
 }

@@ -37,7 +37,7 @@ func raw(sum codec.Checksum, size int) Kind {
 		Name: RawName(sum, size),
 		Serve: func(l net.Listener, p Place) (Server, error) {
 			ctx, cancel := context.WithCancel(context.Background())
-			idle := make(chan struct{}, 1)
+			idle := newIdle()
 			return Go(func() error {
 				defer close(idle)
 				defer l.Close()
@@ -73,7 +73,7 @@ type rawLink struct {
 	parts [2][]byte
 }
 
-func (l *rawLink) Tell(op Op) error {
+func (l *rawLink) Tell(op Op, _ bool) error {
 	_, err := l.Write([]byte{op[0]})
 	return err
 }

@@ -102,7 +102,7 @@ func (r *Report) write(w io.Writer, title string, has func(*Comparison) bool) er
 				}
 			}
 			worse, olds = worse+len(what), olds+2
-			if required = "–"; len(what) > 0 {
+			if required = "–"; len(what) > 0 && !r.Smoke {
 				required = "WORSE: " + strings.Join(what, ", ")
 			}
 		}

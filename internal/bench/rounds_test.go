@@ -76,9 +76,9 @@ func TestRatiosAreOfRatesOrOfTimesAndHeldAgainstWhatIsRequired(t *testing.T) {
 		{"tcp", 2, Upload, OursWith(codec.CRC32C), RawName(codec.CRC32, ChunkBytes), 94, 0.94, "–", "–"},
 		{"tcp", 1, Upload, OursWith(codec.CRC32C), RawName(codec.CRC32C, ChunkBytes), 94, 0.94, "–", "–"},
 		{"unix", 2, Upload, OursWith(codec.CRC32C), RawName(codec.CRC32C, ChunkBytes), 90, 0.9, "at least 0.9: met", "–"},
-		{"tcp", 2, Call, Tensorferry, PingStock, 50, 2, "at most 1.5: MISSED", "–"},
-		{"tcp", 2, Call, Tensorferry, PingStock, 80, 1.25, "at most 1.5: met", "–"},
-		{"tcp", 2, Call, Tensorferry, PingRaw, 80, 1.25, "–", "–"},
+		{"tcp", 2, Call, Tensorferry, StockGRPC.Name, 50, 2, "at most 1.5: MISSED", "–"},
+		{"tcp", 2, Call, Tensorferry, StockGRPC.Name, 80, 1.25, "at most 1.5: met", "–"},
+		{"tcp", 2, Call, Tensorferry, RawName(codec.CRC32C, ChunkBytes), 80, 1.25, "–", "–"},
 		{"tcp", 2, Pull, Folder, RawName(codec.CRC32C, ChunkBytes), 79, 0.79, "at least 0.8: MISSED", "–"},
 		{"tcp", 2, Push, Folder, Copying, 60, 0.6, "at least 0.6: met", "–"},
 	} {
@@ -148,7 +148,7 @@ func TestASmokeRunReportsEveryWorkOfTheSuite(t *testing.T) {
 	for _, want := range []string{
 		"SMOKE RUN", "A server process and a client process each", "Both ends in one process", "through a proxy", "tcp, 50ms",
 		"upload of 1 MiB", "relu of 1 MiB", "call of 30 KB", "first-result of 1 MiB", "call-beside-upload of 1 MiB", "pull-to-file of 1 MiB", "push of 1 MiB",
-		"beside raw socket, CRC-32, 256 KiB", "beside " + Copying, "beside " + PingRaw,
+		"beside raw socket, CRC-32, 256 KiB", "beside " + Copying,
 	} {
 		require.Contains(t, text.String(), want)
 	}

@@ -46,7 +46,7 @@ var suite = []struct {
 }{
 	{[]Op{Upload, Echo, ReLU}, true, Beside(OursWith(codec.CRC32C), RawName(codec.CRC32C, ChunkBytes), RawName(codec.CRC32C, smallPiece), RawName(0, ChunkBytes), StockGRPC.Name)},
 	{[]Op{Upload, Echo}, false, Beside(OursWith(codec.CRC32), RawName(codec.CRC32, ChunkBytes), RawName(codec.CRC32, smallPiece))},
-	{[]Op{Call}, true, Beside(Tensorferry, PingStock, PingRaw)},
+	{[]Op{Call}, true, Beside(Tensorferry, StockGRPC.Name, RawName(codec.CRC32C, ChunkBytes))},
 	{[]Op{FirstResult, CallBeside}, false, Beside(Tensorferry)},
 	{[]Op{Pull, PullToFile}, false, instead(Folder)},
 	{[]Op{Push}, false, Beside(Folder, Copying)},
