@@ -40,7 +40,7 @@ var StockGRPC = Kind{
 		desc := stockStream
 		desc.Handler = func(_ any, s grpc.ServerStream) error {
 			defer close(idle) // there is one gRPC stream
-			return answers(&chunkLink{Stream: s, end: func() error { return nil }}, p.To, ChunkBytes, idle)
+			return answers(&chunkLink{messages: s, end: func() error { return nil }}, p.To, ChunkBytes, idle)
 		}
 		server := grpc.NewServer(grpc.WaitForHandlers(true)) // they write to memory that is lent until Close
 		server.RegisterService(&grpc.ServiceDesc{ServiceName: "bench", HandlerType: (*any)(nil), Streams: []grpc.StreamDesc{desc}}, 0)
@@ -55,7 +55,7 @@ var StockGRPC = Kind{
 		if err != nil {
 			return Client{}, errors.Join(err, conn.Close())
 		}
-		return asks(&chunkLink{Stream: s, end: conn.Close}, p, ChunkBytes), nil
+		return asks(&chunkLink{messages: s, end: conn.Close}, p, ChunkBytes), nil
 	},
 }
 
@@ -64,12 +64,18 @@ var stockStream = grpc.StreamDesc{StreamName: "Chunks", ServerStreams: true, Cli
 // chunkLink sends chunks in one reused message. The client's first chunk says what it
 // wants in place of the tensor's ID.
 type chunkLink struct {
-	grpc.Stream
-	op        Op // that the next message says
-	out       tensorferryv1.Chunk
-	first     *tensorferryv1.Chunk // that was heard, and is received next
-	sent, got uint32
-	end       func() error
+	messages
+	op    Op // that the next message says
+	out   tensorferryv1.Chunk
+	first *tensorferryv1.Chunk // that was heard, and is received next
+	sent  uint32
+	end   func() error
+}
+
+// messages is either end of a gRPC stream.
+type messages interface {
+	SendMsg(m any) error
+	RecvMsg(m any) error
 }
 
 func (l *chunkLink) Tell(op Op, first bool) error {

@@ -361,5 +361,5 @@ func (p *puller) kill(ctx context.Context, after time.Duration, old []byte) (who
 	case err == nil && old != nil && bytes.Equal(got, old), errors.Is(err, fs.ErrNotExist) && old == nil:
 		return false, nil
 	}
-	return false, fmt.Errorf("%s after a kill: %d bytes of %d, %v", p.file, len(got), len(p.want), err)
+	return false, errors.Join(fmt.Errorf("%s after a kill: %d bytes of %d", p.file, len(got), len(p.want)), err)
 }

@@ -85,9 +85,9 @@ func main() {
 }
 
 func run(ctx context.Context, out io.Writer, args []string) error {
-	list := "stress: say which program, and -h for its flags:"
+	var list strings.Builder
 	for _, p := range programs {
-		list += fmt.Sprintf("\n  %-9s %s", p.name, p.what)
+		fmt.Fprintf(&list, "\n  %-9s %s", p.name, p.what)
 		if len(args) == 0 || p.name != args[0] {
 			continue
 		}
@@ -106,7 +106,7 @@ func run(ctx context.Context, out io.Writer, args []string) error {
 		}
 		return e.judge(ctx, p.name, p.run)
 	}
-	return errors.New(list)
+	return fmt.Errorf("stress: say which program, and -h for its flags:%s", &list)
 }
 
 // judge runs a program and prints how it ended.

@@ -182,14 +182,14 @@ func (s *soak) look(ctx context.Context) error {
 			return fmt.Errorf("%v: %s: %w", at, h.name, err)
 		}
 		h.samples = append(h.samples, sample{at, f})
-		text := fmt.Sprintf("%v, %s at rest:", at, h.name)
+		fmt.Fprintf(s.out, "%v, %s at rest:", at, h.name)
 		for _, j := range judged {
-			text += fmt.Sprintf(" %s %s,", j.name, show(f[j.name], j.memory))
+			fmt.Fprintf(s.out, " %s %s,", j.name, show(f[j.name], j.memory))
 			if over := f[j.name] - h.samples[0].of[j.name]; j.atRest && over > j.slack {
 				s.add("%v: %s: %v %s more than before the load", at, h.name, over, j.name)
 			}
 		}
-		fmt.Fprintf(s.out, "%s RSS %s of its own, %s of it spare, and %s mapped\n", text, mibs(f["own"]), mibs(f["spare"]), mibs(f["mapped"]))
+		fmt.Fprintf(s.out, " RSS %s of its own, %s of it spare, and %s mapped\n", mibs(f["own"]), mibs(f["spare"]), mibs(f["mapped"]))
 	}
 	var tally []string
 	for _, j := range jobs {
