@@ -30,7 +30,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo cuda cuda-mutants lint lint-go lint-proto breaking generated tidy-check \
-	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-against build \
+	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-against bench-load build \
 	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-python-smoke stress-python stress-python-smoke \
 	stress-sessions stress-receive stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
@@ -62,6 +62,9 @@ bench-python-memory: ## Measure the peak memory of 16 GiB from a Python generato
 
 bench-against: ## Measure AGAINST and this tree in turns, beside raw sockets, two processes each
 	cd bench && $(GO) run $(STAMP) . -against '$(MEASURED)'
+
+bench-load: ## Measure 1 to 16 connections with 1 to 64 calls in flight, AGAINST and this tree in turns
+	cd bench && $(GO) run $(STAMP) . -load -against '$(MEASURED)'
 
 stress-sessions: ## Hold a server to its memory with 1 000 sessions at work and 10 000 idle ones
 	$(GO) run $(STAMP) ./internal/stress sessions

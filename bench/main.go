@@ -45,6 +45,7 @@ func run(ctx context.Context) error {
 	works := flag.String("works", "", "the only `works`, with commas between: upload, echo, relu, call and so on")
 	against := flag.String("against", "", "compare with a `commit` of this repository, not with peers")
 	python := flag.String("python", "", "a `Python` with pyarrow and isal, for Arrow Flight in C++")
+	load := flag.Bool("load", false, "measure 1 to 16 connections with 1 to 64 calls in flight, and their memory")
 	out := flag.String("out", "", "write peers.md, peers.json and peers.svg to `folder`, too")
 	flag.Parse()
 	if flag.NArg() > 0 {
@@ -63,34 +64,46 @@ func run(ctx context.Context) error {
 		return err
 	}
 	defer func() { _ = os.RemoveAll(dir) }()
+	chosen := func(ops []bench.Op) []bench.Op {
+		return slices.DeleteFunc(slices.Clone(ops), func(op bench.Op) bool {
+			return *works != "" && !slices.Contains(strings.Split(*works, ","), string(op))
+		})
+	}
 	var groups []bench.Group
-	if nets := strings.Split(*net, ","); *against != "" {
-		old, err := build(ctx, *against, dir)
+	var old []string
+	nets := strings.Split(*net, ",")
+	if *against != "" {
+		program, err := build(ctx, *against, dir)
 		if err != nil {
 			return err
 		}
-		groups = turns(nets, []string{old, bench.EndArgument})
-	} else {
+		old = []string{program, bench.EndArgument}
+	}
+	switch {
+	case *load:
+		groups = loads(nets, old)
+	case old != nil:
+		groups = turns(nets, old)
+	default:
 		top, err := proc.Top(ctx)
 		if err != nil {
 			return err
 		}
-		if r.Batches, err = sweep(ctx, c, languages(*python, filepath.Join(top, "bench", "python", "ends.py"))); err != nil {
+		ends := filepath.Join(top, "bench", "python", "ends.py")
+		if r.Batches, err = sweep(ctx, c, chosen(both), languages(*python, ends)); err != nil {
 			return err
 		}
 		groups = peers(nets, r.Batches)
 	}
 	for i := range groups {
-		groups[i].Ops = slices.DeleteFunc(slices.Clone(groups[i].Ops), func(op bench.Op) bool {
-			return *works != "" && !slices.Contains(strings.Split(*works, ","), string(op))
-		})
+		groups[i].Ops = chosen(groups[i].Ops)
 	}
 	done, err := c.Run(ctx, slices.DeleteFunc(groups, func(g bench.Group) bool { return len(g.Ops) == 0 }))
 	if err != nil {
 		return err
 	}
 	r.Report = *done
-	if *against != "" {
+	if *load || old != nil {
 		return r.WriteText(os.Stdout)
 	}
 	return write(r, os.Stdout, *out)

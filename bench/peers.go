@@ -46,10 +46,10 @@ type Batch struct {
 var both = []bench.Op{bench.Upload, bench.Echo}
 
 // sweep measures Flight with each batch size.
-func sweep(ctx context.Context, c bench.Config, all []language) (batches []Batch, err error) {
+func sweep(ctx context.Context, c bench.Config, ops []bench.Op, all []language) (batches []Batch, err error) {
 	for _, l := range all {
 		for _, sums := range []bool{false, true} {
-			g := bench.Group{Net: "tcp", Processes: 2, Size: c.Size, Rounds: sweepRounds, Ops: both}
+			g := bench.Group{Net: "tcp", Processes: 2, Size: c.Size, Rounds: sweepRounds, Ops: ops}
 			for _, n := range batchSizes {
 				g.Entrants = append(g.Entrants, l.entrant(sums, n))
 			}
@@ -58,7 +58,7 @@ func sweep(ctx context.Context, c bench.Config, all []language) (batches []Batch
 				return nil, err
 			}
 			sum := map[bool]codec.Checksum{true: l.sum}[sums]
-			for _, op := range both {
+			for _, op := range ops {
 				first := len(batches)
 				for _, x := range found {
 					if x.Work != op {
@@ -125,6 +125,21 @@ func rules() []bench.Rule {
 			bench.Rule{Net: "tcp", Work: op, Who: bench.OursWith(codec.CRC32), Beside: "Arrow Flight (C++), unchecked", Ratio: &bench.Required{Value: 1}})
 	}
 	return all
+}
+
+// loads are what ours does with many calls at a time, and an old program's if there
+// is one.
+func loads(nets []string, old []string) (groups []bench.Group) {
+	for _, net := range nets {
+		for _, l := range bench.Loads {
+			g := bench.Group{Net: net, Processes: 2, Size: tensorBytes, Ops: both, Entrants: bench.Beside(l.Name())}
+			if old != nil {
+				g.Entrants = append(g.Entrants, bench.Entrant{Kind: l.Name(), Program: old, Prefix: bench.Old})
+			}
+			groups = append(groups, g)
+		}
+	}
+	return groups
 }
 
 // turns are what an old program and this one do.

@@ -198,7 +198,7 @@ func TestTheBestBatchOfEachTakesPart(t *testing.T) {
 	testkit.Start(t)
 	c := bench.Smoke(kinds())
 	c.Size = 1 << 20
-	batches, err := sweep(t.Context(), c, languages("", ""))
+	batches, err := sweep(t.Context(), c, both, languages("", ""))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -273,7 +273,7 @@ class FlightEnd:
         cpu = time.process_time() - self.cpu
         if job["Op"] == "upload":
             self.check()
-        return round(cpu * 1e9)
+        return {"cpu_ns": round(cpu * 1e9)}
 
     def check(self):
         if not np.array_equal(self.to.view("uint32"), self.source.view("uint32")):

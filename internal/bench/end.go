@@ -152,16 +152,23 @@ func (e *End) Move(job Job, s *Sample) (err error) {
 	default:
 		err = fmt.Errorf("bench: %s has no %s", e.kind.Name, job.Op)
 	}
+	s.Client = max(peak()-int64(len(to)+len(source)), 0)
 	return err
 }
 
+// peak is the most memory that this process has had; 0 where the system does not tell.
+func peak() int64 {
+	r, _ := proc.ResidentOf(os.Getpid())
+	return r.Peak
+}
+
 // Finish compares what arrived at the server and answers with the time that its
-// process ran for since Prepare.
-func (e *End) Finish(job Job, cpu *time.Duration) error {
+// process ran for since Prepare, and its memory.
+func (e *End) Finish(job Job, s *Sample) error {
 	for range max(job.Count, 1) {
 		<-e.server.Idle
 	}
-	*cpu = proc.CPUTime() - e.cpu
+	s.CPU, s.Server = proc.CPUTime()-e.cpu, peak()
 	if e.kind.OwnMemory {
 		return nil
 	}
@@ -279,13 +286,14 @@ func (t *contestant) do(ctx context.Context, job Job) (s Sample, err error) {
 	if err = client.call(ctx, "Move", job, &s); err != nil {
 		return Sample{}, err
 	}
-	var cpu time.Duration
-	if err = server.call(ctx, "Finish", job, &cpu); err != nil {
+	var its Sample
+	if err = server.call(ctx, "Finish", job, &its); err != nil {
 		return Sample{}, err
 	}
 	if !t.together && s.CPU > 0 {
-		s.CPU += cpu
+		s.CPU += its.CPU
 	}
+	s.Server = its.Server
 	s.CPU /= time.Duration(max(job.Count, 1))
 	return s, nil
 }

@@ -63,6 +63,10 @@ type Sample struct {
 	CPU   time.Duration `json:"cpu_ns,omitempty"`   // of both ends in that time; of a batch, the mean
 	P99   time.Duration `json:"p99_ns,omitempty"`   // of a batch
 	Total time.Duration `json:"total_ns,omitempty"` // of the call that gave a first result
+	// Server and Client are the most memory of their own that the processes have had
+	// so far; the client's is without the tensor and room for it.
+	Server int64 `json:"server_peak_bytes,omitempty"`
+	Client int64 `json:"client_peak_bytes,omitempty"`
 }
 
 // Place is where one end of a kind works, and what it moves. Source is what the

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"sync"
 	"time"
 
 	"github.com/tensorferry/tensorferry/client"
@@ -41,20 +42,36 @@ func OursWith(sum codec.Checksum) string { return Tensorferry + ", " + SumText(s
 // checksums alone.
 func ourKinds() []Kind {
 	none := func(Place, *slab.Pool) (store.Store, error) { return nil, nil }
-	return []Kind{
-		ours(Tensorferry, client.Config{}, none),
-		ours(OursWith(codec.CRC32C), client.Config{Checksum: codec.CRC32C}, none),
-		ours(OursWith(codec.CRC32), client.Config{Checksum: codec.CRC32}, none),
-		ours(Folder, client.Config{}, func(p Place, _ *slab.Pool) (store.Store, error) {
+	all := []Kind{
+		ours(Tensorferry, client.Config{}, Load{1, 1}, none),
+		ours(OursWith(codec.CRC32C), client.Config{Checksum: codec.CRC32C}, Load{1, 1}, none),
+		ours(OursWith(codec.CRC32), client.Config{Checksum: codec.CRC32}, Load{1, 1}, none),
+		ours(Folder, client.Config{}, Load{1, 1}, func(p Place, _ *slab.Pool) (store.Store, error) {
 			return store.OpenFolder(filepath.Join(p.Dir, "store"), store.FolderConfig{})
 		}),
-		ours(InMemory, client.Config{}, func(p Place, pool *slab.Pool) (store.Store, error) {
+		ours(InMemory, client.Config{}, Load{1, 1}, func(p Place, pool *slab.Pool) (store.Store, error) {
 			return store.NewMemory(pool, slab.SizeOf(int64(len(p.To)))), nil // room for one
 		}),
 	}
+	for _, l := range Loads {
+		all = append(all, ours(l.Name(), client.Config{}, l, none))
+	}
+	return all
 }
 
-func ours(name string, cfg client.Config, keep func(Place, *slab.Pool) (store.Store, error)) Kind {
+// Load is how a tensor is spread: over connections, with a session each, and as how
+// many calls at a time.
+type Load struct{ Connections, Calls int }
+
+// Loads are those that are measured.
+var Loads = []Load{{1, 1}, {1, 4}, {1, 16}, {1, 64}, {4, 4}, {4, 16}, {4, 64}, {16, 16}, {16, 64}}
+
+// Name names tensorferry with a load.
+func (l Load) Name() string {
+	return fmt.Sprintf("%s, connections %d, calls %d", Tensorferry, l.Connections, l.Calls)
+}
+
+func ours(name string, cfg client.Config, load Load, keep func(Place, *slab.Pool) (store.Store, error)) Kind {
 	return Kind{
 		Name: name, OwnMemory: true,
 		Serve: func(l net.Listener, p Place) (Server, error) {
@@ -84,21 +101,25 @@ func ours(name string, cfg client.Config, keep func(Place, *slab.Pool) (store.St
 			if p.Network == "unix" {
 				address = "unix:" + address
 			}
-			c, err := client.Dial(address, cfg)
-			if err != nil {
-				return Client{}, err
+			o := &oursClient{Place: p, calls: load.Calls}
+			for range load.Connections {
+				c, err := client.Dial(address, cfg)
+				if err != nil {
+					return Client{}, errors.Join(err, o.close())
+				}
+				o.clients = append(o.clients, c)
+				s, err := c.Session(ctx)
+				if err != nil {
+					return Client{}, errors.Join(err, o.close())
+				}
+				o.sessions = append(o.sessions, s)
 			}
-			s, err := c.Session(ctx)
-			if err != nil {
-				return Client{}, errors.Join(err, c.Close())
-			}
-			o := &oursClient{Place: p, client: c, session: s}
 			return Client{
 				Run: func(ctx context.Context, op Op) error { return o.run(ctx, op, nil) },
 				Measure: map[Op]func(context.Context, int) (Sample, error){
 					FirstResult: o.firstResult, CallBeside: o.beside, Pull: o.pull, PullToFile: o.pullToFile, Push: o.push,
 				},
-				Close: c.Close,
+				Close: o.close,
 			}, nil
 		},
 	}
@@ -111,24 +132,51 @@ func floats(data []byte) tensor.Tensor {
 
 type oursClient struct {
 	Place
-	client  *client.Client
-	session *client.Session
-	pushed  int    // tensors so far: each has another name
-	pulled  string // the name of the one that is pulled
+	clients  []*client.Client
+	sessions []*client.Session // one of each
+	calls    int               // at a time
+	pushed   int               // tensors so far: each has another name
+	pulled   string            // the name of the one that is pulled
+}
+
+func (o *oursClient) close() (err error) {
+	for _, c := range o.clients {
+		err = errors.Join(err, c.Close())
+	}
+	return err
 }
 
 // run does op once and, if asked, says when the first result was there.
 func (o *oursClient) run(ctx context.Context, op Op, first *time.Duration) error {
+	if o.calls <= 1 {
+		return o.call(ctx, o.sessions[0], op, o.Source, o.To, first)
+	}
+	var all sync.WaitGroup
+	part := max(len(o.Source)/o.calls&^7, 8)
+	failed := make([]error, len(o.Source)/part+1)
+	for i := range failed {
+		if from, to := i*part, min((i+1)*part, len(o.Source)); from < to {
+			all.Go(func() {
+				failed[i] = o.call(ctx, o.sessions[i%len(o.sessions)], op, o.Source[from:to], o.To[from:to], nil)
+			})
+		}
+	}
+	all.Wait()
+	return errors.Join(failed...)
+}
+
+// call moves a part of the tensor, which it borrows.
+func (o *oursClient) call(ctx context.Context, s *client.Session, op Op, source, to []byte, first *time.Duration) error {
 	model := string(op)
 	if op == Upload {
 		model = "sink"
 	}
-	r := client.Request{Model: model, Inputs: []client.Input{client.From("", floats(o.Source))}}
+	r := client.Request{Model: model, Inputs: []client.Input{client.From("", floats(source))}}
 	if op.back() {
-		r.Results = map[string]client.Sink{"y": client.Into(o.To)}
+		r.Results = map[string]client.Sink{"y": client.Into(to)}
 	}
 	begin := time.Now()
-	call, err := o.session.Call(ctx, r)
+	call, err := s.Call(ctx, r)
 	if err != nil {
 		return err
 	}
@@ -145,8 +193,8 @@ func (o *oursClient) run(ctx context.Context, op Op, first *time.Duration) error
 	if err != nil || op.back() {
 		return err
 	}
-	if got := results["bytes"].Data; len(got) != 8 || binary.LittleEndian.Uint64(got) != uint64(len(o.Source)) {
-		return fmt.Errorf("bench: %d bytes were sent, the server says %x", len(o.Source), got)
+	if got := results["bytes"].Data; len(got) != 8 || binary.LittleEndian.Uint64(got) != uint64(len(source)) {
+		return fmt.Errorf("bench: %d bytes were sent, the server says %x", len(source), got)
 	}
 	return nil
 }
@@ -161,7 +209,7 @@ func (o *oursClient) firstResult(ctx context.Context, _ int) (Sample, error) {
 // beside makes small calls for as long as an upload runs on the same session, and
 // repeats that until it has n samples, or enough uploads have passed.
 func (o *oursClient) beside(ctx context.Context, n int) (Sample, error) {
-	small := &oursClient{Place: Place{Source: make([]byte, SmallBytes), To: make([]byte, SmallBytes)}, session: o.session}
+	small := &oursClient{Place: Place{Source: make([]byte, SmallBytes), To: make([]byte, SmallBytes)}, sessions: o.sessions}
 	FillFloats(small.Source)
 	var all []time.Duration
 	for range uploadsBeside {
@@ -197,13 +245,13 @@ func (o *oursClient) put(ctx context.Context) (name string, err error) {
 	o.pushed++
 	in := client.From("", floats(o.Source))
 	in.Name = strconv.Itoa(o.pushed)
-	_, err = o.client.Push(ctx, client.PushRequest{Tensors: []client.Input{in}})
+	_, err = o.clients[0].Push(ctx, client.PushRequest{Tensors: []client.Input{in}})
 	return in.Name, err
 }
 
 // fetch pulls a tensor.
 func (o *oursClient) fetch(ctx context.Context, name string, to client.Sink) error {
-	_, err := o.client.Pull(ctx, client.PullRequest{
+	_, err := o.clients[0].Pull(ctx, client.PullRequest{
 		Select: []client.Selection{{Name: name}},
 		To:     func(string, tensor.Desc) (client.Sink, error) { return to, nil },
 	})
@@ -238,7 +286,7 @@ func (o *oursClient) push(ctx context.Context, _ int) (s Sample, err error) {
 	s, err = timed(func() error { name, err = o.put(ctx); return err })
 	if err == nil {
 		_, err = transfer(Echo, o.To, o.Source, func() error { return o.fetch(ctx, name, client.Into(o.To)) })
-		_, e := o.client.Delete(ctx, name)
+		_, e := o.clients[0].Delete(ctx, name)
 		err = errors.Join(err, e)
 	}
 	if err != nil {

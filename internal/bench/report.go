@@ -43,11 +43,13 @@ func (r *Report) WriteText(w io.Writer) error {
 	if r.Smoke {
 		fmt.Fprintln(w, "SMOKE RUN: sizes and repetitions are too small for the figures to mean anything")
 	}
+	loaded := func(x *Comparison) bool { return strings.Contains(x.Who, "connections") }
 	for _, part := range []struct {
 		title string
 		has   func(*Comparison) bool
 	}{
-		{"A server process and a client process each", func(x *Comparison) bool { return x.Processes == 2 && x.Delay == 0 }},
+		{"A server process and a client process each", func(x *Comparison) bool { return x.Processes == 2 && x.Delay == 0 && !loaded(x) }},
+		{"The same as many calls at a time, with the most memory that server and client had, without the tensor at the client", loaded},
 		{"The same through a proxy that delays", func(x *Comparison) bool { return x.Delay > 0 }},
 		{"Both ends in one process", func(x *Comparison) bool { return x.Processes == 1 && x.Delay == 0 }},
 	} {
@@ -70,6 +72,9 @@ func (r *Report) write(w io.Writer, title string, has func(*Comparison) bool) er
 	worse, olds := 0, 0
 	row := func(where, work, who string, f Figures, op Op, rest string) {
 		speed, cost := f.text(op)
+		if strings.Contains(who, "connections") {
+			cost += fmt.Sprintf("  %.0f, %.0f MiB", mib(f.Server), mib(f.Client))
+		}
 		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\n", where, work, who, speed, cost, rest)
 	}
 	for _, x := range r.Comparisons {

@@ -77,6 +77,8 @@ type Figures struct {
 	OfTotal float64       `json:"of_total,omitempty"`
 	Rate    float64       `json:"gb_per_second"` // of 10⁹ bytes; an echo's count once
 	CPU     float64       `json:"cpu_seconds_per_gb,omitempty"`
+	Server  int64         `json:"server_peak_bytes,omitempty"` // the most
+	Client  int64         `json:"client_peak_bytes,omitempty"`
 }
 
 // Comparison is one kind of work done by one entrant and by another, in turns.
@@ -249,6 +251,9 @@ func (x *Comparison) figures(side func(Pair) Sample) Figures {
 	}
 	t := quantile(times, 0.5)
 	f := Figures{Time: t, P99: quantile(p99s, 0.5), Rate: rate(x.Bytes, t), CPU: quantile(cpus, 0.5).Seconds() / (float64(x.Bytes) / 1e9)}
+	for _, p := range x.Pairs {
+		f.Server, f.Client = max(f.Server, side(p).Server), max(f.Client, side(p).Client)
+	}
 	if len(totals) > 0 {
 		f.OfTotal = quantile(totals, 0.5)
 	}

@@ -20,11 +20,11 @@ import (
 // cutNames is what the names of pushes begin with that are cut off.
 const cutNames = "cut-"
 
-// job is one thing that a worker does, as often as its weight says.
+// job is one thing that a worker does at a server, as often as its weight says.
 type job struct {
 	name   string
 	weight int
-	do     func(*worker, context.Context, *target) error
+	do     func(*worker, context.Context, visit) error
 }
 
 var jobs = []job{
@@ -61,22 +61,24 @@ type place struct {
 	i  int // of storedSizes
 }
 
+// visit is a server, with a client and a session that stay, or that came for one job.
+type visit struct {
+	*target
+	client  *client.Client
+	session *client.Session
+}
+
 // work works until loaded ends; what it has begun then ends by itself.
 func (w *worker) work(ctx, loaded context.Context) {
-	weights := 0
+	var weighted []job
 	for _, j := range jobs {
-		weights += j.weight
+		weighted = append(weighted, slices.Repeat([]job{j}, j.weight)...)
 	}
 	for loaded.Err() == nil {
-		at := w.rand.IntN(weights)
-		j := jobs[slices.IndexFunc(jobs, func(j job) bool {
-			at -= j.weight
-			return at < 0
-		})]
-		t := w.soak.targets[w.rand.IntN(len(w.soak.targets))]
+		j, t := weighted[w.rand.IntN(len(weighted))], w.soak.targets[w.rand.IntN(len(w.soak.targets))]
 		w.soak.rest.RLock()
 		bounded, cancel := context.WithTimeout(ctx, jobWait)
-		err := j.do(w, bounded, t)
+		err := w.visit(bounded, t, func(v visit) error { return j.do(w, bounded, v) })
 		cancel()
 		w.soak.rest.RUnlock()
 		if ctx.Err() != nil {
@@ -89,6 +91,27 @@ func (w *worker) work(ctx, loaded context.Context) {
 	}
 }
 
+// visit calls do with what stays or, one of three times each, with a session or with a
+// client that came for this.
+func (w *worker) visit(ctx context.Context, t *target, do func(visit) error) (err error) {
+	i := w.rand.IntN(len(t.clients))
+	v := visit{t, t.clients[i], t.sessions[i]}
+	way := w.rand.IntN(3)
+	if way == 0 {
+		return do(v)
+	}
+	if way == 1 {
+		if v.client, err = client.Dial(t.address, w.config()); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, v.client.Close()) }()
+	}
+	if v.session, err = v.client.Session(ctx); err != nil {
+		return err
+	}
+	return errors.Join(do(v), v.session.Close())
+}
+
 // tolerate returns err unless its code is among those expected. Wrong bytes are
 // never.
 func tolerate(err error, expected ...codes.Code) error {
@@ -99,19 +122,6 @@ func tolerate(err error, expected ...codes.Code) error {
 	return nil
 }
 
-// visit calls do with a client: one that stays, or one that came for this.
-func (w *worker) visit(t *target, do func(*client.Client) error) (err error) {
-	if w.rand.IntN(3) > 0 {
-		return do(t.clients[w.rand.IntN(len(t.clients))])
-	}
-	c, err := client.Dial(t.address, w.config())
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, c.Close()) }()
-	return do(c)
-}
-
 func (w *worker) config() client.Config {
 	return client.Config{
 		ChunkBytes: []int{0, 4 * kib, 100_000, 4 * mib}[w.rand.IntN(4)],
@@ -120,48 +130,32 @@ func (w *worker) config() client.Config {
 	}
 }
 
-// calls makes several calls at a time on a session that stays, or on one of its own.
-func (w *worker) calls(ctx context.Context, t *target) error {
-	if w.rand.IntN(3) == 0 {
-		return w.callsOn(ctx, t.sessions[w.rand.IntN(len(t.sessions))], largestBytes)
+// calls makes several calls at a time.
+func (w *worker) calls(ctx context.Context, v visit) (err error) {
+	most := largestBytes
+	if w.rand.IntN(2) == 0 {
+		most = 8 * mib
 	}
-	return w.visit(t, func(c *client.Client) error {
-		s, err := c.Session(ctx)
-		if err != nil {
-			return err
-		}
-		return errors.Join(w.callsOn(ctx, s, 8*mib), s.Close())
-	})
-}
-
-func (w *worker) callsOn(ctx context.Context, s *client.Session, most int) error {
-	n := 1 + w.rand.IntN(6)
-	type one struct {
-		call  *client.Call
-		model string
-		want  []byte
-	}
-	var open []one
-	var err error
-	for range n {
+	var open []*client.Call
+	var wants [][]byte
+	for range 1 + w.rand.IntN(6) {
 		x := anyOf(w.rand, sizeOf(w.rand, most))
 		model, want := "echo", x.data()
 		if w.rand.IntN(2) == 0 && x.n%4 == 0 {
 			model, want = "relu", x.relu()
 		}
-		c, e := s.Call(ctx, client.Request{Model: model, Inputs: []client.Input{x.input("", w.rand)}})
-		if e != nil {
-			err = errors.Join(err, e)
+		c, e := v.session.Call(ctx, client.Request{Model: model, Inputs: []client.Input{x.input("", w.rand)}})
+		if err = errors.Join(err, e); e != nil {
 			break
 		}
-		open = append(open, one{c, model, want})
+		open, wants = append(open, c), append(wants, want)
 	}
-	for _, o := range open {
-		results, e := o.call.Wait()
+	for i, c := range open {
+		results, e := c.Wait()
 		var refused *client.Error
 		switch {
 		case e == nil:
-			e = same(o.model, results["y"].Data, o.want)
+			e = same("a result", results["y"].Data, wants[i])
 		case errors.As(e, &refused) && refused.Code == codes.ResourceExhausted && refused.RetryAfter > 0:
 			w.soak.busy.Add(1)
 			e = nil
@@ -172,12 +166,10 @@ func (w *worker) callsOn(ctx context.Context, s *client.Session, most int) error
 }
 
 // cancels ends a call that could not end by itself.
-func (w *worker) cancels(ctx context.Context, t *target) error {
+func (w *worker) cancels(ctx context.Context, v visit) error {
 	x := anyOf(w.rand, mib+w.rand.IntN(4*mib)/4*4)
 	let := make(chan struct{})
-	c, err := t.sessions[w.rand.IntN(len(t.sessions))].Call(ctx, client.Request{Model: "relu", Inputs: []client.Input{
-		client.FromReader("", x.desc(), held(x.data(), let)),
-	}})
+	c, err := v.session.Call(ctx, client.Request{Model: "relu", Inputs: []client.Input{client.FromReader("", x.desc(), held(x.data(), let))}})
 	if err != nil {
 		close(let)
 		return err
@@ -192,16 +184,15 @@ func (w *worker) cancels(ctx context.Context, t *target) error {
 }
 
 // timeouts gives calls less time than they take.
-func (w *worker) timeouts(ctx context.Context, t *target) error {
-	x := anyOf(w.rand, 8*kib)
-	c, err := t.sessions[w.rand.IntN(len(t.sessions))].Call(ctx, client.Request{
+func (w *worker) timeouts(ctx context.Context, v visit) error {
+	c, err := v.session.Call(ctx, client.Request{
 		Model: "slow", Params: map[string]string{"delay": "30s"}, Timeout: time.Duration(1 + w.rand.Int64N(int64(50*time.Millisecond))),
-		Inputs: []client.Input{client.From("", x.tensor())},
+		Inputs: []client.Input{client.From("", anyOf(w.rand, 8*kib).tensor())},
 	})
-	if err != nil {
-		return err
+	if err == nil {
+		_, err = c.Wait()
 	}
-	if _, err := c.Wait(); status.Code(err) != codes.DeadlineExceeded {
+	if status.Code(err) != codes.DeadlineExceeded {
 		return fmt.Errorf("a call without time ends with %w", err)
 	}
 	return nil
@@ -212,7 +203,7 @@ func (w *worker) name(i int) string { return fmt.Sprintf("%s%d", w.prefix, i) }
 // some returns the numbers of a few stored tensors.
 func (w *worker) some() []int { return w.rand.Perm(len(storedSizes))[:1+w.rand.IntN(4)] }
 
-func (w *worker) pushes(ctx context.Context, t *target) error {
+func (w *worker) pushes(ctx context.Context, v visit) error {
 	at := w.some()
 	var req client.PushRequest
 	var fresh []*window
@@ -221,89 +212,80 @@ func (w *worker) pushes(ctx context.Context, t *target) error {
 		req.Tensors = append(req.Tensors, x.input(w.name(i), w.rand))
 		fresh = append(fresh, &x)
 	}
-	return w.visit(t, func(c *client.Client) error {
-		_, err := c.Push(ctx, req)
-		if err == nil {
-			for k, i := range at {
-				w.stored[place{t, i}] = fresh[k]
-			}
+	_, err := v.client.Push(ctx, req)
+	if err == nil {
+		for k, i := range at {
+			w.stored[place{v.target, i}] = fresh[k]
 		}
-		return err
-	})
+	}
+	return err
 }
 
-func (w *worker) pulls(ctx context.Context, t *target) error {
+func (w *worker) pulls(ctx context.Context, v visit) error {
 	var req client.PullRequest
 	at := w.some()
 	for _, i := range at {
 		req.Select = append(req.Select, client.Selection{Name: w.name(i)})
 	}
-	return w.visit(t, func(c *client.Client) error {
-		got, err := c.Pull(ctx, req)
-		if len(got) != len(at) {
-			return fmt.Errorf("%d summaries of %d tensors: %w", len(got), len(at), err)
-		}
-		err = nil
-		for k, i := range at {
-			err = errors.Join(err, w.stored[place{t, i}].is(&got[k]))
-		}
-		return err
-	})
+	got, err := v.client.Pull(ctx, req)
+	if len(got) != len(at) {
+		return fmt.Errorf("%d summaries of %d tensors: %w", len(got), len(at), err)
+	}
+	err = nil
+	for k, i := range at {
+		err = errors.Join(err, w.stored[place{v.target, i}].is(&got[k]))
+	}
+	return err
 }
 
 // globs holds a list, and a pull of all a worker has, to what it has.
-func (w *worker) globs(ctx context.Context, t *target) error {
+func (w *worker) globs(ctx context.Context, v visit) error {
 	own := map[string]*window{}
 	for at, x := range w.stored {
-		if at.on == t {
+		if at.on == v.target {
 			own[w.name(at.i)] = x
 		}
 	}
-	return w.visit(t, func(c *client.Client) error {
-		list, _, err := c.List(ctx, w.prefix+"*")
-		if err != nil {
-			return err
-		}
-		for _, st := range list {
-			x := own[st.Name]
-			if x == nil || st.Bytes != int64(x.n) {
-				return wrong("%s is listed with %d bytes", st.Name, st.Bytes)
-			}
-		}
-		if len(list) != len(own) {
-			return wrong("%d tensors are listed, not %d", len(list), len(own))
-		}
-		got, err := c.Pull(ctx, client.PullRequest{Select: []client.Selection{{Name: w.prefix + "*"}}})
-		if len(own) == 0 {
-			return tolerate(err, codes.NotFound)
-		}
-		if len(got) != len(own) {
-			return fmt.Errorf("the glob picks %d of %d tensors: %w", len(got), len(own), err)
-		}
-		err = nil
-		for i := range got {
-			err = errors.Join(err, own[got[i].Name].is(&got[i]))
-		}
+	list, _, err := v.client.List(ctx, w.prefix+"*")
+	if err != nil {
 		return err
-	})
+	}
+	for _, st := range list {
+		if x := own[st.Name]; x == nil || st.Bytes != int64(x.n) {
+			return wrong("%s is listed with %d bytes", st.Name, st.Bytes)
+		}
+	}
+	if len(list) != len(own) {
+		return wrong("%d tensors are listed, not %d", len(list), len(own))
+	}
+	got, err := v.client.Pull(ctx, client.PullRequest{Select: []client.Selection{{Name: w.prefix + "*"}}})
+	if len(own) == 0 {
+		return tolerate(err, codes.NotFound)
+	}
+	if len(got) != len(own) {
+		return fmt.Errorf("the glob picks %d of %d tensors: %w", len(got), len(own), err)
+	}
+	err = nil
+	for i := range got {
+		err = errors.Join(err, own[got[i].Name].is(&got[i]))
+	}
+	return err
 }
 
-func (w *worker) deletes(ctx context.Context, t *target) error {
+func (w *worker) deletes(ctx context.Context, v visit) error {
 	i := w.rand.IntN(len(storedSizes))
-	at := place{t, i}
-	return w.visit(t, func(c *client.Client) error {
-		gone, err := c.Delete(ctx, w.name(i))
-		if w.stored[at] == nil {
-			return tolerate(err, codes.NotFound)
-		}
-		if err == nil && !slices.Equal(gone, []string{w.name(i)}) {
-			err = fmt.Errorf("deleting %s says %q", w.name(i), gone)
-		}
-		if err == nil {
-			delete(w.stored, at)
-		}
-		return err
-	})
+	at := place{v.target, i}
+	gone, err := v.client.Delete(ctx, w.name(i))
+	if w.stored[at] == nil {
+		return tolerate(err, codes.NotFound)
+	}
+	if err == nil && !slices.Equal(gone, []string{w.name(i)}) {
+		err = fmt.Errorf("deleting %s says %q", w.name(i), gone)
+	}
+	if err == nil {
+		delete(w.stored, at)
+	}
+	return err
 }
 
 // uncertain returns a push of one tensor that may or may not come to its end.
@@ -318,45 +300,43 @@ func (w *worker) uncertain(t *target) client.PushRequest {
 }
 
 // cut calls do with a context that ends within some milliseconds.
-func (w *worker) cut(ctx context.Context, t *target, do func(context.Context, *client.Client) error) error {
-	return w.visit(t, func(c *client.Client) error {
-		ctx, cancel := context.WithCancel(ctx)
-		defer cancel()
-		after := time.Duration(w.rand.Int64N(int64(20 * time.Millisecond)))
-		if w.rand.IntN(2) == 0 {
-			defer time.AfterFunc(after, cancel).Stop()
-		} else {
-			var end context.CancelFunc
-			ctx, end = context.WithTimeout(ctx, after)
-			defer end()
-		}
-		return tolerate(do(ctx, c), codes.Canceled, codes.DeadlineExceeded)
-	})
+func (w *worker) cut(ctx context.Context, do func(context.Context) error) error {
+	after := time.Duration(w.rand.Int64N(int64(20 * time.Millisecond)))
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	if w.rand.IntN(2) == 0 {
+		defer time.AfterFunc(after, cancel).Stop()
+	} else {
+		var end context.CancelFunc
+		ctx, end = context.WithTimeout(ctx, after)
+		defer end()
+	}
+	return tolerate(do(ctx), codes.Canceled, codes.DeadlineExceeded)
 }
 
-func (w *worker) cutPush(ctx context.Context, t *target) error {
-	return w.cut(ctx, t, func(ctx context.Context, c *client.Client) error {
-		_, err := c.Push(ctx, w.uncertain(t))
+func (w *worker) cutPush(ctx context.Context, v visit) error {
+	return w.cut(ctx, func(ctx context.Context) error {
+		_, err := v.client.Push(ctx, w.uncertain(v.target))
 		return err
 	})
 }
 
-func (w *worker) cutPull(ctx context.Context, t *target) error {
+func (w *worker) cutPull(ctx context.Context, v visit) error {
 	i := w.rand.IntN(len(storedSizes))
-	return w.cut(ctx, t, func(ctx context.Context, c *client.Client) error {
-		got, err := c.Pull(ctx, client.PullRequest{Select: []client.Selection{{Name: w.name(i)}}})
+	return w.cut(ctx, func(ctx context.Context) error {
+		got, err := v.client.Pull(ctx, client.PullRequest{Select: []client.Selection{{Name: w.name(i)}}})
 		if len(got) == 1 && got[0].Err == nil {
-			return w.stored[place{t, i}].is(&got[0])
+			return w.stored[place{v.target, i}].is(&got[0])
 		}
 		return tolerate(err, codes.NotFound)
 	})
 }
 
 // broken has a connection break in the middle of calls and a push.
-func (w *worker) broken(ctx context.Context, t *target) (err error) {
+func (w *worker) broken(ctx context.Context, v visit) (err error) {
 	cfg := w.config()
 	cfg.OpenTimeout, cfg.Credentials = time.Second, cutAfter(w.rand.IntN(8*mib))
-	c, err := client.Dial(t.address, cfg)
+	c, err := client.Dial(v.address, cfg)
 	if err != nil {
 		return err
 	}
@@ -365,7 +345,7 @@ func (w *worker) broken(ctx context.Context, t *target) (err error) {
 	defer cancel()
 	for err == nil {
 		if w.rand.IntN(2) == 0 {
-			_, err = c.Push(ctx, w.uncertain(t))
+			_, err = c.Push(ctx, w.uncertain(v.target))
 			continue
 		}
 		x := anyOf(w.rand, w.rand.IntN(mib)*4)
@@ -378,22 +358,19 @@ func (w *worker) broken(ctx context.Context, t *target) (err error) {
 }
 
 // questions asks for what the server knows of itself.
-func (w *worker) questions(ctx context.Context, t *target) error {
-	return w.visit(t, func(c *client.Client) error {
-		if _, err := c.Models(ctx); err != nil {
-			return err
-		}
-		if _, err := c.Info(ctx); err != nil {
-			return err
-		}
-		got, err := c.Pull(ctx, client.PullRequest{Select: []client.Selection{{Name: "nobody/has/this"}}})
-		if err = tolerate(err, codes.NotFound); err != nil || len(got) != 1 {
-			return fmt.Errorf("a pull of nothing: %d summaries, %w", len(got), err)
-		}
-		tr, err := c.Transfer(ctx, got[0].Transfer)
-		if err == nil && (tr.Push || len(tr.Tensors) != 1) {
-			err = fmt.Errorf("the transfer is told as %+v", tr)
-		}
+func (w *worker) questions(ctx context.Context, v visit) error {
+	_, err := v.client.Models(ctx)
+	_, e := v.client.Info(ctx)
+	if err = errors.Join(err, e); err != nil {
 		return err
-	})
+	}
+	got, err := v.client.Pull(ctx, client.PullRequest{Select: []client.Selection{{Name: "nobody/has/this"}}})
+	if err = tolerate(err, codes.NotFound); err != nil || len(got) != 1 {
+		return fmt.Errorf("a pull of nothing: %d summaries, %w", len(got), err)
+	}
+	tr, err := v.client.Transfer(ctx, got[0].Transfer)
+	if err == nil && (tr.Push || len(tr.Tensors) != 1) {
+		err = fmt.Errorf("the transfer is told as %+v", tr)
+	}
+	return err
 }

@@ -151,7 +151,7 @@ func (s *soak) run(ctx context.Context) error {
 	all.Wait()
 	for _, w := range crew {
 		for _, t := range s.targets {
-			if e := w.globs(ctx, t); e != nil {
+			if e := w.globs(ctx, visit{target: t, client: t.clients[0]}); e != nil {
 				s.add("in the end: %s: %v", t.name, e)
 			}
 		}
