@@ -152,6 +152,8 @@ func turns(nets []string, old []string) (groups []bench.Group) {
 		for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
 			add(tensorBytes, both, bench.OursWith(sum), bench.RawName(sum, 1<<20), bench.RawName(sum, 256<<10))
 			add(bench.SmallBytes, []bench.Op{bench.Call}, bench.OursWith(sum), bench.StockGRPC.Name)
+			add(tensorBytes, both, bench.OursWith(sum)+bench.NoLanes)
+			add(bench.SmallBytes, []bench.Op{bench.Call}, bench.OursWith(sum)+bench.NoLanes)
 		}
 		add(tensorBytes, []bench.Op{bench.Upload, bench.Echo, bench.ReLU, bench.FirstResult, bench.CallBeside}, bench.Tensorferry)
 		add(bench.SmallBytes, []bench.Op{bench.Call}, bench.Tensorferry)
