@@ -17,6 +17,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/bench/kinds"
 )
 
 // flightKind is Arrow Flight for Go as one writes it with its own readers and
@@ -37,8 +38,8 @@ func flightKind(batch int, sums bool) bench.Kind {
 			return bench.Go(s.Serve, func() { s.Shutdown(); close(idle) }, idle), nil // after the transfers
 		},
 		Dial: func(_ context.Context, p bench.Place) (bench.Client, error) {
-			options := append(bench.DialOptions(p), grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes)))
-			c, err := flight.NewClientWithMiddleware(bench.Target, nil, nil, options...)
+			options := append(kinds.DialOptions(p), grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes)))
+			c, err := flight.NewClientWithMiddleware(kinds.Target, nil, nil, options...)
 			if err != nil {
 				return bench.Client{}, err
 			}
@@ -88,7 +89,7 @@ func (s *flightServer) DoExchange(stream flight.FlightService_DoExchangeServer) 
 }
 
 func (s *flightServer) answer(l *flightLink, op bench.Op) error {
-	err := bench.Answer(l, op, s.remote, s.batch)
+	err := kinds.Answer(l, op, s.remote, s.batch)
 	if err == nil {
 		s.idle <- struct{}{}
 	}
@@ -136,7 +137,7 @@ func (c *flightClient) run(ctx context.Context, op bench.Op) error {
 	}
 	l.close = cancel
 	l.writer.SetFlightDescriptor(&flight.FlightDescriptor{Type: flight.DescriptorPATH, Path: []string{"tensor"}})
-	return bench.Ask(l, op, c.source, c.back, c.batch)
+	return kinds.Ask(l, op, c.source, c.back, c.batch)
 }
 
 var (
@@ -222,7 +223,7 @@ func (l *flightLink) Receive(chunk []byte) (err error) {
 	if sum := l.reader.LatestAppMetadata(); l.sums && len(sum) != 4 {
 		return errNoSum
 	} else if l.sums {
-		if err := bench.CheckSum(codec.CRC32C, chunk, 0, binary.LittleEndian.Uint32(sum)); err != nil {
+		if err := kinds.CheckSum(codec.CRC32C, chunk, 0, binary.LittleEndian.Uint32(sum)); err != nil {
 			return fmt.Errorf("%w, %d bytes before the end", err, l.due)
 		}
 	}

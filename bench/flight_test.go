@@ -17,13 +17,13 @@ import (
 
 // A test binary is an end, too.
 func TestMain(m *testing.M) {
-	bench.BeEnd(kinds())
+	bench.BeEnd(allKinds())
 	os.Exit(m.Run())
 }
 
 func TestFlightMovesEveryByteBothWays(t *testing.T) {
 	testkit.Start(t)
-	c := bench.Smoke(kinds())
+	c := bench.Smoke(allKinds())
 	for _, k := range flights() {
 		for _, batch := range batchSizes[:1] {
 			for _, size := range []int{8, batch - 8, batch, batch + 8, 2*batch + 8, batchSizes[len(batchSizes)-1] + 8} {

@@ -21,13 +21,14 @@ import (
 	"syscall"
 
 	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/bench/kinds"
 	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
-func kinds() []bench.Kind { return append(bench.Kinds(), flights()...) }
+func allKinds() []bench.Kind { return append(kinds.All(), flights()...) }
 
 func main() {
-	bench.BeEnd(kinds())
+	bench.BeEnd(allKinds())
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := run(ctx)
 	stop()
@@ -51,9 +52,9 @@ func run(ctx context.Context) error {
 	if flag.NArg() > 0 {
 		return fmt.Errorf("%q; give no argument", flag.Args())
 	}
-	c := bench.Full(kinds(), *size, *rounds)
+	c := bench.Full(allKinds(), *size, *rounds)
 	if *quick {
-		c = bench.Smoke(kinds())
+		c = bench.Smoke(allKinds())
 		c.Size = min(*size, quickBytes)
 	}
 	c.Rules = rules()

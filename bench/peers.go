@@ -6,6 +6,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/bench/kinds"
 )
 
 // language is one that Flight is written in, with the checksum that is fast there.
@@ -99,30 +100,30 @@ func peers(nets []string, batches []Batch) (groups []bench.Group) {
 	for _, net := range nets {
 		for _, op := range both {
 			for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
-				others := bench.Beside(bench.RawName(sum, 1<<20), bench.RawName(sum, 256<<10))
+				others := bench.Beside(kinds.RawName(sum, 1<<20), kinds.RawName(sum, 256<<10))
 				if sum == codec.CRC32C {
-					others = append(others, bench.Beside(bench.RawName(0, 1<<20), bench.StockGRPC.Name)...)
+					others = append(others, bench.Beside(kinds.RawName(0, 1<<20), kinds.StockGRPC.Name)...)
 				}
-				add(bench.Group{Net: net, Processes: 2, Size: tensorBytes, Ops: []bench.Op{op}}, bench.OursWith(sum), append(others, flights(op, sum)...)...)
+				add(bench.Group{Net: net, Processes: 2, Size: tensorBytes, Ops: []bench.Op{op}}, kinds.OursWith(sum), append(others, flights(op, sum)...)...)
 			}
 		}
-		add(bench.Group{Net: net, Processes: 2, Size: bench.SmallBytes, Ops: []bench.Op{bench.Call}}, bench.Tensorferry, bench.Beside(bench.StockGRPC.Name, bench.RawName(codec.CRC32C, 1<<20))...)
+		add(bench.Group{Net: net, Processes: 2, Size: bench.SmallBytes, Ops: []bench.Op{bench.Call}}, kinds.Tensorferry, bench.Beside(kinds.StockGRPC.Name, kinds.RawName(codec.CRC32C, 1<<20))...)
 	}
 	for _, op := range both {
-		others := append(bench.Beside(bench.RawName(codec.CRC32C, 1<<20), bench.StockGRPC.Name), flights(op, 0)...)
-		add(bench.Group{Net: "tcp", Processes: 2, Delay: bench.RoadDelay, Rounds: roadRounds, Size: bench.RoadBytes, Ops: []bench.Op{op}}, bench.Tensorferry, others...)
+		others := append(bench.Beside(kinds.RawName(codec.CRC32C, 1<<20), kinds.StockGRPC.Name), flights(op, 0)...)
+		add(bench.Group{Net: "tcp", Processes: 2, Delay: bench.RoadDelay, Rounds: roadRounds, Size: bench.RoadBytes, Ops: []bench.Op{op}}, kinds.Tensorferry, others...)
 	}
 	return groups
 }
 
 // rules add what is required beside Flight.
 func rules() []bench.Rule {
-	all := bench.Rules()
+	all := kinds.Rules()
 	for _, op := range both {
 		all = append(all,
-			bench.Rule{Net: "tcp", Work: op, Who: bench.OursWith(codec.CRC32C), Beside: "Arrow Flight (Go), CRC-32C", Ratio: &bench.Required{Value: 2}},
-			bench.Rule{Net: "tcp", Work: op, Who: bench.OursWith(codec.CRC32C), Beside: "Arrow Flight (C++), unchecked", Ratio: &bench.Required{Value: 1}},
-			bench.Rule{Net: "tcp", Work: op, Who: bench.OursWith(codec.CRC32), Beside: "Arrow Flight (C++), unchecked", Ratio: &bench.Required{Value: 1}})
+			bench.Rule{Net: "tcp", Work: op, Who: kinds.OursWith(codec.CRC32C), Beside: "Arrow Flight (Go), CRC-32C", Ratio: &bench.Required{Value: 2}},
+			bench.Rule{Net: "tcp", Work: op, Who: kinds.OursWith(codec.CRC32C), Beside: "Arrow Flight (C++), unchecked", Ratio: &bench.Required{Value: 1}},
+			bench.Rule{Net: "tcp", Work: op, Who: kinds.OursWith(codec.CRC32), Beside: "Arrow Flight (C++), unchecked", Ratio: &bench.Required{Value: 1}})
 	}
 	return all
 }
@@ -131,7 +132,7 @@ func rules() []bench.Rule {
 // is one.
 func loads(nets []string, old []string) (groups []bench.Group) {
 	for _, net := range nets {
-		for _, l := range bench.Loads {
+		for _, l := range kinds.Loads {
 			g := bench.Group{Net: net, Processes: 2, Size: tensorBytes, Ops: both, Entrants: bench.Beside(l.Name())}
 			if old != nil {
 				g.Entrants = append(g.Entrants, bench.Entrant{Kind: l.Name(), Program: old, Prefix: bench.Old})
@@ -150,15 +151,15 @@ func turns(nets []string, old []string) (groups []bench.Group) {
 			groups = append(groups, bench.Group{Net: net, Processes: 2, Size: size, Ops: ops, Entrants: append(entrants, bench.Beside(others...)...)})
 		}
 		for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
-			add(tensorBytes, both, bench.OursWith(sum), bench.RawName(sum, 1<<20), bench.RawName(sum, 256<<10))
-			add(bench.SmallBytes, []bench.Op{bench.Call}, bench.OursWith(sum), bench.StockGRPC.Name)
-			add(tensorBytes, both, bench.OursWith(sum)+bench.NoLanes)
-			add(bench.SmallBytes, []bench.Op{bench.Call}, bench.OursWith(sum)+bench.NoLanes)
+			add(tensorBytes, both, kinds.OursWith(sum), kinds.RawName(sum, 1<<20), kinds.RawName(sum, 256<<10))
+			add(bench.SmallBytes, []bench.Op{bench.Call}, kinds.OursWith(sum), kinds.StockGRPC.Name)
+			add(tensorBytes, both, kinds.OursWith(sum)+kinds.NoLanes)
+			add(bench.SmallBytes, []bench.Op{bench.Call}, kinds.OursWith(sum)+kinds.NoLanes)
 		}
-		add(tensorBytes, []bench.Op{bench.Upload, bench.Echo, bench.ReLU, bench.FirstResult, bench.CallBeside}, bench.Tensorferry)
-		add(bench.SmallBytes, []bench.Op{bench.Call}, bench.Tensorferry)
-		add(tensorBytes, []bench.Op{bench.Pull, bench.PullToFile, bench.Push}, bench.Folder)
-		add(tensorBytes, []bench.Op{bench.Push}, bench.InMemory)
+		add(tensorBytes, []bench.Op{bench.Upload, bench.Echo, bench.ReLU, bench.FirstResult, bench.CallBeside}, kinds.Tensorferry)
+		add(bench.SmallBytes, []bench.Op{bench.Call}, kinds.Tensorferry)
+		add(tensorBytes, []bench.Op{bench.Pull, bench.PullToFile, bench.Push}, kinds.Folder)
+		add(tensorBytes, []bench.Op{bench.Push}, kinds.InMemory)
 	}
 	return groups
 }

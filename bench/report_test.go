@@ -17,6 +17,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/bench/kinds"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
@@ -27,7 +28,7 @@ func testReport() *Report {
 	r.Machine = bench.Machine{CPU: `<Xeon> & "co"`, Cores: 2, Go: "go1", OS: "linux", Arch: "amd64", Commit: "abc123"}
 	r.Batches = []Batch{{Op: bench.Upload, Kind: "x", Rate: 2, Best: true}}
 	for i, op := range both {
-		for j, peer := range []string{bench.RawName(codec.CRC32C, 1<<20), flightName("Go", true, 1<<20)} {
+		for j, peer := range []string{kinds.RawName(codec.CRC32C, 1<<20), flightName("Go", true, 1<<20)} {
 			x := &bench.Comparison{
 				Net: "tcp", Processes: 2, Work: op, Bytes: 256 << 20, Who: "tensorferry", Beside: peer, Required: &bench.Required{Value: 1.5, Met: j == 1},
 				Pairs: []bench.Pair{{Ours: bench.Sample{Time: time.Duration(200+i) << 20, CPU: time.Second}, Theirs: bench.Sample{Time: time.Duration(100*(j+1)) << 20, CPU: time.Second}}},
@@ -196,7 +197,7 @@ func TestThePublishedResultsAreThoseOfTheirSamples(t *testing.T) {
 
 func TestTheBestBatchOfEachTakesPart(t *testing.T) {
 	testkit.Start(t)
-	c := bench.Smoke(kinds())
+	c := bench.Smoke(allKinds())
 	c.Size = 1 << 20
 	batches, err := sweep(t.Context(), c, both, languages("", ""))
 	if err != nil {

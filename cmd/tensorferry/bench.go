@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/bench/kinds"
 )
 
 const (
@@ -87,7 +88,7 @@ func benchEndCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: bench.EndArgument, Short: "be one end of a measure, for the process that started this one", Args: takes(0), Hidden: true,
 		RunE: func(c *cobra.Command, _ []string) error {
-			return bench.ServeEnd(c.Context(), os.Stdin, os.Stdout, bench.Kinds())
+			return bench.ServeEnd(c.Context(), os.Stdin, os.Stdout, kinds.All())
 		},
 	}
 }
@@ -98,12 +99,12 @@ var networks = map[string][]string{"tcp": {"tcp"}, "unix": {"unix"}, "both": {"t
 func progress(text string) { fmt.Fprintf(os.Stderr, "bench: %s\n", text) }
 
 func benchSpeed(ctx context.Context, nets []string, o benchOptions, out io.Writer) error {
-	cfg := bench.Full(bench.Kinds(), o.size, o.pairs)
+	cfg := bench.Full(kinds.All(), o.size, o.pairs)
 	if o.quick {
-		cfg = bench.Smoke(bench.Kinds())
+		cfg = bench.Smoke(kinds.All())
 	}
-	cfg.Progress = progress
-	r, err := cfg.Run(ctx, bench.Suite(nets, o.size))
+	cfg.Progress, cfg.Rules = progress, kinds.Rules()
+	r, err := cfg.Run(ctx, kinds.Suite(nets, o.size))
 	switch {
 	case err != nil:
 		return err

@@ -147,8 +147,8 @@ func (e *End) Move(job Job, s *Sample) (err error) {
 		*s, err = measure(e.ctx, job.Count)
 	case e.client.Run != nil && job.Op == Call:
 		*s, err = batch(job.Count, to, source, run(Echo))
-	case e.client.Run != nil && slices.Contains(moves, job.Op):
-		*s, err = transfer(job.Op, to, source, run(job.Op))
+	case e.client.Run != nil && slices.Contains(Moves, job.Op):
+		*s, err = Transfer(job.Op, to, source, run(job.Op))
 	default:
 		err = fmt.Errorf("bench: %s has no %s", e.kind.Name, job.Op)
 	}
@@ -187,6 +187,14 @@ type Entrant struct {
 
 // Name is the entrant's in reports.
 func (e Entrant) Name() string { return e.Prefix + e.Kind }
+
+// Beside are the first kind and those that it is compared with.
+func Beside(kinds ...string) (all []Entrant) {
+	for _, k := range kinds {
+		all = append(all, Entrant{Kind: k})
+	}
+	return all
+}
 
 // contestant is an entrant with both its ends. It belongs to one goroutine.
 type contestant struct {

@@ -16,7 +16,6 @@ import (
 	"net"
 	"time"
 
-	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
@@ -45,11 +44,14 @@ const (
 	Push Op = "push"
 )
 
+// Moves are what every kind does but for some of a store. No two names begin alike.
+var Moves = []Op{Upload, Echo, ReLU}
+
 // latency has the operations whose time counts, not their rate.
 var latency = map[Op]bool{Call: true, FirstResult: true, CallBeside: true}
 
-// back reports whether the result goes back to the client.
-func (op Op) back() bool { return op != Upload }
+// Back reports whether the result goes back to the client.
+func (op Op) Back() bool { return op != Upload }
 
 // Job is an operation, for batches with a number of calls.
 type Job struct {
@@ -110,16 +112,6 @@ type Client struct {
 	Close   func() error
 }
 
-// Kinds are those of this package.
-func Kinds() []Kind {
-	return append(append(ourKinds(), rawKinds()...), StockGRPC, copying)
-}
-
-// SumText names a checksum as kinds do; 0 is none.
-func SumText(sum codec.Checksum) string {
-	return map[codec.Checksum]string{0: "unchecked", codec.CRC32C: "CRC-32C", codec.CRC32: "CRC-32"}[sum]
-}
-
 // Go starts a goroutine for serve, which stop ends.
 func Go(serve func() error, stop func(), idle <-chan struct{}) Server {
 	served := make(chan error, 1)
@@ -130,25 +122,25 @@ func Go(serve func() error, stop func(), idle <-chan struct{}) Server {
 	}}
 }
 
-// newIdle is the idle of a server that says so after each transfer. It has room for
+// NewIdle is the idle of a server that says so after each transfer. It has room for
 // all that come before somebody asks.
-func newIdle() chan struct{} { return make(chan struct{}, CallBatch) }
+func NewIdle() chan struct{} { return make(chan struct{}, CallBatch) }
 
-// always is the idle of a server whose memory nobody looks at.
-var always = func() chan struct{} {
+// Always is the idle of a server whose memory nobody looks at.
+var Always = func() chan struct{} {
 	idle := make(chan struct{})
 	close(idle)
 	return idle
 }()
 
-// transfer times a run of op, whose result goes to where the source's went to, and
+// Transfer times a run of op, whose result goes to where the source's went to, and
 // compares it after the time. It borrows both.
-func transfer(op Op, to, source []byte, run func() error) (Sample, error) {
-	if op.back() {
+func Transfer(op Op, to, source []byte, run func() error) (Sample, error) {
+	if op.Back() {
 		spoil(to, source)
 	}
-	s, err := timed(run)
-	if err == nil && op.back() {
+	s, err := Timed(run)
+	if err == nil && op.Back() {
 		err = Check(op, to, source)
 	}
 	if err != nil {
@@ -174,11 +166,11 @@ func batch(n int, to, source []byte, run func() error) (Sample, error) {
 			return Sample{}, err
 		}
 	}
-	return Sample{Time: quantile(all, 0.5), CPU: proc.CPUTime() - cpu, P99: quantile(all, 0.99)}, nil
+	return Sample{Time: Quantile(all, 0.5), CPU: proc.CPUTime() - cpu, P99: Quantile(all, 0.99)}, nil
 }
 
-// timed runs something.
-func timed(run func() error) (Sample, error) {
+// Timed runs something.
+func Timed(run func() error) (Sample, error) {
 	cpu, begin := proc.CPUTime(), time.Now()
 	if err := run(); err != nil {
 		return Sample{}, err

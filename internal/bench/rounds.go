@@ -27,7 +27,7 @@ type Config struct {
 // MinRounds rounds at least, or more if asked.
 func Full(kinds []Kind, size, rounds int) Config {
 	rounds = max(rounds, MinRounds)
-	return Config{Kinds: kinds, Size: size, MinRounds: rounds, MaxRounds: max(rounds, MaxRounds), Batch: CallBatch, Rules: Rules()}
+	return Config{Kinds: kinds, Size: size, MinRounds: rounds, MaxRounds: max(rounds, MaxRounds), Batch: CallBatch}
 }
 
 // Smoke runs every part once or a little more, in seconds: its figures mean nothing.
@@ -249,13 +249,13 @@ func (x *Comparison) figures(side func(Pair) Sample) Figures {
 			totals = append(totals, float64(s.Time)/float64(s.Total))
 		}
 	}
-	t := quantile(times, 0.5)
-	f := Figures{Time: t, P99: quantile(p99s, 0.5), Rate: rate(x.Bytes, t), CPU: quantile(cpus, 0.5).Seconds() / (float64(x.Bytes) / 1e9)}
+	t := Quantile(times, 0.5)
+	f := Figures{Time: t, P99: Quantile(p99s, 0.5), Rate: rate(x.Bytes, t), CPU: Quantile(cpus, 0.5).Seconds() / (float64(x.Bytes) / 1e9)}
 	for _, p := range x.Pairs {
 		f.Server, f.Client = max(f.Server, side(p).Server), max(f.Client, side(p).Client)
 	}
 	if len(totals) > 0 {
-		f.OfTotal = quantile(totals, 0.5)
+		f.OfTotal = Quantile(totals, 0.5)
 	}
 	return f
 }

@@ -20,15 +20,15 @@ type Spread struct {
 // spread describes at least one value, which it copies.
 func spread(values []float64) Spread {
 	s := slices.Clone(values)
-	m := quantile(s, 0.5) // which sorts
+	m := Quantile(s, 0.5) // which sorts
 	k := medianRank(len(s))
 	e := math.Abs((s[len(s)-1-k] - s[k]) / 2 / m)
-	return Spread{Median: m, Q1: quantile(s, 0.25), Q3: quantile(s, 0.75), Error: e, N: len(s)}
+	return Spread{Median: m, Q1: Quantile(s, 0.25), Q3: Quantile(s, 0.75), Error: e, N: len(s)}
 }
 
-// quantile returns the value that the part q of the values does not exceed,
+// Quantile returns the value that the part q of the values does not exceed,
 // between two of them where it falls there. It sorts them.
-func quantile[T ~int64 | ~float64](values []T, q float64) T {
+func Quantile[T ~int64 | ~float64](values []T, q float64) T {
 	slices.Sort(values)
 	at := q * float64(len(values)-1)
 	i := int(at)

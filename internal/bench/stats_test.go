@@ -42,14 +42,14 @@ func TestQuantileLiesBetweenItsNeighbors(t *testing.T) {
 		q    float64
 		want time.Duration
 	}{{0, 10}, {0.25, 20}, {0.5, 30}, {0.625, 35}, {0.99, 49}, {1, 50}} {
-		if got := quantile([]time.Duration{50, 10, 40, 20, 30}, tc.q); got != tc.want {
+		if got := Quantile([]time.Duration{50, 10, 40, 20, 30}, tc.q); got != tc.want {
 			t.Errorf("quantile %v is %d, want %d", tc.q, got, tc.want)
 		}
 	}
 	rapid.Check(t, func(t *rapid.T) {
 		values := rapid.SliceOfN(rapid.Int64Range(-1000, 1000), 1, 40).Draw(t, "values")
 		q := rapid.Float64Range(0, 1).Draw(t, "q")
-		got := quantile(values, q)
+		got := Quantile(values, q)
 		below, above := 0, 0
 		for _, v := range values {
 			if v < got {

@@ -1,4 +1,4 @@
-package bench
+package kinds
 
 import (
 	"context"
@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/bench"
 )
 
 // Link is an end of a connection that carries pieces in order. One goroutine sends,
@@ -15,9 +16,9 @@ import (
 type Link interface {
 	// Tell says what the client wants, and may wait for the first piece with that; by
 	// the server, that an upload is whole.
-	Tell(op Op, first bool) error
+	Tell(op bench.Op, first bool) error
 	// Hear waits for what the other end tells: io.EOF when it has left.
-	Hear() (Op, error)
+	Hear() (bench.Op, error)
 	// Send borrows the next piece.
 	Send(piece []byte) error
 	// Receive fills and checks the next piece, which it borrows.
@@ -25,15 +26,12 @@ type Link interface {
 	Close() error
 }
 
-// moves are what a link does. No two names begin alike.
-var moves = []Op{Upload, Echo, ReLU}
-
 // Ask does op over l at the client, in pieces of size bytes. It borrows both.
-func Ask(l Link, op Op, source, back []byte, size int) error {
+func Ask(l Link, op bench.Op, source, back []byte, size int) error {
 	if err := l.Tell(op, true); err != nil {
 		return err
 	}
-	if op == Echo && len(source) <= size { // nothing to overlap, and no goroutine to wake
+	if op == bench.Echo && len(source) <= size { // nothing to overlap, and no goroutine to wake
 		err := l.Send(source)
 		if err == nil {
 			err = l.Receive(back)
@@ -51,7 +49,7 @@ func Ask(l Link, op Op, source, back []byte, size int) error {
 		sent <- nil
 	}()
 	var err error
-	if op.back() {
+	if op.Back() {
 		err = receive(l, back, size, func([]byte) {})
 	} else {
 		_, err = l.Hear()
@@ -63,14 +61,14 @@ func Ask(l Link, op Op, source, back []byte, size int) error {
 }
 
 // Answer does op over l at the server, in pieces of size bytes. It borrows remote.
-func Answer(l Link, op Op, remote []byte, size int) error {
-	if !op.back() {
+func Answer(l Link, op bench.Op, remote []byte, size int) error {
+	if !op.Back() {
 		if err := receive(l, remote, size, func([]byte) {}); err != nil {
 			return err
 		}
 		return l.Tell(op, false)
 	}
-	if op == Echo && len(remote) <= size {
+	if op == bench.Echo && len(remote) <= size {
 		err := l.Receive(remote)
 		if err == nil {
 			err = l.Send(remote)
@@ -82,8 +80,8 @@ func Answer(l Link, op Op, remote []byte, size int) error {
 	go func() { // ends when whole is closed
 		var err error
 		for c := range whole {
-			if op == ReLU {
-				Rectify(c)
+			if op == bench.ReLU {
+				bench.Rectify(c)
 			}
 			if err == nil { // if not, the link breaks for the reader, too
 				err = l.Send(c)
@@ -107,14 +105,14 @@ func receive(l Link, dst []byte, size int, whole func([]byte)) error {
 	return nil
 }
 
-// answers does what it hears until the client leaves; idle is newIdle's.
+// answers does what it hears until the client leaves; idle is NewIdle's.
 func answers(l Link, remote []byte, size int, idle chan<- struct{}) error {
 	for {
 		op, err := l.Hear()
 		if errors.Is(err, io.EOF) {
 			return nil
 		}
-		if err == nil && !slices.Contains(moves, op) {
+		if err == nil && !slices.Contains(bench.Moves, op) {
 			err = fmt.Errorf("bench: no operation is named %q", op)
 		}
 		if err == nil {
@@ -128,9 +126,9 @@ func answers(l Link, remote []byte, size int, idle chan<- struct{}) error {
 }
 
 // asks is a client that asks over l.
-func asks(l Link, p Place, size int) Client {
-	return Client{
-		Run: func(ctx context.Context, op Op) error {
+func asks(l Link, p bench.Place, size int) bench.Client {
+	return bench.Client{
+		Run: func(ctx context.Context, op bench.Op) error {
 			defer context.AfterFunc(ctx, func() { _ = l.Close() })()
 			return Ask(l, op, p.Source, p.To, size)
 		},

@@ -1,4 +1,4 @@
-package bench
+package kinds
 
 import (
 	"context"
@@ -19,6 +19,7 @@ import (
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
@@ -53,14 +54,14 @@ func withoutLanes(cfg client.Config) client.Config {
 // client with one open session. Tensors are float32. An upload goes to the model that
 // assembles it whole and answers with its size; what it left there is compared by the
 // checksums alone.
-func ourKinds() []Kind {
-	none := func(Place, *slab.Pool) (store.Store, error) { return nil, nil }
-	all := []Kind{
+func ourKinds() []bench.Kind {
+	none := func(bench.Place, *slab.Pool) (store.Store, error) { return nil, nil }
+	all := []bench.Kind{
 		ours(Tensorferry, client.Config{}, Load{1, 1}, none),
-		ours(Folder, client.Config{}, Load{1, 1}, func(p Place, _ *slab.Pool) (store.Store, error) {
+		ours(Folder, client.Config{}, Load{1, 1}, func(p bench.Place, _ *slab.Pool) (store.Store, error) {
 			return store.OpenFolder(filepath.Join(p.Dir, "store"), store.FolderConfig{})
 		}),
-		ours(InMemory, client.Config{}, Load{1, 1}, func(p Place, pool *slab.Pool) (store.Store, error) {
+		ours(InMemory, client.Config{}, Load{1, 1}, func(p bench.Place, pool *slab.Pool) (store.Store, error) {
 			return store.NewMemory(pool, slab.SizeOf(int64(len(p.To)))), nil // room for one
 		}),
 	}
@@ -86,10 +87,10 @@ func (l Load) Name() string {
 	return fmt.Sprintf("%s, connections %d, calls %d", Tensorferry, l.Connections, l.Calls)
 }
 
-func ours(name string, cfg client.Config, load Load, keep func(Place, *slab.Pool) (store.Store, error)) Kind {
-	return Kind{
+func ours(name string, cfg client.Config, load Load, keep func(bench.Place, *slab.Pool) (store.Store, error)) bench.Kind {
+	return bench.Kind{
 		Name: name, OwnMemory: true,
-		Serve: func(l net.Listener, p Place) (Server, error) {
+		Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
 			host := cpu.NewHost(cpu.HostConfig{MemoryBytes: hostTensors*int64(len(p.To)) + hostSpare})
 			models := engine.NewRegistry()
 			kept, err := keep(p, host.Pool())
@@ -99,10 +100,10 @@ func ours(name string, cfg client.Config, load Load, keep func(Place, *slab.Pool
 			s, e := server.New(server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget(), Store: kept})
 			if err = errors.Join(err, e); err != nil {
 				host.Close()
-				return Server{}, errors.Join(err, l.Close())
+				return bench.Server{}, errors.Join(err, l.Close())
 			}
-			running := Go(func() error { return s.Serve(l) }, s.Close, always)
-			return Server{always, func() error {
+			running := bench.Go(func() error { return s.Serve(l) }, s.Close, bench.Always)
+			return bench.Server{Idle: bench.Always, Close: func() error {
 				defer host.Close()
 				err := running.Close()
 				if kept != nil {
@@ -111,7 +112,7 @@ func ours(name string, cfg client.Config, load Load, keep func(Place, *slab.Pool
 				return err
 			}}, nil
 		},
-		Dial: func(ctx context.Context, p Place) (Client, error) {
+		Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
 			address := p.Address
 			if p.Network == "unix" {
 				address = "unix:" + address
@@ -120,19 +121,19 @@ func ours(name string, cfg client.Config, load Load, keep func(Place, *slab.Pool
 			for range load.Connections {
 				c, err := client.Dial(address, cfg)
 				if err != nil {
-					return Client{}, errors.Join(err, o.close())
+					return bench.Client{}, errors.Join(err, o.close())
 				}
 				o.clients = append(o.clients, c)
 				s, err := c.Session(ctx)
 				if err != nil {
-					return Client{}, errors.Join(err, o.close())
+					return bench.Client{}, errors.Join(err, o.close())
 				}
 				o.sessions = append(o.sessions, s)
 			}
-			return Client{
-				Run: func(ctx context.Context, op Op) error { return o.run(ctx, op, nil) },
-				Measure: map[Op]func(context.Context, int) (Sample, error){
-					FirstResult: o.firstResult, CallBeside: o.beside, Pull: o.pull, PullToFile: o.pullToFile, Push: o.push,
+			return bench.Client{
+				Run: func(ctx context.Context, op bench.Op) error { return o.run(ctx, op, nil) },
+				Measure: map[bench.Op]func(context.Context, int) (bench.Sample, error){
+					bench.FirstResult: o.firstResult, bench.CallBeside: o.beside, bench.Pull: o.pull, bench.PullToFile: o.pullToFile, bench.Push: o.push,
 				},
 				Close: o.close,
 			}, nil
@@ -146,7 +147,7 @@ func floats(data []byte) tensor.Tensor {
 }
 
 type oursClient struct {
-	Place
+	bench.Place
 	clients  []*client.Client
 	sessions []*client.Session // one of each
 	calls    int               // at a time
@@ -162,7 +163,7 @@ func (o *oursClient) close() (err error) {
 }
 
 // run does op once and, if asked, says when the first result was there.
-func (o *oursClient) run(ctx context.Context, op Op, first *time.Duration) error {
+func (o *oursClient) run(ctx context.Context, op bench.Op, first *time.Duration) error {
 	if o.calls <= 1 {
 		return o.call(ctx, o.sessions[0], op, o.Source, o.To, first)
 	}
@@ -181,13 +182,13 @@ func (o *oursClient) run(ctx context.Context, op Op, first *time.Duration) error
 }
 
 // call moves a part of the tensor, which it borrows.
-func (o *oursClient) call(ctx context.Context, s *client.Session, op Op, source, to []byte, first *time.Duration) error {
+func (o *oursClient) call(ctx context.Context, s *client.Session, op bench.Op, source, to []byte, first *time.Duration) error {
 	model := string(op)
-	if op == Upload {
+	if op == bench.Upload {
 		model = "sink"
 	}
 	r := client.Request{Model: model, Inputs: []client.Input{client.From("", floats(source))}}
-	if op.back() {
+	if op.Back() {
 		r.Results = map[string]client.Sink{"y": client.Into(to)}
 	}
 	begin := time.Now()
@@ -205,7 +206,7 @@ func (o *oursClient) call(ctx context.Context, s *client.Session, op Op, source,
 		}
 	}
 	results, err := call.Wait()
-	if err != nil || op.back() {
+	if err != nil || op.Back() {
 		return err
 	}
 	if got := results["bytes"].Data; len(got) != 8 || binary.LittleEndian.Uint64(got) != uint64(len(source)) {
@@ -214,45 +215,45 @@ func (o *oursClient) call(ctx context.Context, s *client.Session, op Op, source,
 	return nil
 }
 
-func (o *oursClient) firstResult(ctx context.Context, _ int) (Sample, error) {
+func (o *oursClient) firstResult(ctx context.Context, _ int) (bench.Sample, error) {
 	var first time.Duration
-	s, err := transfer(ReLU, o.To, o.Source, func() error { return o.run(ctx, ReLU, &first) })
+	s, err := bench.Transfer(bench.ReLU, o.To, o.Source, func() error { return o.run(ctx, bench.ReLU, &first) })
 	s.Total, s.Time = s.Time, first
 	return s, err
 }
 
 // beside makes small calls for as long as an upload runs on the same session, and
 // repeats that until it has n samples, or enough uploads have passed.
-func (o *oursClient) beside(ctx context.Context, n int) (Sample, error) {
-	small := &oursClient{Place: Place{Source: make([]byte, SmallBytes), To: make([]byte, SmallBytes)}, sessions: o.sessions}
-	FillFloats(small.Source)
+func (o *oursClient) beside(ctx context.Context, n int) (bench.Sample, error) {
+	small := &oursClient{Place: bench.Place{Source: make([]byte, bench.SmallBytes), To: make([]byte, bench.SmallBytes)}, sessions: o.sessions}
+	bench.FillFloats(small.Source)
 	var all []time.Duration
 	for range uploadsBeside {
 		if len(all) >= n {
 			break
 		}
 		uploaded := make(chan error, 1)
-		go func() { uploaded <- o.run(ctx, Upload, nil) }() // ends with the upload
+		go func() { uploaded <- o.run(ctx, bench.Upload, nil) }() // ends with the upload
 		for running := true; running; {
-			s, err := transfer(Echo, small.To, small.Source, func() error { return small.run(ctx, Echo, nil) })
+			s, err := bench.Transfer(bench.Echo, small.To, small.Source, func() error { return small.run(ctx, bench.Echo, nil) })
 			select {
 			case e := <-uploaded: // the last call had no upload beside it for all of its time
 				running = false
 				if err = errors.Join(err, e); err != nil {
-					return Sample{}, err
+					return bench.Sample{}, err
 				}
 			default:
 				if err != nil {
-					return Sample{}, errors.Join(err, <-uploaded)
+					return bench.Sample{}, errors.Join(err, <-uploaded)
 				}
 				all = append(all, s.Time)
 			}
 		}
 	}
 	if len(all) == 0 {
-		return Sample{}, errors.New("bench: no small call ended while an upload ran; measure larger tensors")
+		return bench.Sample{}, errors.New("bench: no small call ended while an upload ran; measure larger tensors")
 	}
-	return Sample{Time: quantile(all, 0.5), P99: quantile(all, 0.99)}, nil
+	return bench.Sample{Time: bench.Quantile(all, 0.5), P99: bench.Quantile(all, 0.99)}, nil
 }
 
 // put stores the source under a new name.
@@ -281,31 +282,31 @@ func (o *oursClient) stored(ctx context.Context) (err error) {
 	return err
 }
 
-func (o *oursClient) pull(ctx context.Context, _ int) (Sample, error) {
+func (o *oursClient) pull(ctx context.Context, _ int) (bench.Sample, error) {
 	if err := o.stored(ctx); err != nil {
-		return Sample{}, err
+		return bench.Sample{}, err
 	}
-	return transfer(Echo, o.To, o.Source, func() error { return o.fetch(ctx, o.pulled, client.Into(o.To)) })
+	return bench.Transfer(bench.Echo, o.To, o.Source, func() error { return o.fetch(ctx, o.pulled, client.Into(o.To)) })
 }
 
-func (o *oursClient) pullToFile(ctx context.Context, _ int) (Sample, error) {
+func (o *oursClient) pullToFile(ctx context.Context, _ int) (bench.Sample, error) {
 	if err := o.stored(ctx); err != nil {
-		return Sample{}, err
+		return bench.Sample{}, err
 	}
 	return toFile(o.Place, func(f *os.File) error { return o.fetch(ctx, o.pulled, client.At(f)) })
 }
 
 // push stores the source, fetches and compares it after the time, and deletes it.
-func (o *oursClient) push(ctx context.Context, _ int) (s Sample, err error) {
+func (o *oursClient) push(ctx context.Context, _ int) (s bench.Sample, err error) {
 	var name string
-	s, err = timed(func() error { name, err = o.put(ctx); return err })
+	s, err = bench.Timed(func() error { name, err = o.put(ctx); return err })
 	if err == nil {
-		_, err = transfer(Echo, o.To, o.Source, func() error { return o.fetch(ctx, name, client.Into(o.To)) })
+		_, err = bench.Transfer(bench.Echo, o.To, o.Source, func() error { return o.fetch(ctx, name, client.Into(o.To)) })
 		_, e := o.clients[0].Delete(ctx, name)
 		err = errors.Join(err, e)
 	}
 	if err != nil {
-		return Sample{}, err
+		return bench.Sample{}, err
 	}
 	return s, nil
 }
@@ -313,17 +314,17 @@ func (o *oursClient) push(ctx context.Context, _ int) (s Sample, err error) {
 // copying is a push's peer: it copies the source, a file in memory, to a new one, a piece at a time, and
 // waits for the disk. To ask the system for a copy would be no faster where it makes
 // one, and no peer where it lets two files share their bytes.
-var copying = Kind{
+var copying = bench.Kind{
 	Name: Copying, OwnMemory: true,
-	Serve: func(l net.Listener, _ Place) (Server, error) {
-		return Server{always, l.Close}, nil
+	Serve: func(l net.Listener, _ bench.Place) (bench.Server, error) {
+		return bench.Server{Idle: bench.Always, Close: l.Close}, nil
 	},
-	Dial: func(_ context.Context, p Place) (Client, error) {
+	Dial: func(_ context.Context, p bench.Place) (bench.Client, error) {
 		source := filepath.Join(p.Dir, "source")
 		if err := os.WriteFile(source, p.Source, 0o600); err != nil {
-			return Client{}, err
+			return bench.Client{}, err
 		}
-		push := func(context.Context, int) (Sample, error) {
+		push := func(context.Context, int) (bench.Sample, error) {
 			return toFile(p, func(f *os.File) error {
 				src, err := os.Open(source)
 				if err != nil {
@@ -334,21 +335,21 @@ var copying = Kind{
 				return errors.Join(err, f.Sync())
 			})
 		}
-		return Client{Measure: map[Op]func(context.Context, int) (Sample, error){Push: push}, Close: func() error { return nil }}, nil
+		return bench.Client{Measure: map[bench.Op]func(context.Context, int) (bench.Sample, error){bench.Push: push}, Close: func() error { return nil }}, nil
 	},
 }
 
 // toFile times what fills a new file beside the store with the source, at its end,
 // and compares it. It waits until the disk has taken note that the file is removed:
 // that would be in the next one's time.
-func toFile(p Place, fill func(*os.File) error) (s Sample, err error) {
+func toFile(p bench.Place, fill func(*os.File) error) (s bench.Sample, err error) {
 	dir, err := os.Open(p.Dir)
 	if err != nil {
 		return s, err
 	}
 	defer dir.Close()
 	path := filepath.Join(p.Dir, "copy")
-	s, err = timed(func() error {
+	s, err = bench.Timed(func() error {
 		f, err := os.Create(path)
 		if err != nil {
 			return err
@@ -359,7 +360,7 @@ func toFile(p Place, fill func(*os.File) error) (s Sample, err error) {
 		err = checkFile(path, p.Source)
 	}
 	if err = errors.Join(err, os.Remove(path), dir.Sync()); err != nil {
-		return Sample{}, err
+		return bench.Sample{}, err
 	}
 	return s, nil
 }
@@ -372,13 +373,13 @@ func checkFile(path string, source []byte) error {
 	}
 	defer f.Close()
 	_, err = f.Seek(-int64(len(source)), io.SeekEnd)
-	piece := make([]byte, ChunkBytes)
-	for want := range slices.Chunk(source, ChunkBytes) {
+	piece := make([]byte, bench.ChunkBytes)
+	for want := range slices.Chunk(source, bench.ChunkBytes) {
 		if err == nil {
 			_, err = io.ReadFull(f, piece[:len(want)])
 		}
 		if err == nil {
-			err = Check(Echo, piece[:len(want)], want)
+			err = bench.Check(bench.Echo, piece[:len(want)], want)
 		}
 	}
 	return err

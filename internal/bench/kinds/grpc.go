@@ -1,4 +1,4 @@
-package bench
+package kinds
 
 import (
 	"context"
@@ -12,12 +12,13 @@ import (
 
 	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // DialOptions have a gRPC client connect over "tcp" and "unix" alike, without
 // encryption and without a proxy; its target is Target. They lend nothing.
-func DialOptions(p Place) []grpc.DialOption {
+func DialOptions(p bench.Place) []grpc.DialOption {
 	return []grpc.DialOption{
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
@@ -33,29 +34,29 @@ const Target = "passthrough:///bench"
 // messages, the proto codec and every window as gRPC has it, CRC-32C computed and
 // checked for each chunk, the payload copied to its place. A small call is a message
 // there and a message back.
-var StockGRPC = Kind{
+var StockGRPC = bench.Kind{
 	Name: "gRPC, stock codec",
-	Serve: func(l net.Listener, p Place) (Server, error) {
-		idle := newIdle()
+	Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
+		idle := bench.NewIdle()
 		desc := stockStream
 		desc.Handler = func(_ any, s grpc.ServerStream) error {
 			defer close(idle) // there is one gRPC stream
-			return answers(&chunkLink{messages: s, end: func() error { return nil }}, p.To, ChunkBytes, idle)
+			return answers(&chunkLink{messages: s, end: func() error { return nil }}, p.To, bench.ChunkBytes, idle)
 		}
 		server := grpc.NewServer(grpc.WaitForHandlers(true)) // they write to memory that is lent until Close
 		server.RegisterService(&grpc.ServiceDesc{ServiceName: "bench", HandlerType: (*any)(nil), Streams: []grpc.StreamDesc{desc}}, 0)
-		return Go(func() error { return server.Serve(l) }, server.Stop, idle), nil
+		return bench.Go(func() error { return server.Serve(l) }, server.Stop, idle), nil
 	},
-	Dial: func(_ context.Context, p Place) (Client, error) {
+	Dial: func(_ context.Context, p bench.Place) (bench.Client, error) {
 		conn, err := grpc.NewClient(Target, DialOptions(p)...)
 		if err != nil {
-			return Client{}, err
+			return bench.Client{}, err
 		}
 		s, err := conn.NewStream(context.Background(), &stockStream, "/bench/Chunks") // until the connection is closed
 		if err != nil {
-			return Client{}, errors.Join(err, conn.Close())
+			return bench.Client{}, errors.Join(err, conn.Close())
 		}
-		return asks(&chunkLink{messages: s, end: conn.Close}, p, ChunkBytes), nil
+		return asks(&chunkLink{messages: s, end: conn.Close}, p, bench.ChunkBytes), nil
 	},
 }
 
@@ -65,7 +66,7 @@ var stockStream = grpc.StreamDesc{StreamName: "Chunks", ServerStreams: true, Cli
 // wants in place of the tensor's ID.
 type chunkLink struct {
 	messages
-	op    Op // that the next message says
+	op    bench.Op // that the next message says
 	out   tensorferryv1.Chunk
 	first *tensorferryv1.Chunk // that was heard, and is received next
 	sent  uint32
@@ -78,14 +79,14 @@ type messages interface {
 	RecvMsg(m any) error
 }
 
-func (l *chunkLink) Tell(op Op, first bool) error {
+func (l *chunkLink) Tell(op bench.Op, first bool) error {
 	if l.op = op; first { // it goes with the first chunk
 		return nil
 	}
 	return l.Send(nil)
 }
 
-func (l *chunkLink) Hear() (Op, error) {
+func (l *chunkLink) Hear() (bench.Op, error) {
 	c := new(tensorferryv1.Chunk)
 	if err := l.RecvMsg(c); err != nil {
 		return "", err
@@ -93,7 +94,7 @@ func (l *chunkLink) Hear() (Op, error) {
 	if len(c.Data) > 0 {
 		l.first = c
 	}
-	return Op(c.TensorId), nil
+	return bench.Op(c.TensorId), nil
 }
 
 func (l *chunkLink) Send(chunk []byte) error {

@@ -1,4 +1,4 @@
-package bench
+package kinds
 
 import (
 	"context"
@@ -9,16 +9,17 @@ import (
 	"net"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/bench"
 )
 
 // pieces are the bytes that a raw socket writes, reads and checks at a time: a chunk
 // of tensorferry, and what stays in a core's cache between the copy and the checksum.
-var pieces = []int{ChunkBytes, smallPiece}
+var pieces = []int{bench.ChunkBytes, smallPiece}
 
 // rawKinds are a socket and nothing else: a piece is one write, and is read where it
 // belongs; a relu is computed there, beside the receiver. A checksum goes before its
 // piece, and is checked when the piece is whole, at every end.
-func rawKinds() (all []Kind) {
+func rawKinds() (all []bench.Kind) {
 	for _, sum := range []codec.Checksum{0, codec.CRC32C, codec.CRC32} {
 		for _, size := range pieces {
 			all = append(all, raw(sum, size))
@@ -29,16 +30,16 @@ func rawKinds() (all []Kind) {
 
 // RawName names a kind of raw socket.
 func RawName(sum codec.Checksum, size int) string {
-	return fmt.Sprintf("raw socket, %s, %s", SumText(sum), ByteText(size))
+	return fmt.Sprintf("raw socket, %s, %s", SumText(sum), bench.ByteText(size))
 }
 
-func raw(sum codec.Checksum, size int) Kind {
-	return Kind{
+func raw(sum codec.Checksum, size int) bench.Kind {
+	return bench.Kind{
 		Name: RawName(sum, size),
-		Serve: func(l net.Listener, p Place) (Server, error) {
+		Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
 			ctx, cancel := context.WithCancel(context.Background())
-			idle := newIdle()
-			return Go(func() error {
+			idle := bench.NewIdle()
+			return bench.Go(func() error {
 				defer close(idle)
 				defer l.Close()
 				defer context.AfterFunc(ctx, func() { _ = l.Close() })()
@@ -54,10 +55,10 @@ func raw(sum codec.Checksum, size int) Kind {
 				return err
 			}, cancel, idle), nil
 		},
-		Dial: func(ctx context.Context, p Place) (Client, error) {
+		Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
 			conn, err := new(net.Dialer).DialContext(ctx, p.Network, p.Address)
 			if err != nil {
-				return Client{}, err
+				return bench.Client{}, err
 			}
 			return asks(&rawLink{Conn: conn, sum: sum}, p, size), nil
 		},
@@ -73,17 +74,17 @@ type rawLink struct {
 	parts [2][]byte
 }
 
-func (l *rawLink) Tell(op Op, _ bool) error {
+func (l *rawLink) Tell(op bench.Op, _ bool) error {
 	_, err := l.Write([]byte{op[0]})
 	return err
 }
 
-func (l *rawLink) Hear() (Op, error) {
+func (l *rawLink) Hear() (bench.Op, error) {
 	var first [1]byte
 	if _, err := io.ReadFull(l, first[:]); err != nil {
 		return "", err
 	}
-	for _, op := range moves {
+	for _, op := range bench.Moves {
 		if op[0] == first[0] {
 			return op, nil
 		}

@@ -1,0 +1,196 @@
+package kinds
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+)
+
+// A test binary is an end, too.
+func TestMain(m *testing.M) {
+	bench.BeEnd(All())
+	os.Exit(m.Run())
+}
+
+// briefly is a configuration of one round, with files in a folder of its own, whose
+// name is short: a Unix socket's path has 108 bytes. The folder must be empty in the
+// end.
+func briefly(t *testing.T) bench.Config {
+	t.Helper()
+	testkit.Start(t)
+	dir, err := os.MkdirTemp("", "b") //nolint:usetesting // t.TempDir is long
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		left, err := os.ReadDir(dir)
+		require.NoError(t, err)
+		require.Empty(t, left)
+		require.NoError(t, os.RemoveAll(dir))
+	})
+	t.Setenv("TMPDIR", dir)
+	return bench.Config{Kinds: All(), Size: 1 << 20, MinRounds: 2, MaxRounds: 2, Batch: 5, Smoke: true}
+}
+
+// opsOf are what a kind does.
+func opsOf(k bench.Kind) []bench.Op {
+	switch name := k.Name; {
+	case name == Copying:
+		return []bench.Op{bench.Push}
+	case name == Folder:
+		return []bench.Op{bench.Push, bench.Pull, bench.PullToFile, bench.Push, bench.Pull}
+	case name == InMemory:
+		return []bench.Op{bench.Push}
+	case strings.Contains(name, "connections"):
+		return []bench.Op{bench.Upload, bench.Echo, bench.ReLU}
+	case k.OwnMemory:
+		return []bench.Op{bench.Upload, bench.Echo, bench.ReLU, bench.FirstResult, bench.CallBeside, bench.Call}
+	}
+	return append(slices.Clone(bench.Moves), bench.Call)
+}
+
+func TestEveryKindMovesEveryByte(t *testing.T) {
+	for _, processes := range []int{1, 2} {
+		for _, network := range []string{"tcp", "unix"} {
+			for _, k := range All() {
+				t.Run(fmt.Sprintf("%d %s %s", processes, network, k.Name), func(t *testing.T) {
+					c := briefly(t)
+					sizes := []int{8, bench.ChunkBytes, 3*bench.ChunkBytes + 8}
+					if processes == 2 {
+						sizes = sizes[2:] // a process each
+					}
+					for _, size := range sizes {
+						ops := opsOf(k)
+						if size < bench.ChunkBytes { // no call ends beside that
+							ops = slices.DeleteFunc(slices.Clone(ops), func(op bench.Op) bool { return op == bench.CallBeside })
+						}
+						all, err := c.Measure(t.Context(), bench.Group{Net: network, Processes: processes, Size: size, Ops: ops, Entrants: bench.Beside(k.Name)})
+						require.NoError(t, err)
+						require.Len(t, all, len(ops))
+						for _, x := range all {
+							require.Len(t, x.Pairs, 2)
+							for _, p := range x.Pairs {
+								require.Positive(t, p.Ours.Time, x.Work)
+								require.Equal(t, x.Work == bench.FirstResult, p.Ours.Total >= p.Ours.Time)
+								require.Equal(t, x.Work == bench.Call || x.Work == bench.CallBeside, p.Ours.P99 >= p.Ours.Time)
+							}
+						}
+					}
+				})
+			}
+		}
+	}
+}
+
+func TestWhatIsNotKnownIsRefused(t *testing.T) {
+	c := briefly(t)
+	good := bench.Group{Net: "tcp", Processes: 1, Size: 8, Ops: []bench.Op{bench.Upload}, Entrants: bench.Beside(Tensorferry)}
+	for want, change := range map[string]func(*bench.Group){
+		`no kind "pigeon"`:    func(g *bench.Group) { g.Entrants = bench.Beside("pigeon") },
+		"has no push":         func(g *bench.Group) { g.Ops, g.Entrants = []bench.Op{bench.Push}, bench.Beside(StockGRPC.Name) },
+		"tensors of 12 bytes": func(g *bench.Group) { g.Size = 12 },
+		"tensors of 0 bytes":  func(g *bench.Group) { g.Size = 0 },
+		"unknown network":     func(g *bench.Group) { g.Net = "pigeon" },
+		"no such file": func(g *bench.Group) {
+			g.Processes, g.Entrants[0].Program = 2, []string{filepath.Join(c.Kinds[0].Name, "no")}
+		},
+		"tensors of -8 bytes":   func(g *bench.Group) { g.Size = -8 },
+		"cp and fsync, upload:": func(g *bench.Group) { g.Entrants = bench.Beside(Copying) },
+	} {
+		g := good
+		g.Entrants = slices.Clone(g.Entrants)
+		change(&g)
+		_, err := c.Measure(t.Context(), g)
+		require.ErrorContains(t, err, want)
+	}
+}
+
+func TestAnInterruptedRunLeavesNothing(t *testing.T) {
+	for _, processes := range []int{1, 2} {
+		for _, g := range []bench.Group{
+			{Ops: []bench.Op{bench.Echo}, Entrants: bench.Beside(Tensorferry)},
+			{Ops: []bench.Op{bench.Echo}, Entrants: bench.Beside(RawName(codec.CRC32, smallPiece))},
+			{Ops: []bench.Op{bench.Push}, Entrants: bench.Beside(Folder, Copying)},
+			{Ops: []bench.Op{bench.Upload}, Delay: 10 * time.Millisecond, Entrants: bench.Beside(StockGRPC.Name)},
+		} {
+			t.Run(fmt.Sprint(processes, g.Entrants), func(t *testing.T) {
+				c := briefly(t)
+				g.Net, g.Processes, g.Size = "tcp", processes, 8*bench.ChunkBytes
+				why := errors.New("no more")
+				ctx, cancel := context.WithCancelCause(t.Context())
+				c.Progress = func(string) { cancel(why) }
+				_, err := c.Measure(ctx, g)
+				require.ErrorIs(t, err, why)
+			})
+		}
+	}
+}
+
+func TestALongWayDelaysEveryByteBothWays(t *testing.T) {
+	c := briefly(t)
+	const delay = 20 * time.Millisecond
+	for _, network := range []string{"tcp", "unix"} {
+		all, err := c.Measure(t.Context(), bench.Group{
+			Net: network, Processes: 1, Delay: delay, Size: bench.SmallBytes, Ops: []bench.Op{bench.Upload, bench.Echo}, Entrants: bench.Beside(RawName(codec.CRC32C, bench.ChunkBytes)),
+		})
+		require.NoError(t, err)
+		for _, x := range all {
+			require.GreaterOrEqual(t, x.Ours.Time, delay)
+		}
+	}
+}
+
+func TestRawRefusesAPieceWhoseChecksumFails(t *testing.T) {
+	testkit.Start(t)
+	for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
+		a, b := net.Pipe()
+		piece := []byte("a piece")
+		go func() { // ends when Receive has read it
+			_, _ = a.Write(append(binary.LittleEndian.AppendUint32(nil, sum.Update(0, piece)^1), piece...))
+		}()
+		err := (&rawLink{Conn: b, sum: sum}).Receive(make([]byte, len(piece)))
+		require.ErrorContains(t, err, "checksum")
+	}
+}
+
+func TestNoTwoMovesBeginAlike(t *testing.T) {
+	for _, op := range bench.Moves {
+		a, b := net.Pipe()
+		go func() { _ = (&rawLink{Conn: a}).Tell(op, true) }() // ends when it is heard
+		got, err := (&rawLink{Conn: b}).Hear()
+		require.NoError(t, err)
+		require.Equal(t, op, got)
+		go func() { _, _ = a.Write([]byte{0}) }()
+		_, err = (&rawLink{Conn: b}).Hear()
+		require.Error(t, err)
+		require.NoError(t, errors.Join(a.Close(), b.Close()))
+	}
+}
+
+func TestAFileThatDiffersIsFound(t *testing.T) {
+	source, file := make([]byte, 2*bench.ChunkBytes+8), filepath.Join(t.TempDir(), "copy")
+	bench.FillFloats(source)
+	check := func(data []byte) error {
+		require.NoError(t, os.WriteFile(file, append([]byte("header"), data...), 0o600))
+		return checkFile(file, source)
+	}
+	require.NoError(t, check(source))
+	require.Error(t, check(source[:len(source)-8]), "the end is missing")
+	for _, i := range []int{0, bench.ChunkBytes - 1, bench.ChunkBytes, len(source) - 1} {
+		data := slices.Clone(source)
+		data[i] ^= 1
+		require.Error(t, check(data), "byte %d differs", i)
+	}
+}

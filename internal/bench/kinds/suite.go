@@ -1,0 +1,71 @@
+package kinds
+
+import (
+	"slices"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/bench"
+)
+
+// Suite is what tensorferry bench measures over each network with large tensors of so
+// many bytes: two processes first, and then one.
+func Suite(networks []string, size int) (all []bench.Group) {
+	for _, processes := range []int{2, 1} {
+		for _, net := range networks {
+			for _, g := range suite {
+				if processes == 1 && !g.together {
+					continue
+				}
+				n := size
+				if slices.Equal(g.ops, []bench.Op{bench.Call}) {
+					n = bench.SmallBytes
+				}
+				all = append(all, bench.Group{Net: net, Processes: processes, Size: n, Ops: g.ops, Entrants: g.entrants})
+			}
+		}
+	}
+	return all
+}
+
+// instead has raw sockets do an upload beside a work that they do not have.
+func instead(kind string) []bench.Entrant {
+	return []bench.Entrant{{Kind: kind}, {Kind: RawName(codec.CRC32C, bench.ChunkBytes), Op: bench.Upload}}
+}
+
+// Rules are what is required of tensorferry on loopback with two cores.
+func Rules() (all []bench.Rule) {
+	rule := func(net string, op bench.Op, who, beside string, ratio, cost float64, times bool) {
+		r := bench.Rule{Net: net, Work: op, Who: who, Beside: beside, Ratio: &bench.Required{Value: ratio, AtMost: times}}
+		if cost > 0 {
+			r.Cost = &bench.Required{Value: cost, AtMost: true}
+		}
+		all = append(all, r)
+	}
+	for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
+		for _, op := range []bench.Op{bench.Upload, bench.Echo} {
+			rule("tcp", op, OursWith(sum), "raw socket, "+SumText(sum)+",", 0.95, 1.15, false)
+			rule("unix", op, OursWith(sum), "raw socket, "+SumText(sum)+",", 0.90, 0, false)
+		}
+	}
+	rule("tcp", bench.Upload, OursWith(codec.CRC32C), StockGRPC.Name, 1.6, 0, false)
+	rule("tcp", bench.Echo, OursWith(codec.CRC32C), StockGRPC.Name, 1.2, 0, false)
+	rule("tcp", bench.Call, Tensorferry, StockGRPC.Name, 1.5, 0, true)
+	rule("tcp", bench.FirstResult, Tensorferry, "", 0.05, 0, true)
+	rule("tcp", bench.Pull, Folder, "raw socket", 0.80, 0, false)
+	rule("tcp", bench.Push, Folder, Copying, 0.60, 0, false)
+	return all
+}
+
+var suite = []struct {
+	ops      []bench.Op
+	together bool // in one process, too
+	entrants []bench.Entrant
+}{
+	{[]bench.Op{bench.Upload, bench.Echo, bench.ReLU}, true, bench.Beside(OursWith(codec.CRC32C), RawName(codec.CRC32C, bench.ChunkBytes), RawName(codec.CRC32C, smallPiece), RawName(0, bench.ChunkBytes), StockGRPC.Name)},
+	{[]bench.Op{bench.Upload, bench.Echo}, false, bench.Beside(OursWith(codec.CRC32), RawName(codec.CRC32, bench.ChunkBytes), RawName(codec.CRC32, smallPiece))},
+	{[]bench.Op{bench.Call}, true, bench.Beside(Tensorferry, StockGRPC.Name, RawName(codec.CRC32C, bench.ChunkBytes))},
+	{[]bench.Op{bench.FirstResult, bench.CallBeside}, false, bench.Beside(Tensorferry)},
+	{[]bench.Op{bench.Pull, bench.PullToFile}, false, instead(Folder)},
+	{[]bench.Op{bench.Push}, false, bench.Beside(Folder, Copying)},
+	{[]bench.Op{bench.Push}, false, instead(InMemory)},
+}
