@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/peer"
 
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/lane"
 	"github.com/tensorferry/tensorferry/stream"
 )
@@ -52,10 +53,14 @@ type laneMemory struct {
 	why   string    // guarded by mu
 }
 
-func (l *laneMemory) off() (why string, off bool) {
+// off returns why no session opens a lane now; "" if they may.
+func (l *laneMemory) off() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.why, time.Now().Before(l.until)
+	if time.Now().After(l.until) {
+		return ""
+	}
+	return l.why
 }
 
 func (l *laneMemory) turnOff(why string) {
@@ -77,50 +82,47 @@ func (c *Client) noLanes() string {
 	return ""
 }
 
-// wantLane opens a lane, in the background, for a tensor of size bytes that it pays for.
-// The session is locked.
+// wantLane opens a lane in the background, if a tensor of size bytes pays for it and there
+// is none. The session is locked.
 func (s *Session) wantLane(m *stream.Machine, size int64) {
 	l := &s.lane
 	if size < laneBytes || l.busy {
 		return
 	}
 	token, uses := m.LaneOffer()
-	if why := s.client.noLanes(); why != "" {
+	why, off := s.client.noLanes(), s.client.lanes.off()
+	switch {
+	case why != "":
 		l.why = why
-		return
-	}
-	if token.IsZero() {
+	case token.IsZero():
 		l.why = whyOffer
-		return
+	case off != "":
+		l.why = off
+	case l.uses < uses:
+		use := l.uses
+		l.uses++
+		l.busy, l.why = true, whyOpening
+		s.client.winding.Go(func() { s.openLane(m, token, use) }) // ends in time; the session counts, too
 	}
-	if why, off := s.client.lanes.off(); off || l.uses == uses {
-		if off {
-			l.why = why
-		}
-		return
-	}
-	n := l.uses
-	l.uses++
-	l.busy, l.why = true, whyOpening
-	s.client.winding.Add(1) // the session counts: it is not 0
-	go func() {             // ends when the lane has been opened, or was not in time
-		defer s.client.winding.Done()
-		conn, err := s.dialLane()
-		if err == nil {
-			if err = lane.Greet(conn, token, n); err == nil {
-				err = conn.SetDeadline(time.Time{})
-			}
-			if err != nil {
-				_ = conn.Close()
-			}
+}
+
+// openLane gives the session a lane.
+func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int) {
+	conn, err := s.dialLane()
+	if err == nil {
+		if err = lane.Greet(conn, token, use); err == nil {
+			err = conn.SetDeadline(time.Time{})
 		}
 		if err != nil {
-			s.laneEnded(m, err, false)
-			return
+			_ = conn.Close()
 		}
-		s.sess.Do(func(*stream.Machine, stream.Instant) { l.open, l.failed, l.why = true, 0, "" })
-		s.sess.AddLane(lane.New(conn, nil), func(why error) { s.laneEnded(m, why, true) })
-	}()
+	}
+	if err != nil {
+		s.laneEnded(m, err, false)
+		return
+	}
+	s.sess.Do(func(*stream.Machine, stream.Instant) { s.lane.open, s.lane.failed, s.lane.why = true, 0, "" })
+	s.sess.AddLane(lane.New(conn, nil), func(why error) { s.laneEnded(m, why, true) })
 }
 
 // dialLane connects to the very server that has the session, which a name may not lead to

@@ -80,8 +80,10 @@ func (c *Conn) Send(ch *frame.Chunk) error {
 	return err
 }
 
-// SetReadDeadline and SetWriteDeadline are those of a net.Conn.
-func (c *Conn) SetReadDeadline(t time.Time) error  { return c.conn.SetReadDeadline(t) }
+// SetReadDeadline is that of a net.Conn.
+func (c *Conn) SetReadDeadline(t time.Time) error { return c.conn.SetReadDeadline(t) }
+
+// SetWriteDeadline is that of a net.Conn.
 func (c *Conn) SetWriteDeadline(t time.Time) error { return c.conn.SetWriteDeadline(t) }
 
 // Close closes the lane.
