@@ -34,6 +34,7 @@ func TestMain(m *testing.M) {
 
 func TestBytesThatDidNotArriveHaveNoTime(t *testing.T) {
 	testkit.Start(t)
+	t.Setenv("GORACE", "atexit_sleep_ms=0") // or each end would sleep for a second in the end
 	c := Smoke([]Kind{lazy})
 	for _, processes := range []int{1, 2} {
 		for _, op := range []Op{Upload, Echo, ReLU, Call} {
