@@ -156,7 +156,7 @@ func (e *environment) commit(ctx context.Context, ref string) (*environment, err
 	}
 	minus := filepath.Join(o.source, minusProgram)
 	if err := os.Mkdir(minus, 0o755); err == nil { // it was not there
-		if err := os.WriteFile(filepath.Join(minus, "main.go"), earlyMinus, 0o644); err != nil {
+		if err := os.WriteFile(filepath.Join(minus, "main.go"), []byte(early.Replace(minusSource)), 0o644); err != nil {
 			return nil, err
 		}
 	}

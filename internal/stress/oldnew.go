@@ -18,12 +18,15 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// minusProgram is where minus is in the source. earlyMinus is the same for commits
-// that do not have it, written for the engine package of their time.
+// minusProgram is where minus is in the source.
 const minusProgram = "internal/stress/minus"
 
-//go:embed testdata/minus/main.go
-var earlyMinus []byte
+//go:embed minus/main.go
+var minusSource string
+
+// early makes of minus what it was when the CPU engine was in the engine's package:
+// commits of that time do not have it.
+var early = strings.NewReplacer("\t\""+module+"/engine/cpu\"\n", "", "cpu.", "engine.")
 
 // The exit codes of tensorferry that are looked for.
 const (
