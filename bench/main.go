@@ -47,7 +47,7 @@ func run(ctx context.Context) error {
 	against := flag.String("against", "", "compare with a `commit` of this repository, not with peers")
 	python := flag.String("python", "", "a `Python` with pyarrow and isal, for Arrow Flight in C++")
 	load := flag.Bool("load", false, "measure 1 to 16 connections with 1 to 64 calls in flight, and their memory")
-	out := flag.String("out", "", "write peers.md, peers.json and peers.svg to `folder`, too")
+	out := flag.String("out", "", "write page and samples to a `folder`, too: peers.*, against.* or load.*")
 	flag.Parse()
 	if flag.NArg() > 0 {
 		return fmt.Errorf("%q; give no argument", flag.Args())
@@ -80,11 +80,12 @@ func run(ctx context.Context) error {
 		}
 		old = []string{program, bench.EndArgument}
 	}
+	name := "peers"
 	switch {
 	case *load:
-		groups = loads(nets, old)
+		groups, name = loads(nets, old), "load"
 	case old != nil:
-		groups = turns(nets, old)
+		groups, name = turns(nets, old), "against"
 	default:
 		top, err := proc.Top(ctx)
 		if err != nil {
@@ -97,17 +98,16 @@ func run(ctx context.Context) error {
 		groups = peers(nets, r.Batches)
 	}
 	for i := range groups {
-		groups[i].Ops = chosen(groups[i].Ops)
+		if groups[i].Ops = chosen(groups[i].Ops); groups[i].Size == tensorBytes {
+			groups[i].Size = c.Size
+		}
 	}
 	done, err := c.Run(ctx, slices.DeleteFunc(groups, func(g bench.Group) bool { return len(g.Ops) == 0 }))
 	if err != nil {
 		return err
 	}
 	r.Report = *done
-	if *load || old != nil {
-		return r.WriteText(os.Stdout)
-	}
-	return write(r, os.Stdout, *out)
+	return write(r, os.Stdout, *out, name)
 }
 
 // build builds this program of this tree with everything else of another commit, so

@@ -36,27 +36,34 @@ func peerModules() (all []string) {
 // page is for people, as Markdown.
 func (r *Report) page() []byte {
 	var b bytes.Buffer
-	fmt.Fprintf(&b, "<!-- written by: make bench-peers-results -->\n\n%s\n\n```\n", strings.Join(r.Modules, " · "))
+	fmt.Fprintf(&b, "<!-- written by: cd bench && go run . -out, or make bench-peers-results -->\n\n%s\n\n```\n", strings.Join(r.Modules, " · "))
 	_ = r.WriteText(&b) // a buffer takes it
-	fmt.Fprint(&b, "```\n\nArrow Flight is measured with the best of its batch sizes:\n\n| | | GB/s | |\n|---|---|--:|---|\n")
+	fmt.Fprint(&b, "```\n")
+	if len(r.Batches) > 0 {
+		fmt.Fprint(&b, "\nArrow Flight is measured with the best of its batch sizes:\n\n| | | GB/s | |\n|---|---|--:|---|\n")
+	}
 	for _, x := range r.Batches {
 		fmt.Fprintf(&b, "| %s | %s | %.2f | %s |\n", x.Op, x.Kind, x.Rate, map[bool]string{true: "best"}[x.Best])
 	}
 	return b.Bytes()
 }
 
-// write writes the page of r to out, and everything to the folder unless that is empty.
-func write(r *Report, out io.Writer, folder string) error {
+// write writes the page of r to out, and everything to files of a name in the folder
+// unless that is empty: peers have a picture, too.
+func write(r *Report, out io.Writer, folder, name string) error {
 	text, err := json.Marshal(r)
 	if err != nil {
 		return err
 	}
-	page := r.page()
-	if _, err := out.Write(page); err != nil || folder == "" {
+	files := map[string][]byte{name + ".md": r.page(), name + ".json": append(text, '\n')}
+	if name == "peers" {
+		files[name+".svg"] = r.picture()
+	}
+	if _, err := out.Write(files[name+".md"]); err != nil || folder == "" {
 		return err
 	}
 	err = os.MkdirAll(folder, 0o777)
-	for name, data := range map[string][]byte{"peers.md": page, "peers.svg": r.picture(), "peers.json": append(text, '\n')} {
+	for name, data := range files {
 		if err == nil {
 			err = os.WriteFile(filepath.Join(folder, name), data, 0o666)
 		}

@@ -151,7 +151,7 @@ func TestThePictureIsLegibleOnWhiteAndOnBlack(t *testing.T) {
 func TestWhatIsWrittenIsReadBack(t *testing.T) {
 	r, folder := testReport(), filepath.Join(t.TempDir(), "new")
 	var out bytes.Buffer
-	if err := write(r, &out, folder); err != nil {
+	if err := write(r, &out, folder, "peers"); err != nil {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(out.Bytes(), r.page()) {

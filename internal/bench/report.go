@@ -106,7 +106,7 @@ func (r *Report) write(w io.Writer, title string, has func(*Comparison) bool) er
 					what = append(what, []string{"RATIO", "COST"}[i])
 				}
 			}
-			worse, olds = worse+len(what), olds+2
+			worse, olds = worse+len(what), olds+1+min(x.Cost.N, 1)
 			if required = "–"; len(what) > 0 && !r.Smoke {
 				required = "WORSE: " + strings.Join(what, ", ")
 			}
