@@ -30,6 +30,8 @@ const (
 	judgedFrom = 4 * warmUp
 	// share of growth that is none, beside what follows.
 	share = 0.05
+	// warmCalls are made on each session that stays, so that what it opens is open.
+	warmCalls = 5
 	// workers is how many things are done at a time.
 	workers = 8
 	// jobWait bounds one job, so that a sample can not wait longer.
@@ -127,6 +129,11 @@ func (s *soak) run(ctx context.Context) error {
 				return err
 			}
 			t.sessions = append(t.sessions, session)
+			for range warmCalls { // lanes are opened for those who send something large
+				if _, err := session.Compute(ctx, "echo", pick(0, 8*mib).tensor()); err != nil {
+					return err
+				}
+			}
 		}
 	}
 	base() // made before memory is looked at
