@@ -1,0 +1,32 @@
+package proc
+
+import (
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/internal/testkit"
+)
+
+func TestACommitIsCheckedOutBesideTheTree(t *testing.T) {
+	testkit.Start(t)
+	top, err := Top(t.Context())
+	if exit := new(exec.ExitError); errors.Is(err, exec.ErrNotFound) || errors.As(err, &exit) {
+		t.Skip("not in a repository")
+	}
+	require.NoError(t, err)
+	dir := filepath.Join(t.TempDir(), "source")
+	require.NoError(t, Checkout(t.Context(), "HEAD", dir))
+	require.FileExists(t, filepath.Join(dir, "go.mod"))
+	require.NoFileExists(t, dir+".index")
+	require.FileExists(t, filepath.Join(top, "go.mod"))
+	file, err := Build(t.Context(), dir, "./internal/stress/minus", t.TempDir())
+	require.NoError(t, err)
+	info, err := os.Stat(file)
+	require.NoError(t, err)
+	require.NotZero(t, info.Mode()&0o100)
+}
