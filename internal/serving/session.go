@@ -82,7 +82,7 @@ func (s *Session) AddLane(l session.Lane) {
 		case <-s.sess.Stopped():
 		default: // the session lives on without it
 			if n, due := c.lanesBroken.Again(); due {
-				c.log.Warn("lane ended", slog.String("session", s.ID().String()), slog.String("cause", why.Error()), slog.Int64("ended", n))
+				c.log.Info("lane ended", slog.String("session", s.ID().String()), slog.String("cause", why.Error()), slog.Int64("ended", n))
 			}
 		}
 	})
