@@ -61,6 +61,32 @@ func (c Checksum) Seed(id tensor.ID, index uint32) uint32 {
 	return ^sum
 }
 
+// UpdateCold is Update for bytes that no cache holds, such as those that a sender is
+// about to send. CRC-32C reads three rows at a time, which no processor fetches ahead, so
+// each piece is read through before: 16 GB/s of such memory, not 10 (BenchmarkUpdate).
+func (c Checksum) UpdateCold(sum uint32, data []byte) uint32 {
+	if c != CRC32C {
+		return c.Update(sum, data)
+	}
+	for len(data) > 0 {
+		piece := data[:min(len(data), fetchBytes)]
+		fetch(piece)
+		sum = c.Update(sum, piece)
+		data = data[len(piece):]
+	}
+	return sum
+}
+
+// fetch reads a byte of each cache line. It is not inlined, or nothing of it would be left.
+//
+//go:noinline
+func fetch(data []byte) (all byte) {
+	for i := 0; i < len(data); i += cacheLine {
+		all ^= data[i]
+	}
+	return all
+}
+
 // Update continues a checksum over more bytes of the chunk, which it borrows.
 func (c Checksum) Update(sum uint32, data []byte) uint32 {
 	return crc32.Update(sum, c.table(), data)

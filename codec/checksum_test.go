@@ -122,7 +122,7 @@ func TestAnyCutGivesTheSumOfTheWhole(t *testing.T) {
 				n = min(n, len(rest))
 				sum, rest = kind.Update(sum, rest[:n]), rest[n:]
 			}
-			sum = kind.Update(sum, rest)
+			sum = kind.UpdateCold(sum, rest)
 			if want := slow(slow(0, polynomial, name), polynomial, data); sum != want {
 				t.Fatalf("kind %d: %#08x, want %#08x", kind, sum, want)
 			}
@@ -139,6 +139,17 @@ func TestAChecksumAllocatesNothing(t *testing.T) {
 	}
 }
 
+func TestColdBytesHaveTheSameSum(t *testing.T) {
+	data := testkit.Bytes(3*fetchBytes+1, 1)
+	for kind := range polynomials {
+		for _, n := range []int{0, 1, cacheLine, fetchBytes - 1, fetchBytes, fetchBytes + 1, len(data)} {
+			if got, want := kind.UpdateCold(7, data[:n]), kind.Update(7, data[:n]); got != want {
+				t.Errorf("kind %d, %d bytes: %#08x, want %#08x", kind, n, got, want)
+			}
+		}
+	}
+}
+
 // BenchmarkUpdate sums the chunks of a tensor that no cache holds, and one chunk that
 // it does.
 func BenchmarkUpdate(b *testing.B) {
@@ -151,6 +162,12 @@ func BenchmarkUpdate(b *testing.B) {
 				b.ReportAllocs()
 				for i := 0; b.Loop(); i = (i + chunk) % len(data) {
 					kind.Update(kind.Seed(id, 0), data[i:i+chunk])
+				}
+			})
+			b.Run("kind="+name+"/memory="+memory+"/cold=true/chunk=1MiB", func(b *testing.B) {
+				b.SetBytes(chunk)
+				for i := 0; b.Loop(); i = (i + chunk) % len(data) {
+					kind.UpdateCold(kind.Seed(id, 0), data[i:i+chunk])
 				}
 			})
 		}

@@ -19,4 +19,8 @@ const (
 	waitingBytes = 64 * mib
 	// keptBytes is how much memory of payloads that were sent is kept for the next.
 	keptBytes = 16 * mib
+	// fetchBytes is fetched, and then summed, at a time: it stays in the smallest cache.
+	// cacheLine is what is fetched with a byte.
+	fetchBytes = 8 << 10
+	cacheLine  = 64
 )

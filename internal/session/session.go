@@ -419,7 +419,7 @@ func (s *Session) sendFrame(writer bool) bool {
 func sum(kind codec.Checksum, c *frame.Chunk) uint32 {
 	sum := kind.Seed(c.Tensor, c.Index)
 	for _, d := range c.Data {
-		sum = kind.Update(sum, d)
+		sum = kind.UpdateCold(sum, d)
 	}
 	return sum
 }

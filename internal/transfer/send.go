@@ -175,7 +175,7 @@ func (s *Sender) chunk(t *Tensor, index uint32, off, n int64, hash *codec.Digest
 		if packed = s.Codec.Encode(c.Data); packed != nil {
 			c.Codec, s.views[0] = uint8(s.Codec), packed.Bytes()
 		}
-		c.Sum = s.Checksum.Update(s.Checksum.Seed(c.Tensor, index), s.views[0])
+		c.Sum = s.Checksum.UpdateCold(s.Checksum.Seed(c.Tensor, index), s.views[0])
 	})
 	switch {
 	case err != nil:
