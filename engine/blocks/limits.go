@@ -11,8 +11,9 @@ const (
 	blockBytes = mib
 	// preferredSlots is how many blocks a run keeps in memory per direction when
 	// the budget has room: one being filled, one computed by each of a few
-	// workers, the rest cover the way to the peer and back.
-	preferredSlots = 8
+	// workers, the rest cover the way to the peer and back: with 8, an echo by a lane
+	// stood still for want of them now and then (32 were 7 to 15 % faster, November 2026).
+	preferredSlots = 16
 	// preferredBytes lets a run of small blocks have more than preferredSlots of
 	// them, so that small chunks do not mean a small window.
 	preferredBytes = 4 * mib

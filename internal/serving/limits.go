@@ -15,7 +15,7 @@ const (
 	ownOpen = 4
 	// retainChunks is how many unacknowledged result chunks the server asks the
 	// client to acknowledge within: an engine keeps about as many blocks.
-	retainChunks = 8
+	retainChunks = 16
 	// stagingGrace is how long a session keeps its reservation after its last small
 	// call, whoever lacks the memory: longer than most pauses between two calls.
 	stagingGrace = time.Second
