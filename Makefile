@@ -32,7 +32,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 .PHONY: help check checks test race invariants nocgo cuda cuda-mutants lint lint-go lint-proto breaking generated tidy-check \
 	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-against bench-load build \
 	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-python-smoke stress-python stress-python-smoke \
-	stress-sessions stress-receive stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
+	stress-lanes stress-sessions stress-receive stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^##/ { printf "\n%s\n", substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,10 @@ stress-receive: ## Hold a server to its memory while peers send what nobody cons
 
 stress-crash: ## Kill servers in the middle of pushes, and clients in that of pulls, 200 of each
 	$(GO) run $(STAMP) ./internal/stress crash
+
+stress-lanes: ## Have 2 000 lanes cut, stalled, slowed and damaged under load whose results are compared, and 300 with the race detector
+	$(GO) test -tags invariants -timeout 30m ./client -count=1 -v -run TestFaultsOfLanes -lane.faults 2000
+	$(GO) test -tags invariants -timeout 30m -race ./client -count=1 -v -run TestFaultsOfLanes -lane.faults 300
 
 stress-soak: ## Put mixed load on two servers for 20 minutes, and look whether anything grows
 	$(GO) run $(STAMP) ./internal/stress soak
