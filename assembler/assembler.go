@@ -309,6 +309,9 @@ func (c *Claim) Fill(r io.Reader) (got uint32, left int, err error) {
 			piece := dst[:min(len(dst), fillBytes)]
 			n, err := io.ReadFull(r, piece)
 			left -= n
+			if errors.Is(err, io.EOF) { // before a piece, and in the middle of the chunk
+				err = io.ErrUnexpectedEOF
+			}
 			if err != nil {
 				return got, left, err
 			}

@@ -1126,7 +1126,7 @@ func TestAnAbortedClaimReturnsTheMemoryOfADroppedTensor(t *testing.T) {
 	b := newBed(t, 8, 4)
 	b.lend(8)
 	_, _, err := b.filled(0, bytes.NewReader(nil))
-	require.ErrorIs(t, err, io.EOF)
+	require.ErrorIs(t, err, io.ErrUnexpectedEOF)
 	b.drop()
 	require.Equal(t, []int{0}, b.empty)
 	b.a.Abort(&b.claim)

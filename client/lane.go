@@ -1,6 +1,7 @@
 package client
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/lane"
+	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/stream"
 )
 
@@ -33,6 +35,7 @@ const (
 	whyOffer   = "the server offers none"
 	whySmall   = "no tensor was large enough"
 	whyOpening = "it is being opened"
+	whyUsed    = "eight lanes of this session have ended; the next session has others"
 )
 
 // laneState is what a session has done for its lane. The session's lock guards it.
@@ -40,7 +43,8 @@ type laneState struct {
 	busy    bool   // it is being opened, or open
 	open    bool   // it is open
 	uses    int    // of the token
-	failed  int    // uses in a row
+	failed  int    // lanes in a row that were refused, or carried little
+	before  int64  // bytes by lanes when it was opened
 	why     string // there is none; "": whySmall
 	address net.Addr
 	wait    time.Duration // for an answer
@@ -98,61 +102,75 @@ func (s *Session) wantLane(m *stream.Machine, size int64) {
 		l.why = whyOffer
 	case off != "":
 		l.why = off
-	case l.uses < uses:
-		use := l.uses
+	case l.uses == min(uses, lane.Uses):
+		l.why = whyUsed
+	default:
+		use, pause := l.uses, time.Duration(l.failed)*laneWait
 		l.uses++
 		l.busy, l.why = true, whyOpening
-		s.client.winding.Go(func() { s.openLane(m, token, use) }) // ends in time; the session counts, too
+		s.client.winding.Go(func() { s.openLane(m, token, use, pause) }) // ends in time, or with the session, which counts, too
 	}
 }
 
 // openLane gives the session a lane.
-func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int) {
-	conn, err := s.dialLane()
+func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int, pause time.Duration) {
+	ctx, cancel := context.WithTimeout(s.own, pause+s.lane.wait)
+	defer cancel()
+	select {
+	case <-time.After(pause):
+	case <-ctx.Done():
+	}
+	// To the very server that has the session: its name may lead to another one.
+	conn, err := new(net.Dialer).DialContext(ctx, s.lane.address.Network(), s.lane.address.String())
 	if err == nil {
-		if err = lane.Greet(conn, token, use); err == nil {
-			err = conn.SetDeadline(time.Time{})
-		}
-		if err != nil {
+		stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
+		if err = lane.Greet(conn, token, use); err != nil || !stop() {
 			_ = conn.Close()
+			err = cmp.Or(err, context.Cause(ctx))
 		}
 	}
 	if err != nil {
-		s.laneEnded(m, err, false)
+		s.laneEnded(m, err)
 		return
 	}
-	s.sess.Do(func(*stream.Machine, stream.Instant) { s.lane.open, s.lane.failed, s.lane.why = true, 0, "" })
-	s.sess.AddLane(lane.New(conn, nil), func(why error) { s.laneEnded(m, why, true) })
+	s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+		s.lane.open, s.lane.why, s.lane.before = true, "", byLanes(m)
+	})
+	s.sess.AddLane(lane.New(conn, nil), func(why error) { s.laneEnded(m, why) })
 }
 
-// dialLane connects to the very server that has the session, which a name may not lead to
-// again.
-func (s *Session) dialLane() (net.Conn, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), s.lane.wait)
-	defer cancel()
-	stop := context.AfterFunc(s.own, cancel)
-	defer stop()
-	conn, err := new(net.Dialer).DialContext(ctx, s.lane.address.Network(), s.lane.address.String())
-	if err == nil {
-		err = conn.SetDeadline(time.Now().Add(s.lane.wait))
-	}
-	return conn, err
+// byLanes returns the bytes that lanes of a session have carried.
+func byLanes(m *stream.Machine) int64 {
+	st := m.Status().Stats
+	return st.LaneBytesIn + st.LaneBytesOut
 }
 
-// laneEnded notes why there is no lane, and tries again where that may help.
-func (s *Session) laneEnded(m *stream.Machine, why error, opened bool) {
+// laneEnded notes why there is no lane, and opens another one where that may help.
+func (s *Session) laneEnded(m *stream.Machine, why error) {
 	s.sess.Do(func(*stream.Machine, stream.Instant) {
 		l := &s.lane
-		l.busy, l.open, l.why = false, false, why.Error()
-		if !opened {
-			if l.failed++; l.failed == laneTries || !errors.Is(why, lane.ErrRefused) {
-				s.client.lanes.turnOff(fmt.Sprintf("no lane for %v: %v", laneMemoryTime, why))
-				return
-			}
+		opened := l.open
+		l.busy, l.open, l.why = false, false, "it could not be opened: "+why.Error()
+		if opened {
+			l.why = "the last one ended: " + why.Error()
 		}
 		select {
 		case <-s.sess.Stopped():
+			return
 		default:
+		}
+		switch {
+		case !opened && !errors.Is(why, lane.ErrRefused) && !errors.Is(why, lane.ErrNoLane):
+			return // it could not connect, or not now: the next large tensor may
+		case opened && !errors.Is(why, session.ErrStalled) && byLanes(m)-l.before >= laneBytes:
+			l.failed = 0
+		default:
+			l.failed++
+		}
+		if l.failed >= laneTries {
+			l.failed, l.why = 0, fmt.Sprintf("none for %v: %v", laneMemoryTime, why)
+			s.client.lanes.turnOff(l.why)
+		} else if m.Status().Calls > 0 {
 			s.wantLane(m, laneBytes)
 		}
 	})

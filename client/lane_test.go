@@ -9,10 +9,13 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"runtime"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
+	"weak"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/credentials/insecure"
@@ -441,4 +444,94 @@ func (w *laneWorker) small(ctx context.Context, s *client.Session) error {
 		err = errors.New("the result of a small call is wrong")
 	}
 	return err
+}
+
+func TestClosingSessionsInMidOpeningLeavesLanesOn(t *testing.T) {
+	testkit.Start(t)
+	f, x := start(t, "tcp", client.Config{}), large(t, 8*mib, 1)
+	for i := range 40 {
+		s := f.session(t)
+		call, err := s.Call(t.Context(), client.Request{Model: "echo", Inputs: []client.Input{client.From("", x)}})
+		require.NoError(t, err)
+		for range i % 4 { // a little later each time
+			_ = s.Ways()
+		}
+		require.NoError(t, s.Close())
+		_, _ = call.Wait()
+	}
+	s := f.session(t)
+	testkit.Eventually(t, func() bool {
+		_, err := s.Compute(t.Context(), "echo", x)
+		return err == nil && s.Ways().Lane
+	}, "a lane")
+}
+
+func TestClosingWaitsForNoGreeting(t *testing.T) {
+	testkit.Start(t)
+	f := start(t, "tcp", client.Config{})
+	greeted := make(chan struct{})
+	b := newBetween(t, func(bool) string { return f.addr }, func(c, _ net.Conn) {
+		close(greeted)
+		_, _ = io.Copy(io.Discard, c) // ends with the client
+	})
+	c, err := client.Dial(b.addr, client.Config{})
+	require.NoError(t, err)
+	_, err = c.Compute(t.Context(), "echo", large(t, 4*mib, 1))
+	require.NoError(t, err)
+	<-greeted
+	require.NoError(t, c.Close())
+	require.Contains(t, c.Ways().Why, "closed", "it was not waited for")
+}
+
+func TestAnIdleLaneKeepsNoTensor(t *testing.T) {
+	testkit.Start(t)
+	f := start(t, "tcp", client.Config{})
+	s := f.session(t)
+	once := func() weak.Pointer[byte] {
+		x := large(t, 16*mib, 1)
+		_, err := s.Compute(t.Context(), "echo", x)
+		require.NoError(t, err)
+		return weak.Make(&x.Data[0])
+	}
+	testkit.Eventually(t, func() bool {
+		once()
+		return s.Ways().Lane
+	}, "a lane")
+	p := once()
+	testkit.Eventually(t, func() bool {
+		runtime.GC()
+		return p.Value() == nil
+	}, "the input of an ended call is collected")
+}
+
+func TestAServerThatEndsItsLanesAtOnceIsNotDialledForEver(t *testing.T) {
+	testkit.Start(t)
+	f := start(t, "tcp", client.Config{})
+	b := newBetween(t, func(bool) string { return f.addr }, func(c, s net.Conn) {
+		both(c, &limited{Conn: s, left: 8}) // the answer, and no more
+	})
+	c, err := client.Dial(b.addr, client.Config{})
+	require.NoError(t, err)
+	x := large(t, 8*mib, 1)
+	testkit.Eventually(t, func() bool {
+		y, err := c.Compute(t.Context(), "echo", x)
+		return err == nil && bytes.Equal(x.Data, y.Data) && strings.HasPrefix(c.Ways().Why, "none for 10m0s")
+	}, "the client has had enough")
+	require.EqualValues(t, 3, b.lanes.Load())
+	require.NoError(t, c.Close())
+}
+
+// limited is a connection of which so many bytes can be read.
+type limited struct {
+	net.Conn
+	left int
+}
+
+func (l *limited) Read(p []byte) (int, error) {
+	if l.left == 0 {
+		return 0, io.EOF
+	}
+	n, err := l.Conn.Read(p[:min(len(p), l.left)])
+	l.left -= n
+	return n, err
 }

@@ -45,8 +45,9 @@ const (
 	// laneWait, and the time that the session took to open, is how long opening a lane may
 	// take; nobody waits for it.
 	laneWait = 1 * time.Second
-	// laneTries is how often in a row a token may be refused, as behind a balancer, before
-	// the client tries no more for laneMemoryTime.
+	// laneTries is how often in a row a lane may be refused, as behind a balancer, or break
+	// before it has carried laneBytes, or stall; each is tried laneWait later than the one
+	// before. Then the client tries no more for laneMemoryTime.
 	laneTries      = 3
 	laneMemoryTime = 10 * time.Minute
 	// poolBytes is how much released slot memory a client keeps for reuse.

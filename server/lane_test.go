@@ -186,18 +186,20 @@ func TestALaneWithoutAValidTokenIsRefused(t *testing.T) {
 	ends(t, second)
 }
 
-func TestALaneCountsAsAConnection(t *testing.T) {
+func TestALaneCountsAsAConnectionAndKeepsNobodyOut(t *testing.T) {
 	testkit.Start(t)
-	f := serve(t, func(c *server.Config) { c.Connections = 2 })
+	f := serve(t, func(c *server.Config) { c.Connections = 4 })
 	r := openLaned(t, f.addr)
 	c := r.lane(f.addr, 0)
 	_, how := greetLane(t, f.addr, r.hello.LaneToken, 1)
-	require.Equal(t, -1, how)
+	require.Equal(t, 3, how, "more than half of the connections are open")
+	testkit.Eventually(t, func() bool { return f.counters(t)["lanes_refused_total"] == 1 }, "the connection is counted out")
+	for range 2 {
+		openRaw(t, f.addr)
+	}
 	require.NoError(t, c.Close())
-	testkit.Eventually(t, func() bool {
-		_, how := greetLane(t, f.addr, r.hello.LaneToken, 1)
-		return how == 0
-	}, "there is room again")
+	r.end()
+	testkit.Eventually(t, func() bool { return f.counters(t)["lanes"] == 0 }, "the lane has ended")
 }
 
 // waiting is a call whose one input has credit, and the lane of its session.

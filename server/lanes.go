@@ -35,8 +35,16 @@ func (s *Server) offerLanes(sess *serving.Session) (withdraw func()) {
 	return withdraw
 }
 
-// withoutLane returns what gRPC is to serve of a connection; if it wants to be a lane,
-// credentials.ErrConnDispatched, or why it is none.
+// crowded reports whether more than half of all connections are open: lanes must not
+// keep clients out.
+func (c *connections) crowded() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return 2*c.accepted > c.most
+}
+
+// withoutLane returns what gRPC is to serve of a connection; if that wants to be a lane,
+// credentials.ErrConnDispatched, or the reason it is not one.
 func (h handshakes) withoutLane(c *acceptedConn) (net.Conn, error) {
 	if h.lanes == nil {
 		return c, nil
@@ -48,7 +56,10 @@ func (h handshakes) withoutLane(c *acceptedConn) (net.Conn, error) {
 	if string(first) != lane.Magic {
 		return &begunConn{c, first}, nil
 	}
-	if err := h.lanes.Accept(c, func() { c.lane.Store(true) }); err != nil {
+	if err := h.lanes.Accept(c, func() bool {
+		c.lane.Store(!h.of.crowded())
+		return c.lane.Load()
+	}); err != nil {
 		h.of.lanesRefused.Add(1)
 		h.of.mu.Lock()
 		defer h.of.mu.Unlock()
@@ -87,7 +98,7 @@ func (l pacedLane) Next(ch *frame.Chunk) (int, error) {
 	n, err := l.Conn.Next(ch)
 	if owed := 1 + placing - n/payBytes; err == nil && owed > 0 {
 		if delay := l.one.thin.ReserveN(time.Now(), min(owed, l.one.thin.Burst())).Delay(); delay >= thinDebt {
-			time.Sleep(delay) // a tenth of a second at most
+			time.Sleep(delay) // a tenth of a second at most, as a connection's frames have it
 		}
 	}
 	return n, err

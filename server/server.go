@@ -54,7 +54,7 @@ type Config struct {
 	// one server at a time.
 	Metrics prometheus.Registerer
 	// Lanes is how many lanes a session may have at a time (docs/lanes.md); 0 means 1,
-	// less than 0 none. There are none over connections that Credentials secure.
+	// which is the most for now, less than 0 none. There are none over connections that Credentials secure.
 	Lanes int
 	// Services are served beside the TensorService, under the same limits.
 	Services []Service

@@ -75,12 +75,16 @@ func (m *Machine) LaneStalled(now Instant) bool {
 	if !m.out.laned {
 		return false
 	}
+	last, chunk := Instant(0), uint32(0) // the last that was heard of all; the largest that is due
 	for _, t := range m.out.tensors {
-		if t.laned && t.desc.RetainChunks > 0 && t.chunks.Unacked() > 0 && now >= t.last+laneStall {
-			return true
+		if t.laned {
+			last = max(last, t.last)
+			if t.desc.RetainChunks > 0 && t.chunks.Unacked() > 0 {
+				chunk = max(chunk, t.desc.ChunkBytes)
+			}
 		}
 	}
-	return false
+	return chunk > 0 && now >= last+laneStall*Instant(1+chunk/mib)
 }
 
 // ClaimLane decides about a chunk of n bytes, whose header came by a lane. With true, the
@@ -90,6 +94,10 @@ func (m *Machine) LaneStalled(now Instant) bool {
 func (m *Machine) ClaimLane(now Instant, ch *frame.Chunk, n int, c *Claim) bool {
 	t := m.in.tensors[ch.Tensor]
 	if m.err != nil || m.shut || t == nil {
+		return false
+	}
+	if t.desc.OnAllowance {
+		m.fail(ch.Tensor, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s: chunk %d of a tensor on allowance came by a lane; send it in the session", ch.Tensor, ch.Index))
 		return false
 	}
 	if !m.claim(now, t, ch, n, c) {

@@ -63,7 +63,7 @@ func (w *world) cutLane(silent bool) {
 // notice has a side learn that the lane is cut, if it can.
 func (p *party) notice() bool {
 	l := &p.lane
-	if !l.open || !l.cut || l.cutAt > 0 && !p.m.LaneStalled(p.w.now) && (l.claim == nil || p.w.now < l.cutAt+laneStall) {
+	if !l.open || !l.cut || l.cutAt > 0 && !p.m.LaneStalled(p.w.now) && (l.claim == nil || p.w.now < l.cutAt+2*laneStall) {
 		return false
 	}
 	p.w.tracef("%v learns that the lane is cut", p.name())
@@ -332,4 +332,37 @@ func TestAChunkThatIsHereIsNotComparedWithOneOfALane(t *testing.T) {
 	require.False(t, cli.ClaimLane(0, &frame.Chunk{Tensor: tensor.ID{9}}, 1, new(Claim)), "nobody knows the tensor")
 	require.Empty(t, cli.failures, "and nobody is told")
 	require.Zero(t, cli.calls.open[tensor.ID{2}].claims)
+}
+
+func TestAnAbortedChunkPassesNoLimitOfResends(t *testing.T) {
+	const n = 3 * chunker.MaxResends
+	cli, _, _, id, _ := laned(t, n)
+	spoil := func(i uint32) {
+		var c Claim
+		if place, _ := cli.Claim(0, &frame.Chunk{Tensor: id, Index: i, Data: [][]byte{{1}}}, &c); place {
+			got, failed := c.Copy([][]byte{{1}})
+			cli.Commit(0, &c, got, failed)
+		}
+	}
+	for i := range uint32(chunker.MaxResends) {
+		spoil(i)
+	}
+	var c Claim
+	require.True(t, cli.ClaimLane(0, &frame.Chunk{Tensor: id, Index: n - 1}, 1, &c))
+	cli.Abort(0, &c)
+	require.NotNil(t, cli.in.tensors[id])
+	spoil(chunker.MaxResends)
+	require.Nil(t, cli.in.tensors[id], "the tensor fails")
+}
+
+func TestAChunkOnAllowanceDoesNotComeByALane(t *testing.T) {
+	cli, srv := pair(t, Limits{})
+	call, id := tensor.ID{2}, tensor.ID{3}
+	d := bytesDesc(id, call, 4, 4)
+	d.SizeBytes, d.OnAllowance = 4, true
+	require.NoError(t, srv.Control(0, &frame.Frame{Calls: []frame.Call{{ID: call, Model: "m", Inputs: []frame.Binding{{Port: "x", Tensor: id}}}}, Descs: []frame.Desc{d}}))
+	require.NoError(t, srv.Lend(0, id, make([]byte, 4), nil))
+	require.False(t, srv.ClaimLane(0, &frame.Chunk{Tensor: id}, 4, new(Claim)))
+	exchange(t, cli, srv)
+	require.Nil(t, srv.in.tensors[id])
 }

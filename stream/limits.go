@@ -58,8 +58,9 @@ const (
 	// laneRetain is how many chunks a sender with lanes wants acknowledged together: as
 	// many go again when a lane breaks, at most, beside those on their way.
 	laneRetain = 64
-	// laneStall is how long chunks of a lane may lack an acknowledgement that is due in
-	// lazyAck: a route that lost some of them takes longer, a busy machine does not.
+	// laneStall, and once more for each MiB of a chunk, is how long chunks of a lane may
+	// lack an acknowledgement that is due in lazyAck: a route that lost some of them takes
+	// longer, a busy machine or a line of 1 Mbit/s does not.
 	laneStall = 5 * second
 	// tickEvery is how often the slow timers are looked at while calls are open.
 	tickEvery = 1 * second

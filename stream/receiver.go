@@ -226,7 +226,7 @@ func (r *receiver) commit(now Instant, t *in, claim *Claim, got uint32, failed e
 			r.wantAck(now, t, true) // as of a duplicate
 			return nil
 		}
-		if len(t.resend) == chunker.MaxResends {
+		if len(t.resend) >= chunker.MaxResends {
 			return frame.Errorf(frame.DataLoss, "tensor %s: %d chunks have a wrong checksum and wait to be asked for again", t.desc.Tensor, len(t.resend)+1)
 		}
 		t.resend = append(t.resend, c.Index())

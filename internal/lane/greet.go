@@ -21,6 +21,8 @@ const Magic = "TFLANE/1"
 var (
 	// ErrRefused is wrapped when the server does not take the token.
 	ErrRefused = errors.New("lane: refused")
+	// ErrFull is wrapped when the server has no connections to spare for lanes: later it may.
+	ErrFull = errors.New("lane: refused for now")
 	// ErrNoLane is wrapped when what answers does not know lanes.
 	ErrNoLane = errors.New("lane: no answer of a lane")
 )
@@ -40,11 +42,13 @@ const (
 	opened  answer = iota
 	unknown        // the token opens no session of this server
 	used           // this use of the token, or all of them, have been
+	full           // the server has no connections to spare
 )
 
 var answers = map[answer]string{
 	unknown: "the server that answered does not know the session; is there a balancer before several servers?",
-	used:    "the token was used before",
+	used:    "this use of the token is spent or out of range",
+	full:    "the server has no connections to spare",
 }
 
 // Greet opens a lane over conn with the n-th use of a token, counted from 0. The caller
@@ -68,6 +72,9 @@ func Greet(conn net.Conn, token frame.LaneToken, n int) error {
 		if !ok {
 			text = fmt.Sprintf("answer %d", how)
 		}
+		if how == full {
+			return fmt.Errorf("%w: %s", ErrFull, text)
+		}
 		return fmt.Errorf("%w: %s", ErrRefused, text)
 	}
 	return nil
@@ -89,7 +96,7 @@ type offer struct {
 const Uses = 8
 
 // Offer returns a token. attach takes over each connection that was greeted with it, until
-// withdraw is called; it may be called a last time beside that.
+// withdraw is called; it may still run once, concurrently with that.
 func (o *Offers) Offer(attach func(net.Conn)) (token frame.LaneToken, withdraw func()) {
 	_, _ = rand.Read(token[:]) // it never fails
 	key := sha256.Sum256(token[:])
@@ -108,26 +115,25 @@ func (o *Offers) Offer(attach func(net.Conn)) (token frame.LaneToken, withdraw f
 
 // Accept reads the greeting of a connection behind its magic, answers, and hands it over to
 // who has offered the token. The caller has set a deadline, and closes conn after an
-// error. before runs before conn is handed over.
-func (o *Offers) Accept(conn net.Conn, before func()) error {
+// error. admit reports whether there is room for a lane; if there is, one follows.
+func (o *Offers) Accept(conn net.Conn, admit func() bool) error {
 	var g [greetingBytes - len(Magic)]byte
 	if _, err := io.ReadFull(conn, g[:]); err != nil {
 		return err
 	}
-	attach, how := o.take(frame.LaneToken(g[:32]), binary.LittleEndian.Uint64(g[32:]))
+	attach, how := o.take(frame.LaneToken(g[:32]), binary.LittleEndian.Uint64(g[32:]), admit)
 	if _, err := conn.Write(append([]byte(answerMagic), byte(how))); err != nil {
 		return err
 	}
 	if attach == nil {
 		return fmt.Errorf("%w: %s", ErrRefused, answers[how])
 	}
-	before()
 	attach(conn)
 	return nil
 }
 
 // take uses a token.
-func (o *Offers) take(token frame.LaneToken, n uint64) (attach func(net.Conn), how answer) {
+func (o *Offers) take(token frame.LaneToken, n uint64, admit func() bool) (attach func(net.Conn), how answer) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	f := o.open[sha256.Sum256(token[:])]
@@ -136,6 +142,8 @@ func (o *Offers) take(token frame.LaneToken, n uint64) (attach func(net.Conn), h
 		return nil, unknown
 	case n >= Uses || f.used&(1<<n) != 0:
 		return nil, used
+	case !admit():
+		return nil, full
 	}
 	f.used |= 1 << n
 	return f.attach, opened

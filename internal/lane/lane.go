@@ -40,7 +40,7 @@ type Conn struct {
 }
 
 // New returns a lane over a connection that has been greeted. The lane takes it over;
-// closed, if not nil, runs once when it is closed, instead of closing conn.
+// closed, if not nil, runs when it is closed, instead of closing conn.
 func New(conn net.Conn, closed func() error) *Conn {
 	if closed == nil {
 		closed = conn.Close

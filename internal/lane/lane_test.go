@@ -167,7 +167,7 @@ func greet(t *testing.T, o *Offers, token frame.LaneToken, n int) (client, serve
 			accepted <- errors.New("no magic")
 			return
 		}
-		accepted <- o.Accept(b, func() {})
+		accepted <- o.Accept(b, func() bool { return true })
 	}()
 	client = Greet(a, token, n)
 	return client, <-accepted

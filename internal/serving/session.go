@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 
 	"github.com/tensorferry/tensorferry/assembler"
@@ -80,7 +81,10 @@ func (s *Session) AddLane(l session.Lane) {
 		c.lanes.Add(-1)
 		select {
 		case <-s.sess.Stopped():
-		default: // the session lives on without it
+		default: // the session lives on without it, or is about to end
+			if errors.Is(why, io.EOF) {
+				return
+			}
 			if n, due := c.lanesBroken.Again(); due {
 				c.log.Info("lane ended", slog.String("session", s.ID().String()), slog.String("cause", why.Error()), slog.Int64("ended", n))
 			}

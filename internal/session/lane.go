@@ -31,7 +31,7 @@ var (
 	// ErrReplaced ends a lane when the peer has opened another one.
 	ErrReplaced = errors.New("session: the peer has opened another lane")
 	// ErrStalled ends a lane that loses chunks, or takes them too slowly.
-	ErrStalled = errors.New("session: the lane does not move")
+	ErrStalled = errors.New("session: a chunk on the lane took too long; on a slow line use none")
 )
 
 // lane is a lane of a session. Its goroutines end with it.
@@ -98,7 +98,7 @@ func (s *Session) retire(l *lane, why error) {
 	}
 }
 
-// patience is how long n bytes may take on a lane: one that is slower is worth nothing.
+// patience is how long n bytes may take on a lane: a slower one is not worth keeping.
 func patience(n int) time.Time { return time.Now().Add(laneStall * time.Duration(1+n>>20)) }
 
 // attend sees to the lane when something has changed; mu is held.
@@ -165,7 +165,9 @@ func (s *Session) readChunk(l *lane, ch *frame.Chunk, n int) (err error) {
 		}
 	}
 	if err == nil && left > 0 {
-		_, err = io.CopyN(io.Discard, l, int64(left))
+		if _, err = io.CopyN(io.Discard, l, int64(left)); errors.Is(err, io.EOF) {
+			err = io.ErrUnexpectedEOF
+		}
 	}
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		err = ErrStalled
@@ -210,6 +212,7 @@ func (s *Session) writeLane(l *lane) {
 			err = l.Send(&l.out)
 		}
 		held.Release()
+		clear(l.out.Data) // or an idle lane would keep it
 		if errors.Is(err, os.ErrDeadlineExceeded) {
 			err = ErrStalled
 		}
