@@ -143,9 +143,9 @@ func laneSession(t *testing.T, seed uint64, calls int) {
 		all = append(all, id)
 		if r.IntN(3) == 0 {
 			if r.IntN(2) == 0 { // some of it has gone
-				testkit.Eventually(t, func() (any bool) {
-					cp.sess.Do(func(m *stream.Machine, _ stream.Instant) { any = m.Status().Stats.BytesOut > 0 })
-					return any
+				testkit.Eventually(t, func() (gone bool) {
+					cp.sess.Do(func(m *stream.Machine, _ stream.Instant) { gone = m.Status().Stats.BytesOut > 0 })
+					return gone
 				}, "bytes")
 			}
 			cp.sess.Do(func(m *stream.Machine, _ stream.Instant) {
