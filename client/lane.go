@@ -27,7 +27,7 @@ type Ways struct {
 	Why  string
 }
 
-// Reasons why there is no lane.
+// Why a session has no lane.
 const (
 	whyOff     = "lanes are turned off here (Config.Lanes)"
 	whySecured = "there are none beside encrypted connections"
@@ -145,7 +145,8 @@ func byLanes(m *stream.Machine) int64 {
 	return st.LaneBytesIn + st.LaneBytesOut
 }
 
-// laneEnded notes why there is no lane, and opens another one where that may help.
+// laneEnded notes why the lane ended, or was not opened, and opens another one where that
+// may help.
 func (s *Session) laneEnded(m *stream.Machine, why error) {
 	s.sess.Do(func(*stream.Machine, stream.Instant) {
 		l := &s.lane

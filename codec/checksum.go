@@ -62,8 +62,9 @@ func (c Checksum) Seed(id tensor.ID, index uint32) uint32 {
 }
 
 // UpdateCold is Update for bytes that no cache holds, such as those that a sender is
-// about to send; it borrows them. CRC-32C reads three rows at a time, which no processor fetches ahead, so
-// each piece is read through before: 16 GB/s of such memory, not 10 (BenchmarkUpdate).
+// about to send; it borrows them. CRC-32C reads three rows at a time, which the processor
+// does not fetch ahead, so each piece is read through before: 16 GB/s of such memory, not
+// 10 (AMD EPYC, November 2026: BenchmarkUpdate).
 func (c Checksum) UpdateCold(sum uint32, data []byte) uint32 {
 	if c != CRC32C {
 		return c.Update(sum, data)

@@ -28,7 +28,7 @@ type connections struct {
 	thin int // frames a second of each
 	// memory is what their peers have sent and nobody has consumed.
 	memory *inbound.Memory
-	// lanesRefused counts greetings without a valid token.
+	// lanesRefused counts greetings that were refused.
 	lanesRefused atomic.Int64
 
 	mu       sync.Mutex // guards all below

@@ -97,9 +97,7 @@ type pacedLane struct {
 func (l pacedLane) Next(ch *frame.Chunk) (int, error) {
 	n, err := l.Conn.Next(ch)
 	if owed := 1 + placing - n/payBytes; err == nil && owed > 0 {
-		if delay := l.one.thin.ReserveN(time.Now(), min(owed, l.one.thin.Burst())).Delay(); delay >= thinDebt {
-			time.Sleep(delay) // a tenth of a second at most, as a connection's frames have it
-		}
+		time.Sleep(price(l.one.thin, owed)) // a tenth of a second at most, by default
 	}
 	return n, err
 }

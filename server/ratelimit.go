@@ -77,9 +77,8 @@ func (r *rateLimit) Recv() (*frame.Frame, error) {
 
 // wait lets n thin frames' time pass.
 func (r *rateLimit) wait(n int) {
-	// No frame may cost more than the limiter gives at a time.
-	delay := r.thin.ReserveN(time.Now(), min(n, r.thin.Burst())).Delay()
-	if delay < thinDebt {
+	delay := price(r.thin, n)
+	if delay == 0 {
 		return
 	}
 	timer := time.NewTimer(delay)
@@ -88,4 +87,13 @@ func (r *rateLimit) wait(n int) {
 	case <-timer.C:
 	case <-r.Context().Done(): // the next Recv says so
 	}
+}
+
+// price is how long to wait for n thin frames' time. None costs more than the limiter
+// gives at a time.
+func price(thin *rate.Limiter, n int) time.Duration {
+	if delay := thin.ReserveN(time.Now(), min(n, thin.Burst())).Delay(); delay >= thinDebt {
+		return delay
+	}
+	return 0
 }

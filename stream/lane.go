@@ -84,8 +84,12 @@ func (m *Machine) LaneStalled(now Instant) bool {
 			}
 		}
 	}
-	return chunk > 0 && now >= last+laneStall*Instant(1+chunk/mib)
+	return chunk > 0 && now >= last+LanePatience(int(chunk))
 }
+
+// LanePatience is how long a lane may take for n bytes of a chunk, and then for their
+// acknowledgement.
+func LanePatience(n int) Instant { return laneStall * Instant(1+n/mib) }
 
 // ClaimLane decides about a chunk of n bytes, whose header came by a lane. With true, the
 // caller fills the place by c.Fill, outside any lock it likes, and calls Commit, or Abort

@@ -51,8 +51,8 @@ var answers = map[answer]string{
 	full:    "the server has no connections to spare",
 }
 
-// Greet opens a lane over conn with the n-th use of a token, counted from 0. The caller
-// has set a deadline.
+// Greet opens a lane over conn with the n-th use of a token, counted from 0. It waits for
+// the answer until conn is closed or its deadline passes.
 func Greet(conn net.Conn, token frame.LaneToken, n int) error {
 	g := append(make([]byte, 0, greetingBytes), Magic...)
 	g = append(g, token[:]...)
@@ -92,7 +92,7 @@ type offer struct {
 	attach func(net.Conn)
 }
 
-// Uses is how often a token opens a lane: after so many that broke there is no other.
+// Uses is how many lanes a token opens, one after the other.
 const Uses = 8
 
 // Offer returns a token. attach takes over each connection that was greeted with it, until

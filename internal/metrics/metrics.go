@@ -69,7 +69,7 @@ var plain = []struct {
 	{"corrupt_chunks_total", "Chunks received with a wrong checksum.", prometheus.CounterValue, func(v *Values) int64 { return v.CorruptChunks }},
 	{"lanes", "Lanes open.", prometheus.GaugeValue, func(v *Values) int64 { return v.Lanes }},
 	{"lanes_opened_total", "Lanes opened.", prometheus.CounterValue, func(v *Values) int64 { return v.LanesOpened }},
-	{"lanes_refused_total", "Connections that wanted to be a lane and had no valid token.", prometheus.CounterValue, func(v *Values) int64 { return v.LanesRefused }},
+	{"lanes_refused_total", "Connections that wanted to be a lane and were refused.", prometheus.CounterValue, func(v *Values) int64 { return v.LanesRefused }},
 	{"lane_received_bytes_total", "Bytes of tensors received by lanes, of those received by sessions.", prometheus.CounterValue, func(v *Values) int64 { return v.LaneReceivedBytes }},
 	{"lane_sent_bytes_total", "Bytes of tensors sent by lanes, of those sent by sessions.", prometheus.CounterValue, func(v *Values) int64 { return v.LaneSentBytes }},
 	{"duplicate_chunks_total", "Chunks received more than once.", prometheus.CounterValue, func(v *Values) int64 { return v.DuplicateChunks }},

@@ -99,7 +99,7 @@ func (s *Session) retire(l *lane, why error) {
 }
 
 // patience is how long n bytes may take on a lane: a slower one is not worth keeping.
-func patience(n int) time.Time { return time.Now().Add(laneStall * time.Duration(1+n>>20)) }
+func patience(n int) time.Time { return time.Now().Add(time.Duration(stream.LanePatience(n))) }
 
 // attend sees to the lane when something has changed; mu is held.
 func (s *Session) attend() {
