@@ -64,7 +64,8 @@ func (h handshakes) withoutLane(c *acceptedConn) (net.Conn, error) {
 		h.of.mu.Lock()
 		defer h.of.mu.Unlock()
 		if n, due := h.of.noLane.Again(); due {
-			h.of.log.Warn("lane refused", slog.String("peer", c.RemoteAddr().String()), slog.String("error", err.Error()), slog.Int64("refused", n))
+			// No warning: its session may just have ended.
+			h.of.log.Info("lane refused", slog.String("peer", c.RemoteAddr().String()), slog.String("reason", err.Error()), slog.Int64("refused", n))
 		}
 		return nil, err
 	}

@@ -52,8 +52,8 @@ const (
 	// ackShare: an acknowledgement is due when this part (1/ackShare) of what the
 	// sender can retain has come.
 	ackShare = 4
-	// lazyAck is how long an acknowledgement that nobody waits for may wait for
-	// a frame to ride in.
+	// lazyAck is how long an acknowledgement or a credit that nobody waits for may wait
+	// for a frame to ride in.
 	lazyAck = 20 * second / 1000
 	// laneRetain is how many chunks a sender with lanes wants acknowledged together: as
 	// many go again when a lane breaks, at most, beside those on their way.

@@ -15,8 +15,8 @@ func (m *Machine) Pending() bool {
 	case !m.helloSent:
 		return !m.cfg.Server || m.helloSeen
 	}
-	return m.helloSeen && (len(m.calls.cancels)+len(m.calls.answers)+len(m.failures)+len(m.in.credits)+len(m.out.small) > 0 || len(m.out.ring) > 0 && !m.out.laned ||
-		m.drain != nil || len(m.in.acks) > 0 && m.in.lazyAt == 0 || m.calls.mayOpen() || m.out.mayAnnounce())
+	return m.helloSeen && (len(m.calls.cancels)+len(m.calls.answers)+len(m.failures)+len(m.out.small) > 0 || len(m.out.ring) > 0 && !m.out.laned ||
+		m.drain != nil || len(m.in.credits)+len(m.in.acks) > 0 && m.in.lazyAt == 0 || m.calls.mayOpen() || m.out.mayAnnounce())
 }
 
 // parcel is a frame that is being filled.
@@ -109,7 +109,7 @@ func (m *Machine) NextTick() Instant {
 // Tick looks at everything that waits. An error ends the session.
 func (m *Machine) Tick(now Instant) error {
 	if now >= m.in.lazyAt {
-		m.in.lazyAt = 0 // Pending sees the acknowledgements from now on
+		m.in.lazyAt = 0 // Pending sees them from now on
 	}
 	switch limits := &m.cfg.Limits; {
 	case m.err != nil:

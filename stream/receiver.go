@@ -17,7 +17,7 @@ type receiver struct {
 	tensors   map[tensor.ID]*in
 	credits   []*in   // whose limit is to be sent
 	acks      []*in   // to be acknowledged
-	lazyAt    Instant // when acks are due; 0: at once, if there are any
+	lazyAt    Instant // when credits and acks are due; 0: at once, if there are any
 	open      int     // tensors that count as open
 	allowance int64   // bytes used by the peer
 	free      func(done func(filled bool), filled bool)
@@ -92,10 +92,7 @@ func (m *Machine) Lend(now Instant, id tensor.ID, mem []byte, done func(filled b
 		t.last = now // the peer was waiting for this
 	}
 	t.asm.Lend(mem, done)
-	if t.asm.Limit() > t.limit && !t.creditDue {
-		t.creditDue = true
-		m.in.credits = append(m.in.credits, t)
-	}
+	m.in.wantCredit(now, t)
 	return nil
 }
 
@@ -233,6 +230,7 @@ func (r *receiver) commit(now Instant, t *in, claim *Claim, got uint32, failed e
 		r.wantAck(now, t, true)
 		return nil
 	}
+	r.wantCredit(now, t)
 	r.stats.ChunksIn++
 	r.stats.BytesIn += n
 	if claim.lane {
@@ -254,13 +252,35 @@ func (r *receiver) commit(now Instant, t *in, claim *Claim, got uint32, failed e
 func (r *receiver) wantAck(now Instant, t *in, urgent bool) {
 	if !t.ackDue {
 		t.ackDue = true
+		r.mayWait(now)
 		r.acks = append(r.acks, t)
-		if len(r.acks) == 1 {
-			r.lazyAt = now + lazyAck
-		}
 	}
 	if urgent {
 		r.lazyAt = 0
+	}
+}
+
+// wantCredit has a tensor's limit sent, if it was raised: now, if the peer has used half
+// of what it may send, or with the next frame that goes.
+func (r *receiver) wantCredit(now Instant, t *in) {
+	limit := t.asm.Limit()
+	if limit <= t.limit {
+		return
+	}
+	if !t.creditDue {
+		t.creditDue = true
+		r.mayWait(now)
+		r.credits = append(r.credits, t)
+	}
+	if limit-t.limit+t.asm.Held() >= t.limit {
+		r.lazyAt = 0
+	}
+}
+
+// mayWait begins the wait of what is added to credits and acks.
+func (r *receiver) mayWait(now Instant) {
+	if len(r.credits)+len(r.acks) == 0 {
+		r.lazyAt = now + lazyAck
 	}
 }
 

@@ -1102,7 +1102,7 @@ func (w *world) settle(half bool) {
 		w.srv.events()
 		w.halfDone = true
 	}
-	// What nobody lost needs no timer but that of lazy acknowledgements.
+	// What nobody lost needs no timer but that of what may wait for a frame.
 	patience := 20 * second
 	if half || w.lossy {
 		patience = 200 * second
@@ -1157,7 +1157,7 @@ func (w *world) flowHalf() {
 }
 
 func (w *world) idle() bool {
-	return w.cli.m.Status().Calls == 0 && w.srv.m.Status().Calls == 0 && len(w.cli.m.in.acks) == 0
+	return w.cli.m.Status().Calls == 0 && w.srv.m.Status().Calls == 0 && len(w.cli.m.in.acks)+len(w.cli.m.in.credits)+len(w.srv.m.in.credits) == 0
 }
 
 // close closes both machines, wherever they stand.

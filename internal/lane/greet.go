@@ -46,7 +46,7 @@ const (
 )
 
 var answers = map[answer]string{
-	unknown: "the server that answered does not know the session; is there a balancer before several servers?",
+	unknown: "this server has no such session: it has ended, or a balancer chose another server",
 	used:    "this use of the token is spent or out of range",
 	full:    "the server has no connections to spare",
 }

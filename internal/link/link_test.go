@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"github.com/tensorferry/tensorferry/internal/link"
 	"github.com/tensorferry/tensorferry/internal/link/linktest"
@@ -267,9 +268,9 @@ func TestWatchTellsOfTheEndOfAProcess(t *testing.T) {
 }
 
 func TestFromFDRefusesWhatIsNoLink(t *testing.T) {
-	f, err := os.Open(os.DevNull)
+	fd, err := unix.Open(os.DevNull, unix.O_RDONLY|unix.O_CLOEXEC, 0) // no os.File, which would close it, too
 	require.NoError(t, err)
-	_, err = link.FromFD(int(f.Fd()))
+	_, err = link.FromFD(fd)
 	require.ErrorContains(t, err, "is not a socket")
 	_, err = link.FromFD(1 << 20)
 	require.Error(t, err)
