@@ -39,11 +39,19 @@ type Conn struct {
 	bufs net.Buffers // of out and the payload; its array is kept
 }
 
+// unixBuffer is what a Unix socket may hold of this side's, as setsockopt counts it: with
+// the 208 KiB of most systems, which are their limit, too, where they are not told
+// otherwise, both ends wait for each other. TCP finds its own measure.
+const unixBuffer = 512 << 10
+
 // New returns a lane over a connection that has been greeted. The lane takes it over;
 // closed, if not nil, runs when it is closed, instead of closing conn.
 func New(conn net.Conn, closed func() error) *Conn {
 	if closed == nil {
 		closed = conn.Close
+	}
+	if u, ok := conn.(*net.UnixConn); ok {
+		_ = u.SetWriteBuffer(unixBuffer) // or as much as the system allows
 	}
 	return &Conn{conn: conn, close: closed}
 }
