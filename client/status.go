@@ -71,6 +71,9 @@ func doneError(d *frame.Done) error {
 	return &Error{Code: codes.Code(d.Code), Message: d.Message, RetryAfter: time.Duration(d.RetryAfterMillis) * time.Millisecond}
 }
 
+// unsecured is before the text of a handshake that failed: gRPC makes every one UNAVAILABLE.
+const unsecured = "authentication handshake failed: "
+
 // sessionError says why a session ended.
 func sessionError(err error) *Error {
 	var se *frame.Error
@@ -87,6 +90,9 @@ func sessionError(err error) *Error {
 	}
 	st := status.Convert(err)
 	e := &Error{Code: st.Code(), Message: st.Message()}
+	if _, why, ok := strings.Cut(e.Message, unsecured); ok && e.Code == codes.Unavailable {
+		e.Code, e.Message = codes.Unauthenticated, strings.TrimSuffix(strings.TrimPrefix(why, "identity: "), `"`)
+	}
 	for _, d := range st.Details() {
 		if retry, ok := d.(*errdetails.RetryInfo); ok {
 			e.RetryAfter = retry.GetRetryDelay().AsDuration()

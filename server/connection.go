@@ -30,6 +30,8 @@ type connections struct {
 	memory *inbound.Memory
 	// lanesRefused counts greetings that were refused.
 	lanesRefused atomic.Int64
+	// handshakesFailed counts connections that were not secured.
+	handshakesFailed atomic.Int64
 
 	mu       sync.Mutex // guards all below
 	open     map[*connection]struct{}
@@ -37,6 +39,7 @@ type connections struct {
 	refused  serving.LogSampler
 	noLane   serving.LogSampler
 	unread   serving.LogSampler
+	unshaken serving.LogSampler
 }
 
 // connection is what the server knows of one.
@@ -154,12 +157,21 @@ func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 	}
 	conn, info, err := h.TransportCredentials.ServerHandshake(raw)
 	if err != nil {
+		h.of.unsecured(accepted, err)
 		return nil, nil, err
 	}
 	one := accepted.one
 	one.in = h.of.memory.Conn(conn, h.message, func() bool { return one.Calls() > 0 || !one.flight.Empty() })
 	one.flight.Copied = one.in.Hold
 	return tracked{one.in, one}, info, nil
+}
+
+// unsecured counts and logs a handshake that failed.
+func (c *connections) unsecured(conn net.Conn, why error) {
+	c.handshakesFailed.Add(1)
+	if n, due := c.unshaken.Again(); due {
+		c.log.Info("handshake failed", slog.String("peer", conn.RemoteAddr().String()), slog.String("reason", why.Error()), slog.Int64("failed", n))
+	}
 }
 
 // Clone returns a copy.

@@ -91,6 +91,7 @@ func (s *Server) values() metrics.Values {
 	v := s.core.Values()
 	v.ReceiveUsed, v.ReceiveLimit, v.ReceiveEnded = s.connections.memory.Used()
 	v.LanesRefused = s.connections.lanesRefused.Load()
+	v.HandshakesFailed, v.Unauthenticated = s.connections.handshakesFailed.Load(), s.guard.Refused()
 	v.HeapLimit = debug.SetMemoryLimit(-1)
 	if st, ok := s.cfg.Store.(store.Meter); ok {
 		v.StoreUsed, v.StoreLimit = st.Used()

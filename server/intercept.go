@@ -14,6 +14,7 @@ import (
 	grpcpeer "google.golang.org/grpc/peer"
 	"google.golang.org/grpc/tap"
 
+	"github.com/tensorferry/tensorferry/internal/guard"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -66,49 +67,60 @@ type opened struct {
 	first    *time.Timer // until its first message has come
 	received *inbound.RPC
 	cancel   context.CancelCauseFunc
+	caller   guard.Caller
 	stream   atomic.Pointer[grpc.ServerTransportStream] // once there is a handler
-	told     atomic.Bool                                // to end
+	told     atomic.Pointer[error]                      // to end
 }
 
-// end ends the RPC for want of memory.
-func (o *opened) end() {
-	o.told.Store(true)
+// end ends the RPC.
+func (o *opened) end(why error) {
+	o.told.Store(&why)
 	if s := o.stream.Load(); s != nil {
-		endWith(*s, errReceived)
+		endWith(*s, why)
 	}
-	o.cancel(errReceived)
+	o.cancel(why)
 }
 
 // handled says that the RPC of ctx has a handler.
 func handled(ctx context.Context) {
 	if o, ok := ctx.Value(openedKey{}).(*opened); ok {
 		s := grpc.ServerTransportStreamFromContext(ctx)
-		if o.stream.Store(&s); o.told.Load() {
-			endWith(s, errReceived)
+		o.stream.Store(&s)
+		if why := o.told.Load(); why != nil {
+			endWith(s, *why)
 		}
 	}
 }
 
-// tap refuses RPCs for which there is no memory, or no handler, and cancels those whose
-// first message does not come in time: grpc waits for it without a limit before any
+// tap refuses RPCs of nobody knows whom, or for which there is no memory, or no handler,
+// and cancels those whose first message does not come in time: grpc waits for it without a limit before any
 // handler, or interceptor, is called.
 func (e *endpoint) tap(ctx context.Context, info *tap.Info) (context.Context, error) {
 	if ctx.Err() != nil { // grpc has the same to say
 		return ctx, statusOf(ctx.Err())
 	}
+	open := &opened{caller: guard.Caller{Authorization: slices.Clone(info.Header.Get("authorization"))}}
+	if p, ok := grpcpeer.FromContext(ctx); ok {
+		open.caller.Addr, open.caller.Info = p.Addr.String(), p.AuthInfo
+	}
+	if err := e.server.guard.Ask(&open.caller); err != nil {
+		return ctx, errUnauthenticated(err)
+	}
 	if !e.methods[info.FullMethodName] {
 		return ctx, errNoMethod(info.FullMethodName)
 	}
 	inner, cancel := context.WithCancelCause(ctx)
-	open := &opened{cancel: cancel}
+	open.cancel = cancel
 	if one, ok := ctx.Value(connectionKey{}).(*connection); ok && one.in != nil {
-		if open.received, ok = one.in.Open(info.Header, open.end); !ok {
+		if open.received, ok = one.in.Open(info.Header, func() { open.end(errReceived) }); !ok {
 			cancel(nil)
 			return ctx, statusOf(errReceived)
 		}
 	}
 	open.first = time.AfterFunc(e.FirstMessage, func() { cancel(fmt.Errorf("server: no message within %v", e.FirstMessage)) })
+	e.server.guard.Remember(&open.caller, func(why error) { open.end(errUnauthenticated(why)) })
 	context.AfterFunc(inner, func() { // ends with the RPC
+		e.server.guard.Forget(&open.caller)
 		open.first.Stop()
 		open.received.Cancelled()
 	})
@@ -307,5 +319,5 @@ func (r *rpcLog) PostCall(err error, took time.Duration) {
 		from = p.Addr.String()
 	}
 	r.log.LogAttrs(r.ctx, level, "rpc ended", slog.String("rpc", r.rpc), slog.String("code", statusName(err)),
-		slog.Duration("took", took), slog.String("peer", from))
+		slog.Duration("took", took), slog.String("peer", from), slog.String("principal", Principal(r.ctx)))
 }

@@ -24,6 +24,7 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/guard"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/lane"
 	"github.com/tensorferry/tensorferry/internal/metrics"
@@ -60,6 +61,12 @@ type Config struct {
 	Services []Service
 	// Credentials secure every connection; nil: they are not encrypted.
 	Credentials credentials.TransportCredentials
+	// Identify, if not nil, returns the name of who sends an RPC, or refuses it: its error
+	// is the text of UNAUTHENTICATED. It is asked with what Credentials say of the
+	// connection and the RPC's authorization metadata, before anything else of the RPC is
+	// looked at, and every 5 s while the RPC is open. It must be fast and safe for
+	// concurrent use. Package identity has one.
+	Identify func(info credentials.AuthInfo, authorization []string) (principal string, err error)
 	// UnaryInterceptors and StreamInterceptors run around the handlers of every RPC,
 	// the first one outermost, inside the server's log and its guard against panics.
 	// Messages of sessions, pushes and pulls are not theirs to read.
@@ -129,6 +136,7 @@ type Server struct {
 	forget    func() // takes the server off its registry of metrics
 
 	connections connections
+	guard       *guard.Guard
 	lanes       *lane.Offers // nil: there are none
 	serving     sync.Once
 
@@ -148,7 +156,7 @@ func New(cfg Config) (*Server, error) {
 	cfg.setDefaults()
 	s := &Server{
 		cfg: cfg, limits: cfg.Session, log: cfg.Log, started: time.Now(), health: healthService{health.NewServer()},
-		connections: connections{log: cfg.Log, most: cfg.Connections, thin: cfg.ThinFrames, memory: inbound.NewMemory(cfg.ReceiveBytes, cfg.messageBytes())}, forget: func() {},
+		connections: connections{log: cfg.Log, most: cfg.Connections, thin: cfg.ThinFrames, memory: inbound.NewMemory(cfg.ReceiveBytes, cfg.messageBytes())}, guard: guard.New(cfg.Identify, cfg.Log), forget: func() {},
 	}
 	if cfg.Lanes >= 0 && cfg.Credentials == nil {
 		s.lanes = new(lane.Offers)
@@ -242,6 +250,7 @@ func (s *Server) Serve(l net.Listener) error {
 	s.serving.Do(func() { // all end with Close
 		s.core.Start()
 		go s.connections.watch(unread(s.limits), s.core.Done())
+		go s.guard.Watch(s.core.Done())
 		for _, e := range s.endpoints[1:] {
 			go func() {
 				if err := e.grpc.Serve(listener{e.Listener, &s.connections}); err != nil {
@@ -295,6 +304,14 @@ func (s *Server) Close() {
 	}
 	s.core.Forget()
 	s.forget()
+}
+
+// Principal returns the name of who sends the RPC of ctx; "" if the server does not ask.
+func Principal(ctx context.Context) string {
+	if o, ok := ctx.Value(openedKey{}).(*opened); ok {
+		return o.caller.Name
+	}
+	return ""
 }
 
 // StreamTensors serves one session.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"strings"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -38,6 +39,11 @@ func errSilent(idle time.Duration) error {
 // errNoMethod refuses an RPC that no service has.
 func errNoMethod(name string) error {
 	return status.Errorf(codes.Unimplemented, "unknown method %s", wire.Text(name))
+}
+
+// errUnauthenticated refuses an RPC of nobody knows whom.
+func errUnauthenticated(why error) error {
+	return status.Error(codes.Unauthenticated, wire.Text(strings.TrimPrefix(why.Error(), "identity: ")))
 }
 
 // endWith ends an RPC whose handler may wait for a message: gRPC has no other way to say

@@ -11,7 +11,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/tensorferry/tensorferry/client"
-	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -100,7 +99,7 @@ func completeModels(c *cobra.Command, args []string, start string) ([]cobra.Comp
 func ask(c *cobra.Command, start string, names func(context.Context, *client.Client) ([]string, error)) (list []cobra.Completion, _ cobra.ShellCompDirective) {
 	ctx, cancel := context.WithTimeout(c.Context(), completionWait)
 	defer cancel()
-	if cl, err := dial(c.Flag("server").Value.String(), codec.None.String(), 0); err == nil {
+	if cl, err := accessOf(c).dial(); err == nil {
 		defer cl.Close()
 		list, _ = names(ctx, cl)
 	}

@@ -37,9 +37,9 @@ const (
 // notSettings are flags for the command line only.
 var notSettings = []string{"config", "print-config", "child", "python-fd", "help"}
 
-// notOurs are variables that mean something else, or something to others: the Python
-// package has two.
-var notOurs = []string{serverEnv, pythonEnv, envPrefix + "BIN", envPrefix + "LINK_MEMORY"}
+// notOurs are variables that mean something else, or something to others: clients have
+// theirs, and the Python package two more.
+var notOurs = append(clientVariables(), pythonEnv, envPrefix+"BIN", envPrefix+"LINK_MEMORY")
 
 // origins says where the value of each setting comes from.
 type origins map[string]string

@@ -60,7 +60,9 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 	defer from.Close()
 	target := from
 	if o.to != "" {
-		if target, err = dial(o.to, o.codec, 0); err != nil {
+		other := o.access
+		other.server = o.to
+		if target, err = other.dial(); err != nil {
 			return err
 		}
 		defer target.Close()

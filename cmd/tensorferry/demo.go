@@ -36,7 +36,8 @@ const (
 )
 
 func demoCommand() *cobra.Command {
-	var server, where, driver string
+	var at access
+	var where, driver string
 	var times int64
 	var asJSON bool
 	c := &cobra.Command{
@@ -54,7 +55,7 @@ one that was started with tensorferry serve --demo, on this machine or another.`
   tensorferry demo --server 10.0.0.7:50051`,
 		Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
-			if err := onDevice(server, where, driver); err != nil {
+			if err := onDevice(at.server, where, driver); err != nil {
 				return err
 			}
 			if times < 1 || times > demoMaxTimes {
@@ -64,7 +65,7 @@ one that was started with tensorferry serve --demo, on this machine or another.`
 			if asJSON {
 				text = io.Discard
 			}
-			r, err := demo(c.Context(), server, []string{"--engine", where, "--cuda-driver", driver}, times, text)
+			r, err := demo(c.Context(), at, []string{"--engine", where, "--cuda-driver", driver}, times, text)
 			if err == nil && asJSON {
 				err = writeJSON(c.OutOrStdout(), r)
 			}
@@ -74,7 +75,8 @@ one that was started with tensorferry serve --demo, on this machine or another.`
 			return r.verdict()
 		},
 	}
-	c.Flags().StringVar(&server, "server", "", "`address` of a server with the model "+demoTrunk+" (default: start one)")
+	c.Flags().StringVar(&at.server, "server", "", "`address` of a server with the model "+demoTrunk+" (default: start one)")
+	at.identityFlags(c)
 	c.Flags().StringVar(&where, "engine", autoEngine, "`where` the server that it starts runs the trunk: auto, cpu or a device such as cuda:0")
 	c.Flags().Int64Var(&times, "times", demoTimes, "how many times over the images make one tensor")
 	c.Flags().StringVar(&driver, "cuda-driver", os.Getenv("TENSORFERRY_CUDA_DRIVER"), "`file` of NVIDIA's driver, as serve has it")
@@ -148,19 +150,20 @@ type splitNetwork struct {
 }
 
 // demo runs the demo and writes its findings to out, for people, as it goes on.
-func demo(ctx context.Context, address string, serve []string, times int64, out io.Writer) (*demoReport, error) {
-	r := &demoReport{Server: address, Images: fashion.Count, Times: times}
-	if address == "" {
+func demo(ctx context.Context, at access, serve []string, times int64, out io.Writer) (*demoReport, error) {
+	r := &demoReport{Server: at.server, Images: fashion.Count, Times: times}
+	if at.server == "" {
 		exe, err := os.Executable()
 		if err != nil {
 			return nil, err
 		}
-		child, at, err := startServer(ctx, exe, append(serve, "--demo")...)
+		child, address, err := startServer(ctx, exe, append(serve, "--demo")...)
 		if err != nil {
 			return nil, err
 		}
 		defer func() { _ = child.Stop() }() // how it ends matters no more
-		r.Server, r.ServerPID = at, child.Process.Pid
+		at = access{server: address}
+		r.Server, r.ServerPID = address, child.Process.Pid
 	}
 	host := cpu.NewHost(cpu.HostConfig{})
 	defer host.Close()
@@ -168,9 +171,9 @@ func demo(ctx context.Context, address string, serve []string, times int64, out 
 	if err != nil {
 		return nil, err
 	}
-	cl, err := client.Dial(r.Server, client.Config{})
+	cl, err := at.dial()
 	if err != nil {
-		return nil, usageError{err}
+		return nil, err
 	}
 	defer cl.Close()
 	trunk, err := findModel(ctx, cl, demoTrunk, "start it with tensorferry serve --demo")

@@ -56,6 +56,7 @@ var exitOf = map[codes.Code]int{
 
 // hints are for failures that a server reports.
 var hints = map[codes.Code]string{
+	codes.Unauthenticated:   "--ca names the authority of the server's certificate, --token or --cert and --key say who you are",
 	codes.NotFound:          "tensorferry ls lists the tensors and sources of a server, tensorferry models its models",
 	codes.AlreadyExists:     "tensorferry push NAME=FILE stores a tensor under another name",
 	codes.DataLoss:          "try it again; if it stays so, the server's disk or the way there does damage: push the tensor anew",
@@ -108,7 +109,7 @@ const mostErrors = 10
 
 // packages begin their errors with their names, which people do not need.
 var packages = []string{
-	"assembler", "bench", "blocks", "chunker", "client", "codec", "cpu", "cuda", "engine", "fashion", "fault", "frame", "inbound", "kernels", "lane", "link", "relay", "server", "session", "serving", "slab",
+	"assembler", "bench", "blocks", "chunker", "client", "codec", "cpu", "cuda", "engine", "fashion", "fault", "frame", "identity", "inbound", "kernels", "lane", "link", "relay", "server", "session", "serving", "slab",
 	"stack", "store", "storing", "stream",
 	"summary", "tensor", "tensorfile", "transfer", "wire", "worker",
 }

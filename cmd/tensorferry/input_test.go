@@ -6,12 +6,11 @@ import (
 	"io"
 	"testing"
 
-	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 func TestACommandThatWaitsForAHeaderCanBeInterrupted(t *testing.T) {
-	at := remote{server: defaultListen, codec: codec.None.String(), quiet: true} // it is not asked
+	at := remote{access{server: defaultListen}, true} // it is not asked
 	none := rawInput{shaped: func() bool { return false }}
 	for name, command := range map[string]func(context.Context, io.Reader) error{
 		"run": func(ctx context.Context, stdin io.Reader) error {

@@ -64,7 +64,7 @@ func command() *cobra.Command {
 		serveCommand(), demoCommand(), benchCommand(), benchEndCommand(), // servers
 		runCommand(), modelsCommand(), infoCommand(), // at a server
 		pushCommand(), pullCommand(), lsCommand(), rmCommand(), cpCommand(), // its store
-		genCommand(), showCommand(), // files
+		genCommand(), showCommand(), certCommand(), // files
 		versionCommand(), completionCommand(), linkCommand(),
 	)
 	helpCommand(root)

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -15,67 +14,9 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/client"
-	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
-
-// remote are the flags of a command that moves tensors to or from a server.
-type remote struct {
-	server string
-	codec  string
-	quiet  bool
-}
-
-func (r *remote) flags(c *cobra.Command) {
-	serverFlag(c, &r.server)
-	codecFlag(c, &r.codec)
-	quietFlag(c, &r.quiet)
-}
-
-// asking gives c --server and --json, and has it print what ask finds out from that
-// server.
-func asking(c *cobra.Command, ask func(ctx context.Context, cl *client.Client, args []string, out printer) error) *cobra.Command {
-	var server string
-	var asJSON bool
-	serverFlag(c, &server)
-	jsonFlag(c, &asJSON)
-	c.RunE = func(c *cobra.Command, args []string) error {
-		cl, err := dial(server, codec.None.String(), 0)
-		if err != nil {
-			return err
-		}
-		defer cl.Close()
-		return ask(c.Context(), cl, args, printer{c.OutOrStdout(), asJSON})
-	}
-	return c
-}
-
-// serverFlag adds --server, which every command has that talks to a server.
-func serverFlag(c *cobra.Command, to *string) {
-	c.Flags().StringVar(to, "server", cmp.Or(os.Getenv(serverEnv), defaultListen), "`address` of the server: host:port or unix:/path; also "+serverEnv)
-	c.Flag("server").DefValue = defaultListen // --help says the same everywhere
-}
-
-func codecFlag(c *cobra.Command, to *string) {
-	c.Flags().StringVar(to, "codec", codec.None.String(), "compress chunks on their way: none or lz4")
-	complete(c, "codec", []string{codec.None.String(), codec.LZ4.String()})
-}
-
-// dial connects to the server; the caller closes the client.
-func (r *remote) dial() (*client.Client, error) { return dial(r.server, r.codec, 0) }
-
-func dial(server, codecName string, lanes int) (*client.Client, error) {
-	k, err := codec.ParseCodec(codecName)
-	if err != nil {
-		return nil, usage("--codec: unknown codec %q; use none or lz4", codecName)
-	}
-	cl, err := client.Dial(server, client.Config{Codec: k, Lanes: lanes})
-	if err != nil {
-		return nil, usageError{err}
-	}
-	return cl, nil
-}
 
 // pushOptions are the flags of push.
 type pushOptions struct {

@@ -27,7 +27,7 @@ type runOptions struct {
 	raw     bool
 	timeout time.Duration
 	timings bool
-	lanes   int
+	most    int // lanes
 }
 
 func runCommand() *cobra.Command {
@@ -66,7 +66,7 @@ open is not waited for.`,
 	f.BoolVar(&o.raw, "raw", false, "write results as raw bytes")
 	o.remote.flags(c)
 	f.DurationVar(&o.timeout, "timeout", 0, "most time the server gives the call")
-	lanesVar(f, &o.lanes)
+	lanesVar(f, &o.most)
 	f.BoolVar(&o.timings, "timings", false, "print where the server spent the time, and by which way the bytes went")
 	c.ValidArgsFunction = completeModels
 	return c
@@ -84,7 +84,8 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	if err := o.input.check(); err != nil {
 		return err
 	}
-	cl, err := dial(o.server, o.codec, lanes(o.lanes))
+	o.lanes = lanes(o.most)
+	cl, err := o.dial()
 	if err != nil {
 		return err
 	}

@@ -75,7 +75,10 @@ func scriptServer(ts *testscript.TestScript, _ bool, args []string) {
 	exe, err := exec.LookPath("tensorferry")
 	ts.Check(err)
 	for i, a := range args {
-		if a == "--model" {
+		switch a {
+		case "--tls-cert", "--tls-key", "--tls-client-ca", "--token-file":
+			args[i+1] = ts.MkAbs(args[i+1])
+		case "--model":
 			name, folder, named := strings.Cut(args[i+1], "=")
 			if !named {
 				args[i+1] = ts.MkAbs(name)

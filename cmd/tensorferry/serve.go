@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
@@ -20,6 +21,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
@@ -58,6 +60,7 @@ type serveConfig struct {
 	engines             engineConfig
 	listen, metrics     string
 	insecure            bool
+	files               identity.ServerFiles
 	store               storeFlag
 	pprof               bool
 	logFormat, logLevel string
@@ -71,7 +74,11 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	f.SortFlags = false
 	f.StringVar(&c.listen, "listen", defaultListen, "`address` to listen on: host:port or unix:/path")
 	f.StringVar(&c.metrics, "metrics", defaultMetrics, "`address` of /metrics and /healthz, or off")
-	f.BoolVar(&c.insecure, "insecure", false, "allow listeners that other machines reach: there is no encryption and no authentication yet")
+	f.StringVar(&c.files.Cert, "tls-cert", "", "`file` of the server's certificate: connections are encrypted")
+	f.StringVar(&c.files.Key, "tls-key", "", "`file` of its private key")
+	f.StringVar(&c.files.ClientCA, "tls-client-ca", "", "`file` of the authority of client certificates: clients need one, or a token")
+	f.StringVar(&c.files.Tokens, "token-file", "", "`file` of tokens, one a line after the name of whose it is: clients need one, or a certificate")
+	f.BoolVar(&c.insecure, "insecure", false, "let other machines reach listeners without encryption, or without saying who they are")
 	f.StringVar(&c.engines.engine, "engine", autoEngine, "`where` models run: cpu, a device such as cuda:0, or auto: cuda:0 if it works, else cpu")
 	f.StringArrayVar(&c.engines.models, "model", nil, "serve the model in a `folder`, as [name=]folder[@engine]; repeatable")
 	f.BoolVar(&c.engines.demo, "demo", false, "serve the model that tensorferry demo --server needs, too")
@@ -256,6 +263,13 @@ func newLog(c serveConfig) *slog.Logger {
 // serve runs a server until ctx ends. Once it listens, it writes its address to ready.
 func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	log := newLog(c)
+	id, err := c.identity(log)
+	if err == nil {
+		err = errors.Join(c.mayOpen("listen", c.listen, id), c.mayOpen("metrics", c.metrics, id))
+	}
+	if err != nil {
+		return err
+	}
 	log.Info("starting", slog.String("version", version), slog.Int("pid", os.Getpid()))
 	e, err := newEngines(c.engines, log)
 	if err != nil {
@@ -272,20 +286,23 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	if err := sources.Add(generator, store.Generator()); err != nil {
 		return err
 	}
-	l, err := listen("listen", c.listen, c.insecure)
+	l, err := listen("listen", c.listen)
 	if err != nil {
 		return err
 	}
 	cfg, registry := c.server, metrics.NewRegistry()
 	cfg.Version, cfg.Models, cfg.Pool, cfg.Budget = version, models, h.Pool(), h.Budget()
 	cfg.Store, cfg.Sources, cfg.Log, cfg.Metrics, cfg.Lanes = tensors, sources, log, registry, lanes(c.lanes)
+	if id != nil {
+		cfg.Credentials, cfg.Identify = id.Credentials(), id.Principal
+	}
 	s, err := server.New(cfg)
 	if err != nil {
 		return errors.Join(err, l.Close())
 	}
 	limitHeap(e, s, tensors)
 	var draining atomic.Bool
-	at, watching, unwatch, err := watch(c, metrics.Handler(registry, func() bool { return !draining.Load() }, c.pprof))
+	at, watching, unwatch, err := watch(c, id, metrics.Handler(registry, func() bool { return !draining.Load() }, c.pprof))
 	if err != nil {
 		s.Close()
 		return errors.Join(err, l.Close())
@@ -295,8 +312,8 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	go func() { served <- s.Serve(l) }()
 	log.Info("listening", slog.String("address", addressOf(l)), slog.String("metrics", at), slog.Int("models", len(models.Infos())), slog.String("store", c.store.String()))
 	for _, address := range []string{c.listen, c.metrics} {
-		if exposed(address) {
-			log.Warn("other machines reach this address; there is no encryption and no authentication", slog.String("address", address))
+		if exposed(address) && (id == nil || id.Open()) {
+			log.Warn("other machines reach this address, whoever they are", slog.String("address", address), slog.Bool("encrypted", id != nil))
 		}
 	}
 	fmt.Fprintln(ready, addressOf(l))
@@ -325,13 +342,16 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 
 // watch serves h on the address for metrics, if there is one, until stop is called;
 // failed tells why when it ends before.
-func watch(c serveConfig, h http.Handler) (address string, failed <-chan error, stop func(), err error) {
+func watch(c serveConfig, id *identity.Server, h http.Handler) (address string, failed <-chan error, stop func(), err error) {
 	if c.metrics == off {
 		return off, nil, func() {}, nil
 	}
-	l, err := listen("metrics", c.metrics, c.insecure)
+	l, err := listen("metrics", c.metrics)
 	if err != nil {
 		return "", nil, nil, err
+	}
+	if id != nil && exposed(c.metrics) {
+		l, h = tls.NewListener(l, id.Config()), id.Handler(h)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
@@ -343,9 +363,37 @@ func watch(c serveConfig, h http.Handler) (address string, failed <-chan error, 
 	return addressOf(l), ended, func() { cancel(); <-done }, nil
 }
 
-// listen opens the listener that a flag asks for; one that other machines reach
-// has to be allowed.
-func listen(flag, address string, insecure bool) (net.Listener, error) {
+// identity reads the files that secure the server; nil if there are none.
+func (c *serveConfig) identity(log *slog.Logger) (*identity.Server, error) {
+	switch {
+	case c.files == identity.ServerFiles{}:
+		return nil, nil
+	case c.files.Cert == "" || c.files.Key == "":
+		return nil, usage("--tls-cert and --tls-key go together, and --tls-client-ca and --token-file need them: without encryption everybody on the way reads a token")
+	}
+	id, err := identity.NewServer(c.files, log)
+	if err != nil {
+		return nil, hinted{err, "tensorferry cert makes certificates for a first try"}
+	}
+	return id, nil
+}
+
+// mayOpen refuses a listener that other machines reach and that is not secured, unless
+// that is wanted.
+func (c *serveConfig) mayOpen(flag, address string, id *identity.Server) error {
+	switch {
+	case c.insecure || !exposed(address):
+		return nil
+	case id == nil:
+		return usage("--%s %s: other machines would reach it without encryption; give --tls-cert and --tls-key, and --token-file or --tls-client-ca (tensorferry cert makes them), or --insecure if that is what you want", flag, address)
+	case id.Open():
+		return usage("--%s %s: other machines would reach it whoever they are; give --token-file or --tls-client-ca, or --insecure if that is what you want", flag, address)
+	}
+	return nil
+}
+
+// listen opens the listener that a flag asks for.
+func listen(flag, address string) (net.Listener, error) {
 	if path, ok := strings.CutPrefix(address, "unix:"); ok {
 		path = strings.TrimPrefix(path, "//")
 		l, err := net.Listen("unix", path)
@@ -356,9 +404,6 @@ func listen(flag, address string, insecure bool) (net.Listener, error) {
 	}
 	if _, _, err := net.SplitHostPort(address); err != nil {
 		return nil, usage("--%s %q is not an address: %v; write host:port or unix:/path", flag, address, err)
-	}
-	if !insecure && exposed(address) {
-		return nil, usage("--%s %s would be open to other machines without encryption or authentication; add --insecure if that is what you want", flag, address)
 	}
 	l, err := net.Listen("tcp", address)
 	return l, listenError(flag, address, err)

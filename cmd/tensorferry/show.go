@@ -14,7 +14,6 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/summary"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -31,7 +30,7 @@ const (
 // showOptions are the flags of show.
 type showOptions struct {
 	input  rawInput
-	server string // empty: files
+	access // its server is empty: files
 	sourceFlags
 	asJSON bool
 	ascii  bool
@@ -65,6 +64,7 @@ numbers it shows the magnitude, of bool 0 and 1.`,
 	}
 	o.input.flags(c)
 	c.Flags().StringVar(&o.server, "server", "", "show tensors of the server of this `address`, not files")
+	o.identityFlags(c)
 	o.atServer = func() bool { return c.Flags().Changed("server") }
 	o.sourceFlags.flags(c)
 	jsonFlag(c, &o.asJSON)
@@ -120,7 +120,7 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 
 // showStored gives each tensor of a server that is named to found.
 func showStored(ctx context.Context, names []string, o showOptions, found func(shown) error) error {
-	cl, err := dial(o.server, codec.None.String(), 0)
+	cl, err := o.dial()
 	if err != nil {
 		return err
 	}

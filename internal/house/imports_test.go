@@ -15,6 +15,7 @@ var layers = map[string][]string{
 	"api/tensorferry/v1":   {},
 	"engine/cuda/fakecuda": {},
 	"engine/cuda/kernels":  {},
+	"identity":             {},
 	"examples/fashion":     {},
 	"internal/background":  {},
 	"internal/fault":       {},
@@ -61,9 +62,10 @@ var layers = map[string][]string{
 	"internal/relay":         {"client", "internal/link", "slab", "tensor"},
 	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/metrics", "internal/session", "slab", "stream", "tensor"},
 
+	"internal/guard":   {"internal/serving"},
 	"internal/storing": {"codec", "engine", "frame", "internal/fault", "internal/serving", "internal/session", "internal/transfer", "slab", "store", "stream", "tensor"},
 
-	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/inbound", "internal/lane", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/transfer", "internal/wire", "slab", "store", "stream", "tensor"},
+	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/guard", "internal/inbound", "internal/lane", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/transfer", "internal/wire", "slab", "store", "stream", "tensor"},
 
 	"internal/stress/minus": {"engine", "engine/cpu", "server", "tensor"},
 
@@ -150,7 +152,7 @@ var rules = []struct {
 	{"C", []string{"engine/cuda", "engine/cuda/fakecuda"}, "the module builds without cgo; one package calls into C, and the driver of its tests"},
 	{
 		"google.golang.org/grpc/...",
-		[]string{"api/...", "internal/wire", "internal/session", "internal/bench/kinds", "internal/stress", "client", "server", "compat/...", "cmd/..."},
+		[]string{"api/...", "identity", "internal/guard", "internal/wire", "internal/session", "internal/bench/kinds", "internal/stress", "client", "server", "compat/...", "cmd/..."},
 		"what lies below the wire does not know how bytes travel",
 	},
 	{

@@ -35,7 +35,8 @@ type Values struct {
 	ReceivedBytes, SentBytes                  int64             // payload
 	ReceivedChunks, SentChunks                int64
 	CorruptChunks, DuplicateChunks            int64
-	Lanes, LanesOpened, LanesRefused          int64             // Lanes now
+	Lanes, LanesOpened, LanesRefused          int64 // Lanes now
+	HandshakesFailed, Unauthenticated         int64
 	LaneReceivedBytes, LaneSentBytes          int64             // of ReceivedBytes and SentBytes
 	OpenTransfers                             map[string]int64  // by kind
 	TransferBytes                             map[Outcome]int64 // payload, by kind
@@ -69,6 +70,8 @@ var plain = []struct {
 	{"corrupt_chunks_total", "Chunks received with a wrong checksum.", prometheus.CounterValue, func(v *Values) int64 { return v.CorruptChunks }},
 	{"lanes", "Lanes open.", prometheus.GaugeValue, func(v *Values) int64 { return v.Lanes }},
 	{"lanes_opened_total", "Lanes opened.", prometheus.CounterValue, func(v *Values) int64 { return v.LanesOpened }},
+	{"handshakes_failed_total", "Connections whose handshake failed.", prometheus.CounterValue, func(v *Values) int64 { return v.HandshakesFailed }},
+	{"unauthenticated_total", "RPCs refused, or ended, because of who sent them.", prometheus.CounterValue, func(v *Values) int64 { return v.Unauthenticated }},
 	{"lanes_refused_total", "Connections that wanted to be a lane and were refused.", prometheus.CounterValue, func(v *Values) int64 { return v.LanesRefused }},
 	{"lane_received_bytes_total", "Bytes of tensors received by lanes, of those received by sessions.", prometheus.CounterValue, func(v *Values) int64 { return v.LaneReceivedBytes }},
 	{"lane_sent_bytes_total", "Bytes of tensors sent by lanes, of those sent by sessions.", prometheus.CounterValue, func(v *Values) int64 { return v.LaneSentBytes }},

@@ -1,0 +1,134 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"os"
+
+	"github.com/spf13/cobra"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/identity"
+)
+
+// access is where a command finds its server, who it is there, and how bytes travel. The
+// zero codec is none.
+type access struct {
+	server string
+	tls    bool
+	files  identity.ClientFiles
+	codec  string
+	lanes  int // as client.Config has them
+}
+
+// flags adds --server and what a server may want to see.
+func (a *access) flags(c *cobra.Command) {
+	f := c.Flags()
+	f.StringVar(&a.server, "server", cmp.Or(os.Getenv(serverEnv), defaultListen), "`address` of the server: host:port or unix:/path; also "+serverEnv)
+	c.Flag("server").DefValue = defaultListen // --help says the same everywhere
+	a.identityFlags(c)
+}
+
+// identityFlags adds the flags that say who the client is. Each may be an environment
+// variable.
+func (a *access) identityFlags(c *cobra.Command) {
+	f := c.Flags()
+	f.BoolVar(&a.tls, "tls", os.Getenv(tlsEnv) != "", "use TLS, with an authority that this system trusts; also "+tlsEnv+"=1")
+	for _, s := range a.identity() {
+		f.StringVar(s.value, s.flag, os.Getenv(s.env), s.text+"; also "+s.env)
+		c.Flag(s.flag).DefValue = ""
+	}
+	c.Flag("tls").DefValue = "false"
+}
+
+// identity are the flags of the files, which imply --tls.
+func (a *access) identity() []identityFlag {
+	return []identityFlag{
+		{"ca", envPrefix + "CA", "`file` of the authority of the server's certificate", &a.files.CA},
+		{"cert", envPrefix + "CERT", "`file` of the client's certificate", &a.files.Cert},
+		{"key", envPrefix + "KEY", "`file` of its private key", &a.files.Key},
+		{"token", envPrefix + "TOKEN", "`file` of the client's token", &a.files.Token},
+		{"server-name", envPrefix + "SERVER_NAME", "`name` in the server's certificate (default the host of its address)", &a.files.ServerName},
+	}
+}
+
+type identityFlag struct {
+	flag, env, text string
+	value           *string
+}
+
+// tlsEnv stands for --tls.
+const tlsEnv = envPrefix + "TLS"
+
+// accessOf returns the access of a command whose flags are known by name alone.
+func accessOf(c *cobra.Command) *access {
+	a := &access{server: c.Flag("server").Value.String(), tls: c.Flag("tls").Value.String() == "true"}
+	for _, s := range a.identity() {
+		*s.value = c.Flag(s.flag).Value.String()
+	}
+	return a
+}
+
+// dial connects to the server; the caller closes the client.
+func (a *access) dial() (*client.Client, error) {
+	k, err := codec.ParseCodec(cmp.Or(a.codec, codec.None.String()))
+	if err != nil {
+		return nil, usage("--codec: unknown codec %q; use none or lz4", a.codec)
+	}
+	cfg := client.Config{Codec: k, Lanes: a.lanes}
+	if a.tls || a.files != (identity.ClientFiles{}) {
+		if cfg.Credentials, cfg.PerRPC, err = a.files.Credentials(); err != nil {
+			return nil, hinted{err, "--ca, --cert, --key and --token take files; tensorferry cert makes some for a first try"}
+		}
+	}
+	cl, err := client.Dial(a.server, cfg)
+	if err != nil {
+		return nil, usageError{err}
+	}
+	return cl, nil
+}
+
+// asking gives c the flags of its access and --json, and has it print what ask finds out
+// from the server.
+func asking(c *cobra.Command, ask func(ctx context.Context, cl *client.Client, args []string, out printer) error) *cobra.Command {
+	var a access
+	var asJSON bool
+	a.flags(c)
+	jsonFlag(c, &asJSON)
+	c.RunE = func(c *cobra.Command, args []string) error {
+		cl, err := a.dial()
+		if err != nil {
+			return err
+		}
+		defer cl.Close()
+		return ask(c.Context(), cl, args, printer{c.OutOrStdout(), asJSON})
+	}
+	return c
+}
+
+// remote are the flags of a command that moves tensors to or from a server.
+type remote struct {
+	access
+	quiet bool
+}
+
+func (r *remote) flags(c *cobra.Command) {
+	r.access.flags(c)
+	codecFlag(c, &r.codec)
+	quietFlag(c, &r.quiet)
+}
+
+func codecFlag(c *cobra.Command, to *string) {
+	c.Flags().StringVar(to, "codec", codec.None.String(), "compress chunks on their way: none or lz4")
+	complete(c, "codec", []string{codec.None.String(), codec.LZ4.String()})
+}
+
+// clientVariables are those of the environment that are a client's: serve has others.
+func clientVariables() []string {
+	all := []string{serverEnv, tlsEnv}
+	for _, s := range new(access).identity() {
+		all = append(all, s.env)
+	}
+	return all
+}

@@ -1,0 +1,52 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+
+	"github.com/tensorferry/tensorferry/identity"
+)
+
+func certCommand() *cobra.Command {
+	var hosts []string
+	var client string
+	c := &cobra.Command{
+		Use:   "cert FOLDER",
+		Short: "make certificates for a first try of TLS",
+		Long: `Cert writes to a folder an authority, a certificate of a server and one of a client,
+each with its private key. An authority that is there stays and signs the new ones.
+They are valid for a year.
+
+The server needs server.pem, server-key.pem and, to know its clients, ca.pem. A
+client needs ca.pem and, to be known, client.pem and client-key.pem. Keep
+ca-key.pem to yourself: whoever has it can make certificates that both sides trust.`,
+		Example: `  tensorferry cert certs --host ferry.example.org --client alice
+  tensorferry serve --listen 0.0.0.0:50051 --tls-cert certs/server.pem --tls-key certs/server-key.pem --tls-client-ca certs/ca.pem
+  tensorferry models --server ferry.example.org:50051 --ca certs/ca.pem --cert certs/client.pem --key certs/client-key.pem`,
+		Args: takes(1, "FOLDER"),
+		RunE: func(c *cobra.Command, args []string) error { return cert(args[0], hosts, client, c.OutOrStdout()) },
+	}
+	c.Flags().StringArrayVar(&hosts, "host", nil, "`name` or IP address of the server, beside localhost; repeatable")
+	c.Flags().StringVar(&client, "client", "client", "`name` of the client")
+	return c
+}
+
+// cert writes certificates, and the names of their files to stdout.
+func cert(dir string, hosts []string, client string, stdout io.Writer) error {
+	if client == "" {
+		return usage("--client names no client")
+	}
+	written, err := identity.WriteCertificates(dir, hosts, client)
+	if err != nil {
+		return err
+	}
+	for _, file := range written {
+		if _, err := fmt.Fprintln(stdout, filepath.Join(dir, file)); err != nil {
+			return err
+		}
+	}
+	return nil
+}

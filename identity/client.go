@@ -1,0 +1,131 @@
+package identity
+
+import (
+	"cmp"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"io"
+	"net"
+	"syscall"
+
+	"google.golang.org/grpc/credentials"
+)
+
+// ClientFiles name the files that secure a client, in PEM but for Token.
+type ClientFiles struct {
+	// CA has the authorities of the server's certificate; "": those that the system trusts.
+	CA string
+	// Cert and Key are the client's certificate and its private key; "": it has none.
+	Cert, Key string
+	// ServerName is the name in the server's certificate; "": the host of its address.
+	ServerName string
+	// Token has the client's token, as ServerFiles has them: the first counts. "": it has none.
+	Token string
+}
+
+// clientSecrets are what files say.
+type clientSecrets struct {
+	roots *x509.CertPool // nil: the system's
+	cert  *tls.Certificate
+}
+
+// Credentials reads the files, and returns what a client's Config takes: credentials of
+// its connection, and those of each RPC, nil without a Token.
+func (f ClientFiles) Credentials() (credentials.TransportCredentials, credentials.PerRPCCredentials, error) {
+	c := &clientCredentials{files: f}
+	c.now.paths = []string{f.CA, f.Cert, f.Key}
+	c.now.make = func() (all clientSecrets, err error) {
+		if f.CA != "" {
+			if all.roots, err = authorities(f.CA); err != nil {
+				return all, err
+			}
+		}
+		if f.Cert != "" || f.Key != "" {
+			cert, err := keyPair(f.Cert, f.Key)
+			if err != nil {
+				return all, err
+			}
+			all.cert = &cert
+		}
+		return all, nil
+	}
+	if _, err := c.now.get(); err != nil || f.Token == "" {
+		return c, nil, err
+	}
+	t := &clientToken{}
+	t.now.paths = []string{f.Token}
+	t.now.make = func() (string, error) {
+		all, err := readTokens(f.Token)
+		if err != nil {
+			return "", err
+		}
+		return "Bearer " + all[0].text, nil
+	}
+	_, err := t.now.get()
+	return c, t, err
+}
+
+type clientCredentials struct {
+	files ClientFiles
+	now   watched[clientSecrets]
+}
+
+// ClientHandshake secures a connection. Its errors say which side to mend.
+func (c *clientCredentials) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	all, _ := c.now.get() // what was read before stays in force
+	cfg := &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: all.roots}
+	if all.cert != nil {
+		cfg.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return all.cert, nil }
+	}
+	conn, info, err := credentials.NewTLS(cfg).ClientHandshake(ctx, cmp.Or(c.files.ServerName, authority), raw)
+	var record tls.RecordHeaderError
+	var bad *tls.CertificateVerificationError
+	var alert tls.AlertError
+	switch {
+	case err == nil:
+		return conn, info, nil
+	case errors.As(err, &bad):
+		known := "that this system trusts"
+		if c.files.CA != "" {
+			known = "in " + c.files.CA
+		}
+		err = refused("the server's certificate: %s", certError(bad.Err, known))
+	case errors.As(err, &alert):
+		err = refused("the server ended the handshake: %s", alert.Error())
+	case errors.As(err, &record), errors.Is(err, io.EOF), errors.Is(err, syscall.ECONNRESET):
+		err = refused("the server does not speak TLS")
+	}
+	return nil, nil, err
+}
+
+// ServerHandshake fails: these are a client's.
+func (*clientCredentials) ServerHandshake(net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	return nil, nil, errors.New("identity: credentials of a client")
+}
+
+// Info describes the protocol.
+func (c *clientCredentials) Info() credentials.ProtocolInfo {
+	return credentials.ProtocolInfo{SecurityProtocol: "tls", ServerName: c.files.ServerName}
+}
+
+// Clone returns c.
+func (c *clientCredentials) Clone() credentials.TransportCredentials { return c }
+
+// OverrideServerName fails: ClientFiles has the name.
+func (*clientCredentials) OverrideServerName(string) error {
+	return errors.New("identity: use ClientFiles.ServerName")
+}
+
+// clientToken is sent with every RPC.
+type clientToken struct{ now watched[string] }
+
+// GetRequestMetadata returns the token.
+func (t *clientToken) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	text, _ := t.now.get() // what was read before stays in force
+	return map[string]string{"authorization": text}, nil
+}
+
+// RequireTransportSecurity keeps the token off connections that are not encrypted.
+func (*clientToken) RequireTransportSecurity() bool { return true }

@@ -1,0 +1,178 @@
+// Package identity secures connections with TLS 1.3 and says who is at the other end:
+// files for a server and for a client, tokens, and a small authority for a first try.
+//
+// Files are read again when they change. While one of them cannot be read, what was read
+// before stays in force. Servers and clients are safe for concurrent use. Package server
+// takes a Server's Credentials and Principal; package client takes what Credentials of
+// ClientFiles returns.
+//
+// It refuses to decide what a principal may do, and to carry bytes: crypto/tls does.
+package identity
+
+import (
+	"bufio"
+	"bytes"
+	"crypto/sha256"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+)
+
+// RefusedError says why a peer is not who it has to be, in words for that peer.
+type RefusedError struct{ Text string }
+
+// Error returns the text.
+func (e *RefusedError) Error() string { return "identity: " + e.Text }
+
+func refused(format string, args ...any) error { return &RefusedError{fmt.Sprintf(format, args...)} }
+
+// watched is a value made of files, which is made again when one of them has changed.
+type watched[T any] struct {
+	paths []string // "" is no file
+	make  func() (T, error)
+
+	mu     sync.Mutex
+	value  T
+	made   bool
+	looked time.Time
+	stamps []os.FileInfo
+}
+
+// get returns the value, and an error if the files have changed since and it could not be
+// made again: once for each change. Without any value the error comes every time.
+func (w *watched[T]) get() (T, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	now := time.Now()
+	if w.made && now.Sub(w.looked) < lookEvery {
+		return w.value, nil
+	}
+	w.looked = now
+	stamps := make([]os.FileInfo, len(w.paths))
+	for i, path := range w.paths {
+		if path != "" {
+			stamps[i], _ = os.Stat(path) // make has the error
+		}
+	}
+	if w.made && slices.EqualFunc(stamps, w.stamps, same) {
+		return w.value, nil
+	}
+	value, err := w.make()
+	if err == nil {
+		w.value, w.made = value, true
+	}
+	w.stamps = stamps
+	return w.value, err
+}
+
+// same reports whether a file is what it was.
+func same(a, b os.FileInfo) bool {
+	if a == nil || b == nil {
+		return a == nil && b == nil
+	}
+	return os.SameFile(a, b) && a.ModTime().Equal(b.ModTime()) && a.Size() == b.Size()
+}
+
+// readFile reads a file of at most fileBytes.
+func readFile(path string) ([]byte, error) {
+	i, err := os.Stat(path)
+	if bad := new(fs.PathError); errors.As(err, &bad) {
+		return nil, fmt.Errorf("identity: %s: %w", path, bad.Err)
+	}
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("identity: %w", err)
+	case !i.Mode().IsRegular():
+		return nil, fmt.Errorf("identity: %s is not a regular file", path)
+	case i.Size() > fileBytes:
+		return nil, fmt.Errorf("identity: %s has %d bytes, the limit is %d", path, i.Size(), fileBytes)
+	}
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("identity: %w", err)
+	}
+	return b, nil
+}
+
+// keyPair reads a certificate and its key.
+func keyPair(cert, key string) (tls.Certificate, error) {
+	if cert == "" || key == "" {
+		return tls.Certificate{}, errors.New("identity: a certificate needs its private key and the other way round; give both files")
+	}
+	c, err := readFile(cert)
+	if err != nil {
+		return tls.Certificate{}, err
+	}
+	k, err := readFile(key)
+	if err != nil {
+		return tls.Certificate{}, err
+	}
+	pair, err := tls.X509KeyPair(c, k)
+	if err != nil {
+		return pair, fmt.Errorf("identity: %s and %s are not a certificate and its key in PEM: %s", cert, key, strings.TrimPrefix(err.Error(), "tls: "))
+	}
+	return pair, nil
+}
+
+// authorities reads certificates of authorities.
+func authorities(path string) (*x509.CertPool, error) {
+	b, err := readFile(path)
+	if err != nil {
+		return nil, err
+	}
+	pool := x509.NewCertPool()
+	if !pool.AppendCertsFromPEM(b) {
+		return nil, fmt.Errorf("identity: %s has no certificate in PEM", path)
+	}
+	return pool, nil
+}
+
+// token is a line of a file of tokens.
+type token struct{ name, text string }
+
+// readTokens reads a file with a token in each line, after the name of whose it is, if
+// that is there. Lines that begin with # are comments.
+func readTokens(path string) ([]token, error) {
+	b, err := readFile(path)
+	if err != nil {
+		return nil, err
+	}
+	var all []token
+	lines := bufio.NewScanner(bytes.NewReader(b))
+	for n := 1; lines.Scan(); n++ {
+		words := strings.Fields(lines.Text())
+		if len(words) == 0 || strings.HasPrefix(words[0], "#") {
+			continue
+		}
+		t := token{name: "token", text: words[len(words)-1]}
+		if len(words) == 2 {
+			t.name = words[0]
+		}
+		switch {
+		case len(words) > 2:
+			return nil, fmt.Errorf("identity: %s, line %d: more than a name and a token", path, n)
+		case len(t.text) < leastToken || len(t.text) > mostToken:
+			return nil, fmt.Errorf("identity: %s, line %d: a token has %d to %d characters; openssl rand -hex 32 makes a good one", path, n, leastToken, mostToken)
+		case strings.ContainsFunc(t.text, func(r rune) bool { return r < '!' || r > '~' }):
+			return nil, fmt.Errorf("identity: %s, line %d: a token is made of printable ASCII characters", path, n)
+		}
+		all = append(all, t)
+	}
+	switch {
+	case lines.Err() != nil:
+		return nil, fmt.Errorf("identity: %s: %w", path, lines.Err())
+	case len(all) == 0:
+		return nil, fmt.Errorf("identity: %s has no token", path)
+	}
+	return all, nil
+}
+
+// digest is what tokens are looked up by: no time tells how much of one is right.
+func digest(token string) [sha256.Size]byte { return sha256.Sum256([]byte(token)) }

@@ -1,0 +1,355 @@
+package identity_test
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"log/slog"
+	"math/big"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/credentials"
+
+	"github.com/tensorferry/tensorferry/identity"
+)
+
+const (
+	bob   = "0123456789abcdef0123456789abcdef"
+	carol = "another-token-of-some-length"
+)
+
+// files writes certificates, and tokens, into a new folder.
+func files(t testing.TB, hosts ...string) string {
+	t.Helper()
+	dir := t.TempDir()
+	_, err := identity.WriteCertificates(dir, hosts, "alice")
+	require.NoError(t, err)
+	write(t, filepath.Join(dir, "tokens"), "# two\nbob "+bob+"\n\n"+carol+"\n")
+	write(t, filepath.Join(dir, "token"), bob)
+	return dir
+}
+
+// write replaces a file, and makes sure that its stamp differs.
+func write(t testing.TB, path, text string) {
+	t.Helper()
+	require.NoError(t, os.WriteFile(path+".new", []byte(text), 0o600))
+	require.NoError(t, os.Rename(path+".new", path))
+}
+
+func serverFiles(dir string) identity.ServerFiles {
+	at := func(name string) string { return filepath.Join(dir, name) }
+	return identity.ServerFiles{Cert: at(identity.ServerFile), Key: at(identity.ServerKeyFile), ClientCA: at(identity.AuthorityFile), Tokens: at("tokens")}
+}
+
+func clientFiles(dir string) identity.ClientFiles {
+	at := func(name string) string { return filepath.Join(dir, name) }
+	return identity.ClientFiles{CA: at(identity.AuthorityFile), Cert: at(identity.ClientFile), Key: at(identity.ClientKeyFile)}
+}
+
+// shake connects a client to a server, and returns what each side has of the other.
+func shake(t testing.TB, s *identity.Server, files identity.ClientFiles, authority string) (info credentials.AuthInfo, client, server error) {
+	t.Helper()
+	creds, _, err := files.Credentials()
+	require.NoError(t, err)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		conn, err := l.Accept()
+		if err != nil {
+			server = err
+			return
+		}
+		defer conn.Close()
+		_ = conn.SetDeadline(time.Now().Add(10 * time.Second))
+		var secure net.Conn
+		if secure, info, server = s.Credentials().ServerHandshake(conn); server == nil {
+			_, server = secure.Write([]byte("hello"))
+		}
+	}()
+	conn, err := net.Dial("tcp", l.Addr().String())
+	require.NoError(t, err)
+	defer conn.Close()
+	_ = conn.SetDeadline(time.Now().Add(10 * time.Second))
+	secure, _, client := creds.ClientHandshake(t.Context(), authority, conn)
+	if client == nil {
+		_, client = secure.Read(make([]byte, 5))
+	}
+	<-done
+	return info, client, server
+}
+
+func TestWhoIsKnownIsNamedAndWhoIsNotIsToldWhy(t *testing.T) {
+	dir, other := files(t), files(t)
+	s, err := identity.NewServer(serverFiles(dir), slog.New(slog.DiscardHandler))
+	require.NoError(t, err)
+	without := clientFiles(dir)
+	without.Cert, without.Key = "", ""
+	stranger := clientFiles(dir)
+	stranger.Cert, stranger.Key = clientFiles(other).Cert, clientFiles(other).Key
+	wrongUse := clientFiles(dir)
+	wrongUse.Cert, wrongUse.Key = serverFiles(dir).Cert, serverFiles(dir).Key
+	expired := clientFiles(dir)
+	expired.Cert, expired.Key = signed(t, dir, "late", time.Now().Add(-time.Minute))
+	for name, c := range map[string]struct {
+		files  identity.ClientFiles
+		tokens []string
+		want   string
+		err    string
+	}{
+		"certificate":                         {files: clientFiles(dir), want: "alice"},
+		"token":                               {files: without, tokens: []string{"Bearer " + bob}, want: "bob"},
+		"token without name":                  {files: without, tokens: []string{"bearer " + carol}, want: "token"},
+		"both":                                {files: clientFiles(dir), tokens: []string{"Bearer " + bob}, want: "bob"},
+		"neither":                             {files: without, err: "the server wants a client certificate, or a token"},
+		"wrong token":                         {files: without, tokens: []string{"Bearer " + bob[1:]}, err: "does not know the token"},
+		"wrong token and a right certificate": {files: clientFiles(dir), tokens: []string{"Bearer x"}, err: "does not know the token"},
+		"another scheme":                      {files: without, tokens: []string{"Basic " + bob}, err: "does not know the token"},
+		"another authority":                   {files: stranger, err: "client certificate: it is not signed by an authority that the server knows"},
+		"a server's certificate":              {files: wrongUse, err: "client certificate: it is not for this use"},
+		"expired":                             {files: expired, err: "client certificate: it expired on"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			info, client, server := shake(t, s, c.files, "localhost:1")
+			require.NoError(t, client)
+			require.NoError(t, server)
+			for range 2 { // the second time it is remembered
+				got, err := s.Principal(info, c.tokens)
+				if c.err != "" {
+					var refused *identity.RefusedError
+					require.ErrorAs(t, err, &refused)
+					require.Contains(t, refused.Text, c.err)
+					continue
+				}
+				require.NoError(t, err)
+				require.Equal(t, c.want, got)
+			}
+		})
+	}
+	_, err = s.Principal(nil, []string{"Bearer " + bob})
+	require.ErrorContains(t, err, "not encrypted")
+}
+
+// signed makes a client certificate of the authority in a folder that ends at a time.
+func signed(t testing.TB, dir, name string, until time.Time) (cert, keyFile string) {
+	t.Helper()
+	read := func(file string) []byte {
+		b, err := os.ReadFile(filepath.Join(dir, file))
+		require.NoError(t, err)
+		block, _ := pem.Decode(b)
+		return block.Bytes
+	}
+	ca, err := x509.ParseCertificate(read(identity.AuthorityFile))
+	require.NoError(t, err)
+	by, err := x509.ParsePKCS8PrivateKey(read(identity.AuthorityKeyFile))
+	require.NoError(t, err)
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	require.NoError(t, err)
+	b, err := x509.CreateCertificate(rand.Reader, &x509.Certificate{
+		SerialNumber: big.NewInt(7), Subject: pkix.Name{CommonName: name}, NotBefore: until.Add(-time.Hour), NotAfter: until,
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth, x509.ExtKeyUsageServerAuth}, DNSNames: []string{"localhost"},
+	}, ca, key.Public(), by)
+	require.NoError(t, err)
+	private, err := x509.MarshalPKCS8PrivateKey(key)
+	require.NoError(t, err)
+	cert, keyFile = filepath.Join(dir, name+".pem"), filepath.Join(dir, name+"-key.pem")
+	write(t, cert, string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: b})))
+	write(t, keyFile, string(pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: private})))
+	return cert, keyFile
+}
+
+func TestAClientTellsWhatIsWrongWithTheServer(t *testing.T) {
+	dir, other := files(t, "ferry.example"), files(t)
+	s, err := identity.NewServer(serverFiles(dir), slog.New(slog.DiscardHandler))
+	require.NoError(t, err)
+	late := serverFiles(dir)
+	late.Cert, late.Key = signed(t, dir, "late", time.Now().Add(-time.Minute))
+	expired, err := identity.NewServer(late, slog.New(slog.DiscardHandler))
+	require.NoError(t, err)
+	elsewhere := clientFiles(dir)
+	elsewhere.CA = clientFiles(other).CA
+	system := clientFiles(dir)
+	system.CA = ""
+	named := clientFiles(dir)
+	named.ServerName = "ferry.example"
+	for name, c := range map[string]struct {
+		server    *identity.Server
+		files     identity.ClientFiles
+		authority string
+		err       string
+	}{
+		"known":              {s, clientFiles(dir), "localhost:50051", ""},
+		"address":            {s, clientFiles(dir), "127.0.0.1:50051", ""},
+		"name":               {s, clientFiles(dir), "ferry.example:50051", ""},
+		"name of the config": {s, named, "192.0.2.1:50051", ""},
+		"another name":       {s, clientFiles(dir), "other.example:50051", "it is for ferry.example, localhost, 127.0.0.1, ::1, not for other.example"},
+		"another authority":  {s, elsewhere, "localhost:50051", "it is not signed by an authority in " + elsewhere.CA},
+		"the system's":       {s, system, "localhost:50051", "it is not signed by an authority that this system trusts"},
+		"expired":            {expired, clientFiles(dir), "localhost:50051", "it expired on"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, client, _ := shake(t, c.server, c.files, c.authority)
+			if c.err == "" {
+				require.NoError(t, client)
+				return
+			}
+			require.ErrorContains(t, client, "the server's certificate: ")
+			require.ErrorContains(t, client, c.err)
+		})
+	}
+}
+
+func TestFilesAreReadAgainWhenTheyChange(t *testing.T) {
+	dir := files(t)
+	var log strings.Builder
+	s, err := identity.NewServer(serverFiles(dir), slog.New(slog.NewTextHandler(&log, nil)))
+	require.NoError(t, err)
+	info, client, server := shake(t, s, clientFiles(dir), "localhost")
+	require.NoError(t, client)
+	require.NoError(t, server)
+	name := func(token string) string {
+		name, _ := s.Principal(info, []string{"Bearer " + token})
+		return name
+	}
+	require.Equal(t, "bob", name(bob))
+	const dave = "a-token-that-is-new-here"
+	write(t, filepath.Join(dir, "tokens"), "dave "+dave)
+	require.Eventually(t, func() bool { return name(dave) == "dave" }, 10*time.Second, 10*time.Millisecond)
+	require.Empty(t, name(bob))
+	write(t, filepath.Join(dir, "tokens"), "short")
+	require.Eventually(t, func() bool { return name(dave) == "dave" && strings.Contains(log.String(), "16 to 4096 characters") }, 10*time.Second, 10*time.Millisecond)
+	require.Equal(t, 1, strings.Count(log.String(), "stay in force"))
+	write(t, filepath.Join(dir, "tokens"), "bob "+bob)
+	require.Eventually(t, func() bool { return name(bob) == "bob" }, 10*time.Second, 10*time.Millisecond)
+
+	// A client that keeps its own authority meets the server's new certificate of it.
+	_, err = identity.WriteCertificates(dir, []string{"new.example"}, "alice")
+	require.NoError(t, err)
+	require.Eventually(t, func() bool {
+		_, client, _ := shake(t, s, clientFiles(dir), "new.example")
+		return client == nil
+	}, 10*time.Second, 10*time.Millisecond)
+	// And an authority that is replaced refuses who was known.
+	other := files(t)
+	b, err := os.ReadFile(clientFiles(other).CA)
+	require.NoError(t, err)
+	write(t, clientFiles(dir).CA, string(b))
+	require.Eventually(t, func() bool { _, err := s.Principal(info, nil); return err != nil }, 10*time.Second, 10*time.Millisecond)
+}
+
+func TestBadFilesAreRefusedNamingThem(t *testing.T) {
+	dir := files(t)
+	at := func(name, text string) string {
+		path := filepath.Join(dir, name)
+		write(t, path, text)
+		return path
+	}
+	good := serverFiles(dir)
+	with := func(change func(*identity.ServerFiles)) identity.ServerFiles {
+		f := good
+		change(&f)
+		return f
+	}
+	for name, c := range map[string]struct {
+		files identity.ServerFiles
+		err   string
+	}{
+		"no key":        {with(func(f *identity.ServerFiles) { f.Key = "" }), "give both files"},
+		"no such file":  {with(func(f *identity.ServerFiles) { f.Cert = "nothere.pem" }), "nothere.pem: no such file"},
+		"a folder":      {with(func(f *identity.ServerFiles) { f.Cert = dir }), "is not a regular file"},
+		"another's key": {with(func(f *identity.ServerFiles) { f.Key = clientFiles(dir).Key }), "are not a certificate and its key"},
+		"no PEM":        {with(func(f *identity.ServerFiles) { f.ClientCA = at("x", "x") }), "has no certificate in PEM"},
+		"large":         {with(func(f *identity.ServerFiles) { f.ClientCA = at("l", strings.Repeat("x", 1<<20+1)) }), "the limit is 1048576"},
+		"no tokens":     {with(func(f *identity.ServerFiles) { f.Tokens = at("e", "# none\n") }), "has no token"},
+		"short token":   {with(func(f *identity.ServerFiles) { f.Tokens = at("s", "\nbob 123456789012345") }), "line 2: a token has 16 to 4096 characters"},
+		"long token":    {with(func(f *identity.ServerFiles) { f.Tokens = at("t", strings.Repeat("x", 4097)) }), "line 1: a token has"},
+		"three words":   {with(func(f *identity.ServerFiles) { f.Tokens = at("w", "a b "+bob) }), "more than a name and a token"},
+		"letters":       {with(func(f *identity.ServerFiles) { f.Tokens = at("u", "bob ä"+bob) }), "printable ASCII"},
+	} {
+		_, err := identity.NewServer(c.files, slog.New(slog.DiscardHandler))
+		require.ErrorContains(t, err, c.err, name)
+	}
+	for name, c := range map[string]struct {
+		files identity.ClientFiles
+		err   string
+	}{
+		"key alone": {identity.ClientFiles{Key: clientFiles(dir).Key}, "give both files"},
+		"authority": {identity.ClientFiles{CA: "nothere.pem"}, "nothere.pem: no such file"},
+		"token":     {identity.ClientFiles{Token: "nothere"}, "nothere: no such file"},
+	} {
+		_, _, err := c.files.Credentials()
+		require.ErrorContains(t, err, c.err, name)
+	}
+}
+
+func TestAnAuthorityStaysAndHalfOfOneIsNotReplaced(t *testing.T) {
+	dir := files(t)
+	before, err := os.ReadFile(clientFiles(dir).CA)
+	require.NoError(t, err)
+	written, err := identity.WriteCertificates(dir, nil, "zoe")
+	require.NoError(t, err)
+	require.NotContains(t, written, identity.AuthorityFile)
+	after, err := os.ReadFile(clientFiles(dir).CA)
+	require.NoError(t, err)
+	require.Equal(t, before, after)
+	for _, key := range []string{identity.AuthorityKeyFile, identity.ServerKeyFile, identity.ClientKeyFile} {
+		i, err := os.Stat(filepath.Join(dir, key))
+		require.NoError(t, err)
+		require.Zero(t, i.Mode()&0o077, "others can read "+key)
+	}
+	require.NoError(t, os.Remove(filepath.Join(dir, identity.AuthorityKeyFile)))
+	_, err = identity.WriteCertificates(dir, nil, "zoe")
+	require.ErrorIs(t, err, os.ErrNotExist)
+	after, err = os.ReadFile(clientFiles(dir).CA)
+	require.NoError(t, err)
+	require.Equal(t, before, after)
+}
+
+func TestATokenIsSentWithTLSOnly(t *testing.T) {
+	dir := files(t)
+	f := clientFiles(dir)
+	f.Token = filepath.Join(dir, "token")
+	_, perRPC, err := f.Credentials()
+	require.NoError(t, err)
+	require.True(t, perRPC.RequireTransportSecurity())
+	md, err := perRPC.GetRequestMetadata(context.Background())
+	require.NoError(t, err)
+	require.Equal(t, map[string]string{"authorization": "Bearer " + bob}, md)
+}
+
+// TestPeersThatSayNothingTakeNoCore has more handshakes wait than there are cores for them.
+func TestPeersThatSayNothingTakeNoCore(t *testing.T) {
+	dir := files(t)
+	s, err := identity.NewServer(serverFiles(dir), slog.New(slog.DiscardHandler))
+	require.NoError(t, err)
+	ended := make(chan error)
+	var silent []net.Conn
+	for range 64 {
+		here, there := net.Pipe()
+		silent = append(silent, here)
+		go func() {
+			_, _, err := s.Credentials().ServerHandshake(there)
+			ended <- err
+		}()
+	}
+	info, client, server := shake(t, s, clientFiles(dir), "localhost")
+	require.NoError(t, client)
+	require.NoError(t, server)
+	require.NotNil(t, info)
+	for _, c := range silent {
+		require.NoError(t, c.Close())
+		require.Error(t, <-ended)
+	}
+}

@@ -1,0 +1,48 @@
+package identity
+
+import (
+	"bytes"
+	"io"
+	"net"
+	"time"
+
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
+)
+
+// refusePlain answers the first RPC of a client that speaks HTTP/2 without TLS, and of
+// which so many bytes have been read: it would learn nothing from an alert of TLS.
+func refusePlain(conn net.Conn, first []byte) {
+	_ = conn.SetDeadline(time.Now().Add(goodbye))
+	if len(first) < len(http2.ClientPreface) {
+		return
+	}
+	f := http2.NewFramer(conn, io.MultiReader(bytes.NewReader(first[len(http2.ClientPreface):]), conn))
+	if f.WriteSettings() != nil {
+		return
+	}
+	for range goodbyeFrames {
+		frame, err := f.ReadFrame()
+		if err != nil {
+			return
+		}
+		switch frame := frame.(type) {
+		case *http2.SettingsFrame:
+			if !frame.IsAck() && f.WriteSettingsAck() != nil {
+				return
+			}
+		case *http2.HeadersFrame:
+			var fields bytes.Buffer
+			h := hpack.NewEncoder(&fields)
+			for _, field := range [][2]string{ // 16 is UNAUTHENTICATED
+				{":status", "200"}, {"content-type", "application/grpc"},
+				{"grpc-status", "16"}, {"grpc-message", "the server speaks TLS only; connect with the certificate of its authority"},
+			} {
+				_ = h.WriteField(hpack.HeaderField{Name: field[0], Value: field[1]}) // to a buffer
+			}
+			_ = f.WriteHeaders(http2.HeadersFrameParam{StreamID: frame.StreamID, BlockFragment: fields.Bytes(), EndHeaders: true, EndStream: true})
+			_, _ = io.CopyN(io.Discard, conn, goodbyeBytes) // with unread bytes the text would be lost
+			return
+		}
+	}
+}

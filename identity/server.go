@@ -1,0 +1,303 @@
+package identity
+
+import (
+	"context"
+	"crypto/sha256"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"runtime"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/net/http2"
+	"google.golang.org/grpc/credentials"
+)
+
+// ServerFiles name the files that secure a server, in PEM but for Tokens. Without ClientCA
+// and Tokens every client is let in, without a name.
+type ServerFiles struct {
+	// Cert is the server's certificate, with those between it and its authority behind it;
+	// Key is its private key.
+	Cert, Key string
+	// ClientCA has the authorities of client certificates; "": they count for nothing.
+	ClientCA string
+	// Tokens has a token in each line, after the name of whose it is, if that is there; "":
+	// tokens count for nothing.
+	Tokens string
+}
+
+// Server secures the connections of a server.
+type Server struct {
+	files ServerFiles
+	log   *slog.Logger
+	now   watched[*serverSecrets]
+	cores chan struct{} // has an element for each handshake that computes
+}
+
+// serverSecrets are what files say.
+type serverSecrets struct {
+	cert    tls.Certificate
+	clients *x509.CertPool // nil: none
+	tokens  map[[sha256.Size]byte]string
+}
+
+// NewServer reads the files. log hears when they have changed and cannot be read.
+func NewServer(files ServerFiles, log *slog.Logger) (*Server, error) {
+	s := &Server{files: files, log: log, cores: make(chan struct{}, max(1, runtime.GOMAXPROCS(0)-1))}
+	s.now.paths = []string{files.Cert, files.Key, files.ClientCA, files.Tokens}
+	s.now.make = func() (*serverSecrets, error) {
+		cert, err := keyPair(files.Cert, files.Key)
+		if err != nil {
+			return nil, err
+		}
+		all := &serverSecrets{cert: cert}
+		if files.ClientCA != "" {
+			if all.clients, err = authorities(files.ClientCA); err != nil {
+				return nil, err
+			}
+		}
+		if files.Tokens == "" {
+			return all, nil
+		}
+		tokens, err := readTokens(files.Tokens)
+		if err != nil {
+			return nil, err
+		}
+		all.tokens = make(map[[sha256.Size]byte]string, len(tokens))
+		for _, t := range tokens {
+			all.tokens[digest(t.text)] = t.name
+		}
+		return all, nil
+	}
+	_, err := s.now.get()
+	return s, err
+}
+
+func (s *Server) secrets() *serverSecrets {
+	all, err := s.now.get()
+	if err != nil {
+		s.log.Warn("certificates, keys or tokens have changed and cannot be read; those from before stay in force", slog.String("error", err.Error()))
+	}
+	return all
+}
+
+// Open reports whether clients are let in without a name.
+func (s *Server) Open() bool { return s.files.ClientCA == "" && s.files.Tokens == "" }
+
+// Config returns a config for other listeners, whose peers are to be checked by Principal.
+func (s *Server) Config() *tls.Config {
+	return &tls.Config{MinVersion: tls.VersionTLS13, GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) { return s.config(), nil }}
+}
+
+// config is that of one handshake. A client certificate is taken as it is: Principal
+// checks it, and says what is wrong, which an alert of TLS cannot.
+func (s *Server) config() *tls.Config {
+	cfg := &tls.Config{Certificates: []tls.Certificate{s.secrets().cert}, MinVersion: tls.VersionTLS13, SessionTicketsDisabled: true}
+	if s.files.ClientCA != "" {
+		cfg.ClientAuth = tls.RequestClientCert
+	}
+	return cfg
+}
+
+// peerInfo is what gRPC keeps of a connection.
+type peerInfo struct {
+	credentials.TLSInfo
+	checked atomic.Pointer[verdict] // of the certificate
+}
+
+// verdict is how a certificate was judged.
+type verdict struct {
+	by    *serverSecrets
+	until time.Time // one of the chain expires then
+	name  string
+}
+
+// Principal returns the name of who sends an RPC over a connection, whose AuthInfo is
+// given, with the values of its authorization metadata: that of the token or of the
+// client's certificate. Its error is a *RefusedError.
+func (s *Server) Principal(info credentials.AuthInfo, authorization []string) (name string, err error) {
+	p, ok := info.(*peerInfo)
+	if !ok {
+		return "", refused("the connection is not encrypted")
+	}
+	if s.Open() {
+		return "", nil
+	}
+	return s.principal(p.State.PeerCertificates, &p.checked, authorization)
+}
+
+func (s *Server) principal(certs []*x509.Certificate, checked *atomic.Pointer[verdict], authorization []string) (name string, err error) {
+	all := s.secrets()
+	if len(authorization) > 0 && all.tokens != nil {
+		scheme, text, _ := strings.Cut(authorization[0], " ")
+		if name, ok := all.tokens[digest(text)]; ok && strings.EqualFold(scheme, "bearer") {
+			return name, nil
+		}
+		return "", refused("the server does not know the token; its operator has the file of those that it knows")
+	}
+	if len(certs) > 0 && all.clients != nil {
+		if v := checked.Load(); v != nil && v.by == all && time.Now().Before(v.until) {
+			return v.name, nil
+		}
+		v, err := all.judge(certs)
+		if err != nil {
+			return "", err
+		}
+		checked.Store(v)
+		return v.name, nil
+	}
+	switch {
+	case all.clients == nil:
+		return "", refused(`the server wants a token; send it as metadata, "authorization: Bearer TOKEN"`)
+	case all.tokens == nil:
+		return "", refused("the server wants a client certificate")
+	default:
+		return "", refused(`the server wants a client certificate, or a token as metadata, "authorization: Bearer TOKEN"`)
+	}
+}
+
+// Handler asks who sends a request over a connection of Config, as Principal does for
+// RPCs, and refuses it or leaves it to h.
+func (s *Server) Handler(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		var checked atomic.Pointer[verdict]
+		if _, err := s.principal(r.TLS.PeerCertificates, &checked, r.Header.Values("Authorization")); err != nil && !s.Open() {
+			http.Error(w, err.Error(), http.StatusUnauthorized)
+			return
+		}
+		h.ServeHTTP(w, r)
+	})
+}
+
+// judge checks a client certificate, which those between it and its authority follow.
+func (all *serverSecrets) judge(certs []*x509.Certificate) (*verdict, error) {
+	between := x509.NewCertPool()
+	for _, c := range certs[1:] {
+		between.AddCert(c)
+	}
+	chains, err := certs[0].Verify(x509.VerifyOptions{Roots: all.clients, Intermediates: between, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}})
+	if err != nil {
+		return nil, refused("client certificate: %s", certError(err, "that the server knows"))
+	}
+	v := &verdict{by: all, name: certs[0].Subject.CommonName, until: certs[0].NotAfter}
+	if v.name == "" && len(certs[0].DNSNames) > 0 {
+		v.name = certs[0].DNSNames[0]
+	}
+	if v.name == "" {
+		return nil, refused("client certificate: it has no name; give it a common name")
+	}
+	for _, c := range chains[0] {
+		if c.NotAfter.Before(v.until) {
+			v.until = c.NotAfter
+		}
+	}
+	return v, nil
+}
+
+// Credentials are what gRPC secures connections with. Handshakes leave one core to others.
+func (s *Server) Credentials() credentials.TransportCredentials { return serverCredentials{s} }
+
+type serverCredentials struct{ *Server }
+
+// ServerHandshake secures a connection.
+func (s serverCredentials) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	h := &handshaking{Conn: raw, cores: s.cores}
+	s.cores <- struct{}{}
+	conn, info, err := credentials.NewTLS(s.config()).ServerHandshake(h)
+	h.over = true
+	<-s.cores
+	if err != nil {
+		if h.plain() {
+			refusePlain(raw, h.first)
+			err = errors.New("identity: the client does not speak TLS")
+		}
+		return nil, nil, err
+	}
+	return conn, &peerInfo{TLSInfo: info.(credentials.TLSInfo)}, nil
+}
+
+// ClientHandshake fails: these are a server's.
+func (serverCredentials) ClientHandshake(context.Context, string, net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	return nil, nil, errors.New("identity: credentials of a server")
+}
+
+// Info describes the protocol.
+func (serverCredentials) Info() credentials.ProtocolInfo {
+	return credentials.ProtocolInfo{SecurityProtocol: "tls"}
+}
+
+// Clone returns s.
+func (s serverCredentials) Clone() credentials.TransportCredentials { return s }
+
+// OverrideServerName does nothing.
+func (serverCredentials) OverrideServerName(string) error { return nil }
+
+// handshaking is a connection whose handshake takes a core, but while it waits for the
+// peer.
+type handshaking struct {
+	net.Conn
+	cores chan struct{}
+	first []byte // what was read first
+	over  bool
+}
+
+// Read reads, and leaves the core to others until something has come.
+func (h *handshaking) Read(p []byte) (int, error) {
+	if h.over {
+		return h.Conn.Read(p)
+	}
+	<-h.cores
+	n, err := h.Conn.Read(p)
+	h.cores <- struct{}{} // soon: nobody waits for a peer with it
+	if h.plain() {
+		h.first = append(h.first, p[:n]...)
+	}
+	return n, err
+}
+
+// plain reports whether what was read may be the beginning of HTTP/2 without TLS.
+func (h *handshaking) plain() bool {
+	n := min(len(h.first), len(http2.ClientPreface))
+	return string(h.first[:n]) == http2.ClientPreface[:n]
+}
+
+// Close leaves it to who made the connection to close it: a client that does not speak
+// TLS is told first.
+func (h *handshaking) Close() error {
+	if !h.over {
+		return nil
+	}
+	return h.Conn.Close()
+}
+
+// certError says what is wrong with a certificate.
+func certError(err error, authority string) string {
+	var unknown x509.UnknownAuthorityError
+	var invalid x509.CertificateInvalidError
+	var name x509.HostnameError
+	switch {
+	case errors.As(err, &unknown):
+		return "it is not signed by an authority " + authority
+	case errors.As(err, &invalid) && invalid.Reason == x509.Expired:
+		now := time.Now()
+		if now.Before(invalid.Cert.NotBefore) {
+			return fmt.Sprintf("it is valid from %s on; is a clock wrong?", invalid.Cert.NotBefore.UTC().Format(time.RFC3339))
+		}
+		return fmt.Sprintf("it expired on %s", invalid.Cert.NotAfter.UTC().Format(time.RFC3339))
+	case errors.As(err, &invalid) && invalid.Reason == x509.IncompatibleUsage:
+		return "it is not for this use: that of a server is none for a client, and the other way round"
+	case errors.As(err, &name):
+		names := append([]string{}, name.Certificate.DNSNames...)
+		for _, ip := range name.Certificate.IPAddresses {
+			names = append(names, ip.String())
+		}
+		return fmt.Sprintf("it is for %s, not for %s", strings.Join(names, ", "), name.Host)
+	}
+	return strings.TrimPrefix(strings.TrimPrefix(err.Error(), "tls: "), "x509: ")
+}
