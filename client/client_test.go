@@ -41,6 +41,8 @@ type fixture struct {
 	client *client.Client
 	addr   string
 	blocks atomic.Int64 // of pair
+	ended  bool
+	end    func() // ends all, and sees that no memory is held; at the end of the test at the latest
 }
 
 // serverConfig is what a test may change of a fixture's server.
@@ -77,7 +79,11 @@ func startServer(t testing.TB, network string, cfg client.Config, change func(*s
 	}
 	f.client, err = client.Dial(f.addr, cfg)
 	require.NoError(t, err)
-	t.Cleanup(func() {
+	f.end = func() {
+		if f.ended {
+			return
+		}
+		f.ended = true
 		require.NoError(t, f.client.Close())
 		f.server.Close()
 		require.NoError(t, <-served)
@@ -86,7 +92,8 @@ func startServer(t testing.TB, network string, cfg client.Config, change func(*s
 		require.Zero(t, used)
 		testkit.Eventually(t, func() bool { n, _ := f.host.Pool().Live(); return n == 0 }, "every slab released")
 		f.host.Close()
-	})
+	}
+	t.Cleanup(f.end)
 	return f
 }
 

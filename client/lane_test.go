@@ -2,19 +2,14 @@ package client_test
 
 import (
 	"bytes"
-	"context"
-	"errors"
-	"flag"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"net"
 	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
-	"time"
 	"weak"
 
 	"github.com/stretchr/testify/require"
@@ -111,9 +106,10 @@ type between struct {
 	choose func(client, server net.Conn) // carries a lane to its end
 	to     func(isLane bool) string
 
-	mu    sync.Mutex
-	conns []net.Conn // guarded by mu
-	work  sync.WaitGroup
+	mu     sync.Mutex
+	conns  []net.Conn // guarded by mu
+	work   sync.WaitGroup
+	closed func()
 }
 
 func newBetween(t *testing.T, to func(isLane bool) string, choose func(client, server net.Conn)) *between {
@@ -130,7 +126,7 @@ func newBetween(t *testing.T, to func(isLane bool) string, choose func(client, s
 			b.work.Go(func() { b.carry(c) })
 		}
 	})
-	t.Cleanup(func() {
+	b.closed = sync.OnceFunc(func() {
 		_ = l.Close()
 		b.mu.Lock()
 		for _, c := range b.conns {
@@ -139,11 +135,15 @@ func newBetween(t *testing.T, to func(isLane bool) string, choose func(client, s
 		b.mu.Unlock()
 		b.work.Wait()
 	})
+	t.Cleanup(b.closed)
 	return b
 }
 
 func (b *between) carry(c net.Conn) {
 	defer c.Close()
+	b.mu.Lock()
+	b.conns = append(b.conns, c)
+	b.mu.Unlock()
 	first := make([]byte, len(lane.Magic))
 	if _, err := io.ReadFull(c, first); err != nil {
 		return
@@ -155,7 +155,7 @@ func (b *between) carry(c net.Conn) {
 	}
 	defer s.Close()
 	b.mu.Lock()
-	b.conns = append(b.conns, c, s)
+	b.conns = append(b.conns, s)
 	b.mu.Unlock()
 	if _, err := s.Write(first); err != nil {
 		return
@@ -224,226 +224,6 @@ func TestASilentLaneIsNotWaitedFor(t *testing.T) {
 	}, "the client has given up")
 	require.Contains(t, c.Ways().Why, "no answer of a lane")
 	require.NoError(t, c.Close())
-}
-
-// faults are what may happen to a lane, after so many bytes of one direction.
-var faults = []struct {
-	name string
-	run  func(r *rand.Rand, c, s net.Conn, after int64)
-}{
-	{"cut", func(_ *rand.Rand, c, s net.Conn, after int64) {
-		one(c, s, func() { _, _ = io.CopyN(s, c, after) })
-	}},
-	{"cut backwards", func(_ *rand.Rand, c, s net.Conn, after int64) {
-		one(s, c, func() { _, _ = io.CopyN(c, s, after) })
-	}},
-	{"reset", func(_ *rand.Rand, c, s net.Conn, after int64) {
-		one(c, s, func() {
-			_, _ = io.CopyN(s, c, after)
-			_ = s.(*net.TCPConn).SetLinger(0)
-		})
-	}},
-	{"half closed", func(_ *rand.Rand, c, s net.Conn, after int64) {
-		one(c, s, func() {
-			_, _ = io.CopyN(s, c, after)
-			_ = s.(*net.TCPConn).CloseWrite()
-			_, _ = io.Copy(io.Discard, c)
-		})
-	}},
-	{"damaged", func(r *rand.Rand, c, s net.Conn, after int64) {
-		one(c, s, func() { damage(r, s, c, after) })
-	}},
-	{"damaged backwards", func(r *rand.Rand, c, s net.Conn, after int64) {
-		one(s, c, func() { damage(r, c, s, after) })
-	}},
-	{"a header damaged", func(r *rand.Rand, c, s net.Conn, after int64) {
-		const greeting, chunk = 40, 40 + mib // the rest of one; chunks have 1 MiB but for the last of a tensor
-		one(c, s, func() { damage(r, s, c, greeting+after/chunk*chunk+r.Int64N(40)) })
-	}},
-	{"slowed", func(_ *rand.Rand, c, s net.Conn, after int64) {
-		one(c, s, func() {
-			_, _ = io.CopyN(s, c, after)
-			tick := time.NewTicker(20 * time.Millisecond) // 3 MB/s
-			defer tick.Stop()
-			for range 20 {
-				<-tick.C
-				if _, err := io.CopyN(s, c, 64<<10); err != nil {
-					return
-				}
-			}
-			_, _ = io.Copy(s, c)
-		})
-	}},
-	{"stalled", func(_ *rand.Rand, c, s net.Conn, after int64) {
-		one(c, s, func() {
-			_, _ = io.CopyN(s, c, after)
-			until(s, c) // nobody reads c
-		})
-	}},
-	{"stalled backwards", func(_ *rand.Rand, c, s net.Conn, after int64) {
-		one(s, c, func() {
-			_, _ = io.CopyN(c, s, after)
-			until(c, s)
-		})
-	}},
-}
-
-// until waits until w's peer has closed it, and reads nothing of r.
-func until(w, _ net.Conn) {
-	_, _ = w.Read(make([]byte, 1)) // the other direction has been read: what comes is the end
-}
-
-// one carries a lane whose fault is in the direction from a to b.
-func one(a, b net.Conn, fault func()) {
-	var work sync.WaitGroup
-	end := func() {
-		_ = a.Close()
-		_ = b.Close()
-	}
-	work.Go(func() {
-		_, _ = io.Copy(a, b)
-		end()
-	})
-	work.Go(func() {
-		fault()
-		end()
-	})
-	work.Wait()
-}
-
-// damage carries bytes, one of which changes.
-func damage(r *rand.Rand, to, from net.Conn, after int64) {
-	_, err := io.CopyN(to, from, after)
-	b := make([]byte, 1)
-	if err == nil {
-		_, err = io.ReadFull(from, b)
-	}
-	b[0] ^= 1 << r.IntN(8)
-	if err == nil {
-		_, err = to.Write(b)
-	}
-	if err == nil {
-		_, _ = io.Copy(to, from)
-	}
-}
-
-var laneFaults = flag.Int("lane.faults", 40, "how many lanes TestFaultsOfLanesCostNoCall has fail")
-
-func TestFaultsOfLanesCostNoCall(t *testing.T) {
-	testkit.Start(t)
-	const workers = 4
-	var happened atomic.Int64
-	f := start(t, "tcp", client.Config{})
-	b := newBetween(t, func(bool) string { return f.addr }, func(c, s net.Conn) {
-		n := happened.Add(1)
-		r := rand.New(rand.NewPCG(uint64(n), 0))
-		what := faults[n%int64(len(faults))]
-		if n%37 > 0 { // 5 s of patience each
-			what = faults[n%int64(len(faults)-2)]
-		}
-		what.run(r, c, s, r.Int64N(12*mib))
-	})
-	var work sync.WaitGroup
-	for i := range workers {
-		work.Go(func() {
-			w := &laneWorker{t: t, addr: b.addr, rand: rand.New(rand.NewPCG(uint64(i), 1)), gone: make([]byte, 12*mib)}
-			w.take()
-			for happened.Load() < int64(*laneFaults) && !t.Failed() {
-				if err := w.session(t.Context()); err != nil {
-					t.Errorf("worker %d: %v", i, err)
-				}
-			}
-		})
-	}
-	work.Wait()
-	t.Logf("%d lanes failed", happened.Load())
-}
-
-// laneWorker makes calls of large tensors, whose results must be right.
-type laneWorker struct {
-	t    *testing.T
-	addr string
-	rand *rand.Rand
-	gone []byte // memory of calls that were cancelled: it must not change
-}
-
-// take notes what is in the memory that was lent.
-func (w *laneWorker) take() {
-	for i := range w.gone {
-		w.gone[i] = 0xdb
-	}
-}
-
-func (w *laneWorker) session(ctx context.Context) error {
-	c, err := client.Dial(w.addr, client.Config{Checksum: codec.Checksum(1 + w.rand.IntN(2))})
-	if err != nil {
-		return err
-	}
-	s, err := c.Session(ctx)
-	if err != nil {
-		return errors.Join(err, c.Close())
-	}
-	for range 12 {
-		if err == nil {
-			err = w.call(ctx, s)
-		}
-	}
-	if w.rand.IntN(2) == 0 {
-		err = errors.Join(err, s.Close())
-	}
-	return errors.Join(err, c.Close())
-}
-
-func (w *laneWorker) call(ctx context.Context, s *client.Session) error {
-	x := large(w.t, 4*mib+w.rand.IntN(8*mib), w.rand.Uint64())
-	n := len(x.Data)
-	cancelled := w.rand.IntN(3) == 0
-	into := make([]byte, n)
-	if cancelled {
-		into = w.gone[:n]
-	}
-	call, err := s.Call(ctx, client.Request{Model: "echo", Inputs: []client.Input{client.From("", x)}, Results: map[string]client.Sink{"y": client.Into(into)}})
-	if err != nil {
-		return err
-	}
-	if cancelled {
-		for range w.rand.IntN(12) {
-			for _, err := range call.Regions() {
-				if err != nil {
-					break
-				}
-				break
-			}
-		}
-		call.Cancel()
-	}
-	_, err = call.Wait()
-	switch {
-	case cancelled:
-		clear(x.Data) // the race detector sees who still reads it
-		w.take()
-		err = w.small(ctx, s)
-		for i := range w.gone {
-			if w.gone[i] != 0xdb {
-				return fmt.Errorf("byte %d of memory that was taken back has been written", i)
-			}
-		}
-		return err
-	case err != nil:
-		return err
-	case !bytes.Equal(into, x.Data):
-		return errors.New("the result is wrong")
-	}
-	return nil
-}
-
-func (w *laneWorker) small(ctx context.Context, s *client.Session) error {
-	x := large(w.t, 30_000, w.rand.Uint64())
-	y, err := s.Compute(ctx, "echo", x)
-	if err == nil && !bytes.Equal(x.Data, y.Data) {
-		err = errors.New("the result of a small call is wrong")
-	}
-	return err
 }
 
 func TestClosingSessionsInMidOpeningLeavesLanesOn(t *testing.T) {

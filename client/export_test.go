@@ -1,0 +1,31 @@
+package client
+
+import (
+	"context"
+
+	"google.golang.org/grpc"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+)
+
+// SessionStream is the RPC of a session.
+type SessionStream = grpc.BidiStreamingClient[pb.Frame, pb.Frame]
+
+// WrapSessions has the sessions that c opens use what wrap makes of their RPCs.
+func (c *Client) WrapSessions(wrap func(SessionStream) SessionStream) {
+	c.stub = wrappedStub{c.stub, wrap}
+}
+
+type wrappedStub struct {
+	pb.TensorServiceClient
+	wrap func(SessionStream) SessionStream
+}
+
+// StreamTensors opens a session's RPC.
+func (w wrappedStub) StreamTensors(ctx context.Context, opts ...grpc.CallOption) (SessionStream, error) {
+	s, err := w.TensorServiceClient.StreamTensors(ctx, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return w.wrap(s), nil
+}
