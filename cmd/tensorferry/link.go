@@ -33,18 +33,21 @@ const (
 
 // linkCommand carries the calls of the process that started it, such as Python.
 func linkCommand() *cobra.Command {
-	var fd int
+	var fd, lanes int
 	c := &cobra.Command{
 		Use: "link", Short: "serve the process that started this one, over a socket", Args: takes(0), Hidden: true,
 		Long: `Link does for another process of this machine what a client does: docs/link.md is how
 the two talk. Libraries start it; it is of no use in a shell.`,
-		RunE: func(*cobra.Command, []string) error { return serveLink(fd) },
+		RunE: func(*cobra.Command, []string) error { return serveLink(fd, lanes) },
 	}
 	c.Flags().IntVar(&fd, "fd", 3, "descriptor of the socket")
+	lanesVar(c.Flags(), &lanes)
 	return c
 }
 
-func serveLink(fd int) error {
+// serveLink serves a link. count is how many lanes the sessions of a connection may have
+// that does not say.
+func serveLink(fd, count int) error {
 	socket, err := link.FromFD(fd)
 	if err != nil {
 		return hinted{err, "libraries start this command; in a shell, use tensorferry run"}
@@ -73,7 +76,7 @@ func serveLink(fd int) error {
 	conn := link.New(socket, link.Config{Heap: heap, Pool: slab.NewPool(quota, heap), Quota: slab.NewBudget("link memory", quota)})
 	defer conn.Close()
 	return relay.Serve(conn, relay.Config{
-		Explain: explain,
+		Client: client.Config{Lanes: lanes(count)}, Explain: explain,
 		Verbs: map[string]relay.Verb{
 			"info": linked("", info), "models": linked("models", models), "list": linked("", linkedList), "delete": linked("names", linkedDelete),
 		},

@@ -22,7 +22,7 @@ import (
 
 // Config is what a relay does beside calls, pushes and pulls.
 type Config struct {
-	// Client configures the clients of connections.
+	// Client configures the clients of connections; a connection may say how many Lanes.
 	Client client.Config
 	// Verbs are what a guest may ask a server, by name.
 	Verbs map[string]Verb
@@ -223,6 +223,7 @@ type request struct {
 	Verb       string      `json:"verb"`
 	Connection uint32      `json:"connection"`
 	Target     string      `json:"target"`
+	Lanes      *int        `json:"lanes"`
 	Glob       string      `json:"glob"`
 	Names      []string    `json:"names"`
 	Tensors    []pushed    `json:"tensors"`
@@ -274,7 +275,16 @@ func (r *relay) ask(m *link.Ask) (run func(), err error) {
 func (o *op) answer(q *request) ([]byte, error) {
 	switch q.Verb {
 	case "connect":
-		c, err := client.Dial(q.Target, o.cfg.Client)
+		cfg := o.cfg.Client
+		if n := q.Lanes; n != nil {
+			if *n < 0 || *n > mostLanes {
+				return nil, fmt.Errorf("%w: lanes is %d; it is 0 to %d", client.ErrInput, *n, mostLanes)
+			}
+			if cfg.Lanes = *n; *n == 0 {
+				cfg.Lanes = -1
+			}
+		}
+		c, err := client.Dial(q.Target, cfg)
 		if err != nil {
 			return nil, fmt.Errorf("%w: %w", client.ErrInput, err)
 		}

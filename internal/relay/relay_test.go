@@ -275,6 +275,18 @@ func TestFailuresSayWhatAndTheNextCallWorks(t *testing.T) {
 			f.Send(&link.Ask{Head: link.Head{ID: 997}, JSON: []byte(`{"verb":"connect","target":"x"}`)})
 			return 997
 		}, 3, "host:port"},
+		"too many lanes": {func() uint64 {
+			f.Send(&link.Ask{Head: link.Head{ID: 995}, JSON: []byte(`{"verb":"connect","target":"x","lanes":2}`)})
+			return 995
+		}, 3, "lanes is 2; it is 0 to 1"},
+		"fewer lanes than none": {func() uint64 {
+			f.Send(&link.Ask{Head: link.Head{ID: 994}, JSON: []byte(`{"verb":"connect","target":"x","lanes":-1}`)})
+			return 994
+		}, 3, "lanes is -1"},
+		"lanes that are no number": {func() uint64 {
+			f.Send(&link.Ask{Head: link.Head{ID: 993}, JSON: []byte(`{"verb":"connect","target":"x","lanes":"none"}`)})
+			return 993
+		}, 3, "json"},
 		"not in store": {func() uint64 {
 			f.Send(&link.Ask{Head: link.Head{ID: 996}, Millis: patient, JSON: []byte(`{"verb":"pull","connection":1,"select":[{"name":"x"}]}`)})
 			return 996

@@ -114,6 +114,11 @@ class Errors(support.Served):
             lambda: self.client.compute("echo", b"abc", timeout=0),
             lambda: self.client.push({"a": b"abc"}, timeout=-1),
             lambda: tf.connect(self.server.address, memory="2GB"),
+            lambda: tf.connect(self.server.address, lanes=2),
+            lambda: tf.connect(self.server.address, lanes=-1),
+            lambda: tf.connect(self.server.address, lanes="none"),
+            lambda: tf.connect(self.server.address, lanes=None),
+            lambda: tf.connect(self.server.address, lanes=True),
         ):
             with self.assertRaises(ValueError):
                 does()
@@ -122,6 +127,28 @@ class Errors(support.Served):
         self.assertIn("echo", [m["name"] for m in self.client.models()])
         self.assertEqual(self.client.info()["version"], self.client._link.host["version"])
         self.assertIsInstance(list(self.client.sources()), list)
+
+
+class Lanes(support.Served):
+    def test_large_tensors_go_by_a_lane_unless_there_is_none(self):
+        x = pattern(16 * MIB)
+
+        def by_lane():
+            return self.client.info()["counters"]["lane_received_bytes_total"]
+
+        with tf.connect(self.server.address, lanes=0) as c:
+            for _ in range(3):
+                self.assertEqual(bytes(c.compute("echo", x)), x)
+        self.assertEqual(by_lane(), 0)
+        for options in ({}, {"lanes": 1}):
+            with self.subTest(options), tf.connect(self.server.address, **options) as c:
+                before = by_lane()
+                for _ in range(100):  # it is opened beside the first call
+                    self.assertEqual(bytes(c.compute("echo", x)), x)
+                    if by_lane() > before:
+                        break
+                else:
+                    self.fail("nothing went by a lane")
 
 
 class Results(support.Served):

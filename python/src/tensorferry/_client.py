@@ -153,8 +153,8 @@ class Call:
 class Client:
     """A server, by way of the link of this process. connect makes one."""
 
-    def __init__(self, target: str, *, timeout: float = 10.0, memory: Optional[int] = None):
-        self._target, self._timeout, self._memory = target, timeout, memory
+    def __init__(self, target: str, *, timeout: float = 10.0, memory: Optional[int] = None, lanes: int = 1):
+        self._target, self._timeout, self._memory, self._lanes = target, timeout, memory, lanes
         self._closed = False
         self._link: Optional[Link] = None
         self._connection = 0  # of the link, which is set after it
@@ -201,7 +201,8 @@ class Client:
         with self._opening:
             if self._link is None or self._link.dead is not None:
                 link = _link.current(self._memory, self._timeout)
-                self._connection = int(link.ask("connect", self._timeout, target=self._target)["connection"])
+                said = link.ask("connect", self._timeout, target=self._target, lanes=self._lanes)
+                self._connection = int(said["connection"])
                 self._link = link
             return self._link
 
@@ -514,18 +515,24 @@ class Client:
         return _tensor.view(chosen, number, dims, self._ready().take(size, _MEMORY_SECONDS).export(size))
 
 
-def connect(target: Optional[str] = None, *, timeout: float = 10.0, memory: Optional[int] = None) -> Client:
+def connect(
+    target: Optional[str] = None, *, timeout: float = 10.0, memory: Optional[int] = None, lanes: int = 1
+) -> Client:
     """Connect to a server: host:port or unix:/path, else $TENSORFERRY_SERVER, else 127.0.0.1:50051.
 
     The server is not asked before the first use. timeout is for starting the program, in
     seconds. memory is the most bytes that this process shares with it; it counts when
-    the program starts, which is with the first client.
+    the program starts, which is with the first client. lanes is how many connections
+    beside the one of gRPC a session may have for large tensors, 0 or 1; 0 is none.
     """
     if target is not None and not isinstance(target, str):
         raise TypeError(f"target is {target!r}; write host:port or unix:/path")
     if memory is not None and (not isinstance(memory, int) or memory <= 0):
         raise ValueError(f"memory is {memory!r}; it is a number of bytes, 1 or more")
-    return Client(target or os.environ.get("TENSORFERRY_SERVER") or "127.0.0.1:50051", timeout=timeout, memory=memory)
+    if isinstance(lanes, bool) or not isinstance(lanes, int) or not 0 <= lanes <= 1:
+        raise ValueError(f"lanes is {lanes!r}; it is 0 or 1")
+    target = target or os.environ.get("TENSORFERRY_SERVER") or "127.0.0.1:50051"
+    return Client(target, timeout=timeout, memory=memory, lanes=lanes)
 
 
 def _named(what: str, given: Any) -> None:
