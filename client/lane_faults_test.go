@@ -129,12 +129,12 @@ var faults = []laneFault{
 			}
 		})(l)
 	}},
-	{"server drained", false, forward(func(l *faultyLane, c *onLane) { l.drain(c, context.Background()) })},
-	{"server drained backwards", false, backward(func(l *faultyLane, c *onLane) { l.drain(c, context.Background()) })},
+	{"server drained", false, forward(func(l *faultyLane, c *onLane) { l.drain(context.Background(), c) })},
+	{"server drained backwards", false, backward(func(l *faultyLane, c *onLane) { l.drain(context.Background(), c) })},
 	{"server drained without patience", false, forward(func(l *faultyLane, c *onLane) {
 		ctx, cancel := context.WithCancel(context.Background())
 		cancel()
-		l.drain(c, ctx)
+		l.drain(ctx, c)
 	})},
 	{"client drains", false, forward(func(l *faultyLane, c *onLane) {
 		l.midway(c)
@@ -209,12 +209,10 @@ func (l *faultyLane) one(from, to net.Conn, fault func(l *faultyLane, c *onLane)
 
 // onLane is a chunk at a proxy, and what follows it.
 type onLane struct {
-	id       tensor.ID // of its tensor
-	size     int64     // with its header
-	carried  int64
-	from     io.Reader
-	to       net.Conn
-	received net.Conn
+	id   tensor.ID // of its tensor
+	size int64     // with its header
+	from io.Reader
+	to   net.Conn
 }
 
 // reach carries whole chunks, and returns the one with byte l.after, or the next one that
@@ -227,7 +225,7 @@ func (l *faultyLane) reach(from, to net.Conn) (*onLane, bool) {
 		}
 		c := &onLane{
 			id: tensor.ID(header[:16]), size: laneHeader + int64(binary.LittleEndian.Uint32(header[20:])),
-			from: io.MultiReader(bytes.NewReader(header), from), to: to, received: from,
+			from: io.MultiReader(bytes.NewReader(header), from), to: to,
 		}
 		if passed += c.size; passed > l.after && (l.fit == nil || l.fit(c.id)) {
 			return c, true
@@ -240,8 +238,7 @@ func (l *faultyLane) reach(from, to net.Conn) (*onLane, bool) {
 
 // carry carries so many bytes more.
 func (c *onLane) carry(n int64) error {
-	n, err := io.CopyN(c.to, c.from, n)
-	c.carried += n
+	_, err := io.CopyN(c.to, c.from, n)
 	return err
 }
 
@@ -281,8 +278,8 @@ func (l *faultyLane) cancel(c *onLane) {
 
 // drain has the server drain, another one having taken its place. The chunk goes on when
 // the client has been told.
-func (l *faultyLane) drain(c *onLane, patience context.Context) {
-	if c.carry(l.rand.Int64N(c.size)) == nil && l.world.drain(l.of, patience) {
+func (l *faultyLane) drain(patience context.Context, c *onLane) {
+	if c.carry(l.rand.Int64N(c.size)) == nil && l.world.drain(patience, l.of) {
 		l.met()
 		<-l.target.told
 	}
@@ -346,7 +343,6 @@ type target struct {
 type announced struct {
 	call   *knownCall
 	chunks uint32
-	input  bool
 }
 
 // knownCall is what has been seen of a call. Its target's lock guards it.
@@ -420,7 +416,7 @@ func (t *target) RecvMsg(m any) error {
 // announce notes a tensor; mu is held.
 func (t *target) announce(d *frame.Desc, input bool) {
 	geo := tensor.Geometry{Size: int64(d.SizeBytes), ChunkBytes: int64(d.ChunkBytes)}
-	a := announced{t.knows(d.Call), geo.Count(), input}
+	a := announced{t.knows(d.Call), geo.Count()}
 	a.call.credited = a.call.credited || !input && d.OnAllowance
 	t.tensors[d.Tensor] = a
 }
@@ -626,7 +622,7 @@ func (w *laneWorld) fail(g *generation, c, s net.Conn) {
 }
 
 // drain drains a server, and reports whether that is the first time.
-func (w *laneWorld) drain(g *generation, patience context.Context) bool {
+func (w *laneWorld) drain(patience context.Context, g *generation) bool {
 	w.draining.Lock()
 	defer w.draining.Unlock()
 	if w.stopped || w.current() != g {
