@@ -149,7 +149,7 @@ breaking: ## The wire contract still speaks with what stood at AGAINST
 	$(TOOL) buf breaking api --against '.git#ref=$(AGAINST),subdir=api'
 
 old-new: ## Clients and servers of AGAINST with those of this tree
-	$(GO) run ./internal/stress old-new -against '$(AGAINST)'
+	$(GO) test ./internal/stress -count=1 -v -timeout 20m -run OldAndNew -against '$(AGAINST)'
 
 generated: ## The committed generated code is what the .proto files generate
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && set -x && \

@@ -1,9 +1,6 @@
 package server_test
 
 import (
-	"bytes"
-	"encoding/binary"
-	"io"
 	"net"
 	"strconv"
 	"strings"
@@ -18,6 +15,7 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/attack"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -25,29 +23,23 @@ import (
 
 // wire2 is a peer that speaks HTTP/2 by hand. It writes on the test's goroutine.
 type wire2 struct {
-	t      testing.TB
-	conn   net.Conn
-	framer *http2.Framer
-	block  bytes.Buffer
-	fields *hpack.Encoder
-	last   uint32
-	ends   chan map[string]string // the trailers of each RPC that has ended; closed with the connection
+	*attack.Conn
+	conn net.Conn
+	ends chan map[string]string // the trailers of each RPC that has ended; closed with the connection
 }
 
 func dialWire2(t testing.TB, addr string) *wire2 {
 	t.Helper()
 	conn, err := net.Dial("tcp", addr)
 	require.NoError(t, err)
-	w := &wire2{t: t, conn: conn, framer: http2.NewFramer(conn, conn), ends: make(chan map[string]string, 1<<10)}
-	w.fields = hpack.NewEncoder(&w.block)
-	_, err = io.WriteString(conn, http2.ClientPreface)
+	w := &wire2{conn: conn, ends: make(chan map[string]string, 1<<10)}
+	w.Conn, err = attack.NewConn(t.Context(), conn, 64<<10)
 	require.NoError(t, err)
-	require.NoError(t, w.framer.WriteSettings())
-	w.framer.ReadMetaHeaders = hpack.NewDecoder(4096, nil)
+	w.ReadMetaHeaders = hpack.NewDecoder(4096, nil)
 	go func() { // ends with the connection
 		defer close(w.ends)
 		for {
-			f, err := w.framer.ReadFrame()
+			f, err := w.ReadFrame()
 			if err != nil {
 				return
 			}
@@ -71,33 +63,6 @@ func (w *wire2) close() {
 	}
 }
 
-// open opens an RPC, with a field of metadata of its own if it is not empty.
-func (w *wire2) open(method, value string) (id uint32) {
-	w.t.Helper()
-	w.block.Reset()
-	for _, f := range []hpack.HeaderField{
-		{Name: ":method", Value: "POST"}, {Name: ":scheme", Value: "http"}, {Name: ":path", Value: method}, {Name: ":authority", Value: "x"},
-		{Name: "content-type", Value: "application/grpc"}, {Name: "x", Value: value, Sensitive: true},
-	} {
-		require.NoError(w.t, w.fields.WriteField(f))
-	}
-	id = w.last + 1
-	w.last += 2
-	_ = w.framer.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: w.block.Bytes(), EndHeaders: true}) // ends says it, too
-	return id
-}
-
-// send sends so many bytes of a message that is said to have size.
-func (w *wire2) send(id uint32, size, n int) {
-	w.t.Helper()
-	b := append(binary.BigEndian.AppendUint32([]byte{0}, uint32(size)), make([]byte, n)...)
-	for len(b) > 0 {
-		m := min(len(b), 16<<10)
-		require.NoError(w.t, w.framer.WriteData(id, false, b[:m]))
-		b = b[m:]
-	}
-}
-
 func TestUnfinishedMessagesAreChargedAndEndForOthers(t *testing.T) {
 	testkit.Start(t)
 	f := serveWithin(t, 16*mib, nil)
@@ -116,7 +81,7 @@ func TestUnfinishedMessagesAreChargedAndEndForOthers(t *testing.T) {
 	base := f.counters(t)["receive_used_bytes"]
 
 	one := dialWire2(t, f.addr)
-	one.send(one.open(ours+"Compute", ""), mib, 100<<10)
+	require.NoError(t, one.Open(ours+"Compute").Send(mib, 100<<10, 16<<10, 0).Err)
 	testkit.Eventually(t, func() bool {
 		n := f.counters(t)["receive_used_bytes"] - base
 		return n > mib && n < mib+80<<10 // the whole message, and the RPC
@@ -130,13 +95,8 @@ func TestUnfinishedMessagesAreChargedAndEndForOthers(t *testing.T) {
 		all = append(all, w)
 		go func() { // ends with the connection
 			for range 20 {
-				id := w.open(ours+"Compute", "")
-				b := append(binary.BigEndian.AppendUint32([]byte{0}, mib), make([]byte, 11<<10)...)
-				for range mib / len(b) { // but for the last bytes
-					if w.framer.WriteData(id, false, b) != nil {
-						return
-					}
-					b = make([]byte, 11<<10)
+				if w.Open(ours+"Compute").Send(mib, mib-1, 11<<10, 0).Err != nil {
+					return
 				}
 			}
 		}()
@@ -243,7 +203,7 @@ func TestAnRPCForWhichThereIsNoMemoryIsRefused(t *testing.T) {
 	all := []*wire2{dialWire2(t, f.addr), dialWire2(t, f.addr)}
 	for _, w := range all {
 		for range 120 {
-			w.open(ours+"Compute", strings.Repeat("x", 15<<10))
+			w.Open(ours+"Compute", strings.Repeat("x", 15<<10))
 		}
 	}
 	end := <-all[1].ends
@@ -252,7 +212,7 @@ func TestAnRPCForWhichThereIsNoMemoryIsRefused(t *testing.T) {
 	require.NotEmpty(t, end["grpc-status-details-bin"])
 	require.LessOrEqual(t, f.counters(t)["receive_used_bytes"], f.counters(t)["receive_limit_bytes"]/2+2*64<<10)
 	third := dialWire2(t, f.addr) // has its own
-	third.open(ours+"Compute", strings.Repeat("x", 15<<10))
+	third.Open(ours+"Compute", strings.Repeat("x", 15<<10))
 	f.session(t, client.Config{})
 	select {
 	case end := <-third.ends:
@@ -266,7 +226,7 @@ func TestAnUnknownMethodIsRefusedWithItsHeaders(t *testing.T) {
 	f := serve(t, nil)
 	w := dialWire2(t, f.addr)
 	for _, method := range []string{ours + "Nothing", "/nobody.Service/Compute", "Compute", "/", "x"} {
-		w.open(method, "")
+		w.Open(method)
 		end := <-w.ends
 		require.Equal(t, strconv.Itoa(int(codes.Unimplemented)), end["grpc-status"], "%q: %v", method, end)
 		require.Contains(t, end["grpc-message"], method)

@@ -43,6 +43,7 @@ var layers = map[string][]string{
 	"engine/enginetest": {"engine", "slab", "tensor"},
 	"engine/stack":      {"engine", "tensor", "tensorfile"},
 	"frame":             {"codec", "tensor"},
+	"internal/attack":   {"api/tensorferry/v1", "codec", "tensor"},
 	"store":             {"codec", "internal/background", "internal/fault", "internal/minifloat", "slab", "tensor", "tensorfile"},
 
 	"engine/cpu":        {"engine", "engine/blocks", "engine/builtin", "engine/stack", "slab", "tensor"},

@@ -30,3 +30,11 @@ func TestACommitIsCheckedOutBesideTheTree(t *testing.T) {
 	require.NoError(t, err)
 	require.NotZero(t, info.Mode()&0o100)
 }
+
+func TestAMissingCommitIsAnErrorThatSaysHowToFetchIt(t *testing.T) {
+	testkit.Start(t)
+	t.Chdir(t.TempDir())
+	err := Checkout(t.Context(), "v0", filepath.Join(t.TempDir(), "source"))
+	require.ErrorContains(t, err, `commit "v0" is not in this repository`)
+	require.ErrorContains(t, err, "git fetch --unshallow --tags")
+}

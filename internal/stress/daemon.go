@@ -31,8 +31,9 @@ func (e *environment) serve(ctx context.Context, args ...string) (*daemon, error
 	d.Env = append(d.Env, "GOMEMLIMIT=off") // the server's own limits are to do
 	var err error
 	d.address, err = d.Listen(ctx, &d.Log, func(line string) string {
-		switch attribute(line, "level") {
-		case "INFO", "DEBUG":
+		switch level := attribute(line, "level"); {
+		case level == "INFO" || level == "DEBUG":
+		case e.expected != "" && strings.Contains(line, e.expected):
 		default: // also what is no log, such as a panic
 			e.add("log: %s", line)
 		}

@@ -26,9 +26,6 @@ const (
 	// settleWait is how long a server may take until nothing is open any more: a connection
 	// that waits, or sent control frames only, is closed after 8 s; collections take a few.
 	settleWait = 30 * time.Second
-	// checkWait is how long one check of old-new may take: less than the minute that
-	// its slow call sleeps.
-	checkWait = 30 * time.Second
 	// pollEvery is how often a state is asked for that is waited for.
 	pollEvery = 50 * time.Millisecond
 	// problemsKept is how many of a program's problems are printed.

@@ -1,7 +1,6 @@
 // Command stress runs what a test of a few seconds cannot show: many sessions at once,
-// servers and clients that are killed, hours of mixed load, and the programs of two
-// commits together, always with a server process of its own, built from this module
-// or from another commit. docs/stress.md says what each load shows.
+// servers and clients that are killed, and hours of mixed load, always with a server
+// process of its own. docs/stress.md says what each load shows.
 //
 // It measures no speed: that is internal/bench. It is a program and has no importers;
 // the tensors it sends are windows of memory that nobody writes to.
@@ -15,7 +14,6 @@ import (
 	"io"
 	"os"
 	"os/signal"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -37,15 +35,15 @@ var programs = []struct {
 	{"crash", "servers killed while tensors are pushed, clients killed while they pull", runCrash},
 	{"receive", "peers that make a server hold what they send, or leave unread what it sends", runReceive},
 	{"soak", "mixed load on two servers, and whether anything grows", runSoak},
-	{"old-new", "clients and servers of an older commit with those of this one", runOldNew},
 }
 
 // options are the flags, which every program has; each says whose it is.
 type options struct {
-	calls, idle, kills                       int
-	rest, lasts                              time.Duration
-	seed                                     uint64
-	folder, memory, only, victim, old, given string
+	calls, idle, kills int
+	rest, lasts        time.Duration
+	seed               uint64
+	given, folder      string
+	only, victim       string
 }
 
 func (o *options) flags(f *flag.FlagSet) {
@@ -57,21 +55,18 @@ func (o *options) flags(f *flag.FlagSet) {
 	f.StringVar(&o.folder, "folder", "", "crash: `where` the store is, for a file system of your choice (default a temporary folder)")
 	f.Uint64Var(&o.seed, "seed", uint64(time.Now().UnixNano()), "crash, soak: of what is done, and when")
 	f.DurationVar(&o.lasts, "for", 0, "receive: how `long` each attack lasts (20s); soak: how long all of it (20m)")
-	f.StringVar(&o.memory, "memory", "64MiB", "receive: the server's `--memory`")
 	f.StringVar(&o.only, "only", "", "receive: the `name` of the only attack")
 	f.StringVar(&o.victim, "attack", "", "receive: be the attackers of the server at an `address`, which a program of this name starts")
-	f.StringVar(&o.old, "against", "HEAD", "old-new: `commit` of the old program")
 }
 
 // environment is what every program has.
 type environment struct {
 	options
-	*problems
-	out     io.Writer
-	name    string // of the commit: old or new
-	dir     string // for folders and sockets; removed at the end
-	source  string // the module's folder; empty is the working folder
-	command string // the tensorferry binary
+	problems
+	out      io.Writer
+	dir      string // for folders and sockets; removed at the end
+	command  string // the tensorferry binary
+	expected string // what a server may complain about
 }
 
 func main() {
@@ -91,7 +86,7 @@ func run(ctx context.Context, out io.Writer, args []string) error {
 		if len(args) == 0 || p.name != args[0] {
 			continue
 		}
-		e := &environment{problems: new(problems), out: out, name: "new"}
+		e := &environment{out: out}
 		f := flag.NewFlagSet(p.name, flag.ContinueOnError)
 		f.SetOutput(out)
 		e.flags(f)
@@ -102,7 +97,7 @@ func run(ctx context.Context, out io.Writer, args []string) error {
 			return fmt.Errorf("stress: %s takes no argument %q", p.name, f.Arg(0))
 		}
 		if e.victim != "" {
-			return attackAll(ctx, e)
+			return runAttack(ctx, e)
 		}
 		return e.judge(ctx, p.name, p.run)
 	}
@@ -117,7 +112,7 @@ func (e *environment) judge(ctx context.Context, name string, run func(context.C
 	defer func() { _ = os.RemoveAll(e.dir) }()
 	fmt.Fprintln(e.out, bench.ThisMachine())
 	if e.command = e.given; e.command == "" {
-		if err := e.build(ctx); err != nil {
+		if e.command, err = proc.Build(ctx, "", module+"/cmd/tensorferry", e.dir); err != nil {
 			return err
 		}
 	}
@@ -137,30 +132,6 @@ func (e *environment) judge(ctx context.Context, name string, run func(context.C
 	}
 	fmt.Fprintf(e.out, "%s: PASS\n", name)
 	return nil
-}
-
-// build builds the command.
-func (e *environment) build(ctx context.Context) (err error) {
-	e.command, err = proc.Build(ctx, e.source, module+"/cmd/tensorferry", e.dir)
-	return err
-}
-
-// commit returns the environment of another commit: its source in a folder of its
-// own, and its command.
-func (e *environment) commit(ctx context.Context, ref string) (*environment, error) {
-	o := *e
-	o.name, o.dir = "old", filepath.Join(e.dir, "old")
-	o.source = filepath.Join(o.dir, "source")
-	if err := proc.Checkout(ctx, ref, o.source); err != nil {
-		return nil, err
-	}
-	minus := filepath.Join(o.source, minusProgram)
-	if err := os.Mkdir(minus, 0o755); err == nil { // it was not there
-		if err := os.WriteFile(filepath.Join(minus, "main.go"), []byte(early.Replace(minusSource)), 0o644); err != nil {
-			return nil, err
-		}
-	}
-	return &o, o.build(ctx)
 }
 
 // problems collects what went wrong. Safe for concurrent use.
@@ -187,30 +158,27 @@ func (p *problems) all() []string {
 	return p.list
 }
 
-// each does n things, at most so many at a time, and returns how the first failures
-// were.
+// each does n things, at most so many at a time, and returns how many failed and how
+// the first ones did.
 func each(n, most int, do func(i int) error) error {
-	var p problems
+	failed := make([]error, n)
+	turns := make(chan struct{}, most)
 	var all sync.WaitGroup
-	next := make(chan int)
-	for range min(n, most) {
-		all.Go(func() { // ends with the last thing
-			for i := range next {
-				if err := do(i); err != nil {
-					p.add("%d: %v", i, err)
-				}
+	for i := range n {
+		turns <- struct{}{}
+		all.Go(func() {
+			if err := do(i); err != nil {
+				failed[i] = fmt.Errorf("%d: %w", i, err)
 			}
+			<-turns
 		})
 	}
-	for i := range n {
-		next <- i
-	}
-	close(next)
 	all.Wait()
-	if p.count == 0 {
+	failed = slices.DeleteFunc(failed, func(err error) bool { return err == nil })
+	if len(failed) == 0 {
 		return nil
 	}
-	return fmt.Errorf("%d of %d failed: %s", p.count, n, strings.Join(p.list, "; "))
+	return fmt.Errorf("%d of %d failed: %w", len(failed), n, errors.Join(failed[:min(len(failed), problemsKept)]...))
 }
 
 // pause waits, at most until ctx ends.

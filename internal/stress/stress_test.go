@@ -11,7 +11,6 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -21,7 +20,6 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/client"
-	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
@@ -60,7 +58,7 @@ func script(t *testing.T, text string) *environment {
 	dir := t.TempDir()
 	file := filepath.Join(dir, "command")
 	require.NoError(t, os.WriteFile(file, []byte("#!/bin/sh\n"+text), 0o755))
-	return &environment{problems: new(problems), out: io.Discard, dir: dir, command: file}
+	return &environment{out: io.Discard, dir: dir, command: file}
 }
 
 func TestALogIsReadForItsAddressAndItsComplaints(t *testing.T) {
@@ -104,7 +102,7 @@ func TestProblemsAreCountedBeyondThoseKept(t *testing.T) {
 // grown returns what is said of a heap of these sizes, one a second.
 func grown(t *testing.T, length time.Duration, heap func(at time.Duration) float64) []string {
 	t.Helper()
-	s := &soak{environment: &environment{problems: new(problems), out: io.Discard}, histories: []*history{{name: "x"}}}
+	s := &soak{environment: &environment{out: io.Discard}, histories: []*history{{name: "x"}}}
 	for at := time.Second; at <= length; at += time.Second {
 		s.histories[0].samples = append(s.histories[0].samples, sample{at, figures{"heap": heap(at), "goroutines": 7}})
 	}
@@ -123,7 +121,7 @@ func TestGrowthIsToldFromNoise(t *testing.T) {
 }
 
 func TestGrowthThatNobodySawIsAProblem(t *testing.T) {
-	s := &soak{environment: &environment{problems: new(problems), out: io.Discard}, histories: []*history{{name: "x"}}}
+	s := &soak{environment: &environment{out: io.Discard}, histories: []*history{{name: "x"}}}
 	s.growth(time.Hour)
 	require.NotEmpty(t, s.all())
 }
@@ -157,7 +155,7 @@ func TestACrashLeavesWhatWasAcknowledgedOrTriedAfter(t *testing.T) {
 		"deletion acknowledged, back":        {named{}, found(old), false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c := &crash{environment: &environment{problems: new(problems)}}
+			c := &crash{environment: &environment{}}
 			c.settle(&tc.name, tc.got)
 			require.Equal(t, tc.good, len(c.all()) == 0, "%v", c.all())
 			require.Empty(t, tc.name.maybe)
@@ -216,21 +214,4 @@ func TestAProgramThatDoesNotExistIsAnErrorThatNamesThoseThatDo(t *testing.T) {
 			require.ErrorContains(t, err, p.name)
 		}
 	}
-}
-
-func TestAMissingCommitIsAnErrorThatSaysHowToFetchIt(t *testing.T) {
-	t.Chdir(t.TempDir())
-	e := &environment{problems: new(problems), out: io.Discard, dir: t.TempDir()}
-	_, err := e.commit(t.Context(), "v0")
-	require.ErrorContains(t, err, `commit "v0" is not in this repository`)
-	require.ErrorContains(t, err, "git fetch --unshallow --tags")
-}
-
-func TestAnEndHasItsCodeAndItsText(t *testing.T) {
-	_, err := proc.New(exec.CommandContext(t.Context(), "sh", "-c", "echo server is draining >&2; exit 3")).Output()
-	require.NoError(t, ends(err, 3, "draining"))
-	require.Error(t, ends(err, 1, "draining"))
-	require.Error(t, ends(err, 3, "interrupted"))
-	require.Error(t, ends(nil, 3, "draining"))
-	require.Error(t, ends(exec.ErrNotFound, 3, "draining"))
 }

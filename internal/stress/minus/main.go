@@ -1,7 +1,7 @@
 // Command minus serves a model of two inputs, the difference of their bytes, on a
 // free port of the loopback interface until it is killed. It says where as
-// tensorferry serve does. No built-in model has several inputs; the stress
-// program old-new needs one in each of two commits.
+// tensorferry serve does. No built-in model has several inputs; make old-new
+// needs one in each of two commits.
 package main
 
 import (
