@@ -68,6 +68,7 @@ var layers = map[string][]string{
 
 	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/guard", "internal/inbound", "internal/lane", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/transfer", "internal/wire", "slab", "store", "stream", "tensor"},
 
+	"internal/stress/known": {"client", "internal/bench", "tensor"},
 	"internal/stress/minus": {"engine", "engine/cpu", "server", "tensor"},
 
 	"cmd/tensorferry":       {anything},
@@ -153,17 +154,17 @@ var rules = []struct {
 	{"C", []string{"engine/cuda", "engine/cuda/fakecuda"}, "the module builds without cgo; one package calls into C, and the driver of its tests"},
 	{
 		"google.golang.org/grpc/...",
-		[]string{"api/...", "identity", "internal/guard", "internal/wire", "internal/session", "internal/bench/kinds", "internal/stress", "client", "server", "compat/...", "cmd/..."},
+		[]string{"api/...", "identity", "internal/guard", "internal/wire", "internal/session", "internal/attack", "internal/bench/kinds", "internal/stress/...", "client", "server", "compat/...", "cmd/..."},
 		"what lies below the wire does not know how bytes travel",
 	},
 	{
 		"google.golang.org/grpc/codes",
-		[]string{"api/...", "server/status.go", "client/...", "compat/...", "internal/stress", "cmd/..."},
+		[]string{"api/...", "server/status.go", "client/...", "compat/...", "internal/stress/...", "cmd/..."},
 		"errors meet gRPC's codes in one file; a client's error shows its code to the caller",
 	},
 	{
 		"google.golang.org/grpc/status",
-		[]string{"api/...", "server/status.go", "client/status.go", "compat/...", "internal/stress", "cmd/..."},
+		[]string{"api/...", "server/status.go", "client/status.go", "compat/...", "internal/stress/...", "cmd/..."},
 		"errors become a gRPC status in one file",
 	},
 	{

@@ -23,6 +23,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/proc"
+	"github.com/tensorferry/tensorferry/internal/stress/known"
 )
 
 const (
@@ -39,7 +40,7 @@ func runCrash(ctx context.Context, e *environment) error {
 	if err := c.servers(ctx); err != nil {
 		return err
 	}
-	d, err := c.serve(ctx, "--metrics", "off", "--store", c.store)
+	d, err := c.start(ctx)
 	if err != nil {
 		return err
 	}
@@ -63,8 +64,12 @@ type crash struct {
 // pusher, and between the lives of a server to the check.
 type named struct {
 	text  string
-	sure  *window   // the last that was acknowledged
-	maybe []*window // tried after that, without an answer
+	sure  *known.Window   // the last that was acknowledged
+	maybe []*known.Window // tried after that, without an answer
+}
+
+func (c *crash) start(ctx context.Context) (*daemon, error) {
+	return c.serve(ctx, "--metrics", "off", "--store", c.store)
 }
 
 // servers kills servers in the middle of pushes.
@@ -74,7 +79,7 @@ func (c *crash) servers(ctx context.Context) error {
 	}
 	for kills := 0; kills <= c.kills && len(c.all()) == 0; kills++ {
 		begin := time.Now()
-		d, err := c.serve(ctx, "--metrics", "off", "--store", c.store)
+		d, err := c.start(ctx)
 		if err != nil {
 			return err
 		}
@@ -149,13 +154,13 @@ func (c *crash) push(ctx context.Context, address string, r *rand.Rand, own []*n
 		batch := own[:1+r.IntN(4)]
 		var req client.PushRequest
 		for _, n := range batch {
-			size := sizeOf(r, pushedBytes)
+			size := known.Size(r, pushedBytes)
 			if r.IntN(2) == 0 {
 				size = r.IntN(pushedBytes + 1)
 			}
-			w := anyOf(r, size)
+			w := known.Any(r, size)
 			n.maybe = append(n.maybe, &w)
-			req.Tensors = append(req.Tensors, w.input(n.text, nil))
+			req.Tensors = append(req.Tensors, w.Input(n.text, nil))
 		}
 		summaries, err := cl.Push(ctx, req)
 		for i, s := range summaries {
@@ -193,14 +198,14 @@ func (c *crash) check(ctx context.Context, d *daemon) error {
 		return err
 	}
 	defer cl.Close()
-	var req client.PullRequest
 	all := slices.Concat(c.names[:]...)
+	var names []string
 	for _, n := range all {
-		req.Select = append(req.Select, client.Selection{Name: n.text})
+		names = append(names, n.text)
 	}
-	summaries, err := cl.Pull(ctx, req)
-	if len(summaries) != len(all) {
-		return fmt.Errorf("%d summaries of %d tensors: %w", len(summaries), len(all), err)
+	summaries, err := known.Pull(ctx, cl, names...)
+	if err != nil {
+		return err
 	}
 	there := 0
 	for i := range summaries {
@@ -225,7 +230,7 @@ func (c *crash) settle(n *named, s *client.Summary) {
 	n.maybe = nil
 	c.unacked += len(tried)
 	for _, w := range tried {
-		if w.is(s) == nil {
+		if w.Is(s) == nil {
 			if n.sure = w; w != nil {
 				c.whole++
 			} else {
@@ -234,7 +239,7 @@ func (c *crash) settle(n *named, s *client.Summary) {
 			return
 		}
 	}
-	switch err := n.sure.is(s); {
+	switch err := n.sure.Is(s); {
 	case err != nil:
 		c.add("%s is neither what was acknowledged nor one of %d tried after that: %v", n.text, len(tried), err)
 	case n.sure != nil:
@@ -273,7 +278,7 @@ func (c *crash) clients(ctx context.Context, d *daemon) error {
 	defer cl.Close()
 	var req client.PushRequest
 	for i := range 3 {
-		req.Tensors = append(req.Tensors, pick(uint64(i), largestBytes-i*mib).input(fmt.Sprintf("large/%d", i), nil))
+		req.Tensors = append(req.Tensors, known.Pick(uint64(i), known.LargestBytes-i*mib).Input(fmt.Sprintf("large/%d", i), nil))
 	}
 	if _, err := cl.Push(ctx, req); err != nil {
 		return err
@@ -289,9 +294,6 @@ func (c *crash) clients(ctx context.Context, d *daemon) error {
 			return proc.New(exec.CommandContext(ctx, c.command, "pull", "--quiet", "--server", d.address, "-o", p.file, what[0]))
 		}
 		for range 2 { // the second time nothing is new
-			if err := p.prepare(nil); err != nil {
-				return err
-			}
 			begin := time.Now()
 			if _, err := p.command().Output(); err != nil {
 				return err
@@ -329,20 +331,13 @@ func (c *crash) clients(ctx context.Context, d *daemon) error {
 	return nil
 }
 
-// prepare has the file hold old, or not be there.
-func (p *puller) prepare(old []byte) error {
-	if old != nil {
-		return os.WriteFile(p.file, old, 0o644)
-	}
-	if err := os.Remove(p.file); !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	return nil
-}
-
-// kill kills the command after a time. The file is whole then, or as it was.
+// kill kills the command after a time. Its file held old before, or was not there if
+// that is nil; then it is whole, or as it was.
 func (p *puller) kill(ctx context.Context, after time.Duration, old []byte) (whole bool, err error) {
-	if err := p.prepare(old); err != nil {
+	if err = os.RemoveAll(p.file); err == nil && old != nil {
+		err = os.WriteFile(p.file, old, 0o644)
+	}
+	if err != nil {
 		return false, err
 	}
 	cmd := p.command()
@@ -358,7 +353,7 @@ func (p *puller) kill(ctx context.Context, after time.Duration, old []byte) (who
 	switch {
 	case err == nil && bytes.Equal(got, p.want):
 		return true, nil
-	case err == nil && old != nil && bytes.Equal(got, old), errors.Is(err, fs.ErrNotExist) && old == nil:
+	case errors.Is(err, fs.ErrNotExist) == (old == nil) && bytes.Equal(got, old):
 		return false, nil
 	}
 	return false, errors.Join(fmt.Errorf("%s after a kill: %d bytes of %d", p.file, len(got), len(p.want)), err)

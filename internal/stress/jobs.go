@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -14,6 +15,8 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/attack"
+	"github.com/tensorferry/tensorferry/internal/stress/known"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -51,14 +54,8 @@ type worker struct {
 	soak   *soak
 	rand   *rand.Rand
 	prefix string
-	stored map[place]*window // nil: not there
-	number int               // of the next push that is cut off
-}
-
-// place is where a worker's tensor is.
-type place struct {
-	on *target
-	i  int // of storedSizes
+	stored map[*target]map[string]*known.Window // by name
+	number int                                  // of the next push that is cut off
 }
 
 // visit is a server, with a client and a session that stay, or that came for one job.
@@ -115,7 +112,7 @@ func (w *worker) visit(ctx context.Context, t *target, do func(visit) error) (er
 // tolerate returns err unless its code is among those expected. Wrong bytes are
 // never.
 func tolerate(err error, expected ...codes.Code) error {
-	var w *wrongError
+	var w *known.WrongError
 	if errors.As(err, &w) || !slices.Contains(expected, status.Code(err)) {
 		return err
 	}
@@ -132,19 +129,19 @@ func (w *worker) config() client.Config {
 
 // calls makes several calls at a time.
 func (w *worker) calls(ctx context.Context, v visit) (err error) {
-	most := largestBytes
+	most := known.LargestBytes
 	if w.rand.IntN(2) == 0 {
 		most = 8 * mib
 	}
 	var open []*client.Call
 	var wants [][]byte
 	for range 1 + w.rand.IntN(6) {
-		x := anyOf(w.rand, sizeOf(w.rand, most))
-		model, want := "echo", x.data()
-		if w.rand.IntN(2) == 0 && x.n%4 == 0 {
-			model, want = "relu", x.relu()
+		x := known.Any(w.rand, known.Size(w.rand, most))
+		model, want := "echo", x.Data()
+		if w.rand.IntN(2) == 0 && len(want)%4 == 0 {
+			model, want = "relu", x.ReLU()
 		}
-		c, e := v.session.Call(ctx, client.Request{Model: model, Inputs: []client.Input{x.input("", w.rand)}})
+		c, e := v.session.Call(ctx, client.Request{Model: model, Inputs: []client.Input{x.Input("", w.rand)}})
 		if err = errors.Join(err, e); e != nil {
 			break
 		}
@@ -155,7 +152,7 @@ func (w *worker) calls(ctx context.Context, v visit) (err error) {
 		var refused *client.Error
 		switch {
 		case e == nil:
-			e = same("a result", results["y"].Data, wants[i])
+			e = known.Same("a result", results["y"].Data, wants[i])
 		case errors.As(e, &refused) && refused.Code == codes.ResourceExhausted && refused.RetryAfter > 0:
 			w.soak.busy.Add(1)
 			e = nil
@@ -167,9 +164,9 @@ func (w *worker) calls(ctx context.Context, v visit) (err error) {
 
 // cancels ends a call that could not end by itself.
 func (w *worker) cancels(ctx context.Context, v visit) error {
-	x := anyOf(w.rand, mib+w.rand.IntN(4*mib)/4*4)
+	x := known.Any(w.rand, mib+w.rand.IntN(4*mib)/4*4)
 	let := make(chan struct{})
-	c, err := v.session.Call(ctx, client.Request{Model: "relu", Inputs: []client.Input{client.FromReader("", x.desc(), held(x.data(), let))}})
+	c, err := v.session.Call(ctx, client.Request{Model: "relu", Inputs: []client.Input{client.FromReader("", x.Desc(), known.Held(x.Data(), let))}})
 	if err != nil {
 		close(let)
 		return err
@@ -187,7 +184,7 @@ func (w *worker) cancels(ctx context.Context, v visit) error {
 func (w *worker) timeouts(ctx context.Context, v visit) error {
 	c, err := v.session.Call(ctx, client.Request{
 		Model: "slow", Params: map[string]string{"delay": "30s"}, Timeout: time.Duration(1 + w.rand.Int64N(int64(50*time.Millisecond))),
-		Inputs: []client.Input{client.From("", anyOf(w.rand, 8*kib).tensor())},
+		Inputs: []client.Input{client.From("", known.Any(w.rand, 8*kib).Tensor())},
 	})
 	if err == nil {
 		_, err = c.Wait()
@@ -204,59 +201,46 @@ func (w *worker) name(i int) string { return fmt.Sprintf("%s%d", w.prefix, i) }
 func (w *worker) some() []int { return w.rand.Perm(len(storedSizes))[:1+w.rand.IntN(4)] }
 
 func (w *worker) pushes(ctx context.Context, v visit) error {
-	at := w.some()
 	var req client.PushRequest
-	var fresh []*window
-	for _, i := range at {
-		x := anyOf(w.rand, storedSizes[i])
-		req.Tensors = append(req.Tensors, x.input(w.name(i), w.rand))
-		fresh = append(fresh, &x)
+	fresh := make(map[string]*known.Window)
+	for _, i := range w.some() {
+		x := known.Any(w.rand, storedSizes[i])
+		req.Tensors = append(req.Tensors, x.Input(w.name(i), w.rand))
+		fresh[w.name(i)] = &x
 	}
 	_, err := v.client.Push(ctx, req)
 	if err == nil {
-		for k, i := range at {
-			w.stored[place{v.target, i}] = fresh[k]
-		}
+		maps.Copy(w.stored[v.target], fresh)
 	}
 	return err
 }
 
 func (w *worker) pulls(ctx context.Context, v visit) error {
-	var req client.PullRequest
-	at := w.some()
-	for _, i := range at {
-		req.Select = append(req.Select, client.Selection{Name: w.name(i)})
+	var names []string
+	for _, i := range w.some() {
+		names = append(names, w.name(i))
 	}
-	got, err := v.client.Pull(ctx, req)
-	if len(got) != len(at) {
-		return fmt.Errorf("%d summaries of %d tensors: %w", len(got), len(at), err)
-	}
-	err = nil
-	for k, i := range at {
-		err = errors.Join(err, w.stored[place{v.target, i}].is(&got[k]))
+	got, err := known.Pull(ctx, v.client, names...)
+	for i := range got {
+		err = errors.Join(err, w.stored[v.target][names[i]].Is(&got[i]))
 	}
 	return err
 }
 
 // globs holds a list, and a pull of all a worker has, to what it has.
 func (w *worker) globs(ctx context.Context, v visit) error {
-	own := map[string]*window{}
-	for at, x := range w.stored {
-		if at.on == v.target {
-			own[w.name(at.i)] = x
-		}
-	}
+	own := w.stored[v.target]
 	list, _, err := v.client.List(ctx, w.prefix+"*")
 	if err != nil {
 		return err
 	}
 	for _, st := range list {
-		if x := own[st.Name]; x == nil || st.Bytes != int64(x.n) {
-			return wrong("%s is listed with %d bytes", st.Name, st.Bytes)
+		if x := own[st.Name]; x == nil || st.Bytes != int64(len(x.Data())) {
+			return known.Wrong("%s is listed with %d bytes", st.Name, st.Bytes)
 		}
 	}
 	if len(list) != len(own) {
-		return wrong("%d tensors are listed, not %d", len(list), len(own))
+		return known.Wrong("%d tensors are listed, not %d", len(list), len(own))
 	}
 	got, err := v.client.Pull(ctx, client.PullRequest{Select: []client.Selection{{Name: w.prefix + "*"}}})
 	if len(own) == 0 {
@@ -267,36 +251,35 @@ func (w *worker) globs(ctx context.Context, v visit) error {
 	}
 	err = nil
 	for i := range got {
-		err = errors.Join(err, own[got[i].Name].is(&got[i]))
+		err = errors.Join(err, own[got[i].Name].Is(&got[i]))
 	}
 	return err
 }
 
 func (w *worker) deletes(ctx context.Context, v visit) error {
-	i := w.rand.IntN(len(storedSizes))
-	at := place{v.target, i}
-	gone, err := v.client.Delete(ctx, w.name(i))
-	if w.stored[at] == nil {
+	name, own := w.name(w.rand.IntN(len(storedSizes))), w.stored[v.target]
+	gone, err := v.client.Delete(ctx, name)
+	if own[name] == nil {
 		return tolerate(err, codes.NotFound)
 	}
-	if err == nil && !slices.Equal(gone, []string{w.name(i)}) {
-		err = fmt.Errorf("deleting %s says %q", w.name(i), gone)
+	if err == nil && !slices.Equal(gone, []string{name}) {
+		err = fmt.Errorf("deleting %s says %q", name, gone)
 	}
 	if err == nil {
-		delete(w.stored, at)
+		delete(own, name)
 	}
 	return err
 }
 
 // uncertain returns a push of one tensor that may or may not come to its end.
 func (w *worker) uncertain(t *target) client.PushRequest {
-	x := anyOf(w.rand, w.rand.IntN(8*mib))
+	x := known.Any(w.rand, w.rand.IntN(8*mib))
 	name := fmt.Sprintf("%s%s-%d", cutNames, strings.ReplaceAll(w.prefix, "/", "-"), w.number)
 	w.number++
 	t.mu.Lock()
 	t.cut[name] = x
 	t.mu.Unlock()
-	return client.PushRequest{Tensors: []client.Input{x.input(name, nil)}}
+	return client.PushRequest{Tensors: []client.Input{x.Input(name, nil)}}
 }
 
 // cut calls do with a context that ends within some milliseconds.
@@ -322,20 +305,23 @@ func (w *worker) cutPush(ctx context.Context, v visit) error {
 }
 
 func (w *worker) cutPull(ctx context.Context, v visit) error {
-	i := w.rand.IntN(len(storedSizes))
+	name := w.name(w.rand.IntN(len(storedSizes)))
 	return w.cut(ctx, func(ctx context.Context) error {
-		got, err := v.client.Pull(ctx, client.PullRequest{Select: []client.Selection{{Name: w.name(i)}}})
-		if len(got) == 1 && got[0].Err == nil {
-			return w.stored[place{v.target, i}].is(&got[0])
+		got, err := known.Pull(ctx, v.client, name)
+		switch {
+		case err != nil:
+			return err
+		case got[0].Err == nil:
+			return w.stored[v.target][name].Is(&got[0])
 		}
-		return tolerate(err, codes.NotFound)
+		return tolerate(got[0].Err, codes.NotFound)
 	})
 }
 
 // broken has a connection break in the middle of calls and a push.
 func (w *worker) broken(ctx context.Context, v visit) (err error) {
 	cfg := w.config()
-	cfg.OpenTimeout, cfg.Credentials = time.Second, cutAfter(w.rand.IntN(8*mib))
+	cfg.OpenTimeout, cfg.Credentials = time.Second, attack.CutAfter(w.rand.IntN(8*mib))
 	c, err := client.Dial(v.address, cfg)
 	if err != nil {
 		return err
@@ -348,10 +334,10 @@ func (w *worker) broken(ctx context.Context, v visit) (err error) {
 			_, err = c.Push(ctx, w.uncertain(v.target))
 			continue
 		}
-		x := anyOf(w.rand, w.rand.IntN(mib)*4)
+		x := known.Any(w.rand, w.rand.IntN(mib)*4)
 		var y tensor.Tensor
-		if y, err = c.Compute(ctx, "relu", x.tensor()); err == nil {
-			err = same("relu", y.Data, x.relu())
+		if y, err = c.Compute(ctx, "relu", x.Tensor()); err == nil {
+			err = known.Same("relu", y.Data, x.ReLU())
 		}
 	}
 	return tolerate(err, codes.Unavailable, codes.DeadlineExceeded)
@@ -364,9 +350,13 @@ func (w *worker) questions(ctx context.Context, v visit) error {
 	if err = errors.Join(err, e); err != nil {
 		return err
 	}
-	got, err := v.client.Pull(ctx, client.PullRequest{Select: []client.Selection{{Name: "nobody/has/this"}}})
-	if err = tolerate(err, codes.NotFound); err != nil || len(got) != 1 {
-		return fmt.Errorf("a pull of nothing: %d summaries, %w", len(got), err)
+	got, err := known.Pull(ctx, v.client, "nobody/has/this")
+	if err != nil {
+		return err
+	}
+	var nothing *known.Window
+	if err := nothing.Is(&got[0]); err != nil {
+		return err
 	}
 	tr, err := v.client.Transfer(ctx, got[0].Transfer)
 	if err == nil && (tr.Push || len(tr.Tensors) != 1) {

@@ -1,16 +1,15 @@
 package main
 
-import "time"
+import (
+	"fmt"
+	"time"
+)
 
 const (
 	kib = 1 << 10
 	mib = 1 << 20
 	gib = 1 << 30
 
-	// baseBytes is the memory that every tensor sent is a window of, and
-	// largestBytes the most of it that one tensor has.
-	baseBytes    = 48 * mib
-	largestBytes = 32 * mib
 	// baseRSS, connectionRSS and sessionRSS are what docs/limits.md allows a server for
 	// itself, for each connection and for each session; spareReceived is what it may take at any time beside them and what
 	// it charges, whatever peers send.
@@ -35,3 +34,5 @@ const (
 	// perConnection is how many sessions one connection has: a server allows 128.
 	perConnection = 125
 )
+
+func mibs[T int | int64 | float64](n T) string { return fmt.Sprintf("%.1f MiB", float64(n)/mib) }

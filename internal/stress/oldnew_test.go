@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/internal/proc"
+	"github.com/tensorferry/tensorferry/internal/stress/known"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
@@ -135,17 +136,17 @@ func (d duo) run(stdin io.Reader, args ...string) ([]byte, error) {
 }
 
 // send runs a command with a tensor of the shape of w that comes over stdin.
-func (d duo) send(w window, in io.Reader, args ...string) ([]byte, error) {
-	desc := w.desc()
+func (d duo) send(w known.Window, in io.Reader, args ...string) ([]byte, error) {
+	desc := w.Desc()
 	return d.run(in, append(args, "--dtype", desc.DType.String(), "--shape", fmt.Sprint(desc.Shape[0]))...)
 }
 
 func (d duo) call(t *testing.T, codec string) {
 	for _, n := range []int{0, 4, 30_000, 5*mib + 4} {
-		w := pick(1, n)
-		got, err := d.send(w, bytes.NewReader(w.data()), "run", "relu", "--codec", codec)
+		w := known.Pick(1, n)
+		got, err := d.send(w, bytes.NewReader(w.Data()), "run", "relu", "--codec", codec)
 		require.NoError(t, err)
-		require.NoError(t, same("relu", got, w.relu()))
+		require.NoError(t, known.Same("relu", got, w.ReLU()))
 	}
 }
 
@@ -153,35 +154,35 @@ func (d duo) inputs(t *testing.T, codec string) {
 	const n = 3*mib + 1
 	dir := t.TempDir()
 	args := []string{"run", "minus", "--codec", codec, "--raw"}
-	for name, w := range map[string]window{"a": pick(1, n), "b": pick(2, n)} {
+	for name, w := range map[string]known.Window{"a": known.Pick(1, n), "b": known.Pick(2, n)} {
 		var npy bytes.Buffer
-		require.NoError(t, tensorfile.WriteNPYHeader(&npy, w.desc()))
-		npy.Write(w.data())
+		require.NoError(t, tensorfile.WriteNPYHeader(&npy, w.Desc()))
+		npy.Write(w.Data())
 		file := filepath.Join(dir, name+".npy")
 		require.NoError(t, os.WriteFile(file, npy.Bytes(), 0o644))
 		args = append(args, "--input", name+"="+file)
 	}
-	want := bytes.Clone(pick(1, n).data())
-	for i, b := range pick(2, n).data() {
+	want := bytes.Clone(known.Pick(1, n).Data())
+	for i, b := range known.Pick(2, n).Data() {
 		want[i] -= b
 	}
 	d.server = d.minus
 	got, err := d.run(nil, args...)
 	require.NoError(t, err)
-	require.NoError(t, same("minus", got, want))
+	require.NoError(t, known.Same("minus", got, want))
 }
 
 func (d duo) store(t *testing.T, codec string) {
 	const name = "old-new/x"
-	w := pick(3, 5*mib+1)
-	_, err := d.send(w, bytes.NewReader(w.data()), "push", name+"=-", "--codec", codec)
+	w := known.Pick(3, 5*mib+1)
+	_, err := d.send(w, bytes.NewReader(w.Data()), "push", name+"=-", "--codec", codec)
 	require.NoError(t, err)
 	list, err := d.run(nil, "ls", "old-new/*")
 	require.NoError(t, err)
 	require.Contains(t, string(list), name)
 	got, err := d.run(nil, "pull", name, "--raw", "--codec", codec)
 	require.NoError(t, err)
-	require.NoError(t, same("pull", got, w.data()))
+	require.NoError(t, known.Same("pull", got, w.Data()))
 	_, err = d.run(nil, "rm", name)
 	require.NoError(t, err)
 	_, err = d.run(nil, "pull", name, "--raw")
@@ -194,12 +195,12 @@ func (d duo) cancel(t *testing.T, codec string) {
 	var interrupt context.CancelFunc
 	calling.ctx, interrupt = context.WithCancel(d.ctx)
 	defer interrupt()
-	w := pick(4, 5*mib+1)
+	w := known.Pick(4, 5*mib+1)
 	in, half, err := os.Pipe() // not a reader, for which run would wait
 	require.NoError(t, err)
 	defer half.Close()
 	defer in.Close()
-	go func() { _, _ = half.Write(w.data()[:3*mib]) }() // ends with the pipe
+	go func() { _, _ = half.Write(w.Data()[:3*mib]) }() // ends with the pipe
 	ended := make(chan error, 1)
 	go func() { // ends with the client
 		_, err := calling.send(w, in, "run", "echo", "--codec", codec)
@@ -214,20 +215,20 @@ func (d duo) cancel(t *testing.T, codec string) {
 
 // drain tells the server to stop while a call is half sent: the next is refused.
 func (d duo) drain(t *testing.T, codec string) {
-	w := pick(5, 5*mib+1)
+	w := known.Pick(5, 5*mib+1)
 	let, ended := make(chan struct{}), make(chan error, 1)
 	go func() { // ends with the client
-		got, err := d.send(w, held(w.data(), let), "run", "echo", "--codec", codec)
+		got, err := d.send(w, known.Held(w.Data(), let), "run", "echo", "--codec", codec)
 		if err == nil {
-			err = same("echo", got, w.data())
+			err = known.Same("echo", got, w.Data())
 		}
 		ended <- err
 	}()
 	d.until(t, 1)
 	require.NoError(t, d.server.Process.Signal(syscall.SIGTERM))
 	testkit.Eventually(t, func() bool { return strings.Contains(d.server.Log.Tail(), "msg=draining") }, "the server to drain")
-	late := pick(6, 4)
-	_, err := d.send(late, bytes.NewReader(late.data()), "run", "relu")
+	late := known.Pick(6, 4)
+	_, err := d.send(late, bytes.NewReader(late.Data()), "run", "relu")
 	requireEnd(t, err, exitConnection, "server is draining")
 	close(let)
 	require.NoError(t, <-ended)

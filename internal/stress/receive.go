@@ -14,6 +14,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/attack"
 	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/internal/proc"
+	"github.com/tensorferry/tensorferry/internal/stress/known"
 )
 
 func runReceive(ctx context.Context, e *environment) error {
@@ -161,7 +162,7 @@ func (w *watch) until(ctx context.Context, lasts time.Duration) error {
 
 // smallCalls makes one call after the other, and returns how long each took.
 func smallCalls(ctx context.Context, s *client.Session, lasts time.Duration) (took []time.Duration, err error) {
-	x := pick(0, kib).tensor()
+	x := known.Pick(0, kib).Tensor()
 	for over := time.Now().Add(lasts); time.Now().Before(over) || len(took) == 0; {
 		at := time.Now()
 		if _, err := s.Compute(ctx, "echo", x); err != nil {

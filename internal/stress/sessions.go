@@ -1,15 +1,14 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"time"
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/proc"
+	"github.com/tensorferry/tensorferry/internal/stress/known"
 )
 
 // stage is one part of the program: sessions at a server of their own.
@@ -118,17 +117,17 @@ func (s *stage) inFlight(ctx context.Context) error {
 	let, done := make(chan struct{}), make(chan error, 1)
 	go func() { // ends with the calls
 		done <- each(s.n, s.n, func(i int) error {
-			w := pick(uint64(i), mib)
-			model, want := "echo", w.data()
+			w := known.Pick(uint64(i), mib)
+			model, want := "echo", w.Data()
 			if i%2 == 1 {
-				model, want = "relu", w.relu()
+				model, want = "relu", w.ReLU()
 			}
-			c, err := s.sessions[i].Call(ctx, client.Request{Model: model, Inputs: []client.Input{client.FromReader("", w.desc(), held(w.data(), let))}})
+			c, err := s.sessions[i].Call(ctx, client.Request{Model: model, Inputs: []client.Input{client.FromReader("", w.Desc(), known.Held(w.Data(), let))}})
 			if err != nil {
 				return err
 			}
 			results, err := c.Wait()
-			return errors.Join(err, same(model, results["y"].Data, want))
+			return errors.Join(err, known.Same(model, results["y"].Data, want))
 		})
 	}()
 	_, err := s.until(ctx, "all calls open", func(f figures) bool { return f["tensorferry_calls"] == float64(s.n) })
@@ -144,9 +143,9 @@ func (s *stage) inFlight(ctx context.Context) error {
 func (s *stage) atRest(ctx context.Context) error {
 	small := func() error {
 		return each(s.n, openers, func(i int) error {
-			w := pick(uint64(i), 4*kib)
-			y, err := s.sessions[i].Compute(ctx, "echo", w.tensor())
-			return errors.Join(err, same("echo", y.Data, w.data()))
+			w := known.Pick(uint64(i), 4*kib)
+			y, err := s.sessions[i].Compute(ctx, "echo", w.Tensor())
+			return errors.Join(err, known.Same("echo", y.Data, w.Data()))
 		})
 	}
 	err := small()
@@ -162,18 +161,4 @@ func (s *stage) atRest(ctx context.Context) error {
 		return err
 	}
 	return small()
-}
-
-// held is a reader whose second half comes when it is let go.
-func held(data []byte, let <-chan struct{}) io.Reader {
-	half := len(data) / 2
-	return io.MultiReader(bytes.NewReader(data[:half]), gate(let), bytes.NewReader(data[half:]))
-}
-
-// gate is a reader of nothing, until it is let go.
-type gate <-chan struct{}
-
-func (g gate) Read([]byte) (int, error) {
-	<-g
-	return 0, io.EOF
 }

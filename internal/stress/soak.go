@@ -4,13 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"runtime"
 	"runtime/debug"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -18,7 +16,9 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/internal/proc"
+	"github.com/tensorferry/tensorferry/internal/stress/known"
 )
 
 const (
@@ -63,6 +63,7 @@ type sample struct {
 // history are the samples of one process; the first is from before the load.
 type history struct {
 	name    string
+	look    func(context.Context) (figures, error)
 	samples []sample
 }
 
@@ -87,7 +88,7 @@ type target struct {
 	sessions []*client.Session // one for each client, for as long as all this runs
 
 	mu  sync.Mutex
-	cut map[string]window // pushes that were cut off; guarded by mu
+	cut map[string]known.Window // pushes that were cut off; guarded by mu
 }
 
 func runSoak(ctx context.Context, e *environment) error {
@@ -95,7 +96,8 @@ func runSoak(ctx context.Context, e *environment) error {
 		e.lasts = 20 * time.Minute
 	}
 	fmt.Fprintf(e.out, "seed %d, %v, %d workers\n", e.seed, e.lasts, workers)
-	s := &soak{environment: e, done: make(map[string]*atomic.Int64), histories: []*history{{name: "clients"}}}
+	s := &soak{environment: e, done: make(map[string]*atomic.Int64)}
+	s.histories = []*history{{name: "clients", look: s.self}}
 	for _, j := range jobs {
 		s.done[j.name] = new(atomic.Int64)
 	}
@@ -116,7 +118,8 @@ func (s *soak) run(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		t := &target{daemon: d, history: &history{name: store[0]}, cut: make(map[string]window)}
+		t := &target{daemon: d, cut: make(map[string]known.Window)}
+		t.history = &history{name: store[0], look: t.atRest}
 		s.targets, s.histories = append(s.targets, t), append(s.histories, t.history)
 		for _, cfg := range []client.Config{{}, {Codec: codec.LZ4}, {ChunkBytes: 64 * kib, Checksum: codec.CRC32}} {
 			c, err := client.Dial(t.address, cfg)
@@ -130,13 +133,12 @@ func (s *soak) run(ctx context.Context) error {
 			}
 			t.sessions = append(t.sessions, session)
 			for range warmCalls { // lanes are opened for those who send something large
-				if _, err := session.Compute(ctx, "echo", pick(0, 8*mib).tensor()); err != nil {
+				if _, err := session.Compute(ctx, "echo", known.Pick(0, 8*mib).Tensor()); err != nil {
 					return err
 				}
 			}
 		}
 	}
-	base() // made before memory is looked at
 	s.began = time.Now()
 	err := s.look(ctx)
 	if err != nil {
@@ -148,7 +150,10 @@ func (s *soak) run(ctx context.Context) error {
 	var all sync.WaitGroup
 	var crew [workers]*worker
 	for i := range crew {
-		crew[i] = &worker{soak: s, rand: rand.New(rand.NewPCG(s.seed, uint64(i))), prefix: fmt.Sprintf("soak/%d/", i), stored: make(map[place]*window)}
+		crew[i] = &worker{soak: s, rand: rand.New(rand.NewPCG(s.seed, uint64(i))), prefix: fmt.Sprintf("soak/%d/", i), stored: make(map[*target]map[string]*known.Window)}
+		for _, t := range s.targets {
+			crew[i].stored[t] = make(map[string]*known.Window)
+		}
 		all.Go(func() { crew[i].work(ctx, loaded) })
 	}
 	for pause(loaded, min(sampleEvery, s.lasts/8)) == nil && err == nil {
@@ -179,12 +184,8 @@ func (s *soak) look(ctx context.Context) error {
 	}
 	s.rest.Lock()
 	defer s.rest.Unlock()
-	for i, h := range s.histories {
-		look := s.self
-		if i > 0 {
-			look = func() (figures, error) { return s.targets[i-1].look(ctx) }
-		}
-		f, err := look()
+	for _, h := range s.histories {
+		f, err := h.look(ctx)
 		if err != nil {
 			return fmt.Errorf("%v: %s: %w", at, h.name, err)
 		}
@@ -213,15 +214,15 @@ func show(v float64, memory bool) string {
 	return fmt.Sprint(v)
 }
 
-// look waits until nothing but the sessions that stay is open on the server.
-func (t *target) look(ctx context.Context) (figures, error) {
-	most := figures{"goroutines": math.Inf(1), "descriptors": math.Inf(1)}
-	if len(t.samples) > 0 {
-		most = t.samples[0].of
-	}
+// atRest is a sample of the server when nothing but the sessions that stay is open.
+func (t *target) atRest(ctx context.Context) (figures, error) {
 	quiet := func(f figures) bool {
-		return f["tensorferry_sessions"] == float64(len(t.sessions)) && f["tensorferry_calls"] == 0 && f["tensorferry_open_transfers"] == 0 &&
-			f["go_goroutines"] <= most["goroutines"]+judged[0].slack && f["process_open_fds"] <= most["descriptors"]+judged[1].slack
+		few := true
+		if len(t.samples) > 0 {
+			before := t.samples[0].of
+			few = f["go_goroutines"] <= before["goroutines"]+judged[0].slack && f["process_open_fds"] <= before["descriptors"]+judged[1].slack
+		}
+		return few && f["tensorferry_sessions"] == float64(len(t.sessions)) && f["tensorferry_calls"] == 0 && f["tensorferry_open_transfers"] == 0
 	}
 	_, err := t.until(ctx, "at rest", quiet)
 	if err == nil {
@@ -247,7 +248,7 @@ func (t *target) look(ctx context.Context) (figures, error) {
 }
 
 // self is a sample of this process.
-func (s *soak) self() (figures, error) {
+func (s *soak) self(context.Context) (figures, error) {
 	runtime.GC()         // so that the heap of a sample is what lives, not what the collector has not got to
 	debug.FreeOSMemory() // the results of calls come and go by tens of MiB
 	var m runtime.MemStats
@@ -291,9 +292,9 @@ func (t *target) sweep(ctx context.Context) error {
 		if !tried {
 			return fmt.Errorf("nobody has pushed %s", st.Name)
 		}
-		got, err := t.clients[0].Pull(ctx, client.PullRequest{Select: []client.Selection{{Name: st.Name}}})
+		got, err := known.Pull(ctx, t.clients[0], st.Name)
 		if err == nil {
-			err = w.is(&got[0])
+			err = w.Is(&got[0])
 		}
 		if err == nil {
 			_, err = t.clients[0].Delete(ctx, st.Name)
@@ -338,9 +339,8 @@ func (h *history) median(from, to time.Duration, name string) (float64, int) {
 			list = append(list, n.of[name])
 		}
 	}
-	slices.Sort(list)
 	if len(list) == 0 {
 		return 0, 0
 	}
-	return list[len(list)/2], len(list)
+	return bench.Quantile(list, 0.5), len(list)
 }

@@ -6,13 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
-	"strings"
 	"testing"
 	"time"
 
@@ -20,36 +17,16 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/stress/known"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
-
-func TestWindowsLieInTheirMemoryAndDiffer(t *testing.T) {
-	r := rand.New(rand.NewPCG(1, 1))
-	for range 1000 {
-		n := sizeOf(r, largestBytes)
-		a, b := pick(r.Uint64(), n), pick(r.Uint64(), n)
-		require.Zero(t, a.at%4)
-		require.Len(t, a.data(), n)
-		require.Len(t, a.relu(), n)
-		size, err := a.desc().Bytes()
-		require.NoError(t, err)
-		require.EqualValues(t, n, size)
-		if n >= 64 && a != b {
-			var wrong *wrongError
-			require.ErrorAs(t, same("x", a.data(), b.data()), &wrong)
-		}
-	}
-	require.NoError(t, same("x", nil, []byte{}))
-	require.ErrorContains(t, same("x", []byte{1, 2}, []byte{1, 3}), "byte 1 of 2")
-	require.ErrorContains(t, same("x", []byte{1}, []byte{1, 3}), "1 bytes, not 2")
-}
 
 func TestWrongBytesAreNeverExpected(t *testing.T) {
 	cut := &client.Error{Code: codes.Unavailable}
 	require.NoError(t, tolerate(cut, codes.Canceled, codes.Unavailable))
 	require.Error(t, tolerate(cut, codes.Canceled))
 	require.NoError(t, tolerate(nil, codes.Canceled))
-	require.Error(t, tolerate(errors.Join(cut, wrong("x")), codes.Unavailable))
+	require.Error(t, tolerate(errors.Join(cut, known.Wrong("x")), codes.Unavailable))
 }
 
 // script returns an environment whose command is a shell script.
@@ -127,11 +104,13 @@ func TestGrowthThatNobodySawIsAProblem(t *testing.T) {
 }
 
 func TestACrashLeavesWhatWasAcknowledgedOrTriedAfter(t *testing.T) {
-	old, fresh, other, half := pick(1, mib), pick(2, mib), pick(3, mib), pick(2, mib/2)
-	found := func(w window) *client.Summary { return &client.Summary{Name: "x", Desc: w.desc(), Data: w.data()} }
+	old, fresh, other, half := known.Pick(1, mib), known.Pick(2, mib), known.Pick(3, mib), known.Pick(2, mib/2)
+	found := func(w known.Window) *client.Summary {
+		return &client.Summary{Name: "x", Desc: w.Desc(), Data: w.Data()}
+	}
 	nothing := &client.Summary{Name: "x", Err: &client.Error{Code: codes.NotFound}}
 	mixed := found(fresh)
-	mixed.Data = append(bytes.Clone(old.data()[:mib/2]), fresh.data()[mib/2:]...)
+	mixed.Data = append(bytes.Clone(old.Data()[:mib/2]), fresh.Data()[mib/2:]...)
 	for name, tc := range map[string]struct {
 		name named
 		got  *client.Summary
@@ -142,16 +121,16 @@ func TestACrashLeavesWhatWasAcknowledgedOrTriedAfter(t *testing.T) {
 		"acknowledged and another":           {named{sure: &old}, found(other), false},
 		"never pushed":                       {named{}, nothing, true},
 		"never pushed and there":             {named{}, found(other), false},
-		"tried and whole":                    {named{maybe: []*window{&fresh}}, found(fresh), true},
-		"tried and absent":                   {named{maybe: []*window{&fresh}}, nothing, true},
-		"tried and half":                     {named{maybe: []*window{&fresh}}, found(half), false},
-		"replaced":                           {named{sure: &old, maybe: []*window{&fresh}}, found(fresh), true},
-		"not replaced":                       {named{sure: &old, maybe: []*window{&fresh}}, found(old), true},
-		"replaced by half":                   {named{sure: &old, maybe: []*window{&fresh}}, mixed, false},
-		"lost in being replaced":             {named{sure: &old, maybe: []*window{&fresh}}, nothing, false},
+		"tried and whole":                    {named{maybe: []*known.Window{&fresh}}, found(fresh), true},
+		"tried and absent":                   {named{maybe: []*known.Window{&fresh}}, nothing, true},
+		"tried and half":                     {named{maybe: []*known.Window{&fresh}}, found(half), false},
+		"replaced":                           {named{sure: &old, maybe: []*known.Window{&fresh}}, found(fresh), true},
+		"not replaced":                       {named{sure: &old, maybe: []*known.Window{&fresh}}, found(old), true},
+		"replaced by half":                   {named{sure: &old, maybe: []*known.Window{&fresh}}, mixed, false},
+		"lost in being replaced":             {named{sure: &old, maybe: []*known.Window{&fresh}}, nothing, false},
 		"new acknowledged and the old there": {named{sure: &fresh}, found(old), false},
-		"deletion tried, gone":               {named{sure: &old, maybe: []*window{nil}}, nothing, true},
-		"deletion tried, there":              {named{sure: &old, maybe: []*window{nil}}, found(old), true},
+		"deletion tried, gone":               {named{sure: &old, maybe: []*known.Window{nil}}, nothing, true},
+		"deletion tried, there":              {named{sure: &old, maybe: []*known.Window{nil}}, found(old), true},
 		"deletion acknowledged, back":        {named{}, found(old), false},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -161,37 +140,6 @@ func TestACrashLeavesWhatWasAcknowledgedOrTriedAfter(t *testing.T) {
 			require.Empty(t, tc.name.maybe)
 		})
 	}
-}
-
-func TestAHeldReaderGivesItsSecondHalfWhenLetGo(t *testing.T) {
-	let := make(chan struct{})
-	h := held([]byte("abcdefgh"), let)
-	half := make([]byte, 8)
-	n, err := h.Read(half)
-	require.NoError(t, err)
-	require.Equal(t, "abcd", string(half[:n]))
-	close(let)
-	rest, err := io.ReadAll(h)
-	require.NoError(t, err)
-	require.Equal(t, "efgh", string(rest))
-}
-
-func TestAConnectionBreaksAfterSoManyBytes(t *testing.T) {
-	testkit.Start(t)
-	near, far := net.Pipe()
-	came := make(chan int, 1)
-	go func() { // ends with the connection
-		_, _ = far.Write(make([]byte, 300))
-		data, _ := io.ReadAll(far)
-		came <- len(data)
-	}()
-	c, _, err := cutAfter(1000).ClientHandshake(t.Context(), "", near)
-	require.NoError(t, err)
-	_, err = io.ReadFull(c, make([]byte, 300))
-	require.NoError(t, err)
-	_, err = io.Copy(c, strings.NewReader(strings.Repeat("x", 5000)))
-	require.ErrorIs(t, err, io.ErrUnexpectedEOF)
-	require.Equal(t, 700, <-came)
 }
 
 func TestEachToldOfEveryFailure(t *testing.T) {

@@ -1,4 +1,4 @@
-package main
+package attack
 
 import (
 	"context"
@@ -10,17 +10,17 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 )
 
-// cutting are credentials whose connections break after so many bytes of both
-// directions together.
 type cutting struct {
 	credentials.TransportCredentials
 	left *atomic.Int64
 }
 
-func cutAfter(n int) cutting {
-	c := cutting{insecure.NewCredentials(), new(atomic.Int64)}
-	c.left.Store(int64(n))
-	return c
+// CutAfter returns credentials of a client whose connections, all together, carry so
+// many bytes in both directions, and break then.
+func CutAfter(n int) credentials.TransportCredentials {
+	left := new(atomic.Int64)
+	left.Store(int64(n))
+	return cutting{insecure.NewCredentials(), left}
 }
 
 // Clone shares what is left.
