@@ -31,7 +31,7 @@ func flightKind(batch int, sums bool) bench.Kind {
 	return bench.Kind{
 		Name: flightName("Go", sums, batch),
 		Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
-			idle := make(chan struct{}, bench.CallBatch)
+			idle := bench.NewIdle()
 			s := flight.NewServerWithMiddleware(nil, grpc.MaxRecvMsgSize(maxMessageBytes))
 			s.InitListener(l)
 			s.RegisterFlightService(&flightServer{remote: p.To, batch: batch, sums: sums, idle: idle})

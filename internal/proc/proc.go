@@ -71,21 +71,13 @@ func (c *Child) Listen(ctx context.Context, log *Log, find func(line string) str
 	if err := c.Start(); err != nil {
 		return "", err
 	}
-	ended := make(chan struct{})
 	go func() {
 		_ = c.Wait() // which remembers
-		close(ended)
+		close(found) // the log has been written to its end
 	}()
 	defer time.AfterFunc(StartWait, func() { _ = c.Process.Kill() }).Stop()
-	select {
-	case address = <-found:
+	if address, ok := <-found; ok {
 		return address, nil
-	case <-ended:
-	}
-	select { // both may have come to pass
-	case address = <-found:
-		return address, nil
-	default:
 	}
 	if ctx.Err() != nil {
 		return "", context.Cause(ctx)

@@ -37,36 +37,34 @@ var programs = []struct {
 	{"soak", "mixed load on two servers, and whether anything grows", runSoak},
 }
 
-// options are the flags, which every program has; each says whose it is.
-type options struct {
-	calls, idle, kills int
-	rest, lasts        time.Duration
-	seed               uint64
-	given, folder      string
-	only, victim       string
-}
-
-func (o *options) flags(f *flag.FlagSet) {
-	f.StringVar(&o.given, "command", "", "tensorferry `binary` (default: built from this module)")
-	f.IntVar(&o.calls, "calls", 1000, "sessions: `how many` have a call of 1 MiB each in flight at the same time")
-	f.IntVar(&o.idle, "idle", 10000, "sessions: `how many` are idle")
-	f.DurationVar(&o.rest, "rest", 20*time.Second, "sessions: how long those are")
-	f.IntVar(&o.kills, "n", 200, "crash: how many `times` a server is killed, and a client")
-	f.StringVar(&o.folder, "folder", "", "crash: `where` the store is, for a file system of your choice (default a temporary folder)")
-	f.Uint64Var(&o.seed, "seed", uint64(time.Now().UnixNano()), "crash, soak: of what is done, and when")
-	f.DurationVar(&o.lasts, "for", 0, "receive: how `long` each attack lasts (20s); soak: how long all of it (20m)")
-	f.StringVar(&o.only, "only", "", "receive: the `name` of the only attack")
-	f.StringVar(&o.victim, "attack", "", "receive: be the attackers of the server at an `address`, which a program of this name starts")
-}
-
 // environment is what every program has.
 type environment struct {
-	options
 	problems
 	out      io.Writer
 	dir      string // for folders and sockets; removed at the end
-	command  string // the tensorferry binary
 	expected string // what a server may complain about
+
+	// The flags, which every program has, too.
+	command            string
+	calls, idle, kills int
+	rest, lasts        time.Duration
+	seed               uint64
+	folder             string
+	only, victim       string
+}
+
+// flags declares the flags; each says whose it is.
+func (e *environment) flags(f *flag.FlagSet) {
+	f.StringVar(&e.command, "command", "", "tensorferry `binary` (default: built from this module)")
+	f.IntVar(&e.calls, "calls", 1000, "sessions: `how many` have a call of 1 MiB each in flight at the same time")
+	f.IntVar(&e.idle, "idle", 10000, "sessions: `how many` are idle")
+	f.DurationVar(&e.rest, "rest", 20*time.Second, "sessions: how long those are")
+	f.IntVar(&e.kills, "n", 200, "crash: how many `times` a server is killed, and a client")
+	f.StringVar(&e.folder, "folder", "", "crash: `where` the store is, for a file system of your choice (default a temporary folder)")
+	f.Uint64Var(&e.seed, "seed", uint64(time.Now().UnixNano()), "crash, soak: of what is done, and when")
+	f.DurationVar(&e.lasts, "for", 0, "receive: how `long` each attack lasts (20s); soak: how long all of it (20m)")
+	f.StringVar(&e.only, "only", "", "receive: the `name` of the only attack")
+	f.StringVar(&e.victim, "attack", "", "receive: be the attackers of the server at an `address`, which a program of this name starts")
 }
 
 func main() {
@@ -111,7 +109,7 @@ func (e *environment) judge(ctx context.Context, name string, run func(context.C
 	}
 	defer func() { _ = os.RemoveAll(e.dir) }()
 	fmt.Fprintln(e.out, bench.ThisMachine())
-	if e.command = e.given; e.command == "" {
+	if e.command == "" {
 		if e.command, err = proc.Build(ctx, "", module+"/cmd/tensorferry", e.dir); err != nil {
 			return err
 		}
