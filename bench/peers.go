@@ -60,23 +60,27 @@ func sweep(ctx context.Context, c bench.Config, ops []bench.Op, all []language) 
 			}
 			sum := map[bool]codec.Checksum{true: l.sum}[sums]
 			for _, op := range ops {
-				first := len(batches)
+				var of []Batch
+				add := func(kind string, rate float64) {
+					of = append(of, Batch{Op: op, Kind: kind, Rate: rate, entrant: g.Entrants[len(of)], sum: sum})
+				}
 				for _, x := range found {
 					if x.Work != op {
 						continue
 					}
-					if len(batches) == first {
-						batches = append(batches, Batch{Op: op, Kind: x.Who, Rate: x.Ours.Rate, entrant: g.Entrants[0], sum: sum})
+					if len(of) == 0 {
+						add(x.Who, x.Ours.Rate)
 					}
-					batches = append(batches, Batch{Op: op, Kind: x.Beside, Rate: x.Theirs.Rate, entrant: g.Entrants[len(batches)-first], sum: sum})
+					add(x.Beside, x.Theirs.Rate)
 				}
-				at := first
-				for i, b := range batches[first:] {
-					if b.Rate > batches[at].Rate {
-						at = first + i
+				best := 0
+				for i, b := range of {
+					if b.Rate > of[best].Rate {
+						best = i
 					}
 				}
-				batches[at].Best = true
+				of[best].Best = true
+				batches = append(batches, of...)
 			}
 		}
 	}

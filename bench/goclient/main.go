@@ -13,10 +13,10 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"slices"
 	"time"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -59,8 +59,7 @@ func run(args []string, in io.Reader, out io.Writer) (err error) {
 				return err
 			}
 		}
-		slices.Sort(times)
-		if _, err := fmt.Fprintln(out, times[count/2].Seconds()); err != nil {
+		if _, err := fmt.Fprintln(out, bench.Quantile(times, 0.5).Seconds()); err != nil {
 			return err
 		}
 	}
