@@ -60,7 +60,7 @@ var layers = map[string][]string{
 
 	"client":                 {"api/tensorferry/v1", "codec", "frame", "internal/lane", "internal/session", "internal/transfer", "internal/wire", "slab", "stream", "tensor"},
 	"internal/link/linktest": {"internal/link"},
-	"internal/relay":         {"client", "internal/link", "slab", "tensor"},
+	"internal/relay":         {"client", "identity", "internal/link", "slab", "tensor"},
 	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/metrics", "internal/session", "slab", "stream", "tensor"},
 
 	"internal/guard":   {"internal/serving"},

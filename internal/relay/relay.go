@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/link"
 	"github.com/tensorferry/tensorferry/slab"
 )
@@ -224,6 +225,12 @@ type request struct {
 	Connection uint32      `json:"connection"`
 	Target     string      `json:"target"`
 	Lanes      *int        `json:"lanes"`
+	TLS        bool        `json:"tls"`
+	CA         string      `json:"ca"`
+	Cert       string      `json:"cert"`
+	Key        string      `json:"key"`
+	Token      string      `json:"token"`
+	ServerName string      `json:"server_name"`
 	Glob       string      `json:"glob"`
 	Names      []string    `json:"names"`
 	Tensors    []pushed    `json:"tensors"`
@@ -272,6 +279,10 @@ func (r *relay) ask(m *link.Ask) (run func(), err error) {
 }
 
 // answer does what an ask asks for.
+func (q *request) files() identity.ClientFiles {
+	return identity.ClientFiles{CA: q.CA, Cert: q.Cert, Key: q.Key, Token: q.Token, ServerName: q.ServerName}
+}
+
 func (o *op) answer(q *request) ([]byte, error) {
 	switch q.Verb {
 	case "connect":
@@ -282,6 +293,12 @@ func (o *op) answer(q *request) ([]byte, error) {
 			}
 			if cfg.Lanes = *n; *n == 0 {
 				cfg.Lanes = -1
+			}
+		}
+		if files := q.files(); q.TLS || files != (identity.ClientFiles{}) {
+			var err error
+			if cfg.Credentials, cfg.PerRPC, err = files.Credentials(); err != nil {
+				return nil, fmt.Errorf("%w: %w", client.ErrInput, err)
 			}
 		}
 		c, err := client.Dial(q.Target, cfg)

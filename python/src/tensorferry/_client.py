@@ -30,6 +30,7 @@ _MEMORY_SECONDS = 30.0  # how long a call waits for room in the link's memory
 T = TypeVar("T")
 # Where a result goes: a path, a binary file, or an array, tensor or buffer.
 Out = Any
+Path = Union[str, "os.PathLike[str]"]
 
 
 class Timings(NamedTuple):
@@ -153,8 +154,17 @@ class Call:
 class Client:
     """A server, by way of the link of this process. connect makes one."""
 
-    def __init__(self, target: str, *, timeout: float = 10.0, memory: Optional[int] = None, lanes: int = 1):
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout: float = 10.0,
+        memory: Optional[int] = None,
+        lanes: int = 1,
+        identity: Optional[Mapping[str, Any]] = None,
+    ):
         self._target, self._timeout, self._memory, self._lanes = target, timeout, memory, lanes
+        self._identity = dict(identity or {})
         self._closed = False
         self._link: Optional[Link] = None
         self._connection = 0  # of the link, which is set after it
@@ -201,7 +211,7 @@ class Client:
         with self._opening:
             if self._link is None or self._link.dead is not None:
                 link = _link.current(self._memory, self._timeout)
-                said = link.ask("connect", self._timeout, target=self._target, lanes=self._lanes)
+                said = link.ask("connect", self._timeout, target=self._target, lanes=self._lanes, **self._identity)
                 self._connection = int(said["connection"])
                 self._link = link
             return self._link
@@ -516,7 +526,17 @@ class Client:
 
 
 def connect(
-    target: Optional[str] = None, *, timeout: float = 10.0, memory: Optional[int] = None, lanes: int = 1
+    target: Optional[str] = None,
+    *,
+    timeout: float = 10.0,
+    memory: Optional[int] = None,
+    lanes: int = 1,
+    tls: Optional[bool] = None,
+    ca: Optional[Path] = None,
+    cert: Optional[Path] = None,
+    key: Optional[Path] = None,
+    token: Optional[Path] = None,
+    server_name: Optional[str] = None,
 ) -> Client:
     """Connect to a server: host:port or unix:/path, else $TENSORFERRY_SERVER, else 127.0.0.1:50051.
 
@@ -524,6 +544,12 @@ def connect(
     seconds. memory is the most bytes that this process shares with it; it counts when
     the program starts, which is with the first client. lanes is how many connections
     beside the one of gRPC a session may have for large tensors, 0 or 1; 0 is none.
+
+    ca is the file of the authority of the server's certificate, tls=True takes those that
+    the system trusts. cert and key are the files of the client's certificate and its key,
+    token that of its token. server_name is the name in the server's certificate, if that is
+    not the host of target. Any of them secures the connection. Else $TENSORFERRY_CA, _CERT,
+    _KEY, _TOKEN, _SERVER_NAME and _TLS say it.
     """
     if target is not None and not isinstance(target, str):
         raise TypeError(f"target is {target!r}; write host:port or unix:/path")
@@ -532,7 +558,13 @@ def connect(
     if isinstance(lanes, bool) or not isinstance(lanes, int) or not 0 <= lanes <= 1:
         raise ValueError(f"lanes is {lanes!r}; it is 0 or 1")
     target = target or os.environ.get("TENSORFERRY_SERVER") or "127.0.0.1:50051"
-    return Client(target, timeout=timeout, memory=memory, lanes=lanes)
+    identity: dict[str, Any] = {"tls": bool(os.environ.get("TENSORFERRY_TLS")) if tls is None else tls}
+    for name, given in (("ca", ca), ("cert", cert), ("key", key), ("token", token)):
+        file = given or os.environ.get("TENSORFERRY_" + name.upper())
+        if file:
+            identity[name] = os.path.abspath(file)
+    identity["server_name"] = server_name or os.environ.get("TENSORFERRY_SERVER_NAME") or ""
+    return Client(target, timeout=timeout, memory=memory, lanes=lanes, identity=identity)
 
 
 def _named(what: str, given: Any) -> None:
