@@ -106,8 +106,8 @@ func (*clientCredentials) ServerHandshake(net.Conn) (net.Conn, credentials.AuthI
 }
 
 // Info describes the protocol.
-func (c *clientCredentials) Info() credentials.ProtocolInfo {
-	return credentials.ProtocolInfo{SecurityProtocol: "tls", ServerName: c.files.ServerName}
+func (*clientCredentials) Info() credentials.ProtocolInfo {
+	return credentials.ProtocolInfo{SecurityProtocol: "tls"}
 }
 
 // Clone returns c.

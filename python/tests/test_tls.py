@@ -25,7 +25,9 @@ class TLS(unittest.TestCase):
         folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(folder.cleanup)
         cls.folder = pathlib.Path(folder.name)
-        subprocess.run([support.program(), "cert", cls.folder, "--client", "alice"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [support.program(), "cert", cls.folder, "--client", "alice"], check=True, stdout=subprocess.DEVNULL
+        )
         (cls.folder / "token").write_text(TOKEN)
         (cls.folder / "wrong").write_text(TOKEN[::-1])
         files = {
@@ -45,7 +47,9 @@ class TLS(unittest.TestCase):
         at = self.folder
         self.assertTrue(self.ask(ca=at / "ca.pem", token=str(at / "token")))
         self.assertTrue(self.ask(ca=at / "ca.pem", cert=at / "client.pem", key=at / "client-key.pem"))
-        with mock.patch.dict(os.environ, {"TENSORFERRY_CA": str(at / "ca.pem"), "TENSORFERRY_TOKEN": str(at / "token")}):
+        with mock.patch.dict(
+            os.environ, {"TENSORFERRY_CA": str(at / "ca.pem"), "TENSORFERRY_TOKEN": str(at / "token")}
+        ):
             self.assertTrue(self.ask())
 
     def test_nobody_else_is_and_learns_why(self) -> None:
