@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"math"
 	"slices"
 	"strconv"
@@ -23,7 +22,6 @@ import (
 const (
 	lengthBytes = 8
 	headerAlign = 8 // so that the first tensor begins aligned for any data type
-	metadataKey = "__metadata__"
 )
 
 // stNames are the format's names of the data types. It has none for complex128.
@@ -54,15 +52,20 @@ type Entry struct {
 	Name       string
 	Desc       tensor.Desc
 	Off, Bytes int64
+	// Foreign is the format's name of a data type that there is none of here, at most
+	// 40 bytes of it. The Desc then has no data type.
+	Foreign string
 }
 
-// Safetensors is an open .safetensors file. Safe for concurrent use, except that
-// Close comes last.
+// Safetensors is an open .safetensors file, or a model of several (OpenModel). Safe
+// for concurrent use, except that Close comes last.
 type Safetensors struct {
 	entries  []Entry
 	index    map[string]int
-	metadata map[string]string
-	data     []byte // after the header; lent by the map or shared with the caller
+	document Document
+	data     []byte         // after the header; lent by the map or shared with the caller
+	shards   []*Safetensors // that have the data, if it is a model of several files
+	shardOf  []int          // of each entry
 	closeMap func() error
 }
 
@@ -106,16 +109,22 @@ func ParseSafetensors(data []byte) (*Safetensors, error) {
 		return nil, err
 	}
 	s := &Safetensors{
-		entries: entries, index: make(map[string]int, len(entries)), metadata: metadata,
+		entries: entries, index: indexOf(entries), document: Document{Metadata: metadata},
 		data: data[n:], closeMap: func() error { return nil },
-	}
-	for i, e := range entries {
-		s.index[e.Name] = i
 	}
 	return s, nil
 }
 
-// Names returns the names of the tensors in the order of their bytes.
+func indexOf(entries []Entry) map[string]int {
+	index := make(map[string]int, len(entries))
+	for i, e := range entries {
+		index[e.Name] = i
+	}
+	return index
+}
+
+// Names returns the names of the tensors in the order of their bytes, of every data
+// type.
 func (s *Safetensors) Names() []string {
 	names := make([]string, len(s.entries))
 	for i, e := range s.entries {
@@ -124,10 +133,15 @@ func (s *Safetensors) Names() []string {
 	return names
 }
 
-// Metadata copies the file's free-form texts.
-func (s *Safetensors) Metadata() map[string]string { return maps.Clone(s.metadata) }
+// Metadata copies the file's free-form texts; of a model of several files, those that
+// all have.
+func (s *Safetensors) Metadata() map[string]string { return s.document.Common() }
 
-// Desc copies the desc of the tensor of this name; the error wraps ErrNotFound.
+// Document copies what the file says beside its tensors.
+func (s *Safetensors) Document() Document { return s.document.clone() }
+
+// Desc copies the desc of the tensor of this name; the error wraps ErrNotFound, or
+// ErrUnsupported if its data type is not one of package tensor.
 func (s *Safetensors) Desc(name string) (tensor.Desc, error) {
 	e, err := s.entry(name)
 	return e.Desc.Clone(), err
@@ -143,6 +157,9 @@ func (s *Safetensors) Tensor(name string) (tensor.Tensor, error) {
 	}
 	if s.closeMap == nil {
 		return tensor.Tensor{}, ErrClosed
+	}
+	if s.shards != nil {
+		return s.shards[s.shardOf[s.index[name]]].Tensor(name)
 	}
 	end := e.Off + e.Bytes // within the data: the header was checked against its size
 	return tensor.New(e.Desc.Clone(), s.data[e.Off:end:end])
@@ -162,6 +179,9 @@ func (s *Safetensors) entry(name string) (Entry, error) {
 	i, ok := s.index[name]
 	if !ok {
 		return Entry{}, fmt.Errorf("%w: %q; the file holds %d, see Names", ErrNotFound, name, len(s.entries))
+	}
+	if e := s.entries[i]; e.Foreign != "" {
+		return Entry{}, fmt.Errorf("%w: tensor %q has the data type %q; convert it in Python", ErrUnsupported, name, e.Foreign)
 	}
 	return s.entries[i], nil
 }
@@ -210,13 +230,19 @@ func (p *headerParser) fail(format string, args ...any) {
 
 func (p *headerParser) header() {
 	p.object("the header", func(key string) {
-		if key != metadataKey {
+		if key != MetadataName {
 			p.entry(key)
 			return
 		}
-		p.metadata = map[string]string{}
-		p.object(key, func(k string) { p.metadata[k] = p.text(k) })
+		p.metadata = p.texts(key)
 	})
+}
+
+// texts reads an object of texts.
+func (p *headerParser) texts(what string) map[string]string {
+	m := map[string]string{}
+	p.object(what, func(k string) { m[k] = p.text(k) })
+	return m
 }
 
 func (p *headerParser) entry(name string) {
@@ -228,9 +254,8 @@ func (p *headerParser) entry(name string) {
 		case "dtype":
 			dtype := p.text(name)
 			var known bool
-			if e.Desc.DType, known = stTypes[dtype]; !known && p.err == nil {
-				p.err = fmt.Errorf("%w: safetensors: tensor %q has dtype %q, which is not supported; convert it in Python",
-					ErrUnsupported, name, dtype)
+			if e.Desc.DType, known = stTypes[dtype]; !known {
+				e.Foreign = cmp.Or(strings.ToValidUTF8(dtype[:min(len(dtype), foreignType)], ""), "none")
 			}
 		case "shape":
 			// A shape is kept only as far as the rank limit, however long the list.
@@ -258,11 +283,16 @@ func (p *headerParser) entry(name string) {
 	if e.Desc.Shape == nil {
 		e.Desc.Shape = tensor.Shape{}
 	}
-	switch n, err := e.Desc.Bytes(); {
+	n, err := e.Desc.Bytes()
+	if e.Foreign != "" { // how many bytes it needs is not known
+		_, err = e.Desc.Shape.Elements()
+		n = max(e.Bytes, 0)
+	}
+	switch {
 	case err != nil:
 		p.err = fmt.Errorf("%w: safetensors: tensor %q: %w", ErrFormat, name, err)
 	case n != e.Bytes:
-		p.fail("tensor %q: %v needs %d bytes, data_offsets hold %d", name, e.Desc, n, e.Bytes)
+		p.fail("tensor %q: %v needs %d bytes, data_offsets hold %d", name, cmp.Or(e.Foreign, e.Desc.String()), n, e.Bytes)
 	default:
 		p.entries = append(p.entries, e)
 	}
@@ -393,7 +423,7 @@ func SafetensorsHeader(tensors []Entry, metadata map[string]string) ([]byte, err
 				return nil, fmt.Errorf("%w: safetensors: metadata %q: %q is not text in UTF-8", ErrFormat, k, v)
 			}
 		}
-		out = append(append(out, quote(metadataKey)...), ':')
+		out = append(append(out, quote(MetadataName)...), ':')
 		out = append(out, quote(metadata)...)
 	}
 	seen := map[string]bool{}
@@ -402,7 +432,7 @@ func SafetensorsHeader(tensors []Entry, metadata map[string]string) ([]byte, err
 		dtype, known := stNames[t.Desc.DType]
 		n, err := t.Desc.Bytes()
 		switch {
-		case seen[t.Name] || t.Name == metadataKey || !sound(t.Name):
+		case seen[t.Name] || t.Name == MetadataName || !sound(t.Name):
 			return nil, fmt.Errorf("%w: safetensors: the name %q is taken, reserved or not UTF-8", ErrFormat, t.Name)
 		case !known && t.Desc.DType.Valid():
 			return nil, fmt.Errorf("%w: safetensors has no type for tensor %q of %v; write it as .npy", ErrUnsupported, t.Name, t.Desc.DType)
@@ -434,14 +464,30 @@ func SafetensorsHeader(tensors []Entry, metadata map[string]string) ([]byte, err
 	return out, nil
 }
 
+// Order compares two tensors as the reference implementation orders them in a file:
+// wider data types first, so that every tensor begins aligned, then by name.
+func Order(a, b Entry) int {
+	return cmp.Or(cmp.Compare(slices.Index(stOrder, a.Desc.DType), slices.Index(stOrder, b.Desc.DType)), cmp.Compare(a.Name, b.Name))
+}
+
+// stOrder are the data types in the order of the reference implementation.
+var stOrder = []tensor.DataType{
+	tensor.Uint64, tensor.Int64, tensor.Float64, tensor.Complex64, tensor.Float32, tensor.Uint32, tensor.Int32,
+	tensor.BFloat16, tensor.Float16, tensor.Uint16, tensor.Int16, tensor.Float8E4M3FN, tensor.Float8E5M2,
+	tensor.Int8, tensor.Uint8, tensor.Bool,
+}
+
 // sound reports whether a text comes back from JSON as it went in.
 func sound(s string) bool { return utf8.ValidString(s) && !strings.ContainsRune(s, utf8.RuneError) }
 
-// quote returns v as JSON. Strings, and maps and structs of them, cannot fail.
+// quote returns v as JSON, with no character escaped that need not be. Strings, and
+// maps and structs of them, cannot fail.
 func quote(v any) []byte {
-	b, err := json.Marshal(v)
-	if err != nil {
+	var b bytes.Buffer
+	enc := json.NewEncoder(&b)
+	enc.SetEscapeHTML(false)
+	if err := enc.Encode(v); err != nil {
 		panic("tensorfile: " + err.Error())
 	}
-	return b
+	return bytes.TrimSuffix(b.Bytes(), []byte("\n"))
 }

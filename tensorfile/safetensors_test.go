@@ -159,7 +159,7 @@ func TestSafetensorsWriterRefusesWhatNobodyCouldRead(t *testing.T) {
 		want    error
 	}{
 		"name twice":           {[]Named{one, one}, nil, ErrFormat},
-		"reserved name":        {[]Named{with(metadataKey)}, nil, ErrFormat},
+		"reserved name":        {[]Named{with(MetadataName)}, nil, ErrFormat},
 		"name not UTF-8":       {[]Named{with("\xff")}, nil, ErrFormat},
 		"name lost in UTF-8":   {[]Named{with("\ufffd")}, nil, ErrFormat},
 		"too few bytes":        {[]Named{short}, nil, tensor.ErrShape},
@@ -213,68 +213,69 @@ var headers = map[string]struct {
 	data   int
 	want   error
 }{
-	"empty":                   {`{}`, 0, nil},
-	"padded":                  {`{}   `, 0, nil},
-	"scalar":                  {`{"a":{"dtype":"F64","shape":[],"data_offsets":[0,8]}}`, 8, nil},
-	"two":                     {`{"b":{"dtype":"U8","shape":[3],"data_offsets":[2,5]},"a":{"dtype":"F16","shape":[1],"data_offsets":[0,2]}}`, 5, nil},
-	"keys in any order":       {`{ "a" : {"data_offsets":[0,4],"shape":[1 , 1],"dtype":"I32"} , "__metadata__" : {"k":"v"} }`, 4, nil},
-	"escaped name":            {`{"\u0061\n":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}`, 1, nil},
-	"empty at a seam":         {`{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"e":{"dtype":"F32","shape":[0],"data_offsets":[1,1]},"b":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}`, 2, nil},
-	"two empty":               {`{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"b":{"dtype":"U8","shape":[4,0],"data_offsets":[0,0]}}`, 0, nil},
-	"empty metadata":          {`{"__metadata__":{}}`, 0, nil},
-	"rank 32":                 {`{"a":{"dtype":"U8","shape":[` + strings.Repeat("1,", 31) + `1],"data_offsets":[0,1]}}`, 1, nil},
-	"rank 33":                 {`{"a":{"dtype":"U8","shape":[` + strings.Repeat("1,", 32) + `1],"data_offsets":[0,1]}}`, 1, ErrFormat},
-	"no header":               {``, 0, ErrFormat},
-	"only padding":            {`  `, 0, ErrFormat},
-	"space first":             {` {}`, 0, ErrFormat},
-	"newline last":            {"{}\n", 0, ErrFormat},
-	"two objects":             {`{}{}`, 0, ErrFormat},
-	"a list":                  {`[]`, 0, ErrFormat},
-	"unclosed":                {`{"a":{}`, 0, ErrFormat},
-	"trailing comma":          {`{"__metadata__":{},}`, 0, ErrFormat},
-	"not UTF-8":               {"{\"\xff\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}", 1, ErrFormat},
-	"half a surrogate pair":   {`{"\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}`, 1, ErrFormat},
-	"name twice":              {`{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}`, 0, ErrFormat},
-	"name twice, escaped":     {`{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"\u0061":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}`, 0, ErrFormat},
-	"metadata twice":          {`{"__metadata__":{},"__metadata__":{}}`, 0, ErrFormat},
-	"metadata key twice":      {`{"__metadata__":{"a":"1","a":"1"}}`, 0, ErrFormat},
-	"metadata no text":        {`{"__metadata__":{"a":1}}`, 0, ErrFormat},
-	"metadata null":           {`{"__metadata__":null}`, 0, ErrFormat},
-	"dtype twice":             {`{"a":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}}`, 1, ErrFormat},
-	"unknown key":             {`{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"strides":[1]}}`, 1, ErrFormat},
-	"no dtype":                {`{"a":{"shape":[1],"data_offsets":[0,1]}}`, 1, ErrFormat},
-	"no shape":                {`{"a":{"dtype":"U8","data_offsets":[0,1]}}`, 1, ErrFormat},
-	"no offsets":              {`{"a":{"dtype":"U8","shape":[0]}}`, 0, ErrFormat},
-	"key in capitals":         {`{"a":{"DType":"U8","shape":[1],"data_offsets":[0,1]}}`, 1, ErrFormat},
-	"dtype not here":          {`{"a":{"dtype":"F8_E8M0","shape":[1],"data_offsets":[0,1]}}`, 1, ErrUnsupported},
-	"dtype no text":           {`{"a":{"dtype":7,"shape":[1],"data_offsets":[0,1]}}`, 1, ErrFormat},
-	"tensor no object":        {`{"a":[1]}`, 1, ErrFormat},
-	"shape no list":           {`{"a":{"dtype":"U8","shape":1,"data_offsets":[0,1]}}`, 1, ErrFormat},
-	"shape nested":            {`{"a":{"dtype":"U8","shape":[[1]],"data_offsets":[0,1]}}`, 1, ErrFormat},
-	"negative dimension":      {`{"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,1]}}`, 1, ErrFormat},
-	"minus zero":              {`{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}`, 0, ErrFormat},
-	"fraction":                {`{"a":{"dtype":"U8","shape":[1.0],"data_offsets":[0,1]}}`, 1, ErrFormat},
-	"exponent":                {`{"a":{"dtype":"U8","shape":[1e0],"data_offsets":[0,1]}}`, 1, ErrFormat},
-	"number as text":          {`{"a":{"dtype":"U8","shape":["1"],"data_offsets":[0,1]}}`, 1, ErrFormat},
-	"dimension over 2^63":     {`{"a":{"dtype":"U8","shape":[9223372036854775808],"data_offsets":[0,1]}}`, 1, ErrFormat},
-	"product over 2^63":       {`{"a":{"dtype":"U8","shape":[1099511627776,1099511627776],"data_offsets":[0,0]}}`, 0, tensor.ErrTooLarge},
-	"size other than shape":   {`{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}`, 4, ErrFormat},
-	"end before begin":        {`{"a":{"dtype":"U8","shape":[0],"data_offsets":[1,0]}}`, 0, ErrFormat},
-	"one offset":              {`{"a":{"dtype":"U8","shape":[0],"data_offsets":[0]}}`, 0, ErrFormat},
-	"three offsets":           {`{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0,0]}}`, 0, ErrFormat},
-	"hole at the start":       {`{"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}`, 2, ErrFormat},
-	"hole in the middle":      {`{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}}`, 3, ErrFormat},
-	"rest at the end":         {`{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}`, 2, ErrFormat},
-	"overlap":                 {`{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}`, 3, ErrFormat},
-	"same bytes twice":        {`{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}`, 2, ErrFormat},
-	"empty inside another":    {`{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[0],"data_offsets":[1,1]}}`, 2, ErrFormat},
-	"past the end":            {`{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}`, 1, ErrFormat},
-	"empty past the end":      {`{"a":{"dtype":"U8","shape":[0],"data_offsets":[9,9]}}`, 0, ErrFormat},
-	"data without tensors":    {`{}`, 1, ErrFormat},
-	"deep nesting, no crash":  {`{"a":` + strings.Repeat("[", 20000) + strings.Repeat("]", 20000) + `}`, 0, ErrFormat},
-	"offsets near the top":    {`{"a":{"dtype":"U8","shape":[1],"data_offsets":[9223372036854775806,9223372036854775807]}}`, 1, ErrFormat},
-	"offset over 2^63":        {`{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,18446744073709551617]}}`, 1, ErrFormat},
-	"number in a long format": {`{"a":{"dtype":"U8","shape":[` + strings.Repeat("9", 400) + `],"data_offsets":[0,1]}}`, 1, ErrFormat},
+	"empty":                     {`{}`, 0, nil},
+	"padded":                    {`{}   `, 0, nil},
+	"scalar":                    {`{"a":{"dtype":"F64","shape":[],"data_offsets":[0,8]}}`, 8, nil},
+	"two":                       {`{"b":{"dtype":"U8","shape":[3],"data_offsets":[2,5]},"a":{"dtype":"F16","shape":[1],"data_offsets":[0,2]}}`, 5, nil},
+	"keys in any order":         {`{ "a" : {"data_offsets":[0,4],"shape":[1 , 1],"dtype":"I32"} , "__metadata__" : {"k":"v"} }`, 4, nil},
+	"escaped name":              {`{"\u0061\n":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}`, 1, nil},
+	"empty at a seam":           {`{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"e":{"dtype":"F32","shape":[0],"data_offsets":[1,1]},"b":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}`, 2, nil},
+	"two empty":                 {`{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"b":{"dtype":"U8","shape":[4,0],"data_offsets":[0,0]}}`, 0, nil},
+	"empty metadata":            {`{"__metadata__":{}}`, 0, nil},
+	"rank 32":                   {`{"a":{"dtype":"U8","shape":[` + strings.Repeat("1,", 31) + `1],"data_offsets":[0,1]}}`, 1, nil},
+	"rank 33":                   {`{"a":{"dtype":"U8","shape":[` + strings.Repeat("1,", 32) + `1],"data_offsets":[0,1]}}`, 1, ErrFormat},
+	"no header":                 {``, 0, ErrFormat},
+	"only padding":              {`  `, 0, ErrFormat},
+	"space first":               {` {}`, 0, ErrFormat},
+	"newline last":              {"{}\n", 0, ErrFormat},
+	"two objects":               {`{}{}`, 0, ErrFormat},
+	"a list":                    {`[]`, 0, ErrFormat},
+	"unclosed":                  {`{"a":{}`, 0, ErrFormat},
+	"trailing comma":            {`{"__metadata__":{},}`, 0, ErrFormat},
+	"not UTF-8":                 {"{\"\xff\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}", 1, ErrFormat},
+	"half a surrogate pair":     {`{"\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}`, 1, ErrFormat},
+	"name twice":                {`{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}`, 0, ErrFormat},
+	"name twice, escaped":       {`{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"\u0061":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}`, 0, ErrFormat},
+	"metadata twice":            {`{"__metadata__":{},"__metadata__":{}}`, 0, ErrFormat},
+	"metadata key twice":        {`{"__metadata__":{"a":"1","a":"1"}}`, 0, ErrFormat},
+	"metadata no text":          {`{"__metadata__":{"a":1}}`, 0, ErrFormat},
+	"metadata null":             {`{"__metadata__":null}`, 0, ErrFormat},
+	"dtype twice":               {`{"a":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}}`, 1, ErrFormat},
+	"unknown key":               {`{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"strides":[1]}}`, 1, ErrFormat},
+	"no dtype":                  {`{"a":{"shape":[1],"data_offsets":[0,1]}}`, 1, ErrFormat},
+	"no shape":                  {`{"a":{"dtype":"U8","data_offsets":[0,1]}}`, 1, ErrFormat},
+	"no offsets":                {`{"a":{"dtype":"U8","shape":[0]}}`, 0, ErrFormat},
+	"key in capitals":           {`{"a":{"DType":"U8","shape":[1],"data_offsets":[0,1]}}`, 1, ErrFormat},
+	"dtype not here":            {`{"a":{"dtype":"F8_E8M0","shape":[1],"data_offsets":[0,1]}}`, 1, nil},
+	"dtype not here, backwards": {`{"a":{"dtype":"F4","shape":[1],"data_offsets":[1,0]}}`, 0, ErrFormat},
+	"dtype no text":             {`{"a":{"dtype":7,"shape":[1],"data_offsets":[0,1]}}`, 1, ErrFormat},
+	"tensor no object":          {`{"a":[1]}`, 1, ErrFormat},
+	"shape no list":             {`{"a":{"dtype":"U8","shape":1,"data_offsets":[0,1]}}`, 1, ErrFormat},
+	"shape nested":              {`{"a":{"dtype":"U8","shape":[[1]],"data_offsets":[0,1]}}`, 1, ErrFormat},
+	"negative dimension":        {`{"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,1]}}`, 1, ErrFormat},
+	"minus zero":                {`{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}`, 0, ErrFormat},
+	"fraction":                  {`{"a":{"dtype":"U8","shape":[1.0],"data_offsets":[0,1]}}`, 1, ErrFormat},
+	"exponent":                  {`{"a":{"dtype":"U8","shape":[1e0],"data_offsets":[0,1]}}`, 1, ErrFormat},
+	"number as text":            {`{"a":{"dtype":"U8","shape":["1"],"data_offsets":[0,1]}}`, 1, ErrFormat},
+	"dimension over 2^63":       {`{"a":{"dtype":"U8","shape":[9223372036854775808],"data_offsets":[0,1]}}`, 1, ErrFormat},
+	"product over 2^63":         {`{"a":{"dtype":"U8","shape":[1099511627776,1099511627776],"data_offsets":[0,0]}}`, 0, tensor.ErrTooLarge},
+	"size other than shape":     {`{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}`, 4, ErrFormat},
+	"end before begin":          {`{"a":{"dtype":"U8","shape":[0],"data_offsets":[1,0]}}`, 0, ErrFormat},
+	"one offset":                {`{"a":{"dtype":"U8","shape":[0],"data_offsets":[0]}}`, 0, ErrFormat},
+	"three offsets":             {`{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0,0]}}`, 0, ErrFormat},
+	"hole at the start":         {`{"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}`, 2, ErrFormat},
+	"hole in the middle":        {`{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}}`, 3, ErrFormat},
+	"rest at the end":           {`{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}`, 2, ErrFormat},
+	"overlap":                   {`{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}`, 3, ErrFormat},
+	"same bytes twice":          {`{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}`, 2, ErrFormat},
+	"empty inside another":      {`{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[0],"data_offsets":[1,1]}}`, 2, ErrFormat},
+	"past the end":              {`{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}`, 1, ErrFormat},
+	"empty past the end":        {`{"a":{"dtype":"U8","shape":[0],"data_offsets":[9,9]}}`, 0, ErrFormat},
+	"data without tensors":      {`{}`, 1, ErrFormat},
+	"deep nesting, no crash":    {`{"a":` + strings.Repeat("[", 20000) + strings.Repeat("]", 20000) + `}`, 0, ErrFormat},
+	"offsets near the top":      {`{"a":{"dtype":"U8","shape":[1],"data_offsets":[9223372036854775806,9223372036854775807]}}`, 1, ErrFormat},
+	"offset over 2^63":          {`{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,18446744073709551617]}}`, 1, ErrFormat},
+	"number in a long format":   {`{"a":{"dtype":"U8","shape":[` + strings.Repeat("9", 400) + `],"data_offsets":[0,1]}}`, 1, ErrFormat},
 }
 
 func TestSafetensorsHeaderSaysOneThingOnly(t *testing.T) {
@@ -288,7 +289,7 @@ func TestSafetensorsHeaderSaysOneThingOnly(t *testing.T) {
 				return
 			}
 			for _, n := range s.Names() {
-				if _, err := s.Tensor(n); err != nil {
+				if _, err := s.Tensor(n); err != nil && !(strings.HasPrefix(name, "dtype not here") && errors.Is(err, ErrUnsupported)) {
 					t.Error(err)
 				}
 			}
@@ -401,7 +402,7 @@ func modelAccepts(header []byte, dataBytes int) bool {
 			"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8,
 			"F16": 2, "BF16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
 		}[dtype]
-		if len(m) != 3 || !ok1 || !ok2 || !ok3 || !ok4 || len(offs) != 2 || len(shape) > 32 {
+		if len(m) != 3 || !ok1 || !ok2 || !ok3 || len(offs) != 2 || len(shape) > 32 {
 			return false
 		}
 		size := big.NewInt(width)
@@ -416,7 +417,7 @@ func modelAccepts(header []byte, dataBytes int) bool {
 		}
 		begin, end := whole(offs[0]), whole(offs[1])
 		if begin == nil || end == nil || end.Cmp(big.NewInt(int64(dataBytes))) > 0 || begin.Cmp(end) > 0 ||
-			new(big.Int).Sub(end, begin).Cmp(size) != 0 {
+			ok4 && new(big.Int).Sub(end, begin).Cmp(size) != 0 {
 			return false
 		}
 		b, e := int(begin.Int64()), int(end.Int64())
@@ -498,6 +499,7 @@ func FuzzSafetensorsHeader(f *testing.F) {
 		}
 		// Whatever was accepted can be written and read again.
 		var all []Named
+		entries = slices.DeleteFunc(entries, func(e Entry) bool { return e.Foreign != "" })
 		for _, e := range entries {
 			all = append(all, Named{e.Name, tensor.Tensor{Desc: e.Desc, Data: make([]byte, e.Bytes)}})
 		}
