@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"path"
 	"slices"
 	"strings"
 
@@ -15,6 +14,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/glob"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -76,6 +76,11 @@ func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 	names := make(map[string]int, len(r.Select))
 	for _, s := range r.Select {
 		names[s.Name]++
+		var g *glob.Glob
+		if s.glob() {
+			g, _ = glob.Parse(s.Name) // the server refuses a bad one
+		}
+		p.globs = append(p.globs, g)
 	}
 	req := &pb.PullTensorsRequest{Hello: wire.ToHello(&hello)}
 	for _, s := range r.Select {
@@ -121,8 +126,9 @@ type pull struct {
 	byID    map[tensor.ID]*pulled
 	pieces  *bufio.Writer // made for the first tensor that needs it
 
-	answered  []bool // the selections that the server told of
-	textBytes int    // of its texts that are kept
+	globs     []*glob.Glob // of the selections; nil for one that is no glob
+	answered  []bool       // the selections that the server told of
+	textBytes int          // of its texts that are kept
 }
 
 // pulled is one tensor of it, and its assembler.Placer.
@@ -279,7 +285,7 @@ func (p *pull) selected(name string) (found bool) {
 		return false
 	}
 	for i := range p.request.Select {
-		if p.request.Select[i].picks(name) {
+		if p.request.Select[i].Name == name || p.globs[i] != nil && p.globs[i].Match(name) {
 			found = true
 			if !p.answered[i] {
 				p.answered[i] = true
@@ -288,15 +294,6 @@ func (p *pull) selected(name string) (found bool) {
 		}
 	}
 	return found
-}
-
-// picks reports whether a tensor, or a summary alone, of this name is for s.
-func (s Selection) picks(name string) bool {
-	if s.Name == name || !s.glob() {
-		return s.Name == name
-	}
-	matches, err := path.Match(s.Name, name)
-	return err == nil && matches
 }
 
 // glob reports whether s may pick several tensors.

@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"github.com/tensorferry/tensorferry/internal/background"
+	"github.com/tensorferry/tensorferry/internal/glob"
 )
 
 // index finds things by name, and the names in order.
@@ -49,7 +50,7 @@ func (x *index[T]) after(name string, most int) []string {
 // pages it holds neither the store's lock nor its turn, so that a long list
 // does not keep others waiting.
 func listPages(ctx context.Context, pattern, after string, most int, page func(after string, n int) ([]Info, error)) ([]Info, error) {
-	g, err := parseGlob(pattern)
+	g, err := glob.Parse(pattern)
 	if err != nil {
 		return nil, err
 	}
@@ -74,7 +75,7 @@ func listPages(ctx context.Context, pattern, after string, most int, page func(a
 					over = true
 					break
 				}
-				if pattern == "" || g.match(info.Name) {
+				if pattern == "" || g.Match(info.Name) {
 					found = append(found, info.clone())
 				}
 				after = info.Name

@@ -17,6 +17,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/glob"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -26,7 +27,7 @@ var (
 	// ErrName is wrapped when a name is empty, too long or no printable text.
 	ErrName = errors.New("store: bad name")
 	// ErrGlob is wrapped when a pattern of names is malformed or too long.
-	ErrGlob = errors.New("store: bad pattern")
+	ErrGlob = glob.ErrPattern
 	// ErrFull is wrapped when there is no room for a tensor.
 	ErrFull = errors.New("store: full")
 	// ErrNotFound is wrapped when there is no tensor, or source, of a name.
@@ -84,8 +85,9 @@ type Store interface {
 	// The error wraps ErrNotFound.
 	Open(ctx context.Context, name string) (Reader, error)
 	// List copies the Infos of up to most tensors whose names match glob and come after
-	// the name after, sorted by name. A glob has path.Match's syntax, with ErrGlob for
-	// one that is malformed or longer than MaxName; the empty glob matches all.
+	// the name after, sorted by name. A glob has path.Match's syntax, and ** for anything,
+	// slashes too, with ErrGlob for one that is malformed or longer than MaxName; the empty
+	// glob matches all.
 	List(ctx context.Context, glob, after string, most int) ([]Info, error)
 	// Delete deletes the tensors of these names in order and returns the names of those
 	// that were there; durably, when the store is durable. It stops at a part of a file,

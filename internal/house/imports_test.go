@@ -18,6 +18,7 @@ var layers = map[string][]string{
 	"identity":             {},
 	"examples/fashion":     {},
 	"internal/background":  {},
+	"internal/glob":        {},
 	"internal/fault":       {},
 	"internal/house":       {},
 	"internal/invariants":  {},
@@ -44,7 +45,7 @@ var layers = map[string][]string{
 	"engine/stack":      {"engine", "tensor", "tensorfile"},
 	"frame":             {"codec", "tensor"},
 	"internal/attack":   {"api/tensorferry/v1", "codec", "tensor"},
-	"store":             {"codec", "internal/background", "internal/fault", "internal/minifloat", "slab", "tensor", "tensorfile"},
+	"store":             {"codec", "internal/background", "internal/fault", "internal/glob", "internal/minifloat", "slab", "tensor", "tensorfile"},
 
 	"engine/cpu":        {"engine", "engine/blocks", "engine/builtin", "engine/stack", "slab", "tensor"},
 	"engine/worker":     {"engine", "engine/blocks", "engine/builtin", "internal/link", "slab", "tensor"},
@@ -58,7 +59,7 @@ var layers = map[string][]string{
 
 	"internal/session": {"codec", "frame", "stream", "tensor"},
 
-	"client":                 {"api/tensorferry/v1", "codec", "frame", "internal/lane", "internal/session", "internal/transfer", "internal/wire", "slab", "stream", "tensor"},
+	"client":                 {"api/tensorferry/v1", "codec", "frame", "internal/glob", "internal/lane", "internal/session", "internal/transfer", "internal/wire", "slab", "stream", "tensor"},
 	"internal/link/linktest": {"internal/link"},
 	"internal/relay":         {"client", "identity", "internal/link", "slab", "tensor"},
 	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/metrics", "internal/session", "slab", "stream", "tensor"},

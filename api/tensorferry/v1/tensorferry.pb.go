@@ -1592,7 +1592,7 @@ func (x *PullTensorsRequest) GetSelections() []*Selection {
 // Selection picks tensors of the store, or a source.
 type Selection struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// A tensor's name; or a glob with * ? [a-z], that picks every name it matches
+	// A tensor's name; or a glob with * ** ? [a-z], that picks every name it matches
 	// and at least one; or, with source set, a source's name.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// The name is a source's, which makes a tensor from params.

@@ -1,18 +1,35 @@
-package store
+// Package glob matches names of tensors with patterns. Any package may use it; it has no
+// bytes of its own.
+//
+// The syntax is path.Match's, and ** stands for anything, slashes too.
+package glob
 
 import (
+	"errors"
 	"fmt"
 	"path"
 	"slices"
+	"strings"
 	"unicode/utf8"
 )
 
-// glob is a compiled pattern of path.Match. It follows all ways to match at once, a bit
-// for each: path.Match backtracks, which takes fifty times as long for a bad pattern and
-// long names.
-type glob struct {
+// ErrPattern is wrapped when a pattern is malformed or longer than MaxBytes.
+var ErrPattern = errors.New("glob: bad pattern")
+
+const (
+	// MaxBytes is the longest pattern in bytes: that of a name.
+	MaxBytes = 512
+	// quoted is how many characters of a peer's pattern an error quotes.
+	quoted = 64
+)
+
+// Glob is a compiled pattern. It follows all ways to match at once, a bit for each:
+// path.Match backtracks, which takes fifty times as long for a bad pattern and long
+// names. Safe for concurrent use.
+type Glob struct {
 	elements []element
 	stars    states // bit i: anything but slashes may come before element i
+	all      states // bit i: anything may
 	words    int    // of states, as far as there are elements
 	// Characters from bounds[i] to below bounds[i+1] are the same to every element:
 	// takers[i] has bit n where element n takes them.
@@ -21,7 +38,7 @@ type glob struct {
 }
 
 // states has bit i set where the first i elements have matched.
-type states [MaxName/64 + 1]uint64
+type states [MaxBytes/64 + 1]uint64
 
 func (s *states) set(i int)      { s[i/64] |= 1 << (i % 64) }
 func (s *states) has(i int) bool { return s[i/64]>>(i%64)&1 > 0 }
@@ -38,22 +55,23 @@ func (e *element) takes(r rune) bool {
 	return slices.ContainsFunc(e.spans, func(s span) bool { return s.lo <= r && r <= s.hi }) != e.outside
 }
 
-// parseGlob reports, with an error that wraps ErrGlob, when names cannot be matched
-// with a pattern.
-func parseGlob(pattern string) (*glob, error) {
-	if len(pattern) > MaxName { // which also bounds the elements
-		return nil, fmt.Errorf("%w: %d bytes, the limit is %d", ErrGlob, len(pattern), MaxName)
+// Parse compiles a pattern; the error wraps ErrPattern.
+func Parse(pattern string) (*Glob, error) {
+	if len(pattern) > MaxBytes { // which also bounds the elements
+		return nil, fmt.Errorf("%w: %d bytes, the limit is %d", ErrPattern, len(pattern), MaxBytes)
 	}
 	if _, err := path.Match(pattern, ""); err != nil {
-		return nil, fmt.Errorf("%w: %.*q: * and ? stand for all but a slash, [a-z] for one of a range", ErrGlob, quoted, pattern)
+		return nil, fmt.Errorf("%w: %.*q: * and ? stand for all but a slash, ** for all, [a-z] for one of a range", ErrPattern, quoted, pattern)
 	}
-	g := new(glob)
+	g := new(Glob)
 	for rest := pattern; rest != ""; {
 		var e element
 		switch rest[0] {
 		case '*':
 			g.stars.set(len(g.elements))
-			rest = rest[1:]
+			if rest = rest[1:]; strings.HasPrefix(rest, "*") {
+				g.all.set(len(g.elements))
+			}
 			continue
 		case '?':
 			e, rest = element{[]span{{'/', '/'}}, true}, rest[1:]
@@ -119,8 +137,8 @@ func parseCharacter(rest string) (rune, string) {
 	return r, rest[n:]
 }
 
-// match reports whether the pattern matches all of a name.
-func (g *glob) match(name string) bool {
+// Match reports whether the pattern matches all of a name.
+func (g *Glob) Match(name string) bool {
 	now := states{1}
 	for _, r := range name {
 		n, there := slices.BinarySearch(g.bounds, r)
@@ -136,6 +154,7 @@ func (g *glob) match(name string) bool {
 			if r != '/' {
 				next |= now[i] & g.stars[i]
 			}
+			next |= now[i] & g.all[i]
 			now[i] = next
 			left |= next
 		}
