@@ -92,6 +92,9 @@ func (d Document) File(name string) (file string, ok bool) {
 	return file, ok
 }
 
+// Missing returns how many tensors of a model of several files there are beside n of them.
+func (d Document) Missing(n int) int { return len(d.files) - n }
+
 // Common copies the metadata of a single file, or those that all files have.
 func (d Document) Common() map[string]string {
 	if d.Index == "" {

@@ -33,9 +33,10 @@ ways; nothing is stored under the new name unless all of it is right. The first
 tensor that fails ends it; what was copied is printed.
 
 NAME may be a glob, as for pull. If TO ends in a slash, or there are several
-tensors, each is stored under TO and the last part of its name.`,
+tensors, each is stored under TO and the last part of its name; those of model/
+under TO and all that follows model/.`,
 		Example: `  tensorferry cp x backup/x
-  tensorferry cp 'model/*' model-2/
+  tensorferry cp model/ model-2/
   tensorferry cp x y --to 127.0.0.1:50055`,
 		Args: takes(many, "NAME", "TO"),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -77,11 +78,11 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 	bars := newProgress(stderr, o.quiet)
 	defer bars.end()
 	called := make(map[string]string, len(list)) // by the new name
-	names, lines := make([]string, len(list)), make([]*bar, len(list))
+	copies, lines := make([]string, len(list)), make([]*bar, len(list))
 	for i, s := range list {
 		name := to
 		if strings.HasSuffix(to, "/") {
-			name += path.Base(s.Name)
+			name += below(names, s.Name)
 		}
 		if other, twice := called[name]; twice {
 			return usage("%q and %q would both be called %q; copy them one by one", other, s.Name, name)
@@ -93,14 +94,14 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 			return usage("%q would be copied onto itself", name)
 		}
 		called[name] = s.Name
-		names[i], lines[i] = name, bars.tensor(name, s.Desc)
+		copies[i], lines[i] = name, bars.tensor(name, s.Desc)
 	}
 	var copied []client.Summary
 	for i, s := range list {
 		var stored []client.Summary
 		err = readStored(ctx, from, client.Selection{Name: s.Name}, func(d tensor.Desc, r io.Reader) (err error) {
 			in := client.FromReader("", d, io.TeeReader(r, lines[i]))
-			in.Name = names[i]
+			in.Name = copies[i]
 			stored, err = target.Push(ctx, client.PushRequest{Tensors: []client.Input{in}})
 			if err != nil && target != from {
 				err = toError{err}
@@ -115,6 +116,17 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 	bars.end()
 	err = errors.Join(err, forgotten(ctx, target, copied))
 	return cmp.Or(err, printMoved(printer{stdout, o.asJSON}, copied))
+}
+
+// below is the part of a tensor's name that its copy keeps: the last or, of a NAME that
+// ends in a slash, all that follows it.
+func below(names []string, name string) string {
+	for _, n := range names {
+		if rest, ok := strings.CutPrefix(name, n); ok && strings.HasSuffix(n, "/") && rest != "" {
+			return rest
+		}
+	}
+	return path.Base(name)
 }
 
 // toError is how the server of --to failed, not that of --server.

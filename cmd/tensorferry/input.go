@@ -99,29 +99,62 @@ func neither(text, file string, err error) error {
 	return hinted{err, fmt.Sprintf("neither file %q nor file %q exists", file, text)}
 }
 
-// memberOf splits FILE.safetensors:name; path is file if it is nothing of the kind.
+// memberOf splits FILE.safetensors:name, where FILE may also be an index; path is file if
+// it is nothing of the kind.
 func memberOf(file string) (path, name string, member bool) {
-	path, name, member = strings.Cut(file, ".safetensors:")
-	if member {
-		path += ".safetensors"
+	for _, suffix := range []string{tensorfile.FileSuffix, tensorfile.IndexSuffix} {
+		if path, name, member = strings.Cut(file, suffix+":"); member {
+			return path + suffix, name, true
+		}
 	}
-	return path, name, member
+	return file, "", false
+}
+
+// isModel reports whether a path names a model file: .safetensors, the index of several,
+// or a folder with one of these.
+func isModel(path string) bool {
+	info, err := os.Stat(path)
+	return strings.HasSuffix(path, tensorfile.FileSuffix) || strings.HasSuffix(path, tensorfile.IndexSuffix) || err == nil && info.IsDir()
 }
 
 // describesItself reports whether a file of this name says what it holds.
 func describesItself(file string) bool {
 	path, _, _ := memberOf(file)
-	return strings.HasSuffix(path, ".npy") || strings.HasSuffix(path, ".safetensors")
+	return strings.HasSuffix(path, ".npy") || strings.HasSuffix(path, tensorfile.FileSuffix) || strings.HasSuffix(path, tensorfile.IndexSuffix)
 }
 
-// openInput opens the file of a command's argument: .npy, .safetensors with all its
+// opened is what the argument of a command names.
+type opened struct {
+	tensors []*source
+	// Of a model file that is named whole: what it says beside its tensors, and the tensors
+	// that cannot be read.
+	document tensorfile.Document
+	unknown  []unknown
+}
+
+// unknown is a tensor of a data type that there is none of here.
+type unknown struct {
+	file, name string
+	err        error
+}
+
+// errors joins what is wrong with the tensors that cannot be read.
+func (o *opened) errors() error {
+	all := make([]error, len(o.unknown))
+	for i, u := range o.unknown {
+		all[i] = fmt.Errorf("%s: %w", u.file, u.err)
+	}
+	return errors.Join(all...)
+}
+
+// openInput opens the file of a command's argument: .npy, a model file with all its
 // tensors or with the one of a :name, raw bytes, or "-" for stdin. It waits for the
 // header of a pipe until ctx ends.
-func openInput(ctx context.Context, file string, raw rawInput, stdin io.Reader) ([]*source, error) {
-	return interruptible(ctx, func() ([]*source, error) { return openFile(file, raw, stdin) })
+func openInput(ctx context.Context, file string, raw rawInput, stdin io.Reader) (*opened, error) {
+	return interruptible(ctx, func() (*opened, error) { return openFile(file, raw, stdin) })
 }
 
-func openFile(file string, raw rawInput, stdin io.Reader) ([]*source, error) {
+func openFile(file string, raw rawInput, stdin io.Reader) (*opened, error) {
 	var s *source
 	var err error
 	switch path, name, member := memberOf(file); {
@@ -130,9 +163,9 @@ func openFile(file string, raw rawInput, stdin io.Reader) ([]*source, error) {
 	case file == "-":
 		s, err = openPipe(stdin)
 	case member:
-		return openSafetensors(path, name)
-	case strings.HasSuffix(file, ".safetensors"):
-		return openSafetensors(file)
+		return openModel(path, name)
+	case isModel(file):
+		return openModel(file)
 	default:
 		var t tensor.Tensor
 		t, _, err = tensorfile.MapNPY(file)
@@ -141,32 +174,45 @@ func openFile(file string, raw rawInput, stdin io.Reader) ([]*source, error) {
 	if err != nil {
 		return nil, err
 	}
-	return []*source{s}, nil
+	return &opened{tensors: []*source{s}}, nil
 }
 
-// openSafetensors opens the tensors of a file, or only those of some names.
-func openSafetensors(path string, only ...string) ([]*source, error) {
-	s, err := tensorfile.OpenSafetensors(path)
+// openModel opens the tensors of a model file, or only those of some names.
+func openModel(path string, only ...string) (*opened, error) {
+	file := path
+	if info, err := os.Stat(path); err == nil && info.IsDir() {
+		if file, err = tensorfile.ModelIn(path); err != nil {
+			return nil, err
+		}
+	}
+	s, err := tensorfile.OpenModel(file)
 	if err != nil {
 		return nil, err
 	}
-	names := s.Names()
-	if len(only) > 0 {
-		names = only
+	names, o := only, &opened{}
+	if len(only) == 0 {
+		names, o.document = s.Names(), s.Document()
 	}
-	list := make([]*source, len(names))
-	for i, name := range names {
+	for _, name := range names {
+		title := file + ":" + name
 		t, err := s.Tensor(name)
-		if errors.Is(err, tensorfile.ErrNotFound) {
-			err = hinted{fmt.Errorf("%s: %w: %q", path, tensorfile.ErrNotFound, name), "tensorferry show " + path + " lists what it holds"}
+		switch {
+		case errors.Is(err, tensorfile.ErrNotFound):
+			err = hinted{fmt.Errorf("%s: %w: %q", file, tensorfile.ErrNotFound, name), "tensorferry show " + file + " lists what it holds"}
+		case errors.Is(err, tensorfile.ErrUnsupported):
+			if len(only) == 0 {
+				o.unknown = append(o.unknown, unknown{file, name, err})
+				continue
+			}
+			err = fmt.Errorf("%s: %w", file, err)
 		}
 		if err != nil {
 			return nil, errors.Join(err, s.Close())
 		}
-		list[i] = &source{client.From("", t), path + ":" + name}
-		list[i].Name = name
+		o.tensors = append(o.tensors, &source{client.From("", t), title})
+		o.tensors[len(o.tensors)-1].Name = name
 	}
-	return list, nil
+	return o, nil
 }
 
 // openPipe opens the .npy that comes through stdin.

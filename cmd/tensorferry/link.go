@@ -105,7 +105,7 @@ func linkedList(ctx context.Context, c *client.Client, globs []string, out print
 	if err != nil {
 		return err
 	}
-	return printStored(out, list, sources)
+	return printStored(out, list, sources, nil)
 }
 
 func linkedDelete(ctx context.Context, c *client.Client, names []string, out printer) error {

@@ -2,7 +2,6 @@ package main
 
 import (
 	"bytes"
-	"cmp"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -17,6 +16,17 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
+// output is where a command writes tensors.
+type output interface {
+	// begin writes what stands before the bytes of tensors and returns a writer for each.
+	// It is called once.
+	begin(tensors []named) ([]*tensorWriter, error)
+	// commit ends a result that is complete.
+	commit() error
+	// abandon removes what was not committed.
+	abandon()
+}
+
 // target is where tensors are written: stdout, a device or pipe, or a file that is
 // complete or absent. A name that ends in .safetensors makes one of those; anything
 // else holds one tensor, as .npy or as raw bytes.
@@ -24,6 +34,8 @@ type target struct {
 	path string // as it was typed
 	raw  bool
 	out  io.Writer
+	// metadata is that of a .safetensors file.
+	metadata map[string]string
 
 	special bool     // path is there and no file: it is opened as it is
 	real    string   // the file behind every symbolic link
@@ -143,13 +155,12 @@ func (t *target) begin(tensors []named) ([]*tensorWriter, error) {
 	}
 	switch {
 	case whole:
-		// Wider data types first, so that every tensor begins aligned.
-		order := slices.SortedStableFunc(slices.Values(writers), func(a, b *tensorWriter) int { return cmp.Compare(b.DType.Bits(), a.DType.Bits()) })
+		order := slices.SortedFunc(slices.Values(writers), func(a, b *tensorWriter) int { return tensorfile.Order(a.entry(), b.entry()) })
 		entries := make([]tensorfile.Entry, len(order))
 		for i, w := range order {
-			entries[i] = tensorfile.Entry{Name: w.name, Desc: w.Desc}
+			entries[i] = w.entry()
 		}
-		text, err := tensorfile.SafetensorsHeader(entries, nil)
+		text, err := tensorfile.SafetensorsHeader(entries, t.metadata)
 		if err != nil {
 			return nil, t.named(err)
 		}
@@ -194,6 +205,11 @@ type tensorWriter struct {
 	named
 	left int64 // bytes it still takes
 	to   io.Writer
+}
+
+// entry is the tensor in the header of a file.
+func (w *tensorWriter) entry() tensorfile.Entry {
+	return tensorfile.Entry{Name: w.name, Desc: w.Desc}
 }
 
 func (w *tensorWriter) Write(p []byte) (int, error) {

@@ -34,6 +34,7 @@ type progressBars struct {
 	moved, size int64    // of all tensors
 	all         *mpb.Bar // nil while there is one tensor
 	lines       []*mpb.Bar
+	vanishing   bool // finished lines leave the screen
 }
 
 // newProgress returns bars on w, or nil if quiet is set or w is not a terminal with a
@@ -53,6 +54,15 @@ func quietFlag(c *cobra.Command, to *bool) {
 func isTerminal(w io.Writer) bool {
 	f, ok := w.(*os.File)
 	return ok && cwriter.IsTerminal(int(f.Fd()))
+}
+
+// vanish has finished lines leave the screen, from the next tensor on.
+func (p *progressBars) vanish() {
+	if p != nil {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.vanishing = true
+	}
 }
 
 // tensor adds a tensor; one without elements needs no line.
@@ -83,6 +93,9 @@ func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 }
 
 func (p *progressBars) line(title string, size int64, options ...mpb.BarOption) *mpb.Bar {
+	if p.vanishing {
+		options = append(options, mpb.BarRemoveOnComplete())
+	}
 	line := p.bars.AddBar(size, append(options,
 		mpb.PrependDecorators(
 			decor.Name(title, decor.WCSyncSpaceR),

@@ -11,6 +11,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
 // pullOptions are the flags of pull.
@@ -18,6 +19,7 @@ type pullOptions struct {
 	remote
 	sourceFlags
 	output string
+	prefix string
 	raw    bool
 	asJSON bool
 }
@@ -31,21 +33,29 @@ func pullCommand() *cobra.Command {
 for --param. Each is checked on its way, and in the end against the digest that the
 server has.
 
-NAME may be a glob: * and ? stand for anything but a slash, [a-z] for one letter.
-If there is a tensor of that very name, it is that one.
+NAME may be a glob: * and ? stand for anything but a slash, ** for anything, [a-z]
+for one letter; model/ is model/**. If there is a tensor of that very name, it is
+that one.
 
 The output is .npy, or .safetensors, which holds any number, if it is named so, or
 raw bytes with --raw. "-" is stdout, and the default. An output file is written
-whole or not at all; a device or a pipe as it comes.`,
+whole or not at all; a device or a pipe as it comes.
+
+In a .safetensors file the names have no longer what all NAMEs begin with, up to a
+slash: those of model/* lose model/. --prefix puts another text there. The file has
+the metadata that model/__metadata__ holds. A model that was pushed from several
+files becomes one, or these again in a folder, which is new or empty.`,
 		Example: `  tensorferry pull x -o x.npy
-  tensorferry pull 'model/*' -o model.safetensors
+  tensorferry pull model/ -o model.safetensors
+  tensorferry pull llama/ -o models/llama/
   tensorferry pull --source gen -p shape=1000,1000 -p seed=7 | tensorferry show -`,
 		Args: takes(many, "NAME"),
 		RunE: func(c *cobra.Command, args []string) error {
 			return pull(c.Context(), args, o, c.OutOrStdout(), c.ErrOrStderr())
 		},
 	}
-	c.Flags().StringVarP(&o.output, "output", "o", "-", "`file` to write")
+	c.Flags().StringVarP(&o.output, "output", "o", "-", "`file` to write, or a folder")
+	c.Flags().StringVar(&o.prefix, "prefix", "", "`text` that the names in a .safetensors file begin with, in place of what the NAMEs share")
 	o.sourceFlags.flags(c)
 	c.Flags().BoolVar(&o.raw, "raw", false, "write raw bytes")
 	o.remote.flags(c)
@@ -59,11 +69,14 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 	if err != nil {
 		return err
 	}
-	if o.asJSON && o.output == "-" {
+	whole := strings.HasSuffix(o.output, tensorfile.FileSuffix)
+	several := (whole || isFolder(o.output)) && !o.source
+	switch {
+	case o.asJSON && o.output == "-":
 		return usage("--json prints to stdout; name a file with --output")
-	}
-	several := strings.HasSuffix(o.output, ".safetensors") && !o.source
-	if len(selections) != 1 && !several {
+	case o.prefix != "" && (!whole || o.source):
+		return usage("--prefix is for the names of stored tensors in a .safetensors file")
+	case len(selections) != 1 && !several:
 		return oneTensor(o.output)
 	}
 	cl, err := o.dial()
@@ -71,33 +84,50 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 		return err
 	}
 	defer cl.Close()
-	out, err := newTarget(o.output, o.raw, stdout)
+	to := pulled{prefix: sharedPrefix(names), instead: o.prefix}
+	if several && !whole {
+		to.folder, err = newFolderTarget(o.output)
+		to.out = to.folder
+	} else {
+		to.file, err = newTarget(o.output, o.raw, stdout)
+		to.out = to.file
+	}
 	if err != nil {
 		return err
 	}
-	defer out.abandon()
-	bars := newProgress(stderr, o.quiet)
-	defer bars.end()
+	defer to.out.abandon()
+	to.bars = newProgress(stderr, o.quiet)
+	defer to.bars.end()
 
-	to := pulled{out: out, bars: bars}
-	if !o.source {
+	var got []client.Summary
+	if o.source {
+		to.prefix = ""
+	} else {
 		// Before the first byte is out it must be known how many tensors there are.
 		list, err := storedOf(ctx, cl, names)
 		if err != nil {
 			return err
 		}
-		selections = selectionsOf(list)
 		switch {
 		case several:
-			err = to.begin(list)
+			if err = leftOut(ctx, cl, names, stderr); err == nil {
+				list, got, err = to.takeDocument(ctx, cl, list)
+			}
+			if err == nil {
+				err = to.begin(list)
+			}
 		case len(list) != 1:
-			err = oneTensor(o.output)
+			list = slices.DeleteFunc(list, func(s client.Stored) bool { return isDocument(s) && !slices.Contains(names, s.Name) })
+			if len(list) != 1 {
+				err = oneTensor(o.output)
+			}
 		}
 		if err != nil {
 			return err
 		}
+		selections = selectionsOf(list)
 	}
-	got, err := interruptible(ctx, func() (got []client.Summary, _ error) {
+	got, err = interruptible(ctx, func() ([]client.Summary, error) {
 		for some := range slices.Chunk(selections, selectionsAtATime) {
 			summaries, err := pullTo(ctx, cl, some, to.writer)
 			if err != nil {
@@ -110,10 +140,10 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 	if err != nil {
 		return err
 	}
-	if err := out.commit(); err != nil {
+	if err := to.out.commit(); err != nil {
 		return err
 	}
-	bars.end()
+	to.bars.end()
 	if !o.asJSON {
 		return nil
 	}
@@ -126,9 +156,77 @@ func oneTensor(output string) error {
 
 // pulled is where the tensors of a pull go.
 type pulled struct {
-	out     *target
-	bars    *progressBars
-	tensors map[string]place // nil until begin
+	out    output // one of these two
+	file   *target
+	folder *folderTarget
+	bars   *progressBars
+	// prefix is what the names share, and a file has instead.
+	prefix, instead string
+	tensors         map[string]place // nil until begin
+}
+
+// sharedPrefix is the folder that all names share, without what a glob picks: model/ of
+// model/*, and nothing of x and y/*.
+func sharedPrefix(names []string) (shared string) {
+	for i, n := range names {
+		if at := strings.IndexAny(n, globs+`\`); at >= 0 {
+			n = n[:at]
+		}
+		folder := n[:strings.LastIndexByte(n, '/')+1]
+		if i == 0 {
+			shared = folder
+		}
+		for !strings.HasPrefix(folder, shared) {
+			shared = shared[:strings.LastIndexByte(strings.TrimSuffix(shared, "/"), '/')+1]
+		}
+	}
+	return shared
+}
+
+// leftOut tells of tensors that a glob such as model/* does not pick because of slashes in
+// their names: a model file would lack them.
+func leftOut(ctx context.Context, cl *client.Client, names []string, stderr io.Writer) error {
+	for _, n := range names {
+		if !strings.HasSuffix(n, "/*") {
+			continue
+		}
+		picked, _, err := cl.List(ctx, n)
+		if err != nil {
+			return err
+		}
+		there, _, err := cl.List(ctx, n+"*")
+		if err != nil {
+			return err
+		}
+		have := make(map[string]bool, len(picked))
+		for _, s := range picked {
+			have[s.Name] = true
+		}
+		there = slices.DeleteFunc(there, func(s client.Stored) bool { return have[s.Name] })
+		if len(there) > 0 {
+			fmt.Fprintf(stderr, "note: %q leaves out %d tensors such as %q; %q picks them\n", n, len(there), there[0].Name, n+"*")
+		}
+	}
+	return nil
+}
+
+// takeDocument pulls what the model file of the prefix says beside its tensors, if that
+// is in the list, and returns the rest of the list.
+func (p *pulled) takeDocument(ctx context.Context, cl *client.Client, list []client.Stored) ([]client.Stored, []client.Summary, error) {
+	i := slices.IndexFunc(list, func(s client.Stored) bool { return s.Name == p.prefix+tensorfile.MetadataName })
+	if i < 0 {
+		return list, nil, nil
+	}
+	d, got, err := pullDocument(ctx, cl, list[i])
+	if err != nil {
+		return nil, nil, err
+	}
+	if p.folder != nil {
+		p.folder.document = d
+	} else {
+		p.file.metadata = d.Common()
+	}
+	return slices.Delete(list, i, i+1), got, nil
 }
 
 type place struct {
@@ -140,15 +238,19 @@ type place struct {
 func (p *pulled) begin(list []client.Stored) error {
 	all := make([]named, len(list))
 	for i, s := range list {
-		all[i] = named{s.Name, s.Desc}
+		name := s.Name
+		if rest, ok := strings.CutPrefix(name, p.prefix); ok {
+			name = p.instead + rest
+		}
+		all[i] = named{name, s.Desc}
 	}
 	writers, err := p.out.begin(all)
 	if err != nil {
 		return err
 	}
 	p.tensors = make(map[string]place, len(list))
-	for i, n := range all {
-		p.tensors[n.name] = place{n.Desc, io.MultiWriter(writers[i], p.bars.tensor(n.name, n.Desc))}
+	for i, s := range list {
+		p.tensors[s.Name] = place{s.Desc, io.MultiWriter(writers[i], p.bars.tensor(s.Name, s.Desc))}
 	}
 	return nil
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -16,6 +17,7 @@ import (
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
 // pushOptions are the flags of push.
@@ -35,17 +37,19 @@ well every tensor is there, whole and checked; where the store is a folder, it i
 on disk. A tensor that is there already is replaced at once, when the new one is
 whole.
 
-FILE is .npy; .safetensors, followed by :name for one of its tensors; raw bytes
+FILE is .npy; .safetensors, followed by :name for one of its tensors; a folder with
+a model of several .safetensors files, or its .safetensors.index.json; raw bytes
 with --dtype and --shape; or "-" for stdin, which needs a NAME. Without a NAME the
 tensor of x.npy is called x, and those of model.safetensors model/ and their own
-name; NAME=model.safetensors calls them NAME/ and their own name. An = belongs to
-the file's name if there is a file of the whole name: y=a.npy stores a.npy as y,
-lr=0.1.npy is a file if it exists.
+name; NAME=model.safetensors calls them NAME/ and their own name. What a model file
+says beside its tensors is stored as NAME/__metadata__: pull 'NAME/**' gives the
+file back. An = belongs to the file's name if there is a file of the whole name:
+y=a.npy stores a.npy as y, lr=0.1.npy is a file if it exists.
 
-What was stored is printed. If some tensors fail, the others are stored all the
-same. A store in memory that is full forgets what was used longest ago; if it has
+What was stored is printed. If some tensors fail, or have a data type that is not
+known here, the others are stored all the same. A store in memory that is full forgets what was used longest ago; if it has
 forgotten tensors of this push for its later ones, they count as failed.`,
-		Example: `  tensorferry push x.npy model.safetensors
+		Example: `  tensorferry push x.npy model.safetensors models/llama/
   tensorferry push experiments/7/x=x.npy
   tensorferry gen --shape 1000,1000 | tensorferry push noise=-
   tensorferry push y=y.bin --dtype float32 --shape 1000,64`,
@@ -74,6 +78,7 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 	var r client.PushRequest
 	lines := map[string]*bar{}
 	stdinTaken := false
+	var spoiled error // tensors that cannot be read, which leaves the others
 	for _, text := range args {
 		name, file, below, err := parsePushed(text)
 		if err != nil {
@@ -83,9 +88,21 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 			return usage("stdin is one tensor, not two")
 		}
 		stdinTaken = stdinTaken || file == "-"
-		list, err := openInput(ctx, file, o.input, stdin)
+		found, err := openInput(ctx, file, o.input, stdin)
 		if err != nil {
 			return neither(text, file, err)
+		}
+		spoiled = errors.Join(spoiled, found.errors())
+		list := found.tensors
+		if beside := found.document.Encode(); beside != nil {
+			s, err := documentSource(beside, file)
+			if err != nil {
+				return err
+			}
+			list = append(list, s)
+		}
+		if len(list) == 0 && len(found.unknown) == 0 {
+			return fmt.Errorf("%s holds no tensor", file)
 		}
 		for _, s := range list {
 			if below {
@@ -103,14 +120,28 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 			r.Tensors = append(r.Tensors, s.Input)
 		}
 	}
+	if len(r.Tensors) == 0 {
+		return spoiled
+	}
 	r.Progress = func(p client.Progress) { lines[p.Name].reach(p.Moved) }
 	stored, err := interruptible(ctx, func() ([]client.Summary, error) { return cl.Push(ctx, r) })
 	bars.end()
 	if ctx.Err() != nil {
 		return err
 	}
-	err = errors.Join(err, forgotten(ctx, cl, stored))
+	err = errors.Join(err, forgotten(ctx, cl, stored), spoiled)
 	return cmp.Or(err, printMoved(printer{stdout, o.asJSON}, stored))
+}
+
+// documentSource is what a model file says beside its tensors as a tensor of its own.
+func documentSource(text []byte, file string) (*source, error) {
+	t, err := tensor.Of(text)
+	if err != nil {
+		return nil, err
+	}
+	s := &source{client.From("", t), file + ":" + tensorfile.MetadataName}
+	s.Name = tensorfile.MetadataName
+	return s, nil
 }
 
 // forgotten fails each tensor that was stored and is gone again: a store in memory that
@@ -143,12 +174,13 @@ func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary) 
 }
 
 // parsePushed reads [NAME=]FILE. Without a NAME it is the file's: x of x.npy, model of
-// model.safetensors and of one tensor of it. Below means that a tensor of the file is
-// stored under NAME, a slash and its own name.
+// model.safetensors and of one tensor of it, model of model.safetensors.index.json, and
+// that of a folder. Below means that a tensor of the file is stored under NAME, a slash
+// and its own name.
 func parsePushed(text string) (name, file string, below bool, err error) {
 	name, file = nameOf(text)
 	path, _, member := memberOf(file)
-	inFile := strings.HasSuffix(path, ".safetensors")
+	inFile := isModel(path)
 	switch {
 	case file == "-" && name == "" && text == file:
 		return "", "", false, usage("stdin has no name; write NAME=-")
@@ -160,6 +192,15 @@ func parsePushed(text string) (name, file string, below bool, err error) {
 		return name, file, inFile && !member, nil
 	}
 	base := filepath.Base(path)
+	if info, err := os.Stat(path); err == nil && info.IsDir() {
+		if whole, err := filepath.Abs(path); err == nil { // of ".", too
+			base = filepath.Base(whole)
+		}
+		return base, file, true, nil
+	}
+	if stem, ok := strings.CutSuffix(base, tensorfile.IndexSuffix); ok {
+		return stem, file, true, nil
+	}
 	return strings.TrimSuffix(base, filepath.Ext(base)), file, inFile, nil
 }
 

@@ -111,14 +111,14 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		if slices.ContainsFunc(r.Inputs, func(in client.Input) bool { return in.Port == port }) {
 			return usage("--input %s: there is another for the same port; write port=file, each port once", text)
 		}
-		list, err := openInput(ctx, file, o.input, stdin)
+		found, err := openInput(ctx, file, o.input, stdin)
 		if err != nil {
 			return neither(text, file, err)
 		}
-		if n := len(list); n != 1 {
+		if n := len(found.tensors); n != 1 {
 			return usage("%s holds %d tensors: say which, as %s:name", file, n, file)
 		}
-		in := list[0]
+		in := found.tensors[0]
 		in.forCall(port, "")
 		if in.Reader != nil {
 			in.Reader = io.TeeReader(in.Reader, bars.tensor(in.title, in.Desc))

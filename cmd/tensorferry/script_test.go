@@ -39,7 +39,8 @@ func TestMain(m *testing.M) {
 //	server [FLAG...]                 start a server until the script's end; $SERVER is its address
 //	npy FILE DTYPE [DIM...]          write a .npy file whose bytes count up
 //	models DIR                       write the demo's models, one folder each
-//	safetensors FILE COUNT DIM       write COUNT float32 tensors t0, t1, …; each is filled with its number
+//	safetensors FILE COUNT DIM [KEY=VALUE...]  write COUNT float32 tensors t0, t1, …, each filled with its number, and metadata
+//	header FILE JSON BYTES           write a .safetensors file of this header and so many bytes that count up
 //	json                             the last stdout is one JSON value
 func TestCommandsDoWhatTheScriptsSay(t *testing.T) {
 	testkit.Start(t)
@@ -49,7 +50,7 @@ func TestCommandsDoWhatTheScriptsSay(t *testing.T) {
 			Dir: "testdata/script", RequireExplicitExec: true,
 			Cmds: map[string]func(*testscript.TestScript, bool, []string){
 				"exits": scriptExits, "server": scriptServer, "npy": scriptNPY, "models": scriptModels,
-				"safetensors": scriptSafetensors, "json": scriptJSON,
+				"safetensors": scriptSafetensors, "header": scriptHeader, "json": scriptJSON,
 			},
 		})
 	})
@@ -131,9 +132,25 @@ func scriptSafetensors(ts *testscript.TestScript, _ bool, args []string) {
 			data = binary.LittleEndian.AppendUint32(data, math.Float32bits(float32(i)))
 		}
 	}
-	header, err := tensorfile.SafetensorsHeader(entries, nil)
+	metadata := map[string]string{}
+	for _, text := range args[3:] {
+		k, v, _ := strings.Cut(text, "=")
+		metadata[k] = v
+	}
+	header, err := tensorfile.SafetensorsHeader(entries, metadata)
 	ts.Check(err)
 	ts.Check(os.WriteFile(ts.MkAbs(args[0]), append(header, data...), 0o666))
+}
+
+func scriptHeader(ts *testscript.TestScript, _ bool, args []string) {
+	n, err := strconv.Atoi(args[2])
+	ts.Check(err)
+	file := binary.LittleEndian.AppendUint64(nil, uint64(len(args[1])))
+	file = append(file, args[1]...)
+	for i := range n {
+		file = append(file, byte(i))
+	}
+	ts.Check(os.WriteFile(ts.MkAbs(args[0]), file, 0o666))
 }
 
 func scriptJSON(ts *testscript.TestScript, _ bool, _ []string) {

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"math"
 	"slices"
 	"strconv"
@@ -14,12 +15,19 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/summary"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// showColumns is how many columns a histogram has at most.
-const showColumns = 40
+const (
+	// showColumns is how many columns a histogram has at most.
+	showColumns = 40
+	// leastBar is the smallest tensor with a progress bar, in bytes: a smaller one is
+	// read before anybody can look at it.
+	leastBar = 16 << 20
+)
 
 // What a column of a histogram is drawn with: nothing, then from few to many.
 const (
@@ -34,6 +42,8 @@ type showOptions struct {
 	sourceFlags
 	asJSON bool
 	ascii  bool
+	stats  bool
+	quiet  bool
 	// atServer: --server is given.
 	atServer func() bool
 }
@@ -48,18 +58,21 @@ not n-1), how many elements are zero, NaN or infinite, and a histogram of the
 finite ones, whose columns have equal widths from min to max. It
 reads each tensor once and holds none.
 
-FILE is .npy; .safetensors, followed by :name for one of its tensors; raw bytes
-with --dtype and --shape; or "-" for stdin. With --server it is not a file but a
-NAME: a tensor of the server's store, a glob as for pull, or a --source. Of complex
-numbers it shows the magnitude, of bool 0 and 1.`,
+FILE is .npy; raw bytes with --dtype and --shape; "-" for stdin; or
+.safetensors:name for a tensor of a model file. Of a whole model file, which is
+.safetensors, the .safetensors.index.json of several, or a folder with one, it
+lists metadata and tensors, and reads their bytes only with --stats. With --server
+it is not a file but a NAME: a tensor of the server's store, a glob as for pull, or
+a --source. Of complex numbers it shows the magnitude, of bool 0 and 1.`,
 		Example: `  tensorferry show x.npy
+  tensorferry show weights.safetensors
   tensorferry show weights.safetensors:layer.0.bias --json
   tensorferry gen --shape 1000000 | tensorferry show -
   tensorferry show y.bin --dtype float32 --shape 1000,64
   tensorferry show --server 127.0.0.1:50051 'model/*'`,
 		Args: takes(many, "FILE (NAME with --server)"),
 		RunE: func(c *cobra.Command, args []string) error {
-			return show(c.Context(), args, o, c.InOrStdin(), c.OutOrStdout())
+			return show(c.Context(), args, o, c.InOrStdin(), c.OutOrStdout(), c.ErrOrStderr())
 		},
 	}
 	o.input.flags(c)
@@ -69,6 +82,8 @@ numbers it shows the magnitude, of bool 0 and 1.`,
 	o.sourceFlags.flags(c)
 	jsonFlag(c, &o.asJSON)
 	c.Flags().BoolVar(&o.ascii, "ascii", false, "draw histograms in ASCII")
+	c.Flags().BoolVar(&o.stats, "stats", false, "read every tensor of a model file, too")
+	quietFlag(c, &o.quiet)
 	c.ValidArgsFunction = func(c *cobra.Command, args []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
 		if o.server == "" {
 			return nil, cobra.ShellCompDirectiveDefault
@@ -78,7 +93,7 @@ numbers it shows the magnitude, of bool 0 and 1.`,
 	return c
 }
 
-func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, stdout io.Writer) error {
+func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, stdout, stderr io.Writer) error {
 	if err := o.input.check(); err != nil {
 		return err
 	}
@@ -86,8 +101,8 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 	if o.ascii {
 		ramp = []rune(asciiRamp)
 	}
-	listed := []shown{}
-	found := func(s shown) error {
+	listed := []seen{}
+	found := func(s seen) error {
 		if o.asJSON {
 			listed = append(listed, s)
 			return nil
@@ -95,6 +110,7 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 		_, err := io.WriteString(stdout, s.text(ramp))
 		return err
 	}
+	read := reading(ctx, stderr, o.quiet)
 	var err error
 	switch {
 	case o.server == "" && o.atServer():
@@ -102,12 +118,12 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 	case o.server != "" && o.input.given():
 		return usage("--dtype and --shape are for raw bytes; a tensor of a server says itself what it is")
 	case o.server != "":
-		err = showStored(ctx, names, o, found)
+		err = showStored(ctx, names, o, read, found)
 	case o.source || len(o.params) > 0:
 		return usage("--source and --param need --server")
 	default:
 		for _, file := range names {
-			if err = showFile(ctx, file, o.input, stdin, found); err != nil {
+			if err = showFile(ctx, file, o, stdin, read, found); err != nil {
 				break
 			}
 		}
@@ -118,49 +134,145 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 	return err
 }
 
+// seen is what show prints of a tensor, or of a model file.
+type seen interface {
+	// text is for people; ramp draws histograms.
+	text(ramp []rune) string
+}
+
+// reader makes out what a tensor holds.
+type reader func(title string, d tensor.Desc, r io.Reader) (*shown, error)
+
+// reading returns a reader with a progress bar on stderr for each large tensor.
+func reading(ctx context.Context, stderr io.Writer, quiet bool) reader {
+	return func(title string, d tensor.Desc, r io.Reader) (*shown, error) {
+		size, err := d.Bytes()
+		if err != nil || size < leastBar {
+			return look(ctx, title, d, r)
+		}
+		bars := newProgress(stderr, quiet)
+		defer bars.end()
+		bars.vanish()
+		return look(ctx, title, d, io.TeeReader(r, bars.tensor(title, d)))
+	}
+}
+
 // showStored gives each tensor of a server that is named to found.
-func showStored(ctx context.Context, names []string, o showOptions, found func(shown) error) error {
+func showStored(ctx context.Context, names []string, o showOptions, read reader, found func(seen) error) error {
 	cl, err := o.dial()
 	if err != nil {
 		return err
 	}
 	defer cl.Close()
-	list, err := o.selected(ctx, cl, names)
+	list, err := o.selections(names)
+	var documents map[string]tensorfile.Document
+	if err == nil && !o.source {
+		var stored []client.Stored
+		stored, err = storedOf(ctx, cl, names)
+		list, documents = selectionsOf(stored), documentsOf(ctx, cl, stored)
+	}
 	if err != nil {
 		return err
 	}
 	for _, s := range list {
-		var seen shown
-		err := readStored(ctx, cl, s, func(d tensor.Desc, r io.Reader) (err error) {
-			seen, err = look(ctx, s.Name, d, r)
-			return err
-		})
-		if err != nil {
-			return err
+		var what seen
+		if d, ok := documents[s.Name]; ok {
+			what = described(s.Name, d)
+		} else {
+			err = readStored(ctx, cl, s, func(d tensor.Desc, r io.Reader) (err error) {
+				what, err = read(s.Name, d, r)
+				return err
+			})
 		}
-		if err := found(seen); err != nil {
+		if err == nil {
+			err = found(what)
+		}
+		if err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// showFile gives each tensor of a file to found.
-func showFile(ctx context.Context, file string, raw rawInput, stdin io.Reader, found func(shown) error) error {
-	list, err := openInput(ctx, file, raw, stdin)
+// showFile gives each tensor of a file to found. Of a whole model file it reads no
+// tensor, unless it is told to.
+func showFile(ctx context.Context, file string, o showOptions, stdin io.Reader, read reader, found func(seen) error) error {
+	in, err := openInput(ctx, file, o.input, stdin)
 	if err != nil {
 		return err
 	}
-	for _, t := range list {
-		s, err := look(ctx, t.title, t.Desc, t.bytes())
+	_, _, member := memberOf(file)
+	whole := !member && !o.input.given() && isModel(file)
+	if whole && (in.document.Encode() != nil || len(in.tensors)+len(in.unknown) == 0) {
+		if err := found(described(file, in.document)); err != nil {
+			return err
+		}
+	}
+	for _, t := range in.tensors {
+		var what seen
+		if whole && !o.stats {
+			what, err = newListed(t.title, t.Desc)
+		} else {
+			what, err = read(t.title, t.Desc, t.bytes())
+		}
+		if err == nil {
+			err = found(what)
+		}
 		if err != nil {
 			return err
 		}
-		if err := found(s); err != nil {
+	}
+	if o.stats {
+		return in.errors()
+	}
+	for _, u := range in.unknown {
+		if err := found(&listed{Tensor: u.file + ":" + u.name, Error: said(u.err)}); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// listed is a tensor, or what a model file says beside them, whose bytes were not read.
+type listed struct {
+	Tensor   string            `json:"tensor"`
+	DType    string            `json:"dtype,omitempty"`
+	Shape    tensor.Shape      `json:"shape,omitzero"`
+	Bytes    *int64            `json:"bytes,omitempty"`
+	Error    string            `json:"error,omitempty"` // why it can not be read
+	Metadata map[string]string `json:"metadata,omitempty"`
+	Index    string            `json:"index,omitempty"` // of a model of several files
+	shards   int
+}
+
+func newListed(title string, d tensor.Desc) (*listed, error) {
+	size, err := d.Bytes()
+	return &listed{Tensor: title, DType: d.DType.String(), Shape: append(tensor.Shape{}, d.Shape...), Bytes: &size}, err
+}
+
+// described is what a model file says beside its tensors.
+func described(title string, d tensorfile.Document) *listed {
+	return &listed{Tensor: title, Metadata: d.Common(), Index: d.Index, shards: len(d.Shards)}
+}
+
+func (l *listed) text([]rune) string {
+	var b strings.Builder
+	switch {
+	case l.Error != "":
+		fmt.Fprintf(&b, "%s  cannot be read: %s\n", plain(l.Tensor), l.Error)
+	case l.Bytes != nil:
+		fmt.Fprintf(&b, "%s  %s%v  %s\n", plain(l.Tensor), l.DType, l.Shape, sizeText(*l.Bytes))
+	case l.Index != "":
+		fmt.Fprintf(&b, "%s  %s of %d files\n", plain(l.Tensor), plain(l.Index), l.shards)
+	case len(l.Metadata) > 0:
+		fmt.Fprintf(&b, "%s  metadata\n", plain(l.Tensor))
+	default:
+		fmt.Fprintf(&b, "%s  no tensors\n", plain(l.Tensor))
+	}
+	for _, k := range slices.Sorted(maps.Keys(l.Metadata)) {
+		fmt.Fprintf(&b, "  %s: %s\n", plain(k), plain(l.Metadata[k]))
+	}
+	return b.String()
 }
 
 // shown is what a tensor holds, as show --json prints it. Min, max, mean, std and
@@ -184,16 +296,16 @@ type shown struct {
 }
 
 // look reads a tensor from r to its end, or until ctx ends.
-func look(ctx context.Context, title string, d tensor.Desc, r io.Reader) (shown, error) {
+func look(ctx context.Context, title string, d tensor.Desc, r io.Reader) (*shown, error) {
 	size, err := d.Bytes()
 	if err != nil {
-		return shown{}, fmt.Errorf("%s: %w", title, err)
+		return nil, fmt.Errorf("%s: %w", title, err)
 	}
 	s, err := interruptible(ctx, func() (*summary.Summary, error) { return summary.Of(whileLasts{ctx, r}, d) })
 	if err != nil {
-		return shown{}, fmt.Errorf("%s: %w", title, err)
+		return nil, fmt.Errorf("%s: %w", title, err)
 	}
-	seen := shown{
+	seen := &shown{
 		Tensor: title, DType: d.DType.String(), Shape: append(tensor.Shape{}, d.Shape...), Bytes: size, Elements: s.Elements,
 		Min: s.Min, Max: s.Max, Zeros: s.Zeros, NaN: s.NaN, PosInf: s.PosInf, NegInf: s.NegInf,
 	}

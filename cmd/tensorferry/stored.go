@@ -17,6 +17,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
 // selectionsAtATime is how many tensors one request names: no more than a server takes.
@@ -28,7 +29,8 @@ func lsCommand() *cobra.Command {
 		Short: "list the tensors and sources of a server",
 		Long: `Ls lists what the store of a server holds, and the sources that pull --source may
 name. NAME may be a glob, as for pull. A digest is there once somebody has computed
-it: for what was pushed, not for the tensors of a file that was put into the folder.`,
+it: for what was pushed, not for the tensors of a file that was put into the folder.
+model/__metadata__ is what a model file says beside its tensors: its metadata.`,
 		Example: `  tensorferry ls
   tensorferry ls 'model/*' --json`,
 		Args:              cobra.ArbitraryArgs,
@@ -46,6 +48,10 @@ type storedJSON struct {
 	Stored  *time.Time   `json:"stored"` // null if outside of JSON's years
 	Durable bool         `json:"durable"`
 	File    string       `json:"file,omitempty"`
+	// Metadata and Index are of a model file, on the line of what it says beside its
+	// tensors.
+	Metadata map[string]string `json:"metadata,omitempty"`
+	Index    string            `json:"index,omitempty"`
 }
 
 func ls(ctx context.Context, cl *client.Client, names []string, out printer) (err error) {
@@ -59,10 +65,10 @@ func ls(ctx context.Context, cl *client.Client, names []string, out printer) (er
 	if err != nil {
 		return err
 	}
-	return printStored(out, list, sources)
+	return printStored(out, list, sources, documentsOf(ctx, cl, list))
 }
 
-func printStored(out printer, list []client.Stored, sources []string) error {
+func printStored(out printer, list []client.Stored, sources []string, documents map[string]tensorfile.Document) error {
 	listed := struct {
 		Tensors []storedJSON `json:"tensors"`
 		Sources []string     `json:"sources,omitempty"`
@@ -74,6 +80,9 @@ func printStored(out printer, list []client.Stored, sources []string) error {
 		}
 		if !s.Digest.IsZero() {
 			j.Digest = s.Digest.String()
+		}
+		if d, ok := documents[s.Name]; ok {
+			j.Metadata, j.Index = d.Common(), d.Index
 		}
 		listed.Tensors[i] = j
 	}
@@ -87,7 +96,11 @@ func printStored(out printer, list []client.Stored, sources []string) error {
 			case s.Durable:
 				where = "disk"
 			}
-			fmt.Fprintf(w, "%s\t%v\t%s\t%s\t%s\n", plain(s.Name), s.Desc, sizeText(s.Bytes), s.Stored.Local().Format(time.DateTime), where)
+			what := s.Desc.String()
+			if d, ok := documents[s.Name]; ok {
+				what = clipped(documentText(d))
+			}
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", plain(s.Name), what, sizeText(s.Bytes), s.Stored.Local().Format(time.DateTime), where)
 		}
 		for _, s := range sources {
 			fmt.Fprintf(w, "%s\t\t\t\tsource\n", plain(s))
@@ -158,7 +171,11 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 	seen := map[string]bool{}
 	for _, n := range names {
 		found, sources, err := cl.List(ctx, literally.Replace(n))
-		if err == nil && len(found) == 0 && strings.ContainsAny(n, globs) {
+		switch {
+		case err != nil || len(found) > 0:
+		case strings.HasSuffix(n, "/"):
+			found, _, err = cl.List(ctx, literally.Replace(n)+"**")
+		case strings.ContainsAny(n, globs):
 			found, _, err = cl.List(ctx, n)
 		}
 		switch _, bad := path.Match(n, ""); {
@@ -252,17 +269,6 @@ func paramsOf(texts []string) (map[string]string, error) {
 		params[k] = v
 	}
 	return params, nil
-}
-
-// selected are selections of one tensor each: sources, or what names and globs pick of
-// the store.
-func (o *sourceFlags) selected(ctx context.Context, cl *client.Client, names []string) ([]client.Selection, error) {
-	list, err := o.selections(names)
-	if err != nil || o.source {
-		return list, err
-	}
-	stored, err := storedOf(ctx, cl, names)
-	return selectionsOf(stored), err
 }
 
 // selectionsOf selects each of a list.
