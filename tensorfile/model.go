@@ -18,9 +18,9 @@ const (
 	// MetadataName is the key of a .safetensors header under which metadata is. No tensor
 	// of a file can have this name, so a Document is stored beside the tensors under it.
 	MetadataName = "__metadata__"
-	// FileSuffix and IndexSuffix end the names of a .safetensors file, and of the index of
-	// a model of several.
-	FileSuffix  = ".safetensors"
+	// FileSuffix ends the name of a .safetensors file.
+	FileSuffix = ".safetensors"
+	// IndexSuffix ends the name of the index of a model of several files.
 	IndexSuffix = ".safetensors.index.json"
 )
 
@@ -215,7 +215,7 @@ func readIndex(path string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer f.Close() //nolint:errcheck // opened for reading
+	defer f.Close()
 	if size > MaxIndex {
 		return nil, fmt.Errorf("%s: %w: safetensors: index of %d bytes is over the limit of %d", path, ErrFormat, size, MaxIndex)
 	}
