@@ -104,7 +104,7 @@ func BenchmarkListAfterAPush(b *testing.B) {
 			}
 			f := closing(b, openFolder(b, dir, FolderConfig{}))
 			for b.Loop() {
-				f.scan.settled = false
+				f.yours.scan.settled = false
 				require.Len(b, must(f.List(b.Context(), "", "", 10)), 10)
 			}
 		})

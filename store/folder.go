@@ -20,7 +20,6 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/codec"
-	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
@@ -46,7 +45,6 @@ type Folder struct {
 	config FolderConfig
 	lock   *os.File
 	locked fs.FileInfo // what lock is
-	pool   *slab.Pool  // of views
 	// syncNames is syncFolder, but in a test.
 	syncNames func(dir string) error
 	used      atomic.Int64 // bytes of pushed files; grows under mu only
@@ -55,14 +53,11 @@ type Folder struct {
 	// index and file agree; see nameLock.
 	names [nameLocks]sync.Mutex
 
-	scanning sync.Mutex // guards all of scan; taken before a lock of names and before mu
-	scan     scan
-	scans    atomic.Int64 // how many have begun
+	yours *files // that somebody else has put into the folder
 
 	mu       sync.Mutex // guards all below; taken last
 	pushed   index[*pushed]
 	files    map[string]bool // of pushed
-	parts    index[part]
 	writers  int
 	isClosed bool
 }
@@ -73,20 +68,6 @@ type pushed struct {
 	info   Info
 	file   string
 	mapped *mapped // the last map, perhaps unmapped since; guarded by the name's lock
-}
-
-// part is a tensor of a whole file.
-type part struct {
-	info Info
-	name string  // within the file
-	file *mapped // held by the folder for as long as it knows the part
-	seen fs.FileInfo
-}
-
-// mapped is a file in memory: unmapped when nobody holds it any more.
-type mapped struct {
-	share
-	file *tensorfile.Safetensors
 }
 
 // OpenFolder locks the folder dir, which it creates if need be: ErrLocked when another
@@ -118,17 +99,17 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 		return nil, errors.Join(fmt.Errorf("store: %w", err), lock.Close())
 	}
 	f := &Folder{
-		dir: dir, config: config, lock: lock, locked: locked, pool: slab.NewPool(viewBytes, slab.System), syncNames: syncFolder,
-		pushed: newIndex(map[string]*pushed{}), files: map[string]bool{}, parts: newIndex(map[string]part{}),
+		dir: dir, config: config, lock: lock, locked: locked, syncNames: syncFolder,
+		pushed: newIndex(map[string]*pushed{}), files: map[string]bool{}, yours: newFiles(dir, config.Log),
 	}
-	f.scan.files = map[string]*wholeFile{}
+	f.yours.owner = f
 	if err = f.isHere(); err == nil { // or the temporary files are another store's
 		err = f.removeTemps()
 	}
 	if err != nil {
 		return nil, errors.Join(err, lock.Close())
 	}
-	if err := f.rescan(false); err != nil {
+	if err := f.yours.rescan(false); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
 	return f, nil
@@ -201,7 +182,7 @@ func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 	w.begin = int64(len(header))
 	err = f.reserve(name, w.begin, size)
 	if errors.Is(err, errChanged) {
-		if err = f.rescan(true); err == nil {
+		if err = f.yours.rescan(true); err == nil {
 			err = f.reserve(name, w.begin, size)
 		}
 	}
@@ -224,17 +205,18 @@ func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 
 // reserve takes room for a tensor of size bytes after a header from the limits.
 func (f *Folder) reserve(name string, header, size int64) error {
+	p, taken := f.yours.find(name)
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.isClosed {
 		return ErrClosed
 	}
 	_, known := f.pushed.byName[name]
-	if p, taken := f.parts.byName[name]; taken && !known {
-		if !f.asItWas(p) {
+	if taken && !known {
+		if !p.whole.asItWas() {
 			return fmt.Errorf("%w: %w: %s", ErrExists, errChanged, p.info.File)
 		}
-		return fmt.Errorf("%w: %q is a tensor of the file %s in the folder; push under another name", ErrExists, name, p.info.File)
+		return taking(p.info)
 	}
 	if !known && len(f.pushed.names)+f.writers >= f.config.MaxTensors {
 		return fmt.Errorf("%w: %d tensors are the limit; delete some", ErrFull, f.config.MaxTensors)
@@ -253,59 +235,77 @@ func (f *Folder) Open(ctx context.Context, name string) (Reader, error) {
 	if err := f.usable(); err != nil {
 		return nil, err
 	}
-	r, err := f.open(name, false)
-	if !errors.Is(err, ErrNotFound) && !errors.Is(err, errChanged) {
+	r, err := f.openOwn(name)
+	if !errors.Is(err, ErrNotFound) {
 		return r, err
 	}
-	if ctx.Err() != nil {
-		return nil, context.Cause(ctx)
+	if r, err = f.yours.open(ctx, name); errors.Is(err, ErrNotFound) {
+		return f.openOwn(name) // which came as a file, and was adopted
 	}
-	if err := f.rescan(errors.Is(err, errChanged)); err != nil {
-		return nil, err
-	}
-	return f.open(name, true)
+	return r, err
 }
 
-// errChanged says that a file is not the one that the folder knows.
-var errChanged = errors.New("store: file has changed")
-
-// open opens a known tensor, with errChanged if its file is not the one that was seen.
-// After a scan just now, fresh, it opens whatever the file has become.
-func (f *Folder) open(name string, fresh bool) (Reader, error) {
+// openOwn opens a pushed tensor.
+func (f *Folder) openOwn(name string) (Reader, error) {
 	lock := f.nameLock(fileName(name))
 	lock.Lock()
 	defer lock.Unlock()
 	f.mu.Lock()
-	p, isPushed := f.pushed.byName[name]
-	whole, isPart := f.parts.byName[name]
-	if isPart && !isPushed {
-		whole.file.retain() // the folder holds it, under mu
-	}
+	p, there := f.pushed.byName[name]
 	closed := f.isClosed
 	f.mu.Unlock()
 	switch {
 	case closed:
 		return nil, ErrClosed
-	case isPushed:
-		return f.openPushed(p)
-	case isPart:
-		if !f.asItWas(whole) {
-			if !fresh {
-				whole.file.Release()
-				return nil, fmt.Errorf("%w: %s", errChanged, whole.info.File)
-			}
-			whole.info.Digest = codec.Digest{} // of what it was
-		}
-		return f.newReader(whole.info, whole.file, whole.name)
+	case !there:
+		return nil, fmt.Errorf("%w: no tensor %q", ErrNotFound, name)
 	}
-	return nil, fmt.Errorf("%w: no tensor %q", ErrNotFound, name)
+	return f.openPushed(p)
+}
+
+// strange returns which of these files are not known as pushed ones: there may be thousands
+// of those, and each push causes a scan. It uses names' memory.
+func (f *Folder) strange(names []string) []string {
+	left := names[:0]
+	for some := range slices.Chunk(names, pageNames) {
+		f.mu.Lock()
+		for _, name := range some {
+			if !f.files[name] {
+				left = append(left, name)
+			}
+		}
+		f.mu.Unlock()
+	}
+	return left
+}
+
+// adopt adds a pushed tensor that an earlier store left. The caller holds the name's
+// lock.
+func (f *Folder) adopt(file string, info Info, bytes int64) {
+	p := &pushed{info: info, file: file}
+	p.init(func() { f.used.Add(-bytes) })
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.used.Add(bytes)
+	f.files[file] = true
+	f.pushed.put(info.Name, p)
+}
+
+// tellHidden logs which of these tensors of files are hidden by pushed ones.
+func (f *Folder) tellHidden(names []string) {
+	f.mu.Lock()
+	hidden := slices.DeleteFunc(slices.Clone(names), func(name string) bool { return f.pushed.byName[name] == nil })
+	f.mu.Unlock()
+	if len(hidden) > 0 {
+		f.config.Log.Warn("tensors of files are hidden by pushed ones of their names", slog.String("first", hidden[0]), slog.Int("tensors", len(hidden)))
+	}
 }
 
 // openPushed maps p's file, or shares the map that another Reader has. The caller
 // holds the name's lock, so the file is p's.
 func (f *Folder) openPushed(p *pushed) (Reader, error) {
 	if p.mapped != nil && p.mapped.tryRetain() {
-		return f.newReader(p.info, p.mapped, pushedEntry)
+		return newReader(f.yours.pool, p.info, p.mapped)
 	}
 	st, err := tensorfile.OpenSafetensors(filepath.Join(f.dir, p.file))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -322,7 +322,7 @@ func (f *Folder) openPushed(p *pushed) (Reader, error) {
 		_ = st.Close() // unmapping what was mapped does not fail
 		p.Release()
 	})
-	r, err := f.newReader(p.info, m, pushedEntry)
+	r, err := newReader(f.yours.pool, p.info, m)
 	if err == nil {
 		p.mapped = m
 	}
@@ -340,27 +340,18 @@ func (f *Folder) forget(p *pushed) {
 
 // List implements Store. It looks first whether files came or went.
 func (f *Folder) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
-	if err := f.rescan(false); err != nil {
+	if err := f.yours.rescan(false); err != nil {
 		return nil, err
 	}
 	return listPages(ctx, glob, after, most, func(after string, n int) ([]Info, error) {
+		var infos []Info // pushed ones hide parts
 		f.mu.Lock()
-		defer f.mu.Unlock()
-		if f.isClosed {
-			return nil, ErrClosed
+		for _, name := range f.pushed.after(after, n) {
+			infos = append(infos, f.pushed.byName[name].info)
 		}
-		var infos []Info
-		names := slices.Concat(f.pushed.after(after, n), f.parts.after(after, n))
-		slices.Sort(names)
-		names = slices.Compact(names) // a pushed tensor hides a part
-		for _, name := range names[:min(n, len(names))] {
-			if p, ok := f.pushed.byName[name]; ok {
-				infos = append(infos, p.info)
-			} else {
-				infos = append(infos, f.parts.byName[name].info)
-			}
-		}
-		return infos, nil
+		f.mu.Unlock()
+		parts, err := f.yours.after(after, n)
+		return merge(n, infos, parts), err
 	})
 }
 
@@ -397,12 +388,11 @@ func (f *Folder) delete(name string) (there bool, err error) {
 	}
 	f.mu.Lock()
 	p, isPushed := f.pushed.byName[name]
-	whole, isPart := f.parts.byName[name]
 	f.mu.Unlock()
-	switch {
-	case !isPushed && isPart:
-		return false, fmt.Errorf("%w: %q is a tensor of %s; delete that file", ErrPart, name, whole.info.File)
-	case !isPushed:
+	if !isPushed {
+		if p, isPart := f.yours.find(name); isPart {
+			return false, partOf(p.info)
+		}
 		return false, nil
 	}
 	if err := os.Remove(filepath.Join(f.dir, p.file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -414,85 +404,23 @@ func (f *Folder) delete(name string) (there bool, err error) {
 
 // Close implements Store. It unlocks the folder.
 func (f *Folder) Close() error {
-	f.scanning.Lock()
-	defer f.scanning.Unlock()
+	if err := f.yours.close(); err != nil {
+		return err
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.isClosed {
-		return ErrClosed
-	}
 	f.isClosed = true
-	f.parts = newIndex(map[string]part{})
-	for _, w := range f.scan.files {
-		if w.usable() {
-			w.mapped.Release()
-		}
-	}
-	f.scan.files = nil
 	return f.lock.Close()
 }
 
 // Used implements Meter: the files of pushed tensors count, with their headers.
 func (f *Folder) Used() (used, limit int64) { return f.used.Load(), f.config.Limit }
 
-// folderReader is the Reader of a tensor in a file.
-type folderReader struct {
-	folder *Folder
-	info   Info
-	data   []byte
-	file   *mapped
+// newReader reads a pushed tensor. It takes over the caller's hold of the file, also when
+// it fails.
+func newReader(pool *slab.Pool, info Info, file *mapped) (Reader, error) {
+	return (&fileReader{pool: pool, info: info, file: file}).open(pushedEntry)
 }
-
-// newReader takes over the caller's hold of the file, also when it fails.
-func (f *Folder) newReader(info Info, file *mapped, name string) (Reader, error) {
-	t, err := file.file.Tensor(name)
-	if err == nil {
-		_, err = tensor.New(info.Desc, t.Data) // it may be another file by now
-	}
-	if err != nil {
-		file.Release()
-		return nil, fmt.Errorf("store: tensor %q: its file has changed: %w", info.Name, err)
-	}
-	return &folderReader{f, info, t.Data, file}, nil
-}
-
-// Digested implements DigestKeeper: a part keeps its digest while the file is the one
-// that was read.
-func (r *folderReader) Digested(d codec.Digest) {
-	r.folder.mu.Lock()
-	defer r.folder.mu.Unlock()
-	if p, ok := r.folder.parts.byName[r.info.Name]; ok && p.file == r.file && r.info.File != "" {
-		p.info.Digest = d
-		r.folder.parts.byName[r.info.Name] = p
-	}
-}
-
-// asItWas reports whether a part's file is the one that was seen, not written to since.
-func (f *Folder) asItWas(p part) bool {
-	now, err := os.Stat(filepath.Join(f.dir, p.info.File))
-	return err == nil && same(p.seen, now)
-}
-
-func (r *folderReader) Info() Info { return r.info.clone() }
-
-// View copies: another process may shorten the file, which a reader of the map, such as
-// grpc, would not survive.
-func (r *folderReader) View(ctx context.Context, off, n int64) ([]byte, Releaser, error) {
-	if err := checkView(ctx, off, n, int64(len(r.data))); err != nil {
-		return nil, nil, err
-	}
-	s, err := r.folder.pool.Get(int(n))
-	if err != nil {
-		return nil, nil, fmt.Errorf("store: tensor %q: %w", r.info.Name, err)
-	}
-	if err := fault.Guard(func() { copy(s.Bytes(), r.data[off:]) }); err != nil {
-		s.Release()
-		return nil, nil, fmt.Errorf("store: tensor %q: %w", r.info.Name, err)
-	}
-	return s.Bytes(), s, nil
-}
-
-func (r *folderReader) Release() { r.file.Release() }
 
 // folderWriter is a tensor on its way into a folder.
 type folderWriter struct {

@@ -52,7 +52,7 @@ func (l *logged) count(words ...string) (n int) {
 	return n
 }
 
-func files(t testing.TB, dir string) (names []string) {
+func filesIn(t testing.TB, dir string) (names []string) {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
 	require.NoError(t, err)
@@ -119,7 +119,7 @@ func TestAFolderKnowsItsTensorsAfterARestart(t *testing.T) {
 	require.Equal(t, used, again)
 	put(t, f, "x", []byte{3})
 	require.Equal(t, []byte{3}, get(t, f, "x"))
-	require.Len(t, files(t, dir), 2)
+	require.Len(t, filesIn(t, dir), 2)
 }
 
 func TestAPushedFileIsOneThatOtherProgramsRead(t *testing.T) {
@@ -138,7 +138,7 @@ func TestAPushedFileIsOneThatOtherProgramsRead(t *testing.T) {
 			require.NoError(t, err)
 			data := testkit.Bytes(int(size), 1)
 			info := push(t, f, "the 100% name", tc.pushed, data, int(size), nil)
-			names := files(t, dir)
+			names := filesIn(t, dir)
 			require.Len(t, names, 1)
 			st, err := tensorfile.OpenSafetensors(filepath.Join(dir, names[0]))
 			require.NoError(t, err)
@@ -220,7 +220,7 @@ func TestWhatACrashLeavesDoesNoHarm(t *testing.T) {
 			require.NoError(t, f.Close())
 			f = closing(t, openFolder(t, dir, FolderConfig{}))
 			require.Equal(t, []byte("again"), get(t, f, "x"))
-			require.Len(t, files(t, dir), 1)
+			require.Len(t, filesIn(t, dir), 1)
 		})
 	}
 }
@@ -305,7 +305,7 @@ func TestAFolderKeepsItsLimits(t *testing.T) {
 		require.ErrorIs(t, err, ErrFull)
 		require.ErrorContains(t, err, "of the limit of 10000 are free")
 	}
-	require.Len(t, files(t, dir), 2, "what was refused left a file")
+	require.Len(t, filesIn(t, dir), 2, "what was refused left a file")
 	w.Abort()
 	require.NoError(t, f.Close())
 
@@ -338,7 +338,7 @@ func TestAFullDiskIsMetBeforeTheFirstByte(t *testing.T) {
 	}
 	require.ErrorIs(t, err, ErrFull)
 	require.ErrorContains(t, err, "1099511")
-	require.Empty(t, files(t, dir))
+	require.Empty(t, filesIn(t, dir))
 	used, _ := f.Used()
 	require.Zero(t, used)
 }
@@ -455,7 +455,7 @@ func TestAFileThatIsStillCopiedAppearsWhenItIsWhole(t *testing.T) {
 		require.NoError(t, err)
 	}
 	require.NoError(t, file.Close())
-	f.scan.settled = true // as if the folder had not changed for a while: the file has
+	f.yours.scan.settled = true // as if the folder had not changed for a while: the file has
 	require.Equal(t, []string{"m/x"}, listed(t, f))
 	require.Equal(t, 1, log.count("m.safetensors"))
 }
@@ -514,7 +514,7 @@ func TestADeletionIsAsDurableAsAPushHoweverManyItIs(t *testing.T) {
 	var fails error
 	f.syncNames = func(dir string) error {
 		syncs++
-		left = len(files(t, dir))
+		left = len(filesIn(t, dir))
 		return fails
 	}
 	remove(t, f, "a", "b")
@@ -587,14 +587,14 @@ func FuzzNames(f *testing.F) {
 		if CheckName(name) != nil {
 			_, err := s.Create(t.Context(), name, vector(7))
 			require.ErrorIs(t, err, ErrName)
-			require.Empty(t, files(t, dir))
+			require.Empty(t, filesIn(t, dir))
 			return
 		}
 		put(t, s, name, data)
 		require.Equal(t, []string{name}, listed(t, s))
 		require.Equal(t, data, get(t, s, name))
-		require.Equal(t, []string{fileName(name)}, files(t, dir))
-		require.Equal(t, []string{"folder"}, files(t, outside))
+		require.Equal(t, []string{fileName(name)}, filesIn(t, dir))
+		require.Equal(t, []string{"folder"}, filesIn(t, outside))
 		st, err := tensorfile.OpenSafetensors(filepath.Join(dir, fileName(name)))
 		require.NoError(t, err)
 		info, err := pushedInfo(fileName(name), st)
@@ -602,7 +602,7 @@ func FuzzNames(f *testing.F) {
 		require.Equal(t, name, info.Name)
 		require.NoError(t, st.Close())
 		remove(t, s, name)
-		require.Empty(t, files(t, dir))
+		require.Empty(t, filesIn(t, dir))
 	})
 }
 

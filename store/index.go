@@ -4,6 +4,7 @@ import (
 	"context"
 	"maps"
 	"slices"
+	"strings"
 
 	"github.com/tensorferry/tensorferry/internal/background"
 	"github.com/tensorferry/tensorferry/internal/glob"
@@ -44,6 +45,15 @@ func (x *index[T]) after(name string, most int) []string {
 		i++
 	}
 	return x.names[i:min(i+most, len(x.names))]
+}
+
+// merge returns up to most of the Infos of sorted lists, sorted by name. Of those with one
+// name it has the first list's.
+func merge(most int, lists ...[]Info) []Info {
+	all := slices.Concat(lists...)
+	slices.SortStableFunc(all, func(x, y Info) int { return strings.Compare(x.Name, y.Name) })
+	all = slices.CompactFunc(all, func(x, y Info) bool { return x.Name == y.Name })
+	return all[:min(len(all), max(most, 0))]
 }
 
 // listPages answers Store.List from pages of up to n infos after a name. Between two

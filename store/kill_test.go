@@ -94,7 +94,7 @@ func TestWhatWasAcknowledgedSurvivesAKill(t *testing.T) {
 			}
 			acked[name] = ack{what == "deleted", n}
 		})
-		for _, name := range files(t, dir) {
+		for _, name := range filesIn(t, dir) {
 			if strings.HasPrefix(name, tempPrefix) {
 				temps++
 			}
@@ -119,7 +119,7 @@ func TestWhatWasAcknowledgedSurvivesAKill(t *testing.T) {
 			}
 		}
 		require.Zero(t, log.count(""), "%s", &log.text)
-		for _, name := range files(t, dir) {
+		for _, name := range filesIn(t, dir) {
 			require.True(t, isPushedName(name), "%s is left", name)
 		}
 		require.NoError(t, f.Close())

@@ -1,44 +1,109 @@
 package store
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
+// files are the model files that somebody has put into a folder. It never writes to the
+// folder.
+type files struct {
+	dir    string
+	prefix string  // of all names
+	deep   bool    // what lies below the folder, too
+	owner  *Folder // that has pushed files in the folder; nil if there is none
+	log    *slog.Logger
+	pool   *slab.Pool // of views
+
+	scanning sync.Mutex // guards all of scan; taken before a lock of a Folder's names and before mu
+	scan     scan
+	scans    atomic.Int64 // how many have begun
+
+	mu       sync.Mutex // guards all below; taken last
+	parts    index[part]
+	isClosed bool
+}
+
+// part is a tensor of a model file, or what the file says beside its tensors.
+type part struct {
+	info     Info
+	name     string // within the file
+	document []byte // if it is that
+	whole    *wholeFile
+}
+
 // scan is what was last seen in the folder.
 type scan struct {
-	changed time.Time // the folder's own time then
-	settled bool      // a later change would show in it
+	dirs    map[string]time.Time // the folders' own times then
+	settled bool                 // a later change would show in them
 	files   map[string]*wholeFile
 }
 
-// wholeFile is a .safetensors file that somebody put into the folder.
+// wholeFile is a model file that somebody put into the folder. It is held by files for as
+// long as that knows its parts.
 type wholeFile struct {
-	seen   fs.FileInfo
-	mapped *mapped // nil when it cannot be used
+	paths  []string      // of the file or, of a model of several files, of all
+	seen   []fs.FileInfo // what these were; nil for one that was not there
+	mapped *mapped       // nil when it cannot be used
 }
 
 func (w *wholeFile) usable() bool { return w != nil && w.mapped != nil }
 
+// mapped is a file in memory: unmapped when nobody holds it any more.
+type mapped struct {
+	share
+	file *tensorfile.Safetensors
+}
+
+func newFiles(dir string, log *slog.Logger) *files {
+	f := &files{dir: dir, log: log, pool: slab.NewPool(viewBytes, slab.System), parts: newIndex(map[string]part{})}
+	f.scan.files = map[string]*wholeFile{}
+	return f
+}
+
+// stats returns what files are; nil for one that is not there, or is no regular file.
+func stats(paths []string) []fs.FileInfo {
+	infos := make([]fs.FileInfo, len(paths))
+	for i, path := range paths {
+		if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() { // through a link to a file elsewhere
+			infos[i] = info
+		}
+	}
+	return infos
+}
+
 // same reports whether a file is the one that was seen, not written to since.
 func same(seen, now fs.FileInfo) bool {
+	if seen == nil || now == nil {
+		return seen == nil && now == nil
+	}
 	return os.SameFile(seen, now) && seen.Size() == now.Size() && seen.ModTime().Equal(now.ModTime())
 }
 
+// asItWas reports whether a file is the one that was seen.
+func (w *wholeFile) asItWas() bool { return slices.EqualFunc(w.seen, stats(w.paths), same) }
+
 // rescan looks for files that came, changed or went. Concurrent callers share a scan
-// that began after they called. With always it scans even if the folder's own time has
+// that began after they called. With always it scans even if the folders' own times have
 // not changed: a file may have been written to.
-func (f *Folder) rescan(always bool) error {
+func (f *files) rescan(always bool) error {
 	before := f.scans.Load()
 	f.scanning.Lock()
 	defer f.scanning.Unlock()
@@ -48,47 +113,128 @@ func (f *Folder) rescan(always bool) error {
 	if f.scans.Load() > before {
 		return nil
 	}
-	if err := f.isHere(); err != nil {
-		return err
+	if f.owner != nil {
+		if err := f.owner.isHere(); err != nil {
+			return err
+		}
 	}
-	info, err := os.Stat(f.dir)
-	if err != nil {
-		return fmt.Errorf("store: %w", err)
-	}
-	if !always && f.scan.settled && f.scan.changed.Equal(info.ModTime()) && !f.brokenOnesChanged() {
+	if !always && f.scan.settled && f.dirsAsTheyWere() && !f.brokenOnesChanged() {
 		return nil
 	}
 	f.scans.Add(1)
-	settled := time.Since(info.ModTime()) > clockGrain
-	err = f.look()
-	f.scan.settled, f.scan.changed = settled && err == nil, info.ModTime()
+	dirs, found, err := f.walk()
+	if err != nil {
+		return err
+	}
+	var last time.Time
+	for _, at := range dirs {
+		if at.After(last) {
+			last = at
+		}
+	}
+	settled := time.Since(last) > clockGrain
+	err = f.look(found)
+	f.scan.settled, f.scan.dirs = settled && err == nil, dirs
 	return err
+}
+
+func (f *files) dirsAsTheyWere() bool {
+	for path, at := range f.scan.dirs {
+		if now, err := os.Stat(path); err != nil || !now.ModTime().Equal(at) {
+			return false
+		}
+	}
+	return true
 }
 
 // brokenOnesChanged reports whether an unusable file has changed: it may have been seen
 // while it was copied, of which the folder's time shows only the beginning.
-func (f *Folder) brokenOnesChanged() bool {
-	for name, w := range f.scan.files {
-		if w.usable() {
-			continue
-		}
-		if now, err := os.Stat(filepath.Join(f.dir, name)); err != nil || !same(w.seen, now) {
+func (f *files) brokenOnesChanged() bool {
+	for _, w := range f.scan.files {
+		if !w.usable() && !w.asItWas() {
 			return true
 		}
 	}
 	return false
 }
 
-// look reads the folder and the header of what is new in it.
-func (f *Folder) look() error {
-	names, err := f.strangers()
-	if err != nil {
+// walk returns the folders with their times, and the model files in them, by their paths
+// below the folder: sorted, without those that belong to an index.
+func (f *files) walk() (dirs map[string]time.Time, found []string, err error) {
+	dirs = map[string]time.Time{}
+	pending := []string{"."}
+	for len(pending) > 0 {
+		dir := pending[0]
+		pending = pending[1:]
+		path := filepath.Join(f.dir, dir)
+		info, err := os.Stat(path)
+		var entries []fs.DirEntry
+		if err == nil {
+			entries, err = os.ReadDir(path)
+		}
+		if err != nil && dir != "." {
+			if _, known := f.scan.dirs[path]; !known {
+				f.log.Warn("folder can not be read", slog.String("folder", dir), slog.Any("error", err))
+			}
+			dirs[path] = time.Time{}
+			continue
+		}
+		if err != nil {
+			return nil, nil, f.away(err)
+		}
+		dirs[path] = info.ModTime()
+		sub, files := f.sort(dir, entries)
+		pending = append(pending, sub...)
+		found = append(found, files...)
+	}
+	return dirs, found, nil
+}
+
+// away is the error for a folder that cannot be read.
+func (f *files) away(err error) error {
+	if f.owner != nil || errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) {
 		return fmt.Errorf("store: %w", err)
 	}
+	return fmt.Errorf("%w: %w", ErrUnavailable, err)
+}
+
+// sort tells the folders within a folder from the model files.
+func (f *files) sort(dir string, entries []fs.DirEntry) (sub, found []string) {
+	var names []string
+	for _, e := range entries {
+		switch name := e.Name(); {
+		case strings.HasPrefix(name, "."):
+		case e.IsDir() && f.deep:
+			sub = append(sub, filepath.Join(dir, name))
+		case !e.IsDir() && (strings.HasSuffix(name, tensorfile.FileSuffix) || strings.HasSuffix(name, tensorfile.IndexSuffix)):
+			names = append(names, name)
+		}
+	}
+	if f.owner != nil {
+		names = f.owner.strange(names)
+	}
+	shards := map[string]bool{}
+	for _, name := range names {
+		if strings.HasSuffix(name, tensorfile.IndexSuffix) {
+			for _, path := range tensorfile.PathsOf(filepath.Join(f.dir, dir, name))[1:] {
+				shards[filepath.Base(path)] = true
+			}
+		}
+	}
+	for _, name := range names {
+		if !shards[name] {
+			found = append(found, filepath.Join(dir, name))
+		}
+	}
+	return sub, found
+}
+
+// look reads the header of what is new.
+func (f *files) look(found []string) (err error) {
 	there := map[string]bool{}
 	var gone []*wholeFile
 	changed := false
-	for _, name := range names {
+	for _, name := range found {
 		old := f.scan.files[name]
 		now, e := f.lookAt(name, old)
 		if e != nil {
@@ -122,55 +268,28 @@ func (f *Folder) look() error {
 	return err
 }
 
-// strangers returns the names of .safetensors files but the known pushed ones: there
-// may be thousands of those, and each push causes a scan.
-func (f *Folder) strangers() ([]string, error) {
-	dir, err := os.Open(f.dir)
-	if err != nil {
-		return nil, err
-	}
-	names, err := dir.Readdirnames(-1)
-	if err = errors.Join(err, dir.Close()); err != nil {
-		return nil, err
-	}
-	var strange []string
-	for some := range slices.Chunk(names, pageNames) {
-		f.mu.Lock()
-		for _, name := range some {
-			if !f.files[name] && strings.HasSuffix(name, fileSuffix) && !strings.HasPrefix(name, ".") {
-				strange = append(strange, name)
-			}
-		}
-		f.mu.Unlock()
-	}
-	return strange, nil
-}
-
 // lookAt returns the file of this name, which is old if it has not changed; nil if there
-// is none or it is a pushed tensor, which it adopts if it is new. An error says that
-// this process cannot open files now.
-func (f *Folder) lookAt(name string, old *wholeFile) (*wholeFile, error) {
-	isPushed := isPushedName(name)
+// is none or it is a pushed tensor, which its owner adopts if it is new. An error says
+// that this process cannot open files now.
+func (f *files) lookAt(name string, old *wholeFile) (*wholeFile, error) {
+	isPushed := f.owner != nil && isPushedName(name)
 	if isPushed {
-		lock := f.nameLock(name) // so not between the rename of a Commit and its end
+		lock := f.owner.nameLock(name) // so not between the rename of a Commit and its end
 		lock.Lock()
 		defer lock.Unlock()
-		f.mu.Lock()
-		known := f.files[name]
-		f.mu.Unlock()
-		if known {
+		if len(f.owner.strange([]string{name})) == 0 {
 			return nil, nil
 		}
 	}
 	path := filepath.Join(f.dir, name)
-	seen, err := os.Stat(path) // through a link to a file elsewhere
-	if err != nil || !seen.Mode().IsRegular() {
+	w := &wholeFile{paths: tensorfile.PathsOf(path)}
+	if w.seen = stats(w.paths); w.seen[0] == nil {
 		return nil, nil
 	}
-	if old != nil && same(old.seen, seen) {
+	if old != nil && slices.Equal(old.paths, w.paths) && slices.EqualFunc(old.seen, w.seen, same) {
 		return old, nil
 	}
-	st, err := tensorfile.OpenSafetensors(path)
+	st, err := tensorfile.OpenModel(path)
 	if errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) {
 		return nil, err
 	}
@@ -178,7 +297,7 @@ func (f *Folder) lookAt(name string, old *wholeFile) (*wholeFile, error) {
 		var info Info
 		if info, err = pushedInfo(name, st); err == nil {
 			_ = st.Close() // unmapping what was mapped does not fail
-			f.adopt(name, info, seen.Size())
+			f.owner.adopt(name, info, w.seen[0].Size())
 			return nil, nil
 		}
 		if errors.Is(err, errForeign) {
@@ -189,64 +308,159 @@ func (f *Folder) lookAt(name string, old *wholeFile) (*wholeFile, error) {
 	}
 	if err != nil {
 		if old == nil || old.usable() { // once, however often it changes
-			f.config.Log.Warn("file can not be used", slog.String("file", name), slog.Any("error", err))
+			f.log.Warn("file can not be used", slog.String("file", name), slog.Any("error", err))
 		}
-		return &wholeFile{seen: seen}, nil
+		return w, nil
 	}
-	w := &wholeFile{seen: seen, mapped: &mapped{file: st}}
+	w.mapped = &mapped{file: st}
 	w.mapped.init(func() { _ = st.Close() })
 	return w, nil
 }
 
-// adopt adds a pushed tensor that an earlier store left. The caller holds the name's
-// lock.
-func (f *Folder) adopt(file string, info Info, bytes int64) {
-	p := &pushed{info: info, file: file}
-	p.init(func() { f.used.Add(-bytes) })
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.used.Add(bytes)
-	f.files[file] = true
-	f.pushed.put(info.Name, p)
+// stem is what the names of a file's tensors begin with: its path without a suffix.
+func (f *files) stem(file string) string {
+	return f.prefix + filepath.ToSlash(strings.TrimSuffix(strings.TrimSuffix(file, tensorfile.IndexSuffix), tensorfile.FileSuffix)) + "/"
 }
 
-// showParts lists the tensors of all whole files anew.
-func (f *Folder) showParts() {
+// showParts lists the tensors of all files anew.
+func (f *files) showParts() {
 	parts := map[string]part{}
-	for file, w := range f.scan.files {
-		if !w.usable() {
-			continue
+	for _, file := range slices.Sorted(maps.Keys(f.scan.files)) {
+		if w := f.scan.files[file]; w.usable() {
+			f.showFile(parts, file, w)
 		}
-		unusable := 0
-		for _, name := range w.mapped.file.Names() {
-			d, err := w.mapped.file.Desc(name)
-			info := Info{
-				Name: strings.TrimSuffix(file, fileSuffix) + "/" + name,
-				Desc: d, Stored: w.seen.ModTime(), Durable: true, File: file,
-			}
-			if err = errors.Join(err, CheckName(info.Name)); err != nil {
-				unusable++
-				continue
-			}
-			parts[info.Name] = part{info, name, w.mapped, w.seen}
-		}
-		if unusable > 0 {
-			f.config.Log.Warn("tensors can not be used: with the file's, their names are too long or hold control characters",
-				slog.String("file", file), slog.Int("tensors", unusable))
-		}
+	}
+	x := newIndex(parts)
+	if f.owner != nil {
+		f.owner.tellHidden(x.names)
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for name, p := range parts {
-		if old, ok := f.parts.byName[name]; ok && old.file == p.file { // what Digested said still holds
+		if old, ok := f.parts.byName[name]; ok && old.whole == p.whole { // what Digested said still holds
 			p.info.Digest = old.info.Digest
 			parts[name] = p
 		}
 	}
-	x := newIndex(parts)
-	hidden := slices.DeleteFunc(slices.Clone(x.names), func(name string) bool { return f.pushed.byName[name] == nil })
 	f.parts = x
-	if len(hidden) > 0 {
-		f.config.Log.Warn("tensors of files are hidden by pushed ones of their names", slog.String("first", hidden[0]), slog.Int("tensors", len(hidden)))
+}
+
+// showFile adds the tensors of a file to parts.
+func (f *files) showFile(parts map[string]part, file string, w *wholeFile) {
+	var spoiled error
+	var first string
+	unusable := 0
+	add := func(p part, err error) {
+		p.info.Name = f.stem(file) + p.name
+		p.info.Stored, p.info.Durable, p.info.File, p.whole = w.seen[0].ModTime(), true, filepath.ToSlash(file), w
+		if _, twice := parts[p.info.Name]; twice && err == nil {
+			err = fmt.Errorf("%w: %q is a tensor of another file, too", ErrExists, p.info.Name)
+		}
+		if err = errors.Join(err, CheckName(p.info.Name)); err == nil {
+			parts[p.info.Name] = p
+			return
+		}
+		if unusable++; unusable == 1 {
+			first, spoiled = p.name, err
+		}
 	}
+	for _, name := range w.mapped.file.Names() {
+		d, err := w.mapped.file.Desc(name)
+		add(part{info: Info{Desc: d}, name: name}, err)
+	}
+	if text := w.mapped.file.Document().Encode(); text != nil {
+		d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(len(text))}}
+		add(part{info: Info{Desc: d}, name: tensorfile.MetadataName, document: text}, nil)
+	}
+	if unusable > 0 {
+		f.log.Warn("tensors of a file can not be used", slog.String("file", file), slog.Int("tensors", unusable),
+			slog.String("first", first), slog.Any("error", spoiled))
+	}
+}
+
+// find returns what is known of a tensor.
+func (f *files) find(name string) (part, bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	p, ok := f.parts.byName[name]
+	return p, ok
+}
+
+// after returns the Infos of up to n tensors whose names come after name.
+func (f *files) after(name string, n int) ([]Info, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.isClosed {
+		return nil, ErrClosed
+	}
+	names := f.parts.after(name, n)
+	infos := make([]Info, len(names))
+	for i, name := range names {
+		infos[i] = f.parts.byName[name].info
+	}
+	return infos, nil
+}
+
+// errChanged says that a file is not the one that was seen.
+var errChanged = errors.New("store: file has changed")
+
+// open opens a tensor, after another look if it is not known, or its file is not the one
+// that was seen.
+func (f *files) open(ctx context.Context, name string) (Reader, error) {
+	r, err := f.openKnown(name, false)
+	if !errors.Is(err, ErrNotFound) && !errors.Is(err, errChanged) {
+		return r, err
+	}
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	if err := f.rescan(errors.Is(err, errChanged)); err != nil {
+		return nil, err
+	}
+	return f.openKnown(name, true)
+}
+
+// openKnown opens a known tensor, with errChanged if its file is not the one that was
+// seen. After a scan just now, fresh, it opens whatever the file has become.
+func (f *files) openKnown(name string, fresh bool) (Reader, error) {
+	f.mu.Lock()
+	p, there := f.parts.byName[name]
+	if there {
+		p.whole.mapped.retain() // files holds it, under mu
+	}
+	closed := f.isClosed
+	f.mu.Unlock()
+	switch {
+	case closed:
+		return nil, ErrClosed
+	case !there:
+		return nil, fmt.Errorf("%w: no tensor %q", ErrNotFound, name)
+	case !p.whole.asItWas():
+		if !fresh {
+			p.whole.mapped.Release()
+			return nil, fmt.Errorf("%w: %s", errChanged, p.info.File)
+		}
+		p.info.Digest = codec.Digest{} // of what it was
+	}
+	return (&fileReader{pool: f.pool, info: p.info, data: p.document, file: p.whole.mapped, files: f}).open(p.name)
+}
+
+// close ends it. What Readers hold stays valid.
+func (f *files) close() error {
+	f.scanning.Lock()
+	defer f.scanning.Unlock()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.isClosed {
+		return ErrClosed
+	}
+	f.isClosed = true
+	f.parts = newIndex(map[string]part{})
+	for _, w := range f.scan.files {
+		if w.usable() {
+			w.mapped.Release()
+		}
+	}
+	f.scan.files = nil
+	return nil
 }

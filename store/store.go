@@ -36,6 +36,8 @@ var (
 	ErrExists = errors.New("store: name is taken")
 	// ErrPart is wrapped when a tensor is to be deleted that is part of a file.
 	ErrPart = errors.New("store: part of a file")
+	// ErrReadOnly is wrapped when a store that takes no tensors is to take one.
+	ErrReadOnly = errors.New("store: read-only")
 	// ErrRange is wrapped when bytes outside a tensor are written or read.
 	ErrRange = errors.New("store: outside the tensor")
 	// ErrLocked is wrapped when another process has the folder.
@@ -59,8 +61,8 @@ type Info struct {
 	Stored time.Time
 	// Durable is whether the tensor survives a restart.
 	Durable bool
-	// File is the base name of the .safetensors that the tensor is part of,
-	// empty for a pushed one.
+	// File is the path, below the store's folder, of the .safetensors or the index that the
+	// tensor is part of, empty for a pushed one.
 	File string
 }
 
@@ -148,7 +150,8 @@ type Meter interface {
 }
 
 var (
-	_ DigestKeeper = (*folderReader)(nil)
+	_ DigestKeeper = (*fileReader)(nil)
+	_ Store        = (*Files)(nil)
 	_ Meter        = (*Memory)(nil)
 	_ Meter        = (*Folder)(nil)
 )

@@ -21,3 +21,11 @@ func TestAFolderIsAStore(t *testing.T) {
 		return f
 	})
 }
+
+func TestAStoreBesideOthersIsAStore(t *testing.T) {
+	storetest.Run(t, func(t testing.TB) store.Store {
+		f, err := store.OpenFiles(t.TempDir(), store.FilesConfig{})
+		require.NoError(t, err)
+		return store.Beside(store.NewMemory(testkit.Pool(t), 64<<20), f)
+	})
+}

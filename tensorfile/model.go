@@ -210,6 +210,23 @@ func OpenModel(path string) (*Safetensors, error) {
 	return s, nil
 }
 
+// PathsOf returns the paths of a model's files: the path itself and, if it is an index that
+// can be read, those that it names.
+func PathsOf(path string) []string {
+	paths := []string{path}
+	if !strings.HasSuffix(path, IndexSuffix) {
+		return paths
+	}
+	if text, err := readIndex(path); err == nil {
+		if files, err := parseIndex(text); err == nil {
+			for _, file := range filesOf(files) {
+				paths = append(paths, filepath.Join(filepath.Dir(path), file))
+			}
+		}
+	}
+	return paths
+}
+
 func readIndex(path string) ([]byte, error) {
 	f, size, err := openFile(path)
 	if err != nil {

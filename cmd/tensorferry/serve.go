@@ -62,6 +62,7 @@ type serveConfig struct {
 	insecure            bool
 	files               identity.ServerFiles
 	store               storeFlag
+	files               []string // [name=]folder
 	pprof               bool
 	logFormat, logLevel string
 	verbose             bool
@@ -92,6 +93,7 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	f.StringArrayVar(&c.engines.pythonEnv, "python-env", []string{}, "environment variable of these processes, as `name=value`; repeatable")
 	countVar(f, &c.engines.workers, "workers", 0, "blocks computed at a time (default the number of CPUs)")
 	f.Var(&c.store, "store", "`where` pushed tensors rest: memory, memory:2GiB (1MiB or more) or a folder")
+	f.StringArrayVar(&c.files, "files", []string{}, "give out the model files below a folder, too, as `[name=]folder`, which is never written to; repeatable")
 	f.BoolVar(&c.server.Reflection, "reflection", true, "answer gRPC reflection, so that grpcurl needs no files")
 	f.BoolVar(&c.pprof, "pprof", false, "serve Go's profiles below /debug/pprof/ of the metrics address")
 	choiceVar(f, &c.logFormat, "log-format", "`form` of the log", "text", "json")
@@ -167,6 +169,25 @@ func (s *storeFlag) open(h *cpu.Host, log *slog.Logger) (store.Store, error) {
 		bytes = memory / storeShare
 	}
 	return store.NewMemory(h.Pool(), bytes), nil
+}
+
+// besideFiles puts the model files of folders beside a store, which is closed on failure.
+func besideFiles(s store.Store, folders []string, log *slog.Logger) (store.Store, error) {
+	var all []store.Store
+	for _, text := range folders {
+		name, folder := nameOf(text)
+		f, err := store.OpenFiles(folder, store.FilesConfig{Name: name, Log: log})
+		if err == nil {
+			all = append(all, f)
+			continue
+		}
+		err = fmt.Errorf("--files %s: %w", text, err)
+		for _, s := range append(all, s) {
+			err = errors.Join(err, s.Close())
+		}
+		return nil, err
+	}
+	return store.Beside(s, all...), nil
 }
 
 func (s *storeFlag) String() string {
@@ -277,7 +298,11 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	}
 	defer e.Close()
 	h, models := e.host, e.models
-	tensors, err := c.store.open(h, log)
+	pushed, err := c.store.open(h, log)
+	if err != nil {
+		return err
+	}
+	tensors, err := besideFiles(pushed, c.files, log)
 	if err != nil {
 		return err
 	}
@@ -300,7 +325,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	if err != nil {
 		return errors.Join(err, l.Close())
 	}
-	limitHeap(e, s, tensors)
+	limitHeap(e, s, pushed)
 	var draining atomic.Bool
 	at, watching, unwatch, err := watch(c, id, metrics.Handler(registry, func() bool { return !draining.Load() }, c.pprof))
 	if err != nil {

@@ -159,6 +159,7 @@ var rules = []serving.Rule{
 	{Err: slab.ErrMemory, Code: frame.ResourceExhausted, Retry: true},
 	{Err: store.ErrExists, Code: frame.AlreadyExists},
 	{Err: store.ErrPart, Code: frame.FailedPrecondition},
+	{Err: store.ErrReadOnly, Code: frame.FailedPrecondition},
 	{Err: transfer.ErrCorrupt, Code: frame.DataLoss},
 	{Err: fault.ErrVanished, Code: frame.DataLoss},
 	{Err: store.ErrClosed, Code: frame.Unavailable, Text: "server is shutting down", Retry: true},

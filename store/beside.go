@@ -1,0 +1,124 @@
+package store
+
+import (
+	"context"
+	"errors"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Beside returns a store that keeps what is pushed in main, and gives out the tensors of
+// other stores beside that, such as Files, to which it never writes. The first store that
+// has a name is the one of that name. A name of another store's tensor can not be pushed,
+// unless main has it already, nor deleted. The result owns all of the stores, and closes
+// them.
+func Beside(main Store, others ...Store) Store {
+	if len(others) == 0 {
+		return main
+	}
+	b := &beside{main: main, others: others}
+	if m, ok := main.(Meter); ok {
+		return struct {
+			Store
+			Meter
+		}{b, m}
+	}
+	return b
+}
+
+type beside struct {
+	main   Store
+	others []Store
+}
+
+// taken returns the Info of a tensor that only another store has.
+func (b *beside) taken(ctx context.Context, name string) (info Info, taken bool, err error) {
+	r, err := openFirst(ctx, name, b.others)
+	if errors.Is(err, ErrNotFound) {
+		return Info{}, false, nil
+	}
+	if err != nil {
+		return Info{}, false, err
+	}
+	defer r.Release()
+	own, err := b.main.Open(ctx, name)
+	if err == nil {
+		own.Release()
+		return Info{}, false, nil
+	}
+	if errors.Is(err, ErrNotFound) {
+		return r.Info(), true, nil
+	}
+	return Info{}, false, err
+}
+
+func (b *beside) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
+	if _, err := checkNew(ctx, name, d); err != nil {
+		return nil, err
+	}
+	if info, taken, err := b.taken(ctx, name); err != nil {
+		return nil, err
+	} else if taken {
+		return nil, taking(info)
+	}
+	return b.main.Create(ctx, name, d)
+}
+
+func (b *beside) Open(ctx context.Context, name string) (Reader, error) {
+	return openFirst(ctx, name, append([]Store{b.main}, b.others...))
+}
+
+// openFirst opens the tensor of the first store that has it.
+func openFirst(ctx context.Context, name string, stores []Store) (r Reader, err error) {
+	for _, s := range stores {
+		if r, err = s.Open(ctx, name); !errors.Is(err, ErrNotFound) {
+			break
+		}
+	}
+	return r, err
+}
+
+func (b *beside) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
+	var all [][]Info
+	for _, s := range append([]Store{b.main}, b.others...) {
+		infos, err := s.List(ctx, glob, after, most)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, infos)
+	}
+	return merge(most, all...), nil
+}
+
+func (b *beside) Delete(ctx context.Context, names ...string) ([]string, error) {
+	var refused error
+	for i, name := range names {
+		info, taken, err := b.taken(ctx, name)
+		if taken {
+			err = partOf(info)
+		}
+		if err != nil {
+			names, refused = names[:i], err
+			break
+		}
+	}
+	if len(names) == 0 {
+		return nil, refused
+	}
+	deleted, err := b.main.Delete(ctx, names...)
+	if err == nil {
+		err = refused
+	}
+	return deleted, err
+}
+
+func (b *beside) Close() error {
+	err := b.main.Close()
+	for _, s := range b.others {
+		err = errors.Join(err, s.Close())
+	}
+	if errors.Is(err, ErrClosed) {
+		return ErrClosed
+	}
+	return err
+}

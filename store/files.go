@@ -1,0 +1,169 @@
+package store
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/fault"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// FilesConfig says how Files works. The zero FilesConfig does.
+type FilesConfig struct {
+	// Name is what the names of all tensors begin with, before a slash. Empty means no
+	// such beginning.
+	Name string
+	// Log gets the files that cannot be used. Nil means no log.
+	Log *slog.Logger
+}
+
+// Files shows the tensors of the model files in a folder and in the folders below it: those
+// of sub/model.safetensors, or of sub/model.safetensors.index.json and the files that it
+// names, as sub/model/…. Files are mapped, not read. It never writes: Create fails with
+// ErrReadOnly. It does not follow links to folders, nor look into those whose names begin
+// with a dot. It is safe for concurrent use.
+type Files struct{ files *files }
+
+// OpenFiles opens the files below the folder dir, and reads the header of each. The caller
+// closes the store.
+func OpenFiles(dir string, config FilesConfig) (*Files, error) {
+	if config.Log == nil {
+		config.Log = slog.New(slog.DiscardHandler)
+	}
+	dir, err := filepath.EvalSymlinks(dir)
+	if err != nil {
+		return nil, fmt.Errorf("store: %w", err)
+	}
+	if info, err := os.Stat(dir); err != nil {
+		return nil, fmt.Errorf("store: %w", err)
+	} else if !info.IsDir() {
+		return nil, fmt.Errorf("store: %s is not a folder", dir)
+	}
+	f := newFiles(dir, config.Log)
+	f.deep = true
+	if name := strings.TrimSuffix(config.Name, "/"); name != "" {
+		if err := CheckName(name); err != nil {
+			return nil, err
+		}
+		f.prefix = name + "/"
+	}
+	return &Files{f}, f.rescan(false)
+}
+
+// Create implements Store: it fails.
+func (f *Files) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
+	if _, err := checkNew(ctx, name, d); err != nil {
+		return nil, err
+	}
+	if p, taken := f.files.find(name); taken {
+		return nil, taking(p.info)
+	}
+	return nil, fmt.Errorf("%w: no room for tensor %q", ErrReadOnly, name)
+}
+
+// taking is the error for the name of a tensor in a file.
+func taking(info Info) error {
+	return fmt.Errorf("%w: %q is a tensor of the file %s in the folder; push under another name", ErrExists, info.Name, info.File)
+}
+
+// partOf is the error for the deletion of a tensor in a file.
+func partOf(info Info) error {
+	return fmt.Errorf("%w: %q is a tensor of %s; delete that file", ErrPart, info.Name, info.File)
+}
+
+// Open implements Store.
+func (f *Files) Open(ctx context.Context, name string) (Reader, error) {
+	return f.files.open(ctx, name)
+}
+
+// List implements Store. It looks first whether files came or went.
+func (f *Files) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
+	if err := f.files.rescan(false); err != nil {
+		return nil, err
+	}
+	return listPages(ctx, glob, after, most, f.files.after)
+}
+
+// Delete implements Store: nothing that is there can be deleted.
+func (f *Files) Delete(ctx context.Context, names ...string) ([]string, error) {
+	for _, name := range names {
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
+		if p, there := f.files.find(name); there {
+			return nil, partOf(p.info)
+		}
+	}
+	return nil, nil
+}
+
+// Close implements Store.
+func (f *Files) Close() error { return f.files.close() }
+
+// fileReader is the Reader of a tensor in a file.
+type fileReader struct {
+	pool  *slab.Pool
+	info  Info
+	data  []byte
+	file  *mapped
+	files *files // that have the tensor as a part; nil for a pushed one
+}
+
+// open finds the tensor in its file, unless it has its bytes. It takes over the caller's
+// hold of the file, also when it fails.
+func (r *fileReader) open(name string) (Reader, error) {
+	if r.data != nil {
+		return r, nil
+	}
+	t, err := r.file.file.Tensor(name)
+	if err == nil {
+		_, err = tensor.New(r.info.Desc, t.Data) // it may be another file by now
+	}
+	if err != nil {
+		r.file.Release()
+		return nil, fmt.Errorf("store: tensor %q: its file has changed: %w", r.info.Name, err)
+	}
+	r.data = t.Data
+	return r, nil
+}
+
+// Digested implements DigestKeeper: a part keeps its digest while the file is the one
+// that was read.
+func (r *fileReader) Digested(d codec.Digest) {
+	if r.files == nil {
+		return
+	}
+	r.files.mu.Lock()
+	defer r.files.mu.Unlock()
+	if p, ok := r.files.parts.byName[r.info.Name]; ok && p.whole.mapped == r.file {
+		p.info.Digest = d
+		r.files.parts.byName[r.info.Name] = p
+	}
+}
+
+func (r *fileReader) Info() Info { return r.info.clone() }
+
+// View copies: another process may shorten the file, which a reader of the map, such as
+// grpc, would not survive.
+func (r *fileReader) View(ctx context.Context, off, n int64) ([]byte, Releaser, error) {
+	if err := checkView(ctx, off, n, int64(len(r.data))); err != nil {
+		return nil, nil, err
+	}
+	s, err := r.pool.Get(int(n))
+	if err != nil {
+		return nil, nil, fmt.Errorf("store: tensor %q: %w", r.info.Name, err)
+	}
+	if err := fault.Guard(func() { copy(s.Bytes(), r.data[off:]) }); err != nil {
+		s.Release()
+		return nil, nil, fmt.Errorf("store: tensor %q: %w", r.info.Name, err)
+	}
+	return s.Bytes(), s, nil
+}
+
+func (r *fileReader) Release() { r.file.Release() }

@@ -1,0 +1,184 @@
+package store
+
+import (
+	"bytes"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
+)
+
+// putModel writes a .safetensors file of uint8 tensors, whose names are their bytes.
+func putModel(t *testing.T, path string, metadata map[string]string, names ...string) {
+	t.Helper()
+	require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o755))
+	var all []tensorfile.Named
+	for _, name := range names {
+		x, err := tensor.Of([]byte(name))
+		require.NoError(t, err)
+		all = append(all, tensorfile.Named{Name: name, Tensor: x})
+	}
+	var b bytes.Buffer
+	require.NoError(t, tensorfile.WriteSafetensors(&b, all, metadata))
+	require.NoError(t, os.WriteFile(path+"~", b.Bytes(), 0o644))
+	require.NoError(t, os.Rename(path+"~", path))
+}
+
+func TestFilesShowTheModelFilesBelowAFolder(t *testing.T) {
+	dir := t.TempDir()
+	putModel(t, filepath.Join(dir, "top.safetensors"), nil, "x")
+	putModel(t, filepath.Join(dir, "a/b/deep.safetensors"), map[string]string{"format": "pt"}, "w", "v/u")
+	putModel(t, filepath.Join(dir, ".hidden/no.safetensors"), nil, "x")
+	putModel(t, filepath.Join(dir, "several/m-1.safetensors"), map[string]string{"n": "1"}, "p")
+	putModel(t, filepath.Join(dir, "several/m-2.safetensors"), nil, "q")
+	putModel(t, filepath.Join(dir, "several/other.safetensors"), nil, "r")
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "several/m.safetensors.index.json"), []byte(`{"weight_map":{"p":"m-1.safetensors","q":"m-2.safetensors"}}`), 0o644))
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "a/notes.txt"), nil, 0o644))
+	require.NoError(t, os.Symlink(filepath.Join(dir, "top.safetensors"), filepath.Join(dir, "a/link.safetensors")))
+
+	f, err := OpenFiles(dir, FilesConfig{Name: "lib"})
+	require.NoError(t, err)
+	defer f.Close()
+	require.Equal(t, []string{
+		"lib/a/b/deep/__metadata__", "lib/a/b/deep/v/u", "lib/a/b/deep/w", "lib/a/link/x",
+		"lib/several/m/__metadata__", "lib/several/m/p", "lib/several/m/q", "lib/several/other/r", "lib/top/x",
+	}, listed(t, f))
+	require.Equal(t, []byte("v/u"), get(t, f, "lib/a/b/deep/v/u"))
+	require.Equal(t, []byte("q"), get(t, f, "lib/several/m/q"))
+	require.Equal(t, []byte(`{"format":"pt"}`), get(t, f, "lib/a/b/deep/__metadata__"))
+	d, err := tensorfile.ParseDocument(get(t, f, "lib/several/m/__metadata__"))
+	require.NoError(t, err)
+	require.Equal(t, "m.safetensors.index.json", d.Index)
+	require.Equal(t, map[string]string{"n": "1"}, d.Shards["m-1.safetensors"])
+
+	r, err := f.Open(t.Context(), "lib/a/b/deep/w")
+	require.NoError(t, err)
+	require.Equal(t, "a/b/deep.safetensors", r.Info().File)
+	sum := codec.Digest{1}
+	r.(DigestKeeper).Digested(sum)
+	r.Release()
+	infos, err := f.List(t.Context(), "lib/a/b/deep/w", "", 1)
+	require.NoError(t, err)
+	require.Equal(t, sum, infos[0].Digest)
+}
+
+func TestFilesThatComeAndGoAreSeen(t *testing.T) {
+	dir := t.TempDir()
+	var log bytes.Buffer
+	f, err := OpenFiles(dir, FilesConfig{Log: slog.New(slog.NewTextHandler(&log, nil))})
+	require.NoError(t, err)
+	defer f.Close()
+	require.Empty(t, listed(t, f))
+	putModel(t, filepath.Join(dir, "a/m.safetensors"), nil, "x")
+	require.Equal(t, []byte("x"), get(t, f, "a/m/x"), "found when it is asked for")
+	putModel(t, filepath.Join(dir, "a/m.safetensors"), map[string]string{"k": "v"}, "x", "y")
+	require.Equal(t, []string{"a/m/__metadata__", "a/m/x", "a/m/y"}, listed(t, f))
+	reader, err := f.Open(t.Context(), "a/m/y")
+	require.NoError(t, err)
+	defer reader.Release()
+	require.NoError(t, os.RemoveAll(filepath.Join(dir, "a")))
+	require.Empty(t, listed(t, f))
+	_, err = f.Open(t.Context(), "a/m/x")
+	require.ErrorIs(t, err, ErrNotFound)
+	data, held, err := reader.View(t.Context(), 0, 1)
+	require.NoError(t, err)
+	require.Equal(t, "y", string(data))
+	held.Release()
+
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "m.safetensors.index.json"), []byte(`{"weight_map":{"p":"m-1.safetensors"}}`), 0o644))
+	require.Empty(t, listed(t, f))
+	require.Contains(t, log.String(), "m-1.safetensors: no such file")
+	putModel(t, filepath.Join(dir, "m-1.safetensors"), nil, "p")
+	require.Equal(t, []string{"m/__metadata__", "m/p"}, listed(t, f), "its last file has come")
+	putModel(t, filepath.Join(dir, "m-1.safetensors"), map[string]string{"again": "1"}, "p")
+	require.Contains(t, string(get(t, f, "m/__metadata__")), "again", "a file of several was replaced")
+
+	require.NoError(t, os.RemoveAll(dir))
+	_, err = f.List(t.Context(), "", "", 10)
+	require.ErrorIs(t, err, ErrUnavailable)
+}
+
+func TestATensorOfAnUnknownDataTypeHidesNoOther(t *testing.T) {
+	dir := t.TempDir()
+	header := `{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"s":{"dtype":"F8_E8M0","shape":[1],"data_offsets":[1,2]}}`
+	file := append([]byte{byte(len(header)), 0, 0, 0, 0, 0, 0, 0}, header+"ab"...)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "m.safetensors"), file, 0o644))
+	var log bytes.Buffer
+	f, err := OpenFolder(dir, FolderConfig{Log: slog.New(slog.NewTextHandler(&log, nil))})
+	require.NoError(t, err)
+	defer f.Close()
+	require.Equal(t, []string{"m/a"}, listed(t, f))
+	require.Contains(t, log.String(), `first=s`)
+	require.Contains(t, log.String(), "F8_E8M0")
+}
+
+func TestFilesAreNeverWrittenTo(t *testing.T) {
+	dir := t.TempDir()
+	putModel(t, filepath.Join(dir, "m.safetensors"), nil, "x")
+	require.NoError(t, os.Chmod(dir, 0o555))
+	defer func() { require.NoError(t, os.Chmod(dir, 0o755)) }()
+	f, err := OpenFiles(dir, FilesConfig{})
+	require.NoError(t, err)
+	require.Equal(t, []string{"m/x"}, listed(t, f))
+	d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{1}}
+	_, err = f.Create(t.Context(), "new", d)
+	require.ErrorIs(t, err, ErrReadOnly)
+	_, err = f.Create(t.Context(), "m/x", d)
+	require.ErrorIs(t, err, ErrExists)
+	_, err = f.Delete(t.Context(), "nothing", "m/x")
+	require.ErrorIs(t, err, ErrPart)
+	require.NoError(t, f.Close())
+	require.ErrorIs(t, f.Close(), ErrClosed)
+	_, err = f.Open(t.Context(), "m/x")
+	require.ErrorIs(t, err, ErrClosed)
+	_, err = f.List(t.Context(), "", "", 1)
+	require.ErrorIs(t, err, ErrClosed)
+	require.Equal(t, []string{"m.safetensors"}, filesIn(t, dir))
+
+	_, err = OpenFiles(filepath.Join(dir, "m.safetensors"), FilesConfig{})
+	require.ErrorContains(t, err, "not a folder")
+	_, err = OpenFiles(filepath.Join(dir, "nothing"), FilesConfig{})
+	require.ErrorIs(t, err, os.ErrNotExist)
+	_, err = OpenFiles(dir, FilesConfig{Name: "\x00"})
+	require.ErrorIs(t, err, ErrName)
+}
+
+func TestAStoreBesideFilesPushesAndDeletesOnlyItsOwn(t *testing.T) {
+	dir := t.TempDir()
+	memory := NewMemory(testkit.Pool(t), 64*mib)
+	put(t, memory, "m/y", []byte("pushed"))
+	put(t, memory, "own", []byte("o"))
+	putModel(t, filepath.Join(dir, "m.safetensors"), nil, "x", "y")
+	f, err := OpenFiles(dir, FilesConfig{})
+	require.NoError(t, err)
+	s := closing(t, Beside(memory, f))
+	require.Equal(t, []string{"m/x", "m/y", "own"}, listed(t, s))
+	require.Equal(t, []byte("x"), get(t, s, "m/x"))
+	require.Equal(t, []byte("pushed"), get(t, s, "m/y"), "what was pushed goes before")
+
+	d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{1}}
+	_, err = s.Create(t.Context(), "m/x", d)
+	require.ErrorIs(t, err, ErrExists)
+	w, err := s.Create(t.Context(), "m/y", d)
+	require.NoError(t, err, "main has it")
+	w.Abort()
+	deleted, err := s.Delete(t.Context(), "m/y", "nothing", "m/x", "own")
+	require.ErrorIs(t, err, ErrPart)
+	require.Equal(t, []string{"m/y"}, deleted, "those before the one that cannot be")
+	require.Equal(t, []byte("y"), get(t, s, "m/y"))
+	require.Equal(t, []string{"m/x", "m/y", "own"}, listed(t, s))
+	infos, err := s.List(t.Context(), "m/*", "m/x", 1)
+	require.NoError(t, err)
+	require.Len(t, infos, 1)
+	require.Equal(t, "m/y", infos[0].Name)
+	_, isMeter := s.(Meter)
+	require.True(t, isMeter)
+	require.Same(t, memory, Beside(memory))
+}
