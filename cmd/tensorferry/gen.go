@@ -10,7 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/generate"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -46,7 +46,7 @@ stdout, and the default. An output file is written whole or not at all.`,
   tensorferry gen --shape 1000000000 --dtype uint8 --raw | tensorferry run echo --dtype uint8 --shape 1000000000 > y.bin`,
 		Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
-			return generate(c.Context(), o, c.OutOrStdout(), c.ErrOrStderr())
+			return gen(c.Context(), o, c.OutOrStdout(), c.ErrOrStderr())
 		},
 	}
 	f := c.Flags()
@@ -54,19 +54,19 @@ stdout, and the default. An output file is written whole or not at all.`,
 	dtypeFlag(c, &o.dtype, "float32", "data `type`")
 	f.StringVar(&o.shape, "shape", "", "`shape`, such as 1000,64; empty is a scalar (required)")
 	f.Uint64Var(&o.seed, "seed", 0, "another `number` makes another tensor")
-	f.StringVar(&o.fill, "fill", "", strings.Join(store.Fills(), ", ")+" (default by data type)")
+	f.StringVar(&o.fill, "fill", "", strings.Join(generate.Fills(), ", ")+" (default by data type)")
 	f.StringVar(&o.name, "name", "tensor", "name of the tensor in a .safetensors file")
 	f.StringVarP(&o.output, "output", "o", "-", "`file` to write")
 	f.BoolVar(&o.raw, "raw", false, "write raw bytes")
 	quietFlag(c, &o.quiet)
-	complete(c, "fill", store.Fills())
+	complete(c, "fill", generate.Fills())
 	if err := c.MarkFlagRequired("shape"); err != nil {
 		panic(err) // the flag is named above
 	}
 	return c
 }
 
-func generate(ctx context.Context, o genOptions, stdout, stderr io.Writer) error {
+func gen(ctx context.Context, o genOptions, stdout, stderr io.Writer) error {
 	if o.named() && !strings.HasSuffix(o.output, ".safetensors") {
 		return usage("--name is for a .safetensors file; --output %s has no names", o.output)
 	}
@@ -77,7 +77,7 @@ func generate(ctx context.Context, o genOptions, stdout, stderr io.Writer) error
 	if err != nil {
 		return err
 	}
-	fill, err := store.ParseFill(o.fill, d.DType)
+	fill, err := generate.ParseFill(o.fill, d.DType)
 	if err != nil {
 		return usageError{err}
 	}
@@ -102,7 +102,7 @@ func generate(ctx context.Context, o genOptions, stdout, stderr io.Writer) error
 }
 
 // writeGenerated makes a chunk per thread at a time and writes them in their order.
-func writeGenerated(ctx context.Context, w io.Writer, size int64, dtype tensor.DataType, seed uint64, fill store.Fill) error {
+func writeGenerated(ctx context.Context, w io.Writer, size int64, dtype tensor.DataType, seed uint64, fill generate.Fill) error {
 	buf := make([]byte, min(size, int64(runtime.GOMAXPROCS(0))*genChunk))
 	for off := int64(0); off < size; off += int64(len(buf)) {
 		buf = buf[:min(int64(len(buf)), size-off)]
@@ -110,7 +110,7 @@ func writeGenerated(ctx context.Context, w io.Writer, size int64, dtype tensor.D
 		at := off
 		for chunk := range slices.Chunk(buf, genChunk) {
 			from := at
-			made.Go(func() { store.Generate(chunk, from, dtype, seed, fill) })
+			made.Go(func() { generate.Bytes(chunk, from, dtype, seed, fill) })
 			at += int64(len(chunk))
 		}
 		made.Wait()

@@ -60,7 +60,7 @@ type serveConfig struct {
 	engines             engineConfig
 	listen, metrics     string
 	insecure            bool
-	files               identity.ServerFiles
+	secrets             identity.ServerFiles
 	store               storeFlag
 	files               []string // [name=]folder
 	pprof               bool
@@ -75,10 +75,10 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	f.SortFlags = false
 	f.StringVar(&c.listen, "listen", defaultListen, "`address` to listen on: host:port or unix:/path")
 	f.StringVar(&c.metrics, "metrics", defaultMetrics, "`address` of /metrics and /healthz, or off")
-	f.StringVar(&c.files.Cert, "tls-cert", "", "`file` of the server's certificate: connections are encrypted")
-	f.StringVar(&c.files.Key, "tls-key", "", "`file` of its private key")
-	f.StringVar(&c.files.ClientCA, "tls-client-ca", "", "`file` of the authority of client certificates: clients need one, or a token")
-	f.StringVar(&c.files.Tokens, "token-file", "", "`file` of tokens, one a line after the name of whose it is: clients need one, or a certificate")
+	f.StringVar(&c.secrets.Cert, "tls-cert", "", "`file` of the server's certificate: connections are encrypted")
+	f.StringVar(&c.secrets.Key, "tls-key", "", "`file` of its private key")
+	f.StringVar(&c.secrets.ClientCA, "tls-client-ca", "", "`file` of the authority of client certificates: clients need one, or a token")
+	f.StringVar(&c.secrets.Tokens, "token-file", "", "`file` of tokens, one a line after the name of whose it is: clients need one, or a certificate")
 	f.BoolVar(&c.insecure, "insecure", false, "let other machines reach listeners without encryption, or without saying who they are")
 	f.StringVar(&c.engines.engine, "engine", autoEngine, "`where` models run: cpu, a device such as cuda:0, or auto: cuda:0 if it works, else cpu")
 	f.StringArrayVar(&c.engines.models, "model", nil, "serve the model in a `folder`, as [name=]folder[@engine]; repeatable")
@@ -391,12 +391,12 @@ func watch(c serveConfig, id *identity.Server, h http.Handler) (address string, 
 // identity reads the files that secure the server; nil if there are none.
 func (c *serveConfig) identity(log *slog.Logger) (*identity.Server, error) {
 	switch {
-	case c.files == identity.ServerFiles{}:
+	case c.secrets == identity.ServerFiles{}:
 		return nil, nil
-	case c.files.Cert == "" || c.files.Key == "":
+	case c.secrets.Cert == "" || c.secrets.Key == "":
 		return nil, usage("--tls-cert and --tls-key go together, and --tls-client-ca and --token-file need them: without encryption everybody on the way reads a token")
 	}
-	id, err := identity.NewServer(c.files, log)
+	id, err := identity.NewServer(c.secrets, log)
 	if err != nil {
 		return nil, hinted{err, "tensorferry cert makes certificates for a first try"}
 	}

@@ -45,7 +45,8 @@ var layers = map[string][]string{
 	"engine/stack":      {"engine", "tensor", "tensorfile"},
 	"frame":             {"codec", "tensor"},
 	"internal/attack":   {"api/tensorferry/v1", "codec", "tensor"},
-	"store":             {"codec", "internal/background", "internal/fault", "internal/glob", "internal/minifloat", "slab", "tensor", "tensorfile"},
+	"store":             {"codec", "internal/background", "internal/fault", "internal/glob", "slab", "store/generate", "tensor", "tensorfile"},
+	"store/generate":    {"internal/minifloat", "tensor"},
 
 	"engine/cpu":        {"engine", "engine/blocks", "engine/builtin", "engine/stack", "slab", "tensor"},
 	"engine/worker":     {"engine", "engine/blocks", "engine/builtin", "internal/link", "slab", "tensor"},

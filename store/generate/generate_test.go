@@ -1,4 +1,4 @@
-package store
+package generate
 
 import (
 	"encoding/binary"
@@ -7,7 +7,6 @@ import (
 	"hash/crc32"
 	"math"
 	"os"
-	"slices"
 	"strings"
 	"testing"
 
@@ -20,7 +19,7 @@ import (
 // bytesAt returns bytes [off,+n) of the tensor.
 func bytesAt(off int64, n int, d tensor.DataType, seed uint64, fill Fill) []byte {
 	p := make([]byte, n)
-	Generate(p, off, d, seed, fill)
+	Bytes(p, off, d, seed, fill)
 	return p
 }
 
@@ -181,59 +180,6 @@ func TestSeedsDiffer(t *testing.T) {
 	require.NotEqual(t, bytesAt(0, 64, tensor.Float32, 1, FillNormal), bytesAt(0, 64, tensor.Float32, 2, FillNormal))
 }
 
-func TestAGeneratorGivesViewsOfWhatItWasAskedFor(t *testing.T) {
-	src := Generator()
-	r, err := src(t.Context(), map[string]string{"dtype": "bfloat16", "shape": "50000000000,1", "seed": "9"})
-	require.NoError(t, err)
-	defer r.Release()
-	require.Equal(t, tensor.Desc{DType: tensor.BFloat16, Shape: tensor.Shape{50000000000, 1}}, r.Info().Desc)
-	const off = 99_999_999_990 // of 100 GB
-	data, held, err := r.View(t.Context(), off, 10)
-	require.NoError(t, err)
-	require.Equal(t, bytesAt(off, 10, tensor.BFloat16, 9, FillNormal), data)
-	held.Release()
-	_, _, err = r.View(t.Context(), off, 11)
-	require.ErrorIs(t, err, ErrRange)
-
-	scalar, err := src(t.Context(), map[string]string{"shape": ""})
-	require.NoError(t, err)
-	data, held, err = scalar.View(t.Context(), 0, 4)
-	require.NoError(t, err)
-	require.Equal(t, bytesAt(0, 4, tensor.Float32, 0, FillNormal), data)
-	held.Release()
-	scalar.Release()
-}
-
-func TestAGeneratorSaysWhichParameterIsWrong(t *testing.T) {
-	for text, params := range map[string]map[string]string{
-		"shape is missing":                {},
-		`no parameter "size"`:             {"shape": "2", "size": "2"},
-		`"2x2"`:                           {"shape": "2x2"},
-		"float33":                         {"shape": "2", "dtype": "float33"},
-		`seed "-1" is not a whole number`: {"shape": "2", "seed": "-1"},
-		`"noise" is not a fill`:           {"shape": "2", "fill": "noise"},
-		"use uniform":                     {"shape": "2", "fill": "normal", "dtype": "int8"},
-		"2^63":                            {"shape": "1099511627776,1099511627776"},
-	} {
-		r, err := Generator()(t.Context(), params)
-		require.ErrorIs(t, err, ErrParams)
-		require.ErrorContains(t, err, text)
-		require.Nil(t, r)
-	}
-}
-
-func TestAGeneratorQuotesNoMoreThanTheBeginningOfAValue(t *testing.T) {
-	long := strings.Repeat("\x01", 4096)
-	for _, key := range append(slices.Clone(generatorParams), long) {
-		params := map[string]string{"shape": "2"}
-		params[key] = long
-		_, err := Generator()(t.Context(), params)
-		require.ErrorIs(t, err, ErrParams)
-		require.ErrorContains(t, err, `\x01`)
-		require.Less(t, len(err.Error()), 1024)
-	}
-}
-
 func BenchmarkGenerate(b *testing.B) {
 	for _, d := range []tensor.DataType{tensor.Float32, tensor.BFloat16, tensor.Uint8} {
 		for _, fill := range Fills() {
@@ -246,7 +192,7 @@ func BenchmarkGenerate(b *testing.B) {
 				b.SetBytes(int64(len(p)))
 				b.ReportAllocs()
 				for b.Loop() {
-					Generate(p, 0, d, 1, f)
+					Bytes(p, 0, d, 1, f)
 				}
 			})
 		}

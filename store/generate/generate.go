@@ -1,25 +1,23 @@
-package store
+// Package generate makes tensors from a seed, in any pieces. Any program may use it. It
+// fills bytes that the caller lends.
+package generate
 
 import (
-	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"math"
 	"slices"
-	"strconv"
-	"strings"
 
 	"github.com/tensorferry/tensorferry/internal/minifloat"
-	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// ErrParams is wrapped when a source does not take the parameters it was given.
-var ErrParams = errors.New("store: bad parameters")
+// ErrFill is wrapped when there is no such fill, or not for a data type.
+var ErrFill = errors.New("generate: bad fill")
 
-// generatorParams are what a Generator knows.
-var generatorParams = []string{"dtype", "fill", "seed", "shape"}
+// quoted is how many characters of a value an error quotes.
+const quoted = 64
 
 // Fill says what a generated tensor holds.
 type Fill uint8
@@ -53,7 +51,7 @@ func Fills() []string { return slices.Clone(fills[1:]) }
 
 // ParseFill finds a fill by its name for tensors of data type d. The empty name is
 // FillNormal for floats and complex numbers, FillUniform for the others. Errors
-// wrap ErrParams.
+// wrap ErrFill.
 func ParseFill(name string, d tensor.DataType) (Fill, error) {
 	i := slices.Index(fills[:], name)
 	switch {
@@ -62,19 +60,19 @@ func ParseFill(name string, d tensor.DataType) (Fill, error) {
 	case name == "":
 		return FillNormal, nil
 	case i < 0:
-		return 0, fmt.Errorf("%w: %.*q is not a fill; known: %v", ErrParams, quoted, name, Fills())
+		return 0, fmt.Errorf("%w: %.*q is not a fill; known: %v", ErrFill, quoted, name, Fills())
 	case Fill(i) == FillNormal && d.Whole():
-		return 0, fmt.Errorf("%w: fill normal is for floats and complex numbers, not for %v; use uniform", ErrParams, d)
+		return 0, fmt.Errorf("%w: fill normal is for floats and complex numbers, not for %v; use uniform", ErrFill, d)
 	}
 	return Fill(i), nil
 }
 
-// Generate fills p, which the caller lends, with the bytes from off on of the tensor of
+// Bytes fills p, which the caller lends, with the bytes from off on of the tensor of
 // dtype, seed and fill, whatever its shape. An element depends on its index alone, so
 // the bytes are the same in whatever pieces, on every machine and for ever. Not for
 // secrets. dtype must be valid, fill one that ParseFill gives for it, and off 0 or more.
 // Safe for concurrent use.
-func Generate(p []byte, off int64, dtype tensor.DataType, seed uint64, fill Fill) {
+func Bytes(p []byte, off int64, dtype tensor.DataType, seed uint64, fill Fill) {
 	if fill == FillZeros {
 		clear(p)
 		return
@@ -232,73 +230,4 @@ func (g *generator) integers(to []uint64, n uint64) {
 			to[i] = part
 		}
 	}
-}
-
-// Generator returns a Source of tensors as Generate makes them. Its parameters are
-// shape, such as 1000,64 (empty for a scalar), which is required; dtype, float32 by
-// default; seed, 0 by default; fill, as for ParseFill. Only held views take memory.
-func Generator() Source {
-	pool := slab.NewPool(generatorCache, slab.System)
-	return func(_ context.Context, params map[string]string) (Reader, error) {
-		r := &generated{pool: pool}
-		if err := r.parse(params); err != nil {
-			return nil, err
-		}
-		return r, nil
-	}
-}
-
-// generated is a tensor that is made as it is read.
-type generated struct {
-	pool *slab.Pool
-	desc tensor.Desc
-	size int64
-	seed uint64
-	fill Fill
-}
-
-func (g *generated) parse(params map[string]string) (err error) {
-	for key := range params {
-		if !slices.Contains(generatorParams, key) {
-			return fmt.Errorf("%w: no parameter %.*q; known are %s", ErrParams, quoted, key, strings.Join(generatorParams, ", "))
-		}
-	}
-	shape, shaped := params["shape"]
-	if !shaped {
-		return fmt.Errorf("%w: shape is missing; give one such as 1000,64, or an empty one for a scalar", ErrParams)
-	}
-	if g.desc.Shape, err = tensor.ParseShape(shape); err != nil {
-		return fmt.Errorf("%w: shape %.*q: %w", ErrParams, quoted, shape, err)
-	}
-	g.desc.DType = tensor.Float32
-	if name, given := params["dtype"]; given {
-		if g.desc.DType, err = tensor.ParseDataType(name); err != nil {
-			return fmt.Errorf("%w: dtype: %w", ErrParams, err)
-		}
-	}
-	if g.size, err = g.desc.Bytes(); err != nil {
-		return fmt.Errorf("%w: %w", ErrParams, err)
-	}
-	if text, given := params["seed"]; given {
-		if g.seed, err = strconv.ParseUint(text, 10, 64); err != nil {
-			return fmt.Errorf("%w: seed %.*q is not a whole number from 0 to 2^64-1", ErrParams, quoted, text)
-		}
-	}
-	g.fill, err = ParseFill(params["fill"], g.desc.DType)
-	return err
-}
-
-func (g *generated) Info() Info { return Info{Desc: g.desc.Clone()} }
-func (g *generated) Release()   {}
-
-func (g *generated) View(ctx context.Context, off, n int64) ([]byte, Releaser, error) {
-	if err := checkView(ctx, off, n, g.size); err != nil {
-		return nil, nil, err
-	}
-	s, err := g.pool.Get(int(n))
-	if err != nil {
-		return nil, nil, fmt.Errorf("store: generated tensor: %w", err)
-	}
-	Generate(s.Bytes(), off, g.desc.DType, g.seed, g.fill)
-	return s.Bytes(), s, nil
 }
