@@ -170,7 +170,7 @@ func TestAServerTakesTheSocketOfOneThatWasKilled(t *testing.T) {
 func TestAServerThatOtherMachinesReachWarnsOfIt(t *testing.T) {
 	testkit.Start(t)
 	o := operate(t, "--listen", "0.0.0.0:0", "--insecure")
-	m := o.says(`level=WARN msg="other machines reach this address; there is no encryption and no authentication" address=(\S+)\n`)
+	m := o.says(`level=WARN msg="other machines reach this address, whoever they are" address=(\S+) encrypted=false\n`)
 	require.Equal(t, "0.0.0.0:0", m[1])
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
 	require.Zero(t, o.ends())
