@@ -72,6 +72,9 @@ type Hello struct {
 	Codecs         []uint8 // codec.Codec, in order of preference; at most 16
 	Lanes          uint32  // of a client: lanes that it would open; of a server: how often LaneToken opens one
 	LaneToken      LaneToken
+	// ChunkIdleMillis is after how long the server gives up a client that rests and does
+	// not say that it waits; 0 if it does not tell.
+	ChunkIdleMillis uint32
 }
 
 // LaneToken is the secret that opens lanes of one session; zero if there is none.

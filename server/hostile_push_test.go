@@ -765,7 +765,7 @@ func TestAPushWhosePeerDoesNothingEnds(t *testing.T) {
 		"a trickle of empty frames": {func(p *pusher) {
 			p.send(&pb.Frame{Hello: p.greeting()})
 			p.trickle(func() *pb.Frame { return &pb.Frame{} })
-		}, []string{"no chunk"}},
+		}, []string{"no chunk", "--input-idle"}},
 		"a trickle of descs": {func(p *pusher) {
 			p.send(&pb.Frame{Hello: p.greeting()})
 			n := 0
@@ -783,7 +783,7 @@ func TestAPushWhosePeerDoesNothingEnds(t *testing.T) {
 			m := shelf(t, 16*mib)
 			f := serve(t, func(c *server.Config) {
 				c.Store = m
-				c.Session.FirstFrame, c.Session.ChunkIdle = stream.Instant(idle), stream.Instant(idle)
+				c.Session.FirstFrame, c.Session.ChunkIdle, c.Session.InputIdle = stream.Instant(idle), stream.Instant(idle), stream.Instant(2*idle)
 			})
 			p := dialPush(t, f)
 			tc.do(p)

@@ -64,6 +64,7 @@ var shownBy = map[string][]string{
 	"memory_wait_millis":       {"TestACallWaitsForMemoryABoundedTime"},
 	"first_frame_millis":       {"TestABrokenRuleOfTheSessionEndsItWithTheRightStatus", "TestAPushWhosePeerDoesNothingEnds"},
 	"chunk_idle_millis":        {"TestACallWhoseInputsDoNotComeExpires", "TestAPushWhosePeerDoesNothingEnds", "TestAPullThatNobodyReadsEndsAndGivesEverythingBack"},
+	"input_idle_millis":        {"TestASessionThatOnlySaysThatItWaitsEndsWithTheBound", "TestAPushWhoseClientSaysThatItWaitsIsWaitedForToTheBound", "TestAPullThatOnlySaysThatItWaitsEndsAndGivesEverythingBack"},
 	"session_idle_millis":      {"TestAnIdleSessionEnds"},
 	"name_bytes":               {"TestLimitsOfADescAreReachedAndNotPassed", "TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},
 	"entries":                  {"TestLimitsOfADescAreReachedAndNotPassed", "TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},

@@ -32,6 +32,7 @@ type frames interface {
 	session.Conn
 	Context() context.Context
 	Control() int
+	Excuse()
 }
 
 // rateLimit is the frames of a session or a push, of which the connection may send at a

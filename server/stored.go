@@ -173,6 +173,9 @@ func (s *Server) GetTransfer(_ context.Context, req *pb.GetTransferRequest) (*pb
 	if !ok {
 		return nil, frame.Errorf(frame.InvalidArgument, "transfer_id: 16 bytes, not all zero: the session_id of the hello of a push or a pull")
 	}
+	if req.GetWaiting() {
+		s.storing.Waits(id)
+	}
 	state, ok := s.storing.State(id)
 	if !ok {
 		return nil, frame.Errorf(frame.NotFound, "transfer %s: not open, and not among the last that ended", id)
@@ -180,6 +183,9 @@ func (s *Server) GetTransfer(_ context.Context, req *pb.GetTransferRequest) (*pb
 	out := &pb.GetTransferResponse{
 		Open: state.Open, Push: state.Kind == serving.Push, Code: uint32(state.Code), Message: state.Message,
 		AgeMillis: time.Since(state.Began).Milliseconds(),
+	}
+	if req.GetWaiting() { // nobody reads them
+		return out, nil
 	}
 	for i := range state.Tensors {
 		t := &state.Tensors[i]

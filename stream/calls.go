@@ -43,7 +43,7 @@ type call struct {
 
 // timeout returns what the call may take; 0 is no limit. It is the engine's side
 // that keeps it, once the inputs are announced.
-func (k *call) timeout() Instant { return Instant(min(k.part.TimeoutMillis, 1<<40)) * second / 1000 }
+func (k *call) timeout() Instant { return Instant(min(k.part.TimeoutMillis, 1<<40)) * millisecond }
 
 func (k *call) weight() int { return max(1, len(k.part.Inputs)) }
 

@@ -22,6 +22,9 @@ func (m *Machine) Control(now Instant, f *frame.Frame) error {
 			return err
 		}
 	}
+	if f.Empty() {
+		m.alive = now
+	}
 	switch {
 	case len(f.Calls) > 0 && !m.cfg.Server:
 		return m.violate(frame.InvalidArgument, "call came from the server; only a client opens calls")

@@ -323,7 +323,7 @@ func FuzzRogueFrames(f *testing.F) {
 		r := &rogue{
 			t: t, script: script, closed: map[tensor.ID]bool{}, lent: map[tensor.ID][]*lentMem{}, left: map[tensor.ID]int{}, of: map[tensor.ID]tensor.ID{},
 			m: New(Config{Server: server, Session: tensor.ID{1}, Codecs: codec.All(), Limits: Limits{
-				ChunkBytes: 5, AllowanceBytes: 24, TensorBytes: 200, OpenTensors: 3, OpenCalls: 3,
+				ChunkBytes: 5, AllowanceBytes: 24, TensorBytes: 200, OpenTensors: 3, OpenCalls: 3, InputIdle: rogueIdle,
 			}}, 0),
 		}
 		if err := r.m.Control(0, &frame.Frame{Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1, MaxOpenTensors: 2, AllowanceBytes: 10}}); err != nil {
@@ -356,6 +356,7 @@ func FuzzRogueFrames(f *testing.F) {
 					r.script = nil
 				}
 				r.events()
+				r.rests()
 				if r.m.Status().Calls == 0 && len(r.m.tombstones.ids) == 0 { // what has ended is forgotten: its IDs may be used again
 					r.home()
 					clear(r.closed)
@@ -368,16 +369,23 @@ func FuzzRogueFrames(f *testing.F) {
 				out := new(frame.Frame)
 				if h, ok := r.m.Next(r.now, out); h != nil {
 					held = append(held, h)
-				} else if ok == out.Empty() {
-					t.Fatalf("frame %+v, ok %v", out, ok)
+				} else if !ok && !out.Empty() {
+					t.Fatalf("frame %+v, and there is none", out)
 				}
 				if len(held) > 2 {
 					held[0].Release()
 					held = held[1:]
 				}
 			case 9:
-				if r.byte()%32 == 1 {
+				switch r.byte() % 32 {
+				case 1:
 					r.m.PeerDone()
+				case 2:
+					r.m.Waits()
+				case 3:
+					if err := r.m.Control(r.now, new(frame.Frame)); err != nil {
+						t.Fatal(err)
+					}
 				}
 			default:
 				in := r.frame()
@@ -423,6 +431,28 @@ func FuzzRogueFrames(f *testing.F) {
 		}
 		r.home()
 	})
+}
+
+// rogueIdle is how long the machine of a rogue's peer waits for one that says it is alive.
+const rogueIdle = 60 * second
+
+// rests checks that nothing waits for the peer for longer, whatever that says.
+func (r *rogue) rests() {
+	if r.m.ticked != r.now || r.m.err != nil {
+		return
+	}
+	for _, k := range r.m.calls.open {
+		for _, t := range k.ins {
+			if !t.dead && t.asm.Held() < t.limit && r.now >= t.last+rogueIdle {
+				r.t.Fatalf("tensor %v rests since %d, it is %d", t.desc.Tensor, t.last, r.now)
+			}
+		}
+		for _, t := range k.outs {
+			if r.m.cfg.Server && !t.dead && t.waits() && r.now >= t.last+rogueIdle {
+				r.t.Fatalf("result %v rests since %d, it is %d", t.desc.Tensor, t.last, r.now)
+			}
+		}
+	}
 }
 
 // A peer that never reads makes the session end, not grow.

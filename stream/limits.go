@@ -10,6 +10,8 @@ const (
 	kib    = 1 << 10
 	mib    = 1 << 20
 	second = Instant(1e9)
+
+	millisecond = second / 1000
 )
 
 const (
@@ -54,7 +56,7 @@ const (
 	ackShare = 4
 	// lazyAck is how long an acknowledgement or a credit that nobody waits for may wait
 	// for a frame to ride in.
-	lazyAck = 20 * second / 1000
+	lazyAck = 20 * millisecond
 	// laneRetain is how many chunks a sender with lanes wants acknowledged together: as
 	// many go again when a lane breaks, at most, beside those on their way.
 	laneRetain = 64
@@ -79,6 +81,7 @@ type Limits struct {
 	OpenCalls      int     // calls at a time
 	FirstFrame     Instant // to the peer's hello
 	ChunkIdle      Instant // without a chunk although credit is unused, or without taking what is ready
+	InputIdle      Instant // the same, while the peer says that it waits itself; at least ChunkIdle
 	SessionIdle    Instant // without any call
 }
 
@@ -87,7 +90,7 @@ func DefaultLimits() Limits {
 	return Limits{
 		ChunkBytes: 1 * mib, AllowanceBytes: 1 * mib, TensorBytes: 16 << 30,
 		OpenTensors: 64, OpenCalls: 64,
-		FirstFrame: 10 * second, ChunkIdle: 30 * second, SessionIdle: 600 * second,
+		FirstFrame: 10 * second, ChunkIdle: 30 * second, InputIdle: 3600 * second, SessionIdle: 600 * second,
 	}
 }
 
@@ -101,8 +104,15 @@ func (l Limits) WithDefaults() Limits {
 	set(&l.OpenCalls, d.OpenCalls, 1<<16)
 	set(&l.FirstFrame, d.FirstFrame, 1<<62)
 	set(&l.ChunkIdle, d.ChunkIdle, 1<<62)
+	set(&l.InputIdle, d.InputIdle, 1<<62)
+	l.InputIdle = max(l.InputIdle, l.ChunkIdle)
 	set(&l.SessionIdle, d.SessionIdle, 1<<62)
 	return l
+}
+
+// ChunkIdleMillis is ChunkIdle as a hello tells it.
+func (l *Limits) ChunkIdleMillis() uint32 {
+	return uint32(min(max(l.ChunkIdle/millisecond, 1), 1<<32-1))
 }
 
 func set[T uint32 | int | int64 | Instant](v *T, def, most T) {

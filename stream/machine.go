@@ -36,6 +36,8 @@ type Machine struct {
 	helloSent, helloSeen bool
 	drain                *frame.Drain // to be sent
 	code                 codec.Codec  // what chunks are sent in
+	waits                bool         // client: the peer is to be told so
+	alive                Instant      // when the peer said last that it waits
 	err                  error        // what ended the session
 }
 
@@ -74,8 +76,9 @@ type Status struct {
 	Codec    codec.Codec    // of chunks to be sent: the first in the peer's hello that Config names too
 	// PeerChunkBytes is the largest chunk that the peer receives.
 	PeerChunkBytes int64
-	Calls          int   // open
-	Err            error // what ended the session, or nil
+	PeerChunkIdle  Instant // after which the peer gives up this side, unless that says that it waits; 0: unknown
+	Calls          int     // open
+	Err            error   // what ended the session, or nil
 	Stats          Stats
 }
 
@@ -84,7 +87,8 @@ func (m *Machine) Status() Status {
 	return Status{
 		Server: m.cfg.Server, Session: m.cfg.Session, Open: m.helloSeen && !m.shut, Draining: m.draining || m.drained,
 		Checksum: m.cfg.Check, Codec: m.code, PeerChunkBytes: int64(min(m.peer.MaxChunkBytes, m.cfg.Limits.ChunkBytes)),
-		Calls: len(m.calls.open), Err: m.err, Stats: m.stats,
+		PeerChunkIdle: Instant(m.peer.ChunkIdleMillis) * millisecond,
+		Calls:         len(m.calls.open), Err: m.err, Stats: m.stats,
 	}
 }
 
@@ -165,6 +169,10 @@ func (m *Machine) FailTensor(id tensor.ID, code frame.Code, text string) {
 		m.fail(id, t.call, &frame.Error{Code: code, Text: text})
 	}
 }
+
+// Waits (client) has the peer told that this side is alive and waits: for its own input,
+// or for whoever takes its output.
+func (m *Machine) Waits() { m.waits = true }
 
 // Drain announces that this side opens and takes nothing new.
 func (m *Machine) Drain(reason string) {

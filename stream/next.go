@@ -15,7 +15,7 @@ func (m *Machine) Pending() bool {
 	case !m.helloSent:
 		return !m.cfg.Server || m.helloSeen
 	}
-	return m.helloSeen && (len(m.calls.cancels)+len(m.calls.answers)+len(m.failures)+len(m.out.small) > 0 || len(m.out.ring) > 0 && !m.out.laned ||
+	return m.helloSeen && (m.waits || len(m.calls.cancels)+len(m.calls.answers)+len(m.failures)+len(m.out.small) > 0 || len(m.out.ring) > 0 && !m.out.laned ||
 		m.drain != nil || len(m.in.credits)+len(m.in.acks) > 0 && m.in.lazyAt == 0 || m.calls.mayOpen() || m.out.mayAnnounce())
 }
 
@@ -42,6 +42,10 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 		if !m.helloSeen {
 			return nil, true
 		}
+	}
+	if m.waits {
+		m.waits = false
+		return nil, true // nothing says so
 	}
 	p := parcel{Frame: f}
 	// What ends frees places and allowance at the peer, and it reads a frame's
@@ -82,6 +86,9 @@ func (m *Machine) greeting() *frame.Hello {
 	}
 	if !m.cfg.Server || m.agreed() {
 		h.Lanes, h.LaneToken = m.cfg.Lanes, m.token
+	}
+	if m.cfg.Server {
+		h.ChunkIdleMillis = m.cfg.Limits.ChunkIdleMillis()
 	}
 	return h
 }
@@ -138,6 +145,20 @@ func (m *Machine) Tick(now Instant) error {
 	return nil
 }
 
+// silent returns for how long the peer has let something wait since last, if that is too
+// long: without a word, or although it says that it waits itself.
+func (m *Machine) silent(now, last Instant) string {
+	idle, most := m.cfg.Limits.ChunkIdle, m.cfg.Limits.InputIdle
+	switch {
+	case now < last+idle:
+	case now >= m.alive+idle:
+		return fmt.Sprintf("%v s", float64(idle)/float64(second))
+	case now >= last+most:
+		return fmt.Sprintf("%v s (serve --input-idle)", float64(most)/float64(second))
+	}
+	return ""
+}
+
 // expire gives up a call that waited too long for its peer.
 func (m *Machine) expire(now Instant, k *call) {
 	idle := m.cfg.Limits.ChunkIdle
@@ -152,16 +173,22 @@ func (m *Machine) expire(now Instant, k *call) {
 		}
 	}
 	for _, t := range k.ins {
-		if !t.dead && t.asm.Held() < t.limit && now >= t.last+idle {
-			m.fail(t.desc.Tensor, k, frame.Errorf(frame.DeadlineExceeded, "tensor %s: no chunk for %d s although credit is unused", t.desc.Tensor, idle/second))
+		if t.dead || t.asm.Held() >= t.limit {
+			continue
+		}
+		if long := m.silent(now, t.last); long != "" {
+			m.fail(t.desc.Tensor, k, frame.Errorf(frame.DeadlineExceeded, "tensor %s: no chunk for %s although credit is unused", t.desc.Tensor, long))
 		}
 	}
 	if !m.cfg.Server {
 		return
 	}
 	for _, t := range k.outs {
-		if !t.dead && t.waits() && now >= t.last+idle {
-			m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("call expired: nobody took result %q for %d s", t.desc.Port, idle/second))
+		if t.dead || !t.waits() {
+			continue
+		}
+		if long := m.silent(now, t.last); long != "" {
+			m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("call expired: nobody took result %q for %s", t.desc.Port, long))
 			return
 		}
 	}

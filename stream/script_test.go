@@ -23,10 +23,10 @@ var rewrite = flag.Bool("rewrite", false, "write what the scripts print now into
 // a peer, in text. A block is commands, a line of four hyphens, and what the
 // machine told and sent. The first word of a command says who acts:
 //
-//	server, client     a new machine, with limits such as chunk=4 idle=30
+//	server, client     a new machine, with limits such as chunk=4 idle=30 input=3600
 //	greet              both hellos, with what the peer's says: allowance=8 tensors=2
 //	< PART; PART …     a frame comes; "<+" leaves its claim open until "commit"
-//	open, tensor, offer, lend, finish, cancel, fail, drain   the program acts
+//	open, tensor, offer, lend, finish, cancel, fail, drain, waits   the program acts
 //	ended              the peer has sent its last frame
 //	close              the session ends
 //	wait SECONDS       time passes, then a tick
@@ -339,6 +339,7 @@ func (f *fields) limits() Limits {
 	return Limits{
 		ChunkBytes: uint32(f.opt("chunk", 4)), AllowanceBytes: uint32(f.opt("allowance", 16)), TensorBytes: f.opt("bytes", 1<<21),
 		OpenTensors: int(f.opt("tensors", 4)), OpenCalls: int(f.opt("calls", 4)), ChunkIdle: Instant(f.opt("idle", 30)) * second,
+		InputIdle: Instant(f.opt("input", 3600)) * second,
 	}
 }
 
@@ -406,6 +407,8 @@ func (s *stage) do(line string) {
 		s.m.FailTensor(f.id(), frame.Code(f.opt("code", 8)), strings.Join(f.words, " "))
 	case "drain":
 		s.m.Drain(strings.Join(f.words, " "))
+	case "waits":
+		s.m.Waits()
 	case "ended":
 		s.m.PeerDone()
 	case "close":
@@ -564,8 +567,8 @@ func (s *stage) send(n int64) {
 	for ; n > 0; n-- {
 		var f frame.Frame
 		held, ok := s.m.Next(s.now, &f)
-		if ok == f.Empty() {
-			s.fatalf("frame %+v, ok %v", f, ok)
+		if !ok && !f.Empty() {
+			s.fatalf("frame %+v, and there is none", f)
 		}
 		if !ok {
 			return
@@ -622,6 +625,9 @@ func (s *stage) send(n int64) {
 		}
 		if f.Drain != nil {
 			part("drain %s", f.Drain.Reason)
+		}
+		if len(parts) == 0 {
+			parts = []string{"nothing"} // in it
 		}
 		s.printf("> %s", strings.Join(parts, "; "))
 		if held != nil {

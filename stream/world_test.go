@@ -41,6 +41,7 @@ type world struct {
 	halfDone bool // the client has ended its side
 	lanes    bool // there may be one
 	silent   bool // one was cut, and only time tells
+	says     bool // the client has something to say: that it waits
 }
 
 // worldCall is what the world knows of a call.
@@ -189,7 +190,7 @@ func newWorld(choose func(n int) int) *world {
 	limits := func() Limits {
 		return Limits{
 			ChunkBytes: uint32(least + 4*choose(4)), AllowanceBytes: uint32(1 + 16*choose(4)), TensorBytes: 1 << 10,
-			OpenTensors: open, OpenCalls: open, ChunkIdle: 30 * second, FirstFrame: 10 * second, SessionIdle: 600 * second,
+			OpenTensors: open, OpenCalls: open, ChunkIdle: 30 * second, InputIdle: 60 * second, FirstFrame: 10 * second, SessionIdle: 600 * second,
 		}
 	}
 	check := codec.CRC32C
@@ -685,8 +686,12 @@ func (p *party) send() bool {
 	pending := p.m.Pending()
 	held, ok := p.m.Next(p.w.now, f)
 	p.events()
-	if ok == f.Empty() {
+	waits := ok && f.Empty()
+	if ok == f.Empty() && !waits || waits && (p.server() || !p.w.says) {
 		p.w.failf("%s: next frame %+v, ok %v", p.name(), f, ok)
+	}
+	if waits {
+		p.w.says = false
 	}
 	if ok && !pending {
 		p.w.failf("%s: a frame although nothing was pending", p.name())
@@ -1018,9 +1023,19 @@ func (w *world) step() {
 			}
 		case 2, 3, 4:
 			p.peer.deliver(lost)
+		case 5, 6:
+			w.waits()
 		}
 	}
 	p.events()
+}
+
+// waits has the client say that it waits.
+func (w *world) waits() {
+	if !w.cli.over {
+		w.cli.m.Waits()
+		w.says = true
+	}
 }
 
 // meddle ends a call on purpose.
@@ -1109,7 +1124,11 @@ func (w *world) settle(half bool) {
 	} else if w.silent {
 		patience = 60 * second
 	}
+	says := w.choose(4) == 1 // all along: it ends all the same
 	for end := w.now + patience; ; {
+		if says {
+			w.waits()
+		}
 		w.flowHalf()
 		if w.idle() || w.now >= end {
 			break

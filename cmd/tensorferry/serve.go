@@ -120,6 +120,7 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	durationVar(f, &c.server.MemoryWait, "memory-wait", server.DefaultMemoryWait, time.Millisecond, "how long a call waits for memory")
 	durationVar(f, &c.server.Session.FirstFrame, "first-frame", d.FirstFrame, time.Millisecond, "how long a new session may say nothing")
 	durationVar(f, &c.server.Session.ChunkIdle, "chunk-idle", d.ChunkIdle, time.Millisecond, "how long a call lives whose chunks neither come nor are taken")
+	durationVar(f, &c.server.Session.InputIdle, "input-idle", d.InputIdle, time.Millisecond, "how long it lives while its client says that its own input or output rests")
 	durationVar(f, &c.server.Session.SessionIdle, "session-idle", d.SessionIdle, time.Millisecond, "how long a session lives without a call")
 	durationVar(f, &c.server.Handshake, "handshake", server.DefaultHandshake, time.Millisecond, "how long a new connection may take to speak HTTP/2")
 	durationVar(f, &c.server.Keepalive, "keepalive", server.DefaultKeepalive, time.Second, "ping a client that says nothing for so long")

@@ -26,6 +26,7 @@ type record struct {
 	code    frame.Code
 	message string
 	began   time.Time
+	waits   func()      // of a pull that is open: its client says that it waits
 	tensors []*progress // the last recordTensors that were announced
 	bytes   atomic.Int64
 }
@@ -38,13 +39,13 @@ type progress struct {
 }
 
 // begin opens a record, or says why the transfer is refused.
-func (l *transferLog) begin(id tensor.ID, k serving.Direction) (*record, error) {
+func (l *transferLog) begin(id tensor.ID, k serving.Direction, waits func()) (*record, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if r := l.byID[id]; r != nil && r.open {
 		return nil, frame.Errorf(frame.AlreadyExists, "transfer %s is open already; use a new id", id)
 	}
-	r := &record{id: id, kind: k, open: true, began: time.Now()}
+	r := &record{id: id, kind: k, open: true, began: time.Now(), waits: waits}
 	if l.byID == nil {
 		l.byID = make(map[tensor.ID]*record)
 	}
@@ -81,7 +82,7 @@ func (l *transferLog) end(r *record, code frame.Code, message string) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	r.open = false
+	r.open, r.waits = false, nil
 	r.code, r.message = code, frame.Clip(message, recordMessage)
 	for _, p := range r.tensors {
 		if p.open { // it ends with the transfer
@@ -99,6 +100,19 @@ func (l *transferLog) end(r *record, code frame.Code, message string) {
 		if l.byID[old.id] == old {
 			delete(l.byID, old.id)
 		}
+	}
+}
+
+// waits notes that the client of a pull says that it waits.
+func (l *transferLog) waits(id tensor.ID) {
+	l.mu.Lock()
+	var waits func()
+	if r := l.byID[id]; r != nil {
+		waits = r.waits
+	}
+	l.mu.Unlock()
+	if waits != nil {
+		waits()
 	}
 }
 

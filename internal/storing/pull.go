@@ -55,7 +55,7 @@ func (s *Service) Pull(from *serving.Caller, conn Conn, h *frame.Hello, list []S
 			}
 			defer s.Budget.Release(pulls, bytes)
 		}
-		r, err := s.log.begin(h.Session, w.kind)
+		r, err := s.log.begin(h.Session, w.kind, w.waits)
 		if err != nil {
 			return nil, err
 		}
@@ -66,7 +66,7 @@ func (s *Service) Pull(from *serving.Caller, conn Conn, h *frame.Hello, list []S
 			p.sender.ChunkBytes = min(1<<20, int64(s.Limits.ChunkBytes))
 		}
 		p.sender.Codec = codec.Choose(codec.All(), h.Codecs)
-		hello := frame.Hello{Version: frame.Version, Session: h.Session, MaxChunkBytes: s.Limits.ChunkBytes, Checksum: h.Checksum}
+		hello := frame.Hello{Version: frame.Version, Session: h.Session, MaxChunkBytes: s.Limits.ChunkBytes, Checksum: h.Checksum, ChunkIdleMillis: s.Limits.ChunkIdleMillis()}
 		if err := p.sender.Control(frame.Frame{Hello: &hello}); err != nil {
 			return r, err
 		}

@@ -67,7 +67,7 @@ func (s *Service) Push(from *serving.Caller, conn Conn, answer func([]frame.Summ
 		if bad := h.Check(); bad != nil {
 			return nil, bad
 		}
-		r, err := s.log.begin(h.Session, w.kind)
+		r, err := s.log.begin(h.Session, w.kind, nil)
 		if err != nil {
 			return nil, err
 		}

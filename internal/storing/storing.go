@@ -52,6 +52,9 @@ type Conn interface {
 	Context() context.Context // that of its RPC
 	// Take reports whether so many bytes may be kept, in all, of what the peer has said.
 	Take(bytes int64) bool
+	// Excuse has what was sent and lies unread taken for sent just now. It is safe for
+	// concurrent use.
+	Excuse()
 }
 
 // Service serves pushes and pulls. Make one with New.
@@ -66,6 +69,9 @@ func New(c Config) *Service { return &Service{Config: c} }
 
 // State returns how a push or a pull goes, or went; false if it is not known.
 func (s *Service) State(id tensor.ID) (State, bool) { return s.log.state(id) }
+
+// Waits notes that the client of a pull says that it waits for whoever takes its output.
+func (s *Service) Waits(id tensor.ID) { s.log.waits(id) }
 
 // transfer has the work of a transfer done on a goroutine of its own, since nothing
 // but the end of the RPC wakes one that waits for its peer, and returns what the RPC

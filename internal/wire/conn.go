@@ -89,6 +89,14 @@ func (c *Conn) Finish() {
 	}
 }
 
+// Excuse has what was sent and lies unread taken for sent just now, for InFlight.Look. It
+// is safe for concurrent use.
+func (c *Conn) Excuse() {
+	if f := c.out.InFlight; f != nil {
+		f.excuse(&c.out)
+	}
+}
+
 // Unsent ends the loan of what a server has just sent, a *Message or an *Answer, if
 // gRPC has not begun to read it. The server calls it when the RPC was over once gRPC
 // had queued it: what is queued after the RPC's end gRPC does not let go of.

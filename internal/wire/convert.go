@@ -125,6 +125,8 @@ func (c *converter) hello(p *tensorferryv1.Hello) *frame.Hello {
 		Checksum:       uint8(known(p.GetChecksum())),
 		MaxOpenTensors: p.GetMaxOpenTensors(),
 		Lanes:          p.GetLanes(),
+
+		ChunkIdleMillis: p.GetChunkIdleMillis(),
 	}
 	if n := copy(h.LaneToken[:], p.GetLaneToken()); c.err == nil && (n != len(p.GetLaneToken()) || n > 0 && n < len(h.LaneToken)) {
 		c.err = &FieldError{ErrMalformed, "hello.lane_token", "32 bytes, or none", fmt.Sprintf("%d bytes", len(p.GetLaneToken()))}
@@ -140,6 +142,7 @@ func ToHello(h *frame.Hello) *tensorferryv1.Hello {
 	p := &tensorferryv1.Hello{
 		Version: h.Version, SessionId: h.Session[:], MaxChunkBytes: h.MaxChunkBytes, AllowanceBytes: h.AllowanceBytes,
 		Checksum: tensorferryv1.Checksum(h.Checksum), MaxOpenTensors: h.MaxOpenTensors,
+		ChunkIdleMillis: h.ChunkIdleMillis,
 	}
 	for _, k := range h.Codecs {
 		p.Codecs = append(p.Codecs, tensorferryv1.Codec(k))

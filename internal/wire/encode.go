@@ -226,6 +226,7 @@ func (e *encoder) frame(f *frame.Frame) {
 		if !h.LaneToken.IsZero() {
 			e.bytes(9, h.LaneToken[:])
 		}
+		e.number(10, uint64(h.ChunkIdleMillis))
 		e.close(at)
 	}
 	for i := range f.Calls {

@@ -88,6 +88,17 @@ func (f *InFlight) Look() (stuck bool) {
 	return stuck
 }
 
+// excuse forgets the looks at what was sent from a message.
+func (f *InFlight) excuse(from any) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for s := f.newest; s != nil; s = s.older {
+		if s.from == from {
+			s.looks = 0
+		}
+	}
+}
+
 // add notes what is about to be sent.
 func (f *InFlight) add(s *sending) {
 	f.mu.Lock()

@@ -79,6 +79,9 @@ func vectors() []vector {
 	msg("hello-lanes", "ok", "a server that offers lanes", &F{Hello: &tensorferryv1.Hello{
 		Version: 1, SessionId: idSession, Checksum: tensorferryv1.Checksum_CHECKSUM_CRC32, Lanes: 8, LaneToken: []byte("lane-token-0000000000000000000001"[:32]),
 	}})
+	msg("hello-chunk-idle", "ok", "a server that says for how long it waits", &F{Hello: &tensorferryv1.Hello{
+		Version: 1, SessionId: idSession, Checksum: tensorferryv1.Checksum_CHECKSUM_CRC32C, ChunkIdleMillis: 30_000,
+	}})
 	msg("hello-lane-token-short", "malformed", "a lane token is 32 bytes or none", &F{Hello: &tensorferryv1.Hello{Version: 1, SessionId: idSession, LaneToken: []byte("short")}})
 	msg("summary", "ok", "two tensors of a pull are over: one whole, one refused", &F{Summaries: []*tensorferryv1.Summary{
 		{TensorId: idTensor, Name: "model/weight", SizeBytes: 1 << 40, Digest: []byte("digest-000000001"), Durable: true},

@@ -241,7 +241,8 @@ func (Codec) EnumDescriptor() ([]byte, []int) {
 
 // Frame is one message of a session, a push or a pull, in either direction. Small
 // parts ride together; a receiver handles them in the order of their numbers,
-// except that failures come before cancels, and summaries last.
+// except that failures come before cancels, and summaries last. A frame with nothing
+// in it says that the client is alive, and waits for its own input or output.
 type Frame struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// First on each side, exactly once.
@@ -402,9 +403,13 @@ type Hello struct {
 	Lanes uint32 `protobuf:"varint,8,opt,name=lanes,proto3" json:"lanes,omitempty"`
 	// Of the server, if it offers lanes: 32 random bytes, which open lanes of this
 	// session and of no other.
-	LaneToken     []byte `protobuf:"bytes,9,opt,name=lane_token,json=laneToken,proto3" json:"lane_token,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	LaneToken []byte `protobuf:"bytes,9,opt,name=lane_token,json=laneToken,proto3" json:"lane_token,omitempty"`
+	// Of the server: after how many milliseconds without a chunk, or without taking one,
+	// it gives up a client that does not say that it waits (docs/wire.md, Time); 0 if it
+	// does not say.
+	ChunkIdleMillis uint32 `protobuf:"varint,10,opt,name=chunk_idle_millis,json=chunkIdleMillis,proto3" json:"chunk_idle_millis,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Hello) Reset() {
@@ -498,6 +503,13 @@ func (x *Hello) GetLaneToken() []byte {
 		return x.LaneToken
 	}
 	return nil
+}
+
+func (x *Hello) GetChunkIdleMillis() uint32 {
+	if x != nil {
+		return x.ChunkIdleMillis
+	}
+	return 0
 }
 
 // Call opens one run of a model.
@@ -2263,7 +2275,10 @@ func (x *DeleteTensorsResponse) GetDeleted() []string {
 type GetTransferRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 16 bytes: the session_id of the hello of a push or a pull.
-	TransferId    []byte `protobuf:"bytes,1,opt,name=transfer_id,json=transferId,proto3" json:"transfer_id,omitempty"`
+	TransferId []byte `protobuf:"bytes,1,opt,name=transfer_id,json=transferId,proto3" json:"transfer_id,omitempty"`
+	// The client of this pull is alive and waits for whoever takes its output. The answer
+	// names no tensors.
+	Waiting       bool `protobuf:"varint,2,opt,name=waiting,proto3" json:"waiting,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2303,6 +2318,13 @@ func (x *GetTransferRequest) GetTransferId() []byte {
 		return x.TransferId
 	}
 	return nil
+}
+
+func (x *GetTransferRequest) GetWaiting() bool {
+	if x != nil {
+		return x.Waiting
+	}
+	return false
 }
 
 // GetTransferResponse tells the state of a transfer. The server remembers the last
@@ -3008,7 +3030,7 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x05drain\x18\t \x01(\v2\x15.tensorferry.v1.DrainR\x05drain\x125\n" +
 	"\tsummaries\x18\x0e \x03(\v2\x17.tensorferry.v1.SummaryR\tsummaries\x12+\n" +
 	"\x05chunk\x18\x0f \x01(\v2\x15.tensorferry.v1.ChunkR\x05chunkJ\x04\b\n" +
-	"\x10\x0e\"\xd5\x02\n" +
+	"\x10\x0e\"\x81\x03\n" +
 	"\x05Hello\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x1d\n" +
 	"\n" +
@@ -3020,7 +3042,9 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x06codecs\x18\a \x03(\x0e2\x15.tensorferry.v1.CodecR\x06codecs\x12\x14\n" +
 	"\x05lanes\x18\b \x01(\rR\x05lanes\x12\x1d\n" +
 	"\n" +
-	"lane_token\x18\t \x01(\fR\tlaneToken\"\xf7\x01\n" +
+	"lane_token\x18\t \x01(\fR\tlaneToken\x12*\n" +
+	"\x11chunk_idle_millis\x18\n" +
+	" \x01(\rR\x0fchunkIdleMillis\"\xf7\x01\n" +
 	"\x04Call\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x12\x14\n" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x12-\n" +
@@ -3162,10 +3186,11 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x14DeleteTensorsRequest\x12\x14\n" +
 	"\x05names\x18\x01 \x03(\tR\x05names\"1\n" +
 	"\x15DeleteTensorsResponse\x12\x18\n" +
-	"\adeleted\x18\x01 \x03(\tR\adeleted\"5\n" +
+	"\adeleted\x18\x01 \x03(\tR\adeleted\"O\n" +
 	"\x12GetTransferRequest\x12\x1f\n" +
 	"\vtransfer_id\x18\x01 \x01(\fR\n" +
-	"transferId\"\xc1\x01\n" +
+	"transferId\x12\x18\n" +
+	"\awaiting\x18\x02 \x01(\bR\awaiting\"\xc1\x01\n" +
 	"\x13GetTransferResponse\x12\x12\n" +
 	"\x04open\x18\x01 \x01(\bR\x04open\x12\x12\n" +
 	"\x04push\x18\x02 \x01(\bR\x04push\x12\x12\n" +
