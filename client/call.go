@@ -100,6 +100,7 @@ type result struct {
 	came []uint32 // chunks in the order of their arrival, for Regions
 
 	// For a writer.
+	rest  *restClock
 	open  func(tensor.Desc) (io.Writer, error)
 	slot  int64 // bytes of each piece but the last
 	lent  []*piece
@@ -136,7 +137,7 @@ func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 		return
 	case sink.open != nil:
 		c.results = append(c.results, r)
-		r.open, r.news = sink.open, make(chan struct{}, 1)
+		r.open, r.news, r.rest = sink.open, make(chan struct{}, 1), c.rests(m, named("result", r.port))
 		r.slot = r.geo.ChunkBytes * max(1, slotBytes/r.geo.ChunkBytes)
 		if d.OnAllowance {
 			r.slot = max(1, r.geo.Size)
@@ -218,7 +219,10 @@ func (r *result) write() {
 			s.Release()
 		}
 	}()
+	defer r.rest.end()
+	r.rest.start()
 	w, err := r.open(r.desc)
+	r.rest.stop()
 	if err != nil {
 		c.fail(fmt.Errorf("client: result %q: %w", r.port, err))
 		return
@@ -229,7 +233,9 @@ func (r *result) write() {
 			return
 		}
 		n := int64(len(s.Bytes()))
+		r.rest.start()
 		_, err := w.Write(s.Bytes())
+		r.rest.stop()
 		s.Release()
 		if err != nil {
 			c.fail(fmt.Errorf("client: result %q: after %d of %d bytes: %w", r.port, off, r.geo.Size, err))
@@ -289,6 +295,33 @@ func (c *Call) fail(cause error) {
 			c.cause = cause
 		}
 	})
+}
+
+// rests returns a clock for what the caller does for the call; the session is locked.
+func (c *Call) rests(m *stream.Machine, what string) *restClock {
+	cfg := &c.session.client.cfg
+	idled := func(err error) {
+		if cfg.Idled != nil {
+			cfg.Idled(err)
+		}
+	}
+	chunkIdle := time.Duration(m.Status().PeerChunkIdle)
+	var r *restClock
+	r = newRestClock(what, cfg.InputIdle, chunkIdle, func() {
+		select {
+		case <-c.closed:
+			r.end()
+			if err := c.err(); err != nil {
+				idled(err)
+			}
+		default:
+			c.session.waits(signEvery(chunkIdle))
+		}
+	}, func(cause error) {
+		c.stop(cause)
+		idled(causeError(cause))
+	})
+	return r
 }
 
 // ID returns the call's ID, which the server logs its failures with.

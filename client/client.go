@@ -52,6 +52,14 @@ type Config struct {
 	// 0 means 60 s. The time of the caller's readers and writers does not count. Each
 	// 32 MiB that the server reads or syncs in silence, such as held ranges, add 1 s.
 	StallTimeout time.Duration
+	// InputIdle is how long a Reader, a Next or a Writer of the caller's may rest before its
+	// call, push or pull ends; 0 is for as long as the server allows, 1 h by default. While
+	// one rests the server is told that the client is alive and waits.
+	InputIdle time.Duration
+	// Idled, when not nil, is called when a call, push or pull fails while a Reader, a Next
+	// or a Writer of the caller's rests: Wait, Push and Pull return only after that. It
+	// must not block.
+	Idled func(error)
 	// WindowBytes is how many bytes the server may send ahead of the client's reading;
 	// 0 means 2 MiB, less than 64 KiB means 64 KiB. Raise it, and the server's, when
 	// rate times round trip exceeds it.
@@ -101,6 +109,7 @@ func Dial(target string, cfg Config) (*Client, error) {
 		return nil, fmt.Errorf("client: Codec is %d; known are 0 (none) and 1 (lz4)", cfg.Codec)
 	}
 	cfg.OpenTimeout = cmp.Or(max(0, cfg.OpenTimeout), DefaultOpenTimeout)
+	cfg.InputIdle = max(0, cfg.InputIdle)
 	cfg.StallTimeout = cmp.Or(max(0, cfg.StallTimeout), DefaultStallTimeout)
 	cfg.ResultBytes = cmp.Or(max(0, cfg.ResultBytes), DefaultResultBytes)
 	cfg.WindowBytes = cmp.Or(max(0, cfg.WindowBytes), DefaultWindow)

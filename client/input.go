@@ -65,6 +65,7 @@ type feed struct {
 	size  int64
 	chunk int64
 	free  chan *slot // slots to read into
+	rest  *restClock // of one that is streamed
 	made  int        // slots
 
 	mu   sync.Mutex
@@ -83,6 +84,7 @@ func (f *feed) open(m *stream.Machine, now stream.Instant) error {
 	}
 	if f.in.streamed() {
 		d.RetainChunks = slots
+		f.rest = f.call.rests(m, named("input", f.in.Port))
 	}
 	if err := m.OpenTensor(now, d); err != nil || f.in.streamed() {
 		return err
@@ -114,6 +116,7 @@ func (f *feed) run() {
 	c := f.call
 	defer c.returned()
 	defer c.feeding.Done()
+	defer f.rest.end()
 	f.free = make(chan *slot, slots)
 	pump := f.pump
 	if f.in.Next != nil {
@@ -141,7 +144,10 @@ func (f *feed) pump() error {
 		}
 		data := s.slab.Bytes()[:n]
 		// The reader may block; the end of the call is seen after it.
-		if got, err := io.ReadFull(f.in.Reader, data); err != nil {
+		f.rest.start()
+		got, err := io.ReadFull(f.in.Reader, data)
+		f.rest.stop()
+		if err != nil {
 			s.slab.Release()
 			return fmt.Errorf("%w: input %q ended after %d of %d bytes: %w", ErrInput, f.in.Port, off+int64(got), f.size, err)
 		}
@@ -161,7 +167,9 @@ func (f *feed) pump() error {
 func (f *feed) pass() error {
 	c := f.call
 	for off, more := int64(0), true; more; more = off < f.size {
+		f.rest.start()
 		data, release, err := f.in.Next(c.closed)
+		f.rest.stop()
 		if err != nil {
 			return fmt.Errorf("%w: input %q ended after %d of %d bytes: %w", ErrInput, f.in.Port, off, f.size, err)
 		}

@@ -50,6 +50,12 @@ const (
 	// before. Then the client tries no more for laneMemoryTime.
 	laneTries      = 3
 	laneMemoryTime = 10 * time.Minute
+	// signs is how often, within the time that a server waits without a word, it is told
+	// that the client waits for its own input or output; every mostSign when that is
+	// shorter, or unknown, and every leastSign at most, whatever the server says.
+	signs     = 3
+	mostSign  = 10 * time.Second
+	leastSign = 10 * time.Millisecond
 	// poolBytes is how much released slot memory a client keeps for reuse.
 	poolBytes = 64 * mib
 )

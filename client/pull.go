@@ -102,7 +102,11 @@ func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 	p.clock.stop()
 	if err == nil {
 		p.clock.Conn = wire.NewConn(rpc, nil)
+		p.clock.rest = newRestClock("the pull", c.cfg.InputIdle, 0, func() {
+			_, _ = ask(own, c, c.stub.GetTransfer, &pb.GetTransferRequest{TransferId: p.id[:], Waiting: true})
+		}, c.idle(cancel))
 		err = p.receive()
+		p.clock.rest.end()
 	}
 	if err != nil {
 		err = transferError(ctx, own, err)
@@ -211,6 +215,7 @@ func (p *pull) receive() error {
 				return &Error{Code: codes.Internal, Message: "the server's hello names another transfer or checksum"}
 			}
 			p.clock.moved()
+			p.clock.rest.told(idleOf(h.ChunkIdleMillis))
 		}
 		if err := p.recv.Frame(f); err != nil {
 			return err
@@ -230,6 +235,7 @@ func (p *pull) Begin(in *transfer.In[*pulled]) *pulled { return p.tensor(in.Tens
 // Open asks the caller where a tensor goes.
 func (p *pull) Open(in *transfer.In[*pulled]) error {
 	t := in.Place
+	p.clock.rest.of(named("tensor", in.Name))
 	t.Desc, t.Bytes, t.order = in.Desc.Desc.Clone(), in.Geo.Size, new(codec.OrderedDigester)
 	if t.Name == "" {
 		return &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %v: the server sends what nobody selected", in.Tensor)}

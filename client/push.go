@@ -181,14 +181,15 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 		return transferError(ctx, own, err)
 	}
 	conn.Conn = wire.NewConn(rpc, nil)
+	conn.rest = newRestClock("the push", c.cfg.InputIdle, known.chunkIdle, conn.waits, c.idle(cancel))
 	defer func() {
 		cancel(nil)
-		conn.Finish()
+		_ = conn.quiet(func() error { conn.Finish(); return nil })
 	}()
 	hello := frame.Hello{Version: frame.Version, Session: session.NewID(), Checksum: uint8(c.cfg.Checksum)}
 	err = c.sendAll(own, conn, hello, known, list, progress)
 	if err == nil {
-		err = rpc.CloseSend()
+		err = conn.quiet(rpc.CloseSend)
 	}
 	if err != nil && !errors.Is(err, io.EOF) { // EOF: the response is there, or the RPC's error
 		return transferError(ctx, own, err)
@@ -245,6 +246,7 @@ func (c *Client) sendAll(ctx context.Context, conn *stallClock, hello frame.Hell
 			return err
 		}
 		p.out.Bytes = size
+		conn.rest.of(named("tensor", p.in.Name))
 		moved := int64(0)
 		s.Moved = func(_ *frame.Desc, n int64) {
 			if moved += n; progress != nil {

@@ -32,6 +32,7 @@ type Session struct {
 	// Guarded by the session's lock.
 	calls map[tensor.ID]*Call
 	lane  laneState
+	said  stream.Instant // when the server was told last that the client waits
 }
 
 // Session opens a session: ctx bounds the opening, not the session's life.
@@ -171,6 +172,17 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		c.done, c.ended = *e.Done, true
 		close(c.closed)
 	}
+}
+
+// waits tells the server that the client waits for its own input or output: once for all
+// that rest.
+func (s *Session) waits(every time.Duration) {
+	s.sess.Do(func(m *stream.Machine, now stream.Instant) {
+		if s.said == 0 || now >= s.said+stream.Instant(every/2) {
+			s.said = now
+			m.Waits()
+		}
+	})
 }
 
 // Compute runs a model with one input and one result. It shares x until it

@@ -3,6 +3,7 @@ package client
 import (
 	"context"
 	"fmt"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -20,6 +21,9 @@ type stallClock struct {
 	limit, left time.Duration
 	since       time.Time
 	timer       *time.Timer
+
+	rest    *restClock // while the server is not waited for; nil: there is none
+	sending sync.Mutex // held to send
 }
 
 // newStallClock returns a stopped clock. It ends an RPC by cancel.
@@ -38,6 +42,7 @@ func (c *stallClock) allow(bytes int64) {
 }
 
 func (c *stallClock) wait() {
+	c.rest.stop()
 	c.since = time.Now()
 	c.timer.Reset(c.left)
 }
@@ -45,6 +50,7 @@ func (c *stallClock) wait() {
 func (c *stallClock) stop() {
 	c.timer.Stop()
 	c.left -= time.Since(c.since)
+	c.rest.start()
 }
 
 // moved begins the time anew.
@@ -53,12 +59,31 @@ func (c *stallClock) moved() { c.left = c.limit }
 // Send waits for room. It takes held over.
 func (c *stallClock) Send(f *frame.Frame, held interface{ Release() }) error {
 	c.wait()
+	c.sending.Lock()
 	err := c.Conn.Send(f, held)
+	c.sending.Unlock()
 	c.stop()
 	if err == nil {
 		c.moved()
 	}
 	return err
+}
+
+// waits tells the server of a push that the client waits for its own input.
+func (c *stallClock) waits() {
+	c.sending.Lock()
+	defer c.sending.Unlock()
+	if c.rest.running() {
+		_ = c.Conn.Send(new(frame.Frame), nil) // how it fails the next Send tells
+	}
+}
+
+// quiet runs f once nothing is sent any more.
+func (c *stallClock) quiet(f func() error) error {
+	c.rest.end()
+	c.sending.Lock()
+	defer c.sending.Unlock()
+	return f()
 }
 
 // Recv waits for a frame. The caller says whether it moved something.

@@ -25,6 +25,9 @@ var (
 	// ErrNoAnswer is wrapped when a server is silent for longer than OpenTimeout or
 	// StallTimeout: it hangs, or is not a tensorferry server.
 	ErrNoAnswer = errors.New("client: no answer")
+	// ErrInputIdle is wrapped when a Reader, a Next or a Writer of the caller's rested for
+	// longer than Config.InputIdle.
+	ErrInputIdle = errors.New("client: input idle")
 	// ErrInput is wrapped when an input is not what its desc says.
 	ErrInput = errors.New("client: bad input")
 )
@@ -58,7 +61,7 @@ func (c *Client) noAnswer() *Error {
 
 // causeError is the error of what this side gave up.
 func causeError(cause error) *Error {
-	if errors.Is(cause, context.DeadlineExceeded) {
+	if errors.Is(cause, context.DeadlineExceeded) || errors.Is(cause, ErrInputIdle) {
 		return &Error{Code: codes.DeadlineExceeded, Cause: cause}
 	}
 	return &Error{Code: codes.Canceled, Cause: cause}

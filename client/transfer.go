@@ -69,6 +69,7 @@ func summaryError(s *frame.Summary) error {
 // before its end.
 type facts struct {
 	chunkBytes int64
+	chunkIdle  time.Duration // how long it waits without a word; 0: unknown
 	codecs     []codec.Codec
 }
 
@@ -81,7 +82,7 @@ func (c *Client) facts(ctx context.Context) (facts, error) {
 	if err != nil {
 		return facts{}, err
 	}
-	f := facts{chunkBytes: info.GetLimits()["chunk_bytes"]}
+	f := facts{chunkBytes: info.GetLimits()["chunk_bytes"], chunkIdle: idleOf(uint32(info.GetLimits()["chunk_idle_millis"]))}
 	for _, k := range info.GetCodecs() {
 		if own := codec.Codec(k); pb.Codec(own) == k { // not one whose number has no room
 			f.codecs = append(f.codecs, own)
@@ -216,6 +217,17 @@ func (c *Client) codecFor(peer []codec.Codec) codec.Codec {
 		return c.cfg.Codec
 	}
 	return codec.None
+}
+
+// idle returns what ends a push or a pull whose Reader or Writer rests for too long.
+func (c *Client) idle(cancel context.CancelCauseFunc) func(error) {
+	return func(cause error) {
+		err := causeError(cause)
+		cancel(err)
+		if c.cfg.Idled != nil {
+			c.cfg.Idled(err)
+		}
+	}
 }
 
 // transferError is how the gRPC stream of a push or a pull ended: by the caller's

@@ -1,0 +1,137 @@
+package client
+
+import (
+	"fmt"
+	"sync"
+	"time"
+)
+
+// restClock runs while the caller's own code does, a Reader, a Next or a Writer. While
+// that rests it tells the server, again and again, that the client is alive and waits.
+// A nil restClock never does.
+type restClock struct {
+	limit time.Duration // 0: none
+	sign  func()        // tells the server, on a goroutine of the clock's
+	over  func(error)   // called once, when one rest has taken longer than limit
+
+	mu    sync.Mutex
+	what  string        // what rests; guarded by mu, as all below
+	every time.Duration // how often sign is called
+	since time.Time     // when the caller's code was called; zero: it is not running
+	ended bool
+	timer *time.Timer
+}
+
+// newRestClock returns a clock that stands still.
+func newRestClock(what string, limit, chunkIdle time.Duration, sign func(), over func(error)) *restClock {
+	c := &restClock{limit: limit, sign: sign, over: over, what: what, every: signEvery(chunkIdle)}
+	c.timer = time.AfterFunc(time.Hour, c.tick)
+	c.timer.Stop()
+	return c
+}
+
+// signEvery is how often a server is told that waits so long without a word; 0 is unknown.
+func signEvery(chunkIdle time.Duration) time.Duration {
+	if chunkIdle <= 0 {
+		return mostSign
+	}
+	return min(max(chunkIdle/signs, leastSign), mostSign)
+}
+
+func idleOf(millis uint32) time.Duration { return time.Duration(millis) * time.Millisecond }
+
+// named is what a text calls an input or a result, whose port may be empty.
+func named(kind, name string) string {
+	if name == "" {
+		return "the " + kind
+	}
+	return fmt.Sprintf("%s %q", kind, name)
+}
+
+// start is called before the caller's code, stop after it.
+func (c *restClock) start() {
+	if c == nil {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.ended {
+		c.since = time.Now()
+		c.again()
+	}
+}
+
+func (c *restClock) stop() {
+	if c == nil {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.since = time.Time{}
+	c.timer.Stop()
+}
+
+// end stops the clock for good.
+func (c *restClock) end() {
+	if c == nil {
+		return
+	}
+	c.stop()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.ended = true
+}
+
+// running reports whether the caller's code is.
+func (c *restClock) running() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return !c.since.IsZero()
+}
+
+// of says what rests from now on.
+func (c *restClock) of(what string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.what = what
+}
+
+// told notes how long the server waits without a word.
+func (c *restClock) told(chunkIdle time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.every = signEvery(chunkIdle)
+	if !c.since.IsZero() {
+		c.again()
+	}
+}
+
+// again sets the timer; mu is held.
+func (c *restClock) again() {
+	next := c.every
+	if c.limit > 0 {
+		next = min(next, max(0, c.limit-time.Since(c.since)))
+	}
+	c.timer.Reset(next)
+}
+
+func (c *restClock) tick() {
+	c.mu.Lock()
+	runs, what := !c.since.IsZero(), c.what
+	over := runs && c.limit > 0 && time.Since(c.since) >= c.limit
+	c.ended = c.ended || over
+	c.mu.Unlock()
+	switch {
+	case over:
+		c.over(fmt.Errorf("%w: %s rested for %v, the most that InputIdle allows", ErrInputIdle, what, c.limit))
+		return
+	case !runs:
+		return
+	}
+	c.sign()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.since.IsZero() {
+		c.again()
+	}
+}
