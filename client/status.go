@@ -27,7 +27,7 @@ var (
 	ErrNoAnswer = errors.New("client: no answer")
 	// ErrInputIdle is wrapped when a Reader, a Next or a Writer of the caller's rested for
 	// longer than Config.InputIdle.
-	ErrInputIdle = errors.New("client: input idle")
+	ErrInputIdle = errors.New("client: input or output rested")
 	// ErrInput is wrapped when an input is not what its desc says.
 	ErrInput = errors.New("client: bad input")
 )

@@ -19,7 +19,6 @@ type access struct {
 	tls    bool
 	files  identity.ClientFiles
 	codec  string
-	lanes  int // as client.Config has them
 }
 
 // flags adds --server and what a server may want to see.
@@ -70,13 +69,13 @@ func accessOf(c *cobra.Command) *access {
 	return a
 }
 
-// dial connects to the server; the caller closes the client.
-func (a *access) dial() (*client.Client, error) {
+// dial connects to the server, with what cfg adds; the caller closes the client.
+func (a *access) dial(cfg client.Config) (*client.Client, error) {
 	k, err := codec.ParseCodec(cmp.Or(a.codec, codec.None.String()))
 	if err != nil {
 		return nil, usage("--codec: unknown codec %q; use none or lz4", a.codec)
 	}
-	cfg := client.Config{Codec: k, Lanes: a.lanes}
+	cfg.Codec = k
 	if a.tls || a.files != (identity.ClientFiles{}) {
 		if cfg.Credentials, cfg.PerRPC, err = a.files.Credentials(); err != nil {
 			return nil, hinted{err, "--ca, --cert, --key and --token take files; tensorferry cert makes some for a first try"}
@@ -97,7 +96,7 @@ func asking(c *cobra.Command, ask func(ctx context.Context, cl *client.Client, a
 	a.flags(c)
 	jsonFlag(c, &asJSON)
 	c.RunE = func(c *cobra.Command, args []string) error {
-		cl, err := a.dial()
+		cl, err := a.dial(client.Config{})
 		if err != nil {
 			return err
 		}

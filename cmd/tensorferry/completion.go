@@ -99,7 +99,7 @@ func completeModels(c *cobra.Command, args []string, start string) ([]cobra.Comp
 func ask(c *cobra.Command, start string, names func(context.Context, *client.Client) ([]string, error)) (list []cobra.Completion, _ cobra.ShellCompDirective) {
 	ctx, cancel := context.WithTimeout(c.Context(), completionWait)
 	defer cancel()
-	if cl, err := accessOf(c).dial(); err == nil {
+	if cl, err := accessOf(c).dial(client.Config{}); err == nil {
 		defer cl.Close()
 		list, _ = names(ctx, cl)
 	}

@@ -54,7 +54,7 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 	if strings.ContainsAny(to, globs) {
 		return usage("TO is %q; it is a name, or one that ends in a slash, not a glob", to)
 	}
-	from, err := o.dial()
+	from, err := o.dial(client.Config{})
 	if err != nil {
 		return err
 	}
@@ -63,7 +63,7 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 	if o.to != "" {
 		other := o.access
 		other.server = o.to
-		if target, err = other.dial(); err != nil {
+		if target, err = other.dial(client.Config{}); err != nil {
 			return err
 		}
 		defer target.Close()

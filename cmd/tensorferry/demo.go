@@ -171,7 +171,7 @@ func demo(ctx context.Context, at access, serve []string, times int64, out io.Wr
 	if err != nil {
 		return nil, err
 	}
-	cl, err := at.dial()
+	cl, err := at.dial(client.Config{})
 	if err != nil {
 		return nil, err
 	}

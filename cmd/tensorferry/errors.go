@@ -220,6 +220,8 @@ func hintFor(c *cobra.Command, code int, err error) string {
 	switch {
 	case errors.As(err, &h):
 		return h.hint
+	case errors.Is(err, client.ErrInputIdle):
+		return "--input-idle sets how long input and output may rest"
 	case code == exitUsage && !c.HasParent():
 		return "tensorferry help lists the commands"
 	case code == exitUsage:

@@ -17,6 +17,7 @@ import (
 // pullOptions are the flags of pull.
 type pullOptions struct {
 	remote
+	pipes
 	sourceFlags
 	output string
 	prefix string
@@ -59,6 +60,7 @@ files becomes one, or these again in a folder, which is new or empty.`,
 	o.sourceFlags.flags(c)
 	c.Flags().BoolVar(&o.raw, "raw", false, "write raw bytes")
 	o.remote.flags(c)
+	o.pipes.flags(c)
 	jsonFlag(c, &o.asJSON)
 	c.ValidArgsFunction = completeStored
 	return c
@@ -79,7 +81,9 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 	case len(selections) != 1 && !several:
 		return oneTensor(o.output)
 	}
-	cl, err := o.dial()
+	cfg, waiting, stop := o.config(ctx)
+	defer stop(nil)
+	cl, err := o.dial(cfg)
 	if err != nil {
 		return err
 	}
@@ -127,7 +131,7 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 		}
 		selections = selectionsOf(list)
 	}
-	got, err = interruptible(ctx, func() ([]client.Summary, error) {
+	got, err = interruptible(waiting, func() ([]client.Summary, error) {
 		for some := range slices.Chunk(selections, selectionsAtATime) {
 			summaries, err := pullTo(ctx, cl, some, to.writer)
 			if err != nil {

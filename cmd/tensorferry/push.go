@@ -23,6 +23,7 @@ import (
 // pushOptions are the flags of push.
 type pushOptions struct {
 	remote
+	pipes
 	input  rawInput
 	asJSON bool
 }
@@ -59,7 +60,8 @@ forgotten tensors of this push for its later ones, they count as failed.`,
 		},
 	}
 	o.input.flags(c)
-	o.flags(c)
+	o.remote.flags(c)
+	o.pipes.flags(c)
 	jsonFlag(c, &o.asJSON)
 	return c
 }
@@ -68,7 +70,9 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 	if err := o.input.check(); err != nil {
 		return err
 	}
-	cl, err := o.dial()
+	cfg, waiting, stop := o.config(ctx)
+	defer stop(nil)
+	cl, err := o.dial(cfg)
 	if err != nil {
 		return err
 	}
@@ -88,7 +92,7 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 			return usage("stdin is one tensor, not two")
 		}
 		stdinTaken = stdinTaken || file == "-"
-		found, err := openInput(ctx, file, o.input, stdin)
+		found, err := o.open(ctx, file, o.input, stdin)
 		if err != nil {
 			return neither(text, file, err)
 		}
@@ -124,7 +128,7 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 		return spoiled
 	}
 	r.Progress = func(p client.Progress) { lines[p.Name].reach(p.Moved) }
-	stored, err := interruptible(ctx, func() ([]client.Summary, error) { return cl.Push(ctx, r) })
+	stored, err := interruptible(waiting, func() ([]client.Summary, error) { return cl.Push(ctx, r) })
 	bars.end()
 	if ctx.Err() != nil {
 		return err

@@ -20,6 +20,7 @@ import (
 // runOptions are the flags of run.
 type runOptions struct {
 	remote
+	pipes
 	inputs  []string
 	outputs []string
 	params  []string
@@ -27,7 +28,7 @@ type runOptions struct {
 	raw     bool
 	timeout time.Duration
 	timings bool
-	most    int // lanes
+	lanes   int
 }
 
 func runCommand() *cobra.Command {
@@ -65,8 +66,9 @@ open is not waited for.`,
 	o.input.flags(c)
 	f.BoolVar(&o.raw, "raw", false, "write results as raw bytes")
 	o.remote.flags(c)
+	o.pipes.flags(c)
 	f.DurationVar(&o.timeout, "timeout", 0, "most time the server gives the call")
-	lanesVar(f, &o.most)
+	lanesVar(f, &o.lanes)
 	f.BoolVar(&o.timings, "timings", false, "print where the server spent the time, and by which way the bytes went")
 	c.ValidArgsFunction = completeModels
 	return c
@@ -84,8 +86,10 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	if err := o.input.check(); err != nil {
 		return err
 	}
-	o.lanes = lanes(o.most)
-	cl, err := o.dial()
+	cfg, waiting, stop := o.config(ctx)
+	defer stop(nil)
+	cfg.Lanes = lanes(o.lanes)
+	cl, err := o.dial(cfg)
 	if err != nil {
 		return err
 	}
@@ -111,7 +115,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		if slices.ContainsFunc(r.Inputs, func(in client.Input) bool { return in.Port == port }) {
 			return usage("--input %s: there is another for the same port; write port=file, each port once", text)
 		}
-		found, err := openInput(ctx, file, o.input, stdin)
+		found, err := o.open(ctx, file, o.input, stdin)
 		if err != nil {
 			return neither(text, file, err)
 		}
@@ -167,7 +171,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	if err != nil {
 		return err
 	}
-	if _, err := interruptible(ctx, call.Wait); status.Code(err) == codes.Internal {
+	if _, err := interruptible(waiting, call.Wait); status.Code(err) == codes.Internal {
 		return hinted{err, "the call's id is " + call.ID().String()}
 	} else if err != nil {
 		return err

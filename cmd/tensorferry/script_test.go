@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"math"
 	"net"
 	"os"
@@ -18,10 +19,12 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/rogpeppe/go-internal/testscript"
 	"github.com/stretchr/testify/require"
 
+	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/examples/fashion"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -29,7 +32,44 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	testscript.Main(m, map[string]func(){"tensorferry": main})
+	testscript.Main(m, map[string]func(){"tensorferry": main, "halting": halting})
+}
+
+// halting is a program of the scripts: halting SERVER DURATION [FILE]. It writes half of
+// FILE, or nothing, waits until the server is so much older, and writes the rest of it, or
+// what comes on stdin.
+func halting() {
+	exit := func(err error) {
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "halting:", err)
+			os.Exit(1)
+		}
+	}
+	rest, err := time.ParseDuration(os.Args[2])
+	exit(err)
+	var data []byte
+	if len(os.Args) > 3 {
+		data, err = os.ReadFile(os.Args[3])
+		exit(err)
+	}
+	_, err = os.Stdout.Write(data[:len(data)/2])
+	exit(err)
+	c, err := client.Dial(os.Args[1], client.Config{})
+	exit(err)
+	age := func() int64 {
+		info, err := c.Info(context.Background())
+		exit(err)
+		return info.GetUptimeMillis()
+	}
+	tick := time.NewTicker(50 * time.Millisecond)
+	for until := age() + rest.Milliseconds(); age() < until; <-tick.C {
+	}
+	_, err = os.Stdout.Write(data[len(data)/2:])
+	exit(err)
+	if data == nil {
+		_, err = io.Copy(os.Stdout, os.Stdin)
+		exit(err)
+	}
 }
 
 // TestCommandsDoWhatTheScriptsSay runs testdata/script/*.txt. Beside testscript's
@@ -41,6 +81,7 @@ func TestMain(m *testing.M) {
 //	models DIR                       write the demo's models, one folder each
 //	safetensors FILE COUNT DIM [KEY=VALUE...]  write COUNT float32 tensors t0, t1, …, each filled with its number, and metadata
 //	header FILE JSON BYTES           write a .safetensors file of this header and so many bytes that count up
+//	halting SERVER DURATION [FILE]   a program: a pipe that rests
 //	json                             the last stdout is one JSON value
 func TestCommandsDoWhatTheScriptsSay(t *testing.T) {
 	testkit.Start(t)

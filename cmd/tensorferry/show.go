@@ -159,7 +159,7 @@ func reading(ctx context.Context, stderr io.Writer, quiet bool) reader {
 
 // showStored gives each tensor of a server that is named to found.
 func showStored(ctx context.Context, names []string, o showOptions, read reader, found func(seen) error) error {
-	cl, err := o.dial()
+	cl, err := o.dial(client.Config{})
 	if err != nil {
 		return err
 	}
