@@ -15,7 +15,7 @@ const (
 	piecesOut = 8
 	// PiecesBytes bounds the pieces of all results together, beside the link's quota.
 	PiecesBytes = 64 * mib
-	// pieceWait is how long a piece waits for those of other results to come back; less
-	// than the 30 s after which a server gives up on a result that nobody takes.
+	// pieceWait is how long a piece waits for those of other results to come back, which a
+	// guest that rests may have.
 	pieceWait = 20 * time.Second
 )

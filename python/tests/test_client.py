@@ -294,6 +294,26 @@ class Regions(support.Served):
             self.client.push({"s": s})
             self.assertEqual(bytes(self.client.pull("s", like="tensor")["s"]), want)
 
+    def test_a_generator_may_rest_for_longer_than_a_server_waits_for_the_dead(self):
+        server = support.Server("--chunk-idle", "1s")
+        self.addCleanup(server.stop)
+        with tf.connect(server.address) as client:
+
+            def age():
+                return client.info()["uptime_millis"]
+
+            def halting():
+                yield b"1" * MIB
+                rested = age() + 3000
+                support.eventually(lambda: age() >= rested, 60)
+                yield b"2" * MIB
+
+            want = b"1" * MIB + b"2" * MIB
+            call = client.call("echo", {"x": tf.Stream(halting(), (2 * MIB,), "uint8")}, like="tensor")
+            client.push({"s": tf.Stream(halting(), (2 * MIB,), "uint8")})
+            self.assertEqual(bytes(call.result()["y"]), want)
+            self.assertEqual(bytes(client.pull("s", like="tensor")["s"]), want)
+
     def test_a_stream_that_breaks_its_word_fails(self):
         for items in ([b"1"] * 3, [b"1" * 9], [b"1"] * 9):
             with self.assertRaises(ValueError):
