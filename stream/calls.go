@@ -49,7 +49,7 @@ func (k *call) weight() int { return max(1, len(k.part.Inputs)) }
 
 // used reports whether a tensor's ID is known here.
 func (c *calls) used(id tensor.ID) bool {
-	return c.in.tensors[id] != nil || c.out.tensors[id] != nil || c.tombstones.has(id)
+	return c.in.tensors[id] != nil || c.out.tensors[id] != nil || c.tombstones.Has(id)
 }
 
 // inOrder returns the open calls in the order of their opening, so that a
@@ -200,7 +200,7 @@ func (c *calls) results(k *call) (lost string, waits bool) {
 
 func (c *calls) close(k *call) {
 	delete(c.open, k.part.ID)
-	c.tombstones.add(k.part.ID)
+	c.tombstones.Add(k.part.ID)
 	c.retained -= k.retained
 	if len(c.open) == 0 && c.most > retainedQueue { // a map never shrinks
 		c.open, c.in.tensors, c.out.tensors = make(map[tensor.ID]*call), make(map[tensor.ID]*in), make(map[tensor.ID]*out)

@@ -105,7 +105,7 @@ func (m *Machine) hello(now Instant, h *frame.Hello) error {
 
 func (m *Machine) callPart(now Instant, p *frame.Call) {
 	switch k := m.calls.open[p.ID]; {
-	case m.tombstones.has(p.ID):
+	case m.tombstones.Has(p.ID):
 	case k == nil:
 		m.calls.accept(now, p)
 	case !k.part.Same(p):
@@ -116,7 +116,7 @@ func (m *Machine) callPart(now Instant, p *frame.Call) {
 // descPart takes an announcement. What is wrong with it fails the tensor and its
 // call, not the session.
 func (m *Machine) descPart(now Instant, p *frame.Desc) {
-	if m.tombstones.has(p.Tensor) {
+	if m.tombstones.Has(p.Tensor) {
 		return
 	}
 	if t := m.in.tensors[p.Tensor]; t != nil {
@@ -130,11 +130,11 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 	case p.Call.IsZero():
 		m.refuse(p.Tensor, frame.InvalidArgument, "desc names no call; every tensor of a session belongs to one")
 		return
-	case k == nil && !m.tombstones.has(p.Call):
+	case k == nil && !m.tombstones.Has(p.Call):
 		m.refuse(p.Tensor, frame.NotFound, "desc names call "+p.Call.String()+", which is not open; send the call first")
 		return
 	case k == nil || k.state > finishing || k.state == finishing && m.cfg.Server: // the call is over: whatever still comes for it is late
-		m.tombstones.add(p.Tensor)
+		m.tombstones.Add(p.Tensor)
 		return
 	}
 	geo, bad := m.in.admit(p)
@@ -142,7 +142,7 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 		bad = m.calls.expects(k, p, geo)
 	}
 	if bad != nil {
-		m.tombstones.add(p.Tensor)
+		m.tombstones.Add(p.Tensor)
 		m.fail(p.Tensor, k, bad)
 		return
 	}
@@ -200,6 +200,6 @@ func (m *Machine) unknown(id tensor.ID) {
 
 // refuse gives up a tensor that has no state here, once: later frames of it are late.
 func (m *Machine) refuse(id tensor.ID, code frame.Code, text string) {
-	m.tombstones.add(id)
+	m.tombstones.Add(id)
 	m.sayFailed(id, code, text)
 }

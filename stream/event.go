@@ -4,6 +4,7 @@ import (
 	"slices"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/recent"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -62,8 +63,8 @@ type shared struct {
 	shut     bool        // the session is over
 
 	events     []Event
-	taken      int // events handed out
-	tombstones tombstones
+	taken      int             // events handed out
+	tombstones recent.IDs      // of calls and tensors that ended: frames that crossed the end are ignored
 	failures   []frame.Failure // to be sent
 	waiting    int             // bytes of text in failures and in dones to be sent
 	most       int             // entries that a map of calls or tensors has had since it was made
@@ -99,33 +100,6 @@ func (m *Machine) Event() (Event, bool) {
 	}
 	m.taken = 0
 	return Event{}, false
-}
-
-// tombstones are the IDs of calls and tensors that ended: frames that crossed the
-// end are ignored.
-type tombstones struct {
-	ids    map[tensor.ID]struct{}
-	order  []tensor.ID // grows to maxTombstones, then the oldest makes room
-	oldest int
-}
-
-func (t *tombstones) add(id tensor.ID) {
-	if t.ids == nil {
-		t.ids = make(map[tensor.ID]struct{})
-	}
-	t.ids[id] = struct{}{}
-	if len(t.order) < maxTombstones {
-		t.order = append(t.order, id)
-		return
-	}
-	delete(t.ids, t.order[t.oldest])
-	t.order[t.oldest] = id
-	t.oldest = (t.oldest + 1) % maxTombstones
-}
-
-func (t *tombstones) has(id tensor.ID) bool {
-	_, ok := t.ids[id]
-	return ok
 }
 
 // pop removes and returns the i-th of a queue, and frees a long queue that is empty.

@@ -357,7 +357,7 @@ func FuzzRogueFrames(f *testing.F) {
 				}
 				r.events()
 				r.rests()
-				if r.m.Status().Calls == 0 && len(r.m.tombstones.ids) == 0 { // what has ended is forgotten: its IDs may be used again
+				if r.m.Status().Calls == 0 && r.m.tombstones.Len() == 0 { // what has ended is forgotten: its IDs may be used again
 					r.home()
 					clear(r.closed)
 					clear(r.lent)

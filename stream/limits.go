@@ -27,9 +27,6 @@ const (
 	// and an entry of params or metadata beside its text.
 	bindingBytes = 32
 	entryBytes   = 96
-	// maxTombstones is how many ended calls and tensors are remembered, so that
-	// frames that crossed their end are ignored, not answered.
-	maxTombstones = 1024
 	// frameParts and frameBytes bound the control parts put into one frame; the
 	// receiver accepts 64 KiB, so one part more than counted always fits.
 	frameParts = 64
@@ -111,7 +108,7 @@ func (l Limits) WithDefaults() Limits {
 }
 
 // ChunkIdleMillis is ChunkIdle as a hello tells it.
-func (l *Limits) ChunkIdleMillis() uint32 {
+func (l Limits) ChunkIdleMillis() uint32 {
 	return uint32(min(max(l.ChunkIdle/millisecond, 1), 1<<32-1))
 }
 

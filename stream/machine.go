@@ -130,7 +130,7 @@ func (m *Machine) OpenCall(now Instant, c frame.Call) error {
 		return ErrClosed
 	case m.draining || m.drained:
 		return ErrDraining
-	case m.calls.open[c.ID] != nil || m.tombstones.has(c.ID):
+	case m.calls.open[c.ID] != nil || m.tombstones.Has(c.ID):
 		return fmt.Errorf("stream: call %s was opened before; use a new id", c.ID)
 	}
 	// What the wire could not carry would end the session, and every other call.

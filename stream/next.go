@@ -5,6 +5,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/recent"
 )
 
 // Pending reports whether Next has something to send now.
@@ -103,7 +104,7 @@ func (m *Machine) NextTick() Instant {
 		at = m.ticked + tickEvery
 	default:
 		at = m.lastUse + m.cfg.Limits.SessionIdle
-		if len(m.tombstones.ids) > 0 {
+		if m.tombstones.Len() > 0 {
 			at = min(at, m.ticked+lateFrames)
 		}
 	}
@@ -131,7 +132,7 @@ func (m *Machine) Tick(now Instant) error {
 		}
 		if now >= m.ticked+lateFrames {
 			m.ticked = now
-			m.tombstones = tombstones{}
+			m.tombstones = recent.IDs{}
 		}
 	default:
 		m.lastUse = now

@@ -108,7 +108,7 @@ func (r *receiver) drop(t *in) {
 		t.resend = nil
 	}
 	delete(r.tensors, t.desc.Tensor)
-	r.tombstones.add(t.desc.Tensor)
+	r.tombstones.Add(t.desc.Tensor)
 	r.uncount(t)
 }
 

@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/recent"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -201,10 +202,10 @@ func TestAMachineAtRestKeepsLittle(t *testing.T) {
 		for _, ok := m.Event(); ok; _, ok = m.Event() {
 		}
 		require.True(t, m.Status().Calls == 0)
-		require.Len(t, m.tombstones.ids, maxTombstones)
+		require.Equal(t, recent.Most, m.tombstones.Len())
 		require.LessOrEqual(t, m.NextTick(), lateFrames)
 		require.NoError(t, m.Tick(m.NextTick()))
-		require.Empty(t, m.tombstones.ids)
+		require.Zero(t, m.tombstones.Len())
 		require.Equal(t, m.cfg.Limits.SessionIdle, m.NextTick())
 		all = append(all, m)
 	}

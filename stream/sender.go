@@ -107,7 +107,7 @@ func (s *sender) drop(t *out) {
 	t.dead = true
 	t.chunks.Close()
 	delete(s.tensors, t.desc.Tensor)
-	s.tombstones.add(t.desc.Tensor)
+	s.tombstones.Add(t.desc.Tensor)
 	s.allowance -= t.share
 	t.share = 0
 	if t.announced {

@@ -11,6 +11,7 @@ import (
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/recent"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -1290,8 +1291,8 @@ func miscounted(m *Machine) string {
 	if retained != m.calls.retained || waiting != m.waiting {
 		return fmt.Sprintf("counts %d bytes retained, %d of text that waits; there are %d and %d", m.calls.retained, m.waiting, retained, waiting)
 	}
-	if allowIn > int64(m.cfg.Limits.AllowanceBytes) || incoming > m.cfg.Limits.OpenTensors+1 || len(m.tombstones.ids) > maxTombstones {
-		return fmt.Sprintf("passes its limits: allowance %d, incoming %d, %d ids remembered", allowIn, incoming, len(m.tombstones.ids))
+	if allowIn > int64(m.cfg.Limits.AllowanceBytes) || incoming > m.cfg.Limits.OpenTensors+1 || m.tombstones.Len() > recent.Most {
+		return fmt.Sprintf("passes its limits: allowance %d, incoming %d, %d ids remembered", allowIn, incoming, m.tombstones.Len())
 	}
 	return ""
 }

@@ -28,6 +28,7 @@ var layers = map[string][]string{
 
 	"chunker":            {"tensor"},
 	"internal/minifloat": {"tensor"},
+	"internal/recent":    {"tensor"},
 	"slab":               {"internal/invariants"},
 	"tensorfile":         {"tensor"},
 
@@ -56,7 +57,7 @@ var layers = map[string][]string{
 	"internal/lane":     {"codec", "frame", "tensor"},
 	"internal/wire":     {"api/tensorferry/v1", "frame", "internal/inbound", "slab", "tensor"},
 	"store/storetest":   {"codec", "store", "tensor"},
-	"stream":            {"assembler", "chunker", "codec", "frame", "internal/invariants", "tensor"},
+	"stream":            {"assembler", "chunker", "codec", "frame", "internal/invariants", "internal/recent", "tensor"},
 
 	"internal/session": {"codec", "frame", "stream", "tensor"},
 
