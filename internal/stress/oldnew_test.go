@@ -20,6 +20,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/internal/stress/known"
 	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
@@ -79,7 +80,7 @@ func TestOldAndNewProgramsWorkTogether(t *testing.T) {
 	for _, p := range [][2]string{{"old", "new"}, {"new", "old"}, {"new", "new"}} {
 		t.Run(p[0]+" client, "+p[1]+" server", func(t *testing.T) {
 			client, servers := builds[p[0]], builds[p[1]]
-			d := duo{command: client.tensorferry, server: served(t, servers.tensorferry, "--metrics", "off"), minus: served(t, servers.minus)}
+			d := duo{command: client.tensorferry, older: p[0] == "old", server: served(t, servers.tensorferry, "--metrics", "off"), minus: served(t, servers.minus)}
 			for _, c := range []struct {
 				name   string
 				codecs []string
@@ -88,6 +89,7 @@ func TestOldAndNewProgramsWorkTogether(t *testing.T) {
 				{"call", []string{"none", "lz4"}, duo.call},
 				{"call with two inputs", []string{"none", "lz4"}, duo.inputs},
 				{"push, ls, pull, rm", []string{"none", "lz4"}, duo.store},
+				{"model file", []string{"none"}, duo.modelFile},
 				{"interrupted call", []string{"none"}, duo.cancel},
 				{"drain", []string{"none"}, duo.drain}, // the server ends in this one
 			} {
@@ -125,6 +127,7 @@ func served(t *testing.T, command string, args ...string) *daemon {
 type duo struct {
 	ctx           context.Context
 	command       string
+	older         bool // the command is that of the other commit
 	server, minus *daemon
 }
 
@@ -187,6 +190,35 @@ func (d duo) store(t *testing.T, codec string) {
 	require.NoError(t, err)
 	_, err = d.run(nil, "pull", name, "--raw")
 	requireEnd(t, err, exitFailure, name)
+}
+
+// modelFile pushes a model file and pulls it again. An older client drops its metadata, and
+// calls its tensors model/ and their names.
+func (d duo) modelFile(t *testing.T, codec string) {
+	dir := t.TempDir()
+	file, back := filepath.Join(dir, "model.safetensors"), filepath.Join(dir, "back.safetensors")
+	var tensors []tensorfile.Named
+	for i, name := range []string{"a.weight", "b.bias"} {
+		x, err := tensor.Of(known.Pick(uint64(6+i), 1000).Data())
+		require.NoError(t, err)
+		tensors = append(tensors, tensorfile.Named{Name: name, Tensor: x})
+	}
+	var want bytes.Buffer
+	require.NoError(t, tensorfile.WriteSafetensors(&want, tensors, map[string]string{"format": "pt"}))
+	require.NoError(t, os.WriteFile(file, want.Bytes(), 0o600))
+	_, err := d.run(nil, "push", file, "--codec", codec)
+	require.NoError(t, err)
+	_, err = d.run(nil, "pull", "model/*", "-o", back, "--codec", codec)
+	require.NoError(t, err)
+	got, err := os.ReadFile(back)
+	require.NoError(t, err)
+	if !d.older {
+		require.NoError(t, known.Same("pull", got, want.Bytes()))
+		return
+	}
+	for _, x := range tensors {
+		require.True(t, bytes.Contains(got, []byte(`"model/`+x.Name+`"`)) && bytes.Contains(got, x.Data), x.Name)
+	}
 }
 
 // cancel interrupts a client whose call is half sent.
