@@ -94,7 +94,7 @@ func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 
 func (p *progressBars) line(title string, size int64, options ...mpb.BarOption) *mpb.Bar {
 	if p.vanishing {
-		options = append(options, mpb.BarRemoveOnComplete())
+		options = append(options, mpb.BarRemoveOnComplete(), mpb.BarNoPop())
 	}
 	line := p.bars.AddBar(size, append(options,
 		mpb.PrependDecorators(
