@@ -126,6 +126,7 @@ func describesItself(file string) bool {
 // opened is what the argument of a command names.
 type opened struct {
 	tensors []*source
+	path    string // of the file
 	// Of a model file that is named whole: what it says beside its tensors, and the tensors
 	// that cannot be read.
 	document tensorfile.Document
@@ -174,7 +175,7 @@ func openFile(file string, raw rawInput, stdin io.Reader) (*opened, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &opened{tensors: []*source{s}}, nil
+	return &opened{tensors: []*source{s}, path: file}, nil
 }
 
 // openModel opens the tensors of a model file, or only those of some names.
@@ -189,7 +190,7 @@ func openModel(path string, only ...string) (*opened, error) {
 	if err != nil {
 		return nil, err
 	}
-	names, o := only, &opened{}
+	names, o := only, &opened{path: file}
 	if len(only) == 0 {
 		names, o.document = s.Names(), s.Document()
 	}

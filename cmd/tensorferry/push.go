@@ -82,7 +82,8 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 	var r client.PushRequest
 	lines := map[string]*bar{}
 	stdinTaken := false
-	var spoiled error // tensors that cannot be read, which leaves the others
+	var spoiled error             // tensors that cannot be read, which leaves the others
+	wholes := map[string]string{} // files that are pushed whole, by what their tensors' names begin with
 	for _, text := range args {
 		name, file, below, err := parsePushed(text)
 		if err != nil {
@@ -98,6 +99,9 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 		}
 		spoiled = errors.Join(spoiled, found.errors())
 		list := found.tensors
+		if below {
+			wholes[name+"/"] = file
+		}
 		if beside := found.document.Encode(); beside != nil {
 			s, err := documentSource(beside, file)
 			if err != nil {
@@ -133,8 +137,27 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 	if ctx.Err() != nil {
 		return err
 	}
+	if err == nil {
+		err = tellOthers(ctx, cl, wholes, lines, stderr)
+	}
 	err = errors.Join(err, forgotten(ctx, cl, stored), spoiled)
 	return cmp.Or(err, printMoved(printer{stdout, o.asJSON}, stored))
+}
+
+// tellOthers tells of tensors that a server has beside those of a file, such as an older
+// file's: whoever pulls the file gets them, too.
+func tellOthers(ctx context.Context, cl *client.Client, wholes map[string]string, pushed map[string]*bar, stderr io.Writer) error {
+	for prefix, file := range wholes {
+		list, _, err := cl.List(ctx, literally.Replace(prefix)+"**")
+		if err != nil {
+			return err
+		}
+		list = slices.DeleteFunc(list, func(s client.Stored) bool { _, ours := pushed[s.Name]; return ours })
+		if len(list) > 0 {
+			fmt.Fprintf(stderr, "note: %q has %d more than %s, such as %q; tensorferry rm removes what should not be there\n", prefix, len(list), file, list[0].Name)
+		}
+	}
+	return nil
 }
 
 // documentSource is what a model file says beside its tensors as a tensor of its own.

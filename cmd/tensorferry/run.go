@@ -120,7 +120,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 			return neither(text, file, err)
 		}
 		if n := len(found.tensors); n != 1 {
-			return usage("%s holds %d tensors: say which, as %s:name", file, n, file)
+			return usage("%s holds %d tensors: say which, as %s:name", file, n, found.path)
 		}
 		in := found.tensors[0]
 		in.forCall(port, "")
