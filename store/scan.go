@@ -159,7 +159,7 @@ func (f *files) brokenOnesChanged() bool {
 }
 
 // walk returns the folders with their times, and the model files in them, by their paths
-// below the folder: sorted, without those that belong to an index.
+// below the folder, without those that belong to an index.
 func (f *files) walk() (dirs map[string]time.Time, found []string, err error) {
 	dirs = map[string]time.Time{}
 	pending := []string{"."}
@@ -167,11 +167,7 @@ func (f *files) walk() (dirs map[string]time.Time, found []string, err error) {
 		dir := pending[0]
 		pending = pending[1:]
 		path := filepath.Join(f.dir, dir)
-		info, err := os.Stat(path)
-		var entries []fs.DirEntry
-		if err == nil {
-			entries, err = os.ReadDir(path)
-		}
+		info, entries, err := readDir(path)
 		if err != nil && dir != "." {
 			if _, known := f.scan.dirs[path]; !known {
 				f.log.Warn("folder can not be read", slog.String("folder", dir), slog.Any("error", err))
@@ -188,6 +184,18 @@ func (f *files) walk() (dirs map[string]time.Time, found []string, err error) {
 		found = append(found, files...)
 	}
 	return dirs, found, nil
+}
+
+// readDir reads a folder, in any order: there may be thousands of pushed tensors.
+func readDir(path string) (info fs.FileInfo, entries []fs.DirEntry, err error) {
+	dir, err := os.Open(path)
+	if err != nil {
+		return nil, nil, err
+	}
+	if info, err = dir.Stat(); err == nil {
+		entries, err = dir.ReadDir(-1)
+	}
+	return info, entries, errors.Join(err, dir.Close())
 }
 
 // away is the error for a folder that cannot be read.
