@@ -49,7 +49,7 @@ func newFolderTarget(path string) (*folderTarget, error) {
 // begin begins each file of the model.
 func (t *folderTarget) begin(tensors []named) ([]*tensorWriter, error) {
 	if t.document.Index == "" {
-		return nil, usage("--output %s is a folder, which takes a whole model of several files; name a .safetensors file", t.path)
+		return nil, usage("--output %s is a folder, which takes a whole model of several files; name a file", t.path)
 	}
 	byFile := map[string][]int{}
 	for i, n := range tensors {
