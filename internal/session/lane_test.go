@@ -10,6 +10,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -197,5 +198,86 @@ func TestLanesMayComeAndGoAtAnyMoment(t *testing.T) {
 		if t.Failed() {
 			t.Fatalf("seed %d", seed)
 		}
+	}
+}
+
+// halfRead is a lane that brings the header of a chunk, and half of its payload. The
+// reader lets go of it when told to.
+type halfRead struct {
+	chunk  frame.Chunk
+	n      int
+	begun  bool
+	letGo  chan struct{}
+	closed chan struct{}
+}
+
+func (l *halfRead) Next(ch *frame.Chunk) (int, error) {
+	if l.begun {
+		<-l.closed
+		return 0, io.EOF
+	}
+	l.begun = true
+	*ch = l.chunk
+	return l.n, nil
+}
+
+func (l *halfRead) Read([]byte) (int, error) {
+	<-l.letGo
+	return 0, io.ErrUnexpectedEOF
+}
+
+func (*halfRead) Send(*frame.Chunk) error          { return nil }
+func (*halfRead) SetReadDeadline(time.Time) error  { return nil }
+func (*halfRead) SetWriteDeadline(time.Time) error { return nil }
+
+func (l *halfRead) Close() error {
+	close(l.closed)
+	return nil
+}
+
+func TestASessionWhoseClientEndsItsSideEndsWithTheLastChunkOfALane(t *testing.T) {
+	testkit.Start(t)
+	synctest.Test(t, func(t *testing.T) {
+		server := newSide(t, nil, stream.Config{Server: true, NoAllowance: true})
+		server.sess.Do(func(m *stream.Machine, _ stream.Instant) { m.OfferLanes(frame.LaneToken{1}, 8) })
+		a, b := newLink()
+		server.sess.Carry(b)
+		call, x := NewID(), NewID()
+		const n = 1000
+		require.NoError(t, a.Send(&frame.Frame{
+			Hello: &frame.Hello{Version: frame.Version, Session: NewID(), MaxChunkBytes: n, MaxOpenTensors: 1, Checksum: 1, Lanes: 1},
+			Calls: []frame.Call{{ID: call, Model: "echo", Inputs: []frame.Binding{{Port: "x", Tensor: x}}}},
+			Descs: []frame.Desc{{Tensor: x, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{n}}, SizeBytes: n, ChunkBytes: n, Call: call, Port: "x"}},
+		}, nil))
+		synctest.Wait()
+		l := &halfRead{chunk: frame.Chunk{Tensor: x}, n: n, letGo: make(chan struct{}), closed: make(chan struct{})}
+		server.sess.AddLane(l, func(error) {})
+		synctest.Wait()
+		close(a.out) // the client ends its side
+		synctest.Wait()
+		require.False(t, server.ended(call), "a chunk is being read to its place")
+		var done []frame.Done
+		for len(a.in) > 0 {
+			f, err := a.Recv()
+			require.NoError(t, err)
+			done = append(done, f.Dones...)
+		}
+		require.Len(t, done, 1)
+		require.Equal(t, frame.InvalidArgument, done[0].Code)
+		close(l.letGo)
+		synctest.Wait()
+		require.True(t, isStopped(server.sess), "nothing is left to wait for")
+		require.Equal(t, ErrPeerClosed, server.sess.Cause())
+		a.cut()
+		server.over(nil)
+	})
+}
+
+func isStopped(s *Session) bool {
+	select {
+	case <-s.Stopped():
+		return true
+	default:
+		return false
 	}
 }

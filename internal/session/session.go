@@ -188,11 +188,16 @@ func (s *Session) do(f func(m *stream.Machine, now stream.Instant)) bool {
 	now := s.now()
 	f(s.m, now)
 	s.dispatch(now)
-	pending := s.m.Pending()
+	due := s.due()
 	s.schedule()
 	s.mu.Unlock()
-	return pending
+	return due
 }
+
+// due reports whether a writer is needed: for a frame, or for the session's end, when the
+// peer has ended its side and what the last call waited for, such as a chunk that a lane
+// was bringing, has let go. mu is held.
+func (s *Session) due() bool { return s.m.Pending() || s.ended && s.m.Status().Calls == 0 }
 
 // dispatch hands out events until there are none, and has the lane attended to; mu is
 // held.
@@ -243,7 +248,7 @@ func (s *Session) tick() {
 	s.next = 0
 	err := s.m.Tick(now)
 	s.dispatch(now)
-	pending := s.m.Pending()
+	due := s.due()
 	if err == nil {
 		s.schedule()
 	}
@@ -260,7 +265,7 @@ func (s *Session) tick() {
 		s.Stop(err)
 		return
 	}
-	if pending {
+	if due {
 		s.nudge()
 	}
 }
