@@ -75,7 +75,7 @@ stress-receive: ## Hold a server to its memory while peers send what nobody cons
 stress-crash: ## Kill servers in the middle of pushes, and clients in that of pulls, 200 of each
 	$(GO) run $(STAMP) ./internal/stress crash
 
-stress-lanes: ## Have 2 000 lanes cut, stalled, slowed and damaged under load whose results are compared, and 300 with the race detector
+stress-lanes: ## Have 2 000 lanes cut, stalled, slowed and damaged, or their sessions drained and half-closed, under load whose results are compared, and 300 with the race detector
 	$(GO) test -tags invariants -timeout 30m ./client -count=1 -v -run TestFaultsOfLanes -lane.faults 2000
 	$(GO) test -tags invariants -timeout 30m -race ./client -count=1 -v -run TestFaultsOfLanes -lane.faults 300
 

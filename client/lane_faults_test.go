@@ -106,13 +106,25 @@ var faults = []laneFault{
 	}},
 	{"call cancelled", false, forward((*faultyLane).cancel)},
 	{"call cancelled backwards", false, backward((*faultyLane).cancel)},
-	{"session half-closed", false, func(l *faultyLane) {
+	{"session half-closed before its lane", false, func(l *faultyLane) {
 		l.fit = func(id tensor.ID) bool { return l.target.mayEnd(id) }
 		backward(func(l *faultyLane, c *onLane) {
 			l.midway(c)
-			l.target.endSide()
-			if l.rand.IntN(2) == 0 { // else the lane is cut as well
-				c.rest()
+			l.target.endSide(true)
+			c.rest()
+		})(l)
+	}},
+	{"session half-closed after its lane", false, func(l *faultyLane) {
+		l.fit = func(id tensor.ID) bool { return l.target.mayEnd(id) }
+		backward(func(l *faultyLane, c *onLane) {
+			l.midway(c)
+			l.keep.Store(true)
+			l.target.endLanes()
+			_ = c.to.(*net.TCPConn).CloseWrite()
+			<-l.over // the client has given up the half that it has
+			l.target.endSide(false)
+			if l.rand.IntN(2) == 0 {
+				<-l.target.told // the server learns that the lane has ended when the session has
 			}
 		})(l)
 	}},
@@ -120,11 +132,10 @@ var faults = []laneFault{
 		l.fit = func(id tensor.ID) bool { return !l.target.mayEnd(id) }
 		forward(func(l *faultyLane, c *onLane) {
 			l.midway(c)
-			l.target.endSide()
-			switch l.rand.IntN(3) {
-			case 0:
+			l.target.endSide(true)
+			if l.rand.IntN(2) == 0 {
 				c.rest()
-			case 1:
+			} else {
 				<-l.over // the session ends with the chunk half way
 			}
 		})(l)
@@ -158,6 +169,7 @@ type faultyLane struct {
 	after          int64 // bytes of one direction that pass before the fault
 	fit            func(id tensor.ID) bool
 	over           chan struct{} // closed when the other direction has ended
+	keep           atomic.Bool   // which ends the lane with the fault, not at once
 	met            func()        // the fault happens, with a chunk on the lane
 }
 
@@ -196,7 +208,9 @@ func (l *faultyLane) one(from, to net.Conn, fault func(l *faultyLane, c *onLane)
 	work.Go(func() {
 		defer close(l.over)
 		_, _ = io.Copy(from, to)
-		end()
+		if !l.keep.Load() {
+			end()
+		}
 	})
 	work.Go(func() {
 		defer end()
@@ -335,6 +349,8 @@ type target struct {
 	mu      sync.Mutex
 	token   frame.LaneToken          // guarded by mu
 	over    bool                     // guarded by mu: as ended
+	rude    bool                     // guarded by mu: it ended against the rules of docs/wire.md
+	alone   bool                     // guarded by mu: the client opens no lanes any more
 	tensors map[tensor.ID]announced  // guarded by mu
 	calls   map[tensor.ID]*knownCall // guarded by mu
 }
@@ -438,15 +454,28 @@ func (t *target) mayEnd(id tensor.ID) bool {
 	return ok && a.call.acked && a.call.credited
 }
 
-// endSide ends the client's side of the session.
-func (t *target) endSide() {
+// endLanes has the client open no more lanes.
+func (t *target) endLanes() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.alone = true
+}
+
+func (t *target) noLanes() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.alone
+}
+
+// endSide ends the client's side of the session; rude is against the rules of docs/wire.md.
+func (t *target) endSide(rude bool) {
 	t.sending.Lock()
 	defer t.sending.Unlock()
 	if t.ended {
 		return
 	}
 	t.mu.Lock()
-	t.ended, t.over = true, true
+	t.ended, t.over, t.rude = true, true, rude
 	t.mu.Unlock()
 	_ = t.CloseSend()
 }
@@ -498,7 +527,7 @@ func (t *target) legitimate(id tensor.ID, err error) bool {
 	case codes.Canceled:
 		return k.cancelled
 	case codes.Unavailable:
-		return cut || (draining || t.over) && !k.accepted
+		return cut || t.rude || (draining || t.over) && !k.accepted
 	case codes.InvalidArgument:
 		return t.over && !k.acked
 	case codes.DeadlineExceeded:
@@ -604,6 +633,9 @@ func (w *laneWorld) fail(g *generation, c, s net.Conn) {
 	if l.target = g.session(l.token); l.target == nil {
 		return // its session has ended
 	}
+	if l.target.noLanes() {
+		return
+	}
 	l.after = l.rand.Int64N(12 * mib)
 	f, met := w.draw(), false
 	l.met = func() {
@@ -623,7 +655,9 @@ func (w *laneWorld) fail(g *generation, c, s net.Conn) {
 
 // drain drains a server, and reports whether that is the first time.
 func (w *laneWorld) drain(patience context.Context, g *generation) bool {
-	w.draining.Lock()
+	if !w.draining.TryLock() { // whoever gives out servers may be waiting for this one's proxy
+		return false
+	}
 	defer w.draining.Unlock()
 	if w.stopped || w.current() != g {
 		return false
@@ -729,7 +763,7 @@ func (w *laneWorker) session(ctx context.Context) error {
 					err = w.check()
 				}
 			}
-			if err != nil || t.isOver() {
+			if draining, _ := g.drains(); err != nil || draining || t.isOver() {
 				break
 			}
 		}
@@ -747,12 +781,11 @@ func (w *laneWorker) session(ctx context.Context) error {
 	return err
 }
 
-// isOver reports whether the session takes no more calls.
+// isOver reports whether the client has ended its side.
 func (t *target) isOver() bool {
-	draining, _ := t.of.drains()
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.over || draining
+	return t.over
 }
 
 // judge returns an error that must not be.
