@@ -223,8 +223,8 @@ vectors: ## Rewrite testdata/vectors; a changed byte needs a Wire line in CHANGE
 scripts-rewrite: ## Accept what the session scripts print now; read the diff
 	$(GO) test ./stream -run Scripts -rewrite
 
-states-rewrite: ## Draw the states of a call in docs/wire.md from the tables of stream
-	$(GO) test ./stream -run StateDiagrams -rewrite
+states-rewrite: ## Draw the states of a call in docs/wire.md from their tables
+	$(GO) test ./internal/lifecycle -run StateDiagrams -rewrite
 
 bench-peers-results: ## Measure as bench-peers does and rewrite docs/bench/peers.*: table, picture, samples
 	@$(PEERS_PYTHON) && $(GO) run $(STAMP) . -python $$p -out ../docs/bench

@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -15,7 +16,7 @@ type calls struct {
 	*shared
 	in    *receiver
 	out   *sender
-	moves *moves
+	moves *lifecycle.Moves
 
 	open      map[tensor.ID]*call
 	number    uint64 // calls so far
@@ -31,7 +32,7 @@ type calls struct {
 type call struct {
 	part     frame.Call
 	number   uint64 // in the order of opening
-	state    state
+	state    lifecycle.State
 	done     frame.Done // once its end is decided
 	missing  int        // server: inputs not announced yet
 	retained int        // server: bytes, part of all that calls retain
@@ -72,9 +73,9 @@ func (c *calls) add(k *call, now Instant) {
 }
 
 // end decides how a call ends, unless that is decided.
-func (c *calls) end(k *call, on cause, d frame.Done) {
-	if _, ok := c.moves.next(k.state, on); ok && k.state < doneSent {
-		if k.state == answering {
+func (c *calls) end(k *call, on lifecycle.Cause, d frame.Done) {
+	if _, ok := c.moves.Next(k.state, on); ok && k.state < lifecycle.DoneSent {
+		if k.state == lifecycle.Answering {
 			c.waiting += len(d.Message) - len(k.done.Message)
 		}
 		d.Call = k.part.ID
@@ -85,37 +86,37 @@ func (c *calls) end(k *call, on cause, d frame.Done) {
 
 // giveUp ends a call badly without a word from who works for it.
 func (c *calls) giveUp(k *call, code frame.Code, text string) {
-	c.end(k, givenUp, frame.Done{Code: code, Message: text})
+	c.end(k, lifecycle.GivenUp, frame.Done{Code: code, Message: text})
 }
 
 // move moves a call as its side's table says, and does what the new state asks for.
-func (c *calls) move(k *call, on cause) {
+func (c *calls) move(k *call, on lifecycle.Cause) {
 	from := k.state
-	to, ok := c.moves.next(from, on)
+	to, ok := c.moves.Next(from, on)
 	if !ok {
 		return
 	}
 	k.state = to
-	if from < finishing && to >= finishing {
+	if from < lifecycle.Finishing && to >= lifecycle.Finishing {
 		c.undecided--
 	}
 	switch to {
-	case running:
+	case lifecycle.Running:
 		if c.cfg.Server {
 			c.tell(Event{Kind: EventReady, Call: k.part.ID, Part: &k.part})
 		} else {
 			c.inFlight += k.weight()
 		}
-	case finishing:
+	case lifecycle.Finishing:
 		if c.cfg.Server {
 			c.in.dropAll(k)
 		}
-	case failed, over:
+	case lifecycle.Failed, lifecycle.Over:
 		c.letGo(k, from, on)
-	case closed:
+	case lifecycle.Closed:
 		c.close(k)
 	}
-	if to == answering || to == failed && from != answering {
+	if to == lifecycle.Answering || to == lifecycle.Failed && from != lifecycle.Answering {
 		c.answers = append(c.answers, k)
 		c.waiting += len(k.done.Message)
 	}
@@ -124,7 +125,7 @@ func (c *calls) move(k *call, on cause) {
 
 // letGo drops a call's tensors. Who works for the call learns that it was given up,
 // and so does the server.
-func (c *calls) letGo(k *call, from state, on cause) {
+func (c *calls) letGo(k *call, from lifecycle.State, on lifecycle.Cause) {
 	for _, t := range k.outs {
 		c.out.drop(t)
 	}
@@ -132,16 +133,16 @@ func (c *calls) letGo(k *call, from state, on cause) {
 	c.in.dropAll(k)
 	// On a server nobody works for a call before it runs; on a client a done is
 	// enough.
-	if from < doneSent && (c.cfg.Server && from > opening || !c.cfg.Server && on >= givenUp) {
+	if from < lifecycle.DoneSent && (c.cfg.Server && from > lifecycle.Opening || !c.cfg.Server && on >= lifecycle.GivenUp) {
 		c.tell(Event{Kind: EventStop, Call: k.part.ID, Code: k.done.Code, Text: k.done.Message})
 	}
 	switch {
 	case c.cfg.Server:
-	case from == opening:
+	case from == lifecycle.Opening:
 		c.opens = slices.DeleteFunc(c.opens, func(q *call) bool { return q == k })
 	default:
 		c.inFlight -= k.weight()
-		if on == givenUp {
+		if on == lifecycle.GivenUp {
 			c.cancels = append(c.cancels, k.part.ID)
 		}
 	}
@@ -150,24 +151,24 @@ func (c *calls) letGo(k *call, from state, on cause) {
 // advance moves a call on when what its state waits for is there.
 func (c *calls) advance(k *call) {
 	switch k.state {
-	case opening:
+	case lifecycle.Opening:
 		if c.cfg.Server && k.missing == 0 {
-			c.move(k, began)
+			c.move(k, lifecycle.Began)
 		}
-	case finishing:
+	case lifecycle.Finishing:
 		lost, waits := c.results(k)
 		if lost != "" {
 			c.giveUp(k, frame.DataLoss, lost) // the server need not wait for acknowledgements
 		} else if !waits {
-			c.move(k, completed)
+			c.move(k, lifecycle.Completed)
 		}
-	case doneSent:
+	case lifecycle.DoneSent:
 		if !slices.ContainsFunc(k.outs, func(t *out) bool { return !t.dead && !(c.peerDone && t.chunks.Sent()) }) {
-			c.move(k, acknowledged)
+			c.move(k, lifecycle.Acknowledged)
 		}
-	case over:
+	case lifecycle.Over:
 		if k.claims == 0 {
-			c.move(k, released)
+			c.move(k, lifecycle.Released)
 		}
 	}
 }
@@ -219,7 +220,7 @@ func (c *calls) accept(now Instant, p *frame.Call) {
 	c.add(k, now)
 	if d := c.refusal(p); d != nil {
 		k.part = frame.Call{ID: p.ID} // what it asked for is not worth its memory
-		c.end(k, endedBadly, *d)
+		c.end(k, lifecycle.EndedBadly, *d)
 		return
 	}
 	k.part.Inputs = slices.Clone(p.Inputs)
@@ -297,7 +298,7 @@ func (c *calls) mayOpen() bool {
 func (c *calls) addOpens(p *parcel) {
 	for p.room(len(p.Calls)) && c.mayOpen() {
 		k := pop(&c.opens, 0)
-		c.move(k, began)
+		c.move(k, lifecycle.Began)
 		p.Calls = append(p.Calls, k.part)
 		p.bytes += k.part.Cost()
 		c.out.descs = append(c.out.descs, k.outs...)
@@ -310,6 +311,6 @@ func (c *calls) addDones(p *parcel) {
 		p.Dones = append(p.Dones, k.done)
 		p.bytes += len(k.done.Message) + 128
 		c.waiting -= len(k.done.Message)
-		c.move(k, answered)
+		c.move(k, lifecycle.Answered)
 	}
 }

@@ -5,6 +5,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -109,7 +110,7 @@ func (m *Machine) callPart(now Instant, p *frame.Call) {
 	case k == nil:
 		m.calls.accept(now, p)
 	case !k.part.Same(p):
-		m.calls.end(k, endedBadly, frame.Done{Code: frame.InvalidArgument, Message: "call " + p.ID.String() + " came again with other content; use a new id"})
+		m.calls.end(k, lifecycle.EndedBadly, frame.Done{Code: frame.InvalidArgument, Message: "call " + p.ID.String() + " came again with other content; use a new id"})
 	}
 }
 
@@ -133,7 +134,7 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 	case k == nil && !m.tombstones.Has(p.Call):
 		m.refuse(p.Tensor, frame.NotFound, "desc names call "+p.Call.String()+", which is not open; send the call first")
 		return
-	case k == nil || k.state > finishing || k.state == finishing && m.cfg.Server: // the call is over: whatever still comes for it is late
+	case k == nil || k.state > lifecycle.Finishing || k.state == lifecycle.Finishing && m.cfg.Server: // the call is over: whatever still comes for it is late
 		m.tombstones.Add(p.Tensor)
 		return
 	}
@@ -187,7 +188,7 @@ func (m *Machine) donePart(p *frame.Done) {
 		d.Code = p.Code.Known()
 		d.Message = frame.Clip(p.Message, frame.TextBytes)
 		d.Outputs = slices.Clone(p.Outputs)
-		m.calls.end(k, endOf(d.Code), d)
+		m.calls.end(k, lifecycle.EndOf(d.Code), d)
 	}
 }
 

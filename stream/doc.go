@@ -4,7 +4,7 @@
 // runs one Machine over a connection of frames, the same on both sides.
 //
 // A Machine is made of calls, which move from state to state as the tables of
-// state.go say, a sender of this side's tensors and a receiver of the peer's. The
+// internal/lifecycle say, a sender of this side's tensors and a receiver of the peer's. The
 // Machine itself takes frames apart, fills them, and watches the time.
 //
 // It refuses frames that break the protocol (the session ends) and fails

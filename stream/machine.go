@@ -6,6 +6,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -59,9 +60,9 @@ func New(cfg Config, now Instant) *Machine {
 			m.tell(Event{done: done, filled: filled})
 		}
 	}
-	m.calls = calls{shared: &m.shared, in: &m.in, out: &m.out, moves: clientMoves, open: make(map[tensor.ID]*call)}
+	m.calls = calls{shared: &m.shared, in: &m.in, out: &m.out, moves: lifecycle.Client, open: make(map[tensor.ID]*call)}
 	if m.cfg.Server {
-		m.calls.moves = serverMoves
+		m.calls.moves = lifecycle.Server
 	}
 	return m
 }
@@ -157,7 +158,7 @@ func (m *Machine) Finish(d frame.Done) {
 		if d.Code != frame.OK {
 			d.Message, d.Outputs = frame.Clip(d.Message, frame.TextBytes), nil
 		}
-		m.calls.end(k, endOf(d.Code), d)
+		m.calls.end(k, lifecycle.EndOf(d.Code), d)
 	case d.Code != frame.OK:
 		m.calls.giveUp(k, d.Code, d.Message)
 	}
@@ -212,7 +213,7 @@ func (m *Machine) Close(code frame.Code, text string) {
 	}
 	m.shut = true
 	for _, k := range m.calls.inOrder() {
-		m.calls.end(k, sessionOver, frame.Done{Code: code, Message: text})
+		m.calls.end(k, lifecycle.SessionOver, frame.Done{Code: code, Message: text})
 	}
 	m.calls.opens, m.calls.cancels, m.calls.answers = nil, nil, nil
 	m.in.credits, m.in.acks = nil, nil

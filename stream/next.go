@@ -5,6 +5,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/internal/recent"
 )
 
@@ -163,7 +164,7 @@ func (m *Machine) silent(now, last Instant) string {
 // expire gives up a call that waited too long for its peer.
 func (m *Machine) expire(now Instant, k *call) {
 	idle := m.cfg.Limits.ChunkIdle
-	if m.cfg.Server && k.state == opening {
+	if m.cfg.Server && k.state == lifecycle.Opening {
 		switch {
 		case k.timeout() > 0 && now >= k.began+k.timeout():
 			m.calls.giveUp(k, frame.DeadlineExceeded, "the call's timeout has passed before its inputs were announced")

@@ -6,6 +6,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -50,7 +51,7 @@ type out struct {
 // client, a result on the server. SizeBytes and OnAllowance are filled in here.
 func (m *Machine) OpenTensor(now Instant, d frame.Desc) error {
 	k, s := m.calls.open[d.Call], &m.out
-	if k == nil || k.state >= finishing {
+	if k == nil || k.state >= lifecycle.Finishing {
 		return ErrClosed
 	}
 	if m.calls.used(d.Tensor) {
@@ -75,7 +76,7 @@ func (m *Machine) OpenTensor(now Instant, d frame.Desc) error {
 	s.tensors[d.Tensor] = t
 	s.most = max(s.most, len(s.tensors))
 	k.outs = append(k.outs, t)
-	if m.cfg.Server || k.state == running { // else they go with the call
+	if m.cfg.Server || k.state == lifecycle.Running { // else they go with the call
 		s.descs = append(s.descs, t)
 	}
 	return nil

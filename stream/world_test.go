@@ -11,6 +11,7 @@ import (
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/internal/recent"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -647,7 +648,7 @@ func (p *party) work(c *worldCall) bool {
 	}
 	for _, s := range sources {
 		if p.server() && !s.open {
-			if p.m.calls.open[c.id] == nil || p.m.calls.open[c.id].state >= finishing {
+			if p.m.calls.open[c.id] == nil || p.m.calls.open[c.id].state >= lifecycle.Finishing {
 				return false
 			}
 			p.announce(s)
@@ -1277,10 +1278,10 @@ func miscounted(m *Machine) string {
 	}
 	for _, c := range m.calls.open {
 		retained += c.retained
-		if c.state < finishing {
+		if c.state < lifecycle.Finishing {
 			undecided++
 		}
-		if !m.cfg.Server && (c.state == running || c.state == finishing) {
+		if !m.cfg.Server && (c.state == lifecycle.Running || c.state == lifecycle.Finishing) {
 			opened += c.weight()
 		}
 	}

@@ -49,15 +49,16 @@ var layers = map[string][]string{
 	"store":             {"codec", "internal/background", "internal/fault", "internal/glob", "slab", "store/generate", "tensor", "tensorfile"},
 	"store/generate":    {"internal/minifloat", "tensor"},
 
-	"engine/cpu":        {"engine", "engine/blocks", "engine/builtin", "engine/stack", "slab", "tensor"},
-	"engine/worker":     {"engine", "engine/blocks", "engine/builtin", "internal/link", "slab", "tensor"},
-	"engine/cuda":       {"engine", "engine/blocks", "engine/builtin", "engine/cuda/kernels", "engine/stack", "slab", "tensor"},
-	"internal/transfer": {"assembler", "codec", "frame", "internal/background", "internal/fault", "tensor"},
-	"internal/inbound":  {},
-	"internal/lane":     {"codec", "frame", "tensor"},
-	"internal/wire":     {"api/tensorferry/v1", "frame", "internal/inbound", "slab", "tensor"},
-	"store/storetest":   {"codec", "store", "tensor"},
-	"stream":            {"assembler", "chunker", "codec", "frame", "internal/invariants", "internal/recent", "tensor"},
+	"engine/cpu":         {"engine", "engine/blocks", "engine/builtin", "engine/stack", "slab", "tensor"},
+	"engine/worker":      {"engine", "engine/blocks", "engine/builtin", "internal/link", "slab", "tensor"},
+	"engine/cuda":        {"engine", "engine/blocks", "engine/builtin", "engine/cuda/kernels", "engine/stack", "slab", "tensor"},
+	"internal/transfer":  {"assembler", "codec", "frame", "internal/background", "internal/fault", "tensor"},
+	"internal/inbound":   {},
+	"internal/lane":      {"codec", "frame", "tensor"},
+	"internal/wire":      {"api/tensorferry/v1", "frame", "internal/inbound", "slab", "tensor"},
+	"store/storetest":    {"codec", "store", "tensor"},
+	"internal/lifecycle": {"frame", "internal/invariants"},
+	"stream":             {"assembler", "chunker", "codec", "frame", "internal/lifecycle", "internal/recent", "tensor"},
 
 	"internal/session": {"codec", "frame", "stream", "tensor"},
 
@@ -213,7 +214,7 @@ func TestOutsidePackagesAreImportedWhereTheyBelong(t *testing.T) {
 // pure packages have neither I/O nor a clock, so that a test or a fuzzer runs
 // them exactly as a server does.
 var (
-	pure   = []string{"tensor", "slab", "codec", "frame", "chunker", "assembler", "stream"}
+	pure   = []string{"tensor", "slab", "codec", "frame", "chunker", "assembler", "internal/lifecycle", "stream"}
 	impure = []string{"net/...", "os/...", "log/...", "time"}
 )
 

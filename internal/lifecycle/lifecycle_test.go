@@ -1,6 +1,7 @@
-package stream
+package lifecycle
 
 import (
+	"flag"
 	"fmt"
 	"os"
 	"slices"
@@ -10,11 +11,13 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-const wirePage = "../docs/wire.md"
+var rewrite = flag.Bool("rewrite", false, "draw the diagrams in docs/wire.md anew")
+
+const wirePage = "../../docs/wire.md"
 
 // drawn is a table as a state diagram.
 func drawn(table []transition) string {
-	type arrow struct{ from, to state }
+	type arrow struct{ from, to State }
 	var arrows []arrow
 	labels := map[arrow][]string{}
 	for _, t := range table {
@@ -31,7 +34,7 @@ func drawn(table []transition) string {
 	b.WriteString("```mermaid\nstateDiagram-v2\n    [*] --> Opening\n")
 	for _, a := range arrows {
 		to := a.to.String()
-		if a.to == closed {
+		if a.to == Closed {
 			to = "[*]"
 		}
 		fmt.Fprintf(&b, "    %v --> %s: %s\n", a.from, to, strings.Join(labels[a], ",<br/>or "))
@@ -60,7 +63,7 @@ func TestTheStateDiagramsInTheDocsAreTheTables(t *testing.T) {
 
 func TestACallOnlyMovesDownTheListOfStates(t *testing.T) {
 	for side, table := range map[string][]transition{"client": clientTable, "server": serverTable} {
-		reached, seen := map[state]bool{opening: true}, map[string]bool{}
+		reached, seen := map[State]bool{Opening: true}, map[string]bool{}
 		for _, row := range table {
 			for _, s := range row.from {
 				key := fmt.Sprint(s, row.on)
@@ -77,11 +80,11 @@ func TestACallOnlyMovesDownTheListOfStates(t *testing.T) {
 		}
 		for s := range reached { // a session can end in any state, and every call closes
 			m := movesOf(table)
-			for s < over {
-				s = m[s][sessionOver]
-				require.NotEqual(t, opening, s, side)
+			for s < Over {
+				s = m[s][SessionOver]
+				require.NotEqual(t, Opening, s, side)
 			}
-			require.True(t, s == closed || m[s][released] == closed, side)
+			require.True(t, s == Closed || m[s][Released] == Closed, side)
 		}
 	}
 }
