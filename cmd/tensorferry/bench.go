@@ -54,26 +54,24 @@ processes of their own, and prints the most memory that each took.`,
 			if o.memory && o.quick && !sized {
 				o.memoryBytes = quickMemoryBytes
 			}
-			nets, ok := networks[o.net]
+			nets := networks[o.net]
 			switch {
 			case o.pairs < 1:
-				return usage("--pairs %d; give 1 or more", o.pairs)
+				return usage("--pairs %d: use 1 or more", o.pairs)
 			case sized && !o.memory:
 				return usage("--memory-bytes is for --memory")
-			case !ok:
-				return usage("--net %q; known are tcp, unix and both", o.net)
 			case o.memory && (o.memoryBytes < bench.MemoryBlock || o.memoryBytes%bench.MemoryBlock != 0):
-				return usage("--memory-bytes %d; give a multiple of %d", o.memoryBytes, bench.MemoryBlock)
+				return usage("--memory-bytes %d: use a multiple of %d", o.memoryBytes, bench.MemoryBlock)
 			case o.memory:
 				return benchMemory(c.Context(), nets, o, c.OutOrStdout())
 			case o.size < 8 || o.size%8 != 0:
-				return usage("--size %d; give 8 or more, a multiple of 8", o.size)
+				return usage("--size %d: use 8 or more, a multiple of 8", o.size)
 			}
 			return benchSpeed(c.Context(), nets, o, c.OutOrStdout())
 		},
 	}
 	f := c.Flags()
-	f.StringVar(&o.net, "net", "tcp", "`socket`: tcp, unix or both")
+	choiceVar(f, &o.net, "net", "`socket`", "tcp", "unix", "both")
 	f.IntVar(&o.size, "size", benchBytes, "`bytes` of the large tensors")
 	f.IntVar(&o.pairs, "pairs", bench.MinRounds, "least pairs that a median is taken of; fewer than the default are not")
 	f.BoolVar(&o.quick, "quick", false, "run every part briefly, to see that it works: the figures mean nothing")

@@ -122,9 +122,45 @@ func set(v pflag.Value, value any) error {
 		return list.Replace(strings.Split(text, ","))
 	}
 	if err := v.Set(text); err != nil {
-		return fmt.Errorf("%q: %w", text, err)
+		return valueError(v, text, err)
 	}
 	return nil
+}
+
+// valueError is the error of a flag that does not take a value. It leaves out the texts
+// of Go's parsers.
+func valueError(v pflag.Value, text string, err error) error {
+	if bad, ok := errors.AsType[*strconv.NumError](err); ok {
+		switch {
+		case v.Type() == "bool":
+			err = errors.New("use true or false")
+		case errors.Is(bad, strconv.ErrRange):
+			err = errors.New("it is out of range")
+		default:
+			err = errors.New("it is not a whole number")
+		}
+	}
+	return fmt.Errorf("%q: %w", text, err)
+}
+
+// flagError makes a usage error of one of pflag's: it suggests the nearest flag for one
+// that the command does not have.
+func flagError(c *cobra.Command, err error) error {
+	if unknown, ok := errors.AsType[*pflag.NotExistError](err); ok && unknown.GetSpecifiedShortnames() == "" {
+		var names []string
+		c.Flags().VisitAll(func(f *pflag.Flag) {
+			if !f.Hidden {
+				names = append(names, f.Name)
+			}
+		})
+		like := nearest(unknown.GetSpecifiedName(), names)
+		return usageError{hinted{err, fmt.Sprintf("the nearest flag is --%s; see %s --help for usage", like, c.CommandPath())}}
+	}
+	if invalid, ok := errors.AsType[*pflag.InvalidValueError](err); ok {
+		f := invalid.GetFlag()
+		err = fmt.Errorf("--%s %w", f.Name, valueError(f.Value, invalid.GetValue(), invalid.Unwrap()))
+	}
+	return usageError{err}
 }
 
 // settings are the names of all flags that are settings, in the order of --help.
@@ -264,7 +300,7 @@ func durationVar[T ~int64](f *pflag.FlagSet, v *T, name string, value T, least t
 	f.Var(bounded[T]{v, int64(value), int64(least), int64(365 * 24 * time.Hour), "duration", func(text string) (int64, error) {
 		d, err := time.ParseDuration(text)
 		if err != nil {
-			err = errors.New("it is not a duration; write 10s, 1m30s or 250ms")
+			err = errors.New("it is not a duration; use 10s, 1m30s or 250ms")
 		}
 		return int64(d), err
 	}, func(n int64) string { return shortDuration(time.Duration(n)) }}, name, text)
@@ -283,7 +319,8 @@ type choice struct {
 
 func (c choice) Set(text string) error {
 	if !slices.Contains(c.words, text) {
-		return fmt.Errorf("give %s", strings.Join(c.words, " or "))
+		last := len(c.words) - 1
+		return fmt.Errorf("use %s or %s", strings.Join(c.words[:last], ", "), c.words[last])
 	}
 	*c.value = text
 	return nil

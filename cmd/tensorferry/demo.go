@@ -82,6 +82,7 @@ one that was started with tensorferry serve --demo, on this machine or another.`
 	c.Flags().StringVar(&driver, "cuda-driver", os.Getenv("TENSORFERRY_CUDA_DRIVER"), "`file` of NVIDIA's driver, as serve has it")
 	c.Flag("cuda-driver").DefValue = ""
 	jsonFlag(c, &asJSON)
+	complete(c, "engine", []string{autoEngine, cpuEngine})
 	return c
 }
 

@@ -280,6 +280,9 @@ func (e *engines) load(text string) error {
 // add adds a model that runs where an engine's name says. auto takes the CPU where
 // the device does not have what the model needs.
 func (e *engines) add(name string, m *stack.Model, where string) error {
+	if name != "" {
+		m.Name = name // errors of the model have it, too
+	}
 	var made engine.Model
 	s, err := e.site(where)
 	if err == nil {
@@ -291,9 +294,6 @@ func (e *engines) add(name string, m *stack.Model, where string) error {
 	}
 	if err != nil {
 		return elsewhere(err, "--model FOLDER@cpu runs it on the CPU")
-	}
-	if name != "" {
-		made = engine.Named(name, made)
 	}
 	err = e.models.Add(made)
 	if errors.Is(err, engine.ErrExists) {

@@ -97,9 +97,6 @@ func exitCode(ctx context.Context, err error) int {
 	case errors.As(err, &e):
 		return cmp.Or(exitOf[status.Code(e)], exitFailure)
 	}
-	if strings.HasPrefix(err.Error(), "required flag") { // cobra has no type for it
-		return exitUsage
-	}
 	return exitFailure
 }
 

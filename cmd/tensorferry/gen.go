@@ -46,6 +46,9 @@ stdout, and the default. An output file is written whole or not at all.`,
   tensorferry gen --shape 1000000000 --dtype uint8 --raw | tensorferry run echo --dtype uint8 --shape 1000000000 > y.bin`,
 		Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
+			if !c.Flag("shape").Changed {
+				return usage("missing --shape; --shape '' is a scalar")
+			}
 			return gen(c.Context(), o, c.OutOrStdout(), c.ErrOrStderr())
 		},
 	}
@@ -60,9 +63,6 @@ stdout, and the default. An output file is written whole or not at all.`,
 	f.BoolVar(&o.raw, "raw", false, "write raw bytes")
 	quietFlag(c, &o.quiet)
 	complete(c, "fill", generate.Fills())
-	if err := c.MarkFlagRequired("shape"); err != nil {
-		panic(err) // the flag is named above
-	}
 	return c
 }
 

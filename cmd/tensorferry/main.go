@@ -59,7 +59,7 @@ func command() *cobra.Command {
 	}
 	root.SetVersionTemplate("{{.Version}}\n")
 	root.CompletionOptions.DisableDefaultCmd = true // completionCommand is in its place
-	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
+	root.SetFlagErrorFunc(flagError)
 	root.AddCommand(
 		serveCommand(), demoCommand(), benchCommand(), benchEndCommand(), // servers
 		runCommand(), modelsCommand(), infoCommand(), // at a server
@@ -68,6 +68,9 @@ func command() *cobra.Command {
 		versionCommand(), completionCommand(), linkCommand(),
 	)
 	helpCommand(root)
+	for _, c := range root.Commands() {
+		completeChoices(c)
+	}
 	return root
 }
 
@@ -96,7 +99,7 @@ func noCommand(root *cobra.Command, args []string) error {
 	}
 	err := fmt.Errorf("unknown command %q", args[0])
 	if like := root.SuggestionsFor(args[0]); len(like) > 0 {
-		err = hinted{err, "did you mean " + strings.Join(like, " or ") + "? tensorferry help lists the commands"}
+		err = hinted{err, "did you mean " + nearest(args[0], like) + "? tensorferry help lists the commands"}
 	}
 	return usageError{err}
 }

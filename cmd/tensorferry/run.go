@@ -46,8 +46,8 @@ output raw. "-" is stdin or stdout, and the default. An output file is written
 whole or not at all; a device or a pipe as it comes.
 
 An = belongs to the file's name if there is an input file of the whole name, or if
-the word before it is not a result of the model: -i x=a.npy reads a.npy as input x,
--o lr=0.1.npy writes lr=0.1.npy.
+there is a / before it: -i x=a.npy reads a.npy as input x, -o ./lr=0.1.npy writes
+lr=0.1.npy.
 
 Raw bytes beyond the shape are an error, except from a device; a pipe that stays
 open is not waited for.`,
@@ -67,7 +67,7 @@ open is not waited for.`,
 	f.BoolVar(&o.raw, "raw", false, "write results as raw bytes")
 	o.remote.flags(c)
 	o.pipes.flags(c)
-	f.DurationVar(&o.timeout, "timeout", 0, "most time the server gives the call")
+	durationVar(f, &o.timeout, "timeout", 0, 0, "most time the server gives the call; 0 is no limit")
 	lanesVar(f, &o.lanes)
 	f.BoolVar(&o.timings, "timings", false, "print where the server spent the time, and by which way the bytes went")
 	c.ValidArgsFunction = completeModels
@@ -75,9 +75,6 @@ open is not waited for.`,
 }
 
 func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, stdout, stderr io.Writer) error {
-	if o.timeout < 0 {
-		return usage("--timeout %v: it must not be negative", o.timeout)
-	}
 	params, err := paramsOf(o.params)
 	if err != nil {
 		return err
@@ -132,6 +129,15 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	if m == nil {
 		if m, err = findModel(ctx, cl, model, noSuchModel); err != nil {
 			return err
+		}
+	}
+	for _, in := range r.Inputs {
+		var ports []string
+		for _, p := range m.GetInputs() {
+			ports = append(ports, p.GetName())
+		}
+		if in.Port != "" && !slices.Contains(ports, in.Port) {
+			return usage("--input %s=…: model %q has no input %q; it has %s", in.Port, model, in.Port, strings.Join(ports, ", "))
 		}
 	}
 	outs, err := results(m, o.outputs)
@@ -236,11 +242,14 @@ func results(m *pb.Model, outputs []string) (map[string]string, error) {
 	to := map[string]string{}
 	for _, text := range outputs {
 		port, file, ok := strings.Cut(text, "=")
-		if !ok || !slices.Contains(ports, port) { // the = is one of the file's name
+		switch {
+		case !ok, strings.Contains(port, "/"): // the = is one of the file's name
 			if len(ports) != 1 {
 				return nil, usage("--output %q names no result; model %q has %s; write port=file", text, model, strings.Join(ports, ", "))
 			}
 			port, file = ports[0], text
+		case !slices.Contains(ports, port):
+			return nil, usage("--output %s: model %q has no result %q; it has %s; for a file of this name write ./%s", text, model, port, strings.Join(ports, ", "), text)
 		}
 		if other, ok := to[port]; ok {
 			return nil, usage("result %q goes to --output %s or to %s, not to both", port, other, file)

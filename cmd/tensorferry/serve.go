@@ -265,6 +265,7 @@ are 10s, 1m30s, 250ms. docs/operating.md says more.`,
 			panic(err) // the flags are named above
 		}
 	}
+	complete(c, "engine", []string{autoEngine, cpuEngine})
 	return c
 }
 
