@@ -21,7 +21,6 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/experimental"
@@ -246,11 +245,7 @@ func ask[Q, A any](ctx context.Context, c *Client, call func(context.Context, Q,
 		return a, nil
 	}
 	if ctx.Err() != nil {
-		return a, sessionError(context.Cause(ctx))
+		return a, c.sessionError(context.Cause(ctx))
 	}
-	e := sessionError(err)
-	if e.Code == codes.Unimplemented {
-		e.Message = fmt.Sprintf("what answers at %s is not a tensorferry server: %s", c.conn.Target(), e.Message)
-	}
-	return a, e
+	return a, c.sessionError(err)
 }

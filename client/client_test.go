@@ -7,8 +7,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log"
 	"math"
 	"net"
+	"net/http"
+	"net/http/httptest"
 	"path/filepath"
 	"runtime"
 	"strconv"
@@ -605,26 +608,74 @@ func TestNoServerIsAClearErrorAtOnce(t *testing.T) {
 	require.ErrorContains(t, err, "CRC-32C")
 }
 
-func TestAServerOfAnotherKindIsAClearError(t *testing.T) {
+func TestAServerOfAnotherKindIsRecognized(t *testing.T) {
+	testkit.Start(t)
+	page := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("<html>")) })
+	missing := http.NotFoundHandler()
+	var plain http.Protocols
+	plain.SetUnencryptedHTTP2(true)
+	for name, serve := range map[string]func(l net.Listener) (stop func()){
+		"gRPC": func(l net.Listener) func() {
+			s := grpc.NewServer()
+			go func() { _ = s.Serve(l) }()
+			return s.Stop
+		},
+		"HTTP/1":          web(&http.Server{Handler: page}, false),
+		"HTTP/2":          web(&http.Server{Handler: page, Protocols: &plain}, false),
+		"HTTP/2, no page": web(&http.Server{Handler: missing, Protocols: &plain}, false),
+		"TLS":             web(&http.Server{Handler: page}, true),
+	} {
+		t.Run(name, func(t *testing.T) {
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			require.NoError(t, err)
+			defer serve(l)()
+			c, err := client.Dial(l.Addr().String(), client.Config{})
+			require.NoError(t, err)
+			defer func() { require.NoError(t, c.Close()) }()
+			want := "client: not a tensorferry server: " + l.Addr().String()
+			_, err = c.Session(t.Context())
+			require.ErrorIs(t, err, client.ErrNotServer)
+			require.EqualError(t, err, want)
+			_, err = c.Models(t.Context())
+			require.ErrorIs(t, err, client.ErrNotServer)
+			require.EqualError(t, err, want)
+			_, err = c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{{Name: "x", Desc: tensor.Desc{DType: tensor.Int8}, Data: make([]byte, 1)}}})
+			require.ErrorIs(t, err, client.ErrNotServer)
+			_, err = c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "x"}}})
+			require.ErrorIs(t, err, client.ErrNotServer)
+		})
+	}
+}
+
+// web serves HTTP on a listener, with TLS if secure.
+func web(s *http.Server, secure bool) func(l net.Listener) (stop func()) {
+	return func(l net.Listener) func() {
+		s := httptest.Server{Listener: l, Config: s}
+		s.Config.ErrorLog = log.New(io.Discard, "", 0)
+		if secure {
+			s.StartTLS()
+		} else {
+			s.Start()
+		}
+		return s.Close
+	}
+}
+
+func TestAServerThatIsNotThereIsRecognized(t *testing.T) {
 	testkit.Start(t)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
-	other := grpc.NewServer()
-	served := make(chan error, 1)
-	go func() { served <- other.Serve(l) }()
-	defer func() {
-		other.Stop()
-		require.NoError(t, <-served)
-	}()
-	c, err := client.Dial(l.Addr().String(), client.Config{})
-	require.NoError(t, err)
-	defer func() { require.NoError(t, c.Close()) }()
-	_, err = c.Session(t.Context())
-	require.Equal(t, codes.Unimplemented, status.Code(err))
-	require.ErrorContains(t, err, "TensorService")
-	_, err = c.Models(t.Context())
-	require.Equal(t, codes.Unimplemented, status.Code(err))
-	require.ErrorContains(t, err, "not a tensorferry server")
+	require.NoError(t, l.Close())
+	for address, want := range map[string]error{l.Addr().String(): client.ErrNoConnection, "unix:/nothing/here": client.ErrNoConnection, "host.invalid:1": client.ErrHostNotFound} {
+		c, err := client.Dial(address, client.Config{})
+		require.NoError(t, err)
+		_, err = c.Models(t.Context())
+		require.ErrorIs(t, err, want)
+		require.Equal(t, codes.Unavailable, status.Code(err))
+		_, err = c.Session(t.Context())
+		require.ErrorIs(t, err, want)
+		require.NoError(t, c.Close())
+	}
 }
 
 func TestAServerThatNeverAnswersEndsWithOpenTimeoutOrTheContext(t *testing.T) {

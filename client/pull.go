@@ -109,7 +109,7 @@ func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 		p.clock.rest.end()
 	}
 	if err != nil {
-		err = transferError(ctx, own, err)
+		err = c.transferError(ctx, own, err)
 	}
 	p.over(err)
 	if err == nil {

@@ -178,7 +178,7 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 	rpc, err := c.stub.PushTensors(own, grpc.MaxCallRecvMsgSize(pushResponseBytes))
 	conn.stop()
 	if err != nil {
-		return transferError(ctx, own, err)
+		return c.transferError(ctx, own, err)
 	}
 	conn.Conn = wire.NewConn(rpc, nil)
 	conn.rest = newRestClock("the push", c.cfg.InputIdle, known.chunkIdle, conn.waits, c.idle(cancel))
@@ -192,7 +192,7 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 		err = conn.quiet(rpc.CloseSend)
 	}
 	if err != nil && !errors.Is(err, io.EOF) { // EOF: the response is there, or the RPC's error
-		return transferError(ctx, own, err)
+		return c.transferError(ctx, own, err)
 	}
 	var resp pb.PushTensorsResponse
 	conn.moved()
@@ -200,7 +200,7 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 	err = rpc.RecvMsg(&resp)
 	conn.stop()
 	if err != nil {
-		return transferError(ctx, own, err)
+		return c.transferError(ctx, own, err)
 	}
 	byID := make(map[tensor.ID]*pushing, len(list))
 	for _, p := range list {

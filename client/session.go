@@ -59,7 +59,7 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 		if ctx.Err() != nil {
 			err = context.Cause(ctx)
 		}
-		return nil, sessionError(err)
+		return nil, c.sessionError(err)
 	}
 	lanes := uint32(1)
 	if c.noLanes() != "" {
@@ -95,11 +95,11 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 		} // else ctx has just ended
 	case <-s.sess.Stopped():
 	case <-ctx.Done():
-		s.sess.Stop(sessionError(context.Cause(ctx)))
+		s.sess.Stop(c.sessionError(context.Cause(ctx)))
 	}
 	<-s.over
 	if ctx.Err() != nil {
-		return nil, sessionError(context.Cause(ctx))
+		return nil, c.sessionError(context.Cause(ctx))
 	}
 	return nil, s.err
 }
@@ -120,7 +120,7 @@ func (s *Session) windUp(conn *wire.Conn, lost <-chan error) {
 		s.sess.Stop(err)
 	case <-s.sess.Stopped():
 	}
-	s.err = sessionError(s.sess.Cause())
+	s.err = s.client.sessionError(s.sess.Cause())
 	s.cancel()
 	s.sess.Wait(frame.Code(s.err.Code), "the session has ended: "+s.err.Error())
 	conn.Finish()

@@ -25,6 +25,13 @@ var (
 	// ErrNoAnswer is wrapped when a server is silent for longer than OpenTimeout or
 	// StallTimeout: it hangs, or is not a tensorferry server.
 	ErrNoAnswer = errors.New("client: no answer")
+	// ErrNoConnection is wrapped when nothing listens at the server's address, or it cannot
+	// be reached.
+	ErrNoConnection = errors.New("client: no connection")
+	// ErrHostNotFound is wrapped when the host of the server's address has no address.
+	ErrHostNotFound = errors.New("client: host not found")
+	// ErrNotServer is wrapped when what answers is not a tensorferry server.
+	ErrNotServer = errors.New("client: not a tensorferry server")
 	// ErrInputIdle is wrapped when a Reader, a Next or a Writer of the caller's rested for
 	// longer than Config.InputIdle.
 	ErrInputIdle = errors.New("client: input or output rested")
@@ -74,11 +81,20 @@ func doneError(d *frame.Done) error {
 	return &Error{Code: codes.Code(d.Code), Message: d.Message, RetryAfter: time.Duration(d.RetryAfterMillis) * time.Millisecond}
 }
 
-// unsecured is before the text of a handshake that failed: gRPC makes every one UNAVAILABLE.
-const unsecured = "authentication handshake failed: "
+// What gRPC tells in texts alone; nothing else reads them.
+const (
+	unsecured  = "authentication handshake failed: " // every such failure is UNAVAILABLE
+	noProtocol = "missing selected ALPN property"    // TLS, but not for HTTP/2
+	dialFailed = "Error while dialing: "
+	unresolved = "name resolver error"
+	lookup     = "record lookup error"
+	noPreface  = "error reading server preface" // not HTTP/2
+	otherHTTP  = "unexpected HTTP status code received from server"
+	otherType  = "transport: received unexpected content-type"
+)
 
 // sessionError says why a session ended.
-func sessionError(err error) *Error {
+func (c *Client) sessionError(err error) *Error {
 	var se *frame.Error
 	var own *Error
 	switch {
@@ -93,13 +109,24 @@ func sessionError(err error) *Error {
 	}
 	st := status.Convert(err)
 	e := &Error{Code: st.Code(), Message: st.Message()}
-	if _, why, ok := strings.Cut(e.Message, unsecured); ok && e.Code == codes.Unavailable {
-		e.Code, e.Message = codes.Unauthenticated, strings.TrimSuffix(strings.TrimPrefix(why, "identity: "), `"`)
-	}
 	for _, d := range st.Details() {
 		if retry, ok := d.(*errdetails.RetryInfo); ok {
 			e.RetryAfter = retry.GetRetryDelay().AsDuration()
 		}
+	}
+	away, says := e.Code == codes.Unavailable, func(text string) bool { return strings.Contains(e.Message, text) }
+	switch {
+	case away && says(noPreface), away && says(noProtocol), says(otherHTTP), says(otherType),
+		e.Code == codes.Unimplemented && !strings.HasPrefix(e.Message, "unknown method /"): // that is an older server
+		e.Cause = fmt.Errorf("%w: %s", ErrNotServer, c.conn.Target())
+	case away && says(unsecured):
+		_, why, _ := strings.Cut(e.Message, unsecured)
+		e.Code, e.Message = codes.Unauthenticated, strings.TrimSuffix(strings.TrimPrefix(why, "identity: "), `"`)
+	case away && says(dialFailed):
+		_, why, _ := strings.Cut(e.Message, dialFailed)
+		e.Cause = fmt.Errorf("%w: %s", ErrNoConnection, strings.TrimSuffix(why, `"`))
+	case away && says(unresolved), away && says(lookup):
+		e.Cause = fmt.Errorf("%w: %s", ErrHostNotFound, c.conn.Target())
 	}
 	return e
 }

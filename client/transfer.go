@@ -232,12 +232,12 @@ func (c *Client) idle(cancel context.CancelCauseFunc) func(error) {
 
 // transferError is how the gRPC stream of a push or a pull ended: by the caller's
 // context, by the stall clock through its own, or by err.
-func transferError(ctx, own context.Context, err error) error {
+func (c *Client) transferError(ctx, own context.Context, err error) error {
 	if ctx.Err() != nil {
 		return causeError(context.Cause(ctx))
 	}
 	if stalled, ok := errors.AsType[*Error](context.Cause(own)); ok {
 		return stalled
 	}
-	return sessionError(err)
+	return c.sessionError(err)
 }

@@ -69,7 +69,7 @@ func (m *Memory) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 // reserve takes room bytes, and forgets tensors for them if it must.
 func (m *Memory) reserve(name string, room int64) error {
 	if room > m.limit {
-		return fmt.Errorf("%w: tensor %q takes %d bytes, the limit is %d", ErrFull, name, room, m.limit)
+		return fmt.Errorf("%w: tensor %q takes %d bytes, the limit is %d; a larger store, or one in a folder, has more room", ErrFull, name, room, m.limit)
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -92,7 +92,7 @@ func exitCode(ctx context.Context, err error) int {
 		return exitInterrupted
 	case errors.Is(err, client.ErrInput):
 		return exitFailure
-	case errors.Is(err, client.ErrNoAnswer):
+	case errors.Is(err, client.ErrNoAnswer), errors.Is(err, client.ErrNotServer):
 		return exitConnection
 	case errors.As(err, &e):
 		return cmp.Or(exitOf[status.Code(e)], exitFailure)
@@ -133,9 +133,6 @@ var sentences = strings.NewReplacer(
 	client.ErrClosed.Error(), "the session is closed",
 )
 
-// grpcWords is how grpc says that a connection failed.
-var grpcWords = regexp.MustCompile(`connection error: desc = "transport: Error while dialing: (.*)"$`)
-
 // joined are the errors that err joins, or err itself. It does not split texts at
 // newlines: a server could then forge lines.
 func joined(err error) []error {
@@ -169,7 +166,7 @@ func said(err error) string {
 		}
 		line := oneLine.Replace(e.Error())
 		line = forPrograms.ReplaceAllString(sentences.Replace(line), "$1")
-		line = plain(grpcWords.ReplaceAllString(line, "no connection: $1"))
+		line = plain(line)
 		switch {
 		case slices.Contains(lines, line):
 		case len(lines) < mostErrors:
@@ -182,20 +179,6 @@ func said(err error) string {
 		lines = append(lines, fmt.Sprintf("and %d more", more))
 	}
 	return strings.Join(lines, "\n")
-}
-
-// noHost is how grpc says that a host is unknown; it does not name the host.
-const noHost = "name resolver error: produced zero addresses"
-
-// servers are the addresses that a command has.
-func servers(c *cobra.Command) string {
-	var list []string
-	for _, name := range []string{"server", "to"} {
-		if f := c.Flag(name); f != nil && f.Value.String() != "" {
-			list = append(list, plain(f.Value.String()))
-		}
-	}
-	return strings.Join(list, " or ")
 }
 
 // askers matches the commands in hints that talk to a server.
@@ -225,37 +208,34 @@ func hintFor(c *cobra.Command, code int, err error) string {
 		return "see " + c.CommandPath() + " --help for usage"
 	case code == exitConnection:
 		return connectionHint(c, err)
-	case code == exitLimit && fullMemory.MatchString(err.Error()):
-		return "a larger --store memory:SIZE of the server has more room, a folder has the disk's"
-	case code == exitLimit && strings.Contains(err.Error(), store.ErrFull.Error()):
-		return "tensorferry rm makes room in the store, tensorferry info lists the server's limits"
 	case code != exitInterrupted && errors.As(err, &e):
 		return hints[status.Code(e)]
 	}
 	return ""
 }
 
-// fullMemory is how a store in memory says that a tensor does not fit even without all
-// that it can forget, so that removing tensors makes no room.
-var fullMemory = regexp.MustCompile(regexp.QuoteMeta(store.ErrFull.Error()) + `: .* the limit is \d+`)
+// Hints for a server that is not one.
+const (
+	hintNoAnswer  = "something listens there and says nothing: a hung server, or not a tensorferry server"
+	hintNotServer = "something answers there, but it is not a tensorferry server"
+)
 
-// connectionHint says what to do about a server that is unavailable. Only the text of
-// grpc's error says how far it came.
+// connectionHint says what to do about a server that is unavailable.
 func connectionHint(c *cobra.Command, err error) string {
 	var e *client.Error
 	flag := "--server"
 	if _, atTo := errors.AsType[toError](err); atTo {
 		flag = "--to"
 	}
-	switch text := err.Error(); {
+	switch {
 	case errors.Is(err, client.ErrNoAnswer):
-		return "something listens there and says nothing: a server that hangs, or not a tensorferry server"
-	case strings.Contains(text, noHost):
+		return hintNoAnswer
+	case errors.Is(err, client.ErrHostNotFound):
 		return "name the server with " + flag + " host:port"
-	case strings.Contains(text, "while dialing"), strings.Contains(text, "name resolver"):
+	case errors.Is(err, client.ErrNoConnection):
 		return "is the server running? start one with tensorferry serve, or name it with " + flag + " host:port"
-	case strings.Contains(text, "server preface"):
-		return "something answers there, but it is not a tensorferry server"
+	case errors.Is(err, client.ErrNotServer):
+		return hintNotServer
 	case errors.Is(err, client.ErrDraining), errors.As(err, &e) && e.RetryAfter > 0:
 		return "the server takes nothing now: try again later"
 	}

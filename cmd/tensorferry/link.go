@@ -133,13 +133,13 @@ func explain(err error) relay.Failure {
 		return f
 	}
 	f.Code, f.RetryMillis = uint16(e.Code), e.RetryAfter.Milliseconds()
-	switch text := err.Error(); {
+	switch {
 	case errors.Is(err, client.ErrNoAnswer):
-		f.Hint = "something listens there and says nothing: a server that hangs, or not a tensorferry server"
-	case strings.Contains(text, "while dialing"), strings.Contains(text, "name resolver"):
+		f.Hint = hintNoAnswer
+	case errors.Is(err, client.ErrNoConnection), errors.Is(err, client.ErrHostNotFound):
 		f.Hint = "is the server running? tensorferry serve starts one"
-	case strings.Contains(text, "server preface"):
-		f.Hint = "something answers there, but it is not a tensorferry server"
+	case errors.Is(err, client.ErrNotServer):
+		f.Hint = hintNotServer
 	case errors.Is(err, client.ErrDraining), e.RetryAfter > 0:
 		f.Hint = "try again later"
 	case e.Code == codes.NotFound:

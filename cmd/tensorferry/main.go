@@ -38,8 +38,7 @@ func run(ctx context.Context, args []string) int {
 	if code == exitInterrupted {
 		err = errors.New("interrupted") // whatever it broke
 	}
-	text := strings.ReplaceAll(said(err), noHost, "host not found: "+servers(c))
-	fmt.Fprintf(os.Stderr, "tensorferry: %s\n", text)
+	fmt.Fprintf(os.Stderr, "tensorferry: %s\n", said(err))
 	if hint := hintOf(c, code, err); hint != "" {
 		fmt.Fprintf(os.Stderr, "hint: %s\n", hint)
 	}

@@ -34,7 +34,7 @@ func TestAnErrorIsSaidForPeople(t *testing.T) {
 		"of several packages":    {fmt.Errorf("x.npy: %w: %w: client: no", tensorfile.ErrNotFound, tensor.ErrShape), "x.npy: no such tensor: bad shape: no"},
 		"of one in another":      {fmt.Errorf("engine: %w: it is so", &client.Error{Code: codes.Internal, Message: "slab: over"}), "over: it is so"},
 		"that names no package":  {errors.New(`my store: "x" is a tensor: y`), `my store: "x" is a tensor: y`},
-		"of no server":           {&client.Error{Code: codes.Unavailable, Message: `connection error: desc = "transport: Error while dialing: dial tcp: refused"`}, "no connection: dial tcp: refused"},
+		"of no server":           {&client.Error{Code: codes.Unavailable, Cause: fmt.Errorf("%w: dial tcp: refused", client.ErrNoConnection)}, "no connection: dial tcp: refused"},
 		"the same for several":   {errors.Join(full, full, full), `the store is full: tensor "x" takes 3 bytes`},
 		"others for several":     {errors.Join(full, client.ErrInput), "the store is full: tensor \"x\" takes 3 bytes\nbad input"},
 		"that paints a terminal": {&client.Error{Code: codes.Internal, Message: "\x1b[31mred\a\u202e"}, "�[31mred��"},
@@ -71,7 +71,6 @@ func TestEveryPackageThatNamesItselfInItsErrorsIsKnown(t *testing.T) {
 func TestAHintFitsTheCommand(t *testing.T) {
 	broken := &client.Error{Code: codes.Unavailable, Message: "connection reset by peer"}
 	full := &client.Error{Code: codes.ResourceExhausted, Message: "store: full: 3 bytes too many"}
-	larger := &client.Error{Code: codes.ResourceExhausted, Message: `store: full: tensor "x" takes 4096 bytes, the limit is 5`}
 	for name, tc := range map[string]struct {
 		flags []string
 		err   error
@@ -79,9 +78,12 @@ func TestAHintFitsTheCommand(t *testing.T) {
 	}{
 		"a broken connection":           {nil, broken, "the connection broke; run it again"},
 		"a broken connection to a file": {[]string{"-o", "x"}, broken, "the connection broke; an output file is written whole or not at all, so run it again"},
-		"a full store":                  {nil, full, "tensorferry rm makes room in the store, tensorferry info lists the server's limits"},
-		"more than memory holds":        {nil, larger, "a larger --store memory:SIZE of the server has more room, a folder has the disk's"},
-		"of another server":             {[]string{"--server", "a:1"}, full, "tensorferry rm --server a:1 makes room in the store, tensorferry info --server a:1 lists the server's limits"},
+		"a limit of the server":         {nil, full, "tensorferry info lists the server's limits"},
+		"of another server":             {[]string{"--server", "a:1"}, full, "tensorferry info --server a:1 lists the server's limits"},
+		"nothing there":                 {nil, &client.Error{Code: codes.Unavailable, Cause: client.ErrNoConnection}, "is the server running?"},
+		"no host":                       {nil, &client.Error{Code: codes.Unavailable, Cause: client.ErrHostNotFound}, "name the server with --server host:port"},
+		"the other host":                {nil, toError{&client.Error{Code: codes.Unavailable, Cause: client.ErrHostNotFound}}, "name the server with --to host:port"},
+		"another kind of server":        {nil, fmt.Errorf("%w: a:1", client.ErrNotServer), "something answers there, but it is not a tensorferry server"},
 		"no answer":                     {nil, fmt.Errorf("%w from a:1", client.ErrNoAnswer), "something listens there and says nothing"},
 		"a typing error":                {nil, usage("no"), "pull --help for usage"},
 	} {
@@ -92,17 +94,6 @@ func TestAHintFitsTheCommand(t *testing.T) {
 			require.NoError(t, c.ParseFlags(tc.flags))
 			require.Contains(t, hintOf(c, exitCode(t.Context(), tc.err), tc.err), tc.want)
 		})
-	}
-}
-
-func TestTheServersOfACommandAreNamed(t *testing.T) {
-	for want, args := range map[string][]string{
-		"a:1": {"ls", "--server", "a:1"}, "a:1 or b:2": {"cp", "--server", "a:1", "--to", "b:2"}, "": {"gen"},
-	} {
-		c, flags, err := command().Find(args)
-		require.NoError(t, err)
-		require.NoError(t, c.ParseFlags(flags))
-		require.Equal(t, want, servers(c))
 	}
 }
 

@@ -8,8 +8,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log"
 	"math"
 	"net"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -23,6 +26,7 @@ import (
 
 	"github.com/rogpeppe/go-internal/testscript"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/examples/fashion"
@@ -421,6 +425,33 @@ func TestACommandOfAServerThatSaysNothingHasNoConnection(t *testing.T) {
 		})
 	}
 	all.Wait()
+}
+
+func TestACommandOfAnotherKindOfServerSaysSo(t *testing.T) {
+	testkit.Start(t)
+	page := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("<html>")) })
+	plain, secure := httptest.NewServer(page), httptest.NewUnstartedServer(page)
+	defer plain.Close()
+	secure.Config.ErrorLog = log.New(io.Discard, "", 0)
+	secure.StartTLS()
+	defer secure.Close()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	other := grpc.NewServer()
+	go func() { _ = other.Serve(l) }()
+	defer other.Stop()
+	file := filepath.Join(t.TempDir(), "x.npy")
+	require.NoError(t, exec.Command("tensorferry", "gen", "--shape", "2", "-o", file).Run())
+	for _, at := range []net.Addr{plain.Listener.Addr(), secure.Listener.Addr(), l.Addr()} {
+		for _, args := range [][]string{{"ls"}, {"push", file}, {"pull", "x"}, {"run", "relu", "-i", file}} {
+			out, err := exec.CommandContext(t.Context(), "tensorferry", append(args, "--server", at.String())...).CombinedOutput()
+			var exit *exec.ExitError
+			if !errors.As(err, &exit) || exit.ExitCode() != exitConnection {
+				t.Errorf("%v: %v", args, err)
+			}
+			require.Equal(t, "tensorferry: not a tensorferry server: "+at.String()+"\nhint: "+hintNotServer+"\n", string(out), args)
+		}
+	}
 }
 
 // gone reports whether a process has ended. One that nobody waits for any more
