@@ -38,6 +38,15 @@ type Summary struct {
 	Transfer tensor.ID
 }
 
+// String returns the name and the desc, and the error if there is one.
+func (s Summary) String() string { //nolint:gocritic // %v of a value calls it, too
+	text := fmt.Sprintf("%q %v", s.Name, s.Desc)
+	if s.Err != nil {
+		text += ": " + s.Err.Error()
+	}
+	return text
+}
+
 // Progress tells how far a tensor is.
 type Progress struct {
 	Name         string
@@ -107,6 +116,11 @@ type Stored struct {
 	Durable bool
 	// File is the file that the tensor is part of, empty for one that was pushed.
 	File string
+}
+
+// String returns the name and the desc.
+func (s Stored) String() string { //nolint:gocritic // %v of a value calls it, too
+	return fmt.Sprintf("%q %v", s.Name, s.Desc)
 }
 
 // List returns the tensors of the server's store whose names match glob, sorted by

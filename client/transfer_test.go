@@ -288,6 +288,9 @@ func TestOneTensorsFailureIsNotTheOthers(t *testing.T) {
 	have, _, err := c.List(t.Context(), "")
 	require.NoError(t, err)
 	require.Len(t, have, 3)
+	require.Equal(t, `["a" int8[5000] "b" int8[5000] "c" int8[0]]`, fmt.Sprint(have))
+	require.Equal(t, `"a" int8[5000]`, fmt.Sprint(s[0]))
+	require.Regexp(t, `^"too large" int8\[2097152\]: client: ResourceExhausted: `, fmt.Sprintf("%v", s[1]))
 
 	s, err = c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{
 		{Name: "a"}, {Name: "none"}, {Name: "gen", Source: true, Params: map[string]string{"dtype": "float32", "shape": "1000", "seed": "3"}},

@@ -3,6 +3,7 @@ package server_test
 import (
 	"context"
 	"fmt"
+	"syscall"
 	"testing"
 	"time"
 
@@ -88,6 +89,7 @@ func TestAStoreThatPanicsLeavesNothingOfThePush(t *testing.T) {
 type away struct {
 	*store.Memory
 	at    string        // the method
+	why   error         // its error, in place of ErrUnavailable
 	waits chan struct{} // nil, or told of each call that waits
 }
 
@@ -95,6 +97,8 @@ func (a *away) call(ctx context.Context, at string) error {
 	switch {
 	case at != a.at:
 		return nil
+	case a.why != nil:
+		return a.why
 	case a.waits == nil:
 		return fmt.Errorf("%w: dial tcp 10.0.0.7:443: %w", store.ErrUnavailable, context.DeadlineExceeded)
 	}
@@ -222,6 +226,26 @@ func TestAStoreThatIsAwayIsTriedAgainLater(t *testing.T) {
 	a.at = ""
 	require.NoError(t, pullX(t.Context(), c))
 	require.NoError(t, pushZeros(t.Context(), c))
+}
+
+func TestAStoreThatCannotBeWrittenSaysSo(t *testing.T) {
+	testkit.Start(t)
+	a := &away{at: "create", why: fmt.Errorf("%w: make room for tensor \"x\": open /srv/secret/x: %w", store.ErrUnwritable, syscall.EROFS)}
+	log := &notes{}
+	f := serve(t, func(c *server.Config) {
+		a.Memory = store.NewMemory(slab.NewPool(0, slab.System), 8*mib)
+		c.Store, c.Log = a, log.log()
+	})
+	defer func() { require.NoError(t, a.Close()) }()
+	c, err := client.Dial(f.addr, client.Config{})
+	require.NoError(t, err)
+	defer c.Close()
+	var own *client.Error
+	require.ErrorAs(t, pushZeros(t.Context(), c), &own)
+	require.Equal(t, codes.FailedPrecondition, own.Code)
+	require.Zero(t, own.RetryAfter)
+	require.Equal(t, `tensor "y": the server's store cannot be written; its log says why`, own.Message)
+	require.Contains(t, log.String(), "/srv/secret", "where it is is the operator's business")
 }
 
 func TestAStoreWaitsNoLongerThanItsCaller(t *testing.T) {

@@ -396,7 +396,7 @@ func (f *Folder) delete(name string) (there bool, err error) {
 		return false, nil
 	}
 	if err := os.Remove(filepath.Join(f.dir, p.file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return false, fmt.Errorf("store: delete tensor %q: %w", name, err)
+		return false, changing("delete", name, err)
 	}
 	f.forget(p)
 	return true, nil
@@ -527,6 +527,15 @@ func (w *folderWriter) failed(what string, err error) error {
 	errors.As(err, &errno)
 	if errno == syscall.ENOSPC || errno == syscall.EDQUOT || errno == syscall.EFBIG { // without the path: peers read this
 		return fmt.Errorf("%w: %s tensor %q: not enough disk space for %d bytes: %w", ErrFull, what, name, n, errno)
+	}
+	return changing(what, name, err)
+}
+
+// changing is the error of a change to the folder; it wraps ErrUnwritable if others would
+// fail as well.
+func changing(what, name string, err error) error {
+	if errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS) || errors.Is(err, syscall.EIO) {
+		return fmt.Errorf("%w: %s tensor %q: %w", ErrUnwritable, what, name, err)
 	}
 	return fmt.Errorf("store: %s tensor %q: %w", what, name, err)
 }

@@ -343,11 +343,29 @@ func TestAFullDiskIsMetBeforeTheFirstByte(t *testing.T) {
 	require.Zero(t, used)
 }
 
+func TestAFolderThatCannotBeWrittenSaysSo(t *testing.T) {
+	if os.Geteuid() == 0 {
+		t.Skip("root may write everywhere")
+	}
+	dir := t.TempDir()
+	f, err := OpenFolder(dir, FolderConfig{})
+	require.NoError(t, err)
+	defer f.Close()
+	require.NoError(t, os.Chmod(dir, 0o555))
+	defer func() { require.NoError(t, os.Chmod(dir, 0o755)) }()
+	_, err = f.Create(t.Context(), "x", tensor.Desc{DType: tensor.Int8})
+	require.ErrorIs(t, err, ErrUnwritable)
+}
+
 func TestADiskThatFillsUpIsFull(t *testing.T) {
 	w := &folderWriter{begin: 8, size: 2, made: &pushed{info: Info{Name: "x"}}}
 	for _, cause := range []error{syscall.ENOSPC, syscall.EDQUOT, &os.PathError{Op: "write", Path: "x", Err: syscall.ENOSPC}} {
 		require.ErrorIs(t, w.failed("write", cause), ErrFull)
 	}
+	for _, cause := range []error{syscall.EIO, syscall.EROFS, syscall.EACCES, &os.PathError{Op: "open", Path: "x", Err: syscall.EPERM}} {
+		require.ErrorIs(t, w.failed("make room for", cause), ErrUnwritable)
+	}
+	require.NotErrorIs(t, w.failed("make room for", syscall.EMFILE), ErrUnwritable)
 	require.NotErrorIs(t, w.failed("write", syscall.EIO), ErrFull)
 	require.ErrorIs(t, w.failed("write", syscall.EIO), syscall.EIO)
 }

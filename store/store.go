@@ -38,6 +38,10 @@ var (
 	ErrPart = errors.New("store: part of a file")
 	// ErrReadOnly is wrapped when a store that takes no tensors is to take one.
 	ErrReadOnly = errors.New("store: read-only")
+	// ErrUnwritable is wrapped when the system refuses to change the folder of a store: its
+	// permissions, a file system that is read-only, or a disk that fails. A server's peers
+	// are told so; the text goes to its log.
+	ErrUnwritable = errors.New("store: cannot be written")
 	// ErrRange is wrapped when bytes outside a tensor are written or read.
 	ErrRange = errors.New("store: outside the tensor")
 	// ErrLocked is wrapped when another process has the folder.

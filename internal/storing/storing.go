@@ -166,6 +166,7 @@ var rules = []serving.Rule{
 	{Err: store.ErrExists, Code: frame.AlreadyExists},
 	{Err: store.ErrPart, Code: frame.FailedPrecondition},
 	{Err: store.ErrReadOnly, Code: frame.FailedPrecondition},
+	{Err: store.ErrUnwritable, Code: frame.FailedPrecondition, Text: "the server's store cannot be written; its log says why", Secret: true},
 	{Err: transfer.ErrCorrupt, Code: frame.DataLoss},
 	{Err: fault.ErrVanished, Code: frame.DataLoss},
 	{Err: store.ErrClosed, Code: frame.Unavailable, Text: "server is shutting down", Retry: true},
