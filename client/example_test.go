@@ -14,7 +14,7 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// computeRelu is what the README shows.
+// computeRelu is that of examples/relu, which README shows.
 func computeRelu(ctx context.Context, address string) error {
 	c, err := client.Dial(address, client.Config{})
 	if err != nil {

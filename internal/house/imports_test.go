@@ -79,6 +79,7 @@ var layers = map[string][]string{
 	"examples/bottom_model": {anything},
 	"examples/duplex":       {anything},
 	"examples/pull":         {anything},
+	"examples/relu":         {anything},
 	"examples/row_function": {anything},
 	"internal/bench/kinds":  {anything},
 	"internal/stress":       {anything},
