@@ -98,11 +98,16 @@ def bare(_):
 
 
 def stock(address):
-    """examples/python/stock_grpcio.py: generated code, and its own checksums."""
-    from stock_grpcio import Session
+    """examples/python/stock_grpcio.py: generated code, and its own checksums, here of zlib."""
+    from stock_grpcio import Session, connect, pb
 
-    session = Session(address)
-    serve_line(lambda op, x: session.compute(op, x, [x.size]))
+    session = Session(connect(address))
+
+    def do(op, x):
+        (y,) = session.compute(op, {"": (pb.DATA_TYPE_FLOAT32, [x.size], x)}).values()
+        return y.data
+
+    serve_line(do)
     session.close()
 
 

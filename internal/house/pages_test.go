@@ -53,6 +53,20 @@ func TestGoInThePagesIsCompiled(t *testing.T) {
 	}
 }
 
+// The program that the page about clients shows in pieces is the one that make
+// python-examples runs.
+func TestThePageAboutClientsShowsTheWholeProgram(t *testing.T) {
+	blank := regexp.MustCompile(`\n\n+`)
+	var shown []string
+	for _, m := range regexp.MustCompile("(?s)```python\n(.*?)```").FindAllStringSubmatch(page(t, "docs/clients.md"), -1) {
+		shown = append(shown, m[1])
+	}
+	want := blank.ReplaceAllString(page(t, "examples/python/stock_grpcio.py"), "\n")
+	if got := blank.ReplaceAllString(strings.Join(shown, ""), "\n"); got != want {
+		t.Errorf("the Python of docs/clients.md is not examples/python/stock_grpcio.py, but\n%s", got)
+	}
+}
+
 func TestThePageAboutTheWireShowsRealFrames(t *testing.T) {
 	text := page(t, "docs/wire.md")
 	joined := strings.ReplaceAll(text, "\n", "")
