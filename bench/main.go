@@ -121,7 +121,7 @@ func build(ctx context.Context, ref, dir string) (string, error) {
 	if err := proc.Checkout(ctx, ref, source); err != nil {
 		return "", err
 	}
-	for _, part := range []string{"/bench", "/internal/bench", "/internal/proc"} {
+	for _, part := range []string{"/bench", "/identity", "/internal/bench", "/internal/proc"} {
 		if err := os.RemoveAll(source + part); err != nil {
 			return "", err
 		}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"os"
 	"path/filepath"
@@ -19,6 +20,7 @@ import (
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/slab"
@@ -26,19 +28,21 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// The names of tensorferry as its users have it, with every default, and with a store.
+// The names of tensorferry as its users have it, with every default, with a store, and
+// encrypted.
 // OursWith has it with a checksum of the client's choice.
 const (
 	Tensorferry = "tensorferry"
 	Folder      = "tensorferry, folder"
 	InMemory    = "tensorferry, store in memory"
+	TLS         = "tensorferry, TLS"
 	Copying     = "cp and fsync"
 )
 
 // OursWith names tensorferry with a checksum.
 func OursWith(sum codec.Checksum) string { return Tensorferry + ", " + SumText(sum) }
 
-// NoLanes goes after a name of OursWith, for what travels in gRPC alone.
+// NoLanes goes after a name of OursWith, or after Tensorferry, for what travels in gRPC alone.
 const NoLanes = ", no lanes"
 
 // withoutLanes is a client of the gRPC session alone. Older commits, which bench-against
@@ -55,7 +59,6 @@ func withoutLanes(cfg client.Config) client.Config {
 // assembles it whole and answers with its size; what it left there is compared by the
 // checksums alone.
 func ourKinds() []bench.Kind {
-	none := func(bench.Place, *slab.Pool) (store.Store, error) { return nil, nil }
 	all := []bench.Kind{
 		ours(Tensorferry, client.Config{}, Load{1, 1}, none),
 		ours(Folder, client.Config{}, Load{1, 1}, func(p bench.Place, _ *slab.Pool) (store.Store, error) {
@@ -64,6 +67,8 @@ func ourKinds() []bench.Kind {
 		ours(InMemory, client.Config{}, Load{1, 1}, func(p bench.Place, pool *slab.Pool) (store.Store, error) {
 			return store.NewMemory(pool, slab.SizeOf(int64(len(p.To)))), nil // room for one
 		}),
+		ours(Tensorferry+NoLanes, withoutLanes(client.Config{}), Load{1, 1}, none),
+		secured,
 	}
 	for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
 		cfg := client.Config{Checksum: sum}
@@ -87,31 +92,65 @@ func (l Load) Name() string {
 	return fmt.Sprintf("%s, connections %d, calls %d", Tensorferry, l.Connections, l.Calls)
 }
 
-func ours(name string, cfg client.Config, load Load, keep func(bench.Place, *slab.Pool) (store.Store, error)) bench.Kind {
+// keeper opens the store of a server, if it has one.
+type keeper func(bench.Place, *slab.Pool) (store.Store, error)
+
+func none(bench.Place, *slab.Pool) (store.Store, error) { return nil, nil }
+
+// secured is tensorferry over TLS, with certificates in the folder of both ends.
+var secured = bench.Kind{
+	Name: TLS, OwnMemory: true,
+	Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
+		_, err := identity.WriteCertificates(p.Dir, nil, "bench")
+		if err != nil {
+			return bench.Server{}, errors.Join(err, l.Close())
+		}
+		id, err := identity.NewServer(identity.ServerFiles{
+			Cert: filepath.Join(p.Dir, identity.ServerFile), Key: filepath.Join(p.Dir, identity.ServerKeyFile),
+		}, slog.New(slog.DiscardHandler))
+		if err != nil {
+			return bench.Server{}, errors.Join(err, l.Close())
+		}
+		return serve(l, p, server.Config{Credentials: id.Credentials()}, none)
+	},
+	Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
+		creds, _, err := identity.ClientFiles{CA: filepath.Join(p.Dir, identity.AuthorityFile)}.Credentials()
+		if err != nil {
+			return bench.Client{}, err
+		}
+		return ours(TLS, client.Config{Credentials: creds}, Load{1, 1}, none).Dial(ctx, p)
+	},
+}
+
+// serve starts a server with the built-in models. It is handed l.
+func serve(l net.Listener, p bench.Place, cfg server.Config, keep keeper) (bench.Server, error) {
+	host := cpu.NewHost(cpu.HostConfig{MemoryBytes: hostTensors*int64(len(p.To)) + hostSpare})
+	models := engine.NewRegistry()
+	kept, err := keep(p, host.Pool())
+	for _, m := range cpu.Builtins(host) {
+		err = errors.Join(err, models.Add(m))
+	}
+	cfg.Models, cfg.Pool, cfg.Budget, cfg.Store = models, host.Pool(), host.Budget(), kept
+	s, e := server.New(cfg)
+	if err = errors.Join(err, e); err != nil {
+		host.Close()
+		return bench.Server{}, errors.Join(err, l.Close())
+	}
+	running := bench.Go(func() error { return s.Serve(l) }, s.Close, bench.Always)
+	return bench.Server{Idle: bench.Always, Close: func() error {
+		defer host.Close()
+		err := running.Close()
+		if kept != nil {
+			err = errors.Join(err, kept.Close())
+		}
+		return err
+	}}, nil
+}
+
+func ours(name string, cfg client.Config, load Load, keep keeper) bench.Kind {
 	return bench.Kind{
 		Name: name, OwnMemory: true,
-		Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
-			host := cpu.NewHost(cpu.HostConfig{MemoryBytes: hostTensors*int64(len(p.To)) + hostSpare})
-			models := engine.NewRegistry()
-			kept, err := keep(p, host.Pool())
-			for _, m := range cpu.Builtins(host) {
-				err = errors.Join(err, models.Add(m))
-			}
-			s, e := server.New(server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget(), Store: kept})
-			if err = errors.Join(err, e); err != nil {
-				host.Close()
-				return bench.Server{}, errors.Join(err, l.Close())
-			}
-			running := bench.Go(func() error { return s.Serve(l) }, s.Close, bench.Always)
-			return bench.Server{Idle: bench.Always, Close: func() error {
-				defer host.Close()
-				err := running.Close()
-				if kept != nil {
-					err = errors.Join(err, kept.Close())
-				}
-				return err
-			}}, nil
-		},
+		Serve: func(l net.Listener, p bench.Place) (bench.Server, error) { return serve(l, p, server.Config{}, keep) },
 		Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
 			address := p.Address
 			if p.Network == "unix" {

@@ -64,6 +64,8 @@ var suite = []struct {
 	{[]bench.Op{bench.Upload, bench.Echo, bench.ReLU}, true, bench.Beside(OursWith(codec.CRC32C), RawName(codec.CRC32C, bench.ChunkBytes), RawName(codec.CRC32C, smallPiece), RawName(0, bench.ChunkBytes), StockGRPC.Name)},
 	{[]bench.Op{bench.Upload, bench.Echo}, false, bench.Beside(OursWith(codec.CRC32), RawName(codec.CRC32, bench.ChunkBytes), RawName(codec.CRC32, smallPiece))},
 	{[]bench.Op{bench.Call}, true, bench.Beside(Tensorferry, StockGRPC.Name, RawName(codec.CRC32C, bench.ChunkBytes))},
+	{[]bench.Op{bench.Upload, bench.Echo}, false, bench.Beside(TLS, Tensorferry, Tensorferry+NoLanes)},
+	{[]bench.Op{bench.Call}, false, bench.Beside(TLS, Tensorferry)},
 	{[]bench.Op{bench.FirstResult, bench.CallBeside}, false, bench.Beside(Tensorferry)},
 	{[]bench.Op{bench.Pull, bench.PullToFile}, false, instead(Folder)},
 	{[]bench.Op{bench.Push}, false, bench.Beside(Folder, Copying)},
