@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -93,6 +94,10 @@ const (
 	otherType  = "transport: received unexpected content-type"
 )
 
+// refusals begin the texts of handshakes that one side refused, of identity and of
+// crypto/tls. Any other text tells what became of the connection.
+var refusals = []string{"identity: ", "tls: ", "remote error: tls: ", "x509: "}
+
 // sessionError says why a session ended.
 func (c *Client) sessionError(err error) *Error {
 	var se *frame.Error
@@ -121,7 +126,10 @@ func (c *Client) sessionError(err error) *Error {
 		e.Cause = fmt.Errorf("%w: %s", ErrNotServer, c.conn.Target())
 	case away && says(unsecured):
 		_, why, _ := strings.Cut(e.Message, unsecured)
-		e.Code, e.Message = codes.Unauthenticated, strings.TrimSuffix(strings.TrimPrefix(why, "identity: "), `"`)
+		e.Message = strings.TrimSuffix(strings.TrimPrefix(why, "identity: "), `"`)
+		if slices.ContainsFunc(refusals, func(r string) bool { return strings.HasPrefix(why, r) }) {
+			e.Code = codes.Unauthenticated
+		}
 	case away && says(dialFailed):
 		_, why, _ := strings.Cut(e.Message, dialFailed)
 		e.Cause = fmt.Errorf("%w: %s", ErrNoConnection, strings.TrimSuffix(why, `"`))

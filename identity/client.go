@@ -6,6 +6,7 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"syscall"
@@ -94,8 +95,10 @@ func (c *clientCredentials) ClientHandshake(ctx context.Context, authority strin
 		err = refused("the server's certificate: %s", certError(bad.Err, known))
 	case errors.As(err, &alert):
 		err = refused("the server ended the handshake: %s", alert.Error())
-	case errors.As(err, &record), errors.Is(err, io.EOF), errors.Is(err, syscall.ECONNRESET):
+	case errors.As(err, &record):
 		err = refused("the server does not speak TLS")
+	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, syscall.ECONNRESET):
+		err = fmt.Errorf("the server closed the connection before it was encrypted: %w", err) // it stops, or has too many
 	}
 	return nil, nil, err
 }

@@ -2,15 +2,18 @@ package server_test
 
 import (
 	"context"
+	"crypto/tls"
 	"log/slog"
 	"net"
 	"os"
 	"path/filepath"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/status"
@@ -33,21 +36,28 @@ type secured struct {
 
 func serveSecured(t testing.TB, change func(*server.Config)) secured {
 	t.Helper()
-	dir := t.TempDir()
-	_, err := identity.WriteCertificates(dir, nil, "alice")
-	require.NoError(t, err)
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "tokens"), []byte("bob "+theToken), 0o600))
-	id, err := identity.NewServer(identity.ServerFiles{
-		Cert: filepath.Join(dir, identity.ServerFile), Key: filepath.Join(dir, identity.ServerKeyFile),
-		ClientCA: filepath.Join(dir, identity.AuthorityFile), Tokens: filepath.Join(dir, "tokens"),
-	}, slog.New(slog.DiscardHandler))
-	require.NoError(t, err)
+	dir, id := newIdentity(t)
 	return secured{serve(t, func(cfg *server.Config) {
 		cfg.Credentials, cfg.Identify, cfg.Reflection = id.Credentials(), id.Principal, true
 		if change != nil {
 			change(cfg)
 		}
 	}), dir}
+}
+
+// newIdentity makes certificates and a token in a folder, and the identity of a server.
+func newIdentity(t testing.TB) (dir string, id *identity.Server) {
+	t.Helper()
+	dir = t.TempDir()
+	_, err := identity.WriteCertificates(dir, nil, "alice")
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "tokens"), []byte("bob "+theToken), 0o600))
+	id, err = identity.NewServer(identity.ServerFiles{
+		Cert: filepath.Join(dir, identity.ServerFile), Key: filepath.Join(dir, identity.ServerKeyFile),
+		ClientCA: filepath.Join(dir, identity.AuthorityFile), Tokens: filepath.Join(dir, "tokens"),
+	}, slog.New(slog.DiscardHandler))
+	require.NoError(t, err)
+	return dir, id
 }
 
 // config is a client's, with a token or without.
@@ -154,4 +164,34 @@ func TestWhoDoesNotSpeakTLSIsTold(t *testing.T) {
 	_, err = c.Models(t.Context())
 	require.Equal(t, codes.Unauthenticated, status.Code(err), "%v", err)
 	require.ErrorContains(t, err, "the server does not speak TLS")
+}
+
+// A server that stops, or has no room for the connection, is no wrong one: another try may help.
+func TestAConnectionThatEndsInItsHandshakeIsNotARefusal(t *testing.T) {
+	testkit.Start(t)
+	s := serveSecured(t, nil)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	var closing sync.WaitGroup
+	closing.Go(func() { // ends with the listener
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				return
+			}
+			_, _ = conn.Read(make([]byte, 4096))
+			_ = conn.Close()
+		}
+	})
+	stock := client.Config{Credentials: credentials.NewTLS(&tls.Config{MinVersion: tls.VersionTLS13})}
+	for text, cfg := range map[string]client.Config{"closed the connection before it was encrypted": s.config(t, true), "EOF": stock} {
+		c, err := client.Dial(l.Addr().String(), cfg)
+		require.NoError(t, err)
+		_, err = c.Models(t.Context())
+		require.Equal(t, codes.Unavailable, status.Code(err), "%v", err)
+		require.ErrorContains(t, err, text)
+		require.NoError(t, c.Close())
+	}
+	require.NoError(t, l.Close())
+	closing.Wait()
 }
