@@ -1,10 +1,14 @@
 package main
 
 import (
+	"fmt"
 	"io"
 	"math"
 	"os"
+	"strings"
 	"sync"
+	"sync/atomic"
+	"time"
 	"unicode/utf8"
 
 	"github.com/spf13/cobra"
@@ -22,19 +26,25 @@ const barTitle = 24
 // mostBars is how many tensors have a line of their own: more would fill a screen.
 const mostBars = 8
 
-// progressBars show how far tensors are: a line each with bytes, share, speed and time
-// left, and one for the sum as soon as there are several. Those past mostBars have no
-// line of their own. A nil *progressBars shows nothing. Safe for concurrent use.
+// progressBars show how far tensors are. A single tensor has one line with bytes, share,
+// speed and time left, which stays at the end. Of several, those that are under way have
+// such a line, up to mostBars and in their order, which goes when they are complete; the
+// last line counts them and their bytes, and stays. A nil *progressBars shows nothing.
+// Safe for concurrent use.
 type progressBars struct {
+	w    io.Writer
 	bars *mpb.Progress
+	most int // lines of tensors
+
+	count, done atomic.Int64 // tensors; a line that is drawn reads them without mu
 
 	mu          sync.Mutex // guards all below
 	ended       bool
-	count       int
+	vanishing   bool     // no line stays
 	moved, size int64    // of all tensors
 	all         *mpb.Bar // nil while there is one tensor
-	lines       []*mpb.Bar
-	vanishing   bool // finished lines leave the screen
+	first       *bar     // nil if it needs no line, or once there are several
+	lines       map[*bar]*mpb.Bar
 }
 
 // newProgress returns bars on w, or nil if quiet is set or w is not a terminal with a
@@ -43,7 +53,11 @@ func newProgress(w io.Writer, quiet bool) *progressBars {
 	if quiet || !isTerminal(w) || os.Getenv("TERM") == "dumb" {
 		return nil
 	}
-	return &progressBars{bars: mpb.New(mpb.WithOutput(w), mpb.PopCompletedMode())}
+	p := &progressBars{w: w, bars: mpb.New(mpb.WithOutput(w)), most: mostBars, lines: map[*bar]*mpb.Bar{}}
+	if _, rows, err := cwriter.GetSize(int(w.(*os.File).Fd())); err == nil {
+		p.most = min(p.most, max(rows-2, 0)) // the last line, and the cursor's
+	}
+	return p
 }
 
 func quietFlag(c *cobra.Command, to *bool) {
@@ -56,7 +70,7 @@ func isTerminal(w io.Writer) bool {
 	return ok && cwriter.IsTerminal(int(f.Fd()))
 }
 
-// vanish has finished lines leave the screen, from the next tensor on.
+// vanish leaves no line on the screen at the end.
 func (p *progressBars) vanish() {
 	if p != nil {
 		p.mu.Lock()
@@ -65,10 +79,10 @@ func (p *progressBars) vanish() {
 	}
 }
 
-// tensor adds a tensor; one without elements needs no line.
+// tensor adds a tensor; one without elements is complete at once.
 func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 	size, err := d.Bytes()
-	if p == nil || err != nil || size == 0 {
+	if p == nil || err != nil {
 		return nil
 	}
 	p.mu.Lock()
@@ -76,39 +90,100 @@ func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 	if p.ended {
 		return nil
 	}
-	p.count++
+	n := p.count.Add(1)
 	p.size += size
-	b := &bar{bars: p}
-	if p.count <= mostBars {
-		b.line = p.line(shorten(plain(title)), size)
+	b := &bar{bars: p, title: title, size: size, order: int(n)}
+	if n == 1 && size > 0 {
+		p.first = b
+		p.show(b)
 	}
-	if p.count == 2 {
-		p.all = p.line("total", 0, mpb.BarPriority(math.MaxInt)) // below the others
+	if n == 2 {
+		p.all = p.line(0, math.MaxInt, func() string { return fmt.Sprintf("%d of %d, total", p.done.Load(), p.count.Load()) })
 		p.all.SetCurrent(p.moved)
+		if f := p.first; f != nil && (f.moved == 0 || f.moved == f.size) {
+			p.hide(f) // it waits, or is complete
+		}
+		p.first = nil
 	}
 	if p.all != nil {
 		p.all.SetTotal(p.size, false)
 	}
+	if size == 0 {
+		p.done.Add(1)
+		return nil
+	}
 	return b
 }
 
-func (p *progressBars) line(title string, size int64, options ...mpb.BarOption) *mpb.Bar {
-	if p.vanishing {
-		options = append(options, mpb.BarRemoveOnComplete(), mpb.BarNoPop())
+// pieceBytes is what the input of a call is counted in: a chunk, as most calls have them.
+const pieceBytes = 1 << 20
+
+// input adds the input of a call. What a reader yields counts when it is read, what is
+// mapped when the server has it.
+func (p *progressBars) input(s *source) {
+	b := p.tensor(s.title, s.Desc)
+	switch {
+	case b == nil:
+	case s.Reader != nil:
+		s.Reader = io.TeeReader(s.Reader, b)
+	default:
+		rest := s.Data
+		s.Data, s.Next = nil, func(<-chan struct{}) ([]byte, func(), error) {
+			piece := rest[:min(pieceBytes, len(rest))]
+			rest = rest[len(piece):]
+			return piece, func() { _, _ = b.Write(piece) }, nil // it never fails
+		}
 	}
-	line := p.bars.AddBar(size, append(options,
+}
+
+// show gives b a line, unless there are too many. The caller holds mu, as that of hide does.
+func (p *progressBars) show(b *bar) {
+	if p.lines[b] == nil && (len(p.lines) < p.most || b == p.first) {
+		title := shorten(plain(b.title))
+		p.lines[b] = p.line(b.size, b.order, func() string { return title })
+	}
+}
+
+// hide takes the line of b from the screen.
+func (p *progressBars) hide(b *bar) {
+	if line := p.lines[b]; line != nil {
+		line.Abort(true)
+		delete(p.lines, b)
+	}
+}
+
+// line adds a line, which ends only by Abort or SetTotal. Its title is asked for when it
+// is drawn, without mu. Every line begins with a carriage return: a terminal prints ^C
+// where the cursor is, and the next frame would begin behind it.
+func (p *progressBars) line(size int64, order int, title func() string) *mpb.Bar {
+	begun := time.Now()
+	line := p.bars.AddBar(0, mpb.BarPriority(order),
 		mpb.PrependDecorators(
-			decor.Name(title, decor.WCSyncSpaceR),
-			decor.CountersKibiByte("% .1f / % .1f", decor.WCSyncSpace),
+			decor.Any(func(decor.Statistics) string { return "\r" + title() }, decor.WCSyncSpaceR),
+			decor.Any(func(s decor.Statistics) string { return inUnits(s.Current) + " / " + inUnits(s.Total) }, decor.WCSyncSpace),
 		),
 		mpb.AppendDecorators(
 			decor.Percentage(decor.WC{W: 5}),
-			decor.AverageSpeed(decor.SizeB1024(0), "% .1f", decor.WCSyncSpace),
+			decor.Any(speed(begun), decor.WCSyncSpace),
 			decor.OnComplete(decor.AverageETA(decor.ET_STYLE_GO, decor.WCSyncSpace), ""),
-		))...)
-	p.lines = append(p.lines, line)
+		))
+	line.SetTotal(size, false)
 	return line
 }
+
+// speed is the bytes a second since a time, until all are there.
+func speed(since time.Time) func(decor.Statistics) string {
+	last := ""
+	return func(s decor.Statistics) string {
+		if last == "" || s.Current < s.Total {
+			last = inUnits(int64(float64(s.Current)/max(time.Since(since).Seconds(), 1e-3))) + "/s"
+		}
+		return last
+	}
+}
+
+// inUnits is a number of bytes as a line shows it.
+func inUnits(n int64) string { return strings.Replace(sizeText(n), "bytes", "B", 1) }
 
 // shorten keeps the end of a long title: where names differ.
 func shorten(title string) string {
@@ -119,7 +194,8 @@ func shorten(title string) string {
 	return "…" + string([]rune(title)[n-barTitle+1:])
 }
 
-// end removes the unfinished lines; finished ones stay. Ending twice is a no-op.
+// end removes the lines of what is not complete and leaves the cursor at the beginning
+// of a line. Ending twice is a no-op.
 func (p *progressBars) end() {
 	if p == nil {
 		return
@@ -130,44 +206,74 @@ func (p *progressBars) end() {
 		return
 	}
 	p.ended = true
-	if p.all != nil && p.moved == p.size {
-		p.all.SetTotal(p.size, true)
+	last := p.all
+	if p.first != nil {
+		last = p.lines[p.first]
 	}
-	for _, line := range p.lines {
-		line.Abort(true) // without effect on one that is complete
+	if last != nil && p.moved == p.size && !p.vanishing {
+		last.SetTotal(p.size, true)
+	}
+	for b := range p.lines {
+		p.hide(b) // without effect on one that is complete
+	}
+	if p.all != nil {
+		p.all.Abort(true)
 	}
 	p.bars.Wait() // until all that is complete has been drawn
+	if last != nil {
+		_, _ = io.WriteString(p.w, "\r\x1b[J") // what is left of a first line where ^C was printed
+	}
 }
 
 // bar counts the bytes of one tensor. A nil bar counts nothing.
 type bar struct {
 	bars  *progressBars
-	line  *mpb.Bar // nil without one of its own
+	title string
+	size  int64
+	order int
 	moved int64
 }
 
 // reach notes that the first n bytes have moved.
 func (b *bar) reach(n int64) {
-	if b == nil {
-		return
-	}
-	b.bars.mu.Lock()
-	defer b.bars.mu.Unlock()
-	more := n - b.moved
-	b.moved = n
-	b.bars.moved += more
-	if b.line != nil {
-		b.line.IncrInt64(more)
-	}
-	if b.bars.all != nil {
-		b.bars.all.IncrInt64(more)
+	if b != nil {
+		b.bars.mu.Lock()
+		defer b.bars.mu.Unlock()
+		b.move(n)
 	}
 }
 
-// Write counts the bytes of p.
+// Write counts the bytes of p. It never fails.
 func (b *bar) Write(p []byte) (int, error) {
 	if b != nil {
-		b.reach(b.moved + int64(len(p)))
+		b.bars.mu.Lock()
+		defer b.bars.mu.Unlock()
+		b.move(b.moved + int64(len(p)))
 	}
 	return len(p), nil
+}
+
+// move has the first n bytes moved. The caller holds mu.
+func (b *bar) move(n int64) {
+	p := b.bars
+	more := n - b.moved
+	if p.ended || more == 0 {
+		return
+	}
+	b.moved = n
+	p.moved += more
+	if n == b.size {
+		p.done.Add(1)
+	} else {
+		p.show(b)
+	}
+	if line := p.lines[b]; line != nil {
+		line.SetCurrent(n)
+	}
+	if n == b.size && b != p.first {
+		p.hide(b)
+	}
+	if p.all != nil {
+		p.all.IncrInt64(more)
+	}
 }

@@ -121,9 +121,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		}
 		in := found.tensors[0]
 		in.forCall(port, "")
-		if in.Reader != nil {
-			in.Reader = io.TeeReader(in.Reader, bars.tensor(in.title, in.Desc))
-		}
+		bars.input(in)
 		r.Inputs = append(r.Inputs, in.Input)
 	}
 	if m == nil {

@@ -167,6 +167,17 @@ func scriptSafetensors(ts *testscript.TestScript, _ bool, args []string) {
 	ts.Check(err)
 	dim, err := strconv.Atoi(args[2])
 	ts.Check(err)
+	metadata := map[string]string{}
+	for _, text := range args[3:] {
+		k, v, _ := strings.Cut(text, "=")
+		metadata[k] = v
+	}
+	ts.Check(writeFilled(ts.MkAbs(args[0]), count, dim, metadata))
+}
+
+// writeFilled writes a .safetensors file of count float32 tensors t0, t1, …, each filled
+// with its number, and metadata.
+func writeFilled(path string, count, dim int, metadata map[string]string) error {
 	entries := make([]tensorfile.Entry, count)
 	var data []byte
 	for i := range entries {
@@ -177,14 +188,11 @@ func scriptSafetensors(ts *testscript.TestScript, _ bool, args []string) {
 			data = binary.LittleEndian.AppendUint32(data, math.Float32bits(float32(i)))
 		}
 	}
-	metadata := map[string]string{}
-	for _, text := range args[3:] {
-		k, v, _ := strings.Cut(text, "=")
-		metadata[k] = v
-	}
 	header, err := tensorfile.SafetensorsHeader(entries, metadata)
-	ts.Check(err)
-	ts.Check(os.WriteFile(ts.MkAbs(args[0]), append(header, data...), 0o666))
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(path, append(header, data...), 0o666)
 }
 
 func scriptHeader(ts *testscript.TestScript, _ bool, args []string) {
@@ -253,13 +261,45 @@ func TestAnInterruptedDemoLeavesNoServerBehind(t *testing.T) {
 }
 
 func TestAnInterruptedServerEndsWell(t *testing.T) {
-	c, _ := started(t, `msg=listening .*models=4`, "serve", "--listen", "127.0.0.1:0", "--metrics", "off")
-	if err := c.Process.Signal(os.Interrupt); err != nil {
-		t.Fatal(err)
+	for name, signal := range map[string]os.Signal{"interrupted": os.Interrupt, "its terminal is closed": syscall.SIGHUP} {
+		t.Run(name, func(t *testing.T) {
+			c, _ := started(t, `msg=listening .*models=4`, "serve", "--listen", "127.0.0.1:0", "--metrics", "off")
+			if err := c.Process.Signal(signal); err != nil {
+				t.Fatal(err)
+			}
+			if err := c.Wait(); err != nil {
+				t.Errorf("ended with %v", err)
+			}
+		})
 	}
-	if err := c.Wait(); err != nil {
-		t.Errorf("ended with %v", err)
-	}
+}
+
+func TestACommandWhoseTerminalIsClosedLeavesNoFile(t *testing.T) {
+	dir := t.TempDir()
+	c := fed(t, "run", "echo", "--server", serving(t), "--dtype", "int8", "--shape", "1000000", "--output", filepath.Join(dir, "y"))
+	require.NoError(t, c.Process.Signal(syscall.SIGHUP))
+	var exit *exec.ExitError
+	require.ErrorAs(t, c.Wait(), &exit)
+	require.Equal(t, exitInterrupted, exit.ExitCode())
+	require.Empty(t, leftIn(t, dir))
+}
+
+func TestUnderNohupAClosedTerminalIsIgnored(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "y")
+	c := exec.CommandContext(t.Context(), "sh", "-c", `trap "" HUP; exec tensorferry run echo --dtype int8 --shape 1000000 --server "$0" --output "$1"`, serving(t), file)
+	stdin, err := c.StdinPipe()
+	require.NoError(t, err)
+	require.NoError(t, c.Start())
+	_, err = stdin.Write(make([]byte, 500_000)) // more than a pipe holds, so it is under way
+	require.NoError(t, err)
+	require.NoError(t, c.Process.Signal(syscall.SIGHUP))
+	_, err = stdin.Write(make([]byte, 500_000))
+	require.NoError(t, err)
+	require.NoError(t, stdin.Close())
+	require.NoError(t, c.Wait())
+	info, err := os.Stat(file)
+	require.NoError(t, err)
+	require.EqualValues(t, 1_000_000, info.Size())
 }
 
 // serving starts a server that ends with the test, and returns its address.
