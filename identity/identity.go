@@ -89,6 +89,8 @@ func readFile(path string) ([]byte, error) {
 	switch {
 	case err != nil:
 		return nil, fmt.Errorf("identity: %w", err)
+	case i.IsDir():
+		return nil, fmt.Errorf("identity: %s is a directory", path)
 	case !i.Mode().IsRegular():
 		return nil, fmt.Errorf("identity: %s is not a regular file", path)
 	case i.Size() > fileBytes:

@@ -268,7 +268,7 @@ func TestBadFilesAreRefusedNamingThem(t *testing.T) {
 	}{
 		"no key":        {with(func(f *identity.ServerFiles) { f.Key = "" }), "give both files"},
 		"no such file":  {with(func(f *identity.ServerFiles) { f.Cert = "nothere.pem" }), "nothere.pem: no such file"},
-		"a folder":      {with(func(f *identity.ServerFiles) { f.Cert = dir }), "is not a regular file"},
+		"a folder":      {with(func(f *identity.ServerFiles) { f.Cert = dir }), "is a directory"},
 		"another's key": {with(func(f *identity.ServerFiles) { f.Key = clientFiles(dir).Key }), "are not a certificate and its key"},
 		"no PEM":        {with(func(f *identity.ServerFiles) { f.ClientCA = at("x", "x") }), "has no certificate in PEM"},
 		"large":         {with(func(f *identity.ServerFiles) { f.ClientCA = at("l", strings.Repeat("x", 1<<20+1)) }), "the limit is 1048576"},

@@ -35,6 +35,9 @@ func openFile(path string) (*os.File, int, error) {
 	if err != nil {
 		return nil, 0, fmt.Errorf("tensorfile: %w", err)
 	}
+	if info.IsDir() {
+		return nil, 0, fmt.Errorf("%w: %s is a directory", ErrUnsupported, path)
+	}
 	if !info.Mode().IsRegular() {
 		return nil, 0, fmt.Errorf("%w: %s is not a regular file; read it as a stream", ErrUnsupported, path)
 	}

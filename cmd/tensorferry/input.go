@@ -96,6 +96,9 @@ func neither(text, file string, err error) error {
 	if text == file || !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
+	if _, there := os.Stat(file); there == nil { // what it lacks is something in it
+		return err
+	}
 	return hinted{err, fmt.Sprintf("neither file %q nor file %q exists", file, text)}
 }
 
@@ -242,6 +245,9 @@ func openRaw(file string, raw rawInput, stdin io.Reader) (*source, error) {
 	title, r := "stdin", stdin
 	if file != "-" {
 		title = file
+		if info, err := os.Stat(file); err == nil && info.IsDir() {
+			return nil, fmt.Errorf("%s is a directory", file)
+		}
 		if r, err = os.Open(file); err != nil {
 			return nil, err
 		}

@@ -118,7 +118,10 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 			} else {
 				s.forCall("", name)
 			}
-			if err := store.CheckName(s.Name); err != nil {
+			switch err := store.CheckName(s.Name); {
+			case err != nil && below && store.CheckName(name) == nil: // it stands in the file
+				return fmt.Errorf("%s: %w", file, err)
+			case err != nil:
 				return usageError{err}
 			}
 			if _, twice := lines[s.Name]; twice {
