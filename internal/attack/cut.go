@@ -16,11 +16,15 @@ type cutting struct {
 }
 
 // CutAfter returns credentials of a client whose connections, all together, carry so
-// many bytes in both directions, and break then.
-func CutAfter(n int) credentials.TransportCredentials {
+// many bytes in both directions, and break then. Until then they are as those given are;
+// nil: not encrypted.
+func CutAfter(n int, as credentials.TransportCredentials) credentials.TransportCredentials {
 	left := new(atomic.Int64)
 	left.Store(int64(n))
-	return cutting{insecure.NewCredentials(), left}
+	if as == nil {
+		as = insecure.NewCredentials()
+	}
+	return cutting{as, left}
 }
 
 // Clone shares what is left.

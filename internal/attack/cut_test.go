@@ -20,7 +20,7 @@ func TestAConnectionBreaksAfterSoManyBytes(t *testing.T) {
 		data, _ := io.ReadAll(far)
 		came <- len(data)
 	}()
-	c, _, err := CutAfter(1000).ClientHandshake(t.Context(), "", near)
+	c, _, err := CutAfter(1000, nil).ClientHandshake(t.Context(), "", near)
 	require.NoError(t, err)
 	_, err = io.ReadFull(c, make([]byte, 300))
 	require.NoError(t, err)

@@ -98,7 +98,7 @@ func (w *worker) visit(ctx context.Context, t *target, do func(visit) error) (er
 		return do(v)
 	}
 	if way == 1 {
-		if v.client, err = client.Dial(t.address, w.config()); err != nil {
+		if v.client, err = client.Dial(t.address, w.config(t)); err != nil {
 			return err
 		}
 		defer func() { err = errors.Join(err, v.client.Close()) }()
@@ -119,8 +119,9 @@ func tolerate(err error, expected ...codes.Code) error {
 	return nil
 }
 
-func (w *worker) config() client.Config {
+func (w *worker) config(t *target) client.Config {
 	return client.Config{
+		Credentials: t.credentials, PerRPC: t.perRPC,
 		ChunkBytes: []int{0, 4 * kib, 100_000, 4 * mib}[w.rand.IntN(4)],
 		Checksum:   []codec.Checksum{codec.CRC32C, codec.CRC32}[w.rand.IntN(2)],
 		Codec:      []codec.Codec{codec.None, codec.LZ4}[w.rand.IntN(2)],
@@ -320,8 +321,8 @@ func (w *worker) cutPull(ctx context.Context, v visit) error {
 
 // broken has a connection break in the middle of calls and a push.
 func (w *worker) broken(ctx context.Context, v visit) (err error) {
-	cfg := w.config()
-	cfg.OpenTimeout, cfg.Credentials = time.Second, attack.CutAfter(w.rand.IntN(8*mib))
+	cfg := w.config(v.target)
+	cfg.OpenTimeout, cfg.Credentials = time.Second, attack.CutAfter(w.rand.IntN(8*mib), cfg.Credentials)
 	c, err := client.Dial(v.address, cfg)
 	if err != nil {
 		return err

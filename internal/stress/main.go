@@ -50,7 +50,7 @@ type environment struct {
 	rest, lasts        time.Duration
 	seed               uint64
 	folder             string
-	only, victim       string
+	only, victim, tls  string
 }
 
 // flags declares the flags; each says whose it is.
@@ -64,6 +64,7 @@ func (e *environment) flags(f *flag.FlagSet) {
 	f.Uint64Var(&e.seed, "seed", uint64(time.Now().UnixNano()), "crash, soak: of what is done, and when")
 	f.DurationVar(&e.lasts, "for", 0, "receive: how `long` each attack lasts (20s); soak: how long all of it (20m)")
 	f.StringVar(&e.only, "only", "", "receive: the `name` of the only attack")
+	f.StringVar(&e.tls, "tls", "folder", "soak: the `stores` whose servers are reached over TLS with a token, of folder and memory, with a comma between")
 	f.StringVar(&e.victim, "attack", "", "receive: be the attackers of the server at an `address`, which a program of this name starts")
 }
 

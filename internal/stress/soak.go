@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	crypto "crypto/rand"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -9,13 +10,17 @@ import (
 	"path/filepath"
 	"runtime"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"google.golang.org/grpc/credentials"
+
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/internal/stress/known"
@@ -84,8 +89,10 @@ type soak struct {
 type target struct {
 	*daemon
 	*history
-	clients  []*client.Client
-	sessions []*client.Session // one for each client, for as long as all this runs
+	credentials credentials.TransportCredentials // nil: plain
+	perRPC      credentials.PerRPCCredentials
+	clients     []*client.Client
+	sessions    []*client.Session // one for each client, for as long as all this runs
 
 	mu  sync.Mutex
 	cut map[string]known.Window // pushes that were cut off; guarded by mu
@@ -95,8 +102,13 @@ func runSoak(ctx context.Context, e *environment) error {
 	if e.lasts == 0 {
 		e.lasts = 20 * time.Minute
 	}
-	fmt.Fprintf(e.out, "seed %d, %v, %d workers\n", e.seed, e.lasts, workers)
 	s := &soak{environment: e, done: make(map[string]*atomic.Int64)}
+	for _, name := range s.secured() {
+		if name != "folder" && name != "memory" {
+			return fmt.Errorf("-tls %q; known are folder and memory", name)
+		}
+	}
+	fmt.Fprintf(e.out, "seed %d, %v, %d workers, TLS to %q\n", e.seed, e.lasts, workers, s.secured())
 	s.histories = []*history{{name: "clients", look: s.self}}
 	for _, j := range jobs {
 		s.done[j.name] = new(atomic.Int64)
@@ -114,14 +126,23 @@ func runSoak(ctx context.Context, e *environment) error {
 
 func (s *soak) run(ctx context.Context) error {
 	for _, store := range [][2]string{{"folder", filepath.Join(s.dir, "store")}, {"memory", "memory:1GiB"}} {
-		d, err := s.serve(ctx, "--metrics", "127.0.0.1:0", "--pprof", "--slow", "--memory", "256MiB", "--store", store[1])
-		if err != nil {
+		t := &target{cut: make(map[string]known.Window)}
+		flags := []string{"--metrics", "127.0.0.1:0", "--pprof", "--slow", "--memory", "256MiB", "--store", store[1]}
+		if slices.Contains(s.secured(), store[0]) {
+			more, err := t.secure(filepath.Join(s.dir, "tls-"+store[0]))
+			if err != nil {
+				return err
+			}
+			flags = append(flags, more...)
+		}
+		var err error
+		if t.daemon, err = s.serve(ctx, flags...); err != nil {
 			return err
 		}
-		t := &target{daemon: d, cut: make(map[string]known.Window)}
 		t.history = &history{name: store[0], look: t.atRest}
 		s.targets, s.histories = append(s.targets, t), append(s.histories, t.history)
 		for _, cfg := range []client.Config{{}, {Codec: codec.LZ4}, {ChunkBytes: 64 * kib, Checksum: codec.CRC32}} {
+			cfg.Credentials, cfg.PerRPC = t.credentials, t.perRPC
 			c, err := client.Dial(t.address, cfg)
 			if err != nil {
 				return err
@@ -170,6 +191,27 @@ func (s *soak) run(ctx context.Context) error {
 	}
 	s.growth(s.lasts)
 	return err
+}
+
+// secured names the stores whose servers are reached over TLS.
+func (e *environment) secured() []string {
+	return strings.FieldsFunc(e.tls, func(r rune) bool { return r == ',' })
+}
+
+// secure makes certificates and a token in a folder, has clients use them, and returns
+// the flags of the server.
+func (t *target) secure(dir string) ([]string, error) {
+	_, err := identity.WriteCertificates(dir, nil, "soak")
+	token := filepath.Join(dir, "token")
+	if err == nil {
+		err = os.WriteFile(token, []byte(crypto.Text()), 0o600)
+	}
+	if err == nil {
+		t.credentials, t.perRPC, err = identity.ClientFiles{CA: filepath.Join(dir, identity.AuthorityFile), Token: token}.Credentials()
+	}
+	return []string{
+		"--tls-cert", filepath.Join(dir, identity.ServerFile), "--tls-key", filepath.Join(dir, identity.ServerKeyFile), "--token-file", token,
+	}, err
 }
 
 // look brings everything to rest, and looks at every process.
