@@ -54,13 +54,16 @@ var exitOf = map[codes.Code]int{
 	codes.ResourceExhausted: exitLimit,
 }
 
+// atServer stands in a hint for the --server that was typed, after a command that asks one.
+const atServer = "{server}"
+
 // hints are for failures that a server reports.
 var hints = map[codes.Code]string{
 	codes.Unauthenticated:   "--ca names the authority of the server's certificate, --token or --cert and --key say who you are",
-	codes.NotFound:          "tensorferry ls lists the tensors and sources of a server, tensorferry models its models",
-	codes.AlreadyExists:     "tensorferry push NAME=FILE stores a tensor under another name",
+	codes.NotFound:          "tensorferry ls" + atServer + " lists the tensors and sources of a server, tensorferry models" + atServer + " its models",
+	codes.AlreadyExists:     "tensorferry push" + atServer + " NAME=FILE stores a tensor under another name",
 	codes.DataLoss:          "try it again; if it stays so, the server's disk or the way there does damage: push the tensor anew",
-	codes.ResourceExhausted: "tensorferry info lists the server's limits",
+	codes.ResourceExhausted: "tensorferry info" + atServer + " lists the server's limits",
 }
 
 // usageError is a mistake in what was typed.
@@ -181,17 +184,14 @@ func said(err error) string {
 	return strings.Join(lines, "\n")
 }
 
-// askers matches the commands in hints that talk to a server.
-var askers = regexp.MustCompile(`tensorferry (?:ls|models|info|rm|push)\b`)
-
 // hintOf says what to do about an error of a command; it is empty if there is nothing
 // to add. Commands in it are for the server of --server.
 func hintOf(c *cobra.Command, code int, err error) string {
-	hint := hintFor(c, code, err)
-	if f := c.Flag("server"); f != nil && f.Changed && code != exitUsage {
-		hint = askers.ReplaceAllStringFunc(hint, func(asker string) string { return asker + " --server " + plain(f.Value.String()) })
+	at := ""
+	if f := c.Flag("server"); f != nil && f.Changed {
+		at = " --server " + plain(f.Value.String())
 	}
-	return hint
+	return strings.ReplaceAll(hintFor(c, code, err), atServer, at)
 }
 
 func hintFor(c *cobra.Command, code int, err error) string {

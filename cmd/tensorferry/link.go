@@ -145,7 +145,7 @@ func explain(err error) relay.Failure {
 	case e.Code == codes.NotFound:
 		f.Hint = "models() and list() say what the server has"
 	default:
-		f.Hint = hints[e.Code]
+		f.Hint = strings.ReplaceAll(hints[e.Code], atServer, "")
 	}
 	return f
 }

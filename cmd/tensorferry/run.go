@@ -208,7 +208,7 @@ func waysText(w client.Ways) string {
 func about(d time.Duration) time.Duration { return d.Round(time.Microsecond) }
 
 // noSuchModel is the hint for a model that the server does not have.
-const noSuchModel = "tensorferry models lists what it has"
+const noSuchModel = "tensorferry models" + atServer + " lists what it has"
 
 // findModel asks the server for a model; the hint is for when it has none of the name.
 func findModel(ctx context.Context, cl *client.Client, name, hint string) (*pb.Model, error) {

@@ -210,7 +210,7 @@ func missing(err error, selections []client.Selection) error {
 
 // noSuch is the error for what a server with some sources does not have.
 func noSuch(kind, name string, sources []string) error {
-	hint := "tensorferry ls lists what it has"
+	hint := "tensorferry ls" + atServer + " lists what it has"
 	if slices.Contains(sources, name) {
 		hint = fmt.Sprintf("%q is a source: pull and show take it with --source; it cannot be copied or removed", name)
 	}
