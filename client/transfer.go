@@ -39,7 +39,7 @@ type Summary struct {
 }
 
 // String returns the name and the desc, and the error if there is one.
-func (s Summary) String() string { //nolint:gocritic // %v of a value calls it, too
+func (s Summary) String() string {
 	text := fmt.Sprintf("%q %v", s.Name, s.Desc)
 	if s.Err != nil {
 		text += ": " + s.Err.Error()
@@ -119,7 +119,7 @@ type Stored struct {
 }
 
 // String returns the name and the desc.
-func (s Stored) String() string { //nolint:gocritic // %v of a value calls it, too
+func (s Stored) String() string {
 	return fmt.Sprintf("%q %v", s.Name, s.Desc)
 }
 
