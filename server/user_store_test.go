@@ -245,7 +245,7 @@ func TestAStoreThatCannotBeWrittenSaysSo(t *testing.T) {
 	require.Equal(t, codes.FailedPrecondition, own.Code)
 	require.Zero(t, own.RetryAfter)
 	require.Equal(t, `tensor "y": the server's store cannot be written; its log says why`, own.Message)
-	require.Contains(t, log.String(), "/srv/secret", "where it is is the operator's business")
+	require.Contains(t, log.String(), "/srv/secret", "the place is the operator's business")
 }
 
 func TestAStoreWaitsNoLongerThanItsCaller(t *testing.T) {

@@ -96,8 +96,11 @@ var (
 // Moves is a table by state and cause; Opening, where nothing leads, is no move.
 type Moves [Closed + 1][SessionOver + 1]State
 
-// Client and Server are the moves of the two sides.
-var Client, Server = movesOf(clientTable), movesOf(serverTable)
+// Client is the moves of the client's side.
+var Client = movesOf(clientTable)
+
+// Server is the moves of the server's side.
+var Server = movesOf(serverTable)
 
 func movesOf(table []transition) *Moves {
 	m := new(Moves)
