@@ -14,4 +14,14 @@ const (
 	// MaxNPYHeader is the longest .npy header in bytes: all that version 1.0 can
 	// say. A header of 32 axes of 13 digits takes less than 1 KiB.
 	MaxNPYHeader = 1<<16 - 1
+	// MaxFortranStream is the most bytes of an array in Fortran order that does not lie in
+	// a file of its own, which is held in memory: its first row is complete only with
+	// its last bytes.
+	MaxFortranStream = 1 << 30
+
+	// swapBytes are swapped at a time, a multiple of 8.
+	swapBytes = 64 << 10
+	// transposeBytes are transposed at a time: with 1 000 rows to a block the pieces of
+	// columns that are read are longer than a line of the processor's cache.
+	transposeBytes = 8 << 20
 )

@@ -43,36 +43,53 @@ var npyTypes = func() map[string]tensor.DataType {
 // ReadNPYHeader reads a .npy header, versions 1.0 to 3.0, and leaves r at the first
 // byte of the data, of which the desc tells the size. It reads no byte more. The
 // error of a stream that ends within the header wraps io.ErrUnexpectedEOF.
+//
+// It refuses a layout that is not a tensor's; ReadNPYLayout accepts it.
 func ReadNPYHeader(r io.Reader) (tensor.Desc, error) {
+	d, l, err := readNPYHeader(r)
+	switch {
+	case err != nil:
+	case l.BigEndian:
+		err = fmt.Errorf("%w: npy: the array is big-endian; save it with array.astype(array.dtype.newbyteorder('<'))", ErrUnsupported)
+	case l.Fortran:
+		err = fmt.Errorf("%w: npy: the array is in Fortran order; save it with numpy.save(path, numpy.ascontiguousarray(array))", ErrUnsupported)
+	}
+	if err != nil {
+		return tensor.Desc{}, err
+	}
+	return d, nil
+}
+
+func readNPYHeader(r io.Reader) (d tensor.Desc, l Layout, err error) {
 	var prefix [len(npyMagic) + 2 + 4]byte
 	b := prefix[:len(npyMagic)+2]
 	if err := readNPY(r, b); err != nil {
-		return tensor.Desc{}, err
+		return d, l, err
 	}
 	if string(b[:len(npyMagic)]) != npyMagic {
-		return tensor.Desc{}, fmt.Errorf("%w: npy: the file does not begin as a .npy file does", ErrFormat)
+		return d, l, fmt.Errorf("%w: npy: the file does not begin as a .npy file does", ErrFormat)
 	}
 	major, minor := b[len(npyMagic)], b[len(npyMagic)+1]
 	if major < 1 || major > 3 || minor != 0 {
-		return tensor.Desc{}, fmt.Errorf("%w: npy: version %d.%d; known are 1.0, 2.0 and 3.0", ErrUnsupported, major, minor)
+		return d, l, fmt.Errorf("%w: npy: version %d.%d; known are 1.0, 2.0 and 3.0", ErrUnsupported, major, minor)
 	}
 	b = prefix[len(npyMagic)+2:]
 	if major == 1 {
 		b = b[:2]
 	}
 	if err := readNPY(r, b); err != nil {
-		return tensor.Desc{}, err
+		return d, l, err
 	}
 	n := uint32(binary.LittleEndian.Uint16(b))
 	if major > 1 {
 		n = binary.LittleEndian.Uint32(b)
 	}
 	if n > MaxNPYHeader {
-		return tensor.Desc{}, fmt.Errorf("%w: npy: header of %d bytes is over the limit of %d", ErrFormat, n, MaxNPYHeader)
+		return d, l, fmt.Errorf("%w: npy: header of %d bytes is over the limit of %d", ErrFormat, n, MaxNPYHeader)
 	}
 	header := make([]byte, n)
 	if err := readNPY(r, header); err != nil {
-		return tensor.Desc{}, err
+		return d, l, err
 	}
 	return parseNPYDict(string(header))
 }
@@ -152,9 +169,8 @@ func readNPY(r io.Reader, b []byte) error {
 // parseNPYDict reads the dict as NumPy writes it, and as Python would read it as
 // far as spaces, order of keys, kind of quotes and trailing commas go. Every key
 // comes exactly once.
-func parseNPYDict(text string) (tensor.Desc, error) {
+func parseNPYDict(text string) (d tensor.Desc, l Layout, err error) {
 	p := literal{rest: text}
-	var d tensor.Desc
 	seen := map[string]bool{}
 	p.want("{")
 	for p.err == nil && !p.take("}") {
@@ -166,12 +182,11 @@ func parseNPYDict(text string) (tensor.Desc, error) {
 		p.want(":")
 		switch key {
 		case "descr":
-			d.DType = p.descr()
+			d.DType, l.BigEndian = p.descr()
 		case "fortran_order":
-			if p.take("True") {
-				p.refuse("the array is in Fortran order; save it with numpy.save(path, numpy.ascontiguousarray(array))")
+			if l.Fortran = p.take("True"); !l.Fortran {
+				p.want("False")
 			}
-			p.want("False")
 		case "shape":
 			d.Shape = p.tuple()
 		default:
@@ -190,12 +205,12 @@ func parseNPYDict(text string) (tensor.Desc, error) {
 		p.fail("bytes after the newline that ends the header")
 	}
 	if p.err != nil {
-		return tensor.Desc{}, p.err
+		return d, l, p.err
 	}
 	if _, err := d.Bytes(); err != nil {
-		return tensor.Desc{}, fmt.Errorf("%w: npy: %w", ErrFormat, err)
+		return d, l, fmt.Errorf("%w: npy: %w", ErrFormat, err)
 	}
-	return d, nil
+	return d, l, nil
 }
 
 // literal reads the few Python literals of a header. Its first error stays.
@@ -244,17 +259,21 @@ func (p *literal) quoted() string {
 	return ""
 }
 
-func (p *literal) descr() tensor.DataType {
+func (p *literal) descr() (d tensor.DataType, bigEndian bool) {
 	if p.take("[") {
 		p.refuse("a structured array; save each of its fields by itself")
-		return 0
+		return 0, false
 	}
 	s := p.quoted()
-	d, known := npyTypes[s]
+	name, bigEndian := strings.CutPrefix(s, ">")
+	if bigEndian {
+		name = "<" + name
+	} else {
+		name = s
+	}
+	d, known := npyTypes[name]
 	switch {
 	case known || p.err != nil:
-	case strings.HasPrefix(s, ">"):
-		p.refuse("%q is big-endian; save it with array.astype(array.dtype.newbyteorder('<'))", s)
 	case strings.Contains(s, "O"):
 		p.refuse("%q holds Python objects, which are never unpickled; save numbers", s)
 	case strings.Contains(s, "V"):
@@ -262,7 +281,7 @@ func (p *literal) descr() tensor.DataType {
 	default:
 		p.refuse("%q is not supported; convert it with array.astype", s)
 	}
-	return d
+	return d, bigEndian
 }
 
 func (p *literal) tuple() tensor.Shape {

@@ -1,9 +1,11 @@
-// Package tensorfile reads and writes tensors as .npy and .safetensors files.
+// Package tensorfile reads and writes tensors as .npy and .safetensors files, and reads
+// .npz files.
 //
 // It is strict: a file that says one thing twice, leaves a hole, hides bytes or
 // lies about a length is refused, and no allocation is larger than what has been
-// checked. It never runs or unpickles anything. It does not convert: a byte order
-// or a layout other than the wire's is an error that says what to do.
+// checked. It never runs or unpickles anything. A byte order
+// or a layout of .npy other than the wire's is converted while it is read where the
+// caller asks for it, and else an error that says what to do.
 // Anyone may call it. Files are mapped read-only: tensors of a mapped file are
 // lent until it is closed.
 package tensorfile

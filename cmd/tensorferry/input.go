@@ -9,6 +9,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -22,6 +23,9 @@ import (
 
 // readWait is how long an interrupted command waits for the read or write it is in.
 const readWait = 100 * time.Millisecond
+
+// npyLeast is less than any .npy file has: bytes that a pipe brings at once.
+const npyLeast = 16
 
 // rawInput are the flags that say what raw bytes are.
 type rawInput struct {
@@ -69,6 +73,8 @@ func parseDesc(dtype, shape string) (d tensor.Desc, size int64, err error) {
 type source struct {
 	client.Input
 	title string // for people: stdin, x.npy, or f.safetensors:name
+	// layout is what is converted while it is read; empty is nothing.
+	layout string
 }
 
 // bytes yields the tensor's bytes, once.
@@ -102,12 +108,20 @@ func neither(text, file string, err error) error {
 	return hinted{err, fmt.Sprintf("neither file %q nor file %q exists", file, text)}
 }
 
-// memberOf splits FILE.safetensors:name, where FILE may also be an index; path is file if
-// it is nothing of the kind.
+// several are the endings of files that hold tensors by their names.
+var several = []string{tensorfile.FileSuffix, tensorfile.IndexSuffix, arraysSuffix}
+
+// holdsSeveral reports whether a file of this name holds tensors by their names.
+func holdsSeveral(path string) bool {
+	return slices.ContainsFunc(several, func(ending string) bool { return strings.HasSuffix(path, ending) })
+}
+
+// memberOf splits FILE.safetensors:name, where FILE may also be an index, or a .npz; path
+// is file if it is nothing of the kind.
 func memberOf(file string) (path, name string, member bool) {
-	for _, suffix := range []string{tensorfile.FileSuffix, tensorfile.IndexSuffix} {
-		if path, name, member = strings.Cut(file, suffix+":"); member {
-			return path + suffix, name, true
+	for _, ending := range several {
+		if path, name, member = strings.Cut(file, ending+":"); member {
+			return path + ending, name, true
 		}
 	}
 	return file, "", false
@@ -123,7 +137,7 @@ func isModel(path string) bool {
 // describesItself reports whether a file of this name says what it holds.
 func describesItself(file string) bool {
 	path, _, _ := memberOf(file)
-	return strings.HasSuffix(path, ".npy") || strings.HasSuffix(path, tensorfile.FileSuffix) || strings.HasSuffix(path, tensorfile.IndexSuffix)
+	return strings.HasSuffix(path, ".npy") || holdsSeveral(path)
 }
 
 // opened is what the argument of a command names.
@@ -151,7 +165,7 @@ func (o *opened) errors() error {
 	return errors.Join(all...)
 }
 
-// openInput opens the file of a command's argument: .npy, a model file with all its
+// openInput opens the file of a command's argument: .npy, a model file or a .npz with all its
 // tensors or with the one of a :name, raw bytes, or "-" for stdin. It waits for the
 // header of a pipe until ctx ends.
 func openInput(ctx context.Context, file string, raw rawInput, stdin io.Reader) (*opened, error) {
@@ -166,14 +180,16 @@ func openFile(file string, raw rawInput, stdin io.Reader) (*opened, error) {
 		s, err = openRaw(file, raw, stdin)
 	case file == "-":
 		s, err = openPipe(stdin)
+	case member && strings.HasSuffix(path, arraysSuffix):
+		return openArrays(path, name)
 	case member:
 		return openModel(path, name)
+	case strings.HasSuffix(file, arraysSuffix):
+		return openArrays(file)
 	case isModel(file):
 		return openModel(file)
 	default:
-		var t tensor.Tensor
-		t, _, err = tensorfile.MapNPY(file)
-		s = &source{client.From("", t), file}
+		return openNPY(file)
 	}
 	if err != nil {
 		return nil, err
@@ -213,7 +229,7 @@ func openModel(path string, only ...string) (*opened, error) {
 		if err != nil {
 			return nil, errors.Join(err, s.Close())
 		}
-		o.tensors = append(o.tensors, &source{client.From("", t), title})
+		o.tensors = append(o.tensors, &source{Input: client.From("", t), title: title})
 		o.tensors[len(o.tensors)-1].Name = name
 	}
 	return o, nil
@@ -222,15 +238,22 @@ func openModel(path string, only ...string) (*opened, error) {
 // openPipe opens the .npy that comes through stdin.
 func openPipe(stdin io.Reader) (*source, error) {
 	in := bufio.NewReaderSize(stdin, 64<<10)
-	d, err := tensorfile.ReadNPYHeader(in)
+	head, _ := in.Peek(npyLeast) // a shorter one is what it is
+	head = bytes.Clone(head)
+	d, layout, err := tensorfile.ReadNPYLayout(in)
 	if err != nil {
-		return nil, hinted{fmt.Errorf("stdin: %w", err), "raw bytes need --dtype and --shape"}
+		return nil, foreign("stdin", head, err)
 	}
 	size, err := d.Bytes()
 	if err != nil {
 		return nil, fmt.Errorf("stdin: %w", err)
 	}
-	return pipedSource("stdin", d, size, in)
+	s, err := pipedSource("stdin", d, size, in)
+	if err == nil {
+		s.layout = layout.String()
+		s.Reader, err = layout.Stream(d, s.Reader)
+	}
+	return s, err
 }
 
 // openRaw opens bytes that --dtype and --shape describe.
@@ -259,7 +282,7 @@ func openRaw(file string, raw rawInput, stdin io.Reader) (*source, error) {
 	if !known {
 		return pipedSource(title, desc, size, r)
 	}
-	return &source{client.FromReader("", desc, r), title}, nil
+	return &source{Input: client.FromReader("", desc, r), title: title}, nil
 }
 
 // endKnown reports whether r needs no look at what follows the tensor: a device has no
@@ -322,9 +345,9 @@ func pipedSource(title string, d tensor.Desc, size int64, r io.Reader) (*source,
 		return nil
 	})
 	if size == 0 { // nobody reads it
-		return &source{client.FromReader("", d, r), title}, held.verdict()
+		return &source{Input: client.FromReader("", d, r), title: title}, held.verdict()
 	}
-	return &source{client.FromReader("", d, held), title}, nil
+	return &source{Input: client.FromReader("", d, held), title: title}, nil
 }
 
 // holdBack returns a reader of the size bytes of r that gives the last one, or the end

@@ -56,12 +56,15 @@ func newTarget(path string, raw bool, stdout io.Writer) (*target, error) {
 		return t, nil
 	case path == "":
 		return nil, usage("--output names no file")
-	case strings.HasSuffix(path, ".npz"):
+	case strings.HasSuffix(path, arraysSuffix):
 		return nil, usage("--output %s: .npz is not written; name a .safetensors file, or .npy for one tensor", path)
 	case strings.Contains(path, ".safetensors:"):
 		return nil, usage("--output %s: a result is the whole file; leave out what is behind .safetensors", path)
 	case raw && describesItself(path):
 		return nil, usage("--output %s: a file of that name does not hold raw bytes", path)
+	}
+	if err := writable(path); err != nil {
+		return nil, err
 	}
 	info, err := os.Stat(path)
 	switch {

@@ -79,6 +79,14 @@ func (p *progressBars) vanish() {
 	}
 }
 
+// say tells what of a file is converted, on w or above the lines.
+func (p *progressBars) say(w io.Writer, list []*source) {
+	if p != nil {
+		w = p.bars
+	}
+	sayConverted(w, list)
+}
+
 // tensor adds a tensor; one without elements is complete at once.
 func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 	size, err := d.Bytes()

@@ -38,9 +38,9 @@ well every tensor is there, whole and checked; where the store is a folder, it i
 on disk. A tensor that is there already is replaced at once, when the new one is
 whole.
 
-FILE is .npy; .safetensors, followed by :name for one of its tensors; a folder with
-a model of several .safetensors files, or its .safetensors.index.json; raw bytes
-with --dtype and --shape; or "-" for stdin, which needs a NAME. Without a NAME the
+FILE is .npy; .safetensors or .npz, followed by :name for one of its tensors; a
+folder with a model of several .safetensors files, or its .safetensors.index.json;
+raw bytes with --dtype and --shape; or "-" for stdin, which needs a NAME. Without a NAME the
 tensor of x.npy is called x, and those of model.safetensors model/ and their own
 name; NAME=model.safetensors calls them NAME/ and their own name. What a model file
 says beside its tensors is stored as NAME/__metadata__: pull 'NAME/**' gives the
@@ -48,8 +48,8 @@ file back. An = belongs to the file's name if there is a file of the whole name:
 y=a.npy stores a.npy as y, lr=0.1.npy is a file if it exists.
 
 What was stored is printed. If some tensors fail, or have a data type that is not
-known here, the others are stored all the same. A store in memory that is full forgets what was used longest ago; if it has
-forgotten tensors of this push for its later ones, they count as failed.`,
+known here, the others are stored all the same. A store in memory that is full
+forgets what was used longest ago; if it has forgotten tensors of this push for its later ones, they count as failed.`,
 		Example: `  tensorferry push x.npy model.safetensors models/llama/
   tensorferry push experiments/7/x=x.npy
   tensorferry gen --shape 1000,1000 | tensorferry push noise=-
@@ -112,6 +112,7 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 		if len(list) == 0 && len(found.unknown) == 0 {
 			return fmt.Errorf("%s holds no tensor", file)
 		}
+		bars.say(stderr, list)
 		for _, s := range list {
 			if below {
 				s.forCall("", name+"/"+s.Name)
@@ -169,7 +170,7 @@ func documentSource(text []byte, file string) (*source, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &source{client.From("", t), file + ":" + tensorfile.MetadataName}
+	s := &source{Input: client.From("", t), title: file + ":" + tensorfile.MetadataName}
 	s.Name = tensorfile.MetadataName
 	return s, nil
 }
@@ -210,7 +211,7 @@ func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary) 
 func parsePushed(text string) (name, file string, below bool, err error) {
 	name, file = nameOf(text)
 	path, _, member := memberOf(file)
-	inFile := isModel(path)
+	inFile := isModel(path) || holdsSeveral(path)
 	switch {
 	case file == "-" && name == "" && text == file:
 		return "", "", false, usage("stdin has no name; write NAME=-")

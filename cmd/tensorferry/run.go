@@ -119,6 +119,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		if n := len(found.tensors); n != 1 {
 			return usage("%s holds %d tensors: say which, as %s:name", file, n, found.path)
 		}
+		bars.say(stderr, found.tensors)
 		in := found.tensors[0]
 		in.forCall(port, "")
 		bars.input(in)

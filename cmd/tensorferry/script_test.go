@@ -77,7 +77,7 @@ func halting() {
 }
 
 // TestCommandsDoWhatTheScriptsSay runs testdata/script/*.txt. Beside testscript's
-// own commands there are
+// own commands and $GOLDEN, a folder of files that NumPy wrote, there are
 //
 //	exits CODE PROGRAM [ARG...]      run a program that ends with this code
 //	server [FLAG...]                 start a server until the script's end; $SERVER is its address
@@ -93,6 +93,11 @@ func TestCommandsDoWhatTheScriptsSay(t *testing.T) {
 	t.Run("script", func(t *testing.T) {
 		testscript.Run(t, testscript.Params{
 			Dir: "testdata/script", RequireExplicitExec: true,
+			Setup: func(e *testscript.Env) error {
+				golden, err := filepath.Abs("../../tensorfile/testdata")
+				e.Setenv("GOLDEN", golden)
+				return err
+			},
 			Cmds: map[string]func(*testscript.TestScript, bool, []string){
 				"exits": scriptExits, "server": scriptServer, "npy": scriptNPY, "models": scriptModels,
 				"safetensors": scriptSafetensors, "header": scriptHeader, "json": scriptJSON,

@@ -58,8 +58,8 @@ not n-1), how many elements are zero, NaN or infinite, and a histogram of the
 finite ones, whose columns have equal widths from min to max. It
 reads each tensor once and holds none.
 
-FILE is .npy; raw bytes with --dtype and --shape; "-" for stdin; or
-.safetensors:name for a tensor of a model file. Of a whole model file, which is
+FILE is .npy or .npz; raw bytes with --dtype and --shape; "-" for stdin; or FILE:name
+for one tensor of a .npz or a model file. Of a whole model file, which is
 .safetensors, the .safetensors.index.json of several, or a folder with one, it
 lists metadata and tensors, and reads their bytes only with --stats. With --server
 it is not a file but a NAME: a tensor of the server's store, a glob as for pull, or
@@ -123,7 +123,7 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 		return usage("--source and --param need --server")
 	default:
 		for _, file := range names {
-			if err = showFile(ctx, file, o, stdin, read, found); err != nil {
+			if err = showFile(ctx, file, o, stdin, stderr, read, found); err != nil {
 				break
 			}
 		}
@@ -196,11 +196,12 @@ func showStored(ctx context.Context, names []string, o showOptions, read reader,
 
 // showFile gives each tensor of a file to found. Of a whole model file it reads no
 // tensor, unless it is told to.
-func showFile(ctx context.Context, file string, o showOptions, stdin io.Reader, read reader, found func(seen) error) error {
+func showFile(ctx context.Context, file string, o showOptions, stdin io.Reader, stderr io.Writer, read reader, found func(seen) error) error {
 	in, err := openInput(ctx, file, o.input, stdin)
 	if err != nil {
 		return err
 	}
+	sayConverted(stderr, in.tensors)
 	_, _, member := memberOf(file)
 	whole := !member && !o.input.given() && isModel(file)
 	if whole && (in.document.Encode() != nil || len(in.tensors)+len(in.unknown) == 0) {

@@ -84,6 +84,20 @@ for name, array in {
     keep(f"{name}.npy", save(array), refusal="unsupported")
 keep("rank33.npy", save(np.ones((1,) * 33, "u1")), refusal="format")
 
+# layouts that are converted, and .npz
+layouts = {
+    "swapped": np.arange(6, dtype=">i4").reshape(2, 3),
+    "turned": np.asfortranarray(np.arange(24, dtype="<f8").reshape(2, 3, 4)),
+    "both": np.asfortranarray((np.arange(6) * (1 - 2j)).astype(">c8").reshape(3, 2)),
+}
+for name, array in layouts.items():
+    keep(f"{name}.npy", save(array), tensors={"": array.astype(array.dtype.newbyteorder("<"))})
+for name, write in {"saved": np.savez, "compressed": np.savez_compressed}.items():
+    out = io.BytesIO()
+    arrays = {**layouts, "folder/plain": cube, "empty": np.zeros((0, 2), "<f4"), "scalar": np.array(7, "<u4")}
+    write(out, **arrays)
+    keep(f"{name}.npz", out.getvalue(), tensors={k: v.astype(v.dtype.newbyteorder("<")) for k, v in arrays.items()})
+
 # .safetensors
 tensors = {
     **numbers,

@@ -1,0 +1,162 @@
+package main
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/tensorferry/tensorferry/tensorfile"
+)
+
+// format is one that tensorferry neither reads nor writes.
+type format struct {
+	name    string
+	endings []string
+	magic   string // how a file begins; empty is not known
+	convert string // how to make one of it that tensorferry reads
+}
+
+// formats are those that people have tensors in.
+var formats = []format{
+	{"PyTorch", []string{".pt", ".pth", ".ckpt"}, "", `safetensors.torch.save_file(torch.load("x.pt", weights_only=True), "x.safetensors")`},
+	{"HDF5", []string{".h5", ".hdf5", ".keras"}, "\x89HDF\r\n\x1a\n", `numpy.save("x.npy", h5py.File("x.h5")["name"][:])`},
+	{"ONNX", []string{".onnx"}, "", `numpy.savez("x.npz", **{w.name: onnx.numpy_helper.to_array(w) for w in onnx.load("x.onnx").graph.initializer})`},
+	{"text", []string{".txt", ".csv", ".tsv", ".json"}, "", `numpy.save("x.npy", numpy.loadtxt("x.txt")), with delimiter="," for .csv`},
+	{"pickle", []string{".pkl", ".pickle"}, "", `numpy.save("x.npy", array) in the program that made it; tensorferry unpickles nothing`},
+	{"GGUF", []string{".gguf"}, "GGUF", `numpy.savez("x.npz", **{t.name: t.data for t in gguf.GGUFReader("x.gguf").tensors})`},
+	{"MATLAB", []string{".mat"}, "MATLAB 5.0 MAT-file", `numpy.save("x.npy", scipy.io.loadmat("x.mat")["name"])`},
+	{"Parquet", []string{".parquet"}, "PAR1", `numpy.save("x.npy", pandas.read_parquet("x.parquet").to_numpy())`},
+	{"TensorFlow", []string{".tflite", ".pb"}, "", `numpy.savez("x.npz", **{w.name: w.numpy() for w in model.variables})`},
+}
+
+// formatOf finds a format by the ending of a file's name.
+func formatOf(path string) (format, bool) {
+	ending := strings.ToLower(filepath.Ext(path))
+	i := slices.IndexFunc(formats, func(f format) bool { return slices.Contains(f.endings, ending) })
+	if i < 0 {
+		return format{}, false
+	}
+	return formats[i], true
+}
+
+// foreign is the error of reading a file as .npy, or one that names the file's real
+// format. Head is how the file begins.
+func foreign(title string, head []byte, err error) error {
+	if !errors.Is(err, tensorfile.ErrFormat) || bytes.HasPrefix(head, []byte("\x93NUMPY")) {
+		return err
+	}
+	named := func(f format) error {
+		return hinted{fmt.Errorf("%s: %s files are not read", title, f.name), "convert it in Python: " + f.convert}
+	}
+	zip := bytes.HasPrefix(head, []byte("PK\x03\x04"))
+	for _, f := range formats {
+		if f.magic != "" && bytes.HasPrefix(head, []byte(f.magic)) {
+			return named(f)
+		}
+	}
+	f, known := formatOf(title)
+	switch {
+	case known:
+		return named(f)
+	case zip && bytes.Contains(head, []byte("/data.pkl")):
+		return named(formats[0])
+	case zip:
+		return hinted{fmt.Errorf("%s is a zip archive, not a .npy file", title), "a file of numpy.savez needs a name that ends in .npz"}
+	case len(head) > 9 && binary.LittleEndian.Uint64(head) <= tensorfile.MaxSafetensorsHeader && head[8] == '{':
+		return hinted{fmt.Errorf("%s is a .safetensors file by another name", title), "give it a name that ends in .safetensors"}
+	}
+	return hinted{fmt.Errorf("%s is not a .npy file", title), "raw bytes need --dtype and --shape"}
+}
+
+// headOf returns how a file begins, as far as it can be read.
+func headOf(path string) []byte {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil
+	}
+	defer f.Close()
+	head := make([]byte, 128)
+	n, _ := io.ReadFull(f, head) // what there is
+	return head[:n]
+}
+
+// writable refuses the name of an output whose ending promises another format.
+func writable(path string) error {
+	if f, known := formatOf(path); known {
+		return usage("--output %s: %s files are not written; name a .npy or .safetensors file", path, f.name)
+	}
+	return nil
+}
+
+// arraysSuffix ends the name of a file of NumPy arrays.
+const arraysSuffix = ".npz"
+
+// openArrays opens the arrays of a .npz file, or only those of some names.
+func openArrays(path string, only ...string) (*opened, error) {
+	z, err := tensorfile.OpenNPZ(path)
+	if err != nil {
+		return nil, err
+	}
+	names := z.Names()
+	if len(only) > 0 {
+		names = only
+	}
+	list := make([]*source, len(names))
+	for i, name := range names {
+		a, err := z.Array(name)
+		if errors.Is(err, tensorfile.ErrNotFound) {
+			err = hinted{err, "tensorferry show " + path + " lists what it holds"}
+		}
+		if err != nil {
+			return nil, errors.Join(fmt.Errorf("%s: %w", path, err), z.Close())
+		}
+		list[i] = arraySource(path+":"+name, a)
+	}
+	return &opened{tensors: list, path: path}, nil
+}
+
+// openNPY opens a .npy file.
+func openNPY(path string) (*opened, error) {
+	if info, err := os.Stat(path); err == nil && info.IsDir() {
+		return nil, fmt.Errorf("%s is a directory, not a file", path)
+	}
+	a, _, err := tensorfile.OpenNPY(path)
+	if err != nil {
+		return nil, foreign(path, headOf(path), err)
+	}
+	return &opened{tensors: []*source{arraySource(path, a)}, path: path}, nil
+}
+
+func arraySource(title string, a tensorfile.Array) *source {
+	s := &source{title: title, layout: a.Layout.String()}
+	s.Name, s.Desc, s.Data, s.Reader = a.Name, a.Desc, a.Data, a.Reader
+	return s
+}
+
+// sayConverted tells which tensors of a file are converted while they are read.
+func sayConverted(w io.Writer, list []*source) {
+	var first *source
+	more := 0
+	for _, s := range list {
+		switch {
+		case s.layout == "":
+		case first == nil:
+			first = s
+		default:
+			more++
+		}
+	}
+	switch {
+	case first == nil:
+	case more == 0:
+		fmt.Fprintf(w, "%s is %s: converted while it is read\n", plain(first.title), first.layout)
+	default:
+		fmt.Fprintf(w, "%s is %s, %d more are alike: converted while they are read\n", plain(first.title), first.layout, more)
+	}
+}

@@ -1,0 +1,276 @@
+package tensorfile
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Layout says where the elements of a .npy file lie otherwise than a tensor's: with the
+// most significant byte first, or with the first axis as the one that runs fastest.
+type Layout struct{ BigEndian, Fortran bool }
+
+// String names what is different; it is empty if nothing is.
+func (l Layout) String() string {
+	switch {
+	case l.BigEndian && l.Fortran:
+		return "big-endian, in Fortran order"
+	case l.BigEndian:
+		return "big-endian"
+	case l.Fortran:
+		return "in Fortran order"
+	}
+	return ""
+}
+
+// Array is an array of a .npy or .npz file. Its bytes as a tensor has them are in Data,
+// read-only, which is lent until the file is closed, or else come from Reader, once.
+type Array struct {
+	Name string // in a .npz file
+	tensor.Desc
+	// Layout is how the file holds the bytes; Reader converts them.
+	Layout Layout
+	Data   []byte
+	Reader io.Reader
+}
+
+// OpenNPY opens a .npy file of exactly one array, of any layout. It maps the file as
+// MapNPY does: the array is lent until the closer is closed, which the caller does once.
+func OpenNPY(path string) (Array, io.Closer, error) {
+	data, closeMap, err := mapFile(path)
+	if err != nil {
+		return Array{}, nil, err
+	}
+	r := bytes.NewReader(data)
+	var a Array
+	if a.Desc, a.Layout, err = ReadNPYLayout(r); err == nil {
+		var t tensor.Tensor
+		if t, err = tensor.New(a.Desc, data[len(data)-r.Len():]); err != nil {
+			err = fmt.Errorf("%w: npy: %w", ErrFormat, err)
+		}
+		a.Data = t.Data
+	}
+	if err != nil {
+		return Array{}, nil, closing(fmt.Errorf("%s: %w", path, err), closeMap)
+	}
+	if a.Layout != (Layout{}) {
+		a.Reader, a.Data = a.Layout.reader(a.Desc, a.Data), nil
+	}
+	return a, closer(closeMap), nil
+}
+
+// ReadNPYLayout reads a header as ReadNPYHeader does, and accepts every layout. A layout
+// that makes no difference, as Fortran order of a vector, is not reported.
+func ReadNPYLayout(r io.Reader) (tensor.Desc, Layout, error) {
+	d, l, err := readNPYHeader(r)
+	if err != nil {
+		return tensor.Desc{}, Layout{}, err
+	}
+	long, empty := 0, false
+	for _, dim := range d.Shape {
+		empty = empty || dim == 0
+		if dim > 1 {
+			long++
+		}
+	}
+	l.Fortran = l.Fortran && long > 1 && !empty
+	l.BigEndian = l.BigEndian && swapped(d.DType) > 1 && !empty
+	return d, l, nil
+}
+
+// swapped is how many bytes are swapped together: those of a part of a complex number.
+func swapped(d tensor.DataType) int {
+	if d == tensor.Complex64 || d == tensor.Complex128 {
+		return d.Bits() / 16
+	}
+	return d.Bits() / 8
+}
+
+// Stream returns the bytes of a tensor, which r yields in this layout. Those of an array
+// in Fortran order are held in memory until the reader ends: up to MaxFortranStream, more
+// is refused. r is borrowed.
+func (l Layout) Stream(d tensor.Desc, r io.Reader) (io.Reader, error) {
+	if !l.Fortran {
+		return l.inOrder(d, r), nil
+	}
+	size, err := d.Bytes()
+	if err == nil && size > MaxFortranStream {
+		err = fmt.Errorf("%w: npy: %d bytes in Fortran order, the limit outside of a .npy file is %d; save it with numpy.ascontiguousarray(array)",
+			ErrUnsupported, size, MaxFortranStream)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return &afterAll{l: l, d: d, size: size, from: r}, nil
+}
+
+// inOrder returns the bytes of an array that is not in Fortran order.
+func (l Layout) inOrder(d tensor.Desc, r io.Reader) io.Reader {
+	if !l.BigEndian {
+		return r
+	}
+	return &swapping{r: r, unit: swapped(d.DType), buf: make([]byte, swapBytes)}
+}
+
+// reader returns the bytes of an array that data, which is borrowed, holds.
+func (l Layout) reader(d tensor.Desc, data []byte) io.Reader {
+	if !l.Fortran {
+		return l.inOrder(d, bytes.NewReader(data))
+	}
+	width, rows := int64(d.DType.Bits()/8), d.Shape[0]
+	t := &transposing{
+		data: data, width: width, rows: rows, columns: int64(len(data)) / width / rows,
+		axes: d.Shape[1:], steps: make([]int64, len(d.Shape)-1), at: make([]int64, len(d.Shape)-1),
+	}
+	if l.BigEndian {
+		t.swap = swapped(d.DType)
+	}
+	step := int64(1)
+	for i, dim := range t.axes {
+		t.steps[i] = step
+		step *= dim
+	}
+	return t
+}
+
+// afterAll reads an array whole when it is first read.
+type afterAll struct {
+	l    Layout
+	d    tensor.Desc
+	size int64
+	from io.Reader
+	r    io.Reader // nil until then
+}
+
+func (a *afterAll) Read(p []byte) (int, error) {
+	if a.r == nil {
+		var all bytes.Buffer // grows with what comes, not with what is announced
+		if n, err := io.CopyN(&all, a.from, a.size); err != nil {
+			if errors.Is(err, io.EOF) && n > 0 {
+				err = io.ErrUnexpectedEOF
+			}
+			return 0, err
+		}
+		a.r = a.l.reader(a.d, all.Bytes())
+	}
+	return a.r.Read(p)
+}
+
+// swapping swaps the bytes of each unit that it reads.
+type swapping struct {
+	r     io.Reader
+	unit  int
+	buf   []byte
+	ready []byte  // swapped, in buf
+	part  [8]byte // begun bytes of a unit
+	begun int
+}
+
+func (s *swapping) Read(p []byte) (int, error) {
+	if len(p) == 0 {
+		return 0, nil
+	}
+	if len(s.ready) == 0 {
+		begun := copy(s.buf, s.part[:s.begun])
+		n, err := io.ReadAtLeast(s.r, s.buf[begun:], s.unit-begun)
+		n += begun
+		if err != nil {
+			s.begun = copy(s.part[:], s.buf[:n])
+			if errors.Is(err, io.EOF) && n > 0 {
+				err = io.ErrUnexpectedEOF
+			}
+			return 0, err
+		}
+		whole := n - n%s.unit
+		s.begun = copy(s.part[:], s.buf[whole:n])
+		s.ready = s.buf[:whole]
+		swap(s.ready, s.unit)
+	}
+	n := copy(p, s.ready)
+	s.ready = s.ready[n:]
+	return n, nil
+}
+
+// swap reverses each unit of 2, 4 or 8 bytes.
+func swap(b []byte, unit int) {
+	for ; len(b) >= unit; b = b[unit:] {
+		switch unit {
+		case 2:
+			binary.LittleEndian.PutUint16(b, binary.BigEndian.Uint16(b))
+		case 4:
+			binary.LittleEndian.PutUint32(b, binary.BigEndian.Uint32(b))
+		case 8:
+			binary.LittleEndian.PutUint64(b, binary.BigEndian.Uint64(b))
+		}
+	}
+}
+
+// transposing reads an array in Fortran order row by row, a row being all that the first
+// axis has at one place. In the file the elements of a column, one of each row, lie side
+// by side: for as many rows as fit a block it copies pieces of columns, so that it reads a
+// mapped file in runs and not byte by byte.
+type transposing struct {
+	data          []byte
+	width         int64
+	rows, columns int64
+	axes, steps   []int64 // behind the first; how far apart columns lie along each
+	swap          int     // bytes to swap together; 0 is none
+
+	row, column int64   // the next block begins there
+	at          []int64 // of the column, for its axes
+	buf, ready  []byte
+}
+
+func (t *transposing) Read(p []byte) (int, error) {
+	if len(t.ready) == 0 {
+		if t.row == t.rows {
+			return 0, io.EOF
+		}
+		t.fill()
+	}
+	n := copy(p, t.ready)
+	t.ready = t.ready[n:]
+	return n, nil
+}
+
+// fill makes the next block ready: some rows, or a piece of one that is longer than that.
+func (t *transposing) fill() {
+	most := transposeBytes / t.width
+	rows, columns := int64(1), min(t.columns-t.column, most)
+	if t.columns <= most {
+		rows = min(t.rows-t.row, most/t.columns)
+	}
+	size := rows * columns * t.width
+	if int64(cap(t.buf)) < size {
+		t.buf = make([]byte, size)
+	}
+	t.ready = t.buf[:size]
+	for c := range columns {
+		column := int64(0)
+		for i, n := range t.at {
+			column += n * t.steps[i]
+		}
+		from := (column*t.rows + t.row) * t.width
+		for r := range rows {
+			to := (r*columns + c) * t.width
+			copy(t.ready[to:to+t.width], t.data[from+r*t.width:])
+		}
+		for i := len(t.at) - 1; i >= 0; i-- { // the last axis runs fastest
+			if t.at[i]++; t.at[i] < t.axes[i] {
+				break
+			}
+			t.at[i] = 0
+		}
+	}
+	if t.swap > 0 {
+		swap(t.ready, t.swap)
+	}
+	if t.column += columns; t.column == t.columns {
+		t.column = 0
+		t.row += rows
+	}
+}
