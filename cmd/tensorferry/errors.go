@@ -36,7 +36,7 @@ var exits = []struct {
 	means string
 }{
 	{0, "all is done"},
-	{exitFailure, "any failure without a code of its own"},
+	{exitFailure, "any failure without a code of its own, or a difference that diff found"},
 	{exitUsage, "a mistake in what was typed"},
 	{exitConnection, "no connection to the server, or it takes nothing now"},
 	{exitAuth, "the server does not know or does not allow the caller"},
@@ -109,7 +109,7 @@ const mostErrors = 10
 
 // packages begin their errors with their names, which people do not need.
 var packages = []string{
-	"assembler", "bench", "blocks", "chunker", "client", "codec", "cpu", "cuda", "engine", "fashion", "fault", "frame", "generate", "glob", "identity", "inbound", "kernels", "lane", "link", "relay", "server", "serving", "session", "slab",
+	"assembler", "bench", "blocks", "chunker", "client", "codec", "cpu", "cuda", "elements", "engine", "fashion", "fault", "frame", "generate", "glob", "identity", "inbound", "kernels", "lane", "link", "relay", "server", "serving", "session", "slab",
 	"stack", "store", "storing", "stream",
 	"summary", "tensor", "tensorfile", "transfer", "wire", "worker",
 }

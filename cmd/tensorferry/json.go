@@ -18,7 +18,7 @@ import (
 // prints one JSON value to stdout: a list where there may be several things, even if
 // there is one. Names are in snake case, sizes in bytes, times in the unit of their
 // name; what is not known is absent. A command that fails prints nothing, except for
-// one that stores several tensors: it prints how each of them ended.
+// one that stores several tensors: it prints how each of them ended, and for diff.
 func jsonFlag(c *cobra.Command, to *bool) {
 	c.Flags().BoolVar(to, "json", false, "print JSON")
 }

@@ -63,7 +63,7 @@ func command() *cobra.Command {
 		serveCommand(), demoCommand(), benchCommand(), benchEndCommand(), // servers
 		runCommand(), modelsCommand(), infoCommand(), // at a server
 		pushCommand(), pullCommand(), lsCommand(), rmCommand(), cpCommand(), // its store
-		genCommand(), showCommand(), certCommand(), // files
+		genCommand(), showCommand(), diffCommand(), certCommand(), // files
 		versionCommand(), completionCommand(), linkCommand(),
 	)
 	helpCommand(root)

@@ -33,7 +33,7 @@ stdout is data and nothing else, talk goes to stderr, and progress only to a ter
 there may be several things, names in snake case, sizes in bytes; what is not known is absent. An error says what and why, and ends with
 a hint where there is something to do. An output file is complete or absent; ` + "`.tensorferry-…`" + ` beside it is
 what a command writes before it is complete, and may be deleted if that command was killed. Commands that talk to a server find it at
-` + "`--server`" + `, else at ` + "`TENSORFERRY_SERVER`" + `, else at ` + "`127.0.0.1:50051`" + `; ` + "`show`" + ` and ` + "`demo`" + ` ask one only with ` + "`--server`" + `.
+` + "`--server`" + `, else at ` + "`TENSORFERRY_SERVER`" + `, else at ` + "`127.0.0.1:50051`" + `; ` + "`show`" + ` and ` + "`demo`" + ` ask one only with ` + "`--server`" + `, ` + "`diff`" + ` only for ` + "`@NAME`" + `.
 
 | exit code | means |
 |---|---|

@@ -16,6 +16,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/elements"
 	"github.com/tensorferry/tensorferry/internal/summary"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
@@ -44,6 +45,10 @@ type showOptions struct {
 	ascii  bool
 	stats  bool
 	quiet  bool
+	slice  string
+	head   int
+	// headGiven: --head is given.
+	headGiven func() bool
 	// atServer: --server is given.
 	atServer func() bool
 }
@@ -63,10 +68,17 @@ for one tensor of a .npz or a model file. Of a whole model file, which is
 .safetensors, the .safetensors.index.json of several, or a folder with one, it
 lists metadata and tensors, and reads their bytes only with --stats. With --server
 it is not a file but a NAME: a tensor of the server's store, a glob as for pull, or
-a --source. Of complex numbers it shows the magnitude, of bool 0 and 1.`,
+a --source. Of complex numbers it shows the magnitude, of bool 0 and 1.
+
+--head N prints the first N elements, too, each line with the index of its first one.
+--slice shows a part of the tensor as if it were all, and its first 100 elements unless
+--head says otherwise. A slice is NumPy's: for each axis an index or start:stop:step,
+with commas between them; a negative index counts from the end; ... is the axes between.`,
 		Example: `  tensorferry show x.npy
   tensorferry show weights.safetensors
   tensorferry show weights.safetensors:layer.0.bias --json
+  tensorferry show x.npy --head 20
+  tensorferry show images.npy --slice 0,:,::2
   tensorferry gen --shape 1000000 | tensorferry show -
   tensorferry show y.bin --dtype float32 --shape 1000,64
   tensorferry show --server 127.0.0.1:50051 'model/*'`,
@@ -79,8 +91,11 @@ a --source. Of complex numbers it shows the magnitude, of bool 0 and 1.`,
 	c.Flags().StringVar(&o.server, "server", "", "show tensors of the server of this `address`, not files")
 	o.identityFlags(c)
 	o.atServer = func() bool { return c.Flags().Changed("server") }
+	o.headGiven = func() bool { return c.Flags().Changed("head") }
 	o.sourceFlags.flags(c)
 	jsonFlag(c, &o.asJSON)
+	c.Flags().IntVar(&o.head, "head", 0, "print the first `N` elements, too")
+	c.Flags().StringVar(&o.slice, "slice", "", "show a `part` of each tensor, such as 0,:,1:10:2")
 	c.Flags().BoolVar(&o.ascii, "ascii", false, "draw histograms in ASCII")
 	c.Flags().BoolVar(&o.stats, "stats", false, "read every tensor of a model file, too")
 	quietFlag(c, &o.quiet)
@@ -97,6 +112,9 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 	if err := o.input.check(); err != nil {
 		return err
 	}
+	if o.head < 0 {
+		return usage("--head must not be negative")
+	}
 	ramp := []rune(blockRamp)
 	if o.ascii {
 		ramp = []rune(asciiRamp)
@@ -110,7 +128,7 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 		_, err := io.WriteString(stdout, s.text(ramp))
 		return err
 	}
-	read := reading(ctx, stderr, o.quiet)
+	read := reading(ctx, stderr, o)
 	var err error
 	switch {
 	case o.server == "" && o.atServer():
@@ -144,16 +162,16 @@ type seen interface {
 type reader func(title string, d tensor.Desc, r io.Reader) (*shown, error)
 
 // reading returns a reader with a progress bar on stderr for each large tensor.
-func reading(ctx context.Context, stderr io.Writer, quiet bool) reader {
+func reading(ctx context.Context, stderr io.Writer, o showOptions) reader {
 	return func(title string, d tensor.Desc, r io.Reader) (*shown, error) {
 		size, err := d.Bytes()
 		if err != nil || size < leastBar {
-			return look(ctx, title, d, r)
+			return look(ctx, title, d, r, o)
 		}
-		bars := newProgress(stderr, quiet)
+		bars := newProgress(stderr, o.quiet)
 		defer bars.end()
 		bars.vanish()
-		return look(ctx, title, d, io.TeeReader(r, bars.tensor(title, d)))
+		return look(ctx, title, d, io.TeeReader(r, bars.tensor(title, d)), o)
 	}
 }
 
@@ -211,7 +229,7 @@ func showFile(ctx context.Context, file string, o showOptions, stdin io.Reader, 
 	}
 	for _, t := range in.tensors {
 		var what seen
-		if whole && !o.stats {
+		if whole && !o.stats && o.slice == "" && !o.headGiven() {
 			what, err = newListed(t.title, t.Desc)
 		} else {
 			what, err = read(t.title, t.Desc, t.bytes())
@@ -280,6 +298,7 @@ func (l *listed) text([]rune) string {
 // histogram are of the finite elements, and absent if there are none.
 type shown struct {
 	Tensor    string             `json:"tensor"`
+	Slice     string             `json:"slice,omitempty"`
 	DType     string             `json:"dtype"`
 	Shape     tensor.Shape       `json:"shape"`
 	Bytes     int64              `json:"bytes"`
@@ -294,20 +313,48 @@ type shown struct {
 	PosInf    int64              `json:"positive_inf"`
 	NegInf    int64              `json:"negative_inf"`
 	Histogram *summary.Histogram `json:"histogram,omitempty"`
+	Head      []json.RawMessage  `json:"head,omitempty"`
+
+	lines string // of the head
 }
 
-// look reads a tensor from r to its end, or until ctx ends.
-func look(ctx context.Context, title string, d tensor.Desc, r io.Reader) (*shown, error) {
+// sliceHead is how many elements of a slice are printed by default.
+const sliceHead = 100
+
+// look reads a tensor, or the part that is to be shown, from r to its end, or until ctx
+// ends.
+func look(ctx context.Context, title string, d tensor.Desc, r io.Reader, o showOptions) (*shown, error) {
+	part, err := elements.ParseSlice(o.slice, d)
+	if err != nil {
+		return nil, usageError{fmt.Errorf("%s: %w", title, err)}
+	}
+	if o.slice != "" {
+		if r, err = part.Reader(r); err != nil {
+			return nil, fmt.Errorf("%s: %w", title, err)
+		}
+		if !o.headGiven() {
+			o.head = sliceHead
+		}
+	}
+	d = part.Desc
 	size, err := d.Bytes()
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", title, err)
 	}
+	if size == 0 && o.slice != "" { // the rest is to be read, too
+		if _, err := interruptible(ctx, func() (int64, error) { return io.Copy(io.Discard, whileLasts{ctx, r}) }); err != nil {
+			return nil, fmt.Errorf("%s: %w", title, err)
+		}
+	}
+	width := int64(d.DType.Bits() / 8)
+	head := &firstBytes{left: min(int64(o.head), size/width) * width}
+	r = io.TeeReader(r, head)
 	s, err := interruptible(ctx, func() (*summary.Summary, error) { return summary.Of(whileLasts{ctx, r}, d) })
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", title, err)
 	}
 	seen := &shown{
-		Tensor: title, DType: d.DType.String(), Shape: append(tensor.Shape{}, d.Shape...), Bytes: size, Elements: s.Elements,
+		Tensor: title, Slice: o.slice, DType: d.DType.String(), Shape: append(tensor.Shape{}, d.Shape...), Bytes: size, Elements: s.Elements,
 		Min: s.Min, Max: s.Max, Zeros: s.Zeros, NaN: s.NaN, PosInf: s.PosInf, NegInf: s.NegInf,
 	}
 	if d.DType == tensor.Complex64 || d.DType == tensor.Complex128 {
@@ -317,7 +364,50 @@ func look(ctx context.Context, title string, d tensor.Desc, r io.Reader) (*shown
 		h := s.Histogram(showColumns)
 		seen.Mean, seen.Std, seen.Histogram = &s.Mean, &s.Std, &h
 	}
+	seen.printHead(part, head.data)
 	return seen, nil
+}
+
+// firstBytes keeps the first bytes that are written to it.
+type firstBytes struct {
+	left int64
+	data []byte
+}
+
+// Write copies of p what is to be kept.
+func (f *firstBytes) Write(p []byte) (int, error) {
+	n := min(f.left, int64(len(p)))
+	f.data = append(f.data, p[:n]...)
+	f.left -= n
+	return len(p), nil
+}
+
+// headColumns is how many elements a line has at most.
+const headColumns = 10
+
+// printHead has the first elements of a part printed, which data holds.
+func (s *shown) printHead(part elements.Slice, data []byte) {
+	width := part.Desc.DType.Bits() / 8
+	row := int64(1)
+	if axes := part.Desc.Shape; len(axes) > 0 {
+		row = axes[len(axes)-1]
+	}
+	var b strings.Builder
+	for i := range int64(len(data) / width) {
+		e := data[i*int64(width):]
+		s.Head = append(s.Head, elements.JSON(part.Desc.DType, e))
+		if i%row%headColumns == 0 {
+			if i > 0 {
+				b.WriteByte('\n')
+			}
+			fmt.Fprintf(&b, "  %v ", part.Index(i))
+		}
+		b.WriteString(" " + elements.Text(part.Desc.DType, e))
+	}
+	if b.Len() > 0 {
+		b.WriteByte('\n')
+	}
+	s.lines = b.String()
 }
 
 // whileLasts reads until its context ends.
@@ -336,7 +426,11 @@ func (w whileLasts) Read(p []byte) (int, error) {
 // text is for people; ramp draws the histogram.
 func (s *shown) text(ramp []rune) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "%s  %s%v  %s\n", plain(s.Tensor), s.DType, s.Shape, sizeText(s.Bytes))
+	title := plain(s.Tensor)
+	if s.Slice != "" {
+		title += "[" + s.Slice + "]"
+	}
+	fmt.Fprintf(&b, "%s  %s%v  %s\n", title, s.DType, s.Shape, sizeText(s.Bytes))
 	if s.Elements == 0 {
 		return b.String() + "  no elements\n"
 	}
@@ -352,7 +446,7 @@ func (s *shown) text(ramp []rune) string {
 	if s.Histogram != nil {
 		fmt.Fprintf(&b, "  %s |%s| %s\n", least, columns(s.Histogram.Counts, ramp), most)
 	}
-	return b.String()
+	return b.String() + s.lines
 }
 
 // short is a number for people: integers whole, others to 6 digits.

@@ -54,6 +54,12 @@ type storedJSON struct {
 	Index    string            `json:"index,omitempty"`
 }
 
+// sourceJSON is a source as ls --json prints it.
+type sourceJSON struct {
+	Name   string `json:"name"`
+	Source bool   `json:"source"` // true
+}
+
 func ls(ctx context.Context, cl *client.Client, names []string, out printer) (err error) {
 	var list []client.Stored
 	var sources []string
@@ -69,11 +75,8 @@ func ls(ctx context.Context, cl *client.Client, names []string, out printer) (er
 }
 
 func printStored(out printer, list []client.Stored, sources []string, documents map[string]tensorfile.Document) error {
-	listed := struct {
-		Tensors []storedJSON `json:"tensors"`
-		Sources []string     `json:"sources,omitempty"`
-	}{make([]storedJSON, len(list)), sources}
-	for i, s := range list {
+	listed := []any{}
+	for _, s := range list {
 		j := storedJSON{Name: s.Name, DType: s.DType.String(), Shape: append(tensor.Shape{}, s.Shape...), Bytes: s.Bytes, Durable: s.Durable, File: s.File}
 		if at := s.Stored.UTC(); at.Year() >= 0 && at.Year() <= 9999 {
 			j.Stored = &at
@@ -84,7 +87,10 @@ func printStored(out printer, list []client.Stored, sources []string, documents 
 		if d, ok := documents[s.Name]; ok {
 			j.Metadata, j.Index = d.Common(), d.Index
 		}
-		listed.Tensors[i] = j
+		listed = append(listed, j)
+	}
+	for _, s := range sources {
+		listed = append(listed, sourceJSON{s, true})
 	}
 	return out.print(listed, func(w io.Writer) {
 		fmt.Fprintln(w, "NAME\tTENSOR\tSIZE\tSTORED\tWHERE")

@@ -1,0 +1,269 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"math"
+	"path"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/elements"
+	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
+)
+
+// diffOptions are the flags of diff.
+type diffOptions struct {
+	access
+	elements.Tolerance
+	first  int
+	asJSON bool
+}
+
+func diffCommand() *cobra.Command {
+	var o diffOptions
+	c := &cobra.Command{
+		Use:   "diff A B",
+		Short: "compare tensors: which elements differ, and how far",
+		Long: `Diff compares tensors element by element. It prints nothing and exits with 0 if they
+are equal; else it prints how many elements differ, the largest differences and the
+first ones, and exits with 1.
+
+A and B are files, as for show, or @NAME: tensors of the server's store; NAME may be
+a glob, as for pull. One tensor is compared with one whatever their names; several are
+paired by name. The names of @model/* are those after model/, as those in
+model.safetensors.
+
+a and b are equal if |a-b| <= atol + rtol*|b|. NaN equals NaN. Tensors of different data
+types or shapes differ.`,
+		Example: `  tensorferry diff x.npy y.npy
+  tensorferry diff model.safetensors '@model/*' --rtol 1e-5
+  tensorferry diff @a @b --first 3 --json`,
+		Args: takes(2, "A", "B"),
+		RunE: func(c *cobra.Command, args []string) error {
+			return diff(c.Context(), args[0], args[1], o, c.InOrStdin(), c.OutOrStdout(), c.ErrOrStderr())
+		},
+	}
+	o.flags(c)
+	c.Flags().Float64Var(&o.Abs, "atol", 0, "absolute `tolerance`")
+	c.Flags().Float64Var(&o.Rel, "rtol", 0, "relative `tolerance`")
+	c.Flags().IntVar(&o.first, "first", 5, "print so many differences of each tensor")
+	jsonFlag(c, &o.asJSON)
+	return c
+}
+
+// side is what one argument of diff names.
+type side struct {
+	title string
+	names []string // in their order
+	of    map[string]compared
+}
+
+// compared is a tensor of a side. Its bytes are lent to use, once.
+type compared struct {
+	tensor.Desc
+	read func(ctx context.Context, use func(io.Reader) error) error
+}
+
+func (s *side) add(name string, c compared) {
+	s.names, s.of[name] = append(s.names, name), c
+}
+
+// only returns the name of the only tensor.
+func (s *side) only() (string, bool) {
+	if len(s.names) != 1 {
+		return "", false
+	}
+	return s.names[0], true
+}
+
+// descJSON is what a tensor is, as diff --json prints it.
+type descJSON struct {
+	DType string       `json:"dtype"`
+	Shape tensor.Shape `json:"shape"`
+}
+
+// diffJSON is a pair of tensors, as diff --json prints it. What is not on one of the sides
+// is absent.
+type diffJSON struct {
+	Tensor    string                `json:"tensor"`
+	Equal     bool                  `json:"equal"`
+	A         *descJSON             `json:"a,omitempty"`
+	B         *descJSON             `json:"b,omitempty"`
+	Elements  *int64                `json:"elements,omitempty"` // absent if they cannot be compared
+	Different *int64                `json:"different,omitempty"`
+	MaxAbs    float64               `json:"max_abs,omitempty"`
+	MaxRel    float64               `json:"max_rel,omitempty"`
+	First     []elements.Difference `json:"first,omitempty"`
+
+	text string
+}
+
+func diff(ctx context.Context, nameA, nameB string, o diffOptions, stdin io.Reader, stdout, stderr io.Writer) error {
+	for flag, v := range map[string]float64{"--atol": o.Abs, "--rtol": o.Rel, "--first": float64(o.first)} {
+		if !(v >= 0 && v <= math.MaxFloat64) {
+			return usage("%s must be a number and not negative", flag)
+		}
+	}
+	if nameA == "-" && nameB == "-" {
+		return usage("stdin is one tensor, not two")
+	}
+	var cl *client.Client
+	if strings.HasPrefix(nameA, "@") || strings.HasPrefix(nameB, "@") {
+		var err error
+		if cl, err = o.dial(client.Config{}); err != nil {
+			return err
+		}
+		defer cl.Close()
+	}
+	a, err := sideOf(ctx, cl, nameA, stdin, stderr)
+	if err != nil {
+		return err
+	}
+	b, err := sideOf(ctx, cl, nameB, stdin, stderr)
+	if err != nil {
+		return err
+	}
+	list := []diffJSON{}
+	different := 0
+	add := func(d diffJSON) error {
+		if !d.Equal {
+			different++
+		}
+		if o.asJSON {
+			list = append(list, d)
+			return nil
+		}
+		_, err := io.WriteString(stdout, d.text)
+		return err
+	}
+	onlyA, alone := a.only()
+	onlyB, both := b.only()
+	if both = both && alone; both {
+		b.of = map[string]compared{onlyA: b.of[onlyB]}
+		b.names = a.names
+	}
+	for _, name := range a.names {
+		title := name
+		if both || name == "" {
+			title = a.title
+		}
+		other, paired := b.of[name]
+		d := diffJSON{Tensor: title, A: describe(a.of[name]), text: fmt.Sprintf("%s: only in %s\n", plain(title), plain(a.title))}
+		if paired {
+			if d, err = pair(ctx, title, a.of[name], other, o); err != nil {
+				return err
+			}
+		}
+		if err := add(d); err != nil {
+			return err
+		}
+	}
+	for _, name := range b.names {
+		if _, paired := a.of[name]; paired {
+			continue
+		}
+		if err := add(diffJSON{Tensor: name, B: describe(b.of[name]), text: fmt.Sprintf("%s: only in %s\n", plain(name), plain(b.title))}); err != nil {
+			return err
+		}
+	}
+	if o.asJSON {
+		if err := writeJSON(stdout, list); err != nil {
+			return err
+		}
+	}
+	if different > 0 {
+		return fmt.Errorf("%s and %s differ", nameA, nameB)
+	}
+	return nil
+}
+
+func describe(c compared) *descJSON {
+	return &descJSON{c.DType.String(), append(tensor.Shape{}, c.Shape...)}
+}
+
+// sideOf finds the tensors of an argument.
+func sideOf(ctx context.Context, cl *client.Client, arg string, stdin io.Reader, stderr io.Writer) (*side, error) {
+	s := &side{title: arg, of: map[string]compared{}}
+	name, stored := strings.CutPrefix(arg, "@")
+	if !stored {
+		found, err := openInput(ctx, arg, rawInput{}, stdin)
+		if err == nil {
+			err = found.errors()
+		}
+		if err != nil {
+			return nil, err
+		}
+		sayConverted(stderr, found.tensors)
+		for _, in := range found.tensors {
+			s.add(in.Name, compared{in.Desc, func(_ context.Context, use func(io.Reader) error) error { return use(in.bytes()) }})
+		}
+		return s, nil
+	}
+	list, err := storedOf(ctx, cl, []string{name})
+	if err != nil {
+		return nil, err
+	}
+	folder := "" // what all names begin with
+	if at := strings.IndexAny(name, globs); at >= 0 {
+		folder = name[:strings.LastIndex(name[:at], "/")+1]
+	}
+	for _, t := range list {
+		if path.Base(t.Name) == tensorfile.MetadataName {
+			continue // not a tensor of the model
+		}
+		s.add(strings.TrimPrefix(t.Name, folder), compared{t.Desc, func(ctx context.Context, use func(io.Reader) error) error {
+			return readStored(ctx, cl, client.Selection{Name: t.Name}, func(d tensor.Desc, r io.Reader) error {
+				if !d.Equal(t.Desc) {
+					return fmt.Errorf("tensor %q has changed since it was listed; run it again", t.Name)
+				}
+				return use(r)
+			})
+		}})
+	}
+	return s, nil
+}
+
+// pair compares two tensors.
+func pair(ctx context.Context, title string, a, b compared, o diffOptions) (diffJSON, error) {
+	d := diffJSON{Tensor: title, A: describe(a), B: describe(b)}
+	if !a.Desc.Equal(b.Desc) {
+		d.text = fmt.Sprintf("%s: %v and %v\n", plain(title), a.Desc, b.Desc)
+		return d, nil
+	}
+	c, err := interruptible(ctx, func() (c elements.Comparison, err error) {
+		read := a.read(ctx, func(ra io.Reader) error {
+			return b.read(ctx, func(rb io.Reader) error {
+				c, err = elements.Compare(a.Desc, whileLasts{ctx, ra}, whileLasts{ctx, rb}, o.Tolerance, o.first)
+				return err
+			})
+		})
+		return c, read
+	})
+	if err != nil {
+		return d, fmt.Errorf("%s: %w", title, err)
+	}
+	d.Elements, d.Different, d.Equal = &c.Elements, &c.Different, c.Different == 0
+	d.MaxAbs, d.MaxRel, d.First = c.MaxAbs, c.MaxRel, c.First
+	if d.Equal {
+		return d, nil
+	}
+	var text strings.Builder
+	fmt.Fprintf(&text, "%s  %v: %d of %d elements differ", plain(title), a.Desc, c.Different, c.Elements)
+	if c.MaxAbs > 0 {
+		fmt.Fprintf(&text, ", by up to %.6g, relative %.6g", c.MaxAbs, c.MaxRel)
+	}
+	text.WriteByte('\n')
+	for _, f := range c.First {
+		fmt.Fprintf(&text, "  %v  %s  %s\n", f.Index, f.TextA, f.TextB)
+	}
+	if more := c.Different - int64(len(c.First)); more > 0 && len(c.First) > 0 {
+		fmt.Fprintf(&text, "  and %d more\n", more)
+	}
+	d.text = text.String()
+	return d, nil
+}

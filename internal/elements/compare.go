@@ -1,0 +1,123 @@
+package elements
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"math/cmplx"
+
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// compareBytes are compared at a time, a multiple of any element's size.
+const compareBytes = 64 << 10
+
+// Tolerance is how far an element a may be from b: Abs + Rel*|b|, as NumPy's allclose has
+// it. NaN equals NaN, and an infinity itself.
+type Tolerance struct{ Abs, Rel float64 }
+
+// Difference is an element in which two tensors differ.
+type Difference struct {
+	Index []int64         `json:"index"`
+	A     json.RawMessage `json:"a"` // as JSON has them
+	B     json.RawMessage `json:"b"`
+
+	TextA, TextB string `json:"-"`
+}
+
+// Comparison is in what two tensors differ.
+type Comparison struct {
+	Elements, Different int64
+	// MaxAbs and MaxRel, which is divided by |b|, are the largest finite differences of
+	// elements that differ.
+	MaxAbs, MaxRel float64
+	First          []Difference
+}
+
+// Compare compares two tensors of one desc, whose bytes a and b yield, and keeps the
+// first differences. Both are read to the end of the tensor and no further, and are
+// borrowed.
+func Compare(d tensor.Desc, a, b io.Reader, t Tolerance, first int) (Comparison, error) {
+	size, err := d.Bytes()
+	if err != nil {
+		return Comparison{}, err
+	}
+	width := int64(d.DType.Bits() / 8)
+	c := Comparison{Elements: size / width}
+	bufA, bufB := make([]byte, min(size, compareBytes)), make([]byte, min(size, compareBytes))
+	for at := int64(0); at < size; at += int64(len(bufA)) {
+		n := min(int64(len(bufA)), size-at)
+		bufA, bufB = bufA[:n], bufB[:n]
+		for i, buf := range [][]byte{bufA, bufB} {
+			if n, err := io.ReadFull([]io.Reader{a, b}[i], buf); err != nil {
+				if errors.Is(err, io.EOF) {
+					err = io.ErrUnexpectedEOF
+				}
+				return Comparison{}, fmt.Errorf("elements: ended after %d of %d bytes: %w", at+int64(n), size, err)
+			}
+		}
+		if bytes.Equal(bufA, bufB) {
+			continue
+		}
+		for off := int64(0); off < n; off += width {
+			x, y := bufA[off:off+width], bufB[off:off+width]
+			if bytes.Equal(x, y) {
+				continue
+			}
+			abs, of := distance(valueOf(d.DType, x), valueOf(d.DType, y))
+			if abs <= t.Abs+t.Rel*of {
+				continue
+			}
+			c.Different++
+			if abs <= math.MaxFloat64 {
+				c.MaxAbs = max(c.MaxAbs, abs)
+				if r := abs / of; r <= math.MaxFloat64 {
+					c.MaxRel = max(c.MaxRel, r)
+				}
+			}
+			if len(c.First) < first {
+				c.First = append(c.First, Difference{
+					Index: indexOf((at+off)/width, d.Shape), A: JSON(d.DType, x), B: JSON(d.DType, y), TextA: Text(d.DType, x), TextB: Text(d.DType, y),
+				})
+			}
+		}
+	}
+	return c, nil
+}
+
+// distance is how far a is from b, 0 if they are equal and infinite if one of them is not
+// finite, and the magnitude of b.
+func distance(a, b value) (abs, of float64) {
+	if a.whole {
+		size := float64(b.magnitude)
+		switch {
+		case a.negative != b.negative:
+			return float64(a.magnitude) + float64(b.magnitude), size
+		case a.magnitude < b.magnitude:
+			return float64(b.magnitude - a.magnitude), size
+		}
+		return float64(a.magnitude - b.magnitude), size
+	}
+	if a.number == b.number || cmplx.IsNaN(a.number) && cmplx.IsNaN(b.number) {
+		return 0, 0
+	}
+	for _, v := range []complex128{a.number, b.number} {
+		if cmplx.IsNaN(v) || cmplx.IsInf(v) {
+			return math.Inf(1), 0
+		}
+	}
+	return min(cmplx.Abs(a.number-b.number), math.MaxFloat64), cmplx.Abs(b.number)
+}
+
+// indexOf returns where the i-th element of a shape is.
+func indexOf(i int64, shape tensor.Shape) []int64 {
+	index := make([]int64, len(shape))
+	for axis := len(shape) - 1; axis >= 0; axis-- {
+		index[axis] = i % shape[axis]
+		i /= shape[axis]
+	}
+	return index
+}
