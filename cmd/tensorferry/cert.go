@@ -13,6 +13,7 @@ import (
 func certCommand() *cobra.Command {
 	var hosts []string
 	var client string
+	var asJSON bool
 	c := &cobra.Command{
 		Use:   "cert FOLDER",
 		Short: "make certificates for a first try of TLS",
@@ -27,15 +28,18 @@ ca-key.pem to yourself: whoever has it can make certificates that both sides tru
   tensorferry serve --listen 0.0.0.0:50051 --tls-cert certs/server.pem --tls-key certs/server-key.pem --tls-client-ca certs/ca.pem
   tensorferry models --server ferry.example.org:50051 --ca certs/ca.pem --cert certs/client.pem --key certs/client-key.pem`,
 		Args: takes(1, "FOLDER"),
-		RunE: func(c *cobra.Command, args []string) error { return cert(args[0], hosts, client, c.OutOrStdout()) },
+		RunE: func(c *cobra.Command, args []string) error {
+			return cert(args[0], hosts, client, printer{c.OutOrStdout(), asJSON})
+		},
 	}
 	c.Flags().StringArrayVar(&hosts, "host", nil, "`name` or IP address of the server, beside localhost; repeatable")
 	c.Flags().StringVar(&client, "client", "client", "`name` of the client")
+	jsonFlag(c, &asJSON)
 	return c
 }
 
-// cert writes certificates, and the names of their files to stdout.
-func cert(dir string, hosts []string, client string, stdout io.Writer) error {
+// cert writes certificates, and prints the names of their files.
+func cert(dir string, hosts []string, client string, out printer) error {
 	if client == "" {
 		return usage("--client names no client")
 	}
@@ -43,10 +47,12 @@ func cert(dir string, hosts []string, client string, stdout io.Writer) error {
 	if err != nil {
 		return err
 	}
-	for _, file := range written {
-		if _, err := fmt.Fprintln(stdout, filepath.Join(dir, file)); err != nil {
-			return err
-		}
+	for i, file := range written {
+		written[i] = filepath.Join(dir, file)
 	}
-	return nil
+	return out.print(written, func(w io.Writer) {
+		for _, file := range written {
+			fmt.Fprintln(w, file)
+		}
+	})
 }

@@ -24,7 +24,7 @@ type genOptions struct {
 	name               string
 	named              func() bool // --name is given
 	output             string
-	raw, quiet         bool
+	raw, quiet, asJSON bool
 }
 
 func genCommand() *cobra.Command {
@@ -62,6 +62,7 @@ stdout, and the default. An output file is written whole or not at all.`,
 	f.StringVarP(&o.output, "output", "o", "-", "`file` to write")
 	f.BoolVar(&o.raw, "raw", false, "write raw bytes")
 	quietFlag(c, &o.quiet)
+	jsonFlag(c, &o.asJSON)
 	complete(c, "fill", generate.Fills())
 	return c
 }
@@ -72,6 +73,9 @@ func gen(ctx context.Context, o genOptions, stdout, stderr io.Writer) error {
 	}
 	if o.name == "" {
 		return usage("--name is empty")
+	}
+	if o.asJSON && o.output == "-" {
+		return usage("--json prints to stdout; name a file with --output")
 	}
 	d, size, err := parseDesc(o.dtype, o.shape)
 	if err != nil {
@@ -98,7 +102,11 @@ func gen(ctx context.Context, o genOptions, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	return t.commit()
+	if err := t.commit(); err != nil || !o.asJSON {
+		return err
+	}
+	bars.end()
+	return writeJSON(stdout, t.written(""))
 }
 
 // writeGenerated makes a chunk per thread at a time and writes them in their order.

@@ -28,6 +28,7 @@ type runOptions struct {
 	raw     bool
 	timeout time.Duration
 	timings bool
+	asJSON  bool
 	lanes   int
 }
 
@@ -70,6 +71,7 @@ open is not waited for.`,
 	durationVar(f, &o.timeout, "timeout", 0, 0, "most time the server gives the call; 0 is no limit")
 	lanesVar(f, &o.lanes)
 	f.BoolVar(&o.timings, "timings", false, "print where the server spent the time, and by which way the bytes went")
+	jsonFlag(c, &o.asJSON)
 	c.ValidArgsFunction = completeModels
 	return c
 }
@@ -144,6 +146,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		return err
 	}
 	files := map[string]*target{} // by where they end up
+	byPort := map[string]*target{}
 	defer func() {
 		for _, f := range files {
 			f.abandon()
@@ -154,6 +157,10 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		if err != nil {
 			return err
 		}
+		if o.asJSON && t.real == "-" {
+			t.abandon()
+			return usage("--json prints to stdout; name a file with --output")
+		}
 		key := t.real
 		if t.special {
 			key = "port " + port // a device may take several
@@ -162,7 +169,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 			t.abandon()
 			return usage("--output %s and --output %s are the same file", other.path, path)
 		}
-		files[key] = t
+		files[key], byPort[port] = t, t
 		r.Results[port] = client.Writer(func(d tensor.Desc) (io.Writer, error) {
 			w, err := t.open(port, d)
 			return io.MultiWriter(w, bars.tensor(port, d)), err
@@ -193,7 +200,15 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 			about(t.Total), about(t.Queue), about(t.Receive), about(t.H2D), about(t.Compute), about(t.D2H), about(t.FirstResult), about(t.Exposed()))
 		fmt.Fprintln(stderr, waysText(s.Ways()))
 	}
-	return nil
+	if !o.asJSON {
+		return nil
+	}
+	bars.end()
+	var list []writtenJSON
+	for port, t := range byPort {
+		list = append(list, t.written(port))
+	}
+	return printCall(stdout, call, list)
 }
 
 // waysText says by which way the bytes of a session went, and why.
