@@ -142,17 +142,15 @@ func TestWhatAServerSaysDoesNotReachTheTerminalAsACommand(t *testing.T) {
 		})
 	}
 	out, _, _ := run("ls", "--json")
-	var listed struct {
-		Tensors []struct {
-			Stored *string
-			Bytes  int64
-		}
+	var listed []struct {
+		Stored *string
+		Bytes  int64
 	}
 	require.NoError(t, json.Unmarshal([]byte(out), &listed))
-	require.Nil(t, listed.Tensors[0].Stored)
-	require.Nil(t, listed.Tensors[1].Stored)
-	require.Equal(t, "1970-01-01T00:00:01Z", *listed.Tensors[2].Stored)
-	require.Equal(t, int64(math.MaxInt64), listed.Tensors[0].Bytes)
+	require.Nil(t, listed[0].Stored)
+	require.Nil(t, listed[1].Stored)
+	require.Equal(t, "1970-01-01T00:00:01Z", *listed[2].Stored)
+	require.Equal(t, int64(math.MaxInt64), listed[0].Bytes)
 	out, _, _ = run("models")
 	require.Contains(t, out, "DataType(300)|DataType(-1)|float32")
 	out, _, _ = run("info")

@@ -136,11 +136,31 @@ func (p *progressBars) input(s *source) {
 		s.Reader = io.TeeReader(s.Reader, b)
 	default:
 		rest := s.Data
-		s.Data, s.Next = nil, func(<-chan struct{}) ([]byte, func(), error) {
+		s.Data, s.Next = nil, func(over <-chan struct{}) ([]byte, func(), error) {
 			piece := rest[:min(pieceBytes, len(rest))]
 			rest = rest[len(piece):]
-			return piece, func() { _, _ = b.Write(piece) }, nil // it never fails
+			return piece, func() {
+				select {
+				case <-over: // perhaps nobody has it
+				default:
+					_, _ = b.Write(piece) // it never fails
+				}
+			}, nil
 		}
+	}
+}
+
+// whole has all bytes of all tensors moved: what they were for has ended well.
+func (p *progressBars) whole() {
+	if p == nil {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.moved = p.size
+	p.done.Store(p.count.Load())
+	if p.all != nil {
+		p.all.SetCurrent(p.size)
 	}
 }
 

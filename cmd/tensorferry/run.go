@@ -193,6 +193,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 			return err
 		}
 	}
+	bars.whole()
 	if o.timings {
 		t := call.Timings()
 		bars.end()
