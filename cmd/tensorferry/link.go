@@ -105,7 +105,10 @@ func linkedList(ctx context.Context, c *client.Client, globs []string, out print
 	if err != nil {
 		return err
 	}
-	return printStored(out, list, sources, nil)
+	return out.print(struct {
+		Tensors []storedJSON `json:"tensors"`
+		Sources []string     `json:"sources"`
+	}{storedJSONs(list, nil), sources}, nil)
 }
 
 func linkedDelete(ctx context.Context, c *client.Client, names []string, out printer) error {

@@ -74,9 +74,10 @@ func ls(ctx context.Context, cl *client.Client, names []string, out printer) (er
 	return printStored(out, list, sources, documentsOf(ctx, cl, list))
 }
 
-func printStored(out printer, list []client.Stored, sources []string, documents map[string]tensorfile.Document) error {
-	listed := []any{}
-	for _, s := range list {
+// storedJSONs is a list as ls --json prints it.
+func storedJSONs(list []client.Stored, documents map[string]tensorfile.Document) []storedJSON {
+	all := make([]storedJSON, len(list))
+	for i, s := range list {
 		j := storedJSON{Name: s.Name, DType: s.DType.String(), Shape: append(tensor.Shape{}, s.Shape...), Bytes: s.Bytes, Durable: s.Durable, File: s.File}
 		if at := s.Stored.UTC(); at.Year() >= 0 && at.Year() <= 9999 {
 			j.Stored = &at
@@ -87,6 +88,14 @@ func printStored(out printer, list []client.Stored, sources []string, documents 
 		if d, ok := documents[s.Name]; ok {
 			j.Metadata, j.Index = d.Common(), d.Index
 		}
+		all[i] = j
+	}
+	return all
+}
+
+func printStored(out printer, list []client.Stored, sources []string, documents map[string]tensorfile.Document) error {
+	listed := []any{}
+	for _, j := range storedJSONs(list, documents) {
 		listed = append(listed, j)
 	}
 	for _, s := range sources {
