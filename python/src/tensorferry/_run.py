@@ -403,6 +403,9 @@ class Feed:
             self._offset += n
             if self._offset == block.nbytes:
                 self._block = None
+        if self._by_hand and self._filled == source.nbytes and next(self._blocks, None) is not None:
+            # Before the last piece goes: with it the call could end well.
+            raise ValueError(f"a Stream of {source.nbytes} bytes has more")
         return at
 
 
