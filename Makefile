@@ -160,7 +160,7 @@ tidy-check: ## go.mod and go.sum say what is imported
 	cd tools && $(GO) mod tidy -diff
 	cd bench && $(GO) mod tidy -diff
 
-examples: ## Run every program below examples/ to its end, but relu, which a test of client runs
+examples: ## Run every program below examples/ to its end, but relu, which has a test of its own
 	@set -e; for p in $$($(GO) list -f '{{if eq .Name "main"}}{{.ImportPath}}{{end}}' ./examples/... | grep -v /relu$$); do \
 		echo "$(GO) run $$p"; $(LIMIT) $(GO) run $$p </dev/null; done
 

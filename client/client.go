@@ -68,7 +68,7 @@ type Config struct {
 	Credentials credentials.TransportCredentials
 	PerRPC      credentials.PerRPCCredentials
 	// Lanes is how many lanes a session has beside its gRPC stream, for large tensors
-	// (docs/lanes.md); 0 means 1, which is the most for now, less than 0 none.
+	// (docs/lanes.md); 0 means 1, the most there can be, less than 0 none.
 	Lanes int
 	// ResultBytes is the largest result that gets memory of its own; 0 means 4 GiB.
 	// Into and Writer have no such limit.

@@ -14,38 +14,6 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// computeRelu is that of examples/relu, which README shows.
-func computeRelu(ctx context.Context, address string) error {
-	c, err := client.Dial(address, client.Config{})
-	if err != nil {
-		return err
-	}
-	defer c.Close()
-	x, err := tensor.Of([]float32{-1, 2, -3, 4}, 2, 2) // over the slice, no copy
-	if err != nil {
-		return err
-	}
-	y, err := c.Compute(ctx, "relu", x)
-	if err != nil {
-		return err
-	}
-	values, err := tensor.Slice[float32](y)
-	if err != nil {
-		return err
-	}
-	fmt.Println(y.Desc, values) // float32[2 2] [0 2 0 4]
-	return nil
-}
-
-func ExampleClient_Compute() {
-	address, stop := serveBuiltins()
-	defer stop()
-	if err := computeRelu(context.Background(), address); err != nil {
-		fmt.Println(err)
-	}
-	// Output: float32[2 2] [0 2 0 4]
-}
-
 // keepBias is what the README shows.
 func keepBias(ctx context.Context, c *client.Client) error {
 	bias, err := tensor.Of([]float32{1, 2, 3})

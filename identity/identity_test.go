@@ -5,12 +5,17 @@ import (
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
+	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
+	"fmt"
+	"io"
 	"log/slog"
 	"math/big"
 	"net"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
@@ -350,6 +355,54 @@ func TestPeersThatSayNothingTakeNoCore(t *testing.T) {
 	require.NotNil(t, info)
 	for _, c := range silent {
 		require.NoError(t, c.Close())
-		require.Error(t, <-ended)
+		err := <-ended
+		require.Error(t, err)
+		require.NotContains(t, err.Error(), "speak TLS", "it said nothing")
+	}
+}
+
+func TestAListenerOfHTTPKnowsItsPeersToo(t *testing.T) {
+	dir := files(t)
+	s, err := identity.NewServer(serverFiles(dir), slog.New(slog.DiscardHandler))
+	require.NoError(t, err)
+	served := httptest.NewUnstartedServer(s.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "metrics") })))
+	served.TLS = s.Config()
+	served.StartTLS()
+	defer served.Close()
+	ca, err := os.ReadFile(clientFiles(dir).CA)
+	require.NoError(t, err)
+	roots := x509.NewCertPool()
+	require.True(t, roots.AppendCertsFromPEM(ca))
+	get := func(token string, certs ...tls.Certificate) (code int, text string) {
+		transport := &http.Transport{TLSClientConfig: &tls.Config{RootCAs: roots, Certificates: certs}}
+		defer transport.CloseIdleConnections()
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, served.URL, http.NoBody)
+		require.NoError(t, err)
+		if token != "" {
+			req.Header.Set("Authorization", "Bearer "+token)
+		}
+		resp, err := transport.RoundTrip(req)
+		require.NoError(t, err)
+		defer resp.Body.Close()
+		body, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		return resp.StatusCode, string(body)
+	}
+	alice, err := tls.LoadX509KeyPair(clientFiles(dir).Cert, clientFiles(dir).Key)
+	require.NoError(t, err)
+	for _, c := range []struct {
+		token string
+		certs []tls.Certificate
+		code  int
+		text  string
+	}{
+		{bob, nil, http.StatusOK, "metrics"},
+		{"", []tls.Certificate{alice}, http.StatusOK, "metrics"},
+		{"", nil, http.StatusUnauthorized, "the server wants a client certificate, or a token"},
+		{carol[1:], nil, http.StatusUnauthorized, "the server does not know the token"},
+	} {
+		code, text := get(c.token, c.certs...)
+		require.Equal(t, c.code, code)
+		require.True(t, strings.HasPrefix(text, c.text), text)
 	}
 }

@@ -11,11 +11,11 @@ const (
 	mostToken  = 4096
 	// lookEvery is how often the files are looked at, at most.
 	lookEvery = time.Second
-	// A client that does not speak TLS is told so, within this time and so many frames, and
-	// so many bytes behind its first RPC.
+	// A client that does not speak TLS is told so, within this time and so many frames of so
+	// many bytes, which is also what is read behind its first RPC.
 	goodbye       = time.Second
 	goodbyeFrames = 16
-	goodbyeBytes  = 64 << 10
+	goodbyeBytes  = 16 << 10
 	// validDays is how long a certificate of a server or client is valid that
 	// WriteCertificates makes, and authorityDays its authority's.
 	validDays     = 365

@@ -4,20 +4,19 @@ import (
 	"bytes"
 	"io"
 	"net"
+	"strings"
 	"time"
 
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
 )
 
-// refusePlain answers the first RPC of a client that speaks HTTP/2 without TLS, and of
-// which so many bytes have been read: it would learn nothing from an alert of TLS.
-func refusePlain(conn net.Conn, first []byte) {
+// refusePlain answers the first RPC of a client that speaks HTTP/2 without TLS: it would
+// learn nothing from an alert of TLS. read is what was read behind the client's preface.
+func refusePlain(conn net.Conn, read string) {
 	_ = conn.SetDeadline(time.Now().Add(goodbye))
-	if len(first) < len(http2.ClientPreface) {
-		return
-	}
-	f := http2.NewFramer(conn, io.MultiReader(bytes.NewReader(first[len(http2.ClientPreface):]), conn))
+	f := http2.NewFramer(conn, io.MultiReader(strings.NewReader(read), conn))
+	f.SetMaxReadFrameSize(goodbyeBytes)
 	if f.WriteSettings() != nil {
 		return
 	}

@@ -126,13 +126,13 @@ func (s *Server) Principal(info credentials.AuthInfo, authorization []string) (n
 	if !ok {
 		return "", refused("the connection is not encrypted")
 	}
-	if s.Open() {
-		return "", nil
-	}
 	return s.principal(p.State.PeerCertificates, &p.checked, authorization)
 }
 
 func (s *Server) principal(certs []*x509.Certificate, checked *atomic.Pointer[verdict], authorization []string) (name string, err error) {
+	if s.Open() {
+		return "", nil
+	}
 	all := s.secrets()
 	if len(authorization) > 0 && all.tokens != nil {
 		scheme, text, _ := strings.Cut(authorization[0], " ")
@@ -166,9 +166,8 @@ func (s *Server) principal(certs []*x509.Certificate, checked *atomic.Pointer[ve
 // RPCs, and refuses it or leaves it to h.
 func (s *Server) Handler(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		var checked atomic.Pointer[verdict]
-		if _, err := s.principal(r.TLS.PeerCertificates, &checked, r.Header.Values("Authorization")); err != nil && !s.Open() {
-			http.Error(w, err.Error(), http.StatusUnauthorized)
+		if _, err := s.principal(r.TLS.PeerCertificates, new(atomic.Pointer[verdict]), r.Header.Values("Authorization")); err != nil {
+			http.Error(w, strings.TrimPrefix(err.Error(), "identity: "), http.StatusUnauthorized)
 			return
 		}
 		h.ServeHTTP(w, r)
@@ -213,8 +212,8 @@ func (s serverCredentials) ServerHandshake(raw net.Conn) (net.Conn, credentials.
 	h.over = true
 	<-s.cores
 	if err != nil {
-		if h.plain() {
-			refusePlain(raw, h.first)
+		if after, plain := strings.CutPrefix(string(h.first), http2.ClientPreface); plain {
+			refusePlain(raw, after)
 			err = errors.New("identity: the client does not speak TLS")
 		}
 		return nil, nil, err
@@ -255,16 +254,10 @@ func (h *handshaking) Read(p []byte) (int, error) {
 	<-h.cores
 	n, err := h.Conn.Read(p)
 	h.cores <- struct{}{} // soon: nobody waits for a peer with it
-	if h.plain() {
-		h.first = append(h.first, p[:n]...)
+	if m := min(len(h.first), len(http2.ClientPreface)); string(h.first[:m]) == http2.ClientPreface[:m] {
+		h.first = append(h.first, p[:n]...) // it may be HTTP/2 without TLS
 	}
 	return n, err
-}
-
-// plain reports whether what was read may be the beginning of HTTP/2 without TLS.
-func (h *handshaking) plain() bool {
-	n := min(len(h.first), len(http2.ClientPreface))
-	return string(h.first[:n]) == http2.ClientPreface[:n]
 }
 
 // Close leaves it to who made the connection to close it: a client that does not speak

@@ -67,7 +67,7 @@ type opened struct {
 	first    *time.Timer // until its first message has come
 	received *inbound.RPC
 	cancel   context.CancelCauseFunc
-	caller   guard.Caller
+	caller   *guard.Caller
 	stream   atomic.Pointer[grpc.ServerTransportStream] // once there is a handler
 	told     atomic.Pointer[error]                      // to end
 }
@@ -92,25 +92,22 @@ func handled(ctx context.Context) {
 	}
 }
 
-// tap refuses RPCs of nobody knows whom, or for which there is no memory, or no handler,
-// and cancels those whose first message does not come in time: grpc waits for it without a limit before any
-// handler, or interceptor, is called.
+// tap refuses RPCs of unknown callers, and those for which there is no memory, or no
+// handler. It cancels those whose first message does not come in time: grpc waits for it
+// without a limit before any handler, or interceptor, is called.
 func (e *endpoint) tap(ctx context.Context, info *tap.Info) (context.Context, error) {
 	if ctx.Err() != nil { // grpc has the same to say
 		return ctx, statusOf(ctx.Err())
 	}
-	open := &opened{caller: guard.Caller{Authorization: slices.Clone(info.Header.Get("authorization"))}}
-	if p, ok := grpcpeer.FromContext(ctx); ok {
-		open.caller.Addr, open.caller.Info = p.Addr.String(), p.AuthInfo
-	}
-	if err := e.server.guard.Ask(&open.caller); err != nil {
+	caller, err := e.server.guard.Ask(ctx, info.Header)
+	if err != nil {
 		return ctx, errUnauthenticated(err)
 	}
 	if !e.methods[info.FullMethodName] {
 		return ctx, errNoMethod(info.FullMethodName)
 	}
 	inner, cancel := context.WithCancelCause(ctx)
-	open.cancel = cancel
+	open := &opened{cancel: cancel, caller: caller}
 	if one, ok := ctx.Value(connectionKey{}).(*connection); ok && one.in != nil {
 		if open.received, ok = one.in.Open(info.Header, func() { open.end(errReceived) }); !ok {
 			cancel(nil)
@@ -118,9 +115,9 @@ func (e *endpoint) tap(ctx context.Context, info *tap.Info) (context.Context, er
 		}
 	}
 	open.first = time.AfterFunc(e.FirstMessage, func() { cancel(fmt.Errorf("server: no message within %v", e.FirstMessage)) })
-	e.server.guard.Remember(&open.caller, func(why error) { open.end(errUnauthenticated(why)) })
+	e.server.guard.Remember(caller, func(why error) { open.end(errUnauthenticated(why)) })
 	context.AfterFunc(inner, func() { // ends with the RPC
-		e.server.guard.Forget(&open.caller)
+		e.server.guard.Forget(caller)
 		open.first.Stop()
 		open.received.Cancelled()
 	})

@@ -55,7 +55,7 @@ type Config struct {
 	// one server at a time.
 	Metrics prometheus.Registerer
 	// Lanes is how many lanes a session may have at a time (docs/lanes.md); 0 means 1,
-	// which is the most for now, less than 0 none. There are none over connections that Credentials secure.
+	// the most there can be, less than 0 none. Connections that Credentials secure have none.
 	Lanes int
 	// Services are served beside the TensorService, under the same limits.
 	Services []Service
@@ -309,7 +309,7 @@ func (s *Server) Close() {
 // Principal returns the name of who sends the RPC of ctx; "" if the server does not ask.
 func Principal(ctx context.Context) string {
 	if o, ok := ctx.Value(openedKey{}).(*opened); ok {
-		return o.caller.Name
+		return o.caller.Name()
 	}
 	return ""
 }

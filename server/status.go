@@ -41,7 +41,7 @@ func errNoMethod(name string) error {
 	return status.Errorf(codes.Unimplemented, "unknown method %s", wire.Text(name))
 }
 
-// errUnauthenticated refuses an RPC of nobody knows whom.
+// errUnauthenticated refuses an RPC of an unknown caller.
 func errUnauthenticated(why error) error {
 	return status.Error(codes.Unauthenticated, wire.Text(strings.TrimPrefix(why.Error(), "identity: ")))
 }

@@ -6,12 +6,18 @@
 package guard
 
 import (
+	"context"
 	"log/slog"
+	"maps"
+	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/peer"
 
 	"github.com/tensorferry/tensorferry/internal/serving"
 )
@@ -22,12 +28,20 @@ const every = 5 * time.Second
 // Check returns the name of who sends an RPC over a connection, or why it is refused.
 type Check func(info credentials.AuthInfo, authorization []string) (principal string, err error)
 
-// Caller is who sends an RPC, and what shows it.
+// Caller is who sends an RPC, and what shows it. A nil one is anybody.
 type Caller struct {
-	Name          string
-	Addr          string
-	Info          credentials.AuthInfo
-	Authorization []string
+	name          string
+	addr          net.Addr
+	info          credentials.AuthInfo
+	authorization []string
+}
+
+// Name returns the name of the caller's principal.
+func (c *Caller) Name() string {
+	if c == nil {
+		return ""
+	}
+	return c.name
 }
 
 // Guard asks a Check.
@@ -35,10 +49,10 @@ type Guard struct {
 	check   Check // nil: everybody may
 	log     *slog.Logger
 	refused atomic.Int64
-
-	mu      sync.Mutex
-	open    map[*Caller]func(error) // guarded by mu: ends the RPC
 	sampler serving.LogSampler
+
+	mu   sync.Mutex
+	open map[*Caller]func(error) // guarded by mu: ends the RPC
 }
 
 // New returns a guard. With nil everybody may send RPCs, without a name.
@@ -49,25 +63,36 @@ func New(check Check, log *slog.Logger) *Guard {
 // Refused returns how many RPCs were refused, or ended.
 func (g *Guard) Refused() int64 { return g.refused.Load() }
 
-// Ask sets the caller's name, or returns why its RPC is refused.
-func (g *Guard) Ask(c *Caller) (err error) {
+// Ask returns who sends the RPC of ctx with these headers, or why it is refused.
+func (g *Guard) Ask(ctx context.Context, header metadata.MD) (*Caller, error) {
 	if g.check == nil {
-		return nil
+		return nil, nil
 	}
-	if c.Name, err = g.check(c.Info, c.Authorization); err == nil {
-		return nil
+	c := &Caller{authorization: slices.Clone(header.Get("authorization"))}
+	if p, ok := peer.FromContext(ctx); ok {
+		c.addr, c.info = p.Addr, p.AuthInfo
+	}
+	var err error
+	c.name, err = g.ask(c)
+	return c, err
+}
+
+// ask asks the Check, and counts and logs what it refuses.
+func (g *Guard) ask(c *Caller) (name string, err error) {
+	if name, err = g.check(c.info, c.authorization); err == nil {
+		return name, nil
 	}
 	g.refused.Add(1)
 	if n, due := g.sampler.Again(); due {
-		g.log.Warn("RPC refused", slog.String("peer", c.Addr), slog.String("error", err.Error()), slog.Int64("refused", n))
+		g.log.Warn("RPC refused", slog.Any("peer", c.addr), slog.String("error", err.Error()), slog.Int64("refused", n))
 	}
-	return err
+	return "", err
 }
 
 // Remember has Watch end the RPC of a caller that Ask has let in, if it is not allowed any
-// more, until Forget.
+// more, until Forget. Of a nil caller it does nothing, as Forget does.
 func (g *Guard) Remember(c *Caller, end func(why error)) {
-	if g.check == nil {
+	if c == nil {
 		return
 	}
 	g.mu.Lock()
@@ -77,6 +102,9 @@ func (g *Guard) Remember(c *Caller, end func(why error)) {
 
 // Forget is called when the RPC has ended.
 func (g *Guard) Forget(c *Caller) {
+	if c == nil {
+		return
+	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	delete(g.open, c)
@@ -95,30 +123,13 @@ func (g *Guard) Watch(done <-chan struct{}) {
 		case <-done:
 			return
 		}
-		for _, c := range g.all() {
-			again := *c // others read its name
-			if err := g.Ask(&again); err != nil {
-				g.end(c, err)
+		g.mu.Lock()
+		open := maps.Clone(g.open)
+		g.mu.Unlock()
+		for c, end := range open {
+			if _, err := g.ask(c); err != nil {
+				end(err) // a no-op on an RPC that has ended meanwhile
 			}
 		}
-	}
-}
-
-func (g *Guard) all() (all []*Caller) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	for c := range g.open {
-		all = append(all, c)
-	}
-	return all
-}
-
-// end ends an RPC that is still open.
-func (g *Guard) end(c *Caller, why error) {
-	g.mu.Lock()
-	end := g.open[c]
-	g.mu.Unlock()
-	if end != nil {
-		end(why)
 	}
 }
