@@ -297,7 +297,13 @@ func TestAServerThatEndsItsLanesAtOnceIsNotDialledForEver(t *testing.T) {
 		y, err := c.Compute(t.Context(), "echo", x)
 		return err == nil && bytes.Equal(x.Data, y.Data) && strings.HasPrefix(c.Ways().Why, "none for 10m0s")
 	}, "the client has had enough")
-	require.EqualValues(t, 3, b.lanes.Load())
+	tries := b.lanes.Load() // three, and those whose answer came too late, which do not count
+	require.GreaterOrEqual(t, tries, int64(3))
+	for range 3 {
+		_, err := c.Compute(t.Context(), "echo", x)
+		require.NoError(t, err)
+	}
+	require.Equal(t, tries, b.lanes.Load(), "and no more for ten minutes")
 	require.NoError(t, c.Close())
 }
 

@@ -130,7 +130,7 @@ type pull struct {
 	byID    map[tensor.ID]*pulled
 	pieces  *bufio.Writer // made for the first tensor that needs it
 
-	globs     []*glob.Glob // of the selections; nil for one that is no glob
+	globs     []*glob.Glob // of the selections; nil for a plain name
 	answered  []bool       // the selections that the server told of
 	textBytes int          // of its texts that are kept
 }

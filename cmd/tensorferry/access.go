@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"os"
+	"slices"
 
 	"github.com/spf13/cobra"
 
@@ -33,7 +34,7 @@ func (a *access) flags(c *cobra.Command) {
 // variable.
 func (a *access) identityFlags(c *cobra.Command) {
 	f := c.Flags()
-	f.BoolVar(&a.tls, "tls", os.Getenv(tlsEnv) != "", "use TLS, with an authority that this system trusts; also "+tlsEnv+"=1")
+	f.BoolVar(&a.tls, "tls", !slices.Contains([]string{"", "0", "false"}, os.Getenv(tlsEnv)), "use TLS, with an authority that this system trusts; also "+tlsEnv+"=1")
 	for _, s := range a.identity() {
 		f.StringVar(s.value, s.flag, os.Getenv(s.env), s.text+"; also "+s.env)
 		c.Flag(s.flag).DefValue = ""

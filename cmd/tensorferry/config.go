@@ -304,6 +304,9 @@ func durationVar[T ~int64](f *pflag.FlagSet, v *T, name string, value T, least t
 		}
 		return int64(d), err
 	}, func(n int64) string { return shortDuration(time.Duration(n)) }}, name, text)
+	if value == 0 {
+		f.Lookup(name).DefValue = "0" // which --help leaves out
+	}
 }
 
 // zeros are the last units of a duration's text that say nothing: 10m, not 10m0s.

@@ -17,7 +17,6 @@ type pipes struct{ idle time.Duration }
 
 func (p *pipes) flags(c *cobra.Command) {
 	durationVar(c.Flags(), &p.idle, "input-idle", 0, 0, "how long input and output may rest; 0 is as long as the server allows")
-	c.Flag("input-idle").DefValue = "0" // of which --help says nothing
 }
 
 // config returns that of a client whose Reader or Writer may rest, and a context that ends

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"maps"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -17,8 +19,21 @@ var errTaken = errors.New("the token is not known any more")
 
 func TestWhoIsNotAllowedAnyMoreLosesItsRPCs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		taken := ""
+		var mu sync.Mutex
+		taken, ended := "", make(map[string]error)
+		take := func(name string) {
+			mu.Lock()
+			defer mu.Unlock()
+			taken = name
+		}
+		lost := func() map[string]error {
+			mu.Lock()
+			defer mu.Unlock()
+			return maps.Clone(ended)
+		}
 		g := New(func(_ credentials.AuthInfo, authorization []string) (string, error) {
+			mu.Lock()
+			defer mu.Unlock()
 			if len(authorization) == 0 || authorization[0] == taken {
 				return "", errTaken
 			}
@@ -26,12 +41,15 @@ func TestWhoIsNotAllowedAnyMoreLosesItsRPCs(t *testing.T) {
 		}, slog.New(slog.DiscardHandler))
 		_, err := g.Ask(t.Context(), nil)
 		require.ErrorIs(t, err, errTaken)
-		ended := make(map[string]error)
 		ask := func(name string) *Caller {
 			c, err := g.Ask(t.Context(), metadata.Pairs("authorization", name))
 			require.NoError(t, err)
 			require.Equal(t, name, c.Name())
-			g.Remember(c, func(why error) { ended[name] = why })
+			g.Remember(c, func(why error) {
+				mu.Lock()
+				defer mu.Unlock()
+				ended[name] = why
+			})
 			return c
 		}
 		ask("alice")
@@ -42,15 +60,15 @@ func TestWhoIsNotAllowedAnyMoreLosesItsRPCs(t *testing.T) {
 		go g.Watch(done)
 		time.Sleep(every + time.Second)
 		synctest.Wait()
-		require.Empty(t, ended)
-		taken = "bob"
+		require.Empty(t, lost())
+		take("bob")
 		time.Sleep(every)
 		synctest.Wait()
-		require.Equal(t, map[string]error{"bob": errTaken}, ended)
-		taken = "carol"
+		require.Equal(t, map[string]error{"bob": errTaken}, lost())
+		take("carol")
 		time.Sleep(every)
 		synctest.Wait()
-		require.Len(t, ended, 1, "carol's RPC had ended")
+		require.Len(t, lost(), 1, "carol's RPC had ended")
 		require.EqualValues(t, 2, g.Refused())
 		close(done)
 	})
