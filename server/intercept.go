@@ -109,7 +109,7 @@ func (e *endpoint) tap(ctx context.Context, info *tap.Info) (context.Context, er
 	inner, cancel := context.WithCancelCause(ctx)
 	open := &opened{cancel: cancel, caller: caller}
 	if one, ok := ctx.Value(connectionKey{}).(*connection); ok && one.in != nil {
-		if open.received, ok = one.in.Open(info.Header, func() { open.end(errReceived) }); !ok {
+		if open.received, ok = one.in.Open(info.Header, func(why error) { open.end(errNotReceived(why, info.FullMethodName)) }); !ok {
 			cancel(nil)
 			return ctx, statusOf(errReceived)
 		}
@@ -212,11 +212,11 @@ func (a answering) SendMsg(m any) error {
 func (a answering) RecvMsg(m any) error {
 	a.received.Next()
 	if _, frame := m.(*wire.Message); frame {
-		return receiveError(a.ServerStream.RecvMsg(m))
+		return receiveError(a.Context(), a.ServerStream.RecvMsg(m))
 	}
 	req := wire.Request{Message: m}
 	if err := a.ServerStream.RecvMsg(&req); err != nil {
-		return receiveError(err)
+		return receiveError(a.Context(), err)
 	}
 	return statusOf(req.Err)
 }

@@ -13,7 +13,9 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/durationpb"
 
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -27,6 +29,19 @@ var (
 	// errReceived ends an RPC, or refuses one, for want of memory for its messages.
 	errReceived = serving.TryLater(frame.ResourceExhausted, "memory: none for what clients have sent; read results, have fewer RPCs open, and try again later")
 )
+
+// errNotReceived ends an RPC of which no message, or none more, is received.
+func errNotReceived(why error, method string) error {
+	large, ok := errors.AsType[*inbound.TooLargeError](why)
+	if !ok {
+		return errReceived
+	}
+	hint := ""
+	if method == pb.TensorService_Compute_FullMethodName {
+		hint = "; larger tensors go by StreamTensors, in chunks"
+	}
+	return frame.Errorf(frame.ResourceExhausted, "message of %d bytes; at most %d are received%s", large.Bytes, large.Most, hint)
+}
 
 // statusName names the code that an RPC ends with.
 func statusName(err error) string { return frame.Code(status.Code(err)).String() }
@@ -80,8 +95,13 @@ func levelOf(err error, failures *serving.LogSampler) slog.Level {
 
 // receiveError is the error of grpc's RecvMsg, of which the peer has been told by then.
 // INTERNAL says that its bytes are no message: one that is cut short, or compressed though
-// nothing is. That is no defect.
-func receiveError(err error) error {
+// nothing is. That is no defect. What the peer was told already outweighs it.
+func receiveError(ctx context.Context, err error) error {
+	if o, ok := ctx.Value(openedKey{}).(*opened); ok && err != nil {
+		if why := o.told.Load(); why != nil {
+			return *why
+		}
+	}
 	switch st, _ := status.FromError(err); st.Code() {
 	case codes.Internal:
 		return frame.Errorf(frame.InvalidArgument, "%s", st.Message())

@@ -61,11 +61,12 @@ type Conn struct {
 type RPC struct {
 	c      *Conn
 	id     uint32
-	cancel func()
+	cancel func(why error)
 
 	// Of the goroutine that reads the connection.
 	prefix [prefixBytes]byte
 	got    int   // bytes of prefix
+	known  bool  // the first message has come, or is too large
 	coming int64 // bytes of the current message that have not come
 
 	// Guarded by c.m.mu.
@@ -300,9 +301,13 @@ func (c *Conn) data(id uint32, n int, padded bool) (taken bool, err error) {
 		ended = 1
 	}
 	ahead := r.coming
-	if ahead > c.max { // gRPC refuses the message
-		ahead = 0
+	if ahead > c.max { // gRPC refuses the message, in words of its own, once it has those before
+		if !r.known && ended == 0 {
+			r.cancel(&TooLargeError{Bytes: int64(binary.BigEndian.Uint32(r.prefix[1:])), Most: c.max})
+		}
+		ahead, r.known = 0, true
 	}
+	r.known = r.known || ended > 0
 	return r.charge(n, ahead, ended)
 }
 
@@ -451,8 +456,9 @@ func (c *Conn) unwant() {
 }
 
 // Open charges the RPC whose headers gRPC has just read, with these fields. It reports
-// false if there is no memory for it. cancel ends the RPC; End follows.
-func (c *Conn) Open(fields map[string][]string, cancel func()) (*RPC, bool) {
+// false if there is no memory for it. cancel, told ErrMemory or a *TooLargeError, ends the
+// RPC; End follows.
+func (c *Conn) Open(fields map[string][]string, cancel func(why error)) (*RPC, bool) {
 	r := &RPC{c: c, id: c.opening, cancel: cancel, own: rpcBytes}
 	for k, values := range fields {
 		r.own += HeapShare * (int64(len(k)) + fieldBytes)

@@ -134,7 +134,7 @@ func TestTheChargeIsWhatWasSentAndNotConsumed(t *testing.T) {
 				go func() { _, _ = io.Copy(io.Discard, tr.peer) }() // ends with the connection
 				var r *RPC
 				go tr.read(func(uint32) {
-					r, _ = tr.Open(map[string][]string{"a": {"bc"}}, nil)
+					r, _ = tr.Open(map[string][]string{"a": {"bc"}}, func(error) {})
 				}, func(uint32, int) {})
 				send := func(b []byte) {
 					if _, err := tr.peer.Write(b); err != nil {
@@ -205,7 +205,7 @@ func TestWhatAnRPCLeftIsChargedUntilItIsCollected(t *testing.T) {
 	rpcs := make(chan *RPC)
 	got := make(chan uint32)
 	go tr.read(func(uint32) {
-		r, _ := tr.Open(nil, nil)
+		r, _ := tr.Open(nil, func(error) {})
 		rpcs <- r
 	}, func(id uint32, _ int) { got <- id })
 	go func() { _, _ = tr.peer.Write(append(make([]byte, preface), frame(typeHeaders, 0, 1, nil)...)) }()
@@ -356,7 +356,7 @@ func TestAConnectionThatNeverCalmsIsClosed(t *testing.T) {
 // charging returns a connection with an RPC that takes frames without gRPC.
 func (m *Memory) charging() *RPC {
 	c := m.Conn(discard{}, mib, nil)
-	r := &RPC{c: c, id: 1, cancel: func() {}}
+	r := &RPC{c: c, id: 1, cancel: func(error) {}}
 	c.rpcs[1] = r
 	return r
 }
@@ -415,7 +415,7 @@ func TestARefusalClosesTheConnectionThatLeavesMostUnread(t *testing.T) {
 			deaf = m.Conn(discard{}, mib, nil)
 			for i := 0; ; i++ {
 				deaf.opening = uint32(2*i + 1)
-				r, ok := deaf.Open(nil, func() {})
+				r, ok := deaf.Open(nil, func(error) {})
 				if !ok || n == 0 && i == 20 {
 					break
 				}
@@ -427,7 +427,7 @@ func TestARefusalClosesTheConnectionThatLeavesMostUnread(t *testing.T) {
 		m.mu.Lock()
 		m.add(other, Free)
 		m.mu.Unlock()
-		if _, ok := other.Open(nil, func() {}); ok {
+		if _, ok := other.Open(nil, func(error) {}); ok {
 			t.Error("an RPC was opened without memory")
 		}
 		synctest.Wait()
@@ -435,7 +435,7 @@ func TestARefusalClosesTheConnectionThatLeavesMostUnread(t *testing.T) {
 			t.Error("a connection was closed that may read yet")
 		}
 		time.Sleep(stale)
-		if _, ok := other.Open(nil, func() {}); ok {
+		if _, ok := other.Open(nil, func(error) {}); ok {
 			t.Error("an RPC was opened without memory")
 		}
 		<-deaf.done
@@ -446,7 +446,7 @@ func TestARefusalClosesTheConnectionThatLeavesMostUnread(t *testing.T) {
 			t.Errorf("%d bytes are charged for RPCs that are not collected", n)
 		}
 		swept()
-		if _, ok := other.Open(nil, func() {}); !ok {
+		if _, ok := other.Open(nil, func(error) {}); !ok {
 			t.Error("an RPC is refused though there is memory")
 		}
 		if _, _, after := m.Used(); after != before+3 {
@@ -606,7 +606,7 @@ func schedule(t *testing.T, seed uint64) (o outcome) {
 				once := sync.OnceFunc(func() { close(h.ended) })
 				fields := map[string][]string{"a": {strings.Repeat("b", int(seed+uint64(id))%20*kib)}}
 				var ok bool
-				if h.rpc, ok = tr.Open(fields, func() {
+				if h.rpc, ok = tr.Open(fields, func(error) {
 					mu.Lock()
 					o.shed++
 					mu.Unlock()

@@ -14,14 +14,25 @@ package inbound
 
 import (
 	"errors"
+	"fmt"
 	"runtime"
 	"slices"
 	"sync"
 	"time"
 )
 
-// ErrMemory ends a connection for want of memory.
+// ErrMemory ends a connection, or an RPC, for want of memory.
 var ErrMemory = errors.New("inbound: no memory for what clients send")
+
+// TooLargeError ends an RPC whose message is larger than gRPC receives.
+type TooLargeError struct {
+	Bytes, Most int64 // of the message, and of the largest
+}
+
+// Error returns both sizes.
+func (e *TooLargeError) Error() string {
+	return fmt.Sprintf("inbound: message of %d bytes; at most %d are received", e.Bytes, e.Most)
+}
 
 // Memory is what all connections of a server may hold of what their peers have sent.
 type Memory struct {
@@ -236,7 +247,7 @@ func (m *Memory) relieve(c *Conn, waited time.Duration) {
 	// Without the lock: gRPC opens RPCs under one of its own.
 	switch rpc, conn := m.victim(c, waited); {
 	case rpc != nil:
-		rpc.cancel()
+		rpc.cancel(ErrMemory)
 	case conn != nil:
 		_ = conn.Close()
 	}
