@@ -3,12 +3,15 @@ package main
 import (
 	"flag"
 	"fmt"
+	"io"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"github.com/stretchr/testify/require"
 )
 
@@ -92,5 +95,31 @@ func TestExitCodesAreInOneTable(t *testing.T) {
 	}
 	for _, code := range exitOf {
 		require.Less(t, code, len(exits))
+	}
+}
+
+// TestWhatIsMistypedExitsWithUsage mistypes each flag of each command, and gives those
+// that take no text a value that they do not have.
+func TestWhatIsMistypedExitsWithUsage(t *testing.T) {
+	for _, c := range command().Commands() {
+		exits := func(args ...string) {
+			t.Helper()
+			root := command()
+			root.SetArgs(append([]string{c.Name()}, args...))
+			root.SetOut(io.Discard)
+			_, err := root.ExecuteContextC(t.Context())
+			require.Error(t, err, args)
+			require.Equal(t, exitUsage, exitCode(t.Context(), err), "%s %v: %v", c.Name(), args, err)
+			require.NotRegexp(t, "strconv|parsing|pflag|time: ", said(err), "%s %v", c.Name(), args)
+		}
+		if c.DisableFlagParsing {
+			continue
+		}
+		c.LocalFlags().VisitAll(func(f *pflag.Flag) {
+			exits("--" + f.Name + "x")
+			if !slices.Contains([]string{"string", "stringArray", "store"}, f.Value.Type()) {
+				exits("--" + f.Name + "=?")
+			}
+		})
 	}
 }
