@@ -16,39 +16,41 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Request is what a call asks for.
+// Request describes a call.
 type Request struct {
 	Model  string
 	Inputs []Input
 	Params map[string]string
-	// Timeout is the most time the server gives the call; 0 is no limit.
+	// Timeout limits the call on the server; 0 means no limit.
 	Timeout time.Duration
-	// Results says where results go, by port. A result without an entry goes where To
-	// says, or, as with an empty Sink, to memory of its own. To must not block.
+	// Results maps ports to the Sinks of their results. For a port without an entry, To
+	// chooses the Sink. Without To, or with an empty Sink, the result gets memory of its
+	// own. To must not block.
 	Results map[string]Sink
 	To      func(port string, d tensor.Desc) (Sink, error)
 }
 
-// Sink is where one result goes. Make it with Into or Writer.
+// Sink is the destination of one result or pulled tensor. Create one with Into, Writer or
+// At.
 type Sink struct {
 	into []byte
 	open func(tensor.Desc) (io.Writer, error)
 	at   ReadWriterAt
 }
 
-// Into has a result put into dst, which must have its size. The caller lends dst until
-// the call has ended.
+// Into returns a Sink that stores a result in dst, whose length must be the result's size.
+// The caller lends dst until the call has ended.
 func Into(dst []byte) Sink { return Sink{into: dst} }
 
-// Writer has a result written in order, as it arrives, to the writer that open returns
-// for its desc. A slow writer holds up the server, not memory. Both run on a goroutine
-// of the call.
+// Writer returns a Sink that writes a result in order, as it arrives, to the writer that
+// open returns for its desc. A slow writer slows down the server but takes no more memory.
+// open and Write run on a goroutine of the call, or on that of Pull.
 func Writer(open func(tensor.Desc) (io.Writer, error)) Sink { return Sink{open: open} }
 
-// Results of a call by port. A result that went to a Writer has no Data.
+// Results are a call's results by port. A result that went to a Writer has no Data.
 type Results map[string]tensor.Tensor
 
-// Region is a piece of a result that has arrived. Data shares the result's memory.
+// Region is a part of a result that has arrived. Data shares the result's memory.
 type Region struct {
 	Port string
 	Desc tensor.Desc // of the whole result
@@ -56,14 +58,13 @@ type Region struct {
 	Data []byte
 }
 
-// Timings of a call as the server measured them.
+// Timings are the durations of a call's stages as the server measured them.
 type Timings struct {
 	Receive, Queue, H2D, Compute, D2H, FirstResult, Total time.Duration
 }
 
-// Exposed is the time for which nothing was hidden behind the slowest stage: the total
-// less that. Blocks computed side by side may add up to more than the total; then it
-// is 0.
+// Exposed returns the time that did not overlap with the slowest stage: the total minus
+// that stage. Blocks computed concurrently may add up to more than the total; then it is 0.
 func (t Timings) Exposed() time.Duration {
 	return max(0, t.Total-max(t.Receive, t.H2D, t.Compute, t.D2H))
 }
@@ -85,19 +86,19 @@ type Call struct {
 	// Guarded by the session's lock until closed.
 	results []*result
 	done    frame.Done
-	cause   error // what ended the call on this side
+	cause   error // why this side ended the call
 	ended   bool
 }
 
-// result is a tensor on its way in.
+// result is a result being received.
 type result struct {
 	call *Call
 	id   tensor.ID
 	desc tensor.Desc
 	geo  tensor.Geometry
 	port string
-	mem  []byte   // nil when it goes to a writer
-	came []uint32 // chunks in the order of their arrival, for Regions
+	mem  []byte   // nil if it goes to a writer
+	came []uint32 // chunk indexes in order of arrival, for Regions
 
 	// For a writer.
 	rest  *restClock
@@ -108,14 +109,14 @@ type result struct {
 	news  chan struct{} // capacity 1: a piece is full
 }
 
-// piece is memory lent for the next bytes of a result, again and again.
+// piece is reusable memory, lent for the next bytes of a result.
 type piece struct {
 	*slab.Slab
 	filled bool
 	done   func(filled bool)
 }
 
-// announced finds memory for a result; the session is locked.
+// announced provides memory for a result; the session is locked.
 func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) {
 	d := e.Desc
 	r := &result{
@@ -124,7 +125,7 @@ func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 	}
 	fail := func(format string, args ...any) {
 		c.cause = fmt.Errorf("client: result %q: "+format, append([]any{r.port}, args...)...)
-		m.FailTensor(e.Tensor, frame.FailedPrecondition, "the client can not take the result")
+		m.FailTensor(e.Tensor, frame.FailedPrecondition, "the client cannot take the result")
 	}
 	sink, ok := c.sinks[d.Port]
 	var err error
@@ -155,7 +156,7 @@ func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 		return
 	case sink.into != nil:
 		if int64(len(sink.into)) != r.geo.Size {
-			fail("%v has %d bytes, Into was given %d", r.desc, r.geo.Size, len(sink.into))
+			fail("%v has %d bytes, but Into was given %d", r.desc, r.geo.Size, len(sink.into))
 			return
 		}
 		r.mem = sink.into
@@ -192,7 +193,7 @@ func (r *result) lend(m *stream.Machine, now stream.Instant, p *piece) {
 	r.given += n
 }
 
-// arrived notes a chunk for Regions; the session is locked.
+// arrived records a chunk for Regions; the session is locked.
 func (c *Call) arrived(e stream.Event) {
 	for _, r := range c.results {
 		if r.id == e.Tensor && r.mem != nil {
@@ -205,7 +206,7 @@ func (c *Call) arrived(e stream.Event) {
 func tell(news chan struct{}) {
 	select {
 	case news <- struct{}{}:
-	default: // told already
+	default: // already signaled
 	}
 }
 
@@ -214,7 +215,7 @@ func (r *result) write() {
 	c := r.call
 	defer c.writing.Done()
 	defer func() {
-		<-c.closed // nothing is received any more
+		<-c.closed // nothing more is received
 		for _, s := range r.lent {
 			s.Release()
 		}
@@ -248,7 +249,8 @@ func (r *result) write() {
 	}
 }
 
-// next waits for the next full piece and takes it; nil when the call ended without it.
+// next waits for the next full piece and removes it from lent; nil means that the call
+// ended first.
 func (r *result) next() *piece {
 	c := r.call
 	for ended := false; ; {
@@ -265,19 +267,19 @@ func (r *result) next() *piece {
 		select {
 		case <-r.news:
 		case <-c.closed:
-			ended = true // once more: the last pieces may have come before the end
+			ended = true // check once more: the last pieces may have arrived before the end
 		}
 	}
 }
 
-// returned counts an input that grpc has let go of.
+// returned decrements shared, when gRPC no longer reads an input for example.
 func (c *Call) returned() {
 	if c.shared.Add(-1) == 0 {
 		close(c.letGo)
 	}
 }
 
-// stop cancels the call for a cause on this side, unless it has ended.
+// stop cancels the call with a cause on this side, unless the call has ended.
 func (c *Call) stop(cause error) {
 	c.session.sess.Do(func(m *stream.Machine, _ stream.Instant) {
 		if !c.ended && c.cause == nil {
@@ -287,17 +289,18 @@ func (c *Call) stop(cause error) {
 	})
 }
 
-// fail is stop, and also spoils the results of a call that has ended well.
+// fail is like stop, but it also fails a call that has already succeeded.
 func (c *Call) fail(cause error) {
 	c.stop(cause)
 	c.session.sess.Do(func(*stream.Machine, stream.Instant) {
-		if c.cause == nil && c.done.Code == frame.OK { // without a cause it has ended
+		if c.cause == nil && c.done.Code == frame.OK { // stop set no cause: the call had ended
 			c.cause = cause
 		}
 	})
 }
 
-// rests returns a clock for what the caller does for the call; the session is locked.
+// rests returns a clock for the caller's code of one input or result; the session is
+// locked.
 func (c *Call) rests(m *stream.Machine, what string) *restClock {
 	cfg := &c.session.client.cfg
 	idled := func(err error) {
@@ -324,15 +327,15 @@ func (c *Call) rests(m *stream.Machine, what string) *restClock {
 	return r
 }
 
-// ID returns the call's ID, which the server logs its failures with.
+// ID returns the call's ID, under which the server logs the call's failures.
 func (c *Call) ID() tensor.ID { return c.id }
 
-// Cancel stops the call. The server stops its model within a block.
+// Cancel cancels the call. The server stops the model within one block.
 func (c *Call) Cancel() { c.stop(context.Canceled) }
 
-// Wait waits for the call to end and returns all its results, or an error. The library
-// uses neither inputs nor results after it. On a connection that hangs it waits until
-// keep-alive has closed that.
+// Wait waits for the call to end and returns all its results, or an error. Afterwards the
+// library uses neither inputs nor results. On a hung connection, Wait blocks until
+// keep-alive closes the connection.
 func (c *Call) Wait() (Results, error) {
 	<-c.closed
 	if c.unhook != nil {
@@ -351,7 +354,7 @@ func (c *Call) Wait() (Results, error) {
 	return results, nil
 }
 
-// err says how the call ended; only after closed.
+// err returns the call's error. It must only be called after closed is closed.
 func (c *Call) err() (err error) {
 	c.session.sess.Do(func(*stream.Machine, stream.Instant) {
 		if err = doneError(&c.done); c.cause != nil {
@@ -361,7 +364,8 @@ func (c *Call) err() (err error) {
 	return err
 }
 
-// Timings returns where the server spent the time; only after Wait.
+// Timings returns how long each stage took on the server. It must only be called after
+// Wait.
 func (c *Call) Timings() Timings {
 	t := c.done.Timings
 	return Timings{
@@ -370,9 +374,9 @@ func (c *Call) Timings() Timings {
 	}
 }
 
-// Regions yields pieces of the results as they arrive until the call has ended; a
-// failure is the last pair. Results that go to a Writer are left out. One goroutine at
-// a time may iterate.
+// Regions yields parts of the results as they arrive, until the call ends. If the call
+// fails, the last pair has the error. Results that go to a Writer are omitted. Only one
+// goroutine at a time may iterate.
 func (c *Call) Regions() iter.Seq2[Region, error] {
 	return func(yield func(Region, error) bool) {
 		next := map[*result]int{}

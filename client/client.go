@@ -1,10 +1,10 @@
-// Package client runs models on a server: many calls on one session, with inputs from
-// slices and readers, and results into slices and writers, whole or by regions as they
-// arrive. It pushes tensors into the server's store, and pulls, lists and deletes them.
+// Package client runs models on a server: many calls per session, with inputs from slices
+// and readers, and results into slices and writers, whole or in regions as they arrive. It
+// pushes tensors to the server's store, and pulls, lists and deletes them.
 //
-// It refuses to retry and to compute. A Client, a Session and a Call are safe for
-// concurrent use. Inputs are shared with the library until their call or Push has
-// ended; results belong to the caller.
+// It does not retry or compute. A Client, a Session and a Call are safe for concurrent use.
+// Inputs are shared with the library until their call or Push has ended; results belong to
+// the caller.
 package client
 
 import (
@@ -35,43 +35,44 @@ import (
 
 // Config of a client. The zero value works.
 type Config struct {
-	// ChunkBytes is the size of the chunks sent and the largest accepted, in
-	// bytes, 1 to 4 MiB; 0 means 1 MiB. A server that accepts less gets less.
+	// ChunkBytes is the size of the chunks sent and the largest accepted, in bytes, 1 to 4
+	// MiB; 0 means 1 MiB. A server with a lower limit gets smaller chunks.
 	ChunkBytes int
-	// Checksum is the kind of every chunk's checksum; 0 means codec.Fastest of this machine.
+	// Checksum selects the checksum of every chunk; 0 means codec.Fastest() on this
+	// machine.
 	Checksum codec.Checksum
-	// Codec compresses the chunks sent, when the server decodes it and they become
-	// shorter, and may compress results; 0 means codec.None. docs/wire.md says when it
-	// pays.
+	// Codec compresses the chunks sent, if the server supports it and they get smaller, and
+	// lets the server compress results; 0 means codec.None. See docs/wire.md for when
+	// compression pays off.
 	Codec codec.Codec
-	// OpenTimeout is the most time for opening a session and for each metadata RPC;
-	// 0 means 10 s.
+	// OpenTimeout limits the opening of a session, and each metadata RPC; 0 means 10 s.
 	OpenTimeout time.Duration
-	// StallTimeout is how long a push or a pull waits for a server that moves nothing;
-	// 0 means 60 s. The time of the caller's readers and writers does not count. Each
-	// 32 MiB that the server reads or syncs in silence, such as held ranges, add 1 s.
+	// StallTimeout is how long a push or a pull waits for a server that makes no progress;
+	// 0 means 60 s. Time spent in the caller's readers and writers does not count. Each 32
+	// MiB that the server reads or syncs without sending anything, such as held ranges,
+	// adds 1 s.
 	StallTimeout time.Duration
-	// InputIdle is how long a Reader, a Next or a Writer of the caller's may rest before its
-	// call, push or pull ends; 0 is for as long as the server allows, 1 h by default. While
-	// one rests the server is told that the client is alive and waits.
+	// InputIdle is how long the caller's Reader, Next or Writer may block before its call,
+	// push or pull ends; 0 leaves the limit to the server, 1 h by default. While one
+	// blocks, the client tells the server that it is alive and waiting.
 	InputIdle time.Duration
-	// Idled, when not nil, is called when a call, push or pull fails while a Reader, a Next
-	// or a Writer of the caller's rests: Wait, Push and Pull return only after that. It
-	// must not block.
+	// Idled, if not nil, is called when a call, push or pull fails while the caller's
+	// Reader, Next or Writer blocks: Wait, Push and Pull return only after that has
+	// returned. Idled must not block.
 	Idled func(error)
-	// WindowBytes is how many bytes the server may send ahead of the client's reading;
-	// 0 means 2 MiB, less than 64 KiB means 64 KiB. Raise it, and the server's, when
-	// rate times round trip exceeds it.
+	// WindowBytes is how many bytes the server may send before the client reads them; 0
+	// means 2 MiB, less than 64 KiB means 64 KiB. Raise it, and the server's, if bandwidth
+	// times round-trip time exceeds it.
 	WindowBytes int
-	// Credentials secure the connection; nil: it is not encrypted. PerRPC, such as a
-	// token, if not nil, are sent with every RPC.
+	// Credentials secure the connection; nil means no encryption. PerRPC, such as a token,
+	// are sent with every RPC if not nil.
 	Credentials credentials.TransportCredentials
 	PerRPC      credentials.PerRPCCredentials
-	// Lanes is how many lanes a session has beside its gRPC stream, for large tensors
-	// (docs/lanes.md); 0 means 1, the most there can be, less than 0 none.
+	// Lanes is how many lanes a session has for large tensors, next to its gRPC stream
+	// (docs/lanes.md); 0 means 1, which is the maximum. A negative number means none.
 	Lanes int
-	// ResultBytes is the largest result that gets memory of its own; 0 means 4 GiB.
-	// Into and Writer have no such limit.
+	// ResultBytes is the largest result that gets memory of its own; 0 means 4 GiB. Into
+	// and Writer have no such limit.
 	ResultBytes int64
 }
 
@@ -83,9 +84,9 @@ type Client struct {
 	pool  *slab.Pool
 	lanes laneMemory
 
-	opening chan struct{}         // a token of whoever uses shared
+	opening chan struct{}         // held while shared is used
 	shared  *Session              // of Compute; guarded by opening
-	known   atomic.Pointer[facts] // what Push has asked for
+	known   atomic.Pointer[facts] // cached for Push
 
 	mu      sync.Mutex
 	open    map[*Session]struct{} // guarded by mu
@@ -93,8 +94,8 @@ type Client struct {
 	winding sync.WaitGroup
 }
 
-// Dial returns a client for a server at host:port, or at a Unix socket as
-// unix:/path. It does not wait for a connection: the first use does.
+// Dial returns a client for a server at host:port, or at a Unix socket as unix:/path. It
+// does not connect; the first use does.
 func Dial(target string, cfg Config) (*Client, error) {
 	if cfg.ChunkBytes < 0 || cfg.ChunkBytes > 4*mib {
 		return nil, fmt.Errorf("client: ChunkBytes is %d; it must be 1 to %d, or 0 for 1 MiB", cfg.ChunkBytes, 4*mib)
@@ -102,10 +103,10 @@ func Dial(target string, cfg Config) (*Client, error) {
 	cfg.ChunkBytes = cmp.Or(cfg.ChunkBytes, 1*mib)
 	cfg.Checksum = cmp.Or(cfg.Checksum, codec.Fastest())
 	if !cfg.Checksum.Valid() {
-		return nil, fmt.Errorf("client: Checksum is %d; known are 1 (CRC-32C) and 2 (CRC-32)", cfg.Checksum)
+		return nil, fmt.Errorf("client: Checksum is %d; use 1 (CRC-32C) or 2 (CRC-32)", cfg.Checksum)
 	}
 	if !cfg.Codec.Known() {
-		return nil, fmt.Errorf("client: Codec is %d; known are 0 (none) and 1 (lz4)", cfg.Codec)
+		return nil, fmt.Errorf("client: Codec is %d; use 0 (none) or 1 (lz4)", cfg.Codec)
 	}
 	cfg.OpenTimeout = cmp.Or(max(0, cfg.OpenTimeout), DefaultOpenTimeout)
 	cfg.InputIdle = max(0, cfg.InputIdle)
@@ -130,7 +131,7 @@ func Dial(target string, cfg Config) (*Client, error) {
 			grpc.ForceCodecV2(wire.Codec{}),
 			grpc.MaxCallRecvMsgSize(cfg.ChunkBytes+wire.MaxControlBytes),
 			grpc.MaxCallSendMsgSize(math.MaxInt32),
-			// grpc keeps the first messages of a stream for a retry, which could not
+			// gRPC buffers the first messages of a stream for a retry, which could not
 			// restore a session.
 			grpc.MaxRetryRPCBufferSize(0),
 		),
@@ -148,7 +149,7 @@ func Dial(target string, cfg Config) (*Client, error) {
 	}, nil
 }
 
-// checkAddress refuses what grpc would take for a name to look up.
+// checkAddress rejects targets that gRPC would resolve as names.
 func checkAddress(target string) error {
 	if path, ok := strings.CutPrefix(target, "unix:"); ok && strings.Trim(path, "/") != "" {
 		return nil
@@ -182,8 +183,8 @@ func (c *Client) Close() error {
 	return err
 }
 
-// Compute runs a model with one input and one result on a session that the client
-// keeps for it. It shares x until it returns; the result belongs to the caller.
+// Compute runs a model with one input and one result, on a session that the client keeps
+// for this. It shares x until it returns; the result belongs to the caller.
 func (c *Client) Compute(ctx context.Context, model string, x tensor.Tensor) (tensor.Tensor, error) {
 	s, err := c.sharedSession(ctx)
 	if err != nil {
@@ -192,7 +193,7 @@ func (c *Client) Compute(ctx context.Context, model string, x tensor.Tensor) (te
 	return s.Compute(ctx, model, x)
 }
 
-// Call is Session.Call on the session of Compute.
+// Call is like Session.Call, on the session that Compute uses.
 func (c *Client) Call(ctx context.Context, r Request) (*Call, error) {
 	s, err := c.sharedSession(ctx)
 	if err != nil {
@@ -218,11 +219,10 @@ func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
 	return s, err
 }
 
-// Kept returns how many bytes of unused memory the client keeps for reuse: 64 MiB at
-// most.
+// Kept returns how many bytes of unused memory the client keeps for reuse, at most 64 MiB.
 func (c *Client) Kept() int64 { return c.pool.Kept() }
 
-// Models returns what the server's models are. It takes no longer than OpenTimeout.
+// Models returns the server's models. It takes at most OpenTimeout.
 func (c *Client) Models(ctx context.Context) ([]*pb.Model, error) {
 	r, err := ask(ctx, c, c.stub.ListModels, &pb.ListModelsRequest{})
 	if err != nil {
@@ -231,12 +231,12 @@ func (c *Client) Models(ctx context.Context) ([]*pb.Model, error) {
 	return r.GetModels(), nil
 }
 
-// Info returns the server's limits and counters. It takes no longer than OpenTimeout.
+// Info returns the server's limits and counters. It takes at most OpenTimeout.
 func (c *Client) Info(ctx context.Context) (*pb.GetServiceInfoResponse, error) {
 	return ask(ctx, c, c.stub.GetServiceInfo, &pb.GetServiceInfoRequest{})
 }
 
-// ask makes a call of one message each way.
+// ask calls a unary RPC, with OpenTimeout as its limit.
 func ask[Q, A any](ctx context.Context, c *Client, call func(context.Context, Q, ...grpc.CallOption) (A, error), q Q) (A, error) {
 	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.OpenTimeout, c.noAnswer())
 	defer stop()

@@ -300,7 +300,7 @@ func TestIntoTakesAResultOfExactlyItsSize(t *testing.T) {
 		})
 		require.NoError(t, err)
 		_, err = call.Wait()
-		require.ErrorContains(t, err, fmt.Sprintf(`result "y": uint8[10] has 10 bytes, Into was given %d`, wrong))
+		require.ErrorContains(t, err, fmt.Sprintf(`result "y": uint8[10] has 10 bytes, but Into was given %d`, wrong))
 	}
 	_, err := s.Compute(t.Context(), "echo", input(t, 3*mib+1))
 	require.ErrorContains(t, err, "ResultBytes allows 3145728")

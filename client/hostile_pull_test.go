@@ -181,7 +181,7 @@ func TestABadTensorOfAPullIsNeverTakenForAGoodOne(t *testing.T) {
 		"a call's tensor":            {func(x *sent) { x.desc.CallId = newID() }, invalid, "no calls"},
 		"a name with an escape":      {func(x *sent) { x.desc.Name = "\x1b[2J" }, invalid, "control"},
 		"a name of 60 KiB":           {func(x *sent) { x.desc.Name = strings.Repeat("n", 60<<10) }, invalid, "name"},
-		"another name":               {func(x *sent) { x.desc.Name = "../../etc/passwd" }, internal, "nobody selected"},
+		"another name":               {func(x *sent) { x.desc.Name = "../../etc/passwd" }, internal, "was not selected"},
 		"more than ResultBytes":      {func(x *sent) { x.desc.Shape, x.desc.SizeBytes, x.desc.ChunkBytes = []int64{1 << 31}, 1<<31, mib }, codes.Unknown, "ResultBytes"},
 		"a chunk out of range":       {func(x *sent) { x.chunks[1].Index = 7 }, invalid, "index 7"},
 		"a chunk too long":           {func(x *sent) { x.chunks[1].Data = []byte("fives") }, invalid, "5 bytes"},
@@ -211,8 +211,8 @@ func TestABadTensorOfAPullIsNeverTakenForAGoodOne(t *testing.T) {
 		"no summary":                   {func(x *sent) { x.sum = nil }, internal, "without a summary"},
 		"half of it":                   {func(x *sent) { x.sum, x.chunks = nil, x.chunks[:1] }, internal, "without a summary"},
 		"an error in the middle":       {func(x *sent) { x.sum, x.end = nil, status.Error(codes.Unavailable, "gone") }, codes.Unavailable, "gone"},
-		"a hello alone":                {func(x *sent) { *x = sent{hello: x.hello} }, codes.DataLoss, "told nothing"},
-		"nothing":                      {func(x *sent) { *x = sent{} }, codes.DataLoss, "told nothing"},
+		"a hello alone":                {func(x *sent) { *x = sent{hello: x.hello} }, codes.DataLoss, "without mentioning it"},
+		"nothing":                      {func(x *sent) { *x = sent{} }, codes.DataLoss, "without mentioning it"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			testkit.Start(t)
@@ -555,10 +555,10 @@ func TestABadAnswerToAPushIsNeverTakenForAGoodOne(t *testing.T) {
 		code codes.Code
 		says string
 	}{
-		"no summary":        {fair, answer(func([]byte) []*pb.Summary { return nil }), codes.Internal, "told of no tensor"},
-		"of another tensor": {fair, answer(func([]byte) []*pb.Summary { return []*pb.Summary{{TensorId: newID(), Digest: good[:]}} }), codes.Internal, "told of no tensor"},
-		"no digest":         {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id}} }), codes.DataLoss, "sent was"},
-		"another digest":    {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id, Digest: id}} }), codes.DataLoss, "sent was"},
+		"no summary":        {fair, answer(func([]byte) []*pb.Summary { return nil }), codes.Internal, "without mentioning a tensor"},
+		"of another tensor": {fair, answer(func([]byte) []*pb.Summary { return []*pb.Summary{{TensorId: newID(), Digest: good[:]}} }), codes.Internal, "without mentioning a tensor"},
+		"no digest":         {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id}} }), codes.DataLoss, "the client sent"},
+		"another digest":    {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id, Digest: id}} }), codes.DataLoss, "the client sent"},
 		"half a digest":     {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id, Digest: id[:8]}} }), codes.Internal, "digest"},
 		"an id of 3 bytes":  {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id[:3], Digest: good[:]}} }), codes.Internal, "tensor_id"},
 		"no, and then yes": {fair, answer(func(id []byte) []*pb.Summary {

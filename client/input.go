@@ -11,33 +11,34 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Input is one tensor that goes into a call: its bytes lie in Data, or come from
-// Reader or Next.
+// Input is a tensor to send: an input of a call, or a tensor to push. Its bytes are in
+// Data, or come from Reader or Next.
 type Input struct {
-	// Port is the model's input; empty for the only one.
+	// Port is the name of the model's input. It may be empty if there is only one.
 	Port string
 	tensor.Desc
-	// Data is shared with the library until the call has ended, read-only.
+	// Data is shared with the library, read-only, until the call has ended.
 	Data []byte
-	// Reader, when not nil, yields the tensor's bytes; a goroutine that ends with the
-	// call reads a few chunks ahead.
+	// Reader, if not nil, supplies the tensor's bytes. A goroutine that ends with the call
+	// reads a few chunks ahead.
 	Reader io.Reader
-	// Next, when not nil, yields the tensor's bytes in order, in pieces that are shared
-	// until release and sent without a copy. It returns when over is closed, the call
-	// having ended. It must be able to yield 8 chunks before any of them is released.
-	// Only calls take it.
+	// Next, if not nil, returns the tensor's bytes in order, in pieces that are shared
+	// until release is called and that are sent without a copy. It must return when over is
+	// closed, because the call has ended. It must be able to return 8 chunks before the
+	// first of them is released. Push does not support it.
 	Next func(over <-chan struct{}) (data []byte, release func(), err error)
-	// Name and Metadata are for people; docs/limits.md has their sizes.
+	// Name and Metadata are for people; see docs/limits.md for their limits. Push stores
+	// the tensor under Name.
 	Name     string
 	Metadata map[string]string
-	// Release, when not nil, runs once when Data is no longer used.
+	// Release, if not nil, is called once, when Data is no longer used.
 	Release func()
 }
 
-// From makes an input of a tensor, whose bytes it shares.
+// From returns an Input for a tensor, whose bytes it shares.
 func From(port string, t tensor.Tensor) Input { return Input{Port: port, Desc: t.Desc, Data: t.Data} }
 
-// FromReader makes an input of the bytes that r yields.
+// FromReader returns an Input whose bytes come from r.
 func FromReader(port string, d tensor.Desc, r io.Reader) Input {
 	return Input{Port: port, Desc: d, Reader: r}
 }
@@ -54,19 +55,19 @@ func (in *Input) check() (int64, error) {
 	return n, nil
 }
 
-// streamed reports whether the bytes come little by little.
+// streamed reports whether the bytes come from Reader or Next.
 func (in *Input) streamed() bool { return in.Reader != nil || in.Next != nil }
 
-// feed is an input on its way into a call.
+// feed sends an input of a call.
 type feed struct {
 	call  *Call
 	in    Input
 	id    tensor.ID
 	size  int64
 	chunk int64
-	free  chan *slot // slots to read into
-	rest  *restClock // of one that is streamed
-	made  int        // slots
+	free  chan *slot // to read into
+	rest  *restClock // nil unless streamed
+	made  int        // number of slots
 
 	mu   sync.Mutex
 	over bool // guarded by mu
@@ -89,7 +90,7 @@ func (f *feed) open(m *stream.Machine, now stream.Instant) error {
 	if err := m.OpenTensor(now, d); err != nil || f.in.streamed() {
 		return err
 	}
-	// The call is over for its caller only when grpc reads its inputs no more.
+	// Wait must not return before gRPC has stopped reading the input.
 	f.call.shared.Add(1)
 	call, release := f.call, f.in.Release
 	if err := m.Offer(now, f.id, 0, f.in.Data, func() {
@@ -104,10 +105,10 @@ func (f *feed) open(m *stream.Machine, now stream.Instant) error {
 	return nil
 }
 
-// slot is memory that a part of the input is read into, again and again.
+// slot is reusable memory that a part of the input is read into.
 type slot struct {
 	slab    *slab.Slab
-	release func() // gives it back to its feed; made once
+	release func() // returns it to its feed; allocated once
 }
 
 // run reads the input into slots and offers them. It ends with the last byte or
@@ -125,7 +126,7 @@ func (f *feed) run() {
 	if err := pump(); err != nil {
 		c.stop(err)
 	}
-	<-c.closed // the slots come home with acknowledgements, or now
+	<-c.closed // acknowledgements return the slots, or the end of the call does
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.over = true
@@ -143,7 +144,7 @@ func (f *feed) pump() error {
 			return err // nil: the call is over
 		}
 		data := s.slab.Bytes()[:n]
-		// The reader may block; the end of the call is seen after it.
+		// Read may block; the end of the call is noticed only when it returns.
 		f.rest.start()
 		got, err := io.ReadFull(f.in.Reader, data)
 		f.rest.stop()
@@ -163,7 +164,7 @@ func (f *feed) pump() error {
 	return nil
 }
 
-// pass offers the pieces of Next as they are.
+// pass offers the pieces from Next without copying them.
 func (f *feed) pass() error {
 	c := f.call
 	for off, more := int64(0), true; more; more = off < f.size {
@@ -188,7 +189,7 @@ func (f *feed) pass() error {
 	return nil
 }
 
-// take returns a slot to read into, nil when the call is over.
+// take returns a slot to read into, or nil when the call is over.
 func (f *feed) take() (*slot, error) {
 	if f.made < slots && len(f.free) == 0 {
 		f.made++
@@ -208,7 +209,7 @@ func (f *feed) take() (*slot, error) {
 	}
 }
 
-// recycle takes back a slot that is no longer read.
+// recycle takes back a slot that gRPC no longer reads.
 func (f *feed) recycle(s *slot) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -18,11 +18,11 @@ import (
 	"github.com/tensorferry/tensorferry/stream"
 )
 
-// Ways says by which way the bytes of a session's tensors went.
+// Ways reports how the bytes of a session's tensors were carried.
 type Ways struct {
-	SentBytes, ReceivedBytes         int64 // in all
-	LaneSentBytes, LaneReceivedBytes int64 // by a lane, of them
-	// Lane is whether there is one now; if not, Why says why.
+	SentBytes, ReceivedBytes         int64 // total
+	LaneSentBytes, LaneReceivedBytes int64 // the part carried by lanes
+	// Lane reports whether there is a lane now; if not, Why is the reason.
 	Lane bool
 	Why  string
 }
@@ -30,34 +30,34 @@ type Ways struct {
 // Why a session has no lane.
 const (
 	whyOff     = "lanes are turned off here (Config.Lanes)"
-	whySecured = "there are none beside encrypted connections"
+	whySecured = "encrypted connections have none"
 	whyCodec   = "chunks are compressed (Config.Codec)"
 	whyOffer   = "the server offers none"
 	whySmall   = "no tensor was large enough"
 	whyOpening = "it is being opened"
-	whyUsed    = "eight lanes of this session have ended; the next session has others"
+	whyUsed    = "this session has used its eight lanes; open another session"
 )
 
-// laneState is what a session has done for its lane. The session's lock guards it.
+// laneState is the state of a session's lane. The session's lock guards it.
 type laneState struct {
-	busy    bool   // it is being opened, or open
-	open    bool   // it is open
-	uses    int    // of the token
+	busy    bool   // the lane is being opened, or open
+	open    bool   // the lane is open
+	uses    int    // of the token, so far
 	failed  int    // lanes in a row that were refused, or carried little
-	before  int64  // bytes by lanes when it was opened
-	why     string // there is none; "": whySmall
+	before  int64  // bytes carried by lanes when this one was opened
+	why     string // why there is none; "" means whySmall
 	address net.Addr
-	wait    time.Duration // for an answer
+	wait    time.Duration // time limit for opening one
 }
 
-// laneMemory is what a client knows of its server's lanes. Its sessions share it.
+// laneMemory remembers that the server's lanes failed. The client's sessions share it.
 type laneMemory struct {
 	mu    sync.Mutex
-	until time.Time // guarded by mu: no session tries before
+	until time.Time // guarded by mu; no session tries before
 	why   string    // guarded by mu
 }
 
-// off returns why no session opens a lane now; "" if they may.
+// off returns why sessions open no lanes now; "" if they may.
 func (l *laneMemory) off() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -86,8 +86,8 @@ func (c *Client) noLanes() string {
 	return ""
 }
 
-// wantLane opens a lane in the background, if a tensor of size bytes pays for it and there
-// is none. The session is locked.
+// wantLane opens a lane in the background if there is none and a tensor of size bytes is
+// large enough to be worth one. The session is locked.
 func (s *Session) wantLane(m *stream.Machine, size int64) {
 	l := &s.lane
 	if size < laneBytes || l.busy {
@@ -108,11 +108,11 @@ func (s *Session) wantLane(m *stream.Machine, size int64) {
 		use, pause := l.uses, time.Duration(l.failed)*laneWait
 		l.uses++
 		l.busy, l.why = true, whyOpening
-		s.client.winding.Go(func() { s.openLane(m, token, use, pause) }) // ends in time, or with the session, which counts, too
+		s.client.winding.Go(func() { s.openLane(m, token, use, pause) }) // ends after its timeout, or with the session, which winding counts, too
 	}
 }
 
-// openLane gives the session a lane.
+// openLane opens a lane for the session after pause.
 func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int, pause time.Duration) {
 	ctx, cancel := context.WithTimeout(s.own, pause+s.lane.wait)
 	defer cancel()
@@ -120,7 +120,7 @@ func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int, pa
 	case <-time.After(pause):
 	case <-ctx.Done():
 	}
-	// To the very server that has the session: its name may lead to another one.
+	// Dial the address of the session's connection: the name may resolve to another server.
 	conn, err := new(net.Dialer).DialContext(ctx, s.lane.address.Network(), s.lane.address.String())
 	if err == nil {
 		stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
@@ -139,14 +139,14 @@ func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int, pa
 	s.sess.AddLane(lane.New(conn, nil), func(why error) { s.laneEnded(m, why) })
 }
 
-// byLanes returns the bytes that lanes of a session have carried.
+// byLanes returns how many bytes a session's lanes have carried.
 func byLanes(m *stream.Machine) int64 {
 	st := m.Status().Stats
 	return st.LaneBytesIn + st.LaneBytesOut
 }
 
-// laneEnded notes why the lane ended, or was not opened, and opens another one where that
-// may help.
+// laneEnded records why the lane ended or could not be opened, and opens another one if
+// that may help.
 func (s *Session) laneEnded(m *stream.Machine, why error) {
 	s.sess.Do(func(*stream.Machine, stream.Instant) {
 		l := &s.lane
@@ -162,7 +162,7 @@ func (s *Session) laneEnded(m *stream.Machine, why error) {
 		}
 		switch {
 		case !opened && !errors.Is(why, lane.ErrRefused) && !errors.Is(why, lane.ErrNoLane):
-			return // it could not connect, or not now: the next large tensor may
+			return // no connection, or the server is full: the next large tensor tries again
 		case opened && !errors.Is(why, session.ErrStalled) && byLanes(m)-l.before >= laneBytes:
 			l.failed = 0
 		default:
@@ -177,7 +177,7 @@ func (s *Session) laneEnded(m *stream.Machine, why error) {
 	})
 }
 
-// Ways says by which way the bytes of the session's tensors went so far.
+// Ways returns how the bytes of the session's tensors have been carried so far.
 func (s *Session) Ways() (w Ways) {
 	s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
 		st := m.Status().Stats
@@ -192,7 +192,7 @@ func (s *Session) Ways() (w Ways) {
 	return w
 }
 
-// Ways is Session.Ways of the session of Compute; zero before the first call.
+// Ways is like Session.Ways, for the session that Compute uses; zero before the first call.
 func (c *Client) Ways() Ways {
 	c.opening <- struct{}{}
 	defer func() { <-c.opening }()
@@ -202,7 +202,7 @@ func (c *Client) Ways() Ways {
 	return c.shared.Ways()
 }
 
-// carriedBy notes the address of the server that carries a session that has been opened.
+// carriedBy records the address of the server of a session that took so long to open.
 func (s *Session) carriedBy(ctx context.Context, took time.Duration) {
 	if p, ok := peer.FromContext(ctx); ok {
 		s.lane.address, s.lane.wait = p.Addr, laneWait+took

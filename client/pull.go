@@ -21,49 +21,49 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// PullRequest is what to fetch.
+// PullRequest describes a pull.
 type PullRequest struct {
 	Select []Selection
-	// To says where a tensor goes. nil, or an empty Sink, is memory of its own, up to
-	// ResultBytes.
+	// To returns the Sink of a tensor. If To is nil, or the Sink empty, the tensor gets
+	// memory of its own, up to ResultBytes.
 	To func(name string, d tensor.Desc) (Sink, error)
-	// Progress, when not nil, is called after each chunk, on the goroutine of Pull.
+	// Progress, if not nil, is called after each chunk, on the goroutine of Pull.
 	Progress func(Progress)
 }
 
-// Selection picks tensors of a server's store, or a source.
+// Selection selects tensors of a server's store, or a source.
 type Selection struct {
-	// Name is a tensor's, a glob that must match one or more, or, with Source, a
-	// source's.
+	// Name is the name of a tensor, a glob that must match at least one, or, with Source,
+	// the name of a source.
 	Name string
-	// Source has the server make a tensor from Params.
+	// Source makes the server generate a tensor from Params.
 	Source bool
 	Params map[string]string
-	// Held are ranges that the Sink, an Into or an At, has already: they are not sent.
-	// They ascend and do not overlap.
+	// Held lists ranges that the Sink, an Into or an At, already has. They are not sent.
+	// They must be in ascending order and must not overlap.
 	Held []Range
-	// HeldDigest is the digest of the tensor that Held is of, if known. A server that
-	// has another digest sends all of its tensor.
+	// HeldDigest is the digest of the tensor that Held is from, if known. If the server's
+	// tensor has another digest, the server sends all of it.
 	HeldDigest codec.Digest
 }
 
 // Range is a range of a tensor's bytes.
 type Range = transfer.Range
 
-// At has a tensor written to w, each chunk at its offset as it arrives; only Pull takes
-// it. w is also read for the digest when chunks came out of order. It is used on the
-// goroutine of Pull.
+// At returns a Sink that writes each chunk of a tensor to w, at its offset, as it arrives.
+// Only Pull supports it. w is also read, for the digest, if chunks arrive out of order. All
+// of this happens on the goroutine of Pull.
 func At(w ReadWriterAt) Sink { return Sink{at: w} }
 
-// ReadWriterAt is a file, or what acts as one.
+// ReadWriterAt is implemented by *os.File, for example.
 type ReadWriterAt interface {
 	io.ReaderAt
 	io.WriterAt
 }
 
-// Pull fetches tensors and returns how each ended, in the order of their arrival. The
-// error joins those of the summaries, or says what ended the pull; a tensor without a
-// summary error is whole and has the server's digest.
+// Pull fetches tensors and returns their summaries in order of arrival. The error joins
+// those of the summaries, or says what ended the pull. A tensor whose summary has no error
+// is complete and has the server's digest.
 func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 	p := &pull{client: c, request: r, id: session.NewID(), byID: make(map[tensor.ID]*pulled), answered: make([]bool, len(r.Select))}
 	hello := frame.Hello{Version: frame.Version, Session: p.id, MaxChunkBytes: uint32(c.cfg.ChunkBytes), Checksum: uint8(c.cfg.Checksum)}
@@ -71,21 +71,21 @@ func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 		hello.Codecs = []uint8{uint8(c.cfg.Codec)}
 	}
 	own, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil) // ends the RPC, should it not be over
+	defer cancel(nil) // ends the RPC if it is still open
 	p.clock = newStallClock(c.cfg.StallTimeout, cancel)
 	names := make(map[string]int, len(r.Select))
 	for _, s := range r.Select {
 		names[s.Name]++
 		var g *glob.Glob
 		if s.glob() {
-			g, _ = glob.Parse(s.Name) // the server refuses a bad one
+			g, _ = glob.Parse(s.Name) // the server rejects an invalid one
 		}
 		p.globs = append(p.globs, g)
 	}
 	req := &pb.PullTensorsRequest{Hello: wire.ToHello(&hello)}
 	for _, s := range r.Select {
 		if len(s.Held) > 0 && names[s.Name] > 1 {
-			return nil, fmt.Errorf("%w: selection %q: with Held it may be selected once", ErrInput, s.Name)
+			return nil, fmt.Errorf("%w: selection %q: a tensor with Held must be selected only once", ErrInput, s.Name)
 		}
 		sel := &pb.Selection{Name: s.Name, Source: s.Source, Params: s.Params}
 		for _, h := range s.Held {
@@ -119,7 +119,7 @@ func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 	return p.list(), err
 }
 
-// pull is a pull on its way.
+// pull is the state of one Pull.
 type pull struct {
 	client  *Client
 	request PullRequest
@@ -128,29 +128,29 @@ type pull struct {
 	clock   *stallClock
 	order   []*pulled
 	byID    map[tensor.ID]*pulled
-	pieces  *bufio.Writer // made for the first tensor that needs it
+	pieces  *bufio.Writer // created for the first tensor that needs it
 
 	globs     []*glob.Glob // of the selections; nil for a plain name
-	answered  []bool       // the selections that the server told of
-	textBytes int          // of its texts that are kept
+	answered  []bool       // by selection: the server has mentioned it
+	textBytes int          // of the server's texts that are kept
 }
 
-// pulled is one tensor of it, and its assembler.Placer.
+// pulled is one tensor of a pull, and its assembler.Placer.
 type pulled struct {
 	Summary
 	into   []byte
 	at     ReadWriterAt
-	pieces *bufio.Writer // to at or writer; the pull's
+	pieces *bufio.Writer // to at or writer; belongs to the pull
 	writer io.Writer
 	order  *codec.OrderedDigester // nil once it is over
 	whole  bool
 	over   bool
 }
 
-// WriteViews puts a chunk where the tensor goes.
+// WriteViews writes a chunk to the tensor's destination.
 func (t *pulled) WriteViews(off int64, views [][]byte) error {
 	if next := t.order.Next(); t.writer != nil && off != next {
-		return frame.Errorf(frame.FailedPrecondition, "byte %d came after byte %d, and the tensor goes to a writer; use Into or At", off, next)
+		return frame.Errorf(frame.FailedPrecondition, "byte %d arrived instead of byte %d, but the tensor goes to a writer; use Into or At", off, next)
 	}
 	if t.into != nil {
 		for _, v := range views {
@@ -174,7 +174,8 @@ func (t *pulled) WriteViews(off int64, views [][]byte) error {
 	return t.pieces.Flush()
 }
 
-// digest is that of the whole tensor: what did not come in order is read again.
+// digest returns the digest of the whole tensor. It reads back what did not arrive in
+// order.
 func (t *pulled) digest() (codec.Digest, error) {
 	switch next := t.order.Next(); {
 	case t.at != nil:
@@ -187,7 +188,7 @@ func (t *pulled) digest() (codec.Digest, error) {
 	return t.order.Sum(), nil
 }
 
-// receive takes the frames of the server. An error ends the pull.
+// receive processes the server's frames. An error ends the pull.
 func (p *pull) receive() error {
 	p.recv = transfer.Receiver[*pulled]{
 		ChunkBytes: uint32(p.client.cfg.ChunkBytes), TensorBytes: tensorBytes, OpenTensors: 1,
@@ -205,7 +206,7 @@ func (p *pull) receive() error {
 		case err != nil:
 			return err
 		case first != (f.Hello != nil):
-			return &Error{Code: codes.Internal, Message: "a pull opens with one hello of the server's"}
+			return &Error{Code: codes.Internal, Message: "the server must begin a pull with one hello"}
 		}
 		if h := f.Hello; h != nil {
 			if bad := h.Check(); bad != nil {
@@ -220,7 +221,7 @@ func (p *pull) receive() error {
 		if err := p.recv.Frame(f); err != nil {
 			return err
 		}
-		// A summary may come with the last chunk.
+		// A summary may arrive with the last chunk.
 		for i := range f.Summaries {
 			if err := p.summary(&f.Summaries[i]); err != nil {
 				return err
@@ -238,7 +239,7 @@ func (p *pull) Open(in *transfer.In[*pulled]) error {
 	p.clock.rest.of(named("tensor", in.Name))
 	t.Desc, t.Bytes, t.order = in.Desc.Desc.Clone(), in.Geo.Size, new(codec.OrderedDigester)
 	if t.Name == "" {
-		return &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %v: the server sends what nobody selected", in.Tensor)}
+		return &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %v: the server sent a tensor that was not selected", in.Tensor)}
 	}
 	var sink Sink
 	var err error
@@ -253,11 +254,11 @@ func (p *pull) Open(in *transfer.In[*pulled]) error {
 		t.at = sink.at
 	case sink.into != nil:
 		if int64(len(sink.into)) != t.Bytes {
-			return fmt.Errorf("%w: tensor %q has %d bytes, its place has %d", ErrInput, in.Name, t.Bytes, len(sink.into))
+			return fmt.Errorf("%w: tensor %q has %d bytes, its buffer has %d", ErrInput, in.Name, t.Bytes, len(sink.into))
 		}
 		t.into = sink.into
 	case t.Bytes > p.client.cfg.ResultBytes:
-		return fmt.Errorf("%w: tensor %q has %d bytes, memory is made for %d (ResultBytes); say where it goes", ErrInput, in.Name, t.Bytes, p.client.cfg.ResultBytes)
+		return fmt.Errorf("%w: tensor %q has %d bytes, more than ResultBytes (%d); raise it, or use Into, Writer or At", ErrInput, in.Name, t.Bytes, p.client.cfg.ResultBytes)
 	default:
 		t.Data = make([]byte, t.Bytes)
 		t.into = t.Data
@@ -271,8 +272,8 @@ func (p *pull) Open(in *transfer.In[*pulled]) error {
 	return err
 }
 
-// tensor adds a tensor. A name that was not selected is dropped: the server could put
-// anything there.
+// tensor adds a tensor. It drops a name that was not selected: the server could send
+// anything.
 func (p *pull) tensor(id tensor.ID, name string) *pulled {
 	p.clock.moved() // their number is bounded
 	if !p.selected(name) {
@@ -284,8 +285,8 @@ func (p *pull) tensor(id tensor.ID, name string) *pulled {
 	return t
 }
 
-// selected reports whether a selection picks name, and marks the first unanswered one
-// of these as answered: the server takes selections in order.
+// selected reports whether a selection matches name, and marks the first unanswered one
+// that does as answered: the server processes selections in order.
 func (p *pull) selected(name string) (found bool) {
 	if len(name) > frame.NameBytes {
 		return false
@@ -302,7 +303,7 @@ func (p *pull) selected(name string) (found bool) {
 	return found
 }
 
-// glob reports whether s may pick several tensors.
+// glob reports whether s may match several tensors.
 func (s Selection) glob() bool { return !s.Source && strings.ContainsAny(s.Name, "*?[") }
 
 // most is how many tensors the server may report.
@@ -313,7 +314,7 @@ func (p *pull) most() int {
 	return len(p.request.Select)
 }
 
-// Moved notes progress.
+// Moved records progress.
 func (p *pull) Moved(in *transfer.In[*pulled], _ int64) {
 	p.clock.moved()
 	if p.request.Progress != nil {
@@ -321,10 +322,10 @@ func (p *pull) Moved(in *transfer.In[*pulled], _ int64) {
 	}
 }
 
-// Whole notes that only the summary is missing.
+// Whole records that only the summary is missing.
 func (p *pull) Whole(in *transfer.In[*pulled]) { in.Place.whole = true }
 
-// Failed notes why a tensor does not arrive.
+// Failed records why a tensor failed.
 func (p *pull) Failed(in *transfer.In[*pulled], err error) {
 	t := in.Place
 	var se *frame.Error
@@ -353,21 +354,21 @@ func (t *pulled) end(err error) {
 func (p *pull) summary(s *frame.Summary) error {
 	s.Message = p.kept(s.Message)
 	t := p.byID[s.Tensor]
-	if t == nil { // a selection that picked nothing
+	if t == nil { // a selection that matched nothing
 		if most := p.most(); len(p.order) >= most {
-			return &Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf("the server tells of more than %d tensors, the most that this pull may have; use several", most)}
+			return &Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf("the server reported more than %d tensors, the limit of this pull; use several pulls", most)}
 		}
 		t = p.tensor(s.Tensor, s.Name)
 		s.Name = t.Name
 		t.end(summaryError(s))
 		if t.Err == nil {
-			t.Err = &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %q: the server says that it sent it, and did not", s.Name)}
+			t.Err = &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %q: the server claims to have sent it, but did not", s.Name)}
 		}
 		return nil
 	}
 	if s.Name = t.Name; s.Code != frame.OK {
 		t.end(summaryError(s))
-		p.recv.Refuse(s.Tensor, t.Err) // nothing more of it is wanted
+		p.recv.Refuse(s.Tensor, t.Err) // discard the rest of it
 		return nil
 	}
 	p.recv.Cover(s.Tensor, p.held(t.Name))
@@ -377,21 +378,21 @@ func (p *pull) summary(s *frame.Summary) error {
 	t.Durable = s.Durable
 	d, err := t.digest()
 	if err == nil && d != s.Digest {
-		err = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: here it is %v, the server has %v; pull it again", t.Name, d, s.Digest)}
+		err = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: its digest is %v, the server's is %v; pull it again", t.Name, d, s.Digest)}
 	}
 	t.Digest = d
 	t.end(err)
 	return nil
 }
 
-// kept copies as much of a text of the server as is kept.
+// kept copies as much of the server's text as the limits allow.
 func (p *pull) kept(text string) string {
 	text = frame.Clip(text, min(frame.TextBytes, pullTextBytes-p.textBytes))
 	p.textBytes += len(text)
 	return text
 }
 
-// held returns what the caller has of a tensor.
+// held returns the ranges of a tensor that the caller has.
 func (p *pull) held(name string) []Range {
 	if i := slices.IndexFunc(p.request.Select, func(s Selection) bool { return s.Name == name }); i >= 0 {
 		return p.request.Select[i].Held
@@ -399,7 +400,7 @@ func (p *pull) held(name string) []Range {
 	return nil
 }
 
-// over ends the tensors that have not ended.
+// over ends the tensors that are still open.
 func (p *pull) over(err error) {
 	if err == nil {
 		err = &Error{Code: codes.Internal, Message: "the server ended the pull without a summary"}
@@ -409,11 +410,12 @@ func (p *pull) over(err error) {
 	}
 }
 
-// unanswered fails each selection that the server sent nothing for before its OK.
+// unanswered adds a failure for each selection that the server did not mention before its
+// OK.
 func (p *pull) unanswered() {
 	for i, s := range p.request.Select {
 		if !p.answered[i] {
-			err := &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: the server says that it sent all, and told nothing of it; pull it again", s.Name)}
+			err := &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: the server ended the pull without mentioning it; pull it again", s.Name)}
 			p.order = append(p.order, &pulled{Summary: Summary{Name: s.Name, Transfer: p.id, Err: err}})
 		}
 	}

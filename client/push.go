@@ -20,18 +20,18 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// PushRequest is what to store.
+// PushRequest describes a push.
 type PushRequest struct {
-	// Tensors are stored under their Names, which differ; Port is not used. They
-	// are sent in this order, one after the other.
+	// Tensors are stored under their Names, which must differ; Port is ignored. They are
+	// sent one after another, in this order.
 	Tensors []Input
-	// Progress, when not nil, is called after each chunk sent, on the goroutine of Push.
+	// Progress, if not nil, is called after each chunk sent, on the goroutine of Push.
 	Progress func(Progress)
 }
 
-// Push stores tensors on the server and returns how each ended, in the order of the
-// request. The error joins those of the summaries, or says what ended the push; a
-// tensor without a summary error is stored. It shares the inputs until it returns.
+// Push stores tensors on the server and returns their summaries, in the order of the
+// request. The error joins those of the summaries, or says what ended the push. A tensor
+// whose summary has no error is stored. Push shares the inputs until it returns.
 func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 	out := make([]Summary, len(r.Tensors))
 	var all []*pushing
@@ -41,10 +41,10 @@ func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 		out[i] = Summary{Name: in.Name, Desc: in.Desc}
 		_, err := in.check()
 		if in.Next != nil {
-			err = fmt.Errorf("%w: tensor %q: only calls take Next; use Reader", ErrInput, in.Name)
+			err = fmt.Errorf("%w: tensor %q: Push does not support Next; use Reader", ErrInput, in.Name)
 		}
 		if _, twice := names[in.Name]; err == nil && twice {
-			err = fmt.Errorf("%w: two tensors are called %q", ErrInput, in.Name)
+			err = fmt.Errorf("%w: two tensors are named %q", ErrInput, in.Name)
 		}
 		names[in.Name] = struct{}{}
 		if out[i].Err = err; err != nil {
@@ -64,7 +64,7 @@ func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 		before := len(waiting)
 		waiting = slices.DeleteFunc(waiting, func(p *pushing) bool { return p.over })
 		if len(waiting) == before {
-			err = &Error{Code: codes.Internal, Message: "the server ended the push and told of no tensor"}
+			err = &Error{Code: codes.Internal, Message: "the server ended the push without mentioning a tensor"}
 		}
 	}
 	for _, p := range waiting {
@@ -74,7 +74,7 @@ func (c *Client) Push(ctx context.Context, r PushRequest) ([]Summary, error) {
 		<-p.letGo
 	}
 	if err = errorsOf(out); err != nil {
-		c.known.Store(nil) // the server may be another one by now
+		c.known.Store(nil) // by now it may be another server
 	}
 	return out, err
 }
@@ -89,8 +89,8 @@ type pushing struct {
 	refs   atomic.Int32
 	letGo  chan struct{} // closed when refs is 0
 
-	// The first bytes of a Reader, to be sent again if the server ends the RPC because
-	// of another tensor.
+	// The first bytes of a Reader, to send them again if the server ends the RPC because of
+	// another tensor.
 	kept      []*slab.Slab
 	keptBytes int64
 	unkept    bool // there were more than keepBytes
@@ -119,7 +119,7 @@ func (p *pushing) View(off, n int64) ([]byte, interface{ Release() }, error) {
 	return s.Bytes(), s, nil
 }
 
-// keep keeps a chunk that was read; none once there are too many.
+// keep retains a chunk that was read. Beyond keepBytes it forgets all of them.
 func (p *pushing) keep(s *slab.Slab) {
 	n := int64(len(s.Bytes()))
 	if p.unkept = p.unkept || p.keptBytes+n > keepBytes; p.unkept {
@@ -149,14 +149,14 @@ func (p *pushing) Release() {
 	}
 }
 
-// done gives the input back.
+// done calls Release if it is set.
 func (in *Input) done() {
 	if in.Release != nil {
 		in.Release()
 	}
 }
 
-// end notes how the tensor ended.
+// end records the outcome of the tensor.
 func (p *pushing) end(err error) {
 	if !p.over {
 		p.over, p.out.Err = true, err
@@ -165,14 +165,14 @@ func (p *pushing) end(err error) {
 	}
 }
 
-// push sends tensors in one RPC, which may take only the first of them.
+// push sends tensors in one RPC. The server may accept only the first few.
 func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progress)) error {
 	known, err := c.facts(ctx)
 	if err != nil {
 		return err
 	}
 	own, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil) // ends the RPC, should it not be over
+	defer cancel(nil) // ends the RPC if it is still open
 	conn := newStallClock(c.cfg.StallTimeout, cancel)
 	conn.wait()
 	rpc, err := c.stub.PushTensors(own, grpc.MaxCallRecvMsgSize(pushResponseBytes))
@@ -191,7 +191,7 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 	if err == nil {
 		err = conn.quiet(rpc.CloseSend)
 	}
-	if err != nil && !errors.Is(err, io.EOF) { // EOF: the response is there, or the RPC's error
+	if err != nil && !errors.Is(err, io.EOF) { // after EOF, RecvMsg returns the response or the RPC's error
 		return c.transferError(ctx, own, err)
 	}
 	var resp pb.PushTensorsResponse
@@ -218,13 +218,13 @@ func (c *Client) push(ctx context.Context, list []*pushing, progress func(Progre
 		}
 		err = summaryError(&s)
 		if err == nil && s.Digest != p.out.Digest {
-			err = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: the server stored %v, sent was %v", s.Name, s.Digest, p.out.Digest)}
+			err = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: the server stored %v, the client sent %v", s.Name, s.Digest, p.out.Digest)}
 		}
 		p.out.Durable = s.Durable
 		p.end(err)
 	}
 	for _, p := range list {
-		if !p.over && p.unkept { // it can not be read again
+		if !p.over && p.unkept { // it cannot be read again
 			p.end(&Error{Code: codes.Aborted, Message: fmt.Sprintf("tensor %q: the push ended while it was being sent; push it again", p.in.Name)})
 		}
 	}
@@ -258,7 +258,7 @@ func (c *Client) sendAll(ctx context.Context, conn *stallClock, hello frame.Hell
 		conn.allow(size)
 		if source, ok := errors.AsType[*transfer.SourceError](err); ok {
 			p.end(source.Err)
-			err = s.Control(frame.Frame{Failures: []frame.Failure{{Tensor: p.id, Code: frame.Cancelled, Message: "the client could not read it to its end"}}})
+			err = s.Control(frame.Frame{Failures: []frame.Failure{{Tensor: p.id, Code: frame.Cancelled, Message: "the client could not read all of it"}}})
 		}
 		if err != nil {
 			return err

@@ -6,23 +6,23 @@ import (
 	"time"
 )
 
-// restClock runs while the caller's own code does, a Reader, a Next or a Writer. While
-// that rests it tells the server, again and again, that the client is alive and waits.
-// A nil restClock never does.
+// restClock runs while the caller's own code does: a Reader, a Next or a Writer. While that
+// code blocks, the clock periodically tells the server that the client is alive and
+// waiting. On a nil restClock, start, stop and end are no-ops.
 type restClock struct {
 	limit time.Duration // 0: none
-	sign  func()        // tells the server, on a goroutine of the clock's
-	over  func(error)   // called once, when one rest has taken longer than limit
+	sign  func()        // tells the server, on the timer's goroutine
+	over  func(error)   // called once, when the caller's code has blocked for longer than limit
 
 	mu    sync.Mutex
-	what  string        // what rests; guarded by mu, as all below
+	what  string        // what blocks; guarded by mu, as all below
 	every time.Duration // how often sign is called
 	since time.Time     // when the caller's code was called; zero: it is not running
 	ended bool
 	timer *time.Timer
 }
 
-// newRestClock returns a clock that stands still.
+// newRestClock returns a stopped clock.
 func newRestClock(what string, limit, chunkIdle time.Duration, sign func(), over func(error)) *restClock {
 	c := &restClock{limit: limit, sign: sign, over: over, what: what, every: signEvery(chunkIdle)}
 	c.timer = time.AfterFunc(time.Hour, c.tick)
@@ -30,7 +30,7 @@ func newRestClock(what string, limit, chunkIdle time.Duration, sign func(), over
 	return c
 }
 
-// signEvery is how often a server is told that waits so long without a word; 0 is unknown.
+// signEvery returns how often to tell a server with this idle timeout; 0 means unknown.
 func signEvery(chunkIdle time.Duration) time.Duration {
 	if chunkIdle <= 0 {
 		return mostSign
@@ -40,7 +40,7 @@ func signEvery(chunkIdle time.Duration) time.Duration {
 
 func idleOf(millis uint32) time.Duration { return time.Duration(millis) * time.Millisecond }
 
-// named is what a text calls an input or a result, whose port may be empty.
+// named returns how an error text names an input or a result. The name may be empty.
 func named(kind, name string) string {
 	if name == "" {
 		return "the " + kind
@@ -82,21 +82,21 @@ func (c *restClock) end() {
 	c.ended = true
 }
 
-// running reports whether the caller's code is.
+// running reports whether the caller's code is running.
 func (c *restClock) running() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return !c.since.IsZero()
 }
 
-// of says what rests from now on.
+// of sets what blocks from now on.
 func (c *restClock) of(what string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.what = what
 }
 
-// told notes how long the server waits without a word.
+// told sets the server's idle timeout.
 func (c *restClock) told(chunkIdle time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

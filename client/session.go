@@ -17,7 +17,7 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Session carries calls, many at a time.
+// Session carries many calls concurrently.
 type Session struct {
 	client *Client
 	sess   *session.Session
@@ -32,10 +32,10 @@ type Session struct {
 	// Guarded by the session's lock.
 	calls map[tensor.ID]*Call
 	lane  laneState
-	said  stream.Instant // when the server was told last that the client waits
+	said  stream.Instant // when the client last told the server that it waits
 }
 
-// Session opens a session: ctx bounds the opening, not the session's life.
+// Session opens a session. ctx limits the opening, not the session's lifetime.
 func (c *Client) Session(ctx context.Context) (*Session, error) {
 	begin := time.Now()
 	own, cancel := context.WithCancel(context.Background())
@@ -70,7 +70,7 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 		Lanes: lanes,
 		Limits: stream.Limits{
 			ChunkBytes:  uint32(c.cfg.ChunkBytes),
-			TensorBytes: tensorBytes, // a streamed result is as long as it is
+			TensorBytes: tensorBytes, // a streamed result may have any size
 			SessionIdle: stream.Instant(365 * 24 * time.Hour),
 			// A model may pause between two results: Request.Timeout limits a call,
 			// and keep-alive finds a dead server.
@@ -104,7 +104,7 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 	return nil, s.err
 }
 
-// codecs returns what the client's hellos name.
+// codecs returns the codecs that the client's hellos list.
 func (c *Client) codecs() []codec.Codec {
 	if c.cfg.Codec == codec.None {
 		return nil
@@ -174,8 +174,8 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	}
 }
 
-// waits tells the server that the client waits for its own input or output: once for all
-// that rest.
+// waits tells the server that the client waits for its own input or output, once for all
+// inputs and outputs.
 func (s *Session) waits(every time.Duration) {
 	s.sess.Do(func(m *stream.Machine, now stream.Instant) {
 		if s.said == 0 || now >= s.said+stream.Instant(every/2) {
@@ -185,8 +185,8 @@ func (s *Session) waits(every time.Duration) {
 	})
 }
 
-// Compute runs a model with one input and one result. It shares x until it
-// returns; the result belongs to the caller.
+// Compute runs a model with one input and one result. It shares x until it returns; the
+// result belongs to the caller.
 func (s *Session) Compute(ctx context.Context, model string, x tensor.Tensor) (tensor.Tensor, error) {
 	c, err := s.Call(ctx, Request{Model: model, Inputs: []Input{From("", x)}})
 	if err != nil {
@@ -205,9 +205,9 @@ func (s *Session) Compute(ctx context.Context, model string, x tensor.Tensor) (t
 	panic("unreachable")
 }
 
-// Call opens a call and returns while it runs. Ending ctx cancels it. Inputs are shared
-// with the library until Wait has returned; the Request is copied. A server that reads
-// nothing may hold up Call for 30 s, after which the session ends.
+// Call starts a call and returns without waiting for it. Cancelling ctx cancels the call.
+// Inputs are shared with the library until Wait has returned; the Request is copied. If the
+// server does not read, Call may block for 30 s, after which the session ends.
 func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 	c := &Call{session: s, id: session.NewID(), sinks: r.Results, to: r.To, closed: make(chan struct{}), news: make(chan struct{}, 1), letGo: make(chan struct{})}
 	c.shared.Store(1)
@@ -249,7 +249,7 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 		return nil, &Error{Code: codes.Unavailable, Cause: ErrDraining}
 	case errors.Is(err, stream.ErrClosed):
 		select {
-		case <-s.over: // it is about to say why
+		case <-s.over: // err is set by then
 			return nil, s.err
 		case <-ctx.Done():
 			return nil, causeError(context.Cause(ctx))
@@ -268,7 +268,7 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 	return c, nil
 }
 
-// millis rounds up: a timeout that is not 0 stays one.
+// millis rounds up, so that a timeout never becomes 0, which is no limit.
 func millis(d time.Duration) uint64 {
 	return uint64((max(0, d) + time.Millisecond - 1) / time.Millisecond)
 }

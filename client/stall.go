@@ -12,29 +12,29 @@ import (
 	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
-// stallClock is the connection of a push or a pull that ends when its server stalls. It
-// runs while the server is waited for, not while the caller's own code runs, and starts
-// anew only when something has moved: frames that move nothing do not keep a transfer
-// alive. It belongs to one goroutine.
+// stallClock is the connection of a push or a pull. It cancels the RPC when the server
+// stalls. It runs while the client waits for the server, not while the caller's own code
+// runs, and starts again only when something has moved: frames that move nothing do not
+// keep a transfer alive. It belongs to one goroutine.
 type stallClock struct {
 	*wire.Conn
 	limit, left time.Duration
 	since       time.Time
 	timer       *time.Timer
 
-	rest    *restClock // while the server is not waited for; nil: there is none
+	rest    *restClock // runs while this clock does not; may be nil
 	sending sync.Mutex // held to send
 }
 
-// newStallClock returns a stopped clock. It ends an RPC by cancel.
+// newStallClock returns a stopped clock. It ends an RPC by calling cancel.
 func newStallClock(limit time.Duration, cancel context.CancelCauseFunc) *stallClock {
-	stalled := &Error{Code: codes.DeadlineExceeded, Cause: fmt.Errorf("%w: the server moved nothing for %v (Config.StallTimeout); try it again, or raise it for a server that is slow", ErrNoAnswer, limit)}
+	stalled := &Error{Code: codes.DeadlineExceeded, Cause: fmt.Errorf("%w: the server made no progress for %v (Config.StallTimeout); try again, or raise it for a slow server", ErrNoAnswer, limit)}
 	c := &stallClock{limit: limit, left: limit, timer: time.AfterFunc(limit, func() { cancel(stalled) })}
 	c.timer.Stop()
 	return c
 }
 
-// allow gives the server more time, for bytes that it goes through in silence.
+// allow gives the server more time, for bytes that it processes without sending anything.
 func (c *stallClock) allow(bytes int64) {
 	more := time.Duration(bytes/silentRate) * time.Second
 	c.limit += more
@@ -53,10 +53,10 @@ func (c *stallClock) stop() {
 	c.rest.start()
 }
 
-// moved begins the time anew.
+// moved restarts the limit.
 func (c *stallClock) moved() { c.left = c.limit }
 
-// Send waits for room. It takes held over.
+// Send waits for room. The caller hands over held.
 func (c *stallClock) Send(f *frame.Frame, held interface{ Release() }) error {
 	c.wait()
 	c.sending.Lock()
@@ -74,11 +74,11 @@ func (c *stallClock) waits() {
 	c.sending.Lock()
 	defer c.sending.Unlock()
 	if c.rest.running() {
-		_ = c.Conn.Send(new(frame.Frame), nil) // how it fails the next Send tells
+		_ = c.Conn.Send(new(frame.Frame), nil) // the next Send returns the error
 	}
 }
 
-// quiet runs f once nothing is sent any more.
+// quiet ends the rest clock and runs f while nothing is being sent.
 func (c *stallClock) quiet(f func() error) error {
 	c.rest.end()
 	c.sending.Lock()
@@ -86,7 +86,7 @@ func (c *stallClock) quiet(f func() error) error {
 	return f()
 }
 
-// Recv waits for a frame. The caller says whether it moved something.
+// Recv waits for a frame. The caller calls moved if the frame moved something.
 func (c *stallClock) Recv() (*frame.Frame, error) {
 	c.wait()
 	defer c.stop()

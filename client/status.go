@@ -16,12 +16,12 @@ import (
 	"github.com/tensorferry/tensorferry/internal/session"
 )
 
-// Errors that callers decide on.
+// Errors that callers can test for.
 var (
 	// ErrClosed is wrapped when the client or session was closed by its owner.
 	ErrClosed = errors.New("client: closed")
-	// ErrDraining is wrapped when the server takes no new calls: open a session
-	// on another server, or later.
+	// ErrDraining is wrapped when the server takes no new calls: open a session on another
+	// server, or later.
 	ErrDraining = errors.New("client: server is draining")
 	// ErrNoAnswer is wrapped when a server is silent for longer than OpenTimeout or
 	// StallTimeout: it hangs, or is not a tensorferry server.
@@ -29,23 +29,24 @@ var (
 	// ErrNoConnection is wrapped when nothing listens at the server's address, or it cannot
 	// be reached.
 	ErrNoConnection = errors.New("client: no connection")
-	// ErrHostNotFound is wrapped when the host of the server's address has no address.
+	// ErrHostNotFound is wrapped when the host of the server's address cannot be resolved.
 	ErrHostNotFound = errors.New("client: host not found")
 	// ErrNotServer is wrapped when what answers is not a tensorferry server.
 	ErrNotServer = errors.New("client: not a tensorferry server")
-	// ErrInputIdle is wrapped when a Reader, a Next or a Writer of the caller's rested for
-	// longer than Config.InputIdle.
-	ErrInputIdle = errors.New("client: input or output rested")
-	// ErrInput is wrapped when an input is not what its desc says.
+	// ErrInputIdle is wrapped when the caller's Reader, Next or Writer blocked for longer
+	// than Config.InputIdle.
+	ErrInputIdle = errors.New("client: input or output idle")
+	// ErrInput is wrapped when an input, or a request, is invalid.
 	ErrInput = errors.New("client: bad input")
 )
 
-// Error is how a call or a session failed. status.FromError sees its code.
+// Error is the failure of a call, a session or a transfer. status.FromError returns its
+// code.
 type Error struct {
 	Code       codes.Code
 	Message    string
-	RetryAfter time.Duration // when waiting helps; else 0
-	Cause      error         // what happened on this side, if it did
+	RetryAfter time.Duration // 0 unless waiting helps
+	Cause      error         // what happened on this side, if anything
 }
 
 // Error returns code and message.
@@ -67,7 +68,7 @@ func (c *Client) noAnswer() *Error {
 	return &Error{Code: codes.DeadlineExceeded, Cause: fmt.Errorf("%w from %s within %v; is it a tensorferry server?", ErrNoAnswer, c.conn.Target(), c.cfg.OpenTimeout)}
 }
 
-// causeError is the error of what this side gave up.
+// causeError returns the error for what this side ended.
 func causeError(cause error) *Error {
 	if errors.Is(cause, context.DeadlineExceeded) || errors.Is(cause, ErrInputIdle) {
 		return &Error{Code: codes.DeadlineExceeded, Cause: cause}
@@ -82,7 +83,7 @@ func doneError(d *frame.Done) error {
 	return &Error{Code: codes.Code(d.Code), Message: d.Message, RetryAfter: time.Duration(d.RetryAfterMillis) * time.Millisecond}
 }
 
-// What gRPC tells in texts alone; nothing else reads them.
+// Conditions that gRPC reports only in its texts. No other texts are matched.
 const (
 	unsecured  = "authentication handshake failed: " // every such failure is UNAVAILABLE
 	noProtocol = "missing selected ALPN property"    // TLS, but not for HTTP/2
@@ -94,11 +95,11 @@ const (
 	otherType  = "transport: received unexpected content-type"
 )
 
-// refusals begin the texts of handshakes that one side refused, of identity and of
-// crypto/tls. Any other text tells what became of the connection.
+// refusals are prefixes of handshake errors of identity and crypto/tls: one side refused
+// the other. Any other text is about the connection.
 var refusals = []string{"identity: ", "tls: ", "remote error: tls: ", "x509: "}
 
-// sessionError says why a session ended.
+// sessionError returns why a session ended.
 func (c *Client) sessionError(err error) *Error {
 	var se *frame.Error
 	var own *Error
@@ -122,7 +123,7 @@ func (c *Client) sessionError(err error) *Error {
 	away, says := e.Code == codes.Unavailable, func(text string) bool { return strings.Contains(e.Message, text) }
 	switch {
 	case away && says(noPreface), away && says(noProtocol), says(otherHTTP), says(otherType),
-		e.Code == codes.Unimplemented && !strings.HasPrefix(e.Message, "unknown method /"): // that is an older server
+		e.Code == codes.Unimplemented && !strings.HasPrefix(e.Message, "unknown method /"): // an older server says that
 		e.Cause = fmt.Errorf("%w: %s", ErrNotServer, c.conn.Target())
 	case away && says(unsecured):
 		_, why, _ := strings.Cut(e.Message, unsecured)

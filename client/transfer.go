@@ -20,21 +20,22 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Summary is how one tensor of a push or a pull ended.
+// Summary is the outcome of one tensor of a push or a pull.
 type Summary struct {
 	Name string
-	// Desc is zero when there is no such tensor.
+	// Desc is zero if the tensor does not exist.
 	tensor.Desc
 	Bytes int64
-	// Digest is of all its bytes, computed on both sides and compared.
+	// Digest is of all bytes, computed on both sides and compared.
 	Digest codec.Digest
 	// Durable: the tensor survives a crash of the server.
 	Durable bool
-	// Data is a pulled tensor that went to memory of its own; it is the caller's.
+	// Data has the bytes of a pulled tensor that got memory of its own. It belongs to the
+	// caller.
 	Data []byte
 	// Err is why the tensor did not arrive; nil if it did.
 	Err error
-	// Transfer is what Client.Transfer knows the RPC by.
+	// Transfer is the ID of the RPC, for Client.Transfer.
 	Transfer tensor.ID
 }
 
@@ -47,13 +48,13 @@ func (s Summary) String() string {
 	return text
 }
 
-// Progress tells how far a tensor is.
+// Progress is the progress of one tensor.
 type Progress struct {
 	Name         string
-	Moved, Bytes int64 // of Bytes in all
+	Moved, Bytes int64 // so far, and in total
 }
 
-// errorsOf joins what failed.
+// errorsOf joins the errors of summaries.
 func errorsOf(list []Summary) error {
 	all := make([]error, len(list))
 	for i := range list {
@@ -62,7 +63,7 @@ func errorsOf(list []Summary) error {
 	return errors.Join(all...)
 }
 
-// summaryError is what a summary says went wrong with a tensor.
+// summaryError returns the error that a summary reports, or nil.
 func summaryError(s *frame.Summary) error {
 	if s.Code == frame.OK {
 		return nil
@@ -74,15 +75,15 @@ func summaryError(s *frame.Summary) error {
 	return &Error{Code: codes.Code(s.Code.Known()), Message: text, RetryAfter: time.Duration(s.RetryAfterMillis) * time.Millisecond}
 }
 
-// facts are what a push must know of the server before it begins: it gets no answer
-// before its end.
+// facts are what a push must know about the server before it begins: the server answers
+// only at the end.
 type facts struct {
 	chunkBytes int64
-	chunkIdle  time.Duration // how long it waits without a word; 0: unknown
+	chunkIdle  time.Duration // the server's idle timeout; 0 means unknown
 	codecs     []codec.Codec
 }
 
-// facts asks the server once.
+// facts returns what the server said when it was first asked.
 func (c *Client) facts(ctx context.Context) (facts, error) {
 	if known := c.known.Load(); known != nil {
 		return *known, nil
@@ -93,7 +94,7 @@ func (c *Client) facts(ctx context.Context) (facts, error) {
 	}
 	f := facts{chunkBytes: info.GetLimits()["chunk_bytes"], chunkIdle: idleOf(uint32(info.GetLimits()["chunk_idle_millis"]))}
 	for _, k := range info.GetCodecs() {
-		if own := codec.Codec(k); pb.Codec(own) == k { // not one whose number has no room
+		if own := codec.Codec(k); pb.Codec(own) == k { // skip numbers that do not fit
 			f.codecs = append(f.codecs, own)
 		}
 	}
@@ -104,17 +105,17 @@ func (c *Client) facts(ctx context.Context) (facts, error) {
 	return f, nil
 }
 
-// Stored is a tensor at rest on a server.
+// Stored is a tensor in a server's store.
 type Stored struct {
 	Name string
 	tensor.Desc
 	Bytes int64
-	// Digest is zero when nobody has computed it.
+	// Digest is zero if it has not been computed.
 	Digest codec.Digest
 	Stored time.Time
 	// Durable: the tensor survives a crash of the server.
 	Durable bool
-	// File is the file that the tensor is part of, empty for one that was pushed.
+	// File is the file that contains the tensor; empty if the tensor was pushed.
 	File string
 }
 
@@ -123,8 +124,8 @@ func (s Stored) String() string {
 	return fmt.Sprintf("%q %v", s.Name, s.Desc)
 }
 
-// List returns the tensors of the server's store whose names match glob, sorted by
-// name, and the names of its sources. The empty glob matches all. OpenTimeout is per
+// List returns the tensors of the server's store whose names match glob, sorted by name,
+// and the names of its sources. An empty glob matches all. OpenTimeout applies to each
 // page. More than a million tensors are an error: narrow the glob.
 func (c *Client) List(ctx context.Context, glob string) (list []Stored, sources []string, err error) {
 	bytes, told := 0, 0
@@ -134,7 +135,7 @@ func (c *Client) List(ctx context.Context, glob string) (list []Stored, sources 
 			return nil, nil, err
 		}
 		bytes += proto.Size(page)
-		told += max(len(page.GetTensors()), 1) // pages of nothing end, too
+		told += max(len(page.GetTensors()), 1) // empty pages count, too
 		if told > listTensors || bytes > listBytes {
 			return nil, nil, &Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf("the server lists more than %d tensors or %d bytes; narrow the glob", listTensors, listBytes)}
 		}
@@ -153,18 +154,18 @@ func (c *Client) List(ctx context.Context, glob string) (list []Stored, sources 
 			return list, sources, nil
 		}
 		if next <= token { // it would never end
-			return nil, nil, &Error{Code: codes.Internal, Message: "the server's pages do not go on"}
+			return nil, nil, &Error{Code: codes.Internal, Message: "the server's page tokens do not ascend"}
 		}
 		token = next
 	}
 }
 
-// stored is a tensor as the server lists it.
+// stored converts a tensor that the server lists.
 func stored(t *pb.StoredTensor) (Stored, error) {
 	kind := tensor.DataType(t.GetDtype())
 	if pb.DataType(kind) != t.GetDtype() || len(t.GetShape()) > tensor.MaxRank || len(t.GetName()) > frame.NameBytes {
 		return Stored{}, &Error{Code: codes.Internal, Message: fmt.Sprintf(
-			"the server lists %.40q of data type %d and rank %d; there is no such tensor", t.GetName(), t.GetDtype(), len(t.GetShape()))}
+			"the server lists an invalid tensor: %.40q, data type %d, rank %d", t.GetName(), t.GetDtype(), len(t.GetShape()))}
 	}
 	s := Stored{
 		Name: t.GetName(), Desc: tensor.Desc{DType: kind, Shape: t.GetShape()}, Bytes: int64(min(t.GetSizeBytes(), math.MaxInt64)),
@@ -174,8 +175,8 @@ func stored(t *pb.StoredTensor) (Stored, error) {
 	return s, nil
 }
 
-// Delete removes tensors from the server's store, by name or glob, and returns their
-// names. With a name that is not there it removes nothing and fails.
+// Delete removes tensors from the server's store, by name or glob, and returns their names.
+// If a name does not exist, it removes nothing and fails.
 func (c *Client) Delete(ctx context.Context, names ...string) ([]string, error) {
 	r, err := ask(ctx, c, c.stub.DeleteTensors, &pb.DeleteTensorsRequest{Names: names})
 	if err != nil {
@@ -184,17 +185,17 @@ func (c *Client) Delete(ctx context.Context, names ...string) ([]string, error) 
 	return r.GetDeleted(), nil
 }
 
-// Transfer is how a push or a pull goes, or went.
+// Transfer is the state of a push or a pull.
 type Transfer struct {
 	Open, Push bool
 	Age        time.Duration
-	// Err is how it ended, nil while open.
+	// Err is why it failed; nil while it is open.
 	Err error
-	// Tensors are those announced, the oldest first, 1 024 at most.
+	// Tensors are those announced, oldest first, at most 1024.
 	Tensors []TensorState
 }
 
-// TensorState is how far one tensor of a transfer is. The Summary of an Open one has
+// TensorState is the state of one tensor of a transfer. While it is Open, its Summary has
 // only name and bytes.
 type TensorState struct {
 	Summary
@@ -202,7 +203,7 @@ type TensorState struct {
 	Moved int64 // bytes
 }
 
-// Transfer returns what the server still knows of a push or a pull.
+// Transfer returns what the server knows about a push or a pull.
 func (c *Client) Transfer(ctx context.Context, id tensor.ID) (*Transfer, error) {
 	r, err := ask(ctx, c, c.stub.GetTransfer, &pb.GetTransferRequest{TransferId: id[:]})
 	if err != nil {
@@ -225,7 +226,7 @@ func (c *Client) Transfer(ctx context.Context, id tensor.ID) (*Transfer, error) 
 	return t, nil
 }
 
-// codecFor returns what to send with: the configured codec if the peer knows it.
+// codecFor returns the codec to send with: the configured one if the peer supports it.
 func (c *Client) codecFor(peer []codec.Codec) codec.Codec {
 	if slices.Contains(peer, c.cfg.Codec) {
 		return c.cfg.Codec
@@ -233,7 +234,8 @@ func (c *Client) codecFor(peer []codec.Codec) codec.Codec {
 	return codec.None
 }
 
-// idle returns what ends a push or a pull whose Reader or Writer rests for too long.
+// idle returns a function that ends a push or a pull whose Reader or Writer blocks for too
+// long.
 func (c *Client) idle(cancel context.CancelCauseFunc) func(error) {
 	return func(cause error) {
 		err := causeError(cause)
@@ -244,8 +246,8 @@ func (c *Client) idle(cancel context.CancelCauseFunc) func(error) {
 	}
 }
 
-// transferError is how the gRPC stream of a push or a pull ended: by the caller's
-// context, by the stall clock through its own, or by err.
+// transferError returns why the gRPC stream of a push or a pull ended: the caller's
+// context, the stall clock, which cancels own, or err.
 func (c *Client) transferError(ctx, own context.Context, err error) error {
 	if ctx.Err() != nil {
 		return causeError(context.Cause(ctx))

@@ -107,7 +107,7 @@ func TestAServerThatSaysOKAndSendsNothingMakesNoCommandSucceed(t *testing.T) {
 			out, said, code := run(args...)
 			require.Equal(t, exitIntegrity, code, said)
 			require.Empty(t, out)
-			require.Contains(t, said, "told nothing of it")
+			require.Contains(t, said, "without mentioning it")
 			require.NotContains(t, said, "panic")
 			require.Empty(t, leftIn(t, dir))
 		})
