@@ -19,18 +19,18 @@ import (
 	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
-// connections are those of the server. It is how the server hears of the end of one:
-// grpc tells a stats.Handler of it when reader and writer of the connection have
-// ended, and tells nobody else. What it tells besides costs about 200 bytes a message.
+// connections tracks the server's connections. As a stats.Handler it learns when a
+// connection has ended, that is, when gRPC's reader and writer for it have returned; gRPC
+// reports that nowhere else. The handler's other events cost about 200 bytes a message.
 type connections struct {
 	log  *slog.Logger
-	most int // accepted at a time
-	thin int // frames a second of each
-	// memory is what their peers have sent and nobody has consumed.
+	most int // maximum accepted at a time
+	thin int // small frames per second and connection
+	// memory accounts for what peers have sent and nothing has consumed.
 	memory *inbound.Memory
-	// lanesRefused counts greetings that were refused.
+	// lanesRefused counts refused greetings.
 	lanesRefused atomic.Int64
-	// handshakesFailed counts connections that were not secured.
+	// handshakesFailed counts connections whose handshake failed.
 	handshakesFailed atomic.Int64
 
 	mu       sync.Mutex // guards all below
@@ -42,18 +42,19 @@ type connections struct {
 	unshaken serving.LogSampler
 }
 
-// connection is what the server knows of one.
+// connection is the state of one connection.
 type connection struct {
 	serving.Caller
 	flight wire.InFlight
 	addr   net.Addr
-	in     *inbound.Conn // what its peer has sent; nil before its handshake
+	in     *inbound.Conn // accounts for what its peer has sent; nil before the handshake
 	thin   *rate.Limiter
 }
 
 type connectionKey struct{}
 
-// room reports whether there is memory for an answer, unless somebody else counts it.
+// room reports whether there is memory for an answer. It returns true if the answer is
+// accounted for elsewhere.
 func (c *connection) room(answer any, as *wire.Answer) bool {
 	m, ok := answer.(proto.Message)
 	if !ok || c.in == nil || as != nil && as.Charged {
@@ -62,9 +63,9 @@ func (c *connection) room(answer any, as *wire.Answer) bool {
 	return c.in.Room(int64(proto.Size(m)))
 }
 
-// listener hands out connections whose address leads back to them: grpc shows
-// nothing else of a connection. One too many is closed at once: in the system's
-// queue it would wait without knowing for what.
+// listener returns connections whose address leads back to them: gRPC exposes nothing else
+// of a connection. Connections beyond the limit are closed at once, rather than left in the
+// system's queue, where they would wait without knowing why.
 type listener struct {
 	net.Listener
 	of *connections
@@ -74,18 +75,19 @@ type acceptedConn struct {
 	net.Conn
 	one    *connection
 	closed func()      // once
-	lane   atomic.Bool // deadlines are not gRPC's any more, which clears them late
+	lane   atomic.Bool // ignore gRPC's deadlines: it clears them late
 }
 
-// handshakes have gRPC read connections by way of what bounds them, and take lanes out.
+// handshakes makes gRPC read connections through an inbound.Conn, which limits them, and
+// takes lanes out.
 type handshakes struct {
 	credentials.TransportCredentials
 	of      *connections
-	message int64        // bytes of the largest
-	lanes   *lane.Offers // nil: a connection is no lane
+	message int64        // size of the largest message
+	lanes   *lane.Offers // nil: connections cannot become lanes
 }
 
-// tracked is a connection as gRPC has it.
+// tracked is a connection as gRPC sees it.
 type tracked struct {
 	*inbound.Conn
 	one *connection
@@ -107,7 +109,7 @@ func (l listener) Accept() (net.Conn, error) {
 			one := l.of.one()
 			return &acceptedConn{Conn: c, one: one, closed: sync.OnceFunc(func() { l.of.leave(one) })}, nil
 		}
-		_ = c.Close() // its peer sees it
+		_ = c.Close() // the peer notices
 	}
 }
 
@@ -129,7 +131,7 @@ func (c *connections) leave(one *connection) {
 	c.accepted--
 	_, open := c.open[one]
 	c.mu.Unlock()
-	if !open && one.in != nil { // gRPC did not like it
+	if !open && one.in != nil { // gRPC rejected it
 		one.in.End()
 	}
 }
@@ -140,7 +142,7 @@ func (c *acceptedConn) Close() error {
 	return c.Conn.Close()
 }
 
-// SetDeadline is gRPC's, before and after the handshake.
+// SetDeadline is called by gRPC before and after the handshake. It has no effect on a lane.
 func (c *acceptedConn) SetDeadline(t time.Time) error {
 	if c.lane.Load() {
 		return nil
@@ -148,7 +150,7 @@ func (c *acceptedConn) SetDeadline(t time.Time) error {
 	return c.Conn.SetDeadline(t)
 }
 
-// ServerHandshake secures a connection, and has what comes over it charged.
+// ServerHandshake secures a connection and starts charging for what arrives on it.
 func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	accepted := raw.(*acceptedConn)
 	raw, err := h.withoutLane(accepted)
@@ -183,7 +185,7 @@ func (h handshakes) Clone() credentials.TransportCredentials {
 // RemoteAddr returns the peer's address.
 func (c tracked) RemoteAddr() net.Addr { return trackedAddr{c.Conn.RemoteAddr(), c.one} }
 
-// TagConn gives each connection the book of what is sent on it.
+// TagConn starts tracking a connection.
 func (c *connections) TagConn(ctx context.Context, info *stats.ConnTagInfo) context.Context {
 	a, ok := info.RemoteAddr.(trackedAddr)
 	one := a.one
@@ -200,8 +202,8 @@ func (c *connections) TagConn(ctx context.Context, info *stats.ConnTagInfo) cont
 	return context.WithValue(ctx, connectionKey{}, one)
 }
 
-// of returns what is known of the connection that an RPC came over. One that grpc
-// did not tell of is the RPC's own.
+// of returns the state of the connection that an RPC came over. If gRPC did not announce
+// that connection, the RPC gets a state of its own.
 func (c *connections) of(ctx context.Context) *connection {
 	if one, ok := ctx.Value(connectionKey{}).(*connection); ok {
 		return one
@@ -213,7 +215,7 @@ func (c *connections) one() *connection {
 	return &connection{thin: rate.NewLimiter(rate.Limit(c.thin), max(c.thin/10, 1))}
 }
 
-// HandleConn gives back what a dead connection had in its queue.
+// HandleConn releases what a dead connection had queued.
 func (c *connections) HandleConn(ctx context.Context, s stats.ConnStats) {
 	if _, ok := s.(*stats.ConnEnd); !ok {
 		return
@@ -228,11 +230,11 @@ func (c *connections) HandleConn(ctx context.Context, s stats.ConnStats) {
 	}
 }
 
-// watch closes connections whose peers do not read, until done is closed. Each RPC
-// has a clock of its own, but what one has sent before it ended stays in grpc's queue,
-// and with it the memory it lies in, for as long as the peer's window is closed;
-// grpc can reset no stream then, so the connection must go. A frame may be there
-// from one look to the next: idle at least, twice that at most.
+// watch closes connections whose peers do not read, until done is closed. Each RPC has its
+// own idle timeout, but what an RPC sent before it ended stays in gRPC's queue, along with
+// the memory it occupies, for as long as the peer's window is closed. gRPC cannot reset a
+// stream then, so the connection must be closed. A frame that is still queued at the second
+// of two looks has been there for at least idle and at most twice that.
 func (c *connections) watch(idle time.Duration, done <-chan struct{}) {
 	tick := time.NewTicker(idle)
 	defer tick.Stop()
@@ -246,12 +248,12 @@ func (c *connections) watch(idle time.Duration, done <-chan struct{}) {
 			if n, due := c.unread.Again(); due {
 				c.log.Warn("connection closed: its peer does not read", slog.String("peer", one.addr.String()), slog.Int64("closed", n))
 			}
-			_ = one.in.Close() // grpc's reader sees to the rest
+			_ = one.in.Close() // gRPC's reader cleans up the rest
 		}
 	}
 }
 
-// stuck looks at all connections and returns those whose peers do not read.
+// stuck checks all connections and returns those whose peers do not read.
 func (c *connections) stuck() (all []*connection) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -266,8 +268,8 @@ func (c *connections) stuck() (all []*connection) {
 // TagRPC returns ctx.
 func (*connections) TagRPC(ctx context.Context, _ *stats.RPCTagInfo) context.Context { return ctx }
 
-// HandleRPC follows an RPC from its handler's start to its end. It takes back what was
-// sent when the RPC was over: grpc may have forgotten it.
+// HandleRPC follows an RPC from the start of its handler to its end. It takes back what was
+// sent after the RPC ended: gRPC may have dropped it.
 func (*connections) HandleRPC(ctx context.Context, s stats.RPCStats) {
 	switch s := s.(type) {
 	case *stats.InHeader:

@@ -11,15 +11,15 @@ import (
 	"github.com/tensorferry/tensorferry/internal/serving"
 )
 
-// modelPrefix is what a model's name follows in the names of the health service.
+// modelPrefix precedes the names of models in the health service.
 const modelPrefix = "model/"
 
-// healthService answers for the whole, under "", for each service by its name, and
-// for each model of the registry. A model of which a run was lost does not serve until
-// the run has ended, or another model has taken its place: it holds memory, and a worker.
+// healthService answers for the whole server, under "", for each service by its name, and
+// for each model of the registry. A model that lost a run does not serve until the run has
+// ended or another model has taken its place: the run holds memory and a worker.
 type healthService struct{ *health.Server }
 
-// serves says that the services registered on r serve.
+// serves marks the services registered on r as serving.
 func (h healthService) serves(r *grpc.Server) {
 	for name := range r.GetServiceInfo() {
 		if !strings.HasPrefix(name, "grpc.") { // health and reflection themselves
@@ -28,7 +28,7 @@ func (h healthService) serves(r *grpc.Server) {
 	}
 }
 
-// statuses are gRPC's words for the health of a model. gRPC's service cannot forget a
+// statuses maps the health of a model to gRPC's. gRPC's health service cannot forget a
 // name.
 var statuses = map[serving.Health]healthpb.HealthCheckResponse_ServingStatus{
 	serving.Serving:    healthpb.HealthCheckResponse_SERVING,
@@ -40,8 +40,7 @@ func (h healthService) model(name string, is serving.Health) {
 	h.SetServingStatus(modelPrefix+name, statuses[is])
 }
 
-// Check answers for one name; a model that is gone is as unknown as one that never
-// was.
+// Check answers for one name. A removed model is as unknown as one that never existed.
 func (h healthService) Check(ctx context.Context, r *healthpb.HealthCheckRequest) (*healthpb.HealthCheckResponse, error) {
 	out, err := h.Server.Check(ctx, r)
 	if out.GetStatus() == healthpb.HealthCheckResponse_SERVICE_UNKNOWN {
@@ -50,7 +49,7 @@ func (h healthService) Check(ctx context.Context, r *healthpb.HealthCheckRequest
 	return out, err
 }
 
-// List answers for every name, without models that are gone.
+// List answers for every name except those of removed models.
 func (h healthService) List(ctx context.Context, r *healthpb.HealthListRequest) (*healthpb.HealthListResponse, error) {
 	out, err := h.Server.List(ctx, r)
 	for name, of := range out.GetStatuses() {

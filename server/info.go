@@ -47,7 +47,7 @@ func params(in []engine.Param) (out []*pb.Param) {
 	return out
 }
 
-// modelStates are how the models are now.
+// modelStates returns the current states of the models.
 func (s *Server) modelStates() (all []*pb.ModelState) {
 	for _, m := range s.core.ModelStates() {
 		state := &pb.ModelState{Name: m.Name, Unavailable: m.Unavailable, Gauges: make(map[string]float64)}
@@ -59,7 +59,7 @@ func (s *Server) modelStates() (all []*pb.ModelState) {
 	return all
 }
 
-// GetServiceInfo tells limits and counters, and how the models are.
+// GetServiceInfo returns limits, counters and the states of the models.
 func (s *Server) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb.GetServiceInfoResponse, error) {
 	v := s.values()
 	return &pb.GetServiceInfoResponse{
@@ -72,7 +72,7 @@ func (s *Server) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb
 	}, nil
 }
 
-// codecs are those that the server decodes.
+// codecs returns the codecs that the server decodes.
 func codecs() (list []pb.Codec) {
 	for _, k := range codec.All() {
 		list = append(list, pb.Codec(k))
@@ -80,13 +80,14 @@ func codecs() (list []pb.Codec) {
 	return list
 }
 
-// ReceiveLimit returns how many bytes there are for what clients have sent, beside Budget.
+// ReceiveLimit returns how many bytes clients may have sent that nothing has consumed;
+// Budget does not include them.
 func (s *Server) ReceiveLimit() int64 {
 	_, limit, _ := s.connections.memory.Used()
 	return limit
 }
 
-// values are what the core has counted, and what the store holds.
+// values returns what the core has counted and what the store holds.
 func (s *Server) values() metrics.Values {
 	v := s.core.Values()
 	v.ReceiveUsed, v.ReceiveLimit, v.ReceiveEnded = s.connections.memory.Used()
@@ -99,7 +100,8 @@ func (s *Server) values() metrics.Values {
 	return v
 }
 
-// shownLimits are the limits that a peer can meet, each a row of docs/limits.md.
+// shownLimits returns the limits that a peer can run into, each of which is a row of
+// docs/limits.md.
 func (s *Server) shownLimits(v *metrics.Values) map[string]int64 {
 	l, c := s.limits, s.cfg
 	millis := func(d time.Duration) int64 { return d.Milliseconds() }

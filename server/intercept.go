@@ -20,9 +20,9 @@ import (
 	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
-// intercept returns what every RPC goes through, from the outside: what its connection
-// knows of it, the log, its idle timeout, the guard that makes a handler's panic an
-// error, the user's own, and what makes errors statuses.
+// intercept returns the interceptors of every RPC, outermost first: accounting on its
+// connection, the log, its idle timeout, recovery from a handler's panic, the user's own,
+// and the conversion of errors to statuses.
 func (e *endpoint) intercept() []grpc.ServerOption {
 	log := interceptors.CommonReportableFunc(func(ctx context.Context, c interceptors.CallMeta) (interceptors.Reporter, context.Context) {
 		return &rpcLog{ctx: ctx, log: e.server.log, failures: &e.server.failedRPCs, rpc: c.FullMethod()}, ctx
@@ -39,7 +39,8 @@ func (e *endpoint) intercept() []grpc.ServerOption {
 	}
 }
 
-// explained makes the error of a handler a status, and ends the runs that it left open.
+// explained converts the error of a handler to a status, and ends the runs that it left
+// open.
 func explained(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	if _, ours := info.Server.(*Server); !ours {
 		opened := new(runs)
@@ -59,17 +60,17 @@ func streamExplained(srv any, ss grpc.ServerStream, _ *grpc.StreamServerInfo, ha
 	return brief(statusOf(handler(srv, ss)))
 }
 
-// openedKey leads to the *opened of an RPC.
+// openedKey is the context key of an RPC's *opened.
 type openedKey struct{}
 
-// opened is what is known of an RPC from its headers on.
+// opened is the state of an RPC from its headers on.
 type opened struct {
-	first    *time.Timer // until its first message has come
+	first    *time.Timer // runs until the first message has arrived
 	received *inbound.RPC
 	cancel   context.CancelCauseFunc
 	caller   *guard.Caller
-	stream   atomic.Pointer[grpc.ServerTransportStream] // once there is a handler
-	told     atomic.Pointer[error]                      // to end
+	stream   atomic.Pointer[grpc.ServerTransportStream] // set once there is a handler
+	told     atomic.Pointer[error]                      // why it must end
 }
 
 // end ends the RPC.
@@ -81,7 +82,7 @@ func (o *opened) end(why error) {
 	o.cancel(why)
 }
 
-// handled says that the RPC of ctx has a handler.
+// handled records that the RPC of ctx has a handler.
 func handled(ctx context.Context) {
 	if o, ok := ctx.Value(openedKey{}).(*opened); ok {
 		s := grpc.ServerTransportStreamFromContext(ctx)
@@ -92,11 +93,11 @@ func handled(ctx context.Context) {
 	}
 }
 
-// tap refuses RPCs of unknown callers, and those for which there is no memory, or no
-// handler. It cancels those whose first message does not come in time: grpc waits for it
-// without a limit before any handler, or interceptor, is called.
+// tap rejects RPCs of unknown callers, and those for which there is no memory or no
+// handler. It cancels RPCs whose first message does not arrive in time: gRPC waits for it
+// without a limit before it calls any handler or interceptor.
 func (e *endpoint) tap(ctx context.Context, info *tap.Info) (context.Context, error) {
-	if ctx.Err() != nil { // grpc has the same to say
+	if ctx.Err() != nil { // gRPC would say the same
 		return ctx, statusOf(ctx.Err())
 	}
 	caller, err := e.server.guard.Ask(ctx, info.Header)
@@ -130,7 +131,8 @@ func stopAwaiting(ctx context.Context) {
 	}
 }
 
-// received returns what has been received for an RPC, nil if nobody knows.
+// received returns the accounting of what has been received for an RPC, or nil if there is
+// none.
 func received(ctx context.Context) *inbound.RPC {
 	if o, ok := ctx.Value(openedKey{}).(*opened); ok {
 		return o.received
@@ -138,10 +140,10 @@ func received(ctx context.Context) *inbound.RPC {
 	return nil
 }
 
-// answerKey leads to the *wire.Answer that a unary RPC's response goes in.
+// answerKey is the context key of the *wire.Answer that carries a unary RPC's response.
 type answerKey struct{}
 
-// came is called when the message of a unary RPC has come.
+// came runs when the message of a unary RPC has arrived.
 func (e *endpoint) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	stopAwaiting(ctx)
 	received(ctx).Next()
@@ -157,8 +159,8 @@ func (e *endpoint) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, h
 	return answer, nil
 }
 
-// streamCame leaves the streams of clients to the clocks of their handlers, and waits
-// for the one message of the others.
+// streamCame leaves client streams to the timeouts of their handlers, and stops the timer
+// of other streams when their only message arrives.
 func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
 	booked := answering{
 		ServerStream: ss, one: e.server.connections.of(ss.Context()), received: received(ss.Context()), unread: make(answers, unreadAnswers),
@@ -171,8 +173,8 @@ func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamSe
 	return handler(srv, firstMessage{booked})
 }
 
-// answering is a gRPC stream whose answers, which are not frames, its connection
-// knows of. At most unreadAnswers lie unread.
+// answering is a gRPC stream that registers its answers, other than frames, with its
+// connection. At most unreadAnswers of them may be unread.
 type answering struct {
 	grpc.ServerStream
 	one      *connection
@@ -180,13 +182,13 @@ type answering struct {
 	unread   answers
 }
 
-// answers has an element for each that lies unread.
+// answers has an element for each unread answer.
 type answers chan struct{}
 
-// Release takes one out.
+// Release removes an element.
 func (a answers) Release() { <-a }
 
-// SendMsg sends a frame, or an answer when there is room for one more.
+// SendMsg sends a frame, or waits until there is room for an answer and sends it.
 func (a answering) SendMsg(m any) error {
 	if _, frame := m.(*wire.Message); frame {
 		return a.ServerStream.SendMsg(m)
@@ -201,14 +203,14 @@ func (a answering) SendMsg(m any) error {
 	}
 	answer := &wire.Answer{Message: m, Held: a.unread, InFlight: &a.one.flight}
 	err := a.ServerStream.SendMsg(answer)
-	if answer.Held != nil { // nobody has come to see it
+	if answer.Held != nil { // the codec never took it
 		answer.Held.Release()
 	}
 	return err
 }
 
-// RecvMsg receives a frame, or a request; the one before is consumed. What is wrong with
-// its bytes is the peer's doing, for which grpc's own code is that of a defect.
+// RecvMsg receives a frame or a request; the previous one counts as consumed. Invalid bytes
+// are the peer's fault, but gRPC's own code for them is that of a defect.
 func (a answering) RecvMsg(m any) error {
 	a.received.Next()
 	if _, frame := m.(*wire.Message); frame {
@@ -221,8 +223,8 @@ func (a answering) RecvMsg(m any) error {
 	return statusOf(req.Err)
 }
 
-// registrar registers services whose unary methods tell what is wrong with the bytes of
-// a request, as RecvMsg does: grpc decodes them before it calls an interceptor.
+// registrar registers services whose unary methods report invalid bytes of a request as
+// RecvMsg does: gRPC decodes the request before it calls an interceptor.
 type registrar struct{ *grpc.Server }
 
 // RegisterService registers a service.
@@ -244,10 +246,10 @@ func (r registrar) RegisterService(desc *grpc.ServiceDesc, impl any) {
 	r.Server.RegisterService(&d, impl)
 }
 
-// attend ends streams of requests that are none of the TensorService's, such as those
-// of reflection, when no request comes for a while: their handlers have no clock. The
-// handler has a goroutine of its own, since nothing but the end of the RPC wakes one
-// that waits for its peer; it ends soon after. Close waits for it.
+// attend ends client streams of services other than the TensorService, such as reflection,
+// when no request arrives for a while: their handlers have no timeout. The handler runs on
+// a goroutine of its own, because only the end of the RPC wakes a handler that waits for
+// its peer; the goroutine ends soon after that. Close waits for it.
 func (e *endpoint) attend(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
 	if _, ours := srv.(*Server); ours || !info.IsClientStream {
 		return handler(srv, ss)
@@ -255,7 +257,7 @@ func (e *endpoint) attend(srv any, ss grpc.ServerStream, info *grpc.StreamServer
 	clock := time.NewTimer(e.Idle)
 	defer clock.Stop()
 	ended := make(chan error, 1)
-	e.server.core.Go(func() { // ends when its RPC has
+	e.server.core.Go(func() { // ends after its RPC
 		ended <- handler(srv, requests{ss, clock, e.Idle})
 	})
 	select {
@@ -270,7 +272,7 @@ func (e *endpoint) attend(srv any, ss grpc.ServerStream, info *grpc.StreamServer
 	}
 }
 
-// requests is a stream of requests, each of which sets a clock back.
+// requests is a stream of requests, each of which resets a timer.
 type requests struct {
 	grpc.ServerStream
 	clock *time.Timer
@@ -288,15 +290,15 @@ func (r requests) RecvMsg(m any) error {
 
 type firstMessage struct{ grpc.ServerStream }
 
-// RecvMsg waits for the message and stops the clock.
+// RecvMsg waits for the message and stops the timer.
 func (f firstMessage) RecvMsg(m any) error {
 	err := f.ServerStream.RecvMsg(m)
 	stopAwaiting(f.Context())
 	return err
 }
 
-// rpcLog logs the end of an RPC: neither its payload nor the text of its error,
-// which may name a tensor.
+// rpcLog logs the end of an RPC, but neither its payload nor the text of its error, which
+// may name a tensor.
 type rpcLog struct {
 	interceptors.NoopReporter
 	ctx      context.Context
@@ -305,7 +307,7 @@ type rpcLog struct {
 	rpc      string
 }
 
-// PostCall logs that the RPC is over.
+// PostCall logs the end of the RPC.
 func (r *rpcLog) PostCall(err error, took time.Duration) {
 	level := levelOf(err, r.failures)
 	if !r.log.Enabled(r.ctx, level) {

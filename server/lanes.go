@@ -13,7 +13,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/serving"
 )
 
-// lanesPerSession is how many lanes a session may have at a time.
+// lanesPerSession returns how many lanes a session may have at a time.
 func (s *Server) lanesPerSession() int {
 	if s.lanes == nil {
 		return 0
@@ -21,14 +21,14 @@ func (s *Server) lanesPerSession() int {
 	return 1
 }
 
-// offerLanes has a session offer lanes, until its handler calls withdraw.
+// offerLanes makes a session offer lanes until its handler calls withdraw.
 func (s *Server) offerLanes(sess *serving.Session) (withdraw func()) {
 	if s.lanes == nil {
 		return func() {}
 	}
 	token, withdraw := s.lanes.Offer(func(c net.Conn) {
 		accepted := c.(*acceptedConn)
-		_ = accepted.Conn.SetDeadline(time.Time{}) // that of the handshake
+		_ = accepted.Conn.SetDeadline(time.Time{}) // clear the handshake's deadline
 		sess.AddLane(pacedLane{lane.New(accepted.Conn, accepted.Close), accepted.one})
 	})
 	sess.OfferLanes(token, lane.Uses)
@@ -43,8 +43,8 @@ func (c *connections) crowded() bool {
 	return 2*c.accepted > c.most
 }
 
-// withoutLane returns what gRPC is to serve of a connection; if that wants to be a lane,
-// credentials.ErrConnDispatched, or the reason it is not one.
+// withoutLane returns the connection for gRPC to serve. For a connection that asks to be a
+// lane, it returns credentials.ErrConnDispatched, or the reason why the lane was refused.
 func (h handshakes) withoutLane(c *acceptedConn) (net.Conn, error) {
 	if h.lanes == nil {
 		return c, nil
@@ -64,21 +64,21 @@ func (h handshakes) withoutLane(c *acceptedConn) (net.Conn, error) {
 		h.of.mu.Lock()
 		defer h.of.mu.Unlock()
 		if n, due := h.of.noLane.Again(); due {
-			// No warning: its session may just have ended.
+			// Not a warning: its session may just have ended.
 			h.of.log.Info("lane refused", slog.String("peer", c.RemoteAddr().String()), slog.String("reason", err.Error()), slog.Int64("refused", n))
 		}
 		return nil, err
 	}
-	return nil, credentials.ErrConnDispatched // gRPC leaves it open
+	return nil, credentials.ErrConnDispatched // gRPC does not close it then
 }
 
-// begunConn is a connection of which the first bytes have been read.
+// begunConn is a connection whose first bytes have already been read.
 type begunConn struct {
 	net.Conn
 	first []byte
 }
 
-// Read reads the first bytes, too.
+// Read returns the first bytes again, then the rest.
 func (c *begunConn) Read(p []byte) (int, error) {
 	if len(c.first) == 0 {
 		return c.Conn.Read(p)
@@ -88,13 +88,13 @@ func (c *begunConn) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// pacedLane is a lane on which thin chunks have their price, as thin frames do.
+// pacedLane is a lane on which small chunks cost as much as small frames.
 type pacedLane struct {
 	*lane.Conn
 	one *connection
 }
 
-// Next waits for the time of a chunk that brings less than its work costs.
+// Next delays the reader after a chunk that carries less than its processing costs.
 func (l pacedLane) Next(ch *frame.Chunk) (int, error) {
 	n, err := l.Conn.Next(ch)
 	if owed := 1 + placing - n/payBytes; err == nil && owed > 0 {

@@ -6,59 +6,60 @@ import (
 	"github.com/tensorferry/tensorferry/stream"
 )
 
-// unread is how long what was sent may lie unread until its connection is closed, or
-// up to twice as long: the RPC has been told before.
+// unread returns how long sent data may stay unread before its connection is closed; it may
+// take up to twice as long. The RPC itself fails before that.
 func unread(l stream.Limits) time.Duration { return 2 * time.Duration(min(l.ChunkIdle, 1<<61)) }
 
 const (
-	// requestFree is how much of each counts in no budget, if it is no more, or if it is
-	// what an answer has more than its request: 4 MiB for as many calls as a server has
-	// by default.
+	// requestFree is how many bytes of each request, and of an answer beyond the size of
+	// its request, are not charged to a budget if there are no more: 4 MiB for as many
+	// calls as a server has by default.
 	requestFree = 4 << 10
-	// unreadAnswers is how many answers of one stream, which are not frames, may lie
-	// unread: each keeps 4 KiB, however small it is.
+	// unreadAnswers is how many answers of one stream, other than frames, may be unread:
+	// each keeps 4 KiB, however small it is.
 	unreadAnswers = 16
-	// requestParts is how many names, ranges, parameters and the like a request that
-	// is not a session's or a push's may have: 2 MB in memory. A pull with as many
-	// ranges held as it takes is cut into two.
+	// requestParts is how many names, ranges, parameters and the like a request may have
+	// that is not part of a session or a push: 2 MB in memory. A pull that holds more
+	// ranges must be split in two.
 	requestParts = 16 << 10
-	// computeBytes is the most that goes into the one message of Compute, each way.
+	// computeBytes is the maximum size of the one message of Compute, in each direction.
 	computeBytes = 1 << 20
-	// listPage is the most tensors in one answer of ListTensors, and listBytes the most of
-	// their names and shapes.
+	// listPage is the maximum number of tensors in one answer of ListTensors, and listBytes
+	// the maximum size of their names and shapes.
 	listPage  = 1000
 	listBytes = 128 << 10
-	// foundBytes is what DeleteTensors keeps of a tensor that it finds, beside its name.
+	// foundBytes is what DeleteTensors keeps per tensor that it finds, in addition to its
+	// name.
 	foundBytes = 128
-	// receiveShare: what clients have sent and nothing has consumed may take this part
-	// (1/receiveShare) of the budget's bytes, beside them.
+	// receiveShare: what clients have sent and nothing has consumed may take 1/receiveShare
+	// of the budget's bytes, in addition to the budget.
 	receiveShare = 2
 )
 
-// Limits of a server, by default. Each is visible in GetServiceInfo.
+// Default limits of a server. GetServiceInfo shows each of them.
 const (
 	DefaultSessions    = 10_000 // sessions at a time
-	DefaultConnections = 1024   // connections at a time: goroutines, buffers and a descriptor of each
+	DefaultConnections = 1024   // connections at a time: each takes goroutines, buffers and a descriptor
 	DefaultTransfers   = 256    // pushes and pulls at a time
-	// DefaultStoredBytes is the largest tensor pushed: 1 TiB, as many chunks of
-	// 1 MiB as a tensor may have. A store in memory has a limit of its own.
+	// DefaultStoredBytes is the largest tensor pushed: 1 TiB, as many chunks of 1 MiB as a
+	// tensor may have. A store in memory has a limit of its own.
 	DefaultStoredBytes = 1 << 40
 	DefaultQueuedCalls = 1024 // calls at a time, of all sessions
-	// DefaultThinFrames a second cost about a thirtieth of a core. Acknowledgements of
-	// results at 4 GB/s are 2 000.
+	// DefaultThinFrames per second cost about 3 % of a core. Acknowledging results at 4
+	// GB/s takes 2,000 per second.
 	DefaultThinFrames      = 10_000
 	DefaultStreamsPerConn  = 128      // gRPC streams of one connection; grpc-go's default is no limit
 	DefaultHeaderListBytes = 16 << 10 // HTTP/2 header list; grpc-go's default is 16 MiB
-	// DefaultWindow is bytes on their way to one RPC. Left to itself grpc-go
-	// lets the window grow to 16 MiB on a fast network, and then the bytes are cold
-	// when they are read: uploads ran at half the rate in every other process, and
-	// small calls queued behind 16 MiB. 2 MiB is the L2 cache of one core, and
-	// carries 100 MB/s over a round trip of 20 ms (measured November 2026).
+	// DefaultWindow is how many bytes may be in flight to one RPC. By default grpc-go lets
+	// the window grow to 16 MiB on a fast network; the bytes are then cold in the cache
+	// when they are read: uploads ran at half the rate in every other process, and small
+	// calls queued behind 16 MiB. 2 MiB is the L2 cache of one core, and carries 100 MB/s
+	// over a round trip of 20 ms (measured November 2026).
 	DefaultWindow           = 2 << 20
-	DefaultHandshake        = 10 * time.Second // a connection that says nothing holds no descriptor
-	DefaultKeepalive        = 30 * time.Second // ping an idle connection
-	DefaultKeepaliveTimeout = 10 * time.Second // close it when the ping is not answered
-	DefaultKeepaliveMin     = 10 * time.Second // the least time between a client's pings
-	DefaultMemoryWait       = 30 * time.Second // a call waits for memory before it is refused
-	DefaultCloseWait        = 5 * time.Second  // shutting down waits for what was cancelled
+	DefaultHandshake        = 10 * time.Second // a silent connection does not hold a descriptor for longer
+	DefaultKeepalive        = 30 * time.Second // idle time before a ping
+	DefaultKeepaliveTimeout = 10 * time.Second // time to answer the ping
+	DefaultKeepaliveMin     = 10 * time.Second // minimum time between a client's pings
+	DefaultMemoryWait       = 30 * time.Second // time that a call waits for memory
+	DefaultCloseWait        = 5 * time.Second  // time that shutting down waits for what was cancelled
 )

@@ -607,7 +607,7 @@ func TestABadRequestAboutTheStoreIsRefusedAndSaysWhy(t *testing.T) {
 		"a tensor of a file":        {remove("model/w"), codes.FailedPrecondition, []string{"part of a file", "model.safetensors", "delete that file"}},
 		"a transfer of 15 bytes":    {transfer(make([]byte, 15)), invalid, []string{"transfer_id", "16 bytes"}},
 		"a transfer of zeros":       {transfer(make([]byte, 16)), invalid, []string{"transfer_id", "zero"}},
-		"an unknown transfer":       {transfer(newID()), codes.NotFound, []string{"not open"}},
+		"an unknown transfer":       {transfer(newID()), codes.NotFound, []string{"neither open"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			st := status.Convert(tc.ask())

@@ -1,10 +1,9 @@
-// Package server is the native gRPC service: sessions, pushes, pulls and metadata RPCs,
-// on the Core of internal/serving, and other services beside it.
+// Package server implements the native gRPC service: sessions, pushes, pulls and metadata
+// RPCs on the Core of internal/serving, and other services beside it.
 //
-// It refuses to compute (engines do), to pick an engine (commands do) and to keep
-// tensors (stores do). A Server is safe for concurrent use. It owns no payload
-// bytes: tensors are assembled in memory that engines lend; pushed ones where the
-// store says.
+// It does not compute (engines do), choose an engine (commands do) or keep tensors (stores
+// do). A Server is safe for concurrent use. It owns no payload bytes: tensors are assembled
+// in memory that engines lend; pushed ones are copied to the store.
 package server
 
 import (
@@ -36,92 +35,92 @@ import (
 	"github.com/tensorferry/tensorferry/stream"
 )
 
-// Config of a server. Only Models, Pool and Budget are needed.
+// Config configures a server. Only Models, Pool and Budget are required.
 type Config struct {
-	// Models are what calls may ask for; they may change while serving.
+	// Models are the models that calls may run; they may change while the server serves.
 	Models *engine.Registry
-	// Pool and Budget give the memory small tensors wait in until an engine lends
-	// its own; the engines' are a good choice.
+	// Pool and Budget provide the memory in which small tensors wait until an engine lends
+	// its own; those of the engines are a good choice.
 	Pool   *slab.Pool
 	Budget *slab.Budget
-	// Store is where pushed tensors rest and pulled ones come from; nil: there is
-	// none. Its owner closes it, after the server.
+	// Store keeps pushed tensors and supplies pulled ones; nil means no store. Its owner
+	// closes it, after the server.
 	Store store.Store
-	// Sources make tensors when they are pulled; nil: there are none.
+	// Sources generate tensors when they are pulled; nil means no sources.
 	Sources *store.Sources
 	// Log receives what an operator should know; nil discards it.
 	Log *slog.Logger
-	// Metrics, if not nil, is where the server's metrics are registered until Close;
+	// Metrics, if not nil, is the registry of the server's metrics until Close. It serves
 	// one server at a time.
 	Metrics prometheus.Registerer
 	// Lanes is how many lanes a session may have at a time (docs/lanes.md); 0 means 1,
-	// the most there can be, less than 0 none. Connections that Credentials secure have none.
+	// which is the maximum. A negative number means none. Connections secured by
+	// Credentials have none.
 	Lanes int
 	// Services are served beside the TensorService, under the same limits.
 	Services []Service
-	// Credentials secure every connection; nil: they are not encrypted.
+	// Credentials secure every connection; nil means no encryption.
 	Credentials credentials.TransportCredentials
-	// Identify, if not nil, returns the name of who sends an RPC, or refuses it: its error
-	// is the text of UNAUTHENTICATED. It is asked with what Credentials say of the
-	// connection and the RPC's authorization metadata, before anything else of the RPC is
-	// looked at, and every 5 s while the RPC is open. It must be fast and safe for
-	// concurrent use. Package identity has one.
+	// Identify, if not nil, returns the name of the sender of an RPC or refuses the RPC;
+	// the error is then the text of the UNAUTHENTICATED status. It gets the AuthInfo that
+	// Credentials made for the connection, and the RPC's authorization metadata. It is
+	// called before anything else of the RPC is looked at, and every 5 s while the RPC is
+	// open. It must be fast and safe for concurrent use. Package identity has an
+	// implementation.
 	Identify func(info credentials.AuthInfo, authorization []string) (principal string, err error)
-	// UnaryInterceptors and StreamInterceptors run around the handlers of every RPC,
-	// the first one outermost, inside the server's log and its guard against panics.
-	// Messages of sessions, pushes and pulls are not theirs to read.
+	// UnaryInterceptors and StreamInterceptors run around the handlers of every RPC, the
+	// first one outermost, inside the server's log and its recovery from panics. They
+	// cannot read the messages of sessions, pushes and pulls.
 	UnaryInterceptors  []grpc.UnaryServerInterceptor
 	StreamInterceptors []grpc.StreamServerInterceptor
-	// Reflection answers gRPC reflection, so that grpcurl works without files.
+	// Reflection enables gRPC reflection, so that grpcurl works without proto files.
 	Reflection bool
 	// Version is shown by GetServiceInfo.
 	Version string
-	// Session bounds each session; zero fields mean stream.DefaultLimits.
+	// Session limits each session; zero fields mean stream.DefaultLimits.
 	Session stream.Limits
-	// Sessions is how many sessions are open at a time; 0 means DefaultSessions.
+	// Sessions is the maximum number of open sessions; 0 means DefaultSessions.
 	Sessions int
-	// Connections is how many connections are accepted at a time; 0 means
-	// DefaultConnections.
+	// Connections is the maximum number of open connections; 0 means DefaultConnections.
 	Connections int
-	// Transfers is how many pushes and pulls are open at a time; 0 means
-	// DefaultTransfers.
+	// Transfers is the maximum number of open pushes and pulls; 0 means DefaultTransfers.
 	Transfers int
 	// StoredBytes is the largest tensor that may be pushed; 0 means
 	// DefaultStoredBytes.
 	StoredBytes int64
-	// QueuedCalls is how many calls of all sessions are open at a time; 0 means
+	// QueuedCalls is the maximum number of open calls of all sessions; 0 means
 	// DefaultQueuedCalls.
 	QueuedCalls int
-	// ThinFrames is how many frames a second one connection may send, over a time,
-	// that open nothing and carry less than 3 KiB; more of them wait, and those with
-	// a chunk or many control parts count as several. 0 means DefaultThinFrames.
+	// ThinFrames is how many frames per second, on average, one connection may send that
+	// open nothing and carry less than 3 KiB. More of them wait. Frames with a chunk or
+	// many control parts count as several. 0 means DefaultThinFrames.
 	ThinFrames int
-	// WindowBytes is how many bytes a client may have on their way to one RPC, before
-	// the server reads them; 0 means DefaultWindow, less
-	// than 64 KiB means 64 KiB. Raise it when rate times round trip exceeds it.
+	// WindowBytes is how many bytes a client may have in flight to one RPC before the
+	// server reads them; 0 means DefaultWindow, less than 64 KiB means 64 KiB. Raise it if
+	// bandwidth times round-trip time exceeds it.
 	WindowBytes int
 	// ReceiveBytes is the memory for what clients have sent and nothing has consumed yet,
-	// beside 64 KiB of each connection; 0 means half of Budget. It is sixteen of the
-	// largest messages at least.
+	// in addition to 64 KiB per connection; 0 means half of Budget. It is at least sixteen
+	// times the largest message.
 	ReceiveBytes int64
 	// MemoryWait is how long a call waits for memory; 0 means DefaultMemoryWait.
 	MemoryWait time.Duration
-	// StreamsPerConnection is how many RPCs a connection may have at a time; 0 means
+	// StreamsPerConnection is the maximum number of open RPCs of a connection; 0 means
 	// DefaultStreamsPerConn.
 	StreamsPerConnection int
-	// HeaderListBytes bounds the metadata of an RPC; 0 means DefaultHeaderListBytes.
+	// HeaderListBytes limits the metadata of an RPC; 0 means DefaultHeaderListBytes.
 	HeaderListBytes int
-	// Handshake is how long a new connection may take until it speaks HTTP/2; 0
-	// means DefaultHandshake.
+	// Handshake is the time limit for a new connection to speak HTTP/2; 0 means
+	// DefaultHandshake.
 	Handshake time.Duration
-	// Keepalive is after how long without a word a client is pinged,
-	// KeepaliveTimeout how long it may take to answer, and KeepaliveMin the least
-	// time between its own pings; 0 means DefaultKeepalive, DefaultKeepaliveTimeout
-	// and DefaultKeepaliveMin. gRPC pings once a second at most.
+	// Keepalive is how long a client may be silent before the server pings it,
+	// KeepaliveTimeout how long the client may take to answer, and KeepaliveMin the minimum
+	// time between the client's own pings; 0 means DefaultKeepalive,
+	// DefaultKeepaliveTimeout and DefaultKeepaliveMin. gRPC pings at most once a second.
 	Keepalive, KeepaliveTimeout, KeepaliveMin time.Duration
 }
 
-// Server serves the TensorService. Make one with New.
+// Server serves the TensorService. Create one with New.
 type Server struct {
 	pb.UnimplementedTensorServiceServer
 	cfg       Config
@@ -130,14 +129,14 @@ type Server struct {
 	core      *serving.Core
 	storing   *storing.Service
 	models    *Models
-	endpoints []*endpoint // the first is Serve's
+	endpoints []*endpoint // the first serves the listeners given to Serve
 	health    healthService
 	started   time.Time
-	forget    func() // takes the server off its registry of metrics
+	forget    func() // unregisters the metrics
 
 	connections connections
 	guard       *guard.Guard
-	lanes       *lane.Offers // nil: there are none
+	lanes       *lane.Offers // nil if lanes are disabled
 	serving     sync.Once
 
 	failedRPCs, failedSessions serving.LogSampler
@@ -201,7 +200,7 @@ func New(cfg Config) (*Server, error) {
 	return s, nil
 }
 
-// messageBytes is the largest message of all services.
+// messageBytes returns the size of the largest message of all services.
 func (cfg *Config) messageBytes() int64 {
 	most := int64(cfg.Session.ChunkBytes) + wire.MaxControlBytes
 	for _, svc := range cfg.Services {
@@ -210,7 +209,7 @@ func (cfg *Config) messageBytes() int64 {
 	return most
 }
 
-// setDefaults replaces what is zero.
+// setDefaults replaces zero values.
 func (cfg *Config) setDefaults() {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
@@ -244,8 +243,8 @@ func def[T int | int64 | time.Duration](v *T, d T) {
 	}
 }
 
-// Serve serves on a listener, which it takes over, until Shutdown or Close. It may
-// be called for several listeners. The first call also serves those of Config.Services.
+// Serve accepts connections on a listener, which it takes over, until Shutdown or Close. It
+// may be called for several listeners. The first call also serves those of Config.Services.
 func (s *Server) Serve(l net.Listener) error {
 	s.serving.Do(func() { // all end with Close
 		s.core.Start()
@@ -260,14 +259,14 @@ func (s *Server) Serve(l net.Listener) error {
 		}
 	})
 	err := s.endpoints[0].grpc.Serve(listener{l, &s.connections})
-	if errors.Is(err, grpc.ErrServerStopped) { // before it began
+	if errors.Is(err, grpc.ErrServerStopped) { // stopped before it began
 		return nil
 	}
 	return err
 }
 
-// Shutdown opens nothing new, lets open calls finish, and ends. When ctx ends
-// first, the rest is cancelled and ctx's cause returned.
+// Shutdown refuses new work, waits for open calls to finish, and closes the server. If ctx
+// ends first, Shutdown cancels the rest and returns the cause of ctx.
 func (s *Server) Shutdown(ctx context.Context) error {
 	s.health.Shutdown()
 	err := s.core.Drain(ctx)
@@ -275,12 +274,12 @@ func (s *Server) Shutdown(ctx context.Context) error {
 	return err
 }
 
-// Close ends every session and call now, and returns when nothing of them is
-// left or the bounded wait for it is over.
+// Close ends every session and call now. It returns when they have ended, or after a time
+// limit.
 func (s *Server) Close() {
 	s.core.Close()
 	stopped := make(chan struct{})
-	go func() { // ends when the last handler and call have; both are bounded
+	go func() { // ends with the last handler and call; both have time limits
 		for _, e := range s.endpoints {
 			e.grpc.GracefulStop()
 		}
@@ -296,17 +295,17 @@ func (s *Server) Close() {
 		select {
 		case <-stopped:
 		case <-time.After(DefaultCloseWait):
-			s.log.Error("work is left behind: a model, a store or a source does not end")
+			s.log.Error("work left behind: a model, a store or a source did not end")
 		}
 	}
 	for _, e := range s.endpoints[1:] {
-		_ = e.Listener.Close() // of one that was never served
+		_ = e.Listener.Close() // in case it was never served
 	}
 	s.core.Forget()
 	s.forget()
 }
 
-// Principal returns the name of who sends the RPC of ctx; "" if the server does not ask.
+// Principal returns the name of the sender of ctx's RPC; "" if the server has no Identify.
 func Principal(ctx context.Context) string {
 	if o, ok := ctx.Value(openedKey{}).(*opened); ok {
 		return o.caller.Name()
@@ -332,7 +331,7 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 	return nil
 }
 
-// frames are those of a gRPC stream, at the rate of its connection.
+// frames returns the frames of a gRPC stream, limited to the rate of its connection.
 func (s *Server) frames(conn grpc.ServerStream) *rateLimit {
 	one := s.connections.of(conn.Context())
 	return &rateLimit{frames: wire.NewConn(conn, &one.flight), thin: one.thin, received: received(conn.Context())}

@@ -22,29 +22,28 @@ import (
 	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
-// Service is a gRPC service that is served beside the TensorService, under the same
-// limits, metrics, health and drain.
+// Service is a gRPC service that is served beside the TensorService, with the same limits,
+// metrics, health and draining.
 type Service struct {
-	// Register registers the service on r. Its handlers run models with m; what they
-	// return of its errors is what the caller gets.
+	// Register registers the service on r. Its handlers run models through m; errors of m
+	// that they return reach the caller unchanged.
 	Register func(r grpc.ServiceRegistrar, m *Models)
-	// Listener, if not nil, serves this service, health and reflection, and nothing
-	// else. Serve takes it over. nil: the service shares the server's listeners, with
-	// their limits.
+	// Listener, if not nil, serves only this service, health and reflection. Serve takes it
+	// over. If nil, the service shares the server's listeners and their limits.
 	Listener net.Listener
-	// MessageBytes is the largest message received on Listener; 0: that of a session.
+	// MessageBytes is the largest message received on Listener; 0 means that of a session.
 	MessageBytes int
-	// FirstMessage is how long the first message of an RPC on Listener may take, Idle
-	// how long a stream of requests may be silent; 0: as long as those of a session.
+	// FirstMessage is how long the first message of an RPC on Listener may take, and Idle
+	// how long a client stream may be silent; 0 means the limits of a session.
 	FirstMessage, Idle time.Duration
 }
 
-// Models runs the models of a server for its Services: admitted, limited and counted
-// as calls of the TensorService are. An error of its methods is a *RefusedError, which a
-// handler returns as it is, or reads. Safe for concurrent use.
+// Models runs the models of a server for its Services. Its calls are admitted, limited and
+// counted like those of the TensorService. Errors of its methods are *RefusedErrors, which
+// a handler returns unchanged or inspects. Safe for concurrent use.
 type Models struct {
 	server *Server
-	nobody serving.Caller // of contexts that are no RPC's
+	nobody serving.Caller // for contexts that do not belong to an RPC
 }
 
 // Request is a call of a model.
@@ -53,25 +52,24 @@ type Request = serving.Request
 // Tensor is a tensor in memory at a port of a model.
 type Tensor = serving.Tensor
 
-// RefusedError says why something is not served: a code, a text, and after how long to
-// try again.
+// RefusedError says why a request is refused: a code, a text, and when to try again.
 type RefusedError = serving.RefusedError
 
-// Run is a call whose inputs and results are streams. A handler waits for its client
-// without memory of the run in its hands: it receives, then writes.
+// Run is a call whose inputs and results are streamed. A handler must not hold memory of
+// the run while it waits for its client: it receives first, then writes.
 type Run struct{ *serving.Run }
 
-// Infos returns what each model says about itself, sorted by name.
+// Infos returns the models' descriptions, sorted by name.
 func (m *Models) Infos() []engine.Info { return m.server.cfg.Models.Infos() }
 
-// Compute runs a model over tensors that lie in memory, instead of r.Inputs, for the
-// RPC that ctx is of. It borrows in; the outputs are copies. Inputs and outputs have at
-// most so many bytes in each direction, which count in no budget.
+// Compute runs a model on tensors in memory, instead of r.Inputs, for the RPC of ctx. It
+// borrows in; the outputs are copies. Inputs and outputs may take up to most bytes in
+// each direction, which are not charged to a budget.
 func (m *Models) Compute(ctx context.Context, r Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
 	return m.server.core.Compute(ctx, m.caller(ctx), r, in, most)
 }
 
-// Open opens a call for the RPC that ctx is of. End must be called.
+// Open opens a call for the RPC of ctx. The caller must call End.
 func (m *Models) Open(ctx context.Context, r Request) (Run, error) {
 	run, err := m.server.core.Open(ctx, m.caller(ctx), r)
 	if opened, ok := ctx.Value(runsKey{}).(*runs); ok && err == nil {
@@ -80,7 +78,7 @@ func (m *Models) Open(ctx context.Context, r Request) (Run, error) {
 	return Run{run}, err
 }
 
-// runsKey leads to the runs that the handler of an RPC has opened.
+// runsKey is the context key of the runs that the handler of an RPC has opened.
 type runsKey struct{}
 
 type runs struct {
@@ -94,7 +92,7 @@ func (r *runs) add(run *serving.Run) {
 	r.all = append(r.all, run)
 }
 
-// abandon ends what a handler that has returned, or panicked, has left open.
+// abandon ends the runs that a handler left open when it returned or panicked.
 func (r *runs) abandon() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -103,10 +101,10 @@ func (r *runs) abandon() {
 	}
 }
 
-// errLeft is what a run ends with that its handler did not end.
+// errLeft ends a run that its handler did not end.
 var errLeft = errors.New("server: the handler of a service returned without ending its run")
 
-// withRuns is a stream whose context knows the runs of its handler.
+// withRuns is a stream whose context has the runs of its handler.
 type withRuns struct {
 	grpc.ServerStream
 	ctx context.Context
@@ -115,15 +113,15 @@ type withRuns struct {
 // Context returns the context of the stream.
 func (w withRuns) Context() context.Context { return w.ctx }
 
-// End ends the call, once, with the first error: nil, what a method of the Run returned,
-// or the handler's own status. It returns what the handler returns.
+// End ends the call. Only the first call of End counts; err is nil, an error from a method
+// of the Run, or the handler's own status. End returns what the handler must return.
 func (r Run) End(err error) error {
 	code, text, ok := ownStatus(err)
 	if !ok {
 		return r.Run.End(err)
 	}
 	own := &RefusedError{Code: code, Text: text}
-	if e := r.Run.End(own); !errors.Is(e, own) { // something ended it before
+	if e := r.Run.End(own); !errors.Is(e, own) { // it had ended before
 		return e
 	}
 	return err
@@ -141,7 +139,7 @@ type endpoint struct {
 	Service
 	server  *Server
 	grpc    *grpc.Server
-	methods map[string]bool // as they stand in a request
+	methods map[string]bool // full names, as in a request
 }
 
 // endpoint returns a gRPC server for a service, health and reflection.

@@ -35,8 +35,8 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 	if err != nil {
 		return frame.Errorf(frame.InvalidArgument, "%v", err)
 	}
-	// A pull lasts for as long as its client reads, and a range of a request takes five
-	// times as much memory as one here.
+	// A pull lasts as long as its client reads, and a range takes five times as much memory
+	// in the request as here.
 	list := make([]storing.Selection, len(req.GetSelections()))
 	for i, sel := range req.GetSelections() {
 		list[i] = storing.Selection{
@@ -56,7 +56,7 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 
 // ListTensors lists a page of the store.
 func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*pb.ListTensorsResponse, error) {
-	if !received(ctx).Take(2 * listBytes) { // names, messages, and their bytes
+	if !received(ctx).Take(2 * listBytes) { // names, messages and their encoding
 		return nil, errReceived
 	}
 	out := &pb.ListTensorsResponse{}
@@ -66,7 +66,7 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 	if s.cfg.Store == nil {
 		return out, nil
 	}
-	if glob := req.GetGlob(); glob != "" { // a longer one matches no name, and costs time
+	if glob := req.GetGlob(); glob != "" { // a longer glob matches no name, but costs time
 		if err := store.CheckName(glob); err != nil {
 			return nil, frame.Errorf(frame.InvalidArgument, "glob: %v", err)
 		}
@@ -75,7 +75,7 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 	if n := req.GetPageSize(); n > 0 && n < listPage {
 		most = int(n)
 	}
-	// One more than the page tells whether there is another.
+	// Request one more than the page holds, to see whether there is another page.
 	list, err := s.cfg.Store.List(ctx, req.GetGlob(), req.GetPageToken(), most+1)
 	if err != nil {
 		return nil, s.storing.Explain(err)
@@ -84,7 +84,7 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 		list = list[:most]
 		out.NextPageToken = list[most-1].Name
 	}
-	for n, bytes := 0, 0; n < len(list); n++ { // a shorter page where names are long
+	for n, bytes := 0, 0; n < len(list); n++ { // shorten the page if names are long
 		if bytes += len(list[n].Name) + 8*len(list[n].Shape); bytes > listBytes {
 			list = list[:max(n, 1)]
 			out.NextPageToken = list[len(list)-1].Name
@@ -107,23 +107,23 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 	return out, nil
 }
 
-// DeleteTensors removes tensors. A name that is not there fails the request before
+// DeleteTensors removes tensors. If a name does not exist, the request fails before
 // anything is removed.
 func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest) (*pb.DeleteTensorsResponse, error) {
 	switch n := len(req.GetNames()); {
 	case s.cfg.Store == nil:
 		return nil, s.storing.Explain(storing.ErrNoStore)
 	case n == 0:
-		return nil, frame.Errorf(frame.InvalidArgument, "names: none; give a tensor's, or a glob")
+		return nil, frame.Errorf(frame.InvalidArgument, "names: none; give the name of a tensor, or a glob")
 	case n > storing.Tensors:
 		return nil, frame.Errorf(frame.ResourceExhausted, "names: %d, the limit is %d; use several requests", n, storing.Tensors)
 	}
-	kept := int64(2 * listBytes) // a page of the store, as ListTensors has it
+	kept := int64(2 * listBytes) // for a page of the store, as in ListTensors
 	if !received(ctx).Take(kept) {
 		return nil, errReceived
 	}
 	var names []string
-	seen := make(map[string]struct{}) // so that a thousand globs find no more than there is
+	seen := make(map[string]struct{}) // so that overlapping globs count a tensor once
 	for i, name := range req.GetNames() {
 		if err := store.CheckName(name); err != nil {
 			return nil, frame.Errorf(frame.InvalidArgument, "names[%d]: %v", i, err)
@@ -149,7 +149,7 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 	return &pb.DeleteTensorsResponse{Deleted: deleted}, nil
 }
 
-// match yields the names that a name or a glob picks.
+// match yields the names that a name or a glob selects.
 func (s *Server) match(ctx context.Context, name string) iter.Seq2[string, error] {
 	literal := func() (string, error) {
 		r, err := s.cfg.Store.Open(ctx, name)
@@ -167,24 +167,24 @@ func (s *Server) match(ctx context.Context, name string) iter.Seq2[string, error
 	})
 }
 
-// GetTransfer tells how a push or a pull goes, or went.
+// GetTransfer returns the state of a push or a pull.
 func (s *Server) GetTransfer(_ context.Context, req *pb.GetTransferRequest) (*pb.GetTransferResponse, error) {
 	id, ok := tensor.ParseID(req.GetTransferId())
 	if !ok {
-		return nil, frame.Errorf(frame.InvalidArgument, "transfer_id: 16 bytes, not all zero: the session_id of the hello of a push or a pull")
+		return nil, frame.Errorf(frame.InvalidArgument, "transfer_id: want 16 bytes, not all zero: the session_id in the hello of a push or a pull")
 	}
 	if req.GetWaiting() {
 		s.storing.Waits(id)
 	}
 	state, ok := s.storing.State(id)
 	if !ok {
-		return nil, frame.Errorf(frame.NotFound, "transfer %s: not open, and not among the last that ended", id)
+		return nil, frame.Errorf(frame.NotFound, "transfer %s: neither open nor among the last that ended", id)
 	}
 	out := &pb.GetTransferResponse{
 		Open: state.Open, Push: state.Kind == serving.Push, Code: uint32(state.Code), Message: state.Message,
 		AgeMillis: time.Since(state.Began).Milliseconds(),
 	}
-	if req.GetWaiting() { // nobody reads them
+	if req.GetWaiting() { // the client does not read them
 		return out, nil
 	}
 	for i := range state.Tensors {
