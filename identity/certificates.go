@@ -17,7 +17,7 @@ import (
 	"time"
 )
 
-// The files that WriteCertificates writes.
+// Names of the files that WriteCertificates writes.
 const (
 	AuthorityFile    = "ca.pem"
 	AuthorityKeyFile = "ca-key.pem"
@@ -27,12 +27,13 @@ const (
 	ClientKeyFile    = "client-key.pem"
 )
 
-// local are names of a server that every certificate is for.
+// local are names of the server that every server certificate includes.
 var local = []string{"localhost", "127.0.0.1", "::1"}
 
-// WriteCertificates writes an authority to a folder, unless it has one, and a certificate
-// of a server with some hosts beside the local ones, and of a client with a name, both
-// new, for a year. Keys are ECDSA, on P-256. It returns the names of the files written.
+// WriteCertificates writes an authority to a folder, unless the folder has one, and two new
+// certificates: a server's, for some hosts and the local names, and a client's, for a name.
+// Both are valid for a year. Keys are ECDSA, on P-256. It returns the names of the files
+// written.
 func WriteCertificates(dir string, hosts []string, client string) (written []string, err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("identity: %w", err)
@@ -89,7 +90,7 @@ func openAuthority(dir string) (*x509.Certificate, *ecdsa.PrivateKey, error) {
 	return pair.Leaf, key, nil
 }
 
-// write makes a key and a certificate that an authority signs, or the key itself, and
+// write creates a key and a certificate, signed by an authority or self-signed, and
 // replaces their files.
 func write(dir, file, keyFile string, c, authority *x509.Certificate, by *ecdsa.PrivateKey) error {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -114,7 +115,7 @@ func write(dir, file, keyFile string, c, authority *x509.Certificate, by *ecdsa.
 	)
 }
 
-// replace writes a file at once: whoever reads it has the old one or the new one.
+// replace writes a file atomically: a reader sees the old file or the new one.
 func replace(path string, b *pem.Block, mode os.FileMode) error {
 	part := path + ".part"
 	err := os.WriteFile(part, pem.EncodeToMemory(b), mode)

@@ -14,26 +14,28 @@ import (
 	"google.golang.org/grpc/credentials"
 )
 
-// ClientFiles name the files that secure a client, in PEM but for Token.
+// ClientFiles names the files that secure a client, all in PEM except Token.
 type ClientFiles struct {
-	// CA has the authorities of the server's certificate; "": those that the system trusts.
+	// CA has the authorities that may sign the server's certificate; "" means those that
+	// the system trusts.
 	CA string
-	// Cert and Key are the client's certificate and its private key; "": it has none.
+	// Cert and Key are the client's certificate and its private key; "" means none.
 	Cert, Key string
-	// ServerName is the name in the server's certificate; "": the host of its address.
+	// ServerName is the name in the server's certificate; "" means the host of its address.
 	ServerName string
-	// Token has the client's token, as ServerFiles has them: the first counts. "": it has none.
+	// Token has the client's token, in the format of ServerFiles.Tokens; only the first
+	// token is used. "" means none.
 	Token string
 }
 
-// clientSecrets are what files say.
+// clientSecrets are the contents of ClientFiles.
 type clientSecrets struct {
 	roots *x509.CertPool // nil: the system's
 	cert  *tls.Certificate
 }
 
-// Credentials reads the files, and returns what a client's Config takes: credentials of
-// its connection, and those of each RPC, nil without a Token.
+// Credentials reads the files and returns the credentials for a client's Config: those of
+// the connection, and those of each RPC, which are nil without a Token.
 func (f ClientFiles) Credentials() (credentials.TransportCredentials, credentials.PerRPCCredentials, error) {
 	c := &clientCredentials{files: f}
 	c.now.paths = []string{f.CA, f.Cert, f.Key}
@@ -73,9 +75,9 @@ type clientCredentials struct {
 	now   watched[clientSecrets]
 }
 
-// ClientHandshake secures a connection. Its errors say which side to mend.
+// ClientHandshake secures a connection. Its errors say which side must be fixed.
 func (c *clientCredentials) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	all, _ := c.now.get() // what was read before stays in force
+	all, _ := c.now.get() // on errors the previous value stays in force
 	cfg := &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: all.roots}
 	if all.cert != nil {
 		cfg.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return all.cert, nil }
@@ -98,14 +100,14 @@ func (c *clientCredentials) ClientHandshake(ctx context.Context, authority strin
 	case errors.As(err, &record):
 		err = refused("the server does not speak TLS")
 	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, syscall.ECONNRESET):
-		err = fmt.Errorf("the server closed the connection before it was encrypted: %w", err) // it stops, or has too many
+		err = fmt.Errorf("the server closed the connection before it was encrypted: %w", err) // it is stopping, or has too many connections
 	}
 	return nil, nil, err
 }
 
-// ServerHandshake fails: these are a client's.
+// ServerHandshake fails: these are client credentials.
 func (*clientCredentials) ServerHandshake(net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	return nil, nil, errors.New("identity: credentials of a client")
+	return nil, nil, errors.New("identity: client credentials cannot secure a server")
 }
 
 // Info describes the protocol.
@@ -116,7 +118,7 @@ func (*clientCredentials) Info() credentials.ProtocolInfo {
 // Clone returns c.
 func (c *clientCredentials) Clone() credentials.TransportCredentials { return c }
 
-// OverrideServerName fails: ClientFiles has the name.
+// OverrideServerName fails: use ClientFiles.ServerName.
 func (*clientCredentials) OverrideServerName(string) error {
 	return errors.New("identity: use ClientFiles.ServerName")
 }
@@ -126,9 +128,9 @@ type clientToken struct{ now watched[string] }
 
 // GetRequestMetadata returns the token.
 func (t *clientToken) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
-	text, _ := t.now.get() // what was read before stays in force
+	text, _ := t.now.get() // on errors the previous value stays in force
 	return map[string]string{"authorization": text}, nil
 }
 
-// RequireTransportSecurity keeps the token off connections that are not encrypted.
+// RequireTransportSecurity returns true: the token must not be sent unencrypted.
 func (*clientToken) RequireTransportSecurity() bool { return true }

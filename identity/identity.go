@@ -1,12 +1,13 @@
-// Package identity secures connections with TLS 1.3 and says who is at the other end:
-// files for a server and for a client, tokens, and a small authority for a first try.
+// Package identity secures connections with TLS 1.3 and identifies the peer. It reads
+// certificates, keys and tokens from files, for servers and for clients, and can create a
+// small certificate authority for a first try.
 //
-// Files are read again when they change. While one of them cannot be read, what was read
-// before stays in force. Servers and clients are safe for concurrent use. Package server
-// takes a Server's Credentials and Principal; package client takes what Credentials of
-// ClientFiles returns.
+// Files are read again when they change. While one of them cannot be read, the previous
+// contents stay in force. Servers and clients are safe for concurrent use. Package server
+// uses a Server's Credentials and Principal; package client uses the results of
+// ClientFiles.Credentials.
 //
-// It refuses to decide what a principal may do, and to carry bytes: crypto/tls does.
+// It does not decide what a principal may do, and it does not carry bytes; crypto/tls does.
 package identity
 
 import (
@@ -25,7 +26,7 @@ import (
 	"time"
 )
 
-// RefusedError says why a peer is not who it has to be, in words for that peer.
+// RefusedError says why a peer was refused, in words for that peer.
 type RefusedError struct{ Text string }
 
 // Error returns the text.
@@ -33,9 +34,9 @@ func (e *RefusedError) Error() string { return "identity: " + e.Text }
 
 func refused(format string, args ...any) error { return &RefusedError{fmt.Sprintf(format, args...)} }
 
-// watched is a value made of files, which is made again when one of them has changed.
+// watched is a value made from files. It is made again when one of them has changed.
 type watched[T any] struct {
-	paths []string // "" is no file
+	paths []string // "" means no file
 	make  func() (T, error)
 
 	mu     sync.Mutex
@@ -45,8 +46,9 @@ type watched[T any] struct {
 	stamps []os.FileInfo
 }
 
-// get returns the value, and an error if the files have changed since and it could not be
-// made again: once for each change. Without any value the error comes every time.
+// get returns the value. If the files have changed and the value cannot be made again, get
+// returns the previous value and an error, once for each change. Without a previous value,
+// it returns the error every time.
 func (w *watched[T]) get() (T, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -58,7 +60,7 @@ func (w *watched[T]) get() (T, error) {
 	stamps := make([]os.FileInfo, len(w.paths))
 	for i, path := range w.paths {
 		if path != "" {
-			stamps[i], _ = os.Stat(path) // make has the error
+			stamps[i], _ = os.Stat(path) // make returns the error
 		}
 	}
 	if w.made && slices.EqualFunc(stamps, w.stamps, same) {
@@ -72,7 +74,7 @@ func (w *watched[T]) get() (T, error) {
 	return w.value, err
 }
 
-// same reports whether a file is what it was.
+// same reports whether a file is unchanged.
 func same(a, b os.FileInfo) bool {
 	if a == nil || b == nil {
 		return a == nil && b == nil
@@ -106,7 +108,7 @@ func readFile(path string) ([]byte, error) {
 // keyPair reads a certificate and its key.
 func keyPair(cert, key string) (tls.Certificate, error) {
 	if cert == "" || key == "" {
-		return tls.Certificate{}, errors.New("identity: a certificate needs its private key and the other way round; give both files")
+		return tls.Certificate{}, errors.New("identity: a certificate needs its private key and vice versa; give both files")
 	}
 	c, err := readFile(cert)
 	if err != nil {
@@ -123,7 +125,7 @@ func keyPair(cert, key string) (tls.Certificate, error) {
 	return pair, nil
 }
 
-// authorities reads certificates of authorities.
+// authorities reads the certificates of authorities.
 func authorities(path string) (*x509.CertPool, error) {
 	b, err := readFile(path)
 	if err != nil {
@@ -139,8 +141,8 @@ func authorities(path string) (*x509.CertPool, error) {
 // token is a line of a file of tokens.
 type token struct{ name, text string }
 
-// readTokens reads a file with a token in each line, after the name of whose it is, if
-// that is there. Lines that begin with # are comments.
+// readTokens reads a file with a token in each line, which the name of its owner may
+// precede. Lines that begin with # are comments.
 func readTokens(path string) ([]token, error) {
 	b, err := readFile(path)
 	if err != nil {
@@ -163,7 +165,7 @@ func readTokens(path string) ([]token, error) {
 		case len(t.text) < leastToken || len(t.text) > mostToken:
 			return nil, fmt.Errorf("identity: %s, line %d: a token has %d to %d characters; openssl rand -hex 32 makes a good one", path, n, leastToken, mostToken)
 		case strings.ContainsFunc(t.text, func(r rune) bool { return r < '!' || r > '~' }):
-			return nil, fmt.Errorf("identity: %s, line %d: a token is made of printable ASCII characters", path, n)
+			return nil, fmt.Errorf("identity: %s, line %d: a token must consist of printable ASCII characters", path, n)
 		}
 		all = append(all, t)
 	}
@@ -176,5 +178,6 @@ func readTokens(path string) ([]token, error) {
 	return all, nil
 }
 
-// digest is what tokens are looked up by: no time tells how much of one is right.
+// digest returns the key under which a token is looked up. Comparing hashes leaks no timing
+// information about the token.
 func digest(token string) [sha256.Size]byte { return sha256.Sum256([]byte(token)) }

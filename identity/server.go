@@ -19,16 +19,17 @@ import (
 	"google.golang.org/grpc/credentials"
 )
 
-// ServerFiles name the files that secure a server, in PEM but for Tokens. Without ClientCA
-// and Tokens every client is let in, without a name.
+// ServerFiles names the files that secure a server, all in PEM except Tokens. Without
+// ClientCA and Tokens, every client is let in, without a name.
 type ServerFiles struct {
-	// Cert is the server's certificate, with those between it and its authority behind it;
-	// Key is its private key.
+	// Cert is the server's certificate, followed by the intermediate certificates; Key is
+	// its private key.
 	Cert, Key string
-	// ClientCA has the authorities of client certificates; "": they count for nothing.
+	// ClientCA has the authorities of client certificates; "" means that client
+	// certificates are ignored.
 	ClientCA string
-	// Tokens has a token in each line, after the name of whose it is, if that is there; "":
-	// tokens count for nothing.
+	// Tokens has a token in each line, which the name of its owner may precede; "" means
+	// that tokens are ignored.
 	Tokens string
 }
 
@@ -37,17 +38,18 @@ type Server struct {
 	files ServerFiles
 	log   *slog.Logger
 	now   watched[*serverSecrets]
-	cores chan struct{} // has an element for each handshake that computes
+	cores chan struct{} // has an element for each handshake that uses a core
 }
 
-// serverSecrets are what files say.
+// serverSecrets are the contents of ServerFiles.
 type serverSecrets struct {
 	cert    tls.Certificate
 	clients *x509.CertPool // nil: none
 	tokens  map[[sha256.Size]byte]string
 }
 
-// NewServer reads the files. log hears when they have changed and cannot be read.
+// NewServer reads the files. Later, when they have changed and cannot be read, it logs that
+// to log.
 func NewServer(files ServerFiles, log *slog.Logger) (*Server, error) {
 	s := &Server{files: files, log: log, cores: make(chan struct{}, max(1, runtime.GOMAXPROCS(0)-1))}
 	s.now.paths = []string{files.Cert, files.Key, files.ClientCA, files.Tokens}
@@ -82,7 +84,7 @@ func NewServer(files ServerFiles, log *slog.Logger) (*Server, error) {
 func (s *Server) secrets() *serverSecrets {
 	all, err := s.now.get()
 	if err != nil {
-		s.log.Warn("certificates, keys or tokens have changed and cannot be read; those from before stay in force", slog.String("error", err.Error()))
+		s.log.Warn("certificates, keys or tokens have changed and cannot be read; the previous ones stay in force", slog.String("error", err.Error()))
 	}
 	return all
 }
@@ -90,13 +92,13 @@ func (s *Server) secrets() *serverSecrets {
 // Open reports whether clients are let in without a name.
 func (s *Server) Open() bool { return s.files.ClientCA == "" && s.files.Tokens == "" }
 
-// Config returns a config for other listeners, whose peers are to be checked by Principal.
+// Config returns a config for other listeners, which must check their peers with Handler.
 func (s *Server) Config() *tls.Config {
 	return &tls.Config{MinVersion: tls.VersionTLS13, GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) { return s.config(), nil }}
 }
 
-// config is that of one handshake. A client certificate is taken as it is: Principal
-// checks it, and says what is wrong, which an alert of TLS cannot.
+// config returns the config of one handshake. It accepts any client certificate: Principal
+// checks it and says what is wrong, which a TLS alert cannot.
 func (s *Server) config() *tls.Config {
 	cfg := &tls.Config{Certificates: []tls.Certificate{s.secrets().cert}, MinVersion: tls.VersionTLS13, SessionTicketsDisabled: true}
 	if s.files.ClientCA != "" {
@@ -105,22 +107,22 @@ func (s *Server) config() *tls.Config {
 	return cfg
 }
 
-// peerInfo is what gRPC keeps of a connection.
+// peerInfo is the AuthInfo of a connection.
 type peerInfo struct {
 	credentials.TLSInfo
 	checked atomic.Pointer[verdict] // of the certificate
 }
 
-// verdict is how a certificate was judged.
+// verdict is the result of checking a client certificate.
 type verdict struct {
 	by    *serverSecrets
-	until time.Time // one of the chain expires then
+	until time.Time // the earliest expiry in the chain
 	name  string
 }
 
-// Principal returns the name of who sends an RPC over a connection, whose AuthInfo is
-// given, with the values of its authorization metadata: that of the token or of the
-// client's certificate. Its error is a *RefusedError.
+// Principal returns the name of the sender of an RPC: that of its token or its client
+// certificate. info is the AuthInfo of the connection, authorization the values of the
+// RPC's authorization metadata. An error is a *RefusedError.
 func (s *Server) Principal(info credentials.AuthInfo, authorization []string) (name string, err error) {
 	p, ok := info.(*peerInfo)
 	if !ok {
@@ -139,7 +141,7 @@ func (s *Server) principal(certs []*x509.Certificate, checked *atomic.Pointer[ve
 		if name, ok := all.tokens[digest(text)]; ok && strings.EqualFold(scheme, "bearer") {
 			return name, nil
 		}
-		return "", refused("the server does not know the token; its operator has the file of those that it knows")
+		return "", refused("the server does not know the token; ask its operator for one")
 	}
 	if len(certs) > 0 && all.clients != nil {
 		if v := checked.Load(); v != nil && v.by == all && time.Now().Before(v.until) {
@@ -162,8 +164,8 @@ func (s *Server) principal(certs []*x509.Certificate, checked *atomic.Pointer[ve
 	}
 }
 
-// Handler asks who sends a request over a connection of Config, as Principal does for
-// RPCs, and refuses it or leaves it to h.
+// Handler checks the sender of each HTTP request on a connection of Config, as Principal
+// does for RPCs, and then calls h or refuses the request.
 func (s *Server) Handler(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if _, err := s.principal(r.TLS.PeerCertificates, new(atomic.Pointer[verdict]), r.Header.Values("Authorization")); err != nil {
@@ -174,7 +176,7 @@ func (s *Server) Handler(h http.Handler) http.Handler {
 	})
 }
 
-// judge checks a client certificate, which those between it and its authority follow.
+// judge checks a client certificate, which its intermediate certificates follow.
 func (all *serverSecrets) judge(certs []*x509.Certificate) (*verdict, error) {
 	between := x509.NewCertPool()
 	for _, c := range certs[1:] {
@@ -199,7 +201,8 @@ func (all *serverSecrets) judge(certs []*x509.Certificate) (*verdict, error) {
 	return v, nil
 }
 
-// Credentials are what gRPC secures connections with. Handshakes leave one core to others.
+// Credentials returns the credentials with which gRPC secures connections. Handshakes leave
+// one core to other work.
 func (s *Server) Credentials() credentials.TransportCredentials { return serverCredentials{s} }
 
 type serverCredentials struct{ *Server }
@@ -221,9 +224,9 @@ func (s serverCredentials) ServerHandshake(raw net.Conn) (net.Conn, credentials.
 	return conn, &peerInfo{TLSInfo: info.(credentials.TLSInfo)}, nil
 }
 
-// ClientHandshake fails: these are a server's.
+// ClientHandshake fails: these are server credentials.
 func (serverCredentials) ClientHandshake(context.Context, string, net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	return nil, nil, errors.New("identity: credentials of a server")
+	return nil, nil, errors.New("identity: server credentials cannot secure a client")
 }
 
 // Info describes the protocol.
@@ -237,8 +240,8 @@ func (s serverCredentials) Clone() credentials.TransportCredentials { return s }
 // OverrideServerName does nothing.
 func (serverCredentials) OverrideServerName(string) error { return nil }
 
-// handshaking is a connection whose handshake takes a core, but while it waits for the
-// peer.
+// handshaking is a connection in its handshake, which occupies a core except while it waits
+// for the peer.
 type handshaking struct {
 	net.Conn
 	cores chan struct{}
@@ -246,22 +249,22 @@ type handshaking struct {
 	over  bool
 }
 
-// Read reads, and leaves the core to others until something has come.
+// Read releases the core until data has arrived.
 func (h *handshaking) Read(p []byte) (int, error) {
 	if h.over {
 		return h.Conn.Read(p)
 	}
 	<-h.cores
 	n, err := h.Conn.Read(p)
-	h.cores <- struct{}{} // soon: nobody waits for a peer with it
+	h.cores <- struct{}{} // soon: no one holds a core while waiting for a peer
 	if m := min(len(h.first), len(http2.ClientPreface)); string(h.first[:m]) == http2.ClientPreface[:m] {
 		h.first = append(h.first, p[:n]...) // it may be HTTP/2 without TLS
 	}
 	return n, err
 }
 
-// Close leaves it to who made the connection to close it: a client that does not speak
-// TLS is told first.
+// Close does nothing during the handshake, and leaves the connection to the caller: a
+// client that does not speak TLS is told so first.
 func (h *handshaking) Close() error {
 	if !h.over {
 		return nil
@@ -280,11 +283,11 @@ func certError(err error, authority string) string {
 	case errors.As(err, &invalid) && invalid.Reason == x509.Expired:
 		now := time.Now()
 		if now.Before(invalid.Cert.NotBefore) {
-			return fmt.Sprintf("it is valid from %s on; is a clock wrong?", invalid.Cert.NotBefore.UTC().Format(time.RFC3339))
+			return fmt.Sprintf("it is not valid before %s; is a clock wrong?", invalid.Cert.NotBefore.UTC().Format(time.RFC3339))
 		}
 		return fmt.Sprintf("it expired on %s", invalid.Cert.NotAfter.UTC().Format(time.RFC3339))
 	case errors.As(err, &invalid) && invalid.Reason == x509.IncompatibleUsage:
-		return "it is not for this use: that of a server is none for a client, and the other way round"
+		return "it is not for this use: a server's certificate is not valid for a client, and vice versa"
 	case errors.As(err, &name):
 		names := append([]string{}, name.Certificate.DNSNames...)
 		for _, ip := range name.Certificate.IPAddresses {
