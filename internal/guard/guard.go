@@ -1,8 +1,8 @@
-// Package guard asks who sends each RPC of a server, and again and again while the RPC is
-// open: whoever is not allowed any more loses it.
+// Package guard authenticates the senders of a server's RPCs. It checks again while an RPC
+// is open, and ends the RPC once its sender is no longer allowed.
 //
-// It refuses to know certificates and tokens, which a Check judges, and RPCs, which a
-// caller ends. A Guard is safe for concurrent use.
+// It does not know certificates and tokens, which a Check judges, or RPCs, which its caller
+// ends. A Guard is safe for concurrent use.
 package guard
 
 import (
@@ -22,13 +22,13 @@ import (
 	"github.com/tensorferry/tensorferry/internal/serving"
 )
 
-// every is how often it is asked again about open RPCs.
+// every is the interval at which open RPCs are checked again.
 const every = 5 * time.Second
 
-// Check returns the name of who sends an RPC over a connection, or why it is refused.
+// Check returns the name of the sender of an RPC over a connection, or why it is refused.
 type Check func(info credentials.AuthInfo, authorization []string) (principal string, err error)
 
-// Caller is who sends an RPC, and what shows it. A nil one is anybody.
+// Caller is the sender of an RPC, with its evidence. A nil Caller is anonymous.
 type Caller struct {
 	name          string
 	addr          net.Addr
@@ -36,7 +36,7 @@ type Caller struct {
 	authorization []string
 }
 
-// Name returns the name of the caller's principal.
+// Name returns the name of the caller's principal; "" for a nil Caller.
 func (c *Caller) Name() string {
 	if c == nil {
 		return ""
@@ -44,26 +44,26 @@ func (c *Caller) Name() string {
 	return c.name
 }
 
-// Guard asks a Check.
+// Guard applies a Check.
 type Guard struct {
-	check   Check // nil: everybody may
+	check   Check // nil: everybody is allowed
 	log     *slog.Logger
 	refused atomic.Int64
 	sampler serving.LogSampler
 
 	mu   sync.Mutex
-	open map[*Caller]func(error) // guarded by mu: ends the RPC
+	open map[*Caller]func(error) // guarded by mu; the function ends the RPC
 }
 
-// New returns a guard. With nil everybody may send RPCs, without a name.
+// New returns a guard. If check is nil, everybody may send RPCs, without a name.
 func New(check Check, log *slog.Logger) *Guard {
 	return &Guard{check: check, log: log, open: make(map[*Caller]func(error))}
 }
 
-// Refused returns how many RPCs were refused, or ended.
+// Refused returns how many RPCs were refused or ended.
 func (g *Guard) Refused() int64 { return g.refused.Load() }
 
-// Ask returns who sends the RPC of ctx with these headers, or why it is refused.
+// Ask returns the sender of the RPC of ctx with these headers, or why the RPC is refused.
 func (g *Guard) Ask(ctx context.Context, header metadata.MD) (*Caller, error) {
 	if g.check == nil {
 		return nil, nil
@@ -77,7 +77,7 @@ func (g *Guard) Ask(ctx context.Context, header metadata.MD) (*Caller, error) {
 	return c, err
 }
 
-// ask asks the Check, and counts and logs what it refuses.
+// ask calls the Check, and counts and logs refusals.
 func (g *Guard) ask(c *Caller) (name string, err error) {
 	if name, err = g.check(c.info, c.authorization); err == nil {
 		return name, nil
@@ -89,8 +89,8 @@ func (g *Guard) ask(c *Caller) (name string, err error) {
 	return "", err
 }
 
-// Remember has Watch end the RPC of a caller that Ask has let in, if it is not allowed any
-// more, until Forget. Of a nil caller it does nothing, as Forget does.
+// Remember makes Watch call end once a caller that Ask has admitted is no longer allowed,
+// until Forget. For a nil caller, Remember and Forget do nothing.
 func (g *Guard) Remember(c *Caller, end func(why error)) {
 	if c == nil {
 		return
@@ -100,7 +100,7 @@ func (g *Guard) Remember(c *Caller, end func(why error)) {
 	g.open[c] = end
 }
 
-// Forget is called when the RPC has ended.
+// Forget must be called when the RPC has ended.
 func (g *Guard) Forget(c *Caller) {
 	if c == nil {
 		return
@@ -110,7 +110,7 @@ func (g *Guard) Forget(c *Caller) {
 	delete(g.open, c)
 }
 
-// Watch asks again for every open RPC, every 5 s, until done is closed.
+// Watch checks the callers of open RPCs again every 5 s, until done is closed.
 func (g *Guard) Watch(done <-chan struct{}) {
 	if g.check == nil {
 		return
