@@ -222,7 +222,7 @@ func TestASilentLaneIsNotWaitedFor(t *testing.T) {
 		y, err := c.Compute(t.Context(), "echo", x)
 		return err == nil && bytes.Equal(x.Data, y.Data) && c.Ways().Why != "it is being opened"
 	}, "the client has given up")
-	require.Contains(t, c.Ways().Why, "no answer of a lane")
+	require.Contains(t, c.Ways().Why, "no answer to the greeting")
 	require.NoError(t, c.Close())
 }
 

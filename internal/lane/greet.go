@@ -13,40 +13,40 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 )
 
-// Magic is what a connection begins with that wants to be a lane. HTTP/2 begins with
-// other bytes, and so does TLS.
+// Magic begins a connection that asks to be a lane. HTTP/2 and TLS begin with other bytes.
 const Magic = "TFLANE/1"
 
 // Errors of Greet.
 var (
-	// ErrRefused is wrapped when the server does not take the token.
+	// ErrRefused is wrapped when the server refuses the token.
 	ErrRefused = errors.New("lane: refused")
-	// ErrFull is wrapped when the server has no connections to spare for lanes: later it may.
+	// ErrFull is wrapped when the server has no connections to spare for lanes; it may have
+	// some later.
 	ErrFull = errors.New("lane: refused for now")
-	// ErrNoLane is wrapped when what answers does not know lanes.
-	ErrNoLane = errors.New("lane: no answer of a lane")
+	// ErrNoLane is wrapped when a greeting gets no answer, or not that of a lane.
+	ErrNoLane = errors.New("lane: no answer to the greeting")
 )
 
-// A greeting is the magic, the token, the number of its use, and zeros. An answer is its
-// own magic and one byte, which says how it was taken.
+// A greeting is the magic, the token, the number of this use of the token, and zeros. An
+// answer is a magic of its own and one byte, the result.
 const (
 	greetingBytes = len(Magic) + len(frame.LaneToken{}) + 8
 	answerMagic   = "tflane:"
 	answerBytes   = len(answerMagic) + 1
 )
 
-// answer is how a greeting was taken.
+// answer is the result of a greeting.
 type answer byte
 
 const (
 	opened  answer = iota
 	unknown        // the token opens no session of this server
-	used           // this use of the token, or all of them, have been
+	used           // this use of the token, or all of them, are spent
 	full           // the server has no connections to spare
 )
 
 var answers = map[answer]string{
-	unknown: "this server has no such session: it has ended, or a balancer chose another server",
+	unknown: "this server has no such session: it has ended, or a load balancer chose another server",
 	used:    "this use of the token is spent or out of range",
 	full:    "the server has no connections to spare",
 }
@@ -80,23 +80,23 @@ func Greet(conn net.Conn, token frame.LaneToken, n int) error {
 	return nil
 }
 
-// Offers are the tokens that sessions of a server have offered. The zero Offers are
-// ready. Safe for concurrent use.
+// Offers holds the tokens that a server's sessions offer. The zero Offers is ready to use.
+// Safe for concurrent use.
 type Offers struct {
 	mu   sync.Mutex
-	open map[[sha256.Size]byte]*offer // by the hash of the token: no time tells how much of one is right; guarded by mu
+	open map[[sha256.Size]byte]*offer // by the token's hash, so that timing does not leak the token; guarded by mu
 }
 
 type offer struct {
-	used   uint64 // bits, guarded by Offers.mu
+	used   uint64 // one bit per use; guarded by Offers.mu
 	attach func(net.Conn)
 }
 
-// Uses is how many lanes a token opens, one after the other.
+// Uses is how many lanes a token opens, one after another.
 const Uses = 8
 
-// Offer returns a token. attach takes over each connection that was greeted with it, until
-// withdraw is called; it may still run once, concurrently with that.
+// Offer returns a token. attach takes over each connection greeted with it until withdraw
+// is called. One call of attach may run concurrently with withdraw.
 func (o *Offers) Offer(attach func(net.Conn)) (token frame.LaneToken, withdraw func()) {
 	_, _ = rand.Read(token[:]) // it never fails
 	key := sha256.Sum256(token[:])
@@ -113,9 +113,10 @@ func (o *Offers) Offer(attach func(net.Conn)) (token frame.LaneToken, withdraw f
 	}
 }
 
-// Accept reads the greeting of a connection behind its magic, answers, and hands it over to
-// who has offered the token. The caller has set a deadline, and closes conn after an
-// error. admit reports whether there is room for a lane; if there is, one follows.
+// Accept reads the rest of a greeting, after its magic, answers it, and hands over the
+// connection to the session that offered the token. The caller has set a deadline, and
+// closes conn after an error. admit reports whether there is room for a lane; if it returns
+// true, the lane is opened.
 func (o *Offers) Accept(conn net.Conn, admit func() bool) error {
 	var g [greetingBytes - len(Magic)]byte
 	if _, err := io.ReadFull(conn, g[:]); err != nil {
@@ -132,7 +133,7 @@ func (o *Offers) Accept(conn net.Conn, admit func() bool) error {
 	return nil
 }
 
-// take uses a token.
+// take spends one use of a token.
 func (o *Offers) take(token frame.LaneToken, n uint64, admit func() bool) (attach func(net.Conn), how answer) {
 	o.mu.Lock()
 	defer o.mu.Unlock()

@@ -1,10 +1,10 @@
-// Package lane carries chunks of tensors beside gRPC, on a connection of their own: a
-// header of 40 bytes, and the payload behind it, in both directions. The connection
-// begins with a token, which the peer's hello has offered; docs/wire.md has the bytes.
+// Package lane carries chunks of tensors outside gRPC, on a connection of their own: a
+// header of 40 bytes, followed by the payload, in both directions. The connection begins
+// with a token that the peer's hello has offered; docs/wire.md defines the bytes.
 //
-// It refuses to know sessions and tensors, and to put anything on the connection but
-// chunks. A Conn has a read side, Next and Read, and a write side, Send, for one goroutine
-// each; anybody may close it. It lends nothing and keeps no payload.
+// It does not know sessions and tensors, and puts only chunks on the connection. A Conn has
+// a read side, Next and Read, and a write side, Send; each belongs to one goroutine. Close
+// may be called from any goroutine. It lends nothing and keeps no payload.
 package lane
 
 import (
@@ -20,8 +20,8 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// ErrHeader is wrapped when what comes is not the header of a chunk: nobody knows where
-// the next one begins, and the lane ends.
+// ErrHeader is wrapped when a chunk's header is invalid. The start of the next one is then
+// unknown, so the lane ends.
 var ErrHeader = errors.New("lane: not the header of a chunk")
 
 // headerBytes is the size of a header: the tensor's ID, index, length, codec, three
@@ -30,34 +30,34 @@ const headerBytes = 40
 
 // Conn is a lane.
 type Conn struct {
-	conn  net.Conn // a *net.TCPConn or *net.UnixConn, or writes are not gathered
+	conn  net.Conn // writes are gathered only on a *net.TCPConn or *net.UnixConn
 	close func() error
 
 	in   [headerBytes]byte
 	got  int // bytes of in
 	out  [headerBytes]byte
-	bufs net.Buffers // of out and the payload; its array is kept
+	bufs net.Buffers // out and the payload; the array is reused
 }
 
-// unixBuffer is what a Unix socket may hold of this side's, as setsockopt counts it: with
-// the 208 KiB of most systems, which are their limit, too, where they are not told
-// otherwise, both ends wait for each other. TCP finds its own measure.
+// unixBuffer is the send buffer of a Unix socket, as setsockopt counts it. With 208 KiB,
+// the default of most systems, which is also the maximum unless configured otherwise, both
+// ends wait for each other. TCP sizes its own buffers.
 const unixBuffer = 512 << 10
 
-// New returns a lane over a connection that has been greeted. The lane takes it over;
-// closed, if not nil, runs when it is closed, instead of closing conn.
+// New returns a lane over a connection that has been greeted, and takes the connection
+// over. closed, if not nil, is called instead of conn.Close when the lane is closed.
 func New(conn net.Conn, closed func() error) *Conn {
 	if closed == nil {
 		closed = conn.Close
 	}
 	if u, ok := conn.(*net.UnixConn); ok {
-		_ = u.SetWriteBuffer(unixBuffer) // or as much as the system allows
+		_ = u.SetWriteBuffer(unixBuffer) // the system may allow less
 	}
 	return &Conn{conn: conn, close: closed}
 }
 
-// Next reads the header of the next chunk, and returns how many bytes of payload follow,
-// which the caller reads. After the error of a deadline it may be called again.
+// Next reads the header of the next chunk and returns how many bytes of payload follow,
+// which the caller reads. After a deadline error it may be called again.
 func (c *Conn) Next(ch *frame.Chunk) (n int, err error) {
 	for c.got < headerBytes {
 		n, err := c.conn.Read(c.in[c.got:])
@@ -88,10 +88,10 @@ func (c *Conn) Send(ch *frame.Chunk) error {
 	return err
 }
 
-// SetReadDeadline is that of a net.Conn.
+// SetReadDeadline sets the deadline of reads, as net.Conn does.
 func (c *Conn) SetReadDeadline(t time.Time) error { return c.conn.SetReadDeadline(t) }
 
-// SetWriteDeadline is that of a net.Conn.
+// SetWriteDeadline sets the deadline of writes, as net.Conn does.
 func (c *Conn) SetWriteDeadline(t time.Time) error { return c.conn.SetWriteDeadline(t) }
 
 // Close closes the lane.
@@ -108,7 +108,7 @@ func put(h *[headerBytes]byte, ch *frame.Chunk) {
 	binary.LittleEndian.PutUint32(h[36:], 0)
 }
 
-// sum is the checksum of what a header says.
+// sum returns the checksum of the first 32 bytes of a header.
 func sum(h *[headerBytes]byte) uint32 { return codec.CRC32C.Update(0, h[:32]) }
 
 // parse reads the header of a chunk.
@@ -117,11 +117,11 @@ func parse(h *[headerBytes]byte, ch *frame.Chunk) (n int, err error) {
 	size := word(20)
 	switch got := sum(h); {
 	case got != word(32):
-		return 0, fmt.Errorf("%w: its checksum is %08x, promised was %08x", ErrHeader, got, word(32))
+		return 0, fmt.Errorf("%w: its checksum is %08x, want %08x", ErrHeader, got, word(32))
 	case word(24) != uint32(codec.None) || word(36) != 0:
-		return 0, fmt.Errorf("%w: codec %d and zeros %08x; a lane carries bytes as they are", ErrHeader, word(24), word(36))
+		return 0, fmt.Errorf("%w: codec %d and reserved bytes %08x; both must be 0 on a lane", ErrHeader, word(24), word(36))
 	case size > frame.ChunkBytesCeiling:
-		return 0, fmt.Errorf("%w: %d bytes, the most is %d", ErrHeader, size, frame.ChunkBytesCeiling)
+		return 0, fmt.Errorf("%w: %d bytes, the limit is %d", ErrHeader, size, frame.ChunkBytesCeiling)
 	}
 	*ch = frame.Chunk{Tensor: tensor.ID(h[:16]), Index: word(16), Sum: word(28), Data: ch.Data[:0]}
 	if ch.Tensor.IsZero() {
