@@ -13,7 +13,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/metrics"
 )
 
-// Direction is which way a transfer goes, in the word that metrics have for it.
+// Direction is the direction of a transfer, as named in metrics.
 type Direction string
 
 // The directions of transfers.
@@ -22,8 +22,8 @@ const (
 	Pull Direction = "pull"
 )
 
-// counts is what a core counts beside what its sessions do: the one source of
-// GetServiceInfo and of Prometheus. Safe for concurrent use.
+// counts holds what a core counts in addition to the statistics of its sessions. It is the
+// single source of GetServiceInfo and Prometheus. Safe for concurrent use.
 type counts struct {
 	runsAbandoned, panics atomic.Int64
 	failures, panicked    LogSampler
@@ -47,8 +47,8 @@ func newCounts() counts {
 	}
 }
 
-// watch follows the registry: only its models have labels of their own, so that
-// no caller can make up more. What a model that goes has counted stays in the sum.
+// watch follows the registry. Only its models have labels of their own, so that callers
+// cannot create labels. The counts of a removed model stay in the total.
 func (c *counts) watch(name string, here bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -66,7 +66,7 @@ func (c *counts) watch(name string, here bool) {
 	}
 }
 
-// callEnded counts a call that has ended, and its time if it ever had one.
+// callEnded counts a call that has ended, and its time if it has one.
 func (c *counts) callEnded(model string, code frame.Code, took time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -79,14 +79,14 @@ func (c *counts) callEnded(model string, code frame.Code, took time.Duration) {
 	}
 }
 
-// TransferOpened counts a push or a pull that begins; TransferEnded follows.
+// TransferOpened counts a push or a pull that begins. TransferEnded must follow.
 func (c *counts) TransferOpened(k Direction) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.openTransfers[string(k)]++
 }
 
-// TransferEnded counts a push or a pull that has moved so many bytes of payload.
+// TransferEnded counts a push or a pull that has moved this many bytes of payload.
 func (c *counts) TransferEnded(k Direction, code frame.Code, bytes int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -109,14 +109,14 @@ func (c *Core) Panicked(p any) {
 	}
 }
 
-// Refused counts a call that was refused for want of memory for its message.
+// Refused counts a call that was refused because there was no memory for its message.
 func (c *Core) Refused() { c.gates[Calls].refused.Add(1) }
 
-// Seconds are the times of calls, by model.
+// Seconds returns the durations of calls, by model.
 func (c *Core) Seconds() metrics.CallSeconds { return c.seconds }
 
-// Values adds up what the core and its sessions have counted. What a store holds is
-// left to the caller.
+// Values adds up what the core and its sessions have counted. The caller adds what a store
+// holds.
 func (c *Core) Values() metrics.Values {
 	st, open := c.stats()
 	v := metrics.Values{

@@ -7,10 +7,10 @@ import (
 	"github.com/tensorferry/tensorferry/slab"
 )
 
-// Kind is what a caller opens.
+// Kind is a kind of work that a caller opens.
 type Kind uint8
 
-// The kinds that have limits.
+// The kinds of work. Each has a limit.
 const (
 	Sessions Kind = iota
 	Transfers
@@ -18,34 +18,35 @@ const (
 	kinds
 )
 
-// String names the kind in a refusal.
+// String returns the name of the kind for error texts.
 func (k Kind) String() string { return [...]string{"open sessions", "open transfers", "calls"}[k] }
 
-// Caller is where requests come from, such as a connection: it knows what it has
-// open. While a limit of the server is reached, a caller that has fewer than ownOpen
-// of a kind may open one more all the same: a caller that floods the server starves
-// only itself. The zero value is ready.
+// Caller is a source of requests, such as a connection, and counts what it has open. When a
+// limit of the server is reached, a caller with fewer than ownOpen of a kind may still open
+// another: a caller that floods the server starves only itself. The zero value is ready to
+// use.
 type Caller struct {
 	open   [kinds]atomic.Int64
 	holder atomic.Pointer[slab.Principal]
 }
 
-// principal holds the memory of the caller's calls outside sessions.
+// principal returns the principal that holds the memory of the caller's calls outside
+// sessions.
 func (c *Caller) principal() *slab.Principal {
 	c.holder.CompareAndSwap(nil, slab.NewPrincipal("calls of a connection"))
 	return c.holder.Load()
 }
 
-// Calls returns how many calls are open.
+// Calls returns the number of open calls.
 func (c *Caller) Calls() int64 { return c.open[Calls].Load() }
 
-// gate bounds what is open of one kind.
+// gate limits how many of one kind are open.
 type gate struct {
 	most          int64
 	open, refused atomic.Int64
 }
 
-// Enter admits one more of a kind, or says why not (*RefusedError); Leave follows.
+// Enter admits one more of a kind, or returns a *RefusedError. Leave must follow.
 func (c *Core) Enter(k Kind, from *Caller) error {
 	g := &c.gates[k]
 	mine := from.open[k].Add(1)
@@ -57,14 +58,14 @@ func (c *Core) Enter(k Kind, from *Caller) error {
 	return nil
 }
 
-// Leave ends what Enter admitted.
+// Leave undoes Enter.
 func (c *Core) Leave(k Kind, from *Caller) {
 	c.gates[k].open.Add(-1)
 	from.open[k].Add(-1)
 }
 
-// Begin admits a request that is answered before Drain is over, unless the server
-// drains already (*RefusedError); End follows.
+// Begin admits a request that Drain must wait for. While the server drains, it returns a
+// *RefusedError. End must follow.
 func (c *Core) Begin() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -75,5 +76,5 @@ func (c *Core) Begin() error {
 	return nil
 }
 
-// End ends what Begin admitted: it has been answered.
+// End undoes Begin, once the request has been answered.
 func (c *Core) End() { c.unanswered.Add(-1) }

@@ -19,39 +19,38 @@ import (
 )
 
 var (
-	// errFinished ends the feeding of a run whose results are complete.
+	// errFinished stops the feeding of a run whose results are complete.
 	errFinished = errors.New("serving: results complete")
-	// errStopped ends a call that the session has ended: done is decided by then, and
-	// no text of it reaches anyone.
+	// errStopped ends a call that the session has ended. Its result is decided by then, and
+	// the error's text reaches nobody.
 	errStopped = errors.New("serving: call stopped")
 )
 
-// call is one run of a model for a session. Two goroutines work for it, from
-// start until end: one lends the run's blocks to the session, the other takes
-// its results.
+// call is one run of a model for a session. From start to end two goroutines work for it:
+// one lends the run's blocks to the session, the other takes the run's results.
 type call struct {
 	session *Session
 	id      tensor.ID
 	cancel  context.CancelCauseFunc
-	closed  chan struct{} // closed by the session's last event
+	closed  chan struct{} // closed by the session's last event of the call
 
 	// Guarded by the session's lock.
 	inputs   []*input
-	model    string // once ready
-	table    int64  // bytes of the budget for what is kept per chunk of the inputs
+	model    string // set once the call is ready
+	table    int64  // bytes acquired from the budget for the chunk tables of the inputs
 	spare    []*arrival
 	arrived  stream.Instant
 	lastByte stream.Instant
 }
 
-// arrival is a block whose inputs are on their way.
+// arrival is a block whose inputs are being received.
 type arrival struct {
 	block   *engine.Block
 	missing int // inputs
 	done    func(filled bool)
 }
 
-// arrival returns one that nobody uses; the session is locked.
+// arrival returns an unused arrival; the session is locked.
 func (c *call) arrival(run engine.Run) *arrival {
 	if n := len(c.spare); n > 0 {
 		a := c.spare[n-1]
@@ -59,7 +58,7 @@ func (c *call) arrival(run engine.Run) *arrival {
 		return a
 	}
 	a := new(arrival)
-	a.done = func(filled bool) { // not filled: the call is over, and Close takes the block back
+	a.done = func(filled bool) { // if not filled, the call is over, and Close takes the block back
 		if filled {
 			a.missing--
 		}
@@ -71,7 +70,7 @@ func (c *call) arrival(run engine.Run) *arrival {
 	return a
 }
 
-// output is one result on its way out; taker goroutine only.
+// output is one result being sent. It belongs to the taker goroutine.
 type output struct {
 	id      tensor.ID
 	size    int64
@@ -79,8 +78,8 @@ type output struct {
 	open    bool
 }
 
-// start starts the call's goroutines; the session is locked. They end when the
-// call has, which the session's end and the call's context bring about.
+// start starts the call's goroutines; the session is locked. They end with the call, which
+// the end of the session or of the call's context brings about.
 func (c *call) start(part *frame.Call) {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	c.cancel = cancel
@@ -89,7 +88,7 @@ func (c *call) start(part *frame.Call) {
 		defer c.session.core.Leave(Calls, c.session.from)
 		defer cancel(nil)
 		if timeout > 0 {
-			// Finish too: the results may be complete and only nobody takes them.
+			// Finish, too: the results may be complete, with only nobody taking them.
 			alarm := time.AfterFunc(timeout, func() {
 				cancel(context.DeadlineExceeded)
 				c.finish(frame.Timings{}, context.DeadlineExceeded)
@@ -104,13 +103,13 @@ func (c *call) start(part *frame.Call) {
 	})
 }
 
-// Millis is a timeout as a caller gives it, without an overflow.
+// Millis converts a caller's timeout in milliseconds, without overflow.
 func Millis(n uint64) time.Duration {
 	return time.Duration(min(n, uint64(maxTimeout/time.Millisecond))) * time.Millisecond
 }
 
-// serve runs the call from its model's name to its memory's return. An error means that
-// it did not begin to compute.
+// serve runs the call, from looking up its model to returning its memory. An error means
+// that the model did not begin to compute.
 func (c *call) serve(ctx context.Context, params map[string]string) error {
 	core := c.session.core
 	model, over, err := core.model(c.model)
@@ -129,15 +128,15 @@ func (c *call) serve(ctx context.Context, params map[string]string) error {
 		return err
 	}
 	c.compute(ctx, info, run)
-	<-c.closed // every result acknowledged or given up, no chunk on its way into a block
+	<-c.closed // every result is acknowledged or given up, and no chunk is being copied into a block
 	if closed = run.Close(); closed != nil {
 		core.log.Warn("run left memory behind", slog.String("call", c.id.String()), slog.String("error", closed.Error()))
 	}
 	return nil
 }
 
-// bind puts the call's inputs in the order of the model's ports, and takes the
-// memory for tensors of very many chunks.
+// bind puts the call's inputs in the order of the model's ports, and acquires the memory
+// for the chunk tables of tensors with very many chunks.
 func (c *call) bind(info engine.Info) ([]engine.Input, error) {
 	ports := make([]string, len(c.inputs))
 	for i, in := range c.inputs {
@@ -163,12 +162,12 @@ func (c *call) bind(info engine.Info) ([]engine.Input, error) {
 	return inputs, nil
 }
 
-// TableBytes is how much of what is kept per chunk of a tensor the budget gives.
+// TableBytes returns how many bytes of a tensor's chunk table are charged to the budget.
 func TableBytes(chunks uint32) int64 {
 	return max(0, int64(chunks)-tableFree) * assembler.ChunkOverhead
 }
 
-// AcquireTable takes so many bytes, which may be none, of the budget.
+// AcquireTable acquires bytes, which may be 0, from the budget.
 func AcquireTable(b *slab.Budget, holder *slab.Principal, bytes int64) error {
 	if bytes == 0 || b.TryAcquire(holder, bytes) {
 		return nil
@@ -177,11 +176,11 @@ func AcquireTable(b *slab.Budget, holder *slab.Principal, bytes int64) error {
 	return fmt.Errorf("%w: %d bytes to keep track of so many chunks, the budget is %d; send larger chunks", slab.ErrBudget, bytes, limit)
 }
 
-// compute moves blocks in and results out until the call's end is decided.
+// compute moves blocks in and results out until the end of the call is decided.
 func (c *call) compute(ctx context.Context, info engine.Info, run engine.Run) {
 	fed := make(chan struct{})
 	if seq := 0; c.feed(ctx, run, &seq, 1) {
-		// One block was all: a small call does without another goroutine.
+		// There was only one block: a small call needs no other goroutine.
 		close(fed)
 	} else {
 		go func() { // ends with the last block, or with ctx
@@ -197,13 +196,13 @@ func (c *call) compute(ctx context.Context, info engine.Info, run engine.Run) {
 	<-fed
 }
 
-// feed lends up to most of the run's blocks to the session, and copies what waits
-// in the staging. It reports whether there are no more blocks to lend.
+// feed lends up to most of the run's blocks to the session, and copies staged inputs into
+// them. It reports whether there are no more blocks to lend.
 func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (last bool) {
 	for ; *seq < most; *seq++ {
 		b, err := run.Borrow(ctx)
 		if err != nil {
-			return true // io.EOF, or what Next returns too
+			return true // io.EOF, or an error that Next returns, too
 		}
 		wire := 0
 		for i, mem := range b.In {
@@ -221,11 +220,11 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 				return true
 			}
 			if in.staged == nil {
-				continue // used up: rows without bytes
+				continue // fully copied: the rows left have no bytes
 			}
 			in.used += int64(copy(mem, in.staged.Bytes()[in.used:]))
 			if in.used == in.size {
-				c.session.unstage(in) // the session may have its share back, and the call last
+				c.session.unstage(in) // the call may go on for long; return its share to the session now
 			}
 		}
 		if wire == 0 {
@@ -248,8 +247,8 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 	return false
 }
 
-// usedUp reports whether b was the last block: every input has been copied from
-// the staging to its last byte. After the Whole inputs rows follow, perhaps none.
+// usedUp reports whether b was the last block: every input has been copied from the staging
+// to its last byte. After Whole inputs, blocks of rows follow, but there may be none.
 func (c *call) usedUp(b *engine.Block) bool {
 	for i, in := range c.inputs {
 		if in.ready == nil || in.used < in.size || b.In[i] == nil && b.Whole {
@@ -259,7 +258,7 @@ func (c *call) usedUp(b *engine.Block) bool {
 	return true
 }
 
-// take offers the run's results to the session until the last one.
+// take offers the run's results to the session, up to the last one.
 func (c *call) take(ctx context.Context, info engine.Info, run engine.Run) error {
 	outs := make([]output, len(info.Outputs))
 	var first stream.Instant
@@ -321,11 +320,10 @@ func allComplete(outs []output) bool {
 	return true
 }
 
-// announce opens a result's tensor, cut as the run makes it, so that a chunk does
-// not lie across two blocks. When the piece at hand does not tell the size of a
-// block, no chunk is larger than those of the inputs: the run has memory for as
-// many consecutive bytes, and a chunk that spans more would wait for ever. The
-// session is locked.
+// announce opens the tensor of a result. Its chunk size follows the run's blocks, so that
+// no chunk spans two of them. If the piece at hand does not reveal the size of a block, no
+// chunk is larger than those of the inputs: the run has memory for that many consecutive
+// bytes, and a larger chunk would wait forever. The session is locked.
 func (c *call) announce(m *stream.Machine, now stream.Instant, o *output, info engine.Info, out engine.Out) error {
 	size, err := out.Desc.Bytes()
 	if err != nil {
@@ -361,7 +359,7 @@ func (c *call) announce(m *stream.Machine, now stream.Instant, o *output, info e
 	})
 }
 
-// done is how a call ends well. The session is locked.
+// done returns the done of a call that succeeded. The session is locked.
 func (c *call) done(now, first stream.Instant, info engine.Info, outs []output, st engine.Stats) frame.Done {
 	d := frame.Done{Call: c.id, Timings: timings(st)}
 	d.Timings.Receive = int64(c.lastByte - c.arrived)
@@ -377,14 +375,14 @@ func timings(st engine.Stats) frame.Timings {
 	return frame.Timings{Queue: int64(st.Queue), H2D: int64(st.H2D), Compute: int64(st.Compute), D2H: int64(st.D2H)}
 }
 
-// finish ends the call badly, unless its end is decided already. What a peer may
-// not see goes to the log.
+// finish fails the call, unless its end is already decided. Errors that a peer must not see
+// are logged.
 func (c *call) finish(t frame.Timings, err error) {
 	if errors.Is(err, errStopped) {
 		return // the session decided first
 	}
 	why := ExplainCall(err)
-	if why.Secret && !errors.Is(err, stream.ErrClosed) { // or the session decided while a result was on its way to it
+	if why.Secret && !errors.Is(err, stream.ErrClosed) { // ErrClosed: the session decided while a result was being offered
 		c.session.core.logFailure(c.session.holder.Name(), c.id, err)
 	}
 	c.session.sess.Do(func(m *stream.Machine, _ stream.Instant) {
@@ -392,8 +390,8 @@ func (c *call) finish(t frame.Timings, err error) {
 	})
 }
 
-// took is how long the call has been computing or waiting to; 0 if it never was.
-// The session is locked.
+// took returns how long the call has been computing or waiting to compute; 0 if it never
+// did. The session is locked.
 func (c *call) took(now stream.Instant) time.Duration {
 	if c.cancel == nil {
 		return 0
@@ -401,7 +399,7 @@ func (c *call) took(now stream.Instant) time.Duration {
 	return max(time.Duration(now-c.arrived), 1)
 }
 
-// end is the session's last event of the call; the session is locked.
+// end handles the session's last event of the call; the session is locked.
 func (c *call) end() {
 	close(c.closed)
 	if c.cancel == nil { // it never started
@@ -409,7 +407,7 @@ func (c *call) end() {
 	}
 }
 
-// release gives back the memory of the call's inputs; nothing touches it any more.
+// release returns the memory of the call's inputs, which nothing uses any more.
 func (c *call) release() {
 	for _, in := range c.inputs {
 		c.session.settle(in)

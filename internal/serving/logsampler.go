@@ -5,12 +5,12 @@ import (
 	"time"
 )
 
-// sampleEvery is how often a LogSampler logs what goes on and on, and how long nothing
-// must happen until it begins anew.
+// sampleEvery is how often a LogSampler logs a recurring event, and how long the event must
+// be absent before counting starts again.
 const sampleEvery = time.Minute
 
-// LogSampler counts what a peer can cause without a limit, and logs it as its number
-// doubles, and once a minute, so that a flood does not fill the log.
+// LogSampler counts an event that a peer can cause without limit. It logs the event each
+// time the count doubles, and once a minute, so that a flood does not fill the log.
 type LogSampler struct {
 	mu     sync.Mutex
 	count  int64
@@ -18,7 +18,7 @@ type LogSampler struct {
 	logged time.Time
 }
 
-// Again counts one more. If due, it is to be logged, with n.
+// Again counts one event. If due is true, the caller logs it with n.
 func (l *LogSampler) Again() (n int64, due bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -9,21 +9,21 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 )
 
-// Health is that of a model.
+// Health is the health of a model.
 type Health uint8
 
-// The healths of a model.
+// The values of Health.
 const (
-	// Serving: it runs.
+	// Serving means that the model runs.
 	Serving Health = iota
-	// NotServing: it says that it cannot run, or a run of it was lost, which holds
-	// memory and a worker until it ends, or another model takes its place.
+	// NotServing means that the model says that it cannot run, or that it lost a run, which
+	// holds memory and a worker until the run ends or another model takes its place.
 	NotServing
-	// Gone: it is not in the registry any more.
+	// Gone means that the model is no longer in the registry.
 	Gone
 )
 
-// models follows the models of a registry.
+// models tracks the models of a registry.
 type models struct {
 	told func(name string, h Health)
 
@@ -31,11 +31,11 @@ type models struct {
 	all map[string]*modelState
 }
 
-// modelState is how one model of a name is.
+// modelState is the state of one model.
 type modelState struct {
-	stop func() // ends the watching of its health
-	lost int    // runs of it that have not ended
-	ill  error  // why it cannot run, as it says
+	stop func() // stops watching its health
+	lost int    // lost runs that have not ended
+	ill  error  // why the model says that it cannot run
 }
 
 // watch follows the registry.
@@ -61,7 +61,7 @@ func (ms *models) watch(name string, m engine.Model) {
 	}
 }
 
-// change changes the state of a model, unless the model is gone already.
+// change changes the state of a model, unless the model has been removed.
 func (ms *models) change(name string, s *modelState, change func()) {
 	ms.mu.Lock()
 	defer ms.mu.Unlock()
@@ -82,7 +82,7 @@ func (ms *models) state(name string) *modelState {
 	return ms.all[name]
 }
 
-// unavailable says why a model cannot run, nothing if it can.
+// unavailable returns why a model cannot run, or "" if it can.
 func (ms *models) unavailable(name string) string {
 	ms.mu.Lock()
 	defer ms.mu.Unlock()
@@ -92,12 +92,12 @@ func (ms *models) unavailable(name string) string {
 	case s.ill != nil:
 		return s.ill.Error()
 	case s.lost > 0:
-		return "a run of it did not end; it serves again when that ends, or when it is replaced"
+		return "one of its runs did not end; it serves again when that run ends or the model is replaced"
 	}
 	return ""
 }
 
-// close stops watching, after the watching of the registry.
+// close stops watching health. The watching of the registry must have stopped.
 func (ms *models) close() {
 	ms.mu.Lock()
 	all := slices.Collect(maps.Values(ms.all))
@@ -107,10 +107,10 @@ func (ms *models) close() {
 	}
 }
 
-// model finds a model for one run. over is called once, after the run's Close and
-// with what that returned.
+// model looks up a model for one run. over must be called once, after the run's Close, with
+// the error that Close returned.
 func (c *Core) model(name string) (m engine.Model, over func(closed error), err error) {
-	state := c.models.state(name) // before Lookup, or a loss is blamed on the next model
+	state := c.models.state(name) // before Lookup, or a lost run might be blamed on the next model
 	m, unuse, err := c.cfg.Models.Lookup(name)
 	if err != nil {
 		return nil, nil, err
@@ -138,14 +138,14 @@ func (c *Core) model(name string) (m engine.Model, over func(closed error), err 
 	}, nil
 }
 
-// ModelState is how a model is now.
+// ModelState is the current state of a model.
 type ModelState struct {
 	Name        string
 	Unavailable string         // why it cannot run; empty if it can
 	Gauges      []engine.Gauge // at most modelGauges
 }
 
-// ModelStates returns how each model is, by name.
+// ModelStates returns the states of the models, in the order of their names.
 func (c *Core) ModelStates() (all []ModelState) {
 	for _, i := range c.cfg.Models.Infos() {
 		s := ModelState{Name: i.Name, Unavailable: c.models.unavailable(i.Name)}

@@ -19,22 +19,22 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// errBinding: the inputs of a call do not fit the model's ports by name.
+// errBinding is wrapped when the inputs of a call do not match the model's ports.
 var errBinding = errors.New("serving: inputs do not match the model")
 
-// Request is a call of a model that no session carries.
+// Request describes a call outside a session.
 type Request struct {
 	Model   string
 	Inputs  []engine.Input    // in any order; the port of the only one may be empty
 	Params  map[string]string // read-only
 	Timeout time.Duration     // 0: no limit
-	// Lifetime ends what a model keeps for the caller beyond the call; nil: nothing does.
+	// Lifetime ends what a model keeps for the caller beyond the call; nil means never.
 	Lifetime context.Context
 }
 
-// Run is a call that Open admitted. Its inputs are written, its results are taken and
-// End ends it. Input side: Write. Output side: Next. One goroutine per side. End may be
-// called by any.
+// Run is a call that Open admitted. Its inputs are written, its results are taken, and End
+// ends it. Input side: Write. Output side: Next. One goroutine per side. End may be called
+// from any goroutine.
 type Run struct {
 	Info engine.Info
 
@@ -51,22 +51,22 @@ type Run struct {
 	run    engine.Run
 
 	mu      sync.Mutex // held while a block is written; guards all below
-	blocks  []filling  // borrowed and not full, in their order
-	missing int64      // bytes of all inputs that are not written
+	blocks  []filling  // borrowed and not full, in order
+	missing int64      // bytes of all inputs not yet written
 	ended   bool
-	held    map[int]func() // releases results that were taken, by their number
-	number  int            // of the last one
+	held    map[int]func() // release functions of results taken, by number
+	number  int            // of the last result
 }
 
 // filling is a block that is being written.
 type filling struct {
 	*engine.Block
-	rest [][]byte // by input port: what is to be written; nil for one that is not part of it
+	rest [][]byte // by input port: memory not yet written; nil if the port has none in this block
 }
 
-// Open admits a call and opens its run, waiting for memory as long as a session's
-// call does. The end of ctx, of the timeout or of the core ends the run. End follows.
-// An error is a *RefusedError, and the call has been counted as ended with it.
+// Open admits a call and opens its run, waiting for memory as long as a session's call
+// does. The run ends when ctx, the timeout or the core does. End must follow. An error is a
+// *RefusedError, and the call has then been counted as ended.
 func (c *Core) Open(ctx context.Context, from *Caller, q Request) (*Run, error) {
 	r, err := c.admit(ctx, from, q)
 	if err != nil {
@@ -87,7 +87,7 @@ func (c *Core) Open(ctx context.Context, from *Caller, q Request) (*Run, error) 
 	return r, nil
 }
 
-// admit counts a call that begins. end follows.
+// admit counts a call that begins. end must follow.
 func (c *Core) admit(ctx context.Context, from *Caller, q Request) (*Run, error) {
 	if err := c.Begin(); err != nil {
 		return nil, err
@@ -136,9 +136,9 @@ func (r *Run) open(q Request) (err error) {
 	return err
 }
 
-// Write copies data to the next bytes of an input, by its index in the Request. It waits
-// for memory: where a model has several inputs of rows, they are written in turns, or
-// on goroutines of their own. After End the error is engine.ErrClosed.
+// Write copies data to the next bytes of an input, given by its index in the Request. It
+// waits for memory. If a model has several inputs of rows, they must be written alternately
+// or from goroutines of their own. After End the error is engine.ErrClosed.
 func (r *Run) Write(ctx context.Context, input int, data []byte) error {
 	port := slices.Index(r.order, input)
 	for {
@@ -149,12 +149,12 @@ func (r *Run) Write(ctx context.Context, input int, data []byte) error {
 		if n > 0 && missing > 0 {
 			continue
 		}
-		b, err := r.run.Borrow(ctx) // or the last ones, which have rows without bytes
+		b, err := r.run.Borrow(ctx) // or the last blocks, whose rows have no bytes
 		switch {
 		case errors.Is(err, io.EOF) && len(data) == 0:
 			return nil
 		case errors.Is(err, io.EOF):
-			return fmt.Errorf("%w: input %d has %d bytes more than its desc says", errBinding, input, len(data))
+			return fmt.Errorf("%w: input %d has %d bytes more than its desc", errBinding, input, len(data))
 		case err != nil:
 			return err
 		}
@@ -164,8 +164,8 @@ func (r *Run) Write(ctx context.Context, input int, data []byte) error {
 	}
 }
 
-// write copies to the first block with room for the port, hands back blocks that are
-// full, and returns how many bytes of all inputs are still missing.
+// write copies to the first block with room for the port, returns full blocks to the run,
+// and reports how many bytes of all inputs are still missing.
 func (r *Run) write(port int, data []byte) (n int, missing int64, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -187,8 +187,8 @@ func (r *Run) write(port int, data []byte) (n int, missing int64, err error) {
 	return n, r.missing, nil
 }
 
-// Next returns the next result, as engine.Run.Next does, in any order: io.EOF when all
-// are complete, else why there is none. What ends ctx is returned as it is.
+// Next returns the next result, as engine.Run.Next does, in any order. The error is io.EOF
+// when all results are complete. If ctx ends, its error is returned unchanged.
 func (r *Run) Next(ctx context.Context) (engine.Out, error) {
 	o, err := r.run.Next(ctx)
 	if err != nil {
@@ -209,8 +209,8 @@ func (r *Run) Next(ctx context.Context) (engine.Out, error) {
 	return o, nil
 }
 
-// Abandon ends a run that whoever opened it has left, with err, and releases the results
-// it holds. After End it does nothing.
+// Abandon ends a run whose owner has left it, with err, and releases the results it holds.
+// After End it is a no-op.
 func (r *Run) Abandon(err error) {
 	r.mu.Lock()
 	held := slices.Collect(maps.Values(r.held))
@@ -219,15 +219,16 @@ func (r *Run) Abandon(err error) {
 	for _, release := range held {
 		release()
 	}
-	_ = r.End(err) // nobody is left to hear of it
+	_ = r.End(err) // nobody is left to report it to
 }
 
-// Context ends when the run does: with the RPC, the timeout, the server, or End.
+// Context returns a context that ends with the run: with the RPC, the timeout, the server,
+// or End.
 func (r *Run) Context() context.Context { return r.ctx }
 
-// End closes the run and counts the call as ended with err, nil if it ended well: once,
-// for the first error. Nobody holds results any more. It returns what the caller is
-// told, a *RefusedError: why the run was cancelled, if it was, else err.
+// End closes the run and counts the call as ended with err, or as successful if err is nil.
+// Only the first call counts. All results must have been released. End returns the
+// *RefusedError for the caller, which is why the run was cancelled, if it was, or else err.
 func (r *Run) End(err error) error {
 	r.mu.Lock()
 	again := r.ended
@@ -236,13 +237,14 @@ func (r *Run) End(err error) error {
 	if again {
 		return err
 	}
-	r.cancel(err) // whoever waits for memory or results
+	r.cancel(err) // wakes those who wait for memory or results
 	return r.end(err, r.run.Close())
 }
 
-// end counts a call whose run, if there was one, was closed with lost.
+// end counts a call that has ended. lost is what the Close of its run returned, if it had
+// one.
 func (r *Run) end(err, lost error) error {
-	if cause := context.Cause(r.ctx); err != nil && cause != nil { // outranks what it caused
+	if cause := context.Cause(r.ctx); err != nil && cause != nil { // the cause outranks what it caused
 		err = cause
 	}
 	if r.over != nil {
@@ -271,9 +273,9 @@ type Tensor struct {
 	tensor.Tensor
 }
 
-// Compute runs a model over tensors that lie in memory, instead of q.Inputs, and
-// returns copies of its outputs. It borrows in. Inputs and outputs have at most so many
-// bytes in each direction. An error is a *RefusedError.
+// Compute runs a model on tensors in memory, instead of q.Inputs, and returns copies of its
+// outputs. It borrows in. Inputs and outputs may take up to most bytes in each direction.
+// An error is a *RefusedError.
 func (c *Core) Compute(ctx context.Context, from *Caller, q Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
 	r, err := c.admit(ctx, from, q)
 	if err != nil {
@@ -304,7 +306,7 @@ func (c *Core) Compute(ctx context.Context, from *Caller, q Request, in []Tensor
 	return out, st, r.end(err, lost)
 }
 
-// offered are tensors in memory as a model is offered them.
+// offered returns the model's inputs for tensors in memory.
 func offered(in []Tensor, most int64) ([]engine.Input, error) {
 	inputs := make([]engine.Input, len(in))
 	left := most
@@ -320,8 +322,8 @@ func offered(in []Tensor, most int64) ([]engine.Input, error) {
 	return inputs, nil
 }
 
-// run opens a run, waiting a bounded time for memory: then cancel, which is that of
-// ctx, ends it.
+// run opens a run. If that has to wait for memory for too long, it calls cancel, which must
+// cancel ctx.
 func (c *Core) run(ctx context.Context, cancel context.CancelCauseFunc, m engine.Model, call engine.Call) (engine.Run, error) {
 	patience := time.AfterFunc(c.cfg.MemoryWait, func() {
 		cancel(fmt.Errorf("%w: waited %v; try again later", errMemory, c.cfg.MemoryWait))
@@ -330,7 +332,7 @@ func (c *Core) run(ctx context.Context, cancel context.CancelCauseFunc, m engine
 	return m.Open(ctx, call)
 }
 
-// bind finds the input of each port of a model among inputs with these ports.
+// bind returns, for each port of a model, the index of its input among ports.
 func bind(info engine.Info, ports []string) (order []int, err error) {
 	if len(ports) != len(info.Inputs) {
 		return nil, fmt.Errorf("%w: %q has %d inputs, the call has %d", errBinding, info.Name, len(info.Inputs), len(ports))

@@ -1,11 +1,11 @@
-// Package serving is what every service of a server stands on: it admits what
-// callers open, runs models for them within the memory budget, carries sessions, and
-// counts. The native service, and services that are registered beside it, use the
-// same Core, so that one set of limits, metrics and health holds for all.
+// Package serving is the base of every service of a server: it admits what callers open,
+// runs models within the memory budget, carries sessions, and counts. The native service
+// and the services registered beside it use the same Core, so that one set of limits,
+// metrics and health applies to all.
 //
-// It refuses to know gRPC (server does) and to compute (engines do). A Core is safe
-// for concurrent use. It owns no payload bytes: tensors are assembled in memory that
-// engines lend, small ones in slabs of the configured pool until an engine lends.
+// It does not know gRPC (server does) or compute (engines do). A Core is safe for
+// concurrent use. It owns no payload bytes: tensors are assembled in memory that engines
+// lend, small ones in slabs of the configured pool until an engine lends its own.
 package serving
 
 import (
@@ -23,42 +23,42 @@ import (
 	"github.com/tensorferry/tensorferry/stream"
 )
 
-// ErrShutdown is what ends everything when the Core is closed.
+// ErrShutdown is the cause with which everything ends when the Core is closed.
 var ErrShutdown = errors.New("serving: shutting down")
 
-// Config of a Core. Every field is needed; a server fills in the defaults.
+// Config configures a Core. Every field is required; a server fills in the defaults.
 type Config struct {
 	Models *engine.Registry
 	Pool   *slab.Pool   // memory that small tensors wait in
-	Budget *slab.Budget // of that memory, and of what requests keep
+	Budget *slab.Budget // for that memory, and for what requests keep
 	Log    *slog.Logger
-	// Session bounds each session.
+	// Session limits each session.
 	Session stream.Limits
-	// Open is how many of each kind are open at a time.
+	// Open is the maximum number of each kind that may be open.
 	Open [kinds]int
 	// MemoryWait is how long a call waits for memory.
 	MemoryWait time.Duration
-	// Health is told when the health of a model changes, with the registry locked: it
+	// Health is called when the health of a model changes, with the registry locked: it
 	// must be quick.
 	Health func(model string, h Health)
 }
 
-// Core admits, runs and counts. Make one with New.
+// Core admits, runs and counts. Create one with New.
 type Core struct {
 	cfg Config
 	log *slog.Logger
 	counts
 	models       models
 	gates        [kinds]gate
-	unanswered   atomic.Int64 // what Begin admitted and End has not ended
+	unanswered   atomic.Int64 // requests between Begin and End
 	reservations reservations
-	forget       func() // takes the core off its registry and its budget
+	forget       func() // detaches the core from its registry and its budget
 	watching     sync.Once
 	number       atomic.Int64 // of the last session
 
-	ctx  context.Context // ends with Close, whose cause is ErrShutdown
+	ctx  context.Context // ends with Close; the cause is ErrShutdown
 	stop context.CancelCauseFunc
-	work sync.WaitGroup // calls and sessions that end
+	work sync.WaitGroup // calls and sessions
 
 	mu       sync.Mutex            // guards all below
 	sessions map[*Session]struct{} // open
@@ -66,7 +66,7 @@ type Core struct {
 	draining bool
 }
 
-// New returns a core for the models of cfg. Close ends it.
+// New returns a core for the models of cfg. Close closes it.
 func New(cfg Config) *Core {
 	c := &Core{
 		cfg: cfg, log: cfg.Log, counts: newCounts(), models: models{told: cfg.Health, all: make(map[string]*modelState)},
@@ -89,19 +89,20 @@ func New(cfg Config) *Core {
 	return c
 }
 
-// Start starts what watches the memory of idle sessions, once; it ends with Close.
+// Start starts a goroutine that watches the memory of idle sessions, once; it ends with
+// Close.
 func (c *Core) Start() {
 	c.watching.Do(func() { go c.reservations.watch(c.cfg.Budget, c.ctx.Done()) })
 }
 
-// Done is closed when everything must end.
+// Done returns a channel that is closed when everything must end.
 func (c *Core) Done() <-chan struct{} { return c.ctx.Done() }
 
-// Go runs f, which Wait waits for, on a goroutine of its own.
+// Go runs f on a goroutine of its own, which Wait waits for.
 func (c *Core) Go(f func()) { c.work.Go(f) }
 
-// Drain admits nothing new and waits until what is open has ended. When ctx ends
-// first, its cause is returned.
+// Drain admits nothing new and waits until everything open has ended. If ctx ends first,
+// Drain returns its cause.
 func (c *Core) Drain(ctx context.Context) error {
 	c.mu.Lock()
 	c.draining = true
@@ -120,7 +121,7 @@ func (c *Core) Drain(ctx context.Context) error {
 	return nil
 }
 
-// answered waits until End was called for all that Begin admitted.
+// answered waits until every request that Begin admitted has ended.
 func (c *Core) answered(ctx context.Context) error {
 	t := time.NewTicker(drainPoll)
 	defer t.Stop()
@@ -134,16 +135,16 @@ func (c *Core) answered(ctx context.Context) error {
 	return nil
 }
 
-// Close ends everything now and does not wait; Wait does.
+// Close ends everything without waiting; Wait waits.
 func (c *Core) Close() { c.stop(ErrShutdown) }
 
 // Wait waits, after Close, until calls and sessions have ended.
 func (c *Core) Wait() { c.work.Wait() }
 
-// Forget takes the core off its registry and its budget, after Wait.
+// Forget detaches the core from its registry and its budget. It must be called after Wait.
 func (c *Core) Forget() { c.forget() }
 
-// stats adds up what all sessions have done, and counts the open ones.
+// stats adds up the statistics of all sessions and counts the open ones.
 func (c *Core) stats() (stream.Stats, int) {
 	c.mu.Lock()
 	sum := c.past

@@ -16,8 +16,8 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Session is the server's side of one session: it turns the session's events into
-// calls. Its fields are guarded by the session's lock.
+// Session is the server's side of one session: it turns the session's events into calls.
+// Its fields are guarded by the session's lock.
 type Session struct {
 	core    *Core
 	from    *Caller
@@ -26,24 +26,25 @@ type Session struct {
 	ctx     context.Context // ends with the session
 	cancel  context.CancelFunc
 	number  int64
-	holder  *slab.Principal // of budgets, named by the session's ID and a number that no other has
+	holder  *slab.Principal // for budgets; its name is the session's ID and a unique number
 	calls   map[tensor.ID]*call
 	staging staging
-	// promised is the allowance of its hello.
+	// promised is the allowance that the session's hello grants.
 	promised uint32
-	retained int // bytes of what the peer has said of calls, as conn was told last
+	retained int // bytes retained for calls, as last reported to conn
 }
 
 // Conn carries frames.
 type Conn interface {
 	session.Conn
-	// Opened hears of each tensor that the peer has opened.
+	// Opened is called for each tensor that the peer has opened.
 	Opened()
-	// Holds hears how many bytes are kept of what the peer has said of calls.
+	// Holds is called with the number of bytes retained of what the peer has said about
+	// calls.
 	Holds(bytes int64)
 }
 
-// OpenSession admits a session (*RefusedError if not), which Serve then serves.
+// OpenSession admits a session, which Serve then serves, or returns a *RefusedError.
 func (c *Core) OpenSession(from *Caller) (*Session, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -67,12 +68,13 @@ func (c *Core) OpenSession(from *Caller) (*Session, error) {
 	return s, nil
 }
 
-// OfferLanes offers what opens lanes, so many times. It comes before Serve.
+// OfferLanes offers a token that opens lanes, as many as times. It must be called before
+// Serve.
 func (s *Session) OfferLanes(token frame.LaneToken, times uint32) {
 	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { m.OfferLanes(token, times) })
 }
 
-// AddLane has the session use a lane, which it takes over.
+// AddLane makes the session use a lane, which it takes over.
 func (s *Session) AddLane(l session.Lane) {
 	c := s.core
 	c.lanes.Add(1)
@@ -81,7 +83,7 @@ func (s *Session) AddLane(l session.Lane) {
 		c.lanes.Add(-1)
 		select {
 		case <-s.sess.Stopped():
-		default: // the session lives on without it, or is about to end
+		default: // the session continues without it, or is about to end
 			if errors.Is(why, io.EOF) {
 				return
 			}
@@ -92,9 +94,9 @@ func (s *Session) AddLane(l session.Lane) {
 	})
 }
 
-// Serve carries the session over conn until that ends, or ctx, and ends the session
-// then. It returns why. The rest is cleaned up asynchronously: the session's goroutines
-// end when conn has, which may be when the caller of Serve has returned.
+// Serve runs the session over conn until conn or ctx ends, then ends the session and
+// returns why. The rest is cleaned up asynchronously: the session's goroutines end when
+// conn has, which may be after the caller of Serve has returned.
 func (s *Session) Serve(ctx context.Context, conn Conn) error {
 	s.conn = conn
 	lost := s.sess.Carry(conn)
@@ -119,7 +121,7 @@ func (s *Session) Serve(ctx context.Context, conn Conn) error {
 	return s.sess.Cause()
 }
 
-// leave forgets a session that has ended.
+// leave removes a session that has ended.
 func (s *Session) leave() {
 	var st stream.Stats
 	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Status().Stats })
@@ -139,24 +141,24 @@ func (s *Session) ID() (id tensor.ID) {
 	return id
 }
 
-// input is a tensor announced for a call. Guarded by the session's lock, except for
-// what belongs to the call's goroutines once ready is closed.
+// input is a tensor announced for a call. The session's lock guards it, except for what
+// belongs to the call's goroutines once ready is closed.
 type input struct {
 	id       tensor.ID
 	desc     tensor.Desc
 	port     string
-	name     string // what the client calls it
+	name     string // chosen by the client
 	metadata map[string]string
 	chunk    int64
 	chunks   uint32
 	size     int64
-	ready    chan struct{} // closed when a tensor on allowance is whole; nil for one on credit
-	staged   *slab.Slab    // where a tensor on allowance waits; after ready, the call goroutine's
+	ready    chan struct{} // closed when a tensor on allowance is complete; nil for one on credit
+	staged   *slab.Slab    // memory in which a tensor on allowance waits; belongs to the call's goroutine after ready
 	used     int64         // bytes of staged copied into blocks; call goroutine only
-	taken    int64         // bytes taken of the session's staging; as staged
+	taken    int64         // bytes taken from the session's staging; guarded as staged
 }
 
-// Received tells the connection what calls retain. The session is locked.
+// Received tells the connection how much calls retain. The session is locked.
 func (s *Session) Received(m *stream.Machine) {
 	if n := m.Retained(); n != s.retained {
 		s.retained = n
@@ -196,7 +198,7 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	}
 }
 
-// call returns the call of an ID, a new one if there is none.
+// call returns the call with an ID, which it creates if needed.
 func (s *Session) call(id tensor.ID) *call {
 	c := s.calls[id]
 	if c == nil {
@@ -206,7 +208,7 @@ func (s *Session) call(id tensor.ID) *call {
 	return c
 }
 
-// announced adds an input to its call, and gives a small one memory to wait in.
+// announced adds an input to its call, and provides memory in which a small one waits.
 func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Event) {
 	c := s.call(e.Call)
 	geo := tensor.Geometry{Size: int64(e.Desc.SizeBytes), ChunkBytes: int64(e.Desc.ChunkBytes)}
@@ -241,8 +243,8 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 	}
 }
 
-// unstage gives back where a tensor on allowance waited; nothing touches it any
-// more. What is kept per chunk stays until the call ends.
+// unstage releases the memory in which a tensor on allowance waited, which nothing uses any
+// more. Its chunk table stays until the call ends.
 func (s *Session) unstage(in *input) {
 	in.staged.Release()
 	in.staged = nil
@@ -251,7 +253,7 @@ func (s *Session) unstage(in *input) {
 	s.staging.give(n)
 }
 
-// settle gives back all that an input has in the staging.
+// settle returns everything that an input has in the staging.
 func (s *Session) settle(in *input) {
 	if in.staged != nil {
 		s.unstage(in)
@@ -260,7 +262,7 @@ func (s *Session) settle(in *input) {
 	in.taken = 0
 }
 
-// ready starts a call whose inputs are all announced.
+// ready starts a call, all of whose inputs are announced.
 func (s *Session) ready(m *stream.Machine, now stream.Instant, e stream.Event) {
 	c := s.call(e.Call)
 	c.arrived, c.lastByte, c.model = now, now, e.Part.Model

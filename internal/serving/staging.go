@@ -7,45 +7,45 @@ import (
 	"github.com/tensorferry/tensorferry/slab"
 )
 
-// staging is the memory of a session beside that of its runs: of its small tensors,
-// from their desc until they are copied into blocks, and of what is kept per chunk of
-// them until their call ends. The first small tensor reserves what hello allows, until
-// the session ends or has been idle, so that tensors within the reservation never wait
-// for others' memory. What goes beyond it, or comes while the budget has no room for
-// reservations, is taken as it comes.
+// staging is the memory of a session outside its runs. It holds small tensors from their
+// desc until they are copied into blocks, and their chunk tables until their call ends. The
+// first small tensor reserves what hello allows, until the session ends or has been idle,
+// so that tensors within the reservation never wait for others' memory. Memory beyond the
+// reservation, or needed while the budget has no room for reservations, is acquired as
+// needed.
 type staging struct {
 	budget   *slab.Budget
-	holder   *slab.Principal // of what is taken as it comes
+	holder   *slab.Principal // of memory acquired as needed
 	reserved int64           // bytes
 
-	// reserver holds the reservation apart: for the budget's fairness a session that has
-	// sent a small tensor does not have memory already.
+	// reserver holds the reservation separately: for the fairness of the budget, a session
+	// that has only sent a small tensor does not count as having memory.
 	reserver *slab.Principal
 
 	all *reservations
 
 	mu   sync.Mutex // guards all below
-	held bool       // the reservation is taken
-	used int64      // bytes, within the reservation and past it
-	past int64      // bytes taken for those past it
+	held bool       // the reservation is acquired
+	used int64      // bytes used, within the reservation and beyond it
+	past int64      // bytes acquired beyond it
 
-	since      time.Time // idle; zero: it is not; guarded by all.mu, as are those below
-	next, prev *staging  // older is prev
+	since      time.Time // idle since; zero if not idle; guarded by all.mu, as are those below
+	next, prev *staging  // prev is older
 }
 
-// reservations are those of all sessions. One that is not used goes back when somebody
-// lacks memory, the longest idle first, and none that was in use a moment ago: small
-// calls must not wait for others' large ones.
+// reservations tracks the reservations of all sessions. When memory is short, unused ones
+// are returned, the longest idle first, but none that was in use a moment ago: small calls
+// must not wait for others' large ones.
 type reservations struct {
 	mu          sync.Mutex // guards all below; taken after that of a staging
 	held        int64      // bytes
-	promised    int64      // bytes that sessions were told they may send
+	promised    int64      // bytes that sessions were allowed to send
 	first, last *staging   // idle
 }
 
-// promise returns how much of an allowance of most bytes a new session is granted: all
-// sessions may use theirs at the same time, so that when little is left each gets a part
-// of that, or nothing and waits for credit. unpromise follows.
+// promise returns how much of an allowance of most bytes a new session is granted. All
+// sessions may use theirs at the same time, so when little is left, each gets a part of
+// that, or nothing and must wait for credit. unpromise must follow.
 func (l *reservations) promise(b *slab.Budget, most uint32) uint32 {
 	_, _, limit := b.Used()
 	l.mu.Lock()
@@ -58,7 +58,7 @@ func (l *reservations) promise(b *slab.Budget, most uint32) uint32 {
 	return n
 }
 
-// unpromise takes back what promise returned.
+// unpromise takes back what promise granted.
 func (l *reservations) unpromise(n uint32) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -67,7 +67,7 @@ func (l *reservations) unpromise(n uint32) {
 	}
 }
 
-// take takes the reservation of d, if there is room.
+// take acquires the reservation of d, if there is room.
 func (l *reservations) take(d *staging) bool {
 	_, _, limit := d.budget.Used()
 	for {
@@ -97,7 +97,7 @@ func (l *reservations) give(n int64) {
 	l.held -= n
 }
 
-// rest lists d as idle.
+// rest adds d to the idle list.
 func (l *reservations) rest(d *staging) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -112,14 +112,14 @@ func (l *reservations) rest(d *staging) {
 	l.last, d.since = d, time.Now()
 }
 
-// wake takes d off the list.
+// wake removes d from the idle list.
 func (l *reservations) wake(d *staging) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.unlink(d)
 }
 
-// unlink takes d out, if it is in; mu is held.
+// unlink removes d from the list, if it is in it; mu is held.
 func (l *reservations) unlink(d *staging) {
 	if d.since.IsZero() {
 		return
@@ -137,8 +137,8 @@ func (l *reservations) unlink(d *staging) {
 	d.next, d.prev, d.since = nil, nil, time.Time{}
 }
 
-// reclaim gives the reservation that is idle longest back, and reports whether there
-// was one. The caller may have locked a staging, but none that is in the list.
+// reclaim returns the reservation that has been idle longest, and reports whether there was
+// one. The caller may have locked a staging, but none in the list.
 func (l *reservations) reclaim() bool {
 	l.mu.Lock()
 	d := l.first
@@ -154,14 +154,14 @@ func (l *reservations) reclaim() bool {
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.used == 0 { // still
+	if d.used == 0 { // still idle
 		d.giveUp()
 	}
 	return true
 }
 
-// watch reclaims for those who wait for memory, until done is closed: what is idle
-// now may not have been idle when they asked.
+// watch reclaims for those who wait for memory, until done is closed: what is idle now may
+// not have been idle when they asked.
 func (l *reservations) watch(budget *slab.Budget, done <-chan struct{}) {
 	tick := time.NewTicker(stagingGrace)
 	defer tick.Stop()
@@ -176,7 +176,7 @@ func (l *reservations) watch(budget *slab.Budget, done <-chan struct{}) {
 	}
 }
 
-// take takes n bytes at once, or reports false.
+// take acquires n bytes without waiting, or returns false.
 func (d *staging) take(n int64) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -194,7 +194,7 @@ func (d *staging) take(n int64) bool {
 	return true
 }
 
-// beyond is how much of n bytes the reservation does not cover; mu is held.
+// beyond returns how many of n bytes the reservation does not cover; mu is held.
 func (d *staging) beyond(n int64) int64 {
 	if d.held {
 		n -= d.reserved
@@ -202,7 +202,7 @@ func (d *staging) beyond(n int64) int64 {
 	return max(n, 0)
 }
 
-// trim gives back what the reservation covers; mu is held.
+// trim releases memory that the reservation covers; mu is held.
 func (d *staging) trim() {
 	if less := d.past - d.beyond(d.used); less > 0 {
 		d.budget.Release(d.holder, less)
@@ -210,7 +210,7 @@ func (d *staging) trim() {
 	}
 }
 
-// give gives n bytes back.
+// give returns n bytes.
 func (d *staging) give(n int64) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -219,14 +219,14 @@ func (d *staging) give(n int64) {
 	d.rest()
 }
 
-// rest lists the staging if it holds its reservation for nothing; mu is held.
+// rest adds the staging to the idle list if it holds an unused reservation; mu is held.
 func (d *staging) rest() {
 	if d.held && d.used == 0 {
 		d.all.rest(d)
 	}
 }
 
-// close gives the reservation back; nothing else is taken any more.
+// close returns the reservation. Nothing must be acquired afterwards.
 func (d *staging) close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -234,7 +234,7 @@ func (d *staging) close() {
 	d.giveUp()
 }
 
-// giveUp gives the reservation back; mu is held.
+// giveUp returns the reservation; mu is held.
 func (d *staging) giveUp() {
 	if d.held {
 		d.budget.Release(d.reserver, d.reserved)

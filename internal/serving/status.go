@@ -12,40 +12,40 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// errMemory is wrapped when the memory budget has no room for a request now.
+// errMemory is wrapped when the memory budget has no room for a request.
 var errMemory = errors.New("serving: no room in the memory budget")
 
-// errDraining refuses what is new while the server drains.
-var errDraining error = TryLater(frame.Unavailable, "server is draining; use another one, or come back later")
+// errDraining refuses new work while the server drains.
+var errDraining error = TryLater(frame.Unavailable, "server is draining; use another one, or try again later")
 
-// RefusedError says why something is not served, as whoever asked is told.
+// RefusedError says why a request was refused, in words for the caller.
 type RefusedError struct {
 	Code        frame.Code
 	Text        string
-	RetryMillis uint32 // after which to try again; 0: trying again does not help
-	Secret      bool   // the text leaves out a cause that belongs in the log
+	RetryMillis uint32 // when to try again; 0 if that does not help
+	Secret      bool   // the text omits a cause that belongs in the log
 }
 
 // Error returns the text.
 func (r *RefusedError) Error() string { return "serving: " + r.Text }
 
-// TryLater is a refusal that waiting may help against.
+// TryLater returns a refusal that may not recur later.
 func TryLater(code frame.Code, format string, args ...any) *RefusedError {
 	return &RefusedError{Code: code, Text: fmt.Sprintf(format, args...), RetryMillis: retryMillis}
 }
 
-// Rule says what a caller is told of an error.
+// Rule says what a caller is told about an error.
 type Rule struct {
 	Err    error
 	Code   frame.Code
-	Text   string // empty: the error's own
+	Text   string // "" means the error's own text
 	Retry  bool
 	Secret bool // the cause belongs in the log
 }
 
-// Explain turns an error into what its caller is told, by the first rule that fits. A
-// *RefusedError and a *frame.Error say it themselves; what no rule fits is an internal
-// error, whose text may name files and addresses and goes to the log alone.
+// Explain returns what the caller is told about an error, by the first rule that matches. A
+// *RefusedError or *frame.Error explains itself. An error that no rule matches is an
+// internal error: its text may name files and addresses and goes only to the log.
 func Explain(err error, rules []Rule) *RefusedError {
 	if own, ok := errors.AsType[*RefusedError](err); ok {
 		return own
@@ -66,8 +66,8 @@ func Explain(err error, rules []Rule) *RefusedError {
 	return &RefusedError{Code: frame.Internal, Text: "internal error", Secret: true}
 }
 
-// callRules are those of calls. The order matters: a cause that ended the call's
-// context outranks what it caused.
+// callRules are the rules for calls. The order matters: the cause that ended a call's
+// context outranks the errors it caused.
 var callRules = []Rule{
 	{Err: errMemory, Code: frame.ResourceExhausted, Retry: true},
 	{Err: slab.ErrMemory, Code: frame.ResourceExhausted, Retry: true},
@@ -76,13 +76,13 @@ var callRules = []Rule{
 	{Err: context.DeadlineExceeded, Code: frame.DeadlineExceeded, Text: "the call's timeout has passed"},
 	{Err: engine.ErrNotFound, Code: frame.NotFound},
 	{Err: engine.ErrInput, Code: frame.FailedPrecondition},
-	{Err: tensor.ErrTooLarge, Code: frame.ResourceExhausted}, // of an input, too
+	{Err: tensor.ErrTooLarge, Code: frame.ResourceExhausted}, // also of an input
 	{Err: errBinding, Code: frame.InvalidArgument},
 	{Err: slab.ErrBudget, Code: frame.ResourceExhausted},
 	{Err: engine.ErrUnavailable, Code: frame.Unavailable, Retry: true},
 }
 
-// ExplainCall turns the error of a call into what its caller is told.
+// ExplainCall returns what the caller is told about the error of a call.
 func ExplainCall(err error) *RefusedError {
 	why := Explain(err, callRules)
 	if why.Secret && errors.Is(err, engine.ErrModel) {
@@ -91,7 +91,7 @@ func ExplainCall(err error) *RefusedError {
 	return why
 }
 
-// modelText is what a caller may read of the failure of a model's own code. The log
+// modelText returns what a caller may read about a failure of a model's own code. The log
 // has all of it.
 func modelText(err error) string {
 	var public engine.PublicError
