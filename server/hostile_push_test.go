@@ -617,7 +617,7 @@ func TestTheSameTransferTwiceAtATimeIsRefusedAndLaterIsNot(t *testing.T) {
 	second.send(&pb.Frame{Hello: second.greeting()})
 	st := second.finish()
 	require.Equal(t, codes.AlreadyExists, st.Code())
-	saysWhy(t, st.Message(), []string{"open already", "new id"})
+	saysWhy(t, st.Message(), []string{"already open", "new id"})
 	first.deliver(o, 0)
 	first.stored(o)
 	third := dialPush(t, f)

@@ -11,26 +11,26 @@ import (
 	"github.com/tensorferry/tensorferry/stream"
 )
 
-// idleTimeout is the frames of a transfer, with a clock that runs while this side waits
-// for its peer. A frame that moves nothing does not set it back; a peer that says that it
-// waits itself has more time, but not without end.
+// idleTimeout carries the frames of a transfer, with a clock that runs while this side
+// waits for its peer. A frame that moves nothing does not reset the clock. A peer that says
+// that it is waiting itself gets more time, but not without limit.
 type idleTimeout struct {
 	Conn
 	kind  serving.Direction
-	first time.Duration // what the clock begins with
-	idle  time.Duration // what it is set back to
+	first time.Duration // initial time on the clock
+	idle  time.Duration // time on the clock after a reset
 	timer *time.Timer
-	left  time.Duration // on the clock; belongs to the goroutine of the work
-	most  time.Duration // from the last move on, whatever the peer says
-	rest  time.Duration // left of most while frames are waited for; belongs to the work
-	begun atomic.Bool   // the first frame has come
-	spent atomic.Bool   // most is about to end the transfer
+	left  time.Duration // time left on the clock; belongs to the goroutine of the work
+	most  time.Duration // since the last progress, whatever the peer says
+	rest  time.Duration // what is left of most while waiting for frames; belongs to the same goroutine
+	begun atomic.Bool   // the first frame has arrived
+	spent atomic.Bool   // the transfer will end because of most, not of idle
 
 	mu   sync.Mutex
-	sent time.Time // since when a frame waits to be read; zero: none does; guarded by mu
+	sent time.Time // since when a frame has been waiting to be read; zero if none is; guarded by mu
 }
 
-// newIdleTimeout returns frames that call expired when their clock has run down.
+// newIdleTimeout returns an idleTimeout that calls expired when its clock has run down.
 func newIdleTimeout(conn Conn, k serving.Direction, l stream.Limits, expired func()) *idleTimeout {
 	t := &idleTimeout{Conn: conn, kind: k, first: time.Duration(l.FirstFrame), idle: time.Duration(l.ChunkIdle), most: time.Duration(l.InputIdle)}
 	t.left, t.rest = t.first, t.most
@@ -39,7 +39,7 @@ func newIdleTimeout(conn Conn, k serving.Direction, l stream.Limits, expired fun
 	return t
 }
 
-// Recv waits for the peer's next frame until the clock has run down.
+// Recv waits for the peer's next frame. The clock runs meanwhile.
 func (t *idleTimeout) Recv() (*frame.Frame, error) {
 	began := time.Now()
 	t.timer.Reset(max(t.left, 0))
@@ -59,7 +59,7 @@ func (t *idleTimeout) Recv() (*frame.Frame, error) {
 	return f, err
 }
 
-// Send waits until the peer has read, or the clock has run down. It takes held over.
+// Send waits until the peer has read. The clock runs meanwhile. The caller hands over held.
 func (t *idleTimeout) Send(f *frame.Frame, held interface{ Release() }) error {
 	return t.sending(func() error { return t.Conn.Send(f, held) })
 }
@@ -71,7 +71,7 @@ func (t *idleTimeout) sending(send func() error) error {
 	return send()
 }
 
-// begin notes since when a frame waits to be read.
+// begin records since when a frame has been waiting to be read.
 func (t *idleTimeout) begin(now time.Time) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -83,8 +83,8 @@ func (t *idleTimeout) begin(now time.Time) {
 	t.timer.Reset(t.idle)
 }
 
-// waits gives a peer more time to read, who has said that it waits for whoever takes its
-// output. It is safe for concurrent use.
+// waits gives a peer more time to read, after it has said that it waits for the consumer of
+// its output. It is safe for concurrent use.
 func (t *idleTimeout) waits() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -98,24 +98,24 @@ func (t *idleTimeout) waits() {
 	}
 }
 
-// rewind sets the clock back.
+// rewind resets the clock.
 func (t *idleTimeout) rewind() {
 	t.left, t.rest = t.idle, t.most
 	t.spent.Store(false)
 }
 
-// err says why the clock has run down.
+// err returns why the clock has run down.
 func (t *idleTimeout) err() error {
-	text := fmt.Sprintf("the client has not read for %v; pull again, and read what comes", t.idle)
+	text := fmt.Sprintf("the client has not read for %v; pull again, and keep reading", t.idle)
 	switch {
 	case t.spent.Load() && t.kind == serving.Push:
-		text = fmt.Sprintf("no chunk came for %v (serve --input-idle), and the client waits for its own input; push again when there is some", t.most)
+		text = fmt.Sprintf("no chunk arrived for %v (serve --input-idle) while the client waited for its own input; push again when there is input", t.most)
 	case t.spent.Load():
-		text = fmt.Sprintf("the client has not read for %v (serve --input-idle), and waits for whoever takes its output; pull again, and take what comes", t.most)
+		text = fmt.Sprintf("the client has not read for %v (serve --input-idle) while it waited for the consumer of its output; pull again, and keep reading", t.most)
 	case t.kind == serving.Push && !t.begun.Load():
-		text = fmt.Sprintf("no frame came for %v; a push opens with hello", t.first)
+		text = fmt.Sprintf("no frame arrived for %v; a push begins with a hello", t.first)
 	case t.kind == serving.Push:
-		text = fmt.Sprintf("no chunk came for %v, nor a word that the client waits for its input; push again", t.idle)
+		text = fmt.Sprintf("no chunk arrived for %v, and the client did not say that it waits for its input; push again", t.idle)
 	}
 	return &frame.Error{Code: frame.DeadlineExceeded, Text: text}
 }

@@ -48,8 +48,8 @@ func TestAPeerThatSaysItWaitsIsWaitedForToTheBound(t *testing.T) {
 		ends  time.Duration // after the last move; 0: it does not
 		says  string
 	}{
-		"a push that says so":               {serving.Push, 10 * time.Second, 0, most, "no chunk came for 1h0m0s (serve --input-idle)"},
-		"a push that says so too rarely":    {serving.Push, idle + 1, 0, idle, "no chunk came for 30s, nor a word"},
+		"a push that says so":               {serving.Push, 10 * time.Second, 0, most, "no chunk arrived for 1h0m0s (serve --input-idle)"},
+		"a push that says so too rarely":    {serving.Push, idle + 1, 0, idle, "no chunk arrived for 30s, and the client did not say"},
 		"a push that says so all the time":  {serving.Push, time.Second, 0, most, "--input-idle"},
 		"a pull that says so":               {serving.Pull, 10 * time.Second, 0, most, "not read for 1h0m0s (serve --input-idle)"},
 		"a pull that says so too rarely":    {serving.Pull, idle + 1, 0, idle, "not read for 30s;"},

@@ -10,7 +10,7 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// transferLog knows the pushes and pulls that are open, and the last that ended.
+// transferLog records the pushes and pulls that are open, and the last ones that ended.
 type transferLog struct {
 	mu    sync.Mutex // guards all below, and what is in the records
 	byID  map[tensor.ID]*record
@@ -18,7 +18,7 @@ type transferLog struct {
 	kept  int       // tensors in records that ended
 }
 
-// record is what is known of one transfer.
+// record is what is known about one transfer.
 type record struct {
 	id      tensor.ID
 	kind    serving.Direction
@@ -26,24 +26,24 @@ type record struct {
 	code    frame.Code
 	message string
 	began   time.Time
-	waits   func()      // of a pull that is open: its client says that it waits
+	waits   func()      // of an open pull: called when its client says that it waits
 	tensors []*progress // the last recordTensors that were announced
 	bytes   atomic.Int64
 }
 
-// progress is how far one tensor of a transfer is.
+// progress is the progress of one tensor of a transfer.
 type progress struct {
 	summary frame.Summary
 	open    bool
 	bytes   atomic.Int64
 }
 
-// begin opens a record, or says why the transfer is refused.
+// begin opens a record, or returns why the transfer is refused.
 func (l *transferLog) begin(id tensor.ID, k serving.Direction, waits func()) (*record, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if r := l.byID[id]; r != nil && r.open {
-		return nil, frame.Errorf(frame.AlreadyExists, "transfer %s is open already; use a new id", id)
+		return nil, frame.Errorf(frame.AlreadyExists, "transfer %s is already open; use a new id", id)
 	}
 	r := &record{id: id, kind: k, open: true, began: time.Now(), waits: waits}
 	if l.byID == nil {
@@ -66,7 +66,7 @@ func (l *transferLog) tensor(r *record, id tensor.ID, name string, size uint64) 
 	return p
 }
 
-// over notes how a tensor ended.
+// over records the outcome of a tensor.
 func (l *transferLog) over(p *progress, s frame.Summary) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -74,8 +74,8 @@ func (l *transferLog) over(p *progress, s frame.Summary) {
 	p.summary, p.open = s, false
 }
 
-// end notes how a transfer ended, and forgets the oldest of those that did. r is nil
-// for one that never said its name.
+// end records how a transfer ended, and forgets the oldest ended ones. r is nil for a
+// transfer that never sent its ID.
 func (l *transferLog) end(r *record, code frame.Code, message string) {
 	if r == nil {
 		return
@@ -103,7 +103,7 @@ func (l *transferLog) end(r *record, code frame.Code, message string) {
 	}
 }
 
-// waits notes that the client of a pull says that it waits.
+// waits handles the message of a pull's client that it waits.
 func (l *transferLog) waits(id tensor.ID) {
 	l.mu.Lock()
 	var waits func()
@@ -116,7 +116,7 @@ func (l *transferLog) waits(id tensor.ID) {
 	}
 }
 
-// State is how a transfer goes, or went.
+// State is the state of a transfer.
 type State struct {
 	Open    bool
 	Kind    serving.Direction
@@ -126,14 +126,14 @@ type State struct {
 	Tensors []TensorState
 }
 
-// TensorState is how far one tensor of a transfer is.
+// TensorState is the state of one tensor of a transfer.
 type TensorState struct {
 	Summary    frame.Summary
 	Open       bool
 	MovedBytes int64
 }
 
-// state returns how a transfer goes, or went; false if nothing is known of it.
+// state returns the state of a transfer; false if it is not known.
 func (l *transferLog) state(id tensor.ID) (State, bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -25,16 +25,16 @@ type pull struct {
 	sender  *transfer.Sender
 }
 
-// Selection is what a pull asks for: a tensor's name, a glob or a source.
+// Selection is one selection of a pull: a tensor's name, a glob or a source.
 type Selection struct {
 	Name       string
 	Source     bool
 	Params     map[string]string // of the source
-	Held       []transfer.Range  // what the client has of the tensor
-	HeldDigest []byte            // of the tensor that it is of; empty: of whatever the tensor is now
+	Held       []transfer.Range  // what the client already has of the tensor
+	HeldDigest []byte            // digest of the tensor that Held is from; empty means of the current one
 }
 
-// pulls holds the memory of what all pulls select, beyond pullFree of each.
+// pulls holds the memory of the selections of all pulls, beyond pullFree each.
 var pulls = slab.NewPrincipal("pull")
 
 // Pull sends what a client selects over conn. h is the client's hello.
@@ -50,7 +50,7 @@ func (s *Service) Pull(from *serving.Caller, conn Conn, h *frame.Hello, list []S
 		if bytes > 0 {
 			if !s.Budget.TryAcquire(pulls, bytes) {
 				_, _, limit := s.Budget.Used()
-				return nil, serving.TryLater(frame.ResourceExhausted, "selections: %d bytes to keep what is asked for; all pulls together have half of memory_bytes, which is %d; "+
+				return nil, serving.TryLater(frame.ResourceExhausted, "selections: keeping them takes %d bytes; all pulls together have half of memory_bytes, which is %d; "+
 					"select less, hold fewer ranges, or try again later", bytes, limit)
 			}
 			defer s.Budget.Release(pulls, bytes)
@@ -79,7 +79,7 @@ func (s *Service) Pull(from *serving.Caller, conn Conn, h *frame.Hello, list []S
 	})
 }
 
-// check refuses selections before anything is done for them. bytes is what they take of
+// check validates selections before any work is done for them. bytes is what they take of
 // the budget.
 func check(list []Selection) (bytes int64, bad *frame.Error) {
 	refuse := func(format string, args ...any) (int64, *frame.Error) {
@@ -108,7 +108,7 @@ func check(list []Selection) (bytes int64, bad *frame.Error) {
 		end := int64(0)
 		for j, r := range sel.Held {
 			if r.Len <= 0 || r.Off < end || r.Len > math.MaxInt64-r.Off {
-				return refuse("selections[%d].held[%d]: bytes [%d,+%d); ranges hold a byte or more, ascend, do not overlap and end below 2^63", i, j, uint64(r.Off), uint64(r.Len))
+				return refuse("selections[%d].held[%d]: bytes [%d,+%d); ranges must not be empty, must ascend, must not overlap, and must end below 2^63", i, j, uint64(r.Off), uint64(r.Len))
 			}
 			end = r.Off + r.Len
 		}
@@ -117,13 +117,13 @@ func check(list []Selection) (bytes int64, bad *frame.Error) {
 	return max(0, bytes-pullFree), nil
 }
 
-// bytes is what a selection takes while the pull lasts.
+// bytes returns what a selection takes while the pull lasts.
 func (w *Selection) bytes() int64 {
 	return int64(selectionBytes + len(w.Name) + rangeBytes*len(w.Held) + frame.SizeOf(w.Params, entryBytes))
 }
 
-// selection sends what one selection picks. What is wrong with it, or with one of
-// its tensors, is a summary's to tell; an error is the stream's.
+// selection sends what one selection matches. A problem with the selection or one of its
+// tensors becomes a summary; an error ends the stream.
 func (p *pull) selection(sel *Selection) error {
 	name := sel.Name
 	if sel.Source {
@@ -152,7 +152,7 @@ func (p *pull) selection(sel *Selection) error {
 			return p.refuse(name, err)
 		case t.err != nil:
 			err = p.refuse(t.name, t.err)
-		case t.name == name: // what the client holds is of this one
+		case t.name == name: // Held is of this one
 			err = p.tensor(name, t.reader, sel)
 		default:
 			err = p.tensor(t.name, t.reader, &Selection{})
@@ -164,11 +164,11 @@ func (p *pull) selection(sel *Selection) error {
 	return nil
 }
 
-// picked is a tensor that a selection has picked.
+// picked is a tensor that a selection matches.
 type picked struct {
 	name   string
 	reader store.Reader
-	err    error // why there is no reader
+	err    error // why reader is nil
 }
 
 func (p *pull) open(name string) (picked, error) {
@@ -195,7 +195,7 @@ func (p *pull) matching(glob string) iter.Seq2[picked, error] {
 	}
 }
 
-// viewer lets a store's reader be read by a sender, while the pull lasts.
+// viewer lets a sender read from a store's Reader while the pull lasts.
 type viewer struct {
 	ctx context.Context
 	store.Reader
@@ -206,7 +206,7 @@ func (v viewer) View(off, n int64) ([]byte, interface{ Release() }, error) {
 	return v.Reader.View(v.ctx, off, n)
 }
 
-// tensor sends one tensor, and what became of it.
+// tensor sends one tensor, and its summary.
 func (p *pull) tensor(name string, r store.Reader, sel *Selection) error {
 	defer r.Release()
 	info := r.Info()
@@ -231,17 +231,17 @@ func (p *pull) tensor(name string, r store.Reader, sel *Selection) error {
 	case err != nil:
 		code, _ := p.service.Status(err)
 		p.service.Core.TensorEnded(serving.Pull, code)
-		return err // the record says how the transfer ended
+		return err // the record's end covers the tensor
 	}
 	if d, ok := r.(store.DigestKeeper); ok && info.Digest.IsZero() && !sum.Digest.IsZero() {
-		d.Digested(sum.Digest) // a tensor that is pulled again is not hashed again
+		d.Digested(sum.Digest) // so that the next pull need not hash it again
 	}
 	p.service.log.over(state, sum)
 	p.service.Core.TensorEnded(serving.Pull, sum.Code)
 	return p.sender.Control(frame.Frame{Summaries: []frame.Summary{sum}})
 }
 
-// refuse tells that a selection, or one tensor of it, is not sent.
+// refuse sends a failed summary for a selection, or for one tensor of it.
 func (p *pull) refuse(name string, err error) error {
 	sum := frame.Summary{Tensor: session.NewID(), Name: name}
 	p.explain(&sum, err)

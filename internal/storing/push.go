@@ -15,7 +15,7 @@ import (
 	"github.com/tensorferry/tensorferry/store"
 )
 
-// ErrNoStore refuses what needs a store, on a server without one.
+// ErrNoStore is returned for requests that need a store, on a server without one.
 var ErrNoStore = &frame.Error{Code: frame.FailedPrecondition, Text: "this server has no store; start one with --store"}
 
 // push is a client's upload into the store.
@@ -24,23 +24,23 @@ type push struct {
 	conn    *idleTimeout
 	ctx     context.Context
 	record  *record
-	holder  *slab.Principal // of the budget
+	holder  *slab.Principal // for the budget
 
 	committing sync.WaitGroup
-	slots      chan struct{} // one token for each commit that runs
+	slots      chan struct{} // holds a token for each running commit
 
 	mu        sync.Mutex
 	summaries []frame.Summary // guarded by mu
-	failed    bool            // one of them is not OK; guarded by mu
+	failed    bool            // one of the summaries is not OK; guarded by mu
 }
 
-// place is where one pushed tensor goes.
+// place is the destination of one pushed tensor.
 type place struct {
 	ctx    context.Context // of the push
 	name   string
 	writer store.Writer
 	state  *progress
-	table  int64 // bytes of the budget for what is kept per chunk
+	table  int64 // bytes acquired from the budget for the chunk table
 }
 
 // WriteViews copies views to byte off of the tensor.
@@ -48,8 +48,8 @@ func (p *place) WriteViews(off int64, views [][]byte) error {
 	return p.writer.WriteViews(p.ctx, off, views)
 }
 
-// Push stores the tensors that come over conn. answer sends what became of them, while
-// the client is waited for.
+// Push stores the tensors that arrive over conn. answer sends their summaries; the client's
+// idle timeout applies to it.
 func (s *Service) Push(from *serving.Caller, conn Conn, answer func([]frame.Summary) error) error {
 	return s.transfer(from, conn, serving.Push, func(w *idleTimeout) (*record, error) {
 		if s.Store == nil {
@@ -61,7 +61,7 @@ func (s *Service) Push(from *serving.Caller, conn Conn, answer func([]frame.Summ
 			return nil, err
 		}
 		if f == nil || f.Hello == nil {
-			return nil, frame.Errorf(frame.InvalidArgument, "the first frame has no hello; a push opens with one")
+			return nil, frame.Errorf(frame.InvalidArgument, "the first frame has no hello; a push begins with one")
 		}
 		h := f.Hello
 		if bad := h.Check(); bad != nil {
@@ -95,16 +95,16 @@ func (s *Service) receive(w *idleTimeout) (*frame.Frame, error) {
 	return nil, &frame.Error{Code: code, Text: text}
 }
 
-// left says why the RPC of a transfer ended before its time.
+// left returns why the RPC of a transfer ended early.
 func left(ctx context.Context) *frame.Error {
 	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-		return &frame.Error{Code: frame.DeadlineExceeded, Text: "the client's deadline passed before the transfer was over; give it more time"}
+		return &frame.Error{Code: frame.DeadlineExceeded, Text: "the client's deadline passed before the transfer ended; use a longer one"}
 	}
-	return &frame.Error{Code: frame.Cancelled, Text: "the client cancelled the transfer, or went away"}
+	return &frame.Error{Code: frame.Cancelled, Text: "the client cancelled the transfer or disconnected"}
 }
 
-// serve takes the client's frames, the first of which is here, until it has sent its
-// last one, and waits until what came is stored.
+// serve processes the client's frames, of which f is the first, up to the last one, and
+// waits until the tensors are stored.
 func (p *push) serve(f *frame.Frame) error {
 	s := p.service
 	recv := transfer.Receiver[*place]{
@@ -127,8 +127,8 @@ func (p *push) serve(f *frame.Frame) error {
 	return nil
 }
 
-// frames takes frames to the last one, or until a tensor has failed and none is
-// open: then the client is told at once, not after it has sent the rest in vain.
+// frames processes frames up to the last one, or until a tensor has failed and none is
+// open: the client then learns at once, rather than after sending the rest in vain.
 func (p *push) frames(recv *transfer.Receiver[*place], f *frame.Frame) (err error) {
 	kept := int64(0)
 	for first := true; ; first = false {
@@ -157,13 +157,13 @@ func (p *push) frames(recv *transfer.Receiver[*place], f *frame.Frame) (err erro
 	}
 }
 
-// foreign names a part of a frame that a client may not send, and says why not.
+// foreign returns a part of a frame that a client must not send, and the reason.
 func foreign(f *frame.Frame, first bool) (part, why string) {
 	switch {
 	case f.Hello != nil && !first:
-		return "a second hello", "; a push opens with one, send no other"
+		return "a second hello", "; a push has only one"
 	case len(f.Summaries) > 0:
-		return "a summary", " from the client; they are the server's, leave them out"
+		return "a summary", " from the client; only a server sends summaries"
 	}
 	return "", ""
 }
@@ -174,8 +174,7 @@ func (p *push) hasFailed() bool {
 	return p.failed
 }
 
-// Begin begins the record of a tensor. What is no name is not kept: it may have
-// 64 KiB.
+// Begin begins the record of a tensor. An invalid name is not kept: it may have 64 KiB.
 func (p *push) Begin(t *transfer.In[*place]) *place {
 	p.conn.Opened()
 	pl := &place{ctx: p.ctx}
@@ -186,7 +185,7 @@ func (p *push) Begin(t *transfer.In[*place]) *place {
 	return pl
 }
 
-// Open finds room for a tensor.
+// Open reserves room for a tensor.
 func (p *push) Open(t *transfer.In[*place]) (err error) {
 	s, pl := p.service, t.Place
 	if err := store.CheckName(t.Name); err != nil {
@@ -203,14 +202,14 @@ func (p *push) Open(t *transfer.In[*place]) (err error) {
 	return err
 }
 
-// Moved counts.
+// Moved records progress.
 func (p *push) Moved(t *transfer.In[*place], bytes int64) {
 	p.conn.rewind()
 	t.Place.state.bytes.Add(bytes)
 	p.record.bytes.Add(bytes)
 }
 
-// Whole has the tensor stored for good, beside the next one's arrival.
+// Whole commits the tensor, while the next one arrives.
 func (p *push) Whole(t *transfer.In[*place]) {
 	p.slots <- struct{}{} // each commit ends with the disk's answer
 	p.committing.Go(func() {
@@ -228,7 +227,7 @@ func (p *push) Whole(t *transfer.In[*place]) {
 	})
 }
 
-// Failed discards what came of a tensor.
+// Failed discards what was received of a tensor.
 func (p *push) Failed(t *transfer.In[*place], err error) {
 	if t.Place.writer != nil {
 		t.Place.writer.Abort()

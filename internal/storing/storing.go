@@ -1,9 +1,9 @@
-// Package storing serves pushes into a store, and pulls from it and from sources, over
-// frames: for whatever service asks, on the Core of internal/serving.
+// Package storing serves pushes to a store, and pulls from a store and from sources, over
+// frames. Any service may use it, on the Core of internal/serving.
 //
-// It refuses to know gRPC and to keep tensors (stores do). A Service is safe for
-// concurrent use. It owns no payload bytes: pushed ones go where the store says, pulled
-// ones are shared from it.
+// It does not know gRPC or keep tensors (stores do). A Service is safe for concurrent use.
+// It owns no payload bytes: pushed ones are copied to the store, pulled ones are shared
+// from it.
 package storing
 
 import (
@@ -27,37 +27,36 @@ import (
 )
 
 // errKept ends a push that would keep more than there is memory for.
-var errKept = serving.TryLater(frame.ResourceExhausted, "memory: none to keep what this push announces; announce fewer tensors at a time, or try again later")
+var errKept = serving.TryLater(frame.ResourceExhausted, "memory: not enough to keep what this push announces; announce fewer tensors at a time, or try again later")
 
-// errPanic is what a panic of a store or a source becomes.
+// errPanic replaces the panic of a store or a source.
 var errPanic = errors.New("storing: panic")
 
-// Config of a Service. Every field is needed, but for Store.
+// Config configures a Service. Every field except Store is required.
 type Config struct {
 	Core        *serving.Core
-	Store       store.Store // nil: there is none
+	Store       store.Store // nil means none
 	Sources     *store.Sources
 	Budget      *slab.Budget
 	Log         *slog.Logger
-	Limits      stream.Limits // of frames and chunks
+	Limits      stream.Limits // for frames and chunks
 	StoredBytes int64         // the largest tensor pushed
-	MemoryWait  time.Duration // for room in the store
-	// Status is the code and the text of what a connection failed with.
+	MemoryWait  time.Duration // limit of the wait for room in the store
+	// Status returns the code and the text for an error of a connection.
 	Status func(error) (frame.Code, string)
 }
 
 // Conn carries the frames of a push or a pull.
 type Conn interface {
 	serving.Conn
-	Context() context.Context // that of its RPC
-	// Take reports whether so many bytes may be kept, in all, of what the peer has said.
+	Context() context.Context // the context of its RPC
+	// Take reports whether bytes may be kept, in total, of what the peer has said.
 	Take(bytes int64) bool
-	// Excuse has what was sent and lies unread taken for sent just now. It is safe for
-	// concurrent use.
+	// Excuse makes unread data count as sent just now. It is safe for concurrent use.
 	Excuse()
 }
 
-// Service serves pushes and pulls. Make one with New.
+// Service serves pushes and pulls. Create one with New.
 type Service struct {
 	Config
 	log                    transferLog
@@ -67,15 +66,16 @@ type Service struct {
 // New returns a Service.
 func New(c Config) *Service { return &Service{Config: c} }
 
-// State returns how a push or a pull goes, or went; false if it is not known.
+// State returns the state of a push or a pull; false if it is not known.
 func (s *Service) State(id tensor.ID) (State, bool) { return s.log.state(id) }
 
-// Waits notes that the client of a pull says that it waits for whoever takes its output.
+// Waits handles the message of a pull's client that it waits for the consumer of its
+// output.
 func (s *Service) Waits(id tensor.ID) { s.log.waits(id) }
 
-// transfer has the work of a transfer done on a goroutine of its own, since nothing
-// but the end of the RPC wakes one that waits for its peer, and returns what the RPC
-// ends with. The work ends soon after; the core's Wait waits for it.
+// transfer runs work on a goroutine of its own, because only the end of the RPC wakes one
+// that waits for its peer, and returns the error with which the RPC ends. The goroutine
+// ends soon after that; the core's Wait waits for it.
 func (s *Service) transfer(from *serving.Caller, conn Conn, k serving.Direction, work func(*idleTimeout) (*record, error)) error {
 	if err := s.Core.Begin(); err != nil {
 		return err
@@ -90,19 +90,19 @@ func (s *Service) transfer(from *serving.Caller, conn Conn, k serving.Direction,
 	w := newIdleTimeout(conn, k, s.Limits, func() {
 		select {
 		case expired <- struct{}{}:
-		default: // it expired before
+		default: // already expired
 		}
 	})
 	ended := make(chan error, 1)
-	var before atomic.Pointer[error] // why the RPC has ended before the work
-	s.Core.Go(func() {               // ends when its RPC has
+	var before atomic.Pointer[error] // why the RPC ended before the work
+	s.Core.Go(func() {               // ends after its RPC
 		var r *record
 		err := s.survive(func() (err error) {
 			r, err = work(w)
 			return err
 		})
 		w.timer.Stop()
-		// gRPC ends an RPC whose message it refuses before the work is told why.
+		// When gRPC refuses a message, it ends the RPC before the work learns why.
 		if first := before.Load(); first != nil && !broken(err) {
 			err = *first
 		}
@@ -131,13 +131,14 @@ func (s *Service) transfer(from *serving.Caller, conn Conn, k serving.Direction,
 	return err
 }
 
-// broken reports whether err is a rule that the client broke, not that its RPC is over.
+// broken reports whether err says that the client broke a rule, not only that its RPC is
+// over.
 func broken(err error) bool {
 	bad, ok := errors.AsType[*frame.Error](err)
 	return ok && bad.Code != frame.Cancelled && bad.Code != frame.DeadlineExceeded
 }
 
-// survive runs code that may be a user's and makes an error of its panic.
+// survive calls f, which may be a user's code, and converts a panic to an error.
 func (s *Service) survive(f func() error) (err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -150,10 +151,10 @@ func (s *Service) survive(f func() error) (err error) {
 
 const outOfFiles = "the server has no file descriptors left; try again later"
 
-// rules say what a client is told of an error of a store, a source or a transfer.
+// rules say what a client is told about an error of a store, a source or a transfer.
 var rules = []serving.Rule{
 	{Err: store.ErrNotFound, Code: frame.NotFound},
-	{Err: slab.ErrBudget, Code: frame.ResourceExhausted}, // before what was given: it may be both
+	{Err: slab.ErrBudget, Code: frame.ResourceExhausted}, // first: the error may also wrap one about the request
 	{Err: tensor.ErrTooLarge, Code: frame.ResourceExhausted},
 	{Err: store.ErrName, Code: frame.InvalidArgument},
 	{Err: store.ErrGlob, Code: frame.InvalidArgument},
@@ -171,7 +172,7 @@ var rules = []serving.Rule{
 	{Err: fault.ErrVanished, Code: frame.DataLoss},
 	{Err: store.ErrClosed, Code: frame.Unavailable, Text: "server is shutting down", Retry: true},
 	{Err: serving.ErrShutdown, Code: frame.Unavailable, Text: "server is shutting down", Retry: true},
-	// Before what it may wrap; its text may name machines.
+	// Before the errors that it may wrap; its text may name machines.
 	{Err: store.ErrUnavailable, Code: frame.Unavailable, Text: "the server's store is not available now; try again later", Retry: true, Secret: true},
 	{Err: syscall.EMFILE, Code: frame.Unavailable, Text: outOfFiles, Retry: true, Secret: true},
 	{Err: syscall.ENFILE, Code: frame.Unavailable, Text: outOfFiles, Retry: true, Secret: true},
@@ -179,15 +180,15 @@ var rules = []serving.Rule{
 	{Err: context.DeadlineExceeded, Code: frame.DeadlineExceeded, Text: "no room for the tensor in time", Retry: true},
 }
 
-// Explain turns an error of a store, a source or a transfer into what a summary says,
-// and logs what that leaves out, with attrs.
+// Explain returns what a summary says about an error of a store, a source or a transfer. It
+// logs what the summary omits, with attrs.
 func (s *Service) Explain(err error, attrs ...slog.Attr) *serving.RefusedError {
 	why := serving.Explain(err, rules)
 	var public engine.PublicError
 	attrs = append(attrs, slog.Any("error", err))
 	switch {
 	case !why.Secret:
-	case why.Code == frame.Unavailable: // for a while, to whoever asks
+	case why.Code == frame.Unavailable: // it may last, and every request fails
 		if n, due := s.absent.Again(); due {
 			s.Log.LogAttrs(context.Background(), slog.LevelError, "store is not available", append(attrs, slog.Int64("refused", n))...)
 		}
