@@ -7,11 +7,10 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Beside returns a store that keeps what is pushed in main, and gives out the tensors of
-// other stores beside that, such as Files, to which it never writes. The first store that
-// has a name is the one of that name. A name of another store's tensor can not be pushed,
-// unless main has it already, nor deleted. The result owns all of the stores, and closes
-// them.
+// Beside returns a store that keeps pushed tensors in main and also serves the tensors of
+// other stores, such as Files, to which it never writes. If several stores have a name, the
+// first one serves it. The name of another store's tensor can neither be deleted nor,
+// unless main has it already, pushed. The result owns all of the stores, and closes them.
 func Beside(main Store, others ...Store) Store {
 	if len(others) == 0 {
 		return main

@@ -7,10 +7,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// reserveDisk takes n bytes of disk for f, so that a full disk is met before the
-// first byte is on its way. A file system that cannot promise is left alone.
+// reserveDisk reserves n bytes of disk space for f, so that a full disk is noticed before
+// the first byte arrives. It does nothing on a file system that cannot reserve.
 func reserveDisk(f *os.File, n int64) error {
-	// Asked for too much, ext4 takes all there is before it fails.
+	// If asked for too much, ext4 takes all free space before it fails.
 	var fs unix.Statfs_t
 	if err := unix.Fstatfs(int(f.Fd()), &fs); err == nil && fs.Blocks > 0 && uint64(n)/uint64(fs.Bsize) > fs.Bavail {
 		return unix.ENOSPC
@@ -27,7 +27,7 @@ func reserveDisk(f *os.File, n int64) error {
 	}
 }
 
-// writeViews writes views to off, with one system call for many.
+// writeViews writes views to off, many with one system call.
 func writeViews(f *os.File, off int64, views [][]byte) error {
 	for len(views) > 0 {
 		n, err := unix.Pwritev(int(f.Fd()), views[:min(len(views), maxViews)], off)
@@ -43,7 +43,7 @@ func writeViews(f *os.File, off int64, views [][]byte) error {
 			n -= len(views[0])
 			views = views[1:]
 		}
-		if len(views) > batch { // cut short within a view: WriteAt finishes that, or says why not
+		if len(views) > batch { // a short write within a view: WriteAt completes it or returns the error
 			m, err := f.WriteAt(views[0][n:], off)
 			if err != nil {
 				return err
@@ -55,8 +55,8 @@ func writeViews(f *os.File, off int64, views [][]byte) error {
 	return nil
 }
 
-// startWriteBack tells the disk to begin with n bytes. It is a hint: an error
-// shows again in the fsync at the end.
+// startWriteBack asks the system to start writing n bytes to the disk. It is a hint: an
+// error shows again in the final fsync.
 func startWriteBack(f *os.File, off, n int64) {
 	_ = unix.SyncFileRange(int(f.Fd()), off, n, unix.SYNC_FILE_RANGE_WRITE)
 }

@@ -4,7 +4,7 @@ package store
 
 import "os"
 
-// reserveDisk promises nothing: there is no portable way.
+// reserveDisk does nothing: there is no portable way.
 func reserveDisk(*os.File, int64) error { return nil }
 
 // writeViews writes views to off, one by one.
@@ -19,5 +19,5 @@ func writeViews(f *os.File, off int64, views [][]byte) error {
 	return nil
 }
 
-// startWriteBack leaves it all to the fsync at the end.
+// startWriteBack does nothing: the final fsync writes everything.
 func startWriteBack(*os.File, int64, int64) {}

@@ -14,23 +14,23 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// FilesConfig says how Files works. The zero FilesConfig does.
+// FilesConfig configures Files. The zero value works.
 type FilesConfig struct {
-	// Name is what the names of all tensors begin with, before a slash. Empty means no
-	// such beginning.
+	// Name is a prefix of the names of all tensors, followed by a slash. Empty means no
+	// prefix.
 	Name string
-	// Log gets the files that cannot be used. Nil means no log.
+	// Log receives the files that cannot be used. Nil means no log.
 	Log *slog.Logger
 }
 
-// Files shows the tensors of the model files in a folder and in the folders below it: those
+// Files serves the tensors of the model files in a folder and the folders below it: those
 // of sub/model.safetensors, or of sub/model.safetensors.index.json and the files that it
 // names, as sub/model/…. Files are mapped, not read. It never writes: Create fails with
-// ErrReadOnly. It does not follow links to folders, nor look into those whose names begin
+// ErrReadOnly. It neither follows links to folders nor enters folders whose names begin
 // with a dot. It is safe for concurrent use.
 type Files struct{ files *files }
 
-// OpenFiles opens the files below the folder dir, and reads the header of each. The caller
+// OpenFiles opens the model files below the folder dir and reads their headers. The caller
 // closes the store.
 func OpenFiles(dir string, config FilesConfig) (*Files, error) {
 	if config.Log == nil {
@@ -64,15 +64,15 @@ func (f *Files) Create(ctx context.Context, name string, d tensor.Desc) (Writer,
 	if p, taken := f.files.find(name); taken {
 		return nil, taking(p.info)
 	}
-	return nil, fmt.Errorf("%w: no room for tensor %q", ErrReadOnly, name)
+	return nil, fmt.Errorf("%w: cannot store tensor %q", ErrReadOnly, name)
 }
 
-// taking is the error for the name of a tensor in a file.
+// taking returns the error for pushing under the name of a tensor in a file.
 func taking(info Info) error {
 	return fmt.Errorf("%w: %q is a tensor of the file %s in the folder; push under another name", ErrExists, info.Name, info.File)
 }
 
-// partOf is the error for the deletion of a tensor in a file.
+// partOf returns the error for deleting a tensor in a file.
 func partOf(info Info) error {
 	return fmt.Errorf("%w: %q is a tensor of %s; delete that file", ErrPart, info.Name, info.File)
 }
@@ -82,7 +82,7 @@ func (f *Files) Open(ctx context.Context, name string) (Reader, error) {
 	return f.files.open(ctx, name)
 }
 
-// List implements Store. It looks first whether files came or went.
+// List implements Store. It first checks for new and removed files.
 func (f *Files) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
 	if err := f.files.rescan(false); err != nil {
 		return nil, err
@@ -90,7 +90,7 @@ func (f *Files) List(ctx context.Context, glob, after string, most int) ([]Info,
 	return listPages(ctx, glob, after, most, f.files.after)
 }
 
-// Delete implements Store: nothing that is there can be deleted.
+// Delete implements Store. It fails for every tensor that exists.
 func (f *Files) Delete(ctx context.Context, names ...string) ([]string, error) {
 	for _, name := range names {
 		if ctx.Err() != nil {
@@ -112,18 +112,18 @@ type fileReader struct {
 	info  Info
 	data  []byte
 	file  *mapped
-	files *files // that have the tensor as a part; nil for a pushed one
+	files *files // the files that the tensor is part of; nil for a pushed one
 }
 
-// open finds the tensor in its file, unless it has its bytes. It takes over the caller's
-// hold of the file, also when it fails.
+// open finds the tensor in its file, unless r already has its bytes. It takes over the
+// caller's hold on the file, even if it fails.
 func (r *fileReader) open(name string) (Reader, error) {
 	if r.data != nil {
 		return r, nil
 	}
 	t, err := r.file.file.Tensor(name)
 	if err == nil {
-		_, err = tensor.New(r.info.Desc, t.Data) // it may be another file by now
+		_, err = tensor.New(r.info.Desc, t.Data) // the file may have been replaced
 	}
 	if err != nil {
 		r.file.Release()
@@ -133,8 +133,8 @@ func (r *fileReader) open(name string) (Reader, error) {
 	return r, nil
 }
 
-// Digested implements DigestKeeper: a part keeps its digest while the file is the one
-// that was read.
+// Digested implements DigestKeeper. A part keeps its digest for as long as its file is the
+// one that was read.
 func (r *fileReader) Digested(d codec.Digest) {
 	if r.files == nil {
 		return
@@ -149,8 +149,8 @@ func (r *fileReader) Digested(d codec.Digest) {
 
 func (r *fileReader) Info() Info { return r.info.clone() }
 
-// View copies: another process may shorten the file, which a reader of the map, such as
-// grpc, would not survive.
+// View copies: another process may truncate the file, which a reader of the mapping, such
+// as gRPC, would not survive.
 func (r *fileReader) View(ctx context.Context, off, n int64) ([]byte, Releaser, error) {
 	if err := checkView(ctx, off, n, int64(len(r.data))); err != nil {
 		return nil, nil, err

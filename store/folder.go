@@ -25,55 +25,56 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// FolderConfig says how a Folder works. The zero FolderConfig does.
+// FolderConfig configures a Folder. The zero value works.
 type FolderConfig struct {
-	// Log gets the files that cannot be used. Nil means no log.
+	// Log receives the files that cannot be used. Nil means no log.
 	Log *slog.Logger
-	// Limit is the most bytes in files of pushed tensors, including those being written
-	// and those deleted but still read. 0 means the disk's.
+	// Limit is the maximum number of bytes in files of pushed tensors, including those
+	// being written and those deleted but still being read. 0 means that only the disk
+	// limits them.
 	Limit int64
-	// MaxTensors is how many tensors may be pushed. 0 means DefaultMaxTensors.
+	// MaxTensors is the maximum number of pushed tensors. 0 means DefaultMaxTensors.
 	MaxTensors int
 }
 
-// Folder keeps each pushed tensor in a .safetensors file of its own, and shows the
-// tensors of other .safetensors files put there: those of model.safetensors as model/….
-// Files are mapped, not read. docs/store.md says what survives what. It is safe for
-// concurrent use.
+// Folder keeps each pushed tensor in a .safetensors file of its own. It also serves the
+// tensors of other .safetensors files put into the folder: those of model.safetensors as
+// model/…. Files are mapped, not read. docs/store.md says what survives a crash. It is safe
+// for concurrent use.
 type Folder struct {
 	dir    string
 	config FolderConfig
 	lock   *os.File
-	locked fs.FileInfo // what lock is
-	// syncNames is syncFolder, but in a test.
+	locked fs.FileInfo // identifies lock
+	// syncNames is syncFolder, except in tests.
 	syncNames func(dir string) error
 	used      atomic.Int64 // bytes of pushed files; grows under mu only
 
-	// names are held while the file of a name is replaced, deleted or mapped, so that
-	// index and file agree; see nameLock.
+	// names are held while the file of a name is replaced, deleted or mapped, so that index
+	// and file agree; see nameLock.
 	names [nameLocks]sync.Mutex
 
-	yours *files // that somebody else has put into the folder
+	yours *files // files that others have put into the folder
 
 	mu       sync.Mutex // guards all below; taken last
 	pushed   index[*pushed]
-	files    map[string]bool // of pushed
+	files    map[string]bool // the files of pushed
 	writers  int
 	isClosed bool
 }
 
 // pushed is a tensor with a file of its own.
 type pushed struct {
-	share  // of its bytes on disk: by the folder, and by each map of them
+	share  // of its bytes on disk: held by the folder and by each mapping
 	info   Info
 	file   string
-	mapped *mapped // the last map, perhaps unmapped since; guarded by the name's lock
+	mapped *mapped // the last mapping, perhaps already unmapped; guarded by the name's lock
 }
 
-// OpenFolder locks the folder dir, which it creates if need be: ErrLocked when another
-// store has it. It deletes the files of unfinished pushes and reads the header of every
-// .safetensors file; a damaged one is logged and left as it is. The caller closes the
-// store.
+// OpenFolder locks the folder dir, which it creates if needed. It returns ErrLocked if
+// another store has locked it. It deletes the files of unfinished pushes and reads the
+// header of every .safetensors file; a damaged file is logged and left alone. The caller
+// closes the store.
 func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 	if config.Log == nil {
 		config.Log = slog.New(slog.DiscardHandler)
@@ -85,7 +86,7 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 		config.MaxTensors = DefaultMaxTensors
 	}
 	if config.Limit < 0 || config.MaxTensors < 0 {
-		return nil, fmt.Errorf("store: a limit of %d bytes and %d tensors: 0 or more are needed", config.Limit, config.MaxTensors)
+		return nil, fmt.Errorf("store: the limits of %d bytes and %d tensors must not be negative", config.Limit, config.MaxTensors)
 	}
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return nil, fmt.Errorf("store: %w", err)
@@ -103,7 +104,7 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 		pushed: newIndex(map[string]*pushed{}), files: map[string]bool{}, yours: newFiles(dir, config.Log),
 	}
 	f.yours.owner = f
-	if err = f.isHere(); err == nil { // or the temporary files are another store's
+	if err = f.isHere(); err == nil { // otherwise the temporary files belong to another store
 		err = f.removeTemps()
 	}
 	if err != nil {
@@ -116,8 +117,8 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 }
 
 // isHere reports, with an error that wraps ErrUnavailable, whether the folder is still the
-// one that this store has locked: one that was made again in its place may have another
-// store, which has locked that.
+// one that this store has locked. If the folder was replaced, another store may have locked
+// the new one.
 func (f *Folder) isHere() error {
 	now, err := os.Stat(filepath.Join(f.dir, lockFile))
 	switch {
@@ -140,7 +141,7 @@ func (f *Folder) usable() error {
 	return f.isHere()
 }
 
-// removeTemps deletes the files of pushes that did not end.
+// removeTemps deletes the files of unfinished pushes.
 func (f *Folder) removeTemps() error {
 	entries, err := os.ReadDir(f.dir)
 	for _, e := range entries {
@@ -149,7 +150,7 @@ func (f *Folder) removeTemps() error {
 		}
 	}
 	if err != nil {
-		return fmt.Errorf("store: delete what unfinished pushes left: %w", err)
+		return fmt.Errorf("store: delete files of unfinished pushes: %w", err)
 	}
 	return nil
 }
@@ -161,8 +162,8 @@ func (f *Folder) nameLock(file string) *sync.Mutex {
 	return &f.names[maphash.String(nameSeed, file)%nameLocks]
 }
 
-// Create implements Store. It reserves the disk space where the file system can, so
-// ErrFull comes before the first byte.
+// Create implements Store. It reserves the disk space if the file system can, so that
+// ErrFull comes before the first byte is written.
 func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
 	size, err := checkNew(ctx, name, d)
 	if err == nil {
@@ -196,14 +197,14 @@ func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 		err = reserveDisk(w.file, w.begin+size)
 	}
 	if err != nil {
-		err = w.failed("make room for", err)
+		err = w.failed("reserve space for", err)
 		w.Abort()
 		return nil, err
 	}
 	return w, nil
 }
 
-// reserve takes room for a tensor of size bytes after a header from the limits.
+// reserve charges a tensor of size bytes, and its header, to the limits.
 func (f *Folder) reserve(name string, header, size int64) error {
 	p, taken := f.yours.find(name)
 	f.mu.Lock()
@@ -219,7 +220,7 @@ func (f *Folder) reserve(name string, header, size int64) error {
 		return taking(p.info)
 	}
 	if !known && len(f.pushed.names)+f.writers >= f.config.MaxTensors {
-		return fmt.Errorf("%w: %d tensors are the limit; delete some", ErrFull, f.config.MaxTensors)
+		return fmt.Errorf("%w: the limit is %d tensors; delete some", ErrFull, f.config.MaxTensors)
 	}
 	if free := f.config.Limit - f.used.Load(); header > free || size > free-header {
 		return fmt.Errorf("%w: tensor %q needs %d bytes and %d for a header, %d of the limit of %d are free; delete some tensors",
@@ -240,7 +241,7 @@ func (f *Folder) Open(ctx context.Context, name string) (Reader, error) {
 		return r, err
 	}
 	if r, err = f.yours.open(ctx, name); errors.Is(err, ErrNotFound) {
-		return f.openOwn(name) // which came as a file, and was adopted
+		return f.openOwn(name) // it appeared as a file, and was adopted
 	}
 	return r, err
 }
@@ -263,8 +264,8 @@ func (f *Folder) openOwn(name string) (Reader, error) {
 	return f.openPushed(p)
 }
 
-// strange returns which of these files are not known as pushed ones: there may be thousands
-// of those, and each push causes a scan. It uses names' memory.
+// strange returns those of names that are not known files of pushed tensors. There may be
+// thousands of names, and each push causes a scan. It reuses names' memory.
 func (f *Folder) strange(names []string) []string {
 	left := names[:0]
 	for some := range slices.Chunk(names, pageNames) {
@@ -279,7 +280,7 @@ func (f *Folder) strange(names []string) []string {
 	return left
 }
 
-// adopt adds a pushed tensor that an earlier store left. The caller holds the name's
+// adopt adds a pushed tensor that an earlier store left behind. The caller holds the name's
 // lock.
 func (f *Folder) adopt(file string, info Info, bytes int64) {
 	p := &pushed{info: info, file: file}
@@ -291,25 +292,25 @@ func (f *Folder) adopt(file string, info Info, bytes int64) {
 	f.pushed.put(info.Name, p)
 }
 
-// tellHidden logs which of these tensors of files are hidden by pushed ones.
+// tellHidden logs which of these tensors of files are hidden by pushed tensors.
 func (f *Folder) tellHidden(names []string) {
 	f.mu.Lock()
 	hidden := slices.DeleteFunc(slices.Clone(names), func(name string) bool { return f.pushed.byName[name] == nil })
 	f.mu.Unlock()
 	if len(hidden) > 0 {
-		f.config.Log.Warn("tensors of files are hidden by pushed ones of their names", slog.String("first", hidden[0]), slog.Int("tensors", len(hidden)))
+		f.config.Log.Warn("tensors of files are hidden by pushed tensors of the same names", slog.String("first", hidden[0]), slog.Int("tensors", len(hidden)))
 	}
 }
 
-// openPushed maps p's file, or shares the map that another Reader has. The caller
-// holds the name's lock, so the file is p's.
+// openPushed maps p's file, or shares the mapping of another Reader. The caller holds the
+// name's lock, so the file is p's.
 func (f *Folder) openPushed(p *pushed) (Reader, error) {
 	if p.mapped != nil && p.mapped.tryRetain() {
 		return newReader(f.yours.pool, p.info, p.mapped)
 	}
 	st, err := tensorfile.OpenSafetensors(filepath.Join(f.dir, p.file))
 	if errors.Is(err, fs.ErrNotExist) {
-		f.config.Log.Warn("file of a pushed tensor was deleted by somebody else", slog.String("tensor", p.info.Name), slog.String("file", p.file))
+		f.config.Log.Warn("file of a pushed tensor was deleted by another program", slog.String("tensor", p.info.Name), slog.String("file", p.file))
 		f.forget(p)
 		return nil, fmt.Errorf("%w: no tensor %q: its file was deleted", ErrNotFound, p.info.Name)
 	}
@@ -319,7 +320,7 @@ func (f *Folder) openPushed(p *pushed) (Reader, error) {
 	p.retain()
 	m := &mapped{file: st}
 	m.init(func() {
-		_ = st.Close() // unmapping what was mapped does not fail
+		_ = st.Close() // unmapping does not fail
 		p.Release()
 	})
 	r, err := newReader(f.yours.pool, p.info, m)
@@ -329,7 +330,7 @@ func (f *Folder) openPushed(p *pushed) (Reader, error) {
 	return r, err
 }
 
-// forget drops a pushed tensor. The caller holds the name's lock.
+// forget removes a pushed tensor. The caller holds the name's lock.
 func (f *Folder) forget(p *pushed) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -338,7 +339,7 @@ func (f *Folder) forget(p *pushed) {
 	p.Release()
 }
 
-// List implements Store. It looks first whether files came or went.
+// List implements Store. It first checks for new and removed files.
 func (f *Folder) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
 	if err := f.yours.rescan(false); err != nil {
 		return nil, err
@@ -373,12 +374,12 @@ func (f *Folder) Delete(ctx context.Context, names ...string) (deleted []string,
 		return nil, err
 	}
 	if e := f.syncNames(f.dir); e != nil {
-		err = errors.Join(err, fmt.Errorf("store: %d tensors, of which %q is the first, are deleted, perhaps not for good: %w", len(deleted), deleted[0], e))
+		err = errors.Join(err, fmt.Errorf("store: %d tensors, the first of which is %q, are deleted but may come back after a power failure: %w", len(deleted), deleted[0], e))
 	}
 	return deleted, err
 }
 
-// delete deletes the file of a pushed tensor, if it is there.
+// delete deletes the file of a pushed tensor, if it exists.
 func (f *Folder) delete(name string) (there bool, err error) {
 	lock := f.nameLock(fileName(name))
 	lock.Lock()
@@ -416,22 +417,22 @@ func (f *Folder) Close() error {
 // Used implements Meter: the files of pushed tensors count, with their headers.
 func (f *Folder) Used() (used, limit int64) { return f.used.Load(), f.config.Limit }
 
-// newReader reads a pushed tensor. It takes over the caller's hold of the file, also when
-// it fails.
+// newReader returns a Reader of a pushed tensor. It takes over the caller's hold on the
+// file, even if it fails.
 func newReader(pool *slab.Pool, info Info, file *mapped) (Reader, error) {
 	return (&fileReader{pool: pool, info: info, file: file}).open(pushedEntry)
 }
 
-// folderWriter is a tensor on its way into a folder.
+// folderWriter writes one tensor to a folder.
 type folderWriter struct {
 	folder  *Folder
 	made    *pushed // nil after the end
 	size    int64
-	begin   int64 // of the tensor in its file: the header's length
+	begin   int64 // offset of the tensor in its file: the header's length
 	temp    string
 	file    *os.File
 	order   codec.OrderedDigester
-	started int64 // bytes that the disk was told to begin with
+	started int64 // bytes whose write-back was started
 }
 
 func (w *folderWriter) WriteViews(_ context.Context, off int64, views [][]byte) error {
@@ -452,7 +453,7 @@ func (w *folderWriter) WriteViews(_ context.Context, off int64, views [][]byte) 
 	return nil
 }
 
-// Commit makes all of the file durable, then its name, and only then shows it.
+// Commit makes the file durable, then its name, and only then adds it to the index.
 func (w *folderWriter) Commit(context.Context) (Info, error) {
 	defer w.Abort()
 	p, f := w.made, w.folder
@@ -477,13 +478,13 @@ func (w *folderWriter) Commit(context.Context) (Info, error) {
 	f.files[p.file] = true
 	w.made = nil
 	f.writers--
-	if syncErr != nil { // the older one is gone
-		return p.info.clone(), fmt.Errorf("store: tensor %q is there, but may not survive a power cut: %w", p.info.Name, syncErr)
+	if syncErr != nil { // the older tensor is gone
+		return p.info.clone(), fmt.Errorf("store: tensor %q is stored, but may not survive a power failure: %w", p.info.Name, syncErr)
 	}
 	return p.info.clone(), nil
 }
 
-// seal writes the header, which makes the file whole, and waits for the disk.
+// seal writes the header, which completes the file, and waits for the disk.
 func (w *folderWriter) seal() error {
 	if err := w.order.ReadRest(io.NewSectionReader(w.file, w.begin, w.size), w.size); err != nil {
 		return err
@@ -510,9 +511,9 @@ func (w *folderWriter) Abort() {
 		return
 	}
 	if w.file != nil {
-		_ = w.file.Close() // what is in it is not wanted
+		_ = w.file.Close() // its contents are discarded
 	}
-	_ = os.Remove(w.temp) // or the next OpenFolder does
+	_ = os.Remove(w.temp) // if this fails, the next OpenFolder removes it
 	w.made.Release()
 	w.made = nil
 	w.folder.mu.Lock()
@@ -520,7 +521,7 @@ func (w *folderWriter) Abort() {
 	w.folder.writers--
 }
 
-// failed says what could not be done, and wraps ErrFull when the disk is full.
+// failed returns the error of a failed operation, which wraps ErrFull if the disk is full.
 func (w *folderWriter) failed(what string, err error) error {
 	name, n := w.made.info.Name, w.begin+w.size
 	var errno syscall.Errno
@@ -531,8 +532,8 @@ func (w *folderWriter) failed(what string, err error) error {
 	return changing(what, name, err)
 }
 
-// changing is the error of a change to the folder; it wraps ErrUnwritable if others would
-// fail as well.
+// changing returns the error of a change to the folder, which wraps ErrUnwritable if other
+// changes would fail, too.
 func changing(what, name string, err error) error {
 	if errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS) || errors.Is(err, syscall.EIO) {
 		return fmt.Errorf("%w: %s tensor %q: %w", ErrUnwritable, what, name, err)

@@ -210,7 +210,7 @@ func TestWhatACrashLeavesDoesNoHarm(t *testing.T) {
 			require.Zero(t, used)
 			if left.name == name {
 				require.FileExists(t, path, "nothing is deleted that may be of use")
-				require.Equal(t, 1, log.count("can not be used", name))
+				require.Equal(t, 1, log.count("cannot be used", name))
 			} else {
 				require.NoFileExists(t, path)
 				require.Zero(t, log.count(""))
@@ -363,9 +363,9 @@ func TestADiskThatFillsUpIsFull(t *testing.T) {
 		require.ErrorIs(t, w.failed("write", cause), ErrFull)
 	}
 	for _, cause := range []error{syscall.EIO, syscall.EROFS, syscall.EACCES, &os.PathError{Op: "open", Path: "x", Err: syscall.EPERM}} {
-		require.ErrorIs(t, w.failed("make room for", cause), ErrUnwritable)
+		require.ErrorIs(t, w.failed("reserve space for", cause), ErrUnwritable)
 	}
-	require.NotErrorIs(t, w.failed("make room for", syscall.EMFILE), ErrUnwritable)
+	require.NotErrorIs(t, w.failed("reserve space for", syscall.EMFILE), ErrUnwritable)
 	require.NotErrorIs(t, w.failed("write", syscall.EIO), ErrFull)
 	require.ErrorIs(t, w.failed("write", syscall.EIO), syscall.EIO)
 }
@@ -508,7 +508,7 @@ func TestAFolderFindsWhatOthersDoToPushedFiles(t *testing.T) {
 	require.NoError(t, os.Remove(filepath.Join(dir, fileName("deleted"))))
 	_, err = f.Open(t.Context(), "deleted")
 	require.ErrorIs(t, err, ErrNotFound)
-	require.Equal(t, 1, log.count("deleted by somebody else"))
+	require.Equal(t, 1, log.count("deleted by another program"))
 	place(t, dir, fileName("changed"), modelFile(t, map[string][]int32{"tensor": {1}}))
 	_, err = f.Open(t.Context(), "changed")
 	require.ErrorContains(t, err, "its file has changed")

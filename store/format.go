@@ -15,13 +15,13 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// Names within a folder. docs/store.md describes them.
+// Names in a folder. docs/store.md describes them.
 const (
 	lockFile    = ".lock"
 	tempPrefix  = ".push-"
 	tempSuffix  = ".tmp"
 	fileSuffix  = ".safetensors"
-	pushedEntry = "tensor" // what a pushed file calls its one tensor
+	pushedEntry = "tensor" // the name of the only tensor in a pushed file
 
 	keyName   = "tensorferry.name"
 	keyDType  = "tensorferry.dtype"
@@ -30,14 +30,14 @@ const (
 	keyStored = "tensorferry.stored"
 )
 
-// storedLayout always has nine decimals, so that all times are equally long.
+// storedLayout always has nine decimals, so that all times have the same length.
 const storedLayout = "2006-01-02T15:04:05.000000000Z"
 
 // errForeign says that a file was not written by a Folder.
 var errForeign = errors.New("not a pushed tensor")
 
-// fileName returns the file of a pushed tensor: a hash, so that a rename replaces an
-// older one of the name, and no name becomes a path.
+// fileName returns the file of a pushed tensor. It is a hash, so that a rename replaces the
+// older tensor of the same name, and no name becomes a path.
 func fileName(name string) string {
 	sum := sha256.Sum256([]byte(name))
 	return hex.EncodeToString(sum[:]) + fileSuffix
@@ -50,7 +50,7 @@ func isPushedName(file string) bool {
 	return ok && err == nil && len(digits) == 2*sha256.Size && digits == strings.ToLower(digits)
 }
 
-// U+FFFD is escaped as in URLs: some JSON readers put it in place of broken text, and
+// U+FFFD is escaped as in URLs: some JSON readers substitute it for invalid text, and
 // tensorfile refuses it.
 var escapeName = strings.NewReplacer("%", "%25", string(utf8.RuneError), "%EF%BF%BD")
 
@@ -63,14 +63,14 @@ func onDisk(d tensor.Desc) tensor.Desc {
 	}
 	d = tensor.Desc{DType: tensor.Float64, Shape: append(d.Shape.Clone(), 2)}
 	if len(d.Shape) > tensor.MaxRank {
-		n, _ := d.Shape[:tensor.MaxRank].Elements() // was checked by whoever has the desc's bytes
+		n, _ := d.Shape[:tensor.MaxRank].Elements() // checked when the desc's size was computed
 		d.Shape = tensor.Shape{2 * n}
 	}
 	return d
 }
 
-// pushedHeader returns the header of a pushed tensor's file. Its length does not depend
-// on digest and time.
+// pushedHeader returns the header of a pushed tensor's file. Its length does not depend on
+// the digest or the time.
 func pushedHeader(info Info) ([]byte, error) {
 	return tensorfile.SafetensorsHeader([]tensorfile.Entry{{Name: pushedEntry, Desc: onDisk(info.Desc)}}, map[string]string{
 		keyName:   escapeName.Replace(info.Name),

@@ -10,7 +10,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/glob"
 )
 
-// index finds things by name, and the names in order.
+// index finds values by name, and keeps the names in order.
 type index[T any] struct {
 	byName map[string]T
 	names  []string // sorted
@@ -20,7 +20,7 @@ func newIndex[T any](byName map[string]T) index[T] {
 	return index[T]{byName, slices.Sorted(maps.Keys(byName))}
 }
 
-// put adds v or returns what it replaces.
+// put adds v, and returns the value that it replaces, if any.
 func (x *index[T]) put(name string, v T) (old T, replaced bool) {
 	if old, replaced = x.byName[name]; !replaced {
 		i, _ := slices.BinarySearch(x.names, name)
@@ -37,8 +37,8 @@ func (x *index[T]) remove(name string) {
 	}
 }
 
-// after returns up to most names that come after name. They are the index's own:
-// valid until it changes.
+// after returns up to most names that come after name. The index lends them: they are valid
+// until it changes.
 func (x *index[T]) after(name string, most int) []string {
 	i, there := slices.BinarySearch(x.names, name)
 	if there {
@@ -47,8 +47,8 @@ func (x *index[T]) after(name string, most int) []string {
 	return x.names[i:min(i+most, len(x.names))]
 }
 
-// merge returns up to most of the Infos of sorted lists, sorted by name. Of those with one
-// name it has the first list's.
+// merge returns up to most of the Infos of sorted lists, sorted by name. If several have
+// the same name, it returns the one from the first list.
 func merge(most int, lists ...[]Info) []Info {
 	all := slices.Concat(lists...)
 	slices.SortStableFunc(all, func(x, y Info) int { return strings.Compare(x.Name, y.Name) })
@@ -56,9 +56,9 @@ func merge(most int, lists ...[]Info) []Info {
 	return all[:min(len(all), max(most, 0))]
 }
 
-// listPages answers Store.List from pages of up to n infos after a name. Between two
-// pages it holds neither the store's lock nor its turn, so that a long list
-// does not keep others waiting.
+// listPages implements Store.List with pages of up to n Infos after a name. Between two
+// pages it holds neither the store's lock nor its turn, so that a long list does not delay
+// others.
 func listPages(ctx context.Context, pattern, after string, most int, page func(after string, n int) ([]Info, error)) ([]Info, error) {
 	g, err := glob.Parse(pattern)
 	if err != nil {

@@ -4,11 +4,11 @@ package store
 
 import "os"
 
-// lockFolder only opens the file: that no other process has the folder is up to
-// whoever starts them.
+// lockFolder only opens the file: the user must make sure that no other process uses the
+// folder.
 func lockFolder(path string) (*os.File, error) {
 	return os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o644)
 }
 
-// syncFolder leaves it to the system when names become durable.
+// syncFolder does nothing: the system decides when names become durable.
 func syncFolder(string) error { return nil }

@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lockFolder makes this process the only one that has the folder. The lock goes
-// with the file's last descriptor, and so with the process, however it ends.
+// lockFolder locks the folder for this process. The lock ends with the file's last
+// descriptor, and so with the process, however it ends.
 func lockFolder(path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o644)
 	if err != nil {

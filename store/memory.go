@@ -13,22 +13,22 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Memory keeps tensors in slabs, up to a number of bytes, until the process ends. For a
-// new one it forgets the least recently used, by Open or Commit, but none with an open
-// Reader. It is safe for concurrent use.
+// Memory keeps tensors in slabs, up to a number of bytes, until the process ends. To make
+// room for a new one it evicts the least recently used, by Open or Commit, except those
+// with an open Reader. It is safe for concurrent use.
 type Memory struct {
 	pool  *slab.Pool
 	limit int64
-	used  atomic.Int64 // bytes of slabs: of tensors, of open Writers, of what is still read; grows under mu only
+	used  atomic.Int64 // bytes in slabs: of tensors, of open Writers, and of what is still being read; grows under mu only
 
 	mu       sync.Mutex // guards all below
 	tensors  index[*resident]
-	recent   list.List // of *resident, the one used last in front
+	recent   list.List // of *resident, most recently used first
 	isClosed bool
 }
 
-// resident is a tensor in memory, and the Reader of it: the store holds it, and so
-// does each Open and each View.
+// resident is a tensor in memory, and its Reader. The store, each Open and each View hold
+// it.
 type resident struct {
 	share
 	info Info
@@ -36,14 +36,14 @@ type resident struct {
 	at   *list.Element
 }
 
-// NewMemory returns a store of at most limitBytes, counted as slab.SizeOf does, where a
-// small tensor takes 4 KiB. Its memory comes from pool.
+// NewMemory returns a store of at most limitBytes, counted by slab.SizeOf, which counts 4
+// KiB for a small tensor. Its memory comes from pool.
 func NewMemory(pool *slab.Pool, limitBytes int64) *Memory {
 	return &Memory{pool: pool, limit: limitBytes, tensors: newIndex(map[string]*resident{})}
 }
 
-// Create implements Store. It never waits. It forgets what it must, or nothing when
-// that would not be enough: then ErrFull says what is held.
+// Create implements Store. It never waits. It evicts as many tensors as it must, or none if
+// that is not enough; ErrFull then says how much is in use.
 func (m *Memory) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
 	size, err := checkNew(ctx, name, d)
 	if err != nil {
@@ -66,7 +66,7 @@ func (m *Memory) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 	return w, nil
 }
 
-// reserve takes room bytes, and forgets tensors for them if it must.
+// reserve charges room bytes, and evicts tensors for them if it must.
 func (m *Memory) reserve(name string, room int64) error {
 	if room > m.limit {
 		return fmt.Errorf("%w: tensor %q takes %d bytes, the limit is %d; a larger store, or one in a folder, has more room", ErrFull, name, room, m.limit)
@@ -86,7 +86,7 @@ func (m *Memory) reserve(name string, room int64) error {
 		}
 	}
 	if missing > 0 {
-		return fmt.Errorf("%w: tensor %q: %d bytes more are needed; the limit is %d, being read and written are %d; try again when they are done",
+		return fmt.Errorf("%w: tensor %q needs %d more bytes; the limit is %d, of which %d are being read or written; try again when they are done",
 			ErrFull, name, missing, m.limit, m.limit-room+missing)
 	}
 	for _, r := range victims {
@@ -96,7 +96,7 @@ func (m *Memory) reserve(name string, room int64) error {
 	return nil
 }
 
-// forget drops the store's hold of r. The caller holds mu.
+// forget drops the store's hold on r. The caller holds mu.
 func (m *Memory) forget(r *resident) {
 	m.tensors.remove(r.info.Name)
 	m.recent.Remove(r.at)
@@ -172,7 +172,7 @@ func (m *Memory) Close() error {
 // Used implements Meter.
 func (m *Memory) Used() (used, limit int64) { return m.used.Load(), m.limit }
 
-// memoryWriter is a tensor on its way into memory.
+// memoryWriter writes one tensor to memory.
 type memoryWriter struct {
 	store *Memory
 	made  *resident // nil after the end
@@ -194,7 +194,7 @@ func (w *memoryWriter) WriteViews(_ context.Context, off int64, views [][]byte) 
 func (w *memoryWriter) Commit(context.Context) (Info, error) {
 	r, m := w.made, w.store
 	next := w.order.Next()
-	w.order.Wrote(next, r.data[next:]) // what came after a gap
+	w.order.Wrote(next, r.data[next:]) // what arrived after a gap
 	r.info.Digest = w.order.Sum()
 	r.info.Stored = time.Now()
 	m.mu.Lock()

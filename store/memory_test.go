@@ -44,7 +44,7 @@ func TestMemoryThatIsAllInUseIsFull(t *testing.T) {
 	require.ErrorContains(t, err, "the limit is 12288")
 	_, err = m.Create(t.Context(), "x", vector(8*kib))
 	require.ErrorIs(t, err, ErrFull)
-	require.ErrorContains(t, err, "4096 bytes more are needed; the limit is 12288, being read and written are 8192")
+	require.ErrorContains(t, err, "needs 4096 more bytes; the limit is 12288, of which 8192 are being read or written")
 	require.Equal(t, []byte{2}, get(t, m, "idle"), "nothing is forgotten in vain")
 
 	_, held, err := r.View(t.Context(), 0, 1)

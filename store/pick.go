@@ -8,9 +8,10 @@ import (
 	"strings"
 )
 
-// Pick yields what a name picks: what literal finds, the tensor of exactly this name,
-// or, if literal's error wraps ErrNotFound and the name may be a glob, all that matching
-// finds. An error is the last it yields: one of theirs, or ErrNotFound for no match.
+// Pick yields what a name selects: the tensor of exactly this name, which literal returns,
+// or, if literal's error wraps ErrNotFound and the name may be a glob, everything that
+// matching yields. After an error it yields nothing more. The error is one of theirs, or
+// wraps ErrNotFound if nothing matches.
 func Pick[T any](name string, literal func() (T, error), matching iter.Seq2[T, error]) iter.Seq2[T, error] {
 	return func(yield func(T, error) bool) {
 		one, err := literal()
@@ -33,8 +34,8 @@ func Pick[T any](name string, literal func() (T, error), matching iter.Seq2[T, e
 }
 
 // Each yields the Infos of the tensors whose names match glob, sorted by name. It lists
-// some at a time: what comes or goes meanwhile may be missing. An error is the last it
-// yields.
+// them in pages: tensors added or deleted meanwhile may be missing. After an error it
+// yields nothing more.
 func Each(ctx context.Context, s Store, glob string) iter.Seq2[Info, error] {
 	return func(yield func(Info, error) bool) {
 		for after := ""; ; {

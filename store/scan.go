@@ -22,51 +22,51 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// files are the model files that somebody has put into a folder. It never writes to the
+// files are the model files that others have put into a folder. It never writes to the
 // folder.
 type files struct {
 	dir    string
-	prefix string  // of all names
-	deep   bool    // what lies below the folder, too
-	owner  *Folder // that has pushed files in the folder; nil if there is none
+	prefix string  // prefix of all names
+	deep   bool    // include the folders below
+	owner  *Folder // keeps pushed tensors in the same folder; may be nil
 	log    *slog.Logger
-	pool   *slab.Pool // of views
+	pool   *slab.Pool // for views
 
-	scanning sync.Mutex // guards all of scan; taken before a lock of a Folder's names and before mu
+	scanning sync.Mutex // guards scan; taken before a lock of a Folder's names and before mu
 	scan     scan
-	scans    atomic.Int64 // how many have begun
+	scans    atomic.Int64 // scans begun
 
 	mu       sync.Mutex // guards all below; taken last
 	parts    index[part]
 	isClosed bool
 }
 
-// part is a tensor of a model file, or what the file says beside its tensors.
+// part is a tensor of a model file, or the file's document.
 type part struct {
 	info     Info
 	name     string // within the file
-	document []byte // if it is that
+	document []byte // set if it is the document
 	whole    *wholeFile
 }
 
 // scan is what was last seen in the folder.
 type scan struct {
-	dirs    map[string]time.Time // the folders' own times then
-	settled bool                 // a later change would show in them
+	dirs    map[string]time.Time // modification times of the folders
+	settled bool                 // a later change will change dirs
 	files   map[string]*wholeFile
 }
 
-// wholeFile is a model file that somebody put into the folder. It is held by files for as
-// long as that knows its parts.
+// wholeFile is a model file in the folder. files holds it for as long as it knows its
+// parts.
 type wholeFile struct {
-	paths  []string      // of the file or, of a model of several files, of all
-	seen   []fs.FileInfo // what these were; nil for one that was not there
-	mapped *mapped       // nil when it cannot be used
+	paths  []string      // of the file, or of all files of a model
+	seen   []fs.FileInfo // their state when last seen; nil if missing
+	mapped *mapped       // nil if the file cannot be used
 }
 
 func (w *wholeFile) usable() bool { return w != nil && w.mapped != nil }
 
-// mapped is a file in memory: unmapped when nobody holds it any more.
+// mapped is a mapped file. It is unmapped when nobody holds it any more.
 type mapped struct {
 	share
 	file *tensorfile.Safetensors
@@ -78,18 +78,19 @@ func newFiles(dir string, log *slog.Logger) *files {
 	return f
 }
 
-// stats returns what files are; nil for one that is not there, or is no regular file.
+// stats returns the FileInfos of files; nil for a file that does not exist or is not
+// regular.
 func stats(paths []string) []fs.FileInfo {
 	infos := make([]fs.FileInfo, len(paths))
 	for i, path := range paths {
-		if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() { // through a link to a file elsewhere
+		if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() { // Stat follows links
 			infos[i] = info
 		}
 	}
 	return infos
 }
 
-// same reports whether a file is the one that was seen, not written to since.
+// same reports whether a file has not been replaced or modified since it was seen.
 func same(seen, now fs.FileInfo) bool {
 	if seen == nil || now == nil {
 		return seen == nil && now == nil
@@ -97,12 +98,12 @@ func same(seen, now fs.FileInfo) bool {
 	return os.SameFile(seen, now) && seen.Size() == now.Size() && seen.ModTime().Equal(now.ModTime())
 }
 
-// asItWas reports whether a file is the one that was seen.
+// asItWas reports whether the file is unchanged since it was seen.
 func (w *wholeFile) asItWas() bool { return slices.EqualFunc(w.seen, stats(w.paths), same) }
 
-// rescan looks for files that came, changed or went. Concurrent callers share a scan
-// that began after they called. With always it scans even if the folders' own times have
-// not changed: a file may have been written to.
+// rescan looks for new, changed and removed files. Concurrent callers share a scan that
+// began after they called. With always, it scans even if the times of the folders have not
+// changed: a file may have been modified.
 func (f *files) rescan(always bool) error {
 	before := f.scans.Load()
 	f.scanning.Lock()
@@ -148,7 +149,7 @@ func (f *files) dirsAsTheyWere() bool {
 }
 
 // brokenOnesChanged reports whether an unusable file has changed: it may have been seen
-// while it was copied, of which the folder's time shows only the beginning.
+// while it was being copied, and only the beginning of the copy changes the folder's time.
 func (f *files) brokenOnesChanged() bool {
 	for _, w := range f.scan.files {
 		if !w.usable() && !w.asItWas() {
@@ -158,8 +159,8 @@ func (f *files) brokenOnesChanged() bool {
 	return false
 }
 
-// walk returns the folders with their times, and the model files in them, by their paths
-// below the folder, without those that belong to an index.
+// walk returns the folders with their times, and the paths of the model files in them,
+// relative to the folder, without those that belong to an index.
 func (f *files) walk() (dirs map[string]time.Time, found []string, err error) {
 	dirs = map[string]time.Time{}
 	pending := []string{"."}
@@ -170,7 +171,7 @@ func (f *files) walk() (dirs map[string]time.Time, found []string, err error) {
 		info, entries, err := readDir(path)
 		if err != nil && dir != "." {
 			if _, known := f.scan.dirs[path]; !known {
-				f.log.Warn("folder can not be read", slog.String("folder", dir), slog.Any("error", err))
+				f.log.Warn("folder cannot be read", slog.String("folder", dir), slog.Any("error", err))
 			}
 			dirs[path] = time.Time{}
 			continue
@@ -186,7 +187,7 @@ func (f *files) walk() (dirs map[string]time.Time, found []string, err error) {
 	return dirs, found, nil
 }
 
-// readDir reads a folder, in any order: there may be thousands of pushed tensors.
+// readDir reads a folder in directory order: it may hold thousands of pushed tensors.
 func readDir(path string) (info fs.FileInfo, entries []fs.DirEntry, err error) {
 	dir, err := os.Open(path)
 	if err != nil {
@@ -198,7 +199,7 @@ func readDir(path string) (info fs.FileInfo, entries []fs.DirEntry, err error) {
 	return info, entries, errors.Join(err, dir.Close())
 }
 
-// away is the error for a folder that cannot be read.
+// away returns the error for a folder that cannot be read.
 func (f *files) away(err error) error {
 	if f.owner != nil || errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) {
 		return fmt.Errorf("store: %w", err)
@@ -206,7 +207,7 @@ func (f *files) away(err error) error {
 	return fmt.Errorf("%w: %w", ErrUnavailable, err)
 }
 
-// sort tells the folders within a folder from the model files.
+// sort separates the subfolders of a folder from the model files.
 func (f *files) sort(dir string, entries []fs.DirEntry) (sub, found []string) {
 	var names []string
 	for _, e := range entries {
@@ -237,7 +238,7 @@ func (f *files) sort(dir string, entries []fs.DirEntry) (sub, found []string) {
 	return sub, found
 }
 
-// look reads the header of what is new.
+// look reads the headers of new and changed files.
 func (f *files) look(found []string) (err error) {
 	there := map[string]bool{}
 	var gone []*wholeFile
@@ -268,7 +269,7 @@ func (f *files) look(found []string) (err error) {
 	if changed {
 		f.showParts()
 	}
-	for _, w := range gone { // now that nobody can come to know their tensors
+	for _, w := range gone { // now that nobody can find their tensors
 		if w.usable() {
 			w.mapped.Release()
 		}
@@ -276,13 +277,13 @@ func (f *files) look(found []string) (err error) {
 	return err
 }
 
-// lookAt returns the file of this name, which is old if it has not changed; nil if there
-// is none or it is a pushed tensor, which its owner adopts if it is new. An error says
-// that this process cannot open files now.
+// lookAt returns the file of this name, which is old if it has not changed. It returns nil
+// if there is none, or if the file is a pushed tensor, which its owner adopts if it is new.
+// An error means that this process cannot open files now.
 func (f *files) lookAt(name string, old *wholeFile) (*wholeFile, error) {
 	isPushed := f.owner != nil && isPushedName(name)
 	if isPushed {
-		lock := f.owner.nameLock(name) // so not between the rename of a Commit and its end
+		lock := f.owner.nameLock(name) // not between the rename of a Commit and its end
 		lock.Lock()
 		defer lock.Unlock()
 		if len(f.owner.strange([]string{name})) == 0 {
@@ -309,14 +310,14 @@ func (f *files) lookAt(name string, old *wholeFile) (*wholeFile, error) {
 			return nil, nil
 		}
 		if errors.Is(err, errForeign) {
-			err = nil // a file like any other, in spite of its name
+			err = nil // an ordinary file in spite of its name
 		} else {
 			_ = st.Close()
 		}
 	}
 	if err != nil {
-		if old == nil || old.usable() { // once, however often it changes
-			f.log.Warn("file can not be used", slog.String("file", name), slog.Any("error", err))
+		if old == nil || old.usable() { // log it once, however often it changes
+			f.log.Warn("file cannot be used", slog.String("file", name), slog.Any("error", err))
 		}
 		return w, nil
 	}
@@ -325,12 +326,12 @@ func (f *files) lookAt(name string, old *wholeFile) (*wholeFile, error) {
 	return w, nil
 }
 
-// stem is what the names of a file's tensors begin with: its path without a suffix.
+// stem returns the prefix of the names of a file's tensors: its path without the suffix.
 func (f *files) stem(file string) string {
 	return f.prefix + filepath.ToSlash(strings.TrimSuffix(strings.TrimSuffix(file, tensorfile.IndexSuffix), tensorfile.FileSuffix)) + "/"
 }
 
-// showParts lists the tensors of all files anew.
+// showParts rebuilds the index of the tensors of all files.
 func (f *files) showParts() {
 	parts := map[string]part{}
 	for _, file := range slices.Sorted(maps.Keys(f.scan.files)) {
@@ -345,7 +346,7 @@ func (f *files) showParts() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for name, p := range parts {
-		if old, ok := f.parts.byName[name]; ok && old.whole == p.whole { // what Digested said still holds
+		if old, ok := f.parts.byName[name]; ok && old.whole == p.whole { // the digest from Digested is still valid
 			p.info.Digest = old.info.Digest
 			parts[name] = p
 		}
@@ -362,7 +363,7 @@ func (f *files) showFile(parts map[string]part, file string, w *wholeFile) {
 		p.info.Name = f.stem(file) + p.name
 		p.info.Stored, p.info.Durable, p.info.File, p.whole = w.seen[0].ModTime(), true, filepath.ToSlash(file), w
 		if _, twice := parts[p.info.Name]; twice && err == nil {
-			err = fmt.Errorf("%w: %q is a tensor of another file, too", ErrExists, p.info.Name)
+			err = fmt.Errorf("%w: %q is also a tensor of another file", ErrExists, p.info.Name)
 		}
 		if err = errors.Join(err, CheckName(p.info.Name)); err == nil {
 			parts[p.info.Name] = p
@@ -381,12 +382,12 @@ func (f *files) showFile(parts map[string]part, file string, w *wholeFile) {
 		add(part{info: Info{Desc: d}, name: tensorfile.MetadataName, document: text}, nil)
 	}
 	if unusable > 0 {
-		f.log.Warn("tensors of a file can not be used", slog.String("file", file), slog.Int("tensors", unusable),
+		f.log.Warn("tensors of a file cannot be used", slog.String("file", file), slog.Int("tensors", unusable),
 			slog.String("first", first), slog.Any("error", spoiled))
 	}
 }
 
-// find returns what is known of a tensor.
+// find returns what is known about a tensor.
 func (f *files) find(name string) (part, bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -409,11 +410,11 @@ func (f *files) after(name string, n int) ([]Info, error) {
 	return infos, nil
 }
 
-// errChanged says that a file is not the one that was seen.
+// errChanged says that a file has changed since it was seen.
 var errChanged = errors.New("store: file has changed")
 
-// open opens a tensor, after another look if it is not known, or its file is not the one
-// that was seen.
+// open opens a tensor. If the tensor is not known, or its file has changed since it was
+// seen, it scans first.
 func (f *files) open(ctx context.Context, name string) (Reader, error) {
 	r, err := f.openKnown(name, false)
 	if !errors.Is(err, ErrNotFound) && !errors.Is(err, errChanged) {
@@ -428,8 +429,9 @@ func (f *files) open(ctx context.Context, name string) (Reader, error) {
 	return f.openKnown(name, true)
 }
 
-// openKnown opens a known tensor, with errChanged if its file is not the one that was
-// seen. After a scan just now, fresh, it opens whatever the file has become.
+// openKnown opens a known tensor. It returns errChanged if the file has changed since it
+// was seen, unless fresh says that a scan has just ended: then it opens whatever the file
+// has become.
 func (f *files) openKnown(name string, fresh bool) (Reader, error) {
 	f.mu.Lock()
 	p, there := f.parts.byName[name]
@@ -448,12 +450,12 @@ func (f *files) openKnown(name string, fresh bool) (Reader, error) {
 			p.whole.mapped.Release()
 			return nil, fmt.Errorf("%w: %s", errChanged, p.info.File)
 		}
-		p.info.Digest = codec.Digest{} // of what it was
+		p.info.Digest = codec.Digest{} // the old digest is of the old file
 	}
 	return (&fileReader{pool: f.pool, info: p.info, data: p.document, file: p.whole.mapped, files: f}).open(p.name)
 }
 
-// close ends it. What Readers hold stays valid.
+// close closes the files. What Readers hold stays valid.
 func (f *files) close() error {
 	f.scanning.Lock()
 	defer f.scanning.Unlock()

@@ -2,8 +2,8 @@ package store
 
 import "sync/atomic"
 
-// share counts who holds something. It starts with one holder, and the last one
-// to let go frees the thing. It is safe for concurrent use.
+// share counts the holders of something. It starts with one holder, and when the last one
+// releases it, free is called. It is safe for concurrent use.
 type share struct {
 	refs atomic.Int64
 	free func()
@@ -14,14 +14,14 @@ func (s *share) init(free func()) {
 	s.free = free
 }
 
-// retain adds a holder; the caller is one, or keeps one from letting go.
+// retain adds a holder. The caller is a holder, or prevents one from releasing.
 func (s *share) retain() {
 	if s.refs.Add(1) <= 1 {
 		panic("store: retained after its last release")
 	}
 }
 
-// tryRetain adds a holder unless the last one has let go already.
+// tryRetain adds a holder unless the last one has already released.
 func (s *share) tryRetain() bool {
 	for {
 		n := s.refs.Load()
@@ -34,7 +34,7 @@ func (s *share) tryRetain() bool {
 	}
 }
 
-// Release lets go.
+// Release removes a holder.
 func (s *share) Release() {
 	switch n := s.refs.Add(-1); {
 	case n < 0:

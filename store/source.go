@@ -10,12 +10,13 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Source makes a tensor from parameters when it is pulled. The Reader's Info has no
-// name: the source's is used. A Source is safe for concurrent use.
+// Source generates a tensor from parameters when it is pulled. The Reader's Info has no
+// name: the name of the source is used. A Source is safe for concurrent use.
 type Source func(ctx context.Context, params map[string]string) (Reader, error)
 
 // Tensor returns a Source that calls f for each pull. f shares the tensor's bytes, which
-// stay valid and unchanged while they are read: it may return one tensor many times.
+// must stay valid and unchanged while they are read; it may return the same tensor many
+// times.
 func Tensor(f func(ctx context.Context, params map[string]string) (tensor.Tensor, error)) Source {
 	return func(ctx context.Context, params map[string]string) (Reader, error) {
 		t, err := f(ctx, params)
@@ -29,7 +30,7 @@ func Tensor(f func(ctx context.Context, params map[string]string) (tensor.Tensor
 	}
 }
 
-// made is a tensor on the Go heap: releasing it is the garbage collector's.
+// made is a tensor on the Go heap, which the garbage collector releases.
 type made struct{ t tensor.Tensor }
 
 func (m made) Info() Info { return Info{Desc: m.t.Desc.Clone()} }
@@ -42,14 +43,14 @@ func (m made) View(ctx context.Context, off, n int64) ([]byte, Releaser, error) 
 	return m.t.Data[off : off+n : off+n], m, nil
 }
 
-// Sources are sources by name. The zero Sources is empty and ready. It is safe for
+// Sources maps names to sources. The zero Sources is empty and ready to use. It is safe for
 // concurrent use.
 type Sources struct {
 	mu     sync.RWMutex // guards all below
 	byName map[string]Source
 }
 
-// Add gives a source a name, which fails with ErrName or ErrExists.
+// Add adds a source under a name. It fails with ErrName or ErrExists.
 func (s *Sources) Add(name string, src Source) error {
 	if err := CheckName(name); err != nil {
 		return err
@@ -57,7 +58,7 @@ func (s *Sources) Add(name string, src Source) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if _, taken := s.byName[name]; taken {
-		return fmt.Errorf("%w: there is a source %q already", ErrExists, name)
+		return fmt.Errorf("%w: there is already a source %q", ErrExists, name)
 	}
 	if s.byName == nil {
 		s.byName = make(map[string]Source)

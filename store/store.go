@@ -1,9 +1,8 @@
-// Package store keeps the tensors that were pushed and gives out those that are
-// pulled: from memory, from a folder that outlives the process, or from a
-// function that makes them (a Source).
+// Package store keeps pushed tensors and supplies pulled ones: from memory, from a folder
+// that outlives the process, or from a function that generates them (a Source).
 //
-// It refuses to turn a name into a path and to show a tensor before it is whole. Any
-// program may use it, without a server too. A store owns its bytes: they are copied in,
+// It never turns a name into a path, and never shows a tensor before it is complete. Any
+// program may use it, also without a server. A store owns its bytes: they are copied in,
 // and shared read-only with readers.
 package store
 
@@ -21,52 +20,52 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Errors that callers decide on. Every error of this package wraps one of them, a
-// tensor package's error, the context's cause, or what the operating system says.
+// Errors that callers can test for. Every error of this package wraps one of them, an error
+// of package tensor, the cause of the context, or an error of the operating system.
 var (
-	// ErrName is wrapped when a name is empty, too long or no printable text.
+	// ErrName is wrapped when a name is empty, too long or not printable text.
 	ErrName = errors.New("store: bad name")
-	// ErrGlob is wrapped when a pattern of names is malformed or too long.
+	// ErrGlob is wrapped when a glob is malformed or too long.
 	ErrGlob = glob.ErrPattern
 	// ErrFull is wrapped when there is no room for a tensor.
 	ErrFull = errors.New("store: full")
-	// ErrNotFound is wrapped when there is no tensor, or source, of a name.
+	// ErrNotFound is wrapped when no tensor, or no source, has a name.
 	ErrNotFound = errors.New("store: not found")
-	// ErrExists is wrapped when a name is taken by what can not be replaced.
+	// ErrExists is wrapped when a name is taken by something that cannot be replaced.
 	ErrExists = errors.New("store: name is taken")
-	// ErrPart is wrapped when a tensor is to be deleted that is part of a file.
+	// ErrPart is wrapped when the tensor to be deleted is part of a file.
 	ErrPart = errors.New("store: part of a file")
-	// ErrReadOnly is wrapped when a store that takes no tensors is to take one.
+	// ErrReadOnly is wrapped when a tensor is pushed to a store that does not accept any.
 	ErrReadOnly = errors.New("store: read-only")
-	// ErrUnwritable is wrapped when the system refuses to change the folder of a store: its
-	// permissions, a file system that is read-only, or a disk that fails. A server's peers
-	// are told so; the text goes to its log.
+	// ErrUnwritable is wrapped when the system refuses a change to a store's folder,
+	// because of permissions, a read-only file system or a failing disk. A server tells its
+	// peers so; the text goes to its log.
 	ErrUnwritable = errors.New("store: cannot be written")
 	// ErrRange is wrapped when bytes outside a tensor are written or read.
 	ErrRange = errors.New("store: outside the tensor")
-	// ErrLocked is wrapped when another process has the folder.
+	// ErrLocked is wrapped when another process uses the folder.
 	ErrLocked = errors.New("store: folder is in use")
-	// ErrUnavailable is wrapped when a store fails for a while, such as when another machine
-	// does not answer. In this package only a Folder whose folder was removed or replaced
-	// returns it. A server's peers are told to retry; the text goes to its log.
+	// ErrUnavailable is wrapped when a store fails temporarily, for example because another
+	// machine does not answer. In this package only a Folder whose folder was removed or
+	// replaced returns it. A server tells its peers to retry; the text goes to its log.
 	ErrUnavailable = errors.New("store: unavailable")
 	// ErrClosed is returned when the store has been closed.
 	ErrClosed = errors.New("store: closed")
 )
 
-// Info says what a store knows about a tensor without reading its bytes.
+// Info is what a store knows about a tensor without reading its bytes.
 type Info struct {
 	Name string
 	tensor.Desc
-	// Digest is zero until it is computed: for a part of a file that was not yet read
-	// whole, and a Source's tensor.
+	// Digest is zero until it is computed: for a part of a file that has not yet been read
+	// completely, and for a Source's tensor.
 	Digest codec.Digest
 	// Stored is when the tensor was committed, or its file last changed.
 	Stored time.Time
-	// Durable is whether the tensor survives a restart.
+	// Durable reports whether the tensor survives a restart.
 	Durable bool
-	// File is the path, below the store's folder, of the .safetensors or the index that the
-	// tensor is part of, empty for a pushed one.
+	// File is the path, relative to the store's folder, of the .safetensors file or the
+	// index that the tensor is part of; empty for a pushed tensor.
 	File string
 }
 
@@ -77,79 +76,81 @@ func (i Info) clone() Info {
 
 // Store keeps tensors by name. It is safe for concurrent use.
 //
-// It may be on another machine: a method waits no longer than its context lasts, and
-// then wraps its cause; the context does not bound what is returned. Every method may
-// wrap ErrUnavailable. Memory never waits. Folder waits for its disk, and looks at the
-// context between two steps. Package storetest has the tests that every Store passes.
+// It may be on another machine: when the context of a method ends, the method returns an
+// error that wraps the context's cause; the context does not limit what was returned. Every
+// method may wrap ErrUnavailable. Memory never waits. Folder waits for its disk, and checks
+// the context between two steps. Package storetest has tests that every Store must pass.
 type Store interface {
-	// Create reserves room for a tensor and returns where to write it. It fails with
-	// ErrFull, ErrName, ErrExists for the name of a tensor in a file, or a tensor error
-	// for the desc. The tensor shows at Commit; an older one of the name stays until
-	// then, so both need room. Of two Writers of one name the last to commit wins.
+	// Create reserves room for a tensor and returns a Writer for it. It fails with ErrFull,
+	// ErrName, ErrExists for the name of a tensor in a file, or an error of package tensor
+	// for the desc. The tensor becomes visible at Commit; an older one of the same name
+	// stays until then, so both need room. Of two Writers of one name, the last to commit
+	// wins.
 	Create(ctx context.Context, name string, d tensor.Desc) (Writer, error)
-	// Open pins a tensor until Release: its Reader does not see deletion or replacement.
-	// The error wraps ErrNotFound.
+	// Open pins a tensor until Release: its Reader is not affected by deletion or
+	// replacement. The error wraps ErrNotFound.
 	Open(ctx context.Context, name string) (Reader, error)
-	// List copies the Infos of up to most tensors whose names match glob and come after
-	// the name after, sorted by name. A glob has path.Match's syntax, and ** for anything,
-	// slashes too, with ErrGlob for one that is malformed or longer than MaxName; the empty
-	// glob matches all.
+	// List copies the Infos of up to most tensors whose names match glob and come after the
+	// name after, sorted by name. A glob has the syntax of path.Match, plus ** for
+	// anything, including slashes; one that is malformed or longer than MaxName is an
+	// ErrGlob. An empty glob matches all.
 	List(ctx context.Context, glob, after string, most int) ([]Info, error)
-	// Delete deletes the tensors of these names in order and returns the names of those
-	// that were there; durably, when the store is durable. It stops at a part of a file,
-	// with ErrPart, and when ctx ends; deleted then says how far it came.
+	// Delete deletes the tensors of these names, in order, and returns the names of those
+	// that existed; durably, if the store is durable. It stops at a part of a file, with
+	// ErrPart, and when ctx ends; deleted then lists those already deleted.
 	Delete(ctx context.Context, names ...string) (deleted []string, err error)
-	// Close ends the store, after its Writers. What Readers hold stays valid until they
-	// release it. All methods return ErrClosed after it, Close too.
+	// Close closes the store, after its Writers have ended. What Readers hold stays valid
+	// until they release it. Afterwards all methods, including Close, return ErrClosed.
 	Close() error
 }
 
-// Writer takes one tensor. It belongs to one goroutine, and ends with Commit or
-// Abort.
+// Writer writes one tensor. It belongs to one goroutine, and ends with Commit or Abort.
 type Writer interface {
-	// WriteViews copies views, in order, to byte off of the tensor. Calls may come in
-	// any order of offsets but not overlap; the caller counts them. Commit reads what
-	// came after a gap again, for the digest.
+	// WriteViews copies views, in order, to byte off of the tensor. Calls may come in any
+	// order of offsets but must not overlap; the caller tracks them. For the digest, Commit
+	// reads again what was written after a gap.
 	WriteViews(ctx context.Context, off int64, views [][]byte) error
-	// Commit replaces an older tensor of the name by this one, atomically, and durably
-	// when the store is durable. The caller has written every byte. When it fails, the
-	// tensor is discarded and the older one stays; when a connection to another machine
-	// failed, either may be there.
+	// Commit replaces an older tensor of the same name by this one, atomically, and durably
+	// if the store is durable. The caller has written every byte. If it fails, the tensor
+	// is discarded and the older one stays; if a connection to another machine failed,
+	// either may be there.
 	Commit(ctx context.Context) (Info, error)
 	// Abort discards what was written and frees the room. After Commit or Abort it is a
 	// no-op.
 	Abort()
 }
 
-// Reader is a tensor that stays as it is until Release. It is safe for concurrent
-// use, except that Release comes last.
+// Reader is a tensor that does not change until Release. It is safe for concurrent use,
+// except that Release must come last.
 type Reader interface {
-	// Info copies what is known of the tensor.
+	// Info copies what is known about the tensor.
 	Info() Info
 	// View shares bytes [off, off+n) of the tensor, at most a few MiB, read-only until
-	// held.Release, which may run on any goroutine and after the Reader's own. The error
-	// wraps ErrRange, the cause of ctx, or fault.ErrVanished when the file was shortened.
+	// held.Release, which may be called on any goroutine, also after the Reader's own
+	// Release. The error wraps ErrRange, the cause of ctx, or fault.ErrVanished if the file
+	// was truncated.
 	View(ctx context.Context, off, n int64) (data []byte, held Releaser, err error)
-	// Release ends the reading, once.
+	// Release releases the Reader. It must be called once.
 	Release()
 }
 
-// Releaser ends the sharing of a view, once.
+// Releaser ends the sharing of a view. Release must be called once.
 type Releaser interface{ Release() }
 
-// DigestKeeper is an optional interface of a Reader whose Info may have no digest:
-// whoever has hashed the whole tensor tells it. Safe for concurrent use, before Release.
+// DigestKeeper is an optional interface of a Reader whose Info may have no digest: a caller
+// that has hashed the whole tensor reports the digest. Safe for concurrent use, before
+// Release.
 type DigestKeeper interface {
-	// Digested notes the digest of the bytes read. It never waits, and may forget it.
+	// Digested records the digest of the tensor. It never waits, and may forget the digest.
 	Digested(d codec.Digest)
 }
 
 // Meter is an optional interface of a Store, for a server's metrics. Safe for
 // concurrent use, also after Close.
 type Meter interface {
-	// Used returns, without waiting, the bytes taken by tensors, open Writers, and what
-	// was replaced or deleted but is still read; and the most of these, math.MaxInt64
-	// where only a disk sets the limit.
+	// Used returns, without waiting, the bytes taken by tensors, by open Writers, and by
+	// what was replaced or deleted but is still being read; and their limit, which is
+	// math.MaxInt64 if only a disk limits them.
 	Used() (used, limit int64)
 }
 
@@ -160,8 +161,8 @@ var (
 	_ Meter        = (*Folder)(nil)
 )
 
-// CheckName reports, with an error that wraps ErrName, whether a tensor may have this
-// name: 1 to MaxName bytes of UTF-8 without control characters. Slashes and dots are
+// CheckName reports, with an error that wraps ErrName, whether a name is valid for a
+// tensor: 1 to MaxName bytes of UTF-8 without control characters. Slashes and dots are
 // allowed: a name is never a path.
 func CheckName(name string) error {
 	switch {
@@ -175,7 +176,7 @@ func CheckName(name string) error {
 	return nil
 }
 
-// checkNew checks what a tensor is to be called and to be, and returns its bytes.
+// checkNew validates the name and the desc of a new tensor, and returns its size in bytes.
 func checkNew(ctx context.Context, name string, d tensor.Desc) (int64, error) {
 	if err := CheckName(name); err != nil {
 		return 0, err
@@ -198,7 +199,7 @@ func checkRange(off, n, size int64) error {
 	return nil
 }
 
-// checkView checks a view before it is made.
+// checkView checks the arguments of a View.
 func checkView(ctx context.Context, off, n, size int64) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)

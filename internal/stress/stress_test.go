@@ -43,7 +43,7 @@ func TestALogIsReadForItsAddressAndItsComplaints(t *testing.T) {
 	e := script(t, `cat >&2 <<'END'
 time=1 level=INFO msg=starting
 time=2 level=INFO msg=listening address=127.0.0.1:1 metrics=127.0.0.1:2 models=4
-time=3 level=WARN msg="file can not be used"
+time=3 level=WARN msg="file cannot be used"
 panic: oh
 time=4 level=INFO msg=stopped
 END`)
@@ -52,7 +52,7 @@ END`)
 	require.Equal(t, "127.0.0.1:1", d.address)
 	require.Equal(t, "127.0.0.1:2", d.metrics)
 	require.NoError(t, d.Stopped())
-	require.Equal(t, []string{`log: time=3 level=WARN msg="file can not be used"`, "log: panic: oh"}, e.all())
+	require.Equal(t, []string{`log: time=3 level=WARN msg="file cannot be used"`, "log: panic: oh"}, e.all())
 }
 
 func TestFiguresAreTheSumOverAllLabels(t *testing.T) {
