@@ -284,7 +284,7 @@ func TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode(t *testing.T) {
 			again.Model = "relu"
 			r.send(&pb.Frame{Calls: []*pb.Call{again}})
 			return o
-		}, invalid, []string{"other content"}, false},
+		}, invalid, []string{"different content"}, false},
 		"65 params":              {call(func(c *pb.Call) { c.Params = entries(65, 3, 1) }), invalid, []string{"params", "65", "64"}, false},
 		"a param's key too long": {call(func(c *pb.Call) { c.Params = entries(1, 129, 1) }), invalid, []string{"params", "129", "128"}, false},
 		"a param's value too long": {
@@ -719,7 +719,7 @@ func TestAHalfClosedStream(t *testing.T) {
 		for _, o := range []*offer{undescribed, begun} {
 			done := r.done(o.call.Id)
 			require.Equal(t, codes.InvalidArgument, codes.Code(done.Code))
-			require.Contains(t, done.Message, "before every input was whole")
+			require.Contains(t, done.Message, "before every input was complete")
 		}
 		r.status()
 	})

@@ -11,7 +11,7 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// calls are the calls of a session, from their opening to EventClosed.
+// calls are the calls of a session, from opening to EventClosed.
 type calls struct {
 	*shared
 	in    *receiver
@@ -19,31 +19,31 @@ type calls struct {
 	moves *lifecycle.Moves
 
 	open      map[tensor.ID]*call
-	number    uint64 // calls so far
-	undecided int    // calls whose end is not decided
+	number    uint64 // number of calls so far
+	undecided int    // calls whose end is undecided
 	inFlight  int    // client: weight of the calls that the peer counts as open
-	retained  int    // server: bytes that calls retain, call by call
+	retained  int    // server: bytes that the open calls retain
 
 	opens   []*call     // client: to be sent
 	cancels []tensor.ID // to be sent
-	answers []*call     // server: whose done is to be sent
+	answers []*call     // server: calls whose done is to be sent
 }
 
 type call struct {
 	part     frame.Call
-	number   uint64 // in the order of opening
+	number   uint64 // order of opening
 	state    lifecycle.State
 	done     frame.Done // once its end is decided
 	missing  int        // server: inputs not announced yet
-	retained int        // server: bytes, part of all that calls retain
-	claims   int        // open on its incoming tensors
+	retained int        // server: bytes, included in calls.retained
+	claims   int        // open claims on its incoming tensors
 	ins      []*in
 	outs     []*out
 	began    Instant
 }
 
-// timeout returns what the call may take; 0 is no limit. It is the engine's side
-// that keeps it, once the inputs are announced.
+// timeout returns the time limit of the call; 0 means none. The engine's side enforces it,
+// once the inputs are announced.
 func (k *call) timeout() Instant { return Instant(min(k.part.TimeoutMillis, 1<<40)) * millisecond }
 
 func (k *call) weight() int { return max(1, len(k.part.Inputs)) }
@@ -53,8 +53,8 @@ func (c *calls) used(id tensor.ID) bool {
 	return c.in.tensors[id] != nil || c.out.tensors[id] != nil || c.tombstones.Has(id)
 }
 
-// inOrder returns the open calls in the order of their opening, so that a
-// machine does the same for the same input.
+// inOrder returns the open calls in the order of their opening, so that a machine is
+// deterministic.
 func (c *calls) inOrder() []*call {
 	return slices.SortedFunc(maps.Values(c.open), func(a, b *call) int { return cmp.Compare(a.number, b.number) })
 }
@@ -72,7 +72,7 @@ func (c *calls) add(k *call, now Instant) {
 	c.stats.CallsOpened++
 }
 
-// end decides how a call ends, unless that is decided.
+// end decides how a call ends, unless that is already decided.
 func (c *calls) end(k *call, on lifecycle.Cause, d frame.Done) {
 	if _, ok := c.moves.Next(k.state, on); ok && k.state < lifecycle.DoneSent {
 		if k.state == lifecycle.Answering {
@@ -84,12 +84,13 @@ func (c *calls) end(k *call, on lifecycle.Cause, d frame.Done) {
 	c.move(k, on)
 }
 
-// giveUp ends a call badly without a word from who works for it.
+// giveUp fails a call for a reason other than its own done.
 func (c *calls) giveUp(k *call, code frame.Code, text string) {
 	c.end(k, lifecycle.GivenUp, frame.Done{Code: code, Message: text})
 }
 
-// move moves a call as its side's table says, and does what the new state asks for.
+// move changes the state of a call according to its side's table, and does what the new
+// state requires.
 func (c *calls) move(k *call, on lifecycle.Cause) {
 	from := k.state
 	to, ok := c.moves.Next(from, on)
@@ -123,16 +124,15 @@ func (c *calls) move(k *call, on lifecycle.Cause) {
 	c.advance(k)
 }
 
-// letGo drops a call's tensors. Who works for the call learns that it was given up,
-// and so does the server.
+// letGo drops a call's tensors. It reports to this side's worker, and to the server, that
+// the call was given up.
 func (c *calls) letGo(k *call, from lifecycle.State, on lifecycle.Cause) {
 	for _, t := range k.outs {
 		c.out.drop(t)
 	}
 	k.outs = nil
 	c.in.dropAll(k)
-	// On a server nobody works for a call before it runs; on a client a done is
-	// enough.
+	// On a server nobody works for a call before it runs; on a client a done is enough.
 	if from < lifecycle.DoneSent && (c.cfg.Server && from > lifecycle.Opening || !c.cfg.Server && on >= lifecycle.GivenUp) {
 		c.tell(Event{Kind: EventStop, Call: k.part.ID, Code: k.done.Code, Text: k.done.Message})
 	}
@@ -148,7 +148,7 @@ func (c *calls) letGo(k *call, from lifecycle.State, on lifecycle.Cause) {
 	}
 }
 
-// advance moves a call on when what its state waits for is there.
+// advance changes the state of a call if what its state waits for has happened.
 func (c *calls) advance(k *call) {
 	switch k.state {
 	case lifecycle.Opening:
@@ -173,8 +173,8 @@ func (c *calls) advance(k *call) {
 	}
 }
 
-// results reports whether a call that ended well waits for its results to be sent
-// (server) or whole (client), or what makes that impossible.
+// results reports whether a call that succeeded is still waiting for its results to be sent
+// (server) or complete (client). lost says what makes that impossible.
 func (c *calls) results(k *call) (lost string, waits bool) {
 	if c.cfg.Server {
 		return "", slices.ContainsFunc(k.outs, func(t *out) bool { return !t.dead && !t.chunks.Sent() })
@@ -193,7 +193,7 @@ func (c *calls) results(k *call) (lost string, waits bool) {
 	}
 	for _, t := range k.ins {
 		if lost == "" && !slices.Contains(k.done.Outputs, frame.Binding{Port: t.desc.Port, Tensor: t.desc.Tensor}) {
-			lost = fmt.Sprintf("the server announced result %q and did not end with it", t.desc.Port)
+			lost = fmt.Sprintf("the server announced result %q, but its done does not name it", t.desc.Port)
 		}
 	}
 	return lost, waits
@@ -214,12 +214,12 @@ func (c *calls) close(k *call) {
 	c.tell(e)
 }
 
-// accept (server) takes a call that the client opens, or refuses it.
+// accept (server) accepts a call that the client opens, or refuses it.
 func (c *calls) accept(now Instant, p *frame.Call) {
 	k := &call{part: *p, missing: len(p.Inputs)}
 	c.add(k, now)
 	if d := c.refusal(p); d != nil {
-		k.part = frame.Call{ID: p.ID} // what it asked for is not worth its memory
+		k.part = frame.Call{ID: p.ID} // do not keep the contents of a refused call
 		c.end(k, lifecycle.EndedBadly, *d)
 		return
 	}
@@ -228,7 +228,7 @@ func (c *calls) accept(now Instant, p *frame.Call) {
 	c.advance(k)
 }
 
-// refusal says why a call that was just added is not taken; nil if it is.
+// refusal returns why a call that was just added is refused; nil if it is accepted.
 func (c *calls) refusal(p *frame.Call) *frame.Done {
 	no := func(code frame.Code, retry uint32, format string, args ...any) *frame.Done {
 		return &frame.Done{Code: code, RetryAfterMillis: retry, Message: fmt.Sprintf(format, args...)}
@@ -236,7 +236,7 @@ func (c *calls) refusal(p *frame.Call) *frame.Done {
 	problem := cmp.Or(frame.CheckName("model", p.Model), frame.CheckEntries("params", p.Params), p.CheckInputs())
 	switch n := retainedBy(p); {
 	case c.draining:
-		return no(frame.Unavailable, 1000, "server is draining; call another one, or this one later")
+		return no(frame.Unavailable, 1000, "server is draining; use another one, or try again later")
 	case c.undecided > c.cfg.Limits.OpenCalls:
 		return no(frame.ResourceExhausted, 100, "open calls: the limit of a session is %d; wait for one to end", c.cfg.Limits.OpenCalls)
 	case len(c.open) > heldCalls*c.cfg.Limits.OpenCalls:
@@ -273,13 +273,13 @@ func (c *calls) expects(k *call, p *frame.Desc, geo tensor.Geometry) *frame.Erro
 	return nil
 }
 
-// retain counts what a call retains until it is closed.
+// retain counts bytes that a call retains until it is closed.
 func (c *calls) retain(k *call, n int) {
 	k.retained += n
 	c.retained += n
 }
 
-// room (server) is how much more calls may retain.
+// room (server) returns how many more bytes calls may retain.
 func (c *calls) room() int {
 	return retainedBytes + c.cfg.Limits.OpenTensors*tensorBytes - c.retained
 }
@@ -289,8 +289,8 @@ func (c *calls) full(what string, n int) string {
 		what, n, c.room()+c.retained, c.room())
 }
 
-// mayOpen (client) reports whether the next call may be sent: it waits here while
-// it would pass what the peer keeps open.
+// mayOpen (client) reports whether the next call may be sent. A call waits here while it
+// would exceed what the peer keeps open.
 func (c *calls) mayOpen() bool {
 	return len(c.opens) > 0 && (c.inFlight == 0 || c.inFlight+c.opens[0].weight() <= int(c.peer.MaxOpenTensors))
 }

@@ -62,9 +62,9 @@ func TestABadChunkInACodecFailsItsTensorAndTheSessionLives(t *testing.T) {
 		data  []byte
 		text  string
 	}{
-		"not named by our hello":  {nil, 1, good.Data[0], "came in lz4, which the hello of this side does not name"},
-		"one of the future":       {codec.All(), 7, good.Data[0], "came in codec 7, which the hello"},
-		"no number of the wire":   {codec.All(), 255, good.Data[0], "came in codec 255, which the hello"},
+		"not named by our hello":  {nil, 1, good.Data[0], "is encoded in lz4, which the hello of this side does not name"},
+		"one of the future":       {codec.All(), 7, good.Data[0], "is encoded in codec 7, which the hello"},
+		"no number of the wire":   {codec.All(), 255, good.Data[0], "is encoded in codec 255, which the hello"},
 		"as long as its place":    {codec.All(), 1, data, "has 64 bytes of lz4, its place has 64"},
 		"empty":                   {codec.All(), 1, nil, "has 0 bytes of lz4"},
 		"cut short":               {codec.All(), 1, good.Data[0], "chunk 1: codec: payload does not decode"},

@@ -9,8 +9,8 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Control handles the control parts of a frame; its chunk is left to Claim. The
-// machine copies what it retains. An error ends the session.
+// Control handles the control parts of a frame; Claim handles its chunk. The machine copies
+// what it retains. An error ends the session.
 func (m *Machine) Control(now Instant, f *frame.Frame) error {
 	if m.err != nil || m.shut {
 		return m.err
@@ -54,7 +54,8 @@ func (m *Machine) Control(now Instant, f *frame.Frame) error {
 			m.unknown(p.Tensor)
 		}
 	}
-	// Before cancels: a client that gives a result up sends both, and says why here.
+	// Before cancels: a client that gives up a result sends both, and the failure has the
+	// reason.
 	for _, p := range f.Failures {
 		m.failurePart(p)
 	}
@@ -99,7 +100,7 @@ func (m *Machine) hello(now Instant, h *frame.Hello) error {
 	set(&m.peer.MaxOpenTensors, 64, 1<<16)
 	m.peer.AllowanceBytes = min(m.peer.AllowanceBytes, frame.AllowanceCeiling)
 	m.code = codec.Choose(m.cfg.Codecs, h.Codecs[:min(len(h.Codecs), frame.HelloCodecs)])
-	m.peer.Codecs = nil // lent with the frame
+	m.peer.Codecs = nil // valid only as long as the frame
 	m.tell(Event{Kind: EventOpened})
 	return nil
 }
@@ -110,12 +111,12 @@ func (m *Machine) callPart(now Instant, p *frame.Call) {
 	case k == nil:
 		m.calls.accept(now, p)
 	case !k.part.Same(p):
-		m.calls.end(k, lifecycle.EndedBadly, frame.Done{Code: frame.InvalidArgument, Message: "call " + p.ID.String() + " came again with other content; use a new id"})
+		m.calls.end(k, lifecycle.EndedBadly, frame.Done{Code: frame.InvalidArgument, Message: "call " + p.ID.String() + " was sent again with different content; use a new id"})
 	}
 }
 
-// descPart takes an announcement. What is wrong with it fails the tensor and its
-// call, not the session.
+// descPart handles an announcement. An error fails the tensor and its call, not the
+// session.
 func (m *Machine) descPart(now Instant, p *frame.Desc) {
 	if m.tombstones.Has(p.Tensor) {
 		return
@@ -134,7 +135,7 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 	case k == nil && !m.tombstones.Has(p.Call):
 		m.refuse(p.Tensor, frame.NotFound, "desc names call "+p.Call.String()+", which is not open; send the call first")
 		return
-	case k == nil || k.state > lifecycle.Finishing || k.state == lifecycle.Finishing && m.cfg.Server: // the call is over: whatever still comes for it is late
+	case k == nil || k.state > lifecycle.Finishing || k.state == lifecycle.Finishing && m.cfg.Server: // the call is over: whatever still arrives for it is late
 		m.tombstones.Add(p.Tensor)
 		return
 	}
@@ -160,10 +161,10 @@ func (m *Machine) ackPart(now Instant, t *out, p frame.Ack) {
 		m.fail(p.Tensor, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s: %v", p.Tensor, err))
 		return
 	}
-	m.calls.advance(t.call) // the ack may have answered for a chunk that was to be sent again
+	m.calls.advance(t.call) // the ack may cover a chunk that was to be sent again
 }
 
-// failurePart is the peer giving up a tensor, ours or its own.
+// failurePart handles a tensor, this side's or the peer's, that the peer gives up.
 func (m *Machine) failurePart(p frame.Failure) {
 	var k *call
 	if t := m.out.tensors[p.Tensor]; t != nil {
@@ -174,11 +175,11 @@ func (m *Machine) failurePart(p frame.Failure) {
 		m.in.drop(t)
 	}
 	switch {
-	case k == nil: // late, or an answer to something we never sent: answering would echo for ever
+	case k == nil: // late, or for a tensor unknown here: an answer might be answered forever
 	case m.cfg.Server:
 		m.calls.giveUp(k, p.Why(), frame.Clip(p.Message, frame.FailureTextBytes))
 	default:
-		m.calls.advance(k) // if done has come; if not, the server owes it
+		m.calls.advance(k) // if done has arrived; otherwise the server still owes it
 	}
 }
 
@@ -192,14 +193,14 @@ func (m *Machine) donePart(p *frame.Done) {
 	}
 }
 
-// unknown answers a frame that names a tensor nobody announced.
+// unknown answers a frame that names a tensor that was never announced.
 func (m *Machine) unknown(id tensor.ID) {
 	if !m.calls.used(id) {
 		m.refuse(id, frame.NotFound, "tensor "+id.String()+" is not known here; send its desc first")
 	}
 }
 
-// refuse gives up a tensor that has no state here, once: later frames of it are late.
+// refuse gives up, once, a tensor that has no state here: its later frames are late.
 func (m *Machine) refuse(id tensor.ID, code frame.Code, text string) {
 	m.tombstones.Add(id)
 	m.sayFailed(id, code, text)

@@ -8,35 +8,35 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// EventKind says what an Event tells.
+// EventKind is the kind of an Event.
 type EventKind uint8
 
-// The events.
+// The kinds of events.
 const (
 	// EventOpened: the session's hellos have been exchanged.
 	EventOpened EventKind = iota + 1
-	// EventReady (server): a call has come and every input is announced.
+	// EventReady (server): a call has arrived and every input is announced.
 	EventReady
-	// EventTensor: an incoming tensor was announced. If Desc.OnAllowance, its
-	// whole memory must be lent while handling this event, or the tensor failed.
+	// EventTensor: an incoming tensor was announced. If Desc.OnAllowance is set, its whole
+	// memory must be lent while this event is handled; otherwise the tensor fails.
 	EventTensor
 	// EventChunk: bytes [Off, Off+N) of an incoming tensor are in place.
 	EventChunk
 	// EventWhole: every byte of an incoming tensor is in place.
 	EventWhole
-	// EventStop: the call has failed or was cancelled, for the reason in Code and
-	// Text. Whoever works for it should stop.
+	// EventStop: the call has failed or was cancelled; Code and Text have the reason. Work
+	// on it should stop.
 	EventStop
-	// EventClosed: the call is over, and all memory lent for it has been returned.
-	// A call's last event, once, also for a call that never was ready. Done is set
-	// on the client.
+	// EventClosed: the call is over, and all memory lent for it has been returned. It is
+	// the last event of every call, once, even if the call was never ready. Done is set on
+	// the client.
 	EventClosed
-	// EventDrain: the peer opens and takes nothing new.
+	// EventDrain: the peer opens and accepts nothing new.
 	EventDrain
 )
 
-// Event is something that happened while a machine handled its input. Pointers
-// are lent until the next call of the machine.
+// Event is something that happened while a machine handled its input. Pointers are lent
+// until the next method call on the machine.
 type Event struct {
 	Kind   EventKind
 	Call   tensor.ID
@@ -49,29 +49,29 @@ type Event struct {
 	Code   frame.Code
 	Text   string
 
-	done   func(filled bool) // of memory to be returned: no event for the holder
+	done   func(filled bool) // set if memory is to be returned; such an event is not handed out
 	filled bool
 }
 
-// shared is what calls, sender and receiver have in common.
+// shared is the state common to calls, sender and receiver.
 type shared struct {
-	cfg      Config      // Limits with defaults; Session and Check as agreed
-	peer     frame.Hello // as far as it binds this side
+	cfg      Config      // Limits with defaults applied; Session and Check as agreed
+	peer     frame.Hello // the parts that bind this side
 	draining bool        // this side opens nothing new
-	drained  bool        // nor does the peer
+	drained  bool        // the peer opens nothing new
 	peerDone bool        // the peer sends nothing more
 	shut     bool        // the session is over
 
 	events     []Event
 	taken      int             // events handed out
-	tombstones recent.IDs      // of calls and tensors that ended: frames that crossed the end are ignored
+	tombstones recent.IDs      // IDs of ended calls and tensors, whose late frames are ignored
 	failures   []frame.Failure // to be sent
-	waiting    int             // bytes of text in failures and in dones to be sent
-	most       int             // entries that a map of calls or tensors has had since it was made
+	waiting    int             // bytes of text in failures and dones to be sent
+	most       int             // maximum number of entries of a map of calls or tensors since it was made
 	stats      Stats
 
-	lastUse Instant // when a call was last seen open, or the session began
-	ticked  Instant // when the slow timers were last looked at
+	lastUse Instant // when a call was last open, or the session began
+	ticked  Instant // when the slow timers were last checked
 }
 
 func (s *shared) tell(e Event) { s.events = append(s.events, e) }
@@ -82,9 +82,8 @@ func (s *shared) sayFailed(id tensor.ID, code frame.Code, text string) {
 	s.waiting += len(text)
 }
 
-// Event returns the next thing that happened, and runs the done functions of
-// memory that was returned before it. Events come in order; handling one may cause
-// more.
+// Event returns the next event, and first runs the done functions of memory that was
+// returned before it. Events come in order; handling one may cause others.
 func (m *Machine) Event() (Event, bool) {
 	for m.taken < len(m.events) {
 		e := m.events[m.taken]
@@ -102,7 +101,8 @@ func (m *Machine) Event() (Event, bool) {
 	return Event{}, false
 }
 
-// pop removes and returns the i-th of a queue, and frees a long queue that is empty.
+// pop removes and returns the i-th element of a queue. It frees a long queue that has
+// become empty.
 func pop[T any](q *[]T, i int) T {
 	v := (*q)[i]
 	if *q = slices.Delete(*q, i, i+1); len(*q) == 0 && cap(*q) > retainedQueue {

@@ -8,21 +8,21 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 )
 
-// A lane is a connection beside the session that carries chunks of tensors on credit, and
-// nothing else. Each of them has its place at the receiver, so that it does not matter in
-// what order they come, or by which way.
+// A lane is a connection next to the session that carries only chunks of tensors on credit.
+// Each chunk has its place at the receiver, so neither the order of the chunks nor the
+// route by which they arrive matters.
 
 // agreed reports whether lanes may be opened.
 func (m *Machine) agreed() bool { return m.cfg.Lanes > 0 && m.peer.Lanes > 0 }
 
-// OfferLanes (server) offers what opens lanes, so many times. It comes before the peer's
-// hello.
+// OfferLanes (server) offers a token that opens lanes, as many as times. It must be called
+// before the peer's hello arrives.
 func (m *Machine) OfferLanes(token frame.LaneToken, times uint32) {
 	m.token, m.cfg.Lanes = token, times
 }
 
-// LaneOffer (client) returns what opens lanes, and how often; a zero token if the server
-// offers none.
+// LaneOffer (client) returns the token that opens lanes, and how often it may be used; a
+// zero token if the server offers none.
 func (m *Machine) LaneOffer() (token frame.LaneToken, times int) {
 	if !m.agreed() {
 		return frame.LaneToken{}, 0
@@ -30,9 +30,10 @@ func (m *Machine) LaneOffer() (token frame.LaneToken, times int) {
 	return m.peer.LaneToken, int(min(m.peer.Lanes, 1<<16))
 }
 
-// SetLane says whether there is a lane. Chunks on credit leave by NextLane from then on; or
-// by Next, those once more that went by the lane and are not acknowledged. There is none
-// for a side that encodes its chunks, nor once the peer has sent its last frame.
+// SetLane sets whether there is a lane. While there is, chunks on credit leave by NextLane;
+// otherwise by Next, which also repeats those that left by the lane and are not
+// acknowledged. A side that encodes its chunks has no lane, nor does one whose peer has
+// sent its last frame.
 func (m *Machine) SetLane(open bool) {
 	s := &m.out
 	s.laned = open && m.agreed() && m.code == codec.None && !m.peerDone && !m.shut
@@ -54,7 +55,7 @@ func (m *Machine) SetLane(open bool) {
 func (m *Machine) LanePending() bool { return m.out.laned && len(m.out.ring) > 0 && !m.shut }
 
 // NextLane fills ch with the next chunk for the lane. Its views are shared until held is
-// released; the checksum is for the caller.
+// released; the caller computes the checksum.
 func (m *Machine) NextLane(now Instant, ch *frame.Chunk) (held chunker.Releaser, ok bool) {
 	if !m.LanePending() {
 		return nil, false
@@ -69,13 +70,13 @@ func (m *Machine) NextLane(now Instant, ch *frame.Chunk) (held chunker.Releaser,
 	return held, true
 }
 
-// LaneStalled reports whether chunks have gone that the peer should have acknowledged by
-// now: the lane may have lost them.
+// LaneStalled reports whether the peer should by now have acknowledged chunks that were
+// sent: the lane may have lost them.
 func (m *Machine) LaneStalled(now Instant) bool {
 	if !m.out.laned {
 		return false
 	}
-	last, chunk := Instant(0), uint32(0) // the last that was heard of all; the largest that is due
+	last, chunk := Instant(0), uint32(0) // last progress of any tensor; largest chunk size due
 	for _, t := range m.out.tensors {
 		if t.laned {
 			last = max(last, t.last)
@@ -87,21 +88,22 @@ func (m *Machine) LaneStalled(now Instant) bool {
 	return chunk > 0 && now >= last+LanePatience(int(chunk))
 }
 
-// LanePatience is how long a lane may take for n bytes of a chunk, and then for their
+// LanePatience returns how long a lane may take for n bytes of a chunk, and then for their
 // acknowledgement.
 func LanePatience(n int) Instant { return laneStall * Instant(1+n/mib) }
 
-// ClaimLane decides about a chunk of n bytes, whose header came by a lane. With true, the
-// caller fills the place by c.Fill, outside any lock it likes, and calls Commit, or Abort
-// if that failed. With false, the bytes are of no use: a lane outlives the tensors that
-// it brings chunks of, and a chunk that is here, or on its way, is not compared.
+// ClaimLane decides whether to accept a chunk of n bytes whose header arrived by a lane. If
+// it returns true, the caller calls c.Fill, outside any lock, and then Commit, or Abort if
+// Fill failed. If it returns false, the caller discards the bytes: a lane outlives the
+// tensors whose chunks it carries, and a chunk that is already here or being received is
+// not compared.
 func (m *Machine) ClaimLane(now Instant, ch *frame.Chunk, n int, c *Claim) bool {
 	t := m.in.tensors[ch.Tensor]
 	if m.err != nil || m.shut || t == nil {
 		return false
 	}
 	if t.desc.OnAllowance {
-		m.fail(ch.Tensor, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s: chunk %d of a tensor on allowance came by a lane; send it in the session", ch.Tensor, ch.Index))
+		m.fail(ch.Tensor, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s: chunk %d of a tensor on allowance arrived by a lane; send it in the session", ch.Tensor, ch.Index))
 		return false
 	}
 	if !m.claim(now, t, ch, n, c) {
@@ -117,7 +119,7 @@ func (m *Machine) ClaimLane(now Instant, ch *frame.Chunk, n int, c *Claim) bool 
 	return true
 }
 
-// Abort ends a claim whose bytes did not come. The chunk is asked for again.
+// Abort ends a claim whose bytes did not arrive. The chunk is requested again.
 func (m *Machine) Abort(now Instant, c *Claim) {
 	t, index := c.tensor, c.claim.Index()
 	c.tensor = nil
@@ -127,14 +129,14 @@ func (m *Machine) Abort(now Instant, c *Claim) {
 		m.calls.advance(t.call)
 		return
 	}
-	t.resend = append(t.resend, index) // a session has few lanes to break
+	t.resend = append(t.resend, index) // bounded: a session has few lanes to lose
 	m.in.wantAck(now, t, true)
 }
 
-// Fill is that of assembler.Claim: it reads the bytes of a claim of ClaimLane to their
-// place. It may run beside the machine.
+// Fill reads the bytes of a claim of ClaimLane to their place, as assembler.Claim.Fill
+// does. It may run concurrently with the machine.
 func (c *Claim) Fill(r io.Reader) (got uint32, left int, err error) { return c.claim.Fill(r) }
 
-// Dead reports whether nobody waits for the chunk of a claim any more, but for the end of
-// the claim: its memory returns with that.
+// Dead reports whether a claim's chunk is no longer wanted: only the return of its memory
+// waits for the end of the claim.
 func (c *Claim) Dead() bool { return c.tensor != nil && c.tensor.dead }

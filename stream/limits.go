@@ -15,74 +15,75 @@ const (
 )
 
 const (
-	// retainedBytes is what a server retains in all of what the calls of one session say:
-	// names, params, metadata, of open calls and of those whose done is not sent. It
-	// is on top of tensorBytes for each tensor that may be open.
+	// retainedBytes is how much a server retains, for all calls of a session, of what they
+	// contain: names, params, metadata, of open calls and of those whose done is not sent.
+	// It is in addition to tensorBytes for each tensor that may be open.
 	retainedBytes = 1 * mib
-	// tensorBytes is what is retained for one incoming tensor but its names and metadata,
-	// in no budget: tensorState, and what stands per chunk.
+	// tensorBytes is what is retained for one incoming tensor, except its names and
+	// metadata, without charging a budget: tensorState and the chunk table.
 	tensorBytes = tensorState + frame.AllowanceChunks*assembler.ChunkOverhead
 	tensorState = 1 * kib
-	// bindingBytes and entryBytes are what an input of a call takes beside its port,
-	// and an entry of params or metadata beside its text.
+	// bindingBytes and entryBytes are what an input of a call takes in addition to its
+	// port, and an entry of params or metadata in addition to its text.
 	bindingBytes = 32
 	entryBytes   = 96
-	// frameParts and frameBytes bound the control parts put into one frame; the
-	// receiver accepts 64 KiB, so one part more than counted always fits.
+	// frameParts and frameBytes limit the control parts put into one frame. The receiver
+	// accepts 64 KiB, so one part more than counted always fits.
 	frameParts = 64
 	frameBytes = 24 * kib
-	// heldCalls times the open calls is how many may be there in all, those
-	// included whose results wait for acknowledgement: those of a frame that comes
-	// before its acknowledgements, and as many again.
+	// heldCalls times the limit of open calls is the maximum number of all calls, including those
+	// whose results wait for acknowledgement: those of a frame that arrives before its
+	// acknowledgements, and as many again.
 	heldCalls = 4
-	// smallRun is how many chunks of small tensors may go before a large one has
-	// a turn, so that a flood of small calls does not stop it.
+	// smallRun is how many chunks of small tensors may be sent before a large one gets a
+	// turn, so that a flood of small calls does not stop it.
 	smallRun = 8
-	// pendingControl bounds answers that wait because the peer does not read, and
+	// pendingControl limits the answers that wait because the peer does not read, and
 	// pendingBytes their texts.
 	pendingControl = 2048
-	// answerBytes is what an answer takes beside its text.
+	// answerBytes is what an answer takes in addition to its text.
 	answerBytes  = 400
 	pendingBytes = 512 * kib
-	// retainedQueue is the capacity retained of each queue and map that has become empty,
-	// and retainedEvents that of the events.
+	// retainedQueue is the capacity up to which an empty queue or map is kept, and
+	// retainedEvents the same for the events.
 	retainedQueue  = 64
 	retainedEvents = 32
-	// ackShare: an acknowledgement is due when this part (1/ackShare) of what the
-	// sender can retain has come.
+	// ackShare: an acknowledgement is due when 1/ackShare of what the sender can retain has
+	// arrived.
 	ackShare = 4
-	// lazyAck is how long an acknowledgement or a credit that nobody waits for may wait
-	// for a frame to ride in.
+	// lazyAck is how long an acknowledgement or a credit that nobody waits for may be
+	// delayed, to be sent along with another frame.
 	lazyAck = 20 * millisecond
-	// laneRetain is how many chunks a sender with lanes wants acknowledged together: as
-	// many go again when a lane breaks, at most, beside those on their way.
+	// laneRetain is how many chunks a sender with lanes wants to have acknowledged
+	// together. When a lane breaks, at most that many are sent again, in addition to those
+	// in flight.
 	laneRetain = 64
-	// laneStall, and once more for each MiB of a chunk, is how long chunks of a lane may
-	// lack an acknowledgement that is due in lazyAck: a route that lost some of them takes
-	// longer, a busy machine or a line of 1 Mbit/s does not.
+	// laneStall, plus the same for each MiB of a chunk, is how long a lane may take for an
+	// acknowledgement that is due within lazyAck. A route that lost chunks takes longer; a
+	// busy machine or a line of 1 Mbit/s does not.
 	laneStall = 5 * second
-	// tickEvery is how often the slow timers are looked at while calls are open.
+	// tickEvery is how often the slow timers are checked while calls are open.
 	tickEvery = 1 * second
-	// lateFrames is how long a session without calls still expects frames that
-	// crossed an end; then it forgets what has ended.
+	// lateFrames is how long a session without calls still expects late frames of ended
+	// calls; then it forgets those calls.
 	lateFrames = 10 * second
 )
 
-// Limits of one session, each visible in GetServiceInfo. Zero values mean the
-// defaults of DefaultLimits.
+// Limits are the limits of one session. GetServiceInfo shows each of them. Zero values mean
+// those of DefaultLimits.
 type Limits struct {
-	ChunkBytes     uint32  // largest chunk accepted, bytes, to ChunkBytesCeiling
-	AllowanceBytes uint32  // payload accepted without credit, bytes, to AllowanceCeiling
+	ChunkBytes     uint32  // largest chunk accepted, bytes, at most ChunkBytesCeiling
+	AllowanceBytes uint32  // payload accepted without credit, bytes, at most AllowanceCeiling
 	TensorBytes    int64   // largest tensor accepted, bytes
-	OpenTensors    int     // incoming tensors at a time
-	OpenCalls      int     // calls at a time
-	FirstFrame     Instant // to the peer's hello
-	ChunkIdle      Instant // without a chunk although credit is unused, or without taking what is ready
-	InputIdle      Instant // the same, while the peer says that it waits itself; at least ChunkIdle
-	SessionIdle    Instant // without any call
+	OpenTensors    int     // open incoming tensors
+	OpenCalls      int     // open calls
+	FirstFrame     Instant // until the peer's hello
+	ChunkIdle      Instant // without a chunk although there is credit, or without reading what is ready
+	InputIdle      Instant // the same while the peer says that it is waiting itself; at least ChunkIdle
+	SessionIdle    Instant // without a call
 }
 
-// DefaultLimits are the limits of a session nobody configured.
+// DefaultLimits returns the default limits of a session.
 func DefaultLimits() Limits {
 	return Limits{
 		ChunkBytes: 1 * mib, AllowanceBytes: 1 * mib, TensorBytes: 16 << 30,
@@ -91,7 +92,8 @@ func DefaultLimits() Limits {
 	}
 }
 
-// WithDefaults returns the limits with zero fields set, and none over its ceiling.
+// WithDefaults returns the limits with zero fields set to their defaults and all fields
+// reduced to their ceilings.
 func (l Limits) WithDefaults() Limits {
 	d := DefaultLimits()
 	set(&l.ChunkBytes, d.ChunkBytes, frame.ChunkBytesCeiling)
@@ -107,7 +109,7 @@ func (l Limits) WithDefaults() Limits {
 	return l
 }
 
-// ChunkIdleMillis is ChunkIdle as a hello tells it.
+// ChunkIdleMillis returns ChunkIdle as a hello has it.
 func (l Limits) ChunkIdleMillis() uint32 {
 	return uint32(min(max(l.ChunkIdle/millisecond, 1), 1<<32-1))
 }
@@ -119,10 +121,10 @@ func set[T uint32 | int | int64 | Instant](v *T, def, most T) {
 	*v = min(*v, most)
 }
 
-// Instant is a moment in nanoseconds since a fixed point that the caller chose.
+// Instant is a time in nanoseconds since a fixed point that the caller chooses.
 type Instant int64
 
-// retainedBy is what is retained of a call.
+// retainedBy returns how many bytes are retained for a call.
 func retainedBy(c *frame.Call) int {
 	n := len(c.Model) + frame.SizeOf(c.Params, entryBytes)
 	for _, b := range c.Inputs {
@@ -131,10 +133,10 @@ func retainedBy(c *frame.Call) int {
 	return n
 }
 
-// retainedByDesc is what is retained for a tensor that is cut as geo says.
+// retainedByDesc returns how many bytes are retained for a tensor with this geometry.
 func retainedByDesc(p *frame.Desc, geo tensor.Geometry) int {
 	n := tensorState + len(p.Port) + len(p.Name) + frame.SizeOf(p.Metadata, entryBytes)
-	if !p.OnAllowance { // else, and above that number, they are in the budget
+	if !p.OnAllowance { // otherwise, and beyond that number, the budget is charged
 		n += int(min(geo.Count(), frame.AllowanceChunks)) * assembler.ChunkOverhead
 	}
 	return n

@@ -10,18 +10,19 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Config of one side of a session.
+// Config configures one side of a session.
 type Config struct {
 	Server  bool
-	Session tensor.ID      // chosen by the client; a server learns it from hello
-	Check   codec.Checksum // client: the kind for the session; zero is CRC32C
-	// Codecs are those that this side decodes, in order of preference, and encodes with
-	// when the peer decodes them. Empty is none: chunks go and come as they are.
+	Session tensor.ID      // chosen by the client; a server gets it from the hello
+	Check   codec.Checksum // client: the checksum of the session; zero means CRC32C
+	// Codecs are those that this side decodes, in order of preference. It encodes with
+	// one of them if the peer decodes it, too. If empty, chunks are not encoded.
 	Codecs []codec.Codec
 	Limits Limits
-	// Lanes (client) is how many lanes it would open at a time; 0 is none.
+	// Lanes (client) is how many lanes the client would open at a time; 0 means none.
 	Lanes uint32
-	// NoAllowance: the peer may send nothing without credit, whatever Limits say.
+	// NoAllowance means that the peer may send nothing without credit, whatever Limits
+	// says.
 	NoAllowance bool
 }
 
@@ -33,16 +34,16 @@ type Machine struct {
 	out   sender
 
 	began                Instant
-	token                frame.LaneToken // server: offered, if the client would open lanes
+	token                frame.LaneToken // server: offered if the client would open lanes
 	helloSent, helloSeen bool
 	drain                *frame.Drain // to be sent
-	code                 codec.Codec  // what chunks are sent in
-	waits                bool         // client: the peer is to be told so
-	alive                Instant      // when the peer said last that it waits
-	err                  error        // what ended the session
+	code                 codec.Codec  // codec of the chunks sent
+	waits                bool         // client: the peer must be told that this side waits
+	alive                Instant      // when the peer last said that it waits
+	err                  error        // why the session ended
 }
 
-// New returns a machine. now is the first moment of its time.
+// New returns a machine whose time starts at now.
 func New(cfg Config, now Instant) *Machine {
 	cfg.Limits = cfg.Limits.WithDefaults()
 	if cfg.NoAllowance {
@@ -67,23 +68,23 @@ func New(cfg Config, now Instant) *Machine {
 	return m
 }
 
-// Status is what a machine shows of itself.
+// Status is the state of a machine.
 type Status struct {
 	Server   bool
-	Session  tensor.ID      // zero on a server that has seen no hello
+	Session  tensor.ID      // zero on a server before the hello
 	Open     bool           // the hellos have been exchanged, and Close was not called
-	Draining bool           // one of the sides opens nothing new
+	Draining bool           // one side opens nothing new
 	Checksum codec.Checksum // of chunks
-	Codec    codec.Codec    // of chunks to be sent: the first in the peer's hello that Config names too
-	// PeerChunkBytes is the largest chunk that the peer receives.
+	Codec    codec.Codec    // of the chunks sent: the first one in the peer's hello that Config names, too
+	// PeerChunkBytes is the largest chunk that the peer accepts.
 	PeerChunkBytes int64
-	PeerChunkIdle  Instant // after which the peer gives up this side, unless that says that it waits; 0: unknown
+	PeerChunkIdle  Instant // the peer's idle timeout, unless this side says that it waits; 0 if unknown
 	Calls          int     // open
-	Err            error   // what ended the session, or nil
+	Err            error   // why the session ended, or nil
 	Stats          Stats
 }
 
-// Status returns how the machine stands.
+// Status returns the state of the machine.
 func (m *Machine) Status() Status {
 	return Status{
 		Server: m.cfg.Server, Session: m.cfg.Session, Open: m.helloSeen && !m.shut, Draining: m.draining || m.drained,
@@ -93,14 +94,13 @@ func (m *Machine) Status() Status {
 	}
 }
 
-// Retained returns how many bytes are kept of what the peer has said of calls, names,
-// params, metadata and what is kept per chunk, and for answers that wait for it.
+// Retained returns how many bytes are kept of what the peer has said about calls (names,
+// params, metadata and chunk tables) and for answers waiting to be sent to it.
 func (m *Machine) Retained() int {
 	return m.calls.retained + m.waiting + (len(m.failures)+len(m.calls.answers))*answerBytes
 }
 
-// Stats counts what a machine has done. Bytes are of tensors, in whatever codec
-// they came.
+// Stats counts what a machine has done. Bytes are bytes of tensors, whatever the codec.
 type Stats struct {
 	BytesIn, BytesOut   int64
 	LaneBytesIn         int64 // of BytesIn
@@ -123,8 +123,8 @@ func (s *Stats) Add(o Stats) {
 	s.CallsOpened += o.CallsOpened
 }
 
-// OpenCall (client) opens a call. Its inputs are announced by OpenTensor with
-// the IDs that c names. The machine copies c's inputs and shares its Params.
+// OpenCall (client) opens a call. Its inputs are announced by OpenTensor, with the IDs that
+// c names. The machine copies c's inputs and shares its Params.
 func (m *Machine) OpenCall(now Instant, c frame.Call) error {
 	switch {
 	case m.shut || m.err != nil || m.peerDone:
@@ -134,7 +134,7 @@ func (m *Machine) OpenCall(now Instant, c frame.Call) error {
 	case m.calls.open[c.ID] != nil || m.tombstones.Has(c.ID):
 		return fmt.Errorf("stream: call %s was opened before; use a new id", c.ID)
 	}
-	// What the wire could not carry would end the session, and every other call.
+	// What the wire cannot carry would end the session, and with it every other call.
 	if problem := c.Check(); problem != "" {
 		return fmt.Errorf("stream: %s", problem)
 	}
@@ -145,11 +145,11 @@ func (m *Machine) OpenCall(now Instant, c frame.Call) error {
 	return nil
 }
 
-// Finish decides how a call ends; the first decision stands, but that a call may
-// fail while done with OK waits behind its chunks. On a server, done is sent when
-// every chunk of the results is, or at once when the code is not OK; OK has no
-// effect before EventReady. On a client, a code other than OK cancels the call: the
-// server is told, and the call's memory returns without waiting for the answer.
+// Finish decides how a call ends. The first decision stands, except that a call may still
+// fail while a done with OK waits behind its chunks. On a server, done is sent once every
+// chunk of the results has been sent, or at once if the code is not OK; OK has no effect
+// before EventReady. On a client, a code other than OK cancels the call: the server is
+// told, and the call's memory is returned without waiting for the answer.
 func (m *Machine) Finish(d frame.Done) {
 	k := m.calls.open[d.Call]
 	switch {
@@ -164,18 +164,18 @@ func (m *Machine) Finish(d frame.Done) {
 	}
 }
 
-// FailTensor gives up an incoming tensor for a reason of the caller's, with its call.
+// FailTensor gives up an incoming tensor and its call, for a reason of the caller's.
 func (m *Machine) FailTensor(id tensor.ID, code frame.Code, text string) {
 	if t := m.in.tensors[id]; t != nil {
 		m.fail(id, t.call, &frame.Error{Code: code, Text: text})
 	}
 }
 
-// Waits (client) has the peer told that this side is alive and waits: for its own input,
-// or for whoever takes its output.
+// Waits (client) makes the machine tell the peer that this side is alive and waiting: for
+// its own input, or for the consumer of its output.
 func (m *Machine) Waits() { m.waits = true }
 
-// Drain announces that this side opens and takes nothing new.
+// Drain announces that this side opens and accepts nothing new.
 func (m *Machine) Drain(reason string) {
 	if !m.draining && !m.shut {
 		m.draining = true
@@ -183,12 +183,12 @@ func (m *Machine) Drain(reason string) {
 	}
 }
 
-// PeerDone notes that the peer has sent its last frame. On a server, calls whose
-// inputs are incomplete fail, and results are not waited for any more once they
-// are sent: their acknowledgements can not come. On a client the session is over.
+// PeerDone records that the peer has sent its last frame. On a server, calls with
+// incomplete inputs fail, and results that have been sent are no longer waited for: their
+// acknowledgements cannot arrive. On a client the session is over.
 func (m *Machine) PeerDone() {
 	m.peerDone = true
-	m.SetLane(false) // its acknowledgements do not come
+	m.SetLane(false) // its acknowledgements cannot arrive
 	for _, k := range m.calls.inOrder() {
 		if !m.cfg.Server {
 			m.calls.giveUp(k, frame.Unavailable, "the server ended the session")
@@ -198,15 +198,15 @@ func (m *Machine) PeerDone() {
 			t.chunks.AckSent()
 		}
 		if k.missing > 0 || slices.ContainsFunc(k.ins, func(t *in) bool { return !t.asm.Whole() }) {
-			m.calls.giveUp(k, frame.InvalidArgument, "the client ended its stream before every input was whole; send all chunks first")
+			m.calls.giveUp(k, frame.InvalidArgument, "the client ended its stream before every input was complete; send all chunks first")
 		}
 		m.calls.advance(k)
 	}
 }
 
-// Close ends the session for good: every call stops with code and text, every
-// incoming tensor that no claim holds is let go, nothing more is sent. The last
-// claims still have to be committed.
+// Close ends the session: every call stops with code and text, every incoming tensor
+// without an open claim is dropped, and nothing more is sent. Open claims must still be
+// committed.
 func (m *Machine) Close(code frame.Code, text string) {
 	if m.shut {
 		return

@@ -24,16 +24,16 @@ func (m *Machine) Pending() bool {
 // parcel is a frame that is being filled.
 type parcel struct {
 	*frame.Frame
-	bytes int // of its control parts, but those of a fixed size
+	bytes int // of its control parts, except those of a fixed size
 }
 
-// room reports whether another part may be added to those of its kind.
+// room reports whether another part may be added, given how many of its kind there are.
 func (p *parcel) room(parts int) bool { return parts < frameParts && p.bytes < frameBytes }
 
-// Next fills f, which must be empty, with what is to be sent next: control parts
-// that wait, and at most one chunk. The chunk's views are shared until held, if
-// not nil, is released; the encoding by Status.Codec, if it is worth it, and the
-// checksum are for the caller. It reports whether f has anything in it.
+// Next fills f, which must be empty, with what is to be sent next: waiting control parts
+// and at most one chunk. The chunk's views are shared until held, if not nil, is released.
+// The caller encodes the chunk with Status.Codec, if that pays off, and computes the
+// checksum. Next reports whether it put anything into f.
 func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok bool) {
 	if !m.Pending() {
 		return nil, false
@@ -47,11 +47,11 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 	}
 	if m.waits {
 		m.waits = false
-		return nil, true // nothing says so
+		return nil, true // an empty frame says that this side waits
 	}
 	p := parcel{Frame: f}
-	// What ends frees places and allowance at the peer, and it reads a frame's
-	// calls and descs first: those that may need the places go with the next.
+	// What ends frees resources at the peer, which reads a frame's calls and descs first:
+	// those that may need the resources go into the next frame.
 	if len(m.calls.cancels)+len(m.calls.answers) == 0 {
 		m.calls.addOpens(&p)
 		m.out.addDescs(now, &p)
@@ -67,7 +67,7 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 		p.bytes += len(x.Message) + 64
 		m.waiting -= len(x.Message)
 	}
-	if p.room(0) { // else the parts and a chunk could be more than a frame may have
+	if p.room(0) { // otherwise the parts and a chunk might exceed a frame
 		var t *out
 		if t, held = m.out.addChunk(now, &p); t != nil {
 			m.calls.advance(t.call)
@@ -95,7 +95,7 @@ func (m *Machine) greeting() *frame.Hello {
 	return h
 }
 
-// NextTick returns when Tick has something to do at the latest.
+// NextTick returns the latest time at which Tick must be called.
 func (m *Machine) NextTick() Instant {
 	var at Instant
 	switch {
@@ -115,10 +115,10 @@ func (m *Machine) NextTick() Instant {
 	return at
 }
 
-// Tick looks at everything that waits. An error ends the session.
+// Tick checks all timeouts. An error ends the session.
 func (m *Machine) Tick(now Instant) error {
 	if now >= m.in.lazyAt {
-		m.in.lazyAt = 0 // Pending sees them from now on
+		m.in.lazyAt = 0 // Pending includes them from now on
 	}
 	switch limits := &m.cfg.Limits; {
 	case m.err != nil:
@@ -147,8 +147,8 @@ func (m *Machine) Tick(now Instant) error {
 	return nil
 }
 
-// silent returns for how long the peer has let something wait since last, if that is too
-// long: without a word, or although it says that it waits itself.
+// silent returns how long the peer has kept something waiting since last, if that is too
+// long: either without a sign of life, or in spite of saying that it is waiting itself.
 func (m *Machine) silent(now, last Instant) string {
 	idle, most := m.cfg.Limits.ChunkIdle, m.cfg.Limits.InputIdle
 	switch {
@@ -161,13 +161,13 @@ func (m *Machine) silent(now, last Instant) string {
 	return ""
 }
 
-// expire gives up a call that waited too long for its peer.
+// expire gives up a call that has waited too long for the peer.
 func (m *Machine) expire(now Instant, k *call) {
 	idle := m.cfg.Limits.ChunkIdle
 	if m.cfg.Server && k.state == lifecycle.Opening {
 		switch {
 		case k.timeout() > 0 && now >= k.began+k.timeout():
-			m.calls.giveUp(k, frame.DeadlineExceeded, "the call's timeout has passed before its inputs were announced")
+			m.calls.giveUp(k, frame.DeadlineExceeded, "the call's timeout passed before its inputs were announced")
 			return
 		case now >= k.began+idle:
 			m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("call expired: %d of its inputs were not announced within %d s", k.missing, idle/second))

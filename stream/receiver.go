@@ -11,37 +11,37 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// receiver takes the tensors of the peer's into memory that was lent for them.
+// receiver receives the peer's tensors into memory lent for them.
 type receiver struct {
 	*shared
 	tensors   map[tensor.ID]*in
-	credits   []*in   // whose limit is to be sent
-	acks      []*in   // to be acknowledged
-	lazyAt    Instant // when credits and acks are due; 0: at once, if there are any
-	open      int     // tensors that count as open
+	credits   []*in   // tensors whose limit is to be sent
+	acks      []*in   // tensors to be acknowledged
+	lazyAt    Instant // when credits and acks are due; 0 means now
+	open      int     // number of tensors that count as open
 	allowance int64   // bytes used by the peer
 	free      func(done func(filled bool), filled bool)
 }
 
-// in is a tensor on its way to this side.
+// in is an incoming tensor.
 type in struct {
 	desc      frame.Desc
 	geo       tensor.Geometry
 	asm       *assembler.Assembler
 	call      *call
-	limit     uint32 // last sent, or all on allowance
-	acked     uint32 // last sent
+	limit     uint32 // last limit sent; all chunks if on allowance
+	acked     uint32 // last acknowledgement sent
 	resend    []uint32
-	open      bool // counts in the receiver's
+	open      bool // counts in receiver.open
 	dead      bool
 	creditDue bool  // in credits
 	ackDue    bool  // in acks
-	share     int64 // of the allowance
+	share     int64 // bytes of the allowance
 	last      Instant
 }
 
 // admit checks a desc against shape arithmetic and limits, before anything of it is
-// retained, and returns how the tensor is cut.
+// retained, and returns the tensor's geometry.
 func (r *receiver) admit(p *frame.Desc) (tensor.Geometry, *frame.Error) {
 	geo, bad := p.Check(r.cfg.Limits.ChunkBytes, r.cfg.Limits.TensorBytes)
 	if bad != nil {
@@ -62,7 +62,7 @@ func (r *receiver) admit(p *frame.Desc) (tensor.Geometry, *frame.Error) {
 	return geo, nil
 }
 
-// announce adds a tensor that was admitted.
+// announce adds an admitted tensor.
 func (r *receiver) announce(now Instant, p *frame.Desc, geo tensor.Geometry, k *call) {
 	t := &in{desc: *p, geo: geo, asm: assembler.New(p.Tensor, geo, r.cfg.Check, r.free), call: k, last: now, open: true}
 	t.desc.Shape = p.Shape.Clone()
@@ -77,12 +77,12 @@ func (r *receiver) announce(now Instant, p *frame.Desc, geo tensor.Geometry, k *
 	r.tell(Event{Kind: EventTensor, Call: k.part.ID, Tensor: p.Tensor, Desc: &t.desc})
 }
 
-// Lend lends mem as the next bytes of an incoming tensor until done runs: once,
-// inside Event, in the order of the events, before EventClosed of the tensor's call
-// is returned. With true, every byte of mem is in place; with false, the tensor was
-// given up and mem may hold anything. No claim that could touch mem is open then.
-// done may be nil, and may call the machine. After an error, mem was not taken and
-// done never runs. Lend panics when mem reaches past the tensor's end.
+// Lend lends mem as the next bytes of an incoming tensor until done is called: once, inside
+// Event, in the order of the events, before EventClosed of the tensor's call is returned.
+// If filled is true, every byte of mem is in place; if false, the tensor was given up and
+// the contents of mem are undefined. No claim that could touch mem is open then. done may
+// be nil, and may call the machine. After an error, mem was not lent and done is never
+// called. Lend panics if mem extends beyond the tensor's end.
 func (m *Machine) Lend(now Instant, id tensor.ID, mem []byte, done func(filled bool)) error {
 	t := m.in.tensors[id]
 	if t == nil {
@@ -96,15 +96,15 @@ func (m *Machine) Lend(now Instant, id tensor.ID, mem []byte, done func(filled b
 	return nil
 }
 
-// drop gives a tensor up: its memory returns to the lender, with the commit of a
-// claim that is still open.
+// drop gives up a tensor. Its memory is returned to the lender, at the commit of a claim if
+// one is still open.
 func (r *receiver) drop(t *in) {
 	if t.dead {
 		return
 	}
 	t.dead = true
 	t.asm.Drop()
-	if r.cfg.Server || !t.asm.Whole() { // else its acknowledgement is to be sent
+	if r.cfg.Server || !t.asm.Whole() { // otherwise its acknowledgement must still be sent
 		t.resend = nil
 	}
 	delete(r.tensors, t.desc.Tensor)
@@ -120,8 +120,8 @@ func (r *receiver) dropAll(k *call) {
 	k.ins = nil
 }
 
-// uncount stops counting a tensor as open: it is over, or its last acknowledgement
-// is sent.
+// uncount stops counting a tensor as open: it is over, or its last acknowledgement has been
+// sent.
 func (r *receiver) uncount(t *in) {
 	if t.open {
 		t.open = false
@@ -130,21 +130,21 @@ func (r *receiver) uncount(t *in) {
 	}
 }
 
-// Claim is a chunk being copied to its place, reused from chunk to chunk.
+// Claim is a chunk that is being copied to its place. It is reused for further chunks.
 type Claim struct {
 	claim  assembler.Claim
 	tensor *in
-	lane   bool // of ClaimLane
+	lane   bool // made by ClaimLane
 }
 
-// Copy writes the chunk's bytes, borrowed, to their place and returns their
-// checksum, and an error when they could not be decoded. It may run beside the
+// Copy writes the chunk's bytes, which it borrows, to their place. It returns their
+// checksum, and an error if they could not be decoded. It may run concurrently with the
 // machine.
 func (c *Claim) Copy(views [][]byte) (got uint32, err error) { return c.claim.Copy(views) }
 
-// Claim decides about the chunk of a frame whose control parts were handled.
-// With true, the caller copies the bytes by c.Copy, outside any lock it likes,
-// and then calls Commit. An error ends the session.
+// Claim decides whether to accept the chunk of a frame whose control parts have been
+// handled. If it returns true, the caller calls c.Copy, outside any lock, and then Commit.
+// An error ends the session.
 func (m *Machine) Claim(now Instant, ch *frame.Chunk, c *Claim) (bool, error) {
 	if m.err != nil || m.shut || ch.Tensor.IsZero() {
 		return false, m.err
@@ -157,7 +157,7 @@ func (m *Machine) Claim(now Instant, ch *frame.Chunk, c *Claim) (bool, error) {
 	return m.claim(now, t, ch, ch.Len(), c), nil
 }
 
-// claim decides about a chunk of n bytes of an incoming tensor.
+// claim decides whether to accept a chunk of n bytes of an incoming tensor.
 func (m *Machine) claim(now Instant, t *in, ch *frame.Chunk, n int, c *Claim) bool {
 	bad := func(format string, args ...any) bool {
 		m.fail(ch.Tensor, t.call, frame.Errorf(frame.InvalidArgument, "tensor "+ch.Tensor.String()+": "+format, args...))
@@ -165,7 +165,7 @@ func (m *Machine) claim(now Instant, t *in, ch *frame.Chunk, n int, c *Claim) bo
 	}
 	k := codec.Codec(ch.Codec)
 	if k != codec.None && !slices.Contains(m.cfg.Codecs, k) {
-		return bad("chunk %d came in %v, which the hello of this side does not name", ch.Index, k)
+		return bad("chunk %d is encoded in %v, which the hello of this side does not name", ch.Index, k)
 	}
 	verdict, err := t.asm.Claim(&c.claim, ch.Index, n, k, ch.Sum)
 	switch {
@@ -173,7 +173,7 @@ func (m *Machine) claim(now Instant, t *in, ch *frame.Chunk, n int, c *Claim) bo
 		return bad("%v", err)
 	case verdict == assembler.Duplicate:
 		m.stats.Duplicate++
-		m.in.wantAck(now, t, true) // the peer sent again: perhaps an ack was lost to it
+		m.in.wantAck(now, t, true) // the peer sent it again: it may have missed an ack
 		return false
 	}
 	if !c.claim.Again() {
@@ -184,7 +184,7 @@ func (m *Machine) claim(now Instant, t *in, ch *frame.Chunk, n int, c *Claim) bo
 	return true
 }
 
-// Commit ends a claim with what Copy returned.
+// Commit ends a claim with the results of Copy or Fill.
 func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
 	t := c.tensor
 	c.tensor = nil
@@ -206,25 +206,26 @@ func (r *receiver) commit(now Instant, t *in, claim *Claim, got uint32, failed e
 		return nil
 	}
 	at := len(r.events)
-	// Before the memory that the chunk fills is returned; taken back if it does not count.
+	// Must precede the return of the memory that the chunk fills; removed below if the
+	// chunk does not count.
 	r.tell(Event{Kind: EventChunk, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc, Off: off, N: n})
 	ok, err := t.asm.Commit(c, got, failed)
 	if !ok {
 		r.events = r.events[:at]
 	}
 	switch {
-	case errors.Is(err, codec.ErrDecode), errors.Is(err, assembler.ErrConflict): // it came as it was sent
+	case errors.Is(err, codec.ErrDecode), errors.Is(err, assembler.ErrConflict): // it arrived as it was sent
 		return frame.Errorf(frame.InvalidArgument, "tensor %s: %v", t.desc.Tensor, err)
 	case err != nil:
 		return frame.Errorf(frame.DataLoss, "tensor %s: %v", t.desc.Tensor, err)
 	case !ok:
 		r.stats.Corrupt++
 		if c.Again() {
-			r.wantAck(now, t, true) // as of a duplicate
+			r.wantAck(now, t, true) // as for a duplicate
 			return nil
 		}
 		if len(t.resend) >= chunker.MaxResends {
-			return frame.Errorf(frame.DataLoss, "tensor %s: %d chunks have a wrong checksum and wait to be asked for again", t.desc.Tensor, len(t.resend)+1)
+			return frame.Errorf(frame.DataLoss, "tensor %s: %d chunks have a wrong checksum and wait to be requested again", t.desc.Tensor, len(t.resend)+1)
 		}
 		t.resend = append(t.resend, c.Index())
 		r.wantAck(now, t, true)
@@ -238,17 +239,17 @@ func (r *receiver) commit(now Instant, t *in, claim *Claim, got uint32, failed e
 	}
 	if t.asm.Whole() {
 		r.tell(Event{Kind: EventWhole, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc})
-		// Only the sender's memory waits for this one, unless that memory is
-		// scarce or half of the allowance hangs on it.
+		// Only the sender's memory waits for this one, so it is not urgent unless that
+		// memory is scarce or more than half of the allowance is in use.
 		r.wantAck(now, t, t.desc.RetainChunks > 0 && !t.desc.OnAllowance || r.allowance > int64(r.cfg.Limits.AllowanceBytes)/2)
 	} else if news := t.asm.Below() - t.acked; t.desc.RetainChunks > 0 && news > 0 {
-		// Before it is due, too: the sender may retain less than it hoped for.
+		// Also before it is due: the sender may be able to retain less than it hoped for.
 		r.wantAck(now, t, news >= max(1, t.desc.RetainChunks/ackShare))
 	}
 	return nil
 }
 
-// wantAck has an acknowledgement sent: now, or with the next frame that goes.
+// wantAck schedules an acknowledgement: now, or with the next frame.
 func (r *receiver) wantAck(now Instant, t *in, urgent bool) {
 	if !t.ackDue {
 		t.ackDue = true
@@ -260,8 +261,8 @@ func (r *receiver) wantAck(now Instant, t *in, urgent bool) {
 	}
 }
 
-// wantCredit has a tensor's limit sent, if it was raised: now, if the peer has used half
-// of what it may send, or with the next frame that goes.
+// wantCredit schedules the sending of a tensor's limit, if it was raised: now, if the peer
+// has used half of what it may send, or with the next frame.
 func (r *receiver) wantCredit(now Instant, t *in) {
 	limit := t.asm.Limit()
 	if limit <= t.limit {
@@ -277,7 +278,7 @@ func (r *receiver) wantCredit(now Instant, t *in) {
 	}
 }
 
-// mayWait begins the wait of what is added to credits and acks.
+// mayWait starts the delay of credits and acks.
 func (r *receiver) mayWait(now Instant) {
 	if len(r.credits)+len(r.acks) == 0 {
 		r.lazyAt = now + lazyAck

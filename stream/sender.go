@@ -18,21 +18,21 @@ var (
 	ErrDraining = errors.New("stream: draining")
 )
 
-// sender sends the tensors of this side's, within credit and allowance, by turns.
+// sender sends this side's tensors, within credit and allowance, taking turns.
 type sender struct {
 	*shared
 	tensors   map[tensor.ID]*out
 	descs     []*out // to be sent
-	ring      []*out // on credit, with chunks to send: they take turns
-	turn      int    // place in ring
-	small     []*out // on allowance, with chunks to send: before the ring
-	smallRun  int    // chunks taken from small since one was taken from ring
+	ring      []*out // tensors on credit with chunks to send, which take turns
+	turn      int    // index in ring
+	small     []*out // tensors on allowance with chunks to send, which precede the ring
+	smallRun  int    // chunks taken from small since the last one from ring
 	laned     bool   // chunks of the ring leave by NextLane
-	announced int    // tensors that the peer counts as open
-	allowance int64  // bytes used of the peer's
+	announced int    // number of tensors that the peer counts as open
+	allowance int64  // bytes of the peer's allowance in use
 }
 
-// out is a tensor on its way to the peer.
+// out is an outgoing tensor.
 type out struct {
 	desc      frame.Desc
 	geo       tensor.Geometry
@@ -41,9 +41,9 @@ type out struct {
 	limit     uint32
 	announced bool
 	queued    bool // in ring or small
-	laned     bool // chunks went by the lane there is
+	laned     bool // chunks were sent by the current lane
 	dead      bool
-	share     int64 // of the allowance
+	share     int64 // bytes of the allowance
 	last      Instant
 }
 
@@ -76,14 +76,14 @@ func (m *Machine) OpenTensor(now Instant, d frame.Desc) error {
 	s.tensors[d.Tensor] = t
 	s.most = max(s.most, len(s.tensors))
 	k.outs = append(k.outs, t)
-	if m.cfg.Server || k.state == lifecycle.Running { // else they go with the call
+	if m.cfg.Server || k.state == lifecycle.Running { // otherwise they are sent with the call
 		s.descs = append(s.descs, t)
 	}
 	return nil
 }
 
-// Offer shares data as bytes [off, off+len) of an outgoing tensor until release,
-// which runs once, on any goroutine. After an error it never runs.
+// Offer shares data as bytes [off, off+len) of an outgoing tensor until release, which is
+// called once, on any goroutine. After an error it is never called.
 func (m *Machine) Offer(now Instant, id tensor.ID, off int64, data []byte, release func()) error {
 	t := m.out.tensors[id]
 	if t == nil {
@@ -100,7 +100,7 @@ func (m *Machine) Offer(now Instant, id tensor.ID, off int64, data []byte, relea
 	return nil
 }
 
-// drop gives a tensor up: its memory returns to its owner.
+// drop gives up a tensor. Its memory returns to its owner.
 func (s *sender) drop(t *out) {
 	if t.dead {
 		return
@@ -125,7 +125,7 @@ func (s *sender) credit(now Instant, t *out, limit uint32) {
 	}
 }
 
-// acknowledge takes what the peer says that it has of a tensor.
+// acknowledge handles an acknowledgement of a tensor.
 func (s *sender) acknowledge(now Instant, t *out, p frame.Ack) error {
 	before := t.chunks.Below()
 	err := t.chunks.Ack(p.Below)
@@ -137,7 +137,7 @@ func (s *sender) acknowledge(now Instant, t *out, p frame.Ack) error {
 	if err != nil {
 		return err
 	}
-	if t.chunks.Below() > before { // an ack that tells nothing new is no progress
+	if t.chunks.Below() > before { // an ack without news is no progress
 		t.last = now
 	}
 	s.queue(t)
@@ -147,7 +147,7 @@ func (s *sender) acknowledge(now Instant, t *out, p frame.Ack) error {
 	return nil
 }
 
-// queue puts a tensor among those that take turns, if it has something to send.
+// queue adds a tensor to those that take turns, if it has something to send.
 func (s *sender) queue(t *out) {
 	if t.queued || t.dead || !t.announced || !t.chunks.Ready(t.limit) {
 		return
@@ -160,16 +160,16 @@ func (s *sender) queue(t *out) {
 	}
 }
 
-// waits reports whether a tensor waits for the peer: for credit, or for an
-// acknowledgement, which is due soon after a chunk where not all can be retained.
-// Otherwise its maker is the one who is waited for.
+// waits reports whether a tensor waits for the peer: for credit, or for an acknowledgement,
+// which is due soon after a chunk if the sender cannot retain all chunks. Otherwise it
+// waits for this side to produce it.
 func (t *out) waits() bool {
 	return t.announced && (t.chunks.Ready(^uint32(0)) || t.chunks.Sent() ||
 		t.desc.RetainChunks > 0 && t.chunks.Unacked() > 0)
 }
 
-// mayAnnounce reports whether the next desc may be sent: a result waits here while
-// it would pass what the peer keeps open; inputs have waited with their call.
+// mayAnnounce reports whether the next desc may be sent. A result waits here while it would
+// exceed what the peer keeps open; inputs have waited with their call.
 func (s *sender) mayAnnounce() bool {
 	return len(s.descs) > 0 && (!s.cfg.Server || s.announced < int(s.peer.MaxOpenTensors))
 }
@@ -194,8 +194,8 @@ func (s *sender) addDescs(now Instant, p *parcel) {
 	}
 }
 
-// addChunk adds the next chunk of the tensor whose turn it is, and returns the
-// tensor; nil if no chunk is ready.
+// addChunk adds the next chunk of the tensor whose turn it is, and returns the tensor; nil
+// if no chunk is ready.
 func (s *sender) addChunk(now Instant, p *parcel) (*out, chunker.Releaser) {
 	for {
 		ring := len(s.ring) > 0 && !s.laned
@@ -215,8 +215,8 @@ func (s *sender) addChunk(now Instant, p *parcel) (*out, chunker.Releaser) {
 	}
 }
 
-// take takes the next chunk of a queue, which is not empty, and returns its tensor; nil if
-// the queue is empty now.
+// take takes the next chunk from a queue that is not empty, and returns its tensor; nil if
+// the queue is empty afterwards.
 func (s *sender) take(now Instant, q *[]*out, ch *frame.Chunk) (*out, chunker.Releaser) {
 	for len(*q) > 0 {
 		i := 0
