@@ -25,7 +25,7 @@ type access struct {
 // flags adds --server and what a server may want to see.
 func (a *access) flags(c *cobra.Command) {
 	f := c.Flags()
-	f.StringVar(&a.server, "server", cmp.Or(os.Getenv(serverEnv), defaultListen), "`address` of the server: host:port or unix:/path; also "+serverEnv)
+	f.StringVar(&a.server, "server", cmp.Or(os.Getenv(serverEnv), defaultListen), "`address` of the server: host:port or unix:/path;\nalso "+serverEnv)
 	c.Flag("server").DefValue = defaultListen // --help says the same everywhere
 	a.identityFlags(c)
 }
@@ -34,7 +34,7 @@ func (a *access) flags(c *cobra.Command) {
 // variable.
 func (a *access) identityFlags(c *cobra.Command) {
 	f := c.Flags()
-	f.BoolVar(&a.tls, "tls", !slices.Contains([]string{"", "0", "false"}, os.Getenv(tlsEnv)), "use TLS, with an authority that this system trusts; also "+tlsEnv+"=1")
+	f.BoolVar(&a.tls, "tls", !slices.Contains([]string{"", "0", "false"}, os.Getenv(tlsEnv)), "use TLS and the CAs that this system trusts; also "+tlsEnv+"=1")
 	for _, s := range a.identity() {
 		f.StringVar(s.value, s.flag, os.Getenv(s.env), s.text+"; also "+s.env)
 		c.Flag(s.flag).DefValue = ""
@@ -45,11 +45,11 @@ func (a *access) identityFlags(c *cobra.Command) {
 // identity are the flags of the files, which imply --tls.
 func (a *access) identity() []identityFlag {
 	return []identityFlag{
-		{"ca", envPrefix + "CA", "`file` of the authority of the server's certificate", &a.files.CA},
-		{"cert", envPrefix + "CERT", "`file` of the client's certificate", &a.files.Cert},
-		{"key", envPrefix + "KEY", "`file` of its private key", &a.files.Key},
-		{"token", envPrefix + "TOKEN", "`file` of the client's token", &a.files.Token},
-		{"server-name", envPrefix + "SERVER_NAME", "`name` in the server's certificate (default the host of its address)", &a.files.ServerName},
+		{"ca", envPrefix + "CA", "`file` with the CA of the server's certificate", &a.files.CA},
+		{"cert", envPrefix + "CERT", "`file` with the client's certificate", &a.files.Cert},
+		{"key", envPrefix + "KEY", "`file` with the client's private key", &a.files.Key},
+		{"token", envPrefix + "TOKEN", "`file` with the client's token", &a.files.Token},
+		{"server-name", envPrefix + "SERVER_NAME", "`name` in the server's certificate\n(default the host in its address)", &a.files.ServerName},
 	}
 }
 
@@ -120,7 +120,7 @@ func (r *remote) flags(c *cobra.Command) {
 }
 
 func codecFlag(c *cobra.Command, to *string) {
-	c.Flags().StringVar(to, "codec", codec.None.String(), "compress chunks on their way: none or lz4")
+	c.Flags().StringVar(to, "codec", codec.None.String(), "compress chunks in transit: none or lz4")
 	complete(c, "codec", []string{codec.None.String(), codec.LZ4.String()})
 }
 

@@ -35,17 +35,18 @@ func benchCommand() *cobra.Command {
 	var o benchOptions
 	c := &cobra.Command{
 		Use:   "bench",
-		Short: "measure this machine: tensorferry beside raw sockets, gRPC and cp",
-		Long: `Bench moves tensors between a client process and a server process, in turns with
-raw sockets and with stock gRPC that do the same work, until the medians of the
-ratios are stable; then some of it within one process. It takes some minutes.
-docs/benchmarks.md says what is measured, and how.
+		Short: "compare tensorferry with raw sockets, gRPC and cp on this machine",
+		Long: `Bench moves tensors between a client process and a server process and compares the
+speed with raw sockets and stock gRPC that do the same work. It runs them in turn
+until the medians of the ratios are stable, and then repeats some measurements
+within one process. It takes several minutes. docs/benchmarks.md describes what is
+measured, and how.
 
-Pushes and pulls go to and from a store in the folder for temporary files, which
-TMPDIR chooses, beside cp there; it is empty again afterwards.
+Pushes and pulls use a store in the folder for temporary files (TMPDIR) and are
+compared with cp in the same folder. Bench removes its files at the end.
 
-With --memory it streams one large tensor through a server and a client that are
-processes of their own, and prints the most memory that each took.`,
+With --memory, it streams one large tensor between a server process and a client
+process and prints the peak memory of each.`,
 		Example: `  tensorferry bench --net both
   tensorferry bench --memory`,
 		Args: takes(0),
@@ -72,12 +73,12 @@ processes of their own, and prints the most memory that each took.`,
 	}
 	f := c.Flags()
 	choiceVar(f, &o.net, "net", "`socket`", "tcp", "unix", "both")
-	f.IntVar(&o.size, "size", benchBytes, "`bytes` of the large tensors")
-	f.IntVar(&o.pairs, "pairs", bench.MinRounds, "least pairs that a median is taken of; fewer than the default are not")
-	f.BoolVar(&o.quick, "quick", false, "run every part briefly, to see that it works: the figures mean nothing")
-	f.BoolVar(&o.json, "json", false, "print JSON, with every sample")
+	f.IntVar(&o.size, "size", benchBytes, "size of the large tensors in `bytes`")
+	f.IntVar(&o.pairs, "pairs", bench.MinRounds, "minimum pairs per median, never below the default")
+	f.BoolVar(&o.quick, "quick", false, "only test that every part runs; the figures mean nothing")
+	f.BoolVar(&o.json, "json", false, "print JSON with every sample")
 	f.BoolVar(&o.memory, "memory", false, "measure peak memory instead of speed")
-	f.Int64Var(&o.memoryBytes, "memory-bytes", benchMemoryBytes, "`bytes` of the tensor for --memory")
+	f.Int64Var(&o.memoryBytes, "memory-bytes", benchMemoryBytes, "size of the tensor for --memory in `bytes`")
 	return c
 }
 

@@ -16,23 +16,25 @@ func certCommand() *cobra.Command {
 	var asJSON bool
 	c := &cobra.Command{
 		Use:   "cert FOLDER",
-		Short: "make certificates for a first try of TLS",
-		Long: `Cert writes to a folder an authority, a certificate of a server and one of a client,
-each with its private key. An authority that is there stays and signs the new ones.
-They are valid for a year.
+		Short: "create certificates for trying out TLS",
+		Long: `Cert creates a certificate authority (CA), a server certificate and a client
+certificate in FOLDER, each with its private key. If FOLDER already has a CA, it is
+kept and signs the new certificates, which are valid for a year.
 
-The server needs server.pem, server-key.pem and, to know its clients, ca.pem. A
-client needs ca.pem and, to be known, client.pem and client-key.pem. Keep
-ca-key.pem to yourself: whoever has it can make certificates that both sides trust.`,
+A server needs server.pem, server-key.pem and, to verify clients, ca.pem. A client
+needs ca.pem and, to identify itself, client.pem and client-key.pem. Keep ca-key.pem
+secret: anyone who has it can create certificates that both sides trust.`,
 		Example: `  tensorferry cert certs --host ferry.example.org --client alice
-  tensorferry serve --listen 0.0.0.0:50051 --tls-cert certs/server.pem --tls-key certs/server-key.pem --tls-client-ca certs/ca.pem
-  tensorferry models --server ferry.example.org:50051 --ca certs/ca.pem --cert certs/client.pem --key certs/client-key.pem`,
+  tensorferry serve --listen 0.0.0.0:50051 --tls-client-ca certs/ca.pem \
+      --tls-cert certs/server.pem --tls-key certs/server-key.pem
+  tensorferry models --server ferry.example.org:50051 --ca certs/ca.pem \
+      --cert certs/client.pem --key certs/client-key.pem`,
 		Args: takes(1, "FOLDER"),
 		RunE: func(c *cobra.Command, args []string) error {
 			return cert(args[0], hosts, client, printer{c.OutOrStdout(), asJSON})
 		},
 	}
-	c.Flags().StringArrayVar(&hosts, "host", nil, "`name` or IP address of the server, beside localhost; repeatable")
+	c.Flags().StringArrayVar(&hosts, "host", nil, "`name` or IP address of the server, in addition to localhost; repeatable")
 	c.Flags().StringVar(&client, "client", "client", "`name` of the client")
 	jsonFlag(c, &asJSON)
 	return c

@@ -26,10 +26,10 @@ var shells = map[string]func(root *cobra.Command, w io.Writer) error{
 func completionCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "completion SHELL",
-		Short: "print a script that completes commands in a shell",
-		Long: `Completion prints a script for bash, zsh, fish or powershell that completes
-commands, flags and their values. Load it in a shell's start-up file; for bash
-the package bash-completion has to be there.`,
+		Short: "print a shell completion script",
+		Long: `Completion prints a script that completes commands, flags and their values in bash,
+zsh, fish or powershell. Load it in the shell's startup file. For bash, the package
+bash-completion must be installed.`,
 		Example: `  source <(tensorferry completion bash)
   tensorferry completion zsh > "${fpath[1]}/_tensorferry"
   tensorferry completion fish | source

@@ -272,7 +272,7 @@ func countVar(f *pflag.FlagSet, v *int, name string, value int, text string) {
 
 // lanesVar adds --lanes.
 func lanesVar(f *pflag.FlagSet, v *int) {
-	countsVar(f, v, "lanes", 1, 0, 1, "connections beside the one of gRPC that a session may have for large tensors; 0 is none")
+	countsVar(f, v, "lanes", 1, 0, 1, "extra connections per session for large tensors;\n0 for none")
 }
 
 // lanes returns what --lanes says, as a Config has it.

@@ -26,15 +26,16 @@ func cpCommand() *cobra.Command {
 	var o cpOptions
 	c := &cobra.Command{
 		Use:   "cp NAME... TO",
-		Short: "copy tensors on a server, or from one to another",
-		Long: `Cp copies tensors of a server's store to another name, or with --to to another
-server. The bytes come here and go on, a few chunks at a time, and are checked both
-ways; nothing is stored under the new name unless all of it is right. The first
-tensor that fails ends it; what was copied is printed.
+		Short: "copy tensors within a server or to another server",
+		Long: `Cp copies tensors in a server's store to other names or, with --to, to another
+server. The bytes pass through this machine a few chunks at a time. They are checked
+on the way in and on the way out, and a copy is stored only if it is complete and
+correct. Cp stops at the first tensor that fails, and prints the copies it has made.
 
-NAME may be a glob, as for pull. If TO ends in a slash, or there are several
-tensors, each is stored under TO and the last part of its name; those of model/
-under TO and all that follows model/.`,
+NAME may be a glob, as for pull. If TO ends in a slash, as it must for several
+tensors, the last part of each name is appended to it. If NAME ends in a slash, too,
+everything after that slash is appended: cp model/ copy/ copies model/a/b to
+copy/a/b.`,
 		Example: `  tensorferry cp x backup/x
   tensorferry cp model/ model-2/
   tensorferry cp x y --to 127.0.0.1:50055`,
@@ -44,7 +45,7 @@ under TO and all that follows model/.`,
 		},
 	}
 	o.flags(c)
-	c.Flags().StringVar(&o.to, "to", "", "`address` of the server to copy to (default the one to copy from)")
+	c.Flags().StringVar(&o.to, "to", "", "`address` of the server to copy to (default the same server)")
 	jsonFlag(c, &o.asJSON)
 	c.ValidArgsFunction = completeStored
 	return c

@@ -42,15 +42,15 @@ func demoCommand() *cobra.Command {
 	var asJSON bool
 	c := &cobra.Command{
 		Use:   "demo",
-		Short: "run a split network over a socket and compare with torch",
-		Long: `Demo recognizes 1000 images of clothes (Fashion-MNIST) with a network cut in three:
-the bottom runs here, the trunk on a server behind a socket, the top here again.
-Every prediction must be the one that torch made with the same weights; the exit
-code is 1 if one is not. It then sends the images many times over as one tensor,
-for speed and memory.
+		Short: "run a split network over a socket and compare it with torch",
+		Long: `Demo classifies 1000 images of clothes (Fashion-MNIST) with a network that is split
+in three: the bottom and the top run in this process, the trunk on a server. Every
+prediction must equal the one that torch made with the same weights; otherwise the
+exit code is 1. Demo then sends the images many times over as one tensor, to measure
+speed and memory.
 
-The server is a process of its own that ends with the demo, or, with --server,
-one that was started with tensorferry serve --demo, on this machine or another.`,
+Demo starts a server of its own and stops it at the end. With --server, it uses a
+server that was started with tensorferry serve --demo, on this machine or another.`,
 		Example: `  tensorferry demo
   tensorferry demo --server 10.0.0.7:50051`,
 		Args: takes(0),
@@ -77,9 +77,9 @@ one that was started with tensorferry serve --demo, on this machine or another.`
 	}
 	c.Flags().StringVar(&at.server, "server", "", "`address` of a server with the model "+demoTrunk+" (default: start one)")
 	at.identityFlags(c)
-	c.Flags().StringVar(&where, "engine", autoEngine, "`where` the server that it starts runs the trunk: auto, cpu or a device such as cuda:0")
-	c.Flags().Int64Var(&times, "times", demoTimes, "how many times over the images make one tensor")
-	c.Flags().StringVar(&driver, "cuda-driver", os.Getenv("TENSORFERRY_CUDA_DRIVER"), "`file` of NVIDIA's driver, as serve has it")
+	c.Flags().StringVar(&where, "engine", autoEngine, "`where` the demo's own server runs the trunk:\nauto, cpu or a device such as cuda:0")
+	c.Flags().Int64Var(&times, "times", demoTimes, "how often the images are repeated in one tensor")
+	c.Flags().StringVar(&driver, "cuda-driver", os.Getenv("TENSORFERRY_CUDA_DRIVER"), "NVIDIA driver library `file`, as for serve")
 	c.Flag("cuda-driver").DefValue = ""
 	jsonFlag(c, &asJSON)
 	complete(c, "engine", []string{autoEngine, cpuEngine})

@@ -28,18 +28,18 @@ func diffCommand() *cobra.Command {
 	var o diffOptions
 	c := &cobra.Command{
 		Use:   "diff A B",
-		Short: "compare tensors: which elements differ, and how far",
-		Long: `Diff compares tensors element by element. It prints nothing and exits with 0 if they
-are equal; else it prints how many elements differ, the largest differences and the
-first ones, and exits with 1.
+		Short: "compare tensors element by element",
+		Long: `Diff compares tensors element by element. If they are equal, it prints nothing and
+exits with 0. Otherwise, it prints how many elements differ, the largest differences
+and the first few differing elements, and exits with 1.
 
-A and B are files, as for show, or @NAME: tensors of the server's store; NAME may be
-a glob, as for pull. One tensor is compared with one whatever their names; several are
-paired by name. The names of @model/* are those after model/, as those in
-model.safetensors.
+A and B are files, as for show, or @NAME for tensors in a server's store, where NAME
+may be a glob, as for pull. If A and B are one tensor each, their names do not matter;
+otherwise tensors are paired by name. The names of @model/* do not include model/, so
+they match those in model.safetensors.
 
-a and b are equal if |a-b| <= atol + rtol*|b|. NaN equals NaN. Tensors of different data
-types or shapes differ.`,
+Elements a and b are equal if |a-b| <= atol + rtol*|b|. NaN equals NaN. Tensors with
+different data types or shapes are never equal.`,
 		Example: `  tensorferry diff x.npy y.npy
   tensorferry diff model.safetensors '@model/*' --rtol 1e-5
   tensorferry diff @a @b --first 3 --json`,
@@ -51,7 +51,7 @@ types or shapes differ.`,
 	o.flags(c)
 	c.Flags().Float64Var(&o.Abs, "atol", 0, "absolute `tolerance`")
 	c.Flags().Float64Var(&o.Rel, "rtol", 0, "relative `tolerance`")
-	c.Flags().IntVar(&o.first, "first", 5, "print so many differences of each tensor")
+	c.Flags().IntVar(&o.first, "first", 5, "how many differing elements to print per tensor")
 	jsonFlag(c, &o.asJSON)
 	return c
 }

@@ -31,19 +31,24 @@ func genCommand() *cobra.Command {
 	var o genOptions
 	c := &cobra.Command{
 		Use:   "gen --shape SHAPE",
-		Short: "write a tensor that is made from a seed",
-		Long: `Gen writes a tensor that data type, shape, seed and fill determine to the last
-bit, on every machine.
+		Short: "generate a tensor from a seed",
+		Long: `Gen generates a tensor. Data type, shape, seed and fill determine every bit of it,
+on every machine.
 
-The fills are normal (N(0, 1), for floats and complex numbers, and their default),
-uniform (floats in [0, 1), whole numbers over their whole range; the default of
-integers and bool), zeros, and count (each element is its index).
+The fills are
+  normal   N(0, 1); the default for floats and complex numbers, and only for these
+  uniform  floats in [0, 1), or integers over their whole range; the default for
+           integers and bool
+  zeros    zeros
+  count    each element is its index
 
-The output is .npy, .safetensors if it is named so, or raw bytes with --raw. "-" is
-stdout, and the default. An output file is written whole or not at all.`,
+The output is a .npy file, a .safetensors file if --output ends in .safetensors, or
+raw bytes with --raw. "-", the default, is stdout. An output file is written
+completely or not at all.`,
 		Example: `  tensorferry gen --shape 1000,64 -o x.npy
   tensorferry gen --shape 4096,4096 --dtype bfloat16 --seed 7 --name weight -o w.safetensors
-  tensorferry gen --shape 1000000000 --dtype uint8 --raw | tensorferry run echo --dtype uint8 --shape 1000000000 > y.bin`,
+  tensorferry gen --shape 1000000000 --dtype uint8 --raw |
+      tensorferry run echo --dtype uint8 --shape 1000000000 > y.bin`,
 		Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			if !c.Flag("shape").Changed {
@@ -56,8 +61,8 @@ stdout, and the default. An output file is written whole or not at all.`,
 	o.named = func() bool { return f.Changed("name") }
 	dtypeFlag(c, &o.dtype, "float32", "data `type`")
 	f.StringVar(&o.shape, "shape", "", "`shape`, such as 1000,64; empty is a scalar (required)")
-	f.Uint64Var(&o.seed, "seed", 0, "another `number` makes another tensor")
-	f.StringVar(&o.fill, "fill", "", strings.Join(generate.Fills(), ", ")+" (default by data type)")
+	f.Uint64Var(&o.seed, "seed", 0, "`number` used as the random seed")
+	f.StringVar(&o.fill, "fill", "", strings.Join(generate.Fills(), ", ")+" (default depends on the data type)")
 	f.StringVar(&o.name, "name", "tensor", "name of the tensor in a .safetensors file")
 	f.StringVarP(&o.output, "output", "o", "-", "`file` to write")
 	f.BoolVar(&o.raw, "raw", false, "write raw bytes")

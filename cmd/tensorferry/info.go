@@ -25,16 +25,17 @@ func modelsCommand() *cobra.Command {
 	return asking(&cobra.Command{
 		Use:   "models",
 		Short: "list the models of a server",
-		Long: `Models lists what a server can run: the inputs and results of each model, with
-their data types and shapes. In a shape ? is a dimension of any size, and ... any
-number of dimensions before the others.
+		Long: `Models lists the models of a server: their inputs and results with data types and
+shapes, and their parameters. In a shape, ? is a dimension of any size, and a leading
+... any number of dimensions.
 
-With --json a dimension is a number, null when it may have any size, or "..." for
-any number of dimensions; only the first one is ever that. Data types are absent
-where any will do. The rows of a model are a string: how many leading axes of a
-tensor are independent of each other, "all_but_last" or "all"; "0" needs all of
-the tensor at once. An input that is whole is needed whole before the first row.
-Params are what run --param takes, with what stands for an absent one.`,
+With --json, a dimension is a number, null if it may have any size, or "..." for any
+number of dimensions, which can only come first. If dtypes is absent, the model takes
+any data type. Rows says how many leading axes of a tensor are independent of each
+other: a number, "all_but_last" or "all", always a string; "0" means that the model
+needs the whole tensor at once. An input with "whole": true must arrive completely
+before the first row is computed. Params lists what run --param accepts, with
+defaults.`,
 		Example: `  tensorferry models
   tensorferry models --json`,
 		Args: takes(0),

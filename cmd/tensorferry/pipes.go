@@ -16,7 +16,7 @@ import (
 type pipes struct{ idle time.Duration }
 
 func (p *pipes) flags(c *cobra.Command) {
-	durationVar(c.Flags(), &p.idle, "input-idle", 0, 0, "how long input and output may rest; 0 is as long as the server allows")
+	durationVar(c.Flags(), &p.idle, "input-idle", 0, 0, "how long input and output may be idle; 0 is the server's limit")
 }
 
 // config returns that of a client whose Reader or Writer may rest, and a context that ends

@@ -30,22 +30,24 @@ func pullCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "pull NAME...",
 		Short: "fetch tensors from a server",
-		Long: `Pull downloads tensors from the store of a server, or what one of its sources yields
-for --param. Each is checked on its way, and in the end against the digest that the
-server has.
+		Long: `Pull downloads tensors from a server's store. With --source, it downloads what a
+source of the server generates from --param. Each tensor is checked as it arrives and,
+at the end, against the server's digest.
 
-NAME may be a glob: * and ? stand for anything but a slash, ** for anything, [a-z]
-for one letter; model/ is model/**. If there is a tensor of that very name, it is
-that one.
+NAME may be a glob: * matches any characters but a slash, ? one such character, [a-z]
+one letter, and ** anything; model/ means model/**. If a tensor has exactly that name,
+NAME selects only that tensor.
 
-The output is .npy, or .safetensors, which holds any number, if it is named so, or
-raw bytes with --raw. "-" is stdout, and the default. An output file is written
-whole or not at all; a device or a pipe as it comes.
+The output is a .npy file, a .safetensors file if --output ends in .safetensors, or
+raw bytes with --raw. Only a .safetensors file holds more than one tensor. "-", the
+default, is stdout. An output file is written completely or not at all; a device or a
+pipe is written as the bytes arrive.
 
-In a .safetensors file the names have no longer what all NAMEs begin with, up to a
-slash: those of model/* lose model/. --prefix puts another text there. The file has
-the metadata that model/__metadata__ holds. A model that was pushed from several
-files becomes one, or these again in a folder, which is new or empty.`,
+Names in a .safetensors file do not include the folder that all NAMEs share: those of
+model/* lose model/. --prefix adds another prefix instead. The file gets its metadata
+from model/__metadata__. A model that was pushed from several files becomes one file
+or, if --output is a new folder (ending in a slash) or an empty one, the same files
+again.`,
 		Example: `  tensorferry pull x -o x.npy
   tensorferry pull model/ -o model.safetensors
   tensorferry pull llama/ -o models/llama/
@@ -55,8 +57,8 @@ files becomes one, or these again in a folder, which is new or empty.`,
 			return pull(c.Context(), args, o, c.OutOrStdout(), c.ErrOrStderr())
 		},
 	}
-	c.Flags().StringVarP(&o.output, "output", "o", "-", "`file` to write, or a folder")
-	c.Flags().StringVar(&o.prefix, "prefix", "", "`text` that the names in a .safetensors file begin with, in place of what the NAMEs share")
+	c.Flags().StringVarP(&o.output, "output", "o", "-", "`file` or folder to write")
+	c.Flags().StringVar(&o.prefix, "prefix", "", "`text` that replaces the shared folder of names in a .safetensors file")
 	o.sourceFlags.flags(c)
 	c.Flags().BoolVar(&o.raw, "raw", false, "write raw bytes")
 	o.remote.flags(c)

@@ -33,23 +33,28 @@ func pushCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "push [NAME=]FILE...",
 		Short: "store tensors on a server",
-		Long: `Push uploads tensors into the store of a server, each under a name. When it ends
-well every tensor is there, whole and checked; where the store is a folder, it is
-on disk. A tensor that is there already is replaced at once, when the new one is
-whole.
+		Long: `Push uploads tensors to a server's store, each under a name. When it succeeds, every
+tensor is stored completely and has been checked; if the store is a folder, it is on
+disk. An existing tensor of the same name is replaced atomically.
 
-FILE is .npy; .safetensors or .npz, followed by :name for one of its tensors; a
-folder with a model of several .safetensors files, or its .safetensors.index.json;
-raw bytes with --dtype and --shape; or "-" for stdin, which needs a NAME. Without a NAME the
-tensor of x.npy is called x, and those of model.safetensors model/ and their own
-name; NAME=model.safetensors calls them NAME/ and their own name. What a model file
-says beside its tensors is stored as NAME/__metadata__: pull 'NAME/**' gives the
-file back. An = belongs to the file's name if there is a file of the whole name:
-y=a.npy stores a.npy as y, lr=0.1.npy is a file if it exists.
+FILE is one of
+  x.npy              stored as x
+  model.safetensors  its tensors are stored as model/ and their own names; .npz files
+                     are stored in the same way
+  FILE:name          only one tensor of a .safetensors or .npz file
+  FOLDER             the model in it, one or more .safetensors files; for several, their
+                     .safetensors.index.json means the same
+  -                  stdin, which needs a NAME
+With --dtype and --shape, FILE and stdin are raw bytes.
 
-What was stored is printed. If some tensors fail, or have a data type that is not
-known here, the others are stored all the same. A store in memory that is full
-forgets what was used longest ago; if it has forgotten tensors of this push for its later ones, they count as failed.`,
+NAME=FILE stores one tensor as NAME, and those of a whole file as NAME/ and their own
+names. The metadata of a model file is stored as NAME/__metadata__, so pull 'NAME/**'
+restores the file. An = may also be part of a file's name: if the file lr=0.1.npy
+exists, lr=0.1.npy pushes that file.
+
+Push prints what it has stored. If some tensors fail or have an unsupported data type,
+the others are still stored. A full store in memory evicts the least recently
+used tensors; if that evicts tensors of this push, they count as failed.`,
 		Example: `  tensorferry push x.npy model.safetensors models/llama/
   tensorferry push experiments/7/x=x.npy
   tensorferry gen --shape 1000,1000 | tensorferry push noise=-

@@ -37,21 +37,21 @@ func runCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "run MODEL",
 		Short: "run a model over a file or a pipe",
-		Long: `Run sends tensors through a model of a server and writes the results while
-they arrive: a tensor may be larger than the memory of either side.
+		Long: `Run sends tensors through a model on a server and writes the results as they arrive,
+so a tensor may be larger than the memory of either side.
 
-Input and output are .npy, or .safetensors if named so; FILE.safetensors:NAME is
-one of several tensors of an input. With --dtype and --shape the input is raw
-bytes, and so is the output unless its name says otherwise; --raw makes only the
-output raw. "-" is stdin or stdout, and the default. An output file is written
-whole or not at all; a device or a pipe as it comes.
+Inputs and outputs are .npy files, or .safetensors files if they are named so; an
+input FILE:name is one tensor of a .safetensors or .npz file. With --dtype and --shape,
+the input is raw bytes, and so is the output unless its name ends in .npy or
+.safetensors; --raw makes only the output raw. "-", the default, is stdin or stdout.
+An output file is written completely or not at all; a device or a pipe is written as
+the results arrive.
 
-An = belongs to the file's name if there is an input file of the whole name, or if
-there is a / before it: -i x=a.npy reads a.npy as input x, -o ./lr=0.1.npy writes
-lr=0.1.npy.
+-i x=a.npy reads input x from a.npy, unless there is a file x=a.npy. -o y=b.npy writes
+result y to b.npy; to write a file y=b.npy, use -o ./y=b.npy.
 
-Raw bytes beyond the shape are an error, except from a device; a pipe that stays
-open is not waited for.`,
+Raw input that is longer than its shape is an error, except from a device. Run does
+not wait for a pipe to be closed.`,
 		Example: `  tensorferry run relu --input x.npy --output y.npy
   cat x.bin | tensorferry run affine --param a=2 --param b=1 --dtype float32 --shape 1000,64 > y.bin
   tensorferry run trunk --input h=weights.safetensors:hidden --output y.npy`,
@@ -68,9 +68,9 @@ open is not waited for.`,
 	f.BoolVar(&o.raw, "raw", false, "write results as raw bytes")
 	o.remote.flags(c)
 	o.pipes.flags(c)
-	durationVar(f, &o.timeout, "timeout", 0, 0, "most time the server gives the call; 0 is no limit")
+	durationVar(f, &o.timeout, "timeout", 0, 0, "time limit of the call on the server; 0 is no limit")
 	lanesVar(f, &o.lanes)
-	f.BoolVar(&o.timings, "timings", false, "print where the server spent the time, and by which way the bytes went")
+	f.BoolVar(&o.timings, "timings", false, "print where the server spent time, and how many bytes used a lane")
 	jsonFlag(c, &o.asJSON)
 	c.ValidArgsFunction = completeModels
 	return c

@@ -73,59 +73,59 @@ type serveConfig struct {
 // flags declares every setting: its name, default, range and meaning.
 func (c *serveConfig) flags(f *pflag.FlagSet) {
 	f.SortFlags = false
-	f.StringVar(&c.listen, "listen", defaultListen, "`address` to listen on: host:port or unix:/path")
-	f.StringVar(&c.metrics, "metrics", defaultMetrics, "`address` of /metrics and /healthz, or off")
-	f.StringVar(&c.secrets.Cert, "tls-cert", "", "`file` of the server's certificate: connections are encrypted")
-	f.StringVar(&c.secrets.Key, "tls-key", "", "`file` of its private key")
-	f.StringVar(&c.secrets.ClientCA, "tls-client-ca", "", "`file` of the authority of client certificates: clients need one, or a token")
-	f.StringVar(&c.secrets.Tokens, "token-file", "", "`file` of tokens, one a line after the name of whose it is: clients need one, or a certificate")
-	f.BoolVar(&c.insecure, "insecure", false, "let other machines reach listeners without encryption, or without saying who they are")
-	f.StringVar(&c.engines.engine, "engine", autoEngine, "`where` models run: cpu, a device such as cuda:0, or auto: cuda:0 if it works, else cpu")
-	f.StringArrayVar(&c.engines.models, "model", nil, "serve the model in a `folder`, as [name=]folder[@engine]; repeatable")
-	f.BoolVar(&c.engines.demo, "demo", false, "serve the model that tensorferry demo --server needs, too")
-	f.BoolVar(&c.engines.slow, "slow", false, "serve the model slow, too, which answers when its parameter delay is over: for tests of timeouts")
-	sizeVar(f, &c.engines.memory, "memory", 0, leastMemory, 1<<62, "most `bytes` of tensors in memory, 16MiB or more (default a quarter of what the process may have)")
-	sizeVar(f, &c.engines.pinned, "pinned", 0, leastMemory, 1<<62, "most `bytes` of page-locked memory for a device, 16MiB or more (default a sixteenth of all, 1GiB at most)")
-	f.StringVar(&c.engines.driver, "cuda-driver", "", "`file` of NVIDIA's driver (default libcuda.so.1, where the system has it)")
-	f.StringArrayVar(&c.engines.python, "python", []string{}, "serve a Python function, class or torch module, as `name=module:function`; repeatable")
-	countVar(f, &c.engines.pythonProcesses, "python-processes", 1, "processes of each Python model")
-	countVar(f, &c.engines.pythonThreads, "python-threads", 0, "threads of each of them (default the number of CPUs, divided by the processes)")
-	f.StringArrayVar(&c.engines.pythonEnv, "python-env", []string{}, "environment variable of these processes, as `name=value`; repeatable")
-	countVar(f, &c.engines.workers, "workers", 0, "blocks computed at a time (default the number of CPUs)")
-	f.Var(&c.store, "store", "`where` pushed tensors rest: memory, memory:2GiB (1MiB or more) or a folder")
-	f.StringArrayVar(&c.files, "files", []string{}, "give out the model files below a folder, too, as `[name=]folder`, which is never written to; repeatable")
-	f.BoolVar(&c.server.Reflection, "reflection", true, "answer gRPC reflection, so that grpcurl needs no files")
-	f.BoolVar(&c.pprof, "pprof", false, "serve Go's profiles below /debug/pprof/ of the metrics address")
-	choiceVar(f, &c.logFormat, "log-format", "`form` of the log", "text", "json")
-	choiceVar(f, &c.logLevel, "log-level", "least `level` that is logged", "info", "debug", "warn", "error")
-	f.BoolVarP(&c.verbose, "verbose", "v", false, "log every RPC, as --log-level debug")
-	durationVar(f, &c.drain, "drain", drainWait, 0, "how long a server that was told to stop lets open calls finish")
+	f.StringVar(&c.listen, "listen", defaultListen, "`address` to listen on:\nhost:port or unix:/path")
+	f.StringVar(&c.metrics, "metrics", defaultMetrics, "`address` of /metrics and /healthz,\nor off")
+	f.StringVar(&c.secrets.Cert, "tls-cert", "", "`file` with the server's certificate; enables TLS")
+	f.StringVar(&c.secrets.Key, "tls-key", "", "`file` with the server's private key")
+	f.StringVar(&c.secrets.ClientCA, "tls-client-ca", "", "`file` with the CA of client certificates;\nclients then need such a certificate or a token")
+	f.StringVar(&c.secrets.Tokens, "token-file", "", "`file` with a client's name and token on each line;\nclients then need a token or a certificate")
+	f.BoolVar(&c.insecure, "insecure", false, "accept other machines without encryption or authentication")
+	f.StringVar(&c.engines.engine, "engine", autoEngine, "`where` models run: cpu, a device such as cuda:0,\nor auto for cuda:0 if it works, else cpu")
+	f.StringArrayVar(&c.engines.models, "model", nil, "serve the model in [name=]`folder`[@engine]; repeatable")
+	f.BoolVar(&c.engines.demo, "demo", false, "also serve the model that tensorferry demo --server needs")
+	f.BoolVar(&c.engines.slow, "slow", false, "also serve the model slow, which answers after its\nparameter delay, to test timeouts")
+	sizeVar(f, &c.engines.memory, "memory", 0, leastMemory, 1<<62, "memory limit for tensors in `bytes`, at least 16MiB\n(default a quarter of the process's memory)")
+	sizeVar(f, &c.engines.pinned, "pinned", 0, leastMemory, 1<<62, "page-locked memory per device in `bytes`, at least 16MiB\n(default a sixteenth of the process's memory, at most 1GiB)")
+	f.StringVar(&c.engines.driver, "cuda-driver", "", "NVIDIA driver library `file`\n(default the system's libcuda.so.1)")
+	f.StringArrayVar(&c.engines.python, "python", []string{}, "serve `name=module:function`, a Python function, class\nor torch module; repeatable")
+	countVar(f, &c.engines.pythonProcesses, "python-processes", 1, "processes per Python model")
+	countVar(f, &c.engines.pythonThreads, "python-threads", 0, "threads per Python process\n(default the number of CPUs divided by --python-processes)")
+	f.StringArrayVar(&c.engines.pythonEnv, "python-env", []string{}, "environment variable of Python processes, `name=value`;\nrepeatable")
+	countVar(f, &c.engines.workers, "workers", 0, "blocks computed in parallel (default the number of CPUs)")
+	f.Var(&c.store, "store", "`where` pushed tensors are stored: memory,\nmemory:2GiB (at least 1MiB) or a folder")
+	f.StringArrayVar(&c.files, "files", []string{}, "also let clients pull the model files below `[name=]folder`,\nwhich is never written to; repeatable")
+	f.BoolVar(&c.server.Reflection, "reflection", true, "serve gRPC reflection, which grpcurl needs")
+	f.BoolVar(&c.pprof, "pprof", false, "serve Go profiles at /debug/pprof/ on the metrics address")
+	choiceVar(f, &c.logFormat, "log-format", "log `format`", "text", "json")
+	choiceVar(f, &c.logLevel, "log-level", "lowest log `level`", "info", "debug", "warn", "error")
+	f.BoolVarP(&c.verbose, "verbose", "v", false, "log every RPC; same as --log-level debug")
+	durationVar(f, &c.drain, "drain", drainWait, 0, "how long a stopping server waits for open calls")
 
 	d := stream.DefaultLimits()
 	sizeVar(f, &c.server.Session.TensorBytes, "max-tensor", d.TensorBytes, 1, 1<<62, "largest tensor accepted, in `bytes`")
 	sizeVar(f, &c.server.Session.ChunkBytes, "max-chunk", d.ChunkBytes, 1, frame.ChunkBytesCeiling, "largest chunk accepted, in `bytes`")
-	sizeVar(f, &c.server.Session.AllowanceBytes, "allowance", d.AllowanceBytes, 1, frame.AllowanceCeiling, "`bytes` that a session sends without waiting for credit")
-	sizeVar(f, &c.server.WindowBytes, "window", server.DefaultWindow, 64<<10, math.MaxInt32, "`bytes` on their way on one connection")
+	sizeVar(f, &c.server.Session.AllowanceBytes, "allowance", d.AllowanceBytes, 1, frame.AllowanceCeiling, "`bytes` that a session may send without credit")
+	sizeVar(f, &c.server.WindowBytes, "window", server.DefaultWindow, 64<<10, math.MaxInt32, "flow-control window of a connection in `bytes`")
 	countVar(f, &c.server.Sessions, "max-sessions", server.DefaultSessions, "open sessions")
-	countVar(f, &c.server.QueuedCalls, "max-calls", server.DefaultQueuedCalls, "open calls of all sessions")
+	countVar(f, &c.server.QueuedCalls, "max-calls", server.DefaultQueuedCalls, "open calls in all sessions")
 	countVar(f, &c.server.Transfers, "max-transfers", server.DefaultTransfers, "open pushes and pulls")
 	sizeVar(f, &c.server.StoredBytes, "max-stored", server.DefaultStoredBytes, 1, 1<<62, "largest tensor that may be pushed, in `bytes`")
-	countVar(f, &c.server.Session.OpenCalls, "max-session-calls", d.OpenCalls, "open calls of a session")
-	countVar(f, &c.server.Session.OpenTensors, "max-session-tensors", d.OpenTensors, "tensors that a session sends at a time")
-	countVar(f, &c.server.Connections, "max-connections", server.DefaultConnections, "open connections; one more is closed at once")
+	countVar(f, &c.server.Session.OpenCalls, "max-session-calls", d.OpenCalls, "open calls per session")
+	countVar(f, &c.server.Session.OpenTensors, "max-session-tensors", d.OpenTensors, "tensors that a session may send at the same time")
+	countVar(f, &c.server.Connections, "max-connections", server.DefaultConnections, "open connections; further ones are closed")
 	lanesVar(f, &c.lanes)
-	countVar(f, &c.server.StreamsPerConnection, "max-streams", server.DefaultStreamsPerConn, "RPCs of one connection at a time")
-	countVar(f, &c.server.ThinFrames, "max-thin-frames", server.DefaultThinFrames, "frames a second from one connection that open nothing and carry under 3 KiB")
-	sizeVar(f, &c.server.HeaderListBytes, "max-header-list", server.DefaultHeaderListBytes, 1<<10, 1<<24, "`bytes` of an RPC's metadata")
+	countVar(f, &c.server.StreamsPerConnection, "max-streams", server.DefaultStreamsPerConn, "open RPCs per connection")
+	countVar(f, &c.server.ThinFrames, "max-thin-frames", server.DefaultThinFrames, "frames per second and connection that carry\nless than 3 KiB and open nothing")
+	sizeVar(f, &c.server.HeaderListBytes, "max-header-list", server.DefaultHeaderListBytes, 1<<10, 1<<24, "largest metadata of an RPC in `bytes`")
 	durationVar(f, &c.server.MemoryWait, "memory-wait", server.DefaultMemoryWait, time.Millisecond, "how long a call waits for memory")
-	durationVar(f, &c.server.Session.FirstFrame, "first-frame", d.FirstFrame, time.Millisecond, "how long a new session may say nothing")
-	durationVar(f, &c.server.Session.ChunkIdle, "chunk-idle", d.ChunkIdle, time.Millisecond, "how long a call lives whose chunks neither come nor are taken")
-	durationVar(f, &c.server.Session.InputIdle, "input-idle", d.InputIdle, time.Millisecond, "how long it lives while its client says that its own input or output rests")
-	durationVar(f, &c.server.Session.SessionIdle, "session-idle", d.SessionIdle, time.Millisecond, "how long a session lives without a call")
-	durationVar(f, &c.server.Handshake, "handshake", server.DefaultHandshake, time.Millisecond, "how long a new connection may take to speak HTTP/2")
-	durationVar(f, &c.server.Keepalive, "keepalive", server.DefaultKeepalive, time.Second, "ping a client that says nothing for so long")
-	durationVar(f, &c.server.KeepaliveTimeout, "keepalive-timeout", server.DefaultKeepaliveTimeout, time.Millisecond, "disconnect it when it does not answer")
-	durationVar(f, &c.server.KeepaliveMin, "keepalive-min", server.DefaultKeepaliveMin, time.Millisecond, "least time between a client's own pings")
+	durationVar(f, &c.server.Session.FirstFrame, "first-frame", d.FirstFrame, time.Millisecond, "how long a new session may take to say hello")
+	durationVar(f, &c.server.Session.ChunkIdle, "chunk-idle", d.ChunkIdle, time.Millisecond, "cancel a call that moves no chunk for this long")
+	durationVar(f, &c.server.Session.InputIdle, "input-idle", d.InputIdle, time.Millisecond, "the same, while the client reports that its own input\nor output is idle")
+	durationVar(f, &c.server.Session.SessionIdle, "session-idle", d.SessionIdle, time.Millisecond, "close a session that has no call for this long")
+	durationVar(f, &c.server.Handshake, "handshake", server.DefaultHandshake, time.Millisecond, "how long the handshake of a connection may take")
+	durationVar(f, &c.server.Keepalive, "keepalive", server.DefaultKeepalive, time.Second, "ping a client that is silent for this long")
+	durationVar(f, &c.server.KeepaliveTimeout, "keepalive-timeout", server.DefaultKeepaliveTimeout, time.Millisecond, "how long its answer may take")
+	durationVar(f, &c.server.KeepaliveMin, "keepalive-min", server.DefaultKeepaliveMin, time.Millisecond, "minimum time between a client's own pings")
 }
 
 // storeFlag says where pushed tensors rest.
@@ -210,19 +210,18 @@ func serveCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "serve",
 		Short: "serve the built-in models and your own",
-		Long: `Serve runs a server until it is interrupted: it then takes no new calls, lets
-open ones finish for a while (--drain), and ends. The exit code is 1 when it had
-to cancel some. A second interrupt, half a second or more after the first, ends it
-at once.
+		Long: `Serve runs a server until it is interrupted. It then accepts no new calls, gives open
+calls some time to finish (--drain), and exits; the exit code is 1 if it had to cancel
+calls. A second interrupt, half a second or more after the first, ends it immediately.
 
 A model is a folder with model.json and weights.safetensors (docs/engine.md), or
-Python code that processes of its own compute (docs/worker.md); TENSORFERRY_PYTHON
-is their interpreter, else python3.
+Python code that runs in its own processes (docs/worker.md). TENSORFERRY_PYTHON names
+the Python interpreter; the default is python3.
 
-Each flag can be an environment variable (--max-calls is TENSORFERRY_MAX_CALLS) or
-a line of a YAML file (max-calls: 100): a flag goes before the environment, the
-environment before the file. Sizes are bytes, or 512MiB, 2GB and the like; times
-are 10s, 1m30s, 250ms. docs/operating.md says more.`,
+Flags can also be set as environment variables (TENSORFERRY_MAX_CALLS for --max-calls)
+or in a YAML file (max-calls: 100). A flag overrides the environment, and the
+environment overrides the file. Sizes are in bytes or have a unit, such as 512MiB or
+2GB; durations are written as 10s, 1m30s or 250ms. See docs/operating.md.`,
 		Example: `  tensorferry serve
   tensorferry serve --listen unix:/tmp/ferry.sock --model trunk=models/trunk
   tensorferry serve --python trunk=models:make_trunk --python-processes 2
@@ -257,9 +256,9 @@ are 10s, 1m30s, 250ms. docs/operating.md says more.`,
 	f := c.Flags()
 	cfg.flags(f)
 	f.String("config", "", "read settings from a YAML `file`; also TENSORFERRY_CONFIG")
-	f.BoolVar(&printed, "print-config", false, "print every setting and where it comes from, as a config file, and end")
+	f.BoolVar(&printed, "print-config", false, "print all settings as a config file, with origins, and exit")
 	f.BoolVar(&child, "child", false, "print the address to stdout, and stop when stdin ends")
-	f.StringVar(&cfg.engines.pythonFD, "python-fd", "", "serve the Python process at the other end of a socket, as `name=descriptor`, and end with it")
+	f.StringVar(&cfg.engines.pythonFD, "python-fd", "", "serve the Python process at the other end of a socket, as `name=descriptor`, and exit when it does")
 	for _, name := range []string{"child", "python-fd"} {
 		if err := f.MarkHidden(name); err != nil {
 			panic(err) // the flags are named above

@@ -57,23 +57,26 @@ func showCommand() *cobra.Command {
 	var o showOptions
 	c := &cobra.Command{
 		Use:   "show FILE... | show --server ADDRESS NAME...",
-		Short: "show what tensors hold: range, mean, NaN, a histogram",
-		Long: `Show prints data type, shape, size, min, max, mean, standard deviation (over n,
-not n-1), how many elements are zero, NaN or infinite, and a histogram of the
-finite ones, whose columns have equal widths from min to max. It
-reads each tensor once and holds none.
+		Short: "show what tensors contain: range, mean, NaN, a histogram",
+		Long: `Show prints the data type, shape and size of tensors; the minimum, maximum, mean and
+population standard deviation of their finite elements; the number of zero, NaN and
+infinite elements; and a histogram with equal bins from minimum to maximum. Complex
+numbers count by their magnitude, bool as 0 and 1. Show reads each tensor once and
+never holds a whole one in memory.
 
-FILE is .npy or .npz; raw bytes with --dtype and --shape; "-" for stdin; or FILE:name
-for one tensor of a .npz or a model file. Of a whole model file, which is
-.safetensors, the .safetensors.index.json of several, or a folder with one, it
-lists metadata and tensors, and reads their bytes only with --stats. With --server
-it is not a file but a NAME: a tensor of the server's store, a glob as for pull, or
-a --source. Of complex numbers it shows the magnitude, of bool 0 and 1.
+FILE is .npy, .npz, a model, raw bytes with --dtype and --shape, or "-" for stdin.
+FILE:name is one tensor of a .npz file or of a model. A model is a .safetensors file,
+the .safetensors.index.json of several, or a folder with one of these; show lists its
+metadata and tensors, and reads the tensors only with --stats, --head or --slice.
 
---head N prints the first N elements, too, each line with the index of its first one.
---slice shows a part of the tensor as if it were all, and its first 100 elements unless
---head says otherwise. A slice is NumPy's: for each axis an index or start:stop:step,
-with commas between them; a negative index counts from the end; ... is the axes between.`,
+With --server, NAME is a tensor in the server's store or a glob, as for pull, or, with
+--source, a source.
+
+--head N also prints the first N elements, with the index of the first one on each
+line. --slice shows only a part of each tensor, with its first 100 elements unless
+--head says otherwise. A slice is written as in NumPy, with positive steps: an index
+or start:stop:step for each axis, separated by commas. A negative index counts from
+the end, and ... stands for all axes that are not given.`,
 		Example: `  tensorferry show x.npy
   tensorferry show weights.safetensors
   tensorferry show weights.safetensors:layer.0.bias --json
@@ -88,16 +91,16 @@ with commas between them; a negative index counts from the end; ... is the axes 
 		},
 	}
 	o.input.flags(c)
-	c.Flags().StringVar(&o.server, "server", "", "show tensors of the server of this `address`, not files")
+	c.Flags().StringVar(&o.server, "server", "", "show tensors of the server at this `address`, not files")
 	o.identityFlags(c)
 	o.atServer = func() bool { return c.Flags().Changed("server") }
 	o.headGiven = func() bool { return c.Flags().Changed("head") }
 	o.sourceFlags.flags(c)
 	jsonFlag(c, &o.asJSON)
-	c.Flags().IntVar(&o.head, "head", 0, "print the first `N` elements, too")
-	c.Flags().StringVar(&o.slice, "slice", "", "show a `part` of each tensor, such as 0,:,1:10:2")
+	c.Flags().IntVar(&o.head, "head", 0, "also print the first `N` elements")
+	c.Flags().StringVar(&o.slice, "slice", "", "show only a `part` of each tensor, such as 0,:,1:10:2")
 	c.Flags().BoolVar(&o.ascii, "ascii", false, "draw histograms in ASCII")
-	c.Flags().BoolVar(&o.stats, "stats", false, "read every tensor of a model file, too")
+	c.Flags().BoolVar(&o.stats, "stats", false, "also read the tensors of a model file")
 	quietFlag(c, &o.quiet)
 	c.ValidArgsFunction = func(c *cobra.Command, args []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
 		if o.server == "" {

@@ -27,10 +27,12 @@ func lsCommand() *cobra.Command {
 	return asking(&cobra.Command{
 		Use:   "ls [NAME...]",
 		Short: "list the tensors and sources of a server",
-		Long: `Ls lists what the store of a server holds, and the sources that pull --source may
-name. NAME may be a glob, as for pull. A digest is there once somebody has computed
-it: for what was pushed, not for the tensors of a file that was put into the folder.
-model/__metadata__ is what a model file says beside its tensors: its metadata.`,
+		Long: `Ls lists the tensors in a server's store and, without a NAME, the sources for pull
+--source. NAME may be a glob, as for pull. model/__metadata__ holds the metadata of a
+model file.
+
+With --json, a tensor has a digest once the server has computed it: when it is pushed
+or, for a tensor of a file in the server's folder, when it is first pulled.`,
 		Example: `  tensorferry ls
   tensorferry ls 'model/*' --json`,
 		Args:              cobra.ArbitraryArgs,
@@ -127,9 +129,9 @@ func rmCommand() *cobra.Command {
 	return asking(&cobra.Command{
 		Use:   "rm NAME...",
 		Short: "remove tensors from a server",
-		Long: `Rm removes tensors from the store of a server and prints their names. NAME may be
-a glob, as for pull; one that picks nothing is an error, and then nothing is removed.
-A tensor of a file in the server's folder cannot be removed; delete the file there.`,
+		Long: `Rm removes tensors from a server's store and prints their names. NAME may be a glob,
+as for pull. If a NAME matches nothing, rm fails and removes nothing. A tensor of a
+file in the server's folder cannot be removed; delete the file on the server.`,
 		Example: `  tensorferry rm x
   tensorferry rm 'experiments/7/*'`,
 		Args:              takes(many, "NAME"),

@@ -26,8 +26,8 @@ func versionCommand() *cobra.Command {
 	var asJSON bool
 	c := &cobra.Command{
 		Use: "version", Short: "print the version", Args: takes(0),
-		Long: `Version prints the version; with --json also the commit, the Go version and the
-platform that the binary was built for.`,
+		Long: `Version prints the version. With --json, it also prints the commit, the Go version and
+the platform of the build.`,
 		RunE: func(c *cobra.Command, _ []string) error {
 			v := versionJSON{version, commit(), runtime.Version(), runtime.GOOS + "/" + runtime.GOARCH}
 			return printer{c.OutOrStdout(), asJSON}.print(v, func(w io.Writer) { fmt.Fprintln(w, version) })
