@@ -79,7 +79,7 @@ func (a *access) dial(cfg client.Config) (*client.Client, error) {
 	cfg.Codec = k
 	if a.tls || a.files != (identity.ClientFiles{}) {
 		if cfg.Credentials, cfg.PerRPC, err = a.files.Credentials(); err != nil {
-			return nil, hinted{err, "--ca, --cert, --key and --token take files; tensorferry cert makes some for a first try"}
+			return nil, hinted{err, "--ca, --cert, --key and --token name files; tensorferry cert creates some to try out"}
 		}
 	}
 	cl, err := client.Dial(a.server, cfg)

@@ -60,13 +60,13 @@ process and prints the peak memory of each.`,
 			case o.pairs < 1:
 				return usage("--pairs %d: use 1 or more", o.pairs)
 			case sized && !o.memory:
-				return usage("--memory-bytes is for --memory")
+				return usage("--memory-bytes needs --memory")
 			case o.memory && (o.memoryBytes < bench.MemoryBlock || o.memoryBytes%bench.MemoryBlock != 0):
 				return usage("--memory-bytes %d: use a multiple of %d", o.memoryBytes, bench.MemoryBlock)
 			case o.memory:
 				return benchMemory(c.Context(), nets, o, c.OutOrStdout())
 			case o.size < 8 || o.size%8 != 0:
-				return usage("--size %d: use 8 or more, a multiple of 8", o.size)
+				return usage("--size %d: use a multiple of 8, at least 8", o.size)
 			}
 			return benchSpeed(c.Context(), nets, o, c.OutOrStdout())
 		},
@@ -85,7 +85,7 @@ process and prints the peak memory of each.`,
 // benchEndCommand is the server or the client of a measure, in a process of its own.
 func benchEndCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: bench.EndArgument, Short: "be one end of a measure, for the process that started this one", Args: takes(0), Hidden: true,
+		Use: bench.EndArgument, Short: "be one end of a measurement, for the process that started this one", Args: takes(0), Hidden: true,
 		RunE: func(c *cobra.Command, _ []string) error {
 			return bench.ServeEnd(c.Context(), os.Stdin, os.Stdout, kinds.All())
 		},

@@ -43,7 +43,7 @@ secret: anyone who has it can create certificates that both sides trust.`,
 // cert writes certificates, and prints the names of their files.
 func cert(dir string, hosts []string, client string, out printer) error {
 	if client == "" {
-		return usage("--client names no client")
+		return usage("--client must not be empty")
 	}
 	written, err := identity.WriteCertificates(dir, hosts, client)
 	if err != nil {

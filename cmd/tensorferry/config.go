@@ -88,7 +88,7 @@ func (o origins) apply(flags *pflag.FlagSet, layer *koanf.Koanf, where string, n
 	for _, key := range slices.Sorted(maps.Keys(values)) {
 		f := flags.Lookup(key)
 		if f == nil || slices.Contains(notSettings, key) {
-			return usage("%s is not a setting; the nearest is %s", name(key), name(nearest(key, settings(flags))))
+			return usage("%s is not a setting; did you mean %s?", name(key), name(nearest(key, settings(flags))))
 		}
 		if f.Changed {
 			continue
@@ -106,7 +106,7 @@ func set(v pflag.Value, value any) error {
 	list, isList := v.(pflag.SliceValue)
 	switch value := value.(type) {
 	case nil, map[string]any:
-		return errors.New("there is no value")
+		return errors.New("no value")
 	case []any:
 		if !isList {
 			return errors.New("it takes one value, not a list")
@@ -135,9 +135,9 @@ func valueError(v pflag.Value, text string, err error) error {
 		case v.Type() == "bool":
 			err = errors.New("use true or false")
 		case errors.Is(bad, strconv.ErrRange):
-			err = errors.New("it is out of range")
+			err = errors.New("out of range")
 		default:
-			err = errors.New("it is not a whole number")
+			err = errors.New("not a whole number")
 		}
 	}
 	return fmt.Errorf("%q: %w", text, err)
@@ -154,7 +154,7 @@ func flagError(c *cobra.Command, err error) error {
 			}
 		})
 		like := nearest(unknown.GetSpecifiedName(), names)
-		return usageError{hinted{err, fmt.Sprintf("the nearest flag is --%s; see %s --help for usage", like, c.CommandPath())}}
+		return usageError{hinted{err, fmt.Sprintf("did you mean --%s? see %s --help for usage", like, c.CommandPath())}}
 	}
 	if invalid, ok := errors.AsType[*pflag.InvalidValueError](err); ok {
 		f := invalid.GetFlag()
@@ -241,7 +241,7 @@ func (b bounded[T]) Set(text string) error {
 		return err
 	}
 	if n != b.standard && (n < b.least || n > b.most) {
-		return fmt.Errorf("give %s to %s", b.format(b.least), b.format(b.most))
+		return fmt.Errorf("use %s to %s", b.format(b.least), b.format(b.most))
 	}
 	*b.value = T(n)
 	return nil
@@ -288,7 +288,7 @@ func countsVar(f *pflag.FlagSet, v *int, name string, value int, least, most int
 	f.Var(bounded[int]{v, int64(value), least, most, "count", func(text string) (int64, error) {
 		n, err := strconv.ParseInt(text, 10, 64)
 		if err != nil {
-			err = errors.New("it is not a whole number")
+			err = errors.New("not a whole number")
 		}
 		return n, err
 	}, func(n int64) string { return strconv.FormatInt(n, 10) }}, name, text)
@@ -300,7 +300,7 @@ func durationVar[T ~int64](f *pflag.FlagSet, v *T, name string, value T, least t
 	f.Var(bounded[T]{v, int64(value), int64(least), int64(365 * 24 * time.Hour), "duration", func(text string) (int64, error) {
 		d, err := time.ParseDuration(text)
 		if err != nil {
-			err = errors.New("it is not a duration; use 10s, 1m30s or 250ms")
+			err = errors.New("not a duration; use 10s, 1m30s or 250ms")
 		}
 		return int64(d), err
 	}, func(n int64) string { return shortDuration(time.Duration(n)) }}, name, text)

@@ -53,7 +53,7 @@ copy/a/b.`,
 
 func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, stderr io.Writer) error {
 	if strings.ContainsAny(to, globs) {
-		return usage("TO is %q; it is a name, or one that ends in a slash, not a glob", to)
+		return usage("TO must not be a glob: %q", to)
 	}
 	from, err := o.dial(client.Config{})
 	if err != nil {
@@ -74,7 +74,7 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 		return err
 	}
 	if len(list) > 1 && !strings.HasSuffix(to, "/") {
-		return usage("%d tensors can not all be called %q; end it in a slash", len(list), to)
+		return usage("cannot copy %d tensors to one name, %q; end TO in a slash", len(list), to)
 	}
 	bars := newProgress(stderr, o.quiet)
 	defer bars.end()
@@ -86,13 +86,13 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 			name += below(names, s.Name)
 		}
 		if other, twice := called[name]; twice {
-			return usage("%q and %q would both be called %q; copy them one by one", other, s.Name, name)
+			return usage("%q and %q would both be copied to %q; copy them one by one", other, s.Name, name)
 		}
 		if err := store.CheckName(name); err != nil {
 			return usageError{err}
 		}
 		if target == from && name == s.Name {
-			return usage("%q would be copied onto itself", name)
+			return usage("cannot copy %q to itself", name)
 		}
 		called[name] = s.Name
 		copies[i], lines[i] = name, bars.tensor(name, s.Desc)

@@ -59,7 +59,7 @@ server that was started with tensorferry serve --demo, on this machine or anothe
 				return err
 			}
 			if times < 1 || times > demoMaxTimes {
-				return usage("--times %d; give 1 to %d", times, demoMaxTimes)
+				return usage("--times %d: use 1 to %d", times, demoMaxTimes)
 			}
 			text := c.OutOrStdout()
 			if asJSON {
@@ -89,13 +89,13 @@ server that was started with tensorferry serve --demo, on this machine or anothe
 // onDevice refuses an engine that the demo's server would not start on.
 func onDevice(server, where, driver string) error {
 	if server != "" && where != autoEngine {
-		return usage("--engine is for the server that the demo starts; that of --server has its own")
+		return usage("--engine is for the demo's own server; omit it with --server")
 	}
 	if err := checkEngine(where); err != nil || where == autoEngine || where == cpuEngine {
 		return err
 	}
 	_, err := cuda.Devices(driver)
-	return elsewhere(err, "use --engine auto, or cpu")
+	return elsewhere(err, "use --engine auto or cpu")
 }
 
 // demoReport is what the demo found out.
@@ -135,9 +135,9 @@ type passage struct {
 func (r *demoReport) verdict() error {
 	switch {
 	case r.Identical != r.Images:
-		return fmt.Errorf("%d of %d predictions are not those of torch", r.Images-r.Identical, r.Images)
+		return fmt.Errorf("%d of %d predictions differ from those of torch", r.Images-r.Identical, r.Images)
 	case r.Differing > 0:
-		return fmt.Errorf("%d of %d repeated predictions are not those of the first time", r.Differing, int64(r.Images)*r.Times)
+		return fmt.Errorf("%d of %d repeated predictions differ from the first ones", r.Differing, int64(r.Images)*r.Times)
 	}
 	return nil
 }
@@ -301,7 +301,7 @@ func (n *splitNetwork) manyTimes(ctx context.Context, cl *client.Client, r *demo
 		for rest := p; len(rest) > 0; {
 			part := min(len(rest), len(want))
 			if !bytes.Equal(rest[:part], want[:part]) {
-				return 0, errors.New("pixels came back from relu changed")
+				return 0, errors.New("relu changed pixels")
 			}
 			if rest, want = rest[part:], want[part:]; len(want) == 0 {
 				want = n.images.Data
@@ -371,7 +371,7 @@ func (r *demoReport) writeOnce(w io.Writer) {
 	if r.Device != "" {
 		server += ", " + plain(r.Device)
 	}
-	fmt.Fprintf(w, "Fashion-MNIST, %d images, a network cut in three\n", r.Images)
+	fmt.Fprintf(w, "Fashion-MNIST, %d images, a network split in three\n", r.Images)
 	fmt.Fprintf(w, "  bottom  784 > 128  here\n  trunk   128 > 128  %s\n  top     128 > 10   here\n\n", server)
 	same := fmt.Sprintf("all %d are identical to torch's", r.Images)
 	if r.Identical != r.Images {
@@ -418,11 +418,11 @@ func writeNext(w io.Writer) {
 	fmt.Fprintf(w, `
 try next
   %[1]s serve --demo
-      a server, until Ctrl-C; demo --server ADDRESS and the next line use it
+      runs a server until Ctrl-C; demo --server ADDRESS and the next line use it
   %[1]s run relu --dtype int8 --shape 8,16 < /dev/urandom | od -An -td1
-      a tensor of your own through a model of that server
+      sends a tensor of your own through a model of that server
   %[1]s bench
-      this machine beside raw TCP and stock gRPC; takes some minutes
+      compares with raw TCP and stock gRPC on this machine; takes several minutes
 `, self)
 }
 

@@ -106,11 +106,11 @@ type diffJSON struct {
 func diff(ctx context.Context, nameA, nameB string, o diffOptions, stdin io.Reader, stdout, stderr io.Writer) error {
 	for flag, v := range map[string]float64{"--atol": o.Abs, "--rtol": o.Rel, "--first": float64(o.first)} {
 		if !(v >= 0 && v <= math.MaxFloat64) {
-			return usage("%s must be a number and not negative", flag)
+			return usage("%s must be a number that is not negative", flag)
 		}
 	}
 	if nameA == "-" && nameB == "-" {
-		return usage("stdin is one tensor, not two")
+		return usage("stdin can be used only once")
 	}
 	var cl *client.Client
 	if strings.HasPrefix(nameA, "@") || strings.HasPrefix(nameB, "@") {
@@ -219,7 +219,7 @@ func sideOf(ctx context.Context, cl *client.Client, arg string, stdin io.Reader,
 		s.add(strings.TrimPrefix(t.Name, folder), compared{t.Desc, func(ctx context.Context, use func(io.Reader) error) error {
 			return readStored(ctx, cl, client.Selection{Name: t.Name}, func(d tensor.Desc, r io.Reader) error {
 				if !d.Equal(t.Desc) {
-					return fmt.Errorf("tensor %q has changed since it was listed; run it again", t.Name)
+					return fmt.Errorf("tensor %q has changed since it was listed; try again", t.Name)
 				}
 				return use(r)
 			})

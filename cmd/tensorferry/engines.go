@@ -44,7 +44,7 @@ var cudaEngine = regexp.MustCompile(`^cuda:(\d{1,3})$`)
 // checkEngine refuses what is not the name of an engine.
 func checkEngine(name string) error {
 	if name != autoEngine && name != cpuEngine && !cudaEngine.MatchString(name) {
-		return usage("there is no engine %q; give auto, cpu or a device such as cuda:0", name)
+		return usage("unknown engine %q; use auto, cpu or a device such as cuda:0", name)
 	}
 	return nil
 }
@@ -154,11 +154,11 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 func (e *engines) python(text string) error {
 	name, target, ok := strings.Cut(text, "=")
 	if module, f, colon := strings.Cut(target, ":"); !ok || name == "" || !colon || module == "" || f == "" {
-		return usage("--python %q names no model; write name=module:function", text)
+		return usage("--python %q: use name=module:function", text)
 	}
 	for _, v := range e.cfg.pythonEnv {
 		if i := strings.Index(v, "="); i < 1 {
-			return usage("--python-env %q is not NAME=VALUE", v)
+			return usage("--python-env %q: use name=value", v)
 		}
 	}
 	exe, err := exec.LookPath(cmp.Or(os.Getenv(pythonEnv), "python3"))
@@ -176,7 +176,7 @@ func (e *engines) attached(text string) error {
 	name, number, _ := strings.Cut(text, "=")
 	fd, err := strconv.Atoi(number)
 	if name == "" || err != nil {
-		return usage("--python-fd %q is not name=descriptor", text)
+		return usage("--python-fd %q: use name=descriptor", text)
 	}
 	socket, err := link.FromFD(fd)
 	if err != nil {
@@ -198,7 +198,7 @@ func (e *engines) work(c worker.Config) error {
 		h.Close()
 	}
 	if errors.Is(err, engine.ErrExists) {
-		return hinted{fmt.Errorf("there is a model %q already", c.Name), "give it another name, as --python name=module:function"}
+		return hinted{fmt.Errorf("a model %q already exists", c.Name), "choose another name in --python name=module:function"}
 	}
 	if c.Socket != nil {
 		e.ended = h.Ended()
@@ -297,7 +297,7 @@ func (e *engines) add(name string, m *stack.Model, where string) error {
 	}
 	err = e.models.Add(made)
 	if errors.Is(err, engine.ErrExists) {
-		return hinted{fmt.Errorf("there is a model %q already", made.Info().Name), "give one another name, as --model name=folder"}
+		return hinted{fmt.Errorf("a model %q already exists", made.Info().Name), "choose another name with --model name=folder"}
 	}
 	return err
 }

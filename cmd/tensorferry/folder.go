@@ -12,8 +12,7 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// isFolder reports whether an output is a folder: by the slash at its end, or because it
-// is there.
+// isFolder reports whether an output is a folder: it ends in a slash or exists as one.
 func isFolder(path string) bool {
 	info, err := os.Stat(path)
 	return strings.HasSuffix(path, "/") || err == nil && info.IsDir()
@@ -21,20 +20,20 @@ func isFolder(path string) bool {
 
 // folderTarget is a folder for a model of several files. It is complete or absent.
 type folderTarget struct {
-	path     string // as it was typed
-	temp     string // becomes path in the end; empty if there is none
+	path     string // as typed, cleaned
+	temp     string // renamed to path by commit; empty if there is none
 	document tensorfile.Document
 	files    map[string]*target // by base name
 }
 
-// newFolderTarget makes sure that the folder can be made, before there is a call. It is
-// new, or empty. The caller commits or abandons it.
+// newFolderTarget checks that the folder is new or empty and can be created, before
+// anything is pulled. The caller commits or abandons the target.
 func newFolderTarget(path string) (*folderTarget, error) {
 	t := &folderTarget{path: filepath.Clean(path), files: map[string]*target{}}
 	entries, err := os.ReadDir(t.path)
 	switch {
 	case err == nil && len(entries) > 0:
-		return nil, usage("--output %s is a folder that is not empty; name a new one, or a file", path)
+		return nil, usage("--output %s: the folder is not empty; use a new folder or a file", path)
 	case err != nil && !errors.Is(err, fs.ErrNotExist):
 		return nil, t.named(err)
 	}
@@ -46,21 +45,21 @@ func newFolderTarget(path string) (*folderTarget, error) {
 	return t, nil
 }
 
-// begin begins each file of the model.
+// begin begins each file of the model; it implements output.
 func (t *folderTarget) begin(tensors []named) ([]*tensorWriter, error) {
 	if t.document.Index == "" {
-		return nil, usage("--output %s is a folder, which takes a whole model of several files; name a file", t.path)
+		return nil, usage("--output %s is a folder, which is only for a model of several files; name a file", t.path)
 	}
 	byFile := map[string][]int{}
 	for i, n := range tensors {
 		file, ok := t.document.File(n.name)
 		if !ok {
-			return nil, fmt.Errorf("--output %s: tensor %q is not in %s; pull it into a .safetensors file", t.path, n.name, t.document.Index)
+			return nil, fmt.Errorf("--output %s: tensor %q is not in %s; use a .safetensors file as output", t.path, n.name, t.document.Index)
 		}
 		byFile[file] = append(byFile[file], i)
 	}
 	if missing := t.document.Missing(len(tensors)); missing > 0 {
-		return nil, fmt.Errorf("--output %s: %d of the tensors of %s were not picked, or are not there; pull them all, or into a .safetensors file", t.path, missing, t.document.Index)
+		return nil, fmt.Errorf("--output %s: the selection lacks %d of the tensors of %s; select all of them, or use a .safetensors file as output", t.path, missing, t.document.Index)
 	}
 	writers := make([]*tensorWriter, len(tensors))
 	for file, at := range byFile {
@@ -85,7 +84,7 @@ func (t *folderTarget) begin(tensors []named) ([]*tensorWriter, error) {
 	return writers, nil
 }
 
-// commit ends the files and gives the folder its name.
+// commit completes the files and renames the folder.
 func (t *folderTarget) commit() error {
 	for _, out := range t.files {
 		if err := out.commit(); err != nil {
@@ -117,5 +116,5 @@ func (t *folderTarget) abandon() {
 	}
 }
 
-// named says which output failed, by the name that its user knows.
+// named adds the output's name to an error.
 func (t *folderTarget) named(err error) error { return (&target{path: t.path}).named(err) }

@@ -28,7 +28,7 @@ var formats = []format{
 	{"HDF5", []string{".h5", ".hdf5", ".keras"}, "\x89HDF\r\n\x1a\n", `numpy.save("x.npy", h5py.File("x.h5")["name"][:])`},
 	{"ONNX", []string{".onnx"}, "", `numpy.savez("x.npz", **{w.name: onnx.numpy_helper.to_array(w) for w in onnx.load("x.onnx").graph.initializer})`},
 	{"text", []string{".txt", ".csv", ".tsv", ".json"}, "", `numpy.save("x.npy", numpy.loadtxt("x.txt")), with delimiter="," for .csv`},
-	{"pickle", []string{".pkl", ".pickle"}, "", `numpy.save("x.npy", array) in the program that made it; tensorferry unpickles nothing`},
+	{"pickle", []string{".pkl", ".pickle"}, "", `numpy.save("x.npy", array) in the program that made it; tensorferry does not unpickle`},
 	{"GGUF", []string{".gguf"}, "GGUF", `numpy.savez("x.npz", **{t.name: t.data for t in gguf.GGUFReader("x.gguf").tensors})`},
 	{"MATLAB", []string{".mat"}, "MATLAB 5.0 MAT-file", `numpy.save("x.npy", scipy.io.loadmat("x.mat")["name"])`},
 	{"Parquet", []string{".parquet"}, "PAR1", `numpy.save("x.npy", pandas.read_parquet("x.parquet").to_numpy())`},
@@ -52,7 +52,7 @@ func foreign(title string, head []byte, err error) error {
 		return err
 	}
 	named := func(f format) error {
-		return hinted{fmt.Errorf("%s: %s files are not read", title, f.name), "convert it in Python: " + f.convert}
+		return hinted{fmt.Errorf("%s: %s files are not supported", title, f.name), "convert it in Python: " + f.convert}
 	}
 	zip := bytes.HasPrefix(head, []byte("PK\x03\x04"))
 	for _, f := range formats {
@@ -67,9 +67,9 @@ func foreign(title string, head []byte, err error) error {
 	case zip && bytes.Contains(head, []byte("/data.pkl")):
 		return named(formats[0])
 	case zip:
-		return hinted{fmt.Errorf("%s is a zip archive, not a .npy file", title), "a file of numpy.savez needs a name that ends in .npz"}
+		return hinted{fmt.Errorf("%s is a zip archive, not a .npy file", title), "files of numpy.savez must have names that end in .npz"}
 	case len(head) > 9 && binary.LittleEndian.Uint64(head) <= tensorfile.MaxSafetensorsHeader && head[8] == '{':
-		return hinted{fmt.Errorf("%s is a .safetensors file by another name", title), "give it a name that ends in .safetensors"}
+		return hinted{fmt.Errorf("%s is a .safetensors file with another extension", title), "rename it to end in .safetensors"}
 	}
 	return hinted{fmt.Errorf("%s is not a .npy file", title), "raw bytes need --dtype and --shape"}
 }
@@ -89,7 +89,7 @@ func headOf(path string) []byte {
 // writable refuses the name of an output whose ending promises another format.
 func writable(path string) error {
 	if f, known := formatOf(path); known {
-		return usage("--output %s: %s files are not written; name a .npy or .safetensors file", path, f.name)
+		return usage("--output %s: %s files are not supported; name a .npy or .safetensors file", path, f.name)
 	}
 	return nil
 }
@@ -111,7 +111,7 @@ func openArrays(path string, only ...string) (*opened, error) {
 	for i, name := range names {
 		a, err := z.Array(name)
 		if errors.Is(err, tensorfile.ErrNotFound) {
-			err = hinted{err, "tensorferry show " + path + " lists what it holds"}
+			err = hinted{err, "tensorferry show " + path + " lists its tensors"}
 		}
 		if err != nil {
 			return nil, errors.Join(fmt.Errorf("%s: %w", path, err), z.Close())
@@ -157,6 +157,6 @@ func sayConverted(w io.Writer, list []*source) {
 	case more == 0:
 		fmt.Fprintf(w, "%s is %s: converted while it is read\n", plain(first.title), first.layout)
 	default:
-		fmt.Fprintf(w, "%s is %s, %d more are alike: converted while they are read\n", plain(first.title), first.layout, more)
+		fmt.Fprintf(w, "%s is %s, as are %d more: converted while they are read\n", plain(first.title), first.layout, more)
 	}
 }

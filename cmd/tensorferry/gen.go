@@ -74,10 +74,10 @@ completely or not at all.`,
 
 func gen(ctx context.Context, o genOptions, stdout, stderr io.Writer) error {
 	if o.named() && !strings.HasSuffix(o.output, ".safetensors") {
-		return usage("--name is for a .safetensors file; --output %s has no names", o.output)
+		return usage("--name needs a .safetensors file, not --output %s", o.output)
 	}
 	if o.name == "" {
-		return usage("--name is empty")
+		return usage("--name must not be empty")
 	}
 	if o.asJSON && o.output == "-" {
 		return usage("--json prints to stdout; name a file with --output")

@@ -177,7 +177,7 @@ func info(ctx context.Context, cl *client.Client, _ []string, out printer) error
 		writeNumbers(w, "counters", i.Counters)
 		fmt.Fprintln(w, "\nmodels")
 		for _, m := range i.Models {
-			fmt.Fprintf(w, "  %s\t%s\t\n", plain(m.Name), cmp.Or(plain(m.Unavailable), "serves"))
+			fmt.Fprintf(w, "  %s\t%s\t\n", plain(m.Name), cmp.Or(plain(m.Unavailable), "serving"))
 			for _, k := range slices.Sorted(maps.Keys(m.Gauges)) {
 				fmt.Fprintf(w, "  %s %s\t%s\t%s\n", plain(m.Name), plain(k), strconv.FormatFloat(m.Gauges[k], 'f', -1, 64), quantity(k, int64(m.Gauges[k])))
 			}

@@ -105,7 +105,7 @@ func neither(text, file string, err error) error {
 	if _, there := os.Stat(file); there == nil { // what it lacks is something in it
 		return err
 	}
-	return hinted{err, fmt.Sprintf("neither file %q nor file %q exists", file, text)}
+	return hinted{err, fmt.Sprintf("neither %q nor %q exists", file, text)}
 }
 
 // several are the endings of files that hold tensors by their names.
@@ -218,7 +218,7 @@ func openModel(path string, only ...string) (*opened, error) {
 		t, err := s.Tensor(name)
 		switch {
 		case errors.Is(err, tensorfile.ErrNotFound):
-			err = hinted{fmt.Errorf("%s: %w: %q", file, tensorfile.ErrNotFound, name), "tensorferry show " + file + " lists what it holds"}
+			err = hinted{fmt.Errorf("%s: %w: %q", file, tensorfile.ErrNotFound, name), "tensorferry show " + file + " lists its tensors"}
 		case errors.Is(err, tensorfile.ErrUnsupported):
 			if len(only) == 0 {
 				o.unknown = append(o.unknown, unknown{file, name, err})
@@ -259,7 +259,7 @@ func openPipe(stdin io.Reader) (*source, error) {
 // openRaw opens bytes that --dtype and --shape describe.
 func openRaw(file string, raw rawInput, stdin io.Reader) (*source, error) {
 	if describesItself(file) {
-		return nil, usage("%s says itself what it holds; --dtype and --shape are for raw bytes", file)
+		return nil, usage("%s is not raw bytes; omit --dtype and --shape", file)
 	}
 	desc, size, err := parseDesc(raw.dtype, raw.shape)
 	if err != nil {
@@ -301,7 +301,7 @@ func endKnown(r io.Reader, title string, d tensor.Desc, size int64) (bool, error
 	}
 	at, err := f.Seek(0, io.SeekCurrent)
 	if left := info.Size() - at; err == nil && left > size { // a shorter one may still grow
-		err = fmt.Errorf("%s holds %d bytes, %v has %d", title, left, d, size)
+		err = fmt.Errorf("%s has %d bytes, but %v has %d", title, left, d, size)
 	}
 	return true, err
 }
@@ -340,7 +340,7 @@ func (e *ending) Read(p []byte) (int, error) {
 func pipedSource(title string, d tensor.Desc, size int64, r io.Reader) (*source, error) {
 	held := holdBack(r, size, func() error {
 		if more(r) {
-			return readError{fmt.Errorf("%s goes on after the bytes of %v", title, d)}
+			return readError{fmt.Errorf("%s has more bytes than %v", title, d)}
 		}
 		return nil
 	})

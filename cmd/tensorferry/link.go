@@ -36,8 +36,8 @@ func linkCommand() *cobra.Command {
 	var fd, lanes int
 	c := &cobra.Command{
 		Use: "link", Short: "serve the process that started this one, over a socket", Args: takes(0), Hidden: true,
-		Long: `Link does for another process of this machine what a client does: docs/link.md is how
-the two talk. Libraries start it; it is of no use in a shell.`,
+		Long: `Link is a client for another process on this machine. docs/link.md describes their
+protocol. Libraries start it; it is of no use in a shell.`,
 		RunE: func(*cobra.Command, []string) error { return serveLink(fd, lanes) },
 	}
 	c.Flags().IntVar(&fd, "fd", 3, "descriptor of the socket")
@@ -146,7 +146,7 @@ func explain(err error) relay.Failure {
 	case errors.Is(err, client.ErrDraining), e.RetryAfter > 0:
 		f.Hint = "try again later"
 	case e.Code == codes.NotFound:
-		f.Hint = "models() and list() say what the server has"
+		f.Hint = "models() and list() show what the server has"
 	default:
 		f.Hint = strings.ReplaceAll(hints[e.Code], atServer, "")
 	}

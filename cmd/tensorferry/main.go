@@ -81,7 +81,7 @@ func helpCommand(root *cobra.Command) {
 	if err != nil {
 		panic(err) // InitDefaultHelpCmd made it
 	}
-	help.Short = "show what a command does"
+	help.Short = "show the help of a command"
 	help.Args = func(_ *cobra.Command, args []string) error {
 		_, rest, err := root.Find(args)
 		if err != nil {
@@ -115,7 +115,7 @@ func takes(most int, needs ...string) cobra.PositionalArgs {
 		case len(args) > most && most == 0:
 			return usage("%s takes no arguments, not %q", c.CommandPath(), args[0])
 		case len(args) > most:
-			return usage("one argument too many, %q: %s", args[most], c.UseLine())
+			return usage("unexpected argument %q; usage: %s", args[most], c.UseLine())
 		}
 		return nil
 	}

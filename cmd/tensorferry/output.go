@@ -51,17 +51,17 @@ func newTarget(path string, raw bool, stdout io.Writer) (*target, error) {
 	switch {
 	case path == "-":
 		if isTerminal(stdout) {
-			return nil, usage("stdout is a terminal; name a file with --output, or write to a pipe")
+			return nil, usage("stdout is a terminal; name a file with --output or use a pipe")
 		}
 		return t, nil
 	case path == "":
-		return nil, usage("--output names no file")
+		return nil, usage("--output must not be empty")
 	case strings.HasSuffix(path, arraysSuffix):
-		return nil, usage("--output %s: .npz is not written; name a .safetensors file, or .npy for one tensor", path)
+		return nil, usage("--output %s: .npz files are not supported; name a .safetensors file or, for one tensor, a .npy file", path)
 	case strings.Contains(path, ".safetensors:"):
-		return nil, usage("--output %s: a result is the whole file; leave out what is behind .safetensors", path)
+		return nil, usage("--output %s: an output is a whole file; omit the name after .safetensors", path)
 	case raw && describesItself(path):
-		return nil, usage("--output %s: a file of that name does not hold raw bytes", path)
+		return nil, usage("--output %s: --raw does not fit this extension; choose another", path)
 	}
 	if err := writable(path); err != nil {
 		return nil, err
@@ -70,7 +70,7 @@ func newTarget(path string, raw bool, stdout io.Writer) (*target, error) {
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		if _, err := os.Lstat(path); err == nil {
-			return nil, fmt.Errorf("--output %s is a symbolic link to nothing", path)
+			return nil, fmt.Errorf("--output %s is a dangling symbolic link; remove it", path)
 		}
 		dir, err := filepath.EvalSymlinks(filepath.Dir(path))
 		if err != nil {
@@ -138,7 +138,7 @@ type named struct {
 func (t *target) begin(tensors []named) ([]*tensorWriter, error) {
 	whole := strings.HasSuffix(t.path, ".safetensors")
 	if len(tensors) != 1 && (!whole || t.temp == nil) {
-		return nil, usage("--output %s takes one tensor, not %d; a .safetensors file takes many", t.path, len(tensors))
+		return nil, usage("--output %s takes one tensor, not %d; use a .safetensors file for several", t.path, len(tensors))
 	}
 	if t.special {
 		f, err := os.OpenFile(t.path, os.O_WRONLY, 0)
@@ -180,7 +180,7 @@ func (t *target) begin(tensors []named) ([]*tensorWriter, error) {
 		if errors.Is(err, tensorfile.ErrUnsupported) {
 			err = hinted{
 				fmt.Errorf("--output %s: .npy has no type for %v", t.path, tensors[0].DType),
-				"a .safetensors file has; --raw writes the bytes as they are",
+				"use a .safetensors file, or --raw to write the bytes as they are",
 			}
 		}
 		if err != nil {
@@ -217,7 +217,7 @@ func (w *tensorWriter) entry() tensorfile.Entry {
 
 func (w *tensorWriter) Write(p []byte) (int, error) {
 	if int64(len(p)) > w.left {
-		return 0, fmt.Errorf("--output %s: more bytes than tensor %q has", w.target.path, w.name)
+		return 0, fmt.Errorf("--output %s: too many bytes for tensor %q", w.target.path, w.name)
 	}
 	n, err := w.to.Write(p)
 	w.left -= int64(n)
@@ -227,11 +227,11 @@ func (w *tensorWriter) Write(p []byte) (int, error) {
 // commit ends a result that is complete.
 func (t *target) commit() error {
 	if t.writers == nil {
-		return fmt.Errorf("--output %s: there is nothing to write", t.path)
+		return fmt.Errorf("--output %s: nothing was written", t.path)
 	}
 	for _, w := range t.writers {
 		if w.left > 0 {
-			return fmt.Errorf("--output %s: tensor %q lacks its last %d bytes", t.path, w.name, w.left)
+			return fmt.Errorf("--output %s: tensor %q is missing its last %d bytes", t.path, w.name, w.left)
 		}
 	}
 	if f, ok := t.out.(*os.File); ok && t.special {

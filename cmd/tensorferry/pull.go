@@ -79,7 +79,7 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 	case o.asJSON && o.output == "-":
 		return usage("--json prints to stdout; name a file with --output")
 	case o.prefix != "" && (!whole || o.source):
-		return usage("--prefix is for the names of stored tensors in a .safetensors file")
+		return usage("--prefix needs a .safetensors file as --output, and no --source")
 	case len(selections) != 1 && !several:
 		return oneTensor(o.output)
 	}
@@ -157,7 +157,7 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 }
 
 func oneTensor(output string) error {
-	return usage("--output %s takes one tensor; a .safetensors file takes many", output)
+	return usage("--output %s takes one tensor; use a .safetensors file for several", output)
 }
 
 // pulled is where the tensors of a pull go.
@@ -210,7 +210,7 @@ func leftOut(ctx context.Context, cl *client.Client, names []string, stderr io.W
 		}
 		there = slices.DeleteFunc(there, func(s client.Stored) bool { return have[s.Name] })
 		if len(there) > 0 {
-			fmt.Fprintf(stderr, "note: %q leaves out %d tensors such as %q; %q picks them\n", n, len(there), there[0].Name, n+"*")
+			fmt.Fprintf(stderr, "note: %q leaves out %d tensors such as %q; use %q to include them\n", n, len(there), there[0].Name, n+"*")
 		}
 	}
 	return nil
@@ -271,7 +271,7 @@ func (p *pulled) writer(name string, d tensor.Desc) (io.Writer, error) {
 	}
 	at := p.tensors[name]
 	if !at.Equal(d) {
-		return nil, fmt.Errorf("tensor %q has changed since it was listed; run it again", name)
+		return nil, fmt.Errorf("tensor %q has changed since it was listed; try again", name)
 	}
 	return at, nil
 }

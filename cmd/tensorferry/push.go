@@ -95,7 +95,7 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 			return err
 		}
 		if file == "-" && stdinTaken {
-			return usage("stdin is one tensor, not two")
+			return usage("stdin can be used only once")
 		}
 		stdinTaken = stdinTaken || file == "-"
 		found, err := o.open(ctx, file, o.input, stdin)
@@ -115,7 +115,7 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 			list = append(list, s)
 		}
 		if len(list) == 0 && len(found.unknown) == 0 {
-			return fmt.Errorf("%s holds no tensor", file)
+			return fmt.Errorf("%s has no tensors", file)
 		}
 		bars.say(stderr, list)
 		for _, s := range list {
@@ -131,7 +131,7 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 				return usageError{err}
 			}
 			if _, twice := lines[s.Name]; twice {
-				return usage("two tensors would be called %q; write another name and = before one of the files", s.Name)
+				return usage("two tensors would be stored as %q; choose another name for one file with NAME=FILE", s.Name)
 			}
 			lines[s.Name] = bars.tensor(s.Name, s.Desc)
 			r.Tensors = append(r.Tensors, s.Input)
@@ -163,7 +163,7 @@ func tellOthers(ctx context.Context, cl *client.Client, wholes map[string]string
 		}
 		list = slices.DeleteFunc(list, func(s client.Stored) bool { _, ours := pushed[s.Name]; return ours })
 		if len(list) > 0 {
-			fmt.Fprintf(stderr, "note: %q has %d more than %s, such as %q; tensorferry rm removes what should not be there\n", prefix, len(list), file, list[0].Name)
+			fmt.Fprintf(stderr, "note: %q has %d tensors that are not in %s, such as %q; tensorferry rm can remove them\n", prefix, len(list), file, list[0].Name)
 		}
 	}
 	return nil
@@ -199,14 +199,14 @@ func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary) 
 	for i, s := range stored {
 		if mayGo(s) && !there[s.Name] {
 			stored[i].Err = &client.Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf(
-				"tensor %q was stored and is gone again: the store is in memory, and full, and forgets what was used longest ago", s.Name)}
+				"tensor %q was stored and then evicted: the store in memory is full and evicts the least recently used tensors", s.Name)}
 			gone = append(gone, stored[i].Err)
 		}
 	}
 	if len(gone) == 0 {
 		return nil
 	}
-	return hinted{errors.Join(gone...), "push less, or start the server with a larger --store memory:SIZE, or with a folder, which forgets nothing"}
+	return hinted{errors.Join(gone...), "push less, or start the server with a larger --store memory:SIZE or with a folder, which evicts nothing"}
 }
 
 // parsePushed reads [NAME=]FILE. Without a NAME it is the file's: x of x.npy, model of
@@ -219,11 +219,11 @@ func parsePushed(text string) (name, file string, below bool, err error) {
 	inFile := isModel(path) || holdsSeveral(path)
 	switch {
 	case file == "-" && name == "" && text == file:
-		return "", "", false, usage("stdin has no name; write NAME=-")
+		return "", "", false, usage("stdin has no name; use NAME=-")
 	case name == "" && text != file:
-		return "", "", false, usage("%q has no name before the =", text)
+		return "", "", false, usage("%q has no name before the =; use NAME=FILE", text)
 	case file == "":
-		return "", "", false, usage("%q has no file", text)
+		return "", "", false, usage("%q has no file; use NAME=FILE", text)
 	case name != "":
 		return name, file, inFile && !member, nil
 	}

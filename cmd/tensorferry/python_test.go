@@ -126,11 +126,11 @@ func TestAPythonModelThatCannotBeServedSaysWhy(t *testing.T) {
 	exe, err := exec.LookPath("tensorferry")
 	require.NoError(t, err)
 	for model, want := range map[string]string{
-		"served:echo":     "write name=module:function",
-		"m=served":        "write name=module:function",
+		"served:echo":     "use name=module:function",
+		"m=served":        "use name=module:function",
 		"m=served:broken": "RuntimeError: no weights here",
 		"m=nowhere:f":     "No module named 'nowhere'",
-		"echo=served:pid": `there is a model "echo" already`,
+		"echo=served:pid": `a model "echo" already exists`,
 	} {
 		t.Run(model, func(t *testing.T) {
 			args := append([]string{"serve", "--child", "--listen", "127.0.0.1:0"}, pythonArgs(t, model)...)

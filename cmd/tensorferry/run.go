@@ -108,18 +108,18 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	for _, text := range o.inputs {
 		port, file := nameOf(text)
 		if file == "-" && stdinTaken {
-			return usage("stdin is one input, not two")
+			return usage("stdin can be used only once")
 		}
 		stdinTaken = stdinTaken || file == "-"
 		if slices.ContainsFunc(r.Inputs, func(in client.Input) bool { return in.Port == port }) {
-			return usage("--input %s: there is another for the same port; write port=file, each port once", text)
+			return usage("--input %s: the port already has an input; use port=file, once per port", text)
 		}
 		found, err := o.open(ctx, file, o.input, stdin)
 		if err != nil {
 			return neither(text, file, err)
 		}
 		if n := len(found.tensors); n != 1 {
-			return usage("%s holds %d tensors: say which, as %s:name", file, n, found.path)
+			return usage("%s has %d tensors; select one as %s:name", file, n, found.path)
 		}
 		bars.say(stderr, found.tensors)
 		in := found.tensors[0]
@@ -214,7 +214,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 
 // waysText says by which way the bytes of a session went, and why.
 func waysText(w client.Ways) string {
-	text := fmt.Sprintf("by lane %d of %d bytes sent, %d of %d received", w.LaneSentBytes, w.SentBytes, w.LaneReceivedBytes, w.ReceivedBytes)
+	text := fmt.Sprintf("lane carried %d of %d bytes sent, %d of %d received", w.LaneSentBytes, w.SentBytes, w.LaneReceivedBytes, w.ReceivedBytes)
 	if !w.Lane {
 		text += "; no lane: " + w.Why
 	}
@@ -225,7 +225,7 @@ func waysText(w client.Ways) string {
 func about(d time.Duration) time.Duration { return d.Round(time.Microsecond) }
 
 // noSuchModel is the hint for a model that the server does not have.
-const noSuchModel = "tensorferry models" + atServer + " lists what it has"
+const noSuchModel = "tensorferry models" + atServer + " lists its models"
 
 // findModel asks the server for a model; the hint is for when it has none of the name.
 func findModel(ctx context.Context, cl *client.Client, name, hint string) (*pb.Model, error) {
@@ -250,7 +250,7 @@ func results(m *pb.Model, outputs []string) (map[string]string, error) {
 	}
 	if len(outputs) == 0 {
 		if len(ports) != 1 {
-			return nil, usage("model %q has the results %s; say --output port=file for each", model, strings.Join(ports, ", "))
+			return nil, usage("model %q has the results %s; use --output port=file for each", model, strings.Join(ports, ", "))
 		}
 		return map[string]string{ports[0]: "-"}, nil
 	}
@@ -260,20 +260,20 @@ func results(m *pb.Model, outputs []string) (map[string]string, error) {
 		switch {
 		case !ok, strings.Contains(port, "/"): // the = is one of the file's name
 			if len(ports) != 1 {
-				return nil, usage("--output %q names no result; model %q has %s; write port=file", text, model, strings.Join(ports, ", "))
+				return nil, usage("--output %s: model %q has the results %s; use port=file", text, model, strings.Join(ports, ", "))
 			}
 			port, file = ports[0], text
 		case !slices.Contains(ports, port):
-			return nil, usage("--output %s: model %q has no result %q; it has %s; for a file of this name write ./%s", text, model, port, strings.Join(ports, ", "), text)
+			return nil, usage("--output %s: model %q has no result %q; it has %s; for a file of this name use ./%s", text, model, port, strings.Join(ports, ", "), text)
 		}
 		if other, ok := to[port]; ok {
-			return nil, usage("result %q goes to --output %s or to %s, not to both", port, other, file)
+			return nil, usage("result %q has two outputs, %s and %s; use one", port, other, file)
 		}
 		to[port] = file
 	}
 	for _, p := range ports {
 		if _, ok := to[p]; !ok {
-			return nil, usage("model %q has the result %q too; say --output %s=file", model, p, p)
+			return nil, usage("result %q of model %q has no output; add --output %s=file", p, model, p)
 		}
 	}
 	return to, nil

@@ -51,7 +51,7 @@ const (
 
 // errCut is what a server ends with that was stopped and could not wait for its
 // last calls.
-var errCut = errors.New("calls that were still open have been cancelled")
+var errCut = errors.New("calls that were still open were cancelled")
 
 // serveConfig is everything that serve can be told. Each field that a user sets is a
 // flag, an environment variable and a key of the config file (configure).
@@ -139,7 +139,7 @@ func (s *storeFlag) Set(text string) error {
 	size, inMemory := strings.CutPrefix(text, storeMemory+":")
 	switch {
 	case text == "":
-		return errors.New("give memory, memory:2GiB or a folder")
+		return errors.New("use memory, memory:2GiB or a folder")
 	case text == storeMemory:
 		*s = storeFlag{}
 		return nil
@@ -152,7 +152,7 @@ func (s *storeFlag) Set(text string) error {
 		return err
 	}
 	if n < leastStore {
-		return fmt.Errorf("give %s or more, or %s", formatSize(leastStore), storeMemory)
+		return fmt.Errorf("use at least %s, or %s", formatSize(leastStore), storeMemory)
 	}
 	*s = storeFlag{bytes: n}
 	return nil
@@ -339,7 +339,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	log.Info("listening", slog.String("address", addressOf(l)), slog.String("metrics", at), slog.Int("models", len(models.Infos())), slog.String("store", c.store.String()))
 	for _, address := range []string{c.listen, c.metrics} {
 		if exposed(address) && (id == nil || id.Open()) {
-			log.Warn("other machines reach this address, whoever they are", slog.String("address", address), slog.Bool("encrypted", id != nil))
+			log.Warn("other machines can connect without authentication", slog.String("address", address), slog.Bool("encrypted", id != nil))
 		}
 	}
 	fmt.Fprintln(ready, addressOf(l))
@@ -352,7 +352,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 		return errors.Join(err, <-served)
 	case <-ctx.Done():
 	case <-e.ended:
-		log.Warn("the process that computes the model is gone")
+		log.Warn("the process of the model has exited")
 	}
 	draining.Store(true)
 	log.Info("draining", slog.Duration("at_most", c.drain))
@@ -395,11 +395,11 @@ func (c *serveConfig) identity(log *slog.Logger) (*identity.Server, error) {
 	case c.secrets == identity.ServerFiles{}:
 		return nil, nil
 	case c.secrets.Cert == "" || c.secrets.Key == "":
-		return nil, usage("--tls-cert and --tls-key go together, and --tls-client-ca and --token-file need them: without encryption everybody on the way reads a token")
+		return nil, usage("use --tls-cert and --tls-key together; --tls-client-ca and --token-file need both, because a token must not be sent unencrypted")
 	}
 	id, err := identity.NewServer(c.secrets, log)
 	if err != nil {
-		return nil, hinted{err, "tensorferry cert makes certificates for a first try"}
+		return nil, hinted{err, "tensorferry cert creates certificates to try out"}
 	}
 	return id, nil
 }
@@ -411,9 +411,9 @@ func (c *serveConfig) mayOpen(flag, address string, id *identity.Server) error {
 	case c.insecure || !exposed(address):
 		return nil
 	case id == nil:
-		return usage("--%s %s: other machines would reach it without encryption; give --tls-cert and --tls-key, and --token-file or --tls-client-ca (tensorferry cert makes them), or --insecure if that is what you want", flag, address)
+		return usage("--%s %s: other machines could connect without encryption; use --tls-cert and --tls-key (tensorferry cert creates them) with --token-file or --tls-client-ca, or --insecure to allow it", flag, address)
 	case id.Open():
-		return usage("--%s %s: other machines would reach it whoever they are; give --token-file or --tls-client-ca, or --insecure if that is what you want", flag, address)
+		return usage("--%s %s: other machines could connect without authentication; use --token-file or --tls-client-ca, or --insecure to allow it", flag, address)
 	}
 	return nil
 }
@@ -429,7 +429,7 @@ func listen(flag, address string) (net.Listener, error) {
 		return l, listenError(flag, address, err)
 	}
 	if _, _, err := net.SplitHostPort(address); err != nil {
-		return nil, usage("--%s %q is not an address: %v; write host:port or unix:/path", flag, address, err)
+		return nil, usage("--%s %q is not an address: %v; use host:port or unix:/path", flag, address, err)
 	}
 	l, err := net.Listen("tcp", address)
 	return l, listenError(flag, address, err)
@@ -462,7 +462,7 @@ func listenError(flag, address string, err error) error {
 	}
 	hint := "choose another address with --" + flag
 	if flag == "metrics" {
-		hint += ", or none with --metrics off"
+		hint += ", or turn it off with --metrics off"
 	}
 	return hinted{fmt.Errorf("--%s %s: %w", flag, address, err), hint}
 }

@@ -121,7 +121,7 @@ func TestAServerThatHadToCancelCallsEndsWithAFailure(t *testing.T) {
 	o.call()
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
 	require.Equal(t, exitFailure, o.ends(), o.said())
-	require.Contains(t, o.said(), "tensorferry: calls that were still open have been cancelled after 50ms\n")
+	require.Contains(t, o.said(), "tensorferry: calls that were still open were cancelled after 50ms\n")
 	require.Contains(t, o.said(), "msg=stopped drained=false")
 }
 
@@ -140,7 +140,7 @@ func TestASecondSignalEndsAServerAtOnce(t *testing.T) {
 		return len(ended) > 0
 	}, "the end")
 	require.Equal(t, exitInterrupted, <-ended, o.said())
-	require.Contains(t, o.said(), "tensorferry: second signal: ending at once\n")
+	require.Contains(t, o.said(), "tensorferry: second signal: exiting immediately\n")
 	require.NotContains(t, o.said(), "msg=stopped")
 }
 
@@ -170,7 +170,7 @@ func TestAServerTakesTheSocketOfOneThatWasKilled(t *testing.T) {
 func TestAServerThatOtherMachinesReachWarnsOfIt(t *testing.T) {
 	testkit.Start(t)
 	o := operate(t, "--listen", "0.0.0.0:0", "--insecure")
-	m := o.says(`level=WARN msg="other machines reach this address, whoever they are" address=(\S+) encrypted=false\n`)
+	m := o.says(`level=WARN msg="other machines can connect without authentication" address=(\S+) encrypted=false\n`)
 	require.Equal(t, "0.0.0.0:0", m[1])
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
 	require.Zero(t, o.ends())

@@ -135,9 +135,9 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 	var err error
 	switch {
 	case o.server == "" && o.atServer():
-		return usage("--server names no server")
+		return usage("--server must not be empty")
 	case o.server != "" && o.input.given():
-		return usage("--dtype and --shape are for raw bytes; a tensor of a server says itself what it is")
+		return usage("--dtype and --shape are for raw bytes in a file; omit them with --server")
 	case o.server != "":
 		err = showStored(ctx, names, o, read, found)
 	case o.source || len(o.params) > 0:

@@ -24,7 +24,7 @@ func untilInterrupted() context.Context {
 	}
 	go func() {
 		obey(signals, cancel)
-		fmt.Fprintln(os.Stderr, "tensorferry: second signal: ending at once")
+		fmt.Fprintln(os.Stderr, "tensorferry: second signal: exiting immediately")
 		os.Exit(exitInterrupted)
 	}()
 	return ctx

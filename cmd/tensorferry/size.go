@@ -29,11 +29,11 @@ func parseSize(text string) (int64, error) {
 	}
 	i := slices.IndexFunc(units, func(u sizeUnit) bool { return strings.EqualFold(u.name, unit) })
 	if digits == 0 || i < 0 {
-		return 0, errors.New("it is not a size; use a whole number of bytes, or of kB, MB, GB, TB, KiB, MiB, GiB or TiB")
+		return 0, errors.New("not a size; use a whole number of bytes, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
 	}
 	n, err := strconv.ParseInt(text[:digits], 10, 64)
 	if err != nil || n > math.MaxInt64/units[i].bytes {
-		return 0, errors.New("it is more than 63 bits of bytes")
+		return 0, errors.New("too large: more than 2^63-1 bytes")
 	}
 	return n * units[i].bytes, nil
 }

@@ -20,7 +20,7 @@ func TestSizesAreBytesOrWholeUnits(t *testing.T) {
 	for text, want := range map[string]string{
 		"": "not a size", "MiB": "not a size", "-1": "not a size", "+1": "not a size", "1.5GiB": "not a size", "2G": "not a size", "1 ": "not a size", "1  GB": "not a size",
 		" 1": "not a size", "1e9": "not a size", "0x10": "not a size", "1_000": "not a size", "12 parsecs": "not a size", "1EiB": "not a size",
-		"9223372036854775808": "more than 63 bits", "8388608TiB": "more than 63 bits", "99999999999999999999 GB": "more than 63 bits",
+		"9223372036854775808": "too large", "8388608TiB": "too large", "99999999999999999999 GB": "too large",
 	} {
 		if n, err := parseSize(text); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %d, %v; want %s", text, n, err, want)

@@ -146,7 +146,7 @@ func rm(ctx context.Context, cl *client.Client, names []string, out printer) err
 	}
 	for _, s := range list {
 		if s.File != "" {
-			return fmt.Errorf("%q is a tensor of the file %q in the server's folder; delete the file on the server", s.Name, s.File)
+			return fmt.Errorf("%q belongs to the file %q in the server's folder; delete the file on the server", s.Name, s.File)
 		}
 	}
 	removed := []string{}
@@ -227,9 +227,9 @@ func missing(err error, selections []client.Selection) error {
 
 // noSuch is the error for what a server with some sources does not have.
 func noSuch(kind, name string, sources []string) error {
-	hint := "tensorferry ls" + atServer + " lists what it has"
+	hint := "tensorferry ls" + atServer + " lists its tensors and sources"
 	if slices.Contains(sources, name) {
-		hint = fmt.Sprintf("%q is a source: pull and show take it with --source; it cannot be copied or removed", name)
+		hint = fmt.Sprintf("%q is a source: use pull or show with --source; it cannot be copied or removed", name)
 	}
 	return hinted{fmt.Errorf("the server has no %s %q", kind, name), hint}
 }
@@ -237,7 +237,7 @@ func noSuch(kind, name string, sources []string) error {
 // checkNames refuses an empty name before a server sees it as a request for all.
 func checkNames(names []string) error {
 	if slices.Contains(names, "") {
-		return usage("a NAME is empty")
+		return usage("NAME must not be empty")
 	}
 	return nil
 }
@@ -263,7 +263,7 @@ func (o *sourceFlags) selections(names []string) ([]client.Selection, error) {
 		return nil, err
 	}
 	if len(params) > 0 && !o.source {
-		return nil, usage("--param is for a source; add --source")
+		return nil, usage("--param needs --source")
 	}
 	list := make([]client.Selection, len(names))
 	for i, n := range names {
@@ -278,7 +278,7 @@ func paramsOf(texts []string) (map[string]string, error) {
 	for _, text := range texts {
 		k, v, ok := strings.Cut(text, "=")
 		if !ok {
-			return nil, usage("--param %q has no =; write key=value", text)
+			return nil, usage("--param %q has no =; use key=value", text)
 		}
 		if _, twice := params[k]; twice {
 			return nil, usage("--param %s is given twice", k)
@@ -307,7 +307,7 @@ func readStored(ctx context.Context, cl *client.Client, s client.Selection, use 
 	_, err := pullTo(ctx, cl, []client.Selection{s}, func(_ string, d tensor.Desc) (io.Writer, error) {
 		size, err := d.Bytes()
 		if begun && err == nil {
-			err = fmt.Errorf("%q has become a glob: the tensor of that name was removed; run it again", s.Name)
+			err = fmt.Errorf("tensor %q was removed, so the name became a glob; try again", s.Name)
 		}
 		if err != nil {
 			return nil, err
@@ -321,7 +321,7 @@ func readStored(ctx context.Context, cl *client.Client, s client.Selection, use 
 		return w, nil
 	})
 	if !begun {
-		return cmp.Or(missing(err, []client.Selection{s}), fmt.Errorf("the server sent nothing of %q", s.Name))
+		return cmp.Or(missing(err, []client.Selection{s}), fmt.Errorf("the server did not send %q", s.Name))
 	}
 	verdict <- err
 	_ = w.CloseWithError(err) // it never fails; nil is the end
@@ -332,4 +332,4 @@ func readStored(ctx context.Context, cl *client.Client, s client.Selection, use 
 }
 
 // errUnread ends the pull of a tensor whose reader gave up.
-var errUnread = errors.New("nobody reads on")
+var errUnread = errors.New("the reader has stopped")
