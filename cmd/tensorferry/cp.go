@@ -78,7 +78,7 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 	}
 	bars := newProgress(stderr, o.quiet)
 	defer bars.end()
-	called := make(map[string]string, len(list)) // by the new name
+	called := make(map[string]string, len(list)) // old names by new name
 	copies, lines := make([]string, len(list)), make([]*bar, len(list))
 	for i, s := range list {
 		name := to
@@ -119,8 +119,8 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 	return cmp.Or(err, printMoved(printer{stdout, o.asJSON}, copied))
 }
 
-// below is the part of a tensor's name that its copy keeps: the last or, of a NAME that
-// ends in a slash, all that follows it.
+// below returns the part of a tensor's name that its copy keeps: everything after a NAME
+// that ends in a slash, otherwise the last part.
 func below(names []string, name string) string {
 	for _, n := range names {
 		if rest, ok := strings.CutPrefix(name, n); ok && strings.HasSuffix(n, "/") && rest != "" {
@@ -130,7 +130,7 @@ func below(names []string, name string) string {
 	return path.Base(name)
 }
 
-// toError is how the server of --to failed, not that of --server.
+// toError is an error of the server of --to, not of --server.
 type toError struct{ error }
 
 func (e toError) Unwrap() error { return e.error }

@@ -56,10 +56,10 @@ different data types or shapes are never equal.`,
 	return c
 }
 
-// side is what one argument of diff names.
+// side holds the tensors that one argument of diff names.
 type side struct {
 	title string
-	names []string // in their order
+	names []string // in order
 	of    map[string]compared
 }
 
@@ -73,7 +73,7 @@ func (s *side) add(name string, c compared) {
 	s.names, s.of[name] = append(s.names, name), c
 }
 
-// only returns the name of the only tensor.
+// only returns the name of the tensor if there is exactly one.
 func (s *side) only() (string, bool) {
 	if len(s.names) != 1 {
 		return "", false
@@ -81,14 +81,14 @@ func (s *side) only() (string, bool) {
 	return s.names[0], true
 }
 
-// descJSON is what a tensor is, as diff --json prints it.
+// descJSON is a tensor's desc as diff --json prints it.
 type descJSON struct {
 	DType string       `json:"dtype"`
 	Shape tensor.Shape `json:"shape"`
 }
 
-// diffJSON is a pair of tensors, as diff --json prints it. What is not on one of the sides
-// is absent.
+// diffJSON is a pair of tensors as diff --json prints it. A or B is absent if that side
+// does not have the tensor.
 type diffJSON struct {
 	Tensor    string                `json:"tensor"`
 	Equal     bool                  `json:"equal"`
@@ -186,7 +186,7 @@ func describe(c compared) *descJSON {
 	return &descJSON{c.DType.String(), append(tensor.Shape{}, c.Shape...)}
 }
 
-// sideOf finds the tensors of an argument.
+// sideOf returns the tensors that an argument names.
 func sideOf(ctx context.Context, cl *client.Client, arg string, stdin io.Reader, stderr io.Writer) (*side, error) {
 	s := &side{title: arg, of: map[string]compared{}}
 	name, stored := strings.CutPrefix(arg, "@")
@@ -208,7 +208,7 @@ func sideOf(ctx context.Context, cl *client.Client, arg string, stdin io.Reader,
 	if err != nil {
 		return nil, err
 	}
-	folder := "" // what all names begin with
+	folder := "" // common to all names
 	if at := strings.IndexAny(name, globs); at >= 0 {
 		folder = name[:strings.LastIndex(name[:at], "/")+1]
 	}

@@ -14,21 +14,22 @@ import (
 )
 
 const (
-	// listedDocument is the largest document, in bytes, that ls shows: more than a model
-	// file for inference has to say.
+	// listedDocument is the largest document, in bytes, that ls shows. Those of model files
+	// for inference are smaller.
 	listedDocument = 64 << 10
-	// listedDocuments is how many of them ls asks for.
+	// listedDocuments is how many documents ls requests at most.
 	listedDocuments = 100
-	// listedText is how many characters of it a line of ls has.
+	// listedText is how many characters of a document ls shows.
 	listedText = 60
 )
 
-// isDocument reports whether a tensor may be what a model file says beside its tensors.
+// isDocument reports whether a tensor may be the document of a model file: its metadata
+// and index.
 func isDocument(s client.Stored) bool {
 	return path.Base(s.Name) == tensorfile.MetadataName && s.DType == tensor.Uint8 && len(s.Shape) == 1
 }
 
-// pullDocument pulls what a model file says beside its tensors.
+// pullDocument pulls the document of a model file.
 func pullDocument(ctx context.Context, cl *client.Client, s client.Stored) (tensorfile.Document, []client.Summary, error) {
 	const hint = "pull the other tensors without it, or remove it"
 	if !isDocument(s) {
@@ -45,8 +46,8 @@ func pullDocument(ctx context.Context, cl *client.Client, s client.Stored) (tens
 	return d, got, nil
 }
 
-// documentsOf pulls the documents of a list that are short, by their names. What cannot
-// be pulled or read is left out: it shows as the tensor that it is.
+// documentsOf pulls the small documents in a list and returns them by name. It leaves out
+// those that cannot be pulled or parsed, which are then shown as tensors.
 func documentsOf(ctx context.Context, cl *client.Client, list []client.Stored) map[string]tensorfile.Document {
 	var short []client.Stored
 	for _, s := range list {
@@ -67,7 +68,7 @@ func documentsOf(ctx context.Context, cl *client.Client, list []client.Stored) m
 	return documents
 }
 
-// documentText is a document in one line, for people.
+// documentText returns a document as one line of text.
 func documentText(d tensorfile.Document) string {
 	var all []string
 	if d.Index != "" {
@@ -80,7 +81,7 @@ func documentText(d tensorfile.Document) string {
 	return plain(strings.Join(all, " "))
 }
 
-// clipped is the beginning of a text for a line of a table.
+// clipped shortens a text to fit in a table.
 func clipped(text string) string {
 	if r := []rune(text); len(r) > listedText {
 		return string(r[:listedText-1]) + "…"

@@ -14,15 +14,15 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// format is one that tensorferry neither reads nor writes.
+// format is a file format that tensorferry neither reads nor writes.
 type format struct {
 	name    string
 	endings []string
-	magic   string // how a file begins; empty is not known
-	convert string // how to make one of it that tensorferry reads
+	magic   string // first bytes of a file; empty if unknown
+	convert string // Python that converts it to a supported format
 }
 
-// formats are those that people have tensors in.
+// formats are common formats of tensors.
 var formats = []format{
 	{"PyTorch", []string{".pt", ".pth", ".ckpt"}, "", `safetensors.torch.save_file(torch.load("x.pt", weights_only=True), "x.safetensors")`},
 	{"HDF5", []string{".h5", ".hdf5", ".keras"}, "\x89HDF\r\n\x1a\n", `numpy.save("x.npy", h5py.File("x.h5")["name"][:])`},
@@ -35,7 +35,7 @@ var formats = []format{
 	{"TensorFlow", []string{".tflite", ".pb"}, "", `numpy.savez("x.npz", **{w.name: w.numpy() for w in model.variables})`},
 }
 
-// formatOf finds a format by the ending of a file's name.
+// formatOf finds a format by a file's extension.
 func formatOf(path string) (format, bool) {
 	ending := strings.ToLower(filepath.Ext(path))
 	i := slices.IndexFunc(formats, func(f format) bool { return slices.Contains(f.endings, ending) })
@@ -45,8 +45,8 @@ func formatOf(path string) (format, bool) {
 	return formats[i], true
 }
 
-// foreign is the error of reading a file as .npy, or one that names the file's real
-// format. Head is how the file begins.
+// foreign returns the error of reading a file as .npy or, if the file has another known
+// format, one that names it. head has the first bytes of the file.
 func foreign(title string, head []byte, err error) error {
 	if !errors.Is(err, tensorfile.ErrFormat) || bytes.HasPrefix(head, []byte("\x93NUMPY")) {
 		return err
@@ -74,7 +74,7 @@ func foreign(title string, head []byte, err error) error {
 	return hinted{fmt.Errorf("%s is not a .npy file", title), "raw bytes need --dtype and --shape"}
 }
 
-// headOf returns how a file begins, as far as it can be read.
+// headOf returns the first bytes of a file, as far as they can be read.
 func headOf(path string) []byte {
 	f, err := os.Open(path)
 	if err != nil {
@@ -82,11 +82,11 @@ func headOf(path string) []byte {
 	}
 	defer f.Close()
 	head := make([]byte, 128)
-	n, _ := io.ReadFull(f, head) // what there is
+	n, _ := io.ReadFull(f, head) // the file may be shorter
 	return head[:n]
 }
 
-// writable refuses the name of an output whose ending promises another format.
+// writable rejects an output whose extension is that of an unsupported format.
 func writable(path string) error {
 	if f, known := formatOf(path); known {
 		return usage("--output %s: %s files are not supported; name a .npy or .safetensors file", path, f.name)
@@ -94,10 +94,10 @@ func writable(path string) error {
 	return nil
 }
 
-// arraysSuffix ends the name of a file of NumPy arrays.
+// arraysSuffix is the extension of a file of NumPy arrays.
 const arraysSuffix = ".npz"
 
-// openArrays opens the arrays of a .npz file, or only those of some names.
+// openArrays opens all arrays of a .npz file, or only those named.
 func openArrays(path string, only ...string) (*opened, error) {
 	z, err := tensorfile.OpenNPZ(path)
 	if err != nil {
@@ -139,7 +139,7 @@ func arraySource(title string, a tensorfile.Array) *source {
 	return s
 }
 
-// sayConverted tells which tensors of a file are converted while they are read.
+// sayConverted reports the tensors that are converted while they are read.
 func sayConverted(w io.Writer, list []*source) {
 	var first *source
 	more := 0

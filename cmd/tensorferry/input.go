@@ -24,10 +24,10 @@ import (
 // readWait is how long an interrupted command waits for the read or write it is in.
 const readWait = 100 * time.Millisecond
 
-// npyLeast is less than any .npy file has: bytes that a pipe brings at once.
+// npyLeast is fewer bytes than any .npy file has, so reading them does not block.
 const npyLeast = 16
 
-// rawInput are the flags that say what raw bytes are.
+// rawInput has the flags that describe raw bytes.
 type rawInput struct {
 	dtype, shape string
 	shaped       func() bool // --shape is given
@@ -42,7 +42,7 @@ func (r *rawInput) flags(c *cobra.Command) {
 // given reports whether input is raw.
 func (r *rawInput) given() bool { return r.dtype != "" }
 
-// check is for before anything is opened.
+// check validates the flags. Call it before opening anything.
 func (r *rawInput) check() error {
 	switch {
 	case r.given() && !r.shaped():
@@ -53,7 +53,7 @@ func (r *rawInput) check() error {
 	return nil
 }
 
-// parseDesc reads a data type and a shape as they are typed.
+// parseDesc parses a data type and a shape.
 func parseDesc(dtype, shape string) (d tensor.Desc, size int64, err error) {
 	if d.DType, err = tensor.ParseDataType(dtype); err == nil {
 		d.Shape, err = tensor.ParseShape(shape)
@@ -67,17 +67,17 @@ func parseDesc(dtype, shape string) (d tensor.Desc, size int64, err error) {
 	return d, size, nil
 }
 
-// source is a tensor to read. Its Name is the one it has in a file of several. What is
-// open for it stays so until the process ends: a call or push that was interrupted may
-// still read it.
+// source is a tensor to read. Its Name is its name in a file of several tensors. Its file
+// stays open until the process exits, because an interrupted call or push may still read
+// it.
 type source struct {
 	client.Input
-	title string // for people: stdin, x.npy, or f.safetensors:name
-	// layout is what is converted while it is read; empty is nothing.
+	title string // for messages: stdin, x.npy, or f.safetensors:name
+	// layout is the layout that is converted while reading; empty if there is none.
 	layout string
 }
 
-// bytes yields the tensor's bytes, once.
+// bytes returns a reader of the tensor's bytes. Call it once.
 func (s *source) bytes() io.Reader {
 	if s.Reader != nil {
 		return s.Reader
@@ -85,8 +85,8 @@ func (s *source) bytes() io.Reader {
 	return bytes.NewReader(s.Data)
 }
 
-// nameOf splits [NAME=]FILE, where FILE may also be a folder. All of it is the file if
-// there is one of that name.
+// nameOf splits [NAME=]FILE, where FILE may also be a folder. If a file with the whole
+// name exists, FILE is the whole text.
 func nameOf(text string) (name, file string) {
 	name, file, named := strings.Cut(text, "=")
 	path, _, _ := memberOf(text)
@@ -96,28 +96,28 @@ func nameOf(text string) (name, file string) {
 	return name, file
 }
 
-// neither adds a hint to the error of opening the file of an argument that nameOf has
-// split, if it does not exist: the = may belong to the file's name.
+// neither adds a hint to the error of opening the file of an argument that nameOf split,
+// if the file does not exist: the = may be part of its name.
 func neither(text, file string, err error) error {
 	if text == file || !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	if _, there := os.Stat(file); there == nil { // what it lacks is something in it
+	if _, there := os.Stat(file); there == nil { // something in it is missing
 		return err
 	}
 	return hinted{err, fmt.Sprintf("neither %q nor %q exists", file, text)}
 }
 
-// several are the endings of files that hold tensors by their names.
+// several are the extensions of files that hold named tensors.
 var several = []string{tensorfile.FileSuffix, tensorfile.IndexSuffix, arraysSuffix}
 
-// holdsSeveral reports whether a file of this name holds tensors by their names.
+// holdsSeveral reports whether a file of this name holds named tensors.
 func holdsSeveral(path string) bool {
 	return slices.ContainsFunc(several, func(ending string) bool { return strings.HasSuffix(path, ending) })
 }
 
-// memberOf splits FILE.safetensors:name, where FILE may also be an index, or a .npz; path
-// is file if it is nothing of the kind.
+// memberOf splits FILE:name, where FILE is a .safetensors file, an index or a .npz file.
+// Otherwise path is file.
 func memberOf(file string) (path, name string, member bool) {
 	for _, ending := range several {
 		if path, name, member = strings.Cut(file, ending+":"); member {
@@ -127,36 +127,35 @@ func memberOf(file string) (path, name string, member bool) {
 	return file, "", false
 }
 
-// isModel reports whether a path names a model file: .safetensors, the index of several,
-// or a folder with one of these.
+// isModel reports whether a path names a model file: a .safetensors file, the index of
+// several, or a folder.
 func isModel(path string) bool {
 	info, err := os.Stat(path)
 	return strings.HasSuffix(path, tensorfile.FileSuffix) || strings.HasSuffix(path, tensorfile.IndexSuffix) || err == nil && info.IsDir()
 }
 
-// describesItself reports whether a file of this name says what it holds.
+// describesItself reports whether a file of this name contains descs of its tensors.
 func describesItself(file string) bool {
 	path, _, _ := memberOf(file)
 	return strings.HasSuffix(path, ".npy") || holdsSeveral(path)
 }
 
-// opened is what the argument of a command names.
+// opened holds the tensors that an argument of a command names.
 type opened struct {
 	tensors []*source
 	path    string // of the file
-	// Of a model file that is named whole: what it says beside its tensors, and the tensors
-	// that cannot be read.
+	// Of a whole model file: its metadata and index, and the tensors that cannot be read.
 	document tensorfile.Document
 	unknown  []unknown
 }
 
-// unknown is a tensor of a data type that there is none of here.
+// unknown is a tensor of an unsupported data type.
 type unknown struct {
 	file, name string
 	err        error
 }
 
-// errors joins what is wrong with the tensors that cannot be read.
+// errors joins the errors of the tensors that cannot be read.
 func (o *opened) errors() error {
 	all := make([]error, len(o.unknown))
 	for i, u := range o.unknown {
@@ -165,9 +164,9 @@ func (o *opened) errors() error {
 	return errors.Join(all...)
 }
 
-// openInput opens the file of a command's argument: .npy, a model file or a .npz with all its
-// tensors or with the one of a :name, raw bytes, or "-" for stdin. It waits for the
-// header of a pipe until ctx ends.
+// openInput opens the file that an argument names: a .npy file, all tensors of a model
+// file or a .npz file or the one of a :name, raw bytes, or "-" for stdin. It waits for the
+// header from a pipe until ctx ends.
 func openInput(ctx context.Context, file string, raw rawInput, stdin io.Reader) (*opened, error) {
 	return interruptible(ctx, func() (*opened, error) { return openFile(file, raw, stdin) })
 }
@@ -197,7 +196,7 @@ func openFile(file string, raw rawInput, stdin io.Reader) (*opened, error) {
 	return &opened{tensors: []*source{s}, path: file}, nil
 }
 
-// openModel opens the tensors of a model file, or only those of some names.
+// openModel opens all tensors of a model file, or only those named.
 func openModel(path string, only ...string) (*opened, error) {
 	file := path
 	if info, err := os.Stat(path); err == nil && info.IsDir() {
@@ -235,10 +234,10 @@ func openModel(path string, only ...string) (*opened, error) {
 	return o, nil
 }
 
-// openPipe opens the .npy that comes through stdin.
+// openPipe opens a .npy file from stdin.
 func openPipe(stdin io.Reader) (*source, error) {
 	in := bufio.NewReaderSize(stdin, 64<<10)
-	head, _ := in.Peek(npyLeast) // a shorter one is what it is
+	head, _ := in.Peek(npyLeast) // fewer bytes at the end of the input
 	head = bytes.Clone(head)
 	d, layout, err := tensorfile.ReadNPYLayout(in)
 	if err != nil {
@@ -285,8 +284,8 @@ func openRaw(file string, raw rawInput, stdin io.Reader) (*source, error) {
 	return &source{Input: client.FromReader("", desc, r), title: title}, nil
 }
 
-// endKnown reports whether r needs no look at what follows the tensor: a device has no
-// end, and a regular file has a size, which is checked.
+// endKnown reports whether the end of r needs no check: a device has no end, and the size
+// of a regular file is checked here.
 func endKnown(r io.Reader, title string, d tensor.Desc, size int64) (bool, error) {
 	f, ok := r.(*os.File)
 	if !ok {
@@ -306,8 +305,8 @@ func endKnown(r io.Reader, title string, d tensor.Desc, size int64) (bool, error
 	return true, err
 }
 
-// forCall makes s the input of a call or a push, where it has another name. If its
-// reader ends early, the error names what ended.
+// forCall makes s the input of a call or a push, under a new name. If its reader ends
+// early, the error says which input ended.
 func (s *source) forCall(port, name string) {
 	s.Port, s.Name = port, name
 	if size, err := s.Desc.Bytes(); err == nil && s.Reader != nil {
@@ -315,11 +314,11 @@ func (s *source) forCall(port, name string) {
 	}
 }
 
-// readError is what is wrong with the bytes of an input; whatever a client says of the
-// call they were for adds nothing.
+// readError is an error in the bytes of an input. It is shown without the error of the
+// call that it causes.
 type readError struct{ error }
 
-// ending is a reader of so many bytes.
+// ending is a reader that must yield size bytes.
 type ending struct {
 	r          io.Reader
 	title      string
@@ -335,8 +334,9 @@ func (e *ending) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// pipedSource is a tensor that r brings. It has its last byte only once no more is
-// known to follow: what is read to its end is never the beginning of something longer.
+// pipedSource returns a tensor that is read from r. It yields the last byte only after a
+// check that no more bytes follow, so a tensor that is read to its end is never the
+// beginning of a longer input.
 func pipedSource(title string, d tensor.Desc, size int64, r io.Reader) (*source, error) {
 	held := holdBack(r, size, func() error {
 		if more(r) {
@@ -344,14 +344,14 @@ func pipedSource(title string, d tensor.Desc, size int64, r io.Reader) (*source,
 		}
 		return nil
 	})
-	if size == 0 { // nobody reads it
+	if size == 0 { // it is not read
 		return &source{Input: client.FromReader("", d, r), title: title}, held.verdict()
 	}
 	return &source{Input: client.FromReader("", d, held), title: title}, nil
 }
 
-// holdBack returns a reader of the size bytes of r that gives the last one, or the end
-// of none, only after a verdict, which it asks for once.
+// holdBack returns a reader of the first size bytes of r. It yields the last byte, or EOF
+// if size is 0, only after a nil verdict, which it calls once.
 func holdBack(r io.Reader, size int64, verdict func() error) *heldBack {
 	return &heldBack{r, size, sync.OnceValue(verdict)}
 }
@@ -371,7 +371,7 @@ func (h *heldBack) Read(p []byte) (int, error) {
 		h.left -= int64(n)
 		return n, err
 	}
-	n, err := io.ReadFull(h.r, p[:h.left]) // of one byte, or none
+	n, err := io.ReadFull(h.r, p[:h.left]) // one byte or none
 	if err == nil {
 		h.left = 0
 		err = h.verdict()
@@ -385,12 +385,12 @@ func (h *heldBack) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// more reports whether r has another byte. A pipe that stays open and says no more is
-// not waited for: the goroutine then ends with the process.
+// more reports whether r has another byte. It does not wait long for a pipe that stays
+// open without sending: the goroutine then ends with the process.
 func more(r io.Reader) bool {
 	follows := make(chan bool, 1)
 	go func() {
-		n, _ := io.ReadFull(r, make([]byte, 1)) // how it ends matters no more
+		n, _ := io.ReadFull(r, make([]byte, 1)) // any error means no more bytes
 		follows <- n > 0
 	}()
 	select {
@@ -401,9 +401,8 @@ func more(r io.Reader) bool {
 	}
 }
 
-// interruptible waits for f, or until little after the end of ctx: f may be in a read
-// or write that blocks for good, as of stdin. The goroutine it starts then ends with
-// the process.
+// interruptible waits for f, but not much longer than until ctx ends: f may block forever
+// in a read or write, such as of stdin. Its goroutine then ends with the process.
 func interruptible[T any](ctx context.Context, f func() (T, error)) (T, error) {
 	type result struct {
 		value T

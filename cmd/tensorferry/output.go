@@ -18,34 +18,34 @@ import (
 
 // output is where a command writes tensors.
 type output interface {
-	// begin writes what stands before the bytes of tensors and returns a writer for each.
-	// It is called once.
+	// begin writes the headers of tensors and returns a writer for the bytes of each. It is
+	// called once.
 	begin(tensors []named) ([]*tensorWriter, error)
-	// commit ends a result that is complete.
+	// commit finishes a complete output.
 	commit() error
 	// abandon removes what was not committed.
 	abandon()
 }
 
-// target is where tensors are written: stdout, a device or pipe, or a file that is
-// complete or absent. A name that ends in .safetensors makes one of those; anything
-// else holds one tensor, as .npy or as raw bytes.
+// target is an output: stdout, a device or pipe, or a file that is complete or absent. If
+// its name ends in .safetensors, it has this format; otherwise it holds one tensor as .npy
+// or raw bytes.
 type target struct {
-	path string // as it was typed
+	path string // as typed
 	raw  bool
 	out  io.Writer
 	// metadata is that of a .safetensors file.
 	metadata map[string]string
 
-	special bool     // path is there and no file: it is opened as it is
-	real    string   // the file behind every symbolic link
-	temp    *os.File // becomes real in the end; nil if there is none
+	special bool     // path exists and is not a regular file: it is written in place
+	real    string   // path with symbolic links resolved
+	temp    *os.File // renamed to real by commit; nil if there is none
 
 	writers []*tensorWriter // nil until begin
 }
 
-// newTarget finds out what path is and makes sure that it can be written, before
-// there is a call. The caller commits or abandons it.
+// newTarget checks what path is and that it can be written, before a call begins. The
+// caller commits or abandons the target.
 func newTarget(path string, raw bool, stdout io.Writer) (*target, error) {
 	t := &target{path: path, raw: raw, out: stdout, real: "-"}
 	switch {
@@ -91,14 +91,14 @@ func newTarget(path string, raw bool, stdout io.Writer) (*target, error) {
 	if t.real, err = filepath.EvalSymlinks(path); err != nil {
 		return nil, t.named(err)
 	}
-	old, err := os.OpenFile(t.real, os.O_WRONLY, 0) // may it be written?
+	old, err := os.OpenFile(t.real, os.O_WRONLY, 0) // checks the permission
 	if err != nil {
 		return nil, t.named(err)
 	}
 	return t, errors.Join(t.makeTemp(info), old.Close())
 }
 
-// isFile reports whether w is the open file that info tells of.
+// isFile reports whether w is the file that info describes.
 func isFile(w io.Writer, info fs.FileInfo) bool {
 	f, ok := w.(*os.File)
 	if !ok {
@@ -108,8 +108,8 @@ func isFile(w io.Writer, info fs.FileInfo) bool {
 	return err == nil && os.SameFile(own, info)
 }
 
-// makeTemp makes the file that the result goes to first, with the mode of the file
-// that it is to replace, if there is one.
+// makeTemp creates the temporary file for the output, with the mode of the file that it
+// replaces, if there is one.
 func (t *target) makeTemp(old fs.FileInfo) error {
 	f, err := os.OpenFile(filepath.Join(filepath.Dir(t.real), ".tensorferry-"+rand.Text()), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
 	if err != nil {
@@ -125,16 +125,15 @@ func (t *target) makeTemp(old fs.FileInfo) error {
 	return nil
 }
 
-// named is a tensor that is to be written.
+// named is a tensor to write.
 type named struct {
 	name string
 	tensor.Desc
 }
 
-// begin writes what stands before the bytes of tensors and returns a writer for
-// each. Those of a .safetensors file may be used in any order and at the same time;
-// whatever else there is takes one tensor. begin may block, as opening a pipe does
-// without a reader. It is called once.
+// begin implements output. The writers of a .safetensors file may be used in any order and
+// concurrently; other outputs take one tensor. begin may block, because opening a pipe
+// waits for its reader.
 func (t *target) begin(tensors []named) ([]*tensorWriter, error) {
 	whole := strings.HasSuffix(t.path, ".safetensors")
 	if len(tensors) != 1 && (!whole || t.temp == nil) {
@@ -170,7 +169,7 @@ func (t *target) begin(tensors []named) ([]*tensorWriter, error) {
 		header.Write(text)
 		off := int64(len(text))
 		for _, w := range order {
-			if t.temp != nil { // elsewhere there is one tensor
+			if t.temp != nil { // other outputs have one tensor
 				w.to = io.NewOffsetWriter(t.temp, off)
 			}
 			off += w.left
@@ -192,7 +191,7 @@ func (t *target) begin(tensors []named) ([]*tensorWriter, error) {
 	return writers, t.named(err)
 }
 
-// open begins a result of one tensor.
+// open begins an output of one tensor.
 func (t *target) open(name string, d tensor.Desc) (io.Writer, error) {
 	writers, err := t.begin([]named{{name, d}})
 	if err != nil {
@@ -201,16 +200,15 @@ func (t *target) open(name string, d tensor.Desc) (io.Writer, error) {
 	return writers[0], nil
 }
 
-// tensorWriter takes the bytes of one tensor, in their order. It belongs to one
-// goroutine.
+// tensorWriter takes the bytes of one tensor, in order. It belongs to one goroutine.
 type tensorWriter struct {
 	target *target
 	named
-	left int64 // bytes it still takes
+	left int64 // bytes to come
 	to   io.Writer
 }
 
-// entry is the tensor in the header of a file.
+// entry returns the tensor's entry in the header of a file.
 func (w *tensorWriter) entry() tensorfile.Entry {
 	return tensorfile.Entry{Name: w.name, Desc: w.Desc}
 }
@@ -224,7 +222,7 @@ func (w *tensorWriter) Write(p []byte) (int, error) {
 	return n, w.target.named(err)
 }
 
-// commit ends a result that is complete.
+// commit finishes a complete output.
 func (t *target) commit() error {
 	if t.writers == nil {
 		return fmt.Errorf("--output %s: nothing was written", t.path)
@@ -250,17 +248,17 @@ func (t *target) commit() error {
 	return t.named(err)
 }
 
-// abandon removes what was not committed. A special file that is being opened is
-// closed with the process.
+// abandon removes what was not committed. A special file that is still being opened is
+// closed when the process exits.
 func (t *target) abandon() {
 	if t.temp != nil {
-		_ = t.temp.Close() // it may be closed
+		_ = t.temp.Close() // it may be closed already
 		_ = os.Remove(t.temp.Name())
 		t.temp = nil
 	}
 }
 
-// named says which output failed, by the name that its user knows.
+// named adds the output's name, as typed, to an error.
 func (t *target) named(err error) error {
 	if err == nil {
 		return nil

@@ -19,36 +19,37 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// barTitle is how many characters of a tensor's name a bar shows: half of a narrow
-// terminal is left for the figures.
+// barTitle is how many characters of a tensor's name a bar shows. It leaves half of a
+// narrow terminal for the figures.
 const barTitle = 24
 
-// mostBars is how many tensors have a line of their own: more would fill a screen.
+// mostBars is the maximum number of tensors with a line of their own: more would fill the
+// screen.
 const mostBars = 8
 
-// progressBars show how far tensors are. A single tensor has one line with bytes, share,
-// speed and time left, which stays at the end. Of several, those that are under way have
-// such a line, up to mostBars and in their order, which goes when they are complete; the
-// last line counts them and their bytes, and stays. A nil *progressBars shows nothing.
-// Safe for concurrent use.
+// progressBars show the progress of tensors. A single tensor has one line with bytes,
+// percentage, speed and remaining time, which stays when it is complete. Of several, up to
+// mostBars tensors in progress have such a line, in order, until they are complete; a last
+// line shows the total and stays. A nil *progressBars shows nothing. It is safe for
+// concurrent use.
 type progressBars struct {
 	w    io.Writer
 	bars *mpb.Progress
 	most int // lines of tensors
 
-	count, done atomic.Int64 // tensors; a line that is drawn reads them without mu
+	count, done atomic.Int64 // tensors; drawing a line reads them without mu
 
 	mu          sync.Mutex // guards all below
 	ended       bool
-	vanishing   bool     // no line stays
+	vanishing   bool     // no line stays at the end
 	moved, size int64    // of all tensors
 	all         *mpb.Bar // nil while there is one tensor
-	first       *bar     // nil if it needs no line, or once there are several
+	first       *bar     // the only tensor; nil if it needs no line, or once there are several
 	lines       map[*bar]*mpb.Bar
 }
 
 // newProgress returns bars on w, or nil if quiet is set or w is not a terminal with a
-// cursor that moves.
+// movable cursor.
 func newProgress(w io.Writer, quiet bool) *progressBars {
 	if quiet || !isTerminal(w) || os.Getenv("TERM") == "dumb" {
 		return nil
@@ -79,7 +80,7 @@ func (p *progressBars) vanish() {
 	}
 }
 
-// say tells what of a file is converted, on w or above the lines.
+// say reports the tensors that are converted, on w or above the lines.
 func (p *progressBars) say(w io.Writer, list []*source) {
 	if p != nil {
 		w = p.bars
@@ -87,7 +88,7 @@ func (p *progressBars) say(w io.Writer, list []*source) {
 	sayConverted(w, list)
 }
 
-// tensor adds a tensor; one without elements is complete at once.
+// tensor adds a tensor. One without elements is complete immediately.
 func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 	size, err := d.Bytes()
 	if p == nil || err != nil {
@@ -109,7 +110,7 @@ func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 		p.all = p.line(0, math.MaxInt, func() string { return fmt.Sprintf("%d of %d, total", p.done.Load(), p.count.Load()) })
 		p.all.SetCurrent(p.moved)
 		if f := p.first; f != nil && (f.moved == 0 || f.moved == f.size) {
-			p.hide(f) // it waits, or is complete
+			p.hide(f) // it has not begun or is complete
 		}
 		p.first = nil
 	}
@@ -123,11 +124,11 @@ func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 	return b
 }
 
-// pieceBytes is what the input of a call is counted in: a chunk, as most calls have them.
+// pieceBytes is the unit in which the input of a call is counted: the default chunk size.
 const pieceBytes = 1 << 20
 
-// input adds the input of a call. What a reader yields counts when it is read, what is
-// mapped when the server has it.
+// input adds the input of a call. Bytes of a reader count when they are read, mapped bytes
+// when the server has them.
 func (p *progressBars) input(s *source) {
 	b := p.tensor(s.title, s.Desc)
 	switch {
@@ -141,7 +142,7 @@ func (p *progressBars) input(s *source) {
 			rest = rest[len(piece):]
 			return piece, func() {
 				select {
-				case <-over: // perhaps nobody has it
+				case <-over: // the server may not have it
 				default:
 					_, _ = b.Write(piece) // it never fails
 				}
@@ -150,7 +151,7 @@ func (p *progressBars) input(s *source) {
 	}
 }
 
-// whole has all bytes of all tensors moved: what they were for has ended well.
+// whole marks all tensors as complete, because their call has succeeded.
 func (p *progressBars) whole() {
 	if p == nil {
 		return
@@ -164,7 +165,7 @@ func (p *progressBars) whole() {
 	}
 }
 
-// show gives b a line, unless there are too many. The caller holds mu, as that of hide does.
+// show gives b a line, unless there are too many. The caller holds mu.
 func (p *progressBars) show(b *bar) {
 	if p.lines[b] == nil && (len(p.lines) < p.most || b == p.first) {
 		title := shorten(plain(b.title))
@@ -172,7 +173,7 @@ func (p *progressBars) show(b *bar) {
 	}
 }
 
-// hide takes the line of b from the screen.
+// hide removes the line of b. The caller holds mu.
 func (p *progressBars) hide(b *bar) {
 	if line := p.lines[b]; line != nil {
 		line.Abort(true)
@@ -180,9 +181,9 @@ func (p *progressBars) hide(b *bar) {
 	}
 }
 
-// line adds a line, which ends only by Abort or SetTotal. Its title is asked for when it
-// is drawn, without mu. Every line begins with a carriage return: a terminal prints ^C
-// where the cursor is, and the next frame would begin behind it.
+// line adds a line, which only Abort or SetTotal ends. It calls title without mu whenever
+// it draws the line. Every line begins with a carriage return, because a terminal prints
+// ^C at the cursor and the next frame would begin after it.
 func (p *progressBars) line(size int64, order int, title func() string) *mpb.Bar {
 	begun := time.Now()
 	line := p.bars.AddBar(0, mpb.BarPriority(order),
@@ -199,7 +200,7 @@ func (p *progressBars) line(size int64, order int, title func() string) *mpb.Bar
 	return line
 }
 
-// speed is the bytes a second since a time, until all are there.
+// speed returns the mean speed since a time. It does not change once all bytes have moved.
 func speed(since time.Time) func(decor.Statistics) string {
 	last := ""
 	return func(s decor.Statistics) string {
@@ -210,10 +211,10 @@ func speed(since time.Time) func(decor.Statistics) string {
 	}
 }
 
-// inUnits is a number of bytes as a line shows it.
+// inUnits formats a number of bytes for a line.
 func inUnits(n int64) string { return strings.Replace(sizeText(n), "bytes", "B", 1) }
 
-// shorten keeps the end of a long title: where names differ.
+// shorten keeps the end of a long title, because names differ there.
 func shorten(title string) string {
 	n := utf8.RuneCountInString(title)
 	if n <= barTitle {
@@ -222,8 +223,8 @@ func shorten(title string) string {
 	return "…" + string([]rune(title)[n-barTitle+1:])
 }
 
-// end removes the lines of what is not complete and leaves the cursor at the beginning
-// of a line. Ending twice is a no-op.
+// end removes the lines of incomplete tensors and leaves the cursor at the beginning of a
+// line. Ending twice is a no-op.
 func (p *progressBars) end() {
 	if p == nil {
 		return
@@ -242,14 +243,14 @@ func (p *progressBars) end() {
 		last.SetTotal(p.size, true)
 	}
 	for b := range p.lines {
-		p.hide(b) // without effect on one that is complete
+		p.hide(b) // no effect if it is complete
 	}
 	if p.all != nil {
 		p.all.Abort(true)
 	}
-	p.bars.Wait() // until all that is complete has been drawn
+	p.bars.Wait() // until complete lines have been drawn
 	if last != nil {
-		_, _ = io.WriteString(p.w, "\r\x1b[J") // what is left of a first line where ^C was printed
+		_, _ = io.WriteString(p.w, "\r\x1b[J") // clears the rest of a line where ^C was printed
 	}
 }
 
@@ -262,7 +263,7 @@ type bar struct {
 	moved int64
 }
 
-// reach notes that the first n bytes have moved.
+// reach records that the first n bytes have moved.
 func (b *bar) reach(n int64) {
 	if b != nil {
 		b.bars.mu.Lock()
@@ -281,7 +282,7 @@ func (b *bar) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// move has the first n bytes moved. The caller holds mu.
+// move is reach for a caller that holds mu.
 func (b *bar) move(n int64) {
 	p := b.bars
 	more := n - b.moved

@@ -109,7 +109,7 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 	if o.source {
 		to.prefix = ""
 	} else {
-		// Before the first byte is out it must be known how many tensors there are.
+		// The number of tensors must be known before the first byte is written.
 		list, err := storedOf(ctx, cl, names)
 		if err != nil {
 			return err
@@ -160,19 +160,19 @@ func oneTensor(output string) error {
 	return usage("--output %s takes one tensor; use a .safetensors file for several", output)
 }
 
-// pulled is where the tensors of a pull go.
+// pulled is the output of a pull.
 type pulled struct {
 	out    output // one of these two
 	file   *target
 	folder *folderTarget
 	bars   *progressBars
-	// prefix is what the names share, and a file has instead.
+	// prefix is the folder that all names share, and instead replaces it in a file.
 	prefix, instead string
 	tensors         map[string]place // nil until begin
 }
 
-// sharedPrefix is the folder that all names share, without what a glob picks: model/ of
-// model/*, and nothing of x and y/*.
+// sharedPrefix returns the folder that all names share, before any glob characters: model/
+// for model/*, and nothing for x and y/*.
 func sharedPrefix(names []string) (shared string) {
 	for i, n := range names {
 		if at := strings.IndexAny(n, globs+`\`); at >= 0 {
@@ -189,8 +189,8 @@ func sharedPrefix(names []string) (shared string) {
 	return shared
 }
 
-// leftOut tells of tensors that a glob such as model/* does not pick because of slashes in
-// their names: a model file would lack them.
+// leftOut reports tensors that a glob such as model/* does not match because their names
+// have more slashes: they would be missing from a model file.
 func leftOut(ctx context.Context, cl *client.Client, names []string, stderr io.Writer) error {
 	for _, n := range names {
 		if !strings.HasSuffix(n, "/*") {
@@ -216,8 +216,8 @@ func leftOut(ctx context.Context, cl *client.Client, names []string, stderr io.W
 	return nil
 }
 
-// takeDocument pulls what the model file of the prefix says beside its tensors, if that
-// is in the list, and returns the rest of the list.
+// takeDocument pulls the document of the prefix's model file, if it is in the list, and
+// returns the rest of the list.
 func (p *pulled) takeDocument(ctx context.Context, cl *client.Client, list []client.Stored) ([]client.Stored, []client.Summary, error) {
 	i := slices.IndexFunc(list, func(s client.Stored) bool { return s.Name == p.prefix+tensorfile.MetadataName })
 	if i < 0 {
@@ -240,7 +240,7 @@ type place struct {
 	io.Writer
 }
 
-// begin begins an output of the tensors of a list.
+// begin begins an output of the listed tensors.
 func (p *pulled) begin(list []client.Stored) error {
 	all := make([]named, len(list))
 	for i, s := range list {
@@ -261,8 +261,8 @@ func (p *pulled) begin(list []client.Stored) error {
 	return nil
 }
 
-// writer returns where a tensor goes that the server sends. It begins an output of one
-// tensor.
+// writer returns the writer for a tensor that the server sends. If the output has not
+// begun, it begins one of this tensor.
 func (p *pulled) writer(name string, d tensor.Desc) (io.Writer, error) {
 	if p.tensors == nil {
 		if err := p.begin([]client.Stored{{Name: name, Desc: d}}); err != nil {
@@ -276,8 +276,8 @@ func (p *pulled) writer(name string, d tensor.Desc) (io.Writer, error) {
 	return at, nil
 }
 
-// pullTo pulls selections into the writers that to returns. The first failure of one
-// ends it: the rest would be in vain.
+// pullTo pulls selections into the writers that to returns. It stops when the first of
+// them fails.
 func pullTo(ctx context.Context, cl *client.Client, selections []client.Selection, to func(string, tensor.Desc) (io.Writer, error)) ([]client.Summary, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)

@@ -87,8 +87,8 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 	var r client.PushRequest
 	lines := map[string]*bar{}
 	stdinTaken := false
-	var spoiled error             // tensors that cannot be read, which leaves the others
-	wholes := map[string]string{} // files that are pushed whole, by what their tensors' names begin with
+	var spoiled error             // of tensors that cannot be read; the others are pushed
+	wholes := map[string]string{} // files that are pushed whole, by the prefix of their tensors' names
 	for _, text := range args {
 		name, file, below, err := parsePushed(text)
 		if err != nil {
@@ -125,7 +125,7 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 				s.forCall("", name)
 			}
 			switch err := store.CheckName(s.Name); {
-			case err != nil && below && store.CheckName(name) == nil: // it stands in the file
+			case err != nil && below && store.CheckName(name) == nil: // the name is in the file
 				return fmt.Errorf("%s: %w", file, err)
 			case err != nil:
 				return usageError{err}
@@ -153,8 +153,8 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 	return cmp.Or(err, printMoved(printer{stdout, o.asJSON}, stored))
 }
 
-// tellOthers tells of tensors that a server has beside those of a file, such as an older
-// file's: whoever pulls the file gets them, too.
+// tellOthers reports tensors under a file's prefix that are not from that file, such as
+// those of an older version: a pull of the file would include them.
 func tellOthers(ctx context.Context, cl *client.Client, wholes map[string]string, pushed map[string]*bar, stderr io.Writer) error {
 	for prefix, file := range wholes {
 		list, _, err := cl.List(ctx, literally.Replace(prefix)+"**")
@@ -169,7 +169,7 @@ func tellOthers(ctx context.Context, cl *client.Client, wholes map[string]string
 	return nil
 }
 
-// documentSource is what a model file says beside its tensors as a tensor of its own.
+// documentSource returns the encoded document of a model file as a tensor.
 func documentSource(text []byte, file string) (*source, error) {
 	t, err := tensor.Of(text)
 	if err != nil {
@@ -180,8 +180,8 @@ func documentSource(text []byte, file string) (*source, error) {
 	return s, nil
 }
 
-// forgotten fails each tensor that was stored and is gone again: a store in memory that
-// is full forgets what was used longest ago, so the first of many tensors for the last.
+// forgotten fails each tensor that was stored and has been evicted: a full store in memory
+// evicts the least recently used tensors, and so the first of many for the last.
 func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary) error {
 	mayGo := func(s client.Summary) bool { return s.Err == nil && !s.Durable }
 	if len(stored) < 2 || !slices.ContainsFunc(stored, mayGo) {
@@ -209,10 +209,10 @@ func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary) 
 	return hinted{errors.Join(gone...), "push less, or start the server with a larger --store memory:SIZE or with a folder, which evicts nothing"}
 }
 
-// parsePushed reads [NAME=]FILE. Without a NAME it is the file's: x of x.npy, model of
-// model.safetensors and of one tensor of it, model of model.safetensors.index.json, and
-// that of a folder. Below means that a tensor of the file is stored under NAME, a slash
-// and its own name.
+// parsePushed parses [NAME=]FILE. The default NAME is the file's: x for x.npy, model for
+// model.safetensors, for one of its tensors and for model.safetensors.index.json, and the
+// folder's for a folder. below means that each tensor of the file is stored under NAME, a
+// slash and its own name.
 func parsePushed(text string) (name, file string, below bool, err error) {
 	name, file = nameOf(text)
 	path, _, member := memberOf(file)
@@ -229,7 +229,7 @@ func parsePushed(text string) (name, file string, below bool, err error) {
 	}
 	base := filepath.Base(path)
 	if info, err := os.Stat(path); err == nil && info.IsDir() {
-		if whole, err := filepath.Abs(path); err == nil { // of ".", too
+		if whole, err := filepath.Abs(path); err == nil { // also for "."
 			base = filepath.Base(whole)
 		}
 		return base, file, true, nil
@@ -251,7 +251,7 @@ type movedJSON struct {
 	Error   string       `json:"error,omitempty"`
 }
 
-// printMoved prints how each tensor ended.
+// printMoved prints the result of each tensor.
 func printMoved(out printer, list []client.Summary) error {
 	moved := make([]movedJSON, len(list))
 	for i, s := range list {
@@ -269,7 +269,7 @@ func printMoved(out printer, list []client.Summary) error {
 	return out.print(moved, func(w io.Writer) {
 		for _, s := range list {
 			if s.Err != nil {
-				continue // the error says it
+				continue // its error is printed
 			}
 			rests := "in memory"
 			if s.Durable {

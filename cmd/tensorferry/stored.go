@@ -20,7 +20,7 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// selectionsAtATime is how many tensors one request names: no more than a server takes.
+// selectionsAtATime is how many tensors one request names: no more than a server accepts.
 const selectionsAtATime = 1000
 
 func lsCommand() *cobra.Command {
@@ -40,7 +40,7 @@ or, for a tensor of a file in the server's folder, when it is first pulled.`,
 	}, ls)
 }
 
-// storedJSON is a tensor at rest as ls --json prints it.
+// storedJSON is a stored tensor as ls --json prints it.
 type storedJSON struct {
 	Name    string       `json:"name"`
 	DType   string       `json:"dtype"`
@@ -50,8 +50,7 @@ type storedJSON struct {
 	Stored  *time.Time   `json:"stored"` // null if outside of JSON's years
 	Durable bool         `json:"durable"`
 	File    string       `json:"file,omitempty"`
-	// Metadata and Index are of a model file, on the line of what it says beside its
-	// tensors.
+	// Metadata and Index are those of a model file, in the entry of its document.
 	Metadata map[string]string `json:"metadata,omitempty"`
 	Index    string            `json:"index,omitempty"`
 }
@@ -175,11 +174,11 @@ func rm(ctx context.Context, cl *client.Client, names []string, out printer) err
 // globs are the characters that make a name a glob.
 const globs = "*?["
 
-// literally quotes a name, so that as a glob it matches only itself.
+// literally escapes a name, so that as a glob it matches only itself.
 var literally = strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`)
 
-// storedOf lists the tensors that names and globs pick, each once. A name that is also
-// a glob picks the tensor of that name, if there is one. Picking nothing is an error.
+// storedOf lists the tensors that names and globs match, each once. If a tensor's name
+// equals a glob, the glob matches only that tensor. Matching nothing is an error.
 func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.Stored, error) {
 	if err := checkNames(names); err != nil {
 		return nil, err
@@ -213,7 +212,8 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 	return list, nil
 }
 
-// missing is the error of a pull, said plainly if the one thing it names is not there.
+// missing returns the error of a pull, or a clearer one if its only selection does not
+// exist.
 func missing(err error, selections []client.Selection) error {
 	if status.Code(err) != codes.NotFound || len(selections) != 1 {
 		return err
@@ -225,7 +225,8 @@ func missing(err error, selections []client.Selection) error {
 	return noSuch(kind, selections[0].Name, nil)
 }
 
-// noSuch is the error for what a server with some sources does not have.
+// noSuch is the error for a tensor or source that the server does not have. sources are
+// those that it has.
 func noSuch(kind, name string, sources []string) error {
 	hint := "tensorferry ls" + atServer + " lists its tensors and sources"
 	if slices.Contains(sources, name) {
@@ -234,7 +235,7 @@ func noSuch(kind, name string, sources []string) error {
 	return hinted{fmt.Errorf("the server has no %s %q", kind, name), hint}
 }
 
-// checkNames refuses an empty name before a server sees it as a request for all.
+// checkNames rejects an empty name, which a server would take for all tensors.
 func checkNames(names []string) error {
 	if slices.Contains(names, "") {
 		return usage("NAME must not be empty")
@@ -242,7 +243,7 @@ func checkNames(names []string) error {
 	return nil
 }
 
-// sourceFlags are the flags that have a server make a tensor.
+// sourceFlags has the flags that make a server generate a tensor.
 type sourceFlags struct {
 	source bool
 	params []string
@@ -253,7 +254,7 @@ func (o *sourceFlags) flags(c *cobra.Command) {
 	c.Flags().StringArrayVarP(&o.params, "param", "p", nil, "parameter of the source, `key=value`; repeatable")
 }
 
-// selections are what names select: tensors, globs or sources.
+// selections returns what names select: tensors, globs or sources.
 func (o *sourceFlags) selections(names []string) ([]client.Selection, error) {
 	params, err := paramsOf(o.params)
 	if err == nil {
@@ -272,7 +273,7 @@ func (o *sourceFlags) selections(names []string) ([]client.Selection, error) {
 	return list, nil
 }
 
-// paramsOf reads key=value.
+// paramsOf parses key=value texts.
 func paramsOf(texts []string) (map[string]string, error) {
 	params := map[string]string{}
 	for _, text := range texts {
@@ -297,9 +298,9 @@ func selectionsOf(stored []client.Stored) []client.Selection {
 	return list
 }
 
-// readStored gives the bytes of a tensor of the server to use as they come. The
-// reader holds back the last byte until all are known to be the server's, so that
-// use, if it reads to the end, never succeeds with wrong ones.
+// readStored passes the bytes of a tensor of the server to use as they arrive. The reader
+// holds back the last byte until the pull has succeeded, so a use that reads to the end
+// never succeeds with wrong bytes.
 func readStored(ctx context.Context, cl *client.Client, s client.Selection, use func(tensor.Desc, io.Reader) error) error {
 	r, w := io.Pipe()
 	verdict, used := make(chan error, 1), make(chan error, 1)
@@ -313,7 +314,7 @@ func readStored(ctx context.Context, cl *client.Client, s client.Selection, use 
 			return nil, err
 		}
 		begun = true
-		go func() { // ends with use, which the pipe's end brings about
+		go func() { // ends with use, which ends with the pipe
 			err := use(d, holdBack(r, size, func() error { return <-verdict }))
 			_ = r.CloseWithError(errUnread) // it never fails
 			used <- err
@@ -331,5 +332,5 @@ func readStored(ctx context.Context, cl *client.Client, s client.Selection, use 
 	return err
 }
 
-// errUnread ends the pull of a tensor whose reader gave up.
+// errUnread ends the pull of a tensor whose reader has returned early.
 var errUnread = errors.New("the reader has stopped")

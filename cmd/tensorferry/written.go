@@ -20,10 +20,10 @@ type writtenJSON struct {
 	Bytes int64        `json:"bytes"`
 }
 
-// written tells what t holds, which has been committed and takes one tensor.
+// written describes the only tensor of t, which must have been committed.
 func (t *target) written(port string) writtenJSON {
 	n := t.writers[0].named
-	size, _ := n.Bytes() // begin has asked
+	size, _ := n.Bytes() // begin has checked it
 	j := writtenJSON{Port: port, File: t.path, DType: n.DType.String(), Shape: append(tensor.Shape{}, n.Shape...), Bytes: size}
 	if strings.HasSuffix(t.path, ".safetensors") {
 		j.Name = n.name
@@ -33,7 +33,7 @@ func (t *target) written(port string) writtenJSON {
 
 // callJSON is a call as run --json prints it.
 type callJSON struct {
-	Call    string             `json:"call"` // its id
+	Call    string             `json:"call"` // the call's id
 	Results []writtenJSON      `json:"results"`
 	Seconds map[string]float64 `json:"seconds"` // as the server measured them
 }
