@@ -13,8 +13,8 @@ import (
 	"github.com/tensorferry/tensorferry/identity"
 )
 
-// access is where a command finds its server, who it is there, and how bytes travel. The
-// zero codec is none.
+// access says how a command reaches its server: the address, TLS and identity, and the
+// codec. An empty codec means none.
 type access struct {
 	server string
 	tls    bool
@@ -22,16 +22,16 @@ type access struct {
 	codec  string
 }
 
-// flags adds --server and what a server may want to see.
+// flags adds --server and the flags that identify the client.
 func (a *access) flags(c *cobra.Command) {
 	f := c.Flags()
 	f.StringVar(&a.server, "server", cmp.Or(os.Getenv(serverEnv), defaultListen), "`address` of the server: host:port or unix:/path;\nalso "+serverEnv)
-	c.Flag("server").DefValue = defaultListen // --help says the same everywhere
+	c.Flag("server").DefValue = defaultListen // --help does not depend on the environment
 	a.identityFlags(c)
 }
 
-// identityFlags adds the flags that say who the client is. Each may be an environment
-// variable.
+// identityFlags adds the flags that identify the client. Each one's default is an
+// environment variable.
 func (a *access) identityFlags(c *cobra.Command) {
 	f := c.Flags()
 	f.BoolVar(&a.tls, "tls", !slices.Contains([]string{"", "0", "false"}, os.Getenv(tlsEnv)), "use TLS and the CAs that this system trusts; also "+tlsEnv+"=1")
@@ -42,7 +42,7 @@ func (a *access) identityFlags(c *cobra.Command) {
 	c.Flag("tls").DefValue = "false"
 }
 
-// identity are the flags of the files, which imply --tls.
+// identity returns the flags that imply --tls.
 func (a *access) identity() []identityFlag {
 	return []identityFlag{
 		{"ca", envPrefix + "CA", "`file` with the CA of the server's certificate", &a.files.CA},
@@ -58,10 +58,10 @@ type identityFlag struct {
 	value           *string
 }
 
-// tlsEnv stands for --tls.
+// tlsEnv is the default of --tls.
 const tlsEnv = envPrefix + "TLS"
 
-// accessOf returns the access of a command whose flags are known by name alone.
+// accessOf returns the access of a command, read from its flags by name.
 func accessOf(c *cobra.Command) *access {
 	a := &access{server: c.Flag("server").Value.String(), tls: c.Flag("tls").Value.String() == "true"}
 	for _, s := range a.identity() {
@@ -70,7 +70,8 @@ func accessOf(c *cobra.Command) *access {
 	return a
 }
 
-// dial connects to the server, with what cfg adds; the caller closes the client.
+// dial connects to the server. It adds codec and credentials to cfg. The caller closes
+// the client.
 func (a *access) dial(cfg client.Config) (*client.Client, error) {
 	k, err := codec.ParseCodec(cmp.Or(a.codec, codec.None.String()))
 	if err != nil {
@@ -89,8 +90,8 @@ func (a *access) dial(cfg client.Config) (*client.Client, error) {
 	return cl, nil
 }
 
-// asking gives c the flags of its access and --json, and has it print what ask finds out
-// from the server.
+// asking adds the flags of access and --json to c, and makes c print the answer that ask
+// gets from the server.
 func asking(c *cobra.Command, ask func(ctx context.Context, cl *client.Client, args []string, out printer) error) *cobra.Command {
 	var a access
 	var asJSON bool
@@ -124,7 +125,7 @@ func codecFlag(c *cobra.Command, to *string) {
 	complete(c, "codec", []string{codec.None.String(), codec.LZ4.String()})
 }
 
-// clientVariables are those of the environment that are a client's: serve has others.
+// clientVariables returns the environment variables of clients, which serve ignores.
 func clientVariables() []string {
 	all := []string{serverEnv, tlsEnv}
 	for _, s := range new(access).identity() {

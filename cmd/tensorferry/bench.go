@@ -14,7 +14,7 @@ import (
 )
 
 const (
-	// benchBytes and benchMemoryBytes are what the required figures are for.
+	// benchBytes and benchMemoryBytes are the sizes that the required figures refer to.
 	benchBytes       = 256 << 20
 	benchMemoryBytes = 16 << 30
 	// quickMemoryBytes is enough for a stream to outgrow every buffer.
@@ -82,7 +82,7 @@ process and prints the peak memory of each.`,
 	return c
 }
 
-// benchEndCommand is the server or the client of a measure, in a process of its own.
+// benchEndCommand is the server or the client of a measurement, in a process of its own.
 func benchEndCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: bench.EndArgument, Short: "be one end of a measurement, for the process that started this one", Args: takes(0), Hidden: true,
@@ -92,7 +92,7 @@ func benchEndCommand() *cobra.Command {
 	}
 }
 
-// networks says which sockets a value of --net means.
+// networks maps a value of --net to networks.
 var networks = map[string][]string{"tcp": {"tcp"}, "unix": {"unix"}, "both": {"tcp", "unix"}}
 
 func progress(text string) { fmt.Fprintf(os.Stderr, "bench: %s\n", text) }

@@ -40,7 +40,7 @@ secret: anyone who has it can create certificates that both sides trust.`,
 	return c
 }
 
-// cert writes certificates, and prints the names of their files.
+// cert writes certificates and prints their file names.
 func cert(dir string, hosts []string, client string, out printer) error {
 	if client == "" {
 		return usage("--client must not be empty")

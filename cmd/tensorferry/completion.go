@@ -15,7 +15,7 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// shells are those that cobra writes completion scripts for.
+// shells has a writer of the completion script for each shell.
 var shells = map[string]func(root *cobra.Command, w io.Writer) error{
 	"bash":       func(root *cobra.Command, w io.Writer) error { return root.GenBashCompletionV2(w, true) },
 	"zsh":        func(root *cobra.Command, w io.Writer) error { return root.GenZshCompletion(w) },
@@ -55,14 +55,14 @@ func dtypeFlag(c *cobra.Command, to *string, value, text string) {
 	complete(c, "dtype", names)
 }
 
-// complete has the values of a flag completed.
+// complete registers the values of a flag for completion.
 func complete(c *cobra.Command, flag string, values []string) {
 	if err := c.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)); err != nil {
 		panic(err) // the command has no such flag
 	}
 }
 
-// completeChoices has the values of flags completed that take one of some words.
+// completeChoices registers the words of every choice flag for completion.
 func completeChoices(c *cobra.Command) {
 	c.Flags().VisitAll(func(f *pflag.Flag) {
 		if of, ok := f.Value.(choice); ok {
@@ -71,7 +71,7 @@ func completeChoices(c *cobra.Command) {
 	})
 }
 
-// completionWait is how long a key press waits for a server's names.
+// completionWait is how long completion waits for a server.
 const completionWait = time.Second
 
 // completeStored completes the names of a server's tensors, or with --source those of
@@ -90,7 +90,7 @@ func completeStored(c *cobra.Command, _ []string, start string) ([]cobra.Complet
 	})
 }
 
-// completeModels completes the name of one model of a server.
+// completeModels completes the name of a model of a server, as the only argument.
 func completeModels(c *cobra.Command, args []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
 	if len(args) > 0 {
 		return nil, cobra.ShellCompDirectiveNoFileComp
@@ -105,7 +105,8 @@ func completeModels(c *cobra.Command, args []string, start string) ([]cobra.Comp
 	})
 }
 
-// ask gets names from the server of --server; there are none without an answer.
+// ask completes start with names from the server of --server, or with none if the server
+// does not answer.
 func ask(c *cobra.Command, start string, names func(context.Context, *client.Client) ([]string, error)) (list []cobra.Completion, _ cobra.ShellCompDirective) {
 	ctx, cancel := context.WithTimeout(c.Context(), completionWait)
 	defer cancel()

@@ -24,29 +24,29 @@ import (
 const (
 	// envPrefix begins every environment variable that serve reads.
 	envPrefix = "TENSORFERRY_"
-	// configEnv stands for --config.
+	// configEnv is the variable for --config.
 	configEnv = envPrefix + "CONFIG"
 	// serverEnv is the default of --server in other commands; serve ignores it.
 	serverEnv = envPrefix + "SERVER"
-	// pythonEnv is the interpreter of --python, which therefore has no variable itself.
+	// pythonEnv is the interpreter for --python, which therefore has no variable of its own.
 	pythonEnv = envPrefix + "PYTHON"
-	// delimiter is between the keys of nested settings, which are all unknown.
+	// delimiter joins the keys of nested settings, none of which is known.
 	delimiter = "."
 )
 
 // notSettings are flags for the command line only.
 var notSettings = []string{"config", "print-config", "child", "python-fd", "help"}
 
-// notOurs are variables that mean something else, or something to others: clients have
-// theirs, and the Python package two more.
+// notOurs are variables with the prefix that are not settings of serve: those of clients
+// and of the Python package, and the interpreter.
 var notOurs = append(clientVariables(), pythonEnv, envPrefix+"BIN", envPrefix+"LINK_MEMORY")
 
 // origins says where the value of each setting comes from.
 type origins map[string]string
 
-// configure sets the flags that were not typed from environ, or else from the file of
-// --config or TENSORFERRY_CONFIG. Keys are the names of the flags, so each setting is
-// declared, documented and checked once.
+// configure sets the flags that are not on the command line from environ or, failing
+// that, from the file of --config or TENSORFERRY_CONFIG. Keys are the names of flags, so
+// each setting is declared, documented and checked once.
 func configure(flags *pflag.FlagSet, environ []string) (origins, error) {
 	path := flags.Lookup("config").Value.String()
 	environment := koanf.New(delimiter)
@@ -81,8 +81,9 @@ func configure(flags *pflag.FlagSet, environ []string) (origins, error) {
 	return from, nil
 }
 
-// apply sets the flags that were not typed to the values of a layer. It fails if a
-// setting is unknown or its value invalid; name writes the setting's name for people.
+// apply sets the flags that are not on the command line to the values of a layer. It
+// fails if a setting is unknown or its value is invalid. name returns the setting's name
+// for error messages.
 func (o origins) apply(flags *pflag.FlagSet, layer *koanf.Koanf, where string, name func(key string) string) error {
 	values := layer.All()
 	for _, key := range slices.Sorted(maps.Keys(values)) {
@@ -101,7 +102,7 @@ func (o origins) apply(flags *pflag.FlagSet, layer *koanf.Koanf, where string, n
 	return nil
 }
 
-// set sets a flag to a value of a YAML file, or to a text.
+// set sets a flag to a value of a YAML file or of the environment.
 func set(v pflag.Value, value any) error {
 	list, isList := v.(pflag.SliceValue)
 	switch value := value.(type) {
@@ -127,8 +128,8 @@ func set(v pflag.Value, value any) error {
 	return nil
 }
 
-// valueError is the error of a flag that does not take a value. It leaves out the texts
-// of Go's parsers.
+// valueError is the error of a flag that rejects a value. It leaves out the texts of Go's
+// parsers.
 func valueError(v pflag.Value, text string, err error) error {
 	if bad, ok := errors.AsType[*strconv.NumError](err); ok {
 		switch {
@@ -143,8 +144,8 @@ func valueError(v pflag.Value, text string, err error) error {
 	return fmt.Errorf("%q: %w", text, err)
 }
 
-// flagError makes a usage error of one of pflag's: it suggests the nearest flag for one
-// that the command does not have.
+// flagError turns an error of pflag into a usage error. For an unknown flag, it suggests
+// the nearest one.
 func flagError(c *cobra.Command, err error) error {
 	if unknown, ok := errors.AsType[*pflag.NotExistError](err); ok && unknown.GetSpecifiedShortnames() == "" {
 		var names []string
@@ -163,7 +164,7 @@ func flagError(c *cobra.Command, err error) error {
 	return usageError{err}
 }
 
-// settings are the names of all flags that are settings, in the order of --help.
+// settings returns the names of all flags that are settings, in the order of --help.
 func settings(flags *pflag.FlagSet) []string {
 	var names []string
 	flags.VisitAll(func(f *pflag.Flag) {
@@ -174,7 +175,7 @@ func settings(flags *pflag.FlagSet) []string {
 	return names
 }
 
-// nearest is the name most like key, by cobra's measure for mistyped commands.
+// nearest returns the name most similar to key, as cobra does for mistyped commands.
 func nearest(key string, names []string) string {
 	key = key[:min(len(key), 100)] // no name is longer
 	c := new(cobra.Command)
@@ -188,8 +189,7 @@ func nearest(key string, names []string) string {
 	}
 }
 
-// printConfig writes every setting as a file for --config, with where its value
-// comes from.
+// printConfig writes all settings and the origins of their values as a file for --config.
 func printConfig(w io.Writer, flags *pflag.FlagSet, from origins) error {
 	for _, name := range settings(flags) {
 		f := flags.Lookup(name)
@@ -226,7 +226,7 @@ func printConfig(w io.Writer, flags *pflag.FlagSet, from origins) error {
 	return nil
 }
 
-// bounded is a flag whose value is least to most, or standard.
+// bounded is a flag whose value is standard or lies between least and most.
 type bounded[T ~int | ~int64 | ~uint32] struct {
 	value                 *T
 	standard, least, most int64
@@ -248,24 +248,24 @@ func (b bounded[T]) Set(text string) error {
 }
 
 func (b bounded[T]) String() string {
-	if b.value == nil { // pflag asks a zero value
+	if b.value == nil { // pflag calls String on a zero value
 		return ""
 	}
 	return b.format(int64(*b.value))
 }
 
-// automatic reports whether the value stands for another that is found at start.
+// automatic reports whether the value stands for one that is determined at startup.
 func (b bounded[T]) automatic() bool { return int64(*b.value) < b.least }
 
 func (b bounded[T]) Type() string { return b.kind }
 
-// sizeVar adds a flag of bytes: 65536, 512MiB, 2GB.
+// sizeVar adds a flag for a size in bytes: 65536, 512MiB, 2GB.
 func sizeVar[T ~int | ~int64 | ~uint32](f *pflag.FlagSet, v *T, name string, value T, least, most int64, text string) {
 	*v = value
 	f.Var(bounded[T]{v, int64(value), least, most, "size", parseSize, formatSize}, name, text)
 }
 
-// countVar adds a flag that counts something, from 1 to what 31 bits hold.
+// countVar adds a flag for a count from 1 to math.MaxInt32.
 func countVar(f *pflag.FlagSet, v *int, name string, value int, text string) {
 	countsVar(f, v, name, value, 1, math.MaxInt32, text)
 }
@@ -275,7 +275,7 @@ func lanesVar(f *pflag.FlagSet, v *int) {
 	countsVar(f, v, "lanes", 1, 0, 1, "extra connections per session for large tensors;\n0 for none")
 }
 
-// lanes returns what --lanes says, as a Config has it.
+// lanes converts a value of --lanes to that of a Config, where 0 means the default.
 func lanes(n int) int {
 	if n == 0 {
 		return -1
@@ -294,7 +294,7 @@ func countsVar(f *pflag.FlagSet, v *int, name string, value int, least, most int
 	}, func(n int64) string { return strconv.FormatInt(n, 10) }}, name, text)
 }
 
-// durationVar adds a flag of a time: 1s, 1m30s, 250ms; at most a year.
+// durationVar adds a flag for a duration of at most a year: 1s, 1m30s, 250ms.
 func durationVar[T ~int64](f *pflag.FlagSet, v *T, name string, value T, least time.Duration, text string) {
 	*v = value
 	f.Var(bounded[T]{v, int64(value), int64(least), int64(365 * 24 * time.Hour), "duration", func(text string) (int64, error) {
@@ -305,16 +305,16 @@ func durationVar[T ~int64](f *pflag.FlagSet, v *T, name string, value T, least t
 		return int64(d), err
 	}, func(n int64) string { return shortDuration(time.Duration(n)) }}, name, text)
 	if value == 0 {
-		f.Lookup(name).DefValue = "0" // which --help leaves out
+		f.Lookup(name).DefValue = "0" // --help omits a default of "0"
 	}
 }
 
-// zeros are the last units of a duration's text that say nothing: 10m, not 10m0s.
+// zeros matches redundant units at the end of a duration: 10m, not 10m0s.
 var zeros = regexp.MustCompile(`([hm])(?:0m)?0s$`)
 
 func shortDuration(d time.Duration) string { return zeros.ReplaceAllString(d.String(), "$1") }
 
-// choice is a flag that is one of some words.
+// choice is a flag whose value is one of a few words.
 type choice struct {
 	value *string
 	words []string
@@ -330,7 +330,7 @@ func (c choice) Set(text string) error {
 }
 
 func (c choice) String() string {
-	if c.value == nil { // pflag asks a zero value
+	if c.value == nil { // pflag calls String on a zero value
 		return ""
 	}
 	return *c.value
@@ -338,7 +338,7 @@ func (c choice) String() string {
 
 func (choice) Type() string { return "word" }
 
-// choiceVar adds a flag that is one of words; the first is the default.
+// choiceVar adds a flag whose value is one of words; the first is the default.
 func choiceVar(f *pflag.FlagSet, v *string, name, text string, words ...string) {
 	*v = words[0]
 	f.Var(choice{v, words}, name, text+": "+strings.Join(words, ", "))

@@ -27,11 +27,11 @@ import (
 
 const (
 	demoTrunk = "fashion-trunk"
-	// demoTimes makes 1.6 GB of the images: far more than the processes take.
+	// demoTimes makes the images 1.6 GB: far more memory than the processes use.
 	demoTimes = 500
 	// demoMaxTimes keeps the images below the 16 GiB that a server takes by default.
 	demoMaxTimes = 16 << 30 / (fashion.Count * fashion.Pixels * 4)
-	// demoDrawn is how many images a terminal of 80 columns has room for.
+	// demoDrawn is how many images fit in a terminal of 80 columns.
 	demoDrawn = 3
 )
 
@@ -86,7 +86,7 @@ server that was started with tensorferry serve --demo, on this machine or anothe
 	return c
 }
 
-// onDevice refuses an engine that the demo's server would not start on.
+// onDevice rejects an engine that the demo's server cannot use.
 func onDevice(server, where, driver string) error {
 	if server != "" && where != autoEngine {
 		return usage("--engine is for the demo's own server; omit it with --server")
@@ -98,31 +98,31 @@ func onDevice(server, where, driver string) error {
 	return elsewhere(err, "use --engine auto or cpu")
 }
 
-// demoReport is what the demo found out.
+// demoReport is the result of the demo.
 type demoReport struct {
 	Server        string  `json:"server"`
 	ServerPID     int     `json:"server_pid,omitempty"`
-	Device        string  `json:"device,omitempty"` // that the trunk runs on
+	Device        string  `json:"device,omitempty"` // runs the trunk
 	Images        int     `json:"images"`
-	Correct       int     `json:"correct"`       // predictions that are the label
-	Identical     int     `json:"identical"`     // predictions that are torch's
-	Seconds       float64 `json:"total_seconds"` // bottom, there, trunk, back, top
+	Correct       int     `json:"correct"`       // predictions that equal the label
+	Identical     int     `json:"identical"`     // predictions that equal torch's
+	Seconds       float64 `json:"total_seconds"` // bottom, transfer, trunk, transfer, top
 	ReceivedBytes int64   `json:"server_received_bytes"`
 	SentBytes     int64   `json:"server_sent_bytes"`
 
-	// Times is how often the activations, which go through the trunk, and the images,
-	// which go through relu, are repeated to make one tensor.
+	// Times is how often the activations, which pass through the trunk, and the images,
+	// which pass through relu, are repeated in one tensor.
 	Times       int64   `json:"times"`
 	Activations passage `json:"activations"`
 	Pixels      passage `json:"pixels"`
-	// Differing counts predictions of the repetitions that are not those of the first.
+	// Differing counts predictions of repetitions that differ from the first.
 	Differing int64 `json:"differing"`
-	// Peak memory; absent where the system has no figure, or the server is not the demo's.
+	// Peak memory; absent if the system does not report it, or for a server of --server.
 	ClientPeakBytes int64 `json:"client_peak_bytes,omitempty"`
 	ServerPeakBytes int64 `json:"server_peak_bytes,omitempty"`
 }
 
-// passage is a tensor that was streamed through a model of the server.
+// passage describes a tensor that was streamed through a model of the server.
 type passage struct {
 	Model       string  `json:"model"`
 	Tensor      string  `json:"tensor"`
@@ -131,7 +131,7 @@ type passage struct {
 	Total       float64 `json:"total_seconds"`
 }
 
-// verdict is an error unless every prediction is that of torch.
+// verdict returns an error unless every prediction equals torch's.
 func (r *demoReport) verdict() error {
 	switch {
 	case r.Identical != r.Images:
@@ -150,7 +150,7 @@ type splitNetwork struct {
 	labels      []byte
 }
 
-// demo runs the demo and writes its findings to out, for people, as it goes on.
+// demo runs the demo and writes a readable report to out as it proceeds.
 func demo(ctx context.Context, at access, serve []string, times int64, out io.Writer) (*demoReport, error) {
 	r := &demoReport{Server: at.server, Images: fashion.Count, Times: times}
 	if at.server == "" {
@@ -162,7 +162,7 @@ func demo(ctx context.Context, at access, serve []string, times int64, out io.Wr
 		if err != nil {
 			return nil, err
 		}
-		defer func() { _ = child.Stop() }() // how it ends matters no more
+		defer func() { _ = child.Stop() }() // its exit status no longer matters
 		at = access{server: address}
 		r.Server, r.ServerPID = address, child.Process.Pid
 	}
@@ -204,14 +204,14 @@ func demo(ctx context.Context, at access, serve []string, times int64, out io.Wr
 	return r, w.Flush()
 }
 
-// startServer starts serve of a tensorferry binary on a free port of the loopback
-// interface and waits until it listens. It ends with this process; the caller stops it.
+// startServer runs serve from the tensorferry binary exe on a free loopback port and waits
+// until it listens. It ends with this process at the latest; the caller stops it.
 func startServer(ctx context.Context, exe string, args ...string) (c *proc.Child, address string, err error) {
 	args = append([]string{"serve", "--child", "--listen", "127.0.0.1:0"}, args...)
 	return proc.Serve(ctx, exec.CommandContext(ctx, exe, args...))
 }
 
-// peakOf is the most memory of a living process; 0 where the system has no figure.
+// peakOf returns the peak memory of a running process, or 0 if the system does not report it.
 func peakOf(pid int) int64 {
 	r, _ := proc.ResidentOf(pid)
 	return r.Peak
@@ -234,8 +234,8 @@ func newSplitNetwork(h *cpu.Host) (*splitNetwork, error) {
 	return n, err
 }
 
-// once takes the images through the three parts and returns the activations that
-// the bottom model made and the class of each image.
+// once runs the images through the three parts. It returns the activations of the bottom
+// model and the class of each image.
 func (n *splitNetwork) once(ctx context.Context, cl *client.Client, r *demoReport) (hidden tensor.Tensor, classes []byte, err error) {
 	before, err := cl.Info(ctx)
 	if err != nil {
@@ -272,9 +272,9 @@ func (n *splitNetwork) once(ctx context.Context, cl *client.Client, r *demoRepor
 	return bottom[0], classes, nil
 }
 
-// manyTimes sends the activations through the trunk, and the images through relu,
-// which leaves pixels as they are, each r.Times times over as one tensor that neither
-// side ever holds.
+// manyTimes sends the activations through the trunk, and the images through relu, which
+// does not change pixels. Each is repeated r.Times times in one tensor that neither side
+// ever holds in memory.
 func (n *splitNetwork) manyTimes(ctx context.Context, cl *client.Client, r *demoReport, hidden tensor.Tensor, classes []byte) error {
 	s, err := cl.Session(ctx)
 	if err != nil {
@@ -296,7 +296,7 @@ func (n *splitNetwork) manyTimes(ctx context.Context, cl *client.Client, r *demo
 		}
 		return len(p), nil
 	}
-	want := n.images.Data // what is left of one copy
+	want := n.images.Data // the rest of one copy
 	compared := func(p []byte) (int, error) {
 		for rest := p; len(rest) > 0; {
 			part := min(len(rest), len(want))
@@ -316,8 +316,8 @@ func (n *splitNetwork) manyTimes(ctx context.Context, cl *client.Client, r *demo
 	return err
 }
 
-// ferry sends x so many times over as one tensor through a model that keeps its shape,
-// and writes the result to w.
+// ferry sends a tensor that repeats x the given number of times through a model that
+// keeps its shape, and writes the result to w.
 func ferry(ctx context.Context, s *client.Session, model string, times int64, x tensor.Tensor, w writerFunc) (passage, error) {
 	desc := tensor.Desc{DType: x.DType, Shape: tensor.Shape{times * x.Shape[0], x.Shape[1]}}
 	copies := make([]io.Reader, times)
@@ -409,7 +409,7 @@ func (p passage) write(w io.Writer, what, checked string) {
 	fmt.Fprintf(w, "%-14s %.2f GB/s each way; first result after %.0f ms of %.1f s\n", "", float64(p.Bytes)/p.Total/1e9, 1e3*p.FirstResult, p.Total)
 }
 
-// writeNext names commands as they can be typed.
+// writeNext suggests commands to try next.
 func writeNext(w io.Writer) {
 	self := "tensorferry"
 	if exe, err := os.Executable(); err == nil && strings.Contains(exe, "go-build") { // go run's
@@ -426,8 +426,7 @@ try next
 `, self)
 }
 
-// decimal is a size in the unit that rates are in, 10⁹ bytes, or in 10⁶ if it is
-// less than one.
+// decimal formats a size in GB, the unit of rates, or in MB if it is less than 1 GB.
 func decimal(n int64) string {
 	if n < 1e9 {
 		return fmt.Sprintf("%.0f MB", float64(n)/1e6)

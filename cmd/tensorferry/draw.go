@@ -9,16 +9,16 @@ import (
 	"github.com/tensorferry/tensorferry/examples/fashion"
 )
 
-// A drawing is drawColumns characters wide and half as many lines high: a
-// character of a terminal is about twice as high as wide.
+// A drawing is drawColumns characters wide and half as many lines high, because a
+// character in a terminal is about twice as high as it is wide.
 const (
 	drawColumns = 24
 	drawLines   = drawColumns / 2
 )
 
-// drawing is an image to draw and what it shows.
+// drawing is an image to draw, with its predicted and its true class.
 type drawing struct {
-	pixels           []float32 // fashion.Pixels of them, 0 to 1
+	pixels           []float32 // fashion.Pixels values from 0 to 1
 	predicted, label byte
 }
 
@@ -30,8 +30,8 @@ func (d drawing) caption() string {
 	return text
 }
 
-// choose returns demoDrawn images of different classes to draw; the last one is a
-// mistake if there is any.
+// choose returns demoDrawn images of different classes to draw. The last one is a wrong
+// prediction, if there is any.
 func (n *splitNetwork) choose(classes []byte) []drawing {
 	var drawn []drawing
 	var shown [len(fashion.ClassNames)]bool
@@ -49,8 +49,7 @@ func (n *splitNetwork) choose(classes []byte) []drawing {
 	return drawn
 }
 
-// draw draws images side by side: in shades of gray on a terminal, elsewhere in
-// characters.
+// draw draws images side by side, in shades of gray or else in ASCII.
 func draw(w io.Writer, images []drawing, shades bool) {
 	for line := range drawLines {
 		var text strings.Builder
@@ -79,8 +78,8 @@ func draw(w io.Writer, images []drawing, shades bool) {
 	fmt.Fprintln(w, strings.TrimRight(text.String(), " "))
 }
 
-// at is the mean of the pixels below a cell that is one column wide and high half
-// lines high, each weighted by its share.
+// at returns the mean of the pixels that a cell covers, each weighted by its covered
+// share. The cell is one column wide and high half lines high.
 func (d drawing) at(column, half, high int) float32 {
 	const scale = float32(fashion.Width) / drawColumns
 	overlap := func(i int, lo, hi float32) float32 { return max(0, min(hi, float32(i+1))-max(lo, float32(i))) }
@@ -95,10 +94,10 @@ func (d drawing) at(column, half, high int) float32 {
 	return min(1, sum/(scale*scale*float32(high)))
 }
 
-// gray is the terminal's color for a shade from 0 to 1: 232 is nearly black.
+// gray returns the terminal's color for a shade from 0 to 1. Color 232 is nearly black.
 func gray(v float32) int { return 232 + int(v*23.99) }
 
-// showsColors reports whether w shows colors to someone.
+// showsColors reports whether w is a terminal that shows colors.
 func showsColors(w io.Writer) bool {
 	return os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb" && isTerminal(w)
 }

@@ -26,11 +26,11 @@ import (
 )
 
 const (
-	// memoryShare: tensors in assembly and computation may take this part
-	// (1/memoryShare) of what the process may have.
+	// memoryShare: tensors in assembly and computation may use 1/memoryShare of the
+	// process's memory.
 	memoryShare = 4
-	// pinnedShare: page-locked memory may take this part of it, but not more than
-	// mostPinned, unless --pinned says so: nobody else can have it meanwhile.
+	// pinnedShare: page-locked memory may be 1/pinnedShare of it, but not more than
+	// mostPinned unless --pinned says so: no other process can use it.
 	pinnedShare = 16
 	mostPinned  = 1 << 30
 	autoEngine  = "auto"
@@ -41,7 +41,7 @@ const (
 // cudaEngine matches the name of a device.
 var cudaEngine = regexp.MustCompile(`^cuda:(\d{1,3})$`)
 
-// checkEngine refuses what is not the name of an engine.
+// checkEngine rejects a name that is not an engine's.
 func checkEngine(name string) error {
 	if name != autoEngine && name != cpuEngine && !cudaEngine.MatchString(name) {
 		return usage("unknown engine %q; use auto, cpu or a device such as cuda:0", name)
@@ -49,7 +49,7 @@ func checkEngine(name string) error {
 	return nil
 }
 
-// engineConfig says where models run, and which.
+// engineConfig says which models run, and where.
 type engineConfig struct {
 	engine, driver string
 	memory, pinned int64
@@ -63,15 +63,14 @@ type engineConfig struct {
 	pythonFD                       string // name=descriptor
 }
 
-// engines are where models run: host memory, and the devices that were asked for.
+// engines has the places where models run: the host and the requested devices.
 type engines struct {
 	cfg    engineConfig
 	log    *slog.Logger
 	host   *cpu.Host
 	cuda   map[int]*cuda.Host
 	models *engine.Registry
-	// ended is closed when the process that is the model of --python-fd is gone. Nil
-	// without one.
+	// ended is closed when the process of --python-fd has exited. It is nil without one.
 	ended <-chan struct{}
 }
 
@@ -82,7 +81,7 @@ type site struct {
 	stack    func(*stack.Model) (engine.Model, error)
 }
 
-// newEngines returns engines with the models that run there. The caller closes them.
+// newEngines returns engines and their models. The caller closes them.
 func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 	all := processMemory(os.DirFS("/"))
 	if cfg.memory <= 0 {
@@ -122,7 +121,7 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 	for _, m := range s.builtins {
 		err = errors.Join(err, e.models.Add(m))
 	}
-	onCPU := cpu.Builtins(e.host) // those that no device has are served
+	onCPU := cpu.Builtins(e.host) // served if the device does not have them
 	if cfg.slow {
 		onCPU = append(onCPU, cpu.Slow(e.host))
 	}
@@ -171,7 +170,7 @@ func (e *engines) python(text string) error {
 	})
 }
 
-// attached serves the process that is the model of --python-fd: name=descriptor.
+// attached serves the process of --python-fd: name=descriptor.
 func (e *engines) attached(text string) error {
 	name, number, _ := strings.Cut(text, "=")
 	fd, err := strconv.Atoi(number)
@@ -185,8 +184,8 @@ func (e *engines) attached(text string) error {
 	return e.work(worker.Config{Name: name, Socket: socket})
 }
 
-// work adds a model that processes of its own compute. What --memory allows goes to its
-// inputs and results alike.
+// work adds a model that runs in its own processes. Its inputs and its results may each
+// use half of --memory.
 func (e *engines) work(c worker.Config) error {
 	c.Version, c.Log, c.MemoryBytes = version, e.log, e.cfg.memory/2
 	h, err := worker.Start(c)
@@ -206,7 +205,7 @@ func (e *engines) work(c worker.Config) error {
 	return err
 }
 
-// Close closes the models, and then what they run on.
+// Close closes the models and then the hosts that they run on.
 func (e *engines) Close() {
 	e.models.Close()
 	for _, h := range e.cuda {
@@ -215,8 +214,8 @@ func (e *engines) Close() {
 	e.host.Close()
 }
 
-// site returns the place that --engine names; auto is the first device. Errors wrap
-// engine.ErrUnavailable where it does not work.
+// site returns the place that --engine names; auto is the first device. The error wraps
+// engine.ErrUnavailable if the place does not work.
 func (e *engines) site(name string) (site, error) {
 	if name == cpuEngine {
 		return site{cpuEngine, nil, func(m *stack.Model) (engine.Model, error) { return cpu.Stack(e.host, m) }}, nil
@@ -245,7 +244,7 @@ func (e *engines) site(name string) (site, error) {
 	return site{h.Name(), cuda.Builtins(h), func(m *stack.Model) (engine.Model, error) { return cuda.Stack(h, m) }}, nil
 }
 
-// works has a device compute something.
+// works tests that a device computes correctly.
 func works(s site) error {
 	i := slices.IndexFunc(s.builtins, func(m engine.Model) bool { return m.Info().Name == builtin.ReLU.Name })
 	x, err := tensor.Of([]float32{-1, 2}, 2)
@@ -277,11 +276,11 @@ func (e *engines) load(text string) error {
 	return e.add(name, m, where)
 }
 
-// add adds a model that runs where an engine's name says. auto takes the CPU where
-// the device does not have what the model needs.
+// add adds a model to the engine of a name. With auto, it uses the CPU if the device does
+// not support the model.
 func (e *engines) add(name string, m *stack.Model, where string) error {
 	if name != "" {
-		m.Name = name // errors of the model have it, too
+		m.Name = name // also for the model's errors
 	}
 	var made engine.Model
 	s, err := e.site(where)
@@ -302,7 +301,7 @@ func (e *engines) add(name string, m *stack.Model, where string) error {
 	return err
 }
 
-// elsewhere says what to do where a device does not do.
+// elsewhere adds a hint to the error of a device that is unavailable.
 func elsewhere(err error, hint string) error {
 	if errors.Is(err, engine.ErrUnavailable) {
 		return hinted{err, hint}

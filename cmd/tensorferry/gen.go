@@ -14,7 +14,7 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// genChunk is how many bytes one thread makes at a time.
+// genChunk is how many bytes a goroutine generates at a time.
 const genChunk = 1 << 20
 
 // genOptions are the flags of gen.
@@ -95,7 +95,7 @@ func gen(ctx context.Context, o genOptions, stdout, stderr io.Writer) error {
 		return err
 	}
 	defer t.abandon()
-	bars := newProgress(stderr, o.quiet || o.output == "-") // who reads a pipe has a progress of its own
+	bars := newProgress(stderr, o.quiet || o.output == "-") // the reader of a pipe shows its own progress
 	defer bars.end()
 	_, err = interruptible(ctx, func() (any, error) {
 		w, err := t.open(o.name, d)
@@ -114,7 +114,8 @@ func gen(ctx context.Context, o genOptions, stdout, stderr io.Writer) error {
 	return writeJSON(stdout, t.written(""))
 }
 
-// writeGenerated makes a chunk per thread at a time and writes them in their order.
+// writeGenerated generates one chunk per CPU at a time, in parallel, and writes the chunks
+// in order.
 func writeGenerated(ctx context.Context, w io.Writer, size int64, dtype tensor.DataType, seed uint64, fill generate.Fill) error {
 	buf := make([]byte, min(size, int64(runtime.GOMAXPROCS(0))*genChunk))
 	for off := int64(0); off < size; off += int64(len(buf)) {

@@ -104,7 +104,7 @@ type portJSON struct {
 	Whole  bool     `json:"whole,omitempty"`
 }
 
-// rowsText names what engine.Info has as a number from the end of the shape.
+// rowsText formats the rows of a model as models --json prints them.
 func rowsText(rows int32) string {
 	switch rows {
 	case engine.AllAxes:
@@ -136,7 +136,7 @@ func portsJSON(ports []*pb.Port) []portJSON {
 func typeNames(p *pb.Port) []string {
 	var names []string
 	for _, d := range p.GetDtypes() {
-		name := fmt.Sprintf("DataType(%d)", d) // not that of what is left of a number in 8 bits
+		name := fmt.Sprintf("DataType(%d)", d) // for a number that does not fit in a tensor.DataType
 		if own := tensor.DataType(d); pb.DataType(own) == d {
 			name = own.String()
 		}
@@ -185,7 +185,7 @@ func info(ctx context.Context, cl *client.Client, _ []string, out printer) error
 	})
 }
 
-// writeNumbers writes numbers by name below a title.
+// writeNumbers writes a title and numbers sorted by name.
 func writeNumbers(w io.Writer, title string, numbers map[string]int64) {
 	fmt.Fprintf(w, "\n%s\n", title)
 	for _, name := range slices.Sorted(maps.Keys(numbers)) {
@@ -198,7 +198,7 @@ func writeNumbers(w io.Writer, title string, numbers map[string]int64) {
 	}
 }
 
-// quantity is a value in larger units, if its name says which unit it is in.
+// quantity formats a value in a readable unit, if its name says which unit it has.
 func quantity(name string, n int64) string {
 	switch name = strings.TrimSuffix(name, "_total"); {
 	case strings.HasSuffix(name, "_bytes") && n >= 1024:
@@ -219,7 +219,7 @@ type infoJSON struct {
 	Models       []stateJSON      `json:"models"`
 }
 
-// stateJSON is how a model is.
+// stateJSON is the state of a model.
 type stateJSON struct {
 	Name        string             `json:"name"`
 	Unavailable string             `json:"unavailable,omitempty"`
@@ -234,7 +234,7 @@ func modelStates(models []*pb.ModelState) []stateJSON {
 	return states
 }
 
-// codecNames names the codecs that a server decodes.
+// codecNames returns the names of the codecs that a server decodes.
 func codecNames(list []pb.Codec) []string {
 	names := []string{codec.None.String()}
 	for _, k := range list {

@@ -14,23 +14,23 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// jsonFlag adds --json, which every command has whose output a script may read. It
-// prints one JSON value to stdout: a list where there may be several things, even if
-// there is one. Names are in snake case, sizes in bytes, times in the unit of their
-// name; what is not known is absent. A command that fails prints nothing, except for
-// one that stores several tensors: it prints how each of them ended, and for diff.
+// jsonFlag adds --json to a command whose output a script may read. The command prints
+// one JSON value to stdout: a list if there may be several results, even if there is one.
+// Names are in snake case, sizes in bytes, times in the unit of their name; unknown values
+// are absent. A command that fails prints nothing, with two exceptions: one that stores
+// several tensors prints the result of each, and diff prints the differences.
 func jsonFlag(c *cobra.Command, to *bool) {
 	c.Flags().BoolVar(to, "json", false, "print JSON")
 }
 
-// printer prints what a command found out.
+// printer prints the result of a command.
 type printer struct {
 	w    io.Writer
 	json bool
 }
 
-// print prints v as JSON, or else the lines that table writes, their columns, which
-// tabs end, aligned.
+// print prints v as JSON, or else the lines that table writes, with columns separated by
+// tabs aligned.
 func (p printer) print(v any, table func(w io.Writer)) error {
 	if p.json {
 		return writeJSON(p.w, v)
@@ -40,7 +40,8 @@ func (p printer) print(v any, table func(w io.Writer)) error {
 	return w.Flush()
 }
 
-// writeJSON escapes what a terminal would obey: v may hold a server's words.
+// writeJSON writes v as JSON. It escapes control characters, because v may contain texts
+// from a server.
 func writeJSON(w io.Writer, v any) error {
 	var b bytes.Buffer
 	e := json.NewEncoder(&b)
@@ -53,8 +54,8 @@ func writeJSON(w io.Writer, v any) error {
 	return err
 }
 
-// printable escapes characters that are not printable, as JSON escapes those below a
-// space: outside of strings JSON is ASCII.
+// printable escapes characters that are not printable, as JSON does below U+0020. They
+// can only occur in strings: the rest of JSON is ASCII.
 func printable(text []byte) []byte {
 	out := make([]byte, 0, len(text))
 	for len(text) > 0 {

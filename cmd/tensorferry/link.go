@@ -23,15 +23,16 @@ import (
 )
 
 const (
-	// linkShare: the memory of a link may take this part (1/linkShare) of what the
-	// process may have, and not more than mostLink, unless the guest says so.
+	// linkShare: the memory of a link may be 1/linkShare of the process's memory, but not
+	// more than mostLink unless the guest requests it.
 	linkShare = 4
 	mostLink  = 1 << 30
-	// linkHello is how long the process that started the link may take to say hello.
+	// linkHello is how long the process that started the link may take to send its hello.
 	linkHello = 10 * time.Second
 )
 
-// linkCommand carries the calls of the process that started it, such as Python.
+// linkCommand returns the command that carries the calls of its parent process, such as
+// Python.
 func linkCommand() *cobra.Command {
 	var fd, lanes int
 	c := &cobra.Command{
@@ -45,8 +46,7 @@ protocol. Libraries start it; it is of no use in a shell.`,
 	return c
 }
 
-// serveLink serves a link. count is how many lanes the sessions of a connection may have
-// that does not say.
+// serveLink serves a link. count is the default number of lanes per session.
 func serveLink(fd, count int) error {
 	socket, err := link.FromFD(fd)
 	if err != nil {
@@ -59,14 +59,14 @@ func serveLink(fd, count int) error {
 		return quota
 	})
 	if errors.Is(err, io.EOF) || errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET) {
-		return nil // whoever started this one is gone already
+		return nil // the parent has already exited
 	}
 	if err != nil {
 		return err
 	}
 	stop, err := link.Watch(guest.PID, func() {
 		_ = socket.CloseRead()
-		_ = socket.CloseWrite() // somebody may be waiting for room
+		_ = socket.CloseWrite() // a writer may be waiting for room
 	})
 	if err != nil {
 		return err
@@ -83,8 +83,8 @@ func serveLink(fd, count int) error {
 	})
 }
 
-// linked makes a verb of a command, whose JSON it makes an object with one entry if
-// that has a name.
+// linked makes a verb of a command. If name is not empty, it wraps the command's JSON in an
+// object with this key.
 func linked(name string, command func(context.Context, *client.Client, []string, printer) error) relay.Verb {
 	return func(ctx context.Context, c *client.Client, args []string, w io.Writer) error {
 		if name == "" {
@@ -98,8 +98,8 @@ func linked(name string, command func(context.Context, *client.Client, []string,
 	}
 }
 
-// linkedList lists the tensors that match a glob, or all. Unlike ls it finds none without
-// complaint.
+// linkedList lists the tensors that match a glob, or all. Unlike for ls, matching none is
+// not an error.
 func linkedList(ctx context.Context, c *client.Client, globs []string, out printer) error {
 	list, sources, err := c.List(ctx, strings.Join(globs, ""))
 	if err != nil {
@@ -119,8 +119,8 @@ func linkedDelete(ctx context.Context, c *client.Client, names []string, out pri
 	return out.print(append([]string{}, removed...), nil)
 }
 
-// explain says what a library is told of an error: hints for those who do not see this
-// program.
+// explain converts an error for a library. Its hints are for users of the library, who do
+// not see this program.
 func explain(err error) relay.Failure {
 	f := relay.Failure{Message: said(err)}
 	var e *client.Error

@@ -1,6 +1,6 @@
-// Command tensorferry serves models, runs them over files and pipes, shows a
-// split network at work, and measures itself. It is where engines are picked and
-// packages wired together; it holds no logic that a library user would miss.
+// Command tensorferry serves models, runs them on files and pipes, stores and compares
+// tensors, and measures performance. It chooses engines and connects packages; it contains
+// no logic that users of the library would need.
 package main
 
 import (
@@ -15,9 +15,9 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// ballast is the least growth of the Go heap between two collections. Payload is not
-// in it; its few MB of bookkeeping are not worth a collection for every 4 MB more. A
-// larger GOGC would do the same for a small heap, but let a large one grow with it.
+// ballast is the minimum growth of the Go heap between two collections. The heap holds no
+// payload, only a few MB of bookkeeping, which are not worth a collection every 4 MB. A
+// larger GOGC would do the same for a small heap, but would also let a large one grow.
 const ballast = 16 << 20
 
 func main() {
@@ -36,7 +36,7 @@ func run(ctx context.Context, args []string) int {
 	}
 	code := exitCode(ctx, err)
 	if code == exitInterrupted {
-		err = errors.New("interrupted") // whatever it broke
+		err = errors.New("interrupted") // which caused err
 	}
 	fmt.Fprintf(os.Stderr, "tensorferry: %s\n", said(err))
 	if hint := hintOf(c, code, err); hint != "" {
@@ -51,18 +51,18 @@ func command() *cobra.Command {
 		Short:                      "carry tensors between programs and through models",
 		Version:                    version,
 		SilenceUsage:               true,
-		SuggestionsMinimumDistance: 2, // letters
+		SuggestionsMinimumDistance: 2,
 		SilenceErrors:              true,
 		Args:                       noCommand,
 		RunE:                       func(c *cobra.Command, _ []string) error { return c.Help() },
 	}
 	root.SetVersionTemplate("{{.Version}}\n")
-	root.CompletionOptions.DisableDefaultCmd = true // completionCommand is in its place
+	root.CompletionOptions.DisableDefaultCmd = true // completionCommand replaces it
 	root.SetFlagErrorFunc(flagError)
 	root.AddCommand(
-		serveCommand(), demoCommand(), benchCommand(), benchEndCommand(), // servers
-		runCommand(), modelsCommand(), infoCommand(), // at a server
-		pushCommand(), pullCommand(), lsCommand(), rmCommand(), cpCommand(), // its store
+		serveCommand(), demoCommand(), benchCommand(), benchEndCommand(), // start servers
+		runCommand(), modelsCommand(), infoCommand(), // use a server
+		pushCommand(), pullCommand(), lsCommand(), rmCommand(), cpCommand(), // use its store
 		genCommand(), showCommand(), diffCommand(), certCommand(), // files
 		versionCommand(), completionCommand(), linkCommand(),
 	)
@@ -79,7 +79,7 @@ func helpCommand(root *cobra.Command) {
 	root.InitDefaultHelpCmd()
 	help, _, err := root.Find([]string{"help"})
 	if err != nil {
-		panic(err) // InitDefaultHelpCmd made it
+		panic(err) // InitDefaultHelpCmd has added it
 	}
 	help.Short = "show the help of a command"
 	help.Args = func(_ *cobra.Command, args []string) error {
@@ -91,7 +91,7 @@ func helpCommand(root *cobra.Command) {
 	}
 }
 
-// noCommand rejects a word that is not a command.
+// noCommand rejects arguments, which are not the name of a command.
 func noCommand(root *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return nil
@@ -103,10 +103,11 @@ func noCommand(root *cobra.Command, args []string) error {
 	return usageError{err}
 }
 
-// many, given to takes, sets no limit.
+// many as the limit of takes means no limit.
 const many = math.MaxInt
 
-// takes checks that a command has an argument for each of its needs, and at most most.
+// takes checks that a command has an argument for each of needs, and at most most
+// arguments.
 func takes(most int, needs ...string) cobra.PositionalArgs {
 	return func(c *cobra.Command, args []string) error {
 		switch {

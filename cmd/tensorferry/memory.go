@@ -15,18 +15,19 @@ import (
 )
 
 const (
-	// unknownMemory is assumed where the memory is unknown.
+	// unknownMemory is assumed if the machine's memory is unknown.
 	unknownMemory = 4 << 30
-	// leastHeap is the least that Go's memory limit is set to: below, it would do little
-	// but collect.
+	// leastHeap is the lowest limit for Go's memory. With less, Go would do little but
+	// collect garbage.
 	leastHeap = 64 << 20
-	// heapReserve: this part (1/heapReserve) of the process's memory is for what nobody
-	// counts: stacks of C, the kernel's buffers of sockets, pages of files.
+	// heapReserve: 1/heapReserve of the process's memory is reserved for what is not
+	// counted: C stacks, the kernel's socket buffers, file pages.
 	heapReserve = 16
 )
 
-// processMemory is what this process may have: the least of GOMEMLIMIT, the limits of
-// its control groups and the machine's memory. root is the root of the file system.
+// processMemory returns the memory that this process may use: the least of GOMEMLIMIT, the
+// limits of its control groups and the machine's memory. root is the root of the file
+// system.
 func processMemory(root fs.FS) int64 {
 	least := min(debug.SetMemoryLimit(-1), groupMemory(root), machineMemory(root))
 	if least == math.MaxInt64 {
@@ -35,8 +36,8 @@ func processMemory(root fs.FS) int64 {
 	return least
 }
 
-// limitHeap has Go collect rather than take memory that the process may not have.
-// GOMEMLIMIT goes before.
+// limitHeap sets Go's memory limit, so that Go collects garbage before it exceeds the
+// process's memory. GOMEMLIMIT takes precedence.
 func limitHeap(e *engines, s *server.Server, tensors store.Store) {
 	if os.Getenv("GOMEMLIMIT") != "" {
 		return
@@ -49,12 +50,13 @@ func limitHeap(e *engines, s *server.Server, tensors store.Store) {
 	debug.SetMemoryLimit(heapLimit(processMemory(os.DirFS("/")), outside))
 }
 
-// heapLimit is what Go's heap may have of all, when so much lies outside of it.
+// heapLimit returns the limit for Go's heap, given all memory and the part outside the
+// heap.
 func heapLimit(all, outside int64) int64 {
 	return max(all-all/heapReserve-outside, leastHeap)
 }
 
-// machineMemory is the machine's memory, or MaxInt64 if unknown.
+// machineMemory returns the machine's memory, or MaxInt64 if it is unknown.
 func machineMemory(root fs.FS) int64 {
 	text, _ := fs.ReadFile(root, "proc/meminfo") // empty if it does not exist
 	for line := range strings.Lines(string(text)) {
@@ -67,9 +69,9 @@ func machineMemory(root fs.FS) int64 {
 	return math.MaxInt64
 }
 
-// groupMemory is the least limit of the process's control group and its parents, of
-// version 2 or 1, or MaxInt64 without a limit. Groups that are not mounted, as in a
-// container, are skipped.
+// groupMemory returns the least memory limit of the process's control group and its
+// parents, version 1 or 2, or MaxInt64 if there is none. It skips groups that are not
+// mounted, as in a container.
 func groupMemory(root fs.FS) int64 {
 	least := int64(math.MaxInt64)
 	text, _ := fs.ReadFile(root, "proc/self/cgroup") // empty if it does not exist

@@ -145,7 +145,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	if err != nil {
 		return err
 	}
-	files := map[string]*target{} // by where they end up
+	files := map[string]*target{} // by resolved path
 	byPort := map[string]*target{}
 	defer func() {
 		for _, f := range files {
@@ -163,7 +163,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		}
 		key := t.real
 		if t.special {
-			key = "port " + port // a device may take several
+			key = "port " + port // several may share a device
 		}
 		if other, ok := files[key]; ok {
 			t.abandon()
@@ -212,7 +212,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	return printCall(stdout, call, list)
 }
 
-// waysText says by which way the bytes of a session went, and why.
+// waysText says how many bytes of a session used a lane, and why none did.
 func waysText(w client.Ways) string {
 	text := fmt.Sprintf("lane carried %d of %d bytes sent, %d of %d received", w.LaneSentBytes, w.SentBytes, w.LaneReceivedBytes, w.ReceivedBytes)
 	if !w.Lane {
@@ -221,13 +221,14 @@ func waysText(w client.Ways) string {
 	return text
 }
 
-// about is a time for people.
+// about rounds a duration for display.
 func about(d time.Duration) time.Duration { return d.Round(time.Microsecond) }
 
 // noSuchModel is the hint for a model that the server does not have.
 const noSuchModel = "tensorferry models" + atServer + " lists its models"
 
-// findModel asks the server for a model; the hint is for when it has none of the name.
+// findModel returns a model of the server. If there is none of this name, the error has
+// the hint.
 func findModel(ctx context.Context, cl *client.Client, name, hint string) (*pb.Model, error) {
 	models, err := cl.Models(ctx)
 	if err != nil {
@@ -241,7 +242,7 @@ func findModel(ctx context.Context, cl *client.Client, name, hint string) (*pb.M
 	return nil, hinted{fmt.Errorf("the server has no model %q", name), hint}
 }
 
-// results says which result of a model goes where, by port.
+// results returns the file for each result of a model, by port.
 func results(m *pb.Model, outputs []string) (map[string]string, error) {
 	model := m.GetName()
 	var ports []string
@@ -258,7 +259,7 @@ func results(m *pb.Model, outputs []string) (map[string]string, error) {
 	for _, text := range outputs {
 		port, file, ok := strings.Cut(text, "=")
 		switch {
-		case !ok, strings.Contains(port, "/"): // the = is one of the file's name
+		case !ok, strings.Contains(port, "/"): // any = is part of the file's name
 			if len(ports) != 1 {
 				return nil, usage("--output %s: model %q has the results %s; use port=file", text, model, strings.Join(ports, ", "))
 			}

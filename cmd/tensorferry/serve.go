@@ -33,30 +33,29 @@ const (
 	defaultMetrics = "127.0.0.1:9464"
 	// off is --metrics without a listener.
 	off = "off"
-	// leastMemory of --memory: four chunks of the largest kind, so that a call can have
-	// input and result, each with one on its way.
+	// leastMemory is the minimum of --memory: four of the largest chunks, so that a call can
+	// have an input and a result, each with one chunk in transit.
 	leastMemory = 4 * frame.ChunkBytesCeiling
-	// storeMemory is --store without a folder; it then takes this part
-	// (1/storeShare) of what calls may take, beside them.
+	// storeMemory is --store without a folder. The store then uses 1/storeShare of --memory,
+	// in addition to --memory.
 	storeMemory = "memory"
 	storeShare  = 4
-	// leastStore of --store memory:SIZE: a few hundred small tensors. Even the smallest
-	// takes whole pages, so a size that was meant in another unit would hold none.
+	// leastStore is the minimum of --store memory:SIZE, enough for a few hundred small
+	// tensors. Each takes whole pages, so a size with a forgotten unit would hold none.
 	leastStore = 1 << 20
-	// generator is the source of tensors that nobody has to push first.
+	// generator is the name of the source of generated tensors.
 	generator = "gen"
 	// drainWait is how long a stopping server lets open calls finish.
 	drainWait = 10 * time.Second
 )
 
-// errCut is what a server ends with that was stopped and could not wait for its
-// last calls.
+// errCut is the error of a server that had to cancel calls when it stopped.
 var errCut = errors.New("calls that were still open were cancelled")
 
-// serveConfig is everything that serve can be told. Each field that a user sets is a
-// flag, an environment variable and a key of the config file (configure).
+// serveConfig is the configuration of serve. Each field that a user can set is a flag, an
+// environment variable and a key of the config file (see configure).
 type serveConfig struct {
-	server              server.Config // what flags do not set is added by serve
+	server              server.Config // serve sets the fields without flags
 	engines             engineConfig
 	listen, metrics     string
 	insecure            bool
@@ -128,13 +127,13 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	durationVar(f, &c.server.KeepaliveMin, "keepalive-min", server.DefaultKeepaliveMin, time.Millisecond, "minimum time between a client's own pings")
 }
 
-// storeFlag says where pushed tensors rest.
+// storeFlag says where pushed tensors are stored.
 type storeFlag struct {
-	folder string // if not empty, else in memory
-	bytes  int64  // in memory; 0 is the default
+	folder string // empty: in memory
+	bytes  int64  // limit in memory; 0 is the default
 }
 
-// Set reads memory, memory:SIZE or a folder.
+// Set parses memory, memory:SIZE or a folder.
 func (s *storeFlag) Set(text string) error {
 	size, inMemory := strings.CutPrefix(text, storeMemory+":")
 	switch {
@@ -158,8 +157,8 @@ func (s *storeFlag) Set(text string) error {
 	return nil
 }
 
-// open opens the store. One in memory takes its slabs from h, and without a size of
-// its own a share of what h has, beside it.
+// open opens the store. A store in memory takes its slabs from h. Without a size, its
+// limit is a share of h's budget, in addition to that budget.
 func (s *storeFlag) open(h *cpu.Host, log *slog.Logger) (store.Store, error) {
 	if s.folder != "" {
 		return store.OpenFolder(s.folder, store.FolderConfig{Log: log})
@@ -172,7 +171,7 @@ func (s *storeFlag) open(h *cpu.Host, log *slog.Logger) (store.Store, error) {
 	return store.NewMemory(h.Pool(), bytes), nil
 }
 
-// besideFiles puts the model files of folders beside a store, which is closed on failure.
+// besideFiles adds the model files of folders to a store. It closes the store on failure.
 func besideFiles(s store.Store, folders []string, log *slog.Logger) (store.Store, error) {
 	var all []store.Store
 	for _, text := range folders {
@@ -230,7 +229,7 @@ environment overrides the file. Sizes are in bytes or have a unit, such as 512Mi
 		RunE: func(c *cobra.Command, _ []string) error {
 			environ := os.Environ()
 			if child {
-				// Whoever started it has said all, and several may run side by side.
+				// The parent has set everything, and several children may run at once.
 				environ = nil
 				cfg.metrics, cfg.logLevel = off, "warn"
 			}
@@ -246,7 +245,7 @@ environment overrides the file. Sizes are in bytes or have a unit, such as 512Mi
 			}
 			ctx, cancel := context.WithCancel(c.Context())
 			defer cancel()
-			go func() { // ends with the input, at the latest with the process
+			go func() { // ends with stdin, at the latest with the process
 				_, _ = io.Copy(io.Discard, c.InOrStdin())
 				cancel()
 			}()
@@ -268,10 +267,10 @@ environment overrides the file. Sizes are in bytes or have a unit, such as 512Mi
 	return c
 }
 
-// newLog returns the log that a config asks for, on stderr.
+// newLog returns a log to stderr.
 func newLog(c serveConfig) *slog.Logger {
 	var level slog.Level
-	_ = level.UnmarshalText([]byte(c.logLevel)) // it is one of the flag's
+	_ = level.UnmarshalText([]byte(c.logLevel)) // the flag has checked it
 	if c.verbose {
 		level = slog.LevelDebug
 	}
@@ -366,8 +365,8 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	return <-served
 }
 
-// watch serves h on the address for metrics, if there is one, until stop is called;
-// failed tells why when it ends before.
+// watch serves h on the address for metrics, if there is one, until stop is called. If it
+// ends before that, failed receives the error.
 func watch(c serveConfig, id *identity.Server, h http.Handler) (address string, failed <-chan error, stop func(), err error) {
 	if c.metrics == off {
 		return off, nil, func() {}, nil
@@ -382,14 +381,14 @@ func watch(c serveConfig, id *identity.Server, h http.Handler) (address string, 
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
 	done := make(chan struct{})
-	go func() { // ends with ctx, at the latest a second after
+	go func() { // ends within a second of ctx
 		defer close(done)
 		ended <- metrics.Serve(ctx, l, h)
 	}()
 	return addressOf(l), ended, func() { cancel(); <-done }, nil
 }
 
-// identity reads the files that secure the server; nil if there are none.
+// identity reads the files that secure the server. It returns nil if there are none.
 func (c *serveConfig) identity(log *slog.Logger) (*identity.Server, error) {
 	switch {
 	case c.secrets == identity.ServerFiles{}:
@@ -404,8 +403,8 @@ func (c *serveConfig) identity(log *slog.Logger) (*identity.Server, error) {
 	return id, nil
 }
 
-// mayOpen refuses a listener that other machines reach and that is not secured, unless
-// that is wanted.
+// mayOpen rejects a listener that other machines can reach and that is not secured, unless
+// --insecure is set.
 func (c *serveConfig) mayOpen(flag, address string, id *identity.Server) error {
 	switch {
 	case c.insecure || !exposed(address):
@@ -418,7 +417,7 @@ func (c *serveConfig) mayOpen(flag, address string, id *identity.Server) error {
 	return nil
 }
 
-// listen opens the listener that a flag asks for.
+// listen opens the listener of a flag.
 func listen(flag, address string) (net.Listener, error) {
 	if path, ok := strings.CutPrefix(address, "unix:"); ok {
 		path = strings.TrimPrefix(path, "//")
@@ -435,27 +434,27 @@ func listen(flag, address string) (net.Listener, error) {
 	return l, listenError(flag, address, err)
 }
 
-// exposed reports whether other machines reach an address.
+// exposed reports whether other machines can reach an address.
 func exposed(address string) bool {
 	host, _, err := net.SplitHostPort(address)
 	ip := net.ParseIP(host)
 	return err == nil && !strings.HasPrefix(address, "unix:") && host != "localhost" && (ip == nil || !ip.IsLoopback())
 }
 
-// abandoned removes the socket of a server that was killed, where nobody answers;
-// a file of another kind, which answers as little, stays.
+// abandoned removes a socket on which nothing listens, such as that of a killed server, and
+// reports whether it did. It does not remove other files.
 func abandoned(path string) bool {
 	if i, err := os.Lstat(path); err != nil || i.Mode().Type() != os.ModeSocket {
 		return false
 	}
 	c, err := net.Dial("unix", path)
 	if err == nil {
-		_ = c.Close() // whoever answers is alive
+		_ = c.Close() // a server is listening
 	}
 	return errors.Is(err, syscall.ECONNREFUSED) && os.Remove(path) == nil
 }
 
-// listenError says which flag helps.
+// listenError adds the flag to an error of listening, and a hint.
 func listenError(flag, address string, err error) error {
 	if err == nil {
 		return nil
@@ -467,7 +466,7 @@ func listenError(flag, address string, err error) error {
 	return hinted{fmt.Errorf("--%s %s: %w", flag, address, err), hint}
 }
 
-// addressOf is what a client dials.
+// addressOf returns the address that a client dials.
 func addressOf(l net.Listener) string {
 	if l.Addr().Network() == "unix" {
 		return "unix:" + l.Addr().String()

@@ -23,14 +23,14 @@ import (
 )
 
 const (
-	// showColumns is how many columns a histogram has at most.
+	// showColumns is the maximum number of bins in a histogram.
 	showColumns = 40
-	// leastBar is the smallest tensor with a progress bar, in bytes: a smaller one is
-	// read before anybody can look at it.
+	// leastBar is the size of the smallest tensor with a progress bar, in bytes. Smaller
+	// ones are read too fast for a bar to be useful.
 	leastBar = 16 << 20
 )
 
-// What a column of a histogram is drawn with: nothing, then from few to many.
+// The characters that draw a bin of a histogram, from none to many elements.
 const (
 	blockRamp = " ▁▂▃▄▅▆▇█"
 	asciiRamp = " .:-=+*#%@"
@@ -39,7 +39,7 @@ const (
 // showOptions are the flags of show.
 type showOptions struct {
 	input  rawInput
-	access // its server is empty: files
+	access // if its server is empty, show reads files
 	sourceFlags
 	asJSON bool
 	ascii  bool
@@ -155,13 +155,13 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 	return err
 }
 
-// seen is what show prints of a tensor, or of a model file.
+// seen is what show prints about a tensor or a model file.
 type seen interface {
-	// text is for people; ramp draws histograms.
+	// text returns the readable form; ramp has the characters of histograms.
 	text(ramp []rune) string
 }
 
-// reader makes out what a tensor holds.
+// reader reads a tensor and computes what show prints.
 type reader func(title string, d tensor.Desc, r io.Reader) (*shown, error)
 
 // reading returns a reader with a progress bar on stderr for each large tensor.
@@ -178,7 +178,7 @@ func reading(ctx context.Context, stderr io.Writer, o showOptions) reader {
 	}
 }
 
-// showStored gives each tensor of a server that is named to found.
+// showStored passes each named tensor of a server to found.
 func showStored(ctx context.Context, names []string, o showOptions, read reader, found func(seen) error) error {
 	cl, err := o.dial(client.Config{})
 	if err != nil {
@@ -215,8 +215,8 @@ func showStored(ctx context.Context, names []string, o showOptions, read reader,
 	return nil
 }
 
-// showFile gives each tensor of a file to found. Of a whole model file it reads no
-// tensor, unless it is told to.
+// showFile passes each tensor of a file to found. It reads the tensors of a whole model
+// file only if an option requires that.
 func showFile(ctx context.Context, file string, o showOptions, stdin io.Reader, stderr io.Writer, read reader, found func(seen) error) error {
 	in, err := openInput(ctx, file, o.input, stdin)
 	if err != nil {
@@ -255,13 +255,13 @@ func showFile(ctx context.Context, file string, o showOptions, stdin io.Reader, 
 	return nil
 }
 
-// listed is a tensor, or what a model file says beside them, whose bytes were not read.
+// listed is a tensor whose bytes were not read, or the metadata and index of a model file.
 type listed struct {
 	Tensor   string            `json:"tensor"`
 	DType    string            `json:"dtype,omitempty"`
 	Shape    tensor.Shape      `json:"shape,omitzero"`
 	Bytes    *int64            `json:"bytes,omitempty"`
-	Error    string            `json:"error,omitempty"` // why it can not be read
+	Error    string            `json:"error,omitempty"` // why it cannot be read
 	Metadata map[string]string `json:"metadata,omitempty"`
 	Index    string            `json:"index,omitempty"` // of a model of several files
 	shards   int
@@ -272,7 +272,7 @@ func newListed(title string, d tensor.Desc) (*listed, error) {
 	return &listed{Tensor: title, DType: d.DType.String(), Shape: append(tensor.Shape{}, d.Shape...), Bytes: &size}, err
 }
 
-// described is what a model file says beside its tensors.
+// described returns the metadata and index of a model file as listed.
 func described(title string, d tensorfile.Document) *listed {
 	return &listed{Tensor: title, Metadata: d.Common(), Index: d.Index, shards: len(d.Shards)}
 }
@@ -297,8 +297,8 @@ func (l *listed) text([]rune) string {
 	return b.String()
 }
 
-// shown is what a tensor holds, as show --json prints it. Min, max, mean, std and
-// histogram are of the finite elements, and absent if there are none.
+// shown describes the contents of a tensor as show --json prints it. Min, max, mean, std
+// and histogram are those of the finite elements, and absent if there are none.
 type shown struct {
 	Tensor    string             `json:"tensor"`
 	Slice     string             `json:"slice,omitempty"`
@@ -306,7 +306,7 @@ type shown struct {
 	Shape     tensor.Shape       `json:"shape"`
 	Bytes     int64              `json:"bytes"`
 	Elements  int64              `json:"elements"`
-	Of        string             `json:"of,omitempty"` // what of a complex element it is of
+	Of        string             `json:"of,omitempty"` // "magnitude" for complex elements
 	Min       json.Number        `json:"min,omitempty"`
 	Max       json.Number        `json:"max,omitempty"`
 	Mean      *float64           `json:"mean,omitempty"`
@@ -324,8 +324,8 @@ type shown struct {
 // sliceHead is how many elements of a slice are printed by default.
 const sliceHead = 100
 
-// look reads a tensor, or the part that is to be shown, from r to its end, or until ctx
-// ends.
+// look reads a tensor from r until its end or the end of ctx, and describes it or the part
+// that the options select.
 func look(ctx context.Context, title string, d tensor.Desc, r io.Reader, o showOptions) (*shown, error) {
 	part, err := elements.ParseSlice(o.slice, d)
 	if err != nil {
@@ -344,7 +344,7 @@ func look(ctx context.Context, title string, d tensor.Desc, r io.Reader, o showO
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", title, err)
 	}
-	if size == 0 && o.slice != "" { // the rest is to be read, too
+	if size == 0 && o.slice != "" { // nothing else reads r to its end
 		if _, err := interruptible(ctx, func() (int64, error) { return io.Copy(io.Discard, whileLasts{ctx, r}) }); err != nil {
 			return nil, fmt.Errorf("%s: %w", title, err)
 		}
@@ -377,7 +377,7 @@ type firstBytes struct {
 	data []byte
 }
 
-// Write copies of p what is to be kept.
+// Write copies the bytes of p that f keeps.
 func (f *firstBytes) Write(p []byte) (int, error) {
 	n := min(f.left, int64(len(p)))
 	f.data = append(f.data, p[:n]...)
@@ -385,10 +385,10 @@ func (f *firstBytes) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// headColumns is how many elements a line has at most.
+// headColumns is the maximum number of elements per line.
 const headColumns = 10
 
-// printHead has the first elements of a part printed, which data holds.
+// printHead sets the head of s from data, the first elements of a part.
 func (s *shown) printHead(part elements.Slice, data []byte) {
 	width := part.Desc.DType.Bits() / 8
 	row := int64(1)
@@ -426,7 +426,7 @@ func (w whileLasts) Read(p []byte) (int, error) {
 	return w.r.Read(p)
 }
 
-// text is for people; ramp draws the histogram.
+// text implements seen.
 func (s *shown) text(ramp []rune) string {
 	var b strings.Builder
 	title := plain(s.Tensor)
@@ -452,7 +452,7 @@ func (s *shown) text(ramp []rune) string {
 	return b.String() + s.lines
 }
 
-// short is a number for people: integers whole, others to 6 digits.
+// short formats a number: all digits of an integer, 6 digits of others.
 func short(n json.Number) string {
 	v, err := n.Float64()
 	if err != nil || !strings.ContainsAny(n.String(), ".eE") {
@@ -461,8 +461,8 @@ func short(n json.Number) string {
 	return strconv.FormatFloat(v, 'g', 6, 64)
 }
 
-// plain is a name without what moves a terminal's cursor or colors it: a file may
-// hold any name.
+// plain replaces the characters of a name that are not printable, such as terminal escape
+// sequences: a file may contain any name.
 func plain(name string) string {
 	return strings.Map(func(r rune) rune {
 		if unicode.IsPrint(r) {
@@ -472,7 +472,7 @@ func plain(name string) string {
 	}, name)
 }
 
-// columns draws counts: the largest with the last character of ramp, and only 0 with
+// columns draws counts: the largest with the last character of ramp, and only zeros with
 // the first.
 func columns(counts []int64, ramp []rune) string {
 	var b strings.Builder
@@ -483,7 +483,7 @@ func columns(counts []int64, ramp []rune) string {
 	return b.String()
 }
 
-// sizeText is a number of bytes for people.
+// sizeText formats a number of bytes in a readable unit.
 func sizeText(n int64) string {
 	text := fmt.Sprintf("%d bytes", n)
 	for i, unit := range []string{"KiB", "MiB", "GiB", "TiB"} {

@@ -9,17 +9,19 @@ import (
 	"time"
 )
 
-// oneOrder is how long further signals count as the first: GNU timeout signals its child
-// and then the process group; a terminal signals the group, and a parent may do so too.
+// oneOrder is how long further signals count as part of the first. GNU timeout signals its
+// child and then the process group; a terminal signals the group, and a parent may do so,
+// too.
 const oneOrder = 500 * time.Millisecond
 
-// untilInterrupted returns a context that ends at the first signal to stop, of which a
-// terminal that is closed sends one (SIGHUP); at the second the process exits. It starts a goroutine that ends with the process.
+// untilInterrupted returns a context that ends at the first SIGINT, SIGTERM or SIGHUP (a
+// closed terminal). At the second, the process exits. It starts a goroutine that ends with
+// the process.
 func untilInterrupted() context.Context {
 	ctx, cancel := context.WithCancel(context.Background())
-	signals := make(chan os.Signal, 2) // both may come before either is read
+	signals := make(chan os.Signal, 2) // both may arrive before either is read
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
-	if !signal.Ignored(syscall.SIGHUP) { // nohup has it ignored
+	if !signal.Ignored(syscall.SIGHUP) { // nohup ignores it
 		signal.Notify(signals, syscall.SIGHUP)
 	}
 	go func() {

@@ -13,14 +13,15 @@ type sizeUnit struct {
 	bytes int64
 }
 
-// units ascend. A single letter is not one: people disagree whether 2G is 2·10⁹ or 2·2³⁰.
+// units are in ascending order. Single letters are not accepted, because 2G may mean 2·10⁹
+// or 2·2³⁰.
 var units = []sizeUnit{
 	{"B", 1},
 	{"kB", 1e3}, {"KiB", 1 << 10}, {"MB", 1e6}, {"MiB", 1 << 20},
 	{"GB", 1e9}, {"GiB", 1 << 30}, {"TB", 1e12}, {"TiB", 1 << 40},
 }
 
-// parseSize reads a whole number of bytes, or of a unit: 65536, 512MiB, 2 GB.
+// parseSize parses a whole number with an optional unit: 65536, 512MiB, 2 GB.
 func parseSize(text string) (int64, error) {
 	digits := len(text) - len(strings.TrimLeft(text, "0123456789"))
 	unit := strings.TrimPrefix(text[digits:], " ")
@@ -38,7 +39,7 @@ func parseSize(text string) (int64, error) {
 	return n * units[i].bytes, nil
 }
 
-// formatSize writes a size in the largest unit of which it is a whole number.
+// formatSize formats a size in the largest unit that gives a whole number.
 func formatSize(n int64) string {
 	for _, u := range slices.Backward(units[1:]) {
 		if n != 0 && n%u.bytes == 0 {

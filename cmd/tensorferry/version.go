@@ -15,8 +15,8 @@ const version = "0.1.0-dev"
 // versionJSON is what version --json prints.
 type versionJSON struct {
 	Version string `json:"version"`
-	// Commit is the one that the binary was built from, followed by + if the working
-	// tree had changes; absent if the build did not record it.
+	// Commit is the commit of the build, followed by + if the working tree had changes. It
+	// is absent if the build did not record it.
 	Commit   string `json:"commit,omitempty"`
 	Go       string `json:"go"`
 	Platform string `json:"platform"`
