@@ -13,68 +13,111 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
+	"strings"
 	"time"
 )
 
-// Names of the files that WriteCertificates writes.
+// Names of the files that WriteCertificates writes. A client's begin with its name, such as
+// alice.pem and alice-key.pem.
 const (
 	AuthorityFile    = "ca.pem"
 	AuthorityKeyFile = "ca-key.pem"
 	ServerFile       = "server.pem"
 	ServerKeyFile    = "server-key.pem"
-	ClientFile       = "client.pem"
-	ClientKeyFile    = "client-key.pem"
 )
+
+// ErrName is wrapped when a host or a client cannot have the name that was given.
+var ErrName = errors.New("identity: bad name")
 
 // local are names of the server that every server certificate includes.
 var local = []string{"localhost", "127.0.0.1", "::1"}
 
-// WriteCertificates writes an authority to a folder, unless the folder has one, and two new
-// certificates: a server's, for some hosts and the local names, and a client's, for a name.
-// Both are valid for a year. Keys are ECDSA, on P-256. It returns the names of the files
-// written.
+var (
+	// hostName matches DNS names, whose first label may be a wildcard.
+	hostName = regexp.MustCompile(`^(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*$`)
+	// clientName matches names that can begin the name of a file anywhere.
+	clientName = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$`)
+	// reserved are the names whose files are not a client's.
+	reserved = []string{"ca", "ca-key", "server", "server-key"}
+)
+
+// checkNames returns an ErrName if a certificate cannot have one of the names.
+func checkNames(hosts []string, client string) error {
+	for _, host := range hosts {
+		if net.ParseIP(host) == nil && (!hostName.MatchString(host) || len(host) > hostBytes) {
+			return fmt.Errorf("%w: host %q; use a DNS name or an IP address, without a port", ErrName, host)
+		}
+	}
+	if !clientName.MatchString(client) || slices.Contains(reserved, client) {
+		return fmt.Errorf("%w: client %q; use up to 64 letters, digits and ._@-, but not %s", ErrName, client, strings.Join(reserved, ", "))
+	}
+	return nil
+}
+
+// WriteCertificates writes certificates to a folder: an authority's and a server's, unless
+// the folder has them, and a new one for a client. The server's is for the local names; if
+// there are hosts, it is a new one, for them too. The authority is valid for ten years, the
+// others for one. Keys are ECDSA, on P-256. It returns the names of the files written.
 func WriteCertificates(dir string, hosts []string, client string) (written []string, err error) {
+	if err := checkNames(hosts, client); err != nil {
+		return nil, err
+	}
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("identity: %w", err)
 	}
-	authority, key, err := openAuthority(dir)
-	_, half := os.Stat(filepath.Join(dir, AuthorityFile))
-	if errors.Is(err, fs.ErrNotExist) && errors.Is(half, fs.ErrNotExist) {
-		subject := &x509.Certificate{
+	issue := func(name string, c, authority *x509.Certificate, by *ecdsa.PrivateKey) error {
+		file, keyFile := name+".pem", name+"-key.pem"
+		written = append(written, file, keyFile)
+		return write(dir, file, keyFile, c, authority, by)
+	}
+	if missing(dir, AuthorityFile) && missing(dir, AuthorityKeyFile) {
+		if err := issue("ca", &x509.Certificate{
 			Subject: pkix.Name{CommonName: "tensorferry authority"}, NotAfter: time.Now().AddDate(0, 0, authorityDays),
 			IsCA: true, BasicConstraintsValid: true, MaxPathLenZero: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageCRLSign,
-		}
-		if err = write(dir, AuthorityFile, AuthorityKeyFile, subject, nil, nil); err == nil {
-			written = append(written, AuthorityFile, AuthorityKeyFile)
-			authority, key, err = openAuthority(dir)
+		}, nil, nil); err != nil {
+			return nil, err
 		}
 	}
+	authority, key, err := openAuthority(dir)
 	if err != nil {
 		return nil, err
 	}
-	server := &x509.Certificate{
-		Subject: pkix.Name{CommonName: append(slices.Clone(hosts), local...)[0]}, NotAfter: time.Now().AddDate(0, 0, validDays),
-		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
-	}
-	for _, host := range append(slices.Clone(hosts), local...) {
-		if ip := net.ParseIP(host); ip != nil {
-			server.IPAddresses = append(server.IPAddresses, ip)
-		} else {
-			server.DNSNames = append(server.DNSNames, host)
+	if len(hosts) > 0 || missing(dir, ServerFile) {
+		if err := issue("server", serverCertificate(slices.Concat(hosts, local)), authority, key); err != nil {
+			return nil, err
 		}
 	}
-	user := &x509.Certificate{
+	if err := issue(client, &x509.Certificate{
 		Subject: pkix.Name{CommonName: client}, NotAfter: time.Now().AddDate(0, 0, validDays),
 		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
-	}
-	if err := errors.Join(
-		write(dir, ServerFile, ServerKeyFile, server, authority, key),
-		write(dir, ClientFile, ClientKeyFile, user, authority, key),
-	); err != nil {
+	}, authority, key); err != nil {
 		return nil, err
 	}
-	return append(written, ServerFile, ServerKeyFile, ClientFile, ClientKeyFile), nil
+	return written, nil
+}
+
+// serverCertificate returns the contents of a server's certificate for some hosts.
+func serverCertificate(hosts []string) *x509.Certificate {
+	c := &x509.Certificate{
+		Subject: pkix.Name{CommonName: hosts[0]}, NotAfter: time.Now().AddDate(0, 0, validDays),
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
+	}
+	for _, host := range hosts {
+		if ip := net.ParseIP(host); ip != nil {
+			c.IPAddresses = append(c.IPAddresses, ip)
+		} else {
+			c.DNSNames = append(c.DNSNames, host)
+		}
+	}
+	return c
+}
+
+// missing reports whether a folder lacks a file.
+func missing(dir, file string) bool {
+	_, err := os.Lstat(filepath.Join(dir, file))
+	return errors.Is(err, fs.ErrNotExist)
 }
 
 // openAuthority reads the authority of a folder.

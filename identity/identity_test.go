@@ -58,7 +58,7 @@ func serverFiles(dir string) identity.ServerFiles {
 
 func clientFiles(dir string) identity.ClientFiles {
 	at := func(name string) string { return filepath.Join(dir, name) }
-	return identity.ClientFiles{CA: at(identity.AuthorityFile), Cert: at(identity.ClientFile), Key: at(identity.ClientKeyFile)}
+	return identity.ClientFiles{CA: at(identity.AuthorityFile), Cert: at("alice.pem"), Key: at("alice-key.pem")}
 }
 
 // shake connects a client to a server, and returns what each side has of the other.
@@ -309,17 +309,29 @@ func TestAnAuthorityStaysAndHalfOfOneIsNotReplaced(t *testing.T) {
 	after, err := os.ReadFile(clientFiles(dir).CA)
 	require.NoError(t, err)
 	require.Equal(t, before, after)
-	for _, key := range []string{identity.AuthorityKeyFile, identity.ServerKeyFile, identity.ClientKeyFile} {
+	for _, key := range []string{identity.AuthorityKeyFile, identity.ServerKeyFile, "alice-key.pem", "zoe-key.pem"} {
 		i, err := os.Stat(filepath.Join(dir, key))
 		require.NoError(t, err)
 		require.Zero(t, i.Mode()&0o077, "others can read "+key)
 	}
-	require.NoError(t, os.Remove(filepath.Join(dir, identity.AuthorityKeyFile)))
-	_, err = identity.WriteCertificates(dir, nil, "zoe")
-	require.ErrorIs(t, err, os.ErrNotExist)
-	after, err = os.ReadFile(clientFiles(dir).CA)
+	require.Equal(t, []string{"zoe.pem", "zoe-key.pem"}, written, "the server's has other hosts, perhaps")
+	for _, half := range []string{identity.AuthorityKeyFile, identity.AuthorityFile} {
+		dir := files(t)
+		require.NoError(t, os.Remove(filepath.Join(dir, half)))
+		_, err = identity.WriteCertificates(dir, nil, "zoe")
+		require.ErrorIs(t, err, os.ErrNotExist)
+		require.NoFileExists(t, filepath.Join(dir, half))
+	}
+	for _, host := range []string{"", "a,b", "x:50051", "https://x", "bad host", "-a", "a.", strings.Repeat("a", 254)} {
+		_, err = identity.WriteCertificates(dir, []string{host}, "zoe")
+		require.ErrorIs(t, err, identity.ErrName, host)
+	}
+	for _, client := range []string{"", "ca", "server", "../zoe", "a/b", ".a", strings.Repeat("a", 65)} {
+		_, err = identity.WriteCertificates(dir, nil, client)
+		require.ErrorIs(t, err, identity.ErrName, client)
+	}
+	_, err = identity.WriteCertificates(dir, []string{"*.ferry.example", "fe80::1", "10.0.0.1", "ferry_1"}, "zoe@ferry.example")
 	require.NoError(t, err)
-	require.Equal(t, before, after)
 }
 
 func TestATokenIsSentWithTLSOnly(t *testing.T) {

@@ -21,6 +21,8 @@ const (
 	// valid, and authorityDays the same for the authority's.
 	validDays     = 365
 	authorityDays = 3650
+	// hostBytes is the longest DNS name (RFC 1035, section 2.3.4).
+	hostBytes = 253
 	// clockSkew is how much the clock of another machine may be behind.
 	clockSkew = 5 * time.Minute
 )

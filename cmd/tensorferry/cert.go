@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"path/filepath"
@@ -18,17 +19,19 @@ func certCommand() *cobra.Command {
 		Use:   "cert FOLDER",
 		Short: "create certificates for trying out TLS",
 		Long: `Cert creates a certificate authority (CA), a server certificate and a client
-certificate in FOLDER, each with its private key. If FOLDER already has a CA, it is
-kept and signs the new certificates, which are valid for a year.
+certificate in FOLDER, each with its private key. A CA that FOLDER already has is
+kept and signs the new certificates, which are valid for a year. So is a server
+certificate, unless --host is given: to add a client, give only --client.
 
 A server needs server.pem, server-key.pem and, to verify clients, ca.pem. A client
-needs ca.pem and, to identify itself, client.pem and client-key.pem. Keep ca-key.pem
-secret: anyone who has it can create certificates that both sides trust.`,
+needs ca.pem and, to identify itself, NAME.pem and NAME-key.pem, where NAME is that
+of --client. Keep ca-key.pem secret: anyone who has it can create certificates that
+both sides trust.`,
 		Example: `  tensorferry cert certs --host ferry.example.org --client alice
   tensorferry serve --listen 0.0.0.0:50051 --tls-client-ca certs/ca.pem \
       --tls-cert certs/server.pem --tls-key certs/server-key.pem
   tensorferry models --server ferry.example.org:50051 --ca certs/ca.pem \
-      --cert certs/client.pem --key certs/client-key.pem`,
+      --cert certs/alice.pem --key certs/alice-key.pem`,
 		Args: takes(1, "FOLDER"),
 		RunE: func(c *cobra.Command, args []string) error {
 			return cert(args[0], hosts, client, printer{c.OutOrStdout(), asJSON})
@@ -42,10 +45,10 @@ secret: anyone who has it can create certificates that both sides trust.`,
 
 // cert writes certificates and prints their file names.
 func cert(dir string, hosts []string, client string, out printer) error {
-	if client == "" {
-		return usage("--client must not be empty")
-	}
 	written, err := identity.WriteCertificates(dir, hosts, client)
+	if errors.Is(err, identity.ErrName) {
+		return usageError{err}
+	}
 	if err != nil {
 		return err
 	}

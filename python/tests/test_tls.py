@@ -46,7 +46,7 @@ class TLS(unittest.TestCase):
     def test_who_is_known_is_served(self) -> None:
         at = self.folder
         self.assertTrue(self.ask(ca=at / "ca.pem", token=str(at / "token")))
-        self.assertTrue(self.ask(ca=at / "ca.pem", cert=at / "client.pem", key=at / "client-key.pem"))
+        self.assertTrue(self.ask(ca=at / "ca.pem", cert=at / "alice.pem", key=at / "alice-key.pem"))
         with mock.patch.dict(
             os.environ, {"TENSORFERRY_CA": str(at / "ca.pem"), "TENSORFERRY_TOKEN": str(at / "token")}
         ):
