@@ -39,7 +39,7 @@ The fills are
   normal   N(0, 1); the default for floats and complex numbers, and only for these
   uniform  floats in [0, 1), or integers over their whole range; the default for
            integers and bool
-  zeros    zeros
+  zeros    every element is 0
   count    each element is its index
 
 The output is a .npy file, a .safetensors file if --output ends in .safetensors, or

@@ -106,7 +106,7 @@ func noCommand(root *cobra.Command, args []string) error {
 // many as the limit of takes means no limit.
 const many = math.MaxInt
 
-// takes checks that a command has an argument for each of needs, and at most most
+// takes checks that a command has an argument for each of needs, and no more than most
 // arguments.
 func takes(most int, needs ...string) cobra.PositionalArgs {
 	return func(c *cobra.Command, args []string) error {
