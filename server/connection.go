@@ -49,6 +49,45 @@ type connection struct {
 	addr   net.Addr
 	in     *inbound.Conn // accounts for what its peer has sent; nil before the handshake
 	thin   *rate.Limiter
+	rpcs   *rpcsContext // nil unless gRPC has the connection
+}
+
+// rpcsContext is the parent of the contexts of a connection's RPCs. gRPC (1.85) does not
+// cancel the context of an RPC that tap rejects, so one with a deadline would stay in
+// memory until then. Package context passes AfterFunc what cancels a child.
+type rpcsContext struct {
+	context.Context
+	done      chan struct{} // never closed: gRPC cancels its RPCs
+	newest    func()        // cancels the newest child; only for the goroutine that reads the connection
+	rejecting atomic.Bool
+}
+
+// Done returns a channel that is never closed: without one, no child would be announced.
+func (c *rpcsContext) Done() <-chan struct{} { return c.done }
+
+// Err returns what the child that is being cancelled is to return.
+func (c *rpcsContext) Err() error {
+	if c.rejecting.Load() {
+		return context.Canceled
+	}
+	return nil
+}
+
+// AfterFunc learns how to cancel a child.
+func (c *rpcsContext) AfterFunc(f func()) (stop func() bool) {
+	c.newest = f
+	return func() bool { return true }
+}
+
+// reject cancels the newest child.
+func (c *rpcsContext) reject() {
+	if c == nil || c.newest == nil {
+		return
+	}
+	c.rejecting.Store(true)
+	c.newest()
+	c.rejecting.Store(false)
+	c.newest = nil
 }
 
 type connectionKey struct{}
@@ -199,7 +238,8 @@ func (c *connections) TagConn(ctx context.Context, info *stats.ConnTagInfo) cont
 		c.open = make(map[*connection]struct{})
 	}
 	c.open[one] = struct{}{}
-	return context.WithValue(ctx, connectionKey{}, one)
+	one.rpcs = &rpcsContext{Context: context.WithValue(ctx, connectionKey{}, one), done: make(chan struct{})}
+	return one.rpcs
 }
 
 // of returns the state of the connection that an RPC came over. If gRPC did not announce

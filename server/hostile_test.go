@@ -1,7 +1,9 @@
 package server_test
 
 import (
+	"context"
 	"fmt"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -10,6 +12,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/mem"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
@@ -657,6 +660,32 @@ func TestWhoHasLittleOpenIsServedThoughTheLimitsAreReached(t *testing.T) {
 		p.deliver(o, 0)
 		p.stored(o)
 	}
+}
+
+// TestARejectedRPCLeavesNothingBehind rejects RPCs whose deadlines are far away.
+func TestARejectedRPCLeavesNothingBehind(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	conn := f.dial(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 1000*time.Hour)
+	defer cancel()
+	reject := func(n int) {
+		for range n {
+			err := conn.Invoke(ctx, "/tensorferry.v1.TensorService/Nothing", &pb.ComputeRequest{}, &pb.ComputeResponse{})
+			require.Equal(t, codes.Unimplemented, status.Code(err))
+		}
+	}
+	heap := func() int64 {
+		runtime.GC()
+		var m runtime.MemStats
+		runtime.ReadMemStats(&m)
+		return int64(m.HeapAlloc)
+	}
+	reject(100)
+	before := heap()
+	const n = 5000
+	reject(n)
+	require.Less(t, (heap()-before)/n, int64(100), "bytes for each")
 }
 
 func TestACallWhoseInputsDoNotComeExpires(t *testing.T) {

@@ -93,10 +93,19 @@ func handled(ctx context.Context) {
 	}
 }
 
-// tap rejects RPCs of unknown callers, and those for which there is no memory or no
+// tap is admit, whose rejected RPCs leave nothing behind.
+func (e *endpoint) tap(ctx context.Context, info *tap.Info) (context.Context, error) {
+	admitted, err := e.admit(ctx, info)
+	if one, ok := ctx.Value(connectionKey{}).(*connection); ok && err != nil {
+		one.rpcs.reject()
+	}
+	return admitted, err
+}
+
+// admit rejects RPCs of unknown callers, and those for which there is no memory or no
 // handler. It cancels RPCs whose first message does not arrive in time: gRPC waits for it
 // without a limit before it calls any handler or interceptor.
-func (e *endpoint) tap(ctx context.Context, info *tap.Info) (context.Context, error) {
+func (e *endpoint) admit(ctx context.Context, info *tap.Info) (context.Context, error) {
 	if ctx.Err() != nil { // gRPC would say the same
 		return ctx, statusOf(ctx.Err())
 	}
