@@ -123,7 +123,7 @@ func (c *restClock) tick() {
 	c.mu.Unlock()
 	switch {
 	case over:
-		c.over(fmt.Errorf("%w: %s, for %v, the most that InputIdle allows", ErrInputIdle, what, c.limit))
+		c.over(fmt.Errorf("%w: nothing from or for %s in %v", ErrInputIdle, what, c.limit))
 		return
 	case !runs:
 		return

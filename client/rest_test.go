@@ -25,8 +25,8 @@ func TestAServerIsToldWhileTheCallersCodeRests(t *testing.T) {
 		"not more often than every 10 s":              {time.Hour, 0, []time.Duration{time.Minute + 1}, 6, ""},
 		"nor than a hundred times a second":           {1, 0, []time.Duration{time.Second + 1}, 100, ""},
 		"every 10 s if the server does not say":       {0, 0, []time.Duration{time.Minute + 1}, 6, ""},
-		"to the limit of one rest":                    {30 * time.Second, time.Minute, []time.Duration{time.Minute - 1, time.Hour}, 10, `idle: tensor "x", for 1m0s, the most that InputIdle allows`},
-		"a limit below the first sign":                {30 * time.Second, time.Second, []time.Duration{time.Hour}, 0, ", for 1s"},
+		"to the limit of one rest":                    {30 * time.Second, time.Minute, []time.Duration{time.Minute - 1, time.Hour}, 10, `idle: nothing from or for tensor "x" in 1m0s`},
+		"a limit below the first sign":                {30 * time.Second, time.Second, []time.Duration{time.Hour}, 0, " in 1s"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			testkit.Start(t)

@@ -3,8 +3,11 @@ package main
 import (
 	"cmp"
 	"context"
+	"errors"
+	"io/fs"
 	"os"
 	"slices"
+	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 
@@ -79,8 +82,14 @@ func (a *access) dial(cfg client.Config) (*client.Client, error) {
 	}
 	cfg.Codec = k
 	if a.tls || a.files != (identity.ClientFiles{}) {
+		if (a.files.Cert == "") != (a.files.Key == "") {
+			return nil, usage("--cert and --key go together")
+		}
+		if _, err := os.Stat(a.files.Token); a.files.Token != "" && errors.Is(err, fs.ErrNotExist) { // the name may be the token itself
+			return nil, errors.New("--token: no such file; it names a file that holds the token")
+		}
 		if cfg.Credentials, cfg.PerRPC, err = a.files.Credentials(); err != nil {
-			return nil, hinted{err, "--ca, --cert, --key and --token name files; tensorferry cert creates some to try out"}
+			return nil, hinted{err, "tensorferry cert creates files for --ca, --cert and --key; openssl rand -hex 32 makes a token"}
 		}
 	}
 	cl, err := client.Dial(a.server, cfg)
@@ -98,6 +107,9 @@ func asking(c *cobra.Command, ask func(ctx context.Context, cl *client.Client, a
 	a.flags(c)
 	jsonFlag(c, &asJSON)
 	c.RunE = func(c *cobra.Command, args []string) error {
+		if err := validNames(args); err != nil {
+			return err
+		}
 		cl, err := a.dial(client.Config{})
 		if err != nil {
 			return err
@@ -106,6 +118,16 @@ func asking(c *cobra.Command, ask func(ctx context.Context, cl *client.Client, a
 		return ask(c.Context(), cl, args, printer{c.OutOrStdout(), asJSON})
 	}
 	return c
+}
+
+// validNames rejects names that no server has.
+func validNames(names []string) error {
+	for _, name := range names {
+		if !utf8.ValidString(name) {
+			return usage("%q is not UTF-8, as names are", name)
+		}
+	}
+	return nil
 }
 
 // remote are the flags of a command that moves tensors to or from a server.

@@ -59,7 +59,7 @@ const atServer = "{server}"
 
 // hints are for failures that a server reports.
 var hints = map[codes.Code]string{
-	codes.Unauthenticated:   "--ca names the authority of the server's certificate, --token or --cert and --key say who you are",
+	codes.Unauthenticated:   "--ca names the CA of the server's certificate; --token, or --cert and --key, identify you; for a server without TLS leave all of them out",
 	codes.NotFound:          "tensorferry ls" + atServer + " lists the tensors and sources of a server, tensorferry models" + atServer + " its models",
 	codes.AlreadyExists:     "tensorferry push" + atServer + " NAME=FILE stores a tensor under another name",
 	codes.DataLoss:          "try it again; if it stays so, the server's disk or the way there does damage: push the tensor anew",
@@ -201,7 +201,7 @@ func hintFor(c *cobra.Command, code int, err error) string {
 	case errors.As(err, &h):
 		return h.hint
 	case errors.Is(err, client.ErrInputIdle):
-		return "--input-idle sets how long input and output may rest"
+		return "--input-idle sets how long input and output may be idle"
 	case code == exitUsage && !c.HasParent():
 		return "tensorferry help lists the commands"
 	case code == exitUsage:

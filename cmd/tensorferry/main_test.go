@@ -107,7 +107,7 @@ func TestAFailureOfAServerHasItsExitCodeAndHint(t *testing.T) {
 		codes.DataLoss:          {exitIntegrity, "push the tensor anew"},
 		codes.ResourceExhausted: {exitLimit, "tensorferry info"},
 		codes.InvalidArgument:   {exitFailure, ""},
-		codes.Unauthenticated:   {exitAuth, "--ca names the authority"},
+		codes.Unauthenticated:   {exitAuth, "--ca names the CA"},
 		codes.PermissionDenied:  {exitAuth, ""},
 		codes.Unavailable:       {exitConnection, "run it again"},
 	} {

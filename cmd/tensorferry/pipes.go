@@ -33,7 +33,7 @@ func (p *pipes) open(ctx context.Context, file string, raw rawInput, stdin io.Re
 			title = "stdin"
 		}
 		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeoutCause(ctx, p.idle, fmt.Errorf("%w: %s, for %v, the most that InputIdle allows", client.ErrInputIdle, title, p.idle))
+		ctx, cancel = context.WithTimeoutCause(ctx, p.idle, fmt.Errorf("%w: nothing from or for %s in %v", client.ErrInputIdle, title, p.idle))
 		defer cancel()
 	}
 	return openInput(ctx, file, raw, stdin)

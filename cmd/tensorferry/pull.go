@@ -54,6 +54,9 @@ again.`,
   tensorferry pull --source gen -p shape=1000,1000 -p seed=7 | tensorferry show -`,
 		Args: takes(many, "NAME"),
 		RunE: func(c *cobra.Command, args []string) error {
+			if err := validNames(args); err != nil {
+				return err
+			}
 			return pull(c.Context(), args, o, c.OutOrStdout(), c.ErrOrStderr())
 		},
 	}

@@ -11,6 +11,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -174,20 +175,29 @@ func (s *storeFlag) open(h *cpu.Host, log *slog.Logger) (store.Store, error) {
 // besideFiles adds the model files of folders to a store. It closes the store on failure.
 func besideFiles(s store.Store, folders []string, log *slog.Logger) (store.Store, error) {
 	var all []store.Store
+	var names []string
 	for _, text := range folders {
 		name, folder := nameOf(text)
+		if slices.Contains(names, name) {
+			err := usage("--files %s: another folder has the name %q; use --files NAME=FOLDER", text, name)
+			return nil, errors.Join(err, closeAll(append(all, s)))
+		}
+		names = append(names, name)
 		f, err := store.OpenFiles(folder, store.FilesConfig{Name: name, Log: log})
 		if err == nil {
 			all = append(all, f)
 			continue
 		}
-		err = fmt.Errorf("--files %s: %w", text, err)
-		for _, s := range append(all, s) {
-			err = errors.Join(err, s.Close())
-		}
-		return nil, err
+		return nil, errors.Join(fmt.Errorf("--files %s: %w", text, err), closeAll(append(all, s)))
 	}
 	return store.Beside(s, all...), nil
+}
+
+func closeAll(stores []store.Store) (err error) {
+	for _, s := range stores {
+		err = errors.Join(err, s.Close())
+	}
+	return err
 }
 
 func (s *storeFlag) String() string {
@@ -431,6 +441,9 @@ func listen(flag, address string) (net.Listener, error) {
 		return nil, usage("--%s %q is not an address: %v; use host:port or unix:/path", flag, address, err)
 	}
 	l, err := net.Listen("tcp", address)
+	if bad, ok := errors.AsType[*net.AddrError](err); ok {
+		return nil, usage("--%s %q is not an address: %s; use host:port or unix:/path", flag, address, bad.Err)
+	}
 	return l, listenError(flag, address, err)
 }
 
