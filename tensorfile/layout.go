@@ -41,22 +41,19 @@ type Array struct {
 // OpenNPY opens a .npy file of exactly one array, of any layout. It maps the file as
 // MapNPY does: the array is lent until the closer is closed, which the caller does once.
 func OpenNPY(path string) (Array, io.Closer, error) {
-	data, closeMap, err := mapFile(path)
+	var a Array
+	data, closeMap, err := mapAfter(path, func(r io.Reader, _ int64) (err error) {
+		a.Desc, a.Layout, err = ReadNPYLayout(r)
+		return err
+	})
 	if err != nil {
 		return Array{}, nil, err
 	}
-	r := bytes.NewReader(data)
-	var a Array
-	if a.Desc, a.Layout, err = ReadNPYLayout(r); err == nil {
-		var t tensor.Tensor
-		if t, err = tensor.New(a.Desc, data[len(data)-r.Len():]); err != nil {
-			err = fmt.Errorf("%w: npy: %w", ErrFormat, err)
-		}
-		a.Data = t.Data
-	}
+	t, err := tensor.New(a.Desc, data)
 	if err != nil {
-		return Array{}, nil, closing(fmt.Errorf("%s: %w", path, err), closeMap)
+		return Array{}, nil, closing(fmt.Errorf("%s: %w: npy: %w", path, ErrFormat, err), closeMap)
 	}
+	a.Data = t.Data
 	if a.Layout != (Layout{}) {
 		a.Reader, a.Data = a.Layout.reader(a.Desc, a.Data), nil
 	}

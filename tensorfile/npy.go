@@ -1,7 +1,6 @@
 package tensorfile
 
 import (
-	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -134,20 +133,17 @@ func WriteNPYHeader(w io.Writer, d tensor.Desc) error {
 // until the closer is closed, which the caller does once. What OpenSafetensors says
 // about shortening an open file and about writing to its bytes holds here too.
 func MapNPY(path string) (tensor.Tensor, io.Closer, error) {
-	data, closeMap, err := mapFile(path)
+	var desc tensor.Desc
+	data, closeMap, err := mapAfter(path, func(r io.Reader, _ int64) (err error) {
+		desc, err = ReadNPYHeader(r)
+		return err
+	})
 	if err != nil {
 		return tensor.Tensor{}, nil, err
 	}
-	r := bytes.NewReader(data)
-	desc, err := ReadNPYHeader(r)
-	var t tensor.Tensor
-	if err == nil {
-		if t, err = tensor.New(desc, data[len(data)-r.Len():]); err != nil {
-			err = fmt.Errorf("%w: npy: %w", ErrFormat, err)
-		}
-	}
+	t, err := tensor.New(desc, data)
 	if err != nil {
-		return tensor.Tensor{}, nil, errors.Join(fmt.Errorf("%s: %w", path, err), closeMap())
+		return tensor.Tensor{}, nil, closing(fmt.Errorf("%s: %w: npy: %w", path, ErrFormat, err), closeMap)
 	}
 	return t, closer(closeMap), nil
 }

@@ -69,50 +69,75 @@ type Safetensors struct {
 	closeMap func() error
 }
 
-// OpenSafetensors maps the file read-only and checks all of its header. Tensors
-// are read from disk when they are first touched. Nobody may shorten the file
-// while it is open: touching a page that is gone kills the process (SIGBUS), as
+// OpenSafetensors reads and checks the file's header, and maps the file read-only.
+// Tensors are read from disk when they are first touched. Nobody may shorten the
+// file while it is open: touching a page that is gone kills the process (SIGBUS), as
 // does writing to a tensor's bytes. Replace such a file by renaming a new one
 // over it. The caller closes the result.
 func OpenSafetensors(path string) (*Safetensors, error) {
-	data, closeMap, err := mapFile(path)
+	var s *Safetensors
+	data, closeMap, err := mapAfter(path, func(r io.Reader, size int64) (err error) {
+		s, err = readSafetensors(r, size)
+		return err
+	})
 	if err != nil {
 		return nil, err
 	}
-	s, err := ParseSafetensors(data)
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("%s: %w", path, err), closeMap())
-	}
-	s.closeMap = closeMap
+	s.data, s.closeMap = data, closeMap
 	return s, nil
 }
 
 // ParseSafetensors reads a file's whole content from memory, such as an embedded
 // file. The result shares data with the caller, who may not change it before Close.
 func ParseSafetensors(data []byte) (*Safetensors, error) {
-	if len(data) < lengthBytes {
-		return nil, fmt.Errorf("%w: safetensors: %d bytes are not a file; the header length alone takes %d",
-			ErrFormat, len(data), lengthBytes)
+	r := bytes.NewReader(data)
+	s, err := readSafetensors(r, r.Size())
+	if err != nil {
+		return nil, err
 	}
-	n := binary.LittleEndian.Uint64(data)
-	data = data[lengthBytes:]
+	s.data, s.closeMap = data[len(data)-r.Len():], func() error { return nil }
+	return s, nil
+}
+
+// readSafetensors reads the header of a file of size bytes, up to the first byte of the
+// data.
+func readSafetensors(r io.Reader, size int64) (*Safetensors, error) {
+	if size < lengthBytes {
+		return nil, fmt.Errorf("%w: safetensors: %d bytes are not a file; the header length alone takes %d",
+			ErrFormat, size, lengthBytes)
+	}
+	var length [lengthBytes]byte
+	if err := readHeaderOf(r, length[:]); err != nil {
+		return nil, err
+	}
+	n, left := binary.LittleEndian.Uint64(length[:]), size-lengthBytes
 	if n > MaxSafetensorsHeader {
 		return nil, fmt.Errorf("%w: safetensors: header of %d bytes is over the limit of %d; is this a safetensors file?",
 			ErrFormat, n, MaxSafetensorsHeader)
 	}
-	if n > uint64(len(data)) {
+	if n > uint64(left) {
 		return nil, fmt.Errorf("%w: safetensors: header of %d bytes promised, %d bytes left in the file; it was cut short",
-			ErrFormat, n, len(data))
+			ErrFormat, n, left)
 	}
-	entries, metadata, err := ParseSafetensorsHeader(data[:n], int64(len(data))-int64(n))
+	header := make([]byte, n)
+	if err := readHeaderOf(r, header); err != nil {
+		return nil, err
+	}
+	entries, metadata, err := ParseSafetensorsHeader(header, left-int64(n))
 	if err != nil {
 		return nil, err
 	}
-	s := &Safetensors{
-		entries: entries, index: indexOf(entries), document: Document{Metadata: metadata},
-		data: data[n:], closeMap: func() error { return nil },
+	return &Safetensors{entries: entries, index: indexOf(entries), document: Document{Metadata: metadata}}, nil
+}
+
+func readHeaderOf(r io.Reader, b []byte) error {
+	switch _, err := io.ReadFull(r, b); {
+	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+		return fmt.Errorf("%w: safetensors: the file was cut short while it was read", ErrFormat)
+	case err != nil:
+		return fmt.Errorf("tensorfile: read safetensors header: %w", err)
 	}
-	return s, nil
+	return nil
 }
 
 func indexOf(entries []Entry) map[string]int {

@@ -537,3 +537,27 @@ func TestAHeaderIsMadeWithoutTheBytes(t *testing.T) {
 	_, err = SafetensorsHeader([]Entry{{Name: "a", Desc: huge}, {Name: "b", Desc: huge}}, nil)
 	require.ErrorIs(t, err, tensor.ErrTooLarge)
 }
+
+// A page that is gone when the header is parsed would end the process.
+func TestAFileThatIsRewrittenInPlaceIsReadOrRefused(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "m.safetensors")
+	file := stFile(`{"__metadata__":{"k":"`+strings.Repeat("v", 4<<20)+`"}}`, 0)
+	rounds := make(chan error)
+	go func() {
+		defer close(rounds)
+		for range 25 {
+			rounds <- os.WriteFile(path, file, 0o600) // shortens it to nothing first
+		}
+	}()
+	for err := range rounds {
+		require.NoError(t, err)
+		for range 2 {
+			s, err := OpenSafetensors(path)
+			if err != nil {
+				require.ErrorIs(t, err, ErrFormat)
+				continue
+			}
+			require.NoError(t, s.Close())
+		}
+	}
+}

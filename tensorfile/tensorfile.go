@@ -13,6 +13,7 @@ package tensorfile
 import (
 	"errors"
 	"fmt"
+	"io"
 	"os"
 )
 
@@ -54,4 +55,28 @@ func openFile(path string) (*os.File, int, error) {
 		return nil, 0, errors.Join(fmt.Errorf("tensorfile: %w", err), f.Close())
 	}
 	return f, int(info.Size()), nil
+}
+
+// mapAfter maps a file whose header readHeader reads, up to the first byte of the data,
+// which are lent until closeMap runs. The header is read and not mapped, because somebody
+// may shorten the file meanwhile: reading then fails, but touching a page that is gone
+// kills the process.
+func mapAfter(path string, readHeader func(r io.Reader, size int64) error) (data []byte, closeMap func() error, err error) {
+	f, size, err := openFile(path)
+	if err != nil {
+		return nil, nil, err
+	}
+	defer f.Close() //nolint:errcheck // opened for reading
+	if err := readHeader(f, int64(size)); err != nil {
+		return nil, nil, fmt.Errorf("%s: %w", path, err)
+	}
+	begin, err := f.Seek(0, io.SeekCurrent)
+	if err != nil {
+		return nil, nil, fmt.Errorf("tensorfile: %w", err)
+	}
+	data, closeMap, err = mapFile(f, size)
+	if err != nil {
+		return nil, nil, err
+	}
+	return data[min(begin, int64(size)):], closeMap, nil // a file that grows may have a header longer than size
 }
