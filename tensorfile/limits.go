@@ -3,8 +3,12 @@ package tensorfile
 // Limits of what a file may ask for before its content has been checked.
 const (
 	// MaxSafetensorsHeader is the longest .safetensors header in bytes: the
-	// bound of the reference implementation, room for some 500 000 tensors.
+	// bound of the reference implementation, room for long names and metadata.
 	MaxSafetensorsHeader = 100_000_000
+	// MaxEntries is how many tensors a .safetensors header or an index may have, and how
+	// many texts its metadata: some 250 bytes of memory each. The largest models known have
+	// 200 000 tensors, in some 60 files.
+	MaxEntries = 1 << 18
 	// MaxIndex is the longest index of a model of several files in bytes: as many names as
 	// a header has.
 	MaxIndex = MaxSafetensorsHeader

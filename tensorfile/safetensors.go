@@ -253,6 +253,13 @@ func (p *headerParser) fail(format string, args ...any) {
 	}
 }
 
+// more fails if there may be no more than n of something.
+func (p *headerParser) more(n int, what string) {
+	if n >= MaxEntries {
+		p.fail("there are more than %d %s, the limit", MaxEntries, what)
+	}
+}
+
 func (p *headerParser) header() {
 	p.object("the header", func(key string) {
 		if key != MetadataName {
@@ -266,11 +273,15 @@ func (p *headerParser) header() {
 // texts reads an object of texts.
 func (p *headerParser) texts(what string) map[string]string {
 	m := map[string]string{}
-	p.object(what, func(k string) { m[k] = p.text(k) })
+	p.object(what, func(k string) {
+		p.more(len(m), "texts")
+		m[k] = p.text(k)
+	})
 	return m
 }
 
 func (p *headerParser) entry(name string) {
+	p.more(len(p.entries), "tensors")
 	e := Entry{Name: name}
 	var seen int
 	p.object(name, func(key string) {
@@ -436,6 +447,9 @@ func WriteSafetensors(w io.Writer, tensors []Named, metadata map[string]string) 
 // tensors' bytes follow back to back in this order. Of an entry it takes name and
 // desc, and says where the bytes go itself.
 func SafetensorsHeader(tensors []Entry, metadata map[string]string) ([]byte, error) {
+	if n := max(len(tensors), len(metadata)); n > MaxEntries {
+		return nil, fmt.Errorf("%w: safetensors: %d entries are over the limit of %d", ErrFormat, n, MaxEntries)
+	}
 	out := append(make([]byte, lengthBytes), '{')
 	comma := func() {
 		if len(out) > lengthBytes+1 {

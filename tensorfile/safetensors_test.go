@@ -561,3 +561,31 @@ func TestAFileThatIsRewrittenInPlaceIsReadOrRefused(t *testing.T) {
 		}
 	}
 }
+
+func TestAHeaderHasAsManyEntriesAsTheLimitSays(t *testing.T) {
+	entries := make([]Entry, MaxEntries+1)
+	for i := range entries {
+		entries[i] = Entry{Name: fmt.Sprint(i), Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{0}}}
+	}
+	_, err := SafetensorsHeader(entries, nil)
+	require.ErrorIs(t, err, ErrFormat)
+	file, err := SafetensorsHeader(entries[1:], map[string]string{"k": "v"})
+	require.NoError(t, err)
+	s, err := ParseSafetensors(file)
+	require.NoError(t, err)
+	require.Len(t, s.Names(), MaxEntries)
+
+	more := `"more":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},`
+	_, err = ParseSafetensors(stFile("{"+more+strings.TrimRight(string(file[9:]), " "), 0))
+	require.ErrorIs(t, err, ErrFormat)
+	require.ErrorContains(t, err, "more than 262144 tensors")
+
+	var texts strings.Builder
+	for i := range MaxEntries + 1 {
+		fmt.Fprintf(&texts, `,"%d":"m.safetensors"`, i)
+	}
+	_, err = ParseSafetensors(stFile(`{"__metadata__":{`+texts.String()[1:]+`}}`, 0))
+	require.ErrorContains(t, err, "more than 262144 texts")
+	_, err = parseIndex([]byte(`{"weight_map":{` + texts.String()[1:] + `}}`))
+	require.ErrorContains(t, err, "more than 262144 texts")
+}
