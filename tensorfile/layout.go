@@ -145,14 +145,11 @@ type afterAll struct {
 
 func (a *afterAll) Read(p []byte) (int, error) {
 	if a.r == nil {
-		var all bytes.Buffer // grows with what comes, not with what is announced
-		if n, err := io.CopyN(&all, a.from, a.size); err != nil {
-			if errors.Is(err, io.EOF) && n > 0 {
-				err = io.ErrUnexpectedEOF
-			}
+		all := make([]byte, a.size) // once, up to MaxFortranStream: growing would take twice as much
+		if _, err := io.ReadFull(a.from, all); err != nil {
 			return 0, err
 		}
-		a.r = a.l.reader(a.d, all.Bytes())
+		a.r = a.l.reader(a.d, all)
 	}
 	return a.r.Read(p)
 }
@@ -231,6 +228,9 @@ func (t *transposing) Read(p []byte) (int, error) {
 	}
 	n := copy(p, t.ready)
 	t.ready = t.ready[n:]
+	if len(t.ready) == 0 && t.row == t.rows { // who has every byte may not read on to EOF
+		t.data, t.buf, t.ready = nil, nil, nil
+	}
 	return n, nil
 }
 

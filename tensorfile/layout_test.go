@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -137,4 +138,36 @@ func TestAStreamThatEndsWithinAnArrayIsAnError(t *testing.T) {
 	require.ErrorIs(t, err, ErrUnsupported)
 	_, _, err = OpenNPY(filepath.Join(t.TempDir(), "none.npy"))
 	require.ErrorIs(t, err, os.ErrNotExist)
+}
+
+func TestAnArrayInFortranOrderIsHeldOnceAndUntilItsLastByte(t *testing.T) {
+	const size = 64 << 20
+	d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{1 << 13, 1 << 13}}
+	var readers []io.Reader
+	var before, after runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&before)
+	for range 4 {
+		r, err := Layout{Fortran: true}.Stream(d, zeros{})
+		require.NoError(t, err)
+		readers = append(readers, r)
+		_, err = io.CopyN(io.Discard, r, size)
+		require.NoError(t, err)
+	}
+	runtime.GC()
+	runtime.ReadMemStats(&after)
+	require.Less(t, after.HeapAlloc, before.HeapAlloc+size/4)
+	require.Less(t, after.TotalAlloc-before.TotalAlloc, uint64(4*(size+2*transposeBytes)))
+	for _, r := range readers {
+		_, err := r.Read(make([]byte, 1))
+		require.Equal(t, io.EOF, err)
+	}
+}
+
+// zeros yields zero bytes without end.
+type zeros struct{}
+
+func (zeros) Read(p []byte) (int, error) {
+	clear(p)
+	return len(p), nil
 }
