@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"unicode"
 	"unicode/utf8"
 )
 
@@ -126,9 +127,10 @@ func (d Document) clone() Document {
 }
 
 // plainFile reports whether name is a file's base name with this suffix, which is not
-// all of it: never a path.
+// all of it: never a path, an option of a command, or what a terminal obeys.
 func plainFile(name, suffix string) bool {
-	return strings.HasSuffix(name, suffix) && !strings.HasPrefix(name, ".") && !strings.ContainsAny(name, "/\\\x00") && filepath.IsLocal(name)
+	return strings.HasSuffix(name, suffix) && !strings.ContainsAny(name[:1], ".-") && !strings.ContainsAny(name, `/\`) &&
+		utf8.ValidString(name) && !strings.ContainsFunc(name, unicode.IsControl) && filepath.IsLocal(name)
 }
 
 // parseIndex reads which file holds which tensor.

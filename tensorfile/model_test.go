@@ -134,6 +134,22 @@ func TestADocumentOfSeveralFilesIsCheckedBeforeItNamesAFile(t *testing.T) {
 	}
 }
 
+func TestAFileThatADocumentNamesHasAPlainName(t *testing.T) {
+	for _, bad := range []string{"\x1b]0;pwn\a\n", "a\u0085b", "-rf", ".hidden", "a/b", "a\\b", "a\x00b", ""} {
+		file, index := bad+FileSuffix, bad+IndexSuffix
+		text := quote(map[string]map[string]string{"weight_map": {"a": file}})
+		_, err := parseIndex(text)
+		require.ErrorIs(t, err, ErrFormat, "%q", bad)
+		_, err = ParseDocument(quote(documentJSON{"m" + IndexSuffix, string(text), map[string]map[string]string{file: {}}}))
+		require.ErrorIs(t, err, ErrFormat, "%q", bad)
+		text = quote(map[string]map[string]string{"weight_map": {"a": "m.safetensors"}})
+		_, err = ParseDocument(quote(documentJSON{index, string(text), map[string]map[string]string{"m.safetensors": {}}}))
+		require.ErrorIs(t, err, ErrFormat, "%q", bad)
+	}
+	require.False(t, plainFile("\xff"+FileSuffix, FileSuffix))
+	require.True(t, plainFile("é 1"+FileSuffix, FileSuffix))
+}
+
 func TestAFolderWithSeveralModelsNamesNone(t *testing.T) {
 	dir := t.TempDir()
 	_, err := ModelIn(dir)
