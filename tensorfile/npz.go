@@ -2,15 +2,21 @@ package tensorfile
 
 import (
 	"archive/zip"
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
+	"math"
+	"slices"
 	"strings"
 )
 
 // npySuffix ends the names of a .npz file's members.
 const npySuffix = ".npy"
+
+// zipHeader is the length of a local header without its texts.
+const zipHeader = 30
 
 // NPZ is an open .npz file: a zip archive of .npy files. Safe for concurrent use, except
 // that Close comes last; each Reader of its arrays belongs to one goroutine.
@@ -53,7 +59,32 @@ func readNPZ(r io.ReaderAt, size int64) (*NPZ, error) {
 		}
 		z.names, z.members[name] = append(z.names, name), f
 	}
-	return z, nil
+	return z, apart(archive.File)
+}
+
+// apart checks that no two members share bytes: an archive could otherwise hold the same
+// bytes under thousands of names.
+func apart(members []*zip.File) error {
+	type span struct {
+		name       string
+		begin, end int64 // with the part of its local header that every member has
+	}
+	spans := make([]span, len(members))
+	for i, f := range members {
+		data, err := f.DataOffset()
+		if err != nil {
+			return zipError(early(err))
+		}
+		size := int64(min(f.CompressedSize64, uint64(math.MaxInt64-data))) // too much is found when it is read
+		spans[i] = span{f.Name, data - zipHeader, data + size}
+	}
+	slices.SortFunc(spans, func(a, b span) int { return cmp.Compare(a.begin, b.begin) })
+	for i := 1; i < len(spans); i++ {
+		if a, b := spans[i-1], spans[i]; b.begin < a.end {
+			return fmt.Errorf("%w: npz: the members %q and %q overlap", ErrFormat, a.name, b.name)
+		}
+	}
+	return nil
 }
 
 // Names returns the names of the arrays, in the order of the file.

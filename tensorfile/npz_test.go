@@ -3,6 +3,7 @@ package tensorfile
 import (
 	"archive/zip"
 	"bytes"
+	"encoding/binary"
 	"errors"
 	"io"
 	"os"
@@ -97,6 +98,19 @@ func TestAnNPZFileThatIsNotOneIsRefused(t *testing.T) {
 		file[at+len(part)-1] ^= 1
 		return file
 	}
+	// sharing makes the entry of y in the directory point into x, behind by bytes.
+	sharing := func(by byte) []byte {
+		file := npzOf(t, stored("x.npy", npy), stored("y.npy", npy))
+		at := bytes.LastIndex(file, []byte("PK\x01\x02")) + 42 // the offset of y
+		binary.LittleEndian.PutUint32(file[at:], uint32(by))
+		return file
+	}
+	inside := sharing(100)
+	copy(inside[100:], inside[:30+len("x.npy")])
+	for _, file := range [][]byte{sharing(0), inside} {
+		_, err := readNPZ(bytes.NewReader(file), int64(len(file)))
+		require.ErrorContains(t, err, "overlap")
+	}
 	bomb := npyOf(tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{1 << 40}}, Layout{}, nil)
 	for name, tc := range map[string]struct {
 		file []byte
@@ -108,6 +122,7 @@ func TestAnNPZFileThatIsNotOneIsRefused(t *testing.T) {
 		"a member that is not .npy":    {npzOf(t, stored("x.txt", npy)), ErrUnsupported},
 		"a member that lies":           {npzOf(t, stored("x.npy", []byte("hello"))), ErrFormat},
 		"a member of objects":          {npzOf(t, stored("x.npy", npyFile(1, 0, "{'descr': '|O', 'fortran_order': False, 'shape': (3, 4), }\n"))), ErrUnsupported},
+		"two entries for one member":   {sharing(0), ErrFormat},
 		"two of a name":                {npzOf(t, stored("x.npy", npy), stored("x.npy", npy)), ErrFormat},
 		"encrypted":                    {npzOf(t, zipped{zip.FileHeader{Name: "x.npy", Flags: 1}, npy}), ErrUnsupported},
 		"a byte more":                  {npzOf(t, stored("x.npy", append(bytes.Clone(npy), 0))), ErrFormat},
