@@ -35,8 +35,8 @@ and the first few differing elements, and exits with 1.
 
 A and B are files, as for show, or @NAME for tensors in a server's store, where NAME
 may be a glob, as for pull. If A and B are one tensor each, their names do not matter;
-otherwise tensors are paired by name. The names of @model/* do not include model/, so
-they match those in model.safetensors.
+otherwise tensors are paired by name. The names of @model/ and @model/* do not include
+model/, so they match those in model.safetensors.
 
 Elements a and b are equal if |a-b| <= atol + rtol*|b|. NaN equals NaN. Tensors with
 different data types or shapes are never equal.`,
@@ -208,10 +208,7 @@ func sideOf(ctx context.Context, cl *client.Client, arg string, stdin io.Reader,
 	if err != nil {
 		return nil, err
 	}
-	folder := "" // common to all names
-	if at := strings.IndexAny(name, globs); at >= 0 {
-		folder = name[:strings.LastIndex(name[:at], "/")+1]
-	}
+	folder := sharedPrefix([]string{name})
 	for _, t := range list {
 		if path.Base(t.Name) == tensorfile.MetadataName {
 			continue // not a tensor of the model
