@@ -38,8 +38,8 @@ may be a glob, as for pull. If A and B are one tensor each, their names do not m
 otherwise tensors are paired by name. The names of @model/ and @model/* do not include
 model/, so they match those in model.safetensors.
 
-Elements a and b are equal if |a-b| <= atol + rtol*|b|. NaN equals NaN. Tensors with
-different data types or shapes are never equal.`,
+Elements a and b are equal if |a-b| <= atol + rtol*|b|. An infinity equals only itself,
+and NaN only NaN. Tensors with different data types or shapes are never equal.`,
 		Example: `  tensorferry diff x.npy y.npy
   tensorferry diff model.safetensors '@model/*' --rtol 1e-5
   tensorferry diff @a @b --first 3 --json`,
@@ -96,6 +96,7 @@ type diffJSON struct {
 	B         *descJSON             `json:"b,omitempty"`
 	Elements  *int64                `json:"elements,omitempty"` // absent if they cannot be compared
 	Different *int64                `json:"different,omitempty"`
+	NonFinite int64                 `json:"non_finite,omitempty"` // of these; the others have the maxima
 	MaxAbs    float64               `json:"max_abs,omitempty"`
 	MaxRel    float64               `json:"max_rel,omitempty"`
 	First     []elements.Difference `json:"first,omitempty"`
@@ -245,14 +246,22 @@ func pair(ctx context.Context, title string, a, b compared, o diffOptions) (diff
 		return d, fmt.Errorf("%s: %w", title, err)
 	}
 	d.Elements, d.Different, d.Equal = &c.Elements, &c.Different, c.Different == 0
-	d.MaxAbs, d.MaxRel, d.First = c.MaxAbs, c.MaxRel, c.First
+	d.NonFinite, d.MaxAbs, d.MaxRel, d.First = c.NonFinite, c.MaxAbs, c.MaxRel, c.First
 	if d.Equal {
 		return d, nil
 	}
 	var text strings.Builder
 	fmt.Fprintf(&text, "%s  %v: %d of %d elements differ", plain(title), a.Desc, c.Different, c.Elements)
+	if c.NonFinite > 0 {
+		fmt.Fprintf(&text, ", %d of them infinite or NaN", c.NonFinite)
+	}
 	if c.MaxAbs > 0 {
-		fmt.Fprintf(&text, ", by up to %.6g, relative %.6g", c.MaxAbs, c.MaxRel)
+		if c.NonFinite > 0 {
+			text.WriteString(", the others")
+		} else {
+			text.WriteByte(',')
+		}
+		fmt.Fprintf(&text, " by up to %.6g, relative %.6g", c.MaxAbs, c.MaxRel)
 	}
 	text.WriteByte('\n')
 	for _, f := range c.First {

@@ -31,6 +31,8 @@ type Difference struct {
 // Comparison is in what two tensors differ.
 type Comparison struct {
 	Elements, Different int64
+	// NonFinite is how many of those that differ are infinite or NaN in a or b.
+	NonFinite int64
 	// MaxAbs and MaxRel, which is divided by |b|, are the largest finite differences of
 	// elements that differ.
 	MaxAbs, MaxRel float64
@@ -72,7 +74,9 @@ func Compare(d tensor.Desc, a, b io.Reader, t Tolerance, first int) (Comparison,
 				continue
 			}
 			c.Different++
-			if abs <= math.MaxFloat64 {
+			if abs > math.MaxFloat64 {
+				c.NonFinite++
+			} else {
 				c.MaxAbs = max(c.MaxAbs, abs)
 				if r := abs / of; r <= math.MaxFloat64 {
 					c.MaxRel = max(c.MaxRel, r)

@@ -191,19 +191,21 @@ func TestTensorsAreComparedElementByElement(t *testing.T) {
 		a, b      []float64
 		t         Tolerance
 		different int64
+		nonFinite int64
 		abs, rel  float64
 	}{
-		"equal":                 {[]float64{1, nan, inf, -inf, 0}, []float64{1, nan, inf, -inf, math.Copysign(0, -1)}, Tolerance{}, 0, 0, 0},
-		"not":                   {[]float64{1, 2, 3}, []float64{1, 2.5, 2}, Tolerance{}, 2, 1, 0.5},
-		"within absolute":       {[]float64{1, 2}, []float64{1.5, 2.5}, Tolerance{Abs: 0.5}, 0, 0, 0},
-		"outside of absolute":   {[]float64{1, 2}, []float64{1.5, 2.75}, Tolerance{Abs: 0.5}, 1, 0.75, 0.75 / 2.75},
-		"within relative":       {[]float64{110}, []float64{100}, Tolerance{Rel: 0.1}, 0, 0, 0},
-		"relative to the other": {[]float64{100}, []float64{50}, Tolerance{Rel: 0.5}, 1, 50, 1},
-		"the sum of both":       {[]float64{111}, []float64{100}, Tolerance{Abs: 1, Rel: 0.1}, 0, 0, 0},
-		"NaN and a number":      {[]float64{nan, 1}, []float64{1, nan}, Tolerance{Abs: 1e300, Rel: 1e300}, 2, 0, 0},
-		"infinities":            {[]float64{inf, inf, 1}, []float64{-inf, 1, inf}, Tolerance{Abs: 1e300, Rel: 1e300}, 3, 0, 0},
-		"beside zero":           {[]float64{1}, []float64{0}, Tolerance{Rel: 1e300}, 1, 1, 0},
-		"far apart":             {[]float64{math.MaxFloat64}, []float64{-math.MaxFloat64}, Tolerance{}, 1, math.MaxFloat64, 1},
+		"equal":                 {[]float64{1, nan, inf, -inf, 0}, []float64{1, nan, inf, -inf, math.Copysign(0, -1)}, Tolerance{}, 0, 0, 0, 0},
+		"not":                   {[]float64{1, 2, 3}, []float64{1, 2.5, 2}, Tolerance{}, 2, 0, 1, 0.5},
+		"within absolute":       {[]float64{1, 2}, []float64{1.5, 2.5}, Tolerance{Abs: 0.5}, 0, 0, 0, 0},
+		"outside of absolute":   {[]float64{1, 2}, []float64{1.5, 2.75}, Tolerance{Abs: 0.5}, 1, 0, 0.75, 0.75 / 2.75},
+		"within relative":       {[]float64{110}, []float64{100}, Tolerance{Rel: 0.1}, 0, 0, 0, 0},
+		"relative to the other": {[]float64{100}, []float64{50}, Tolerance{Rel: 0.5}, 1, 0, 50, 1},
+		"the sum of both":       {[]float64{111}, []float64{100}, Tolerance{Abs: 1, Rel: 0.1}, 0, 0, 0, 0},
+		"NaN and a number":      {[]float64{nan, 1}, []float64{1, nan}, Tolerance{Abs: 1e300, Rel: 1e300}, 2, 2, 0, 0},
+		"infinities":            {[]float64{inf, inf, 1}, []float64{-inf, 1, inf}, Tolerance{Abs: 1e300, Rel: 1e300}, 3, 3, 0, 0},
+		"an infinity, and two":  {[]float64{1, 2, nan}, []float64{inf, 3, nan}, Tolerance{}, 2, 1, 1, 1.0 / 3},
+		"beside zero":           {[]float64{1}, []float64{0}, Tolerance{Rel: 1e300}, 1, 0, 1, 0},
+		"far apart":             {[]float64{math.MaxFloat64}, []float64{-math.MaxFloat64}, Tolerance{}, 1, 0, math.MaxFloat64, 1},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a, err := tensor.Of(tc.a, int64(len(tc.a)))
@@ -213,6 +215,7 @@ func TestTensorsAreComparedElementByElement(t *testing.T) {
 			c, err := Compare(a.Desc, bytes.NewReader(a.Data), bytes.NewReader(b.Data), tc.t, 1)
 			require.NoError(t, err)
 			require.Equal(t, tc.different, c.Different)
+			require.Equal(t, tc.nonFinite, c.NonFinite)
 			require.Equal(t, tc.abs, c.MaxAbs)
 			require.InDelta(t, tc.rel, c.MaxRel, 1e-15)
 			require.Len(t, c.First, int(min(c.Different, 1)))
