@@ -2,10 +2,12 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"math"
 	"path"
+	"strconv"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -33,10 +35,10 @@ func diffCommand() *cobra.Command {
 exits with 0. Otherwise, it prints how many elements differ, the largest differences
 and the first few differing elements, and exits with 1.
 
-A and B are files, as for show, or @NAME for tensors in a server's store, where NAME
-may be a glob, as for pull. If A and B are one tensor each, their names do not matter;
-otherwise tensors are paired by name. The names of @model/ and @model/* do not include
-model/, so they match those in model.safetensors.
+A and B are files, as for show but not raw bytes, or @NAME for tensors in a server's
+store, where NAME may be a glob, as for pull. If A and B are one tensor each, their
+names do not matter; otherwise tensors are paired by name. The names of @model/ and
+@model/* do not include model/, so they match those in model.safetensors.
 
 Elements a and b are equal if |a-b| <= atol + rtol*|b|. An infinity equals only itself,
 and NaN only NaN. Tensors with different data types or shapes are never equal.`,
@@ -49,12 +51,31 @@ and NaN only NaN. Tensors with different data types or shapes are never equal.`,
 		},
 	}
 	o.flags(c)
-	c.Flags().Float64Var(&o.Abs, "atol", 0, "absolute `tolerance`")
-	c.Flags().Float64Var(&o.Rel, "rtol", 0, "relative `tolerance`")
-	c.Flags().IntVar(&o.first, "first", 5, "how many differing elements to print per tensor")
+	c.Flags().Var((*tolerance)(&o.Abs), "atol", "absolute `tolerance`")
+	c.Flags().Var((*tolerance)(&o.Rel), "rtol", "relative `tolerance`")
+	countsVar(c.Flags(), &o.first, "first", 5, 0, math.MaxInt32, "how many differing elements to print per tensor")
 	jsonFlag(c, &o.asJSON)
 	return c
 }
+
+// tolerance is a flag for a finite number that is not negative.
+type tolerance float64
+
+func (t *tolerance) Set(text string) error {
+	v, err := strconv.ParseFloat(text, 64)
+	switch {
+	case errors.Is(err, strconv.ErrSyntax):
+		return errors.New("not a number")
+	case !(v >= 0 && v <= math.MaxFloat64):
+		return errors.New("use a finite number that is not negative")
+	}
+	*t = tolerance(v)
+	return nil
+}
+
+func (t *tolerance) String() string { return strconv.FormatFloat(float64(*t), 'g', -1, 64) }
+
+func (*tolerance) Type() string { return "number" }
 
 // side holds the tensors that one argument of diff names.
 type side struct {
@@ -105,11 +126,6 @@ type diffJSON struct {
 }
 
 func diff(ctx context.Context, nameA, nameB string, o diffOptions, stdin io.Reader, stdout, stderr io.Writer) error {
-	for flag, v := range map[string]float64{"--atol": o.Abs, "--rtol": o.Rel, "--first": float64(o.first)} {
-		if !(v >= 0 && v <= math.MaxFloat64) {
-			return usage("%s must be a number that is not negative", flag)
-		}
-	}
 	if nameA == "-" && nameB == "-" {
 		return usage("stdin can be used only once")
 	}

@@ -46,8 +46,9 @@ func formatOf(path string) (format, bool) {
 }
 
 // foreign returns the error of reading a file as .npy or, if the file has another known
-// format, one that names it. head has the first bytes of the file.
-func foreign(title string, head []byte, err error) error {
+// format, one that names it. head has the first bytes of the file, raw is what else the
+// command reads.
+func foreign(title string, head []byte, raw rawInput, err error) error {
 	if !errors.Is(err, tensorfile.ErrFormat) || bytes.HasPrefix(head, []byte("\x93NUMPY")) {
 		return err
 	}
@@ -71,7 +72,7 @@ func foreign(title string, head []byte, err error) error {
 	case len(head) > 9 && binary.LittleEndian.Uint64(head) <= tensorfile.MaxSafetensorsHeader && head[8] == '{':
 		return hinted{fmt.Errorf("%s is a .safetensors file with another extension", title), "rename it to end in .safetensors"}
 	}
-	return hinted{fmt.Errorf("%s is not a .npy file", title), "raw bytes need --dtype and --shape"}
+	return hinted{fmt.Errorf("%s is not a .npy file", title), raw.hint()}
 }
 
 // headOf returns the first bytes of a file, as far as they can be read.
@@ -122,13 +123,13 @@ func openArrays(path string, only ...string) (*opened, error) {
 }
 
 // openNPY opens a .npy file.
-func openNPY(path string) (*opened, error) {
+func openNPY(path string, raw rawInput) (*opened, error) {
 	if info, err := os.Stat(path); err == nil && info.IsDir() {
 		return nil, fmt.Errorf("%s is a directory, not a file", path)
 	}
 	a, _, err := tensorfile.OpenNPY(path)
 	if err != nil {
-		return nil, foreign(path, headOf(path), err)
+		return nil, foreign(path, headOf(path), raw, err)
 	}
 	return &opened{tensors: []*source{arraySource(path, a)}, path: path}, nil
 }

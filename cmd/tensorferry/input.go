@@ -42,6 +42,14 @@ func (r *rawInput) flags(c *cobra.Command) {
 // given reports whether input is raw.
 func (r *rawInput) given() bool { return r.dtype != "" }
 
+// hint says what to do with raw bytes.
+func (r *rawInput) hint() string {
+	if r.shaped == nil { // there are no such flags
+		return "for raw bytes, store them with tensorferry push NAME=FILE --dtype TYPE --shape SHAPE, and use @NAME"
+	}
+	return "raw bytes need --dtype and --shape"
+}
+
 // check validates the flags. Call it before opening anything.
 func (r *rawInput) check() error {
 	switch {
@@ -178,7 +186,7 @@ func openFile(file string, raw rawInput, stdin io.Reader) (*opened, error) {
 	case raw.given():
 		s, err = openRaw(file, raw, stdin)
 	case file == "-":
-		s, err = openPipe(stdin)
+		s, err = openPipe(stdin, raw)
 	case member && strings.HasSuffix(path, arraysSuffix):
 		return openArrays(path, name)
 	case member:
@@ -188,7 +196,7 @@ func openFile(file string, raw rawInput, stdin io.Reader) (*opened, error) {
 	case isModel(file):
 		return openModel(file)
 	default:
-		return openNPY(file)
+		return openNPY(file, raw)
 	}
 	if err != nil {
 		return nil, err
@@ -235,13 +243,13 @@ func openModel(path string, only ...string) (*opened, error) {
 }
 
 // openPipe opens a .npy file from stdin.
-func openPipe(stdin io.Reader) (*source, error) {
+func openPipe(stdin io.Reader, raw rawInput) (*source, error) {
 	in := bufio.NewReaderSize(stdin, 64<<10)
 	head, _ := in.Peek(npyLeast) // fewer bytes at the end of the input
 	head = bytes.Clone(head)
 	d, layout, err := tensorfile.ReadNPYLayout(in)
 	if err != nil {
-		return nil, foreign("stdin", head, err)
+		return nil, foreign("stdin", head, raw, err)
 	}
 	size, err := d.Bytes()
 	if err != nil {
