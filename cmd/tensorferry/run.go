@@ -118,8 +118,11 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		if err != nil {
 			return neither(text, file, err)
 		}
-		if n := len(found.tensors); n != 1 {
+		if n := len(found.tensors) + len(found.unknown); n != 1 {
 			return usage("%s has %d tensors; select one as %s:name", file, n, found.path)
+		}
+		if err := found.errors(); err != nil {
+			return err
 		}
 		bars.say(stderr, found.tensors)
 		in := found.tensors[0]
