@@ -124,12 +124,23 @@ func holdsSeveral(path string) bool {
 	return slices.ContainsFunc(several, func(ending string) bool { return strings.HasSuffix(path, ending) })
 }
 
-// memberOf splits FILE:name, where FILE is a .safetensors file, an index or a .npz file.
-// Otherwise path is file.
+// memberOf splits FILE:name, where FILE is a .safetensors file, an index, a .npz file or a
+// folder. Otherwise path is file.
 func memberOf(file string) (path, name string, member bool) {
 	for _, ending := range several {
 		if path, name, member = strings.Cut(file, ending+":"); member {
 			return path + ending, name, true
+		}
+	}
+	if _, err := os.Stat(file); err == nil {
+		return file, "", false
+	}
+	for at, c := range file { // a folder's name may also have a colon
+		if c != ':' {
+			continue
+		}
+		if info, err := os.Stat(file[:at]); err == nil && info.IsDir() {
+			return file[:at], file[at+1:], true
 		}
 	}
 	return file, "", false
@@ -176,7 +187,11 @@ func (o *opened) errors() error {
 // file or a .npz file or the one of a :name, raw bytes, or "-" for stdin. It waits for the
 // header from a pipe until ctx ends.
 func openInput(ctx context.Context, file string, raw rawInput, stdin io.Reader) (*opened, error) {
-	return interruptible(ctx, func() (*opened, error) { return openFile(file, raw, stdin) })
+	o, err := interruptible(ctx, func() (*opened, error) { return openFile(file, raw, stdin) })
+	if p, ok := errors.AsType[*fs.PathError](err); ok {
+		err = fmt.Errorf("%s: %w", p.Path, p.Err) // without stat or open
+	}
+	return o, err
 }
 
 func openFile(file string, raw rawInput, stdin io.Reader) (*opened, error) {
