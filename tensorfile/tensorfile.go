@@ -42,7 +42,7 @@ func openFile(path string) (*os.File, int, error) {
 		return nil, 0, fmt.Errorf("%w: %s is a directory", ErrUnsupported, path)
 	}
 	if !info.Mode().IsRegular() {
-		return nil, 0, fmt.Errorf("%w: %s is not a regular file; read it as a stream", ErrUnsupported, path)
+		return nil, 0, fmt.Errorf("%w: %s is not a regular file", ErrUnsupported, path)
 	}
 	f, err := os.Open(path)
 	if err != nil {

@@ -124,8 +124,20 @@ func openArrays(path string, only ...string) (*opened, error) {
 
 // openNPY opens a .npy file.
 func openNPY(path string, raw rawInput) (*opened, error) {
-	if info, err := os.Stat(path); err == nil && info.IsDir() {
+	switch info, err := os.Stat(path); {
+	case err != nil: // OpenNPY says so
+	case info.IsDir():
 		return nil, fmt.Errorf("%s is a directory, not a file", path)
+	case !info.Mode().IsRegular(): // such as /dev/stdin, or a shell's <(command)
+		r, err := os.Open(path)
+		if err != nil {
+			return nil, err
+		}
+		s, err := openPipe(path, r, raw)
+		if err != nil {
+			return nil, errors.Join(err, r.Close())
+		}
+		return &opened{tensors: []*source{s}, path: path}, nil
 	}
 	a, _, err := tensorfile.OpenNPY(path)
 	if err != nil {

@@ -201,7 +201,7 @@ func openFile(file string, raw rawInput, stdin io.Reader) (*opened, error) {
 	case raw.given():
 		s, err = openRaw(file, raw, stdin)
 	case file == "-":
-		s, err = openPipe(stdin, raw)
+		s, err = openPipe("stdin", stdin, raw)
 	case member && strings.HasSuffix(path, arraysSuffix):
 		return openArrays(path, name)
 	case member:
@@ -257,20 +257,20 @@ func openModel(path string, only ...string) (*opened, error) {
 	return o, nil
 }
 
-// openPipe opens a .npy file from stdin.
-func openPipe(stdin io.Reader, raw rawInput) (*source, error) {
-	in := bufio.NewReaderSize(stdin, 64<<10)
+// openPipe opens a .npy file from stdin or another pipe.
+func openPipe(title string, r io.Reader, raw rawInput) (*source, error) {
+	in := bufio.NewReaderSize(r, 64<<10)
 	head, _ := in.Peek(npyLeast) // fewer bytes at the end of the input
 	head = bytes.Clone(head)
 	d, layout, err := tensorfile.ReadNPYLayout(in)
 	if err != nil {
-		return nil, foreign("stdin", head, raw, err)
+		return nil, foreign(title, head, raw, err)
 	}
 	size, err := d.Bytes()
 	if err != nil {
-		return nil, fmt.Errorf("stdin: %w", err)
+		return nil, fmt.Errorf("%s: %w", title, err)
 	}
-	s, err := pipedSource("stdin", d, size, in)
+	s, err := pipedSource(title, d, size, in)
 	if err == nil {
 		s.layout = layout.String()
 		s.Reader, err = layout.Stream(d, s.Reader)
