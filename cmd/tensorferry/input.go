@@ -187,6 +187,9 @@ func (o *opened) errors() error {
 // file or a .npz file or the one of a :name, raw bytes, or "-" for stdin. It waits for the
 // header from a pipe until ctx ends.
 func openInput(ctx context.Context, file string, raw rawInput, stdin io.Reader) (*opened, error) {
+	if file == "-" && isTerminal(stdin) {
+		fmt.Fprintln(os.Stderr, "reading from the terminal; Ctrl-D ends") // or the command seems to hang
+	}
 	o, err := interruptible(ctx, func() (*opened, error) { return openFile(file, raw, stdin) })
 	if p, ok := errors.AsType[*fs.PathError](err); ok {
 		err = fmt.Errorf("%s: %w", p.Path, p.Err) // without stat or open

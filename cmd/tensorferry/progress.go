@@ -65,9 +65,9 @@ func quietFlag(c *cobra.Command, to *bool) {
 	c.Flags().BoolVarP(to, "quiet", "q", false, "show no progress")
 }
 
-// isTerminal reports whether w is a terminal.
-func isTerminal(w io.Writer) bool {
-	f, ok := w.(*os.File)
+// isTerminal reports whether a reader or writer is a terminal.
+func isTerminal(rw any) bool {
+	f, ok := rw.(*os.File)
 	return ok && cwriter.IsTerminal(int(f.Fd()))
 }
 
