@@ -107,7 +107,7 @@ func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 		p.show(b)
 	}
 	if n == 2 {
-		p.all = p.line(0, math.MaxInt, func() string { return fmt.Sprintf("%d of %d, total", p.done.Load(), p.count.Load()) })
+		p.all = p.line(0, math.MaxInt, func() string { return fmt.Sprintf("%d of %d tensors", p.done.Load(), p.count.Load()) })
 		p.all.SetCurrent(p.moved)
 		if f := p.first; f != nil && (f.moved == 0 || f.moved == f.size) {
 			p.hide(f) // it has not begun or is complete
