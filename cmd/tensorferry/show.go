@@ -438,12 +438,13 @@ func (s *shown) text(ramp []rune) string {
 		return b.String() + "  no elements\n"
 	}
 	b.WriteString("  ")
-	least, most := short(s.Min), short(s.Max)
+	digits := s.digits()
+	least, most := short(s.Min, digits), short(s.Max, digits)
 	if s.Histogram != nil {
 		if s.Of != "" {
 			fmt.Fprintf(&b, "%s: ", s.Of)
 		}
-		fmt.Fprintf(&b, "min %s  max %s  mean %.6g  std %.6g  ", least, most, *s.Mean, *s.Std)
+		fmt.Fprintf(&b, "min %s  max %s  mean %.*g  std %.6g  ", least, most, digits, *s.Mean, *s.Std)
 	}
 	fmt.Fprintf(&b, "zeros %d  NaN %d  +Inf %d  -Inf %d\n", s.Zeros, s.NaN, s.PosInf, s.NegInf)
 	if s.Histogram != nil {
@@ -452,13 +453,23 @@ func (s *shown) text(ramp []rune) string {
 	return b.String() + s.lines
 }
 
-// short formats a number: all digits of an integer, 6 digits of others.
-func short(n json.Number) string {
+// digits returns how many digits to print: two more than tell the minimum from the
+// maximum, and at least 6.
+func (s *shown) digits() int {
+	digits := 6
+	for s.Min != s.Max && digits < 17 && short(s.Min, digits-2) == short(s.Max, digits-2) {
+		digits++
+	}
+	return digits
+}
+
+// short formats a number: all digits of an integer, so many digits of others.
+func short(n json.Number, digits int) string {
 	v, err := n.Float64()
 	if err != nil || !strings.ContainsAny(n.String(), ".eE") {
 		return n.String()
 	}
-	return strconv.FormatFloat(v, 'g', 6, 64)
+	return strconv.FormatFloat(v, 'g', digits, 64)
 }
 
 // plain replaces the characters of a name that are not printable, such as terminal escape
