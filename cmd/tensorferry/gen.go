@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"io"
 	"runtime"
 	"slices"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/store/generate"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
 // genChunk is how many bytes a goroutine generates at a time.
@@ -99,6 +101,9 @@ func gen(ctx context.Context, o genOptions, stdout, stderr io.Writer) error {
 	defer bars.end()
 	_, err = interruptible(ctx, func() (any, error) {
 		w, err := t.open(o.name, d)
+		if errors.Is(err, tensorfile.ErrUnsupported) { // --dtype does not fit --output
+			err = usageError{err}
+		}
 		if err != nil {
 			return nil, err
 		}

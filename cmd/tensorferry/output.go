@@ -175,12 +175,9 @@ func (t *target) begin(tensors []named) ([]*tensorWriter, error) {
 			off += w.left
 		}
 	case !t.raw:
-		err := tensorfile.WriteNPYHeader(&header, tensors[0].Desc)
+		err := t.named(tensorfile.WriteNPYHeader(&header, tensors[0].Desc))
 		if errors.Is(err, tensorfile.ErrUnsupported) {
-			err = hinted{
-				fmt.Errorf("--output %s: .npy has no type for %v", t.path, tensors[0].DType),
-				"use a .safetensors file, or --raw to write the bytes as they are",
-			}
+			err = hinted{err, "or use --raw, which writes the bytes as they are"}
 		}
 		if err != nil {
 			return nil, err
