@@ -223,6 +223,13 @@ func leftOut(ctx context.Context, cl *client.Client, names []string, stderr io.W
 // returns the rest of the list.
 func (p *pulled) takeDocument(ctx context.Context, cl *client.Client, list []client.Stored) ([]client.Stored, []client.Summary, error) {
 	i := slices.IndexFunc(list, func(s client.Stored) bool { return s.Name == p.prefix+tensorfile.MetadataName })
+	if i < 0 && p.folder != nil {
+		documents := documentsOf(ctx, cl, list)
+		if j := slices.IndexFunc(list, func(s client.Stored) bool { return documents[s.Name].Index != "" }); j >= 0 {
+			err := usage("--output %s is a folder, which takes one model of several files; select one", p.folder.path)
+			return nil, nil, hinted{err, "such as with tensorferry pull" + atServer + " " + plain(strings.TrimSuffix(list[j].Name, tensorfile.MetadataName))}
+		}
+	}
 	if i < 0 {
 		return list, nil, nil
 	}
