@@ -66,7 +66,7 @@ func mapAfter(path string, readHeader func(r io.Reader, size int64) error) (data
 	if err != nil {
 		return nil, nil, err
 	}
-	defer f.Close() //nolint:errcheck // opened for reading
+	defer f.Close()
 	if err := readHeader(f, int64(size)); err != nil {
 		return nil, nil, fmt.Errorf("%s: %w", path, err)
 	}
