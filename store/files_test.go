@@ -5,7 +5,11 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"runtime"
+	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -103,6 +107,59 @@ func TestFilesThatComeAndGoAreSeen(t *testing.T) {
 	require.NoError(t, os.RemoveAll(dir))
 	_, err = f.List(t.Context(), "", "", 10)
 	require.ErrorIs(t, err, ErrUnavailable)
+}
+
+// In a bubble of synctest it is the year 2000: the files are from the future.
+func TestAFolderFromTheFutureIsNotScannedForEachList(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir := t.TempDir()
+		putModel(t, filepath.Join(dir, "sub/m.safetensors"), nil, "x")
+		f, err := OpenFiles(dir, FilesConfig{})
+		require.NoError(t, err)
+		defer f.Close()
+		scansOf := func() int64 {
+			before := f.files.scans.Load()
+			require.NoError(t, f.files.rescan(false))
+			return f.files.scans.Load() - before
+		}
+		require.EqualValues(t, 1, scansOf(), "its time may be the same after another change")
+		time.Sleep(clockGrain + 1)
+		require.EqualValues(t, 1, scansOf())
+		require.EqualValues(t, 0, scansOf())
+		putModel(t, filepath.Join(dir, "sub/n.safetensors"), nil, "y")
+		require.EqualValues(t, 1, scansOf())
+		_, there := f.files.find("sub/n/y")
+		require.True(t, there)
+	})
+}
+
+func TestAFolderThatCannotBeReadIsNotScannedForEachList(t *testing.T) {
+	if runtime.GOOS != "linux" {
+		t.Skip("other systems have other limits for a path")
+	}
+	dir := t.TempDir()
+	top, long := dir, strings.Repeat("n", 200)
+	for len(dir)+1+len(long) < 4096 {
+		dir = filepath.Join(dir, long)
+	}
+	require.NoError(t, os.MkdirAll(dir, 0o755))
+	root, err := os.OpenRoot(dir)
+	require.NoError(t, err)
+	defer root.Close()
+	require.NoError(t, root.Mkdir(long, 0o755)) // even a superuser cannot read it by its path
+	for path := dir; len(path) >= len(top); path = filepath.Dir(path) {
+		require.NoError(t, os.Chtimes(path, time.Time{}, time.Now().Add(-time.Hour)))
+	}
+	var log bytes.Buffer
+	f, err := OpenFiles(top, FilesConfig{Log: slog.New(slog.NewTextHandler(&log, nil))})
+	require.NoError(t, err)
+	defer f.Close()
+	require.Contains(t, log.String(), "folder cannot be read")
+	require.Empty(t, listed(t, f))
+	require.EqualValues(t, 1, f.files.scans.Load())
+	require.NoError(t, root.Remove(long))
+	require.Empty(t, listed(t, f))
+	require.EqualValues(t, 2, f.files.scans.Load())
 }
 
 func TestATensorOfAnUnknownDataTypeHidesNoOther(t *testing.T) {

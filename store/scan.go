@@ -51,9 +51,15 @@ type part struct {
 
 // scan is what was last seen in the folder.
 type scan struct {
-	dirs    map[string]time.Time // modification times of the folders
-	settled bool                 // a later change will change dirs
+	dirs    map[string]dirTime // of the folders
+	settled bool               // a later change will change dirs
 	files   map[string]*wholeFile
+}
+
+// dirTime is a folder's modification time. Both are zero if the folder cannot be read.
+type dirTime struct {
+	at    time.Time // may be in the future
+	since time.Time // when the folder is known to have had it; never in the future
 }
 
 // wholeFile is a model file in the folder. files holds it for as long as it knows its
@@ -127,21 +133,26 @@ func (f *files) rescan(always bool) error {
 	if err != nil {
 		return err
 	}
-	var last time.Time
-	for _, at := range dirs {
-		if at.After(last) {
-			last = at
+	settled := true
+	for path, dir := range dirs {
+		if old, known := f.scan.dirs[path]; known && old.at.Equal(dir.at) {
+			dir.since = old.since
+			dirs[path] = dir
 		}
+		settled = settled && time.Since(dir.since) > clockGrain
 	}
-	settled := time.Since(last) > clockGrain
 	err = f.look(found)
 	f.scan.settled, f.scan.dirs = settled && err == nil, dirs
 	return err
 }
 
 func (f *files) dirsAsTheyWere() bool {
-	for path, at := range f.scan.dirs {
-		if now, err := os.Stat(path); err != nil || !now.ModTime().Equal(at) {
+	for path, dir := range f.scan.dirs {
+		if dir.at.IsZero() { // its permissions may change, which its time does not show
+			if _, _, err := readDir(path); err == nil || errors.Is(err, fs.ErrNotExist) {
+				return false
+			}
+		} else if now, err := os.Stat(path); err != nil || !now.ModTime().Equal(dir.at) {
 			return false
 		}
 	}
@@ -161,8 +172,8 @@ func (f *files) brokenOnesChanged() bool {
 
 // walk returns the folders with their times, and the paths of the model files in them,
 // relative to the folder, without those that belong to an index.
-func (f *files) walk() (dirs map[string]time.Time, found []string, err error) {
-	dirs = map[string]time.Time{}
+func (f *files) walk() (dirs map[string]dirTime, found []string, err error) {
+	dirs = map[string]dirTime{}
 	pending := []string{"."}
 	for len(pending) > 0 {
 		dir := pending[0]
@@ -173,13 +184,17 @@ func (f *files) walk() (dirs map[string]time.Time, found []string, err error) {
 			if _, known := f.scan.dirs[path]; !known {
 				f.log.Warn("folder cannot be read", slog.String("folder", dir), slog.Any("error", err))
 			}
-			dirs[path] = time.Time{}
+			dirs[path] = dirTime{}
 			continue
 		}
 		if err != nil {
 			return nil, nil, f.away(err)
 		}
-		dirs[path] = info.ModTime()
+		at, since := info.ModTime(), time.Now()
+		if at.Before(since) {
+			since = at
+		}
+		dirs[path] = dirTime{at, since}
 		sub, files := f.sort(dir, entries)
 		pending = append(pending, sub...)
 		found = append(found, files...)
