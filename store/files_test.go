@@ -109,6 +109,28 @@ func TestFilesThatComeAndGoAreSeen(t *testing.T) {
 	require.ErrorIs(t, err, ErrUnavailable)
 }
 
+func TestFilesHaveAsManyTensorsAsTheLimitSays(t *testing.T) {
+	dir := t.TempDir()
+	var log bytes.Buffer
+	f, err := OpenFiles(dir, FilesConfig{Log: slog.New(slog.NewTextHandler(&log, nil))})
+	require.NoError(t, err)
+	defer f.Close()
+	f.files.limit = 3
+	putModel(t, filepath.Join(dir, "b.safetensors"), nil, "x", "y")
+	putModel(t, filepath.Join(dir, "c.safetensors"), nil, "x", "y")
+	putModel(t, filepath.Join(dir, "d.safetensors"), nil, "x")
+	for range 2 {
+		require.Equal(t, []string{"b/x", "b/y", "d/x"}, listed(t, f))
+	}
+	require.Equal(t, 1, strings.Count(log.String(), "file cannot be used"), "one warning")
+	require.Contains(t, log.String(), "file=c.safetensors")
+	putModel(t, filepath.Join(dir, "a.safetensors"), nil, "x", "y")
+	require.Equal(t, []string{"a/x", "a/y", "d/x"}, listed(t, f), "as after a restart")
+	require.NoError(t, os.Remove(filepath.Join(dir, "a.safetensors")))
+	require.NoError(t, os.Remove(filepath.Join(dir, "b.safetensors")))
+	require.Equal(t, []string{"c/x", "c/y", "d/x"}, listed(t, f), "there is room again")
+}
+
 // In a bubble of synctest it is the year 2000: the files are from the future.
 func TestAFolderFromTheFutureIsNotScannedForEachList(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

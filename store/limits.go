@@ -9,6 +9,9 @@ const (
 	// DefaultMaxTensors is the default limit of tensors in a folder: each has a file, and
 	// they are opened one by one at start-up (3 s).
 	DefaultMaxTensors = 1 << 16
+	// fileTensors is the maximum number of tensors in all model files of a folder and those
+	// below: each takes some 500 bytes of memory. The largest models known have 200 000.
+	fileTensors = 1 << 19
 	// pageNames is how many names List reads under one lock (less than 1 ms) and matches in
 	// one turn (10 ms for the worst glob), and how many tensors Each lists at a time.
 	pageNames = 1024

@@ -31,6 +31,7 @@ type files struct {
 	owner  *Folder // keeps pushed tensors in the same folder; may be nil
 	log    *slog.Logger
 	pool   *slab.Pool // for views
+	limit  int        // of tensors in all files: fileTensors, except in tests
 
 	scanning sync.Mutex // guards scan; taken before a lock of a Folder's names and before mu
 	scan     scan
@@ -65,9 +66,10 @@ type dirTime struct {
 // wholeFile is a model file in the folder. files holds it for as long as it knows its
 // parts.
 type wholeFile struct {
-	paths  []string      // of the file, or of all files of a model
-	seen   []fs.FileInfo // their state when last seen; nil if missing
-	mapped *mapped       // nil if the file cannot be used
+	paths   []string      // of the file, or of all files of a model
+	seen    []fs.FileInfo // their state when last seen; nil if missing
+	tensors int           // in the file; 0 if it is damaged
+	mapped  *mapped       // nil if the file cannot be used
 }
 
 func (w *wholeFile) usable() bool { return w != nil && w.mapped != nil }
@@ -79,7 +81,7 @@ type mapped struct {
 }
 
 func newFiles(dir string, log *slog.Logger) *files {
-	f := &files{dir: dir, log: log, pool: slab.NewPool(viewBytes, slab.System), parts: newIndex(map[string]part{})}
+	f := &files{dir: dir, log: log, limit: fileTensors, pool: slab.NewPool(viewBytes, slab.System), parts: newIndex(map[string]part{})}
 	f.scan.files = map[string]*wholeFile{}
 	return f
 }
@@ -258,9 +260,11 @@ func (f *files) look(found []string) (err error) {
 	there := map[string]bool{}
 	var gone []*wholeFile
 	changed := false
+	room := f.limit
+	slices.Sort(found) // so that the same files have room after a restart
 	for _, name := range found {
 		old := f.scan.files[name]
-		now, e := f.lookAt(name, old)
+		now, e := f.lookAt(name, old, room)
 		if e != nil {
 			err, now = fmt.Errorf("store: %w", e), old
 		}
@@ -268,6 +272,9 @@ func (f *files) look(found []string) (err error) {
 			continue
 		}
 		there[name] = true
+		if now.usable() {
+			room = max(room-now.tensors, 0)
+		}
 		if now != old {
 			f.scan.files[name] = now
 			gone = append(gone, old)
@@ -294,8 +301,9 @@ func (f *files) look(found []string) (err error) {
 
 // lookAt returns the file of this name, which is old if it has not changed. It returns nil
 // if there is none, or if the file is a pushed tensor, which its owner adopts if it is new.
-// An error means that this process cannot open files now.
-func (f *files) lookAt(name string, old *wholeFile) (*wholeFile, error) {
+// The file is not usable if it has more tensors than there is room for. An error means that
+// this process cannot open files now.
+func (f *files) lookAt(name string, old *wholeFile, room int) (*wholeFile, error) {
 	isPushed := f.owner != nil && isPushedName(name)
 	if isPushed {
 		lock := f.owner.nameLock(name) // not between the rename of a Commit and its end
@@ -310,7 +318,8 @@ func (f *files) lookAt(name string, old *wholeFile) (*wholeFile, error) {
 	if w.seen = stats(w.paths); w.seen[0] == nil {
 		return nil, nil
 	}
-	if old != nil && slices.Equal(old.paths, w.paths) && slices.EqualFunc(old.seen, w.seen, same) {
+	if old != nil && slices.Equal(old.paths, w.paths) && slices.EqualFunc(old.seen, w.seen, same) &&
+		(old.tensors == 0 || old.usable() == (old.tensors <= room)) {
 		return old, nil
 	}
 	st, err := tensorfile.OpenModel(path)
@@ -328,6 +337,12 @@ func (f *files) lookAt(name string, old *wholeFile) (*wholeFile, error) {
 			err = nil // an ordinary file in spite of its name
 		} else {
 			_ = st.Close()
+		}
+	}
+	if err == nil {
+		if w.tensors = len(st.Names()); w.tensors > room {
+			_ = st.Close()
+			err = fmt.Errorf("%w: its %d tensors are too many: all files in the folder may have %d", ErrFull, w.tensors, f.limit)
 		}
 	}
 	if err != nil {
