@@ -64,6 +64,9 @@ func (f ClientFiles) Credentials() (credentials.TransportCredentials, credential
 		if err != nil {
 			return "", err
 		}
+		if len(all) == 0 {
+			return "", noToken(f.Token)
+		}
 		return "Bearer " + all[0].text, nil
 	}
 	_, err := t.now.get()

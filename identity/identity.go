@@ -34,7 +34,8 @@ func (e *RefusedError) Error() string { return "identity: " + e.Text }
 
 func refused(format string, args ...any) error { return &RefusedError{fmt.Sprintf(format, args...)} }
 
-// watched is a value made from files. It is made again when one of them has changed.
+// watched is a value made from files. It is made again when one of them has changed, and
+// while that fails.
 type watched[T any] struct {
 	paths []string // "" means no file
 	make  func() (T, error)
@@ -42,13 +43,14 @@ type watched[T any] struct {
 	mu     sync.Mutex
 	value  T
 	made   bool
+	failed string // why the value could not be made; "" if it could
 	looked time.Time
 	stamps []os.FileInfo
 }
 
-// get returns the value. If the files have changed and the value cannot be made again, get
-// returns the previous value and an error, once for each change. Without a previous value,
-// it returns the error every time.
+// get returns the value. While it cannot be made again, get returns the previous value. It
+// then returns the error, too, once for each error and each change of the files. Without a
+// previous value, it returns the error every time.
 func (w *watched[T]) get() (T, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -63,15 +65,22 @@ func (w *watched[T]) get() (T, error) {
 			stamps[i], _ = os.Stat(path) // make returns the error
 		}
 	}
-	if w.made && slices.EqualFunc(stamps, w.stamps, same) {
+	differ := !slices.EqualFunc(stamps, w.stamps, same)
+	if w.made && !differ && w.failed == "" {
 		return w.value, nil
 	}
-	value, err := w.make()
-	if err == nil {
-		w.value, w.made = value, true
-	}
 	w.stamps = stamps
-	return w.value, err
+	value, err := w.make()
+	if err != nil {
+		known := w.failed == err.Error()
+		w.failed = err.Error()
+		if w.made && known && !differ {
+			err = nil
+		}
+		return w.value, err
+	}
+	w.value, w.made, w.failed = value, true, ""
+	return w.value, nil
 }
 
 // same reports whether a file is unchanged.
@@ -79,7 +88,7 @@ func same(a, b os.FileInfo) bool {
 	if a == nil || b == nil {
 		return a == nil && b == nil
 	}
-	return os.SameFile(a, b) && a.ModTime().Equal(b.ModTime()) && a.Size() == b.Size()
+	return os.SameFile(a, b) && a.ModTime().Equal(b.ModTime()) && a.Size() == b.Size() && changed(a).Equal(changed(b))
 }
 
 // readFile reads a file of at most fileBytes.
@@ -169,14 +178,14 @@ func readTokens(path string) ([]token, error) {
 		}
 		all = append(all, t)
 	}
-	switch {
-	case lines.Err() != nil:
+	if lines.Err() != nil {
 		return nil, fmt.Errorf("identity: %s: %w", path, lines.Err())
-	case len(all) == 0:
-		return nil, fmt.Errorf("identity: %s has no token", path)
 	}
 	return all, nil
 }
+
+// noToken says that a file has no token.
+func noToken(path string) error { return fmt.Errorf("identity: %s has no token", path) }
 
 // digest returns the key under which a token is looked up. Comparing hashes leaks no timing
 // information about the token.

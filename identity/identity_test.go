@@ -20,6 +20,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -252,6 +253,51 @@ func TestFilesAreReadAgainWhenTheyChange(t *testing.T) {
 	require.NoError(t, err)
 	write(t, clientFiles(dir).CA, string(b))
 	require.Eventually(t, func() bool { _, err := s.Principal(info, nil); return err != nil }, 10*time.Second, 10*time.Millisecond)
+}
+
+func TestAFileThatCannotBeReadHoldsUpNoOther(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir := files(t)
+		f := serverFiles(dir)
+		f.ClientCA = clientFiles(files(t)).CA
+		var log strings.Builder
+		s, err := identity.NewServer(f, slog.New(slog.NewTextHandler(&log, nil)))
+		require.NoError(t, err)
+		key, err := os.ReadFile(clientFiles(dir).Key)
+		require.NoError(t, err)
+		write(t, f.Key, string(key))
+		write(t, f.ClientCA, "none")
+		write(t, f.Tokens, "dave "+carol)
+		time.Sleep(2 * time.Second)
+		info, client, server := shake(t, s, clientFiles(dir), "localhost")
+		require.NoError(t, client)
+		require.NoError(t, server)
+		require.Contains(t, log.String(), "are not a certificate and its key")
+		_, err = s.Principal(info, []string{"Bearer " + bob})
+		require.ErrorContains(t, err, "does not know the token")
+		name, err := s.Principal(info, []string{"Bearer " + carol})
+		require.NoError(t, err)
+		require.Equal(t, "dave", name)
+	})
+}
+
+func TestTheLastTokenCanBeTaken(t *testing.T) {
+	for _, none := range []string{"", "# none\n"} {
+		synctest.Test(t, func(t *testing.T) {
+			dir := files(t)
+			s, err := identity.NewServer(serverFiles(dir), slog.New(slog.DiscardHandler))
+			require.NoError(t, err)
+			info, client, server := shake(t, s, clientFiles(dir), "localhost")
+			require.NoError(t, client)
+			require.NoError(t, server)
+			_, err = s.Principal(info, []string{"Bearer " + bob})
+			require.NoError(t, err)
+			write(t, serverFiles(dir).Tokens, none)
+			time.Sleep(2 * time.Second)
+			_, err = s.Principal(info, []string{"Bearer " + bob})
+			require.ErrorContains(t, err, "does not know the token")
+		})
+	}
 }
 
 func TestBadFilesAreRefusedNamingThem(t *testing.T) {

@@ -33,60 +33,61 @@ type ServerFiles struct {
 	Tokens string
 }
 
-// Server secures the connections of a server.
+// Server secures the connections of a server. Each of its files has a value of its own: one
+// that cannot be read does not keep another from being read again.
 type Server struct {
-	files ServerFiles
-	log   *slog.Logger
-	now   watched[*serverSecrets]
-	cores chan struct{} // has an element for each handshake that uses a core
-}
-
-// serverSecrets are the contents of ServerFiles.
-type serverSecrets struct {
-	cert    tls.Certificate
-	clients *x509.CertPool // nil: none
-	tokens  map[[sha256.Size]byte]string
+	files   ServerFiles
+	log     *slog.Logger
+	pair    watched[tls.Certificate]
+	clients watched[*x509.CertPool]
+	tokens  watched[map[[sha256.Size]byte]string]
+	cores   chan struct{} // has an element for each handshake that uses a core
 }
 
 // NewServer reads the files. Later, when they have changed and cannot be read, it logs that
 // to log.
 func NewServer(files ServerFiles, log *slog.Logger) (*Server, error) {
 	s := &Server{files: files, log: log, cores: make(chan struct{}, max(1, runtime.GOMAXPROCS(0)-1))}
-	s.now.paths = []string{files.Cert, files.Key, files.ClientCA, files.Tokens}
-	s.now.make = func() (*serverSecrets, error) {
-		cert, err := keyPair(files.Cert, files.Key)
-		if err != nil {
-			return nil, err
-		}
-		all := &serverSecrets{cert: cert}
-		if files.ClientCA != "" {
-			if all.clients, err = authorities(files.ClientCA); err != nil {
-				return nil, err
-			}
-		}
-		if files.Tokens == "" {
-			return all, nil
-		}
-		tokens, err := readTokens(files.Tokens)
-		if err != nil {
-			return nil, err
-		}
-		all.tokens = make(map[[sha256.Size]byte]string, len(tokens))
-		for _, t := range tokens {
-			all.tokens[digest(t.text)] = t.name
-		}
-		return all, nil
+	s.pair.paths = []string{files.Cert, files.Key}
+	s.pair.make = func() (tls.Certificate, error) { return keyPair(files.Cert, files.Key) }
+	s.clients.paths = []string{files.ClientCA}
+	s.clients.make = func() (*x509.CertPool, error) { return authorities(files.ClientCA) }
+	s.tokens.paths = []string{files.Tokens}
+	s.tokens.make = s.readTokens
+	_, err := s.pair.get()
+	if err == nil && files.ClientCA != "" {
+		_, err = s.clients.get()
 	}
-	_, err := s.now.get()
+	if err == nil && files.Tokens != "" {
+		_, err = s.tokens.get()
+	}
 	return s, err
 }
 
-func (s *Server) secrets() *serverSecrets {
-	all, err := s.now.get()
+// readTokens returns the names of the tokens' owners. A file that has lost its last token
+// revokes it; at the start it is a mistake.
+func (s *Server) readTokens() (map[[sha256.Size]byte]string, error) {
+	all, err := readTokens(s.files.Tokens)
+	if err != nil {
+		return nil, err
+	}
+	if len(all) == 0 && !s.tokens.made {
+		return nil, noToken(s.files.Tokens)
+	}
+	names := make(map[[sha256.Size]byte]string, len(all))
+	for _, t := range all {
+		names[digest(t.text)] = t.name
+	}
+	return names, nil
+}
+
+// current returns a value of the server's files.
+func current[T any](s *Server, w *watched[T]) T {
+	value, err := w.get()
 	if err != nil {
 		s.log.Warn("certificates, keys or tokens have changed and cannot be read; the previous ones stay in force", slog.String("error", err.Error()))
 	}
-	return all
+	return value
 }
 
 // Open reports whether clients are let in without a name.
@@ -100,7 +101,7 @@ func (s *Server) Config() *tls.Config {
 // config returns the config of one handshake. It accepts any client certificate: Principal
 // checks it and says what is wrong, which a TLS alert cannot.
 func (s *Server) config() *tls.Config {
-	cfg := &tls.Config{Certificates: []tls.Certificate{s.secrets().cert}, MinVersion: tls.VersionTLS13, SessionTicketsDisabled: true}
+	cfg := &tls.Config{Certificates: []tls.Certificate{current(s, &s.pair)}, MinVersion: tls.VersionTLS13, SessionTicketsDisabled: true}
 	if s.files.ClientCA != "" {
 		cfg.ClientAuth = tls.RequestClientCert
 	}
@@ -115,7 +116,7 @@ type peerInfo struct {
 
 // verdict is the result of checking a client certificate.
 type verdict struct {
-	by    *serverSecrets
+	by    *x509.CertPool
 	until time.Time // the earliest expiry in the chain
 	name  string
 }
@@ -135,19 +136,19 @@ func (s *Server) principal(certs []*x509.Certificate, checked *atomic.Pointer[ve
 	if s.Open() {
 		return "", nil
 	}
-	all := s.secrets()
-	if len(authorization) > 0 && all.tokens != nil {
+	if len(authorization) > 0 && s.files.Tokens != "" {
 		scheme, text, _ := strings.Cut(authorization[0], " ")
-		if name, ok := all.tokens[digest(text)]; ok && strings.EqualFold(scheme, "bearer") {
+		if name, ok := current(s, &s.tokens)[digest(text)]; ok && strings.EqualFold(scheme, "bearer") {
 			return name, nil
 		}
 		return "", refused("the server does not know the token; ask its operator for one")
 	}
-	if len(certs) > 0 && all.clients != nil {
-		if v := checked.Load(); v != nil && v.by == all && time.Now().Before(v.until) {
+	if len(certs) > 0 && s.files.ClientCA != "" {
+		roots := current(s, &s.clients)
+		if v := checked.Load(); v != nil && v.by == roots && time.Now().Before(v.until) {
 			return v.name, nil
 		}
-		v, err := all.judge(certs)
+		v, err := judge(certs, roots)
 		if err != nil {
 			return "", err
 		}
@@ -155,9 +156,9 @@ func (s *Server) principal(certs []*x509.Certificate, checked *atomic.Pointer[ve
 		return v.name, nil
 	}
 	switch {
-	case all.clients == nil:
+	case s.files.ClientCA == "":
 		return "", refused(`the server wants a token; send it as metadata, "authorization: Bearer TOKEN"`)
-	case all.tokens == nil:
+	case s.files.Tokens == "":
 		return "", refused("the server wants a client certificate")
 	default:
 		return "", refused(`the server wants a client certificate, or a token as metadata, "authorization: Bearer TOKEN"`)
@@ -177,16 +178,16 @@ func (s *Server) Handler(h http.Handler) http.Handler {
 }
 
 // judge checks a client certificate, which its intermediate certificates follow.
-func (all *serverSecrets) judge(certs []*x509.Certificate) (*verdict, error) {
+func judge(certs []*x509.Certificate, roots *x509.CertPool) (*verdict, error) {
 	between := x509.NewCertPool()
 	for _, c := range certs[1:] {
 		between.AddCert(c)
 	}
-	chains, err := certs[0].Verify(x509.VerifyOptions{Roots: all.clients, Intermediates: between, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}})
+	chains, err := certs[0].Verify(x509.VerifyOptions{Roots: roots, Intermediates: between, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}})
 	if err != nil {
 		return nil, refused("client certificate: %s", certError(err, "that the server knows"))
 	}
-	v := &verdict{by: all, name: certs[0].Subject.CommonName, until: certs[0].NotAfter}
+	v := &verdict{by: roots, name: certs[0].Subject.CommonName, until: certs[0].NotAfter}
 	if v.name == "" && len(certs[0].DNSNames) > 0 {
 		v.name = certs[0].DNSNames[0]
 	}
