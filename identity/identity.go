@@ -18,11 +18,13 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 )
 
@@ -91,27 +93,39 @@ func same(a, b os.FileInfo) bool {
 	return os.SameFile(a, b) && a.ModTime().Equal(b.ModTime()) && a.Size() == b.Size() && changed(a).Equal(changed(b))
 }
 
-// readFile reads a file of at most fileBytes.
+// readFile reads a regular file of at most fileBytes. It does not wait for the writer of a
+// pipe that is in its place.
 func readFile(path string) ([]byte, error) {
-	i, err := os.Stat(path)
+	b, err := readRegular(path)
 	if bad := new(fs.PathError); errors.As(err, &bad) {
-		return nil, fmt.Errorf("identity: %s: %w", path, bad.Err)
+		err = bad.Err // without the path, with which this error begins
 	}
-	switch {
-	case err != nil:
-		return nil, fmt.Errorf("identity: %w", err)
-	case i.IsDir():
-		return nil, fmt.Errorf("identity: %s is a directory", path)
-	case !i.Mode().IsRegular():
-		return nil, fmt.Errorf("identity: %s is not a regular file", path)
-	case i.Size() > fileBytes:
-		return nil, fmt.Errorf("identity: %s has %d bytes, the limit is %d", path, i.Size(), fileBytes)
-	}
-	b, err := os.ReadFile(path)
 	if err != nil {
-		return nil, fmt.Errorf("identity: %w", err)
+		return nil, fmt.Errorf("identity: %s: %w", path, err)
 	}
 	return b, nil
+}
+
+func readRegular(path string) ([]byte, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close() //nolint:errcheck // opened for reading
+	i, err := f.Stat()
+	switch {
+	case err != nil:
+		return nil, err
+	case i.IsDir():
+		return nil, errors.New("is a directory")
+	case !i.Mode().IsRegular():
+		return nil, errors.New("is not a regular file")
+	}
+	b, err := io.ReadAll(io.LimitReader(f, fileBytes+1)) // it may be growing
+	if len(b) > fileBytes {
+		return nil, fmt.Errorf("too large, the limit is %d bytes", fileBytes)
+	}
+	return b, err
 }
 
 // keyPair reads a certificate and its key.
