@@ -181,9 +181,16 @@ func TestAClientTellsWhatIsWrongWithTheServer(t *testing.T) {
 	s, err := identity.NewServer(serverFiles(dir), slog.New(slog.DiscardHandler))
 	require.NoError(t, err)
 	late := serverFiles(dir)
-	late.Cert, late.Key = signed(t, dir, "late", time.Now().Add(-time.Minute))
-	expired, err := identity.NewServer(late, slog.New(slog.DiscardHandler))
+	late.Cert, late.Key = signed(t, dir, "late", time.Now().Add(time.Hour))
+	var log strings.Builder
+	expired, err := identity.NewServer(late, slog.New(slog.NewTextHandler(&log, nil)))
 	require.NoError(t, err)
+	signed(t, dir, "late", time.Now().Add(-time.Minute))
+	require.Eventually(t, func() bool {
+		_, client, _ := shake(t, expired, clientFiles(dir), "localhost")
+		return client != nil
+	}, 10*time.Second, 10*time.Millisecond)
+	require.Contains(t, log.String(), "late.pem expired on")
 	elsewhere := clientFiles(dir)
 	elsewhere.CA = clientFiles(other).CA
 	system := clientFiles(dir)
@@ -321,6 +328,7 @@ func TestBadFilesAreRefusedNamingThem(t *testing.T) {
 		"no such file":  {with(func(f *identity.ServerFiles) { f.Cert = "nothere.pem" }), "nothere.pem: no such file"},
 		"a folder":      {with(func(f *identity.ServerFiles) { f.Cert = dir }), "is a directory"},
 		"another's key": {with(func(f *identity.ServerFiles) { f.Key = clientFiles(dir).Key }), "are not a certificate and its key"},
+		"expired":       {with(func(f *identity.ServerFiles) { f.Cert, f.Key = signed(t, dir, "late", time.Now().Add(-time.Minute)) }), "late.pem expired on"},
 		"no PEM":        {with(func(f *identity.ServerFiles) { f.ClientCA = at("x", "x") }), "has no certificate in PEM"},
 		"large":         {with(func(f *identity.ServerFiles) { f.ClientCA = at("l", strings.Repeat("x", 1<<20+1)) }), "the limit is 1048576"},
 		"no tokens":     {with(func(f *identity.ServerFiles) { f.Tokens = at("e", "# none\n") }), "has no token"},

@@ -49,7 +49,7 @@ type Server struct {
 func NewServer(files ServerFiles, log *slog.Logger) (*Server, error) {
 	s := &Server{files: files, log: log, cores: make(chan struct{}, max(1, runtime.GOMAXPROCS(0)-1))}
 	s.pair.paths = []string{files.Cert, files.Key}
-	s.pair.make = func() (tls.Certificate, error) { return keyPair(files.Cert, files.Key) }
+	s.pair.make = s.readPair
 	s.clients.paths = []string{files.ClientCA}
 	s.clients.make = func() (*x509.CertPool, error) { return authorities(files.ClientCA) }
 	s.tokens.paths = []string{files.Tokens}
@@ -62,6 +62,21 @@ func NewServer(files ServerFiles, log *slog.Logger) (*Server, error) {
 		_, err = s.tokens.get()
 	}
 	return s, err
+}
+
+// readPair reads the server's certificate. One that has expired is a mistake at the start;
+// later it is logged, because the one before it may be about to expire, too.
+func (s *Server) readPair() (tls.Certificate, error) {
+	pair, err := keyPair(s.files.Cert, s.files.Key)
+	if err != nil || time.Now().Before(pair.Leaf.NotAfter) {
+		return pair, err
+	}
+	err = fmt.Errorf("identity: %s expired on %s; make a new one", s.files.Cert, pair.Leaf.NotAfter.UTC().Format(time.RFC3339))
+	if !s.pair.made {
+		return pair, err
+	}
+	s.log.Warn("the server's certificate has changed and is used, but clients will refuse it", slog.String("error", err.Error()))
+	return pair, nil
 }
 
 // readTokens returns the names of the tokens' owners. A file that has lost its last token
