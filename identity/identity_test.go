@@ -472,3 +472,56 @@ func TestAListenerOfHTTPKnowsItsPeersToo(t *testing.T) {
 		require.True(t, strings.HasPrefix(text, c.text), text)
 	}
 }
+
+// behind writes a file with the first certificate of another and, behind it, n that name
+// themselves like the authority of files and have a comment of some length.
+func behind(t testing.TB, file string, n, comment int) string {
+	t.Helper()
+	b, err := os.ReadFile(file)
+	require.NoError(t, err)
+	for i := range n {
+		key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+		require.NoError(t, err)
+		c := &x509.Certificate{
+			SerialNumber: big.NewInt(int64(i + 1)), Subject: pkix.Name{CommonName: "tensorferry authority"}, NotAfter: time.Now().Add(time.Hour),
+			IsCA: true, BasicConstraintsValid: true, DNSNames: []string{strings.Repeat("x", comment)},
+		}
+		der, err := x509.CreateCertificate(rand.Reader, c, c, key.Public(), key)
+		require.NoError(t, err)
+		b = append(b, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})...)
+	}
+	chain := filepath.Join(t.TempDir(), "chain.pem")
+	write(t, chain, string(b))
+	return chain
+}
+
+func TestAClientWithMoreCertificatesThanItNeedsIsRefused(t *testing.T) {
+	dir := files(t)
+	s, err := identity.NewServer(serverFiles(dir), slog.New(slog.DiscardHandler))
+	require.NoError(t, err)
+	for name, c := range map[string]struct {
+		n, comment int
+		err        string
+	}{
+		"five":        {4, 0, ""},
+		"six":         {5, 0, "6 certificates"},
+		"15 KiB":      {4, 3500, ""},
+		"17 KiB":      {1, 17 << 10, "the limits are 5 and 16384"},
+		"250 KiB":     {1, 250 << 10, "more than 65536 bytes during its handshake"},
+		"250 of them": {250, 0, "more than 65536 bytes during its handshake"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := clientFiles(dir)
+			f.Cert = behind(t, f.Cert, c.n, c.comment)
+			info, _, err := shake(t, s, f, "localhost")
+			if c.err != "" {
+				require.ErrorContains(t, err, c.err)
+				return
+			}
+			require.NoError(t, err)
+			got, err := s.Principal(info, nil)
+			require.NoError(t, err)
+			require.Equal(t, "alice", got)
+		})
+	}
+}

@@ -17,6 +17,14 @@ const (
 	goodbye       = time.Second
 	goodbyeFrames = 16
 	goodbyeBytes  = 16 << 10
+	// handshakeBytes is the most that a client may send during its handshake: chainBytes,
+	// its hello, and what of its HTTP/2 arrives with their end.
+	handshakeBytes = 64 << 10
+	// chainCerts and chainBytes limit a client's certificate with its intermediate ones.
+	// A stranger's are kept, too, and each one may have to be tried as the issuer of each
+	// other. Chains in use have up to four certificates, of 1 or 2 KiB.
+	chainCerts = 5
+	chainBytes = 16 << 10
 	// validDays is how long the server and client certificates of WriteCertificates are
 	// valid, and authorityDays the same for the authority's.
 	validDays     = 365

@@ -119,8 +119,25 @@ func (s *Server) config() *tls.Config {
 	cfg := &tls.Config{Certificates: []tls.Certificate{current(s, &s.pair)}, MinVersion: tls.VersionTLS13, SessionTicketsDisabled: true}
 	if s.files.ClientCA != "" {
 		cfg.ClientAuth = tls.RequestClientCert
+		cfg.VerifyConnection = checkSize
 	}
 	return cfg
+}
+
+// checkSize refuses a client that sends more certificates, or more with them, than it needs
+// to be known.
+func checkSize(state tls.ConnectionState) error {
+	n, size := len(state.PeerCertificates), len(state.OCSPResponse)
+	for _, c := range state.PeerCertificates {
+		size += len(c.Raw)
+	}
+	for _, t := range state.SignedCertificateTimestamps {
+		size += len(t)
+	}
+	if n > chainCerts || len(state.SignedCertificateTimestamps) > chainCerts || size > chainBytes {
+		return fmt.Errorf("identity: the client has %d certificates, of %d bytes with what belongs to them; the limits are %d and %d", n, size, chainCerts, chainBytes)
+	}
+	return nil
 }
 
 // peerInfo is the AuthInfo of a connection.
@@ -262,6 +279,7 @@ type handshaking struct {
 	net.Conn
 	cores chan struct{}
 	first []byte // what was read first
+	bytes int    // what was read
 	over  bool
 }
 
@@ -275,6 +293,9 @@ func (h *handshaking) Read(p []byte) (int, error) {
 	h.cores <- struct{}{} // soon: no one holds a core while waiting for a peer
 	if m := min(len(h.first), len(http2.ClientPreface)); string(h.first[:m]) == http2.ClientPreface[:m] {
 		h.first = append(h.first, p[:n]...) // it may be HTTP/2 without TLS
+	}
+	if h.bytes += n; h.bytes > handshakeBytes {
+		return 0, fmt.Errorf("identity: the client sent more than %d bytes during its handshake", handshakeBytes)
 	}
 	return n, err
 }
