@@ -525,3 +525,111 @@ func TestAClientWithMoreCertificatesThanItNeedsIsRefused(t *testing.T) {
 		})
 	}
 }
+
+// TestAConnectionKeepsNoParsedCertificate looks where crypto/tls keeps them.
+func TestAConnectionKeepsNoParsedCertificate(t *testing.T) {
+	dir := files(t)
+	s, err := identity.NewServer(serverFiles(dir), slog.New(slog.DiscardHandler))
+	require.NoError(t, err)
+	creds, _, err := clientFiles(dir).Credentials()
+	require.NoError(t, err)
+	here, there := net.Pipe()
+	defer here.Close()
+	defer there.Close()
+	shaken := make(chan error, 1)
+	go func() {
+		_, _, err := creds.ClientHandshake(t.Context(), "localhost", here)
+		shaken <- err
+	}()
+	conn, info, err := s.Credentials().ServerHandshake(there)
+	require.NoError(t, err)
+	require.NoError(t, <-shaken)
+	for _, c := range conn.(*tls.Conn).ConnectionState().PeerCertificates {
+		require.True(t, c == nil)
+	}
+	got, err := s.Principal(info, nil)
+	require.NoError(t, err)
+	require.Equal(t, "alice", got)
+}
+
+// TestOneVerdictIsForAllRPCsOfAConnection tells verdicts by their errors.
+func TestOneVerdictIsForAllRPCsOfAConnection(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir := files(t)
+		s, err := identity.NewServer(serverFiles(dir), slog.New(slog.DiscardHandler))
+		require.NoError(t, err)
+		f := clientFiles(dir)
+		f.Cert = behind(t, f.Cert, 4, 0)
+		info, client, server := shake(t, s, f, "localhost")
+		require.NoError(t, client)
+		require.NoError(t, server)
+		_, err = s.Principal(info, nil)
+		require.NoError(t, err)
+		b, err := os.ReadFile(clientFiles(files(t)).CA)
+		require.NoError(t, err)
+		write(t, serverFiles(dir).ClientCA, string(b))
+		time.Sleep(2 * time.Second)
+		_, first := s.Principal(info, nil)
+		require.ErrorContains(t, first, "not signed by an authority that the server knows")
+		errs := make(chan error)
+		for range 256 {
+			go func() {
+				_, err := s.Principal(info, nil)
+				errs <- err
+			}()
+		}
+		for range 256 {
+			require.Same(t, first, <-errs)
+		}
+	})
+}
+
+func TestACertificateThatIsNotYetValidBecomesSo(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir := files(t)
+		s, err := identity.NewServer(serverFiles(dir), slog.New(slog.DiscardHandler))
+		require.NoError(t, err)
+		f := clientFiles(dir)
+		f.Cert, f.Key = signed(t, dir, "early", time.Now().Add(time.Hour+2*time.Second))
+		info, client, server := shake(t, s, f, "localhost")
+		require.NoError(t, client)
+		require.NoError(t, server)
+		_, err = s.Principal(info, nil)
+		require.ErrorContains(t, err, "it is not valid before")
+		time.Sleep(6 * time.Second)
+		got, err := s.Principal(info, nil)
+		require.NoError(t, err)
+		require.Equal(t, "early", got)
+		time.Sleep(time.Hour)
+		_, err = s.Principal(info, nil)
+		require.ErrorContains(t, err, "it expired on")
+	})
+}
+
+// TestAnHTTPConnectionIsJudgedOnce tells by what is allocated whether a certificate is checked.
+func TestAnHTTPConnectionIsJudgedOnce(t *testing.T) {
+	dir, other := files(t), files(t)
+	s, err := identity.NewServer(serverFiles(dir), slog.New(slog.DiscardHandler))
+	require.NoError(t, err)
+	pair, err := tls.LoadX509KeyPair(behind(t, clientFiles(other).Cert, 4, 0), clientFiles(other).Key)
+	require.NoError(t, err)
+	var certs []*x509.Certificate
+	for _, der := range pair.Certificate {
+		c, err := x509.ParseCertificate(der)
+		require.NoError(t, err)
+		certs = append(certs, c)
+	}
+	h := s.Handler(http.NotFoundHandler())
+	r := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", http.NoBody)
+	ask := func() {
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, r)
+		require.Equal(t, http.StatusUnauthorized, w.Code)
+	}
+	each := testing.AllocsPerRun(100, func() {
+		r.TLS = &tls.ConnectionState{PeerCertificates: certs}
+		ask()
+	})
+	same := testing.AllocsPerRun(100, ask)
+	require.Less(t, same, each/4)
+}

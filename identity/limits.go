@@ -25,6 +25,9 @@ const (
 	// other. Chains in use have up to four certificates, of 1 or 2 KiB.
 	chainCerts = 5
 	chainBytes = 16 << 10
+	// refusedFor is how long a client certificate is refused before it is checked again,
+	// because it may have become valid.
+	refusedFor = 5 * time.Second
 	// validDays is how long the server and client certificates of WriteCertificates are
 	// valid, and authorityDays the same for the authority's.
 	validDays     = 365

@@ -1,6 +1,7 @@
 package identity
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"crypto/tls"
@@ -12,8 +13,9 @@ import (
 	"net/http"
 	"runtime"
 	"strings"
-	"sync/atomic"
+	"sync"
 	"time"
+	"weak"
 
 	"golang.org/x/net/http2"
 	"google.golang.org/grpc/credentials"
@@ -143,14 +145,42 @@ func checkSize(state tls.ConnectionState) error {
 // peerInfo is the AuthInfo of a connection.
 type peerInfo struct {
 	credentials.TLSInfo
-	checked atomic.Pointer[verdict] // of the certificate
+	client *evidence
 }
 
-// verdict is the result of checking a client certificate.
-type verdict struct {
-	by    *x509.CertPool
-	until time.Time // the earliest expiry in the chain
+// evidence is the certificate of a client, with the verdict on it.
+type evidence struct {
+	raw [][]byte // the certificate and the intermediate ones; parsed, they would take many times the memory
+
+	mu    sync.Mutex     // held while checking: RPCs that come meanwhile wait for the verdict
+	by    *x509.CertPool // the authorities that it was checked with; nil: it was not checked
+	until time.Time
 	name  string
+	err   error
+}
+
+// newEvidence copies the certificates: they are parts of what the client has sent.
+func newEvidence(certs []*x509.Certificate) *evidence {
+	e := &evidence{}
+	for _, c := range certs {
+		e.raw = append(e.raw, bytes.Clone(c.Raw))
+	}
+	return e
+}
+
+// judge returns the name of the client, or why it is refused. It checks the certificate only
+// if there is no verdict that holds.
+func (e *evidence) judge(roots *x509.CertPool) (name string, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	now := time.Now()
+	if e.by != roots || !now.Before(e.until) {
+		e.by = roots
+		if e.name, e.until, e.err = check(e.raw, roots); e.err != nil {
+			e.until = now.Add(refusedFor)
+		}
+	}
+	return e.name, e.err
 }
 
 // Principal returns the name of the sender of an RPC: that of its token or its client
@@ -161,10 +191,10 @@ func (s *Server) Principal(info credentials.AuthInfo, authorization []string) (n
 	if !ok {
 		return "", refused("the connection is not encrypted")
 	}
-	return s.principal(p.State.PeerCertificates, &p.checked, authorization)
+	return s.principal(p.client, authorization)
 }
 
-func (s *Server) principal(certs []*x509.Certificate, checked *atomic.Pointer[verdict], authorization []string) (name string, err error) {
+func (s *Server) principal(client *evidence, authorization []string) (name string, err error) {
 	if s.Open() {
 		return "", nil
 	}
@@ -175,17 +205,8 @@ func (s *Server) principal(certs []*x509.Certificate, checked *atomic.Pointer[ve
 		}
 		return "", refused("the server does not know the token; ask its operator for one")
 	}
-	if len(certs) > 0 && s.files.ClientCA != "" {
-		roots := current(s, &s.clients)
-		if v := checked.Load(); v != nil && v.by == roots && time.Now().Before(v.until) {
-			return v.name, nil
-		}
-		v, err := judge(certs, roots)
-		if err != nil {
-			return "", err
-		}
-		checked.Store(v)
-		return v.name, nil
+	if len(client.raw) > 0 && s.files.ClientCA != "" {
+		return client.judge(current(s, &s.clients))
 	}
 	switch {
 	case s.files.ClientCA == "":
@@ -200,8 +221,16 @@ func (s *Server) principal(certs []*x509.Certificate, checked *atomic.Pointer[ve
 // Handler checks the sender of each HTTP request on a connection of Config, as Principal
 // does for RPCs, and then calls h or refuses the request.
 func (s *Server) Handler(h http.Handler) http.Handler {
+	var clients sync.Map // of *evidence by weak.Pointer[tls.ConnectionState]: the requests of a connection share it
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if _, err := s.principal(r.TLS.PeerCertificates, new(atomic.Pointer[verdict]), r.Header.Values("Authorization")); err != nil {
+		connection := weak.Make(r.TLS)
+		client, known := clients.Load(connection)
+		if !known {
+			if client, known = clients.LoadOrStore(connection, newEvidence(r.TLS.PeerCertificates)); !known {
+				runtime.AddCleanup(r.TLS, func(c weak.Pointer[tls.ConnectionState]) { clients.Delete(c) }, connection)
+			}
+		}
+		if _, err := s.principal(client.(*evidence), r.Header.Values("Authorization")); err != nil {
 			http.Error(w, strings.TrimPrefix(err.Error(), "identity: "), http.StatusUnauthorized)
 			return
 		}
@@ -209,29 +238,40 @@ func (s *Server) Handler(h http.Handler) http.Handler {
 	})
 }
 
-// judge checks a client certificate, which its intermediate certificates follow.
-func judge(certs []*x509.Certificate, roots *x509.CertPool) (*verdict, error) {
+// check returns the name in a client certificate, which intermediate ones follow, and the
+// earliest expiry among those that vouch for it.
+func check(raw [][]byte, roots *x509.CertPool) (name string, until time.Time, err error) {
 	between := x509.NewCertPool()
-	for _, c := range certs[1:] {
-		between.AddCert(c)
-	}
-	chains, err := certs[0].Verify(x509.VerifyOptions{Roots: roots, Intermediates: between, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}})
-	if err != nil {
-		return nil, refused("client certificate: %s", certError(err, "that the server knows"))
-	}
-	v := &verdict{by: roots, name: certs[0].Subject.CommonName, until: certs[0].NotAfter}
-	if v.name == "" && len(certs[0].DNSNames) > 0 {
-		v.name = certs[0].DNSNames[0]
-	}
-	if v.name == "" {
-		return nil, refused("client certificate: it has no name; give it a common name")
-	}
-	for _, c := range chains[0] {
-		if c.NotAfter.Before(v.until) {
-			v.until = c.NotAfter
+	var leaf *x509.Certificate
+	for i, der := range raw {
+		c, err := x509.ParseCertificate(der)
+		switch {
+		case err != nil:
+			return "", until, refused("client certificate: %s", certError(err, ""))
+		case i == 0:
+			leaf = c
+		default:
+			between.AddCert(c)
 		}
 	}
-	return v, nil
+	chains, err := leaf.Verify(x509.VerifyOptions{Roots: roots, Intermediates: between, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}})
+	if err != nil {
+		return "", until, refused("client certificate: %s", certError(err, "that the server knows"))
+	}
+	name = leaf.Subject.CommonName
+	if name == "" && len(leaf.DNSNames) > 0 {
+		name = leaf.DNSNames[0]
+	}
+	if name == "" {
+		return "", until, refused("client certificate: it has no name; give it a common name")
+	}
+	until = leaf.NotAfter
+	for _, c := range chains[0] {
+		if c.NotAfter.Before(until) {
+			until = c.NotAfter
+		}
+	}
+	return name, until, nil
 }
 
 // Credentials returns the credentials with which gRPC secures connections. Handshakes leave
@@ -246,6 +286,10 @@ func (s serverCredentials) ServerHandshake(raw net.Conn) (net.Conn, credentials.
 	s.cores <- struct{}{}
 	conn, info, err := credentials.NewTLS(s.config()).ServerHandshake(h)
 	h.over = true
+	var p *peerInfo
+	if err == nil {
+		p = s.meet(info.(credentials.TLSInfo))
+	}
 	<-s.cores
 	if err != nil {
 		if after, plain := strings.CutPrefix(string(h.first), http2.ClientPreface); plain {
@@ -254,7 +298,19 @@ func (s serverCredentials) ServerHandshake(raw net.Conn) (net.Conn, credentials.
 		}
 		return nil, nil, err
 	}
-	return conn, &peerInfo{TLSInfo: info.(credentials.TLSInfo)}, nil
+	return conn, p, nil
+}
+
+// meet returns what is kept of a client, and judges its certificate before it sends RPCs.
+func (s serverCredentials) meet(info credentials.TLSInfo) *peerInfo {
+	certs := info.State.PeerCertificates
+	info.State.PeerCertificates = nil
+	p := &peerInfo{TLSInfo: info, client: newEvidence(certs)}
+	clear(certs) // the connection has the same slice, and would keep them as long as it lives
+	if len(certs) > 0 {
+		_, _ = p.client.judge(current(s.Server, &s.clients)) // RPCs are told
+	}
+	return p
 }
 
 // ClientHandshake fails: these are server credentials.
