@@ -558,7 +558,9 @@ def connect(
     if isinstance(lanes, bool) or not isinstance(lanes, int) or not 0 <= lanes <= 1:
         raise ValueError(f"lanes is {lanes!r}; it is 0 or 1")
     target = target or os.environ.get("TENSORFERRY_SERVER") or "127.0.0.1:50051"
-    identity: dict[str, Any] = {"tls": os.environ.get("TENSORFERRY_TLS", "") not in ("", "0", "false") if tls is None else tls}
+    if tls is None:
+        tls = os.environ.get("TENSORFERRY_TLS", "") not in ("", "0", "false")
+    identity: dict[str, Any] = {"tls": tls}
     for name, given in (("ca", ca), ("cert", cert), ("key", key), ("token", token)):
         file = given or os.environ.get("TENSORFERRY_" + name.upper())
         if file:
