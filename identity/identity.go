@@ -111,7 +111,7 @@ func readRegular(path string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer f.Close() //nolint:errcheck // opened for reading
+	defer f.Close()
 	i, err := f.Stat()
 	switch {
 	case err != nil:
