@@ -6,7 +6,7 @@ const (
 	// fileBytes is the largest file of certificates, keys or tokens.
 	fileBytes = 1 << 20
 	// leastToken and mostToken limit the characters of a token: shorter ones can be
-	// guessed, longer ones do not fit into an RPC's metadata.
+	// guessed, longer ones leave little room in an RPC's metadata, of which a server takes 16 KiB.
 	leastToken = 16
 	mostToken  = 4096
 	// lookEvery is the minimum time between two checks of the files.

@@ -36,7 +36,7 @@ const (
 	receiveShare = 2
 )
 
-// Default limits of a server. GetServiceInfo shows each of them.
+// Default limits of a server. GetServiceInfo shows all but DefaultCloseWait.
 const (
 	DefaultSessions    = 10_000 // sessions at a time
 	DefaultConnections = 1024   // connections at a time: each takes goroutines, buffers and a descriptor

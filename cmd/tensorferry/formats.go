@@ -29,7 +29,7 @@ var formats = []format{
 	{"ONNX", []string{".onnx"}, "", `numpy.savez("x.npz", **{w.name: onnx.numpy_helper.to_array(w) for w in onnx.load("x.onnx").graph.initializer})`},
 	{"text", []string{".txt", ".csv", ".tsv", ".json"}, "", `numpy.save("x.npy", numpy.loadtxt("x.txt")), with delimiter="," for .csv`},
 	{"pickle", []string{".pkl", ".pickle"}, "", `numpy.save("x.npy", array) in the program that made it; tensorferry does not unpickle`},
-	{"GGUF", []string{".gguf"}, "GGUF", `numpy.savez("x.npz", **{t.name: t.data for t in gguf.GGUFReader("x.gguf").tensors})`},
+	{"GGUF", []string{".gguf"}, "GGUF", `numpy.savez("x.npz", **{t.name: gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader("x.gguf").tensors})`},
 	{"MATLAB", []string{".mat"}, "MATLAB 5.0 MAT-file", `numpy.save("x.npy", scipy.io.loadmat("x.mat")["name"])`},
 	{"Parquet", []string{".parquet"}, "PAR1", `numpy.save("x.npy", pandas.read_parquet("x.parquet").to_numpy())`},
 	{"TensorFlow", []string{".tflite", ".pb"}, "", `numpy.savez("x.npz", **{w.name: w.numpy() for w in model.variables})`},

@@ -104,7 +104,7 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 		}
 		spoiled = errors.Join(spoiled, found.errors())
 		list := found.tensors
-		if below {
+		if _, _, member := memberOf(file); below && !member {
 			wholes[name+"/"] = file
 		}
 		if beside := found.document.Encode(); beside != nil {

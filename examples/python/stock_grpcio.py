@@ -39,7 +39,7 @@ def digest(data):
 
 
 def connect(address, ca=None, token=None, cert=None, key=None, server_name=None):
-    """A stub. ca, token, cert and key are files; without ca and cert nothing is encrypted."""
+    """A stub. ca, token, cert and key are files, token of a token alone; without ca and cert nothing is encrypted."""
 
     def read(path):
         if path:
