@@ -20,7 +20,6 @@ const (
 	lockFile    = ".lock"
 	tempPrefix  = ".push-"
 	tempSuffix  = ".tmp"
-	fileSuffix  = ".safetensors"
 	pushedEntry = "tensor" // the name of the only tensor in a pushed file
 
 	keyName   = "tensorferry.name"
@@ -40,12 +39,12 @@ var errForeign = errors.New("not a pushed tensor")
 // older tensor of the same name, and no name becomes a path.
 func fileName(name string) string {
 	sum := sha256.Sum256([]byte(name))
-	return hex.EncodeToString(sum[:]) + fileSuffix
+	return hex.EncodeToString(sum[:]) + tensorfile.FileSuffix
 }
 
 // isPushedName reports whether file is what fileName returns for some name.
 func isPushedName(file string) bool {
-	digits, ok := strings.CutSuffix(file, fileSuffix)
+	digits, ok := strings.CutSuffix(file, tensorfile.FileSuffix)
 	_, err := hex.DecodeString(digits)
 	return ok && err == nil && len(digits) == 2*sha256.Size && digits == strings.ToLower(digits)
 }

@@ -38,8 +38,9 @@ type Array struct {
 	Reader io.Reader
 }
 
-// OpenNPY opens a .npy file of exactly one array, of any layout. It maps the file as
-// MapNPY does: the array is lent until the closer is closed, which the caller does once.
+// OpenNPY maps a .npy file of exactly one array, of any layout. The array is lent until
+// the closer is closed, which the caller does once. What OpenSafetensors says about
+// shortening an open file and about writing to its bytes holds here too.
 func OpenNPY(path string) (Array, io.Closer, error) {
 	var a Array
 	data, closeMap, err := mapAfter(path, func(r io.Reader, _ int64) (err error) {

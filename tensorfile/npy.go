@@ -129,25 +129,6 @@ func WriteNPYHeader(w io.Writer, d tensor.Desc) error {
 	return nil
 }
 
-// MapNPY maps a .npy file of exactly one array. The tensor is lent, read-only,
-// until the closer is closed, which the caller does once. What OpenSafetensors says
-// about shortening an open file and about writing to its bytes holds here too.
-func MapNPY(path string) (tensor.Tensor, io.Closer, error) {
-	var desc tensor.Desc
-	data, closeMap, err := mapAfter(path, func(r io.Reader, _ int64) (err error) {
-		desc, err = ReadNPYHeader(r)
-		return err
-	})
-	if err != nil {
-		return tensor.Tensor{}, nil, err
-	}
-	t, err := tensor.New(desc, data)
-	if err != nil {
-		return tensor.Tensor{}, nil, closing(fmt.Errorf("%s: %w: npy: %w", path, ErrFormat, err), closeMap)
-	}
-	return t, closer(closeMap), nil
-}
-
 type closer func() error
 
 func (c closer) Close() error { return c() }

@@ -66,7 +66,8 @@ func foreign(title string, head []byte, raw rawInput, err error) error {
 	case known:
 		return named(f)
 	case zip && bytes.Contains(head, []byte("/data.pkl")):
-		return named(formats[0])
+		torch, _ := formatOf("x.pt")
+		return named(torch)
 	case zip:
 		return hinted{fmt.Errorf("%s is a zip archive, not a .npy file", title), "files of numpy.savez must have names that end in .npz"}
 	case len(head) > 9 && binary.LittleEndian.Uint64(head) <= tensorfile.MaxSafetensorsHeader && head[8] == '{':

@@ -75,7 +75,7 @@ completely or not at all.`,
 }
 
 func gen(ctx context.Context, o genOptions, stdout, stderr io.Writer) error {
-	if o.named() && !strings.HasSuffix(o.output, ".safetensors") {
+	if o.named() && !strings.HasSuffix(o.output, tensorfile.FileSuffix) {
 		return usage("--name needs a .safetensors file, not --output %s", o.output)
 	}
 	if o.name == "" {

@@ -44,7 +44,7 @@ func (r *rawInput) given() bool { return r.dtype != "" }
 
 // hint says what to do with raw bytes.
 func (r *rawInput) hint() string {
-	if r.shaped == nil { // there are no such flags
+	if r.shaped == nil { // the command has no --dtype and --shape
 		return "for raw bytes, store them with tensorferry push NAME=FILE --dtype TYPE --shape SHAPE, and use @NAME"
 	}
 	return "raw bytes need --dtype and --shape"

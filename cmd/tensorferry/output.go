@@ -135,7 +135,7 @@ type named struct {
 // concurrently; other outputs take one tensor. begin may block, because opening a pipe
 // waits for its reader.
 func (t *target) begin(tensors []named) ([]*tensorWriter, error) {
-	whole := strings.HasSuffix(t.path, ".safetensors")
+	whole := strings.HasSuffix(t.path, tensorfile.FileSuffix)
 	if len(tensors) != 1 && (!whole || t.temp == nil) {
 		return nil, usage("--output %s takes one tensor, not %d; use a .safetensors file for several", t.path, len(tensors))
 	}

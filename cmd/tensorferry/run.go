@@ -40,7 +40,7 @@ func runCommand() *cobra.Command {
 		Long: `Run sends tensors through a model on a server and writes the results as they arrive,
 so a tensor may be larger than the memory of either side.
 
-Inputs and outputs are .npy files, or .safetensors files if they are named so; an
+Inputs and outputs are .npy files, or .safetensors files if their names say so; an
 input FILE:name is one tensor of a .safetensors or .npz file. With --dtype and --shape,
 the input is raw bytes, and so is the output unless its name ends in .npy or
 .safetensors; --raw makes only the output raw. "-", the default, is stdin or stdout.

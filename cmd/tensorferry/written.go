@@ -8,6 +8,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
 // writtenJSON is a tensor that a command wrote to a file, as --json prints it.
@@ -25,7 +26,7 @@ func (t *target) written(port string) writtenJSON {
 	n := t.writers[0].named
 	size, _ := n.Bytes() // begin has checked it
 	j := writtenJSON{Port: port, File: t.path, DType: n.DType.String(), Shape: append(tensor.Shape{}, n.Shape...), Bytes: size}
-	if strings.HasSuffix(t.path, ".safetensors") {
+	if strings.HasSuffix(t.path, tensorfile.FileSuffix) {
 		j.Name = n.name
 	}
 	return j
