@@ -50,7 +50,7 @@ const (
 	retainedEvents = 32
 	// ackShare: an acknowledgement is due when 1/ackShare of what the sender can retain has
 	// arrived.
-	ackShare = 2
+	ackShare = 4
 	// lazyAck is how long an acknowledgement or a credit that nobody waits for may be
 	// delayed, to be sent along with another frame.
 	lazyAck = 20 * millisecond
