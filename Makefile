@@ -226,5 +226,5 @@ scripts-rewrite: ## Accept what the session scripts print now; read the diff
 states-rewrite: ## Draw the states of a call in docs/wire.md from their tables
 	$(GO) test ./internal/lifecycle -run StateDiagrams -rewrite
 
-bench-peers-results: ## Measure as bench-peers does and rewrite docs/bench/peers.*: table, picture, samples
+bench-peers-results: ## Measure as bench-peers does and rewrite docs/bench/peers.*: table and samples
 	@$(PEERS_PYTHON) && $(GO) run $(STAMP) . -python $$p -out ../docs/bench

@@ -1,6 +1,6 @@
 // Command bench measures tensorferry beside its peers, above all Arrow Flight, and
 // beside itself of another commit: the same tensor in turns, a server process and a
-// client process for each. It prints the report of internal/bench, and draws it.
+// client process for each. It prints the report of internal/bench.
 //
 // A peer does the work that we do, as its own documentation has it done: bytes
 // are of use when they lie together in memory that has been there before, and a
@@ -52,9 +52,9 @@ func run(ctx context.Context) error {
 	if flag.NArg() > 0 {
 		return fmt.Errorf("%q; give no argument", flag.Args())
 	}
-	c := bench.Full(allKinds(), *size, *rounds)
+	c := bench.Full(*size, *rounds)
 	if *quick {
-		c = bench.Smoke(allKinds())
+		c = bench.Smoke()
 		c.Size = min(*size, quickBytes)
 	}
 	c.Rules = rules()

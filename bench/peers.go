@@ -50,7 +50,7 @@ var both = []bench.Op{bench.Upload, bench.Echo}
 func sweep(ctx context.Context, c bench.Config, ops []bench.Op, all []language) (batches []Batch, err error) {
 	for _, l := range all {
 		for _, sums := range []bool{false, true} {
-			g := bench.Group{Net: "tcp", Processes: 2, Size: c.Size, Rounds: sweepRounds, Ops: ops}
+			g := bench.Group{Net: "tcp", Size: c.Size, Rounds: sweepRounds, Ops: ops}
 			for _, n := range batchSizes {
 				g.Entrants = append(g.Entrants, l.entrant(sums, n))
 			}
@@ -108,14 +108,14 @@ func peers(nets []string, batches []Batch) (groups []bench.Group) {
 				if sum == codec.CRC32C {
 					others = append(others, bench.Beside(kinds.RawName(0, 1<<20), kinds.StockGRPC.Name)...)
 				}
-				add(bench.Group{Net: net, Processes: 2, Size: tensorBytes, Ops: []bench.Op{op}}, kinds.OursWith(sum), append(others, flights(op, sum)...)...)
+				add(bench.Group{Net: net, Size: tensorBytes, Ops: []bench.Op{op}}, kinds.OursWith(sum), append(others, flights(op, sum)...)...)
 			}
 		}
-		add(bench.Group{Net: net, Processes: 2, Size: bench.SmallBytes, Ops: []bench.Op{bench.Call}}, kinds.Tensorferry, bench.Beside(kinds.StockGRPC.Name, kinds.RawName(codec.CRC32C, 1<<20))...)
+		add(bench.Group{Net: net, Size: bench.SmallBytes, Ops: []bench.Op{bench.Call}}, kinds.Tensorferry, bench.Beside(kinds.StockGRPC.Name, kinds.RawName(codec.CRC32C, 1<<20))...)
 	}
 	for _, op := range both {
 		others := append(bench.Beside(kinds.RawName(codec.CRC32C, 1<<20), kinds.StockGRPC.Name), flights(op, 0)...)
-		add(bench.Group{Net: "tcp", Processes: 2, Delay: bench.RoadDelay, Rounds: roadRounds, Size: bench.RoadBytes, Ops: []bench.Op{op}}, kinds.Tensorferry, others...)
+		add(bench.Group{Net: "tcp", Delay: bench.RoadDelay, Rounds: roadRounds, Size: bench.RoadBytes, Ops: []bench.Op{op}}, kinds.Tensorferry, others...)
 	}
 	return groups
 }
@@ -137,7 +137,7 @@ func rules() []bench.Rule {
 func loads(nets []string, old []string) (groups []bench.Group) {
 	for _, net := range nets {
 		for _, l := range kinds.Loads {
-			g := bench.Group{Net: net, Processes: 2, Size: tensorBytes, Ops: both, Entrants: bench.Beside(l.Name())}
+			g := bench.Group{Net: net, Size: tensorBytes, Ops: both, Entrants: bench.Beside(l.Name())}
 			if old != nil {
 				g.Entrants = append(g.Entrants, bench.Entrant{Kind: l.Name(), Program: old, Prefix: bench.Old})
 			}
@@ -152,7 +152,7 @@ func turns(nets []string, old []string) (groups []bench.Group) {
 	for _, net := range nets {
 		add := func(size int, ops []bench.Op, kind string, others ...string) {
 			entrants := []bench.Entrant{{Kind: kind}, {Kind: kind, Program: old, Prefix: bench.Old}}
-			groups = append(groups, bench.Group{Net: net, Processes: 2, Size: size, Ops: ops, Entrants: append(entrants, bench.Beside(others...)...)})
+			groups = append(groups, bench.Group{Net: net, Size: size, Ops: ops, Entrants: append(entrants, bench.Beside(others...)...)})
 		}
 		for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
 			add(tensorBytes, both, kinds.OursWith(sum), kinds.RawName(sum, 1<<20), kinds.RawName(sum, 256<<10))

@@ -48,17 +48,14 @@ func (r *Report) page() []byte {
 	return b.Bytes()
 }
 
-// write writes the page of r to out, and everything to files of a name in the folder
-// unless that is empty: peers have a picture, too.
+// write writes the page of r to out, and page and samples to files of a name in the
+// folder unless that is empty.
 func write(r *Report, out io.Writer, folder, name string) error {
 	text, err := json.Marshal(r)
 	if err != nil {
 		return err
 	}
 	files := map[string][]byte{name + ".md": r.page(), name + ".json": append(text, '\n')}
-	if name == "peers" {
-		files[name+".svg"] = r.picture()
-	}
 	if _, err := out.Write(files[name+".md"]); err != nil || folder == "" {
 		return err
 	}

@@ -3,14 +3,9 @@ package main
 import (
 	"bytes"
 	"encoding/json"
-	"encoding/xml"
-	"errors"
-	"io"
-	"math"
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -30,122 +25,14 @@ func testReport() *Report {
 	for i, op := range both {
 		for j, peer := range []string{kinds.RawName(codec.CRC32C, 1<<20), flightName("Go", true, 1<<20)} {
 			x := &bench.Comparison{
-				Net: "tcp", Processes: 2, Work: op, Bytes: 256 << 20, Who: "tensorferry", Beside: peer, Required: &bench.Required{Value: 1.5, Met: j == 1},
+				Net: "tcp", Work: op, Bytes: 256 << 20, Who: "tensorferry", Beside: peer, Required: &bench.Required{Value: 1.5, Met: j == 1},
 				Pairs: []bench.Pair{{Ours: bench.Sample{Time: time.Duration(200+i) << 20, CPU: time.Second}, Theirs: bench.Sample{Time: time.Duration(100*(j+1)) << 20, CPU: time.Second}}},
 			}
 			x.Sum()
 			r.Comparisons = append(r.Comparisons, x)
 		}
 	}
-	other := *r.Comparisons[0]
-	other.Net, other.Who = "unix", "not in the picture"
-	r.Comparisons = append(r.Comparisons, &other)
 	return r
-}
-
-// elements parses an SVG strictly and returns its elements.
-func elements(t *testing.T, svg []byte) (all []xml.StartElement, text string) {
-	t.Helper()
-	d := xml.NewDecoder(bytes.NewReader(svg))
-	for {
-		token, err := d.Token()
-		if errors.Is(err, io.EOF) {
-			return all, text
-		}
-		if err != nil {
-			t.Fatalf("%v in\n%s", err, svg)
-		}
-		switch token := token.(type) {
-		case xml.StartElement:
-			all = append(all, token.Copy())
-		case xml.CharData:
-			text += string(token) + "\n"
-		}
-	}
-}
-
-func number(t *testing.T, e xml.StartElement, name string) float64 {
-	t.Helper()
-	for _, a := range e.Attr {
-		if a.Name.Local == name {
-			n, err := strconv.ParseFloat(a.Value, 64)
-			if err != nil {
-				t.Fatal(err)
-			}
-			return n
-		}
-	}
-	t.Fatalf("%v has no %s", e, name)
-	return 0
-}
-
-func TestThePictureIsWellFormedAndInBounds(t *testing.T) {
-	r := testReport()
-	all, text := elements(t, r.picture())
-	if all[0].Name.Local != "svg" || all[0].Name.Space != "http://www.w3.org/2000/svg" {
-		t.Fatalf("it begins with %v", all[0])
-	}
-	width, height := number(t, all[0], "width"), number(t, all[0], "height")
-	bars, longest := 0, 0.0
-	for _, e := range all {
-		switch e.Name.Local {
-		case "rect":
-			bars++
-			end := number(t, e, "x") + number(t, e, "width")
-			longest = max(longest, number(t, e, "width"))
-			if end > width-valueWidth || number(t, e, "y")+number(t, e, "height") > height {
-				t.Errorf("a bar ends outside: %v", e.Attr)
-			}
-		case "text":
-			if number(t, e, "y") > height || number(t, e, "x") > width {
-				t.Errorf("a text stands outside: %v", e.Attr)
-			}
-		}
-	}
-	if bars != 6 || longest != pictureWidth-margin-labelWidth-valueWidth {
-		t.Errorf("%d bars up to %v, want 6", bars, longest)
-	}
-	for _, want := range []string{`<Xeon> & "co"`, "abc123", "2026-01-02", "upload of 256 MiB", "echo of 256 MiB", "2.56 (tensorferry × 0.50)", "Arrow Flight (Go), CRC-32C"} {
-		if !strings.Contains(text, want) {
-			t.Errorf("it does not say %q:\n%s", want, text)
-		}
-	}
-	if bytes.Contains(r.picture(), []byte("SMOKE")) || strings.Contains(text, "not in the picture") {
-		t.Error("it was no smoke run, and shows TCP only")
-	}
-	r.Smoke = true
-	if !bytes.Contains(r.picture(), []byte("SMOKE")) || !bytes.Contains(r.page(), []byte("SMOKE")) {
-		t.Error("it does not say that its figures mean nothing")
-	}
-}
-
-// luminance is that of https://www.w3.org/TR/WCAG21/#dfn-relative-luminance.
-func luminance(t *testing.T, color string) float64 {
-	t.Helper()
-	n, err := strconv.ParseUint(strings.TrimPrefix(color, "#"), 16, 24)
-	if err != nil {
-		t.Fatal(err)
-	}
-	sum := 0.0
-	for i, weight := range []float64{0.2126, 0.7152, 0.0722} {
-		c := float64(n>>(16-8*i)&0xff) / 255
-		if c = c / 12.92; c > 0.04045/12.92 {
-			c = math.Pow((c*12.92+0.055)/1.055, 2.4)
-		}
-		sum += weight * c
-	}
-	return sum
-}
-
-func TestThePictureIsLegibleOnWhiteAndOnBlack(t *testing.T) {
-	for color, least := range map[string]float64{textColor: 4, oursColor: 3, theirColor: 2.5} {
-		for _, page := range []string{"#ffffff", "#0d1117"} {
-			a, b := luminance(t, color), luminance(t, page)
-			if contrast := (max(a, b) + 0.05) / (min(a, b) + 0.05); contrast < least {
-				t.Errorf("%s on %s has a contrast of %.2f, want %v", color, page, contrast, least)
-			}
-		}
-	}
 }
 
 func TestWhatIsWrittenIsReadBack(t *testing.T) {
@@ -169,7 +56,7 @@ func TestWhatIsWrittenIsReadBack(t *testing.T) {
 	compareResults(t, folder)
 }
 
-// compareResults checks that page and picture are those of the samples.
+// compareResults checks that the page is that of the samples.
 func compareResults(t *testing.T, folder string) {
 	t.Helper()
 	read := func(name string) []byte {
@@ -183,8 +70,8 @@ func compareResults(t *testing.T, folder string) {
 	if err := json.Unmarshal(read("peers.json"), &r); err != nil {
 		t.Fatal(err)
 	}
-	if !bytes.Equal(read("peers.md"), r.page()) || !bytes.Equal(read("peers.svg"), r.picture()) {
-		t.Errorf("page and picture in %s are not those of peers.json; write them with make bench-peers-results", folder)
+	if !bytes.Equal(read("peers.md"), r.page()) {
+		t.Errorf("the page in %s is not that of peers.json; write them with make bench-peers-results", folder)
 	}
 	if r.Smoke {
 		t.Errorf("%s holds a smoke run", folder)
@@ -197,7 +84,7 @@ func TestThePublishedResultsAreThoseOfTheirSamples(t *testing.T) {
 
 func TestTheBestBatchOfEachTakesPart(t *testing.T) {
 	testkit.Start(t)
-	c := bench.Smoke(allKinds())
+	c := bench.Smoke()
 	c.Size = 1 << 20
 	batches, err := sweep(t.Context(), c, both, languages("", ""))
 	if err != nil {

@@ -38,9 +38,8 @@ func benchCommand() *cobra.Command {
 		Short: "compare tensorferry with raw sockets, gRPC and cp on this machine",
 		Long: `Bench moves tensors between a client process and a server process and compares the
 speed with raw sockets and stock gRPC that do the same work. It runs them in turn
-until the medians of the ratios are stable, and then repeats some measurements
-within one process. It takes several minutes. docs/benchmarks.md describes what is
-measured, and how.
+until the medians of the ratios are stable, which takes several minutes.
+docs/benchmarks.md describes what is measured, and how.
 
 Pushes and pulls use a store in the folder for temporary files (TMPDIR) and are
 compared with cp in the same folder. Bench removes its files at the end.
@@ -98,9 +97,9 @@ var networks = map[string][]string{"tcp": {"tcp"}, "unix": {"unix"}, "both": {"t
 func progress(text string) { fmt.Fprintf(os.Stderr, "bench: %s\n", text) }
 
 func benchSpeed(ctx context.Context, nets []string, o benchOptions, out io.Writer) error {
-	cfg := bench.Full(kinds.All(), o.size, o.pairs)
+	cfg := bench.Full(o.size, o.pairs)
 	if o.quick {
-		cfg = bench.Smoke(kinds.All())
+		cfg = bench.Smoke()
 	}
 	cfg.Progress, cfg.Rules = progress, kinds.Rules()
 	r, err := cfg.Run(ctx, kinds.Suite(nets, o.size))

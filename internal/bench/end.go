@@ -198,10 +198,9 @@ func Beside(kinds ...string) (all []Entrant) {
 
 // contestant is an entrant with both its ends. It belongs to one goroutine.
 type contestant struct {
-	dir      string
-	ends     []far // the server, and the client
-	together bool  // in this process
-	road     *road
+	dir  string
+	ends []far // the server, and the client
+	road *road
 }
 
 // far is an end that is called.
@@ -238,17 +237,9 @@ func startProcess(ctx context.Context, program []string) (far, error) {
 	return far{jsonrpc.NewClient(pipes{out, c.In, func() {}}), c.Stop}, nil
 }
 
-// startHere starts an end in this process.
-func startHere(ctx context.Context, kinds []Kind) far {
-	near, its := net.Pipe()
-	ended := make(chan error, 1)
-	go func() { ended <- ServeEnd(ctx, its, its, kinds) }() // ends with the pipe
-	return far{jsonrpc.NewClient(near), func() error { return <-ended }}
-}
-
 // open starts both ends of an entrant of g. They end when ctx does.
-func (c Config) open(ctx context.Context, g Group, e Entrant) (_ *contestant, err error) {
-	t := &contestant{together: g.Processes == 1}
+func open(ctx context.Context, g Group, e Entrant) (_ *contestant, err error) {
+	t := new(contestant)
 	defer func() {
 		if err != nil {
 			err = errors.Join(fmt.Errorf("%s: %w", e.Name(), err), t.Close())
@@ -261,10 +252,8 @@ func (c Config) open(ctx context.Context, g Group, e Entrant) (_ *contestant, er
 	defer done()
 	role := Role{Kind: e.Kind, Size: g.Size, Network: g.Net, Dir: t.dir}
 	for range 2 {
-		var f far
-		if t.together {
-			f = startHere(ctx, c.Kinds)
-		} else if f, err = startProcess(ctx, e.Program); err != nil {
+		f, err := startProcess(ctx, e.Program)
+		if err != nil {
 			return nil, err
 		}
 		t.ends = append(t.ends, f)
@@ -298,7 +287,7 @@ func (t *contestant) do(ctx context.Context, job Job) (s Sample, err error) {
 	if err = server.call(ctx, "Finish", job, &its); err != nil {
 		return Sample{}, err
 	}
-	if !t.together && s.CPU > 0 {
+	if s.CPU > 0 {
 		s.CPU += its.CPU
 	}
 	s.Server = its.Server

@@ -1,6 +1,5 @@
 // Package bench measures tensorferry beside other ways of moving the same bytes
-// between two places in memory: a server process and a client process for each, or
-// both ends in one process.
+// between two places in memory: a server process and a client process for each.
 //
 // Each kind is a competitor, not a straw man: it does the same work (same memory,
 // same checksums where it says so) as directly as it can. Bytes that did not arrive
@@ -79,8 +78,7 @@ type Place struct {
 	Source, To       []byte
 }
 
-// Kind is a way to move bytes, its two ends apart: the same code moves them
-// between processes and within one.
+// Kind is a way to move bytes, its two ends apart.
 type Kind struct {
 	Name string // in reports, too
 	// OwnMemory says that the server receives into memory of its own: of To it takes

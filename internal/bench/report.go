@@ -37,7 +37,7 @@ func (c Config) Run(ctx context.Context, groups []Group) (*Report, error) {
 	return r, nil
 }
 
-// WriteText writes a table for people: what two processes did, and then the rest.
+// WriteText writes tables for people.
 func (r *Report) WriteText(w io.Writer) error {
 	fmt.Fprintf(w, "%s · load %s at the end · %s\n", r.Machine, cmp.Or(r.LoadAfter, "unknown"), r.Date)
 	if r.Smoke {
@@ -48,10 +48,9 @@ func (r *Report) WriteText(w io.Writer) error {
 		title string
 		has   func(*Comparison) bool
 	}{
-		{"A server process and a client process each", func(x *Comparison) bool { return x.Processes == 2 && x.Delay == 0 && !loaded(x) }},
+		{"A server process and a client process each", func(x *Comparison) bool { return x.Delay == 0 && !loaded(x) }},
 		{"The same as many calls at a time, with the most memory that server and client had, without the tensor at the client", loaded},
 		{"The same through a proxy that delays", func(x *Comparison) bool { return x.Delay > 0 }},
-		{"Both ends in one process", func(x *Comparison) bool { return x.Processes == 1 && x.Delay == 0 }},
 	} {
 		if err := r.write(w, part.title, part.has); err != nil {
 			return err

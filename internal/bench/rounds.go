@@ -11,8 +11,7 @@ import (
 
 // Config says how to measure.
 type Config struct {
-	Kinds []Kind // that are known
-	Size  int    // bytes of the large tensors: 8 or more, a multiple of 8
+	Size int // bytes of the large tensors: 8 or more, a multiple of 8
 	// A median is taken of MinRounds rounds at least, and of more, up to MaxRounds,
 	// until it is known to StableError.
 	MinRounds, MaxRounds int
@@ -25,26 +24,25 @@ type Config struct {
 
 // Full measures what the figures are required of: size is 256 MiB there. It takes
 // MinRounds rounds at least, or more if asked.
-func Full(kinds []Kind, size, rounds int) Config {
+func Full(size, rounds int) Config {
 	rounds = max(rounds, MinRounds)
-	return Config{Kinds: kinds, Size: size, MinRounds: rounds, MaxRounds: max(rounds, MaxRounds), Batch: CallBatch}
+	return Config{Size: size, MinRounds: rounds, MaxRounds: max(rounds, MaxRounds), Batch: CallBatch}
 }
 
 // Smoke runs every part once or a little more, in seconds: its figures mean nothing.
-func Smoke(kinds []Kind) Config {
-	return Config{Kinds: kinds, Size: 8 << 20, MinRounds: 2, MaxRounds: 2, Batch: 50, Smoke: true}
+func Smoke() Config {
+	return Config{Size: 8 << 20, MinRounds: 2, MaxRounds: 2, Batch: 50, Smoke: true}
 }
 
 // Group is who does which jobs in turns: the first entrant is compared with each of
 // the others.
 type Group struct {
-	Net       string        // "tcp" or "unix"
-	Processes int           // 2, or 1 for both ends in this one
-	Delay     time.Duration // of a round trip, on a way between the ends
-	Size      int           // bytes of the tensor
-	Rounds    int           // exactly so many, if set
-	Ops       []Op
-	Entrants  []Entrant
+	Net      string        // "tcp" or "unix"
+	Delay    time.Duration // of a round trip, on a way between the ends
+	Size     int           // bytes of the tensor
+	Rounds   int           // exactly so many, if set
+	Ops      []Op
+	Entrants []Entrant
 }
 
 // Pair is two samples of one round.
@@ -83,13 +81,12 @@ type Figures struct {
 
 // Comparison is one kind of work done by one entrant and by another, in turns.
 type Comparison struct {
-	Net       string        `json:"net"`
-	Processes int           `json:"processes"`
-	Delay     time.Duration `json:"delay_ns,omitempty"`
-	Work      Op            `json:"work"`
-	Bytes     int           `json:"bytes"`
-	Who       string        `json:"who"`
-	Beside    string        `json:"beside,omitempty"` // empty: nobody, and there are no ratios
+	Net    string        `json:"net"`
+	Delay  time.Duration `json:"delay_ns,omitempty"`
+	Work   Op            `json:"work"`
+	Bytes  int           `json:"bytes"`
+	Who    string        `json:"who"`
+	Beside string        `json:"beside,omitempty"` // empty: nobody, and there are no ratios
 	// Ratio is that of each pair: our rate to theirs or, where time counts, our time
 	// to theirs.
 	Ratio Spread `json:"ratio"`
@@ -124,18 +121,18 @@ func (c Config) Measure(ctx context.Context, g Group) (all []*Comparison, err er
 		c.MinRounds = min(c.MinRounds, g.Rounds)
 		c.MaxRounds = c.MinRounds
 	}
-	var open []*contestant
+	var entered []*contestant
 	defer func() {
-		for _, t := range open {
+		for _, t := range entered {
 			err = errors.Join(err, t.Close())
 		}
 	}()
 	for _, e := range g.Entrants {
-		t, err := c.open(running, g, e)
+		t, err := open(running, g, e)
 		if err != nil {
 			return nil, err
 		}
-		open = append(open, t)
+		entered = append(entered, t)
 	}
 	for _, op := range g.Ops {
 		var peers []Peer
@@ -147,9 +144,9 @@ func (c Config) Measure(ctx context.Context, g Group) (all []*Comparison, err er
 			if op == Call || op == CallBeside {
 				job.Count = c.Batch
 			}
-			peers = append(peers, Peer{e.Name(), func(ctx context.Context) (Sample, error) { return open[i].do(ctx, job) }})
+			peers = append(peers, Peer{e.Name(), func(ctx context.Context) (Sample, error) { return entered[i].do(ctx, job) }})
 		}
-		part, err := c.Rounds(ctx, Comparison{Net: g.Net, Processes: g.Processes, Delay: g.Delay, Work: op, Bytes: g.Size}, peers...)
+		part, err := c.Rounds(ctx, Comparison{Net: g.Net, Delay: g.Delay, Work: op, Bytes: g.Size}, peers...)
 		if err != nil {
 			return nil, err
 		}
@@ -271,7 +268,7 @@ type Rule struct {
 
 // hold holds the figures of two processes on one machine against the rules.
 func (c Config) hold(x *Comparison) {
-	if x.Processes != 2 || x.Delay > 0 {
+	if x.Delay > 0 {
 		return
 	}
 	for _, r := range c.Rules {

@@ -51,7 +51,7 @@ func TestRoundsTurnAroundUntilEveryMedianIsStable(t *testing.T) {
 
 func TestRoundsEndWithTheFirstFailure(t *testing.T) {
 	why := errors.New("no more")
-	_, err := Smoke(nil).Rounds(t.Context(), Comparison{Work: Echo}, fixed("o", Sample{Time: 1}),
+	_, err := Smoke().Rounds(t.Context(), Comparison{Work: Echo}, fixed("o", Sample{Time: 1}),
 		Peer{"a", func(context.Context) (Sample, error) { return Sample{}, why }})
 	require.ErrorIs(t, err, why)
 	require.ErrorContains(t, err, "a, echo")
@@ -69,7 +69,7 @@ func TestAnOldProgramIsMarkedWhenTheNewOneIsWorseByMoreThanTheError(t *testing.T
 		"slower, but a turn": {[]int{110, 110, 110, 110, 110, 70}, false},
 	} {
 		for _, work := range []Op{Upload, Call} {
-			x := &Comparison{Net: "tcp", Processes: 2, Work: work, Bytes: 1 << 20, Who: "ours", Beside: Old + "ours"}
+			x := &Comparison{Net: "tcp", Work: work, Bytes: 1 << 20, Who: "ours", Beside: Old + "ours"}
 			for _, n := range tc.now {
 				d := time.Duration(n)
 				x.Pairs = append(x.Pairs, Pair{Sample{Time: d, CPU: d, P99: d}, Sample{Time: 100, CPU: 100, P99: 100}})

@@ -42,7 +42,7 @@ func briefly(t *testing.T) bench.Config {
 	})
 	t.Setenv("TMPDIR", dir)
 	t.Setenv("GORACE", "atexit_sleep_ms=0") // or each end would sleep for a second in the end
-	return bench.Config{Kinds: All(), Size: 1 << 20, MinRounds: 1, MaxRounds: 1, Batch: 5, Smoke: true}
+	return bench.Config{Size: 1 << 20, MinRounds: 1, MaxRounds: 1, Batch: 5, Smoke: true}
 }
 
 // opsOf are what a kind does.
@@ -67,24 +67,21 @@ func TestEveryKindMovesEveryByte(t *testing.T) {
 		if strings.Contains(k.Name, "connections") && k.Name != (Load{4, 16}).Name() {
 			continue // one of them does
 		}
-		for processes, network := range map[int]string{1: "tcp", 2: "unix"} {
-			t.Run(fmt.Sprintf("%d %s %s", processes, network, k.Name), func(t *testing.T) {
-				c := briefly(t)
-				for _, size := range []int{8, bench.ChunkBytes + 8}[processes-1:] { // 8 bytes are all the same to processes
-					ops := opsOf(k)
-					if size < bench.ChunkBytes { // no call ends beside that
-						ops = slices.DeleteFunc(slices.Clone(ops), func(op bench.Op) bool { return op == bench.CallBeside })
-					}
-					all, err := c.Measure(t.Context(), bench.Group{Net: network, Processes: processes, Size: size, Ops: ops, Entrants: bench.Beside(k.Name)})
-					require.NoError(t, err)
-					require.Len(t, all, len(ops))
-					for _, x := range all {
-						require.Len(t, x.Pairs, 1)
-						p := x.Pairs[0].Ours
-						require.Positive(t, p.Time, x.Work)
-						require.Equal(t, x.Work == bench.FirstResult, p.Total >= p.Time)
-						require.Equal(t, x.Work == bench.Call || x.Work == bench.CallBeside, p.P99 >= p.Time)
-					}
+		for network, size := range map[string]int{"tcp": 8, "unix": bench.ChunkBytes + 8} {
+			t.Run(network+" "+k.Name, func(t *testing.T) {
+				c, ops := briefly(t), opsOf(k)
+				if size < bench.ChunkBytes { // no call ends beside that
+					ops = slices.DeleteFunc(slices.Clone(ops), func(op bench.Op) bool { return op == bench.CallBeside })
+				}
+				all, err := c.Measure(t.Context(), bench.Group{Net: network, Size: size, Ops: ops, Entrants: bench.Beside(k.Name)})
+				require.NoError(t, err)
+				require.Len(t, all, len(ops))
+				for _, x := range all {
+					require.Len(t, x.Pairs, 1)
+					p := x.Pairs[0].Ours
+					require.Positive(t, p.Time, x.Work)
+					require.Equal(t, x.Work == bench.FirstResult, p.Total >= p.Time)
+					require.Equal(t, x.Work == bench.Call || x.Work == bench.CallBeside, p.P99 >= p.Time)
 				}
 			})
 		}
@@ -93,7 +90,7 @@ func TestEveryKindMovesEveryByte(t *testing.T) {
 
 func TestWhatIsNotKnownIsRefused(t *testing.T) {
 	c := briefly(t)
-	good := bench.Group{Net: "tcp", Processes: 1, Size: 8, Ops: []bench.Op{bench.Upload}, Entrants: bench.Beside(Tensorferry)}
+	good := bench.Group{Net: "tcp", Size: 8, Ops: []bench.Op{bench.Upload}, Entrants: bench.Beside(Tensorferry)}
 	for want, change := range map[string]func(*bench.Group){
 		`no kind "pigeon"`:    func(g *bench.Group) { g.Entrants = bench.Beside("pigeon") },
 		"has no push":         func(g *bench.Group) { g.Ops, g.Entrants = []bench.Op{bench.Push}, bench.Beside(StockGRPC.Name) },
@@ -101,7 +98,7 @@ func TestWhatIsNotKnownIsRefused(t *testing.T) {
 		"tensors of 0 bytes":  func(g *bench.Group) { g.Size = 0 },
 		"unknown network":     func(g *bench.Group) { g.Net = "pigeon" },
 		"no such file": func(g *bench.Group) {
-			g.Processes, g.Entrants[0].Program = 2, []string{filepath.Join(c.Kinds[0].Name, "no")}
+			g.Entrants[0].Program = []string{filepath.Join("nowhere", "no")}
 		},
 		"tensors of -8 bytes":   func(g *bench.Group) { g.Size = -8 },
 		"cp and fsync, upload:": func(g *bench.Group) { g.Entrants = bench.Beside(Copying) },
@@ -115,23 +112,21 @@ func TestWhatIsNotKnownIsRefused(t *testing.T) {
 }
 
 func TestAnInterruptedRunLeavesNothing(t *testing.T) {
-	for _, processes := range []int{1, 2} {
-		for _, g := range []bench.Group{
-			{Ops: []bench.Op{bench.Echo}, Entrants: bench.Beside(Tensorferry)},
-			{Ops: []bench.Op{bench.Echo}, Entrants: bench.Beside(RawName(codec.CRC32, smallPiece))},
-			{Ops: []bench.Op{bench.Push}, Entrants: bench.Beside(Folder, Copying)},
-			{Ops: []bench.Op{bench.Upload}, Delay: 10 * time.Millisecond, Entrants: bench.Beside(StockGRPC.Name)},
-		} {
-			t.Run(fmt.Sprint(processes, g.Entrants), func(t *testing.T) {
-				c := briefly(t)
-				g.Net, g.Processes, g.Size = "tcp", processes, 8*bench.ChunkBytes
-				why := errors.New("no more")
-				ctx, cancel := context.WithCancelCause(t.Context())
-				c.Progress = func(string) { cancel(why) }
-				_, err := c.Measure(ctx, g)
-				require.ErrorIs(t, err, why)
-			})
-		}
+	for _, g := range []bench.Group{
+		{Ops: []bench.Op{bench.Echo}, Entrants: bench.Beside(Tensorferry)},
+		{Ops: []bench.Op{bench.Echo}, Entrants: bench.Beside(RawName(codec.CRC32, smallPiece))},
+		{Ops: []bench.Op{bench.Push}, Entrants: bench.Beside(Folder, Copying)},
+		{Ops: []bench.Op{bench.Upload}, Delay: 10 * time.Millisecond, Entrants: bench.Beside(StockGRPC.Name)},
+	} {
+		t.Run(fmt.Sprint(g.Entrants), func(t *testing.T) {
+			c := briefly(t)
+			g.Net, g.Size = "tcp", 8*bench.ChunkBytes
+			why := errors.New("no more")
+			ctx, cancel := context.WithCancelCause(t.Context())
+			c.Progress = func(string) { cancel(why) }
+			_, err := c.Measure(ctx, g)
+			require.ErrorIs(t, err, why)
+		})
 	}
 }
 
@@ -140,7 +135,7 @@ func TestALongWayDelaysEveryByteBothWays(t *testing.T) {
 	const delay = 20 * time.Millisecond
 	for _, network := range []string{"tcp", "unix"} {
 		all, err := c.Measure(t.Context(), bench.Group{
-			Net: network, Processes: 1, Delay: delay, Size: bench.SmallBytes, Ops: []bench.Op{bench.Upload, bench.Echo}, Entrants: bench.Beside(RawName(codec.CRC32C, bench.ChunkBytes)),
+			Net: network, Delay: delay, Size: bench.SmallBytes, Ops: []bench.Op{bench.Upload, bench.Echo}, Entrants: bench.Beside(RawName(codec.CRC32C, bench.ChunkBytes)),
 		})
 		require.NoError(t, err)
 		for _, x := range all {

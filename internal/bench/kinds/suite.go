@@ -8,20 +8,15 @@ import (
 )
 
 // Suite is what tensorferry bench measures over each network with large tensors of so
-// many bytes: two processes first, and then one.
+// many bytes.
 func Suite(networks []string, size int) (all []bench.Group) {
-	for _, processes := range []int{2, 1} {
-		for _, net := range networks {
-			for _, g := range suite {
-				if processes == 1 && !g.together {
-					continue
-				}
-				n := size
-				if slices.Equal(g.ops, []bench.Op{bench.Call}) {
-					n = bench.SmallBytes
-				}
-				all = append(all, bench.Group{Net: net, Processes: processes, Size: n, Ops: g.ops, Entrants: g.entrants})
+	for _, net := range networks {
+		for _, g := range suite {
+			n := size
+			if slices.Equal(g.ops, []bench.Op{bench.Call}) {
+				n = bench.SmallBytes
 			}
+			all = append(all, bench.Group{Net: net, Size: n, Ops: g.ops, Entrants: g.entrants})
 		}
 	}
 	return all
@@ -58,16 +53,15 @@ func Rules() (all []bench.Rule) {
 
 var suite = []struct {
 	ops      []bench.Op
-	together bool // in one process, too
 	entrants []bench.Entrant
 }{
-	{[]bench.Op{bench.Upload, bench.Echo, bench.ReLU}, true, bench.Beside(OursWith(codec.CRC32C), RawName(codec.CRC32C, bench.ChunkBytes), RawName(codec.CRC32C, smallPiece), RawName(0, bench.ChunkBytes), StockGRPC.Name)},
-	{[]bench.Op{bench.Upload, bench.Echo}, false, bench.Beside(OursWith(codec.CRC32), RawName(codec.CRC32, bench.ChunkBytes), RawName(codec.CRC32, smallPiece))},
-	{[]bench.Op{bench.Call}, true, bench.Beside(Tensorferry, StockGRPC.Name, RawName(codec.CRC32C, bench.ChunkBytes))},
-	{[]bench.Op{bench.Upload, bench.Echo}, false, bench.Beside(TLS, Tensorferry, Tensorferry+NoLanes)},
-	{[]bench.Op{bench.Call}, false, bench.Beside(TLS, Tensorferry)},
-	{[]bench.Op{bench.FirstResult, bench.CallBeside}, false, bench.Beside(Tensorferry)},
-	{[]bench.Op{bench.Pull, bench.PullToFile}, false, instead(Folder)},
-	{[]bench.Op{bench.Push}, false, bench.Beside(Folder, Copying)},
-	{[]bench.Op{bench.Push}, false, instead(InMemory)},
+	{[]bench.Op{bench.Upload, bench.Echo, bench.ReLU}, bench.Beside(OursWith(codec.CRC32C), RawName(codec.CRC32C, bench.ChunkBytes), RawName(codec.CRC32C, smallPiece), RawName(0, bench.ChunkBytes), StockGRPC.Name)},
+	{[]bench.Op{bench.Upload, bench.Echo}, bench.Beside(OursWith(codec.CRC32), RawName(codec.CRC32, bench.ChunkBytes), RawName(codec.CRC32, smallPiece))},
+	{[]bench.Op{bench.Call}, bench.Beside(Tensorferry, StockGRPC.Name, RawName(codec.CRC32C, bench.ChunkBytes))},
+	{[]bench.Op{bench.Upload, bench.Echo}, bench.Beside(TLS, Tensorferry, Tensorferry+NoLanes)},
+	{[]bench.Op{bench.Call}, bench.Beside(TLS, Tensorferry)},
+	{[]bench.Op{bench.FirstResult, bench.CallBeside}, bench.Beside(Tensorferry)},
+	{[]bench.Op{bench.Pull, bench.PullToFile}, instead(Folder)},
+	{[]bench.Op{bench.Push}, bench.Beside(Folder, Copying)},
+	{[]bench.Op{bench.Push}, instead(InMemory)},
 }

@@ -21,28 +21,26 @@ func fixed(name string, s bench.Sample) bench.Peer {
 func TestRatiosAreOfRatesOrOfTimesAndHeldAgainstWhatIsRequired(t *testing.T) {
 	for _, tc := range []struct {
 		net           string
-		processes     int
 		work          bench.Op
 		who, beside   string
 		theirs        time.Duration
 		ratio         float64
 		required, and string
 	}{
-		{"tcp", 2, bench.Upload, OursWith(codec.CRC32C), RawName(codec.CRC32C, bench.ChunkBytes), 95, 0.95, "at least 0.95: met", "at most 1.15: met"},
-		{"tcp", 2, bench.Echo, OursWith(codec.CRC32), RawName(codec.CRC32, smallPiece), 94, 0.94, "at least 0.95: MISSED", "at most 1.15: met"},
-		{"tcp", 2, bench.Upload, OursWith(codec.CRC32), RawName(codec.CRC32, smallPiece), 80, 0.8, "at least 0.95: MISSED", "at most 1.15: MISSED"},
-		{"tcp", 2, bench.Upload, OursWith(codec.CRC32C), RawName(codec.CRC32, bench.ChunkBytes), 94, 0.94, "–", "–"},
-		{"tcp", 1, bench.Upload, OursWith(codec.CRC32C), RawName(codec.CRC32C, bench.ChunkBytes), 94, 0.94, "–", "–"},
-		{"unix", 2, bench.Upload, OursWith(codec.CRC32C), RawName(codec.CRC32C, bench.ChunkBytes), 90, 0.9, "at least 0.9: met", "–"},
-		{"tcp", 2, bench.Call, Tensorferry, StockGRPC.Name, 50, 2, "at most 1.5: MISSED", "–"},
-		{"tcp", 2, bench.Call, Tensorferry, StockGRPC.Name, 80, 1.25, "at most 1.5: met", "–"},
-		{"tcp", 2, bench.Call, Tensorferry, RawName(codec.CRC32C, bench.ChunkBytes), 80, 1.25, "–", "–"},
-		{"tcp", 2, bench.Pull, Folder, RawName(codec.CRC32C, bench.ChunkBytes), 79, 0.79, "at least 0.8: MISSED", "–"},
-		{"tcp", 2, bench.Push, Folder, Copying, 60, 0.6, "at least 0.6: met", "–"},
+		{"tcp", bench.Upload, OursWith(codec.CRC32C), RawName(codec.CRC32C, bench.ChunkBytes), 95, 0.95, "at least 0.95: met", "at most 1.15: met"},
+		{"tcp", bench.Echo, OursWith(codec.CRC32), RawName(codec.CRC32, smallPiece), 94, 0.94, "at least 0.95: MISSED", "at most 1.15: met"},
+		{"tcp", bench.Upload, OursWith(codec.CRC32), RawName(codec.CRC32, smallPiece), 80, 0.8, "at least 0.95: MISSED", "at most 1.15: MISSED"},
+		{"tcp", bench.Upload, OursWith(codec.CRC32C), RawName(codec.CRC32, bench.ChunkBytes), 94, 0.94, "–", "–"},
+		{"unix", bench.Upload, OursWith(codec.CRC32C), RawName(codec.CRC32C, bench.ChunkBytes), 90, 0.9, "at least 0.9: met", "–"},
+		{"tcp", bench.Call, Tensorferry, StockGRPC.Name, 50, 2, "at most 1.5: MISSED", "–"},
+		{"tcp", bench.Call, Tensorferry, StockGRPC.Name, 80, 1.25, "at most 1.5: met", "–"},
+		{"tcp", bench.Call, Tensorferry, RawName(codec.CRC32C, bench.ChunkBytes), 80, 1.25, "–", "–"},
+		{"tcp", bench.Pull, Folder, RawName(codec.CRC32C, bench.ChunkBytes), 79, 0.79, "at least 0.8: MISSED", "–"},
+		{"tcp", bench.Push, Folder, Copying, 60, 0.6, "at least 0.6: met", "–"},
 	} {
 		sample := func(d time.Duration) bench.Sample { return bench.Sample{Time: d, CPU: 2 * d, P99: 3 * d} }
 		c := bench.Config{MinRounds: 1, MaxRounds: 1, Rules: Rules()}
-		all, err := c.Rounds(t.Context(), bench.Comparison{Net: tc.net, Processes: tc.processes, Work: tc.work, Bytes: 1000},
+		all, err := c.Rounds(t.Context(), bench.Comparison{Net: tc.net, Work: tc.work, Bytes: 1000},
 			fixed(tc.who, sample(100)), fixed(tc.beside, sample(tc.theirs)))
 		require.NoError(t, err)
 		x := all[0]
@@ -59,7 +57,7 @@ func TestRatiosAreOfRatesOrOfTimesAndHeldAgainstWhatIsRequired(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, x.Required, all[0].Required, "a smoke run judges nothing")
 	}
-	all, err := bench.Config{MinRounds: 1, MaxRounds: 1, Rules: Rules()}.Rounds(t.Context(), bench.Comparison{Net: "tcp", Processes: 2, Work: bench.FirstResult, Bytes: 8},
+	all, err := bench.Config{MinRounds: 1, MaxRounds: 1, Rules: Rules()}.Rounds(t.Context(), bench.Comparison{Net: "tcp", Work: bench.FirstResult, Bytes: 8},
 		fixed(Tensorferry, bench.Sample{Time: 6, Total: 100}))
 	require.NoError(t, err)
 	require.Equal(t, "at most 0.05: MISSED", all[0].Required.String())
@@ -73,7 +71,7 @@ func TestASmokeRunReportsEveryWorkOfTheSuite(t *testing.T) {
 	r.Comparisons[0].Delay = bench.RoadDelay
 	require.NoError(t, (&bench.Report{Smoke: true, Comparisons: r.Comparisons}).WriteText(&text))
 	for _, want := range []string{
-		"SMOKE RUN", "A server process and a client process each", "Both ends in one process", "through a proxy", "tcp, 50ms",
+		"SMOKE RUN", "A server process and a client process each", "through a proxy", "tcp, 50ms",
 		"upload of 1 MiB", "relu of 1 MiB", "call of 30 KB", "first-result of 1 MiB", "call-beside-upload of 1 MiB", "pull-to-file of 1 MiB", "push of 1 MiB",
 		"beside raw socket, CRC-32, 256 KiB", "beside " + Copying, TLS, "beside " + Tensorferry + NoLanes,
 	} {
