@@ -10,7 +10,7 @@ BENCH    := github.com/tensorferry/tensorferry/internal/bench
 # Tells a benchmark its commit: the go command does not when it runs a program.
 STAMP     = -ldflags '-X $(BENCH).commit=$(shell git describe --always --dirty 2>/dev/null)'
 
-# What `breaking`, `old-new` and `bench-against` compare with: the last release, or,
+# What `breaking` and `old-new` compare with: the last release, or,
 # before there is one, a fixed commit. `make breaking AGAINST=main` on a branch of
 # several commits.
 AGAINST ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),e0521250130a6f6fb632f995d9e0fdb7310baaa7)
@@ -51,7 +51,7 @@ bench-memory: ## Measure the peak memory of server and client for a tensor of 16
 bench-floods: ## Measure a healthy client's small calls while others flood the server
 	$(GO) test ./server -count=1 -v -run TestAHealthyClientIsServedThroughAFlood -flood.large
 
-bench-peers: ## Measure upload and echo beside Arrow Flight in C++ and Go, gRPC and raw sockets, two processes each
+bench-peers: ## Measure upload and echo beside Arrow Flight in C++ and Go, gRPC and raw sockets
 	@$(PEERS_PYTHON) && $(GO) run $(STAMP) . -python $$p
 
 bench-python: ## Measure the Python client beside Go's, stock grpcio, Arrow Flight in C++ and torch.distributed.rpc
@@ -60,7 +60,7 @@ bench-python: ## Measure the Python client beside Go's, stock grpcio, Arrow Flig
 bench-python-memory: ## Measure the peak memory of 16 GiB from a Python generator through relu into a file
 	@$(BENCH_PYTHON) && $$p bench/python/memory.py
 
-bench-against: ## Measure AGAINST and this tree in turns, beside raw sockets, two processes each
+bench-against: ## Measure AGAINST and this tree in turns, beside raw sockets
 	cd bench && $(GO) run $(STAMP) . -against '$(MEASURED)'
 
 bench-load: ## Measure 1 to 16 connections with 1 to 64 calls in flight, AGAINST and this tree in turns
@@ -72,14 +72,14 @@ stress-sessions: ## Hold a server to its memory with 1 000 sessions at work and 
 stress-receive: ## Hold a server to its memory while peers send what nobody consumes and read nothing
 	$(GO) run $(STAMP) ./internal/stress receive
 
-stress-crash: ## Kill servers in the middle of pushes, and clients in that of pulls, 200 of each
+stress-crash: ## Kill servers during pushes and clients during pulls, 200 of each
 	$(GO) run $(STAMP) ./internal/stress crash
 
-stress-lanes: ## Have 2 000 lanes cut, stalled, slowed and damaged, or their sessions drained and half-closed, under load whose results are compared, and 300 with the race detector
+stress-lanes: ## Cut, stall, slow and damage 2 000 lanes, or drain and half-close their sessions, under load; then 300 with the race detector
 	$(GO) test -tags invariants -timeout 30m ./client -count=1 -v -run TestFaultsOfLanes -lane.faults 2000
 	$(GO) test -tags invariants -timeout 30m -race ./client -count=1 -v -run TestFaultsOfLanes -lane.faults 300
 
-stress-soak: ## Put mixed load on two servers for 20 minutes, and look whether anything grows
+stress-soak: ## Put mixed load on two servers for 20 minutes, and see whether anything grows
 	$(GO) run $(STAMP) ./internal/stress soak
 
 stress-python: ## Kill workers, clients and programs by the hundred, and 40 threads for a minute, in Python
@@ -108,7 +108,7 @@ checks: ## Name what check consists of
 test: ## Every test, the committed fuzz corpora included; needs Go only
 	$(GO) test ./...
 
-race: ## Every test under the race detector, whose program the scripts of the command run, too
+race: ## Every test under the race detector, including the scripts of the command
 	$(GO) test -race -timeout 20m ./...
 
 invariants: ## Every test with the invariant checks built in
@@ -145,7 +145,7 @@ lint-proto: ## buf's lint and formatting of the wire contract
 	$(TOOL) buf lint
 	$(TOOL) buf format --diff --exit-code
 
-breaking: ## The wire contract still speaks with what stood at AGAINST
+breaking: ## Check that the wire contract is compatible with AGAINST
 	$(TOOL) buf breaking api --against '.git#ref=$(AGAINST),subdir=api'
 
 old-new: ## Clients and servers of AGAINST with those of this tree

@@ -41,7 +41,7 @@ func main() {
 func run(ctx context.Context) error {
 	size := flag.Int("size", tensorBytes, "`bytes` of the large tensors, a multiple of 8")
 	quick := flag.Bool("quick", false, "run every part briefly, to see that it works: the figures mean nothing")
-	rounds := flag.Int("rounds", bench.MinRounds, "least `rounds` that a median is taken of; fewer than the default are not")
+	rounds := flag.Int("rounds", bench.MinRounds, "minimum `rounds` per median, never below the default")
 	net := flag.String("net", "tcp,unix", "`sockets`, with a comma between")
 	works := flag.String("works", "", "the only `works`, with commas between: upload, echo, relu, call and so on")
 	against := flag.String("against", "", "compare with a `commit` of this repository, not with peers")

@@ -20,7 +20,7 @@ import (
 func testReport() *Report {
 	r := &Report{Modules: []string{"a@v1"}}
 	r.Date, r.LoadAfter = "2026-01-02", "1.00"
-	r.Machine = bench.Machine{CPU: `<Xeon> & "co"`, Cores: 2, Go: "go1", OS: "linux", Arch: "amd64", Commit: "abc123"}
+	r.Machine = bench.Machine{CPU: "Xeon", Cores: 2, Go: "go1", OS: "linux", Arch: "amd64", Commit: "abc123"}
 	r.Batches = []Batch{{Op: bench.Upload, Kind: "x", Rate: 2, Best: true}}
 	for i, op := range both {
 		for j, peer := range []string{kinds.RawName(codec.CRC32C, 1<<20), flightName("Go", true, 1<<20)} {

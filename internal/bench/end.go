@@ -41,7 +41,6 @@ type End struct {
 	place  Place
 	server Server
 	client Client
-	slabs  []*slab.Slab
 	cpu    time.Duration // of this process when a transfer began
 }
 
@@ -76,9 +75,6 @@ func ServeEnd(ctx context.Context, in io.Reader, out io.WriteCloser, kinds []Kin
 			err = end()
 		}
 	}
-	for _, s := range e.slabs {
-		s.Release()
-	}
 	return err
 }
 
@@ -108,7 +104,7 @@ func (e *End) Start(role Role, address *string) (err error) {
 		if err != nil {
 			return err
 		}
-		e.slabs, *mem = append(e.slabs, s), s.Bytes()
+		*mem = s.Bytes()                             // for the life of the process
 		if role.Address != "" || !e.kind.OwnMemory { // or nobody would touch it
 			FillFloats(*mem)
 		}
@@ -138,7 +134,7 @@ func (e *End) Prepare(_ Job, ready *bool) error {
 }
 
 // Move does a job at the client and answers with the time, and the time its process
-// ran for. Whoever waits too long ends the process.
+// ran for. A caller that waits too long ends the process.
 func (e *End) Move(job Job, s *Sample) (err error) {
 	run := func(op Op) func() error { return func() error { return e.client.Run(e.ctx, op) } }
 	to, source := e.place.To, e.place.Source

@@ -1,5 +1,5 @@
-// Package bench measures tensorferry beside other ways of moving the same bytes
-// between two places in memory: a server process and a client process for each.
+// Package bench compares tensorferry with other ways of moving the same bytes from a
+// client process to a server process, and back.
 //
 // Each kind is a competitor, not a straw man: it does the same work (same memory,
 // same checksums where it says so) as directly as it can. Bytes that did not arrive
@@ -21,7 +21,7 @@ import (
 // Op is what is done.
 type Op string
 
-// The operations. The first four are those of every kind, the others tensorferry's.
+// The operations. Every peer has uploads and echoes, tensorferry all of them.
 const (
 	// Upload moves the source to the server, which acknowledges the whole.
 	Upload Op = "upload"
@@ -39,11 +39,11 @@ const (
 	// Pull fetches a mapped file into memory, PullToFile into a new file.
 	Pull       Op = "pull"
 	PullToFile Op = "pull-to-file"
-	// Push stores a mapped file in the server's store, in a folder durably.
+	// Push stores the source in the server's store, in a folder durably.
 	Push Op = "push"
 )
 
-// Moves are what every kind does but for some of a store. No two names begin alike.
+// Moves are the operations that Client.Run does. No two names begin alike.
 var Moves = []Op{Upload, Echo, ReLU}
 
 // latency has the operations whose time counts, not their rate.
@@ -93,8 +93,8 @@ type Kind struct {
 
 // Server is the end that an upload goes to.
 type Server struct {
-	// Idle says, once for each transfer that succeeded at the client and forever
-	// after the last one, that nobody touches the server's memory.
+	// Idle receives once after each transfer that succeeded at the client, when
+	// nobody touches the server's memory any more. It is closed after the last.
 	Idle <-chan struct{}
 	// Close ends every goroutine and returns what went wrong before.
 	Close func() error

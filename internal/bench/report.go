@@ -24,9 +24,7 @@ type Report struct {
 func (c Config) Run(ctx context.Context, groups []Group) (*Report, error) {
 	r := &Report{Machine: ThisMachine(), Date: time.Now().Format(time.DateOnly), Smoke: c.Smoke}
 	for _, g := range groups {
-		if g.Size > c.Size {
-			g.Size = c.Size
-		}
+		g.Size = min(g.Size, c.Size)
 		all, err := c.Measure(ctx, g)
 		if err != nil {
 			return nil, err
@@ -48,7 +46,7 @@ func (r *Report) WriteText(w io.Writer) error {
 		title string
 		has   func(*Comparison) bool
 	}{
-		{"A server process and a client process each", func(x *Comparison) bool { return x.Delay == 0 && !loaded(x) }},
+		{"On this machine", func(x *Comparison) bool { return x.Delay == 0 && !loaded(x) }},
 		{"The same as many calls at a time, with the most memory that server and client had, without the tensor at the client", loaded},
 		{"The same through a proxy that delays", func(x *Comparison) bool { return x.Delay > 0 }},
 	} {

@@ -40,7 +40,7 @@ type Group struct {
 	Net      string        // "tcp" or "unix"
 	Delay    time.Duration // of a round trip, on a way between the ends
 	Size     int           // bytes of the tensor
-	Rounds   int           // exactly so many, if set
+	Rounds   int           // so many at most, if set
 	Ops      []Op
 	Entrants []Entrant
 }
@@ -266,7 +266,7 @@ type Rule struct {
 	Ratio, Cost *Required
 }
 
-// hold holds the figures of two processes on one machine against the rules.
+// hold holds the figures against the rules, unless the way is delayed.
 func (c Config) hold(x *Comparison) {
 	if x.Delay > 0 {
 		return
@@ -286,11 +286,8 @@ func (c Config) hold(x *Comparison) {
 // Old goes before the names of another commit's entrants.
 const Old = "old "
 
-// worse says which ratios to an old program are worse than 1 by more than their ±.
+// worse says which ratios are worse than 1 by more than their ±.
 func (x *Comparison) worse() (ratio, cost bool) {
-	if !strings.HasPrefix(x.Beside, Old) {
-		return false, false
-	}
 	more := func(s Spread) bool { return s.N > 0 && s.Median*(1-s.Error) > 1 }
 	if latency[x.Work] {
 		return more(x.Ratio), more(x.Cost)

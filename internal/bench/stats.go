@@ -8,8 +8,6 @@ import (
 // Spread is where the values of a sample lie.
 type Spread struct {
 	Median float64 `json:"median"`
-	Q1     float64 `json:"q1"` // a quarter of the values are below
-	Q3     float64 `json:"q3"` // a quarter are above
 	// Error is how far the true median may be from Median, as a part of it: half
 	// the width of an interval that holds it in 95 of 100 samples, whatever the
 	// distribution. With fewer than 6 values, half of all they span.
@@ -23,7 +21,7 @@ func spread(values []float64) Spread {
 	m := Quantile(s, 0.5) // which sorts
 	k := medianRank(len(s))
 	e := math.Abs((s[len(s)-1-k] - s[k]) / 2 / m)
-	return Spread{Median: m, Q1: Quantile(s, 0.25), Q3: Quantile(s, 0.75), Error: e, N: len(s)}
+	return Spread{Median: m, Error: e, N: len(s)}
 }
 
 // Quantile returns the value that the part q of the values does not exceed,

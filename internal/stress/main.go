@@ -58,14 +58,14 @@ func (e *environment) flags(f *flag.FlagSet) {
 	f.StringVar(&e.command, "command", "", "tensorferry `binary` (default: built from this module)")
 	f.IntVar(&e.calls, "calls", 1000, "sessions: `how many` have a call of 1 MiB each in flight at the same time")
 	f.IntVar(&e.idle, "idle", 10000, "sessions: `how many` are idle")
-	f.DurationVar(&e.rest, "rest", 20*time.Second, "sessions: how long those are")
+	f.DurationVar(&e.rest, "rest", 20*time.Second, "sessions: how `long` they stay idle")
 	f.IntVar(&e.kills, "n", 200, "crash: how many `times` a server is killed, and a client")
 	f.StringVar(&e.folder, "folder", "", "crash: `where` the store is, for a file system of your choice (default a temporary folder)")
-	f.Uint64Var(&e.seed, "seed", uint64(time.Now().UnixNano()), "crash, soak: of what is done, and when")
+	f.Uint64Var(&e.seed, "seed", uint64(time.Now().UnixNano()), "crash, soak: the `seed` of the random choices")
 	f.DurationVar(&e.lasts, "for", 0, "receive: how `long` each attack lasts (20s); soak: how long all of it (20m)")
 	f.StringVar(&e.only, "only", "", "receive: the `name` of the only attack")
 	f.StringVar(&e.tls, "tls", "folder", "soak: the `stores` whose servers are reached over TLS with a token, of folder and memory, with a comma between")
-	f.StringVar(&e.victim, "attack", "", "receive: be the attackers of the server at an `address`, which a program of this name starts")
+	f.StringVar(&e.victim, "attack", "", "receive: attack the server at an `address`, as the program itself has it done")
 }
 
 func main() {

@@ -3,9 +3,9 @@ package kinds
 const (
 	// smallPiece is what a raw socket checks while it is in the cache of a core.
 	smallPiece = 256 << 10
-	// uploadsBeside bounds how many uploads small calls are made beside in a sample.
+	// uploadsBeside is the most uploads in a sample of small calls beside them.
 	uploadsBeside = 5
-	// copyBytes is what a file is copied in pieces of: cp's, or two of an older one's.
+	// copyBytes is the size of each read and write when a file is copied, as cp's is.
 	copyBytes = 256 << 10
 	// hostTensors: the server of a measure may hold so many large tensors.
 	hostTensors = 4
