@@ -181,8 +181,11 @@ func join(spans []span, s span) []span {
 
 // Ready reports whether Take would find a chunk below limit.
 func (c *Chunker) Ready(limit uint32) bool {
-	return len(c.again) > 0 && c.again[0].lo < limit || len(c.ready) > 0 && c.ready[0].lo < limit
+	return c.Again(limit) || len(c.ready) > 0 && c.ready[0].lo < limit
 }
+
+// Again reports whether Take would find one that was taken before.
+func (c *Chunker) Again(limit uint32) bool { return len(c.again) > 0 && c.again[0].lo < limit }
 
 // first takes the first chunk of spans.
 func first(spans *[]span) uint32 {
@@ -199,7 +202,7 @@ func (c *Chunker) Take(limit uint32) (index uint32, ok bool) {
 	if !c.Ready(limit) {
 		return 0, false
 	}
-	if len(c.again) > 0 && c.again[0].lo < limit {
+	if c.Again(limit) {
 		return first(&c.again), true
 	}
 	index = first(&c.ready)

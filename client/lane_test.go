@@ -231,6 +231,34 @@ func TestASilentLaneIsNotWaitedFor(t *testing.T) {
 	require.NoError(t, c.Close())
 }
 
+func TestALaneThatTheServerHasNoRoomForIsTriedAgainAndAgain(t *testing.T) {
+	testkit.Start(t)
+	f := startServer(t, "tcp", client.Config{}, func(c *serverConfig) { c.Connections = 4 })
+	s, x := f.session(t), large(t, 4*mib, 1)
+	var others []*client.Client
+	for range 2 {
+		c, err := client.Dial(f.addr, client.Config{})
+		require.NoError(t, err)
+		others = append(others, c)
+		_, err = c.Info(t.Context())
+		require.NoError(t, err)
+	}
+	testkit.Eventually(t, func() bool {
+		_, err := s.Compute(t.Context(), "echo", x)
+		require.NoError(t, err)
+		info, err := others[0].Info(t.Context())
+		require.NoError(t, err)
+		return info.GetCounters()["lanes_refused_total"] > 2*lane.Uses && strings.Contains(s.Ways().Why, "no connections to spare")
+	}, "it is refused more often than a token opens lanes")
+	for _, c := range others {
+		require.NoError(t, c.Close())
+	}
+	testkit.Eventually(t, func() bool {
+		_, err := s.Compute(t.Context(), "echo", x)
+		return err == nil && s.Ways().Lane
+	}, "there is room now")
+}
+
 func TestClosingSessionsInMidOpeningLeavesLanesOn(t *testing.T) {
 	testkit.Start(t)
 	f, x := start(t, "tcp", client.Config{}), large(t, 8*mib, 1)

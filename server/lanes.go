@@ -35,12 +35,11 @@ func (s *Server) offerLanes(sess *serving.Session) (withdraw func()) {
 	return withdraw
 }
 
-// crowded reports whether more than half of all connections are open: lanes must not
-// keep clients out.
+// crowded reports whether too many connections are open for another lane.
 func (c *connections) crowded() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return 2*c.accepted > c.most
+	return lanesShare*c.accepted > c.most
 }
 
 // withoutLane returns the connection for gRPC to serve. For a connection that asks to be a

@@ -379,7 +379,7 @@ func FuzzRogueFrames(f *testing.F) {
 			case 9:
 				switch r.byte() % 32 {
 				case 1:
-					r.m.PeerDone()
+					r.m.PeerDone(r.now)
 				case 2:
 					r.m.Waits()
 				case 3:

@@ -27,14 +27,14 @@ func (m *Machine) LaneOffer() (token frame.LaneToken, times int) {
 	if !m.agreed() {
 		return frame.LaneToken{}, 0
 	}
-	return m.peer.LaneToken, int(min(m.peer.Lanes, 1<<16))
+	return m.peer.LaneToken, int(m.peer.Lanes)
 }
 
 // SetLane sets whether there is a lane. While there is, chunks on credit leave by NextLane;
 // otherwise by Next, which also repeats those that left by the lane and are not
 // acknowledged. A side that encodes its chunks has no lane, nor does one whose peer has
 // sent its last frame.
-func (m *Machine) SetLane(open bool) {
+func (m *Machine) SetLane(now Instant, open bool) {
 	s := &m.out
 	s.laned = open && m.agreed() && m.code == codec.None && !m.peerDone && !m.shut
 	if s.laned {
@@ -43,7 +43,7 @@ func (m *Machine) SetLane(open bool) {
 	for _, k := range m.calls.inOrder() {
 		for _, t := range k.outs {
 			if t.laned && !t.dead {
-				t.laned = false
+				t.laned, t.last = false, now
 				t.chunks.Rewind()
 				s.queue(t)
 			}
@@ -85,12 +85,20 @@ func (m *Machine) LaneStalled(now Instant) bool {
 			}
 		}
 	}
-	return chunk > 0 && now >= last+LanePatience(int(chunk))
+	return chunk > 0 && now >= last+m.LanePatience(int(chunk))
 }
 
-// LanePatience returns how long a lane may take for n bytes of a chunk, and then for their
-// acknowledgement.
-func LanePatience(n int) Instant { return laneStall * Instant(1+n/mib) }
+// LanePatience returns how long a lane may take for n bytes of a chunk and their
+// acknowledgement: at most half of what the server waits for a chunk, so that they can still
+// be sent by another path. It may run concurrently with the machine once the peer's hello
+// has arrived.
+func (m *Machine) LanePatience(n int) Instant {
+	idle := m.cfg.Limits.ChunkIdle
+	if told := m.peer.ChunkIdleMillis; !m.cfg.Server && told > 0 {
+		idle = Instant(told) * millisecond
+	}
+	return min(laneStall*Instant(1+n/mib), idle/2)
+}
 
 // ClaimLane decides whether to accept a chunk of n bytes whose header arrived by a lane. If
 // it returns true, the caller calls c.Fill, outside any lock, and then Commit, or Abort if

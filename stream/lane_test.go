@@ -38,7 +38,7 @@ func (w *world) openLane() {
 	w.tracef("a lane is opened")
 	for _, p := range []*party{w.cli, w.srv} {
 		p.lane = laneEnd{open: true}
-		p.m.SetLane(true)
+		p.m.SetLane(w.now, true)
 		p.events()
 	}
 }
@@ -81,7 +81,7 @@ func (p *party) notice() bool {
 			p.m.Abort(p.w.now, &c.c)
 		}
 	}
-	p.m.SetLane(false)
+	p.m.SetLane(p.w.now, false)
 	p.events()
 	return true
 }
@@ -239,7 +239,7 @@ func TestALaneIsOfferedToAClientThatAsks(t *testing.T) {
 			got, uses := c.LaneOffer()
 			require.Equal(t, tc.want, uses)
 			require.Equal(t, tc.want > 0, got == token)
-			c.SetLane(true)
+			c.SetLane(0, true)
 			require.Equal(t, tc.want > 0, c.out.laned)
 		})
 	}
@@ -258,8 +258,8 @@ func laned(t *testing.T, n int) (cli, srv *Machine, call, id tensor.ID, mem []by
 	exchange(t, cli, srv)
 	require.NoError(t, cli.Lend(0, id, mem, nil))
 	exchange(t, cli, srv)
-	cli.SetLane(true)
-	srv.SetLane(true)
+	cli.SetLane(0, true)
+	srv.SetLane(0, true)
 	require.NoError(t, srv.Offer(0, id, 0, bytes.Repeat([]byte{7}, n), nil))
 	return cli, srv, call, id, mem
 }
@@ -309,7 +309,7 @@ func TestWhatIsOnALaneGoesAgainInTheSessionWhenThePeerHasEndedItsSide(t *testing
 	srv.Finish(frame.Done{Call: call, Outputs: []frame.Binding{{Port: "x", Tensor: id}}})
 	exchange(t, cli, srv)
 	require.Equal(t, 1, srv.Status().Calls, "nothing is acknowledged")
-	srv.PeerDone()
+	srv.PeerDone(0)
 	require.False(t, srv.LanePending())
 	require.Equal(t, 1, srv.Status().Calls, "the results are to be sent again")
 	exchange(t, cli, srv)
@@ -321,7 +321,7 @@ func TestWhatIsOnALaneGoesAgainInTheSessionWhenThePeerHasEndedItsSide(t *testing
 
 func TestAChunkThatIsHereIsNotComparedWithOneOfALane(t *testing.T) {
 	cli, srv, _, id, mem := laned(t, 2)
-	srv.SetLane(false)
+	srv.SetLane(0, false)
 	exchange(t, cli, srv) // all by the session, but the lane is there
 	require.Equal(t, []byte{7, 7}, mem)
 	for _, sum := range []uint32{1, 2} {
@@ -365,4 +365,81 @@ func TestAChunkOnAllowanceDoesNotComeByALane(t *testing.T) {
 	require.False(t, srv.ClaimLane(0, &frame.Chunk{Tensor: id}, 4, new(Claim)))
 	exchange(t, cli, srv)
 	require.Nil(t, srv.in.tensors[id])
+}
+
+func TestAChunkThatIsAskedForAgainIsNoProgress(t *testing.T) {
+	for _, byLane := range []bool{true, false} {
+		_, srv, _, id, _ := laned(t, 3)
+		srv.SetLane(0, byLane)
+		send := func(now Instant) (sent int) {
+			for {
+				var f frame.Frame
+				held, ok := srv.NextLane(now, &f.Chunk)
+				if !ok {
+					if held, ok = srv.Next(now, &f); !ok {
+						return sent
+					}
+				}
+				if held != nil {
+					sent++
+					held.Release()
+				}
+			}
+		}
+		require.Equal(t, 3, send(0))
+		var now Instant
+		for ; now < srv.cfg.Limits.ChunkIdle; now += second {
+			require.NoError(t, srv.Tick(now))
+			require.Equal(t, 1, srv.Status().Calls, "at %d", now)
+			require.Equal(t, byLane && now >= srv.LanePatience(1), srv.LaneStalled(now), "at %d", now)
+			require.NoError(t, srv.Control(now, &frame.Frame{Acks: []frame.Ack{{Tensor: id, Resend: []uint32{0}}}}))
+			require.Equal(t, 1, send(now))
+		}
+		require.NoError(t, srv.Tick(now))
+		require.Nil(t, srv.out.tensors[id], "the call has expired")
+	}
+}
+
+func TestALaneThatIsLostLeavesTimeToSendItsChunksAgain(t *testing.T) {
+	for _, tc := range []struct {
+		idle, chunk int
+		want        Instant
+	}{{30, mib, 10 * second}, {30, 4 * mib, 15 * second}, {6, 1, 3 * second}, {600, 4 * mib, 25 * second}} {
+		limits := Limits{ChunkIdle: Instant(tc.idle) * second}
+		cli, srv := pair(t, limits)
+		require.Equal(t, tc.want, srv.LanePatience(tc.chunk))
+		require.Equal(t, tc.want, cli.LanePatience(tc.chunk), "as the server's hello says")
+	}
+}
+
+// A model may end before the last input is acknowledged, long before its results are sent.
+func TestAnInputThatCameByALaneIsAcknowledgedThoughItsModelHasEnded(t *testing.T) {
+	cli, srv := New(Config{Session: tensor.ID{1}, Lanes: 1, Limits: Limits{AllowanceBytes: 1}}, 0), New(Config{Server: true, NoAllowance: true}, 0)
+	srv.OfferLanes(frame.LaneToken{1}, 8)
+	call, in, out := tensor.ID{2}, tensor.ID{3}, tensor.ID{4}
+	exchange(t, cli, srv)
+	require.NoError(t, cli.OpenCall(0, frame.Call{ID: call, Model: "m", Inputs: []frame.Binding{{Port: "x", Tensor: in}}}))
+	require.NoError(t, cli.OpenTensor(0, bytesDesc(in, call, 1, 1)))
+	require.NoError(t, cli.Offer(0, in, 0, []byte{7}, nil))
+	exchange(t, cli, srv)
+	require.NoError(t, srv.Lend(0, in, make([]byte, 1), nil))
+	cli.SetLane(0, true)
+	exchange(t, cli, srv)
+	var ch frame.Chunk
+	held, ok := cli.NextLane(0, &ch)
+	require.True(t, ok)
+	ch.Sum = cli.cfg.Check.Update(cli.cfg.Check.Seed(in, 0), ch.Data[0])
+	var c Claim
+	require.True(t, srv.ClaimLane(0, &ch, 1, &c))
+	got, _, err := c.Fill(bytes.NewReader(ch.Data[0]))
+	require.NoError(t, err)
+	held.Release()
+	srv.Commit(0, &c, got, nil)
+	require.NoError(t, srv.OpenTensor(0, bytesDesc(out, call, 2, 1)))
+	require.NoError(t, srv.Offer(0, out, 0, []byte{8, 8}, nil))
+	srv.Finish(frame.Done{Call: call, Outputs: []frame.Binding{{Port: "y", Tensor: out}}})
+	exchange(t, cli, srv)
+	require.Equal(t, 1, cli.Status().Calls, "the result has no memory yet")
+	require.Nil(t, cli.out.tensors[in], "all of it is acknowledged")
+	require.False(t, cli.LaneStalled(srv.LanePatience(1)))
 }

@@ -186,9 +186,9 @@ func (m *Machine) Drain(reason string) {
 // PeerDone records that the peer has sent its last frame. On a server, calls with
 // incomplete inputs fail, and results that have been sent are no longer waited for: their
 // acknowledgements cannot arrive. On a client the session is over.
-func (m *Machine) PeerDone() {
+func (m *Machine) PeerDone(now Instant) {
 	m.peerDone = true
-	m.SetLane(false) // its acknowledgements cannot arrive
+	m.SetLane(now, false) // its acknowledgements cannot arrive
 	for _, k := range m.calls.inOrder() {
 		if !m.cfg.Server {
 			m.calls.giveUp(k, frame.Unavailable, "the server ended the session")

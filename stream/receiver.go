@@ -8,6 +8,7 @@ import (
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -285,6 +286,13 @@ func (r *receiver) mayWait(now Instant) {
 	}
 }
 
+// lastAck reports whether the acknowledgement of a tensor that was given up must still be
+// sent: a sender keeps what it says, and on a server done may be long in coming.
+func (t *in) lastAck(server bool) bool {
+	waits := !server || t.desc.RetainChunks > 0 && !t.desc.OnAllowance && t.call.state == lifecycle.Finishing
+	return waits && t.asm.Whole()
+}
+
 func (r *receiver) addCredits(p *parcel) {
 	for len(r.credits) > 0 && len(p.Credits) < frameParts {
 		t := pop(&r.credits, len(r.credits)-1)
@@ -301,7 +309,7 @@ func (r *receiver) addAcks(p *parcel) {
 	r.lazyAt = 0
 	for len(r.acks) > 0 && len(p.Acks) < frameParts {
 		t := r.acks[len(r.acks)-1]
-		if t.dead && (r.cfg.Server || !t.asm.Whole()) {
+		if t.dead && !t.lastAck(r.cfg.Server) {
 			pop(&r.acks, len(r.acks)-1)
 			continue // done says more than an ack could
 		}

@@ -410,7 +410,7 @@ func (s *stage) do(line string) {
 	case "waits":
 		s.m.Waits()
 	case "ended":
-		s.m.PeerDone()
+		s.m.PeerDone(s.now)
 	case "close":
 		s.m.Close(frame.Unavailable, "the session has ended")
 	case "wait":

@@ -225,6 +225,7 @@ func (s *sender) take(now Instant, q *[]*out, ch *frame.Chunk) (*out, chunker.Re
 			i = s.turn
 		}
 		t, index, ok := (*q)[i], uint32(0), false
+		again := t.chunks.Again(t.limit)
 		if !t.dead {
 			index, ok = t.chunks.Take(t.limit)
 		}
@@ -241,7 +242,9 @@ func (s *sender) take(now Instant, q *[]*out, ch *frame.Chunk) (*out, chunker.Re
 		var held chunker.Releaser
 		ch.Tensor, ch.Index = t.desc.Tensor, index
 		ch.Data, held = t.chunks.View(index, ch.Data[:0])
-		t.last = now
+		if !again { // a chunk that is asked for once more is no progress
+			t.last = now
+		}
 		s.stats.ChunksOut++
 		s.stats.BytesOut += int64(ch.Len())
 		if s.peerDone {

@@ -1115,7 +1115,7 @@ func (w *world) settle(half bool) {
 		}
 		w.tracef("the client has ended its side")
 		w.cli.over = true // sends nothing more, and the server hears nothing more
-		w.srv.m.PeerDone()
+		w.srv.m.PeerDone(w.now)
 		w.srv.events()
 		w.halfDone = true
 	}

@@ -58,8 +58,8 @@ func (s *Session) AddLane(l Lane, ended func(why error)) {
 	s.mu.Lock()
 	over, old := s.over, s.lane
 	if !over {
-		s.m.SetLane(false) // what went by the old one goes again
-		s.m.SetLane(true)
+		s.m.SetLane(s.now(), false) // what went by the old one goes again
+		s.m.SetLane(s.now(), true)
 		s.lane = n
 		s.work.Add(1)
 		go s.readLane(n)
@@ -87,7 +87,7 @@ func (s *Session) retire(l *lane, why error) {
 	s.mu.Lock()
 	if s.lane == l {
 		s.lane = nil
-		s.m.SetLane(false)
+		s.m.SetLane(s.now(), false)
 		s.dispatch(s.now())
 	}
 	pending := s.m.Pending()
@@ -99,7 +99,9 @@ func (s *Session) retire(l *lane, why error) {
 }
 
 // patience is how long n bytes may take on a lane: a slower one is not worth keeping.
-func patience(n int) time.Time { return time.Now().Add(time.Duration(stream.LanePatience(n))) }
+func (s *Session) patience(n int) time.Time {
+	return time.Now().Add(time.Duration(s.m.LanePatience(n)))
+}
 
 // attend sees to the lane when something has changed; mu is held.
 func (s *Session) attend() {
@@ -143,7 +145,7 @@ func (s *Session) readLane(l *lane) {
 func (s *Session) readChunk(l *lane, ch *frame.Chunk, n int) (err error) {
 	wanted := s.locked(func(m *stream.Machine, now stream.Instant) bool {
 		l.reading, l.broken = m.ClaimLane(now, ch, n, &l.claim), false
-		err = l.SetReadDeadline(patience(n)) // before anybody wants the memory back
+		err = l.SetReadDeadline(s.patience(n)) // before anybody wants the memory back
 		return l.reading
 	})
 	left := n
@@ -161,7 +163,7 @@ func (s *Session) readChunk(l *lane, ch *frame.Chunk, n int) (err error) {
 			return l.broken
 		})
 		if broken && errors.Is(err, os.ErrDeadlineExceeded) {
-			err = l.SetReadDeadline(patience(left))
+			err = l.SetReadDeadline(s.patience(left))
 		}
 	}
 	if err == nil && left > 0 {
@@ -207,7 +209,7 @@ func (s *Session) writeLane(l *lane) {
 			s.nudge()
 		}
 		l.out.Sum = sum(kind, &l.out)
-		err := l.SetWriteDeadline(patience(l.out.Len()))
+		err := l.SetWriteDeadline(s.patience(l.out.Len()))
 		if err == nil {
 			err = l.Send(&l.out)
 		}

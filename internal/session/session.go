@@ -315,10 +315,10 @@ func lose(lost chan<- error, err error) {
 // then lives until its last call has ended.
 func (s *Session) endOfInput() {
 	server := false
-	s.Do(func(m *stream.Machine, _ stream.Instant) {
+	s.Do(func(m *stream.Machine, now stream.Instant) {
 		s.ended = true
 		server = m.Status().Server
-		m.PeerDone()
+		m.PeerDone(now)
 	})
 	if !server {
 		s.Stop(ErrPeerClosed)
