@@ -335,7 +335,7 @@ func (c *Call) Cancel() { c.stop(context.Canceled) }
 
 // Wait waits for the call to end and returns all its results, or an error. Afterwards the
 // library uses neither inputs nor results. On a hung connection, Wait blocks until
-// keep-alive closes the connection.
+// keep-alive closes the connection; on a hung lane, until the lane is given up.
 func (c *Call) Wait() (Results, error) {
 	<-c.closed
 	if c.unhook != nil {
