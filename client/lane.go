@@ -102,7 +102,7 @@ func (s *Session) wantLane(m *stream.Machine, size int64) {
 		l.why = whyOffer
 	case off != "":
 		l.why = off
-	case l.uses == min(uses, lane.Uses):
+	case l.uses == int(min(uses, lane.Uses)):
 		l.why = whyUsed
 	default:
 		use, pause := l.uses, time.Duration(l.failed)*laneWait
@@ -122,17 +122,15 @@ func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int, pa
 	}
 	// Dial the address of the session's connection: the name may resolve to another server.
 	conn, err := new(net.Dialer).DialContext(ctx, s.lane.address.Network(), s.lane.address.String())
-	spent := err == nil
 	if err == nil {
 		stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 		if err = lane.Greet(conn, token, use); err != nil || !stop() {
 			_ = conn.Close()
 			err = cmp.Or(err, context.Cause(ctx))
 		}
-		spent = !errors.Is(err, lane.ErrFull)
 	}
 	if err != nil {
-		if !spent {
+		if conn == nil || errors.Is(err, lane.ErrFull) { // the server counts no use
 			s.sess.Do(func(*stream.Machine, stream.Instant) { s.lane.uses-- })
 		}
 		s.laneEnded(m, err)

@@ -23,11 +23,11 @@ func (m *Machine) OfferLanes(token frame.LaneToken, times uint32) {
 
 // LaneOffer (client) returns the token that opens lanes, and how often it may be used; a
 // zero token if the server offers none.
-func (m *Machine) LaneOffer() (token frame.LaneToken, times int) {
+func (m *Machine) LaneOffer() (token frame.LaneToken, times uint32) {
 	if !m.agreed() {
 		return frame.LaneToken{}, 0
 	}
-	return m.peer.LaneToken, int(m.peer.Lanes)
+	return m.peer.LaneToken, m.peer.Lanes
 }
 
 // SetLane sets whether there is a lane. While there is, chunks on credit leave by NextLane;

@@ -237,7 +237,7 @@ func TestALaneIsOfferedToAClientThatAsks(t *testing.T) {
 				require.NoError(t, m[1].Control(0, &f))
 			}
 			got, uses := c.LaneOffer()
-			require.Equal(t, tc.want, uses)
+			require.EqualValues(t, tc.want, uses)
 			require.Equal(t, tc.want > 0, got == token)
 			c.SetLane(0, true)
 			require.Equal(t, tc.want > 0, c.out.laned)

@@ -229,6 +229,9 @@ func TestOpenNPYWantsExactlyOneArray(t *testing.T) {
 			if !got.Desc.Equal(src.Desc) || !bytes.Equal(got.Data, src.Data) {
 				t.Errorf("got %v % x", got.Desc, got.Data)
 			}
+			if _, err := tensor.Slice[int16](tensor.Tensor{Desc: got.Desc, Data: got.Data}); err != nil {
+				t.Error(err)
+			}
 			if err := closer.Close(); err != nil {
 				t.Error(err)
 			}

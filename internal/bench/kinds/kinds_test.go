@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/rpc"
+	"net/rpc/jsonrpc"
 	"os"
 	"path/filepath"
 	"slices"
@@ -67,13 +69,16 @@ func TestEveryKindMovesEveryByte(t *testing.T) {
 		if strings.Contains(k.Name, "connections") && k.Name != (Load{4, 16}).Name() {
 			continue // one of them does
 		}
-		for network, size := range map[string]int{"tcp": 8, "unix": bench.ChunkBytes + 8} {
-			t.Run(network+" "+k.Name, func(t *testing.T) {
+		for _, tc := range []struct {
+			network string
+			size    int
+		}{{"tcp", 8}, {"tcp", bench.ChunkBytes + 8}, {"unix", bench.ChunkBytes + 8}} {
+			t.Run(fmt.Sprint(tc.network, " ", tc.size, " ", k.Name), func(t *testing.T) {
 				c, ops := briefly(t), opsOf(k)
-				if size < bench.ChunkBytes { // no call ends beside that
+				if tc.size < bench.ChunkBytes { // no call ends beside that
 					ops = slices.DeleteFunc(slices.Clone(ops), func(op bench.Op) bool { return op == bench.CallBeside })
 				}
-				all, err := c.Measure(t.Context(), bench.Group{Net: network, Size: size, Ops: ops, Entrants: bench.Beside(k.Name)})
+				all, err := c.Measure(t.Context(), bench.Group{Net: tc.network, Size: tc.size, Ops: ops, Entrants: bench.Beside(k.Name)})
 				require.NoError(t, err)
 				require.Len(t, all, len(ops))
 				for _, x := range all {
@@ -141,6 +146,29 @@ func TestALongWayDelaysEveryByteBothWays(t *testing.T) {
 		for _, x := range all {
 			require.GreaterOrEqual(t, x.Ours.Time, delay)
 		}
+	}
+}
+
+// The ends of the other tests are processes, where nobody looks for leaks.
+func TestTheEndsOfEveryKindLeaveNothing(t *testing.T) {
+	for _, k := range All() {
+		t.Run(k.Name, func(t *testing.T) {
+			briefly(t)
+			role, job := bench.Role{Kind: k.Name, Size: bench.ChunkBytes + 8, Network: "tcp", Dir: t.TempDir()}, bench.Job{Op: opsOf(k)[0]}
+			var ends []*rpc.Client
+			for range 2 {
+				near, its := net.Pipe()
+				ended := make(chan error, 1)
+				go func() { ended <- bench.ServeEnd(t.Context(), its, its, All()) }() // ends with the pipe
+				end := jsonrpc.NewClient(near)
+				defer func() { require.NoError(t, errors.Join(end.Close(), <-ended)) }() // the client first
+				ends = append(ends, end)
+				require.NoError(t, end.Call("End.Start", role, &role.Address))
+			}
+			require.NoError(t, ends[0].Call("End.Prepare", job, new(bool)))
+			require.NoError(t, ends[1].Call("End.Move", job, new(bench.Sample)))
+			require.NoError(t, ends[0].Call("End.Finish", job, new(bench.Sample)))
+		})
 	}
 }
 
