@@ -184,7 +184,7 @@ func (c *Chunker) Ready(limit uint32) bool {
 	return c.Again(limit) || len(c.ready) > 0 && c.ready[0].lo < limit
 }
 
-// Again reports whether Take would find one that was taken before.
+// Again reports whether Take would return a chunk that was taken before.
 func (c *Chunker) Again(limit uint32) bool { return len(c.again) > 0 && c.again[0].lo < limit }
 
 // first takes the first chunk of spans.

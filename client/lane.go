@@ -130,7 +130,7 @@ func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int, pa
 		}
 	}
 	if err != nil {
-		if conn == nil || errors.Is(err, lane.ErrFull) { // the server counts no use
+		if conn == nil || errors.Is(err, lane.ErrFull) { // the token was not used
 			s.sess.Do(func(*stream.Machine, stream.Instant) { s.lane.uses-- })
 		}
 		s.laneEnded(m, err)

@@ -286,8 +286,8 @@ func (r *receiver) mayWait(now Instant) {
 	}
 }
 
-// lastAck reports whether the acknowledgement of a tensor that was given up must still be
-// sent: a sender keeps what it says, and on a server done may be long in coming.
+// lastAck reports whether a dropped tensor must still be acknowledged: its sender retains
+// chunks until then, and a server may send done much later.
 func (t *in) lastAck(server bool) bool {
 	waits := !server || t.desc.RetainChunks > 0 && !t.desc.OnAllowance && t.call.state == lifecycle.Finishing
 	return waits && t.asm.Whole()

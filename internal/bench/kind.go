@@ -21,7 +21,7 @@ import (
 // Op is what is done.
 type Op string
 
-// The operations. Every peer has uploads and echoes, tensorferry all of them.
+// The operations. Tensorferry has all of them, its peers some.
 const (
 	// Upload moves the source to the server, which acknowledges the whole.
 	Upload Op = "upload"
@@ -93,8 +93,8 @@ type Kind struct {
 
 // Server is the end that an upload goes to.
 type Server struct {
-	// Idle receives once after each transfer that succeeded at the client, when
-	// nobody touches the server's memory any more. It is closed after the last.
+	// Idle gets a value after each transfer that succeeded at the client, once nobody
+	// touches the server's memory any more. It is closed after the last one.
 	Idle <-chan struct{}
 	// Close ends every goroutine and returns what went wrong before.
 	Close func() error

@@ -86,7 +86,7 @@ type Comparison struct {
 	Work   Op            `json:"work"`
 	Bytes  int           `json:"bytes"`
 	Who    string        `json:"who"`
-	Beside string        `json:"beside,omitempty"` // empty: nobody, and there are no ratios
+	Beside string        `json:"beside,omitempty"` // empty if there is no peer, and so no ratio
 	// Ratio is that of each pair: our rate to theirs or, where time counts, our time
 	// to theirs.
 	Ratio Spread `json:"ratio"`

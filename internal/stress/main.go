@@ -65,7 +65,7 @@ func (e *environment) flags(f *flag.FlagSet) {
 	f.DurationVar(&e.lasts, "for", 0, "receive: how `long` each attack lasts (20s); soak: how long all of it (20m)")
 	f.StringVar(&e.only, "only", "", "receive: the `name` of the only attack")
 	f.StringVar(&e.tls, "tls", "folder", "soak: the `stores` whose servers are reached over TLS with a token, of folder and memory, with a comma between")
-	f.StringVar(&e.victim, "attack", "", "receive: attack the server at an `address`, as the program itself has it done")
+	f.StringVar(&e.victim, "attack", "", "receive: attack the server at `address`; the program starts itself with this")
 }
 
 func main() {
