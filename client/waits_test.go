@@ -160,7 +160,7 @@ func TestACallerWhoRestsLearnsThatTheServerHasGivenTheCallUp(t *testing.T) {
 	testkit.Start(t)
 	idled := make(chan error, 100)
 	f := startServer(t, "tcp", client.Config{Idled: func(err error) { idled <- err }}, func(c *serverConfig) {
-		c.Session.ChunkIdle, c.Session.InputIdle = stream.Instant(100*time.Millisecond), stream.Instant(200*time.Millisecond)
+		c.Session.ChunkIdle, c.Session.InputIdle = stream.Instant(time.Second), stream.Instant(2*time.Second)
 	})
 	var cause error
 	_, err := halts["a reader of a call"](t, f.client, newHalting(func() { cause = <-idled }))

@@ -83,12 +83,12 @@ func TestASessionWhoseClientSaysThatItWaitsIsWaitedFor(t *testing.T) {
 
 func TestASessionThatOnlySaysThatItWaitsEndsWithTheBound(t *testing.T) {
 	testkit.Start(t)
-	f := patient(t, 200*time.Millisecond, 600*time.Millisecond, func(*server.Config) {})
+	f := patient(t, time.Second, 2*time.Second, func(*server.Config) {})
 	r := openRaw(t, f.addr)
 	o, p := offering("echo", make([]byte, 3*mib), mib), small("echo")
 	r.open(o)
 	r.send(&pb.Frame{Calls: []*pb.Call{p.call}}) // whose input is not announced
-	f.saying(t, 2*time.Second, func() { r.send(&pb.Frame{}) })
+	f.saying(t, 4*time.Second, func() { r.send(&pb.Frame{}) })
 	for o, text := range map[*offer]string{o: "(serve --input-idle)", p: "not announced"} {
 		done := r.done(o.call.Id)
 		require.Equal(t, codes.DeadlineExceeded, codes.Code(done.Code))
@@ -99,7 +99,7 @@ func TestASessionThatOnlySaysThatItWaitsEndsWithTheBound(t *testing.T) {
 
 func TestAPushWhoseClientSaysThatItWaitsIsWaitedForToTheBound(t *testing.T) {
 	testkit.Start(t)
-	const idle = 200 * time.Millisecond
+	const idle = 500 * time.Millisecond
 	m := shelf(t, 16*mib)
 	for name, most := range map[string]time.Duration{"in time": time.Hour, "too late": 3 * idle} {
 		t.Run(name, func(t *testing.T) {
@@ -124,7 +124,7 @@ func TestAPushWhoseClientSaysThatItWaitsIsWaitedForToTheBound(t *testing.T) {
 
 func TestAPullWhoseClientSaysThatItWaitsIsWaitedFor(t *testing.T) {
 	testkit.Start(t)
-	const idle = 200 * time.Millisecond
+	const idle = 500 * time.Millisecond
 	m := shelf(t, 64*mib)
 	data := testkit.Bytes(16*mib, 1)
 	put(t, m, "x", data)
@@ -156,7 +156,7 @@ func TestAPullWhoseClientSaysThatItWaitsIsWaitedFor(t *testing.T) {
 
 func TestAPullThatOnlySaysThatItWaitsEndsAndGivesEverythingBack(t *testing.T) {
 	testkit.Start(t)
-	const idle = 200 * time.Millisecond
+	const idle = 500 * time.Millisecond
 	m := shelf(t, 64*mib)
 	put(t, m, "x", testkit.Bytes(32*mib, 1))
 	log := &notes{}
