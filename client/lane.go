@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/url"
 	"sync"
 	"time"
 
@@ -209,5 +210,10 @@ func (c *Client) Ways() Ways {
 func (s *Session) carriedBy(ctx context.Context, took time.Duration) {
 	if p, ok := peer.FromContext(ctx); ok {
 		s.lane.address, s.lane.wait = p.Addr, laneWait+took
+	}
+	// The address of a Unix socket is the path that the server bound, which may name
+	// nothing here: the server may run in another folder or container.
+	if u, err := url.Parse(s.client.conn.Target()); err == nil && u.Scheme == "unix" {
+		s.lane.address = &net.UnixAddr{Net: u.Scheme, Name: cmp.Or(u.Path, u.Opaque)} // as gRPC reads it
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"runtime"
 	"strings"
 	"sync"
@@ -62,6 +63,25 @@ func TestLargeTensorsGoByALane(t *testing.T) {
 				}, "the lane ends with its session")
 			})
 		}
+	}
+}
+
+func TestALaneIsDialledByThePathThatTheClientKnows(t *testing.T) {
+	testkit.Start(t)
+	f := start(t, "unix", client.Config{})
+	bound, dir := strings.TrimPrefix(f.addr, "unix:"), t.TempDir()
+	require.NoError(t, os.Rename(bound, dir+"/moved here"))
+	t.Chdir(dir)
+	for _, target := range []string{"unix:moved here", "unix:" + dir + "/moved%20here", "unix://" + dir + "/moved here"} {
+		c, err := client.Dial(target, client.Config{})
+		require.NoError(t, err)
+		x := large(t, 4*mib, 1)
+		testkit.Eventually(t, func() bool {
+			_, err := c.Compute(t.Context(), "echo", x)
+			require.NoError(t, err)
+			return c.Ways().Lane
+		}, "a lane")
+		require.NoError(t, c.Close())
 	}
 }
 
