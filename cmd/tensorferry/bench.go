@@ -81,16 +81,6 @@ process and prints the peak memory of each.`,
 	return c
 }
 
-// benchEndCommand is the server or the client of a measurement, in a process of its own.
-func benchEndCommand() *cobra.Command {
-	return &cobra.Command{
-		Use: bench.EndArgument, Short: "be one end of a measurement, for the process that started this one", Args: takes(0), Hidden: true,
-		RunE: func(c *cobra.Command, _ []string) error {
-			return bench.ServeEnd(c.Context(), os.Stdin, os.Stdout, kinds.All())
-		},
-	}
-}
-
 // networks maps a value of --net to networks.
 var networks = map[string][]string{"tcp": {"tcp"}, "unix": {"unix"}, "both": {"tcp", "unix"}}
 

@@ -13,6 +13,9 @@ import (
 	"strings"
 
 	"github.com/spf13/cobra"
+
+	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/bench/kinds"
 )
 
 // ballast is the minimum growth of the Go heap between two collections. The heap holds no
@@ -22,6 +25,7 @@ const ballast = 16 << 20
 
 func main() {
 	never := make([]byte, ballast) // never touched, so not in memory
+	bench.BeEnd(kinds.All())       // exits if the bench command has started this process
 	code := run(untilInterrupted(), os.Args[1:])
 	runtime.KeepAlive(never)
 	os.Exit(code)
@@ -60,7 +64,7 @@ func command() *cobra.Command {
 	root.CompletionOptions.DisableDefaultCmd = true // completionCommand replaces it
 	root.SetFlagErrorFunc(flagError)
 	root.AddCommand(
-		serveCommand(), demoCommand(), benchCommand(), benchEndCommand(), // start servers
+		serveCommand(), demoCommand(), benchCommand(), // start servers
 		runCommand(), modelsCommand(), infoCommand(), // use a server
 		pushCommand(), pullCommand(), lsCommand(), rmCommand(), cpCommand(), // use its store
 		genCommand(), showCommand(), diffCommand(), certCommand(), // files
