@@ -31,7 +31,7 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		d := tensor.Desc{DType: tensor.DataType(min(max(t.GetDtype(), 0), math.MaxUint8)), Shape: t.GetShape()}
 		in[i] = serving.Tensor{Port: t.GetPort(), Tensor: tensor.Tensor{Desc: d, Data: t.GetData()}}
 	}
-	results, st, err := s.core.Compute(ctx, &s.connections.of(ctx).Caller, serving.Request{
+	results, st, err := s.core.Compute(ctx, &s.conns.Of(ctx).Caller, serving.Request{
 		Model: req.GetModel(), Params: req.GetParams(), Timeout: serving.Millis(req.GetTimeoutMillis()),
 	}, in, computeBytes)
 	if err != nil {

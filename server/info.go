@@ -83,16 +83,16 @@ func codecs() (list []pb.Codec) {
 // ReceiveLimit returns how many bytes clients may have sent that nothing has consumed;
 // Budget does not include them.
 func (s *Server) ReceiveLimit() int64 {
-	_, limit, _ := s.connections.memory.Used()
+	_, limit, _ := s.received.Used()
 	return limit
 }
 
 // values returns what the core has counted and what the store holds.
 func (s *Server) values() metrics.Values {
 	v := s.core.Values()
-	v.ReceiveUsed, v.ReceiveLimit, v.ReceiveEnded = s.connections.memory.Used()
-	v.LanesRefused = s.connections.lanesRefused.Load()
-	v.HandshakesFailed, v.Unauthenticated = s.connections.handshakesFailed.Load(), s.guard.Refused()
+	v.ReceiveUsed, v.ReceiveLimit, v.ReceiveEnded = s.received.Used()
+	v.LanesRefused = s.conns.LanesRefused()
+	v.HandshakesFailed, v.Unauthenticated = s.conns.HandshakesFailed(), s.guard.Refused()
 	v.HeapLimit = debug.SetMemoryLimit(-1)
 	if st, ok := s.cfg.Store.(store.Meter); ok {
 		v.StoreUsed, v.StoreLimit = st.Used()
@@ -114,7 +114,7 @@ func (s *Server) shownLimits(v *metrics.Values) map[string]int64 {
 		"sessions": int64(c.Sessions), "calls": int64(c.QueuedCalls),
 		"transfers": int64(c.Transfers), "stored_tensor_bytes": c.StoredBytes, "tensors_per_transfer": storing.Tensors,
 		"open_tensors_per_push": storing.PushTensors, "compute_bytes": computeBytes, "tensors_per_page": listPage, "request_parts": requestParts,
-		"lanes_per_session": int64(s.lanesPerSession()),
+		"lanes_per_session": int64(s.conns.LanesPerSession()),
 		"memory_bytes":      v.MemoryLimit, "receive_bytes": v.ReceiveLimit, "memory_wait_millis": millis(c.MemoryWait),
 		"first_frame_millis": millis(time.Duration(l.FirstFrame)), "chunk_idle_millis": millis(time.Duration(l.ChunkIdle)),
 		"input_idle_millis": millis(time.Duration(l.InputIdle)), "session_idle_millis": millis(time.Duration(l.SessionIdle)),

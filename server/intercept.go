@@ -12,8 +12,10 @@ import (
 	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/recovery"
 	"google.golang.org/grpc"
 	grpcpeer "google.golang.org/grpc/peer"
+	"google.golang.org/grpc/stats"
 	"google.golang.org/grpc/tap"
 
+	"github.com/tensorferry/tensorferry/internal/conns"
 	"github.com/tensorferry/tensorferry/internal/guard"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
@@ -96,8 +98,8 @@ func handled(ctx context.Context) {
 // tap is admit, whose rejected RPCs leave nothing behind.
 func (e *endpoint) tap(ctx context.Context, info *tap.Info) (context.Context, error) {
 	admitted, err := e.admit(ctx, info)
-	if one, ok := ctx.Value(connectionKey{}).(*connection); ok && err != nil {
-		one.rpcs.reject()
+	if err != nil {
+		conns.From(ctx).Reject()
 	}
 	return admitted, err
 }
@@ -118,12 +120,12 @@ func (e *endpoint) admit(ctx context.Context, info *tap.Info) (context.Context, 
 	}
 	inner, cancel := context.WithCancelCause(ctx)
 	open := &opened{cancel: cancel, caller: caller}
-	if one, ok := ctx.Value(connectionKey{}).(*connection); ok && one.in != nil {
-		if open.received, ok = one.in.Open(info.Header, func(why error) { open.end(errNotReceived(why, info.FullMethodName)) }); !ok {
-			cancel(nil)
-			return ctx, statusOf(errReceived)
-		}
+	received, ok := conns.From(ctx).Open(info.Header, func(why error) { open.end(errNotReceived(why, info.FullMethodName)) })
+	if !ok {
+		cancel(nil)
+		return ctx, statusOf(errReceived)
 	}
+	open.received = received
 	open.first = time.AfterFunc(e.FirstMessage, func() { cancel(fmt.Errorf("server: no message within %v", e.FirstMessage)) })
 	e.server.guard.Remember(caller, func(why error) { open.end(errUnauthenticated(why)) })
 	context.AfterFunc(inner, func() { // ends with the RPC
@@ -149,6 +151,24 @@ func received(ctx context.Context) *inbound.RPC {
 	return nil
 }
 
+// statistics are gRPC's events about connections and RPCs.
+type statistics struct{ *conns.Set }
+
+// HandleRPC follows an RPC from the start of its handler to its end. It takes back what was
+// sent after the RPC ended: gRPC may have dropped it.
+func (statistics) HandleRPC(ctx context.Context, event stats.RPCStats) {
+	switch event := event.(type) {
+	case *stats.InHeader:
+		received(ctx).Begun()
+	case *stats.OutPayload:
+		if ctx.Err() != nil {
+			wire.Unsent(event.Payload)
+		}
+	case *stats.End:
+		received(ctx).End()
+	}
+}
+
 // answerKey is the context key of the *wire.Answer that carries a unary RPC's response.
 type answerKey struct{}
 
@@ -156,12 +176,13 @@ type answerKey struct{}
 func (e *endpoint) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	stopAwaiting(ctx)
 	received(ctx).Next()
-	answer := &wire.Answer{InFlight: &e.server.connections.of(ctx).flight}
+	one := e.server.conns.Of(ctx)
+	answer := &wire.Answer{InFlight: &one.InFlight}
 	resp, err := handler(context.WithValue(ctx, answerKey{}, answer), req)
 	if err != nil {
 		return nil, err
 	}
-	if !e.server.connections.of(ctx).room(resp, answer) {
+	if !one.Room(resp, answer) {
 		return nil, statusOf(errReceived)
 	}
 	answer.Message = resp
@@ -172,7 +193,7 @@ func (e *endpoint) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, h
 // of other streams when their only message arrives.
 func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
 	booked := answering{
-		ServerStream: ss, one: e.server.connections.of(ss.Context()), received: received(ss.Context()), unread: make(answers, unreadAnswers),
+		ServerStream: ss, one: e.server.conns.Of(ss.Context()), received: received(ss.Context()), unread: make(answers, unreadAnswers),
 	}
 	handled(ss.Context())
 	if info.IsClientStream {
@@ -186,7 +207,7 @@ func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamSe
 // connection. At most unreadAnswers of them may be unread.
 type answering struct {
 	grpc.ServerStream
-	one      *connection
+	one      *conns.Conn
 	received *inbound.RPC
 	unread   answers
 }
@@ -202,7 +223,7 @@ func (a answering) SendMsg(m any) error {
 	if _, frame := m.(*wire.Message); frame {
 		return a.ServerStream.SendMsg(m)
 	}
-	if !a.one.room(m, nil) {
+	if !a.one.Room(m, nil) {
 		return statusOf(errReceived)
 	}
 	select {
@@ -210,7 +231,7 @@ func (a answering) SendMsg(m any) error {
 	case <-a.Context().Done():
 		return context.Cause(a.Context())
 	}
-	answer := &wire.Answer{Message: m, Held: a.unread, InFlight: &a.one.flight}
+	answer := &wire.Answer{Message: m, Held: a.unread, InFlight: &a.one.InFlight}
 	err := a.ServerStream.SendMsg(answer)
 	if answer.Held != nil { // the codec never took it
 		answer.Held.Release()

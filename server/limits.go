@@ -34,9 +34,6 @@ const (
 	// receiveShare: what clients have sent and nothing has consumed may take 1/receiveShare
 	// of the budget's bytes, in addition to the budget.
 	receiveShare = 2
-	// lanesShare: a lane is opened while at most 1/lanesShare of all connections are open,
-	// so that lanes keep no client out.
-	lanesShare = 2
 )
 
 // Default limits of a server. GetServiceInfo shows all but DefaultCloseWait.

@@ -23,9 +23,9 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/conns"
 	"github.com/tensorferry/tensorferry/internal/guard"
 	"github.com/tensorferry/tensorferry/internal/inbound"
-	"github.com/tensorferry/tensorferry/internal/lane"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/storing"
@@ -134,10 +134,10 @@ type Server struct {
 	started   time.Time
 	forget    func() // unregisters the metrics
 
-	connections connections
-	guard       *guard.Guard
-	lanes       *lane.Offers // nil if lanes are disabled
-	serving     sync.Once
+	conns    *conns.Set
+	received *inbound.Memory // charged for what peers have sent and nothing has consumed
+	guard    *guard.Guard
+	serving  sync.Once
 
 	failedRPCs, failedSessions serving.LogSampler
 }
@@ -155,11 +155,11 @@ func New(cfg Config) (*Server, error) {
 	cfg.setDefaults()
 	s := &Server{
 		cfg: cfg, limits: cfg.Session, log: cfg.Log, started: time.Now(), health: healthService{health.NewServer()},
-		connections: connections{log: cfg.Log, most: cfg.Connections, thin: cfg.ThinFrames, memory: inbound.NewMemory(cfg.ReceiveBytes, cfg.messageBytes())}, guard: guard.New(cfg.Identify, cfg.Log), forget: func() {},
+		received: inbound.NewMemory(cfg.ReceiveBytes, cfg.messageBytes()), guard: guard.New(cfg.Identify, cfg.Log), forget: func() {},
 	}
-	if cfg.Lanes >= 0 && cfg.Credentials == nil {
-		s.lanes = new(lane.Offers)
-	}
+	s.conns = conns.New(conns.Config{
+		Log: cfg.Log, Connections: cfg.Connections, ThinFrames: cfg.ThinFrames, Memory: s.received, Lanes: cfg.Lanes >= 0 && cfg.Credentials == nil,
+	})
 	s.core = serving.New(serving.Config{
 		Models: cfg.Models, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, Session: cfg.Session, MemoryWait: cfg.MemoryWait,
 		Open:   [...]int{serving.Sessions: cfg.Sessions, serving.Transfers: cfg.Transfers, serving.Calls: cfg.QueuedCalls},
@@ -248,17 +248,17 @@ func def[T int | int64 | time.Duration](v *T, d T) {
 func (s *Server) Serve(l net.Listener) error {
 	s.serving.Do(func() { // all end with Close
 		s.core.Start()
-		go s.connections.watch(unread(s.limits), s.core.Done())
+		go s.conns.Watch(unread(s.limits), s.core.Done())
 		go s.guard.Watch(s.core.Done())
 		for _, e := range s.endpoints[1:] {
 			go func() {
-				if err := e.grpc.Serve(listener{e.Listener, &s.connections}); err != nil {
+				if err := e.grpc.Serve(s.conns.Listener(e.Listener)); err != nil {
 					s.log.Error("service ended", slog.String("address", e.Listener.Addr().String()), slog.String("error", err.Error()))
 				}
 			}()
 		}
 	})
-	err := s.endpoints[0].grpc.Serve(listener{l, &s.connections})
+	err := s.endpoints[0].grpc.Serve(s.conns.Listener(l))
 	if errors.Is(err, grpc.ErrServerStopped) { // stopped before it began
 		return nil
 	}
@@ -315,13 +315,13 @@ func Principal(ctx context.Context) string {
 
 // StreamTensors serves one session.
 func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]) error {
-	one := s.connections.of(conn.Context())
+	one := s.conns.Of(conn.Context())
 	sess, err := s.core.OpenSession(&one.Caller)
 	if err != nil {
 		return err
 	}
 	received(conn.Context()).Admitted()
-	defer s.offerLanes(sess)()
+	defer s.conns.OfferLanes(sess)()
 	// The session ends with the RPC.
 	cause := sess.Serve(conn.Context(), s.frames(conn))
 	if err := statusOf(cause); err != nil {
@@ -332,7 +332,6 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 }
 
 // frames returns the frames of a gRPC stream, limited to the rate of its connection.
-func (s *Server) frames(conn grpc.ServerStream) *rateLimit {
-	one := s.connections.of(conn.Context())
-	return &rateLimit{frames: wire.NewConn(conn, &one.flight), thin: one.thin, received: received(conn.Context())}
+func (s *Server) frames(conn grpc.ServerStream) *conns.Frames {
+	return s.conns.Of(conn.Context()).Frames(conn, received(conn.Context()))
 }

@@ -17,7 +17,7 @@ import (
 	"google.golang.org/grpc/reflection"
 
 	"github.com/tensorferry/tensorferry/engine"
-	"github.com/tensorferry/tensorferry/internal/lane"
+	"github.com/tensorferry/tensorferry/internal/conns"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
 )
@@ -128,7 +128,7 @@ func (r Run) End(err error) error {
 }
 
 func (m *Models) caller(ctx context.Context) *serving.Caller {
-	if one, ok := ctx.Value(connectionKey{}).(*connection); ok {
+	if one := conns.From(ctx); one != nil {
 		return &one.Caller
 	}
 	return &m.nobody
@@ -152,7 +152,7 @@ func (s *Server) endpoint(svc Service) *endpoint {
 	cfg := &s.cfg
 	options := append(e.intercept(),
 		grpc.ForceServerCodecV2(wire.Codec{MaxRequestParts: requestParts * max(1, svc.MessageBytes/session)}),
-		grpc.StatsHandler(&s.connections),
+		grpc.StatsHandler(statistics{s.conns}),
 		experimental.BufferPool(wire.Buffers),
 		grpc.ReadBufferSize(0), // an inbound.Conn has one
 		grpc.InitialWindowSize(int32(cfg.WindowBytes)),
@@ -168,15 +168,11 @@ func (s *Server) endpoint(svc Service) *endpoint {
 		grpc.InTapHandle(e.tap),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: cfg.KeepaliveMin, PermitWithoutStream: true}),
 	)
-	var lanes *lane.Offers
-	if svc.Listener == nil {
-		lanes = s.lanes
-	}
 	creds := cfg.Credentials
 	if creds == nil {
 		creds = insecure.NewCredentials()
 	}
-	e.grpc = grpc.NewServer(append(options, grpc.Creds(handshakes{creds, &s.connections, int64(svc.MessageBytes), lanes}))...)
+	e.grpc = grpc.NewServer(append(options, grpc.Creds(s.conns.Credentials(creds, int64(svc.MessageBytes), svc.Listener == nil)))...)
 	svc.Register(registrar{e.grpc}, s.models)
 	healthpb.RegisterHealthServer(registrar{e.grpc}, s.health)
 	if cfg.Reflection {

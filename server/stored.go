@@ -20,7 +20,7 @@ import (
 // PushTensors stores the tensors of a client's stream.
 func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTensorsResponse]) error {
 	received(conn.Context()).Admitted()
-	return s.storing.Push(&s.connections.of(conn.Context()).Caller, s.frames(conn), func(list []frame.Summary) error {
+	return s.storing.Push(&s.conns.Of(conn.Context()).Caller, s.frames(conn), func(list []frame.Summary) error {
 		resp := &pb.PushTensorsResponse{}
 		for i := range list {
 			resp.Summaries = append(resp.Summaries, wire.ToSummary(&list[i]))
@@ -51,7 +51,7 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 	rpc := received(conn.Context())
 	rpc.Consumed()
 	rpc.Admitted()
-	return s.storing.Pull(&s.connections.of(conn.Context()).Caller, s.frames(conn), h, list)
+	return s.storing.Pull(&s.conns.Of(conn.Context()).Caller, s.frames(conn), h, list)
 }
 
 // ListTensors lists a page of the store.

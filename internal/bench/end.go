@@ -18,7 +18,7 @@ import (
 	"github.com/tensorferry/tensorferry/slab"
 )
 
-// EndArgument, alone, makes a program one end of one kind: it calls BeEnd.
+// EndArgument alone makes a program one end of one kind: it calls BeEnd.
 const EndArgument = "bench-end"
 
 // Role says what an End is.

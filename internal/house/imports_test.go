@@ -68,10 +68,11 @@ var layers = map[string][]string{
 	"internal/relay":         {"client", "identity", "internal/link", "slab", "tensor"},
 	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/metrics", "internal/session", "slab", "stream", "tensor"},
 
+	"internal/conns":   {"frame", "internal/inbound", "internal/lane", "internal/serving", "internal/session", "internal/wire"},
 	"internal/guard":   {"internal/serving"},
 	"internal/storing": {"codec", "engine", "frame", "internal/fault", "internal/serving", "internal/session", "internal/transfer", "slab", "store", "stream", "tensor"},
 
-	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/guard", "internal/inbound", "internal/lane", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/transfer", "internal/wire", "slab", "store", "stream", "tensor"},
+	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/conns", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/transfer", "internal/wire", "slab", "store", "stream", "tensor"},
 
 	"internal/stress/known": {"client", "internal/bench", "tensor"},
 	"internal/stress/minus": {"engine", "engine/cpu", "server", "tensor"},
@@ -160,7 +161,7 @@ var rules = []struct {
 	{"C", []string{"engine/cuda", "engine/cuda/fakecuda"}, "the module builds without cgo; one package calls into C, and the driver of its tests"},
 	{
 		"google.golang.org/grpc/...",
-		[]string{"api/...", "identity", "internal/guard", "internal/wire", "internal/session", "internal/attack", "internal/bench/kinds", "internal/stress/...", "client", "server", "compat/...", "cmd/..."},
+		[]string{"api/...", "identity", "internal/conns", "internal/guard", "internal/wire", "internal/session", "internal/attack", "internal/bench/kinds", "internal/stress/...", "client", "server", "compat/...", "cmd/..."},
 		"what lies below the wire does not know how bytes travel",
 	},
 	{

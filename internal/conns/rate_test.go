@@ -1,4 +1,4 @@
-package server
+package conns
 
 import (
 	"context"
@@ -61,12 +61,12 @@ func TestThinFramesComeAtTheRateOfTheirConnection(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c.ctx = t.Context()
-				book := connections{thin: perSecond}
-				one := book.one()
+				all := New(Config{ThinFrames: perSecond})
+				one := all.one()
 				began := time.Now()
 				// Two streams of one connection share its rate; a third is another's.
-				mine := []*rateLimit{{frames: &c.source, thin: one.thin}, {frames: &c.source, thin: one.thin}}
-				next := func(r *rateLimit) {
+				mine := []*Frames{{frames: &c.source, thin: one.thin}, {frames: &c.source, thin: one.thin}}
+				next := func(r *Frames) {
 					_, err := r.Recv()
 					require.Equal(t, c.err, err)
 					r.opened.Add(c.opens)
@@ -81,7 +81,7 @@ func TestThinFramesComeAtTheRateOfTheirConnection(t *testing.T) {
 				}
 				require.InDelta(t, time.Duration(10*cost)*time.Second, time.Since(began), float64(3*thinDebt+time.Duration(cost)*3*time.Millisecond))
 				began = time.Now()
-				next(&rateLimit{frames: &c.source, thin: book.one().thin})
+				next(&Frames{frames: &c.source, thin: all.one().thin})
 				require.Zero(t, time.Since(began))
 			})
 		})
@@ -93,7 +93,7 @@ func TestTheEndOfAnRPCEndsItsWaitForTheRateLimit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		r := rateLimit{frames: &source{ctx: ctx}, thin: rate.NewLimiter(rate.Every(time.Hour), 1)}
+		r := Frames{frames: &source{ctx: ctx}, thin: rate.NewLimiter(rate.Every(time.Hour), 1)}
 		began := time.Now()
 		next := func() {
 			_, err := r.Recv()

@@ -1,4 +1,4 @@
-package server
+package conns
 
 import (
 	"io"
@@ -13,17 +13,17 @@ import (
 	"github.com/tensorferry/tensorferry/internal/serving"
 )
 
-// lanesPerSession returns how many lanes a session may have at a time.
-func (s *Server) lanesPerSession() int {
-	if s.lanes == nil {
-		return 0
+// LanesPerSession returns how many lanes a session may have at a time.
+func (s *Set) LanesPerSession() int {
+	if s.cfg.Lanes {
+		return 1
 	}
-	return 1
+	return 0
 }
 
-// offerLanes makes a session offer lanes until its handler calls withdraw.
-func (s *Server) offerLanes(sess *serving.Session) (withdraw func()) {
-	if s.lanes == nil {
+// OfferLanes makes a session offer lanes until its handler calls withdraw.
+func (s *Set) OfferLanes(sess *serving.Session) (withdraw func()) {
+	if !s.cfg.Lanes {
 		return func() {}
 	}
 	token, withdraw := s.lanes.Offer(func(c net.Conn) {
@@ -36,16 +36,16 @@ func (s *Server) offerLanes(sess *serving.Session) (withdraw func()) {
 }
 
 // crowded reports whether too many connections are open for another lane.
-func (c *connections) crowded() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return lanesShare*c.accepted > c.most
+func (s *Set) crowded() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return lanesShare*s.accepted > s.cfg.Connections
 }
 
 // withoutLane returns the connection for gRPC to serve. For a connection that asks to be a
 // lane, it returns credentials.ErrConnDispatched, or the reason why the lane was refused.
 func (h handshakes) withoutLane(c *acceptedConn) (net.Conn, error) {
-	if h.lanes == nil {
+	if !h.lanes {
 		return c, nil
 	}
 	first := make([]byte, len(lane.Magic))
@@ -55,7 +55,7 @@ func (h handshakes) withoutLane(c *acceptedConn) (net.Conn, error) {
 	if string(first) != lane.Magic {
 		return &begunConn{c, first}, nil
 	}
-	if err := h.lanes.Accept(c, func() bool {
+	if err := h.of.lanes.Accept(c, func() bool {
 		c.lane.Store(!h.of.crowded())
 		return c.lane.Load()
 	}); err != nil {
@@ -64,7 +64,7 @@ func (h handshakes) withoutLane(c *acceptedConn) (net.Conn, error) {
 		defer h.of.mu.Unlock()
 		if n, due := h.of.noLane.Again(); due {
 			// Not a warning: its session may just have ended.
-			h.of.log.Info("lane refused", slog.String("peer", c.RemoteAddr().String()), slog.String("reason", err.Error()), slog.Int64("refused", n))
+			h.of.cfg.Log.Info("lane refused", slog.String("peer", c.RemoteAddr().String()), slog.String("reason", err.Error()), slog.Int64("refused", n))
 		}
 		return nil, err
 	}
@@ -90,7 +90,7 @@ func (c *begunConn) Read(p []byte) (int, error) {
 // pacedLane is a lane on which small chunks cost as much as small frames.
 type pacedLane struct {
 	*lane.Conn
-	one *connection
+	one *Conn
 }
 
 // Next delays the reader after a chunk that carries less than its processing costs.

@@ -1,4 +1,4 @@
-package server
+package conns
 
 import (
 	"context"
@@ -6,25 +6,12 @@ import (
 	"time"
 
 	"golang.org/x/time/rate"
+	"google.golang.org/grpc"
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/session"
-)
-
-const (
-	// The work of a frame is counted in small frames: one for itself, placing more for a
-	// chunk, and one for each workBytes of its control parts. Each payBytes of payload pays
-	// for one, so that chunks of 3 KiB and more are free. Each call or tensor that the
-	// frame opens pays for openPays, that is, for 16 KiB of control parts: these have
-	// limits of their own.
-	placing   = 2
-	workBytes = 256
-	payBytes  = 1 << 10
-	openPays  = 64
-	// thinDebt is how far a connection may exceed its rate before it waits: a timer for
-	// each frame would cost more than the frame.
-	thinDebt = 5 * time.Millisecond
+	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
 // frames is a *wire.Conn.
@@ -35,11 +22,11 @@ type frames interface {
 	Excuse()
 }
 
-// rateLimit limits the frames of a session or a push. Frames that carry few bytes and open
+// Frames are the frames of a session, a push or a pull. Those that carry few bytes and open
 // nothing are subject to the rate of their connection: a frame costs the same work for one
 // byte as for a thousand, and repeated parts must be read, too. That work adds to
 // everybody's latency.
-type rateLimit struct {
+type Frames struct {
 	frames
 	thin     *rate.Limiter // the connection's limit
 	opened   atomic.Int64  // number of tensors
@@ -49,17 +36,23 @@ type rateLimit struct {
 	seen int64 // of opened, before that frame
 }
 
+// Frames returns the frames of a gRPC stream on the connection, which the account of its RPC
+// is charged for.
+func (c *Conn) Frames(stream grpc.ServerStream, received *inbound.RPC) *Frames {
+	return &Frames{frames: wire.NewConn(stream, &c.InFlight), thin: c.thin, received: received}
+}
+
 // Holds charges the bytes that are kept of what the peer has sent.
-func (r *rateLimit) Holds(bytes int64) { r.received.Holds(bytes) }
+func (r *Frames) Holds(bytes int64) { r.received.Holds(bytes) }
 
 // Take is like Holds, but fails if there is no memory for the bytes.
-func (r *rateLimit) Take(bytes int64) bool { return r.received.Take(bytes) }
+func (r *Frames) Take(bytes int64) bool { return r.received.Take(bytes) }
 
 // Opened counts a tensor that the peer has opened.
-func (r *rateLimit) Opened() { r.opened.Add(1) }
+func (r *Frames) Opened() { r.opened.Add(1) }
 
 // Recv returns the next frame, after the last one's delay has passed or the RPC has ended.
-func (r *rateLimit) Recv() (*frame.Frame, error) {
+func (r *Frames) Recv() (*frame.Frame, error) {
 	opened := r.opened.Load()
 	if n := r.owed - openPays*int(opened-r.seen); n > 0 {
 		r.wait(n)
@@ -77,7 +70,7 @@ func (r *rateLimit) Recv() (*frame.Frame, error) {
 }
 
 // wait waits for the delay of n small frames.
-func (r *rateLimit) wait(n int) {
+func (r *Frames) wait(n int) {
 	delay := price(r.thin, n)
 	if delay == 0 {
 		return

@@ -1,0 +1,356 @@
+// Package conns holds a server's connections: it limits how many are open and how fast
+// each sends, takes lanes out before gRPC sees them, charges for what peers send, and
+// closes connections whose peers do not read.
+package conns
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/time/rate"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/stats"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/tensorferry/tensorferry/internal/inbound"
+	"github.com/tensorferry/tensorferry/internal/lane"
+	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/internal/wire"
+)
+
+// Config says what a Set needs.
+type Config struct {
+	Log         *slog.Logger
+	Connections int             // the maximum open at a time
+	ThinFrames  int             // small frames per second and connection
+	Memory      *inbound.Memory // charged for what peers have sent and nothing has consumed
+	Lanes       bool            // whether sessions may have lanes
+}
+
+// Set is a server's connections. As a stats.Handler, but for its HandleRPC, it learns when a
+// connection has ended, that is, when gRPC's reader and writer for it have returned; gRPC
+// reports that nowhere else. The handler's other events cost about 200 bytes a message.
+// Safe for concurrent use.
+type Set struct {
+	cfg              Config
+	lanes            lane.Offers
+	lanesRefused     atomic.Int64
+	handshakesFailed atomic.Int64
+
+	mu       sync.Mutex // guards all below
+	open     map[*Conn]struct{}
+	accepted int
+	refused  serving.LogSampler
+	noLane   serving.LogSampler
+	unread   serving.LogSampler
+	unshaken serving.LogSampler
+}
+
+// New returns a Set without connections.
+func New(cfg Config) *Set { return &Set{cfg: cfg, open: make(map[*Conn]struct{})} }
+
+// LanesRefused returns how many greetings were refused.
+func (s *Set) LanesRefused() int64 { return s.lanesRefused.Load() }
+
+// HandshakesFailed returns how many connections failed their handshake.
+func (s *Set) HandshakesFailed() int64 { return s.handshakesFailed.Load() }
+
+// Conn is the state of one connection. Safe for concurrent use, like its parts.
+type Conn struct {
+	serving.Caller
+	InFlight wire.InFlight // what was sent and nobody has read
+	addr     net.Addr
+	in       *inbound.Conn // accounts for what its peer has sent; nil before the handshake
+	thin     *rate.Limiter
+	rpcs     *rpcsContext // nil unless gRPC has the connection
+}
+
+// Open charges an RPC to the connection from its headers on. It reports whether there is
+// memory for it; end is called when there is none any more. The account is nil, which is
+// valid, if nothing charges the connection.
+func (c *Conn) Open(header map[string][]string, end func(why error)) (rpc *inbound.RPC, ok bool) {
+	if c == nil || c.in == nil {
+		return nil, true
+	}
+	return c.in.Open(header, end)
+}
+
+// Room reports whether there is memory for an answer. It returns true if the answer is
+// accounted for elsewhere, as may say.
+func (c *Conn) Room(answer any, as *wire.Answer) bool {
+	m, ok := answer.(proto.Message)
+	if !ok || c.in == nil || as != nil && as.Charged {
+		return true
+	}
+	return c.in.Room(int64(proto.Size(m)))
+}
+
+// Reject cancels the context of the RPC that tap rejects, and that began last. Only the
+// goroutine that reads the connection, tap's, may call it.
+func (c *Conn) Reject() {
+	if c != nil {
+		c.rpcs.reject()
+	}
+}
+
+// rpcsContext is the parent of the contexts of a connection's RPCs. gRPC (1.85) does not
+// cancel the context of an RPC that tap rejects, so one with a deadline would stay in
+// memory until then. Package context passes AfterFunc what cancels a child.
+type rpcsContext struct {
+	context.Context
+	done      chan struct{} // never closed: gRPC cancels its RPCs
+	newest    func()        // cancels the newest child; only for the goroutine that reads the connection
+	rejecting atomic.Bool
+}
+
+// Done returns a channel that is never closed: without one, no child would be announced.
+func (c *rpcsContext) Done() <-chan struct{} { return c.done }
+
+// Err returns what the child that is being cancelled is to return.
+func (c *rpcsContext) Err() error {
+	if c.rejecting.Load() {
+		return context.Canceled
+	}
+	return nil
+}
+
+// AfterFunc learns how to cancel a child.
+func (c *rpcsContext) AfterFunc(f func()) (stop func() bool) {
+	c.newest = f
+	return func() bool { return true }
+}
+
+// reject cancels the newest child.
+func (c *rpcsContext) reject() {
+	if c.newest == nil {
+		return
+	}
+	c.rejecting.Store(true)
+	c.newest()
+	c.rejecting.Store(false)
+	c.newest = nil
+}
+
+// connKey is the context key of the *Conn.
+type connKey struct{}
+
+// listener returns connections whose address leads back to them: gRPC exposes nothing else
+// of a connection. Connections beyond the limit are closed at once, rather than left in the
+// system's queue, where they would wait without knowing why.
+type listener struct {
+	net.Listener
+	of *Set
+}
+
+// Listener returns l's connections as the Set's, for gRPC.
+func (s *Set) Listener(l net.Listener) net.Listener { return listener{l, s} }
+
+type acceptedConn struct {
+	net.Conn
+	one    *Conn
+	closed func()      // once
+	lane   atomic.Bool // ignore gRPC's deadlines: it clears them late
+}
+
+// handshakes makes gRPC read connections through an inbound.Conn, which limits them, and
+// takes lanes out.
+type handshakes struct {
+	credentials.TransportCredentials
+	of      *Set
+	message int64 // size of the largest message
+	lanes   bool  // connections may become lanes
+}
+
+// Credentials returns credentials that secure the Set's connections as creds does, and take
+// lanes out if the listener may have them. A message has so many bytes at most.
+func (s *Set) Credentials(creds credentials.TransportCredentials, message int64, lanes bool) credentials.TransportCredentials {
+	return handshakes{creds, s, message, lanes && s.cfg.Lanes}
+}
+
+// tracked is a connection as gRPC sees it.
+type tracked struct {
+	*inbound.Conn
+	one *Conn
+}
+
+type trackedAddr struct {
+	net.Addr
+	one *Conn
+}
+
+// Accept waits for the next connection.
+func (l listener) Accept() (net.Conn, error) {
+	for {
+		c, err := l.Listener.Accept()
+		if err != nil {
+			return nil, err
+		}
+		if l.of.enter() {
+			one := l.of.one()
+			return &acceptedConn{Conn: c, one: one, closed: sync.OnceFunc(func() { l.of.leave(one) })}, nil
+		}
+		_ = c.Close() // the peer notices
+	}
+}
+
+func (s *Set) enter() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.accepted >= s.cfg.Connections {
+		if n, due := s.refused.Again(); due {
+			s.cfg.Log.Warn("connections refused: the limit is reached", slog.Int("limit", s.cfg.Connections), slog.Int64("refused", n))
+		}
+		return false
+	}
+	s.accepted++
+	return true
+}
+
+func (s *Set) leave(one *Conn) {
+	s.mu.Lock()
+	s.accepted--
+	_, open := s.open[one]
+	s.mu.Unlock()
+	if !open && one.in != nil { // gRPC rejected it
+		one.in.End()
+	}
+}
+
+// Close closes the connection.
+func (c *acceptedConn) Close() error {
+	c.closed()
+	return c.Conn.Close()
+}
+
+// SetDeadline is called by gRPC before and after the handshake. It has no effect on a lane.
+func (c *acceptedConn) SetDeadline(t time.Time) error {
+	if c.lane.Load() {
+		return nil
+	}
+	return c.Conn.SetDeadline(t)
+}
+
+// ServerHandshake secures a connection and starts charging for what arrives on it.
+func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	accepted := raw.(*acceptedConn)
+	raw, err := h.withoutLane(accepted)
+	if err != nil {
+		return nil, nil, err
+	}
+	conn, info, err := h.TransportCredentials.ServerHandshake(raw)
+	if err != nil {
+		h.of.unsecured(accepted, err)
+		return nil, nil, err
+	}
+	one := accepted.one
+	one.in = h.of.cfg.Memory.Conn(conn, h.message, func() bool { return one.Calls() > 0 || !one.InFlight.Empty() })
+	one.InFlight.Copied = one.in.Hold
+	return tracked{one.in, one}, info, nil
+}
+
+// unsecured counts and logs a handshake that failed.
+func (s *Set) unsecured(conn net.Conn, why error) {
+	s.handshakesFailed.Add(1)
+	if n, due := s.unshaken.Again(); due {
+		s.cfg.Log.Info("handshake failed", slog.String("peer", conn.RemoteAddr().String()), slog.String("reason", why.Error()), slog.Int64("failed", n))
+	}
+}
+
+// Clone returns a copy.
+func (h handshakes) Clone() credentials.TransportCredentials {
+	h.TransportCredentials = h.TransportCredentials.Clone()
+	return h
+}
+
+// RemoteAddr returns the peer's address.
+func (c tracked) RemoteAddr() net.Addr { return trackedAddr{c.Conn.RemoteAddr(), c.one} }
+
+// TagConn starts tracking a connection.
+func (s *Set) TagConn(ctx context.Context, info *stats.ConnTagInfo) context.Context {
+	a, ok := info.RemoteAddr.(trackedAddr)
+	one := a.one
+	if !ok {
+		one = s.one()
+	}
+	one.addr = info.RemoteAddr
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.open[one] = struct{}{}
+	one.rpcs = &rpcsContext{Context: context.WithValue(ctx, connKey{}, one), done: make(chan struct{})}
+	return one.rpcs
+}
+
+// From returns the connection that an RPC came over, or nil if gRPC did not announce it.
+func From(ctx context.Context) *Conn {
+	one, _ := ctx.Value(connKey{}).(*Conn)
+	return one
+}
+
+// Of is like From, but instead of nil it returns a Conn of the RPC's own.
+func (s *Set) Of(ctx context.Context) *Conn {
+	if one := From(ctx); one != nil {
+		return one
+	}
+	return s.one()
+}
+
+func (s *Set) one() *Conn {
+	return &Conn{thin: rate.NewLimiter(rate.Limit(s.cfg.ThinFrames), max(s.cfg.ThinFrames/10, 1))}
+}
+
+// HandleConn releases what a dead connection had queued.
+func (s *Set) HandleConn(ctx context.Context, event stats.ConnStats) {
+	if _, ok := event.(*stats.ConnEnd); !ok {
+		return
+	}
+	one := From(ctx)
+	s.mu.Lock()
+	delete(s.open, one)
+	s.mu.Unlock()
+	one.InFlight.Abandon()
+	if one.in != nil {
+		one.in.End()
+	}
+}
+
+// Watch closes connections whose peers do not read, until done is closed. Each RPC has its
+// own idle timeout, but what an RPC sent before it ended stays in gRPC's queue, along with
+// the memory it occupies, for as long as the peer's window is closed. gRPC cannot reset a
+// stream then, so the connection must be closed. A frame that is still queued at the second
+// of two looks has been there for at least idle and at most twice that.
+func (s *Set) Watch(idle time.Duration, done <-chan struct{}) {
+	tick := time.NewTicker(idle)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+		case <-done:
+			return
+		}
+		for _, one := range s.stuck() {
+			if n, due := s.unread.Again(); due {
+				s.cfg.Log.Warn("connection closed: its peer does not read", slog.String("peer", one.addr.String()), slog.Int64("closed", n))
+			}
+			_ = one.in.Close() // gRPC's reader cleans up the rest
+		}
+	}
+}
+
+// stuck checks all connections and returns those whose peers do not read.
+func (s *Set) stuck() (all []*Conn) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for one := range s.open {
+		if one.InFlight.Look() && one.in != nil {
+			all = append(all, one)
+		}
+	}
+	return all
+}
+
+// TagRPC returns ctx.
+func (*Set) TagRPC(ctx context.Context, _ *stats.RPCTagInfo) context.Context { return ctx }
