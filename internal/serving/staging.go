@@ -1,6 +1,7 @@
 package serving
 
 import (
+	"container/list"
 	"sync"
 	"time"
 
@@ -29,18 +30,18 @@ type staging struct {
 	used int64      // bytes used, within the reservation and beyond it
 	past int64      // bytes acquired beyond it
 
-	since      time.Time // idle since; zero if not idle; guarded by all.mu, as are those below
-	next, prev *staging  // prev is older
+	idle  *list.Element // of all.idle; nil if not idle; guarded by all.mu
+	since time.Time     // idle since; guarded by all.mu
 }
 
 // reservations tracks the reservations of all sessions. When memory is short, unused ones
 // are returned, the longest idle first, but none that was in use a moment ago: small calls
 // must not wait for others' large ones.
 type reservations struct {
-	mu          sync.Mutex // guards all below; taken after that of a staging
-	held        int64      // bytes
-	promised    int64      // bytes that sessions were allowed to send
-	first, last *staging   // idle
+	mu       sync.Mutex // guards all below; taken after that of a staging
+	held     int64      // bytes
+	promised int64      // bytes that sessions were allowed to send
+	idle     list.List  // of *staging, the longest idle first
 }
 
 // promise returns how much of an allowance of most bytes a new session is granted. All
@@ -101,15 +102,9 @@ func (l *reservations) give(n int64) {
 func (l *reservations) rest(d *staging) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if !d.since.IsZero() {
-		return
+	if d.idle == nil {
+		d.idle, d.since = l.idle.PushBack(d), time.Now()
 	}
-	if d.prev = l.last; l.last == nil {
-		l.first = d
-	} else {
-		l.last.next = d
-	}
-	l.last, d.since = d, time.Now()
 }
 
 // wake removes d from the idle list.
@@ -119,36 +114,18 @@ func (l *reservations) wake(d *staging) {
 	l.unlink(d)
 }
 
-// unlink removes d from the list, if it is in it; mu is held.
+// unlink removes d from the idle list, if it is in it; mu is held.
 func (l *reservations) unlink(d *staging) {
-	if d.since.IsZero() {
-		return
+	if d.idle != nil {
+		l.idle.Remove(d.idle)
+		d.idle = nil
 	}
-	if d.prev == nil {
-		l.first = d.next
-	} else {
-		d.prev.next = d.next
-	}
-	if d.next == nil {
-		l.last = d.prev
-	} else {
-		d.next.prev = d.prev
-	}
-	d.next, d.prev, d.since = nil, nil, time.Time{}
 }
 
 // reclaim returns the reservation that has been idle longest, and reports whether there was
 // one. The caller may have locked a staging, but none in the list.
 func (l *reservations) reclaim() bool {
-	l.mu.Lock()
-	d := l.first
-	if d != nil && time.Since(d.since) < stagingGrace {
-		d = nil
-	}
-	if d != nil {
-		l.unlink(d)
-	}
-	l.mu.Unlock()
+	d := l.oldest()
 	if d == nil {
 		return false
 	}
@@ -158,6 +135,23 @@ func (l *reservations) reclaim() bool {
 		d.giveUp()
 	}
 	return true
+}
+
+// oldest removes what has been idle longest from the list, unless it was in use a moment
+// ago.
+func (l *reservations) oldest() *staging {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	first := l.idle.Front()
+	if first == nil {
+		return nil
+	}
+	d := first.Value.(*staging)
+	if time.Since(d.since) < stagingGrace {
+		return nil
+	}
+	l.unlink(d)
+	return d
 }
 
 // watch reclaims for those who wait for memory, until done is closed: what is idle now may
