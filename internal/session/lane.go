@@ -4,6 +4,7 @@ import (
 	"errors"
 	"io"
 	"os"
+	"runtime"
 	"sync"
 	"time"
 
@@ -120,11 +121,21 @@ func (s *Session) attend() {
 	}
 }
 
+// yield lets other goroutines run if it has not done so since last for a while. A goroutine
+// of a lane may seldom wait for its socket. While the scheduler (Go 1.26) finds no other
+// work, it may then poll the network every 10 ms only, and small calls would wait for that.
+func (s *Session) yield(last *stream.Instant) {
+	if now := s.now(); now >= *last+yieldEvery {
+		*last = now
+		runtime.Gosched() // starts a thread that polls
+	}
+}
+
 // readLane puts the chunks that a lane brings at their places.
 func (s *Session) readLane(l *lane) {
 	defer s.work.Done()
 	var ch frame.Chunk
-	for {
+	for yielded := s.now(); ; s.yield(&yielded) {
 		n, err := l.Next(&ch)
 		if errors.Is(err, os.ErrDeadlineExceeded) { // that of a chunk before: a lane may rest
 			if err = l.SetReadDeadline(time.Time{}); err == nil {
@@ -189,7 +200,7 @@ func (s *Session) locked(f func(m *stream.Machine, now stream.Instant) bool) (re
 // writeLane sends what the machine has for the lane, until there is nothing.
 func (s *Session) writeLane(l *lane) {
 	defer s.work.Done()
-	for {
+	for yielded := s.now(); ; s.yield(&yielded) {
 		s.mu.Lock()
 		var held interface{ Release() }
 		ok := s.lane == l
