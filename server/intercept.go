@@ -120,12 +120,11 @@ func (e *endpoint) admit(ctx context.Context, info *tap.Info) (context.Context, 
 	}
 	inner, cancel := context.WithCancelCause(ctx)
 	open := &opened{cancel: cancel, caller: caller}
-	received, ok := conns.From(ctx).Open(info.Header, func(why error) { open.end(errNotReceived(why, info.FullMethodName)) })
-	if !ok {
+	var room bool
+	if open.received, room = conns.From(ctx).Open(info.Header, func(why error) { open.end(errNotReceived(why, info.FullMethodName)) }); !room {
 		cancel(nil)
 		return ctx, statusOf(errReceived)
 	}
-	open.received = received
 	open.first = time.AfterFunc(e.FirstMessage, func() { cancel(fmt.Errorf("server: no message within %v", e.FirstMessage)) })
 	e.server.guard.Remember(caller, func(why error) { open.end(errUnauthenticated(why)) })
 	context.AfterFunc(inner, func() { // ends with the RPC

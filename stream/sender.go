@@ -242,7 +242,7 @@ func (s *sender) take(now Instant, q *[]*out, ch *frame.Chunk) (*out, chunker.Re
 		var held chunker.Releaser
 		ch.Tensor, ch.Index = t.desc.Tensor, index
 		ch.Data, held = t.chunks.View(index, ch.Data[:0])
-		if !again { // or a peer could keep the tensor for ever by asking for the same chunk
+		if !again { // otherwise a peer could keep the tensor forever by asking for the same chunk
 			t.last = now
 		}
 		s.stats.ChunksOut++

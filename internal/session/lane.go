@@ -121,13 +121,14 @@ func (s *Session) attend() {
 	}
 }
 
-// yield lets other goroutines run if it has not done so since last for a while. A goroutine
-// of a lane may seldom wait for its socket. While the scheduler (Go 1.26) finds no other
-// work, it may then poll the network every 10 ms only, and small calls would wait for that.
+// yield yields the processor, unless it did so less than yieldEvery ago, at last. A
+// goroutine of a lane seldom waits for its socket, and keeps the thread that polled the
+// network. Until another thread takes over, Go 1.26 polls only every 10 ms, and small calls
+// would wait for that.
 func (s *Session) yield(last *stream.Instant) {
 	if now := s.now(); now >= *last+yieldEvery {
 		*last = now
-		runtime.Gosched() // starts a thread that polls
+		runtime.Gosched() // wakes another thread, which polls
 	}
 }
 
