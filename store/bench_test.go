@@ -102,9 +102,9 @@ func BenchmarkListAfterAPush(b *testing.B) {
 				require.NoError(b, err)
 				require.NoError(b, os.WriteFile(filepath.Join(dir, fileName(info.Name)), append(header, 1), 0o644))
 			}
-			f := closing(b, openFolder(b, dir, FolderConfig{}))
+			f, _, files := openDir(b, dir, FolderConfig{})
 			for b.Loop() {
-				f.yours.scan.settled = false
+				files.scan.settled = false
 				require.Len(b, must(f.List(b.Context(), "", "", 10)), 10)
 			}
 		})

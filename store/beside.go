@@ -16,11 +16,25 @@ func Beside(main Store, others ...Store) Store {
 		return main
 	}
 	b := &beside{main: main, others: others}
-	if m, ok := main.(Meter); ok {
+	meter, isMeter := main.(Meter)
+	sets, isSets := main.(Sets)
+	switch {
+	case isMeter && isSets:
 		return struct {
 			Store
 			Meter
-		}{b, m}
+			Sets
+		}{b, meter, sets}
+	case isMeter:
+		return struct {
+			Store
+			Meter
+		}{b, meter}
+	case isSets:
+		return struct {
+			Store
+			Sets
+		}{b, sets}
 	}
 	return b
 }
@@ -32,7 +46,25 @@ type beside struct {
 
 // taken returns the Info of a tensor that only another store has.
 func (b *beside) taken(ctx context.Context, name string) (info Info, taken bool, err error) {
-	r, err := openFirst(ctx, name, b.others)
+	for _, s := range b.others {
+		if info, taken, err = has(ctx, s, name); taken || err != nil {
+			break
+		}
+	}
+	if !taken || err != nil {
+		return Info{}, false, err
+	}
+	_, own, err := has(ctx, b.main, name)
+	return info, !own && err == nil, err
+}
+
+// has returns the Info of a tensor of s. It does not have Files look for new ones, which
+// each push of many would.
+func has(ctx context.Context, s Store, name string) (Info, bool, error) {
+	if f, ok := s.(*Files); ok {
+		return f.known(name)
+	}
+	r, err := s.Open(ctx, name)
 	if errors.Is(err, ErrNotFound) {
 		return Info{}, false, nil
 	}
@@ -40,15 +72,7 @@ func (b *beside) taken(ctx context.Context, name string) (info Info, taken bool,
 		return Info{}, false, err
 	}
 	defer r.Release()
-	own, err := b.main.Open(ctx, name)
-	if err == nil {
-		own.Release()
-		return Info{}, false, nil
-	}
-	if errors.Is(err, ErrNotFound) {
-		return r.Info(), true, nil
-	}
-	return Info{}, false, err
+	return r.Info(), true, nil
 }
 
 func (b *beside) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {

@@ -2,11 +2,14 @@ package store
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
+	"sync/atomic"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/fault"
@@ -28,11 +31,48 @@ type FilesConfig struct {
 // names, as sub/model/…. Files are mapped, not read. It never writes: Create fails with
 // ErrReadOnly. It neither follows links to folders nor enters folders whose names begin
 // with a dot. It is safe for concurrent use.
-type Files struct{ files *files }
+type Files struct {
+	dir    string
+	prefix string // prefix of all names
+	// owned reports which files are those of a Folder in the same folder. Nil if there is no
+	// Folder: then the folders below are included.
+	owned func(file string) bool
+	log   *slog.Logger
+	pool  *slab.Pool // for views
+	limit int        // of tensors in all files: fileTensors, except in tests
+
+	scanning sync.Mutex // guards scan; taken before mu
+	scan     scan
+	scans    atomic.Int64 // scans begun
+
+	mu       sync.Mutex // guards all below; taken last
+	parts    index[part]
+	isClosed bool
+}
 
 // OpenFiles opens the model files below the folder dir and reads their headers. The caller
 // closes the store.
-func OpenFiles(dir string, config FilesConfig) (*Files, error) {
+func OpenFiles(dir string, config FilesConfig) (*Files, error) { return openFiles(dir, config, nil) }
+
+// OpenDir opens a Folder, which is OpenFolder's, and serves beside it the model files that
+// others have put into the folder itself, those of model.safetensors as model/…. The
+// caller closes the store.
+func OpenDir(dir string, config FolderConfig) (Store, error) {
+	folder, err := OpenFolder(dir, config)
+	if err != nil {
+		return nil, err
+	}
+	files, err := openFiles(dir, FilesConfig{Log: config.Log}, folder.owns)
+	if err != nil {
+		return nil, errors.Join(err, folder.Close())
+	}
+	if n := len(files.scan.files); n > 0 {
+		files.log.Info("model files in the folder of pushed tensors are served read-only; consider a folder of their own", slog.Int("files", n))
+	}
+	return Beside(folder, files), nil
+}
+
+func openFiles(dir string, config FilesConfig, owned func(string) bool) (*Files, error) {
 	if config.Log == nil {
 		config.Log = slog.New(slog.DiscardHandler)
 	}
@@ -45,15 +85,17 @@ func OpenFiles(dir string, config FilesConfig) (*Files, error) {
 	} else if !info.IsDir() {
 		return nil, fmt.Errorf("store: %s is not a folder", dir)
 	}
-	f := newFiles(dir, config.Log)
-	f.deep = true
+	f := &Files{
+		dir: dir, owned: owned, log: config.Log, limit: fileTensors, pool: slab.NewPool(viewBytes, slab.System),
+		scan: scan{files: map[string]*wholeFile{}}, parts: newIndex(map[string]part{}),
+	}
 	if name := strings.TrimSuffix(config.Name, "/"); name != "" {
 		if err := CheckName(name); err != nil {
 			return nil, err
 		}
 		f.prefix = name + "/"
 	}
-	return &Files{f}, f.rescan(false)
+	return f, f.rescan(false)
 }
 
 // Create implements Store: it fails.
@@ -61,7 +103,7 @@ func (f *Files) Create(ctx context.Context, name string, d tensor.Desc) (Writer,
 	if _, err := checkNew(ctx, name, d); err != nil {
 		return nil, err
 	}
-	if p, taken := f.files.find(name); taken {
+	if p, taken := f.find(name); taken {
 		return nil, taking(p.info)
 	}
 	return nil, fmt.Errorf("%w: cannot store tensor %q", ErrReadOnly, name)
@@ -77,17 +119,36 @@ func partOf(info Info) error {
 	return fmt.Errorf("%w: %q is a tensor of %s; delete that file", ErrPart, info.Name, info.File)
 }
 
-// Open implements Store.
+// Open implements Store. If the tensor is not known, or its file has changed since it was
+// seen, it scans first.
 func (f *Files) Open(ctx context.Context, name string) (Reader, error) {
-	return f.files.open(ctx, name)
+	r, err := f.openKnown(name, false)
+	if !errors.Is(err, ErrNotFound) && !errors.Is(err, errChanged) {
+		return r, err
+	}
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	if err := f.rescan(errors.Is(err, errChanged)); err != nil {
+		return nil, err
+	}
+	return f.openKnown(name, true)
 }
 
 // List implements Store. It first checks for new and removed files.
 func (f *Files) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
-	if err := f.files.rescan(false); err != nil {
+	if err := f.rescan(false); err != nil {
 		return nil, err
 	}
-	return listPages(ctx, glob, after, most, f.files.after)
+	return listPages(ctx, glob, after, most, func(after string, n int) ([]Info, error) {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		var infos []Info
+		for _, name := range f.parts.after(after, n) {
+			infos = append(infos, f.parts.byName[name].info)
+		}
+		return infos, nil
+	})
 }
 
 // Delete implements Store. It fails for every tensor that exists.
@@ -96,7 +157,7 @@ func (f *Files) Delete(ctx context.Context, names ...string) ([]string, error) {
 		if ctx.Err() != nil {
 			return nil, context.Cause(ctx)
 		}
-		if p, there := f.files.find(name); there {
+		if p, there := f.find(name); there {
 			return nil, partOf(p.info)
 		}
 	}
@@ -104,7 +165,24 @@ func (f *Files) Delete(ctx context.Context, names ...string) ([]string, error) {
 }
 
 // Close implements Store.
-func (f *Files) Close() error { return f.files.close() }
+func (f *Files) Close() error {
+	f.scanning.Lock()
+	defer f.scanning.Unlock()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.isClosed {
+		return ErrClosed
+	}
+	f.isClosed = true
+	f.parts = newIndex(map[string]part{})
+	for _, w := range f.scan.files {
+		if w.usable() {
+			w.mapped.Release()
+		}
+	}
+	f.scan.files = nil
+	return nil
+}
 
 // fileReader is the Reader of a tensor in a file.
 type fileReader struct {
@@ -112,7 +190,7 @@ type fileReader struct {
 	info  Info
 	data  []byte
 	file  *mapped
-	files *files // the files that the tensor is part of; nil for a pushed one
+	files *Files // the files that the tensor is part of; nil for a pushed one
 }
 
 // open finds the tensor in its file, unless r already has its bytes. It takes over the

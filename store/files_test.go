@@ -115,7 +115,7 @@ func TestFilesHaveAsManyTensorsAsTheLimitSays(t *testing.T) {
 	f, err := OpenFiles(dir, FilesConfig{Log: slog.New(slog.NewTextHandler(&log, nil))})
 	require.NoError(t, err)
 	defer f.Close()
-	f.files.limit = 3
+	f.limit = 3
 	putModel(t, filepath.Join(dir, "b.safetensors"), nil, "x", "y")
 	putModel(t, filepath.Join(dir, "c.safetensors"), nil, "x", "y")
 	putModel(t, filepath.Join(dir, "d.safetensors"), nil, "x")
@@ -140,9 +140,9 @@ func TestAFolderFromTheFutureIsNotScannedForEachList(t *testing.T) {
 		require.NoError(t, err)
 		defer f.Close()
 		scansOf := func() int64 {
-			before := f.files.scans.Load()
-			require.NoError(t, f.files.rescan(false))
-			return f.files.scans.Load() - before
+			before := f.scans.Load()
+			require.NoError(t, f.rescan(false))
+			return f.scans.Load() - before
 		}
 		require.EqualValues(t, 1, scansOf(), "its time may be the same after another change")
 		time.Sleep(clockGrain + 1)
@@ -150,7 +150,7 @@ func TestAFolderFromTheFutureIsNotScannedForEachList(t *testing.T) {
 		require.EqualValues(t, 0, scansOf())
 		putModel(t, filepath.Join(dir, "sub/n.safetensors"), nil, "y")
 		require.EqualValues(t, 1, scansOf())
-		_, there := f.files.find("sub/n/y")
+		_, there := f.find("sub/n/y")
 		require.True(t, there)
 	})
 }
@@ -178,10 +178,10 @@ func TestAFolderThatCannotBeReadIsNotScannedForEachList(t *testing.T) {
 	defer f.Close()
 	require.Contains(t, log.String(), "folder cannot be read")
 	require.Empty(t, listed(t, f))
-	require.EqualValues(t, 1, f.files.scans.Load())
+	require.EqualValues(t, 1, f.scans.Load())
 	require.NoError(t, root.Remove(long))
 	require.Empty(t, listed(t, f))
-	require.EqualValues(t, 2, f.files.scans.Load())
+	require.EqualValues(t, 2, f.scans.Load())
 }
 
 func TestATensorOfAnUnknownDataTypeHidesNoOther(t *testing.T) {
@@ -190,7 +190,7 @@ func TestATensorOfAnUnknownDataTypeHidesNoOther(t *testing.T) {
 	file := append([]byte{byte(len(header)), 0, 0, 0, 0, 0, 0, 0}, header+"ab"...)
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "m.safetensors"), file, 0o644))
 	var log bytes.Buffer
-	f, err := OpenFolder(dir, FolderConfig{Log: slog.New(slog.NewTextHandler(&log, nil))})
+	f, err := OpenFiles(dir, FilesConfig{Log: slog.New(slog.NewTextHandler(&log, nil))})
 	require.NoError(t, err)
 	defer f.Close()
 	require.Equal(t, []string{"m/a"}, listed(t, f))

@@ -2,7 +2,6 @@ package store
 
 import (
 	"context"
-	"crypto/rand"
 	"errors"
 	"fmt"
 	"hash/maphash"
@@ -12,8 +11,6 @@ import (
 	"math"
 	"os"
 	"path/filepath"
-	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -37,28 +34,30 @@ type FolderConfig struct {
 	MaxTensors int
 }
 
-// Folder keeps each pushed tensor in a .safetensors file of its own. It also serves the
-// tensors of other .safetensors files put into the folder: those of model.safetensors as
-// model/…. Files are mapped, not read. docs/store.md says what survives a crash. It is safe
-// for concurrent use.
+// Folder keeps each pushed tensor in a .safetensors file of its own, which it maps to read
+// it. It neither serves nor touches other files in the folder: see OpenDir. docs/store.md
+// says what survives a crash. It is safe for concurrent use.
 type Folder struct {
 	dir    string
 	config FolderConfig
+	pool   *slab.Pool // for views
 	lock   *os.File
 	locked fs.FileInfo // identifies lock
-	// syncNames is syncFolder, except in tests.
+	// syncNames and rename are syncFolder and os.Rename, except in tests.
 	syncNames func(dir string) error
-	used      atomic.Int64 // bytes of pushed files; grows under mu only
+	rename    func(from, to string) error
+	foreign   map[string]bool // files named like those of pushed tensors that are others'
+	used      atomic.Int64    // bytes of pushed files; grows under mu only
+
+	sets       sync.RWMutex // held while a set is committed; guards unfinished; taken before names
+	unfinished *manifest    // of a committed set, to be finished before other changes
 
 	// names are held while the file of a name is replaced, deleted or mapped, so that index
 	// and file agree; see nameLock.
 	names [nameLocks]sync.Mutex
 
-	yours *files // files that others have put into the folder
-
 	mu       sync.Mutex // guards all below; taken last
 	pushed   index[*pushed]
-	files    map[string]bool // the files of pushed
 	writers  int
 	isClosed bool
 }
@@ -67,14 +66,14 @@ type Folder struct {
 type pushed struct {
 	share  // of its bytes on disk: held by the folder and by each mapping
 	info   Info
-	file   string
-	mapped *mapped // the last mapping, perhaps already unmapped; guarded by the name's lock
+	file   string  // guarded by the name's lock, as is mapped
+	mapped *mapped // the last mapping, perhaps already unmapped
 }
 
 // OpenFolder locks the folder dir, which it creates if needed. It returns ErrLocked if
-// another store has locked it. It deletes the files of unfinished pushes and reads the
-// header of every .safetensors file; a damaged file is logged and left alone. The caller
-// closes the store.
+// another store has locked it. It finishes a committed set, deletes the files of unfinished
+// pushes and reads the headers of the others; a damaged file is logged and left alone. The
+// caller closes the store.
 func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 	if config.Log == nil {
 		config.Log = slog.New(slog.DiscardHandler)
@@ -100,18 +99,20 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 		return nil, errors.Join(fmt.Errorf("store: %w", err), lock.Close())
 	}
 	f := &Folder{
-		dir: dir, config: config, lock: lock, locked: locked, syncNames: syncFolder,
-		pushed: newIndex(map[string]*pushed{}), files: map[string]bool{}, yours: newFiles(dir, config.Log),
+		dir: dir, config: config, lock: lock, locked: locked, syncNames: syncFolder, rename: os.Rename,
+		foreign: map[string]bool{}, pool: slab.NewPool(viewBytes, slab.System),
 	}
-	f.yours.owner = f
 	if err = f.isHere(); err == nil { // otherwise the temporary files belong to another store
-		err = f.removeTemps()
+		f.unfinished, err = f.readManifest()
+	}
+	if err == nil {
+		err = f.finish()
+	}
+	if err == nil {
+		err = f.load()
 	}
 	if err != nil {
 		return nil, errors.Join(err, lock.Close())
-	}
-	if err := f.yours.rescan(false); err != nil {
-		return nil, errors.Join(err, f.Close())
 	}
 	return f, nil
 }
@@ -141,19 +142,42 @@ func (f *Folder) usable() error {
 	return f.isHere()
 }
 
-// removeTemps deletes the files of unfinished pushes.
-func (f *Folder) removeTemps() error {
-	entries, err := os.ReadDir(f.dir)
+// load deletes the files of unfinished pushes and reads the headers of the others.
+func (f *Folder) load() error {
+	_, entries, err := readDir(f.dir)
+	tensors := map[string]*pushed{}
 	for _, e := range entries {
-		if name := e.Name(); e.Type().IsRegular() && strings.HasPrefix(name, tempPrefix) && strings.HasSuffix(name, tempSuffix) {
-			err = errors.Join(err, os.Remove(filepath.Join(f.dir, name)))
+		file := e.Name()
+		if isTemp(file) && e.Type().IsRegular() {
+			err = errors.Join(err, os.Remove(filepath.Join(f.dir, file)))
+		}
+		if !isPushedName(file) || e.IsDir() {
+			continue
+		}
+		info, bytes, e := readPushed(f.dir, file)
+		switch {
+		case errors.Is(e, errForeign):
+			f.foreign[file] = true
+		case errors.Is(e, syscall.EMFILE) || errors.Is(e, syscall.ENFILE):
+			return fmt.Errorf("store: %w", e)
+		case e != nil:
+			f.config.Log.Warn("file cannot be used", slog.String("file", file), slog.Any("error", e))
+		default:
+			p := &pushed{info: info, file: file}
+			p.init(func() { f.used.Add(-bytes) })
+			f.used.Add(bytes)
+			tensors[info.Name] = p
 		}
 	}
+	f.pushed = newIndex(tensors)
 	if err != nil {
-		return fmt.Errorf("store: delete files of unfinished pushes: %w", err)
+		return fmt.Errorf("store: %w", err)
 	}
 	return nil
 }
+
+// owns reports whether a file of this name is not for others to serve.
+func (f *Folder) owns(file string) bool { return isPushedName(file) && !f.foreign[file] }
 
 var nameSeed = maphash.MakeSeed()
 
@@ -181,18 +205,12 @@ func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 		return nil, err
 	}
 	w.begin = int64(len(header))
-	err = f.reserve(name, w.begin, size)
-	if errors.Is(err, errChanged) {
-		if err = f.yours.rescan(true); err == nil {
-			err = f.reserve(name, w.begin, size)
-		}
-	}
-	if err != nil {
+	if err := f.reserve(name, w.begin, size); err != nil {
 		return nil, err
 	}
 	w.made.init(func() { f.used.Add(-w.begin - size) })
-	w.temp = filepath.Join(f.dir, tempPrefix+rand.Text()+tempSuffix)
-	w.file, err = os.OpenFile(w.temp, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o644)
+	w.temp = newTemp()
+	w.file, err = os.OpenFile(filepath.Join(f.dir, w.temp), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o644)
 	if err == nil {
 		err = reserveDisk(w.file, w.begin+size)
 	}
@@ -206,20 +224,12 @@ func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 
 // reserve charges a tensor of size bytes, and its header, to the limits.
 func (f *Folder) reserve(name string, header, size int64) error {
-	p, taken := f.yours.find(name)
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.isClosed {
 		return ErrClosed
 	}
-	_, known := f.pushed.byName[name]
-	if taken && !known {
-		if !p.whole.asItWas() {
-			return fmt.Errorf("%w: %w: %s", ErrExists, errChanged, p.info.File)
-		}
-		return taking(p.info)
-	}
-	if !known && len(f.pushed.names)+f.writers >= f.config.MaxTensors {
+	if _, known := f.pushed.byName[name]; !known && len(f.pushed.names)+f.writers >= f.config.MaxTensors {
 		return fmt.Errorf("%w: the limit is %d tensors; delete some", ErrFull, f.config.MaxTensors)
 	}
 	if free := f.config.Limit - f.used.Load(); header > free || size > free-header {
@@ -232,83 +242,40 @@ func (f *Folder) reserve(name string, header, size int64) error {
 }
 
 // Open implements Store.
-func (f *Folder) Open(ctx context.Context, name string) (Reader, error) {
+func (f *Folder) Open(_ context.Context, name string) (Reader, error) {
 	if err := f.usable(); err != nil {
 		return nil, err
 	}
-	r, err := f.openOwn(name)
-	if !errors.Is(err, ErrNotFound) {
-		return r, err
-	}
-	if r, err = f.yours.open(ctx, name); errors.Is(err, ErrNotFound) {
-		return f.openOwn(name) // it appeared as a file, and was adopted
-	}
-	return r, err
-}
-
-// openOwn opens a pushed tensor.
-func (f *Folder) openOwn(name string) (Reader, error) {
 	lock := f.nameLock(fileName(name))
 	lock.Lock()
 	defer lock.Unlock()
 	f.mu.Lock()
 	p, there := f.pushed.byName[name]
+	if there {
+		p.retain() // a set may replace it now
+	}
 	closed := f.isClosed
 	f.mu.Unlock()
-	switch {
-	case closed:
-		return nil, ErrClosed
-	case !there:
+	if !there {
+		if closed {
+			return nil, ErrClosed
+		}
 		return nil, fmt.Errorf("%w: no tensor %q", ErrNotFound, name)
 	}
 	return f.openPushed(p)
 }
 
-// strange returns those of names that are not known files of pushed tensors. There may be
-// thousands of names, and each push causes a scan. It reuses names' memory.
-func (f *Folder) strange(names []string) []string {
-	left := names[:0]
-	for some := range slices.Chunk(names, pageNames) {
-		f.mu.Lock()
-		for _, name := range some {
-			if !f.files[name] {
-				left = append(left, name)
-			}
-		}
-		f.mu.Unlock()
-	}
-	return left
-}
-
-// adopt adds a pushed tensor that an earlier store left behind. The caller holds the name's
-// lock.
-func (f *Folder) adopt(file string, info Info, bytes int64) {
-	p := &pushed{info: info, file: file}
-	p.init(func() { f.used.Add(-bytes) })
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.used.Add(bytes)
-	f.files[file] = true
-	f.pushed.put(info.Name, p)
-}
-
-// tellHidden logs which of these tensors of files are hidden by pushed tensors.
-func (f *Folder) tellHidden(names []string) {
-	f.mu.Lock()
-	hidden := slices.DeleteFunc(slices.Clone(names), func(name string) bool { return f.pushed.byName[name] == nil })
-	f.mu.Unlock()
-	if len(hidden) > 0 {
-		f.config.Log.Warn("tensors of files are hidden by pushed tensors of the same names", slog.String("first", hidden[0]), slog.Int("tensors", len(hidden)))
-	}
-}
-
-// openPushed maps p's file, or shares the mapping of another Reader. The caller holds the
-// name's lock, so the file is p's.
+// openPushed maps p's file, or shares the mapping of another Reader. It takes over the
+// caller's hold on p. The caller holds the name's lock, so the file is p's.
 func (f *Folder) openPushed(p *pushed) (Reader, error) {
 	if p.mapped != nil && p.mapped.tryRetain() {
-		return newReader(f.yours.pool, p.info, p.mapped)
+		p.Release() // the mapping holds it
+		return newReader(f.pool, p.info, p.mapped)
 	}
 	st, err := tensorfile.OpenSafetensors(filepath.Join(f.dir, p.file))
+	if err != nil {
+		defer p.Release()
+	}
 	if errors.Is(err, fs.ErrNotExist) {
 		f.config.Log.Warn("file of a pushed tensor was deleted by another program", slog.String("tensor", p.info.Name), slog.String("file", p.file))
 		f.forget(p)
@@ -317,13 +284,12 @@ func (f *Folder) openPushed(p *pushed) (Reader, error) {
 	if err != nil {
 		return nil, fmt.Errorf("store: tensor %q: %w", p.info.Name, err)
 	}
-	p.retain()
 	m := &mapped{file: st}
 	m.init(func() {
 		_ = st.Close() // unmapping does not fail
 		p.Release()
 	})
-	r, err := newReader(f.yours.pool, p.info, m)
+	r, err := newReader(f.pool, p.info, m)
 	if err == nil {
 		p.mapped = m
 	}
@@ -334,25 +300,26 @@ func (f *Folder) openPushed(p *pushed) (Reader, error) {
 func (f *Folder) forget(p *pushed) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if f.pushed.byName[p.info.Name] != p { // a set has replaced it
+		return
+	}
 	f.pushed.remove(p.info.Name)
-	delete(f.files, p.file)
 	p.Release()
 }
 
-// List implements Store. It first checks for new and removed files.
+// List implements Store.
 func (f *Folder) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
-	if err := f.yours.rescan(false); err != nil {
+	if err := f.usable(); err != nil {
 		return nil, err
 	}
 	return listPages(ctx, glob, after, most, func(after string, n int) ([]Info, error) {
-		var infos []Info // pushed ones hide parts
 		f.mu.Lock()
+		defer f.mu.Unlock()
+		var infos []Info
 		for _, name := range f.pushed.after(after, n) {
 			infos = append(infos, f.pushed.byName[name].info)
 		}
-		f.mu.Unlock()
-		parts, err := f.yours.after(after, n)
-		return merge(n, infos, parts), err
+		return infos, nil
 	})
 }
 
@@ -381,6 +348,10 @@ func (f *Folder) Delete(ctx context.Context, names ...string) (deleted []string,
 
 // delete deletes the file of a pushed tensor, if it exists.
 func (f *Folder) delete(name string) (there bool, err error) {
+	if err := f.change(); err != nil {
+		return false, err
+	}
+	defer f.sets.RUnlock()
 	lock := f.nameLock(fileName(name))
 	lock.Lock()
 	defer lock.Unlock()
@@ -391,13 +362,10 @@ func (f *Folder) delete(name string) (there bool, err error) {
 	p, isPushed := f.pushed.byName[name]
 	f.mu.Unlock()
 	if !isPushed {
-		if p, isPart := f.yours.find(name); isPart {
-			return false, partOf(p.info)
-		}
 		return false, nil
 	}
 	if err := os.Remove(filepath.Join(f.dir, p.file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return false, changing("delete", name, err)
+		return false, changing(fmt.Sprintf("delete tensor %q", name), err)
 	}
 	f.forget(p)
 	return true, nil
@@ -405,11 +373,11 @@ func (f *Folder) delete(name string) (there bool, err error) {
 
 // Close implements Store. It unlocks the folder.
 func (f *Folder) Close() error {
-	if err := f.yours.close(); err != nil {
-		return err
-	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if f.isClosed {
+		return ErrClosed
+	}
 	f.isClosed = true
 	return f.lock.Close()
 }
@@ -430,7 +398,8 @@ type folderWriter struct {
 	size    int64
 	begin   int64 // offset of the tensor in its file: the header's length
 	temp    string
-	file    *os.File
+	file    *os.File // nil when sealed
+	spoiled error    // of seal
 	order   codec.OrderedDigester
 	started int64 // bytes whose write-back was started
 }
@@ -458,34 +427,60 @@ func (w *folderWriter) Commit(context.Context) (Info, error) {
 	defer w.Abort()
 	p, f := w.made, w.folder
 	if err := w.seal(); err != nil {
-		return Info{}, w.failed("finish", err)
+		return Info{}, err
 	}
+	if err := f.change(); err != nil {
+		return Info{}, err
+	}
+	defer f.sets.RUnlock()
 	lock := f.nameLock(p.file)
 	lock.Lock()
 	defer lock.Unlock()
 	if err := f.usable(); err != nil {
 		return Info{}, err
 	}
-	if err := os.Rename(w.temp, filepath.Join(f.dir, p.file)); err != nil {
+	if err := f.rename(filepath.Join(f.dir, w.temp), filepath.Join(f.dir, p.file)); err != nil {
 		return Info{}, w.failed("name", err)
 	}
 	syncErr := f.syncNames(f.dir)
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if old, replaced := f.pushed.put(p.info.Name, p); replaced {
-		old.Release()
-	}
-	f.files[p.file] = true
+	f.show(map[string]*pushed{p.info.Name: p})
 	w.made = nil
-	f.writers--
 	if syncErr != nil { // the older tensor is gone
 		return p.info.clone(), fmt.Errorf("store: tensor %q is stored, but may not survive a power failure: %w", p.info.Name, syncErr)
 	}
 	return p.info.clone(), nil
 }
 
-// seal writes the header, which completes the file, and waits for the disk.
+// show makes what Writers have made visible, in place of older tensors.
+func (f *Folder) show(made map[string]*pushed) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, old := range f.pushed.put(made) {
+		old.Release()
+	}
+	f.writers -= len(made)
+}
+
+func (w *folderWriter) nameIn(s Store) string {
+	if w.made == nil || s != w.folder {
+		return ""
+	}
+	return w.made.info.Name
+}
+
+// seal completes the file, waits for the disk and closes the file, once.
 func (w *folderWriter) seal() error {
+	if w.file != nil {
+		if err := errors.Join(w.complete(), w.file.Close()); err != nil {
+			w.spoiled = w.failed("finish", err) // another fsync would succeed, although bytes are lost
+		}
+		w.file = nil
+	}
+	return w.spoiled
+}
+
+// complete writes the header and waits for the disk.
+func (w *folderWriter) complete() error {
 	if err := w.order.ReadRest(io.NewSectionReader(w.file, w.begin, w.size), w.size); err != nil {
 		return err
 	}
@@ -498,12 +493,7 @@ func (w *folderWriter) seal() error {
 	if _, err := w.file.WriteAt(header, 0); err != nil {
 		return err
 	}
-	if err := w.file.Sync(); err != nil {
-		return err
-	}
-	file := w.file
-	w.file = nil
-	return file.Close()
+	return w.file.Sync()
 }
 
 func (w *folderWriter) Abort() {
@@ -513,7 +503,7 @@ func (w *folderWriter) Abort() {
 	if w.file != nil {
 		_ = w.file.Close() // its contents are discarded
 	}
-	_ = os.Remove(w.temp) // if this fails, the next OpenFolder removes it
+	_ = os.Remove(filepath.Join(w.folder.dir, w.temp)) // if this fails, the next OpenFolder removes it
 	w.made.Release()
 	w.made = nil
 	w.folder.mu.Lock()
@@ -529,14 +519,14 @@ func (w *folderWriter) failed(what string, err error) error {
 	if errno == syscall.ENOSPC || errno == syscall.EDQUOT || errno == syscall.EFBIG { // without the path: peers read this
 		return fmt.Errorf("%w: %s tensor %q: not enough disk space for %d bytes: %w", ErrFull, what, name, n, errno)
 	}
-	return changing(what, name, err)
+	return changing(fmt.Sprintf("%s tensor %q", what, name), err)
 }
 
 // changing returns the error of a change to the folder, which wraps ErrUnwritable if other
 // changes would fail, too.
-func changing(what, name string, err error) error {
+func changing(what string, err error) error {
 	if errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS) || errors.Is(err, syscall.EIO) {
-		return fmt.Errorf("%w: %s tensor %q: %w", ErrUnwritable, what, name, err)
+		return fmt.Errorf("%w: %s: %w", ErrUnwritable, what, err)
 	}
-	return fmt.Errorf("store: %s tensor %q: %w", what, name, err)
+	return fmt.Errorf("store: %s: %w", what, err)
 }

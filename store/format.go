@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"net/url"
+	"os"
+	"path/filepath"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -17,10 +19,11 @@ import (
 
 // Names in a folder. docs/store.md describes them.
 const (
-	lockFile    = ".lock"
-	tempPrefix  = ".push-"
-	tempSuffix  = ".tmp"
-	pushedEntry = "tensor" // the name of the only tensor in a pushed file
+	lockFile     = ".lock"
+	manifestFile = ".set"
+	tempPrefix   = ".push-"
+	tempSuffix   = ".tmp"
+	pushedEntry  = "tensor" // the name of the only tensor in a pushed file
 
 	keyName   = "tensorferry.name"
 	keyDType  = "tensorferry.dtype"
@@ -45,8 +48,7 @@ func fileName(name string) string {
 // isPushedName reports whether file is what fileName returns for some name.
 func isPushedName(file string) bool {
 	digits, ok := strings.CutSuffix(file, tensorfile.FileSuffix)
-	_, err := hex.DecodeString(digits)
-	return ok && err == nil && len(digits) == 2*sha256.Size && digits == strings.ToLower(digits)
+	return ok && len(digits) == 2*sha256.Size && strings.Trim(digits, "0123456789abcdef") == ""
 }
 
 // U+FFFD is escaped as in URLs: some JSON readers substitute it for invalid text, and
@@ -112,4 +114,20 @@ func pushedInfo(file string, st *tensorfile.Safetensors) (Info, error) {
 		return damaged("tensor")
 	}
 	return info, nil
+}
+
+// readPushed reads the header of a file that may be a pushed tensor's, and returns the
+// file's length.
+func readPushed(dir, file string) (info Info, bytes int64, err error) {
+	path := filepath.Join(dir, file)
+	stat, err := os.Stat(path)
+	if err != nil {
+		return Info{}, 0, err
+	}
+	st, err := tensorfile.OpenSafetensors(path)
+	if err != nil {
+		return Info{}, 0, err
+	}
+	info, err = pushedInfo(file, st)
+	return info, stat.Size(), errors.Join(err, st.Close())
 }

@@ -21,6 +21,19 @@ func openFolder(t testing.TB, dir string, config FolderConfig) *Folder {
 	return f
 }
 
+// openDir opens a folder and the files of others in it.
+func openDir(t testing.TB, dir string, config FolderConfig) (Store, *Folder, *Files) {
+	t.Helper()
+	s, err := OpenDir(dir, config)
+	require.NoError(t, err)
+	b := s.(struct {
+		Store
+		Meter
+		Sets
+	}).Store.(*beside)
+	return closing(t, s), b.main.(*Folder), b.others[0].(*Files)
+}
+
 func closing[S Store](t testing.TB, s S) S {
 	t.Cleanup(func() {
 		if err := s.Close(); err != nil && !errors.Is(err, ErrClosed) {

@@ -20,14 +20,25 @@ func newIndex[T any](byName map[string]T) index[T] {
 	return index[T]{byName, slices.Sorted(maps.Keys(byName))}
 }
 
-// put adds v, and returns the value that it replaces, if any.
-func (x *index[T]) put(name string, v T) (old T, replaced bool) {
-	if old, replaced = x.byName[name]; !replaced {
-		i, _ := slices.BinarySearch(x.names, name)
-		x.names = slices.Insert(x.names, i, name)
+// put adds values, and returns those that they replace.
+func (x *index[T]) put(values map[string]T) (replaced []T) {
+	var fresh []string
+	for name, v := range values {
+		if old, there := x.byName[name]; there {
+			replaced = append(replaced, old)
+		} else {
+			fresh = append(fresh, name)
+		}
+		x.byName[name] = v
 	}
-	x.byName[name] = v
-	return old, replaced
+	if len(fresh) == 1 {
+		i, _ := slices.BinarySearch(x.names, fresh[0])
+		x.names = slices.Insert(x.names, i, fresh[0])
+	} else if len(fresh) > 1 {
+		x.names = append(x.names, fresh...)
+		slices.Sort(x.names)
+	}
+	return replaced
 }
 
 func (x *index[T]) remove(name string) {

@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
@@ -69,13 +70,18 @@ func TestChild(t *testing.T) {
 	wg.Wait()
 }
 
-func TestWhatWasAcknowledgedSurvivesAKill(t *testing.T) {
-	kills := defaultKills
-	if text := os.Getenv(killsVariable); text != "" {
-		var err error
-		kills, err = strconv.Atoi(text)
-		require.NoError(t, err)
+func killsOf(t *testing.T) int {
+	text := os.Getenv(killsVariable)
+	if text == "" {
+		return defaultKills
 	}
+	kills, err := strconv.Atoi(text)
+	require.NoError(t, err)
+	return kills
+}
+
+func TestWhatWasAcknowledgedSurvivesAKill(t *testing.T) {
+	kills := killsOf(t)
 	rand := testkit.Rand(t)
 	dir := t.TempDir()
 	type ack struct {
@@ -86,7 +92,7 @@ func TestWhatWasAcknowledgedSurvivesAKill(t *testing.T) {
 	deleting := map[string]uint64{} // the last deletion that began
 	next, pushes, temps := uint64(1), 0, 0
 	for range kills {
-		pushes += runAndKill(t, rand, dir, next, func(what, name string, n uint64) {
+		pushes += runAndKill(t, rand, "TestChild", dir, next, func(what, name string, n uint64) {
 			next = max(next, n+1)
 			if what == "deleting" {
 				deleting[name] = n
@@ -127,10 +133,56 @@ func TestWhatWasAcknowledgedSurvivesAKill(t *testing.T) {
 	t.Logf("%d kills, %d changes acknowledged, %d pushes interrupted", kills, pushes, temps)
 }
 
+var setNames = []string{"a", "b", "c", "d", "e"}
+
+// TestSetChild is the process that is killed while it commits sets.
+func TestSetChild(t *testing.T) {
+	dir, first, ok := strings.Cut(os.Getenv(childVariable), "\n")
+	if !ok {
+		t.Skip("run by TestASetSurvivesAKillWholeOrNotAtAll")
+	}
+	next, err := strconv.ParseUint(first, 10, 64)
+	require.NoError(t, err)
+	f := openFolder(t, dir, FolderConfig{})
+	for n := next; ; n++ {
+		_, err := f.CommitAll(t.Context(), begun(t, f, version(n)[:8+n*7919%50_000], setNames...))
+		require.NoError(t, err)
+		fmt.Printf("pushed set %d\n", n)
+	}
+}
+
+func TestASetSurvivesAKillWholeOrNotAtAll(t *testing.T) {
+	rand := testkit.Rand(t)
+	dir := t.TempDir()
+	acked, manifests := uint64(0), 0
+	next := uint64(1)
+	for range killsOf(t) {
+		runAndKill(t, rand, "TestSetChild", dir, next, func(_, _ string, n uint64) { acked = n })
+		if _, err := os.Stat(filepath.Join(dir, manifestFile)); err == nil {
+			manifests++
+		}
+		var log logged
+		f := openFolder(t, dir, FolderConfig{Log: log.logger()})
+		got := get(t, f, setNames[0])
+		n := binary.LittleEndian.Uint64(got)
+		require.GreaterOrEqual(t, n, acked)
+		for _, name := range setNames {
+			require.Equal(t, version(n)[:8+n*7919%50_000], get(t, f, name), "%s, the first has version %d", name, n)
+		}
+		next = n + 1
+		require.Zero(t, log.count(""), "%s", &log.text)
+		for _, name := range filesIn(t, dir) {
+			require.True(t, isPushedName(name), "%s is left", name)
+		}
+		require.NoError(t, f.Close())
+	}
+	t.Logf("the last of %d sets, %d of them killed with a manifest", acked, manifests)
+}
+
 // runAndKill lets a child push until a random moment, and returns how many
 // changes it acknowledged.
-func runAndKill(t *testing.T, rand *rand.Rand, dir string, next uint64, acked func(what, name string, n uint64)) (count int) {
-	child := exec.Command(os.Args[0], "-test.run=^TestChild$")
+func runAndKill(t *testing.T, rand *rand.Rand, test, dir string, next uint64, acked func(what, name string, n uint64)) (count int) {
+	child := exec.Command(os.Args[0], "-test.run=^"+test+"$")
 	child.Env = append(os.Environ(), fmt.Sprintf("%s=%s\n%d", childVariable, dir, next))
 	child.Stderr = os.Stderr
 	out, err := child.StdoutPipe()

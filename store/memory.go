@@ -21,6 +21,8 @@ type Memory struct {
 	limit int64
 	used  atomic.Int64 // bytes in slabs: of tensors, of open Writers, and of what is still being read; grows under mu only
 
+	sets sync.RWMutex // held while a set is committed; taken before mu
+
 	mu       sync.Mutex // guards all below
 	tensors  index[*resident]
 	recent   list.List // of *resident, most recently used first
@@ -101,6 +103,25 @@ func (m *Memory) forget(r *resident) {
 	m.tensors.remove(r.info.Name)
 	m.recent.Remove(r.at)
 	r.Release()
+}
+
+// show makes tensors visible, in place of older ones.
+func (m *Memory) show(made map[string]*resident) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.isClosed {
+		return ErrClosed
+	}
+	for _, old := range m.tensors.put(made) {
+		m.recent.Remove(old.at)
+		old.Release()
+	}
+	now := time.Now()
+	for _, r := range made {
+		r.info.Stored = now
+		r.at = m.recent.PushFront(r)
+	}
+	return nil
 }
 
 // Open implements Store. It never waits.
@@ -184,31 +205,39 @@ func (w *memoryWriter) WriteViews(_ context.Context, off int64, views [][]byte) 
 		return err
 	}
 	for _, v := range views {
-		copy(w.made.data[off:], v)
+		if to := w.made.data[off:]; len(v) > 0 && &v[0] != &to[0] { // otherwise it is there already, see InPlace
+			copy(to, v)
+		}
 		w.order.Wrote(off, v)
 		off += int64(len(v))
 	}
 	return nil
 }
 
-func (w *memoryWriter) Commit(context.Context) (Info, error) {
-	r, m := w.made, w.store
+func (w *memoryWriter) Memory() []byte { return w.made.data }
+
+func (w *memoryWriter) nameIn(s Store) string {
+	if w.made == nil || s != w.store {
+		return ""
+	}
+	return w.made.info.Name
+}
+
+// seal computes the digest.
+func (w *memoryWriter) seal() {
 	next := w.order.Next()
-	w.order.Wrote(next, r.data[next:]) // what arrived after a gap
-	r.info.Digest = w.order.Sum()
-	r.info.Stored = time.Now()
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.isClosed {
-		w.Abort()
-		return Info{}, ErrClosed
+	w.order.Wrote(next, w.made.data[next:]) // what arrived after a gap
+	w.made.info.Digest = w.order.Sum()
+}
+
+func (w *memoryWriter) Commit(context.Context) (Info, error) {
+	defer w.Abort()
+	w.seal()
+	r := w.made
+	if err := w.store.show(map[string]*resident{r.info.Name: r}); err != nil {
+		return Info{}, err
 	}
 	w.made = nil
-	if old, replaced := m.tensors.byName[r.info.Name]; replaced {
-		m.forget(old)
-	}
-	m.tensors.put(r.info.Name, r)
-	r.at = m.recent.PushFront(r)
 	return r.Info(), nil
 }
 

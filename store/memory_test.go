@@ -216,3 +216,22 @@ func TestMemoryForgetsLikeItsModel(t *testing.T) {
 		}
 	})
 }
+
+func TestBytesWrittenInPlaceAreNotCopied(t *testing.T) {
+	m := closing(t, NewMemory(testkit.Pool(t), 1*mib))
+	w, err := m.Create(t.Context(), "x", vector(3))
+	require.NoError(t, err)
+	defer w.Abort()
+	mine := w.(InPlace).Memory()
+	copy(mine, "abc")
+	require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{mine[:2], nil, mine[2:]}))
+	must(w.Commit(t.Context()))
+	r, err := m.Open(t.Context(), "x")
+	require.NoError(t, err)
+	defer r.Release()
+	data, held, err := r.View(t.Context(), 0, 3)
+	require.NoError(t, err)
+	defer held.Release()
+	require.Equal(t, "abc", string(data))
+	require.Same(t, &mine[0], &data[0])
+}

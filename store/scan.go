@@ -1,7 +1,6 @@
 package store
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -11,36 +10,13 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 
 	"github.com/tensorferry/tensorferry/codec"
-	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
-
-// files are the model files that others have put into a folder. It never writes to the
-// folder.
-type files struct {
-	dir    string
-	prefix string  // prefix of all names
-	deep   bool    // include the folders below
-	owner  *Folder // keeps pushed tensors in the same folder; may be nil
-	log    *slog.Logger
-	pool   *slab.Pool // for views
-	limit  int        // of tensors in all files: fileTensors, except in tests
-
-	scanning sync.Mutex // guards scan; taken before a lock of a Folder's names and before mu
-	scan     scan
-	scans    atomic.Int64 // scans begun
-
-	mu       sync.Mutex // guards all below; taken last
-	parts    index[part]
-	isClosed bool
-}
 
 // part is a tensor of a model file, or the file's document.
 type part struct {
@@ -80,12 +56,6 @@ type mapped struct {
 	file *tensorfile.Safetensors
 }
 
-func newFiles(dir string, log *slog.Logger) *files {
-	f := &files{dir: dir, log: log, limit: fileTensors, pool: slab.NewPool(viewBytes, slab.System), parts: newIndex(map[string]part{})}
-	f.scan.files = map[string]*wholeFile{}
-	return f
-}
-
 // stats returns the FileInfos of files; nil for a file that does not exist or is not
 // regular.
 func stats(paths []string) []fs.FileInfo {
@@ -112,7 +82,7 @@ func (w *wholeFile) asItWas() bool { return slices.EqualFunc(w.seen, stats(w.pat
 // rescan looks for new, changed and removed files. Concurrent callers share a scan that
 // began after they called. With always, it scans even if the times of the folders have not
 // changed: a file may have been modified.
-func (f *files) rescan(always bool) error {
+func (f *Files) rescan(always bool) error {
 	before := f.scans.Load()
 	f.scanning.Lock()
 	defer f.scanning.Unlock()
@@ -121,11 +91,6 @@ func (f *files) rescan(always bool) error {
 	}
 	if f.scans.Load() > before {
 		return nil
-	}
-	if f.owner != nil {
-		if err := f.owner.isHere(); err != nil {
-			return err
-		}
 	}
 	if !always && f.scan.settled && f.dirsAsTheyWere() && !f.brokenOnesChanged() {
 		return nil
@@ -148,7 +113,7 @@ func (f *files) rescan(always bool) error {
 	return err
 }
 
-func (f *files) dirsAsTheyWere() bool {
+func (f *Files) dirsAsTheyWere() bool {
 	for path, dir := range f.scan.dirs {
 		if dir.at.IsZero() { // its permissions may change, which its time does not show
 			if _, _, err := readDir(path); err == nil || errors.Is(err, fs.ErrNotExist) {
@@ -163,7 +128,7 @@ func (f *files) dirsAsTheyWere() bool {
 
 // brokenOnesChanged reports whether an unusable file has changed: it may have been seen
 // while it was being copied, and only the beginning of the copy changes the folder's time.
-func (f *files) brokenOnesChanged() bool {
+func (f *Files) brokenOnesChanged() bool {
 	for _, w := range f.scan.files {
 		if !w.usable() && !w.asItWas() {
 			return true
@@ -174,7 +139,7 @@ func (f *files) brokenOnesChanged() bool {
 
 // walk returns the folders with their times, and the paths of the model files in them,
 // relative to the folder, without those that belong to an index.
-func (f *files) walk() (dirs map[string]dirTime, found []string, err error) {
+func (f *Files) walk() (dirs map[string]dirTime, found []string, err error) {
 	dirs = map[string]dirTime{}
 	pending := []string{"."}
 	for len(pending) > 0 {
@@ -217,27 +182,25 @@ func readDir(path string) (info fs.FileInfo, entries []fs.DirEntry, err error) {
 }
 
 // away returns the error for a folder that cannot be read.
-func (f *files) away(err error) error {
-	if f.owner != nil || errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) {
+func (f *Files) away(err error) error {
+	if errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) {
 		return fmt.Errorf("store: %w", err)
 	}
 	return fmt.Errorf("%w: %w", ErrUnavailable, err)
 }
 
 // sort separates the subfolders of a folder from the model files.
-func (f *files) sort(dir string, entries []fs.DirEntry) (sub, found []string) {
+func (f *Files) sort(dir string, entries []fs.DirEntry) (sub, found []string) {
 	var names []string
 	for _, e := range entries {
 		switch name := e.Name(); {
 		case strings.HasPrefix(name, "."):
-		case e.IsDir() && f.deep:
+		case e.IsDir() && f.owned == nil:
 			sub = append(sub, filepath.Join(dir, name))
+		case f.owned != nil && f.owned(name):
 		case !e.IsDir() && (strings.HasSuffix(name, tensorfile.FileSuffix) || strings.HasSuffix(name, tensorfile.IndexSuffix)):
 			names = append(names, name)
 		}
-	}
-	if f.owner != nil {
-		names = f.owner.strange(names)
 	}
 	shards := map[string]bool{}
 	for _, name := range names {
@@ -256,7 +219,7 @@ func (f *files) sort(dir string, entries []fs.DirEntry) (sub, found []string) {
 }
 
 // look reads the headers of new and changed files.
-func (f *files) look(found []string) (err error) {
+func (f *Files) look(found []string) (err error) {
 	there := map[string]bool{}
 	var gone []*wholeFile
 	changed := false
@@ -299,20 +262,10 @@ func (f *files) look(found []string) (err error) {
 	return err
 }
 
-// lookAt returns the file of this name, which is old if it has not changed. It returns nil
-// if there is none, or if the file is a pushed tensor, which its owner adopts if it is new.
-// The file is not usable if it has more tensors than there is room for. An error means that
+// lookAt returns the file of this name, which is old if it has not changed, or nil if there
+// is none. The file is not usable if it has more tensors than there is room for. An error means that
 // this process cannot open files now.
-func (f *files) lookAt(name string, old *wholeFile, room int) (*wholeFile, error) {
-	isPushed := f.owner != nil && isPushedName(name)
-	if isPushed {
-		lock := f.owner.nameLock(name) // not between the rename of a Commit and its end
-		lock.Lock()
-		defer lock.Unlock()
-		if len(f.owner.strange([]string{name})) == 0 {
-			return nil, nil
-		}
-	}
+func (f *Files) lookAt(name string, old *wholeFile, room int) (*wholeFile, error) {
 	path := filepath.Join(f.dir, name)
 	w := &wholeFile{paths: tensorfile.PathsOf(path)}
 	if w.seen = stats(w.paths); w.seen[0] == nil {
@@ -325,19 +278,6 @@ func (f *files) lookAt(name string, old *wholeFile, room int) (*wholeFile, error
 	st, err := tensorfile.OpenModel(path)
 	if errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) {
 		return nil, err
-	}
-	if err == nil && isPushed {
-		var info Info
-		if info, err = pushedInfo(name, st); err == nil {
-			_ = st.Close() // unmapping what was mapped does not fail
-			f.owner.adopt(name, info, w.seen[0].Size())
-			return nil, nil
-		}
-		if errors.Is(err, errForeign) {
-			err = nil // an ordinary file in spite of its name
-		} else {
-			_ = st.Close()
-		}
 	}
 	if err == nil {
 		if w.tensors = len(st.Names()); w.tensors > room {
@@ -357,12 +297,12 @@ func (f *files) lookAt(name string, old *wholeFile, room int) (*wholeFile, error
 }
 
 // stem returns the prefix of the names of a file's tensors: its path without the suffix.
-func (f *files) stem(file string) string {
+func (f *Files) stem(file string) string {
 	return f.prefix + filepath.ToSlash(strings.TrimSuffix(strings.TrimSuffix(file, tensorfile.IndexSuffix), tensorfile.FileSuffix)) + "/"
 }
 
 // showParts rebuilds the index of the tensors of all files.
-func (f *files) showParts() {
+func (f *Files) showParts() {
 	parts := map[string]part{}
 	for _, file := range slices.Sorted(maps.Keys(f.scan.files)) {
 		if w := f.scan.files[file]; w.usable() {
@@ -370,9 +310,6 @@ func (f *files) showParts() {
 		}
 	}
 	x := newIndex(parts)
-	if f.owner != nil {
-		f.owner.tellHidden(x.names)
-	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for name, p := range parts {
@@ -385,7 +322,7 @@ func (f *files) showParts() {
 }
 
 // showFile adds the tensors of a file to parts.
-func (f *files) showFile(parts map[string]part, file string, w *wholeFile) {
+func (f *Files) showFile(parts map[string]part, file string, w *wholeFile) {
 	var spoiled error
 	var first string
 	unusable := 0
@@ -418,51 +355,32 @@ func (f *files) showFile(parts map[string]part, file string, w *wholeFile) {
 }
 
 // find returns what is known about a tensor.
-func (f *files) find(name string) (part, bool) {
+func (f *Files) find(name string) (part, bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	p, ok := f.parts.byName[name]
 	return p, ok
 }
 
-// after returns the Infos of up to n tensors whose names come after name.
-func (f *files) after(name string, n int) ([]Info, error) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.isClosed {
-		return nil, ErrClosed
+// known returns the Info of a tensor of which it is known that it is, or was, in a file.
+func (f *Files) known(name string) (Info, bool, error) {
+	p, there := f.find(name)
+	if there && !p.whole.asItWas() {
+		if err := f.rescan(true); err != nil {
+			return Info{}, false, err
+		}
+		p, there = f.find(name)
 	}
-	names := f.parts.after(name, n)
-	infos := make([]Info, len(names))
-	for i, name := range names {
-		infos[i] = f.parts.byName[name].info
-	}
-	return infos, nil
+	return p.info, there, nil
 }
 
 // errChanged says that a file has changed since it was seen.
 var errChanged = errors.New("store: file has changed")
 
-// open opens a tensor. If the tensor is not known, or its file has changed since it was
-// seen, it scans first.
-func (f *files) open(ctx context.Context, name string) (Reader, error) {
-	r, err := f.openKnown(name, false)
-	if !errors.Is(err, ErrNotFound) && !errors.Is(err, errChanged) {
-		return r, err
-	}
-	if ctx.Err() != nil {
-		return nil, context.Cause(ctx)
-	}
-	if err := f.rescan(errors.Is(err, errChanged)); err != nil {
-		return nil, err
-	}
-	return f.openKnown(name, true)
-}
-
 // openKnown opens a known tensor. It returns errChanged if the file has changed since it
 // was seen, unless fresh says that a scan has just ended: then it opens whatever the file
 // has become.
-func (f *files) openKnown(name string, fresh bool) (Reader, error) {
+func (f *Files) openKnown(name string, fresh bool) (Reader, error) {
 	f.mu.Lock()
 	p, there := f.parts.byName[name]
 	if there {
@@ -483,24 +401,4 @@ func (f *files) openKnown(name string, fresh bool) (Reader, error) {
 		p.info.Digest = codec.Digest{} // the old digest is of the old file
 	}
 	return (&fileReader{pool: f.pool, info: p.info, data: p.document, file: p.whole.mapped, files: f}).open(p.name)
-}
-
-// close closes the files. What Readers hold stays valid.
-func (f *files) close() error {
-	f.scanning.Lock()
-	defer f.scanning.Unlock()
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.isClosed {
-		return ErrClosed
-	}
-	f.isClosed = true
-	f.parts = newIndex(map[string]part{})
-	for _, w := range f.scan.files {
-		if w.usable() {
-			w.mapped.Release()
-		}
-	}
-	f.scan.files = nil
-	return nil
 }

@@ -23,7 +23,8 @@ import (
 // Errors that callers can test for. Every error of this package wraps one of them, an error
 // of package tensor, the cause of the context, or an error of the operating system.
 var (
-	// ErrName is wrapped when a name is empty, too long or not printable text.
+	// ErrName is wrapped when a name is empty, too long or not printable text, or twice in a
+	// set.
 	ErrName = errors.New("store: bad name")
 	// ErrGlob is wrapped when a glob is malformed or too long.
 	ErrGlob = glob.ErrPattern
@@ -120,6 +121,15 @@ type Writer interface {
 	Abort()
 }
 
+// InPlace is an optional interface of a Writer whose tensor lies in memory, so that bytes
+// can be received where they stay.
+type InPlace interface {
+	// Memory lends the tensor's memory until Commit or Abort, by when nobody may write to it
+	// any more. The caller writes bytes there and then passes views of them, at their
+	// offsets, to WriteViews, which copies nothing but computes the digest.
+	Memory() []byte
+}
+
 // Reader is a tensor that does not change until Release. It is safe for concurrent use,
 // except that Release must come last.
 type Reader interface {
@@ -154,9 +164,31 @@ type Meter interface {
 	Used() (used, limit int64)
 }
 
+// Sets is an optional interface of a Store that can make several tensors visible together,
+// as a set. It is safe for concurrent use.
+type Sets interface {
+	// Ready prepares w, a Writer of this store, for CommitAll: it computes the digest and,
+	// in a folder, waits for the disk and closes the file. The caller has written every
+	// byte. The Info is that of the tensor if the set is committed. Ready does not end w;
+	// after an error w can only be aborted.
+	Ready(ctx context.Context, w Writer) (Info, error)
+	// CommitAll commits Writers of this store, at most MaxSet and of different names: all of
+	// their tensors replace older ones of the same names together, as by Commit, or none
+	// does. Until then old and new ones both need room. It ends every Writer, even if it
+	// fails.
+	CommitAll(ctx context.Context, writers []Writer) ([]Info, error)
+	// Together calls f, while no set is committed: what f opens and lists belongs to one
+	// state of the store, apart from single Commits and Deletes. f must be quick, and must
+	// only open and list.
+	Together(f func())
+}
+
 var (
+	_ Sets         = (*Memory)(nil)
+	_ Sets         = (*Folder)(nil)
 	_ DigestKeeper = (*fileReader)(nil)
 	_ Store        = (*Files)(nil)
+	_ InPlace      = (*memoryWriter)(nil)
 	_ Meter        = (*Memory)(nil)
 	_ Meter        = (*Folder)(nil)
 )

@@ -29,3 +29,11 @@ func TestAStoreBesideOthersIsAStore(t *testing.T) {
 		return store.Beside(store.NewMemory(testkit.Pool(t), 64<<20), f)
 	})
 }
+
+func TestAFolderWithFilesOfOthersIsAStore(t *testing.T) {
+	storetest.Run(t, func(t testing.TB) store.Store {
+		s, err := store.OpenDir(t.TempDir(), store.FolderConfig{})
+		require.NoError(t, err)
+		return s
+	})
+}

@@ -39,8 +39,22 @@ var errStopped = errors.New("stopped")
 // Run holds stores to the contract of package store. open makes an empty one with
 // room for 64 MiB in tensors of up to 10 MiB; Run closes it. Its tests are subtests,
 // one after the other, each with a store of its own. It starts goroutines, and ends
-// after all of them.
+// after all of them. A store whose Writers are InPlace is tested with and without it.
 func Run(t *testing.T, open func(t testing.TB) store.Store) {
+	run(t, open)
+	s := open(t)
+	w := begin(t, s, "x")
+	_, inPlace := w.(store.InPlace)
+	w.Abort()
+	require.NoError(t, s.Close())
+	if inPlace {
+		t.Run("in place", func(t *testing.T) {
+			run(t, func(t testing.TB) store.Store { return direct{open(t)} })
+		})
+	}
+}
+
+func run(t *testing.T, open func(t testing.TB) store.Store) {
 	for _, test := range []struct {
 		name string
 		run  func(t *testing.T, s store.Store)
@@ -63,6 +77,9 @@ func Run(t *testing.T, open func(t testing.TB) store.Store) {
 		{"an info is a copy", copied},
 		{"a list is what a sorted slice gives", listed},
 		{"many at once see only whole tensors", together},
+		{"a set is committed together", setCommitted},
+		{"a set that cannot be committed changes nothing", setRefused},
+		{"many at once see only whole sets", setsWhole},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			s := open(t)
@@ -74,6 +91,32 @@ func Run(t *testing.T, open func(t testing.TB) store.Store) {
 			test.run(t, s)
 		})
 	}
+}
+
+// direct is a store whose Writers get all bytes in their own memory.
+type direct struct{ store.Store }
+
+func (d direct) Create(ctx context.Context, name string, desc tensor.Desc) (store.Writer, error) {
+	w, err := d.Store.Create(ctx, name, desc)
+	if err != nil {
+		return nil, err
+	}
+	return directWriter{w, w.(store.InPlace).Memory()}, nil
+}
+
+type directWriter struct {
+	store.Writer
+	memory []byte
+}
+
+func (w directWriter) WriteViews(ctx context.Context, off int64, views [][]byte) error {
+	data := slices.Concat(views...)
+	if off < 0 || off > int64(len(w.memory)-len(data)) {
+		return w.Writer.WriteViews(ctx, off, views)
+	}
+	mine := w.memory[off:][:len(data)]
+	copy(mine, data)
+	return w.Writer.WriteViews(ctx, off, slices.Collect(slices.Chunk(mine, viewBytes)))
 }
 
 // testingT is what of testing.T and rapid.T is used.

@@ -74,7 +74,7 @@ func anyOrder(t *testing.T, s store.Store) {
 }
 
 // begin creates a tensor of these bytes and writes them, without Commit.
-func begin(t *testing.T, s store.Store, name string, data ...byte) store.Writer {
+func begin(t testing.TB, s store.Store, name string, data ...byte) store.Writer {
 	t.Helper()
 	w, err := s.Create(t.Context(), name, vector(int64(len(data))))
 	require.NoError(t, err)
@@ -425,3 +425,165 @@ func together(t *testing.T, s store.Store) {
 		get(t, s, name)
 	}
 }
+
+func setsOf(t *testing.T, s store.Store) store.Sets {
+	t.Helper()
+	sets, ok := s.(store.Sets)
+	if !ok {
+		t.Skip("this store is not a store.Sets")
+	}
+	return sets
+}
+
+func setCommitted(t *testing.T, s store.Store) {
+	sets := setsOf(t, s)
+	for _, old := range []string{"b", "c"} {
+		put(t, s, old, []byte("old"))
+	}
+	reader, err := s.Open(t.Context(), "b")
+	require.NoError(t, err)
+	defer reader.Release()
+	set := []store.Writer{begin(t, s, "c", 3), begin(t, s, "a", 1), begin(t, s, "b", 2, 2)}
+	require.NoError(t, errorOf(sets.Ready(t.Context(), set[1])))
+	require.NoError(t, errorOf(sets.Ready(t.Context(), set[1])), "again")
+	require.Equal(t, []string{"b", "c"}, list(t, s, "", "", 10))
+	require.Equal(t, []byte("old"), get(t, s, "c"))
+	infos, err := sets.CommitAll(t.Context(), set)
+	require.NoError(t, err)
+	known, err := s.List(t.Context(), "", "", 10)
+	require.NoError(t, err)
+	require.Empty(t, cmp.Diff([]store.Info{infos[1], infos[2], infos[0]}, known))
+	for _, w := range set {
+		w.Abort()
+	}
+	for name, data := range map[string][]byte{"a": {1}, "b": {2, 2}, "c": {3}} {
+		require.Equal(t, data, get(t, s, name))
+	}
+	got, err := read(t.Context(), reader, 2)
+	require.NoError(t, err)
+	require.Equal(t, "old", string(got))
+	infos, err = sets.CommitAll(t.Context(), nil)
+	require.NoError(t, err)
+	require.Empty(t, infos)
+	put(t, s, "a", []byte("again"))
+	remove(t, s, "a", "b", "c")
+	require.Empty(t, list(t, s, "", "", 10))
+}
+
+func setRefused(t *testing.T, s store.Store) {
+	sets := setsOf(t, s)
+	put(t, s, "a", []byte("old"))
+	ended, cancel := context.WithCancelCause(t.Context())
+	cancel(errStopped)
+	used := func() (n int64) {
+		if m, ok := s.(store.Meter); ok {
+			n, _ = m.Used()
+		}
+		return n
+	}
+	before := used()
+	for name, tc := range map[string]struct {
+		ctx  context.Context
+		with func(set []store.Writer) []store.Writer
+		want error
+	}{
+		"one has ended":   {t.Context(), func(set []store.Writer) []store.Writer { set[1].Abort(); return set }, nil},
+		"not its own":     {t.Context(), func(set []store.Writer) []store.Writer { return append(set, nobody{}) }, nil},
+		"a name twice":    {t.Context(), func(set []store.Writer) []store.Writer { return append(set, begin(t, s, "a", 9)) }, store.ErrName},
+		"too many":        {t.Context(), func(set []store.Writer) []store.Writer { return slices.Repeat(set, store.MaxSet/2+1) }, store.ErrFull},
+		"a context ended": {ended, func(set []store.Writer) []store.Writer { return set }, errStopped},
+	} {
+		set := tc.with([]store.Writer{begin(t, s, "a", 1), begin(t, s, "b", 2)})
+		_, err := sets.CommitAll(tc.ctx, set)
+		require.Error(t, err, name)
+		if tc.want != nil {
+			require.ErrorIs(t, err, tc.want, name)
+		}
+		require.Equal(t, []string{"a"}, list(t, s, "", "", 10), name)
+		require.Equal(t, []byte("old"), get(t, s, "a"), name)
+		require.Equal(t, before, used(), "%s: every Writer has ended", name)
+	}
+	require.Error(t, errorOf(sets.Ready(t.Context(), nobody{})))
+	w := begin(t, s, "b", 2)
+	require.NoError(t, s.Close())
+	_, err := sets.CommitAll(t.Context(), []store.Writer{w})
+	require.ErrorIs(t, err, store.ErrClosed)
+}
+
+// nobody is a Writer of no store.
+type nobody struct{ store.Writer }
+
+func (nobody) Abort() {}
+
+func setsWhole(t *testing.T, s store.Store) {
+	sets := setsOf(t, s)
+	names := []string{"a", "b", "c", "d"}
+	commit := func(n int) {
+		var set []store.Writer
+		for i, name := range names {
+			w, err := s.Create(t.Context(), name, vector(int64(i+1)))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			set = append(set, w)
+			if err := w.WriteViews(t.Context(), 0, [][]byte{bytes.Repeat([]byte{byte(n)}, i+1)}); err != nil {
+				t.Error(err)
+			}
+		}
+		if _, err := sets.CommitAll(t.Context(), set); err != nil {
+			t.Error(err)
+		}
+	}
+	commit(0)
+	var wg sync.WaitGroup
+	ended := make(chan struct{})
+	wg.Go(func() {
+		defer close(ended)
+		for n := range 40 {
+			commit(n)
+		}
+	})
+	for range 2 {
+		wg.Go(func() {
+			for over := false; !over; {
+				select {
+				case <-ended:
+					over = true
+				default:
+				}
+				var readers []store.Reader
+				var infos []store.Info
+				sets.Together(func() {
+					for _, name := range names {
+						r, err := s.Open(t.Context(), name)
+						if err != nil {
+							t.Error(err)
+							return
+						}
+						readers = append(readers, r)
+					}
+					infos, _ = s.List(t.Context(), "", "", 10)
+				})
+				var seen []byte
+				for i, r := range readers {
+					got, err := read(t.Context(), r, 10)
+					if err != nil {
+						t.Error(err)
+					}
+					seen = append(seen, got[:min(1, len(got))]...)
+					if i < len(infos) && infos[i].Digest != r.Info().Digest {
+						t.Errorf("tensor %q was listed from another set", names[i])
+					}
+					r.Release()
+				}
+				if len(slices.Compact(seen)) != 1 {
+					t.Errorf("parts of sets %d", seen)
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
+func errorOf(_ store.Info, err error) error { return err }

@@ -1,0 +1,351 @@
+package store
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"github.com/tensorferry/tensorferry/codec"
+)
+
+// member is a Writer that can be part of a set.
+type member interface {
+	Writer
+	// nameIn returns the tensor's name; empty if the Writer has ended or is not of s.
+	nameIn(s Store) string
+}
+
+// members checks the Writers of a set of s.
+func members[W member](ctx context.Context, s Store, writers []Writer) ([]W, error) {
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	if len(writers) > MaxSet {
+		return nil, fmt.Errorf("%w: a set of %d tensors, the limit is %d", ErrFull, len(writers), MaxSet)
+	}
+	seen := make(map[string]bool, len(writers))
+	set := make([]W, len(writers))
+	for i, w := range writers {
+		name := ""
+		if m, ok := w.(W); ok {
+			set[i], name = m, m.nameIn(s)
+		}
+		if name == "" {
+			return nil, errors.New("store: a Writer of a set has ended, or is of another store")
+		}
+		if seen[name] {
+			return nil, fmt.Errorf("%w: %q is in the set twice", ErrName, name)
+		}
+		seen[name] = true
+	}
+	return set, nil
+}
+
+func abortAll(writers []Writer) {
+	for _, w := range writers {
+		w.Abort()
+	}
+}
+
+// Ready implements Sets: it computes the digest.
+func (m *Memory) Ready(ctx context.Context, w Writer) (Info, error) {
+	set, err := members[*memoryWriter](ctx, m, []Writer{w})
+	if err != nil {
+		return Info{}, err
+	}
+	set[0].seal()
+	return set[0].made.Info(), nil
+}
+
+// CommitAll implements Sets.
+func (m *Memory) CommitAll(ctx context.Context, writers []Writer) ([]Info, error) {
+	defer abortAll(writers)
+	set, err := members[*memoryWriter](ctx, m, writers)
+	if err != nil {
+		return nil, err
+	}
+	made := make(map[string]*resident, len(set))
+	for _, w := range set {
+		w.seal()
+		made[w.made.info.Name] = w.made
+	}
+	m.sets.Lock()
+	defer m.sets.Unlock()
+	if err := m.show(made); err != nil {
+		return nil, err
+	}
+	infos := make([]Info, len(set))
+	for i, w := range set {
+		infos[i] = w.made.Info()
+		w.made = nil
+	}
+	return infos, nil
+}
+
+// Together implements Sets.
+func (m *Memory) Together(f func()) {
+	m.sets.RLock()
+	defer m.sets.RUnlock()
+	f()
+}
+
+// Ready implements Sets: it completes the file, waits for the disk and closes the file.
+func (f *Folder) Ready(ctx context.Context, w Writer) (Info, error) {
+	set, err := members[*folderWriter](ctx, f, []Writer{w})
+	if err == nil {
+		err = set[0].seal()
+	}
+	if err != nil {
+		return Info{}, err
+	}
+	return set[0].made.info.clone(), nil
+}
+
+// CommitAll implements Sets. The set is committed when its manifest is in the folder: then
+// the index has all of its tensors, and their files get their names. If that fails, the
+// store tries again before its next change, and OpenFolder does.
+func (f *Folder) CommitAll(ctx context.Context, writers []Writer) ([]Info, error) {
+	defer abortAll(writers)
+	set, err := members[*folderWriter](ctx, f, writers)
+	if err == nil {
+		err = sealAll(ctx, set)
+	}
+	if err != nil || len(set) == 0 {
+		return nil, err
+	}
+	f.sets.Lock()
+	defer f.sets.Unlock()
+	if err := f.finish(); err != nil {
+		return nil, err
+	}
+	if err := f.usable(); err != nil {
+		return nil, err
+	}
+	moves := make([]move, len(set))
+	made := make(map[string]*pushed, len(set))
+	infos := make([]Info, len(set))
+	for i, w := range set {
+		p := w.made
+		moves[i] = move{w.temp, p.file, p}
+		made[p.info.Name], infos[i] = p, p.info.clone()
+	}
+	m := &manifest{moves: moves}
+	if err := m.write(f); err != nil {
+		return nil, fmt.Errorf("%w, with %d others", set[0].failed("commit", err), len(set)-1)
+	}
+	syncErr := f.syncNames(f.dir)
+	m.durable, f.unfinished = syncErr == nil, m
+	for _, m := range moves {
+		m.made.file = m.temp // for now; nobody else knows it yet
+	}
+	f.show(made)
+	for _, w := range set {
+		w.made = nil
+	}
+	if syncErr != nil {
+		return infos, fmt.Errorf("store: a set of %d tensors is stored, but may not survive a power failure: %w", len(set), syncErr)
+	}
+	if err := f.finish(); err != nil {
+		f.config.Log.Warn("files of a committed set have no names yet; will try again", slog.Int("files", len(m.moves)), slog.Any("error", err))
+	}
+	return infos, nil
+}
+
+// Together implements Sets.
+func (f *Folder) Together(g func()) {
+	f.sets.RLock()
+	defer f.sets.RUnlock()
+	g()
+}
+
+// sealAll seals the files of a set in a few goroutines, which it waits for, so that their
+// fsyncs overlap.
+func sealAll(ctx context.Context, set []*folderWriter) error {
+	errs := make([]error, sealers)
+	var next atomic.Int64
+	var wg sync.WaitGroup
+	for i := range errs {
+		wg.Go(func() {
+			for n := next.Add(1); errs[i] == nil && n <= int64(len(set)); n = next.Add(1) {
+				if errs[i] = context.Cause(ctx); errs[i] == nil {
+					errs[i] = set[n-1].seal()
+				}
+			}
+		})
+	}
+	wg.Wait()
+	return cmp.Or(errs...)
+}
+
+// manifest is a committed set whose files may not all have their names.
+type manifest struct {
+	moves   []move // that remain
+	durable bool   // the manifest's own name is
+}
+
+// move gives a file of a set its name.
+type move struct {
+	temp, file string
+	made       *pushed // nil after a restart
+}
+
+// text returns what the manifest's file holds: a line for each file, and a digest.
+func (m *manifest) text() []byte {
+	text := []byte("tensorferry set 1\n")
+	for _, m := range m.moves {
+		text = fmt.Appendf(text, "%s %s\n", m.temp, m.file)
+	}
+	var d codec.Digester
+	_, _ = d.Write(text) // it never fails
+	return fmt.Appendln(text, d.Sum())
+}
+
+func parseManifest(text []byte) (*manifest, error) {
+	m := &manifest{}
+	_, lines, _ := strings.Cut(string(text), "\n")
+	for line := range strings.Lines(lines) {
+		temp, file, ok := strings.Cut(strings.TrimSuffix(line, "\n"), " ")
+		if !ok {
+			break // the digest
+		}
+		if !isTemp(temp) || !isPushedName(file) || len(m.moves) == MaxSet {
+			return nil, fmt.Errorf("%.200q is not a file of a set", line)
+		}
+		m.moves = append(m.moves, move{temp: temp, file: file})
+	}
+	if !bytes.Equal(text, m.text()) {
+		return nil, errors.New("its digest is wrong")
+	}
+	return m, nil
+}
+
+// write commits the set in the folder, if the folder is synced after it.
+func (m *manifest) write(f *Folder) error {
+	temp := filepath.Join(f.dir, newTemp())
+	file, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o644)
+	if err != nil {
+		return err
+	}
+	_, err = file.Write(m.text())
+	if err == nil {
+		err = file.Sync()
+	}
+	if err = errors.Join(err, file.Close()); err == nil {
+		err = f.syncNames(f.dir) // a manifest may not outlive the names in it
+	}
+	if err == nil {
+		err = f.rename(temp, filepath.Join(f.dir, manifestFile))
+	}
+	if err != nil {
+		_ = os.Remove(temp) // if this fails, the next OpenFolder removes it
+	}
+	return err
+}
+
+// readManifest reads the set that an earlier store has not finished; nil if there is none.
+func (f *Folder) readManifest() (*manifest, error) {
+	file, err := os.Open(filepath.Join(f.dir, manifestFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("store: %w", err)
+	}
+	defer file.Close()
+	text, err := io.ReadAll(io.LimitReader(file, manifestBytes+1))
+	if err != nil {
+		return nil, fmt.Errorf("store: %w", err)
+	}
+	m, err := parseManifest(text)
+	if err != nil {
+		return nil, fmt.Errorf("store: %s names the files of a set that was committed, but is damaged: %w; restore it, or remove it and lose the %s*%s files of the set",
+			file.Name(), err, tempPrefix, tempSuffix)
+	}
+	return m, nil
+}
+
+// finish gives the files of a committed set their names, and removes its manifest. The
+// caller holds sets.
+func (f *Folder) finish() error {
+	u := f.unfinished
+	if u == nil {
+		return nil
+	}
+	if err := f.isHere(); err != nil {
+		return err
+	}
+	var err error
+	if !u.durable {
+		err = f.syncNames(f.dir)
+		u.durable = err == nil
+	}
+	for err == nil && len(u.moves) > 0 {
+		if err = f.move(u.moves[0]); err == nil {
+			u.moves = u.moves[1:]
+		}
+	}
+	if err == nil {
+		err = f.syncNames(f.dir)
+	}
+	if err == nil {
+		err = os.Remove(filepath.Join(f.dir, manifestFile))
+	}
+	if err != nil {
+		return changing("finish the set in "+manifestFile, err)
+	}
+	f.unfinished = nil
+	return nil
+}
+
+// move renames a file of a set. A missing one was renamed before a crash, or another
+// program has deleted it.
+func (f *Folder) move(m move) error {
+	lock := f.nameLock(m.file)
+	lock.Lock()
+	defer lock.Unlock()
+	err := f.rename(filepath.Join(f.dir, m.temp), filepath.Join(f.dir, m.file))
+	if err == nil && m.made != nil {
+		m.made.file = m.file
+	}
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+// change begins a change of the names in the folder, which ends with sets.RUnlock unless
+// there is an error.
+func (f *Folder) change() error {
+	f.sets.RLock()
+	for f.unfinished != nil {
+		f.sets.RUnlock()
+		f.sets.Lock()
+		err := f.finish()
+		f.sets.Unlock()
+		if err != nil {
+			return err
+		}
+		f.sets.RLock()
+	}
+	return nil
+}
+
+func newTemp() string { return tempPrefix + rand.Text() + tempSuffix }
+
+// isTemp reports whether file is what newTemp may return.
+func isTemp(file string) bool {
+	digits, ok := strings.CutPrefix(file, tempPrefix)
+	digits, ok2 := strings.CutSuffix(digits, tempSuffix)
+	return ok && ok2 && digits != "" && strings.Trim(digits, "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567") == ""
+}

@@ -1,0 +1,201 @@
+package store
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/codec"
+)
+
+var errFault = errors.New("the disk is on fire")
+
+// begun returns Writers that have written data, and are not yet committed.
+func begun(t testing.TB, s Store, data []byte, names ...string) (set []Writer) {
+	t.Helper()
+	for _, name := range names {
+		w, err := s.Create(t.Context(), name, vector(int64(len(data))))
+		require.NoError(t, err)
+		t.Cleanup(w.Abort)
+		require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{data}))
+		set = append(set, w)
+	}
+	return set
+}
+
+// hasSet reports whether all tensors of the set are there, or none is.
+func hasSet(t testing.TB, f *Folder) bool {
+	t.Helper()
+	texts := map[string]string{}
+	for _, name := range listed(t, f) {
+		texts[name] = string(get(t, f, name))
+	}
+	if texts["b"] == "" {
+		require.Equal(t, map[string]string{"a": "old", "c": "old"}, texts)
+		return false
+	}
+	require.Equal(t, map[string]string{"a": "new", "b": "new", "c": "new"}, texts)
+	return true
+}
+
+// TestAFaultAtAnyStepOfASetLeavesAllOrNothing has one step fail, or all from one on. It
+// also opens what a process that is killed at that step leaves.
+func TestAFaultAtAnyStepOfASetLeavesAllOrNothing(t *testing.T) {
+	const steps = 7 // sync, the manifest's name, sync, three names, sync
+	for step := range steps {
+		for _, once := range []bool{true, false} {
+			t.Run(fmt.Sprintf("step=%d/once=%t", step, once), func(t *testing.T) {
+				dir, killed := t.TempDir(), filepath.Join(t.TempDir(), "killed")
+				f := closing(t, openFolder(t, dir, FolderConfig{}))
+				put(t, f, "a", []byte("old"))
+				put(t, f, "c", []byte("old"))
+				set := begun(t, f, []byte("new"), "a", "b", "c")
+				require.NoError(t, errorOf(f.Ready(t.Context(), set[1])))
+				n := -1
+				fault := func() error {
+					if n++; n == step {
+						require.NoError(t, os.CopyFS(killed, os.DirFS(dir)))
+					}
+					if n == step || n > step && !once {
+						return errFault
+					}
+					return nil
+				}
+				f.syncNames = func(dir string) error {
+					if err := fault(); err != nil {
+						return err
+					}
+					return syncFolder(dir)
+				}
+				f.rename = func(from, to string) error {
+					if err := fault(); err != nil {
+						return err
+					}
+					return os.Rename(from, to)
+				}
+				infos, err := f.CommitAll(t.Context(), set)
+				all := hasSet(t, f)
+				require.Equal(t, step >= 2, all)
+				require.Equal(t, all, len(infos) == 3)
+				require.Equal(t, step < 3, err != nil, "%v", err)
+				require.Less(t, n, steps)
+				crashed := closing(t, openFolder(t, killed, FolderConfig{}))
+				require.Equal(t, all, hasSet(t, crashed))
+				require.NoError(t, crashed.Close())
+				w := begun(t, f, []byte("again"), "a")[0]
+				_, err = w.Commit(t.Context())
+				deleted, err2 := f.Delete(t.Context(), "c")
+				if once {
+					require.NoError(t, err)
+					require.NoError(t, err2)
+					require.Equal(t, []string{"c"}, deleted)
+				} else {
+					require.Error(t, err)
+					require.Error(t, err2)
+				}
+				if !once && !all { // the deletion may have succeeded, but for its fsync
+					return
+				}
+				require.NoError(t, f.Close())
+				f = closing(t, openFolder(t, dir, FolderConfig{}))
+				if !once {
+					require.Equal(t, all, hasSet(t, f))
+				} else {
+					require.Equal(t, "again", string(get(t, f, "a")), "a set does not replace what came later")
+					require.NotContains(t, listed(t, f), "c")
+				}
+				for _, name := range filesIn(t, dir) {
+					require.True(t, isPushedName(name), "%s is left", name)
+				}
+			})
+		}
+	}
+}
+
+func TestASetWhoseFileCannotBeFinishedChangesNothing(t *testing.T) {
+	dir := t.TempDir()
+	f := closing(t, openFolder(t, dir, FolderConfig{}))
+	put(t, f, "a", []byte("old"))
+	put(t, f, "c", []byte("old"))
+	set := begun(t, f, []byte("new"), "a", "b", "c")
+	require.NoError(t, errorOf(f.Ready(t.Context(), set[0])))
+	require.NoError(t, set[1].(*folderWriter).file.Close()) // what is written to it fails
+	require.ErrorIs(t, errorOf(f.Ready(t.Context(), set[1])), os.ErrClosed)
+	_, err := f.CommitAll(t.Context(), set)
+	require.ErrorIs(t, err, os.ErrClosed, "a failure is not forgotten")
+	require.False(t, hasSet(t, f))
+
+	set = begun(t, f, []byte("new"), "a", "b", "c")
+	require.NoError(t, os.Mkdir(filepath.Join(dir, manifestFile), 0o755)) // so that it cannot be written
+	_, err = f.CommitAll(t.Context(), set)
+	require.ErrorContains(t, err, `commit tensor "a"`)
+	require.False(t, hasSet(t, f))
+	require.Len(t, filesIn(t, dir), 3, "no temporary file is left")
+	require.NoError(t, f.Close())
+	_, err = OpenFolder(dir, FolderConfig{})
+	require.ErrorContains(t, err, manifestFile)
+}
+
+func TestAManifestIsCheckedBeforeItIsFollowed(t *testing.T) {
+	temp, file := ".push-A.tmp", fileName("x")
+	text := func(temp, file string) string {
+		return string((&manifest{moves: []move{{temp: temp, file: file}}}).text())
+	}
+	good := text(temp, file)
+	_, err := parseManifest([]byte(good))
+	require.NoError(t, err)
+	for name, bad := range map[string]string{
+		"empty":                          "",
+		"cut":                            good[:len(good)-1],
+		"its first line only":            good[:strings.Index(good, "\n")+1],
+		"too long":                       good + "\n",
+		"another version":                strings.Replace(good, "set 1", "set 2", 1),
+		"another temporary file":         strings.Replace(good, "-A.", "-B.", 1),
+		"a file that is a user's":        text("m.safetensors", file),
+		"a temp outside the folder":      text(".push-/../../A.tmp", file),
+		"a name that is a user's":        text(temp, "m.safetensors"),
+		"a name outside the folder":      text(temp, "../"+file),
+		"more files than a set may have": string((&manifest{moves: make([]move, MaxSet+1)}).text()),
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			files := []string{manifestFile, temp, file, "m.safetensors"}
+			for _, file := range files {
+				require.NoError(t, os.WriteFile(filepath.Join(dir, file), []byte(bad), 0o644))
+			}
+			_, err := OpenFolder(dir, FolderConfig{})
+			require.ErrorContains(t, err, "is damaged")
+			require.Len(t, filesIn(t, dir), len(files), "nothing is deleted or renamed")
+		})
+	}
+}
+
+// FuzzManifest holds what is followed to be exactly what is written.
+func FuzzManifest(f *testing.F) {
+	m := &manifest{moves: []move{{temp: newTemp(), file: fileName("a")}, {temp: newTemp(), file: fileName("b")}}}
+	f.Add(m.text())
+	f.Add((&manifest{}).text())
+	f.Add([]byte("tensorferry set 1\n"))
+	f.Fuzz(func(t *testing.T, text []byte) {
+		var d codec.Digester
+		_, _ = d.Write(text)
+		for _, text := range [][]byte{text, fmt.Appendln(text, d.Sum())} { // a fuzzer finds no digest
+			m, err := parseManifest(text)
+			if err != nil {
+				continue
+			}
+			require.Equal(t, string(text), string(m.text()))
+			for _, m := range m.moves {
+				require.Equal(t, m.temp, filepath.Base(m.temp))
+				require.True(t, isTemp(m.temp) && isPushedName(m.file))
+			}
+		}
+	})
+}
+
+func errorOf(_ Info, err error) error { return err }
