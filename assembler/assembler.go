@@ -101,13 +101,11 @@ func New(id tensor.ID, geo tensor.Geometry, kind codec.Checksum, free func(done 
 	return &Assembler{id: id, geo: geo, kind: kind, free: free}
 }
 
-// NewPlaced returns an assembler for a tensor whose bytes go to p: every chunk has
-// its place from the start, and nothing can be lent.
-func NewPlaced(id tensor.ID, geo tensor.Geometry, kind codec.Checksum, p Placer) *Assembler {
-	a := &Assembler{id: id, geo: geo, kind: kind, to: p, lent: geo.Size, began: true}
-	a.state = make([]uint8, geo.Count())
-	a.sums = make([]uint32, geo.Count())
-	return a
+// Place has the bytes of a tensor go to p: every chunk has its place from then on, and
+// nothing can be lent. Nothing was lent before.
+func (a *Assembler) Place(p Placer) {
+	a.to = p
+	a.grow(a.geo.Size)
 }
 
 // Lend lends mem for the next bytes of the tensor, directly after those lent
@@ -123,17 +121,45 @@ func (a *Assembler) Lend(mem []byte, done func(filled bool)) {
 		panic(fmt.Sprintf("assembler: %d bytes lent at %d of a tensor of %d", n, a.lent, a.geo.Size))
 	}
 	a.regions = append(a.regions, region{off: a.lent, mem: mem, missing: n, done: done})
+	a.grow(n)
+	// An empty region has nothing to wait for, except in an empty tensor for its
+	// one empty chunk.
+	if n == 0 && (a.geo.Size > 0 || a.Whole()) {
+		a.fill(&a.regions[len(a.regions)-1])
+		a.retire()
+	}
+}
+
+// grow gives the chunks of the next n bytes their places.
+func (a *Assembler) grow(n int64) {
 	a.lent += n
 	a.began = true
 	if grown := int(a.Limit()) - len(a.state); grown > 0 {
 		a.state = append(a.state, make([]uint8, grown)...)
 		a.sums = append(a.sums, make([]uint32, grown)...)
 	}
-	// An empty region has nothing to wait for, except in an empty tensor for its
-	// one empty chunk.
-	if n == 0 && (a.geo.Size > 0 || a.Whole()) {
-		a.fill(&a.regions[len(a.regions)-1])
-		a.retire()
+}
+
+// Hold counts the chunks of the next n bytes, directly after those lent before, as held:
+// whoever lends has them. n ends a chunk, as what was lent before did. Hold panics as Lend
+// does.
+func (a *Assembler) Hold(n int64) {
+	if end := a.lent + n; a.to != nil || a.dropped || n < 1 || end > a.geo.Size || a.lent%a.geo.ChunkBytes != 0 || end%a.geo.ChunkBytes != 0 && end < a.geo.Size {
+		panic(fmt.Sprintf("assembler: %d bytes held at %d of a tensor of %d", n, a.lent, a.geo.Size))
+	}
+	from := len(a.state)
+	a.grow(n)
+	for i := from; i < len(a.state); i++ {
+		a.state[i] = held
+	}
+	a.count += uint32(len(a.state) - from)
+	a.advance()
+}
+
+// advance moves below up to the first chunk that is not held.
+func (a *Assembler) advance() {
+	for a.below < uint32(len(a.state)) && a.state[a.below]&stand == held {
+		a.below++
 	}
 }
 
@@ -197,6 +223,9 @@ type Claim struct {
 
 // Index returns the chunk's index.
 func (c *Claim) Index() uint32 { return c.index }
+
+// Promised returns the checksum that the chunk came with.
+func (c *Claim) Promised() uint32 { return c.sum }
 
 // Again reports whether the chunk came before: whatever Commit says, nothing is missing.
 func (c *Claim) Again() bool { return c.again }
@@ -376,9 +405,7 @@ func (a *Assembler) Commit(c *Claim, got uint32, err error) (bool, error) {
 	}
 	a.state[i] = a.state[i]&^stand | held
 	a.count++
-	for a.below < uint32(len(a.state)) && a.state[a.below]&stand == held {
-		a.below++
-	}
+	a.advance()
 	if a.to != nil {
 		return true, nil
 	}

@@ -86,7 +86,8 @@ func newBedOf(t testing.TB, size, chunk int64, run int) *bed {
 // onDisk turns a bed into one whose bytes go to a Placer.
 func (b *bed) onDisk() *bed {
 	b.disk = &disk{mem: bytes.Repeat([]byte{blank}, len(b.data))}
-	b.a = NewPlaced(id, b.geo, codec.CRC32C, b.disk)
+	b.a = New(id, b.geo, codec.CRC32C, nil)
+	b.a.Place(b.disk)
 	return b
 }
 
@@ -1131,4 +1132,26 @@ func TestAnAbortedClaimReturnsTheMemoryOfADroppedTensor(t *testing.T) {
 	require.Equal(t, []int{0}, b.empty)
 	b.a.Abort(&b.claim)
 	require.Equal(t, []int{1}, b.empty)
+}
+
+func TestHeldChunksAreThereAndTheOthersGoBetweenThem(t *testing.T) {
+	b := newBed(t, 42, 4) // 11 chunks, the last of 2 bytes
+	b.a.Hold(8)
+	require.Equal(t, uint32(2), b.a.Below())
+	b.lent = 8
+	b.lend(8) // chunks 2 and 3
+	b.a.Hold(12)
+	require.Equal(t, uint32(7), b.a.Limit())
+	for _, i := range []uint32{3, 2} {
+		_, err := b.place(i, 0)
+		require.NoError(t, err)
+	}
+	require.Equal(t, uint32(7), b.a.Below())
+	require.Panics(t, func() { b.a.Hold(3) }, "within a chunk")
+	require.Panics(t, func() { b.a.Hold(15) }, "past the end")
+	b.a.Hold(14)
+	require.True(t, b.a.Whole())
+	require.Equal(t, b.payload(2), b.region(0)[:4])
+	_, err := b.place(10, 0)
+	require.ErrorIs(t, err, ErrConflict, "it is here")
 }

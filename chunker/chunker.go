@@ -39,6 +39,7 @@ type Chunker struct {
 	below   uint32              // acknowledged
 	taken   uint32              // every chunk with a smaller index was taken once
 	ahead   map[uint32]struct{} // taken, above taken
+	skipped []span              // never sent and not acknowledged, ascending
 	offered int64
 	closed  bool
 }
@@ -214,14 +215,48 @@ func (c *Chunker) Take(limit uint32) (index uint32, ok bool) {
 		return index, true
 	}
 	c.taken++
-	for len(c.ahead) > 0 {
-		if _, ok := c.ahead[c.taken]; !ok {
-			break
-		}
-		delete(c.ahead, c.taken)
-		c.taken++
-	}
+	c.advance()
 	return index, true
+}
+
+// advance moves taken past what was taken ahead of it, or skipped.
+func (c *Chunker) advance() {
+	for {
+		if _, ok := c.ahead[c.taken]; ok {
+			delete(c.ahead, c.taken)
+			c.taken++
+		} else if at, ok := c.skips(c.taken); ok {
+			c.taken = c.skipped[at].hi
+		} else {
+			return
+		}
+	}
+}
+
+// skips finds the skipped span that a chunk lies in.
+func (c *Chunker) skips(index uint32) (at int, ok bool) {
+	return slices.BinarySearchFunc(c.skipped, index, func(s span, index uint32) int {
+		switch {
+		case s.hi <= index:
+			return -1
+		case s.lo > index:
+			return 1
+		}
+		return 0
+	})
+}
+
+// Skip leaves out the chunks [lo, hi), which the receiver has. They count as sent. They
+// come after all that were skipped before, and must not be offered.
+func (c *Chunker) Skip(lo, hi uint32) {
+	if c.closed {
+		return
+	}
+	from, _ := c.geo.Span(lo)
+	last, n := c.geo.Span(hi - 1)
+	c.offered += last + n - from
+	c.skipped = append(c.skipped, span{lo, hi})
+	c.advance()
 }
 
 // View appends the chunk's bytes to views and shares them until the Releaser is
@@ -269,7 +304,8 @@ func (g group) Release() {
 // Resend makes a chunk wait again, if it was taken and is not acknowledged. It
 // fails when the receiver asks for more than MaxResends at a time.
 func (c *Chunker) Resend(index uint32) error {
-	if _, ahead := c.ahead[index]; index < c.below || index >= c.taken && !ahead || c.closed {
+	_, ahead := c.ahead[index]
+	if _, skipped := c.skips(index); index < c.below || index >= c.taken && !ahead || skipped || c.closed {
 		return nil
 	}
 	at, _ := slices.BinarySearchFunc(c.again, index, func(s span, index uint32) int { return cmp.Compare(s.hi, index+1) })
@@ -290,8 +326,12 @@ func (c *Chunker) Rewind() {
 		return
 	}
 	c.again = c.again[:0]
-	if c.below < c.taken {
-		c.again = append(c.again, span{c.below, c.taken})
+	lo := c.below
+	for _, s := range append(c.skipped, span{c.taken, c.taken}) {
+		if hi := min(s.lo, c.taken); lo < hi {
+			c.again = append(c.again, span{lo, hi})
+		}
+		lo = max(lo, s.hi)
 	}
 	for index := range c.ahead {
 		c.again = join(c.again, span{index, index + 1})
@@ -314,6 +354,7 @@ func (c *Chunker) Ack(below uint32) error {
 		n++
 	}
 	c.drop(n)
+	c.skipped = slices.DeleteFunc(c.skipped, func(s span) bool { return s.hi <= below })
 	c.again = slices.DeleteFunc(c.again, func(s span) bool { return s.hi <= below }) // resends that crossed the ack
 	if len(c.again) > 0 {
 		c.again[0].lo = max(c.again[0].lo, below)

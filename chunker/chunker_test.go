@@ -629,3 +629,38 @@ func FuzzChunker(f *testing.F) {
 		}
 	})
 }
+
+func TestSkippedChunksAreNeitherTakenNorSentAgain(t *testing.T) {
+	b := newBed(t, 44, 4) // 11 chunks
+	b.c.Skip(0, 2)
+	b.mustOffer(8, 12) // 2 to 4
+	b.c.Skip(5, 8)
+	require.False(t, b.c.Offered())
+	for _, i := range []uint32{2, 3, 4} {
+		b.take(i).Release()
+	}
+	require.NoError(t, b.c.Ack(8), "skipped ones count as sent")
+	b.released(1)
+	b.mustOffer(32, 4) // 8
+	b.c.Skip(9, 11)
+	require.True(t, b.c.Offered())
+	require.NoError(t, b.c.Resend(9))
+	require.NoError(t, b.c.Resend(6))
+	b.take(8).Release()
+	require.True(t, b.c.Sent())
+	b.c.Rewind()
+	b.take(8).Release()
+	require.False(t, b.c.Ready(all))
+	require.NoError(t, b.c.Ack(11))
+	require.True(t, b.c.Acked())
+	b.released(1, 1)
+}
+
+func TestATensorOfWhichAllIsSkippedIsSentAtOnce(t *testing.T) {
+	b := newBed(t, 10, 4)
+	b.c.Skip(0, 3)
+	require.True(t, b.c.Sent())
+	b.c.Rewind()
+	require.False(t, b.c.Ready(all))
+	require.NoError(t, b.c.Ack(3))
+}

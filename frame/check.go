@@ -73,8 +73,16 @@ func (c *Call) Check() string {
 			return problem
 		}
 	}
-	if size := c.Cost(); size > callBytes {
+	if size := c.Cost(); c.Get == nil && size > callBytes {
 		return fmt.Sprintf("call takes %d bytes with its names and params, the limit is %d", size, callBytes)
+	}
+	if c.Get != nil {
+		for i := range c.Get.Selections {
+			s := &c.Get.Selections[i]
+			if problem := cmp.Or(CheckName("selection", s.Name), CheckEntries("params", s.Params)); problem != "" {
+				return problem
+			}
+		}
 	}
 	return cmp.Or(CheckName("model", c.Model), CheckEntries("params", c.Params))
 }
@@ -149,7 +157,52 @@ func (c *Call) Cost() int {
 	for _, b := range c.Inputs {
 		n += bindingBytes + len(b.Port)
 	}
+	if c.Get != nil {
+		for i := range c.Get.Selections {
+			n += c.Get.Selections[i].Cost()
+		}
+	}
 	return n
+}
+
+// Cost is about the bytes that a selection takes in a frame.
+func (s *Selection) Cost() int {
+	return selectionBytes + len(s.Name) + rangeBytes*len(s.Held) + SizeOf(s.Params, entryBytes)
+}
+
+// Parts cuts a get into parts that a frame can carry, at least one. They share what g has.
+func (g *Get) Parts() (parts []Get) {
+	part, cost := Get{}, 0
+	add := func(s Selection, rest bool) {
+		if rest || cost+s.Cost() > getBytes && cost > 0 {
+			part.More = true
+			parts = append(parts, part)
+			part, cost = Get{}, 0
+		}
+		part.Selections = append(part.Selections, s)
+		cost += s.Cost()
+	}
+	for _, s := range g.Selections {
+		held := s.Held
+		s.Held = held[:min(len(held), partRanges)]
+		add(s, false)
+		for some := range slices.Chunk(held[len(s.Held):], partRanges) {
+			add(Selection{Held: some}, true)
+		}
+	}
+	return append(parts, part)
+}
+
+// Append adds a further part of a get.
+func (g *Get) Append(part *Get) {
+	g.More = part.More
+	for i, s := range part.Selections {
+		if n := len(g.Selections); i == 0 && s.Name == "" && n > 0 {
+			g.Selections[n-1].Held = append(g.Selections[n-1].Held, s.Held...)
+			continue
+		}
+		g.Selections = append(g.Selections, s)
+	}
 }
 
 // Cost is about the bytes that a desc takes in a frame.
@@ -169,7 +222,7 @@ func SizeOf(m map[string]string, more int) int {
 
 // Same reports whether two calls with one ID say the same.
 func (c *Call) Same(o *Call) bool {
-	return c.Model == o.Model && c.TimeoutMillis == o.TimeoutMillis && slices.Equal(c.Inputs, o.Inputs) && maps.Equal(c.Params, o.Params)
+	return c.Stored() == o.Stored() && c.Model == o.Model && c.TimeoutMillis == o.TimeoutMillis && slices.Equal(c.Inputs, o.Inputs) && maps.Equal(c.Params, o.Params)
 }
 
 // Same reports whether two descs with one ID announce the same.

@@ -27,8 +27,9 @@ type Frame struct {
 	Failures  []Failure
 	Dones     []Done
 	Drain     *Drain
-	Summaries []Summary // of a pull; a session has none
-	Chunk     Chunk     // no chunk when Chunk.Tensor is zero
+	Ends      []End
+	Summaries []Summary
+	Chunk     Chunk // no chunk when Chunk.Tensor is zero
 }
 
 // HasChunk reports whether the frame carries a chunk.
@@ -37,7 +38,7 @@ func (f *Frame) HasChunk() bool { return !f.Chunk.Tensor.IsZero() }
 // Empty reports whether there is nothing in the frame.
 func (f *Frame) Empty() bool {
 	return f.Hello == nil && f.Drain == nil && !f.HasChunk() && len(f.Calls)+len(f.Descs)+len(f.Credits)+
-		len(f.Acks)+len(f.Cancels)+len(f.Failures)+len(f.Dones)+len(f.Summaries) == 0
+		len(f.Acks)+len(f.Cancels)+len(f.Failures)+len(f.Dones)+len(f.Ends)+len(f.Summaries) == 0
 }
 
 // Reset empties the frame. The views of its chunk are forgotten, not released.
@@ -45,10 +46,10 @@ func (f *Frame) Reset() {
 	was := *f
 	*f = Frame{}
 	if cap(was.Calls)+cap(was.Descs)+cap(was.Credits)+cap(was.Acks)+cap(was.Cancels)+
-		cap(was.Failures)+cap(was.Dones)+cap(was.Summaries) <= KeptParts {
+		cap(was.Failures)+cap(was.Dones)+cap(was.Ends)+cap(was.Summaries) <= KeptParts {
 		f.Calls, f.Descs, f.Credits, f.Acks = emptied(was.Calls), emptied(was.Descs), emptied(was.Credits), emptied(was.Acks)
 		f.Cancels, f.Failures, f.Dones = emptied(was.Cancels), emptied(was.Failures), emptied(was.Dones)
-		f.Summaries = emptied(was.Summaries)
+		f.Ends, f.Summaries = emptied(was.Ends), emptied(was.Summaries)
 	}
 	if cap(was.Chunk.Data) <= KeptViews {
 		f.Chunk.Data = emptied(was.Chunk.Data)
@@ -75,6 +76,7 @@ type Hello struct {
 	// ChunkIdleMillis is after how long the server gives up a client that rests and does
 	// not say that it waits; 0 if it does not tell.
 	ChunkIdleMillis uint32
+	Stores          bool // of a server: calls may be puts and gets
 }
 
 // LaneToken is the secret that opens lanes of one session; zero if there is none.
@@ -83,13 +85,47 @@ type LaneToken [32]byte
 // IsZero reports whether there is no token.
 func (t LaneToken) IsZero() bool { return t == LaneToken{} }
 
-// Call opens a run of a model.
+// Call opens a run of a model, a put or a get.
 type Call struct {
 	ID            tensor.ID
 	Model         string
 	Inputs        []Binding
 	Params        map[string]string
 	TimeoutMillis uint64
+	Put           *Put // nil unless the call is a put
+	Get           *Get // nil unless the call is a get
+}
+
+// Stored reports whether the call is a put or a get.
+func (c *Call) Stored() bool { return c.Put != nil || c.Get != nil }
+
+// Put stores the tensors that are announced for its call.
+type Put struct {
+	All bool // together, or none of them
+}
+
+// Get sends the tensors that its selections pick.
+type Get struct {
+	Selections []Selection
+	More       bool // the call comes again, with further selections
+}
+
+// Selection picks tensors of a store, or a source.
+type Selection struct {
+	Name       string // a name, a glob or, with Source, the name of a source
+	Source     bool
+	Params     map[string]string // of the source
+	Held       []Range           // what the receiver has of the tensor, ascending and apart
+	HeldDigest []byte            // of the tensor that Held is of; empty if that is not known
+}
+
+// Range is a range of a tensor's bytes.
+type Range struct{ Off, Len int64 }
+
+// End says that no more tensors are announced for a put.
+type End struct {
+	Call    tensor.ID
+	Tensors uint64 // announced
 }
 
 // Binding ties a tensor to a port.
@@ -114,6 +150,9 @@ type Desc struct {
 	OnAllowance bool
 	// RetainChunks is how many unacknowledged chunks the sender can keep, 0 all.
 	RetainChunks uint32
+	// Held says that chunks that lie in one range of what the receiver of a get holds do
+	// not come.
+	Held bool
 }
 
 // Credit raises a tensor's chunk limit.
@@ -129,7 +168,7 @@ type Ack struct {
 	Resend []uint32
 }
 
-// Failure ends a tensor and its call. Code is a gRPC status code.
+// Failure ends a tensor and, unless that is a put or a get, its call. Code is a gRPC status code.
 type Failure struct {
 	Tensor  tensor.ID
 	Code    Code
@@ -151,7 +190,7 @@ type Timings struct {
 	Receive, Queue, H2D, Compute, D2H, FirstResult, Total int64
 }
 
-// Summary ends a tensor of a push or a pull.
+// Summary ends a tensor of a put or a get.
 type Summary struct {
 	Tensor           tensor.ID
 	Name             string
@@ -161,6 +200,7 @@ type Summary struct {
 	Digest           codec.Digest
 	Durable          bool
 	RetryAfterMillis uint32
+	Call             tensor.ID // zero outside a session
 }
 
 // Drain says that the sender opens nothing new.

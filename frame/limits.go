@@ -46,9 +46,16 @@ const (
 	// the receiver takes 64 KiB of control parts.
 	callInputs = 64
 	callBytes  = 36 * kib
-	// bindingBytes, entryBytes and descBytes are what a binding, an entry of params or
-	// metadata, and a desc of rank 0 take in a frame, beside their texts.
-	bindingBytes = 32
-	entryBytes   = 8
-	descBytes    = 64
+	// getBytes bounds one part of a get, but for its last selection, which takes up to
+	// EntriesBytes of parameters and partRanges ranges of up to rangeBytes.
+	getBytes   = 16 * kib
+	partRanges = 512
+	rangeBytes = 24
+	// bindingBytes, entryBytes, descBytes and selectionBytes are what a binding, an entry of
+	// params or metadata, a desc of rank 0 and a selection take in a frame, beside their
+	// texts.
+	bindingBytes   = 32
+	entryBytes     = 8
+	descBytes      = 64
+	selectionBytes = 32
 )

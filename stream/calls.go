@@ -21,10 +21,10 @@ type calls struct {
 	open      map[tensor.ID]*call
 	number    uint64 // number of calls so far
 	undecided int    // calls whose end is undecided
-	inFlight  int    // client: weight of the calls that the peer counts as open
 	retained  int    // server: bytes that the open calls retain
 
 	opens   []*call     // client: to be sent
+	goOn    []*call     // client: gets with further parts to be sent
 	cancels []tensor.ID // to be sent
 	answers []*call     // server: calls whose done is to be sent
 }
@@ -40,13 +40,15 @@ type call struct {
 	ins      []*in
 	outs     []*out
 	began    Instant
+	storing
 }
 
 // timeout returns the time limit of the call; 0 means none. The engine's side enforces it,
 // once the inputs are announced.
 func (k *call) timeout() Instant { return Instant(min(k.part.TimeoutMillis, 1<<40)) * millisecond }
 
-func (k *call) weight() int { return max(1, len(k.part.Inputs)) }
+// weight (client) is how many tensors the peer counts as open for the call, at least 1.
+func (k *call) weight() int { return max(1, len(k.part.Inputs), k.putting) }
 
 // used reports whether a tensor's ID is known here.
 func (c *calls) used(id tensor.ID) bool {
@@ -65,11 +67,13 @@ func (c *calls) add(k *call, now Instant) {
 	}
 	c.lastUse = now
 	c.number++
-	k.number, k.began = c.number, now
+	k.number, k.began, k.last = c.number, now, now
 	c.open[k.part.ID] = k
 	c.most = max(c.most, len(c.open))
 	c.undecided++
-	c.stats.CallsOpened++
+	if !k.stored() {
+		c.stats.CallsOpened++
+	}
 }
 
 // end decides how a call ends, unless that is already decided.
@@ -127,7 +131,8 @@ func (c *calls) move(k *call, on lifecycle.Cause) {
 // letGo drops a call's tensors. It reports to this side's worker, and to the server, that
 // the call was given up.
 func (c *calls) letGo(k *call, from lifecycle.State, on lifecycle.Cause) {
-	for _, t := range k.outs {
+	weight := k.weight()
+	for _, t := range slices.Clone(k.outs) {
 		c.out.drop(t)
 	}
 	k.outs = nil
@@ -141,7 +146,7 @@ func (c *calls) letGo(k *call, from lifecycle.State, on lifecycle.Cause) {
 	case from == lifecycle.Opening:
 		c.opens = slices.DeleteFunc(c.opens, func(q *call) bool { return q == k })
 	default:
-		c.inFlight -= k.weight()
+		c.inFlight -= weight
 		if on == lifecycle.GivenUp {
 			c.cancels = append(c.cancels, k.part.ID)
 		}
@@ -152,7 +157,7 @@ func (c *calls) letGo(k *call, from lifecycle.State, on lifecycle.Cause) {
 func (c *calls) advance(k *call) {
 	switch k.state {
 	case lifecycle.Opening:
-		if c.cfg.Server && k.missing == 0 {
+		if c.cfg.Server && k.missing == 0 && (k.part.Get == nil || !k.part.Get.More) {
 			c.move(k, lifecycle.Began)
 		}
 	case lifecycle.Finishing:
@@ -177,7 +182,10 @@ func (c *calls) advance(k *call) {
 // (server) or complete (client). lost says what makes that impossible.
 func (c *calls) results(k *call) (lost string, waits bool) {
 	if c.cfg.Server {
-		return "", slices.ContainsFunc(k.outs, func(t *out) bool { return !t.dead && !t.chunks.Sent() })
+		return "", k.unsent > 0 || slices.ContainsFunc(k.outs, func(t *out) bool { return !t.dead && !t.chunks.Sent() })
+	}
+	if k.stored() {
+		return "", slices.ContainsFunc(k.ins, func(t *in) bool { return t.summed && !t.asm.Whole() })
 	}
 	for _, b := range k.done.Outputs {
 		i := slices.IndexFunc(k.ins, func(t *in) bool { return t.desc.Tensor == b.Tensor })
@@ -207,7 +215,7 @@ func (c *calls) close(k *call) {
 		c.open, c.in.tensors, c.out.tensors = make(map[tensor.ID]*call), make(map[tensor.ID]*in), make(map[tensor.ID]*out)
 		c.most = 0
 	}
-	e := Event{Kind: EventClosed, Call: k.part.ID, Code: k.done.Code, Text: k.done.Message}
+	e := Event{Kind: EventClosed, Call: k.part.ID, Part: &k.part, Code: k.done.Code, Text: k.done.Message}
 	if !c.cfg.Server {
 		e.Done = &k.done
 	}
@@ -219,12 +227,31 @@ func (c *calls) accept(now Instant, p *frame.Call) {
 	k := &call{part: *p, missing: len(p.Inputs)}
 	c.add(k, now)
 	if d := c.refusal(p); d != nil {
-		k.part = frame.Call{ID: p.ID} // do not keep the contents of a refused call
+		k.part = frame.Call{ID: p.ID, Put: p.Put} // do not keep the contents of a refused call
+		if p.Get != nil {
+			k.part.Get = new(frame.Get)
+		}
 		c.end(k, lifecycle.EndedBadly, *d)
 		return
 	}
 	k.part.Inputs = slices.Clone(p.Inputs)
+	if p.Get != nil {
+		k.part.Get = &frame.Get{Selections: slices.Clone(p.Get.Selections), More: p.Get.More}
+	}
 	c.retain(k, retainedBy(p))
+	c.advance(k)
+}
+
+// further (server) adds a further part to a get.
+func (c *calls) further(now Instant, k *call, p *frame.Call) {
+	n := retainedBy(p)
+	if n > c.room() {
+		c.giveUp(k, frame.ResourceExhausted, c.full("get", n))
+		return
+	}
+	k.last = now
+	k.part.Get.Append(p.Get)
+	c.retain(k, n)
 	c.advance(k)
 }
 
@@ -243,7 +270,11 @@ func (c *calls) refusal(p *frame.Call) *frame.Done {
 		return no(frame.ResourceExhausted, 100, "results of %d calls wait; acknowledge them", len(c.open)-1)
 	case len(p.Inputs) > c.cfg.Limits.OpenTensors:
 		return no(frame.ResourceExhausted, 0, "call has %d inputs; open tensors are limited to %d", len(p.Inputs), c.cfg.Limits.OpenTensors)
-	case p.Model == "":
+	case p.Stored() && !c.cfg.Stores:
+		return no(frame.FailedPrecondition, 0, "calls of this session are runs of models; use PushTensors or PullTensors")
+	case p.Put != nil && p.Get != nil || p.Stored() && (p.Model != "" || len(p.Inputs) > 0):
+		return no(frame.InvalidArgument, 0, "a call is either a put, a get or a run of a model")
+	case !p.Stored() && p.Model == "":
 		return no(frame.InvalidArgument, 0, "call names no model")
 	case problem != "":
 		return no(frame.InvalidArgument, 0, "%s", problem)
@@ -261,6 +292,11 @@ func (c *calls) refusal(p *frame.Call) *frame.Done {
 // expects (server) checks a desc against its call.
 func (c *calls) expects(k *call, p *frame.Desc, geo tensor.Geometry) *frame.Error {
 	n, name := retainedByDesc(p, geo), "tensor "+p.Tensor.String()+": "
+	if k.part.Put != nil && k.ended {
+		return frame.Errorf(frame.InvalidArgument, "%sannounced after the end of its put", name)
+	} else if k.part.Put != nil && n <= c.room() {
+		return nil
+	}
 	i := slices.IndexFunc(k.part.Inputs, func(b frame.Binding) bool { return b.Tensor == p.Tensor })
 	switch {
 	case i < 0:
@@ -296,17 +332,37 @@ func (c *calls) mayOpen() bool {
 }
 
 func (c *calls) addOpens(p *parcel) {
+	add := func(part frame.Call) {
+		p.Calls = append(p.Calls, part)
+		p.bytes += part.Cost()
+	}
+	for len(c.goOn) > 0 && p.room(len(p.Calls)) {
+		k := c.goOn[0]
+		if k.state == lifecycle.Running {
+			add(frame.Call{ID: k.part.ID, Get: &k.further[0]})
+			k.further = k.further[1:]
+		}
+		if k.state != lifecycle.Running || len(k.further) == 0 {
+			pop(&c.goOn, 0)
+		}
+	}
 	for p.room(len(p.Calls)) && c.mayOpen() {
 		k := pop(&c.opens, 0)
 		c.move(k, lifecycle.Began)
-		p.Calls = append(p.Calls, k.part)
-		p.bytes += k.part.Cost()
+		part := k.part
+		if part.Get != nil {
+			part.Get = &k.further[0]
+			if k.further = k.further[1:]; len(k.further) > 0 {
+				c.goOn = append(c.goOn, k)
+			}
+		}
+		add(part)
 		c.out.descs = append(c.out.descs, k.outs...)
 	}
 }
 
 func (c *calls) addDones(p *parcel) {
-	for len(c.answers) > 0 && p.room(len(p.Dones)) {
+	for len(c.answers) > 0 && p.room(len(p.Dones)) && len(p.Summaries) == 0 { // which are read after dones
 		k := pop(&c.answers, 0)
 		p.Dones = append(p.Dones, k.done)
 		p.bytes += len(k.done.Message) + 128

@@ -33,6 +33,8 @@ func (m *Machine) Control(now Instant, f *frame.Frame) error {
 		return m.violate(frame.InvalidArgument, "cancel came from the server; only a client cancels")
 	case len(f.Dones) > 0 && m.cfg.Server:
 		return m.violate(frame.InvalidArgument, "done came from the client; only a server ends calls")
+	case len(f.Ends) > 0 && !m.cfg.Server:
+		return m.violate(frame.InvalidArgument, "an end of a put came from the server; only a client puts")
 	}
 	for i := range f.Calls {
 		m.callPart(now, &f.Calls[i])
@@ -57,21 +59,29 @@ func (m *Machine) Control(now Instant, f *frame.Frame) error {
 	// Before cancels: a client that gives up a result sends both, and the failure has the
 	// reason.
 	for _, p := range f.Failures {
-		m.failurePart(p)
+		m.failurePart(now, p)
 	}
 	for _, id := range f.Cancels {
 		if k := m.calls.open[id]; k != nil {
 			m.calls.giveUp(k, frame.Cancelled, "call cancelled by the client")
 		}
 	}
+	for _, p := range f.Ends {
+		m.endPart(now, p)
+	}
 	for i := range f.Dones {
 		m.donePart(&f.Dones[i])
+	}
+	if !m.cfg.Server {
+		for i := range f.Summaries {
+			m.summaryPart(now, &f.Summaries[i])
+		}
 	}
 	if f.Drain != nil && !m.drained {
 		m.drained = true
 		m.tell(Event{Kind: EventDrain, Text: f.Drain.Reason})
 	}
-	if n, most := len(m.failures)+len(m.calls.answers), max(pendingControl, heldCalls*m.cfg.Limits.OpenCalls); n > most {
+	if n, most := len(m.failures)+len(m.calls.answers)+len(m.out.summaries), max(pendingControl, heldCalls*m.cfg.Limits.OpenCalls); n > most {
 		return m.violate(frame.ResourceExhausted, "%d answers wait to be read, the limit is %d; read what the session sends", n, most)
 	}
 	if m.waiting > pendingBytes {
@@ -110,6 +120,8 @@ func (m *Machine) callPart(now Instant, p *frame.Call) {
 	case m.tombstones.Has(p.ID):
 	case k == nil:
 		m.calls.accept(now, p)
+	case k.part.Get != nil && p.Get != nil && k.part.Get.More && k.state == lifecycle.Opening:
+		m.calls.further(now, k, p)
 	case !k.part.Same(p):
 		m.calls.end(k, lifecycle.EndedBadly, frame.Done{Code: frame.InvalidArgument, Message: "call " + p.ID.String() + " was sent again with different content; use a new id"})
 	}
@@ -122,7 +134,8 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 		return
 	}
 	if t := m.in.tensors[p.Tensor]; t != nil {
-		if !t.desc.Same(p) {
+		stored := t.call.stored()
+		if (!t.desc.Same(p) || stored && t.desc.Name != p.Name) && !(stored && t.asm.Whole()) {
 			m.fail(p.Tensor, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s was announced before with another desc; use a new id", p.Tensor))
 		}
 		return
@@ -139,18 +152,29 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 		m.tombstones.Add(p.Tensor)
 		return
 	}
-	geo, bad := m.in.admit(p)
+	most := m.cfg.Limits.TensorBytes
+	if m.cfg.Server && k.stored() {
+		most = m.cfg.StoredBytes
+		k.tensors++
+		k.last = now
+	}
+	geo, bad := m.in.admit(p, most)
 	if bad == nil && m.cfg.Server {
 		bad = m.calls.expects(k, p, geo)
 	}
 	if bad != nil {
 		m.tombstones.Add(p.Tensor)
-		m.fail(p.Tensor, k, bad)
+		if k.stored() {
+			m.failStored(p.Tensor, k, p, bad)
+		} else {
+			m.fail(p.Tensor, k, bad)
+		}
 		return
 	}
-	m.in.announce(now, p, geo, k)
+	t := m.in.announce(now, p, geo, k)
 	if m.cfg.Server {
-		m.calls.retain(k, retainedByDesc(p, geo))
+		t.retained = retainedByDesc(p, geo)
+		m.calls.retain(k, t.retained)
 		k.missing--
 		m.calls.advance(k)
 	}
@@ -165,8 +189,17 @@ func (m *Machine) ackPart(now Instant, t *out, p frame.Ack) {
 }
 
 // failurePart handles a tensor, this side's or the peer's, that the peer gives up.
-func (m *Machine) failurePart(p frame.Failure) {
+func (m *Machine) failurePart(now Instant, p frame.Failure) {
 	var k *call
+	if t := m.out.tensors[p.Tensor]; t != nil {
+		k = t.call
+	} else if t := m.in.tensors[p.Tensor]; t != nil {
+		k = t.call
+	}
+	if k != nil && k.stored() {
+		m.storedFailure(now, k, p)
+		return
+	}
 	if t := m.out.tensors[p.Tensor]; t != nil {
 		k = t.call
 		m.out.drop(t)

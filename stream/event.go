@@ -33,6 +33,17 @@ const (
 	EventClosed
 	// EventDrain: the peer opens and accepts nothing new.
 	EventDrain
+	// EventEnd (server): every tensor of a put is announced.
+	EventEnd
+	// EventFailed: a tensor of a put (server) or of a get (client) broke a rule, or was given
+	// up by the peer; Code and Text have the reason. Its memory returns before EventClosed.
+	// The server's holder then calls Summarize. Desc is nil for a tensor of a get.
+	EventFailed
+	// EventSummary (client): Summary has the outcome of a tensor of a put or a get. If the
+	// code is OK, EventWhole may still follow.
+	EventSummary
+	// EventSummed (server): the Summary of a tensor is on its way.
+	EventSummed
 )
 
 // Event is something that happened while a machine handled its input. Pointers are lent
@@ -42,12 +53,14 @@ type Event struct {
 	Call   tensor.ID
 	Tensor tensor.ID
 	Desc   *frame.Desc
-	Part   *frame.Call // EventReady
+	Part   *frame.Call // EventReady and EventClosed
 	Done   *frame.Done // EventClosed on the client
-	N      int64
-	Off    int64
-	Code   frame.Code
-	Text   string
+
+	Summary *frame.Summary
+	N       int64
+	Off     int64
+	Code    frame.Code
+	Text    string
 
 	done   func(filled bool) // set if memory is to be returned; such an event is not handed out
 	filled bool
@@ -67,6 +80,7 @@ type shared struct {
 	tombstones recent.IDs      // IDs of ended calls and tensors, whose late frames are ignored
 	failures   []frame.Failure // to be sent
 	waiting    int             // bytes of text in failures and dones to be sent
+	inFlight   int             // client: weight of the calls that the peer counts as open
 	most       int             // maximum number of entries of a map of calls or tensors since it was made
 	stats      Stats
 

@@ -12,6 +12,7 @@ import (
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -146,7 +147,22 @@ func (r *rogue) desc() frame.Desc {
 func (r *rogue) frame() *frame.Frame {
 	f := new(frame.Frame)
 	for range 1 + r.byte()%4 {
-		switch r.byte() % 12 {
+		switch r.byte() % 15 {
+		case 12:
+			c := frame.Call{ID: r.pick('c'), Put: &frame.Put{All: r.byte()%2 == 0}}
+			if r.byte()%4 == 0 {
+				c.Put = nil
+			}
+			if k := r.byte() % 4; k < 2 {
+				c.Get = &frame.Get{More: k == 0, Selections: make([]frame.Selection, r.byte()%3)}
+			}
+			f.Calls = append(f.Calls, c)
+		case 13:
+			if r.m.cfg.Server {
+				f.Ends = append(f.Ends, frame.End{Call: r.pick('c'), Tensors: uint64(r.byte() % 4)})
+			}
+		case 14:
+			f.Summaries = append(f.Summaries, frame.Summary{Call: r.pick('c'), Tensor: r.any(), Code: frame.Code(r.byte() % 3)})
 		case 0:
 			c := frame.Call{ID: r.pick('c'), Model: [...]string{"m", "m", "m", ""}[r.byte()%4], TimeoutMillis: uint64(r.byte() % 2)}
 			for range r.byte() % 4 {
@@ -217,6 +233,16 @@ func (r *rogue) events() {
 			r.left[e.Tensor] = int(e.Desc.SizeBytes)
 			if e.Desc.OnAllowance {
 				r.lend(e.Tensor, int(e.Desc.SizeBytes))
+			}
+		case EventFailed:
+			r.m.Summarize(r.now, frame.Summary{Call: e.Call, Tensor: e.Tensor, Code: e.Code, Message: e.Text})
+		case EventWhole:
+			if r.byte()%2 == 0 {
+				r.m.Summarize(r.now, frame.Summary{Call: e.Call, Tensor: e.Tensor})
+			}
+		case EventEnd:
+			if r.byte()%2 == 0 {
+				r.m.Finish(frame.Done{Call: e.Call})
 			}
 		case EventReady:
 			r.work(e.Call)
@@ -322,7 +348,7 @@ func FuzzRogueFrames(f *testing.F) {
 		}
 		r := &rogue{
 			t: t, script: script, closed: map[tensor.ID]bool{}, lent: map[tensor.ID][]*lentMem{}, left: map[tensor.ID]int{}, of: map[tensor.ID]tensor.ID{},
-			m: New(Config{Server: server, Session: tensor.ID{1}, Codecs: codec.All(), Limits: Limits{
+			m: New(Config{Server: server, Session: tensor.ID{1}, Codecs: codec.All(), Stores: true, StoredBytes: 100, OneWay: len(script)%8 == 1, Limits: Limits{
 				ChunkBytes: 5, AllowanceBytes: 24, TensorBytes: 200, OpenTensors: 3, OpenCalls: 3, InputIdle: rogueIdle,
 			}}, 0),
 		}
@@ -442,6 +468,12 @@ func (r *rogue) rests() {
 		return
 	}
 	for _, k := range r.m.calls.open {
+		if k.stored() {
+			if k.state < lifecycle.Answering && k.owes(r.m.cfg.Server) && r.now >= k.last+rogueIdle {
+				r.t.Fatalf("%v rests since %d, it is %d", k.part.ID, k.last, r.now)
+			}
+			continue
+		}
 		for _, t := range k.ins {
 			if !t.dead && t.asm.Held() < t.limit && r.now >= t.last+rogueIdle {
 				r.t.Fatalf("tensor %v rests since %d, it is %d", t.desc.Tensor, t.last, r.now)

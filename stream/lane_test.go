@@ -134,11 +134,11 @@ func (p *party) deliverLane(flaw int) bool {
 	case flaw == flipped:
 		data[p.w.choose(len(data))] ^= 1 << p.w.choose(8)
 		if q.bad[name]++; q.bad[name] >= 3 {
-			p.w.owner(ch.Tensor).blame("corrupt thrice")
+			p.w.blame(ch.Tensor, "corrupt thrice")
 		}
 	case flaw == cutShort:
 		data = data[1:]
-		p.w.owner(ch.Tensor).blame("cut short")
+		p.w.blame(ch.Tensor, "cut short")
 	}
 	claim := &openClaim{data: [][]byte{data}}
 	wanted := q.m.ClaimLane(p.w.now, &ch, len(data), &claim.c)

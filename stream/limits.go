@@ -41,6 +41,12 @@ const (
 	// pendingControl limits the answers that wait because the peer does not read, and
 	// pendingBytes their texts.
 	pendingControl = 2048
+	// summaryBytes is what a summary takes in a frame in addition to its texts.
+	summaryBytes = 96
+	// selectionBytes and rangeBytes are what is retained for a selection in addition to its
+	// texts, and for a held range.
+	selectionBytes = 1 * kib
+	rangeBytes     = 16
 	// answerBytes is what an answer takes in addition to its text.
 	answerBytes  = 400
 	pendingBytes = 512 * kib
@@ -62,7 +68,7 @@ const (
 	// acknowledgement that is due within lazyAck. A route that lost chunks takes longer; a
 	// busy machine or a line of 1 Mbit/s does not.
 	laneStall = 5 * second
-	// tickEvery is how often the slow timers are checked while calls are open.
+	// tickEvery is how often the slow timers are checked at least while calls are open.
 	tickEvery = 1 * second
 	// lateFrames is how long a session without calls still expects late frames of ended
 	// calls; then it forgets those calls.
@@ -129,6 +135,11 @@ func retainedBy(c *frame.Call) int {
 	n := len(c.Model) + frame.SizeOf(c.Params, entryBytes)
 	for _, b := range c.Inputs {
 		n += bindingBytes + len(b.Port)
+	}
+	if c.Get != nil {
+		for _, s := range c.Get.Selections {
+			n += selectionBytes + len(s.Name) + rangeBytes*len(s.Held) + frame.SizeOf(s.Params, entryBytes)
+		}
 	}
 	return n
 }

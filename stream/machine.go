@@ -21,6 +21,13 @@ type Config struct {
 	Limits Limits
 	// Lanes (client) is how many lanes the client would open at a time; 0 means none.
 	Lanes uint32
+	// Stores (server) means that calls may be puts and gets, of tensors of at most
+	// StoredBytes.
+	Stores      bool
+	StoredBytes int64
+	// OneWay means that only one side sends tensors, and hears nothing: it needs no credit,
+	// what it has sent counts as acknowledged, and a damaged chunk fails its tensor.
+	OneWay bool
 	// NoAllowance means that the peer may send nothing without credit, whatever Limits
 	// says.
 	NoAllowance bool
@@ -79,6 +86,8 @@ type Status struct {
 	// PeerChunkBytes is the largest chunk that the peer accepts.
 	PeerChunkBytes int64
 	PeerChunkIdle  Instant // the peer's idle timeout, unless this side says that it waits; 0 if unknown
+	PeerStores     bool    // calls may be puts and gets
+	PeerTensors    int     // open tensors that the peer accepts
 	Calls          int     // open
 	Err            error   // why the session ended, or nil
 	Stats          Stats
@@ -89,8 +98,8 @@ func (m *Machine) Status() Status {
 	return Status{
 		Server: m.cfg.Server, Session: m.cfg.Session, Open: m.helloSeen && !m.shut, Draining: m.draining || m.drained,
 		Checksum: m.cfg.Check, Codec: m.code, PeerChunkBytes: int64(min(m.peer.MaxChunkBytes, m.cfg.Limits.ChunkBytes)),
-		PeerChunkIdle: Instant(m.peer.ChunkIdleMillis) * millisecond,
-		Calls:         len(m.calls.open), Err: m.err, Stats: m.stats,
+		PeerChunkIdle: Instant(m.peer.ChunkIdleMillis) * millisecond, PeerStores: m.peer.Stores, PeerTensors: int(m.peer.MaxOpenTensors),
+		Calls: len(m.calls.open), Err: m.err, Stats: m.stats,
 	}
 }
 
@@ -140,6 +149,9 @@ func (m *Machine) OpenCall(now Instant, c frame.Call) error {
 	}
 	k := &call{part: c}
 	k.part.Inputs = slices.Clone(c.Inputs)
+	if c.Get != nil {
+		k.further = c.Get.Parts()
+	}
 	m.calls.add(k, now)
 	m.calls.opens = append(m.calls.opens, k)
 	return nil
@@ -171,6 +183,9 @@ func (m *Machine) FailTensor(id tensor.ID, code frame.Code, text string) {
 	}
 }
 
+// PeerWaits records that the peer has said in another way that it waits.
+func (m *Machine) PeerWaits(now Instant) { m.alive = now }
+
 // Waits (client) makes the machine tell the peer that this side is alive and waiting: for
 // its own input, or for the consumer of its output.
 func (m *Machine) Waits() { m.waits = true }
@@ -194,10 +209,17 @@ func (m *Machine) PeerDone(now Instant) {
 			m.calls.giveUp(k, frame.Unavailable, "the server ended the session")
 			continue
 		}
-		for _, t := range k.outs {
+		for _, t := range slices.Clone(k.outs) {
 			t.chunks.AckSent()
+			m.out.settle(t)
 		}
-		if k.missing > 0 || slices.ContainsFunc(k.ins, func(t *in) bool { return !t.asm.Whole() }) {
+		if k.part.Put != nil && k.ended {
+			for _, t := range slices.Clone(k.ins) {
+				if !t.asm.Whole() {
+					m.fail(t.desc.Tensor, k, frame.Errorf(frame.InvalidArgument, "tensor %s: the stream ended after %d of %d bytes; send all chunks first", t.desc.Tensor, t.bytes, t.geo.Size))
+				}
+			}
+		} else if k.missing > 0 || k.part.Put != nil || slices.ContainsFunc(k.ins, func(t *in) bool { return !t.asm.Whole() }) {
 			m.calls.giveUp(k, frame.InvalidArgument, "the client ended its stream before every input was complete; send all chunks first")
 		}
 		m.calls.advance(k)
@@ -215,14 +237,18 @@ func (m *Machine) Close(code frame.Code, text string) {
 	for _, k := range m.calls.inOrder() {
 		m.calls.end(k, lifecycle.SessionOver, frame.Done{Code: code, Message: text})
 	}
-	m.calls.opens, m.calls.cancels, m.calls.answers = nil, nil, nil
+	m.calls.opens, m.calls.goOn, m.calls.cancels, m.calls.answers = nil, nil, nil, nil
 	m.in.credits, m.in.acks = nil, nil
-	m.out.descs, m.out.ring, m.out.small = nil, nil, nil
+	m.out.descs, m.out.ring, m.out.small, m.out.ending, m.out.summaries = nil, nil, nil, nil, nil
 	m.failures, m.waiting = nil, 0
 }
 
-// fail gives up a tensor and its call.
+// fail gives up a tensor and, unless that is a put or a get, its call.
 func (m *Machine) fail(id tensor.ID, k *call, why *frame.Error) {
+	if k.stored() {
+		m.failStored(id, k, nil, why)
+		return
+	}
 	m.sayFailed(id, why.Code, why.Text)
 	m.calls.giveUp(k, why.Code, why.Text)
 }

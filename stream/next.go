@@ -2,6 +2,7 @@ package stream
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/frame"
@@ -18,7 +19,8 @@ func (m *Machine) Pending() bool {
 		return !m.cfg.Server || m.helloSeen
 	}
 	return m.helloSeen && (m.waits || len(m.calls.cancels)+len(m.calls.answers)+len(m.failures)+len(m.out.small) > 0 || len(m.out.ring) > 0 && !m.out.laned ||
-		m.drain != nil || len(m.in.credits)+len(m.in.acks) > 0 && m.in.lazyAt == 0 || m.calls.mayOpen() || m.out.mayAnnounce())
+		m.drain != nil || len(m.in.credits)+len(m.in.acks) > 0 && m.in.lazyAt == 0 || m.calls.mayOpen() || len(m.calls.goOn) > 0 || m.out.mayAnnounce() >= 0 ||
+		len(m.out.summaries) > 0 || slices.ContainsFunc(m.out.ending, m.out.mayEnd))
 }
 
 // parcel is a frame that is being filled.
@@ -52,9 +54,10 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 	p := parcel{Frame: f}
 	// What ends frees resources at the peer, which reads a frame's calls and descs first:
 	// those that may need the resources go into the next frame.
-	if len(m.calls.cancels)+len(m.calls.answers) == 0 {
+	if len(m.calls.cancels)+len(m.calls.answers) == 0 && !slices.ContainsFunc(m.out.summaries, func(q *summary) bool { return q.frees }) {
 		m.calls.addOpens(&p)
 		m.out.addDescs(now, &p)
+		m.out.addEnds(&p)
 	}
 	m.in.addCredits(&p)
 	m.in.addAcks(&p)
@@ -73,6 +76,7 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 			m.calls.advance(t.call)
 		}
 	}
+	m.addSummaries(&p)
 	m.calls.addDones(&p)
 	f.Drain, m.drain = m.drain, nil
 	return held, !f.Empty()
@@ -91,6 +95,7 @@ func (m *Machine) greeting() *frame.Hello {
 	}
 	if m.cfg.Server {
 		h.ChunkIdleMillis = m.cfg.Limits.ChunkIdleMillis()
+		h.Stores = m.cfg.Stores
 	}
 	return h
 }
@@ -102,7 +107,7 @@ func (m *Machine) NextTick() Instant {
 	case !m.helloSeen:
 		at = m.began + m.cfg.Limits.FirstFrame
 	case len(m.calls.open) > 0:
-		at = m.ticked + tickEvery
+		at = m.ticked + m.tickEvery()
 	default:
 		at = m.lastUse + m.cfg.Limits.SessionIdle
 		if m.tombstones.Len() > 0 {
@@ -113,6 +118,11 @@ func (m *Machine) NextTick() Instant {
 		at = min(at, m.in.lazyAt)
 	}
 	return at
+}
+
+// tickEvery returns how often the slow timers are checked while calls are open.
+func (m *Machine) tickEvery() Instant {
+	return max(min(tickEvery, m.cfg.Limits.ChunkIdle/8), millisecond)
 }
 
 // Tick checks all timeouts. An error ends the session.
@@ -137,7 +147,7 @@ func (m *Machine) Tick(now Instant) error {
 		}
 	default:
 		m.lastUse = now
-		if now >= m.ticked+tickEvery {
+		if now >= m.ticked+m.tickEvery() {
 			m.ticked = now
 			for _, k := range m.calls.inOrder() {
 				m.expire(now, k)
@@ -163,6 +173,10 @@ func (m *Machine) silent(now, last Instant) string {
 
 // expire gives up a call that has waited too long for the peer.
 func (m *Machine) expire(now Instant, k *call) {
+	if k.stored() {
+		m.expireStored(now, k)
+		return
+	}
 	idle := m.cfg.Limits.ChunkIdle
 	if m.cfg.Server && k.state == lifecycle.Opening {
 		switch {

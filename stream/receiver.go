@@ -35,6 +35,9 @@ type in struct {
 	resend    []uint32
 	open      bool // counts in receiver.open
 	dead      bool
+	summed    bool  // client: its Summary has come
+	retained  int   // server: bytes, included in call.retained
+	bytes     int64 // received
 	creditDue bool  // in credits
 	ackDue    bool  // in acks
 	share     int64 // bytes of the allowance
@@ -43,8 +46,8 @@ type in struct {
 
 // admit checks a desc against shape arithmetic and limits, before anything of it is
 // retained, and returns the tensor's geometry.
-func (r *receiver) admit(p *frame.Desc) (tensor.Geometry, *frame.Error) {
-	geo, bad := p.Check(r.cfg.Limits.ChunkBytes, r.cfg.Limits.TensorBytes)
+func (r *receiver) admit(p *frame.Desc, tensorBytes int64) (tensor.Geometry, *frame.Error) {
+	geo, bad := p.Check(r.cfg.Limits.ChunkBytes, tensorBytes)
 	if bad != nil {
 		return geo, bad
 	}
@@ -64,7 +67,7 @@ func (r *receiver) admit(p *frame.Desc) (tensor.Geometry, *frame.Error) {
 }
 
 // announce adds an admitted tensor.
-func (r *receiver) announce(now Instant, p *frame.Desc, geo tensor.Geometry, k *call) {
+func (r *receiver) announce(now Instant, p *frame.Desc, geo tensor.Geometry, k *call) *in {
 	t := &in{desc: *p, geo: geo, asm: assembler.New(p.Tensor, geo, r.cfg.Check, r.free), call: k, last: now, open: true}
 	t.desc.Shape = p.Shape.Clone()
 	r.tensors[p.Tensor] = t
@@ -75,8 +78,13 @@ func (r *receiver) announce(now Instant, p *frame.Desc, geo tensor.Geometry, k *
 		t.limit, t.share = geo.Count(), geo.Size
 		r.allowance += t.share
 	}
+	t.touch(now)
 	r.tell(Event{Kind: EventTensor, Call: k.part.ID, Tensor: p.Tensor, Desc: &t.desc})
+	return t
 }
+
+// touch records progress.
+func (t *in) touch(now Instant) { t.last, t.call.last = now, now }
 
 // Lend lends mem as the next bytes of an incoming tensor until done is called: once, inside
 // Event, in the order of the events, before EventClosed of the tensor's call is returned.
@@ -90,7 +98,7 @@ func (m *Machine) Lend(now Instant, id tensor.ID, mem []byte, done func(filled b
 		return ErrClosed
 	}
 	if t.asm.Held() >= t.limit {
-		t.last = now // the peer was waiting for this
+		t.touch(now) // the peer was waiting for this
 	}
 	t.asm.Lend(mem, done)
 	m.in.wantCredit(now, t)
@@ -111,11 +119,14 @@ func (r *receiver) drop(t *in) {
 	delete(r.tensors, t.desc.Tensor)
 	r.tombstones.Add(t.desc.Tensor)
 	r.uncount(t)
+	if k := t.call; k.stored() {
+		k.ins = slices.DeleteFunc(k.ins, func(o *in) bool { return o == t })
+	}
 }
 
 // dropAll drops the tensors of a call.
 func (r *receiver) dropAll(k *call) {
-	for _, t := range k.ins {
+	for _, t := range slices.Clone(k.ins) {
 		r.drop(t)
 	}
 	k.ins = nil
@@ -164,6 +175,9 @@ func (m *Machine) claim(now Instant, t *in, ch *frame.Chunk, n int, c *Claim) bo
 		m.fail(ch.Tensor, t.call, frame.Errorf(frame.InvalidArgument, "tensor "+ch.Tensor.String()+": "+format, args...))
 		return false
 	}
+	if t.call.stored() && t.asm.Whole() {
+		return false // late: its holder ends it
+	}
 	k := codec.Codec(ch.Codec)
 	if k != codec.None && !slices.Contains(m.cfg.Codecs, k) {
 		return bad("chunk %d is encoded in %v, which the hello of this side does not name", ch.Index, k)
@@ -178,7 +192,7 @@ func (m *Machine) claim(now Instant, t *in, ch *frame.Chunk, n int, c *Claim) bo
 		return false
 	}
 	if !c.claim.Again() {
-		t.last = now
+		t.touch(now)
 	}
 	t.call.claims++
 	c.tensor, c.lane = t, false
@@ -193,6 +207,7 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
 	if bad := m.in.commit(now, t, c, got, failed); bad != nil {
 		m.fail(t.desc.Tensor, t.call, bad)
 	}
+	m.settled(t)
 	if t.asm.Whole() || t.dead {
 		m.calls.advance(t.call)
 	}
@@ -225,6 +240,9 @@ func (r *receiver) commit(now Instant, t *in, claim *Claim, got uint32, failed e
 			r.wantAck(now, t, true) // as for a duplicate
 			return nil
 		}
+		if r.cfg.OneWay {
+			return frame.Errorf(frame.DataLoss, "chunk %d of tensor %s was damaged on its way: its checksum is %08x, promised was %08x; send the tensor again", c.Index(), t.desc.Tensor, got, c.Promised())
+		}
 		if len(t.resend) >= chunker.MaxResends {
 			return frame.Errorf(frame.DataLoss, "tensor %s: %d chunks have a wrong checksum and wait to be requested again", t.desc.Tensor, len(t.resend)+1)
 		}
@@ -235,6 +253,7 @@ func (r *receiver) commit(now Instant, t *in, claim *Claim, got uint32, failed e
 	r.wantCredit(now, t)
 	r.stats.ChunksIn++
 	r.stats.BytesIn += n
+	t.bytes += n
 	if claim.lane {
 		r.stats.LaneBytesIn += n
 	}
@@ -290,7 +309,7 @@ func (r *receiver) mayWait(now Instant) {
 // chunks until then, and a server may send done much later.
 func (t *in) lastAck(server bool) bool {
 	waits := !server || t.desc.RetainChunks > 0 && !t.desc.OnAllowance && t.call.state == lifecycle.Finishing
-	return waits && t.asm.Whole()
+	return waits && t.asm.Whole() && t.call.part.Put == nil // which has a Summary
 }
 
 func (r *receiver) addCredits(p *parcel) {

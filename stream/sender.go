@@ -3,6 +3,7 @@ package stream
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/frame"
@@ -22,14 +23,16 @@ var (
 type sender struct {
 	*shared
 	tensors   map[tensor.ID]*out
-	descs     []*out // to be sent
-	ring      []*out // tensors on credit with chunks to send, which take turns
-	turn      int    // index in ring
-	small     []*out // tensors on allowance with chunks to send, which precede the ring
-	smallRun  int    // chunks taken from small since the last one from ring
-	laned     bool   // chunks of the ring leave by NextLane
-	announced int    // number of tensors that the peer counts as open
-	allowance int64  // bytes of the peer's allowance in use
+	descs     []*out     // to be sent
+	ring      []*out     // tensors on credit with chunks to send, which take turns
+	turn      int        // index in ring
+	small     []*out     // tensors on allowance with chunks to send, which precede the ring
+	smallRun  int        // chunks taken from small since the last one from ring
+	laned     bool       // chunks of the ring leave by NextLane
+	announced int        // number of tensors that the peer counts as open
+	ending    []*call    // client: puts whose end is to be sent
+	summaries []*summary // server: to be sent
+	allowance int64      // bytes of the peer's allowance in use
 }
 
 // out is an outgoing tensor.
@@ -45,7 +48,13 @@ type out struct {
 	dead      bool
 	share     int64 // bytes of the allowance
 	last      Instant
+	summary   *summary     // server: to be sent after the chunks
+	summed    bool         // server: it was
+	failed    *frame.Error // client: why it was given up before it was announced
 }
+
+// touch records progress.
+func (t *out) touch(now Instant) { t.last, t.call.last = now, now }
 
 // OpenTensor announces an outgoing tensor of an open call: an input on the
 // client, a result on the server. SizeBytes and OnAllowance are filled in here.
@@ -76,6 +85,10 @@ func (m *Machine) OpenTensor(now Instant, d frame.Desc) error {
 	s.tensors[d.Tensor] = t
 	s.most = max(s.most, len(s.tensors))
 	k.outs = append(k.outs, t)
+	k.last = now
+	if k.part.Put != nil {
+		k.tensors++
+	}
 	if m.cfg.Server || k.state == lifecycle.Running { // otherwise they are sent with the call
 		s.descs = append(s.descs, t)
 	}
@@ -94,7 +107,7 @@ func (m *Machine) Offer(now Instant, id tensor.ID, off int64, data []byte, relea
 		return err
 	}
 	if !waiting {
-		t.last = now
+		t.touch(now)
 	}
 	m.out.queue(t)
 	return nil
@@ -114,13 +127,31 @@ func (s *sender) drop(t *out) {
 	if t.announced {
 		s.announced--
 	}
+	if k := t.call; k.stored() {
+		k.outs = slices.DeleteFunc(k.outs, func(o *out) bool { return o == t })
+		if t.announced {
+			s.put(k, -1)
+		}
+		s.settle(t)
+	}
+}
+
+// put (client) counts n more tensors of a put as announced.
+func (s *sender) put(k *call, n int) {
+	before := k.weight()
+	if k.part.Put != nil {
+		k.putting += n
+	}
+	if !s.cfg.Server && (k.state == lifecycle.Running || k.state == lifecycle.Finishing) {
+		s.inFlight += k.weight() - before
+	}
 }
 
 // credit raises a tensor's limit.
 func (s *sender) credit(now Instant, t *out, limit uint32) {
 	if limit = min(limit, t.geo.Count()); limit > t.limit {
 		t.limit = limit
-		t.last = now
+		t.touch(now)
 		s.queue(t)
 	}
 }
@@ -138,10 +169,10 @@ func (s *sender) acknowledge(now Instant, t *out, p frame.Ack) error {
 		return err
 	}
 	if t.chunks.Below() > before { // an ack without news is no progress
-		t.last = now
+		t.touch(now)
 	}
 	s.queue(t)
-	if t.chunks.Acked() {
+	if t.chunks.Acked() && t.call.part.Put == nil { // a put's Summary ends it
 		s.drop(t)
 	}
 	return nil
@@ -168,22 +199,38 @@ func (t *out) waits() bool {
 		t.desc.RetainChunks > 0 && t.chunks.Unacked() > 0)
 }
 
-// mayAnnounce reports whether the next desc may be sent. A result waits here while it would
-// exceed what the peer keeps open; inputs have waited with their call.
-func (s *sender) mayAnnounce() bool {
-	return len(s.descs) > 0 && (!s.cfg.Server || s.announced < int(s.peer.MaxOpenTensors))
+// mayAnnounce returns the index of the next desc that may be sent, or -1. Results and
+// tensors of puts wait here while they would exceed what the peer keeps open; inputs have
+// waited with their call.
+func (s *sender) mayAnnounce() int {
+	return slices.IndexFunc(s.descs, func(t *out) bool {
+		switch k := t.call; {
+		case t.dead:
+			return true
+		case s.cfg.Server:
+			return s.announced < int(s.peer.MaxOpenTensors)
+		default:
+			return k.part.Put == nil || k.putting == 0 || s.inFlight < int(s.peer.MaxOpenTensors)
+		}
+	})
 }
 
 func (s *sender) addDescs(now Instant, p *parcel) {
-	for p.room(len(p.Descs)) && s.mayAnnounce() {
-		t := pop(&s.descs, 0)
+	for i := s.mayAnnounce(); i >= 0 && p.room(len(p.Descs)); i = s.mayAnnounce() {
+		t := pop(&s.descs, i)
 		if t.dead {
 			continue
 		}
 		t.announced = true
-		t.last = now
+		t.touch(now)
 		s.announced++
-		if t.geo.Size <= int64(s.peer.AllowanceBytes)-s.allowance && t.geo.Count() <= frame.AllowanceChunks {
+		s.put(t.call, 1)
+		if t.failed != nil {
+			s.sayFailed(t.desc.Tensor, t.failed.Code, t.failed.Text)
+		}
+		if s.cfg.OneWay {
+			t.limit = t.geo.Count()
+		} else if !t.desc.Held && t.geo.Size <= int64(s.peer.AllowanceBytes)-s.allowance && t.geo.Count() <= frame.AllowanceChunks {
 			t.desc.OnAllowance = true
 			t.limit, t.share = t.geo.Count(), t.geo.Size
 			s.allowance += t.share
@@ -191,6 +238,7 @@ func (s *sender) addDescs(now Instant, p *parcel) {
 		p.Descs = append(p.Descs, t.desc)
 		p.bytes += t.desc.Cost()
 		s.queue(t)
+		s.settle(t)
 	}
 }
 
@@ -243,13 +291,14 @@ func (s *sender) take(now Instant, q *[]*out, ch *frame.Chunk) (*out, chunker.Re
 		ch.Tensor, ch.Index = t.desc.Tensor, index
 		ch.Data, held = t.chunks.View(index, ch.Data[:0])
 		if !again { // otherwise a peer could keep the tensor forever by asking for the same chunk
-			t.last = now
+			t.touch(now)
 		}
 		s.stats.ChunksOut++
 		s.stats.BytesOut += int64(ch.Len())
 		if s.peerDone {
 			t.chunks.AckSent()
 		}
+		s.settle(t)
 		return t, held
 	}
 	return nil, nil

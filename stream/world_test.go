@@ -58,6 +58,14 @@ type worldCall struct {
 	outs     []*source  // server
 	finished bool
 	done     frame.Done
+
+	kind     int
+	told     bool                     // put: the client has said its end
+	all      bool                     // put: the end came
+	lost     map[tensor.ID]bool       // put: failed before the server's program knew them
+	sums     map[tensor.ID]frame.Code // client
+	selected int                      // get
+	refused  int                      // get: summaries of what was not found
 }
 
 func (c *worldCall) sink(side int, port string) *sink {
@@ -87,6 +95,11 @@ type source struct {
 	out    []*piece
 	input  *sink // server: what it is made of
 	open   bool
+
+	held   []chunks // of a get: what the client has
+	summed bool
+	failed bool
+	blamed string
 }
 
 type span struct{ off, n int64 }
@@ -109,6 +122,9 @@ type sink struct {
 	have  int64 // bytes of filled memory, from the start
 	whole bool
 	seen  map[span]bool // EventChunk
+
+	failed bool
+	held   []span // of a get: what the client has
 }
 
 type lentMem struct {
@@ -205,7 +221,7 @@ func newWorld(choose func(n int) int) *world {
 		lanes = 1
 	}
 	w.cli = &party{w: w, m: New(Config{Session: w.id('s'), Check: check, Limits: limits(), Codecs: codecs, Lanes: lanes}, 0)}
-	w.srv = &party{w: w, m: New(Config{Server: true, Limits: limits(), Codecs: codec.All()}, 0)}
+	w.srv = &party{w: w, m: New(Config{Server: true, Limits: limits(), Codecs: codec.All(), Stores: true, StoredBytes: 1 << 10}, 0)}
 	w.srv.m.OfferLanes(frame.LaneToken{1}, 8)
 	w.cli.peer, w.srv.peer = w.srv, w.cli
 	for _, p := range []*party{w.cli, w.srv} {
@@ -364,7 +380,7 @@ func (p *party) announce(s *source) {
 
 // offer offers the next piece of a source, if its maker has it.
 func (p *party) offer(s *source) bool {
-	if len(s.pieces) == 0 || s.call.ended[p.side()] > 0 {
+	if len(s.pieces) == 0 || s.failed || s.call.ended[p.side()] > 0 {
 		return false
 	}
 	sp := s.pieces[0]
@@ -404,8 +420,25 @@ func (p *party) offer(s *source) bool {
 
 // lend lends the next block of a sink, if few enough are out.
 func (p *party) lend(t *sink) bool {
-	if t.lent == t.size && (t.size > 0 || len(t.mem) > 0) {
+	if t.lent == t.size && (t.size > 0 || len(t.mem) > 0) || t.failed {
 		return false
+	}
+	most := t.size
+	if s := t.call.tensor(t.id); t.call.kind == get && len(s.held) > 0 {
+		has, until := s.holds(t.lent)
+		if has {
+			copy(t.data[t.lent:until], s.data[t.lent:])
+			t.held = append(t.held, span{t.lent, until - t.lent})
+			n := until - t.lent
+			t.lent = until
+			p.w.tracef("client holds %d of %v", n, t.id)
+			if err := p.m.Hold(p.w.now, t.id, n); err != nil {
+				t.failed = true
+			}
+			t.count()
+			return true
+		}
+		most = until
 	}
 	out := int64(0)
 	for _, l := range t.mem {
@@ -417,7 +450,7 @@ func (p *party) lend(t *sink) bool {
 	if out > 0 && geo != nil && out >= 2*max(t.block, geo.geo.ChunkBytes) {
 		return false
 	}
-	return p.lendNow(t, min(t.block, t.size-t.lent))
+	return p.lendNow(t, min(t.block, most-t.lent))
 }
 
 func (p *party) lendNow(t *sink, n int64) bool {
@@ -454,11 +487,21 @@ func (p *party) returned(t *sink, l *lentMem, filled bool) {
 	for i := range l.mem {
 		l.mem[i] = poison
 	}
+	t.count()
+}
+
+// count counts the bytes that are here, from the start.
+func (t *sink) count() {
 	for t.have = 0; ; {
 		from := t.have
 		for _, l := range t.mem {
 			if l.filled && l.off == t.have {
 				t.have += int64(len(l.mem))
+			}
+		}
+		for _, h := range t.held {
+			if h.off == t.have {
+				t.have += h.n
 			}
 		}
 		if t.have == from {
@@ -518,6 +561,9 @@ func (p *party) event(e Event) {
 			t = s
 		}
 	}
+	if c.kind != run && p.eventStored(c, t, e) {
+		return
+	}
 	switch e.Kind {
 	case EventTensor:
 		if t != nil {
@@ -566,7 +612,9 @@ func (p *party) event(e Event) {
 		}
 		if !p.server() {
 			c.done = *e.Done
-			w.ended(c, e)
+			if c.kind == run {
+				w.ended(c, e)
+			}
 		}
 	}
 }
@@ -636,6 +684,9 @@ func (p *party) work(c *worldCall) bool {
 		return false
 	}
 	defer p.events()
+	if c.kind != run {
+		return p.workStored(c)
+	}
 	sources := c.inputs
 	if p.server() {
 		sources = c.outs
@@ -757,6 +808,12 @@ func describe(f *frame.Frame) string {
 	for _, d := range f.Dones {
 		fmt.Fprintf(&b, "done %s %d %s ", short(d.Call), d.Code, d.Message)
 	}
+	for _, e := range f.Ends {
+		fmt.Fprintf(&b, "end %s %d ", short(e.Call), e.Tensors)
+	}
+	for _, s := range f.Summaries {
+		fmt.Fprintf(&b, "summary %s %d ", short(s.Tensor), s.Code)
+	}
 	if f.Drain != nil {
 		fmt.Fprintf(&b, "drain")
 	}
@@ -838,26 +895,20 @@ func (p *party) take(ch frame.Chunk, flaw int) {
 }
 
 // owner is the call that a tensor belongs to.
-func (w *world) owner(id tensor.ID) *worldCall {
+func (w *world) owner(id tensor.ID) (*worldCall, *source) {
 	for _, c := range w.order {
-		for _, s := range c.inputs {
+		for _, s := range slices.Concat(c.inputs, c.outs) {
 			if s.id == id {
-				return c
-			}
-		}
-		for _, s := range c.outs {
-			if s.id == id {
-				return c
+				return c, s
 			}
 		}
 	}
 	w.failf("tensor %s belongs to nobody", short(id))
-	return nil
+	return nil, nil
 }
 
 // begin claims a chunk's place.
 func (p *party) begin(ch frame.Chunk, flaw int) {
-	c := p.w.owner(ch.Tensor)
 	name := chunkName{ch.Tensor, ch.Index}
 	empty := ch.Len() == 0
 	data := make([][]byte, len(ch.Data))
@@ -908,12 +959,12 @@ func (p *party) begin(ch frame.Chunk, flaw int) {
 		}
 		ch.Sum = p.sum(ch.Tensor, ch.Index, data)
 	case flaw == cutShort:
-		c.blame("cut short")
+		p.w.blame(ch.Tensor, "cut short")
 	case flaw == conflicting, flaw == wrongSum && p.good[name]:
-		c.blame("conflict")
+		p.w.blame(ch.Tensor, "conflict")
 	case flaw == flipped && !p.good[name], flaw == wrongSum:
 		if p.bad[name]++; p.bad[name] >= 3 {
-			c.blame("corrupt thrice")
+			p.w.blame(ch.Tensor, "corrupt thrice")
 		}
 	}
 	if flaw == fine {
@@ -985,7 +1036,7 @@ func (w *world) step() {
 		}
 	case 6:
 		if p == w.cli && len(w.order) < 12 {
-			w.openCall()
+			w.openAny()
 		} else {
 			p.swap()
 		}
@@ -1040,12 +1091,24 @@ func (w *world) waits() {
 	}
 }
 
+// openAny has the client open a call, a put or a get.
+func (w *world) openAny() {
+	if kind := w.choose(4); kind == put || kind == get {
+		w.openStored(kind)
+	} else {
+		w.openCall()
+	}
+}
+
 // meddle ends a call on purpose.
 func (w *world) meddle(c *worldCall, p *party) {
 	if c.ended[p.side()] > 0 {
 		return
 	}
+	defer p.events()
 	switch {
+	case c.kind != run && w.choose(4) > 0:
+		w.meddleStored(c, p)
 	case p == w.cli:
 		c.blame("cancel")
 		w.tracef("client cancels %v", c.id)
@@ -1055,12 +1118,11 @@ func (w *world) meddle(c *worldCall, p *party) {
 		c.finished = true
 		w.tracef("server fails %v", c.id)
 		p.m.Finish(frame.Done{Call: c.id, Code: frame.Aborted, Message: "by choice"})
-	case len(c.sinks[1]) > 0:
+	case c.kind == run && len(c.sinks[1]) > 0:
 		c.blame("tensor failed")
 		w.tracef("server fails tensor %v", c.sinks[1][0].id)
 		p.m.FailTensor(c.sinks[1][0].id, frame.ResourceExhausted, "by choice")
 	}
-	p.events()
 }
 
 // advance lets time pass and both machines look at their clocks.
@@ -1261,6 +1323,9 @@ func miscounted(m *Machine) string {
 	for _, f := range m.failures {
 		waiting += len(f.Message)
 	}
+	for _, q := range m.out.summaries {
+		waiting += len(q.Message)
+	}
 	for _, c := range m.calls.answers {
 		waiting += len(c.done.Message)
 	}
@@ -1272,6 +1337,9 @@ func miscounted(m *Machine) string {
 	}
 	for _, t := range m.out.tensors {
 		allowOut += t.share
+		if t.summary != nil {
+			waiting += len(t.summary.Message)
+		}
 		if t.announced {
 			announced++
 		}
@@ -1301,7 +1369,7 @@ func miscounted(m *Machine) string {
 // run is one schedule from beginning to end.
 func (w *world) run(steps int) {
 	for range 1 + w.choose(4) {
-		w.openCall()
+		w.openAny()
 	}
 	for range steps {
 		w.step()
@@ -1316,7 +1384,7 @@ func (w *world) run(steps int) {
 			if len(p.wire) == 0 && p.m.Status().Calls == 0 {
 				p.counts()
 			}
-			if n := len(p.m.calls.opens) + len(p.m.out.descs) + len(p.m.in.credits) + len(p.m.in.acks) + len(p.m.calls.cancels) + len(p.m.failures) + len(p.m.calls.answers) + len(p.m.out.ring) + len(p.m.out.small); n > 0 {
+			if n := len(p.m.calls.opens) + len(p.m.out.descs) + len(p.m.in.credits) + len(p.m.in.acks) + len(p.m.calls.cancels) + len(p.m.failures) + len(p.m.calls.answers) + len(p.m.out.ring) + len(p.m.out.small) + len(p.m.out.summaries) + len(p.m.out.ending); n > 0 {
 				w.failf("%s: %d things wait in its queues with no call open", p.name(), n)
 			}
 		}

@@ -2,8 +2,8 @@
 // how many bytes that makes, computed without overflow.
 //
 // It refuses to hold strides or byte orders: a tensor here is dense, row-major
-// and little-endian, as on the wire. Everyone may import it; it starts nothing,
-// locks nothing and never allocates from a number it has not checked.
+// and little-endian, as on the wire. Everyone may import it; it starts nothing
+// and never allocates from a number it has not checked.
 // A Tensor borrows its bytes: whoever built it owns them.
 package tensor
 
@@ -15,6 +15,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/google/uuid"
 )
 
 // Errors that callers decide on. Every error of this package wraps one of them.
@@ -30,6 +32,11 @@ var (
 // ID names one tensor or one call: 16 bytes, a UUIDv7 when made by this module.
 // The zero ID names nothing.
 type ID [16]byte
+
+// NewID returns a UUIDv7: unique, and sorted by time in logs and stores. Alone in this
+// package it reads the clock and randomness: whatever is to be repeatable is given its IDs.
+// Safe for concurrent use.
+func NewID() ID { return ID(uuid.Must(uuid.NewV7())) }
 
 // IsZero reports whether id names nothing.
 func (id ID) IsZero() bool { return id == ID{} }

@@ -27,6 +27,12 @@ func convert(pb *tensorferryv1.Frame, f *frame.Frame) error {
 				Port: in.Port, Tensor: c.id(in.TensorId, "calls[%d].inputs[%d].tensor_id", i, j),
 			})
 		}
+		if p.Put != nil {
+			call.Put = &frame.Put{All: p.Put.All}
+		}
+		if p.Get != nil {
+			call.Get = &frame.Get{Selections: Selections(p.Get.Selections), More: p.Get.More}
+		}
 		f.Calls = append(f.Calls, call)
 	}
 	for i, p := range pb.Descs {
@@ -41,8 +47,9 @@ func convert(pb *tensorferryv1.Frame, f *frame.Frame) error {
 
 			OnAllowance:  p.OnAllowance,
 			RetainChunks: p.RetainChunks,
+			Held:         p.Held,
 		}
-		if len(p.CallId) > 0 { // a pushed tensor belongs to no call
+		if len(p.CallId) > 0 { // a tensor of PushTensors belongs to no call
 			d.Call = c.id(p.CallId, "descs[%d].call_id", i)
 		}
 		f.Descs = append(f.Descs, d)
@@ -84,6 +91,9 @@ func convert(pb *tensorferryv1.Frame, f *frame.Frame) error {
 		}
 		f.Dones = append(f.Dones, done)
 	}
+	for i, p := range pb.Ends {
+		f.Ends = append(f.Ends, frame.End{Call: c.id(p.CallId, "ends[%d].call_id", i), Tensors: p.Tensors})
+	}
 	for i, p := range pb.Summaries {
 		f.Summaries = append(f.Summaries, c.summary(p, "summaries[%d]", i))
 	}
@@ -98,6 +108,34 @@ func convert(pb *tensorferryv1.Frame, f *frame.Frame) error {
 		}
 	}
 	return c.err
+}
+
+// Selections copies what a get or a pull selects: a range takes five times as much memory
+// in the message.
+func Selections(list []*tensorferryv1.Selection) []frame.Selection {
+	out := make([]frame.Selection, len(list))
+	for i, p := range list {
+		out[i] = frame.Selection{Name: p.GetName(), Source: p.GetSource(), Params: p.GetParams(), HeldDigest: p.GetHeldDigest()}
+		if n := len(p.GetHeld()); n > 0 {
+			out[i].Held = make([]frame.Range, n)
+		}
+		for j, r := range p.GetHeld() {
+			out[i].Held[j] = frame.Range{Off: int64(r.GetOffset()), Len: int64(r.GetLength())}
+		}
+	}
+	return out
+}
+
+// ToSelections copies selections into their messages, which share maps and digests.
+func ToSelections(list []frame.Selection) []*tensorferryv1.Selection {
+	out := make([]*tensorferryv1.Selection, len(list))
+	for i, s := range list {
+		out[i] = &tensorferryv1.Selection{Name: s.Name, Source: s.Source, Params: s.Params, HeldDigest: s.HeldDigest}
+		for _, r := range s.Held {
+			out[i].Held = append(out[i].Held, &tensorferryv1.Range{Offset: uint64(r.Off), Length: uint64(r.Len)})
+		}
+	}
+	return out
 }
 
 // shape takes over dims. Of too many it copies enough to refuse them: 60 KB of ones
@@ -127,6 +165,7 @@ func (c *converter) hello(p *tensorferryv1.Hello) *frame.Hello {
 		Lanes:          p.GetLanes(),
 
 		ChunkIdleMillis: p.GetChunkIdleMillis(),
+		Stores:          p.GetStores(),
 	}
 	if n := copy(h.LaneToken[:], p.GetLaneToken()); c.err == nil && (n != len(p.GetLaneToken()) || n > 0 && n < len(h.LaneToken)) {
 		c.err = &FieldError{ErrMalformed, "hello.lane_token", "32 bytes, or none", fmt.Sprintf("%d bytes", len(p.GetLaneToken()))}
@@ -142,7 +181,7 @@ func ToHello(h *frame.Hello) *tensorferryv1.Hello {
 	p := &tensorferryv1.Hello{
 		Version: h.Version, SessionId: h.Session[:], MaxChunkBytes: h.MaxChunkBytes, AllowanceBytes: h.AllowanceBytes,
 		Checksum: tensorferryv1.Checksum(h.Checksum), MaxOpenTensors: h.MaxOpenTensors,
-		ChunkIdleMillis: h.ChunkIdleMillis,
+		ChunkIdleMillis: h.ChunkIdleMillis, Stores: h.Stores,
 	}
 	for _, k := range h.Codecs {
 		p.Codecs = append(p.Codecs, tensorferryv1.Codec(k))
@@ -162,6 +201,9 @@ func (c *converter) summary(p *tensorferryv1.Summary, path string, at ...any) fr
 		Tensor: c.id(p.GetTensorId(), path+".tensor_id", at...), Name: p.GetName(), Code: frame.Code(p.GetCode()),
 		Message: p.GetMessage(), SizeBytes: p.GetSizeBytes(), Durable: p.GetDurable(), RetryAfterMillis: p.GetRetryAfterMillis(),
 	}
+	if len(p.GetCallId()) > 0 {
+		s.Call = c.id(p.GetCallId(), path+".call_id", at...)
+	}
 	if n := copy(s.Digest[:], p.GetDigest()); c.err == nil && (n != len(p.GetDigest()) || n > 0 && n < len(s.Digest)) {
 		c.err = &FieldError{ErrMalformed, fmt.Sprintf(path+".digest", at...), "16 bytes, or none", fmt.Sprintf("%d bytes", len(p.GetDigest()))}
 	}
@@ -176,6 +218,9 @@ func ToSummary(s *frame.Summary) *tensorferryv1.Summary {
 	}
 	if !s.Digest.IsZero() {
 		p.Digest = s.Digest[:]
+	}
+	if !s.Call.IsZero() {
+		p.CallId = s.Call[:]
 	}
 	return p
 }

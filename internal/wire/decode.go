@@ -24,6 +24,7 @@ const (
 	fieldFailures  = 7
 	fieldDones     = 8
 	fieldDrain     = 9
+	fieldEnds      = 11
 	fieldSummaries = 14
 	fieldChunk     = 15
 
@@ -52,7 +53,7 @@ var repeated = [fieldChunk + 1]struct {
 	most int
 }{
 	fieldCalls: {"calls", MaxCalls}, fieldDescs: {"descs", MaxParts}, fieldCredits: {"credits", MaxParts}, fieldAcks: {"acks", MaxParts},
-	fieldCancels: {"cancels", MaxParts}, fieldFailures: {"failures", MaxParts}, fieldDones: {"dones", MaxParts}, fieldSummaries: {"summaries", MaxParts},
+	fieldCancels: {"cancels", MaxParts}, fieldFailures: {"failures", MaxParts}, fieldDones: {"dones", MaxParts}, fieldEnds: {"ends", MaxParts}, fieldSummaries: {"summaries", MaxParts},
 }
 
 // counts says how often each field was in a frame.
@@ -139,7 +140,7 @@ func (m *Message) parse(data mem.BufferSlice) (usual bool, err error) {
 			p := r.part(end, 1<<fieldTensor|1<<fieldNumber|1<<fieldCodec|1<<fieldSum|1<<fieldData)
 			m.Frame.Chunk = frame.Chunk{Tensor: p.tensor, Index: p.number, Codec: p.codec, Sum: p.sum, Data: r.views}
 			m.buffers, payload = r.held, p.payload
-		case fieldHello, fieldCalls, fieldDescs, fieldCancels, fieldFailures, fieldDones, fieldDrain, fieldSummaries:
+		case fieldHello, fieldCalls, fieldDescs, fieldCancels, fieldFailures, fieldDones, fieldDrain, fieldEnds, fieldSummaries:
 			m.cold = append(m.cold, tag)
 			m.cold = protowire.AppendVarint(m.cold, uint64(n))
 			m.cold = r.append(m.cold, n)

@@ -5,203 +5,55 @@ import (
 	"maps"
 	"slices"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"unicode/utf8"
 
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// sending is one frame on its way out, and the pool of the buffers that gRPC is
-// given of it. The last Put ends the loan of the payload and frees the sending,
-// with its slice of buffers: gRPC reads that only to reach a buffer it holds.
-//
-// gRPC does not put back what it queues after the end of its RPC, nor what is queued
-// when the connection dies. It never reads the former: so a sending that is still
-// queued may be revoked by whoever ends the RPC.
-type sending struct {
-	mem.NopBufferPool // Get is not used
-	head              []byte
-	parts             []outgoing
-	buffers           mem.BufferSlice // of parts
-	below             mem.BufferSlice // hold the views of an Answer
-	left              atomic.Int32    // buffers not put back
-	state             atomic.Int32    // queued, reading or ended
-
-	held   Releaser  // nil: nothing is lent; guarded by flight.mu once it was added
-	flight *InFlight // that it was added to; nil: to none
-	// All below is guarded by flight.mu.
-	from         any // the *Message or *Answer
-	older, newer *sending
-	looks        int
-	copied       int  // bytes that are gRPC's alone
-	removed      bool // from flight
-}
-
-// States of a sending.
-const (
-	queued  = iota // gRPC has read nothing of it
-	reading        // gRPC puts it back, unless the connection dies
-	ended          // it was put back or revoked; gRPC reads copies or zeros
-)
-
-// outgoing is a buffer that tells its sending when gRPC begins to read.
-type outgoing struct {
-	mem.Buffer
-	of   *sending
-	data []byte // a piece of head, or a view
-	lent bool   // it is a view
-	copy []byte // of a view that was revoked and may be read all the same
-}
-
-// zeros are read instead of a payload that was revoked and that nobody is sent.
-var zeros [frame.ChunkBytesCeiling]byte
-
-// ReadOnlyData lends the bytes until the last Free.
-func (b *outgoing) ReadOnlyData() []byte {
-	if s := b.of; b.lent && s.state.Load() != reading && !s.state.CompareAndSwap(queued, reading) && s.state.Load() == ended {
-		if b.copy != nil {
-			return b.copy
-		}
-		return zeros[:b.Len()]
-	}
-	return b.Buffer.ReadOnlyData()
-}
-
-var sendings = sync.Pool{New: func() any { return &sending{head: make([]byte, 0, headBytes)} }}
-
-// marshal encodes the frame. The views of its chunk are lent until Held is released.
+// marshal copies the frame, its payload included.
 func (m *Message) marshal() (mem.BufferSlice, error) {
-	s := sendings.Get().(*sending)
-	s.state.Store(queued)
-	s.held, m.Held = m.Held, nil
-	e := encoder{b: s.head[:0]}
+	e := encoder{b: m.cold[:0]}
 	e.frame(&m.Frame)
-	s.head = e.b
-	if e.err == nil && len(s.head) > MaxControlBytes {
-		e.err = tooLarge("frame", "bytes beside the payload", MaxControlBytes, len(s.head))
+	if m.cold = e.b; cap(m.cold) > maxColdBytes {
+		m.cold = nil
 	}
-	var views [][]byte
-	if m.Frame.HasChunk() {
-		views = m.Frame.Chunk.Data
+	if e.err == nil && len(e.b) > MaxControlBytes {
+		e.err = tooLarge("frame", "bytes beside the payload", MaxControlBytes, len(e.b))
 	}
-	if n := m.Frame.Chunk.Len(); e.err == nil && n > frame.ChunkBytesCeiling {
+	n := m.Frame.Chunk.Len()
+	if e.err == nil && n > frame.ChunkBytesCeiling {
 		e.err = tooLarge("chunk", "bytes", frame.ChunkBytesCeiling, n)
 	}
 	if e.err != nil {
-		s.recycle()
 		return nil, e.err
 	}
-	if !s.addPayload(views) {
-		s.end() // everything was copied
+	c := m.room(len(e.b) + n)
+	*c.data = append(*c.data, e.b...)
+	for _, v := range m.Frame.Chunk.Data {
+		*c.data = append(*c.data, v...)
 	}
-	return s.lend(m.InFlight, m, cap(s.head)), nil
+	return c.buffers(), nil
 }
 
 // marshal encodes the message as the stock codec does.
 func (a *Answer) marshal() (mem.BufferSlice, error) {
-	s := sendings.Get().(*sending)
-	s.state.Store(queued)
-	s.held, a.Held = a.Held, nil
-	var err error
-	if s.below, err = stock.Marshal(a.Message); err != nil {
-		s.recycle()
+	m, ok := a.Message.(proto.Message)
+	if !ok {
+		return stock.Marshal(a.Message)
+	}
+	c := a.room(proto.Size(m))
+	b, err := proto.MarshalOptions{UseCachedSize: true}.MarshalAppend(*c.data, m)
+	if err != nil {
+		c.Put(nil)
 		return nil, err
 	}
-	views := make([][]byte, len(s.below))
-	for i, b := range s.below {
-		views[i] = b.ReadOnlyData()
-	}
-	s.head = s.head[:0]
-	s.addPayload(views)
-	for i := range s.parts {
-		s.parts[i].lent = false // but to gRPC
-	}
-	copied := 0
-	if !a.Charged {
-		copied = s.below.Len() + cap(s.head)
-	}
-	return s.lend(a.InFlight, a, copied), nil
-}
-
-// lend returns the parts as buffers. All are in flight, also those that nobody waits
-// for: they are memory until the peer has read them.
-func (s *sending) lend(flight *InFlight, from any, copied int) mem.BufferSlice {
-	if flight != nil {
-		s.from, s.copied = from, copied
-		flight.add(s)
-	}
-	// From the first NewBuffer on the parts must stay where they are.
-	s.left.Store(int32(len(s.parts)))
-	for i := range s.parts {
-		p := &s.parts[i]
-		p.Buffer = mem.NewBuffer(&p.data, s)
-		s.buffers = append(s.buffers, p)
-	}
-	if len(s.parts) == 0 { // an empty message: no Put will come
-		s.recycle()
-		return nil
-	}
-	return s.buffers
-}
-
-// addPayload makes the parts: large views as they lie and, between them, pieces of
-// head, to which small views are copied. It reports whether any goes as it lies.
-func (s *sending) addPayload(views [][]byte) (shared bool) {
-	copied := 0
-	for _, v := range views {
-		if len(v) <= smallView {
-			copied += len(v)
-		} else {
-			shared = true
-		}
-	}
-	// gRPC tracks a buffer by its capacity: even the last piece needs enough.
-	s.head = slices.Grow(s.head, copied+smallView+1)
-	begin := 0
-	piece := func() {
-		if begin < len(s.head) {
-			s.parts = append(s.parts, outgoing{of: s, data: s.head[begin:]})
-			begin = len(s.head)
-		}
-	}
-	for _, v := range views {
-		if len(v) <= smallView {
-			s.head = append(s.head, v...)
-			continue
-		}
-		piece()
-		s.parts = append(s.parts, outgoing{of: s, data: v, lent: true})
-	}
-	piece()
-	return shared
-}
-
-// Put is called by gRPC for each buffer that nobody reads any more.
-func (s *sending) Put(*[]byte) {
-	if s.left.Add(-1) == 0 {
-		s.recycle()
-	}
-}
-
-// recycle frees s for the next frame, unless its loan was revoked: who did that ends it.
-func (s *sending) recycle() {
-	if s.state.Swap(ended) == ended {
-		return
-	}
-	s.end()
-	s.below.Free()
-	s.below, s.from = nil, nil
-	clear(s.parts)
-	clear(s.buffers)
-	s.parts, s.buffers = s.parts[:0], s.buffers[:0]
-	if cap(s.head) <= maxPooledHead {
-		sendings.Put(s)
-	}
+	*c.data = b
+	return c.buffers(), nil
 }
 
 // encoder writes a frame the way the stock codec does in its deterministic mode:
@@ -227,6 +79,7 @@ func (e *encoder) frame(f *frame.Frame) {
 			e.bytes(9, h.LaneToken[:])
 		}
 		e.number(10, uint64(h.ChunkIdleMillis))
+		e.flag(11, h.Stores)
 		e.close(at)
 	}
 	for i := range f.Calls {
@@ -237,6 +90,14 @@ func (e *encoder) frame(f *frame.Frame) {
 		e.bindings(3, c.Inputs)
 		e.entries(4, "call.params", c.Params)
 		e.number(5, c.TimeoutMillis)
+		if c.Put != nil {
+			at := e.open(6)
+			e.flag(1, c.Put.All)
+			e.close(at)
+		}
+		if c.Get != nil {
+			e.get(c.Get)
+		}
 		e.close(at)
 	}
 	for i := range f.Descs {
@@ -253,10 +114,9 @@ func (e *encoder) frame(f *frame.Frame) {
 		e.name(7, "desc.port", d.Port)
 		e.name(8, "desc.name", d.Name)
 		e.entries(9, "desc.metadata", d.Metadata)
-		if d.OnAllowance {
-			e.number(10, 1)
-		}
+		e.flag(10, d.OnAllowance)
 		e.number(11, uint64(d.RetainChunks))
+		e.flag(12, d.Held)
 		e.close(at)
 	}
 	for i := range f.Credits {
@@ -308,6 +168,12 @@ func (e *encoder) frame(f *frame.Frame) {
 		e.text(1, f.Drain.Reason)
 		e.close(at)
 	}
+	for i := range f.Ends {
+		at := e.open(fieldEnds)
+		e.id(1, f.Ends[i].Call)
+		e.number(2, f.Ends[i].Tensors)
+		e.close(at)
+	}
 	for i := range f.Summaries {
 		s := &f.Summaries[i]
 		at := e.open(fieldSummaries)
@@ -319,15 +185,39 @@ func (e *encoder) frame(f *frame.Frame) {
 		if !s.Digest.IsZero() {
 			e.bytes(6, s.Digest[:])
 		}
-		if s.Durable {
-			e.number(7, 1)
-		}
+		e.flag(7, s.Durable)
 		e.number(8, uint64(s.RetryAfterMillis))
+		if !s.Call.IsZero() {
+			e.id(9, s.Call)
+		}
 		e.close(at)
 	}
 	if f.HasChunk() {
 		e.chunk(&f.Chunk)
 	}
+}
+
+func (e *encoder) get(g *frame.Get) {
+	at := e.open(7)
+	for i := range g.Selections {
+		s := &g.Selections[i]
+		at := e.open(1)
+		e.name(1, "selection.name", s.Name)
+		e.flag(2, s.Source)
+		e.entries(3, "selection.params", s.Params)
+		for _, r := range s.Held {
+			at := e.open(4)
+			e.number(1, uint64(r.Off))
+			e.number(2, uint64(r.Len))
+			e.close(at)
+		}
+		if len(s.HeldDigest) > 0 {
+			e.bytes(5, s.HeldDigest)
+		}
+		e.close(at)
+	}
+	e.flag(2, g.More)
+	e.close(at)
 }
 
 // chunk writes a chunk up to its payload, which the caller appends.
@@ -384,6 +274,12 @@ func (e *encoder) number(field protowire.Number, v uint64) {
 	if v != 0 {
 		e.b = protowire.AppendTag(e.b, field, protowire.VarintType)
 		e.b = protowire.AppendVarint(e.b, v)
+	}
+}
+
+func (e *encoder) flag(field protowire.Number, v bool) {
+	if v {
+		e.number(field, 1)
 	}
 }
 

@@ -110,9 +110,24 @@ func (s *script) entries() (m map[string]string) {
 	return m
 }
 
+func (s *script) get() *frame.Get {
+	g := &frame.Get{More: s.byte()&1 > 0, Selections: []frame.Selection{}}
+	for range s.byte() % 4 {
+		sel := frame.Selection{Name: s.text(), Source: s.byte()&1 > 0, Params: s.entries()}
+		for range s.byte() % 3 {
+			sel.Held = append(sel.Held, frame.Range{Off: int64(s.number()), Len: int64(s.number())})
+		}
+		if s.byte()&1 > 0 {
+			sel.HeldDigest = make([]byte, 1+s.byte()%20)
+		}
+		g.Selections = append(g.Selections, sel)
+	}
+	return g
+}
+
 func (s *script) frame() (f frame.Frame) {
 	parts := uint(s.byte()) | uint(s.byte())<<8
-	for i := range 11 {
+	for i := range 12 {
 		if parts>>i&1 == 0 {
 			continue
 		}
@@ -127,13 +142,19 @@ func (s *script) frame() (f frame.Frame) {
 					f.Hello.Codecs = append(f.Hello.Codecs, s.byte())
 				}
 			case 1:
-				f.Calls = append(f.Calls, frame.Call{
-					ID: s.id(), Model: s.text(), Inputs: s.bindings(), Params: s.entries(), TimeoutMillis: s.number(),
-				})
+				c := frame.Call{ID: s.id(), Model: s.text(), Inputs: s.bindings(), Params: s.entries(), TimeoutMillis: s.number()}
+				switch s.byte() % 8 {
+				case 1, 2:
+					c.Put = &frame.Put{All: s.byte()&1 > 0}
+				case 3, 4:
+					c.Get = s.get()
+				}
+				f.Calls = append(f.Calls, c)
 			case 2:
 				d := frame.Desc{
 					Tensor: s.id(), SizeBytes: s.number(), ChunkBytes: uint32(s.number()),
 					Port: s.text(), Name: s.text(), Metadata: s.entries(), OnAllowance: s.byte()&1 > 0, RetainChunks: uint32(s.number()),
+					Held: s.byte()&1 > 0,
 				}
 				d.DType = tensor.DataType(s.byte())
 				for range s.byte() % 5 {
@@ -169,13 +190,18 @@ func (s *script) frame() (f frame.Frame) {
 					SizeBytes: s.number(), Durable: s.byte()&1 > 0, RetryAfterMillis: uint32(s.number()),
 				}
 				if s.byte()&1 > 0 {
+					sum.Call = s.id()
+				}
+				if s.byte()&1 > 0 {
 					sum.Digest = codec.Digest(s.id())
 				}
 				f.Summaries = append(f.Summaries, sum)
+			case 11:
+				f.Ends = append(f.Ends, frame.End{Call: s.id(), Tensors: s.number()})
 			case 9:
 				f.Chunk = frame.Chunk{Tensor: s.id(), Index: uint32(s.number()), Codec: s.byte(), Sum: uint32(s.number())}
 				for range s.byte() % 5 {
-					n := []int{0, 1, 7, smallView, smallView + 1, 3000}[s.byte()%6]
+					n := []int{0, 1, 7, 1024, 1025, 3000}[s.byte()%6]
 					f.Chunk.Data = append(f.Chunk.Data, bytes.Repeat([]byte{s.byte()}, n))
 				}
 			}

@@ -39,7 +39,7 @@ func (l *ledger) Put(b *[]byte) {
 // behind the last one.
 func (l *ledger) split(b []byte, cuts ...byte) mem.BufferSlice {
 	var s mem.BufferSlice
-	b = append(make([]byte, 0, len(b)+smallView+1), b...)
+	b = append(make([]byte, 0, len(b)+smallest), b...)
 	for i := 0; len(b) > 0; i++ {
 		n := len(b)
 		if len(cuts) > 0 {
@@ -106,6 +106,7 @@ func copyFrame(f *frame.Frame) frame.Frame {
 	c.Cancels = append([]tensor.ID(nil), f.Cancels...)
 	c.Failures = append([]frame.Failure(nil), f.Failures...)
 	c.Dones = append([]frame.Done(nil), f.Dones...)
+	c.Ends = append([]frame.End(nil), f.Ends...)
 	c.Summaries = append([]frame.Summary(nil), f.Summaries...)
 	return c
 }
@@ -120,7 +121,7 @@ func model(b []byte) decoded {
 	if len(b)-len(pb.GetChunk().GetData()) > MaxControlBytes || len(pb.Calls) > MaxCalls {
 		return decoded{err: ErrTooLarge}
 	}
-	for _, n := range []int{len(pb.Descs), len(pb.Credits), len(pb.Acks), len(pb.Cancels), len(pb.Failures), len(pb.Dones), len(pb.Summaries)} {
+	for _, n := range []int{len(pb.Descs), len(pb.Credits), len(pb.Acks), len(pb.Cancels), len(pb.Failures), len(pb.Dones), len(pb.Ends), len(pb.Summaries)} {
 		if n > MaxParts {
 			return decoded{err: ErrTooLarge}
 		}
@@ -149,38 +150,17 @@ func diff(a, b decoded) string {
 	return cmp.Diff(a.frame, b.frame, cmpopts.EquateEmpty())
 }
 
-// ticket counts how often it was released.
-type ticket struct{ released int }
-
-func (l *ticket) Release() { l.released++ }
-
-// encode marshals f, whose payload is lent, and checks that the loan ends once:
-// not before gRPC has let go of the last view.
+// encode marshals f as gRPC has it done.
 func encode(t testing.TB, f *frame.Frame) []byte {
 	t.Helper()
-	held := new(ticket)
-	m := &Message{Frame: *f, Held: held}
-	data, err := Codec{}.Marshal(m)
+	data, err := Codec{}.Marshal(&Message{Frame: *f})
 	if err != nil {
 		t.Fatal(err)
-	}
-	if m.Held != nil {
-		t.Fatal("Marshal left Held in the message")
 	}
 	b := data.Materialize()
 	data.Ref() // as the transport does
 	data.Free()
-	shared := false
-	for _, v := range f.Chunk.Data {
-		shared = shared || len(v) > smallView
-	}
-	if early := held.released > 0; early == shared && f.HasChunk() {
-		t.Fatalf("payload released %d times while gRPC still reads it (shared: %v)", held.released, shared)
-	}
 	data.Free()
-	if held.released != 1 {
-		t.Fatalf("Held was released %d times", held.released)
-	}
 	return b
 }
 
@@ -195,12 +175,19 @@ func toProto(f *frame.Frame) *tensorferryv1.Frame {
 		for _, in := range c.Inputs {
 			p.Inputs = append(p.Inputs, &tensorferryv1.Input{Port: in.Port, TensorId: in.Tensor[:]})
 		}
+		if c.Put != nil {
+			p.Put = &tensorferryv1.Put{All: c.Put.All}
+		}
+		if c.Get != nil {
+			p.Get = &tensorferryv1.Get{Selections: ToSelections(c.Get.Selections), More: c.Get.More}
+		}
 		pb.Calls = append(pb.Calls, p)
 	}
 	for _, d := range f.Descs {
 		p := &tensorferryv1.TensorDesc{
 			TensorId: d.Tensor[:], Dtype: tensorferryv1.DataType(d.DType), Shape: d.Shape, SizeBytes: d.SizeBytes,
 			ChunkBytes: d.ChunkBytes, Port: d.Port, Name: d.Name, Metadata: d.Metadata, OnAllowance: d.OnAllowance, RetainChunks: d.RetainChunks,
+			Held: d.Held,
 		}
 		if !d.Call.IsZero() {
 			p.CallId = d.Call[:]
@@ -231,6 +218,9 @@ func toProto(f *frame.Frame) *tensorferryv1.Frame {
 			}
 		}
 		pb.Dones = append(pb.Dones, p)
+	}
+	for _, e := range f.Ends {
+		pb.Ends = append(pb.Ends, &tensorferryv1.PutEnd{CallId: e.Call[:], Tensors: e.Tensors})
 	}
 	for i := range f.Summaries {
 		pb.Summaries = append(pb.Summaries, ToSummary(&f.Summaries[i]))

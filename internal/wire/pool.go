@@ -6,20 +6,19 @@ import (
 
 	"google.golang.org/grpc/mem"
 
-	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/slab"
 )
 
-// Buffers is the pool of all connections' receive buffers. grpc's own clears each
-// before it is overwritten: 3 % of an upload's time (November 2026). Safe for
-// concurrent use.
+// Buffers is the pool of all connections' buffers, of received data frames and of copies
+// to be sent. grpc's own clears each before it is overwritten: 3 % of an upload's time
+// (November 2026). Safe for concurrent use.
 var Buffers mem.BufferPool = newBuffers(mem.DefaultBufferPool())
 
-// buffers keeps buffers for data frames, outside the heap, and leaves every larger size
-// to grpc.
+// buffers keeps buffers outside the heap, by size, and leaves what is larger, or too small
+// for gRPC to put back, to grpc.
 type buffers struct {
-	rest          mem.BufferPool
-	medium, large buffersOf
+	rest mem.BufferPool
+	of   []*buffersOf // ascending
 }
 
 // buffersOf are buffers of one size. Few that nobody uses are kept: of the others the
@@ -34,32 +33,32 @@ type buffersOf struct {
 }
 
 func newBuffers(rest mem.BufferPool) *buffers {
-	return &buffers{
-		rest: rest, medium: buffersOf{size: inbound.MediumBytes, kept: keptBytes / 4 / inbound.MediumBytes}, large: buffersOf{size: inbound.FrameBytes, kept: keptBytes / inbound.FrameBytes},
+	p := &buffers{rest: rest}
+	for _, c := range classes {
+		p.of = append(p.of, &buffersOf{size: c.size, kept: c.kept})
 	}
+	return p
 }
 
 // Get hands over n bytes of whatever content.
 func (p *buffers) Get(n int) *[]byte {
-	switch {
-	case n > inbound.FrameBytes || mem.IsBelowBufferPoolingThreshold(n):
-		return p.rest.Get(n)
-	case n > inbound.MediumBytes:
-		return p.large.get(n)
+	for _, of := range p.of {
+		if n <= of.size && !mem.IsBelowBufferPoolingThreshold(n) {
+			return of.get(n)
+		}
 	}
-	return p.medium.get(n)
+	return p.rest.Get(n)
 }
 
 // Put takes a buffer over.
 func (p *buffers) Put(b *[]byte) {
-	switch cap(*b) {
-	case inbound.FrameBytes:
-		p.large.put(b)
-	case inbound.MediumBytes:
-		p.medium.put(b)
-	default:
-		p.rest.Put(b)
+	for _, of := range p.of {
+		if cap(*b) == of.size {
+			of.put(b)
+			return
+		}
 	}
+	p.rest.Put(b)
 }
 
 func (p *buffersOf) get(n int) *[]byte {
@@ -93,13 +92,13 @@ func (p *buffersOf) put(b *[]byte) {
 
 // more makes buffers and returns one; mu is held.
 func (p *buffersOf) more() *[]byte {
-	m, err := slab.System.Alloc(segmentBytes)
+	n := max(leastBuffers, segmentBytes/p.size)
+	m, err := slab.System.Alloc(n * p.size)
 	if err != nil { // the system's limit of mappings
-		m = make([]byte, segmentBytes)
+		m = make([]byte, n*p.size)
 	}
-	for len(m) > p.size {
+	for ; len(m) > p.size; m = m[p.size:] {
 		p.cold = append(p.cold, p.handle(m[:p.size:p.size]))
-		m = m[p.size:]
 	}
 	return p.handle(m)
 }

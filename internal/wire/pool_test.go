@@ -2,12 +2,12 @@ package wire
 
 import (
 	"runtime"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/mem"
 
-	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
@@ -17,40 +17,55 @@ func (p *buffersOf) free() (warm, cold int) {
 	return len(p.warm), len(p.cold)
 }
 
-func TestBuffersOfTheLargestFrameComeFromThePool(t *testing.T) {
+func (p *buffers) class(size int) *buffersOf {
+	return p.of[slices.IndexFunc(p.of, func(of *buffersOf) bool { return of.size == size })]
+}
+
+func TestBuffersOfEachSizeComeFromThePool(t *testing.T) {
 	testkit.Start(t)
 	p := newBuffers(mem.NopBufferPool{})
-	for _, n := range []int{1025, inbound.MediumBytes, inbound.MediumBytes + 1, inbound.FrameBytes, 1, 1024, inbound.FrameBytes + 1} {
-		b := p.Get(n)
-		require.Len(t, *b, n)
-		*b = (*b)[:n/2] // as gRPC does with padding
-		p.Put(b)
+	most := classes[len(classes)-1].size
+	for _, n := range []int{1, smallest - 1, most + 1} {
+		require.Len(t, *p.Get(n), n)
 	}
-	for _, of := range []*buffersOf{&p.medium, &p.large} {
+	before := smallest
+	kept := 0
+	for _, of := range p.of {
+		for _, n := range []int{before, of.size - 1, of.size} {
+			b := p.Get(n)
+			require.Len(t, *b, n)
+			require.Equal(t, of.size, cap(*b))
+			*b = (*b)[:n/2] // as gRPC does with padding
+			p.Put(b)
+		}
+		before = of.size + 1
 		warm, cold := of.free()
-		require.Equal(t, 1, warm, "the same one twice")
-		require.Equal(t, segmentBytes/of.size-1, cold)
+		require.Equal(t, min(1, of.kept), warm)
+		require.Equal(t, max(leastBuffers, segmentBytes/of.size), warm+cold, "the same one thrice")
+		kept += of.kept * of.size
 	}
+	require.LessOrEqual(t, kept, 16<<20)
 }
 
 func TestThePoolKeepsFewBuffersThatNobodyUses(t *testing.T) {
 	testkit.Start(t)
 	p := newBuffers(mem.NopBufferPool{})
-	kept := p.large.kept
+	large := p.class(FrameBytes)
+	kept := large.kept
 	var all []*[]byte
 	for i := range 3 * kept / 2 {
-		b := p.Get(inbound.FrameBytes)
+		b := p.Get(FrameBytes)
 		(*b)[0] = byte(i) | 1
 		all = append(all, b)
 	}
 	for _, b := range all {
 		p.Put(b)
 	}
-	warm, cold := p.large.free()
+	warm, cold := p.class(FrameBytes).free()
 	require.Equal(t, kept, warm)
 	require.GreaterOrEqual(t, cold, kept/2)
 	if runtime.GOOS == "linux" { // a page that the system took back is zero again
-		given := (*p.large.cold[len(p.large.cold)-1])[0]
+		given := (*large.cold[len(large.cold)-1])[0]
 		require.Zero(t, given)
 	}
 }
@@ -59,20 +74,20 @@ func TestBuffersThatAreForgottenComeBack(t *testing.T) {
 	testkit.Start(t)
 	p := newBuffers(mem.NopBufferPool{})
 	for range 100 {
-		mem.NewBuffer(p.Get(inbound.FrameBytes), p) // and never freed
+		mem.NewBuffer(p.Get(FrameBytes), p) // and never freed
 	}
-	kept := mem.NewBuffer(p.Get(inbound.FrameBytes), p)
+	kept := mem.NewBuffer(p.Get(FrameBytes), p)
 	view := kept.Slice(1, 2000)
 	kept.Free()
-	warm, cold := p.large.free()
+	warm, cold := p.class(FrameBytes).free()
 	all := 101 + warm + cold
 	testkit.Eventually(t, func() bool {
 		runtime.GC()
-		warm, cold := p.large.free()
+		warm, cold := p.class(FrameBytes).free()
 		return warm+cold == all-1
 	}, "the forgotten buffers")
 	require.Len(t, view.ReadOnlyData(), 1999)
 	view.Free()
-	warm, cold = p.large.free()
+	warm, cold = p.class(FrameBytes).free()
 	require.Equal(t, all, warm+cold)
 }

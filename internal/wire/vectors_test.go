@@ -82,6 +82,25 @@ func vectors() []vector {
 	msg("hello-chunk-idle", "ok", "a server that says for how long it waits", &F{Hello: &tensorferryv1.Hello{
 		Version: 1, SessionId: idSession, Checksum: tensorferryv1.Checksum_CHECKSUM_CRC32C, ChunkIdleMillis: 30_000,
 	}})
+	msg("hello-stores", "ok", "a server whose calls may be puts and gets", &F{Hello: &tensorferryv1.Hello{
+		Version: 1, SessionId: idSession, Checksum: tensorferryv1.Checksum_CHECKSUM_CRC32C, Stores: true,
+	}})
+	msg("put", "ok", "a put of all or none, one of each by itself, and the end of both", &F{
+		Calls: []*tensorferryv1.Call{{Id: idCall, Put: &tensorferryv1.Put{All: true}}, {Id: idOther, Put: &tensorferryv1.Put{}}},
+		Ends:  []*tensorferryv1.PutEnd{{CallId: idCall, Tensors: 65536}, {CallId: idOther}},
+	})
+	msg("get", "ok", "a get of a glob, of a source and of what is missing of a tensor, which goes on", &F{Calls: []*tensorferryv1.Call{{
+		Id: idCall, Get: &tensorferryv1.Get{More: true, Selections: []*tensorferryv1.Selection{
+			{Name: "model/*"}, {Name: "normal", Source: true, Params: map[string]string{"seed": "1"}},
+			{Name: "größer", Held: []*tensorferryv1.Range{{Length: 1 << 20}, {Offset: 1 << 40, Length: 1}}, HeldDigest: []byte("digest-000000001")},
+		}},
+	}}})
+	msg("desc-held", "ok", "a tensor of a get, of which some chunks do not come", &F{Descs: []*tensorferryv1.TensorDesc{{
+		TensorId: idTensor, Dtype: tensorferryv1.DataType_DATA_TYPE_UINT8, Shape: []int64{8}, SizeBytes: 8, ChunkBytes: 4, CallId: idCall, Name: "größer", Held: true,
+	}}})
+	msg("summary-call", "ok", "a tensor of a put is over", &F{Summaries: []*tensorferryv1.Summary{
+		{TensorId: idTensor, Name: "model/weight", SizeBytes: 8, Digest: []byte("digest-000000001"), Durable: true, CallId: idCall},
+	}})
 	msg("hello-lane-token-short", "malformed", "a lane token is 32 bytes or none", &F{Hello: &tensorferryv1.Hello{Version: 1, SessionId: idSession, LaneToken: []byte("short")}})
 	msg("summary", "ok", "two tensors of a pull are over: one whole, one refused", &F{Summaries: []*tensorferryv1.Summary{
 		{TensorId: idTensor, Name: "model/weight", SizeBytes: 1 << 40, Digest: []byte("digest-000000001"), Durable: true},

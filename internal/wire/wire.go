@@ -1,13 +1,12 @@
-// Package wire turns frames into bytes and back for grpc-go without copying
-// payloads: a chunk's views go to gRPC as they lie, and received ones stay in gRPC's
-// buffers until the one copy to their final place.
+// Package wire turns frames into bytes and back for grpc-go. What is sent is copied once,
+// into the buffer that gRPC writes from; a payload that is received stays in gRPC's
+// buffers until the one copy to its final place.
 //
 // It refuses to judge what a frame means. It is the only reader of raw message
 // bytes; they are ordinary protobuf, which the stock codec reads and writes the same.
 // The Codec is safe for concurrent use; a Message belongs to one goroutine.
 //
-// A frame that is sent lends its payload until Message.Held is released; a frame
-// that is received shares gRPC's buffers until Message.Free.
+// A frame that is received shares gRPC's buffers until Message.Free.
 package wire
 
 import (
@@ -36,7 +35,7 @@ var stock = encoding.GetCodecV2(stockproto.Name)
 // Name is that of the stock codec: the bytes are the same.
 func (Codec) Name() string { return stockproto.Name }
 
-// Marshal shares the payload of a *Message with gRPC and copies everything else.
+// Marshal copies what is sent.
 func (Codec) Marshal(v any) (mem.BufferSlice, error) {
 	switch v := v.(type) {
 	case *Message:
@@ -87,32 +86,16 @@ func countParts(b []byte, d protoreflect.MessageDescriptor) (count int) {
 	return count
 }
 
-// Releaser is a loan that ends: a slab, or whatever else holds a payload.
-type Releaser = interface{ Release() }
-
 // Message is what a Conn gives to SendMsg and RecvMsg. It is reused from frame to
 // frame, and belongs to one goroutine.
 type Message struct {
 	// Frame is the frame to send, or the one received. The slices of a received one
 	// are valid until Free, and its chunk's views lie in gRPC's buffers; strings, maps
 	// and shapes are the owner's. One that was sent may be changed once SendMsg has
-	// returned, but not its payload.
+	// returned.
 	Frame frame.Frame
 
-	// Held is what the views of Frame.Chunk lie in; nil if nobody waits for
-	// them. Marshal takes it over and sets it to nil: Release runs exactly once, on
-	// any goroutine, when gRPC has let go of every view, or when Marshal fails. If it
-	// is still set after SendMsg, that failed before Marshal and the owner releases it.
-	// gRPC does not let go of frames queued when their RPC has just ended, nor on a
-	// connection that dies: Conn.Finish, Unsent and InFlight.Abandon end their loans.
-	//
-	// A client must open its gRPC stream with MaxRetryRPCBufferSize(0) and send its
-	// first message with no Held: until then grpc-go keeps messages for a retry, and
-	// loses a reference when the response begins meanwhile.
-	Held Releaser
-
-	// InFlight, if set, learns of every frame sent.
-	InFlight *InFlight
+	Outgoing
 
 	// Control is how many of the bytes received are not payload.
 	Control int
@@ -122,7 +105,7 @@ type Message struct {
 	Err error
 
 	buffers []mem.Buffer // hold the payload received, one reference each
-	cold    []byte       // scratch: records that the stock codec parses
+	cold    []byte       // scratch: records that the stock codec parses, or the bytes of a frame but its payload
 }
 
 // Request receives a message through the stock codec.
@@ -133,18 +116,10 @@ type Request struct {
 	Err error
 }
 
-// Answer is a message for the stock codec that is sent once: gRPC has the bytes that
-// are made of it until the peer has read them.
+// Answer is a message that is sent through the stock codec.
 type Answer struct {
 	Message any // a proto.Message
-
-	// Held ends as Message.Held does, but also waits for gRPC when the message is
-	// small. It lends nothing. nil: nobody waits.
-	Held Releaser
-	// Charged: somebody else counts its bytes for as long as Held.
-	Charged bool
-	// InFlight, if set, learns of the answer.
-	InFlight *InFlight
+	Outgoing
 }
 
 // Free gives the receive buffers back to gRPC. The frame is empty afterwards and

@@ -263,7 +263,9 @@ type Frame struct {
 	Dones []*Done `protobuf:"bytes,8,rep,name=dones,proto3" json:"dones,omitempty"`
 	// Finish what is open, open nothing new.
 	Drain *Drain `protobuf:"bytes,9,opt,name=drain,proto3" json:"drain,omitempty"`
-	// Pull: tensors that are over, each after its last chunk.
+	// Client to server: puts whose tensors are all announced.
+	Ends []*PutEnd `protobuf:"bytes,11,rep,name=ends,proto3" json:"ends,omitempty"`
+	// Server to client: tensors of puts and gets, and of a pull, that are over.
 	Summaries []*Summary `protobuf:"bytes,14,rep,name=summaries,proto3" json:"summaries,omitempty"`
 	// At most one piece of one tensor. Its payload is the last field of the last
 	// field, so that a sender can write the header and then the bytes where they lie.
@@ -365,6 +367,13 @@ func (x *Frame) GetDrain() *Drain {
 	return nil
 }
 
+func (x *Frame) GetEnds() []*PutEnd {
+	if x != nil {
+		return x.Ends
+	}
+	return nil
+}
+
 func (x *Frame) GetSummaries() []*Summary {
 	if x != nil {
 		return x.Summaries
@@ -408,8 +417,10 @@ type Hello struct {
 	// it gives up a client that does not say that it waits (docs/wire.md, Time); 0 if it
 	// does not say.
 	ChunkIdleMillis uint32 `protobuf:"varint,10,opt,name=chunk_idle_millis,json=chunkIdleMillis,proto3" json:"chunk_idle_millis,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Of the server: calls may be puts and gets.
+	Stores        bool `protobuf:"varint,11,opt,name=stores,proto3" json:"stores,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Hello) Reset() {
@@ -512,12 +523,21 @@ func (x *Hello) GetChunkIdleMillis() uint32 {
 	return 0
 }
 
-// Call opens one run of a model.
+func (x *Hello) GetStores() bool {
+	if x != nil {
+		return x.Stores
+	}
+	return false
+}
+
+// Call opens one run of a model or, with put or get set, moves tensors into or out of
+// the store.
 type Call struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 16 bytes, UUIDv7, unique in the session.
 	Id []byte `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
-	// The model's name, 1 to 512 bytes of UTF-8 without control characters.
+	// The model's name, 1 to 512 bytes of UTF-8 without control characters; empty for a
+	// put or a get.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// The tensors that are its inputs, one per input port.
 	Inputs []*Input `protobuf:"bytes,3,rep,name=inputs,proto3" json:"inputs,omitempty"`
@@ -525,6 +545,10 @@ type Call struct {
 	Params map[string]string `protobuf:"bytes,4,rep,name=params,proto3" json:"params,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// The most time the call may take, in milliseconds; 0 is no limit.
 	TimeoutMillis uint64 `protobuf:"varint,5,opt,name=timeout_millis,json=timeoutMillis,proto3" json:"timeout_millis,omitempty"`
+	// The call stores the tensors that are announced for it. Its id names the transfer.
+	Put *Put `protobuf:"bytes,6,opt,name=put,proto3" json:"put,omitempty"`
+	// The call sends tensors of the store. Its id names the transfer.
+	Get           *Get `protobuf:"bytes,7,opt,name=get,proto3" json:"get,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -594,6 +618,177 @@ func (x *Call) GetTimeoutMillis() uint64 {
 	return 0
 }
 
+func (x *Call) GetPut() *Put {
+	if x != nil {
+		return x.Put
+	}
+	return nil
+}
+
+func (x *Call) GetGet() *Get {
+	if x != nil {
+		return x.Get
+	}
+	return nil
+}
+
+// Put stores tensors.
+type Put struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// All of its tensors are stored together, or none of them.
+	All           bool `protobuf:"varint,1,opt,name=all,proto3" json:"all,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Put) Reset() {
+	*x = Put{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Put) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Put) ProtoMessage() {}
+
+func (x *Put) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Put.ProtoReflect.Descriptor instead.
+func (*Put) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Put) GetAll() bool {
+	if x != nil {
+		return x.All
+	}
+	return false
+}
+
+// Get sends what its selections pick.
+type Get struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What to send, in this order; 1 to 1 024 of them in all parts of the get. The first
+	// of a further part may lack a name: its ranges belong to the selection before it.
+	Selections []*Selection `protobuf:"bytes,1,rep,name=selections,proto3" json:"selections,omitempty"`
+	// The same call comes again, with further selections.
+	More          bool `protobuf:"varint,2,opt,name=more,proto3" json:"more,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Get) Reset() {
+	*x = Get{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Get) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Get) ProtoMessage() {}
+
+func (x *Get) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Get.ProtoReflect.Descriptor instead.
+func (*Get) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *Get) GetSelections() []*Selection {
+	if x != nil {
+		return x.Selections
+	}
+	return nil
+}
+
+func (x *Get) GetMore() bool {
+	if x != nil {
+		return x.More
+	}
+	return false
+}
+
+// PutEnd says that no more tensors are announced for a put.
+type PutEnd struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The call, 16 bytes.
+	CallId []byte `protobuf:"bytes,1,opt,name=call_id,json=callId,proto3" json:"call_id,omitempty"`
+	// How many tensors were announced for it.
+	Tensors       uint64 `protobuf:"varint,2,opt,name=tensors,proto3" json:"tensors,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PutEnd) Reset() {
+	*x = PutEnd{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PutEnd) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PutEnd) ProtoMessage() {}
+
+func (x *PutEnd) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PutEnd.ProtoReflect.Descriptor instead.
+func (*PutEnd) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *PutEnd) GetCallId() []byte {
+	if x != nil {
+		return x.CallId
+	}
+	return nil
+}
+
+func (x *PutEnd) GetTensors() uint64 {
+	if x != nil {
+		return x.Tensors
+	}
+	return 0
+}
+
 // Input binds a tensor to an input port of a call.
 type Input struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -607,7 +802,7 @@ type Input struct {
 
 func (x *Input) Reset() {
 	*x = Input{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[3]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -619,7 +814,7 @@ func (x *Input) String() string {
 func (*Input) ProtoMessage() {}
 
 func (x *Input) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[3]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -632,7 +827,7 @@ func (x *Input) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Input.ProtoReflect.Descriptor instead.
 func (*Input) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{3}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Input) GetPort() string {
@@ -662,12 +857,12 @@ type TensorDesc struct {
 	SizeBytes uint64 `protobuf:"varint,4,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
 	// The bytes of each chunk but the last: 1 to the receiver's max_chunk_bytes.
 	ChunkBytes uint32 `protobuf:"varint,5,opt,name=chunk_bytes,json=chunkBytes,proto3" json:"chunk_bytes,omitempty"`
-	// The call it belongs to, 16 bytes; none in a push or a pull.
+	// The call it belongs to, 16 bytes; none in a PushTensors or a PullTensors.
 	CallId []byte `protobuf:"bytes,6,opt,name=call_id,json=callId,proto3" json:"call_id,omitempty"`
 	// The port of the call it belongs to.
 	Port string `protobuf:"bytes,7,opt,name=port,proto3" json:"port,omitempty"`
-	// In a push or a pull the name in the store, 1 to 512 bytes of UTF-8 without
-	// control characters; in a session a name for people.
+	// Of a put or a get the name in the store, 1 to 512 bytes of UTF-8 without control
+	// characters; of another call a name for people.
 	Name string `protobuf:"bytes,8,opt,name=name,proto3" json:"name,omitempty"`
 	// At most 64 entries, keys to 128 bytes, values to 4 KiB.
 	Metadata map[string]string `protobuf:"bytes,9,rep,name=metadata,proto3" json:"metadata,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
@@ -676,14 +871,16 @@ type TensorDesc struct {
 	OnAllowance bool `protobuf:"varint,10,opt,name=on_allowance,json=onAllowance,proto3" json:"on_allowance,omitempty"`
 	// How many unacknowledged chunks the sender can keep: the receiver should
 	// acknowledge before as many have come. 0 is all of them.
-	RetainChunks  uint32 `protobuf:"varint,11,opt,name=retain_chunks,json=retainChunks,proto3" json:"retain_chunks,omitempty"`
+	RetainChunks uint32 `protobuf:"varint,11,opt,name=retain_chunks,json=retainChunks,proto3" json:"retain_chunks,omitempty"`
+	// Of a get: chunks that lie in one range of the selection's held do not come.
+	Held          bool `protobuf:"varint,12,opt,name=held,proto3" json:"held,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *TensorDesc) Reset() {
 	*x = TensorDesc{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[4]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -695,7 +892,7 @@ func (x *TensorDesc) String() string {
 func (*TensorDesc) ProtoMessage() {}
 
 func (x *TensorDesc) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[4]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -708,7 +905,7 @@ func (x *TensorDesc) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TensorDesc.ProtoReflect.Descriptor instead.
 func (*TensorDesc) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{4}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *TensorDesc) GetTensorId() []byte {
@@ -788,6 +985,13 @@ func (x *TensorDesc) GetRetainChunks() uint32 {
 	return 0
 }
 
+func (x *TensorDesc) GetHeld() bool {
+	if x != nil {
+		return x.Held
+	}
+	return false
+}
+
 // Credit raises the limit below which chunks of a tensor may be sent.
 type Credit struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -801,7 +1005,7 @@ type Credit struct {
 
 func (x *Credit) Reset() {
 	*x = Credit{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[5]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -813,7 +1017,7 @@ func (x *Credit) String() string {
 func (*Credit) ProtoMessage() {}
 
 func (x *Credit) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[5]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -826,7 +1030,7 @@ func (x *Credit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Credit.ProtoReflect.Descriptor instead.
 func (*Credit) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{5}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Credit) GetTensorId() []byte {
@@ -858,7 +1062,7 @@ type Ack struct {
 
 func (x *Ack) Reset() {
 	*x = Ack{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[6]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -870,7 +1074,7 @@ func (x *Ack) String() string {
 func (*Ack) ProtoMessage() {}
 
 func (x *Ack) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[6]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -883,7 +1087,7 @@ func (x *Ack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ack.ProtoReflect.Descriptor instead.
 func (*Ack) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{6}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Ack) GetTensorId() []byte {
@@ -918,7 +1122,7 @@ type Cancel struct {
 
 func (x *Cancel) Reset() {
 	*x = Cancel{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[7]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -930,7 +1134,7 @@ func (x *Cancel) String() string {
 func (*Cancel) ProtoMessage() {}
 
 func (x *Cancel) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[7]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -943,7 +1147,7 @@ func (x *Cancel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Cancel.ProtoReflect.Descriptor instead.
 func (*Cancel) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{7}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Cancel) GetCallId() []byte {
@@ -953,7 +1157,8 @@ func (x *Cancel) GetCallId() []byte {
 	return nil
 }
 
-// Failure ends one tensor and the call it belongs to; the session lives on.
+// Failure ends one tensor and, unless that is a put or a get, the call it belongs to; the
+// session lives on.
 type Failure struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The tensor, 16 bytes.
@@ -968,7 +1173,7 @@ type Failure struct {
 
 func (x *Failure) Reset() {
 	*x = Failure{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[8]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -980,7 +1185,7 @@ func (x *Failure) String() string {
 func (*Failure) ProtoMessage() {}
 
 func (x *Failure) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[8]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -993,7 +1198,7 @@ func (x *Failure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Failure.ProtoReflect.Descriptor instead.
 func (*Failure) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{8}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Failure) GetTensorId() []byte {
@@ -1038,7 +1243,7 @@ type Done struct {
 
 func (x *Done) Reset() {
 	*x = Done{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[9]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1050,7 +1255,7 @@ func (x *Done) String() string {
 func (*Done) ProtoMessage() {}
 
 func (x *Done) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[9]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1063,7 +1268,7 @@ func (x *Done) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Done.ProtoReflect.Descriptor instead.
 func (*Done) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{9}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Done) GetCallId() []byte {
@@ -1121,7 +1326,7 @@ type Output struct {
 
 func (x *Output) Reset() {
 	*x = Output{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[10]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1133,7 +1338,7 @@ func (x *Output) String() string {
 func (*Output) ProtoMessage() {}
 
 func (x *Output) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[10]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1146,7 +1351,7 @@ func (x *Output) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Output.ProtoReflect.Descriptor instead.
 func (*Output) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{10}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Output) GetPort() string {
@@ -1186,7 +1391,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[11]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1198,7 +1403,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[11]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1211,7 +1416,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{11}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Timings) GetReceiveNanos() int64 {
@@ -1274,7 +1479,7 @@ type Drain struct {
 
 func (x *Drain) Reset() {
 	*x = Drain{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[12]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1286,7 +1491,7 @@ func (x *Drain) String() string {
 func (*Drain) ProtoMessage() {}
 
 func (x *Drain) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[12]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1299,7 +1504,7 @@ func (x *Drain) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Drain.ProtoReflect.Descriptor instead.
 func (*Drain) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{12}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Drain) GetReason() string {
@@ -1328,7 +1533,7 @@ type Chunk struct {
 
 func (x *Chunk) Reset() {
 	*x = Chunk{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[13]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1340,7 +1545,7 @@ func (x *Chunk) String() string {
 func (*Chunk) ProtoMessage() {}
 
 func (x *Chunk) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[13]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1353,7 +1558,7 @@ func (x *Chunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Chunk.ProtoReflect.Descriptor instead.
 func (*Chunk) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{13}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Chunk) GetTensorId() []byte {
@@ -1391,7 +1596,7 @@ func (x *Chunk) GetData() []byte {
 	return nil
 }
 
-// Summary ends one tensor of a push or a pull.
+// Summary ends one tensor of a put or a get, a push or a pull.
 type Summary struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The tensor, 16 bytes.
@@ -1410,13 +1615,15 @@ type Summary struct {
 	Durable bool `protobuf:"varint,7,opt,name=durable,proto3" json:"durable,omitempty"`
 	// How long to wait before another try, in milliseconds; 0 if waiting does not help.
 	RetryAfterMillis uint32 `protobuf:"varint,8,opt,name=retry_after_millis,json=retryAfterMillis,proto3" json:"retry_after_millis,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// The put or get it belongs to, 16 bytes; none outside a session.
+	CallId        []byte `protobuf:"bytes,9,opt,name=call_id,json=callId,proto3" json:"call_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Summary) Reset() {
 	*x = Summary{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[14]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1428,7 +1635,7 @@ func (x *Summary) String() string {
 func (*Summary) ProtoMessage() {}
 
 func (x *Summary) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[14]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1441,7 +1648,7 @@ func (x *Summary) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Summary.ProtoReflect.Descriptor instead.
 func (*Summary) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{14}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Summary) GetTensorId() []byte {
@@ -1500,6 +1707,13 @@ func (x *Summary) GetRetryAfterMillis() uint32 {
 	return 0
 }
 
+func (x *Summary) GetCallId() []byte {
+	if x != nil {
+		return x.CallId
+	}
+	return nil
+}
+
 // PushTensorsResponse ends a push.
 type PushTensorsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1511,7 +1725,7 @@ type PushTensorsResponse struct {
 
 func (x *PushTensorsResponse) Reset() {
 	*x = PushTensorsResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[15]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1523,7 +1737,7 @@ func (x *PushTensorsResponse) String() string {
 func (*PushTensorsResponse) ProtoMessage() {}
 
 func (x *PushTensorsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[15]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1536,7 +1750,7 @@ func (x *PushTensorsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PushTensorsResponse.ProtoReflect.Descriptor instead.
 func (*PushTensorsResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{15}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PushTensorsResponse) GetSummaries() []*Summary {
@@ -1559,7 +1773,7 @@ type PullTensorsRequest struct {
 
 func (x *PullTensorsRequest) Reset() {
 	*x = PullTensorsRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[16]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1571,7 +1785,7 @@ func (x *PullTensorsRequest) String() string {
 func (*PullTensorsRequest) ProtoMessage() {}
 
 func (x *PullTensorsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[16]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1584,7 +1798,7 @@ func (x *PullTensorsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullTensorsRequest.ProtoReflect.Descriptor instead.
 func (*PullTensorsRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{16}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PullTensorsRequest) GetHello() *Hello {
@@ -1623,7 +1837,7 @@ type Selection struct {
 
 func (x *Selection) Reset() {
 	*x = Selection{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[17]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1635,7 +1849,7 @@ func (x *Selection) String() string {
 func (*Selection) ProtoMessage() {}
 
 func (x *Selection) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[17]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1648,7 +1862,7 @@ func (x *Selection) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Selection.ProtoReflect.Descriptor instead.
 func (*Selection) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{17}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Selection) GetName() string {
@@ -1699,7 +1913,7 @@ type Range struct {
 
 func (x *Range) Reset() {
 	*x = Range{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[18]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1711,7 +1925,7 @@ func (x *Range) String() string {
 func (*Range) ProtoMessage() {}
 
 func (x *Range) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[18]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1724,7 +1938,7 @@ func (x *Range) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Range.ProtoReflect.Descriptor instead.
 func (*Range) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{18}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Range) GetOffset() uint64 {
@@ -1758,7 +1972,7 @@ type ComputeRequest struct {
 
 func (x *ComputeRequest) Reset() {
 	*x = ComputeRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[19]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1770,7 +1984,7 @@ func (x *ComputeRequest) String() string {
 func (*ComputeRequest) ProtoMessage() {}
 
 func (x *ComputeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[19]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1783,7 +1997,7 @@ func (x *ComputeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ComputeRequest.ProtoReflect.Descriptor instead.
 func (*ComputeRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{19}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ComputeRequest) GetModel() string {
@@ -1831,7 +2045,7 @@ type NamedTensor struct {
 
 func (x *NamedTensor) Reset() {
 	*x = NamedTensor{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[20]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1843,7 +2057,7 @@ func (x *NamedTensor) String() string {
 func (*NamedTensor) ProtoMessage() {}
 
 func (x *NamedTensor) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[20]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1856,7 +2070,7 @@ func (x *NamedTensor) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamedTensor.ProtoReflect.Descriptor instead.
 func (*NamedTensor) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{20}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *NamedTensor) GetPort() string {
@@ -1900,7 +2114,7 @@ type ComputeResponse struct {
 
 func (x *ComputeResponse) Reset() {
 	*x = ComputeResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[21]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1912,7 +2126,7 @@ func (x *ComputeResponse) String() string {
 func (*ComputeResponse) ProtoMessage() {}
 
 func (x *ComputeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[21]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1925,7 +2139,7 @@ func (x *ComputeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ComputeResponse.ProtoReflect.Descriptor instead.
 func (*ComputeResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{21}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ComputeResponse) GetOutputs() []*NamedTensor {
@@ -1957,7 +2171,7 @@ type ListTensorsRequest struct {
 
 func (x *ListTensorsRequest) Reset() {
 	*x = ListTensorsRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[22]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1969,7 +2183,7 @@ func (x *ListTensorsRequest) String() string {
 func (*ListTensorsRequest) ProtoMessage() {}
 
 func (x *ListTensorsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[22]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1982,7 +2196,7 @@ func (x *ListTensorsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTensorsRequest.ProtoReflect.Descriptor instead.
 func (*ListTensorsRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{22}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ListTensorsRequest) GetGlob() string {
@@ -2021,7 +2235,7 @@ type ListTensorsResponse struct {
 
 func (x *ListTensorsResponse) Reset() {
 	*x = ListTensorsResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[23]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2033,7 +2247,7 @@ func (x *ListTensorsResponse) String() string {
 func (*ListTensorsResponse) ProtoMessage() {}
 
 func (x *ListTensorsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[23]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2046,7 +2260,7 @@ func (x *ListTensorsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTensorsResponse.ProtoReflect.Descriptor instead.
 func (*ListTensorsResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{23}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ListTensorsResponse) GetTensors() []*StoredTensor {
@@ -2095,7 +2309,7 @@ type StoredTensor struct {
 
 func (x *StoredTensor) Reset() {
 	*x = StoredTensor{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[24]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2107,7 +2321,7 @@ func (x *StoredTensor) String() string {
 func (*StoredTensor) ProtoMessage() {}
 
 func (x *StoredTensor) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[24]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2120,7 +2334,7 @@ func (x *StoredTensor) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StoredTensor.ProtoReflect.Descriptor instead.
 func (*StoredTensor) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{24}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *StoredTensor) GetName() string {
@@ -2190,7 +2404,7 @@ type DeleteTensorsRequest struct {
 
 func (x *DeleteTensorsRequest) Reset() {
 	*x = DeleteTensorsRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[25]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2202,7 +2416,7 @@ func (x *DeleteTensorsRequest) String() string {
 func (*DeleteTensorsRequest) ProtoMessage() {}
 
 func (x *DeleteTensorsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[25]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2215,7 +2429,7 @@ func (x *DeleteTensorsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteTensorsRequest.ProtoReflect.Descriptor instead.
 func (*DeleteTensorsRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{25}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *DeleteTensorsRequest) GetNames() []string {
@@ -2236,7 +2450,7 @@ type DeleteTensorsResponse struct {
 
 func (x *DeleteTensorsResponse) Reset() {
 	*x = DeleteTensorsResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[26]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2248,7 +2462,7 @@ func (x *DeleteTensorsResponse) String() string {
 func (*DeleteTensorsResponse) ProtoMessage() {}
 
 func (x *DeleteTensorsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[26]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2261,7 +2475,7 @@ func (x *DeleteTensorsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteTensorsResponse.ProtoReflect.Descriptor instead.
 func (*DeleteTensorsResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{26}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *DeleteTensorsResponse) GetDeleted() []string {
@@ -2285,7 +2499,7 @@ type GetTransferRequest struct {
 
 func (x *GetTransferRequest) Reset() {
 	*x = GetTransferRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[27]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2297,7 +2511,7 @@ func (x *GetTransferRequest) String() string {
 func (*GetTransferRequest) ProtoMessage() {}
 
 func (x *GetTransferRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[27]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2310,7 +2524,7 @@ func (x *GetTransferRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTransferRequest.ProtoReflect.Descriptor instead.
 func (*GetTransferRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{27}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *GetTransferRequest) GetTransferId() []byte {
@@ -2349,7 +2563,7 @@ type GetTransferResponse struct {
 
 func (x *GetTransferResponse) Reset() {
 	*x = GetTransferResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[28]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2361,7 +2575,7 @@ func (x *GetTransferResponse) String() string {
 func (*GetTransferResponse) ProtoMessage() {}
 
 func (x *GetTransferResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[28]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2374,7 +2588,7 @@ func (x *GetTransferResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTransferResponse.ProtoReflect.Descriptor instead.
 func (*GetTransferResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{28}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *GetTransferResponse) GetOpen() bool {
@@ -2434,7 +2648,7 @@ type TensorState struct {
 
 func (x *TensorState) Reset() {
 	*x = TensorState{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[29]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2446,7 +2660,7 @@ func (x *TensorState) String() string {
 func (*TensorState) ProtoMessage() {}
 
 func (x *TensorState) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[29]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2459,7 +2673,7 @@ func (x *TensorState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TensorState.ProtoReflect.Descriptor instead.
 func (*TensorState) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{29}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *TensorState) GetSummary() *Summary {
@@ -2492,7 +2706,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[30]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2504,7 +2718,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[30]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2517,7 +2731,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{30}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{33}
 }
 
 // ListModelsResponse lists the models by name.
@@ -2531,7 +2745,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[31]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2543,7 +2757,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[31]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2556,7 +2770,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{31}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -2591,7 +2805,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[32]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2603,7 +2817,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[32]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2616,7 +2830,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{32}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Model) GetName() string {
@@ -2692,7 +2906,7 @@ type Param struct {
 
 func (x *Param) Reset() {
 	*x = Param{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[33]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2704,7 +2918,7 @@ func (x *Param) String() string {
 func (*Param) ProtoMessage() {}
 
 func (x *Param) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[33]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2717,7 +2931,7 @@ func (x *Param) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Param.ProtoReflect.Descriptor instead.
 func (*Param) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{33}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Param) GetName() string {
@@ -2765,7 +2979,7 @@ type Port struct {
 
 func (x *Port) Reset() {
 	*x = Port{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[34]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2777,7 +2991,7 @@ func (x *Port) String() string {
 func (*Port) ProtoMessage() {}
 
 func (x *Port) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[34]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2790,7 +3004,7 @@ func (x *Port) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Port.ProtoReflect.Descriptor instead.
 func (*Port) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{34}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Port) GetName() string {
@@ -2830,7 +3044,7 @@ type GetServiceInfoRequest struct {
 
 func (x *GetServiceInfoRequest) Reset() {
 	*x = GetServiceInfoRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[35]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2842,7 +3056,7 @@ func (x *GetServiceInfoRequest) String() string {
 func (*GetServiceInfoRequest) ProtoMessage() {}
 
 func (x *GetServiceInfoRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[35]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2855,7 +3069,7 @@ func (x *GetServiceInfoRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetServiceInfoRequest.ProtoReflect.Descriptor instead.
 func (*GetServiceInfoRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{35}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{38}
 }
 
 // GetServiceInfoResponse tells what a server is, allows and has done.
@@ -2879,7 +3093,7 @@ type GetServiceInfoResponse struct {
 
 func (x *GetServiceInfoResponse) Reset() {
 	*x = GetServiceInfoResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[36]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2891,7 +3105,7 @@ func (x *GetServiceInfoResponse) String() string {
 func (*GetServiceInfoResponse) ProtoMessage() {}
 
 func (x *GetServiceInfoResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[36]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2904,7 +3118,7 @@ func (x *GetServiceInfoResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetServiceInfoResponse.ProtoReflect.Descriptor instead.
 func (*GetServiceInfoResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{36}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *GetServiceInfoResponse) GetVersion() string {
@@ -2964,7 +3178,7 @@ type ModelState struct {
 
 func (x *ModelState) Reset() {
 	*x = ModelState{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[37]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2976,7 +3190,7 @@ func (x *ModelState) String() string {
 func (*ModelState) ProtoMessage() {}
 
 func (x *ModelState) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[37]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2989,7 +3203,7 @@ func (x *ModelState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ModelState.ProtoReflect.Descriptor instead.
 func (*ModelState) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{37}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ModelState) GetName() string {
@@ -3017,7 +3231,7 @@ var File_tensorferry_v1_tensorferry_proto protoreflect.FileDescriptor
 
 const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\n" +
-	" tensorferry/v1/tensorferry.proto\x12\x0etensorferry.v1\"\x97\x04\n" +
+	" tensorferry/v1/tensorferry.proto\x12\x0etensorferry.v1\"\xcf\x04\n" +
 	"\x05Frame\x12+\n" +
 	"\x05hello\x18\x01 \x01(\v2\x15.tensorferry.v1.HelloR\x05hello\x12*\n" +
 	"\x05calls\x18\x02 \x03(\v2\x14.tensorferry.v1.CallR\x05calls\x120\n" +
@@ -3027,10 +3241,11 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\acancels\x18\x06 \x03(\v2\x16.tensorferry.v1.CancelR\acancels\x123\n" +
 	"\bfailures\x18\a \x03(\v2\x17.tensorferry.v1.FailureR\bfailures\x12*\n" +
 	"\x05dones\x18\b \x03(\v2\x14.tensorferry.v1.DoneR\x05dones\x12+\n" +
-	"\x05drain\x18\t \x01(\v2\x15.tensorferry.v1.DrainR\x05drain\x125\n" +
+	"\x05drain\x18\t \x01(\v2\x15.tensorferry.v1.DrainR\x05drain\x12*\n" +
+	"\x04ends\x18\v \x03(\v2\x16.tensorferry.v1.PutEndR\x04ends\x125\n" +
 	"\tsummaries\x18\x0e \x03(\v2\x17.tensorferry.v1.SummaryR\tsummaries\x12+\n" +
 	"\x05chunk\x18\x0f \x01(\v2\x15.tensorferry.v1.ChunkR\x05chunkJ\x04\b\n" +
-	"\x10\x0e\"\x81\x03\n" +
+	"\x10\vJ\x04\b\f\x10\rJ\x04\b\r\x10\x0e\"\x99\x03\n" +
 	"\x05Hello\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x1d\n" +
 	"\n" +
@@ -3044,19 +3259,32 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\n" +
 	"lane_token\x18\t \x01(\fR\tlaneToken\x12*\n" +
 	"\x11chunk_idle_millis\x18\n" +
-	" \x01(\rR\x0fchunkIdleMillis\"\xf7\x01\n" +
+	" \x01(\rR\x0fchunkIdleMillis\x12\x16\n" +
+	"\x06stores\x18\v \x01(\bR\x06stores\"\xc5\x02\n" +
 	"\x04Call\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x12\x14\n" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x12-\n" +
 	"\x06inputs\x18\x03 \x03(\v2\x15.tensorferry.v1.InputR\x06inputs\x128\n" +
 	"\x06params\x18\x04 \x03(\v2 .tensorferry.v1.Call.ParamsEntryR\x06params\x12%\n" +
-	"\x0etimeout_millis\x18\x05 \x01(\x04R\rtimeoutMillis\x1a9\n" +
+	"\x0etimeout_millis\x18\x05 \x01(\x04R\rtimeoutMillis\x12%\n" +
+	"\x03put\x18\x06 \x01(\v2\x13.tensorferry.v1.PutR\x03put\x12%\n" +
+	"\x03get\x18\a \x01(\v2\x13.tensorferry.v1.GetR\x03get\x1a9\n" +
 	"\vParamsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"8\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x17\n" +
+	"\x03Put\x12\x10\n" +
+	"\x03all\x18\x01 \x01(\bR\x03all\"T\n" +
+	"\x03Get\x129\n" +
+	"\n" +
+	"selections\x18\x01 \x03(\v2\x19.tensorferry.v1.SelectionR\n" +
+	"selections\x12\x12\n" +
+	"\x04more\x18\x02 \x01(\bR\x04more\";\n" +
+	"\x06PutEnd\x12\x17\n" +
+	"\acall_id\x18\x01 \x01(\fR\x06callId\x12\x18\n" +
+	"\atensors\x18\x02 \x01(\x04R\atensors\"8\n" +
 	"\x05Input\x12\x12\n" +
 	"\x04port\x18\x01 \x01(\tR\x04port\x12\x1b\n" +
-	"\ttensor_id\x18\x02 \x01(\fR\btensorId\"\xbb\x03\n" +
+	"\ttensor_id\x18\x02 \x01(\fR\btensorId\"\xcf\x03\n" +
 	"\n" +
 	"TensorDesc\x12\x1b\n" +
 	"\ttensor_id\x18\x01 \x01(\fR\btensorId\x12.\n" +
@@ -3072,7 +3300,8 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\bmetadata\x18\t \x03(\v2(.tensorferry.v1.TensorDesc.MetadataEntryR\bmetadata\x12!\n" +
 	"\fon_allowance\x18\n" +
 	" \x01(\bR\vonAllowance\x12#\n" +
-	"\rretain_chunks\x18\v \x01(\rR\fretainChunks\x1a;\n" +
+	"\rretain_chunks\x18\v \x01(\rR\fretainChunks\x12\x12\n" +
+	"\x04held\x18\f \x01(\bR\x04held\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"F\n" +
@@ -3117,7 +3346,7 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x05index\x18\x02 \x01(\rR\x05index\x12+\n" +
 	"\x05codec\x18\x03 \x01(\x0e2\x15.tensorferry.v1.CodecR\x05codec\x12\x1a\n" +
 	"\bchecksum\x18\x04 \x01(\aR\bchecksum\x12\x12\n" +
-	"\x04data\x18\x0f \x01(\fR\x04data\"\xe7\x01\n" +
+	"\x04data\x18\x0f \x01(\fR\x04data\"\x80\x02\n" +
 	"\aSummary\x12\x1b\n" +
 	"\ttensor_id\x18\x01 \x01(\fR\btensorId\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n" +
@@ -3127,7 +3356,8 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"size_bytes\x18\x05 \x01(\x04R\tsizeBytes\x12\x16\n" +
 	"\x06digest\x18\x06 \x01(\fR\x06digest\x12\x18\n" +
 	"\adurable\x18\a \x01(\bR\adurable\x12,\n" +
-	"\x12retry_after_millis\x18\b \x01(\rR\x10retryAfterMillis\"L\n" +
+	"\x12retry_after_millis\x18\b \x01(\rR\x10retryAfterMillis\x12\x17\n" +
+	"\acall_id\x18\t \x01(\fR\x06callId\"L\n" +
 	"\x13PushTensorsResponse\x125\n" +
 	"\tsummaries\x18\x01 \x03(\v2\x17.tensorferry.v1.SummaryR\tsummaries\"|\n" +
 	"\x12PullTensorsRequest\x12+\n" +
@@ -3304,7 +3534,7 @@ func file_tensorferry_v1_tensorferry_proto_rawDescGZIP() []byte {
 }
 
 var file_tensorferry_v1_tensorferry_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_tensorferry_v1_tensorferry_proto_msgTypes = make([]protoimpl.MessageInfo, 46)
+var file_tensorferry_v1_tensorferry_proto_msgTypes = make([]protoimpl.MessageInfo, 49)
 var file_tensorferry_v1_tensorferry_proto_goTypes = []any{
 	(DataType)(0),                  // 0: tensorferry.v1.DataType
 	(Checksum)(0),                  // 1: tensorferry.v1.Checksum
@@ -3312,119 +3542,126 @@ var file_tensorferry_v1_tensorferry_proto_goTypes = []any{
 	(*Frame)(nil),                  // 3: tensorferry.v1.Frame
 	(*Hello)(nil),                  // 4: tensorferry.v1.Hello
 	(*Call)(nil),                   // 5: tensorferry.v1.Call
-	(*Input)(nil),                  // 6: tensorferry.v1.Input
-	(*TensorDesc)(nil),             // 7: tensorferry.v1.TensorDesc
-	(*Credit)(nil),                 // 8: tensorferry.v1.Credit
-	(*Ack)(nil),                    // 9: tensorferry.v1.Ack
-	(*Cancel)(nil),                 // 10: tensorferry.v1.Cancel
-	(*Failure)(nil),                // 11: tensorferry.v1.Failure
-	(*Done)(nil),                   // 12: tensorferry.v1.Done
-	(*Output)(nil),                 // 13: tensorferry.v1.Output
-	(*Timings)(nil),                // 14: tensorferry.v1.Timings
-	(*Drain)(nil),                  // 15: tensorferry.v1.Drain
-	(*Chunk)(nil),                  // 16: tensorferry.v1.Chunk
-	(*Summary)(nil),                // 17: tensorferry.v1.Summary
-	(*PushTensorsResponse)(nil),    // 18: tensorferry.v1.PushTensorsResponse
-	(*PullTensorsRequest)(nil),     // 19: tensorferry.v1.PullTensorsRequest
-	(*Selection)(nil),              // 20: tensorferry.v1.Selection
-	(*Range)(nil),                  // 21: tensorferry.v1.Range
-	(*ComputeRequest)(nil),         // 22: tensorferry.v1.ComputeRequest
-	(*NamedTensor)(nil),            // 23: tensorferry.v1.NamedTensor
-	(*ComputeResponse)(nil),        // 24: tensorferry.v1.ComputeResponse
-	(*ListTensorsRequest)(nil),     // 25: tensorferry.v1.ListTensorsRequest
-	(*ListTensorsResponse)(nil),    // 26: tensorferry.v1.ListTensorsResponse
-	(*StoredTensor)(nil),           // 27: tensorferry.v1.StoredTensor
-	(*DeleteTensorsRequest)(nil),   // 28: tensorferry.v1.DeleteTensorsRequest
-	(*DeleteTensorsResponse)(nil),  // 29: tensorferry.v1.DeleteTensorsResponse
-	(*GetTransferRequest)(nil),     // 30: tensorferry.v1.GetTransferRequest
-	(*GetTransferResponse)(nil),    // 31: tensorferry.v1.GetTransferResponse
-	(*TensorState)(nil),            // 32: tensorferry.v1.TensorState
-	(*ListModelsRequest)(nil),      // 33: tensorferry.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),     // 34: tensorferry.v1.ListModelsResponse
-	(*Model)(nil),                  // 35: tensorferry.v1.Model
-	(*Param)(nil),                  // 36: tensorferry.v1.Param
-	(*Port)(nil),                   // 37: tensorferry.v1.Port
-	(*GetServiceInfoRequest)(nil),  // 38: tensorferry.v1.GetServiceInfoRequest
-	(*GetServiceInfoResponse)(nil), // 39: tensorferry.v1.GetServiceInfoResponse
-	(*ModelState)(nil),             // 40: tensorferry.v1.ModelState
-	nil,                            // 41: tensorferry.v1.Call.ParamsEntry
-	nil,                            // 42: tensorferry.v1.TensorDesc.MetadataEntry
-	nil,                            // 43: tensorferry.v1.Selection.ParamsEntry
-	nil,                            // 44: tensorferry.v1.ComputeRequest.ParamsEntry
-	nil,                            // 45: tensorferry.v1.Model.AboutEntry
-	nil,                            // 46: tensorferry.v1.GetServiceInfoResponse.LimitsEntry
-	nil,                            // 47: tensorferry.v1.GetServiceInfoResponse.CountersEntry
-	nil,                            // 48: tensorferry.v1.ModelState.GaugesEntry
+	(*Put)(nil),                    // 6: tensorferry.v1.Put
+	(*Get)(nil),                    // 7: tensorferry.v1.Get
+	(*PutEnd)(nil),                 // 8: tensorferry.v1.PutEnd
+	(*Input)(nil),                  // 9: tensorferry.v1.Input
+	(*TensorDesc)(nil),             // 10: tensorferry.v1.TensorDesc
+	(*Credit)(nil),                 // 11: tensorferry.v1.Credit
+	(*Ack)(nil),                    // 12: tensorferry.v1.Ack
+	(*Cancel)(nil),                 // 13: tensorferry.v1.Cancel
+	(*Failure)(nil),                // 14: tensorferry.v1.Failure
+	(*Done)(nil),                   // 15: tensorferry.v1.Done
+	(*Output)(nil),                 // 16: tensorferry.v1.Output
+	(*Timings)(nil),                // 17: tensorferry.v1.Timings
+	(*Drain)(nil),                  // 18: tensorferry.v1.Drain
+	(*Chunk)(nil),                  // 19: tensorferry.v1.Chunk
+	(*Summary)(nil),                // 20: tensorferry.v1.Summary
+	(*PushTensorsResponse)(nil),    // 21: tensorferry.v1.PushTensorsResponse
+	(*PullTensorsRequest)(nil),     // 22: tensorferry.v1.PullTensorsRequest
+	(*Selection)(nil),              // 23: tensorferry.v1.Selection
+	(*Range)(nil),                  // 24: tensorferry.v1.Range
+	(*ComputeRequest)(nil),         // 25: tensorferry.v1.ComputeRequest
+	(*NamedTensor)(nil),            // 26: tensorferry.v1.NamedTensor
+	(*ComputeResponse)(nil),        // 27: tensorferry.v1.ComputeResponse
+	(*ListTensorsRequest)(nil),     // 28: tensorferry.v1.ListTensorsRequest
+	(*ListTensorsResponse)(nil),    // 29: tensorferry.v1.ListTensorsResponse
+	(*StoredTensor)(nil),           // 30: tensorferry.v1.StoredTensor
+	(*DeleteTensorsRequest)(nil),   // 31: tensorferry.v1.DeleteTensorsRequest
+	(*DeleteTensorsResponse)(nil),  // 32: tensorferry.v1.DeleteTensorsResponse
+	(*GetTransferRequest)(nil),     // 33: tensorferry.v1.GetTransferRequest
+	(*GetTransferResponse)(nil),    // 34: tensorferry.v1.GetTransferResponse
+	(*TensorState)(nil),            // 35: tensorferry.v1.TensorState
+	(*ListModelsRequest)(nil),      // 36: tensorferry.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),     // 37: tensorferry.v1.ListModelsResponse
+	(*Model)(nil),                  // 38: tensorferry.v1.Model
+	(*Param)(nil),                  // 39: tensorferry.v1.Param
+	(*Port)(nil),                   // 40: tensorferry.v1.Port
+	(*GetServiceInfoRequest)(nil),  // 41: tensorferry.v1.GetServiceInfoRequest
+	(*GetServiceInfoResponse)(nil), // 42: tensorferry.v1.GetServiceInfoResponse
+	(*ModelState)(nil),             // 43: tensorferry.v1.ModelState
+	nil,                            // 44: tensorferry.v1.Call.ParamsEntry
+	nil,                            // 45: tensorferry.v1.TensorDesc.MetadataEntry
+	nil,                            // 46: tensorferry.v1.Selection.ParamsEntry
+	nil,                            // 47: tensorferry.v1.ComputeRequest.ParamsEntry
+	nil,                            // 48: tensorferry.v1.Model.AboutEntry
+	nil,                            // 49: tensorferry.v1.GetServiceInfoResponse.LimitsEntry
+	nil,                            // 50: tensorferry.v1.GetServiceInfoResponse.CountersEntry
+	nil,                            // 51: tensorferry.v1.ModelState.GaugesEntry
 }
 var file_tensorferry_v1_tensorferry_proto_depIdxs = []int32{
 	4,  // 0: tensorferry.v1.Frame.hello:type_name -> tensorferry.v1.Hello
 	5,  // 1: tensorferry.v1.Frame.calls:type_name -> tensorferry.v1.Call
-	7,  // 2: tensorferry.v1.Frame.descs:type_name -> tensorferry.v1.TensorDesc
-	8,  // 3: tensorferry.v1.Frame.credits:type_name -> tensorferry.v1.Credit
-	9,  // 4: tensorferry.v1.Frame.acks:type_name -> tensorferry.v1.Ack
-	10, // 5: tensorferry.v1.Frame.cancels:type_name -> tensorferry.v1.Cancel
-	11, // 6: tensorferry.v1.Frame.failures:type_name -> tensorferry.v1.Failure
-	12, // 7: tensorferry.v1.Frame.dones:type_name -> tensorferry.v1.Done
-	15, // 8: tensorferry.v1.Frame.drain:type_name -> tensorferry.v1.Drain
-	17, // 9: tensorferry.v1.Frame.summaries:type_name -> tensorferry.v1.Summary
-	16, // 10: tensorferry.v1.Frame.chunk:type_name -> tensorferry.v1.Chunk
-	1,  // 11: tensorferry.v1.Hello.checksum:type_name -> tensorferry.v1.Checksum
-	2,  // 12: tensorferry.v1.Hello.codecs:type_name -> tensorferry.v1.Codec
-	6,  // 13: tensorferry.v1.Call.inputs:type_name -> tensorferry.v1.Input
-	41, // 14: tensorferry.v1.Call.params:type_name -> tensorferry.v1.Call.ParamsEntry
-	0,  // 15: tensorferry.v1.TensorDesc.dtype:type_name -> tensorferry.v1.DataType
-	42, // 16: tensorferry.v1.TensorDesc.metadata:type_name -> tensorferry.v1.TensorDesc.MetadataEntry
-	13, // 17: tensorferry.v1.Done.outputs:type_name -> tensorferry.v1.Output
-	14, // 18: tensorferry.v1.Done.timings:type_name -> tensorferry.v1.Timings
-	2,  // 19: tensorferry.v1.Chunk.codec:type_name -> tensorferry.v1.Codec
-	17, // 20: tensorferry.v1.PushTensorsResponse.summaries:type_name -> tensorferry.v1.Summary
-	4,  // 21: tensorferry.v1.PullTensorsRequest.hello:type_name -> tensorferry.v1.Hello
-	20, // 22: tensorferry.v1.PullTensorsRequest.selections:type_name -> tensorferry.v1.Selection
-	43, // 23: tensorferry.v1.Selection.params:type_name -> tensorferry.v1.Selection.ParamsEntry
-	21, // 24: tensorferry.v1.Selection.held:type_name -> tensorferry.v1.Range
-	23, // 25: tensorferry.v1.ComputeRequest.inputs:type_name -> tensorferry.v1.NamedTensor
-	44, // 26: tensorferry.v1.ComputeRequest.params:type_name -> tensorferry.v1.ComputeRequest.ParamsEntry
-	0,  // 27: tensorferry.v1.NamedTensor.dtype:type_name -> tensorferry.v1.DataType
-	23, // 28: tensorferry.v1.ComputeResponse.outputs:type_name -> tensorferry.v1.NamedTensor
-	14, // 29: tensorferry.v1.ComputeResponse.timings:type_name -> tensorferry.v1.Timings
-	27, // 30: tensorferry.v1.ListTensorsResponse.tensors:type_name -> tensorferry.v1.StoredTensor
-	0,  // 31: tensorferry.v1.StoredTensor.dtype:type_name -> tensorferry.v1.DataType
-	32, // 32: tensorferry.v1.GetTransferResponse.tensors:type_name -> tensorferry.v1.TensorState
-	17, // 33: tensorferry.v1.TensorState.summary:type_name -> tensorferry.v1.Summary
-	35, // 34: tensorferry.v1.ListModelsResponse.models:type_name -> tensorferry.v1.Model
-	37, // 35: tensorferry.v1.Model.inputs:type_name -> tensorferry.v1.Port
-	37, // 36: tensorferry.v1.Model.outputs:type_name -> tensorferry.v1.Port
-	36, // 37: tensorferry.v1.Model.params:type_name -> tensorferry.v1.Param
-	45, // 38: tensorferry.v1.Model.about:type_name -> tensorferry.v1.Model.AboutEntry
-	0,  // 39: tensorferry.v1.Port.dtypes:type_name -> tensorferry.v1.DataType
-	46, // 40: tensorferry.v1.GetServiceInfoResponse.limits:type_name -> tensorferry.v1.GetServiceInfoResponse.LimitsEntry
-	47, // 41: tensorferry.v1.GetServiceInfoResponse.counters:type_name -> tensorferry.v1.GetServiceInfoResponse.CountersEntry
-	2,  // 42: tensorferry.v1.GetServiceInfoResponse.codecs:type_name -> tensorferry.v1.Codec
-	40, // 43: tensorferry.v1.GetServiceInfoResponse.models:type_name -> tensorferry.v1.ModelState
-	48, // 44: tensorferry.v1.ModelState.gauges:type_name -> tensorferry.v1.ModelState.GaugesEntry
-	3,  // 45: tensorferry.v1.TensorService.StreamTensors:input_type -> tensorferry.v1.Frame
-	3,  // 46: tensorferry.v1.TensorService.PushTensors:input_type -> tensorferry.v1.Frame
-	19, // 47: tensorferry.v1.TensorService.PullTensors:input_type -> tensorferry.v1.PullTensorsRequest
-	22, // 48: tensorferry.v1.TensorService.Compute:input_type -> tensorferry.v1.ComputeRequest
-	25, // 49: tensorferry.v1.TensorService.ListTensors:input_type -> tensorferry.v1.ListTensorsRequest
-	28, // 50: tensorferry.v1.TensorService.DeleteTensors:input_type -> tensorferry.v1.DeleteTensorsRequest
-	30, // 51: tensorferry.v1.TensorService.GetTransfer:input_type -> tensorferry.v1.GetTransferRequest
-	33, // 52: tensorferry.v1.TensorService.ListModels:input_type -> tensorferry.v1.ListModelsRequest
-	38, // 53: tensorferry.v1.TensorService.GetServiceInfo:input_type -> tensorferry.v1.GetServiceInfoRequest
-	3,  // 54: tensorferry.v1.TensorService.StreamTensors:output_type -> tensorferry.v1.Frame
-	18, // 55: tensorferry.v1.TensorService.PushTensors:output_type -> tensorferry.v1.PushTensorsResponse
-	3,  // 56: tensorferry.v1.TensorService.PullTensors:output_type -> tensorferry.v1.Frame
-	24, // 57: tensorferry.v1.TensorService.Compute:output_type -> tensorferry.v1.ComputeResponse
-	26, // 58: tensorferry.v1.TensorService.ListTensors:output_type -> tensorferry.v1.ListTensorsResponse
-	29, // 59: tensorferry.v1.TensorService.DeleteTensors:output_type -> tensorferry.v1.DeleteTensorsResponse
-	31, // 60: tensorferry.v1.TensorService.GetTransfer:output_type -> tensorferry.v1.GetTransferResponse
-	34, // 61: tensorferry.v1.TensorService.ListModels:output_type -> tensorferry.v1.ListModelsResponse
-	39, // 62: tensorferry.v1.TensorService.GetServiceInfo:output_type -> tensorferry.v1.GetServiceInfoResponse
-	54, // [54:63] is the sub-list for method output_type
-	45, // [45:54] is the sub-list for method input_type
-	45, // [45:45] is the sub-list for extension type_name
-	45, // [45:45] is the sub-list for extension extendee
-	0,  // [0:45] is the sub-list for field type_name
+	10, // 2: tensorferry.v1.Frame.descs:type_name -> tensorferry.v1.TensorDesc
+	11, // 3: tensorferry.v1.Frame.credits:type_name -> tensorferry.v1.Credit
+	12, // 4: tensorferry.v1.Frame.acks:type_name -> tensorferry.v1.Ack
+	13, // 5: tensorferry.v1.Frame.cancels:type_name -> tensorferry.v1.Cancel
+	14, // 6: tensorferry.v1.Frame.failures:type_name -> tensorferry.v1.Failure
+	15, // 7: tensorferry.v1.Frame.dones:type_name -> tensorferry.v1.Done
+	18, // 8: tensorferry.v1.Frame.drain:type_name -> tensorferry.v1.Drain
+	8,  // 9: tensorferry.v1.Frame.ends:type_name -> tensorferry.v1.PutEnd
+	20, // 10: tensorferry.v1.Frame.summaries:type_name -> tensorferry.v1.Summary
+	19, // 11: tensorferry.v1.Frame.chunk:type_name -> tensorferry.v1.Chunk
+	1,  // 12: tensorferry.v1.Hello.checksum:type_name -> tensorferry.v1.Checksum
+	2,  // 13: tensorferry.v1.Hello.codecs:type_name -> tensorferry.v1.Codec
+	9,  // 14: tensorferry.v1.Call.inputs:type_name -> tensorferry.v1.Input
+	44, // 15: tensorferry.v1.Call.params:type_name -> tensorferry.v1.Call.ParamsEntry
+	6,  // 16: tensorferry.v1.Call.put:type_name -> tensorferry.v1.Put
+	7,  // 17: tensorferry.v1.Call.get:type_name -> tensorferry.v1.Get
+	23, // 18: tensorferry.v1.Get.selections:type_name -> tensorferry.v1.Selection
+	0,  // 19: tensorferry.v1.TensorDesc.dtype:type_name -> tensorferry.v1.DataType
+	45, // 20: tensorferry.v1.TensorDesc.metadata:type_name -> tensorferry.v1.TensorDesc.MetadataEntry
+	16, // 21: tensorferry.v1.Done.outputs:type_name -> tensorferry.v1.Output
+	17, // 22: tensorferry.v1.Done.timings:type_name -> tensorferry.v1.Timings
+	2,  // 23: tensorferry.v1.Chunk.codec:type_name -> tensorferry.v1.Codec
+	20, // 24: tensorferry.v1.PushTensorsResponse.summaries:type_name -> tensorferry.v1.Summary
+	4,  // 25: tensorferry.v1.PullTensorsRequest.hello:type_name -> tensorferry.v1.Hello
+	23, // 26: tensorferry.v1.PullTensorsRequest.selections:type_name -> tensorferry.v1.Selection
+	46, // 27: tensorferry.v1.Selection.params:type_name -> tensorferry.v1.Selection.ParamsEntry
+	24, // 28: tensorferry.v1.Selection.held:type_name -> tensorferry.v1.Range
+	26, // 29: tensorferry.v1.ComputeRequest.inputs:type_name -> tensorferry.v1.NamedTensor
+	47, // 30: tensorferry.v1.ComputeRequest.params:type_name -> tensorferry.v1.ComputeRequest.ParamsEntry
+	0,  // 31: tensorferry.v1.NamedTensor.dtype:type_name -> tensorferry.v1.DataType
+	26, // 32: tensorferry.v1.ComputeResponse.outputs:type_name -> tensorferry.v1.NamedTensor
+	17, // 33: tensorferry.v1.ComputeResponse.timings:type_name -> tensorferry.v1.Timings
+	30, // 34: tensorferry.v1.ListTensorsResponse.tensors:type_name -> tensorferry.v1.StoredTensor
+	0,  // 35: tensorferry.v1.StoredTensor.dtype:type_name -> tensorferry.v1.DataType
+	35, // 36: tensorferry.v1.GetTransferResponse.tensors:type_name -> tensorferry.v1.TensorState
+	20, // 37: tensorferry.v1.TensorState.summary:type_name -> tensorferry.v1.Summary
+	38, // 38: tensorferry.v1.ListModelsResponse.models:type_name -> tensorferry.v1.Model
+	40, // 39: tensorferry.v1.Model.inputs:type_name -> tensorferry.v1.Port
+	40, // 40: tensorferry.v1.Model.outputs:type_name -> tensorferry.v1.Port
+	39, // 41: tensorferry.v1.Model.params:type_name -> tensorferry.v1.Param
+	48, // 42: tensorferry.v1.Model.about:type_name -> tensorferry.v1.Model.AboutEntry
+	0,  // 43: tensorferry.v1.Port.dtypes:type_name -> tensorferry.v1.DataType
+	49, // 44: tensorferry.v1.GetServiceInfoResponse.limits:type_name -> tensorferry.v1.GetServiceInfoResponse.LimitsEntry
+	50, // 45: tensorferry.v1.GetServiceInfoResponse.counters:type_name -> tensorferry.v1.GetServiceInfoResponse.CountersEntry
+	2,  // 46: tensorferry.v1.GetServiceInfoResponse.codecs:type_name -> tensorferry.v1.Codec
+	43, // 47: tensorferry.v1.GetServiceInfoResponse.models:type_name -> tensorferry.v1.ModelState
+	51, // 48: tensorferry.v1.ModelState.gauges:type_name -> tensorferry.v1.ModelState.GaugesEntry
+	3,  // 49: tensorferry.v1.TensorService.StreamTensors:input_type -> tensorferry.v1.Frame
+	3,  // 50: tensorferry.v1.TensorService.PushTensors:input_type -> tensorferry.v1.Frame
+	22, // 51: tensorferry.v1.TensorService.PullTensors:input_type -> tensorferry.v1.PullTensorsRequest
+	25, // 52: tensorferry.v1.TensorService.Compute:input_type -> tensorferry.v1.ComputeRequest
+	28, // 53: tensorferry.v1.TensorService.ListTensors:input_type -> tensorferry.v1.ListTensorsRequest
+	31, // 54: tensorferry.v1.TensorService.DeleteTensors:input_type -> tensorferry.v1.DeleteTensorsRequest
+	33, // 55: tensorferry.v1.TensorService.GetTransfer:input_type -> tensorferry.v1.GetTransferRequest
+	36, // 56: tensorferry.v1.TensorService.ListModels:input_type -> tensorferry.v1.ListModelsRequest
+	41, // 57: tensorferry.v1.TensorService.GetServiceInfo:input_type -> tensorferry.v1.GetServiceInfoRequest
+	3,  // 58: tensorferry.v1.TensorService.StreamTensors:output_type -> tensorferry.v1.Frame
+	21, // 59: tensorferry.v1.TensorService.PushTensors:output_type -> tensorferry.v1.PushTensorsResponse
+	3,  // 60: tensorferry.v1.TensorService.PullTensors:output_type -> tensorferry.v1.Frame
+	27, // 61: tensorferry.v1.TensorService.Compute:output_type -> tensorferry.v1.ComputeResponse
+	29, // 62: tensorferry.v1.TensorService.ListTensors:output_type -> tensorferry.v1.ListTensorsResponse
+	32, // 63: tensorferry.v1.TensorService.DeleteTensors:output_type -> tensorferry.v1.DeleteTensorsResponse
+	34, // 64: tensorferry.v1.TensorService.GetTransfer:output_type -> tensorferry.v1.GetTransferResponse
+	37, // 65: tensorferry.v1.TensorService.ListModels:output_type -> tensorferry.v1.ListModelsResponse
+	42, // 66: tensorferry.v1.TensorService.GetServiceInfo:output_type -> tensorferry.v1.GetServiceInfoResponse
+	58, // [58:67] is the sub-list for method output_type
+	49, // [49:58] is the sub-list for method input_type
+	49, // [49:49] is the sub-list for extension type_name
+	49, // [49:49] is the sub-list for extension extendee
+	0,  // [0:49] is the sub-list for field type_name
 }
 
 func init() { file_tensorferry_v1_tensorferry_proto_init() }
@@ -3438,7 +3675,7 @@ func file_tensorferry_v1_tensorferry_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_tensorferry_v1_tensorferry_proto_rawDesc), len(file_tensorferry_v1_tensorferry_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   46,
+			NumMessages:   49,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
