@@ -16,9 +16,9 @@ import (
 	"google.golang.org/grpc/stats"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/lane"
-	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
@@ -44,10 +44,10 @@ type Set struct {
 	mu       sync.Mutex // guards all below
 	open     map[*Conn]struct{}
 	accepted int
-	refused  serving.LogSampler
-	noLane   serving.LogSampler
-	unread   serving.LogSampler
-	unshaken serving.LogSampler
+	refused  admission.LogSampler
+	noLane   admission.LogSampler
+	unread   admission.LogSampler
+	unshaken admission.LogSampler
 }
 
 // New returns a Set without connections.
@@ -61,12 +61,12 @@ func (s *Set) HandshakesFailed() int64 { return s.handshakesFailed.Load() }
 
 // Conn is the state of one connection. Safe for concurrent use, like its parts.
 type Conn struct {
-	serving.Caller
-	InFlight wire.InFlight // what was sent and nobody has read
-	addr     net.Addr
-	in       *inbound.Conn // accounts for what its peer has sent; nil before the handshake
-	thin     *rate.Limiter
-	rpcs     *rpcsContext // nil unless gRPC has the connection
+	admission.Caller
+	unread wire.Unread // what was sent and gRPC has in its queue
+	addr   net.Addr
+	in     *inbound.Conn // accounts for what its peer has sent; nil before the handshake
+	thin   *rate.Limiter
+	rpcs   *rpcsContext // nil unless gRPC has the connection
 }
 
 // Open charges an RPC to the connection from its headers on. It reports whether there is
@@ -79,14 +79,12 @@ func (c *Conn) Open(header map[string][]string, end func(why error)) (rpc *inbou
 	return c.in.Open(header, end)
 }
 
-// Room reports whether there is memory for an answer. It returns true if the answer is
-// accounted for elsewhere, as may say.
-func (c *Conn) Room(answer any, as *wire.Answer) bool {
-	m, ok := answer.(proto.Message)
-	if !ok || c.in == nil || as != nil && as.Charged {
-		return true
+// Answer returns an answer as it must be sent, or nil if there is no memory for it.
+func (c *Conn) Answer(m any) *wire.Answer {
+	if p, ok := m.(proto.Message); ok && c.in != nil && !c.in.Room(int64(proto.Size(p))) {
+		return nil
 	}
-	return c.in.Room(int64(proto.Size(m)))
+	return &wire.Answer{Message: m, Outgoing: wire.Outgoing{Unread: &c.unread}}
 }
 
 // Reject cancels the context of the RPC that tap rejects, and that began last. Only the
@@ -247,8 +245,8 @@ func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 		return nil, nil, err
 	}
 	one := accepted.one
-	one.in = h.of.cfg.Memory.Conn(conn, h.message, func() bool { return one.Calls() > 0 || !one.InFlight.Empty() })
-	one.InFlight.Copied = one.in.Hold
+	one.in = h.of.cfg.Memory.Conn(conn, h.message, func() bool { return one.Calls() > 0 || !one.unread.Empty() })
+	one.unread.Charge = one.in.Queue
 	return tracked{one.in, one}, info, nil
 }
 
@@ -302,7 +300,7 @@ func (s *Set) one() *Conn {
 	return &Conn{thin: rate.NewLimiter(rate.Limit(s.cfg.ThinFrames), max(s.cfg.ThinFrames/10, 1))}
 }
 
-// HandleConn releases what a dead connection had queued.
+// HandleConn ends the accounting of a dead connection.
 func (s *Set) HandleConn(ctx context.Context, event stats.ConnStats) {
 	if _, ok := event.(*stats.ConnEnd); !ok {
 		return
@@ -311,7 +309,6 @@ func (s *Set) HandleConn(ctx context.Context, event stats.ConnStats) {
 	s.mu.Lock()
 	delete(s.open, one)
 	s.mu.Unlock()
-	one.InFlight.Abandon()
 	if one.in != nil {
 		one.in.End()
 	}
@@ -345,7 +342,7 @@ func (s *Set) stuck() (all []*Conn) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for one := range s.open {
-		if one.InFlight.Look() && one.in != nil {
+		if one.unread.Look() && one.in != nil {
 			all = append(all, one)
 		}
 	}

@@ -10,7 +10,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/lane"
-	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/internal/session"
 )
 
 // LanesPerSession returns how many lanes a session may have at a time.
@@ -21,8 +21,16 @@ func (s *Set) LanesPerSession() int {
 	return 0
 }
 
+// Session is a session that takes over lanes that its peer opens.
+type Session interface {
+	// OfferLanes offers a token that opens lanes, as many as times.
+	OfferLanes(token frame.LaneToken, times uint32)
+	// AddLane makes the session use a lane, which it takes over.
+	AddLane(l session.Lane)
+}
+
 // OfferLanes makes a session offer lanes until its handler calls withdraw.
-func (s *Set) OfferLanes(sess *serving.Session) (withdraw func()) {
+func (s *Set) OfferLanes(sess Session) (withdraw func()) {
 	if !s.cfg.Lanes {
 		return func() {}
 	}

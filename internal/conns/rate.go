@@ -19,7 +19,6 @@ type frames interface {
 	session.Conn
 	Context() context.Context
 	Control() int
-	Excuse()
 }
 
 // Frames are the frames of a session, a push or a pull. Those that carry few bytes and open
@@ -28,8 +27,8 @@ type frames interface {
 // everybody's latency.
 type Frames struct {
 	frames
-	thin     *rate.Limiter // the connection's limit
-	opened   atomic.Int64  // number of tensors
+	one      *Conn
+	opened   atomic.Int64 // number of tensors
 	received *inbound.RPC
 
 	owed int   // the last frame's work; belongs to the goroutine that receives, as below
@@ -39,7 +38,7 @@ type Frames struct {
 // Frames returns the frames of a gRPC stream on the connection, which the account of its RPC
 // is charged for.
 func (c *Conn) Frames(stream grpc.ServerStream, received *inbound.RPC) *Frames {
-	return &Frames{frames: wire.NewConn(stream, &c.InFlight), thin: c.thin, received: received}
+	return &Frames{frames: wire.NewConn(stream, &c.unread), one: c, received: received}
 }
 
 // Holds charges the bytes that are kept of what the peer has sent.
@@ -47,6 +46,18 @@ func (r *Frames) Holds(bytes int64) { r.received.Holds(bytes) }
 
 // Take is like Holds, but fails if there is no memory for the bytes.
 func (r *Frames) Take(bytes int64) bool { return r.received.Take(bytes) }
+
+// Excuse makes what is unread on the connection count as sent just now.
+func (r *Frames) Excuse() { r.one.unread.Excuse() }
+
+// Send sends a copy of a frame, once there is memory for its payload. The caller hands over
+// held.
+func (r *Frames) Send(f *frame.Frame, held interface{ Release() }) error {
+	if n := f.Chunk.Len(); n > 0 && r.one.in != nil {
+		r.one.in.Await(int64(n), r.Context().Done())
+	}
+	return r.frames.Send(f, held)
+}
 
 // Opened counts a tensor that the peer has opened.
 func (r *Frames) Opened() { r.opened.Add(1) }
@@ -71,7 +82,7 @@ func (r *Frames) Recv() (*frame.Frame, error) {
 
 // wait waits for the delay of n small frames.
 func (r *Frames) wait(n int) {
-	delay := price(r.thin, n)
+	delay := price(r.one.thin, n)
 	if delay == 0 {
 		return
 	}

@@ -65,7 +65,7 @@ func TestThinFramesComeAtTheRateOfTheirConnection(t *testing.T) {
 				one := all.one()
 				began := time.Now()
 				// Two streams of one connection share its rate; a third is another's.
-				mine := []*Frames{{frames: &c.source, thin: one.thin}, {frames: &c.source, thin: one.thin}}
+				mine := []*Frames{{frames: &c.source, one: one}, {frames: &c.source, one: one}}
 				next := func(r *Frames) {
 					_, err := r.Recv()
 					require.Equal(t, c.err, err)
@@ -81,7 +81,7 @@ func TestThinFramesComeAtTheRateOfTheirConnection(t *testing.T) {
 				}
 				require.InDelta(t, time.Duration(10*cost)*time.Second, time.Since(began), float64(3*thinDebt+time.Duration(cost)*3*time.Millisecond))
 				began = time.Now()
-				next(&Frames{frames: &c.source, thin: all.one().thin})
+				next(&Frames{frames: &c.source, one: all.one()})
 				require.Zero(t, time.Since(began))
 			})
 		})
@@ -93,7 +93,7 @@ func TestTheEndOfAnRPCEndsItsWaitForTheRateLimit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		r := Frames{frames: &source{ctx: ctx}, thin: rate.NewLimiter(rate.Every(time.Hour), 1)}
+		r := Frames{frames: &source{ctx: ctx}, one: &Conn{thin: rate.NewLimiter(rate.Every(time.Hour), 1)}}
 		began := time.Now()
 		next := func() {
 			_, err := r.Recv()

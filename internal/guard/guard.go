@@ -19,7 +19,7 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/peer"
 
-	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/internal/admission"
 )
 
 // every is the interval at which open RPCs are checked again.
@@ -49,7 +49,7 @@ type Guard struct {
 	check   Check // nil: everybody is allowed
 	log     *slog.Logger
 	refused atomic.Int64
-	sampler serving.LogSampler
+	sampler admission.LogSampler
 
 	mu   sync.Mutex
 	open map[*Caller]func(error) // guarded by mu; the function ends the RPC

@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/time/rate"
+
+	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
 // Conn is a connection that reads no further while there is no memory for what comes.
@@ -50,8 +52,10 @@ type Conn struct {
 	consumed int64     // messages
 	looked   int64     // of consumed, when it was last looked at
 	opened   int64     // for RPCs themselves
-	held     int64     // for answers, and what ended RPCs have left, until the peer reads
+	held     int64     // for what ended RPCs have left, until the peer reads
 	since    time.Time // held has been more than Free since
+	queued   int64     // for what gRPC has in its queue until the peer reads, beside charged
+	drained  time.Time // queued has not fallen, and been more than Free, since
 	shed     bool      // it was told to end
 	parts    int       // RPCs that wait for the rest of a message
 	closed   bool
@@ -140,6 +144,9 @@ func (c *Conn) End() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	c.closed = true
+	m.queued -= c.queued
+	c.queued = 0
+	m.admit()
 	for _, r := range c.rpcs {
 		r.end()
 		r.close()
@@ -181,7 +188,7 @@ func (c *Conn) next() error {
 		brings = true
 	case kind == typeReset:
 		brings = c.over(id)
-	case kind == typeData && n > 0 && n <= FrameBytes: // gRPC refuses a larger one
+	case kind == typeData && n > 0 && n <= wire.FrameBytes: // gRPC refuses a larger one
 		if brings, err = c.data(id, n, flags&flagPadded != 0); err != nil {
 			return err
 		}
@@ -314,10 +321,10 @@ func (c *Conn) data(id uint32, n int, padded bool) (taken bool, err error) {
 // frameCost is what gRPC allocates for a data frame of n bytes.
 func frameCost(n int) int64 {
 	switch {
-	case n > MediumBytes:
-		return FrameBytes + overhead
+	case n > wire.MediumBytes:
+		return wire.FrameBytes + overhead
 	case n > smallBytes:
-		return MediumBytes + overhead
+		return wire.MediumBytes + overhead
 	}
 	return int64(n+n/8) + overhead // the allocator rounds up
 }
@@ -361,7 +368,7 @@ func (r *RPC) charge(bytes int, ahead int64, ended int) (taken bool, err error) 
 	}
 	n := cost + ahead - r.ahead
 	switch {
-	case n <= 0, c.parts > 0 && m.after(c, n) <= m.limit:
+	case n <= 0, c.parts > 0 && m.within(c, n):
 		m.add(c, n)
 	case c.parts > 0 || !m.try(c, n):
 		c.wants, c.wanting, c.urgent, c.looked = n, r, c.parts > 0, c.consumed
@@ -705,11 +712,11 @@ func (c *Conn) heaviest(but *RPC) (most *RPC) {
 	return most
 }
 
-// Room reports whether n bytes more may be held for the peer.
+// Room reports whether n bytes more may be queued for the peer.
 func (c *Conn) Room(n int64) bool {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	if n <= answerFree || c.room(HeapShare*n) {
+	if c.room(n) {
 		return true
 	}
 	c.m.deny()
@@ -718,17 +725,56 @@ func (c *Conn) Room(n int64) bool {
 
 // room reports whether c may have n bytes more for what it asked for; mu is held.
 func (c *Conn) room(n int64) bool {
-	return n <= 0 || c.charged+n <= Free || c.m.after(c, n) <= c.m.limit
+	return n <= 0 || c.charged+c.queued+n <= Free || c.m.within(c, n)
 }
 
-// Hold charges n bytes of Go's heap more, or fewer than none, that wait for the peer to
-// read them, whether they fit or not: what does not keeps the connection from being read.
-func (c *Conn) Hold(n int64) {
+// Await waits until n bytes more may be queued for the peer, without end if it does not read,
+// or done is closed. The other part of the memory is left to what peers send.
+func (c *Conn) Await(n int64, done <-chan struct{}) {
+	for !c.mayQueue(n) {
+		select {
+		case <-done:
+			return
+		case <-time.After(queueEvery):
+		}
+	}
+}
+
+// mayQueue reports whether n bytes more may be queued. If not, peers that do not read are
+// why.
+func (c *Conn) mayQueue(n int64) bool {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	n *= HeapShare
-	c.keep(n)
-	c.m.add(c, n)
+	if c.queued+n <= Free || c.m.queued+n <= c.m.begin && c.m.used+c.m.queued+n <= c.m.limit {
+		return true
+	}
+	c.m.shed()
+	return false
+}
+
+// Queue notes n bytes more, or fewer than none, that gRPC has in its queue for the peer.
+// They do not count in the connection's own share, which keeps it from being read: it may
+// bring the peer's window.
+func (c *Conn) Queue(n int64) {
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	if c.closed { // End has seen to them
+		return
+	}
+	before := c.queued
+	c.queued += n
+	c.m.queued += n
+	if c.queued > Free && (n < 0 || before <= Free) {
+		c.drained = time.Now()
+	}
+	if n < 0 {
+		c.m.admit()
+	}
+}
+
+// deaf reports whether the peer does not read what c has for it; mu is held.
+func (c *Conn) deaf() bool {
+	return !c.shed && (c.held > Free && time.Since(c.since) >= stale || c.queued > Free && time.Since(c.drained) >= stale)
 }
 
 // keep notes n bytes more, or fewer than none, that the peer has to read something for;

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
 const (
@@ -101,9 +102,9 @@ func TestTheChargeIsWhatWasSentAndNotConsumed(t *testing.T) {
 			frames: [][]byte{message(0)}, want: []int64{5 + overhead, 0},
 		},
 		"a large message is charged with its first byte": {
-			frames: [][]byte{message(40 * kib)[:FrameBytes], make([]byte, FrameBytes), make([]byte, 8*kib+5)},
+			frames: [][]byte{message(40 * kib)[:wire.FrameBytes], make([]byte, wire.FrameBytes), make([]byte, 8*kib+5)},
 			want: []int64{
-				FrameBytes + overhead + 24*kib + 5, 2*(FrameBytes+overhead) + 8*kib + 5, 3 * (FrameBytes + overhead), 0,
+				wire.FrameBytes + overhead + 24*kib + 5, 2*(wire.FrameBytes+overhead) + 8*kib + 5, 3 * (wire.FrameBytes + overhead), 0,
 			},
 		},
 		"a message in single bytes": {
@@ -374,18 +375,18 @@ func TestOneThatFitsIntoItsOwnShareWaitsForNobody(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := NewMemory(0, mib)
 		full := m.fill(m.begin + 2*Free)
-		go func() { _, _ = m.charging().charge(FrameBytes, mib, 0) }() // waits for the memory of all
+		go func() { _, _ = m.charging().charge(wire.FrameBytes, mib, 0) }() // waits for the memory of all
 		synctest.Wait()
 		r := m.charging()
 		for range 3 {
-			if taken, err := r.charge(FrameBytes, 0, 1); !taken || err != nil {
+			if taken, err := r.charge(wire.FrameBytes, 0, 1); !taken || err != nil {
 				t.Fatal(taken, err)
 			}
 		}
 		took := make(chan time.Duration)
 		begin := time.Now()
 		go func() {
-			taken, err := r.charge(FrameBytes, 0, 1) // the fourth is more than Free
+			taken, err := r.charge(wire.FrameBytes, 0, 1) // the fourth is more than Free
 			if !taken || err != nil {
 				t.Error(taken, err)
 			}
@@ -451,6 +452,58 @@ func TestARefusalClosesTheConnectionThatLeavesMostUnread(t *testing.T) {
 		}
 		if _, _, after := m.Used(); after != before+3 {
 			t.Errorf("%d refusals and connections are counted, want 3", after-before)
+		}
+	})
+}
+
+// TestWhatIsToBeSentWaitsForMemory has one peer read late, another never.
+func TestWhatIsToBeSentWaitsForMemory(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := NewMemory(0, mib)
+		late, deaf, c := m.Conn(discard{}, mib, nil), m.Conn(discard{}, mib, nil), m.Conn(discard{}, mib, nil)
+		took := func(n int64) time.Duration {
+			begin := time.Now()
+			c.Await(n, t.Context().Done())
+			return time.Since(begin)
+		}
+		late.Queue(mib)
+		deaf.Queue(m.begin - 2*mib)
+		if d := took(mib); d > 0 {
+			t.Errorf("waited %v although there is memory", d)
+		}
+		c.Queue(Free)
+		if charged, _, _ := m.Used(); charged != m.begin-mib+Free {
+			t.Errorf("%d bytes are charged", charged)
+		}
+		if c.Room(m.limit-m.begin+mib+1) || !c.Room(m.limit-m.begin+mib) { // Free of what is charged counts for nothing
+			t.Error("there is room for as much as the limit leaves")
+		}
+		time.AfterFunc(stale/2, func() { late.Queue(-mib) })
+		if d := took(mib); d < stale/2 || d > stale/2+queueEvery {
+			t.Errorf("waited %v for a peer that reads", d)
+		}
+		c.Queue(-Free)
+		late.Queue(2 * mib)
+		if d := took(Free); d > 0 {
+			t.Errorf("waited %v with what each may have", d)
+		}
+		ended := make(chan struct{})
+		close(ended)
+		c.Await(mib, ended)
+		go func() {
+			<-deaf.done
+			deaf.End()
+			deaf.Queue(-mib) // gRPC lets go of it late
+		}()
+		if d := took(mib); d < stale/4 || d > stale/2+queueEvery {
+			t.Errorf("waited %v for a peer that never reads", d)
+		}
+		if late.shed || c.shed || !deaf.shed {
+			t.Error("not the one was closed that leaves most unread")
+		}
+		late.End()
+		if charged, _, _ := m.Used(); charged != 0 || m.queued != 0 {
+			t.Errorf("%d bytes are charged, %d queued", charged, m.queued)
 		}
 	})
 }
@@ -750,7 +803,7 @@ func peerScript(rnd *rand.Rand, kindOf map[uint32]int) (s sending) {
 	for len(open) > 0 && len(s.frames) < 3000 {
 		i := rnd.IntN(len(open))
 		r := &open[i]
-		n := min(len(r.rest), 1+rnd.IntN([]int{10, 1000, FrameBytes}[rnd.IntN(3)]))
+		n := min(len(r.rest), 1+rnd.IntN([]int{10, 1000, wire.FrameBytes}[rnd.IntN(3)]))
 		s.frames = append(s.frames, frame(typeData, 0, r.id, r.rest[:n]))
 		if r.rest = r.rest[n:]; len(r.rest) == 0 {
 			open = append(open[:i], open[i+1:]...)

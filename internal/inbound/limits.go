@@ -2,14 +2,9 @@ package inbound
 
 import "time"
 
-// FrameBytes is the largest data frame that gRPC sends, and takes. Frames of up to
-// smallBytes lie in Go's heap, others in buffers of MediumBytes or FrameBytes, so that no
-// larger frame takes more than four times its bytes.
-const (
-	FrameBytes  = 16 << 10
-	MediumBytes = 4 << 10
-	smallBytes  = 1 << 10
-)
+// smallBytes is the largest data frame that lies in Go's heap. Others lie in buffers of
+// wire.MediumBytes or wire.FrameBytes.
+const smallBytes = 1 << 10
 
 const (
 	// Free is what each connection may hold beside Memory's limit: a small call and its
@@ -24,8 +19,6 @@ const (
 	// those lies behind them, so that waiting would not end.
 	beginOf = 2
 	shareOf = 4
-	// answerFree is how large an answer may be whatever is charged: each stream has few.
-	answerFree = 4 << 10
 	// rpcsFree is what RPCs themselves may take of a connection's Free.
 	rpcsFree = Free / 2
 
@@ -59,6 +52,8 @@ const (
 	controlsOfRPC = 4
 	controlDebt   = 5 * time.Millisecond
 
+	// queueEvery is how often what is to be sent looks for memory.
+	queueEvery = 10 * time.Millisecond
 	// lookEvery is how often a connection that waits looks whether anything moves.
 	lookEvery = 100 * time.Millisecond
 	// stale is how long an RPC may have a message that is not consumed, or comes slower than

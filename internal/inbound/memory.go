@@ -1,4 +1,5 @@
-// Package inbound charges what peers have sent and nobody has consumed.
+// Package inbound charges what peers have sent and nobody has consumed, and what they have
+// not read.
 //
 // gRPC returns window to a connection for every byte that it reads, consumed or not, so
 // its windows bound what lies unread of one RPC, and not of a connection. A Conn lies
@@ -34,7 +35,8 @@ func (e *TooLargeError) Error() string {
 	return fmt.Sprintf("inbound: message of %d bytes; at most %d are received", e.Bytes, e.Most)
 }
 
-// Memory is what all connections of a server may hold of what their peers have sent.
+// Memory is what all connections of a server may hold of what their peers have sent, or not
+// read.
 type Memory struct {
 	limit int64 // of all
 	begin int64 // while at most so many bytes are charged, messages may begin
@@ -57,6 +59,7 @@ type Memory struct {
 	overdue    *time.Timer     // runs one if none has freed what is collected; nil until there was any
 	relieved   time.Time       // when relieve last searched all connections
 	opened     int64           // for RPCs themselves, of all connections
+	queued     int64           // for what gRPC has in its queue, of all connections
 }
 
 // NewMemory returns a Memory of limit bytes, or as many as messages of so many bytes
@@ -83,7 +86,7 @@ func (m *Memory) Used() (charged, limit, denied int64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for c := range m.conns {
-		charged += c.charged
+		charged += c.charged + c.queued
 	}
 	return charged, m.limit, m.denied
 }
@@ -99,7 +102,7 @@ func (m *Memory) fits(c *Conn, n int64) (fits, whole bool) {
 	case to <= Free:
 		return true, true
 	case c.urgent:
-		return m.after(c, n) <= m.limit, true
+		return m.within(c, n), true
 	}
 	if to > m.share {
 		return false, false
@@ -111,6 +114,10 @@ func (m *Memory) fits(c *Conn, n int64) (fits, whole bool) {
 func (m *Memory) after(c *Conn, n int64) int64 {
 	return m.used - beyond(c.charged) + beyond(c.charged+n)
 }
+
+// within reports whether all that is charged or queued is within the limit if c has n bytes
+// more; mu is held.
+func (m *Memory) within(c *Conn, n int64) bool { return m.after(c, n)+m.queued <= m.limit }
 
 // add charges n bytes, which may be fewer than none, whether they fit or not; mu is held.
 func (m *Memory) add(c *Conn, n int64) {
@@ -145,10 +152,14 @@ func (m *Memory) admit() {
 	}
 }
 
-// deny notes that memory was refused, and closes the connection that leaves most
-// unread, if one does; mu is held.
+// deny notes that memory was refused; mu is held.
 func (m *Memory) deny() {
 	m.denied++
+	m.shed()
+}
+
+// shed closes the connection that leaves most unread, if one does; mu is held.
+func (m *Memory) shed() {
 	now := time.Now()
 	if now.Sub(m.relieved) < lookEvery {
 		return
@@ -298,7 +309,7 @@ func (m *Memory) victim(c *Conn, waited time.Duration) (*RPC, *Conn) {
 // is none; mu is held.
 func (m *Memory) deaf() (most *Conn) {
 	for c := range m.conns {
-		if !c.shed && c.held > Free && time.Since(c.since) >= stale && (most == nil || c.held > most.held) {
+		if c.deaf() && (most == nil || c.held+c.queued > most.held+most.queued) {
 			most = c
 		}
 	}

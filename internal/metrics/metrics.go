@@ -80,7 +80,7 @@ var plain = []struct {
 	{"memory_peak_bytes", "Most of the memory budget ever granted.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryPeak }},
 	{"memory_kept_bytes", "Memory that nobody uses, kept for the next to ask; given back when others need it.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryKept }},
 	{"memory_limit_bytes", "Memory budget.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryLimit }},
-	{"receive_used_bytes", "What clients have sent and nothing has consumed, 64 KiB of each connection included.", prometheus.GaugeValue, func(v *Values) int64 { return v.ReceiveUsed }},
+	{"receive_used_bytes", "What clients have sent and nothing has consumed, and what they have not read, 64 KiB of each connection included.", prometheus.GaugeValue, func(v *Values) int64 { return v.ReceiveUsed }},
 	{"receive_limit_bytes", "What it may take beyond 64 KiB of each connection.", prometheus.GaugeValue, func(v *Values) int64 { return v.ReceiveLimit }},
 	{"receive_ended_total", "RPCs and connections refused or ended for want of memory for what clients send.", prometheus.CounterValue, func(v *Values) int64 { return v.ReceiveEnded }},
 	{"heap_limit_bytes", "Memory limit of the Go runtime; the largest number if it has none.", prometheus.GaugeValue, func(v *Values) int64 { return v.HeapLimit }},

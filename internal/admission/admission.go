@@ -1,0 +1,76 @@
+// Package admission limits what callers have open, and how often what they cause is logged.
+//
+// It does not know what they open, or how they are told that they may not. Its types are
+// safe for concurrent use.
+package admission
+
+import (
+	"sync/atomic"
+
+	"github.com/tensorferry/tensorferry/slab"
+)
+
+// Kind is a kind of work that a caller opens.
+type Kind uint8
+
+// The kinds of work. Each has a limit.
+const (
+	Sessions Kind = iota
+	Transfers
+	Calls
+	Kinds // how many there are
+)
+
+// String returns the name of the kind for error texts.
+func (k Kind) String() string { return [...]string{"open sessions", "open transfers", "calls"}[k] }
+
+// ownOpen is how many sessions, transfers and calls a caller may have although the limit is
+// reached: one to use, and others that are still ending when it opens that.
+const ownOpen = 4
+
+// Caller is a source of requests, such as a connection, and counts what it has open. When a
+// limit is reached, a caller with fewer than ownOpen of a kind may still open another: a
+// caller that floods the server starves only itself. The zero value is ready to use.
+type Caller struct {
+	open   [Kinds]atomic.Int64
+	holder atomic.Pointer[slab.Principal]
+}
+
+// Principal returns the principal that holds the memory of the caller's calls outside
+// sessions.
+func (c *Caller) Principal() *slab.Principal {
+	c.holder.CompareAndSwap(nil, slab.NewPrincipal("calls of a connection"))
+	return c.holder.Load()
+}
+
+// Calls returns the number of open calls.
+func (c *Caller) Calls() int64 { return c.open[Calls].Load() }
+
+// Gates limits what all callers have open.
+type Gates struct {
+	Limits        [Kinds]int // set before the first use
+	open, refused [Kinds]atomic.Int64
+}
+
+// Enter admits one more of a kind, which Leave must follow, or reports false.
+func (g *Gates) Enter(k Kind, from *Caller) bool {
+	mine := from.open[k].Add(1)
+	if g.open[k].Add(1) > int64(g.Limits[k]) && mine > ownOpen {
+		g.Leave(k, from)
+		g.Refuse(k)
+		return false
+	}
+	return true
+}
+
+// Leave undoes Enter.
+func (g *Gates) Leave(k Kind, from *Caller) {
+	g.open[k].Add(-1)
+	from.open[k].Add(-1)
+}
+
+// Refuse counts a refusal, as Enter does.
+func (g *Gates) Refuse(k Kind) { g.refused[k].Add(1) }
+
+// Count returns how many of a kind are open, and how many were refused.
+func (g *Gates) Count(k Kind) (open, refused int64) { return g.open[k].Load(), g.refused[k].Load() }

@@ -1,0 +1,36 @@
+package admission
+
+import (
+	"sync"
+	"time"
+)
+
+// sampleEvery is how often a LogSampler logs a recurring event, and how long the event must
+// be absent before counting starts again.
+const sampleEvery = time.Minute
+
+// LogSampler counts an event that a peer can cause without limit. It logs the event each
+// time the count doubles, and once a minute, so that a flood does not fill the log.
+type LogSampler struct {
+	mu     sync.Mutex
+	count  int64
+	last   time.Time
+	logged time.Time
+}
+
+// Again counts one event. If due is true, the caller logs it with n.
+func (l *LogSampler) Again() (n int64, due bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	now := time.Now()
+	if now.Sub(l.last) >= sampleEvery {
+		l.count = 0
+	}
+	l.last = now
+	l.count++
+	due = l.count&(l.count-1) == 0 || now.Sub(l.logged) >= sampleEvery
+	if due {
+		l.logged = now
+	}
+	return l.count, due
+}
