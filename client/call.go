@@ -172,6 +172,20 @@ func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 	}
 }
 
+// event implements handler.
+func (c *Call) event(m *stream.Machine, now stream.Instant, e stream.Event) {
+	switch e.Kind {
+	case stream.EventTensor:
+		c.announced(m, now, e)
+		c.session.wantLane(m, int64(e.Desc.SizeBytes))
+	case stream.EventChunk:
+		c.arrived(e)
+	case stream.EventClosed:
+		c.done, c.ended = *e.Done, true
+		close(c.closed)
+	}
+}
+
 // lend lends p for the next bytes of a written result, if any; the session is locked.
 func (r *result) lend(m *stream.Machine, now stream.Instant, p *piece) {
 	if r.given == r.geo.Size && (r.geo.Size > 0 || len(r.lent) > 0) {

@@ -17,7 +17,6 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -84,9 +83,8 @@ type Client struct {
 	pool  *slab.Pool
 	lanes laneMemory
 
-	opening chan struct{}         // held while shared is used
-	shared  *Session              // of Compute; guarded by opening
-	known   atomic.Pointer[facts] // cached for Push
+	opening chan struct{} // held while shared is used
+	shared  *Session      // of Compute, Push and Pull; guarded by opening
 
 	mu      sync.Mutex
 	open    map[*Session]struct{} // guarded by mu
@@ -121,7 +119,7 @@ func Dial(target string, cfg Config) (*Client, error) {
 		cfg.Credentials = insecure.NewCredentials()
 	}
 	options := []grpc.DialOption{
-		grpc.WithTransportCredentials(wire.Track(cfg.Credentials)),
+		grpc.WithTransportCredentials(cfg.Credentials),
 		grpc.WithNoProxy(),
 		experimental.WithBufferPool(wire.Buffers),
 		grpc.WithInitialWindowSize(int32(cfg.WindowBytes)),

@@ -34,19 +34,32 @@ type rogue struct {
 	pb.UnimplementedTensorServiceServer
 	pull func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error
 	push func(s pb.TensorService_PushTensorsServer) error
-	list func(*pb.ListTensorsRequest) *pb.ListTensorsResponse
-	info *pb.GetServiceInfoResponse
+
+	chunkBytes uint32 // of a session's hello
+	list       func(*pb.ListTensorsRequest) *pb.ListTensorsResponse
 }
 
 func (r *rogue) PullTensors(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
 	return r.pull(req, s)
 }
 
-func (r *rogue) PushTensors(s pb.TensorService_PushTensorsServer) error { return r.push(s) }
-
-func (r *rogue) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb.GetServiceInfoResponse, error) {
-	return r.info, nil
+// StreamTensors is a session of a server from before puts and gets were calls.
+func (r *rogue) StreamTensors(s pb.TensorService_StreamTensorsServer) error {
+	f, err := s.Recv()
+	if err != nil {
+		return err
+	}
+	hello := &pb.Hello{Version: 1, SessionId: f.GetHello().GetSessionId(), Checksum: f.GetHello().GetChecksum(), MaxChunkBytes: r.chunkBytes}
+	if err := s.Send(&pb.Frame{Hello: hello}); err != nil {
+		return err
+	}
+	for err == nil {
+		_, err = s.Recv()
+	}
+	return nil
 }
+
+func (r *rogue) PushTensors(s pb.TensorService_PushTensorsServer) error { return r.push(s) }
 
 func (r *rogue) ListTensors(_ context.Context, req *pb.ListTensorsRequest) (*pb.ListTensorsResponse, error) {
 	return r.list(req), nil
@@ -176,7 +189,6 @@ func TestABadTensorOfAPullIsNeverTakenForAGoodOne(t *testing.T) {
 		"rank 33":                    {func(x *sent) { x.desc.Shape = make([]int64, 33) }, invalid, "rank 33"},
 		"a negative dimension":       {func(x *sent) { x.desc.Shape = []int64{-10} }, invalid, "-10"},
 		"a size not the shape's":     {func(x *sent) { x.desc.SizeBytes = 11 }, invalid, "size_bytes is 11"},
-		"chunks of nothing":          {func(x *sent) { x.desc.ChunkBytes = 0 }, invalid, "chunk_bytes is 0"},
 		"chunks over ours":           {func(x *sent) { x.desc.ChunkBytes = 2 * mib }, invalid, "chunk_bytes is 2097152"},
 		"a call's tensor":            {func(x *sent) { x.desc.CallId = newID() }, invalid, "no calls"},
 		"a name with an escape":      {func(x *sent) { x.desc.Name = "\x1b[2J" }, invalid, "control"},
@@ -491,7 +503,7 @@ func TestAServerThatMovesNothingEndsATransfer(t *testing.T) {
 	} {
 		t.Run("a push, "+name, func(t *testing.T) {
 			testkit.Start(t)
-			c := beguile(t, &rogue{push: push, info: &pb.GetServiceInfoResponse{Limits: map[string]int64{"chunk_bytes": mib}}},
+			c := beguile(t, &rogue{push: push},
 				client.Config{StallTimeout: 200 * time.Millisecond})
 			in := client.Input{Name: "x", Desc: int8s(20 * mib), Data: make([]byte, 20*mib)}
 			_, err := c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{in}})
@@ -548,34 +560,29 @@ func TestABadAnswerToAPushIsNeverTakenForAGoodOne(t *testing.T) {
 			return s.SendAndClose(&pb.PushTensorsResponse{Summaries: say(id)})
 		}
 	}
-	fair := &pb.GetServiceInfoResponse{Limits: map[string]int64{"chunk_bytes": mib}}
 	for name, tc := range map[string]struct {
-		info *pb.GetServiceInfoResponse
 		push func(s pb.TensorService_PushTensorsServer) error
 		code codes.Code
 		says string
 	}{
-		"no summary":        {fair, answer(func([]byte) []*pb.Summary { return nil }), codes.Internal, "without mentioning a tensor"},
-		"of another tensor": {fair, answer(func([]byte) []*pb.Summary { return []*pb.Summary{{TensorId: newID(), Digest: good[:]}} }), codes.Internal, "without mentioning a tensor"},
-		"no digest":         {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id}} }), codes.DataLoss, "the client sent"},
-		"another digest":    {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id, Digest: id}} }), codes.DataLoss, "the client sent"},
-		"half a digest":     {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id, Digest: id[:8]}} }), codes.Internal, "digest"},
-		"an id of 3 bytes":  {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id[:3], Digest: good[:]}} }), codes.Internal, "tensor_id"},
-		"no, and then yes": {fair, answer(func(id []byte) []*pb.Summary {
+		"no summary":        {answer(func([]byte) []*pb.Summary { return nil }), codes.Internal, "without mentioning a tensor"},
+		"of another tensor": {answer(func([]byte) []*pb.Summary { return []*pb.Summary{{TensorId: newID(), Digest: good[:]}} }), codes.Internal, "without mentioning a tensor"},
+		"no digest":         {answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id}} }), codes.DataLoss, "the client sent"},
+		"another digest":    {answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id, Digest: id}} }), codes.DataLoss, "the client sent"},
+		"half a digest":     {answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id, Digest: id[:8]}} }), codes.Internal, "digest"},
+		"an id of 3 bytes":  {answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id[:3], Digest: good[:]}} }), codes.Internal, "tensor_id"},
+		"no, and then yes": {answer(func(id []byte) []*pb.Summary {
 			return []*pb.Summary{{TensorId: id, Code: 8, Message: "full"}, {TensorId: id, Digest: good[:]}}
 		}), codes.ResourceExhausted, "full"},
-		"a code of nobody's": {fair, answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id, Code: 1 << 31, Digest: good[:]}} }), codes.Unknown, ""},
-		"too long an answer": {fair, answer(func(id []byte) []*pb.Summary {
+		"a code of nobody's": {answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id, Code: 1 << 31, Digest: good[:]}} }), codes.Unknown, ""},
+		"too long an answer": {answer(func(id []byte) []*pb.Summary {
 			return []*pb.Summary{{TensorId: id, Digest: good[:], Message: strings.Repeat("m", 9*mib)}}
 		}), codes.ResourceExhausted, "larger than max"},
-		"an error":              {fair, func(pb.TensorService_PushTensorsServer) error { return status.Error(codes.PermissionDenied, "not you") }, codes.PermissionDenied, "not you"},
-		"chunks of no bytes":    {&pb.GetServiceInfoResponse{}, nil, codes.FailedPrecondition, "chunk_bytes is 0"},
-		"chunks of a TiB":       {&pb.GetServiceInfoResponse{Limits: map[string]int64{"chunk_bytes": 1 << 40}}, nil, codes.FailedPrecondition, "chunk_bytes is 1099511627776"},
-		"chunks of minus bytes": {&pb.GetServiceInfoResponse{Limits: map[string]int64{"chunk_bytes": -1}}, nil, codes.FailedPrecondition, "chunk_bytes is -1"},
+		"an error": {func(pb.TensorService_PushTensorsServer) error { return status.Error(codes.PermissionDenied, "not you") }, codes.PermissionDenied, "not you"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			testkit.Start(t)
-			c := beguile(t, &rogue{push: tc.push, info: tc.info}, client.Config{})
+			c := beguile(t, &rogue{push: tc.push}, client.Config{})
 			for _, in := range []client.Input{{Data: data}, {Reader: bytes.NewReader(data)}} {
 				in.Name, in.Desc = "x", int8s(10)
 				ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)

@@ -10,16 +10,11 @@ const (
 	// slotBytes is the minimum size of a slot of a streamed result: smaller chunks share
 	// one.
 	slotBytes = 256 << 10
-	// pushTensors is the maximum number of tensors of one push RPC, which is the server's
-	// limit.
-	pushTensors = 1024
-	// keepBytes is how much of a Reader's tensor is kept, to send it again if the server
-	// ends the RPC because of the tensor before it: as much as may be sent until that is
-	// known, that is, the server's window and what gRPC queues.
-	keepBytes = 2*DefaultWindow + 4*mib
-	// pushResponseBytes has room for pushTensors summaries, each with a name of 512 bytes
-	// and a text of 4 KiB.
-	pushResponseBytes = 8 * mib
+	// pushTensors is how many tensors of a push may be on their way, of half of those that
+	// the server keeps open; pushPieces is how many pieces of one, of 1 MiB or a chunk.
+	pushTensors = 32
+	pushPieces  = 16
+	pushBytes   = 16 * mib // of tensors on their way, unless one alone is larger
 	// pullTensors limits the tensors of a pull with a glob, each of which takes a few
 	// hundred bytes and its name: a server's folder holds as many by default.
 	pullTensors = 1 << 16
@@ -37,9 +32,6 @@ const (
 	// tensorBytes is the largest tensor received: the largest that a server stores by
 	// default. ResultBytes limits those in memory.
 	tensorBytes = 1 << 40
-	// pieceBytes is how much a writer or an At gets per call: with gRPC's pieces of 16 KiB,
-	// client and server on one machine took 14 % more CPU time (November 2026).
-	pieceBytes = 256 << 10
 	// laneBytes is the smallest tensor for which a session opens its lane: connecting costs
 	// as much as sending a few hundred KiB on one machine, and takes round trips over a
 	// network.

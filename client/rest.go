@@ -38,8 +38,6 @@ func signEvery(chunkIdle time.Duration) time.Duration {
 	return min(max(chunkIdle/signs, leastSign), mostSign)
 }
 
-func idleOf(millis uint32) time.Duration { return time.Duration(millis) * time.Millisecond }
-
 // named returns how an error text names an input or a result. The name may be empty.
 func named(kind, name string) string {
 	if name == "" {
@@ -82,28 +80,11 @@ func (c *restClock) end() {
 	c.ended = true
 }
 
-// running reports whether the caller's code is running.
-func (c *restClock) running() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return !c.since.IsZero()
-}
-
 // of sets what blocks from now on.
 func (c *restClock) of(what string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.what = what
-}
-
-// told sets the server's idle timeout.
-func (c *restClock) told(chunkIdle time.Duration) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.every = signEvery(chunkIdle)
-	if !c.since.IsZero() {
-		c.again()
-	}
 }
 
 // again sets the timer; mu is held.

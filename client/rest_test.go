@@ -64,7 +64,7 @@ func TestASlowSignDoesNotHoldUpTheCallersCode(t *testing.T) {
 	testkit.Start(t)
 	synctest.Test(t, func(t *testing.T) {
 		signs, told := 0, make(chan struct{})
-		c := newRestClock("the pull", 0, 0, func() { signs++; <-told }, nil)
+		c := newRestClock("the pull", 0, 3*time.Second, func() { signs++; <-told }, nil)
 		c.start()
 		<-time.After(time.Minute)
 		synctest.Wait()
@@ -73,7 +73,6 @@ func TestASlowSignDoesNotHoldUpTheCallersCode(t *testing.T) {
 		c.stop()
 		c.start()
 		require.Zero(t, time.Since(began))
-		c.told(3 * time.Second)
 		close(told)
 		<-time.After(3*time.Second + 1)
 		synctest.Wait()

@@ -7,8 +7,10 @@ import (
 	"sync/atomic"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
@@ -30,16 +32,41 @@ type Session struct {
 	draining atomic.Bool
 
 	// Guarded by the session's lock.
-	calls map[tensor.ID]*Call
+	calls map[tensor.ID]handler
 	lane  laneState
 	said  stream.Instant // when the client last told the server that it waits
+}
+
+// handler is a call, a put or a get.
+type handler interface {
+	// event handles an event of the call, with the session locked.
+	event(m *stream.Machine, now stream.Instant, e stream.Event)
 }
 
 // Session opens a session. ctx limits the opening, not the session's lifetime.
 func (c *Client) Session(ctx context.Context) (*Session, error) {
 	begin := time.Now()
+	lanes := uint32(1)
+	if c.noLanes() != "" {
+		lanes = 0
+	}
+	var rpc grpc.BidiStreamingClient[pb.Frame, pb.Frame]
+	s, err := c.begin(ctx, stream.Config{Session: tensor.NewID(), Lanes: lanes}, func(own context.Context) (_ session.Conn, err error) {
+		if rpc, err = c.stub.StreamTensors(own); err != nil {
+			return nil, err
+		}
+		return wire.NewConn(rpc, nil), nil
+	})
+	if err == nil {
+		s.carriedBy(rpc.Context(), time.Since(begin))
+	}
+	return s, err
+}
+
+// begin opens a session over what dial returns.
+func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own context.Context) (session.Conn, error)) (*Session, error) {
 	own, cancel := context.WithCancel(context.Background())
-	s := &Session{client: c, own: own, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]*Call)}
+	s := &Session{client: c, own: own, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]handler)}
 	c.mu.Lock()
 	if c.closed {
 		c.mu.Unlock()
@@ -52,7 +79,7 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 	defer stop()
 	unhook := context.AfterFunc(ctx, cancel)
 	defer unhook()
-	rpc, err := c.stub.StreamTensors(own)
+	conn, err := dial(own)
 	if err != nil {
 		c.winding.Done()
 		cancel()
@@ -61,24 +88,17 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 		}
 		return nil, c.sessionError(err)
 	}
-	lanes := uint32(1)
-	if c.noLanes() != "" {
-		lanes = 0
+	cfg.Check, cfg.Codecs = c.cfg.Checksum, c.codecs()
+	cfg.Limits = stream.Limits{
+		ChunkBytes:  uint32(c.cfg.ChunkBytes),
+		TensorBytes: tensorBytes, // a streamed result may have any size
+		SessionIdle: stream.Instant(365 * 24 * time.Hour),
+		// A model may pause between two results: Request.Timeout limits a call, and
+		// keep-alive finds a dead server.
+		ChunkIdle:  stream.Instant(365 * 24 * time.Hour),
+		FirstFrame: stream.Instant(c.cfg.OpenTimeout),
 	}
-	s.sess = session.New(stream.Config{
-		Session: session.NewID(), Check: c.cfg.Checksum, Codecs: c.codecs(),
-		Lanes: lanes,
-		Limits: stream.Limits{
-			ChunkBytes:  uint32(c.cfg.ChunkBytes),
-			TensorBytes: tensorBytes, // a streamed result may have any size
-			SessionIdle: stream.Instant(365 * 24 * time.Hour),
-			// A model may pause between two results: Request.Timeout limits a call,
-			// and keep-alive finds a dead server.
-			ChunkIdle:  stream.Instant(365 * 24 * time.Hour),
-			FirstFrame: stream.Instant(c.cfg.OpenTimeout),
-		},
-	}, s)
-	conn := wire.NewConn(rpc, nil)
+	s.sess = session.New(cfg, s)
 	lost := s.sess.Carry(conn)
 	c.mu.Lock()
 	c.open[s] = struct{}{}
@@ -86,11 +106,10 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 		s.sess.Stop(ErrClosed)
 	}
 	c.mu.Unlock()
-	go s.windUp(conn, lost)
+	go s.windUp(lost)
 	select {
 	case <-s.opened:
 		if unhook() {
-			s.carriedBy(rpc.Context(), time.Since(begin))
 			return s, nil
 		} // else ctx has just ended
 	case <-s.sess.Stopped():
@@ -113,7 +132,7 @@ func (c *Client) codecs() []codec.Codec {
 }
 
 // windUp ends the session with its connection, and cleans up after it.
-func (s *Session) windUp(conn *wire.Conn, lost <-chan error) {
+func (s *Session) windUp(lost <-chan error) {
 	defer s.client.winding.Done()
 	select {
 	case err := <-lost:
@@ -123,7 +142,6 @@ func (s *Session) windUp(conn *wire.Conn, lost <-chan error) {
 	s.err = s.client.sessionError(s.sess.Cause())
 	s.cancel()
 	s.sess.Wait(frame.Code(s.err.Code), "the session has ended: "+s.err.Error())
-	conn.Finish()
 	s.client.mu.Lock()
 	delete(s.client.open, s)
 	s.client.mu.Unlock()
@@ -161,17 +179,91 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	if c == nil {
 		return
 	}
-	switch e.Kind {
-	case stream.EventTensor:
-		c.announced(m, now, e)
-		s.wantLane(m, int64(e.Desc.SizeBytes))
-	case stream.EventChunk:
-		c.arrived(e)
-	case stream.EventClosed:
+	if e.Kind == stream.EventClosed {
 		delete(s.calls, e.Call)
-		c.done, c.ended = *e.Done, true
-		close(c.closed)
 	}
+	c.event(m, now, e)
+}
+
+func (s *Session) status() (st stream.Status) {
+	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Status() })
+	return st
+}
+
+// stores reports whether the server's sessions have puts and gets.
+func (s *Session) stores() bool { return s.status().PeerStores }
+
+// open opens a put or a get.
+func (s *Session) open(ctx context.Context, part frame.Call, h handler) (err error) {
+	if ctx.Err() != nil {
+		return causeError(context.Cause(ctx))
+	}
+	s.sess.DoSend(func(m *stream.Machine, now stream.Instant) {
+		if err = m.OpenCall(now, part); err == nil {
+			s.calls[part.ID] = h
+		}
+	})
+	return s.openError(ctx, err)
+}
+
+// openError returns why a call could not be opened.
+func (s *Session) openError(ctx context.Context, err error) error {
+	switch {
+	case errors.Is(err, stream.ErrDraining):
+		return &Error{Code: codes.Unavailable, Cause: ErrDraining}
+	case errors.Is(err, stream.ErrClosed):
+		select {
+		case <-s.over: // err is set by then
+			return s.err
+		case <-ctx.Done():
+			return causeError(context.Cause(ctx))
+		}
+	case err != nil:
+		return fmt.Errorf("%w: %w", ErrInput, err)
+	}
+	return nil
+}
+
+// stop cancels a call with a cause on this side, which is kept unless it has one; the
+// session is locked.
+func (s *Session) stop(m *stream.Machine, call tensor.ID, kept *error, cause error) {
+	if s.calls[call] != nil && *kept == nil {
+		*kept = cause
+	}
+	m.Finish(frame.Done{Call: call, Code: frame.Cancelled, Message: "cancelled by the caller"})
+}
+
+// stalled returns the error of a put or a get that this side gave up, if it was for the
+// server.
+func (c *Client) stalled(e stream.Event) error {
+	if e.Code != frame.Code(codes.DeadlineExceeded) {
+		return nil
+	}
+	return &Error{Code: codes.DeadlineExceeded, Cause: fmt.Errorf("%w: the server made no progress for %v (Config.StallTimeout); try again, or raise it for a slow server", ErrNoAnswer, c.cfg.StallTimeout)}
+}
+
+// rests returns a clock for the caller's code of a call. While that blocks, the server is
+// told; stop ends the call when it has blocked for too long.
+func (s *Session) rests(what string, stop func(error), closed <-chan struct{}) (r *restClock) {
+	cfg := &s.client.cfg
+	idled := func(err error) {
+		if cfg.Idled != nil {
+			cfg.Idled(err)
+		}
+	}
+	chunkIdle := time.Duration(s.status().PeerChunkIdle)
+	r = newRestClock(what, cfg.InputIdle, chunkIdle, func() {
+		select {
+		case <-closed:
+			r.end()
+		default:
+			s.waits(signEvery(chunkIdle))
+		}
+	}, func(cause error) {
+		stop(cause)
+		idled(causeError(cause))
+	})
+	return r
 }
 
 // waits tells the server that the client waits for its own input or output, once for all
@@ -209,7 +301,7 @@ func (s *Session) Compute(ctx context.Context, model string, x tensor.Tensor) (t
 // Inputs are shared with the library until Wait has returned; the Request is copied. If the
 // server does not read, Call may block for 30 s, after which the session ends.
 func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
-	c := &Call{session: s, id: session.NewID(), sinks: r.Results, to: r.To, closed: make(chan struct{}), news: make(chan struct{}, 1), letGo: make(chan struct{})}
+	c := &Call{session: s, id: tensor.NewID(), sinks: r.Results, to: r.To, closed: make(chan struct{}), news: make(chan struct{}, 1), letGo: make(chan struct{})}
 	c.shared.Store(1)
 	defer c.returned()
 	part := frame.Call{ID: c.id, Model: r.Model, Params: r.Params, TimeoutMillis: millis(r.Timeout)}
@@ -219,7 +311,7 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 		if err != nil {
 			return nil, err
 		}
-		feeds[i] = feed{call: c, in: in, id: session.NewID(), size: size}
+		feeds[i] = feed{call: c, in: in, id: tensor.NewID(), size: size}
 		part.Inputs = append(part.Inputs, frame.Binding{Port: in.Port, Tensor: feeds[i].id})
 	}
 	for port, sink := range r.Results {
@@ -244,18 +336,8 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 			s.wantLane(m, feeds[i].size)
 		}
 	})
-	switch {
-	case errors.Is(err, stream.ErrDraining):
-		return nil, &Error{Code: codes.Unavailable, Cause: ErrDraining}
-	case errors.Is(err, stream.ErrClosed):
-		select {
-		case <-s.over: // err is set by then
-			return nil, s.err
-		case <-ctx.Done():
-			return nil, causeError(context.Cause(ctx))
-		}
-	case err != nil:
-		return nil, fmt.Errorf("%w: %w", ErrInput, err)
+	if err = s.openError(ctx, err); err != nil {
+		return nil, err
 	}
 	c.unhook = context.AfterFunc(ctx, func() { c.stop(context.Cause(ctx)) })
 	for i := range feeds {

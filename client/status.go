@@ -70,6 +70,9 @@ func (c *Client) noAnswer() *Error {
 
 // causeError returns the error for what this side ended.
 func causeError(cause error) *Error {
+	if own, ok := errors.AsType[*Error](cause); ok {
+		return own
+	}
 	if errors.Is(cause, context.DeadlineExceeded) || errors.Is(cause, ErrInputIdle) {
 		return &Error{Code: codes.DeadlineExceeded, Cause: cause}
 	}
@@ -81,6 +84,17 @@ func doneError(d *frame.Done) error {
 		return nil
 	}
 	return &Error{Code: codes.Code(d.Code), Message: d.Message, RetryAfter: time.Duration(d.RetryAfterMillis) * time.Millisecond}
+}
+
+// endError returns the error of a put or a get: the end of ctx outranks what it caused.
+func endError(ctx context.Context, d *frame.Done, cause error) error {
+	switch {
+	case d.Code != frame.OK && ctx.Err() != nil:
+		return causeError(context.Cause(ctx))
+	case cause != nil:
+		return causeError(cause)
+	}
+	return doneError(d)
 }
 
 // Conditions that gRPC reports only in its texts. No other texts are matched.

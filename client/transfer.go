@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -73,36 +72,6 @@ func summaryError(s *frame.Summary) error {
 		text = "tensor " + name + ": " + text
 	}
 	return &Error{Code: codes.Code(s.Code.Known()), Message: text, RetryAfter: time.Duration(s.RetryAfterMillis) * time.Millisecond}
-}
-
-// facts are what a push must know about the server before it begins: the server answers
-// only at the end.
-type facts struct {
-	chunkBytes int64
-	chunkIdle  time.Duration // the server's idle timeout; 0 means unknown
-	codecs     []codec.Codec
-}
-
-// facts returns what the server said when it was first asked.
-func (c *Client) facts(ctx context.Context) (facts, error) {
-	if known := c.known.Load(); known != nil {
-		return *known, nil
-	}
-	info, err := c.Info(ctx)
-	if err != nil {
-		return facts{}, err
-	}
-	f := facts{chunkBytes: info.GetLimits()["chunk_bytes"], chunkIdle: idleOf(uint32(info.GetLimits()["chunk_idle_millis"]))}
-	for _, k := range info.GetCodecs() {
-		if own := codec.Codec(k); pb.Codec(own) == k { // skip numbers that do not fit
-			f.codecs = append(f.codecs, own)
-		}
-	}
-	if f.chunkBytes < 1 || f.chunkBytes > 4*mib {
-		return facts{}, &Error{Code: codes.FailedPrecondition, Message: fmt.Sprintf("the server's chunk_bytes is %d; it must be 1 to %d", f.chunkBytes, 4*mib)}
-	}
-	c.known.Store(&f)
-	return f, nil
 }
 
 // Stored is a tensor in a server's store.
@@ -224,36 +193,4 @@ func (c *Client) Transfer(ctx context.Context, id tensor.ID) (*Transfer, error) 
 		})
 	}
 	return t, nil
-}
-
-// codecFor returns the codec to send with: the configured one if the peer supports it.
-func (c *Client) codecFor(peer []codec.Codec) codec.Codec {
-	if slices.Contains(peer, c.cfg.Codec) {
-		return c.cfg.Codec
-	}
-	return codec.None
-}
-
-// idle returns a function that ends a push or a pull whose Reader or Writer blocks for too
-// long.
-func (c *Client) idle(cancel context.CancelCauseFunc) func(error) {
-	return func(cause error) {
-		err := causeError(cause)
-		cancel(err)
-		if c.cfg.Idled != nil {
-			c.cfg.Idled(err)
-		}
-	}
-}
-
-// transferError returns why the gRPC stream of a push or a pull ended: the caller's
-// context, the stall clock, which cancels own, or err.
-func (c *Client) transferError(ctx, own context.Context, err error) error {
-	if ctx.Err() != nil {
-		return causeError(context.Cause(ctx))
-	}
-	if stalled, ok := errors.AsType[*Error](context.Cause(own)); ok {
-		return stalled
-	}
-	return c.sessionError(err)
 }

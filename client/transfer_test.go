@@ -38,7 +38,7 @@ func inMemory(limit int64) storeMaker {
 
 func inFolder(dir string, cfg store.FolderConfig) storeMaker {
 	return func(t testing.TB, _ *slab.Pool) store.Store {
-		f, err := store.OpenFolder(dir, cfg)
+		f, err := store.OpenDir(dir, cfg)
 		require.NoError(t, err)
 		return f
 	}

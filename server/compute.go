@@ -11,7 +11,6 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
-	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -19,12 +18,12 @@ import (
 // Compute runs one small call for a caller that has no session.
 func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.ComputeResponse, error) {
 	began := time.Now()
-	held := &requestMemory{budget: s.cfg.Budget}
-	defer func() { held.Release() }() // whose answer has it, or none
-	if err := held.resize(proto.Size(req)); err != nil {
+	free, err := s.hold(proto.Size(req))
+	if err != nil {
 		s.core.Refused()
 		return nil, err
 	}
+	defer free()
 	received(ctx).Consumed()
 	in := make([]serving.Tensor, len(req.GetInputs()))
 	for i, t := range req.GetInputs() { // which share the request's bytes
@@ -44,48 +43,23 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 	for i, t := range results {
 		resp.Outputs[i] = &pb.NamedTensor{Port: t.Port, Dtype: pb.DataType(t.DType), Shape: t.Shape, Data: t.Data}
 	}
-	if err := held.resize(proto.Size(resp)); err != nil {
-		return nil, err
-	}
-	if answer, ok := ctx.Value(answerKey{}).(*wire.Answer); ok { // the client is to read it
-		answer.Held, answer.Charged = held, true
-		held = new(requestMemory)
-	}
 	return resp, nil
 }
 
-// smallCalls holds the memory of all small calls' requests and answers.
+// smallCalls holds the memory of all small calls' requests.
 var smallCalls = slab.NewPrincipal("compute")
 
-// requestMemory is what the budget has set aside for one small call: for its request
-// until the model has run, then for its answer until the client has read it. All of
-// them have half of the budget: the models that they wait for need the rest.
-type requestMemory struct {
-	budget *slab.Budget
-	n      int64
-}
-
-// resize makes it as large as a message of so many bytes, which lies in Go's heap, needs,
-// or says why not.
-func (m *requestMemory) resize(bytes int) error {
-	switch n := inbound.HeapShare * int64(bytes); {
-	case n < m.n:
-		m.budget.Release(smallCalls, m.n-n)
-		m.n = n
-	case n-m.n <= inbound.HeapShare*requestFree:
-	case !m.budget.TryAcquire(smallCalls, n-m.n):
-		_, _, limit := m.budget.Used()
-		return serving.TryLater(frame.ResourceExhausted, "memory: %d bytes more for the message of a small call; all small calls together have half of memory_bytes, which is %d; try again later", n-m.n, limit)
-	default:
-		m.n = n
+// hold sets memory aside for a small call's request of so many bytes, which lies in Go's
+// heap until the model has run, or says why not. All of them have half of the budget: the
+// models that they wait for need the rest.
+func (s *Server) hold(bytes int) (free func(), err error) {
+	if bytes <= requestFree {
+		return func() {}, nil
 	}
-	return nil
-}
-
-// Release gives all of it back.
-func (m *requestMemory) Release() {
-	if m.n > 0 {
-		m.budget.Release(smallCalls, m.n)
-		m.n = 0
+	n := inbound.HeapShare * int64(bytes)
+	if !s.cfg.Budget.TryAcquire(smallCalls, n) {
+		_, _, limit := s.cfg.Budget.Used()
+		return nil, serving.TryLater(frame.ResourceExhausted, "memory: %d bytes more for the message of a small call; all small calls together have half of memory_bytes, which is %d; try again later", n, limit)
 	}
+	return func() { s.cfg.Budget.Release(smallCalls, n) }, nil
 }

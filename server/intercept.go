@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc/stats"
 	"google.golang.org/grpc/tap"
 
+	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/conns"
 	"github.com/tensorferry/tensorferry/internal/guard"
 	"github.com/tensorferry/tensorferry/internal/inbound"
@@ -153,47 +154,39 @@ func received(ctx context.Context) *inbound.RPC {
 // statistics are gRPC's events about connections and RPCs.
 type statistics struct{ *conns.Set }
 
-// HandleRPC follows an RPC from the start of its handler to its end. It takes back what was
-// sent after the RPC ended: gRPC may have dropped it.
+// HandleRPC follows an RPC from the start of its handler to its end. What is sent after the
+// RPC's end gRPC drops.
 func (statistics) HandleRPC(ctx context.Context, event stats.RPCStats) {
 	switch event := event.(type) {
 	case *stats.InHeader:
 		received(ctx).Begun()
 	case *stats.OutPayload:
-		if ctx.Err() != nil {
-			wire.Unsent(event.Payload)
+		if m, ok := event.Payload.(interface{ Forget() }); ok && ctx.Err() != nil {
+			m.Forget()
 		}
 	case *stats.End:
 		received(ctx).End()
 	}
 }
 
-// answerKey is the context key of the *wire.Answer that carries a unary RPC's response.
-type answerKey struct{}
-
 // came runs when the message of a unary RPC has arrived.
 func (e *endpoint) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	stopAwaiting(ctx)
 	received(ctx).Next()
-	one := e.server.conns.Of(ctx)
-	answer := &wire.Answer{InFlight: &one.InFlight}
-	resp, err := handler(context.WithValue(ctx, answerKey{}, answer), req)
+	resp, err := handler(ctx, req)
 	if err != nil {
 		return nil, err
 	}
-	if !one.Room(resp, answer) {
-		return nil, statusOf(errReceived)
+	if answer := e.server.conns.Of(ctx).Answer(resp); answer != nil {
+		return answer, nil
 	}
-	answer.Message = resp
-	return answer, nil
+	return nil, statusOf(errReceived)
 }
 
 // streamCame leaves client streams to the timeouts of their handlers, and stops the timer
 // of other streams when their only message arrives.
 func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
-	booked := answering{
-		ServerStream: ss, one: e.server.conns.Of(ss.Context()), received: received(ss.Context()), unread: make(answers, unreadAnswers),
-	}
+	booked := accounted{ss, e.server.conns.Of(ss.Context()), received(ss.Context())}
 	handled(ss.Context())
 	if info.IsClientStream {
 		stopAwaiting(ss.Context())
@@ -202,45 +195,27 @@ func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamSe
 	return handler(srv, firstMessage{booked})
 }
 
-// answering is a gRPC stream that registers its answers, other than frames, with its
-// connection. At most unreadAnswers of them may be unread.
-type answering struct {
+// accounted is a gRPC stream whose messages are accounted for on its connection.
+type accounted struct {
 	grpc.ServerStream
 	one      *conns.Conn
 	received *inbound.RPC
-	unread   answers
 }
 
-// answers has an element for each unread answer.
-type answers chan struct{}
-
-// Release removes an element.
-func (a answers) Release() { <-a }
-
-// SendMsg sends a frame, or waits until there is room for an answer and sends it.
-func (a answering) SendMsg(m any) error {
+// SendMsg sends a frame, or an answer for which there is room.
+func (a accounted) SendMsg(m any) error {
 	if _, frame := m.(*wire.Message); frame {
 		return a.ServerStream.SendMsg(m)
 	}
-	if !a.one.Room(m, nil) {
-		return statusOf(errReceived)
+	if answer := a.one.Answer(m); answer != nil {
+		return a.ServerStream.SendMsg(answer)
 	}
-	select {
-	case a.unread <- struct{}{}:
-	case <-a.Context().Done():
-		return context.Cause(a.Context())
-	}
-	answer := &wire.Answer{Message: m, Held: a.unread, InFlight: &a.one.InFlight}
-	err := a.ServerStream.SendMsg(answer)
-	if answer.Held != nil { // the codec never took it
-		answer.Held.Release()
-	}
-	return err
+	return statusOf(errReceived)
 }
 
 // RecvMsg receives a frame or a request; the previous one counts as consumed. Invalid bytes
 // are the peer's fault, but gRPC's own code for them is that of a defect.
-func (a answering) RecvMsg(m any) error {
+func (a accounted) RecvMsg(m any) error {
 	a.received.Next()
 	if _, frame := m.(*wire.Message); frame {
 		return receiveError(a.Context(), a.ServerStream.RecvMsg(m))
@@ -332,7 +307,7 @@ type rpcLog struct {
 	interceptors.NoopReporter
 	ctx      context.Context
 	log      *slog.Logger
-	failures *serving.LogSampler
+	failures *admission.LogSampler
 	rpc      string
 }
 

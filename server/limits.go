@@ -11,13 +11,9 @@ import (
 func unread(l stream.Limits) time.Duration { return 2 * time.Duration(min(l.ChunkIdle, 1<<61)) }
 
 const (
-	// requestFree is how many bytes of each request, and of an answer beyond the size of
-	// its request, are not charged to a budget if there are no more: 4 MiB for as many
-	// calls as a server has by default.
+	// requestFree is how many bytes of each request are not charged to a budget if there are
+	// no more: 4 MiB for as many calls as a server has by default.
 	requestFree = 4 << 10
-	// unreadAnswers is how many answers of one stream, other than frames, may be unread:
-	// each keeps 4 KiB, however small it is.
-	unreadAnswers = 16
 	// requestParts is how many names, ranges, parameters and the like a request may have
 	// that is not part of a session or a push: 2 MB in memory. A pull that holds more
 	// ranges must be split in two.

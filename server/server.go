@@ -23,6 +23,8 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/conns"
 	"github.com/tensorferry/tensorferry/internal/guard"
 	"github.com/tensorferry/tensorferry/internal/inbound"
@@ -139,7 +141,7 @@ type Server struct {
 	guard    *guard.Guard
 	serving  sync.Once
 
-	failedRPCs, failedSessions serving.LogSampler
+	failedRPCs, failedSessions admission.LogSampler
 }
 
 // New returns a server that Serve starts.
@@ -162,14 +164,16 @@ func New(cfg Config) (*Server, error) {
 	})
 	s.core = serving.New(serving.Config{
 		Models: cfg.Models, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, Session: cfg.Session, MemoryWait: cfg.MemoryWait,
-		Open:   [...]int{serving.Sessions: cfg.Sessions, serving.Transfers: cfg.Transfers, serving.Calls: cfg.QueuedCalls},
-		Health: s.health.model,
+		Open:   [...]int{admission.Sessions: cfg.Sessions, admission.Transfers: cfg.Transfers, admission.Calls: cfg.QueuedCalls},
+		Health: s.health.model, Status: statusParts, StoredBytes: cfg.StoredBytes,
+		Tasks: func(on *serving.Session, m *stream.Machine, now stream.Instant, part *frame.Call) serving.Task {
+			return s.storing.Task(on, m, now, part)
+		},
 	})
 	s.models = &Models{server: s}
 	s.storing = storing.New(storing.Config{
-		Core: s.core, Store: cfg.Store, Sources: cfg.Sources, Budget: cfg.Budget, Log: cfg.Log, Limits: cfg.Session,
-		StoredBytes: cfg.StoredBytes, MemoryWait: cfg.MemoryWait,
-		Status: statusParts,
+		Core: s.core, Store: cfg.Store, Sources: cfg.Sources, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, Limits: cfg.Session,
+		MemoryWait: cfg.MemoryWait, Status: statusParts,
 	})
 	if cfg.Metrics != nil {
 		all := metrics.New(cfg.Version, s.core.Seconds(), s.values)

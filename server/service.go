@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/reflection"
 
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/conns"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -43,7 +44,7 @@ type Service struct {
 // a handler returns unchanged or inspects. Safe for concurrent use.
 type Models struct {
 	server *Server
-	nobody serving.Caller // for contexts that do not belong to an RPC
+	nobody admission.Caller // for contexts that do not belong to an RPC
 }
 
 // Request is a call of a model.
@@ -127,7 +128,7 @@ func (r Run) End(err error) error {
 	return err
 }
 
-func (m *Models) caller(ctx context.Context) *serving.Caller {
+func (m *Models) caller(ctx context.Context) *admission.Caller {
 	if one := conns.From(ctx); one != nil {
 		return &one.Caller
 	}

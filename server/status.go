@@ -15,6 +15,7 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
@@ -83,7 +84,7 @@ func brief(err error) error {
 // levelOf is at what level the end of an RPC, or of a session, is logged. A peer can have
 // as many refused as it likes: those go to debug level, as do those of many failures that
 // are not to be logged.
-func levelOf(err error, failures *serving.LogSampler) slog.Level {
+func levelOf(err error, failures *admission.LogSampler) slog.Level {
 	switch status.Code(err) {
 	case codes.Internal, codes.Unknown, codes.DataLoss:
 		if _, due := failures.Again(); due {

@@ -11,7 +11,6 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/storing"
-	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -35,18 +34,7 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 	if err != nil {
 		return frame.Errorf(frame.InvalidArgument, "%v", err)
 	}
-	// A pull lasts as long as its client reads, and a range takes five times as much memory
-	// in the request as here.
-	list := make([]storing.Selection, len(req.GetSelections()))
-	for i, sel := range req.GetSelections() {
-		list[i] = storing.Selection{
-			Name: sel.GetName(), Source: sel.GetSource(), Params: sel.GetParams(), HeldDigest: sel.GetHeldDigest(),
-			Held: make([]transfer.Range, len(sel.GetHeld())),
-		}
-		for j, r := range sel.GetHeld() {
-			list[i].Held[j] = transfer.Range{Off: int64(r.GetOffset()), Len: int64(r.GetLength())}
-		}
-	}
+	list := wire.Selections(req.GetSelections()) // the request takes more memory
 	req.Reset()
 	rpc := received(conn.Context())
 	rpc.Consumed()

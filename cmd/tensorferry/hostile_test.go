@@ -42,6 +42,18 @@ func (r *rogue) ListTensors(context.Context, *pb.ListTensorsRequest) (*pb.ListTe
 	return &pb.ListTensorsResponse{Tensors: r.tensors, Sources: []string{nasty}}, nil
 }
 
+func (r *rogue) StreamTensors(s grpc.BidiStreamingServer[pb.Frame, pb.Frame]) error {
+	f, err := s.Recv()
+	if err == nil {
+		h := f.GetHello()
+		err = s.Send(&pb.Frame{Hello: &pb.Hello{Version: 1, SessionId: h.GetSessionId(), Checksum: h.GetChecksum()}})
+	}
+	for err == nil {
+		_, err = s.Recv()
+	}
+	return nil
+}
+
 func (r *rogue) PullTensors(req *pb.PullTensorsRequest, s grpc.ServerStreamingServer[pb.Frame]) error {
 	return s.Send(&pb.Frame{Hello: &pb.Hello{Version: 1, SessionId: req.GetHello().GetSessionId(), MaxChunkBytes: 1 << 20, Checksum: req.GetHello().GetChecksum()}})
 }

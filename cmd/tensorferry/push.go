@@ -25,6 +25,7 @@ type pushOptions struct {
 	remote
 	pipes
 	input  rawInput
+	all    bool
 	asJSON bool
 }
 
@@ -53,8 +54,9 @@ restores the file. An = may also be part of a file's name: if the file lr=0.1.np
 exists, lr=0.1.npy pushes that file.
 
 Push prints what it has stored. If some tensors fail or have an unsupported data type,
-the others are still stored. A full store in memory evicts the least recently
-used tensors; if that evicts tensors of this push, they count as failed.`,
+the others are still stored; with --all, none is, and nobody ever sees some of them.
+A full store in memory evicts the least recently used tensors; if that evicts tensors of
+this push, they count as failed.`,
 		Example: `  tensorferry push x.npy model.safetensors models/llama/
   tensorferry push experiments/7/x=x.npy
   tensorferry gen --shape 1000,1000 | tensorferry push noise=-
@@ -67,6 +69,7 @@ used tensors; if that evicts tensors of this push, they count as failed.`,
 	o.input.flags(c)
 	o.remote.flags(c)
 	o.pipes.flags(c)
+	c.Flags().BoolVar(&o.all, "all", false, "store all tensors together, or none")
 	jsonFlag(c, &o.asJSON)
 	return c
 }
@@ -137,11 +140,15 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 			r.Tensors = append(r.Tensors, s.Input)
 		}
 	}
-	if len(r.Tensors) == 0 {
+	if len(r.Tensors) == 0 || o.all && spoiled != nil {
 		return spoiled
 	}
+	store := cl.Push
+	if o.all {
+		store = cl.PutAll
+	}
 	r.Progress = func(p client.Progress) { lines[p.Name].reach(p.Moved) }
-	stored, err := interruptible(waiting, func() ([]client.Summary, error) { return cl.Push(ctx, r) })
+	stored, err := interruptible(waiting, func() ([]client.Summary, error) { return store(ctx, r) })
 	bars.end()
 	if ctx.Err() != nil {
 		return err

@@ -162,7 +162,7 @@ func (s *storeFlag) Set(text string) error {
 // limit is a share of h's budget, in addition to that budget.
 func (s *storeFlag) open(h *cpu.Host, log *slog.Logger) (store.Store, error) {
 	if s.folder != "" {
-		return store.OpenFolder(s.folder, store.FolderConfig{Log: log})
+		return store.OpenDir(s.folder, store.FolderConfig{Log: log})
 	}
 	bytes := s.bytes
 	if bytes == 0 {

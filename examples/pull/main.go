@@ -214,7 +214,7 @@ func writeFile(path string, tensors ...tensorfile.Named) error {
 
 // serve starts a server over a folder, on a free port of this machine.
 func serve(dir string) (stop func() error, address string, err error) {
-	folder, err := store.OpenFolder(dir, store.FolderConfig{})
+	folder, err := store.OpenDir(dir, store.FolderConfig{})
 	if err != nil {
 		return nil, "", err
 	}

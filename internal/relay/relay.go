@@ -234,6 +234,7 @@ type request struct {
 	Glob       string      `json:"glob"`
 	Names      []string    `json:"names"`
 	Tensors    []pushed    `json:"tensors"`
+	All        bool        `json:"all"`
 	Select     []selection `json:"select"`
 	To         targets     `json:"to"`
 	Range      *[3]uint64  `json:"range"`

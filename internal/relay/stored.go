@@ -74,7 +74,11 @@ func (r *relay) push(m *link.Ask, q *request) (run func(), err error) {
 		if m.Flags&link.Regions != 0 {
 			p.Progress = o.progress(func(name string) uint32 { return numbers[name] })
 		}
-		all, err := c.Push(o.ctx, p)
+		push := c.Push
+		if q.All {
+			push = c.PutAll
+		}
+		all, err := push(o.ctx, p)
 		return o.summaries(all, err)
 	})
 }

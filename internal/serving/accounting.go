@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 )
 
@@ -26,9 +27,9 @@ const (
 // single source of GetServiceInfo and Prometheus. Safe for concurrent use.
 type counts struct {
 	runsAbandoned, panics atomic.Int64
-	failures, panicked    LogSampler
+	failures, panicked    admission.LogSampler
 	lanes, lanesOpened    atomic.Int64
-	lanesBroken           LogSampler
+	lanesBroken           admission.LogSampler
 	callsUnary            atomic.Int64        // outside sessions
 	seconds               metrics.CallSeconds // of calls, by model
 
@@ -110,7 +111,7 @@ func (c *Core) Panicked(p any) {
 }
 
 // Refused counts a call that was refused because there was no memory for its message.
-func (c *Core) Refused() { c.gates[Calls].refused.Add(1) }
+func (c *Core) Refused() { c.gates.Refuse(admission.Calls) }
 
 // Seconds returns the durations of calls, by model.
 func (c *Core) Seconds() metrics.CallSeconds { return c.seconds }
@@ -119,9 +120,11 @@ func (c *Core) Seconds() metrics.CallSeconds { return c.seconds }
 // holds.
 func (c *Core) Values() metrics.Values {
 	st, open := c.stats()
+	calls, callsRefused := c.gates.Count(admission.Calls)
+	_, sessionsRefused := c.gates.Count(admission.Sessions)
 	v := metrics.Values{
-		Sessions: int64(open), SessionsOpened: c.number.Load(), SessionsRefused: c.gates[Sessions].refused.Load(),
-		Calls: c.gates[Calls].open.Load(), CallsOpened: st.CallsOpened + c.callsUnary.Load(), CallsRefused: c.gates[Calls].refused.Load(),
+		Sessions: int64(open), SessionsOpened: c.number.Load() - c.oneWays.Load(), SessionsRefused: sessionsRefused,
+		Calls: calls, CallsOpened: st.CallsOpened + c.callsUnary.Load(), CallsRefused: callsRefused,
 		ReceivedBytes: st.BytesIn, SentBytes: st.BytesOut, ReceivedChunks: st.ChunksIn, SentChunks: st.ChunksOut,
 		Lanes: c.lanes.Load(), LanesOpened: c.lanesOpened.Load(), LaneReceivedBytes: st.LaneBytesIn, LaneSentBytes: st.LaneBytesOut,
 		CorruptChunks: st.Corrupt, DuplicateChunks: st.Duplicate,

@@ -12,7 +12,7 @@ import (
 	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -85,7 +85,7 @@ func (c *call) start(part *frame.Call) {
 	c.cancel = cancel
 	params, timeout := part.Params, Millis(part.TimeoutMillis)
 	c.session.core.Go(func() {
-		defer c.session.core.Leave(Calls, c.session.from)
+		defer c.session.core.Leave(admission.Calls, c.session.from)
 		defer cancel(nil)
 		if timeout > 0 {
 			// Finish, too: the results may be complete, with only nobody taking them.
@@ -353,7 +353,7 @@ func (c *call) announce(m *stream.Machine, now stream.Instant, o *output, info e
 	if size/chunk >= tensor.MaxChunks {
 		chunk = limit
 	}
-	o.id, o.size, o.open = session.NewID(), size, true
+	o.id, o.size, o.open = tensor.NewID(), size, true
 	return m.OpenTensor(now, frame.Desc{
 		Tensor: o.id, Desc: out.Desc, ChunkBytes: uint32(chunk), Call: c.id, Port: info.Outputs[out.Port].Name, RetainChunks: retainChunks,
 	})

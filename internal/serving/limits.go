@@ -9,10 +9,6 @@ import (
 )
 
 const (
-	// ownOpen is how many sessions, transfers and calls a caller may have although the
-	// server's limit is reached: one to use, and others that are still ending when it opens
-	// that.
-	ownOpen = 4
 	// retainChunks is how many unacknowledged result chunks the server retains, which it
 	// tells the client: an engine keeps about that many blocks.
 	retainChunks = 16

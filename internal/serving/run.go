@@ -15,7 +15,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -39,7 +39,7 @@ type Run struct {
 	Info engine.Info
 
 	core   *Core
-	from   *Caller
+	from   *admission.Caller
 	id     tensor.ID
 	model  string
 	began  time.Time
@@ -67,7 +67,7 @@ type filling struct {
 // Open admits a call and opens its run, waiting for memory as long as a session's call
 // does. The run ends when ctx, the timeout or the core does. End must follow. An error is a
 // *RefusedError, and the call has then been counted as ended.
-func (c *Core) Open(ctx context.Context, from *Caller, q Request) (*Run, error) {
+func (c *Core) Open(ctx context.Context, from *admission.Caller, q Request) (*Run, error) {
 	r, err := c.admit(ctx, from, q)
 	if err != nil {
 		return nil, err
@@ -88,16 +88,16 @@ func (c *Core) Open(ctx context.Context, from *Caller, q Request) (*Run, error) 
 }
 
 // admit counts a call that begins. end must follow.
-func (c *Core) admit(ctx context.Context, from *Caller, q Request) (*Run, error) {
+func (c *Core) admit(ctx context.Context, from *admission.Caller, q Request) (*Run, error) {
 	if err := c.Begin(); err != nil {
 		return nil, err
 	}
-	if err := c.Enter(Calls, from); err != nil {
+	if err := c.Enter(admission.Calls, from); err != nil {
 		c.End()
 		return nil, err
 	}
 	c.callsUnary.Add(1)
-	r := &Run{core: c, from: from, id: session.NewID(), model: q.Model, began: time.Now(), held: make(map[int]func())}
+	r := &Run{core: c, from: from, id: tensor.NewID(), model: q.Model, began: time.Now(), held: make(map[int]func())}
 	if q.Timeout > 0 {
 		timed, stop := context.WithTimeout(ctx, q.Timeout)
 		ctx, r.undo = timed, append(r.undo, stop)
@@ -132,7 +132,7 @@ func (r *Run) open(q Request) (err error) {
 		inputs[port] = q.Inputs[i]
 		inputs[port].Port = r.Info.Inputs[port].Name
 	}
-	r.run, err = r.core.run(r.ctx, r.cancel, m, engine.Call{ID: r.id, Principal: r.from.principal(), Inputs: inputs, Params: q.Params, Lifetime: q.Lifetime})
+	r.run, err = r.core.run(r.ctx, r.cancel, m, engine.Call{ID: r.id, Principal: r.from.Principal(), Inputs: inputs, Params: q.Params, Lifetime: q.Lifetime})
 	return err
 }
 
@@ -254,7 +254,7 @@ func (r *Run) end(err, lost error) error {
 		undo()
 	}
 	defer r.core.End()
-	defer r.core.Leave(Calls, r.from)
+	defer r.core.Leave(admission.Calls, r.from)
 	if err == nil {
 		r.core.callEnded(r.model, frame.OK, time.Since(r.began))
 		return nil
@@ -276,7 +276,7 @@ type Tensor struct {
 // Compute runs a model on tensors in memory, instead of q.Inputs, and returns copies of its
 // outputs. It borrows in. Inputs and outputs may take up to most bytes in each direction.
 // An error is a *RefusedError.
-func (c *Core) Compute(ctx context.Context, from *Caller, q Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
+func (c *Core) Compute(ctx context.Context, from *admission.Caller, q Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
 	r, err := c.admit(ctx, from, q)
 	if err != nil {
 		return nil, engine.Stats{}, err

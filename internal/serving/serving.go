@@ -19,6 +19,8 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 )
@@ -35,9 +37,16 @@ type Config struct {
 	// Session limits each session.
 	Session stream.Limits
 	// Open is the maximum number of each kind that may be open.
-	Open [kinds]int
+	Open [admission.Kinds]int
 	// MemoryWait is how long a call waits for memory.
 	MemoryWait time.Duration
+	// Status returns the code and the text of why a session ended.
+	Status func(error) (frame.Code, string)
+	// Tasks returns the Task of a put or a get, with the session locked, or finishes the call
+	// and returns nil. Of a put's tensors, none has more than StoredBytes. Nil: sessions have
+	// neither puts nor gets.
+	Tasks       func(s *Session, m *stream.Machine, now stream.Instant, part *frame.Call) Task
+	StoredBytes int64
 	// Health is called when the health of a model changes, with the registry locked: it
 	// must be quick.
 	Health func(model string, h Health)
@@ -49,12 +58,13 @@ type Core struct {
 	log *slog.Logger
 	counts
 	models       models
-	gates        [kinds]gate
+	gates        admission.Gates
 	unanswered   atomic.Int64 // requests between Begin and End
 	reservations reservations
 	forget       func() // detaches the core from its registry and its budget
 	watching     sync.Once
 	number       atomic.Int64 // of the last session
+	oneWays      atomic.Int64 // of those, carriers of a push or a pull
 
 	ctx  context.Context // ends with Close; the cause is ErrShutdown
 	stop context.CancelCauseFunc
@@ -73,9 +83,7 @@ func New(cfg Config) *Core {
 		sessions: make(map[*Session]struct{}),
 	}
 	c.ctx, c.stop = context.WithCancelCause(context.Background())
-	for k := range c.gates {
-		c.gates[k].most = int64(cfg.Open[k])
-	}
+	c.gates.Limits = cfg.Open
 	stop := cfg.Models.Watch(func(name string, m engine.Model) {
 		c.counts.watch(name, m != nil)
 		c.models.watch(name, m)
@@ -153,5 +161,6 @@ func (c *Core) stats() (stream.Stats, int) {
 	for _, s := range open {
 		s.sess.Do(func(m *stream.Machine, _ stream.Instant) { sum.Add(m.Status().Stats) })
 	}
+	open = slices.DeleteFunc(open, func(s *Session) bool { return s.oneWay })
 	return sum, len(open)
 }

@@ -5,13 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
@@ -22,7 +22,7 @@ import (
 func newCore(t *testing.T, open int) *Core {
 	c := New(Config{
 		Models: engine.NewRegistry(), Pool: testkit.Pool(t), Budget: slab.NewBudget("memory", 1<<20), Log: slog.New(slog.DiscardHandler),
-		Session: stream.DefaultLimits(), Open: [kinds]int{open, open, open}, Health: func(string, Health) {},
+		Session: stream.DefaultLimits(), Open: [admission.Kinds]int{open, open, open}, Health: func(string, Health) {},
 	})
 	t.Cleanup(func() {
 		c.Close()
@@ -32,53 +32,20 @@ func newCore(t *testing.T, open int) *Core {
 	return c
 }
 
-func TestACallerThatFloodsTheServerStarvesOnlyItself(t *testing.T) {
+func TestACallerIsToldOfTheLimit(t *testing.T) {
 	testkit.Start(t)
-	const limit = 10
-	for k := range kinds {
-		c := newCore(t, limit)
-		var flood, other Caller
-		for range limit {
-			require.NoError(t, c.Enter(k, &flood))
-		}
-		err := c.Enter(k, &flood)
-		why, ok := errors.AsType[*RefusedError](err)
-		require.True(t, ok)
-		require.Equal(t, frame.ResourceExhausted, why.Code)
-		require.NotZero(t, why.RetryMillis)
-		for range ownOpen { // another has some all the same
-			require.NoError(t, c.Enter(k, &other))
-		}
-		require.Error(t, c.Enter(k, &other))
-		for range ownOpen {
-			c.Leave(k, &other)
-		}
-		c.Leave(k, &flood)
-		require.NoError(t, c.Enter(k, &flood), "what was left may be opened again")
-		require.EqualValues(t, 2, c.gates[k].refused.Load())
+	c := newCore(t, 10)
+	var flood admission.Caller
+	for range 10 {
+		require.NoError(t, c.Enter(admission.Calls, &flood))
 	}
-}
-
-func TestNoMoreIsOpenThanTheLimitAndTheOwnOnesWhoeverAsks(t *testing.T) {
-	testkit.Start(t)
-	const limit, callers = 8, 5
-	c := newCore(t, limit)
-	var all sync.WaitGroup
-	for range callers {
-		all.Go(func() {
-			var from Caller
-			for range 2000 {
-				if c.Enter(Calls, &from) == nil {
-					if n := c.gates[Calls].open.Load(); n > limit+callers*ownOpen {
-						t.Errorf("%d are open", n)
-					}
-					c.Leave(Calls, &from)
-				}
-			}
-		})
-	}
-	all.Wait()
-	require.Zero(t, c.gates[Calls].open.Load())
+	why, ok := errors.AsType[*RefusedError](c.Enter(admission.Calls, &flood))
+	require.True(t, ok)
+	require.Equal(t, frame.ResourceExhausted, why.Code)
+	require.Contains(t, why.Text, "calls: the limit of the server is 10")
+	require.NotZero(t, why.RetryMillis)
+	c.Leave(admission.Calls, &flood)
+	require.NoError(t, c.Enter(admission.Calls, &flood))
 }
 
 func TestADrainingCoreAnswersWhatItAdmitted(t *testing.T) {
@@ -90,7 +57,7 @@ func TestADrainingCoreAnswersWhatItAdmitted(t *testing.T) {
 	cancel(enough)
 	require.ErrorIs(t, c.Drain(ctx), enough, "somebody waits for an answer")
 	require.ErrorIs(t, c.Begin(), errDraining)
-	_, err := c.OpenSession(new(Caller))
+	_, err := c.OpenSession(new(admission.Caller))
 	require.ErrorIs(t, err, errDraining)
 	c.End()
 	require.NoError(t, c.Drain(t.Context()))

@@ -10,6 +10,7 @@ import (
 	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
@@ -20,7 +21,7 @@ import (
 // Its fields are guarded by the session's lock.
 type Session struct {
 	core    *Core
-	from    *Caller
+	from    *admission.Caller
 	sess    *session.Session
 	conn    Conn
 	ctx     context.Context // ends with the session
@@ -28,6 +29,11 @@ type Session struct {
 	number  int64
 	holder  *slab.Principal // for budgets; its name is the session's ID and a unique number
 	calls   map[tensor.ID]*call
+	tasks   map[tensor.ID]Task
+	oneWay  bool
+	kind    Direction   // of a one-way session, as what follows
+	outcome *frame.Code // nil: it has none
+	moved   int64       // bytes
 	staging staging
 	// promised is the allowance that the session's hello grants.
 	promised uint32
@@ -42,25 +48,65 @@ type Conn interface {
 	// Holds is called with the number of bytes retained of what the peer has said about
 	// calls.
 	Holds(bytes int64)
+	// Excuse makes what the peer has not read count as sent just now. It is safe for
+	// concurrent use.
+	Excuse()
+}
+
+// Task serves one put or get.
+type Task interface {
+	// Event is told each event of the call, with the session locked.
+	Event(m *stream.Machine, now stream.Instant, e stream.Event)
 }
 
 // OpenSession admits a session, which Serve then serves, or returns a *RefusedError.
-func (c *Core) OpenSession(from *Caller) (*Session, error) {
+func (c *Core) OpenSession(from *admission.Caller) (*Session, error) {
+	return c.open(from, stream.Config{Limits: c.cfg.Session, Stores: c.cfg.Tasks != nil})
+}
+
+// OpenOneWay admits a push or a pull by itself: a session with one call, whose client only
+// sends, or only receives. At most so many of its tensors are open at a time.
+func (c *Core) OpenOneWay(from *admission.Caller, kind Direction, tensors int) (*Session, error) {
+	limits := c.cfg.Session
+	limits.OpenTensors = min(limits.OpenTensors, tensors)
+	s, err := c.open(from, stream.Config{Limits: limits, Stores: true, OneWay: true})
+	if err == nil {
+		s.kind = kind
+		c.TransferOpened(kind)
+	}
+	return s, err
+}
+
+// Outcome records how the call of a one-way session ended, and how many bytes it moved; the
+// session is locked.
+func (s *Session) Outcome(code frame.Code, bytes int64) { s.outcome, s.moved = &code, bytes }
+
+func (c *Core) open(from *admission.Caller, cfg stream.Config) (*Session, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.draining {
 		return nil, errDraining
 	}
-	if err := c.Enter(Sessions, from); err != nil {
+	gate := admission.Sessions
+	if cfg.OneWay {
+		gate = admission.Transfers
+	}
+	if err := c.Enter(gate, from); err != nil {
 		return nil, err
 	}
-	limits := c.cfg.Session
-	limits.AllowanceBytes = c.reservations.promise(c.cfg.Budget, limits.AllowanceBytes)
-	s := &Session{
-		core: c, from: from, calls: make(map[tensor.ID]*call), promised: limits.AllowanceBytes,
-		staging: staging{budget: c.cfg.Budget, reserved: reservation(limits.AllowanceBytes), all: &c.reservations},
+	allowance := &cfg.Limits.AllowanceBytes
+	if cfg.OneWay {
+		*allowance = 0
+		c.oneWays.Add(1)
+	} else {
+		*allowance = c.reservations.promise(c.cfg.Budget, *allowance)
 	}
-	s.sess = session.New(stream.Config{Server: true, Limits: limits, NoAllowance: limits.AllowanceBytes == 0, Codecs: codec.All()}, s)
+	s := &Session{
+		core: c, from: from, calls: make(map[tensor.ID]*call), tasks: make(map[tensor.ID]Task), promised: *allowance, oneWay: cfg.OneWay,
+		staging: staging{budget: c.cfg.Budget, reserved: reservation(*allowance), all: &c.reservations},
+	}
+	cfg.Server, cfg.StoredBytes, cfg.NoAllowance, cfg.Codecs = true, c.cfg.StoredBytes, *allowance == 0, codec.All()
+	s.sess = session.New(cfg, s)
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	c.sessions[s] = struct{}{}
 	c.work.Add(1)
@@ -105,7 +151,7 @@ func (s *Session) Serve(ctx context.Context, conn Conn) error {
 		s.cancel()
 		go func() {
 			defer s.core.work.Done()
-			s.sess.Wait(frame.Unavailable, "session ended")
+			s.sess.Wait(s.status())
 			s.leave()
 		}()
 	}()
@@ -121,6 +167,17 @@ func (s *Session) Serve(ctx context.Context, conn Conn) error {
 	return s.sess.Cause()
 }
 
+// ErrServed ends a one-way session whose call needs nothing more.
+var ErrServed = errors.New("serving: served")
+
+// status returns how the session ended, for its calls.
+func (s *Session) status() (frame.Code, string) {
+	if errors.Is(s.sess.Cause(), ErrServed) {
+		return frame.OK, ""
+	}
+	return s.core.cfg.Status(s.sess.Cause())
+}
+
 // leave removes a session that has ended.
 func (s *Session) leave() {
 	var st stream.Stats
@@ -131,9 +188,44 @@ func (s *Session) leave() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	delete(c.sessions, s)
-	c.Leave(Sessions, s.from)
-	c.past.Add(st)
+	if c.past.Add(st); !s.oneWay {
+		c.Leave(admission.Sessions, s.from)
+		return
+	}
+	c.Leave(admission.Transfers, s.from)
+	code, _ := s.status()
+	if s.outcome != nil {
+		code = *s.outcome
+	}
+	c.TransferEnded(s.kind, code, s.moved)
 }
+
+// Stop ends the session: the first cause stands.
+func (s *Session) Stop(cause error) { s.sess.Stop(cause) }
+
+// Do runs f on the session's machine, as session.Session.Do does.
+func (s *Session) Do(f func(m *stream.Machine, now stream.Instant)) { s.sess.Do(f) }
+
+// Waits records that the peer has said, in another way than by a frame, that it waits.
+func (s *Session) Waits() {
+	s.conn.Excuse()
+	s.sess.Do(func(m *stream.Machine, now stream.Instant) { m.PeerWaits(now) })
+}
+
+// Stopped returns a channel that is closed when the session has ended.
+func (s *Session) Stopped() <-chan struct{} { return s.sess.Stopped() }
+
+// Go runs f on a goroutine of its own, which Core.Wait waits for.
+func (s *Session) Go(f func()) { s.core.Go(f) }
+
+// From returns who opened the session.
+func (s *Session) From() *admission.Caller { return s.from }
+
+// OneWay reports whether the session carries a push or a pull.
+func (s *Session) OneWay() bool { return s.oneWay }
+
+// Holder returns the principal of the session's memory, once it is open.
+func (s *Session) Holder() *slab.Principal { return s.holder }
 
 // ID returns the session's ID; zero before its hello.
 func (s *Session) ID() (id tensor.ID) {
@@ -168,6 +260,16 @@ func (s *Session) Received(m *stream.Machine) {
 
 // Event runs with the session locked.
 func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
+	if t := s.tasks[e.Call]; t != nil {
+		switch e.Kind {
+		case stream.EventTensor, stream.EventFailed: // before it began, or long after
+			s.conn.Opened()
+		case stream.EventClosed:
+			delete(s.tasks, e.Call)
+		}
+		t.Event(m, now, e)
+		return
+	}
 	c := s.calls[e.Call]
 	switch e.Kind {
 	case stream.EventOpened:
@@ -177,7 +279,11 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	case stream.EventTensor:
 		s.announced(m, now, e)
 	case stream.EventReady:
-		s.ready(m, now, e)
+		if !e.Part.Stored() {
+			s.ready(m, now, e)
+		} else if t := s.core.cfg.Tasks(s, m, now, e.Part); t != nil {
+			s.tasks[e.Call] = t
+		}
 	case stream.EventWhole:
 		if c != nil {
 			c.lastByte = now
@@ -188,7 +294,9 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		}
 	case stream.EventClosed:
 		if c == nil {
-			s.core.callEnded("", e.Code, 0)
+			if !e.Part.Stored() {
+				s.core.callEnded("", e.Code, 0)
+			}
 			return
 		}
 		delete(s.calls, e.Call)
@@ -222,15 +330,8 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 		return
 	}
 	in.ready = make(chan struct{})
-	n := slab.SizeOf(geo.Size) + int64(in.chunks)*assembler.ChunkOverhead
-	if !s.staging.take(n) {
-		_, _, limit := s.core.cfg.Budget.Used()
-		c.refuse(m, TryLater(frame.ResourceExhausted, "memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, limit))
-		return
-	}
-	in.taken = n
 	var err error
-	if in.staged, err = s.core.cfg.Pool.Get(int(geo.Size)); err != nil {
+	if in.staged, in.taken, err = s.Stage(geo); err != nil {
 		c.refuse(m, err)
 		return
 	}
@@ -241,6 +342,28 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 	}); err != nil {
 		s.unstage(in)
 	}
+}
+
+// Stage returns memory in which a tensor on allowance waits, and how many bytes Unstage gives
+// back: its chunk table counts, too. The error is a *RefusedError, or the pool's.
+func (s *Session) Stage(geo tensor.Geometry) (*slab.Slab, int64, error) {
+	n := slab.SizeOf(geo.Size) + int64(geo.Count())*assembler.ChunkOverhead
+	if !s.staging.take(n) {
+		_, _, limit := s.core.cfg.Budget.Used()
+		return nil, 0, TryLater(frame.ResourceExhausted, "memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, limit)
+	}
+	mem, err := s.core.cfg.Pool.Get(int(geo.Size))
+	if err != nil {
+		s.staging.give(n)
+		return nil, 0, err
+	}
+	return mem, n, nil
+}
+
+// Unstage gives back what Stage took.
+func (s *Session) Unstage(mem *slab.Slab, n int64) {
+	mem.Release()
+	s.staging.give(n)
 }
 
 // unstage releases the memory in which a tensor on allowance waited, which nothing uses any
@@ -266,7 +389,7 @@ func (s *Session) settle(in *input) {
 func (s *Session) ready(m *stream.Machine, now stream.Instant, e stream.Event) {
 	c := s.call(e.Call)
 	c.arrived, c.lastByte, c.model = now, now, e.Part.Model
-	if err := s.core.Enter(Calls, s.from); err != nil {
+	if err := s.core.Enter(admission.Calls, s.from); err != nil {
 		c.refuse(m, err)
 		return
 	}

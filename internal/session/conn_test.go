@@ -16,6 +16,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // link is one end of a connection that carries frames as they are.
@@ -35,6 +36,7 @@ func (l *link) Send(f *frame.Frame, held interface{ Release() }) error {
 	c := *f
 	c.Calls, c.Descs, c.Credits, c.Acks = slices.Clone(f.Calls), slices.Clone(f.Descs), slices.Clone(f.Credits), slices.Clone(f.Acks)
 	c.Cancels, c.Failures, c.Dones = slices.Clone(f.Cancels), slices.Clone(f.Failures), slices.Clone(f.Dones)
+	c.Ends, c.Summaries = slices.Clone(f.Ends), slices.Clone(f.Summaries)
 	c.Chunk.Data = [][]byte{bytes.Join(f.Chunk.Data, nil)}
 	if held != nil {
 		held.Release()
@@ -63,7 +65,7 @@ func (l *link) Free() {}
 
 // linked returns two sides without a connection.
 func linked(t *testing.T) (client, server *side) {
-	client = newSide(t, nil, stream.Config{Session: NewID(), Codecs: codec.All(), Limits: stream.Limits{SessionIdle: stream.Instant(365 * 24 * time.Hour)}})
+	client = newSide(t, nil, stream.Config{Session: tensor.NewID(), Codecs: codec.All(), Limits: stream.Limits{SessionIdle: stream.Instant(365 * 24 * time.Hour)}})
 	server = newSide(t, nil, stream.Config{Server: true, Codecs: codec.All()})
 	return client, server
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // What a session was sent once it does not keep when it rests, however fat it was.
@@ -38,22 +39,22 @@ func TestASessionThatHadFatFramesAndIsIdleKeepsLittle(t *testing.T) {
 			sides, clients = append(sides, s), append(clients, a)
 			var msg wire.Message
 			f := &msg.Frame
-			f.Hello = &frame.Hello{Version: frame.Version, Session: NewID(), Checksum: 1}
+			f.Hello = &frame.Hello{Version: frame.Version, Session: tensor.NewID(), Checksum: 1}
 			require.NoError(t, a.SendMsg(&msg))
 			f.Reset()
 			for range 256 {
-				f.Descs = append(f.Descs, frame.Desc{Tensor: NewID(), Call: NewID()})
-				f.Credits = append(f.Credits, frame.Credit{Tensor: NewID(), Limit: 1})
-				f.Failures = append(f.Failures, frame.Failure{Tensor: NewID(), Code: 1})
+				f.Descs = append(f.Descs, frame.Desc{Tensor: tensor.NewID(), Call: tensor.NewID()})
+				f.Credits = append(f.Credits, frame.Credit{Tensor: tensor.NewID(), Limit: 1})
+				f.Failures = append(f.Failures, frame.Failure{Tensor: tensor.NewID(), Code: 1})
 			}
 			f.Drain = &frame.Drain{Reason: strings.Repeat("x", 4000)}
 			require.NoError(t, a.SendMsg(&msg))
 			f.Reset()
 			for range 64 {
-				f.Calls = append(f.Calls, frame.Call{ID: NewID()})
+				f.Calls = append(f.Calls, frame.Call{ID: tensor.NewID()})
 			}
 			for range 40 {
-				f.Acks = append(f.Acks, frame.Ack{Tensor: NewID(), Below: 1, Resend: make([]uint32, 1000)})
+				f.Acks = append(f.Acks, frame.Ack{Tensor: tensor.NewID(), Below: 1, Resend: make([]uint32, 1000)})
 			}
 			require.NoError(t, a.SendMsg(&msg))
 			for answers := 256 + 256 + 40 + 64; answers > 0; {

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/stream"
 )
 
@@ -220,7 +221,10 @@ func (s *Session) writeLane(l *lane) {
 		if pending {
 			s.nudge()
 		}
-		l.out.Sum = sum(kind, &l.out)
+		if err := fault.Guard(func() { l.out.Sum = sum(kind, &l.out) }); err != nil {
+			s.vanished(&l.out, held, err)
+			continue
+		}
 		err := l.SetWriteDeadline(s.patience(l.out.Len()))
 		if err == nil {
 			err = l.Send(&l.out)

@@ -85,7 +85,7 @@ func laneSession(t *testing.T, seed uint64, calls int) {
 	limits := stream.Limits{SessionIdle: stream.Instant(365 * 24 * time.Hour), AllowanceBytes: 1, ChunkIdle: stream.Instant(20 * time.Second)}
 	cp, sp := &poisoned{side: &side{t: t, pipe: a, chunk: uint32(1000 + r.IntN(60000)), lent: map[tensor.ID][]byte{}, closed: map[tensor.ID]int{}, results: map[tensor.ID][]byte{}}},
 		&poisoned{side: &side{t: t, pipe: b, server: true, chunk: 1000, lent: map[tensor.ID][]byte{}, closed: map[tensor.ID]int{}, results: map[tensor.ID][]byte{}}}
-	cp.sess = New(stream.Config{Session: NewID(), Lanes: 1, Limits: limits}, cp)
+	cp.sess = New(stream.Config{Session: tensor.NewID(), Lanes: 1, Limits: limits}, cp)
 	sp.sess = New(stream.Config{Server: true, Limits: limits}, sp)
 	sp.sess.Do(func(m *stream.Machine, _ stream.Instant) { m.OfferLanes(frame.LaneToken{1}, 8) })
 	for _, p := range []*poisoned{cp, sp} {
@@ -242,10 +242,10 @@ func TestASessionWhoseClientEndsItsSideEndsWithTheLastChunkOfALane(t *testing.T)
 		server.sess.Do(func(m *stream.Machine, _ stream.Instant) { m.OfferLanes(frame.LaneToken{1}, 8) })
 		a, b := newLink()
 		server.sess.Carry(b)
-		call, x := NewID(), NewID()
+		call, x := tensor.NewID(), tensor.NewID()
 		const n = 1000
 		require.NoError(t, a.Send(&frame.Frame{
-			Hello: &frame.Hello{Version: frame.Version, Session: NewID(), MaxChunkBytes: n, MaxOpenTensors: 1, Checksum: 1, Lanes: 1},
+			Hello: &frame.Hello{Version: frame.Version, Session: tensor.NewID(), MaxChunkBytes: n, MaxOpenTensors: 1, Checksum: 1, Lanes: 1},
 			Calls: []frame.Call{{ID: call, Model: "echo", Inputs: []frame.Binding{{Port: "x", Tensor: x}}}},
 			Descs: []frame.Desc{{Tensor: x, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{n}}, SizeBytes: n, ChunkBytes: n, Call: call, Port: "x"}},
 		}, nil))

@@ -13,6 +13,14 @@ const (
 	// drainPoll is how often Drain looks whether the last call has ended; only
 	// shutting down waits for it.
 	drainPoll = 10 * time.Millisecond
+	// PieceBytes is what a put or a get lends, offers and hashes at a time, or a chunk if that
+	// is larger: large enough that a lock for each costs nothing.
+	PieceBytes = 1 << 20
+	// landingSlabs is how many pieces a tensor has that does not rest in memory, and
+	// landingPieces how many are lent of one that does: more is hashed again if a chunk is
+	// missing.
+	landingSlabs  = 8
+	landingPieces = 64
 	// yieldEvery is how long a goroutine of a lane may run before it yields; see yield.
 	yieldEvery = stream.Instant(500 * time.Microsecond)
 )

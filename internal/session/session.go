@@ -19,6 +19,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/stream"
 )
 
@@ -254,12 +255,16 @@ func (s *Session) tick() {
 	}
 	l := s.lane
 	stalled := l != nil && s.m.LaneStalled(now)
+	unread := ""
+	if since := s.sendingSince.Load(); since != 0 {
+		unread = s.m.Unread(now, stream.Instant(since), stream.Instant(writeStall))
+	}
 	s.mu.Unlock()
 	if stalled {
 		s.retire(l, ErrStalled)
 	}
-	if since := s.sendingSince.Load(); since != 0 && now-stream.Instant(since) > stream.Instant(writeStall) {
-		err = &frame.Error{Code: frame.DeadlineExceeded, Text: "the peer has not read for 30 s"}
+	if err == nil && unread != "" {
+		err = &frame.Error{Code: frame.DeadlineExceeded, Text: "the peer has not read for " + unread}
 	}
 	if err != nil {
 		s.Stop(err)
@@ -399,12 +404,19 @@ func (s *Session) sendFrame(writer bool) bool {
 	}
 	defer s.sendingSince.Store(0)
 	if c := &f.Chunk; f.HasChunk() {
-		if p := st.Codec.Encode(c.Data); p != nil {
-			held.Release() // what is sent lies elsewhere now
-			held = p
-			c.Codec, c.Data = uint8(st.Codec), append(c.Data[:0], p.Bytes())
+		if err := fault.Guard(func() {
+			if p := st.Codec.Encode(c.Data); p != nil {
+				held.Release() // what is sent lies elsewhere now
+				held = p
+				c.Codec, c.Data = uint8(st.Codec), append(c.Data[:0], p.Bytes())
+			}
+			c.Sum = sum(st.Checksum, c)
+		}); err != nil {
+			s.vanished(c, held, err)
+			if held = nil; f.Empty() {
+				return true
+			}
 		}
-		c.Sum = sum(st.Checksum, c)
 	}
 	if err := s.conn.Send(f, held); err != nil {
 		s.conn = nil
@@ -419,6 +431,14 @@ func (s *Session) sendFrame(writer bool) bool {
 		return false
 	}
 	return true
+}
+
+// vanished gives up the tensor of a chunk whose bytes could not be read, and forgets the chunk.
+func (s *Session) vanished(c *frame.Chunk, held interface{ Release() }, why error) {
+	held.Release()
+	id := c.Tensor
+	*c = frame.Chunk{}
+	s.Do(func(m *stream.Machine, _ stream.Instant) { m.Lost(id, why.Error()) })
 }
 
 func sum(kind codec.Checksum, c *frame.Chunk) uint32 {

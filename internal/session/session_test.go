@@ -143,7 +143,7 @@ func newSide(t testing.TB, p *pipe, cfg stream.Config) *side {
 }
 
 // start has the pipe carry the session.
-func (s *side) start() { s.lost = s.sess.Carry(wire.NewConn(s.pipe, new(wire.InFlight))) }
+func (s *side) start() { s.lost = s.sess.Carry(wire.NewConn(s.pipe, nil)) }
 
 func (s *side) offer(m *stream.Machine, now stream.Instant, id tensor.ID, data []byte) {
 	mem := &memory{t: s.t, data: data}
@@ -184,7 +184,7 @@ func (s *side) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 
 // answer sends data back as the only result of a call.
 func (s *side) answer(m *stream.Machine, now stream.Instant, call tensor.ID, d tensor.Desc, chunk uint32, data []byte) {
-	id := NewID()
+	id := tensor.NewID()
 	if err := m.OpenTensor(now, frame.Desc{Tensor: id, Desc: d, ChunkBytes: chunk, Call: call, Port: "y", RetainChunks: 4}); err != nil {
 		return
 	}
@@ -194,7 +194,7 @@ func (s *side) answer(m *stream.Machine, now stream.Instant, call tensor.ID, d t
 
 // call opens a call of one input.
 func (s *side) call(data []byte) tensor.ID {
-	id, x := NewID(), NewID()
+	id, x := tensor.NewID(), tensor.NewID()
 	s.sess.DoSend(func(m *stream.Machine, now stream.Instant) {
 		err := m.OpenCall(now, frame.Call{ID: id, Model: "echo", Inputs: []frame.Binding{{Port: "x", Tensor: x}}})
 		if err != nil {
@@ -245,7 +245,7 @@ func pair(t testing.TB, change func(client, server *side)) (client, server *side
 func pairIn(t testing.TB, codecs []codec.Codec, change func(client, server *side)) (client, server *side) {
 	a, b := newPipe()
 	client = newSide(t, a, stream.Config{
-		Session: NewID(), Codecs: codecs, Limits: stream.Limits{SessionIdle: stream.Instant(365 * 24 * time.Hour)},
+		Session: tensor.NewID(), Codecs: codecs, Limits: stream.Limits{SessionIdle: stream.Instant(365 * 24 * time.Hour)},
 	})
 	server = newSide(t, b, stream.Config{Server: true, Codecs: codec.All()})
 	if change != nil {
@@ -485,7 +485,7 @@ func TestAServerThatDoesNotEvenReadTheHelloIsGivenUp(t *testing.T) {
 	testkit.Start(t)
 	synctest.Test(t, func(t *testing.T) {
 		a, _ := newPipe()
-		client := newSide(t, a, stream.Config{Session: NewID()})
+		client := newSide(t, a, stream.Config{Session: tensor.NewID()})
 		stall(a, 0)
 		client.start()
 		<-client.sess.Stopped()
@@ -613,7 +613,7 @@ func TestThePeersEndInOrderEndsTheSessionAfterItsLastAnswer(t *testing.T) {
 func TestASessionMayBeAskedBeforeItStartsAndAfterItsEnd(t *testing.T) {
 	testkit.Start(t)
 	a, b := newPipe()
-	s := newSide(t, a, stream.Config{Session: NewID()})
+	s := newSide(t, a, stream.Config{Session: tensor.NewID()})
 	asked := 0
 	ask := func(m *stream.Machine, _ stream.Instant) { asked++ }
 	s.sess.Do(ask)
@@ -663,7 +663,7 @@ func TestAnIdleSessionIsOneGoroutineAndAFewKiB(t *testing.T) {
 		s := newSide(t, b, stream.Config{Server: true})
 		s.start()
 		var hello wire.Message
-		hello.Frame.Hello = &frame.Hello{Version: frame.Version, Session: NewID(), Checksum: 1}
+		hello.Frame.Hello = &frame.Hello{Version: frame.Version, Session: tensor.NewID(), Checksum: 1}
 		require.NoError(t, a.SendMsg(&hello))
 		<-a.in // the server's
 		sides, clients = append(sides, s), append(clients, a)

@@ -16,16 +16,23 @@ const (
 	recordTensors     = 1024
 	recordTensorsKept = 8 << 10
 	recordMessage     = 256
-	// pullFree is how many bytes of each pull's selections are not charged to a budget: 16
-	// MiB for as many pulls as a server has by default.
-	pullFree = 64 << 10
-	// pushedBytes is what a push keeps per tensor until it ends, in addition to its name:
-	// records and texts.
-	pushedBytes = 1 << 10
-	// selectionBytes is what a pull keeps per selection and its outcome. The selection's
-	// name, rangeBytes per held range, and its parameters, with entryBytes for each, come
-	// on top.
+	// pullFree is how many bytes of each get's selections are not charged to a budget: 16 MiB
+	// for as many as a server has by default. selectionBytes is what is kept for a selection
+	// and its outcome; its name, rangeBytes per held range, and its parameters, with
+	// entryBytes for each, come on top.
+	pullFree       = 64 << 10
 	selectionBytes = 1 << 10
 	rangeBytes     = 16
 	entryBytes     = 64
+	// pushedBytes is what a push keeps per tensor, in addition to its name, and what a set keeps per tensor until it is stored, in addition to its name.
+	pushedBytes = 1 << 10
+	// pickedBytes is the same for a tensor that a get picks. The first pinned of them are
+	// opened at once and not charged: beyond, one that is replaced meanwhile fails.
+	pickedBytes = 512
+	pinned      = 128
+	// feedTensors is how many tensors of a get may be on their way, and feedPieces how many
+	// views of one: enough for a round trip of a few milliseconds.
+	feedTensors = 32
+	feedPieces  = 16
+	feedBytes   = 16 << 20 // of tensors on their way, unless one alone is larger
 )

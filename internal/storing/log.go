@@ -53,6 +53,13 @@ func (l *transferLog) begin(id tensor.ID, k serving.Direction, waits func()) (*r
 	return r, nil
 }
 
+// get returns the record of a transfer; nil if there is none.
+func (l *transferLog) get(id tensor.ID) *record {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.byID[id]
+}
+
 // tensor adds a tensor to a record.
 func (l *transferLog) tensor(r *record, id tensor.ID, name string, size uint64) *progress {
 	l.mu.Lock()
@@ -74,14 +81,14 @@ func (l *transferLog) over(p *progress, s frame.Summary) {
 	p.summary, p.open = s, false
 }
 
-// end records how a transfer ended, and forgets the oldest ended ones. r is nil for a
-// transfer that never sent its ID.
-func (l *transferLog) end(r *record, code frame.Code, message string) {
-	if r == nil {
-		return
-	}
+// end records how a transfer ended, unless it is recorded, and forgets the oldest ended
+// ones.
+func (l *transferLog) end(r *record, code frame.Code, message string) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if !r.open {
+		return false
+	}
 	r.open, r.waits = false, nil
 	r.code, r.message = code, frame.Clip(message, recordMessage)
 	for _, p := range r.tensors {
@@ -101,6 +108,7 @@ func (l *transferLog) end(r *record, code frame.Code, message string) {
 			delete(l.byID, old.id)
 		}
 	}
+	return true
 }
 
 // waits handles the message of a pull's client that it waits.

@@ -1,141 +1,172 @@
-// Package storing serves pushes to a store, and pulls from a store and from sources, over
-// frames. Any service may use it, on the Core of internal/serving.
+// Package storing serves the puts and gets of sessions: it brings tensors into a store, and
+// sends those of a store and of sources. PushTensors and PullTensors are sessions with one
+// call, whose frames flow one way.
 //
 // It does not know gRPC or keep tensors (stores do). A Service is safe for concurrent use.
-// It owns no payload bytes: pushed ones are copied to the store, pulled ones are shared
-// from it.
+// It owns no payload bytes but those on their way into a store that is not memory.
 package storing
 
 import (
 	"context"
 	"errors"
 	"log/slog"
-	"sync/atomic"
 	"syscall"
 	"time"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/internal/serving"
-	"github.com/tensorferry/tensorferry/internal/transfer"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// errKept ends a push that would keep more than there is memory for.
-var errKept = serving.TryLater(frame.ResourceExhausted, "memory: not enough to keep what this push announces; announce fewer tensors at a time, or try again later")
-
-// errPanic replaces the panic of a store or a source.
-var errPanic = errors.New("storing: panic")
+var (
+	// errPicked ends a get that picks more than there is memory for.
+	errPicked = serving.TryLater(frame.ResourceExhausted, "memory: not enough to keep what this pull selects; select less, or try again later")
+	// errNoMemory ends a tensor for whose bytes there is no memory in time.
+	errNoMemory = serving.TryLater(frame.ResourceExhausted, "memory: none became free in time for a part of the tensor; try again later")
+	// errPanic replaces the panic of a store or a source.
+	errPanic = errors.New("storing: panic")
+	// errNoSets refuses a set.
+	errNoSets = &frame.Error{Code: frame.FailedPrecondition, Text: "this server's store cannot store several tensors together; put them one by one"}
+	// left is why a put or a get ends with its call.
+	left = &frame.Error{Code: frame.Cancelled, Text: "the client cancelled the transfer or disconnected"}
+)
 
 // Config configures a Service. Every field except Store is required.
 type Config struct {
-	Core        *serving.Core
-	Store       store.Store // nil means none
-	Sources     *store.Sources
-	Budget      *slab.Budget
-	Log         *slog.Logger
-	Limits      stream.Limits // for frames and chunks
-	StoredBytes int64         // the largest tensor pushed
-	MemoryWait  time.Duration // limit of the wait for room in the store
-	// Status returns the code and the text for an error of a connection.
+	Core       *serving.Core
+	Store      store.Store // nil means none
+	Sources    *store.Sources
+	Pool       *slab.Pool // memory that tensors wait in, charged to Budget
+	Budget     *slab.Budget
+	Log        *slog.Logger
+	Limits     stream.Limits // for frames and chunks
+	MemoryWait time.Duration // limit of the wait for room in the store
+	// Status returns the code and the text of why a session ended.
 	Status func(error) (frame.Code, string)
 }
 
-// Conn carries the frames of a push or a pull.
-type Conn interface {
-	serving.Conn
-	Context() context.Context // the context of its RPC
-	// Take reports whether bytes may be kept, in total, of what the peer has said.
-	Take(bytes int64) bool
-	// Excuse makes unread data count as sent just now. It is safe for concurrent use.
-	Excuse()
-}
-
-// Service serves pushes and pulls. Create one with New.
+// Service serves puts and gets. Create one with New.
 type Service struct {
 	Config
 	log                    transferLog
-	full, absent, failures serving.LogSampler
+	full, absent, failures admission.LogSampler
 }
 
 // New returns a Service.
 func New(c Config) *Service { return &Service{Config: c} }
 
-// State returns the state of a push or a pull; false if it is not known.
+// State returns the state of a put or a get; false if it is not known.
 func (s *Service) State(id tensor.ID) (State, bool) { return s.log.state(id) }
 
 // Waits handles the message of a pull's client that it waits for the consumer of its
 // output.
 func (s *Service) Waits(id tensor.ID) { s.log.waits(id) }
 
-// transfer runs work on a goroutine of its own, because only the end of the RPC wakes one
-// that waits for its peer, and returns the error with which the RPC ends. The goroutine
-// ends soon after that; the core's Wait waits for it.
-func (s *Service) transfer(from *serving.Caller, conn Conn, k serving.Direction, work func(*idleTimeout) (*record, error)) error {
-	if err := s.Core.Begin(); err != nil {
-		return err
-	}
-	defer s.Core.End()
-	if err := s.Core.Enter(serving.Transfers, from); err != nil {
-		return err
-	}
-	s.Core.TransferOpened(k)
-
-	expired := make(chan struct{}, 1)
-	w := newIdleTimeout(conn, k, s.Limits, func() {
-		select {
-		case expired <- struct{}{}:
-		default: // already expired
-		}
-	})
-	ended := make(chan error, 1)
-	var before atomic.Pointer[error] // why the RPC ended before the work
-	s.Core.Go(func() {               // ends after its RPC
-		var r *record
-		err := s.survive(func() (err error) {
-			r, err = work(w)
-			return err
-		})
-		w.timer.Stop()
-		// When gRPC refuses a message, it ends the RPC before the work learns why.
-		if first := before.Load(); first != nil && !broken(err) {
-			err = *first
-		}
-		code, text := s.Status(err)
-		var bytes int64
-		if r != nil {
-			s.log.end(r, code, text)
-			bytes = r.bytes.Load()
-		}
-		s.Core.Leave(serving.Transfers, from)
-		s.Core.TransferEnded(k, code, bytes)
-		ended <- err
-	})
-	var err error
-	select {
-	case err = <-ended:
-		return err
-	case <-expired:
-		err = w.err()
-	case <-conn.Context().Done():
-		err = context.Cause(conn.Context())
-	case <-s.Core.Done():
-		err = serving.ErrShutdown
-	}
-	before.Store(&err)
-	return err
+// task is what a put and a get have in common.
+type task struct {
+	service *Service
+	session *serving.Session
+	id      tensor.ID
+	kind    serving.Direction
+	record  *record
+	ctx     context.Context // ends with the call
+	cancel  context.CancelCauseFunc
 }
 
-// broken reports whether err says that the client broke a rule, not only that its RPC is
-// over.
-func broken(err error) bool {
-	bad, ok := errors.AsType[*frame.Error](err)
-	return ok && bad.Code != frame.Cancelled && bad.Code != frame.DeadlineExceeded
+// Task begins a put or a get, or finishes its call; the session is locked.
+func (s *Service) Task(on *serving.Session, m *stream.Machine, _ stream.Instant, part *frame.Call) serving.Task {
+	var listed int64
+	t, err := s.begin(on, part)
+	if err == nil && part.Get != nil {
+		if listed, err = s.takeSelections(part.Get.Selections); err != nil {
+			why := s.Explain(err)
+			t.over(why.Code, why.Text)
+		}
+	}
+	if err != nil {
+		why := s.Explain(err)
+		m.Finish(frame.Done{Call: part.ID, Code: why.Code, Message: why.Text, RetryAfterMillis: why.RetryMillis})
+		return nil
+	}
+	if part.Put != nil {
+		return &put{task: t, all: part.Put.All, slots: make(chan struct{}, commits), tensors: make(map[tensor.ID]*incoming)}
+	}
+	g := &get{task: t, list: part.Get.Selections, listed: listed, pace: make(chan struct{}, feedTensors), lost: make(map[tensor.ID]error), sizes: make(map[tensor.ID]int64), news: make(chan struct{}, 1), gone: make(chan struct{})}
+	if on.OneWay() { // one after the other
+		g.pace = make(chan struct{}, 1)
+	}
+	on.Go(g.run)
+	return g
+}
+
+// begin admits a put or a get.
+func (s *Service) begin(on *serving.Session, part *frame.Call) (t task, err error) {
+	kind := serving.Pull
+	if part.Put != nil {
+		kind = serving.Push
+		_, sets := s.Store.(store.Sets)
+		switch {
+		case s.Store == nil:
+			return t, ErrNoStore
+		case part.Put.All && !sets:
+			return t, errNoSets
+		}
+	} else if bad := check(part.Get.Selections); bad != nil {
+		return t, bad
+	}
+	if !on.OneWay() { // otherwise the session itself counts
+		if err := s.Core.Enter(admission.Transfers, on.From()); err != nil {
+			return t, err
+		}
+		s.Core.TransferOpened(kind)
+	}
+	t = task{service: s, session: on, id: part.ID, kind: kind}
+	r, err := s.log.begin(part.ID, kind, func() {
+		on.Waits()
+	})
+	if err != nil {
+		t.leave(frame.AlreadyExists, 0)
+		return t, err
+	}
+	t.record = r
+	t.ctx, t.cancel = context.WithCancelCause(context.Background())
+	return t, nil
+}
+
+// finish decides how the call ends; the session is locked.
+func (t *task) finish(m *stream.Machine, d frame.Done) {
+	d.Call = t.id
+	t.over(d.Code, d.Message)
+	m.Finish(d)
+}
+
+// over records how the call ended: the first time counts. The session is locked.
+func (t *task) over(code frame.Code, text string) {
+	if t.service.log.end(t.record, code, text) {
+		t.leave(code, t.record.bytes.Load())
+	}
+}
+
+func (t *task) leave(code frame.Code, bytes int64) {
+	if t.session.OneWay() {
+		t.session.Outcome(code, bytes)
+		return
+	}
+	t.service.Core.Leave(admission.Transfers, t.session.From())
+	t.service.Core.TransferEnded(t.kind, code, bytes)
+}
+
+// closed handles the last event of the call; the session is locked.
+func (t *task) closed(e stream.Event) {
+	t.cancel(left)
+	t.over(e.Code, e.Text)
 }
 
 // survive calls f, which may be a user's code, and converts a panic to an error.
@@ -168,7 +199,6 @@ var rules = []serving.Rule{
 	{Err: store.ErrPart, Code: frame.FailedPrecondition},
 	{Err: store.ErrReadOnly, Code: frame.FailedPrecondition},
 	{Err: store.ErrUnwritable, Code: frame.FailedPrecondition, Text: "the server's store cannot be written; its log says why", Secret: true},
-	{Err: transfer.ErrCorrupt, Code: frame.DataLoss},
 	{Err: fault.ErrVanished, Code: frame.DataLoss},
 	{Err: store.ErrClosed, Code: frame.Unavailable, Text: "server is shutting down", Retry: true},
 	{Err: serving.ErrShutdown, Code: frame.Unavailable, Text: "server is shutting down", Retry: true},

@@ -212,8 +212,11 @@ func (d duo) modelFile(t *testing.T, codec string) {
 	require.NoError(t, err)
 	got, err := os.ReadFile(back)
 	require.NoError(t, err)
-	if !d.older {
-		require.NoError(t, known.Same("pull", got, want.Bytes()))
+	switch same := known.Same("pull", got, want.Bytes()); {
+	case !d.older:
+		require.NoError(t, same)
+		return
+	case same == nil: // not so old
 		return
 	}
 	for _, x := range tensors {

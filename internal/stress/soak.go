@@ -154,7 +154,11 @@ func (s *soak) run(ctx context.Context) error {
 			}
 			t.sessions = append(t.sessions, session)
 			for range warmCalls { // lanes are opened for those who send something large
-				if _, err := session.Compute(ctx, "echo", known.Pick(0, 8*mib).Tensor()); err != nil {
+				_, err := session.Compute(ctx, "echo", known.Pick(0, 8*mib).Tensor())
+				if err == nil { // on the session that pushes and pulls use
+					_, err = c.Compute(ctx, "echo", known.Pick(0, 8*mib).Tensor())
+				}
+				if err != nil {
 					return err
 				}
 			}
@@ -264,7 +268,7 @@ func (t *target) atRest(ctx context.Context) (figures, error) {
 			before := t.samples[0].of
 			few = f["go_goroutines"] <= before["goroutines"]+judged[0].slack && f["process_open_fds"] <= before["descriptors"]+judged[1].slack
 		}
-		return few && f["tensorferry_sessions"] == float64(len(t.sessions)) && f["tensorferry_calls"] == 0 && f["tensorferry_open_transfers"] == 0
+		return few && f["tensorferry_sessions"] == float64(len(t.sessions)+len(t.clients)) && f["tensorferry_calls"] == 0 && f["tensorferry_open_transfers"] == 0
 	}
 	_, err := t.until(ctx, "at rest", quiet)
 	if err == nil {

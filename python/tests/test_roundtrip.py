@@ -58,6 +58,16 @@ class Plain(support.Served):
         self.assertEqual(len(self.client.delete("p/*/*", "p/large")), len(tensors))
         self.assertFalse([s.name for s in self.client.list() if s.name.startswith("p/")])
 
+    def test_a_set_is_pushed_together(self):
+        names = {f"set/{i}": tf.Tensor(raw("int8", (i,)), (i,), "int8") for i in range(20)}
+        self.assertEqual(len(self.client.push(names, all=True)), len(names))
+        self.assertEqual(len(self.client.pull("set/*", like="tensor")), len(names))
+        with self.assertRaises(tf.Error):
+            self.client.push({"set/0": names["set/5"], "set/new": names["set/6"], "": names["set/7"]}, all=True)
+        got = self.client.pull("set/*", like="tensor")
+        self.assertEqual((len(got), got["set/0"].shape), (len(names), (0,)))
+        self.client.delete("set/*")
+
     def test_memory_of_the_link_is_sent_as_it_is(self):
         e = self.client.empty((3, 1 << 20), "uint8", like="tensor")
         e.data[:] = raw("uint8", e.shape)

@@ -399,12 +399,14 @@ class Client:
         tensors: Mapping[str, Any],
         *,
         metadata: Optional[Mapping[str, Mapping[str, str]]] = None,
+        all: bool = False,
         progress: Optional[Progress] = None,
         timeout: Optional[float] = None,
     ) -> list[Pushed]:
         """Store tensors, or Streams, by name, in place of older ones. metadata is by name.
 
-        When some fail, the others are stored and the first failure is raised.
+        When some fail, the others are stored and the first failure is raised. With all, they are
+        stored together, or none of them is: nobody ever sees some.
         """
         if hasattr(tensors, "state_dict"):
             raise TypeError("push takes a mapping of names to tensors; of a module that is module.state_dict()")
@@ -439,7 +441,7 @@ class Client:
             run.pushed.append([name, 0, source.nbytes])
         if fed:
             run.feeds.append(Feed(run, fed))
-        ask = {"verb": "push", "connection": self._connection, "tensors": asked}
+        ask = {"verb": "push", "connection": self._connection, "tensors": asked, "all": all}
         self._send(run, None, timeout, ask)
         run.finish(None)
         return [

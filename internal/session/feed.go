@@ -1,0 +1,179 @@
+package session
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/background"
+	"github.com/tensorferry/tensorferry/internal/fault"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// SourceError is a failure of a Feed's View: the call goes on.
+type SourceError struct{ Err error }
+
+// Error returns what failed.
+func (e *SourceError) Error() string { return e.Err.Error() }
+
+// Unwrap returns what failed.
+func (e *SourceError) Unwrap() error { return e.Err }
+
+// Feed sends one tensor of a put or a get, which it hashes on the way. It belongs to one
+// goroutine.
+type Feed struct {
+	Session Doer
+	// View shares bytes [off, off+n) of the tensor until held, which may be nil, is
+	// released. It is called in order.
+	View func(off, n int64) (data []byte, held interface{ Release() }, err error)
+	// Digest is of all bytes; zero has Run compute it.
+	Digest codec.Digest
+	// Held are ranges that the receiver has, ascending and apart: a chunk that lies wholly in
+	// one is not sent.
+	Held []frame.Range
+	// Pieces is how many views may be shared at a time, of PieceBytes or a chunk each.
+	Pieces int
+	// Offered, if not nil, learns of each piece, on the goroutine of Run; Moved, when it was
+	// sent and acknowledged, or given up, on any goroutine, perhaps with the session locked.
+	Offered, Moved func(n int64)
+	// Step, if not nil, is called before each piece, on the goroutine of Run.
+	Step func()
+}
+
+// ChunkFor returns the size of a tensor's chunks, which are at most limit.
+func ChunkFor(d tensor.Desc, limit int64) (size, chunk int64, err error) {
+	if size, err = d.Bytes(); err != nil {
+		return 0, 0, err
+	}
+	if chunk = tensor.ChunkFor(d, limit); size/chunk >= tensor.MaxChunks {
+		chunk = limit
+	}
+	_, err = tensor.NewGeometry(size, chunk)
+	return size, chunk, err
+}
+
+// Run announces the tensor, whose desc has its chunk size, and offers all of it. It returns
+// the digest when everything was offered. An error is a *SourceError, stream.ErrClosed if
+// the tensor has ended, or the cause of ctx.
+func (f *Feed) Run(ctx context.Context, d frame.Desc) (codec.Digest, error) {
+	size, err := d.Bytes()
+	if err != nil {
+		return codec.Digest{}, &SourceError{err}
+	}
+	geo := tensor.Geometry{Size: size, ChunkBytes: int64(d.ChunkBytes)}
+	step := uint32(max(1, PieceBytes/geo.ChunkBytes))
+	if len(f.Held) > 0 {
+		step = 1
+	}
+	d.Held = len(f.Held) > 0
+	if d.RetainChunks == 0 {
+		d.RetainChunks = uint32(f.Pieces) * step
+	}
+	f.Session.Do(func(m *stream.Machine, now stream.Instant) { err = m.OpenTensor(now, d) })
+	if err != nil {
+		return codec.Digest{}, err
+	}
+	slots := make(chan struct{}, f.Pieces)
+	var hash *codec.Digester
+	if f.Digest.IsZero() {
+		hash = new(codec.Digester)
+	}
+	held := f.Held
+	var turn background.Turn // of hashing what is not sent, which no reader paces
+	defer turn.End()
+	for i := uint32(0); i < geo.Count(); i += step {
+		if f.Step != nil {
+			f.Step()
+		}
+		off, _ := geo.Span(i)
+		n := min(int64(step)*geo.ChunkBytes, size-off)
+		if skip := cover(&held, off, n); skip {
+			if err = f.skip(ctx, &turn, d.Tensor, i, off, n, hash); err != nil {
+				return codec.Digest{}, err
+			}
+			continue
+		}
+		turn.End()
+		select {
+		case slots <- struct{}{}:
+		case <-ctx.Done():
+			return codec.Digest{}, context.Cause(ctx)
+		}
+		data, release, err := f.view(off, n, hash)
+		if err != nil {
+			return codec.Digest{}, err
+		}
+		done := func() {
+			release()
+			<-slots
+			if f.Moved != nil {
+				f.Moved(n)
+			}
+		}
+		f.Session.Do(func(m *stream.Machine, now stream.Instant) { err = m.Offer(now, d.Tensor, off, data, done) })
+		if err != nil {
+			release()
+			return codec.Digest{}, stream.ErrClosed
+		}
+		if f.Offered != nil {
+			f.Offered(n)
+		}
+	}
+	if hash == nil {
+		return f.Digest, nil
+	}
+	return hash.Sum(), nil
+}
+
+// skip leaves a chunk out, and hashes it.
+func (f *Feed) skip(ctx context.Context, turn *background.Turn, id tensor.ID, index uint32, off, n int64, hash *codec.Digester) (err error) {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	if hash != nil {
+		if err := turn.Work(ctx); err != nil {
+			return err
+		}
+		_, release, err := f.view(off, n, hash)
+		if err != nil {
+			return err
+		}
+		release()
+	}
+	f.Session.Do(func(m *stream.Machine, now stream.Instant) { err = m.Skip(now, id, index, index+1) })
+	return err
+}
+
+// view returns a part of the tensor, hashed.
+func (f *Feed) view(off, n int64, hash *codec.Digester) ([]byte, func(), error) {
+	data, held, err := f.View(off, n)
+	if err != nil {
+		return nil, nil, &SourceError{err}
+	}
+	release := func() {
+		if held != nil {
+			held.Release()
+		}
+	}
+	if int64(len(data)) != n {
+		err = fmt.Errorf("session: %d bytes asked for at %d, got %d", n, off, len(data))
+	} else if hash != nil {
+		err = fault.Guard(func() { _, _ = hash.Write(data) })
+	}
+	if err != nil {
+		release()
+		return nil, nil, &SourceError{err}
+	}
+	return data, release, nil
+}
+
+// cover reports whether one of the ranges has all of [off, off+n), of a byte or more. It
+// forgets those that end before: off only ascends.
+func cover(held *[]frame.Range, off, n int64) bool {
+	for len(*held) > 0 && (*held)[0].Off+(*held)[0].Len < off+n {
+		*held = (*held)[1:]
+	}
+	return n > 0 && len(*held) > 0 && (*held)[0].Off <= off
+}

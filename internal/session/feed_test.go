@@ -1,0 +1,262 @@
+package session
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// alone is a server's machine in which a get is open; nobody hears it.
+type alone struct {
+	mu sync.Mutex
+	m  *stream.Machine
+}
+
+func newAlone(t *testing.T) *alone {
+	a := &alone{m: stream.New(stream.Config{Server: true, Stores: true, OneWay: true}, 0)}
+	require.NoError(t, a.m.Control(0, &frame.Frame{
+		Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: uint8(codec.CRC32C)},
+		Calls: []frame.Call{{ID: tensor.ID{2}, Get: &frame.Get{}}},
+	}))
+	return a
+}
+
+func (a *alone) Do(f func(m *stream.Machine, now stream.Instant)) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	f(a.m, 0)
+	for _, ok := a.m.Event(); ok; _, ok = a.m.Event() {
+	}
+}
+
+func bytesDesc(size, chunk int64) frame.Desc {
+	return frame.Desc{
+		Tensor: tensor.ID{3}, Call: tensor.ID{2}, Name: "x", ChunkBytes: uint32(chunk), Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{size}},
+	}
+}
+
+func TestFeedsOfWhatIsHeldHashInTurns(t *testing.T) {
+	testkit.Start(t)
+	const (
+		size = 1 << 40 // hours, if one went on
+		more = 8
+	)
+	room := max(1, runtime.GOMAXPROCS(0)-1)
+	ctx, end := context.WithCancelCause(t.Context())
+	data := make([]byte, 1<<20)
+	var hashing, most, begun atomic.Int64
+	var all sync.WaitGroup
+	for range room + more {
+		all.Go(func() {
+			first := true
+			f := Feed{Session: newAlone(t), Pieces: 1, Held: []frame.Range{{Off: 0, Len: size}}, View: func(_, n int64) ([]byte, interface{ Release() }, error) {
+				if k := hashing.Add(1); k > most.Load() {
+					most.Store(k)
+				}
+				if first {
+					first = false
+					begun.Add(1)
+				}
+				return data[:n], releaser(func() { hashing.Add(-1) }), nil
+			}}
+			_, err := f.Run(ctx, bytesDesc(size, 1<<20))
+			require.ErrorIs(t, err, io.ErrClosedPipe)
+		})
+	}
+	testkit.Eventually(t, func() bool { return begun.Load() == int64(room+more) }, "all feeds to have a turn")
+	end(io.ErrClosedPipe)
+	all.Wait()
+	require.LessOrEqual(t, most.Load(), int64(room))
+}
+
+type releaser func()
+
+func (r releaser) Release() { r() }
+
+func TestAViewThatFailsIsTheSourcesFault(t *testing.T) {
+	testkit.Start(t)
+	why := errors.New("no disk")
+	for name, view := range map[string]func(off, n int64) ([]byte, interface{ Release() }, error){
+		"at once":   func(int64, int64) ([]byte, interface{ Release() }, error) { return nil, nil, why },
+		"too short": func(_, n int64) ([]byte, interface{ Release() }, error) { return make([]byte, n-1), nil, nil },
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := Feed{Session: newAlone(t), Pieces: 2, View: view}
+			_, err := f.Run(t.Context(), bytesDesc(100, 10))
+			_, source := errors.AsType[*SourceError](err)
+			require.True(t, source, err)
+		})
+	}
+}
+
+// kept is a Place in memory. What it holds from the beginning it was told not to write.
+type kept struct {
+	data  []byte
+	order codec.OrderedDigester
+}
+
+func (k *kept) WriteViews(off int64, views [][]byte) error {
+	for _, v := range views {
+		if &v[0] != &k.data[off] {
+			copy(k.data[off:], v)
+		}
+		k.order.Wrote(off, v)
+		off += int64(len(v))
+	}
+	return nil
+}
+
+// getter is the client of a get of one tensor.
+type getter struct {
+	*side
+	landing *Landing
+	ready   chan struct{}
+	news    chan struct{}
+	sum     chan frame.Summary
+	closed  chan struct{}
+}
+
+func (g *getter) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
+	switch e.Kind {
+	case stream.EventTensor:
+		g.landing = &Landing{
+			Session: g.sess, Tensor: e.Tensor, Geo: tensor.Geometry{Size: int64(e.Desc.SizeBytes), ChunkBytes: int64(e.Desc.ChunkBytes)},
+			Wake: func() {
+				select {
+				case g.news <- struct{}{}:
+				default:
+				}
+			},
+		}
+		if e.Desc.OnAllowance {
+			g.landing.Stage(m, now, make([]byte, e.Desc.SizeBytes))
+		}
+		close(g.ready)
+	case stream.EventSummary:
+		g.sum <- *e.Summary
+	case stream.EventClosed:
+		close(g.closed)
+	}
+}
+
+func (*getter) Received(*stream.Machine) {}
+
+// giver is the server of a get of one tensor.
+type giver struct {
+	sess *Session
+	data []byte
+	held []frame.Range
+	done sync.WaitGroup
+}
+
+func (g *giver) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
+	if e.Kind != stream.EventReady {
+		return
+	}
+	call, chunk := e.Call, min(int64(len(g.data)/7+1), 1<<20)
+	g.done.Go(func() {
+		f := Feed{Session: g.sess, Pieces: 3, Held: g.held, View: func(off, n int64) ([]byte, interface{ Release() }, error) { return g.data[off : off+n], nil, nil }}
+		d := bytesDesc(int64(len(g.data)), chunk)
+		d.Call = call
+		digest, err := f.Run(context.Background(), d)
+		if err != nil {
+			panic(err)
+		}
+		g.sess.Do(func(m *stream.Machine, now stream.Instant) {
+			m.Summarize(now, frame.Summary{Call: call, Tensor: d.Tensor, Digest: digest})
+			m.Finish(frame.Done{Call: call})
+		})
+	})
+}
+
+func (*giver) Received(*stream.Machine) {}
+
+func TestWhatAFeedSendsALandingPlaces(t *testing.T) {
+	testkit.Start(t)
+	random := rand.New(rand.NewPCG(1, 2))
+	for _, size := range []int64{0, 1, 6, 7, 8, 1000, 3 << 20, 9<<20 + 5} {
+		for _, how := range []string{"memory", "slabs", "slabs, in order", "some is held", "all is held"} {
+			t.Run(fmt.Sprintf("%d bytes, %s", size, how), func(t *testing.T) {
+				data := make([]byte, size)
+				for i := range data {
+					data[i] = byte(random.Uint32())
+				}
+				var held []frame.Range
+				switch {
+				case size == 0:
+				case how == "some is held":
+					held = []frame.Range{{Off: 0, Len: size / 3}, {Off: size / 2, Len: size / 3}}
+					if size < 3 {
+						held = nil
+					}
+				case how == "all is held":
+					held = []frame.Range{{Off: 0, Len: size}}
+				}
+				a, b := newLink()
+				server := &giver{data: data, held: held}
+				server.sess = New(stream.Config{Server: true, Stores: true, Limits: stream.Limits{TensorBytes: 1 << 30}}, server)
+				client := &getter{side: &side{}, ready: make(chan struct{}), news: make(chan struct{}, 1), sum: make(chan frame.Summary, 1), closed: make(chan struct{})}
+				client.sess = New(stream.Config{Session: tensor.ID{9}, Limits: stream.Limits{AllowanceBytes: 1}}, client)
+				server.sess.Carry(b)
+				client.sess.Carry(a)
+				client.sess.Do(func(m *stream.Machine, now stream.Instant) {
+					require.NoError(t, m.OpenCall(now, frame.Call{ID: tensor.ID{4}, Get: &frame.Get{Selections: []frame.Selection{{Name: "x", Held: held}}}}))
+				})
+				<-client.ready
+				pool := slab.NewPool(0, slab.System)
+				to := &kept{data: make([]byte, size)}
+				for _, r := range held {
+					copy(to.data[r.Off:r.Off+r.Len], data[r.Off:])
+				}
+				l := client.landing
+				l.To, l.Held, l.InOrder = to, held, how == "slabs, in order"
+				l.Slab = func(n int) (*slab.Slab, error) { return pool.Get(n) }
+				if how == "memory" {
+					l.Memory = to.data
+				}
+				for {
+					require.NoError(t, l.Step())
+					if l.Whole() {
+						break
+					}
+					<-client.news
+				}
+				sum := <-client.sum
+				<-client.closed
+				require.True(t, l.Home())
+				require.True(t, bytes.Equal(data, to.data))
+				var want codec.Digester
+				_, _ = want.Write(data)
+				require.Equal(t, want.Sum(), sum.Digest)
+				if len(held) == 0 {
+					require.Equal(t, size, to.order.Next())
+				}
+				server.done.Wait()
+				for _, s := range []*Session{client.sess, server.sess} {
+					s.Stop(errCut)
+				}
+				a.cut()
+				client.sess.Wait(frame.Unavailable, "over")
+				server.sess.Wait(frame.Unavailable, "over")
+				slabs, _ := pool.Live()
+				require.Zero(t, slabs)
+			})
+		}
+	}
+}

@@ -1,0 +1,244 @@
+package session
+
+import (
+	"slices"
+
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Doer runs f on a machine, as Session.Do does.
+type Doer interface {
+	Do(f func(m *stream.Machine, now stream.Instant))
+}
+
+// Place is where an incoming tensor rests.
+type Place interface {
+	// WriteViews borrows views, which belong to byte off of the tensor in order.
+	WriteViews(off int64, views [][]byte) error
+}
+
+// Landing brings an incoming tensor of a put or a get to its Place: it lends memory for its
+// next bytes, and hands over what has come in pieces, each once. Stage, and the fields up
+// to it, belong to the session's lock; the other methods to one goroutine.
+type Landing struct {
+	Session Doer
+	Tensor  tensor.ID
+	Geo     tensor.Geometry
+	// Wake is called when a piece has come or gone, with the session locked.
+	Wake func()
+
+	// Set before Step.
+	To Place
+	// Memory is where the tensor rests, if that is memory: it is lent itself.
+	Memory []byte
+	// Slab returns memory of n bytes; an error while there is some already is no failure.
+	Slab func(n int) (*slab.Slab, error)
+	// InOrder has the pieces handed over in order.
+	InOrder bool
+	// Held are the ranges that the place has, ascending and apart.
+	Held []frame.Range
+
+	lent   int64 // bytes lent, or held
+	began  bool
+	handed int64 // bytes handed over, or held
+	next   int64 // in order, likewise
+	spare  []*slab.Slab
+	slabs  int
+	failed bool // nothing can be lent any more
+
+	// Guarded by the session's lock.
+	out  int // pieces lent
+	came []*piece
+}
+
+type piece struct {
+	off  int64
+	mem  []byte
+	slab *slab.Slab // nil: mem is of Memory, or was staged
+}
+
+// Stage lends mem for all of a tensor on allowance, while it is announced; the session is
+// locked.
+func (l *Landing) Stage(m *stream.Machine, now stream.Instant, mem []byte) {
+	l.lend(m, now, &piece{mem: mem})
+	l.lent, l.began = l.Geo.Size, true
+}
+
+// lend lends a piece; the session is locked.
+func (l *Landing) lend(m *stream.Machine, now stream.Instant, p *piece) {
+	l.out++
+	err := m.Lend(now, l.Tensor, p.mem, func(filled bool) {
+		l.out--
+		if filled {
+			l.came = append(l.came, p)
+		} else {
+			l.failed = true
+		}
+		l.Wake()
+	})
+	if err != nil {
+		l.out--
+		l.failed = true
+		l.Wake()
+	}
+}
+
+// Whole reports whether everything has been handed over.
+func (l *Landing) Whole() bool {
+	return l.began && l.handed == l.Geo.Size && (l.Geo.Size > 0 || l.next < 0)
+}
+
+// Step hands over what has come, and lends memory for more. An error is the place's own, or
+// that of memory: the caller then gives the tensor up.
+func (l *Landing) Step() error {
+	for {
+		if err := l.more(); err != nil {
+			return err
+		}
+		p := l.take()
+		if p == nil {
+			return nil
+		}
+		views := [][]byte{p.mem}
+		if len(p.mem) == 0 {
+			views = nil
+		}
+		if err := l.To.WriteViews(p.off, views); err != nil {
+			l.free(p)
+			return err
+		}
+		l.free(p)
+		l.handed += int64(len(p.mem))
+		l.next = max(l.next, p.off+int64(len(p.mem)))
+		if l.Geo.Size == 0 {
+			l.next = -1
+		}
+	}
+}
+
+// take returns a piece that has come; nil if there is none.
+func (l *Landing) take() (p *piece) {
+	l.Session.Do(func(*stream.Machine, stream.Instant) {
+		i := 0
+		if l.InOrder {
+			i = slices.IndexFunc(l.came, func(p *piece) bool { return p.off == l.next })
+		}
+		if i >= 0 && i < len(l.came) {
+			p = l.came[i]
+			l.came = slices.Delete(l.came, i, i+1)
+		}
+	})
+	return p
+}
+
+func (l *Landing) free(p *piece) {
+	if p.slab != nil {
+		l.spare = append(l.spare, p.slab)
+		p.slab = nil
+	}
+}
+
+// more lends what there is memory for.
+func (l *Landing) more() error {
+	for !l.began || l.lent < l.Geo.Size {
+		if n := l.held(); n > 0 {
+			l.Session.Do(func(m *stream.Machine, now stream.Instant) { l.failed = l.failed || m.Hold(now, l.Tensor, n) != nil })
+			l.lent += n
+			l.handed += n
+			l.next = l.lent
+			l.began = true
+			continue
+		}
+		n := l.pieceBytes()
+		p := &piece{off: l.lent}
+		switch {
+		case n == 0:
+			p.mem = []byte{}
+		case l.Memory != nil:
+			p.mem = l.Memory[l.lent : l.lent+n : l.lent+n]
+		case len(l.spare) > 0:
+			p.slab = l.spare[len(l.spare)-1]
+			l.spare = l.spare[:len(l.spare)-1]
+			p.mem = p.slab.Bytes()[:n]
+		case l.slabs >= landingSlabs:
+			return nil
+		default:
+			s, err := l.Slab(int(n))
+			if err != nil && l.slabs > 0 {
+				return nil
+			} else if err != nil {
+				return err
+			}
+			l.slabs++
+			p.slab, p.mem = s, s.Bytes()[:n]
+		}
+		full := false
+		l.Session.Do(func(m *stream.Machine, now stream.Instant) {
+			if full = l.failed || l.Memory != nil && l.out >= landingPieces; !full {
+				l.lend(m, now, p)
+			}
+		})
+		if full {
+			l.free(p)
+			return nil
+		}
+		l.lent += n
+		l.began = true
+	}
+	return nil
+}
+
+// pieceBytes is how much to lend next: whole chunks, up to what is held.
+func (l *Landing) pieceBytes() int64 {
+	n := l.Geo.ChunkBytes * max(1, PieceBytes/l.Geo.ChunkBytes)
+	if len(l.Held) > 0 {
+		n = l.Geo.ChunkBytes
+	}
+	return min(n, l.Geo.Size-l.lent)
+}
+
+// held returns how many of the next bytes are in chunks that lie in one range of Held.
+func (l *Landing) held() (n int64) {
+	for len(l.Held) > 0 && l.lent+n < l.Geo.Size {
+		off := l.lent + n
+		size := min(l.Geo.ChunkBytes, l.Geo.Size-off)
+		switch r := l.Held[0]; {
+		case r.Off+r.Len < off+size:
+			l.Held = l.Held[1:]
+		case r.Off <= off:
+			n += size
+		default:
+			return n
+		}
+	}
+	return n
+}
+
+// Lost reports whether the tensor was given up.
+func (l *Landing) Lost() (lost bool) {
+	l.Session.Do(func(*stream.Machine, stream.Instant) { lost = l.failed })
+	return lost
+}
+
+// Home reports whether nothing is lent any more; if so, it releases the slabs. The tensor
+// has ended before.
+func (l *Landing) Home() (home bool) {
+	l.Session.Do(func(*stream.Machine, stream.Instant) {
+		if home = l.out == 0; home {
+			for _, p := range l.came {
+				l.free(p)
+			}
+			l.came = nil
+		}
+	})
+	if home {
+		for _, s := range l.spare {
+			s.Release()
+		}
+		l.spare = nil
+	}
+	return home
+}

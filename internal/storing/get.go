@@ -1,0 +1,379 @@
+package storing
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"log/slog"
+	"math"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// get is a client's download from the store and the sources. One goroutine serves it, and
+// ends with the call.
+type get struct {
+	task
+	list []frame.Selection
+	pace chan struct{} // holds a token for each tensor whose Summary is not sent
+	news chan struct{} // capacity 1: a Summary was sent
+
+	gone   chan struct{}       // closed with the call
+	pieces int                 // views that a tensor may have shared; a view may be a copy
+	listed int64               // bytes acquired for the selections
+	kept   int64               // bytes acquired for them, and for what was picked
+	sizes  map[tensor.ID]int64 // of the tensors whose Summary is not sent; guarded by the session's lock, as below
+	bytes  int64               // the sum of sizes
+	lost   map[tensor.ID]error // why tensors failed while they were sent; guarded by the session's lock
+}
+
+// check validates selections before any work is done for them.
+func check(list []frame.Selection) *frame.Error {
+	refuse := func(format string, args ...any) *frame.Error {
+		return frame.Errorf(frame.InvalidArgument, format, args...)
+	}
+	switch n := len(list); {
+	case n == 0:
+		return refuse("selections: none; name a tensor, a glob or a source")
+	case n > Tensors:
+		return frame.Errorf(frame.ResourceExhausted, "selections: %d, the limit of a pull is %d; use several", n, Tensors)
+	}
+	for i := range list {
+		sel := &list[i]
+		if err := store.CheckName(sel.Name); err != nil {
+			return refuse("selections[%d]: %v", i, err)
+		}
+		if problem := frame.CheckEntries("params", sel.Params); problem != "" {
+			return refuse("selections[%d]: %s", i, problem)
+		}
+		if len(sel.Params) > 0 && !sel.Source {
+			return refuse("selections[%d]: params are for sources; set source, or leave them out", i)
+		}
+		if d := len(sel.HeldDigest); d != 0 && d != len(codec.Digest{}) {
+			return refuse("selections[%d]: held_digest has %d bytes, a digest has %d", i, d, len(codec.Digest{}))
+		}
+		end := int64(0)
+		for j, r := range sel.Held {
+			if r.Len <= 0 || r.Off < end || r.Len > math.MaxInt64-r.Off {
+				return refuse("selections[%d].held[%d]: bytes [%d,+%d); ranges must not be empty, must ascend, must not overlap, and must end below 2^63", i, j, uint64(r.Off), uint64(r.Len))
+			}
+			end = r.Off + r.Len
+		}
+	}
+	return nil
+}
+
+// pulls holds the memory of the selections of all gets, beyond pullFree each.
+var pulls = slab.NewPrincipal("pull")
+
+// takeSelections charges what the selections take while the get lasts.
+func (s *Service) takeSelections(list []frame.Selection) (bytes int64, err error) {
+	for i := range list {
+		sel := &list[i]
+		bytes += int64(selectionBytes + len(sel.Name) + rangeBytes*len(sel.Held) + frame.SizeOf(sel.Params, entryBytes))
+	}
+	if bytes = max(0, bytes-pullFree); bytes > 0 && !s.Budget.TryAcquire(pulls, bytes) {
+		_, _, limit := s.Budget.Used()
+		return 0, serving.TryLater(frame.ResourceExhausted, "selections: keeping them takes %d bytes; all pulls together have half of memory_bytes, which is %d; "+
+			"select less, hold fewer ranges, or try again later", bytes, limit)
+	}
+	return bytes, nil
+}
+
+// Event implements serving.Task.
+func (g *get) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
+	switch e.Kind {
+	case stream.EventFailed:
+		g.lost[e.Tensor] = &frame.Error{Code: e.Code, Text: e.Text}
+	case stream.EventSummed:
+		delete(g.lost, e.Tensor)
+		g.bytes -= g.sizes[e.Tensor]
+		delete(g.sizes, e.Tensor)
+		<-g.pace
+		select {
+		case g.news <- struct{}{}:
+		default: // already signaled
+		}
+	case stream.EventStop:
+		g.cancel(&frame.Error{Code: e.Code, Text: e.Text})
+	case stream.EventClosed:
+		g.closed(e)
+		close(g.gone)
+	}
+}
+
+// run serves the get.
+func (g *get) run() {
+	// The first piece is free, for as many pulls as a server has.
+	size := slab.SizeOf(max(session.PieceBytes, g.chunkBytes()))
+	for g.pieces = 1; g.pieces < feedPieces; g.pieces++ { // while others have the other half
+		if used, _, limit := g.service.Budget.Used(); used+size > limit/2 || !g.service.Budget.TryAcquire(g.session.Holder(), size) {
+			break
+		}
+		g.kept += size
+	}
+	err := g.service.survive(g.send)
+	var d frame.Done
+	if err != nil {
+		why := g.service.Explain(err, slog.String("pull", g.id.String()))
+		d.Code, d.Message, d.RetryAfterMillis = why.Code, why.Text, why.RetryMillis
+	}
+	g.session.Do(func(m *stream.Machine, _ stream.Instant) { g.finish(m, d) })
+	<-g.gone // nothing is shared any more
+	g.service.Budget.Release(g.session.Holder(), g.kept)
+	g.service.Budget.Release(pulls, g.listed)
+}
+
+// picked is a tensor that a selection matches, or why it matches none.
+type picked struct {
+	name   string
+	sel    *frame.Selection
+	reader store.Reader // nil if it is opened when it is its turn
+	was    store.Info   // then: what it was when it was picked
+	err    error
+}
+
+// send sends what the selections pick. A problem with a selection or one of its tensors
+// becomes a summary; an error ends the call.
+func (g *get) send() error {
+	var all []picked
+	defer func() {
+		for _, p := range all {
+			if p.reader != nil {
+				p.reader.Release()
+			}
+		}
+	}()
+	var err error
+	pick := func() { all, err = g.pick() }
+	if sets, ok := g.service.Store.(store.Sets); ok {
+		sets.Together(pick)
+	} else {
+		pick()
+	}
+	if err != nil {
+		return err
+	}
+	for i := range all {
+		p := &all[i]
+		select { // before it is opened, so that few are
+		case g.pace <- struct{}{}:
+		case <-g.ctx.Done():
+			return context.Cause(g.ctx)
+		}
+		if err := g.one(p); err != nil {
+			return err
+		}
+	}
+	for range cap(g.pace) { // until every Summary is sent
+		select {
+		case g.pace <- struct{}{}:
+		case <-g.ctx.Done():
+			return context.Cause(g.ctx)
+		}
+	}
+	return nil
+}
+
+// pick resolves the selections: all of it belongs to one state of the store with regard to
+// sets.
+func (g *get) pick() (all []picked, err error) {
+	holder := g.session.Holder()
+	add := func(p picked) error {
+		n := int64(pickedBytes + len(p.name))
+		if len(all) > pinned && !g.service.Budget.TryAcquire(holder, n) {
+			return errPicked
+		} else if len(all) > pinned {
+			g.kept += n
+		}
+		if len(all) >= pinned && p.reader != nil { // descriptors and mappings are few
+			p.was = p.reader.Info()
+			p.reader.Release()
+			p.reader = nil
+		}
+		all = append(all, p)
+		return nil
+	}
+	for i := range g.list {
+		sel := &g.list[i]
+		if sel.Source || g.service.Store == nil {
+			p := picked{name: sel.Name, sel: sel}
+			if !sel.Source {
+				p.err = ErrNoStore
+			}
+			if err := add(p); err != nil {
+				return all, err
+			}
+			continue
+		}
+		for p, err := range store.Pick(sel.Name, func() (picked, error) { return g.open(sel.Name) }, g.matching(sel.Name)) {
+			switch {
+			case err != nil && g.ctx.Err() != nil:
+				return all, context.Cause(g.ctx)
+			case err != nil:
+				p = picked{name: sel.Name, err: err}
+			}
+			p.sel = &frame.Selection{Name: p.name}
+			if p.name == sel.Name { // Held is of this one
+				p.sel = sel
+			}
+			if err := add(p); err != nil {
+				return all, err
+			}
+		}
+	}
+	return all, nil
+}
+
+func (g *get) open(name string) (picked, error) {
+	r, err := g.service.Store.Open(g.ctx, name)
+	return picked{name: name, reader: r, err: err}, err
+}
+
+// matching opens every tensor whose name matches.
+func (g *get) matching(glob string) iter.Seq2[picked, error] {
+	return func(yield func(picked, error) bool) {
+		for info, err := range store.Each(g.ctx, g.service.Store, glob) {
+			if err != nil {
+				yield(picked{}, err)
+				return
+			}
+			p, err := g.open(info.Name)
+			if errors.Is(err, store.ErrNotFound) {
+				continue // deleted meanwhile
+			}
+			if !yield(p, nil) {
+				return
+			}
+		}
+	}
+}
+
+// reopen opens a tensor when it is its turn.
+func (g *get) reopen(p *picked) (r store.Reader, err error) {
+	if p.sel.Source {
+		src, ok := g.service.Sources.Lookup(p.name)
+		if !ok {
+			return nil, fmt.Errorf("%w: no source %q", store.ErrNotFound, p.name)
+		}
+		err = g.service.survive(func() (err error) {
+			r, err = src(g.ctx, p.sel.Params)
+			return err
+		})
+		return r, err
+	}
+	if r, err = g.service.Store.Open(g.ctx, p.name); err != nil {
+		return nil, err
+	}
+	if now := r.Info(); !now.Stored.Equal(p.was.Stored) || now.Digest != p.was.Digest {
+		r.Release()
+		return nil, frame.Errorf(frame.Aborted, "tensor %q was replaced since the pull began; pull again", p.name)
+	}
+	return r, nil
+}
+
+// one sends one tensor and its summary. An error ends the call.
+func (g *get) one(p *picked) error {
+	sum := frame.Summary{Tensor: tensor.NewID(), Name: p.name}
+	r, err := p.reader, p.err
+	p.reader = nil
+	if r == nil && err == nil {
+		r, err = g.reopen(p)
+	}
+	var state *progress
+	if err == nil {
+		defer r.Release()
+		info := r.Info()
+		var size, chunk int64
+		if size, chunk, err = session.ChunkFor(info.Desc, g.chunkBytes()); err == nil {
+			sum.SizeBytes = uint64(size)
+			state = g.service.log.tensor(g.record, sum.Tensor, p.name, sum.SizeBytes)
+			sum.Durable = info.Durable
+			if err := g.room(sum.Tensor, size); err != nil {
+				return err
+			}
+			sum.Digest, err = g.feed(r, p.sel, frame.Desc{Tensor: sum.Tensor, Desc: info.Desc, ChunkBytes: uint32(chunk), Call: g.id, Name: p.name}, state)
+		}
+		if d, ok := r.(store.DigestKeeper); ok && err == nil && info.Digest.IsZero() {
+			d.Digested(sum.Digest) // so that the next get need not hash it again
+		}
+	}
+	if g.ctx.Err() != nil {
+		return context.Cause(g.ctx)
+	}
+	if state == nil {
+		state = g.service.log.tensor(g.record, sum.Tensor, p.name, 0)
+	}
+	if err != nil {
+		if source, ok := errors.AsType[*session.SourceError](err); ok {
+			err = source.Err
+		}
+		if errors.Is(err, stream.ErrClosed) {
+			g.session.Do(func(*stream.Machine, stream.Instant) {
+				if lost := g.lost[sum.Tensor]; lost != nil {
+					err = lost
+				}
+			})
+		}
+		why := g.service.Explain(err, slog.String("pull", g.id.String()), slog.String("tensor", sum.Tensor.String()))
+		sum.Digest, sum.Code, sum.Message, sum.RetryAfterMillis = codec.Digest{}, why.Code, why.Text, why.RetryMillis
+	}
+	g.service.log.over(state, sum)
+	g.service.Core.TensorEnded(serving.Pull, sum.Code)
+	sum.Call = g.id
+	g.session.Do(func(m *stream.Machine, now stream.Instant) { m.Summarize(now, sum) })
+	return nil
+}
+
+// room waits until a tensor may be on its way beside others: large ones go one after the
+// other.
+func (g *get) room(id tensor.ID, size int64) error {
+	for {
+		room := false
+		g.session.Do(func(*stream.Machine, stream.Instant) {
+			if room = g.bytes == 0 || g.bytes+size <= feedBytes; room {
+				g.bytes += size
+				g.sizes[id] = size
+			}
+		})
+		if room {
+			return nil
+		}
+		select {
+		case <-g.news:
+		case <-g.ctx.Done():
+			return context.Cause(g.ctx)
+		}
+	}
+}
+
+// feed sends a tensor's bytes.
+func (g *get) feed(r store.Reader, sel *frame.Selection, d frame.Desc, state *progress) (codec.Digest, error) {
+	info := r.Info()
+	f := session.Feed{
+		Session: g.session, Digest: info.Digest, Pieces: g.pieces,
+		View: func(off, n int64) ([]byte, interface{ Release() }, error) { return r.View(g.ctx, off, n) },
+		Offered: func(n int64) {
+			state.bytes.Add(n)
+			g.record.bytes.Add(n)
+		},
+	}
+	if h := sel.HeldDigest; len(h) == 0 || info.Digest.IsZero() || codec.Digest(h) == info.Digest {
+		f.Held = sel.Held
+	}
+	return f.Run(g.ctx, d)
+}
+
+// chunkBytes returns the size of the chunks to send.
+func (g *get) chunkBytes() (n int64) {
+	g.session.Do(func(m *stream.Machine, _ stream.Instant) { n = m.Status().PeerChunkBytes })
+	return n
+}

@@ -1,0 +1,301 @@
+package storing
+
+import (
+	"context"
+	"errors"
+	"io"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Conn carries the frames of a push or a pull.
+type Conn interface {
+	serving.Conn
+	Context() context.Context // the context of its RPC
+	// Take reports whether bytes may be kept, in total, of what the peer has said.
+	Take(bytes int64) bool
+}
+
+// errKept ends a push that would keep more than there is memory for.
+var errKept = serving.TryLater(frame.ResourceExhausted, "memory: not enough to keep what this push announces; announce fewer tensors at a time, or try again later")
+
+// Push carries a PushTensors: a session with one put, whose client hears nothing before the
+// answer, which has the summaries.
+func (s *Service) Push(from *admission.Caller, conn Conn, answer func([]frame.Summary) error) error {
+	sess, err := s.Core.OpenOneWay(from, serving.Push, PushTensors)
+	if err != nil {
+		return err
+	}
+	p := &pushConn{Conn: conn, session: sess}
+	cause := sess.Serve(conn.Context(), p)
+	s.ended(sess, sess.ID(), cause)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch {
+	case p.done == nil && !errors.Is(cause, serving.ErrServed):
+		return cause
+	case p.done != nil && p.done.Code != frame.OK:
+		return &serving.RefusedError{Code: p.done.Code, Text: p.done.Message, RetryMillis: p.done.RetryAfterMillis}
+	}
+	ended := make(chan error, 1)
+	list := p.summaries
+	s.Core.Go(func() { ended <- answer(list) }) // ends with the RPC
+	idle := time.NewTimer(time.Duration(s.Limits.ChunkIdle))
+	defer idle.Stop()
+	select {
+	case err := <-ended:
+		return err
+	case <-idle.C:
+		return frame.Errorf(frame.DeadlineExceeded, "the client has not read the answer")
+	}
+}
+
+// ended records why a push or a pull ended before its call did: its client may ask as soon as
+// the RPC has ended.
+func (s *Service) ended(sess *serving.Session, id tensor.ID, cause error) {
+	code, text := s.Status(cause)
+	if errors.Is(cause, serving.ErrServed) || errors.Is(cause, session.ErrPeerClosed) {
+		code, text = frame.OK, ""
+	}
+	if r := s.log.get(id); r != nil && s.log.end(r, code, text) {
+		sess.Outcome(code, r.bytes.Load())
+	}
+}
+
+// pushConn makes frames of a session of those of a push.
+type pushConn struct {
+	Conn
+	session *serving.Session
+	call    tensor.ID // zero before the first frame; belongs to the receiving goroutine, as tensors
+	tensors uint64
+	over    bool         // the put's end was passed on
+	chunk   *frame.Frame // what is left of the last frame
+	rest    frame.Frame
+
+	gate session.Gate
+	kept atomic.Int64 // bytes, of what the answer will have
+	held atomic.Int64 // bytes, of what the session retains
+
+	mu        sync.Mutex // guards all below
+	open      int
+	failed    bool
+	summaries []frame.Summary
+	done      *frame.Done
+}
+
+// Recv returns the next frame, and its chunk by itself, when that has a place: until then
+// nothing more is read, and HTTP/2 makes the client wait.
+func (p *pushConn) Recv() (*frame.Frame, error) {
+	if f := p.chunk; f != nil {
+		p.chunk = nil
+		p.wait(&f.Chunk)
+		return f, nil
+	}
+	f, err := p.receive()
+	if err != nil || !f.HasChunk() {
+		return f, err
+	}
+	p.rest = frame.Frame{Chunk: f.Chunk}
+	if f.Chunk = (frame.Chunk{}); f.Empty() {
+		p.wait(&p.rest.Chunk)
+		return &p.rest, nil
+	}
+	p.chunk = &p.rest
+	return f, nil
+}
+
+// Holds charges what the session retains, and what the answer will have.
+func (p *pushConn) Holds(bytes int64) {
+	p.held.Store(bytes)
+	p.Conn.Holds(bytes + p.kept.Load())
+}
+
+// Free ends the loan of the last frame, unless its chunk is left.
+func (p *pushConn) Free() {
+	if p.chunk == nil {
+		p.Conn.Free()
+	}
+}
+
+// receive returns the next frame as one of a session.
+func (p *pushConn) receive() (*frame.Frame, error) {
+	if p.over {
+		return nil, io.EOF
+	}
+	f, err := p.Conn.Recv()
+	first := p.call.IsZero()
+	switch {
+	case errors.Is(err, io.EOF) && !first:
+		p.over = true
+		p.gate.WaitAll(p.Context().Done(), p.session.Stopped()) // why one has no place counts more than the end
+		return &frame.Frame{Ends: []frame.End{{Call: p.call, Tensors: p.tensors}}}, nil
+	case err != nil && !errors.Is(err, io.EOF):
+		return nil, err
+	case first && (err != nil || f.Hello == nil):
+		return nil, frame.Errorf(frame.InvalidArgument, "the first frame has no hello; a push begins with one")
+	case !first && f.Hello != nil:
+		return nil, frame.Errorf(frame.InvalidArgument, "a second hello came; a push has only one")
+	case len(f.Summaries) > 0:
+		return nil, frame.Errorf(frame.InvalidArgument, "a summary came from the client; only a server sends summaries")
+	case len(f.Calls)+len(f.Credits)+len(f.Acks)+len(f.Cancels)+len(f.Dones)+len(f.Ends) > 0 || f.Drain != nil:
+		return nil, frame.Errorf(frame.InvalidArgument, "a push has descs, chunks and failures; calls, credits, acks and their like are of sessions")
+	}
+	if first {
+		h := *f.Hello
+		p.call = h.Session
+		h.AllowanceBytes, h.MaxOpenTensors, h.Lanes = 0, 0, 0
+		f.Hello = &h
+		f.Calls = append(f.Calls, frame.Call{ID: p.call, Put: new(frame.Put)})
+	}
+	if err := p.pass(f); err != nil {
+		return nil, err
+	}
+	return f, nil
+}
+
+// pass checks and changes what a frame says of tensors.
+func (p *pushConn) pass(f *frame.Frame) error {
+	for i := range f.Descs {
+		d := &f.Descs[i]
+		if !d.Call.IsZero() {
+			f.Failures = append(f.Failures, frame.Failure{Tensor: d.Tensor, Code: frame.InvalidArgument, Message: "it belongs to a call; a push has no calls"})
+		}
+		d.Call, d.OnAllowance, d.RetainChunks = p.call, false, 0
+		if !p.gate.Announce(d) {
+			continue
+		}
+		if p.tensors++; p.tensors > Tensors {
+			return frame.Errorf(frame.ResourceExhausted, "tensors of a push: the limit is %d; use several", Tensors)
+		}
+		p.mu.Lock()
+		p.open++
+		p.mu.Unlock()
+		p.kept.Add(pushedBytes + int64(len(d.Name)))
+	}
+	if len(f.Descs) > 0 && !p.Take(p.kept.Load()+p.held.Load()) {
+		return errKept
+	}
+	for _, x := range f.Failures {
+		if !p.gate.Knows(x.Tensor) {
+			return frame.Errorf(frame.NotFound, "failure of tensor %s, which was not announced", x.Tensor)
+		}
+	}
+	if !f.HasChunk() {
+		return nil
+	}
+	if !p.gate.Knows(f.Chunk.Tensor) {
+		return frame.Errorf(frame.NotFound, "chunk %d of tensor %s, which was not announced; send its desc first", f.Chunk.Index, f.Chunk.Tensor)
+	}
+	return nil
+}
+
+// wait waits until a chunk has its place.
+func (p *pushConn) wait(c *frame.Chunk) { p.gate.Wait(c, p.Context().Done(), p.session.Stopped()) }
+
+// Send keeps what the machine says for the answer: nothing else reaches the client.
+func (p *pushConn) Send(f *frame.Frame, held interface{ Release() }) error {
+	if held != nil {
+		held.Release()
+	}
+	p.gate.Sent(f)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, s := range f.Summaries {
+		p.gate.Over(s.Tensor)
+		p.open--
+		p.failed = p.failed || s.Code != frame.OK
+		s.Call = tensor.ID{}
+		p.summaries = append(p.summaries, s)
+	}
+	for i := range f.Dones {
+		d := f.Dones[i]
+		p.done = &d
+	}
+	// Of a push that cannot go on, the client learns at once, not after sending the rest.
+	if p.done != nil || p.failed && p.open == 0 {
+		p.session.Stop(serving.ErrServed)
+	}
+	return nil
+}
+
+// Pull carries a PullTensors: a session with one get, whose client says nothing after the
+// request. h is the client's hello.
+func (s *Service) Pull(from *admission.Caller, conn Conn, h *frame.Hello, list []frame.Selection) error {
+	if bad := check(list); bad != nil { // before a hello is sent
+		return bad
+	}
+	sess, err := s.Core.OpenOneWay(from, serving.Pull, 1)
+	if err != nil {
+		return err
+	}
+	p := &pullConn{Conn: conn, hello: *h, list: list}
+	p.hello.AllowanceBytes, p.hello.MaxOpenTensors, p.hello.Lanes = 0, 0, 0
+	cause := sess.Serve(conn.Context(), p)
+	s.ended(sess, h.Session, cause)
+	if d := p.done.Load(); d != nil && d.Code != frame.OK {
+		return &serving.RefusedError{Code: d.Code, Text: d.Message, RetryMillis: d.RetryAfterMillis}
+	} else if d != nil {
+		return nil
+	}
+	return cause
+}
+
+// pullConn makes frames of a pull of those of a session.
+type pullConn struct {
+	Conn
+	hello    frame.Hello
+	list     []frame.Selection
+	asked    bool
+	greeting *frame.Hello // to be sent with the next frame; of the sending side
+	done     atomic.Pointer[frame.Done]
+}
+
+// Recv returns the one frame that the request makes.
+func (p *pullConn) Recv() (*frame.Frame, error) {
+	if p.asked {
+		return nil, io.EOF
+	}
+	p.asked = true
+	call := frame.Call{ID: p.hello.Session, Get: &frame.Get{Selections: p.list}}
+	return &frame.Frame{Hello: &p.hello, Calls: []frame.Call{call}}, nil
+}
+
+// Free does nothing: no frame was received.
+func (*pullConn) Free() {}
+
+// Send sends what a pull consists of.
+func (p *pullConn) Send(f *frame.Frame, held interface{ Release() }) error {
+	for i := range f.Dones {
+		d := f.Dones[i]
+		p.done.Store(&d)
+	}
+	f.Credits, f.Acks, f.Dones, f.Failures, f.Drain = nil, nil, nil, nil, nil
+	if h := f.Hello; h != nil { // a pull that is refused has none
+		p.greeting = &frame.Hello{Version: h.Version, Session: h.Session, MaxChunkBytes: h.MaxChunkBytes, Checksum: h.Checksum, ChunkIdleMillis: h.ChunkIdleMillis}
+		f.Hello = nil
+	}
+	for i := range f.Descs {
+		d := &f.Descs[i]
+		d.Call, d.RetainChunks, d.Held = tensor.ID{}, 0, false
+	}
+	for i := range f.Summaries {
+		f.Summaries[i].Call = tensor.ID{}
+	}
+	if f.Empty() {
+		return nil
+	}
+	if h := p.greeting; h != nil {
+		p.greeting = nil
+		if err := p.Conn.Send(&frame.Frame{Hello: h}, nil); err != nil {
+			return err
+		}
+	}
+	return p.Conn.Send(f, held)
+}

@@ -1,0 +1,345 @@
+package storing
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"sync"
+
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// ErrNoStore is returned for requests that need a store, on a server without one.
+var ErrNoStore = &frame.Error{Code: frame.FailedPrecondition, Text: "this server has no store; start one with --store"}
+
+// put is a client's upload into the store. Each of its tensors has a goroutine, which ends
+// with the tensor's Summary or with the call.
+type put struct {
+	task
+	all   bool
+	slots chan struct{} // holds a token for each running commit
+
+	// Guarded by the session's lock.
+	tensors map[tensor.ID]*incoming
+	open    int // tensors without a Summary
+	ended   bool
+	summed  bool // every tensor has a Summary
+	set     []store.Writer
+	named   int64 // bytes acquired for the names of the set
+}
+
+// incoming is one tensor on its way into the store.
+type incoming struct {
+	put     *put
+	desc    frame.Desc
+	state   *progress
+	ctx     context.Context
+	cancel  context.CancelCauseFunc
+	news    chan struct{} // capacity 1
+	landing session.Landing
+	place   *placed
+	staged  *slab.Slab // memory of a tensor on allowance
+	stage   int64      // bytes that staged takes
+	memory  int64      // bytes acquired from the budget
+	whole   bool       // guarded by the session's lock
+}
+
+// Event implements serving.Task.
+func (p *put) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
+	in := p.tensors[e.Tensor]
+	switch e.Kind {
+	case stream.EventTensor:
+		p.announced(m, now, e.Desc)
+	case stream.EventChunk:
+		in.state.bytes.Add(e.N)
+		p.record.bytes.Add(e.N)
+	case stream.EventWhole:
+		in.whole = true
+		in.wake()
+	case stream.EventFailed:
+		err := &frame.Error{Code: e.Code, Text: e.Text}
+		if in != nil {
+			in.cancel(err)
+			return
+		}
+		p.open++ // it broke a rule before it began
+		name := ""
+		if store.CheckName(e.Desc.Name) == nil {
+			name = e.Desc.Name
+		}
+		state := p.service.log.tensor(p.record, e.Tensor, name, e.Desc.SizeBytes)
+		p.end(m, now, state, p.failed(frame.Summary{Tensor: e.Tensor, Name: name, SizeBytes: e.Desc.SizeBytes}, err))
+	case stream.EventEnd:
+		p.ended = true
+		p.settle(m)
+	case stream.EventStop:
+		p.cancel(&frame.Error{Code: e.Code, Text: e.Text})
+	case stream.EventClosed:
+		p.closed(e)
+		if p.all && !p.summed { // what is ready of the set is not stored
+			p.session.Go(p.abort)
+		}
+	}
+}
+
+// announced begins to receive a tensor.
+func (p *put) announced(m *stream.Machine, now stream.Instant, d *frame.Desc) {
+	p.open++
+	in := &incoming{put: p, desc: *d, news: make(chan struct{}, 1)}
+	in.ctx, in.cancel = context.WithCancelCause(p.ctx)
+	if store.CheckName(d.Name) != nil { // it may have 64 KiB
+		in.desc.Name = ""
+	}
+	in.state = p.service.log.tensor(p.record, d.Tensor, in.desc.Name, d.SizeBytes)
+	geo := tensor.Geometry{Size: int64(d.SizeBytes), ChunkBytes: int64(d.ChunkBytes)}
+	in.landing = session.Landing{Session: p.session, Tensor: d.Tensor, Geo: geo, Wake: in.wake, Slab: in.slab}
+	p.tensors[d.Tensor] = in
+	if d.OnAllowance {
+		var err error
+		if in.staged, in.stage, err = p.session.Stage(geo); err != nil {
+			in.cancel(err)
+		} else {
+			in.landing.Stage(m, now, in.staged.Bytes())
+		}
+	}
+	name := d.Name
+	p.session.Go(func() { in.run(name) })
+}
+
+func (in *incoming) wake() {
+	select {
+	case in.news <- struct{}{}:
+	default: // already signaled
+	}
+}
+
+// placed is the Place of a tensor, and its assembler.Placer if the call comes one way. A
+// store's code may panic.
+type placed struct {
+	service *Service
+	ctx     context.Context
+	mu      sync.Mutex
+	writer  store.Writer // nil after the end; guarded by mu
+}
+
+// WriteViews copies views to byte off of the tensor.
+func (w *placed) WriteViews(off int64, views [][]byte) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.writer == nil {
+		return stream.ErrClosed
+	}
+	return w.service.survive(func() error { return w.writer.WriteViews(w.ctx, off, views) })
+}
+
+// end returns the writer, which nobody uses any more.
+func (w *placed) end() store.Writer {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	writer := w.writer
+	w.writer = nil
+	return writer
+}
+
+// slab returns memory of n bytes. It waits for the first.
+func (in *incoming) slab(n int) (*slab.Slab, error) {
+	s, size := in.put.service, slab.SizeOf(int64(n))
+	holder := in.put.session.Holder()
+	if !s.Budget.TryAcquire(holder, size) {
+		if in.memory > in.tableBytes() {
+			return nil, slab.ErrBudget
+		}
+		ctx, cancel := context.WithTimeoutCause(in.ctx, s.MemoryWait, errNoMemory)
+		defer cancel()
+		if err := s.Budget.Acquire(ctx, holder, size); err != nil {
+			return nil, err
+		}
+	}
+	in.memory += size
+	return s.Pool.Get(n)
+}
+
+func (in *incoming) tableBytes() int64 { return serving.TableBytes(in.landing.Geo.Count()) }
+
+// run brings the tensor into the store, and ends it.
+func (in *incoming) run(name string) {
+	p := in.put
+	var info store.Info
+	err := p.service.survive(func() (err error) {
+		info, err = in.store(name)
+		return err
+	})
+	sum := frame.Summary{Tensor: in.desc.Tensor, Name: in.desc.Name, SizeBytes: in.desc.SizeBytes}
+	if err != nil {
+		sum = p.failed(sum, err)
+	} else {
+		sum.Digest, sum.Durable = info.Digest, info.Durable
+	}
+	var kept store.Writer // of a set
+	p.session.Do(func(m *stream.Machine, now stream.Instant) {
+		if p.all && err == nil && p.ctx.Err() == nil {
+			kept = in.place.end()
+			p.set = append(p.set, kept)
+		}
+		delete(p.tensors, in.desc.Tensor)
+		p.end(m, now, in.state, sum)
+	})
+	for !in.landing.Home() { // until no chunk is being written to it
+		<-in.news
+	}
+	if in.place != nil && kept == nil {
+		if w := in.place.end(); w != nil {
+			w.Abort() // a no-op if it was committed
+		}
+	}
+	if in.staged != nil {
+		p.session.Unstage(in.staged, in.stage)
+	}
+	p.service.Budget.Release(p.session.Holder(), in.memory)
+	in.cancel(nil)
+}
+
+// store reserves room for the tensor, receives it, and commits it unless it is part of a
+// set.
+func (in *incoming) store(name string) (info store.Info, err error) {
+	p := in.put
+	s := p.service
+	if err := store.CheckName(name); err != nil {
+		return info, err
+	}
+	if err := serving.AcquireTable(s.Budget, p.session.Holder(), in.tableBytes()); err != nil {
+		return info, err
+	}
+	in.memory = in.tableBytes()
+	ctx, cancel := context.WithTimeout(in.ctx, s.MemoryWait)
+	w, err := s.Store.Create(ctx, name, in.desc.Desc)
+	cancel()
+	if err != nil {
+		return info, err
+	}
+	in.place = &placed{service: s, ctx: in.ctx, writer: w}
+	if err := in.receive(w); err != nil {
+		return info, err
+	}
+	select {
+	case p.slots <- struct{}{}:
+		defer func() { <-p.slots }()
+	case <-in.ctx.Done():
+		return info, context.Cause(in.ctx)
+	}
+	if p.all {
+		return s.Store.(store.Sets).Ready(in.ctx, w)
+	}
+	return w.Commit(in.ctx)
+}
+
+// receive waits until every byte is written.
+func (in *incoming) receive(w store.Writer) error {
+	l := &in.landing
+	l.To = in.place
+	whole := l.Whole
+	if in.put.session.OneWay() {
+		in.put.session.Do(func(m *stream.Machine, now stream.Instant) { _ = m.Place(now, in.desc.Tensor, in.place) })
+		whole = in.isWhole
+	} else if mem, ok := w.(store.InPlace); ok && in.staged == nil {
+		l.Memory = mem.Memory()
+	}
+	for {
+		if !in.put.session.OneWay() {
+			if err := l.Step(); err != nil {
+				return err
+			}
+		}
+		if whole() {
+			return nil
+		}
+		select {
+		case <-in.news:
+		case <-in.ctx.Done():
+			return context.Cause(in.ctx)
+		}
+	}
+}
+
+func (in *incoming) isWhole() (whole bool) {
+	in.put.session.Do(func(*stream.Machine, stream.Instant) { whole = in.whole })
+	return whole
+}
+
+// failed returns the Summary of a tensor that failed.
+func (p *put) failed(sum frame.Summary, err error) frame.Summary {
+	why := p.service.Explain(err, slog.String("push", p.id.String()), slog.String("tensor", sum.Tensor.String()))
+	if errors.Is(err, store.ErrFull) {
+		if n, due := p.service.full.Again(); due {
+			p.service.Log.Warn("tensors refused: the store is full", slog.Int64("refused", n))
+		}
+	}
+	sum.Code, sum.Message, sum.RetryAfterMillis = why.Code, why.Text, why.RetryMillis
+	return sum
+}
+
+// end ends a tensor, and with it the set that it fails; the session is locked.
+func (p *put) end(m *stream.Machine, now stream.Instant, state *progress, sum frame.Summary) {
+	sum.Call = p.id
+	p.service.log.over(state, sum)
+	p.service.Core.TensorEnded(serving.Push, sum.Code)
+	m.Summarize(now, sum)
+	p.open--
+	if p.all && sum.Code == frame.OK {
+		n := int64(pushedBytes + len(sum.Name))
+		if p.named += n; !p.service.Budget.TryAcquire(p.session.Holder(), n) {
+			p.named -= n
+			sum.Code, sum.Message = frame.ResourceExhausted, "memory: not enough for the names of so many tensors; put fewer at a time"
+		}
+		if len(p.set) > store.MaxSet {
+			sum.Code, sum.Message = frame.ResourceExhausted, "the set has too many tensors; the limit is 65 536"
+		}
+	}
+	if p.all && sum.Code != frame.OK {
+		p.finish(m, frame.Done{Code: sum.Code, Message: "nothing of the set is stored: " + sum.Message, RetryAfterMillis: sum.RetryAfterMillis})
+		return
+	}
+	p.settle(m)
+}
+
+// settle ends the call when every tensor has ended; the session is locked.
+func (p *put) settle(m *stream.Machine) {
+	if !p.ended || p.open > 0 || p.summed || p.ctx.Err() != nil {
+		return
+	}
+	p.summed = true
+	if p.all {
+		p.session.Go(p.commit)
+		return
+	}
+	p.finish(m, frame.Done{})
+}
+
+// commit stores the set.
+func (p *put) commit() {
+	err := p.service.survive(func() error {
+		_, err := p.service.Store.(store.Sets).CommitAll(p.ctx, p.set)
+		return err
+	})
+	var d frame.Done
+	if err != nil {
+		sum := p.failed(frame.Summary{}, err)
+		d.Code, d.Message, d.RetryAfterMillis = sum.Code, "nothing of the set is stored: "+sum.Message, sum.RetryAfterMillis
+	}
+	p.service.Budget.Release(p.session.Holder(), p.named)
+	p.session.Do(func(m *stream.Machine, _ stream.Instant) { p.finish(m, d) })
+}
+
+// abort discards a set that is not stored.
+func (p *put) abort() {
+	for _, w := range p.set {
+		w.Abort()
+	}
+	p.service.Budget.Release(p.session.Holder(), p.named)
+}
