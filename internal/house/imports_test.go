@@ -32,13 +32,14 @@ var layers = map[string][]string{
 	"slab":               {"internal/invariants"},
 	"tensorfile":         {"tensor"},
 
-	"codec":             {"slab", "tensor"},
-	"engine":            {"slab", "tensor"},
-	"internal/bench":    {"internal/proc", "slab"},
-	"internal/elements": {"internal/minifloat", "tensor"},
-	"internal/link":     {"slab"},
-	"internal/summary":  {"internal/minifloat", "tensor"},
-	"internal/testkit":  {"slab"},
+	"codec":              {"slab", "tensor"},
+	"engine":             {"slab", "tensor"},
+	"internal/admission": {"slab"},
+	"internal/bench":     {"internal/proc", "slab"},
+	"internal/elements":  {"internal/minifloat", "tensor"},
+	"internal/link":      {"slab"},
+	"internal/summary":   {"internal/minifloat", "tensor"},
+	"internal/testkit":   {"slab"},
 
 	"assembler":         {"codec", "internal/invariants", "tensor"},
 	"engine/blocks":     {"engine", "slab", "tensor"},
@@ -53,26 +54,25 @@ var layers = map[string][]string{
 	"engine/cpu":         {"engine", "engine/blocks", "engine/builtin", "engine/stack", "slab", "tensor"},
 	"engine/worker":      {"engine", "engine/blocks", "engine/builtin", "internal/link", "slab", "tensor"},
 	"engine/cuda":        {"engine", "engine/blocks", "engine/builtin", "engine/cuda/kernels", "engine/stack", "slab", "tensor"},
-	"internal/transfer":  {"assembler", "codec", "frame", "internal/background", "internal/fault", "tensor"},
-	"internal/inbound":   {},
 	"internal/lane":      {"codec", "frame", "tensor"},
-	"internal/wire":      {"api/tensorferry/v1", "frame", "internal/inbound", "slab", "tensor"},
+	"internal/wire":      {"api/tensorferry/v1", "frame", "slab", "tensor"},
+	"internal/inbound":   {"internal/wire"},
 	"store/storetest":    {"codec", "store", "tensor"},
 	"internal/lifecycle": {"frame", "internal/invariants"},
 	"stream":             {"assembler", "chunker", "codec", "frame", "internal/lifecycle", "internal/recent", "tensor"},
 
-	"internal/session": {"codec", "frame", "stream", "tensor"},
+	"internal/session": {"codec", "frame", "internal/background", "internal/fault", "slab", "stream", "tensor"},
 
-	"client":                 {"api/tensorferry/v1", "codec", "frame", "internal/glob", "internal/lane", "internal/session", "internal/transfer", "internal/wire", "slab", "stream", "tensor"},
+	"client":                 {"api/tensorferry/v1", "codec", "frame", "internal/glob", "internal/lane", "internal/session", "internal/wire", "slab", "stream", "tensor"},
 	"internal/link/linktest": {"internal/link"},
 	"internal/relay":         {"client", "identity", "internal/link", "slab", "tensor"},
-	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/metrics", "internal/session", "slab", "stream", "tensor"},
+	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/admission", "internal/metrics", "internal/session", "slab", "stream", "tensor"},
 
-	"internal/conns":   {"frame", "internal/inbound", "internal/lane", "internal/serving", "internal/session", "internal/wire"},
-	"internal/guard":   {"internal/serving"},
-	"internal/storing": {"codec", "engine", "frame", "internal/fault", "internal/serving", "internal/session", "internal/transfer", "slab", "store", "stream", "tensor"},
+	"internal/conns":   {"frame", "internal/admission", "internal/inbound", "internal/lane", "internal/session", "internal/wire"},
+	"internal/guard":   {"internal/admission"},
+	"internal/storing": {"codec", "engine", "frame", "internal/admission", "internal/fault", "internal/serving", "internal/session", "slab", "store", "stream", "tensor"},
 
-	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/conns", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/transfer", "internal/wire", "slab", "store", "stream", "tensor"},
+	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/admission", "internal/conns", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "slab", "store", "stream", "tensor"},
 
 	"internal/stress/known": {"client", "internal/bench", "tensor"},
 	"internal/stress/minus": {"engine", "engine/cpu", "server", "tensor"},
@@ -125,6 +125,26 @@ func TestTheMapHasNoCycle(t *testing.T) {
 	}
 	if levels() == nil {
 		t.Error("the map leads in a circle")
+	}
+}
+
+// apart lists what a package must not reach, through whatever it imports.
+var apart = []struct{ pkg, from, why string }{
+	{"client", "internal/inbound", "a client compiles no flood control"},
+	{"client", "engine", "a client computes nothing"},
+	{"internal/conns", "engine", "what accepts connections compiles no engine"},
+	{"internal/guard", "engine", "what authenticates callers compiles no engine"},
+}
+
+func TestWhatIsApartIsNotReached(t *testing.T) {
+	var reach func(pkg, dep string) bool
+	reach = func(pkg, dep string) bool {
+		return pkg == dep || slices.ContainsFunc(layers[pkg], func(next string) bool { return reach(next, dep) })
+	}
+	for _, a := range apart {
+		if reach(a.pkg, a.from) {
+			t.Errorf("%s reaches %s: %s", a.pkg, a.from, a.why)
+		}
 	}
 }
 
