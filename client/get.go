@@ -145,7 +145,7 @@ type pulled struct {
 	rest   *restClock
 	writer io.Writer
 	order  *codec.OrderedDigester // nil once it is over
-	sum    *frame.Summary         // it has come, and is well
+	sum    *frame.Summary         // the server's, if it says OK
 	over   bool
 }
 

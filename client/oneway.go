@@ -140,7 +140,7 @@ type pullCarrier struct {
 	hello *frame.Frame // not received yet
 	begun bool         // the server's hello was
 	conn  *wire.Conn
-	chunk *frame.Frame // what is left of the last frame
+	chunk *frame.Frame // of the last frame, not returned yet
 	sums  *frame.Frame // likewise
 	rest  frame.Frame
 	over  bool

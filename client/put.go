@@ -135,9 +135,9 @@ type pushed struct {
 	told   int64        // of them, to Progress
 	refs   atomic.Int32
 	letGo  chan struct{}  // closed when refs is 0
-	sum    *frame.Summary // guarded by the session's lock until the call is closed
 	sent   bool           // all of it was offered: out.Digest is valid
-	failed error          // why the input could not be read
+	sum    *frame.Summary // guarded by the session's lock until the call is closed
+	failed error          // why the input could not be read; likewise
 }
 
 // put sends tensors in one call. An error is that of the call.
@@ -279,11 +279,9 @@ func (p *putting) send(t *pushed) bool {
 	if source, ok := errors.AsType[*session.SourceError](err); ok {
 		err = source.Err
 	}
-	t.failed = err
-	opened := false
 	s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
-		opened = m.GiveUp(id, frame.Cancelled, "the client could not read all of it")
-		if !opened {
+		t.failed = err
+		if !m.GiveUp(id, frame.Cancelled, "the client could not read all of it") {
 			p.ended(t, id)
 		}
 	})

@@ -147,7 +147,7 @@ func (f *Folder) CommitAll(ctx context.Context, writers []Writer) ([]Info, error
 	syncErr := f.syncNames(f.dir)
 	m.durable, f.unfinished = syncErr == nil, m
 	for _, m := range moves {
-		m.made.file = m.temp // for now; nobody else knows it yet
+		m.made.file = m.temp // until move; no reader has it yet
 	}
 	f.show(made)
 	for _, w := range set {

@@ -34,7 +34,7 @@ type Landing struct {
 	To Place
 	// Memory is where the tensor rests, if that is memory: it is lent itself.
 	Memory []byte
-	// Slab returns memory of n bytes; an error while there is some already is no failure.
+	// Slab returns memory of n bytes. Its error counts only if there is no memory yet.
 	Slab func(n int) (*slab.Slab, error)
 	// InOrder has the pieces handed over in order.
 	InOrder bool
@@ -43,8 +43,8 @@ type Landing struct {
 
 	lent   int64 // bytes lent, or held
 	began  bool
-	handed int64 // bytes handed over, or held
-	next   int64 // in order, likewise
+	left   int   // pieces lent, and not handed over
+	next   int64 // in order, up to where all was handed over, or is held
 	spare  []*slab.Slab
 	slabs  int
 	failed bool // nothing can be lent any more
@@ -64,7 +64,7 @@ type piece struct {
 // locked.
 func (l *Landing) Stage(m *stream.Machine, now stream.Instant, mem []byte) {
 	l.lend(m, now, &piece{mem: mem})
-	l.lent, l.began = l.Geo.Size, true
+	l.lent, l.left, l.began = l.Geo.Size, 1, true
 }
 
 // lend lends a piece; the session is locked.
@@ -88,7 +88,7 @@ func (l *Landing) lend(m *stream.Machine, now stream.Instant, p *piece) {
 
 // Whole reports whether everything has been handed over.
 func (l *Landing) Whole() bool {
-	return l.began && l.handed == l.Geo.Size && (l.Geo.Size > 0 || l.next < 0)
+	return l.began && l.lent == l.Geo.Size && l.left == 0
 }
 
 // Step hands over what has come, and lends memory for more. An error is the place's own, or
@@ -111,11 +111,8 @@ func (l *Landing) Step() error {
 			return err
 		}
 		l.free(p)
-		l.handed += int64(len(p.mem))
+		l.left--
 		l.next = max(l.next, p.off+int64(len(p.mem)))
-		if l.Geo.Size == 0 {
-			l.next = -1
-		}
 	}
 }
 
@@ -147,7 +144,6 @@ func (l *Landing) more() error {
 		if n := l.held(); n > 0 {
 			l.Session.Do(func(m *stream.Machine, now stream.Instant) { l.failed = l.failed || m.Hold(now, l.Tensor, n) != nil })
 			l.lent += n
-			l.handed += n
 			l.next = l.lent
 			l.began = true
 			continue
@@ -186,6 +182,7 @@ func (l *Landing) more() error {
 			return nil
 		}
 		l.lent += n
+		l.left++
 		l.began = true
 	}
 	return nil
@@ -215,12 +212,6 @@ func (l *Landing) held() (n int64) {
 		}
 	}
 	return n
-}
-
-// Lost reports whether the tensor was given up.
-func (l *Landing) Lost() (lost bool) {
-	l.Session.Do(func(*stream.Machine, stream.Instant) { lost = l.failed })
-	return lost
 }
 
 // Home reports whether nothing is lent any more; if so, it releases the slabs. The tensor

@@ -188,16 +188,17 @@ func (g *get) send() error {
 func (g *get) pick() (all []picked, err error) {
 	holder := g.session.Holder()
 	add := func(p picked) error {
-		n := int64(pickedBytes + len(p.name))
-		if len(all) > pinned && !g.service.Budget.TryAcquire(holder, n) {
-			return errPicked
-		} else if len(all) > pinned {
+		if len(all) >= pinned {
+			if p.reader != nil { // descriptors and mappings are few
+				p.was = p.reader.Info()
+				p.reader.Release()
+				p.reader = nil
+			}
+			n := int64(pickedBytes + len(p.name))
+			if !g.service.Budget.TryAcquire(holder, n) {
+				return errPicked
+			}
 			g.kept += n
-		}
-		if len(all) >= pinned && p.reader != nil { // descriptors and mappings are few
-			p.was = p.reader.Info()
-			p.reader.Release()
-			p.reader = nil
 		}
 		all = append(all, p)
 		return nil

@@ -24,7 +24,8 @@ const (
 	selectionBytes = 1 << 10
 	rangeBytes     = 16
 	entryBytes     = 64
-	// pushedBytes is what a push keeps per tensor, in addition to its name, and what a set keeps per tensor until it is stored, in addition to its name.
+	// pushedBytes is what a push keeps per tensor until its answer, and a set until it is
+	// stored, in addition to the name.
 	pushedBytes = 1 << 10
 	// pickedBytes is the same for a tensor that a get picks. The first pinned of them are
 	// opened at once and not charged: beyond, one that is replaced meanwhile fails.

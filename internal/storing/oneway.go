@@ -76,7 +76,7 @@ type pushConn struct {
 	call    tensor.ID // zero before the first frame; belongs to the receiving goroutine, as tensors
 	tensors uint64
 	over    bool         // the put's end was passed on
-	chunk   *frame.Frame // what is left of the last frame
+	chunk   *frame.Frame // of the last frame, not returned yet
 	rest    frame.Frame
 
 	gate session.Gate

@@ -3,6 +3,7 @@ package storing
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"sync"
 
@@ -298,7 +299,7 @@ func (p *put) end(m *stream.Machine, now stream.Instant, state *progress, sum fr
 			sum.Code, sum.Message = frame.ResourceExhausted, "memory: not enough for the names of so many tensors; put fewer at a time"
 		}
 		if len(p.set) > store.MaxSet {
-			sum.Code, sum.Message = frame.ResourceExhausted, "the set has too many tensors; the limit is 65 536"
+			sum.Code, sum.Message = frame.ResourceExhausted, fmt.Sprintf("the set has more than %d tensors; put fewer at a time", store.MaxSet)
 		}
 	}
 	if p.all && sum.Code != frame.OK {
