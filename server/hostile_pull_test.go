@@ -649,3 +649,42 @@ func TestACancelledPullOfWhatIsHeldStopsHashing(t *testing.T) {
 		})
 	}
 }
+
+// lent counts the Readers of a store that are not released.
+type lent struct {
+	*store.Memory
+	open atomic.Int64
+}
+
+type lentReader struct {
+	store.Reader
+	of *lent
+}
+
+func (l *lent) Open(ctx context.Context, name string) (store.Reader, error) {
+	r, err := l.Memory.Open(ctx, name)
+	if err != nil {
+		return nil, err
+	}
+	l.open.Add(1)
+	return lentReader{r, l}, nil
+}
+
+func (r lentReader) Release() {
+	r.of.open.Add(-1)
+	r.Reader.Release()
+}
+
+func TestAPullThatPicksTooMuchKeepsNoReader(t *testing.T) {
+	testkit.Start(t)
+	m := &lent{Memory: store.NewMemory(testkit.Pool(t), 64*mib)}
+	t.Cleanup(func() { require.NoError(t, m.Close()) })
+	for i := range 12_000 {
+		put(t, m, fmt.Sprintf("t%05d", i), []byte{1})
+	}
+	f := serveWithin(t, 4*mib, func(c *server.Config) { c.Store = m })
+	got := pullWith(t, f, &pb.PullTensorsRequest{Hello: greeting(newID()), Selections: []*pb.Selection{{Name: "*"}}})
+	require.Equal(t, codes.ResourceExhausted, got.status.Code())
+	saysWhy(t, got.status.Message(), []string{"memory", "select less"})
+	testkit.Eventually(t, func() bool { return m.open.Load() == 0 }, "every Reader to be released")
+}
