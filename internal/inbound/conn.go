@@ -774,7 +774,7 @@ func (c *Conn) Queue(n int64) {
 
 // deaf reports whether the peer does not read what c has for it; mu is held.
 func (c *Conn) deaf() bool {
-	return !c.shed && (c.held > Free && time.Since(c.since) >= stale || c.queued > Free && time.Since(c.drained) >= stale)
+	return !c.shed && (c.held > Free && time.Since(c.since) >= stale || c.queued > Free && time.Since(c.drained) >= patience)
 }
 
 // keep notes n bytes more, or fewer than none, that the peer has to read something for;

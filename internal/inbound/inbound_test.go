@@ -478,8 +478,8 @@ func TestWhatIsToBeSentWaitsForMemory(t *testing.T) {
 		if c.Room(m.limit-m.begin+mib+1) || !c.Room(m.limit-m.begin+mib) { // Free of what is charged counts for nothing
 			t.Error("there is room for as much as the limit leaves")
 		}
-		time.AfterFunc(stale/2, func() { late.Queue(-mib) })
-		if d := took(mib); d < stale/2 || d > stale/2+queueEvery {
+		time.AfterFunc(patience/2, func() { late.Queue(-mib) })
+		if d := took(mib); d < patience/2 || d > patience/2+queueEvery {
 			t.Errorf("waited %v for a peer that reads", d)
 		}
 		c.Queue(-Free)
@@ -495,7 +495,7 @@ func TestWhatIsToBeSentWaitsForMemory(t *testing.T) {
 			deaf.End()
 			deaf.Queue(-mib) // gRPC lets go of it late
 		}()
-		if d := took(mib); d < stale/4 || d > stale/2+queueEvery {
+		if d := took(mib); d < patience/4 || d > patience/2+queueEvery {
 			t.Errorf("waited %v for a peer that never reads", d)
 		}
 		if late.shed || c.shed || !deaf.shed {

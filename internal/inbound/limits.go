@@ -60,9 +60,10 @@ const (
 	// slowest bytes a second, before it may be ended for others that wait.
 	stale   = time.Second
 	slowest = 64 << 10
-	// patience is how long a connection waits until the RPC that it waits for is ended, and
-	// pause how long until it is closed: before its peer gives it up, as gRPC's clients and
-	// their systems do when nothing that they send is read for 10 s.
+	// patience is how long a connection waits until the RPC that it waits for is ended, how
+	// long a peer may read nothing of what others' answers wait for, and pause how long a
+	// connection waits until it is closed: before its peer gives it up, as gRPC's clients
+	// and their systems do when nothing that they send is read for 10 s.
 	patience = 5 * time.Second
 	pause    = 8 * time.Second
 	// collectAfter is how long what ended RPCs left may lie until a collection is run.
