@@ -6,6 +6,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -25,6 +26,7 @@ const (
 type benchOptions struct {
 	net         string
 	size, pairs int
+	works       []string
 	quick       bool
 	json        bool
 	memory      bool
@@ -74,6 +76,7 @@ process and prints the peak memory of each.`,
 	choiceVar(f, &o.net, "net", "`socket`", "tcp", "unix", "both")
 	f.IntVar(&o.size, "size", benchBytes, "size of the large tensors in `bytes`")
 	f.IntVar(&o.pairs, "pairs", bench.MinRounds, "minimum pairs per median, never below the default")
+	f.StringSliceVar(&o.works, "works", nil, "measure only these `works`, such as push,pull")
 	f.BoolVar(&o.quick, "quick", false, "only test that every part runs; the figures mean nothing")
 	f.BoolVar(&o.json, "json", false, "print JSON with every sample")
 	f.BoolVar(&o.memory, "memory", false, "measure peak memory instead of speed")
@@ -92,7 +95,11 @@ func benchSpeed(ctx context.Context, nets []string, o benchOptions, out io.Write
 		cfg = bench.Smoke()
 	}
 	cfg.Progress, cfg.Rules = progress, kinds.Rules()
-	r, err := cfg.Run(ctx, kinds.Suite(nets, o.size))
+	groups := kinds.Suite(nets, o.size, o.works...)
+	if len(groups) == 0 {
+		return usage("--works %s: bench measures none of them; see docs/benchmarks.md", strings.Join(o.works, ","))
+	}
+	r, err := cfg.Run(ctx, groups)
 	switch {
 	case err != nil:
 		return err

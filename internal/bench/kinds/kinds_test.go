@@ -52,7 +52,7 @@ func opsOf(k bench.Kind) []bench.Op {
 	switch name := k.Name; {
 	case name == Copying:
 		return []bench.Op{bench.Push}
-	case name == Folder:
+	case name == Folder, name == RawStored:
 		return []bench.Op{bench.Push, bench.Pull, bench.PullToFile, bench.Push, bench.Pull}
 	case name == InMemory:
 		return []bench.Op{bench.Push}

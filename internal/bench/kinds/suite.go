@@ -8,23 +8,23 @@ import (
 )
 
 // Suite is what tensorferry bench measures over each network with large tensors of so
-// many bytes.
-func Suite(networks []string, size int) (all []bench.Group) {
+// many bytes. Without works, it is all of them.
+func Suite(networks []string, size int, works ...string) (all []bench.Group) {
 	for _, net := range networks {
 		for _, g := range suite {
 			n := size
 			if slices.Equal(g.ops, []bench.Op{bench.Call}) {
 				n = bench.SmallBytes
 			}
-			all = append(all, bench.Group{Net: net, Size: n, Ops: g.ops, Entrants: g.entrants})
+			ops := slices.DeleteFunc(slices.Clone(g.ops), func(op bench.Op) bool {
+				return len(works) > 0 && !slices.Contains(works, string(op))
+			})
+			if len(ops) > 0 {
+				all = append(all, bench.Group{Net: net, Size: n, Ops: ops, Entrants: g.entrants})
+			}
 		}
 	}
 	return all
-}
-
-// instead has raw sockets do an upload beside a work that they do not have.
-func instead(kind string) []bench.Entrant {
-	return []bench.Entrant{{Kind: kind}, {Kind: RawName(codec.CRC32C, bench.ChunkBytes), Op: bench.Upload}}
 }
 
 // Rules are what is required of tensorferry on loopback with two cores.
@@ -46,8 +46,12 @@ func Rules() (all []bench.Rule) {
 	rule("tcp", bench.Echo, OursWith(codec.CRC32C), StockGRPC.Name, 1.2, 0, false)
 	rule("tcp", bench.Call, Tensorferry, StockGRPC.Name, 1.5, 0, true)
 	rule("tcp", bench.FirstResult, Tensorferry, "", 0.05, 0, true)
-	rule("tcp", bench.Pull, Folder, "raw socket", 0.80, 0, false)
-	rule("tcp", bench.Push, Folder, Copying, 0.60, 0, false)
+	for _, net := range []string{"tcp", "unix"} {
+		rule(net, bench.Pull, Folder, RawStored, 0.90, 0, false)
+		rule(net, bench.PullToFile, Folder, RawStored, 0.90, 0, false)
+		rule(net, bench.Push, InMemory, RawStored, 0.90, 0, false)
+		rule(net, bench.Push, Folder, Copying, 0.90, 0, false)
+	}
 	return all
 }
 
@@ -61,7 +65,7 @@ var suite = []struct {
 	{[]bench.Op{bench.Upload, bench.Echo}, bench.Beside(TLS, Tensorferry, Tensorferry+NoLanes)},
 	{[]bench.Op{bench.Call}, bench.Beside(TLS, Tensorferry)},
 	{[]bench.Op{bench.FirstResult, bench.CallBeside}, bench.Beside(Tensorferry)},
-	{[]bench.Op{bench.Pull, bench.PullToFile}, instead(Folder)},
+	{[]bench.Op{bench.Pull, bench.PullToFile}, bench.Beside(Folder, RawStored)},
 	{[]bench.Op{bench.Push}, bench.Beside(Folder, Copying)},
-	{[]bench.Op{bench.Push}, instead(InMemory)},
+	{[]bench.Op{bench.Push}, bench.Beside(InMemory, RawStored)},
 }
