@@ -260,8 +260,9 @@ func (r *receiver) commit(now Instant, t *in, claim *Claim, got uint32, failed e
 	if t.asm.Whole() {
 		r.tell(Event{Kind: EventWhole, Call: t.call.part.ID, Tensor: t.desc.Tensor, Desc: &t.desc})
 		// Only the sender's memory waits for this one, so it is not urgent unless that
-		// memory is scarce or more than half of the allowance is in use.
-		r.wantAck(now, t, t.desc.RetainChunks > 0 && !t.desc.OnAllowance || r.allowance > int64(r.cfg.Limits.AllowanceBytes)/2)
+		// memory is scarce, more than half of the allowance is in use, or the sender counts
+		// many tensors as open that are here.
+		r.wantAck(now, t, t.desc.RetainChunks > 0 && !t.desc.OnAllowance || r.allowance > int64(r.cfg.Limits.AllowanceBytes)/2 || len(r.acks) >= r.cfg.Limits.OpenTensors/2)
 	} else if news := t.asm.Below() - t.acked; t.desc.RetainChunks > 0 && news > 0 {
 		// Also before it is due: the sender may be able to retain less than it hoped for.
 		r.wantAck(now, t, news >= max(1, t.desc.RetainChunks/ackShare))

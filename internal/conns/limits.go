@@ -6,12 +6,15 @@ const (
 	// The work of a frame is counted in small frames: one for itself, placing more for a
 	// chunk, and one for each workBytes of its control parts. Each payBytes of payload pays
 	// for one, so that chunks of 3 KiB and more are free. Each call or tensor that the
-	// frame opens pays for openPays, that is, for 16 KiB of control parts: these have
-	// limits of their own.
+	// frame opens pays for openPays, that is, for 16 KiB of control parts, and a tensor for
+	// a frame with a chunk: these have limits of their own.
 	placing   = 2
 	workBytes = 256
 	payBytes  = 1 << 10
 	openPays  = 64
+	// firstChunks is how many opened tensors may have their chunks' frames free at a time:
+	// several times as many as a session has open, by default.
+	firstChunks = 256
 	// thinDebt is how far a connection may exceed its rate before it waits: a timer for
 	// each frame would cost more than the frame.
 	thinDebt = 5 * time.Millisecond

@@ -31,8 +31,10 @@ type Frames struct {
 	opened   atomic.Int64 // number of tensors
 	received *inbound.RPC
 
-	owed int   // the last frame's work; belongs to the goroutine that receives, as below
-	seen int64 // of opened, before that frame
+	owed  int   // the last frame's work; belongs to the goroutine that receives, as below
+	chunk bool  // it had a chunk
+	seen  int64 // of opened, before that frame
+	first int64 // opened tensors whose first chunk may still come
 }
 
 // Frames returns the frames of a gRPC stream on the connection, which the account of its RPC
@@ -65,16 +67,23 @@ func (r *Frames) Opened() { r.opened.Add(1) }
 // Recv returns the next frame, after the last one's delay has passed or the RPC has ended.
 func (r *Frames) Recv() (*frame.Frame, error) {
 	opened := r.opened.Load()
-	if n := r.owed - openPays*int(opened-r.seen); n > 0 {
+	news := opened - r.seen
+	r.first = min(r.first+news, firstChunks)
+	n := r.owed - openPays*int(news)
+	if r.chunk && r.first > 0 { // whether it came with the desc or in a frame of its own
+		r.first--
+		n -= 1 + placing
+	}
+	if n > 0 {
 		r.wait(n)
 	}
-	r.owed, r.seen = 0, opened
+	r.owed, r.chunk, r.seen = 0, false, opened
 	f, err := r.frames.Recv()
 	if err != nil {
 		return nil, err
 	}
 	r.owed = 1 + r.Control()/workBytes - f.Chunk.Len()/payBytes
-	if f.HasChunk() {
+	if r.chunk = f.HasChunk(); r.chunk {
 		r.owed += placing
 	}
 	return f, nil

@@ -36,6 +36,35 @@ func (s *source) Recv() (*frame.Frame, error) {
 	return f, s.err
 }
 
+// TestTheFirstChunkOfEachTensorIsFree has descs come together in one frame, and their small
+// chunks in frames of their own.
+func TestTheFirstChunkOfEachTensorIsFree(t *testing.T) {
+	testkit.Start(t)
+	synctest.Test(t, func(t *testing.T) {
+		one := New(Config{ThinFrames: 1000}).one()
+		chunks := &source{ctx: t.Context(), payload: 1, control: 60}
+		r := &Frames{frames: &source{ctx: t.Context(), control: 60}, one: one}
+		recv := func(n int) time.Duration {
+			began := time.Now()
+			for range n {
+				_, err := r.Recv()
+				require.NoError(t, err)
+			}
+			return time.Since(began)
+		}
+		for range 100 {
+			r.frames = &source{ctx: t.Context(), control: 60}
+			recv(1)
+			r.opened.Add(64)
+			r.frames = chunks
+			require.Zero(t, recv(64))
+		}
+		require.Greater(t, recv(1001), time.Second, "further chunks come at the rate")
+		r.opened.Add(1 << 20)
+		require.Greater(t, recv(firstChunks+1000), time.Second, "tensors that were opened long ago pay for few")
+	})
+}
+
 // TestThinFramesComeAtTheRateOfTheirConnection needs a clock of its own: over a
 // socket only the time of the day would tell.
 func TestThinFramesComeAtTheRateOfTheirConnection(t *testing.T) {
