@@ -164,6 +164,9 @@ func turns(nets []string, old []string) (groups []bench.Group) {
 		add(bench.SmallBytes, []bench.Op{bench.Call}, kinds.Tensorferry)
 		add(tensorBytes, []bench.Op{bench.Pull, bench.PullToFile, bench.Push}, kinds.Folder)
 		add(tensorBytes, []bench.Op{bench.Push}, kinds.InMemory)
+		for _, each := range []int{1 << 10, 64 << 10} {
+			add(bench.Many*each, []bench.Op{bench.PushMany, bench.PullMany}, kinds.InMemory)
+		}
 	}
 	return groups
 }

@@ -41,6 +41,11 @@ const (
 	PullToFile Op = "pull-to-file"
 	// Push stores the source in the server's store, in a folder durably.
 	Push Op = "push"
+	// PushMany stores Many small tensors, PushSet stores them together, PullMany fetches
+	// them.
+	PushMany Op = "push-many"
+	PushSet  Op = "push-set"
+	PullMany Op = "pull-many"
 )
 
 // Moves are the operations that Client.Run does. No two names begin alike.

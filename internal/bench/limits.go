@@ -8,6 +8,8 @@ const (
 	ChunkBytes = 1 << 20
 	// SmallBytes is the size of a small call's tensor: 7500 float32.
 	SmallBytes = 30_000
+	// Many is how many tensors a push or a pull of many has.
+	Many = 10_000
 	// MinRounds is the least number of pairs that a median is taken of.
 	MinRounds = 9
 	// MaxRounds ends the wait for a stable median: on a machine whose speed keeps

@@ -55,7 +55,9 @@ func opsOf(k bench.Kind) []bench.Op {
 	case name == Folder, name == RawStored:
 		return []bench.Op{bench.Push, bench.Pull, bench.PullToFile, bench.Push, bench.Pull}
 	case name == InMemory:
-		return []bench.Op{bench.Push}
+		return []bench.Op{bench.Push, bench.PushMany, bench.PushSet, bench.PullMany}
+	case name == Tar:
+		return []bench.Op{bench.PushMany, bench.PushSet, bench.PullMany}
 	case strings.Contains(name, "connections"):
 		return []bench.Op{bench.Upload, bench.Echo, bench.ReLU}
 	case k.OwnMemory:

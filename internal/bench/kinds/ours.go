@@ -65,7 +65,7 @@ func ourKinds() []bench.Kind {
 			return store.OpenFolder(filepath.Join(p.Dir, "store"), store.FolderConfig{})
 		}),
 		ours(InMemory, client.Config{}, Load{1, 1}, func(p bench.Place, pool *slab.Pool) (store.Store, error) {
-			return store.NewMemory(pool, slab.SizeOf(int64(len(p.To)))), nil // room for one
+			return store.NewMemory(pool, slab.SizeOf(int64(len(p.To)))+bench.Many*slab.SizeOf(1)), nil // room for one, or for many small ones
 		}),
 		ours(Tensorferry+NoLanes, withoutLanes(client.Config{}), Load{1, 1}, none),
 		secured,
@@ -173,6 +173,7 @@ func ours(name string, cfg client.Config, load Load, keep keeper) bench.Kind {
 				Run: func(ctx context.Context, op bench.Op) error { return o.run(ctx, op, nil) },
 				Measure: map[bench.Op]func(context.Context, int) (bench.Sample, error){
 					bench.FirstResult: o.firstResult, bench.CallBeside: o.beside, bench.Pull: o.pull, bench.PullToFile: o.pullToFile, bench.Push: o.push,
+					bench.PushMany: o.pushMany(false), bench.PushSet: o.pushMany(true), bench.PullMany: o.pullMany,
 				},
 				Close: o.close,
 			}, nil

@@ -1,6 +1,7 @@
 package kinds
 
 import (
+	"cmp"
 	"slices"
 
 	"github.com/tensorferry/tensorferry/codec"
@@ -12,10 +13,7 @@ import (
 func Suite(networks []string, size int, works ...string) (all []bench.Group) {
 	for _, net := range networks {
 		for _, g := range suite {
-			n := size
-			if slices.Equal(g.ops, []bench.Op{bench.Call}) {
-				n = bench.SmallBytes
-			}
+			n := cmp.Or(g.size, size)
 			ops := slices.DeleteFunc(slices.Clone(g.ops), func(op bench.Op) bool {
 				return len(works) > 0 && !slices.Contains(works, string(op))
 			})
@@ -56,16 +54,21 @@ func Rules() (all []bench.Rule) {
 }
 
 var suite = []struct {
+	size     int // 0: that of the large tensors
 	ops      []bench.Op
 	entrants []bench.Entrant
 }{
-	{[]bench.Op{bench.Upload, bench.Echo, bench.ReLU}, bench.Beside(OursWith(codec.CRC32C), RawName(codec.CRC32C, bench.ChunkBytes), RawName(codec.CRC32C, smallPiece), RawName(0, bench.ChunkBytes), StockGRPC.Name)},
-	{[]bench.Op{bench.Upload, bench.Echo}, bench.Beside(OursWith(codec.CRC32), RawName(codec.CRC32, bench.ChunkBytes), RawName(codec.CRC32, smallPiece))},
-	{[]bench.Op{bench.Call}, bench.Beside(Tensorferry, StockGRPC.Name, RawName(codec.CRC32C, bench.ChunkBytes))},
-	{[]bench.Op{bench.Upload, bench.Echo}, bench.Beside(TLS, Tensorferry, Tensorferry+NoLanes)},
-	{[]bench.Op{bench.Call}, bench.Beside(TLS, Tensorferry)},
-	{[]bench.Op{bench.FirstResult, bench.CallBeside}, bench.Beside(Tensorferry)},
-	{[]bench.Op{bench.Pull, bench.PullToFile}, bench.Beside(Folder, RawStored)},
-	{[]bench.Op{bench.Push}, bench.Beside(Folder, Copying)},
-	{[]bench.Op{bench.Push}, bench.Beside(InMemory, RawStored)},
+	{0, []bench.Op{bench.Upload, bench.Echo, bench.ReLU}, bench.Beside(OursWith(codec.CRC32C), RawName(codec.CRC32C, bench.ChunkBytes), RawName(codec.CRC32C, smallPiece), RawName(0, bench.ChunkBytes), StockGRPC.Name)},
+	{0, []bench.Op{bench.Upload, bench.Echo}, bench.Beside(OursWith(codec.CRC32), RawName(codec.CRC32, bench.ChunkBytes), RawName(codec.CRC32, smallPiece))},
+	{bench.SmallBytes, []bench.Op{bench.Call}, bench.Beside(Tensorferry, StockGRPC.Name, RawName(codec.CRC32C, bench.ChunkBytes))},
+	{0, []bench.Op{bench.Upload, bench.Echo}, bench.Beside(TLS, Tensorferry, Tensorferry+NoLanes)},
+	{bench.SmallBytes, []bench.Op{bench.Call}, bench.Beside(TLS, Tensorferry)},
+	{0, []bench.Op{bench.FirstResult, bench.CallBeside}, bench.Beside(Tensorferry)},
+	{0, []bench.Op{bench.Pull, bench.PullToFile}, bench.Beside(Folder, RawStored)},
+	{0, []bench.Op{bench.Push}, bench.Beside(Folder, Copying)},
+	{0, []bench.Op{bench.Push}, bench.Beside(InMemory, RawStored)},
+	{bench.Many << 10, many, bench.Beside(InMemory, Tar)},
+	{bench.Many << 16, many, bench.Beside(InMemory, Tar)},
 }
+
+var many = []bench.Op{bench.PushMany, bench.PushSet, bench.PullMany}
