@@ -14,7 +14,7 @@ const (
 	// coders is the most encoders, and the most decoders, of the process at a time, one
 	// per CPU. Each keeps memory for two chunks, made at its first use.
 	coders = 16
-	// waitingBytes bounds the encoded payload of the process that waits for gRPC, which
+	// waitingBytes bounds the encoded payload of the process that waits to be sent, which
 	// peers that do not read could make grow: what is beyond is sent unencoded.
 	waitingBytes = 64 * mib
 	// keptBytes is how much memory of payloads that were sent is kept for the next.
