@@ -300,6 +300,9 @@ func (f *Folder) finish() error {
 	}
 	if err == nil {
 		err = os.Remove(filepath.Join(f.dir, manifestFile))
+		if errors.Is(err, fs.ErrNotExist) { // another program has removed it
+			err = nil
+		}
 	}
 	if err != nil {
 		return changing("finish the set in "+manifestFile, err)

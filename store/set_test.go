@@ -141,6 +141,31 @@ func TestASetWhoseFileCannotBeFinishedChangesNothing(t *testing.T) {
 	require.ErrorContains(t, err, manifestFile)
 }
 
+func TestASetWhoseManifestAnotherProgramRemovesIsFinished(t *testing.T) {
+	dir := t.TempDir()
+	var log logged
+	f := closing(t, openFolder(t, dir, FolderConfig{Log: log.logger()}))
+	put(t, f, "a", []byte("old"))
+	put(t, f, "c", []byte("old"))
+	n := 0
+	f.rename = func(from, to string) error {
+		if n++; n == 3 { // the manifest's, one file's, and another's
+			return errFault
+		}
+		return os.Rename(from, to)
+	}
+	_, err := f.CommitAll(t.Context(), begun(t, f, []byte("new"), "a", "b", "c"))
+	require.NoError(t, err)
+	require.Equal(t, 1, log.count("files=2"))
+	require.NoError(t, os.Remove(filepath.Join(dir, manifestFile)))
+	put(t, f, "d", []byte("later"))
+	remove(t, f, "d")
+	require.True(t, hasSet(t, f))
+	require.NoError(t, f.Close())
+	require.True(t, hasSet(t, closing(t, openFolder(t, dir, FolderConfig{}))))
+	require.Len(t, filesIn(t, dir), 3)
+}
+
 func TestAManifestIsCheckedBeforeItIsFollowed(t *testing.T) {
 	temp, file := ".push-A.tmp", fileName("x")
 	text := func(temp, file string) string {
