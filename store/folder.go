@@ -43,11 +43,9 @@ type Folder struct {
 	pool   *slab.Pool // for views
 	lock   *os.File
 	locked fs.FileInfo // identifies lock
-	// syncNames and rename are syncFolder and os.Rename, except in tests.
-	syncNames func(dir string) error
-	rename    func(from, to string) error
-	foreign   map[string]bool // files named like those of pushed tensors that are others'
-	used      atomic.Int64    // bytes of pushed files; grows under mu only
+	disk
+	foreign map[string]bool // files named like those of pushed tensors that are others'
+	used    atomic.Int64    // bytes of pushed files; grows under mu only
 
 	sets       sync.RWMutex // held while a set is committed; guards unfinished; taken before names
 	unfinished *manifest    // of a committed set, to be finished before other changes
@@ -60,6 +58,27 @@ type Folder struct {
 	pushed   index[*pushed]
 	writers  int
 	isClosed bool
+}
+
+// disk is what a Folder does to its files. It is folderDisk, except in tests.
+type disk struct {
+	create    func(path string) (*os.File, error)
+	allocate  func(f *os.File, n int64) error
+	write     func(f *os.File, off int64, views [][]byte) error
+	sync      func(f *os.File) error
+	syncNames func(dir string) error
+	rename    func(from, to string) error
+	remove    func(path string) error
+}
+
+var folderDisk = disk{
+	create:    func(path string) (*os.File, error) { return os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o644) },
+	allocate:  reserveDisk,
+	write:     writeViews,
+	sync:      (*os.File).Sync,
+	syncNames: syncFolder,
+	rename:    os.Rename,
+	remove:    os.Remove,
 }
 
 // pushed is a tensor with a file of its own.
@@ -99,7 +118,7 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 		return nil, errors.Join(fmt.Errorf("store: %w", err), lock.Close())
 	}
 	f := &Folder{
-		dir: dir, config: config, lock: lock, locked: locked, syncNames: syncFolder, rename: os.Rename,
+		dir: dir, config: config, lock: lock, locked: locked, disk: folderDisk,
 		foreign: map[string]bool{}, pool: slab.NewPool(viewBytes, slab.System),
 	}
 	if err = f.isHere(); err == nil { // otherwise the temporary files belong to another store
@@ -210,9 +229,9 @@ func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 	}
 	w.made.init(func() { f.used.Add(-w.begin - size) })
 	w.temp = newTemp()
-	w.file, err = os.OpenFile(filepath.Join(f.dir, w.temp), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o644)
+	w.file, err = f.create(filepath.Join(f.dir, w.temp))
 	if err == nil {
-		err = reserveDisk(w.file, w.begin+size)
+		err = f.allocate(w.file, w.begin+size)
 	}
 	if err != nil {
 		err = w.failed("reserve space for", err)
@@ -364,7 +383,7 @@ func (f *Folder) delete(name string) (there bool, err error) {
 	if !isPushed {
 		return false, nil
 	}
-	if err := os.Remove(filepath.Join(f.dir, p.file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := f.remove(filepath.Join(f.dir, p.file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return false, changing(fmt.Sprintf("delete tensor %q", name), err)
 	}
 	f.forget(p)
@@ -408,7 +427,7 @@ func (w *folderWriter) WriteViews(_ context.Context, off int64, views [][]byte) 
 	if err := checkViews(off, views, w.size); err != nil {
 		return err
 	}
-	if err := writeViews(w.file, w.begin+off, views); err != nil {
+	if err := w.folder.write(w.file, w.begin+off, views); err != nil {
 		return w.failed("write", err)
 	}
 	for _, v := range views {
@@ -490,10 +509,10 @@ func (w *folderWriter) complete() error {
 	if err != nil {
 		return err
 	}
-	if _, err := w.file.WriteAt(header, 0); err != nil {
+	if err := w.folder.write(w.file, 0, [][]byte{header}); err != nil {
 		return err
 	}
-	return w.file.Sync()
+	return w.folder.sync(w.file)
 }
 
 func (w *folderWriter) Abort() {
@@ -503,7 +522,7 @@ func (w *folderWriter) Abort() {
 	if w.file != nil {
 		_ = w.file.Close() // its contents are discarded
 	}
-	_ = os.Remove(filepath.Join(w.folder.dir, w.temp)) // if this fails, the next OpenFolder removes it
+	_ = w.folder.remove(filepath.Join(w.folder.dir, w.temp)) // if this fails, the next OpenFolder removes it
 	w.made.Release()
 	w.made = nil
 	w.folder.mu.Lock()

@@ -233,13 +233,13 @@ func parseManifest(text []byte) (*manifest, error) {
 // write commits the set in the folder, if the folder is synced after it.
 func (m *manifest) write(f *Folder) error {
 	temp := filepath.Join(f.dir, newTemp())
-	file, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o644)
+	file, err := f.create(temp)
 	if err != nil {
 		return err
 	}
-	_, err = file.Write(m.text())
+	err = f.write(file, 0, [][]byte{m.text()})
 	if err == nil {
-		err = file.Sync()
+		err = f.sync(file)
 	}
 	if err = errors.Join(err, file.Close()); err == nil {
 		err = f.syncNames(f.dir) // a manifest may not outlive the names in it
@@ -248,7 +248,7 @@ func (m *manifest) write(f *Folder) error {
 		err = f.rename(temp, filepath.Join(f.dir, manifestFile))
 	}
 	if err != nil {
-		_ = os.Remove(temp) // if this fails, the next OpenFolder removes it
+		_ = f.remove(temp) // if this fails, the next OpenFolder removes it
 	}
 	return err
 }
@@ -299,7 +299,7 @@ func (f *Folder) finish() error {
 		err = f.syncNames(f.dir)
 	}
 	if err == nil {
-		err = os.Remove(filepath.Join(f.dir, manifestFile))
+		err = f.remove(filepath.Join(f.dir, manifestFile))
 		if errors.Is(err, fs.ErrNotExist) { // another program has removed it
 			err = nil
 		}

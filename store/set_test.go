@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -115,6 +116,150 @@ func TestAFaultAtAnyStepOfASetLeavesAllOrNothing(t *testing.T) {
 			})
 		}
 	}
+}
+
+// failing returns a disk of which each operation fails if fault says so. A write has then
+// written half.
+func failing(d disk, fault func(what string) error) disk {
+	return disk{
+		create: func(path string) (*os.File, error) {
+			if err := fault("create"); err != nil {
+				return nil, &os.PathError{Op: "open", Path: path, Err: err}
+			}
+			return d.create(path)
+		},
+		allocate: func(f *os.File, n int64) error {
+			return unless(fault("allocate"), func() error { return d.allocate(f, n) })
+		},
+		write: func(f *os.File, off int64, views [][]byte) error {
+			if err := fault("write"); err != nil {
+				_ = d.write(f, off, [][]byte{views[0][:len(views[0])/2]})
+				return &os.PathError{Op: "write", Path: f.Name(), Err: err}
+			}
+			return d.write(f, off, views)
+		},
+		sync:      func(f *os.File) error { return unless(fault("sync"), func() error { return d.sync(f) }) },
+		syncNames: func(dir string) error { return unless(fault("sync names"), func() error { return d.syncNames(dir) }) },
+		rename: func(from, to string) error {
+			return unless(fault("rename"), func() error { return d.rename(from, to) })
+		},
+		remove: func(path string) error { return unless(fault("remove"), func() error { return d.remove(path) }) },
+	}
+}
+
+// unless does what an error does not prevent.
+func unless(err error, do func() error) error {
+	if err != nil {
+		return err
+	}
+	return do()
+}
+
+// TestADiskThatIsFullAtAnyStepOfASetLeavesAllOrNothing fills the disk at every operation of
+// a set in turn, until none is left: for that operation, or until somebody has made room.
+func TestADiskThatIsFullAtAnyStepOfASetLeavesAllOrNothing(t *testing.T) {
+	for _, once := range []bool{true, false} {
+		for step := 0; ; step++ {
+			what := ""
+			t.Run(fmt.Sprintf("step=%d/once=%t", step, once), func(t *testing.T) { what = fillAt(t, step, once) })
+			if what == "" || t.Failed() {
+				require.Equal(t, 32, step, "operations of a set") // 7 of each file, 11 of the commit
+				break
+			}
+		}
+	}
+}
+
+// fillAt returns the operation that met the full disk; empty if none did.
+func fillAt(t *testing.T, step int, once bool) (what string) {
+	dir := t.TempDir()
+	f := closing(t, openFolder(t, dir, FolderConfig{}))
+	put(t, f, "a", []byte("old"))
+	put(t, f, "c", []byte("old"))
+	old, err := f.Open(t.Context(), "a")
+	require.NoError(t, err)
+	before, _ := f.Used()
+
+	n, isCommitted := -1, false
+	f.disk = failing(folderDisk, func(next string) error {
+		if n++; n == step || n > step && !once {
+			if n == step {
+				what = next
+			}
+			return syscall.ENOSPC
+		}
+		isCommitted = isCommitted || next == "rename" // the manifest's is the first
+		return nil
+	})
+	infos, err := commitSet(t, f)
+	all := hasSet(t, f)
+	require.Equal(t, isCommitted, all)
+	require.Equal(t, all, len(infos) == 3)
+	used, _ := f.Used()
+	if !all {
+		require.ErrorIs(t, err, ErrFull, what)
+		require.ErrorIs(t, err, syscall.ENOSPC)
+		require.Equal(t, before, used)
+		for _, name := range filesIn(t, dir) {
+			require.True(t, isPushedName(name) || isTemp(name) && !once, "%s is left", name)
+		}
+	}
+	require.Zero(t, f.writers, "what is counted in MaxTensors")
+
+	// A process that ends now leaves the same, and less on disk.
+	copied := filepath.Join(t.TempDir(), "copied")
+	require.NoError(t, os.CopyFS(copied, os.DirFS(dir)))
+	restarted := closing(t, openFolder(t, copied, FolderConfig{}))
+	require.Equal(t, all, hasSet(t, restarted))
+	for _, name := range filesIn(t, copied) {
+		require.True(t, isPushedName(name), "%s is left", name)
+	}
+	again, _ := restarted.Used()
+	if all {
+		again += before / 2 // a's older file, which is read
+	}
+	require.Equal(t, again, used)
+
+	f.disk = folderDisk // there is room again
+	infos, err = commitSet(t, f)
+	require.NoError(t, err)
+	require.Len(t, infos, 3)
+	require.True(t, hasSet(t, f))
+	require.Equal(t, "old", string(read(t, old, 10)))
+	old.Release()
+	used, _ = f.Used()
+	require.NoError(t, f.Close())
+	f = closing(t, openFolder(t, dir, FolderConfig{}))
+	require.True(t, hasSet(t, f))
+	for _, name := range filesIn(t, dir) {
+		require.True(t, isPushedName(name), "%s is left", name)
+	}
+	again, _ = f.Used()
+	require.Equal(t, again, used)
+	return what
+}
+
+// commitSet pushes a set as a server does. After an error nothing is left of its Writers.
+func commitSet(t *testing.T, f *Folder) ([]Info, error) {
+	t.Helper()
+	var set []Writer
+	defer func() { abortAll(set) }()
+	for _, name := range []string{"a", "b", "c"} {
+		w, err := f.Create(t.Context(), name, vector(3))
+		if err != nil {
+			return nil, err
+		}
+		set = append(set, w)
+		for i, b := range []byte("new") {
+			if err := w.WriteViews(t.Context(), int64(i), [][]byte{{b}}); err != nil {
+				return nil, err
+			}
+		}
+		if _, err := f.Ready(t.Context(), w); err != nil {
+			return nil, err
+		}
+	}
+	return f.CommitAll(t.Context(), set)
 }
 
 func TestASetWhoseFileCannotBeFinishedChangesNothing(t *testing.T) {
