@@ -260,3 +260,39 @@ func TestWhatAFeedSendsALandingPlaces(t *testing.T) {
 		}
 	}
 }
+
+func TestALandingWhoseTensorIsGivenUpReleasesItsSlabs(t *testing.T) {
+	testkit.Start(t)
+	for name, give := range map[string]func(a *alone, l *Landing){
+		"what was lent": func(a *alone, l *Landing) {
+			require.NoError(t, l.Step())
+			require.False(t, l.Home())
+			a.Do(func(m *stream.Machine, _ stream.Instant) { m.FailTensor(l.Tensor, frame.Cancelled, "enough") })
+		},
+		"what is to be lent": func(a *alone, l *Landing) {
+			a.Do(func(m *stream.Machine, _ stream.Instant) { m.FailTensor(l.Tensor, frame.Cancelled, "enough") })
+			require.NoError(t, l.Step())
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			testkit.Start(t)
+			pool := testkit.Pool(t)
+			a := &alone{m: stream.New(stream.Config{Server: true, Stores: true, StoredBytes: 1 << 30}, 0)}
+			d := bytesDesc(3<<20, 1<<20)
+			d.SizeBytes = 3 << 20
+			require.NoError(t, a.m.Control(0, &frame.Frame{
+				Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: uint8(codec.CRC32C)},
+				Calls: []frame.Call{{ID: d.Call, Put: &frame.Put{}}}, Descs: []frame.Desc{d},
+			}))
+			l := &Landing{
+				Session: a, Tensor: d.Tensor, Geo: tensor.Geometry{Size: 3 << 20, ChunkBytes: 1 << 20}, Wake: func() {},
+				To: &kept{}, Slab: func(n int) (*slab.Slab, error) { return pool.Get(n) },
+			}
+			give(a, l)
+			require.True(t, l.Home())
+			require.False(t, l.Whole())
+			slabs, _ := pool.Live()
+			require.Zero(t, slabs)
+		})
+	}
+}

@@ -75,14 +75,23 @@ func (l *Landing) lend(m *stream.Machine, now stream.Instant, p *piece) {
 		if filled {
 			l.came = append(l.came, p)
 		} else {
-			l.failed = true
+			l.lost(p)
 		}
 		l.Wake()
 	})
 	if err != nil {
 		l.out--
-		l.failed = true
+		l.lost(p)
 		l.Wake()
+	}
+}
+
+// lost lets go of a piece that will not come; the session is locked.
+func (l *Landing) lost(p *piece) {
+	l.failed = true
+	if p.slab != nil {
+		p.slab.Release()
+		p.slab = nil
 	}
 }
 
