@@ -184,7 +184,9 @@ func (in *incoming) run(name string) {
 	}
 	var kept store.Writer // of a set
 	p.session.Do(func(m *stream.Machine, now stream.Instant) {
-		if p.all && err == nil && p.ctx.Err() == nil {
+		if err == nil && p.all && p.ctx.Err() != nil { // the set has failed while this tensor became ready
+			sum = p.failed(sum, context.Cause(p.ctx))
+		} else if err == nil && p.all {
 			kept = in.place.end()
 			p.set = append(p.set, kept)
 		}
