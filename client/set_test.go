@@ -1,8 +1,15 @@
 package client_test
 
 import (
+	"bytes"
+	"context"
+	"errors"
 	"fmt"
+	"math"
+	"os"
 	"sync"
+	"sync/atomic"
+	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -11,7 +18,9 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 func TestASetIsStoredTogetherOrNotAtAll(t *testing.T) {
@@ -72,6 +81,116 @@ func TestASetIsStoredTogetherOrNotAtAll(t *testing.T) {
 			all.Wait()
 		})
 	}
+}
+
+// filling is a folder on a disk that is full from an operation on.
+type filling struct {
+	*store.Folder
+	left     atomic.Int64 // operations until then
+	unsynced error        // of the names of a set, once it is committed
+}
+
+func (f *filling) fault() error {
+	if f.left.Add(-1) < 0 {
+		return fmt.Errorf("%w: %w", store.ErrFull, syscall.ENOSPC)
+	}
+	return nil
+}
+
+func (f *filling) Create(ctx context.Context, name string, d tensor.Desc) (store.Writer, error) {
+	if err := f.fault(); err != nil {
+		return nil, err
+	}
+	w, err := f.Folder.Create(ctx, name, d)
+	return fillingWriter{w, f}, err
+}
+
+func (f *filling) Ready(ctx context.Context, w store.Writer) (store.Info, error) {
+	if err := f.fault(); err != nil {
+		return store.Info{}, err
+	}
+	return f.Folder.Ready(ctx, w.(fillingWriter).Writer)
+}
+
+func (f *filling) CommitAll(ctx context.Context, set []store.Writer) ([]store.Info, error) {
+	if err := f.fault(); err != nil {
+		for _, w := range set {
+			w.Abort()
+		}
+		return nil, err
+	}
+	own := make([]store.Writer, len(set))
+	for i, w := range set {
+		own[i] = w.(fillingWriter).Writer
+	}
+	infos, err := f.Folder.CommitAll(ctx, own)
+	return infos, errors.Join(err, f.unsynced)
+}
+
+type fillingWriter struct {
+	store.Writer
+	folder *filling
+}
+
+func (w fillingWriter) WriteViews(ctx context.Context, off int64, views [][]byte) error {
+	if err := w.folder.fault(); err != nil {
+		return err
+	}
+	return w.Writer.WriteViews(ctx, off, views)
+}
+
+func TestADiskThatFillsUpDuringASetLeavesTheOlderTensors(t *testing.T) {
+	testkit.Start(t)
+	dir := t.TempDir()
+	folder, err := store.OpenFolder(dir, store.FolderConfig{})
+	require.NoError(t, err)
+	f := &filling{Folder: folder}
+	c := storing(t, func(testing.TB, *slab.Pool) store.Store { return f }, client.Config{})
+	sizes := []int64{0, 1, 1000, 3 * mib, 70_000}
+	put := func(seed uint64, left int64) ([]client.Summary, error) {
+		f.left.Store(left)
+		var r client.PushRequest
+		for i, n := range sizes {
+			r.Tensors = append(r.Tensors, client.Input{Name: fmt.Sprint("t/", i), Desc: int8s(n), Data: noise(seed, n)})
+		}
+		return c.PutAll(t.Context(), r)
+	}
+	requireIs := func(seed uint64) {
+		got, err := c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "t/*"}}})
+		require.NoError(t, err)
+		require.Len(t, got, len(sizes))
+		for i, n := range sizes {
+			require.True(t, bytes.Equal(noise(seed, n), got[i].Data), got[i].Name)
+			require.Equal(t, digestOf(got[i].Data), got[i].Digest)
+		}
+	}
+	_, err = put(1, math.MaxInt64)
+	require.NoError(t, err)
+	before, _ := f.Used()
+	steps := int64(0)
+	for ; ; steps++ { // each time a later one fails
+		sums, err := put(2, steps)
+		if err == nil {
+			break
+		}
+		require.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
+		for _, s := range sums {
+			require.Error(t, s.Err)
+		}
+		requireIs(1)
+		testkit.Eventually(t, func() bool { used, _ := f.Used(); return used == before }, "the room of the new tensors")
+		entries, err := os.ReadDir(dir)
+		require.NoError(t, err)
+		require.Len(t, entries, len(sizes)+1, "the tensors' files, and the lock")
+	}
+	require.Greater(t, steps, int64(3*len(sizes)))
+	requireIs(2)
+
+	f.unsynced = errors.New("the disk is on fire")
+	sums, err := put(3, math.MaxInt64)
+	require.Equal(t, codes.Internal, status.Code(err), "%v", err)
+	require.ErrorContains(t, sums[0].Err, "stored, but may not survive")
+	requireIs(3)
 }
 
 // zeros never ends.

@@ -326,14 +326,19 @@ func (p *put) settle(m *stream.Machine) {
 
 // commit stores the set.
 func (p *put) commit() {
-	err := p.service.survive(func() error {
-		_, err := p.service.Store.(store.Sets).CommitAll(p.ctx, p.set)
+	var stored []store.Info
+	err := p.service.survive(func() (err error) {
+		stored, err = p.service.Store.(store.Sets).CommitAll(p.ctx, p.set)
 		return err
 	})
 	var d frame.Done
 	if err != nil {
+		what := "nothing of the set is stored: "
+		if len(stored) > 0 {
+			what = "the set is stored, but may not survive a crash of the server: "
+		}
 		sum := p.failed(frame.Summary{}, err)
-		d.Code, d.Message, d.RetryAfterMillis = sum.Code, "nothing of the set is stored: "+sum.Message, sum.RetryAfterMillis
+		d.Code, d.Message, d.RetryAfterMillis = sum.Code, what+sum.Message, sum.RetryAfterMillis
 	}
 	p.service.Budget.Release(p.session.Holder(), p.named)
 	p.session.Do(func(m *stream.Machine, _ stream.Instant) { p.finish(m, d) })
