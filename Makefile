@@ -72,7 +72,7 @@ stress-sessions: ## Hold a server to its memory with 1 000 sessions at work and 
 stress-receive: ## Hold a server to its memory while peers send what nobody consumes and read nothing
 	$(GO) run $(STAMP) ./internal/stress receive
 
-stress-crash: ## Kill servers during pushes and clients during pulls, 200 of each
+stress-crash: ## Kill servers during pushes and sets, and clients during sets and pulls, 200 of each
 	$(GO) run $(STAMP) ./internal/stress crash
 
 stress-lanes: ## Cut, stall, slow and damage 2 000 lanes, or drain and half-close their sessions, under load; then 300 with the race detector

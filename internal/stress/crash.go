@@ -40,6 +40,9 @@ func runCrash(ctx context.Context, e *environment) error {
 	if err := c.servers(ctx); err != nil {
 		return err
 	}
+	if err := c.pushers(ctx); err != nil {
+		return err
+	}
 	d, err := c.start(ctx)
 	if err != nil {
 		return err
@@ -54,9 +57,12 @@ type crash struct {
 	rand  *rand.Rand
 
 	names [pushers][]*named
+	sets  []*set
 
-	acked                                   atomic.Int64
+	acked, ackedSets, reads                 atomic.Int64 // reads: of whole sets
 	unacked, whole, absent, replaced, temps int
+	unackedSets, wholeSets                  int
+	manifests, setTemps                     int
 	startMost                               time.Duration
 }
 
@@ -72,12 +78,13 @@ func (c *crash) start(ctx context.Context) (*daemon, error) {
 	return c.serve(ctx, "--metrics", "off", "--store", c.store)
 }
 
-// servers kills servers in the middle of pushes.
+// servers kills servers in the middle of pushes, and as often in the middle of sets.
 func (c *crash) servers(ctx context.Context) error {
+	c.sets = []*set{newSet("few", 4, pushedBytes), newSet("many", 50, 256*kib), newSet("most", pinnedMost+50, 4*kib)}
 	for i := range pushers * namesOfEach {
 		c.names[i%pushers] = append(c.names[i%pushers], &named{text: fmt.Sprintf("crash/%d/%d", i%pushers, i/pushers)})
 	}
-	for kills := 0; kills <= c.kills && len(c.all()) == 0; kills++ {
+	for kills := 0; kills <= 2*c.kills && len(c.all()) == 0; kills++ {
 		begin := time.Now()
 		d, err := c.start(ctx)
 		if err != nil {
@@ -85,15 +92,18 @@ func (c *crash) servers(ctx context.Context) error {
 		}
 		c.startMost = max(c.startMost, time.Since(begin))
 		err = c.check(ctx, d)
-		if err == nil && kills < c.kills {
-			err = c.life(ctx, d)
-		} else {
+		switch {
+		case err != nil || kills == 2*c.kills:
 			err = errors.Join(err, d.Stop())
+		case kills%2 == 0:
+			err = c.pushLife(ctx, d)
+		default:
+			err = c.setLife(ctx, d)
 		}
 		if err != nil {
 			return fmt.Errorf("after %d kills: %w", kills, err)
 		}
-		if kills > 0 && kills%20 == 0 {
+		if kills > 0 && kills%40 == 0 {
 			fmt.Fprintf(c.out, "  %d kills\n", kills)
 		}
 	}
@@ -101,31 +111,62 @@ func (c *crash) servers(ctx context.Context) error {
   acknowledged     %d tensors and deletions: all there, whole, after each kill
   unacknowledged   %d: %d whole, %d absent, %d with the older tensor whole in their place; none half
   temporary files  %d left by the kills, 0 left by the start after
-  longest start    %v
-`, c.kills, pushers, c.acked.Load(), c.unacked, c.whole, c.absent, c.replaced, c.temps, c.startMost.Round(time.Millisecond))
+servers killed: %d, each while %d sets, of up to %d tensors, were pushed and pulled
+  acknowledged     %d sets: all there, whole, after each kill
+  unacknowledged   %d: %d whole, %d absent, with the older set whole in their place; none in part
+  pulls            %d of a set, each of one version
+  manifests        %d left by the kills, and %d temporary files; 0 left by the start after
+longest start      %v
+`, c.kills, pushers, c.acked.Load(), c.unacked, c.whole, c.absent, c.replaced, c.temps,
+		c.kills, len(c.sets), pinnedMost+50, c.ackedSets.Load(), c.unackedSets, c.wholeSets, c.unackedSets-c.wholeSets, c.reads.Load(), c.manifests, c.setTemps,
+		c.startMost.Round(time.Millisecond))
 	return nil
 }
 
-// life has tensors pushed until a random moment, when the server is killed.
-func (c *crash) life(ctx context.Context, d *daemon) error {
-	var killed atomic.Bool
-	var all sync.WaitGroup
+// life is a server from its start until it is killed, and those who work with it.
+type life struct {
+	*crash
+	*daemon
+	killed atomic.Bool
+	all    sync.WaitGroup
+}
+
+// work has somebody work on a goroutine that ends with the server. An error before that is
+// a problem, and wrong bytes are one at any time.
+func (l *life) work(what string, do func(cl *client.Client, r *rand.Rand) error) {
+	r := rand.New(rand.NewPCG(l.rand.Uint64(), 0))
+	l.all.Go(func() {
+		cl, err := client.Dial(l.address, client.Config{})
+		if err == nil {
+			err = do(cl, r)
+			_ = cl.Close() // which fails as the server does
+		}
+		var wrong *known.WrongError
+		if errors.As(err, &wrong) || !l.killed.Load() {
+			l.add("%s: %v", what, err)
+		}
+	})
+}
+
+// end kills the server.
+func (l *life) end() {
+	l.killed.Store(true)
+	l.Kill()
+	l.all.Wait()
+}
+
+// pushLife has tensors pushed until a random moment, when the server is killed.
+func (c *crash) pushLife(ctx context.Context, d *daemon) error {
+	l := &life{crash: c, daemon: d}
 	for i, own := range c.names {
-		r := rand.New(rand.NewPCG(c.rand.Uint64(), 0))
-		all.Go(func() { // ends with the server
-			if err := c.push(ctx, d.address, r, own); !killed.Load() {
-				c.add("pusher %d: %v", i, err)
-			}
-		})
+		l.work(fmt.Sprint("pusher ", i), func(cl *client.Client, r *rand.Rand) error { return c.push(ctx, cl, r, own) })
 	}
 	most := lifeMost
 	if c.rand.IntN(4) == 0 {
 		most /= 20 // the first pushes
 	}
 	err := pause(ctx, time.Duration(c.rand.Int64N(int64(most))))
-	killed.Store(true)
-	d.Kill()
-	all.Wait()
+	l.end()
 	for _, f := range c.files() {
 		if strings.HasPrefix(f, ".push-") {
 			c.temps++
@@ -135,12 +176,7 @@ func (c *crash) life(ctx context.Context, d *daemon) error {
 }
 
 // push pushes several tensors at a time, and deletes some, until that fails.
-func (c *crash) push(ctx context.Context, address string, r *rand.Rand, own []*named) error {
-	cl, err := client.Dial(address, client.Config{})
-	if err != nil {
-		return err
-	}
-	defer cl.Close()
+func (c *crash) push(ctx context.Context, cl *client.Client, r *rand.Rand, own []*named) error {
 	for {
 		if n := own[r.IntN(len(own))]; r.IntN(6) == 0 && n.sure != nil {
 			n.maybe = append(n.maybe, nil)
@@ -217,6 +253,17 @@ func (c *crash) check(ctx context.Context, d *daemon) error {
 			continue
 		}
 		c.settle(all[i], s)
+	}
+	for _, s := range c.sets {
+		unacked, fresh, err := s.settle(ctx, cl)
+		if err != nil {
+			return err
+		}
+		c.unackedSets += unacked
+		if fresh {
+			c.wholeSets++
+		}
+		there += s.stored()
 	}
 	if list, _, err := cl.List(ctx, ""); err != nil || len(list) != there || files != there {
 		c.add("%d files, %d tensors listed, %d pulled: %v", files, len(list), there, err)

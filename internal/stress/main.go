@@ -32,7 +32,7 @@ var programs = []struct {
 	run        func(context.Context, *environment) error
 }{
 	{"sessions", "a thousand sessions with a call each in flight, ten thousand idle ones", runSessions},
-	{"crash", "servers killed while tensors are pushed, clients killed while they pull", runCrash},
+	{"crash", "servers killed while tensors and sets are pushed, clients killed while they push a set or pull", runCrash},
 	{"receive", "peers that make a server hold what they send, or leave unread what it sends", runReceive},
 	{"soak", "mixed load on two servers, and whether anything grows", runSoak},
 }
@@ -59,7 +59,7 @@ func (e *environment) flags(f *flag.FlagSet) {
 	f.IntVar(&e.calls, "calls", 1000, "sessions: `how many` have a call of 1 MiB each in flight at the same time")
 	f.IntVar(&e.idle, "idle", 10000, "sessions: `how many` are idle")
 	f.DurationVar(&e.rest, "rest", 20*time.Second, "sessions: how `long` they stay idle")
-	f.IntVar(&e.kills, "n", 200, "crash: how many `times` a server is killed, and a client")
+	f.IntVar(&e.kills, "n", 200, "crash: how many `times` a server or a client is killed, in each of its parts")
 	f.StringVar(&e.folder, "folder", "", "crash: `where` the store is, for a file system of your choice (default a temporary folder)")
 	f.Uint64Var(&e.seed, "seed", uint64(time.Now().UnixNano()), "crash, soak: the `seed` of the random choices")
 	f.DurationVar(&e.lasts, "for", 0, "receive: how `long` each attack lasts (20s); soak: how long all of it (20m)")

@@ -142,6 +142,74 @@ func TestACrashLeavesWhatWasAcknowledgedOrTriedAfter(t *testing.T) {
 	}
 }
 
+func TestASetIsOfOneVersionOrWrong(t *testing.T) {
+	const n = 3
+	of := func(number int) (v version) {
+		for i := range n {
+			v = append(v, known.Pick(uint64(number*n+i), mib))
+		}
+		return v
+	}
+	s := newSet("x", n, mib)
+	found := func(of ...version) (got []client.Summary) {
+		for i, v := range of {
+			got = append(got, client.Summary{Name: s.names[i], Desc: v[i].Desc(), Data: v[i].Data()})
+		}
+		return got
+	}
+	failed := func(code codes.Code) client.Summary {
+		return client.Summary{Name: s.glob(), Err: &client.Error{Code: code}}
+	}
+	a, b, c, other := of(1), of(2), of(3), of(4)
+	s.tried, s.acked = []version{nil, a, b, c}, 2 // c is on its way
+	aborted := found(b, b, b)
+	aborted[1].Err = failed(codes.Aborted).Err
+	twice := found(b, b, b)
+	twice[1] = twice[0]
+	for name, tc := range map[string]struct {
+		got   []client.Summary
+		found int // 0: wrong
+	}{
+		"acknowledged":           {found(b, b, b), 2},
+		"on its way":             {found(c, c, c), 3},
+		"replaced before":        {found(a, a, a), 0},
+		"nothing":                {[]client.Summary{failed(codes.NotFound)}, 0},
+		"never pushed":           {found(other, other, other), 0},
+		"two versions":           {found(b, c, c), 0},
+		"a part":                 {found(b, b), 0},
+		"a part, and an end":     {append(found(b, b), failed(codes.NotFound)), 0},
+		"one in another's place": {twice, 0},
+		"ABORTED, of so few":     {aborted, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			found, err := s.judge(s.acked, tc.got)
+			if tc.found > 0 {
+				require.NoError(t, err)
+				require.Equal(t, tc.found, found)
+				return
+			}
+			var wrong *known.WrongError
+			require.ErrorAs(t, err, &wrong)
+		})
+	}
+	found0, err := newSet("x", n, mib).judge(0, []client.Summary{failed(codes.NotFound)})
+	require.NoError(t, err)
+	require.Zero(t, found0)
+
+	many := newSet("y", pinnedMost+1, 4)
+	v := make(version, len(many.names))
+	var got []client.Summary
+	for i, name := range many.names {
+		v[i] = known.Pick(uint64(i), 4)
+		got = append(got, client.Summary{Name: name, Desc: v[i].Desc(), Data: v[i].Data()})
+	}
+	got[7] = client.Summary{Name: many.names[7], Err: failed(codes.Aborted).Err}
+	many.try(v)
+	which, err := many.judge(0, got)
+	require.NoError(t, err, "ABORTED, of many")
+	require.Equal(t, 1, which)
+}
+
 func TestEachToldOfEveryFailure(t *testing.T) {
 	require.NoError(t, each(0, 4, nil))
 	done := make([]bool, 100)
