@@ -64,8 +64,7 @@ func startServer(t testing.TB, network string, cfg client.Config, change func(*s
 		require.NoError(t, models.Add(m))
 	}
 	var err error
-	st := store.NewMemory(f.host.Pool(), 32*mib)
-	config := server.Config{Models: models, Pool: f.host.Pool(), Budget: f.host.Budget(), Store: st}
+	config := server.Config{Models: models, Pool: f.host.Pool(), Budget: f.host.Budget(), Store: store.NewMemory(f.host.Pool(), 32*mib)}
 	change(&config)
 	f.server, err = server.New(config)
 	require.NoError(t, err)
@@ -90,7 +89,7 @@ func startServer(t testing.TB, network string, cfg client.Config, change func(*s
 		require.NoError(t, f.client.Close())
 		f.server.Close()
 		require.NoError(t, <-served)
-		require.NoError(t, st.Close())
+		require.NoError(t, config.Store.Close())
 		used, _, _ := f.host.Budget().Used()
 		require.Zero(t, used)
 		testkit.Eventually(t, func() bool { n, _ := f.host.Pool().Live(); return n == 0 }, "every slab released")

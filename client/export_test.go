@@ -16,6 +16,9 @@ func (c *Client) WrapSessions(wrap func(SessionStream) SessionStream) {
 	c.stub = wrappedStub{c.stub, wrap}
 }
 
+// SharedSession returns the session of Call, Push and Pull.
+func (c *Client) SharedSession(ctx context.Context) (*Session, error) { return c.sharedSession(ctx) }
+
 type wrappedStub struct {
 	pb.TensorServiceClient
 	wrap func(SessionStream) SessionStream

@@ -25,6 +25,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/lane"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -129,7 +130,7 @@ var faults = []laneFault{
 		})(l)
 	}},
 	{"session half-closed too early", false, func(l *faultyLane) {
-		l.fit = func(id tensor.ID) bool { return !l.target.mayEnd(id) }
+		l.fit = func(id tensor.ID) bool { return l.target.mayNotEnd(id) }
 		forward(func(l *faultyLane, c *onLane) {
 			l.midway(c)
 			l.target.endSide(true)
@@ -342,6 +343,8 @@ type target struct {
 	of   *generation
 	told chan struct{} // closed when the server has said that it drains, or says nothing more
 	once sync.Once
+	// transfer is the push or the pull that the session's worker makes now.
+	transfer *atomic.Pointer[transferring]
 
 	sending sync.Mutex
 	ended   bool // guarded by sending: what is sent is dropped
@@ -351,6 +354,7 @@ type target struct {
 	over    bool                     // guarded by mu: as ended
 	rude    bool                     // guarded by mu: it ended against the rules of docs/wire.md
 	alone   bool                     // guarded by mu: the client opens no lanes any more
+	mixed   bool                     // guarded by mu: there may be a call and a transfer at the same time
 	tensors map[tensor.ID]announced  // guarded by mu
 	calls   map[tensor.ID]*knownCall // guarded by mu
 }
@@ -358,15 +362,17 @@ type target struct {
 // announced is a tensor of a call.
 type announced struct {
 	call   *knownCall
+	input  bool
 	chunks uint32
 }
 
 // knownCall is what has been seen of a call. Its target's lock guards it.
 type knownCall struct {
-	call      *client.Call // once its worker has it
-	accepted  bool         // the server gave credit before it drained
-	acked     bool         // every chunk of the input is acknowledged
-	credited  bool         // every chunk of the result has credit
+	call      *client.Call  // once its worker has it
+	transfer  *transferring // of a put or a get, which may have several tensors
+	accepted  bool          // the server gave credit, or announced a tensor, before it drained
+	acked     bool          // every chunk of the input of a call is acknowledged
+	credited  bool          // every chunk of the result of a call has credit
 	cancelled bool
 }
 
@@ -380,14 +386,16 @@ func (t *target) SendMsg(m any) error {
 	f := &m.(*wire.Message).Frame
 	t.mu.Lock()
 	for _, c := range f.Calls {
-		t.knows(c.ID)
+		if k := t.knows(c.ID); c.Put != nil || c.Get != nil {
+			k.transfer = t.transfer.Load()
+		}
 	}
 	for i := range f.Descs {
 		t.announce(&f.Descs[i], true)
 	}
 	for _, p := range f.Credits {
 		if a, ok := t.tensors[p.Tensor]; ok && p.Limit >= a.chunks {
-			a.call.credited = true
+			a.call.credited = a.call.transfer == nil
 		}
 	}
 	t.mu.Unlock()
@@ -414,7 +422,8 @@ func (t *target) RecvMsg(m any) error {
 		t.of.mu.Unlock()
 	}
 	for i := range f.Descs {
-		t.announce(&f.Descs[i], false)
+		k := t.announce(&f.Descs[i], false)
+		k.accepted = k.accepted || !draining
 	}
 	for _, p := range f.Credits {
 		if a, ok := t.tensors[p.Tensor]; ok && !draining {
@@ -423,18 +432,19 @@ func (t *target) RecvMsg(m any) error {
 	}
 	for _, p := range f.Acks {
 		if a, ok := t.tensors[p.Tensor]; ok && p.Below >= a.chunks {
-			a.call.acked = true
+			a.call.acked = a.call.transfer == nil
 		}
 	}
 	return nil
 }
 
-// announce notes a tensor; mu is held.
-func (t *target) announce(d *frame.Desc, input bool) {
+// announce notes a tensor, and returns what is known of its call; mu is held.
+func (t *target) announce(d *frame.Desc, input bool) *knownCall {
 	geo := tensor.Geometry{Size: int64(d.SizeBytes), ChunkBytes: int64(d.ChunkBytes)}
-	a := announced{t.knows(d.Call), geo.Count()}
-	a.call.credited = a.call.credited || !input && d.OnAllowance
+	a := announced{t.knows(d.Call), input, geo.Count()}
+	a.call.credited = a.call.credited || !input && d.OnAllowance && a.call.transfer == nil
 	t.tensors[d.Tensor] = a
+	return a.call
 }
 
 // knows returns what is known of a call; mu is held.
@@ -451,7 +461,23 @@ func (t *target) mayEnd(id tensor.ID) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	a, ok := t.tensors[id]
-	return ok && a.call.acked && a.call.credited
+	return ok && !t.mixed && a.call.acked && a.call.credited
+}
+
+// mayNotEnd reports whether an end of the client's side fails the call of a tensor, and
+// no other. A get could wait for credit for half a minute.
+func (t *target) mayNotEnd(id tensor.ID) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	a, ok := t.tensors[id]
+	return ok && !t.mixed && (a.input || a.call.transfer == nil) && !(a.call.acked && a.call.credited)
+}
+
+// mix notes whether there may now be a call and a transfer at the same time.
+func (t *target) mix(mixed bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.mixed = mixed
 }
 
 // endLanes has the client open no more lanes.
@@ -492,16 +518,20 @@ func (t *target) sayDrain() {
 // cancel cancels the call of a tensor, and reports whether it was there.
 func (t *target) cancel(id tensor.ID) bool {
 	t.mu.Lock()
-	var call *client.Call
-	if a, ok := t.tensors[id]; ok && a.call.call != nil {
+	cancel := func() {}
+	a, ok := t.tensors[id]
+	switch {
+	case ok && a.call.transfer != nil:
+		cancel = a.call.transfer.cancel
+	case ok && a.call.call != nil:
 		a.call.cancelled = true
-		call = a.call.call
+		cancel = a.call.call.Cancel
+	default:
+		ok = false
 	}
 	t.mu.Unlock()
-	if call != nil {
-		call.Cancel()
-	}
-	return call != nil
+	cancel()
+	return ok
 }
 
 // opened notes a call that a worker has opened, and whether it cancels it.
@@ -531,7 +561,7 @@ func (t *target) legitimate(id tensor.ID, err error) bool {
 	case codes.InvalidArgument:
 		return t.over && !k.acked
 	case codes.DeadlineExceeded:
-		return t.over && !k.credited // nobody took the result: the client could not say where to
+		return t.over && !k.credited && k.transfer == nil // nobody took the result: the client could not say where to
 	}
 	return false
 }
@@ -543,6 +573,7 @@ type laneWorld struct {
 	drained chan *generation
 	lanes   atomic.Int64
 	work    sync.WaitGroup // those who drain
+	made    int            // servers, which belong to the test's goroutine
 
 	draining sync.Mutex // one server at a time
 	stopped  bool       // no other server is needed; guarded by draining
@@ -553,11 +584,22 @@ type laneWorld struct {
 	rand  *rand.Rand         // guarded by mu
 	met   map[string]int     // guarded by mu
 	codes map[codes.Code]int // of calls; guarded by mu
+	// stored has those of tensors pushed and, but for OK, pulled; guarded by mu.
+	stored map[codes.Code]int
 }
 
 // generation starts a server.
 func (w *laneWorld) generation() *generation {
-	g := &generation{fixture: start(w.t, "tcp", client.Config{}), sessions: map[frame.LaneToken]*target{}}
+	g := &generation{sessions: map[frame.LaneToken]*target{}}
+	inFolders := w.made%2 == 1
+	w.made++
+	g.fixture = startServer(w.t, "tcp", client.Config{}, func(c *serverConfig) {
+		if inFolders {
+			c.Store = inFolder(w.t.TempDir(), store.FolderConfig{})(w.t, c.Pool)
+		} else {
+			c.Store = store.NewMemory(c.Pool, 1<<30)
+		}
+	})
 	g.proxy = newBetween(w.t, func(bool) string { return g.addr }, func(c, s net.Conn) { w.fail(g, c, s) })
 	return g
 }
@@ -690,13 +732,14 @@ func TestFaultsOfLanesCostNoCall(t *testing.T) {
 	const workers = 4
 	w := &laneWorld{
 		t: t, next: make(chan *generation), drained: make(chan *generation),
-		rand: testkit.Rand(t), met: map[string]int{}, codes: map[codes.Code]int{},
+		rand: testkit.Rand(t), met: map[string]int{}, codes: map[codes.Code]int{}, stored: map[codes.Code]int{},
 	}
 	w.now = w.generation()
 	var work sync.WaitGroup
 	for i := range workers {
 		work.Go(func() {
 			lw := &laneWorker{world: w, t: t, rand: rand.New(rand.NewPCG(uint64(i), 1))}
+			lw.stock = &stocker{world: w, t: t, rand: rand.New(rand.NewPCG(uint64(i), 2)), name: fmt.Sprint("worker ", i)}
 			for !w.enough() {
 				if err := lw.session(t.Context()); err != nil {
 					t.Errorf("worker %d: %v", i, err)
@@ -730,7 +773,7 @@ func TestFaultsOfLanesCostNoCall(t *testing.T) {
 	for _, f := range faults {
 		t.Logf("%5d %s", w.met[f.name], f.name)
 	}
-	t.Logf("%d lanes; calls by code: %v", w.lanes.Load(), w.codes)
+	t.Logf("%d lanes; calls by code: %v; tensors pushed and pulled: %v", w.lanes.Load(), w.codes, w.stored)
 }
 
 // laneWorker makes calls of large tensors, whose results must be right.
@@ -739,6 +782,37 @@ type laneWorker struct {
 	t     *testing.T
 	rand  *rand.Rand
 	gone  [][]byte // memory of calls that have failed: it must not change
+	stock *stocker
+}
+
+// watched are the sessions of a client, of which the first has all calls.
+type watched struct {
+	mu   sync.Mutex
+	list []*target // guarded by mu
+}
+
+func (w *watched) add(t *target) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.list = append(w.list, t)
+}
+
+// of returns the session of a call: the last one if none has it.
+func (w *watched) of(id tensor.ID) *target {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, t := range w.list {
+		if t.has(id) {
+			return t
+		}
+	}
+	return w.list[len(w.list)-1]
+}
+
+func (t *target) has(id tensor.ID) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.calls[id] != nil
 }
 
 func (w *laneWorker) session(ctx context.Context) error {
@@ -747,22 +821,23 @@ func (w *laneWorker) session(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	t := &target{of: g, told: make(chan struct{}), tensors: map[tensor.ID]announced{}, calls: map[tensor.ID]*knownCall{}}
+	var watch watched
 	c.WrapSessions(func(s client.SessionStream) client.SessionStream {
-		t.SessionStream = s
+		t := &target{
+			SessionStream: s, of: g, told: make(chan struct{}), transfer: &w.stock.now,
+			tensors: map[tensor.ID]announced{}, calls: map[tensor.ID]*knownCall{},
+		}
+		watch.add(t)
 		return t
 	})
-	s, err := c.Session(ctx)
+	s, err := c.SharedSession(ctx)
 	if err != nil {
-		err = errors.Join(w.judge(t, tensor.ID{}, err), c.Close())
+		err = errors.Join(w.judge(watch.of(tensor.ID{}), tensor.ID{}, err), c.Close())
 	} else {
+		t := watch.of(tensor.ID{})
+		w.stock.groups(g)
 		for range 12 {
-			var failed bool
-			if failed, err = w.call(ctx, s, t, 4*mib+w.rand.IntN(8*mib)); failed && err == nil {
-				if _, err = w.call(ctx, s, t, 30_000); err == nil {
-					err = w.check()
-				}
-			}
+			err = w.round(ctx, c, s, t, &watch)
 			if draining, _ := g.drains(); err != nil || draining || t.isOver() {
 				break
 			}
@@ -774,9 +849,34 @@ func (w *laneWorker) session(ctx context.Context) error {
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	delete(g.sessions, t.token)
+	for _, t := range watch.list {
+		delete(g.sessions, t.token)
+	}
 	if kept := c.Kept(); kept > 64*mib {
 		err = errors.Join(err, fmt.Errorf("the client keeps %d bytes", kept))
+	}
+	return err
+}
+
+// round makes a call, a push or a pull, or two of them at the same time.
+func (w *laneWorker) round(ctx context.Context, c *client.Client, s *client.Session, t *target, watch *watched) (err error) {
+	what := w.rand.IntN(3)
+	t.mix(what == 2)
+	var failed bool
+	if what == 0 {
+		failed, err = w.call(ctx, s, t, 4*mib+w.rand.IntN(8*mib))
+	} else {
+		moved := make(chan error, 1)
+		go func() { moved <- w.stock.step(ctx, c, watch) }() // ends with the push or the pull
+		if what == 2 {
+			failed, err = w.call(ctx, s, t, 4*mib+w.rand.IntN(8*mib))
+		}
+		err = errors.Join(err, <-moved)
+	}
+	if failed && err == nil {
+		if _, err = w.call(ctx, s, t, 30_000); err == nil {
+			err = w.check()
+		}
 	}
 	return err
 }
@@ -802,7 +902,12 @@ func (w *laneWorker) judge(t *target, id tensor.ID, err error) error {
 // check looks whether memory was written after it was taken back.
 func (w *laneWorker) check() error {
 	defer func() { w.gone = nil }()
-	for _, g := range w.gone {
+	return untouched(w.gone)
+}
+
+// untouched returns an error if memory that was taken back has been written.
+func untouched(gone [][]byte) error {
+	for _, g := range gone {
 		for i := range g {
 			if g[i] != 0xdb {
 				return fmt.Errorf("byte %d of memory that was taken back has been written", i)
