@@ -332,9 +332,9 @@ func (p *killedPushers) run(ctx context.Context) error {
 			return fmt.Errorf("after %d kills: %w", i, err)
 		}
 	}
-	if f, err = p.atRest(ctx); err == nil && f["tensorferry_store_used_bytes"] != used {
-		err = fmt.Errorf("the store counts %v bytes, not %v as before", f["tensorferry_store_used_bytes"], used)
-	}
+	_, err = p.d.until(ctx, fmt.Sprintf("at rest with %v bytes in the store", used), func(f figures) bool {
+		return f["tensorferry_open_transfers"] == 0 && f["tensorferry_store_used_bytes"] == used
+	})
 	return err
 }
 
@@ -380,8 +380,14 @@ func (p *killedPushers) round(ctx context.Context, cl *client.Client, i int) err
 	if fresh || acked {
 		p.fresh++
 	}
-	if p.folder != "" && err == nil {
-		err = p.tidy()
+	if p.folder == "" || err != nil {
+		return err
+	}
+	end := time.Now().Add(settleWait)
+	for err = p.tidy(); err != nil && time.Now().Before(end); err = p.tidy() { // a writer may be waiting for the disk
+		if err := pause(ctx, pollEvery); err != nil {
+			return err
+		}
 	}
 	return err
 }
