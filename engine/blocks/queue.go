@@ -4,7 +4,13 @@ import "context"
 
 // Queue is a device's queue of blocks, first in, first out. The zero value is empty.
 // The device guards it.
-type Queue struct{ head, tail *Work }
+type Queue struct {
+	head, tail *Work
+	n          int
+}
+
+// Len returns how many blocks there are.
+func (q *Queue) Len() int { return q.n }
 
 // Head returns the first block, nil without one.
 func (q *Queue) Head() *Work { return q.head }
@@ -18,6 +24,7 @@ func (q *Queue) Push(w *Work) {
 		q.tail.next = w
 	}
 	q.tail = w
+	q.n++
 }
 
 // Pop takes the first block, nil without one.
@@ -25,6 +32,7 @@ func (q *Queue) Pop() *Work {
 	w := q.head
 	if w != nil {
 		q.head = w.next
+		q.n--
 	}
 	return w
 }
@@ -37,9 +45,16 @@ func (q *Queue) Append(behind *Queue) {
 	case q.head == nil:
 		*q = *behind
 	default:
-		q.tail.next, q.tail = behind.head, behind.tail
+		q.tail.next, q.tail, q.n = behind.head, behind.tail, q.n+behind.n
 	}
 	*behind = Queue{}
+}
+
+// End ends all blocks with err. The device holds no lock of its own.
+func (q *Queue) End(err error) {
+	for w := q.Pop(); w != nil; w = q.Pop() {
+		w.Done(err, Times{})
+	}
 }
 
 // Take takes the blocks of a run out, in order.

@@ -69,7 +69,7 @@ func (p *workers) close() {
 	over.Append(&p.queue)
 	p.aside = blocks.Queue{}
 	p.mu.Unlock()
-	endAll(&over)
+	over.End(engine.ErrClosed)
 	p.all.Wait()
 }
 
@@ -98,19 +98,13 @@ func end(w *blocks.Work) {
 	w.Done(err, blocks.Times{})
 }
 
-func endAll(q *blocks.Queue) {
-	for w := q.Pop(); w != nil; w = q.Pop() {
-		end(w)
-	}
-}
-
 // Cancel implements blocks.Canceler.
 func (p *workers) Cancel(run context.Context) {
 	p.mu.Lock()
-	aside, over := p.aside.Take(run), p.queue.Take(run)
+	over, rest := p.aside.Take(run), p.queue.Take(run)
 	p.mu.Unlock()
-	endAll(&aside)
-	endAll(&over)
+	over.Append(&rest)
+	over.End(context.Cause(run))
 }
 
 // work is a worker: it computes the blocks of every run.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -83,6 +84,21 @@ func (g *guest) kill() {
 	}
 }
 
+// endWithHost asks the guest to end when the host is closed, and kills it if it does not. It
+// returns when the guest is over.
+func (g *guest) endWithHost(over <-chan struct{}) {
+	select {
+	case <-g.process.host.ctx.Done():
+		_ = g.socket.CloseWrite() // it is asked to end
+		select {
+		case <-time.After(endWait):
+			g.kill()
+		case <-over:
+		}
+	case <-over:
+	}
+}
+
 // bury is called before the process is waited for, and kills what it has started.
 func (g *guest) bury() {
 	g.kill()
@@ -90,8 +106,6 @@ func (g *guest) bury() {
 	defer g.stopping.Unlock()
 	g.over = true
 }
-
-func (g *guest) isReady() bool { return g.info != nil }
 
 // talk greets the guest, waits for its model and reads what it says, until it ends (nil)
 // or breaks the protocol.
@@ -207,15 +221,12 @@ func (g *guest) rest() {
 func (g *guest) pass(w *blocks.Work, r result) {
 	h := g.process.host
 	h.mu.Lock()
-	mine := false
-	for i, b := range g.begun {
-		if mine = b == w; mine {
-			g.begun = append(g.begun[:i], g.begun[i+1:]...)
-			break
-		}
+	at := slices.Index(g.begun, w)
+	if at >= 0 {
+		g.begun = slices.Delete(g.begun, at, at+1)
 	}
 	h.mu.Unlock()
-	if !mine { // the guest has left, and w failed with it
+	if at < 0 { // the guest has left, and w failed with it
 		r.release()
 		return
 	}
@@ -258,7 +269,6 @@ func (g *guest) next(wait bool) *blocks.Work {
 			h.more.Wait()
 			continue
 		}
-		h.queued--
 		p := w.Program.(*program)
 		if err := context.Cause(w.Context()); err != nil {
 			h.mu.Unlock()
@@ -269,9 +279,7 @@ func (g *guest) next(wait bool) *blocks.Work {
 		if h.info.stateful && p.owner == nil {
 			p.owner = g
 			rest := h.queue.Take(w.Context())
-			for o := rest.Pop(); o != nil; o = rest.Pop() {
-				g.queue.Push(o)
-			}
+			g.queue.Append(&rest)
 		}
 		g.begun = append(g.begun, w)
 		g.block, g.id = w, h.blockIDs.Add(1)

@@ -26,7 +26,7 @@ type readyJSON struct {
 	Outputs   []portJSON        `json:"outputs"`
 	Rows      int               `json:"rows"`
 	BlockRows int64             `json:"block_rows"`
-	Params    []paramJSON       `json:"params"`
+	Params    []engine.Param    `json:"params"`
 	About     map[string]string `json:"about"`
 	Stateful  bool              `json:"stateful"`
 }
@@ -36,13 +36,6 @@ type portJSON struct {
 	DTypes []string `json:"dtypes"`
 	Shape  []int64  `json:"shape"`
 	Whole  bool     `json:"whole"`
-}
-
-type paramJSON struct {
-	Name    string `json:"name"`
-	Kind    string `json:"kind"`
-	Default string `json:"default"`
-	Meaning string `json:"meaning"`
 }
 
 // parseInfo reads the json of ready, under the name that the model is served by.
@@ -55,11 +48,8 @@ func parseInfo(name string, text []byte) (*info, error) {
 		return nil, fmt.Errorf("it did not load: %s", clean(r.Error))
 	}
 	i := &info{stateful: r.Stateful, engine: engine.Info{
-		Name: name, Version: r.Version, Device: r.Device, Rows: r.Rows, BlockRows: r.BlockRows, About: r.About,
+		Name: name, Version: r.Version, Device: r.Device, Rows: r.Rows, BlockRows: r.BlockRows, Params: r.Params, About: r.About,
 	}}
-	for _, p := range r.Params {
-		i.engine.Params = append(i.engine.Params, engine.Param{Name: p.Name, Kind: p.Kind, Default: p.Default, Meaning: p.Meaning})
-	}
 	for _, side := range []struct {
 		from []portJSON
 		to   *[]engine.Port

@@ -4,8 +4,6 @@ import (
 	"bytes"
 	"log/slog"
 	"strings"
-	"sync"
-	"time"
 	"unicode"
 	"unicode/utf8"
 )
@@ -44,11 +42,11 @@ func (p *process) says(line string) {
 	p.last = line
 	g := p.guest
 	p.mu.Unlock()
-	if !p.lines.allow() {
+	if !p.allow() {
 		return
 	}
-	if n := p.lines.lost(); n > 0 {
-		p.log.Warn("worker said more than is logged", slog.Int("lines", n))
+	if n := p.dropped.Swap(0); n > 0 {
+		p.log.Warn("worker said more than is logged", slog.Int64("lines", n))
 	}
 	call := ""
 	if g != nil {
@@ -62,36 +60,13 @@ func (p *process) says(line string) {
 	p.log.Info("worker says", slog.String("line", line), slog.String("call", call))
 }
 
-// limiter bounds the lines of one process. The zero value has room for a burst.
-type limiter struct {
-	mu      sync.Mutex // guards all below
-	used    float64    // of the burst
-	at      time.Time
-	dropped int
-}
-
 // allow reports whether one line more is logged.
-func (l *limiter) allow() bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	now := time.Now()
-	l.used = max(0, l.used-now.Sub(l.at).Seconds()*linesPerSecond)
-	l.at = now
-	if l.used >= lineBurst {
-		l.dropped++
-		return false
+func (p *process) allow() bool {
+	ok := p.lines.Allow()
+	if !ok {
+		p.dropped.Add(1)
 	}
-	l.used++
-	return true
-}
-
-// lost returns how many lines were not logged since it was asked last.
-func (l *limiter) lost() int {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	n := l.dropped
-	l.dropped = 0
-	return n
+	return ok
 }
 
 // clean makes text of a guest one line of bounded length.

@@ -8,8 +8,11 @@ import (
 	"os/exec"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
+
+	"golang.org/x/time/rate"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/blocks"
@@ -22,7 +25,8 @@ type process struct {
 	log   *slog.Logger
 	first chan<- error // nil or what went wrong, when the first life is ready or over; then nil
 
-	lines limiter
+	lines   *rate.Limiter // of the log
+	dropped atomic.Int64  // lines that were not logged since that was said last
 
 	mu    sync.Mutex // guards all below
 	guest *guest     // the life it is in
@@ -109,18 +113,7 @@ func (p *process) live() error {
 		talked <- err
 	}()
 	exited := make(chan struct{})
-	h.all.Go(func() { // ends with the process
-		select {
-		case <-h.ctx.Done():
-			_ = socket.CloseWrite() // it is asked to end
-			select {
-			case <-time.After(endWait):
-				g.kill()
-			case <-exited:
-			}
-		case <-exited:
-		}
-	})
+	h.all.Go(func() { g.endWithHost(exited) })
 	await(cmd.Process.Pid)
 	g.bury()
 	failed := cmd.Wait()
@@ -158,9 +151,9 @@ func (p *process) cause(g *guest, broke, failed error) error {
 		why = broke
 	}
 	switch {
-	case !g.isReady() && why != nil:
+	case g.info == nil && why != nil:
 		return why
-	case !g.isReady(): // what it said last may tell
+	case g.info == nil: // what it said last may tell
 		return fmt.Errorf("it ended while loading (%s): %s", exit(failed), last)
 	case why != nil:
 		return &endedError{h.cfg.Name, why.Error()}
@@ -187,18 +180,7 @@ func (p *process) attached() {
 	h := p.host
 	defer close(h.ended)
 	g := newGuest(p, h.cfg.Socket, os.Getppid(), nil)
-	h.all.Go(func() { // ends with the link
-		select {
-		case <-h.ctx.Done():
-			_ = h.cfg.Socket.CloseWrite()
-			select {
-			case <-time.After(endWait):
-				g.conn.Close()
-			case <-g.conn.Done():
-			}
-		case <-g.conn.Done():
-		}
-	})
+	h.all.Go(func() { g.endWithHost(g.conn.Done()) })
 	err := g.talk()
 	g.conn.Close()
 	if err == nil {
@@ -214,7 +196,7 @@ func (p *process) attached() {
 
 // failed logs what a model's own code failed with.
 func (p *process) failed(w *blocks.Work, trace string) {
-	if !p.lines.allow() {
+	if !p.allow() {
 		return
 	}
 	p.log.Warn("model failed", slog.String("call", w.Program.(*program).call), slog.String("trace", tail(trace, traceBytes)))

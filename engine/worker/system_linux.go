@@ -2,11 +2,7 @@ package worker
 
 import (
 	"errors"
-	"fmt"
-	"os"
 	"os/exec"
-	"strconv"
-	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -28,15 +24,4 @@ func await(pid int) {
 func kill(pid int) {
 	_ = unix.Kill(-pid, unix.SIGKILL) // it may be over already
 	_ = unix.Kill(pid, unix.SIGKILL)
-}
-
-// residentOf returns the memory of a process that is present, 0 where nobody says.
-func residentOf(pid int) int64 {
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/statm", pid))
-	fields := strings.Fields(string(text))
-	if err != nil || len(fields) < 2 {
-		return 0
-	}
-	pages, _ := strconv.ParseInt(fields[1], 10, 64)
-	return pages * int64(os.Getpagesize())
 }

@@ -9,6 +9,7 @@
 package worker
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -20,9 +21,12 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/time/rate"
+
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/blocks"
 	"github.com/tensorferry/tensorferry/internal/link"
+	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/slab"
 )
 
@@ -67,14 +71,7 @@ func (c *Config) setDefaults() {
 	if c.Log == nil {
 		c.Log = slog.New(slog.DiscardHandler)
 	}
-	for _, d := range []struct {
-		at *time.Duration
-		or time.Duration
-	}{{&c.block, blockWait}, {&c.obey, obeyWait}, {&c.first, pauseFirst}} {
-		if *d.at <= 0 {
-			*d.at = d.or
-		}
-	}
+	c.block, c.obey, c.first = cmp.Or(c.block, blockWait), cmp.Or(c.obey, obeyWait), cmp.Or(c.first, pauseFirst)
 }
 
 // threads are the settings of the libraries that compute: those that the caller's
@@ -119,7 +116,6 @@ type Host struct {
 	mu     sync.Mutex // guards all below, and what guests and programs say of it
 	more   sync.Cond  // for guests: there may be something to do
 	queue  blocks.Queue
-	queued int
 	guests map[*guest]struct{} // that are ready
 	info   *info               // as the first guest said
 	closed bool
@@ -141,7 +137,7 @@ func Start(c Config) (*Host, error) {
 	h.engine = blocks.New(blocks.Config{Name: "python:" + c.Name, Device: h, Pool: h.pool, Budget: h.budget, Gauges: h.gauges})
 	ready := make(chan error, c.Processes)
 	for n := range c.Processes {
-		p := &process{host: h, log: h.log, first: ready}
+		p := &process{host: h, log: h.log, first: ready, lines: rate.NewLimiter(linesPerSecond, lineBurst)}
 		if c.Processes > 1 {
 			p.log = h.log.With(slog.Int("process", n+1))
 		}
@@ -187,12 +183,10 @@ func (h *Host) Close() {
 	h.mu.Lock()
 	h.closed = true
 	rest := h.queue
-	h.queue, h.queued = blocks.Queue{}, 0
+	h.queue = blocks.Queue{}
 	h.more.Broadcast()
 	h.mu.Unlock()
-	for w := rest.Pop(); w != nil; w = rest.Pop() {
-		w.Done(engine.ErrClosed, blocks.Times{})
-	}
+	rest.End(engine.ErrClosed)
 	h.stop()
 	h.all.Wait()
 }
@@ -200,11 +194,12 @@ func (h *Host) Close() {
 // gauges are what the model measures.
 func (h *Host) gauges() []engine.Gauge {
 	h.mu.Lock()
-	var resident int64
+	ready, queued, resident := len(h.guests), h.queue.Len(), int64(0)
 	for g := range h.guests {
-		resident += residentOf(g.pid)
+		r, _ := proc.ResidentOf(g.pid) // nothing where the system does not tell
+		resident += r.Own + r.Mapped
+		queued += g.queue.Len()
 	}
-	ready, queued := len(h.guests), h.queued
 	h.mu.Unlock()
 	inputs, _, _ := h.budget.Used()
 	results, _, _ := h.results.Used()
@@ -235,7 +230,6 @@ func (h *Host) Start(w *blocks.Work) {
 		h.queue.Push(w)
 	}
 	if err == nil {
-		h.queued++
 		h.more.Broadcast()
 	}
 	h.mu.Unlock()
@@ -247,21 +241,13 @@ func (h *Host) Start(w *blocks.Work) {
 // Cancel implements blocks.Canceler. What a guest has begun, it is told of by enter.
 func (h *Host) Cancel(run context.Context) {
 	h.mu.Lock()
-	taken := []blocks.Queue{h.queue.Take(run)}
+	over := h.queue.Take(run)
 	for g := range h.guests {
-		taken = append(taken, g.queue.Take(run))
-	}
-	var over []*blocks.Work
-	for i := range taken {
-		for w := taken[i].Pop(); w != nil; w = taken[i].Pop() {
-			over = append(over, w)
-			h.queued--
-		}
+		rest := g.queue.Take(run)
+		over.Append(&rest)
 	}
 	h.mu.Unlock()
-	for _, w := range over {
-		w.Done(context.Cause(run), blocks.Times{})
-	}
+	over.End(context.Cause(run))
 }
 
 // join takes in a guest that is ready.
@@ -298,27 +284,23 @@ func (h *Host) leave(g *guest, cause error) {
 	_, ready := h.guests[g]
 	delete(h.guests, g)
 	g.left = cause
-	var over []*blocks.Work
-	for w := g.queue.Pop(); w != nil; w = g.queue.Pop() {
-		over = append(over, w)
-		h.queued--
+	over := g.queue
+	for _, w := range g.begun {
+		over.Push(w)
 	}
-	over = append(over, g.begun...)
-	g.begun = nil
+	g.queue, g.begun = blocks.Queue{}, nil
 	last, closed := ready && len(h.guests) == 0, h.closed
 	if last {
-		h.queue, h.queued = blocks.Queue{}, 0 // the engine takes them back
+		h.queue = blocks.Queue{} // the engine takes them back
 	}
 	h.mu.Unlock()
-	for _, w := range over {
-		w.Done(cause, blocks.Times{})
-	}
+	over.End(cause)
 	if !last || closed {
 		return
 	}
 	h.lost = true
 	h.engine.Lost(cause)
 	h.mu.Lock()
-	h.queue, h.queued = blocks.Queue{}, 0 // what came meanwhile
+	h.queue = blocks.Queue{} // what came meanwhile
 	h.mu.Unlock()
 }

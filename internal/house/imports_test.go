@@ -52,7 +52,7 @@ var layers = map[string][]string{
 	"store/generate":    {"internal/minifloat", "tensor"},
 
 	"engine/cpu":         {"engine", "engine/blocks", "engine/builtin", "engine/stack", "slab", "tensor"},
-	"engine/worker":      {"engine", "engine/blocks", "engine/builtin", "internal/link", "slab", "tensor"},
+	"engine/worker":      {"engine", "engine/blocks", "engine/builtin", "internal/link", "internal/proc", "slab", "tensor"},
 	"engine/cuda":        {"engine", "engine/blocks", "engine/builtin", "engine/cuda/kernels", "engine/stack", "slab", "tensor"},
 	"internal/lane":      {"codec", "frame", "tensor"},
 	"internal/wire":      {"api/tensorferry/v1", "frame", "slab", "tensor"},
