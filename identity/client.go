@@ -14,18 +14,20 @@ import (
 	"google.golang.org/grpc/credentials"
 )
 
-// ClientFiles names the files that secure a client, all in PEM except Token.
+// ClientFiles names the files that secure a client, all in PEM except Token. The tags are for
+// package relay.
 type ClientFiles struct {
 	// CA has the authorities that may sign the server's certificate; "" means those that
 	// the system trusts.
-	CA string
+	CA string `json:"ca"`
 	// Cert and Key are the client's certificate and its private key; "" means none.
-	Cert, Key string
+	Cert string `json:"cert"`
+	Key  string `json:"key"`
 	// ServerName is the name in the server's certificate; "" means the host of its address.
-	ServerName string
+	ServerName string `json:"server_name"`
 	// Token has the client's token, in the format of ServerFiles.Tokens; only the first
 	// token is used. "" means none.
-	Token string
+	Token string `json:"token"`
 }
 
 // clientSecrets are the contents of ClientFiles.

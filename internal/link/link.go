@@ -452,7 +452,8 @@ func (c *Conn) take(m *Take) error {
 		if errors.Is(err, context.DeadlineExceeded) {
 			code = Deadline
 		}
-		_ = c.Send(&Done{Head: Head{ID: m.ID}, Code: code, JSON: failure(err.Error())}) // an error is Recv's too
+		text, _ := json.Marshal(map[string]string{"message": err.Error()}) // a text marshals
+		_ = c.Send(&Done{Head: Head{ID: m.ID}, Code: code, JSON: text})    // an error is Recv's too
 	})
 	return nil
 }
@@ -462,12 +463,3 @@ const (
 	Deadline  uint16 = 4
 	Exhausted uint16 = 8
 )
-
-// failure is the JSON of a Done with a code.
-func failure(message string) []byte {
-	b, err := json.Marshal(map[string]string{"message": message})
-	if err != nil {
-		panic(err) // a text marshals
-	}
-	return b
-}

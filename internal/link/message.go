@@ -5,35 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"reflect"
 	"unicode/utf8"
 )
 
 // ErrMessage is wrapped when a packet is no message of this protocol, or a message
 // does not fit into a packet.
 var ErrMessage = errors.New("link: bad message")
-
-// Kind says what a message is.
-type Kind uint8
-
-// The kinds of docs/link.md.
-const (
-	KindHello  Kind = 1
-	KindMemory Kind = 2
-	KindForget Kind = 3
-	KindTake   Kind = 4
-	KindGive   Kind = 5
-	KindDone   Kind = 8
-	KindAsk    Kind = 10
-	KindCall   Kind = 11
-	KindData   Kind = 12
-	KindCancel Kind = 13
-	KindResult Kind = 14
-	KindRegion Kind = 15
-	KindReady  Kind = 20
-	KindRun    Kind = 21
-	KindAnswer Kind = 22
-	KindEnd    Kind = 23
-)
 
 // Flags of a message.
 const (
@@ -97,7 +75,6 @@ type Announced struct {
 
 // Message is one of the types below. The comments of its fields are in docs/link.md.
 type Message interface {
-	kind() Kind
 	head() *Head
 	body(*coder)
 }
@@ -194,25 +171,25 @@ type (
 	End struct{ Head }
 )
 
-func (*Hello) kind() Kind  { return KindHello }
-func (*Memory) kind() Kind { return KindMemory }
-func (*Forget) kind() Kind { return KindForget }
-func (*Take) kind() Kind   { return KindTake }
-func (*Give) kind() Kind   { return KindGive }
-func (*Done) kind() Kind   { return KindDone }
-func (*Ask) kind() Kind    { return KindAsk }
-func (*Call) kind() Kind   { return KindCall }
-func (*Data) kind() Kind   { return KindData }
-func (*Cancel) kind() Kind { return KindCancel }
-func (*Result) kind() Kind { return KindResult }
-func (*Region) kind() Kind { return KindRegion }
-func (*Ready) kind() Kind  { return KindReady }
-func (*Run) kind() Kind    { return KindRun }
-func (*Answer) kind() Kind { return KindAnswer }
-func (*End) kind() Kind    { return KindEnd }
+// messages has a message of each kind, by its number in docs/link.md.
+var messages = [256]Message{
+	1: &Hello{}, 2: &Memory{}, 3: &Forget{}, 4: &Take{}, 5: &Give{}, 8: &Done{},
+	10: &Ask{}, 11: &Call{}, 12: &Data{}, 13: &Cancel{}, 14: &Result{}, 15: &Region{},
+	20: &Ready{}, 21: &Run{}, 22: &Answer{}, 23: &End{},
+}
 
-// KindOf returns the kind of m.
-func KindOf(m Message) Kind { return m.kind() }
+var kinds = func() map[reflect.Type]uint8 {
+	m := make(map[reflect.Type]uint8)
+	for kind, of := range messages {
+		if of != nil {
+			m[reflect.TypeOf(of)] = uint8(kind)
+		}
+	}
+	return m
+}()
+
+// KindOf returns the number of m's kind.
+func KindOf(m Message) uint8 { return kinds[reflect.TypeOf(m)] }
 
 func (h *Head) head() *Head { return h }
 
@@ -280,18 +257,6 @@ func (m *Answer) body(c *coder) {
 	c.json(&m.Head, &m.JSON)
 }
 
-// makers makes an empty message of each kind.
-var makers = [256]func() Message{
-	KindHello: func() Message { return new(Hello) }, KindMemory: func() Message { return new(Memory) },
-	KindForget: func() Message { return new(Forget) }, KindTake: func() Message { return new(Take) },
-	KindGive: func() Message { return new(Give) }, KindDone: func() Message { return new(Done) },
-	KindAsk: func() Message { return new(Ask) }, KindCall: func() Message { return new(Call) },
-	KindData: func() Message { return new(Data) }, KindCancel: func() Message { return new(Cancel) },
-	KindResult: func() Message { return new(Result) }, KindRegion: func() Message { return new(Region) },
-	KindReady: func() Message { return new(Ready) }, KindRun: func() Message { return new(Run) },
-	KindAnswer: func() Message { return new(Answer) }, KindEnd: func() Message { return new(End) },
-}
-
 const (
 	headBytes  = 16
 	rangeBytes = 20
@@ -307,7 +272,7 @@ func Append(b []byte, m Message) ([]byte, error) {
 // encode is Append, and names the memories that m names.
 func encode(b []byte, m Message) (packet []byte, named []uint32, err error) {
 	start := len(b)
-	c := coder{buf: append(b, byte(m.kind()), m.head().Flags, 0, 0, 0, 0, 0, 0), writing: true}
+	c := coder{buf: append(b, KindOf(m), m.head().Flags, 0, 0, 0, 0, 0, 0), writing: true}
 	c.u64(&m.head().ID)
 	m.body(&c)
 	n := len(c.buf) - start
@@ -315,7 +280,7 @@ func encode(b []byte, m Message) (packet []byte, named []uint32, err error) {
 		c.fail("%d bytes; at most %d fit into a packet", n, PacketBytes)
 	}
 	if c.err != nil {
-		return b, nil, fmt.Errorf("%w: kind %d: %w", ErrMessage, m.kind(), c.err)
+		return b, nil, fmt.Errorf("%w: kind %d: %w", ErrMessage, KindOf(m), c.err)
 	}
 	binary.LittleEndian.PutUint32(c.buf[start+4:], uint32(n))
 	return c.buf, c.named, nil
@@ -326,10 +291,11 @@ func Parse(packet []byte) (Message, error) {
 	if len(packet) < headBytes || uint64(binary.LittleEndian.Uint32(packet[4:])) != uint64(len(packet)) {
 		return nil, fmt.Errorf("%w: a packet of %d bytes does not begin with its length", ErrMessage, len(packet))
 	}
-	if makers[packet[0]] == nil || packet[2]|packet[3] != 0 {
+	kind := messages[packet[0]]
+	if kind == nil || packet[2]|packet[3] != 0 {
 		return nil, fmt.Errorf("%w: there is no kind %d", ErrMessage, packet[0])
 	}
-	m := makers[packet[0]]()
+	m := reflect.New(reflect.TypeOf(kind).Elem()).Interface().(Message)
 	m.head().Flags = packet[1]
 	c := coder{buf: packet[8:]}
 	c.u64(&m.head().ID)
@@ -370,36 +336,21 @@ func (c *coder) take(n int) []byte {
 	return b
 }
 
-func (c *coder) u8(v *uint8) {
-	if c.writing {
-		c.buf = append(c.buf, *v)
-	} else {
-		*v = c.take(1)[0]
-	}
-}
+func (c *coder) u8(v *uint8)   { number(c, v, 1) }
+func (c *coder) u16(v *uint16) { number(c, v, 2) }
+func (c *coder) u32(v *uint32) { number(c, v, 4) }
+func (c *coder) u64(v *uint64) { number(c, v, 8) }
 
-func (c *coder) u16(v *uint16) {
+// number walks over a little-endian number of size bytes.
+func number[T uint8 | uint16 | uint32 | uint64](c *coder, v *T, size int) {
+	var b [8]byte
 	if c.writing {
-		c.buf = binary.LittleEndian.AppendUint16(c.buf, *v)
-	} else {
-		*v = binary.LittleEndian.Uint16(c.take(2))
+		binary.LittleEndian.PutUint64(b[:], uint64(*v))
+		c.buf = append(c.buf, b[:size]...)
+		return
 	}
-}
-
-func (c *coder) u32(v *uint32) {
-	if c.writing {
-		c.buf = binary.LittleEndian.AppendUint32(c.buf, *v)
-	} else {
-		*v = binary.LittleEndian.Uint32(c.take(4))
-	}
-}
-
-func (c *coder) u64(v *uint64) {
-	if c.writing {
-		c.buf = binary.LittleEndian.AppendUint64(c.buf, *v)
-	} else {
-		*v = binary.LittleEndian.Uint64(c.take(8))
-	}
+	copy(b[:], c.take(size)[:size])
+	*v = T(binary.LittleEndian.Uint64(b[:]))
 }
 
 func (c *coder) count(n int) int {

@@ -119,10 +119,7 @@ func (o *op) run(m *link.Call, q client.Request) (client.Timings, error) {
 			if err != nil {
 				break // Wait has it too
 			}
-			a, known := o.announce(region.Port, region.Desc)
-			if !known {
-				err = o.conn.Send(&link.Result{Head: link.Head{ID: o.id}, Announced: a})
-			}
+			a, err := o.tell(region.Port, region.Desc)
 			if err == nil {
 				err = o.region(a.Result, region.Off, int64(len(region.Data)))
 			}
@@ -208,12 +205,12 @@ func (o *op) announce(name string, d tensor.Desc) (a link.Announced, known bool)
 }
 
 // tell is announce, and tells the guest.
-func (o *op) tell(name string, d tensor.Desc) error {
+func (o *op) tell(name string, d tensor.Desc) (a link.Announced, err error) {
 	a, known := o.announce(name, d)
-	if known {
-		return nil
+	if !known {
+		err = o.conn.Send(&link.Result{Head: link.Head{ID: o.id}, Announced: a})
 	}
-	return o.conn.Send(&link.Result{Head: link.Head{ID: o.id}, Announced: a})
+	return a, err
 }
 
 // region says that bytes of a result have arrived, or bytes of a push were sent.

@@ -221,23 +221,19 @@ func (o *op) done(answer []byte, t client.Timings, err error) {
 
 // request is the JSON of an ask. Each verb has its own fields of it.
 type request struct {
-	Verb       string      `json:"verb"`
-	Connection uint32      `json:"connection"`
-	Target     string      `json:"target"`
-	Lanes      *int        `json:"lanes"`
-	TLS        bool        `json:"tls"`
-	CA         string      `json:"ca"`
-	Cert       string      `json:"cert"`
-	Key        string      `json:"key"`
-	Token      string      `json:"token"`
-	ServerName string      `json:"server_name"`
-	Glob       string      `json:"glob"`
-	Names      []string    `json:"names"`
-	Tensors    []pushed    `json:"tensors"`
-	All        bool        `json:"all"`
-	Select     []selection `json:"select"`
-	To         targets     `json:"to"`
-	Range      *[3]uint64  `json:"range"`
+	Verb       string `json:"verb"`
+	Connection uint32 `json:"connection"`
+	Target     string `json:"target"`
+	Lanes      *int   `json:"lanes"`
+	TLS        bool   `json:"tls"`
+	identity.ClientFiles
+	Glob    string      `json:"glob"`
+	Names   []string    `json:"names"`
+	Tensors []pushed    `json:"tensors"`
+	All     bool        `json:"all"`
+	Select  []selection `json:"select"`
+	To      targets     `json:"to"`
+	Range   *[3]uint64  `json:"range"`
 }
 
 // ask begins what is rare. An error ends the link.
@@ -280,10 +276,6 @@ func (r *relay) ask(m *link.Ask) (run func(), err error) {
 }
 
 // answer does what an ask asks for.
-func (q *request) files() identity.ClientFiles {
-	return identity.ClientFiles{CA: q.CA, Cert: q.Cert, Key: q.Key, Token: q.Token, ServerName: q.ServerName}
-}
-
 func (o *op) answer(q *request) ([]byte, error) {
 	switch q.Verb {
 	case "connect":
@@ -296,9 +288,9 @@ func (o *op) answer(q *request) ([]byte, error) {
 				cfg.Lanes = -1
 			}
 		}
-		if files := q.files(); q.TLS || files != (identity.ClientFiles{}) {
+		if q.TLS || q.ClientFiles != (identity.ClientFiles{}) {
 			var err error
-			if cfg.Credentials, cfg.PerRPC, err = files.Credentials(); err != nil {
+			if cfg.Credentials, cfg.PerRPC, err = q.Credentials(); err != nil {
 				return nil, fmt.Errorf("%w: %w", client.ErrInput, err)
 			}
 		}

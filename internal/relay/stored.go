@@ -180,7 +180,7 @@ func (o *op) pull(q *request, flags uint8) ([]byte, client.Timings, error) {
 		if !named && !q.To.pieces {
 			s, whole, err := o.place(name, d)
 			if whole {
-				err = o.tell(name, d)
+				_, err = o.tell(name, d)
 			}
 			if whole || err != nil {
 				return s, err
@@ -190,7 +190,7 @@ func (o *op) pull(q *request, flags uint8) ([]byte, client.Timings, error) {
 			w, err := o.opened(name, d)
 			return client.At(w), err // which gathers what comes in small pieces
 		}
-		if err := o.tell(name, d); err != nil {
+		if _, err := o.tell(name, d); err != nil {
 			return client.Sink{}, err
 		}
 		data, err := shared.take(o.conn, t.at)
