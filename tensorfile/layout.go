@@ -52,7 +52,7 @@ func OpenNPY(path string) (Array, io.Closer, error) {
 	}
 	t, err := tensor.New(a.Desc, data)
 	if err != nil {
-		return Array{}, nil, closing(fmt.Errorf("%s: %w: npy: %w", path, ErrFormat, err), closeMap)
+		return Array{}, nil, errors.Join(fmt.Errorf("%s: %w: npy: %w", path, ErrFormat, err), closeMap())
 	}
 	a.Data = t.Data
 	if a.Layout != (Layout{}) {
@@ -61,8 +61,10 @@ func OpenNPY(path string) (Array, io.Closer, error) {
 	return a, closer(closeMap), nil
 }
 
-// ReadNPYLayout reads a header as ReadNPYHeader does, and accepts every layout. A layout
-// that makes no difference, as Fortran order of a vector, is not reported.
+// ReadNPYLayout reads a .npy header, versions 1.0 to 3.0, and leaves r at the first byte of
+// the data, of which the desc tells the size. It reads no byte more. The error of a stream
+// that ends within the header wraps io.ErrUnexpectedEOF. A layout that makes no difference,
+// as Fortran order of a vector, is not reported.
 func ReadNPYLayout(r io.Reader) (tensor.Desc, Layout, error) {
 	d, l, err := readNPYHeader(r)
 	if err != nil {

@@ -59,7 +59,7 @@ func (d Document) Encode() []byte {
 
 // ParseDocument reads what Encode wrote. Nothing returned shares text.
 func ParseDocument(text []byte) (Document, error) {
-	p := headerParser{dec: json.NewDecoder(bytes.NewReader(text))}
+	p := newHeaderParser(text)
 	d := Document{}
 	if !utf8.Valid(text) || !json.Valid(text) {
 		return d, fmt.Errorf("%w: safetensors: the metadata is not JSON in UTF-8", ErrFormat)
@@ -135,7 +135,7 @@ func plainFile(name, suffix string) bool {
 
 // parseIndex reads which file holds which tensor.
 func parseIndex(text []byte) (map[string]string, error) {
-	p := headerParser{dec: json.NewDecoder(bytes.NewReader(text))}
+	p := newHeaderParser(text)
 	if !utf8.Valid(text) || !json.Valid(text) {
 		return nil, fmt.Errorf("%w: safetensors: the index is not JSON in UTF-8", ErrFormat)
 	}

@@ -2,7 +2,6 @@ package tensorfile
 
 import (
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"io"
 	"strconv"
@@ -39,30 +38,10 @@ var npyTypes = func() map[string]tensor.DataType {
 	return m
 }()
 
-// ReadNPYHeader reads a .npy header, versions 1.0 to 3.0, and leaves r at the first
-// byte of the data, of which the desc tells the size. It reads no byte more. The
-// error of a stream that ends within the header wraps io.ErrUnexpectedEOF.
-//
-// It refuses a layout that is not a tensor's; ReadNPYLayout accepts it.
-func ReadNPYHeader(r io.Reader) (tensor.Desc, error) {
-	d, l, err := readNPYHeader(r)
-	switch {
-	case err != nil:
-	case l.BigEndian:
-		err = fmt.Errorf("%w: npy: the array is big-endian; save it with array.astype(array.dtype.newbyteorder('<'))", ErrUnsupported)
-	case l.Fortran:
-		err = fmt.Errorf("%w: npy: the array is in Fortran order; save it with numpy.save(path, numpy.ascontiguousarray(array))", ErrUnsupported)
-	}
-	if err != nil {
-		return tensor.Desc{}, err
-	}
-	return d, nil
-}
-
 func readNPYHeader(r io.Reader) (d tensor.Desc, l Layout, err error) {
 	var prefix [len(npyMagic) + 2 + 4]byte
 	b := prefix[:len(npyMagic)+2]
-	if err := readNPY(r, b); err != nil {
+	if err := readHeader(r, b, "npy"); err != nil {
 		return d, l, err
 	}
 	if string(b[:len(npyMagic)]) != npyMagic {
@@ -76,7 +55,7 @@ func readNPYHeader(r io.Reader) (d tensor.Desc, l Layout, err error) {
 	if major == 1 {
 		b = b[:2]
 	}
-	if err := readNPY(r, b); err != nil {
+	if err := readHeader(r, b, "npy"); err != nil {
 		return d, l, err
 	}
 	n := uint32(binary.LittleEndian.Uint16(b))
@@ -87,7 +66,7 @@ func readNPYHeader(r io.Reader) (d tensor.Desc, l Layout, err error) {
 		return d, l, fmt.Errorf("%w: npy: header of %d bytes is over the limit of %d", ErrFormat, n, MaxNPYHeader)
 	}
 	header := make([]byte, n)
-	if err := readNPY(r, header); err != nil {
+	if err := readHeader(r, header, "npy"); err != nil {
 		return d, l, err
 	}
 	return parseNPYDict(string(header))
@@ -133,21 +112,11 @@ type closer func() error
 
 func (c closer) Close() error { return c() }
 
-func readNPY(r io.Reader, b []byte) error {
-	switch _, err := io.ReadFull(r, b); {
-	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
-		return fmt.Errorf("%w: npy: the file ends within its header: %w", ErrFormat, io.ErrUnexpectedEOF)
-	case err != nil:
-		return fmt.Errorf("tensorfile: read npy header: %w", err)
-	}
-	return nil
-}
-
 // parseNPYDict reads the dict as NumPy writes it, and as Python would read it as
 // far as spaces, order of keys, kind of quotes and trailing commas go. Every key
 // comes exactly once.
 func parseNPYDict(text string) (d tensor.Desc, l Layout, err error) {
-	p := literal{rest: text}
+	p := literal{firstError: firstError{format: "npy"}, rest: text}
 	seen := map[string]bool{}
 	p.want("{")
 	for p.err == nil && !p.take("}") {
@@ -190,22 +159,10 @@ func parseNPYDict(text string) (d tensor.Desc, l Layout, err error) {
 	return d, l, nil
 }
 
-// literal reads the few Python literals of a header. Its first error stays.
+// literal reads the few Python literals of a header.
 type literal struct {
+	firstError
 	rest string
-	err  error
-}
-
-func (p *literal) fail(format string, args ...any) {
-	if p.err == nil {
-		p.err = fmt.Errorf("%w: npy: "+format, append([]any{ErrFormat}, args...)...)
-	}
-}
-
-func (p *literal) refuse(format string, args ...any) {
-	if p.err == nil {
-		p.err = fmt.Errorf("%w: npy: "+format, append([]any{ErrUnsupported}, args...)...)
-	}
 }
 
 // take skips spaces and reports whether the token follows, consuming it.
@@ -238,7 +195,7 @@ func (p *literal) quoted() string {
 
 func (p *literal) descr() (d tensor.DataType, bigEndian bool) {
 	if p.take("[") {
-		p.refuse("a structured array; save each of its fields by itself")
+		p.refuse(ErrUnsupported, "a structured array; save each of its fields by itself")
 		return 0, false
 	}
 	s := p.quoted()
@@ -252,11 +209,11 @@ func (p *literal) descr() (d tensor.DataType, bigEndian bool) {
 	switch {
 	case known || p.err != nil:
 	case strings.Contains(s, "O"):
-		p.refuse("%q holds Python objects, which are never unpickled; save numbers", s)
+		p.refuse(ErrUnsupported, "%q holds Python objects, which are never unpickled; save numbers", s)
 	case strings.Contains(s, "V"):
-		p.refuse("%q is opaque bytes; bfloat16 and 8-bit floats go into .safetensors", s)
+		p.refuse(ErrUnsupported, "%q is opaque bytes; bfloat16 and 8-bit floats go into .safetensors", s)
 	default:
-		p.refuse("%q is not supported; convert it with array.astype", s)
+		p.refuse(ErrUnsupported, "%q is not supported; convert it with array.astype", s)
 	}
 	return d, bigEndian
 }

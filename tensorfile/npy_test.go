@@ -49,7 +49,7 @@ func TestNPYHeaderReturnsWhatWasWritten(t *testing.T) {
 				}
 				out.WriteString("data")
 				r := iotest.OneByteReader(&out)
-				got, err := ReadNPYHeader(r)
+				got, err := readPlain(r)
 				if err != nil || !got.Equal(desc) {
 					t.Fatalf("got %v, %v", got, err)
 				}
@@ -149,7 +149,7 @@ func TestNPYHeaderIsReadAsPythonWouldAndNoLooser(t *testing.T) {
 	for name, tc := range npyHeaders {
 		for major := byte(1); major <= 3; major++ {
 			t.Run(name, func(t *testing.T) {
-				if _, err := ReadNPYHeader(bytes.NewReader(npyFile(major, 0, tc.header))); !errors.Is(err, tc.want) {
+				if _, err := readPlain(bytes.NewReader(npyFile(major, 0, tc.header))); !errors.Is(err, tc.want) {
 					t.Errorf("version %d: got %v, want %v", major, err, tc.want)
 				}
 			})
@@ -160,7 +160,7 @@ func TestNPYHeaderIsReadAsPythonWouldAndNoLooser(t *testing.T) {
 func TestNPYPrefixIsCheckedBeforeMemoryIsTaken(t *testing.T) {
 	good := npyFile(2, 0, "{'descr': '<f4', 'fortran_order': False, 'shape': (), }\n")
 	for n := range good {
-		if _, err := ReadNPYHeader(bytes.NewReader(good[:n])); !errors.Is(err, ErrFormat) || !errors.Is(err, io.ErrUnexpectedEOF) {
+		if _, err := readPlain(bytes.NewReader(good[:n])); !errors.Is(err, ErrFormat) || !errors.Is(err, io.ErrUnexpectedEOF) {
 			t.Errorf("file cut to %d bytes: %v", n, err)
 		}
 	}
@@ -180,12 +180,12 @@ func TestNPYPrefixIsCheckedBeforeMemoryIsTaken(t *testing.T) {
 		"4 GiB of header":        {length(1<<32 - 1), ErrFormat},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if _, err := ReadNPYHeader(bytes.NewReader(tc.file)); !errors.Is(err, tc.want) {
+			if _, err := readPlain(bytes.NewReader(tc.file)); !errors.Is(err, tc.want) {
 				t.Errorf("got %v, want %v", err, tc.want)
 			}
 		})
 	}
-	if _, err := ReadNPYHeader(iotest.ErrReader(errFull)); !errors.Is(err, errFull) || errors.Is(err, ErrFormat) {
+	if _, err := readPlain(iotest.ErrReader(errFull)); !errors.Is(err, errFull) || errors.Is(err, ErrFormat) {
 		t.Errorf("a reader's own error is not the file's: %v", err)
 	}
 }
@@ -242,6 +242,15 @@ func TestOpenNPYWantsExactlyOneArray(t *testing.T) {
 	}
 }
 
+// readPlain reads the header of a file whose bytes lie as a tensor's do.
+func readPlain(r io.Reader) (tensor.Desc, error) {
+	d, l, err := readNPYHeader(r)
+	if err == nil && l != (Layout{}) {
+		err = ErrUnsupported
+	}
+	return d, err
+}
+
 func FuzzNPYHeader(f *testing.F) {
 	for _, h := range npyHeaders {
 		f.Add(npyFile(1, 0, h.header))
@@ -249,7 +258,7 @@ func FuzzNPYHeader(f *testing.F) {
 	f.Add(npyFile(3, 0, npyHeaders["as numpy writes"].header))
 	f.Fuzz(func(t *testing.T, file []byte) {
 		r := bytes.NewReader(file)
-		desc, err := ReadNPYHeader(r)
+		desc, err := readPlain(r)
 		if err != nil {
 			if !errors.Is(err, ErrFormat) && !errors.Is(err, ErrUnsupported) {
 				t.Fatalf("untyped error %v", err)
@@ -286,7 +295,7 @@ func FuzzNPYHeader(f *testing.F) {
 		if err := WriteNPYHeader(&again, desc); err != nil {
 			t.Fatal(err)
 		}
-		if got, err := ReadNPYHeader(&again); err != nil || !got.Equal(desc) {
+		if got, err := readPlain(&again); err != nil || !got.Equal(desc) {
 			t.Fatalf("%v came back as %v, %v", desc, got, err)
 		}
 	})
@@ -310,7 +319,7 @@ func FuzzNPYRoundTrip(f *testing.F) {
 		if err != nil {
 			return
 		}
-		if got, err := ReadNPYHeader(&out); err != nil || !got.Equal(desc) || out.Len() != 0 {
+		if got, err := readPlain(&out); err != nil || !got.Equal(desc) || out.Len() != 0 {
 			t.Fatalf("%v came back as %v, %v, %d bytes left", desc, got, err, out.Len())
 		}
 	})

@@ -35,7 +35,7 @@ func OpenNPZ(path string) (*NPZ, error) {
 	}
 	z, err := readNPZ(f, int64(size))
 	if err != nil {
-		return nil, closing(fmt.Errorf("%s: %w", path, err), f.Close)
+		return nil, errors.Join(fmt.Errorf("%s: %w", path, err), f.Close())
 	}
 	z.close = f.Close
 	return z, nil
@@ -226,6 +226,3 @@ func zipError(err error) error {
 	}
 	return fmt.Errorf("%w: npz: the zip archive is damaged: %w", ErrFormat, err)
 }
-
-// closing closes what an error leaves open.
-func closing(err error, closeFile func() error) error { return errors.Join(err, closeFile()) }

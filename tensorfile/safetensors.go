@@ -5,7 +5,6 @@ import (
 	"cmp"
 	"encoding/binary"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"math"
@@ -107,7 +106,7 @@ func readSafetensors(r io.Reader, size int64) (*Safetensors, error) {
 			ErrFormat, size, lengthBytes)
 	}
 	var length [lengthBytes]byte
-	if err := readHeaderOf(r, length[:]); err != nil {
+	if err := readHeader(r, length[:], "safetensors"); err != nil {
 		return nil, err
 	}
 	n, left := binary.LittleEndian.Uint64(length[:]), size-lengthBytes
@@ -120,7 +119,7 @@ func readSafetensors(r io.Reader, size int64) (*Safetensors, error) {
 			ErrFormat, n, left)
 	}
 	header := make([]byte, n)
-	if err := readHeaderOf(r, header); err != nil {
+	if err := readHeader(r, header, "safetensors"); err != nil {
 		return nil, err
 	}
 	entries, metadata, err := ParseSafetensorsHeader(header, left-int64(n))
@@ -128,16 +127,6 @@ func readSafetensors(r io.Reader, size int64) (*Safetensors, error) {
 		return nil, err
 	}
 	return &Safetensors{entries: entries, index: indexOf(entries), document: Document{Metadata: metadata}}, nil
-}
-
-func readHeaderOf(r io.Reader, b []byte) error {
-	switch _, err := io.ReadFull(r, b); {
-	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
-		return fmt.Errorf("%w: safetensors: the file was cut short while it was read", ErrFormat)
-	case err != nil:
-		return fmt.Errorf("tensorfile: read safetensors header: %w", err)
-	}
-	return nil
 }
 
 func indexOf(entries []Entry) map[string]int {
@@ -216,8 +205,7 @@ func (s *Safetensors) entry(name string) (Entry, error) {
 // tensors must cover once and completely. Entries come in the order of their bytes.
 // Nothing returned shares header.
 func ParseSafetensorsHeader(header []byte, dataBytes int64) ([]Entry, map[string]string, error) {
-	p := headerParser{dec: json.NewDecoder(bytes.NewReader(header))}
-	p.dec.UseNumber()
+	p := newHeaderParser(header)
 	text := bytes.TrimRight(header, " ")
 	switch {
 	case len(header) > MaxSafetensorsHeader:
@@ -238,19 +226,19 @@ func ParseSafetensorsHeader(header []byte, dataBytes int64) ([]Entry, map[string
 	return p.entries, p.metadata, nil
 }
 
-// headerParser walks the tokens of a header that is known to be valid JSON. Its
-// first error stays; every step after that does nothing.
+// headerParser walks the tokens of a header that is known to be valid JSON. After the first
+// error no step does anything.
 type headerParser struct {
+	firstError
 	dec      *json.Decoder
 	entries  []Entry
 	metadata map[string]string
-	err      error
 }
 
-func (p *headerParser) fail(format string, args ...any) {
-	if p.err == nil {
-		p.err = fmt.Errorf("%w: safetensors: "+format, append([]any{ErrFormat}, args...)...)
-	}
+func newHeaderParser(text []byte) headerParser {
+	p := headerParser{firstError: firstError{format: "safetensors"}, dec: json.NewDecoder(bytes.NewReader(text))}
+	p.dec.UseNumber()
+	return p
 }
 
 // more fails if there may be no more than n of something.

@@ -31,6 +31,31 @@ var (
 	ErrClosed = errors.New("tensorfile: closed")
 )
 
+// firstError keeps the first error of a parser of a format.
+type firstError struct {
+	format string
+	err    error
+}
+
+func (e *firstError) fail(text string, args ...any) { e.refuse(ErrFormat, text, args...) }
+
+func (e *firstError) refuse(kind error, text string, args ...any) {
+	if e.err == nil {
+		e.err = fmt.Errorf("%w: "+e.format+": "+text, append([]any{kind}, args...)...)
+	}
+}
+
+// readHeader fills b with a part of the header of a format.
+func readHeader(r io.Reader, b []byte, format string) error {
+	switch _, err := io.ReadFull(r, b); {
+	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+		return fmt.Errorf("%w: %s: the file ends within its header: %w", ErrFormat, format, io.ErrUnexpectedEOF)
+	case err != nil:
+		return fmt.Errorf("tensorfile: read %s header: %w", format, err)
+	}
+	return nil
+}
+
 // openFile opens a regular file and returns its size in bytes. It looks before it
 // opens: opening a named pipe would wait for a writer, and a pipe has no size.
 func openFile(path string) (*os.File, int, error) {

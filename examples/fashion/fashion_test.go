@@ -64,7 +64,7 @@ func TestAssetsStaySmallAndLicensed(t *testing.T) {
 }
 
 func TestPredictionsAreOneClassPerImageAndMostlyRight(t *testing.T) {
-	desc, err := tensorfile.ReadNPYHeader(bytes.NewReader(read("predictions.npy")))
+	desc, _, err := tensorfile.ReadNPYLayout(bytes.NewReader(read("predictions.npy")))
 	if want := (tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{Count}}); err != nil || !desc.Equal(want) {
 		t.Fatalf("got %v, %v", desc, err)
 	}
