@@ -39,7 +39,7 @@ type clientSecrets struct {
 // Credentials reads the files and returns the credentials for a client's Config: those of
 // the connection, and those of each RPC, which are nil without a Token.
 func (f ClientFiles) Credentials() (credentials.TransportCredentials, credentials.PerRPCCredentials, error) {
-	c := &clientCredentials{files: f}
+	c := &clientCredentials{TransportCredentials: credentials.NewTLS(&tls.Config{MinVersion: tls.VersionTLS13}), files: f}
 	c.now.paths = []string{f.CA, f.Cert, f.Key}
 	c.now.make = func() (all clientSecrets, err error) {
 		if f.CA != "" {
@@ -76,8 +76,9 @@ func (f ClientFiles) Credentials() (credentials.TransportCredentials, credential
 }
 
 type clientCredentials struct {
-	files ClientFiles
-	now   watched[clientSecrets]
+	credentials.TransportCredentials // describes the protocol
+	files                            ClientFiles
+	now                              watched[clientSecrets]
 }
 
 // ClientHandshake secures a connection. Its errors say which side must be fixed.
@@ -110,23 +111,8 @@ func (c *clientCredentials) ClientHandshake(ctx context.Context, authority strin
 	return nil, nil, err
 }
 
-// ServerHandshake fails: these are client credentials.
-func (*clientCredentials) ServerHandshake(net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	return nil, nil, errors.New("identity: client credentials cannot secure a server")
-}
-
-// Info describes the protocol.
-func (*clientCredentials) Info() credentials.ProtocolInfo {
-	return credentials.ProtocolInfo{SecurityProtocol: "tls"}
-}
-
 // Clone returns c.
 func (c *clientCredentials) Clone() credentials.TransportCredentials { return c }
-
-// OverrideServerName fails: use ClientFiles.ServerName.
-func (*clientCredentials) OverrideServerName(string) error {
-	return errors.New("identity: use ClientFiles.ServerName")
-}
 
 // clientToken is sent with every RPC.
 type clientToken struct{ now watched[string] }

@@ -2,7 +2,6 @@ package identity
 
 import (
 	"bytes"
-	"context"
 	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
@@ -280,9 +279,14 @@ func check(raw [][]byte, roots *x509.CertPool) (name string, until time.Time, er
 
 // Credentials returns the credentials with which gRPC secures connections. Handshakes leave
 // one core to other work.
-func (s *Server) Credentials() credentials.TransportCredentials { return serverCredentials{s} }
+func (s *Server) Credentials() credentials.TransportCredentials {
+	return serverCredentials{credentials.NewTLS(s.Config()), s}
+}
 
-type serverCredentials struct{ *Server }
+type serverCredentials struct {
+	credentials.TransportCredentials // describes the protocol
+	*Server
+}
 
 // ServerHandshake secures a connection.
 func (s serverCredentials) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
@@ -317,21 +321,8 @@ func (s serverCredentials) meet(info credentials.TLSInfo) *peerInfo {
 	return p
 }
 
-// ClientHandshake fails: these are server credentials.
-func (serverCredentials) ClientHandshake(context.Context, string, net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	return nil, nil, errors.New("identity: server credentials cannot secure a client")
-}
-
-// Info describes the protocol.
-func (serverCredentials) Info() credentials.ProtocolInfo {
-	return credentials.ProtocolInfo{SecurityProtocol: "tls"}
-}
-
 // Clone returns s.
 func (s serverCredentials) Clone() credentials.TransportCredentials { return s }
-
-// OverrideServerName does nothing.
-func (serverCredentials) OverrideServerName(string) error { return nil }
 
 // handshaking is a connection in its handshake, which occupies a core except while it waits
 // for the peer.
