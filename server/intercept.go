@@ -192,7 +192,7 @@ func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamSe
 		stopAwaiting(ss.Context())
 		return handler(srv, booked)
 	}
-	return handler(srv, firstMessage{booked})
+	return handler(srv, listened{booked, func() { stopAwaiting(ss.Context()) }})
 }
 
 // accounted is a gRPC stream whose messages are accounted for on its connection.
@@ -262,7 +262,7 @@ func (e *endpoint) attend(srv any, ss grpc.ServerStream, info *grpc.StreamServer
 	defer clock.Stop()
 	ended := make(chan error, 1)
 	e.server.core.Go(func() { // ends after its RPC
-		ended <- handler(srv, requests{ss, clock, e.Idle})
+		ended <- handler(srv, listened{ss, func() { clock.Reset(e.Idle) }})
 	})
 	select {
 	case err := <-ended:
@@ -276,28 +276,18 @@ func (e *endpoint) attend(srv any, ss grpc.ServerStream, info *grpc.StreamServer
 	}
 }
 
-// requests is a stream of requests, each of which resets a timer.
-type requests struct {
+// listened is a gRPC stream that says when a message has arrived.
+type listened struct {
 	grpc.ServerStream
-	clock *time.Timer
-	idle  time.Duration
+	arrived func()
 }
 
-// RecvMsg waits for the next request.
-func (r requests) RecvMsg(m any) error {
-	err := r.ServerStream.RecvMsg(m)
+// RecvMsg waits for the next message.
+func (l listened) RecvMsg(m any) error {
+	err := l.ServerStream.RecvMsg(m)
 	if err == nil {
-		r.clock.Reset(r.idle)
+		l.arrived()
 	}
-	return err
-}
-
-type firstMessage struct{ grpc.ServerStream }
-
-// RecvMsg waits for the message and stops the timer.
-func (f firstMessage) RecvMsg(m any) error {
-	err := f.ServerStream.RecvMsg(m)
-	stopAwaiting(f.Context())
 	return err
 }
 
