@@ -138,27 +138,24 @@ func (c *call) serve(ctx context.Context, params map[string]string) error {
 // bind puts the call's inputs in the order of the model's ports, and acquires the memory
 // for the chunk tables of tensors with very many chunks.
 func (c *call) bind(info engine.Info) ([]engine.Input, error) {
-	ports := make([]string, len(c.inputs))
+	var table int64
+	inputs := make([]engine.Input, len(c.inputs))
 	for i, in := range c.inputs {
-		ports[i] = in.port
+		inputs[i] = engine.Input{Port: in.desc.Port, Desc: in.desc.Desc, ChunkBytes: in.geo.ChunkBytes, Name: in.desc.Name, Metadata: in.desc.Metadata}
+		table += TableBytes(in.geo.Count())
 	}
-	order, err := bind(info, ports)
+	order, inputs, err := bind(info, inputs)
 	if err != nil {
 		return nil, err
 	}
-	var table int64
 	ordered := make([]*input, len(order))
-	inputs := make([]engine.Input, len(order))
 	for p, i := range order {
-		in := c.inputs[i]
-		ordered[p] = in
-		inputs[p] = engine.Input{Port: info.Inputs[p].Name, Desc: in.desc, ChunkBytes: in.chunk, Name: in.name, Metadata: in.metadata}
-		table += TableBytes(in.chunks)
+		ordered[p] = c.inputs[i]
 	}
 	if err := AcquireTable(c.session.core.cfg.Budget, c.session.holder, table); err != nil {
 		return nil, err
 	}
-	c.session.sess.Do(func(*stream.Machine, stream.Instant) { c.inputs, c.table = ordered, table })
+	c.session.Do(func(*stream.Machine, stream.Instant) { c.inputs, c.table = ordered, table })
 	return inputs, nil
 }
 
@@ -223,7 +220,7 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 				continue // fully copied: the rows left have no bytes
 			}
 			in.used += int64(copy(mem, in.staged.Bytes()[in.used:]))
-			if in.used == in.size {
+			if in.used == in.geo.Size {
 				c.session.unstage(in) // the call may go on for long; return its share to the session now
 			}
 		}
@@ -234,11 +231,11 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 			}
 			continue
 		}
-		c.session.sess.Do(func(m *stream.Machine, now stream.Instant) {
+		c.session.Do(func(m *stream.Machine, now stream.Instant) {
 			a := c.arrival(run)
 			a.block, a.missing = b, wire
 			for i, mem := range b.In {
-				if in := c.inputs[i]; mem != nil && in.ready == nil && m.Lend(now, in.id, mem, a.done) != nil {
+				if in := c.inputs[i]; mem != nil && in.ready == nil && m.Lend(now, in.desc.Tensor, mem, a.done) != nil {
 					return // the call is over: Close takes the block back
 				}
 			}
@@ -251,7 +248,7 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 // to its last byte. After Whole inputs, blocks of rows follow, but there may be none.
 func (c *call) usedUp(b *engine.Block) bool {
 	for i, in := range c.inputs {
-		if in.ready == nil || in.used < in.size || b.In[i] == nil && b.Whole {
+		if in.ready == nil || in.used < in.geo.Size || b.In[i] == nil && b.Whole {
 			return false
 		}
 	}
@@ -275,7 +272,7 @@ func (c *call) take(ctx context.Context, info engine.Info, run engine.Run) error
 			return fmt.Errorf("%w: result for port %d of %d", engine.ErrModel, out.Port, len(outs))
 		}
 		complete := false
-		c.session.sess.DoSend(func(m *stream.Machine, now stream.Instant) {
+		c.session.DoSend(func(m *stream.Machine, now stream.Instant) {
 			if first == 0 {
 				first = now
 			}
@@ -305,7 +302,7 @@ func (c *call) take(ctx context.Context, info engine.Info, run engine.Run) error
 	if !allComplete(outs) {
 		return fmt.Errorf("%w: it ended before its results were complete", engine.ErrModel)
 	}
-	c.session.sess.Do(func(m *stream.Machine, now stream.Instant) { // a model without outputs
+	c.session.Do(func(m *stream.Machine, now stream.Instant) { // a model without outputs
 		m.Finish(c.done(now, now, info, outs, run.Stats()))
 	})
 	return nil
@@ -342,7 +339,7 @@ func (c *call) announce(m *stream.Machine, now stream.Instant, o *output, info e
 		}
 		for i, in := range c.inputs {
 			if !info.Inputs[i].Whole {
-				chunk = max(chunk, min(in.chunk, in.size, limit))
+				chunk = max(chunk, min(in.geo.ChunkBytes, in.geo.Size, limit))
 			}
 		}
 		chunk = tensor.ChunkFor(out.Desc, chunk)
@@ -385,7 +382,7 @@ func (c *call) finish(t frame.Timings, err error) {
 	if why.Secret && !errors.Is(err, stream.ErrClosed) { // ErrClosed: the session decided while a result was being offered
 		c.session.core.logFailure(c.session.holder.Name(), c.id, err)
 	}
-	c.session.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+	c.session.Do(func(m *stream.Machine, _ stream.Instant) {
 		m.Finish(frame.Done{Call: c.id, Code: why.Code, Message: why.Text, Timings: t, RetryAfterMillis: why.RetryMillis})
 	})
 }
@@ -410,7 +407,10 @@ func (c *call) end() {
 // release returns the memory of the call's inputs, which nothing uses any more.
 func (c *call) release() {
 	for _, in := range c.inputs {
-		c.session.settle(in)
+		if in.staged != nil {
+			c.session.unstage(in)
+		}
+		c.session.staging.give(in.taken)
 	}
 	if c.table > 0 {
 		c.session.core.cfg.Budget.Release(c.session.holder, c.table)

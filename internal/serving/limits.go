@@ -25,13 +25,8 @@ const (
 	// promised, in multiples of promiseUnit bytes.
 	promiseShare = 4
 	promiseUnit  = 4 << 10
-	// retryDelay is how long a refused caller is told to wait: about as long as a call
-	// takes.
-	retryDelay  = time.Second
-	retryMillis = uint32(retryDelay / time.Millisecond)
-	// drainPoll is how often Drain checks whether the last request has been answered;
-	// nothing else depends on it.
-	drainPoll = 10 * time.Millisecond
+	// retryMillis is how long a refused caller is told to wait: about as long as a call takes.
+	retryMillis = uint32(time.Second / time.Millisecond)
 	// modelGauges is how many gauges of a model are shown; each is a label.
 	modelGauges = 32
 	// maxTimeout limits the timeout of a call, so that its milliseconds fit into a

@@ -69,17 +69,11 @@ func (ms *models) change(name string, s *modelState, change func()) {
 		return
 	}
 	change()
+	health := Serving
 	if s.lost > 0 || s.ill != nil {
-		ms.told(name, NotServing)
-	} else {
-		ms.told(name, Serving)
+		health = NotServing
 	}
-}
-
-func (ms *models) state(name string) *modelState {
-	ms.mu.Lock()
-	defer ms.mu.Unlock()
-	return ms.all[name]
+	ms.told(name, health)
 }
 
 // unavailable returns why a model cannot run, or "" if it can.
@@ -110,7 +104,9 @@ func (ms *models) close() {
 // model looks up a model for one run. over must be called once, after the run's Close, with
 // the error that Close returned.
 func (c *Core) model(name string) (m engine.Model, over func(closed error), err error) {
-	state := c.models.state(name) // before Lookup, or a lost run might be blamed on the next model
+	c.models.mu.Lock()
+	state := c.models.all[name] // before Lookup, or a lost run might be blamed on the next model
+	c.models.mu.Unlock()
 	m, unuse, err := c.cfg.Models.Lookup(name)
 	if err != nil {
 		return nil, nil, err

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -54,8 +53,8 @@ type Run struct {
 	blocks  []filling  // borrowed and not full, in order
 	missing int64      // bytes of all inputs not yet written
 	ended   bool
-	held    map[int]func() // release functions of results taken, by number
-	number  int            // of the last result
+
+	held sync.Map // of results taken, the functions that release them
 }
 
 // filling is a block that is being written.
@@ -68,12 +67,9 @@ type filling struct {
 // does. The run ends when ctx, the timeout or the core does. End must follow. An error is a
 // *RefusedError, and the call has then been counted as ended.
 func (c *Core) Open(ctx context.Context, from *admission.Caller, q Request) (*Run, error) {
-	r, err := c.admit(ctx, from, q)
+	r, err := c.admit(ctx, from, q, nil)
 	if err != nil {
 		return nil, err
-	}
-	if err := r.open(q); err != nil {
-		return nil, r.end(err, nil)
 	}
 	for _, in := range q.Inputs {
 		n, _ := in.Desc.Bytes() // checked
@@ -87,8 +83,9 @@ func (c *Core) Open(ctx context.Context, from *admission.Caller, q Request) (*Ru
 	return r, nil
 }
 
-// admit counts a call that begins. end must follow.
-func (c *Core) admit(ctx context.Context, from *admission.Caller, q Request) (*Run, error) {
+// admit counts a call that begins and, unless bad says why not, opens its run. After an error
+// it has been counted as ended; else end must follow.
+func (c *Core) admit(ctx context.Context, from *admission.Caller, q Request, bad error) (*Run, error) {
 	if err := c.Begin(); err != nil {
 		return nil, err
 	}
@@ -97,7 +94,7 @@ func (c *Core) admit(ctx context.Context, from *admission.Caller, q Request) (*R
 		return nil, err
 	}
 	c.callsUnary.Add(1)
-	r := &Run{core: c, from: from, id: tensor.NewID(), model: q.Model, began: time.Now(), held: make(map[int]func())}
+	r := &Run{core: c, from: from, id: tensor.NewID(), model: q.Model, began: time.Now()}
 	if q.Timeout > 0 {
 		timed, stop := context.WithTimeout(ctx, q.Timeout)
 		ctx, r.undo = timed, append(r.undo, stop)
@@ -105,6 +102,12 @@ func (c *Core) admit(ctx context.Context, from *admission.Caller, q Request) (*R
 	r.ctx, r.cancel = context.WithCancelCause(ctx)
 	unhook := context.AfterFunc(c.ctx, func() { r.cancel(ErrShutdown) })
 	r.undo = append(r.undo, func() { unhook() }, func() { r.cancel(nil) })
+	if bad == nil {
+		bad = r.open(q)
+	}
+	if bad != nil {
+		return nil, r.end(bad, nil)
+	}
 	return r, nil
 }
 
@@ -120,17 +123,9 @@ func (r *Run) open(q Request) (err error) {
 		return err
 	}
 	r.over, r.Info = over, m.Info()
-	ports := make([]string, len(q.Inputs))
-	for i, in := range q.Inputs {
-		ports[i] = in.Port
-	}
-	if r.order, err = bind(r.Info, ports); err != nil {
+	var inputs []engine.Input
+	if r.order, inputs, err = bind(r.Info, q.Inputs); err != nil {
 		return err
-	}
-	inputs := make([]engine.Input, len(ports))
-	for port, i := range r.order {
-		inputs[port] = q.Inputs[i]
-		inputs[port].Port = r.Info.Inputs[port].Name
 	}
 	r.run, err = r.core.run(r.ctx, r.cancel, m, engine.Call{ID: r.id, Principal: r.from.Principal(), Inputs: inputs, Params: q.Params, Lifetime: q.Lifetime})
 	return err
@@ -194,31 +189,26 @@ func (r *Run) Next(ctx context.Context) (engine.Out, error) {
 	if err != nil {
 		return o, err
 	}
-	release := sync.OnceFunc(o.Release)
-	r.mu.Lock()
-	r.number++
-	number := r.number
-	r.held[number] = release
-	r.mu.Unlock()
-	o.Release = func() {
-		r.mu.Lock()
-		delete(r.held, number)
-		r.mu.Unlock()
-		release()
-	}
+	result := new(byte)
+	r.held.Store(result, o.Release)
+	o.Release = func() { r.release(result) }
 	return o, nil
+}
+
+// release releases a result, once.
+func (r *Run) release(result any) {
+	if f, held := r.held.LoadAndDelete(result); held {
+		f.(func())()
+	}
 }
 
 // Abandon ends a run whose owner has left it, with err, and releases the results it holds.
 // After End it is a no-op.
 func (r *Run) Abandon(err error) {
-	r.mu.Lock()
-	held := slices.Collect(maps.Values(r.held))
-	clear(r.held)
-	r.mu.Unlock()
-	for _, release := range held {
-		release()
-	}
+	r.held.Range(func(result, _ any) bool {
+		r.release(result)
+		return true
+	})
 	_ = r.End(err) // nobody is left to report it to
 }
 
@@ -277,15 +267,11 @@ type Tensor struct {
 // outputs. It borrows in. Inputs and outputs may take up to most bytes in each direction.
 // An error is a *RefusedError.
 func (c *Core) Compute(ctx context.Context, from *admission.Caller, q Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
-	r, err := c.admit(ctx, from, q)
+	inputs, bad := offered(in, most)
+	q.Inputs = inputs
+	r, err := c.admit(ctx, from, q, bad)
 	if err != nil {
 		return nil, engine.Stats{}, err
-	}
-	if q.Inputs, err = offered(in, most); err == nil {
-		err = r.open(q)
-	}
-	if err != nil {
-		return nil, engine.Stats{}, r.end(err, nil)
 	}
 	ordered := make([]tensor.Tensor, len(in))
 	for port, i := range r.order {
@@ -332,26 +318,23 @@ func (c *Core) run(ctx context.Context, cancel context.CancelCauseFunc, m engine
 	return m.Open(ctx, call)
 }
 
-// bind returns, for each port of a model, the index of its input among ports.
-func bind(info engine.Info, ports []string) (order []int, err error) {
-	if len(ports) != len(info.Inputs) {
-		return nil, fmt.Errorf("%w: %q has %d inputs, the call has %d", errBinding, info.Name, len(info.Inputs), len(ports))
+// bind puts inputs in the order of a model's ports, and returns the index of each among in.
+func bind(info engine.Info, in []engine.Input) (order []int, inputs []engine.Input, err error) {
+	if len(in) != len(info.Inputs) {
+		return nil, nil, fmt.Errorf("%w: %q has %d inputs, the call has %d", errBinding, info.Name, len(info.Inputs), len(in))
 	}
-	order = make([]int, len(ports))
+	order, inputs = make([]int, len(in)), make([]engine.Input, len(in))
 	for p, port := range info.Inputs {
-		order[p] = -1
-		for i, name := range ports {
-			if name == port.Name || name == "" && len(ports) == 1 {
-				order[p] = i
+		i := slices.IndexFunc(in, func(i engine.Input) bool { return i.Port == port.Name || i.Port == "" && len(in) == 1 })
+		if i < 0 {
+			quoted := make([]string, len(in))
+			for i := range in {
+				quoted[i] = strconv.Quote(in[i].Port)
 			}
+			return nil, nil, fmt.Errorf("%w: %q needs input %q, the call has %s", errBinding, info.Name, port.Name, strings.Join(quoted, ", "))
 		}
-		if order[p] < 0 {
-			quoted := make([]string, len(ports))
-			for i, name := range ports {
-				quoted[i] = strconv.Quote(name)
-			}
-			return nil, fmt.Errorf("%w: %q needs input %q, the call has %s", errBinding, info.Name, port.Name, strings.Join(quoted, ", "))
-		}
+		order[p], inputs[p] = i, in[i]
+		inputs[p].Port = port.Name
 	}
-	return order, nil
+	return order, inputs, nil
 }

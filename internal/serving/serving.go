@@ -59,10 +59,9 @@ type Core struct {
 	counts
 	models       models
 	gates        admission.Gates
-	unanswered   atomic.Int64 // requests between Begin and End
+	unanswered   sync.WaitGroup // requests between Begin and End; after draining is set, none is added
 	reservations reservations
-	forget       func() // detaches the core from its registry and its budget
-	watching     sync.Once
+	forget       func()       // detaches the core from its registry and its budget
 	number       atomic.Int64 // of the last session
 	oneWays      atomic.Int64 // of those, carriers of a push or a pull
 
@@ -97,11 +96,35 @@ func New(cfg Config) *Core {
 	return c
 }
 
-// Start starts a goroutine that watches the memory of idle sessions, once; it ends with
-// Close.
-func (c *Core) Start() {
-	c.watching.Do(func() { go c.reservations.watch(c.cfg.Budget, c.ctx.Done()) })
+// Enter admits one more of a kind, or returns a *RefusedError. Leave must follow.
+func (c *Core) Enter(k admission.Kind, from *admission.Caller) error {
+	if !c.gates.Enter(k, from) {
+		return TryLater(frame.ResourceExhausted, "%v: the limit of the server is %d; try again later", k, c.gates.Limits[k])
+	}
+	return nil
 }
+
+// Leave undoes Enter.
+func (c *Core) Leave(k admission.Kind, from *admission.Caller) { c.gates.Leave(k, from) }
+
+// Begin admits a request that Drain must wait for. While the server drains, it returns a
+// *RefusedError. End must follow.
+func (c *Core) Begin() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.draining {
+		return errDraining
+	}
+	c.unanswered.Add(1)
+	return nil
+}
+
+// End undoes Begin, once the request has been answered.
+func (c *Core) End() { c.unanswered.Done() }
+
+// Start starts a goroutine that watches the memory of idle sessions; it ends with Close. It
+// must be called once.
+func (c *Core) Start() { go c.reservations.watch(c.cfg.Budget, c.ctx.Done()) }
 
 // Done returns a channel that is closed when everything must end.
 func (c *Core) Done() <-chan struct{} { return c.ctx.Done() }
@@ -116,26 +139,20 @@ func (c *Core) Drain(ctx context.Context) error {
 	c.draining = true
 	open := slices.Collect(maps.Keys(c.sessions))
 	c.mu.Unlock()
-	errs := make([]error, len(open)+1)
-	var wg sync.WaitGroup
-	for i, s := range open {
-		wg.Go(func() { errs[i] = s.sess.Drain(ctx, "server is shutting down") })
+	ended := make(chan error, len(open)+1)
+	for _, s := range open { // each ends with ctx at the latest
+		go func() { ended <- s.Drain(ctx, "server is shutting down") }()
 	}
-	wg.Go(func() { errs[len(open)] = c.answered(ctx) })
-	wg.Wait()
-	if slices.ContainsFunc(errs, func(err error) bool { return err != nil }) {
-		return context.Cause(ctx)
-	}
-	return nil
-}
-
-// answered waits until every request that Begin admitted has ended.
-func (c *Core) answered(ctx context.Context) error {
-	t := time.NewTicker(drainPoll)
-	defer t.Stop()
-	for c.unanswered.Load() > 0 {
+	go func() { // ends with the last request
+		c.unanswered.Wait()
+		ended <- nil
+	}()
+	for range cap(ended) {
 		select {
-		case <-t.C:
+		case err := <-ended:
+			if err != nil {
+				return err
+			}
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}
@@ -159,8 +176,8 @@ func (c *Core) stats() (stream.Stats, int) {
 	open := slices.Collect(maps.Keys(c.sessions))
 	c.mu.Unlock()
 	for _, s := range open {
-		s.sess.Do(func(m *stream.Machine, _ stream.Instant) { sum.Add(m.Status().Stats) })
+		s.Do(func(m *stream.Machine, _ stream.Instant) { sum.Add(m.Status().Stats) })
 	}
-	open = slices.DeleteFunc(open, func(s *Session) bool { return s.oneWay })
+	open = slices.DeleteFunc(open, (*Session).OneWay)
 	return sum, len(open)
 }

@@ -117,13 +117,20 @@ func TestInputsAreFoundByThePortsOfTheModelInAnyOrder(t *testing.T) {
 		"the same twice":   {ports("a", "b"), []string{"a", "a"}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got, err := bind(engine.Info{Name: "m", Inputs: tc.model}, tc.call)
+			var in []engine.Input
+			for _, port := range tc.call {
+				in = append(in, engine.Input{Port: port})
+			}
+			got, inputs, err := bind(engine.Info{Name: "m", Inputs: tc.model}, in)
 			if tc.want == nil {
 				require.ErrorIs(t, err, errBinding)
 				return
 			}
 			require.NoError(t, err)
 			require.Equal(t, tc.want, got)
+			for i, port := range tc.model {
+				require.Equal(t, port.Name, inputs[i].Port)
+			}
 		})
 	}
 }

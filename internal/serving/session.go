@@ -20,23 +20,20 @@ import (
 // Session is the server's side of one session: it turns the session's events into calls.
 // Its fields are guarded by the session's lock.
 type Session struct {
-	core    *Core
-	from    *admission.Caller
-	sess    *session.Session
-	conn    Conn
-	ctx     context.Context // ends with the session
-	cancel  context.CancelFunc
-	number  int64
-	holder  *slab.Principal // for budgets; its name is the session's ID and a unique number
-	calls   map[tensor.ID]*call
-	tasks   map[tensor.ID]Task
-	oneWay  bool
-	kind    Direction   // of a one-way session, as what follows
-	outcome *frame.Code // nil: it has none
-	moved   int64       // bytes
-	staging staging
-	// promised is the allowance that the session's hello grants.
-	promised uint32
+	*session.Session
+	core     *Core
+	from     *admission.Caller
+	conn     Conn
+	ctx      context.Context // ends with the session
+	cancel   context.CancelFunc
+	number   int64
+	holder   *slab.Principal // for budgets; its name is the session's ID and a unique number
+	calls    map[tensor.ID]*call
+	tasks    map[tensor.ID]Task
+	kind     Direction   // of a one-way session, as what follows; else empty
+	outcome  *frame.Code // nil: it has none
+	moved    int64       // bytes
+	staging  staging
 	retained int // bytes retained for calls, as last reported to conn
 }
 
@@ -61,7 +58,7 @@ type Task interface {
 
 // OpenSession admits a session, which Serve then serves, or returns a *RefusedError.
 func (c *Core) OpenSession(from *admission.Caller) (*Session, error) {
-	return c.open(from, stream.Config{Limits: c.cfg.Session, Stores: c.cfg.Tasks != nil})
+	return c.open(from, "", stream.Config{Limits: c.cfg.Session, Stores: c.cfg.Tasks != nil})
 }
 
 // OpenOneWay admits a push or a pull by itself: a session with one call, whose client only
@@ -69,19 +66,14 @@ func (c *Core) OpenSession(from *admission.Caller) (*Session, error) {
 func (c *Core) OpenOneWay(from *admission.Caller, kind Direction, tensors int) (*Session, error) {
 	limits := c.cfg.Session
 	limits.OpenTensors = min(limits.OpenTensors, tensors)
-	s, err := c.open(from, stream.Config{Limits: limits, Stores: true, OneWay: true})
-	if err == nil {
-		s.kind = kind
-		c.TransferOpened(kind)
-	}
-	return s, err
+	return c.open(from, kind, stream.Config{Limits: limits, Stores: true, OneWay: true})
 }
 
 // Outcome records how the call of a one-way session ended, and how many bytes it moved; the
 // session is locked.
 func (s *Session) Outcome(code frame.Code, bytes int64) { s.outcome, s.moved = &code, bytes }
 
-func (c *Core) open(from *admission.Caller, cfg stream.Config) (*Session, error) {
+func (c *Core) open(from *admission.Caller, kind Direction, cfg stream.Config) (*Session, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.draining {
@@ -98,15 +90,16 @@ func (c *Core) open(from *admission.Caller, cfg stream.Config) (*Session, error)
 	if cfg.OneWay {
 		*allowance = 0
 		c.oneWays.Add(1)
+		c.TransferOpened(kind)
 	} else {
 		*allowance = c.reservations.promise(c.cfg.Budget, *allowance)
 	}
 	s := &Session{
-		core: c, from: from, calls: make(map[tensor.ID]*call), tasks: make(map[tensor.ID]Task), promised: *allowance, oneWay: cfg.OneWay,
-		staging: staging{budget: c.cfg.Budget, reserved: reservation(*allowance), all: &c.reservations},
+		core: c, from: from, calls: make(map[tensor.ID]*call), tasks: make(map[tensor.ID]Task), kind: kind,
+		staging: staging{budget: c.cfg.Budget, promised: *allowance > 0, reserved: reservation(*allowance), all: &c.reservations},
 	}
 	cfg.Server, cfg.StoredBytes, cfg.NoAllowance, cfg.Codecs = true, c.cfg.StoredBytes, *allowance == 0, codec.All()
-	s.sess = session.New(cfg, s)
+	s.Session = session.New(cfg, s)
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	c.sessions[s] = struct{}{}
 	c.work.Add(1)
@@ -117,7 +110,7 @@ func (c *Core) open(from *admission.Caller, cfg stream.Config) (*Session, error)
 // OfferLanes offers a token that opens lanes, as many as times. It must be called before
 // Serve.
 func (s *Session) OfferLanes(token frame.LaneToken, times uint32) {
-	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { m.OfferLanes(token, times) })
+	s.Do(func(m *stream.Machine, _ stream.Instant) { m.OfferLanes(token, times) })
 }
 
 // AddLane makes the session use a lane, which it takes over.
@@ -125,10 +118,10 @@ func (s *Session) AddLane(l session.Lane) {
 	c := s.core
 	c.lanes.Add(1)
 	c.lanesOpened.Add(1)
-	s.sess.AddLane(l, func(why error) {
+	s.Session.AddLane(l, func(why error) {
 		c.lanes.Add(-1)
 		select {
-		case <-s.sess.Stopped():
+		case <-s.Stopped():
 		default: // the session continues without it, or is about to end
 			if errors.Is(why, io.EOF) {
 				return
@@ -145,26 +138,26 @@ func (s *Session) AddLane(l session.Lane) {
 // conn has, which may be after the caller of Serve has returned.
 func (s *Session) Serve(ctx context.Context, conn Conn) error {
 	s.conn = conn
-	lost := s.sess.Carry(conn)
+	lost := s.Carry(conn)
 	defer func() { // also when this function panics
-		s.sess.Stop(errors.New("serving: panic"))
+		s.Stop(errors.New("serving: panic"))
 		s.cancel()
 		go func() {
 			defer s.core.work.Done()
-			s.sess.Wait(s.status())
+			s.Wait(s.status())
 			s.leave()
 		}()
 	}()
 	select {
-	case <-s.sess.Stopped():
+	case <-s.Stopped():
 	case err := <-lost:
-		s.sess.Stop(err)
+		s.Stop(err)
 	case <-ctx.Done():
-		s.sess.Stop(context.Cause(ctx))
+		s.Stop(context.Cause(ctx))
 	case <-s.core.Done():
-		s.sess.Stop(ErrShutdown)
+		s.Stop(ErrShutdown)
 	}
-	return s.sess.Cause()
+	return s.Cause()
 }
 
 // ErrServed ends a one-way session whose call needs nothing more.
@@ -172,23 +165,22 @@ var ErrServed = errors.New("serving: served")
 
 // status returns how the session ended, for its calls.
 func (s *Session) status() (frame.Code, string) {
-	if errors.Is(s.sess.Cause(), ErrServed) {
+	if errors.Is(s.Cause(), ErrServed) {
 		return frame.OK, ""
 	}
-	return s.core.cfg.Status(s.sess.Cause())
+	return s.core.cfg.Status(s.Cause())
 }
 
 // leave removes a session that has ended.
 func (s *Session) leave() {
 	var st stream.Stats
-	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Status().Stats })
+	s.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Status().Stats })
 	s.staging.close() // its calls are over
-	s.core.reservations.unpromise(s.promised)
 	c := s.core
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	delete(c.sessions, s)
-	if c.past.Add(st); !s.oneWay {
+	if c.past.Add(st); !s.OneWay() {
 		c.Leave(admission.Sessions, s.from)
 		return
 	}
@@ -200,20 +192,11 @@ func (s *Session) leave() {
 	c.TransferEnded(s.kind, code, s.moved)
 }
 
-// Stop ends the session: the first cause stands.
-func (s *Session) Stop(cause error) { s.sess.Stop(cause) }
-
-// Do runs f on the session's machine, as session.Session.Do does.
-func (s *Session) Do(f func(m *stream.Machine, now stream.Instant)) { s.sess.Do(f) }
-
 // Waits records that the peer has said, in another way than by a frame, that it waits.
 func (s *Session) Waits() {
 	s.conn.Excuse()
-	s.sess.Do(func(m *stream.Machine, now stream.Instant) { m.PeerWaits(now) })
+	s.Do(func(m *stream.Machine, now stream.Instant) { m.PeerWaits(now) })
 }
-
-// Stopped returns a channel that is closed when the session has ended.
-func (s *Session) Stopped() <-chan struct{} { return s.sess.Stopped() }
 
 // Go runs f on a goroutine of its own, which Core.Wait waits for.
 func (s *Session) Go(f func()) { s.core.Go(f) }
@@ -222,32 +205,26 @@ func (s *Session) Go(f func()) { s.core.Go(f) }
 func (s *Session) From() *admission.Caller { return s.from }
 
 // OneWay reports whether the session carries a push or a pull.
-func (s *Session) OneWay() bool { return s.oneWay }
+func (s *Session) OneWay() bool { return s.kind != "" }
 
 // Holder returns the principal of the session's memory, once it is open.
 func (s *Session) Holder() *slab.Principal { return s.holder }
 
 // ID returns the session's ID; zero before its hello.
 func (s *Session) ID() (id tensor.ID) {
-	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { id = m.Status().Session })
+	s.Do(func(m *stream.Machine, _ stream.Instant) { id = m.Status().Session })
 	return id
 }
 
 // input is a tensor announced for a call. The session's lock guards it, except for what
 // belongs to the call's goroutines once ready is closed.
 type input struct {
-	id       tensor.ID
-	desc     tensor.Desc
-	port     string
-	name     string // chosen by the client
-	metadata map[string]string
-	chunk    int64
-	chunks   uint32
-	size     int64
-	ready    chan struct{} // closed when a tensor on allowance is complete; nil for one on credit
-	staged   *slab.Slab    // memory in which a tensor on allowance waits; belongs to the call's goroutine after ready
-	used     int64         // bytes of staged copied into blocks; call goroutine only
-	taken    int64         // bytes taken from the session's staging; guarded as staged
+	desc   frame.Desc
+	geo    tensor.Geometry
+	ready  chan struct{} // closed when a tensor on allowance is complete; nil for one on credit
+	staged *slab.Slab    // memory in which a tensor on allowance waits; belongs to the call's goroutine after ready
+	used   int64         // bytes of staged copied into blocks; call goroutine only
+	taken  int64         // bytes taken from the session's staging; guarded as staged
 }
 
 // Received tells the connection how much calls retain. The session is locked.
@@ -319,11 +296,7 @@ func (s *Session) call(id tensor.ID) *call {
 // announced adds an input to its call, and provides memory in which a small one waits.
 func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Event) {
 	c := s.call(e.Call)
-	geo := tensor.Geometry{Size: int64(e.Desc.SizeBytes), ChunkBytes: int64(e.Desc.ChunkBytes)}
-	in := &input{
-		id: e.Tensor, desc: e.Desc.Desc, port: e.Desc.Port, name: e.Desc.Name, metadata: e.Desc.Metadata,
-		chunk: geo.ChunkBytes, chunks: geo.Count(), size: geo.Size,
-	}
+	in := &input{desc: *e.Desc, geo: tensor.Geometry{Size: int64(e.Desc.SizeBytes), ChunkBytes: int64(e.Desc.ChunkBytes)}}
 	c.inputs = append(c.inputs, in)
 	s.conn.Opened()
 	if !e.Desc.OnAllowance {
@@ -331,11 +304,11 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 	}
 	in.ready = make(chan struct{})
 	var err error
-	if in.staged, in.taken, err = s.Stage(geo); err != nil {
+	if in.staged, in.taken, err = s.Stage(in.geo); err != nil {
 		c.refuse(m, err)
 		return
 	}
-	if err := m.Lend(now, in.id, in.staged.Bytes(), func(filled bool) {
+	if err := m.Lend(now, e.Tensor, in.staged.Bytes(), func(filled bool) {
 		if filled {
 			close(in.ready)
 		}
@@ -371,18 +344,9 @@ func (s *Session) Unstage(mem *slab.Slab, n int64) {
 func (s *Session) unstage(in *input) {
 	in.staged.Release()
 	in.staged = nil
-	n := slab.SizeOf(in.size)
+	n := slab.SizeOf(in.geo.Size)
 	in.taken -= n
 	s.staging.give(n)
-}
-
-// settle returns everything that an input has in the staging.
-func (s *Session) settle(in *input) {
-	if in.staged != nil {
-		s.unstage(in)
-	}
-	s.staging.give(in.taken)
-	in.taken = 0
 }
 
 // ready starts a call, all of whose inputs are announced.

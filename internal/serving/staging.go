@@ -17,6 +17,7 @@ import (
 type staging struct {
 	budget   *slab.Budget
 	holder   *slab.Principal // of memory acquired as needed
+	promised bool            // to the session, by promise
 	reserved int64           // bytes
 
 	// reserver holds the reservation separately: for the fairness of the budget, a session
@@ -46,7 +47,7 @@ type reservations struct {
 
 // promise returns how much of an allowance of most bytes a new session is granted. All
 // sessions may use theirs at the same time, so when little is left, each gets a part of
-// that, or nothing and must wait for credit. unpromise must follow.
+// that, or nothing and must wait for credit. The close of its staging takes it back.
 func (l *reservations) promise(b *slab.Budget, most uint32) uint32 {
 	_, _, limit := b.Used()
 	l.mu.Lock()
@@ -57,15 +58,6 @@ func (l *reservations) promise(b *slab.Budget, most uint32) uint32 {
 		l.promised += reservation(n)
 	}
 	return n
-}
-
-// unpromise takes back what promise granted.
-func (l *reservations) unpromise(n uint32) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if n > 0 {
-		l.promised -= reservation(n)
-	}
 }
 
 // take acquires the reservation of d, if there is room.
@@ -88,23 +80,15 @@ func (l *reservations) take(d *staging) bool {
 	if d.budget.TryAcquire(d.reserver, d.reserved) {
 		return true
 	}
-	l.give(d.reserved)
+	l.give(d.reserved, 0)
 	return false
 }
 
-func (l *reservations) give(n int64) {
+func (l *reservations) give(held, promised int64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.held -= n
-}
-
-// rest adds d to the idle list.
-func (l *reservations) rest(d *staging) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if d.idle == nil {
-		d.idle, d.since = l.idle.PushBack(d), time.Now()
-	}
+	l.held -= held
+	l.promised -= promised
 }
 
 // wake removes d from the idle list.
@@ -215,24 +199,32 @@ func (d *staging) give(n int64) {
 
 // rest adds the staging to the idle list if it holds an unused reservation; mu is held.
 func (d *staging) rest() {
-	if d.held && d.used == 0 {
-		d.all.rest(d)
+	if !d.held || d.used > 0 {
+		return
+	}
+	d.all.mu.Lock()
+	defer d.all.mu.Unlock()
+	if d.idle == nil {
+		d.idle, d.since = d.all.idle.PushBack(d), time.Now()
 	}
 }
 
-// close returns the reservation. Nothing must be acquired afterwards.
+// close returns the reservation and the promise. Nothing must be acquired afterwards.
 func (d *staging) close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.all.wake(d)
 	d.giveUp()
+	if d.promised {
+		d.all.give(0, d.reserved)
+	}
 }
 
 // giveUp returns the reservation; mu is held.
 func (d *staging) giveUp() {
 	if d.held {
 		d.budget.Release(d.reserver, d.reserved)
-		d.all.give(d.reserved)
+		d.all.give(d.reserved, 0)
 		d.held = false
 	}
 }
