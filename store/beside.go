@@ -87,13 +87,9 @@ func (b *beside) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 	return b.main.Create(ctx, name, d)
 }
 
-func (b *beside) Open(ctx context.Context, name string) (Reader, error) {
-	return openFirst(ctx, name, append([]Store{b.main}, b.others...))
-}
-
-// openFirst opens the tensor of the first store that has it.
-func openFirst(ctx context.Context, name string, stores []Store) (r Reader, err error) {
-	for _, s := range stores {
+// Open opens the tensor of the first store that has it.
+func (b *beside) Open(ctx context.Context, name string) (r Reader, err error) {
+	for _, s := range append([]Store{b.main}, b.others...) {
 		if r, err = s.Open(ctx, name); !errors.Is(err, ErrNotFound) {
 			break
 		}

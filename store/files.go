@@ -45,9 +45,7 @@ type Files struct {
 	scan     scan
 	scans    atomic.Int64 // scans begun
 
-	mu       sync.Mutex // guards all below; taken last
-	parts    index[part]
-	isClosed bool
+	index[part]
 }
 
 // OpenFiles opens the model files below the folder dir and reads their headers. The caller
@@ -87,7 +85,7 @@ func openFiles(dir string, config FilesConfig, owned func(string) bool) (*Files,
 	}
 	f := &Files{
 		dir: dir, owned: owned, log: config.Log, limit: fileTensors, pool: slab.NewPool(viewBytes, slab.System),
-		scan: scan{files: map[string]*wholeFile{}}, parts: newIndex(map[string]part{}),
+		scan: scan{files: map[string]*wholeFile{}},
 	}
 	if name := strings.TrimSuffix(config.Name, "/"); name != "" {
 		if err := CheckName(name); err != nil {
@@ -140,15 +138,7 @@ func (f *Files) List(ctx context.Context, glob, after string, most int) ([]Info,
 	if err := f.rescan(false); err != nil {
 		return nil, err
 	}
-	return listPages(ctx, glob, after, most, func(after string, n int) ([]Info, error) {
-		f.mu.Lock()
-		defer f.mu.Unlock()
-		var infos []Info
-		for _, name := range f.parts.after(after, n) {
-			infos = append(infos, f.parts.byName[name].info)
-		}
-		return infos, nil
-	})
+	return f.list(ctx, glob, after, most, func(p part) Info { return p.info })
 }
 
 // Delete implements Store. It fails for every tensor that exists.
@@ -170,18 +160,14 @@ func (f *Files) Close() error {
 	defer f.scanning.Unlock()
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.isClosed {
-		return ErrClosed
-	}
-	f.isClosed = true
-	f.parts = newIndex(map[string]part{})
+	f.byName, f.names = nil, nil
 	for _, w := range f.scan.files {
 		if w.usable() {
 			w.mapped.Release()
 		}
 	}
 	f.scan.files = nil
-	return nil
+	return f.close()
 }
 
 // fileReader is the Reader of a tensor in a file.
@@ -219,9 +205,9 @@ func (r *fileReader) Digested(d codec.Digest) {
 	}
 	r.files.mu.Lock()
 	defer r.files.mu.Unlock()
-	if p, ok := r.files.parts.byName[r.info.Name]; ok && p.whole.mapped == r.file {
+	if p, ok := r.files.byName[r.info.Name]; ok && p.whole.mapped == r.file {
 		p.info.Digest = d
-		r.files.parts.byName[r.info.Name] = p
+		r.files.byName[r.info.Name] = p
 	}
 }
 

@@ -8,9 +8,11 @@ import (
 	"io"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"math"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -47,17 +49,15 @@ type Folder struct {
 	foreign map[string]bool // files named like those of pushed tensors that are others'
 	used    atomic.Int64    // bytes of pushed files; grows under mu only
 
-	sets       sync.RWMutex // held while a set is committed; guards unfinished; taken before names
+	sets       sync.RWMutex // held while a set is committed; guards unfinished; taken before locks
 	unfinished *manifest    // of a committed set, to be finished before other changes
 
-	// names are held while the file of a name is replaced, deleted or mapped, so that index
+	// locks are held while the file of a name is replaced, deleted or mapped, so that index
 	// and file agree; see nameLock.
-	names [nameLocks]sync.Mutex
+	locks [nameLocks]sync.Mutex
 
-	mu       sync.Mutex // guards all below; taken last
-	pushed   index[*pushed]
-	writers  int
-	isClosed bool
+	index[*pushed]
+	writers int // guarded by mu
 }
 
 // disk is what a Folder does to its files. It is folderDisk, except in tests.
@@ -153,7 +153,7 @@ func (f *Folder) isHere() error {
 // usable reports whether the store may be used.
 func (f *Folder) usable() error {
 	f.mu.Lock()
-	closed := f.isClosed
+	closed := f.closed
 	f.mu.Unlock()
 	if closed {
 		return ErrClosed
@@ -188,7 +188,7 @@ func (f *Folder) load() error {
 			tensors[info.Name] = p
 		}
 	}
-	f.pushed = newIndex(tensors)
+	f.byName, f.names = tensors, slices.Sorted(maps.Keys(tensors))
 	if err != nil {
 		return fmt.Errorf("store: %w", err)
 	}
@@ -202,7 +202,7 @@ var nameSeed = maphash.MakeSeed()
 
 // nameLock returns the lock of a pushed tensor's file.
 func (f *Folder) nameLock(file string) *sync.Mutex {
-	return &f.names[maphash.String(nameSeed, file)%nameLocks]
+	return &f.locks[maphash.String(nameSeed, file)%nameLocks]
 }
 
 // Create implements Store. It reserves the disk space if the file system can, so that
@@ -245,10 +245,10 @@ func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 func (f *Folder) reserve(name string, header, size int64) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.isClosed {
+	if f.closed {
 		return ErrClosed
 	}
-	if _, known := f.pushed.byName[name]; !known && len(f.pushed.names)+f.writers >= f.config.MaxTensors {
+	if _, known := f.byName[name]; !known && len(f.byName)+f.writers >= f.config.MaxTensors {
 		return fmt.Errorf("%w: the limit is %d tensors; delete some", ErrFull, f.config.MaxTensors)
 	}
 	if free := f.config.Limit - f.used.Load(); header > free || size > free-header {
@@ -268,18 +268,9 @@ func (f *Folder) Open(_ context.Context, name string) (Reader, error) {
 	lock := f.nameLock(fileName(name))
 	lock.Lock()
 	defer lock.Unlock()
-	f.mu.Lock()
-	p, there := f.pushed.byName[name]
-	if there {
-		p.retain() // a set may replace it now
-	}
-	closed := f.isClosed
-	f.mu.Unlock()
-	if !there {
-		if closed {
-			return nil, ErrClosed
-		}
-		return nil, fmt.Errorf("%w: no tensor %q", ErrNotFound, name)
+	p, err := f.open(name, func(p *pushed) { p.retain() }) // a set may replace it now
+	if err != nil {
+		return nil, err
 	}
 	return f.openPushed(p)
 }
@@ -319,10 +310,10 @@ func (f *Folder) openPushed(p *pushed) (Reader, error) {
 func (f *Folder) forget(p *pushed) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.pushed.byName[p.info.Name] != p { // a set has replaced it
+	if f.byName[p.info.Name] != p { // a set has replaced it
 		return
 	}
-	f.pushed.remove(p.info.Name)
+	f.drop(p.info.Name)
 	p.Release()
 }
 
@@ -331,15 +322,7 @@ func (f *Folder) List(ctx context.Context, glob, after string, most int) ([]Info
 	if err := f.usable(); err != nil {
 		return nil, err
 	}
-	return listPages(ctx, glob, after, most, func(after string, n int) ([]Info, error) {
-		f.mu.Lock()
-		defer f.mu.Unlock()
-		var infos []Info
-		for _, name := range f.pushed.after(after, n) {
-			infos = append(infos, f.pushed.byName[name].info)
-		}
-		return infos, nil
-	})
+	return f.list(ctx, glob, after, most, func(p *pushed) Info { return p.info })
 }
 
 // Delete implements Store. One fsync makes all deletions durable.
@@ -377,10 +360,8 @@ func (f *Folder) delete(name string) (there bool, err error) {
 	if err := f.usable(); err != nil {
 		return false, err
 	}
-	f.mu.Lock()
-	p, isPushed := f.pushed.byName[name]
-	f.mu.Unlock()
-	if !isPushed {
+	p, there := f.find(name)
+	if !there {
 		return false, nil
 	}
 	if err := f.remove(filepath.Join(f.dir, p.file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -394,10 +375,9 @@ func (f *Folder) delete(name string) (there bool, err error) {
 func (f *Folder) Close() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.isClosed {
-		return ErrClosed
+	if err := f.close(); err != nil {
+		return err
 	}
-	f.isClosed = true
 	return f.lock.Close()
 }
 
@@ -474,7 +454,7 @@ func (w *folderWriter) Commit(context.Context) (Info, error) {
 func (f *Folder) show(made map[string]*pushed) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	for _, old := range f.pushed.put(made) {
+	for _, old := range f.put(made) {
 		old.Release()
 	}
 	f.writers -= len(made)

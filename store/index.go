@@ -2,22 +2,69 @@ package store
 
 import (
 	"context"
-	"maps"
+	"fmt"
 	"slices"
 	"strings"
+	"sync"
 
 	"github.com/tensorferry/tensorferry/internal/background"
 	"github.com/tensorferry/tensorferry/internal/glob"
 )
 
-// index finds values by name, and keeps the names in order.
+// index has the tensors of a store by name. The caller of a method without another comment
+// holds mu.
 type index[T any] struct {
+	mu     sync.Mutex // guards all below; taken last
 	byName map[string]T
 	names  []string // sorted
+	closed bool
 }
 
-func newIndex[T any](byName map[string]T) index[T] {
-	return index[T]{byName, slices.Sorted(maps.Keys(byName))}
+// find returns a value; it locks mu.
+func (x *index[T]) find(name string) (v T, there bool) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	v, there = x.byName[name]
+	return v, there
+}
+
+// open calls hold with a value, and returns it, unless the store is closed; it locks mu.
+func (x *index[T]) open(name string, hold func(T)) (v T, err error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	v, there := x.byName[name]
+	switch {
+	case x.closed:
+		return v, ErrClosed
+	case !there:
+		return v, fmt.Errorf("%w: no tensor %q", ErrNotFound, name)
+	}
+	hold(v)
+	return v, nil
+}
+
+// list implements Store.List; it locks mu.
+func (x *index[T]) list(ctx context.Context, glob, after string, most int, info func(T) Info) ([]Info, error) {
+	return listPages(ctx, glob, after, most, func(after string, n int) (infos []Info, err error) {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		if x.closed {
+			return nil, ErrClosed
+		}
+		for _, name := range x.after(after, n) {
+			infos = append(infos, info(x.byName[name]))
+		}
+		return infos, nil
+	})
+}
+
+// close closes the store once.
+func (x *index[T]) close() error {
+	if x.closed {
+		return ErrClosed
+	}
+	x.closed = true
+	return nil
 }
 
 // put adds values, and returns those that they replace.
@@ -41,7 +88,7 @@ func (x *index[T]) put(values map[string]T) (replaced []T) {
 	return replaced
 }
 
-func (x *index[T]) remove(name string) {
+func (x *index[T]) drop(name string) {
 	if i, there := slices.BinarySearch(x.names, name); there {
 		x.names = slices.Delete(x.names, i, i+1)
 		delete(x.byName, name)

@@ -23,10 +23,8 @@ type Memory struct {
 
 	sets sync.RWMutex // held while a set is committed; taken before mu
 
-	mu       sync.Mutex // guards all below
-	tensors  index[*resident]
-	recent   list.List // of *resident, most recently used first
-	isClosed bool
+	index[*resident]
+	recent list.List // of *resident, most recently used first; guarded by mu
 }
 
 // resident is a tensor in memory, and its Reader. The store, each Open and each View hold
@@ -41,7 +39,7 @@ type resident struct {
 // NewMemory returns a store of at most limitBytes, counted by slab.SizeOf, which counts 4
 // KiB for a small tensor. Its memory comes from pool.
 func NewMemory(pool *slab.Pool, limitBytes int64) *Memory {
-	return &Memory{pool: pool, limit: limitBytes, tensors: newIndex(map[string]*resident{})}
+	return &Memory{pool: pool, limit: limitBytes, index: index[*resident]{byName: map[string]*resident{}}}
 }
 
 // Create implements Store. It never waits. It evicts as many tensors as it must, or none if
@@ -75,7 +73,7 @@ func (m *Memory) reserve(name string, room int64) error {
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.isClosed {
+	if m.closed {
 		return ErrClosed
 	}
 	missing := m.used.Load() - m.limit + room
@@ -100,7 +98,7 @@ func (m *Memory) reserve(name string, room int64) error {
 
 // forget drops the store's hold on r. The caller holds mu.
 func (m *Memory) forget(r *resident) {
-	m.tensors.remove(r.info.Name)
+	m.drop(r.info.Name)
 	m.recent.Remove(r.at)
 	r.Release()
 }
@@ -109,10 +107,10 @@ func (m *Memory) forget(r *resident) {
 func (m *Memory) show(made map[string]*resident) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.isClosed {
+	if m.closed {
 		return ErrClosed
 	}
-	for _, old := range m.tensors.put(made) {
+	for _, old := range m.put(made) {
 		m.recent.Remove(old.at)
 		old.Release()
 	}
@@ -126,34 +124,19 @@ func (m *Memory) show(made map[string]*resident) error {
 
 // Open implements Store. It never waits.
 func (m *Memory) Open(_ context.Context, name string) (Reader, error) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.isClosed {
-		return nil, ErrClosed
+	r, err := m.open(name, func(r *resident) {
+		m.recent.MoveToFront(r.at)
+		r.retain()
+	})
+	if err != nil {
+		return nil, err
 	}
-	r, there := m.tensors.byName[name]
-	if !there {
-		return nil, fmt.Errorf("%w: no tensor %q", ErrNotFound, name)
-	}
-	m.recent.MoveToFront(r.at)
-	r.retain()
 	return r, nil
 }
 
 // List implements Store.
 func (m *Memory) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
-	return listPages(ctx, glob, after, most, func(after string, n int) ([]Info, error) {
-		m.mu.Lock()
-		defer m.mu.Unlock()
-		if m.isClosed {
-			return nil, ErrClosed
-		}
-		var infos []Info
-		for _, name := range m.tensors.after(after, n) {
-			infos = append(infos, m.tensors.byName[name].info)
-		}
-		return infos, nil
-	})
+	return m.list(ctx, glob, after, most, func(r *resident) Info { return r.info })
 }
 
 // Delete implements Store.
@@ -163,8 +146,8 @@ func (m *Memory) Delete(ctx context.Context, names ...string) (deleted []string,
 			return deleted, context.Cause(ctx)
 		}
 		m.mu.Lock()
-		closed := m.isClosed
-		if r, there := m.tensors.byName[name]; there {
+		closed := m.closed
+		if r, there := m.byName[name]; there {
 			m.forget(r)
 			deleted = append(deleted, name)
 		}
@@ -180,14 +163,10 @@ func (m *Memory) Delete(ctx context.Context, names ...string) (deleted []string,
 func (m *Memory) Close() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.isClosed {
-		return ErrClosed
-	}
-	m.isClosed = true
-	for _, r := range m.tensors.byName {
+	for _, r := range m.byName {
 		m.forget(r)
 	}
-	return nil
+	return m.close()
 }
 
 // Used implements Meter.

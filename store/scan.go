@@ -309,16 +309,16 @@ func (f *Files) showParts() {
 			f.showFile(parts, file, w)
 		}
 	}
-	x := newIndex(parts)
+	names := slices.Sorted(maps.Keys(parts)) // not under mu: there may be many
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for name, p := range parts {
-		if old, ok := f.parts.byName[name]; ok && old.whole == p.whole { // the digest from Digested is still valid
+		if old, ok := f.byName[name]; ok && old.whole == p.whole { // the digest from Digested is still valid
 			p.info.Digest = old.info.Digest
 			parts[name] = p
 		}
 	}
-	f.parts = x
+	f.byName, f.names = parts, names
 }
 
 // showFile adds the tensors of a file to parts.
@@ -354,14 +354,6 @@ func (f *Files) showFile(parts map[string]part, file string, w *wholeFile) {
 	}
 }
 
-// find returns what is known about a tensor.
-func (f *Files) find(name string) (part, bool) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	p, ok := f.parts.byName[name]
-	return p, ok
-}
-
 // known returns the Info of a tensor of which it is known that it is, or was, in a file.
 func (f *Files) known(name string) (Info, bool, error) {
 	p, there := f.find(name)
@@ -381,19 +373,11 @@ var errChanged = errors.New("store: file has changed")
 // was seen, unless fresh says that a scan has just ended: then it opens whatever the file
 // has become.
 func (f *Files) openKnown(name string, fresh bool) (Reader, error) {
-	f.mu.Lock()
-	p, there := f.parts.byName[name]
-	if there {
-		p.whole.mapped.retain() // files holds it, under mu
+	p, err := f.open(name, func(p part) { p.whole.mapped.retain() }) // files holds it, under mu
+	if err != nil {
+		return nil, err
 	}
-	closed := f.isClosed
-	f.mu.Unlock()
-	switch {
-	case closed:
-		return nil, ErrClosed
-	case !there:
-		return nil, fmt.Errorf("%w: no tensor %q", ErrNotFound, name)
-	case !p.whole.asItWas():
+	if !p.whole.asItWas() {
 		if !fresh {
 			p.whole.mapped.Release()
 			return nil, fmt.Errorf("%w: %s", errChanged, p.info.File)
