@@ -785,7 +785,7 @@ type laneWorker struct {
 	stock *stocker
 }
 
-// watched are the sessions of a client, of which the first has all calls.
+// watched are the sessions of a client.
 type watched struct {
 	mu   sync.Mutex
 	list []*target // guarded by mu
@@ -821,7 +821,7 @@ func (w *laneWorker) session(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	var watch watched
+	watch := watched{list: []*target{{of: g}}} // of a session that does not come to be
 	c.WrapSessions(func(s client.SessionStream) client.SessionStream {
 		t := &target{
 			SessionStream: s, of: g, told: make(chan struct{}), transfer: &w.stock.now,
