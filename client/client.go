@@ -17,6 +17,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -81,7 +82,7 @@ type Client struct {
 	conn  *grpc.ClientConn
 	stub  pb.TensorServiceClient
 	pool  *slab.Pool
-	lanes laneMemory
+	lanes atomic.Pointer[lanesOff] // nil unless they failed
 
 	opening chan struct{} // held while shared is used
 	shared  *Session      // of Compute, Push and Pull; guarded by opening
@@ -114,6 +115,9 @@ func Dial(target string, cfg Config) (*Client, error) {
 	cfg.WindowBytes = min(max(cfg.WindowBytes, 64<<10), math.MaxInt32)
 	if err := checkAddress(target); err != nil {
 		return nil, err
+	}
+	if cfg.Idled == nil {
+		cfg.Idled = func(error) {}
 	}
 	if cfg.Credentials == nil {
 		cfg.Credentials = insecure.NewCredentials()
@@ -223,10 +227,7 @@ func (c *Client) Kept() int64 { return c.pool.Kept() }
 // Models returns the server's models. It takes at most OpenTimeout.
 func (c *Client) Models(ctx context.Context) ([]*pb.Model, error) {
 	r, err := ask(ctx, c, c.stub.ListModels, &pb.ListModelsRequest{})
-	if err != nil {
-		return nil, err
-	}
-	return r.GetModels(), nil
+	return r.GetModels(), err
 }
 
 // Info returns the server's limits and counters. It takes at most OpenTimeout.

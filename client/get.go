@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"slices"
 	"strings"
 	"time"
@@ -16,7 +15,6 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/glob"
 	"github.com/tensorferry/tensorferry/internal/session"
-	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -50,28 +48,18 @@ type Selection struct {
 // Range is a range of a tensor's bytes.
 type Range = frame.Range
 
-// At returns a Sink that writes each chunk of a tensor to w, at its offset, as it arrives.
-// Only Pull supports it. w is also read, for the digest, if chunks arrive out of order. All
-// of this happens on the goroutine of Pull.
-func At(w ReadWriterAt) Sink { return Sink{at: w} }
-
-// ReadWriterAt is implemented by *os.File, for example.
-type ReadWriterAt interface {
-	io.ReaderAt
-	io.WriterAt
-}
-
 // Pull fetches tensors and returns their summaries in the order of the selections. The error joins
 // those of the summaries, or says what ended the pull. A tensor whose summary has no error
 // is complete and has the server's digest.
 func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
-	p := &pull{client: c, request: r, byID: make(map[tensor.ID]*pulled), answered: make([]bool, len(r.Select)), news: make(chan struct{}, 1), closed: make(chan struct{})}
+	p := &pull{request: r, most: len(r.Select), byID: make(map[tensor.ID]*pulled), answered: make([]bool, len(r.Select))}
 	names := make(map[string]int, len(r.Select))
 	for _, s := range r.Select {
 		names[s.Name]++
 		var g *glob.Glob
-		if s.glob() {
+		if !s.Source && strings.ContainsAny(s.Name, "*?[") {
 			g, _ = glob.Parse(s.Name) // the server rejects an invalid one
+			p.most = pullTensors
 		}
 		p.globs = append(p.globs, g)
 	}
@@ -90,74 +78,67 @@ func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 		}
 		list = append(list, sel)
 	}
-	err := p.run(ctx, list, patience)
-	p.over(err)
+	err := p.run(ctx, c, list, patience)
+	left := err // why a tensor that has not ended did not arrive
 	if err == nil {
-		p.unanswered()
-		err = errorsOf(p.list())
+		left = &Error{Code: codes.Internal, Message: "the server ended the pull without a summary"}
+		for i, s := range r.Select {
+			if !p.answered[i] {
+				t := &pulled{sel: i}
+				t.Name, t.Transfer = s.Name, p.id
+				t.end(&Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: the server ended the pull without mentioning it; pull it again", s.Name)})
+				p.order = append(p.order, t)
+			}
+		}
 	}
-	return p.list(), err
+	slices.SortStableFunc(p.order, func(a, b *pulled) int { return cmp.Compare(a.sel, b.sel) })
+	out := make([]Summary, len(p.order))
+	for i, t := range p.order {
+		t.end(left)
+		out[i] = t.Summary
+	}
+	if err == nil {
+		err = errorsOf(out)
+	}
+	return out, err
 }
 
 // pull is the state of one Pull.
 type pull struct {
-	client  *Client
+	task
 	request PullRequest
-	session *Session
-	id      tensor.ID
 	rest    *restClock
-	order   []*pulled
-	active  []*pulled // with memory lent, or to be lent
+	order   []*pulled // as the server mentioned them
+	active  []*pulled // that have not ended, or have memory lent
 
-	globs     []*glob.Glob // of the selections; nil for a plain name
-	answered  []bool       // by selection: the server has mentioned it
-	textBytes int          // of the server's texts that are kept
+	globs    []*glob.Glob // of the selections; nil for a plain name
+	answered []bool       // by selection: the server has mentioned it
+	most     int          // how many tensors the server may report
 
-	news   chan struct{} // capacity 1
-	closed chan struct{} // closed by the session's last event of the call
-
-	// Guarded by the session's lock until closed.
-	byID  map[tensor.ID]*pulled
-	queue []told
-	done  frame.Done
-	cause error // why this side ended the call
+	// Guarded by the session's lock until ctx has ended.
+	byID      map[tensor.ID]*pulled
+	queue     []*pulled // not in order yet
+	textBytes int       // of the server's texts that are kept
 }
 
-// told is an event for the goroutine of Pull.
-type told struct {
-	t   *pulled
-	sum *frame.Summary // how it ended; nil: it was announced
-}
-
-// pulled is one tensor of a pull, and the Place of its bytes.
+// pulled is one tensor of a pull.
 type pulled struct {
-	Summary
-	id      tensor.ID
-	name    string // as the server says
-	held    bool   // the server does not send what is held
-	sel     int    // index of its selection
-	moved   int64  // guarded by the session's lock
-	said    int64  // of moved, to Progress
+	transferred
+	place        // zero once it is over
+	held    bool // the server does not send what is held
+	sel     int  // index of its selection
 	landing session.Landing
-
-	into   []byte
-	at     ReadWriterAt
-	rest   *restClock
-	writer io.Writer
-	order  *codec.OrderedDigester // nil once it is over
-	sum    *frame.Summary         // the server's, if it says OK
-	over   bool
 }
 
 // run receives what the selections pick. An error is that of the call.
-func (p *pull) run(ctx context.Context, list []frame.Selection, patience stream.Instant) error {
-	s, err := p.client.sharedSession(ctx)
+func (p *pull) run(ctx context.Context, c *Client, list []frame.Selection, patience stream.Instant) error {
+	s, err := c.sharedSession(ctx)
 	if err != nil {
 		return err
 	}
-	p.id = tensor.NewID()
-	if !s.stores() {
-		if s, err = p.client.pullSession(ctx, s, p.id); err != nil {
+	id := tensor.NewID()
+	if !s.status().PeerStores {
+		if s, err = c.oneWay(ctx, s, id, newPullCarrier); err != nil {
 			return err
 		}
 		defer s.Close()
@@ -165,151 +146,124 @@ func (p *pull) run(ctx context.Context, list []frame.Selection, patience stream.
 			list[i].Held, list[i].HeldDigest = nil, nil
 		}
 	}
-	p.session = s
-	if err := s.open(ctx, frame.Call{ID: p.id, Get: &frame.Get{Selections: list}}, p); err != nil {
+	err = p.open(ctx, s, frame.Call{ID: id, Get: &frame.Get{Selections: list}}, p, func(m *stream.Machine, _ stream.Instant) error {
+		m.Patience(id, patience)
+		return nil
+	})
+	if err != nil {
 		return err
 	}
-	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { m.Patience(p.id, patience) })
-	p.rest = s.rests("the pull", p.stop, p.closed)
+	defer p.unhook()
+	p.rest = p.rests("the pull")
 	defer p.rest.end()
-	defer context.AfterFunc(ctx, func() { p.stop(context.Cause(ctx)) })()
 	for p.step() {
-		select {
-		case <-p.news:
-		case <-p.closed:
-		}
+		p.wait()
 	}
-	return endError(ctx, &p.done, p.cause)
+	return p.err(ctx)
 }
 
 // step does what can be done without waiting. It returns false when the call is over and
 // nothing is left to be done.
 func (p *pull) step() bool {
-	var news []told
+	var news []*pulled
 	over := false
 	p.session.sess.Do(func(*stream.Machine, stream.Instant) {
 		news, p.queue = p.queue, nil
-		select {
-		case <-p.closed:
-			over = true
-		default:
-		}
+		over = p.ctx.Err() != nil
 	})
-	for _, n := range news {
-		if n.sum == nil {
-			p.announced(n.t)
-		} else {
-			p.summary(n.t, n.sum)
-		}
+	for _, t := range news {
+		p.add(t)
 	}
 	p.active = slices.DeleteFunc(p.active, func(t *pulled) bool { return p.receive(t, over) })
-	return !over || len(news) > 0 || len(p.active) > 0
+	return !over || len(p.active) > 0
 }
 
 // receive takes what has come of a tensor, and reports whether nothing is left to be done:
 // once the call is over nothing more comes.
 func (p *pull) receive(t *pulled, over bool) bool {
-	if !t.over {
+	var sum *frame.Summary
+	p.session.sess.Do(func(*stream.Machine, stream.Instant) { sum = t.sum })
+	switch {
+	case t.over:
+	case sum != nil && sum.Code != frame.OK:
+		sum.Name = t.Name
+		t.end(summaryError(sum))
+	case t.landing.Session == nil:
+		t.end(&Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %q: the server claims to have sent it, but did not", t.Name)})
+	default:
 		p.rest.of(named("tensor", t.Name))
 		if err := t.landing.Step(); err != nil {
 			p.fail(t, err)
 		}
-		p.progress(t)
+		t.report(p.request.Progress)
 	}
-	if !t.over && t.sum != nil && t.landing.Whole() {
-		t.Durable = t.sum.Durable
+	if !t.over && sum != nil && t.landing.Whole() {
+		t.Durable = sum.Durable
 		d, err := t.digest()
-		if err == nil && d != t.sum.Digest {
-			err = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: its digest is %v, the server's is %v; pull it again", t.Name, d, t.sum.Digest)}
+		if err == nil && d != sum.Digest {
+			err = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: its digest is %v, the server's is %v; pull it again", t.Name, d, sum.Digest)}
 		}
 		t.Digest = d
 		t.end(err)
 	}
-	return (t.over || over) && t.landing.Home()
-}
-
-func (p *pull) progress(t *pulled) {
-	var moved int64
-	p.session.sess.Do(func(*stream.Machine, stream.Instant) { moved = t.moved })
-	if moved > t.said && p.request.Progress != nil {
-		p.request.Progress(Progress{t.Name, moved, t.Bytes})
-	}
-	t.said = moved
+	return (t.over || over) && (t.landing.Session == nil || t.landing.Home())
 }
 
 // event implements handler.
 func (p *pull) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	t := p.byID[e.Tensor]
+	if ends := e.Kind == stream.EventSummary || e.Kind == stream.EventFailed; e.Kind == stream.EventTensor || t == nil && ends {
+		t = new(pulled)
+		if e.Desc != nil {
+			t.Name = e.Desc.Name
+		} else if e.Summary != nil { // of a selection that matched nothing
+			t.Name = e.Summary.Name
+		}
+		p.byID[e.Tensor] = t
+		p.queue = append(p.queue, t)
+	}
 	switch e.Kind {
 	case stream.EventTensor:
 		d := e.Desc
-		t = &pulled{id: e.Tensor, name: d.Name, held: d.Held, order: new(codec.OrderedDigester)}
-		t.Desc, t.Bytes = d.Desc.Clone(), int64(d.SizeBytes)
+		t.held, t.Desc, t.Bytes = d.Held, d.Desc.Clone(), int64(d.SizeBytes)
+		t.place = place{size: t.Bytes, order: new(codec.OrderedDigester)}
 		t.landing = session.Landing{
 			Session: p.session.sess, Tensor: e.Tensor, Geo: tensor.Geometry{Size: t.Bytes, ChunkBytes: int64(d.ChunkBytes)},
-			Wake: func() { tell(p.news) }, Slab: func(n int) (*slab.Slab, error) { return p.client.pool.Get(n) }, To: t,
+			News: p.news, Slab: p.session.client.pool.Get, To: t,
 		}
 		if d.OnAllowance {
 			t.landing.Stage(m, now, make([]byte, t.Bytes))
 		}
-		p.byID[e.Tensor] = t
-		p.queue = append(p.queue, told{t: t})
 		p.session.wantLane(m, t.Bytes)
 	case stream.EventChunk:
-		if t != nil { // its Summary may have come before
-			t.moved += e.N
+		t.moved.Add(e.N)
+	case stream.EventSummary, stream.EventFailed:
+		if t.sum != nil { // the first counts
+			break
 		}
-	case stream.EventSummary:
-		if t == nil {
-			t = &pulled{id: e.Tensor, name: e.Summary.Name}
-			p.byID[e.Tensor] = t
-		}
-		p.queue = append(p.queue, told{t, e.Summary})
-	case stream.EventFailed:
-		sum := &frame.Summary{Tensor: e.Tensor, Code: e.Code, Message: e.Text}
-		if t == nil {
-			t = &pulled{id: e.Tensor, name: e.Desc.Name}
-			p.queue = append(p.queue, told{t: t})
-		}
-		p.queue = append(p.queue, told{t, sum})
-	case stream.EventStop:
-		if p.cause == nil {
-			p.cause = p.client.stalled(e)
-		}
-	case stream.EventClosed:
-		p.done = *e.Done
-		close(p.closed)
+		t.sum = cmp.Or(e.Summary, &frame.Summary{Code: e.Code, Message: e.Text})
+		t.sum.Message = frame.Clip(t.sum.Message, min(frame.TextBytes, pullTextBytes-p.textBytes))
+		p.textBytes += len(t.sum.Message)
 	}
-	tell(p.news)
+	p.news.Tell()
 }
 
-// stop cancels the call with a cause on this side.
-func (p *pull) stop(cause error) {
-	p.session.sess.Do(func(m *stream.Machine, _ stream.Instant) { p.session.stop(m, p.id, &p.cause, cause) })
-}
-
-// announced begins to receive a tensor.
-func (p *pull) announced(t *pulled) {
-	if !p.add(t) || t.landing.Session == nil {
+// add adds a tensor, and begins to receive it. It drops a name that was not selected: the
+// server could send anything.
+func (p *pull) add(t *pulled) {
+	if len(p.order) >= p.most {
+		p.stop(&Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf("the server reported more than %d tensors, the limit of this pull; use several pulls", p.most)})
 		return
 	}
-	p.active = append(p.active, t)
-	if err := p.open(t); err != nil {
-		p.fail(t, err)
+	if t.Transfer, t.sel = p.id, p.selected(t.Name); t.sel < 0 {
+		t.Name = ""
 	}
-}
-
-// add adds a tensor. It drops a name that was not selected: the server could send anything.
-func (p *pull) add(t *pulled) bool {
-	if most := p.most(); len(p.order) >= most {
-		p.stop(&Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf("the server reported more than %d tensors, the limit of this pull; use several pulls", most)})
-		return false
+	p.order, p.active = append(p.order, t), append(p.active, t)
+	if t.landing.Session != nil {
+		if err := p.place(t); err != nil {
+			p.fail(t, err)
+		}
 	}
-	if t.Transfer, t.sel = p.id, p.selected(t.name); t.sel >= 0 {
-		t.Name = t.name
-	}
-	p.order = append(p.order, t)
-	return true
 }
 
 // fail gives up a tensor for a reason of this side's.
@@ -319,96 +273,43 @@ func (p *pull) fail(t *pulled, err error) {
 	}
 	t.end(err)
 	p.session.sess.Do(func(m *stream.Machine, _ stream.Instant) {
-		m.FailTensor(t.id, frame.FailedPrecondition, "the client cannot take the tensor")
+		m.FailTensor(t.landing.Tensor, frame.FailedPrecondition, "the client cannot take the tensor")
 	})
 }
 
-// WriteViews writes a chunk to the tensor's destination.
-func (t *pulled) WriteViews(off int64, views [][]byte) error {
-	if next := t.order.Next(); t.writer != nil && off != next {
-		return frame.Errorf(frame.FailedPrecondition, "byte %d arrived instead of byte %d, but the tensor goes to a writer; use Into or At", off, next)
-	}
-	if t.into != nil {
-		for _, v := range views {
-			if &v[0] != &t.into[off] { // otherwise it was received there
-				copy(t.into[off:], v)
-			}
-			t.order.Wrote(off, v)
-			off += int64(len(v))
-		}
-		return nil
-	}
-	to := t.writer
-	if t.at != nil {
-		to = io.NewOffsetWriter(t.at, off)
-	}
-	for _, v := range views {
-		t.order.Wrote(off, v)
-		off += int64(len(v))
-		t.rest.start()
-		_, err := to.Write(v)
-		t.rest.stop()
-		if err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// digest returns the digest of the whole tensor. It reads back what did not arrive in
-// order.
-func (t *pulled) digest() (codec.Digest, error) {
-	switch next := t.order.Next(); {
-	case t.at != nil:
-		if err := t.order.ReadRest(t.at, t.Bytes); err != nil {
-			return codec.Digest{}, err
-		}
-	case t.into != nil:
-		t.order.Wrote(next, t.into[next:])
-	}
-	return t.order.Sum(), nil
-}
-
-// open asks the caller where a tensor goes.
-func (p *pull) open(t *pulled) error {
+// place asks the caller where a tensor goes.
+func (p *pull) place(t *pulled) error {
 	if t.Name == "" {
-		return &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %v: the server sent a tensor that was not selected", t.id)}
+		return &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %v: the server sent a tensor that was not selected", t.landing.Tensor)}
 	}
 	p.rest.of(named("tensor", t.Name))
 	t.rest = p.rest
+	if i := slices.IndexFunc(p.request.Select, func(s Selection) bool { return s.Name == t.Name }); t.held && i >= 0 {
+		t.landing.Held = p.request.Select[i].Held
+	}
 	var sink Sink
 	var err error
-	p.rest.start()
 	if p.request.To != nil {
+		p.rest.start()
 		sink, err = p.request.To(t.Name, t.Desc.Clone())
+		p.rest.stop()
 	}
-	if err == nil && sink.open != nil {
-		t.writer, err = sink.open(t.Desc.Clone())
-	}
-	p.rest.stop()
 	switch {
 	case err != nil:
-		return err
-	case t.writer != nil:
+	case sink.open != nil:
 		t.landing.InOrder = true
+		err = t.open(sink, t.Desc.Clone())
 	case sink.at != nil:
 		t.at = sink.at
-	case sink.into != nil:
-		if int64(len(sink.into)) != t.Bytes {
-			return fmt.Errorf("%w: tensor %q has %d bytes, its buffer has %d", ErrInput, t.Name, t.Bytes, len(sink.into))
-		}
-		t.into = sink.into
-	case t.Bytes > p.client.cfg.ResultBytes:
-		return fmt.Errorf("%w: tensor %q has %d bytes, more than ResultBytes (%d); raise it, or use Into, Writer or At", ErrInput, t.Name, t.Bytes, p.client.cfg.ResultBytes)
 	default:
-		t.Data = make([]byte, t.Bytes)
-		t.into = t.Data
+		if t.into, err = sink.memory(p.session.client, t.Desc, t.Bytes); err != nil {
+			err = fmt.Errorf("%w: tensor %q: %w", ErrInput, t.Name, err)
+		} else if sink.into == nil {
+			t.Data = t.into
+		}
+		t.landing.Memory = t.into
 	}
-	t.landing.Memory = t.into
-	if t.held {
-		t.landing.Held = p.held(t.Name)
-	}
-	return nil
+	return err
 }
 
 // selected returns the index of a selection that matches name, or -1: the first unanswered
@@ -429,86 +330,14 @@ func (p *pull) selected(name string) (found int) {
 	return found
 }
 
-// glob reports whether s may match several tensors.
-func (s Selection) glob() bool { return !s.Source && strings.ContainsAny(s.Name, "*?[") }
-
-// most is how many tensors the server may report.
-func (p *pull) most() int {
-	if slices.ContainsFunc(p.request.Select, Selection.glob) {
-		return pullTensors
-	}
-	return len(p.request.Select)
-}
-
+// end records the outcome of the tensor: the first counts.
 func (t *pulled) end(err error) {
 	if !t.over {
-		t.over, t.Err = true, err
-		t.into, t.at, t.writer, t.order = nil, nil, nil, nil // there may be pullTensors of them
+		t.place = place{} // there may be pullTensors of them
 		t.landing.Memory, t.landing.To = nil, nil
 		if err != nil {
 			t.Data = nil
 		}
 	}
-}
-
-// summary records how the server ended a tensor.
-func (p *pull) summary(t *pulled, s *frame.Summary) {
-	s.Message = p.kept(s.Message)
-	if t.landing.Session == nil && t.Transfer.IsZero() && !p.add(t) { // a selection that matched nothing
-		return
-	}
-	switch s.Name = t.Name; {
-	case t.sum != nil: // it has one
-	case s.Code != frame.OK:
-		t.end(summaryError(s))
-	case t.landing.Session == nil:
-		t.end(&Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %q: the server claims to have sent it, but did not", s.Name)})
-	default:
-		t.sum = s
-	}
-}
-
-// kept copies as much of the server's text as the limits allow.
-func (p *pull) kept(text string) string {
-	text = frame.Clip(text, min(frame.TextBytes, pullTextBytes-p.textBytes))
-	p.textBytes += len(text)
-	return text
-}
-
-// held returns the ranges of a tensor that the caller has.
-func (p *pull) held(name string) []Range {
-	if i := slices.IndexFunc(p.request.Select, func(s Selection) bool { return s.Name == name }); i >= 0 {
-		return p.request.Select[i].Held
-	}
-	return nil
-}
-
-// over ends the tensors that are still open.
-func (p *pull) over(err error) {
-	if err == nil {
-		err = &Error{Code: codes.Internal, Message: "the server ended the pull without a summary"}
-	}
-	for _, t := range p.order {
-		t.end(err)
-	}
-}
-
-// unanswered adds a failure for each selection that the server did not mention before its
-// OK.
-func (p *pull) unanswered() {
-	for i, s := range p.request.Select {
-		if !p.answered[i] {
-			err := &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: the server ended the pull without mentioning it; pull it again", s.Name)}
-			p.order = append(p.order, &pulled{sel: i, Summary: Summary{Name: s.Name, Transfer: p.id, Err: err}})
-		}
-	}
-}
-
-func (p *pull) list() []Summary {
-	slices.SortStableFunc(p.order, func(a, b *pulled) int { return cmp.Compare(a.sel, b.sel) })
-	out := make([]Summary, len(p.order))
-	for i, t := range p.order {
-		out[i] = t.Summary
-	}
-	return out
+	t.transferred.end(err)
 }

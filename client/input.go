@@ -1,12 +1,12 @@
 package client
 
 import (
+	"errors"
 	"fmt"
 	"io"
-	"sync"
 
 	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -58,164 +58,110 @@ func (in *Input) check() (int64, error) {
 // streamed reports whether the bytes come from Reader or Next.
 func (in *Input) streamed() bool { return in.Reader != nil || in.Next != nil }
 
-// feed sends an input of a call.
-type feed struct {
-	call  *Call
-	in    Input
-	id    tensor.ID
-	size  int64
-	chunk int64
-	free  chan *slot // to read into
-	rest  *restClock // nil unless streamed
-	made  int        // number of slots
-
-	mu   sync.Mutex
-	over bool // guarded by mu
+// source reads a tensor from a Reader.
+type source struct {
+	io.Reader
+	client *Client
+	rest   *restClock
+	what   string // "input", for example, and its name
+	size   int64
 }
 
-// open announces the input; the session is locked.
+// view reads bytes [off, off+n), the next ones, and hands over what holds them.
+func (s *source) view(off, n int64) ([]byte, interface{ Release() }, error) {
+	mem, err := s.client.pool.Get(int(n))
+	if err != nil {
+		return nil, nil, fmt.Errorf("client: %s: %w", s.what, err)
+	}
+	// Read may block; the end of the call is noticed only when it returns.
+	s.rest.start()
+	got, err := io.ReadFull(s.Reader, mem.Bytes())
+	s.rest.stop()
+	if err != nil {
+		mem.Release()
+		return nil, nil, fmt.Errorf("%w: %s ended after %d of %d bytes: %w", ErrInput, s.what, off+int64(got), s.size, err)
+	}
+	return mem.Bytes(), mem, nil
+}
+
+// feed sends an input of a call.
+type feed struct {
+	call *Call
+	in   Input
+	id   tensor.ID
+	geo  tensor.Geometry // once it is open
+}
+
+// open announces the input, and offers Data; the session is locked.
 func (f *feed) open(m *stream.Machine, now stream.Instant) error {
-	f.chunk = tensor.ChunkFor(f.in.Desc, m.Status().PeerChunkBytes)
-	if f.size/f.chunk >= tensor.MaxChunks {
-		f.chunk = m.Status().PeerChunkBytes
+	var err error
+	if f.geo, err = session.Geometry(f.in.Desc, m.Status().PeerChunkBytes); err != nil {
+		return err
 	}
 	d := frame.Desc{
-		Tensor: f.id, Desc: f.in.Desc.Clone(), ChunkBytes: uint32(f.chunk), Call: f.call.id, Port: f.in.Port,
+		Tensor: f.id, Desc: f.in.Desc.Clone(), ChunkBytes: uint32(f.geo.ChunkBytes), Call: f.call.id, Port: f.in.Port,
 		Name: f.in.Name, Metadata: f.in.Metadata,
 	}
 	if f.in.streamed() {
 		d.RetainChunks = slots
-		f.rest = f.call.rests(m, named("input", f.in.Port))
 	}
 	if err := m.OpenTensor(now, d); err != nil || f.in.streamed() {
 		return err
 	}
-	// Wait must not return before gRPC has stopped reading the input.
-	f.call.shared.Add(1)
-	call, release := f.call, f.in.Release
-	if err := m.Offer(now, f.id, 0, f.in.Data, func() {
+	return f.offer(m, now, 0, f.in.Data, f.in.Release)
+}
+
+// offer offers data, which the call uses until gRPC has stopped reading it; the session is
+// locked.
+func (f *feed) offer(m *stream.Machine, now stream.Instant, off int64, data []byte, release func()) error {
+	using := &f.call.using
+	using.Add(1)
+	err := m.Offer(now, f.id, off, data, func() {
 		if release != nil {
 			release()
 		}
-		call.returned()
-	}); err != nil {
-		f.call.shared.Add(-1)
-		return err
+		using.Done()
+	})
+	if err != nil {
+		using.Done()
 	}
-	return nil
+	return err
 }
 
-// slot is reusable memory that a part of the input is read into.
-type slot struct {
-	slab    *slab.Slab
-	release func() // returns it to its feed; allocated once
-}
-
-// run reads the input into slots and offers them. It ends with the last byte or
-// with the call.
+// run reads the input and offers it. It ends with the last byte or with the call.
 func (f *feed) run() {
 	c := f.call
-	defer c.returned()
-	defer c.feeding.Done()
-	defer f.rest.end()
-	f.free = make(chan *slot, slots)
-	pump := f.pump
+	rest := c.rests(named("input", f.in.Port))
+	defer rest.end()
 	if f.in.Next != nil {
-		pump = f.pass
+		f.pass(rest)
+		return
 	}
-	if err := pump(); err != nil {
-		c.stop(err)
+	from := source{f.in.Reader, c.session.client, rest, fmt.Sprintf("input %q", f.in.Port), f.geo.Size}
+	feed := session.Feed{Session: c.session.sess, View: from.view, Pieces: slots, Plain: true}
+	_, err := feed.Send(c.ctx, f.id, f.geo)
+	if own, ok := errors.AsType[*session.SourceError](err); ok {
+		c.stop(own.Err)
 	}
-	<-c.closed // acknowledgements return the slots, or the end of the call does
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.over = true
-	for len(f.free) > 0 {
-		(<-f.free).slab.Release()
-	}
-}
-
-func (f *feed) pump() error {
-	c := f.call
-	for off, more := int64(0), true; more; more = off < f.size {
-		n := min(f.chunk, f.size-off)
-		s, err := f.take()
-		if s == nil {
-			return err // nil: the call is over
-		}
-		data := s.slab.Bytes()[:n]
-		// Read may block; the end of the call is noticed only when it returns.
-		f.rest.start()
-		got, err := io.ReadFull(f.in.Reader, data)
-		f.rest.stop()
-		if err != nil {
-			s.slab.Release()
-			return fmt.Errorf("%w: input %q ended after %d of %d bytes: %w", ErrInput, f.in.Port, off+int64(got), f.size, err)
-		}
-		c.session.sess.Do(func(m *stream.Machine, now stream.Instant) {
-			err = m.Offer(now, f.id, off, data, s.release)
-		})
-		if err != nil {
-			s.slab.Release()
-			return nil // the call is over
-		}
-		off += n
-	}
-	return nil
+	<-c.ctx.Done()
 }
 
 // pass offers the pieces from Next without copying them.
-func (f *feed) pass() error {
+func (f *feed) pass(rest *restClock) {
 	c := f.call
-	for off, more := int64(0), true; more; more = off < f.size {
-		f.rest.start()
-		data, release, err := f.in.Next(c.closed)
-		f.rest.stop()
+	for off, more := int64(0), true; more; more = off < f.geo.Size {
+		rest.start()
+		data, release, err := f.in.Next(c.ctx.Done())
+		rest.stop()
 		if err != nil {
-			return fmt.Errorf("%w: input %q ended after %d of %d bytes: %w", ErrInput, f.in.Port, off, f.size, err)
+			c.stop(fmt.Errorf("%w: input %q ended after %d of %d bytes: %w", ErrInput, f.in.Port, off, f.geo.Size, err))
+			return
 		}
-		c.shared.Add(1)
-		done := func() {
+		c.session.sess.Do(func(m *stream.Machine, now stream.Instant) { err = f.offer(m, now, off, data, release) })
+		if err != nil { // the call is over
 			release()
-			c.returned()
-		}
-		c.session.sess.Do(func(m *stream.Machine, now stream.Instant) { err = m.Offer(now, f.id, off, data, done) })
-		if err != nil {
-			done()
-			return nil // the call is over
+			return
 		}
 		off += int64(len(data))
 	}
-	return nil
-}
-
-// take returns a slot to read into, or nil when the call is over.
-func (f *feed) take() (*slot, error) {
-	if f.made < slots && len(f.free) == 0 {
-		f.made++
-		mem, err := f.call.session.client.pool.Get(int(f.chunk))
-		if err != nil {
-			return nil, fmt.Errorf("client: input %q: %w", f.in.Port, err)
-		}
-		s := &slot{slab: mem}
-		s.release = func() { f.recycle(s) }
-		return s, nil
-	}
-	select {
-	case s := <-f.free:
-		return s, nil
-	case <-f.call.closed:
-		return nil, nil
-	}
-}
-
-// recycle takes back a slot that gRPC no longer reads.
-func (f *feed) recycle(s *slot) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.over {
-		s.slab.Release()
-		return
-	}
-	f.free <- s // never more than slots
 }

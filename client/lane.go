@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"net"
 	"net/url"
-	"sync"
 	"time"
 
 	"google.golang.org/grpc/credentials/insecure"
@@ -51,27 +50,10 @@ type laneState struct {
 	wait    time.Duration // time limit for opening one
 }
 
-// laneMemory remembers that the server's lanes failed. The client's sessions share it.
-type laneMemory struct {
-	mu    sync.Mutex
-	until time.Time // guarded by mu; no session tries before
-	why   string    // guarded by mu
-}
-
-// off returns why sessions open no lanes now; "" if they may.
-func (l *laneMemory) off() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if time.Now().After(l.until) {
-		return ""
-	}
-	return l.why
-}
-
-func (l *laneMemory) turnOff(why string) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.why, l.until = why, time.Now().Add(laneMemoryTime)
+// lanesOff says that the server's lanes failed.
+type lanesOff struct {
+	until time.Time // no session tries before
+	why   string
 }
 
 // noLanes returns why the client opens no lanes; "" if it does.
@@ -95,14 +77,14 @@ func (s *Session) wantLane(m *stream.Machine, size int64) {
 		return
 	}
 	token, uses := m.LaneOffer()
-	why, off := s.client.noLanes(), s.client.lanes.off()
+	why, off := s.client.noLanes(), s.client.lanes.Load()
 	switch {
 	case why != "":
 		l.why = why
 	case token.IsZero():
 		l.why = whyOffer
-	case off != "":
-		l.why = off
+	case off != nil && time.Now().Before(off.until):
+		l.why = off.why
 	case l.uses == int(min(uses, lane.Uses)):
 		l.why = whyUsed
 	default:
@@ -174,7 +156,7 @@ func (s *Session) laneEnded(m *stream.Machine, why error) {
 		}
 		if l.failed >= laneTries {
 			l.failed, l.why = 0, fmt.Sprintf("none for %v: %v", laneMemoryTime, why)
-			s.client.lanes.turnOff(l.why)
+			s.client.lanes.Store(&lanesOff{time.Now().Add(laneMemoryTime), l.why})
 		} else if m.Status().Calls > 0 {
 			s.wantLane(m, laneBytes)
 		}

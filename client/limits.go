@@ -4,12 +4,9 @@ import "time"
 
 const (
 	mib = 1 << 20
-	// slots is how many chunks a streamed input is read ahead, and a streamed result
-	// received ahead of its writer: enough for a round trip of a few milliseconds.
+	// slots is how many chunks a streamed input is read ahead: enough for a round trip of a
+	// few milliseconds.
 	slots = 8
-	// slotBytes is the minimum size of a slot of a streamed result: smaller chunks share
-	// one.
-	slotBytes = 256 << 10
 	// pushTensors is how many tensors of a push may be on their way, of half of those that
 	// the server keeps open; pushPieces is how many pieces of one, of 1 MiB or a chunk.
 	pushTensors = 32

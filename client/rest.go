@@ -8,16 +8,16 @@ import (
 
 // restClock runs while the caller's own code does: a Reader, a Next or a Writer. While that
 // code blocks, the clock periodically tells the server that the client is alive and
-// waiting. On a nil restClock, start, stop and end are no-ops.
+// waiting.
 type restClock struct {
 	limit time.Duration // 0: none
 	sign  func()        // tells the server, on the timer's goroutine
+	every time.Duration // how often sign is called
 	over  func(error)   // called once, when the caller's code has blocked for longer than limit
 
 	mu    sync.Mutex
-	what  string        // what blocks; guarded by mu, as all below
-	every time.Duration // how often sign is called
-	since time.Time     // when the caller's code was called; zero: it is not running
+	what  string    // what blocks; guarded by mu, as all below
+	since time.Time // when the caller's code was called; zero: it is not running
 	ended bool
 	timer *time.Timer
 }
@@ -48,9 +48,6 @@ func named(kind, name string) string {
 
 // start is called before the caller's code, stop after it.
 func (c *restClock) start() {
-	if c == nil {
-		return
-	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if !c.ended {
@@ -60,9 +57,6 @@ func (c *restClock) start() {
 }
 
 func (c *restClock) stop() {
-	if c == nil {
-		return
-	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.since = time.Time{}
@@ -71,9 +65,6 @@ func (c *restClock) stop() {
 
 // end stops the clock for good.
 func (c *restClock) end() {
-	if c == nil {
-		return
-	}
 	c.stop()
 	c.mu.Lock()
 	defer c.mu.Unlock()

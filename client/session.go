@@ -2,9 +2,7 @@ package client
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -29,8 +27,6 @@ type Session struct {
 	over   chan struct{} // closed when nothing is left of the session
 	err    *Error        // why it ended; set before over is closed
 
-	draining atomic.Bool
-
 	// Guarded by the session's lock.
 	calls map[tensor.ID]handler
 	lane  laneState
@@ -41,6 +37,8 @@ type Session struct {
 type handler interface {
 	// event handles an event of the call, with the session locked.
 	event(m *stream.Machine, now stream.Instant, e stream.Event)
+	// over handles those of its end, likewise.
+	over(e stream.Event)
 }
 
 // Session opens a session. ctx limits the opening, not the session's lifetime.
@@ -160,7 +158,7 @@ func (s *Session) usable() bool {
 	case <-s.sess.Stopped():
 		return false
 	default:
-		return !s.draining.Load()
+		return !s.status().Draining
 	}
 }
 
@@ -169,101 +167,18 @@ func (*Session) Received(*stream.Machine) {}
 
 // Event runs with the session locked.
 func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
-	switch e.Kind {
-	case stream.EventOpened:
+	if e.Kind == stream.EventOpened {
 		close(s.opened)
-	case stream.EventDrain:
-		s.draining.Store(true)
 	}
-	c := s.calls[e.Call]
-	if c == nil {
-		return
+	if c := s.calls[e.Call]; c != nil {
+		c.event(m, now, e)
+		c.over(e)
 	}
-	if e.Kind == stream.EventClosed {
-		delete(s.calls, e.Call)
-	}
-	c.event(m, now, e)
 }
 
 func (s *Session) status() (st stream.Status) {
 	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Status() })
 	return st
-}
-
-// stores reports whether the server's sessions have puts and gets.
-func (s *Session) stores() bool { return s.status().PeerStores }
-
-// open opens a put or a get.
-func (s *Session) open(ctx context.Context, part frame.Call, h handler) (err error) {
-	if ctx.Err() != nil {
-		return causeError(context.Cause(ctx))
-	}
-	s.sess.DoSend(func(m *stream.Machine, now stream.Instant) {
-		if err = m.OpenCall(now, part); err == nil {
-			s.calls[part.ID] = h
-		}
-	})
-	return s.openError(ctx, err)
-}
-
-// openError returns why a call could not be opened.
-func (s *Session) openError(ctx context.Context, err error) error {
-	switch {
-	case errors.Is(err, stream.ErrDraining):
-		return &Error{Code: codes.Unavailable, Cause: ErrDraining}
-	case errors.Is(err, stream.ErrClosed):
-		select {
-		case <-s.over: // err is set by then
-			return s.err
-		case <-ctx.Done():
-			return causeError(context.Cause(ctx))
-		}
-	case err != nil:
-		return fmt.Errorf("%w: %w", ErrInput, err)
-	}
-	return nil
-}
-
-// stop cancels a call with a cause on this side, which is kept unless it has one; the
-// session is locked.
-func (s *Session) stop(m *stream.Machine, call tensor.ID, kept *error, cause error) {
-	if s.calls[call] != nil && *kept == nil {
-		*kept = cause
-	}
-	m.Finish(frame.Done{Call: call, Code: frame.Cancelled, Message: "cancelled by the caller"})
-}
-
-// stalled returns the error of a put or a get that this side gave up, if it was for the
-// server.
-func (c *Client) stalled(e stream.Event) error {
-	if e.Code != frame.Code(codes.DeadlineExceeded) {
-		return nil
-	}
-	return &Error{Code: codes.DeadlineExceeded, Cause: fmt.Errorf("%w: the server made no progress for %v (Config.StallTimeout); try again, or raise it for a slow server", ErrNoAnswer, c.cfg.StallTimeout)}
-}
-
-// rests returns a clock for the caller's code of a call. While that blocks, the server is
-// told; stop ends the call when it has blocked for too long.
-func (s *Session) rests(what string, stop func(error), closed <-chan struct{}) (r *restClock) {
-	cfg := &s.client.cfg
-	idled := func(err error) {
-		if cfg.Idled != nil {
-			cfg.Idled(err)
-		}
-	}
-	chunkIdle := time.Duration(s.status().PeerChunkIdle)
-	r = newRestClock(what, cfg.InputIdle, chunkIdle, func() {
-		select {
-		case <-closed:
-			r.end()
-		default:
-			s.waits(signEvery(chunkIdle))
-		}
-	}, func(cause error) {
-		stop(cause)
-		idled(causeError(cause))
-	})
-	return r
 }
 
 // waits tells the server that the client waits for its own input or output, once for all
@@ -288,30 +203,27 @@ func (s *Session) Compute(ctx context.Context, model string, x tensor.Tensor) (t
 	if err != nil {
 		return tensor.Tensor{}, err
 	}
-	if len(results) != 1 {
-		return tensor.Tensor{}, fmt.Errorf("client: model %q has %d results; use Call", model, len(results))
-	}
 	for _, t := range results {
-		return t, nil
+		if len(results) == 1 {
+			return t, nil
+		}
 	}
-	panic("unreachable")
+	return tensor.Tensor{}, fmt.Errorf("client: model %q has %d results; use Call", model, len(results))
 }
 
 // Call starts a call and returns without waiting for it. Cancelling ctx cancels the call.
 // Inputs are shared with the library until Wait has returned; the Request is copied. If the
 // server does not read, Call may block for 30 s, after which the session ends.
 func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
-	c := &Call{session: s, id: tensor.NewID(), sinks: r.Results, to: r.To, closed: make(chan struct{}), news: make(chan struct{}, 1), letGo: make(chan struct{})}
-	c.shared.Store(1)
-	defer c.returned()
-	part := frame.Call{ID: c.id, Model: r.Model, Params: r.Params, TimeoutMillis: millis(r.Timeout)}
+	c := &Call{sinks: r.Results, to: r.To}
+	timeout := (max(0, r.Timeout) + time.Millisecond - 1) / time.Millisecond // never rounded to 0, which is no limit
+	part := frame.Call{ID: tensor.NewID(), Model: r.Model, Params: r.Params, TimeoutMillis: uint64(timeout)}
 	feeds := make([]feed, len(r.Inputs)) // not copied: goroutines run on them
 	for i, in := range r.Inputs {
-		size, err := in.check()
-		if err != nil {
+		if _, err := in.check(); err != nil {
 			return nil, err
 		}
-		feeds[i] = feed{call: c, in: in, id: tensor.NewID(), size: size}
+		feeds[i] = feed{call: c, in: in, id: tensor.NewID()}
 		part.Inputs = append(part.Inputs, frame.Binding{Port: in.Port, Tensor: feeds[i].id})
 	}
 	for port, sink := range r.Results {
@@ -319,38 +231,23 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 			return nil, fmt.Errorf("%w: result %q: only Pull takes At; use Into or Writer", ErrInput, port)
 		}
 	}
-	if ctx.Err() != nil {
-		return nil, causeError(context.Cause(ctx))
-	}
-	var err error
-	s.sess.DoSend(func(m *stream.Machine, now stream.Instant) {
-		if err = m.OpenCall(now, part); err != nil {
-			return
-		}
-		s.calls[c.id] = c
+	err := c.open(ctx, s, part, c, func(m *stream.Machine, now stream.Instant) error {
 		for i := range feeds {
-			if err = feeds[i].open(m, now); err != nil {
+			if err := feeds[i].open(m, now); err != nil {
 				m.Finish(frame.Done{Call: c.id, Code: frame.InvalidArgument, Message: err.Error()})
-				return
+				return err
 			}
-			s.wantLane(m, feeds[i].size)
+			s.wantLane(m, feeds[i].geo.Size)
 		}
+		return nil
 	})
-	if err = s.openError(ctx, err); err != nil {
+	if err != nil {
 		return nil, err
 	}
-	c.unhook = context.AfterFunc(ctx, func() { c.stop(context.Cause(ctx)) })
 	for i := range feeds {
 		if feeds[i].in.streamed() {
-			c.feeding.Add(1)
-			c.shared.Add(1)
-			go feeds[i].run() // ends with its reader or its Next, or with the call
+			c.using.Go(feeds[i].run) // ends with its reader or its Next, or with the call
 		}
 	}
 	return c, nil
-}
-
-// millis rounds up, so that a timeout never becomes 0, which is no limit.
-func millis(d time.Duration) uint64 {
-	return uint64((max(0, d) + time.Millisecond - 1) / time.Millisecond)
 }

@@ -79,22 +79,12 @@ func causeError(cause error) *Error {
 	return &Error{Code: codes.Canceled, Cause: cause}
 }
 
-func doneError(d *frame.Done) error {
-	if d.Code == frame.OK {
+// refused returns the error for what the server ended, or nil.
+func refused(code frame.Code, text string, retryMillis uint32) error {
+	if code == frame.OK {
 		return nil
 	}
-	return &Error{Code: codes.Code(d.Code), Message: d.Message, RetryAfter: time.Duration(d.RetryAfterMillis) * time.Millisecond}
-}
-
-// endError returns the error of a put or a get: the end of ctx outranks what it caused.
-func endError(ctx context.Context, d *frame.Done, cause error) error {
-	switch {
-	case d.Code != frame.OK && ctx.Err() != nil:
-		return causeError(context.Cause(ctx))
-	case cause != nil:
-		return causeError(cause)
-	}
-	return doneError(d)
+	return &Error{Code: codes.Code(code.Known()), Message: text, RetryAfter: time.Duration(retryMillis) * time.Millisecond}
 }
 
 // Conditions that gRPC reports only in its texts. No other texts are matched.

@@ -7,6 +7,7 @@ import (
 	"math"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -53,6 +54,30 @@ type Progress struct {
 	Moved, Bytes int64 // so far, and in total
 }
 
+// transferred is one tensor of a push or a pull.
+type transferred struct {
+	Summary
+	over  bool
+	moved atomic.Int64   // bytes that the receiver has
+	told  int64          // of them, to Progress
+	sum   *frame.Summary // the server's; guarded by the session's lock until the call has ended
+}
+
+// end records the outcome of the tensor: the first counts.
+func (t *transferred) end(err error) {
+	if !t.over {
+		t.over, t.Err = true, err
+	}
+}
+
+// report tells progress, if not nil, what has moved.
+func (t *transferred) report(progress func(Progress)) {
+	if moved := min(t.moved.Load(), t.Bytes); moved > t.told && progress != nil {
+		t.told = moved
+		progress(Progress{t.Name, moved, t.Bytes})
+	}
+}
+
 // errorsOf joins the errors of summaries.
 func errorsOf(list []Summary) error {
 	all := make([]error, len(list))
@@ -64,14 +89,11 @@ func errorsOf(list []Summary) error {
 
 // summaryError returns the error that a summary reports, or nil.
 func summaryError(s *frame.Summary) error {
-	if s.Code == frame.OK {
-		return nil
-	}
 	text := s.Message
 	if name := strconv.Quote(s.Name); !strings.Contains(text, name) {
 		text = "tensor " + name + ": " + text
 	}
-	return &Error{Code: codes.Code(s.Code.Known()), Message: text, RetryAfter: time.Duration(s.RetryAfterMillis) * time.Millisecond}
+	return refused(s.Code, text, s.RetryAfterMillis)
 }
 
 // Stored is a tensor in a server's store.
@@ -148,10 +170,7 @@ func stored(t *pb.StoredTensor) (Stored, error) {
 // If a name does not exist, it removes nothing and fails.
 func (c *Client) Delete(ctx context.Context, names ...string) ([]string, error) {
 	r, err := ask(ctx, c, c.stub.DeleteTensors, &pb.DeleteTensorsRequest{Names: names})
-	if err != nil {
-		return nil, err
-	}
-	return r.GetDeleted(), nil
+	return r.GetDeleted(), err
 }
 
 // Transfer is the state of a push or a pull.

@@ -21,8 +21,7 @@ func (e *SourceError) Error() string { return e.Err.Error() }
 // Unwrap returns what failed.
 func (e *SourceError) Unwrap() error { return e.Err }
 
-// Feed sends one tensor of a put or a get, which it hashes on the way. It belongs to one
-// goroutine.
+// Feed sends one tensor, which it hashes on the way. It belongs to one goroutine.
 type Feed struct {
 	Session Doer
 	// View shares bytes [off, off+n) of the tensor until held, which may be nil, is
@@ -40,44 +39,55 @@ type Feed struct {
 	Offered, Moved func(n int64)
 	// Step, if not nil, is called before each piece, on the goroutine of Run.
 	Step func()
+	// Plain, of a call's input, has no digest, and each chunk is a piece: it is sent as soon
+	// as there is a view of it.
+	Plain bool
 }
 
-// ChunkFor returns the size of a tensor's chunks, which are at most limit.
-func ChunkFor(d tensor.Desc, limit int64) (size, chunk int64, err error) {
-	if size, err = d.Bytes(); err != nil {
-		return 0, 0, err
+// Geometry returns the geometry of a tensor whose chunks are at most limit.
+func Geometry(d tensor.Desc, limit int64) (tensor.Geometry, error) {
+	size, err := d.Bytes()
+	if err != nil {
+		return tensor.Geometry{}, err
 	}
-	if chunk = tensor.ChunkFor(d, limit); size/chunk >= tensor.MaxChunks {
+	chunk := tensor.ChunkFor(d, limit)
+	if size/chunk >= tensor.MaxChunks {
 		chunk = limit
 	}
-	_, err = tensor.NewGeometry(size, chunk)
-	return size, chunk, err
+	return tensor.NewGeometry(size, chunk)
 }
 
 // Run announces the tensor, whose desc has its chunk size, and offers all of it. It returns
 // the digest when everything was offered. An error is a *SourceError, stream.ErrClosed if
 // the tensor has ended, or the cause of ctx.
 func (f *Feed) Run(ctx context.Context, d frame.Desc) (codec.Digest, error) {
-	size, err := d.Bytes()
-	if err != nil {
-		return codec.Digest{}, &SourceError{err}
-	}
-	geo := tensor.Geometry{Size: size, ChunkBytes: int64(d.ChunkBytes)}
-	step := uint32(max(1, PieceBytes/geo.ChunkBytes))
-	if len(f.Held) > 0 {
-		step = 1
-	}
 	d.Held = len(f.Held) > 0
 	if d.RetainChunks == 0 {
-		d.RetainChunks = uint32(f.Pieces) * step
+		d.RetainChunks = uint32(f.Pieces) * f.chunks(int64(d.ChunkBytes))
 	}
+	var err error
 	f.Session.Do(func(m *stream.Machine, now stream.Instant) { err = m.OpenTensor(now, d) })
 	if err != nil {
 		return codec.Digest{}, err
 	}
+	size, _ := d.Bytes()
+	return f.Send(ctx, d.Tensor, tensor.Geometry{Size: size, ChunkBytes: int64(d.ChunkBytes)})
+}
+
+// chunks returns how many chunks a piece has.
+func (f *Feed) chunks(chunk int64) uint32 {
+	if f.Plain || len(f.Held) > 0 {
+		return 1
+	}
+	return uint32(max(1, PieceBytes/chunk))
+}
+
+// Send is the part of Run after the announcement.
+func (f *Feed) Send(ctx context.Context, id tensor.ID, geo tensor.Geometry) (codec.Digest, error) {
+	step := f.chunks(geo.ChunkBytes)
 	slots := make(chan struct{}, f.Pieces)
 	var hash *codec.Digester
-	if f.Digest.IsZero() {
+	if f.Digest.IsZero() && !f.Plain {
 		hash = new(codec.Digester)
 	}
 	held := f.Held
@@ -88,9 +98,9 @@ func (f *Feed) Run(ctx context.Context, d frame.Desc) (codec.Digest, error) {
 			f.Step()
 		}
 		off, _ := geo.Span(i)
-		n := min(int64(step)*geo.ChunkBytes, size-off)
+		n := min(int64(step)*geo.ChunkBytes, geo.Size-off)
 		if skip := cover(&held, off, n); skip {
-			if err = f.skip(ctx, &turn, d.Tensor, i, off, n, hash); err != nil {
+			if err := f.skip(ctx, &turn, id, i, off, n, hash); err != nil {
 				return codec.Digest{}, err
 			}
 			continue
@@ -112,7 +122,7 @@ func (f *Feed) Run(ctx context.Context, d frame.Desc) (codec.Digest, error) {
 				f.Moved(n)
 			}
 		}
-		f.Session.Do(func(m *stream.Machine, now stream.Instant) { err = m.Offer(now, d.Tensor, off, data, done) })
+		f.Session.Do(func(m *stream.Machine, now stream.Instant) { err = m.Offer(now, id, off, data, done) })
 		if err != nil {
 			release()
 			return codec.Digest{}, stream.ErrClosed

@@ -20,6 +20,17 @@ type Place interface {
 	WriteViews(off int64, views [][]byte) error
 }
 
+// News wakes one goroutine. Its capacity is 1.
+type News chan struct{}
+
+// Tell wakes the goroutine, now or when it looks next.
+func (n News) Tell() {
+	select {
+	case n <- struct{}{}:
+	default: // already signaled
+	}
+}
+
 // Landing brings an incoming tensor of a put or a get to its Place: it lends memory for its
 // next bytes, and hands over what has come in pieces, each once. Stage, and the fields up
 // to it, belong to the session's lock; the other methods to one goroutine.
@@ -27,8 +38,8 @@ type Landing struct {
 	Session Doer
 	Tensor  tensor.ID
 	Geo     tensor.Geometry
-	// Wake is called when a piece has come or gone, with the session locked.
-	Wake func()
+	// News is told when a piece has come or gone.
+	News News
 
 	// Set before Step.
 	To Place
@@ -52,6 +63,7 @@ type Landing struct {
 	// Guarded by the session's lock.
 	out  int // pieces lent
 	came []*piece
+	lost []*piece // came back without their bytes
 }
 
 type piece struct {
@@ -70,28 +82,18 @@ func (l *Landing) Stage(m *stream.Machine, now stream.Instant, mem []byte) {
 // lend lends a piece; the session is locked.
 func (l *Landing) lend(m *stream.Machine, now stream.Instant, p *piece) {
 	l.out++
-	err := m.Lend(now, l.Tensor, p.mem, func(filled bool) {
+	back := func(filled bool) {
 		l.out--
 		if filled {
 			l.came = append(l.came, p)
 		} else {
-			l.lost(p)
+			l.failed = true
+			l.lost = append(l.lost, p)
 		}
-		l.Wake()
-	})
-	if err != nil {
-		l.out--
-		l.lost(p)
-		l.Wake()
+		l.News.Tell()
 	}
-}
-
-// lost lets go of a piece that will not come; the session is locked.
-func (l *Landing) lost(p *piece) {
-	l.failed = true
-	if p.slab != nil {
-		p.slab.Release()
-		p.slab = nil
+	if m.Lend(now, l.Tensor, p.mem, back) != nil {
+		back(false)
 	}
 }
 
@@ -228,10 +230,10 @@ func (l *Landing) held() (n int64) {
 func (l *Landing) Home() (home bool) {
 	l.Session.Do(func(*stream.Machine, stream.Instant) {
 		if home = l.out == 0; home {
-			for _, p := range l.came {
+			for _, p := range append(l.came, l.lost...) {
 				l.free(p)
 			}
-			l.came = nil
+			l.came, l.lost = nil, nil
 		}
 	})
 	if home {

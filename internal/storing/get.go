@@ -24,7 +24,7 @@ type get struct {
 	task
 	list []frame.Selection
 	pace chan struct{} // holds a token for each tensor whose Summary is not sent
-	news chan struct{} // capacity 1: a Summary was sent
+	news session.News  // a Summary was sent
 
 	gone   chan struct{}       // closed with the call
 	pieces int                 // views that a tensor may have shared; a view may be a copy
@@ -98,10 +98,7 @@ func (g *get) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 		g.bytes -= g.sizes[e.Tensor]
 		delete(g.sizes, e.Tensor)
 		<-g.pace
-		select {
-		case g.news <- struct{}{}:
-		default: // already signaled
-		}
+		g.news.Tell()
 	case stream.EventStop:
 		g.cancel(&frame.Error{Code: e.Code, Text: e.Text})
 	case stream.EventClosed:
@@ -293,15 +290,15 @@ func (g *get) one(p *picked) error {
 	if err == nil {
 		defer r.Release()
 		info := r.Info()
-		var size, chunk int64
-		if size, chunk, err = session.ChunkFor(info.Desc, g.chunkBytes()); err == nil {
-			sum.SizeBytes = uint64(size)
+		var geo tensor.Geometry
+		if geo, err = session.Geometry(info.Desc, g.chunkBytes()); err == nil {
+			sum.SizeBytes = uint64(geo.Size)
 			state = g.service.log.tensor(g.record, sum.Tensor, p.name, sum.SizeBytes)
 			sum.Durable = info.Durable
-			if err := g.room(sum.Tensor, size); err != nil {
+			if err := g.room(sum.Tensor, geo.Size); err != nil {
 				return err
 			}
-			sum.Digest, err = g.feed(r, p.sel, frame.Desc{Tensor: sum.Tensor, Desc: info.Desc, ChunkBytes: uint32(chunk), Call: g.id, Name: p.name}, state)
+			sum.Digest, err = g.feed(r, p.sel, frame.Desc{Tensor: sum.Tensor, Desc: info.Desc, ChunkBytes: uint32(geo.ChunkBytes), Call: g.id, Name: p.name}, state)
 		}
 		if d, ok := r.(store.DigestKeeper); ok && err == nil && info.Digest.IsZero() {
 			d.Digested(sum.Digest) // so that the next get need not hash it again

@@ -34,6 +34,7 @@ func (s *Service) Push(from *admission.Caller, conn Conn, answer func([]frame.Su
 		return err
 	}
 	p := &pushConn{Conn: conn, session: sess}
+	p.gate = session.Gate{Kind: "push", Parts: "descs, chunks and failures", New: p.announced}
 	cause := sess.Serve(conn.Context(), p)
 	s.ended(sess, sess.ID(), cause)
 	p.mu.Lock()
@@ -73,13 +74,10 @@ func (s *Service) ended(sess *serving.Session, id tensor.ID, cause error) {
 type pushConn struct {
 	Conn
 	session *serving.Session
-	call    tensor.ID // zero before the first frame; belongs to the receiving goroutine, as tensors
-	tensors uint64
+	gate    session.Gate // its Call is zero before the first frame
+	tensors uint64       // belongs to the receiving goroutine
 	over    bool         // the put's end was passed on
-	chunk   *frame.Frame // of the last frame, not returned yet
-	rest    frame.Frame
 
-	gate session.Gate
 	kept atomic.Int64 // bytes, of what the answer will have
 	held atomic.Int64 // bytes, of what the session retains
 
@@ -93,22 +91,7 @@ type pushConn struct {
 // Recv returns the next frame, and its chunk by itself, when that has a place: until then
 // nothing more is read, and HTTP/2 makes the client wait.
 func (p *pushConn) Recv() (*frame.Frame, error) {
-	if f := p.chunk; f != nil {
-		p.chunk = nil
-		p.wait(&f.Chunk)
-		return f, nil
-	}
-	f, err := p.receive()
-	if err != nil || !f.HasChunk() {
-		return f, err
-	}
-	p.rest = frame.Frame{Chunk: f.Chunk}
-	if f.Chunk = (frame.Chunk{}); f.Empty() {
-		p.wait(&p.rest.Chunk)
-		return &p.rest, nil
-	}
-	p.chunk = &p.rest
-	return f, nil
+	return p.gate.Recv(p.receive, p.Context().Done(), p.session.Stopped())
 }
 
 // Holds charges what the session retains, and what the answer will have.
@@ -117,9 +100,9 @@ func (p *pushConn) Holds(bytes int64) {
 	p.Conn.Holds(bytes + p.kept.Load())
 }
 
-// Free ends the loan of the last frame, unless its chunk is left.
+// Free ends the loan of the last frame, unless something of it is left.
 func (p *pushConn) Free() {
-	if p.chunk == nil {
+	if !p.gate.Left() {
 		p.Conn.Free()
 	}
 }
@@ -130,12 +113,12 @@ func (p *pushConn) receive() (*frame.Frame, error) {
 		return nil, io.EOF
 	}
 	f, err := p.Conn.Recv()
-	first := p.call.IsZero()
+	first := p.gate.Call.IsZero()
 	switch {
 	case errors.Is(err, io.EOF) && !first:
 		p.over = true
 		p.gate.WaitAll(p.Context().Done(), p.session.Stopped()) // why one has no place counts more than the end
-		return &frame.Frame{Ends: []frame.End{{Call: p.call, Tensors: p.tensors}}}, nil
+		return &frame.Frame{Ends: []frame.End{{Call: p.gate.Call, Tensors: p.tensors}}}, nil
 	case err != nil && !errors.Is(err, io.EOF):
 		return nil, err
 	case first && (err != nil || f.Hello == nil):
@@ -144,60 +127,34 @@ func (p *pushConn) receive() (*frame.Frame, error) {
 		return nil, frame.Errorf(frame.InvalidArgument, "a second hello came; a push has only one")
 	case len(f.Summaries) > 0:
 		return nil, frame.Errorf(frame.InvalidArgument, "a summary came from the client; only a server sends summaries")
-	case len(f.Calls)+len(f.Credits)+len(f.Acks)+len(f.Cancels)+len(f.Dones)+len(f.Ends) > 0 || f.Drain != nil:
-		return nil, frame.Errorf(frame.InvalidArgument, "a push has descs, chunks and failures; calls, credits, acks and their like are of sessions")
+	case first:
+		p.gate.Call = f.Hello.Session
+	}
+	if err := p.gate.Pass(f); err != nil {
+		return nil, err
 	}
 	if first {
 		h := *f.Hello
-		p.call = h.Session
 		h.AllowanceBytes, h.MaxOpenTensors, h.Lanes = 0, 0, 0
 		f.Hello = &h
-		f.Calls = append(f.Calls, frame.Call{ID: p.call, Put: new(frame.Put)})
-	}
-	if err := p.pass(f); err != nil {
-		return nil, err
+		f.Calls = append(f.Calls, frame.Call{ID: h.Session, Put: new(frame.Put)})
 	}
 	return f, nil
 }
 
-// pass checks and changes what a frame says of tensors.
-func (p *pushConn) pass(f *frame.Frame) error {
-	for i := range f.Descs {
-		d := &f.Descs[i]
-		if !d.Call.IsZero() {
-			f.Failures = append(f.Failures, frame.Failure{Tensor: d.Tensor, Code: frame.InvalidArgument, Message: "it belongs to a call; a push has no calls"})
-		}
-		d.Call, d.OnAllowance, d.RetainChunks = p.call, false, 0
-		if !p.gate.Announce(d) {
-			continue
-		}
-		if p.tensors++; p.tensors > Tensors {
-			return frame.Errorf(frame.ResourceExhausted, "tensors of a push: the limit is %d; use several", Tensors)
-		}
-		p.mu.Lock()
-		p.open++
-		p.mu.Unlock()
-		p.kept.Add(pushedBytes + int64(len(d.Name)))
+// announced counts a new tensor.
+func (p *pushConn) announced(d *frame.Desc) error {
+	if p.tensors++; p.tensors > Tensors {
+		return frame.Errorf(frame.ResourceExhausted, "tensors of a push: the limit is %d; use several", Tensors)
 	}
-	if len(f.Descs) > 0 && !p.Take(p.kept.Load()+p.held.Load()) {
+	p.mu.Lock()
+	p.open++
+	p.mu.Unlock()
+	if kept := p.kept.Add(pushedBytes + int64(len(d.Name))); !p.Take(kept + p.held.Load()) {
 		return errKept
-	}
-	for _, x := range f.Failures {
-		if !p.gate.Knows(x.Tensor) {
-			return frame.Errorf(frame.NotFound, "failure of tensor %s, which was not announced", x.Tensor)
-		}
-	}
-	if !f.HasChunk() {
-		return nil
-	}
-	if !p.gate.Knows(f.Chunk.Tensor) {
-		return frame.Errorf(frame.NotFound, "chunk %d of tensor %s, which was not announced; send its desc first", f.Chunk.Index, f.Chunk.Tensor)
 	}
 	return nil
 }
-
-// wait waits until a chunk has its place.
-func (p *pushConn) wait(c *frame.Chunk) { p.gate.Wait(c, p.Context().Done(), p.session.Stopped()) }
 
 // Send keeps what the machine says for the answer: nothing else reaches the client.
 func (p *pushConn) Send(f *frame.Frame, held interface{ Release() }) error {

@@ -42,7 +42,7 @@ type incoming struct {
 	state   *progress
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
-	news    chan struct{} // capacity 1
+	news    session.News
 	landing session.Landing
 	place   *placed
 	staged  *slab.Slab // memory of a tensor on allowance
@@ -62,7 +62,7 @@ func (p *put) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		p.record.bytes.Add(e.N)
 	case stream.EventWhole:
 		in.whole = true
-		in.wake()
+		in.news.Tell()
 	case stream.EventFailed:
 		err := &frame.Error{Code: e.Code, Text: e.Text}
 		if in != nil {
@@ -92,14 +92,14 @@ func (p *put) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 // announced begins to receive a tensor.
 func (p *put) announced(m *stream.Machine, now stream.Instant, d *frame.Desc) {
 	p.open++
-	in := &incoming{put: p, desc: *d, news: make(chan struct{}, 1)}
+	in := &incoming{put: p, desc: *d, news: make(session.News, 1)}
 	in.ctx, in.cancel = context.WithCancelCause(p.ctx)
 	if store.CheckName(d.Name) != nil { // it may have 64 KiB
 		in.desc.Name = ""
 	}
 	in.state = p.service.log.tensor(p.record, d.Tensor, in.desc.Name, d.SizeBytes)
 	geo := tensor.Geometry{Size: int64(d.SizeBytes), ChunkBytes: int64(d.ChunkBytes)}
-	in.landing = session.Landing{Session: p.session, Tensor: d.Tensor, Geo: geo, Wake: in.wake, Slab: in.slab}
+	in.landing = session.Landing{Session: p.session, Tensor: d.Tensor, Geo: geo, News: in.news, Slab: in.slab}
 	p.tensors[d.Tensor] = in
 	if d.OnAllowance {
 		var err error
@@ -111,13 +111,6 @@ func (p *put) announced(m *stream.Machine, now stream.Instant, d *frame.Desc) {
 	}
 	name := d.Name
 	p.session.Go(func() { in.run(name) })
-}
-
-func (in *incoming) wake() {
-	select {
-	case in.news <- struct{}{}:
-	default: // already signaled
-	}
 }
 
 // placed is the Place of a tensor, and its assembler.Placer if the call comes one way. A
@@ -294,7 +287,7 @@ func (p *put) end(m *stream.Machine, now stream.Instant, state *progress, sum fr
 	p.service.Core.TensorEnded(serving.Push, sum.Code)
 	m.Summarize(now, sum)
 	p.open--
-	if p.all && sum.Code == frame.OK {
+	if p.all && sum.Code == frame.OK && p.ctx.Err() == nil { // otherwise abort has released what was charged
 		n := int64(pushedBytes + len(sum.Name))
 		if p.named += n; !p.service.Budget.TryAcquire(p.session.Holder(), n) {
 			p.named -= n

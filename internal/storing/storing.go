@@ -19,6 +19,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
@@ -98,7 +99,7 @@ func (s *Service) Task(on *serving.Session, m *stream.Machine, _ stream.Instant,
 	if part.Put != nil {
 		return &put{task: t, all: part.Put.All, slots: make(chan struct{}, commits), tensors: make(map[tensor.ID]*incoming)}
 	}
-	g := &get{task: t, list: part.Get.Selections, listed: listed, pace: make(chan struct{}, feedTensors), lost: make(map[tensor.ID]error), sizes: make(map[tensor.ID]int64), news: make(chan struct{}, 1), gone: make(chan struct{})}
+	g := &get{task: t, list: part.Get.Selections, listed: listed, pace: make(chan struct{}, feedTensors), lost: make(map[tensor.ID]error), sizes: make(map[tensor.ID]int64), news: make(session.News, 1), gone: make(chan struct{})}
 	if on.OneWay() { // one after the other
 		g.pace = make(chan struct{}, 1)
 	}

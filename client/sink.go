@@ -1,0 +1,116 @@
+package client
+
+import (
+	"fmt"
+	"io"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Sink is the destination of one result or pulled tensor. Create one with Into, Writer or
+// At.
+type Sink struct {
+	into []byte
+	open func(tensor.Desc) (io.Writer, error)
+	at   ReadWriterAt
+}
+
+// Into returns a Sink that stores a result in dst, whose length must be the result's size.
+// The caller lends dst until the call has ended.
+func Into(dst []byte) Sink { return Sink{into: dst} }
+
+// Writer returns a Sink that writes a result in order, as it arrives, to the writer that
+// open returns for its desc. A slow writer slows down the server but takes no more memory.
+// open and Write run on a goroutine of the call, or on that of Pull.
+func Writer(open func(tensor.Desc) (io.Writer, error)) Sink { return Sink{open: open} }
+
+// At returns a Sink that writes each chunk of a tensor to w, at its offset, as it arrives.
+// Only Pull supports it. w is also read, for the digest, if chunks arrive out of order. All
+// of this happens on the goroutine of Pull.
+func At(w ReadWriterAt) Sink { return Sink{at: w} }
+
+// ReadWriterAt is implemented by *os.File, for example.
+type ReadWriterAt interface {
+	io.ReaderAt
+	io.WriterAt
+}
+
+// memory returns memory for a tensor: that of Into, or its own.
+func (s *Sink) memory(c *Client, d tensor.Desc, size int64) ([]byte, error) {
+	switch most := c.cfg.ResultBytes; {
+	case s.into != nil && int64(len(s.into)) != size:
+		return nil, fmt.Errorf("%v has %d bytes, but Into was given %d", d, size, len(s.into))
+	case s.into != nil:
+		return s.into, nil
+	case size > most:
+		return nil, fmt.Errorf("%v has %d bytes, ResultBytes allows %d; raise it, or use Into or Writer", d, size, most)
+	}
+	return make([]byte, size), nil
+}
+
+// place is the Place of a tensor: one of into, at and writer.
+type place struct {
+	size   int64
+	rest   *restClock
+	order  *codec.OrderedDigester // nil unless the tensor is pulled
+	into   []byte
+	at     ReadWriterAt
+	writer io.Writer
+}
+
+// open opens a Writer.
+func (p *place) open(s Sink, d tensor.Desc) (err error) {
+	p.rest.start()
+	defer p.rest.stop()
+	p.writer, err = s.open(d)
+	return err
+}
+
+// WriteViews writes views to byte off.
+func (p *place) WriteViews(off int64, views [][]byte) error {
+	to := p.writer
+	switch {
+	case p.at != nil:
+		to = io.NewOffsetWriter(p.at, off)
+	case to != nil && p.order != nil && off != p.order.Next():
+		return frame.Errorf(frame.FailedPrecondition, "byte %d arrived instead of byte %d, but the tensor goes to a writer; use Into or At", off, p.order.Next())
+	}
+	for _, v := range views {
+		if p.order != nil {
+			p.order.Wrote(off, v)
+		}
+		if p.into != nil {
+			if &v[0] != &p.into[off] { // otherwise it was received there
+				copy(p.into[off:], v)
+			}
+		} else if err := p.write(to, v); err != nil {
+			return fmt.Errorf("after %d of %d bytes: %w", off, p.size, err)
+		}
+		off += int64(len(v))
+	}
+	return nil
+}
+
+func (p *place) write(to io.Writer, v []byte) error {
+	p.rest.start()
+	defer p.rest.stop()
+	_, err := to.Write(v)
+	return err
+}
+
+// digest returns the digest of the whole tensor. It reads back what did not arrive in
+// order.
+func (p *place) digest() (codec.Digest, error) {
+	switch {
+	case p.at != nil:
+		if err := p.order.ReadRest(p.at, p.size); err != nil {
+			return codec.Digest{}, err
+		}
+	case p.into != nil:
+		next := p.order.Next()
+		p.order.Wrote(next, p.into[next:])
+	}
+	return p.order.Sum(), nil
+}

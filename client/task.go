@@ -1,0 +1,126 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// task is what a call, a put and a get have in common.
+type task struct {
+	session *Session
+	id      tensor.ID
+	stored  bool               // it is a put or a get
+	ctx     context.Context    // ends with the session's last event of the task
+	cancel  context.CancelFunc // of ctx
+	unhook  func() bool        // of the caller's context
+	news    session.News
+
+	// Guarded by the session's lock until ctx has ended.
+	done  frame.Done
+	cause error // why this side ended the task
+}
+
+// open opens the task, which h handles, and calls then with the session locked. The end of
+// the caller's ctx stops it.
+func (t *task) open(ctx context.Context, s *Session, part frame.Call, h handler, then func(m *stream.Machine, now stream.Instant) error) (err error) {
+	if ctx.Err() != nil {
+		return causeError(context.Cause(ctx))
+	}
+	t.session, t.id, t.stored, t.news = s, part.ID, part.Stored(), make(session.News, 1)
+	t.ctx, t.cancel = context.WithCancel(context.Background())
+	s.sess.DoSend(func(m *stream.Machine, now stream.Instant) {
+		if err = m.OpenCall(now, part); err == nil {
+			s.calls[t.id] = h
+			err = then(m, now)
+		}
+	})
+	switch {
+	case errors.Is(err, stream.ErrDraining):
+		return &Error{Code: codes.Unavailable, Cause: ErrDraining}
+	case errors.Is(err, stream.ErrClosed):
+		select {
+		case <-s.over: // err is set by then
+			return s.err
+		case <-ctx.Done():
+			return causeError(context.Cause(ctx))
+		}
+	case err != nil:
+		return fmt.Errorf("%w: %w", ErrInput, err)
+	}
+	t.unhook = context.AfterFunc(ctx, func() { t.stop(context.Cause(ctx)) })
+	return nil
+}
+
+// over implements handler.
+func (t *task) over(e stream.Event) {
+	switch {
+	case e.Kind == stream.EventStop && t.stored && t.cause == nil && e.Code == frame.DeadlineExceeded: // otherwise it was not for the server
+		t.cause = &Error{Code: codes.DeadlineExceeded, Cause: fmt.Errorf("%w: the server made no progress for %v (Config.StallTimeout); try again, or raise it for a slow server", ErrNoAnswer, t.session.client.cfg.StallTimeout)}
+	case e.Kind == stream.EventClosed:
+		delete(t.session.calls, t.id)
+		t.done = *e.Done
+		t.cancel()
+	}
+}
+
+// stop cancels the task with a cause on this side, unless it has ended.
+func (t *task) stop(cause error) {
+	t.session.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+		if t.session.calls[t.id] != nil && t.cause == nil {
+			t.cause = cause
+		}
+		m.Finish(frame.Done{Call: t.id, Code: frame.Cancelled, Message: "cancelled by the caller"})
+	})
+}
+
+// wait waits for news. It returns false when the task has ended.
+func (t *task) wait() bool {
+	select {
+	case <-t.news:
+		return true
+	case <-t.ctx.Done():
+		return false
+	}
+}
+
+// err returns the task's error. The end of the caller's ctx outranks what it caused. It must
+// only be called after the task's ctx has ended.
+func (t *task) err(ctx context.Context) (err error) {
+	t.session.sess.Do(func(*stream.Machine, stream.Instant) {
+		if err = refused(t.done.Code, t.done.Message, t.done.RetryAfterMillis); t.cause != nil {
+			err = causeError(t.cause)
+		}
+	})
+	if err != nil && ctx.Err() != nil {
+		err = causeError(context.Cause(ctx))
+	}
+	return err
+}
+
+// rests returns a clock for the caller's code. While that blocks, the server is told.
+func (t *task) rests(what string) (r *restClock) {
+	cfg := &t.session.client.cfg
+	r = newRestClock(what, cfg.InputIdle, time.Duration(t.session.status().PeerChunkIdle), func() {
+		if t.ctx.Err() == nil {
+			t.session.waits(r.every)
+			return
+		}
+		r.end()
+		if err := t.err(context.Background()); err != nil {
+			cfg.Idled(err)
+		}
+	}, func(cause error) {
+		t.stop(cause)
+		cfg.Idled(causeError(cause))
+	})
+	return r
+}
