@@ -355,6 +355,7 @@ type target struct {
 	rude    bool                     // guarded by mu: it ended against the rules of docs/wire.md
 	alone   bool                     // guarded by mu: the client opens no lanes any more
 	mixed   bool                     // guarded by mu: there may be a call and a transfer at the same time
+	met     []string                 // guarded by mu: faults
 	tensors map[tensor.ID]announced  // guarded by mu
 	calls   map[tensor.ID]*knownCall // guarded by mu
 }
@@ -473,6 +474,20 @@ func (t *target) mayNotEnd(id tensor.ID) bool {
 	return ok && !t.mixed && (a.input || a.call.transfer == nil) && !(a.call.acked && a.call.credited)
 }
 
+// meets notes a fault.
+func (t *target) meets(fault string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.met = append(t.met, fault)
+}
+
+// blame adds to an error what its session has met.
+func (t *target) blame(err error) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return fmt.Errorf("%w; its session has ended its side: %v; it met %q", err, t.over, t.met)
+}
+
 // mix notes whether there may now be a call and a transfer at the same time.
 func (t *target) mix(mixed bool) {
 	t.mu.Lock()
@@ -561,7 +576,7 @@ func (t *target) legitimate(id tensor.ID, err error) bool {
 	case codes.InvalidArgument:
 		return t.over && !k.acked
 	case codes.DeadlineExceeded:
-		return t.over && !k.credited && k.transfer == nil // nobody took the result: the client could not say where to
+		return t.over && !k.credited // nobody took the result: the client could not say where to
 	}
 	return false
 }
@@ -682,6 +697,7 @@ func (w *laneWorld) fail(g *generation, c, s net.Conn) {
 	f, met := w.draw(), false
 	l.met = func() {
 		met = true
+		l.target.meets(f.name)
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		w.met[f.name]++
@@ -896,7 +912,7 @@ func (w *laneWorker) judge(t *target, id tensor.ID, err error) error {
 	if t.legitimate(id, err) {
 		return nil
 	}
-	return err
+	return t.blame(err)
 }
 
 // check looks whether memory was written after it was taken back.

@@ -340,10 +340,11 @@ func (s *stocker) judge(watch *watched, tr *transferring, sum *client.Summary) e
 	s.world.mu.Lock()
 	s.world.stored[status.Code(sum.Err)]++
 	s.world.mu.Unlock()
-	if sum.Err == nil || tr.cancelled.Load() && status.Code(sum.Err) == codes.Canceled || watch.of(sum.Transfer).legitimate(sum.Transfer, sum.Err) {
+	on := watch.of(sum.Transfer)
+	if sum.Err == nil || tr.cancelled.Load() && status.Code(sum.Err) == codes.Canceled || on.legitimate(sum.Transfer, sum.Err) {
 		return nil
 	}
-	return sum.Err
+	return on.blame(sum.Err)
 }
 
 // check looks whether memory was written after it was taken back.
