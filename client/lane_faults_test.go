@@ -355,6 +355,7 @@ type target struct {
 	rude    bool                     // guarded by mu: it ended against the rules of docs/wire.md
 	alone   bool                     // guarded by mu: the client opens no lanes any more
 	mixed   bool                     // guarded by mu: there may be a call and a transfer at the same time
+	pulling bool                     // guarded by mu
 	met     []string                 // guarded by mu: faults
 	tensors map[tensor.ID]announced  // guarded by mu
 	calls   map[tensor.ID]*knownCall // guarded by mu
@@ -466,7 +467,7 @@ func (t *target) mayEnd(id tensor.ID) bool {
 }
 
 // mayNotEnd reports whether an end of the client's side fails the call of a tensor, and
-// no other. A get could wait for credit for half a minute.
+// no other.
 func (t *target) mayNotEnd(id tensor.ID) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -508,7 +509,8 @@ func (t *target) noLanes() bool {
 	return t.alone
 }
 
-// endSide ends the client's side of the session; rude is against the rules of docs/wire.md.
+// endSide ends the client's side of the session, unless it is pulling; rude is against the
+// rules of docs/wire.md.
 func (t *target) endSide(rude bool) {
 	t.sending.Lock()
 	defer t.sending.Unlock()
@@ -516,9 +518,29 @@ func (t *target) endSide(rude bool) {
 		return
 	}
 	t.mu.Lock()
-	t.ended, t.over, t.rude = true, true, rude
+	pulling := t.pulling
+	if !pulling {
+		t.ended, t.over, t.rude = true, true, rude
+	}
 	t.mu.Unlock()
-	_ = t.CloseSend()
+	if !pulling {
+		_ = t.CloseSend()
+	}
+}
+
+// mayPull reports whether a pull may begin. Until pulled the client does not end its side:
+// the pull could not give credit, and would end after half a minute.
+func (t *target) mayPull() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pulling = !t.over
+	return t.pulling
+}
+
+func (t *target) pulled() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pulling = false
 }
 
 // sayDrain says that the client opens nothing new, which changes nothing.
@@ -576,7 +598,7 @@ func (t *target) legitimate(id tensor.ID, err error) bool {
 	case codes.InvalidArgument:
 		return t.over && !k.acked
 	case codes.DeadlineExceeded:
-		return t.over && !k.credited // nobody took the result: the client could not say where to
+		return t.over && !k.credited && k.transfer == nil // nobody took the result: the client could not say where to
 	}
 	return false
 }

@@ -272,6 +272,11 @@ func sameDigest(s *client.Summary, c content) error {
 
 // pull pulls everything, to places of all kinds.
 func (s *stocker) pull(ctx context.Context, c *client.Client, watch *watched, tr *transferring, progress func(client.Progress)) error {
+	if on := watch.of(tensor.ID{}); on.mayPull() {
+		defer on.pulled()
+	} else {
+		return nil
+	}
 	into := map[string][]byte{}
 	written := map[string]*bytes.Buffer{}
 	groups := append([]*group{s.set}, s.single...)
