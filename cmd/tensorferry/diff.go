@@ -94,14 +94,6 @@ func (s *side) add(name string, c compared) {
 	s.names, s.of[name] = append(s.names, name), c
 }
 
-// only returns the name of the tensor if there is exactly one.
-func (s *side) only() (string, bool) {
-	if len(s.names) != 1 {
-		return "", false
-	}
-	return s.names[0], true
-}
-
 // descJSON is a tensor's desc as diff --json prints it.
 type descJSON struct {
 	DType string       `json:"dtype"`
@@ -158,10 +150,9 @@ func diff(ctx context.Context, nameA, nameB string, o diffOptions, stdin io.Read
 		_, err := io.WriteString(stdout, d.text)
 		return err
 	}
-	onlyA, alone := a.only()
-	onlyB, both := b.only()
-	if both = both && alone; both {
-		b.of = map[string]compared{onlyA: b.of[onlyB]}
+	both := len(a.names) == 1 && len(b.names) == 1
+	if both {
+		b.of = map[string]compared{a.names[0]: b.of[b.names[0]]}
 		b.names = a.names
 	}
 	for _, name := range a.names {

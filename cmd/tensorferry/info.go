@@ -49,7 +49,7 @@ func models(ctx context.Context, cl *client.Client, _ []string, out printer) err
 	}
 	listed := make([]modelJSON, len(list))
 	for i, m := range list {
-		listed[i] = modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), portsJSON(m.GetInputs()), portsJSON(m.GetOutputs()), rowsText(m.GetRows()), paramsJSON(m.GetParams()), m.GetAbout()}
+		listed[i] = modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), portsJSON(m.GetInputs()), portsJSON(m.GetOutputs()), rowsText(m.GetRows()), m.GetParams(), m.GetAbout()}
 	}
 	return out.print(listed, func(w io.Writer) {
 		fmt.Fprintln(w, "NAME\tVERSION\tDEVICE\tINPUTS\tRESULTS\tPARAMS")
@@ -67,30 +67,16 @@ type modelJSON struct {
 	Inputs  []portJSON        `json:"inputs"`
 	Outputs []portJSON        `json:"outputs"`
 	Rows    string            `json:"rows"`
-	Params  []paramJSON       `json:"params,omitempty"`
+	Params  []*pb.Param       `json:"params,omitempty"`
 	About   map[string]string `json:"about,omitempty"`
 }
 
-type paramJSON struct {
-	Name    string `json:"name"`
-	Kind    string `json:"kind,omitempty"`
-	Default string `json:"default,omitempty"`
-	Meaning string `json:"meaning,omitempty"`
-}
-
-func paramsJSON(params []*pb.Param) (listed []paramJSON) {
-	for _, p := range params {
-		listed = append(listed, paramJSON{p.GetName(), p.GetKind(), p.GetDefault(), p.GetMeaning()})
-	}
-	return listed
-}
-
-func paramText(params []paramJSON) string {
+func paramText(params []*pb.Param) string {
 	var out []string
 	for _, p := range params {
-		text := plain(p.Name) + "=" + plain(p.Default)
-		if p.Default == "" {
-			text += "<" + plain(p.Kind) + ">"
+		text := plain(p.GetName()) + "=" + plain(p.GetDefault())
+		if p.GetDefault() == "" {
+			text += "<" + plain(p.GetKind()) + ">"
 		}
 		out = append(out, text)
 	}
@@ -169,7 +155,7 @@ func info(ctx context.Context, cl *client.Client, _ []string, out printer) error
 	if err != nil {
 		return err
 	}
-	i := infoJSON{known.GetVersion(), known.GetUptimeMillis(), codecNames(known.GetCodecs()), known.GetLimits(), known.GetCounters(), modelStates(known.GetModels())}
+	i := infoJSON{known.GetVersion(), known.GetUptimeMillis(), codecNames(known.GetCodecs()), known.GetLimits(), known.GetCounters(), append([]*pb.ModelState{}, known.GetModels()...)}
 	return out.print(i, func(w io.Writer) {
 		fmt.Fprintf(w, "version\t%s\nuptime\t%v\ncodecs\t%s\n",
 			plain(i.Version), time.Duration(i.UptimeMillis)*time.Millisecond, strings.Join(i.Codecs, " "))
@@ -177,9 +163,10 @@ func info(ctx context.Context, cl *client.Client, _ []string, out printer) error
 		writeNumbers(w, "counters", i.Counters)
 		fmt.Fprintln(w, "\nmodels")
 		for _, m := range i.Models {
-			fmt.Fprintf(w, "  %s\t%s\t\n", plain(m.Name), cmp.Or(plain(m.Unavailable), "serving"))
-			for _, k := range slices.Sorted(maps.Keys(m.Gauges)) {
-				fmt.Fprintf(w, "  %s %s\t%s\t%s\n", plain(m.Name), plain(k), strconv.FormatFloat(m.Gauges[k], 'f', -1, 64), quantity(k, int64(m.Gauges[k])))
+			fmt.Fprintf(w, "  %s\t%s\t\n", plain(m.GetName()), cmp.Or(plain(m.GetUnavailable()), "serving"))
+			for _, k := range slices.Sorted(maps.Keys(m.GetGauges())) {
+				v := m.GetGauges()[k]
+				fmt.Fprintf(w, "  %s %s\t%s\t%s\n", plain(m.GetName()), plain(k), strconv.FormatFloat(v, 'f', -1, 64), quantity(k, int64(v)))
 			}
 		}
 	})
@@ -216,22 +203,7 @@ type infoJSON struct {
 	Codecs       []string         `json:"codecs"`
 	Limits       map[string]int64 `json:"limits"`
 	Counters     map[string]int64 `json:"counters"`
-	Models       []stateJSON      `json:"models"`
-}
-
-// stateJSON is the state of a model.
-type stateJSON struct {
-	Name        string             `json:"name"`
-	Unavailable string             `json:"unavailable,omitempty"`
-	Gauges      map[string]float64 `json:"gauges,omitempty"`
-}
-
-func modelStates(models []*pb.ModelState) []stateJSON {
-	states := make([]stateJSON, len(models))
-	for i, m := range models {
-		states[i] = stateJSON{m.GetName(), m.GetUnavailable(), m.GetGauges()}
-	}
-	return states
+	Models       []*pb.ModelState `json:"models"`
 }
 
 // codecNames returns the names of the codecs that a server decodes.

@@ -412,19 +412,12 @@ func (h *heldBack) Read(p []byte) (int, error) {
 }
 
 // more reports whether r has another byte. It does not wait long for a pipe that stays
-// open without sending: the goroutine then ends with the process.
+// open without sending.
 func more(r io.Reader) bool {
-	follows := make(chan bool, 1)
-	go func() {
-		n, _ := io.ReadFull(r, make([]byte, 1)) // any error means no more bytes
-		follows <- n > 0
-	}()
-	select {
-	case f := <-follows:
-		return f
-	case <-time.After(readWait):
-		return false
-	}
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	n, _ := interruptible(ctx, func() (int, error) { return io.ReadFull(r, make([]byte, 1)) }) // any error means no more bytes
+	return n > 0
 }
 
 // interruptible waits for f, but not much longer than until ctx ends: f may block forever
