@@ -28,21 +28,15 @@ const (
 // Document is what a model file says beside its tensors: its metadata or, of a model of
 // several files, the index and each file's metadata.
 type Document struct {
-	// Metadata is of a single file.
-	Metadata map[string]string
+	// Metadata is of a single file, whose JSON has nothing else.
+	Metadata map[string]string `json:"-"`
 	// Index is the base name of the index, empty for a single file, and Text what it holds.
-	Index, Text string
+	Index string `json:"index"`
+	Text  string `json:"text"`
 	// Shards are the metadata of each file, by its base name.
-	Shards map[string]map[string]string
+	Shards map[string]map[string]string `json:"shards"`
 
 	files map[string]string // the file of each tensor, by the tensor's name
-}
-
-// documentJSON is a Document of several files in its JSON.
-type documentJSON struct {
-	Index  string                       `json:"index"`
-	Text   string                       `json:"text"`
-	Shards map[string]map[string]string `json:"shards"`
 }
 
 // Encode hands over the document as JSON, nil for one that says nothing: of a single
@@ -50,7 +44,7 @@ type documentJSON struct {
 func (d Document) Encode() []byte {
 	switch {
 	case d.Index != "":
-		return quote(documentJSON{d.Index, d.Text, d.Shards})
+		return quote(d)
 	case len(d.Metadata) > 0:
 		return quote(d.Metadata)
 	}
@@ -67,13 +61,12 @@ func ParseDocument(text []byte) (Document, error) {
 	if d.Metadata = p.texts(MetadataName); p.err == nil {
 		return d, nil
 	}
-	var several documentJSON
+	d.Metadata = nil
 	dec := json.NewDecoder(bytes.NewReader(text))
 	dec.DisallowUnknownFields()
-	if err := dec.Decode(&several); err != nil || several.Index == "" {
+	if err := dec.Decode(&d); err != nil || d.Index == "" {
 		return Document{}, p.err
 	}
-	d = Document{Index: several.Index, Text: several.Text, Shards: several.Shards}
 	if !plainFile(d.Index, IndexSuffix) {
 		return Document{}, fmt.Errorf("%w: safetensors: %q is not the name of an index", ErrFormat, d.Index)
 	}

@@ -140,10 +140,10 @@ func TestAFileThatADocumentNamesHasAPlainName(t *testing.T) {
 		text := quote(map[string]map[string]string{"weight_map": {"a": file}})
 		_, err := parseIndex(text)
 		require.ErrorIs(t, err, ErrFormat, "%q", bad)
-		_, err = ParseDocument(quote(documentJSON{"m" + IndexSuffix, string(text), map[string]map[string]string{file: {}}}))
+		_, err = ParseDocument(quote(Document{Index: "m" + IndexSuffix, Text: string(text), Shards: map[string]map[string]string{file: {}}}))
 		require.ErrorIs(t, err, ErrFormat, "%q", bad)
 		text = quote(map[string]map[string]string{"weight_map": {"a": "m.safetensors"}})
-		_, err = ParseDocument(quote(documentJSON{index, string(text), map[string]map[string]string{"m.safetensors": {}}}))
+		_, err = ParseDocument(quote(Document{Index: index, Text: string(text), Shards: map[string]map[string]string{"m.safetensors": {}}}))
 		require.ErrorIs(t, err, ErrFormat, "%q", bad)
 	}
 	require.False(t, plainFile("\xff"+FileSuffix, FileSuffix))
