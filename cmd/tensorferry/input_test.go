@@ -20,7 +20,7 @@ func TestACommandThatWaitsForAHeaderCanBeInterrupted(t *testing.T) {
 			return push(ctx, []string{"x=-"}, pushOptions{remote: at, input: none}, stdin, io.Discard, io.Discard)
 		},
 		"show": func(ctx context.Context, stdin io.Reader) error {
-			return show(ctx, []string{"-"}, showOptions{input: none, atServer: none.shaped}, stdin, io.Discard, io.Discard)
+			return show(ctx, []string{"-"}, showOptions{input: none, given: func(string) bool { return false }}, stdin, io.Discard, io.Discard)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -36,12 +36,13 @@ type progressBars struct {
 	w    io.Writer
 	bars *mpb.Progress
 	most int // lines of tensors
+	// vanishing: no line stays at the end. It is set before the first tensor.
+	vanishing bool
 
 	count, done atomic.Int64 // tensors; drawing a line reads them without mu
 
 	mu          sync.Mutex // guards all below
 	ended       bool
-	vanishing   bool     // no line stays at the end
 	moved, size int64    // of all tensors
 	all         *mpb.Bar // nil while there is one tensor
 	first       *bar     // the only tensor; nil if it needs no line, or once there are several
@@ -69,15 +70,6 @@ func quietFlag(c *cobra.Command, to *bool) {
 func isTerminal(rw any) bool {
 	f, ok := rw.(*os.File)
 	return ok && cwriter.IsTerminal(int(f.Fd()))
-}
-
-// vanish leaves no line on the screen at the end.
-func (p *progressBars) vanish() {
-	if p != nil {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		p.vanishing = true
-	}
 }
 
 // say reports the tensors that are converted, on w or above the lines.

@@ -180,24 +180,16 @@ func besideFiles(s store.Store, folders []string, log *slog.Logger) (store.Store
 		name, folder := nameOf(text)
 		if slices.Contains(names, name) {
 			err := usage("--files %s: another folder has the name %q; use --files NAME=FOLDER", text, name)
-			return nil, errors.Join(err, closeAll(append(all, s)))
+			return nil, errors.Join(err, store.Beside(s, all...).Close())
 		}
 		names = append(names, name)
 		f, err := store.OpenFiles(folder, store.FilesConfig{Name: name, Log: log})
-		if err == nil {
-			all = append(all, f)
-			continue
+		if err != nil {
+			return nil, errors.Join(fmt.Errorf("--files %s: %w", text, err), store.Beside(s, all...).Close())
 		}
-		return nil, errors.Join(fmt.Errorf("--files %s: %w", text, err), closeAll(append(all, s)))
+		all = append(all, f)
 	}
 	return store.Beside(s, all...), nil
-}
-
-func closeAll(stores []store.Store) (err error) {
-	for _, s := range stores {
-		err = errors.Join(err, s.Close())
-	}
-	return err
 }
 
 func (s *storeFlag) String() string {

@@ -47,10 +47,7 @@ type showOptions struct {
 	quiet  bool
 	slice  string
 	head   int
-	// headGiven: --head is given.
-	headGiven func() bool
-	// atServer: --server is given.
-	atServer func() bool
+	given  func(flag string) bool // a flag is given
 }
 
 func showCommand() *cobra.Command {
@@ -93,8 +90,7 @@ the end, and ... stands for all axes that are not given.`,
 	o.input.flags(c)
 	c.Flags().StringVar(&o.server, "server", "", "show tensors of the server at this `address`, not files")
 	o.identityFlags(c)
-	o.atServer = func() bool { return c.Flags().Changed("server") }
-	o.headGiven = func() bool { return c.Flags().Changed("head") }
+	o.given = c.Flags().Changed
 	o.sourceFlags.flags(c)
 	jsonFlag(c, &o.asJSON)
 	c.Flags().IntVar(&o.head, "head", 0, "also print the first `N` elements")
@@ -134,7 +130,7 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 	read := reading(ctx, stderr, o)
 	var err error
 	switch {
-	case o.server == "" && o.atServer():
+	case o.server == "" && o.given("server"):
 		return usage("--server must not be empty")
 	case o.server != "" && o.input.given():
 		return usage("--dtype and --shape are for raw bytes in a file; omit them with --server")
@@ -172,8 +168,10 @@ func reading(ctx context.Context, stderr io.Writer, o showOptions) reader {
 			return look(ctx, title, d, r, o)
 		}
 		bars := newProgress(stderr, o.quiet)
+		if bars != nil {
+			bars.vanishing = true
+		}
 		defer bars.end()
-		bars.vanish()
 		return look(ctx, title, d, io.TeeReader(r, bars.tensor(title, d)), o)
 	}
 }
@@ -232,7 +230,7 @@ func showFile(ctx context.Context, file string, o showOptions, stdin io.Reader, 
 	}
 	for _, t := range in.tensors {
 		var what seen
-		if whole && !o.stats && o.slice == "" && !o.headGiven() {
+		if whole && !o.stats && o.slice == "" && !o.given("head") {
 			what, err = newListed(t.title, t.Desc)
 		} else {
 			what, err = read(t.title, t.Desc, t.bytes())
@@ -335,7 +333,7 @@ func look(ctx context.Context, title string, d tensor.Desc, r io.Reader, o showO
 		if r, err = part.Reader(r); err != nil {
 			return nil, fmt.Errorf("%s: %w", title, err)
 		}
-		if !o.headGiven() {
+		if !o.given("head") {
 			o.head = sliceHead
 		}
 	}
