@@ -53,7 +53,7 @@ type Folder struct {
 	unfinished *manifest    // of a committed set, to be finished before other changes
 
 	// locks are held while the file of a name is replaced, deleted or mapped, so that index
-	// and file agree; see nameLock.
+	// and file agree; see lockName.
 	locks [nameLocks]sync.Mutex
 
 	index[*pushed]
@@ -200,9 +200,11 @@ func (f *Folder) owns(file string) bool { return isPushedName(file) && !f.foreig
 
 var nameSeed = maphash.MakeSeed()
 
-// nameLock returns the lock of a pushed tensor's file.
-func (f *Folder) nameLock(file string) *sync.Mutex {
-	return &f.locks[maphash.String(nameSeed, file)%nameLocks]
+// lockName locks the name of a pushed tensor's file until unlock is called.
+func (f *Folder) lockName(file string) (unlock func()) {
+	lock := &f.locks[maphash.String(nameSeed, file)%nameLocks]
+	lock.Lock()
+	return lock.Unlock
 }
 
 // Create implements Store. It reserves the disk space if the file system can, so that
@@ -265,9 +267,7 @@ func (f *Folder) Open(_ context.Context, name string) (Reader, error) {
 	if err := f.usable(); err != nil {
 		return nil, err
 	}
-	lock := f.nameLock(fileName(name))
-	lock.Lock()
-	defer lock.Unlock()
+	defer f.lockName(fileName(name))()
 	p, err := f.open(name, func(p *pushed) { p.retain() }) // a set may replace it now
 	if err != nil {
 		return nil, err
@@ -354,9 +354,7 @@ func (f *Folder) delete(name string) (there bool, err error) {
 		return false, err
 	}
 	defer f.sets.RUnlock()
-	lock := f.nameLock(fileName(name))
-	lock.Lock()
-	defer lock.Unlock()
+	defer f.lockName(fileName(name))()
 	if err := f.usable(); err != nil {
 		return false, err
 	}
@@ -432,9 +430,7 @@ func (w *folderWriter) Commit(context.Context) (Info, error) {
 		return Info{}, err
 	}
 	defer f.sets.RUnlock()
-	lock := f.nameLock(p.file)
-	lock.Lock()
-	defer lock.Unlock()
+	defer f.lockName(p.file)()
 	if err := f.usable(); err != nil {
 		return Info{}, err
 	}

@@ -314,9 +314,7 @@ func (f *Folder) finish() error {
 // move renames a file of a set. A missing one was renamed before a crash, or another
 // program has deleted it.
 func (f *Folder) move(m move) error {
-	lock := f.nameLock(m.file)
-	lock.Lock()
-	defer lock.Unlock()
+	defer f.lockName(m.file)()
 	err := f.rename(filepath.Join(f.dir, m.temp), filepath.Join(f.dir, m.file))
 	if err == nil && m.made != nil {
 		m.made.file = m.file
