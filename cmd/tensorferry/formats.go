@@ -155,22 +155,12 @@ func arraySource(title string, a tensorfile.Array) *source {
 
 // sayConverted reports the tensors that are converted while they are read.
 func sayConverted(w io.Writer, list []*source) {
-	var first *source
-	more := 0
-	for _, s := range list {
-		switch {
-		case s.layout == "":
-		case first == nil:
-			first = s
-		default:
-			more++
-		}
-	}
-	switch {
-	case first == nil:
-	case more == 0:
-		fmt.Fprintf(w, "%s is %s: converted while it is read\n", plain(first.title), first.layout)
+	list = slices.DeleteFunc(slices.Clone(list), func(s *source) bool { return s.layout == "" })
+	switch len(list) {
+	case 0:
+	case 1:
+		fmt.Fprintf(w, "%s is %s: converted while it is read\n", plain(list[0].title), list[0].layout)
 	default:
-		fmt.Fprintf(w, "%s is %s, as are %d more: converted while they are read\n", plain(first.title), first.layout, more)
+		fmt.Fprintf(w, "%s is %s, as are %d more: converted while they are read\n", plain(list[0].title), list[0].layout, len(list)-1)
 	}
 }
