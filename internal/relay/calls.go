@@ -51,7 +51,7 @@ func (r *relay) call(m *link.Call) (run func(), err error) {
 			q.Results[s.Port] = client.Into(into)
 		}
 	}
-	return r.begin(m.ID, m.Millis, inputs, func(o *op) ([]byte, client.Timings, error) {
+	return r.begin(m.ID, m.Millis, inputs, func(o *op) ([]byte, error) {
 		defer shared.release()
 		for _, s := range m.Sinks {
 			if s.How == link.Pieces {
@@ -65,8 +65,7 @@ func (r *relay) call(m *link.Call) (run func(), err error) {
 			}
 			return s, err
 		}
-		t, err := o.run(m, q)
-		return nil, t, err
+		return nil, o.run(m, q)
 	})
 }
 
@@ -104,15 +103,15 @@ func table(pairs [][2]string) map[string]string {
 }
 
 // run runs a call to its end. Results that the guest does not know are left to done.
-func (o *op) run(m *link.Call, q client.Request) (client.Timings, error) {
+func (o *op) run(m *link.Call, q client.Request) error {
 	defer o.dropResults()
 	cl, err := o.client(m.Connection)
 	if err != nil {
-		return client.Timings{}, err
+		return err
 	}
 	c, err := cl.Call(o.ctx, q)
 	if err != nil {
-		return client.Timings{}, err
+		return err
 	}
 	if m.Flags&link.Regions != 0 {
 		for region, err := range c.Regions() {
@@ -130,16 +129,13 @@ func (o *op) run(m *link.Call, q client.Request) (client.Timings, error) {
 		}
 	}
 	results, err := c.Wait()
-	t := c.Timings()
-	if err != nil {
-		return t, err
-	}
+	o.timings = c.Timings()
 	for _, port := range slices.Sorted(maps.Keys(results)) {
 		if a, known := o.announce(port, results[port].Desc); !known {
 			o.rest = append(o.rest, a)
 		}
 	}
-	return t, nil
+	return err
 }
 
 // result is one on its way to the guest.

@@ -102,6 +102,8 @@ type op struct {
 	inputs []*pieces        // by the number of the input; nil for a whole one
 	rest   []link.Announced // results that go with done
 
+	timings client.Timings // of a call that has ended
+
 	mu      sync.Mutex
 	results []*result // guarded by mu, as they were announced
 }
@@ -150,7 +152,7 @@ func (r *relay) op(id uint64) *op {
 }
 
 // begin makes an op, and returns what runs work to its end.
-func (r *relay) begin(id uint64, millis uint32, inputs []*pieces, work func(*op) (answer []byte, t client.Timings, err error)) (run func(), err error) {
+func (r *relay) begin(id uint64, millis uint32, inputs []*pieces, work func(*op) (answer []byte, err error)) (run func(), err error) {
 	o := &op{relay: r, id: id, inputs: inputs}
 	o.ctx, o.cancel = context.WithCancelCause(r.ctx)
 	r.mu.Lock()
@@ -169,7 +171,7 @@ func (r *relay) begin(id uint64, millis uint32, inputs []*pieces, work func(*op)
 			defer stop()
 			o.ctx = ctx
 		}
-		answer, t, err := work(o)
+		answer, err := work(o)
 		if cause := context.Cause(o.ctx); err != nil && errors.Is(cause, client.ErrInput) {
 			err = cause // whatever it broke
 		}
@@ -180,12 +182,13 @@ func (r *relay) begin(id uint64, millis uint32, inputs []*pieces, work func(*op)
 			p.drop()
 		}
 		o.cancel(nil)
-		o.done(answer, t, err)
+		o.done(answer, err)
 	}, nil
 }
 
 // done ends an op for the guest. An error of sending is that of receive too.
-func (o *op) done(answer []byte, t client.Timings, err error) {
+func (o *op) done(answer []byte, err error) {
+	t := o.timings
 	m := &link.Done{Head: link.Head{ID: o.id}, Results: o.rest, JSON: answer}
 	for i, d := range []time.Duration{t.Receive, t.Queue, t.H2D, t.Compute, t.D2H, t.FirstResult, t.Total} {
 		m.Timings[i] = uint64(max(0, d))
@@ -263,15 +266,14 @@ func (r *relay) ask(m *link.Ask) (run func(), err error) {
 			return nil, nil
 		}
 	}
-	return r.begin(m.ID, m.Millis, nil, func(o *op) (answer []byte, _ client.Timings, err error) {
+	return r.begin(m.ID, m.Millis, nil, func(o *op) ([]byte, error) {
 		if bad != nil {
-			return nil, client.Timings{}, fmt.Errorf("%w: the json of an ask: %w", client.ErrInput, bad)
+			return nil, fmt.Errorf("%w: the json of an ask: %w", client.ErrInput, bad)
 		}
 		if q.Verb == "pull" {
 			return o.pull(&q, m.Flags)
 		}
-		answer, err = o.answer(&q)
-		return answer, client.Timings{}, err
+		return o.answer(&q)
 	})
 }
 

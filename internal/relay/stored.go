@@ -2,6 +2,7 @@ package relay
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -58,11 +59,11 @@ func (r *relay) push(m *link.Ask, q *request) (run func(), err error) {
 		}
 		p.Tensors[i] = in
 	}
-	return r.begin(m.ID, m.Millis, inputs, func(o *op) ([]byte, client.Timings, error) {
+	return r.begin(m.ID, m.Millis, inputs, func(o *op) ([]byte, error) {
 		defer shared.release()
 		c, err := o.client(q.Connection)
 		if err = errors.Join(bad, err); err != nil {
-			return nil, client.Timings{}, fmt.Errorf("%w: %w", client.ErrInput, err)
+			return nil, fmt.Errorf("%w: %w", client.ErrInput, err)
 		}
 		numbers := make(map[string]uint32)
 		for i := range p.Tensors {
@@ -96,7 +97,7 @@ func (o *op) progress(number func(name string) uint32) func(client.Progress) {
 
 // summaries is the answer to a push or a pull: err is told only where it is no
 // tensor's own.
-func (o *op) summaries(all []client.Summary, err error) ([]byte, client.Timings, error) {
+func (o *op) summaries(all []client.Summary, err error) ([]byte, error) {
 	list := make([]ended, len(all))
 	for i, s := range all {
 		e := ended{Name: s.Name, Bytes: s.Bytes, Durable: s.Durable}
@@ -110,15 +111,11 @@ func (o *op) summaries(all []client.Summary, err error) ([]byte, client.Timings,
 		list[i] = e
 	}
 	if len(list) == 0 || o.ctx.Err() != nil {
-		if err == nil {
-			err = o.ctx.Err()
-		}
-		if err != nil {
-			return nil, client.Timings{}, err
+		if err = cmp.Or(err, o.ctx.Err()); err != nil {
+			return nil, err
 		}
 	}
-	answer, err := json.Marshal(map[string]any{"tensors": list})
-	return answer, client.Timings{}, err
+	return json.Marshal(map[string]any{"tensors": list})
 }
 
 // selection is one of a pull.
@@ -163,11 +160,11 @@ func (t *target) UnmarshalJSON(b []byte) error {
 }
 
 // pull pulls tensors.
-func (o *op) pull(q *request, flags uint8) ([]byte, client.Timings, error) {
+func (o *op) pull(q *request, flags uint8) ([]byte, error) {
 	defer o.dropResults()
 	c, err := o.client(q.Connection)
 	if err != nil {
-		return nil, client.Timings{}, err
+		return nil, err
 	}
 	p := client.PullRequest{}
 	for _, s := range q.Select {
