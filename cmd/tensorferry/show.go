@@ -127,7 +127,6 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 		_, err := io.WriteString(stdout, s.text(ramp))
 		return err
 	}
-	read := reading(ctx, stderr, o)
 	var err error
 	switch {
 	case o.server == "" && o.given("server"):
@@ -135,12 +134,12 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 	case o.server != "" && o.input.given():
 		return usage("--dtype and --shape are for raw bytes in a file; omit them with --server")
 	case o.server != "":
-		err = showStored(ctx, names, o, read, found)
+		err = showStored(ctx, names, o, stderr, found)
 	case o.source || len(o.params) > 0:
 		return usage("--source and --param need --server")
 	default:
 		for _, file := range names {
-			if err = showFile(ctx, file, o, stdin, stderr, read, found); err != nil {
+			if err = showFile(ctx, file, o, stdin, stderr, found); err != nil {
 				break
 			}
 		}
@@ -157,27 +156,21 @@ type seen interface {
 	text(ramp []rune) string
 }
 
-// reader reads a tensor and computes what show prints.
-type reader func(title string, d tensor.Desc, r io.Reader) (*shown, error)
-
-// reading returns a reader with a progress bar on stderr for each large tensor.
-func reading(ctx context.Context, stderr io.Writer, o showOptions) reader {
-	return func(title string, d tensor.Desc, r io.Reader) (*shown, error) {
-		size, err := d.Bytes()
-		if err != nil || size < leastBar {
-			return look(ctx, title, d, r, o)
-		}
+// lookShowing is look with a progress bar on stderr for a large tensor.
+func lookShowing(ctx context.Context, title string, d tensor.Desc, r io.Reader, o showOptions, stderr io.Writer) (*shown, error) {
+	if size, err := d.Bytes(); err == nil && size >= leastBar {
 		bars := newProgress(stderr, o.quiet)
 		if bars != nil {
 			bars.vanishing = true
 		}
 		defer bars.end()
-		return look(ctx, title, d, io.TeeReader(r, bars.tensor(title, d)), o)
+		r = io.TeeReader(r, bars.tensor(title, d))
 	}
+	return look(ctx, title, d, r, o)
 }
 
 // showStored passes each named tensor of a server to found.
-func showStored(ctx context.Context, names []string, o showOptions, read reader, found func(seen) error) error {
+func showStored(ctx context.Context, names []string, o showOptions, stderr io.Writer, found func(seen) error) error {
 	cl, err := o.dial(client.Config{})
 	if err != nil {
 		return err
@@ -199,7 +192,7 @@ func showStored(ctx context.Context, names []string, o showOptions, read reader,
 			what = described(s.Name, d)
 		} else {
 			err = readStored(ctx, cl, s, func(d tensor.Desc, r io.Reader) (err error) {
-				what, err = read(s.Name, d, r)
+				what, err = lookShowing(ctx, s.Name, d, r, o, stderr)
 				return err
 			})
 		}
@@ -215,7 +208,7 @@ func showStored(ctx context.Context, names []string, o showOptions, read reader,
 
 // showFile passes each tensor of a file to found. It reads the tensors of a whole model
 // file only if an option requires that.
-func showFile(ctx context.Context, file string, o showOptions, stdin io.Reader, stderr io.Writer, read reader, found func(seen) error) error {
+func showFile(ctx context.Context, file string, o showOptions, stdin io.Reader, stderr io.Writer, found func(seen) error) error {
 	in, err := openInput(ctx, file, o.input, stdin)
 	if err != nil {
 		return err
@@ -233,7 +226,7 @@ func showFile(ctx context.Context, file string, o showOptions, stdin io.Reader, 
 		if whole && !o.stats && o.slice == "" && !o.given("head") {
 			what, err = newListed(t.title, t.Desc)
 		} else {
-			what, err = read(t.title, t.Desc, t.bytes())
+			what, err = lookShowing(ctx, t.title, t.Desc, t.bytes(), o, stderr)
 		}
 		if err == nil {
 			err = found(what)
