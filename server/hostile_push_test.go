@@ -779,23 +779,25 @@ func TestAPushWhosePeerDoesNothingEnds(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			testkit.Start(t)
-			m := shelf(t, 16*mib)
-			f := serve(t, func(c *server.Config) {
-				c.Store = m
-				c.Session.FirstFrame, c.Session.ChunkIdle, c.Session.InputIdle = stream.Instant(idle), stream.Instant(idle), stream.Instant(2*idle)
+			bubble(t, func(t *testing.T) {
+				m := shelf(t, 16*mib)
+				f := serve(t, func(c *server.Config) {
+					c.Store = m
+					c.Session.FirstFrame, c.Session.ChunkIdle, c.Session.InputIdle = stream.Instant(idle), stream.Instant(idle), stream.Instant(2*idle)
+				})
+				p := dialPush(t, f)
+				tc.do(p)
+				var resp pb.PushTensorsResponse
+				err := p.stream.RecvMsg(&resp) // the client does not end its side
+				if tc.says != nil {
+					require.Equal(t, codes.DeadlineExceeded, status.Code(err), err)
+					saysWhy(t, status.Convert(err).Message(), tc.says)
+				} else {
+					require.Error(t, err)
+				}
+				testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "the store's memory")
+				f.isEmpty(t)
 			})
-			p := dialPush(t, f)
-			tc.do(p)
-			var resp pb.PushTensorsResponse
-			err := p.stream.RecvMsg(&resp) // the client does not end its side
-			if tc.says != nil {
-				require.Equal(t, codes.DeadlineExceeded, status.Code(err), err)
-				saysWhy(t, status.Convert(err).Message(), tc.says)
-			} else {
-				require.Error(t, err)
-			}
-			testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "the store's memory")
-			f.isEmpty(t)
 		})
 	}
 }

@@ -690,26 +690,28 @@ func TestARejectedRPCLeavesNothingBehind(t *testing.T) {
 
 func TestACallWhoseInputsDoNotComeExpires(t *testing.T) {
 	testkit.Start(t)
-	f := serve(t, func(c *server.Config) { c.Session.ChunkIdle = stream.Instant(time.Second) })
-	r := openRaw(t, f.addr)
-	undescribed, unsent, stuck := small("echo"), small("echo"), offering("echo", make([]byte, 64*mib), mib)
-	r.send(&pb.Frame{Calls: []*pb.Call{undescribed.call}})
-	r.open(unsent)
-	r.open(stuck)
-	for o, text := range map[*offer]string{undescribed: "not announced", unsent: "no chunk", stuck: "no chunk"} {
-		done := r.done(o.call.Id)
+	bubble(t, func(t *testing.T) {
+		f := serve(t, func(c *server.Config) { c.Session.ChunkIdle = stream.Instant(time.Second) })
+		r := openRaw(t, f.addr)
+		undescribed, unsent, stuck := small("echo"), small("echo"), offering("echo", make([]byte, 64*mib), mib)
+		r.send(&pb.Frame{Calls: []*pb.Call{undescribed.call}})
+		r.open(unsent)
+		r.open(stuck)
+		for o, text := range map[*offer]string{undescribed: "not announced", unsent: "no chunk", stuck: "no chunk"} {
+			done := r.done(o.call.Id)
+			require.Equal(t, codes.DeadlineExceeded, codes.Code(done.Code))
+			require.Contains(t, done.Message, text)
+		}
+		r.hold = true
+		untaken := offering("echo", make([]byte, 64*mib), mib)
+		r.open(untaken)
+		r.deliver(untaken)
+		done := r.done(untaken.call.Id)
 		require.Equal(t, codes.DeadlineExceeded, codes.Code(done.Code))
-		require.Contains(t, done.Message, text)
-	}
-	r.hold = true
-	untaken := offering("echo", make([]byte, 64*mib), mib)
-	r.open(untaken)
-	r.deliver(untaken)
-	done := r.done(untaken.call.Id)
-	require.Equal(t, codes.DeadlineExceeded, codes.Code(done.Code))
-	require.Contains(t, done.Message, `nobody took result "y"`)
-	r.hold = false
-	r.good()
+		require.Contains(t, done.Message, `nobody took result "y"`)
+		r.hold = false
+		r.good()
+	})
 }
 
 func TestAnIdleSessionEnds(t *testing.T) {

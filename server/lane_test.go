@@ -43,7 +43,7 @@ func openLaned(t *testing.T, addr string) *raw {
 // has closed the connection without an answer.
 func greetLane(t *testing.T, addr string, token []byte, n uint64) (net.Conn, int) {
 	t.Helper()
-	c, err := net.Dial("tcp", addr)
+	c, err := connect(t.Context(), addr)
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = c.Close() })
 	require.NoError(t, c.SetDeadline(time.Now().Add(rawLife)))
@@ -312,14 +312,16 @@ func TestMemoryThatALaneIsFillingComesBackAtOnce(t *testing.T) {
 
 func TestALaneThatStopsInMidChunkEndsAndTheCallDoesNot(t *testing.T) {
 	testkit.Start(t)
-	f := serve(t, nil)
-	r, o, c := waiting(t, f, 2*mib, mib)
-	p := r.chunk(o, 0)
-	write(t, c, laneHeader(p, mib), p.Data[:mib/2])
-	ends(t, c) // after laneStall for each MiB begun
-	r.deliver(o)
-	require.Equal(t, o.data, r.result(o)["y"].data)
-	testkit.Eventually(t, func() bool { return f.counters(t)["lanes"] == 0 }, "the lane has ended")
+	bubble(t, func(t *testing.T) {
+		f := serve(t, nil)
+		r, o, c := waiting(t, f, 2*mib, mib)
+		p := r.chunk(o, 0)
+		write(t, c, laneHeader(p, mib), p.Data[:mib/2])
+		ends(t, c) // after laneStall for each MiB begun
+		r.deliver(o)
+		require.Equal(t, o.data, r.result(o)["y"].data)
+		testkit.Eventually(t, func() bool { return f.counters(t)["lanes"] == 0 }, "the lane has ended")
+	})
 }
 
 func TestThinChunksOfALanePayTheirPrice(t *testing.T) {

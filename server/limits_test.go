@@ -319,19 +319,21 @@ func TestLimitsOfAPushAreReachedAndNotPassed(t *testing.T) {
 
 func TestRefusedTensorsOfAPushStayFewBytes(t *testing.T) {
 	testkit.Start(t)
-	m := shelf(t, mib)
-	f := serve(t, func(c *server.Config) { c.Store = m })
-	p := openPush(t, f)
-	open := ten("open")
-	p.announce(open)
-	for range 1023 {
-		o := ten(strings.Repeat("\u2028", 10<<10)) // of 30 KiB, and longer when quoted
-		p.send(&pb.Frame{Descs: []*pb.TensorDesc{o.desc}})
-	}
-	p.deliver(open, 0)
-	p.stored(open)
-	require.Less(t, proto.Size(p.resp), mib)
-	require.Less(t, proto.Size(f.transfer(t, p.id)), mib)
+	bubble(t, func(t *testing.T) {
+		m := shelf(t, mib)
+		f := serve(t, func(c *server.Config) { c.Store = m })
+		p := openPush(t, f)
+		open := ten("open")
+		p.announce(open)
+		for range 1023 {
+			o := ten(strings.Repeat("\u2028", 10<<10)) // of 30 KiB, and longer when quoted
+			p.send(&pb.Frame{Descs: []*pb.TensorDesc{o.desc}})
+		}
+		p.deliver(open, 0)
+		p.stored(open)
+		require.Less(t, proto.Size(p.resp), mib)
+		require.Less(t, proto.Size(f.transfer(t, p.id)), mib)
+	})
 }
 
 func TestTransfersOverTheLimitAreRefusedAsLater(t *testing.T) {
@@ -701,7 +703,7 @@ type bareHTTP2 struct {
 
 func dialHTTP2(t testing.TB, addr string) *bareHTTP2 {
 	t.Helper()
-	c, err := net.Dial("tcp", addr)
+	c, err := connect(t.Context(), addr)
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = c.Close() })
 	require.NoError(t, c.SetDeadline(time.Now().Add(rawLife)))
@@ -756,40 +758,44 @@ func TestTheServersSettingsTellItsLimits(t *testing.T) {
 
 func TestAPeerThatDoesNotAnswerAPingIsDisconnected(t *testing.T) {
 	testkit.Start(t)
-	f := serve(t, func(c *server.Config) { c.Keepalive, c.KeepaliveTimeout = time.Second, time.Second }) // gRPC's least
-	h := dialHTTP2(t, f.addr)
-	pinged := false
-	for {
-		kind, flags, _, err := h.next()
-		if err != nil {
-			break // disconnected
+	bubble(t, func(t *testing.T) {
+		f := serve(t, func(c *server.Config) { c.Keepalive, c.KeepaliveTimeout = time.Second, time.Second }) // gRPC's least
+		h := dialHTTP2(t, f.addr)
+		pinged := false
+		for {
+			kind, flags, _, err := h.next()
+			if err != nil {
+				break // disconnected
+			}
+			pinged = pinged || kind == framePing && flags == 0
 		}
-		pinged = pinged || kind == framePing && flags == 0
-	}
-	require.True(t, pinged)
+		require.True(t, pinged)
+	})
 }
 
 func TestAPeerThatPingsTooOftenIsDisconnected(t *testing.T) {
 	testkit.Start(t)
-	f := serve(t, nil)
-	h := dialHTTP2(t, f.addr)
-	var debug []byte
-	for {
-		if err := h.write(framePing, 0, make([]byte, 8)); err != nil {
-			break
+	bubble(t, func(t *testing.T) { // gRPC takes a second to close it
+		f := serve(t, nil)
+		h := dialHTTP2(t, f.addr)
+		var debug []byte
+		for {
+			if err := h.write(framePing, 0, make([]byte, 8)); err != nil {
+				break
+			}
+			kind, _, payload, err := h.next()
+			if err != nil {
+				break
+			}
+			if kind == frameGoAway {
+				debug = payload
+			}
 		}
-		kind, _, payload, err := h.next()
-		if err != nil {
-			break
-		}
-		if kind == frameGoAway {
-			debug = payload
-		}
-	}
-	require.Contains(t, string(debug), "too_many_pings")
+		require.Contains(t, string(debug), "too_many_pings")
+	})
 	// One that pings as often as it may is served.
 	patient := serve(t, func(c *server.Config) { c.KeepaliveMin = time.Nanosecond })
-	h = dialHTTP2(t, patient.addr)
+	h := dialHTTP2(t, patient.addr)
 	for answers := 0; answers < 10; {
 		require.NoError(t, h.write(framePing, 0, make([]byte, 8)))
 		for {
@@ -806,20 +812,22 @@ func TestAPeerThatPingsTooOftenIsDisconnected(t *testing.T) {
 
 func TestASessionWhoseClientDoesNotReadGivesItsResultsBack(t *testing.T) {
 	testkit.Start(t)
-	log := &notes{}
-	f := serve(t, func(c *server.Config) {
-		c.Log, c.Session.ChunkIdle, c.Session.SessionIdle = log.log(), stream.Instant(500*time.Millisecond), stream.Instant(time.Second)
+	bubble(t, func(t *testing.T) {
+		log := &notes{}
+		f := serve(t, func(c *server.Config) {
+			c.Log, c.Session.ChunkIdle, c.Session.SessionIdle = log.log(), stream.Instant(500*time.Millisecond), stream.Instant(time.Second)
+		})
+		r := openRaw(t, f.addr)
+		r.hold = true
+		o := offering("echo", make([]byte, 4*mib), mib)
+		r.open(o)
+		r.deliver(o)
+		r.until(func() bool { return len(r.results) == 1 })
+		for id := range r.results {
+			r.send(&pb.Frame{Credits: []*pb.Credit{{TensorId: []byte(id), ChunkLimit: 16}}})
+		}
+		f.isEmpty(t) // the client has read nothing since
+		require.Contains(t, log.String(), "does not read")
+		require.Positive(t, f.counters(t)["sent_bytes_total"])
 	})
-	r := openRaw(t, f.addr)
-	r.hold = true
-	o := offering("echo", make([]byte, 4*mib), mib)
-	r.open(o)
-	r.deliver(o)
-	r.until(func() bool { return len(r.results) == 1 })
-	for id := range r.results {
-		r.send(&pb.Frame{Credits: []*pb.Credit{{TensorId: []byte(id), ChunkLimit: 16}}})
-	}
-	f.isEmpty(t) // the client has read nothing since
-	require.Contains(t, log.String(), "does not read")
-	require.Positive(t, f.counters(t)["sent_bytes_total"])
 }

@@ -69,7 +69,7 @@ func dialRaw(t testing.TB, addr string, opts ...grpc.CallOption) *raw {
 // tryRaw is dialRaw for where that may fail.
 func tryRaw(t testing.TB, addr string, opts ...grpc.CallOption) (*raw, error) {
 	t.Helper()
-	conn, err := grpc.NewClient(addr, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	conn, err := grpc.NewClient(addr, reach, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, conn.Close()) })
 	return rawOn(t, conn, opts...)

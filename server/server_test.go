@@ -2,7 +2,6 @@ package server_test
 
 import (
 	"context"
-	"net"
 	"testing"
 	"time"
 
@@ -35,6 +34,9 @@ func serve(t testing.TB, change func(*server.Config)) *fixture {
 	return serveWithin(t, 512*mib, change)
 }
 
+// unpaced lets small frames come as fast as they can, where their rate is not the point.
+func unpaced(c *server.Config) { c.ThinFrames = 1 << 30 }
+
 // serveWithin is serve with a memory budget of its own.
 func serveWithin(t testing.TB, memory int64, change func(*server.Config)) *fixture {
 	t.Helper()
@@ -49,11 +51,10 @@ func serveWithin(t testing.TB, memory int64, change func(*server.Config)) *fixtu
 	}
 	s, err := server.New(cfg)
 	require.NoError(t, err)
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
+	l, addr := listener(t)
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }()
-	f := &fixture{host: host, models: models, server: s, addr: l.Addr().String()}
+	f := &fixture{host: host, models: models, server: s, addr: addr}
 	t.Cleanup(func() {
 		s.Close()
 		require.NoError(t, <-served)

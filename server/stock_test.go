@@ -43,7 +43,7 @@ func relu(v float32) float32 { return max(v, 0) }
 
 func TestAStockClientGetsBitExactResultsFromPermutedUnalignedChunks(t *testing.T) {
 	testkit.Start(t)
-	f := serve(t, nil)
+	f := serve(t, unpaced)
 	float32s := pb.DataType_DATA_TYPE_FLOAT32
 	wants := map[string]func([]byte) (string, []byte){
 		"echo":   func(d []byte) (string, []byte) { return "y", d },
@@ -151,7 +151,7 @@ func TestCallsAndDescsMayComeApartAndInAnyOrderOfInputs(t *testing.T) {
 
 func TestInputsMayComeOnAllowanceOrOnCreditInAnyMix(t *testing.T) {
 	testkit.Start(t)
-	f := serve(t, nil)
+	f := serve(t, unpaced)
 	addPair(t, f)
 	r := openRaw(t, f.addr)
 	for _, rows := range []int{0, 1, 1000, 6000} {

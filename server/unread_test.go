@@ -75,53 +75,57 @@ func TestAnswersThatNobodyReadsEndTheirConnection(t *testing.T) {
 		"small answers of reflection": reflection(2000, listAsk),
 	} {
 		t.Run(name, func(t *testing.T) {
-			log := &notes{}
-			m := shelf(t, 16*mib)
-			f := serve(t, func(c *server.Config) {
-				c.Log, c.Reflection, c.Store = log.log(), true, m
-				c.Session.ChunkIdle = stream.Instant(400 * time.Millisecond)
-			})
-			if name == "ListTensors" {
-				for i := range 300 {
-					put(t, m, strings.Repeat("x", 500)+fmt.Sprint(i), []byte{1})
+			bubble(t, func(t *testing.T) {
+				log := &notes{}
+				m := shelf(t, 16*mib)
+				f := serve(t, func(c *server.Config) {
+					c.Log, c.Reflection, c.Store = log.log(), true, m
+					c.Session.ChunkIdle = stream.Instant(400 * time.Millisecond)
+				})
+				if name == "ListTensors" {
+					for i := range 300 {
+						put(t, m, strings.Repeat("x", 500)+fmt.Sprint(i), []byte{1})
+					}
 				}
-			}
-			// A window that does not grow.
-			conn, err := grpc.NewClient(f.addr, grpc.WithTransportCredentials(insecure.NewCredentials()),
-				grpc.WithInitialWindowSize(64<<10), grpc.WithInitialConnWindowSize(64<<10))
-			require.NoError(t, err)
-			t.Cleanup(func() { require.NoError(t, conn.Close()) })
-			ask(t, f, conn)
-			testkit.Eventually(t, func() bool { return strings.Contains(log.String(), "its peer does not read") }, "the end of the connection")
-			f.isEmpty(t)
+				// A window that does not grow.
+				conn, err := grpc.NewClient(f.addr, reach, grpc.WithTransportCredentials(insecure.NewCredentials()),
+					grpc.WithInitialWindowSize(64<<10), grpc.WithInitialConnWindowSize(64<<10))
+				require.NoError(t, err)
+				t.Cleanup(func() { require.NoError(t, conn.Close()) })
+				ask(t, f, conn)
+				testkit.Eventually(t, func() bool { return strings.Contains(log.String(), "its peer does not read") }, "the end of the connection")
+				f.isEmpty(t)
+			})
 		})
 	}
 }
 
 func TestConnectionsThatNobodyReadsDoNotFillTheLog(t *testing.T) {
 	testkit.Start(t)
-	log := &notes{}
-	m := shelf(t, 16*mib)
-	for i := range 300 {
-		put(t, m, strings.Repeat("x", 500)+fmt.Sprint(i), []byte{1})
-	}
-	f := serve(t, func(c *server.Config) {
-		c.Log, c.Store, c.Session.ChunkIdle = log.log(), m, stream.Instant(200*time.Millisecond)
+	bubble(t, func(t *testing.T) {
+		log := &notes{}
+		m := shelf(t, 16*mib)
+		for i := range 300 {
+			put(t, m, strings.Repeat("x", 500)+fmt.Sprint(i), []byte{1})
+		}
+		f := serve(t, func(c *server.Config) {
+			c.Log, c.Store, c.Session.ChunkIdle = log.log(), m, stream.Instant(200*time.Millisecond)
+		})
+		var conns []*grpc.ClientConn
+		for range 7 {
+			conn, err := grpc.NewClient(f.addr, reach, grpc.WithTransportCredentials(insecure.NewCredentials()),
+				grpc.WithInitialWindowSize(64<<10), grpc.WithInitialConnWindowSize(64<<10))
+			require.NoError(t, err)
+			t.Cleanup(func() { require.NoError(t, conn.Close()) })
+			conns = append(conns, conn)
+			unary(t, conn, ours+"ListTensors", &pb.ListTensorsRequest{})
+		}
+		for _, conn := range conns {
+			testkit.Eventually(t, func() bool { return conn.GetState() != connectivity.Ready }, "the end of the connection")
+		}
+		require.Equal(t, 3, strings.Count(log.String(), "does not read"), "the first, the second and the fourth")
+		f.isEmpty(t)
 	})
-	var conns []*grpc.ClientConn
-	for range 7 {
-		conn, err := grpc.NewClient(f.addr, grpc.WithTransportCredentials(insecure.NewCredentials()),
-			grpc.WithInitialWindowSize(64<<10), grpc.WithInitialConnWindowSize(64<<10))
-		require.NoError(t, err)
-		t.Cleanup(func() { require.NoError(t, conn.Close()) })
-		conns = append(conns, conn)
-		unary(t, conn, ours+"ListTensors", &pb.ListTensorsRequest{})
-	}
-	for _, conn := range conns {
-		testkit.Eventually(t, func() bool { return conn.GetState() != connectivity.Ready }, "the end of the connection")
-	}
-	require.Equal(t, 3, strings.Count(log.String(), "does not read"), "the first, the second and the fourth")
-	f.isEmpty(t)
 }
 
 // TestResultsThatOnlyGRPCHoldsAreNoLostRun leaves a result unread, in a window that does
@@ -129,33 +133,35 @@ func TestConnectionsThatNobodyReadsDoNotFillTheLog(t *testing.T) {
 // closed.
 func TestResultsThatOnlyGRPCHoldsAreNoLostRun(t *testing.T) {
 	testkit.Start(t)
-	const idle = 2200 * time.Millisecond // a run is given up 5 s after its call, a connection closed after 4 times idle
-	log := &notes{}
-	f := serve(t, func(c *server.Config) { c.Log, c.Session.ChunkIdle = log.log(), stream.Instant(idle) })
-	conn, err := grpc.NewClient(f.addr, grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithInitialWindowSize(64<<10), grpc.WithInitialConnWindowSize(64<<10))
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, conn.Close()) })
-	s, err := pb.NewTensorServiceClient(conn).StreamTensors(t.Context())
-	require.NoError(t, err)
-	o := offering("relu", make([]byte, 256<<10), mib)
-	o.desc.Dtype, o.desc.OnAllowance = pb.DataType_DATA_TYPE_INT8, true
-	hello := &pb.Hello{Version: 1, SessionId: newID(), MaxChunkBytes: mib, AllowanceBytes: mib, Checksum: pb.Checksum_CHECKSUM_CRC32C, MaxOpenTensors: 64}
-	require.NoError(t, s.Send(&pb.Frame{Hello: hello, Calls: []*pb.Call{o.call}, Descs: []*pb.TensorDesc{o.desc}, Chunk: sealed(o.desc.TensorId, 0, o.data)}))
-	testkit.Eventually(t, func() bool {
-		return f.counters(t)["calls_ok_total"]+f.counters(t)["calls_deadline_exceeded_total"] > 0 && f.counters(t)["calls"] == 0
-	}, "the end of the call")
-	used, _, _ := f.host.Budget().Used()
-	require.Positive(t, used, "what gRPC holds is charged")
-	h := healthpb.NewHealthClient(f.dial(t))
-	testkit.Eventually(t, func() bool {
-		r, err := h.Check(t.Context(), &healthpb.HealthCheckRequest{Service: "model/relu"})
+	bubble(t, func(t *testing.T) {
+		const idle = 2200 * time.Millisecond // a run is given up 5 s after its call, a connection closed after 4 times idle
+		log := &notes{}
+		f := serve(t, func(c *server.Config) { c.Log, c.Session.ChunkIdle = log.log(), stream.Instant(idle) })
+		conn, err := grpc.NewClient(f.addr, reach, grpc.WithTransportCredentials(insecure.NewCredentials()),
+			grpc.WithInitialWindowSize(64<<10), grpc.WithInitialConnWindowSize(64<<10))
 		require.NoError(t, err)
-		require.Equal(t, healthy, r.GetStatus())
-		return strings.Contains(log.String(), "its peer does not read")
-	}, "the end of the connection")
-	f.isEmpty(t)
-	require.Zero(t, f.counters(t)["runs_abandoned_total"])
+		t.Cleanup(func() { require.NoError(t, conn.Close()) })
+		s, err := pb.NewTensorServiceClient(conn).StreamTensors(t.Context())
+		require.NoError(t, err)
+		o := offering("relu", make([]byte, 256<<10), mib)
+		o.desc.Dtype, o.desc.OnAllowance = pb.DataType_DATA_TYPE_INT8, true
+		hello := &pb.Hello{Version: 1, SessionId: newID(), MaxChunkBytes: mib, AllowanceBytes: mib, Checksum: pb.Checksum_CHECKSUM_CRC32C, MaxOpenTensors: 64}
+		require.NoError(t, s.Send(&pb.Frame{Hello: hello, Calls: []*pb.Call{o.call}, Descs: []*pb.TensorDesc{o.desc}, Chunk: sealed(o.desc.TensorId, 0, o.data)}))
+		testkit.Eventually(t, func() bool {
+			return f.counters(t)["calls_ok_total"]+f.counters(t)["calls_deadline_exceeded_total"] > 0 && f.counters(t)["calls"] == 0
+		}, "the end of the call")
+		used, _, _ := f.host.Budget().Used()
+		require.Positive(t, used, "what gRPC holds is charged")
+		h := healthpb.NewHealthClient(f.dial(t))
+		testkit.Eventually(t, func() bool {
+			r, err := h.Check(t.Context(), &healthpb.HealthCheckRequest{Service: "model/relu"})
+			require.NoError(t, err)
+			require.Equal(t, healthy, r.GetStatus())
+			return strings.Contains(log.String(), "its peer does not read")
+		}, "the end of the connection")
+		f.isEmpty(t)
+		require.Zero(t, f.counters(t)["runs_abandoned_total"])
+	})
 }
 
 func TestAnAnswerThatIsReadIsNobodysLoan(t *testing.T) {
@@ -208,30 +214,32 @@ func TestRequestsOfSmallCallsLieInTheBudget(t *testing.T) {
 
 func TestAStreamOfRequestsThatStaysSilentEnds(t *testing.T) {
 	testkit.Start(t)
-	f := serve(t, func(c *server.Config) {
-		c.Reflection, c.Session.ChunkIdle = true, stream.Instant(300*time.Millisecond)
-	})
-	conn := f.dial(t)
-	watch, err := healthpb.NewHealthClient(conn).Watch(t.Context(), &healthpb.HealthCheckRequest{Service: "model/late"})
-	require.NoError(t, err)
-	_, err = watch.Recv()
-	require.NoError(t, err)
-	for _, requests := range []int{0, 3} {
-		s, err := reflectionpb.NewServerReflectionClient(conn).ServerReflectionInfo(t.Context())
+	bubble(t, func(t *testing.T) {
+		f := serve(t, func(c *server.Config) {
+			c.Reflection, c.Session.ChunkIdle = true, stream.Instant(300*time.Millisecond)
+		})
+		conn := f.dial(t)
+		watch, err := healthpb.NewHealthClient(conn).Watch(t.Context(), &healthpb.HealthCheckRequest{Service: "model/late"})
 		require.NoError(t, err)
-		for range requests {
-			require.NoError(t, s.Send(&reflectionpb.ServerReflectionRequest{MessageRequest: &reflectionpb.ServerReflectionRequest_ListServices{}}))
-			_, err = s.Recv()
+		_, err = watch.Recv()
+		require.NoError(t, err)
+		for _, requests := range []int{0, 3} {
+			s, err := reflectionpb.NewServerReflectionClient(conn).ServerReflectionInfo(t.Context())
 			require.NoError(t, err)
+			for range requests {
+				require.NoError(t, s.Send(&reflectionpb.ServerReflectionRequest{MessageRequest: &reflectionpb.ServerReflectionRequest_ListServices{}}))
+				_, err = s.Recv()
+				require.NoError(t, err)
+			}
+			_, err = s.Recv()
+			require.Equal(t, codes.DeadlineExceeded, status.Code(err), err)
+			saysWhy(t, status.Convert(err).Message(), []string{"no request", "300ms", "again"})
 		}
-		_, err = s.Recv()
-		require.Equal(t, codes.DeadlineExceeded, status.Code(err), err)
-		saysWhy(t, status.Convert(err).Message(), []string{"no request", "300ms", "again"})
-	}
-	require.NoError(t, f.models.Add(f.named(t, "late")))
-	r, err := watch.Recv()
-	require.NoError(t, err, "who watches the health has asked, and waits")
-	require.Equal(t, healthy, r.GetStatus())
+		require.NoError(t, f.models.Add(f.named(t, "late")))
+		r, err := watch.Recv()
+		require.NoError(t, err, "who watches the health has asked, and waits")
+		require.Equal(t, healthy, r.GetStatus())
+	})
 }
 
 func TestAClosedServerEndsStreamsOfRequests(t *testing.T) {

@@ -46,7 +46,6 @@ func patient(t testing.TB, idle, most time.Duration, change func(*server.Config)
 func TestASessionWhoseClientSaysThatItWaitsIsWaitedFor(t *testing.T) {
 	testkit.Start(t)
 	const idle = time.Second // a session looks once a second
-	f := patient(t, idle, time.Hour, func(*server.Config) {})
 	for name, rest := range map[string]func(r *raw, o *offer){
 		"for its input": func(r *raw, o *offer) {
 			r.open(o)
@@ -61,118 +60,129 @@ func TestASessionWhoseClientSaysThatItWaitsIsWaitedFor(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			r := openRaw(t, f.addr)
-			require.EqualValues(t, idle.Milliseconds(), r.hello.ChunkIdleMillis)
-			o := offering("echo", testkit.Bytes(3*mib, 1), mib)
-			rest(r, o)
-			f.saying(t, 3*idle, func() { r.send(&pb.Frame{}) })
-			if r.hold {
-				r.hold = false
-				for id := range r.results {
-					r.send(&pb.Frame{Credits: []*pb.Credit{{TensorId: []byte(id), ChunkLimit: 3}}})
+			bubble(t, func(t *testing.T) {
+				f := patient(t, idle, time.Hour, func(*server.Config) {})
+				r := openRaw(t, f.addr)
+				require.EqualValues(t, idle.Milliseconds(), r.hello.ChunkIdleMillis)
+				o := offering("echo", testkit.Bytes(3*mib, 1), mib)
+				rest(r, o)
+				f.saying(t, 3*idle, func() { r.send(&pb.Frame{}) })
+				if r.hold {
+					r.hold = false
+					for id := range r.results {
+						r.send(&pb.Frame{Credits: []*pb.Credit{{TensorId: []byte(id), ChunkLimit: 3}}})
+					}
+				} else {
+					r.send(&pb.Frame{Chunk: r.chunk(o, 0)})
+					r.credit(o.desc.TensorId, 3)
+					r.send(&pb.Frame{Chunk: r.chunk(o, 2)})
 				}
-			} else {
-				r.send(&pb.Frame{Chunk: r.chunk(o, 0)})
-				r.credit(o.desc.TensorId, 3)
-				r.send(&pb.Frame{Chunk: r.chunk(o, 2)})
-			}
-			require.True(t, bytes.Equal(o.data, r.result(o)["y"].data))
+				require.True(t, bytes.Equal(o.data, r.result(o)["y"].data))
+			})
 		})
 	}
 }
 
 func TestASessionThatOnlySaysThatItWaitsEndsWithTheBound(t *testing.T) {
 	testkit.Start(t)
-	f := patient(t, time.Second, 2*time.Second, func(*server.Config) {})
-	r := openRaw(t, f.addr)
-	o, p := offering("echo", make([]byte, 3*mib), mib), small("echo")
-	r.open(o)
-	r.send(&pb.Frame{Calls: []*pb.Call{p.call}}) // whose input is not announced
-	f.saying(t, 4*time.Second, func() { r.send(&pb.Frame{}) })
-	for o, text := range map[*offer]string{o: "(serve --input-idle)", p: "not announced"} {
-		done := r.done(o.call.Id)
-		require.Equal(t, codes.DeadlineExceeded, codes.Code(done.Code))
-		require.Contains(t, done.Message, text)
-	}
-	r.good()
+	bubble(t, func(t *testing.T) {
+		f := patient(t, time.Second, 2*time.Second, func(*server.Config) {})
+		r := openRaw(t, f.addr)
+		o, p := offering("echo", make([]byte, 3*mib), mib), small("echo")
+		r.open(o)
+		r.send(&pb.Frame{Calls: []*pb.Call{p.call}}) // whose input is not announced
+		f.saying(t, 4*time.Second, func() { r.send(&pb.Frame{}) })
+		for o, text := range map[*offer]string{o: "(serve --input-idle)", p: "not announced"} {
+			done := r.done(o.call.Id)
+			require.Equal(t, codes.DeadlineExceeded, codes.Code(done.Code))
+			require.Contains(t, done.Message, text)
+		}
+		r.good()
+	})
 }
 
 func TestAPushWhoseClientSaysThatItWaitsIsWaitedForToTheBound(t *testing.T) {
 	testkit.Start(t)
 	const idle = 500 * time.Millisecond
-	m := shelf(t, 16*mib)
 	for name, most := range map[string]time.Duration{"in time": time.Hour, "too late": 3 * idle} {
 		t.Run(name, func(t *testing.T) {
-			f := patient(t, idle, most, func(c *server.Config) { c.Store = m })
-			p := openPush(t, f)
-			o := pack("x", testkit.Bytes(2*mib, 1), mib)
-			p.announce(o)
-			p.chunk(o.chunk(0))
-			f.saying(t, 5*idle, func() { p.send(&pb.Frame{}) })
-			p.chunk(o.chunk(1))
-			if most == time.Hour {
-				require.Equal(t, codes.OK, codes.Code(p.summary(o).GetCode()))
-				return
-			}
-			st := p.finish()
-			require.Equal(t, codes.DeadlineExceeded, st.Code())
-			require.Contains(t, st.Message(), "--input-idle")
-			f.isEmpty(t)
+			bubble(t, func(t *testing.T) {
+				m := shelf(t, 16*mib)
+				f := patient(t, idle, most, func(c *server.Config) { c.Store = m })
+				p := openPush(t, f)
+				o := pack("x", testkit.Bytes(2*mib, 1), mib)
+				p.announce(o)
+				p.chunk(o.chunk(0))
+				f.saying(t, 5*idle, func() { p.send(&pb.Frame{}) })
+				p.chunk(o.chunk(1))
+				if most == time.Hour {
+					require.Equal(t, codes.OK, codes.Code(p.summary(o).GetCode()))
+					return
+				}
+				st := p.finish()
+				require.Equal(t, codes.DeadlineExceeded, st.Code())
+				require.Contains(t, st.Message(), "--input-idle")
+				f.isEmpty(t)
+			})
 		})
 	}
 }
 
 func TestAPullWhoseClientSaysThatItWaitsIsWaitedFor(t *testing.T) {
 	testkit.Start(t)
-	const idle = 500 * time.Millisecond
-	m := shelf(t, 64*mib)
-	data := testkit.Bytes(16*mib, 1)
-	put(t, m, "x", data)
-	log := &notes{}
-	f := patient(t, idle, time.Hour, func(c *server.Config) { c.Store, c.Log = m, log.log() })
-	h := greeting(newID())
-	s := stall(t, f, &pb.PullTensorsRequest{Hello: h, Selections: []*pb.Selection{{Name: "x"}}})
-	c := pb.NewTensorServiceClient(f.dial(t)) // it may be another connection
-	// Longer than what lies unread keeps its connection.
-	f.saying(t, 6*idle, func() {
-		state, err := c.GetTransfer(t.Context(), &pb.GetTransferRequest{TransferId: h.SessionId, Waiting: true})
-		require.NoError(t, err)
-		require.True(t, state.GetOpen())
-		require.Empty(t, state.GetTensors())
-	})
-	p := &pulled{hello: h, descs: map[string]*pb.TensorDesc{}, data: map[string][]byte{}, chunks: map[string][]uint32{}}
-	for {
-		frame, err := s.Recv()
-		if errors.Is(err, io.EOF) {
-			break
+	bubble(t, func(t *testing.T) {
+		const idle = 500 * time.Millisecond
+		m := shelf(t, 64*mib)
+		data := testkit.Bytes(16*mib, 1)
+		put(t, m, "x", data)
+		log := &notes{}
+		f := patient(t, idle, time.Hour, func(c *server.Config) { c.Store, c.Log = m, log.log() })
+		h := greeting(newID())
+		s := stall(t, f, &pb.PullTensorsRequest{Hello: h, Selections: []*pb.Selection{{Name: "x"}}})
+		c := pb.NewTensorServiceClient(f.dial(t)) // it may be another connection
+		// Longer than what lies unread keeps its connection.
+		f.saying(t, 6*idle, func() {
+			state, err := c.GetTransfer(t.Context(), &pb.GetTransferRequest{TransferId: h.SessionId, Waiting: true})
+			require.NoError(t, err)
+			require.True(t, state.GetOpen())
+			require.Empty(t, state.GetTensors())
+		})
+		p := &pulled{hello: h, descs: map[string]*pb.TensorDesc{}, data: map[string][]byte{}, chunks: map[string][]uint32{}}
+		for {
+			frame, err := s.Recv()
+			if errors.Is(err, io.EOF) {
+				break
+			}
+			require.NoError(t, err)
+			p.take(t, frame)
 		}
-		require.NoError(t, err)
-		p.take(t, frame)
-	}
-	p.status = status.New(codes.OK, "")
-	require.Equal(t, digest(data), p.summary(t, "x").GetDigest())
-	require.NotContains(t, log.String(), "does not read")
+		p.status = status.New(codes.OK, "")
+		require.Equal(t, digest(data), p.summary(t, "x").GetDigest())
+		require.NotContains(t, log.String(), "does not read")
+	})
 }
 
 func TestAPullThatOnlySaysThatItWaitsEndsAndGivesEverythingBack(t *testing.T) {
 	testkit.Start(t)
-	const idle = 500 * time.Millisecond
-	m := shelf(t, 64*mib)
-	put(t, m, "x", testkit.Bytes(32*mib, 1))
-	log := &notes{}
-	f := patient(t, idle, 3*idle, func(c *server.Config) { c.Store, c.Log = m, log.log() })
-	id := newID()
-	stall(t, f, &pb.PullTensorsRequest{Hello: greeting(id), Selections: []*pb.Selection{{Name: "x"}}})
-	c := pb.NewTensorServiceClient(f.dial(t))
-	testkit.Eventually(t, func() bool { // it says so for ever
-		_, err := c.GetTransfer(t.Context(), &pb.GetTransferRequest{TransferId: id, Waiting: true})
-		require.NoError(t, err)
-		return strings.Contains(log.String(), "does not read")
-	}, "the connection's end")
-	state := f.transfer(t, id)
-	require.Equal(t, codes.DeadlineExceeded, codes.Code(state.GetCode()))
-	saysWhy(t, state.GetMessage(), []string{"--input-idle"})
-	remove(t, m, "x")
-	testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "what was not read to be free")
-	f.isEmpty(t)
+	bubble(t, func(t *testing.T) {
+		const idle = 500 * time.Millisecond
+		m := shelf(t, 64*mib)
+		put(t, m, "x", testkit.Bytes(32*mib, 1))
+		log := &notes{}
+		f := patient(t, idle, 3*idle, func(c *server.Config) { c.Store, c.Log = m, log.log() })
+		id := newID()
+		stall(t, f, &pb.PullTensorsRequest{Hello: greeting(id), Selections: []*pb.Selection{{Name: "x"}}})
+		c := pb.NewTensorServiceClient(f.dial(t))
+		testkit.Eventually(t, func() bool { // it says so for ever
+			_, err := c.GetTransfer(t.Context(), &pb.GetTransferRequest{TransferId: id, Waiting: true})
+			require.NoError(t, err)
+			return strings.Contains(log.String(), "does not read")
+		}, "the connection's end")
+		state := f.transfer(t, id)
+		require.Equal(t, codes.DeadlineExceeded, codes.Code(state.GetCode()))
+		saysWhy(t, state.GetMessage(), []string{"--input-idle"})
+		remove(t, m, "x")
+		testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "what was not read to be free")
+		f.isEmpty(t)
+	})
 }
