@@ -74,6 +74,8 @@ type Config struct {
 	// ResultBytes is the largest result that gets memory of its own; 0 means 4 GiB. Into
 	// and Writer have no such limit.
 	ResultBytes int64
+
+	dial func(ctx context.Context, network, address string) (net.Conn, error) // a test's; nil means the system's
 }
 
 // Client is a connection to a server. Close it when done.
@@ -140,6 +142,11 @@ func Dial(target string, cfg Config) (*Client, error) {
 	}
 	if cfg.PerRPC != nil {
 		options = append(options, grpc.WithPerRPCCredentials(cfg.PerRPC))
+	}
+	if cfg.dial != nil {
+		options = append(options, grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) { return cfg.dial(ctx, "tcp", address) }))
+	} else {
+		cfg.dial = new(net.Dialer).DialContext
 	}
 	conn, err := grpc.NewClient(target, options...)
 	if err != nil {

@@ -68,18 +68,19 @@ func startServer(t testing.TB, network string, cfg client.Config, change func(*s
 	change(&config)
 	f.server, err = server.New(config)
 	require.NoError(t, err)
-	at := "127.0.0.1:0"
+	var l net.Listener
 	if network == "unix" {
-		at = filepath.Join(t.TempDir(), "socket")
+		l, err = net.Listen(network, filepath.Join(t.TempDir(), "socket"))
+		require.NoError(t, err)
+	} else {
+		l = listen(t)
 	}
-	l, err := net.Listen(network, at)
-	require.NoError(t, err)
 	served := make(chan error, 1)
 	go func() { served <- f.server.Serve(l) }() // ends with Close
 	if f.addr = l.Addr().String(); network == "unix" {
 		f.addr = "unix:" + f.addr
 	}
-	f.client, err = client.Dial(f.addr, cfg)
+	f.client, err = dial(f.addr, cfg)
 	require.NoError(t, err)
 	f.end = func() {
 		if f.ended {

@@ -2,11 +2,18 @@ package client
 
 import (
 	"context"
+	"net"
 
 	"google.golang.org/grpc"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 )
+
+// Dialling has a client dial by dial.
+func (cfg Config) Dialling(dial func(ctx context.Context, network, address string) (net.Conn, error)) Config {
+	cfg.dial = dial
+	return cfg
+}
 
 // SessionStream is the RPC of a session.
 type SessionStream = grpc.BidiStreamingClient[pb.Frame, pb.Frame]

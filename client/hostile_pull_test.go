@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"hash/crc32"
 	"io"
-	"net"
 	"strings"
 	"testing"
 	"time"
@@ -78,14 +77,13 @@ func (c bytesOrMessages) Marshal(v any) (mem.BufferSlice, error) {
 // beguile opens a client of a rogue.
 func beguile(t *testing.T, r *rogue, cfg client.Config) *client.Client {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
+	l := listen(t)
 	s := grpc.NewServer(grpc.ForceServerCodecV2(bytesOrMessages{encoding.GetCodecV2("proto")}))
 	pb.RegisterTensorServiceServer(s, r)
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }() // ends with Stop
 	cfg.OpenTimeout, cfg.Checksum = 5*time.Second, codec.CRC32C
-	c, err := client.Dial(l.Addr().String(), cfg)
+	c, err := dial(l.Addr().String(), cfg)
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		require.NoError(t, c.Close())
@@ -448,7 +446,9 @@ func TestAServerThatMovesNothingEndsATransfer(t *testing.T) {
 	testkit.Start(t)
 	silent := func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }
 	again := func(s pb.TensorService_PullTensorsServer, f *pb.Frame) error {
-		for {
+		tick := time.NewTicker(time.Millisecond) // time stands still while somebody works
+		defer tick.Stop()
+		for ; ; <-tick.C {
 			if err := s.Send(f); err != nil {
 				return err
 			}
@@ -478,17 +478,19 @@ func TestAServerThatMovesNothingEndsATransfer(t *testing.T) {
 	} {
 		t.Run("a pull, "+name, func(t *testing.T) {
 			testkit.Start(t)
-			c := beguile(t, &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
-				return pull(send(req, "x"), s)
-			}}, client.Config{StallTimeout: 50 * time.Millisecond})
-			list, err := c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "x"}}, To: func(string, tensor.Desc) (client.Sink, error) {
-				return client.Writer(func(tensor.Desc) (io.Writer, error) { return io.Discard, nil }), nil
-			}})
-			require.Equal(t, codes.DeadlineExceeded, status.Code(err), err)
-			require.ErrorContains(t, err, "StallTimeout")
-			for _, s := range list {
-				require.ErrorContains(t, s.Err, "StallTimeout")
-			}
+			bubble(t, func(t *testing.T) {
+				c := beguile(t, &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
+					return pull(send(req, "x"), s)
+				}}, client.Config{StallTimeout: 50 * time.Millisecond})
+				list, err := c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "x"}}, To: func(string, tensor.Desc) (client.Sink, error) {
+					return client.Writer(func(tensor.Desc) (io.Writer, error) { return io.Discard, nil }), nil
+				}})
+				require.Equal(t, codes.DeadlineExceeded, status.Code(err), err)
+				require.ErrorContains(t, err, "StallTimeout")
+				for _, s := range list {
+					require.ErrorContains(t, s.Err, "StallTimeout")
+				}
+			})
 		})
 	}
 	for name, push := range map[string]func(s pb.TensorService_PushTensorsServer) error{
@@ -503,12 +505,14 @@ func TestAServerThatMovesNothingEndsATransfer(t *testing.T) {
 	} {
 		t.Run("a push, "+name, func(t *testing.T) {
 			testkit.Start(t)
-			c := beguile(t, &rogue{push: push},
-				client.Config{StallTimeout: 200 * time.Millisecond})
-			in := client.Input{Name: "x", Desc: int8s(20 * mib), Data: make([]byte, 20*mib)}
-			_, err := c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{in}})
-			require.Equal(t, codes.DeadlineExceeded, status.Code(err), err)
-			require.ErrorContains(t, err, "StallTimeout")
+			bubble(t, func(t *testing.T) {
+				c := beguile(t, &rogue{push: push},
+					client.Config{StallTimeout: 200 * time.Millisecond})
+				in := client.Input{Name: "x", Desc: int8s(20 * mib), Data: make([]byte, 20*mib)}
+				_, err := c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{in}})
+				require.Equal(t, codes.DeadlineExceeded, status.Code(err), err)
+				require.ErrorContains(t, err, "StallTimeout")
+			})
 		})
 	}
 }

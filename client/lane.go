@@ -104,7 +104,7 @@ func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int, pa
 	case <-ctx.Done():
 	}
 	// Dial the address of the session's connection: the name may resolve to another server.
-	conn, err := new(net.Dialer).DialContext(ctx, s.lane.address.Network(), s.lane.address.String())
+	conn, err := s.client.cfg.dial(ctx, s.lane.address.Network(), s.lane.address.String())
 	if err == nil {
 		stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 		if err = lane.Greet(conn, token, use); err != nil || !stop() {

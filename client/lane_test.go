@@ -2,6 +2,7 @@ package client_test
 
 import (
 	"bytes"
+	"context"
 	"fmt"
 	"io"
 	"net"
@@ -134,8 +135,7 @@ type between struct {
 
 func newBetween(t *testing.T, to func(isLane bool) string, choose func(client, server net.Conn)) *between {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
+	l := listen(t)
 	b := &between{addr: l.Addr().String(), to: to, choose: choose}
 	b.work.Go(func() {
 		for {
@@ -169,7 +169,7 @@ func (b *between) carry(c net.Conn) {
 		return
 	}
 	isLane := string(first) == lane.Magic
-	s, err := net.Dial("tcp", b.to(isLane))
+	s, err := connect(b.to(isLane))
 	if err != nil {
 		return
 	}
@@ -201,54 +201,71 @@ func both(a, b net.Conn) {
 	work.Wait()
 }
 
+// echoed computes over a large tensor, and waits until the lane that it wants is there or
+// is not: a further call would only want it again.
+func echoed(t *testing.T, by interface {
+	Compute(ctx context.Context, model string, x tensor.Tensor) (tensor.Tensor, error)
+	Ways() client.Ways
+}, x tensor.Tensor,
+) {
+	t.Helper()
+	y, err := by.Compute(t.Context(), "echo", x)
+	require.NoError(t, err)
+	require.True(t, bytes.Equal(x.Data, y.Data))
+	testkit.Eventually(t, func() bool { return by.Ways().Why != "it is being opened" }, "an attempt to open a lane")
+}
+
 func TestBehindABalancerTheSessionCarriesAllAndSaysWhy(t *testing.T) {
 	testkit.Start(t)
-	f, other := start(t, "tcp", client.Config{}), start(t, "tcp", client.Config{})
-	b := newBetween(t, func(isLane bool) string {
-		if isLane {
-			return other.addr
-		}
-		return f.addr
-	}, both)
-	c, err := client.Dial(b.addr, client.Config{})
-	require.NoError(t, err)
-	x := large(t, 8*mib, 1)
-	tries := int64(0)
-	for i := range 3 {
-		s, err := c.Session(t.Context())
+	bubble(t, func(t *testing.T) {
+		f, other := start(t, "tcp", client.Config{}), start(t, "tcp", client.Config{})
+		b := newBetween(t, func(isLane bool) string {
+			if isLane {
+				return other.addr
+			}
+			return f.addr
+		}, both)
+		c, err := dial(b.addr, client.Config{})
 		require.NoError(t, err)
-		testkit.Eventually(t, func() bool {
-			y, err := s.Compute(t.Context(), "echo", x)
-			return err == nil && bytes.Equal(x.Data, y.Data) && strings.HasPrefix(s.Ways().Why, "none for 10m0s")
-		}, "the client gives up lanes")
-		require.Contains(t, s.Ways().Why, "balancer")
-		require.Zero(t, s.Ways().LaneSentBytes)
-		require.NoError(t, s.Close())
-		if i == 0 {
-			tries = b.lanes.Load() // three, and those whose answer came too late, which do not count
-			require.GreaterOrEqual(t, tries, int64(3))
+		x := large(t, 8*mib, 1)
+		tries := int64(0)
+		for i := range 3 {
+			s, err := c.Session(t.Context())
+			require.NoError(t, err)
+			testkit.Eventually(t, func() bool {
+				echoed(t, s, x)
+				return strings.HasPrefix(s.Ways().Why, "none for 10m0s")
+			}, "the client gives up lanes")
+			require.Contains(t, s.Ways().Why, "balancer")
+			require.Zero(t, s.Ways().LaneSentBytes)
+			require.NoError(t, s.Close())
+			if i == 0 {
+				tries = b.lanes.Load() // three, and those whose answer came too late, which do not count
+				require.GreaterOrEqual(t, tries, int64(3))
+			}
 		}
-	}
-	require.Equal(t, tries, b.lanes.Load(), "and no more for ten minutes")
-	require.NoError(t, c.Close())
-	info, err := other.client.Info(t.Context())
-	require.NoError(t, err)
-	require.GreaterOrEqual(t, info.GetCounters()["lanes_refused_total"], int64(3))
+		require.Equal(t, tries, b.lanes.Load(), "and no more for ten minutes")
+		require.NoError(t, c.Close())
+		info, err := other.client.Info(t.Context())
+		require.NoError(t, err)
+		require.GreaterOrEqual(t, info.GetCounters()["lanes_refused_total"], int64(3))
+	})
 }
 
 func TestASilentLaneIsNotWaitedFor(t *testing.T) {
 	testkit.Start(t)
-	f := start(t, "tcp", client.Config{})
-	b := newBetween(t, func(bool) string { return f.addr }, func(c, _ net.Conn) { _, _ = io.Copy(io.Discard, c) })
-	c, err := client.Dial(b.addr, client.Config{})
-	require.NoError(t, err)
-	x := large(t, 8*mib, 1)
-	testkit.Eventually(t, func() bool {
-		y, err := c.Compute(t.Context(), "echo", x)
-		return err == nil && bytes.Equal(x.Data, y.Data) && c.Ways().Why != "it is being opened"
-	}, "the client has given up")
-	require.Contains(t, c.Ways().Why, "no answer to the greeting")
-	require.NoError(t, c.Close())
+	bubble(t, func(t *testing.T) {
+		f := start(t, "tcp", client.Config{})
+		b := newBetween(t, func(bool) string { return f.addr }, func(c, _ net.Conn) { _, _ = io.Copy(io.Discard, c) })
+		c, err := dial(b.addr, client.Config{})
+		require.NoError(t, err)
+		x := large(t, 8*mib, 1)
+		testkit.Eventually(t, func() bool {
+			echoed(t, c, x)
+			return strings.Contains(c.Ways().Why, "no answer to the greeting")
+		}, "the client has given up")
+		require.NoError(t, c.Close())
+	})
 }
 
 func TestALaneThatTheServerHasNoRoomForIsTriedAgainAndAgain(t *testing.T) {
@@ -307,7 +324,7 @@ func TestClosingWaitsForNoGreeting(t *testing.T) {
 		close(greeted)
 		_, _ = io.Copy(io.Discard, c) // ends with the client
 	})
-	c, err := client.Dial(b.addr, client.Config{})
+	c, err := dial(b.addr, client.Config{})
 	require.NoError(t, err)
 	_, err = c.Compute(t.Context(), "echo", large(t, 4*mib, 1))
 	require.NoError(t, err)
@@ -339,25 +356,27 @@ func TestAnIdleLaneKeepsNoTensor(t *testing.T) {
 
 func TestAServerThatEndsItsLanesAtOnceIsNotDialledForEver(t *testing.T) {
 	testkit.Start(t)
-	f := start(t, "tcp", client.Config{})
-	b := newBetween(t, func(bool) string { return f.addr }, func(c, s net.Conn) {
-		both(c, &limited{Conn: s, left: 8}) // the answer, and no more
-	})
-	c, err := client.Dial(b.addr, client.Config{})
-	require.NoError(t, err)
-	x := large(t, 8*mib, 1)
-	testkit.Eventually(t, func() bool {
-		y, err := c.Compute(t.Context(), "echo", x)
-		return err == nil && bytes.Equal(x.Data, y.Data) && strings.HasPrefix(c.Ways().Why, "none for 10m0s")
-	}, "the client has had enough")
-	tries := b.lanes.Load() // three, and those whose answer came too late, which do not count
-	require.GreaterOrEqual(t, tries, int64(3))
-	for range 3 {
-		_, err := c.Compute(t.Context(), "echo", x)
+	bubble(t, func(t *testing.T) {
+		f := start(t, "tcp", client.Config{})
+		b := newBetween(t, func(bool) string { return f.addr }, func(c, s net.Conn) {
+			both(c, &limited{Conn: s, left: 8}) // the answer, and no more
+		})
+		c, err := dial(b.addr, client.Config{})
 		require.NoError(t, err)
-	}
-	require.Equal(t, tries, b.lanes.Load(), "and no more for ten minutes")
-	require.NoError(t, c.Close())
+		x := large(t, 8*mib, 1)
+		testkit.Eventually(t, func() bool {
+			echoed(t, c, x)
+			return strings.HasPrefix(c.Ways().Why, "none for 10m0s")
+		}, "the client has had enough")
+		tries := b.lanes.Load() // three, and those whose answer came too late, which do not count
+		require.GreaterOrEqual(t, tries, int64(3))
+		for range 3 {
+			_, err := c.Compute(t.Context(), "echo", x)
+			require.NoError(t, err)
+		}
+		require.Equal(t, tries, b.lanes.Load(), "and no more for ten minutes")
+		require.NoError(t, c.Close())
+	})
 }
 
 // limited is a connection of which so many bytes can be read.

@@ -109,14 +109,11 @@ func echo(t *testing.T, c *client.Client, in client.Input, to client.Sink) ([]by
 
 func TestACallerMayRestForLongerThanAServerWaitsForTheDead(t *testing.T) {
 	testkit.Start(t)
-	t.Run("all", func(t *testing.T) { // they end before the leak checks
-		for name, run := range halts {
-			t.Run(name, func(t *testing.T) {
-				t.Parallel()
-				rests(t, run)
-			})
-		}
-	})
+	for name, run := range halts {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, func(t *testing.T) { rests(t, run) })
+		})
+	}
 }
 
 func rests(t *testing.T, run func(t *testing.T, c *client.Client, h *halting) ([]byte, error)) {
@@ -142,29 +139,33 @@ func TestACallerWhoRestsForLongerThanInputIdleIsToldSo(t *testing.T) {
 	testkit.Start(t)
 	for name, run := range halts {
 		t.Run(name, func(t *testing.T) {
-			idled := make(chan error, 1)
-			f := start(t, "tcp", client.Config{InputIdle: 500 * time.Millisecond, Idled: func(err error) { idled <- err }})
-			var cause error
-			h := newHalting(func() { cause = <-idled })
-			_, err := run(t, f.client, h)
-			for _, err := range []error{err, cause} {
-				require.ErrorIs(t, err, client.ErrInputIdle)
-				require.Equal(t, codes.DeadlineExceeded, status.Code(err), err)
-				require.ErrorContains(t, err, " in 500ms")
-			}
+			bubble(t, func(t *testing.T) {
+				idled := make(chan error, 1)
+				f := start(t, "tcp", client.Config{InputIdle: 500 * time.Millisecond, Idled: func(err error) { idled <- err }})
+				var cause error
+				h := newHalting(func() { cause = <-idled })
+				_, err := run(t, f.client, h)
+				for _, err := range []error{err, cause} {
+					require.ErrorIs(t, err, client.ErrInputIdle)
+					require.Equal(t, codes.DeadlineExceeded, status.Code(err), err)
+					require.ErrorContains(t, err, " in 500ms")
+				}
+			})
 		})
 	}
 }
 
 func TestACallerWhoRestsLearnsThatTheServerHasGivenTheCallUp(t *testing.T) {
 	testkit.Start(t)
-	idled := make(chan error, 100)
-	f := startServer(t, "tcp", client.Config{Idled: func(err error) { idled <- err }}, func(c *serverConfig) {
-		c.Session.ChunkIdle, c.Session.InputIdle = stream.Instant(time.Second), stream.Instant(2*time.Second)
+	bubble(t, func(t *testing.T) {
+		idled := make(chan error, 100)
+		f := startServer(t, "tcp", client.Config{Idled: func(err error) { idled <- err }}, func(c *serverConfig) {
+			c.Session.ChunkIdle, c.Session.InputIdle = stream.Instant(time.Second), stream.Instant(2*time.Second)
+		})
+		var cause error
+		_, err := halts["a reader of a call"](t, f.client, newHalting(func() { cause = <-idled }))
+		require.Equal(t, err, cause)
+		require.Equal(t, codes.DeadlineExceeded, status.Code(err))
+		require.ErrorContains(t, err, "serve --input-idle")
 	})
-	var cause error
-	_, err := halts["a reader of a call"](t, f.client, newHalting(func() { cause = <-idled }))
-	require.Equal(t, err, cause)
-	require.Equal(t, codes.DeadlineExceeded, status.Code(err))
-	require.ErrorContains(t, err, "serve --input-idle")
 }

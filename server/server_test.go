@@ -51,10 +51,10 @@ func serveWithin(t testing.TB, memory int64, change func(*server.Config)) *fixtu
 	}
 	s, err := server.New(cfg)
 	require.NoError(t, err)
-	l, addr := listener(t)
+	l := listen(t)
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }()
-	f := &fixture{host: host, models: models, server: s, addr: addr}
+	f := &fixture{host: host, models: models, server: s, addr: l.Addr().String()}
 	t.Cleanup(func() {
 		s.Close()
 		require.NoError(t, <-served)

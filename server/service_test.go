@@ -142,12 +142,6 @@ func withForeign(own net.Listener, change func(*server.Service)) func(*server.Co
 	}
 }
 
-func listen(t testing.TB) net.Listener {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	return l
-}
-
 // foreignClient talks to the service.
 type foreignClient struct{ *grpc.ClientConn }
 

@@ -181,7 +181,7 @@ var rules = []struct {
 	{"C", []string{"engine/cuda", "engine/cuda/fakecuda"}, "the module builds without cgo; one package calls into C, and the driver of its tests"},
 	{
 		"google.golang.org/grpc/...",
-		[]string{"api/...", "identity", "internal/conns", "internal/guard", "internal/wire", "internal/session", "internal/attack", "internal/bench/kinds", "internal/stress/...", "client", "server", "compat/...", "cmd/..."},
+		[]string{"api/...", "identity", "internal/conns", "internal/guard", "internal/wire", "internal/session", "internal/attack", "internal/testkit", "internal/bench/kinds", "internal/stress/...", "client", "server", "compat/...", "cmd/..."},
 		"what lies below the wire does not know how bytes travel",
 	},
 	{

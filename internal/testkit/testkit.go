@@ -1,5 +1,6 @@
 // Package testkit is what this module's tests share: leak checks that are on by
-// default, waiting for a condition, reproducible random data, and memory that is gone.
+// default, waiting for a condition, a network in memory, reproducible random data, and
+// memory that is gone.
 //
 // It refuses to wait for a time to pass: Eventually is the one place where a
 // test may wait at all. Only tests import it. What Bytes returns is the caller's,

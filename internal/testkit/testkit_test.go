@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
@@ -161,4 +162,52 @@ func TestBytesAreTheSameOnEveryMachine(t *testing.T) {
 	if bytes.Equal(Bytes(16, 7), Bytes(16, 8)) {
 		t.Error("two seeds gave the same bytes")
 	}
+}
+
+func TestANetworkInMemoryLetsTimePassForWhoWaitsForAPeer(t *testing.T) {
+	Start(t)
+	synctest.Test(t, func(t *testing.T) {
+		var n Network
+		l := n.Listen()
+		accepted := make(chan net.Conn, 1)
+		go func() { // ends with the first connection
+			c, err := l.Accept()
+			if err != nil {
+				t.Error(err)
+			}
+			accepted <- c
+		}()
+		c, err := n.Dial(t.Context(), "tcp", l.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		peer := <-accepted
+		if c.RemoteAddr().String() != l.Addr().String() {
+			t.Errorf("connected to %v, want %v", c.RemoteAddr(), l.Addr())
+		}
+		if err := c.SetReadDeadline(time.Now().Add(time.Hour)); err != nil {
+			t.Fatal(err)
+		}
+		begin := time.Now()
+		if _, err := c.Read(make([]byte, 1)); err == nil || time.Since(begin) < time.Hour {
+			t.Errorf("after %v: %v", time.Since(begin), err)
+		}
+		if _, err := peer.Write([]byte{7}); err != nil {
+			t.Fatal(err)
+		}
+		if err := c.SetReadDeadline(time.Time{}); err != nil {
+			t.Fatal(err)
+		}
+		b := make([]byte, 1)
+		if _, err := c.Read(b); err != nil || b[0] != 7 {
+			t.Errorf("read %v: %v", b, err)
+		}
+		if err := l.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := n.Dial(t.Context(), "tcp", l.Addr().String()); err == nil {
+			t.Error("a listener that is closed was reached")
+		}
+	})
 }

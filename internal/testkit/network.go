@@ -1,0 +1,72 @@
+package testkit
+
+import (
+	"context"
+	"net"
+	"net/netip"
+	"sync"
+	"syscall"
+
+	"google.golang.org/grpc/test/bufconn"
+)
+
+// linkBytes is what a connection in memory holds that nobody reads, in each direction.
+const linkBytes = 256 << 10
+
+// Network is a network in memory, for bubbles of testing/synctest: time does not pass while
+// somebody waits for a socket. The zero value is a network without listeners. Safe for
+// concurrent use.
+type Network struct {
+	mu     sync.Mutex
+	serial uint16                       // guarded by mu, as open
+	open   map[string]*bufconn.Listener // by address
+}
+
+// Listen returns a listener with an address of its own.
+func (n *Network) Listen() net.Listener {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.open == nil {
+		n.open = make(map[string]*bufconn.Listener)
+	}
+	n.serial++
+	addr := netip.AddrPortFrom(netip.AddrFrom4([4]byte{192, 0, 2, 1}), n.serial) // nobody's: RFC 5737
+	l := bufconn.Listen(linkBytes)
+	n.open[addr.String()] = l
+	return memoryListener{l, net.TCPAddrFromAddrPort(addr)}
+}
+
+// Dial connects to a listener of the network, once that accepts it.
+func (n *Network) Dial(ctx context.Context, network, address string) (net.Conn, error) {
+	n.mu.Lock()
+	l := n.open[address]
+	n.mu.Unlock()
+	addr, err := net.ResolveTCPAddr(network, address)
+	if err != nil {
+		return nil, err
+	}
+	if l == nil {
+		return nil, &net.OpError{Op: "dial", Net: network, Addr: addr, Err: syscall.ECONNREFUSED}
+	}
+	c, err := l.DialContext(ctx)
+	if err != nil {
+		return nil, &net.OpError{Op: "dial", Net: network, Addr: addr, Err: syscall.ECONNREFUSED}
+	}
+	return memoryConn{c, addr}, nil
+}
+
+type memoryListener struct {
+	*bufconn.Listener
+	addr net.Addr
+}
+
+// Addr returns the address that Dial connects to.
+func (l memoryListener) Addr() net.Addr { return l.addr }
+
+type memoryConn struct {
+	net.Conn
+	addr net.Addr
+}
+
+// RemoteAddr returns the address that was dialled.
+func (c memoryConn) RemoteAddr() net.Addr { return c.addr }
