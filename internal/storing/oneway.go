@@ -251,6 +251,9 @@ func (p *pullConn) Send(f *frame.Frame, held interface{ Release() }) error {
 	if h := p.greeting; h != nil {
 		p.greeting = nil
 		if err := p.Conn.Send(&frame.Frame{Hello: h}, nil); err != nil {
+			if held != nil {
+				held.Release()
+			}
 			return err
 		}
 	}
