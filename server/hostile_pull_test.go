@@ -467,31 +467,33 @@ func TestAPullCutInTheMiddleLeavesNothing(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			testkit.Start(t)
-			f := serve(t, func(c *server.Config) { c.Store = m })
-			px := newProxy(t, f.addr, -1)
-			through := *f
-			through.addr = px.addr
-			ctx, end := context.WithCancel(t.Context())
-			defer end()
-			id := newID()
-			s, err := pb.NewTensorServiceClient(through.dial(t)).PullTensors(ctx, &pb.PullTensorsRequest{Hello: greeting(id), Selections: []*pb.Selection{{Name: "x"}}})
-			require.NoError(t, err)
-			for range 3 {
-				_, err = s.Recv()
+			bubble(t, func(t *testing.T) {
+				f := serve(t, func(c *server.Config) { c.Store = m })
+				px := newProxy(t, f.addr, -1)
+				through := *f
+				through.addr = px.addr
+				ctx, end := context.WithCancel(t.Context())
+				defer end()
+				id := newID()
+				s, err := pb.NewTensorServiceClient(through.dial(t)).PullTensors(ctx, &pb.PullTensorsRequest{Hello: greeting(id), Selections: []*pb.Selection{{Name: "x"}}})
 				require.NoError(t, err)
-			}
-			cut(f, end, px)
-			state := f.transfer(t, id)
-			require.NotZero(t, state.GetCode())
-			require.Len(t, state.GetTensors(), 1)
-			testkit.Eventually(t, func() bool {
-				used, _ := m.Used()
-				return used == 32*mib
-			}, "the tensor")
-			remove(t, m, "x")
-			testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "nobody to read the tensor")
-			put(t, m, "x", testkit.Bytes(32*mib, 1))
-			f.isEmpty(t)
+				for range 3 {
+					_, err = s.Recv()
+					require.NoError(t, err)
+				}
+				cut(f, end, px)
+				state := f.transfer(t, id)
+				require.NotZero(t, state.GetCode())
+				require.Len(t, state.GetTensors(), 1)
+				testkit.Eventually(t, func() bool {
+					used, _ := m.Used()
+					return used == 32*mib
+				}, "the tensor")
+				remove(t, m, "x")
+				testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "nobody to read the tensor")
+				put(t, m, "x", testkit.Bytes(32*mib, 1))
+				f.isEmpty(t)
+			})
 		})
 	}
 }

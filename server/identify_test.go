@@ -23,7 +23,6 @@ import (
 	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
-	"github.com/tensorferry/tensorferry/tensor"
 )
 
 const theToken = "0123456789abcdef0123456789abcdef"
@@ -120,23 +119,28 @@ func TestAPrincipalIsKnownToHandlers(t *testing.T) {
 
 func TestASessionEndsWhenItsTokenDoes(t *testing.T) {
 	testkit.Start(t)
-	s := serveSecured(t, nil)
-	sess := s.session(t, s.config(t, true))
-	x, err := tensor.Of([]float32{1, -1})
-	require.NoError(t, err)
-	_, err = sess.Compute(t.Context(), "relu", x)
-	require.NoError(t, err)
-	next := filepath.Join(s.dir, "next")
-	require.NoError(t, os.WriteFile(next, []byte("carol another-token-of-some-length"), 0o600))
-	require.NoError(t, os.Rename(next, filepath.Join(s.dir, "tokens")))
-	testkit.Eventually(t, func() bool {
-		_, err = sess.Compute(t.Context(), "relu", x)
-		return err != nil
-	}, "the end of the session")
-	require.Equal(t, codes.Unauthenticated, status.Code(err), "%v", err)
-	require.ErrorContains(t, err, "the server does not know the token")
-	_, err = s.session(t, s.config(t, true)).Compute(t.Context(), "relu", x) // the client reads its own file again
-	require.NoError(t, err)
+	bubble(t, func(t *testing.T) {
+		s := serveSecured(t, nil)
+		cfg := s.config(t, true)
+		conn, err := grpc.NewClient(s.addr, reach, grpc.WithAuthority("127.0.0.1"), grpc.WithTransportCredentials(cfg.Credentials), grpc.WithPerRPCCredentials(cfg.PerRPC))
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, conn.Close()) })
+		session := func() *raw {
+			r, err := rawOn(t, conn)
+			require.NoError(t, err)
+			r.greet()
+			r.good()
+			return r
+		}
+		r := session()
+		next := filepath.Join(s.dir, "next")
+		require.NoError(t, os.WriteFile(next, []byte("carol another-token-of-some-length"), 0o600))
+		require.NoError(t, os.Rename(next, filepath.Join(s.dir, "tokens")))
+		st := r.status()
+		require.Equal(t, codes.Unauthenticated, st.Code(), st.Message())
+		require.Contains(t, st.Message(), "the server does not know the token")
+		session() // the client reads its own file again
+	})
 }
 
 func TestWhoDoesNotSpeakTLSIsTold(t *testing.T) {

@@ -194,9 +194,10 @@ func TestALaneCountsAsAConnectionAndKeepsNobodyOut(t *testing.T) {
 	f := serve(t, func(c *server.Config) { c.Connections = 4 })
 	r := openLaned(t, f.addr)
 	c := r.lane(f.addr, 0)
-	_, how := greetLane(t, f.addr, r.hello.LaneToken, 1)
+	refused, how := greetLane(t, f.addr, r.hello.LaneToken, 1)
 	require.Equal(t, 3, how, "more than half of the connections are open")
-	testkit.Eventually(t, func() bool { return f.counters(t)["lanes_refused_total"] == 1 }, "the connection is counted out")
+	ends(t, refused) // only then is it counted out
+	require.EqualValues(t, 1, f.counters(t)["lanes_refused_total"])
 	for range 2 {
 		openRaw(t, f.addr)
 	}

@@ -1,6 +1,7 @@
 package server_test
 
 import (
+	"context"
 	"errors"
 	"io"
 	"net"
@@ -22,8 +23,7 @@ type proxy struct {
 
 func newProxy(t testing.TB, to string, cutAfter int64) *proxy {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
+	l := listen(t)
 	p := &proxy{addr: l.Addr().String(), left: cutAfter}
 	var work sync.WaitGroup
 	work.Go(func() { // ends with the listener
@@ -32,7 +32,7 @@ func newProxy(t testing.TB, to string, cutAfter int64) *proxy {
 			if err != nil {
 				return
 			}
-			server, err := net.Dial("tcp", to)
+			server, err := connect(context.Background(), to)
 			if err != nil {
 				_ = from.Close()
 				continue

@@ -119,7 +119,8 @@ func TestUnfinishedMessagesAreChargedAndEndForOthers(t *testing.T) {
 // TestManyMessagesOfOneConnectionComeAtOnce has gRPC interleave them, frame by frame.
 func TestManyMessagesOfOneConnectionComeAtOnce(t *testing.T) {
 	testkit.Start(t)
-	f := serveWithin(t, 66*mib, nil) // half of which takes 16 small calls of 2 MiB and a little
+	// Room for 16 small calls of 2 MiB and a little, their runs, and what sessions reserve.
+	f := serveWithin(t, 128*mib, func(c *server.Config) { c.ReceiveBytes = 32 * mib })
 	c, err := client.Dial(f.addr, client.Config{})
 	require.NoError(t, err)
 	defer func() { require.NoError(t, c.Close()) }()
@@ -159,44 +160,45 @@ func TestManyMessagesOfOneConnectionComeAtOnce(t *testing.T) {
 // TestWhatPushesAnnounceIsKeptWhereThereIsMemory announces tensors that cannot be.
 func TestWhatPushesAnnounceIsKeptWhereThereIsMemory(t *testing.T) {
 	testkit.Start(t)
-	bubble(t, func(t *testing.T) {
-		f := serveWithin(t, 16*mib, func(c *server.Config) { c.Store = shelf(t, 16*mib) })
-		base := f.counters(t)["receive_used_bytes"]
-		limit := f.counters(t)["receive_limit_bytes"]
-		var pushes []*pusher
-		var st *status.Status
-		for st == nil {
-			require.Less(t, len(pushes), 16, "pushes of 3 MiB each")
-			p := openPush(t, f)
-			pushes = append(pushes, p)
-			p.announce(ten("stays open"))
-			for range 10 {
-				var list []*parcel
-				for range 100 {
-					o := ten(strings.Repeat("x", 480))
-					o.desc.SizeBytes++ // its shape says less
-					list = append(list, o)
-				}
-				p.announce(list...)
-			}
-			before := len(pushes) * 2 * mib
-			testkit.Eventually(t, func() bool {
-				n := f.counters(t)["receive_used_bytes"]
-				require.LessOrEqual(t, n, limit+256<<10)
-				if f.counters(t)["receive_ended_total"] > 0 {
-					st = p.finish()
-					return true
-				}
-				return n > int64(before)
-			}, "the memory of what was announced, or its refusal")
-		}
-		require.Equal(t, codes.ResourceExhausted, st.Code(), st.Message())
-		require.Contains(t, st.Message(), "memory")
-		for _, p := range pushes {
-			p.end()
-		}
-		testkit.Eventually(t, func() bool { return f.counters(t)["receive_used_bytes"] <= base }, "the memory of pushes that ended")
+	f := serveWithin(t, 16*mib, func(c *server.Config) {
+		unpaced(c)
+		c.Store = shelf(t, 16*mib)
 	})
+	base := f.counters(t)["receive_used_bytes"]
+	limit := f.counters(t)["receive_limit_bytes"]
+	var pushes []*pusher
+	var st *status.Status
+	for st == nil {
+		require.Less(t, len(pushes), 16, "pushes of 3 MiB each")
+		p := openPush(t, f)
+		pushes = append(pushes, p)
+		p.announce(ten("stays open"))
+		for range 10 {
+			var list []*parcel
+			for range 100 {
+				o := ten(strings.Repeat("x", 480))
+				o.desc.SizeBytes++ // its shape says less
+				list = append(list, o)
+			}
+			p.announce(list...)
+		}
+		before := len(pushes) * 2 * mib
+		testkit.Eventually(t, func() bool {
+			n := f.counters(t)["receive_used_bytes"]
+			require.LessOrEqual(t, n, limit+256<<10)
+			if f.counters(t)["receive_ended_total"] > 0 {
+				st = p.finish()
+				return true
+			}
+			return n > int64(before)
+		}, "the memory of what was announced, or its refusal")
+	}
+	require.Equal(t, codes.ResourceExhausted, st.Code(), st.Message())
+	require.Contains(t, st.Message(), "memory")
+	for _, p := range pushes {
+		p.end()
+	}
+	testkit.Eventually(t, func() bool { return f.counters(t)["receive_used_bytes"] <= base }, "the memory of pushes that ended")
 }
 
 func TestAnRPCForWhichThereIsNoMemoryIsRefused(t *testing.T) {
