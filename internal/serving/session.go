@@ -174,7 +174,9 @@ func (s *Session) status() (frame.Code, string) {
 // leave removes a session that has ended.
 func (s *Session) leave() {
 	var st stream.Stats
-	s.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Status().Stats })
+	var outcome *frame.Code
+	var moved int64
+	s.Do(func(m *stream.Machine, _ stream.Instant) { st, outcome, moved = m.Status().Stats, s.outcome, s.moved })
 	s.staging.close() // its calls are over
 	c := s.core
 	c.mu.Lock()
@@ -186,10 +188,10 @@ func (s *Session) leave() {
 	}
 	c.Leave(admission.Transfers, s.from)
 	code, _ := s.status()
-	if s.outcome != nil {
-		code = *s.outcome
+	if outcome != nil {
+		code = *outcome
 	}
-	c.TransferEnded(s.kind, code, s.moved)
+	c.TransferEnded(s.kind, code, moved)
 }
 
 // Waits records that the peer has said, in another way than by a frame, that it waits.

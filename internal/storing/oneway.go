@@ -12,6 +12,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -65,9 +66,15 @@ func (s *Service) ended(sess *serving.Session, id tensor.ID, cause error) {
 	if errors.Is(cause, serving.ErrServed) || errors.Is(cause, session.ErrPeerClosed) {
 		code, text = frame.OK, ""
 	}
-	if r := s.log.get(id); r != nil && s.log.end(r, code, text) {
-		sess.Outcome(code, r.bytes.Load())
+	r := s.log.get(id)
+	if r == nil {
+		return
 	}
+	sess.Do(func(*stream.Machine, stream.Instant) { // or the session would leave between the two
+		if s.log.end(r, code, text) {
+			sess.Outcome(code, r.bytes.Load())
+		}
+	})
 }
 
 // pushConn makes frames of a session of those of a push.
