@@ -511,42 +511,6 @@ func manyHeld(n int) *pb.PullTensorsRequest {
 	}}
 }
 
-func TestWhatPullsSelectCountsInTheBudget(t *testing.T) {
-	testkit.Start(t)
-	bubble(t, func(t *testing.T) {
-		var sources store.Sources
-		require.NoError(t, sources.Add("gen", store.Generator()))
-		f := serveWithin(t, 4*mib, func(c *server.Config) { c.Sources = &sources })
-		stub := pb.NewTensorServiceClient(f.dial(t))
-		ctx, end := context.WithCancel(t.Context())
-		defer end()
-		open := 0
-		var err error
-		for err == nil && open < 100 {
-			s, e := stub.PullTensors(ctx, manyHeld(15_000))
-			require.NoError(t, e)
-			if _, err = s.Recv(); err == nil {
-				open++
-			}
-		}
-		// 240 000 bytes and some each, 65 536 of them free, of 2 MiB beside what they send.
-		require.InDelta(t, 10, open, 2)
-		st := status.Convert(err)
-		require.Equal(t, codes.ResourceExhausted, st.Code())
-		saysWhy(t, st.Message(), []string{"memory", "later"})
-		require.NotEmpty(t, st.Details(), "how long to wait")
-		// Who asks for little is served.
-		few := manyHeld(100)
-		few.Selections[0].Params["shape"] = "1000"
-		require.NoError(t, pullWith(t, f, few).status.Err())
-		end()
-		testkit.Eventually(t, func() bool { used, _, _ := f.host.Budget().Used(); return used == 0 }, "the budget to have it back")
-		again := manyHeld(15_000)
-		again.Selections[0].Params["shape"] = "1000"
-		require.NoError(t, pullWith(t, f, again).status.Err())
-	})
-}
-
 func TestAPullKeepsFewBytesOfALargeRequest(t *testing.T) {
 	testkit.Start(t)
 	const pulls, ranges = 48, 15_000

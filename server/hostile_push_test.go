@@ -13,7 +13,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/pierrec/lz4/v4"
 	"github.com/stretchr/testify/require"
@@ -27,7 +26,6 @@ import (
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
-	"github.com/tensorferry/tensorferry/stream"
 )
 
 // parcel is a tensor for a push: its desc and its bytes.
@@ -738,75 +736,4 @@ func TestADrainingServerFinishesTransfersAndTakesNoNewOnes(t *testing.T) {
 	close(g.open)
 	require.NoError(t, <-computed)
 	require.NoError(t, <-down)
-}
-
-func TestAPushWhosePeerDoesNothingEnds(t *testing.T) {
-	testkit.Start(t)
-	// A healthy push beside them takes as long as it likes to send a chunk every now
-	// and then: it is what moves that counts.
-	const idle = 300 * time.Millisecond
-	for name, tc := range map[string]struct {
-		do   func(p *pusher)
-		says []string
-	}{
-		"no hello":            {func(*pusher) {}, []string{"no hello"}},
-		"nothing after hello": {func(p *pusher) { p.send(&pb.Frame{Hello: p.greeting()}) }, []string{"no chunk", "push again"}},
-		"an announcement": {func(p *pusher) {
-			p.send(&pb.Frame{Hello: p.greeting()})
-			p.announce(pack("x", make([]byte, 8*mib), mib))
-		}, []string{"no chunk"}},
-		"a chunk and no other": {func(p *pusher) {
-			p.send(&pb.Frame{Hello: p.greeting()})
-			o := ten("x")
-			p.announce(o)
-			p.chunk(o.chunk(0))
-		}, []string{"no chunk"}},
-		"a trickle of empty frames": {func(p *pusher) {
-			p.send(&pb.Frame{Hello: p.greeting()})
-			p.trickle(func() *pb.Frame { return &pb.Frame{} })
-		}, []string{"no chunk", "--input-idle"}},
-		"a trickle of descs": {func(p *pusher) {
-			p.send(&pb.Frame{Hello: p.greeting()})
-			n := 0
-			p.trickle(func() *pb.Frame { n++; return &pb.Frame{Descs: []*pb.TensorDesc{ten(fmt.Sprint(min(n, 16))).desc}} })
-		}, nil},
-		"a trickle of one chunk": {func(p *pusher) {
-			p.send(&pb.Frame{Hello: p.greeting()})
-			o := ten("x")
-			p.announce(o)
-			p.trickle(func() *pb.Frame { return &pb.Frame{Chunk: o.chunk(0)} })
-		}, []string{"no chunk"}},
-	} {
-		t.Run(name, func(t *testing.T) {
-			testkit.Start(t)
-			bubble(t, func(t *testing.T) {
-				m := shelf(t, 16*mib)
-				f := serve(t, func(c *server.Config) {
-					c.Store = m
-					c.Session.FirstFrame, c.Session.ChunkIdle, c.Session.InputIdle = stream.Instant(idle), stream.Instant(idle), stream.Instant(2*idle)
-				})
-				p := dialPush(t, f)
-				tc.do(p)
-				var resp pb.PushTensorsResponse
-				err := p.stream.RecvMsg(&resp) // the client does not end its side
-				if tc.says != nil {
-					require.Equal(t, codes.DeadlineExceeded, status.Code(err), err)
-					saysWhy(t, status.Convert(err).Message(), tc.says)
-				} else {
-					require.Error(t, err)
-				}
-				testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "the store's memory")
-				f.isEmpty(t)
-			})
-		})
-	}
-}
-
-// trickle sends frames until the push ends.
-func (p *pusher) trickle(next func() *pb.Frame) {
-	tick := time.NewTicker(5 * time.Millisecond)
-	defer tick.Stop()
-	for p.stream.Send(next()) == nil {
-		<-tick.C
-	}
 }

@@ -1,0 +1,297 @@
+package storing
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+const mib = 1 << 20
+
+// serve returns a Service on a Core of its own, which the test's end closes, and then finds
+// without memory in use. change changes what sessions and the Service are limited to.
+func serve(t *testing.T, memory int64, limits stream.Limits, change func(*Config)) *Service {
+	t.Helper()
+	limits = limits.WithDefaults()
+	pool, budget, log := testkit.Pool(t), slab.NewBudget("memory", memory), slog.New(slog.DiscardHandler)
+	var s *Service
+	core := serving.New(serving.Config{
+		Models: engine.NewRegistry(), Pool: pool, Budget: budget, Log: log, Session: limits,
+		Open: [admission.Kinds]int{100, 100, 100}, Health: func(string, serving.Health) {}, Status: statusOf, StoredBytes: 1 << 40,
+		Tasks: func(on *serving.Session, m *stream.Machine, now stream.Instant, part *frame.Call) serving.Task {
+			return s.Task(on, m, now, part)
+		},
+	})
+	cfg := Config{
+		Core: core, Store: store.NewMemory(pool, 16*mib), Sources: new(store.Sources), Pool: pool, Budget: budget, Log: log,
+		Limits: limits, MemoryWait: time.Minute, Status: statusOf,
+	}
+	if change != nil {
+		change(&cfg)
+	}
+	s = New(cfg)
+	t.Cleanup(func() {
+		core.Close()
+		core.Wait()
+		core.Forget()
+		require.NoError(t, s.Store.Close())
+		used, _, _ := budget.Used()
+		require.Zero(t, used)
+	})
+	return s
+}
+
+// statusOf stands in for the server's.
+func statusOf(err error) (frame.Code, string) {
+	var broken *frame.Error
+	var refused *serving.RefusedError
+	switch {
+	case err == nil, errors.Is(err, session.ErrPeerClosed):
+		return frame.OK, ""
+	case errors.As(err, &broken):
+		return broken.Code, broken.Text
+	case errors.As(err, &refused):
+		return refused.Code, refused.Text
+	case errors.Is(err, context.Canceled):
+		return frame.Cancelled, err.Error()
+	}
+	return frame.Internal, err.Error()
+}
+
+// link is a client's RPC, without gRPC: a queue of frames each way.
+type link struct {
+	ctx context.Context
+	end context.CancelFunc
+	in  chan *frame.Frame // to the server; closed when the client has ended its side
+	out chan *frame.Frame
+}
+
+func newLink(t *testing.T) *link {
+	l := &link{in: make(chan *frame.Frame, 8), out: make(chan *frame.Frame, 8)}
+	l.ctx, l.end = context.WithCancel(context.Background())
+	t.Cleanup(l.end)
+	return l
+}
+
+// send sends a frame, unless the RPC has ended.
+func (l *link) send(f *frame.Frame) bool {
+	select {
+	case l.in <- f:
+		return true
+	case <-l.ctx.Done():
+		return false
+	}
+}
+
+// Context is of a Conn, as all below.
+func (l *link) Context() context.Context { return l.ctx }
+
+func (l *link) Send(f *frame.Frame, held interface{ Release() }) error {
+	if held != nil {
+		defer held.Release()
+	}
+	own := *f
+	own.Chunk.Data = [][]byte{bytes.Join(f.Chunk.Data, nil)}
+	select {
+	case l.out <- &own:
+		return nil
+	case <-l.ctx.Done():
+		return l.ctx.Err()
+	}
+}
+
+func (l *link) Recv() (*frame.Frame, error) {
+	select {
+	case f, ok := <-l.in:
+		if !ok {
+			return nil, io.EOF
+		}
+		return f, nil
+	case <-l.ctx.Done():
+		return nil, l.ctx.Err()
+	}
+}
+
+func (*link) Free()           {}
+func (*link) Opened()         {}
+func (*link) Holds(int64)     {}
+func (*link) Excuse()         {}
+func (*link) Take(int64) bool { return true }
+
+func hello() *frame.Hello {
+	return &frame.Hello{Version: frame.Version, Session: tensor.NewID(), MaxChunkBytes: 64 << 10, Checksum: uint8(codec.CRC32C)}
+}
+
+// parcel is a tensor of bytes for a push.
+type parcel struct {
+	desc frame.Desc
+	data []byte
+}
+
+// ten is a tensor of 10 bytes in chunks of 4.
+func ten(name string) *parcel { return pack(name, []byte("0123456789"), 4) }
+
+func pack(name string, data []byte, chunk uint32) *parcel {
+	n := len(data)
+	return &parcel{frame.Desc{
+		Tensor: tensor.NewID(), Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(n)}}, SizeBytes: uint64(n), ChunkBytes: chunk, Name: name,
+	}, data}
+}
+
+func (p *parcel) announced() *frame.Frame { return &frame.Frame{Descs: []frame.Desc{p.desc}} }
+
+func (p *parcel) chunk(i uint32) *frame.Frame {
+	n := p.desc.ChunkBytes
+	data := p.data[i*n : min((i+1)*n, uint32(len(p.data)))]
+	sum := codec.CRC32C.Update(codec.CRC32C.Seed(p.desc.Tensor, i), data)
+	return &frame.Frame{Chunk: frame.Chunk{Tensor: p.desc.Tensor, Index: i, Sum: sum, Data: [][]byte{data}}}
+}
+
+// trickle sends frames until the RPC ends.
+func (l *link) trickle(next func() *frame.Frame) {
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for l.send(next()) {
+		select {
+		case <-tick.C:
+		case <-l.ctx.Done():
+		}
+	}
+}
+
+func TestAPushWhosePeerDoesNothingEnds(t *testing.T) {
+	testkit.Start(t)
+	const idle = stream.Instant(300 * time.Millisecond)
+	for name, tc := range map[string]struct {
+		do   func(l *link)
+		code frame.Code
+		says []string
+	}{
+		"no hello":            {func(*link) {}, frame.DeadlineExceeded, []string{"no hello"}},
+		"nothing after hello": {func(l *link) { l.send(&frame.Frame{Hello: hello()}) }, frame.DeadlineExceeded, []string{"no chunk", "push again"}},
+		"an announcement": {func(l *link) {
+			l.send(&frame.Frame{Hello: hello()})
+			l.send(pack("x", make([]byte, 8*mib), mib).announced())
+		}, frame.DeadlineExceeded, []string{"no chunk"}},
+		"a chunk and no other": {func(l *link) {
+			l.send(&frame.Frame{Hello: hello()})
+			o := ten("x")
+			l.send(o.announced())
+			l.send(o.chunk(0))
+		}, frame.DeadlineExceeded, []string{"no chunk"}},
+		"a trickle of empty frames": {func(l *link) {
+			l.send(&frame.Frame{Hello: hello()})
+			l.trickle(func() *frame.Frame { return &frame.Frame{} })
+		}, frame.DeadlineExceeded, []string{"no chunk", "--input-idle"}},
+		"a trickle of descs": {func(l *link) {
+			l.send(&frame.Frame{Hello: hello()})
+			n := 0
+			l.trickle(func() *frame.Frame { n++; return ten(fmt.Sprint(min(n, PushTensors))).announced() })
+		}, frame.ResourceExhausted, []string{"1024"}}, // as many as a push may have
+		"a trickle of one chunk": {func(l *link) {
+			l.send(&frame.Frame{Hello: hello()})
+			o := ten("x")
+			l.send(o.announced())
+			l.trickle(func() *frame.Frame { return o.chunk(0) })
+		}, frame.DeadlineExceeded, []string{"no chunk"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s := serve(t, 64*mib, stream.Limits{FirstFrame: idle, ChunkIdle: idle, InputIdle: 2 * idle}, nil)
+				l := newLink(t)
+				go tc.do(l) // ends with the RPC; the client does not end its side
+				err := s.Push(new(admission.Caller), l, func([]frame.Summary) error { return nil })
+				l.end()
+				code, text := statusOf(err)
+				require.Equal(t, tc.code, code, "%v", err)
+				for _, what := range tc.says {
+					require.Contains(t, text, what)
+				}
+				synctest.Wait()
+				used, _ := s.Store.(*store.Memory).Used()
+				require.Zero(t, used, "the store's memory")
+			})
+		})
+	}
+}
+
+// manyHeld selects a source's tensor of n bytes, of which the client holds so many ranges.
+func manyHeld(n string, ranges int) []frame.Selection {
+	held := make([]frame.Range, ranges)
+	for i := range held {
+		held[i] = frame.Range{Off: 2 * int64(i), Len: 1}
+	}
+	return []frame.Selection{{Name: "gen", Source: true, Params: map[string]string{"shape": n, "dtype": "uint8", "fill": "zeros"}, Held: held}}
+}
+
+func TestWhatPullsSelectCountsInTheBudget(t *testing.T) {
+	testkit.Start(t)
+	synctest.Test(t, func(t *testing.T) {
+		s := serve(t, 4*mib, stream.Limits{}, func(c *Config) { require.NoError(t, c.Sources.Add("gen", store.Generator())) })
+		pull := func(list []frame.Selection) (*link, <-chan error) {
+			l, ended := newLink(t), make(chan error, 1)
+			go func() { ended <- s.Pull(new(admission.Caller), l, hello(), list) }() // ends with l
+			synctest.Wait()
+			return l, ended
+		}
+		// whole pulls to the end.
+		whole := func(list []frame.Selection) error {
+			l, ended := pull(list)
+			for {
+				select {
+				case <-l.out:
+				case err := <-ended:
+					return err
+				}
+			}
+		}
+		var open []*link // whose peers read nothing
+		var ends []<-chan error
+		var why error
+		for why == nil && len(open) < 100 {
+			l, ended := pull(manyHeld("4294967296", 15_000))
+			select {
+			case why = <-ended:
+			default:
+				open, ends = append(open, l), append(ends, ended)
+			}
+		}
+		// 240 000 bytes and some each, 65 536 of them free, of 2 MiB beside what they send.
+		require.InDelta(t, 10, len(open), 2)
+		refused, ok := errors.AsType[*serving.RefusedError](why)
+		require.True(t, ok, "%v", why)
+		require.Equal(t, frame.ResourceExhausted, refused.Code)
+		require.Contains(t, refused.Text, "memory")
+		require.Contains(t, refused.Text, "later")
+		require.Positive(t, refused.RetryMillis, "how long to wait")
+		require.NoError(t, whole(manyHeld("1000", 100)), "who asks for little is served")
+		for i, l := range open {
+			l.end()
+			<-ends[i]
+		}
+		synctest.Wait()
+		used, _, _ := s.Budget.Used()
+		require.Zero(t, used, "the budget has it back")
+		require.NoError(t, whole(manyHeld("1000", 15_000)))
+	})
+}
