@@ -113,7 +113,10 @@ func TestEveryLimitOfAServerHasATestThatReachesIt(t *testing.T) {
 
 func TestLimitsOfADescAreReachedAndNotPassed(t *testing.T) {
 	testkit.Start(t)
-	f := serve(t, func(c *server.Config) { c.Session.TensorBytes = 64 * mib })
+	f := serve(t, func(c *server.Config) {
+		unpaced(c)
+		c.Session.TensorBytes = 64 * mib
+	})
 	g := addGate(t, f, "gate") // never opened: what is too large to send is announced, credited and cancelled
 	const invalid, exhausted = codes.InvalidArgument, codes.ResourceExhausted
 	size := func(o *offer, n int64, chunk uint32) {

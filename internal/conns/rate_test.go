@@ -22,6 +22,8 @@ type source struct {
 	payload int
 	control int
 	err     error
+
+	data []byte // the payload, made once
 }
 
 func (s *source) Context() context.Context { return s.ctx }
@@ -31,7 +33,10 @@ func (s *source) Control() int { return s.control }
 func (s *source) Recv() (*frame.Frame, error) {
 	f := &frame.Frame{}
 	if s.payload > 0 {
-		f.Chunk = frame.Chunk{Tensor: tensor.ID{1}, Data: [][]byte{make([]byte, s.payload)}}
+		if s.data == nil {
+			s.data = make([]byte, s.payload)
+		}
+		f.Chunk = frame.Chunk{Tensor: tensor.ID{1}, Data: [][]byte{s.data}}
 	}
 	return f, s.err
 }
