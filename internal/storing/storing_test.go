@@ -287,7 +287,7 @@ func TestWhatPullsSelectCountsInTheBudget(t *testing.T) {
 		require.NoError(t, whole(manyHeld("1000", 100)), "who asks for little is served")
 		for i, l := range open {
 			l.end()
-			<-ends[i]
+			require.Error(t, <-ends[i])
 		}
 		synctest.Wait()
 		used, _, _ := s.Budget.Used()

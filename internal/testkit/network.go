@@ -68,5 +68,5 @@ type memoryConn struct {
 	addr net.Addr
 }
 
-// RemoteAddr returns the address that was dialled.
+// RemoteAddr returns the address that it was opened to.
 func (c memoryConn) RemoteAddr() net.Addr { return c.addr }
