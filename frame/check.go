@@ -68,11 +68,6 @@ func (c *Call) Check() string {
 	if len(c.Inputs) > callInputs {
 		return fmt.Sprintf("call has %d inputs, the limit is %d", len(c.Inputs), callInputs)
 	}
-	for _, b := range c.Inputs {
-		if problem := CheckName("port", b.Port); problem != "" {
-			return problem
-		}
-	}
 	if size := c.Cost(); c.Get == nil && size > callBytes {
 		return fmt.Sprintf("call takes %d bytes with its names and params, the limit is %d", size, callBytes)
 	}
@@ -84,16 +79,45 @@ func (c *Call) Check() string {
 			}
 		}
 	}
-	return cmp.Or(CheckName("model", c.Model), CheckEntries("params", c.Params))
+	return c.checkTexts()
 }
 
-// CheckInputs reports what is wrong with the ports and tensors that a call names, or
-// nothing.
-func (c *Call) CheckInputs() string {
-	for i, b := range c.Inputs {
+// checkTexts reports what is wrong with the names and the params of a call, or nothing.
+func (c *Call) checkTexts() string {
+	for _, b := range c.Inputs {
 		if problem := CheckName("port", b.Port); problem != "" {
 			return problem
 		}
+	}
+	return cmp.Or(CheckName("model", c.Model), CheckEntries("params", c.Params))
+}
+
+// CheckInput reports why a tensor is not one that the call may announce, or nothing.
+func (c *Call) CheckInput(d *Desc) string {
+	i := slices.IndexFunc(c.Inputs, func(b Binding) bool { return b.Tensor == d.Tensor })
+	switch {
+	case c.Put != nil:
+	case i < 0:
+		return "its call does not list it as an input"
+	case c.Inputs[i].Port != d.Port:
+		return fmt.Sprintf("port is %q, the call says %q", d.Port, c.Inputs[i].Port)
+	}
+	return ""
+}
+
+// CheckContent reports what is wrong with the content of a call, or nothing. It does not
+// look into selections, each of which is answered by itself.
+func (c *Call) CheckContent() string {
+	switch {
+	case c.Put != nil && c.Get != nil || c.Stored() && (c.Model != "" || len(c.Inputs) > 0):
+		return "a call is either a put, a get or a run of a model"
+	case !c.Stored() && c.Model == "":
+		return "call names no model"
+	}
+	if problem := c.checkTexts(); problem != "" {
+		return problem
+	}
+	for i, b := range c.Inputs {
 		for _, o := range c.Inputs[:i] {
 			if o.Port == b.Port || o.Tensor == b.Tensor {
 				return fmt.Sprintf("inputs %q and %q share a port or a tensor", o.Port, b.Port)
@@ -228,4 +252,19 @@ func (c *Call) Same(o *Call) bool {
 // Same reports whether two descs with one ID announce the same.
 func (d *Desc) Same(o *Desc) bool {
 	return d.Desc.Equal(o.Desc) && d.SizeBytes == o.SizeBytes && d.ChunkBytes == o.ChunkBytes && d.Call == o.Call && d.Port == o.Port
+}
+
+// CheckSender reports what of a frame only the other side may send, or nothing.
+func (f *Frame) CheckSender(server bool) string {
+	switch {
+	case server && len(f.Calls) > 0:
+		return "call came from the server; only a client opens calls"
+	case server && len(f.Cancels) > 0:
+		return "cancel came from the server; only a client cancels"
+	case !server && len(f.Dones) > 0:
+		return "done came from the client; only a server ends calls"
+	case server && len(f.Ends) > 0:
+		return "an end of a put came from the server; only a client puts"
+	}
+	return ""
 }

@@ -7,8 +7,10 @@ import (
 	"slices"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/flow"
 	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // calls are the calls of a session, from opening to EventClosed.
@@ -21,7 +23,6 @@ type calls struct {
 	open      map[tensor.ID]*call
 	number    uint64 // number of calls so far
 	undecided int    // calls whose end is undecided
-	retained  int    // server: bytes that the open calls retain
 
 	opens   []*call     // client: to be sent
 	goOn    []*call     // client: gets with further parts to be sent
@@ -35,7 +36,7 @@ type call struct {
 	state    lifecycle.State
 	done     frame.Done // once its end is decided
 	missing  int        // server: inputs not announced yet
-	retained int        // server: bytes, included in calls.retained
+	retained int        // server: bytes, included in shared.retained
 	claims   int        // open claims on its incoming tensors
 	ins      []*in
 	outs     []*out
@@ -135,7 +136,6 @@ func (c *calls) letGo(k *call, from lifecycle.State, on lifecycle.Cause) {
 	for _, t := range slices.Clone(k.outs) {
 		c.out.drop(t)
 	}
-	k.outs = nil
 	c.in.dropAll(k)
 	// On a server nobody works for a call before it runs; on a client a done is enough.
 	if from < lifecycle.DoneSent && (c.cfg.Server && from > lifecycle.Opening || !c.cfg.Server && on >= lifecycle.GivenUp) {
@@ -168,7 +168,7 @@ func (c *calls) advance(k *call) {
 			c.move(k, lifecycle.Completed)
 		}
 	case lifecycle.DoneSent:
-		if !slices.ContainsFunc(k.outs, func(t *out) bool { return !t.dead && !(c.peerDone && t.chunks.Sent()) }) {
+		if !slices.ContainsFunc(k.outs, func(t *out) bool { return !c.peerDone || !t.Chunks.Sent() }) {
 			c.move(k, lifecycle.Acknowledged)
 		}
 	case lifecycle.Over:
@@ -182,26 +182,26 @@ func (c *calls) advance(k *call) {
 // (server) or complete (client). lost says what makes that impossible.
 func (c *calls) results(k *call) (lost string, waits bool) {
 	if c.cfg.Server {
-		return "", k.unsent > 0 || slices.ContainsFunc(k.outs, func(t *out) bool { return !t.dead && !t.chunks.Sent() })
+		return "", k.unsent > 0 || slices.ContainsFunc(k.outs, func(t *out) bool { return !t.Chunks.Sent() })
 	}
 	if k.stored() {
-		return "", slices.ContainsFunc(k.ins, func(t *in) bool { return t.summed && !t.asm.Whole() })
+		return "", slices.ContainsFunc(k.ins, func(t *in) bool { return t.summed && !t.Asm.Whole() })
 	}
 	for _, b := range k.done.Outputs {
-		i := slices.IndexFunc(k.ins, func(t *in) bool { return t.desc.Tensor == b.Tensor })
+		i := slices.IndexFunc(k.ins, func(t *in) bool { return t.Desc.Tensor == b.Tensor })
 		switch {
 		case i < 0:
 			lost = fmt.Sprintf("the server named result %q and never announced it", b.Port)
-		case k.ins[i].asm.Whole():
-		case k.ins[i].dead:
+		case k.ins[i].Asm.Whole():
+		case k.ins[i].Dead:
 			lost = fmt.Sprintf("result %q was given up", b.Port)
 		default:
 			waits = true
 		}
 	}
 	for _, t := range k.ins {
-		if lost == "" && !slices.Contains(k.done.Outputs, frame.Binding{Port: t.desc.Port, Tensor: t.desc.Tensor}) {
-			lost = fmt.Sprintf("the server announced result %q, but its done does not name it", t.desc.Port)
+		if lost == "" && !slices.Contains(k.done.Outputs, frame.Binding{Port: t.Desc.Port, Tensor: t.Desc.Tensor}) {
+			lost = fmt.Sprintf("the server announced result %q, but its done does not name it", t.Desc.Port)
 		}
 	}
 	return lost, waits
@@ -211,7 +211,7 @@ func (c *calls) close(k *call) {
 	delete(c.open, k.part.ID)
 	c.tombstones.Add(k.part.ID)
 	c.retained -= k.retained
-	if len(c.open) == 0 && c.most > retainedQueue { // a map never shrinks
+	if len(c.open) == 0 && c.most > flow.RetainedQueue { // a map never shrinks
 		c.open, c.in.tensors, c.out.tensors = make(map[tensor.ID]*call), make(map[tensor.ID]*in), make(map[tensor.ID]*out)
 		c.most = 0
 	}
@@ -226,7 +226,11 @@ func (c *calls) close(k *call) {
 func (c *calls) accept(now Instant, p *frame.Call) {
 	k := &call{part: *p, missing: len(p.Inputs)}
 	c.add(k, now)
-	if d := c.refusal(p); d != nil {
+	d := c.cfg.Refuse(p, c.load())
+	if i := slices.IndexFunc(p.Inputs, func(b frame.Binding) bool { return c.used(b.Tensor) }); d == nil && i >= 0 {
+		d = &frame.Done{Code: frame.InvalidArgument, Message: fmt.Sprintf("tensor %s was used before; each input needs a new id", p.Inputs[i].Tensor)}
+	}
+	if d != nil {
 		k.part = frame.Call{ID: p.ID, Put: p.Put} // do not keep the contents of a refused call
 		if p.Get != nil {
 			k.part.Get = new(frame.Get)
@@ -238,15 +242,15 @@ func (c *calls) accept(now Instant, p *frame.Call) {
 	if p.Get != nil {
 		k.part.Get = &frame.Get{Selections: slices.Clone(p.Get.Selections), More: p.Get.More}
 	}
-	c.retain(k, retainedBy(p))
+	c.retain(k, terms.RetainedBy(p))
 	c.advance(k)
 }
 
 // further (server) adds a further part to a get.
 func (c *calls) further(now Instant, k *call, p *frame.Call) {
-	n := retainedBy(p)
-	if n > c.room() {
-		c.giveUp(k, frame.ResourceExhausted, c.full("get", n))
+	n := terms.RetainedBy(p)
+	if problem := c.cfg.Limits.Retain("get", n, c.retained); problem != "" {
+		c.giveUp(k, frame.ResourceExhausted, problem)
 		return
 	}
 	k.last = now
@@ -255,74 +259,18 @@ func (c *calls) further(now Instant, k *call, p *frame.Call) {
 	c.advance(k)
 }
 
-// refusal returns why a call that was just added is refused; nil if it is accepted.
-func (c *calls) refusal(p *frame.Call) *frame.Done {
-	no := func(code frame.Code, retry uint32, format string, args ...any) *frame.Done {
-		return &frame.Done{Code: code, RetryAfterMillis: retry, Message: fmt.Sprintf(format, args...)}
-	}
-	problem := cmp.Or(frame.CheckName("model", p.Model), frame.CheckEntries("params", p.Params), p.CheckInputs())
-	switch n := retainedBy(p); {
-	case c.draining:
-		return no(frame.Unavailable, 1000, "server is draining; use another one, or try again later")
-	case c.undecided > c.cfg.Limits.OpenCalls:
-		return no(frame.ResourceExhausted, 100, "open calls: the limit of a session is %d; wait for one to end", c.cfg.Limits.OpenCalls)
-	case len(c.open) > heldCalls*c.cfg.Limits.OpenCalls:
-		return no(frame.ResourceExhausted, 100, "results of %d calls wait; acknowledge them", len(c.open)-1)
-	case len(p.Inputs) > c.cfg.Limits.OpenTensors:
-		return no(frame.ResourceExhausted, 0, "call has %d inputs; open tensors are limited to %d", len(p.Inputs), c.cfg.Limits.OpenTensors)
-	case p.Stored() && !c.cfg.Stores:
-		return no(frame.FailedPrecondition, 0, "calls of this session are runs of models; use PushTensors or PullTensors")
-	case p.Put != nil && p.Get != nil || p.Stored() && (p.Model != "" || len(p.Inputs) > 0):
-		return no(frame.InvalidArgument, 0, "a call is either a put, a get or a run of a model")
-	case !p.Stored() && p.Model == "":
-		return no(frame.InvalidArgument, 0, "call names no model")
-	case problem != "":
-		return no(frame.InvalidArgument, 0, "%s", problem)
-	case n > c.room():
-		return no(frame.ResourceExhausted, 100, "%s", c.full("call", n))
-	}
-	for _, b := range p.Inputs {
-		if c.used(b.Tensor) {
-			return no(frame.InvalidArgument, 0, "tensor %s was used before; each input needs a new id", b.Tensor)
-		}
-	}
-	return nil
-}
-
-// expects (server) checks a desc against its call.
-func (c *calls) expects(k *call, p *frame.Desc, geo tensor.Geometry) *frame.Error {
-	n, name := retainedByDesc(p, geo), "tensor "+p.Tensor.String()+": "
-	if k.part.Put != nil && k.ended {
-		return frame.Errorf(frame.InvalidArgument, "%sannounced after the end of its put", name)
-	} else if k.part.Put != nil && n <= c.room() {
-		return nil
-	}
-	i := slices.IndexFunc(k.part.Inputs, func(b frame.Binding) bool { return b.Tensor == p.Tensor })
-	switch {
-	case i < 0:
-		return frame.Errorf(frame.InvalidArgument, "%sits call does not list it as an input", name)
-	case k.part.Inputs[i].Port != p.Port:
-		return frame.Errorf(frame.InvalidArgument, "%sport is %q, the call says %q", name, p.Port, k.part.Inputs[i].Port)
-	case n > c.room():
-		return frame.Errorf(frame.ResourceExhausted, "%s%s", name, c.full("desc", n))
-	}
-	return nil
-}
-
 // retain counts bytes that a call retains until it is closed.
 func (c *calls) retain(k *call, n int) {
 	k.retained += n
 	c.retained += n
 }
 
-// room (server) returns how many more bytes calls may retain.
-func (c *calls) room() int {
-	return retainedBytes + c.cfg.Limits.OpenTensors*tensorBytes - c.retained
-}
-
-func (c *calls) full(what string, n int) string {
-	return fmt.Sprintf("%s takes %d bytes with its names, entries and chunk table; the limit of a session's calls is %d, %d are left; wait for a call to end",
-		what, n, c.room()+c.retained, c.room())
+// load returns what is open.
+func (c *calls) load() terms.Load {
+	return terms.Load{
+		Draining: c.draining, Undecided: c.undecided, Calls: len(c.open),
+		Tensors: c.in.Open, Allowance: c.in.Allowance, Retained: c.retained,
+	}
 }
 
 // mayOpen (client) reports whether the next call may be sent. A call waits here while it
@@ -331,23 +279,23 @@ func (c *calls) mayOpen() bool {
 	return len(c.opens) > 0 && (c.inFlight == 0 || c.inFlight+c.opens[0].weight() <= int(c.peer.MaxOpenTensors))
 }
 
-func (c *calls) addOpens(p *parcel) {
+func (c *calls) addOpens(p *flow.Parcel) {
 	add := func(part frame.Call) {
 		p.Calls = append(p.Calls, part)
-		p.bytes += part.Cost()
+		p.Bytes += part.Cost()
 	}
-	for len(c.goOn) > 0 && p.room(len(p.Calls)) {
+	for len(c.goOn) > 0 && p.Room(len(p.Calls)) {
 		k := c.goOn[0]
 		if k.state == lifecycle.Running {
 			add(frame.Call{ID: k.part.ID, Get: &k.further[0]})
 			k.further = k.further[1:]
 		}
 		if k.state != lifecycle.Running || len(k.further) == 0 {
-			pop(&c.goOn, 0)
+			flow.Pop(&c.goOn, 0)
 		}
 	}
-	for p.room(len(p.Calls)) && c.mayOpen() {
-		k := pop(&c.opens, 0)
+	for p.Room(len(p.Calls)) && c.mayOpen() {
+		k := flow.Pop(&c.opens, 0)
 		c.move(k, lifecycle.Began)
 		part := k.part
 		if part.Get != nil {
@@ -361,11 +309,11 @@ func (c *calls) addOpens(p *parcel) {
 	}
 }
 
-func (c *calls) addDones(p *parcel) {
-	for len(c.answers) > 0 && p.room(len(p.Dones)) && len(p.Summaries) == 0 { // which are read after dones
-		k := pop(&c.answers, 0)
+func (c *calls) addDones(p *flow.Parcel) {
+	for len(c.answers) > 0 && p.Room(len(p.Dones)) && len(p.Summaries) == 0 { // which are read after dones
+		k := flow.Pop(&c.answers, 0)
 		p.Dones = append(p.Dones, k.done)
-		p.bytes += len(k.done.Message) + 128
+		p.Bytes += len(k.done.Message) + 128
 		c.waiting -= len(k.done.Message)
 		c.move(k, lifecycle.Answered)
 	}

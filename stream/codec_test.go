@@ -112,7 +112,7 @@ func TestABadChunkInACodecFailsItsTensorAndTheSessionLives(t *testing.T) {
 			send(frame.Chunk{Tensor: tensor.ID{5}, Index: 0, Data: [][]byte{data}})
 			if tc.own != nil {
 				send(frame.Chunk{Tensor: tensor.ID{5}, Index: 1, Codec: 1, Data: good.Data})
-				require.True(t, m.in.tensors[tensor.ID{5}].asm.Whole())
+				require.True(t, m.in.tensors[tensor.ID{5}].Asm.Whole())
 				require.EqualValues(t, 128, m.Status().Stats.BytesIn, "payload is counted decoded")
 			}
 		})

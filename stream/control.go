@@ -3,10 +3,10 @@ package stream
 import (
 	"slices"
 
-	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // Control handles the control parts of a frame; Claim handles its chunk. The machine copies
@@ -26,15 +26,8 @@ func (m *Machine) Control(now Instant, f *frame.Frame) error {
 	if f.Empty() {
 		m.alive = now
 	}
-	switch {
-	case len(f.Calls) > 0 && !m.cfg.Server:
-		return m.violate(frame.InvalidArgument, "call came from the server; only a client opens calls")
-	case len(f.Cancels) > 0 && !m.cfg.Server:
-		return m.violate(frame.InvalidArgument, "cancel came from the server; only a client cancels")
-	case len(f.Dones) > 0 && m.cfg.Server:
-		return m.violate(frame.InvalidArgument, "done came from the client; only a server ends calls")
-	case len(f.Ends) > 0 && !m.cfg.Server:
-		return m.violate(frame.InvalidArgument, "an end of a put came from the server; only a client puts")
+	if wrong := f.CheckSender(!m.cfg.Server); wrong != "" {
+		return m.violate(frame.InvalidArgument, "%s", wrong)
 	}
 	for i := range f.Calls {
 		m.callPart(now, &f.Calls[i])
@@ -43,10 +36,10 @@ func (m *Machine) Control(now Instant, f *frame.Frame) error {
 		m.descPart(now, &f.Descs[i])
 	}
 	for _, p := range f.Credits {
-		if t := m.out.tensors[p.Tensor]; t != nil {
-			m.out.credit(now, t, p.Limit)
-		} else {
+		if t := m.out.tensors[p.Tensor]; t == nil {
 			m.unknown(p.Tensor)
+		} else if m.out.Credit(&t.Out, p.Limit) {
+			t.touch(now)
 		}
 	}
 	for _, p := range f.Acks {
@@ -81,7 +74,7 @@ func (m *Machine) Control(now Instant, f *frame.Frame) error {
 		m.drained = true
 		m.tell(Event{Kind: EventDrain, Text: f.Drain.Reason})
 	}
-	if n, most := len(m.failures)+len(m.calls.answers)+len(m.out.summaries), max(pendingControl, heldCalls*m.cfg.Limits.OpenCalls); n > most {
+	if n, most := len(m.failures)+len(m.calls.answers)+len(m.out.summaries), max(pendingControl, terms.HeldCalls*m.cfg.Limits.OpenCalls); n > most {
 		return m.violate(frame.ResourceExhausted, "%d answers wait to be read, the limit is %d; read what the session sends", n, most)
 	}
 	if m.waiting > pendingBytes {
@@ -94,23 +87,11 @@ func (m *Machine) hello(now Instant, h *frame.Hello) error {
 	if m.helloSeen {
 		return m.violate(frame.InvalidArgument, "a second hello; a session opens once")
 	}
-	if bad := h.Check(); bad != nil {
+	peer, code, bad := m.cfg.Accept(h)
+	if bad != nil {
 		return m.violate(bad.Code, "%s", bad.Text)
 	}
-	kind := codec.Checksum(h.Checksum)
-	if m.cfg.Server {
-		m.cfg.Session, m.cfg.Check = h.Session, kind
-	} else if kind != m.cfg.Check || h.Session != m.cfg.Session {
-		return m.violate(frame.InvalidArgument, "the server's hello names another session or checksum")
-	}
-	m.helloSeen = true
-	m.lastUse = now
-	m.peer = *h
-	set(&m.peer.MaxChunkBytes, 1*mib, frame.ChunkBytesCeiling)
-	set(&m.peer.MaxOpenTensors, 64, 1<<16)
-	m.peer.AllowanceBytes = min(m.peer.AllowanceBytes, frame.AllowanceCeiling)
-	m.code = codec.Choose(m.cfg.Codecs, h.Codecs[:min(len(h.Codecs), frame.HelloCodecs)])
-	m.peer.Codecs = nil // valid only as long as the frame
+	m.helloSeen, m.lastUse, m.peer, m.code = true, now, peer, code
 	m.tell(Event{Kind: EventOpened})
 	return nil
 }
@@ -135,8 +116,8 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 	}
 	if t := m.in.tensors[p.Tensor]; t != nil {
 		stored := t.call.stored()
-		if (!t.desc.Same(p) || stored && t.desc.Name != p.Name) && !(stored && t.asm.Whole()) {
-			m.fail(p.Tensor, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s was announced before with another desc; use a new id", p.Tensor))
+		if (!t.Desc.Same(p) || stored && t.Desc.Name != p.Name) && !(stored && t.Asm.Whole()) {
+			m.fail(&t.Desc, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s was announced before with another desc; use a new id", p.Tensor))
 		}
 		return
 	}
@@ -158,22 +139,24 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 		k.tensors++
 		k.last = now
 	}
-	geo, bad := m.in.admit(p, most)
+	geo, bad := m.cfg.Admit(p, most, m.calls.load())
 	if bad == nil && m.cfg.Server {
-		bad = m.calls.expects(k, p, geo)
+		problem := k.part.CheckInput(p)
+		if k.ended {
+			problem = "announced after the end of its put"
+		}
+		if problem != "" {
+			bad = frame.Errorf(frame.InvalidArgument, "tensor %s: %s", p.Tensor, problem)
+		}
 	}
 	if bad != nil {
 		m.tombstones.Add(p.Tensor)
-		if k.stored() {
-			m.failStored(p.Tensor, k, p, bad)
-		} else {
-			m.fail(p.Tensor, k, bad)
-		}
+		m.fail(p, k, bad)
 		return
 	}
 	t := m.in.announce(now, p, geo, k)
 	if m.cfg.Server {
-		t.retained = retainedByDesc(p, geo)
+		t.retained = terms.RetainedByDesc(p, geo)
 		m.calls.retain(k, t.retained)
 		k.missing--
 		m.calls.advance(k)
@@ -181,36 +164,50 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 }
 
 func (m *Machine) ackPart(now Instant, t *out, p frame.Ack) {
-	if err := m.out.acknowledge(now, t, p); err != nil {
-		m.fail(p.Tensor, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s: %v", p.Tensor, err))
+	news, err := m.out.Acknowledge(&t.Out, p)
+	if err != nil {
+		m.fail(&t.Desc, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s: %v", p.Tensor, err))
 		return
+	}
+	if news { // otherwise it is no progress
+		t.touch(now)
+	}
+	if t.Chunks.Acked() && t.call.part.Put == nil { // a put's Summary ends it
+		m.out.drop(t)
 	}
 	m.calls.advance(t.call) // the ack may cover a chunk that was to be sent again
 }
 
 // failurePart handles a tensor, this side's or the peer's, that the peer gives up.
 func (m *Machine) failurePart(now Instant, p frame.Failure) {
+	in, out := m.in.tensors[p.Tensor], m.out.tensors[p.Tensor]
 	var k *call
-	if t := m.out.tensors[p.Tensor]; t != nil {
-		k = t.call
-	} else if t := m.in.tensors[p.Tensor]; t != nil {
-		k = t.call
-	}
-	if k != nil && k.stored() {
-		m.storedFailure(now, k, p)
+	var d *frame.Desc
+	switch {
+	case out != nil:
+		k, d = out.call, &out.Desc
+	case in != nil:
+		k, d = in.call, &in.Desc
+	default: // late, or for a tensor unknown here: an answer might be answered forever
 		return
 	}
-	if t := m.out.tensors[p.Tensor]; t != nil {
-		k = t.call
-		m.out.drop(t)
-	} else if t := m.in.tensors[p.Tensor]; t != nil {
-		k = t.call
-		m.in.drop(t)
-	}
 	switch {
-	case k == nil: // late, or for a tensor unknown here: an answer might be answered forever
+	case k.stored() && in != nil && in.Asm.Whole(): // late
+		return
+	case k.stored() && !m.cfg.Server: // the peer does not know it any more, and sends no Summary
+		m.summaryPart(now, &frame.Summary{Call: k.part.ID, Tensor: p.Tensor, Code: p.Why(), Message: "given up by the server: " + p.Message})
+		return
+	case out != nil:
+		m.out.drop(out)
+	default:
+		m.in.drop(in)
+	}
+	text := frame.Clip(p.Message, frame.FailureTextBytes)
+	switch {
+	case k.stored():
+		m.fail(d, k, &frame.Error{Code: p.Why(), Text: "given up by the client: " + text})
 	case m.cfg.Server:
-		m.calls.giveUp(k, p.Why(), frame.Clip(p.Message, frame.FailureTextBytes))
+		m.calls.giveUp(k, p.Why(), text)
 	default:
 		m.calls.advance(k) // if done has arrived; otherwise the server still owes it
 	}

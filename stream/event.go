@@ -1,8 +1,6 @@
 package stream
 
 import (
-	"slices"
-
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/recent"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -37,7 +35,7 @@ const (
 	EventEnd
 	// EventFailed: a tensor of a put (server) or of a get (client) broke a rule, or was given
 	// up by the peer; Code and Text have the reason. Its memory returns before EventClosed.
-	// The server's holder then calls Summarize. Desc is nil for a tensor of a get.
+	// The server's holder then calls Summarize.
 	EventFailed
 	// EventSummary (client): Summary has the outcome of a tensor of a put or a get. If the
 	// code is OK, EventWhole may still follow.
@@ -80,13 +78,23 @@ type shared struct {
 	tombstones recent.IDs      // IDs of ended calls and tensors, whose late frames are ignored
 	failures   []frame.Failure // to be sent
 	waiting    int             // bytes of text in failures and dones to be sent
-	inFlight   int             // client: weight of the calls that the peer counts as open
+	retained   int             // server: bytes that the open calls retain
+	inFlight   int             // tensors that the peer counts as open; client: weight of the calls
 	most       int             // maximum number of entries of a map of calls or tensors since it was made
 	stats      Stats
 
 	lastUse Instant // when a call was last open, or the session began
 	ticked  Instant // when the slow timers were last checked
 }
+
+// transfer is what an incoming and an outgoing tensor have in common, except their flow.
+type transfer struct {
+	call *call
+	last Instant // of the last progress
+}
+
+// touch records progress.
+func (t *transfer) touch(now Instant) { t.last, t.call.last = now, now }
 
 func (s *shared) tell(e Event) { s.events = append(s.events, e) }
 
@@ -113,14 +121,4 @@ func (m *Machine) Event() (Event, bool) {
 	}
 	m.taken = 0
 	return Event{}, false
-}
-
-// pop removes and returns the i-th element of a queue. It frees a long queue that has
-// become empty.
-func pop[T any](q *[]T, i int) T {
-	v := (*q)[i]
-	if *q = slices.Delete(*q, i, i+1); len(*q) == 0 && cap(*q) > retainedQueue {
-		*q = nil
-	}
-	return v
 }

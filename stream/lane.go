@@ -18,7 +18,7 @@ func (m *Machine) agreed() bool { return m.cfg.Lanes > 0 && m.peer.Lanes > 0 }
 // OfferLanes (server) offers a token that opens lanes, as many as times. It must be called
 // before the peer's hello arrives.
 func (m *Machine) OfferLanes(token frame.LaneToken, times uint32) {
-	m.token, m.cfg.Lanes = token, times
+	m.cfg.LaneToken, m.cfg.Lanes = token, times
 }
 
 // LaneOffer (client) returns the token that opens lanes, and how often it may be used; a
@@ -36,23 +36,22 @@ func (m *Machine) LaneOffer() (token frame.LaneToken, times uint32) {
 // sent its last frame.
 func (m *Machine) SetLane(now Instant, open bool) {
 	s := &m.out
-	s.laned = open && m.agreed() && m.code == codec.None && !m.peerDone && !m.shut
-	if s.laned {
+	s.Laned = open && m.agreed() && m.code == codec.None && !m.peerDone && !m.shut
+	if s.Laned {
 		return
 	}
 	for _, k := range m.calls.inOrder() {
 		for _, t := range k.outs {
-			if t.laned && !t.dead {
-				t.laned, t.last = false, now
-				t.chunks.Rewind()
-				s.queue(t)
+			if t.Laned {
+				t.last = now
+				s.Rewind(&t.Out)
 			}
 		}
 	}
 }
 
 // LanePending reports whether NextLane has a chunk now.
-func (m *Machine) LanePending() bool { return m.out.laned && len(m.out.ring) > 0 && !m.shut }
+func (m *Machine) LanePending() bool { return m.out.Ready(true) && !m.shut }
 
 // NextLane fills ch with the next chunk for the lane. Its views are shared until held is
 // released; the caller computes the checksum.
@@ -60,11 +59,10 @@ func (m *Machine) NextLane(now Instant, ch *frame.Chunk) (held chunker.Releaser,
 	if !m.LanePending() {
 		return nil, false
 	}
-	t, held := m.out.take(now, &m.out.ring, ch)
+	t, held := m.out.next(now, ch, true)
 	if t == nil {
 		return nil, false
 	}
-	t.laned = true
 	m.stats.LaneBytesOut += int64(ch.Len())
 	m.calls.advance(t.call)
 	return held, true
@@ -73,15 +71,15 @@ func (m *Machine) NextLane(now Instant, ch *frame.Chunk) (held chunker.Releaser,
 // LaneStalled reports whether the peer should by now have acknowledged chunks that were
 // sent: the lane may have lost them.
 func (m *Machine) LaneStalled(now Instant) bool {
-	if !m.out.laned {
+	if !m.out.Laned {
 		return false
 	}
 	last, chunk := Instant(0), uint32(0) // last progress of any tensor; largest chunk size due
 	for _, t := range m.out.tensors {
-		if t.laned {
+		if t.Laned {
 			last = max(last, t.last)
-			if t.desc.RetainChunks > 0 && t.chunks.Unacked() > 0 {
-				chunk = max(chunk, t.desc.ChunkBytes)
+			if t.Desc.RetainChunks > 0 && t.Chunks.Unacked() > 0 {
+				chunk = max(chunk, t.Desc.ChunkBytes)
 			}
 		}
 	}
@@ -110,8 +108,8 @@ func (m *Machine) ClaimLane(now Instant, ch *frame.Chunk, n int, c *Claim) bool 
 	if m.err != nil || m.shut || t == nil {
 		return false
 	}
-	if t.desc.OnAllowance {
-		m.fail(ch.Tensor, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s: chunk %d of a tensor on allowance arrived by a lane; send it in the session", ch.Tensor, ch.Index))
+	if t.Desc.OnAllowance {
+		m.fail(&t.Desc, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s: chunk %d of a tensor on allowance arrived by a lane; send it in the session", ch.Tensor, ch.Index))
 		return false
 	}
 	if !m.claim(now, t, ch, n, c) {
@@ -120,7 +118,7 @@ func (m *Machine) ClaimLane(now Instant, ch *frame.Chunk, n int, c *Claim) bool 
 	if c.claim.Again() {
 		c.tensor = nil
 		t.call.claims--
-		t.asm.Abort(&c.claim)
+		t.Asm.Abort(&c.claim)
 		return false
 	}
 	c.lane = true
@@ -132,13 +130,12 @@ func (m *Machine) Abort(now Instant, c *Claim) {
 	t, index := c.tensor, c.claim.Index()
 	c.tensor = nil
 	t.call.claims--
-	t.asm.Abort(&c.claim)
-	if t.dead {
+	t.Asm.Abort(&c.claim)
+	if t.Dead {
 		m.calls.advance(t.call)
 		return
 	}
-	t.resend = append(t.resend, index) // bounded: a session has few lanes to lose
-	m.in.wantAck(now, t, true)
+	m.in.Resend(now, &t.In, index) // they are few: a session has few lanes to lose
 }
 
 // Fill reads the bytes of a claim of ClaimLane to their place, as assembler.Claim.Fill
@@ -147,4 +144,4 @@ func (c *Claim) Fill(r io.Reader) (got uint32, left int, err error) { return c.c
 
 // Dead reports whether a claim's chunk is no longer wanted: only the return of its memory
 // waits for the end of the claim.
-func (c *Claim) Dead() bool { return c.tensor != nil && c.tensor.dead }
+func (c *Claim) Dead() bool { return c.tensor != nil && c.tensor.Dead }

@@ -165,7 +165,7 @@ func (p *party) finishLane() bool {
 		if left > 0 || err != nil {
 			p.w.failf("%s: %d bytes are missing: %v", p.name(), left, err)
 		}
-		id, index := c.c.tensor.desc.Tensor, c.c.claim.Index()
+		id, index := c.c.tensor.Desc.Tensor, c.c.claim.Index()
 		if got == c.sum && !c.c.Dead() {
 			p.good[chunkName{id, index}] = true
 		}
@@ -240,7 +240,7 @@ func TestALaneIsOfferedToAClientThatAsks(t *testing.T) {
 			require.EqualValues(t, tc.want, uses)
 			require.Equal(t, tc.want > 0, got == token)
 			c.SetLane(0, true)
-			require.Equal(t, tc.want > 0, c.out.laned)
+			require.Equal(t, tc.want > 0, c.out.Laned)
 		})
 	}
 }

@@ -8,30 +8,21 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
-// Config configures one side of a session.
-type Config struct {
-	Server  bool
-	Session tensor.ID      // chosen by the client; a server gets it from the hello
-	Check   codec.Checksum // client: the checksum of the session; zero means CRC32C
-	// Codecs are those that this side decodes, in order of preference. It encodes with
-	// one of them if the peer decodes it, too. If empty, chunks are not encoded.
-	Codecs []codec.Codec
-	Limits Limits
-	// Lanes (client) is how many lanes the client would open at a time; 0 means none.
-	Lanes uint32
-	// Stores (server) means that calls may be puts and gets, of tensors of at most
-	// StoredBytes.
-	Stores      bool
-	StoredBytes int64
-	// OneWay means that only one side sends tensors, and hears nothing: it needs no credit,
-	// what it has sent counts as acknowledged, and a damaged chunk fails its tensor.
-	OneWay bool
-	// NoAllowance means that the peer may send nothing without credit, whatever Limits
-	// says.
-	NoAllowance bool
-}
+// Types of package terms, which every user of a Machine needs.
+type (
+	// Config configures one side of a session.
+	Config = terms.Config
+	// Limits are the limits of one session.
+	Limits = terms.Limits
+	// Instant is a time in nanoseconds since a fixed point that the caller chooses.
+	Instant = terms.Instant
+)
+
+// DefaultLimits returns the default limits of a session.
+func DefaultLimits() Limits { return terms.DefaultLimits() }
 
 // Machine is one side of a session. It belongs to one goroutine at a time.
 type Machine struct {
@@ -41,7 +32,6 @@ type Machine struct {
 	out   sender
 
 	began                Instant
-	token                frame.LaneToken // server: offered if the client would open lanes
 	helloSent, helloSeen bool
 	drain                *frame.Drain // to be sent
 	code                 codec.Codec  // codec of the chunks sent
@@ -52,17 +42,11 @@ type Machine struct {
 
 // New returns a machine whose time starts at now.
 func New(cfg Config, now Instant) *Machine {
-	cfg.Limits = cfg.Limits.WithDefaults()
-	if cfg.NoAllowance {
-		cfg.Limits.AllowanceBytes = 0
-	}
-	cfg.Codecs = slices.Clone(cfg.Codecs[:min(len(cfg.Codecs), frame.HelloCodecs)])
-	if !cfg.Check.Valid() {
-		cfg.Check = codec.CRC32C
-	}
+	cfg.SetDefaults()
 	m := &Machine{shared: shared{cfg: cfg, peer: frame.Hello{MaxChunkBytes: 1, MaxOpenTensors: 1}, lastUse: now}, began: now}
 	m.out = sender{shared: &m.shared, tensors: make(map[tensor.ID]*out)}
 	m.in = receiver{shared: &m.shared, tensors: make(map[tensor.ID]*in)}
+	m.in.Terms = &m.cfg
 	m.in.free = func(done func(filled bool), filled bool) {
 		if done != nil {
 			m.tell(Event{done: done, filled: filled})
@@ -106,7 +90,7 @@ func (m *Machine) Status() Status {
 // Retained returns how many bytes are kept of what the peer has said about calls (names,
 // params, metadata and chunk tables) and for answers waiting to be sent to it.
 func (m *Machine) Retained() int {
-	return m.calls.retained + m.waiting + (len(m.failures)+len(m.calls.answers))*answerBytes
+	return m.retained + m.waiting + (len(m.failures)+len(m.calls.answers))*answerBytes
 }
 
 // Stats counts what a machine has done. Bytes are bytes of tensors, whatever the codec.
@@ -179,7 +163,7 @@ func (m *Machine) Finish(d frame.Done) {
 // FailTensor gives up an incoming tensor and its call, for a reason of the caller's.
 func (m *Machine) FailTensor(id tensor.ID, code frame.Code, text string) {
 	if t := m.in.tensors[id]; t != nil {
-		m.fail(id, t.call, &frame.Error{Code: code, Text: text})
+		m.fail(&t.Desc, t.call, &frame.Error{Code: code, Text: text})
 	}
 }
 
@@ -210,16 +194,16 @@ func (m *Machine) PeerDone(now Instant) {
 			continue
 		}
 		for _, t := range slices.Clone(k.outs) {
-			t.chunks.AckSent()
+			t.Chunks.AckSent()
 			m.out.settle(t)
 		}
 		if k.part.Put != nil && k.ended {
 			for _, t := range slices.Clone(k.ins) {
-				if !t.asm.Whole() {
-					m.fail(t.desc.Tensor, k, frame.Errorf(frame.InvalidArgument, "tensor %s: the stream ended after %d of %d bytes; send all chunks first", t.desc.Tensor, t.bytes, t.geo.Size))
+				if !t.Asm.Whole() {
+					m.fail(&t.Desc, k, frame.Errorf(frame.InvalidArgument, "tensor %s: the stream ended after %d of %d bytes; send all chunks first", t.Desc.Tensor, t.bytes, t.Geo.Size))
 				}
 			}
-		} else if k.missing > 0 || k.part.Put != nil || slices.ContainsFunc(k.ins, func(t *in) bool { return !t.asm.Whole() }) {
+		} else if k.missing > 0 || k.part.Put != nil || slices.ContainsFunc(k.ins, func(t *in) bool { return !t.Asm.Whole() }) {
 			m.calls.giveUp(k, frame.InvalidArgument, "the client ended its stream before every input was complete; send all chunks first")
 		}
 		m.calls.advance(k)
@@ -237,20 +221,24 @@ func (m *Machine) Close(code frame.Code, text string) {
 	for _, k := range m.calls.inOrder() {
 		m.calls.end(k, lifecycle.SessionOver, frame.Done{Code: code, Message: text})
 	}
-	m.calls.opens, m.calls.goOn, m.calls.cancels, m.calls.answers = nil, nil, nil, nil
-	m.in.credits, m.in.acks = nil, nil
-	m.out.descs, m.out.ring, m.out.small, m.out.ending, m.out.summaries = nil, nil, nil, nil, nil
-	m.failures, m.waiting = nil, 0
+	m.calls.answers, m.out.summaries, m.failures, m.waiting = nil, nil, nil, 0
 }
 
-// fail gives up a tensor and, unless that is a put or a get, its call.
-func (m *Machine) fail(id tensor.ID, k *call, why *frame.Error) {
-	if k.stored() {
-		m.failStored(id, k, nil, why)
+// fail gives up a tensor and, unless that is a put or a get, its call. A tensor of a put or
+// a get is ended by its holder (server), or lost to it (client).
+func (m *Machine) fail(d *frame.Desc, k *call, why *frame.Error) {
+	if !k.stored() || !m.cfg.Server {
+		m.sayFailed(d.Tensor, why.Code, why.Text)
+	}
+	if !k.stored() {
+		m.calls.giveUp(k, why.Code, why.Text)
 		return
 	}
-	m.sayFailed(id, why.Code, why.Text)
-	m.calls.giveUp(k, why.Code, why.Text)
+	if t := m.in.tensors[d.Tensor]; t != nil {
+		m.in.drop(t)
+	}
+	m.tell(Event{Kind: EventFailed, Call: k.part.ID, Tensor: d.Tensor, Desc: d, Code: why.Code, Text: why.Text})
+	m.calls.advance(k)
 }
 
 func (m *Machine) violate(code frame.Code, format string, args ...any) error {

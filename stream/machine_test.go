@@ -11,6 +11,7 @@ import (
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/flow"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -52,7 +53,7 @@ func TestAFrameFullOfPartsCarriesNoChunk(t *testing.T) {
 	shape := func(calls, descs, bytes int) [3]int { return [3]int{calls, descs, bytes} }
 	require.Equal(t, [3]int{1, 1, 4}, shape(next()))
 	params := map[string]string{}
-	for i := range frameBytes / frame.ValueBytes {
+	for i := range flow.FrameBytes / frame.ValueBytes {
 		params[strconv.Itoa(i)] = strings.Repeat("v", frame.ValueBytes)
 	}
 	require.NoError(t, cli.OpenCall(0, frame.Call{ID: tensor.ID{4}, Model: "m", Params: params}))
@@ -73,8 +74,8 @@ func TestPartsAreSpreadOverFrames(t *testing.T) {
 		if _, ok := cli.Next(0, &f); !ok {
 			break
 		}
-		require.LessOrEqual(t, len(f.Calls)*frame.NameBytes, frameBytes+frame.NameBytes)
-		require.LessOrEqual(t, len(f.Calls), frameParts)
+		require.LessOrEqual(t, len(f.Calls)*frame.NameBytes, flow.FrameBytes+frame.NameBytes)
+		require.LessOrEqual(t, len(f.Calls), flow.FrameParts)
 		calls += len(f.Calls)
 		require.NoError(t, srv.Control(0, &f))
 	}
@@ -89,7 +90,7 @@ func TestPartsAreSpreadOverFrames(t *testing.T) {
 		if _, ok := srv.Next(0, &f); !ok {
 			break
 		}
-		require.LessOrEqual(t, len(f.Dones), frameParts)
+		require.LessOrEqual(t, len(f.Dones), flow.FrameParts)
 		dones += len(f.Dones)
 	}
 	require.Equal(t, 500, dones)
@@ -154,9 +155,9 @@ func TestResendsAPeerAsksForAreBounded(t *testing.T) {
 	require.Equal(t, 1, released)
 }
 
-// flow moves chunks of one tensor from one machine to another, with credits and
+// upload moves chunks of one tensor from one machine to another, with credits and
 // acknowledgements back.
-type flow struct {
+type upload struct {
 	cli, srv    *Machine
 	id          tensor.ID
 	data, mem   []byte
@@ -171,8 +172,8 @@ type flow struct {
 
 const flowChunk, flowRegion = 64, 256 // bytes
 
-func newFlow(t testing.TB, chunks int) *flow {
-	x := &flow{id: tensor.ID{3}}
+func newUpload(t testing.TB, chunks int) *upload {
+	x := &upload{id: tensor.ID{3}}
 	x.cli, x.srv = pair(t, Limits{AllowanceBytes: 1})
 	call := tensor.ID{2}
 	require.NoError(t, x.cli.OpenCall(0, frame.Call{ID: call, Model: "m", Inputs: []frame.Binding{{Port: "x", Tensor: x.id}}}))
@@ -185,7 +186,7 @@ func newFlow(t testing.TB, chunks int) *flow {
 }
 
 // lend lends the next region, when the one before is full.
-func (x *flow) lend(t testing.TB) {
+func (x *upload) lend(t testing.TB) {
 	if x.lent == len(x.mem) {
 		return
 	}
@@ -196,7 +197,7 @@ func (x *flow) lend(t testing.TB) {
 }
 
 // step moves at most one chunk.
-func (x *flow) step(t testing.TB) {
+func (x *upload) step(t testing.TB) {
 	now := Instant(x.got)
 	x.there.Reset()
 	held, ok := x.cli.Next(now, &x.there)
@@ -237,7 +238,7 @@ func (x *flow) step(t testing.TB) {
 }
 
 func TestSteadyStateAllocatesNothing(t *testing.T) {
-	x := newFlow(t, 8192)
+	x := newUpload(t, 8192)
 	for range 500 {
 		x.step(t)
 	}
@@ -253,7 +254,7 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 
 // BenchmarkChunk moves chunks of one tensor, four to a piece of lent memory.
 func BenchmarkChunk(b *testing.B) {
-	x := newFlow(b, 4*(b.N/2+8))
+	x := newUpload(b, 4*(b.N/2+8))
 	b.ReportAllocs()
 	b.SetBytes(flowChunk)
 	for b.ResetTimer(); x.got < b.N; {

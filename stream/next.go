@@ -6,6 +6,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/flow"
 	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/internal/recent"
 )
@@ -18,19 +19,10 @@ func (m *Machine) Pending() bool {
 	case !m.helloSent:
 		return !m.cfg.Server || m.helloSeen
 	}
-	return m.helloSeen && (m.waits || len(m.calls.cancels)+len(m.calls.answers)+len(m.failures)+len(m.out.small) > 0 || len(m.out.ring) > 0 && !m.out.laned ||
-		m.drain != nil || len(m.in.credits)+len(m.in.acks) > 0 && m.in.lazyAt == 0 || m.calls.mayOpen() || len(m.calls.goOn) > 0 || m.out.mayAnnounce() >= 0 ||
+	return m.helloSeen && (m.waits || m.out.Ready(false) || len(m.calls.cancels)+len(m.calls.answers)+len(m.failures) > 0 || m.drain != nil || m.in.DueNow() ||
+		m.calls.mayOpen() || len(m.calls.goOn) > 0 || m.out.mayAnnounce() >= 0 ||
 		len(m.out.summaries) > 0 || slices.ContainsFunc(m.out.ending, m.out.mayEnd))
 }
-
-// parcel is a frame that is being filled.
-type parcel struct {
-	*frame.Frame
-	bytes int // of its control parts, except those of a fixed size
-}
-
-// room reports whether another part may be added, given how many of its kind there are.
-func (p *parcel) room(parts int) bool { return parts < frameParts && p.bytes < frameBytes }
 
 // Next fills f, which must be empty, with what is to be sent next: waiting control parts
 // and at most one chunk. The chunk's views are shared until held, if not nil, is released.
@@ -42,7 +34,7 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 	}
 	if !m.helloSent {
 		m.helloSent = true
-		f.Hello = m.greeting()
+		f.Hello = m.cfg.Hello(m.agreed())
 		if !m.helloSeen {
 			return nil, true
 		}
@@ -51,7 +43,7 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 		m.waits = false
 		return nil, true // an empty frame says that this side waits
 	}
-	p := parcel{Frame: f}
+	p := flow.Parcel{Frame: f}
 	// What ends frees resources at the peer, which reads a frame's calls and descs first:
 	// those that may need the resources go into the next frame.
 	if len(m.calls.cancels)+len(m.calls.answers) == 0 && !slices.ContainsFunc(m.out.summaries, func(q *summary) bool { return q.frees }) {
@@ -59,20 +51,19 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 		m.out.addDescs(now, &p)
 		m.out.addEnds(&p)
 	}
-	m.in.addCredits(&p)
-	m.in.addAcks(&p)
-	for len(m.calls.cancels) > 0 && len(f.Cancels) < frameParts {
-		f.Cancels = append(f.Cancels, pop(&m.calls.cancels, 0))
+	m.in.Add(f)
+	for len(m.calls.cancels) > 0 && len(f.Cancels) < flow.FrameParts {
+		f.Cancels = append(f.Cancels, flow.Pop(&m.calls.cancels, 0))
 	}
-	for len(m.failures) > 0 && p.room(len(f.Failures)) {
-		x := pop(&m.failures, 0)
+	for len(m.failures) > 0 && p.Room(len(f.Failures)) {
+		x := flow.Pop(&m.failures, 0)
 		f.Failures = append(f.Failures, x)
-		p.bytes += len(x.Message) + 64
+		p.Bytes += len(x.Message) + 64
 		m.waiting -= len(x.Message)
 	}
-	if p.room(0) { // otherwise the parts and a chunk might exceed a frame
+	if p.Room(0) { // otherwise the parts and a chunk might exceed a frame
 		var t *out
-		if t, held = m.out.addChunk(now, &p); t != nil {
+		if t, held = m.out.next(now, &f.Chunk, false); t != nil {
 			m.calls.advance(t.call)
 		}
 	}
@@ -80,24 +71,6 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 	m.calls.addDones(&p)
 	f.Drain, m.drain = m.drain, nil
 	return held, !f.Empty()
-}
-
-func (m *Machine) greeting() *frame.Hello {
-	h := &frame.Hello{
-		Version: frame.Version, Session: m.cfg.Session, MaxChunkBytes: m.cfg.Limits.ChunkBytes,
-		AllowanceBytes: m.cfg.Limits.AllowanceBytes, Checksum: uint8(m.cfg.Check), MaxOpenTensors: uint32(m.cfg.Limits.OpenTensors),
-	}
-	for _, k := range m.cfg.Codecs {
-		h.Codecs = append(h.Codecs, uint8(k))
-	}
-	if !m.cfg.Server || m.agreed() {
-		h.Lanes, h.LaneToken = m.cfg.Lanes, m.token
-	}
-	if m.cfg.Server {
-		h.ChunkIdleMillis = m.cfg.Limits.ChunkIdleMillis()
-		h.Stores = m.cfg.Stores
-	}
-	return h
 }
 
 // NextTick returns the latest time at which Tick must be called.
@@ -114,8 +87,8 @@ func (m *Machine) NextTick() Instant {
 			at = min(at, m.ticked+lateFrames)
 		}
 	}
-	if m.in.lazyAt != 0 {
-		at = min(at, m.in.lazyAt)
+	if m.in.LazyAt != 0 {
+		at = min(at, m.in.LazyAt)
 	}
 	return at
 }
@@ -127,8 +100,8 @@ func (m *Machine) tickEvery() Instant {
 
 // Tick checks all timeouts. An error ends the session.
 func (m *Machine) Tick(now Instant) error {
-	if now >= m.in.lazyAt {
-		m.in.lazyAt = 0 // Pending includes them from now on
+	if now >= m.in.LazyAt {
+		m.in.LazyAt = 0 // Pending includes them from now on
 	}
 	switch limits := &m.cfg.Limits; {
 	case m.err != nil:
@@ -178,33 +151,23 @@ func (m *Machine) expire(now Instant, k *call) {
 		return
 	}
 	idle := m.cfg.Limits.ChunkIdle
-	if m.cfg.Server && k.state == lifecycle.Opening {
-		switch {
-		case k.timeout() > 0 && now >= k.began+k.timeout():
-			m.calls.giveUp(k, frame.DeadlineExceeded, "the call's timeout passed before its inputs were announced")
-			return
-		case now >= k.began+idle:
-			m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("call expired: %d of its inputs were not announced within %d s", k.missing, idle/second))
-			return
-		}
+	switch opening := m.cfg.Server && k.state == lifecycle.Opening; {
+	case opening && k.timeout() > 0 && now >= k.began+k.timeout():
+		m.calls.giveUp(k, frame.DeadlineExceeded, "the call's timeout passed before its inputs were announced")
+	case opening && now >= k.began+idle:
+		m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("call expired: %d of its inputs were not announced within %d s", k.missing, idle/second))
 	}
 	for _, t := range k.ins {
-		if t.dead || t.asm.Held() >= t.limit {
-			continue
-		}
-		if long := m.silent(now, t.last); long != "" {
-			m.fail(t.desc.Tensor, k, frame.Errorf(frame.DeadlineExceeded, "tensor %s: no chunk for %s although credit is unused", t.desc.Tensor, long))
+		if long := m.silent(now, t.last); long != "" && !t.Dead && t.Asm.Held() < t.Limit {
+			m.fail(&t.Desc, k, frame.Errorf(frame.DeadlineExceeded, "tensor %s: no chunk for %s although credit is unused", t.Desc.Tensor, long))
 		}
 	}
 	if !m.cfg.Server {
 		return
 	}
 	for _, t := range k.outs {
-		if t.dead || !t.waits() {
-			continue
-		}
-		if long := m.silent(now, t.last); long != "" {
-			m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("call expired: nobody took result %q for %s", t.desc.Port, long))
+		if long := m.silent(now, t.last); long != "" && t.Waits() {
+			m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("call expired: nobody took result %q for %s", t.Desc.Port, long))
 			return
 		}
 	}

@@ -37,7 +37,7 @@ func heap() int64 {
 // What a peer says that reads nothing of the answers is kept within a bound, whatever
 // it says, until the session ends.
 func TestWhatAPeerSaysAndDoesNotReadIsKeptWithinABound(t *testing.T) {
-	const most = retainedBytes + 64*tensorBytes + pendingControl*640 + pendingBytes + 256<<10
+	most := int64(DefaultLimits().RetainedBytes()) + pendingControl*640 + pendingBytes + 256<<10
 	name := strings.Repeat(`"`, frame.NameBytes) // twice as long when it is quoted
 	sound := func(id, call tensor.ID) frame.Desc {
 		d := bytesDesc(id, call, frame.AllowanceChunks, 1)
@@ -122,7 +122,7 @@ func TestWhatAPeerSaysAndDoesNotReadIsKeptWithinABound(t *testing.T) {
 			require.Error(t, m.Status().Err, "a peer that reads nothing is sent away at last")
 			peak = max(peak, heap()-before)
 			t.Logf("%d KiB at most", peak>>10)
-			require.Less(t, peak, int64(most))
+			require.Less(t, peak, most)
 			runtime.KeepAlive(m)
 		})
 	}
@@ -157,6 +157,29 @@ func TestCallsThatSayMuchAreRefusedAtTheBoundAndTakenAgainAfter(t *testing.T) {
 	require.NoError(t, m.Control(0, &frame.Frame{Descs: []frame.Desc{d}}))
 	require.Equal(t, frame.ResourceExhausted, m.calls.open[number('c', 1)].done.Code, "metadata count, too")
 	require.Empty(t, m.in.tensors)
+	require.Empty(t, miscounted(m))
+}
+
+// A tensor of a put for which nothing more can be retained fails alone, and may come again.
+func TestATensorOfAPutIsRefusedAtTheBoundOfWhatIsRetained(t *testing.T) {
+	m := New(Config{Server: true, Stores: true, StoredBytes: mib}, 0)
+	require.NoError(t, m.Control(0, &frame.Frame{
+		Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1}, Calls: []frame.Call{{ID: number('c', 0), Put: new(frame.Put)}},
+	}))
+	code := frame.OK
+	for i := 0; code == frame.OK; i++ {
+		require.Less(t, i, 64, "nothing is refused")
+		d := bytesDesc(number('t', i), number('c', 0), 4, 4)
+		d.SizeBytes, d.Metadata = 4, entries(frame.EntriesBytes)
+		require.NoError(t, m.Control(0, &frame.Frame{Descs: []frame.Desc{d}}))
+		for e, ok := m.Event(); ok; e, ok = m.Event() {
+			if e.Kind == EventFailed {
+				code = e.Code
+			}
+		}
+	}
+	require.Equal(t, frame.ResourceExhausted, code)
+	require.Equal(t, 1, m.Status().Calls)
 	require.Empty(t, miscounted(m))
 }
 

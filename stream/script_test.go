@@ -378,7 +378,7 @@ func (s *stage) do(line string) {
 		d := f.desc()
 		d.SizeBytes, d.OnAllowance = 0, false
 		if err = s.m.OpenTensor(s.now, d); err == nil {
-			s.size[d.Tensor] = int64(s.m.out.tensors[d.Tensor].geo.Size)
+			s.size[d.Tensor] = int64(s.m.out.tensors[d.Tensor].Geo.Size)
 		}
 	case "offer":
 		id, off, n := f.id(), f.number(f.word()), f.number(f.word())
@@ -610,8 +610,8 @@ func (s *stage) send(n int64) {
 			geo := s.m.out.tensors[c.Tensor]
 			got := append([]byte{}, slices.Concat(c.Data...)...)
 			if geo != nil { // still open: its bytes are known
-				off, n := geo.geo.Span(c.Index)
-				if !bytes.Equal(got, bytesOf(c.Tensor, geo.geo.Size)[off:off+n]) {
+				off, n := geo.Geo.Span(c.Index)
+				if !bytes.Equal(got, bytesOf(c.Tensor, geo.Geo.Size)[off:off+n]) {
 					s.fatalf("chunk %s %d is not right", nameOf(c.Tensor), c.Index)
 				}
 			}
@@ -643,8 +643,14 @@ func (s *stage) state() {
 	if problem := miscounted(m); problem != "" {
 		s.fatalf("the machine %s", problem)
 	}
+	announced := 0
+	for _, t := range m.out.tensors {
+		if t.Announced {
+			announced++
+		}
+	}
 	s.printf("%d calls, %d in, %d out; allowance in %d, out %d; open: incoming %d, announced %d", len(m.calls.open), len(m.in.tensors), len(m.out.tensors),
-		m.in.allowance, m.out.allowance, m.in.open, m.out.announced)
+		m.in.Allowance, m.out.Allowance, m.in.Open, announced)
 }
 
 // leave closes a machine and checks that it holds nothing.

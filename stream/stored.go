@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/flow"
 	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -67,7 +68,7 @@ func (m *Machine) Summarize(now Instant, s frame.Summary) {
 	m.waiting += len(s.Message)
 	q := &summary{Summary: s, call: k}
 	if t := m.in.tensors[s.Tensor]; t != nil && t.call == k {
-		m.forget(t)
+		m.in.drop(t)
 	}
 	if t == nil {
 		m.out.summaries = append(m.out.summaries, q)
@@ -82,29 +83,29 @@ func (m *Machine) Summarize(now Instant, s frame.Summary) {
 // settle has the summary of a tensor of a get sent, if its chunks are, and keeps nothing of
 // a tensor that the peer has, or whose acknowledgement cannot come.
 func (s *sender) settle(t *out) {
-	if !t.call.stored() || !t.announced && !t.dead {
+	if !t.call.stored() || !t.Announced && !t.Dead {
 		return
 	}
 	if s.peerDone || s.cfg.OneWay {
-		t.chunks.AckSent()
+		t.Chunks.AckSent()
 	}
-	if t.summary != nil && (t.dead || t.chunks.Sent()) {
+	if t.summary != nil && (t.Dead || t.Chunks.Sent()) {
 		t.summary.frees = true
 		s.summaries = append(s.summaries, t.summary)
 		t.summary, t.summed = nil, true
 	}
 	// Before its Summary, and while it may not have found what it holds, the peer counts it.
-	if t.summed && t.chunks.Acked() && (!t.desc.Held || !s.peerDone) {
+	if t.summed && t.Chunks.Acked() && (!t.Desc.Held || !s.peerDone) {
 		s.drop(t)
 	}
 }
 
 // addSummaries adds the outcomes of tensors, after what they end.
-func (m *Machine) addSummaries(p *parcel) {
-	for s := &m.out; len(s.summaries) > 0 && p.room(len(p.Summaries)); {
-		q := pop(&s.summaries, 0)
+func (m *Machine) addSummaries(p *flow.Parcel) {
+	for s := &m.out; len(s.summaries) > 0 && p.Room(len(p.Summaries)); {
+		q := flow.Pop(&s.summaries, 0)
 		p.Summaries = append(p.Summaries, q.Summary)
-		p.bytes += len(q.Name) + len(q.Message) + summaryBytes
+		p.Bytes += len(q.Name) + len(q.Message) + summaryBytes
 		m.waiting -= len(q.Message)
 		q.call.unsent--
 		m.tell(Event{Kind: EventSummed, Call: q.Call, Tensor: q.Tensor})
@@ -115,18 +116,18 @@ func (m *Machine) addSummaries(p *parcel) {
 // mayEnd reports whether the end of a put can be sent. One way, nothing follows it.
 func (s *sender) mayEnd(k *call) bool {
 	return k.state != lifecycle.Opening && !slices.ContainsFunc(k.outs, func(t *out) bool {
-		return !t.announced || s.cfg.OneWay && t.failed == nil && !t.chunks.Sent()
+		return !t.Announced || s.cfg.OneWay && t.failed == nil && !t.Chunks.Sent()
 	})
 }
 
 // addEnds adds the ends of puts whose tensors are all announced.
-func (s *sender) addEnds(p *parcel) {
-	for i := 0; i < len(s.ending) && p.room(len(p.Ends)); {
+func (s *sender) addEnds(p *flow.Parcel) {
+	for i := 0; i < len(s.ending) && p.Room(len(p.Ends)); {
 		if !s.mayEnd(s.ending[i]) {
 			i++
 			continue
 		}
-		if k := pop(&s.ending, i); k.state == lifecycle.Running {
+		if k := flow.Pop(&s.ending, i); k.state == lifecycle.Running {
 			p.Ends = append(p.Ends, frame.End{Call: k.part.ID, Tensors: k.tensors})
 		}
 	}
@@ -158,51 +159,16 @@ func (m *Machine) summaryPart(now Instant, p *frame.Summary) {
 		m.out.drop(t)
 	}
 	if t := m.in.tensors[p.Tensor]; t != nil && t.call == k {
-		if m.cfg.OneWay && p.Code == frame.OK && !t.asm.Whole() { // its chunks would have come before
-			s.Code, s.Message = frame.DataLoss, fmt.Sprintf("chunk %d did not come; pull it again", t.asm.Below())
-			m.forget(t)
-		} else if t.summed = true; p.Code != frame.OK || t.asm.Whole() {
-			m.forget(t)
+		lost := m.cfg.OneWay && p.Code == frame.OK && !t.Asm.Whole() // its chunks would have come before
+		if lost {
+			s.Code, s.Message = frame.DataLoss, fmt.Sprintf("chunk %d did not come; pull it again", t.Asm.Below())
+		}
+		if t.summed = true; lost || p.Code != frame.OK || t.Asm.Whole() {
+			m.in.drop(t)
 		}
 	}
 	m.tell(Event{Kind: EventSummary, Call: p.Call, Tensor: p.Tensor, Summary: &s})
 	m.calls.advance(k)
-}
-
-// forget ends an incoming tensor of a put or a get, of which nothing is kept.
-func (m *Machine) forget(t *in) {
-	m.in.drop(t)
-	m.calls.retain(t.call, -t.retained)
-	t.retained = 0
-}
-
-// failStored gives up one tensor of a put or a get: its holder ends it (server), or has
-// lost it (client).
-func (m *Machine) failStored(id tensor.ID, k *call, d *frame.Desc, why *frame.Error) {
-	if t := m.in.tensors[id]; t != nil {
-		d = &t.desc
-		m.forget(t)
-	}
-	if !m.cfg.Server {
-		m.sayFailed(id, why.Code, why.Text)
-	}
-	m.tell(Event{Kind: EventFailed, Call: k.part.ID, Tensor: id, Desc: d, Code: why.Code, Text: why.Text})
-	m.calls.advance(k)
-}
-
-// storedFailure handles a tensor of a put or a get that the peer gives up.
-func (m *Machine) storedFailure(now Instant, k *call, p frame.Failure) {
-	if t := m.in.tensors[p.Tensor]; t != nil && t.asm.Whole() {
-		return // late
-	}
-	if !m.cfg.Server { // the peer does not know it any more, and sends no Summary
-		m.summaryPart(now, &frame.Summary{Call: k.part.ID, Tensor: p.Tensor, Code: p.Why(), Message: "given up by the server: " + p.Message})
-		return
-	}
-	if t := m.out.tensors[p.Tensor]; t != nil {
-		m.out.drop(t)
-	}
-	m.failStored(p.Tensor, k, nil, &frame.Error{Code: p.Why(), Text: "given up by the client: " + frame.Clip(p.Message, frame.FailureTextBytes)})
 }
 
 // GiveUp (client) gives up an outgoing tensor of a put, whose bytes cannot be had. The
@@ -210,9 +176,9 @@ func (m *Machine) storedFailure(now Instant, k *call, p frame.Failure) {
 func (m *Machine) GiveUp(id tensor.ID, code frame.Code, text string) bool {
 	t := m.out.tensors[id]
 	if t != nil {
-		t.chunks.Close()
+		t.Chunks.Close()
 		t.failed = &frame.Error{Code: code, Text: text}
-		if t.announced {
+		if t.Announced {
 			m.sayFailed(id, code, text)
 		}
 	}
@@ -225,7 +191,7 @@ func (m *Machine) Lost(id tensor.ID, text string) {
 	if t == nil {
 		return
 	}
-	e := Event{Kind: EventFailed, Call: t.call.part.ID, Tensor: id, Code: frame.DataLoss, Text: text}
+	e := Event{Kind: EventFailed, Call: t.call.part.ID, Tensor: id, Desc: &t.Desc, Code: frame.DataLoss, Text: text}
 	switch q := t.summary; {
 	case !t.call.stored():
 		m.calls.giveUp(t.call, e.Code, text)
@@ -233,11 +199,12 @@ func (m *Machine) Lost(id tensor.ID, text string) {
 		m.waiting += len(text) - len(q.Message)
 		q.Summary = frame.Summary{Call: q.Call, Tensor: id, Name: q.Name, SizeBytes: q.SizeBytes, Code: e.Code, Message: text}
 		m.out.drop(t)
-	case m.cfg.Server:
-		m.out.drop(t)
-		m.tell(e)
 	default:
-		m.GiveUp(id, e.Code, text)
+		if m.cfg.Server {
+			m.out.drop(t)
+		} else {
+			m.GiveUp(id, e.Code, text)
+		}
 		m.tell(e)
 	}
 }
@@ -245,12 +212,10 @@ func (m *Machine) Lost(id tensor.ID, text string) {
 // Unread returns how long the peer has not read what was sent since, if that is too long:
 // most, or as long as it may say that it waits if nothing else can be heard of it.
 func (m *Machine) Unread(now, since, most Instant) string {
-	if long := m.silent(now, since); m.cfg.OneWay && long != "" {
+	switch long := m.silent(now, since); {
+	case m.cfg.OneWay && long != "":
 		return long + "; pull again, and keep reading"
-	} else if m.cfg.OneWay {
-		return ""
-	}
-	if now-since > most {
+	case !m.cfg.OneWay && now-since > most:
 		return fmt.Sprintf("%v s", float64(most)/float64(second))
 	}
 	return ""
@@ -263,24 +228,24 @@ func (m *Machine) Hold(now Instant, id tensor.ID, n int64) error {
 	if t == nil {
 		return ErrClosed
 	}
-	t.asm.Hold(n)
+	t.Asm.Hold(n)
 	t.touch(now)
-	if t.asm.Whole() {
-		m.in.wantAck(now, t, false)
-		m.tell(Event{Kind: EventWhole, Call: t.call.part.ID, Tensor: id, Desc: &t.desc})
+	if t.Asm.Whole() {
+		m.in.WantAck(now, &t.In, false)
+		m.tell(Event{Kind: EventWhole, Call: t.call.part.ID, Tensor: id, Desc: &t.Desc})
 		m.settled(t)
 	} else {
-		m.in.wantCredit(now, t)
+		m.in.WantCredit(now, &t.In)
 	}
 	return nil
 }
 
-// settled forgets a tensor of a get that is whole and has its Summary.
+// settled forgets a tensor of a get that is whole and has its Summary, and advances its call.
 func (m *Machine) settled(t *in) {
-	if t.summed && t.asm.Whole() && !t.dead {
-		m.forget(t)
-		m.calls.advance(t.call)
+	if t.summed && t.Asm.Whole() {
+		m.in.drop(t)
 	}
+	m.calls.advance(t.call)
 }
 
 // Skip (server) leaves out the chunks [lo, hi) of a tensor of a get, which the client has.
@@ -289,7 +254,7 @@ func (m *Machine) Skip(now Instant, id tensor.ID, lo, hi uint32) error {
 	if t == nil {
 		return ErrClosed
 	}
-	t.chunks.Skip(lo, hi)
+	t.Chunks.Skip(lo, hi)
 	t.touch(now)
 	m.out.settle(t)
 	return nil
@@ -298,29 +263,25 @@ func (m *Machine) Skip(now Instant, id tensor.ID, lo, hi uint32) error {
 // owes reports whether the peer owes the next step of a put or a get.
 func (k *call) owes(server bool) bool {
 	if k.part.Put != nil != server { // this side sends
-		feeds := slices.ContainsFunc(k.outs, func(t *out) bool { return t.announced && !t.waits() && t.failed == nil })
+		feeds := slices.ContainsFunc(k.outs, func(t *out) bool { return t.Announced && !t.Waits() && t.failed == nil })
 		return !feeds && (len(k.outs) > 0 || k.ended || server && k.state == lifecycle.Opening)
 	}
-	fills := slices.ContainsFunc(k.ins, func(t *in) bool { return t.asm.Held() < t.limit })
-	lends := slices.ContainsFunc(k.ins, func(t *in) bool { return t.asm.Held() >= t.limit && (server || !t.asm.Whole()) })
+	fills := slices.ContainsFunc(k.ins, func(t *in) bool { return t.Asm.Held() < t.Limit })
+	lends := slices.ContainsFunc(k.ins, func(t *in) bool { return t.Asm.Held() >= t.Limit && (server || !t.Asm.Whole()) })
 	return fills || !lends && !(server && k.ended)
 }
 
 // expireStored gives up a put or a get whose peer made no progress.
 func (m *Machine) expireStored(now Instant, k *call) {
-	switch {
+	switch long := m.silent(now, k.last); {
 	case !k.owes(m.cfg.Server):
 		k.last = now
-	case m.cfg.Server:
-		long := m.silent(now, k.last)
-		switch {
-		case long == "":
-		case k.part.Put != nil:
-			m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("no chunk arrived for %s; push again", long))
-		default:
-			m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("the client has not read for %s; pull again, and keep reading", long))
-		}
-	case now >= k.last+cmp.Or(k.patient, m.cfg.Limits.ChunkIdle):
+	case !m.cfg.Server && now >= k.last+cmp.Or(k.patient, m.cfg.Limits.ChunkIdle):
 		m.calls.giveUp(k, frame.DeadlineExceeded, "the server made no progress")
+	case !m.cfg.Server || long == "":
+	case k.part.Put != nil:
+		m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("no chunk arrived for %s; push again", long))
+	default:
+		m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("the client has not read for %s; pull again, and keep reading", long))
 	}
 }

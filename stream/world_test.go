@@ -447,7 +447,7 @@ func (p *party) lend(t *sink) bool {
 		}
 	}
 	geo := p.m.in.tensors[t.id]
-	if out > 0 && geo != nil && out >= 2*max(t.block, geo.geo.ChunkBytes) {
+	if out > 0 && geo != nil && out >= 2*max(t.block, geo.Geo.ChunkBytes) {
 		return false
 	}
 	return p.lendNow(t, min(t.block, most-t.lent))
@@ -521,12 +521,12 @@ func (p *party) whole(t *sink, l *lentMem) {
 
 // holds reports whether a claim forbids that l of t comes back.
 func (c *openClaim) holds(t *sink, l *lentMem, filled bool) bool {
-	return c != nil && c.c.tensor.desc.Tensor == t.id && (!filled || c.touches(l))
+	return c != nil && c.c.tensor.Desc.Tensor == t.id && (!filled || c.touches(l))
 }
 
 // touches reports whether a claim's chunk lies in l.
 func (c *openClaim) touches(l *lentMem) bool {
-	off, n := c.c.tensor.geo.Span(c.c.claim.Index())
+	off, n := c.c.tensor.Geo.Span(c.c.claim.Index())
 	return off < l.off+int64(len(l.mem)) && l.off < off+n
 }
 
@@ -1197,7 +1197,7 @@ func (w *world) settle(half bool) {
 		if w.idle() || w.now >= end {
 			break
 		}
-		w.advance(lazyAck)
+		w.advance(20 * millisecond)
 		if patience > 20*second {
 			w.advance(second)
 		}
@@ -1240,7 +1240,9 @@ func (w *world) flowHalf() {
 }
 
 func (w *world) idle() bool {
-	return w.cli.m.Status().Calls == 0 && w.srv.m.Status().Calls == 0 && len(w.cli.m.in.acks)+len(w.cli.m.in.credits)+len(w.srv.m.in.credits) == 0
+	credits, acks := w.cli.m.in.Due()
+	granted, _ := w.srv.m.in.Due()
+	return w.cli.m.Status().Calls == 0 && w.srv.m.Status().Calls == 0 && acks+credits+granted == 0
 }
 
 // close closes both machines, wherever they stand.
@@ -1300,9 +1302,9 @@ func (w *world) close() {
 // counts checks that a machine without calls counts nothing.
 func (p *party) counts() {
 	m := p.m
-	if m.in.allowance != 0 || m.out.allowance != 0 || m.out.announced != 0 || m.in.open != 0 || m.calls.undecided != 0 || m.calls.inFlight != 0 {
-		p.w.failf("%s: with no call open it counts allowance in %d, out %d, announced %d, incoming %d, running %d, opened %d",
-			p.name(), m.in.allowance, m.out.allowance, m.out.announced, m.in.open, m.calls.undecided, m.calls.inFlight)
+	if m.in.Allowance != 0 || m.out.Allowance != 0 || m.in.Open != 0 || m.calls.undecided != 0 || m.calls.inFlight != 0 {
+		p.w.failf("%s: with no call open it counts allowance in %d, out %d, incoming %d, running %d, opened %d",
+			p.name(), m.in.Allowance, m.out.Allowance, m.in.Open, m.calls.undecided, m.calls.inFlight)
 	}
 }
 
@@ -1311,15 +1313,15 @@ func (p *party) invariants() {
 	if problem := miscounted(p.m); problem != "" {
 		p.w.failf("%s %s", p.name(), problem)
 	}
-	if len(p.m.in.acks) > len(p.all) || len(p.m.in.credits) > len(p.all) {
-		p.w.failf("%s: %d acks and %d credits wait for %d tensors", p.name(), len(p.m.in.acks), len(p.m.in.credits), len(p.all))
+	if credits, acks := p.m.in.Due(); acks > len(p.all) || credits > len(p.all) {
+		p.w.failf("%s: %d acks and %d credits wait for %d tensors", p.name(), acks, credits, len(p.all))
 	}
 }
 
 // miscounted compares a machine's counts with what they count, and with its limits.
 func miscounted(m *Machine) string {
 	var allowIn, allowOut int64
-	announced, incoming, undecided, opened, retained, waiting := 0, 0, 0, 0, 0, 0
+	incoming, undecided, opened, retained, waiting := 0, 0, 0, 0, 0
 	for _, f := range m.failures {
 		waiting += len(f.Message)
 	}
@@ -1330,18 +1332,18 @@ func miscounted(m *Machine) string {
 		waiting += len(c.done.Message)
 	}
 	for _, t := range m.in.tensors {
-		if t.open {
+		if t.Open {
 			incoming++
-			allowIn += t.share
+			allowIn += t.Share
 		}
 	}
 	for _, t := range m.out.tensors {
-		allowOut += t.share
+		allowOut += t.Share
 		if t.summary != nil {
 			waiting += len(t.summary.Message)
 		}
-		if t.announced {
-			announced++
+		if t.Announced && m.cfg.Server {
+			opened++
 		}
 	}
 	for _, c := range m.calls.open {
@@ -1353,9 +1355,9 @@ func miscounted(m *Machine) string {
 			opened += c.weight()
 		}
 	}
-	if allowIn != m.in.allowance || allowOut != m.out.allowance || announced != m.out.announced || incoming != m.in.open || undecided != m.calls.undecided || opened != m.calls.inFlight {
-		return fmt.Sprintf("counts allowance in %d, out %d, announced %d, incoming %d, undecided %d, opened %d; there are %d %d %d %d %d %d",
-			m.in.allowance, m.out.allowance, m.out.announced, m.in.open, m.calls.undecided, m.calls.inFlight, allowIn, allowOut, announced, incoming, undecided, opened)
+	if allowIn != m.in.Allowance || allowOut != m.out.Allowance || incoming != m.in.Open || undecided != m.calls.undecided || opened != m.calls.inFlight {
+		return fmt.Sprintf("counts allowance in %d, out %d, incoming %d, undecided %d, opened %d; there are %d %d %d %d %d",
+			m.in.Allowance, m.out.Allowance, m.in.Open, m.calls.undecided, m.calls.inFlight, allowIn, allowOut, incoming, undecided, opened)
 	}
 	if retained != m.calls.retained || waiting != m.waiting {
 		return fmt.Sprintf("counts %d bytes retained, %d of text that waits; there are %d and %d", m.calls.retained, m.waiting, retained, waiting)
@@ -1384,7 +1386,8 @@ func (w *world) run(steps int) {
 			if len(p.wire) == 0 && p.m.Status().Calls == 0 {
 				p.counts()
 			}
-			if n := len(p.m.calls.opens) + len(p.m.out.descs) + len(p.m.in.credits) + len(p.m.in.acks) + len(p.m.calls.cancels) + len(p.m.failures) + len(p.m.calls.answers) + len(p.m.out.ring) + len(p.m.out.small) + len(p.m.out.summaries) + len(p.m.out.ending); n > 0 {
+			credits, acks := p.m.in.Due()
+			if n := len(p.m.calls.opens) + len(p.m.out.descs) + credits + acks + len(p.m.calls.cancels) + len(p.m.failures) + len(p.m.calls.answers) + len(p.m.out.summaries) + len(p.m.out.ending); n > 0 || p.m.out.Ready(false) || p.m.out.Ready(true) {
 				w.failf("%s: %d things wait in its queues with no call open", p.name(), n)
 			}
 		}

@@ -1,0 +1,22 @@
+package flow
+
+import "github.com/tensorferry/tensorferry/terms"
+
+const (
+	// smallRun is how many chunks of small tensors may be sent before a large one gets a
+	// turn, so that a flood of small calls does not stop it.
+	smallRun = 8
+	// ackShare: an acknowledgement is due when 1/ackShare of what the sender can retain has
+	// arrived.
+	ackShare = 4
+	// lazyAck is how long an acknowledgement or a credit that nobody waits for may be
+	// delayed, to be sent along with another frame.
+	lazyAck = 20 * terms.Millisecond
+	// FrameParts is the most control parts of a kind in one frame.
+	FrameParts = 64
+	// FrameBytes is the size at which a frame gets no more control parts. The receiver
+	// accepts 64 KiB, so one part more than counted always fits.
+	FrameBytes = 24 << 10
+	// RetainedQueue is the capacity up to which an empty queue is kept.
+	RetainedQueue = 64
+)
