@@ -1,6 +1,7 @@
 // Package assembler rebuilds one tensor from chunks that arrive in any order.
 // Each chunk is written once, straight to its final place in memory that was
-// lent for it, and counts only after its checksum has matched.
+// lent for it, or by a Placer to where else the tensor rests, and counts only
+// after its checksum has matched.
 //
 // It refuses chunks beyond the memory lent so far, chunks of a wrong length and
 // a second content for the same index, before any byte is written. It owns no
@@ -57,11 +58,21 @@ const (
 	coded    = 4 // the codec's place
 )
 
+// Placer takes a tensor's bytes to where they rest when that is not memory that
+// can be lent: a file.
+type Placer interface {
+	// WriteViews borrows views, which belong to byte off of the tensor in order. It is
+	// called by Claim.Copy, on its goroutine, with bytes that have been checked, each
+	// chunk's once unless its error made the caller try again.
+	WriteViews(off int64, views [][]byte) error
+}
+
 // Assembler rebuilds one tensor.
 type Assembler struct {
 	id   tensor.ID
 	geo  tensor.Geometry
 	kind codec.Checksum
+	to   Placer // nil: to the memory lent
 	free func(done func(filled bool), filled bool)
 
 	regions []region // lent and not yet full, ascending; full ones stay until those before are full
@@ -90,16 +101,23 @@ func New(id tensor.ID, geo tensor.Geometry, kind codec.Checksum, free func(done 
 	return &Assembler{id: id, geo: geo, kind: kind, free: free}
 }
 
+// Place has the bytes of a tensor go to p: every chunk has its place from then on, and
+// nothing can be lent. Nothing was lent before.
+func (a *Assembler) Place(p Placer) {
+	a.to = p
+	a.grow(a.geo.Size)
+}
+
 // Lend lends mem for the next bytes of the tensor, directly after those lent
 // before, until done is passed to New's free: once, inside Lend, Commit or Drop.
 // With true, every byte of mem is in place; with false, the tensor was dropped and
 // mem may hold anything. No claim that could touch mem is open then.
 //
-// Lend panics after Drop, and when mem reaches past the tensor's end: those are
-// defects of the lender, never of a peer.
+// Lend panics after Drop, with a Placer, and when mem reaches past the tensor's
+// end: those are defects of the lender, never of a peer.
 func (a *Assembler) Lend(mem []byte, done func(filled bool)) {
 	n := int64(len(mem))
-	if a.dropped || n > a.geo.Size-a.lent {
+	if a.to != nil || a.dropped || n > a.geo.Size-a.lent {
 		panic(fmt.Sprintf("assembler: %d bytes lent at %d of a tensor of %d", n, a.lent, a.geo.Size))
 	}
 	a.regions = append(a.regions, region{off: a.lent, mem: mem, missing: n, done: done})
@@ -126,7 +144,7 @@ func (a *Assembler) grow(n int64) {
 // whoever lends has them. n ends a chunk, as what was lent before did. Hold panics as Lend
 // does.
 func (a *Assembler) Hold(n int64) {
-	if end := a.lent + n; a.dropped || n < 1 || end > a.geo.Size || a.lent%a.geo.ChunkBytes != 0 || end%a.geo.ChunkBytes != 0 && end < a.geo.Size {
+	if end := a.lent + n; a.to != nil || a.dropped || n < 1 || end > a.geo.Size || a.lent%a.geo.ChunkBytes != 0 || end%a.geo.ChunkBytes != 0 && end < a.geo.Size {
 		panic(fmt.Sprintf("assembler: %d bytes held at %d of a tensor of %d", n, a.lent, a.geo.Size))
 	}
 	from := len(a.state)
@@ -192,11 +210,15 @@ type Claim struct {
 	index uint32
 	sum   uint32   // promised
 	seed  uint32   // of the checksum
-	dst   [][]byte // where the bytes go, in order
+	dst   [][]byte // where the bytes go, in order; scratch with a Placer
+	off   int64    // of the place
 	n     int      // bytes of the place
 	kind  codec.Checksum
 	codec codec.Codec
 	again bool
+	to    Placer
+
+	decoded []byte // with a Placer: what was encoded, kept from claim to claim
 }
 
 // Index returns the chunk's index.
@@ -234,7 +256,7 @@ func (a *Assembler) Claim(c *Claim, index uint32, n int, k codec.Codec, sum uint
 			return Duplicate, nil
 		}
 		a.claims++
-		*c = Claim{asm: a, index: index, sum: sum, seed: a.kind.Seed(a.id, index), kind: a.kind, again: true, dst: c.dst[:0]}
+		*c = Claim{asm: a, index: index, sum: sum, seed: a.kind.Seed(a.id, index), kind: a.kind, again: true, dst: c.dst[:0], decoded: c.decoded}
 		return Place, nil
 	}
 	a.state[index] = a.state[index]&failures | claimed | uint8(k)<<coded
@@ -242,7 +264,10 @@ func (a *Assembler) Claim(c *Claim, index uint32, n int, k codec.Codec, sum uint
 	a.claims++
 	*c = Claim{
 		asm: a, index: index, sum: sum, seed: a.kind.Seed(a.id, index), dst: c.dst[:0],
-		n: int(want), kind: a.kind, codec: k,
+		off: off, n: int(want), kind: a.kind, codec: k, to: a.to, decoded: c.decoded,
+	}
+	if a.to != nil {
+		return Place, nil
 	}
 	for i := a.find(off); want > 0; i++ {
 		r := &a.regions[i]
@@ -266,24 +291,37 @@ func (a *Assembler) find(off int64) int {
 }
 
 // Copy writes the chunk's bytes, borrowed as views in order, to their place and
-// returns the checksum of the views; Commit takes both results. Bytes that have to be
-// decoded are written only when their checksum is the promised one, those of a chunk
-// that came before never. The error wraps codec.ErrDecode.
+// returns the checksum of the views; Commit takes both results. Bytes that go to a
+// Placer or have to be decoded are written only when their checksum is the
+// promised one, those of a chunk that came before never. The error is the Placer's own, or wraps codec.ErrDecode.
 //
-// Copy touches only claimed memory: it may run beside the assembler, and beside the Copy
-// of another claim.
+// Copy touches only claimed memory: it may run beside the assembler, and, without
+// a Placer, beside the Copy of another claim.
 func (c *Claim) Copy(views [][]byte) (got uint32, err error) {
-	if c.codec == codec.None && !c.again {
+	if c.to == nil && c.codec == codec.None && !c.again {
 		return c.copy(views), nil
 	}
 	got = c.seed
 	for _, v := range views {
 		got = c.kind.Update(got, v)
 	}
-	if got != c.sum || c.again {
+	switch {
+	case got != c.sum || c.again:
 		return got, nil
+	case c.to == nil:
+		return got, c.codec.Decode(c.dst, views)
+	case c.codec == codec.None:
+		return got, c.to.WriteViews(c.off, views)
 	}
-	return got, c.codec.Decode(c.dst, views)
+	// Not in memory that others wait for: a Placer may be slow, or its owner's.
+	if len(c.decoded) < c.n {
+		c.decoded = make([]byte, c.n)
+	}
+	c.dst = append(c.dst[:0], c.decoded[:c.n])
+	if err := c.codec.Decode(c.dst, views); err != nil {
+		return got, err
+	}
+	return got, c.to.WriteViews(c.off, c.dst)
 }
 
 // Fill reads the chunk's bytes from r straight to their place, and returns their checksum;
@@ -340,7 +378,7 @@ func (c *Claim) copy(views [][]byte) uint32 {
 func (a *Assembler) Commit(c *Claim, got uint32, err error) (bool, error) {
 	i := c.index
 	invariants.Assert(c.asm == a && (c.again || a.dropped || a.state[i]&stand == claimed), "assembler: commit without a claim")
-	c.asm = nil
+	c.asm, c.to = nil, nil
 	clear(c.dst)
 	a.claims--
 	if a.dropped {
@@ -368,6 +406,9 @@ func (a *Assembler) Commit(c *Claim, got uint32, err error) (bool, error) {
 	a.state[i] = a.state[i]&^stand | held
 	a.count++
 	a.advance()
+	if a.to != nil {
+		return true, nil
+	}
 	off, n := a.geo.Span(i)
 	if n == 0 { // the empty chunk of an empty tensor fills every region
 		for k := range a.regions {
@@ -394,7 +435,7 @@ func (a *Assembler) Commit(c *Claim, got uint32, err error) (bool, error) {
 // before, and was not damaged.
 func (a *Assembler) Abort(c *Claim) {
 	invariants.Assert(c.asm == a, "assembler: abort without a claim")
-	c.asm = nil
+	c.asm, c.to = nil, nil
 	clear(c.dst)
 	a.claims--
 	if a.dropped {

@@ -33,10 +33,32 @@ type bed struct {
 	dropped bool
 	claimed func(index uint32) bool // whether a claim is open, or nil
 	claim   Claim
+	disk    *disk // where the bytes go instead of to regions, or nil
 }
 
 // atOnce returns memory at once.
 func atOnce(done func(filled bool), filled bool) { done(filled) }
+
+// disk is a Placer that may be full.
+type disk struct {
+	mem    []byte
+	writes int
+	err    error
+}
+
+func (d *disk) WriteViews(off int64, views [][]byte) error {
+	d.writes++
+	if d.err != nil {
+		return d.err
+	}
+	for _, v := range views {
+		if n := copy(d.mem[off:], v); n < len(v) {
+			return errors.New("disk: outside the tensor")
+		}
+		off += int64(len(v))
+	}
+	return nil
+}
 
 const (
 	edge   = "\xC9canary\x9C"
@@ -58,6 +80,14 @@ func newBedOf(t testing.TB, size, chunk int64, run int) *bed {
 			b.data[i] = b.data[i-1]
 		}
 	}
+	return b
+}
+
+// onDisk turns a bed into one whose bytes go to a Placer.
+func (b *bed) onDisk() *bed {
+	b.disk = &disk{mem: bytes.Repeat([]byte{blank}, len(b.data))}
+	b.a = New(id, b.geo, codec.CRC32C, nil)
+	b.a.Place(b.disk)
 	return b
 }
 
@@ -153,6 +183,18 @@ func (b *bed) drop() {
 func (b *bed) check(held func(uint32) bool) {
 	b.t.Helper()
 	off := int64(0)
+	if b.disk != nil {
+		for index := range b.geo.Count() {
+			off, n := b.geo.Span(index)
+			want := b.data[off : off+n]
+			if !held(index) {
+				want = bytes.Repeat([]byte{blank}, int(n))
+			}
+			if !bytes.Equal(b.disk.mem[off:off+n], want) {
+				b.t.Fatalf("chunk %d on disk is wrong; held %v", index, held(index))
+			}
+		}
+	}
 	for i := range b.backing {
 		r := b.region(i)
 		n := int64(len(r))
@@ -543,6 +585,67 @@ func TestChunksInACodecFillRegionsOfAnyCut(t *testing.T) {
 	}
 }
 
+func TestAPlacerGetsEachChunkOnceAndOnlyWhenItIsRight(t *testing.T) {
+	for _, chunk := range []int64{64, 1025} {
+		for _, size := range sizes(chunk) {
+			t.Run(fmt.Sprintf("chunk=%d/size=%d", chunk, size), func(t *testing.T) {
+				b := newBedOf(t, size, chunk, 37).onDisk()
+				require.Equal(t, b.geo.Count(), b.a.Limit(), "every chunk has its place from the start")
+				require.Panics(t, func() { b.a.Lend(make([]byte, 1), nil) })
+				held := map[uint32]bool{}
+				for _, i := range rand.New(rand.NewPCG(4, 0)).Perm(int(b.geo.Count())) {
+					index := uint32(i)
+					k, data := codec.LZ4, b.squeeze(index)
+					if data == nil || i%2 == 1 {
+						k, data = codec.None, b.payload(index)
+					}
+					if len(data) > 0 {
+						bad := bytes.Clone(data)
+						bad[len(bad)/2] ^= 1
+						v, err := b.a.Claim(&b.claim, index, len(data), k, b.sum(index, data))
+						require.NoError(t, err)
+						require.Equal(t, Place, v)
+						writes := b.disk.writes
+						ok, err := b.settle(&b.claim, [][]byte{bad})
+						require.NoError(t, err)
+						require.False(t, ok)
+						require.Equal(t, writes, b.disk.writes, "nothing is placed that fails its checksum")
+					}
+					require.False(t, b.a.Has(index))
+					v, ok, err := b.send(index, k, data, 100)
+					require.NoError(t, err)
+					require.Equal(t, Place, v)
+					require.True(t, ok)
+					held[index] = true
+					require.True(t, b.a.Has(index))
+					b.check(func(i uint32) bool { return held[i] })
+				}
+				require.True(t, b.a.Whole())
+				require.EqualValues(t, b.geo.Count(), b.disk.writes)
+				require.False(t, b.a.Has(b.geo.Count()))
+			})
+		}
+	}
+}
+
+func TestThePlacersErrorEndsTheTensor(t *testing.T) {
+	full := errors.New("disk full")
+	for _, k := range []codec.Codec{codec.None, codec.LZ4} {
+		b := newBedOf(t, 400, 200, 50).onDisk()
+		data := b.payload(1)
+		if k == codec.LZ4 {
+			data = b.squeeze(1)
+		}
+		b.disk.err = full
+		_, ok, err := b.send(1, k, data, 7)
+		require.ErrorIs(t, err, full)
+		require.ErrorContains(t, err, "chunk 1")
+		require.False(t, ok)
+		require.False(t, b.a.Has(1))
+		b.check(func(uint32) bool { return false })
+	}
+}
+
 func TestAChunkInACodecIsShorterThanItsPlaceAndNotEmpty(t *testing.T) {
 	for name, tc := range map[string]struct {
 		k    codec.Codec
@@ -580,6 +683,7 @@ func TestWhatPassesItsChecksumAndDoesNotDecodeEndsTheTensor(t *testing.T) {
 		for where, prepare := range map[string]func(b *bed){
 			"one region":  func(b *bed) { b.lend(400) },
 			"two regions": func(b *bed) { b.lend(300); b.lend(100) },
+			"a file":      func(b *bed) { b.onDisk() },
 		} {
 			t.Run(name+"/"+where, func(t *testing.T) {
 				b := newBedOf(t, 400, 200, 50)
@@ -646,7 +750,7 @@ func TestAChunkAgainInAnotherCodecIsDropped(t *testing.T) {
 	}
 }
 
-// Decoding to one region, and to several.
+// Decoding to one region, to several and to a file.
 func TestDecodingAllocatesNothing(t *testing.T) {
 	const chunk, chunks = 4096, 64
 	for name, prepare := range map[string]func(b *bed){
@@ -656,6 +760,7 @@ func TestDecodingAllocatesNothing(t *testing.T) {
 				b.a.Lend(make([]byte, min(1000, left)), func(bool) {})
 			}
 		},
+		"a file": func(b *bed) { b.onDisk() },
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBedOf(t, chunk*chunks, chunk, 20)
@@ -757,6 +862,9 @@ func BenchmarkChunk(b *testing.B) {
 	}
 }
 
+// onDisk in a size makes FuzzAssembler use a Placer.
+const onDisk = 1 << 15
+
 // FuzzAssembler runs a script against an assembler and a model that keeps one
 // flag per chunk. A script byte pair is an operation and its argument.
 func FuzzAssembler(f *testing.F) {
@@ -766,12 +874,16 @@ func FuzzAssembler(f *testing.F) {
 	f.Add(uint16(20), uint16(3), []byte{0, 20, 4, 1, 4, 1, 4, 1})
 	f.Add(uint16(64), uint16(16), []byte{0, 64, 7, 0, 7, 1, 8, 1, 8, 0, 7, 3, 7, 2, 8, 0, 8, 0})
 	f.Add(uint16(200), uint16(100), []byte{0, 120, 9, 0, 9, 0, 1, 0, 0, 80, 11, 1, 11, 1, 9, 1, 10, 1})
+	f.Add(uint16(onDisk|200), uint16(100), []byte{9, 0, 9, 0, 1, 0, 11, 1, 10, 1, 9, 1})
 	f.Fuzz(func(t *testing.T, size, chunk uint16, script []byte) {
 		geo, err := tensor.NewGeometry(int64(size%512), int64(chunk%128))
 		if err != nil || geo.Count() > 64 || len(script) > 256 {
 			return // longer ones find nothing that shorter ones do not
 		}
 		b := newBedOf(t, geo.Size, geo.ChunkBytes, 24)
+		if size&onDisk != 0 {
+			b.onDisk()
+		}
 		var (
 			held    = make([]bool, geo.Count())
 			copying = make([]bool, geo.Count())
@@ -780,6 +892,9 @@ func FuzzAssembler(f *testing.F) {
 			open    []*Claim
 		)
 		limit := func() uint32 { // slow and obvious
+			if b.disk != nil {
+				return geo.Count()
+			}
 			if len(b.backing) == 0 {
 				return 0
 			}
@@ -820,14 +935,18 @@ func FuzzAssembler(f *testing.F) {
 					t.Fatalf("chunk %d of a dropped tensor: %v, %v", c.Index(), ok, err)
 				}
 			}
-			b.check(func(i uint32) bool { return held[i] })
+			if b.disk == nil {
+				b.check(func(i uint32) bool { return held[i] })
+			}
 		}()
 		for ; len(script) >= 2; script = script[2:] {
 			arg := script[1]
 			index := uint32(arg) % (geo.Count() + 1) // one too many, too
 			switch op := script[0] % 12; op {
 			case 0:
-				b.lend(min(int64(arg), geo.Size-b.lent))
+				if b.disk == nil {
+					b.lend(min(int64(arg), geo.Size-b.lent))
+				}
 			default:
 				var p []byte
 				if index < geo.Count() {

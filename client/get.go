@@ -213,11 +213,14 @@ func (p *pull) receive(t *pulled, over bool) bool {
 func (p *pull) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	t := p.byID[e.Tensor]
 	if ends := e.Kind == stream.EventSummary || e.Kind == stream.EventFailed; e.Kind == stream.EventTensor || t == nil && ends {
+		if len(p.byID) > p.most { // add ends the pull, once the caller's code lets it
+			return
+		}
 		t = new(pulled)
 		if e.Desc != nil {
 			t.Name = e.Desc.Name
 		} else if e.Summary != nil { // of a selection that matched nothing
-			t.Name = e.Summary.Name
+			t.Name = frame.Clip(e.Summary.Name, frame.NameBytes+1) // none is as long
 		}
 		p.byID[e.Tensor] = t
 		p.queue = append(p.queue, t)
@@ -236,7 +239,7 @@ func (p *pull) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		}
 		p.session.wantLane(m, t.Bytes)
 	case stream.EventChunk:
-		t.moved.Add(e.N)
+		t.moved.Add(e.N) // it has memory, so it is there
 	case stream.EventSummary, stream.EventFailed:
 		if t.sum != nil { // the first counts
 			break

@@ -240,7 +240,7 @@ func (p *putting) send(t *pushed) bool {
 	s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
 		t.failed = err
 		if !m.GiveUp(id, frame.Cancelled, "the client could not read all of it") {
-			p.ended(t, id)
+			p.ended(id)
 		}
 	})
 	return true
@@ -255,11 +255,13 @@ func (t *pushed) view(off, n int64) ([]byte, interface{ Release() }, error) {
 // Release ends the sharing of a view.
 func (t *pushed) Release() { t.using.Done() }
 
-// ended takes a tensor out of those on their way; the session is locked.
-func (p *putting) ended(t *pushed, id tensor.ID) {
-	delete(p.byID, id)
-	p.bytes -= t.Bytes
-	p.news.Tell()
+// ended takes a tensor out of those on their way, if it is there; the session is locked.
+func (p *putting) ended(id tensor.ID) {
+	if t := p.byID[id]; t != nil {
+		delete(p.byID, id)
+		p.bytes -= t.Bytes
+		p.news.Tell()
+	}
 }
 
 // event implements handler.
@@ -268,7 +270,7 @@ func (p *putting) event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 	switch {
 	case e.Kind == stream.EventSummary && t != nil:
 		t.sum = e.Summary
-		p.ended(t, e.Tensor)
+		p.ended(e.Tensor)
 	case e.Kind == stream.EventFailed && t != nil: // its bytes vanished
 		t.failed = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: %s", t.Name, e.Text)}
 	}

@@ -417,3 +417,25 @@ func TestAWriterThatWaitsHoldsUpNobodyElse(t *testing.T) {
 type writerFunc func([]byte) (int, error)
 
 func (f writerFunc) Write(b []byte) (int, error) { return f(b) }
+
+func TestAPullGoesOnBehindWhatIsHeldInWholePieces(t *testing.T) {
+	testkit.Start(t)
+	const size, chunk = 10_000_000, 100_000
+	c := storing(t, inMemory(64*mib), client.Config{ChunkBytes: chunk})
+	data := noise(7, size)
+	_, err := c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{{Name: "x", Desc: int8s(size), Data: data}}})
+	require.NoError(t, err)
+	f, err := os.Create(filepath.Join(t.TempDir(), "x"))
+	require.NoError(t, err)
+	defer f.Close()
+	_, err = f.WriteAt(data[2*chunk:3*chunk], 2*chunk)
+	require.NoError(t, err)
+	_, err = c.Pull(t.Context(), client.PullRequest{
+		Select: []client.Selection{{Name: "x", Held: []client.Range{{Off: 2 * chunk, Len: chunk}}}},
+		To:     func(string, tensor.Desc) (client.Sink, error) { return client.At(f), nil },
+	})
+	require.NoError(t, err)
+	got, err := os.ReadFile(f.Name())
+	require.NoError(t, err)
+	require.True(t, bytes.Equal(data, got))
+}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/flow"
 	"github.com/tensorferry/tensorferry/internal/lifecycle"
@@ -219,6 +220,19 @@ func (m *Machine) Unread(now, since, most Instant) string {
 		return fmt.Sprintf("%v s", float64(most)/float64(second))
 	}
 	return ""
+}
+
+// Place has the chunks of an incoming tensor, to which nothing was lent, written to p, in any
+// order: each when it comes, on the goroutine that has it.
+func (m *Machine) Place(now Instant, id tensor.ID, p assembler.Placer) error {
+	t := m.in.tensors[id]
+	if t == nil {
+		return ErrClosed
+	}
+	t.Asm.Place(p)
+	t.touch(now)
+	m.in.WantCredit(now, &t.In)
+	return nil
 }
 
 // Hold (client) says that this side has the next n bytes of a tensor of a get, directly

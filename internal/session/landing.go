@@ -52,6 +52,7 @@ type Landing struct {
 	// Held are the ranges that the place has, ascending and apart.
 	Held []frame.Range
 
+	size   int64 // bytes of a piece, whole chunks; 0 before the first
 	lent   int64 // bytes lent, or held
 	began  bool
 	left   int   // pieces lent, and not handed over
@@ -151,6 +152,11 @@ func (l *Landing) free(p *piece) {
 
 // more lends what there is memory for.
 func (l *Landing) more() error {
+	if l.size == 0 {
+		if l.size = l.Geo.ChunkBytes; len(l.Held) == 0 {
+			l.size *= max(1, PieceBytes/l.Geo.ChunkBytes)
+		}
+	}
 	for !l.began || l.lent < l.Geo.Size {
 		if n := l.held(); n > 0 {
 			l.Session.Do(func(m *stream.Machine, now stream.Instant) { l.failed = l.failed || m.Hold(now, l.Tensor, n) != nil })
@@ -159,7 +165,7 @@ func (l *Landing) more() error {
 			l.began = true
 			continue
 		}
-		n := l.pieceBytes()
+		n := min(l.size, l.Geo.Size-l.lent) // up to what is held
 		p := &piece{off: l.lent}
 		switch {
 		case n == 0:
@@ -197,15 +203,6 @@ func (l *Landing) more() error {
 		l.began = true
 	}
 	return nil
-}
-
-// pieceBytes is how much to lend next: whole chunks, up to what is held.
-func (l *Landing) pieceBytes() int64 {
-	n := l.Geo.ChunkBytes * max(1, PieceBytes/l.Geo.ChunkBytes)
-	if len(l.Held) > 0 {
-		n = l.Geo.ChunkBytes
-	}
-	return min(n, l.Geo.Size-l.lent)
 }
 
 // held returns how many of the next bytes are in chunks that lie in one range of Held.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"sync"
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/serving"
@@ -43,10 +44,11 @@ type incoming struct {
 	cancel  context.CancelCauseFunc
 	news    session.News
 	landing session.Landing
-	writer  store.Writer // nil until there is room
-	staged  *slab.Slab   // memory of a tensor on allowance
-	stage   int64        // bytes that staged takes
-	memory  int64        // bytes acquired from the budget
+	place   *placed
+	staged  *slab.Slab // memory of a tensor on allowance
+	stage   int64      // bytes that staged takes
+	memory  int64      // bytes acquired from the budget
+	whole   bool       // guarded by the session's lock
 }
 
 // Event implements serving.Task.
@@ -58,6 +60,9 @@ func (p *put) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	case stream.EventChunk:
 		in.state.bytes.Add(e.N)
 		p.record.bytes.Add(e.N)
+	case stream.EventWhole:
+		in.whole = true
+		in.news.Tell()
 	case stream.EventFailed:
 		err := &frame.Error{Code: e.Code, Text: e.Text}
 		if in != nil {
@@ -94,7 +99,7 @@ func (p *put) announced(m *stream.Machine, now stream.Instant, d *frame.Desc) {
 	}
 	in.state = p.service.log.tensor(p.record, d.Tensor, in.desc.Name, d.SizeBytes)
 	geo := tensor.Geometry{Size: int64(d.SizeBytes), ChunkBytes: int64(d.ChunkBytes)}
-	in.landing = session.Landing{Session: p.session, Tensor: d.Tensor, Geo: geo, News: in.news, Slab: in.slab, To: in}
+	in.landing = session.Landing{Session: p.session, Tensor: d.Tensor, Geo: geo, News: in.news, Slab: in.slab}
 	p.tensors[d.Tensor] = in
 	if d.OnAllowance {
 		var err error
@@ -108,9 +113,32 @@ func (p *put) announced(m *stream.Machine, now stream.Instant, d *frame.Desc) {
 	p.session.Go(func() { in.run(name) })
 }
 
-// WriteViews implements session.Place. A store's code may panic.
-func (in *incoming) WriteViews(off int64, views [][]byte) error {
-	return in.put.service.survive(func() error { return in.writer.WriteViews(in.ctx, off, views) })
+// placed is the Place of a tensor, and its assembler.Placer if the call comes one way. A
+// store's code may panic.
+type placed struct {
+	service *Service
+	ctx     context.Context
+	mu      sync.Mutex
+	writer  store.Writer // nil after the end; guarded by mu
+}
+
+// WriteViews copies views to byte off of the tensor.
+func (w *placed) WriteViews(off int64, views [][]byte) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.writer == nil {
+		return stream.ErrClosed
+	}
+	return w.service.survive(func() error { return w.writer.WriteViews(w.ctx, off, views) })
+}
+
+// end returns the writer, which nobody uses any more.
+func (w *placed) end() store.Writer {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	writer := w.writer
+	w.writer = nil
+	return writer
 }
 
 // slab returns memory of n bytes. It waits for the first.
@@ -127,8 +155,13 @@ func (in *incoming) slab(n int) (*slab.Slab, error) {
 			return nil, err
 		}
 	}
+	mem, err := s.Pool.Get(n)
+	if err != nil {
+		s.Budget.Release(holder, size)
+		return nil, err
+	}
 	in.memory += size
-	return s.Pool.Get(n)
+	return mem, nil
 }
 
 func (in *incoming) tableBytes() int64 { return serving.TableBytes(in.landing.Geo.Count()) }
@@ -147,12 +180,13 @@ func (in *incoming) run(name string) {
 	} else {
 		sum.Digest, sum.Durable = info.Digest, info.Durable
 	}
-	kept := false // in a set
+	var kept store.Writer // of a set
 	p.session.Do(func(m *stream.Machine, now stream.Instant) {
 		if err == nil && p.all && p.ctx.Err() != nil { // the set has failed while this tensor became ready
 			sum = p.failed(sum, context.Cause(p.ctx))
-		} else if kept = err == nil && p.all; kept {
-			p.set = append(p.set, in.writer)
+		} else if err == nil && p.all {
+			kept = in.place.end()
+			p.set = append(p.set, kept)
 		}
 		delete(p.tensors, in.desc.Tensor)
 		p.end(m, now, in.state, sum)
@@ -160,8 +194,10 @@ func (in *incoming) run(name string) {
 	for !in.landing.Home() { // until no chunk is being written to it
 		<-in.news
 	}
-	if in.writer != nil && !kept {
-		in.writer.Abort() // a no-op if it was committed
+	if in.place != nil && kept == nil {
+		if w := in.place.end(); w != nil {
+			w.Abort() // a no-op if it was committed
+		}
 	}
 	if in.staged != nil {
 		p.session.Unstage(in.staged, in.stage)
@@ -188,8 +224,8 @@ func (in *incoming) store(name string) (info store.Info, err error) {
 	if err != nil {
 		return info, err
 	}
-	in.writer = w
-	if err := in.receive(); err != nil {
+	in.place = &placed{service: s, ctx: in.ctx, writer: w}
+	if err := in.receive(w); err != nil {
 		return info, err
 	}
 	select {
@@ -205,14 +241,24 @@ func (in *incoming) store(name string) (info store.Info, err error) {
 }
 
 // receive waits until every byte is written.
-func (in *incoming) receive() error {
+func (in *incoming) receive(w store.Writer) error {
 	l := &in.landing
-	if mem, ok := in.writer.(store.InPlace); ok && in.staged == nil {
+	l.To = in.place
+	whole := l.Whole
+	if in.put.session.OneWay() {
+		in.put.session.Do(func(m *stream.Machine, now stream.Instant) { _ = m.Place(now, in.desc.Tensor, in.place) })
+		whole = in.isWhole
+	} else if mem, ok := w.(store.InPlace); ok && in.staged == nil {
 		l.Memory = mem.Memory()
 	}
 	for {
-		if err := l.Step(); err != nil || l.Whole() {
-			return err
+		if !in.put.session.OneWay() {
+			if err := l.Step(); err != nil {
+				return err
+			}
+		}
+		if whole() {
+			return nil
 		}
 		select {
 		case <-in.news:
@@ -220,6 +266,11 @@ func (in *incoming) receive() error {
 			return context.Cause(in.ctx)
 		}
 	}
+}
+
+func (in *incoming) isWhole() (whole bool) {
+	in.put.session.Do(func(*stream.Machine, stream.Instant) { whole = in.whole })
+	return whole
 }
 
 // failed returns the Summary of a tensor that failed.
@@ -251,7 +302,8 @@ func (p *put) end(m *stream.Machine, now stream.Instant, state *progress, sum fr
 			sum.Code, sum.Message = frame.ResourceExhausted, fmt.Sprintf("the set has more than %d tensors; put fewer at a time", store.MaxSet)
 		}
 	}
-	if p.all && sum.Code != frame.OK {
+	if p.all && sum.Code != frame.OK && !p.summed { // else a desc came after the end
+		p.cancel(&frame.Error{Code: sum.Code, Text: sum.Message}) // before the end, which may have come, settles
 		p.finish(m, frame.Done{Code: sum.Code, Message: "nothing of the set is stored: " + sum.Message, RetryAfterMillis: sum.RetryAfterMillis})
 		return
 	}

@@ -295,3 +295,89 @@ func TestWhatPullsSelectCountsInTheBudget(t *testing.T) {
 		require.NoError(t, whole(manyHeld("1000", 15_000)))
 	})
 }
+
+func TestChunksOfAPushToAFolderMayComeInAnyOrder(t *testing.T) {
+	testkit.Start(t)
+	f, err := store.OpenFolder(t.TempDir(), store.FolderConfig{Log: slog.New(slog.DiscardHandler)})
+	require.NoError(t, err)
+	// Less memory than the tensor, and far less than the pieces in which a put would land.
+	s := serve(t, mib, stream.Limits{}, func(c *Config) {
+		require.NoError(t, c.Store.Close())
+		c.Store = f
+	})
+	l := newLink(t)
+	const chunks = 100
+	p := pack("x", testkit.Bytes(chunks*64<<10, 1), 64<<10)
+	go func() { // ends with the push
+		l.send(&frame.Frame{Hello: hello()})
+		l.send(p.announced())
+		for i := range uint32(chunks) {
+			l.send(p.chunk(chunks - 1 - i))
+		}
+		close(l.in)
+	}()
+	require.NoError(t, s.Push(new(admission.Caller), l, func(list []frame.Summary) error {
+		require.Len(t, list, 1)
+		require.Equal(t, frame.OK, list[0].Code, list[0].Message)
+		return nil
+	}))
+	l.end()
+}
+
+// sessionLink is a session's client that counts what ends.
+type sessionLink struct {
+	*link
+	told chan frame.Done
+}
+
+func (l *sessionLink) Send(f *frame.Frame, held interface{ Release() }) error {
+	if held != nil {
+		held.Release()
+	}
+	for _, d := range f.Dones {
+		l.told <- d
+	}
+	for _, s := range f.Summaries {
+		l.told <- frame.Done{Call: s.Call, Code: s.Code}
+	}
+	return nil
+}
+
+// TestASetWhoseLastTensorIsBadIsNotStored has the bad desc come with the end of the put: what
+// was to be stored is not, whichever the store sees first.
+func TestASetWhoseLastTensorIsBadIsNotStored(t *testing.T) {
+	testkit.Start(t)
+	s := serve(t, 64*mib, stream.Limits{}, nil)
+	sess, err := s.Core.OpenSession(new(admission.Caller))
+	require.NoError(t, err)
+	l := &sessionLink{newLink(t), make(chan frame.Done, 1000)}
+	ended := make(chan error, 1)
+	go func() { ended <- sess.Serve(l.ctx, l) }()
+	h := hello()
+	h.MaxOpenTensors = 64
+	l.send(&frame.Frame{Hello: h})
+	const sets = 40
+	last := new(frame.Frame)
+	for i := range sets {
+		good, bad := ten(fmt.Sprint("good", i)), ten("bad")
+		call := tensor.NewID()
+		good.desc.Call, good.desc.OnAllowance, bad.desc.Call, bad.desc.SizeBytes = call, true, call, 11
+		l.send(&frame.Frame{Calls: []frame.Call{{ID: call, Put: &frame.Put{All: true}}}, Descs: []frame.Desc{good.desc}})
+		for c := range uint32(3) {
+			l.send(good.chunk(c))
+		}
+		require.Equal(t, frame.OK, (<-l.told).Code)
+		last.Descs = append(last.Descs, bad.desc)
+		last.Ends = append(last.Ends, frame.End{Call: call, Tensors: 2})
+	}
+	l.send(last)
+	for range 2 * sets {
+		require.Equal(t, frame.InvalidArgument, (<-l.told).Code)
+	}
+	l.end()
+	<-ended
+	s.Core.Wait()
+	infos, err := s.Store.List(t.Context(), "", "", 2*sets)
+	require.NoError(t, err)
+	require.Empty(t, infos)
+}
