@@ -153,7 +153,7 @@ func (s *Session) Serve(ctx context.Context, conn Conn) error {
 	case err := <-lost:
 		s.Stop(err)
 	case <-ctx.Done():
-		s.Stop(context.Cause(ctx))
+		s.Stop(session.Why(ctx, lost))
 	case <-s.core.Done():
 		s.Stop(ErrShutdown)
 	}

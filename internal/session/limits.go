@@ -10,6 +10,9 @@ const (
 	// writeStall is how long one frame may wait for the peer to read before the
 	// session ends: credit bounds memory, this bounds patience.
 	writeStall = 30 * time.Second
+	// whyWait is how long the end of a context waits for its reason: the reader has it, unless
+	// it is still at a store.
+	whyWait = 100 * time.Millisecond
 	// drainPoll is how often Drain looks whether the last call has ended; only
 	// shutting down waits for it.
 	drainPoll = 10 * time.Millisecond

@@ -307,6 +307,21 @@ func (s *Session) read(conn Conn, lost chan<- error) {
 	}
 }
 
+// Why returns why a connection has ended whose context has: gRPC ends the context of an RPC
+// that it refuses itself before Recv says why, which Carry's lost gets.
+func Why(ctx context.Context, lost <-chan error) error {
+	why := context.Cause(ctx)
+	if !errors.Is(why, context.Canceled) {
+		return why
+	}
+	select {
+	case err := <-lost:
+		return err
+	case <-time.After(whyWait):
+		return why
+	}
+}
+
 // lose tells why a connection ended: the first reason stands.
 func lose(lost chan<- error, err error) {
 	select {

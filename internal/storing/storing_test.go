@@ -375,7 +375,7 @@ func TestASetWhoseLastTensorIsBadIsNotStored(t *testing.T) {
 		require.Equal(t, frame.InvalidArgument, (<-l.told).Code)
 	}
 	l.end()
-	<-ended
+	require.Error(t, <-ended)
 	s.Core.Wait()
 	infos, err := s.Store.List(t.Context(), "", "", 2*sets)
 	require.NoError(t, err)

@@ -24,10 +24,13 @@ const RawStored = "raw socket, CRC-32C and digest"
 // Requests of RawStored.
 const rawPush, rawPull = 'p', 'g'
 
+// rawEntry is the name of the tensor in the file that is pulled.
+const rawEntry = "x"
+
 var rawStored = bench.Kind{
 	Name: RawStored, OwnMemory: true, // or that of a pull would be compared, too
 	Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
-		s := &storedEnd{Place: p, path: filepath.Join(p.Dir, "raw.npy")}
+		s := &storedEnd{Place: p, path: filepath.Join(p.Dir, "raw.safetensors")}
 		bench.FillFloats(p.To) // every page is written before
 		ctx, cancel := context.WithCancel(context.Background())
 		return bench.Go(func() error {
@@ -159,11 +162,15 @@ func (e *storedEnd) serve() error {
 				return err
 			}
 		}
-		file, closer, err := tensorfile.OpenNPY(e.path) // mapped
-		if err == nil {
-			err = errors.Join(e.send(file.Data, e.kept), closer.Close())
-		}
+		file, err := tensorfile.OpenSafetensors(e.path) // mapped
 		if err != nil {
+			return err
+		}
+		x, err := file.Tensor(rawEntry)
+		if err == nil {
+			err = e.send(x.Data, e.kept)
+		}
+		if err = errors.Join(err, file.Close()); err != nil {
 			return err
 		}
 	}
@@ -176,10 +183,7 @@ func (e *storedEnd) store() error {
 	if err != nil {
 		return err
 	}
-	err = tensorfile.WriteNPYHeader(f, floats(e.To).Desc)
-	if err == nil {
-		_, err = f.Write(e.To)
-	}
+	err = tensorfile.WriteSafetensors(f, []tensorfile.Named{{Name: rawEntry, Tensor: floats(e.To)}}, nil)
 	var hash codec.Digester
 	_, _ = hash.Write(e.To)
 	e.kept = hash.Sum()
