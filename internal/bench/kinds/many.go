@@ -112,21 +112,7 @@ var tarred = bench.Kind{
 	Name: Tar, OwnMemory: true,
 	Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
 		bench.FillFloats(p.To)
-		ctx, cancel := context.WithCancel(context.Background())
-		return bench.Go(func() error {
-			defer l.Close()
-			defer context.AfterFunc(ctx, func() { _ = l.Close() })()
-			conn, err := l.Accept()
-			if err == nil {
-				defer conn.Close()
-				defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
-				err = tarAnswers(newTarLink(conn), p.To)
-			}
-			if ctx.Err() != nil && errors.Is(err, net.ErrClosed) || errors.Is(err, io.EOF) {
-				return nil
-			}
-			return err
-		}, cancel, bench.Always), nil
+		return one(l, bench.Always, func(conn net.Conn) error { return tarAnswers(newTarLink(conn), p.To) }), nil
 	},
 	Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
 		conn, err := new(net.Dialer).DialContext(ctx, p.Network, p.Address)
@@ -212,6 +198,8 @@ func tarAnswers(l tarLink, mem []byte) error {
 	for {
 		what, err := l.ReadByte()
 		switch {
+		case errors.Is(err, io.EOF):
+			return nil
 		case err != nil:
 			return err
 		case what == rawPull:

@@ -37,23 +37,11 @@ func raw(sum codec.Checksum, size int) bench.Kind {
 	return bench.Kind{
 		Name: RawName(sum, size),
 		Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
-			ctx, cancel := context.WithCancel(context.Background())
 			idle := bench.NewIdle()
-			return bench.Go(func() error {
+			return one(l, idle, func(conn net.Conn) error {
 				defer close(idle)
-				defer l.Close()
-				defer context.AfterFunc(ctx, func() { _ = l.Close() })()
-				conn, err := l.Accept()
-				if err == nil {
-					defer conn.Close() // or the client would wait
-					defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
-					err = answers(&rawLink{Conn: conn, sum: sum}, p.To, size, idle)
-				}
-				if ctx.Err() != nil && errors.Is(err, net.ErrClosed) {
-					return nil
-				}
-				return err
-			}, cancel, idle), nil
+				return answers(&rawLink{Conn: conn, sum: sum}, p.To, size, idle)
+			}), nil
 		},
 		Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
 			conn, err := new(net.Dialer).DialContext(ctx, p.Network, p.Address)
@@ -63,6 +51,25 @@ func raw(sum codec.Checksum, size int) bench.Kind {
 			return asks(&rawLink{Conn: conn, sum: sum}, p, size), nil
 		},
 	}
+}
+
+// one is a server of the one client that dials l, which it is handed.
+func one(l net.Listener, idle <-chan struct{}, serve func(net.Conn) error) bench.Server {
+	ctx, cancel := context.WithCancel(context.Background())
+	return bench.Go(func() error {
+		defer l.Close()
+		defer context.AfterFunc(ctx, func() { _ = l.Close() })()
+		conn, err := l.Accept()
+		if err == nil {
+			defer conn.Close() // or the client would wait
+			defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
+			err = serve(conn)
+		}
+		if ctx.Err() != nil && errors.Is(err, net.ErrClosed) {
+			return nil
+		}
+		return err
+	}, cancel, idle)
 }
 
 // rawLink tells an op by its first byte, and sends a checksum and its piece in one

@@ -32,22 +32,10 @@ var rawStored = bench.Kind{
 	Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
 		s := &storedEnd{Place: p, path: filepath.Join(p.Dir, "raw.safetensors")}
 		bench.FillFloats(p.To) // every page is written before
-		ctx, cancel := context.WithCancel(context.Background())
-		return bench.Go(func() error {
-			defer l.Close()
-			defer context.AfterFunc(ctx, func() { _ = l.Close() })()
-			conn, err := l.Accept()
-			if err == nil {
-				defer conn.Close()
-				defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
-				s.link = &rawLink{Conn: conn, sum: codec.CRC32C}
-				err = s.serve()
-			}
-			if ctx.Err() != nil && errors.Is(err, net.ErrClosed) || errors.Is(err, io.EOF) {
-				err = nil
-			}
-			return errors.Join(err, os.RemoveAll(s.path))
-		}, cancel, bench.Always), nil
+		return one(l, bench.Always, func(conn net.Conn) error {
+			s.link = &rawLink{Conn: conn, sum: codec.CRC32C}
+			return errors.Join(s.serve(), os.RemoveAll(s.path))
+		}), nil
 	},
 	Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
 		conn, err := new(net.Dialer).DialContext(ctx, p.Network, p.Address)
@@ -145,7 +133,9 @@ func (e *storedEnd) pull(f *os.File) error {
 func (e *storedEnd) serve() error {
 	for {
 		var what [1]byte
-		if _, err := io.ReadFull(e.link, what[:]); err != nil {
+		if _, err := io.ReadFull(e.link, what[:]); errors.Is(err, io.EOF) {
+			return nil
+		} else if err != nil {
 			return err
 		}
 		if what[0] == rawPush {
