@@ -3,59 +3,22 @@ package client_test
 import (
 	"context"
 	"net"
-	"sync/atomic"
-	"testing"
-	"testing/synctest"
-	"time"
-
-	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
-// memory is the network of the bubble that runs; nil outside.
-var memory atomic.Pointer[testkit.Network]
-
-// settling is for what ends late, as testkit.Start waits for outside: goroutines that run
-// after it fail the test.
-const settling = 20 * time.Second
-
-// bubble runs f in a bubble of synctest, where time passes as soon as everybody waits, so
-// that a test may wait for a limit of seconds. What listen returns is in memory then, and
-// connect and the clients of dial reach it. testkit.Start comes before.
-func bubble(t *testing.T, f func(t *testing.T)) {
-	t.Helper()
-	memory.Store(new(testkit.Network))
-	defer memory.Store(nil)
-	synctest.Test(t, func(t *testing.T) {
-		t.Cleanup(func() { time.Sleep(settling) })
-		f(t)
-	})
-}
-
-// listen listens on a TCP socket, or in a bubble in memory.
-func listen(t testing.TB) net.Listener {
-	t.Helper()
-	if n := memory.Load(); n != nil {
-		return n.Listen()
-	}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	return l
-}
+var (
+	bubble = testkit.Bubble
+	listen = testkit.Listen
+)
 
 // connect connects to what listen has returned.
-func connect(addr string) (net.Conn, error) {
-	if n := memory.Load(); n != nil {
-		return n.Dial(context.Background(), "tcp", addr)
-	}
-	return net.Dial("tcp", addr)
-}
+func connect(addr string) (net.Conn, error) { return testkit.Dial(context.Background(), addr) }
 
 // dial is client.Dial for a server of this test.
 func dial(addr string, cfg client.Config) (*client.Client, error) {
-	if n := memory.Load(); n != nil {
+	if n := testkit.InBubble(); n != nil {
 		cfg = cfg.Dialling(n.Dial)
 	}
 	return client.Dial(addr, cfg)

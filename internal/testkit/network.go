@@ -5,7 +5,11 @@ import (
 	"net"
 	"net/netip"
 	"sync"
+	"sync/atomic"
 	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
 
 	"google.golang.org/grpc/test/bufconn"
 )
@@ -70,3 +74,47 @@ type memoryConn struct {
 
 // RemoteAddr returns the address that it was opened to.
 func (c memoryConn) RemoteAddr() net.Addr { return c.addr }
+
+// current is the network of the bubble that runs; nil outside.
+var current atomic.Pointer[Network]
+
+// settling is for what ends late, as Start waits for outside: goroutines that run after it
+// fail the test.
+const settling = 20 * time.Second
+
+// Bubble runs f in a bubble of synctest, where time passes as soon as everybody waits, so
+// that a test may wait for a limit of seconds. What Listen returns is in memory then, and
+// Dial reaches it. Start comes before.
+func Bubble(t *testing.T, f func(t *testing.T)) {
+	t.Helper()
+	current.Store(new(Network))
+	defer current.Store(nil)
+	synctest.Test(t, func(t *testing.T) {
+		t.Cleanup(func() { time.Sleep(settling) }) // in the bubble: no test waits for it
+		f(t)
+	})
+}
+
+// InBubble returns the network of the bubble that runs; nil outside.
+func InBubble() *Network { return current.Load() }
+
+// Listen listens on a TCP socket, or in a bubble in memory.
+func Listen(t testing.TB) net.Listener {
+	t.Helper()
+	if n := InBubble(); n != nil {
+		return n.Listen()
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatalf("testkit: %v", err)
+	}
+	return l
+}
+
+// Dial connects to what Listen has returned.
+func Dial(ctx context.Context, addr string) (net.Conn, error) {
+	if n := InBubble(); n != nil {
+		return n.Dial(ctx, "tcp", addr)
+	}
+	return new(net.Dialer).DialContext(ctx, "tcp", addr)
+}
