@@ -169,7 +169,7 @@ func (m *Machine) ackPart(now Instant, t *out, p frame.Ack) {
 		m.fail(&t.Desc, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s: %v", p.Tensor, err))
 		return
 	}
-	if news { // otherwise it is no progress
+	if news { // an acknowledgement without news is not progress
 		t.touch(now)
 	}
 	if t.Chunks.Acked() && t.call.part.Put == nil { // a put's Summary ends it

@@ -79,7 +79,7 @@ func (c *Conn) Open(header map[string][]string, end func(why error)) (rpc *inbou
 	return c.in.Open(header, end)
 }
 
-// Answer returns an answer as it must be sent, or nil if there is no memory for it.
+// Answer returns m as gRPC sends it on the connection, or nil if there is no memory for it.
 func (c *Conn) Answer(m any) *wire.Answer {
 	if p, ok := m.(proto.Message); ok && c.in != nil && !c.in.Room(int64(proto.Size(p))) {
 		return nil

@@ -758,7 +758,7 @@ func (c *Conn) mayQueue(n int64) bool {
 func (c *Conn) Queue(n int64) {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	if c.closed { // End has seen to them
+	if c.closed { // End has uncharged them
 		return
 	}
 	before := c.queued

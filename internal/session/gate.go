@@ -62,8 +62,8 @@ func (g *Gate) Pass(f *frame.Frame) error {
 	return nil
 }
 
-// Recv returns the next frame: what is left of the last one, or that of receive. A chunk
-// comes by itself, when it has a place or one of the channels is closed; summaries come after
+// Recv returns the rest of the last frame, or the frame that receive returns. A chunk has a
+// frame of its own, once it has a place or one of the channels is closed; summaries follow
 // it.
 func (g *Gate) Recv(receive func() (*frame.Frame, error), done, stopped <-chan struct{}) (f *frame.Frame, err error) {
 	switch {
