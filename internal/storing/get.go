@@ -27,6 +27,7 @@ type get struct {
 	news session.News  // a Summary was sent
 
 	gone   chan struct{}       // closed with the call
+	chunk  int64               // bytes, of the chunks to send
 	pieces int                 // views that a tensor may have shared; a view may be a copy
 	listed int64               // bytes acquired for the selections
 	kept   int64               // bytes acquired for them, and for what was picked
@@ -110,7 +111,8 @@ func (g *get) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 // run serves the get.
 func (g *get) run() {
 	// The first piece is free, for as many pulls as a server has.
-	size := slab.SizeOf(max(session.PieceBytes, g.chunkBytes()))
+	g.session.Do(func(m *stream.Machine, _ stream.Instant) { g.chunk = m.Status().PeerChunkBytes })
+	size := slab.SizeOf(max(session.PieceBytes, g.chunk))
 	for g.pieces = 1; g.pieces < feedPieces; g.pieces++ { // while others have the other half
 		if used, _, limit := g.service.Budget.Used(); used+size > limit/2 || !g.service.Budget.TryAcquire(g.session.Holder(), size) {
 			break
@@ -291,7 +293,7 @@ func (g *get) one(p *picked) error {
 		defer r.Release()
 		info := r.Info()
 		var geo tensor.Geometry
-		if geo, err = session.Geometry(info.Desc, g.chunkBytes()); err == nil {
+		if geo, err = session.Geometry(info.Desc, g.chunk); err == nil {
 			sum.SizeBytes = uint64(geo.Size)
 			state = g.service.log.tensor(g.record, sum.Tensor, p.name, sum.SizeBytes)
 			sum.Durable = info.Durable
@@ -368,10 +370,4 @@ func (g *get) feed(r store.Reader, sel *frame.Selection, d frame.Desc, state *pr
 		f.Held = sel.Held
 	}
 	return f.Run(g.ctx, d)
-}
-
-// chunkBytes returns the size of the chunks to send.
-func (g *get) chunkBytes() (n int64) {
-	g.session.Do(func(m *stream.Machine, _ stream.Instant) { n = m.Status().PeerChunkBytes })
-	return n
 }

@@ -1,11 +1,13 @@
 package storing
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
 	"sync"
+	"time"
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/serving"
@@ -24,7 +26,8 @@ var ErrNoStore = &frame.Error{Code: frame.FailedPrecondition, Text: "this server
 type put struct {
 	task
 	all   bool
-	slots chan struct{} // holds a token for each running commit
+	slots chan struct{}  // holds a token for each running commit
+	next  chan *incoming // to a worker that waits
 
 	// Guarded by the session's lock.
 	tensors map[tensor.ID]*incoming
@@ -39,6 +42,7 @@ type put struct {
 type incoming struct {
 	put     *put
 	desc    frame.Desc
+	name    string // as the peer sent it
 	state   *progress
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
@@ -109,8 +113,25 @@ func (p *put) announced(m *stream.Machine, now stream.Instant, d *frame.Desc) {
 			in.landing.Stage(m, now, in.staged.Bytes())
 		}
 	}
-	name := d.Name
-	p.session.Go(func() { in.run(name) })
+	in.name = d.Name
+	select {
+	case p.next <- in:
+	default: // every worker is busy
+		p.session.Go(func() { p.work(in) })
+	}
+}
+
+// work brings one tensor after the other into the store until the call ends. A goroutine for
+// each would grow its stack each time.
+func (p *put) work(in *incoming) {
+	for {
+		in.run()
+		select {
+		case in = <-p.next:
+		case <-p.ctx.Done():
+			return
+		}
+	}
 }
 
 // placed is the Place of a tensor, and its assembler.Placer if the call comes one way. A
@@ -167,11 +188,11 @@ func (in *incoming) slab(n int) (*slab.Slab, error) {
 func (in *incoming) tableBytes() int64 { return serving.TableBytes(in.landing.Geo.Count()) }
 
 // run brings the tensor into the store, and ends it.
-func (in *incoming) run(name string) {
+func (in *incoming) run() {
 	p := in.put
 	var info store.Info
 	err := p.service.survive(func() (err error) {
-		info, err = in.store(name)
+		info, err = in.store()
 		return err
 	})
 	sum := frame.Summary{Tensor: in.desc.Tensor, Name: in.desc.Name, SizeBytes: in.desc.SizeBytes}
@@ -208,21 +229,21 @@ func (in *incoming) run(name string) {
 
 // store reserves room for the tensor, receives it, and commits it unless it is part of a
 // set.
-func (in *incoming) store(name string) (info store.Info, err error) {
+func (in *incoming) store() (info store.Info, err error) {
 	p := in.put
 	s := p.service
-	if err := store.CheckName(name); err != nil {
+	if err := store.CheckName(in.name); err != nil {
 		return info, err
 	}
 	if err := serving.AcquireTable(s.Budget, p.session.Holder(), in.tableBytes()); err != nil {
 		return info, err
 	}
 	in.memory = in.tableBytes()
-	ctx, cancel := context.WithTimeout(in.ctx, s.MemoryWait)
-	w, err := s.Store.Create(ctx, name, in.desc.Desc)
-	cancel()
+	late := time.AfterFunc(s.MemoryWait, func() { in.cancel(context.DeadlineExceeded) }) // cheaper than a context
+	w, err := s.Store.Create(in.ctx, in.name, in.desc.Desc)
+	late.Stop()
 	if err != nil {
-		return info, err
+		return info, cmp.Or(context.Cause(in.ctx), err)
 	}
 	in.place = &placed{service: s, ctx: in.ctx, writer: w}
 	if err := in.receive(w); err != nil {
