@@ -42,6 +42,8 @@ type Feed struct {
 	// Plain, of a call's input, has no digest, and each chunk is a piece: it is sent as soon
 	// as there is a view of it.
 	Plain bool
+
+	announce *frame.Desc // goes with the only piece
 }
 
 // Geometry returns the geometry of a tensor whose chunks are at most limit.
@@ -65,13 +67,27 @@ func (f *Feed) Run(ctx context.Context, d frame.Desc) (codec.Digest, error) {
 	if d.RetainChunks == 0 {
 		d.RetainChunks = uint32(f.Pieces) * f.chunks(int64(d.ChunkBytes))
 	}
-	var err error
-	f.Session.Do(func(m *stream.Machine, now stream.Instant) { err = m.OpenTensor(now, d) })
+	size, err := d.Bytes()
 	if err != nil {
 		return codec.Digest{}, err
 	}
-	size, _ := d.Bytes()
-	return f.Send(ctx, d.Tensor, tensor.Geometry{Size: size, ChunkBytes: int64(d.ChunkBytes)})
+	geo := tensor.Geometry{Size: size, ChunkBytes: int64(d.ChunkBytes)}
+	if f.announce = &d; len(f.Held) > 0 || geo.Count() > f.chunks(geo.ChunkBytes) {
+		f.Session.Do(func(m *stream.Machine, now stream.Instant) { err = f.open(m, now) })
+	}
+	if err != nil {
+		return codec.Digest{}, err
+	}
+	return f.Send(ctx, d.Tensor, geo)
+}
+
+// open announces the tensor, unless that is done; the session is locked.
+func (f *Feed) open(m *stream.Machine, now stream.Instant) (err error) {
+	if f.announce != nil {
+		err = m.OpenTensor(now, *f.announce)
+		f.announce = nil
+	}
+	return err
 }
 
 // chunks returns how many chunks a piece has.
@@ -122,10 +138,14 @@ func (f *Feed) Send(ctx context.Context, id tensor.ID, geo tensor.Geometry) (cod
 				f.Moved(n)
 			}
 		}
-		f.Session.Do(func(m *stream.Machine, now stream.Instant) { err = m.Offer(now, id, off, data, done) })
+		f.Session.Do(func(m *stream.Machine, now stream.Instant) {
+			if err = f.open(m, now); err == nil && m.Offer(now, id, off, data, done) != nil {
+				err = stream.ErrClosed
+			}
+		})
 		if err != nil {
 			release()
-			return codec.Digest{}, stream.ErrClosed
+			return codec.Digest{}, err
 		}
 		if f.Offered != nil {
 			f.Offered(n)

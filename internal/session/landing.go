@@ -125,6 +125,9 @@ func (l *Landing) Step() error {
 		l.free(p)
 		l.left--
 		l.next = max(l.next, p.off+int64(len(p.mem)))
+		if l.Whole() {
+			return nil
+		}
 	}
 }
 

@@ -13,6 +13,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -60,11 +61,13 @@ type Session struct {
 	next  stream.Instant // when timer fires; 0: it does not; guarded by mu
 	over  bool           // no goroutine is started, the timer stays still; guarded by mu
 	ended bool           // the peer has sent its last frame; guarded by mu
-	// writing: a writer has been started and has not yet found nothing to send. It
-	// ends then: an idle session does without its stack. Guarded by mu.
-	writing bool
-	writer  func() // write, made once: a go statement would make it for each frame
-	lane    *lane  // nil: there is none; guarded by mu
+	// writing: a writer has been started and has not yet found nothing to send. Then it
+	// waits for wake, or ends if no call is open: an idle session does without its stack.
+	// Both guarded by mu.
+	writing, waiting bool
+	wake             chan struct{}
+	writer           func() // write, made once: a go statement would make it for each frame
+	lane             *lane  // nil: there is none; guarded by mu
 
 	sending chan struct{} // holds a token while somebody sends
 	// Guarded by sending.
@@ -85,7 +88,7 @@ type Session struct {
 func New(cfg stream.Config, h Handler) *Session {
 	s := &Session{
 		handler: h, start: time.Now(), m: stream.New(cfg, 0),
-		sending: make(chan struct{}, 1), stopped: make(chan struct{}),
+		sending: make(chan struct{}, 1), wake: make(chan struct{}, 1), stopped: make(chan struct{}),
 	}
 	s.writer = s.write
 	return s
@@ -198,7 +201,9 @@ func (s *Session) do(f func(m *stream.Machine, now stream.Instant)) bool {
 // due reports whether a writer is needed: for a frame, or for the session's end, when the
 // peer has ended its side and what the last call waited for, such as a chunk that a lane
 // was bringing, has let go. mu is held.
-func (s *Session) due() bool { return s.m.Pending() || s.ended && s.m.Status().Calls == 0 }
+func (s *Session) due() bool {
+	return s.m.Pending() || (s.ended || s.waiting) && s.m.Status().Calls == 0
+}
 
 // dispatch hands out events until there are none, and has the lane attended to; mu is
 // held.
@@ -216,13 +221,15 @@ func (s *Session) dispatch(now stream.Instant) {
 // nudge has a writer look for what is to be sent; mu is not held.
 func (s *Session) nudge() {
 	s.mu.Lock()
-	start := !s.writing && !s.over && s.timer != nil // else it looks, or nobody will
-	if start {
+	defer s.mu.Unlock()
+	switch {
+	case s.writing || s.over || s.timer == nil: // it looks, or nobody will
+	case s.waiting:
+		s.writing, s.waiting = true, false
+		s.wake <- struct{}{}
+	default:
 		s.writing = true
 		s.work.Add(1)
-	}
-	s.mu.Unlock()
-	if start {
 		go s.writer()
 	}
 }
@@ -366,10 +373,10 @@ func (s *Session) receive(f *frame.Frame, claim *stream.Claim) error {
 		s.dispatch(now)
 	}
 	s.handler.Received(s.m)
-	pending := s.m.Pending()
+	due := s.due()
 	s.schedule()
 	s.mu.Unlock()
-	if pending {
+	if due {
 		s.nudge()
 	}
 	return err
@@ -378,14 +385,28 @@ func (s *Session) receive(f *frame.Frame, claim *stream.Claim) error {
 // write sends what the machine has to send, until there is nothing.
 func (s *Session) write() {
 	defer s.work.Done()
-	select {
-	case s.sending <- struct{}{}:
-	case <-s.stopped: // whoever sends may be stuck
-		return
+	for {
+		select {
+		case s.sending <- struct{}{}:
+		case <-s.stopped: // whoever sends may be stuck
+			return
+		}
+		runtime.Gosched()
+		for s.sendFrame(true) {
+		}
+		<-s.sending
+		s.mu.Lock()
+		ends := !s.waiting && len(s.wake) == 0
+		s.mu.Unlock()
+		if ends {
+			return
+		}
+		select {
+		case <-s.wake:
+		case <-s.stopped:
+			return
+		}
 	}
-	for s.sendFrame(true) {
-	}
-	<-s.sending
 }
 
 // sendFrame sends the next frame and reports whether there was one to send and
@@ -405,7 +426,7 @@ func (s *Session) sendFrame(writer bool) bool {
 	st := s.m.Status()
 	last := !ok && s.ended && st.Calls == 0
 	if !ok && writer {
-		s.writing = false
+		s.writing, s.waiting = false, st.Calls > 0
 	}
 	if ok { // with mu held, or Drain would see neither a call nor its last frame
 		s.sendingSince.Store(int64(now) + 1)
