@@ -118,12 +118,12 @@ func (c *Call) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 // write starts a goroutine that writes a result in order and ends with the call; the session
 // is locked. A failure cancels the call.
 func (c *Call) write(m *stream.Machine, now stream.Instant, r *result, to Sink, onAllowance bool) {
-	at := &place{size: r.geo.Size}
+	at, news := &place{size: r.geo.Size}, make(session.News, 1)
 	l := &session.Landing{
-		Session: c.session.sess, Tensor: r.id, Geo: r.geo, InOrder: true, To: at, Slab: c.session.client.pool.Get, News: make(session.News, 1),
+		Session: c.session.sess, Tensor: r.id, Geo: r.geo, InOrder: true, To: at, Slab: c.session.client.pool.Get, Tell: news.Tell,
 	}
 	if onAllowance {
-		l.Stage(m, now, make([]byte, r.geo.Size))
+		c.session.stage(m, now, l)
 	}
 	c.using.Go(func() {
 		at.rest = c.rests(named("result", r.port))
@@ -133,7 +133,7 @@ func (c *Call) write(m *stream.Machine, now stream.Instant, r *result, to Sink, 
 				break
 			}
 			select {
-			case <-l.News:
+			case <-news:
 			case <-c.ctx.Done():
 				ended = true // step once more: the last pieces may have arrived before the end
 			}

@@ -109,7 +109,9 @@ type pull struct {
 	request PullRequest
 	rest    *restClock
 	order   []*pulled // as the server mentioned them
-	active  []*pulled // that have not ended, or have memory lent
+	active  int       // of those, that have not ended, or have memory lent
+	ended   bool      // nothing more comes
+	seen    []*pulled // queue, to be used again
 
 	globs    []*glob.Glob // of the selections; nil for a plain name
 	answered []bool       // by selection: the server has mentioned it
@@ -117,7 +119,7 @@ type pull struct {
 
 	// Guarded by the session's lock until ctx has ended.
 	byID      map[tensor.ID]*pulled
-	queue     []*pulled // not in order yet
+	queue     []*pulled // of which there is news
 	textBytes int       // of the server's texts that are kept
 }
 
@@ -128,6 +130,10 @@ type pulled struct {
 	held    bool // the server does not send what is held
 	sel     int  // index of its selection
 	landing session.Landing
+	queued  bool           // in queue; guarded as it is
+	known   bool           // in order, or beyond the limit
+	active  bool           // counts in pull.active
+	outcome *frame.Summary // sum, as of the last news
 }
 
 // run receives what the selections pick. An error is that of the call.
@@ -168,21 +174,35 @@ func (p *pull) step() bool {
 	var news []*pulled
 	over := false
 	p.session.sess.Do(func(*stream.Machine, stream.Instant) {
-		news, p.queue = p.queue, nil
+		news, p.queue = p.queue, p.seen[:0]
+		for _, t := range news {
+			t.queued, t.outcome = false, t.sum
+		}
 		over = p.ctx.Err() != nil
 	})
+	p.seen = news
 	for _, t := range news {
-		p.add(t)
+		if !t.known {
+			p.add(t)
+		}
 	}
-	p.active = slices.DeleteFunc(p.active, func(t *pulled) bool { return p.receive(t, over) })
-	return !over || len(p.active) > 0
+	if over && !p.ended {
+		p.ended, news = true, p.order
+	}
+	for _, t := range news {
+		if t.active && p.receive(t) {
+			t.active = false
+			p.active--
+		}
+	}
+	clear(p.seen)
+	return !over || p.active > 0
 }
 
 // receive takes what has come of a tensor, and reports whether nothing is left to be done:
 // once the call is over nothing more comes.
-func (p *pull) receive(t *pulled, over bool) bool {
-	var sum *frame.Summary
-	p.session.sess.Do(func(*stream.Machine, stream.Instant) { sum = t.sum })
+func (p *pull) receive(t *pulled) bool {
+	sum := t.outcome
 	switch {
 	case t.over:
 	case sum != nil && sum.Code != frame.OK:
@@ -206,7 +226,7 @@ func (p *pull) receive(t *pulled, over bool) bool {
 		t.Digest = d
 		t.end(err)
 	}
-	return (t.over || over) && (t.landing.Session == nil || t.landing.Home())
+	return (t.over || p.ended) && (t.landing.Session == nil || t.landing.Home())
 }
 
 // event implements handler.
@@ -223,7 +243,6 @@ func (p *pull) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 			t.Name = frame.Clip(e.Summary.Name, frame.NameBytes+1) // none is as long
 		}
 		p.byID[e.Tensor] = t
-		p.queue = append(p.queue, t)
 	}
 	switch e.Kind {
 	case stream.EventTensor:
@@ -232,10 +251,10 @@ func (p *pull) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		t.place = place{size: t.Bytes, order: new(codec.OrderedDigester)}
 		t.landing = session.Landing{
 			Session: p.session.sess, Tensor: e.Tensor, Geo: tensor.Geometry{Size: t.Bytes, ChunkBytes: int64(d.ChunkBytes)},
-			News: p.news, Slab: p.session.client.pool.Get, To: t,
+			Tell: func() { p.tell(t) }, Slab: p.session.client.pool.Get, To: t,
 		}
 		if d.OnAllowance {
-			t.landing.Stage(m, now, make([]byte, t.Bytes))
+			p.session.stage(m, now, &t.landing)
 		}
 		p.session.wantLane(m, t.Bytes)
 	case stream.EventChunk:
@@ -248,12 +267,24 @@ func (p *pull) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		t.sum.Message = frame.Clip(t.sum.Message, min(frame.TextBytes, pullTextBytes-p.textBytes))
 		p.textBytes += len(t.sum.Message)
 	}
+	if t != nil {
+		p.tell(t)
+	}
+}
+
+// tell has step look at a tensor; the session is locked.
+func (p *pull) tell(t *pulled) {
+	if !t.queued {
+		t.queued = true
+		p.queue = append(p.queue, t)
+	}
 	p.news.Tell()
 }
 
 // add adds a tensor, and begins to receive it. It drops a name that was not selected: the
 // server could send anything.
 func (p *pull) add(t *pulled) {
+	t.known = true
 	if len(p.order) >= p.most {
 		p.stop(&Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf("the server reported more than %d tensors, the limit of this pull; use several pulls", p.most)})
 		return
@@ -261,7 +292,9 @@ func (p *pull) add(t *pulled) {
 	if t.Transfer, t.sel = p.id, p.selected(t.Name); t.sel < 0 {
 		t.Name = ""
 	}
-	p.order, p.active = append(p.order, t), append(p.active, t)
+	p.order = append(p.order, t)
+	t.active = true
+	p.active++
 	if t.landing.Session != nil {
 		if err := p.place(t); err != nil {
 			p.fail(t, err)

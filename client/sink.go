@@ -6,6 +6,8 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -113,4 +115,12 @@ func (p *place) digest() (codec.Digest, error) {
 		p.order.Wrote(next, p.into[next:])
 	}
 	return p.order.Sum(), nil
+}
+
+// stage lends memory for a tensor on allowance; without any, the tensor fails. The session is
+// locked.
+func (s *Session) stage(m *stream.Machine, now stream.Instant, l *session.Landing) {
+	if mem, err := s.client.pool.Get(int(l.Geo.Size)); err == nil {
+		l.Stage(m, now, mem)
+	}
 }

@@ -335,10 +335,11 @@ func (s *Session) Stage(geo tensor.Geometry) (*slab.Slab, int64, error) {
 	return mem, n, nil
 }
 
-// Unstage gives back what Stage took.
-func (s *Session) Unstage(mem *slab.Slab, n int64) {
-	mem.Release()
-	s.staging.give(n)
+// Unstage gives back bytes that Stage took, whose memory is released.
+func (s *Session) Unstage(n int64) {
+	if n > 0 {
+		s.staging.give(n)
+	}
 }
 
 // unstage releases the memory in which a tensor on allowance waited, which nothing uses any
@@ -348,7 +349,7 @@ func (s *Session) unstage(in *input) {
 	in.staged = nil
 	n := slab.SizeOf(in.geo.Size)
 	in.taken -= n
-	s.staging.give(n)
+	s.Unstage(n)
 }
 
 // ready starts a call, all of whose inputs are announced.

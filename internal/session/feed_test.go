@@ -128,6 +128,7 @@ type getter struct {
 	landing *Landing
 	ready   chan struct{}
 	news    News
+	pool    *slab.Pool
 	sum     chan frame.Summary
 	closed  chan struct{}
 }
@@ -137,10 +138,14 @@ func (g *getter) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	case stream.EventTensor:
 		g.landing = &Landing{
 			Session: g.sess, Tensor: e.Tensor, Geo: tensor.Geometry{Size: int64(e.Desc.SizeBytes), ChunkBytes: int64(e.Desc.ChunkBytes)},
-			News: g.news,
+			Tell: g.news.Tell,
 		}
 		if e.Desc.OnAllowance {
-			g.landing.Stage(m, now, make([]byte, e.Desc.SizeBytes))
+			mem, err := g.pool.Get(int(e.Desc.SizeBytes))
+			if err != nil {
+				panic(err)
+			}
+			g.landing.Stage(m, now, mem)
 		}
 		close(g.ready)
 	case stream.EventSummary:
@@ -206,7 +211,7 @@ func TestWhatAFeedSendsALandingPlaces(t *testing.T) {
 				a, b := newLink()
 				server := &giver{data: data, held: held}
 				server.sess = New(stream.Config{Server: true, Stores: true, Limits: stream.Limits{TensorBytes: 1 << 30}}, server)
-				client := &getter{side: &side{}, ready: make(chan struct{}), news: make(News, 1), sum: make(chan frame.Summary, 1), closed: make(chan struct{})}
+				client := &getter{side: &side{}, ready: make(chan struct{}), news: make(News, 1), pool: testkit.Pool(t), sum: make(chan frame.Summary, 1), closed: make(chan struct{})}
 				client.sess = New(stream.Config{Session: tensor.ID{9}, Limits: stream.Limits{AllowanceBytes: 1}}, client)
 				server.sess.Carry(b)
 				client.sess.Carry(a)
@@ -280,7 +285,7 @@ func TestALandingWhoseTensorIsGivenUpReleasesItsSlabs(t *testing.T) {
 				Calls: []frame.Call{{ID: d.Call, Put: &frame.Put{}}}, Descs: []frame.Desc{d},
 			}))
 			l := &Landing{
-				Session: a, Tensor: d.Tensor, Geo: tensor.Geometry{Size: 3 << 20, ChunkBytes: 1 << 20}, News: make(News, 1),
+				Session: a, Tensor: d.Tensor, Geo: tensor.Geometry{Size: 3 << 20, ChunkBytes: 1 << 20}, Tell: make(News, 1).Tell,
 				To: &kept{}, Slab: func(n int) (*slab.Slab, error) { return pool.Get(n) },
 			}
 			give(a, l)

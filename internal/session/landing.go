@@ -38,8 +38,8 @@ type Landing struct {
 	Session Doer
 	Tensor  tensor.ID
 	Geo     tensor.Geometry
-	// News is told when a piece has come or gone.
-	News News
+	// Tell is called when a piece has come or gone, with the session locked.
+	Tell func()
 
 	// Set before Step.
 	To Place
@@ -70,13 +70,13 @@ type Landing struct {
 type piece struct {
 	off  int64
 	mem  []byte
-	slab *slab.Slab // nil: mem is of Memory, or was staged
+	slab *slab.Slab // nil: mem is of Memory, or empty
 }
 
-// Stage lends mem for all of a tensor on allowance, while it is announced; the session is
-// locked.
-func (l *Landing) Stage(m *stream.Machine, now stream.Instant, mem []byte) {
-	l.lend(m, now, &piece{mem: mem})
+// Stage lends a slab, which it takes over, for all of a tensor on allowance, while it is
+// announced; the session is locked.
+func (l *Landing) Stage(m *stream.Machine, now stream.Instant, s *slab.Slab) {
+	l.lend(m, now, &piece{mem: s.Bytes(), slab: s})
 	l.lent, l.left, l.began = l.Geo.Size, 1, true
 }
 
@@ -91,7 +91,7 @@ func (l *Landing) lend(m *stream.Machine, now stream.Instant, p *piece) {
 			l.failed = true
 			l.lost = append(l.lost, p)
 		}
-		l.News.Tell()
+		l.Tell()
 	}
 	if m.Lend(now, l.Tensor, p.mem, back) != nil {
 		back(false)

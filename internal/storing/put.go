@@ -49,10 +49,9 @@ type incoming struct {
 	news    session.News
 	landing session.Landing
 	place   *placed
-	staged  *slab.Slab // memory of a tensor on allowance
-	stage   int64      // bytes that staged takes
-	memory  int64      // bytes acquired from the budget
-	whole   bool       // guarded by the session's lock
+	staged  int64 // bytes that a tensor on allowance takes
+	memory  int64 // bytes acquired from the budget
+	whole   bool  // guarded by the session's lock
 }
 
 // Event implements serving.Task.
@@ -103,14 +102,14 @@ func (p *put) announced(m *stream.Machine, now stream.Instant, d *frame.Desc) {
 	}
 	in.state = p.service.log.tensor(p.record, d.Tensor, in.desc.Name, d.SizeBytes)
 	geo := tensor.Geometry{Size: int64(d.SizeBytes), ChunkBytes: int64(d.ChunkBytes)}
-	in.landing = session.Landing{Session: p.session, Tensor: d.Tensor, Geo: geo, News: in.news, Slab: in.slab}
+	in.landing = session.Landing{Session: p.session, Tensor: d.Tensor, Geo: geo, Tell: in.news.Tell, Slab: in.slab}
 	p.tensors[d.Tensor] = in
 	if d.OnAllowance {
-		var err error
-		if in.staged, in.stage, err = p.session.Stage(geo); err != nil {
+		mem, n, err := p.session.Stage(geo)
+		if in.staged = n; err != nil {
 			in.cancel(err)
 		} else {
-			in.landing.Stage(m, now, in.staged.Bytes())
+			in.landing.Stage(m, now, mem)
 		}
 	}
 	in.name = d.Name
@@ -220,9 +219,7 @@ func (in *incoming) run() {
 			w.Abort() // a no-op if it was committed
 		}
 	}
-	if in.staged != nil {
-		p.session.Unstage(in.staged, in.stage)
-	}
+	p.session.Unstage(in.staged)
 	p.service.Budget.Release(p.session.Holder(), in.memory)
 	in.cancel(nil)
 }
@@ -269,7 +266,7 @@ func (in *incoming) receive(w store.Writer) error {
 	if in.put.session.OneWay() {
 		in.put.session.Do(func(m *stream.Machine, now stream.Instant) { _ = m.Place(now, in.desc.Tensor, in.place) })
 		whole = in.isWhole
-	} else if mem, ok := w.(store.InPlace); ok && in.staged == nil {
+	} else if mem, ok := w.(store.InPlace); ok && in.staged == 0 {
 		l.Memory = mem.Memory()
 	}
 	for {
