@@ -2,6 +2,7 @@ package tensor
 
 import (
 	"fmt"
+	"reflect"
 	"unsafe"
 )
 
@@ -90,38 +91,14 @@ type Element interface {
 		float32 | float64 | complex64 | complex128
 }
 
-// DataTypeOf returns the data type of a Go element type.
-func DataTypeOf[T Element]() DataType {
-	var z T
-	switch any(z).(type) {
-	case bool:
-		return Bool
-	case int8:
-		return Int8
-	case int16:
-		return Int16
-	case int32:
-		return Int32
-	case int64:
-		return Int64
-	case uint8:
-		return Uint8
-	case uint16:
-		return Uint16
-	case uint32:
-		return Uint32
-	case uint64:
-		return Uint64
-	case float32:
-		return Float32
-	case float64:
-		return Float64
-	case complex64:
-		return Complex64
-	default:
-		return Complex128
-	}
+var elements = [...]DataType{
+	reflect.Bool: Bool, reflect.Int8: Int8, reflect.Int16: Int16, reflect.Int32: Int32, reflect.Int64: Int64,
+	reflect.Uint8: Uint8, reflect.Uint16: Uint16, reflect.Uint32: Uint32, reflect.Uint64: Uint64,
+	reflect.Float32: Float32, reflect.Float64: Float64, reflect.Complex64: Complex64, reflect.Complex128: Complex128,
 }
+
+// DataTypeOf returns the data type of a Go element type.
+func DataTypeOf[T Element]() DataType { return elements[reflect.TypeFor[T]().Kind()] }
 
 // Of makes a tensor over a Go slice without copying: the tensor shares the
 // slice's memory. Without a shape it is a vector.
@@ -129,7 +106,9 @@ func Of[T Element](data []T, shape ...int64) (Tensor, error) {
 	if shape == nil {
 		shape = []int64{int64(len(data))}
 	}
-	return New(Desc{DataTypeOf[T](), shape}, bytesOf(data))
+	var z T
+	bytes := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(data))), len(data)*int(unsafe.Sizeof(z)))
+	return New(Desc{DataTypeOf[T](), shape}, bytes)
 }
 
 // Slice returns the elements of t without copying: the slice shares t's memory.
@@ -160,13 +139,6 @@ func Slice[T Element](t Tensor) ([]T, error) {
 		return nil, fmt.Errorf("%w: the bytes are not aligned for %v; copy them first", ErrShape, t.DType)
 	}
 	return unsafe.Slice((*T)(p), len(t.Data)/size), nil
-}
-
-func bytesOf[T Element](s []T) []byte {
-	if len(s) == 0 {
-		return nil
-	}
-	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(s))), len(s)*int(unsafe.Sizeof(s[0])))
 }
 
 func init() {

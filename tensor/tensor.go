@@ -45,12 +45,10 @@ func (id ID) IsZero() bool { return id == ID{} }
 func (id ID) String() string { return hex.EncodeToString(id[:]) }
 
 // ParseID copies an ID out of its 16 wire bytes.
-func ParseID(b []byte) (ID, bool) {
-	var id ID
-	if len(b) != len(id) {
-		return id, false
+func ParseID(b []byte) (id ID, ok bool) {
+	if len(b) == len(id) {
+		id = ID(b)
 	}
-	copy(id[:], b)
 	return id, !id.IsZero()
 }
 
@@ -102,34 +100,13 @@ func (s Shape) others() (int64, error) {
 }
 
 // Equal reports whether both shapes have the same rank and dimensions.
-func (s Shape) Equal(o Shape) bool {
-	if len(s) != len(o) {
-		return false
-	}
-	for i := range s {
-		if s[i] != o[i] {
-			return false
-		}
-	}
-	return true
-}
+func (s Shape) Equal(o Shape) bool { return slices.Equal(s, o) }
 
 // Clone copies the shape.
 func (s Shape) Clone() Shape { return append(Shape(nil), s...) }
 
 // String returns the shape as [2 3 4].
-func (s Shape) String() string {
-	var b strings.Builder
-	b.WriteByte('[')
-	for i, d := range s {
-		if i > 0 {
-			b.WriteByte(' ')
-		}
-		b.WriteString(strconv.FormatInt(d, 10))
-	}
-	b.WriteByte(']')
-	return b.String()
-}
+func (s Shape) String() string { return fmt.Sprint([]int64(s)) }
 
 // ParseShape reads "2,3,4"; the empty text is a scalar.
 func ParseShape(text string) (Shape, error) {
