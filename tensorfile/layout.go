@@ -105,7 +105,11 @@ func (l Layout) Stream(d tensor.Desc, r io.Reader) (io.Reader, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &afterAll{l: l, d: d, size: size, from: r}, nil
+	return &lazy{open: func() (io.Reader, error) {
+		all := make([]byte, size) // once, up to MaxFortranStream: growing would take twice as much
+		_, err := io.ReadFull(r, all)
+		return l.reader(d, all), err
+	}}, nil
 }
 
 // inOrder returns the bytes of an array that is not in Fortran order.
@@ -137,24 +141,21 @@ func (l Layout) reader(d tensor.Desc, data []byte) io.Reader {
 	return t
 }
 
-// afterAll reads an array whole when it is first read.
-type afterAll struct {
-	l    Layout
-	d    tensor.Desc
-	size int64
-	from io.Reader
+// lazy opens a reader when it is first read.
+type lazy struct {
+	open func() (io.Reader, error)
 	r    io.Reader // nil until then
 }
 
-func (a *afterAll) Read(p []byte) (int, error) {
-	if a.r == nil {
-		all := make([]byte, a.size) // once, up to MaxFortranStream: growing would take twice as much
-		if _, err := io.ReadFull(a.from, all); err != nil {
+func (l *lazy) Read(p []byte) (int, error) {
+	if l.r == nil {
+		r, err := l.open()
+		if err != nil {
 			return 0, err
 		}
-		a.r = a.l.reader(a.d, all)
+		l.r, l.open = r, nil
 	}
-	return a.r.Read(p)
+	return l.r.Read(p)
 }
 
 // swapping swaps the bytes of each unit that it reads.

@@ -107,18 +107,6 @@ func (d Document) Common() map[string]string {
 	return common
 }
 
-func (d Document) clone() Document {
-	d.Metadata, d.files = maps.Clone(d.Metadata), maps.Clone(d.files)
-	shards := d.Shards
-	if shards != nil {
-		d.Shards = make(map[string]map[string]string, len(shards))
-	}
-	for file, m := range shards {
-		d.Shards[file] = maps.Clone(m)
-	}
-	return d
-}
-
 // plainFile reports whether name is a file's base name with this suffix, which is not
 // all of it: never a path, an option of a command, or what a terminal obeys.
 func plainFile(name, suffix string) bool {
@@ -166,15 +154,11 @@ func OpenModel(path string) (*Safetensors, error) {
 	if !strings.HasSuffix(path, IndexSuffix) {
 		return OpenSafetensors(path)
 	}
-	text, err := readIndex(path)
+	text, files, err := readIndex(path)
 	if err != nil {
 		return nil, err
 	}
-	files, err := parseIndex(text)
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", path, err)
-	}
-	s := &Safetensors{document: Document{Index: filepath.Base(path), Text: string(text), Shards: map[string]map[string]string{}, files: files}}
+	s := &Safetensors{document: Document{Index: filepath.Base(path), Text: text, Shards: map[string]map[string]string{}, files: files}}
 	s.closeMap = func() (err error) {
 		for _, shard := range s.shards {
 			err = errors.Join(err, shard.Close())
@@ -209,33 +193,33 @@ func OpenModel(path string) (*Safetensors, error) {
 // can be read, those that it names.
 func PathsOf(path string) []string {
 	paths := []string{path}
-	if !strings.HasSuffix(path, IndexSuffix) {
-		return paths
-	}
-	if text, err := readIndex(path); err == nil {
-		if files, err := parseIndex(text); err == nil {
-			for _, file := range filesOf(files) {
-				paths = append(paths, filepath.Join(filepath.Dir(path), file))
-			}
+	if strings.HasSuffix(path, IndexSuffix) {
+		_, files, _ := readIndex(path)
+		for _, file := range filesOf(files) {
+			paths = append(paths, filepath.Join(filepath.Dir(path), file))
 		}
 	}
 	return paths
 }
 
-func readIndex(path string) ([]byte, error) {
+// readIndex reads an index, and which file holds which tensor.
+func readIndex(path string) (text string, files map[string]string, err error) {
 	f, size, err := openFile(path)
 	if err != nil {
-		return nil, err
+		return "", nil, err
 	}
 	defer f.Close()
 	if size > MaxIndex {
-		return nil, fmt.Errorf("%s: %w: safetensors: index of %d bytes is over the limit of %d", path, ErrFormat, size, MaxIndex)
+		return "", nil, fmt.Errorf("%s: %w: safetensors: index of %d bytes is over the limit of %d", path, ErrFormat, size, MaxIndex)
 	}
-	text, err := io.ReadAll(io.LimitReader(f, MaxIndex))
+	all, err := io.ReadAll(io.LimitReader(f, MaxIndex))
 	if err != nil {
-		return nil, fmt.Errorf("tensorfile: read %s: %w", path, err)
+		return "", nil, fmt.Errorf("tensorfile: read %s: %w", path, err)
 	}
-	return text, nil
+	if files, err = parseIndex(all); err != nil {
+		return "", nil, fmt.Errorf("%s: %w", path, err)
+	}
+	return string(all), files, nil
 }
 
 // ModelIn returns the model file in a folder: its one index or, without any, its one

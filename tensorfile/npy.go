@@ -27,17 +27,6 @@ var npyNames = map[tensor.DataType]string{
 	tensor.Complex64: "c8", tensor.Complex128: "c16",
 }
 
-var npyTypes = func() map[string]tensor.DataType {
-	m := make(map[string]tensor.DataType, 3*len(npyNames))
-	for d, name := range npyNames {
-		m["<"+name], m["="+name] = d, d // = is this machine's order, which is little-endian
-		if d.Bits() == 8 {
-			m["|"+name] = d
-		}
-	}
-	return m
-}()
-
 func readNPYHeader(r io.Reader) (d tensor.Desc, l Layout, err error) {
 	var prefix [len(npyMagic) + 2 + 4]byte
 	b := prefix[:len(npyMagic)+2]
@@ -193,21 +182,21 @@ func (p *literal) quoted() string {
 	return ""
 }
 
-func (p *literal) descr() (d tensor.DataType, bigEndian bool) {
+func (p *literal) descr() (dtype tensor.DataType, bigEndian bool) {
 	if p.take("[") {
 		p.refuse(ErrUnsupported, "a structured array; save each of its fields by itself")
 		return 0, false
 	}
 	s := p.quoted()
-	name, bigEndian := strings.CutPrefix(s, ">")
-	if bigEndian {
-		name = "<" + name
-	} else {
-		name = s
+	for t, name := range npyNames {
+		order, named := strings.CutSuffix(s, name)
+		swapped := order == ">"
+		if named && (swapped || order == "<" || order == "=" || order == "|" && t.Bits() == 8) {
+			return t, swapped // = is the order of this machine: little-endian
+		}
 	}
-	d, known := npyTypes[name]
 	switch {
-	case known || p.err != nil:
+	case p.err != nil:
 	case strings.Contains(s, "O"):
 		p.refuse(ErrUnsupported, "%q holds Python objects, which are never unpickled; save numbers", s)
 	case strings.Contains(s, "V"):
@@ -215,7 +204,7 @@ func (p *literal) descr() (d tensor.DataType, bigEndian bool) {
 	default:
 		p.refuse(ErrUnsupported, "%q is not supported; convert it with array.astype", s)
 	}
-	return d, bigEndian
+	return 0, false
 }
 
 func (p *literal) tuple() tensor.Shape {

@@ -88,7 +88,7 @@ func apart(members []*zip.File) error {
 }
 
 // Names returns the names of the arrays, in the order of the file.
-func (z *NPZ) Names() []string { return append([]string(nil), z.names...) }
+func (z *NPZ) Names() []string { return slices.Clone(z.names) }
 
 // Close closes the file: no array may be read any more.
 func (z *NPZ) Close() error { return z.close() }
@@ -110,11 +110,11 @@ func (z *NPZ) Array(name string) (Array, error) {
 }
 
 func member(f *zip.File) (a Array, err error) {
-	m := &memberReader{file: f}
-	defer m.close()
-	if err := m.open(); err != nil {
+	m, err := unzip(f)
+	if err != nil {
 		return a, err
 	}
+	defer m.Close()
 	if a.Desc, a.Layout, err = ReadNPYLayout(m); err != nil {
 		return a, err
 	}
@@ -122,85 +122,72 @@ func member(f *zip.File) (a Array, err error) {
 	if err != nil {
 		return a, err
 	}
-	if header := m.read; f.UncompressedSize64 != uint64(header)+uint64(size) {
+	header := m.read
+	if f.UncompressedSize64 != uint64(header)+uint64(size) {
 		return a, fmt.Errorf("%w: npz: %v has %d bytes, the archive has %d for it", ErrFormat, a.Desc, size, int64(f.UncompressedSize64)-header)
 	}
 	if size == 0 { // nobody reads it
-		if _, err := io.ReadFull(m, make([]byte, 1)); err == nil {
-			return a, zipError(zip.ErrFormat) // longer than its directory says
-		} else if err != io.EOF {
-			return a, err
-		}
+		err = m.end()
 	}
-	a.Reader, err = a.Layout.Stream(a.Desc, &memberReader{file: f, skip: m.read, size: size})
+	if err == nil {
+		a.Reader, err = a.Layout.Stream(a.Desc, &lazy{open: func() (io.Reader, error) {
+			m, err := unzip(f)
+			if err == nil {
+				_, err = io.CopyN(io.Discard, m, header)
+			}
+			return &checked{m, header + size}, zipError(early(err))
+		}})
+	}
 	return a, err
 }
 
-// memberReader reads a member of an archive, which it opens when it is first read and
-// closes at its end. It skips a header that is known and gives the last byte of so many
-// only once the checksum is right.
-type memberReader struct {
-	file       *zip.File
-	skip, size int64 // size 0 is the whole member, as it is
-	r          io.ReadCloser
-	read       int64
-	err        error
+// unzipped is an open member of an archive.
+type unzipped struct {
+	io.ReadCloser // closing it only lends its decompressor to another member
+	read          int64
 }
 
-func (m *memberReader) open() (err error) {
-	m.r, err = m.file.Open()
-	if err == nil && m.skip > 0 {
-		_, err = io.CopyN(io.Discard, m.r, m.skip)
-	}
-	return zipError(early(err))
+func unzip(f *zip.File) (*unzipped, error) {
+	r, err := f.Open()
+	return &unzipped{ReadCloser: r}, zipError(early(err))
 }
 
-func (m *memberReader) close() {
-	if m.r != nil {
-		_ = m.r.Close() // opened for reading
-	}
+func (u *unzipped) Read(p []byte) (int, error) {
+	n, err := u.ReadCloser.Read(p)
+	u.read += int64(n)
+	return n, zipError(err)
 }
 
-func (m *memberReader) Read(p []byte) (int, error) {
-	if m.err != nil || len(p) == 0 {
-		return 0, m.err
+// end returns an error if bytes are left, or if the checksum is wrong.
+func (u *unzipped) end() error {
+	_, err := io.ReadFull(u, make([]byte, 1))
+	switch err {
+	case nil:
+		return zipError(zip.ErrFormat) // longer than its directory says
+	case io.EOF:
+		return nil
 	}
-	if m.r == nil {
-		if m.err = m.open(); m.err != nil {
-			m.close()
-			return 0, m.err
-		}
+	return err
+}
+
+// checked reads a member up to size. It gives the last byte only if the checksum is right.
+type checked struct {
+	*unzipped
+	size int64
+}
+
+func (c *checked) Read(p []byte) (int, error) {
+	if c.read == c.size {
+		return 0, cmp.Or(c.end(), io.EOF)
 	}
-	if m.size > 0 {
-		p = p[:min(int64(len(p)), m.size-m.read)]
-	}
-	n, err := m.r.Read(p)
-	m.read += int64(n)
-	if m.size > 0 && m.read == m.size {
-		if err == nil {
-			var more [1]byte
-			_, err = io.ReadFull(m.r, more[:])
-		}
-		if err == io.EOF {
-			m.err = io.EOF
-			m.close()
-			return n, nil
-		}
-		if err == nil {
-			err = zip.ErrFormat // longer than its directory says
-		}
-	}
-	if err == io.EOF && m.read < m.size {
-		err = io.ErrUnexpectedEOF
+	n, err := c.unzipped.Read(p[:min(int64(len(p)), c.size-c.read)])
+	if c.read == c.size {
+		err = c.end()
 	}
 	if err != nil {
-		m.err = zipError(err)
-		m.close()
-		if m.size > 0 {
-			n = 0
-		}
+		return 0, zipError(early(err))
 	}
-	return n, m.err
+	return n, nil
 }
 
 // early is the error of what may not end yet.
@@ -215,7 +202,7 @@ func early(err error) error {
 func zipError(err error) error {
 	var path *fs.PathError
 	switch {
-	case err == nil, errors.Is(err, io.EOF):
+	case err == nil, errors.Is(err, io.EOF), errors.Is(err, ErrFormat), errors.Is(err, ErrUnsupported):
 		return err
 	case errors.As(err, &path):
 		return fmt.Errorf("tensorfile: read npz: %w", err)

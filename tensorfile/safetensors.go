@@ -23,21 +23,25 @@ const (
 	headerAlign = 8 // so that the first tensor begins aligned for any data type
 )
 
-// stNames are the format's names of the data types. It has none for complex128.
-var stNames = map[tensor.DataType]string{
-	tensor.Bool: "BOOL", tensor.Int8: "I8", tensor.Int16: "I16", tensor.Int32: "I32", tensor.Int64: "I64",
-	tensor.Uint8: "U8", tensor.Uint16: "U16", tensor.Uint32: "U32", tensor.Uint64: "U64",
-	tensor.Float16: "F16", tensor.BFloat16: "BF16", tensor.Float32: "F32", tensor.Float64: "F64",
-	tensor.Float8E4M3FN: "F8_E4M3", tensor.Float8E5M2: "F8_E5M2", tensor.Complex64: "C64",
+// stTypes are the data types in the order of the reference implementation, with the
+// format's names. It has none for complex128.
+var stTypes = []stType{
+	{tensor.Uint64, "U64"}, {tensor.Int64, "I64"}, {tensor.Float64, "F64"}, {tensor.Complex64, "C64"},
+	{tensor.Float32, "F32"}, {tensor.Uint32, "U32"}, {tensor.Int32, "I32"},
+	{tensor.BFloat16, "BF16"}, {tensor.Float16, "F16"}, {tensor.Uint16, "U16"}, {tensor.Int16, "I16"},
+	{tensor.Float8E4M3FN, "F8_E4M3"}, {tensor.Float8E5M2, "F8_E5M2"},
+	{tensor.Int8, "I8"}, {tensor.Uint8, "U8"}, {tensor.Bool, "BOOL"},
 }
 
-var stTypes = func() map[string]tensor.DataType {
-	m := make(map[string]tensor.DataType, len(stNames))
-	for d, name := range stNames {
-		m[name] = d
-	}
-	return m
-}()
+type stType struct {
+	dtype tensor.DataType
+	name  string
+}
+
+// rank returns the index of a data type in stTypes, -1 if the format has none.
+func rank(d tensor.DataType) int {
+	return slices.IndexFunc(stTypes, func(t stType) bool { return t.dtype == d })
+}
 
 // Named is a tensor and its name in a file.
 type Named struct {
@@ -151,8 +155,8 @@ func (s *Safetensors) Names() []string {
 // all have.
 func (s *Safetensors) Metadata() map[string]string { return s.document.Common() }
 
-// Document copies what the file says beside its tensors.
-func (s *Safetensors) Document() Document { return s.document.clone() }
+// Document returns what the file says beside its tensors, which it shares, read-only.
+func (s *Safetensors) Document() Document { return s.document }
 
 // Desc copies the desc of the tensor of this name; the error wraps ErrNotFound, or
 // ErrUnsupported if its data type is not one of package tensor.
@@ -277,8 +281,9 @@ func (p *headerParser) entry(name string) {
 		switch key {
 		case "dtype":
 			dtype := p.text(name)
-			var known bool
-			if e.Desc.DType, known = stTypes[dtype]; !known {
+			if i := slices.IndexFunc(stTypes, func(t stType) bool { return t.name == dtype }); i >= 0 {
+				e.Desc.DType = stTypes[i].dtype
+			} else {
 				e.Foreign = cmp.Or(strings.ToValidUTF8(dtype[:min(len(dtype), foreignType)], ""), "none")
 			}
 		case "shape":
@@ -439,10 +444,11 @@ func SafetensorsHeader(tensors []Entry, metadata map[string]string) ([]byte, err
 		return nil, fmt.Errorf("%w: safetensors: %d entries are over the limit of %d", ErrFormat, n, MaxEntries)
 	}
 	out := append(make([]byte, lengthBytes), '{')
-	comma := func() {
+	add := func(key string, value any) {
 		if len(out) > lengthBytes+1 {
 			out = append(out, ',')
 		}
+		out = append(append(append(out, quote(key)...), ':'), quote(value)...)
 	}
 	if len(metadata) > 0 {
 		for k, v := range metadata {
@@ -450,18 +456,17 @@ func SafetensorsHeader(tensors []Entry, metadata map[string]string) ([]byte, err
 				return nil, fmt.Errorf("%w: safetensors: metadata %q: %q is not text in UTF-8", ErrFormat, k, v)
 			}
 		}
-		out = append(append(out, quote(MetadataName)...), ':')
-		out = append(out, quote(metadata)...)
+		add(MetadataName, metadata)
 	}
 	seen := map[string]bool{}
 	var end int64
 	for _, t := range tensors {
-		dtype, known := stNames[t.Desc.DType]
+		dtype := rank(t.Desc.DType)
 		n, err := t.Desc.Bytes()
 		switch {
 		case seen[t.Name] || t.Name == MetadataName || !sound(t.Name):
 			return nil, fmt.Errorf("%w: safetensors: the name %q is taken, reserved or not UTF-8", ErrFormat, t.Name)
-		case !known && t.Desc.DType.Valid():
+		case dtype < 0 && t.Desc.DType.Valid():
 			return nil, fmt.Errorf("%w: safetensors has no type for tensor %q of %v; write it as .npy", ErrUnsupported, t.Name, t.Desc.DType)
 		case err != nil:
 			return nil, fmt.Errorf("%w: safetensors: tensor %q: %w", ErrFormat, t.Name, err)
@@ -469,15 +474,13 @@ func SafetensorsHeader(tensors []Entry, metadata map[string]string) ([]byte, err
 			return nil, fmt.Errorf("%w: safetensors: %d bytes and tensor %q of %d", tensor.ErrTooLarge, end, t.Name, n)
 		}
 		seen[t.Name] = true
-		comma()
-		out = append(append(out, quote(t.Name)...), ':')
 		begin := end
 		end += n
-		out = append(out, quote(struct {
+		add(t.Name, struct {
 			DType   string       `json:"dtype"`
 			Shape   tensor.Shape `json:"shape"`
 			Offsets [2]int64     `json:"data_offsets"`
-		}{dtype, append(tensor.Shape{}, t.Desc.Shape...), [2]int64{begin, end}})...)
+		}{stTypes[dtype].name, append(tensor.Shape{}, t.Desc.Shape...), [2]int64{begin, end}})
 	}
 	out = append(out, '}')
 	for len(out)%headerAlign != 0 {
@@ -494,14 +497,7 @@ func SafetensorsHeader(tensors []Entry, metadata map[string]string) ([]byte, err
 // Order compares two tensors as the reference implementation orders them in a file:
 // wider data types first, so that every tensor begins aligned, then by name.
 func Order(a, b Entry) int {
-	return cmp.Or(cmp.Compare(slices.Index(stOrder, a.Desc.DType), slices.Index(stOrder, b.Desc.DType)), cmp.Compare(a.Name, b.Name))
-}
-
-// stOrder are the data types in the order of the reference implementation.
-var stOrder = []tensor.DataType{
-	tensor.Uint64, tensor.Int64, tensor.Float64, tensor.Complex64, tensor.Float32, tensor.Uint32, tensor.Int32,
-	tensor.BFloat16, tensor.Float16, tensor.Uint16, tensor.Int16, tensor.Float8E4M3FN, tensor.Float8E5M2,
-	tensor.Int8, tensor.Uint8, tensor.Bool,
+	return cmp.Or(cmp.Compare(rank(a.Desc.DType), rank(b.Desc.DType)), cmp.Compare(a.Name, b.Name))
 }
 
 // sound reports whether a text comes back from JSON as it went in.
