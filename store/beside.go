@@ -1,21 +1,27 @@
 package store
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"slices"
+	"strings"
 
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Beside returns a store that keeps pushed tensors in main and also serves the tensors of
-// other stores, such as Files, to which it never writes. If several stores have a name, the
-// first one serves it. The name of another store's tensor can neither be deleted nor,
-// unless main has it already, pushed. The result owns all of the stores, and closes them.
-func Beside(main Store, others ...Store) Store {
-	if len(others) == 0 {
+// Beside returns a store that keeps pushed tensors in main and also serves those of model
+// files. If several have a name, the first one serves it, and main before all. The name of
+// a tensor in a file can neither be deleted nor, unless main has it already, pushed. The
+// result owns all of the stores, and closes them.
+func Beside(main Store, files ...*Files) Store {
+	if len(files) == 0 {
 		return main
 	}
-	b := &beside{main: main, others: others}
+	b := &beside{main: main, files: files, all: []Store{main}}
+	for _, f := range files {
+		b.all = append(b.all, f)
+	}
 	meter, isMeter := main.(Meter)
 	sets, isSets := main.(Sets)
 	switch {
@@ -40,56 +46,46 @@ func Beside(main Store, others ...Store) Store {
 }
 
 type beside struct {
-	main   Store
-	others []Store
+	main  Store
+	files []*Files
+	all   []Store
 }
 
-// taken returns the Info of a tensor that only another store has.
-func (b *beside) taken(ctx context.Context, name string) (info Info, taken bool, err error) {
-	for _, s := range b.others {
-		if info, taken, err = has(ctx, s, name); taken || err != nil {
-			break
+// taken returns the error that refuse has for a tensor that is in a file and not in main.
+func (b *beside) taken(ctx context.Context, name string, refuse func(name, file string) error) error {
+	for _, f := range b.files {
+		file, err := f.fileOf(name)
+		if err != nil {
+			return err
 		}
+		if file == "" {
+			continue
+		}
+		r, err := b.main.Open(ctx, name)
+		switch {
+		case err == nil:
+			r.Release()
+		case errors.Is(err, ErrNotFound):
+			err = refuse(name, file)
+		}
+		return err
 	}
-	if !taken || err != nil {
-		return Info{}, false, err
-	}
-	_, own, err := has(ctx, b.main, name)
-	return info, !own && err == nil, err
-}
-
-// has returns the Info of a tensor of s. It does not have Files look for new ones, which
-// each push of many would.
-func has(ctx context.Context, s Store, name string) (Info, bool, error) {
-	if f, ok := s.(*Files); ok {
-		return f.known(name)
-	}
-	r, err := s.Open(ctx, name)
-	if errors.Is(err, ErrNotFound) {
-		return Info{}, false, nil
-	}
-	if err != nil {
-		return Info{}, false, err
-	}
-	defer r.Release()
-	return r.Info(), true, nil
+	return nil
 }
 
 func (b *beside) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
 	if _, err := checkNew(ctx, name, d); err != nil {
 		return nil, err
 	}
-	if info, taken, err := b.taken(ctx, name); err != nil {
+	if err := b.taken(ctx, name, taking); err != nil {
 		return nil, err
-	} else if taken {
-		return nil, taking(info)
 	}
 	return b.main.Create(ctx, name, d)
 }
 
 // Open opens the tensor of the first store that has it.
 func (b *beside) Open(ctx context.Context, name string) (r Reader, err error) {
-	for _, s := range append([]Store{b.main}, b.others...) {
+	for _, s := range b.all {
 		if r, err = s.Open(ctx, name); !errors.Is(err, ErrNotFound) {
 			break
 		}
@@ -98,26 +94,24 @@ func (b *beside) Open(ctx context.Context, name string) (r Reader, err error) {
 }
 
 func (b *beside) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
-	var all [][]Info
-	for _, s := range append([]Store{b.main}, b.others...) {
+	var all []Info
+	for _, s := range b.all {
 		infos, err := s.List(ctx, glob, after, most)
 		if err != nil {
 			return nil, err
 		}
-		all = append(all, infos)
+		all = append(all, infos...)
 	}
-	return merge(most, all...), nil
+	slices.SortStableFunc(all, func(x, y Info) int { return strings.Compare(x.Name, y.Name) })
+	all = slices.CompactFunc(all, func(x, y Info) bool { return x.Name == y.Name }) // the first store's stays
+	return all[:min(len(all), max(most, 0))], nil
 }
 
 func (b *beside) Delete(ctx context.Context, names ...string) ([]string, error) {
 	var refused error
 	for i, name := range names {
-		info, taken, err := b.taken(ctx, name)
-		if taken {
-			err = partOf(info)
-		}
-		if err != nil {
-			names, refused = names[:i], err
+		if refused = b.taken(ctx, name, partOf); refused != nil {
+			names = names[:i]
 			break
 		}
 	}
@@ -125,15 +119,11 @@ func (b *beside) Delete(ctx context.Context, names ...string) ([]string, error) 
 		return nil, refused
 	}
 	deleted, err := b.main.Delete(ctx, names...)
-	if err == nil {
-		err = refused
-	}
-	return deleted, err
+	return deleted, cmp.Or(err, refused)
 }
 
-func (b *beside) Close() error {
-	err := b.main.Close()
-	for _, s := range b.others {
+func (b *beside) Close() (err error) {
+	for _, s := range b.all {
 		err = errors.Join(err, s.Close())
 	}
 	if errors.Is(err, ErrClosed) {

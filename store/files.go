@@ -34,23 +34,21 @@ type FilesConfig struct {
 type Files struct {
 	dir    string
 	prefix string // prefix of all names
-	// owned reports which files are those of a Folder in the same folder. Nil if there is no
-	// Folder: then the folders below are included.
-	owned func(file string) bool
-	log   *slog.Logger
-	pool  *slab.Pool // for views
-	limit int        // of tensors in all files: fileTensors, except in tests
+	flat   bool   // a Folder has the same folder: its files, and the folders below, are left out
+	log    *slog.Logger
+	pool   *slab.Pool // for views
+	limit  int        // of tensors in all files: fileTensors, except in tests
 
 	scanning sync.Mutex // guards scan; taken before mu
 	scan     scan
 	scans    atomic.Int64 // scans begun
 
-	index[part]
+	index[*part]
 }
 
 // OpenFiles opens the model files below the folder dir and reads their headers. The caller
 // closes the store.
-func OpenFiles(dir string, config FilesConfig) (*Files, error) { return openFiles(dir, config, nil) }
+func OpenFiles(dir string, config FilesConfig) (*Files, error) { return openFiles(dir, config, false) }
 
 // OpenDir opens a Folder, which is OpenFolder's, and serves beside it the model files that
 // others have put into the folder itself, those of model.safetensors as model/…. The
@@ -60,7 +58,7 @@ func OpenDir(dir string, config FolderConfig) (Store, error) {
 	if err != nil {
 		return nil, err
 	}
-	files, err := openFiles(dir, FilesConfig{Log: config.Log}, folder.owns)
+	files, err := openFiles(dir, FilesConfig{Log: config.Log}, true)
 	if err != nil {
 		return nil, errors.Join(err, folder.Close())
 	}
@@ -70,7 +68,7 @@ func OpenDir(dir string, config FolderConfig) (Store, error) {
 	return Beside(folder, files), nil
 }
 
-func openFiles(dir string, config FilesConfig, owned func(string) bool) (*Files, error) {
+func openFiles(dir string, config FilesConfig, flat bool) (*Files, error) {
 	if config.Log == nil {
 		config.Log = slog.New(slog.DiscardHandler)
 	}
@@ -84,7 +82,7 @@ func openFiles(dir string, config FilesConfig, owned func(string) bool) (*Files,
 		return nil, fmt.Errorf("store: %s is not a folder", dir)
 	}
 	f := &Files{
-		dir: dir, owned: owned, log: config.Log, limit: fileTensors, pool: slab.NewPool(viewBytes, slab.System),
+		dir: dir, flat: flat, log: config.Log, limit: fileTensors, pool: slab.NewPool(viewBytes, slab.System),
 		scan: scan{files: map[string]*wholeFile{}},
 	}
 	if name := strings.TrimSuffix(config.Name, "/"); name != "" {
@@ -102,19 +100,19 @@ func (f *Files) Create(ctx context.Context, name string, d tensor.Desc) (Writer,
 		return nil, err
 	}
 	if p, taken := f.find(name); taken {
-		return nil, taking(p.info)
+		return nil, taking(name, p.info.File)
 	}
 	return nil, fmt.Errorf("%w: cannot store tensor %q", ErrReadOnly, name)
 }
 
 // taking returns the error for pushing under the name of a tensor in a file.
-func taking(info Info) error {
-	return fmt.Errorf("%w: %q is a tensor of the file %s in the folder; push under another name", ErrExists, info.Name, info.File)
+func taking(name, file string) error {
+	return fmt.Errorf("%w: %q is a tensor of the file %s in the folder; push under another name", ErrExists, name, file)
 }
 
 // partOf returns the error for deleting a tensor in a file.
-func partOf(info Info) error {
-	return fmt.Errorf("%w: %q is a tensor of %s; delete that file", ErrPart, info.Name, info.File)
+func partOf(name, file string) error {
+	return fmt.Errorf("%w: %q is a tensor of %s; delete that file", ErrPart, name, file)
 }
 
 // Open implements Store. If the tensor is not known, or its file has changed since it was
@@ -138,20 +136,17 @@ func (f *Files) List(ctx context.Context, glob, after string, most int) ([]Info,
 	if err := f.rescan(false); err != nil {
 		return nil, err
 	}
-	return f.list(ctx, glob, after, most, func(p part) Info { return p.info })
+	return f.list(ctx, glob, after, most, func(p *part) Info { return p.info })
 }
 
 // Delete implements Store. It fails for every tensor that exists.
 func (f *Files) Delete(ctx context.Context, names ...string) ([]string, error) {
-	for _, name := range names {
-		if ctx.Err() != nil {
-			return nil, context.Cause(ctx)
-		}
+	return deleteEach(ctx, names, func(name string) (bool, error) {
 		if p, there := f.find(name); there {
-			return nil, partOf(p.info)
+			return false, partOf(name, p.info.File)
 		}
-	}
-	return nil, nil
+		return false, nil
+	})
 }
 
 // Close implements Store.
@@ -176,7 +171,8 @@ type fileReader struct {
 	info  Info
 	data  []byte
 	file  *mapped
-	files *Files // the files that the tensor is part of; nil for a pushed one
+	files *Files // that part is of
+	part  *part  // nil for a pushed tensor
 }
 
 // open finds the tensor in its file, unless r already has its bytes. It takes over the
@@ -200,14 +196,10 @@ func (r *fileReader) open(name string) (Reader, error) {
 // Digested implements DigestKeeper. A part keeps its digest for as long as its file is the
 // one that was read.
 func (r *fileReader) Digested(d codec.Digest) {
-	if r.files == nil {
-		return
-	}
-	r.files.mu.Lock()
-	defer r.files.mu.Unlock()
-	if p, ok := r.files.byName[r.info.Name]; ok && p.whole.mapped == r.file {
-		p.info.Digest = d
-		r.files.byName[r.info.Name] = p
+	if r.part != nil {
+		r.files.mu.Lock()
+		defer r.files.mu.Unlock()
+		r.part.info.Digest = d
 	}
 }
 

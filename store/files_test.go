@@ -169,19 +169,20 @@ func TestAFolderThatCannotBeReadIsNotScannedForEachList(t *testing.T) {
 	require.NoError(t, err)
 	defer root.Close()
 	require.NoError(t, root.Mkdir(long, 0o755)) // even a superuser cannot read it by its path
-	for path := dir; len(path) >= len(top); path = filepath.Dir(path) {
-		require.NoError(t, os.Chtimes(path, time.Time{}, time.Now().Add(-time.Hour)))
-	}
 	var log bytes.Buffer
 	f, err := OpenFiles(top, FilesConfig{Log: slog.New(slog.NewTextHandler(&log, nil))})
 	require.NoError(t, err)
 	defer f.Close()
 	require.Contains(t, log.String(), "folder cannot be read")
-	require.Empty(t, listed(t, f))
-	require.EqualValues(t, 1, f.scans.Load())
+	f.scan.since = time.Time{} // as if that were long ago
+	for range 2 {
+		require.Empty(t, listed(t, f))
+		require.EqualValues(t, 2, f.scans.Load())
+	}
 	require.NoError(t, root.Remove(long))
 	require.Empty(t, listed(t, f))
-	require.EqualValues(t, 2, f.scans.Load())
+	require.EqualValues(t, 3, f.scans.Load())
+	require.Equal(t, 1, strings.Count(log.String(), "folder cannot be read"))
 }
 
 func TestATensorOfAnUnknownDataTypeHidesNoOther(t *testing.T) {
@@ -196,6 +197,22 @@ func TestATensorOfAnUnknownDataTypeHidesNoOther(t *testing.T) {
 	require.Equal(t, []string{"m/a"}, listed(t, f))
 	require.Contains(t, log.String(), `first=s`)
 	require.Contains(t, log.String(), "F8_E8M0")
+}
+
+func TestOfTwoTensorsOfANameTheFirstFilesIsServed(t *testing.T) {
+	dir := t.TempDir()
+	putModel(t, filepath.Join(dir, "a/b.safetensors"), nil, "c", "c/x")
+	putModel(t, filepath.Join(dir, "a/b/c.safetensors"), map[string]string{"k": "v"}, "x")
+	var log bytes.Buffer
+	f, err := OpenFiles(dir, FilesConfig{Log: slog.New(slog.NewTextHandler(&log, nil))})
+	require.NoError(t, err)
+	defer f.Close()
+	require.Equal(t, []string{"a/b/c", "a/b/c/__metadata__", "a/b/c/x"}, listed(t, f))
+	require.Equal(t, []byte("c/x"), get(t, f, "a/b/c/x"))
+	require.Contains(t, log.String(), "file=a/b/c.safetensors tensors=1")
+	require.NoError(t, os.Remove(filepath.Join(dir, "a/b.safetensors")))
+	require.Equal(t, []string{"a/b/c/__metadata__", "a/b/c/x"}, listed(t, f))
+	require.Equal(t, []byte("x"), get(t, f, "a/b/c/x"))
 }
 
 func TestFilesAreNeverWrittenTo(t *testing.T) {

@@ -46,8 +46,7 @@ type Folder struct {
 	lock   *os.File
 	locked fs.FileInfo // identifies lock
 	disk
-	foreign map[string]bool // files named like those of pushed tensors that are others'
-	used    atomic.Int64    // bytes of pushed files; grows under mu only
+	used atomic.Int64 // bytes of pushed files; grows under mu only
 
 	sets       sync.RWMutex // held while a set is committed; guards unfinished; taken before locks
 	unfinished *manifest    // of a committed set, to be finished before other changes
@@ -119,7 +118,7 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 	}
 	f := &Folder{
 		dir: dir, config: config, lock: lock, locked: locked, disk: folderDisk,
-		foreign: map[string]bool{}, pool: slab.NewPool(viewBytes, slab.System),
+		pool: slab.NewPool(viewBytes, slab.System),
 	}
 	if err = f.isHere(); err == nil { // otherwise the temporary files belong to another store
 		f.unfinished, err = f.readManifest()
@@ -175,9 +174,7 @@ func (f *Folder) load() error {
 		}
 		info, bytes, e := readPushed(f.dir, file)
 		switch {
-		case errors.Is(e, errForeign):
-			f.foreign[file] = true
-		case errors.Is(e, syscall.EMFILE) || errors.Is(e, syscall.ENFILE):
+		case outOfFiles(e):
 			return fmt.Errorf("store: %w", e)
 		case e != nil:
 			f.config.Log.Warn("file cannot be used", slog.String("file", file), slog.Any("error", e))
@@ -194,9 +191,6 @@ func (f *Folder) load() error {
 	}
 	return nil
 }
-
-// owns reports whether a file of this name is not for others to serve.
-func (f *Folder) owns(file string) bool { return isPushedName(file) && !f.foreign[file] }
 
 var nameSeed = maphash.MakeSeed()
 
@@ -327,18 +321,7 @@ func (f *Folder) List(ctx context.Context, glob, after string, most int) ([]Info
 
 // Delete implements Store. One fsync makes all deletions durable.
 func (f *Folder) Delete(ctx context.Context, names ...string) (deleted []string, err error) {
-	for _, name := range names {
-		if err = context.Cause(ctx); err != nil {
-			break
-		}
-		var there bool
-		if there, err = f.delete(name); err != nil {
-			break
-		}
-		if there {
-			deleted = append(deleted, name)
-		}
-	}
+	deleted, err = deleteEach(ctx, names, f.delete)
 	if len(deleted) == 0 {
 		return nil, err
 	}

@@ -35,9 +35,6 @@ const (
 // storedLayout always has nine decimals, so that all times have the same length.
 const storedLayout = "2006-01-02T15:04:05.000000000Z"
 
-// errForeign says that a file was not written by a Folder.
-var errForeign = errors.New("not a pushed tensor")
-
 // fileName returns the file of a pushed tensor. It is a hash, so that a rename replaces the
 // older tensor of the same name, and no name becomes a path.
 func fileName(name string) string {
@@ -82,20 +79,15 @@ func pushedHeader(info Info) ([]byte, error) {
 	})
 }
 
-// pushedInfo reads what pushedHeader wrote. The error is errForeign for another
-// program's file, and wraps tensorfile.ErrFormat for a damaged one.
+// pushedInfo reads what pushedHeader wrote. Errors wrap tensorfile.ErrFormat.
 func pushedInfo(file string, st *tensorfile.Safetensors) (Info, error) {
 	meta := st.Metadata()
-	text, ok := meta[keyName]
-	if !ok {
-		return Info{}, errForeign
-	}
 	damaged := func(what string) (Info, error) {
 		return Info{}, fmt.Errorf("%w: pushed tensor: its %s is wrong", tensorfile.ErrFormat, what)
 	}
 	info := Info{Durable: true}
 	var err error
-	if info.Name, err = url.PathUnescape(text); err != nil || CheckName(info.Name) != nil || fileName(info.Name) != file {
+	if info.Name, err = url.PathUnescape(meta[keyName]); err != nil || CheckName(info.Name) != nil || fileName(info.Name) != file {
 		return damaged(keyName)
 	}
 	if info.DType, err = tensor.ParseDataType(meta[keyDType]); err != nil {
@@ -104,6 +96,7 @@ func pushedInfo(file string, st *tensorfile.Safetensors) (Info, error) {
 	if info.Shape, err = tensor.ParseShape(meta[keyShape]); err != nil {
 		return damaged(keyShape)
 	}
+	ok := false
 	if info.Digest, ok = codec.ParseDigest(meta[keyDigest]); !ok {
 		return damaged(keyDigest)
 	}

@@ -31,7 +31,7 @@ func openDir(t testing.TB, dir string, config FolderConfig) (Store, *Folder, *Fi
 		Meter
 		Sets
 	}).Store.(*beside)
-	return closing(t, s), b.main.(*Folder), b.others[0].(*Files)
+	return closing(t, s), b.main.(*Folder), b.files[0]
 }
 
 func closing[S Store](t testing.TB, s S) S {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 
 	"github.com/tensorferry/tensorferry/internal/background"
@@ -105,13 +104,21 @@ func (x *index[T]) after(name string, most int) []string {
 	return x.names[i:min(i+most, len(x.names))]
 }
 
-// merge returns up to most of the Infos of sorted lists, sorted by name. If several have
-// the same name, it returns the one from the first list.
-func merge(most int, lists ...[]Info) []Info {
-	all := slices.Concat(lists...)
-	slices.SortStableFunc(all, func(x, y Info) int { return strings.Compare(x.Name, y.Name) })
-	all = slices.CompactFunc(all, func(x, y Info) bool { return x.Name == y.Name })
-	return all[:min(len(all), max(most, 0))]
+// deleteEach implements Store.Delete with a function that deletes one tensor, if it is there.
+func deleteEach(ctx context.Context, names []string, one func(name string) (there bool, err error)) (deleted []string, err error) {
+	for _, name := range names {
+		if ctx.Err() != nil {
+			return deleted, context.Cause(ctx)
+		}
+		there, err := one(name)
+		if err != nil {
+			return deleted, err
+		}
+		if there {
+			deleted = append(deleted, name)
+		}
+	}
+	return deleted, nil
 }
 
 // listPages implements Store.List with pages of up to n Infos after a name. Between two

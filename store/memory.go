@@ -140,23 +140,19 @@ func (m *Memory) List(ctx context.Context, glob, after string, most int) ([]Info
 }
 
 // Delete implements Store.
-func (m *Memory) Delete(ctx context.Context, names ...string) (deleted []string, err error) {
-	for _, name := range names {
-		if ctx.Err() != nil {
-			return deleted, context.Cause(ctx)
-		}
+func (m *Memory) Delete(ctx context.Context, names ...string) ([]string, error) {
+	return deleteEach(ctx, names, func(name string) (bool, error) {
 		m.mu.Lock()
-		closed := m.closed
-		if r, there := m.byName[name]; there {
+		defer m.mu.Unlock()
+		r, there := m.byName[name]
+		switch {
+		case m.closed:
+			return false, ErrClosed
+		case there:
 			m.forget(r)
-			deleted = append(deleted, name)
 		}
-		m.mu.Unlock()
-		if closed {
-			return deleted, ErrClosed
-		}
-	}
-	return deleted, nil
+		return there, nil
+	})
 }
 
 // Close implements Store.

@@ -20,7 +20,7 @@ import (
 
 // part is a tensor of a model file, or the file's document.
 type part struct {
-	info     Info
+	info     Info   // mu guards its digest; the rest does not change
 	name     string // within the file
 	document []byte // set if it is the document
 	whole    *wholeFile
@@ -28,15 +28,10 @@ type part struct {
 
 // scan is what was last seen in the folder.
 type scan struct {
-	dirs    map[string]dirTime // of the folders
-	settled bool               // a later change will change dirs
+	dirs    map[string]time.Time // modification times of the folders; zero if one cannot be read
+	since   time.Time            // when dirs were first as they are
+	settled bool                 // a later change will change dirs
 	files   map[string]*wholeFile
-}
-
-// dirTime is a folder's modification time. Both are zero if the folder cannot be read.
-type dirTime struct {
-	at    time.Time // may be in the future
-	since time.Time // when the folder is known to have had it; never in the future
 }
 
 // wholeFile is a model file in the folder. files holds it for as long as it knows its
@@ -45,6 +40,7 @@ type wholeFile struct {
 	paths   []string      // of the file, or of all files of a model
 	seen    []fs.FileInfo // their state when last seen; nil if missing
 	tensors int           // in the file; 0 if it is damaged
+	parts   []*part       // its tensors that can be used
 	mapped  *mapped       // nil if the file cannot be used
 }
 
@@ -96,30 +92,26 @@ func (f *Files) rescan(always bool) error {
 		return nil
 	}
 	f.scans.Add(1)
+	began := time.Now()
 	dirs, found, err := f.walk()
 	if err != nil {
 		return err
 	}
-	settled := true
-	for path, dir := range dirs {
-		if old, known := f.scan.dirs[path]; known && old.at.Equal(dir.at) {
-			dir.since = old.since
-			dirs[path] = dir
-		}
-		settled = settled && time.Since(dir.since) > clockGrain
+	if !maps.EqualFunc(dirs, f.scan.dirs, time.Time.Equal) {
+		f.scan.since = time.Now()
 	}
 	err = f.look(found)
-	f.scan.settled, f.scan.dirs = settled && err == nil, dirs
+	f.scan.settled, f.scan.dirs = err == nil && began.Sub(f.scan.since) > clockGrain, dirs
 	return err
 }
 
 func (f *Files) dirsAsTheyWere() bool {
-	for path, dir := range f.scan.dirs {
-		if dir.at.IsZero() { // its permissions may change, which its time does not show
-			if _, _, err := readDir(path); err == nil || errors.Is(err, fs.ErrNotExist) {
+	for path, at := range f.scan.dirs {
+		if at.IsZero() { // its permissions may change, which its time does not show
+			if _, _, err := readDir(path); err == nil {
 				return false
 			}
-		} else if now, err := os.Stat(path); err != nil || !now.ModTime().Equal(dir.at) {
+		} else if now, err := os.Stat(path); err != nil || !now.ModTime().Equal(at) {
 			return false
 		}
 	}
@@ -139,29 +131,22 @@ func (f *Files) brokenOnesChanged() bool {
 
 // walk returns the folders with their times, and the paths of the model files in them,
 // relative to the folder, without those that belong to an index.
-func (f *Files) walk() (dirs map[string]dirTime, found []string, err error) {
-	dirs = map[string]dirTime{}
-	pending := []string{"."}
-	for len(pending) > 0 {
+func (f *Files) walk() (dirs map[string]time.Time, found []string, err error) {
+	dirs = map[string]time.Time{}
+	for pending := []string{"."}; len(pending) > 0; pending = pending[1:] {
 		dir := pending[0]
-		pending = pending[1:]
 		path := filepath.Join(f.dir, dir)
-		info, entries, err := readDir(path)
-		if err != nil && dir != "." {
+		at, entries, err := readDir(path)
+		if err != nil && dir == "." {
+			return nil, nil, f.away(err)
+		}
+		if err != nil {
 			if _, known := f.scan.dirs[path]; !known {
 				f.log.Warn("folder cannot be read", slog.String("folder", dir), slog.Any("error", err))
 			}
-			dirs[path] = dirTime{}
-			continue
+			at = time.Time{}
 		}
-		if err != nil {
-			return nil, nil, f.away(err)
-		}
-		at, since := info.ModTime(), time.Now()
-		if at.Before(since) {
-			since = at
-		}
-		dirs[path] = dirTime{at, since}
+		dirs[path] = at
 		sub, files := f.sort(dir, entries)
 		pending = append(pending, sub...)
 		found = append(found, files...)
@@ -169,21 +154,30 @@ func (f *Files) walk() (dirs map[string]dirTime, found []string, err error) {
 	return dirs, found, nil
 }
 
-// readDir reads a folder in directory order: it may hold thousands of pushed tensors.
-func readDir(path string) (info fs.FileInfo, entries []fs.DirEntry, err error) {
+// readDir reads a folder, and its modification time, in directory order: it may hold
+// thousands of pushed tensors.
+func readDir(path string) (at time.Time, entries []fs.DirEntry, err error) {
 	dir, err := os.Open(path)
 	if err != nil {
-		return nil, nil, err
+		return at, nil, err
 	}
-	if info, err = dir.Stat(); err == nil {
-		entries, err = dir.ReadDir(-1)
+	defer dir.Close()
+	info, err := dir.Stat()
+	if err != nil {
+		return at, nil, err
 	}
-	return info, entries, errors.Join(err, dir.Close())
+	entries, err = dir.ReadDir(-1)
+	return info.ModTime(), entries, err
+}
+
+// outOfFiles reports whether this process cannot open files now.
+func outOfFiles(err error) bool {
+	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
 }
 
 // away returns the error for a folder that cannot be read.
 func (f *Files) away(err error) error {
-	if errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) {
+	if outOfFiles(err) {
 		return fmt.Errorf("store: %w", err)
 	}
 	return fmt.Errorf("%w: %w", ErrUnavailable, err)
@@ -191,71 +185,49 @@ func (f *Files) away(err error) error {
 
 // sort separates the subfolders of a folder from the model files.
 func (f *Files) sort(dir string, entries []fs.DirEntry) (sub, found []string) {
-	var names []string
+	shards := map[string]bool{}
 	for _, e := range entries {
 		switch name := e.Name(); {
 		case strings.HasPrefix(name, "."):
-		case e.IsDir() && f.owned == nil:
-			sub = append(sub, filepath.Join(dir, name))
-		case f.owned != nil && f.owned(name):
-		case !e.IsDir() && (strings.HasSuffix(name, tensorfile.FileSuffix) || strings.HasSuffix(name, tensorfile.IndexSuffix)):
-			names = append(names, name)
-		}
-	}
-	shards := map[string]bool{}
-	for _, name := range names {
-		if strings.HasSuffix(name, tensorfile.IndexSuffix) {
-			for _, path := range tensorfile.PathsOf(filepath.Join(f.dir, dir, name))[1:] {
-				shards[filepath.Base(path)] = true
+		case e.IsDir():
+			if !f.flat {
+				sub = append(sub, filepath.Join(dir, name))
+			}
+		case f.flat && isPushedName(name):
+		case strings.HasSuffix(name, tensorfile.FileSuffix), strings.HasSuffix(name, tensorfile.IndexSuffix):
+			path := filepath.Join(dir, name)
+			found = append(found, path)
+			for _, shard := range tensorfile.PathsOf(filepath.Join(f.dir, path))[1:] {
+				shards[filepath.Base(shard)] = true
 			}
 		}
 	}
-	for _, name := range names {
-		if !shards[name] {
-			found = append(found, filepath.Join(dir, name))
-		}
-	}
-	return sub, found
+	return sub, slices.DeleteFunc(found, func(path string) bool { return shards[filepath.Base(path)] })
 }
 
 // look reads the headers of new and changed files.
 func (f *Files) look(found []string) (err error) {
-	there := map[string]bool{}
-	var gone []*wholeFile
-	changed := false
+	old, files := f.scan.files, map[string]*wholeFile{}
 	room := f.limit
 	slices.Sort(found) // so that the same files have room after a restart
 	for _, name := range found {
-		old := f.scan.files[name]
-		now, e := f.lookAt(name, old, room)
+		w, e := f.lookAt(name, old[name], room)
 		if e != nil {
-			err, now = fmt.Errorf("store: %w", e), old
+			err = fmt.Errorf("store: %w", e)
 		}
-		if now == nil {
-			continue
+		if w.usable() {
+			room = max(room-w.tensors, 0)
 		}
-		there[name] = true
-		if now.usable() {
-			room = max(room-now.tensors, 0)
-		}
-		if now != old {
-			f.scan.files[name] = now
-			gone = append(gone, old)
-			changed = changed || now.usable() || old.usable()
+		if w != nil {
+			files[name] = w
 		}
 	}
-	for name, w := range f.scan.files {
-		if !there[name] {
-			delete(f.scan.files, name)
-			gone = append(gone, w)
-			changed = changed || w.usable()
-		}
-	}
-	if changed {
+	f.scan.files = files
+	if !maps.Equal(old, files) {
 		f.showParts()
 	}
-	for _, w := range gone { // now that nobody can find their tensors
-		if w.usable() {
+	for name, w := range old { // now that nobody can find its tensors
+		if w.usable() && files[name] != w {
 			w.mapped.Release()
 		}
 	}
@@ -263,8 +235,8 @@ func (f *Files) look(found []string) (err error) {
 }
 
 // lookAt returns the file of this name, which is old if it has not changed, or nil if there
-// is none. The file is not usable if it has more tensors than there is room for. An error means that
-// this process cannot open files now.
+// is none. The file is not usable if it has more tensors than there is room for. An error
+// means that this process cannot open files now; the file is then old.
 func (f *Files) lookAt(name string, old *wholeFile, room int) (*wholeFile, error) {
 	path := filepath.Join(f.dir, name)
 	w := &wholeFile{paths: tensorfile.PathsOf(path)}
@@ -276,8 +248,8 @@ func (f *Files) lookAt(name string, old *wholeFile, room int) (*wholeFile, error
 		return old, nil
 	}
 	st, err := tensorfile.OpenModel(path)
-	if errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) {
-		return nil, err
+	if outOfFiles(err) {
+		return old, err
 	}
 	if err == nil {
 		if w.tensors = len(st.Names()); w.tensors > room {
@@ -293,60 +265,33 @@ func (f *Files) lookAt(name string, old *wholeFile, room int) (*wholeFile, error
 	}
 	w.mapped = &mapped{file: st}
 	w.mapped.init(func() { _ = st.Close() })
+	f.divide(name, w)
 	return w, nil
 }
 
-// stem returns the prefix of the names of a file's tensors: its path without the suffix.
-func (f *Files) stem(file string) string {
-	return f.prefix + filepath.ToSlash(strings.TrimSuffix(strings.TrimSuffix(file, tensorfile.IndexSuffix), tensorfile.FileSuffix)) + "/"
-}
-
-// showParts rebuilds the index of the tensors of all files.
-func (f *Files) showParts() {
-	parts := map[string]part{}
-	for _, file := range slices.Sorted(maps.Keys(f.scan.files)) {
-		if w := f.scan.files[file]; w.usable() {
-			f.showFile(parts, file, w)
-		}
-	}
-	names := slices.Sorted(maps.Keys(parts)) // not under mu: there may be many
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	for name, p := range parts {
-		if old, ok := f.byName[name]; ok && old.whole == p.whole { // the digest from Digested is still valid
-			p.info.Digest = old.info.Digest
-			parts[name] = p
-		}
-	}
-	f.byName, f.names = parts, names
-}
-
-// showFile adds the tensors of a file to parts.
-func (f *Files) showFile(parts map[string]part, file string, w *wholeFile) {
+// divide finds the parts of a file.
+func (f *Files) divide(file string, w *wholeFile) {
+	path := filepath.ToSlash(file)
+	stem := f.prefix + strings.TrimSuffix(strings.TrimSuffix(path, tensorfile.IndexSuffix), tensorfile.FileSuffix) + "/"
 	var spoiled error
 	var first string
 	unusable := 0
-	add := func(p part, err error) {
-		p.info.Name = f.stem(file) + p.name
-		p.info.Stored, p.info.Durable, p.info.File, p.whole = w.seen[0].ModTime(), true, filepath.ToSlash(file), w
-		if _, twice := parts[p.info.Name]; twice && err == nil {
-			err = fmt.Errorf("%w: %q is also a tensor of another file", ErrExists, p.info.Name)
-		}
-		if err = errors.Join(err, CheckName(p.info.Name)); err == nil {
-			parts[p.info.Name] = p
+	add := func(name string, d tensor.Desc, document []byte, err error) {
+		info := Info{Name: stem + name, Desc: d, Stored: w.seen[0].ModTime(), Durable: true, File: path}
+		if err = errors.Join(err, CheckName(info.Name)); err == nil {
+			w.parts = append(w.parts, &part{info, name, document, w})
 			return
 		}
 		if unusable++; unusable == 1 {
-			first, spoiled = p.name, err
+			first, spoiled = name, err
 		}
 	}
 	for _, name := range w.mapped.file.Names() {
 		d, err := w.mapped.file.Desc(name)
-		add(part{info: Info{Desc: d}, name: name}, err)
+		add(name, d, nil, err)
 	}
 	if text := w.mapped.file.Document().Encode(); text != nil {
-		d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(len(text))}}
-		add(part{info: Info{Desc: d}, name: tensorfile.MetadataName, document: text}, nil)
+		add(tensorfile.MetadataName, tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(len(text))}}, text, nil)
 	}
 	if unusable > 0 {
 		f.log.Warn("tensors of a file cannot be used", slog.String("file", file), slog.Int("tensors", unusable),
@@ -354,16 +299,41 @@ func (f *Files) showFile(parts map[string]part, file string, w *wholeFile) {
 	}
 }
 
-// known returns the Info of a tensor of which it is known that it is, or was, in a file.
-func (f *Files) known(name string) (Info, bool, error) {
+// showParts rebuilds the index of the tensors of all files. If several have a name, the
+// first file has it.
+func (f *Files) showParts() {
+	parts := map[string]*part{}
+	for _, file := range slices.Sorted(maps.Keys(f.scan.files)) {
+		w, before := f.scan.files[file], len(parts)
+		for _, p := range w.parts {
+			if _, taken := parts[p.info.Name]; !taken {
+				parts[p.info.Name] = p
+			}
+		}
+		if hidden := before + len(w.parts) - len(parts); hidden > 0 {
+			f.log.Warn("tensors of a file have the names of another file's", slog.String("file", file), slog.Int("tensors", hidden))
+		}
+	}
+	names := slices.Sorted(maps.Keys(parts)) // not under mu: there may be many
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.byName, f.names = parts, names
+}
+
+// fileOf returns the file that a tensor is part of, empty if there is none. It does not
+// look for new files, which each push of many would.
+func (f *Files) fileOf(name string) (string, error) {
 	p, there := f.find(name)
 	if there && !p.whole.asItWas() {
 		if err := f.rescan(true); err != nil {
-			return Info{}, false, err
+			return "", err
 		}
 		p, there = f.find(name)
 	}
-	return p.info, there, nil
+	if !there {
+		return "", nil
+	}
+	return p.info.File, nil
 }
 
 // errChanged says that a file has changed since it was seen.
@@ -373,16 +343,21 @@ var errChanged = errors.New("store: file has changed")
 // was seen, unless fresh says that a scan has just ended: then it opens whatever the file
 // has become.
 func (f *Files) openKnown(name string, fresh bool) (Reader, error) {
-	p, err := f.open(name, func(p part) { p.whole.mapped.retain() }) // files holds it, under mu
+	var info Info
+	p, err := f.open(name, func(p *part) {
+		p.whole.mapped.retain() // files holds it, under mu
+		info = p.info
+	})
 	if err != nil {
 		return nil, err
 	}
 	if !p.whole.asItWas() {
 		if !fresh {
 			p.whole.mapped.Release()
-			return nil, fmt.Errorf("%w: %s", errChanged, p.info.File)
+			return nil, fmt.Errorf("%w: %s", errChanged, info.File)
 		}
-		p.info.Digest = codec.Digest{} // the old digest is of the old file
+		info.Digest = codec.Digest{} // the old digest is of the old file
 	}
-	return (&fileReader{pool: f.pool, info: p.info, data: p.document, file: p.whole.mapped, files: f}).open(p.name)
+	r := &fileReader{pool: f.pool, info: info, data: p.document, file: p.whole.mapped, files: f, part: p}
+	return r.open(p.name)
 }

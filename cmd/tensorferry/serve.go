@@ -174,7 +174,7 @@ func (s *storeFlag) open(h *cpu.Host, log *slog.Logger) (store.Store, error) {
 
 // besideFiles adds the model files of folders to a store. It closes the store on failure.
 func besideFiles(s store.Store, folders []string, log *slog.Logger) (store.Store, error) {
-	var all []store.Store
+	var all []*store.Files
 	var names []string
 	for _, text := range folders {
 		name, folder := nameOf(text)
