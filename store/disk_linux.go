@@ -3,6 +3,7 @@ package store
 import (
 	"errors"
 	"os"
+	"slices"
 
 	"golang.org/x/sys/unix"
 )
@@ -29,27 +30,20 @@ func reserveDisk(f *os.File, n int64) error {
 
 // writeViews writes views to off, many with one system call.
 func writeViews(f *os.File, off int64, views [][]byte) error {
-	for len(views) > 0 {
-		n, err := unix.Pwritev(int(f.Fd()), views[:min(len(views), maxViews)], off)
+	for batch := range slices.Chunk(views, maxViews) {
+		n, err := unix.Pwritev(int(f.Fd()), batch, off)
 		if errors.Is(err, unix.EINTR) {
-			continue
+			n, err = 0, nil
+		}
+		for _, v := range batch {
+			done := min(n, len(v))
+			if n -= done; done < len(v) && err == nil { // a short write: WriteAt completes it or returns the error
+				_, err = f.WriteAt(v[done:], off+int64(done))
+			}
+			off += int64(len(v))
 		}
 		if err != nil {
 			return err
-		}
-		off += int64(n)
-		batch := len(views) - min(len(views), maxViews)
-		for len(views) > batch && n >= len(views[0]) {
-			n -= len(views[0])
-			views = views[1:]
-		}
-		if len(views) > batch { // a short write within a view: WriteAt completes it or returns the error
-			m, err := f.WriteAt(views[0][n:], off)
-			if err != nil {
-				return err
-			}
-			off += int64(m)
-			views = views[1:]
 		}
 	}
 	return nil

@@ -136,7 +136,7 @@ func (f *Files) List(ctx context.Context, glob, after string, most int) ([]Info,
 	if err := f.rescan(false); err != nil {
 		return nil, err
 	}
-	return f.list(ctx, glob, after, most, func(p *part) Info { return p.info })
+	return f.list(ctx, glob, after, most)
 }
 
 // Delete implements Store. It fails for every tensor that exists.

@@ -82,8 +82,8 @@ var folderDisk = disk{
 
 // pushed is a tensor with a file of its own.
 type pushed struct {
-	share  // of its bytes on disk: held by the folder and by each mapping
-	info   Info
+	share // of its bytes on disk: held by the folder and by each mapping
+	described
 	file   string  // guarded by the name's lock, as is mapped
 	mapped *mapped // the last mapping, perhaps already unmapped
 }
@@ -179,7 +179,7 @@ func (f *Folder) load() error {
 		case e != nil:
 			f.config.Log.Warn("file cannot be used", slog.String("file", file), slog.Any("error", e))
 		default:
-			p := &pushed{info: info, file: file}
+			p := &pushed{described: described{info}, file: file}
 			p.init(func() { f.used.Add(-bytes) })
 			f.used.Add(bytes)
 			tensors[info.Name] = p
@@ -212,8 +212,7 @@ func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 		return nil, err
 	}
 	w := &folderWriter{folder: f, size: size, made: &pushed{
-		info: Info{Name: name, Desc: d.Clone(), Durable: true},
-		file: fileName(name),
+		described: described{Info{Name: name, Desc: d.Clone(), Durable: true}}, file: fileName(name),
 	}}
 	header, err := pushedHeader(w.made.info)
 	if err != nil {
@@ -269,35 +268,35 @@ func (f *Folder) Open(_ context.Context, name string) (Reader, error) {
 	return f.openPushed(p)
 }
 
-// openPushed maps p's file, or shares the mapping of another Reader. It takes over the
-// caller's hold on p. The caller holds the name's lock, so the file is p's.
+// openPushed opens p, whose hold it takes over from the caller. The caller holds the name's
+// lock, so the file is p's.
 func (f *Folder) openPushed(p *pushed) (Reader, error) {
-	if p.mapped != nil && p.mapped.tryRetain() {
+	if p.mapped != nil && p.mapped.tryRetain() { // by another Reader
 		p.Release() // the mapping holds it
-		return newReader(f.pool, p.info, p.mapped)
+	} else if err := f.mapFile(p); err != nil {
+		p.Release()
+		return nil, err
 	}
+	return (&fileReader{pool: f.pool, info: p.info, file: p.mapped}).open(pushedEntry)
+}
+
+// mapFile maps p's file. The mapping takes over a hold on p, unless there is an error.
+func (f *Folder) mapFile(p *pushed) error {
 	st, err := tensorfile.OpenSafetensors(filepath.Join(f.dir, p.file))
-	if err != nil {
-		defer p.Release()
-	}
 	if errors.Is(err, fs.ErrNotExist) {
 		f.config.Log.Warn("file of a pushed tensor was deleted by another program", slog.String("tensor", p.info.Name), slog.String("file", p.file))
 		f.forget(p)
-		return nil, fmt.Errorf("%w: no tensor %q: its file was deleted", ErrNotFound, p.info.Name)
+		return fmt.Errorf("%w: no tensor %q: its file was deleted", ErrNotFound, p.info.Name)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("store: tensor %q: %w", p.info.Name, err)
+		return fmt.Errorf("store: tensor %q: %w", p.info.Name, err)
 	}
-	m := &mapped{file: st}
-	m.init(func() {
+	p.mapped = &mapped{file: st}
+	p.mapped.init(func() {
 		_ = st.Close() // unmapping does not fail
 		p.Release()
 	})
-	r, err := newReader(f.pool, p.info, m)
-	if err == nil {
-		p.mapped = m
-	}
-	return r, err
+	return nil
 }
 
 // forget removes a pushed tensor. The caller holds the name's lock.
@@ -316,7 +315,7 @@ func (f *Folder) List(ctx context.Context, glob, after string, most int) ([]Info
 	if err := f.usable(); err != nil {
 		return nil, err
 	}
-	return f.list(ctx, glob, after, most, func(p *pushed) Info { return p.info })
+	return f.list(ctx, glob, after, most)
 }
 
 // Delete implements Store. One fsync makes all deletions durable.
@@ -364,12 +363,6 @@ func (f *Folder) Close() error {
 
 // Used implements Meter: the files of pushed tensors count, with their headers.
 func (f *Folder) Used() (used, limit int64) { return f.used.Load(), f.config.Limit }
-
-// newReader returns a Reader of a pushed tensor. It takes over the caller's hold on the
-// file, even if it fails.
-func newReader(pool *slab.Pool, info Info, file *mapped) (Reader, error) {
-	return (&fileReader{pool: pool, info: info, file: file}).open(pushedEntry)
-}
 
 // folderWriter writes one tensor to a folder.
 type folderWriter struct {
@@ -421,7 +414,7 @@ func (w *folderWriter) Commit(context.Context) (Info, error) {
 		return Info{}, w.failed("name", err)
 	}
 	syncErr := f.syncNames(f.dir)
-	f.show(map[string]*pushed{p.info.Name: p})
+	f.show(p)
 	w.made = nil
 	if syncErr != nil { // the older tensor is gone
 		return p.info.clone(), fmt.Errorf("store: tensor %q is stored, but may not survive a power failure: %w", p.info.Name, syncErr)
@@ -430,10 +423,10 @@ func (w *folderWriter) Commit(context.Context) (Info, error) {
 }
 
 // show makes what Writers have made visible, in place of older tensors.
-func (f *Folder) show(made map[string]*pushed) {
+func (f *Folder) show(made ...*pushed) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	for _, old := range f.put(made) {
+	for _, old := range f.put(made...) {
 		old.Release()
 	}
 	f.writers -= len(made)

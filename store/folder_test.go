@@ -359,7 +359,7 @@ func TestAFolderThatCannotBeWrittenSaysSo(t *testing.T) {
 }
 
 func TestADiskThatFillsUpIsFull(t *testing.T) {
-	w := &folderWriter{begin: 8, size: 2, made: &pushed{info: Info{Name: "x"}}}
+	w := &folderWriter{begin: 8, size: 2, made: &pushed{described: described{Info{Name: "x"}}}}
 	for _, cause := range []error{syscall.ENOSPC, syscall.EDQUOT, &os.PathError{Op: "write", Path: "x", Err: syscall.ENOSPC}} {
 		require.ErrorIs(t, w.failed("write", cause), ErrFull)
 	}

@@ -1,6 +1,7 @@
 package store
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
@@ -70,41 +71,42 @@ func onDisk(d tensor.Desc) tensor.Desc {
 // pushedHeader returns the header of a pushed tensor's file. Its length does not depend on
 // the digest or the time.
 func pushedHeader(info Info) ([]byte, error) {
-	return tensorfile.SafetensorsHeader([]tensorfile.Entry{{Name: pushedEntry, Desc: onDisk(info.Desc)}}, map[string]string{
+	return tensorfile.SafetensorsHeader([]tensorfile.Entry{{Name: pushedEntry, Desc: onDisk(info.Desc)}}, pushedMetadata(info))
+}
+
+func pushedMetadata(info Info) map[string]string {
+	return map[string]string{
 		keyName:   escapeName.Replace(info.Name),
 		keyDType:  info.DType.String(),
 		keyShape:  strings.Trim(strings.ReplaceAll(info.Shape.String(), " ", ","), "[]"),
 		keyDigest: codec.DigestPrefix + hex.EncodeToString(info.Digest[:]),
 		keyStored: info.Stored.UTC().Format(storedLayout),
-	})
+	}
 }
 
 // pushedInfo reads what pushedHeader wrote. Errors wrap tensorfile.ErrFormat.
 func pushedInfo(file string, st *tensorfile.Safetensors) (Info, error) {
 	meta := st.Metadata()
-	damaged := func(what string) (Info, error) {
-		return Info{}, fmt.Errorf("%w: pushed tensor: its %s is wrong", tensorfile.ErrFormat, what)
-	}
 	info := Info{Durable: true}
-	var err error
-	if info.Name, err = url.PathUnescape(meta[keyName]); err != nil || CheckName(info.Name) != nil || fileName(info.Name) != file {
-		return damaged(keyName)
+	info.Name, _ = url.PathUnescape(meta[keyName])
+	info.DType, _ = tensor.ParseDataType(meta[keyDType])
+	info.Shape, _ = tensor.ParseShape(meta[keyShape])
+	info.Digest, _ = codec.ParseDigest(meta[keyDigest])
+	info.Stored, _ = time.Parse(storedLayout, meta[keyStored])
+	wrong := ""
+	for key, text := range pushedMetadata(info) {
+		if meta[key] != text { // also if it could not be read
+			wrong = key
+		}
 	}
-	if info.DType, err = tensor.ParseDataType(meta[keyDType]); err != nil {
-		return damaged(keyDType)
-	}
-	if info.Shape, err = tensor.ParseShape(meta[keyShape]); err != nil {
-		return damaged(keyShape)
-	}
-	ok := false
-	if info.Digest, ok = codec.ParseDigest(meta[keyDigest]); !ok {
-		return damaged(keyDigest)
-	}
-	if info.Stored, err = time.Parse(storedLayout, meta[keyStored]); err != nil {
-		return damaged(keyStored)
+	if CheckName(info.Name) != nil || fileName(info.Name) != file {
+		wrong = keyName
 	}
 	if d, err := st.Desc(pushedEntry); err != nil || len(st.Names()) != 1 || !d.Equal(onDisk(info.Desc)) {
-		return damaged("tensor")
+		wrong = cmp.Or(wrong, pushedEntry)
+	}
+	if wrong != "" {
+		return Info{}, fmt.Errorf("%w: pushed tensor: its %s is wrong", tensorfile.ErrFormat, wrong)
 	}
 	return info, nil
 }

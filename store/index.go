@@ -10,9 +10,14 @@ import (
 	"github.com/tensorferry/tensorferry/internal/glob"
 )
 
+// described is what an index knows of a tensor.
+type described struct{ info Info }
+
+func (d *described) about() *Info { return &d.info }
+
 // index has the tensors of a store by name. The caller of a method without another comment
 // holds mu.
-type index[T any] struct {
+type index[T interface{ about() *Info }] struct {
 	mu     sync.Mutex // guards all below; taken last
 	byName map[string]T
 	names  []string // sorted
@@ -43,7 +48,7 @@ func (x *index[T]) open(name string, hold func(T)) (v T, err error) {
 }
 
 // list implements Store.List; it locks mu.
-func (x *index[T]) list(ctx context.Context, glob, after string, most int, info func(T) Info) ([]Info, error) {
+func (x *index[T]) list(ctx context.Context, glob, after string, most int) ([]Info, error) {
 	return listPages(ctx, glob, after, most, func(after string, n int) (infos []Info, err error) {
 		x.mu.Lock()
 		defer x.mu.Unlock()
@@ -51,7 +56,7 @@ func (x *index[T]) list(ctx context.Context, glob, after string, most int, info 
 			return nil, ErrClosed
 		}
 		for _, name := range x.after(after, n) {
-			infos = append(infos, info(x.byName[name]))
+			infos = append(infos, *x.byName[name].about())
 		}
 		return infos, nil
 	})
@@ -67,9 +72,10 @@ func (x *index[T]) close() error {
 }
 
 // put adds values, and returns those that they replace.
-func (x *index[T]) put(values map[string]T) (replaced []T) {
+func (x *index[T]) put(values ...T) (replaced []T) {
 	var fresh []string
-	for name, v := range values {
+	for _, v := range values {
+		name := v.about().Name
 		if old, there := x.byName[name]; there {
 			replaced = append(replaced, old)
 		} else {

@@ -31,7 +31,7 @@ type Memory struct {
 // it.
 type resident struct {
 	share
-	info Info
+	described
 	data []byte
 	at   *list.Element
 }
@@ -58,7 +58,7 @@ func (m *Memory) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 		m.used.Add(-room)
 		return nil, fmt.Errorf("%w: tensor %q: %w", ErrFull, name, err)
 	}
-	w := &memoryWriter{store: m, made: &resident{info: Info{Name: name, Desc: d.Clone()}, data: s.Bytes()}}
+	w := &memoryWriter{store: m, made: &resident{described: described{Info{Name: name, Desc: d.Clone()}}, data: s.Bytes()}}
 	w.made.init(func() {
 		s.Release()
 		m.used.Add(-room)
@@ -104,13 +104,13 @@ func (m *Memory) forget(r *resident) {
 }
 
 // show makes tensors visible, in place of older ones.
-func (m *Memory) show(made map[string]*resident) error {
+func (m *Memory) show(made ...*resident) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.closed {
 		return ErrClosed
 	}
-	for _, old := range m.put(made) {
+	for _, old := range m.put(made...) {
 		m.recent.Remove(old.at)
 		old.Release()
 	}
@@ -136,7 +136,7 @@ func (m *Memory) Open(_ context.Context, name string) (Reader, error) {
 
 // List implements Store.
 func (m *Memory) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
-	return m.list(ctx, glob, after, most, func(r *resident) Info { return r.info })
+	return m.list(ctx, glob, after, most)
 }
 
 // Delete implements Store.
@@ -209,7 +209,7 @@ func (w *memoryWriter) Commit(context.Context) (Info, error) {
 	defer w.Abort()
 	w.seal()
 	r := w.made
-	if err := w.store.show(map[string]*resident{r.info.Name: r}); err != nil {
+	if err := w.store.show(r); err != nil {
 		return Info{}, err
 	}
 	w.made = nil

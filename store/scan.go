@@ -20,10 +20,10 @@ import (
 
 // part is a tensor of a model file, or the file's document.
 type part struct {
-	info     Info   // mu guards its digest; the rest does not change
-	name     string // within the file
-	document []byte // set if it is the document
-	whole    *wholeFile
+	described        // mu guards its digest; the rest does not change
+	name      string // within the file
+	document  []byte // set if it is the document
+	whole     *wholeFile
 }
 
 // scan is what was last seen in the folder.
@@ -279,7 +279,7 @@ func (f *Files) divide(file string, w *wholeFile) {
 	add := func(name string, d tensor.Desc, document []byte, err error) {
 		info := Info{Name: stem + name, Desc: d, Stored: w.seen[0].ModTime(), Durable: true, File: path}
 		if err = errors.Join(err, CheckName(info.Name)); err == nil {
-			w.parts = append(w.parts, &part{info, name, document, w})
+			w.parts = append(w.parts, &part{described{info}, name, document, w})
 			return
 		}
 		if unusable++; unusable == 1 {

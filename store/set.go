@@ -75,14 +75,14 @@ func (m *Memory) CommitAll(ctx context.Context, writers []Writer) ([]Info, error
 	if err != nil {
 		return nil, err
 	}
-	made := make(map[string]*resident, len(set))
-	for _, w := range set {
+	made := make([]*resident, len(set))
+	for i, w := range set {
 		w.seal()
-		made[w.made.info.Name] = w.made
+		made[i] = w.made
 	}
 	m.sets.Lock()
 	defer m.sets.Unlock()
-	if err := m.show(made); err != nil {
+	if err := m.show(made...); err != nil {
 		return nil, err
 	}
 	infos := make([]Info, len(set))
@@ -133,12 +133,12 @@ func (f *Folder) CommitAll(ctx context.Context, writers []Writer) ([]Info, error
 		return nil, err
 	}
 	moves := make([]move, len(set))
-	made := make(map[string]*pushed, len(set))
+	made := make([]*pushed, len(set))
 	infos := make([]Info, len(set))
 	for i, w := range set {
 		p := w.made
 		moves[i] = move{w.temp, p.file, p}
-		made[p.info.Name], infos[i] = p, p.info.clone()
+		made[i], infos[i] = p, p.info.clone()
 	}
 	m := &manifest{moves: moves}
 	if err := m.write(f); err != nil {
@@ -149,7 +149,7 @@ func (f *Folder) CommitAll(ctx context.Context, writers []Writer) ([]Info, error
 	for _, m := range moves {
 		m.made.file = m.temp // until move; no reader has it yet
 	}
-	f.show(made)
+	f.show(made...)
 	for _, w := range set {
 		w.made = nil
 	}

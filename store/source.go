@@ -3,7 +3,6 @@ package store
 import (
 	"context"
 	"fmt"
-	"maps"
 	"slices"
 	"sync"
 
@@ -45,39 +44,33 @@ func (m made) View(ctx context.Context, off, n int64) ([]byte, Releaser, error) 
 
 // Sources maps names to sources. The zero Sources is empty and ready to use. It is safe for
 // concurrent use.
-type Sources struct {
-	mu     sync.RWMutex // guards all below
-	byName map[string]Source
-}
+type Sources struct{ byName sync.Map } // of string to Source
 
 // Add adds a source under a name. It fails with ErrName or ErrExists.
 func (s *Sources) Add(name string, src Source) error {
 	if err := CheckName(name); err != nil {
 		return err
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if _, taken := s.byName[name]; taken {
+	if _, taken := s.byName.LoadOrStore(name, src); taken {
 		return fmt.Errorf("%w: there is already a source %q", ErrExists, name)
 	}
-	if s.byName == nil {
-		s.byName = make(map[string]Source)
-	}
-	s.byName[name] = src
 	return nil
 }
 
 // Lookup returns the source of this name.
 func (s *Sources) Lookup(name string) (Source, bool) {
-	s.mu.RLock()
-	defer s.mu.RUnlock()
-	src, ok := s.byName[name]
-	return src, ok
+	src, ok := s.byName.Load(name)
+	if !ok {
+		return nil, false
+	}
+	return src.(Source), true
 }
 
 // Names returns the names of all sources, sorted.
-func (s *Sources) Names() []string {
-	s.mu.RLock()
-	defer s.mu.RUnlock()
-	return slices.Sorted(maps.Keys(s.byName))
+func (s *Sources) Names() (names []string) {
+	for name := range s.byName.Range {
+		names = append(names, name.(string))
+	}
+	slices.Sort(names)
+	return names
 }
