@@ -20,6 +20,7 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/store"
@@ -41,45 +42,41 @@ var errStopped = errors.New("stopped")
 // one after the other, each with a store of its own. It starts goroutines, and ends
 // after all of them. A store whose Writers are InPlace is tested with and without it.
 func Run(t *testing.T, open func(t testing.TB) store.Store) {
-	run(t, open)
-	s := open(t)
-	w := begin(t, s, "x")
-	_, inPlace := w.(store.InPlace)
-	w.Abort()
+	run(t, open, false)
+	s := suite{t, open(t), false}
+	_, can := s.begin("x").(store.InPlace)
 	require.NoError(t, s.Close())
-	if inPlace {
-		t.Run("in place", func(t *testing.T) {
-			run(t, func(t testing.TB) store.Store { return direct{open(t)} })
-		})
+	if can {
+		t.Run("in place", func(t *testing.T) { run(t, open, true) })
 	}
 }
 
-func run(t *testing.T, open func(t testing.TB) store.Store) {
+func run(t *testing.T, open func(t testing.TB) store.Store, inPlace bool) {
 	for _, test := range []struct {
 		name string
-		run  func(t *testing.T, s store.Store)
+		run  func(s suite)
 	}{
-		{"what is pushed is pulled", pulled},
-		{"chunks may come in any order", anyOrder},
-		{"many and empty views are written", manyViews},
-		{"nothing is seen before commit nor after abort", unseen},
-		{"the last one to commit stays", lastStays},
-		{"a reader keeps what it opened when it is replaced", keeps(replaced)},
-		{"a reader keeps what it opened when it is deleted", keeps(deleted)},
-		{"a reader keeps what it opened when it is replaced and deleted", keeps(replacedAndDeleted)},
-		{"a reader keeps what it opened when the store is closed", keeps(closed)},
-		{"room comes back when the last reader is done", room},
-		{"what cannot be is refused", refused},
-		{"many are deleted at a time", manyDeleted},
-		{"bytes outside a tensor are neither written nor read", outside},
-		{"a closed store says so", closedSays},
-		{"a context that has ended is the only other reason to fail", endedContext},
-		{"an info is a copy", copied},
-		{"a list is what a sorted slice gives", listed},
-		{"many at once see only whole tensors", together},
-		{"a set is committed together", setCommitted},
-		{"a set that cannot be committed changes nothing", setRefused},
-		{"many at once see only whole sets", setsWhole},
+		{"what is pushed is pulled", suite.pulled},
+		{"chunks may come in any order", suite.anyOrder},
+		{"many and empty views are written", suite.manyViews},
+		{"nothing is seen before commit nor after abort", suite.unseen},
+		{"the last one to commit stays", suite.lastStays},
+		{"a reader keeps what it opened when it is replaced", keeps(suite.replace)},
+		{"a reader keeps what it opened when it is deleted", keeps(func(s suite) { s.remove("x") })},
+		{"a reader keeps what it opened when it is replaced and deleted", keeps(func(s suite) { s.replace(); s.remove("x") })},
+		{"a reader keeps what it opened when the store is closed", keeps(func(s suite) { require.NoError(s, s.Close()) })},
+		{"room comes back when the last reader is done", suite.room},
+		{"what cannot be is refused", suite.refused},
+		{"many are deleted at a time", suite.manyDeleted},
+		{"bytes outside a tensor are neither written nor read", suite.outside},
+		{"a closed store says so", suite.closedSays},
+		{"a context that has ended is the only other reason to fail", suite.endedContext},
+		{"an info is a copy", suite.copied},
+		{"a list is what a sorted slice gives", suite.listed},
+		{"many at once see only whole tensors", suite.together},
+		{"a set is committed together", suite.setCommitted},
+		{"a set that cannot be committed changes nothing", suite.setRefused},
+		{"many at once see only whole sets", suite.setsWhole},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			s := open(t)
@@ -88,43 +85,23 @@ func run(t *testing.T, open func(t testing.TB) store.Store) {
 					t.Error(err)
 				}
 			})
-			test.run(t, s)
+			test.run(suite{t, s, inPlace})
 		})
 	}
 }
 
-// direct is a store whose Writers get all bytes in their own memory.
-type direct struct{ store.Store }
-
-func (d direct) Create(ctx context.Context, name string, desc tensor.Desc) (store.Writer, error) {
-	w, err := d.Store.Create(ctx, name, desc)
-	if err != nil {
-		return nil, err
-	}
-	return directWriter{w, w.(store.InPlace).Memory()}, nil
+// suite is a test and its store. Its methods fail the test if the store does.
+type suite struct {
+	testingT
+	store.Store
+	inPlace bool // Writers get all bytes in their own memory
 }
 
-type directWriter struct {
-	store.Writer
-	memory []byte
-}
-
-func (w directWriter) WriteViews(ctx context.Context, off int64, views [][]byte) error {
-	data := slices.Concat(views...)
-	if off < 0 || off > int64(len(w.memory)-len(data)) {
-		return w.Writer.WriteViews(ctx, off, views)
-	}
-	mine := w.memory[off:][:len(data)]
-	copy(mine, data)
-	return w.Writer.WriteViews(ctx, off, slices.Collect(slices.Chunk(mine, viewBytes)))
-}
-
-// testingT is what of testing.T and rapid.T is used.
+// testingT is what testing.T and rapid.T have in common.
 type testingT interface {
-	require.TestingT
-	Helper()
+	rapid.TB
 	Context() context.Context
-	Fatalf(format string, args ...any)
+	Cleanup(f func())
 }
 
 func vector(n int64) tensor.Desc { return tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{n}} }
@@ -143,10 +120,30 @@ func digestOf(data []byte) codec.Digest {
 	return d.Sum()
 }
 
+// begin creates a tensor of these bytes and writes them, without Commit.
+func (s suite) begin(name string, data ...byte) store.Writer {
+	s.Helper()
+	w, err := s.Create(s.Context(), name, vector(int64(len(data))))
+	require.NoError(s, err)
+	s.Cleanup(w.Abort)
+	require.NoError(s, s.write(w, 0, data))
+	return w
+}
+
+func (s suite) write(w store.Writer, off int64, views ...[]byte) error {
+	if s.inPlace {
+		data, memory := slices.Concat(views...), w.(store.InPlace).Memory()
+		if off >= 0 && off <= int64(len(memory)-len(data)) {
+			views = slices.Collect(slices.Chunk(memory[off:][:copy(memory[off:], data)], viewBytes))
+		}
+	}
+	return w.WriteViews(s.Context(), off, views)
+}
+
 // push writes a tensor in pieces of at most chunk bytes, each in views of at most
 // viewBytes, in the order that order gives to the pieces' indexes.
-func push(ctx context.Context, s store.Store, name string, d tensor.Desc, data []byte, chunk int, order func([]int)) (store.Info, error) {
-	w, err := s.Create(ctx, name, d)
+func (s suite) push(name string, d tensor.Desc, data []byte, chunk int, order func([]int)) (store.Info, error) {
+	w, err := s.Create(s.Context(), name, d)
 	if err != nil {
 		return store.Info{}, err
 	}
@@ -160,39 +157,52 @@ func push(ctx context.Context, s store.Store, name string, d tensor.Desc, data [
 		order(at)
 	}
 	for _, i := range at {
-		if err := w.WriteViews(ctx, int64(i*chunk), slices.Collect(slices.Chunk(chunks[i], viewBytes))); err != nil {
+		if err := s.write(w, int64(i*chunk), slices.Collect(slices.Chunk(chunks[i], viewBytes))...); err != nil {
 			return store.Info{}, err
 		}
 	}
-	return w.Commit(ctx)
+	return w.Commit(s.Context())
 }
 
 // put pushes bytes in one piece.
-func put(t testingT, s store.Store, name string, data []byte) store.Info {
-	t.Helper()
-	info, err := push(t.Context(), s, name, vector(int64(len(data))), data, max(len(data), 1), nil)
-	require.NoError(t, err)
+func (s suite) put(name string, data []byte) store.Info {
+	s.Helper()
+	info, err := s.push(name, vector(int64(len(data))), data, max(len(data), 1), nil)
+	require.NoError(s, err)
 	return info
 }
 
 // remove deletes tensors that are there.
-func remove(t testingT, s store.Store, names ...string) {
-	t.Helper()
-	deleted, err := s.Delete(t.Context(), names...)
-	require.NoError(t, err)
-	require.Equal(t, names, deleted)
+func (s suite) remove(names ...string) {
+	s.Helper()
+	deleted, err := s.Delete(s.Context(), names...)
+	require.NoError(s, err)
+	require.Equal(s, names, deleted)
 }
 
-// list lists names.
-func list(t testingT, s store.Store, glob, after string, most int) []string {
-	t.Helper()
-	infos, err := s.List(t.Context(), glob, after, most)
-	require.NoError(t, err)
-	var names []string
+// list lists tensors, and their names.
+func (s suite) list(glob, after string, most int) (infos []store.Info, names []string) {
+	s.Helper()
+	infos, err := s.List(s.Context(), glob, after, most)
+	require.NoError(s, err)
 	for _, info := range infos {
 		names = append(names, info.Name)
 	}
+	return infos, names
+}
+
+// names lists the names of all tensors.
+func (s suite) names() []string {
+	s.Helper()
+	_, names := s.list("", "", 1<<20)
 	return names
+}
+
+func (s suite) open(name string) store.Reader {
+	s.Helper()
+	r, err := s.Open(s.Context(), name)
+	require.NoError(s, err)
+	return r
 }
 
 // read reads all of a tensor, at most piece bytes at a time, and holds it to its
@@ -223,20 +233,19 @@ func read(ctx context.Context, r store.Reader, piece int64) ([]byte, error) {
 }
 
 // get opens, reads and releases a tensor.
-func get(t testingT, s store.Store, name string) []byte {
-	t.Helper()
-	r, err := s.Open(t.Context(), name)
-	require.NoError(t, err)
+func (s suite) get(name string) []byte {
+	s.Helper()
+	r := s.open(name)
 	defer r.Release()
-	got, err := read(t.Context(), r, 1*mib)
-	require.NoError(t, err)
+	got, err := read(s.Context(), r, 1*mib)
+	require.NoError(s, err)
 	return got
 }
 
 // holds fails unless the tensor has these bytes. It does not print them.
-func holds(t testingT, s store.Store, name string, data []byte, what string) {
-	t.Helper()
-	if !bytes.Equal(data, get(t, s, name)) {
-		t.Fatalf("tensor %q has other bytes: %s", name, what)
+func (s suite) holds(name string, data []byte, what string) {
+	s.Helper()
+	if !bytes.Equal(data, s.get(name)) {
+		s.Fatalf("tensor %q has other bytes: %s", name, what)
 	}
 }
