@@ -76,9 +76,7 @@ func openFiles(dir string, config FilesConfig, flat bool) (*Files, error) {
 	if err != nil {
 		return nil, fmt.Errorf("store: %w", err)
 	}
-	if info, err := os.Stat(dir); err != nil {
-		return nil, fmt.Errorf("store: %w", err)
-	} else if !info.IsDir() {
+	if info, err := os.Stat(dir); err == nil && !info.IsDir() {
 		return nil, fmt.Errorf("store: %s is not a folder", dir)
 	}
 	f := &Files{

@@ -1,6 +1,7 @@
 package store
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -96,12 +97,8 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 	if config.Log == nil {
 		config.Log = slog.New(slog.DiscardHandler)
 	}
-	if config.Limit == 0 {
-		config.Limit = math.MaxInt64
-	}
-	if config.MaxTensors == 0 {
-		config.MaxTensors = DefaultMaxTensors
-	}
+	config.Limit = cmp.Or(config.Limit, math.MaxInt64)
+	config.MaxTensors = cmp.Or(config.MaxTensors, DefaultMaxTensors)
 	if config.Limit < 0 || config.MaxTensors < 0 {
 		return nil, fmt.Errorf("store: the limits of %d bytes and %d tensors must not be negative", config.Limit, config.MaxTensors)
 	}

@@ -127,45 +127,38 @@ func deleteEach(ctx context.Context, names []string, one func(name string) (ther
 	return deleted, nil
 }
 
-// listPages implements Store.List with pages of up to n Infos after a name. Between two
-// pages it holds neither the store's lock nor its turn, so that a long list does not delay
-// others.
+// listPages implements Store.List with pages of up to n Infos after a name. It gives way
+// between two pages, so that a long list does not delay others.
 func listPages(ctx context.Context, pattern, after string, most int, page func(after string, n int) ([]Info, error)) ([]Info, error) {
 	g, err := glob.Parse(pattern)
 	if err != nil {
 		return nil, err
 	}
+	var turn background.Turn
+	defer turn.End()
 	var found []Info
-	for over := false; !over; {
-		var turn background.Turn
+	for {
 		if err := turn.Work(ctx); err != nil {
 			return nil, err
 		}
-		err := func() error {
-			defer turn.End()
-			infos, err := page(after, pageNames)
-			if err != nil {
-				return err
-			}
-			over = len(infos) < pageNames
-			for _, info := range infos {
-				if ctx.Err() != nil { // a name may take 10 µs
-					return context.Cause(ctx)
-				}
-				if len(found) >= most {
-					over = true
-					break
-				}
-				if pattern == "" || g.Match(info.Name) {
-					found = append(found, info.clone())
-				}
-				after = info.Name
-			}
-			return nil
-		}()
+		infos, err := page(after, pageNames)
 		if err != nil {
 			return nil, err
 		}
+		for _, info := range infos {
+			if ctx.Err() != nil { // a name may take 10 µs
+				return nil, context.Cause(ctx)
+			}
+			if len(found) >= most {
+				return found, nil
+			}
+			if pattern == "" || g.Match(info.Name) {
+				found = append(found, info.clone())
+			}
+			after = info.Name
+		}
+		if len(infos) < pageNames {
+			return found, nil
+		}
 	}
-	return found, nil
 }

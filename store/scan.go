@@ -88,7 +88,7 @@ func (f *Files) rescan(always bool) error {
 	if f.scans.Load() > before {
 		return nil
 	}
-	if !always && f.scan.settled && f.dirsAsTheyWere() && !f.brokenOnesChanged() {
+	if !always && f.scan.settled && f.unchanged() {
 		return nil
 	}
 	f.scans.Add(1)
@@ -105,7 +105,10 @@ func (f *Files) rescan(always bool) error {
 	return err
 }
 
-func (f *Files) dirsAsTheyWere() bool {
+// unchanged reports whether the folders are as they were, and the files that cannot be used:
+// one may have been seen while it was being copied, and only the beginning of the copy
+// changes the folder's time.
+func (f *Files) unchanged() bool {
 	for path, at := range f.scan.dirs {
 		if at.IsZero() { // its permissions may change, which its time does not show
 			if _, _, err := readDir(path); err == nil {
@@ -115,18 +118,12 @@ func (f *Files) dirsAsTheyWere() bool {
 			return false
 		}
 	}
-	return true
-}
-
-// brokenOnesChanged reports whether an unusable file has changed: it may have been seen
-// while it was being copied, and only the beginning of the copy changes the folder's time.
-func (f *Files) brokenOnesChanged() bool {
 	for _, w := range f.scan.files {
 		if !w.usable() && !w.asItWas() {
-			return true
+			return false
 		}
 	}
-	return false
+	return true
 }
 
 // walk returns the folders with their times, and the paths of the model files in them,
@@ -137,10 +134,12 @@ func (f *Files) walk() (dirs map[string]time.Time, found []string, err error) {
 		dir := pending[0]
 		path := filepath.Join(f.dir, dir)
 		at, entries, err := readDir(path)
-		if err != nil && dir == "." {
-			return nil, nil, f.away(err)
-		}
-		if err != nil {
+		switch {
+		case err != nil && dir == "." && outOfFiles(err):
+			return nil, nil, fmt.Errorf("store: %w", err)
+		case err != nil && dir == ".":
+			return nil, nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
+		case err != nil:
 			if _, known := f.scan.dirs[path]; !known {
 				f.log.Warn("folder cannot be read", slog.String("folder", dir), slog.Any("error", err))
 			}
@@ -173,14 +172,6 @@ func readDir(path string) (at time.Time, entries []fs.DirEntry, err error) {
 // outOfFiles reports whether this process cannot open files now.
 func outOfFiles(err error) bool {
 	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
-}
-
-// away returns the error for a folder that cannot be read.
-func (f *Files) away(err error) error {
-	if outOfFiles(err) {
-		return fmt.Errorf("store: %w", err)
-	}
-	return fmt.Errorf("%w: %w", ErrUnavailable, err)
 }
 
 // sort separates the subfolders of a folder from the model files.

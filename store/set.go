@@ -132,27 +132,21 @@ func (f *Folder) CommitAll(ctx context.Context, writers []Writer) ([]Info, error
 	if err := f.usable(); err != nil {
 		return nil, err
 	}
-	moves := make([]move, len(set))
-	made := make([]*pushed, len(set))
-	infos := make([]Info, len(set))
-	for i, w := range set {
-		p := w.made
-		moves[i] = move{w.temp, p.file, p}
-		made[i], infos[i] = p, p.info.clone()
+	m := &manifest{}
+	for _, w := range set {
+		m.moves = append(m.moves, move{w.temp, w.made.file, w.made})
 	}
-	m := &manifest{moves: moves}
 	if err := m.write(f); err != nil {
 		return nil, fmt.Errorf("%w, with %d others", set[0].failed("commit", err), len(set)-1)
 	}
 	syncErr := f.syncNames(f.dir)
 	m.durable, f.unfinished = syncErr == nil, m
-	for _, m := range moves {
-		m.made.file = m.temp // until move; no reader has it yet
+	made, infos := make([]*pushed, len(set)), make([]Info, len(set))
+	for i, w := range set {
+		w.made.file = w.temp // until move; no reader has it yet
+		made[i], infos[i], w.made = w.made, w.made.info.clone(), nil
 	}
 	f.show(made...)
-	for _, w := range set {
-		w.made = nil
-	}
 	if syncErr != nil {
 		return infos, fmt.Errorf("store: a set of %d tensors is stored, but may not survive a power failure: %w", len(set), syncErr)
 	}
