@@ -1,6 +1,7 @@
 package store
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -56,19 +57,14 @@ func (g *generated) parse(params map[string]string) (err error) {
 	if g.desc.Shape, err = tensor.ParseShape(shape); err != nil {
 		return fmt.Errorf("%w: shape %.*q: %w", ErrParams, quoted, shape, err)
 	}
-	g.desc.DType = tensor.Float32
-	if name, given := params["dtype"]; given {
-		if g.desc.DType, err = tensor.ParseDataType(name); err != nil {
-			return fmt.Errorf("%w: dtype: %w", ErrParams, err)
-		}
+	if g.desc.DType, err = tensor.ParseDataType(cmp.Or(params["dtype"], "float32")); err != nil {
+		return fmt.Errorf("%w: dtype: %w", ErrParams, err)
 	}
 	if g.size, err = g.desc.Bytes(); err != nil {
 		return fmt.Errorf("%w: %w", ErrParams, err)
 	}
-	if text, given := params["seed"]; given {
-		if g.seed, err = strconv.ParseUint(text, 10, 64); err != nil {
-			return fmt.Errorf("%w: seed %.*q is not a whole number from 0 to 2^64-1", ErrParams, quoted, text)
-		}
+	if g.seed, err = strconv.ParseUint(cmp.Or(params["seed"], "0"), 10, 64); err != nil {
+		return fmt.Errorf("%w: seed %.*q is not a whole number from 0 to 2^64-1", ErrParams, quoted, params["seed"])
 	}
 	if g.fill, err = generate.ParseFill(params["fill"], g.desc.DType); err != nil {
 		return fmt.Errorf("%w: %w", ErrParams, err)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -16,15 +17,14 @@ type Layout struct{ BigEndian, Fortran bool }
 
 // String names what is different; it is empty if nothing is.
 func (l Layout) String() string {
-	switch {
-	case l.BigEndian && l.Fortran:
-		return "big-endian, in Fortran order"
-	case l.BigEndian:
-		return "big-endian"
-	case l.Fortran:
-		return "in Fortran order"
+	var differs []string
+	if l.BigEndian {
+		differs = append(differs, "big-endian")
 	}
-	return ""
+	if l.Fortran {
+		differs = append(differs, "in Fortran order")
+	}
+	return strings.Join(differs, ", ")
 }
 
 // Array is an array of a .npy or .npz file. Its bytes as a tensor has them are in Data,

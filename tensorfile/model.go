@@ -53,11 +53,8 @@ func (d Document) Encode() []byte {
 
 // ParseDocument reads what Encode wrote. Nothing returned shares text.
 func ParseDocument(text []byte) (Document, error) {
-	p := newHeaderParser(text)
+	p := newHeaderParser(text, "the metadata")
 	d := Document{}
-	if !utf8.Valid(text) || !json.Valid(text) {
-		return d, fmt.Errorf("%w: safetensors: the metadata is not JSON in UTF-8", ErrFormat)
-	}
 	if d.Metadata = p.texts(MetadataName); p.err == nil {
 		return d, nil
 	}
@@ -116,10 +113,7 @@ func plainFile(name, suffix string) bool {
 
 // parseIndex reads which file holds which tensor.
 func parseIndex(text []byte) (map[string]string, error) {
-	p := newHeaderParser(text)
-	if !utf8.Valid(text) || !json.Valid(text) {
-		return nil, fmt.Errorf("%w: safetensors: the index is not JSON in UTF-8", ErrFormat)
-	}
+	p := newHeaderParser(text, "the index")
 	var files map[string]string
 	p.object("the index", func(key string) {
 		if key == "weight_map" {

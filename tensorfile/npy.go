@@ -76,16 +76,13 @@ func WriteNPYHeader(w io.Writer, d tensor.Desc) error {
 	if d.DType.Bits() == 8 {
 		order = "|" // what NumPy writes where there is no order
 	}
-	var shape strings.Builder
-	for i, dim := range d.Shape {
-		if i > 0 {
-			shape.WriteByte(' ')
-		}
-		shape.WriteString(strconv.FormatInt(dim, 10) + ",") // a lone number in parentheses is no tuple
+	shape := strings.ReplaceAll(strings.Trim(d.Shape.String(), "[]"), " ", ", ")
+	if shape != "" {
+		shape += "," // a lone number in parentheses is no tuple
 	}
 	out := append([]byte(npyMagic), 1, 0, 0, 0)
 	prefix := len(out)
-	out = fmt.Appendf(out, "{'descr': '%s', 'fortran_order': False, 'shape': (%s), }", order+name, shape.String())
+	out = fmt.Appendf(out, "{'descr': '%s', 'fortran_order': False, 'shape': (%s), }", order+name, shape)
 	for (len(out)+1)%npyAlign != 0 {
 		out = append(out, ' ')
 	}

@@ -209,18 +209,15 @@ func (s *Safetensors) entry(name string) (Entry, error) {
 // tensors must cover once and completely. Entries come in the order of their bytes.
 // Nothing returned shares header.
 func ParseSafetensorsHeader(header []byte, dataBytes int64) ([]Entry, map[string]string, error) {
-	p := newHeaderParser(header)
 	text := bytes.TrimRight(header, " ")
 	switch {
 	case len(header) > MaxSafetensorsHeader:
-		p.fail("header of %d bytes is over the limit of %d", len(header), MaxSafetensorsHeader)
+		return nil, nil, fmt.Errorf("%w: safetensors: header of %d bytes is over the limit of %d", ErrFormat, len(header), MaxSafetensorsHeader)
 	case len(text) == 0 || text[0] != '{' || text[len(text)-1] != '}':
-		p.fail("the header is not a JSON object; is this a safetensors file?")
-	case !utf8.Valid(text) || !json.Valid(text):
-		p.fail("the header is not JSON in UTF-8")
-	default:
-		p.header()
+		return nil, nil, fmt.Errorf("%w: safetensors: the header is not a JSON object; is this a safetensors file?", ErrFormat)
 	}
+	p := newHeaderParser(text, "the header")
+	p.header()
 	if p.err == nil {
 		p.cover(dataBytes)
 	}
@@ -230,8 +227,7 @@ func ParseSafetensorsHeader(header []byte, dataBytes int64) ([]Entry, map[string
 	return p.entries, p.metadata, nil
 }
 
-// headerParser walks the tokens of a header that is known to be valid JSON. After the first
-// error no step does anything.
+// headerParser walks the tokens of a header. After the first error no step does anything.
 type headerParser struct {
 	firstError
 	dec      *json.Decoder
@@ -239,9 +235,13 @@ type headerParser struct {
 	metadata map[string]string
 }
 
-func newHeaderParser(text []byte) headerParser {
+// newHeaderParser returns a parser of a text, which it checks to be JSON.
+func newHeaderParser(text []byte, what string) headerParser {
 	p := headerParser{firstError: firstError{format: "safetensors"}, dec: json.NewDecoder(bytes.NewReader(text))}
 	p.dec.UseNumber()
+	if !utf8.Valid(text) || !json.Valid(text) {
+		p.fail("%s is not JSON in UTF-8", what)
+	}
 	return p
 }
 
