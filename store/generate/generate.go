@@ -20,51 +20,42 @@ var ErrFill = errors.New("generate: bad fill")
 const quoted = 64
 
 // Fill says what a generated tensor holds.
-type Fill uint8
+type Fill string
 
-// The fills. Zero is none.
+// The fills.
 const (
 	// FillNormal is N(0, 1), for floats; of a complex number both parts are.
-	FillNormal Fill = iota + 1
+	FillNormal Fill = "normal"
 	// FillUniform is [0, 1) for floats and both parts of complex numbers, every
 	// value of the data type for integers, 0 and 1 for bool.
-	FillUniform
+	FillUniform Fill = "uniform"
 	// FillZeros is all zero.
-	FillZeros
+	FillZeros Fill = "zeros"
 	// FillCount is the element's index in row-major order, converted: integers
 	// wrap around, floats round, a bool is whether it is not 0.
-	FillCount
+	FillCount Fill = "count"
 )
 
-var fills = [...]string{FillNormal: "normal", FillUniform: "uniform", FillZeros: "zeros", FillCount: "count"}
-
-// String returns the fill's name.
-func (f Fill) String() string {
-	if f == 0 || int(f) >= len(fills) {
-		return fmt.Sprintf("Fill(%d)", uint8(f))
-	}
-	return fills[f]
-}
-
 // Fills returns the names that ParseFill knows.
-func Fills() []string { return slices.Clone(fills[1:]) }
+func Fills() []string {
+	return []string{string(FillNormal), string(FillUniform), string(FillZeros), string(FillCount)}
+}
 
 // ParseFill finds a fill by its name for tensors of data type d. The empty name is
 // FillNormal for floats and complex numbers, FillUniform for the others. Errors
 // wrap ErrFill.
 func ParseFill(name string, d tensor.DataType) (Fill, error) {
-	i := slices.Index(fills[:], name)
 	switch {
 	case name == "" && d.Whole():
 		return FillUniform, nil
 	case name == "":
 		return FillNormal, nil
-	case i < 0:
-		return 0, fmt.Errorf("%w: %.*q is not a fill; known: %v", ErrFill, quoted, name, Fills())
-	case Fill(i) == FillNormal && d.Whole():
-		return 0, fmt.Errorf("%w: fill normal is for floats and complex numbers, not for %v; use uniform", ErrFill, d)
+	case !slices.Contains(Fills(), name):
+		return "", fmt.Errorf("%w: %.*q is not a fill; known: %v", ErrFill, quoted, name, Fills())
+	case name == string(FillNormal) && d.Whole():
+		return "", fmt.Errorf("%w: fill normal is for floats and complex numbers, not for %v; use uniform", ErrFill, d)
 	}
-	return Fill(i), nil
+	return Fill(name), nil
 }
 
 // Bytes fills p, which the caller lends, with the bytes from off on of the tensor of
@@ -219,10 +210,11 @@ func (g *generator) integers(to []uint64, n uint64) {
 	if g.part == tensor.Bool {
 		bits = 1
 	}
+	uniform := g.fill == FillUniform
 	for i := range to {
 		part := n + uint64(i)
 		switch {
-		case g.fill == FillUniform:
+		case uniform:
 			to[i] = g.word(part) >> (64 - bits)
 		case g.part == tensor.Bool:
 			to[i] = min(part, 1)
