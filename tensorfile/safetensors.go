@@ -443,7 +443,7 @@ func SafetensorsHeader(tensors []Entry, metadata map[string]string) ([]byte, err
 	if n := max(len(tensors), len(metadata)); n > MaxEntries {
 		return nil, fmt.Errorf("%w: safetensors: %d entries are over the limit of %d", ErrFormat, n, MaxEntries)
 	}
-	out := append(make([]byte, lengthBytes), '{')
+	out := append(make([]byte, lengthBytes, 512), '{') // that of one tensor and a pushed one's metadata fits
 	add := func(key string, value any) {
 		if len(out) > lengthBytes+1 {
 			out = append(out, ',')
