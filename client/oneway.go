@@ -155,7 +155,8 @@ func (p *pullCarrier) Send(f *frame.Frame, _ interface{ Release() }) error {
 			continue
 		}
 		p.said.Session = p.id
-		rpc, err := p.client.stub.PullTensors(p.ctx, &pb.PullTensorsRequest{Hello: wire.ToHello(&p.said), Selections: wire.ToSelections(p.get.Selections)})
+		pull := wire.Pull{Hello: p.said, Selections: p.get.Selections}
+		rpc, err := p.client.stub.PullTensors(p.ctx, pull.Message())
 		if err != nil {
 			return err
 		}

@@ -30,16 +30,15 @@ func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTe
 
 // PullTensors sends what a client selects.
 func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreamingServer[pb.Frame]) error {
-	h, err := wire.Hello(req.GetHello())
+	p, err := wire.ReadPull(req)
 	if err != nil {
 		return frame.Errorf(frame.InvalidArgument, "%v", err)
 	}
-	list := wire.Selections(req.GetSelections()) // the request takes more memory
-	req.Reset()
+	req.Reset() // it takes more memory
 	rpc := received(conn.Context())
 	rpc.Consumed()
 	rpc.Admitted()
-	return s.storing.Pull(&s.conns.Of(conn.Context()).Caller, s.frames(conn), h, list)
+	return s.storing.Pull(&s.conns.Of(conn.Context()).Caller, s.frames(conn), &p.Hello, p.Selections)
 }
 
 // ListTensors lists a page of the store.

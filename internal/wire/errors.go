@@ -31,6 +31,6 @@ func (e *FieldError) Error() string {
 // Unwrap returns the kind.
 func (e *FieldError) Unwrap() error { return e.Kind }
 
-func tooLarge(field, unit string, limit, got int) error {
+func tooLarge(field, unit string, limit, got int) *FieldError {
 	return &FieldError{ErrTooLarge, field, fmt.Sprintf("at most %d %s", limit, unit), fmt.Sprint(got)}
 }

@@ -5,12 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
 
 	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/frame"
@@ -111,11 +113,13 @@ func copyFrame(f *frame.Frame) frame.Frame {
 	return c
 }
 
-// model is the slow and obvious decoder: the stock codec, the limits counted on
-// its result, and the conversion.
-func model(b []byte) decoded {
+// model is the slow and obvious decoder: the stock codec, the limits counted on its
+// result, and what a frame cannot hold. It trusts the decoder with what the stock codec
+// makes of that, and holds the frame to the message.
+func model(t testing.TB, b []byte) decoded {
+	t.Helper()
 	var pb tensorferryv1.Frame
-	if err := proto.Unmarshal(b, &pb); err != nil {
+	if err := (proto.UnmarshalOptions{DiscardUnknown: true}).Unmarshal(b, &pb); err != nil {
 		return decoded{err: err}
 	}
 	if len(b)-len(pb.GetChunk().GetData()) > MaxControlBytes || len(pb.Calls) > MaxCalls {
@@ -126,11 +130,84 @@ func model(b []byte) decoded {
 			return decoded{err: ErrTooLarge}
 		}
 	}
-	var m Message
-	if m.Err = convert(&pb, &m.Frame); m.Err != nil {
-		return decoded{err: m.Err}
+	if !holds(pb.ProtoReflect()) {
+		return decoded{err: ErrMalformed}
 	}
-	return snapshot(&m)
+	usual, err := proto.MarshalOptions{Deterministic: true}.Marshal(&pb)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := decode(t, usual)
+	if d.err != nil {
+		t.Fatalf("%v does not decode: %v", &pb, d.err)
+	}
+	f := d.frame
+	f.Chunk.Data = [][]byte{d.payload}
+	if back := toProto(&f); !proto.Equal(back, &pb) {
+		t.Fatalf("read %v, but the stock codec %v", back, &pb)
+	}
+	return d
+}
+
+// holds reports whether a frame can hold a message, and cuts from it what a frame leaves out.
+func holds(m protoreflect.Message) bool {
+	switch p := m.Interface().(type) {
+	case *tensorferryv1.Hello:
+		p.Checksum = tensorferryv1.Checksum(inByte(int32(p.Checksum), 0))
+		p.Codecs = p.Codecs[:min(len(p.Codecs), frame.HelloCodecs)]
+		for i, k := range p.Codecs {
+			p.Codecs[i] = tensorferryv1.Codec(inByte(int32(k), unknownCodec))
+		}
+	case *tensorferryv1.TensorDesc:
+		p.Dtype = tensorferryv1.DataType(inByte(int32(p.Dtype), 0))
+		p.Shape = p.Shape[:min(len(p.Shape), tensor.MaxRank+1)]
+	case *tensorferryv1.Chunk:
+		p.Codec = tensorferryv1.Codec(inByte(int32(p.Codec), unknownCodec))
+	case *tensorferryv1.Call:
+		if len(p.Inputs) > MaxBindings {
+			return false
+		}
+	case *tensorferryv1.Done:
+		if len(p.Outputs) > MaxBindings {
+			return false
+		}
+		if proto.Equal(p.Timings, &tensorferryv1.Timings{}) {
+			p.Timings = nil
+		}
+	}
+	optional := map[protoreflect.FullName]int{
+		"tensorferry.v1.Hello.lane_token": 32, "tensorferry.v1.TensorDesc.call_id": 16, "tensorferry.v1.Summary.call_id": 16, "tensorferry.v1.Summary.digest": 16,
+	}
+	ok := true
+	for i := range m.Descriptor().Fields().Len() {
+		f := m.Descriptor().Fields().Get(i)
+		v := m.Get(f)
+		switch most, may := optional[f.FullName()]; {
+		case f.IsMap():
+		case f.IsList() && f.Message() != nil:
+			for k := range v.List().Len() {
+				ok = ok && holds(v.List().Get(k).Message())
+			}
+		case f.Message() != nil:
+			ok = ok && (!m.Has(f) || holds(v.Message()))
+		case may && len(v.Bytes()) == most && len(bytes.Trim(v.Bytes(), "\x00")) == 0:
+			m.Clear(f)
+		case may:
+			ok = ok && (len(v.Bytes()) == 0 || len(v.Bytes()) == most)
+		case f.Name() == "id" || strings.HasSuffix(string(f.Name()), "_id"):
+			_, valid := tensor.ParseID(v.Bytes())
+			ok = ok && valid
+		}
+	}
+	return ok
+}
+
+// inByte returns other for an enum's number that does not fit a byte.
+func inByte(n, other int32) int32 {
+	if n != int32(uint8(n)) {
+		return other
+	}
+	return n
 }
 
 // diff compares two decodings; of errors only that there is one.
@@ -168,7 +245,17 @@ func encode(t testing.TB, f *frame.Frame) []byte {
 func toProto(f *frame.Frame) *tensorferryv1.Frame {
 	pb := new(tensorferryv1.Frame)
 	if h := f.Hello; h != nil {
-		pb.Hello = ToHello(h)
+		pb.Hello = &tensorferryv1.Hello{
+			Version: h.Version, SessionId: h.Session[:], MaxChunkBytes: h.MaxChunkBytes, AllowanceBytes: h.AllowanceBytes,
+			Checksum: tensorferryv1.Checksum(h.Checksum), MaxOpenTensors: h.MaxOpenTensors, Lanes: h.Lanes,
+			ChunkIdleMillis: h.ChunkIdleMillis, Stores: h.Stores,
+		}
+		for _, k := range h.Codecs {
+			pb.Hello.Codecs = append(pb.Hello.Codecs, tensorferryv1.Codec(k))
+		}
+		if !h.LaneToken.IsZero() {
+			pb.Hello.LaneToken = h.LaneToken[:]
+		}
 	}
 	for _, c := range f.Calls {
 		p := &tensorferryv1.Call{Id: c.ID[:], Model: c.Model, Params: c.Params, TimeoutMillis: c.TimeoutMillis}
@@ -179,7 +266,14 @@ func toProto(f *frame.Frame) *tensorferryv1.Frame {
 			p.Put = &tensorferryv1.Put{All: c.Put.All}
 		}
 		if c.Get != nil {
-			p.Get = &tensorferryv1.Get{Selections: ToSelections(c.Get.Selections), More: c.Get.More}
+			p.Get = &tensorferryv1.Get{More: c.Get.More}
+			for _, s := range c.Get.Selections {
+				q := &tensorferryv1.Selection{Name: s.Name, Source: s.Source, Params: s.Params, HeldDigest: s.HeldDigest}
+				for _, r := range s.Held {
+					q.Held = append(q.Held, &tensorferryv1.Range{Offset: uint64(r.Off), Length: uint64(r.Len)})
+				}
+				p.Get.Selections = append(p.Get.Selections, q)
+			}
 		}
 		pb.Calls = append(pb.Calls, p)
 	}
@@ -222,8 +316,18 @@ func toProto(f *frame.Frame) *tensorferryv1.Frame {
 	for _, e := range f.Ends {
 		pb.Ends = append(pb.Ends, &tensorferryv1.PutEnd{CallId: e.Call[:], Tensors: e.Tensors})
 	}
-	for i := range f.Summaries {
-		pb.Summaries = append(pb.Summaries, ToSummary(&f.Summaries[i]))
+	for _, s := range f.Summaries {
+		p := &tensorferryv1.Summary{
+			TensorId: s.Tensor[:], Name: s.Name, Code: uint32(s.Code), Message: s.Message,
+			SizeBytes: s.SizeBytes, Durable: s.Durable, RetryAfterMillis: s.RetryAfterMillis,
+		}
+		if !s.Digest.IsZero() {
+			p.Digest = s.Digest[:]
+		}
+		if !s.Call.IsZero() {
+			p.CallId = s.Call[:]
+		}
+		pb.Summaries = append(pb.Summaries, p)
 	}
 	if f.Drain != nil {
 		pb.Drain = &tensorferryv1.Drain{Reason: f.Drain.Reason}

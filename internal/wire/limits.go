@@ -32,6 +32,9 @@ const (
 	smallest = 1<<10 + 1
 	// maxColdBytes is the largest scratch that an idle session keeps.
 	maxColdBytes = 2 << 10
+	// headBytes is the most of a frame up to its payload: what is beside it, and no less than
+	// the tag and the length of that.
+	headBytes = MaxControlBytes + 16
 	// headerRoom is for what a frame has beside its chunk's payload, as a rule.
 	headerRoom = 4 << 10
 	// segmentBytes of buffers are mapped at a time, or leastBuffers, so that the system can

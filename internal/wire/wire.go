@@ -76,13 +76,21 @@ func (c Codec) request(data mem.BufferSlice, v any) error {
 // countParts counts what decoding b would allocate: strings, bytes and messages, at
 // any depth. What does not parse is the stock codec's to report.
 func countParts(b []byte, d protoreflect.MessageDescriptor) (count int) {
-	_ = eachBytes(b, func(number protowire.Number, part []byte) error {
-		count++
-		if f := d.Fields().ByNumber(number); f != nil && f.Message() != nil {
-			count += countParts(part, f.Message())
+	for len(b) > 0 {
+		number, typ, n := protowire.ConsumeField(b)
+		if n < 0 {
+			break
 		}
-		return nil
-	})
+		if typ == protowire.BytesType {
+			count++
+			if f := d.Fields().ByNumber(number); f != nil && f.Message() != nil {
+				_, _, tag := protowire.ConsumeTag(b)
+				part, _ := protowire.ConsumeBytes(b[tag:])
+				count += countParts(part, f.Message())
+			}
+		}
+		b = b[n:]
+	}
 	return count
 }
 
@@ -105,7 +113,7 @@ type Message struct {
 	Err error
 
 	buffers []mem.Buffer // hold the payload received, one reference each
-	cold    []byte       // scratch: records that the stock codec parses, or the bytes of a frame but its payload
+	coder   coder        // its b is scratch
 }
 
 // Request receives a message through the stock codec.
@@ -132,8 +140,6 @@ func (m *Message) Free() {
 	if m.buffers = m.buffers[:0]; cap(m.buffers) > frame.KeptViews {
 		m.buffers = nil
 	}
-	if cap(m.cold) > maxColdBytes {
-		m.cold = nil
-	}
+	m.coder.reset()
 	m.Frame.Reset()
 }

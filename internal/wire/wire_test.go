@@ -58,7 +58,7 @@ func TestErrorsNameFieldPromisedAndGot(t *testing.T) {
 		},
 		"zero id": {
 			&pb.Frame{Hello: &pb.Hello{SessionId: make([]byte, 16)}},
-			ErrMalformed, "wire: malformed frame: hello.session_id: want 16 bytes, not all zero, got zeros",
+			ErrMalformed, "wire: malformed frame: hello.session_id: want 16 bytes, not all zero, got none, or zeros",
 		},
 		"too many credits": {
 			&pb.Frame{Credits: make([]*pb.Credit, MaxParts+1)},
@@ -66,7 +66,7 @@ func TestErrorsNameFieldPromisedAndGot(t *testing.T) {
 		},
 		"too many bytes": {
 			&pb.Frame{Drain: &pb.Drain{Reason: strings.Repeat("x", MaxControlBytes)}},
-			ErrTooLarge, "wire: frame over limit: frame: want at most 65536 bytes beside the payload, got 65540",
+			ErrTooLarge, "wire: frame over limit: frame: want at most 65536 bytes beside the payload, got 65544",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
