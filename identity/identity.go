@@ -47,7 +47,7 @@ type watched[T any] struct {
 	made   bool
 	failed string // why the value could not be made; "" if it could
 	looked time.Time
-	stamps []os.FileInfo
+	files  [][sha256.Size]byte // what they had in them, or why they could not be read
 }
 
 // get returns the value. While it cannot be made again, get returns the previous value. It
@@ -61,17 +61,16 @@ func (w *watched[T]) get() (T, error) {
 		return w.value, nil
 	}
 	w.looked = now
-	stamps := make([]os.FileInfo, len(w.paths))
+	files := make([][sha256.Size]byte, len(w.paths))
 	for i, path := range w.paths {
-		if path != "" {
-			stamps[i], _ = os.Stat(path) // make returns the error
-		}
+		b, err := readFile(path) // make returns the error
+		files[i] = sha256.Sum256(fmt.Append(b, err))
 	}
-	differ := !slices.EqualFunc(stamps, w.stamps, same)
+	differ := !slices.Equal(files, w.files)
 	if w.made && !differ && w.failed == "" {
 		return w.value, nil
 	}
-	w.stamps = stamps
+	w.files = files
 	value, err := w.make()
 	if err != nil {
 		known := w.failed == err.Error()
@@ -83,14 +82,6 @@ func (w *watched[T]) get() (T, error) {
 	}
 	w.value, w.made, w.failed = value, true, ""
 	return w.value, nil
-}
-
-// same reports whether a file is unchanged.
-func same(a, b os.FileInfo) bool {
-	if a == nil || b == nil {
-		return a == nil && b == nil
-	}
-	return os.SameFile(a, b) && a.ModTime().Equal(b.ModTime()) && a.Size() == b.Size() && changed(a).Equal(changed(b))
 }
 
 // readFile reads a regular file of at most fileBytes. It does not wait for the writer of a

@@ -52,9 +52,9 @@ func (c *coder) reset() {
 	}
 }
 
-func (c *coder) fail(kind error, field, want, got string) {
+func (c *coder) fail(field, want, got string) {
 	if c.err == nil {
-		c.err = &FieldError{kind, field, want, got}
+		c.err = &FieldError{ErrMalformed, field, want, got}
 	}
 }
 
@@ -111,7 +111,7 @@ func read[T any](c *coder, b []byte, v *T, body func(*coder, *T)) {
 }
 
 func (c *coder) malformed(code int) {
-	c.fail(ErrMalformed, "", "a protobuf message", protowire.ParseError(code).Error())
+	c.fail("", "a protobuf message", protowire.ParseError(code).Error())
 }
 
 // comes reports whether a field is the one that is read.
@@ -281,7 +281,7 @@ func (c *coder) id(field protowire.Number, name string, id *tensor.ID) {
 	case c.mode == writing:
 		c.append(field, id[:])
 	case c.mode == checking && id.IsZero():
-		c.fail(ErrMalformed, name, want, "none, or zeros")
+		c.fail(name, want, "0 bytes, or zeros")
 	default:
 		c.array(field, name, want, id[:])
 	}
@@ -296,7 +296,7 @@ func (c *coder) array(field protowire.Number, name, want string, v []byte) {
 		c.append(field, v)
 	case c.takes(field, protowire.BytesType):
 		if n := len(c.view); n > 0 && n != len(v) {
-			c.fail(ErrMalformed, name, want, fmt.Sprintf("%d bytes", n))
+			c.fail(name, want, fmt.Sprintf("%d bytes", n))
 		}
 		copy(v, zeros[:])
 		copy(v, c.view)
@@ -339,7 +339,7 @@ func (c *coder) string(field protowire.Number, name, s string) {
 	c.b = protowire.AppendString(c.b, s)
 }
 
-func (c *coder) notUTF8(name string) { c.fail(ErrMalformed, name, "UTF-8", "bytes that are not") }
+func (c *coder) notUTF8(name string) { c.fail(name, "UTF-8", "bytes that are not") }
 
 // text walks over what people read. Bytes that are no text are replaced when it is sent,
 // and no error is so long that it would not fit a frame.

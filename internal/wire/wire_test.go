@@ -58,7 +58,7 @@ func TestErrorsNameFieldPromisedAndGot(t *testing.T) {
 		},
 		"zero id": {
 			&pb.Frame{Hello: &pb.Hello{SessionId: make([]byte, 16)}},
-			ErrMalformed, "wire: malformed frame: hello.session_id: want 16 bytes, not all zero, got none, or zeros",
+			ErrMalformed, "wire: malformed frame: hello.session_id: want 16 bytes, not all zero, got 0 bytes, or zeros",
 		},
 		"too many credits": {
 			&pb.Frame{Credits: make([]*pb.Credit, MaxParts+1)},
