@@ -14,6 +14,4 @@ const (
 	// mostNews bounds what waits to be told to a guest: ranges, each of which it owns once,
 	// so that only one which does not read gets there.
 	mostNews = 1 << 16
-	// gives bounds the ranges of one message of kind give.
-	gives = 1024
 )

@@ -45,7 +45,7 @@ type Conn struct {
 	wake chan struct{} // capacity 1: there is news
 
 	telling sync.Mutex // taken with a heap's lock held
-	news    []news     // guarded by telling
+	news    []Message  // guarded by telling: what the guest is to be told when there is room in the socket
 
 	mu     sync.Mutex       // guards all below
 	owned  map[Range]*Block // what the guest owns, by the whole range
@@ -60,13 +60,6 @@ type Config struct {
 	// Quota bounds the bytes that the guest owns, or has handed over to a holder of a
 	// Block.
 	Quota *slab.Budget
-}
-
-// news is what the guest is to be told when there is room in the socket.
-type news struct {
-	forget uint32 // a memory; else
-	id     uint64
-	give   Range
 }
 
 // Block is a range with counted references, of which the guest may have one.
@@ -193,7 +186,7 @@ func (c *Conn) Recv() (Message, error) {
 func (c *Conn) Send(m Message) error {
 	c.sending.Lock()
 	defer c.sending.Unlock()
-	return c.send(m, sendPacket)
+	return c.send(m, true)
 }
 
 // TrySend is Send, but does not wait: it reports whether it has sent m, or the link has
@@ -203,16 +196,22 @@ func (c *Conn) TrySend(m Message) bool {
 		return false
 	}
 	defer c.sending.Unlock()
-	return !errors.Is(c.send(m, trySendPacket), errFull)
+	return !errors.Is(c.send(m, false), errFull)
 }
 
-// errFull is why trySendPacket does not send.
+// errFull is why a packet is not sent without waiting.
 var errFull = errors.New("link: the socket is full")
 
-// send sends m with how, which sends a packet and perhaps a descriptor; sending is held.
-func (c *Conn) send(m Message, how func(f *os.File, packet []byte, fd int) error) error {
+// send sends m, and a Forget only to a guest that knows the memory; sending is held.
+func (c *Conn) send(m Message, wait bool) error {
 	if err := c.open(); err != nil {
 		return fmt.Errorf("link: %w", err)
+	}
+	if f, ok := m.(*Forget); ok {
+		if _, known := c.known[uint32(f.ID)]; !known {
+			return nil
+		}
+		delete(c.known, uint32(f.ID))
 	}
 	packet, named, err := encode(c.out[:0], m)
 	if err != nil {
@@ -231,12 +230,12 @@ func (c *Conn) send(m Message, how func(f *os.File, packet []byte, fd int) error
 		if err != nil {
 			return err
 		}
-		if err = how(c.file, about, fd); err != nil {
+		if err = sendPacket(c.file, about, fd, wait); err != nil {
 			return fmt.Errorf("link: %w", err)
 		}
 		c.known[number] = struct{}{}
 	}
-	if err := how(c.file, packet, noFD); err != nil {
+	if err := sendPacket(c.file, packet, noFD, wait); err != nil {
 		return fmt.Errorf("link: %w", err)
 	}
 	return nil
@@ -254,40 +253,16 @@ func (c *Conn) tell() {
 		all := c.news
 		c.news = nil
 		c.telling.Unlock()
-		give := new(Give)
-		flush := func() {
-			if len(give.Ranges) > 0 {
-				_ = c.Send(give) // an error is Recv's too
-			}
-			give = new(Give)
+		for _, m := range all {
+			_ = c.Send(m) // an error is Recv's too
 		}
-		for _, n := range all {
-			if n.forget != 0 {
-				c.sending.Lock()
-				if _, ok := c.known[n.forget]; ok {
-					delete(c.known, n.forget)
-					_ = c.send(&Forget{Head{ID: uint64(n.forget)}}, sendPacket)
-				}
-				c.sending.Unlock()
-				continue
-			}
-			if n.id != 0 || len(give.Ranges) == gives {
-				flush()
-			}
-			give.ID = n.id
-			give.Ranges = append(give.Ranges, n.give)
-			if n.id != 0 {
-				flush()
-			}
-		}
-		flush()
 	}
 }
 
 // soon has the guest told. It never blocks.
-func (c *Conn) soon(n news) {
+func (c *Conn) soon(m Message) {
 	c.telling.Lock()
-	c.news = append(c.news, n)
+	c.news = append(c.news, m)
 	many := len(c.news) > mostNews
 	c.telling.Unlock()
 	if many { // the guest does not read, and asks for more
@@ -300,7 +275,7 @@ func (c *Conn) soon(n news) {
 }
 
 // forget is called by the heap with its lock.
-func (c *Conn) forget(number uint32) { c.soon(news{forget: number}) }
+func (c *Conn) forget(number uint32) { c.soon(&Forget{Head{ID: uint64(number)}}) }
 
 // New returns a block of n bytes, or more, with one reference, the caller's. It waits
 // for the quota; errors wrap slab.ErrBudget where it is too small, slab.ErrMemory, or
@@ -363,10 +338,10 @@ func (c *Conn) Own(b *Block) {
 func (c *Conn) GiveBack(b *Block) { c.give(0, b) }
 
 func (c *Conn) give(id uint64, b *Block) {
-	r := b.whole
+	m := &Give{Head{ID: id}, []Range{b.whole}}
 	c.Own(b)
-	if id == 0 || !c.TrySend(&Give{Head{ID: id}, []Range{r}}) {
-		c.soon(news{id: id, give: r})
+	if id == 0 || !c.TrySend(m) {
+		c.soon(m)
 	}
 }
 

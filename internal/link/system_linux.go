@@ -82,19 +82,13 @@ func FromFD(fd int) (*net.UnixConn, error) {
 // noFD stands for no descriptor.
 const noFD = -1
 
-// sendPacket sends a packet and, unless it is noFD, a descriptor.
-func sendPacket(f *os.File, packet []byte, fd int) error { return sendmsg(f, packet, fd, 0) }
-
-// trySendPacket is sendPacket where there is room in the socket, else it is errFull.
-func trySendPacket(f *os.File, packet []byte, fd int) error {
-	err := sendmsg(f, packet, fd, unix.MSG_DONTWAIT)
-	if errors.Is(err, unix.EAGAIN) {
-		return errFull
+// sendPacket sends a packet and, unless it is noFD, a descriptor. If it does not wait for
+// room in the socket, it is errFull that there is none.
+func sendPacket(f *os.File, packet []byte, fd int, wait bool) error {
+	flags := unix.MSG_NOSIGNAL
+	if !wait {
+		flags |= unix.MSG_DONTWAIT
 	}
-	return err
-}
-
-func sendmsg(f *os.File, packet []byte, fd, flags int) error {
 	raw, err := f.SyscallConn()
 	if err != nil {
 		return err
@@ -105,13 +99,16 @@ func sendmsg(f *os.File, packet []byte, fd, flags int) error {
 	}
 	if bad := raw.Control(func(socket uintptr) {
 		for {
-			err = unix.Sendmsg(int(socket), packet, rights, nil, unix.MSG_NOSIGNAL|flags)
+			err = unix.Sendmsg(int(socket), packet, rights, nil, flags)
 			if !errors.Is(err, unix.EINTR) {
 				return
 			}
 		}
 	}); bad != nil {
 		return bad
+	}
+	if errors.Is(err, unix.EAGAIN) {
+		return errFull
 	}
 	return err
 }

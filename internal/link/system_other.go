@@ -23,9 +23,7 @@ func FromFD(int) (*net.UnixConn, error) { return nil, errSystem }
 
 const noFD = -1
 
-func sendPacket(*os.File, []byte, int) error { return errSystem }
-
-func trySendPacket(*os.File, []byte, int) error { return errSystem }
+func sendPacket(*os.File, []byte, int, bool) error { return errSystem }
 
 // Watch fails: there are no links here.
 func Watch(int, func()) (stop func(), err error) { return nil, errSystem }
