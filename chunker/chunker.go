@@ -32,14 +32,13 @@ type Releaser interface{ Release() }
 // Chunker cuts one tensor.
 type Chunker struct {
 	geo     tensor.Geometry
-	regions []*region           // ascending by offset, the acknowledged ones gone
-	ready   []span              // chunks that lie wholly in offered memory and were never taken, ascending
-	again   []span              // chunks to be sent again, ascending
-	partial map[uint32]int64    // bytes still missing of chunks offered in part
-	below   uint32              // acknowledged
-	taken   uint32              // every chunk with a smaller index was taken once
-	ahead   map[uint32]struct{} // taken, above taken
-	skipped []span              // never sent and not acknowledged, ascending
+	regions []*region        // ascending by offset, the acknowledged ones gone
+	ready   []span           // chunks that lie wholly in offered memory and were never taken, ascending
+	again   []span           // chunks to be sent again, ascending
+	partial map[uint32]int64 // bytes still missing of chunks offered in part
+	below   uint32           // acknowledged
+	sent    []span           // taken or skipped, ascending and apart
+	skipped []span           // never sent and not acknowledged, ascending
 	offered int64
 	closed  bool
 }
@@ -162,11 +161,9 @@ func (c *Chunker) push(s span) { c.ready = join(c.ready, s) }
 // join adds s to ascending spans, none of which has a chunk of it, and joins it with
 // those that it touches.
 func join(spans []span, s span) []span {
-	at := len(spans)
-	for at > 0 && spans[at-1].lo > s.lo {
-		at--
-	}
-	switch before, after := at > 0 && spans[at-1].hi == s.lo, at < len(spans) && spans[at].lo == s.hi; {
+	at := search(spans, s.lo)
+	before, after := at > 0 && spans[at-1].hi == s.lo, at < len(spans) && spans[at].lo == s.hi
+	switch {
 	case before && after:
 		spans[at-1].hi = spans[at].hi
 		return slices.Delete(spans, at, at+1)
@@ -178,6 +175,18 @@ func join(spans []span, s span) []span {
 		return slices.Insert(spans, at, s)
 	}
 	return spans
+}
+
+// search finds the first of ascending spans that ends behind a chunk.
+func search(spans []span, index uint32) int {
+	at, _ := slices.BinarySearchFunc(spans, index, func(s span, index uint32) int { return cmp.Compare(s.hi, index+1) })
+	return at
+}
+
+// has reports whether a chunk lies in one of ascending spans.
+func has(spans []span, index uint32) bool {
+	at := search(spans, index)
+	return at < len(spans) && spans[at].lo <= index
 }
 
 // Ready reports whether Take would find a chunk below limit.
@@ -207,43 +216,16 @@ func (c *Chunker) Take(limit uint32) (index uint32, ok bool) {
 		return first(&c.again), true
 	}
 	index = first(&c.ready)
-	if index > c.taken {
-		if c.ahead == nil {
-			c.ahead = make(map[uint32]struct{})
-		}
-		c.ahead[index] = struct{}{}
-		return index, true
-	}
-	c.taken++
-	c.advance()
+	c.sent = join(c.sent, span{index, index + 1})
 	return index, true
 }
 
-// advance moves taken past what was taken ahead of it, or skipped.
-func (c *Chunker) advance() {
-	for {
-		if _, ok := c.ahead[c.taken]; ok {
-			delete(c.ahead, c.taken)
-			c.taken++
-		} else if at, ok := c.skips(c.taken); ok {
-			c.taken = c.skipped[at].hi
-		} else {
-			return
-		}
-	}
-}
-
-// skips finds the skipped span that a chunk lies in.
-func (c *Chunker) skips(index uint32) (at int, ok bool) {
-	return slices.BinarySearchFunc(c.skipped, index, func(s span, index uint32) int {
-		switch {
-		case s.hi <= index:
-			return -1
-		case s.lo > index:
-			return 1
-		}
+// taken returns the index below which every chunk was taken once, or skipped.
+func (c *Chunker) taken() uint32 {
+	if len(c.sent) == 0 || c.sent[0].lo > 0 {
 		return 0
-	})
+	}
+	return c.sent[0].hi
 }
 
 // Skip leaves out the chunks [lo, hi), which the receiver has. They count as sent. They
@@ -256,7 +238,7 @@ func (c *Chunker) Skip(lo, hi uint32) {
 	last, n := c.geo.Span(hi - 1)
 	c.offered += last + n - from
 	c.skipped = append(c.skipped, span{lo, hi})
-	c.advance()
+	c.sent = join(c.sent, span{lo, hi})
 }
 
 // View appends the chunk's bytes to views and shares them until the Releaser is
@@ -304,18 +286,13 @@ func (g group) Release() {
 // Resend makes a chunk wait again, if it was taken and is not acknowledged. It
 // fails when the receiver asks for more than MaxResends at a time.
 func (c *Chunker) Resend(index uint32) error {
-	_, ahead := c.ahead[index]
-	if _, skipped := c.skips(index); index < c.below || index >= c.taken && !ahead || skipped || c.closed {
+	if index < c.below || !has(c.sent, index) || has(c.skipped, index) || has(c.again, index) || c.closed {
 		return nil
 	}
-	at, _ := slices.BinarySearchFunc(c.again, index, func(s span, index uint32) int { return cmp.Compare(s.hi, index+1) })
-	switch {
-	case at < len(c.again) && c.again[at].lo <= index: // it waits
-		return nil
-	case len(c.again) >= MaxResends:
+	if len(c.again) >= MaxResends {
 		return fmt.Errorf("%w: more than %d chunks are to be sent again; take those first", ErrAck, MaxResends)
 	}
-	c.again = slices.Insert(c.again, at, span{index, index + 1}) // apart from others: they are counted
+	c.again = slices.Insert(c.again, search(c.again, index), span{index, index + 1}) // apart from others: they are counted
 	return nil
 }
 
@@ -326,23 +303,22 @@ func (c *Chunker) Rewind() {
 		return
 	}
 	c.again = c.again[:0]
-	lo := c.below
-	for _, s := range append(c.skipped, span{c.taken, c.taken}) {
-		if hi := min(s.lo, c.taken); lo < hi {
-			c.again = append(c.again, span{lo, hi})
+	for _, s := range c.sent {
+		lo := max(s.lo, c.below)
+		for _, k := range append(c.skipped, span{s.hi, s.hi}) {
+			if hi := min(k.lo, s.hi); lo < hi {
+				c.again = append(c.again, span{lo, hi})
+			}
+			lo = max(lo, k.hi)
 		}
-		lo = max(lo, s.hi)
-	}
-	for index := range c.ahead {
-		c.again = join(c.again, span{index, index + 1})
 	}
 }
 
 // Ack drops what the receiver holds: every chunk below the index. It fails when
 // the receiver claims to hold what was never sent.
 func (c *Chunker) Ack(below uint32) error {
-	if below > c.taken {
-		return fmt.Errorf("%w: every chunk below %d, but only those below %d were sent", ErrAck, below, c.taken)
+	if below > c.taken() {
+		return fmt.Errorf("%w: every chunk below %d, but only those below %d were sent", ErrAck, below, c.taken())
 	}
 	if below <= c.below || c.closed {
 		return nil
@@ -365,7 +341,7 @@ func (c *Chunker) Ack(below uint32) error {
 // AckSent drops what was sent, up to the first chunk that is to be sent again: there is
 // nobody any more who could acknowledge it.
 func (c *Chunker) AckSent() {
-	sent := c.taken
+	sent := c.taken()
 	if len(c.again) > 0 {
 		sent = min(sent, c.again[0].lo)
 	}
@@ -378,7 +354,7 @@ func (c *Chunker) AckSent() {
 func (c *Chunker) Below() uint32 { return c.below }
 
 // Unacked returns how many chunks, without a gap, were taken and are not acknowledged.
-func (c *Chunker) Unacked() uint32 { return c.taken - c.below }
+func (c *Chunker) Unacked() uint32 { return c.taken() - c.below }
 
 func (c *Chunker) drop(n int) {
 	for _, r := range c.regions[:n] {
@@ -404,5 +380,5 @@ func (c *Chunker) Acked() bool { return c.below == c.geo.Count() }
 func (c *Chunker) Close() {
 	c.closed = true
 	c.drop(len(c.regions))
-	c.ready, c.again, c.partial, c.ahead = nil, nil, nil, nil
+	c.ready, c.again, c.partial = nil, nil, nil
 }
