@@ -245,7 +245,7 @@ func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 		return nil, nil, err
 	}
 	one := accepted.one
-	one.in = h.of.cfg.Memory.Conn(conn, h.message, func() bool { return one.Calls() > 0 || !one.unread.Empty() })
+	one.in = h.of.cfg.Memory.Conn(conn, h.message, func() bool { return one.Calls() > 0 })
 	one.unread.Charge = one.in.Queue
 	return tracked{one.in, one}, info, nil
 }

@@ -22,7 +22,7 @@ type Conn struct {
 	net.Conn
 	m    *Memory
 	max  int64       // bytes of the largest message
-	busy func() bool // results wait for acknowledgements, or window, from the peer
+	busy func() bool // results wait for acknowledgements from the peer
 
 	r       *bufio.Reader
 	rest    int       // bytes of the current frame that gRPC has not read
@@ -119,7 +119,8 @@ const (
 )
 
 // Conn returns a connection whose peer sends messages of at most so many bytes. busy
-// reports whether results of it wait for the peer: memory must not wait for memory then.
+// reports whether it has calls, whose results may wait for the peer: memory must not wait
+// for memory then.
 func (m *Memory) Conn(c net.Conn, message int64, busy func() bool) *Conn {
 	conn := &Conn{
 		Conn: c, m: m, max: message, busy: busy, r: bufio.NewReaderSize(c, readBytes), rest: preface,
@@ -748,7 +749,9 @@ func (c *Conn) mayQueue(n int64) bool {
 	if c.queued+n <= Free || c.m.queued+n <= c.m.begin && c.m.used+c.m.queued+n <= c.m.limit {
 		return true
 	}
-	c.m.shed()
+	if c.m.searches() {
+		c.m.shed()
+	}
 	return false
 }
 

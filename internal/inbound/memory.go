@@ -155,21 +155,38 @@ func (m *Memory) admit() {
 // deny notes that memory was refused; mu is held.
 func (m *Memory) deny() {
 	m.denied++
-	m.shed()
+	if m.searches() {
+		m.shed()
+	}
 }
 
-// shed closes the connection that leaves most unread, if one does; mu is held.
-func (m *Memory) shed() {
+// searches reports whether to search all connections, which is long, for one to relieve
+// the others of; mu is held.
+func (m *Memory) searches() bool {
 	now := time.Now()
-	if now.Sub(m.relieved) < lookEvery {
-		return
+	due := now.Sub(m.relieved) >= lookEvery
+	if due {
+		m.relieved = now
 	}
-	m.relieved = now
-	if most := m.deaf(); most != nil {
-		most.shed = true
-		m.denied++
-		go func() { _ = most.Close() }() // ends at once: not with the lock
+	return due
+}
+
+// shed closes the connection that holds most for a peer that does not read, and reports
+// whether there is one; mu is held.
+func (m *Memory) shed() bool {
+	var most *Conn
+	for c := range m.conns {
+		if c.deaf() && (most == nil || c.held+c.queued > most.held+most.queued) {
+			most = c
+		}
 	}
+	if most == nil {
+		return false
+	}
+	most.shed = true
+	m.denied++
+	go func() { _ = most.Close() }() // ends at once: not with the lock
+	return true
 }
 
 // try charges n bytes if they fit, and nobody waits for the same; mu is held.
@@ -255,33 +272,27 @@ func (m *Memory) collect() {
 // if it waits in vain, else of the connection that has most, and at last the one that is
 // waited for. Without any, it closes the connection that leaves most unread.
 func (m *Memory) relieve(c *Conn, waited time.Duration) {
-	// Without the lock: gRPC opens RPCs under one of its own.
-	switch rpc, conn := m.victim(c, waited); {
-	case rpc != nil:
-		rpc.cancel(ErrMemory)
-	case conn != nil:
-		_ = conn.Close()
+	if rpc := m.victim(c, waited); rpc != nil {
+		rpc.cancel(ErrMemory) // without the lock: gRPC opens RPCs under one of its own
 	}
 }
 
-// victim returns the RPC that relieve ends, or the connection that it closes.
-func (m *Memory) victim(c *Conn, waited time.Duration) (*RPC, *Conn) {
+// victim returns the RPC that relieve ends.
+func (m *Memory) victim(c *Conn, waited time.Duration) (victim *RPC) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if c.wants == 0 {
-		return nil, nil
+		return nil
 	}
 	moved := c.consumed != c.looked
 	c.looked = c.consumed
-	var victim *RPC
 	if c.urgent && waited >= stale {
 		victim = c.wanting
-	} else if !moved && waited >= stale && (waited >= patience || c.busy != nil && c.busy()) {
+	} else if !moved && waited >= stale && (waited >= patience || c.queued > 0 || c.busy != nil && c.busy()) {
 		victim = c.heaviest(c.wanting)
 	}
-	_, whole := m.fits(c, c.wants)
-	if now := time.Now(); victim == nil && whole && waited >= stale && now.Sub(m.relieved) >= lookEvery {
-		m.relieved = now // others wait for the same, and the search is long
+	// Others wait for the same memory.
+	if _, whole := m.fits(c, c.wants); victim == nil && whole && waited >= stale && m.searches() {
 		var most *Conn
 		for o := range m.conns {
 			if o != c && (most == nil || o.charged > most.charged) && o.heaviest(nil) != nil {
@@ -290,10 +301,8 @@ func (m *Memory) victim(c *Conn, waited time.Duration) (*RPC, *Conn) {
 		}
 		if most != nil {
 			victim = most.heaviest(nil)
-		} else if most = m.deaf(); most != nil {
-			most.shed = true
-			m.denied++
-			return nil, most
+		} else if m.shed() {
+			return nil
 		}
 	}
 	if victim == nil && waited >= patience && !c.wanting.shed {
@@ -302,16 +311,5 @@ func (m *Memory) victim(c *Conn, waited time.Duration) (*RPC, *Conn) {
 	if victim != nil {
 		victim.tell()
 	}
-	return victim, nil
-}
-
-// deaf returns the connection that holds most for a peer that does not read, nil if there
-// is none; mu is held.
-func (m *Memory) deaf() (most *Conn) {
-	for c := range m.conns {
-		if c.deaf() && (most == nil || c.held+c.queued > most.held+most.queued) {
-			most = c
-		}
-	}
-	return most
+	return victim
 }

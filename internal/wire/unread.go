@@ -19,13 +19,6 @@ type Unread struct {
 	excused      int // of looks: what was sent before counts as sent then
 }
 
-// Empty reports whether nothing is unread.
-func (u *Unread) Empty() bool {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	return u.fresh+u.found == 0
-}
-
 // Look looks at what is unread, and reports whether it has found the same once before: the
 // peer has not read it all this while.
 func (u *Unread) Look() (stuck bool) {
@@ -50,24 +43,23 @@ func (u *Unread) Excuse() {
 // add counts a message, and remove undoes that.
 func (u *Unread) add(c *copied) {
 	u.mu.Lock()
+	defer u.mu.Unlock()
 	u.fresh++
 	c.unread, c.sent, c.bytes = u, u.looks, int64(cap(*c.data))
-	u.mu.Unlock()
 	u.charge(c.bytes)
 }
 
 func (u *Unread) remove(c *copied) {
 	u.mu.Lock()
+	defer u.mu.Unlock()
 	if max(c.sent, u.excused) == u.looks {
 		u.fresh--
 	} else {
 		u.found--
 	}
-	u.mu.Unlock()
 	u.charge(-c.bytes)
 }
 
-// charge is called without the lock: whoever charges may ask whether it is empty.
 func (u *Unread) charge(bytes int64) {
 	if u.Charge != nil {
 		u.Charge(bytes)
