@@ -1,6 +1,7 @@
 package conns
 
 import (
+	"bytes"
 	"io"
 	"log/slog"
 	"net"
@@ -61,7 +62,7 @@ func (h handshakes) withoutLane(c *acceptedConn) (net.Conn, error) {
 		return nil, err
 	}
 	if string(first) != lane.Magic {
-		return &begunConn{c, first}, nil
+		return begunConn{c, io.MultiReader(bytes.NewReader(first), c)}, nil
 	}
 	if err := h.of.lanes.Accept(c, func() bool {
 		c.lane.Store(!h.of.crowded())
@@ -82,18 +83,11 @@ func (h handshakes) withoutLane(c *acceptedConn) (net.Conn, error) {
 // begunConn is a connection whose first bytes have already been read.
 type begunConn struct {
 	net.Conn
-	first []byte
+	all io.Reader
 }
 
 // Read returns the first bytes again, then the rest.
-func (c *begunConn) Read(p []byte) (int, error) {
-	if len(c.first) == 0 {
-		return c.Conn.Read(p)
-	}
-	n := copy(p, c.first)
-	c.first = c.first[n:]
-	return n, nil
-}
+func (c begunConn) Read(p []byte) (int, error) { return c.all.Read(p) }
 
 // pacedLane is a lane on which small chunks cost as much as small frames.
 type pacedLane struct {

@@ -95,10 +95,8 @@ func (r *Frames) wait(n int) {
 	if delay == 0 {
 		return
 	}
-	timer := time.NewTimer(delay)
-	defer timer.Stop()
 	select {
-	case <-timer.C:
+	case <-time.After(delay):
 	case <-r.Context().Done(): // the next Recv returns the error
 	}
 }

@@ -231,10 +231,8 @@ func (c *Conn) pace() error {
 	if d < controlDebt {
 		return nil
 	}
-	timer := time.NewTimer(d)
-	defer timer.Stop()
 	select {
-	case <-timer.C:
+	case <-time.After(d):
 		return nil
 	case <-c.done:
 		return net.ErrClosed

@@ -235,8 +235,9 @@ type request struct {
 	Tensors []pushed    `json:"tensors"`
 	All     bool        `json:"all"`
 	Select  []selection `json:"select"`
-	To      targets     `json:"to"`
-	Range   *[3]uint64  `json:"range"`
+	// To says where tensors of a pull go: ranges by name, or in pieces, one or all.
+	To    orPieces[map[string]orPieces[extent]] `json:"to"`
+	Range *extent                               `json:"range"`
 }
 
 // ask begins what is rare. An error ends the link.

@@ -22,7 +22,7 @@ type pushed struct {
 	DType    string            `json:"dtype"`
 	Shape    []int64           `json:"shape"`
 	Metadata map[string]string `json:"metadata"`
-	Range    *[3]uint64        `json:"range"`
+	Range    *extent           `json:"range"`
 }
 
 // ended is how a tensor of a push or a pull ended.
@@ -54,7 +54,7 @@ func (r *relay) push(m *link.Ask, q *request) (run func(), err error) {
 		in := client.Input{Name: t.Name, Desc: tensor.Desc{DType: d, Shape: t.Shape}, Metadata: t.Metadata}
 		if t.Range == nil {
 			inputs[i] = newPieces(r.conn, in.Desc)
-		} else if in.Data, err = shared.take(r.conn, link.Range{Memory: uint32(t.Range[0]), Off: t.Range[1], Len: t.Range[2]}); err != nil {
+		} else if in.Data, err = shared.take(r.conn, t.Range.at()); err != nil {
 			return nil, err
 		}
 		p.Tensors[i] = in
@@ -125,39 +125,24 @@ type selection struct {
 	Params map[string]string `json:"params"`
 }
 
-// targets say where tensors of a pull go: a range by name, or in pieces, one or all.
-type targets struct {
+// orPieces is "pieces" or a value.
+type orPieces[T any] struct {
 	pieces bool
-	named  map[string]target
+	value  T
 }
 
-type target struct {
-	pieces bool
-	at     link.Range
-}
-
-const inPieces = `"pieces"`
-
-// UnmarshalJSON reads "pieces", or an object of "pieces" and ranges.
-func (t *targets) UnmarshalJSON(b []byte) error {
-	if string(bytes.TrimSpace(b)) == inPieces {
-		t.pieces = true
+// UnmarshalJSON reads both.
+func (o *orPieces[T]) UnmarshalJSON(b []byte) error {
+	if o.pieces = string(bytes.TrimSpace(b)) == `"pieces"`; o.pieces {
 		return nil
 	}
-	return json.Unmarshal(b, &t.named)
+	return json.Unmarshal(b, &o.value)
 }
 
-// UnmarshalJSON reads "pieces" or a range.
-func (t *target) UnmarshalJSON(b []byte) error {
-	if string(bytes.TrimSpace(b)) == inPieces {
-		t.pieces = true
-		return nil
-	}
-	var r [3]uint64
-	err := json.Unmarshal(b, &r)
-	t.at = link.Range{Memory: uint32(r[0]), Off: r[1], Len: r[2]}
-	return err
-}
+// extent is a range in JSON: the memory, the offset and the length.
+type extent [3]uint64
+
+func (e extent) at() link.Range { return link.Range{Memory: uint32(e[0]), Off: e[1], Len: e[2]} }
 
 // pull pulls tensors.
 func (o *op) pull(q *request, flags uint8) ([]byte, error) {
@@ -173,7 +158,7 @@ func (o *op) pull(q *request, flags uint8) ([]byte, error) {
 	var shared sharing
 	defer shared.release()
 	p.To = func(name string, d tensor.Desc) (client.Sink, error) {
-		t, named := q.To.named[name]
+		t, named := q.To.value[name]
 		if !named && !q.To.pieces {
 			s, whole, err := o.place(name, d)
 			if whole {
@@ -190,7 +175,7 @@ func (o *op) pull(q *request, flags uint8) ([]byte, error) {
 		if _, err := o.tell(name, d); err != nil {
 			return client.Sink{}, err
 		}
-		data, err := shared.take(o.conn, t.at)
+		data, err := shared.take(o.conn, t.value.at())
 		return client.Into(data), err
 	}
 	if flags&link.Regions != 0 {
