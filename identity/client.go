@@ -40,8 +40,7 @@ type clientSecrets struct {
 // the connection, and those of each RPC, which are nil without a Token.
 func (f ClientFiles) Credentials() (credentials.TransportCredentials, credentials.PerRPCCredentials, error) {
 	c := &clientCredentials{TransportCredentials: credentials.NewTLS(&tls.Config{MinVersion: tls.VersionTLS13}), files: f}
-	c.now.paths = []string{f.CA, f.Cert, f.Key}
-	c.now.make = func() (all clientSecrets, err error) {
+	c.now = watch(func() (all clientSecrets, err error) {
 		if f.CA != "" {
 			if all.roots, err = authorities(f.CA); err != nil {
 				return all, err
@@ -55,13 +54,11 @@ func (f ClientFiles) Credentials() (credentials.TransportCredentials, credential
 			all.cert = &cert
 		}
 		return all, nil
-	}
+	}, f.CA, f.Cert, f.Key)
 	if _, err := c.now.get(); err != nil || f.Token == "" {
 		return c, nil, err
 	}
-	t := &clientToken{}
-	t.now.paths = []string{f.Token}
-	t.now.make = func() (string, error) {
+	t := &clientToken{watch(func() (string, error) {
 		all, err := readTokens(f.Token)
 		if err != nil {
 			return "", err
@@ -70,7 +67,7 @@ func (f ClientFiles) Credentials() (credentials.TransportCredentials, credential
 			return "", noToken(f.Token)
 		}
 		return "Bearer " + all[0].text, nil
-	}
+	}, f.Token)}
 	_, err := t.now.get()
 	return c, t, err
 }
@@ -78,7 +75,7 @@ func (f ClientFiles) Credentials() (credentials.TransportCredentials, credential
 type clientCredentials struct {
 	credentials.TransportCredentials // describes the protocol
 	files                            ClientFiles
-	now                              watched[clientSecrets]
+	now                              *watched[clientSecrets]
 }
 
 // ClientHandshake secures a connection. Its errors say which side must be fixed.
@@ -115,7 +112,7 @@ func (c *clientCredentials) ClientHandshake(ctx context.Context, authority strin
 func (c *clientCredentials) Clone() credentials.TransportCredentials { return c }
 
 // clientToken is sent with every RPC.
-type clientToken struct{ now watched[string] }
+type clientToken struct{ now *watched[string] }
 
 // GetRequestMetadata returns the token.
 func (t *clientToken) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {

@@ -42,12 +42,16 @@ type watched[T any] struct {
 	paths []string // "" means no file
 	make  func() (T, error)
 
-	mu     sync.Mutex
+	mu     sync.Mutex // guards all below
 	value  T
 	made   bool
 	failed string // why the value could not be made; "" if it could
 	looked time.Time
 	files  [][sha256.Size]byte // what they had in them, or why they could not be read
+}
+
+func watch[T any](make func() (T, error), paths ...string) *watched[T] {
+	return &watched[T]{paths: paths, make: make}
 }
 
 // get returns the value. While it cannot be made again, get returns the previous value. It

@@ -39,9 +39,9 @@ type ServerFiles struct {
 type Server struct {
 	files   ServerFiles
 	log     *slog.Logger
-	pair    watched[tls.Certificate]
-	clients watched[*x509.CertPool]
-	tokens  watched[map[[sha256.Size]byte]string]
+	pair    *watched[tls.Certificate]
+	clients *watched[*x509.CertPool]
+	tokens  *watched[map[[sha256.Size]byte]string]
 	cores   chan struct{} // has an element for each handshake that uses a core
 }
 
@@ -49,12 +49,9 @@ type Server struct {
 // to log.
 func NewServer(files ServerFiles, log *slog.Logger) (*Server, error) {
 	s := &Server{files: files, log: log, cores: make(chan struct{}, max(1, runtime.GOMAXPROCS(0)-1))}
-	s.pair.paths = []string{files.Cert, files.Key}
-	s.pair.make = s.readPair
-	s.clients.paths = []string{files.ClientCA}
-	s.clients.make = func() (*x509.CertPool, error) { return authorities(files.ClientCA) }
-	s.tokens.paths = []string{files.Tokens}
-	s.tokens.make = s.readTokens
+	s.pair = watch(s.readPair, files.Cert, files.Key)
+	s.clients = watch(func() (*x509.CertPool, error) { return authorities(files.ClientCA) }, files.ClientCA)
+	s.tokens = watch(s.readTokens, files.Tokens)
 	_, err := s.pair.get()
 	if err == nil && files.ClientCA != "" {
 		_, err = s.clients.get()
@@ -121,7 +118,7 @@ func (s *Server) Config() *tls.Config {
 // config returns the config of one handshake. It accepts any client certificate: Principal
 // checks it and says what is wrong, which a TLS alert cannot.
 func (s *Server) config() *tls.Config {
-	cfg := &tls.Config{Certificates: []tls.Certificate{current(s, &s.pair)}, MinVersion: tls.VersionTLS13, SessionTicketsDisabled: true}
+	cfg := &tls.Config{Certificates: []tls.Certificate{current(s, s.pair)}, MinVersion: tls.VersionTLS13, SessionTicketsDisabled: true}
 	if s.files.ClientCA != "" {
 		cfg.ClientAuth = tls.RequestClientCert
 		cfg.VerifyConnection = checkSize
@@ -203,13 +200,13 @@ func (s *Server) principal(client *evidence, authorization []string) (name strin
 	}
 	if len(authorization) > 0 && s.files.Tokens != "" {
 		scheme, text, _ := strings.Cut(authorization[0], " ")
-		if name, ok := current(s, &s.tokens)[digest(text)]; ok && strings.EqualFold(scheme, "bearer") {
+		if name, ok := current(s, s.tokens)[digest(text)]; ok && strings.EqualFold(scheme, "bearer") {
 			return name, nil
 		}
 		return "", refused("the server does not know the token; ask its operator for one")
 	}
 	if len(client.raw) > 0 && s.files.ClientCA != "" {
-		return client.judge(current(s, &s.clients))
+		return client.judge(current(s, s.clients))
 	}
 	switch {
 	case s.files.ClientCA == "":
@@ -316,7 +313,7 @@ func (s serverCredentials) meet(info credentials.TLSInfo) *peerInfo {
 	p := &peerInfo{TLSInfo: info, client: newEvidence(certs)}
 	clear(certs) // the connection has the same slice, and would keep them as long as it lives
 	if len(certs) > 0 {
-		_, _ = p.client.judge(current(s.Server, &s.clients)) // RPCs are told
+		_, _ = p.client.judge(current(s.Server, s.clients)) // RPCs are told
 	}
 	return p
 }

@@ -10,21 +10,7 @@ import (
 )
 
 // ErrBudget is wrapped when an amount can never be granted.
-var ErrBudget = errors.New("slab: over the memory budget")
-
-// BudgetError says which budget can never grant an amount. It wraps ErrBudget.
-type BudgetError struct {
-	Budget       string // its name
-	Asked, Limit int64  // bytes
-}
-
-// Error returns the whole sentence.
-func (e *BudgetError) Error() string {
-	return fmt.Sprintf("slab: over the %s budget: %d bytes asked, the budget is %d", e.Budget, e.Asked, e.Limit)
-}
-
-// Unwrap returns ErrBudget.
-func (e *BudgetError) Unwrap() error { return ErrBudget }
+var ErrBudget = errors.New("slab: over the budget")
 
 // Principal is who holds bytes of a Budget: one pointer, one principal. Nil is a
 // principal too, whom all share that have no other.
@@ -79,7 +65,7 @@ func (b *Budget) Acquire(ctx context.Context, holder *Principal, n int64) error 
 	b.mu.Lock()
 	if n > b.limit || n < 0 {
 		b.mu.Unlock()
-		return &BudgetError{b.name, n, b.limit}
+		return fmt.Errorf("%w: %d bytes asked of the %s budget of %d", ErrBudget, n, b.name, b.limit)
 	}
 	b.reclaim(n)
 	if len(b.queue) == 0 && n <= b.limit-b.used {
