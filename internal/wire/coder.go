@@ -298,8 +298,9 @@ func (c *coder) array(field protowire.Number, name, want string, v []byte) {
 		if n := len(c.view); n > 0 && n != len(v) {
 			c.fail(name, want, fmt.Sprintf("%d bytes", n))
 		}
-		copy(v, zeros[:])
-		copy(v, c.view)
+		if copy(v, c.view) == 0 {
+			clear(v)
+		}
 	}
 }
 
