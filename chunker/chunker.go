@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sort"
 	"sync"
 	"sync/atomic"
 
@@ -110,7 +111,7 @@ func (c *Chunker) Offer(off int64, data []byte, release func()) error {
 	c.regions[at] = r
 	c.offered += n
 	if c.geo.Size == 0 {
-		c.push(span{0, 1})
+		c.ready = join(c.ready, span{0, 1})
 		return nil
 	}
 	c.cover(off, off+n)
@@ -129,7 +130,7 @@ func (c *Chunker) cover(from, to int64) {
 		hi--
 	}
 	if lo < hi {
-		c.push(span{lo, hi})
+		c.ready = join(c.ready, span{lo, hi})
 	}
 }
 
@@ -154,9 +155,6 @@ func (c *Chunker) edge(index uint32, from, to int64) bool {
 	c.partial[index] = missing
 	return false
 }
-
-// push adds chunks to the ready ones.
-func (c *Chunker) push(s span) { c.ready = join(c.ready, s) }
 
 // join adds s to ascending spans, none of which has a chunk of it, and joins it with
 // those that it touches.
@@ -245,14 +243,7 @@ func (c *Chunker) Skip(lo, hi uint32) {
 // released. The chunk must have been taken and not acknowledged.
 func (c *Chunker) View(index uint32, views [][]byte) ([][]byte, Releaser) {
 	off, n := c.geo.Span(index)
-	lo, hi := 0, len(c.regions)
-	for lo < hi {
-		if mid := (lo + hi) / 2; c.regions[mid].end() > off || n == 0 {
-			hi = mid
-		} else {
-			lo = mid + 1
-		}
-	}
+	lo := sort.Search(len(c.regions), func(i int) bool { return c.regions[i].end() > off || n == 0 })
 	first := c.regions[lo]
 	first.refs.Add(1)
 	if off+n <= first.end() {

@@ -11,8 +11,6 @@
 package identity
 
 import (
-	"bufio"
-	"bytes"
 	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
@@ -167,9 +165,8 @@ func readTokens(path string) ([]token, error) {
 		return nil, err
 	}
 	var all []token
-	lines := bufio.NewScanner(bytes.NewReader(b))
-	for n := 1; lines.Scan(); n++ {
-		words := strings.Fields(lines.Text())
+	for n, line := range strings.Split(string(b), "\n") {
+		words := strings.Fields(line)
 		if len(words) == 0 || strings.HasPrefix(words[0], "#") {
 			continue
 		}
@@ -179,16 +176,13 @@ func readTokens(path string) ([]token, error) {
 		}
 		switch {
 		case len(words) > 2:
-			return nil, fmt.Errorf("identity: %s, line %d: more than a name and a token", path, n)
+			return nil, fmt.Errorf("identity: %s, line %d: more than a name and a token", path, n+1)
 		case len(t.text) < leastToken || len(t.text) > mostToken:
-			return nil, fmt.Errorf("identity: %s, line %d: a token has %d to %d characters; openssl rand -hex 32 makes a good one", path, n, leastToken, mostToken)
+			return nil, fmt.Errorf("identity: %s, line %d: a token has %d to %d characters; openssl rand -hex 32 makes a good one", path, n+1, leastToken, mostToken)
 		case strings.ContainsFunc(t.text, func(r rune) bool { return r < '!' || r > '~' }):
-			return nil, fmt.Errorf("identity: %s, line %d: a token must consist of printable ASCII characters", path, n)
+			return nil, fmt.Errorf("identity: %s, line %d: a token must consist of printable ASCII characters", path, n+1)
 		}
 		all = append(all, t)
-	}
-	if lines.Err() != nil {
-		return nil, fmt.Errorf("identity: %s: %w", path, lines.Err())
 	}
 	return all, nil
 }
