@@ -65,7 +65,7 @@ func (b *Budget) Acquire(ctx context.Context, holder *Principal, n int64) error 
 	b.mu.Lock()
 	if n > b.limit || n < 0 {
 		b.mu.Unlock()
-		return fmt.Errorf("%w: %d bytes asked of the %s budget of %d", ErrBudget, n, b.name, b.limit)
+		return fmt.Errorf("%w for %s: %d bytes asked, the budget is %d", ErrBudget, b.name, n, b.limit)
 	}
 	b.reclaim(n)
 	if len(b.queue) == 0 && n <= b.limit-b.used {

@@ -84,7 +84,7 @@ func TestWhatCanNeverBeGrantedFailsAtOnce(t *testing.T) {
 
 func TestAnErrorNamesItsBudget(t *testing.T) {
 	err := NewBudget("pinned memory", 100).Acquire(t.Context(), who("a"), 101)
-	if want := "slab: over the budget: 101 bytes asked of the pinned memory budget of 100"; err == nil || err.Error() != want {
+	if want := "slab: over the budget for pinned memory: 101 bytes asked, the budget is 100"; err == nil || err.Error() != want {
 		t.Errorf("got %v, want %s", err, want)
 	}
 }

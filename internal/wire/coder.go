@@ -274,16 +274,25 @@ func packed[N uint8 | uint32 | int64](c *coder, field protowire.Number, all *[]N
 
 func as[N uint32 | int64](v uint64) N { return N(v) }
 
+const wantID = "16 bytes, not all zero"
+
 // id walks over the ID that a part must have.
 func (c *coder) id(field protowire.Number, name string, id *tensor.ID) {
-	const want = "16 bytes, not all zero"
 	switch {
 	case c.mode == writing:
 		c.append(field, id[:])
 	case c.mode == checking && id.IsZero():
-		c.fail(name, want, "0 bytes, or zeros")
+		c.fail(name, wantID, "0 bytes, or zeros")
 	default:
-		c.array(field, name, want, id[:])
+		c.array(field, name, wantID, id[:])
+	}
+}
+
+// idOrNone walks over the ID that a part may have.
+func (c *coder) idOrNone(field protowire.Number, name string, id *tensor.ID) {
+	comes := c.comes(field, protowire.BytesType) && len(c.view) > 0
+	if c.array(field, name, wantID, id[:]); comes && id.IsZero() {
+		c.fail(name, wantID, "zeros")
 	}
 }
 

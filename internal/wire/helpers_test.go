@@ -176,7 +176,7 @@ func holds(m protoreflect.Message) bool {
 		}
 	}
 	optional := map[protoreflect.FullName]int{
-		"tensorferry.v1.Hello.lane_token": 32, "tensorferry.v1.TensorDesc.call_id": 16, "tensorferry.v1.Summary.call_id": 16, "tensorferry.v1.Summary.digest": 16,
+		"tensorferry.v1.Hello.lane_token": 32, "tensorferry.v1.Summary.digest": 16,
 	}
 	ok := true
 	for i := range m.Descriptor().Fields().Len() {
@@ -196,7 +196,8 @@ func holds(m protoreflect.Message) bool {
 			ok = ok && (len(v.Bytes()) == 0 || len(v.Bytes()) == most)
 		case f.Name() == "id" || strings.HasSuffix(string(f.Name()), "_id"):
 			_, valid := tensor.ParseID(v.Bytes())
-			ok = ok && valid
+			none := f.FullName() == "tensorferry.v1.TensorDesc.call_id" || f.FullName() == "tensorferry.v1.Summary.call_id"
+			ok = ok && (valid || none && len(v.Bytes()) == 0)
 		}
 	}
 	return ok

@@ -93,7 +93,7 @@ func (c *coder) desc(d *frame.Desc) {
 	packed(c, 3, (*[]int64)(&d.Shape), tensor.MaxRank+1, as[int64])
 	number(c, 4, &d.SizeBytes)
 	number(c, 5, &d.ChunkBytes)
-	c.array(6, "call_id", "16 bytes, or none", d.Call[:]) // a tensor of PushTensors belongs to no call
+	c.idOrNone(6, "call_id", &d.Call) // a tensor of PushTensors belongs to no call
 	c.name(7, "port", &d.Port)
 	c.name(8, "name", &d.Name)
 	c.entries(9, "metadata", &d.Metadata)
@@ -158,7 +158,7 @@ func (c *coder) summary(s *frame.Summary) {
 	c.array(6, "digest", "16 bytes, or none", s.Digest[:])
 	c.flag(7, &s.Durable)
 	number(c, 8, &s.RetryAfterMillis)
-	c.array(9, "call_id", "16 bytes, or none", s.Call[:]) // outside a session it belongs to no call
+	c.idOrNone(9, "call_id", &s.Call) // outside a session it belongs to no call
 }
 
 func (c *coder) chunk(v *frame.Chunk) {
