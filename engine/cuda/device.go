@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"reflect"
 	"runtime"
 	"sync"
 	"time"
@@ -33,7 +34,7 @@ type device struct {
 	engine *blocks.Engine
 
 	// The submitter's.
-	functions map[string]C.CUfunction
+	functions map[reflect.Type]C.CUfunction // by the type of their launch
 	weights   map[*weights]struct{}
 	lost      bool          // the engine knows that the context is dead
 	pause     time.Duration // before the next attempt to make a new one
@@ -143,16 +144,16 @@ var otherImage = map[int]bool{noBinary: true, invalidPTX: true, unsupportedPTX: 
 
 // find finds the kernels of an image.
 func (v *device) find(image kernels.Image) error {
-	v.functions = make(map[string]C.CUfunction)
-	for _, k := range kernels.All() {
-		name := C.CString(k.Entry())
+	v.functions = make(map[reflect.Type]C.CUfunction)
+	for entry, launch := range kernels.All() {
+		name := C.CString(entry)
 		var f C.CUfunction
 		err := v.failed(C.tf_function(v.c, name, &f))
 		C.free(unsafe.Pointer(name))
 		if err != nil {
-			return fmt.Errorf("image %s, kernel %s: %w", image.Name, k.Entry(), err)
+			return fmt.Errorf("image %s, kernel %s: %w", image.Name, entry, err)
 		}
-		v.functions[k.Entry()] = f
+		v.functions[reflect.TypeOf(launch)] = f
 	}
 	return nil
 }

@@ -21,13 +21,14 @@ type launcher struct {
 
 // add appends a launch of a kernel, whose parameters it copies.
 func add[K kernels.Launch](l *launcher, k K) {
-	l.list = append(l.list, C.tf_launch{function: l.device.functions[k.Entry()]})
+	t := reflect.TypeFor[K]()
+	l.list = append(l.list, C.tf_launch{function: l.device.functions[t]})
 	c := &l.list[len(l.list)-1]
 	grid, block := k.Grid()
 	for i := range 3 {
 		c.grid[i], c.block[i] = C.unsigned(grid[i]), C.unsigned(block[i])
 	}
-	p := paramsOf(reflect.TypeFor[K]())
+	p := paramsOf(t)
 	c.params, c.offsets = p.n, p.offsets
 	*(*K)(unsafe.Pointer(&c.bytes)) = k
 }

@@ -71,11 +71,11 @@ func bindAffine(c engine.Call) (program, error) {
 	}
 	if c.Inputs[0].Desc.DType == tensor.Float32 {
 		return inPlace(func(x kernels.Address, bytes int64) kernels.AffineF32 {
-			return kernels.AffineF32{X: x, N: uint64(bytes / 4), A: float32(a), B: float32(b)}
+			return kernels.AffineF32{X: x, N: kernels.N(bytes / 4), A: float32(a), B: float32(b)}
 		})
 	}
 	return inPlace(func(x kernels.Address, bytes int64) kernels.AffineF64 {
-		return kernels.AffineF64{X: x, N: uint64(bytes / 8), A: a, B: b}
+		return kernels.AffineF64{X: x, N: kernels.N(bytes / 8), A: a, B: b}
 	})
 }
 

@@ -64,7 +64,7 @@ type place struct {
 	depth       uint64          // residuals in use
 }
 
-func (p *place) n() uint64 { return p.rows * p.width }
+func (p *place) n() kernels.N { return kernels.N(p.rows * p.width) }
 
 // compiled are the layers of a stack model, and their weights.
 type compiled struct {

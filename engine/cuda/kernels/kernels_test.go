@@ -187,14 +187,14 @@ func params(t *testing.T, text string) map[string][]param {
 
 func TestLaunchesHaveTheParametersOfTheirEntries(t *testing.T) {
 	want := map[string][]param{}
-	for _, l := range All() {
+	for entry, l := range All() {
 		s := reflect.TypeOf(l)
 		for f := range s.Fields() {
 			kind, ok := map[reflect.Kind]string{
 				reflect.Uint32: "u32", reflect.Uint64: "u64", reflect.Float32: "f32", reflect.Float64: "f64",
 			}[f.Type.Kind()]
 			require.True(t, ok, "%v.%s is a %v", s, f.Name, f.Type)
-			want[l.Entry()] = append(want[l.Entry()], param{kind, f.Offset, f.Type.Size()})
+			want[entry] = append(want[entry], param{kind, f.Offset, f.Type.Size()})
 		}
 	}
 	require.Len(t, want, len(All()))
@@ -212,16 +212,16 @@ func TestLaunchesNameTheirFieldsAsTheSourceDoes(t *testing.T) {
 		entries[e[1]] = strings.Join(strings.Fields(e[2]), " ")
 	}
 	require.Len(t, entries, len(All()))
-	for _, l := range All() {
+	for entry, l := range All() {
 		s := reflect.TypeOf(l)
-		list := strings.Split(entries[l.Entry()], ", ")
-		require.Len(t, list, s.NumField(), l.Entry())
+		list := strings.Split(entries[entry], ", ")
+		require.Len(t, list, s.NumField(), entry)
 		for i, text := range list {
 			f, p := s.Field(i), cuParam.FindStringSubmatch(text)
 			if p == nil || !strings.EqualFold(f.Name, p[2]) {
-				t.Errorf("%s: parameter %d is %q; the field is %s", l.Entry(), i, text, f.Name)
+				t.Errorf("%s: parameter %d is %q; the field is %s", entry, i, text, f.Name)
 			} else if pointer := strings.HasSuffix(p[1], "*"); pointer != (f.Type == reflect.TypeFor[Address]()) {
-				t.Errorf("%s: parameter %q is the field %s, a %v", l.Entry(), text, f.Name, f.Type)
+				t.Errorf("%s: parameter %q is the field %s, a %v", entry, text, f.Name, f.Type)
 			}
 		}
 	}

@@ -6,12 +6,13 @@ type Address uint64
 // Launch is one run of a kernel: a struct whose fields are the parameters, in order and
 // aligned as in C. It holds no Go pointer, so C may read it in place.
 type Launch interface {
-	// Entry is the kernel's name in an image.
-	Entry() string
 	// Grid returns the number of blocks, and of threads in each. Neither is ever 0,
 	// which CUDA refuses: a kernel without elements does nothing.
 	Grid() (grid, block [3]uint32)
 }
+
+// N is the number of elements that a kernel works on.
+type N uint64
 
 // Activation is a function of one element, as engine/cpu computes it: results are NaN,
 // infinite or negative here where they are there.
@@ -43,15 +44,15 @@ type ReLUWords struct {
 // AffineF32 computes a·x + b in place, and rounds twice. Its bits are those of
 // engine/cpu, but a NaN is any NaN.
 type AffineF32 struct {
-	X    Address
-	N    uint64
+	X Address
+	N
 	A, B float32
 }
 
 // AffineF64 is AffineF32 for float64.
 type AffineF64 struct {
-	X    Address
-	N    uint64
+	X Address
+	N
 	A, B float64
 }
 
@@ -73,73 +74,46 @@ type LinearF32 struct {
 
 // ActivateF32 computes an activation in place.
 type ActivateF32 struct {
-	X          Address
-	N          uint64
+	X Address
+	N
 	Activation Activation
 }
 
 // ScaleF32 multiplies x by a factor, in place.
 type ScaleF32 struct {
-	X      Address
-	N      uint64
+	X Address
+	N
 	Factor float32
 }
 
 // AddF32 adds y to x.
 type AddF32 struct {
 	X, Y Address
-	N    uint64
+	N
 }
 
 // CopyF32 copies src to dst; they may not overlap.
 type CopyF32 struct {
 	Dst, Src Address
-	N        uint64
+	N
 }
 
-// All returns an empty launch of every kernel.
-func All() []Launch {
-	return []Launch{
-		ReLUWords{}, AffineF32{}, AffineF64{}, StoreU64{},
-		LinearF32{}, ActivateF32{}, ScaleF32{}, AddF32{}, CopyF32{},
+// All returns an empty launch of every kernel, by its name in an image.
+func All() map[string]Launch {
+	return map[string]Launch{
+		"relu_words": ReLUWords{}, "affine_f32": AffineF32{}, "affine_f64": AffineF64{},
+		"store_u64": StoreU64{}, "linear_f32": LinearF32{}, "activate_f32": ActivateF32{},
+		"scale_f32": ScaleF32{}, "add_f32": AddF32{}, "copy_f32": CopyF32{},
 	}
 }
 
-// Entry is "relu_words".
-func (ReLUWords) Entry() string { return "relu_words" }
-
-// Entry is "affine_f32".
-func (AffineF32) Entry() string { return "affine_f32" }
-
-// Entry is "affine_f64".
-func (AffineF64) Entry() string { return "affine_f64" }
-
-// Entry is "store_u64".
-func (StoreU64) Entry() string { return "store_u64" }
-
-// Entry is "linear_f32".
-func (LinearF32) Entry() string { return "linear_f32" }
-
-// Entry is "activate_f32".
-func (ActivateF32) Entry() string { return "activate_f32" }
-
-// Entry is "scale_f32".
-func (ScaleF32) Entry() string { return "scale_f32" }
-
-// Entry is "add_f32".
-func (AddF32) Entry() string { return "add_f32" }
-
-// Entry is "copy_f32".
-func (CopyF32) Entry() string { return "copy_f32" }
+// Grid has a thread per element, up to a limit.
+func (n N) Grid() (grid, block [3]uint32) {
+	return [3]uint32{blocks(uint64(n), threads, maxBlocks), 1, 1}, [3]uint32{threads, 1, 1}
+}
 
 // Grid has a thread per word, up to a limit.
-func (l ReLUWords) Grid() (grid, block [3]uint32) { return elementwise(l.Words) }
-
-// Grid has a thread per element, up to a limit.
-func (l AffineF32) Grid() (grid, block [3]uint32) { return elementwise(l.N) }
-
-// Grid has a thread per element, up to a limit.
-func (l AffineF64) Grid() (grid, block [3]uint32) { return elementwise(l.N) }
+func (l ReLUWords) Grid() (grid, block [3]uint32) { return N(l.Words).Grid() }
 
 // Grid is one thread.
 func (StoreU64) Grid() (grid, block [3]uint32) {
@@ -151,22 +125,6 @@ func (l LinearF32) Grid() (grid, block [3]uint32) {
 	return [3]uint32{
 		blocks(uint64(l.Out), tile, 1<<32/tile), blocks(l.Rows, tile, maxRowTiles), 1,
 	}, [3]uint32{threads, 1, 1}
-}
-
-// Grid has a thread per element, up to a limit.
-func (l ActivateF32) Grid() (grid, block [3]uint32) { return elementwise(l.N) }
-
-// Grid has a thread per element, up to a limit.
-func (l ScaleF32) Grid() (grid, block [3]uint32) { return elementwise(l.N) }
-
-// Grid has a thread per element, up to a limit.
-func (l AddF32) Grid() (grid, block [3]uint32) { return elementwise(l.N) }
-
-// Grid has a thread per element, up to a limit.
-func (l CopyF32) Grid() (grid, block [3]uint32) { return elementwise(l.N) }
-
-func elementwise(n uint64) (grid, block [3]uint32) {
-	return [3]uint32{blocks(n, threads, maxBlocks), 1, 1}, [3]uint32{threads, 1, 1}
 }
 
 // blocks is how many blocks of some elements hold n, at least 1 and at most limit.
