@@ -31,7 +31,7 @@ import (
 
 func TestCommandsOnAFakeDeviceDoWhatTheScriptsSay(t *testing.T) {
 	testkit.Start(t)
-	driver := fakecuda.Build(t)
+	driver := fakecuda.Build(t, fakecuda.Options{})
 	t.Run("script", func(t *testing.T) {
 		testscript.Run(t, testscript.Params{
 			Dir: "testdata/cuda", RequireExplicitExec: true,
@@ -50,7 +50,7 @@ func TestAServerOnAFakeDeviceOutlivesItsClients(t *testing.T) {
 	testkit.Start(t)
 	exe, err := exec.LookPath("tensorferry")
 	require.NoError(t, err)
-	server, address, err := startServer(t.Context(), exe, "--engine", "cuda:0", "--cuda-driver", fakecuda.Build(t))
+	server, address, err := startServer(t.Context(), exe, "--engine", "cuda:0", "--cuda-driver", fakecuda.Build(t, fakecuda.Options{}))
 	require.NoError(t, err)
 	defer func() { require.NoError(t, server.Stop()) }()
 	cl, err := client.Dial(address, client.Config{})
@@ -105,7 +105,7 @@ func TestAClientThatTakesNoResultsLeavesPageLockedMemoryToOthers(t *testing.T) {
 	testkit.Start(t)
 	exe, err := exec.LookPath("tensorferry")
 	require.NoError(t, err)
-	server, address, err := startServer(t.Context(), exe, "--engine", "cuda:0", "--pinned", "16MiB", "--cuda-driver", fakecuda.Build(t))
+	server, address, err := startServer(t.Context(), exe, "--engine", "cuda:0", "--pinned", "16MiB", "--cuda-driver", fakecuda.Build(t, fakecuda.Options{}))
 	require.NoError(t, err)
 	defer func() { require.NoError(t, server.Stop()) }()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -149,7 +149,7 @@ func TestAClientThatTakesNoResultsLeavesPageLockedMemoryToOthers(t *testing.T) {
 
 func TestAServerWhoseDeviceIsLostSaysSoAndServesAgain(t *testing.T) {
 	testkit.Start(t)
-	driver := fakecuda.Build(t)
+	driver := fakecuda.Build(t, fakecuda.Options{})
 	exe, err := exec.LookPath("tensorferry")
 	require.NoError(t, err)
 	// A kernel fails, and three times there is no new context.

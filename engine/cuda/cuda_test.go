@@ -64,16 +64,18 @@ func (r *rig) Live() fakecuda.Live { return r.Fake().Live() }
 func (r *rig) Timeline() []fakecuda.Op { return r.Fake().Timeline() }
 
 // driverOptions are those of every fake driver.
-var driverOptions []string
+var driverOptions fakecuda.Options
 
 // newRig resets the driver. At the end of the test nothing of it may be left.
-func newRig(t testing.TB, options ...string) *rig {
+func newRig(t testing.TB) *rig { return newRigOf(t, driverOptions) }
+
+func newRigOf(t testing.TB, options fakecuda.Options) *rig {
 	t.Helper()
 	if path := os.Getenv(realDriver); path != "" {
 		testkit.Start(t)
 		return &rig{t: t, path: path}
 	}
-	path := fakecuda.Build(t, append(slices.Clone(driverOptions), options...)...)
+	path := fakecuda.Build(t, options)
 	r := &rig{t: t, fake: fakecuda.Open(t, path), path: path}
 	t.Cleanup(func() {
 		if live := r.fake.Live(); live != (fakecuda.Live{}) {
@@ -432,7 +434,9 @@ func TestWithoutADriverADeviceOrASymbolOpenSaysWhich(t *testing.T) {
 		require.ErrorContains(t, err, "no device cuda:2; the driver has 2")
 	})
 	t.Run("a symbol", func(t *testing.T) {
-		r := newRig(t, fakecuda.Hide("cuMemHostRegister_v2"))
+		options := driverOptions
+		options.Hide = "cuMemHostRegister_v2"
+		r := newRigOf(t, options)
 		_, err := cuda.Open(r.config(mib))
 		require.ErrorIs(t, err, engine.ErrUnavailable)
 		require.ErrorContains(t, err, "has no cuMemHostRegister_v2")

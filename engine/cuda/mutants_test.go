@@ -49,7 +49,7 @@ func TestEveryMutantIsKilled(t *testing.T) {
 	if !*mutate {
 		t.Skip("takes minutes; make cuda-mutants runs it")
 	}
-	fakecuda.Build(t)
+	fakecuda.Build(t, fakecuda.Options{})
 	killed := 0
 	for _, m := range mutants {
 		dir := t.TempDir()

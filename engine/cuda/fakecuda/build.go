@@ -3,13 +3,14 @@
 package fakecuda
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
-	"slices"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -18,15 +19,12 @@ import (
 	"golang.org/x/sys/cpu"
 )
 
-// Sanitize builds the library with Address Sanitizer, which has to be in the process
-// before it: by LD_PRELOAD, see Preload.
-const Sanitize = "sanitize"
-
-// Hide builds a library without one function, as older drivers are.
-func Hide(function string) string { return "hide=" + function }
-
-// Kernels takes the .cu files of a folder instead of those in engine/cuda/kernels.
-func Kernels(folder string) string { return "kernels=" + folder }
+// Options are how a library differs from the usual one.
+type Options struct {
+	Sanitize bool   // it has Address Sanitizer, which must be in the process before it: see Preload
+	Hide     string // a function that it has not, as older drivers
+	Kernels  string // a folder, whose .cu files it has instead of those in engine/cuda/kernels
+}
 
 // kept is how long a build stays that nobody uses.
 const kept = 7 * 24 * time.Hour
@@ -39,12 +37,12 @@ var entries = regexp.MustCompile(`__global__\s+void\s+(\w+)\s*\(`)
 // Build returns the path of the library, built with g++ unless it was before: it is
 // kept in the user's cache, under a hash of all that it is made of. Without g++ the
 // test is skipped. It is safe for concurrent use.
-func Build(t testing.TB, options ...string) (path string) {
+func Build(t testing.TB, o Options) (path string) {
 	t.Helper()
 	compiler := lookUp(t)
 	building.Lock()
 	defer building.Unlock()
-	path, err := build(compiler, options)
+	path, err := build(compiler, o)
 	if err != nil {
 		t.Fatalf("fakecuda: %v", err)
 	}
@@ -72,30 +70,24 @@ func lookUp(t testing.TB) string {
 	return path
 }
 
-func build(compiler string, options []string) (string, error) {
-	root, err := module()
+func build(compiler string, o Options) (string, error) {
+	_, self, _, _ := runtime.Caller(0)
+	driver := filepath.Join(filepath.Dir(self), "driver")
+	kernels, err := filepath.Abs(cmp.Or(o.Kernels, filepath.Join(driver, "../../kernels")))
 	if err != nil {
 		return "", err
 	}
-	driver, kernels := filepath.Join(root, "engine/cuda/fakecuda/driver"), filepath.Join(root, "engine/cuda/kernels")
-	flags := []string{"-std=c++17", "-O2", "-g1", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-unknown-pragmas"}
+	args := []string{"-std=c++17", "-O2", "-g1", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-unknown-pragmas"}
 	if cpu.X86.HasFMA {
-		flags = append(flags, "-mfma") // otherwise each __builtin_fmaf is a call; no other operation is fused
+		args = append(args, "-mfma") // otherwise each __builtin_fmaf is a call; no other operation is fused
 	}
-	variant, symbols := "whole", "{ global: *; };"
-	for _, o := range options {
-		switch name, value, _ := strings.Cut(o, "="); name {
-		case Sanitize:
-			flags = append(flags, "-fsanitize=address")
-		case "hide":
-			variant, symbols = "without-"+value, "{ local: "+value+"; };"
-		case "kernels":
-			if kernels, err = filepath.Abs(value); err != nil {
-				return "", err
-			}
-		default:
-			return "", fmt.Errorf("unknown option %q", o)
-		}
+	if o.Sanitize {
+		args = append(args, "-fsanitize=address")
+	}
+	args = append(args, "-I", driver, "-shared", "-Wl,-soname,libcuda.so.1", "-Wl,--version-script=symbols", "-o", "libcuda.so.1")
+	files := map[string][]byte{"symbols": []byte("{ global: *; };")}
+	if o.Hide != "" {
+		files["symbols"] = fmt.Appendf(nil, "{ local: %s; };", o.Hide)
 	}
 
 	version, err := exec.Command(compiler, "--version").Output()
@@ -103,18 +95,26 @@ func build(compiler string, options []string) (string, error) {
 		return "", err
 	}
 	hash := sha256.New()
-	fmt.Fprintf(hash, "%s%q%s", version, flags, kernels)
-	texts := make(map[string][]byte)
+	fmt.Fprintf(hash, "%s%q%s%s", version, args, files, kernels)
 	for _, pattern := range []string{driver + "/*.*", kernels + "/*.cu", kernels + "/*.h"} {
 		paths, err := filepath.Glob(pattern)
 		if err != nil {
 			return "", err
 		}
 		for _, path := range paths {
-			if texts[path], err = os.ReadFile(path); err != nil {
+			text, err := os.ReadFile(path)
+			if err != nil {
 				return "", err
 			}
-			fmt.Fprintf(hash, "%s %d\n%s", path, len(texts[path]), texts[path])
+			fmt.Fprintf(hash, "%s %d\n%s", path, len(text), text)
+			switch filepath.Ext(path) {
+			case ".cc":
+				args = append(args, path)
+			case ".cu":
+				twin := filepath.Base(path) + ".cc"
+				files[twin] = source(path, text)
+				args = append(args, twin)
+			}
 		}
 	}
 	cache, err := os.UserCacheDir()
@@ -122,39 +122,20 @@ func build(compiler string, options []string) (string, error) {
 		cache = os.TempDir()
 	}
 	cache = filepath.Join(cache, "tensorferry")
-	base := filepath.Join(cache, fmt.Sprintf("fakecuda-%x", hash.Sum(nil)[:8]))
-	defer prune(cache, base, time.Now())
-
-	objects, library := filepath.Join(base, "objects"), filepath.Join(base, variant)
-	err = once(objects, func(dir string) error {
-		args := append(slices.Clone(flags), "-c", "-I", driver)
-		for path, text := range texts {
-			switch filepath.Ext(path) {
-			case ".cc":
-				args = append(args, path)
-			case ".cu":
-				twin := filepath.Base(path) + ".cc"
-				args = append(args, twin)
-				if err := os.WriteFile(filepath.Join(dir, twin), source(path, text), 0o600); err != nil {
-					return err
-				}
+	library := filepath.Join(cache, fmt.Sprintf("fakecuda-%x", hash.Sum(nil)[:8]))
+	defer prune(cache, library, time.Now())
+	err = once(library, func(dir string) error {
+		for name, text := range files {
+			if err := os.WriteFile(filepath.Join(dir, name), text, 0o600); err != nil {
+				return err
 			}
 		}
-		return run(dir, compiler, args)
-	})
-	if err != nil {
-		return "", err
-	}
-	err = once(library, func(dir string) error {
-		files, err := filepath.Glob(objects + "/*.o")
-		if err != nil {
-			return err
+		cmd := exec.Command(compiler, args...)
+		cmd.Dir = dir
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return fmt.Errorf("%v: %w\n%s", cmd, err, out)
 		}
-		if err := os.WriteFile(filepath.Join(dir, "symbols"), []byte(symbols), 0o600); err != nil {
-			return err
-		}
-		args := append(slices.Clone(flags), "-shared", "-Wl,-soname,libcuda.so.1", "-Wl,--version-script=symbols", "-o", "libcuda.so.1")
-		return run(dir, compiler, append(args, files...))
+		return nil
 	})
 	return filepath.Join(library, "libcuda.so.1"), err
 }
@@ -202,28 +183,4 @@ func once(dir string, fill func(string) error) error {
 		return err
 	}
 	return nil
-}
-
-func run(dir, name string, args []string) error {
-	cmd := exec.Command(name, args...)
-	cmd.Dir = dir
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("%v: %w\n%s", cmd, err, out)
-	}
-	return nil
-}
-
-// module returns the folder of go.mod, above the one a test runs in.
-func module() (string, error) {
-	dir, err := os.Getwd()
-	for err == nil {
-		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
-			return dir, nil
-		}
-		if dir == filepath.Dir(dir) {
-			return "", fmt.Errorf("no go.mod above the working directory")
-		}
-		dir = filepath.Dir(dir)
-	}
-	return "", err
 }

@@ -127,15 +127,9 @@ func (d *Driver) Timeline() []Op {
 func (d *Driver) Live() Live {
 	d.t.Helper()
 	var l Live
-	into := map[string]any{
-		"contexts": &l.Contexts, "streams": &l.Streams, "events": &l.Events, "modules": &l.Modules,
-		"allocations": &l.Allocations, "registered": &l.Registered, "bytes": &l.Bytes, "workers": &l.Workers,
-	}
-	for _, line := range d.read("live") {
-		name, value, _ := strings.Cut(line, " ")
-		if _, err := fmt.Sscan(value, into[name]); err != nil {
-			d.t.Fatalf("fakecuda: live: %q: %v", line, err)
-		}
+	text := strings.Join(d.read("live"), "")
+	if _, err := fmt.Sscan(text, &l.Contexts, &l.Streams, &l.Events, &l.Modules, &l.Allocations, &l.Registered, &l.Bytes, &l.Workers); err != nil {
+		d.t.Fatalf("fakecuda: live: %q: %v", text, err)
 	}
 	return l
 }

@@ -58,15 +58,12 @@ type gpu struct {
 	out uintptr // eight bytes for a result
 }
 
-func open(t *testing.T, options ...string) *gpu {
+func open(t *testing.T, hide string) *gpu {
 	t.Helper()
-	options = append(options, Kernels("testdata"))
-	if os.Getenv(sanitized) != "" {
-		options = append(options, Sanitize)
-	}
+	options := Options{Kernels: "testdata", Sanitize: os.Getenv(sanitized) != "", Hide: hide}
 	runtime.LockOSThread()
 	t.Cleanup(runtime.UnlockOSThread)
-	g := &gpu{t: t, Driver: Open(t, Build(t, options...))}
+	g := &gpu{t: t, Driver: Open(t, Build(t, options))}
 	g.out = address(host(t, page))
 	return g
 }
@@ -75,7 +72,7 @@ func open(t *testing.T, options ...string) *gpu {
 // nothing may be left but what the context had.
 func start(t *testing.T) *gpu {
 	t.Helper()
-	g := open(t)
+	g := open(t, "")
 	g.do("cuInit", 0)
 	g.do("cuCtxSetCurrent", g.get("cuDevicePrimaryCtxRetain", 0))
 	t.Cleanup(func() {
@@ -200,7 +197,7 @@ func kinds(ops []Op) (all []string) {
 }
 
 func TestFunctionsNeedAContext(t *testing.T) {
-	g := open(t)
+	g := open(t, "")
 	g.do("cuInit", 0)
 	require.EqualValues(t, 2, g.get("cuDeviceGetCount"))
 	g.want(invalidDevice, "cuDeviceGet", g.out, 2)
@@ -218,7 +215,7 @@ func TestFunctionsNeedAContext(t *testing.T) {
 }
 
 func TestAHiddenFunctionIsNotFound(t *testing.T) {
-	g := open(t, Hide("cuEventElapsedTime"))
+	g := open(t, "cuEventElapsedTime")
 	require.Nil(t, g.symbol("cuEventElapsedTime"))
 	require.NotNil(t, g.symbol("cuEventQuery"))
 }
@@ -753,7 +750,7 @@ func TestHandlersOfSignalsAreDisturbed(t *testing.T) {
 }
 
 func TestAProgramReadsCommandsFromItsEnvironment(t *testing.T) {
-	path := Build(t, Kernels("testdata"))
+	path := Build(t, Options{Kernels: "testdata"})
 	if os.Getenv("FAKECUDA") != "" {
 		g := &gpu{t: t, Driver: load(t, path), out: address(host(t, page))}
 		g.want(notInitialized, "cuDeviceGetCount", g.out) // no other test was here
@@ -798,7 +795,7 @@ func TestAddressSanitizer(t *testing.T) {
 	if testing.Short() {
 		t.Skip("builds the library once more")
 	}
-	Build(t, Kernels("testdata"), Sanitize)
+	Build(t, Options{Kernels: "testdata", Sanitize: true})
 	// Go has handlers of its own, and never frees what it has at the end.
 	environment := []string{"LD_PRELOAD=" + Preload(t), "ASAN_OPTIONS=detect_leaks=0:handle_segv=0:handle_sigbus=0:handle_sigfpe=0"}
 	t.Run("finds nothing in the driver", func(t *testing.T) {

@@ -123,9 +123,8 @@ std::string read_live() {
     size_t bytes = 0;
     for (auto &[address, memory] : s.allocations) bytes += memory->size;
     std::ostringstream out;
-    out << "contexts " << s.contexts.size() << "\nstreams " << s.streams.size() << "\nevents " << s.events.size() << "\nmodules "
-        << s.modules.size() << "\nallocations " << s.allocations.size() << "\nregistered " << s.registered.size() << "\nbytes " << bytes
-        << "\nworkers " << s.workers << '\n';
+    out << s.contexts.size() << ' ' << s.streams.size() << ' ' << s.events.size() << ' ' << s.modules.size() << ' '
+        << s.allocations.size() << ' ' << s.registered.size() << ' ' << bytes << ' ' << s.workers << '\n';
     return out.str();
 }
 
