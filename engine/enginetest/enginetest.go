@@ -8,7 +8,6 @@
 package enginetest
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -123,10 +122,6 @@ func Compute(ctx context.Context, m engine.Model, in []tensor.Tensor, params map
 // feed sends every chunk once, as soon as the blocks it lies in are lent: of
 // those that could go, any, or the first if seed is 0.
 func feed(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Tensor, chunk int64, seed uint64) error {
-	type lent struct {
-		*engine.Block
-		missing int64
-	}
 	type piece struct {
 		port   int
 		lo, hi int64
@@ -145,47 +140,14 @@ func feed(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Tenso
 	}
 
 	blocks := make(chan *engine.Block)
-	failed := make(chan error, 1)
-	go func() { // ends with the last block, the run or ctx
+	var failed error // is there when blocks is closed
+	go func() {      // ends with the last block, the run or ctx
 		defer close(blocks)
-		for row := int64(0); ; {
-			b, err := r.Borrow(ctx)
-			if err != nil {
-				if !errors.Is(err, io.EOF) {
-					failed <- err
-				}
-				return
-			}
-			if b.Row != row && !b.Whole {
-				failed <- fmt.Errorf("row %d was lent after row %d", b.Row, row)
-				return
-			}
-			row += b.Rows
-			select {
-			case blocks <- b:
-			case <-ctx.Done():
-				return
-			}
-		}
+		failed = borrow(ctx, r, blocks)
 	}()
-
-	var open []*lent
-	accept := func(b *engine.Block) error {
-		l := &lent{Block: b}
-		for p, mem := range b.In {
-			if inside := mem != nil; inside != (info.Inputs[p].Whole == b.Whole) {
-				return fmt.Errorf("block at row %d: port %q is part of it: %v", b.Row, info.Inputs[p].Name, inside)
-			}
-			l.missing += int64(len(mem))
-			reach[p] += int64(len(mem))
-		}
-		if l.missing == 0 {
-			r.Filled(b)
-			return nil
-		}
-		open = append(open, l)
-		return nil
-	}
+	now := make(chan struct{})
+	close(now)
+	missing := make(map[*engine.Block]int64) // bytes, of those that are lent
 	for len(waiting) > 0 || blocks != nil {
 		can := -1
 		for i, w := range waiting {
@@ -193,70 +155,87 @@ func feed(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Tenso
 				can = i
 			}
 		}
-		var b *engine.Block
-		more := true
-		if can >= 0 {
-			select {
-			case b, more = <-blocks:
-			default:
-			}
-		} else if blocks != nil {
-			select {
-			case b, more = <-blocks:
-			case <-ctx.Done():
-				return nil // collect knows why
-			}
-		} else {
+		send := now
+		if can < 0 {
+			send = nil
+		}
+		if send == nil && blocks == nil {
 			return errors.New("chunks are left over after the last block")
 		}
-		if !more {
-			blocks = nil
-			select {
-			case err := <-failed:
-				return err
-			default:
-			}
-		}
-		if b != nil {
-			if err := accept(b); err != nil {
-				return err
-			}
-		}
-		if can < 0 {
-			continue
-		}
-		w := waiting[can]
-		waiting = slices.Delete(waiting, can, can+1)
-		for _, l := range slices.Clone(open) {
-			at := l.Row * width[w.port]
-			lo, hi := max(w.lo, at), min(w.hi, at+int64(len(l.In[w.port])))
-			if lo >= hi {
+		select {
+		case <-ctx.Done():
+			return nil // collect knows why
+		case b, more := <-blocks:
+			if !more {
+				blocks = nil
+				if failed != nil {
+					return failed
+				}
 				continue
 			}
-			l.missing -= int64(copy(l.In[w.port][lo-at:hi-at], in[w.port].Data[lo:hi]))
-			if l.missing == 0 {
-				open = slices.DeleteFunc(open, func(o *lent) bool { return o == l })
-				r.Filled(l.Block)
+			for p, mem := range b.In {
+				if inside := mem != nil; inside != (info.Inputs[p].Whole == b.Whole) {
+					return fmt.Errorf("block at row %d: port %q is part of it: %v", b.Row, info.Inputs[p].Name, inside)
+				}
+				missing[b] += int64(len(mem))
+				reach[p] += int64(len(mem))
+			}
+		case <-send:
+			w := waiting[can]
+			waiting = slices.Delete(waiting, can, can+1)
+			for b := range missing {
+				mem, at := b.In[w.port], b.Row*width[w.port]
+				if lo, hi := max(w.lo, at), min(w.hi, at+int64(len(mem))); lo < hi {
+					missing[b] -= int64(copy(mem[lo-at:hi-at], in[w.port].Data[lo:hi]))
+				}
+			}
+		}
+		for b, n := range missing {
+			if n == 0 {
+				delete(missing, b)
+				r.Filled(b)
 			}
 		}
 	}
 	return nil
 }
 
+// borrow passes on all blocks of a run, which come in order.
+func borrow(ctx context.Context, r engine.Run, blocks chan<- *engine.Block) error {
+	for row := int64(0); ; {
+		b, err := r.Borrow(ctx)
+		switch {
+		case errors.Is(err, io.EOF):
+			return nil
+		case err != nil:
+			return err
+		case b.Row != row && !b.Whole:
+			return fmt.Errorf("row %d was lent after row %d", b.Row, row)
+		}
+		row += b.Rows
+		select {
+		case blocks <- b:
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}
+
+// output is what has come of one.
+type output struct {
+	tensor.Tensor
+	seen    []bool       // by byte
+	missing []int64      // bytes, by chunk
+	kept    []engine.Out // until the chunks they lie in are complete
+}
+
 // collect takes every result and fails unless each byte came exactly once.
 func collect(ctx context.Context, info engine.Info, r engine.Run, chunk int64) ([]tensor.Tensor, error) {
-	type held struct {
-		lo, hi  int64
-		release func()
-	}
-	out := make([]tensor.Tensor, len(info.Outputs))
-	seen := make([][]bool, len(out))
-	missing := make([][]int64, len(out)) // by chunk
-	kept := make([][]held, len(out))
+	outs := make([]output, len(info.Outputs))
 	defer func() {
-		for _, port := range kept {
-			for _, h := range port {
-				h.release()
+		for _, out := range outs {
+			for _, o := range out.kept {
+				o.Release()
 			}
 		}
 	}()
@@ -268,98 +247,96 @@ func collect(ctx context.Context, info engine.Info, r engine.Run, chunk int64) (
 		if err != nil {
 			return nil, err
 		}
-		kept[o.Port] = append(kept[o.Port], held{o.Off, o.Off + int64(len(o.Data)), o.Release})
-		t := &out[o.Port]
-		if seen[o.Port] == nil {
-			n, err := o.Desc.Bytes()
-			if err != nil {
-				return nil, err
-			}
-			*t = tensor.Tensor{Desc: o.Desc.Clone(), Data: make([]byte, n)}
-			seen[o.Port] = make([]bool, n)
-			for lo := int64(0); lo < n; lo += chunk {
-				missing[o.Port] = append(missing[o.Port], min(chunk, n-lo))
-			}
+		if err := outs[o.Port].take(o, chunk); err != nil {
+			return nil, fmt.Errorf("output %d: %w", o.Port, err)
 		}
-		if !o.Desc.Equal(t.Desc) {
-			return nil, fmt.Errorf("output %d is %v in one piece and %v in another", o.Port, t.Desc, o.Desc)
-		}
-		if o.Off < 0 || int64(len(o.Data)) > int64(len(t.Data))-o.Off {
-			return nil, fmt.Errorf("output %d: piece [%d,+%d) of %d bytes", o.Port, o.Off, len(o.Data), len(t.Data))
-		}
-		copy(t.Data[o.Off:], o.Data)
-		for i := range o.Data {
-			at := o.Off + int64(i)
-			if seen[o.Port][at] {
-				return nil, fmt.Errorf("output %d: byte %d came twice", o.Port, at)
-			}
-			seen[o.Port][at] = true
-			missing[o.Port][at/chunk]--
-		}
-		kept[o.Port] = slices.DeleteFunc(kept[o.Port], func(h held) bool {
-			for c := h.lo / chunk; c*chunk < h.hi; c++ {
-				if missing[o.Port][c] > 0 {
-					return false
-				}
-			}
-			h.release()
-			return true
-		})
 	}
-	for p := range out {
-		if seen[p] == nil {
+	all := make([]tensor.Tensor, len(outs))
+	for p, out := range outs {
+		if out.seen == nil {
 			return nil, fmt.Errorf("output %q never came", info.Outputs[p].Name)
 		}
-		if at := slices.Index(seen[p], false); at >= 0 {
+		if at := slices.Index(out.seen, false); at >= 0 {
 			return nil, fmt.Errorf("output %q ended without its byte %d", info.Outputs[p].Name, at)
 		}
+		all[p] = out.Tensor
 	}
-	return out, nil
+	return all, nil
 }
 
-// Equal says where two lists of tensors, both lent, differ first, nil for nowhere.
-func Equal(got, want []tensor.Tensor) error {
-	if len(got) != len(want) {
-		return fmt.Errorf("%d tensors, want %d", len(got), len(want))
-	}
-	for i := range got {
-		if !got[i].Desc.Equal(want[i].Desc) {
-			return fmt.Errorf("output %d is %v, want %v", i, got[i].Desc, want[i].Desc)
+func (t *output) take(o engine.Out, chunk int64) error {
+	t.kept = append(t.kept, o)
+	if t.seen == nil {
+		n, err := o.Desc.Bytes()
+		if err != nil {
+			return err
 		}
-		if !bytes.Equal(got[i].Data, want[i].Data) {
-			at := 0
-			for at < len(want[i].Data) && got[i].Data[at] == want[i].Data[at] {
-				at++
+		t.Tensor, t.seen = tensor.Tensor{Desc: o.Desc.Clone(), Data: make([]byte, n)}, make([]bool, n)
+		for lo := int64(0); lo < n; lo += chunk {
+			t.missing = append(t.missing, min(chunk, n-lo))
+		}
+	}
+	if !o.Desc.Equal(t.Desc) {
+		return fmt.Errorf("it is %v in one piece and %v in another", t.Desc, o.Desc)
+	}
+	if o.Off < 0 || int64(len(o.Data)) > int64(len(t.Data))-o.Off {
+		return fmt.Errorf("piece [%d,+%d) of %d bytes", o.Off, len(o.Data), len(t.Data))
+	}
+	copy(t.Data[o.Off:], o.Data)
+	for at := o.Off; at < o.Off+int64(len(o.Data)); at++ {
+		if t.seen[at] {
+			return fmt.Errorf("byte %d came twice", at)
+		}
+		t.seen[at] = true
+		t.missing[at/chunk]--
+	}
+	t.kept = slices.DeleteFunc(t.kept, func(o engine.Out) bool {
+		for c := o.Off / chunk; c*chunk < o.Off+int64(len(o.Data)); c++ {
+			if t.missing[c] > 0 {
+				return false
 			}
-			return fmt.Errorf("output %d differs from byte %d of %d on", i, at, len(want[i].Data))
 		}
-	}
+		o.Release()
+		return true
+	})
 	return nil
 }
 
+// Equal says where two lists of tensors, both lent, differ first, nil for nowhere.
+func Equal(got, want []tensor.Tensor) error { return near(got, want, 0) }
+
 // near says where two lists of tensors, both lent, are further apart than part of
-// the wanted value, or of 1 if that is less.
+// the wanted value, or of 1 if that is less. Where part is 0, bytes are compared.
 func near(got, want []tensor.Tensor, part float64) error {
-	for i := range min(len(got), len(want)) {
-		gs, err := floats(got[i])
+	if len(got) != len(want) {
+		return fmt.Errorf("%d tensors, want %d", len(got), len(want))
+	}
+	for i, g := range got {
+		w := want[i]
+		if !g.Desc.Equal(w.Desc) {
+			return fmt.Errorf("output %d is %v, want %v", i, g.Desc, w.Desc)
+		}
+		if part == 0 {
+			for at, b := range w.Data {
+				if g.Data[at] != b {
+					return fmt.Errorf("output %d differs from byte %d of %d on", i, at, len(w.Data))
+				}
+			}
+			continue
+		}
+		gs, err := floats(g)
 		if err != nil {
 			return err
 		}
-		ws, err := floats(want[i])
+		ws, err := floats(w)
 		if err != nil {
 			return err
-		}
-		if !got[i].Desc.Equal(want[i].Desc) {
-			return fmt.Errorf("output %d is %v, want %v", i, got[i].Desc, want[i].Desc)
 		}
 		for at, w := range ws {
 			if off := math.Abs(gs[at] - w); off > part*max(1, math.Abs(w)) || math.IsNaN(gs[at]) != math.IsNaN(w) {
 				return fmt.Errorf("output %d, element %d is %v, want %v", i, at, gs[at], w)
 			}
 		}
-	}
-	if len(got) != len(want) {
-		return fmt.Errorf("%d tensors, want %d", len(got), len(want))
 	}
 	return nil
 }
@@ -376,6 +353,3 @@ func floats(t tensor.Tensor) ([]float64, error) {
 	}
 	return wide, err
 }
-
-// tooSmall reports whether a call can never run in the memory its model has.
-func tooSmall(err error) bool { return errors.Is(err, slab.ErrBudget) }
