@@ -39,34 +39,26 @@ func (q *Queue) Pop() *Work {
 
 // Append moves the blocks of behind to the end, in order.
 func (q *Queue) Append(behind *Queue) {
-	switch {
-	case behind.head == nil:
-		return
-	case q.head == nil:
-		*q = *behind
-	default:
-		q.tail.next, q.tail, q.n = behind.head, behind.tail, q.n+behind.n
+	for w := behind.Pop(); w != nil; w = behind.Pop() {
+		q.Push(w)
 	}
-	*behind = Queue{}
 }
 
-// End ends all blocks with err. The device holds no lock of its own.
-func (q *Queue) End(err error) {
+// End ends all blocks, none of which is computed. The device holds no lock of its own.
+func (q *Queue) End(why error) {
 	for w := q.Pop(); w != nil; w = q.Pop() {
-		w.Done(err, Times{})
+		w.End(why)
 	}
 }
 
 // Take takes the blocks of a run out, in order.
 func (q *Queue) Take(run context.Context) (taken Queue) {
-	all := *q
-	*q = Queue{}
-	for w := all.Pop(); w != nil; w = all.Pop() {
+	for range q.n {
+		w, to := q.Pop(), q
 		if w.Context() == run {
-			taken.Push(w)
-		} else {
-			q.Push(w)
+			to = &taken
 		}
+		to.Push(w)
 	}
 	return taken
 }

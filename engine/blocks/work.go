@@ -200,6 +200,14 @@ func (w *Work) Done(err error, t Times) {
 	}
 }
 
+// End is Done for a block that is not computed: because its run has ended, or else why.
+func (w *Work) End(why error) {
+	if cause := context.Cause(w.Context()); cause != nil {
+		why = cause
+	}
+	w.Done(why, Times{})
+}
+
 // finish takes a started block back from the device; mu is held.
 func (r *run) finish(w *Work, err error, t Times) {
 	if err == nil {

@@ -2,7 +2,6 @@ package cpu
 
 import (
 	"runtime"
-	"time"
 
 	"github.com/tensorferry/tensorferry/engine/blocks"
 	"github.com/tensorferry/tensorferry/slab"
@@ -25,9 +24,6 @@ type Host struct {
 	budget  *slab.Budget
 	workers *workers
 	engine  *blocks.Engine
-	// sleepers are the device of the engine late, where the model slow runs.
-	sleepers *sleepers
-	late     *blocks.Engine
 }
 
 // NewHost returns a host and starts its workers, which end with Close.
@@ -40,10 +36,9 @@ func NewHost(c HostConfig) *Host {
 	}
 	h := &Host{
 		pool: slab.NewPool(c.MemoryBytes, slab.System), budget: slab.NewBudget("memory", c.MemoryBytes),
-		workers: newWorkers(c.Workers), sleepers: &sleepers{asleep: make(map[*blocks.Work]*time.Timer)},
+		workers: newWorkers(c.Workers),
 	}
 	h.engine = blocks.New(blocks.Config{Name: "cpu", Device: h.workers, Pool: h.pool, Budget: h.budget})
-	h.late = blocks.New(blocks.Config{Name: "cpu", Device: h.sleepers, Pool: h.pool, Budget: h.budget})
 	return h
 }
 
@@ -55,7 +50,4 @@ func (h *Host) Budget() *slab.Budget { return h.budget }
 
 // Close ends the workers and returns when they have: blocks being computed are
 // finished, those that wait fail with ErrClosed, as do runs that go on.
-func (h *Host) Close() {
-	h.sleepers.close()
-	h.workers.close()
-}
+func (h *Host) Close() { h.workers.close() }

@@ -2,6 +2,7 @@ package cpu
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"time"
 
@@ -17,16 +18,18 @@ import (
 // One that takes longer than blockTime is overlong: a spare replaces its permit, so that the
 // blocks of others are computed, and those of its caller wait until it ends.
 type workers struct {
-	all sync.WaitGroup
+	all  sync.WaitGroup // and the naps of slow
+	over chan struct{}  // closed with closed
 
 	mu       sync.Mutex // guards all below
 	more     sync.Cond  // a block can be computed, or closed
 	queue    blocks.Queue
 	aside    blocks.Queue // blocks ahead of the queue, set aside while a block of their caller was overlong
 	every    []permit
-	permits  []*permit // free
-	spares   []*permit // free, for overlong blocks alone
-	overlong int       // blocks
+	free     []*permit
+	permits  int // of the free ones that may be taken
+	spares   int // of the others, which replace those of overlong blocks
+	overlong int // blocks
 	clock    *time.Timer
 	ticking  bool // clock runs
 	closed   bool
@@ -42,18 +45,12 @@ type permit struct {
 
 // newWorkers returns n workers, which end with close.
 func newWorkers(n int) *workers {
-	p := &workers{every: make([]permit, n+n*sparesPerWorker)}
+	p := &workers{over: make(chan struct{}), every: make([]permit, n+n*sparesPerWorker), permits: n, spares: n * sparesPerWorker}
 	p.more.L = &p.mu
 	p.clock = time.AfterFunc(blockTime, p.tick)
 	p.clock.Stop()
 	for i := range p.every {
-		if i < n {
-			p.permits = append(p.permits, &p.every[i])
-		} else {
-			p.spares = append(p.spares, &p.every[i])
-		}
-	}
-	for range p.every {
+		p.free = append(p.free, &p.every[i])
 		p.all.Go(p.work)
 	}
 	return p
@@ -63,6 +60,7 @@ func newWorkers(n int) *workers {
 func (p *workers) close() {
 	p.mu.Lock()
 	p.closed = true
+	close(p.over)
 	p.clock.Stop()
 	p.more.Broadcast()
 	over := p.aside
@@ -79,23 +77,18 @@ func (p *workers) Start(w *blocks.Work) {
 	p.mu.Lock()
 	if p.closed || w.Context().Err() != nil {
 		p.mu.Unlock()
-		end(w)
+		w.End(engine.ErrClosed)
 		return
 	}
 	defer p.mu.Unlock()
+	if n, ok := w.Program.(nap); ok {
+		p.all.Go(func() { n.pass(w, p.over) })
+		return
+	}
 	p.queue.Push(w)
 	if p.head() != w || !w.Offer() {
 		p.wake()
 	}
-}
-
-// end ends a block that is not computed.
-func end(w *blocks.Work) {
-	err := context.Cause(w.Context())
-	if err == nil {
-		err = engine.ErrClosed
-	}
-	w.Done(err, blocks.Times{})
 }
 
 // Cancel implements blocks.Canceler.
@@ -104,14 +97,14 @@ func (p *workers) Cancel(run context.Context) {
 	over, rest := p.aside.Take(run), p.queue.Take(run)
 	p.mu.Unlock()
 	over.Append(&rest)
-	over.End(context.Cause(run))
+	over.End(nil)
 }
 
 // work is a worker: it computes the blocks of every run.
 func (p *workers) work() {
 	for {
 		p.mu.Lock()
-		for !p.closed && (len(p.permits) == 0 || p.head() == nil) {
+		for !p.closed && (p.permits == 0 || p.head() == nil) {
 			p.more.Wait()
 		}
 		if p.closed {
@@ -127,7 +120,7 @@ func (p *workers) work() {
 // Help implements blocks.Helper, if a permit is free.
 func (p *workers) Help(w *blocks.Work) bool {
 	p.mu.Lock()
-	if p.closed || len(p.permits) == 0 || p.head() != w {
+	if p.closed || p.permits == 0 || p.head() != w {
 		p.mu.Unlock()
 		return false
 	}
@@ -142,21 +135,11 @@ func (p *workers) Help(w *blocks.Work) bool {
 func (p *workers) head() *blocks.Work {
 	for {
 		w := p.queue.Head()
-		if w == nil || p.overlong == 0 || !p.any(func(t *permit) bool { return t.overlong && sameCaller(t.work, w) }) {
+		if w == nil || p.overlong == 0 || !slices.ContainsFunc(p.every, func(t permit) bool { return t.overlong && sameCaller(t.work, w) }) {
 			return w
 		}
 		p.aside.Push(p.queue.Pop())
 	}
-}
-
-// any reports whether a permit is as is says; mu is held.
-func (p *workers) any(is func(*permit) bool) bool {
-	for i := range p.every {
-		if is(&p.every[i]) {
-			return true
-		}
-	}
-	return false
 }
 
 // sameCaller reports whether two blocks are of one run, or of runs of one principal:
@@ -168,7 +151,7 @@ func sameCaller(a, b *blocks.Work) bool {
 
 // wake wakes a worker if there is something for it; mu is held.
 func (p *workers) wake() {
-	if len(p.permits) > 0 && p.head() != nil {
+	if p.permits > 0 && p.head() != nil {
 		p.more.Signal()
 	}
 }
@@ -176,7 +159,10 @@ func (p *workers) wake() {
 // take takes a permit for the first block; mu is held. The next block may have been
 // queued behind one that woke no worker: its own wake-up then went to the first.
 func (p *workers) take() *permit {
-	t := pop(&p.permits)
+	last := len(p.free) - 1
+	t := p.free[last]
+	p.free = p.free[:last]
+	p.permits--
 	t.work, t.begin = p.queue.Pop(), time.Now()
 	if !p.ticking {
 		p.ticking = true
@@ -217,12 +203,13 @@ func (p *workers) tick() {
 func (p *workers) replace() {
 	for i := range p.every {
 		t := &p.every[i]
-		if len(p.spares) == 0 {
+		if p.spares == 0 {
 			return
 		}
-		if t.overlong && !t.replaced && !p.any(func(o *permit) bool { return o.replaced && sameCaller(o.work, t.work) }) {
+		if t.overlong && !slices.ContainsFunc(p.every, func(o permit) bool { return o.replaced && sameCaller(o.work, t.work) }) {
 			t.replaced = true
-			p.permits = append(p.permits, pop(&p.spares))
+			p.spares--
+			p.permits++
 		}
 	}
 }
@@ -244,10 +231,11 @@ func (p *workers) leave(t *permit) {
 	defer p.mu.Unlock()
 	was := *t
 	*t = permit{}
+	p.free = append(p.free, t)
 	if was.replaced {
-		p.spares = append(p.spares, t)
+		p.spares++
 	} else {
-		p.permits = append(p.permits, t)
+		p.permits++
 	}
 	if was.overlong {
 		p.overlong--
@@ -256,13 +244,6 @@ func (p *workers) leave(t *permit) {
 		p.replace()
 	}
 	p.wake()
-}
-
-func pop(free *[]*permit) *permit {
-	last := len(*free) - 1
-	t := (*free)[last]
-	*free = (*free)[:last]
-	return t
 }
 
 func call(w *blocks.Work) (err error) {

@@ -53,11 +53,11 @@ func takeAll(t *testing.T, r engine.Run) {
 	}
 }
 
-// free are the permits and spares that nobody has.
-func (p *workers) free() (permits, spares int) {
+// unused are the permits and spares that nobody has.
+func (p *workers) unused() (permits, spares int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return len(p.permits), len(p.spares)
+	return p.permits, p.spares
 }
 
 const (
@@ -96,7 +96,7 @@ func TestABlockThatTakesLongHoldsUpNobodyElse(t *testing.T) {
 						all.Go(func() { takeAll(t, r) })
 					}
 					synctest.Wait()
-					if permits, _ := h.workers.free(); permits != 0 {
+					if permits, _ := h.workers.unused(); permits != 0 {
 						t.Fatalf("%d permits are free", permits)
 					}
 					begin := time.Now()
@@ -109,7 +109,7 @@ func TestABlockThatTakesLongHoldsUpNobodyElse(t *testing.T) {
 					close(hold)
 					all.Wait()
 					synctest.Wait()
-					if permits, spares := h.workers.free(); permits != 3 || spares != 3*sparesPerWorker {
+					if permits, spares := h.workers.unused(); permits != 3 || spares != 3*sparesPerWorker {
 						t.Errorf("%d permits and %d spares came back", permits, spares)
 					}
 					idle(t, h)
@@ -136,7 +136,7 @@ func TestACallerHasOneSpareAndAllTogetherHaveFew(t *testing.T) {
 		}
 		free := func(what string, permits, spares int) {
 			t.Helper()
-			if p, s := h.workers.free(); p != permits || s != spares {
+			if p, s := h.workers.unused(); p != permits || s != spares {
 				t.Errorf("%s: %d permits and %d spares are free, want %d and %d", what, p, s, permits, spares)
 			}
 		}
@@ -428,7 +428,7 @@ func (p plan) compute(t *testing.T) (all []timed, most int) {
 	}
 	runs.Wait()
 	synctest.Wait()
-	if permits, spares := h.workers.free(); permits != p.workers || spares != p.workers*sparesPerWorker {
+	if permits, spares := h.workers.unused(); permits != p.workers || spares != p.workers*sparesPerWorker {
 		t.Errorf("%d permits and %d spares came back", permits, spares)
 	}
 	idle(t, h)

@@ -182,7 +182,7 @@ func (v *device) Start(w *blocks.Work) {
 	v.mu.Lock()
 	if v.closed || w.Context().Err() != nil {
 		v.mu.Unlock()
-		end(w)
+		w.End(engine.ErrClosed)
 		return
 	}
 	defer v.mu.Unlock()
@@ -195,18 +195,7 @@ func (v *device) Cancel(run context.Context) {
 	v.mu.Lock()
 	over := v.queue.Take(run)
 	v.mu.Unlock()
-	for w := over.Pop(); w != nil; w = over.Pop() {
-		end(w)
-	}
-}
-
-// end ends a block that is not computed.
-func end(w *blocks.Work) {
-	err := context.Cause(w.Context())
-	if err == nil {
-		err = engine.ErrClosed
-	}
-	w.Done(err, blocks.Times{})
+	over.End(nil)
 }
 
 // ask has the submitter do something between two blocks, and waits for it, with a
@@ -306,9 +295,7 @@ func (v *device) submit() {
 			rest := v.queue
 			v.queue = blocks.Queue{}
 			v.mu.Unlock()
-			for w := rest.Pop(); w != nil; w = rest.Pop() {
-				end(w)
-			}
+			rest.End(engine.ErrClosed)
 			if resting {
 				if v.died() != nil && !v.lost {
 					v.lose()

@@ -147,6 +147,7 @@ func feed(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Tenso
 	}()
 	now := make(chan struct{})
 	close(now)
+	var lent []*engine.Block
 	missing := make(map[*engine.Block]int64) // bytes, of those that are lent
 	for len(waiting) > 0 || blocks != nil {
 		can := -1
@@ -173,6 +174,7 @@ func feed(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Tenso
 				}
 				continue
 			}
+			lent = append(lent, b)
 			for p, mem := range b.In {
 				if inside := mem != nil; inside != (info.Inputs[p].Whole == b.Whole) {
 					return fmt.Errorf("block at row %d: port %q is part of it: %v", b.Row, info.Inputs[p].Name, inside)
@@ -183,19 +185,19 @@ func feed(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Tenso
 		case <-send:
 			w := waiting[can]
 			waiting = slices.Delete(waiting, can, can+1)
-			for b := range missing {
+			for _, b := range lent {
 				mem, at := b.In[w.port], b.Row*width[w.port]
 				if lo, hi := max(w.lo, at), min(w.hi, at+int64(len(mem))); lo < hi {
 					missing[b] -= int64(copy(mem[lo-at:hi-at], in[w.port].Data[lo:hi]))
 				}
 			}
 		}
-		for b, n := range missing {
-			if n == 0 {
-				delete(missing, b)
+		lent = slices.DeleteFunc(lent, func(b *engine.Block) bool {
+			if missing[b] == 0 {
 				r.Filled(b)
 			}
-		}
+			return missing[b] == 0
+		})
 	}
 	return nil
 }

@@ -270,9 +270,9 @@ func (g *guest) next(wait bool) *blocks.Work {
 			continue
 		}
 		p := w.Program.(*program)
-		if err := context.Cause(w.Context()); err != nil {
+		if w.Context().Err() != nil {
 			h.mu.Unlock()
-			w.Done(err, blocks.Times{})
+			w.End(nil)
 			h.mu.Lock()
 			continue
 		}

@@ -216,25 +216,20 @@ func (h *Host) gauges() []engine.Gauge {
 // Start implements blocks.Device.
 func (h *Host) Start(w *blocks.Work) {
 	h.mu.Lock()
-	p := w.Program.(*program)
-	err := context.Cause(w.Context())
-	switch {
-	case err != nil:
-	case h.closed:
+	owner, queue, err := w.Program.(*program).owner, &h.queue, w.Context().Err()
+	if owner != nil {
+		queue, err = &owner.queue, cmp.Or(err, owner.left)
+	}
+	if h.closed {
 		err = engine.ErrClosed
-	case p.owner != nil && p.owner.left != nil:
-		err = p.owner.left
-	case p.owner != nil:
-		p.owner.queue.Push(w)
-	default:
-		h.queue.Push(w)
 	}
 	if err == nil {
+		queue.Push(w)
 		h.more.Broadcast()
 	}
 	h.mu.Unlock()
 	if err != nil {
-		w.Done(err, blocks.Times{})
+		w.End(err)
 	}
 }
 
@@ -247,7 +242,7 @@ func (h *Host) Cancel(run context.Context) {
 		over.Append(&rest)
 	}
 	h.mu.Unlock()
-	over.End(context.Cause(run))
+	over.End(nil)
 }
 
 // join takes in a guest that is ready.
