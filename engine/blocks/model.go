@@ -31,7 +31,7 @@ type Bound struct {
 	Program any // what to compute: the device knows its type
 
 	Scratch []int64 // bytes per row of each RowBlock.Scratch; only with results of their Own
-	Memory  int64   // bytes that count in the budget beside all blocks
+	Memory  []int64 // bytes that count in the budget beside all blocks, each
 }
 
 // Results say where the results of a block lie.

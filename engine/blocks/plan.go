@@ -34,7 +34,7 @@ func newPlan(info engine.Info, c engine.Call, rows int64, b Bound) (plan, error)
 	p := plan{
 		rows:  rows,
 		inRow: make([]int64, len(c.Inputs)), whole: make([]int64, len(c.Inputs)), outRow: make([]int64, len(info.Outputs)),
-		minIn: 1, fixed: b.Memory,
+		minIn: 1, fixed: sum(b.Memory),
 	}
 	var widest, chunk int64 // of the split ports
 	var chunkRows int64     // rows in a chunk of the first split input, 0 if that is no whole number

@@ -74,7 +74,7 @@ func TestALargeTensorNeedsAFewBlocksOnly(t *testing.T) {
 	whole := info
 	whole.Rows = 0
 	enormous := tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{1 << 40, 1 << 20}}
-	p = planOf(t, whole, enormous, mib, Bound{Outs: []tensor.Desc{enormous}, Memory: math.MaxInt64})
+	p = planOf(t, whole, enormous, mib, Bound{Outs: []tensor.Desc{enormous}, Memory: []int64{math.MaxInt64}})
 	if least := p.least(); least != math.MaxInt64 {
 		t.Errorf("a size beyond 63 bits became %d", least)
 	}

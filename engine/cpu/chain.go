@@ -3,7 +3,6 @@ package cpu
 import (
 	"context"
 	"fmt"
-	"math"
 	"slices"
 
 	"github.com/tensorferry/tensorferry/engine"
@@ -25,33 +24,36 @@ func Chain(name string, models ...engine.Model) (engine.Model, error) {
 	if len(models) == 0 {
 		return nil, bad("needs a model")
 	}
-	var k chain
-	for i, m := range models {
+	var links []*model
+	for _, m := range models {
 		link, ok := engine.As[*model](m)
-		if !ok {
-			return nil, bad("model %q is a %T; wanted one that a RowFunc, a Func, a Chain or a stack made", m.Info().Name, m)
-		}
-		info := link.Info()
 		switch {
-		case i == 0:
-			k.info = info
-		case link.host != k.links[0].host:
+		case !ok:
+			return nil, bad("model %q is a %T; wanted one that a RowFunc, a Func, a Chain or a stack made", m.Info().Name, m)
+		case len(links) > 0 && link.host != links[0].host:
 			return nil, bad("model %q is on another host than %q", m.Info().Name, models[0].Info().Name)
-		case len(k.info.Outputs) != len(info.Inputs):
-			return nil, bad("%d outputs cannot feed the %d inputs of %q", len(k.info.Outputs), len(info.Inputs), info.Name)
+		case link.links != nil: // a chain within the chain
+			links = append(links, link.links...)
 		default:
-			if slices.ContainsFunc(info.Inputs, func(p engine.Port) bool { return p.Whole }) {
-				k.info.Rows = 0
-			}
-			k.info.Version += "+" + info.Version
-			k.info.Params = slices.Concat(k.info.Params, info.Params)
+			links = append(links, link)
+		}
+	}
+	k := chain{links[0].Info(), links}
+	for _, link := range links[1:] {
+		info := link.Info()
+		if len(k.info.Outputs) != len(info.Inputs) {
+			return nil, bad("%d outputs cannot feed the %d inputs of %q", len(k.info.Outputs), len(info.Inputs), info.Name)
 		}
 		k.info.Rows = coarser(k.info.Rows, info.Rows)
+		if slices.ContainsFunc(info.Inputs, func(p engine.Port) bool { return p.Whole }) {
+			k.info.Rows = 0
+		}
+		k.info.Version += "+" + info.Version
+		k.info.Params = slices.Concat(k.info.Params, info.Params)
 		k.info.Outputs = info.Outputs
-		k.links = append(k.links, link)
 	}
 	k.info.Name, k.info.About = name, nil
-	return k.links[0].host.model(blocks.Model{Info: k.info, Bind: k.bind})
+	return links[0].host.model(blocks.Model{Info: k.info, Bind: k.bind}, links...)
 }
 
 // coarser returns the rows that two models can be cut into alike.
@@ -106,18 +108,18 @@ func (k chain) bind(c engine.Call) (blocks.Bound, error) {
 			return all, err
 		}
 		steps, outs = append(steps, s), s.Outs
-		all.Memory = plus(all.Memory, s.Memory)
+		all.Memory = append(all.Memory, s.Memory...)
 		if outs == nil {
 			break // what it returns is known once it has run
 		}
 	}
 	if k.info.Rows != 0 {
-		return k.fuse(c, all, steps)
+		return k.fuse(all, steps)
 	}
 	for _, s := range steps { // of what is made in between
-		for _, w := range slices.Concat(s.Scratch, s.outRow) {
+		for _, w := range s.outRow {
 			if s.Results == blocks.Own {
-				all.Memory = plus(all.Memory, w*s.rows)
+				all.Memory = append(all.Memory, w*s.rows)
 			}
 		}
 	}
@@ -156,16 +158,13 @@ func (m *model) compute(ctx context.Context, c engine.Call, in []tensor.Tensor, 
 		return f(ctx, in)
 	}
 	b.Rows, b.Descs, b.OutDescs = s.rows, s.descs, s.Outs
-	for _, w := range s.Scratch {
-		b.Scratch = append(b.Scratch, make([]byte, w*s.rows))
-	}
-	out := make([]tensor.Tensor, len(s.Outs))
-	if b.Out = make([][]byte, len(out)); s.Results == blocks.InPlace {
+	if s.Results == blocks.InPlace {
 		b.Out = onlySplit(b.In)
 	}
+	out := make([]tensor.Tensor, len(s.Outs))
 	for i, d := range s.Outs {
 		if s.Results == blocks.Own {
-			b.Out[i] = make([]byte, s.outRow[i]*s.rows)
+			b.Out = append(b.Out, make([]byte, s.outRow[i]*s.rows))
 		}
 		out[i] = tensor.Tensor{Desc: d, Data: b.Out[i]}
 	}
@@ -178,23 +177,13 @@ func (m *model) compute(ctx context.Context, c engine.Call, in []tensor.Tensor, 
 // fuse makes one RowsFunc of the steps: each block goes through all of them. What
 // lies between two steps is scratch memory of the block; the last step that does
 // not compute in place writes the block's own output.
-func (k chain) fuse(c engine.Call, all blocks.Bound, steps []step) (blocks.Bound, error) {
-	rows, err := k.info.Check(c)
+func (k chain) fuse(all blocks.Bound, steps []step) (blocks.Bound, error) {
+	all.Outs, all.Results = steps[len(steps)-1].Outs, blocks.InPlace
+	rows, _, err := all.Outs[0].Rows(k.info.Axes(len(all.Outs[0].Shape)))
 	if err != nil {
 		return all, err
 	}
-	all.Outs, all.Results = steps[len(steps)-1].Outs, blocks.InPlace
-	if d := all.Outs[0]; len(c.Inputs) == 0 {
-		if rows, _, err = d.Rows(k.info.Axes(len(d.Shape))); err != nil {
-			return all, err
-		}
-	}
 	writer := -1
-	for i, s := range steps {
-		if s.Results == blocks.Own {
-			writer, all.Results = i, blocks.Own
-		}
-	}
 	for i := range steps {
 		s := &steps[i]
 		if rows > 0 {
@@ -202,12 +191,15 @@ func (k chain) fuse(c engine.Call, all blocks.Bound, steps []step) (blocks.Bound
 				return all, fmt.Errorf("the %d rows of model %q are not cut by the chain's %d", s.rows, s.name, rows)
 			}
 		}
-		scratch := s.Scratch // a chain within the chain
-		if s.Results == blocks.Own && i != writer {
-			scratch = slices.Concat(s.outRow, scratch)
+		if s.Results == blocks.Own {
+			writer, all.Results = i, blocks.Own
 		}
-		for _, w := range scratch { // a row of the chain is never more than the tensor
-			all.Scratch = append(all.Scratch, w*s.factor)
+	}
+	for i, s := range steps {
+		if s.Results == blocks.Own && i != writer {
+			for _, w := range s.outRow { // a row of the chain is never more than the tensor
+				all.Scratch = append(all.Scratch, w*s.factor)
+			}
 		}
 	}
 	all.Program = RowsFunc(func(ctx context.Context, b RowBlock) error {
@@ -223,12 +215,12 @@ func (k chain) fuse(c engine.Call, all blocks.Bound, steps []step) (blocks.Bound
 			}
 			err := s.Program.(RowsFunc)(ctx, RowBlock{
 				Row: b.Row * s.factor, Rows: b.Rows * s.factor, In: in, Whole: whole, Out: out,
-				Descs: s.descs, OutDescs: s.Outs, Params: b.Params, Scratch: mem[:len(s.Scratch)],
+				Descs: s.descs, OutDescs: s.Outs, Params: b.Params,
 			})
 			if err != nil {
 				return fmt.Errorf("%q: %w", s.name, err)
 			}
-			mem, in, whole = mem[len(s.Scratch):], out, nil
+			in, whole = out, nil
 		}
 		return nil
 	})
@@ -239,12 +231,4 @@ func (k chain) fuse(c engine.Call, all blocks.Bound, steps []step) (blocks.Bound
 func onlySplit(in [][]byte) [][]byte {
 	i := slices.IndexFunc(in, func(data []byte) bool { return data != nil })
 	return in[i : i+1 : i+1]
-}
-
-// plus adds sizes, up to the largest there is, which every budget refuses.
-func plus(a, b int64) int64 {
-	if a > math.MaxInt64-b {
-		return math.MaxInt64
-	}
-	return a + b
 }

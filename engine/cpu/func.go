@@ -98,11 +98,14 @@ func (f Func) bind(c engine.Call) (b blocks.Bound, err error) {
 	b.Program = wholeFunc(func(ctx context.Context, in []tensor.Tensor) ([]tensor.Tensor, error) {
 		return f.Call(ctx, in, c.Params)
 	})
-	if f.Memory != nil {
-		if b.Memory, err = f.Memory(c.Descs(), c.Params); err == nil && b.Memory < 0 {
-			err = fmt.Errorf("memory of %d bytes", b.Memory)
-		}
+	if f.Memory == nil {
+		return b, nil
 	}
+	bytes, err := f.Memory(c.Descs(), c.Params)
+	if err == nil && bytes < 0 {
+		err = fmt.Errorf("memory of %d bytes", bytes)
+	}
+	b.Memory = []int64{bytes}
 	return b, err
 }
 
@@ -121,15 +124,16 @@ func whole(b RowBlock) []tensor.Tensor {
 // model is a model of a host, which a Chain can be made of.
 type model struct {
 	engine.Model
-	host *Host
+	host  *Host
+	links []*model // of a chain; nil for any other model
 }
 
-func (h *Host) model(m blocks.Model) (engine.Model, error) {
+func (h *Host) model(m blocks.Model, links ...*model) (engine.Model, error) {
 	made, err := h.engine.Model(m)
 	if err != nil {
 		return nil, err
 	}
-	return &model{made, h}, nil
+	return &model{made, h, links}, nil
 }
 
 // Unwrap returns the model without its host.
