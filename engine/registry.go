@@ -49,45 +49,24 @@ func (r *Registry) Watch(told func(name string, m Model)) (stop func()) {
 	}
 }
 
-// put makes e what name finds, nothing if nil; mu is held.
-func (r *Registry) put(name string, e *entry) {
-	var m Model
-	if e == nil {
-		delete(r.models, name)
-	} else {
-		r.models[name], m = e, e.model
+// put makes m what name finds, nothing if nil, unless refuse has a reason against it.
+func (r *Registry) put(name string, m Model, refuse func(taken bool) error) error {
+	if m != nil && !validName(name) {
+		return fmt.Errorf("%w: a name is 1 to %d bytes of UTF-8 without control characters, got %q", ErrInfo, maxNameBytes, name)
+	}
+	r.mu.Lock()
+	old := r.models[name]
+	if err := refuse(old != nil); err != nil {
+		r.mu.Unlock()
+		return err
+	}
+	delete(r.models, name)
+	if m != nil {
+		r.models[name] = &entry{m, 1}
 	}
 	for told := range r.watchers {
 		(*told)(name, m)
 	}
-}
-
-// Add hands m over to the registry, under the name in its Info. It fails when
-// the name is taken (ErrExists) or is none (ErrInfo).
-func (r *Registry) Add(m Model) error {
-	name, err := nameOf(m)
-	if err != nil {
-		return err
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.models[name] != nil {
-		return fmt.Errorf("%w: %q; replace or remove it first", ErrExists, name)
-	}
-	r.put(name, &entry{m, 1})
-	return nil
-}
-
-// Replace is Add, except that a model that has the name gives way: new lookups
-// find m, uses of the old one go on.
-func (r *Registry) Replace(m Model) error {
-	name, err := nameOf(m)
-	if err != nil {
-		return err
-	}
-	r.mu.Lock()
-	old := r.models[name]
-	r.put(name, &entry{m, 1})
 	r.mu.Unlock()
 	if old != nil {
 		r.release(old)
@@ -95,19 +74,32 @@ func (r *Registry) Replace(m Model) error {
 	return nil
 }
 
+// Add hands m over to the registry, under the name in its Info. It fails when
+// the name is taken (ErrExists) or is none (ErrInfo).
+func (r *Registry) Add(m Model) error {
+	name := m.Info().Name
+	return r.put(name, m, func(taken bool) error {
+		if taken {
+			return fmt.Errorf("%w: %q; replace or remove it first", ErrExists, name)
+		}
+		return nil
+	})
+}
+
+// Replace is Add, except that a model that has the name gives way: new lookups
+// find m, uses of the old one go on.
+func (r *Registry) Replace(m Model) error {
+	return r.put(m.Info().Name, m, func(bool) error { return nil })
+}
+
 // Remove takes a model out; uses of it go on. It fails with ErrNotFound.
 func (r *Registry) Remove(name string) error {
-	r.mu.Lock()
-	old := r.models[name]
-	if old != nil {
-		r.put(name, nil)
-	}
-	r.mu.Unlock()
-	if old == nil {
-		return fmt.Errorf("%w: %q", ErrNotFound, name)
-	}
-	r.release(old)
-	return nil
+	return r.put(name, nil, func(taken bool) error {
+		if !taken {
+			return fmt.Errorf("%w: %q", ErrNotFound, name)
+		}
+		return nil
+	})
 }
 
 // Lookup finds a model and keeps it from being closed until release is called,
@@ -154,12 +146,4 @@ func (r *Registry) release(e *entry) {
 	case uses == 0 && ok:
 		_ = c.Close() // nobody is left to hear of it
 	}
-}
-
-func nameOf(m Model) (string, error) {
-	name := m.Info().Name
-	if !validName(name) {
-		return "", fmt.Errorf("%w: a name is 1 to %d bytes of UTF-8 without control characters, got %q", ErrInfo, maxNameBytes, name)
-	}
-	return name, nil
 }
