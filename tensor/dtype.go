@@ -84,6 +84,12 @@ func ParseDataType(name string) (DataType, error) {
 	return 0, fmt.Errorf("%w: %.*q is not a data type; known: %v", ErrDataType, quoted, name, DataTypes())
 }
 
+// UnmarshalText is ParseDataType; it borrows the name.
+func (d *DataType) UnmarshalText(name []byte) (err error) {
+	*d, err = ParseDataType(string(name))
+	return err
+}
+
 // Element is a Go type whose values are a tensor's elements as they stand in
 // memory. A 16- or 8-bit float has no Go type: pass its bits with New.
 type Element interface {

@@ -1,6 +1,7 @@
 package worker
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -61,20 +62,12 @@ func newGuest(p *process, socket *net.UnixConn, pid int, end func()) *guest {
 	return g
 }
 
-// stop ends the guest for a reason: what it still says does not count.
+// stop kills the process, or cuts off what has none of its own. Where there is a reason,
+// what the guest still says does not count.
 func (g *guest) stop(why error) {
 	g.stopping.Lock()
-	if g.why == nil {
-		g.why = why
-	}
-	g.stopping.Unlock()
-	g.kill()
-}
-
-// kill kills the process. What has no process of its own is cut off.
-func (g *guest) kill() {
-	g.stopping.Lock()
 	defer g.stopping.Unlock()
+	g.why = cmp.Or(g.why, why)
 	switch {
 	case g.over:
 	case g.end != nil:
@@ -92,7 +85,7 @@ func (g *guest) endWithHost(over <-chan struct{}) {
 		_ = g.socket.CloseWrite() // it is asked to end
 		select {
 		case <-time.After(endWait):
-			g.kill()
+			g.stop(nil)
 		case <-over:
 		}
 	case <-over:
@@ -101,7 +94,7 @@ func (g *guest) endWithHost(over <-chan struct{}) {
 
 // bury is called before the process is waited for, and kills what it has started.
 func (g *guest) bury() {
-	g.kill()
+	g.stop(nil)
 	g.stopping.Lock()
 	defer g.stopping.Unlock()
 	g.over = true
@@ -276,7 +269,7 @@ func (g *guest) next(wait bool) *blocks.Work {
 			h.mu.Lock()
 			continue
 		}
-		if h.info.stateful && p.owner == nil {
+		if h.info.Stateful && p.owner == nil {
 			p.owner = g
 			rest := h.queue.Take(w.Context())
 			g.queue.Append(&rest)

@@ -1,43 +1,16 @@
 package worker
 
 import (
-	"bytes"
 	"log/slog"
 	"strings"
 	"unicode"
-	"unicode/utf8"
 )
-
-// lines is a stream of a process's own, which goes to the log line by line.
-type lines struct {
-	process *process
-	rest    []byte
-}
-
-// Write implements io.Writer.
-func (l *lines) Write(b []byte) (int, error) {
-	n := len(b)
-	for len(b) > 0 {
-		line, rest, ended := bytes.Cut(b, []byte("\n"))
-		room := max(0, lineBytes-len(l.rest))
-		l.rest = append(l.rest, line[:min(room, len(line))]...)
-		if b = rest; ended {
-			l.flush()
-		}
-	}
-	return n, nil
-}
-
-// flush logs what there is of a line.
-func (l *lines) flush() {
-	if text := clean(string(l.rest)); text != "" {
-		l.process.says(text)
-	}
-	l.rest = l.rest[:0]
-}
 
 // says logs a line, with the call that is computed.
 func (p *process) says(line string) {
+	if line = clean(line); line == "" {
+		return
+	}
 	p.mu.Lock()
 	p.last = line
 	g := p.guest
@@ -73,7 +46,7 @@ func (p *process) allow() bool {
 func clean(text string) string {
 	return strings.TrimSpace(cut(strings.Map(func(r rune) rune {
 		switch {
-		case r == '\n' || r == '\t' || r == '\r':
+		case unicode.IsSpace(r):
 			return ' '
 		case unicode.IsControl(r):
 			return -1
@@ -84,13 +57,10 @@ func clean(text string) string {
 
 // cut returns the beginning of text, tail its end.
 func cut(text string, n int) string {
-	if len(text) <= n {
-		return text
+	if len(text) > n {
+		text = strings.ToValidUTF8(text[:n], "") + "…"
 	}
-	for n > 0 && !utf8.RuneStart(text[n]) {
-		n--
-	}
-	return text[:n] + "…"
+	return text
 }
 
 func tail(text string, n int) string {

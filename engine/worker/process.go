@@ -17,6 +17,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/blocks"
 	"github.com/tensorferry/tensorferry/internal/link"
+	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
 // process is one of a host's, in all its lives.
@@ -89,7 +90,7 @@ func (p *process) live() error {
 	if err != nil {
 		return err
 	}
-	out, said := &lines{process: p}, &lines{process: p}
+	out, said := &proc.Log{Each: p.says}, &proc.Log{Each: p.says}
 	cmd := exec.Command(h.cfg.Command[0], h.cfg.Command[1:]...)
 	cmd.Env = append(append(os.Environ(), h.cfg.threads(os.LookupEnv)...), h.cfg.Env...)
 	cmd.ExtraFiles, cmd.Stdout, cmd.Stderr, cmd.WaitDelay = []*os.File{theirs}, out, said, drainWait
@@ -106,9 +107,9 @@ func (p *process) live() error {
 		err := g.talk()
 		switch {
 		case err != nil:
-			g.kill()
+			g.stop(nil)
 		case h.ctx.Err() == nil: // it exits, if it is not only deaf
-			time.AfterFunc(drainWait, g.kill)
+			time.AfterFunc(drainWait, func() { g.stop(nil) })
 		}
 		talked <- err
 	}()
@@ -118,8 +119,8 @@ func (p *process) live() error {
 	g.bury()
 	failed := cmd.Wait()
 	close(exited)
-	out.flush()
-	said.flush()
+	out.Close()
+	said.Close()
 	// Its children may have the socket, and so the memory, for a moment.
 	var broke error
 	select {

@@ -15,6 +15,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"reflect"
 	"runtime"
 	"strconv"
 	"sync"
@@ -154,9 +155,7 @@ func Start(c Config) (*Host, error) {
 		}
 	}
 	if err == nil {
-		info := h.info.engine
-		info.Name = c.Name
-		h.model, err = h.engine.Model(blocks.Model{Info: info, Bind: h.bind, Teardown: h.Close})
+		h.model, err = h.engine.Model(blocks.Model{Info: h.info.Info, Bind: h.bind, Teardown: h.Close})
 	}
 	if err != nil {
 		h.Close()
@@ -256,7 +255,7 @@ func (h *Host) join(g *guest) error {
 	}
 	if h.info == nil {
 		h.info = g.info
-	} else if !h.info.equal(g.info) {
+	} else if !reflect.DeepEqual(h.info, g.info) {
 		h.mu.Unlock()
 		return errors.New("its ports, rows or parameters are not those that the model had before")
 	}

@@ -10,4 +10,6 @@ const (
 	StopWait = 20 * time.Second
 	// logLines is how many lines of a child's log are kept.
 	logLines = 20
+	// lineBytes is the longest line that is kept whole.
+	lineBytes = 4 << 10
 )

@@ -134,7 +134,7 @@ func (c *Child) Output() ([]byte, error) {
 	return out.Bytes(), err
 }
 
-// Log takes what a program says, line by line.
+// Log takes what a program says, line by line, of each line the beginning.
 type Log struct {
 	Each func(line string) // if set, before the first line, is called with each
 
@@ -147,17 +147,32 @@ type Log struct {
 func (l *Log) Write(p []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.rest = append(l.rest, p...)
-	for {
-		line, rest, whole := bytes.Cut(l.rest, []byte("\n"))
-		if !whole {
-			return len(p), nil
+	for rest := p; len(rest) > 0; {
+		line, behind, whole := bytes.Cut(rest, []byte("\n"))
+		l.rest = append(l.rest, line[:min(len(line), lineBytes-len(l.rest))]...)
+		if rest = behind; whole {
+			l.end()
 		}
-		l.rest = rest
-		l.last = append(l.last[max(0, len(l.last)-logLines+1):], string(line))
-		if l.Each != nil {
-			l.Each(string(line))
-		}
+	}
+	return len(p), nil
+}
+
+// Close ends a line that is unfinished.
+func (l *Log) Close() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.rest) > 0 {
+		l.end()
+	}
+}
+
+// end ends a line; mu is held.
+func (l *Log) end() {
+	line := string(l.rest)
+	l.rest = l.rest[:0]
+	l.last = append(l.last[max(0, len(l.last)-logLines+1):], line)
+	if l.Each != nil {
+		l.Each(line)
 	}
 }
 

@@ -81,6 +81,16 @@ func TestALogKeepsItsLastLinesAndTellsOfEach(t *testing.T) {
 	require.Len(t, all, logLines+2)
 	require.True(t, strings.HasSuffix(l.Tail(), "x\nfirst\nsecond\nunfinished"))
 	require.Equal(t, logLines, strings.Count(l.Tail(), "\n"))
+	l.Close()
+	l.Close()
+	require.Equal(t, "unfinished", all[logLines+2])
+	long := strings.Repeat("y", lineBytes+1)
+	for _, part := range []string{long, long + "\n"} {
+		n, err := l.Write([]byte(part))
+		require.NoError(t, err)
+		require.Equal(t, len(part), n)
+	}
+	require.Equal(t, []string{long[1:]}, all[logLines+3:])
 }
 
 func TestThisProcessHasMemoryAndDescriptors(t *testing.T) {
