@@ -6,6 +6,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // plan is the arithmetic of one run, done before any memory is taken.
@@ -145,41 +146,46 @@ func (p *plan) window() {
 	p.minOut, p.wantOut = p.slots(p.minOut, bytes)
 }
 
-// outputs fills in outRow, and rows where no input tells them, and holds the model
-// to what it says about itself.
+// outputs fills in what b says of the outputs.
 func (p *plan) outputs(info engine.Info, b Bound) error {
-	broken := func(format string, args ...any) error {
-		return fmt.Errorf("%w: %q: %s", engine.ErrModel, info.Name, fmt.Sprintf(format, args...))
-	}
 	if b.Outs == nil && b.Results == Given && (info.Rows == 0 || len(info.Inputs) > 0) { // known when they are given
 		if info.Rows == 0 {
 			p.rows = 1
 		}
 		return nil
 	}
-	if len(b.Outs) != len(info.Outputs) {
-		return broken("describes %d outputs, its info says %d", len(b.Outs), len(info.Outputs))
+	err := p.describe(info, b.Outs)
+	if in := sum(p.inRow); err == nil && b.Results == InPlace && (len(b.Outs) != 1 || in != p.outRow[0]) {
+		err = fmt.Errorf("computes in place, but rows of %d bytes become %d outputs of %d", in, len(b.Outs), p.outRow[0])
 	}
-	for i, d := range b.Outs {
-		if err := info.Outputs[i].Check(d); err != nil {
-			return broken("%v", err)
+	if err != nil {
+		return fmt.Errorf("%w: %q: %w", engine.ErrModel, info.Name, err)
+	}
+	return nil
+}
+
+// describe fills in outRow, and rows where no input tells them, and holds outputs to
+// what the model says about itself.
+func (p *plan) describe(info engine.Info, outs []tensor.Desc) error {
+	if len(outs) != len(info.Outputs) {
+		return fmt.Errorf("describes %d outputs, its info says %d", len(outs), len(info.Outputs))
+	}
+	for i, d := range outs {
+		port := info.Outputs[i]
+		if err := port.Check(d); err != nil {
+			return err
 		}
 		rows, width, err := d.Rows(info.Axes(len(d.Shape)))
 		if err != nil {
-			return broken("output %q: %v", info.Outputs[i].Name, err)
+			return fmt.Errorf("output %q: %w", port.Name, err)
 		}
 		if i == 0 && len(info.Inputs) == 0 {
 			p.rows = rows
 		}
 		if rows != p.rows {
-			return broken("output %q has %d rows, the call has %d", info.Outputs[i].Name, rows, p.rows)
+			return fmt.Errorf("output %q has %d rows, the call has %d", port.Name, rows, p.rows)
 		}
 		p.outRow[i] = width
-	}
-	if b.Results == InPlace {
-		if in := sum(p.inRow); len(b.Outs) != 1 || in != p.outRow[0] {
-			return broken("computes in place, but rows of %d bytes become %d outputs of %d", in, len(b.Outs), p.outRow[0])
-		}
 	}
 	return nil
 }

@@ -49,8 +49,7 @@ type run struct {
 	outs      []tensor.Desc
 	granted   int64 // bytes of the budget
 	inSlots   int64 // slots that are the run's
-	window    int64 // blocks that may have results outside the input's memory
-	spilled   int64 // blocks whose results were copied out
+	window    int64 // blocks that may have results
 	closed    bool
 	over      bool // Close has waited long enough
 	launching bool // somebody is starting blocks
@@ -59,10 +58,10 @@ type run struct {
 	lent      int64   // blocks lent so far
 	pending   []*slot // descending by index: the lowest is the last
 	active    int     // blocks at the device
-	freeOut   []*Work // for results outside the input's memory
-	low       int64   // the oldest block with unreleased results
-	done      []bool  // results released, by index modulo the first window
-	head      *Work   // results to be given out
+	freeOut   []*Work
+	low       int64          // the oldest block with unreleased results
+	done      [maxSlots]bool // results released, by index modulo maxSlots
+	head      *Work          // results to be given out
 	tail      *Work
 	yielded   int64         // results given out by Next
 	unclaimed int           // of those, not yet released
@@ -76,7 +75,7 @@ const (
 	slotLent
 	slotFilled
 	slotActive // at the device
-	slotShared // done; results lie in it that are not all released
+	slotShared // done; results lie in it
 )
 
 // slot is the memory of one block of input.
@@ -86,7 +85,7 @@ type slot struct {
 	state slotState
 	block engine.Block
 	slab  *slab.Slab // nil until first needed
-	work  *Work      // whose results share the slot
+	work  *Work      // whose results share the slot, and are done
 }
 
 // start takes the memory of a run, the minimum first and all of it or nothing,
@@ -116,13 +115,18 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run
 		}
 	}
 
+	switch b.Results {
+	case Given: // its memory is the device's
+		out = p.wantOut
+	case InPlace: // the slots bound it
+		out, r.window = in, maxSlots
+	}
+	r.window = max(r.window, out)
+
 	newSlot := func() *slot {
 		s := &slot{run: r, block: engine.Block{In: make([][]byte, len(info.Inputs))}}
 		s.block.Slot = s
 		return s
-	}
-	if b.Results == Given { // its memory is the device's
-		out = p.wantOut
 	}
 	r.job = RowBlock{Descs: c.Descs(), OutDescs: b.Outs, Params: c.Params}
 	if slices.ContainsFunc(info.Inputs, func(p engine.Port) bool { return p.Whole }) {
@@ -131,11 +135,7 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run
 		r.job.Whole = r.whole.block.In
 	}
 	for range in {
-		s := newSlot()
-		if b.Results == InPlace {
-			s.work = r.newWork()
-		}
-		r.slots = append(r.slots, s)
+		r.slots = append(r.slots, newSlot())
 	}
 	for range out {
 		r.freeOut = append(r.freeOut, r.newWork())
@@ -145,11 +145,7 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run
 	}
 	r.free = slices.Clone(r.slots)
 	r.pending = make([]*slot, 0, in)
-	r.done = make([]bool, out)
-	if b.Results == Given && b.Outs == nil {
-		r.done = make([]bool, maxSlots) // the window may grow
-	}
-	r.inSlots, r.window = in, out
+	r.inSlots = in
 	r.ctx, r.cancel = context.WithCancelCause(ctx)
 	if err := e.enter(r); err != nil {
 		r.cancel(err)
@@ -297,34 +293,30 @@ func (r *run) ready() *Work {
 			return nil
 		}
 		s := r.pending[len(r.pending)-1]
-		w := s.work
-		if r.bound.Results != InPlace {
-			if s.index >= r.low+r.window {
-				return nil
-			}
-			// Inside the window fewer blocks have results than there are slots.
-			w = r.freeOut[len(r.freeOut)-1]
-			if r.bound.Results == Own {
-				if w.slab == nil {
-					var err error
-					if w.slab, err = r.take(r.plan.outBlock); err != nil {
-						return nil
-					}
-				}
-				rest := carve(bytesOf(w.slab), w.Out, r.plan.outRow, s.block.Rows)
-				carve(rest, w.Scratch, r.bound.Scratch, s.block.Rows)
-			}
-			r.freeOut = r.freeOut[:len(r.freeOut)-1]
+		if s.index >= r.low+r.window {
+			return nil
 		}
-		r.pending = r.pending[:len(r.pending)-1]
-		w.index, w.slot, w.In = s.index, s, s.block.In
-		w.Row, w.Rows = s.block.Row, s.block.Rows
+		// Inside the window fewer blocks have results than there are slots.
+		w := r.freeOut[len(r.freeOut)-1]
 		switch r.bound.Results {
+		case Own:
+			if w.slab == nil {
+				var err error
+				if w.slab, err = r.take(r.plan.outBlock); err != nil {
+					return nil
+				}
+			}
+			rest := carve(bytesOf(w.slab), w.Out, r.plan.outRow, s.block.Rows)
+			carve(rest, w.Scratch, r.bound.Scratch, s.block.Rows)
 		case InPlace:
-			w.Out[0] = split(w.In)
+			w.Out[0], w.shared = split(s.block.In), true
 		case Given:
 			w.bad = errNotGiven
 		}
+		r.freeOut = r.freeOut[:len(r.freeOut)-1]
+		r.pending = r.pending[:len(r.pending)-1]
+		w.index, w.slot, w.In = s.index, s, s.block.In
+		w.Row, w.Rows = s.block.Row, s.block.Rows
 		s.state, w.state = slotActive, workStarted
 		r.active++
 		if w.Rows > 0 || r.bound.Results == Given {

@@ -149,7 +149,7 @@ func FuzzRun(f *testing.F) {
 			src[i] = byte(i * 31)
 		}
 		comes := func(i int64) bool { // its result has come, or will without further ado
-			return state[i] >= taken || state[i] == filled && (inPlace || i < low+int64(len(r.done)))
+			return state[i] >= taken || state[i] == filled && (inPlace || i < low+r.window)
 		}
 		lend := func() {
 			busy := 0

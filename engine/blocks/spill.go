@@ -50,7 +50,6 @@ func (r *run) spill(w *Work) {
 	carve(s.Bytes(), w.Out, r.plan.outRow, w.Rows)
 	drop(&w.slab)
 	w.slab, w.spilled = s, true
-	r.spilled++
 	r.window--
 	r.giveUp(r.plan.outBlock)
 }
@@ -59,6 +58,5 @@ func (r *run) spill(w *Work) {
 func (r *run) unspill(w *Work) {
 	drop(&w.slab)
 	w.spilled = false // it is not reused
-	r.spilled--
 	r.engine.cfg.Spill.Budget.Release(r.holder, r.plan.outBlock)
 }

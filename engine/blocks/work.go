@@ -50,7 +50,7 @@ type Work struct {
 	cursor  int       // the next port to give out
 	since   time.Time // it waits to be given out
 	spilled bool      // its results were copied out
-	shared  bool      // its results are Given, and some lie in the input
+	shared  bool      // some of its results lie in the input
 	left    int       // ports not released
 	queued  *Work     // behind it in the run's queue
 }
@@ -142,22 +142,14 @@ func (r *run) misfit(w *Work, outs []tensor.Tensor) error {
 // learn takes what outputs are from the first that are given, if they fit the model's
 // info and the run's rows, and widens the window to a chunk of them; mu is held.
 func (r *run) learn(outs []tensor.Tensor) error {
-	descs, widths := make([]tensor.Desc, len(outs)), make([]int64, len(outs))
+	descs := make([]tensor.Desc, len(outs))
 	for i, t := range outs {
-		port := r.info.Outputs[i]
-		if err := port.Check(t.Desc); err != nil {
-			return err
-		}
-		rows, width, err := t.Desc.Rows(r.info.Axes(len(t.Desc.Shape)))
-		if err != nil {
-			return fmt.Errorf("output %q: %w", port.Name, err)
-		}
-		if rows != r.plan.rows {
-			return fmt.Errorf("output %q has %d rows, the call has %d", port.Name, rows, r.plan.rows)
-		}
-		descs[i], widths[i] = t.Desc.Clone(), width
+		descs[i] = t.Desc.Clone()
 	}
-	r.outs, r.plan.outRow = descs, widths
+	if err := r.plan.describe(r.info, descs); err != nil {
+		return err
+	}
+	r.outs = descs
 	r.plan.window()
 	for ; r.window < r.plan.wantOut; r.window++ {
 		r.freeOut = append(r.freeOut, r.newWork())
@@ -248,8 +240,6 @@ func (r *run) freeInput(w *Work) {
 	s := w.slot
 	switch {
 	case s == nil:
-	case r.bound.Results == InPlace:
-		s.state = slotShared
 	case w.shared:
 		s.state, s.work = slotShared, w
 	default:
@@ -283,30 +273,26 @@ func (w *Work) released(port int) {
 	if w.left == 0 {
 		w.letGo()
 	}
-	switch {
-	case r.closed:
+	if r.closed {
 		r.late()
 		return
-	case w.left > 0:
+	}
+	if w.left > 0 {
 		return
-	case r.bound.Results == InPlace:
-		r.put(w.slot)
-	default:
-		if s := w.slot; s != nil {
-			w.slot, w.shared, s.work = nil, false, nil
-			r.put(s)
-		}
-		if w.spilled {
-			r.unspill(w)
-		} else {
-			r.freeOut = append(r.freeOut, w)
-		}
-		ring := int64(len(r.done))
-		r.done[w.index%ring] = true
-		for r.done[r.low%ring] {
-			r.done[r.low%ring] = false
-			r.low++
-		}
+	}
+	if s := w.slot; s != nil {
+		w.slot, w.shared, s.work = nil, false, nil
+		r.put(s)
+	}
+	if w.spilled {
+		r.unspill(w)
+	} else {
+		r.freeOut = append(r.freeOut, w)
+	}
+	r.done[w.index%maxSlots] = true
+	for r.done[r.low%maxSlots] {
+		r.done[r.low%maxSlots] = false
+		r.low++
 	}
 	r.launch()
 }
