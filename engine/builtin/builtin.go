@@ -7,6 +7,7 @@ package builtin
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -26,7 +27,7 @@ var (
 	// Echo: y is x; any data type and shape.
 	Echo = elementwise("echo", nil)
 	// ReLU: y is max(x, 0); floats and signed integers.
-	ReLU = elementwise("relu", reluTypes())
+	ReLU = elementwise("relu", slices.Sorted(maps.Keys(nans)))
 	// Affine: y is a·x + b, each operation rounded; float32, float64.
 	Affine = elementwise("affine", []tensor.DataType{tensor.Float32, tensor.Float64},
 		engine.Param{Name: "a", Kind: "number", Default: "1", Meaning: "factor of x"},
@@ -68,14 +69,10 @@ func CheckParams(info engine.Info, c engine.Call) error {
 	if len(names) > 0 {
 		known = "known are " + strings.Join(names, ", ")
 	}
-	var bad []string
-	for p := range c.Params {
+	for _, p := range slices.Sorted(maps.Keys(c.Params)) {
 		if !slices.Contains(names, p) {
-			bad = append(bad, p)
+			return fmt.Errorf("no param %q; %s", p, known)
 		}
-	}
-	if len(bad) > 0 {
-		return fmt.Errorf("no param %q; %s", slices.Min(bad), known)
 	}
 	return nil
 }
@@ -111,15 +108,6 @@ type Words struct {
 var nans = map[tensor.DataType]uint64{
 	tensor.Int8: 0, tensor.Int16: 0, tensor.Int32: 0, tensor.Int64: 0,
 	tensor.Float16: 1<<10 - 1, tensor.BFloat16: 1<<7 - 1, tensor.Float32: 1<<23 - 1, tensor.Float64: 1<<52 - 1,
-}
-
-func reluTypes() (all []tensor.DataType) {
-	for _, d := range tensor.DataTypes() {
-		if _, ok := nans[d]; ok {
-			all = append(all, d)
-		}
-	}
-	return all
 }
 
 // WordsOf returns the Words of a data type that ReLU takes.

@@ -1,6 +1,7 @@
 package cpu
 
 import (
+	"cmp"
 	"runtime"
 
 	"github.com/tensorferry/tensorferry/engine/blocks"
@@ -28,15 +29,10 @@ type Host struct {
 
 // NewHost returns a host and starts its workers, which end with Close.
 func NewHost(c HostConfig) *Host {
-	if c.MemoryBytes <= 0 {
-		c.MemoryBytes = defaultMemory
-	}
-	if c.Workers <= 0 {
-		c.Workers = runtime.GOMAXPROCS(0)
-	}
+	memory := cmp.Or(max(c.MemoryBytes, 0), defaultMemory)
 	h := &Host{
-		pool: slab.NewPool(c.MemoryBytes, slab.System), budget: slab.NewBudget("memory", c.MemoryBytes),
-		workers: newWorkers(c.Workers),
+		pool: slab.NewPool(memory, slab.System), budget: slab.NewBudget("memory", memory),
+		workers: newWorkers(cmp.Or(max(c.Workers, 0), runtime.GOMAXPROCS(0))),
 	}
 	h.engine = blocks.New(blocks.Config{Name: "cpu", Device: h.workers, Pool: h.pool, Budget: h.budget})
 	return h

@@ -10,6 +10,7 @@
 package cuda
 
 import (
+	"cmp"
 	"log/slog"
 	"time"
 
@@ -38,18 +39,10 @@ type Config struct {
 }
 
 func (c *Config) setDefaults() {
-	if c.Library == "" {
-		c.Library = defaultLibrary
-	}
-	if c.PinnedBytes <= 0 {
-		c.PinnedBytes = defaultPinned
-	}
-	if c.Hang <= 0 {
-		c.Hang = hangWait
-	}
-	if c.Log == nil {
-		c.Log = slog.New(slog.DiscardHandler)
-	}
+	c.Library = cmp.Or(c.Library, defaultLibrary)
+	c.PinnedBytes = cmp.Or(max(c.PinnedBytes, 0), defaultPinned)
+	c.Hang = cmp.Or(max(c.Hang, 0), hangWait)
+	c.Log = cmp.Or(c.Log, slog.New(slog.DiscardHandler))
 }
 
 // Device is what a driver says of a device.

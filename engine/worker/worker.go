@@ -63,15 +63,11 @@ type Config struct {
 }
 
 func (c *Config) setDefaults() {
-	if c.MemoryBytes <= 0 {
-		c.MemoryBytes = defaultMemory
-	}
+	c.MemoryBytes = cmp.Or(max(c.MemoryBytes, 0), defaultMemory)
 	if c.Processes <= 0 || c.Socket != nil {
 		c.Processes = 1
 	}
-	if c.Log == nil {
-		c.Log = slog.New(slog.DiscardHandler)
-	}
+	c.Log = cmp.Or(c.Log, slog.New(slog.DiscardHandler))
 	c.block, c.obey, c.first = cmp.Or(c.block, blockWait), cmp.Or(c.obey, obeyWait), cmp.Or(c.first, pauseFirst)
 }
 
