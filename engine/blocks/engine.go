@@ -117,7 +117,8 @@ func (e *Engine) Lost(cause error) {
 
 // Hung says that the device does not answer, or is about to be lost. It is Lost, but
 // the blocks that were started stay the device's until it ends them, or is lost: a run
-// that is closed before waits for them, and then abandons their memory.
+// that is closed before waits for them, and then abandons their memory. A device may hold
+// a lock of its own while it calls Hung and Back.
 func (e *Engine) Hung(cause error) { e.end(cause) }
 
 // end ends every run, and returns them. The first cause stands.

@@ -42,11 +42,7 @@ type device struct {
 	uploaded, computed chan *lane // have room for all
 	all                sync.WaitGroup
 
-	// telling is held while the engine is told what became of the device, so that it
-	// hears it in order. It is taken before mu.
-	telling sync.Mutex
-
-	mu     sync.Mutex // guards all below
+	mu     sync.Mutex // guards all below; held while the engine hears of a hang, or its end, in order
 	more   sync.Cond  // for the submitter: there may be something to do
 	queue  blocks.Queue
 	asked  []func()
@@ -290,7 +286,6 @@ func (v *device) submit() {
 			v.asking = false
 			v.progress()
 			v.mu.Unlock()
-			v.answers()
 		case v.closed:
 			rest := v.queue
 			v.queue = blocks.Queue{}
@@ -339,11 +334,17 @@ func (v *device) busy() int {
 }
 
 // progress says that a lane has become busy or idle, or something asked has begun or
-// ended; mu is held.
+// ended: a device that hung may be back; mu is held.
 func (v *device) progress() {
 	v.moved = time.Now()
-	if v.watch.Stop(); v.under() {
+	v.watch.Stop()
+	switch {
+	case v.under():
 		v.watch.Reset(v.hang)
+	case v.hangs && v.dead == nil:
+		v.hangs = false
+		v.log.Warn("device answers again")
+		v.engine.Back()
 	}
 }
 
@@ -352,16 +353,13 @@ func (v *device) under() bool { return v.asking || len(v.idle) < lanes }
 
 // overdue is called when there has been no progress for too long.
 func (v *device) overdue() {
-	v.telling.Lock()
-	defer v.telling.Unlock()
 	v.mu.Lock()
-	busy, hangs := lanes-len(v.idle), v.under() && time.Since(v.moved) >= v.hang
-	v.hangs = v.hangs || hangs
-	v.mu.Unlock()
-	if !hangs {
+	defer v.mu.Unlock()
+	if !v.under() || time.Since(v.moved) < v.hang {
 		return
 	}
-	err := fmt.Errorf("cuda: no answer for %v, with %d blocks on the device", v.hang, busy)
+	v.hangs = true
+	err := fmt.Errorf("cuda: no answer for %v, with %d blocks on the device", v.hang, lanes-len(v.idle))
 	v.log.Error("device hangs; restart the process if it does not come back", slog.Any("cause", err))
 	v.engine.Hung(err)
 }
@@ -488,27 +486,6 @@ func (v *device) finish() {
 		v.progress()
 		v.more.Signal()
 		v.mu.Unlock()
-		v.answers()
-	}
-}
-
-// answers says that a device that hung is back, if it is.
-func (v *device) answers() {
-	v.mu.Lock()
-	hung := v.hangs
-	v.mu.Unlock()
-	if !hung {
-		return
-	}
-	v.telling.Lock()
-	defer v.telling.Unlock()
-	v.mu.Lock()
-	back := v.hangs && !v.under() && v.dead == nil
-	v.hangs = v.hangs && !back
-	v.mu.Unlock()
-	if back {
-		v.log.Warn("device answers again")
-		v.engine.Back()
 	}
 }
 
@@ -544,11 +521,9 @@ func (v *device) rebuild() {
 		return
 	}
 	v.lost = false
-	v.telling.Lock()
-	defer v.telling.Unlock()
 	v.mu.Lock()
+	defer v.mu.Unlock()
 	v.dead, v.hangs = nil, false
-	v.mu.Unlock()
 	v.log.Warn("device is back")
 	v.engine.Back()
 }
@@ -558,18 +533,14 @@ func (v *device) lose() {
 	cause := v.died()
 	v.lost, v.pause = true, 0
 	v.log.Error("device lost", slog.Any("cause", cause))
-	v.tell(v.engine.Hung, cause) // should the reset hang
+	v.mu.Lock()
+	v.engine.Hung(cause) // should the reset hang
+	v.mu.Unlock()
 	v.pinned.lose(v.reset)
-	v.tell(v.engine.Lost, cause)
+	v.engine.Lost(cause)
 	v.mu.Lock()
 	v.queue = blocks.Queue{} // the engine has taken them back
 	v.mu.Unlock()
-}
-
-func (v *device) tell(what func(error), cause error) {
-	v.telling.Lock()
-	defer v.telling.Unlock()
-	what(cause)
 }
 
 // reset ends the context, and with it what lanes and weights have there.
