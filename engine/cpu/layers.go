@@ -15,8 +15,8 @@ var kernels = map[string]func(*stack.Step) kernel{
 	"relu":      elementwise(func(x float32) float32 { return max(x, 0) }),
 	"gelu":      gelu,
 	"silu":      elementwise(func(x float32) float32 { return float32(float64(x) / (1 + math.Exp(-float64(x)))) }),
-	"layernorm": layernorm,
-	"rmsnorm":   rmsnorm,
+	"layernorm": norm,
+	"rmsnorm":   norm,
 	"residual":  residual,
 	"scale":     scale,
 	"softmax":   func(*stack.Step) kernel { return perRow(softmax) },
@@ -82,14 +82,17 @@ func gelu(s *stack.Step) kernel {
 	return elementwise(func(x float32) float32 { return float32(f(float64(x))) })(s)
 }
 
-func layernorm(s *stack.Step) kernel {
-	weight, bias, eps := s.Weight, s.Bias, s.Eps
+// norm is layernorm, or rmsnorm, whose mean counts as 0 and which has no bias.
+func norm(s *stack.Step) kernel {
+	weight, bias, eps, centered := s.Weight, s.Bias, s.Eps, s.Kind == "layernorm"
 	return perRow(func(x []float32) {
-		var sum, squares float64
-		for _, v := range x {
-			sum += float64(v)
+		var mean, squares float64
+		if centered {
+			for _, v := range x {
+				mean += float64(v)
+			}
+			mean /= float64(len(x))
 		}
-		mean := sum / float64(len(x))
 		for _, v := range x {
 			d := float64(v) - mean
 			squares += d * d
@@ -97,20 +100,6 @@ func layernorm(s *stack.Step) kernel {
 		scale := 1 / math.Sqrt(squares/float64(len(x))+eps)
 		for i, v := range x {
 			x[i] = float32((float64(v)-mean)*scale*float64(weight[i]) + float64(bias[i]))
-		}
-	})
-}
-
-func rmsnorm(s *stack.Step) kernel {
-	weight, eps := s.Weight, s.Eps
-	return perRow(func(x []float32) {
-		var squares float64
-		for _, v := range x {
-			squares += float64(v) * float64(v)
-		}
-		scale := 1 / math.Sqrt(squares/float64(len(x))+eps)
-		for i, v := range x {
-			x[i] = float32(float64(v) * scale * float64(weight[i]))
 		}
 	})
 }

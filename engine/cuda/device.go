@@ -34,10 +34,10 @@ type device struct {
 	engine *blocks.Engine
 
 	// The submitter's.
-	functions map[reflect.Type]C.CUfunction // by the type of their launch
-	weights   map[*weights]struct{}
-	lost      bool          // the engine knows that the context is dead
-	pause     time.Duration // before the next attempt to make a new one
+	kernels map[reflect.Type]C.tf_launch // by the type of their launches, which this begins
+	weights map[*weights]struct{}
+	lost    bool          // the engine knows that the context is dead
+	pause   time.Duration // before the next attempt to make a new one
 
 	uploaded, computed chan *lane // have room for all
 	all                sync.WaitGroup
@@ -140,7 +140,7 @@ var otherImage = map[int]bool{noBinary: true, invalidPTX: true, unsupportedPTX: 
 
 // find finds the kernels of an image.
 func (v *device) find(image kernels.Image) error {
-	v.functions = make(map[reflect.Type]C.CUfunction)
+	v.kernels = make(map[reflect.Type]C.tf_launch)
 	for entry, launch := range kernels.All() {
 		name := C.CString(entry)
 		var f C.CUfunction
@@ -149,7 +149,8 @@ func (v *device) find(image kernels.Image) error {
 		if err != nil {
 			return fmt.Errorf("image %s, kernel %s: %w", image.Name, entry, err)
 		}
-		v.functions[reflect.TypeOf(launch)] = f
+		t := reflect.TypeOf(launch)
+		v.kernels[t] = empty(f, t)
 	}
 	return nil
 }
@@ -244,7 +245,7 @@ func (v *device) check(err error) {
 	if !errors.As(err, &r) || v.died() != nil {
 		return
 	}
-	if sticky[r.code] == "" && r.call != "cuStreamSynchronize" {
+	if !sticky[r.code] && r.call != "cuStreamSynchronize" {
 		var left, total C.size_t
 		if v.failed(C.tf_memory(v.c, &left, &total)) == nil {
 			return

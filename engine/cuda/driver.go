@@ -147,23 +147,10 @@ const (
 
 // sticky are the codes after which a context is dead: every later call in it fails,
 // and no result of it can be trusted.
-var sticky = map[int]string{
-	4:   "the driver is shutting down",
-	201: "there is no context",
-	214: "uncorrectable memory error",
-	220: "the link to the device failed",
-	226: "the device contained an error",
-	700: "illegal address",
-	702: "a kernel took too long",
-	709: "the context was destroyed",
-	710: "an assertion failed",
-	714: "the hardware's stack failed",
-	715: "illegal instruction",
-	716: "misaligned address",
-	717: "invalid address space",
-	718: "invalid program counter",
-	719: "a launch failed",
-	721: "memory leaked",
-	810: "the client was terminated",
-	999: "unknown",
+var sticky = map[int]bool{
+	4: true, 201: true, 709: true, 810: true, // the driver shuts down, the context or the client is gone
+	214: true, 220: true, 226: true, 714: true, // memory, the link, the device or its stack failed
+	700: true, 702: true, 710: true, 719: true, // a kernel used a bad address, took too long, asserted, or failed
+	715: true, 716: true, 717: true, 718: true, // its instruction, alignment, address space or counter was wrong
+	721: true, 999: true, // memory leaked, and what nobody knows
 }

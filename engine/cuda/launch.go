@@ -7,7 +7,6 @@ import "C"
 
 import (
 	"reflect"
-	"sync"
 	"unsafe"
 
 	"github.com/tensorferry/tensorferry/engine/cuda/kernels"
@@ -21,38 +20,24 @@ type launcher struct {
 
 // add appends a launch of a kernel, whose parameters it copies.
 func add[K kernels.Launch](l *launcher, k K) {
-	t := reflect.TypeFor[K]()
-	l.list = append(l.list, C.tf_launch{function: l.device.functions[t]})
+	l.list = append(l.list, l.device.kernels[reflect.TypeFor[K]()])
 	c := &l.list[len(l.list)-1]
 	grid, block := k.Grid()
 	for i := range 3 {
 		c.grid[i], c.block[i] = C.unsigned(grid[i]), C.unsigned(block[i])
 	}
-	p := paramsOf(t)
-	c.params, c.offsets = p.n, p.offsets
 	*(*K)(unsafe.Pointer(&c.bytes)) = k
 }
 
-// params says where the parameters of a kernel are: a struct of Go lays them out as
-// C does.
-type params struct {
-	n       C.unsigned
-	offsets [C.TF_PARAMS]C.unsigned
-}
-
-var known sync.Map // params by reflect.Type
-
-func paramsOf(t reflect.Type) params {
-	if p, ok := known.Load(t); ok {
-		return p.(params)
-	}
+// empty is a launch of a kernel without its parameters. It says where they are: a struct
+// of Go lays them out as C does.
+func empty(f C.CUfunction, t reflect.Type) C.tf_launch {
 	if t.NumField() > C.TF_PARAMS || t.Size() > C.TF_PARAM_BYTES {
 		panic("cuda: kernel " + t.Name() + " has more parameters than a launch has room for")
 	}
-	p := params{n: C.unsigned(t.NumField())}
+	l := C.tf_launch{function: f, params: C.unsigned(t.NumField())}
 	for i := range t.NumField() {
-		p.offsets[i] = C.unsigned(t.Field(i).Offset)
+		l.offsets[i] = C.unsigned(t.Field(i).Offset)
 	}
-	known.Store(t, p)
-	return p
+	return l
 }

@@ -60,7 +60,7 @@ func (p *pinned) lock(l *locked) {
 	err := p.failed(C.tf_register(p.dev, unsafe.Pointer(unsafe.SliceData(l.mem)), C.size_t(len(l.mem))))
 	l.is = err == nil
 	var r *resultError
-	if errors.As(err, &r) && sticky[r.code] == "" && p.warns {
+	if errors.As(err, &r) && !sticky[r.code] && p.warns {
 		p.warns = false
 		p.log.Warn("the driver locks no memory; copies will be slower", slog.Any("cause", err))
 	}

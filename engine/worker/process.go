@@ -182,14 +182,8 @@ func (p *process) attached() {
 	defer close(h.ended)
 	g := newGuest(p, h.cfg.Socket, os.Getppid(), nil)
 	h.all.Go(func() { g.endWithHost(g.conn.Done()) })
-	err := g.talk()
+	err := p.cause(g, g.talk(), nil)
 	g.conn.Close()
-	if err == nil {
-		err = &endedError{h.cfg.Name, exit(nil)}
-	}
-	if h.ctx.Err() != nil {
-		err = engine.ErrClosed
-	}
 	h.leave(g, err)
 	<-g.idle
 	p.tell(err)
