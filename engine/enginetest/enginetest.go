@@ -8,6 +8,7 @@
 package enginetest
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -108,20 +109,27 @@ func Compute(ctx context.Context, m engine.Model, in []tensor.Tensor, params map
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	var wg sync.WaitGroup
-	defer wg.Wait()
+	var lent int64
+	var wrong error
 	wg.Go(func() {
-		if err := feed(ctx, m.Info(), r, in, chunk, seed); err != nil {
-			stop(err)
+		if lent, wrong = feed(ctx, m.Info(), r, in, chunk, seed); wrong != nil {
+			stop(wrong)
 		}
 	})
-	out, err = collect(ctx, m.Info(), r, chunk)
-	stop(err) // feed has nothing left to wait for
-	return out, err
+	if out, err = collect(ctx, m.Info(), r, chunk); err != nil {
+		stop(err)
+	}
+	wg.Wait() // feed has nothing left to wait for
+	if n := r.Stats().Blocks; err == nil && wrong == nil && n != lent && len(in) > 0 {
+		wrong = fmt.Errorf("stats count %d blocks, %d were lent", n, lent)
+	}
+	return out, cmp.Or(err, wrong)
 }
 
 // feed sends every chunk once, as soon as the blocks it lies in are lent: of
-// those that could go, any, or the first if seed is 0.
-func feed(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Tensor, chunk int64, seed uint64) error {
+// those that could go, any, or the first if seed is 0. It returns how many blocks of rows
+// there were.
+func feed(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Tensor, chunk int64, seed uint64) (n int64, err error) {
 	type piece struct {
 		port   int
 		lo, hi int64
@@ -143,7 +151,7 @@ func feed(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Tenso
 	var failed error // is there when blocks is closed
 	go func() {      // ends with the last block, the run or ctx
 		defer close(blocks)
-		failed = borrow(ctx, r, blocks)
+		failed = borrow(ctx, info, r, in, blocks)
 	}()
 	now := make(chan struct{})
 	close(now)
@@ -161,23 +169,29 @@ func feed(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Tenso
 			send = nil
 		}
 		if send == nil && blocks == nil {
-			return errors.New("chunks are left over after the last block")
+			return n, errors.New("chunks are left over after the last block")
 		}
 		select {
 		case <-ctx.Done():
-			return nil // collect knows why
+			return n, nil // collect knows why
 		case b, more := <-blocks:
 			if !more {
 				blocks = nil
 				if failed != nil {
-					return failed
+					return n, failed
 				}
 				continue
 			}
 			lent = append(lent, b)
+			if !b.Whole {
+				n++
+			}
 			for p, mem := range b.In {
 				if inside := mem != nil; inside != (info.Inputs[p].Whole == b.Whole) {
-					return fmt.Errorf("block at row %d: port %q is part of it: %v", b.Row, info.Inputs[p].Name, inside)
+					return n, fmt.Errorf("block at row %d: port %q is part of it: %v", b.Row, info.Inputs[p].Name, inside)
+				}
+				if info.Rows == 0 && mem != nil && len(mem) != len(in[p].Data) {
+					return n, fmt.Errorf("the block has %d bytes of port %q in one piece, of %d", len(mem), info.Inputs[p].Name, len(in[p].Data))
 				}
 				missing[b] += int64(len(mem))
 				reach[p] += int64(len(mem))
@@ -199,21 +213,25 @@ func feed(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Tenso
 			return missing[b] == 0
 		})
 	}
-	return nil
+	return n, nil
 }
 
-// borrow passes on all blocks of a run, which come in order.
-func borrow(ctx context.Context, r engine.Run, blocks chan<- *engine.Block) error {
-	for row := int64(0); ; {
+// borrow passes on all blocks of a run: that of the Whole inputs, then all rows in order.
+func borrow(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Tensor, blocks chan<- *engine.Block) error {
+	whole := slices.ContainsFunc(info.Inputs, func(p engine.Port) bool { return p.Whole })
+	row := int64(0)
+	for {
 		b, err := r.Borrow(ctx)
-		switch {
-		case errors.Is(err, io.EOF):
-			return nil
-		case err != nil:
-			return err
-		case b.Row != row && !b.Whole:
-			return fmt.Errorf("row %d was lent after row %d", b.Row, row)
+		if errors.Is(err, io.EOF) {
+			break
 		}
+		if err != nil {
+			return err
+		}
+		if b.Whole != whole || !b.Whole && b.Row != row {
+			return fmt.Errorf("a block is whole: %v, at row %d; want row %d", b.Whole, b.Row, row)
+		}
+		whole = false
 		row += b.Rows
 		select {
 		case blocks <- b:
@@ -221,6 +239,15 @@ func borrow(ctx context.Context, r engine.Run, blocks chan<- *engine.Block) erro
 			return nil
 		}
 	}
+	if _, err := r.Borrow(ctx); !errors.Is(err, io.EOF) {
+		return fmt.Errorf("Borrow after the last block returned %v, want io.EOF", err)
+	}
+	for p, port := range info.Inputs {
+		if rows, _, err := in[p].Rows(info.Axes(len(in[p].Shape))); !port.Whole && (err != nil || rows != row) {
+			return fmt.Errorf("the blocks hold %d rows, port %q has %d (%v)", row, port.Name, rows, err)
+		}
+	}
+	return nil
 }
 
 // output is what has come of one.

@@ -14,11 +14,13 @@ import (
 
 // Image is the PTX of all kernels for one kind of GPU.
 type Image struct {
-	Name   string
-	Target string   // the oldest GPU that runs it, such as "sm_75"
-	ISA    string   // the version of PTX, such as "6.3": it decides the oldest driver
-	PTX    []byte   // text, without the NUL that a driver needs at its end
-	GPUs   []string // that passed the tests of engine/cuda with exactly these bytes
+	Name   string   `json:"name"`   // the file is this and ".ptx"
+	Target string   `json:"target"` // the oldest GPU that runs it, such as "sm_75"
+	ISA    string   `json:"isa"`    // the version of PTX, such as "6.3": it decides the oldest driver
+	SHA256 string   `json:"sha256"` // of PTX
+	Flags  []string `json:"flags"`  // of the compiler, without the files
+	GPUs   []string `json:"gpus"`   // that passed the tests of engine/cuda with exactly these bytes
+	PTX    []byte   `json:"-"`      // text, without the NUL that a driver needs at its end
 }
 
 //go:embed manifest.json sm_75.ptx sm_80.ptx
@@ -28,25 +30,16 @@ var files embed.FS
 type manifest struct {
 	Compiler string            `json:"compiler"` // the first line of its --version
 	Sources  map[string]string `json:"sources"`  // SHA-256 by file
-	Images   []built           `json:"images"`
-}
-
-type built struct {
-	Name   string   `json:"name"` // the file is this and ".ptx"
-	Target string   `json:"target"`
-	ISA    string   `json:"isa"`
-	SHA256 string   `json:"sha256"`
-	Flags  []string `json:"flags"` // of the compiler, without the files
-	GPUs   []string `json:"gpus"`
+	Images   []Image           `json:"images"`
 }
 
 // Images returns the images in the order in which a loader tries them: one that a GPU
 // has run goes before one that none has, then the higher target first. It hands over
 // everything in them.
 func Images() []Image {
-	var images []Image
-	for _, b := range readManifest().Images {
-		images = append(images, Image{b.Name, b.Target, b.ISA, read(b.Name + ".ptx"), b.GPUs})
+	images := readManifest().Images
+	for i := range images {
+		images[i].PTX = read(images[i].Name + ".ptx")
 	}
 	inOrder(images)
 	return images

@@ -60,7 +60,7 @@ func TestTheImagesAreWhatTheCompilerMakesOfTheSources(t *testing.T) {
 		text, err := os.ReadFile(ptx)
 		require.NoError(t, err)
 		made[want.target+".ptx"] = text
-		b := built{Name: want.target, Target: want.target, ISA: want.isa, SHA256: sum(text), Flags: args, GPUs: []string{}}
+		b := Image{Name: want.target, Target: want.target, ISA: want.isa, SHA256: sum(text), Flags: args, GPUs: []string{}}
 		for _, o := range old.Images {
 			if o.Name == b.Name && o.SHA256 == b.SHA256 {
 				b.GPUs = o.GPUs // they ran these bytes
@@ -117,24 +117,20 @@ func TestTheManifestHoldsTheSumsOfAllFiles(t *testing.T) {
 }
 
 func TestImagesComeInTheOrderALoaderTriesThem(t *testing.T) {
-	image := func(target string, gpus ...string) built { return built{Name: target, Target: target, GPUs: gpus} }
+	image := func(target string, gpus ...string) Image { return Image{Name: target, Target: target, GPUs: gpus} }
 	for name, tc := range map[string]struct {
-		given []built
+		given []Image
 		want  string
 	}{
-		"none has run":              {[]built{image("sm_75"), image("sm_80")}, "sm_80 sm_75"},
-		"the lower one has run":     {[]built{image("sm_80"), image("sm_75", "T4")}, "sm_75 sm_80"},
-		"both have run":             {[]built{image("sm_75", "T4"), image("sm_80", "A10", "H200")}, "sm_80 sm_75"},
-		"numbers of several digits": {[]built{image("sm_90"), image("sm_100")}, "sm_100 sm_90"},
+		"none has run":              {[]Image{image("sm_75"), image("sm_80")}, "sm_80 sm_75"},
+		"the lower one has run":     {[]Image{image("sm_80"), image("sm_75", "T4")}, "sm_75 sm_80"},
+		"both have run":             {[]Image{image("sm_75", "T4"), image("sm_80", "A10", "H200")}, "sm_80 sm_75"},
+		"numbers of several digits": {[]Image{image("sm_90"), image("sm_100")}, "sm_100 sm_90"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			var images []Image
-			for _, b := range tc.given {
-				images = append(images, Image{Target: b.Target, GPUs: b.GPUs})
-			}
-			inOrder(images)
+			inOrder(tc.given)
 			var got []string
-			for _, i := range images {
+			for _, i := range tc.given {
 				got = append(got, i.Target)
 			}
 			require.Equal(t, tc.want, strings.Join(got, " "))
