@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/engine/blocks"
+	"github.com/tensorferry/tensorferry/slab"
 )
 
 // Config says which device a Host is, and what it may use. The zero value works.
@@ -52,3 +53,27 @@ type Device struct {
 	Major, Minor int    // compute capability
 	Driver       int    // the newest CUDA that the driver knows: 12040 is 12.4
 }
+
+// Host is what models of one device share: page-locked memory, the budget that
+// bounds it, and the device. There is none in a program that was built without cgo.
+type Host struct {
+	name   string
+	pool   *slab.Pool
+	budget *slab.Budget
+	device *device
+	engine *blocks.Engine
+}
+
+// Name returns the name of the device, such as "cuda:0".
+func (h *Host) Name() string { return h.name }
+
+// Pool returns the pool that every block of the host's models comes from.
+func (h *Host) Pool() *slab.Pool { return h.pool }
+
+// Budget returns the budget that every run of the host's models is admitted by.
+func (h *Host) Budget() *slab.Budget { return h.budget }
+
+// Close ends what feeds the device: blocks on it are finished, those still queued
+// fail with engine.ErrClosed, as do runs that go on. A device that hangs is left as
+// it is after five seconds.
+func (h *Host) Close() { h.device.close() }

@@ -29,8 +29,17 @@ var opened = struct {
 	byName map[string]*C.tf_driver
 }{byName: make(map[string]*C.tf_driver)}
 
-// openDriver opens a library. Errors wrap engine.ErrUnavailable.
-func openDriver(library string, log *slog.Logger) (*driver, error) {
+// openDriver sets defaults, opens the library and counts its devices. Errors wrap
+// engine.ErrUnavailable.
+func (c *Config) openDriver() (d *driver, devices, version int, err error) {
+	c.setDefaults()
+	if d, err = openLibrary(c.Library, c.Log); err == nil {
+		devices, version, err = d.count()
+	}
+	return d, devices, version, err
+}
+
+func openLibrary(library string, log *slog.Logger) (*driver, error) {
 	opened.Lock()
 	defer opened.Unlock()
 	d := &driver{opened.byName[library], log}
@@ -98,12 +107,7 @@ func (d *driver) describe(i, version int) (Device, error) {
 // devices, one or more. Errors wrap engine.ErrUnavailable.
 func Devices(name string) ([]Device, error) {
 	c := Config{Library: name}
-	c.setDefaults()
-	d, err := openDriver(c.Library, c.Log)
-	if err != nil {
-		return nil, err
-	}
-	n, version, err := d.count()
+	d, n, version, err := c.openDriver()
 	if err != nil {
 		return nil, err
 	}

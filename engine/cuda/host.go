@@ -13,25 +13,10 @@ import (
 	"github.com/tensorferry/tensorferry/slab"
 )
 
-// Host is what models of one device share: page-locked memory, the budget that
-// bounds it, and the device.
-type Host struct {
-	name   string
-	pool   *slab.Pool
-	budget *slab.Budget
-	device *device
-	engine *blocks.Engine
-}
-
 // Open opens a device and starts the goroutines that feed it, which end with Close.
 // Errors wrap engine.ErrUnavailable.
 func Open(c Config) (*Host, error) {
-	c.setDefaults()
-	d, err := openDriver(c.Library, c.Log)
-	if err != nil {
-		return nil, err
-	}
-	n, version, err := d.count()
+	d, n, version, err := c.openDriver()
 	if err != nil {
 		return nil, err
 	}
@@ -55,15 +40,6 @@ func Open(c Config) (*Host, error) {
 	return h, nil
 }
 
-// Name returns the name of the device, such as "cuda:0".
-func (h *Host) Name() string { return h.name }
-
-// Pool returns the pool that every block of the host's models comes from.
-func (h *Host) Pool() *slab.Pool { return h.pool }
-
-// Budget returns the budget that every run of the host's models is admitted by.
-func (h *Host) Budget() *slab.Budget { return h.budget }
-
 // gauges are what all models measure.
 func (h *Host) gauges() []engine.Gauge {
 	used, _, limit := h.budget.Used()
@@ -73,8 +49,3 @@ func (h *Host) gauges() []engine.Gauge {
 		{Name: "device_blocks", Meaning: "blocks that are on the device", Value: float64(h.device.busy())},
 	}
 }
-
-// Close ends what feeds the device: blocks on it are finished, those still queued
-// fail with engine.ErrClosed, as do runs that go on. A device that hangs is left as
-// it is after five seconds.
-func (h *Host) Close() { h.device.close() }

@@ -56,9 +56,9 @@ func newGuest(p *process, socket *net.UnixConn, pid int, end func()) *guest {
 	}
 	g.clock = time.AfterFunc(time.Hour, g.overdue)
 	g.clock.Stop()
-	p.mu.Lock()
+	h.mu.Lock()
 	p.guest = g
-	p.mu.Unlock()
+	h.mu.Unlock()
 	return g
 }
 

@@ -11,24 +11,18 @@ func (p *process) says(line string) {
 	if line = clean(line); line == "" {
 		return
 	}
-	p.mu.Lock()
+	call := ""
+	p.host.mu.Lock()
 	p.last = line
-	g := p.guest
-	p.mu.Unlock()
+	if g := p.guest; g != nil && g.block != nil {
+		call = g.block.Program.(*program).call
+	}
+	p.host.mu.Unlock()
 	if !p.allow() {
 		return
 	}
 	if n := p.dropped.Swap(0); n > 0 {
 		p.log.Warn("worker said more than is logged", slog.Int64("lines", n))
-	}
-	call := ""
-	if g != nil {
-		h := p.host
-		h.mu.Lock()
-		if g.block != nil {
-			call = g.block.Program.(*program).call
-		}
-		h.mu.Unlock()
 	}
 	p.log.Info("worker says", slog.String("line", line), slog.String("call", call))
 }

@@ -7,7 +7,6 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
-	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -29,9 +28,9 @@ type process struct {
 	lines   *rate.Limiter // of the log
 	dropped atomic.Int64  // lines that were not logged since that was said last
 
-	mu    sync.Mutex // guards all below
-	guest *guest     // the life it is in
-	last  string     // line that it said
+	// Guarded by the host's mu, as first is.
+	guest *guest // the life it is in
+	last  string // line that it said
 }
 
 // endedError says that a process has ended; who waits for its blocks may try again.
@@ -73,8 +72,8 @@ func (p *process) supervise() {
 // tell says how the first life began, to whoever waits for that, and reports whether it
 // was in vain.
 func (p *process) tell(err error) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.host.mu.Lock()
+	defer p.host.mu.Unlock()
 	if p.first == nil {
 		return false
 	}
@@ -142,9 +141,9 @@ func (p *process) cause(g *guest, broke, failed error) error {
 	g.stopping.Lock()
 	why := g.why
 	g.stopping.Unlock()
-	p.mu.Lock()
+	h.mu.Lock()
 	last := p.last
-	p.mu.Unlock()
+	h.mu.Unlock()
 	switch {
 	case h.ctx.Err() != nil:
 		return engine.ErrClosed
