@@ -24,7 +24,6 @@ import (
 // results does not fill the memory of a device that gives them.
 type run struct {
 	engine *Engine
-	name   string
 	holder *slab.Principal
 	info   engine.Info
 	job    RowBlock // of which each block's is made
@@ -98,7 +97,7 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run
 		return nil, fmt.Errorf("engine: model %q: memory for the call: %w", info.Name, err)
 	}
 	r := &run{
-		engine: e, name: info.Name, holder: c.Principal, info: info, plan: p, bound: b, outs: b.Outs, granted: least,
+		engine: e, holder: c.Principal, info: info, plan: p, bound: b, outs: b.Outs, granted: least,
 		sourced:  len(info.Inputs) == 0,
 		lendable: make(chan struct{}, 1), nextable: make(chan struct{}, 1), idle: make(chan struct{}, 1),
 	}
@@ -418,7 +417,7 @@ func (r *run) Close() error {
 	if r.active > 0 {
 		r.stopped = make(chan struct{})
 		err = &engine.LostError{
-			Text:  fmt.Sprintf("model %q: %d blocks still run %v after Close", r.name, r.active, closeWait),
+			Text:  fmt.Sprintf("model %q: %d blocks still run %v after Close", r.info.Name, r.active, closeWait),
 			Ended: r.stopped,
 		}
 	}

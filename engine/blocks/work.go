@@ -74,7 +74,7 @@ func (w *Work) Context() context.Context { return w.run.ctx }
 func (w *Work) Principal() *slab.Principal { return w.run.holder }
 
 // Model is the name of the model, for logs and panics.
-func (w *Work) Model() string { return w.run.name }
+func (w *Work) Model() string { return w.run.info.Name }
 
 // InputFree says, before Done, that the device has copied In: its memory is lent
 // for another block. It has no effect where results are InPlace or Given: the input is
@@ -213,7 +213,7 @@ func (r *run) finish(w *Work, err error, t Times) {
 		if r.bound.Results != Given {
 			where = fmt.Sprintf("rows [%d,+%d): ", w.Row, w.Rows)
 		}
-		r.cancel(failed(r.name, where, err)) // the first cause stands
+		r.cancel(failed(r.info.Name, where, err)) // the first cause stands
 	}
 	if r.closed || err != nil { // Next reports it; nothing more is started
 		w.letGo()
@@ -320,7 +320,7 @@ func (r *run) take(n int64) (*slab.Slab, error) {
 	}
 	s, err := r.engine.cfg.Pool.Get(int(n))
 	if err != nil {
-		err = fmt.Errorf("engine: model %q: memory for a block: %w", r.name, err)
+		err = fmt.Errorf("engine: model %q: memory for a block: %w", r.info.Name, err)
 		r.cancel(err)
 	}
 	return s, err

@@ -10,15 +10,8 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Builtins returns the models that need no files, made ready on h.
-//
-//	echo    x -> y      the same bytes; any data type and shape
-//	relu    x -> y      max(x, 0); floats and signed integers
-//	affine  x -> y      a·x + b with params "a" (1 if absent) and "b" (0); float32, float64
-//	sink    x -> bytes  the size of x, which it takes whole, as a uint64 scalar
-//
-// All but sink are elementwise and compute in place. A param that a model does not
-// know is refused.
+// Builtins returns the models that need no files, made ready on h: echo, relu, affine
+// and sink, as package builtin says. All but sink compute in place.
 func Builtins(h *Host) []engine.Model {
 	var models []engine.Model
 	for _, m := range []struct {

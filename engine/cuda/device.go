@@ -58,10 +58,11 @@ type device struct {
 
 // lane carries one block at a time through the device.
 type lane struct {
-	*launcher
-	c     *C.tf_lane
-	work  *blocks.Work
-	dirty error // why the block failed
+	device *device
+	list   []C.tf_launch // what the block launches; the submitter's
+	c      *C.tf_lane
+	work   *blocks.Work
+	dirty  error // why the block failed
 }
 
 func newDevice(d *driver, c Config, about Device) (*device, error) {
@@ -74,7 +75,7 @@ func newDevice(d *driver, c Config, about Device) (*device, error) {
 	v.more.L = &v.mu
 	v.pinned = newPinned(d, v.c)
 	for range lanes {
-		v.idle = append(v.idle, &lane{launcher: &launcher{device: v}, c: (*C.tf_lane)(C.calloc(1, C.sizeof_tf_lane))})
+		v.idle = append(v.idle, &lane{device: v, c: (*C.tf_lane)(C.calloc(1, C.sizeof_tf_lane))})
 	}
 	v.watch = time.AfterFunc(v.hang, v.overdue)
 	v.watch.Stop()
@@ -385,7 +386,7 @@ func (v *device) enqueue(l *lane, w *blocks.Work) error {
 	l.list = l.list[:0]
 	y := x
 	if p.launch != nil {
-		y = p.launch(l.launcher, w.Rows, int64(len(in)), x)
+		y = p.launch(l, w.Rows, int64(len(in)), x)
 	}
 	b := C.tf_block{
 		in: pointer(in), in_bytes: C.size_t(len(in)),

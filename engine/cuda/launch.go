@@ -12,14 +12,8 @@ import (
 	"github.com/tensorferry/tensorferry/engine/cuda/kernels"
 )
 
-// launcher collects what a block launches. It belongs to the submitter.
-type launcher struct {
-	device *device
-	list   []C.tf_launch
-}
-
 // add appends a launch of a kernel, whose parameters it copies.
-func add[K kernels.Launch](l *launcher, k K) {
+func add[K kernels.Launch](l *lane, k K) {
 	l.list = append(l.list, l.device.kernels[reflect.TypeFor[K]()])
 	c := &l.list[len(l.list)-1]
 	grid, block := k.Grid()

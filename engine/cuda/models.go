@@ -17,7 +17,7 @@ type program struct {
 	memory func(rows int64) int64
 	// launch computes rows, whose input is bytes at x, and returns where in the memory
 	// the result lies. Nil leaves the input as it is.
-	launch func(l *launcher, rows, bytes int64, x kernels.Address) (y kernels.Address)
+	launch func(l *lane, rows, bytes int64, x kernels.Address) (y kernels.Address)
 }
 
 // Builtins returns the models that need no files, made ready on h: echo, relu, affine
@@ -50,7 +50,7 @@ func Builtins(h *Host) []engine.Model {
 
 // inPlace is a program of one kernel.
 func inPlace[K kernels.Launch](k func(x kernels.Address, bytes int64) K) (program, error) {
-	return program{launch: func(l *launcher, _, bytes int64, x kernels.Address) kernels.Address {
+	return program{launch: func(l *lane, _, bytes int64, x kernels.Address) kernels.Address {
 		add(l, k(x, bytes))
 		return x
 	}}, nil

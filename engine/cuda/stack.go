@@ -53,7 +53,7 @@ func (w *weights) free(v *device) {
 }
 
 // layer appends the launches of one layer for rows at p.
-type layer func(l *launcher, p *place)
+type layer func(l *lane, p *place)
 
 // place is where the rows of a block lie on their way through the layers.
 type place struct {
@@ -93,7 +93,7 @@ func Stack(h *Host, m *stack.Model) (engine.Model, error) {
 	}
 	p := program{
 		memory: func(rows int64) int64 { return (2 + residuals) * size(rows) },
-		launch: func(l *launcher, rows, _ int64, x kernels.Address) kernels.Address {
+		launch: func(l *lane, rows, _ int64, x kernels.Address) kernels.Address {
 			each := kernels.Address(size(rows))
 			at := place{rows: uint64(rows), width: uint64(m.In), x: x, y: x + each, kept: x + 2*each, each: uint64(each)}
 			for _, layer := range c.layers {
@@ -178,21 +178,21 @@ func compile(m *stack.Model) (c compiled, err error) {
 				i++ // computed with it
 			}
 		case a != kernels.None:
-			c.layers = append(c.layers, func(l *launcher, p *place) {
+			c.layers = append(c.layers, func(l *lane, p *place) {
 				add(l, kernels.ActivateF32{X: p.x, N: p.n(), Activation: a})
 			})
 		case s.Kind == "scale":
 			factor := s.Factor
-			c.layers = append(c.layers, func(l *launcher, p *place) {
+			c.layers = append(c.layers, func(l *lane, p *place) {
 				add(l, kernels.ScaleF32{X: p.x, N: p.n(), Factor: factor})
 			})
 		case s.Kind == "residual" && s.Add:
-			c.layers = append(c.layers, func(l *launcher, p *place) {
+			c.layers = append(c.layers, func(l *lane, p *place) {
 				p.depth--
 				add(l, kernels.AddF32{X: p.x, Y: p.kept + kernels.Address(p.depth*p.each), N: p.n()})
 			})
 		case s.Kind == "residual":
-			c.layers = append(c.layers, func(l *launcher, p *place) {
+			c.layers = append(c.layers, func(l *lane, p *place) {
 				add(l, kernels.CopyF32{Dst: p.kept + kernels.Address(p.depth*p.each), Src: p.x, N: p.n()})
 				p.depth++
 			})
@@ -215,7 +215,7 @@ func (c *compiled) linear(s *stack.Step, a kernels.Activation) {
 	w, bias := &weights{data: s.Weight}, &weights{data: s.Bias}
 	c.weights = append(c.weights, w, bias)
 	in, out := uint32(s.In), uint32(s.Out)
-	c.layers = append(c.layers, func(l *launcher, p *place) {
+	c.layers = append(c.layers, func(l *lane, p *place) {
 		add(l, kernels.LinearF32{
 			X: p.x, W: kernels.Address(w.at), Bias: kernels.Address(bias.at), Y: p.y,
 			Rows: p.rows, In: in, Out: out, Activation: a,

@@ -20,8 +20,8 @@ func Run(t *testing.T, c Case) {
 	t.Run("refuses what does not fit before taking memory", c.refuses)
 	t.Run("results are bit-identical however the input is cut", c.anyCut)
 	t.Run("blocks ascend without gaps and end", c.ascends)
-	t.Run("an empty tensor is one block of no rows", c.empty)
-	t.Run("a scalar is computed", c.scalar)
+	t.Run("an empty tensor is one block of no rows", func(t *testing.T) { c.small(t, c.Empty, 1<<10) })
+	t.Run("a scalar is computed", func(t *testing.T) { c.small(t, c.Scalar, 1, 3, 1<<20) })
 	t.Run("runs side by side do not disturb each other", func(t *testing.T) { c.sideBySide(t, memory) })
 	t.Run("runs that compete for the least memory all finish", c.leastMemory)
 	t.Run("a cancelled run ends with the cause in every phase", c.cancelled)
@@ -165,23 +165,15 @@ func (c Case) ascends(t *testing.T) {
 	c.check(t, c.start(t, memory), c.Inputs, 1<<10, 0)
 }
 
-func (c Case) empty(t *testing.T) {
-	if c.Empty == nil {
-		t.Skip("the model takes no empty tensor")
+// small checks inputs of a few bytes, where there are any.
+func (c Case) small(t *testing.T, in []tensor.Tensor, chunks ...int64) {
+	if in == nil {
+		t.Skip("the model takes no such tensor")
 	}
 	m := c.start(t, memory)
-	for seed := range uint64(2) {
-		c.check(t, m, c.Empty, 1<<10, seed)
-	}
-}
-
-func (c Case) scalar(t *testing.T) {
-	if c.Scalar == nil {
-		t.Skip("the model takes no scalar")
-	}
-	m := c.start(t, memory)
-	for _, chunk := range []int64{1, 3, 1 << 20} {
-		c.check(t, m, c.Scalar, chunk, 1)
+	for _, chunk := range chunks {
+		c.check(t, m, in, chunk, 0)
+		c.check(t, m, in, chunk, 1)
 	}
 }
 

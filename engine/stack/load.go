@@ -111,16 +111,18 @@ func readSpec(files fs.FS) (Spec, error) {
 	text := &io.LimitedReader{R: f, N: maxSpecBytes + 1}
 	d := json.NewDecoder(text)
 	d.DisallowUnknownFields()
-	if err := d.Decode(&s); err != nil && text.N > 0 {
-		return s, fmt.Errorf("%s: %w: %w", specFile, engine.ErrInfo, err)
-	}
-	if _, err := d.Token(); !errors.Is(err, io.EOF) && text.N > 0 {
-		return s, fmt.Errorf("%s: %w: something follows the model", specFile, engine.ErrInfo)
+	if err = d.Decode(&s); err == nil {
+		if _, more := d.Token(); !errors.Is(more, io.EOF) {
+			err = errors.New("something follows the model")
+		}
 	}
 	if text.N == 0 {
-		return s, fmt.Errorf("%s: %w: more than %d bytes", specFile, engine.ErrInfo, maxSpecBytes)
+		err = fmt.Errorf("more than %d bytes", maxSpecBytes)
 	}
-	return s, nil
+	if err != nil {
+		err = fmt.Errorf("%s: %w: %w", specFile, engine.ErrInfo, err)
+	}
+	return s, err
 }
 
 // New makes a stack model of a Spec. It copies the weights.

@@ -67,7 +67,7 @@ func (c *Config) setDefaults() {
 	if c.Processes <= 0 || c.Socket != nil {
 		c.Processes = 1
 	}
-	c.Log = cmp.Or(c.Log, slog.New(slog.DiscardHandler))
+	c.Log = cmp.Or(c.Log, slog.New(slog.DiscardHandler)).With(slog.String("model", c.Name))
 	c.block, c.obey, c.first = cmp.Or(c.block, blockWait), cmp.Or(c.obey, obeyWait), cmp.Or(c.first, pauseFirst)
 }
 
@@ -89,7 +89,6 @@ func (c *Config) threads(said func(string) (string, bool)) (env []string) {
 // Host is a model and the processes that compute it.
 type Host struct {
 	cfg     Config
-	log     *slog.Logger
 	heap    *link.Heap
 	pool    *slab.Pool
 	budget  *slab.Budget // of inputs
@@ -124,7 +123,7 @@ func Start(c Config) (*Host, error) {
 	c.setDefaults()
 	heap := link.NewHeap(4 * c.MemoryBytes)
 	h := &Host{
-		cfg: c, log: c.Log.With(slog.String("model", c.Name)), heap: heap, pool: slab.NewPool(2*c.MemoryBytes, heap),
+		cfg: c, heap: heap, pool: slab.NewPool(2*c.MemoryBytes, heap),
 		budget:  slab.NewBudget("input memory of "+c.Name, c.MemoryBytes),
 		results: slab.NewBudget("result memory of "+c.Name, c.MemoryBytes),
 		ended:   make(chan struct{}), guests: make(map[*guest]struct{}),
@@ -134,9 +133,9 @@ func Start(c Config) (*Host, error) {
 	h.engine = blocks.New(blocks.Config{Name: "python:" + c.Name, Device: h, Pool: h.pool, Budget: h.budget, Gauges: h.gauges})
 	ready := make(chan error, c.Processes)
 	for n := range c.Processes {
-		p := &process{host: h, log: h.log, first: ready, lines: rate.NewLimiter(linesPerSecond, lineBurst)}
+		p := &process{host: h, log: c.Log, first: ready, lines: rate.NewLimiter(linesPerSecond, lineBurst)}
 		if c.Processes > 1 {
-			p.log = h.log.With(slog.Int("process", n+1))
+			p.log = c.Log.With(slog.Int("process", n+1))
 		}
 		if c.Socket != nil {
 			h.all.Go(p.attached)
@@ -259,7 +258,7 @@ func (h *Host) join(g *guest) error {
 	h.mu.Unlock()
 	if h.lost {
 		h.lost = false
-		h.log.Warn("worker is back")
+		h.cfg.Log.Warn("worker is back")
 		h.engine.Back()
 	}
 	return nil
