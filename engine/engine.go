@@ -1,10 +1,9 @@
 // Package engine holds the interfaces that every engine, a place where models run, implements.
 //
-// It refuses to know how a model computes, and about sockets, sessions and credits:
-// whoever serves a model fills its input and takes its results. Engines live below
-// it (engine/cpu on engine/blocks, …) and pass engine/enginetest. Input memory is
-// the engine's, borrowed block by block; result memory is the engine's too, shared
-// until released.
+// It refuses to know how a model computes, and about sockets, sessions and credits: whoever
+// serves a model fills its input and takes its results. Engines live below it (engine/cpu on
+// engine/blocks, …) and pass engine/enginetest. Input memory is the engine's, borrowed block
+// by block; result memory is the engine's too, shared until released.
 package engine
 
 import (
@@ -55,8 +54,7 @@ const (
 	AnyAxes = -2
 )
 
-// Values of Info.Rows that count from the end of the shape. Non-negative values
-// count leading axes.
+// Values of Info.Rows that count from the end of the shape; others count leading axes.
 const (
 	// AllAxes: every element is independent of every other (elementwise).
 	AllAxes = -1
@@ -83,8 +81,7 @@ type Info struct {
 	// whole tensor, 1 takes each batch item alone, AllAxes is elementwise.
 	// Every input that is not Whole, and every output, has the same rows.
 	Rows int
-	// BlockRows is the preferred number of rows per block; 0 lets the engine
-	// choose by bytes.
+	// BlockRows is the preferred number of rows per block; 0 lets the engine choose by bytes.
 	BlockRows int64
 	Params    []Param           // those that a call may have; the model checks what it gets
 	About     map[string]string // what else there is to know of it, such as its layers; read-only
@@ -155,8 +152,7 @@ type Run interface {
 	// model without inputs has. A tensor without rows (a zero dimension) is one block
 	// of zero rows; where Info.Rows is 0, the only block has each tensor whole.
 	Borrow(ctx context.Context) (*Block, error)
-	// Filled hands the block back, every byte of it written. Blocks come back
-	// in any order. It never blocks.
+	// Filled hands a block back, every byte written, in any order. It never blocks.
 	Filled(b *Block)
 	// Next returns the next result, in any order. io.EOF means that every
 	// output is complete; any other error is why the run failed. A run has
@@ -172,10 +168,9 @@ type Run interface {
 	Close() error
 }
 
-// Block is a range of rows of every input that has rows, or all Whole inputs.
-// In is indexed as Info.Inputs is; a port that is not part of this block has a
-// nil entry; each other one is in one piece. The memory is borrowed until Filled or
-// Close.
+// Block is a range of rows of every input that has rows, or all Whole inputs. In is indexed
+// as Info.Inputs is; a port that is not part of this block has a nil entry; each other one is
+// in one piece. The memory is borrowed until Filled or Close.
 type Block struct {
 	Row, Rows int64
 	Whole     bool // the block of the Whole inputs; Row and Rows are 0

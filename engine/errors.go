@@ -5,8 +5,7 @@ import (
 	"runtime/debug"
 )
 
-// PanicError is a panic in a model's own code, made an error. It wraps ErrModel.
-// Stack is for logs, never for a caller.
+// PanicError is a panic in a model's own code. It wraps ErrModel. Stack is for logs alone.
 type PanicError struct {
 	Model string
 	Value any
@@ -21,9 +20,8 @@ func (e *PanicError) Error() string {
 // Unwrap returns ErrModel.
 func (e *PanicError) Unwrap() error { return ErrModel }
 
-// PublicError is a model's failure that whoever called it may read. A server passes
-// the text of Public on; that of any other failure may name files or carry data,
-// and goes to the server's log alone.
+// PublicError is a model's failure that its caller may read. A server passes Public on; the
+// text of any other failure may name files or carry data, and only goes to the log.
 type PublicError interface {
 	error
 	// Public returns a sentence without secrets.

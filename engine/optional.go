@@ -2,9 +2,8 @@ package engine
 
 // HealthWatcher is a Model that cannot run at every time.
 type HealthWatcher interface {
-	// WatchHealth tells how the model is, nil or why it cannot run, and then each
-	// change, in order, until stop is called. told is quick, and calls neither the
-	// model nor its engine.
+	// WatchHealth tells how the model is, nil or why it cannot run, and then each change, in
+	// order, until stop is called. told is quick, and calls neither the model nor its engine.
 	WatchHealth(told func(health error)) (stop func())
 }
 

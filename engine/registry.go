@@ -12,10 +12,9 @@ import (
 // ErrExists is wrapped when a registry already has a model of that name.
 var ErrExists = errors.New("engine: model exists")
 
-// Registry finds models by name and lets them come and go while runs are open.
-// A model that is also an io.Closer is closed when it is out of the registry and
-// its last use has been released, by whoever released it. Safe for concurrent
-// use; no method waits for a run.
+// Registry finds models by name and lets them come and go while runs are open. A model that
+// is also an io.Closer is closed when it is out of the registry and its last use has been
+// released, by whoever released it. Safe for concurrent use; no method waits for a run.
 type Registry struct {
 	mu       sync.Mutex // guards all below
 	models   map[string]*entry
@@ -86,8 +85,7 @@ func (r *Registry) Add(m Model) error {
 	})
 }
 
-// Replace is Add, except that a model that has the name gives way: new lookups
-// find m, uses of the old one go on.
+// Replace is Add, but a model that has the name gives way: only its uses go on.
 func (r *Registry) Replace(m Model) error {
 	return r.put(m.Info().Name, m, func(bool) error { return nil })
 }
@@ -102,9 +100,8 @@ func (r *Registry) Remove(name string) error {
 	})
 }
 
-// Lookup finds a model and keeps it from being closed until release is called,
-// once, after the last run opened on it has been closed. It fails with
-// ErrNotFound and then returns no release.
+// Lookup finds a model and keeps it from being closed until release is called, once, after
+// the last run opened on it has been closed. It fails with ErrNotFound, without a release.
 func (r *Registry) Lookup(name string) (m Model, release func(), err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -33,8 +33,7 @@ type Device interface {
 // Helper is a Device that borrows the goroutine of whoever waits for the result of
 // a small call: that is quicker than to wake another.
 type Helper interface {
-	// Help computes w before it returns, if w is what the device would begin next,
-	// and reports whether it did.
+	// Help computes w if the device would begin that next, and reports whether it did.
 	Help(w *Work) bool
 }
 
@@ -56,8 +55,7 @@ type Config struct {
 	// Spill, if it is set, is where results go that wait for their taker while others
 	// wait for Budget: ordinary memory, where that of the pool is scarce.
 	Spill *Spill
-	// Gauges, if it is set, is what there is to measure, for all models: as
-	// engine.Gauger.
+	// Gauges, if it is set, is what there is to measure, for all models: as engine.Gauger.
 	Gauges func() []engine.Gauge
 }
 
@@ -90,8 +88,7 @@ func New(c Config) *Engine {
 	return e
 }
 
-// spare gives back what runs hold and can do without, and reports whether there was
-// any.
+// spare gives back what runs can do without, and reports whether there was any.
 func (e *Engine) spare() (some bool) {
 	e.mu.Lock()
 	runs := slices.Collect(maps.Keys(e.runs))
@@ -102,13 +99,12 @@ func (e *Engine) spare() (some bool) {
 	return some
 }
 
-// Lost says that the device is gone, with all that is on it. Before, it has emptied its
-// queue and waited for what touches memory of blocks that were started: those may be
-// lent again when Lost returns. Every run ends with an error that wraps
-// engine.ErrUnavailable and cause, which callers read; nothing is opened until Back, and
-// what the device still says of those blocks is ignored. Results that were given out
-// stay readable until they are released. It never blocks, and may be called from Start.
-// Once lost, a second loss changes nothing.
+// Lost says that the device is gone, with all that is on it. Before, it has emptied its queue
+// and waited for what touches memory of blocks that were started: those may be lent again
+// when Lost returns. Every run ends with an error that wraps engine.ErrUnavailable and cause,
+// which callers read; nothing is opened until Back, and what the device still says of those
+// blocks is ignored. Results that were given out stay readable until they are released. It
+// never blocks, and may be called from Start. Once lost, a second loss changes nothing.
 func (e *Engine) Lost(cause error) {
 	for _, r := range e.end(cause) {
 		r.lose()

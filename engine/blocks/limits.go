@@ -17,12 +17,10 @@ const (
 	// preferredBytes lets a run of small blocks have more than preferredSlots of
 	// them, so that small chunks do not mean a small window.
 	preferredBytes = 4 * mib
-	// maxSlots bounds the slots of one direction, and so the bookkeeping of a
-	// run (about 500 bytes a slot). Rows per block are raised until one chunk
-	// of input spans a quarter of that.
+	// maxSlots bounds the slots of one direction, each with about 500 bytes of bookkeeping.
+	// Rows per block are raised until one chunk of input spans a quarter of that.
 	maxSlots = 256
-	// alignBytes is where each port starts in a slot: a cache line, so that
-	// any element type may be read in place.
+	// alignBytes is where ports start in a slot: a cache line, for any element type.
 	alignBytes = 64
 	// closeWait is how long Close waits for running blocks and unreleased
 	// results. A device that watches contexts is done within one block; what takes longer

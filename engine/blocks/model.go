@@ -13,8 +13,7 @@ import (
 // Model is what an engine says about one of its models.
 type Model struct {
 	Info engine.Info
-	// Bind ties the model to a call that Info.Check has accepted. Its error refuses
-	// the call (wraps engine.ErrInput).
+	// Bind ties the model to a checked call. Its error refuses that (wraps engine.ErrInput).
 	Bind func(engine.Call) (Bound, error)
 	// Setup, if set, runs once before the model is there. Teardown, if set, runs
 	// once, when the model is closed: by a Registry after its last use.

@@ -123,8 +123,7 @@ func newPlan(info engine.Info, c engine.Call, rows int64, b Bound) (plan, error)
 	return p, nil
 }
 
-// results finds the fewest blocks with results that cover a chunk, and returns the
-// bytes of one.
+// results finds the fewest blocks whose results cover a chunk; it returns the bytes of one.
 func (p *plan) results() (bytes int64) {
 	held := min(p.blockRows, p.rows)
 	for _, w := range p.outRow {
@@ -164,8 +163,7 @@ func (p *plan) outputs(info engine.Info, b Bound) error {
 	return nil
 }
 
-// describe fills in outRow, and rows where no input tells them, and holds outputs to
-// what the model says about itself.
+// describe fills in outRow, and rows where no input tells them, if the info allows outs.
 func (p *plan) describe(info engine.Info, outs []tensor.Desc) error {
 	if len(outs) != len(info.Outputs) {
 		return fmt.Errorf("describes %d outputs, its info says %d", len(outs), len(info.Outputs))

@@ -2,8 +2,7 @@ package blocks
 
 import "context"
 
-// Queue is a device's queue of blocks, first in, first out. The zero value is empty.
-// The device guards it.
+// Queue is a device's queue of blocks, which guards it. The zero value is empty.
 type Queue struct {
 	head, tail *Work
 	n          int

@@ -87,8 +87,7 @@ type slot struct {
 	work  *Work      // whose results share the slot, and are done
 }
 
-// start takes the memory of a run, the minimum first and all of it or nothing,
-// and lays out its slots.
+// start takes the memory of a run, the minimum all or nothing, and lays out its slots.
 func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run, error) {
 	begin := time.Now()
 	e, info, budget := m.engine, m.Model.Info, m.engine.cfg.Budget

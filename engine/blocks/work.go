@@ -116,8 +116,7 @@ func (w *Work) Give(outs []tensor.Tensor, release func()) {
 	}
 }
 
-// misfit says what is wrong with results that a device gives, and learns from the first
-// what they are; mu is held.
+// misfit says what is wrong with given results, and learns from the first; mu is held.
 func (r *run) misfit(w *Work, outs []tensor.Tensor) error {
 	ports := r.info.Outputs
 	if len(outs) != len(ports) {
@@ -176,8 +175,7 @@ func (w *Work) Offer() bool {
 	return true
 }
 
-// Done says that the block is computed, or why not, and how long that took. The
-// device has let go of all its memory.
+// Done says that the device has computed the block, or why not, and let go of its memory.
 func (w *Work) Done(err error, t Times) {
 	r := w.run
 	r.mu.Lock()
@@ -234,8 +232,7 @@ func (r *run) finish(w *Work, err error, t Times) {
 	wake(r.nextable)
 }
 
-// freeInput gives the memory of a block's input to the next one, unless it is that
-// of its results; mu is held.
+// freeInput gives the input's memory to the next block, unless results are there; mu is held.
 func (r *run) freeInput(w *Work) {
 	s := w.slot
 	switch {

@@ -21,8 +21,7 @@ import (
 // waits, shorter than what looks like a hang.
 const MaxDelay = time.Minute
 
-// The models. All but sink are elementwise. A param that a model does not know is
-// refused.
+// The models. All but sink are elementwise. A param that a model does not know is refused.
 var (
 	// Echo: y is x; any data type and shape.
 	Echo = elementwise("echo", nil)
@@ -91,10 +90,9 @@ func AffineOf(c engine.Call) (a, b float64, err error) {
 	return numbers[0], numbers[1], nil
 }
 
-// Words is how ReLU treats all elements of a 64-bit word at once, without a branch.
-// An element is kept when its sign bit is clear, or when it is a NaN: its other bits,
-// with NaN added, then carry into the place of the sign. -0 becomes 0, as any
-// negative number does.
+// Words is how ReLU treats all elements of a 64-bit word at once, without a branch. An
+// element is kept when its sign bit is clear, or when it is a NaN: its other bits, with NaN
+// added, then carry into the place of the sign. -0 becomes 0, as any negative number does.
 //
 //	keep := ((x&^Sign + NaN) | ^x) & Sign
 //	y := x & (keep | (keep - keep>>Shift))

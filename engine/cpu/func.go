@@ -9,9 +9,8 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// RowsFunc computes one block of rows: it reads b.In and b.Whole and writes every
-// byte of b.Out. Several blocks of a call are computed at once. It returns soon
-// after ctx ends.
+// RowsFunc computes one block of rows: it reads b.In and b.Whole and writes every byte of
+// b.Out. Several blocks of a call are computed at once. It returns soon after ctx ends.
 type RowsFunc func(ctx context.Context, b RowBlock) error
 
 // RowBlock is what a RowsFunc gets: the same rows of every input and output.

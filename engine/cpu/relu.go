@@ -6,9 +6,8 @@ import (
 	"github.com/tensorferry/tensorferry/engine/builtin"
 )
 
-// relu overwrites data, which holds whole elements, as r says: with two float32 in a
-// word it runs at several GB/s per core where a loop over elements mispredicts every
-// other sign.
+// relu overwrites data, which holds whole elements, as r says: with two float32 in a word it
+// runs at several GB/s per core where a loop over elements mispredicts every other sign.
 func relu(r builtin.Words, data []byte) {
 	sign, nan, shift := r.Sign, r.NaN, r.Shift&63
 	for len(data) >= 32 {

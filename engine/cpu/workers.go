@@ -10,9 +10,8 @@ import (
 	"github.com/tensorferry/tensorferry/engine/blocks"
 )
 
-// workers are the device of a host. Blocks of all runs wait in one first-come
-// queue; a run has no more of them in it than it has slots, so none can push the
-// others out.
+// workers are the device of a host. Blocks of all runs wait in one first-come queue; a run
+// has no more of them in it than it has slots, so none can push the others out.
 //
 // A block is computed with a permit, by a worker or by whoever waits for its result.
 // One that takes longer than blockTime is overlong: a spare replaces its permit, so that the
@@ -71,8 +70,7 @@ func (p *workers) close() {
 	p.all.Wait()
 }
 
-// Start implements blocks.Device. No worker is woken for a block that the taker of
-// its result helps with.
+// Start implements blocks.Device. It wakes no worker where the taker of the result helps.
 func (p *workers) Start(w *blocks.Work) {
 	p.mu.Lock()
 	if p.closed || w.Context().Err() != nil {
@@ -198,8 +196,7 @@ func (p *workers) tick() {
 	p.wake()
 }
 
-// replace replaces the permits of overlong blocks, one of each caller, while there are
-// spares; mu is held.
+// replace replaces permits of overlong blocks, one of each caller, by spares; mu is held.
 func (p *workers) replace() {
 	for i := range p.every {
 		t := &p.every[i]

@@ -1,6 +1,5 @@
-// Package cuda runs models on NVIDIA GPUs: a block is received into page-locked
-// memory, copied to the device, computed and copied back while later ones are still
-// on the wire.
+// Package cuda runs models on NVIDIA GPUs: a block is received into page-locked memory,
+// copied to the device, computed and copied back while later ones are still on the wire.
 //
 // It needs a C compiler to build, and only NVIDIA's driver to run, which it opens by
 // name: without cgo or a driver Open says so, and everything else works. It refuses
@@ -20,8 +19,7 @@ import (
 
 // Config says which device a Host is, and what it may use. The zero value works.
 type Config struct {
-	// Library is the driver to open. Empty means libcuda.so.1, as the dynamic linker
-	// finds it.
+	// Library is the driver to open, as the dynamic linker finds it. Empty: libcuda.so.1.
 	Library string
 	// Device counts from 0, in the driver's order. A device has one Host at a time, and
 	// no other user in the process: its context is reset when it fails.
@@ -32,8 +30,7 @@ type Config struct {
 	// Spill, if it is set, is ordinary memory that results are copied out to when they
 	// wait for their taker while other calls wait for page-locked memory.
 	Spill *blocks.Spill
-	// Hang is how long a block may be on the device without an end before the device
-	// is said to hang. Zero means 30 s.
+	// Hang is how long a block may take before its device is said to hang. Zero means 30 s.
 	Hang time.Duration
 	// Log hears what becomes of the device. Nil discards it.
 	Log *slog.Logger
@@ -73,7 +70,6 @@ func (h *Host) Pool() *slab.Pool { return h.pool }
 // Budget returns the budget that every run of the host's models is admitted by.
 func (h *Host) Budget() *slab.Budget { return h.budget }
 
-// Close ends what feeds the device: blocks on it are finished, those still queued
-// fail with engine.ErrClosed, as do runs that go on. A device that hangs is left as
-// it is after five seconds.
+// Close ends what feeds the device: blocks on it are finished, queued ones and runs fail with
+// engine.ErrClosed. A device that hangs is left as it is after five seconds.
 func (h *Host) Close() { h.device.close() }

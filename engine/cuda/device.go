@@ -408,8 +408,7 @@ func (v *device) roomy(take func() error) error {
 	}
 }
 
-// trim frees what idle lanes keep, and waits for one if there is none. It reports
-// whether there was any.
+// trim frees what idle lanes keep, or the next to be idle, and reports whether that was any.
 func (v *device) trim() (some bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

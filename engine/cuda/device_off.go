@@ -17,8 +17,7 @@ type device struct{}
 
 func (*device) close() {}
 
-// Open fails: this program was built without cgo. The error wraps
-// engine.ErrUnavailable.
+// Open fails: this program was built without cgo. The error wraps engine.ErrUnavailable.
 func Open(Config) (*Host, error) { return nil, errOff }
 
 // Devices fails as Open does.

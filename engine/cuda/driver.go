@@ -29,8 +29,7 @@ var opened = struct {
 	byName map[string]*C.tf_driver
 }{byName: make(map[string]*C.tf_driver)}
 
-// openDriver sets defaults, opens the library and counts its devices. Errors wrap
-// engine.ErrUnavailable.
+// openDriver sets defaults and counts devices. Errors wrap engine.ErrUnavailable.
 func (c *Config) openDriver() (d *driver, devices, version int, err error) {
 	c.setDefaults()
 	if d, err = openLibrary(c.Library, c.Log); err == nil {
@@ -77,8 +76,7 @@ func (d *driver) count() (devices, version int, err error) {
 // guarding is held while handlers of signals may be replaced.
 var guarding sync.Mutex
 
-// guarded runs do, and puts back the handlers of signals that the library has replaced
-// meanwhile.
+// guarded runs do, and puts back handlers of signals that the library has replaced.
 func (d *driver) guarded(do func() error) error {
 	guarding.Lock()
 	defer guarding.Unlock()
@@ -149,8 +147,7 @@ const (
 	invalidImage   = 200
 )
 
-// sticky are the codes after which a context is dead: every later call in it fails,
-// and no result of it can be trusted.
+// sticky are the codes after which a context is dead: no call or result of it is any good.
 var sticky = map[int]bool{
 	4: true, 201: true, 709: true, 810: true, // the driver shuts down, the context or the client is gone
 	214: true, 220: true, 226: true, 714: true, // memory, the link, the device or its stack failed

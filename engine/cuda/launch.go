@@ -23,8 +23,7 @@ func add[K kernels.Launch](l *lane, k K) {
 	*(*K)(unsafe.Pointer(&c.bytes)) = k
 }
 
-// empty is a launch of a kernel without its parameters. It says where they are: a struct
-// of Go lays them out as C does.
+// empty is a launch without parameters. It says where they go: Go lays them out as C does.
 func empty(f C.CUfunction, t reflect.Type) C.tf_launch {
 	if t.NumField() > C.TF_PARAMS || t.Size() > C.TF_PARAM_BYTES {
 		panic("cuda: kernel " + t.Name() + " has more parameters than a launch has room for")

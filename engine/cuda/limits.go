@@ -10,8 +10,7 @@ const (
 	// lanes is how many blocks are on a device at a time: one coming in, one being
 	// computed, one going out, and one more so that none of them waits for the host.
 	lanes = 4
-	// laneUnit is what the device memory of a lane is a multiple of: blocks of nearly
-	// one size then share it.
+	// laneUnit divides the device memory of a lane: blocks of nearly one size share it.
 	laneUnit = 2 << 20
 	// laneMost is about the most that a block of a stack model takes of a lane, if its
 	// rows are not wider: a few times what comes in and goes out.

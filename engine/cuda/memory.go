@@ -90,8 +90,7 @@ func (p *pinned) unmap(l *locked) {
 	}
 }
 
-// close unlocks everything and runs stop, which ends the context. What somebody still
-// holds is ordinary memory then.
+// close unlocks everything, which is ordinary memory then, and runs stop: the context ends.
 func (p *pinned) close(stop func()) {
 	p.lose(func() {
 		for at, l := range p.all {

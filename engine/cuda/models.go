@@ -12,8 +12,7 @@ import (
 
 // program is what a model tied to a call has the device do with a block.
 type program struct {
-	// memory is how many bytes a block of rows takes on the device, nil for as many as
-	// its input and result.
+	// memory is how many bytes rows take on the device, nil for the more of input and result.
 	memory func(rows int64) int64
 	// launch computes rows, whose input is bytes at x, and returns where in the memory
 	// the result lies. Nil leaves the input as it is.

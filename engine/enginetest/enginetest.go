@@ -1,7 +1,6 @@
-// Package enginetest is the suite that every engine passes, and the driver it
-// is made of. It plays the part of whoever serves a model: chunks of any size
-// arrive in any order, results are kept until the chunks they belong to are
-// complete.
+// Package enginetest is the suite that every engine passes, and the driver it is made of. It
+// plays the part of whoever serves a model: chunks of any size arrive in any order, results
+// are kept until the chunks they belong to are complete.
 //
 // It refuses to know how an engine computes. Only tests call it; the memory that it
 // fills is borrowed from the model.
@@ -35,8 +34,7 @@ const (
 // Subject is a model made ready for one test.
 type Subject struct {
 	Model engine.Model
-	// Idle says what the model still holds, nil for nothing. It is asked when
-	// every run has been closed.
+	// Idle says what the model still holds when all runs are closed, nil for nothing.
 	Idle func() error
 }
 
@@ -44,17 +42,15 @@ type Subject struct {
 type Case struct {
 	// New makes the model with so many bytes of memory for its runs.
 	New func(t testing.TB, memory int64) Subject
-	// Inputs are one tensor for each input port, best of a few thousand rows. A
-	// model without inputs has none here either.
+	// Inputs are one tensor for each input port, if any, best of a few thousand rows.
 	Inputs []tensor.Tensor
 	// Empty and Scalar, if set, are inputs without rows and of rank 0.
 	Empty, Scalar []tensor.Tensor
 	Params        map[string]string
 	// Want is the oracle: results are compared bit for bit, unless Near is set.
 	Want func(in []tensor.Tensor) ([]tensor.Tensor, error)
-	// Near, if it is not 0, is how far a float32 or float64 may be from Want's, as a
-	// part of that or of 1 if that is less. Results are still bit for bit the same
-	// however the input was cut.
+	// Near, if it is not 0, is how far a float32 or float64 may be from Want's, as a part of
+	// that or of 1 if that is less. However the input was cut, results are still the same.
 	Near float64
 }
 
@@ -85,8 +81,7 @@ func On[H Host](host func(memory int64) H, build func(H) (engine.Model, error)) 
 	}
 }
 
-// Call describes inputs to a model, arriving in chunks of the given size. It
-// borrows in only to describe it.
+// Call describes inputs, which it borrows, to a model: they arrive in chunks of a size.
 func Call(m engine.Model, in []tensor.Tensor, params map[string]string, chunk int64) engine.Call {
 	c := engine.Call{ID: tensor.ID{1}, Params: params}
 	for i, p := range m.Info().Inputs {
@@ -126,9 +121,8 @@ func Compute(ctx context.Context, m engine.Model, in []tensor.Tensor, params map
 	return out, cmp.Or(err, wrong)
 }
 
-// feed sends every chunk once, as soon as the blocks it lies in are lent: of
-// those that could go, any, or the first if seed is 0. It returns how many blocks of rows
-// there were.
+// feed sends every chunk once, as soon as the blocks it lies in are lent: of those that could
+// go, any, or the first if seed is 0. It returns how many blocks of rows there were.
 func feed(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Tensor, chunk int64, seed uint64) (n int64, err error) {
 	type piece struct {
 		port   int

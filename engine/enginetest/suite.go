@@ -210,8 +210,7 @@ func (c Case) leastMemory(t *testing.T) {
 	c.sideBySide(t, memory)
 }
 
-// phase brings a run to where it is cancelled; what it still holds is released
-// by the function it returns.
+// phase brings a run to where it is cancelled; release lets go of what it still holds.
 type phase func(t *testing.T, c Case, r engine.Run) (release func())
 
 func nothing() {}

@@ -19,13 +19,11 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// Spec is a stack model: layers that x goes through one after the other. It is
-// what model.json holds.
+// Spec is a stack model, as model.json has it: layers, one after the other.
 type Spec struct {
 	Name    string `json:"name"`
 	Version string `json:"version"`
-	// Width is the last axis of the input. Zero: what the first layer with a
-	// weight takes.
+	// Width is the last axis of the input. Zero: what the first layer with a weight takes.
 	Width  int64   `json:"width,omitempty"`
 	Layers []Layer `json:"layers"`
 }

@@ -34,8 +34,7 @@ type Step struct {
 	Add          bool // residual: add, not start
 }
 
-// Info is what an engine says about m: x of [… In] to y of [… Out], its rows are
-// all axes but the last.
+// Info is what engines say of m: x of [… In] to y of [… Out], rows are all axes but the last.
 func (m *Model) Info() engine.Info {
 	port := func(name string, width int) []engine.Port {
 		return []engine.Port{{Name: name, DTypes: DTypes, Shape: []int64{engine.AnyAxes, int64(width)}}}
@@ -162,8 +161,7 @@ func (b *builder) fit(width int64) (int, error) {
 	return int(width), nil
 }
 
-// load copies a named weight of a shape; one without a name holds what stands for
-// absent ones.
+// load copies a named weight of a shape; one without a name is filled with absent.
 func (b *builder) load(name string, absent float32, shape ...int) ([]float32, error) {
 	dims := make(tensor.Shape, len(shape))
 	n := 1

@@ -100,8 +100,7 @@ func (g *guest) bury() {
 	g.over = true
 }
 
-// talk greets the guest, waits for its model and reads what it says, until it ends (nil)
-// or breaks the protocol.
+// talk greets the guest and reads what it says, until it ends (nil) or breaks the protocol.
 func (g *guest) talk() (err error) {
 	h := g.process.host
 	working := false
@@ -300,15 +299,13 @@ func (g *guest) send(w *blocks.Work) bool {
 		g.pass(w, result{err: err, release: func() {}})
 		return false
 	}
-	if fresh {
-		h.mu.Lock()
-		g.runs[p.run] = true
-		h.mu.Unlock()
-		context.AfterFunc(run, func() { g.leaveRun(run, p.run) })
-	}
 	h.mu.Lock()
+	g.runs[p.run] = true
 	g.wind(h.cfg.block) // from now on: a guest may not read
 	h.mu.Unlock()
+	if fresh {
+		context.AfterFunc(run, func() { g.leaveRun(run, p.run) })
+	}
 	if err := g.conn.Send(m); err != nil {
 		g.stop(err)
 		return true // until the link ends
@@ -334,8 +331,7 @@ func (g *guest) unwind() {
 	g.due = time.Time{}
 }
 
-// long puts json into memory that is handed over, and returns what the message has
-// instead.
+// long puts json into memory that is handed over, and returns what the message has instead.
 func (g *guest) long(ctx context.Context, json []byte) ([]byte, error) {
 	b, err := g.conn.New(ctx, int64(len(json)))
 	if err != nil {

@@ -7,8 +7,7 @@ const (
 	defaultMemory = 256 << 20
 	// helloWait is how long an interpreter takes to start on a loaded machine, and more.
 	helloWait = time.Minute
-	// loadWait is how long a model may take to load: weights of many gigabytes from a
-	// network.
+	// loadWait is how long a model may take to load: gigabytes of weights from a network.
 	loadWait = 10 * time.Minute
 	// blockWait is how long a block may take. What hangs does so for ever.
 	blockWait = 10 * time.Minute
@@ -22,16 +21,14 @@ const (
 	healthy    = time.Minute
 	// endWait is how long a process may take to tear its model down.
 	endWait = 5 * time.Second
-	// drainWait is how long what a killed process started may keep its pipes and socket
-	// open.
+	// drainWait is how long what a killed process started may keep its pipes and socket open.
 	drainWait = time.Second
 	// lineBytes is the longest line of a worker that is logged whole.
 	lineBytes = 4 << 10
 	// A process may say linesPerSecond lines to the log, and lineBurst at once.
 	linesPerSecond = 100
 	lineBurst      = 1000
-	// textBytes bounds what a caller reads of an error of a worker, and traceBytes what
-	// the log has of it.
+	// textBytes bounds what a caller reads of a worker's error, traceBytes what the log has.
 	textBytes  = 1 << 10
 	traceBytes = 16 << 10
 )

@@ -69,8 +69,7 @@ func (p *process) supervise() {
 	}
 }
 
-// tell says how the first life began, to whoever waits for that, and reports whether it
-// was in vain.
+// tell says how the first life began, once, and reports whether it was in vain.
 func (p *process) tell(err error) bool {
 	p.host.mu.Lock()
 	defer p.host.mu.Unlock()

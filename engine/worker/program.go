@@ -135,8 +135,7 @@ func (h *Host) accept(g *guest, w *blocks.Work, a *link.Answer) (r result, err e
 	return r, nil
 }
 
-// find returns the memory of a result: a part of the block's input, or a range that the
-// guest hands over, as b.
+// find returns the memory of a result: part of the block's input, or of b, handed over.
 func (h *Host) find(g *guest, w *blocks.Work, at link.Range) (data []byte, b *link.Block, err error) {
 	if at.Len == 0 {
 		return nil, nil, nil

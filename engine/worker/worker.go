@@ -1,11 +1,10 @@
 // Package worker runs models in processes of their own, such as Python: a guest of
 // internal/link computes blocks in memory that both map.
 //
-// It refuses to know what language a guest is written in, and to trust it: a process
-// that breaks the protocol, does not answer or dies is killed and started again, and
-// only its own blocks fail. Hosts are safe for concurrent use. Input blocks lie in
-// memory of the host that is lent to the guest; results are shared by it until they are
-// released.
+// It refuses to know what language a guest is written in, and to trust it: a process that
+// breaks the protocol, does not answer or dies is killed and started again, and only its own
+// blocks fail. Hosts are safe for concurrent use. Input blocks lie in memory of the host that
+// is lent to the guest; results are shared by it until they are released.
 package worker
 
 import (
@@ -55,8 +54,7 @@ type Config struct {
 	MemoryBytes int64
 	// Version is that of the program, which the hello of a guest has to say too.
 	Version string
-	// Log is where the lines of the processes go, and what becomes of them. Nil
-	// discards.
+	// Log is where the lines of the processes go, and what becomes of them. Nil discards.
 	Log *slog.Logger
 
 	block, obey, first time.Duration // blockWait, obeyWait, pauseFirst, but in tests

@@ -35,8 +35,7 @@ func Top(ctx context.Context) (string, error) {
 	return strings.TrimSpace(string(out)), err
 }
 
-// Build builds a program of the Go module in a folder, and returns the binary, which
-// it writes to another.
+// Build builds a program of the Go module in a folder into another, and returns the binary.
 func Build(ctx context.Context, module, program, to string, flags ...string) (string, error) {
 	file := filepath.Join(to, filepath.Base(program))
 	cmd := New(exec.CommandContext(ctx, "go", append(append([]string{"build"}, flags...), "-o", file, program)...))

@@ -7,8 +7,7 @@ import (
 	"time"
 )
 
-// CPUTime returns the time that all threads of this process have run, in the
-// program and in the kernel.
+// CPUTime returns how long all threads of this process have run, in the kernel too.
 func CPUTime() time.Duration {
 	var u syscall.Rusage
 	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {

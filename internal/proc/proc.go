@@ -43,8 +43,7 @@ func New(cmd *exec.Cmd) *Child {
 	return c
 }
 
-// Pipe starts the child, and returns its stdout; In is its stdin. All of stdout is
-// read before Wait.
+// Pipe starts the child, and returns its stdout, to be read before Wait; In is its stdin.
 func (c *Child) Pipe() (out io.ReadCloser, err error) {
 	if c.In, err = c.StdinPipe(); err == nil {
 		out, err = c.StdoutPipe()

@@ -15,8 +15,7 @@ type Resident struct {
 	Peak   int64 // the most that both together have been
 }
 
-// ResidentOf returns that of a living process. It fails where the system does not
-// tell.
+// ResidentOf returns that of a living process. It fails where the system does not tell.
 func ResidentOf(pid int) (r Resident, err error) {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 	if err != nil {
@@ -33,8 +32,7 @@ func ResidentOf(pid int) (r Resident, err error) {
 	return r, nil
 }
 
-// Deleted returns how many mapped files of a process have a name that ends so, and
-// can not be opened any more.
+// Deleted returns how many mapped files of a process are gone whose names end so.
 func Deleted(pid int, suffix string) (int, error) {
 	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
 	return bytes.Count(maps, []byte(suffix+" (deleted)\n")), err

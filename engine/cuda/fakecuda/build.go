@@ -49,8 +49,7 @@ func Build(t testing.TB, o Options) (path string) {
 	return path
 }
 
-// Preload returns the path of Address Sanitizer's library, for LD_PRELOAD. Without one
-// the test is skipped.
+// Preload returns Address Sanitizer's path, for LD_PRELOAD, or skips the test.
 func Preload(t testing.TB) string {
 	t.Helper()
 	out, err := exec.Command(lookUp(t), "-print-file-name=libasan.so").Output()

@@ -33,8 +33,7 @@ import (
 	"unsafe"
 )
 
-// Driver is a loaded library. It is safe for concurrent use, and shared by all who
-// load the same path in the process.
+// Driver is a loaded library, safe for concurrent use, and one for all who load its path.
 type Driver struct {
 	t                     testing.TB
 	handle, control, text unsafe.Pointer
@@ -58,8 +57,7 @@ type Live struct {
 	Workers                            int   // threads of CUDA streams, one that is destroyed and has work left among them
 }
 
-// Open loads the library at path, which Build returned, and resets it, now and at the
-// end of the test.
+// Open loads the library that Build built, and resets it, now and when the test ends.
 func Open(t testing.TB, path string) *Driver {
 	t.Helper()
 	d := load(t, path)
@@ -134,8 +132,7 @@ func (d *Driver) Live() Live {
 	return l
 }
 
-// Violations returns what was done that a device would not survive, or that works on
-// one only by luck, a sentence each.
+// Violations returns what a device would not survive, or only by luck, a sentence each.
 func (d *Driver) Violations() []string {
 	d.t.Helper()
 	return d.read("violations")
@@ -163,8 +160,7 @@ func (d *Driver) symbol(name string) unsafe.Pointer {
 	return C.dlsym(d.handle, c)
 }
 
-// call calls a function of the driver's API. Addresses among the arguments must not be
-// Go's.
+// call calls a function of the driver's API. Addresses among the arguments must not be Go's.
 func (d *Driver) call(function string, args ...uintptr) int {
 	d.t.Helper()
 	f := d.symbol(function)

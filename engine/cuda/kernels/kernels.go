@@ -33,9 +33,8 @@ type manifest struct {
 	Images   []Image           `json:"images"`
 }
 
-// Images returns the images in the order in which a loader tries them: one that a GPU
-// has run goes before one that none has, then the higher target first. It hands over
-// everything in them.
+// Images returns the images in the order in which a loader tries them: those first that a GPU
+// has run, then the higher target. It hands over everything in them.
 func Images() []Image {
 	images := readManifest().Images
 	for i := range images {
