@@ -86,28 +86,12 @@ func (p Port) fits(d tensor.Desc) bool {
 
 // wants says in words what fits.
 func (p Port) wants() string {
-	var b strings.Builder
-	for i, d := range p.DTypes {
-		if i > 0 {
-			b.WriteString(" or ")
-		}
-		b.WriteString(d.String())
+	types := "any data type"
+	if len(p.DTypes) > 0 {
+		types = strings.ReplaceAll(strings.Trim(fmt.Sprint(p.DTypes), "[]"), " ", " or ")
 	}
-	if b.Len() == 0 {
-		b.WriteString("any data type")
-	}
-	dims := make([]string, len(p.Shape))
-	for i, d := range p.Shape {
-		switch d {
-		case Free:
-			dims[i] = "any"
-		case AnyAxes:
-			dims[i] = "..."
-		default:
-			dims[i] = fmt.Sprint(d)
-		}
-	}
-	return fmt.Sprintf("%v of shape [%s]", b.String(), strings.Join(dims, " "))
+	dims := strings.NewReplacer(fmt.Sprint(AnyAxes), "...", fmt.Sprint(Free), "any").Replace(fmt.Sprint(p.Shape))
+	return types + " of shape " + dims
 }
 
 // Validate tests what a model says about itself. Errors wrap ErrInfo.

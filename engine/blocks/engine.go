@@ -67,9 +67,7 @@ type Spill struct {
 
 // Engine is where models of one device run.
 type Engine struct {
-	cfg      Config
-	helper   Helper   // the device, if it is one
-	canceler Canceler // likewise
+	cfg Config
 
 	mu       sync.Mutex // guards all below; taken after that of a run
 	lost     error      // why nothing can run now
@@ -80,8 +78,6 @@ type Engine struct {
 // New returns an engine. It starts nothing; what it consists of stays the caller's.
 func New(c Config) *Engine {
 	e := &Engine{cfg: c, runs: make(map[*run]struct{}), watchers: make(map[*func(error)]struct{})}
-	e.helper, _ = c.Device.(Helper)
-	e.canceler, _ = c.Device.(Canceler)
 	if c.Spill != nil {
 		c.Budget.Reclaim(e.spare) // for as long as the budget lives
 	}

@@ -198,9 +198,7 @@ func (p *plan) slots(least, bytes int64) (minimum, want int64) {
 
 // least is the memory a run cannot do without.
 func (p *plan) least() int64 {
-	n := add(p.wholeBytes, p.fixed)
-	n = add(n, mul(p.minIn, p.inBlock))
-	return add(n, mul(p.minOut, p.outBlock))
+	return sum([]int64{p.wholeBytes, p.fixed, mul(p.minIn, p.inBlock), mul(p.minOut, p.outBlock)})
 }
 
 // span returns the first row and the number of rows of a block.
@@ -263,9 +261,10 @@ func carve(mem []byte, views [][]byte, width []int64, rows int64) (rest []byte) 
 
 var noBytes = []byte{}
 
-func sum(widths []int64) (n int64) {
-	for _, w := range widths {
-		n = add(n, max(w, 0))
+// sum adds sizes, of which that of no port counts nothing.
+func sum(sizes []int64) (n int64) {
+	for _, size := range sizes {
+		n = add(n, max(size, 0))
 	}
 	return n
 }

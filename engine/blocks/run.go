@@ -138,7 +138,7 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run
 	for range out {
 		r.freeOut = append(r.freeOut, r.newWork())
 	}
-	if e.helper != nil && p.blocks == 1 && p.inBlock <= helpBytes {
+	if _, helps := e.cfg.Device.(Helper); helps && p.blocks == 1 && p.inBlock <= helpBytes {
 		r.help = r.works[0]
 	}
 	r.free = slices.Clone(r.slots)
@@ -333,7 +333,7 @@ func (r *run) Next(ctx context.Context) (engine.Out, error) {
 		if o, ok, err := r.pop(); ok || err != nil {
 			return o, err
 		}
-		if r.help != nil && r.engine.helper.Help(r.help) {
+		if r.help != nil && r.engine.cfg.Device.(Helper).Help(r.help) {
 			continue
 		}
 		select {
@@ -394,7 +394,7 @@ func (r *run) Close() error {
 		return engine.ErrClosed
 	}
 	r.closed = true
-	if c := r.engine.canceler; c != nil && r.active > 0 {
+	if c, ok := r.engine.cfg.Device.(Canceler); ok && r.active > 0 {
 		r.mu.Unlock()
 		c.Cancel(r.ctx)
 		r.mu.Lock()

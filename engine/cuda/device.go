@@ -136,9 +136,6 @@ func (v *device) load() error {
 	return all
 }
 
-// otherImage are the codes after which another image may do.
-var otherImage = map[int]bool{noBinary: true, invalidPTX: true, unsupportedPTX: true, invalidImage: true}
-
 // find finds the kernels of an image.
 func (v *device) find(image kernels.Image) error {
 	v.kernels = make(map[reflect.Type]C.tf_launch)

@@ -138,14 +138,12 @@ func (d *driver) failed(r C.tf_result) error {
 	return &resultError{"cu" + C.GoString(r.call), int(r.code), C.GoString(text)}
 }
 
-// Codes of CUresult that are decided on.
-const (
-	outOfMemory    = 2
-	noBinary       = 209
-	invalidPTX     = 218
-	unsupportedPTX = 222
-	invalidImage   = 200
-)
+// outOfMemory is the code after which memory of other lanes may do.
+const outOfMemory = 2
+
+// otherImage are the codes after which another image may: this one is none, or not for the
+// device, or its PTX is wrong or not known.
+var otherImage = map[int]bool{200: true, 209: true, 218: true, 222: true}
 
 // sticky are the codes after which a context is dead: no call or result of it is any good.
 var sticky = map[int]bool{

@@ -2,7 +2,7 @@
 // bfloat16 and the 8-bit ones, from and to float64: exactly one way, rounded to
 // the nearest, ties to even, the other.
 //
-// It refuses to know tensors or bytes: an element is its bits. All of it is values.
+// It refuses to know tensors or bytes: elements are bits. All of it is safe for concurrent use.
 package minifloat
 
 import (
