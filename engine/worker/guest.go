@@ -81,14 +81,15 @@ func (g *guest) stop(why error) {
 // returns when the guest is over.
 func (g *guest) endWithHost(over <-chan struct{}) {
 	select {
-	case <-g.process.host.ctx.Done():
-		_ = g.socket.CloseWrite() // it is asked to end
-		select {
-		case <-time.After(endWait):
-			g.stop(nil)
-		case <-over:
-		}
 	case <-over:
+		return
+	case <-g.process.host.ctx.Done():
+	}
+	_ = g.socket.CloseWrite() // it is asked to end
+	select {
+	case <-over:
+	case <-time.After(endWait):
+		g.stop(nil)
 	}
 }
 
@@ -114,17 +115,20 @@ func (g *guest) talk() (err error) {
 		if !working {
 			close(g.idle)
 		}
+		if errors.Is(err, io.EOF) {
+			err = nil
+		}
 	}()
 	own := link.Greeting{Version: h.cfg.Version, Role: "worker"}
 	if _, err := link.Greet(g.socket, helloWait, own, func(int64) int64 { return h.cfg.MemoryBytes }); err != nil {
-		return quiet(err)
+		return err
 	}
 	late := time.AfterFunc(loadWait, func() { g.stop(fmt.Errorf("it did not load in %v", loadWait)) })
 	defer late.Stop()
 	for {
 		m, err := g.conn.Recv()
 		if err != nil {
-			return quiet(err)
+			return err
 		}
 		switch m := m.(type) {
 		case *link.Ready:
@@ -154,14 +158,6 @@ func (g *guest) talk() (err error) {
 			return fmt.Errorf("%w: a worker does not send kind %d", link.ErrMessage, link.KindOf(m))
 		}
 	}
-}
-
-// quiet makes the end of the link no error.
-func quiet(err error) error {
-	if errors.Is(err, io.EOF) {
-		return nil
-	}
-	return err
 }
 
 // work has blocks computed. The results of one are passed on while the next is computed.

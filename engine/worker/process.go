@@ -120,14 +120,10 @@ func (p *process) live() error {
 	out.Close()
 	said.Close()
 	// Its children may have the socket, and so the memory, for a moment.
-	var broke error
-	select {
-	case broke = <-talked:
-		g.conn.Close()
-	case <-time.After(drainWait):
-		g.conn.Close()
-		broke = <-talked
-	}
+	late := time.AfterFunc(drainWait, g.conn.Close)
+	broke := <-talked
+	late.Stop()
+	g.conn.Close()
 	cause := p.cause(g, broke, failed)
 	h.leave(g, cause)
 	<-g.idle
