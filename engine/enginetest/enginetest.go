@@ -347,12 +347,9 @@ func near(got, want []tensor.Tensor, part float64) error {
 			}
 			continue
 		}
-		gs, err := floats(g)
-		if err != nil {
-			return err
-		}
-		ws, err := floats(w)
-		if err != nil {
+		gs, bad := floats(g)
+		ws, worse := floats(w)
+		if err := errors.Join(bad, worse); err != nil {
 			return err
 		}
 		for at, w := range ws {

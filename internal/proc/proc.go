@@ -22,7 +22,7 @@ type Child struct {
 	*exec.Cmd
 	Log  Log            // what it says on stderr
 	In   io.WriteCloser // its stdin, if anybody has it: the program ends with its input
-	wait func() error
+	Wait func() error   // waits for the end; the error of a child that failed has what it said
 }
 
 // New returns a child that has not been started, of a command made with a context:
@@ -33,7 +33,7 @@ func New(cmd *exec.Cmd) *Child {
 	c.Env = slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "TENSORFERRY_") })
 	c.Cancel = func() error { return c.Process.Signal(os.Interrupt) }
 	c.WaitDelay = StopWait
-	c.wait = sync.OnceValue(func() error {
+	c.Wait = sync.OnceValue(func() error {
 		err := c.Cmd.Wait()
 		if err != nil {
 			err = fmt.Errorf("%s: %w: %s", strings.Join(c.Args, " "), err, c.Log.Tail())
@@ -96,9 +96,6 @@ func Serve(ctx context.Context, cmd *exec.Cmd) (c *Child, address string, err er
 	address, err = c.Listen(ctx, &out, func(line string) string { return line })
 	return c, address, err
 }
-
-// Wait waits for the end. The error of a child that failed has what it said.
-func (c *Child) Wait() error { return c.wait() }
 
 // Kill ends the child as a crash does.
 func (c *Child) Kill() {
