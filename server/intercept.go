@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -15,7 +16,6 @@ import (
 	"google.golang.org/grpc/stats"
 	"google.golang.org/grpc/tap"
 
-	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/conns"
 	"github.com/tensorferry/tensorferry/internal/guard"
 	"github.com/tensorferry/tensorferry/internal/inbound"
@@ -28,7 +28,7 @@ import (
 // and the conversion of errors to statuses.
 func (e *endpoint) intercept() []grpc.ServerOption {
 	log := interceptors.CommonReportableFunc(func(ctx context.Context, c interceptors.CallMeta) (interceptors.Reporter, context.Context) {
-		return &rpcLog{ctx: ctx, log: e.server.log, failures: &e.server.failedRPCs, rpc: c.FullMethod()}, ctx
+		return &rpcLog{ctx: ctx, server: e.server, method: c.FullMethod()}, ctx
 	})
 	panicked := recovery.WithRecoveryHandlerContext(func(_ context.Context, p any) error {
 		e.server.core.Panicked(p)
@@ -44,71 +44,76 @@ func (e *endpoint) intercept() []grpc.ServerOption {
 
 // explained converts the error of a handler to a status, and ends the runs that it left
 // open.
-func explained(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
-	if _, ours := info.Server.(*Server); !ours {
-		opened := new(runs)
-		defer opened.abandon()
-		ctx = context.WithValue(ctx, runsKey{}, opened)
-	}
+func explained(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	defer rpcOf(ctx).abandon()
 	resp, err := handler(ctx, req)
 	return resp, brief(statusOf(err))
 }
 
 func streamExplained(srv any, ss grpc.ServerStream, _ *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
-	if _, ours := srv.(*Server); !ours {
-		opened := new(runs)
-		defer opened.abandon()
-		ss = withRuns{ss, context.WithValue(ss.Context(), runsKey{}, opened)}
-	}
+	defer rpcOf(ss.Context()).abandon()
 	return brief(statusOf(handler(srv, ss)))
 }
 
-// openedKey is the context key of an RPC's *opened.
-type openedKey struct{}
+// rpcKey is the context key of an *rpc.
+type rpcKey struct{}
 
-// opened is the state of an RPC from its headers on.
-type opened struct {
+// rpc is the state of an RPC from its headers on.
+type rpc struct {
 	first    *time.Timer // runs until the first message has arrived
 	received *inbound.RPC
 	cancel   context.CancelCauseFunc
 	caller   *guard.Caller
 	stream   atomic.Pointer[grpc.ServerTransportStream] // set once there is a handler
 	told     atomic.Pointer[error]                      // why it must end
+	arrived  func()                                     // called when a stream has received a request
+
+	mu   sync.Mutex
+	runs []*serving.Run // opened by the handler of a service; guarded by mu
+}
+
+// rpcOf returns the RPC of ctx, or nil if there is none.
+func rpcOf(ctx context.Context) *rpc {
+	r, _ := ctx.Value(rpcKey{}).(*rpc)
+	return r
 }
 
 // end ends the RPC.
-func (o *opened) end(why error) {
-	o.told.Store(&why)
-	if s := o.stream.Load(); s != nil {
+func (r *rpc) end(why error) {
+	r.told.Store(&why)
+	if s := r.stream.Load(); s != nil {
 		endWith(*s, why)
 	}
-	o.cancel(why)
+	r.cancel(why)
+}
+
+// abandon ends the runs that a handler left open when it returned or panicked.
+func (r *rpc) abandon() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, run := range r.runs {
+		run.Abandon(errLeft)
+	}
 }
 
 // handled records that the RPC of ctx has a handler.
 func handled(ctx context.Context) {
-	if o, ok := ctx.Value(openedKey{}).(*opened); ok {
-		s := grpc.ServerTransportStreamFromContext(ctx)
-		o.stream.Store(&s)
-		if why := o.told.Load(); why != nil {
-			endWith(s, *why)
-		}
+	r, s := rpcOf(ctx), grpc.ServerTransportStreamFromContext(ctx)
+	r.stream.Store(&s)
+	if why := r.told.Load(); why != nil {
+		endWith(s, *why)
 	}
-}
-
-// tap is admit, whose rejected RPCs leave nothing behind.
-func (e *endpoint) tap(ctx context.Context, info *tap.Info) (context.Context, error) {
-	admitted, err := e.admit(ctx, info)
-	if err != nil {
-		conns.From(ctx).Reject()
-	}
-	return admitted, err
 }
 
 // admit rejects RPCs of unknown callers, and those for which there is no memory or no
-// handler. It cancels RPCs whose first message does not arrive in time: gRPC waits for it
-// without a limit before it calls any handler or interceptor.
-func (e *endpoint) admit(ctx context.Context, info *tap.Info) (context.Context, error) {
+// handler: they leave nothing behind. It cancels RPCs whose first message does not arrive in
+// time: gRPC waits for it without a limit before it calls any handler or interceptor.
+func (e *endpoint) admit(ctx context.Context, info *tap.Info) (_ context.Context, err error) {
+	defer func() {
+		if err != nil {
+			conns.From(ctx).Reject()
+		}
+	}()
 	if ctx.Err() != nil { // gRPC would say the same
 		return ctx, statusOf(ctx.Err())
 	}
@@ -120,33 +125,27 @@ func (e *endpoint) admit(ctx context.Context, info *tap.Info) (context.Context, 
 		return ctx, errNoMethod(info.FullMethodName)
 	}
 	inner, cancel := context.WithCancelCause(ctx)
-	open := &opened{cancel: cancel, caller: caller}
+	r := &rpc{cancel: cancel, caller: caller}
 	var room bool
-	if open.received, room = conns.From(ctx).Open(info.Header, func(why error) { open.end(errNotReceived(why, info.FullMethodName)) }); !room {
+	if r.received, room = conns.From(ctx).Open(info.Header, func(why error) { r.end(errNotReceived(why, info.FullMethodName)) }); !room {
 		cancel(nil)
 		return ctx, statusOf(errReceived)
 	}
-	open.first = time.AfterFunc(e.FirstMessage, func() { cancel(fmt.Errorf("server: no message within %v", e.FirstMessage)) })
-	e.server.guard.Remember(caller, func(why error) { open.end(errUnauthenticated(why)) })
+	r.first = time.AfterFunc(e.FirstMessage, func() { cancel(fmt.Errorf("server: no message within %v", e.FirstMessage)) })
+	e.server.guard.Remember(caller, func(why error) { r.end(errUnauthenticated(why)) })
 	context.AfterFunc(inner, func() { // ends with the RPC
 		e.server.guard.Forget(caller)
-		open.first.Stop()
-		open.received.Cancelled()
+		r.first.Stop()
+		r.received.Cancelled()
 	})
-	return context.WithValue(inner, openedKey{}, open), nil
-}
-
-func stopAwaiting(ctx context.Context) {
-	if o, ok := ctx.Value(openedKey{}).(*opened); ok {
-		o.first.Stop()
-	}
+	return context.WithValue(inner, rpcKey{}, r), nil
 }
 
 // received returns the accounting of what has been received for an RPC, or nil if there is
 // none.
 func received(ctx context.Context) *inbound.RPC {
-	if o, ok := ctx.Value(openedKey{}).(*opened); ok {
-		return o.received
+	if r := rpcOf(ctx); r != nil {
+		return r.received
 	}
 	return nil
 }
@@ -171,7 +170,7 @@ func (statistics) HandleRPC(ctx context.Context, event stats.RPCStats) {
 
 // came runs when the message of a unary RPC has arrived.
 func (e *endpoint) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
-	stopAwaiting(ctx)
+	rpcOf(ctx).first.Stop()
 	received(ctx).Next()
 	resp, err := handler(ctx, req)
 	if err != nil {
@@ -186,20 +185,21 @@ func (e *endpoint) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, h
 // streamCame leaves client streams to the timeouts of their handlers, and stops the timer
 // of other streams when their only message arrives.
 func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
-	booked := accounted{ss, e.server.conns.Of(ss.Context()), received(ss.Context())}
-	handled(ss.Context())
+	ctx := ss.Context()
+	handled(ctx)
+	r := rpcOf(ctx)
+	r.arrived = func() { r.first.Stop() }
 	if info.IsClientStream {
-		stopAwaiting(ss.Context())
-		return handler(srv, booked)
+		r.first.Stop()
 	}
-	return handler(srv, listened{booked, func() { stopAwaiting(ss.Context()) }})
+	return handler(srv, accounted{ss, e.server.conns.Of(ctx), r})
 }
 
 // accounted is a gRPC stream whose messages are accounted for on its connection.
 type accounted struct {
 	grpc.ServerStream
-	one      *conns.Conn
-	received *inbound.RPC
+	one *conns.Conn
+	rpc *rpc
 }
 
 // SendMsg sends a frame, or an answer for which there is room.
@@ -216,7 +216,7 @@ func (a accounted) SendMsg(m any) error {
 // RecvMsg receives a frame or a request; the previous one counts as consumed. Invalid bytes
 // are the peer's fault, but gRPC's own code for them is that of a defect.
 func (a accounted) RecvMsg(m any) error {
-	a.received.Next()
+	a.rpc.received.Next()
 	if _, frame := m.(*wire.Message); frame {
 		return receiveError(a.Context(), a.ServerStream.RecvMsg(m))
 	}
@@ -224,7 +224,11 @@ func (a accounted) RecvMsg(m any) error {
 	if err := a.ServerStream.RecvMsg(&req); err != nil {
 		return receiveError(a.Context(), err)
 	}
-	return statusOf(req.Err)
+	if req.Err != nil {
+		return statusOf(req.Err)
+	}
+	a.rpc.arrived()
+	return nil
 }
 
 // registrar registers services whose unary methods report invalid bytes of a request as
@@ -260,10 +264,9 @@ func (e *endpoint) attend(srv any, ss grpc.ServerStream, info *grpc.StreamServer
 	}
 	clock := time.NewTimer(e.Idle)
 	defer clock.Stop()
+	rpcOf(ss.Context()).arrived = func() { clock.Reset(e.Idle) }
 	ended := make(chan error, 1)
-	e.server.core.Go(func() { // ends after its RPC
-		ended <- handler(srv, listened{ss, func() { clock.Reset(e.Idle) }})
-	})
+	e.server.core.Go(func() { ended <- handler(srv, ss) }) // ends after its RPC
 	select {
 	case err := <-ended:
 		return err
@@ -276,41 +279,25 @@ func (e *endpoint) attend(srv any, ss grpc.ServerStream, info *grpc.StreamServer
 	}
 }
 
-// listened is a gRPC stream that says when a message has arrived.
-type listened struct {
-	grpc.ServerStream
-	arrived func()
-}
-
-// RecvMsg waits for the next message.
-func (l listened) RecvMsg(m any) error {
-	err := l.ServerStream.RecvMsg(m)
-	if err == nil {
-		l.arrived()
-	}
-	return err
-}
-
 // rpcLog logs the end of an RPC, but neither its payload nor the text of its error, which
 // may name a tensor.
 type rpcLog struct {
 	interceptors.NoopReporter
-	ctx      context.Context
-	log      *slog.Logger
-	failures *admission.LogSampler
-	rpc      string
+	ctx    context.Context
+	server *Server
+	method string
 }
 
 // PostCall logs the end of the RPC.
 func (r *rpcLog) PostCall(err error, took time.Duration) {
-	level := levelOf(err, r.failures)
-	if !r.log.Enabled(r.ctx, level) {
+	level := levelOf(err, &r.server.failedRPCs)
+	if !r.server.log.Enabled(r.ctx, level) {
 		return
 	}
 	from := ""
 	if p, ok := grpcpeer.FromContext(r.ctx); ok {
 		from = p.Addr.String()
 	}
-	r.log.LogAttrs(r.ctx, level, "rpc ended", slog.String("rpc", r.rpc), slog.String("code", statusName(err)),
+	r.server.log.LogAttrs(r.ctx, level, "rpc ended", slog.String("rpc", r.method), slog.String("code", statusName(err)),
 		slog.Duration("took", took), slog.String("peer", from), slog.String("principal", Principal(r.ctx)))
 }

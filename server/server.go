@@ -311,8 +311,8 @@ func (s *Server) Close() {
 
 // Principal returns the name of the sender of ctx's RPC; "" if the server has no Identify.
 func Principal(ctx context.Context) string {
-	if o, ok := ctx.Value(openedKey{}).(*opened); ok {
-		return o.caller.Name()
+	if r := rpcOf(ctx); r != nil {
+		return r.caller.Name()
 	}
 	return ""
 }

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"math"
 	"net"
-	"sync"
 	"time"
 
 	"google.golang.org/grpc"
@@ -73,46 +72,16 @@ func (m *Models) Compute(ctx context.Context, r Request, in []Tensor, most int64
 // Open opens a call for the RPC of ctx. The caller must call End.
 func (m *Models) Open(ctx context.Context, r Request) (Run, error) {
 	run, err := m.server.core.Open(ctx, m.caller(ctx), r)
-	if opened, ok := ctx.Value(runsKey{}).(*runs); ok && err == nil {
-		opened.add(run)
+	if r := rpcOf(ctx); r != nil && err == nil {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.runs = append(r.runs, run)
 	}
 	return Run{run}, err
 }
 
-// runsKey is the context key of the runs that the handler of an RPC has opened.
-type runsKey struct{}
-
-type runs struct {
-	mu  sync.Mutex
-	all []*serving.Run // guarded by mu
-}
-
-func (r *runs) add(run *serving.Run) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.all = append(r.all, run)
-}
-
-// abandon ends the runs that a handler left open when it returned or panicked.
-func (r *runs) abandon() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for _, run := range r.all {
-		run.Abandon(errLeft)
-	}
-}
-
 // errLeft ends a run that its handler did not end.
 var errLeft = errors.New("server: the handler of a service returned without ending its run")
-
-// withRuns is a stream whose context has the runs of its handler.
-type withRuns struct {
-	grpc.ServerStream
-	ctx context.Context
-}
-
-// Context returns the context of the stream.
-func (w withRuns) Context() context.Context { return w.ctx }
 
 // End ends the call. Only the first call of End counts; err is nil, an error from a method
 // of the Run, or the handler's own status. End returns what the handler must return.
@@ -166,7 +135,7 @@ func (s *Server) endpoint(svc Service) *endpoint {
 		grpc.KeepaliveParams(keepalive.ServerParameters{
 			Time: cfg.Keepalive, Timeout: cfg.KeepaliveTimeout, MaxConnectionIdle: time.Duration(s.limits.SessionIdle),
 		}),
-		grpc.InTapHandle(e.tap),
+		grpc.InTapHandle(e.admit),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: cfg.KeepaliveMin, PermitWithoutStream: true}),
 	)
 	creds := cfg.Credentials

@@ -98,10 +98,8 @@ func levelOf(err error, failures *admission.LogSampler) slog.Level {
 // INTERNAL says that its bytes are no message: one that is cut short, or compressed though
 // nothing is. That is no defect. What the peer was told already outweighs it.
 func receiveError(ctx context.Context, err error) error {
-	if o, ok := ctx.Value(openedKey{}).(*opened); ok && err != nil {
-		if why := o.told.Load(); why != nil {
-			return *why
-		}
+	if why := rpcOf(ctx).told.Load(); why != nil && err != nil {
+		return *why
 	}
 	switch st, _ := status.FromError(err); st.Code() {
 	case codes.Internal:
