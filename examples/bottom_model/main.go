@@ -1,6 +1,7 @@
 // Command bottom_model is split inference in one page: the bottom of a network
 // runs here, block by block; its activations stream to a server that runs the
-// trunk; what comes back goes through the top, here again.
+// trunk; what comes back goes through the top, here again. Results come back
+// before the input has ended: its second half waits for results of the first.
 //
 //	go run ./examples/bottom_model
 //	go run ./examples/bottom_model --server 10.0.0.7:50051   (tensorferry serve --demo)
@@ -12,22 +13,24 @@ import (
 	"flag"
 	"fmt"
 	"io"
-	"net"
 	"os"
+	"sync"
+	"sync/atomic"
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/examples/fashion"
+	"github.com/tensorferry/tensorferry/examples/local"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// hidden is the width of what travels between the parts of the network.
-const hidden = 128
-
-// blockRows is how many images the bottom model takes at a time.
-const blockRows = 100
+const (
+	hidden    = 128               // the width of what travels between the parts of the network
+	blockRows = 100               // how many images the bottom model takes at a time
+	total     = 8 * fashion.Count // the images follow each other eight times: 4 MB of activations, a few chunks
+)
 
 func main() {
 	address := flag.String("server", "", "address of a server with the model fashion-trunk (default: one of its own)")
@@ -39,19 +42,19 @@ func main() {
 }
 
 func run(ctx context.Context, address string) error {
-	// Both models of this side share a host: workers, and memory within a budget.
+	// All models of this process share a host: workers, and memory within a budget.
 	host := cpu.NewHost(cpu.HostConfig{})
 	defer host.Close()
-	bottom, err := cpu.LoadFS(host, fashion.ModelFS(), "bottom")
-	if err != nil {
-		return err
+	var parts [len(fashion.Models)]engine.Model
+	for i, name := range fashion.Models {
+		var err error
+		if parts[i], err = cpu.LoadFS(host, fashion.ModelFS(), name); err != nil {
+			return err
+		}
 	}
-	top, err := cpu.LoadFS(host, fashion.ModelFS(), "top")
-	if err != nil {
-		return err
-	}
+	bottom, trunk, top := parts[0], parts[1], parts[2]
 	if address == "" {
-		stop, addr, err := serveTrunk()
+		addr, stop, err := local.Serve(host, server.Config{}, trunk)
 		if err != nil {
 			return err
 		}
@@ -64,24 +67,34 @@ func run(ctx context.Context, address string) error {
 		return err
 	}
 	defer c.Close()
-	session, err := c.Session(ctx)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	// The activations are made while they are sent: FromReader reads a bounded
+	// number of chunks ahead, and the reader runs the bottom model when it is read.
+	desc := tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{total, hidden}}
+	in := &activations{ctx: ctx, model: bottom, images: images(), results: make(chan struct{})}
+	call, err := c.Call(ctx, client.Request{Model: "fashion-trunk", Inputs: []client.Input{client.FromReader("x", desc, in)}})
 	if err != nil {
 		return err
 	}
-	// The activations are made while they are sent: FromReader reads a bounded
-	// number of chunks ahead, and the reader runs the bottom model when it is read.
-	desc := tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{fashion.Count, hidden}}
-	call, err := session.Call(ctx, client.Request{
-		Model:  "fashion-trunk",
-		Inputs: []client.Input{client.FromReader("x", desc, &activations{ctx: ctx, model: bottom, images: images()})},
-	})
-	if err != nil {
-		return err
+	// Regions are what has arrived, in the order of arrival; a failure comes last.
+	var got, before int
+	came := sync.OnceFunc(func() { close(in.results) })
+	for region, err := range call.Regions() {
+		if err != nil {
+			return err
+		}
+		came()
+		got += len(region.Data)
+		if in.next.Load() < total {
+			before = got
+		}
 	}
 	results, err := call.Wait()
 	if err != nil {
 		return err
 	}
+	fmt.Printf("%v: %d of %d bytes had come back before the last were computed\n", desc, before, got)
 	out, err := engine.Compute(ctx, top, nil, results["y"])
 	if err != nil {
 		return err
@@ -99,21 +112,32 @@ func images() []float32 {
 	return x
 }
 
-// activations reads as what the bottom model makes of the images.
+// activations reads as what the bottom model makes of the images, again and again.
+// The second half waits for results: a server that wanted the whole tensor first
+// would wait for good.
 type activations struct {
-	ctx    context.Context
-	model  engine.Model
-	images []float32 // not yet computed
-	block  []byte    // computed and not yet read
+	ctx     context.Context
+	model   engine.Model
+	images  []float32
+	next    atomic.Int64  // the image to compute
+	block   []byte        // computed and not yet read
+	results chan struct{} // closed when the first have come
 }
 
 func (a *activations) Read(p []byte) (int, error) {
 	if len(a.block) == 0 {
-		rows := min(blockRows, len(a.images)/fashion.Pixels)
-		if rows == 0 {
+		next := a.next.Load()
+		if next == total {
 			return 0, io.EOF
 		}
-		x, err := tensor.Of(a.images[:rows*fashion.Pixels], int64(rows), fashion.Pixels)
+		if next >= total/2 {
+			select {
+			case <-a.results:
+			case <-a.ctx.Done():
+				return 0, context.Cause(a.ctx)
+			}
+		}
+		x, err := tensor.Of(a.images[next%fashion.Count*fashion.Pixels:][:blockRows*fashion.Pixels], blockRows, fashion.Pixels)
 		if err != nil {
 			return 0, err
 		}
@@ -121,43 +145,12 @@ func (a *activations) Read(p []byte) (int, error) {
 		if err != nil {
 			return 0, err
 		}
-		a.images, a.block = a.images[rows*fashion.Pixels:], y[0].Data
+		a.block = y[0].Data
+		a.next.Store(next + blockRows)
 	}
 	n := copy(p, a.block)
 	a.block = a.block[n:]
 	return n, nil
-}
-
-// serveTrunk starts a server with the trunk on a free port of this machine.
-func serveTrunk() (stop func(), address string, err error) {
-	host := cpu.NewHost(cpu.HostConfig{})
-	models := engine.NewRegistry()
-	trunk, err := cpu.LoadFS(host, fashion.ModelFS(), "trunk")
-	if err == nil {
-		err = models.Add(trunk)
-	}
-	if err != nil {
-		host.Close()
-		return nil, "", err
-	}
-	s, err := server.New(server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget()})
-	if err != nil {
-		host.Close()
-		return nil, "", err
-	}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		host.Close()
-		return nil, "", err
-	}
-	served := make(chan struct{})
-	go func() { // ends with s.Close
-		defer close(served)
-		if err := s.Serve(l); err != nil {
-			fmt.Fprintln(os.Stderr, "bottom_model:", err)
-		}
-	}()
-	return func() { s.Close(); <-served; host.Close() }, l.Addr().String(), nil
 }
 
 // report compares the classes with the labels and with what torch predicted.
@@ -170,22 +163,22 @@ func report(logits tensor.Tensor) error {
 	torch := fashion.Predictions()
 	const classes = len(fashion.ClassNames)
 	right, same := 0, 0
-	for i := range labels {
+	for i := range total {
 		best := byte(0)
 		for c, v := range values[i*classes : (i+1)*classes] {
 			if v > values[i*classes+int(best)] {
 				best = byte(c)
 			}
 		}
-		if best == labels[i] {
+		if best == labels[i%fashion.Count] {
 			right++
 		}
-		if best == torch[i] {
+		if best == torch[i%fashion.Count] {
 			same++
 		}
 	}
-	fmt.Printf("%d images, %d right, %d as torch predicted\n", len(labels), right, same)
-	if same != len(labels) {
+	fmt.Printf("%d images, %d right, %d as torch predicted\n", total, right, same)
+	if same != total {
 		return errors.New("the predictions are not those of torch")
 	}
 	return nil

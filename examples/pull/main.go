@@ -12,14 +12,13 @@ import (
 	"fmt"
 	"io"
 	"math"
-	"net"
 	"os"
 	"path/filepath"
 	"strconv"
 
 	"github.com/tensorferry/tensorferry/client"
-	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/examples/local"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -98,10 +97,25 @@ func run(ctx context.Context, out io.Writer) (err error) {
 	if err != nil {
 		return err
 	}
-	if err := writeFile(filepath.Join(dir, "weights.safetensors"), tensorfile.Named{Name: "bias", Tensor: bias}); err != nil {
+	var file bytes.Buffer
+	if err := tensorfile.WriteSafetensors(&file, []tensorfile.Named{{Name: "bias", Tensor: bias}}, nil); err != nil {
 		return err
 	}
-	stop, address, err := serve(dir)
+	if err := os.WriteFile(filepath.Join(dir, "weights.safetensors"), file.Bytes(), 0o600); err != nil {
+		return err
+	}
+	folder, err := store.OpenDir(dir, store.FolderConfig{})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, folder.Close()) }()
+	var functions store.Sources
+	if err := errors.Join(functions.Add("mandelbrot", mandelbrot), functions.Add("gen", store.Generator())); err != nil {
+		return err
+	}
+	host := cpu.NewHost(cpu.HostConfig{})
+	defer host.Close()
+	address, stop, err := local.Serve(host, server.Config{Store: folder, Sources: &functions})
 	if err != nil {
 		return err
 	}
@@ -197,46 +211,4 @@ func draw(out io.Writer, s client.Summary) error {
 		}
 	}
 	return nil
-}
-
-// writeFile writes a .safetensors file and renames it into place, so that nobody
-// meets half of it.
-func writeFile(path string, tensors ...tensorfile.Named) error {
-	var b bytes.Buffer
-	if err := tensorfile.WriteSafetensors(&b, tensors, nil); err != nil {
-		return err
-	}
-	if err := os.WriteFile(path+".part", b.Bytes(), 0o600); err != nil {
-		return err
-	}
-	return os.Rename(path+".part", path)
-}
-
-// serve starts a server over a folder, on a free port of this machine.
-func serve(dir string) (stop func() error, address string, err error) {
-	folder, err := store.OpenDir(dir, store.FolderConfig{})
-	if err != nil {
-		return nil, "", err
-	}
-	host := cpu.NewHost(cpu.HostConfig{})
-	closeAll := func() error { host.Close(); return folder.Close() }
-	var sources store.Sources
-	err = errors.Join(sources.Add("mandelbrot", mandelbrot), sources.Add("gen", store.Generator()))
-	if err != nil {
-		return nil, "", errors.Join(err, closeAll())
-	}
-	s, err := server.New(server.Config{
-		Models: engine.NewRegistry(), Pool: host.Pool(), Budget: host.Budget(),
-		Store: folder, Sources: &sources,
-	})
-	if err != nil {
-		return nil, "", errors.Join(err, closeAll())
-	}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return nil, "", errors.Join(err, closeAll())
-	}
-	served := make(chan error, 1)
-	go func() { served <- s.Serve(l) }() // ends with s.Close
-	return func() error { s.Close(); return errors.Join(<-served, closeAll()) }, l.Addr().String(), nil
 }

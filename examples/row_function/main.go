@@ -9,12 +9,12 @@ import (
 	"context"
 	"fmt"
 	"math"
-	"net"
 	"os"
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/examples/local"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -78,28 +78,12 @@ func run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	models := engine.NewRegistry()
-	if err := models.Add(model); err != nil {
-		return err
-	}
-	s, err := server.New(server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget()})
+	address, stop, err := local.Serve(host, server.Config{}, model)
 	if err != nil {
 		return err
 	}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return err
-	}
-	served := make(chan error, 1)
-	go func() { served <- s.Serve(l) }() // ends with s.Close
-	defer func() {
-		s.Close()
-		if err := <-served; err != nil {
-			fmt.Fprintln(os.Stderr, "row_function:", err)
-		}
-	}()
-
-	c, err := client.Dial(l.Addr().String(), client.Config{})
+	defer stop()
+	c, err := client.Dial(address, client.Config{})
 	if err != nil {
 		return err
 	}

@@ -81,7 +81,7 @@ var layers = map[string][]string{
 
 	"cmd/tensorferry":       {anything},
 	"examples/bottom_model": {anything},
-	"examples/duplex":       {anything},
+	"examples/local":        {anything},
 	"examples/pull":         {anything},
 	"examples/relu":         {anything},
 	"examples/row_function": {anything},
