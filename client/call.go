@@ -126,7 +126,7 @@ func (c *Call) write(m *stream.Machine, now stream.Instant, r *result, to Sink, 
 		c.session.stage(m, now, l)
 	}
 	c.using.Go(func() {
-		at.rest = c.rests(named("result", r.port))
+		at.rest = c.rests("result", r.port)
 		err := at.open(to, r.desc)
 		for ended := false; err == nil; {
 			if err = l.Step(); ended || l.Whole() {

@@ -11,7 +11,6 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"maps"
 	"math"
 	"net"
 	"strconv"
@@ -89,10 +88,11 @@ type Client struct {
 	opening chan struct{} // held while shared is used
 	shared  *Session      // of Compute, Push and Pull; guarded by opening
 
-	mu      sync.Mutex
-	open    map[*Session]struct{} // guarded by mu
-	closed  bool                  // guarded by mu
-	winding sync.WaitGroup
+	closing    context.Context // ends with Close
+	end        context.CancelCauseFunc
+	disconnect func() error // closes conn, once
+	mu         sync.Mutex   // orders the beginnings of sessions and the end of closing
+	winding    sync.WaitGroup
 }
 
 // Dial returns a client for a server at host:port, or at a Unix socket as unix:/path. It
@@ -152,9 +152,10 @@ func Dial(target string, cfg Config) (*Client, error) {
 	if err != nil {
 		return nil, fmt.Errorf("client: %q is not an address: %w; write host:port or unix:/path", target, err)
 	}
+	closing, end := context.WithCancelCause(context.Background())
 	return &Client{
 		cfg: cfg, conn: conn, stub: pb.NewTensorServiceClient(conn), pool: slab.NewPool(poolBytes, slab.System),
-		open: make(map[*Session]struct{}), opening: make(chan struct{}, 1),
+		opening: make(chan struct{}, 1), closing: closing, end: end, disconnect: sync.OnceValue(conn.Close),
 	}, nil
 }
 
@@ -176,18 +177,9 @@ func checkAddress(target string) error {
 // no-op.
 func (c *Client) Close() error {
 	c.mu.Lock()
-	if c.closed {
-		c.mu.Unlock()
-		c.winding.Wait()
-		return nil
-	}
-	c.closed = true
-	open := maps.Clone(c.open)
+	c.end(ErrClosed)
 	c.mu.Unlock()
-	for s := range open {
-		s.sess.Stop(ErrClosed)
-	}
-	err := c.conn.Close() // also for sessions that are being opened
+	err := c.disconnect() // also for sessions that are being opened
 	c.winding.Wait()
 	return err
 }

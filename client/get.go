@@ -160,7 +160,7 @@ func (p *pull) run(ctx context.Context, c *Client, list []frame.Selection, patie
 		return err
 	}
 	defer p.unhook()
-	p.rest = p.rests("the pull")
+	p.rest = p.rests("pull", "")
 	defer p.rest.end()
 	for p.step() {
 		p.wait()
@@ -211,7 +211,7 @@ func (p *pull) receive(t *pulled) bool {
 	case t.landing.Session == nil:
 		t.end(&Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %q: the server claims to have sent it, but did not", t.Name)})
 	default:
-		p.rest.of(named("tensor", t.Name))
+		p.rest.of("tensor", t.Name)
 		if err := t.landing.Step(); err != nil {
 			p.fail(t, err)
 		}
@@ -318,7 +318,7 @@ func (p *pull) place(t *pulled) error {
 	if t.Name == "" {
 		return &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %v: the server sent a tensor that was not selected", t.landing.Tensor)}
 	}
-	p.rest.of(named("tensor", t.Name))
+	p.rest.of("tensor", t.Name)
 	t.rest = p.rest
 	if i := slices.IndexFunc(p.request.Select, func(s Selection) bool { return s.Name == t.Name }); t.held && i >= 0 {
 		t.landing.Held = p.request.Select[i].Held

@@ -131,7 +131,7 @@ func (f *feed) offer(m *stream.Machine, now stream.Instant, off int64, data []by
 // run reads the input and offers it. It ends with the last byte or with the call.
 func (f *feed) run() {
 	c := f.call
-	rest := c.rests(named("input", f.in.Port))
+	rest := c.rests("input", f.in.Port)
 	defer rest.end()
 	if f.in.Next != nil {
 		f.pass(rest)

@@ -134,7 +134,7 @@ func (c *Client) put(ctx context.Context, s *Session, id tensor.ID, list []*push
 		return err
 	}
 	defer p.unhook()
-	p.rest = p.rests("the push")
+	p.rest = p.rests("push", "")
 	for _, t := range list {
 		if t.Transfer = id; t.over {
 			continue
@@ -213,7 +213,7 @@ func (p *putting) send(t *pushed) bool {
 			return false
 		}
 	}
-	p.rest.of(named("tensor", t.Name))
+	p.rest.of("tensor", t.Name)
 	geo, err := session.Geometry(t.Desc, limit)
 	f := session.Feed{Session: s.sess, View: t.view, Pieces: pushPieces, Step: p.report, Moved: func(n int64) {
 		t.moved.Add(n)

@@ -1,7 +1,9 @@
 package client
 
 import (
+	"cmp"
 	"fmt"
+	"math"
 	"sync"
 	"time"
 )
@@ -10,40 +12,28 @@ import (
 // code blocks, the clock periodically tells the server that the client is alive and
 // waiting.
 type restClock struct {
-	limit time.Duration // 0: none
+	limit time.Duration
 	sign  func()        // tells the server, on the timer's goroutine
 	every time.Duration // how often sign is called
 	over  func(error)   // called once, when the caller's code has blocked for longer than limit
 
-	mu    sync.Mutex
-	what  string    // what blocks; guarded by mu, as all below
-	since time.Time // when the caller's code was called; zero: it is not running
-	ended bool
-	timer *time.Timer
+	mu         sync.Mutex
+	kind, name string    // what blocks; guarded by mu, as all below
+	since      time.Time // when the caller's code was called; zero: it is not running
+	ended      bool
+	timer      *time.Timer
 }
 
-// newRestClock returns a stopped clock.
-func newRestClock(what string, limit, chunkIdle time.Duration, sign func(), over func(error)) *restClock {
-	c := &restClock{limit: limit, sign: sign, over: over, what: what, every: signEvery(chunkIdle)}
+// newRestClock returns a stopped clock for a server with this idle timeout; 0 means unknown. A
+// limit of 0 is none.
+func newRestClock(kind, name string, limit, chunkIdle time.Duration, sign func(), over func(error)) *restClock {
+	c := &restClock{limit: cmp.Or(limit, math.MaxInt64), sign: sign, every: mostSign, over: over, kind: kind, name: name}
+	if chunkIdle > 0 {
+		c.every = min(max(chunkIdle/signs, leastSign), mostSign)
+	}
 	c.timer = time.AfterFunc(time.Hour, c.tick)
 	c.timer.Stop()
 	return c
-}
-
-// signEvery returns how often to tell a server with this idle timeout; 0 means unknown.
-func signEvery(chunkIdle time.Duration) time.Duration {
-	if chunkIdle <= 0 {
-		return mostSign
-	}
-	return min(max(chunkIdle/signs, leastSign), mostSign)
-}
-
-// named returns how an error text names an input or a result. The name may be empty.
-func named(kind, name string) string {
-	if name == "" {
-		return "the " + kind
-	}
-	return fmt.Sprintf("%s %q", kind, name)
 }
 
 // start is called before the caller's code, stop after it.
@@ -52,7 +42,7 @@ func (c *restClock) start() {
 	defer c.mu.Unlock()
 	if !c.ended {
 		c.since = time.Now()
-		c.again()
+		c.timer.Reset(min(c.every, c.limit))
 	}
 }
 
@@ -72,25 +62,19 @@ func (c *restClock) end() {
 }
 
 // of sets what blocks from now on.
-func (c *restClock) of(what string) {
+func (c *restClock) of(kind, name string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.what = what
-}
-
-// again sets the timer; mu is held.
-func (c *restClock) again() {
-	next := c.every
-	if c.limit > 0 {
-		next = min(next, max(0, c.limit-time.Since(c.since)))
-	}
-	c.timer.Reset(next)
+	c.kind, c.name = kind, name
 }
 
 func (c *restClock) tick() {
 	c.mu.Lock()
-	runs, what := !c.since.IsZero(), c.what
-	over := runs && c.limit > 0 && time.Since(c.since) >= c.limit
+	runs, what := !c.since.IsZero(), "the "+c.kind
+	if c.name != "" {
+		what = fmt.Sprintf("%s %q", c.kind, c.name)
+	}
+	over := runs && time.Since(c.since) >= c.limit
 	c.ended = c.ended || over
 	c.mu.Unlock()
 	switch {
@@ -104,6 +88,6 @@ func (c *restClock) tick() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if !c.since.IsZero() {
-		c.again()
+		c.timer.Reset(min(c.every, max(0, c.limit-time.Since(c.since))))
 	}
 }

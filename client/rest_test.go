@@ -32,8 +32,8 @@ func TestAServerIsToldWhileTheCallersCodeRests(t *testing.T) {
 			testkit.Start(t)
 			synctest.Test(t, func(t *testing.T) {
 				signs, over := 0, []error(nil)
-				c := newRestClock("the push", tc.limit, tc.chunkIdle, func() { signs++ }, func(err error) { over = append(over, err) })
-				c.of(`tensor "x"`)
+				c := newRestClock("push", "", tc.limit, tc.chunkIdle, func() { signs++ }, func(err error) { over = append(over, err) })
+				c.of("tensor", "x")
 				for _, d := range tc.rests {
 					c.start()
 					<-time.After(d)
@@ -64,7 +64,7 @@ func TestASlowSignDoesNotHoldUpTheCallersCode(t *testing.T) {
 	testkit.Start(t)
 	synctest.Test(t, func(t *testing.T) {
 		signs, told := 0, make(chan struct{})
-		c := newRestClock("the pull", 0, 3*time.Second, func() { signs++; <-told }, nil)
+		c := newRestClock("pull", "", 0, 3*time.Second, func() { signs++; <-told }, nil)
 		c.start()
 		<-time.After(time.Minute)
 		synctest.Wait()

@@ -1,6 +1,7 @@
 package client
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"time"
@@ -66,7 +67,7 @@ func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own con
 	own, cancel := context.WithCancel(context.Background())
 	s := &Session{client: c, own: own, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]handler)}
 	c.mu.Lock()
-	if c.closed {
+	if c.closing.Err() != nil {
 		c.mu.Unlock()
 		cancel()
 		return nil, &Error{Code: codes.Canceled, Cause: ErrClosed}
@@ -98,12 +99,6 @@ func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own con
 	}
 	s.sess = session.New(cfg, s)
 	lost := s.sess.Carry(conn)
-	c.mu.Lock()
-	c.open[s] = struct{}{}
-	if c.closed { // meanwhile
-		s.sess.Stop(ErrClosed)
-	}
-	c.mu.Unlock()
 	go s.windUp(lost)
 	select {
 	case <-s.opened:
@@ -129,20 +124,20 @@ func (c *Client) codecs() []codec.Codec {
 	return []codec.Codec{c.cfg.Codec}
 }
 
-// windUp ends the session with its connection, and cleans up after it.
+// windUp ends the session with its connection or its client, and cleans up after it.
 func (s *Session) windUp(lost <-chan error) {
 	defer s.client.winding.Done()
+	closing := s.client.closing
 	select {
 	case err := <-lost:
-		s.sess.Stop(err)
+		s.sess.Stop(cmp.Or(context.Cause(closing), err))
+	case <-closing.Done():
+		s.sess.Stop(ErrClosed)
 	case <-s.sess.Stopped():
 	}
 	s.err = s.client.sessionError(s.sess.Cause())
 	s.cancel()
 	s.sess.Wait(frame.Code(s.err.Code), "the session has ended: "+s.err.Error())
-	s.client.mu.Lock()
-	delete(s.client.open, s)
-	s.client.mu.Unlock()
 	close(s.over)
 }
 

@@ -107,9 +107,9 @@ func (t *task) err(ctx context.Context) (err error) {
 }
 
 // rests returns a clock for the caller's code. While that blocks, the server is told.
-func (t *task) rests(what string) (r *restClock) {
+func (t *task) rests(kind, name string) (r *restClock) {
 	cfg := &t.session.client.cfg
-	r = newRestClock(what, cfg.InputIdle, time.Duration(t.session.status().PeerChunkIdle), func() {
+	r = newRestClock(kind, name, cfg.InputIdle, time.Duration(t.session.status().PeerChunkIdle), func() {
 		if t.ctx.Err() == nil {
 			t.session.waits(r.every)
 			return
