@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"maps"
 	"strings"
 
 	"google.golang.org/grpc"
@@ -52,10 +53,8 @@ func (h healthService) Check(ctx context.Context, r *healthpb.HealthCheckRequest
 // List answers for every name except those of removed models.
 func (h healthService) List(ctx context.Context, r *healthpb.HealthListRequest) (*healthpb.HealthListResponse, error) {
 	out, err := h.Server.List(ctx, r)
-	for name, of := range out.GetStatuses() {
-		if of.GetStatus() == healthpb.HealthCheckResponse_SERVICE_UNKNOWN {
-			delete(out.Statuses, name)
-		}
-	}
+	maps.DeleteFunc(out.GetStatuses(), func(_ string, of *healthpb.HealthCheckResponse) bool {
+		return of.GetStatus() == healthpb.HealthCheckResponse_SERVICE_UNKNOWN
+	})
 	return out, err
 }

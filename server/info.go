@@ -18,31 +18,29 @@ import (
 
 // ListModels names the models.
 func (s *Server) ListModels(context.Context, *pb.ListModelsRequest) (*pb.ListModelsResponse, error) {
-	out := &pb.ListModelsResponse{}
-	for _, i := range s.cfg.Models.Infos() {
-		out.Models = append(out.Models, &pb.Model{
+	return &pb.ListModelsResponse{Models: each(s.cfg.Models.Infos(), func(i engine.Info) *pb.Model {
+		return &pb.Model{
 			Name: i.Name, Version: i.Version, Device: i.Device, Rows: int32(i.Rows),
-			Inputs: ports(i.Inputs), Outputs: ports(i.Outputs), Params: params(i.Params), About: i.About,
-		})
-	}
-	return out, nil
-}
-
-func ports(in []engine.Port) []*pb.Port {
-	var out []*pb.Port
-	for _, p := range in {
-		q := &pb.Port{Name: p.Name, Shape: p.Shape, Whole: p.Whole}
-		for _, d := range p.DTypes {
-			q.Dtypes = append(q.Dtypes, pb.DataType(d))
+			Inputs: each(i.Inputs, port), Outputs: each(i.Outputs, port), Params: each(i.Params, param), About: i.About,
 		}
-		out = append(out, q)
-	}
-	return out
+	})}, nil
 }
 
-func params(in []engine.Param) (out []*pb.Param) {
-	for _, p := range in {
-		out = append(out, &pb.Param{Name: p.Name, Kind: p.Kind, Default: p.Default, Meaning: p.Meaning})
+func port(p engine.Port) *pb.Port {
+	return &pb.Port{
+		Name: p.Name, Shape: p.Shape, Whole: p.Whole,
+		Dtypes: each(p.DTypes, func(d tensor.DataType) pb.DataType { return pb.DataType(d) }),
+	}
+}
+
+func param(p engine.Param) *pb.Param {
+	return &pb.Param{Name: p.Name, Kind: p.Kind, Default: p.Default, Meaning: p.Meaning}
+}
+
+// each returns what f makes of each element.
+func each[A, B any](in []A, f func(A) B) (out []B) {
+	for _, a := range in {
+		out = append(out, f(a))
 	}
 	return out
 }
@@ -67,17 +65,9 @@ func (s *Server) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb
 		UptimeMillis: time.Since(s.started).Milliseconds(),
 		Limits:       s.shownLimits(&v),
 		Counters:     metrics.Counters(&v),
-		Codecs:       codecs(),
+		Codecs:       each(codec.All(), func(k codec.Codec) pb.Codec { return pb.Codec(k) }),
 		Models:       s.modelStates(),
 	}, nil
-}
-
-// codecs returns the codecs that the server decodes.
-func codecs() (list []pb.Codec) {
-	for _, k := range codec.All() {
-		list = append(list, pb.Codec(k))
-	}
-	return list
 }
 
 // ReceiveLimit returns how many bytes clients may have sent that nothing has consumed;
@@ -103,7 +93,7 @@ func (s *Server) values() metrics.Values {
 // shownLimits returns the limits that a peer can run into, each of which is a row of
 // docs/limits.md.
 func (s *Server) shownLimits(v *metrics.Values) map[string]int64 {
-	l, c := s.limits, s.cfg
+	l, c := s.cfg.Session, s.cfg
 	millis := func(d time.Duration) int64 { return d.Milliseconds() }
 	return map[string]int64{
 		"chunk_bytes": int64(l.ChunkBytes), "chunks_per_tensor": tensor.MaxChunks, "tensor_bytes": l.TensorBytes,

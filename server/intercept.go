@@ -9,10 +9,9 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors"
 	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/recovery"
 	"google.golang.org/grpc"
-	grpcpeer "google.golang.org/grpc/peer"
+	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/stats"
 	"google.golang.org/grpc/tap"
 
@@ -24,21 +23,17 @@ import (
 )
 
 // intercept returns the interceptors of every RPC, outermost first: accounting on its
-// connection, the log, its idle timeout, recovery from a handler's panic, the user's own,
-// and the conversion of errors to statuses.
+// connection and the log, recovery from a handler's panic, the user's own, and the conversion
+// of errors to statuses.
 func (e *endpoint) intercept() []grpc.ServerOption {
-	log := interceptors.CommonReportableFunc(func(ctx context.Context, c interceptors.CallMeta) (interceptors.Reporter, context.Context) {
-		return &rpcLog{ctx: ctx, server: e.server, method: c.FullMethod()}, ctx
-	})
 	panicked := recovery.WithRecoveryHandlerContext(func(_ context.Context, p any) error {
 		e.server.core.Panicked(p)
 		return errInternal
 	})
-	unary := []grpc.UnaryServerInterceptor{e.came, interceptors.UnaryServerInterceptor(log), recovery.UnaryServerInterceptor(panicked)}
-	streams := []grpc.StreamServerInterceptor{e.streamCame, interceptors.StreamServerInterceptor(log), e.attend, recovery.StreamServerInterceptor(panicked)}
+	unary := append([]grpc.UnaryServerInterceptor{e.came, recovery.UnaryServerInterceptor(panicked)}, e.server.cfg.UnaryInterceptors...)
+	streams := append([]grpc.StreamServerInterceptor{e.streamCame, recovery.StreamServerInterceptor(panicked)}, e.server.cfg.StreamInterceptors...)
 	return []grpc.ServerOption{
-		grpc.ChainUnaryInterceptor(append(append(unary, e.server.cfg.UnaryInterceptors...), explained)...),
-		grpc.ChainStreamInterceptor(append(append(streams, e.server.cfg.StreamInterceptors...), streamExplained)...),
+		grpc.ChainUnaryInterceptor(append(unary, explained)...), grpc.ChainStreamInterceptor(append(streams, streamExplained)...),
 	}
 }
 
@@ -66,7 +61,6 @@ type rpc struct {
 	caller   *guard.Caller
 	stream   atomic.Pointer[grpc.ServerTransportStream] // set once there is a handler
 	told     atomic.Pointer[error]                      // why it must end
-	arrived  func()                                     // called when a stream has received a request
 
 	mu   sync.Mutex
 	runs []*serving.Run // opened by the handler of a service; guarded by mu
@@ -169,10 +163,12 @@ func (statistics) HandleRPC(ctx context.Context, event stats.RPCStats) {
 }
 
 // came runs when the message of a unary RPC has arrived.
-func (e *endpoint) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+func (e *endpoint) came(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	began := time.Now()
 	rpcOf(ctx).first.Stop()
 	received(ctx).Next()
 	resp, err := handler(ctx, req)
+	e.server.logEnd(ctx, info.FullMethod, err, time.Since(began))
 	if err != nil {
 		return nil, err
 	}
@@ -182,24 +178,31 @@ func (e *endpoint) came(ctx context.Context, req any, _ *grpc.UnaryServerInfo, h
 	return nil, statusOf(errReceived)
 }
 
-// streamCame leaves client streams to the timeouts of their handlers, and stops the timer
-// of other streams when their only message arrives.
-func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
-	ctx := ss.Context()
+// streamCame leaves the client streams of the TensorService to the timeouts of their handlers,
+// and stops the timer of streams whose only message arrives.
+func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) (err error) {
+	began, ctx := time.Now(), ss.Context()
 	handled(ctx)
 	r := rpcOf(ctx)
-	r.arrived = func() { r.first.Stop() }
+	booked := accounted{ss, e.server.conns.Of(ctx), r.received, func() { r.first.Stop() }}
 	if info.IsClientStream {
 		r.first.Stop()
 	}
-	return handler(srv, accounted{ss, e.server.conns.Of(ctx), r})
+	if _, ours := srv.(*Server); ours || !info.IsClientStream {
+		err = handler(srv, booked)
+	} else {
+		err = e.attend(srv, booked, handler)
+	}
+	e.server.logEnd(ctx, info.FullMethod, err, time.Since(began))
+	return err
 }
 
 // accounted is a gRPC stream whose messages are accounted for on its connection.
 type accounted struct {
 	grpc.ServerStream
-	one *conns.Conn
-	rpc *rpc
+	one      *conns.Conn
+	received *inbound.RPC
+	arrived  func() // called when a request has
 }
 
 // SendMsg sends a frame, or an answer for which there is room.
@@ -216,7 +219,7 @@ func (a accounted) SendMsg(m any) error {
 // RecvMsg receives a frame or a request; the previous one counts as consumed. Invalid bytes
 // are the peer's fault, but gRPC's own code for them is that of a defect.
 func (a accounted) RecvMsg(m any) error {
-	a.rpc.received.Next()
+	a.received.Next()
 	if _, frame := m.(*wire.Message); frame {
 		return receiveError(a.Context(), a.ServerStream.RecvMsg(m))
 	}
@@ -227,7 +230,7 @@ func (a accounted) RecvMsg(m any) error {
 	if req.Err != nil {
 		return statusOf(req.Err)
 	}
-	a.rpc.arrived()
+	a.arrived()
 	return nil
 }
 
@@ -258,13 +261,10 @@ func (r registrar) RegisterService(desc *grpc.ServiceDesc, impl any) {
 // when no request arrives for a while: their handlers have no timeout. The handler runs on
 // a goroutine of its own, because only the end of the RPC wakes a handler that waits for
 // its peer; the goroutine ends soon after that. Close waits for it.
-func (e *endpoint) attend(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
-	if _, ours := srv.(*Server); ours || !info.IsClientStream {
-		return handler(srv, ss)
-	}
+func (e *endpoint) attend(srv any, ss accounted, handler grpc.StreamHandler) error {
 	clock := time.NewTimer(e.Idle)
 	defer clock.Stop()
-	rpcOf(ss.Context()).arrived = func() { clock.Reset(e.Idle) }
+	ss.arrived = func() { clock.Reset(e.Idle) }
 	ended := make(chan error, 1)
 	e.server.core.Go(func() { ended <- handler(srv, ss) }) // ends after its RPC
 	select {
@@ -279,25 +279,17 @@ func (e *endpoint) attend(srv any, ss grpc.ServerStream, info *grpc.StreamServer
 	}
 }
 
-// rpcLog logs the end of an RPC, but neither its payload nor the text of its error, which
+// logEnd logs the end of an RPC, but neither its payload nor the text of its error, which
 // may name a tensor.
-type rpcLog struct {
-	interceptors.NoopReporter
-	ctx    context.Context
-	server *Server
-	method string
-}
-
-// PostCall logs the end of the RPC.
-func (r *rpcLog) PostCall(err error, took time.Duration) {
-	level := levelOf(err, &r.server.failedRPCs)
-	if !r.server.log.Enabled(r.ctx, level) {
+func (s *Server) logEnd(ctx context.Context, method string, err error, took time.Duration) {
+	level := levelOf(err, &s.failedRPCs)
+	if !s.log.Enabled(ctx, level) {
 		return
 	}
 	from := ""
-	if p, ok := grpcpeer.FromContext(r.ctx); ok {
+	if p, ok := peer.FromContext(ctx); ok {
 		from = p.Addr.String()
 	}
-	r.server.log.LogAttrs(r.ctx, level, "rpc ended", slog.String("rpc", r.method), slog.String("code", statusName(err)),
-		slog.Duration("took", took), slog.String("peer", from), slog.String("principal", Principal(r.ctx)))
+	s.log.LogAttrs(ctx, level, "rpc ended", slog.String("rpc", method), slog.String("code", statusName(err)),
+		slog.Duration("took", took), slog.String("peer", from), slog.String("principal", Principal(ctx)))
 }

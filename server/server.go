@@ -126,7 +126,6 @@ type Config struct {
 type Server struct {
 	pb.UnimplementedTensorServiceServer
 	cfg       Config
-	limits    stream.Limits
 	log       *slog.Logger
 	core      *serving.Core
 	storing   *storing.Service
@@ -156,7 +155,7 @@ func New(cfg Config) (*Server, error) {
 	}
 	cfg.setDefaults()
 	s := &Server{
-		cfg: cfg, limits: cfg.Session, log: cfg.Log, started: time.Now(), health: healthService{health.NewServer()},
+		cfg: cfg, log: cfg.Log, started: time.Now(), health: healthService{health.NewServer()},
 		received: inbound.NewMemory(cfg.ReceiveBytes, cfg.messageBytes()), guard: guard.New(cfg.Identify, cfg.Log), forget: func() {},
 	}
 	s.conns = conns.New(conns.Config{
@@ -252,7 +251,7 @@ func def[T int | int64 | time.Duration](v *T, d T) {
 func (s *Server) Serve(l net.Listener) error {
 	s.serving.Do(func() { // all end with Close
 		s.core.Start()
-		go s.conns.Watch(unread(s.limits), s.core.Done())
+		go s.conns.Watch(unread(s.cfg.Session), s.core.Done())
 		go s.guard.Watch(s.core.Done())
 		for _, e := range s.endpoints[1:] {
 			go func() {

@@ -114,10 +114,10 @@ type endpoint struct {
 
 // endpoint returns a gRPC server for a service, health and reflection.
 func (s *Server) endpoint(svc Service) *endpoint {
-	session := int(s.limits.ChunkBytes) + wire.MaxControlBytes
+	session := int(s.cfg.Session.ChunkBytes) + wire.MaxControlBytes
 	svc.MessageBytes = cmp.Or(svc.MessageBytes, session)
-	svc.FirstMessage = cmp.Or(svc.FirstMessage, time.Duration(s.limits.FirstFrame))
-	svc.Idle = cmp.Or(svc.Idle, time.Duration(s.limits.ChunkIdle))
+	svc.FirstMessage = cmp.Or(svc.FirstMessage, time.Duration(s.cfg.Session.FirstFrame))
+	svc.Idle = cmp.Or(svc.Idle, time.Duration(s.cfg.Session.ChunkIdle))
 	e := &endpoint{Service: svc, server: s, methods: make(map[string]bool)}
 	cfg := &s.cfg
 	options := append(e.intercept(),
@@ -133,7 +133,7 @@ func (s *Server) endpoint(svc Service) *endpoint {
 		grpc.MaxHeaderListSize(uint32(min(cfg.HeaderListBytes, math.MaxUint32))),
 		grpc.ConnectionTimeout(cfg.Handshake),
 		grpc.KeepaliveParams(keepalive.ServerParameters{
-			Time: cfg.Keepalive, Timeout: cfg.KeepaliveTimeout, MaxConnectionIdle: time.Duration(s.limits.SessionIdle),
+			Time: cfg.Keepalive, Timeout: cfg.KeepaliveTimeout, MaxConnectionIdle: time.Duration(s.cfg.Session.SessionIdle),
 		}),
 		grpc.InTapHandle(e.admit),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: cfg.KeepaliveMin, PermitWithoutStream: true}),
