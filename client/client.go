@@ -239,11 +239,8 @@ func ask[Q, A any](ctx context.Context, c *Client, call func(context.Context, Q,
 	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.OpenTimeout, c.noAnswer())
 	defer stop()
 	a, err := call(ctx, q)
-	if err == nil {
-		return a, nil
+	if err != nil {
+		return a, c.sessionError(cmp.Or(context.Cause(ctx), err))
 	}
-	if ctx.Err() != nil {
-		return a, c.sessionError(context.Cause(ctx))
-	}
-	return a, c.sessionError(err)
+	return a, nil
 }

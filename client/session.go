@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
@@ -66,27 +65,10 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own context.Context) (session.Conn, error)) (*Session, error) {
 	own, cancel := context.WithCancel(context.Background())
 	s := &Session{client: c, own: own, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]handler)}
-	c.mu.Lock()
-	if c.closing.Err() != nil {
-		c.mu.Unlock()
-		cancel()
-		return nil, &Error{Code: codes.Canceled, Cause: ErrClosed}
-	}
-	c.winding.Add(1)
-	c.mu.Unlock()
 	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.OpenTimeout, c.noAnswer())
 	defer stop()
 	unhook := context.AfterFunc(ctx, cancel)
 	defer unhook()
-	conn, err := dial(own)
-	if err != nil {
-		c.winding.Done()
-		cancel()
-		if ctx.Err() != nil {
-			err = context.Cause(ctx)
-		}
-		return nil, c.sessionError(err)
-	}
 	cfg.Check, cfg.Codecs = c.cfg.Checksum, c.codecs()
 	cfg.Limits = stream.Limits{
 		ChunkBytes:  uint32(c.cfg.ChunkBytes),
@@ -97,9 +79,17 @@ func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own con
 		ChunkIdle:  stream.Instant(365 * 24 * time.Hour),
 		FirstFrame: stream.Instant(c.cfg.OpenTimeout),
 	}
+	conn, err := dial(own)
+	c.mu.Lock()
+	if err = cmp.Or(context.Cause(c.closing), context.Cause(ctx), err); err != nil {
+		c.mu.Unlock()
+		cancel()
+		return nil, c.sessionError(err)
+	}
 	s.sess = session.New(cfg, s)
 	lost := s.sess.Carry(conn)
-	go s.windUp(lost)
+	c.winding.Go(func() { s.windUp(lost) }) // Close waits for it
+	c.mu.Unlock()
 	select {
 	case <-s.opened:
 		if unhook() {
@@ -110,10 +100,7 @@ func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own con
 		s.sess.Stop(c.sessionError(context.Cause(ctx)))
 	}
 	<-s.over
-	if ctx.Err() != nil {
-		return nil, c.sessionError(context.Cause(ctx))
-	}
-	return nil, s.err
+	return nil, c.sessionError(cmp.Or(context.Cause(ctx), error(s.err)))
 }
 
 // codecs returns the codecs that the client's hellos list.
@@ -126,7 +113,6 @@ func (c *Client) codecs() []codec.Codec {
 
 // windUp ends the session with its connection or its client, and cleans up after it.
 func (s *Session) windUp(lost <-chan error) {
-	defer s.client.winding.Done()
 	closing := s.client.closing
 	select {
 	case err := <-lost:

@@ -289,17 +289,16 @@ func (s *Server) Close() {
 		s.core.Wait()
 		close(stopped)
 	}()
-	select {
-	case <-stopped:
-	case <-time.After(DefaultCloseWait):
+	force := time.AfterFunc(DefaultCloseWait, func() {
 		for _, e := range s.endpoints {
 			e.grpc.Stop()
 		}
-		select {
-		case <-stopped:
-		case <-time.After(DefaultCloseWait):
-			s.log.Error("work left behind: a model, a store or a source did not end")
-		}
+	})
+	defer force.Stop()
+	select {
+	case <-stopped:
+	case <-time.After(2 * DefaultCloseWait):
+		s.log.Error("work left behind: a model, a store or a source did not end")
 	}
 	for _, e := range s.endpoints[1:] {
 		_ = e.Listener.Close() // in case it was never served
