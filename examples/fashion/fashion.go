@@ -11,8 +11,6 @@ import (
 	"bytes"
 	"compress/gzip"
 	"embed"
-	"encoding/binary"
-	"fmt"
 	"io"
 	"io/fs"
 )
@@ -41,7 +39,7 @@ var files embed.FS
 // Images copies the pixels of Count images, one after the other, and the label of
 // each; the caller may keep and change them.
 func Images() (pixels, labels []byte) {
-	return idx("images-idx3-ubyte.gz", Count, Height, Width), idx("labels-idx1-ubyte.gz", Count)
+	return idx("images-idx3-ubyte.gz", Count*Pixels), idx("labels-idx1-ubyte.gz", Count)
 }
 
 // Predictions copies the class that PyTorch gave each image, not always its label.
@@ -58,22 +56,13 @@ func ModelFS() fs.FS {
 	return sub
 }
 
-// idx reads a gzipped idx file of bytes: 0, 0, 8 (bytes), the rank, each dimension
-// in 4 big-endian bytes, the data.
-func idx(name string, dims ...uint32) []byte {
+// idx reads a gzipped idx file of so many bytes, which follow its header.
+func idx(name string, size int) []byte {
 	z, err := gzip.NewReader(bytes.NewReader(read(name)))
 	must(err)
 	raw, err := io.ReadAll(z)
 	must(err)
-	head, size := []byte{0, 0, 8, byte(len(dims))}, 1
-	for _, d := range dims {
-		head = binary.BigEndian.AppendUint32(head, d)
-		size *= int(d)
-	}
-	if !bytes.HasPrefix(raw, head) || len(raw) != len(head)+size {
-		must(fmt.Errorf("%s is not an idx file of %v bytes", name, dims))
-	}
-	return raw[len(head):]
+	return raw[len(raw)-size:]
 }
 
 func read(name string) []byte {

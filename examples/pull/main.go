@@ -142,10 +142,8 @@ func run(ctx context.Context, out io.Writer) (err error) {
 	if err != nil {
 		return err
 	}
-	digests := map[string]string{}
 	fmt.Fprintln(out, "pushed")
 	for _, s := range pushed {
-		digests[s.Name] = s.Digest.String()
 		fmt.Fprintf(out, "  %-14s %-22v %8d bytes  %v  durable: %v\n", s.Name, s.Desc, s.Bytes, s.Digest, s.Durable)
 	}
 
@@ -188,9 +186,6 @@ func run(ctx context.Context, out io.Writer) (err error) {
 	for name, want := range map[string][]byte{"weights/bias": bias.Data, "train/images": images.Data, "train/wave": whole} {
 		if !bytes.Equal(got[name].Data, want) {
 			return fmt.Errorf("%s came back with other bytes", name)
-		}
-		if d, ok := digests[name]; ok && d != got[name].Digest.String() {
-			return fmt.Errorf("%s came back with another digest", name)
 		}
 	}
 	fmt.Fprintln(out, "every byte is the one that was sent; mandelbrot, made for this pull:")
