@@ -111,7 +111,7 @@ const mostErrors = 10
 var packages = []string{
 	"assembler", "bench", "blocks", "chunker", "client", "codec", "cpu", "cuda", "elements", "engine", "fashion", "fault", "frame", "generate", "glob", "identity", "inbound", "kernels", "lane", "lifecycle", "link", "relay", "server", "serving", "session", "slab",
 	"stack", "store", "storing", "stream",
-	"summary", "tensor", "tensorfile", "transfer", "wire", "worker",
+	"tensor", "tensorfile", "transfer", "wire", "worker",
 }
 
 // forPrograms matches names of packages and the gRPC code of a client's error, at the

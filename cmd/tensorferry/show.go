@@ -17,7 +17,6 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/elements"
-	"github.com/tensorferry/tensorferry/internal/summary"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
@@ -306,7 +305,7 @@ type shown struct {
 	NaN       int64              `json:"nan"`
 	PosInf    int64              `json:"positive_inf"`
 	NegInf    int64              `json:"negative_inf"`
-	Histogram *summary.Histogram `json:"histogram,omitempty"`
+	Histogram *elements.Histogram `json:"histogram,omitempty"`
 	Head      []json.RawMessage  `json:"head,omitempty"`
 
 	lines string // of the head
@@ -343,7 +342,7 @@ func look(ctx context.Context, title string, d tensor.Desc, r io.Reader, o showO
 	width := int64(d.DType.Bits() / 8)
 	head := &firstBytes{left: min(int64(o.head), size/width) * width}
 	r = io.TeeReader(r, head)
-	s, err := interruptible(ctx, func() (*summary.Summary, error) { return summary.Of(whileLasts{ctx, r}, d) })
+	s, err := interruptible(ctx, func() (*elements.Summary, error) { return elements.Summarize(whileLasts{ctx, r}, d) })
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", title, err)
 	}

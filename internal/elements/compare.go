@@ -3,8 +3,6 @@ package elements
 import (
 	"bytes"
 	"encoding/json"
-	"errors"
-	"fmt"
 	"io"
 	"math"
 	"math/cmplx"
@@ -47,6 +45,10 @@ func Compare(d tensor.Desc, a, b io.Reader, t Tolerance, first int) (Comparison,
 	if err != nil {
 		return Comparison{}, err
 	}
+	whole, err := ParseSlice("", d)
+	if err != nil {
+		return Comparison{}, err
+	}
 	width := int64(d.DType.Bits() / 8)
 	c := Comparison{Elements: size / width}
 	bufA, bufB := make([]byte, min(size, compareBytes)), make([]byte, min(size, compareBytes))
@@ -54,11 +56,8 @@ func Compare(d tensor.Desc, a, b io.Reader, t Tolerance, first int) (Comparison,
 		n := min(int64(len(bufA)), size-at)
 		bufA, bufB = bufA[:n], bufB[:n]
 		for i, buf := range [][]byte{bufA, bufB} {
-			if n, err := io.ReadFull([]io.Reader{a, b}[i], buf); err != nil {
-				if errors.Is(err, io.EOF) {
-					err = io.ErrUnexpectedEOF
-				}
-				return Comparison{}, fmt.Errorf("elements: ended after %d of %d bytes: %w", at+int64(n), size, err)
+			if err := fill(buf, []io.Reader{a, b}[i], at, size); err != nil {
+				return Comparison{}, err
 			}
 		}
 		if bytes.Equal(bufA, bufB) {
@@ -84,7 +83,7 @@ func Compare(d tensor.Desc, a, b io.Reader, t Tolerance, first int) (Comparison,
 			}
 			if len(c.First) < first {
 				c.First = append(c.First, Difference{
-					Index: indexOf((at+off)/width, d.Shape), A: JSON(d.DType, x), B: JSON(d.DType, y), TextA: Text(d.DType, x), TextB: Text(d.DType, y),
+					Index: whole.Index((at + off) / width), A: JSON(d.DType, x), B: JSON(d.DType, y), TextA: Text(d.DType, x), TextB: Text(d.DType, y),
 				})
 			}
 		}
@@ -114,14 +113,4 @@ func distance(a, b value) (abs, of float64) {
 		}
 	}
 	return min(cmplx.Abs(a.number-b.number), math.MaxFloat64), cmplx.Abs(b.number)
-}
-
-// indexOf returns where the i-th element of a shape is.
-func indexOf(i int64, shape tensor.Shape) []int64 {
-	index := make([]int64, len(shape))
-	for axis := len(shape) - 1; axis >= 0; axis-- {
-		index[axis] = i % shape[axis]
-		i /= shape[axis]
-	}
-	return index
 }

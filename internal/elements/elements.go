@@ -1,5 +1,5 @@
-// Package elements looks at single elements of tensors: what they are as text, which of
-// them a slice has, and in which two tensors differ.
+// Package elements looks at the elements of tensors: what they are as text, which of them a
+// slice has, in which two tensors differ, and what all of them are in a few numbers.
 //
 // It reads tensors once, front to back, in a fixed amount of memory, and refuses to hold
 // one. It borrows the bytes it reads. Everything belongs to one goroutine.
@@ -8,6 +8,9 @@ package elements
 import (
 	"encoding/binary"
 	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
 	"math"
 	"strconv"
 
@@ -16,6 +19,40 @@ import (
 )
 
 var le = binary.LittleEndian
+
+// word reads the little-endian number of width bytes that b begins with.
+func word(b []byte, width int) uint64 {
+	switch width {
+	case 1:
+		return uint64(b[0])
+	case 2:
+		return uint64(le.Uint16(b))
+	case 4:
+		return uint64(le.Uint32(b))
+	}
+	return le.Uint64(b)
+}
+
+func float32Of(b []byte) float64 { return float64(math.Float32frombits(le.Uint32(b))) }
+
+func float64Of(b []byte) float64 { return math.Float64frombits(le.Uint64(b)) }
+
+// fill reads the next bytes of a tensor of size bytes, of which r has yielded at.
+func fill(b []byte, r io.Reader, at, size int64) error {
+	n, err := io.ReadFull(r, b)
+	if err != nil {
+		return fmt.Errorf("elements: ended after %d of %d bytes: %w", at+int64(n), size, unexpected(err))
+	}
+	return nil
+}
+
+// unexpected is an error in the middle of a tensor: it is not to end there.
+func unexpected(err error) error {
+	if errors.Is(err, io.EOF) {
+		return io.ErrUnexpectedEOF
+	}
+	return err
+}
 
 // value is an element: whole numbers are exact.
 type value struct {
@@ -30,50 +67,33 @@ type value struct {
 
 // valueOf reads the element that b, which is borrowed, begins with.
 func valueOf(d tensor.DataType, b []byte) value {
-	signed := func(n int64) value {
-		if n < 0 {
-			return value{whole: true, negative: true, magnitude: -uint64(n)}
+	if d.Whole() {
+		v := value{whole: true, isBool: d == tensor.Bool, magnitude: word(b, d.Bits()/8)}
+		switch unused := 64 - d.Bits(); {
+		case v.isBool:
+			v.magnitude = min(v.magnitude, 1)
+		case signed(d):
+			n := int64(v.magnitude<<unused) >> unused
+			v.negative, v.magnitude = n < 0, uint64(max(n, -n))
 		}
-		return value{whole: true, magnitude: uint64(n)}
+		return v
 	}
 	if f, small := minifloat.Of(d); small {
-		bits := uint16(b[0])
-		if d.Bits() == 16 {
-			bits = le.Uint16(b)
-		}
-		return value{number: complex(f.Decode(bits), 0), bits: 32}
+		return value{number: complex(f.Decode(uint16(word(b, d.Bits()/8))), 0), bits: 32}
 	}
-	f32 := func(b []byte) float64 { return float64(math.Float32frombits(le.Uint32(b))) }
-	f64 := func(b []byte) float64 { return math.Float64frombits(le.Uint64(b)) }
 	switch d {
-	case tensor.Bool:
-		return value{whole: true, isBool: true, magnitude: uint64(min(b[0], 1))}
-	case tensor.Int8:
-		return signed(int64(int8(b[0])))
-	case tensor.Int16:
-		return signed(int64(int16(le.Uint16(b))))
-	case tensor.Int32:
-		return signed(int64(int32(le.Uint32(b))))
-	case tensor.Int64:
-		return signed(int64(le.Uint64(b)))
-	case tensor.Uint8:
-		return value{whole: true, magnitude: uint64(b[0])}
-	case tensor.Uint16:
-		return value{whole: true, magnitude: uint64(le.Uint16(b))}
-	case tensor.Uint32:
-		return value{whole: true, magnitude: uint64(le.Uint32(b))}
-	case tensor.Uint64:
-		return value{whole: true, magnitude: le.Uint64(b)}
 	case tensor.Float32:
-		return value{number: complex(f32(b), 0), bits: 32}
+		return value{number: complex(float32Of(b), 0), bits: 32}
 	case tensor.Float64:
-		return value{number: complex(f64(b), 0), bits: 64}
+		return value{number: complex(float64Of(b), 0), bits: 64}
 	case tensor.Complex64:
-		return value{number: complex(f32(b), f32(b[4:])), bits: 32, isComplex: true}
+		return value{number: complex(float32Of(b), float32Of(b[4:])), bits: 32, isComplex: true}
 	default: // Complex128
-		return value{number: complex(f64(b), f64(b[8:])), bits: 64, isComplex: true}
+		return value{number: complex(float64Of(b), float64Of(b[8:])), bits: 64, isComplex: true}
 	}
 }
+
+func signed(d tensor.DataType) bool { return d >= tensor.Int8 && d <= tensor.Int64 }
 
 // JSON returns the element that b, which is borrowed, begins with: a number, true or
 // false, [real, imaginary], and "NaN", "Infinity" and "-Infinity" as strings, since JSON
@@ -92,8 +112,6 @@ func JSON(d tensor.DataType, b []byte) json.RawMessage {
 		return strconv.FormatFloat(n, 'g', -1, v.bits)
 	}
 	switch {
-	case v.isBool:
-		return json.RawMessage(strconv.FormatBool(v.magnitude == 1))
 	case v.whole:
 		return json.RawMessage(v.wholeText())
 	case v.isComplex:
@@ -107,8 +125,6 @@ func JSON(d tensor.DataType, b []byte) json.RawMessage {
 func Text(d tensor.DataType, b []byte) string {
 	v := valueOf(d, b)
 	switch {
-	case v.isBool:
-		return strconv.FormatBool(v.magnitude == 1)
 	case v.whole:
 		return v.wholeText()
 	case v.isComplex:
@@ -119,9 +135,11 @@ func Text(d tensor.DataType, b []byte) string {
 }
 
 func (v *value) wholeText() string {
-	text := strconv.FormatUint(v.magnitude, 10)
-	if v.negative {
-		text = "-" + text
+	switch {
+	case v.isBool:
+		return strconv.FormatBool(v.magnitude == 1)
+	case v.negative:
+		return "-" + strconv.FormatUint(v.magnitude, 10)
 	}
-	return text
+	return strconv.FormatUint(v.magnitude, 10)
 }

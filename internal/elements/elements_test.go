@@ -121,9 +121,11 @@ func TestASliceIsThePartThatNumPyTakes(t *testing.T) {
 				require.NoError(t, err)
 				require.Empty(t, rest, "it is read to its end")
 				seen := s.Desc.Shape.String()
+				whole, err := ParseSlice("", cube)
+				require.NoError(t, err)
 				for i := range len(got) / 2 {
 					v := int64(binary.LittleEndian.Uint16(got[2*i:]))
-					require.Equal(t, indexOf(v, cube.Shape), s.Index(int64(i)))
+					require.Equal(t, whole.Index(v), s.Index(int64(i)))
 					seen += fmt.Sprint(" ", v)
 				}
 				if !strings.Contains(want, "] ") && len(got) > 0 {

@@ -117,23 +117,24 @@ func (s *Slice) Reader(r io.Reader) (io.Reader, error) {
 	if err != nil {
 		return nil, err
 	}
-	if _, ok := r.(*bytes.Reader); !ok {
-		r = bufio.NewReaderSize(io.LimitReader(r, size), compareBytes)
+	c := &cutting{size: size, part: part, run: int64(s.of.DType.Bits() / 8)}
+	if b, ok := r.(*bytes.Reader); ok {
+		c.r = view{b}
+	} else {
+		c.r = bufio.NewReaderSize(io.LimitReader(r, size), compareBytes)
 	}
-	c := &cutting{r: r, left: size, part: part, run: int64(s.of.DType.Bits() / 8)}
 	axis := len(s.axes) - 1
 	for ; axis >= 0 && s.axes[axis] == (places{0, s.of.Shape[axis], 1}); axis-- {
 		c.run *= s.of.Shape[axis]
 	}
-	step := c.run // bytes from one place of the axis to the next
-	c.at = make([]int64, axis+1)
-	c.steps = make([]int64, axis+1)
 	c.axes = slices.Clone(s.axes[:axis+1])
+	step := c.run // bytes from one place of the axis to the next
 	for i := axis; i >= 0; i-- {
-		c.steps[i] = step
+		c.axes[i].start *= step
+		c.axes[i].step *= step
 		step *= s.of.Shape[i]
 	}
-	if axis >= 0 && c.axes[axis].step == 1 { // its places lie side by side
+	if axis >= 0 && s.axes[axis].step == 1 { // its places lie side by side
 		c.run *= c.axes[axis].count
 		c.axes[axis].count = 1
 	}
@@ -142,21 +143,21 @@ func (s *Slice) Reader(r io.Reader) (io.Reader, error) {
 
 // cutting reads a part of a tensor: runs of bytes, and skips what is between.
 type cutting struct {
-	r     io.Reader // *bufio.Reader or *bytes.Reader
-	read  int64     // bytes of the tensor
-	left  int64     // the rest
-	part  int64     // bytes of the part that are still to come
-	run   int64     // bytes of a run
-	inRun int64     // bytes of this one that are still to come
-
-	axes  []places // those that runs are counted in
-	steps []int64  // bytes
-	at    []int64  // the next run
+	r interface {
+		io.Reader
+		Discard(n int) (int, error)
+	}
+	read, size int64    // bytes of the tensor: so far, and all
+	part       int64    // bytes of the part that are still to come
+	run        int64    // bytes of a run
+	inRun      int64    // bytes of this one that are still to come
+	runs       int64    // those that have begun
+	axes       []places // those that runs are counted in, in bytes
 }
 
 func (c *cutting) Read(p []byte) (int, error) {
 	if c.part == 0 {
-		if err := c.skip(c.left); err != nil {
+		if err := c.skipTo(c.size); err != nil {
 			return 0, err
 		}
 		return 0, io.EOF
@@ -165,18 +166,18 @@ func (c *cutting) Read(p []byte) (int, error) {
 		return 0, nil
 	}
 	if c.inRun == 0 {
-		if err := c.skip(c.next() - c.read); err != nil {
+		if err := c.skipTo(c.next()); err != nil {
 			return 0, err
 		}
 		c.inRun = c.run
 	}
 	n, err := c.r.Read(p[:min(int64(len(p)), c.inRun)])
-	c.read, c.left, c.inRun, c.part = c.read+int64(n), c.left-int64(n), c.inRun-int64(n), c.part-int64(n)
+	c.read, c.inRun, c.part = c.read+int64(n), c.inRun-int64(n), c.part-int64(n)
 	switch {
-	case c.part > 0 && errors.Is(err, io.EOF):
-		err = io.ErrUnexpectedEOF
-	case c.part == 0 && (err == nil || errors.Is(err, io.EOF)):
-		if err = c.skip(c.left); err != nil {
+	case c.part > 0:
+		err = unexpected(err)
+	case err == nil || errors.Is(err, io.EOF):
+		if err = c.skipTo(c.size); err != nil {
 			n = 0
 		}
 	}
@@ -185,39 +186,34 @@ func (c *cutting) Read(p []byte) (int, error) {
 
 // next returns where the next run begins.
 func (c *cutting) next() (off int64) {
-	for i, n := range c.at {
-		off += (c.axes[i].start + n*c.axes[i].step) * c.steps[i]
-	}
-	for i := len(c.at) - 1; i >= 0; i-- {
-		if c.at[i]++; c.at[i] < c.axes[i].count {
-			break
-		}
-		c.at[i] = 0
+	n := c.runs
+	c.runs++
+	for _, p := range slices.Backward(c.axes) {
+		off += p.start + n%p.count*p.step
+		n /= p.count
 	}
 	return off
 }
 
-// skip passes over n bytes.
-func (c *cutting) skip(n int64) error {
-	for n > 0 {
-		some := min(n, math.MaxInt32)
-		var err error
-		switch r := c.r.(type) {
-		case *bufio.Reader:
-			_, err = r.Discard(int(some))
-		case *bytes.Reader:
-			if int64(r.Len()) < some {
-				return io.ErrUnexpectedEOF
-			}
-			_, err = r.Seek(some, io.SeekCurrent)
-		}
-		if errors.Is(err, io.EOF) {
-			err = io.ErrUnexpectedEOF
-		}
+// skipTo passes over the bytes before off.
+func (c *cutting) skipTo(off int64) error {
+	for c.read < off {
+		n, err := c.r.Discard(int(min(off-c.read, math.MaxInt32)))
+		c.read += int64(n)
 		if err != nil {
-			return err
+			return unexpected(err)
 		}
-		c.read, c.left, n = c.read+some, c.left-some, n-some
 	}
 	return nil
+}
+
+// view is a tensor in memory, of which nothing is read that is discarded.
+type view struct{ *bytes.Reader }
+
+func (v view) Discard(n int) (int, error) {
+	if n > v.Len() {
+		return 0, io.EOF
+	}
+	_, err := v.Seek(int64(n), io.SeekCurrent)
+	return n, err
 }

@@ -38,7 +38,6 @@ var layers = map[string][]string{
 	"internal/bench":     {"internal/proc", "slab"},
 	"internal/elements":  {"internal/minifloat", "tensor"},
 	"internal/link":      {"slab"},
-	"internal/summary":   {"internal/minifloat", "tensor"},
 	"internal/testkit":   {"slab"},
 
 	"assembler":         {"codec", "internal/invariants", "tensor"},

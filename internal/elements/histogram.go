@@ -1,6 +1,14 @@
-package summary
+package elements
 
 import "math"
+
+const (
+	// binCount is how many bins there are: each of the columns that a histogram is
+	// shown in, some 40, then has 200 or more, so its edges are off by 0.5 % or less.
+	binCount = 1 << 14
+	// leastBin is the exponent of the narrowest bin's width: its inverse is finite.
+	leastBin = -1000
+)
 
 // histogram counts numbers in bins of one width, a power of two, which doubles as
 // often as it must for all numbers to find a bin. So one pass is enough, and in the

@@ -1,16 +1,7 @@
-// Package summary says in a few numbers what a tensor holds: the least, the most,
-// mean, standard deviation, a histogram, and how many elements are NaN, infinite or
-// zero.
-//
-// It reads a tensor once, front to back, in a fixed amount of memory, whatever the
-// tensor's size, and refuses to hold it. It borrows the bytes it reads. Everything
-// belongs to one goroutine.
-package summary
+package elements
 
 import (
-	"encoding/binary"
 	"encoding/json"
-	"fmt"
 	"io"
 	"math"
 	"strconv"
@@ -18,6 +9,10 @@ import (
 	"github.com/tensorferry/tensorferry/internal/minifloat"
 	"github.com/tensorferry/tensorferry/tensor"
 )
+
+// block is how many elements are summarized together: at most 64 KiB of them, and as many
+// float64, stay in a processor's cache.
+const block = 4096
 
 // Summary is what a tensor holds. A complex element stands for its magnitude, a
 // bool for 0 or 1.
@@ -39,9 +34,9 @@ type Summary struct {
 	bins      histogram
 }
 
-// Of summarizes the tensor whose bytes r yields, and reads no byte more. If r ends
+// Summarize summarizes the tensor whose bytes r yields, and reads no byte more. If r ends
 // early, the error wraps io.ErrUnexpectedEOF.
-func Of(r io.Reader, d tensor.Desc) (*Summary, error) {
+func Summarize(r io.Reader, d tensor.Desc) (*Summary, error) {
 	size, err := d.Bytes()
 	if err != nil {
 		return nil, err
@@ -53,22 +48,25 @@ func Of(r io.Reader, d tensor.Desc) (*Summary, error) {
 		s.bins.exp = 0
 	}
 	var m moments
-	exact := extremes{signed: d.DType == tensor.Int64, low: math.MaxUint64}
-	wide := d.DType == tensor.Int64 || d.DType == tensor.Uint64
+	// A float64 would round the extremes of 64-bit integers: they are kept as keys, whose
+	// order is that of the integers.
+	least, most, flip := uint64(math.MaxUint64), uint64(0), uint64(0)
+	if d.DType == tensor.Int64 {
+		flip = 1 << 63
+	}
+	wide := s.whole && width == 8
 	buf, values := make([]byte, block*width), make([]float64, block)
-	for left := size; left > 0; {
-		b := buf[:min(int64(len(buf)), left)]
-		if n, err := io.ReadFull(r, b); err != nil {
-			if err == io.EOF {
-				err = io.ErrUnexpectedEOF
-			}
-			return nil, fmt.Errorf("summary: ended after %d of %d bytes: %w", size-left+int64(n), size, err)
+	for at := int64(0); at < size; {
+		b := buf[:min(int64(len(buf)), size-at)]
+		if err := fill(b, r, at, size); err != nil {
+			return nil, err
 		}
-		left -= int64(len(b))
+		at += int64(len(b))
 		all := values[:len(b)/width]
 		decode(all, b)
-		if wide {
-			exact.add(b)
+		for i := 0; wide && i < len(b); i += 8 {
+			key := le.Uint64(b[i:]) ^ flip
+			least, most = min(least, key), max(most, key)
 		}
 		s.add(all, &m)
 	}
@@ -78,7 +76,8 @@ func Of(r io.Reader, d tensor.Desc) (*Summary, error) {
 	s.Mean = min(max(math.Ldexp(m.mean, m.exp), s.low), s.high) // rounding shall not lead out
 	s.Std = math.Ldexp(math.Sqrt(m.squares/m.n), m.exp)
 	if wide {
-		s.Min, s.Max = exact.text()
+		text := func(key uint64) json.Number { return json.Number(Text(d.DType, le.AppendUint64(nil, key^flip))) }
+		s.Min, s.Max = text(least), text(most)
 		return s, nil
 	}
 	bits := 32 // the shortest text that is this float32, which holds all smaller types
@@ -172,41 +171,10 @@ func (m *moments) add(values []float64, most float64) {
 	m.n = all
 }
 
-// extremes are the least and the most of 64-bit integers, which a float64 would
-// round: as keys whose order is that of the numbers.
-type extremes struct {
-	signed    bool
-	low, high uint64
-}
-
-func (e *extremes) key(v uint64) uint64 {
-	if e.signed {
-		return v ^ 1<<63
-	}
-	return v
-}
-
-func (e *extremes) add(b []byte) {
-	for ; len(b) > 0; b = b[8:] {
-		k := e.key(binary.LittleEndian.Uint64(b))
-		e.low, e.high = min(e.low, k), max(e.high, k)
-	}
-}
-
-func (e *extremes) text() (low, high json.Number) {
-	format := func(k uint64) json.Number {
-		if e.signed {
-			return json.Number(strconv.FormatInt(int64(e.key(k)), 10))
-		}
-		return json.Number(strconv.FormatUint(k, 10))
-	}
-	return format(e.low), format(e.high)
-}
-
 // decoderOf returns what turns elements into numbers.
 func decoderOf(d tensor.DataType) func(to []float64, b []byte) {
-	le := binary.LittleEndian
-	each := func(width int, value func(b []byte) float64) func(to []float64, b []byte) {
+	width, unused := d.Bits()/8, 64-d.Bits()
+	each := func(value func(b []byte) float64) func(to []float64, b []byte) {
 		return func(to []float64, b []byte) {
 			for i := range to {
 				to[i] = value(b[i*width:])
@@ -218,40 +186,23 @@ func decoderOf(d tensor.DataType) func(to []float64, b []byte) {
 		for bits := range table {
 			table[bits] = f.Decode(uint16(bits))
 		}
-		if d.Bits() == 8 {
-			return each(1, func(b []byte) float64 { return table[b[0]] })
-		}
-		return each(2, func(b []byte) float64 { return table[le.Uint16(b)] })
+		return each(func(b []byte) float64 { return table[word(b, width)] })
 	}
-	f32 := func(b []byte) float64 { return float64(math.Float32frombits(le.Uint32(b))) }
-	f64 := func(b []byte) float64 { return math.Float64frombits(le.Uint64(b)) }
-	switch d {
-	case tensor.Bool:
-		return each(1, func(b []byte) float64 { return float64(min(b[0], 1)) })
-	case tensor.Int8:
-		return each(1, func(b []byte) float64 { return float64(int8(b[0])) })
-	case tensor.Uint8:
-		return each(1, func(b []byte) float64 { return float64(b[0]) })
-	case tensor.Int16:
-		return each(2, func(b []byte) float64 { return float64(int16(le.Uint16(b))) })
-	case tensor.Uint16:
-		return each(2, func(b []byte) float64 { return float64(le.Uint16(b)) })
-	case tensor.Int32:
-		return each(4, func(b []byte) float64 { return float64(int32(le.Uint32(b))) })
-	case tensor.Uint32:
-		return each(4, func(b []byte) float64 { return float64(le.Uint32(b)) })
-	case tensor.Int64:
-		return each(8, func(b []byte) float64 { return float64(int64(le.Uint64(b))) })
-	case tensor.Uint64:
-		return each(8, func(b []byte) float64 { return float64(le.Uint64(b)) })
-	case tensor.Float32:
-		return each(4, f32)
-	case tensor.Float64:
-		return each(8, f64)
-	case tensor.Complex64:
-		return each(8, func(b []byte) float64 { return magnitude(f32(b), f32(b[4:])) })
+	switch {
+	case d == tensor.Bool:
+		return each(func(b []byte) float64 { return float64(min(b[0], 1)) })
+	case signed(d):
+		return each(func(b []byte) float64 { return float64(int64(word(b, width)<<unused) >> unused) })
+	case d.Whole():
+		return each(func(b []byte) float64 { return float64(word(b, width)) })
+	case d == tensor.Float32:
+		return each(float32Of)
+	case d == tensor.Float64:
+		return each(float64Of)
+	case d == tensor.Complex64:
+		return each(func(b []byte) float64 { return magnitude(float32Of(b), float32Of(b[4:])) })
 	default:
-		return each(16, func(b []byte) float64 { return magnitude(f64(b), f64(b[8:])) })
+		return each(func(b []byte) float64 { return magnitude(float64Of(b), float64Of(b[8:])) })
 	}
 }
 

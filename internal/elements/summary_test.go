@@ -1,4 +1,4 @@
-package summary
+package elements
 
 import (
 	"bytes"
@@ -28,7 +28,6 @@ func element(d tensor.DataType, b []byte) (v *big.Float, odd float64) {
 		}
 		return big.NewFloat(v), 0
 	}
-	le := binary.LittleEndian
 	switch d {
 	case tensor.Bool:
 		if b[0] != 0 {
@@ -95,7 +94,7 @@ func check(t *testing.T, d tensor.DataType, data []byte) {
 	width := d.Bits() / 8
 	n := len(data) / width
 	data = data[:n*width]
-	s, err := Of(bytes.NewReader(data), tensor.Desc{DType: d, Shape: tensor.Shape{int64(n)}})
+	s, err := Summarize(bytes.NewReader(data), tensor.Desc{DType: d, Shape: tensor.Shape{int64(n)}})
 	require.NoError(t, err)
 
 	var nan, pos, neg, zeros int64
@@ -249,11 +248,11 @@ func TestNumbersThatAreHardToSumAreSummarized(t *testing.T) {
 }
 
 func TestColumnsOfWholeNumbersHaveAsManyValuesEach(t *testing.T) {
-	s, err := Of(bytes.NewReader([]byte{0, 1, 1, 2, 3, 3, 3, 7}), tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{2, 4}})
+	s, err := Summarize(bytes.NewReader([]byte{0, 1, 1, 2, 3, 3, 3, 7}), tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{2, 4}})
 	require.NoError(t, err)
 	require.Equal(t, Histogram{0, 8, []int64{1, 2, 1, 3, 0, 0, 0, 1}}, s.Histogram(40))
 	require.Equal(t, Histogram{0, 9, []int64{4, 3, 1}}, s.Histogram(3), "three values each")
-	s, err = Of(bytes.NewReader([]byte{1, 0, 1, 1}), tensor.Desc{DType: tensor.Bool, Shape: tensor.Shape{4}})
+	s, err = Summarize(bytes.NewReader([]byte{1, 0, 1, 1}), tensor.Desc{DType: tensor.Bool, Shape: tensor.Shape{4}})
 	require.NoError(t, err)
 	require.Equal(t, Histogram{0, 2, []int64{1, 3}}, s.Histogram(40))
 	require.Equal(t, 0.75, s.Mean)
@@ -262,11 +261,11 @@ func TestColumnsOfWholeNumbersHaveAsManyValuesEach(t *testing.T) {
 func TestLongIntegersKeepTheirLastDigit(t *testing.T) {
 	data := binary.LittleEndian.AppendUint64(nil, math.MaxInt64)
 	data = binary.LittleEndian.AppendUint64(data, 1<<63)
-	s, err := Of(bytes.NewReader(data), tensor.Desc{DType: tensor.Int64, Shape: tensor.Shape{2}})
+	s, err := Summarize(bytes.NewReader(data), tensor.Desc{DType: tensor.Int64, Shape: tensor.Shape{2}})
 	require.NoError(t, err)
 	require.EqualValues(t, "-9223372036854775808", s.Min)
 	require.EqualValues(t, "9223372036854775807", s.Max)
-	s, err = Of(bytes.NewReader(data), tensor.Desc{DType: tensor.Uint64, Shape: tensor.Shape{2}})
+	s, err = Summarize(bytes.NewReader(data), tensor.Desc{DType: tensor.Uint64, Shape: tensor.Shape{2}})
 	require.NoError(t, err)
 	require.EqualValues(t, "9223372036854775807", s.Min)
 	require.EqualValues(t, "9223372036854775808", s.Max)
@@ -275,7 +274,7 @@ func TestLongIntegersKeepTheirLastDigit(t *testing.T) {
 func TestAReaderGivesWhatItLikesAndNoMoreIsRead(t *testing.T) {
 	data := []byte("0123456789abcdef, and more")
 	r := iotest.OneByteReader(bytes.NewReader(data))
-	s, err := Of(r, tensor.Desc{DType: tensor.Uint16, Shape: tensor.Shape{8}})
+	s, err := Summarize(r, tensor.Desc{DType: tensor.Uint16, Shape: tensor.Shape{8}})
 	require.NoError(t, err)
 	require.EqualValues(t, 8, s.Elements)
 	rest, err := io.ReadAll(r)
@@ -286,14 +285,14 @@ func TestAReaderGivesWhatItLikesAndNoMoreIsRead(t *testing.T) {
 func TestAReaderThatFailsIsAnError(t *testing.T) {
 	d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{block + 2}}
 	for _, n := range []int{0, 1, block, block + 1} {
-		_, err := Of(bytes.NewReader(make([]byte, n)), d)
+		_, err := Summarize(bytes.NewReader(make([]byte, n)), d)
 		require.ErrorIs(t, err, io.ErrUnexpectedEOF)
 		require.ErrorContains(t, err, fmt.Sprintf("after %d of %d bytes", n, block+2))
 	}
 	broken := errors.New("broken")
-	_, err := Of(iotest.ErrReader(broken), d)
+	_, err := Summarize(iotest.ErrReader(broken), d)
 	require.ErrorIs(t, err, broken)
-	_, err = Of(nil, tensor.Desc{})
+	_, err = Summarize(nil, tensor.Desc{})
 	require.ErrorIs(t, err, tensor.ErrDataType)
 }
 
@@ -319,7 +318,7 @@ func BenchmarkSummary(b *testing.B) {
 			b.SetBytes(int64(len(data)))
 			b.ReportAllocs()
 			for b.Loop() {
-				if _, err := Of(bytes.NewReader(data), tensor.Desc{DType: d, Shape: tensor.Shape{int64(len(data) * 8 / d.Bits())}}); err != nil {
+				if _, err := Summarize(bytes.NewReader(data), tensor.Desc{DType: d, Shape: tensor.Shape{int64(len(data) * 8 / d.Bits())}}); err != nil {
 					b.Fatal(err)
 				}
 			}
