@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"slices"
+	"strings"
 	"unicode/utf8"
 
 	"github.com/spf13/cobra"
@@ -25,52 +26,38 @@ type access struct {
 	codec  string
 }
 
-// flags adds --server and the flags that identify the client.
+// flags adds --server and the flags that identify the client, and completes names of the
+// server's tensors.
 func (a *access) flags(c *cobra.Command) {
 	f := c.Flags()
-	f.StringVar(&a.server, "server", cmp.Or(os.Getenv(serverEnv), defaultListen), "`address` of the server: host:port or unix:/path;\nalso "+serverEnv)
+	f.StringVar(&a.server, "server", cmp.Or(os.Getenv(variable("server")), defaultListen), "`address` of the server: host:port or unix:/path;\nalso "+variable("server"))
 	c.Flag("server").DefValue = defaultListen // --help does not depend on the environment
 	a.identityFlags(c)
+	if strings.Contains(c.Use, "NAME...") {
+		c.ValidArgsFunction = a.completeStored
+	}
 }
 
 // identityFlags adds the flags that identify the client. Each one's default is an
 // environment variable.
 func (a *access) identityFlags(c *cobra.Command) {
-	f := c.Flags()
-	f.BoolVar(&a.tls, "tls", !slices.Contains([]string{"", "0", "false"}, os.Getenv(tlsEnv)), "use TLS and the CAs that this system trusts; also "+tlsEnv+"=1")
-	for _, s := range a.identity() {
-		f.StringVar(s.value, s.flag, os.Getenv(s.env), s.text+"; also "+s.env)
+	f, env := c.Flags(), variable("tls")
+	f.BoolVar(&a.tls, "tls", !slices.Contains([]string{"", "0", "false"}, os.Getenv(env)), "use TLS and the CAs that this system trusts; also "+env+"=1")
+	c.Flag("tls").DefValue = "false"
+	for _, s := range []struct {
+		flag, text string
+		value      *string
+	}{ // they imply --tls
+		{"ca", "`file` with the CA of the server's certificate", &a.files.CA},
+		{"cert", "`file` with the client's certificate", &a.files.Cert},
+		{"key", "`file` with the client's private key", &a.files.Key},
+		{"token", "`file` with the client's token", &a.files.Token},
+		{"server-name", "`name` in the server's certificate\n(default the host in its address)", &a.files.ServerName},
+	} {
+		env := variable(s.flag)
+		f.StringVar(s.value, s.flag, os.Getenv(env), s.text+"; also "+env)
 		c.Flag(s.flag).DefValue = ""
 	}
-	c.Flag("tls").DefValue = "false"
-}
-
-// identity returns the flags that imply --tls.
-func (a *access) identity() []identityFlag {
-	return []identityFlag{
-		{"ca", envPrefix + "CA", "`file` with the CA of the server's certificate", &a.files.CA},
-		{"cert", envPrefix + "CERT", "`file` with the client's certificate", &a.files.Cert},
-		{"key", envPrefix + "KEY", "`file` with the client's private key", &a.files.Key},
-		{"token", envPrefix + "TOKEN", "`file` with the client's token", &a.files.Token},
-		{"server-name", envPrefix + "SERVER_NAME", "`name` in the server's certificate\n(default the host in its address)", &a.files.ServerName},
-	}
-}
-
-type identityFlag struct {
-	flag, env, text string
-	value           *string
-}
-
-// tlsEnv is the default of --tls.
-const tlsEnv = envPrefix + "TLS"
-
-// accessOf returns the access of a command, read from its flags by name.
-func accessOf(c *cobra.Command) *access {
-	a := &access{server: c.Flag("server").Value.String(), tls: c.Flag("tls").Value.String() == "true"}
-	for _, s := range a.identity() {
-		*s.value = c.Flag(s.flag).Value.String()
-	}
-	return a
 }
 
 // dial connects to the server. It adds codec and credentials to cfg. The caller closes
@@ -145,13 +132,4 @@ func (r *remote) flags(c *cobra.Command) {
 func codecFlag(c *cobra.Command, to *string) {
 	c.Flags().StringVar(to, "codec", codec.None.String(), "compress chunks in transit: none or lz4")
 	complete(c, "codec", []string{codec.None.String(), codec.LZ4.String()})
-}
-
-// clientVariables returns the environment variables of clients, which serve ignores.
-func clientVariables() []string {
-	all := []string{serverEnv, tlsEnv}
-	for _, s := range new(access).identity() {
-		all = append(all, s.env)
-	}
-	return all
 }

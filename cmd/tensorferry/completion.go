@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -48,11 +49,7 @@ bash-completion must be installed.`,
 // dtypeFlag adds --dtype.
 func dtypeFlag(c *cobra.Command, to *string, value, text string) {
 	c.Flags().StringVar(to, "dtype", value, text)
-	var names []string
-	for _, d := range tensor.DataTypes() {
-		names = append(names, d.String())
-	}
-	complete(c, "dtype", names)
+	complete(c, "dtype", each(tensor.DataTypes(), tensor.DataType.String))
 }
 
 // complete registers the values of a flag for completion.
@@ -76,41 +73,32 @@ const completionWait = time.Second
 
 // completeStored completes the names of a server's tensors, or with --source those of
 // its sources.
-func completeStored(c *cobra.Command, _ []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
-	return ask(c, start, func(ctx context.Context, cl *client.Client) ([]string, error) {
+func (a *access) completeStored(c *cobra.Command, _ []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
+	return a.complete(c, start, func(ctx context.Context, cl *client.Client) ([]string, error) {
 		list, sources, err := cl.List(ctx, "")
 		if source := c.Flag("source"); source != nil && source.Value.String() == "true" {
 			return sources, err
 		}
-		names := make([]string, len(list))
-		for i, s := range list {
-			names[i] = s.Name
-		}
-		return names, err
+		return each(list, func(s client.Stored) string { return s.Name }), err
 	})
 }
 
 // completeModels completes the name of a model of a server, as the only argument.
-func completeModels(c *cobra.Command, args []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
+func (a *access) completeModels(c *cobra.Command, args []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
 	if len(args) > 0 {
 		return nil, cobra.ShellCompDirectiveNoFileComp
 	}
-	return ask(c, start, func(ctx context.Context, cl *client.Client) ([]string, error) {
+	return a.complete(c, start, func(ctx context.Context, cl *client.Client) ([]string, error) {
 		models, err := cl.Models(ctx)
-		names := make([]string, len(models))
-		for i, m := range models {
-			names[i] = m.GetName()
-		}
-		return names, err
+		return each(models, (*pb.Model).GetName), err
 	})
 }
 
-// ask completes start with names from the server of --server, or with none if the server
-// does not answer.
-func ask(c *cobra.Command, start string, names func(context.Context, *client.Client) ([]string, error)) (list []cobra.Completion, _ cobra.ShellCompDirective) {
+// complete completes start with names from the server, or with none if it does not answer.
+func (a *access) complete(c *cobra.Command, start string, names func(context.Context, *client.Client) ([]string, error)) (list []cobra.Completion, _ cobra.ShellCompDirective) {
 	ctx, cancel := context.WithTimeout(c.Context(), completionWait)
 	defer cancel()
-	if cl, err := accessOf(c).dial(client.Config{}); err == nil {
+	if cl, err := a.dial(client.Config{}); err == nil {
 		defer cl.Close()
 		list, _ = names(ctx, cl)
 	}

@@ -7,39 +7,35 @@ import (
 	"io"
 	"maps"
 	"math"
+	"os"
 	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 
-	"github.com/knadh/koanf/parsers/yaml"
-	"github.com/knadh/koanf/providers/env/v2"
-	"github.com/knadh/koanf/providers/file"
-	"github.com/knadh/koanf/v2"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+	"go.yaml.in/yaml/v3"
 )
 
-const (
-	// envPrefix begins every environment variable that serve reads.
-	envPrefix = "TENSORFERRY_"
-	// configEnv is the variable for --config.
-	configEnv = envPrefix + "CONFIG"
-	// serverEnv is the default of --server in other commands; serve ignores it.
-	serverEnv = envPrefix + "SERVER"
-	// pythonEnv is the interpreter for --python, which therefore has no variable of its own.
-	pythonEnv = envPrefix + "PYTHON"
-	// delimiter joins the keys of nested settings, none of which is known.
-	delimiter = "."
-)
+// envPrefix begins every environment variable that serve reads.
+const envPrefix = "TENSORFERRY_"
+
+// pythonEnv is the interpreter for --python, which therefore has no variable of its own.
+const pythonEnv = envPrefix + "PYTHON"
 
 // notSettings are flags for the command line only.
 var notSettings = []string{"config", "print-config", "child", "python-fd", "help"}
 
-// notOurs are variables with the prefix that are not settings of serve: those of clients
-// and of the Python package, and the interpreter.
-var notOurs = append(clientVariables(), pythonEnv, envPrefix+"BIN", envPrefix+"LINK_MEMORY")
+// notOurs are variables with the prefix that are not settings of serve: the flags of
+// clients, those of the Python package, and the interpreter.
+var notOurs = []string{"server", "tls", "ca", "cert", "key", "token", "server-name", "python", "bin", "link-memory"}
+
+// variable returns the environment variable of a flag.
+func variable(flag string) string {
+	return envPrefix + strings.ToUpper(strings.ReplaceAll(flag, "-", "_"))
+}
 
 // origins says where the value of each setting comes from.
 type origins map[string]string
@@ -49,24 +45,26 @@ type origins map[string]string
 // each setting is declared, documented and checked once.
 func configure(flags *pflag.FlagSet, environ []string) (origins, error) {
 	path := flags.Lookup("config").Value.String()
-	environment := koanf.New(delimiter)
-	_ = environment.Load(env.Provider(delimiter, env.Opt{ // it never fails
-		Prefix: envPrefix, EnvironFunc: func() []string { return environ },
-		TransformFunc: func(name, value string) (string, any) {
-			switch {
-			case slices.Contains(notOurs, name):
-				return "", nil
-			case name == configEnv:
-				path = cmp.Or(path, value)
-				return "", nil
-			}
-			return strings.ToLower(strings.ReplaceAll(strings.TrimPrefix(name, envPrefix), "_", "-")), value
-		},
-	}), nil)
+	environment := map[string]any{}
+	for _, text := range environ {
+		name, value, _ := strings.Cut(text, "=")
+		name, ours := strings.CutPrefix(name, envPrefix)
+		switch key := strings.ToLower(strings.ReplaceAll(name, "_", "-")); {
+		case !ours || slices.Contains(notOurs, key):
+		case key == "config":
+			path = cmp.Or(path, value)
+		default:
+			environment[key] = value
+		}
+	}
 	from := make(origins)
 	if path != "" {
-		written := koanf.New(delimiter)
-		if err := written.Load(file.Provider(path), yaml.Parser()); err != nil {
+		written := map[string]any{}
+		text, err := os.ReadFile(path)
+		if err == nil {
+			err = yaml.Unmarshal(text, &written)
+		}
+		if err != nil {
 			return nil, usage("config file %s: %v", path, err)
 		}
 		name := func(key string) string { return key + " in " + path }
@@ -74,18 +72,13 @@ func configure(flags *pflag.FlagSet, environ []string) (origins, error) {
 			return nil, err
 		}
 	}
-	name := func(key string) string { return envPrefix + strings.ToUpper(strings.ReplaceAll(key, "-", "_")) }
-	if err := from.apply(flags, environment, "environment", name); err != nil {
-		return nil, err
-	}
-	return from, nil
+	return from, from.apply(flags, environment, "environment", variable)
 }
 
 // apply sets the flags that are not on the command line to the values of a layer. It
 // fails if a setting is unknown or its value is invalid. name returns the setting's name
 // for error messages.
-func (o origins) apply(flags *pflag.FlagSet, layer *koanf.Koanf, where string, name func(key string) string) error {
-	values := layer.All()
+func (o origins) apply(flags *pflag.FlagSet, values map[string]any, where string, name func(key string) string) error {
 	for _, key := range slices.Sorted(maps.Keys(values)) {
 		f := flags.Lookup(key)
 		if f == nil || slices.Contains(notSettings, key) {
@@ -106,17 +99,15 @@ func (o origins) apply(flags *pflag.FlagSet, layer *koanf.Koanf, where string, n
 func set(v pflag.Value, value any) error {
 	list, isList := v.(pflag.SliceValue)
 	switch value := value.(type) {
-	case nil, map[string]any:
+	case nil:
 		return errors.New("no value")
+	case map[string]any:
+		return errors.New("it takes a value, not a group of keys")
 	case []any:
 		if !isList {
 			return errors.New("it takes one value, not a list")
 		}
-		texts := make([]string, len(value))
-		for i, each := range value {
-			texts[i] = fmt.Sprint(each)
-		}
-		return list.Replace(texts)
+		return list.Replace(each(value, func(v any) string { return fmt.Sprint(v) }))
 	}
 	text := fmt.Sprint(value)
 	if isList {
@@ -204,17 +195,12 @@ func printConfig(w io.Writer, flags *pflag.FlagSet, from origins) error {
 			where += "; 0 is automatic"
 		}
 		var value any = f.Value.String()
-		switch list, isList := f.Value.(pflag.SliceValue); {
-		case isList:
+		if list, isList := f.Value.(pflag.SliceValue); isList {
 			value = list.GetSlice()
-		case f.Value.Type() == "bool":
-			value = value == "true"
-		case f.Value.Type() != "string":
-			if n, err := strconv.Atoi(f.Value.String()); err == nil {
-				value = n
-			}
+		} else if slices.Contains([]string{"bool", "count", "size"}, f.Value.Type()) {
+			_ = yaml.Unmarshal([]byte(f.Value.String()), &value) // sizes with a unit stay texts
 		}
-		text, err := yaml.Parser().Marshal(map[string]any{name: value})
+		text, err := yaml.Marshal(map[string]any{name: value})
 		if err != nil {
 			return err
 		}

@@ -91,7 +91,7 @@ func TestAMistakeInTheConfigNamesItsKey(t *testing.T) {
 		"an unknown key":               {file: "max-cals: 3", want: `max-cals in .*ferry.yaml is not a setting; did you mean max-calls in`},
 		"an unknown variable":          {environ: []string{"TENSORFERRY_MAX_TENSR=3"}, want: "TENSORFERRY_MAX_TENSR is not a setting; did you mean TENSORFERRY_MAX_TENSOR\\?$"},
 		"a key of the command line":    {file: "print-config: true", want: "print-config in .* is not a setting"},
-		"a group of keys":              {file: "listen:\n  address: x", want: `listen.address in .* is not a setting; did you mean`},
+		"a group of keys":              {file: "listen:\n  address: x", want: `listen in .*: it takes a value, not a group of keys`},
 		"a size":                       {file: "memory: 12 parsecs", want: `memory in .*: "12 parsecs": not a size; use`},
 		"a size of the environment":    {environ: []string{"TENSORFERRY_MEMORY=lots"}, want: `TENSORFERRY_MEMORY: "lots": not a size`},
 		"a size over its most":         {file: "max-chunk: 5MiB", want: "max-chunk in .*: use 1 to 4MiB"},

@@ -47,7 +47,6 @@ copy/a/b.`,
 	o.flags(c)
 	c.Flags().StringVar(&o.to, "to", "", "`address` of the server to copy to (default the same server)")
 	jsonFlag(c, &o.asJSON)
-	c.ValidArgsFunction = completeStored
 	return c
 }
 

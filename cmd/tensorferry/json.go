@@ -73,3 +73,13 @@ func printable(text []byte) []byte {
 	}
 	return out
 }
+
+// each returns what f makes of each element of a list. It is never nil, which would be null
+// in JSON.
+func each[T, U any](list []T, f func(T) U) []U {
+	made := make([]U, len(list))
+	for i, v := range list {
+		made[i] = f(v)
+	}
+	return made
+}

@@ -67,7 +67,6 @@ again.`,
 	o.remote.flags(c)
 	o.pipes.flags(c)
 	jsonFlag(c, &o.asJSON)
-	c.ValidArgsFunction = completeStored
 	return c
 }
 

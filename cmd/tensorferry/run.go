@@ -72,7 +72,7 @@ not wait for a pipe to be closed.`,
 	lanesVar(f, &o.lanes)
 	f.BoolVar(&o.timings, "timings", false, "print where the server spent time, and how many bytes used a lane")
 	jsonFlag(c, &o.asJSON)
-	c.ValidArgsFunction = completeModels
+	c.ValidArgsFunction = o.completeModels
 	return c
 }
 

@@ -101,7 +101,7 @@ the end, and ... stands for all axes that are not given.`,
 		if o.server == "" {
 			return nil, cobra.ShellCompDirectiveDefault
 		}
-		return completeStored(c, args, start)
+		return o.completeStored(c, args, start)
 	}
 	return c
 }
@@ -290,23 +290,23 @@ func (l *listed) text([]rune) string {
 // shown describes the contents of a tensor as show --json prints it. Min, max, mean, std
 // and histogram are those of the finite elements, and absent if there are none.
 type shown struct {
-	Tensor    string             `json:"tensor"`
-	Slice     string             `json:"slice,omitempty"`
-	DType     string             `json:"dtype"`
-	Shape     tensor.Shape       `json:"shape"`
-	Bytes     int64              `json:"bytes"`
-	Elements  int64              `json:"elements"`
-	Of        string             `json:"of,omitempty"` // "magnitude" for complex elements
-	Min       json.Number        `json:"min,omitempty"`
-	Max       json.Number        `json:"max,omitempty"`
-	Mean      *float64           `json:"mean,omitempty"`
-	Std       *float64           `json:"std,omitempty"`
-	Zeros     int64              `json:"zeros"`
-	NaN       int64              `json:"nan"`
-	PosInf    int64              `json:"positive_inf"`
-	NegInf    int64              `json:"negative_inf"`
+	Tensor    string              `json:"tensor"`
+	Slice     string              `json:"slice,omitempty"`
+	DType     string              `json:"dtype"`
+	Shape     tensor.Shape        `json:"shape"`
+	Bytes     int64               `json:"bytes"`
+	Elements  int64               `json:"elements"`
+	Of        string              `json:"of,omitempty"` // "magnitude" for complex elements
+	Min       json.Number         `json:"min,omitempty"`
+	Max       json.Number         `json:"max,omitempty"`
+	Mean      *float64            `json:"mean,omitempty"`
+	Std       *float64            `json:"std,omitempty"`
+	Zeros     int64               `json:"zeros"`
+	NaN       int64               `json:"nan"`
+	PosInf    int64               `json:"positive_inf"`
+	NegInf    int64               `json:"negative_inf"`
 	Histogram *elements.Histogram `json:"histogram,omitempty"`
-	Head      []json.RawMessage  `json:"head,omitempty"`
+	Head      []json.RawMessage   `json:"head,omitempty"`
 
 	lines string // of the head
 }

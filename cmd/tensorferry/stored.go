@@ -35,8 +35,7 @@ With --json, a tensor has a digest once the server has computed it: when it is p
 or, for a tensor of a file in the server's folder, when it is first pulled.`,
 		Example: `  tensorferry ls
   tensorferry ls 'model/*' --json`,
-		Args:              cobra.ArbitraryArgs,
-		ValidArgsFunction: completeStored,
+		Args: cobra.ArbitraryArgs,
 	}, ls)
 }
 
@@ -133,8 +132,7 @@ as for pull. If a NAME matches nothing, rm fails and removes nothing. A tensor o
 file in the server's folder cannot be removed; delete the file on the server.`,
 		Example: `  tensorferry rm x
   tensorferry rm 'experiments/7/*'`,
-		Args:              takes(many, "NAME"),
-		ValidArgsFunction: completeStored,
+		Args: takes(many, "NAME"),
 	}, rm)
 }
 
