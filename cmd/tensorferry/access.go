@@ -8,7 +8,6 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 
@@ -94,9 +93,6 @@ func asking(c *cobra.Command, ask func(ctx context.Context, cl *client.Client, a
 	a.flags(c)
 	jsonFlag(c, &asJSON)
 	c.RunE = func(c *cobra.Command, args []string) error {
-		if err := validNames(args); err != nil {
-			return err
-		}
 		cl, err := a.dial(client.Config{})
 		if err != nil {
 			return err
@@ -105,16 +101,6 @@ func asking(c *cobra.Command, ask func(ctx context.Context, cl *client.Client, a
 		return ask(c.Context(), cl, args, printer{c.OutOrStdout(), asJSON})
 	}
 	return c
-}
-
-// validNames rejects names that no server has.
-func validNames(names []string) error {
-	for _, name := range names {
-		if !utf8.ValidString(name) {
-			return usage("%q is not UTF-8, as names are", name)
-		}
-	}
-	return nil
 }
 
 // remote are the flags of a command that moves tensors to or from a server.

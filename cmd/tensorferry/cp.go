@@ -2,7 +2,6 @@ package main
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"io"
 	"path"
@@ -40,9 +39,7 @@ copy/a/b.`,
   tensorferry cp model/ model-2/
   tensorferry cp x y --to 127.0.0.1:50055`,
 		Args: takes(many, "NAME", "TO"),
-		RunE: func(c *cobra.Command, args []string) error {
-			return cp(c.Context(), args[:len(args)-1], args[len(args)-1], o, c.OutOrStdout(), c.ErrOrStderr())
-		},
+		RunE: o.cp,
 	}
 	o.flags(c)
 	c.Flags().StringVar(&o.to, "to", "", "`address` of the server to copy to (default the same server)")
@@ -50,7 +47,8 @@ copy/a/b.`,
 	return c
 }
 
-func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, stderr io.Writer) error {
+func (o *cpOptions) cp(c *cobra.Command, args []string) error {
+	ctx, names, to := c.Context(), args[:len(args)-1], args[len(args)-1]
 	if strings.ContainsAny(to, globs) {
 		return usage("TO must not be a glob: %q", to)
 	}
@@ -75,7 +73,7 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 	if len(list) > 1 && !strings.HasSuffix(to, "/") {
 		return usage("cannot copy %d tensors to one name, %q; end TO in a slash", len(list), to)
 	}
-	bars := newProgress(stderr, o.quiet)
+	bars := newProgress(c.ErrOrStderr(), o.quiet)
 	defer bars.end()
 	called := make(map[string]string, len(list)) // old names by new name
 	copies, lines := make([]string, len(list)), make([]*bar, len(list))
@@ -115,7 +113,7 @@ func cp(ctx context.Context, names []string, to string, o cpOptions, stdout, std
 	}
 	bars.end()
 	err = errors.Join(err, forgotten(ctx, target, copied))
-	return cmp.Or(err, printMoved(printer{stdout, o.asJSON}, copied))
+	return cmp.Or(err, printMoved(printer{c.OutOrStdout(), o.asJSON}, copied))
 }
 
 // below returns the part of a tensor's name that its copy keeps: everything after a NAME

@@ -7,6 +7,7 @@ import (
 	"io"
 	"math"
 	"path"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -46,9 +47,7 @@ and NaN only NaN. Tensors with different data types or shapes are never equal.`,
   tensorferry diff model.safetensors '@model/*' --rtol 1e-5
   tensorferry diff @a @b --first 3 --json`,
 		Args: takes(2, "A", "B"),
-		RunE: func(c *cobra.Command, args []string) error {
-			return diff(c.Context(), args[0], args[1], o, c.InOrStdin(), c.OutOrStdout(), c.ErrOrStderr())
-		},
+		RunE: o.diff,
 	}
 	o.flags(c)
 	c.Flags().Var((*tolerance)(&o.Abs), "atol", "absolute `tolerance`")
@@ -94,12 +93,6 @@ func (s *side) add(name string, c compared) {
 	s.names, s.of[name] = append(s.names, name), c
 }
 
-// descJSON is a tensor's desc as diff --json prints it.
-type descJSON struct {
-	DType string       `json:"dtype"`
-	Shape tensor.Shape `json:"shape"`
-}
-
 // diffJSON is a pair of tensors as diff --json prints it. A or B is absent if that side
 // does not have the tensor.
 type diffJSON struct {
@@ -117,89 +110,74 @@ type diffJSON struct {
 	text string
 }
 
-func diff(ctx context.Context, nameA, nameB string, o diffOptions, stdin io.Reader, stdout, stderr io.Writer) error {
-	if nameA == "-" && nameB == "-" {
-		return usage("stdin can be used only once")
+func (o *diffOptions) diff(c *cobra.Command, args []string) error {
+	ctx, in := c.Context(), opener{stdin: c.InOrStdin()}
+	if args[0] == "-" && args[1] == "-" {
+		return errStdinTwice
 	}
 	var cl *client.Client
-	if strings.HasPrefix(nameA, "@") || strings.HasPrefix(nameB, "@") {
+	if strings.HasPrefix(args[0], "@") || strings.HasPrefix(args[1], "@") {
 		var err error
 		if cl, err = o.dial(client.Config{}); err != nil {
 			return err
 		}
 		defer cl.Close()
 	}
-	a, err := sideOf(ctx, cl, nameA, stdin, stderr)
+	a, err := sideOf(ctx, cl, args[0], &in, c.ErrOrStderr())
 	if err != nil {
 		return err
 	}
-	b, err := sideOf(ctx, cl, nameB, stdin, stderr)
+	b, err := sideOf(ctx, cl, args[1], &in, c.ErrOrStderr())
 	if err != nil {
-		return err
-	}
-	list := []diffJSON{}
-	different := 0
-	add := func(d diffJSON) error {
-		if !d.Equal {
-			different++
-		}
-		if o.asJSON {
-			list = append(list, d)
-			return nil
-		}
-		_, err := io.WriteString(stdout, d.text)
 		return err
 	}
 	both := len(a.names) == 1 && len(b.names) == 1
 	if both {
 		b.of = map[string]compared{a.names[0]: b.of[b.names[0]]}
-		b.names = a.names
+		b.names = nil
 	}
-	for _, name := range a.names {
+	list := []diffJSON{}
+	different := false
+	for _, name := range slices.Concat(a.names, slices.DeleteFunc(b.names, func(name string) bool { _, paired := a.of[name]; return paired })) {
 		title := name
 		if both || name == "" {
 			title = a.title
 		}
-		other, paired := b.of[name]
-		d := diffJSON{Tensor: title, A: describe(a.of[name]), text: fmt.Sprintf("%s: only in %s\n", plain(title), plain(a.title))}
-		if paired {
-			if d, err = pair(ctx, title, a.of[name], other, o); err != nil {
-				return err
-			}
+		x, inA := a.of[name]
+		y, inB := b.of[name]
+		d := diffJSON{Tensor: title}
+		switch {
+		case inA && inB:
+			d, err = pair(ctx, title, x, y, o)
+		case inA:
+			d.A, d.text = new(describe(x.Desc)), fmt.Sprintf("%s: only in %s\n", plain(title), plain(a.title))
+		default:
+			d.B, d.text = new(describe(y.Desc)), fmt.Sprintf("%s: only in %s\n", plain(name), plain(b.title))
 		}
-		if err := add(d); err != nil {
+		if err == nil && !o.asJSON {
+			_, err = io.WriteString(c.OutOrStdout(), d.text)
+		}
+		if err != nil {
 			return err
 		}
-	}
-	for _, name := range b.names {
-		if _, paired := a.of[name]; paired {
-			continue
-		}
-		if err := add(diffJSON{Tensor: name, B: describe(b.of[name]), text: fmt.Sprintf("%s: only in %s\n", plain(name), plain(b.title))}); err != nil {
-			return err
-		}
+		list = append(list, d)
+		different = different || !d.Equal
 	}
 	if o.asJSON {
-		if err := writeJSON(stdout, list); err != nil {
-			return err
-		}
+		err = writeJSON(c.OutOrStdout(), list)
 	}
-	if different > 0 {
-		return fmt.Errorf("%s and %s differ", nameA, nameB)
+	if err == nil && different {
+		err = fmt.Errorf("%s and %s differ", args[0], args[1])
 	}
-	return nil
-}
-
-func describe(c compared) *descJSON {
-	return &descJSON{c.DType.String(), append(tensor.Shape{}, c.Shape...)}
+	return err
 }
 
 // sideOf returns the tensors that an argument names.
-func sideOf(ctx context.Context, cl *client.Client, arg string, stdin io.Reader, stderr io.Writer) (*side, error) {
+func sideOf(ctx context.Context, cl *client.Client, arg string, in *opener, stderr io.Writer) (*side, error) {
 	s := &side{title: arg, of: map[string]compared{}}
 	name, stored := strings.CutPrefix(arg, "@")
 	if !stored {
-		found, err := openInput(ctx, arg, rawInput{}, stdin)
+		found, err := in.open(ctx, arg)
 		if err == nil {
 			err = found.errors()
 		}
@@ -234,8 +212,8 @@ func sideOf(ctx context.Context, cl *client.Client, arg string, stdin io.Reader,
 }
 
 // pair compares two tensors.
-func pair(ctx context.Context, title string, a, b compared, o diffOptions) (diffJSON, error) {
-	d := diffJSON{Tensor: title, A: describe(a), B: describe(b)}
+func pair(ctx context.Context, title string, a, b compared, o *diffOptions) (diffJSON, error) {
+	d := diffJSON{Tensor: title, A: new(describe(a.Desc)), B: new(describe(b.Desc))}
 	if !a.Desc.Equal(b.Desc) {
 		d.text = fmt.Sprintf("%s: %v and %v\n", plain(title), a.Desc, b.Desc)
 		return d, nil

@@ -99,60 +99,6 @@ func writable(path string) error {
 // arraysSuffix is the extension of a file of NumPy arrays.
 const arraysSuffix = ".npz"
 
-// openArrays opens all arrays of a .npz file, or only those named.
-func openArrays(path string, only ...string) (*opened, error) {
-	z, err := tensorfile.OpenNPZ(path)
-	if err != nil {
-		return nil, err
-	}
-	names := z.Names()
-	if len(only) > 0 {
-		names = only
-	}
-	list := make([]*source, len(names))
-	for i, name := range names {
-		a, err := z.Array(name)
-		if errors.Is(err, tensorfile.ErrNotFound) {
-			err = hinted{err, "tensorferry show " + path + " lists its tensors"}
-		}
-		if err != nil {
-			return nil, errors.Join(fmt.Errorf("%s: %w", path, err), z.Close())
-		}
-		list[i] = arraySource(path+":"+name, a)
-	}
-	return &opened{tensors: list, path: path}, nil
-}
-
-// openNPY opens a .npy file.
-func openNPY(path string, raw rawInput) (*opened, error) {
-	switch info, err := os.Stat(path); {
-	case err != nil: // OpenNPY says so
-	case info.IsDir():
-		return nil, fmt.Errorf("%s is a directory, not a file", path)
-	case !info.Mode().IsRegular(): // such as /dev/stdin, or a shell's <(command)
-		r, err := os.Open(path)
-		if err != nil {
-			return nil, err
-		}
-		s, err := openPipe(path, r, raw)
-		if err != nil {
-			return nil, errors.Join(err, r.Close())
-		}
-		return &opened{tensors: []*source{s}, path: path}, nil
-	}
-	a, _, err := tensorfile.OpenNPY(path)
-	if err != nil {
-		return nil, foreign(path, headOf(path), raw, err)
-	}
-	return &opened{tensors: []*source{arraySource(path, a)}, path: path}, nil
-}
-
-func arraySource(title string, a tensorfile.Array) *source {
-	s := &source{title: title, layout: a.Layout.String()}
-	s.Name, s.Desc, s.Data, s.Reader = a.Name, a.Desc, a.Data, a.Reader
-	return s
-}
-
 // sayConverted reports the tensors that are converted while they are read.
 func sayConverted(w io.Writer, list []*source) {
 	list = slices.DeleteFunc(slices.Clone(list), func(s *source) bool { return s.layout == "" })

@@ -24,7 +24,6 @@ type genOptions struct {
 	dtype, shape, fill string
 	seed               uint64
 	name               string
-	named              func() bool // --name is given
 	output             string
 	raw, quiet, asJSON bool
 }
@@ -56,11 +55,10 @@ completely or not at all.`,
 			if !c.Flag("shape").Changed {
 				return usage("missing --shape; --shape '' is a scalar")
 			}
-			return gen(c.Context(), o, c.OutOrStdout(), c.ErrOrStderr())
+			return o.gen(c)
 		},
 	}
 	f := c.Flags()
-	o.named = func() bool { return f.Changed("name") }
 	dtypeFlag(c, &o.dtype, "float32", "data `type`")
 	f.StringVar(&o.shape, "shape", "", "`shape`, such as 1000,64; empty is a scalar (required)")
 	f.Uint64Var(&o.seed, "seed", 0, "`number` used as the random seed")
@@ -74,15 +72,15 @@ completely or not at all.`,
 	return c
 }
 
-func gen(ctx context.Context, o genOptions, stdout, stderr io.Writer) error {
-	if o.named() && !strings.HasSuffix(o.output, tensorfile.FileSuffix) {
+func (o *genOptions) gen(c *cobra.Command) error {
+	if c.Flag("name").Changed && !strings.HasSuffix(o.output, tensorfile.FileSuffix) {
 		return usage("--name needs a .safetensors file, not --output %s", o.output)
 	}
 	if o.name == "" {
 		return usage("--name must not be empty")
 	}
 	if o.asJSON && o.output == "-" {
-		return usage("--json prints to stdout; name a file with --output")
+		return errJSONOutput
 	}
 	d, size, err := parseDesc(o.dtype, o.shape)
 	if err != nil {
@@ -92,22 +90,23 @@ func gen(ctx context.Context, o genOptions, stdout, stderr io.Writer) error {
 	if err != nil {
 		return usageError{err}
 	}
-	t, err := newTarget(o.output, o.raw, stdout)
+	t, err := newTarget(o.output, o.raw, c.OutOrStdout())
 	if err != nil {
 		return err
 	}
 	defer t.abandon()
-	bars := newProgress(stderr, o.quiet || o.output == "-") // the reader of a pipe shows its own progress
+	bars := newProgress(c.ErrOrStderr(), o.quiet || o.output == "-") // the reader of a pipe shows its own progress
 	defer bars.end()
+	ctx := c.Context()
 	_, err = interruptible(ctx, func() (any, error) {
-		w, err := t.open(o.name, d)
+		w, err := t.open(o.name, d, bars)
 		if errors.Is(err, tensorfile.ErrUnsupported) { // --dtype does not fit --output
 			err = usageError{err}
 		}
 		if err != nil {
 			return nil, err
 		}
-		return nil, writeGenerated(ctx, io.MultiWriter(w, bars.tensor(o.name, d)), size, d.DType, o.seed, fill)
+		return nil, writeGenerated(ctx, w, size, d.DType, o.seed, fill)
 	})
 	if err != nil {
 		return err
@@ -116,7 +115,7 @@ func gen(ctx context.Context, o genOptions, stdout, stderr io.Writer) error {
 		return err
 	}
 	bars.end()
-	return writeJSON(stdout, t.written(""))
+	return writeJSON(c.OutOrStdout(), t.written(""))
 }
 
 // writeGenerated generates one chunk per CPU at a time, in parallel, and writes the chunks

@@ -61,6 +61,20 @@ func (r *rawInput) check() error {
 	return nil
 }
 
+// pipes has the flag of a command whose input or output may be an idle pipe.
+type pipes struct{ idle time.Duration }
+
+func (p *pipes) flags(c *cobra.Command) {
+	durationVar(c.Flags(), &p.idle, "input-idle", 0, 0, "how long input and output may be idle; 0 is the server's limit")
+}
+
+// config returns a client's config and a context that ends when a Reader or Writer of the
+// client has been idle for too long.
+func (p *pipes) config(ctx context.Context) (client.Config, context.Context, context.CancelCauseFunc) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	return client.Config{InputIdle: p.idle, Idled: cancel}, ctx, cancel
+}
+
 // parseDesc parses a data type and a shape.
 func parseDesc(dtype, shape string) (d tensor.Desc, size int64, err error) {
 	if d.DType, err = tensor.ParseDataType(dtype); err == nil {
@@ -97,7 +111,7 @@ func (s *source) bytes() io.Reader {
 // name exists, FILE is the whole text.
 func nameOf(text string) (name, file string) {
 	name, file, named := strings.Cut(text, "=")
-	path, _, _ := memberOf(text)
+	path, _ := memberOf(text)
 	if _, err := os.Stat(path); !named || err == nil {
 		return "", text
 	}
@@ -124,38 +138,40 @@ func holdsSeveral(path string) bool {
 	return slices.ContainsFunc(several, func(ending string) bool { return strings.HasSuffix(path, ending) })
 }
 
+// isDir reports whether a path is that of a folder.
+func isDir(path string) bool {
+	info, err := os.Stat(path)
+	return err == nil && info.IsDir()
+}
+
 // memberOf splits FILE:name, where FILE is a .safetensors file, an index, a .npz file or a
-// folder. Otherwise path is file.
-func memberOf(file string) (path, name string, member bool) {
+// folder. Otherwise path is file, and there is no name.
+func memberOf(file string) (path string, name []string) {
 	for _, ending := range several {
-		if path, name, member = strings.Cut(file, ending+":"); member {
-			return path + ending, name, true
+		if path, name, member := strings.Cut(file, ending+":"); member {
+			return path + ending, []string{name}
 		}
 	}
 	if _, err := os.Stat(file); err == nil {
-		return file, "", false
+		return file, nil
 	}
 	for at, c := range file { // a folder's name may also have a colon
-		if c != ':' {
-			continue
-		}
-		if info, err := os.Stat(file[:at]); err == nil && info.IsDir() {
-			return file[:at], file[at+1:], true
+		if c == ':' && isDir(file[:at]) {
+			return file[:at], []string{file[at+1:]}
 		}
 	}
-	return file, "", false
+	return file, nil
 }
 
 // isModel reports whether a path names a model file: a .safetensors file, the index of
 // several, or a folder.
 func isModel(path string) bool {
-	info, err := os.Stat(path)
-	return strings.HasSuffix(path, tensorfile.FileSuffix) || strings.HasSuffix(path, tensorfile.IndexSuffix) || err == nil && info.IsDir()
+	return holdsSeveral(path) && !strings.HasSuffix(path, arraysSuffix) || isDir(path)
 }
 
 // describesItself reports whether a file of this name contains descs of its tensors.
 func describesItself(file string) bool {
-	path, _, _ := memberOf(file)
+	path, _ := memberOf(file)
 	return strings.HasSuffix(path, ".npy") || holdsSeveral(path)
 }
 
@@ -176,21 +192,38 @@ type unknown struct {
 
 // errors joins the errors of the tensors that cannot be read.
 func (o *opened) errors() error {
-	all := make([]error, len(o.unknown))
-	for i, u := range o.unknown {
-		all[i] = fmt.Errorf("%s: %w", u.file, u.err)
-	}
-	return errors.Join(all...)
+	return errors.Join(each(o.unknown, func(u unknown) error { return fmt.Errorf("%s: %w", u.file, u.err) })...)
 }
 
-// openInput opens the file that an argument names: a .npy file, all tensors of a model
-// file or a .npz file or the one of a :name, raw bytes, or "-" for stdin. It waits for the
-// header from a pipe until ctx ends.
-func openInput(ctx context.Context, file string, raw rawInput, stdin io.Reader) (*opened, error) {
-	if file == "-" && isTerminal(stdin) {
-		fmt.Fprintln(os.Stderr, "reading from the terminal; Ctrl-D ends") // or the command seems to hang
+var errStdinTwice = usage("stdin can be used only once")
+
+// opener opens the inputs of a command.
+type opener struct {
+	raw   rawInput
+	stdin io.Reader     // nil once it is used
+	idle  time.Duration // how long a header may take; 0 is no limit
+}
+
+// open opens the file that an argument names: a .npy file, all tensors of a model file or
+// a .npz file or the one of a :name, raw bytes, or "-" for stdin. It waits for the header
+// from a pipe until ctx ends.
+func (i *opener) open(ctx context.Context, file string) (*opened, error) {
+	title, stdin := file, io.Reader(nil)
+	if file == "-" {
+		title, stdin, i.stdin = "stdin", i.stdin, nil
+		switch {
+		case stdin == nil:
+			return nil, errStdinTwice
+		case isTerminal(stdin):
+			fmt.Fprintln(os.Stderr, "reading from the terminal; Ctrl-D ends") // or the command seems to hang
+		}
 	}
-	o, err := interruptible(ctx, func() (*opened, error) { return openFile(file, raw, stdin) })
+	if i.idle > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeoutCause(ctx, i.idle, fmt.Errorf("%w: nothing from or for %s in %v", client.ErrInputIdle, title, i.idle))
+		defer cancel()
+	}
+	o, err := interruptible(ctx, func() (*opened, error) { return openFile(file, i.raw, stdin) })
 	if p, ok := errors.AsType[*fs.PathError](err); ok {
 		err = fmt.Errorf("%s: %w", p.Path, p.Err) // without stat or open
 	}
@@ -200,21 +233,15 @@ func openInput(ctx context.Context, file string, raw rawInput, stdin io.Reader) 
 func openFile(file string, raw rawInput, stdin io.Reader) (*opened, error) {
 	var s *source
 	var err error
-	switch path, name, member := memberOf(file); {
+	switch path, name := memberOf(file); {
 	case raw.given():
 		s, err = openRaw(file, raw, stdin)
 	case file == "-":
 		s, err = openPipe("stdin", stdin, raw)
-	case member && strings.HasSuffix(path, arraysSuffix):
-		return openArrays(path, name)
-	case member:
-		return openModel(path, name)
-	case strings.HasSuffix(file, arraysSuffix):
-		return openArrays(file)
-	case isModel(file):
-		return openModel(file)
+	case strings.HasSuffix(path, arraysSuffix), isModel(path):
+		return openSeveral(path, name)
 	default:
-		return openNPY(file, raw)
+		s, err = openNPY(file, raw)
 	}
 	if err != nil {
 		return nil, err
@@ -222,42 +249,84 @@ func openFile(file string, raw rawInput, stdin io.Reader) (*opened, error) {
 	return &opened{tensors: []*source{s}, path: file}, nil
 }
 
-// openModel opens all tensors of a model file, or only those named.
-func openModel(path string, only ...string) (*opened, error) {
-	file := path
-	if info, err := os.Stat(path); err == nil && info.IsDir() {
-		if file, err = tensorfile.ModelIn(path); err != nil {
+// openSeveral opens all tensors of a model file or a .npz file, or only the one named.
+func openSeveral(path string, only []string) (*opened, error) {
+	var names []string
+	var tensorOf func(name string) (tensorfile.Array, error)
+	var file io.Closer
+	o := &opened{path: path}
+	if strings.HasSuffix(path, arraysSuffix) {
+		z, err := tensorfile.OpenNPZ(path)
+		if err != nil {
 			return nil, err
 		}
+		names, tensorOf, file = z.Names(), z.Array, z
+	} else {
+		if isDir(path) {
+			var err error
+			if o.path, err = tensorfile.ModelIn(path); err != nil {
+				return nil, err
+			}
+		}
+		m, err := tensorfile.OpenModel(o.path)
+		if err != nil {
+			return nil, err
+		}
+		names, file = m.Names(), m
+		tensorOf = func(name string) (tensorfile.Array, error) {
+			t, err := m.Tensor(name)
+			return tensorfile.Array{Name: name, Desc: t.Desc, Data: t.Data}, err
+		}
+		if only == nil {
+			o.document = m.Document()
+		}
 	}
-	s, err := tensorfile.OpenModel(file)
-	if err != nil {
-		return nil, err
-	}
-	names, o := only, &opened{path: file}
-	if len(only) == 0 {
-		names, o.document = s.Names(), s.Document()
+	if only != nil {
+		names = only
 	}
 	for _, name := range names {
-		title := file + ":" + name
-		t, err := s.Tensor(name)
+		a, err := tensorOf(name)
 		switch {
 		case errors.Is(err, tensorfile.ErrNotFound):
-			err = hinted{fmt.Errorf("%s: %w: %q", file, tensorfile.ErrNotFound, name), "tensorferry show " + file + " lists its tensors"}
-		case errors.Is(err, tensorfile.ErrUnsupported):
-			if len(only) == 0 {
-				o.unknown = append(o.unknown, unknown{file, name, err})
-				continue
-			}
-			err = fmt.Errorf("%s: %w", file, err)
+			err = hinted{fmt.Errorf("%s: %w: %q", o.path, tensorfile.ErrNotFound, name), "tensorferry show " + o.path + " lists its tensors"}
+		case errors.Is(err, tensorfile.ErrUnsupported) && only == nil:
+			o.unknown = append(o.unknown, unknown{o.path, name, err})
+			continue
+		case err != nil:
+			err = fmt.Errorf("%s: %w", o.path, err)
 		}
 		if err != nil {
-			return nil, errors.Join(err, s.Close())
+			return nil, errors.Join(err, file.Close())
 		}
-		o.tensors = append(o.tensors, &source{Input: client.From("", t), title: title})
-		o.tensors[len(o.tensors)-1].Name = name
+		o.tensors = append(o.tensors, arraySource(o.path+":"+name, a))
 	}
 	return o, nil
+}
+
+// openNPY opens a .npy file.
+func openNPY(path string, raw rawInput) (*source, error) {
+	if info, err := os.Stat(path); err == nil && !info.Mode().IsRegular() { // such as /dev/stdin, or a shell's <(command)
+		r, err := os.Open(path)
+		if err != nil {
+			return nil, err
+		}
+		s, err := openPipe(path, r, raw)
+		if err != nil {
+			return nil, errors.Join(err, r.Close())
+		}
+		return s, nil
+	}
+	a, _, err := tensorfile.OpenNPY(path)
+	if err != nil {
+		return nil, foreign(path, headOf(path), raw, err)
+	}
+	return arraySource(path, a), nil
+}
+
+func arraySource(title string, a tensorfile.Array) *source {
+	s := &source{title: title, layout: a.Layout.String()}
+	s.Name, s.Desc, s.Data, s.Reader = a.Name, a.Desc, a.Data, a.Reader
+	return s
 }
 
 // openPipe opens a .npy file from stdin or another pipe.
@@ -293,7 +362,7 @@ func openRaw(file string, raw rawInput, stdin io.Reader) (*source, error) {
 	title, r := "stdin", stdin
 	if file != "-" {
 		title = file
-		if info, err := os.Stat(file); err == nil && info.IsDir() {
+		if isDir(file) {
 			return nil, fmt.Errorf("%s is a directory", file)
 		}
 		if r, err = os.Open(file); err != nil {

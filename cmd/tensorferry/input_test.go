@@ -10,25 +10,16 @@ import (
 )
 
 func TestACommandThatWaitsForAHeaderCanBeInterrupted(t *testing.T) {
-	at := remote{access{server: defaultListen}, true} // it is not asked
-	none := rawInput{shaped: func() bool { return false }}
-	for name, command := range map[string]func(context.Context, io.Reader) error{
-		"run": func(ctx context.Context, stdin io.Reader) error {
-			return runModel(ctx, "echo", runOptions{remote: at, input: none, inputs: []string{"-"}}, stdin, io.Discard, io.Discard)
-		},
-		"push": func(ctx context.Context, stdin io.Reader) error {
-			return push(ctx, []string{"x=-"}, pushOptions{remote: at, input: none}, stdin, io.Discard, io.Discard)
-		},
-		"show": func(ctx context.Context, stdin io.Reader) error {
-			return show(ctx, []string{"-"}, showOptions{input: none, given: func(string) bool { return false }}, stdin, io.Discard, io.Discard)
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
+	for _, args := range [][]string{{"run", "echo", "-i", "-"}, {"push", "x=-"}, {"show", "-"}} {
+		t.Run(args[0], func(t *testing.T) {
 			ctx, cancel := context.WithCancel(t.Context())
 			r, w := io.Pipe()
 			defer w.Close() // it stays open until then
 			ended := make(chan error, 1)
-			go func() { ended <- command(ctx, r) }()
+			root := command()
+			root.SetArgs(args)
+			root.SetIn(r)
+			go func() { ended <- root.ExecuteContext(ctx) }() // the server is not asked
 			if _, err := w.Write([]byte{0x93}); err != nil { // once it is written, the command reads
 				t.Fatal(err)
 			}

@@ -12,6 +12,8 @@ import (
 	"unicode/utf8"
 
 	"github.com/spf13/cobra"
+
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // jsonFlag adds --json to a command whose output a script may read. The command prints
@@ -82,4 +84,14 @@ func each[T, U any](list []T, f func(T) U) []U {
 		made[i] = f(v)
 	}
 	return made
+}
+
+// descJSON is a tensor's desc in JSON.
+type descJSON struct {
+	DType string       `json:"dtype"`
+	Shape tensor.Shape `json:"shape"`
+}
+
+func describe(d tensor.Desc) descJSON {
+	return descJSON{d.DType.String(), append(tensor.Shape{}, d.Shape...)}
 }

@@ -16,11 +16,16 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
+// errJSONOutput is the error of a command that would print two things to stdout.
+var errJSONOutput = usage("--json prints to stdout; name a file with --output")
+
 // output is where a command writes tensors.
 type output interface {
+	// describe sets what a model file has beside its tensors. It is called before begin.
+	describe(d tensorfile.Document)
 	// begin writes the headers of tensors and returns a writer for the bytes of each. It is
 	// called once.
-	begin(tensors []named) ([]*tensorWriter, error)
+	begin(tensors []tensorfile.Entry) ([]*tensorWriter, error)
 	// commit finishes a complete output.
 	commit() error
 	// abandon removes what was not committed.
@@ -125,16 +130,12 @@ func (t *target) makeTemp(old fs.FileInfo) error {
 	return nil
 }
 
-// named is a tensor to write.
-type named struct {
-	name string
-	tensor.Desc
-}
+func (t *target) describe(d tensorfile.Document) { t.metadata = d.Common() }
 
 // begin implements output. The writers of a .safetensors file may be used in any order and
 // concurrently; other outputs take one tensor. begin may block, because opening a pipe
 // waits for its reader.
-func (t *target) begin(tensors []named) ([]*tensorWriter, error) {
+func (t *target) begin(tensors []tensorfile.Entry) ([]*tensorWriter, error) {
 	whole := strings.HasSuffix(t.path, tensorfile.FileSuffix)
 	if len(tensors) != 1 && (!whole || t.temp == nil) {
 		return nil, usage("--output %s takes one tensor, not %d; use a .safetensors file for several", t.path, len(tensors))
@@ -149,20 +150,16 @@ func (t *target) begin(tensors []named) ([]*tensorWriter, error) {
 	var header bytes.Buffer
 	writers := make([]*tensorWriter, len(tensors))
 	for i, n := range tensors {
-		size, err := n.Bytes()
+		size, err := n.Desc.Bytes()
 		if err != nil {
 			return nil, t.named(err)
 		}
-		writers[i] = &tensorWriter{t, n, size, t.out}
+		writers[i] = &tensorWriter{Entry: n, target: t, left: size, to: t.out}
 	}
 	switch {
 	case whole:
-		order := slices.SortedFunc(slices.Values(writers), func(a, b *tensorWriter) int { return tensorfile.Order(a.entry(), b.entry()) })
-		entries := make([]tensorfile.Entry, len(order))
-		for i, w := range order {
-			entries[i] = w.entry()
-		}
-		text, err := tensorfile.SafetensorsHeader(entries, t.metadata)
+		order := slices.SortedFunc(slices.Values(writers), func(a, b *tensorWriter) int { return tensorfile.Order(a.Entry, b.Entry) })
+		text, err := tensorfile.SafetensorsHeader(each(order, func(w *tensorWriter) tensorfile.Entry { return w.Entry }), t.metadata)
 		if err != nil {
 			return nil, t.named(err)
 		}
@@ -188,34 +185,32 @@ func (t *target) begin(tensors []named) ([]*tensorWriter, error) {
 	return writers, t.named(err)
 }
 
-// open begins an output of one tensor.
-func (t *target) open(name string, d tensor.Desc) (io.Writer, error) {
-	writers, err := t.begin([]named{{name, d}})
+// open begins an output of one tensor, and shows its progress.
+func (t *target) open(name string, d tensor.Desc, bars *progressBars) (io.Writer, error) {
+	writers, err := t.begin([]tensorfile.Entry{{Name: name, Desc: d}})
 	if err != nil {
 		return nil, err
 	}
+	writers[0].bar = bars.tensor(name, d)
 	return writers[0], nil
 }
 
 // tensorWriter takes the bytes of one tensor, in order. It belongs to one goroutine.
 type tensorWriter struct {
+	tensorfile.Entry
 	target *target
-	named
-	left int64 // bytes to come
-	to   io.Writer
-}
-
-// entry returns the tensor's entry in the header of a file.
-func (w *tensorWriter) entry() tensorfile.Entry {
-	return tensorfile.Entry{Name: w.name, Desc: w.Desc}
+	left   int64 // bytes to come
+	to     io.Writer
+	bar    *bar
 }
 
 func (w *tensorWriter) Write(p []byte) (int, error) {
 	if int64(len(p)) > w.left {
-		return 0, fmt.Errorf("--output %s: too many bytes for tensor %q", w.target.path, w.name)
+		return 0, fmt.Errorf("--output %s: too many bytes for tensor %q", w.target.path, w.Name)
 	}
 	n, err := w.to.Write(p)
 	w.left -= int64(n)
+	_, _ = w.bar.Write(p[:n]) // it never fails
 	return n, w.target.named(err)
 }
 
@@ -226,7 +221,7 @@ func (t *target) commit() error {
 	}
 	for _, w := range t.writers {
 		if w.left > 0 {
-			return fmt.Errorf("--output %s: tensor %q is missing its last %d bytes", t.path, w.name, w.left)
+			return fmt.Errorf("--output %s: tensor %q is missing its last %d bytes", t.path, w.Name, w.left)
 		}
 	}
 	if f, ok := t.out.(*os.File); ok && t.special {
@@ -239,9 +234,6 @@ func (t *target) commit() error {
 	if err == nil {
 		err = os.Rename(t.temp.Name(), t.real)
 	}
-	if err == nil {
-		t.temp = nil
-	}
 	return t.named(err)
 }
 
@@ -249,14 +241,15 @@ func (t *target) commit() error {
 // closed when the process exits.
 func (t *target) abandon() {
 	if t.temp != nil {
-		_ = t.temp.Close() // it may be closed already
+		_ = t.temp.Close() // it may be closed already, and renamed
 		_ = os.Remove(t.temp.Name())
-		t.temp = nil
 	}
 }
 
-// named adds the output's name, as typed, to an error.
-func (t *target) named(err error) error {
+func (t *target) named(err error) error { return outputError(t.path, err) }
+
+// outputError adds the output's name, as typed, to an error.
+func outputError(path string, err error) error {
 	if err == nil {
 		return nil
 	}
@@ -265,5 +258,110 @@ func (t *target) named(err error) error {
 	} else if l, ok := errors.AsType[*os.LinkError](err); ok {
 		err = l.Err
 	}
-	return fmt.Errorf("--output %s: %w", t.path, err)
+	return fmt.Errorf("--output %s: %w", path, err)
+}
+
+// isFolder reports whether an output is a folder: it ends in a slash or exists as one.
+func isFolder(path string) bool { return strings.HasSuffix(path, "/") || isDir(path) }
+
+// folderTarget is a folder for a model of several files. It is complete or absent.
+type folderTarget struct {
+	path     string // as typed, cleaned
+	temp     string // renamed to path by commit
+	document tensorfile.Document
+	files    []*target
+}
+
+// newFolderTarget checks that the folder is new or empty and can be created, before
+// anything is pulled. The caller commits or abandons the target.
+func newFolderTarget(path string) (*folderTarget, error) {
+	t := &folderTarget{path: filepath.Clean(path)}
+	entries, err := os.ReadDir(t.path)
+	if len(entries) > 0 {
+		return nil, usage("--output %s: the folder is not empty; use a new folder or a file", path)
+	}
+	if err == nil || errors.Is(err, fs.ErrNotExist) {
+		t.temp = filepath.Join(filepath.Dir(t.path), ".tensorferry-"+rand.Text())
+		err = os.Mkdir(t.temp, 0o777)
+	}
+	return t, outputError(t.path, err)
+}
+
+func (t *folderTarget) describe(d tensorfile.Document) { t.document = d }
+
+// begin begins each file of the model; it implements output.
+func (t *folderTarget) begin(tensors []tensorfile.Entry) ([]*tensorWriter, error) {
+	if t.document.Index == "" {
+		return nil, usage("--output %s is a folder, which is only for a model of several files; name a file", t.path)
+	}
+	byFile := map[string][]int{}
+	for i, n := range tensors {
+		file, ok := t.document.File(n.Name)
+		if !ok {
+			return nil, fmt.Errorf("--output %s: tensor %q is not in %s; use a .safetensors file as output", t.path, n.Name, t.document.Index)
+		}
+		byFile[file] = append(byFile[file], i)
+	}
+	if missing := t.document.Missing(len(tensors)); missing > 0 {
+		return nil, fmt.Errorf("--output %s: the selection lacks %d of the tensors of %s; select all of them, or use a .safetensors file as output", t.path, missing, t.document.Index)
+	}
+	writers := make([]*tensorWriter, len(tensors))
+	for file, at := range byFile {
+		out, err := newTarget(filepath.Join(t.temp, file), false, nil)
+		if err != nil {
+			return nil, err
+		}
+		t.files = append(t.files, out)
+		out.path, out.metadata = filepath.Join(t.path, file), t.document.Shards[file]
+		begun, err := out.begin(each(at, func(n int) tensorfile.Entry { return tensors[n] }))
+		if err != nil {
+			return nil, err
+		}
+		for i, n := range at {
+			writers[n] = begun[i]
+		}
+	}
+	return writers, nil
+}
+
+// commit completes the files and renames the folder.
+func (t *folderTarget) commit() error {
+	for _, out := range t.files {
+		if err := out.commit(); err != nil {
+			return err
+		}
+	}
+	err := os.WriteFile(filepath.Join(t.temp, t.document.Index), []byte(t.document.Text), 0o666)
+	if err == nil {
+		_ = os.Remove(t.path) // there may be an empty folder
+		err = os.Rename(t.temp, t.path)
+	}
+	return outputError(t.path, err)
+}
+
+func (t *folderTarget) abandon() {
+	for _, out := range t.files {
+		out.abandon()
+	}
+	_ = os.RemoveAll(t.temp) // it is renamed when committed
+}
+
+// writtenJSON is a tensor that a command wrote to a file, as --json prints it.
+type writtenJSON struct {
+	Port string `json:"port,omitempty"` // of a model
+	Name string `json:"name,omitempty"` // in a .safetensors file
+	File string `json:"file"`
+	descJSON
+	Bytes int64 `json:"bytes"`
+}
+
+// written describes the only tensor of t, which must have been committed.
+func (t *target) written(port string) writtenJSON {
+	n := t.writers[0].Entry
+	size, _ := n.Desc.Bytes() // begin has checked it
+	j := writtenJSON{Port: port, File: t.path, descJSON: describe(n.Desc), Bytes: size}
+	if strings.HasSuffix(t.path, tensorfile.FileSuffix) {
+		j.Name = n.Name
+	}
+	return j
 }

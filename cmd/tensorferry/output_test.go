@@ -17,10 +17,10 @@ func TestTensorsOfAFileMayComeInAnyOrderAndAppearTogether(t *testing.T) {
 	out, err := newTarget(path, false, nil)
 	require.NoError(t, err)
 	defer out.abandon()
-	writers, err := out.begin([]named{
-		{"bytes", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{3}}},
-		{"none", tensor.Desc{DType: tensor.Int16, Shape: tensor.Shape{0}}},
-		{"wide", tensor.Desc{DType: tensor.Float64, Shape: tensor.Shape{2}}},
+	writers, err := out.begin([]tensorfile.Entry{
+		{Name: "bytes", Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{3}}},
+		{Name: "none", Desc: tensor.Desc{DType: tensor.Int16, Shape: tensor.Shape{0}}},
+		{Name: "wide", Desc: tensor.Desc{DType: tensor.Float64, Shape: tensor.Shape{2}}},
 	})
 	require.NoError(t, err)
 	write := func(i int, p []byte) {
@@ -56,7 +56,7 @@ func TestAnOutputThatIsNotCommittedLeavesNothing(t *testing.T) {
 	for _, name := range []string{"x.npy", "x.safetensors", "x.bin"} {
 		out, err := newTarget(filepath.Join(dir, name), name == "x.bin", nil)
 		require.NoError(t, err)
-		w, err := out.open("x", tensor.Desc{DType: tensor.Int32, Shape: tensor.Shape{2}})
+		w, err := out.open("x", tensor.Desc{DType: tensor.Int32, Shape: tensor.Shape{2}}, nil)
 		require.NoError(t, err)
 		_, err = w.Write(make([]byte, 7))
 		require.NoError(t, err)
@@ -70,7 +70,7 @@ func TestAnOutputThatIsNotCommittedLeavesNothing(t *testing.T) {
 }
 
 func TestOnlyASafetensorsFileTakesSeveralTensors(t *testing.T) {
-	two := []named{{"a", tensor.Desc{DType: tensor.Int8}}, {"b", tensor.Desc{DType: tensor.Int8}}}
+	two := []tensorfile.Entry{{Name: "a", Desc: tensor.Desc{DType: tensor.Int8}}, {Name: "b", Desc: tensor.Desc{DType: tensor.Int8}}}
 	var stdout bytes.Buffer
 	for _, path := range []string{filepath.Join(t.TempDir(), "x.npy"), "-"} {
 		out, err := newTarget(path, false, &stdout)
@@ -84,6 +84,6 @@ func TestOnlyASafetensorsFileTakesSeveralTensors(t *testing.T) {
 	out, err := newTarget(filepath.Join(t.TempDir(), "x.safetensors"), false, nil)
 	require.NoError(t, err)
 	defer out.abandon()
-	_, err = out.begin([]named{two[0], two[0]})
+	_, err = out.begin([]tensorfile.Entry{two[0], two[0]})
 	require.ErrorIs(t, err, tensorfile.ErrFormat)
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"path/filepath"
 	"slices"
 	"strings"
 
@@ -53,12 +54,7 @@ again.`,
   tensorferry pull llama/ -o models/llama/
   tensorferry pull --source gen -p shape=1000,1000 -p seed=7 | tensorferry show -`,
 		Args: takes(many, "NAME"),
-		RunE: func(c *cobra.Command, args []string) error {
-			if err := validNames(args); err != nil {
-				return err
-			}
-			return pull(c.Context(), args, o, c.OutOrStdout(), c.ErrOrStderr())
-		},
+		RunE: o.pull,
 	}
 	c.Flags().StringVarP(&o.output, "output", "o", "-", "`file` or folder to write")
 	c.Flags().StringVar(&o.prefix, "prefix", "", "`text` that replaces the shared folder of names in a .safetensors file")
@@ -70,7 +66,7 @@ again.`,
 	return c
 }
 
-func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.Writer) error {
+func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 	selections, err := o.selections(names)
 	if err != nil {
 		return err
@@ -79,12 +75,13 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 	several := (whole || isFolder(o.output)) && !o.source
 	switch {
 	case o.asJSON && o.output == "-":
-		return usage("--json prints to stdout; name a file with --output")
+		return errJSONOutput
 	case o.prefix != "" && (!whole || o.source):
 		return usage("--prefix needs a .safetensors file as --output, and no --source")
 	case len(selections) != 1 && !several:
 		return oneTensor(o.output)
 	}
+	ctx := c.Context()
 	cfg, waiting, stop := o.config(ctx)
 	defer stop(nil)
 	cl, err := o.dial(cfg)
@@ -94,17 +91,15 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 	defer cl.Close()
 	to := pulled{prefix: sharedPrefix(names), instead: o.prefix}
 	if several && !whole {
-		to.folder, err = newFolderTarget(o.output)
-		to.out = to.folder
+		to.out, err = newFolderTarget(o.output)
 	} else {
-		to.file, err = newTarget(o.output, o.raw, stdout)
-		to.out = to.file
+		to.out, err = newTarget(o.output, o.raw, c.OutOrStdout())
 	}
 	if err != nil {
 		return err
 	}
 	defer to.out.abandon()
-	to.bars = newProgress(stderr, o.quiet)
+	to.bars = newProgress(c.ErrOrStderr(), o.quiet)
 	defer to.bars.end()
 
 	var got []client.Summary
@@ -116,22 +111,21 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 		if err != nil {
 			return err
 		}
-		switch {
-		case several:
-			if err = leftOut(ctx, cl, names, stderr); err == nil {
-				list, got, err = to.takeDocument(ctx, cl, list)
+		if several {
+			if err := leftOut(ctx, cl, names, c.ErrOrStderr()); err != nil {
+				return err
 			}
-			if err == nil {
+			if list, got, err = to.takeDocument(ctx, cl, list, o.output); err == nil {
 				err = to.begin(list)
 			}
-		case len(list) != 1:
+			if err != nil {
+				return err
+			}
+		} else if len(list) != 1 {
 			list = slices.DeleteFunc(list, func(s client.Stored) bool { return isDocument(s) && !slices.Contains(names, s.Name) })
 			if len(list) != 1 {
-				err = oneTensor(o.output)
+				return oneTensor(o.output)
 			}
-		}
-		if err != nil {
-			return err
 		}
 		selections = selectionsOf(list)
 	}
@@ -145,17 +139,14 @@ func pull(ctx context.Context, names []string, o pullOptions, stdout, stderr io.
 		}
 		return got, nil
 	})
-	if err != nil {
-		return err
+	if err == nil {
+		err = to.out.commit()
 	}
-	if err := to.out.commit(); err != nil {
+	if err != nil || !o.asJSON {
 		return err
 	}
 	to.bars.end()
-	if !o.asJSON {
-		return nil
-	}
-	return printMoved(printer{stdout, true}, got)
+	return printMoved(printer{c.OutOrStdout(), true}, got)
 }
 
 func oneTensor(output string) error {
@@ -164,13 +155,11 @@ func oneTensor(output string) error {
 
 // pulled is the output of a pull.
 type pulled struct {
-	out    output // one of these two
-	file   *target
-	folder *folderTarget
-	bars   *progressBars
+	out  output
+	bars *progressBars
 	// prefix is the folder that all names share, and instead replaces it in a file.
 	prefix, instead string
-	tensors         map[string]place // nil until begin
+	tensors         map[string]*tensorWriter // nil until begin
 }
 
 // sharedPrefix returns the folder that all names share, before any glob characters: model/
@@ -206,10 +195,7 @@ func leftOut(ctx context.Context, cl *client.Client, names []string, stderr io.W
 		if err != nil {
 			return err
 		}
-		have := make(map[string]bool, len(picked))
-		for _, s := range picked {
-			have[s.Name] = true
-		}
+		have := namesOf(picked)
 		there = slices.DeleteFunc(there, func(s client.Stored) bool { return have[s.Name] })
 		if len(there) > 0 {
 			fmt.Fprintf(stderr, "note: %q leaves out %d tensors such as %q; use %q to include them\n", n, len(there), there[0].Name, n+"*")
@@ -220,52 +206,39 @@ func leftOut(ctx context.Context, cl *client.Client, names []string, stderr io.W
 
 // takeDocument pulls the document of the prefix's model file, if it is in the list, and
 // returns the rest of the list.
-func (p *pulled) takeDocument(ctx context.Context, cl *client.Client, list []client.Stored) ([]client.Stored, []client.Summary, error) {
+func (p *pulled) takeDocument(ctx context.Context, cl *client.Client, list []client.Stored, path string) ([]client.Stored, []client.Summary, error) {
 	i := slices.IndexFunc(list, func(s client.Stored) bool { return s.Name == p.prefix+tensorfile.MetadataName })
-	if i < 0 && p.folder != nil {
+	if i >= 0 {
+		d, got, err := pullDocument(ctx, cl, list[i])
+		p.out.describe(d)
+		return slices.Delete(list, i, i+1), got, err
+	}
+	if _, folder := p.out.(*folderTarget); folder {
 		documents := documentsOf(ctx, cl, list)
 		if j := slices.IndexFunc(list, func(s client.Stored) bool { return documents[s.Name].Index != "" }); j >= 0 {
-			err := usage("--output %s is a folder, which takes one model of several files; select one", p.folder.path)
+			err := usage("--output %s is a folder, which takes one model of several files; select one", filepath.Clean(path))
 			return nil, nil, hinted{err, "such as with tensorferry pull" + atServer + " " + plain(strings.TrimSuffix(list[j].Name, tensorfile.MetadataName))}
 		}
 	}
-	if i < 0 {
-		return list, nil, nil
-	}
-	d, got, err := pullDocument(ctx, cl, list[i])
-	if err != nil {
-		return nil, nil, err
-	}
-	if p.folder != nil {
-		p.folder.document = d
-	} else {
-		p.file.metadata = d.Common()
-	}
-	return slices.Delete(list, i, i+1), got, nil
-}
-
-type place struct {
-	tensor.Desc
-	io.Writer
+	return list, nil, nil
 }
 
 // begin begins an output of the listed tensors.
 func (p *pulled) begin(list []client.Stored) error {
-	all := make([]named, len(list))
-	for i, s := range list {
+	writers, err := p.out.begin(each(list, func(s client.Stored) tensorfile.Entry {
 		name := s.Name
 		if rest, ok := strings.CutPrefix(name, p.prefix); ok {
 			name = p.instead + rest
 		}
-		all[i] = named{name, s.Desc}
-	}
-	writers, err := p.out.begin(all)
+		return tensorfile.Entry{Name: name, Desc: s.Desc}
+	}))
 	if err != nil {
 		return err
 	}
-	p.tensors = make(map[string]place, len(list))
+	p.tensors = make(map[string]*tensorWriter, len(list))
 	for i, s := range list {
-		p.tensors[s.Name] = place{s.Desc, io.MultiWriter(writers[i], p.bars.tensor(s.Name, s.Desc))}
+		p.tensors[s.Name] = writers[i]
+		writers[i].bar = p.bars.tensor(s.Name, s.Desc)
 	}
 	return nil
 }
@@ -278,11 +251,11 @@ func (p *pulled) writer(name string, d tensor.Desc) (io.Writer, error) {
 			return nil, err
 		}
 	}
-	at := p.tensors[name]
-	if !at.Equal(d) {
+	w, ok := p.tensors[name]
+	if !ok || !w.Desc.Equal(d) {
 		return nil, fmt.Errorf("tensor %q has changed since it was listed; try again", name)
 	}
-	return at, nil
+	return w, nil
 }
 
 // pullTo pulls selections into the writers that to returns. It stops when the first of

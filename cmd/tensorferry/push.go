@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -62,9 +61,7 @@ this push, they count as failed.`,
   tensorferry gen --shape 1000,1000 | tensorferry push noise=-
   tensorferry push y=y.bin --dtype float32 --shape 1000,64`,
 		Args: takes(many, "FILE"),
-		RunE: func(c *cobra.Command, args []string) error {
-			return push(c.Context(), args, o, c.InOrStdin(), c.OutOrStdout(), c.ErrOrStderr())
-		},
+		RunE: o.push,
 	}
 	o.input.flags(c)
 	o.remote.flags(c)
@@ -74,10 +71,11 @@ this push, they count as failed.`,
 	return c
 }
 
-func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, stdout, stderr io.Writer) error {
+func (o *pushOptions) push(c *cobra.Command, args []string) error {
 	if err := o.input.check(); err != nil {
 		return err
 	}
+	ctx, stderr := c.Context(), c.ErrOrStderr()
 	cfg, waiting, stop := o.config(ctx)
 	defer stop(nil)
 	cl, err := o.dial(cfg)
@@ -89,7 +87,7 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 	defer bars.end()
 	var r client.PushRequest
 	lines := map[string]*bar{}
-	stdinTaken := false
+	in := opener{raw: o.input, stdin: c.InOrStdin(), idle: o.idle}
 	var spoiled error             // of tensors that cannot be read; the others are pushed
 	wholes := map[string]string{} // files that are pushed whole, by the prefix of their tensors' names
 	for _, text := range args {
@@ -97,46 +95,39 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 		if err != nil {
 			return err
 		}
-		if file == "-" && stdinTaken {
-			return usage("stdin can be used only once")
-		}
-		stdinTaken = stdinTaken || file == "-"
-		found, err := o.open(ctx, file, o.input, stdin)
+		found, err := in.open(ctx, file)
 		if err != nil {
 			return neither(text, file, err)
 		}
 		spoiled = errors.Join(spoiled, found.errors())
 		list := found.tensors
-		if _, _, member := memberOf(file); below && !member {
+		if _, member := memberOf(file); below && member == nil {
 			wholes[name+"/"] = file
 		}
 		if beside := found.document.Encode(); beside != nil {
-			s, err := documentSource(beside, file)
-			if err != nil {
-				return err
-			}
-			list = append(list, s)
+			d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(len(beside))}}
+			list = append(list, arraySource(file+":"+tensorfile.MetadataName, tensorfile.Array{Name: tensorfile.MetadataName, Desc: d, Data: beside}))
 		}
 		if len(list) == 0 && len(found.unknown) == 0 {
 			return fmt.Errorf("%s has no tensors", file)
 		}
 		bars.say(stderr, list)
 		for _, s := range list {
+			to := name
 			if below {
-				s.forCall("", name+"/"+s.Name)
-			} else {
-				s.forCall("", name)
+				to += "/" + s.Name
 			}
-			switch err := store.CheckName(s.Name); {
+			s.forCall("", to)
+			switch err := store.CheckName(to); {
 			case err != nil && below && store.CheckName(name) == nil: // the name is in the file
 				return fmt.Errorf("%s: %w", file, err)
 			case err != nil:
 				return usageError{err}
 			}
-			if _, twice := lines[s.Name]; twice {
-				return usage("two tensors would be stored as %q; choose another name for one file with NAME=FILE", s.Name)
+			if _, twice := lines[to]; twice {
+				return usage("two tensors would be stored as %q; choose another name for one file with NAME=FILE", to)
 			}
-			lines[s.Name] = bars.tensor(s.Name, s.Desc)
+			lines[to] = bars.tensor(to, s.Desc)
 			r.Tensors = append(r.Tensors, s.Input)
 		}
 	}
@@ -157,7 +148,7 @@ func push(ctx context.Context, args []string, o pushOptions, stdin io.Reader, st
 		err = tellOthers(ctx, cl, wholes, lines, stderr)
 	}
 	err = errors.Join(err, forgotten(ctx, cl, stored), spoiled)
-	return cmp.Or(err, printMoved(printer{stdout, o.asJSON}, stored))
+	return cmp.Or(err, printMoved(printer{c.OutOrStdout(), o.asJSON}, stored))
 }
 
 // tellOthers reports tensors under a file's prefix that are not from that file, such as
@@ -176,17 +167,6 @@ func tellOthers(ctx context.Context, cl *client.Client, wholes map[string]string
 	return nil
 }
 
-// documentSource returns the encoded document of a model file as a tensor.
-func documentSource(text []byte, file string) (*source, error) {
-	t, err := tensor.Of(text)
-	if err != nil {
-		return nil, err
-	}
-	s := &source{Input: client.From("", t), title: file + ":" + tensorfile.MetadataName}
-	s.Name = tensorfile.MetadataName
-	return s, nil
-}
-
 // forgotten fails each tensor that was stored and has been evicted: a full store in memory
 // evicts the least recently used tensors, and so the first of many for the last.
 func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary) error {
@@ -198,10 +178,7 @@ func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary) 
 	if err != nil {
 		return err
 	}
-	there := make(map[string]bool, len(list))
-	for _, s := range list {
-		there[s.Name] = true
-	}
+	there := namesOf(list)
 	var gone []error
 	for i, s := range stored {
 		if mayGo(s) && !there[s.Name] {
@@ -222,7 +199,7 @@ func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary) 
 // slash and its own name.
 func parsePushed(text string) (name, file string, below bool, err error) {
 	name, file = nameOf(text)
-	path, _, member := memberOf(file)
+	path, member := memberOf(file)
 	inFile := isModel(path) || holdsSeveral(path)
 	switch {
 	case file == "-" && name == "" && text == file:
@@ -232,10 +209,10 @@ func parsePushed(text string) (name, file string, below bool, err error) {
 	case file == "":
 		return "", "", false, usage("%q has no file; use NAME=FILE", text)
 	case name != "":
-		return name, file, inFile && !member, nil
+		return name, file, inFile && member == nil, nil
 	}
 	base := filepath.Base(path)
-	if info, err := os.Stat(path); err == nil && info.IsDir() {
+	if isDir(path) {
 		if whole, err := filepath.Abs(path); err == nil { // also for "."
 			base = filepath.Base(whole)
 		}
@@ -249,30 +226,28 @@ func parsePushed(text string) (name, file string, below bool, err error) {
 
 // movedJSON is a tensor of a push, a pull or a copy as --json prints it.
 type movedJSON struct {
-	Name    string       `json:"name"`
-	DType   string       `json:"dtype,omitempty"`
-	Shape   tensor.Shape `json:"shape,omitzero"`
-	Bytes   int64        `json:"bytes"`
-	Digest  string       `json:"digest,omitempty"`
-	Durable bool         `json:"durable"`
-	Error   string       `json:"error,omitempty"`
+	Name string `json:"name"`
+	*descJSON
+	Bytes   int64  `json:"bytes"`
+	Digest  string `json:"digest,omitempty"`
+	Durable bool   `json:"durable"`
+	Error   string `json:"error,omitempty"`
 }
 
 // printMoved prints the result of each tensor.
 func printMoved(out printer, list []client.Summary) error {
-	moved := make([]movedJSON, len(list))
-	for i, s := range list {
+	moved := each(list, func(s client.Summary) movedJSON {
 		j := movedJSON{Name: s.Name, Bytes: s.Bytes, Durable: s.Durable}
 		if s.DType != 0 {
-			j.DType, j.Shape = s.DType.String(), append(tensor.Shape{}, s.Shape...)
+			j.descJSON = new(describe(s.Desc))
 		}
 		if s.Err != nil {
 			j.Error = said(s.Err)
 		} else {
 			j.Digest = s.Digest.String()
 		}
-		moved[i] = j
-	}
+		return j
+	})
 	return out.print(moved, func(w io.Writer) {
 		for _, s := range list {
 			if s.Err != nil {

@@ -56,9 +56,7 @@ not wait for a pipe to be closed.`,
   cat x.bin | tensorferry run affine --param a=2 --param b=1 --dtype float32 --shape 1000,64 > y.bin
   tensorferry run trunk --input h=weights.safetensors:hidden --output y.npy`,
 		Args: takes(1, "MODEL"),
-		RunE: func(c *cobra.Command, args []string) error {
-			return runModel(c.Context(), args[0], o, c.InOrStdin(), c.OutOrStdout(), c.ErrOrStderr())
-		},
+		RunE: o.run,
 	}
 	f := c.Flags()
 	f.StringArrayVarP(&o.inputs, "input", "i", nil, "input `[port=]file`; repeatable")
@@ -76,7 +74,8 @@ not wait for a pipe to be closed.`,
 	return c
 }
 
-func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, stdout, stderr io.Writer) error {
+func (o *runOptions) run(c *cobra.Command, args []string) error {
+	ctx, model, stdout, stderr := c.Context(), args[0], c.OutOrStdout(), c.ErrOrStderr()
 	params, err := paramsOf(o.params)
 	if err != nil {
 		return err
@@ -104,17 +103,13 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	}
 	bars := newProgress(stderr, o.quiet)
 	defer bars.end()
-	var stdinTaken bool
+	opener := opener{raw: o.input, stdin: c.InOrStdin(), idle: o.idle}
 	for _, text := range o.inputs {
 		port, file := nameOf(text)
-		if file == "-" && stdinTaken {
-			return usage("stdin can be used only once")
-		}
-		stdinTaken = stdinTaken || file == "-"
 		if slices.ContainsFunc(r.Inputs, func(in client.Input) bool { return in.Port == port }) {
 			return usage("--input %s: the port already has an input; use port=file, once per port", text)
 		}
-		found, err := o.open(ctx, file, o.input, stdin)
+		found, err := opener.open(ctx, file)
 		if err != nil {
 			return neither(text, file, err)
 		}
@@ -135,11 +130,8 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 			return err
 		}
 	}
+	ports := each(m.GetInputs(), (*pb.Port).GetName)
 	for _, in := range r.Inputs {
-		var ports []string
-		for _, p := range m.GetInputs() {
-			ports = append(ports, p.GetName())
-		}
 		if in.Port != "" && !slices.Contains(ports, in.Port) {
 			return usage("--input %s=…: model %q has no input %q; it has %s", in.Port, model, in.Port, strings.Join(ports, ", "))
 		}
@@ -162,7 +154,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 		}
 		if o.asJSON && t.real == "-" {
 			t.abandon()
-			return usage("--json prints to stdout; name a file with --output")
+			return errJSONOutput
 		}
 		key := t.real
 		if t.special {
@@ -173,10 +165,7 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 			return usage("--output %s and --output %s are the same file", other.path, path)
 		}
 		files[key], byPort[port] = t, t
-		r.Results[port] = client.Writer(func(d tensor.Desc) (io.Writer, error) {
-			w, err := t.open(port, d)
-			return io.MultiWriter(w, bars.tensor(port, d)), err
-		})
+		r.Results[port] = client.Writer(func(d tensor.Desc) (io.Writer, error) { return t.open(port, d, bars) })
 	}
 	s, err := cl.Session(ctx)
 	if err != nil {
@@ -215,6 +204,22 @@ func runModel(ctx context.Context, model string, o runOptions, stdin io.Reader, 
 	return printCall(stdout, call, list)
 }
 
+// callJSON is a call as run --json prints it.
+type callJSON struct {
+	Call    string             `json:"call"` // the call's id
+	Results []writtenJSON      `json:"results"`
+	Seconds map[string]float64 `json:"seconds"` // as the server measured them
+}
+
+func printCall(w io.Writer, call *client.Call, results []writtenJSON) error {
+	slices.SortFunc(results, func(a, b writtenJSON) int { return strings.Compare(a.Port, b.Port) })
+	t := call.Timings()
+	return writeJSON(w, callJSON{call.ID().String(), results, map[string]float64{
+		"total": t.Total.Seconds(), "queue": t.Queue.Seconds(), "receive": t.Receive.Seconds(), "h2d": t.H2D.Seconds(),
+		"compute": t.Compute.Seconds(), "d2h": t.D2H.Seconds(), "first_result": t.FirstResult.Seconds(), "exposed": t.Exposed().Seconds(),
+	}})
+}
+
 // waysText says how many bytes of a session used a lane, and why none did.
 func waysText(w client.Ways) string {
 	text := fmt.Sprintf("lane carried %d of %d bytes sent, %d of %d received", w.LaneSentBytes, w.SentBytes, w.LaneReceivedBytes, w.ReceivedBytes)
@@ -248,10 +253,7 @@ func findModel(ctx context.Context, cl *client.Client, name, hint string) (*pb.M
 // results returns the file for each result of a model, by port.
 func results(m *pb.Model, outputs []string) (map[string]string, error) {
 	model := m.GetName()
-	var ports []string
-	for _, p := range m.GetOutputs() {
-		ports = append(ports, p.GetName())
-	}
+	ports := each(m.GetOutputs(), (*pb.Port).GetName)
 	if len(outputs) == 0 {
 		if len(ports) != 1 {
 			return nil, usage("model %q has the results %s; use --output port=file for each", model, strings.Join(ports, ", "))

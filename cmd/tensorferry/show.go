@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -46,7 +47,6 @@ type showOptions struct {
 	quiet  bool
 	slice  string
 	head   int
-	given  func(flag string) bool // a flag is given
 }
 
 func showCommand() *cobra.Command {
@@ -82,14 +82,11 @@ the end, and ... stands for all axes that are not given.`,
   tensorferry show y.bin --dtype float32 --shape 1000,64
   tensorferry show --server 127.0.0.1:50051 'model/*'`,
 		Args: takes(many, "FILE (NAME with --server)"),
-		RunE: func(c *cobra.Command, args []string) error {
-			return show(c.Context(), args, o, c.InOrStdin(), c.OutOrStdout(), c.ErrOrStderr())
-		},
+		RunE: o.show,
 	}
 	o.input.flags(c)
 	c.Flags().StringVar(&o.server, "server", "", "show tensors of the server at this `address`, not files")
 	o.identityFlags(c)
-	o.given = c.Flags().Changed
 	o.sourceFlags.flags(c)
 	jsonFlag(c, &o.asJSON)
 	c.Flags().IntVar(&o.head, "head", 0, "also print the first `N` elements")
@@ -106,12 +103,17 @@ the end, and ... stands for all axes that are not given.`,
 	return c
 }
 
-func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, stdout, stderr io.Writer) error {
+func (o *showOptions) show(c *cobra.Command, names []string) error {
+	ctx, stdout, stderr := c.Context(), c.OutOrStdout(), c.ErrOrStderr()
 	if err := o.input.check(); err != nil {
 		return err
 	}
 	if o.head < 0 {
 		return usage("--head must not be negative")
+	}
+	listing := o.slice == "" && !o.stats && !c.Flag("head").Changed // of model files
+	if o.slice != "" && !c.Flag("head").Changed {
+		o.head = sliceHead
 	}
 	ramp := []rune(blockRamp)
 	if o.ascii {
@@ -128,17 +130,18 @@ func show(ctx context.Context, names []string, o showOptions, stdin io.Reader, s
 	}
 	var err error
 	switch {
-	case o.server == "" && o.given("server"):
+	case o.server == "" && c.Flag("server").Changed:
 		return usage("--server must not be empty")
 	case o.server != "" && o.input.given():
 		return usage("--dtype and --shape are for raw bytes in a file; omit them with --server")
 	case o.server != "":
-		err = showStored(ctx, names, o, stderr, found)
+		err = o.showStored(ctx, names, stderr, found)
 	case o.source || len(o.params) > 0:
 		return usage("--source and --param need --server")
 	default:
+		in := opener{raw: o.input, stdin: c.InOrStdin()}
 		for _, file := range names {
-			if err = showFile(ctx, file, o, stdin, stderr, found); err != nil {
+			if err = o.showFile(ctx, file, &in, listing, stderr, found); err != nil {
 				break
 			}
 		}
@@ -156,7 +159,7 @@ type seen interface {
 }
 
 // lookShowing is look with a progress bar on stderr for a large tensor.
-func lookShowing(ctx context.Context, title string, d tensor.Desc, r io.Reader, o showOptions, stderr io.Writer) (*shown, error) {
+func (o *showOptions) lookShowing(ctx context.Context, title string, d tensor.Desc, r io.Reader, stderr io.Writer) (*shown, error) {
 	if size, err := d.Bytes(); err == nil && size >= leastBar {
 		bars := newProgress(stderr, o.quiet)
 		if bars != nil {
@@ -165,11 +168,11 @@ func lookShowing(ctx context.Context, title string, d tensor.Desc, r io.Reader, 
 		defer bars.end()
 		r = io.TeeReader(r, bars.tensor(title, d))
 	}
-	return look(ctx, title, d, r, o)
+	return o.look(ctx, title, d, r)
 }
 
 // showStored passes each named tensor of a server to found.
-func showStored(ctx context.Context, names []string, o showOptions, stderr io.Writer, found func(seen) error) error {
+func (o *showOptions) showStored(ctx context.Context, names []string, stderr io.Writer, found func(seen) error) error {
 	cl, err := o.dial(client.Config{})
 	if err != nil {
 		return err
@@ -191,7 +194,7 @@ func showStored(ctx context.Context, names []string, o showOptions, stderr io.Wr
 			what = described(s.Name, d)
 		} else {
 			err = readStored(ctx, cl, s, func(d tensor.Desc, r io.Reader) (err error) {
-				what, err = lookShowing(ctx, s.Name, d, r, o, stderr)
+				what, err = o.lookShowing(ctx, s.Name, d, r, stderr)
 				return err
 			})
 		}
@@ -207,14 +210,14 @@ func showStored(ctx context.Context, names []string, o showOptions, stderr io.Wr
 
 // showFile passes each tensor of a file to found. It reads the tensors of a whole model
 // file only if an option requires that.
-func showFile(ctx context.Context, file string, o showOptions, stdin io.Reader, stderr io.Writer, found func(seen) error) error {
-	in, err := openInput(ctx, file, o.input, stdin)
+func (o *showOptions) showFile(ctx context.Context, file string, opener *opener, listing bool, stderr io.Writer, found func(seen) error) error {
+	in, err := opener.open(ctx, file)
 	if err != nil {
 		return err
 	}
 	sayConverted(stderr, in.tensors)
-	_, _, member := memberOf(file)
-	whole := !member && !o.input.given() && isModel(file)
+	_, member := memberOf(file)
+	whole := member == nil && !o.input.given() && isModel(file)
 	if whole && (in.document.Encode() != nil || len(in.tensors)+len(in.unknown) == 0) {
 		if err := found(described(file, in.document)); err != nil {
 			return err
@@ -222,10 +225,10 @@ func showFile(ctx context.Context, file string, o showOptions, stdin io.Reader, 
 	}
 	for _, t := range in.tensors {
 		var what seen
-		if whole && !o.stats && o.slice == "" && !o.given("head") {
+		if whole && listing {
 			what, err = newListed(t.title, t.Desc)
 		} else {
-			what, err = lookShowing(ctx, t.title, t.Desc, t.bytes(), o, stderr)
+			what, err = o.lookShowing(ctx, t.title, t.Desc, t.bytes(), stderr)
 		}
 		if err == nil {
 			err = found(what)
@@ -247,9 +250,8 @@ func showFile(ctx context.Context, file string, o showOptions, stdin io.Reader, 
 
 // listed is a tensor whose bytes were not read, or the metadata and index of a model file.
 type listed struct {
-	Tensor   string            `json:"tensor"`
-	DType    string            `json:"dtype,omitempty"`
-	Shape    tensor.Shape      `json:"shape,omitzero"`
+	Tensor string `json:"tensor"`
+	*descJSON
 	Bytes    *int64            `json:"bytes,omitempty"`
 	Error    string            `json:"error,omitempty"` // why it cannot be read
 	Metadata map[string]string `json:"metadata,omitempty"`
@@ -259,7 +261,7 @@ type listed struct {
 
 func newListed(title string, d tensor.Desc) (*listed, error) {
 	size, err := d.Bytes()
-	return &listed{Tensor: title, DType: d.DType.String(), Shape: append(tensor.Shape{}, d.Shape...), Bytes: &size}, err
+	return &listed{Tensor: title, descJSON: new(describe(d)), Bytes: &size}, err
 }
 
 // described returns the metadata and index of a model file as listed.
@@ -290,10 +292,9 @@ func (l *listed) text([]rune) string {
 // shown describes the contents of a tensor as show --json prints it. Min, max, mean, std
 // and histogram are those of the finite elements, and absent if there are none.
 type shown struct {
-	Tensor    string              `json:"tensor"`
-	Slice     string              `json:"slice,omitempty"`
-	DType     string              `json:"dtype"`
-	Shape     tensor.Shape        `json:"shape"`
+	Tensor string `json:"tensor"`
+	Slice  string `json:"slice,omitempty"`
+	descJSON
 	Bytes     int64               `json:"bytes"`
 	Elements  int64               `json:"elements"`
 	Of        string              `json:"of,omitempty"` // "magnitude" for complex elements
@@ -316,7 +317,7 @@ const sliceHead = 100
 
 // look reads a tensor from r until its end or the end of ctx, and describes it or the part
 // that the options select.
-func look(ctx context.Context, title string, d tensor.Desc, r io.Reader, o showOptions) (*shown, error) {
+func (o *showOptions) look(ctx context.Context, title string, d tensor.Desc, r io.Reader) (*shown, error) {
 	part, err := elements.ParseSlice(o.slice, d)
 	if err != nil {
 		return nil, usageError{fmt.Errorf("%s: %w", title, err)}
@@ -324,9 +325,6 @@ func look(ctx context.Context, title string, d tensor.Desc, r io.Reader, o showO
 	if o.slice != "" {
 		if r, err = part.Reader(r); err != nil {
 			return nil, fmt.Errorf("%s: %w", title, err)
-		}
-		if !o.given("head") {
-			o.head = sliceHead
 		}
 	}
 	d = part.Desc
@@ -340,14 +338,14 @@ func look(ctx context.Context, title string, d tensor.Desc, r io.Reader, o showO
 		}
 	}
 	width := int64(d.DType.Bits() / 8)
-	head := &firstBytes{left: min(int64(o.head), size/width) * width}
-	r = io.TeeReader(r, head)
+	var head bytes.Buffer
+	r = io.MultiReader(io.TeeReader(io.LimitReader(r, min(int64(o.head), size/width)*width), &head), r)
 	s, err := interruptible(ctx, func() (*elements.Summary, error) { return elements.Summarize(whileLasts{ctx, r}, d) })
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", title, err)
 	}
 	seen := &shown{
-		Tensor: title, Slice: o.slice, DType: d.DType.String(), Shape: append(tensor.Shape{}, d.Shape...), Bytes: size, Elements: s.Elements,
+		Tensor: title, Slice: o.slice, descJSON: describe(d), Bytes: size, Elements: s.Elements,
 		Min: s.Min, Max: s.Max, Zeros: s.Zeros, NaN: s.NaN, PosInf: s.PosInf, NegInf: s.NegInf,
 	}
 	if d.DType == tensor.Complex64 || d.DType == tensor.Complex128 {
@@ -357,22 +355,8 @@ func look(ctx context.Context, title string, d tensor.Desc, r io.Reader, o showO
 		h := s.Histogram(showColumns)
 		seen.Mean, seen.Std, seen.Histogram = &s.Mean, &s.Std, &h
 	}
-	seen.printHead(part, head.data)
+	seen.printHead(part, head.Bytes())
 	return seen, nil
-}
-
-// firstBytes keeps the first bytes that are written to it.
-type firstBytes struct {
-	left int64
-	data []byte
-}
-
-// Write copies the bytes of p that f keeps.
-func (f *firstBytes) Write(p []byte) (int, error) {
-	n := min(f.left, int64(len(p)))
-	f.data = append(f.data, p[:n]...)
-	f.left -= n
-	return len(p), nil
 }
 
 // headColumns is the maximum number of elements per line.

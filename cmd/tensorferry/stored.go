@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 	"google.golang.org/grpc/codes"
@@ -41,14 +42,13 @@ or, for a tensor of a file in the server's folder, when it is first pulled.`,
 
 // storedJSON is a stored tensor as ls --json prints it.
 type storedJSON struct {
-	Name    string       `json:"name"`
-	DType   string       `json:"dtype"`
-	Shape   tensor.Shape `json:"shape"`
-	Bytes   int64        `json:"bytes"`
-	Digest  string       `json:"digest,omitempty"`
-	Stored  *time.Time   `json:"stored"` // null if outside of JSON's years
-	Durable bool         `json:"durable"`
-	File    string       `json:"file,omitempty"`
+	Name string `json:"name"`
+	descJSON
+	Bytes   int64      `json:"bytes"`
+	Digest  string     `json:"digest,omitempty"`
+	Stored  *time.Time `json:"stored"` // null if outside of JSON's years
+	Durable bool       `json:"durable"`
+	File    string     `json:"file,omitempty"`
 	// Metadata and Index are those of a model file, in the entry of its document.
 	Metadata map[string]string `json:"metadata,omitempty"`
 	Index    string            `json:"index,omitempty"`
@@ -76,9 +76,8 @@ func ls(ctx context.Context, cl *client.Client, names []string, out printer) (er
 
 // storedJSONs is a list as ls --json prints it.
 func storedJSONs(list []client.Stored, documents map[string]tensorfile.Document) []storedJSON {
-	all := make([]storedJSON, len(list))
-	for i, s := range list {
-		j := storedJSON{Name: s.Name, DType: s.DType.String(), Shape: append(tensor.Shape{}, s.Shape...), Bytes: s.Bytes, Durable: s.Durable, File: s.File}
+	return each(list, func(s client.Stored) storedJSON {
+		j := storedJSON{Name: s.Name, descJSON: describe(s.Desc), Bytes: s.Bytes, Durable: s.Durable, File: s.File}
 		if at := s.Stored.UTC(); at.Year() >= 0 && at.Year() <= 9999 {
 			j.Stored = &at
 		}
@@ -88,9 +87,8 @@ func storedJSONs(list []client.Stored, documents map[string]tensorfile.Document)
 		if d, ok := documents[s.Name]; ok {
 			j.Metadata, j.Index = d.Common(), d.Index
 		}
-		all[i] = j
-	}
-	return all
+		return j
+	})
 }
 
 func printStored(out printer, list []client.Stored, sources []string, documents map[string]tensorfile.Document) error {
@@ -148,12 +146,8 @@ func rm(ctx context.Context, cl *client.Client, names []string, out printer) err
 	}
 	removed := []string{}
 	for some := range slices.Chunk(list, selectionsAtATime) {
-		requested := make([]string, len(some))
-		for i, s := range some {
-			requested[i] = s.Name
-		}
 		var gone []string
-		gone, err = cl.Delete(ctx, requested...)
+		gone, err = cl.Delete(ctx, each(some, func(s client.Stored) string { return s.Name })...)
 		removed = append(removed, gone...)
 		if err != nil {
 			break
@@ -233,12 +227,27 @@ func noSuch(kind, name string, sources []string) error {
 	return hinted{fmt.Errorf("the server has no %s %q", kind, name), hint}
 }
 
-// checkNames rejects an empty name, which a server would take for all tensors.
+// checkNames rejects names that no server has, and an empty one, which a server would take
+// for all tensors.
 func checkNames(names []string) error {
-	if slices.Contains(names, "") {
-		return usage("NAME must not be empty")
+	for _, name := range names {
+		switch {
+		case name == "":
+			return usage("NAME must not be empty")
+		case !utf8.ValidString(name):
+			return usage("%q is not UTF-8, as names are", name)
+		}
 	}
 	return nil
+}
+
+// namesOf returns the set of a list's names.
+func namesOf(list []client.Stored) map[string]bool {
+	names := make(map[string]bool, len(list))
+	for _, s := range list {
+		names[s.Name] = true
+	}
+	return names
 }
 
 // sourceFlags has the flags that make a server generate a tensor.
@@ -264,11 +273,9 @@ func (o *sourceFlags) selections(names []string) ([]client.Selection, error) {
 	if len(params) > 0 && !o.source {
 		return nil, usage("--param needs --source")
 	}
-	list := make([]client.Selection, len(names))
-	for i, n := range names {
-		list[i] = client.Selection{Name: n, Source: o.source, Params: params}
-	}
-	return list, nil
+	return each(names, func(n string) client.Selection {
+		return client.Selection{Name: n, Source: o.source, Params: params}
+	}), nil
 }
 
 // paramsOf parses key=value texts.
@@ -289,11 +296,7 @@ func paramsOf(texts []string) (map[string]string, error) {
 
 // selectionsOf selects each of a list.
 func selectionsOf(stored []client.Stored) []client.Selection {
-	list := make([]client.Selection, len(stored))
-	for i, s := range stored {
-		list[i].Name = s.Name
-	}
-	return list
+	return each(stored, func(s client.Stored) client.Selection { return client.Selection{Name: s.Name} })
 }
 
 // readStored passes the bytes of a tensor of the server to use as they arrive. The reader
