@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/vbauerster/mpb/v8/decor"
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
@@ -31,8 +32,12 @@ const (
 	demoTimes = 500
 	// demoMaxTimes keeps the images below the 16 GiB that a server takes by default.
 	demoMaxTimes = 16 << 30 / (fashion.Count * fashion.Pixels * 4)
-	// demoDrawn is how many images fit in a terminal of 80 columns.
-	demoDrawn = 3
+	// demoDrawn is how many images fit in a terminal of 80 columns. Each is drawColumns
+	// characters wide and half as many lines high, because a character in a terminal is
+	// about twice as high as it is wide.
+	demoDrawn   = 3
+	drawColumns = 24
+	drawLines   = drawColumns / 2
 )
 
 func demoCommand() *cobra.Command {
@@ -199,7 +204,7 @@ func demo(ctx context.Context, at access, serve []string, times int64, out io.Wr
 		r.ServerPeakBytes = peakOf(r.ServerPID)
 	}
 	r.writeManyTimes(w)
-	draw(w, n.choose(classes), showsColors(out))
+	draw(w, n.choose(classes))
 	writeNext(w)
 	return r, w.Flush()
 }
@@ -395,11 +400,11 @@ func (r *demoReport) writeManyTimes(w io.Writer) {
 	r.Activations.write(w, "activations", fmt.Sprintf("%s, %.0f images/s", again, float64(int64(r.Images)*r.Times)/r.Activations.Total))
 	r.Pixels.write(w, "pixels", "every byte compared")
 	if r.ClientPeakBytes > 0 {
-		fmt.Fprintf(w, "peak memory    %s here", decimal(r.ClientPeakBytes))
+		fmt.Fprintf(w, "peak memory    % .1f here", decor.SizeB1000(r.ClientPeakBytes))
 		if r.ServerPeakBytes > 0 {
-			fmt.Fprintf(w, ", %s in the server", decimal(r.ServerPeakBytes))
+			fmt.Fprintf(w, ", % .1f in the server", decor.SizeB1000(r.ServerPeakBytes))
 		}
-		fmt.Fprintf(w, ", for a tensor of %s\n", decimal(r.Pixels.Bytes))
+		fmt.Fprintf(w, ", for a tensor of % .1f\n", decor.SizeB1000(r.Pixels.Bytes))
 	}
 	fmt.Fprintln(w)
 }
@@ -426,10 +431,60 @@ try next
 `, self)
 }
 
-// decimal formats a size in GB, the unit of rates, or in MB if it is less than 1 GB.
-func decimal(n int64) string {
-	if n < 1e9 {
-		return fmt.Sprintf("%.0f MB", float64(n)/1e6)
+// drawing is an image to draw, with its predicted and its true class.
+type drawing struct {
+	pixels           []float32 // fashion.Pixels values from 0 to 1
+	predicted, label byte
+}
+
+func (d drawing) caption() string {
+	text := fashion.ClassNames[d.predicted]
+	if d.predicted != d.label {
+		text += ", is " + fashion.ClassNames[d.label]
 	}
-	return fmt.Sprintf("%.1f GB", float64(n)/1e9)
+	return text
+}
+
+// choose returns demoDrawn images of different classes to draw. The last one is a wrong
+// prediction, if there is any.
+func (n *splitNetwork) choose(classes []byte) []drawing {
+	var drawn []drawing
+	var shown [len(fashion.ClassNames)]bool
+	for k := range demoDrawn {
+		mistake := k == demoDrawn-1
+		for i, c := range classes {
+			label := n.labels[i]
+			if (c != label) == mistake && !shown[label] && !shown[c] {
+				shown[label] = true
+				drawn = append(drawn, drawing{n.pixels[i*fashion.Pixels : (i+1)*fashion.Pixels], c, label})
+				break
+			}
+		}
+	}
+	return drawn
+}
+
+// draw draws images side by side.
+func draw(w io.Writer, images []drawing) {
+	for line := range drawLines {
+		text := ""
+		for _, d := range images {
+			for column := range drawColumns {
+				text += string(asciiRamp[int(d.at(column, line)*(float32(len(asciiRamp))-0.01))])
+			}
+			text += "  "
+		}
+		fmt.Fprintln(w, strings.TrimRight(text, " "))
+	}
+	text := ""
+	for _, d := range images {
+		text += fmt.Sprintf("%-*s", drawColumns+2, d.caption())
+	}
+	fmt.Fprintln(w, strings.TrimRight(text, " "))
+}
+
+// at returns the shade of a character: the mean of two pixels, one below the other.
+func (d drawing) at(column, line int) float32 {
+	i := line*fashion.Height/drawLines*fashion.Width + column*fashion.Width/drawColumns
+	return (d.pixels[i] + d.pixels[i+fashion.Width]) / 2
 }

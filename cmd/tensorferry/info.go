@@ -47,10 +47,9 @@ func models(ctx context.Context, cl *client.Client, _ []string, out printer) err
 	if err != nil {
 		return err
 	}
-	listed := make([]modelJSON, len(list))
-	for i, m := range list {
-		listed[i] = modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), portsJSON(m.GetInputs()), portsJSON(m.GetOutputs()), rowsText(m.GetRows()), m.GetParams(), m.GetAbout()}
-	}
+	listed := each(list, func(m *pb.Model) modelJSON {
+		return modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), each(m.GetInputs(), portOf), each(m.GetOutputs(), portOf), rowsText(m.GetRows()), m.GetParams(), m.GetAbout()}
+	})
 	return out.print(listed, func(w io.Writer) {
 		fmt.Fprintln(w, "NAME\tVERSION\tDEVICE\tINPUTS\tRESULTS\tPARAMS")
 		for _, m := range listed {
@@ -72,15 +71,9 @@ type modelJSON struct {
 }
 
 func paramText(params []*pb.Param) string {
-	var out []string
-	for _, p := range params {
-		text := plain(p.GetName()) + "=" + plain(p.GetDefault())
-		if p.GetDefault() == "" {
-			text += "<" + plain(p.GetKind()) + ">"
-		}
-		out = append(out, text)
-	}
-	return strings.Join(out, " ")
+	return strings.Join(each(params, func(p *pb.Param) string {
+		return plain(p.GetName() + "=" + cmp.Or(p.GetDefault(), "<"+p.GetKind()+">"))
+	}), " ")
 }
 
 type portJSON struct {
@@ -101,47 +94,32 @@ func rowsText(rows int32) string {
 	return strconv.Itoa(int(rows))
 }
 
-func portsJSON(ports []*pb.Port) []portJSON {
-	listed := make([]portJSON, len(ports))
-	for i, p := range ports {
-		dims := make([]any, len(p.GetShape()))
-		for i, n := range p.GetShape() {
-			switch n {
-			case engine.AnyAxes:
-				dims[i] = "..."
-			case engine.Free: // null
-			default:
-				dims[i] = n
-			}
+func portOf(p *pb.Port) portJSON {
+	return portJSON{p.GetName(), each(p.GetDtypes(), typeName), each(p.GetShape(), func(n int64) any {
+		switch n {
+		case engine.AnyAxes:
+			return "..."
+		case engine.Free:
+			return nil // null
 		}
-		listed[i] = portJSON{p.GetName(), typeNames(p), dims, p.GetWhole()}
-	}
-	return listed
+		return n
+	}), p.GetWhole()}
 }
 
-func typeNames(p *pb.Port) []string {
-	var names []string
-	for _, d := range p.GetDtypes() {
-		name := fmt.Sprintf("DataType(%d)", d) // for a number that does not fit in a tensor.DataType
-		if own := tensor.DataType(d); pb.DataType(own) == d {
-			name = own.String()
-		}
-		names = append(names, name)
+// typeName names a data type, or a number that is none.
+func typeName(d pb.DataType) string {
+	if own := tensor.DataType(d); pb.DataType(own) == d {
+		return own.String()
 	}
-	return names
+	return fmt.Sprintf("DataType(%d)", d)
 }
 
 func portText(ports []portJSON) string {
-	texts := make([]string, len(ports))
-	for i, p := range ports {
-		dims := make([]string, len(p.Shape))
-		for i, n := range p.Shape {
-			dims[i] = fmt.Sprint(cmp.Or(n, any("?")))
-		}
+	return strings.Join(each(ports, func(p portJSON) string {
+		dims := each(p.Shape, func(n any) string { return fmt.Sprint(cmp.Or(n, any("?"))) })
 		types := cmp.Or(strings.Join(p.DTypes, "|"), "any")
-		texts[i] = fmt.Sprintf("%s:%s[%s]", plain(p.Name), types, strings.Join(dims, " "))
-	}
-	return strings.Join(texts, ", ")
+		return fmt.Sprintf("%s:%s[%s]", plain(p.Name), types, strings.Join(dims, " "))
+	}), ", ")
 }
 
 func infoCommand() *cobra.Command {
@@ -155,7 +133,7 @@ func info(ctx context.Context, cl *client.Client, _ []string, out printer) error
 	if err != nil {
 		return err
 	}
-	i := infoJSON{known.GetVersion(), known.GetUptimeMillis(), codecNames(known.GetCodecs()), known.GetLimits(), known.GetCounters(), append([]*pb.ModelState{}, known.GetModels()...)}
+	i := infoJSON{known.GetVersion(), known.GetUptimeMillis(), append([]string{codec.None.String()}, each(known.GetCodecs(), codecName)...), known.GetLimits(), known.GetCounters(), append([]*pb.ModelState{}, known.GetModels()...)}
 	return out.print(i, func(w io.Writer) {
 		fmt.Fprintf(w, "version\t%s\nuptime\t%v\ncodecs\t%s\n",
 			plain(i.Version), time.Duration(i.UptimeMillis)*time.Millisecond, strings.Join(i.Codecs, " "))
@@ -206,15 +184,10 @@ type infoJSON struct {
 	Models       []*pb.ModelState `json:"models"`
 }
 
-// codecNames returns the names of the codecs that a server decodes.
-func codecNames(list []pb.Codec) []string {
-	names := []string{codec.None.String()}
-	for _, k := range list {
-		name := fmt.Sprintf("codec %d", k)
-		if own := codec.Codec(k); pb.Codec(own) == k {
-			name = own.String()
-		}
-		names = append(names, name)
+// codecName names a codec, or a number that is none.
+func codecName(k pb.Codec) string {
+	if own := codec.Codec(k); pb.Codec(own) == k {
+		return own.String()
 	}
-	return names
+	return fmt.Sprintf("codec %d", k)
 }

@@ -20,7 +20,7 @@ func TestACommandThatWaitsForAHeaderCanBeInterrupted(t *testing.T) {
 			root.SetArgs(args)
 			root.SetIn(r)
 			go func() { ended <- root.ExecuteContext(ctx) }() // the server is not asked
-			if _, err := w.Write([]byte{0x93}); err != nil { // once it is written, the command reads
+			if _, err := w.Write([]byte{0x93}); err != nil {  // once it is written, the command reads
 				t.Fatal(err)
 			}
 			cancel()

@@ -185,22 +185,13 @@ func (p *progressBars) line(size int64, order int, title func() string) *mpb.Bar
 		),
 		mpb.AppendDecorators(
 			decor.Percentage(decor.WC{W: 5}),
-			decor.Any(speed(begun), decor.WCSyncSpace),
+			decor.Any(func(s decor.Statistics) string {
+				return inUnits(int64(float64(s.Current)/max(time.Since(begun).Seconds(), 1e-3))) + "/s"
+			}, decor.WCSyncSpace),
 			decor.OnComplete(decor.AverageETA(decor.ET_STYLE_GO, decor.WCSyncSpace), ""),
 		))
 	line.SetTotal(size, false)
 	return line
-}
-
-// speed returns the mean speed since a time. It does not change once all bytes have moved.
-func speed(since time.Time) func(decor.Statistics) string {
-	last := ""
-	return func(s decor.Statistics) string {
-		if last == "" || s.Current < s.Total {
-			last = inUnits(int64(float64(s.Current)/max(time.Since(since).Seconds(), 1e-3))) + "/s"
-		}
-		return last
-	}
 }
 
 // inUnits formats a number of bytes for a line.
