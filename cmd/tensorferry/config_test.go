@@ -50,7 +50,7 @@ func TestAFlagGoesBeforeTheEnvironmentAndThatBeforeTheFile(t *testing.T) {
 	require.Equal(t, []string{"a"}, c.engines.models)
 	require.Equal(t, time.Minute, c.drain)
 	require.EqualValues(t, 2e9, c.server.Session.TensorBytes)
-	require.Equal(t, storeFlag{bytes: 1 << 30}, c.store)
+	require.Equal(t, storeFlag{"memory:1GiB", "", 1 << 30}, c.store)
 	require.Equal(t, "json", c.logFormat)
 	require.True(t, c.insecure)
 	require.Equal(t, defaultListen, c.listen)

@@ -38,11 +38,12 @@ var formats = []format{
 // formatOf finds a format by a file's extension.
 func formatOf(path string) (format, bool) {
 	ending := strings.ToLower(filepath.Ext(path))
-	i := slices.IndexFunc(formats, func(f format) bool { return slices.Contains(f.endings, ending) })
-	if i < 0 {
-		return format{}, false
+	for _, f := range formats {
+		if slices.Contains(f.endings, ending) {
+			return f, true
+		}
 	}
-	return formats[i], true
+	return format{}, false
 }
 
 // foreign returns the error of reading a file as .npy or, if the file has another known
@@ -86,14 +87,6 @@ func headOf(path string) []byte {
 	head := make([]byte, 128)
 	n, _ := io.ReadFull(f, head) // the file may be shorter
 	return head[:n]
-}
-
-// writable rejects an output whose extension is that of an unsupported format.
-func writable(path string) error {
-	if f, known := formatOf(path); known {
-		return usage("--output %s: %s files are not supported; name a .npy or .safetensors file", path, f.name)
-	}
-	return nil
 }
 
 // arraysSuffix is the extension of a file of NumPy arrays.

@@ -369,35 +369,26 @@ func openRaw(file string, raw rawInput, stdin io.Reader) (*source, error) {
 			return nil, err
 		}
 	}
-	known, err := endKnown(r, title, desc, size)
-	if err != nil {
-		return nil, err
-	}
-	if !known {
-		return pipedSource(title, desc, size, r)
-	}
-	return &source{Input: client.FromReader("", desc, r), title: title}, nil
-}
-
-// endKnown reports whether the end of r needs no check: a device has no end, and the size
-// of a regular file is checked here.
-func endKnown(r io.Reader, title string, d tensor.Desc, size int64) (bool, error) {
 	f, ok := r.(*os.File)
 	if !ok {
-		return false, nil
+		return pipedSource(title, desc, size, r)
 	}
 	info, err := f.Stat()
 	if err != nil {
-		return false, err
+		return nil, err
 	}
-	if !info.Mode().IsRegular() {
-		return info.Mode()&os.ModeCharDevice != 0, nil
+	if info.Mode().IsRegular() { // it ends where it is to
+		at, err := f.Seek(0, io.SeekCurrent)
+		if left := info.Size() - at; err == nil && left > size { // a shorter one may still grow
+			err = fmt.Errorf("%s has %d bytes, but %v has %d", title, left, desc, size)
+		}
+		if err != nil {
+			return nil, err
+		}
+	} else if info.Mode()&os.ModeCharDevice == 0 { // a device has no end
+		return pipedSource(title, desc, size, r)
 	}
-	at, err := f.Seek(0, io.SeekCurrent)
-	if left := info.Size() - at; err == nil && left > size { // a shorter one may still grow
-		err = fmt.Errorf("%s has %d bytes, but %v has %d", title, left, d, size)
-	}
-	return true, err
+	return &source{Input: client.FromReader("", desc, r), title: title}, nil
 }
 
 // forCall makes s the input of a call or a push, under a new name. If its reader ends

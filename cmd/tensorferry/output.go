@@ -68,8 +68,8 @@ func newTarget(path string, raw bool, stdout io.Writer) (*target, error) {
 	case raw && describesItself(path):
 		return nil, usage("--output %s: --raw does not fit this extension; choose another", path)
 	}
-	if err := writable(path); err != nil {
-		return nil, err
+	if f, known := formatOf(path); known {
+		return nil, usage("--output %s: %s files are not supported; name a .npy or .safetensors file", path, f.name)
 	}
 	info, err := os.Stat(path)
 	switch {

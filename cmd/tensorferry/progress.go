@@ -3,7 +3,6 @@ package main
 import (
 	"fmt"
 	"io"
-	"math"
 	"os"
 	"strings"
 	"sync"
@@ -19,34 +18,26 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// barTitle is how many characters of a tensor's name a bar shows. It leaves half of a
+// barTitle is how many characters of a tensor's name the line shows. It leaves half of a
 // narrow terminal for the figures.
 const barTitle = 24
 
-// mostBars is the maximum number of tensors with a line of their own: more would fill the
-// screen.
-const mostBars = 8
-
-// progressBars show the progress of tensors. A single tensor has one line with bytes,
-// percentage, speed and remaining time, which stays when it is complete. Of several, up to
-// mostBars tensors in progress have such a line, in order, until they are complete; a last
-// line shows the total and stays. A nil *progressBars shows nothing. It is safe for
-// concurrent use.
+// progressBars show the progress of tensors in one line: the name of the only tensor or how
+// many of several are complete, bytes, percentage, mean speed and remaining time. The line
+// stays when all are complete. A nil *progressBars shows nothing. It is safe for concurrent
+// use.
 type progressBars struct {
 	w    io.Writer
 	bars *mpb.Progress
-	most int // lines of tensors
-	// vanishing: no line stays at the end. It is set before the first tensor.
+	// vanishing: the line does not stay at the end. It is set before the first tensor.
 	vanishing bool
-
-	count, done atomic.Int64 // tensors; drawing a line reads them without mu
+	title     atomic.Value // string; drawing the line reads it without mu
 
 	mu          sync.Mutex // guards all below
 	ended       bool
-	moved, size int64    // of all tensors
-	all         *mpb.Bar // nil while there is one tensor
-	first       *bar     // the only tensor; nil if it needs no line, or once there are several
-	lines       map[*bar]*mpb.Bar
+	count, done int      // tensors
+	moved, size int64    // bytes of all tensors
+	line        *mpb.Bar // nil while no tensor has bytes
 }
 
 // newProgress returns bars on w, or nil if quiet is set or w is not a terminal with a
@@ -55,11 +46,7 @@ func newProgress(w io.Writer, quiet bool) *progressBars {
 	if quiet || !isTerminal(w) || os.Getenv("TERM") == "dumb" {
 		return nil
 	}
-	p := &progressBars{w: w, bars: mpb.New(mpb.WithOutput(w)), most: mostBars, lines: map[*bar]*mpb.Bar{}}
-	if _, rows, err := cwriter.GetSize(int(w.(*os.File).Fd())); err == nil {
-		p.most = min(p.most, max(rows-2, 0)) // the last line, and the cursor's
-	}
-	return p
+	return &progressBars{w: w, bars: mpb.New(mpb.WithOutput(w))}
 }
 
 func quietFlag(c *cobra.Command, to *bool) {
@@ -91,29 +78,19 @@ func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 	if p.ended {
 		return nil
 	}
-	n := p.count.Add(1)
+	p.count++
 	p.size += size
-	b := &bar{bars: p, title: title, size: size, order: int(n)}
-	if n == 1 && size > 0 {
-		p.first = b
-		p.show(b)
-	}
-	if n == 2 {
-		p.all = p.line(0, math.MaxInt, func() string { return fmt.Sprintf("%d of %d tensors", p.done.Load(), p.count.Load()) })
-		p.all.SetCurrent(p.moved)
-		if f := p.first; f != nil && (f.moved == 0 || f.moved == f.size) {
-			p.hide(f) // it has not begun or is complete
-		}
-		p.first = nil
-	}
-	if p.all != nil {
-		p.all.SetTotal(p.size, false)
-	}
+	p.title.Store(shorten(plain(title)))
 	if size == 0 {
-		p.done.Add(1)
+		p.complete(1)
 		return nil
 	}
-	return b
+	p.complete(0)
+	if p.line == nil {
+		p.line = p.newLine()
+	}
+	p.line.SetTotal(p.size, false)
+	return &bar{bars: p, size: size}
 }
 
 // pieceBytes is the unit in which the input of a call is counted: the default chunk size.
@@ -151,47 +128,28 @@ func (p *progressBars) whole() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.moved = p.size
-	p.done.Store(p.count.Load())
-	if p.all != nil {
-		p.all.SetCurrent(p.size)
+	p.complete(p.count - p.done)
+	if p.line != nil {
+		p.line.SetCurrent(p.size)
 	}
 }
 
-// show gives b a line, unless there are too many. The caller holds mu.
-func (p *progressBars) show(b *bar) {
-	if p.lines[b] == nil && (len(p.lines) < p.most || b == p.first) {
-		title := shorten(plain(b.title))
-		p.lines[b] = p.line(b.size, b.order, func() string { return title })
-	}
-}
-
-// hide removes the line of b. The caller holds mu.
-func (p *progressBars) hide(b *bar) {
-	if line := p.lines[b]; line != nil {
-		line.Abort(true)
-		delete(p.lines, b)
-	}
-}
-
-// line adds a line, which only Abort or SetTotal ends. It calls title without mu whenever
-// it draws the line. Every line begins with a carriage return, because a terminal prints
-// ^C at the cursor and the next frame would begin after it.
-func (p *progressBars) line(size int64, order int, title func() string) *mpb.Bar {
+// newLine adds the line, which only Abort or SetTotal ends. The line begins with a carriage
+// return, because a terminal prints ^C at the cursor and the next frame would begin after it.
+func (p *progressBars) newLine() *mpb.Bar {
 	begun := time.Now()
-	line := p.bars.AddBar(0, mpb.BarPriority(order),
+	return p.bars.AddBar(0,
 		mpb.PrependDecorators(
-			decor.Any(func(decor.Statistics) string { return "\r" + title() }, decor.WCSyncSpaceR),
-			decor.Any(func(s decor.Statistics) string { return inUnits(s.Current) + " / " + inUnits(s.Total) }, decor.WCSyncSpace),
+			decor.Any(func(decor.Statistics) string { return "\r" + p.title.Load().(string) }),
+			decor.Any(func(s decor.Statistics) string { return "  " + inUnits(s.Current) + " / " + inUnits(s.Total) }),
 		),
 		mpb.AppendDecorators(
 			decor.Percentage(decor.WC{W: 5}),
 			decor.Any(func(s decor.Statistics) string {
-				return inUnits(int64(float64(s.Current)/max(time.Since(begun).Seconds(), 1e-3))) + "/s"
-			}, decor.WCSyncSpace),
+				return " " + inUnits(int64(float64(s.Current)/max(time.Since(begun).Seconds(), 1e-3))) + "/s"
+			}),
 			decor.OnComplete(decor.AverageETA(decor.ET_STYLE_GO, decor.WCSyncSpace), ""),
 		))
-	line.SetTotal(size, false)
-	return line
 }
 
 // inUnits formats a number of bytes for a line.
@@ -206,7 +164,7 @@ func shorten(title string) string {
 	return "…" + string([]rune(title)[n-barTitle+1:])
 }
 
-// end removes the lines of incomplete tensors and leaves the cursor at the beginning of a
+// end removes the line of incomplete tensors and leaves the cursor at the beginning of a
 // line. Ending twice is a no-op.
 func (p *progressBars) end() {
 	if p == nil {
@@ -218,32 +176,22 @@ func (p *progressBars) end() {
 		return
 	}
 	p.ended = true
-	last := p.all
-	if p.first != nil {
-		last = p.lines[p.first]
+	if p.line == nil {
+		p.bars.Wait()
+		return
 	}
-	if last != nil && p.moved == p.size && !p.vanishing {
-		last.SetTotal(p.size, true)
+	if p.moved == p.size && !p.vanishing {
+		p.line.SetTotal(p.size, true)
 	}
-	for b := range p.lines {
-		p.hide(b) // no effect if it is complete
-	}
-	if p.all != nil {
-		p.all.Abort(true)
-	}
-	p.bars.Wait() // until complete lines have been drawn
-	if last != nil {
-		_, _ = io.WriteString(p.w, "\r\x1b[J") // clears the rest of a line where ^C was printed
-	}
+	p.line.Abort(true)                     // no effect if it is complete
+	p.bars.Wait()                          // until a complete line has been drawn
+	_, _ = io.WriteString(p.w, "\r\x1b[J") // clears the rest of a line where ^C was printed
 }
 
 // bar counts the bytes of one tensor. A nil bar counts nothing.
 type bar struct {
-	bars  *progressBars
-	title string
-	size  int64
-	order int
-	moved int64
+	bars        *progressBars
+	moved, size int64
 }
 
 // reach records that the first n bytes have moved.
@@ -275,17 +223,14 @@ func (b *bar) move(n int64) {
 	b.moved = n
 	p.moved += more
 	if n == b.size {
-		p.done.Add(1)
-	} else {
-		p.show(b)
+		p.complete(1)
 	}
-	if line := p.lines[b]; line != nil {
-		line.SetCurrent(n)
-	}
-	if n == b.size && b != p.first {
-		p.hide(b)
-	}
-	if p.all != nil {
-		p.all.IncrInt64(more)
+	p.line.SetCurrent(p.moved)
+}
+
+// complete counts n more tensors as complete. The caller holds mu.
+func (p *progressBars) complete(n int) {
+	if p.done += n; p.count > 1 {
+		p.title.Store(fmt.Sprintf("%d of %d tensors", p.done, p.count))
 	}
 }

@@ -112,7 +112,7 @@ func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 			return err
 		}
 		if several {
-			if err := leftOut(ctx, cl, names, c.ErrOrStderr()); err != nil {
+			if err := leftOut(ctx, cl, names, list, c.ErrOrStderr()); err != nil {
 				return err
 			}
 			if list, got, err = to.takeDocument(ctx, cl, list, o.output); err == nil {
@@ -182,23 +182,18 @@ func sharedPrefix(names []string) (shared string) {
 
 // leftOut reports tensors that a glob such as model/* does not match because their names
 // have more slashes: they would be missing from a model file.
-func leftOut(ctx context.Context, cl *client.Client, names []string, stderr io.Writer) error {
+func leftOut(ctx context.Context, cl *client.Client, names []string, list []client.Stored, stderr io.Writer) error {
+	have := namesOf(list)
 	for _, n := range names {
 		if !strings.HasSuffix(n, "/*") {
 			continue
 		}
-		picked, _, err := cl.List(ctx, n)
+		rest, err := others(ctx, cl, n+"*", have)
 		if err != nil {
 			return err
 		}
-		there, _, err := cl.List(ctx, n+"*")
-		if err != nil {
-			return err
-		}
-		have := namesOf(picked)
-		there = slices.DeleteFunc(there, func(s client.Stored) bool { return have[s.Name] })
-		if len(there) > 0 {
-			fmt.Fprintf(stderr, "note: %q leaves out %d tensors such as %q; use %q to include them\n", n, len(there), there[0].Name, n+"*")
+		if len(rest) > 0 {
+			fmt.Fprintf(stderr, "note: %q leaves out %d tensors such as %q; use %q to include them\n", n, len(rest), rest[0].Name, n+"*")
 		}
 	}
 	return nil

@@ -155,11 +155,10 @@ func (o *pushOptions) push(c *cobra.Command, args []string) error {
 // those of an older version: a pull of the file would include them.
 func tellOthers(ctx context.Context, cl *client.Client, wholes map[string]string, pushed map[string]*bar, stderr io.Writer) error {
 	for prefix, file := range wholes {
-		list, _, err := cl.List(ctx, literally.Replace(prefix)+"**")
+		list, err := others(ctx, cl, literally.Replace(prefix)+"**", pushed)
 		if err != nil {
 			return err
 		}
-		list = slices.DeleteFunc(list, func(s client.Stored) bool { _, ours := pushed[s.Name]; return ours })
 		if len(list) > 0 {
 			fmt.Fprintf(stderr, "note: %q has %d tensors that are not in %s, such as %q; tensorferry rm can remove them\n", prefix, len(list), file, list[0].Name)
 		}

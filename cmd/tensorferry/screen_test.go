@@ -10,7 +10,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
-	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -164,11 +163,6 @@ const (
 	wholeShown  = ` +(` + bytesShown + `) / ` + bytesShown + ` \[=+\] +100 % +` + speedShown
 )
 
-// lines are up to some lines of tensors that are under way.
-func lines(title string, most int) string {
-	return fmt.Sprintf(`(%s *\n){0,%d}`, title+movingShown, most)
-}
-
 func TestWhatATerminalShowsOfProgress(t *testing.T) {
 	if _, err := exec.LookPath("tmux"); err != nil {
 		t.Skip("tmux is not installed: apt-get install tmux")
@@ -206,7 +200,7 @@ func TestWhatATerminalShowsOfProgress(t *testing.T) {
 		moving, whole   []string // what is shown then, and at the end
 	}{
 		"push of 1":    {store, "push x.npy", true, 8 * mib, []string{"x" + movingShown}, []string{"x" + wholeShown}},
-		"push of 6":    {store, "push layer.?.npy", true, 40 * mib, []string{`layer\.2` + movingShown, "2 of 6 tensors" + movingShown}, []string{"6 of 6 tensors" + wholeShown}},
+		"push of 6":    {store, "push layer.?.npy", true, 40 * mib, []string{"2 of 6 tensors" + movingShown}, []string{"6 of 6 tensors" + wholeShown}},
 		"push of 5000": {store, "push model.safetensors", true, 20 * mib, []string{`\d{4} of 5000 tensors` + movingShown}, []string{"5000 of 5000 tensors" + wholeShown}},
 		"push of 1 that is converted": {
 			store, "push turned.npy", true, 8 * mib,
@@ -214,19 +208,19 @@ func TestWhatATerminalShowsOfProgress(t *testing.T) {
 			[]string{"turned.npy is in Fortran order: converted while it is read", "turned" + wholeShown},
 		},
 		"pull of 1":    {store, "pull x -o back.npy", false, 8 * mib, []string{"x" + movingShown}, []string{"x" + wholeShown}},
-		"pull of 6":    {store, "pull 'layer*' -o back.safetensors", false, 40 * mib, []string{`layer\.2` + movingShown, "2 of 6 tensors" + movingShown}, []string{"6 of 6 tensors" + wholeShown}},
+		"pull of 6":    {store, "pull 'layer*' -o back.safetensors", false, 40 * mib, []string{"2 of 6 tensors" + movingShown}, []string{"6 of 6 tensors" + wholeShown}},
 		"pull of 5000": {store, "pull 'model/*' -o back.safetensors", false, 20 * mib, []string{`\d{4} of 5000 tensors` + movingShown}, []string{"5000 of 5000 tensors" + wholeShown}},
 		"run of 1 and its result": {
 			servingCopies(t, 1), "run copies -i x.npy -o back.npy", true, 8 * mib, []string{`x\.npy` + movingShown}, []string{"2 of 2 tensors" + wholeShown},
 		},
 		"run of 3 and their results": {
 			servingCopies(t, 3), "run copies" + threes.String(), true, 20 * mib,
-			[]string{lines(`layer\.\d\.npy`, 3) + `\d of 3 tensors` + movingShown},
+			[]string{`\d of 3 tensors` + movingShown},
 			[]string{"6 of 6 tensors" + wholeShown},
 		},
 		"run of 64 and their results": { // no call has more
 			servingCopies(t, 64), "run copies" + calls.String(), true, 40 * mib,
-			[]string{lines(`\d\d\.npy`, mostBars) + `\d+ of 64 tensors` + movingShown},
+			[]string{`\d+ of 64 tensors` + movingShown},
 			[]string{"128 of 128 tensors" + wholeShown},
 		},
 	} {
@@ -236,8 +230,6 @@ func TestWhatATerminalShowsOfProgress(t *testing.T) {
 					g := newGate(t, tc.server, tc.toServer, tc.passed)
 					x := newTerminal(t, columns, "tensorferry "+tc.command+" --server "+g.address+" >/dev/null")
 					x.shows(tc.moving...)
-					lines := strings.Split(x.screen(), "\n")
-					require.True(t, slices.IsSorted(lines[:len(lines)-1]), "%q", lines)
 					return x, g
 				}
 				x, g := begin()

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -13,6 +14,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -130,6 +132,7 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 
 // storeFlag says where pushed tensors are stored.
 type storeFlag struct {
+	text   string // empty: memory
 	folder string // empty: in memory
 	bytes  int64  // limit in memory; 0 is the default
 }
@@ -144,7 +147,7 @@ func (s *storeFlag) Set(text string) error {
 		*s = storeFlag{}
 		return nil
 	case !inMemory:
-		*s = storeFlag{folder: text}
+		*s = storeFlag{text, text, 0}
 		return nil
 	}
 	n, err := parseSize(size)
@@ -154,7 +157,7 @@ func (s *storeFlag) Set(text string) error {
 	if n < leastStore {
 		return fmt.Errorf("use at least %s, or %s", formatSize(leastStore), storeMemory)
 	}
-	*s = storeFlag{bytes: n}
+	*s = storeFlag{text, "", n}
 	return nil
 }
 
@@ -192,15 +195,7 @@ func besideFiles(s store.Store, folders []string, log *slog.Logger) (store.Store
 	return store.Beside(s, all...), nil
 }
 
-func (s *storeFlag) String() string {
-	switch {
-	case s.folder != "":
-		return s.folder
-	case s.bytes > 0:
-		return storeMemory + ":" + formatSize(s.bytes)
-	}
-	return storeMemory
-}
+func (s *storeFlag) String() string { return cmp.Or(s.text, storeMemory) }
 
 // Type is what --help calls the value.
 func (*storeFlag) Type() string { return "store" }
@@ -382,12 +377,9 @@ func watch(c serveConfig, id *identity.Server, h http.Handler) (address string, 
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
-	done := make(chan struct{})
-	go func() { // ends within a second of ctx
-		defer close(done)
-		ended <- metrics.Serve(ctx, l, h)
-	}()
-	return addressOf(l), ended, func() { cancel(); <-done }, nil
+	var served sync.WaitGroup
+	served.Go(func() { ended <- metrics.Serve(ctx, l, h) }) // ends within a second of ctx
+	return addressOf(l), ended, func() { cancel(); served.Wait() }, nil
 }
 
 // identity reads the files that secure the server. It returns nil if there are none.

@@ -251,6 +251,15 @@ func namesOf(list []client.Stored) map[string]bool {
 	return names
 }
 
+// others lists the tensors that a glob matches, without those that are known.
+func others[T any](ctx context.Context, cl *client.Client, glob string, known map[string]T) ([]client.Stored, error) {
+	list, _, err := cl.List(ctx, glob)
+	return slices.DeleteFunc(list, func(s client.Stored) bool {
+		_, ok := known[s.Name]
+		return ok
+	}), err
+}
+
 // sourceFlags has the flags that make a server generate a tensor.
 type sourceFlags struct {
 	source bool
