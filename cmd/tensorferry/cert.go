@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -34,30 +35,19 @@ both sides trust.`,
       --cert certs/alice.pem --key certs/alice-key.pem`,
 		Args: takes(1, "FOLDER"),
 		RunE: func(c *cobra.Command, args []string) error {
-			return cert(args[0], hosts, client, printer{c.OutOrStdout(), asJSON})
+			written, err := identity.WriteCertificates(args[0], hosts, client)
+			if errors.Is(err, identity.ErrName) {
+				return usageError{err}
+			}
+			if err != nil {
+				return err
+			}
+			files := each(written, func(file string) string { return filepath.Join(args[0], file) })
+			return printer{c.OutOrStdout(), asJSON}.print(files, func(w io.Writer) { fmt.Fprintln(w, strings.Join(files, "\n")) })
 		},
 	}
 	c.Flags().StringArrayVar(&hosts, "host", nil, "`name` or IP address of the server, in addition to localhost; repeatable")
 	c.Flags().StringVar(&client, "client", "client", "`name` of the client")
 	jsonFlag(c, &asJSON)
 	return c
-}
-
-// cert writes certificates and prints their file names.
-func cert(dir string, hosts []string, client string, out printer) error {
-	written, err := identity.WriteCertificates(dir, hosts, client)
-	if errors.Is(err, identity.ErrName) {
-		return usageError{err}
-	}
-	if err != nil {
-		return err
-	}
-	for i, file := range written {
-		written[i] = filepath.Join(dir, file)
-	}
-	return out.print(written, func(w io.Writer) {
-		for _, file := range written {
-			fmt.Fprintln(w, file)
-		}
-	})
 }

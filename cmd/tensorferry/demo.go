@@ -32,12 +32,6 @@ const (
 	demoTimes = 500
 	// demoMaxTimes keeps the images below the 16 GiB that a server takes by default.
 	demoMaxTimes = 16 << 30 / (fashion.Count * fashion.Pixels * 4)
-	// demoDrawn is how many images fit in a terminal of 80 columns. Each is drawColumns
-	// characters wide and half as many lines high, because a character in a terminal is
-	// about twice as high as it is wide.
-	demoDrawn   = 3
-	drawColumns = 24
-	drawLines   = drawColumns / 2
 )
 
 func demoCommand() *cobra.Command {
@@ -204,7 +198,6 @@ func demo(ctx context.Context, at access, serve []string, times int64, out io.Wr
 		r.ServerPeakBytes = peakOf(r.ServerPID)
 	}
 	r.writeManyTimes(w)
-	draw(w, n.choose(classes))
 	writeNext(w)
 	return r, w.Flush()
 }
@@ -429,62 +422,4 @@ try next
   %[1]s bench
       compares with raw TCP and stock gRPC on this machine; takes several minutes
 `, self)
-}
-
-// drawing is an image to draw, with its predicted and its true class.
-type drawing struct {
-	pixels           []float32 // fashion.Pixels values from 0 to 1
-	predicted, label byte
-}
-
-func (d drawing) caption() string {
-	text := fashion.ClassNames[d.predicted]
-	if d.predicted != d.label {
-		text += ", is " + fashion.ClassNames[d.label]
-	}
-	return text
-}
-
-// choose returns demoDrawn images of different classes to draw. The last one is a wrong
-// prediction, if there is any.
-func (n *splitNetwork) choose(classes []byte) []drawing {
-	var drawn []drawing
-	var shown [len(fashion.ClassNames)]bool
-	for k := range demoDrawn {
-		mistake := k == demoDrawn-1
-		for i, c := range classes {
-			label := n.labels[i]
-			if (c != label) == mistake && !shown[label] && !shown[c] {
-				shown[label] = true
-				drawn = append(drawn, drawing{n.pixels[i*fashion.Pixels : (i+1)*fashion.Pixels], c, label})
-				break
-			}
-		}
-	}
-	return drawn
-}
-
-// draw draws images side by side.
-func draw(w io.Writer, images []drawing) {
-	for line := range drawLines {
-		text := ""
-		for _, d := range images {
-			for column := range drawColumns {
-				text += string(asciiRamp[int(d.at(column, line)*(float32(len(asciiRamp))-0.01))])
-			}
-			text += "  "
-		}
-		fmt.Fprintln(w, strings.TrimRight(text, " "))
-	}
-	text := ""
-	for _, d := range images {
-		text += fmt.Sprintf("%-*s", drawColumns+2, d.caption())
-	}
-	fmt.Fprintln(w, strings.TrimRight(text, " "))
-}
-
-// at returns the shade of a character: the mean of two pixels, one below the other.
-func (d drawing) at(column, line int) float32 {
-	i := line*fashion.Height/drawLines*fashion.Width + column*fashion.Width/drawColumns
-	return (d.pixels[i] + d.pixels[i+fashion.Width]) / 2
 }

@@ -31,39 +31,33 @@ const (
 )
 
 // exits explain the codes.
-var exits = []struct {
-	code  int
-	means string
-}{
-	{0, "all is done"},
-	{exitFailure, "any failure without a code of its own, or a difference that diff found"},
-	{exitUsage, "a mistake in what was typed"},
-	{exitConnection, "no connection to the server, or it takes nothing now"},
-	{exitAuth, "the server does not know or does not allow the caller"},
-	{exitIntegrity, "bytes arrived damaged, or not those that were sent"},
-	{exitLimit, "over a limit or a budget of the server"},
-	{exitInterrupted, "interrupted; to be run again"},
-}
-
-// exitOf has the exit codes of failures that a server or the connection reports.
-var exitOf = map[codes.Code]int{
-	codes.Unavailable:       exitConnection,
-	codes.Unauthenticated:   exitAuth,
-	codes.PermissionDenied:  exitAuth,
-	codes.DataLoss:          exitIntegrity,
-	codes.ResourceExhausted: exitLimit,
+var exits = [...]string{
+	0:               "all is done",
+	exitFailure:     "any failure without a code of its own, or a difference that diff found",
+	exitUsage:       "a mistake in what was typed",
+	exitConnection:  "no connection to the server, or it takes nothing now",
+	exitAuth:        "the server does not know or does not allow the caller",
+	exitIntegrity:   "bytes arrived damaged, or not those that were sent",
+	exitLimit:       "over a limit or a budget of the server",
+	exitInterrupted: "interrupted; to be run again",
 }
 
 // atServer stands in a hint for the --server that was typed, after a command that asks one.
 const atServer = "{server}"
 
-// hints are for failures that a server reports.
-var hints = map[codes.Code]string{
-	codes.Unauthenticated:   "--ca names the CA of the server's certificate; --token, or --cert and --key, identify you; for a server without TLS leave all of them out",
-	codes.NotFound:          "tensorferry ls" + atServer + " lists the tensors and sources of a server, tensorferry models" + atServer + " its models",
-	codes.AlreadyExists:     "tensorferry push" + atServer + " NAME=FILE stores a tensor under another name",
-	codes.DataLoss:          "try it again; if it stays so, the server's disk or the way there does damage: push the tensor anew",
-	codes.ResourceExhausted: "tensorferry info" + atServer + " lists the server's limits",
+// failures have the exit codes, if not exitFailure, and the hints for failures that a
+// server or the connection reports.
+var failures = map[codes.Code]struct {
+	exit int
+	hint string
+}{
+	codes.Unavailable:       {exitConnection, ""},
+	codes.Unauthenticated:   {exitAuth, "--ca names the CA of the server's certificate; --token, or --cert and --key, identify you; for a server without TLS leave all of them out"},
+	codes.PermissionDenied:  {exitAuth, ""},
+	codes.NotFound:          {0, "tensorferry ls" + atServer + " lists the tensors and sources of a server, tensorferry models" + atServer + " its models"},
+	codes.AlreadyExists:     {0, "tensorferry push" + atServer + " NAME=FILE stores a tensor under another name"},
+	codes.DataLoss:          {exitIntegrity, "try it again; if it stays so, the server's disk or the way there does damage: push the tensor anew"},
+	codes.ResourceExhausted: {exitLimit, "tensorferry info" + atServer + " lists the server's limits"},
 }
 
 // usageError is a mistake in what was typed.
@@ -98,7 +92,7 @@ func exitCode(ctx context.Context, err error) int {
 	case errors.Is(err, client.ErrNoAnswer), errors.Is(err, client.ErrNotServer):
 		return exitConnection
 	case errors.As(err, &e):
-		return cmp.Or(exitOf[status.Code(e)], exitFailure)
+		return cmp.Or(failures[status.Code(e)].exit, exitFailure)
 	}
 	return exitFailure
 }
@@ -209,7 +203,7 @@ func hintFor(c *cobra.Command, code int, err error) string {
 	case code == exitConnection:
 		return connectionHint(c, err)
 	case code != exitInterrupted && errors.As(err, &e):
-		return hints[status.Code(e)]
+		return failures[status.Code(e)].hint
 	}
 	return ""
 }

@@ -148,7 +148,7 @@ func explain(err error) relay.Failure {
 	case e.Code == codes.NotFound:
 		f.Hint = "models() and list() show what the server has"
 	default:
-		f.Hint = strings.ReplaceAll(hints[e.Code], atServer, "")
+		f.Hint = strings.ReplaceAll(failures[e.Code].hint, atServer, "")
 	}
 	return f
 }

@@ -41,8 +41,8 @@ else ` + "`127.0.0.1:50051`" + `; ` + "`show`" + ` and ` + "`demo`" + ` use a se
 | exit code | means |
 |---|---|
 `)
-	for _, e := range exits {
-		fmt.Fprintf(&b, "| %d | %s |\n", e.code, e.means)
+	for code, means := range exits {
+		fmt.Fprintf(&b, "| %d | %s |\n", code, means)
 	}
 	return b.String() + sections.String()
 }
@@ -89,12 +89,11 @@ func TestEveryCommandSaysWhatItDoes(t *testing.T) {
 }
 
 func TestExitCodesAreInOneTable(t *testing.T) {
-	for i, e := range exits {
-		require.Equal(t, i, e.code, "codes have no gap")
-		require.NotEmpty(t, e.means)
+	for code, means := range exits {
+		require.NotEmpty(t, means, "code %d: they have no gap", code)
 	}
-	for _, code := range exitOf {
-		require.Less(t, code, len(exits))
+	for _, f := range failures {
+		require.Less(t, f.exit, len(exits))
 	}
 }
 

@@ -158,19 +158,6 @@ type seen interface {
 	text(ramp []rune) string
 }
 
-// lookShowing is look with a progress bar on stderr for a large tensor.
-func (o *showOptions) lookShowing(ctx context.Context, title string, d tensor.Desc, r io.Reader, stderr io.Writer) (*shown, error) {
-	if size, err := d.Bytes(); err == nil && size >= leastBar {
-		bars := newProgress(stderr, o.quiet)
-		if bars != nil {
-			bars.vanishing = true
-		}
-		defer bars.end()
-		r = io.TeeReader(r, bars.tensor(title, d))
-	}
-	return o.look(ctx, title, d, r)
-}
-
 // showStored passes each named tensor of a server to found.
 func (o *showOptions) showStored(ctx context.Context, names []string, stderr io.Writer, found func(seen) error) error {
 	cl, err := o.dial(client.Config{})
@@ -194,7 +181,7 @@ func (o *showOptions) showStored(ctx context.Context, names []string, stderr io.
 			what = described(s.Name, d)
 		} else {
 			err = readStored(ctx, cl, s, func(d tensor.Desc, r io.Reader) (err error) {
-				what, err = o.lookShowing(ctx, s.Name, d, r, stderr)
+				what, err = o.look(ctx, s.Name, d, r, stderr)
 				return err
 			})
 		}
@@ -228,7 +215,7 @@ func (o *showOptions) showFile(ctx context.Context, file string, opener *opener,
 		if whole && listing {
 			what, err = newListed(t.title, t.Desc)
 		} else {
-			what, err = o.lookShowing(ctx, t.title, t.Desc, t.bytes(), stderr)
+			what, err = o.look(ctx, t.title, t.Desc, t.bytes(), stderr)
 		}
 		if err == nil {
 			err = found(what)
@@ -315,9 +302,17 @@ type shown struct {
 // sliceHead is how many elements of a slice are printed by default.
 const sliceHead = 100
 
-// look reads a tensor from r until its end or the end of ctx, and describes it or the part
-// that the options select.
-func (o *showOptions) look(ctx context.Context, title string, d tensor.Desc, r io.Reader) (*shown, error) {
+// look reads a tensor from r until its end or the end of ctx, with progress on stderr if it
+// is large, and describes it or the part that the options select.
+func (o *showOptions) look(ctx context.Context, title string, d tensor.Desc, r io.Reader, stderr io.Writer) (*shown, error) {
+	if size, err := d.Bytes(); err == nil && size >= leastBar {
+		bars := newProgress(stderr, o.quiet)
+		if bars != nil {
+			bars.vanishing = true
+		}
+		defer bars.end()
+		r = io.TeeReader(r, bars.tensor(title, d))
+	}
 	part, err := elements.ParseSlice(o.slice, d)
 	if err != nil {
 		return nil, usageError{fmt.Errorf("%s: %w", title, err)}
