@@ -16,8 +16,7 @@ import (
 	"github.com/tensorferry/tensorferry/identity"
 )
 
-// access says how a command reaches its server: the address, TLS and identity, and the
-// codec. An empty codec means none.
+// access says how a command reaches its server. An empty codec means none.
 type access struct {
 	server string
 	tls    bool
@@ -25,8 +24,7 @@ type access struct {
 	codec  string
 }
 
-// flags adds --server and the flags that identify the client, and completes names of the
-// server's tensors.
+// flags adds --server and the flags of identity, and completes names of the server's tensors.
 func (a *access) flags(c *cobra.Command) {
 	f := c.Flags()
 	f.StringVar(&a.server, "server", cmp.Or(os.Getenv(variable("server")), defaultListen), "`address` of the server: host:port or unix:/path;\nalso "+variable("server"))
@@ -59,8 +57,7 @@ func (a *access) identityFlags(c *cobra.Command) {
 	}
 }
 
-// dial connects to the server. It adds codec and credentials to cfg. The caller closes
-// the client.
+// dial connects to the server with cfg, codec and credentials. The caller closes the client.
 func (a *access) dial(cfg client.Config) (*client.Client, error) {
 	k, err := codec.ParseCodec(cmp.Or(a.codec, codec.None.String()))
 	if err != nil {
@@ -85,8 +82,7 @@ func (a *access) dial(cfg client.Config) (*client.Client, error) {
 	return cl, nil
 }
 
-// asking adds the flags of access and --json to c, and makes c print the answer that ask
-// gets from the server.
+// asking makes c print the answer that ask gets from the server of its flags.
 func asking(c *cobra.Command, ask func(ctx context.Context, cl *client.Client, args []string, out printer) error) *cobra.Command {
 	var a access
 	var asJSON bool
@@ -111,11 +107,7 @@ type remote struct {
 
 func (r *remote) flags(c *cobra.Command) {
 	r.access.flags(c)
-	codecFlag(c, &r.codec)
 	quietFlag(c, &r.quiet)
-}
-
-func codecFlag(c *cobra.Command, to *string) {
-	c.Flags().StringVar(to, "codec", codec.None.String(), "compress chunks in transit: none or lz4")
+	c.Flags().StringVar(&r.codec, "codec", codec.None.String(), "compress chunks in transit: none or lz4")
 	complete(c, "codec", []string{codec.None.String(), codec.LZ4.String()})
 }

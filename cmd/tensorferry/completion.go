@@ -71,8 +71,7 @@ func completeChoices(c *cobra.Command) {
 // completionWait is how long completion waits for a server.
 const completionWait = time.Second
 
-// completeStored completes the names of a server's tensors, or with --source those of
-// its sources.
+// completeStored completes the names of a server's tensors, with --source its sources.
 func (a *access) completeStored(c *cobra.Command, _ []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
 	return a.complete(c, start, func(ctx context.Context, cl *client.Client) ([]string, error) {
 		list, sources, err := cl.List(ctx, "")

@@ -75,9 +75,8 @@ func configure(flags *pflag.FlagSet, environ []string) (origins, error) {
 	return from, from.apply(flags, environment, "environment", variable)
 }
 
-// apply sets the flags that are not on the command line to the values of a layer. It
-// fails if a setting is unknown or its value is invalid. name returns the setting's name
-// for error messages.
+// apply sets the flags that are not on the command line to the values of a layer. name
+// returns a setting's name for error messages.
 func (o origins) apply(flags *pflag.FlagSet, values map[string]any, where string, name func(key string) string) error {
 	for _, key := range slices.Sorted(maps.Keys(values)) {
 		f := flags.Lookup(key)
@@ -119,8 +118,7 @@ func set(v pflag.Value, value any) error {
 	return nil
 }
 
-// valueError is the error of a flag that rejects a value. It leaves out the texts of Go's
-// parsers.
+// valueError is the error of a flag that rejects a value, without the texts of Go's parsers.
 func valueError(v pflag.Value, text string, err error) error {
 	if bad, ok := errors.AsType[*strconv.NumError](err); ok {
 		switch {
@@ -135,8 +133,7 @@ func valueError(v pflag.Value, text string, err error) error {
 	return fmt.Errorf("%q: %w", text, err)
 }
 
-// flagError turns an error of pflag into a usage error. For an unknown flag, it suggests
-// the nearest one.
+// flagError makes a usage error of one of pflag, and suggests the nearest flag.
 func flagError(c *cobra.Command, err error) error {
 	if unknown, ok := errors.AsType[*pflag.NotExistError](err); ok && unknown.GetSpecifiedShortnames() == "" {
 		var names []string
@@ -328,4 +325,45 @@ func (choice) Type() string { return "word" }
 func choiceVar(f *pflag.FlagSet, v *string, name, text string, words ...string) {
 	*v = words[0]
 	f.Var(choice{v, words}, name, text+": "+strings.Join(words, ", "))
+}
+
+type sizeUnit struct {
+	name  string
+	bytes int64
+}
+
+// units are in ascending order. Single letters are not accepted, because 2G may mean 2·10⁹
+// or 2·2³⁰.
+var units = []sizeUnit{
+	{"B", 1},
+	{"kB", 1e3}, {"KiB", 1 << 10}, {"MB", 1e6}, {"MiB", 1 << 20},
+	{"GB", 1e9}, {"GiB", 1 << 30}, {"TB", 1e12}, {"TiB", 1 << 40},
+}
+
+// parseSize parses a whole number with an optional unit: 65536, 512MiB, 2 GB.
+func parseSize(text string) (int64, error) {
+	digits := len(text) - len(strings.TrimLeft(text, "0123456789"))
+	unit := strings.TrimPrefix(text[digits:], " ")
+	if digits == len(text) {
+		unit = "B"
+	}
+	i := slices.IndexFunc(units, func(u sizeUnit) bool { return strings.EqualFold(u.name, unit) })
+	if digits == 0 || i < 0 {
+		return 0, errors.New("not a size; use a whole number of bytes, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
+	}
+	n, err := strconv.ParseInt(text[:digits], 10, 64)
+	if err != nil || n > math.MaxInt64/units[i].bytes {
+		return 0, errors.New("too large: more than 2^63-1 bytes")
+	}
+	return n * units[i].bytes, nil
+}
+
+// formatSize formats a size in the largest unit that gives a whole number.
+func formatSize(n int64) string {
+	for _, u := range slices.Backward(units[1:]) {
+		if n != 0 && n%u.bytes == 0 {
+			return strconv.FormatInt(n/u.bytes, 10) + u.name
+		}
+	}
+	return strconv.FormatInt(n, 10)
 }

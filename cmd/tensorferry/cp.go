@@ -116,8 +116,7 @@ func (o *cpOptions) cp(c *cobra.Command, args []string) error {
 	return cmp.Or(err, printMoved(printer{c.OutOrStdout(), o.asJSON}, copied))
 }
 
-// below returns the part of a tensor's name that its copy keeps: everything after a NAME
-// that ends in a slash, otherwise the last part.
+// below returns what a copy keeps of a name: what follows a NAME with a slash, or the last part.
 func below(names []string, name string) string {
 	for _, n := range names {
 		if rest, ok := strings.CutPrefix(name, n); ok && strings.HasSuffix(n, "/") && rest != "" {

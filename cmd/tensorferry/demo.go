@@ -232,8 +232,7 @@ func newSplitNetwork(h *cpu.Host) (*splitNetwork, error) {
 	return n, err
 }
 
-// once runs the images through the three parts. It returns the activations of the bottom
-// model and the class of each image.
+// once runs the images through the three parts, and returns what the bottom made of them.
 func (n *splitNetwork) once(ctx context.Context, cl *client.Client, r *demoReport) (hidden tensor.Tensor, classes []byte, err error) {
 	before, err := cl.Info(ctx)
 	if err != nil {
@@ -378,11 +377,7 @@ func (r *demoReport) writeOnce(w io.Writer) {
 	fmt.Fprintf(w, "predictions    %s, %.1f %% are right\n", same, 100*float64(r.Correct)/float64(r.Images))
 	fmt.Fprintf(w, "activations    the server counted %d bytes in and %d out\n", r.ReceivedBytes, r.SentBytes)
 	fmt.Fprintf(w, "time           %.0f ms through all three\n\n", 1e3*r.Seconds)
-	often := fmt.Sprintf("%d times over", r.Times)
-	if r.Times == 1 {
-		often = "once more"
-	}
-	fmt.Fprintf(w, "%s, as one tensor (some seconds)\n", often)
+	fmt.Fprintf(w, "%d times over, as one tensor (some seconds)\n", r.Times)
 }
 
 func (r *demoReport) writeManyTimes(w io.Writer) {

@@ -93,8 +93,7 @@ func (s *side) add(name string, c compared) {
 	s.names, s.of[name] = append(s.names, name), c
 }
 
-// diffJSON is a pair of tensors as diff --json prints it. A or B is absent if that side
-// does not have the tensor.
+// diffJSON is a pair of tensors as diff --json prints it. A side may not have one.
 type diffJSON struct {
 	Tensor    string                `json:"tensor"`
 	Equal     bool                  `json:"equal"`
@@ -237,16 +236,13 @@ func pair(ctx context.Context, title string, a, b compared, o *diffOptions) (dif
 	}
 	var text strings.Builder
 	fmt.Fprintf(&text, "%s  %v: %d of %d elements differ", plain(title), a.Desc, c.Different, c.Elements)
+	these := ","
 	if c.NonFinite > 0 {
 		fmt.Fprintf(&text, ", %d of them infinite or NaN", c.NonFinite)
+		these = ", the others"
 	}
 	if c.MaxAbs > 0 {
-		if c.NonFinite > 0 {
-			text.WriteString(", the others")
-		} else {
-			text.WriteByte(',')
-		}
-		fmt.Fprintf(&text, " by up to %.6g, relative %.6g", c.MaxAbs, c.MaxRel)
+		fmt.Fprintf(&text, "%s by up to %.6g, relative %.6g", these, c.MaxAbs, c.MaxRel)
 	}
 	text.WriteByte('\n')
 	for _, f := range c.First {

@@ -184,8 +184,7 @@ func (e *engines) attached(text string) error {
 	return e.work(worker.Config{Name: name, Socket: socket})
 }
 
-// work adds a model that runs in its own processes. Its inputs and its results may each
-// use half of --memory.
+// work adds a model with its own processes. Inputs and results may each use half of --memory.
 func (e *engines) work(c worker.Config) error {
 	c.Version, c.Log, c.MemoryBytes = version, e.log, e.cfg.memory/2
 	h, err := worker.Start(c)
@@ -214,8 +213,7 @@ func (e *engines) Close() {
 	e.host.Close()
 }
 
-// site returns the place that --engine names; auto is the first device. The error wraps
-// engine.ErrUnavailable if the place does not work.
+// site returns the place of a name; auto is the first device. It may be unavailable.
 func (e *engines) site(name string) (site, error) {
 	if name == cpuEngine {
 		return site{cpuEngine, nil, func(m *stack.Model) (engine.Model, error) { return cpu.Stack(e.host, m) }}, nil
@@ -226,12 +224,10 @@ func (e *engines) site(name string) (site, error) {
 	if err := checkEngine(name); err != nil {
 		return site{}, err
 	}
-	n, err := strconv.Atoi(cudaEngine.FindStringSubmatch(name)[1])
-	if err != nil {
-		return site{}, err
-	}
+	n, _ := strconv.Atoi(cudaEngine.FindStringSubmatch(name)[1]) // it matches
 	h := e.cuda[n]
 	if h == nil {
+		var err error
 		h, err = cuda.Open(cuda.Config{
 			Library: e.cfg.driver, Device: n, PinnedBytes: e.cfg.pinned, Log: e.log,
 			Spill: &blocks.Spill{Pool: e.host.Pool(), Budget: e.host.Budget()},
@@ -276,8 +272,7 @@ func (e *engines) load(text string) error {
 	return e.add(name, m, where)
 }
 
-// add adds a model to the engine of a name. With auto, it uses the CPU if the device does
-// not support the model.
+// add adds a model to an engine; auto is the CPU if the device does not support the model.
 func (e *engines) add(name string, m *stack.Model, where string) error {
 	if name != "" {
 		m.Name = name // also for the model's errors

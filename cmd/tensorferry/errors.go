@@ -45,8 +45,7 @@ var exits = [...]string{
 // atServer stands in a hint for the --server that was typed, after a command that asks one.
 const atServer = "{server}"
 
-// failures have the exit codes, if not exitFailure, and the hints for failures that a
-// server or the connection reports.
+// failures have exit codes, if not exitFailure, and hints for what a server reports.
 var failures = map[codes.Code]struct {
 	exit int
 	hint string
@@ -97,8 +96,7 @@ func exitCode(ctx context.Context, err error) int {
 	return exitFailure
 }
 
-// mostErrors is the most lines of an error: a push of a thousand tensors may fail in
-// a thousand ways.
+// mostErrors is the most lines of an error: a thousand tensors may fail in a thousand ways.
 const mostErrors = 10
 
 // packages begin their errors with their names, which people do not need.
@@ -130,8 +128,7 @@ var sentences = strings.NewReplacer(
 	client.ErrClosed.Error(), "the session is closed",
 )
 
-// joined are the errors that err joins, or err itself. It does not split texts at
-// newlines: a server could then forge lines.
+// joined are the errors that err joins. Texts are not split: a server could forge lines.
 func joined(err error) []error {
 	switch e := err.(type) { //nolint:errorlint // what it is itself, before what it wraps
 	case interface{ Unwrap() error }:
@@ -156,30 +153,23 @@ var oneLine = strings.NewReplacer("\r\n", " ", "\n", " ", "\r", " ")
 // said is an error as people read it: one line for each different one that it joins.
 func said(err error) string {
 	var lines []string
-	more := 0
 	for _, e := range joined(err) {
 		if r, ok := errors.AsType[readError](e); ok {
 			e = r
 		}
 		line := oneLine.Replace(e.Error())
-		line = forPrograms.ReplaceAllString(sentences.Replace(line), "$1")
-		line = plain(line)
-		switch {
-		case slices.Contains(lines, line):
-		case len(lines) < mostErrors:
+		line = plain(forPrograms.ReplaceAllString(sentences.Replace(line), "$1"))
+		if !slices.Contains(lines, line) {
 			lines = append(lines, line)
-		default:
-			more++
 		}
 	}
-	if more > 0 {
-		lines = append(lines, fmt.Sprintf("and %d more", more))
+	if more := len(lines) - mostErrors; more > 0 {
+		lines = append(lines[:mostErrors], fmt.Sprintf("and %d more", more))
 	}
 	return strings.Join(lines, "\n")
 }
 
-// hintOf says what to do about an error of a command; it is empty if there is nothing
-// to add. Commands in it are for the server of --server.
+// hintOf says what to do about an error of a command. Commands in it name its --server.
 func hintOf(c *cobra.Command, code int, err error) string {
 	at := ""
 	if f := c.Flag("server"); f != nil && f.Changed {

@@ -46,9 +46,8 @@ func formatOf(path string) (format, bool) {
 	return format{}, false
 }
 
-// foreign returns the error of reading a file as .npy or, if the file has another known
-// format, one that names it. head has the first bytes of the file, raw is what else the
-// command reads.
+// foreign returns the error of reading a file as .npy, or one that names the format that the
+// file has by its first bytes, head. raw is what else the command reads.
 func foreign(title string, head []byte, raw rawInput, err error) error {
 	if !errors.Is(err, tensorfile.ErrFormat) || bytes.HasPrefix(head, []byte("\x93NUMPY")) {
 		return err

@@ -118,8 +118,7 @@ func (o *genOptions) gen(c *cobra.Command) error {
 	return writeJSON(c.OutOrStdout(), t.written(""))
 }
 
-// writeGenerated generates one chunk per CPU at a time, in parallel, and writes the chunks
-// in order.
+// writeGenerated generates one chunk per CPU at a time and writes them in order.
 func writeGenerated(ctx context.Context, w io.Writer, size int64, dtype tensor.DataType, seed uint64, fill generate.Fill) error {
 	buf := make([]byte, min(size, int64(runtime.GOMAXPROCS(0))*genChunk))
 	for off := int64(0); off < size; off += int64(len(buf)) {

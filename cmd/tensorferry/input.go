@@ -89,9 +89,8 @@ func parseDesc(dtype, shape string) (d tensor.Desc, size int64, err error) {
 	return d, size, nil
 }
 
-// source is a tensor to read. Its Name is its name in a file of several tensors. Its file
-// stays open until the process exits, because an interrupted call or push may still read
-// it.
+// source is a tensor to read, with its Name in a file of several. The file stays open until
+// the process exits, because an interrupted call or push may still read it.
 type source struct {
 	client.Input
 	title string // for messages: stdin, x.npy, or f.safetensors:name
@@ -118,8 +117,7 @@ func nameOf(text string) (name, file string) {
 	return name, file
 }
 
-// neither adds a hint to the error of opening the file of an argument that nameOf split,
-// if the file does not exist: the = may be part of its name.
+// neither hints that the = of an argument may be part of the name of a missing file.
 func neither(text, file string, err error) error {
 	if text == file || !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -144,8 +142,7 @@ func isDir(path string) bool {
 	return err == nil && info.IsDir()
 }
 
-// memberOf splits FILE:name, where FILE is a .safetensors file, an index, a .npz file or a
-// folder. Otherwise path is file, and there is no name.
+// memberOf splits FILE:name, where FILE holds several tensors; otherwise there is no name.
 func memberOf(file string) (path string, name []string) {
 	for _, ending := range several {
 		if path, name, member := strings.Cut(file, ending+":"); member {
@@ -163,8 +160,7 @@ func memberOf(file string) (path string, name []string) {
 	return file, nil
 }
 
-// isModel reports whether a path names a model file: a .safetensors file, the index of
-// several, or a folder.
+// isModel reports whether a path is a .safetensors file, the index of several, or a folder.
 func isModel(path string) bool {
 	return holdsSeveral(path) && !strings.HasSuffix(path, arraysSuffix) || isDir(path)
 }
@@ -204,9 +200,8 @@ type opener struct {
 	idle  time.Duration // how long a header may take; 0 is no limit
 }
 
-// open opens the file that an argument names: a .npy file, all tensors of a model file or
-// a .npz file or the one of a :name, raw bytes, or "-" for stdin. It waits for the header
-// from a pipe until ctx ends.
+// open opens the file that an argument names, or stdin for "-". It waits for the header from
+// a pipe until ctx ends.
 func (i *opener) open(ctx context.Context, file string) (*opened, error) {
 	title, stdin := file, io.Reader(nil)
 	if file == "-" {
@@ -391,8 +386,7 @@ func openRaw(file string, raw rawInput, stdin io.Reader) (*source, error) {
 	return &source{Input: client.FromReader("", desc, r), title: title}, nil
 }
 
-// forCall makes s the input of a call or a push, under a new name. If its reader ends
-// early, the error says which input ended.
+// forCall makes s an input under a new name, and has its reader say if it ends early.
 func (s *source) forCall(port, name string) {
 	s.Port, s.Name = port, name
 	if size, err := s.Desc.Bytes(); err == nil && s.Reader != nil {
@@ -400,8 +394,7 @@ func (s *source) forCall(port, name string) {
 	}
 }
 
-// readError is an error in the bytes of an input. It is shown without the error of the
-// call that it causes.
+// readError is an error in the bytes of an input, shown without that of the call it fails.
 type readError struct{ error }
 
 // ending is a reader that must yield size bytes.
@@ -420,9 +413,8 @@ func (e *ending) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// pipedSource returns a tensor that is read from r. It yields the last byte only after a
-// check that no more bytes follow, so a tensor that is read to its end is never the
-// beginning of a longer input.
+// pipedSource returns a tensor that is read from r, whose last byte comes only after a check
+// that no more follow: what is read to its end is never the beginning of a longer input.
 func pipedSource(title string, d tensor.Desc, size int64, r io.Reader) (*source, error) {
 	held := holdBack(r, size, func() error {
 		if more(r) {
@@ -471,8 +463,7 @@ func (h *heldBack) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// more reports whether r has another byte. It does not wait long for a pipe that stays
-// open without sending.
+// more reports whether r has another byte, without a long wait for a pipe that stays open.
 func more(r io.Reader) bool {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
@@ -483,24 +474,23 @@ func more(r io.Reader) bool {
 // interruptible waits for f, but not much longer than until ctx ends: f may block forever
 // in a read or write, such as of stdin. Its goroutine then ends with the process.
 func interruptible[T any](ctx context.Context, f func() (T, error)) (T, error) {
-	type result struct {
-		value T
-		err   error
-	}
-	ended := make(chan result, 1)
+	var value T
+	var err error
+	ended := make(chan struct{})
 	go func() {
-		v, err := f()
-		ended <- result{v, err}
+		value, err = f()
+		close(ended)
 	}()
-	var r result
 	select {
-	case r = <-ended:
+	case <-ended:
+		return value, err
 	case <-ctx.Done():
-		select {
-		case r = <-ended:
-		case <-time.After(readWait):
-			r.err = context.Cause(ctx)
-		}
 	}
-	return r.value, r.err
+	select {
+	case <-ended:
+		return value, err
+	case <-time.After(readWait):
+		var none T
+		return none, context.Cause(ctx)
+	}
 }

@@ -31,8 +31,7 @@ type printer struct {
 	json bool
 }
 
-// print prints v as JSON, or else the lines that table writes, with columns separated by
-// tabs aligned.
+// print prints v as JSON, or the lines that table writes, whose tabs it aligns.
 func (p printer) print(v any, table func(w io.Writer)) error {
 	if p.json {
 		return writeJSON(p.w, v)
@@ -42,8 +41,7 @@ func (p printer) print(v any, table func(w io.Writer)) error {
 	return w.Flush()
 }
 
-// writeJSON writes v as JSON. It escapes control characters, because v may contain texts
-// from a server.
+// writeJSON writes v as JSON, with what a server may have put into texts escaped.
 func writeJSON(w io.Writer, v any) error {
 	var b bytes.Buffer
 	e := json.NewEncoder(&b)

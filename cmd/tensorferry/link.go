@@ -31,8 +31,7 @@ const (
 	linkHello = 10 * time.Second
 )
 
-// linkCommand returns the command that carries the calls of its parent process, such as
-// Python.
+// linkCommand carries the calls of its parent process, such as Python.
 func linkCommand() *cobra.Command {
 	var fd, lanes int
 	c := &cobra.Command{
@@ -83,8 +82,7 @@ func serveLink(fd, count int) error {
 	})
 }
 
-// linked makes a verb of a command. If name is not empty, it wraps the command's JSON in an
-// object with this key.
+// linked makes a verb of a command, whose JSON it puts under a name, if it has one.
 func linked(name string, command func(context.Context, *client.Client, []string, printer) error) relay.Verb {
 	return func(ctx context.Context, c *client.Client, args []string, w io.Writer) error {
 		if name == "" {
@@ -98,8 +96,7 @@ func linked(name string, command func(context.Context, *client.Client, []string,
 	}
 }
 
-// linkedList lists the tensors that match a glob, or all. Unlike for ls, matching none is
-// not an error.
+// linkedList lists the tensors that match a glob, or all. Matching none is no error.
 func linkedList(ctx context.Context, c *client.Client, globs []string, out printer) error {
 	list, sources, err := c.List(ctx, strings.Join(globs, ""))
 	if err != nil {

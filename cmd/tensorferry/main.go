@@ -7,10 +7,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"math"
 	"os"
 	"os/signal"
 	"runtime"
+	"runtime/debug"
 	"strings"
 	"syscall"
 	"time"
@@ -80,8 +82,7 @@ func command() *cobra.Command {
 	return root
 }
 
-// helpCommand rejects help topics that are not commands; cobra would print the list of
-// commands and succeed.
+// helpCommand rejects topics that are not commands, for which cobra would list commands.
 func helpCommand(root *cobra.Command) {
 	root.InitDefaultHelpCmd()
 	help, _, err := root.Find([]string{"help"})
@@ -113,8 +114,7 @@ func noCommand(root *cobra.Command, args []string) error {
 // many as the limit of takes means no limit.
 const many = math.MaxInt
 
-// takes checks that a command has an argument for each of needs, and no more than most
-// arguments.
+// takes checks that a command has an argument for each of needs, and no more than most.
 func takes(most int, needs ...string) cobra.PositionalArgs {
 	return func(c *cobra.Command, args []string) error {
 		switch {
@@ -129,14 +129,12 @@ func takes(most int, needs ...string) cobra.PositionalArgs {
 	}
 }
 
-// oneOrder is how long further signals count as part of the first. GNU timeout signals its
-// child and then the process group; a terminal signals the group, and a parent may do so,
-// too.
+// oneOrder is how long further signals count as part of the first: GNU timeout signals its
+// child and then its group, and so may a terminal and a parent.
 const oneOrder = 500 * time.Millisecond
 
-// untilInterrupted returns a context that ends at the first SIGINT, SIGTERM or SIGHUP (a
-// closed terminal). At the second, the process exits. It starts a goroutine that ends with
-// the process.
+// untilInterrupted returns a context that ends at the first signal. At the second, the
+// process exits. It starts a goroutine that ends with the process.
 func untilInterrupted() context.Context {
 	ctx, cancel := context.WithCancel(context.Background())
 	signals := make(chan os.Signal, 2) // both may arrive before either is read
@@ -162,4 +160,48 @@ func obey(signals <-chan os.Signal, stop func()) {
 			return
 		}
 	}
+}
+
+// version ends in -dev between releases.
+const version = "0.1.0-dev"
+
+// versionJSON is what version --json prints.
+type versionJSON struct {
+	Version string `json:"version"`
+	// Commit is that of the build, if it was recorded, and + if the tree had changes.
+	Commit   string `json:"commit,omitempty"`
+	Go       string `json:"go"`
+	Platform string `json:"platform"`
+}
+
+func versionCommand() *cobra.Command {
+	var asJSON bool
+	c := &cobra.Command{
+		Use: "version", Short: "print the version", Args: takes(0),
+		Long: `Version prints the version. With --json, it also prints the commit, the Go version and
+the platform of the build.`,
+		RunE: func(c *cobra.Command, _ []string) error {
+			v := versionJSON{version, commit(), runtime.Version(), runtime.GOOS + "/" + runtime.GOARCH}
+			return printer{c.OutOrStdout(), asJSON}.print(v, func(w io.Writer) { fmt.Fprintln(w, version) })
+		},
+	}
+	jsonFlag(c, &asJSON)
+	return c
+}
+
+func commit() string {
+	info, ok := debug.ReadBuildInfo()
+	if !ok {
+		return ""
+	}
+	text := ""
+	for _, s := range info.Settings {
+		switch {
+		case s.Key == "vcs.revision":
+			text = s.Value + text
+		case s.Key == "vcs.modified" && s.Value == "true":
+			text += "+"
+		}
+	}
+	return text
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"fmt"
 	"io/fs"
 	"math"
 	"os"
@@ -25,9 +26,8 @@ const (
 	heapReserve = 16
 )
 
-// processMemory returns the memory that this process may use: the least of GOMEMLIMIT, the
-// limits of its control groups and the machine's memory. root is the root of the file
-// system.
+// processMemory returns the memory that this process may use: the least of GOMEMLIMIT, its
+// control groups and the machine. root is the root of the file system.
 func processMemory(root fs.FS) int64 {
 	least := min(debug.SetMemoryLimit(-1), groupMemory(root), machineMemory(root))
 	if least == math.MaxInt64 {
@@ -36,8 +36,7 @@ func processMemory(root fs.FS) int64 {
 	return least
 }
 
-// limitHeap sets Go's memory limit, so that Go collects garbage before it exceeds the
-// process's memory. GOMEMLIMIT takes precedence.
+// limitHeap has Go collect garbage before the process exceeds its memory, unless GOMEMLIMIT is set.
 func limitHeap(e *engines, s *server.Server, tensors store.Store) {
 	if os.Getenv("GOMEMLIMIT") != "" {
 		return
@@ -50,8 +49,7 @@ func limitHeap(e *engines, s *server.Server, tensors store.Store) {
 	debug.SetMemoryLimit(heapLimit(processMemory(os.DirFS("/")), outside))
 }
 
-// heapLimit returns the limit for Go's heap, given all memory and the part outside the
-// heap.
+// heapLimit returns the limit for Go's heap, of all memory with a part outside the heap.
 func heapLimit(all, outside int64) int64 {
 	return max(all-all/heapReserve-outside, leastHeap)
 }
@@ -60,10 +58,9 @@ func heapLimit(all, outside int64) int64 {
 func machineMemory(root fs.FS) int64 {
 	text, _ := fs.ReadFile(root, "proc/meminfo") // empty if it does not exist
 	for line := range strings.Lines(string(text)) {
-		if f := strings.Fields(line); len(f) > 1 && f[0] == "MemTotal:" { // in kB
-			if n, err := strconv.ParseInt(f[1], 10, 64); err == nil {
-				return n << 10
-			}
+		var kB int64
+		if n, _ := fmt.Sscanf(line, "MemTotal: %d kB", &kB); n == 1 {
+			return kB << 10
 		}
 	}
 	return math.MaxInt64
@@ -88,11 +85,9 @@ func groupMemory(root fs.FS) int64 {
 			top, name = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
 		}
 		for group := path.Clean("/" + f[2]); ; group = path.Dir(group) {
-			text, err := fs.ReadFile(root, path.Join(top, group, name))
-			if err == nil {
-				if n, err := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64); err == nil { // or "max"
-					least = min(least, n)
-				}
+			text, _ := fs.ReadFile(root, path.Join(top, group, name)) // a number, "max", or not there
+			if n, err := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64); err == nil {
+				least = min(least, n)
 			}
 			if group == "/" {
 				break

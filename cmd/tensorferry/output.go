@@ -113,8 +113,7 @@ func isFile(w io.Writer, info fs.FileInfo) bool {
 	return err == nil && os.SameFile(own, info)
 }
 
-// makeTemp creates the temporary file for the output, with the mode of the file that it
-// replaces, if there is one.
+// makeTemp creates the temporary file, with the mode of the file that it replaces, if any.
 func (t *target) makeTemp(old fs.FileInfo) error {
 	f, err := os.OpenFile(filepath.Join(filepath.Dir(t.real), ".tensorferry-"+rand.Text()), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
 	if err != nil {
@@ -237,8 +236,7 @@ func (t *target) commit() error {
 	return t.named(err)
 }
 
-// abandon removes what was not committed. A special file that is still being opened is
-// closed when the process exits.
+// abandon removes what was not committed. A pipe that is being opened stays until the exit.
 func (t *target) abandon() {
 	if t.temp != nil {
 		_ = t.temp.Close() // it may be closed already, and renamed

@@ -18,8 +18,7 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// barTitle is how many characters of a tensor's name the line shows. It leaves half of a
-// narrow terminal for the figures.
+// barTitle is how many characters of a name the line shows, half of a narrow terminal.
 const barTitle = 24
 
 // progressBars show the progress of tensors in one line: the name of the only tensor or how
@@ -40,8 +39,7 @@ type progressBars struct {
 	line        *mpb.Bar // nil while no tensor has bytes
 }
 
-// newProgress returns bars on w, or nil if quiet is set or w is not a terminal with a
-// movable cursor.
+// newProgress returns bars on w, or nil if quiet or without a terminal that moves its cursor.
 func newProgress(w io.Writer, quiet bool) *progressBars {
 	if quiet || !isTerminal(w) || os.Getenv("TERM") == "dumb" {
 		return nil
@@ -96,8 +94,7 @@ func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 // pieceBytes is the unit in which the input of a call is counted: the default chunk size.
 const pieceBytes = 1 << 20
 
-// input adds the input of a call. Bytes of a reader count when they are read, mapped bytes
-// when the server has them.
+// input adds the input of a call: bytes count when read, mapped ones when the server has them.
 func (p *progressBars) input(s *source) {
 	b := p.tensor(s.title, s.Desc)
 	switch {
@@ -164,8 +161,7 @@ func shorten(title string) string {
 	return "…" + string([]rune(title)[n-barTitle+1:])
 }
 
-// end removes the line of incomplete tensors and leaves the cursor at the beginning of a
-// line. Ending twice is a no-op.
+// end removes the line of incomplete tensors. Ending twice is a no-op.
 func (p *progressBars) end() {
 	if p == nil {
 		return

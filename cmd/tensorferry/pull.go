@@ -162,8 +162,7 @@ type pulled struct {
 	tensors         map[string]*tensorWriter // nil until begin
 }
 
-// sharedPrefix returns the folder that all names share, before any glob characters: model/
-// for model/*, and nothing for x and y/*.
+// sharedPrefix returns the folder that all names share: model/ for model/*, and none for x.
 func sharedPrefix(names []string) (shared string) {
 	for i, n := range names {
 		if at := strings.IndexAny(n, globs+`\`); at >= 0 {
@@ -199,8 +198,7 @@ func leftOut(ctx context.Context, cl *client.Client, names []string, list []clie
 	return nil
 }
 
-// takeDocument pulls the document of the prefix's model file, if it is in the list, and
-// returns the rest of the list.
+// takeDocument pulls the document of the prefix's model file, and returns the rest of a list.
 func (p *pulled) takeDocument(ctx context.Context, cl *client.Client, list []client.Stored, path string) ([]client.Stored, []client.Summary, error) {
 	i := slices.IndexFunc(list, func(s client.Stored) bool { return s.Name == p.prefix+tensorfile.MetadataName })
 	if i >= 0 {
@@ -238,8 +236,7 @@ func (p *pulled) begin(list []client.Stored) error {
 	return nil
 }
 
-// writer returns the writer for a tensor that the server sends. If the output has not
-// begun, it begins one of this tensor.
+// writer returns the writer for a tensor that comes, with which the output may begin.
 func (p *pulled) writer(name string, d tensor.Desc) (io.Writer, error) {
 	if p.tensors == nil {
 		if err := p.begin([]client.Stored{{Name: name, Desc: d}}); err != nil {
@@ -253,8 +250,7 @@ func (p *pulled) writer(name string, d tensor.Desc) (io.Writer, error) {
 	return w, nil
 }
 
-// pullTo pulls selections into the writers that to returns. It stops when the first of
-// them fails.
+// pullTo pulls selections into the writers that to returns, until one fails.
 func pullTo(ctx context.Context, cl *client.Client, selections []client.Selection, to func(string, tensor.Desc) (io.Writer, error)) ([]client.Summary, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)

@@ -140,8 +140,7 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 	if err != nil {
 		return err
 	}
-	files := map[string]*target{} // by resolved path
-	byPort := map[string]*target{}
+	files := map[string]*target{} // by port
 	defer func() {
 		for _, f := range files {
 			f.abandon()
@@ -152,19 +151,18 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 		if err != nil {
 			return err
 		}
+		for _, other := range files {
+			if other.real == t.real && !t.special { // several may share a device
+				err = usage("--output %s and --output %s are the same file", other.path, path)
+			}
+		}
 		if o.asJSON && t.real == "-" {
-			t.abandon()
-			return errJSONOutput
+			err = errJSONOutput
 		}
-		key := t.real
-		if t.special {
-			key = "port " + port // several may share a device
+		files[port] = t
+		if err != nil {
+			return err
 		}
-		if other, ok := files[key]; ok {
-			t.abandon()
-			return usage("--output %s and --output %s are the same file", other.path, path)
-		}
-		files[key], byPort[port] = t, t
 		r.Results[port] = client.Writer(func(d tensor.Desc) (io.Writer, error) { return t.open(port, d, bars) })
 	}
 	s, err := cl.Session(ctx)
@@ -198,7 +196,7 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 	}
 	bars.end()
 	var list []writtenJSON
-	for port, t := range byPort {
+	for port, t := range files {
 		list = append(list, t.written(port))
 	}
 	return printCall(stdout, call, list)
@@ -235,8 +233,7 @@ func about(d time.Duration) time.Duration { return d.Round(time.Microsecond) }
 // noSuchModel is the hint for a model that the server does not have.
 const noSuchModel = "tensorferry models" + atServer + " lists its models"
 
-// findModel returns a model of the server. If there is none of this name, the error has
-// the hint.
+// findModel returns a model of the server; if it has none of this name, the error has the hint.
 func findModel(ctx context.Context, cl *client.Client, name, hint string) (*pb.Model, error) {
 	models, err := cl.Models(ctx)
 	if err != nil {

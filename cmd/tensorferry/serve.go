@@ -55,8 +55,7 @@ const (
 // errCut is the error of a server that had to cancel calls when it stopped.
 var errCut = errors.New("calls that were still open were cancelled")
 
-// serveConfig is the configuration of serve. Each field that a user can set is a flag, an
-// environment variable and a key of the config file (see configure).
+// serveConfig is the configuration of serve, from its flags or as configure says.
 type serveConfig struct {
 	server              server.Config // serve sets the fields without flags
 	engines             engineConfig
@@ -362,8 +361,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	return <-served
 }
 
-// watch serves h on the address for metrics, if there is one, until stop is called. If it
-// ends before that, failed receives the error.
+// watch serves h on the address for metrics, if any, until stop; failed receives an end before.
 func watch(c serveConfig, id *identity.Server, h http.Handler) (address string, failed <-chan error, stop func(), err error) {
 	if c.metrics == off {
 		return off, nil, func() {}, nil
@@ -397,8 +395,7 @@ func (c *serveConfig) identity(log *slog.Logger) (*identity.Server, error) {
 	return id, nil
 }
 
-// mayOpen rejects a listener that other machines can reach and that is not secured, unless
-// --insecure is set.
+// mayOpen rejects an unsecured listener that other machines can reach, unless --insecure.
 func (c *serveConfig) mayOpen(flag, address string, id *identity.Server) error {
 	switch {
 	case c.insecure || !exposed(address):
@@ -412,23 +409,27 @@ func (c *serveConfig) mayOpen(flag, address string, id *identity.Server) error {
 }
 
 // listen opens the listener of a flag.
-func listen(flag, address string) (net.Listener, error) {
+func listen(flag, address string) (l net.Listener, err error) {
 	if path, ok := strings.CutPrefix(address, "unix:"); ok {
 		path = strings.TrimPrefix(path, "//")
-		l, err := net.Listen("unix", path)
+		l, err = net.Listen("unix", path)
 		if errors.Is(err, syscall.EADDRINUSE) && abandoned(path) {
 			l, err = net.Listen("unix", path)
 		}
-		return l, listenError(flag, address, err)
+	} else if _, _, err = net.SplitHostPort(address); err == nil {
+		l, err = net.Listen("tcp", address)
 	}
-	if _, _, err := net.SplitHostPort(address); err != nil {
-		return nil, usage("--%s %q is not an address: %v; use host:port or unix:/path", flag, address, err)
+	if err == nil {
+		return l, nil
 	}
-	l, err := net.Listen("tcp", address)
 	if bad, ok := errors.AsType[*net.AddrError](err); ok {
 		return nil, usage("--%s %q is not an address: %s; use host:port or unix:/path", flag, address, bad.Err)
 	}
-	return l, listenError(flag, address, err)
+	hint := "choose another address with --" + flag
+	if flag == "metrics" {
+		hint += ", or turn it off with --metrics off"
+	}
+	return nil, hinted{fmt.Errorf("--%s %s: %w", flag, address, err), hint}
 }
 
 // exposed reports whether other machines can reach an address.
@@ -438,8 +439,7 @@ func exposed(address string) bool {
 	return err == nil && !strings.HasPrefix(address, "unix:") && host != "localhost" && (ip == nil || !ip.IsLoopback())
 }
 
-// abandoned removes a socket on which nothing listens, such as that of a killed server, and
-// reports whether it did. It does not remove other files.
+// abandoned removes a socket on which nothing listens, and no other file, if it can.
 func abandoned(path string) bool {
 	if i, err := os.Lstat(path); err != nil || i.Mode().Type() != os.ModeSocket {
 		return false
@@ -449,18 +449,6 @@ func abandoned(path string) bool {
 		_ = c.Close() // a server is listening
 	}
 	return errors.Is(err, syscall.ECONNREFUSED) && os.Remove(path) == nil
-}
-
-// listenError adds the flag to an error of listening, and a hint.
-func listenError(flag, address string, err error) error {
-	if err == nil {
-		return nil
-	}
-	hint := "choose another address with --" + flag
-	if flag == "metrics" {
-		hint += ", or turn it off with --metrics off"
-	}
-	return hinted{fmt.Errorf("--%s %s: %w", flag, address, err), hint}
 }
 
 // addressOf returns the address that a client dials.

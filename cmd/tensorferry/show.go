@@ -25,8 +25,7 @@ import (
 const (
 	// showColumns is the maximum number of bins in a histogram.
 	showColumns = 40
-	// leastBar is the size of the smallest tensor with a progress bar, in bytes. Smaller
-	// ones are read too fast for a bar to be useful.
+	// leastBar is the size of the smallest tensor with a progress bar, in bytes.
 	leastBar = 16 << 20
 )
 
@@ -195,8 +194,7 @@ func (o *showOptions) showStored(ctx context.Context, names []string, stderr io.
 	return nil
 }
 
-// showFile passes each tensor of a file to found. It reads the tensors of a whole model
-// file only if an option requires that.
+// showFile passes each tensor of a file to found. Listing does not read those of a model.
 func (o *showOptions) showFile(ctx context.Context, file string, opener *opener, listing bool, stderr io.Writer, found func(seen) error) error {
 	in, err := opener.open(ctx, file)
 	if err != nil {
@@ -422,8 +420,7 @@ func (s *shown) text(ramp []rune) string {
 	return b.String() + s.lines
 }
 
-// digits returns how many digits to print: two more than tell the minimum from the
-// maximum, and at least 6.
+// digits returns how many digits to print: two more than tell Min from Max, and 6 or more.
 func (s *shown) digits() int {
 	digits := 6
 	for s.Min != s.Max && digits < 17 && short(s.Min, digits-2) == short(s.Max, digits-2) {
@@ -441,8 +438,7 @@ func short(n json.Number, digits int) string {
 	return strconv.FormatFloat(v, 'g', digits, 64)
 }
 
-// plain replaces the characters of a name that are not printable, such as terminal escape
-// sequences: a file may contain any name.
+// plain replaces what is not printable in a name: it may command a terminal.
 func plain(name string) string {
 	return strings.Map(func(r rune) rune {
 		if unicode.IsPrint(r) {
@@ -452,8 +448,7 @@ func plain(name string) string {
 	}, name)
 }
 
-// columns draws counts: the largest with the last character of ramp, and only zeros with
-// the first.
+// columns draws counts: the largest as the last of ramp, and only zeros as the first.
 func columns(counts []int64, ramp []rune) string {
 	var b strings.Builder
 	for _, n := range counts {

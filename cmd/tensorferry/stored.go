@@ -205,8 +205,7 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 	return list, nil
 }
 
-// missing returns the error of a pull, or a clearer one if its only selection does not
-// exist.
+// missing is the error of a pull, or a clearer one if its only selection does not exist.
 func missing(err error, selections []client.Selection) error {
 	if status.Code(err) != codes.NotFound || len(selections) != 1 {
 		return err
@@ -218,8 +217,7 @@ func missing(err error, selections []client.Selection) error {
 	return noSuch(kind, selections[0].Name, nil)
 }
 
-// noSuch is the error for a tensor or source that the server does not have. sources are
-// those that it has.
+// noSuch is the error for a tensor or source that the server, with these sources, lacks.
 func noSuch(kind, name string, sources []string) error {
 	hint := "tensorferry ls" + atServer + " lists its tensors and sources"
 	if slices.Contains(sources, name) {
@@ -228,8 +226,7 @@ func noSuch(kind, name string, sources []string) error {
 	return hinted{fmt.Errorf("the server has no %s %q", kind, name), hint}
 }
 
-// checkNames rejects names that no server has, and an empty one, which a server would take
-// for all tensors.
+// checkNames rejects names that no server has, and an empty one, which would mean all.
 func checkNames(names []string) error {
 	for _, name := range names {
 		switch {
@@ -347,8 +344,7 @@ func readStored(ctx context.Context, cl *client.Client, s client.Selection, use 
 var errUnread = errors.New("the reader has stopped")
 
 const (
-	// listedDocument is the largest document, in bytes, that ls shows. Those of model files
-	// for inference are smaller.
+	// listedDocument is the largest document, in bytes, that ls shows; most are smaller.
 	listedDocument = 64 << 10
 	// listedDocuments is how many documents ls requests at most.
 	listedDocuments = 100
@@ -356,8 +352,7 @@ const (
 	listedText = 60
 )
 
-// isDocument reports whether a tensor may be the document of a model file: its metadata
-// and index.
+// isDocument reports whether a tensor may be the metadata and index of a model file.
 func isDocument(s client.Stored) bool {
 	return path.Base(s.Name) == tensorfile.MetadataName && s.DType == tensor.Uint8 && len(s.Shape) == 1
 }
@@ -379,8 +374,7 @@ func pullDocument(ctx context.Context, cl *client.Client, s client.Stored) (tens
 	return d, got, nil
 }
 
-// documentsOf pulls the small documents in a list and returns them by name. It leaves out
-// those that cannot be pulled or parsed, which are then shown as tensors.
+// documentsOf pulls the small documents in a list that can be parsed, by name.
 func documentsOf(ctx context.Context, cl *client.Client, list []client.Stored) map[string]tensorfile.Document {
 	var short []client.Stored
 	for _, s := range list {
