@@ -8,9 +8,11 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/identity"
@@ -110,4 +112,41 @@ func (r *remote) flags(c *cobra.Command) {
 	quietFlag(c, &r.quiet)
 	c.Flags().StringVar(&r.codec, "codec", codec.None.String(), "compress chunks in transit: none or lz4")
 	complete(c, "codec", []string{codec.None.String(), codec.LZ4.String()})
+}
+
+// completionWait is how long completion waits for a server.
+const completionWait = time.Second
+
+// completeStored completes the names of a server's tensors, with --source its sources.
+func (a *access) completeStored(c *cobra.Command, _ []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
+	return a.complete(c, start, func(ctx context.Context, cl *client.Client) ([]string, error) {
+		list, sources, err := cl.List(ctx, "")
+		if source := c.Flag("source"); source != nil && source.Value.String() == "true" {
+			return sources, err
+		}
+		return each(list, func(s client.Stored) string { return s.Name }), err
+	})
+}
+
+// completeModels completes the name of a model of a server, as the only argument.
+func (a *access) completeModels(c *cobra.Command, args []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
+	if len(args) > 0 {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	return a.complete(c, start, func(ctx context.Context, cl *client.Client) ([]string, error) {
+		models, err := cl.Models(ctx)
+		return each(models, (*pb.Model).GetName), err
+	})
+}
+
+// complete completes start with names from the server, or with none if it does not answer.
+func (a *access) complete(c *cobra.Command, start string, names func(context.Context, *client.Client) ([]string, error)) (list []cobra.Completion, _ cobra.ShellCompDirective) {
+	ctx, cancel := context.WithTimeout(c.Context(), completionWait)
+	defer cancel()
+	if cl, err := a.dial(client.Config{}); err == nil {
+		defer cl.Close()
+		list, _ = names(ctx, cl)
+	}
+	list = slices.DeleteFunc(list, func(name string) bool { return !strings.HasPrefix(name, start) || plain(name) != name })
+	return list, cobra.ShellCompDirectiveNoFileComp
 }

@@ -17,6 +17,8 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"go.yaml.in/yaml/v3"
+
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // envPrefix begins every environment variable that serve reads.
@@ -136,13 +138,7 @@ func valueError(v pflag.Value, text string, err error) error {
 // flagError makes a usage error of one of pflag, and suggests the nearest flag.
 func flagError(c *cobra.Command, err error) error {
 	if unknown, ok := errors.AsType[*pflag.NotExistError](err); ok && unknown.GetSpecifiedShortnames() == "" {
-		var names []string
-		c.Flags().VisitAll(func(f *pflag.Flag) {
-			if !f.Hidden {
-				names = append(names, f.Name)
-			}
-		})
-		like := nearest(unknown.GetSpecifiedName(), names)
+		like := nearest(unknown.GetSpecifiedName(), flagNames(c.Flags(), func(f *pflag.Flag) bool { return !f.Hidden }))
 		return usageError{hinted{err, fmt.Sprintf("did you mean --%s? see %s --help for usage", like, c.CommandPath())}}
 	}
 	if invalid, ok := errors.AsType[*pflag.InvalidValueError](err); ok {
@@ -154,9 +150,12 @@ func flagError(c *cobra.Command, err error) error {
 
 // settings returns the names of all flags that are settings, in the order of --help.
 func settings(flags *pflag.FlagSet) []string {
-	var names []string
+	return flagNames(flags, func(f *pflag.Flag) bool { return !slices.Contains(notSettings, f.Name) })
+}
+
+func flagNames(flags *pflag.FlagSet, which func(*pflag.Flag) bool) (names []string) {
 	flags.VisitAll(func(f *pflag.Flag) {
-		if !slices.Contains(notSettings, f.Name) {
+		if which(f) {
 			names = append(names, f.Name)
 		}
 	})
@@ -366,4 +365,26 @@ func formatSize(n int64) string {
 		}
 	}
 	return strconv.FormatInt(n, 10)
+}
+
+// dtypeFlag adds --dtype.
+func dtypeFlag(c *cobra.Command, to *string, value, text string) {
+	c.Flags().StringVar(to, "dtype", value, text)
+	complete(c, "dtype", each(tensor.DataTypes(), tensor.DataType.String))
+}
+
+// complete registers the values of a flag for completion.
+func complete(c *cobra.Command, flag string, values []string) {
+	if err := c.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)); err != nil {
+		panic(err) // the command has no such flag
+	}
+}
+
+// completeChoices registers the words of every choice flag for completion.
+func completeChoices(c *cobra.Command) {
+	c.Flags().VisitAll(func(f *pflag.Flag) {
+		if of, ok := f.Value.(choice); ok {
+			complete(c, f.Name, of.words)
+		}
+	})
 }

@@ -144,8 +144,7 @@ func (r *demoReport) verdict() error {
 // splitNetwork is the client's part of the demo.
 type splitNetwork struct {
 	bottom, top engine.Model
-	pixels      []float32     // fashion.Count rows of fashion.Pixels
-	images      tensor.Tensor // of pixels
+	images      tensor.Tensor // float32, fashion.Count rows of fashion.Pixels
 	labels      []byte
 }
 
@@ -217,12 +216,10 @@ func peakOf(pid int) int64 {
 
 func newSplitNetwork(h *cpu.Host) (*splitNetwork, error) {
 	gray, labels := fashion.Images()
-	n := &splitNetwork{pixels: make([]float32, len(gray)), labels: labels}
-	for i, p := range gray {
-		n.pixels[i] = float32(p) / 255
-	}
+	n := &splitNetwork{labels: labels}
 	var err error
-	if n.images, err = tensor.Of(n.pixels, fashion.Count, fashion.Pixels); err != nil {
+	pixels := each(gray, func(p byte) float32 { return float32(p) / 255 })
+	if n.images, err = tensor.Of(pixels, fashion.Count, fashion.Pixels); err != nil {
 		return nil, err
 	}
 	if n.bottom, err = cpu.LoadFS(h, fashion.ModelFS(), "bottom"); err != nil {

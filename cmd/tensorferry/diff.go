@@ -50,31 +50,26 @@ and NaN only NaN. Tensors with different data types or shapes are never equal.`,
 		RunE: o.diff,
 	}
 	o.flags(c)
-	c.Flags().Var((*tolerance)(&o.Abs), "atol", "absolute `tolerance`")
-	c.Flags().Var((*tolerance)(&o.Rel), "rtol", "relative `tolerance`")
+	c.Flags().Func("atol", "absolute `tolerance`", toleranceIn(&o.Abs))
+	c.Flags().Func("rtol", "relative `tolerance`", toleranceIn(&o.Rel))
 	countsVar(c.Flags(), &o.first, "first", 5, 0, math.MaxInt32, "how many differing elements to print per tensor")
 	jsonFlag(c, &o.asJSON)
 	return c
 }
 
-// tolerance is a flag for a finite number that is not negative.
-type tolerance float64
-
-func (t *tolerance) Set(text string) error {
-	v, err := strconv.ParseFloat(text, 64)
-	switch {
-	case errors.Is(err, strconv.ErrSyntax):
-		return errors.New("not a number")
-	case !(v >= 0 && v <= math.MaxFloat64):
-		return errors.New("use a finite number that is not negative")
+// toleranceIn returns what parses a tolerance into to.
+func toleranceIn(to *float64) func(text string) error {
+	return func(text string) (err error) {
+		*to, err = strconv.ParseFloat(text, 64)
+		switch {
+		case errors.Is(err, strconv.ErrSyntax):
+			return errors.New("not a number")
+		case !(*to >= 0 && *to <= math.MaxFloat64):
+			return errors.New("use a finite number that is not negative")
+		}
+		return nil
 	}
-	*t = tolerance(v)
-	return nil
 }
-
-func (t *tolerance) String() string { return strconv.FormatFloat(float64(*t), 'g', -1, 64) }
-
-func (*tolerance) Type() string { return "number" }
 
 // side holds the tensors that one argument of diff names.
 type side struct {
@@ -183,7 +178,7 @@ func sideOf(ctx context.Context, cl *client.Client, arg string, in *opener, stde
 		if err != nil {
 			return nil, err
 		}
-		sayConverted(stderr, found.tensors)
+		sayConverted(stderr, nil, found.tensors)
 		for _, in := range found.tensors {
 			s.add(in.Name, compared{in.Desc, func(_ context.Context, use func(io.Reader) error) error { return use(in.bytes()) }})
 		}

@@ -191,15 +191,11 @@ func (e *engines) work(c worker.Config) error {
 	if err != nil {
 		return err
 	}
-	err = e.models.Add(h.Model())
-	if err != nil {
-		h.Close()
-	}
-	if errors.Is(err, engine.ErrExists) {
-		return hinted{fmt.Errorf("a model %q already exists", c.Name), "choose another name in --python name=module:function"}
-	}
 	if c.Socket != nil {
 		e.ended = h.Ended()
+	}
+	if err = e.serve(h.Model(), "in --python name=module:function"); err != nil {
+		h.Close()
 	}
 	return err
 }
@@ -289,9 +285,14 @@ func (e *engines) add(name string, m *stack.Model, where string) error {
 	if err != nil {
 		return elsewhere(err, "--model FOLDER@cpu runs it on the CPU")
 	}
-	err = e.models.Add(made)
+	return e.serve(made, "with --model name=folder")
+}
+
+// serve adds a model that is ready. how says where to name it otherwise.
+func (e *engines) serve(m engine.Model, how string) error {
+	err := e.models.Add(m)
 	if errors.Is(err, engine.ErrExists) {
-		return hinted{fmt.Errorf("a model %q already exists", made.Info().Name), "choose another name with --model name=folder"}
+		return hinted{fmt.Errorf("a model %q already exists", m.Info().Name), "choose another name " + how}
 	}
 	return err
 }

@@ -90,15 +90,3 @@ func headOf(path string) []byte {
 
 // arraysSuffix is the extension of a file of NumPy arrays.
 const arraysSuffix = ".npz"
-
-// sayConverted reports the tensors that are converted while they are read.
-func sayConverted(w io.Writer, list []*source) {
-	list = slices.DeleteFunc(slices.Clone(list), func(s *source) bool { return s.layout == "" })
-	switch len(list) {
-	case 0:
-	case 1:
-		fmt.Fprintf(w, "%s is %s: converted while it is read\n", plain(list[0].title), list[0].layout)
-	default:
-		fmt.Fprintf(w, "%s is %s, as are %d more: converted while they are read\n", plain(list[0].title), list[0].layout, len(list)-1)
-	}
-}

@@ -494,3 +494,19 @@ func interruptible[T any](ctx context.Context, f func() (T, error)) (T, error) {
 		return none, context.Cause(ctx)
 	}
 }
+
+// sayConverted reports the tensors that are converted while they are read, on w or above
+// the line of bars.
+func sayConverted(w io.Writer, bars *progressBars, list []*source) {
+	if bars != nil {
+		w = bars.bars
+	}
+	list = slices.DeleteFunc(slices.Clone(list), func(s *source) bool { return s.layout == "" })
+	switch len(list) {
+	case 0:
+	case 1:
+		fmt.Fprintf(w, "%s is %s: converted while it is read\n", plain(list[0].title), list[0].layout)
+	default:
+		fmt.Fprintf(w, "%s is %s, as are %d more: converted while they are read\n", plain(list[0].title), list[0].layout, len(list)-1)
+	}
+}

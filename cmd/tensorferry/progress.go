@@ -57,14 +57,6 @@ func isTerminal(rw any) bool {
 	return ok && cwriter.IsTerminal(int(f.Fd()))
 }
 
-// say reports the tensors that are converted, on w or above the lines.
-func (p *progressBars) say(w io.Writer, list []*source) {
-	if p != nil {
-		w = p.bars
-	}
-	sayConverted(w, list)
-}
-
 // tensor adds a tensor. One without elements is complete immediately.
 func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 	size, err := d.Bytes()

@@ -119,7 +119,7 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 		if err := found.errors(); err != nil {
 			return err
 		}
-		bars.say(stderr, found.tensors)
+		sayConverted(stderr, bars, found.tensors)
 		in := found.tensors[0]
 		in.forCall(port, "")
 		bars.input(in)

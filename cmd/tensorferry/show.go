@@ -200,7 +200,7 @@ func (o *showOptions) showFile(ctx context.Context, file string, opener *opener,
 	if err != nil {
 		return err
 	}
-	sayConverted(stderr, in.tensors)
+	sayConverted(stderr, nil, in.tensors)
 	_, member := memberOf(file)
 	whole := member == nil && !o.input.given() && isModel(file)
 	if whole && (in.document.Encode() != nil || len(in.tensors)+len(in.unknown) == 0) {
