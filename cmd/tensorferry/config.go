@@ -326,14 +326,12 @@ func choiceVar(f *pflag.FlagSet, v *string, name, text string, words ...string) 
 	f.Var(choice{v, words}, name, text+": "+strings.Join(words, ", "))
 }
 
-type sizeUnit struct {
-	name  string
-	bytes int64
-}
-
 // units are in ascending order. Single letters are not accepted, because 2G may mean 2·10⁹
 // or 2·2³⁰.
-var units = []sizeUnit{
+var units = []struct {
+	name  string
+	bytes int64
+}{
 	{"B", 1},
 	{"kB", 1e3}, {"KiB", 1 << 10}, {"MB", 1e6}, {"MiB", 1 << 20},
 	{"GB", 1e9}, {"GiB", 1 << 30}, {"TB", 1e12}, {"TiB", 1 << 40},
@@ -346,15 +344,16 @@ func parseSize(text string) (int64, error) {
 	if digits == len(text) {
 		unit = "B"
 	}
-	i := slices.IndexFunc(units, func(u sizeUnit) bool { return strings.EqualFold(u.name, unit) })
-	if digits == 0 || i < 0 {
-		return 0, errors.New("not a size; use a whole number of bytes, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
+	for _, u := range units {
+		if digits > 0 && strings.EqualFold(u.name, unit) {
+			n, err := strconv.ParseInt(text[:digits], 10, 64)
+			if err != nil || n > math.MaxInt64/u.bytes {
+				return 0, errors.New("too large: more than 2^63-1 bytes")
+			}
+			return n * u.bytes, nil
+		}
 	}
-	n, err := strconv.ParseInt(text[:digits], 10, 64)
-	if err != nil || n > math.MaxInt64/units[i].bytes {
-		return 0, errors.New("too large: more than 2^63-1 bytes")
-	}
-	return n * units[i].bytes, nil
+	return 0, errors.New("not a size; use a whole number of bytes, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
 }
 
 // formatSize formats a size in the largest unit that gives a whole number.

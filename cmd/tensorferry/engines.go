@@ -99,9 +99,6 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 			e.Close()
 		}
 	}()
-	if err := checkEngine(cfg.engine); err != nil {
-		return nil, err
-	}
 	s, err := e.site(cfg.engine)
 	if cfg.engine == autoEngine && (err == nil || cfg.driver == "") {
 		why := "it works"
@@ -223,15 +220,14 @@ func (e *engines) site(name string) (site, error) {
 	n, _ := strconv.Atoi(cudaEngine.FindStringSubmatch(name)[1]) // it matches
 	h := e.cuda[n]
 	if h == nil {
-		var err error
-		h, err = cuda.Open(cuda.Config{
+		opened, err := cuda.Open(cuda.Config{
 			Library: e.cfg.driver, Device: n, PinnedBytes: e.cfg.pinned, Log: e.log,
 			Spill: &blocks.Spill{Pool: e.host.Pool(), Budget: e.host.Budget()},
 		})
 		if err != nil {
 			return site{}, err
 		}
-		e.cuda[n] = h
+		h, e.cuda[n] = opened, opened
 	}
 	return site{h.Name(), cuda.Builtins(h), func(m *stack.Model) (engine.Model, error) { return cuda.Stack(h, m) }}, nil
 }
@@ -244,11 +240,12 @@ func works(s site) error {
 		return err
 	}
 	y, err := engine.Compute(context.Background(), s.builtins[i], nil, x)
-	if err == nil {
-		var values []float32
-		if values, err = tensor.Slice[float32](y[0]); err == nil && !slices.Equal(values, []float32{0, 2}) {
-			err = fmt.Errorf("%w: %s computes relu of -1 and 2 as %v", engine.ErrUnavailable, s.name, values)
-		}
+	if err != nil {
+		return err
+	}
+	values, err := tensor.Slice[float32](y[0])
+	if err == nil && !slices.Equal(values, []float32{0, 2}) {
+		err = fmt.Errorf("%w: %s computes relu of -1 and 2 as %v", engine.ErrUnavailable, s.name, values)
 	}
 	return err
 }

@@ -60,10 +60,9 @@ var failures = map[codes.Code]struct {
 }
 
 // usageError is a mistake in what was typed.
-type usageError struct{ err error }
+type usageError struct{ error }
 
-func (e usageError) Error() string { return e.err.Error() }
-func (e usageError) Unwrap() error { return e.err }
+func (e usageError) Unwrap() error { return e.error }
 
 func usage(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
 
@@ -175,27 +174,22 @@ func hintOf(c *cobra.Command, code int, err error) string {
 	if f := c.Flag("server"); f != nil && f.Changed {
 		at = " --server " + plain(f.Value.String())
 	}
-	return strings.ReplaceAll(hintFor(c, code, err), atServer, at)
-}
-
-func hintFor(c *cobra.Command, code int, err error) string {
 	var h hinted
 	var e *client.Error
 	switch {
 	case errors.As(err, &h):
-		return h.hint
 	case errors.Is(err, client.ErrInputIdle):
-		return "--input-idle sets how long input and output may be idle"
+		h.hint = "--input-idle sets how long input and output may be idle"
 	case code == exitUsage && !c.HasParent():
-		return "tensorferry help lists the commands"
+		h.hint = "tensorferry help lists the commands"
 	case code == exitUsage:
-		return "see " + c.CommandPath() + " --help for usage"
+		h.hint = "see " + c.CommandPath() + " --help for usage"
 	case code == exitConnection:
-		return connectionHint(c, err)
+		h.hint = connectionHint(c, err)
 	case code != exitInterrupted && errors.As(err, &e):
-		return failures[status.Code(e)].hint
+		h.hint = failures[status.Code(e)].hint
 	}
-	return ""
+	return strings.ReplaceAll(h.hint, atServer, at)
 }
 
 // Hints for a server that is not one.

@@ -416,24 +416,20 @@ func (e *ending) Read(p []byte) (int, error) {
 // pipedSource returns a tensor that is read from r, whose last byte comes only after a check
 // that no more follow: what is read to its end is never the beginning of a longer input.
 func pipedSource(title string, d tensor.Desc, size int64, r io.Reader) (*source, error) {
-	held := holdBack(r, size, func() error {
+	held := &heldBack{r, size, sync.OnceValue(func() error {
 		if more(r) {
 			return readError{fmt.Errorf("%s has more bytes than %v", title, d)}
 		}
 		return nil
-	})
+	})}
 	if size == 0 { // it is not read
 		return &source{Input: client.FromReader("", d, r), title: title}, held.verdict()
 	}
 	return &source{Input: client.FromReader("", d, held), title: title}, nil
 }
 
-// holdBack returns a reader of the first size bytes of r. It yields the last byte, or EOF
-// if size is 0, only after a nil verdict, which it calls once.
-func holdBack(r io.Reader, size int64, verdict func() error) *heldBack {
-	return &heldBack{r, size, sync.OnceValue(verdict)}
-}
-
+// heldBack reads the first bytes of r. It yields the last one, or EOF if there is none, only
+// after a nil verdict, which is always the same.
 type heldBack struct {
 	r       io.Reader
 	left    int64

@@ -259,9 +259,6 @@ func outputError(path string, err error) error {
 	return fmt.Errorf("--output %s: %w", path, err)
 }
 
-// isFolder reports whether an output is a folder: it ends in a slash or exists as one.
-func isFolder(path string) bool { return strings.HasSuffix(path, "/") || isDir(path) }
-
 // folderTarget is a folder for a model of several files. It is complete or absent.
 type folderTarget struct {
 	path     string // as typed, cleaned

@@ -72,7 +72,8 @@ func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 		return err
 	}
 	whole := strings.HasSuffix(o.output, tensorfile.FileSuffix)
-	several := (whole || isFolder(o.output)) && !o.source
+	folder := strings.HasSuffix(o.output, "/") || isDir(o.output)
+	several := (whole || folder) && !o.source
 	switch {
 	case o.asJSON && o.output == "-":
 		return errJSONOutput

@@ -189,7 +189,12 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 		bars.end()
 		fmt.Fprintf(stderr, "total %v: waited for memory %v, received %v, h2d %v, computed %v, d2h %v; first result after %v, exposed %v\n",
 			about(t.Total), about(t.Queue), about(t.Receive), about(t.H2D), about(t.Compute), about(t.D2H), about(t.FirstResult), about(t.Exposed()))
-		fmt.Fprintln(stderr, waysText(s.Ways()))
+		w := s.Ways()
+		fmt.Fprintf(stderr, "lane carried %d of %d bytes sent, %d of %d received", w.LaneSentBytes, w.SentBytes, w.LaneReceivedBytes, w.ReceivedBytes)
+		if !w.Lane {
+			fmt.Fprintf(stderr, "; no lane: %s", w.Why)
+		}
+		fmt.Fprintln(stderr)
 	}
 	if !o.asJSON {
 		return nil
@@ -216,15 +221,6 @@ func printCall(w io.Writer, call *client.Call, results []writtenJSON) error {
 		"total": t.Total.Seconds(), "queue": t.Queue.Seconds(), "receive": t.Receive.Seconds(), "h2d": t.H2D.Seconds(),
 		"compute": t.Compute.Seconds(), "d2h": t.D2H.Seconds(), "first_result": t.FirstResult.Seconds(), "exposed": t.Exposed().Seconds(),
 	}})
-}
-
-// waysText says how many bytes of a session used a lane, and why none did.
-func waysText(w client.Ways) string {
-	text := fmt.Sprintf("lane carried %d of %d bytes sent, %d of %d received", w.LaneSentBytes, w.SentBytes, w.LaneReceivedBytes, w.ReceivedBytes)
-	if !w.Lane {
-		text += "; no lane: " + w.Why
-	}
-	return text
 }
 
 // about rounds a duration for display.

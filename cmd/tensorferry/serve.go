@@ -254,11 +254,7 @@ environment overrides the file. Sizes are in bytes or have a unit, such as 512Mi
 	f.BoolVar(&printed, "print-config", false, "print all settings as a config file, with origins, and exit")
 	f.BoolVar(&child, "child", false, "print the address to stdout, and stop when stdin ends")
 	f.StringVar(&cfg.engines.pythonFD, "python-fd", "", "serve the Python process at the other end of a socket, as `name=descriptor`, and exit when it does")
-	for _, name := range []string{"child", "python-fd"} {
-		if err := f.MarkHidden(name); err != nil {
-			panic(err) // the flags are named above
-		}
-	}
+	f.Lookup("child").Hidden, f.Lookup("python-fd").Hidden = true, true
 	complete(c, "engine", []string{autoEngine, cpuEngine})
 	return c
 }

@@ -211,7 +211,8 @@ func (o *showOptions) showFile(ctx context.Context, file string, opener *opener,
 	for _, t := range in.tensors {
 		var what seen
 		if whole && listing {
-			what, err = newListed(t.title, t.Desc)
+			size, bad := t.Bytes()
+			what, err = &listed{Tensor: t.title, descJSON: new(describe(t.Desc)), Bytes: &size}, bad
 		} else {
 			what, err = o.look(ctx, t.title, t.Desc, t.bytes(), stderr)
 		}
@@ -242,11 +243,6 @@ type listed struct {
 	Metadata map[string]string `json:"metadata,omitempty"`
 	Index    string            `json:"index,omitempty"` // of a model of several files
 	shards   int
-}
-
-func newListed(title string, d tensor.Desc) (*listed, error) {
-	size, err := d.Bytes()
-	return &listed{Tensor: title, descJSON: new(describe(d)), Bytes: &size}, err
 }
 
 // described returns the metadata and index of a model file as listed.

@@ -10,6 +10,7 @@ import (
 	"path"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 	"unicode/utf8"
 
@@ -72,7 +73,31 @@ func ls(ctx context.Context, cl *client.Client, names []string, out printer) (er
 	if err != nil {
 		return err
 	}
-	return printStored(out, list, sources, documentsOf(ctx, cl, list))
+	documents := documentsOf(ctx, cl, list)
+	listed := each(storedJSONs(list, documents), func(j storedJSON) any { return j })
+	for _, s := range sources {
+		listed = append(listed, sourceJSON{s, true})
+	}
+	return out.print(listed, func(w io.Writer) {
+		fmt.Fprintln(w, "NAME\tTENSOR\tSIZE\tSTORED\tWHERE")
+		for _, s := range list {
+			where := "memory"
+			switch {
+			case s.File != "":
+				where = plain(s.File)
+			case s.Durable:
+				where = "disk"
+			}
+			what := s.Desc.String()
+			if d, ok := documents[s.Name]; ok {
+				what = documentText(d)
+			}
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", plain(s.Name), what, sizeText(s.Bytes), s.Stored.Local().Format(time.DateTime), where)
+		}
+		for _, s := range sources {
+			fmt.Fprintf(w, "%s\t\t\t\tsource\n", plain(s))
+		}
+	})
 }
 
 // storedJSONs is a list as ls --json prints it.
@@ -89,36 +114,6 @@ func storedJSONs(list []client.Stored, documents map[string]tensorfile.Document)
 			j.Metadata, j.Index = d.Common(), d.Index
 		}
 		return j
-	})
-}
-
-func printStored(out printer, list []client.Stored, sources []string, documents map[string]tensorfile.Document) error {
-	listed := []any{}
-	for _, j := range storedJSONs(list, documents) {
-		listed = append(listed, j)
-	}
-	for _, s := range sources {
-		listed = append(listed, sourceJSON{s, true})
-	}
-	return out.print(listed, func(w io.Writer) {
-		fmt.Fprintln(w, "NAME\tTENSOR\tSIZE\tSTORED\tWHERE")
-		for _, s := range list {
-			where := "memory"
-			switch {
-			case s.File != "":
-				where = plain(s.File)
-			case s.Durable:
-				where = "disk"
-			}
-			what := s.Desc.String()
-			if d, ok := documents[s.Name]; ok {
-				what = clipped(documentText(d))
-			}
-			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", plain(s.Name), what, sizeText(s.Bytes), s.Stored.Local().Format(time.DateTime), where)
-		}
-		for _, s := range sources {
-			fmt.Fprintf(w, "%s\t\t\t\tsource\n", plain(s))
-		}
 	})
 }
 
@@ -323,7 +318,7 @@ func readStored(ctx context.Context, cl *client.Client, s client.Selection, use 
 		}
 		begun = true
 		go func() { // ends with use, which ends with the pipe
-			err := use(d, holdBack(r, size, func() error { return <-verdict }))
+			err := use(d, &heldBack{r, size, sync.OnceValue(func() error { return <-verdict })})
 			_ = r.CloseWithError(errUnread) // it never fails
 			used <- err
 		}()
@@ -395,7 +390,7 @@ func documentsOf(ctx context.Context, cl *client.Client, list []client.Stored) m
 	return documents
 }
 
-// documentText returns a document as one line of text.
+// documentText returns a document as one short line of text.
 func documentText(d tensorfile.Document) string {
 	var all []string
 	if d.Index != "" {
@@ -405,11 +400,7 @@ func documentText(d tensorfile.Document) string {
 	for _, k := range slices.Sorted(maps.Keys(metadata)) {
 		all = append(all, k+"="+metadata[k])
 	}
-	return plain(strings.Join(all, " "))
-}
-
-// clipped shortens a text to fit in a table.
-func clipped(text string) string {
+	text := plain(strings.Join(all, " "))
 	if r := []rune(text); len(r) > listedText {
 		return string(r[:listedText-1]) + "…"
 	}

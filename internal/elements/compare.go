@@ -68,7 +68,7 @@ func Compare(d tensor.Desc, a, b io.Reader, t Tolerance, first int) (Comparison,
 			if bytes.Equal(x, y) {
 				continue
 			}
-			abs, of := distance(valueOf(d.DType, x), valueOf(d.DType, y))
+			abs, of := distance(valueOf(d.DType, x), valueOf(d.DType, y), d.DType.Whole())
 			if abs <= t.Abs+t.Rel*of {
 				continue
 			}
@@ -93,8 +93,8 @@ func Compare(d tensor.Desc, a, b io.Reader, t Tolerance, first int) (Comparison,
 
 // distance is how far a is from b, 0 if they are equal and infinite if one of them is not
 // finite, and the magnitude of b.
-func distance(a, b value) (abs, of float64) {
-	if a.whole {
+func distance(a, b value, whole bool) (abs, of float64) {
+	if whole {
 		size := float64(b.magnitude)
 		switch {
 		case a.negative != b.negative:

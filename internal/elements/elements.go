@@ -56,41 +56,41 @@ func unexpected(err error) error {
 
 // value is an element: whole numbers are exact.
 type value struct {
-	whole     bool
 	negative  bool
 	magnitude uint64     // of a whole number
 	number    complex128 // of any other
-	bits      int        // of a float; a text that is this one is as long as it must be
-	isComplex bool
-	isBool    bool
 }
 
 // valueOf reads the element that b, which is borrowed, begins with.
 func valueOf(d tensor.DataType, b []byte) value {
-	if d.Whole() {
-		v := value{whole: true, isBool: d == tensor.Bool, magnitude: word(b, d.Bits()/8)}
-		switch unused := 64 - d.Bits(); {
-		case v.isBool:
-			v.magnitude = min(v.magnitude, 1)
-		case signed(d):
-			n := int64(v.magnitude<<unused) >> unused
-			v.negative, v.magnitude = n < 0, uint64(max(n, -n))
-		}
-		return v
-	}
-	if f, small := minifloat.Of(d); small {
-		return value{number: complex(f.Decode(uint16(word(b, d.Bits()/8))), 0), bits: 32}
-	}
-	switch d {
-	case tensor.Float32:
-		return value{number: complex(float32Of(b), 0), bits: 32}
-	case tensor.Float64:
-		return value{number: complex(float64Of(b), 0), bits: 64}
-	case tensor.Complex64:
-		return value{number: complex(float32Of(b), float32Of(b[4:])), bits: 32, isComplex: true}
+	f, small := minifloat.Of(d)
+	switch unused := 64 - d.Bits(); {
+	case d == tensor.Bool:
+		return value{magnitude: uint64(min(b[0], 1))}
+	case signed(d):
+		n := int64(word(b, d.Bits()/8)<<unused) >> unused
+		return value{negative: n < 0, magnitude: uint64(max(n, -n))}
+	case d.Whole():
+		return value{magnitude: word(b, d.Bits()/8)}
+	case small:
+		return value{number: complex(f.Decode(uint16(word(b, d.Bits()/8))), 0)}
+	case d == tensor.Float32:
+		return value{number: complex(float32Of(b), 0)}
+	case d == tensor.Float64:
+		return value{number: complex(float64Of(b), 0)}
+	case d == tensor.Complex64:
+		return value{number: complex(float32Of(b), float32Of(b[4:]))}
 	default: // Complex128
-		return value{number: complex(float64Of(b), float64Of(b[8:])), bits: 64, isComplex: true}
+		return value{number: complex(float64Of(b), float64Of(b[8:]))}
 	}
+}
+
+// precision is how many bits the shortest text for a float is to tell apart.
+func precision(d tensor.DataType) int {
+	if d == tensor.Float64 || d == tensor.Complex128 {
+		return 64
+	}
+	return 32
 }
 
 func signed(d tensor.DataType) bool { return d >= tensor.Int8 && d <= tensor.Int64 }
@@ -99,7 +99,9 @@ func signed(d tensor.DataType) bool { return d >= tensor.Int8 && d <= tensor.Int
 // false, [real, imaginary], and "NaN", "Infinity" and "-Infinity" as strings, since JSON
 // has no such numbers. It is exact.
 func JSON(d tensor.DataType, b []byte) json.RawMessage {
-	v := valueOf(d, b)
+	if d.Whole() {
+		return json.RawMessage(Text(d, b))
+	}
 	part := func(n float64) string {
 		switch {
 		case math.IsNaN(n):
@@ -109,15 +111,13 @@ func JSON(d tensor.DataType, b []byte) json.RawMessage {
 		case math.IsInf(n, -1):
 			return `"-Infinity"`
 		}
-		return strconv.FormatFloat(n, 'g', -1, v.bits)
+		return strconv.FormatFloat(n, 'g', -1, precision(d))
 	}
-	switch {
-	case v.whole:
-		return json.RawMessage(v.wholeText())
-	case v.isComplex:
-		return json.RawMessage("[" + part(real(v.number)) + "," + part(imag(v.number)) + "]")
+	n := valueOf(d, b).number
+	if d == tensor.Complex64 || d == tensor.Complex128 {
+		return json.RawMessage("[" + part(real(n)) + "," + part(imag(n)) + "]")
 	}
-	return json.RawMessage(part(real(v.number)))
+	return json.RawMessage(part(real(n)))
 }
 
 // Text returns the element that b, which is borrowed, begins with as people read it. It
@@ -125,21 +125,15 @@ func JSON(d tensor.DataType, b []byte) json.RawMessage {
 func Text(d tensor.DataType, b []byte) string {
 	v := valueOf(d, b)
 	switch {
-	case v.whole:
-		return v.wholeText()
-	case v.isComplex:
-		text := strconv.FormatComplex(v.number, 'g', -1, 2*v.bits)
-		return text[1 : len(text)-1] // without the parentheses
-	}
-	return strconv.FormatFloat(real(v.number), 'g', -1, v.bits)
-}
-
-func (v *value) wholeText() string {
-	switch {
-	case v.isBool:
+	case d == tensor.Bool:
 		return strconv.FormatBool(v.magnitude == 1)
 	case v.negative:
 		return "-" + strconv.FormatUint(v.magnitude, 10)
+	case d.Whole():
+		return strconv.FormatUint(v.magnitude, 10)
+	case d == tensor.Complex64 || d == tensor.Complex128:
+		text := strconv.FormatComplex(v.number, 'g', -1, 2*precision(d))
+		return text[1 : len(text)-1] // without the parentheses
 	}
-	return strconv.FormatUint(v.magnitude, 10)
+	return strconv.FormatFloat(real(v.number), 'g', -1, precision(d))
 }
