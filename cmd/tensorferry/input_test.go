@@ -1,12 +1,16 @@
 package main
 
 import (
+	"archive/zip"
 	"context"
 	"errors"
 	"io"
+	"os"
+	"path/filepath"
 	"testing"
 
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
 func TestACommandThatWaitsForAHeaderCanBeInterrupted(t *testing.T) {
@@ -77,5 +81,37 @@ func TestAPipeThatStaysOpenIsNotWaitedFor(t *testing.T) {
 	got := make([]byte, 3)
 	if _, err := io.ReadFull(s.bytes(), got); err != nil || string(got) != "abc" {
 		t.Errorf("read %q, %v", got, err)
+	}
+}
+
+func TestAnArrayOfAnUnsupportedTypeSpoilsItselfAlone(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "x.npz")
+	f, err := os.Create(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	z := zip.NewWriter(f)
+	for _, name := range []string{"int8.npy", "object.npy"} {
+		text, err := os.ReadFile("../../tensorfile/testdata/" + name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		w, err := z.Create(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := w.Write(text); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := errors.Join(z.Close(), f.Close()); err != nil {
+		t.Fatal(err)
+	}
+	got, err := openSeveral(path, nil)
+	if err != nil || len(got.tensors) != 1 || got.tensors[0].Name != "int8" || !errors.Is(got.errors(), tensorfile.ErrUnsupported) {
+		t.Errorf("opened as %+v, %v", got, err)
+	}
+	if _, err := openSeveral(path, []string{"object"}); !errors.Is(err, tensorfile.ErrUnsupported) {
+		t.Errorf("the array itself: %v", err)
 	}
 }
