@@ -346,13 +346,7 @@ func (n *splitNetwork) classify(ctx context.Context, y tensor.Tensor) ([]byte, e
 	}
 	var classes []byte
 	for row := range slices.Chunk(logits, len(fashion.ClassNames)) {
-		best := 0
-		for c, v := range row {
-			if v > row[best] {
-				best = c
-			}
-		}
-		classes = append(classes, byte(best))
+		classes = append(classes, byte(slices.Index(row, slices.Max(row))))
 	}
 	return classes, nil
 }

@@ -119,20 +119,16 @@ func linkedDelete(ctx context.Context, c *client.Client, names []string, out pri
 // explain converts an error for a library. Its hints are for users of the library, who do
 // not see this program.
 func explain(err error) relay.Failure {
-	f := relay.Failure{Message: said(err)}
 	var e *client.Error
 	switch {
 	case errors.Is(err, slab.ErrBudget), errors.Is(err, slab.ErrMemory):
-		f.Code = uint16(codes.ResourceExhausted)
-		return f
+		return relay.Failure{Message: said(err), Code: uint16(codes.ResourceExhausted)}
 	case errors.Is(err, client.ErrInput):
-		f.Code = uint16(codes.InvalidArgument)
-		return f
+		return relay.Failure{Message: said(err), Code: uint16(codes.InvalidArgument)}
 	case !errors.As(err, &e):
-		f.Code = uint16(status.FromContextError(err).Code())
-		return f
+		return relay.Failure{Message: said(err), Code: uint16(status.FromContextError(err).Code())}
 	}
-	f.Code, f.RetryMillis = uint16(e.Code), e.RetryAfter.Milliseconds()
+	f := relay.Failure{Message: said(err), Code: uint16(e.Code), RetryMillis: e.RetryAfter.Milliseconds()}
 	switch {
 	case errors.Is(err, client.ErrNoAnswer):
 		f.Hint = hintNoAnswer

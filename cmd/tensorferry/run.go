@@ -235,10 +235,8 @@ func findModel(ctx context.Context, cl *client.Client, name, hint string) (*pb.M
 	if err != nil {
 		return nil, err
 	}
-	for _, m := range models {
-		if m.GetName() == name {
-			return m, nil
-		}
+	if i := slices.IndexFunc(models, func(m *pb.Model) bool { return m.GetName() == name }); i >= 0 {
+		return models[i], nil
 	}
 	return nil, hinted{fmt.Errorf("the server has no model %q", name), hint}
 }

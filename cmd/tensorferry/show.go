@@ -27,10 +27,11 @@ const (
 	showColumns = 40
 	// leastBar is the size of the smallest tensor with a progress bar, in bytes.
 	leastBar = 16 << 20
-)
-
-// The characters that draw a bin of a histogram, from none to many elements.
-const (
+	// sliceHead is how many elements of a slice are printed by default.
+	sliceHead = 100
+	// headColumns is the maximum number of elements per line.
+	headColumns = 10
+	// The characters that draw a bin of a histogram, from none to many elements.
 	blockRamp = " ▁▂▃▄▅▆▇█"
 	asciiRamp = " .:-=+*#%@"
 )
@@ -293,9 +294,6 @@ type shown struct {
 	lines string // of the head
 }
 
-// sliceHead is how many elements of a slice are printed by default.
-const sliceHead = 100
-
 // look reads a tensor from r until its end or the end of ctx, with progress on stderr if it
 // is large, and describes it or the part that the options select.
 func (o *showOptions) look(ctx context.Context, title string, d tensor.Desc, r io.Reader, stderr io.Writer) (*shown, error) {
@@ -347,9 +345,6 @@ func (o *showOptions) look(ctx context.Context, title string, d tensor.Desc, r i
 	seen.printHead(part, head.Bytes())
 	return seen, nil
 }
-
-// headColumns is the maximum number of elements per line.
-const headColumns = 10
 
 // printHead sets the head of s from data, the first elements of a part.
 func (s *shown) printHead(part elements.Slice, data []byte) {
