@@ -211,11 +211,11 @@ func (p *pull) receive(t *pulled) bool {
 	case t.landing.Session == nil:
 		t.end(&Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %q: the server claims to have sent it, but did not", t.Name)})
 	default:
-		p.rest.of("tensor", t.Name)
+		p.rest.of(t.Name)
 		if err := t.landing.Step(); err != nil {
 			p.fail(t, err)
 		}
-		t.report(p.request.Progress)
+		t.report(p.request.Progress, t.moved.Load())
 	}
 	if !t.over && sum != nil && t.landing.Whole() {
 		t.Durable = sum.Durable
@@ -318,7 +318,7 @@ func (p *pull) place(t *pulled) error {
 	if t.Name == "" {
 		return &Error{Code: codes.Internal, Message: fmt.Sprintf("tensor %v: the server sent a tensor that was not selected", t.landing.Tensor)}
 	}
-	p.rest.of("tensor", t.Name)
+	p.rest.of(t.Name)
 	t.rest = p.rest
 	if i := slices.IndexFunc(p.request.Select, func(s Selection) bool { return s.Name == t.Name }); t.held && i >= 0 {
 		t.landing.Held = p.request.Select[i].Held

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -111,6 +112,7 @@ type putting struct {
 	task     // its news: a tensor has ended, or moved
 	rest     *restClock
 	progress func(Progress)
+	together bool
 	said     []*pushed // on their way, in order, for progress
 
 	// Guarded by the session's lock until ctx has ended.
@@ -123,12 +125,13 @@ type pushed struct {
 	transferred
 	in     *Input
 	using  sync.WaitGroup // views
-	failed error          // why the input could not be read; guarded by the session's lock until the call has ended
+	stored atomic.Bool
+	failed error // why the input could not be read; guarded by the session's lock until the call has ended
 }
 
 // put sends tensors in one call. An error is that of the call.
 func (c *Client) put(ctx context.Context, s *Session, id tensor.ID, list []*pushed, progress func(Progress), together bool) error {
-	p := &putting{progress: progress, byID: make(map[tensor.ID]*pushed)}
+	p := &putting{progress: progress, together: together, byID: make(map[tensor.ID]*pushed)}
 	none := func(*stream.Machine, stream.Instant) error { return nil }
 	if err := p.open(ctx, s, frame.Call{ID: id, Put: &frame.Put{All: together}}, p, none); err != nil {
 		return err
@@ -168,9 +171,7 @@ func (c *Client) put(ctx context.Context, s *Session, id tensor.ID, list []*push
 		}
 	}
 	for _, t := range p.said {
-		if t.over && t.Err == nil { // a view of it may still be held
-			t.moved.Store(t.Bytes)
-		}
+		t.stored.Store(t.over && t.Err == nil)
 	}
 	p.report()
 	return err
@@ -182,7 +183,11 @@ func (p *putting) report() {
 		return
 	}
 	for _, t := range p.said {
-		t.report(p.progress)
+		moved := min(t.moved.Load(), t.Bytes-1) // what was given up counts, too
+		if t.stored.Load() {
+			moved = t.Bytes
+		}
+		t.report(p.progress, moved)
 	}
 	p.said = slices.DeleteFunc(p.said, func(t *pushed) bool { return t.told == t.Bytes })
 }
@@ -213,7 +218,7 @@ func (p *putting) send(t *pushed) bool {
 			return false
 		}
 	}
-	p.rest.of("tensor", t.Name)
+	p.rest.of(t.Name)
 	geo, err := session.Geometry(t.Desc, limit)
 	f := session.Feed{Session: s.sess, View: t.view, Pieces: pushPieces, Step: p.report, Moved: func(n int64) {
 		t.moved.Add(n)
@@ -270,6 +275,7 @@ func (p *putting) event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 	switch {
 	case e.Kind == stream.EventSummary && t != nil:
 		t.sum = e.Summary
+		t.stored.Store(e.Summary.Code == frame.OK && !p.together)
 		p.ended(e.Tensor)
 	case e.Kind == stream.EventFailed && t != nil: // its bytes vanished
 		t.failed = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: %s", t.Name, e.Text)}

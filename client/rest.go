@@ -61,11 +61,11 @@ func (c *restClock) end() {
 	c.ended = true
 }
 
-// of sets what blocks from now on.
-func (c *restClock) of(kind, name string) {
+// of names the tensor that blocks from now on.
+func (c *restClock) of(name string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.kind, c.name = kind, name
+	c.kind, c.name = "tensor", name
 }
 
 func (c *restClock) tick() {

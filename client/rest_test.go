@@ -33,7 +33,7 @@ func TestAServerIsToldWhileTheCallersCodeRests(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				signs, over := 0, []error(nil)
 				c := newRestClock("push", "", tc.limit, tc.chunkIdle, func() { signs++ }, func(err error) { over = append(over, err) })
-				c.of("tensor", "x")
+				c.of("x")
 				for _, d := range tc.rests {
 					c.start()
 					<-time.After(d)

@@ -83,6 +83,30 @@ func TestASetIsStoredTogetherOrNotAtAll(t *testing.T) {
 	}
 }
 
+// What a refused push gave up has not moved.
+func TestProgressIsCompleteOnlyOfWhatIsStored(t *testing.T) {
+	testkit.Start(t)
+	c := storing(t, inMemory(4*mib), client.Config{})
+	told := map[string]client.Progress{}
+	push := client.PushRequest{
+		Tensors: []client.Input{
+			{Name: "fits", Desc: int8s(2 * mib), Data: make([]byte, 2*mib)},
+			{Name: "too large", Desc: int8s(8 * mib), Data: make([]byte, 8*mib)},
+		},
+		Progress: func(p client.Progress) { told[p.Name] = p },
+	}
+	_, err := c.Push(t.Context(), push)
+	require.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
+	require.Equal(t, client.Progress{Name: "fits", Moved: 2 * mib, Bytes: 2 * mib}, told["fits"])
+	require.Less(t, told["too large"].Moved, int64(8*mib))
+	clear(told)
+	_, err = c.PutAll(t.Context(), push)
+	require.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
+	for name, p := range told {
+		require.Less(t, p.Moved, p.Bytes, name)
+	}
+}
+
 // filling is a folder on a disk that is full from an operation on.
 type filling struct {
 	*store.Folder

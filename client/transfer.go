@@ -71,8 +71,8 @@ func (t *transferred) end(err error) {
 }
 
 // report tells progress, if not nil, what has moved.
-func (t *transferred) report(progress func(Progress)) {
-	if moved := min(t.moved.Load(), t.Bytes); moved > t.told && progress != nil {
+func (t *transferred) report(progress func(Progress), moved int64) {
+	if moved > t.told && progress != nil {
 		t.told = moved
 		progress(Progress{t.Name, moved, t.Bytes})
 	}

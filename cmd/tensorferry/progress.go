@@ -26,13 +26,12 @@ const barTitle = 24
 // stays when all are complete. A nil *progressBars shows nothing. It is safe for concurrent
 // use.
 type progressBars struct {
-	w    io.Writer
-	bars *mpb.Progress
-	// vanishing: the line does not stay at the end. It is set before the first tensor.
-	vanishing bool
-	title     atomic.Value // string; drawing the line reads it without mu
+	w     io.Writer
+	bars  *mpb.Progress
+	title atomic.Value // string; drawing the line reads it without mu
 
 	mu          sync.Mutex // guards all below
+	vanishing   bool       // the line does not stay at the end
 	ended       bool
 	count, done int      // tensors
 	moved, size int64    // bytes of all tensors
@@ -40,11 +39,12 @@ type progressBars struct {
 }
 
 // newProgress returns bars on w, or nil if quiet or without a terminal that moves its cursor.
-func newProgress(w io.Writer, quiet bool) *progressBars {
+// The line of complete tensors stays at the end, unless it is vanishing; see whole.
+func newProgress(w io.Writer, quiet, vanishing bool) *progressBars {
 	if quiet || !isTerminal(w) || os.Getenv("TERM") == "dumb" {
 		return nil
 	}
-	return &progressBars{w: w, bars: mpb.New(mpb.WithOutput(w))}
+	return &progressBars{w: w, bars: mpb.New(mpb.WithOutput(w)), vanishing: vanishing}
 }
 
 func quietFlag(c *cobra.Command, to *bool) {
@@ -86,7 +86,8 @@ func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 // pieceBytes is the unit in which the input of a call is counted: the default chunk size.
 const pieceBytes = 1 << 20
 
-// input adds the input of a call: bytes count when read, mapped ones when the server has them.
+// input adds the input of a call: bytes count when read, mapped ones when the server has them,
+// or the call has ended.
 func (p *progressBars) input(s *source) {
 	b := p.tensor(s.title, s.Desc)
 	switch {
@@ -95,28 +96,22 @@ func (p *progressBars) input(s *source) {
 		s.Reader = io.TeeReader(s.Reader, b)
 	default:
 		rest := s.Data
-		s.Data, s.Next = nil, func(over <-chan struct{}) ([]byte, func(), error) {
+		s.Data, s.Next = nil, func(<-chan struct{}) ([]byte, func(), error) {
 			piece := rest[:min(pieceBytes, len(rest))]
 			rest = rest[len(piece):]
-			return piece, func() {
-				select {
-				case <-over: // the server may not have it
-				default:
-					_, _ = b.Write(piece) // it never fails
-				}
-			}, nil
+			return piece, func() { _, _ = b.Write(piece) }, nil // it never fails
 		}
 	}
 }
 
-// whole marks all tensors as complete, because their call has succeeded.
+// whole marks all tensors as complete, because their call has succeeded: the line stays.
 func (p *progressBars) whole() {
 	if p == nil {
 		return
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.moved = p.size
+	p.moved, p.vanishing = p.size, false
 	p.complete(p.count - p.done)
 	if p.line != nil {
 		p.line.SetCurrent(p.size)

@@ -100,7 +100,7 @@ func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 		return err
 	}
 	defer to.out.abandon()
-	to.bars = newProgress(c.ErrOrStderr(), o.quiet)
+	to.bars = newProgress(c.ErrOrStderr(), o.quiet, false)
 	defer to.bars.end()
 
 	var got []client.Summary

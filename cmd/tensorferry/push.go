@@ -83,7 +83,7 @@ func (o *pushOptions) push(c *cobra.Command, args []string) error {
 		return err
 	}
 	defer cl.Close()
-	bars := newProgress(stderr, o.quiet)
+	bars := newProgress(stderr, o.quiet, false)
 	defer bars.end()
 	var r client.PushRequest
 	lines := map[string]*bar{}

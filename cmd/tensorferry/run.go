@@ -101,7 +101,7 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 			o.inputs = []string{"-"}
 		}
 	}
-	bars := newProgress(stderr, o.quiet)
+	bars := newProgress(stderr, o.quiet, true)
 	defer bars.end()
 	opener := opener{raw: o.input, stdin: c.InOrStdin(), idle: o.idle}
 	for _, text := range o.inputs {
