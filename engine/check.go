@@ -88,7 +88,7 @@ func (p Port) fits(d tensor.Desc) bool {
 func (p Port) wants() string {
 	types := "any data type"
 	if len(p.DTypes) > 0 {
-		types = strings.ReplaceAll(strings.Trim(fmt.Sprint(p.DTypes), "[]"), " ", " or ")
+		types = strings.ReplaceAll(strings.Trim(fmt.Sprintf("%v", p.DTypes), "[]"), " ", " or ")
 	}
 	dims := strings.NewReplacer(fmt.Sprint(AnyAxes), "...", fmt.Sprint(Free), "any").Replace(fmt.Sprint(p.Shape))
 	return types + " of shape " + dims

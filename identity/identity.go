@@ -48,8 +48,8 @@ type watched[T any] struct {
 	files  [][sha256.Size]byte // what they had in them, or why they could not be read
 }
 
-func watch[T any](make func() (T, error), paths ...string) *watched[T] {
-	return &watched[T]{paths: paths, make: make}
+func watch[T any](f func() (T, error), paths ...string) *watched[T] {
+	return &watched[T]{paths: paths, make: f}
 }
 
 // get returns the value. While it cannot be made again, get returns the previous value. It

@@ -234,11 +234,11 @@ func borrow(ctx context.Context, info engine.Info, r engine.Run, in []tensor.Ten
 		}
 	}
 	if _, err := r.Borrow(ctx); !errors.Is(err, io.EOF) {
-		return fmt.Errorf("Borrow after the last block returned %v, want io.EOF", err)
+		return errors.Join(errors.New("after the last block, Borrow did not return io.EOF"), err)
 	}
 	for p, port := range info.Inputs {
 		if rows, _, err := in[p].Rows(info.Axes(len(in[p].Shape))); !port.Whole && (err != nil || rows != row) {
-			return fmt.Errorf("the blocks hold %d rows, port %q has %d (%v)", row, port.Name, rows, err)
+			return errors.Join(fmt.Errorf("the blocks hold %d rows, port %q has %d", row, port.Name, rows), err)
 		}
 	}
 	return nil

@@ -58,7 +58,7 @@ func run(ctx context.Context, address string) error {
 		if err != nil {
 			return err
 		}
-		defer stop()
+		defer func() { _ = stop() }()
 		address = addr
 	}
 

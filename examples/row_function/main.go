@@ -82,7 +82,7 @@ func run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	defer stop()
+	defer func() { _ = stop() }()
 	c, err := client.Dial(address, client.Config{})
 	if err != nil {
 		return err

@@ -82,7 +82,7 @@ func (c *coder) failed(name string) error {
 func read[T any](c *coder, b []byte, v *T, body func(*coder, *T)) {
 	for len(b) > 0 && c.err == nil {
 		field, typ, n := protowire.ConsumeTag(b)
-		size := 0
+		var size int
 		switch {
 		case n < 0:
 			size = n
