@@ -14,7 +14,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -32,11 +31,10 @@ import (
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
-	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// shownBy names, for every limit of GetServiceInfo, the tests of this package that
-// reach it and go one past it.
+// shownBy names, for every limit of GetServiceInfo, the tests of this package, or of those
+// below, that reach it and go one past it.
 var shownBy = map[string][]string{
 	"chunk_bytes":              {"TestLimitsOfADescAreReachedAndNotPassed", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},
 	"chunks_per_tensor":        {"TestLimitsOfADescAreReachedAndNotPassed", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},
@@ -51,7 +49,7 @@ var shownBy = map[string][]string{
 	"open_tensors_per_session": {"TestCallsAndTensorsOverASessionsLimitsAreRefusedAlone"},
 	"lanes_per_session":        {"TestALaneWithoutAValidTokenIsRefused"},
 	"sessions":                 {"TestLimitsOfTheServerAreNamedWhenTheyAreReached"},
-	"calls":                    {"TestLimitsOfTheServerAreNamedWhenTheyAreReached", "TestABadComputeIsRefusedAndSaysWhy"},
+	"calls":                    {"TestLimitsOfTheServerAreNamedWhenTheyAreReached", "TestOneComputeOverTheCallsOfTheServerIsRefusedAsLater"},
 	"transfers":                {"TestTransfersOverTheLimitAreRefusedAsLater"},
 	"stored_tensor_bytes":      {"TestLimitsOfAPushAreReachedAndNotPassed"},
 	"tensors_per_transfer":     {"TestLimitsOfAPushAreReachedAndNotPassed", "TestABadPullIsRefusedBeforeAnythingIsSent", "TestABadRequestAboutTheStoreIsRefusedAndSaysWhy"},
@@ -89,9 +87,12 @@ func TestEveryLimitOfAServerHasATestThatReachesIt(t *testing.T) {
 	have := map[string]bool{}
 	files, err := filepath.Glob("*_test.go")
 	require.NoError(t, err)
-	below, err := filepath.Glob("../internal/conns/*_test.go")
-	require.NoError(t, err)
-	for _, name := range append(files, below...) {
+	for _, below := range []string{"conns", "serving"} {
+		more, err := filepath.Glob("../internal/" + below + "/*_test.go")
+		require.NoError(t, err)
+		files = append(files, more...)
+	}
+	for _, name := range files {
 		file, err := parser.ParseFile(token.NewFileSet(), name, nil, parser.SkipObjectResolution)
 		require.NoError(t, err)
 		for _, d := range file.Decls {
@@ -397,36 +398,14 @@ func asking(model string, d pb.DataType, data []byte, shape ...int64) *pb.Comput
 func TestComputeTakesAndGivesAMiBAndNoMore(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, nil)
-	model, err := cpu.Func{
-		Info: engine.Info{
-			Name:    "twice",
-			Inputs:  []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}},
-			Outputs: []engine.Port{{Name: "y", Shape: []int64{engine.AnyAxes}}, {Name: "z", Shape: []int64{engine.AnyAxes}}},
-		},
-		Call: func(_ context.Context, in []tensor.Tensor, _ map[string]string) ([]tensor.Tensor, error) {
-			return []tensor.Tensor{in[0], in[0]}, nil
-		},
-	}.Model(f.host)
-	require.NoError(t, err)
-	require.NoError(t, f.models.Add(model))
 	stub := pb.NewTensorServiceClient(f.dial(t))
-	for by := range 2 {
-		data := testkit.Bytes(mib+by, 1)
-		resp, err := stub.Compute(t.Context(), asking("echo", pb.DataType_DATA_TYPE_UINT8, data, int64(len(data))))
-		half := testkit.Bytes(mib/2+by, 1)
-		twice, twiceErr := stub.Compute(t.Context(), asking("twice", pb.DataType_DATA_TYPE_UINT8, half, int64(len(half))))
-		if by == 0 {
-			require.NoError(t, err)
-			require.True(t, bytes.Equal(data, resp.GetOutputs()[0].GetData()))
-			require.NoError(t, twiceErr)
-			require.True(t, bytes.Equal(half, twice.GetOutputs()[1].GetData()))
-			continue
-		}
-		for what, err := range map[string]error{"inputs": err, "outputs": twiceErr} {
-			require.Equal(t, codes.ResourceExhausted, status.Code(err), err)
-			saysWhy(t, status.Convert(err).Message(), []string{"the " + what, "1048576", "session"})
-		}
-	}
+	data := testkit.Bytes(mib+1, 1)
+	resp, err := stub.Compute(t.Context(), asking("echo", pb.DataType_DATA_TYPE_UINT8, data[:mib], mib))
+	require.NoError(t, err)
+	require.True(t, bytes.Equal(data[:mib], resp.GetOutputs()[0].GetData()))
+	_, err = stub.Compute(t.Context(), asking("echo", pb.DataType_DATA_TYPE_UINT8, data, mib+1))
+	require.Equal(t, codes.ResourceExhausted, status.Code(err), err)
+	saysWhy(t, status.Convert(err).Message(), []string{"the inputs", "1048576", "session"})
 	for range 20 { // gRPC, which has words of its own for it, never comes first
 		_, err := stub.Compute(t.Context(), asking("echo", pb.DataType_DATA_TYPE_UINT8, make([]byte, 2*mib), 2*mib))
 		require.Equal(t, codes.ResourceExhausted, status.Code(err), err)
@@ -435,28 +414,18 @@ func TestComputeTakesAndGivesAMiBAndNoMore(t *testing.T) {
 	f.isEmpty(t)
 }
 
+// TestABadComputeIsRefusedAndSaysWhy has what a message may hold and a tensor not, and one
+// of each status; internal/serving has the rest.
 func TestABadComputeIsRefusedAndSaysWhy(t *testing.T) {
 	testkit.Start(t)
-	f := serve(t, func(c *server.Config) { c.QueuedCalls = 6 })
-	addPair(t, f)
+	f := serve(t, nil)
 	g := addGate(t, f, "gate")
 	g.open = nil // for ever
-	fails := func(name string, why error) {
-		m, err := cpu.Func{
-			Info: engine.Info{Name: name, Inputs: []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}}, Outputs: []engine.Port{{Name: "y", Shape: []int64{engine.AnyAxes}}}},
-			Call: func(context.Context, []tensor.Tensor, map[string]string) ([]tensor.Tensor, error) {
-				if why == nil {
-					panic("boom at /home/secret.go:7")
-				}
-				return nil, why
-			},
-		}.Model(f.host)
-		require.NoError(t, err)
-		require.NoError(t, f.models.Add(m))
-	}
-	fails("broken", errors.New("open /home/secret: permission denied"))
-	fails("panics", nil)
-	u8, f32 := pb.DataType_DATA_TYPE_UINT8, pb.DataType_DATA_TYPE_FLOAT32
+	f.add(t, cpu.RowFunc{
+		Info: engine.Info{Name: "broken", Rows: 1, Inputs: anyShape("x"), Outputs: anyShape("y")},
+		Rows: func(context.Context, cpu.RowBlock) error { return errors.New("open /home/secret: permission denied") },
+	})
+	u8 := pb.DataType_DATA_TYPE_UINT8
 	ask := func(change func(r *pb.ComputeRequest)) *pb.ComputeRequest {
 		r := asking("echo", u8, []byte("abc"), 3)
 		change(r)
@@ -469,44 +438,19 @@ func TestABadComputeIsRefusedAndSaysWhy(t *testing.T) {
 		code codes.Code
 		says []string
 	}{
-		"an unknown model":      {asking("nothing", u8, nil, 0), codes.NotFound, []string{`"nothing"`}},
-		"no model":              {asking("", u8, nil, 0), invalid, []string{"model", "empty"}},
-		"a model of 513 bytes":  {asking(strings.Repeat("m", 513), u8, nil, 0), invalid, []string{"model", "513", "512"}},
-		"a model of 500 KiB":    {asking(strings.Repeat("\x01", 500<<10), u8, nil, 0), invalid, []string{"model", "512"}},
-		"a model with a bell":   {asking("\a", u8, nil, 0), invalid, []string{"model", "control"}},
-		"no input":              {ask(func(r *pb.ComputeRequest) { r.Inputs = nil }), invalid, []string{"1 inputs", "has 0"}},
-		"an input too many":     {ask(func(r *pb.ComputeRequest) { r.Inputs = append(r.Inputs, r.Inputs[0]) }), invalid, []string{"1 inputs", "has 2"}},
-		"one port twice":        {ask(func(r *pb.ComputeRequest) { r.Model, r.Inputs = "pair", append(r.Inputs, r.Inputs[0]) }), invalid, []string{`"pair"`, `"w"`}},
-		"an unknown port":       {ask(func(r *pb.ComputeRequest) { r.Inputs[0].Port = "q" }), invalid, []string{`"x"`}},
-		"a port of 500 KiB":     {ask(func(r *pb.ComputeRequest) { r.Inputs[0].Port = strings.Repeat("q", 500<<10) }), invalid, []string{`"x"`}},
-		"no data type":          {asking("echo", 0, []byte("abc"), 3), invalid, []string{"data type"}},
-		"an unknown data type":  {asking("echo", 99, []byte("abc"), 3), invalid, []string{"data type", "99"}},
-		"a negative data type":  {asking("echo", -1, []byte("abc"), 3), invalid, []string{"data type"}},
-		"a data type past 2^8":  {asking("echo", 1<<8+6, []byte("abc"), 3), invalid, []string{"data type"}},
-		"rank 33":               {asking("echo", u8, nil, make([]int64, 33)...), invalid, []string{"rank 33", "32"}},
-		"rank 100 000":          {asking("echo", u8, nil, make([]int64, 100_000)...), invalid, []string{"rank 100000", "32"}},
-		"a negative dimension":  {asking("echo", u8, nil, 2, -5), invalid, []string{"dimension 1", "-5"}},
-		"a dimension over 2^40": {asking("echo", u8, nil, 1<<40+1), invalid, []string{"1099511627777"}},
-		"too few bytes":         {asking("echo", u8, []byte("ab"), 3), invalid, []string{`input "x"`, "3 bytes", "2"}},
-		"too many bytes":        {asking("echo", u8, []byte("abcd"), 3), invalid, []string{`input "x"`, "3 bytes", "4"}},
-		"a shape that overflows": {
-			asking("echo", u8, nil, 1<<40, 1<<40), codes.ResourceExhausted, []string{"2^63"},
-		},
-		"an empty shape that overflows": {
-			asking("echo", u8, nil, 1<<40, 1<<40, 0), codes.ResourceExhausted, []string{"2^63"},
-		},
-		"65 params":          {ask(func(r *pb.ComputeRequest) { r.Params = entriesOf(65, 3, 1) }), invalid, []string{"params", "65", "64"}},
-		"a key of 129 bytes": {ask(func(r *pb.ComputeRequest) { r.Params = entriesOf(1, 129, 1) }), invalid, []string{"params", "129"}},
-		"a value of 4097":    {ask(func(r *pb.ComputeRequest) { r.Params = entriesOf(1, 1, 4097) }), invalid, []string{"params", "4097"}},
-		"params over 32 KiB": {ask(func(r *pb.ComputeRequest) { r.Params = entriesOf(9, 1, 4096) }), invalid, []string{"params", "32768"}},
-		"a type not taken":   {asking("relu", u8, []byte("abc"), 3), codes.FailedPrecondition, []string{"float32", "uint8[3]", `"x"`}},
-		"a shape not taken": {&pb.ComputeRequest{Model: "pair", Inputs: []*pb.NamedTensor{
-			{Port: "x", Dtype: f32, Shape: []int64{2}, Data: make([]byte, 8)}, {Port: "w", Dtype: f32, Shape: []int64{2}, Data: make([]byte, 8)},
-		}}, codes.FailedPrecondition, []string{"[any any]", "float32[2]"}},
-		"a param not taken":   {ask(func(r *pb.ComputeRequest) { r.Model, r.Params = "slow", map[string]string{"delay": "a while"} }), codes.FailedPrecondition, []string{"delay", "a while"}},
-		"a model that fails":  {ask(func(r *pb.ComputeRequest) { r.Model = "broken" }), codes.Internal, []string{"model failed", "log"}},
-		"a model that panics": {ask(func(r *pb.ComputeRequest) { r.Model = "panics" }), codes.Internal, []string{`model "panics" panicked`, "log"}},
-		"a timeout":           {ask(func(r *pb.ComputeRequest) { r.Model, r.TimeoutMillis = "gate", 20 }), codes.DeadlineExceeded, []string{"timeout"}},
+		"an unknown model":       {asking("nothing", u8, nil, 0), codes.NotFound, []string{`"nothing"`}},
+		"a model of 500 KiB":     {asking(strings.Repeat("\x01", 500<<10), u8, nil, 0), invalid, []string{"model", "512"}},
+		"a port of 500 KiB":      {ask(func(r *pb.ComputeRequest) { r.Inputs[0].Port = strings.Repeat("q", 500<<10) }), invalid, []string{`"x"`}},
+		"no data type":           {asking("echo", 0, []byte("abc"), 3), invalid, []string{"data type"}},
+		"an unknown data type":   {asking("echo", 99, []byte("abc"), 3), invalid, []string{"data type", "99"}},
+		"a negative data type":   {asking("echo", -1, []byte("abc"), 3), invalid, []string{"data type"}},
+		"a data type past 2^8":   {asking("echo", 1<<8+6, []byte("abc"), 3), invalid, []string{"data type"}},
+		"rank 100 000":           {asking("echo", u8, nil, make([]int64, 100_000)...), invalid, []string{"rank 100000", "32"}},
+		"a shape that overflows": {asking("echo", u8, nil, 1<<40, 1<<40), codes.ResourceExhausted, []string{"2^63"}},
+		"65 params":              {ask(func(r *pb.ComputeRequest) { r.Params = entriesOf(65, 3, 1) }), invalid, []string{"params", "65", "64"}},
+		"a type not taken":       {asking("relu", u8, []byte("abc"), 3), codes.FailedPrecondition, []string{"float32", "uint8[3]", `"x"`}},
+		"a model that fails":     {ask(func(r *pb.ComputeRequest) { r.Model = "broken" }), codes.Internal, []string{"model failed", "log"}},
+		"a timeout":              {ask(func(r *pb.ComputeRequest) { r.Model, r.TimeoutMillis = "gate", 20 }), codes.DeadlineExceeded, []string{"timeout"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := stub.Compute(t.Context(), tc.req)
@@ -519,24 +463,6 @@ func TestABadComputeIsRefusedAndSaysWhy(t *testing.T) {
 			f.isEmpty(t)
 		})
 	}
-	t.Run("one over the calls of the server", func(t *testing.T) {
-		ctx, cancel := context.WithCancel(t.Context())
-		ended := make(chan error, 6)
-		for range 6 {
-			go func() { _, err := stub.Compute(ctx, asking("gate", u8, []byte("abc"), 3)); ended <- err }()
-		}
-		testkit.Eventually(t, func() bool { return f.counters(t)["calls"] == 6 }, "the calls")
-		_, err := stub.Compute(t.Context(), asking("echo", u8, []byte("abc"), 3))
-		st := status.Convert(err)
-		require.Equal(t, codes.ResourceExhausted, st.Code())
-		saysWhy(t, st.Message(), []string{"calls", "limit of the server is 6", "later"})
-		require.True(t, tellsWhenToRetry(st))
-		cancel()
-		for range 6 {
-			require.Equal(t, codes.Canceled, status.Code(<-ended))
-		}
-		f.isEmpty(t)
-	})
 }
 
 func TestACloseEndsAComputeAtOnce(t *testing.T) {
@@ -559,7 +485,7 @@ func TestALostRunOfAComputeShowsInTheModelsHealth(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, nil)
 	f.lost = 1
-	require.NoError(t, f.models.Add(loser{f.named(t, "loser"), nil, new(atomic.Bool)}))
+	require.NoError(t, f.models.Add(loser{f.named(t, "loser")}))
 	_, err := pb.NewTensorServiceClient(f.dial(t)).Compute(t.Context(), asking("loser", pb.DataType_DATA_TYPE_UINT8, []byte("abc"), 3))
 	require.Equal(t, codes.Internal, status.Code(err), err)
 	h := healthpb.NewHealthClient(f.dial(t))

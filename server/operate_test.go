@@ -7,7 +7,6 @@ import (
 	"net"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -106,97 +105,24 @@ func TestHealthFollowsModelsThatComeAndGo(t *testing.T) {
 	seen(healthy)
 }
 
-// loser is a model whose runs do not end in time, but when ended is closed.
-type loser struct {
-	engine.Model
-	ended  chan struct{}
-	closed *atomic.Bool
-}
+// loser is a model whose runs do not end.
+type loser struct{ engine.Model }
 
-// Close says that nothing uses the model any more.
-func (l loser) Close() error {
-	l.closed.Store(true)
-	return nil
-}
-
-type lostRun struct {
-	engine.Run
-	ended chan struct{}
-}
+type lostRun struct{ engine.Run }
 
 func (l loser) Open(ctx context.Context, c engine.Call) (engine.Run, error) {
 	r, err := l.Model.Open(ctx, c)
 	if err != nil {
 		return nil, err
 	}
-	return lostRun{r, l.ended}, nil
+	return lostRun{r}, nil
 }
 
 func (r lostRun) Close() error {
 	if err := r.Run.Close(); err != nil {
 		return err
 	}
-	return &engine.LostError{Text: "for the test", Ended: r.ended}
-}
-
-func TestAModelThatLostARunDoesNotServeUntilTheRunEndsOrItIsReplaced(t *testing.T) {
-	testkit.Start(t)
-	f := serve(t, nil)
-	f.lost = 4
-	g := addGate(t, f, "gate")
-	gated, unuse, err := f.models.Lookup("gate")
-	require.NoError(t, err)
-	defer unuse()
-	over := make(chan struct{})
-	require.NoError(t, f.models.Replace(loser{gated, over, new(atomic.Bool)}))
-	c := healthpb.NewHealthClient(f.dial(t))
-	is := func(want healthpb.HealthCheckResponse_ServingStatus, what string) {
-		t.Helper()
-		testkit.Eventually(t, func() bool {
-			r, err := c.Check(t.Context(), &healthpb.HealthCheckRequest{Service: "model/gate"})
-			return err == nil && r.GetStatus() == want
-		}, what)
-	}
-	s := f.session(t, client.Config{})
-	x, err := tensor.Of([]byte{1, 2, 3})
-	require.NoError(t, err)
-	call := func() error { _, err := s.Compute(t.Context(), "gate", x); return err }
-
-	// A run of the model that is there.
-	ended := make(chan error, 1)
-	go func() { ended <- call() }()
-	testkit.Eventually(t, func() bool { return g.started.Load() == 1 }, "the call")
-	is(healthy, "health while it computes")
-	close(g.open)
-	require.NoError(t, <-ended)
-	is(ill, "a lost run")
-	r, err := c.Check(t.Context(), &healthpb.HealthCheckRequest{})
-	require.NoError(t, err)
-	require.Equal(t, healthy, r.GetStatus(), "the others serve")
-	close(over)
-	is(healthy, "the run has ended")
-	require.NoError(t, call())
-	is(healthy, "one that ended at once")
-	never := make(chan struct{})
-	closed := new(atomic.Bool)
-	require.NoError(t, f.models.Replace(loser{gated, never, closed}))
-	require.NoError(t, call())
-	is(ill, "another lost run")
-	require.NoError(t, f.models.Replace(loser{gated, never, new(atomic.Bool)}))
-	is(healthy, "its replacement")
-	require.False(t, closed.Load(), "the lost run may use the model yet")
-
-	// A run of a model that has been replaced meanwhile: the new one is well.
-	g.open = make(chan struct{})
-	go func() { ended <- call() }()
-	testkit.Eventually(t, func() bool { return g.started.Load() == 4 }, "the call")
-	require.NoError(t, f.models.Replace(gated))
-	close(g.open)
-	require.NoError(t, <-ended)
-	testkit.Eventually(t, func() bool { return f.counters(t)["runs_abandoned_total"] == 4 }, "the lost run")
-	is(healthy, "the new model")
-	close(never)
-	testkit.Eventually(t, closed.Load, "the end of the model that lost a run")
+	return &engine.LostError{Text: "for the test"}
 }
 
 func TestNothingServesWhileTheServerDrains(t *testing.T) {

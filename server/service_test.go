@@ -28,7 +28,6 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
-	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
@@ -253,61 +252,6 @@ func anyShape(port string) []engine.Port {
 	return []engine.Port{{Name: port, Shape: []int64{engine.AnyAxes}}}
 }
 
-func TestTheInputsOfARunAreWrittenInAnyPieces(t *testing.T) {
-	testkit.Start(t)
-	var models *server.Models
-	f := serve(t, func(c *server.Config) {
-		c.Services = []server.Service{{Register: func(_ grpc.ServiceRegistrar, m *server.Models) { models = m }}}
-	})
-	addPair(t, f)
-	rng := testkit.Rand(t)
-	for range 50 {
-		rows, columns := rng.Int64N(200), 1+rng.Int64N(64)
-		data := [][]byte{make([]byte, 4*columns), make([]byte, 4*rows*columns)} // small floats, so that sums are exact
-		for _, d := range data {
-			for i := 3; i < len(d); i += 4 {
-				d[i] = 0x40
-			}
-		}
-		want, scaled := pairWant(data[1], data[0])
-		r, err := models.Open(t.Context(), server.Request{Model: "pair", Inputs: []engine.Input{ // not in the model's order
-			{Port: "w", Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{columns}}, ChunkBytes: 1 + rng.Int64N(1000)},
-			{Port: "x", Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{rows, columns}}, ChunkBytes: 1 + rng.Int64N(1000)},
-		}})
-		require.NoError(t, err)
-		written := make(chan error, 1)
-		go func() {
-			for i, rest := range data {
-				for len(rest) > 0 {
-					n := min(1+rng.IntN(3000), len(rest))
-					if err := r.Write(t.Context(), i, rest[:n]); err != nil {
-						written <- err
-						return
-					}
-					rest = rest[n:]
-				}
-			}
-			written <- nil
-		}()
-		got := [][]byte{make([]byte, len(want)), make([]byte, len(scaled))}
-		for {
-			o, err := r.Next(t.Context())
-			if errors.Is(err, io.EOF) {
-				break
-			}
-			require.NoError(t, err)
-			copy(got[o.Port][o.Off:], o.Data)
-			o.Release()
-		}
-		require.NoError(t, <-written)
-		require.NoError(t, r.End(nil))
-		require.NoError(t, r.End(nil), "a second end does nothing")
-		require.True(t, bytes.Equal(want, got[0]))
-		require.True(t, bytes.Equal(scaled, got[1]))
-		require.ErrorIs(t, r.Write(t.Context(), 1, []byte{1}), engine.ErrClosed)
-	}
-}
-
 // addBlocker adds a model whose runs wait until they are let go.
 func (f *fixture) addBlocker(t testing.TB, let <-chan struct{}) (running *atomic.Int64) {
 	running = new(atomic.Int64)
@@ -512,22 +456,6 @@ func TestACancelledForeignCallEndsItsRun(t *testing.T) {
 	cancel()
 	require.Equal(t, codes.Canceled, status.Code(<-ended))
 	testkit.Eventually(t, func() bool { return f.counters(t)["calls_cancelled_total"] == 1 }, "the end of the run")
-}
-
-func TestTheLogHasWhyACallOutsideASessionFailed(t *testing.T) {
-	testkit.Start(t)
-	log := &notes{}
-	f := serve(t, func(c *server.Config) { c.Log = log.log() })
-	f.add(t, cpu.RowFunc{
-		Info: engine.Info{Name: "broken", Rows: 1, Inputs: anyShape("x"), Outputs: anyShape("y")},
-		Rows: func(context.Context, cpu.RowBlock) error { return errors.New("the disk of the model is full") },
-	})
-	_, err := pb.NewTensorServiceClient(f.dial(t)).Compute(t.Context(), &pb.ComputeRequest{Model: "broken", Inputs: []*pb.NamedTensor{
-		{Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: []int64{1}, Data: []byte{1}},
-	}})
-	require.Equal(t, codes.Internal, status.Code(err))
-	require.NotContains(t, err.Error(), "disk", "a peer does not read what a model says")
-	require.Contains(t, log.String(), "the disk of the model is full")
 }
 
 // bearer is a secret that every RPC must bring.

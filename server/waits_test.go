@@ -1,7 +1,6 @@
 package server_test
 
 import (
-	"bytes"
 	"errors"
 	"io"
 	"strings"
@@ -40,64 +39,6 @@ func patient(t testing.TB, idle, most time.Duration, change func(*server.Config)
 	return serve(t, func(c *server.Config) {
 		c.Session.ChunkIdle, c.Session.InputIdle = stream.Instant(idle), stream.Instant(most)
 		change(c)
-	})
-}
-
-func TestASessionWhoseClientSaysThatItWaitsIsWaitedFor(t *testing.T) {
-	testkit.Start(t)
-	const idle = time.Second // a session looks once a second
-	for name, rest := range map[string]func(r *raw, o *offer){
-		"for its input": func(r *raw, o *offer) {
-			r.open(o)
-			r.credit(o.desc.TensorId, 2)
-			r.send(&pb.Frame{Chunk: r.chunk(o, 1)})
-		},
-		"for whoever takes its output": func(r *raw, o *offer) {
-			r.hold = true
-			r.open(o)
-			r.deliver(o)
-			r.until(func() bool { return len(r.results) == 1 })
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			bubble(t, func(t *testing.T) {
-				f := patient(t, idle, time.Hour, func(*server.Config) {})
-				r := openRaw(t, f.addr)
-				require.EqualValues(t, idle.Milliseconds(), r.hello.ChunkIdleMillis)
-				o := offering("echo", testkit.Bytes(3*mib, 1), mib)
-				rest(r, o)
-				f.saying(t, 3*idle, func() { r.send(&pb.Frame{}) })
-				if r.hold {
-					r.hold = false
-					for id := range r.results {
-						r.send(&pb.Frame{Credits: []*pb.Credit{{TensorId: []byte(id), ChunkLimit: 3}}})
-					}
-				} else {
-					r.send(&pb.Frame{Chunk: r.chunk(o, 0)})
-					r.credit(o.desc.TensorId, 3)
-					r.send(&pb.Frame{Chunk: r.chunk(o, 2)})
-				}
-				require.True(t, bytes.Equal(o.data, r.result(o)["y"].data))
-			})
-		})
-	}
-}
-
-func TestASessionThatOnlySaysThatItWaitsEndsWithTheBound(t *testing.T) {
-	testkit.Start(t)
-	bubble(t, func(t *testing.T) {
-		f := patient(t, time.Second, 2*time.Second, func(*server.Config) {})
-		r := openRaw(t, f.addr)
-		o, p := offering("echo", make([]byte, 3*mib), mib), small("echo")
-		r.open(o)
-		r.send(&pb.Frame{Calls: []*pb.Call{p.call}}) // whose input is not announced
-		f.saying(t, 4*time.Second, func() { r.send(&pb.Frame{}) })
-		for o, text := range map[*offer]string{o: "(serve --input-idle)", p: "not announced"} {
-			done := r.done(o.call.Id)
-			require.Equal(t, codes.DeadlineExceeded, codes.Code(done.Code))
-			require.Contains(t, done.Message, text)
-		}
-		r.good()
 	})
 }
 

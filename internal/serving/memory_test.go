@@ -1,0 +1,289 @@
+package serving
+
+import (
+	"bytes"
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+func TestSessionsThatCompeteForATinyBudgetAllFinish(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		f := serveWithin(t, 5*mib, nil)
+		data := floats(3 << 20) // 12 MiB
+		want := relus(data)
+		ended := make(chan error)
+		const sessions = 4
+		for range sessions {
+			p := f.session(t)
+			go func() { // ends with its calls
+				for range 3 {
+					y := p.run(offering("relu", data, mib).as(tensor.Float32, 3<<20))["y"]
+					if !bytes.Equal(want, y) {
+						ended <- errors.New("wrong result")
+						return
+					}
+				}
+				ended <- nil
+			}()
+		}
+		for range sessions {
+			require.NoError(t, <-ended)
+		}
+		v := f.Values()
+		require.LessOrEqual(t, v.MemoryPeak, v.MemoryLimit)
+	})
+}
+
+func TestACallThatCanNeverFitIsRefusedNamingTheLimit(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		f := serveWithin(t, 4*mib, nil)
+		p := f.session(t)
+		o := offering("sink", make([]byte, 8*mib), mib) // needs it whole
+		p.open(o)
+		done := p.done(o)
+		require.Equal(t, frame.ResourceExhausted, done.Code)
+		require.Contains(t, done.Message, fmt.Sprint(4*mib))
+		require.Contains(t, done.Message, fmt.Sprintf("%d bytes asked", 8*mib+4096)) // and the result, which takes a page
+		require.Zero(t, done.RetryAfterMillis, "waiting does not help")
+		p.good()
+	})
+}
+
+func TestTooManyChunksForTheBudgetAreRefusedNamingIt(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		f := serveWithin(t, 4*mib, nil)
+		p := f.session(t)
+		o := offering("echo", make([]byte, mib), 1)
+		p.open(o)
+		done := p.done(o)
+		require.Equal(t, frame.ResourceExhausted, done.Code)
+		require.Contains(t, done.Message, "larger chunks")
+		require.Contains(t, done.Message, fmt.Sprint(4*mib))
+		p.good()
+	})
+}
+
+func TestACallWaitsForMemoryABoundedTime(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		f := serveWithin(t, 8*mib, func(c *Config) { c.MemoryWait = 200 * time.Millisecond })
+		g := addGate(t, f, "gate")
+		first, second := f.session(t), f.session(t)
+		o := offering("gate", make([]byte, 6*mib), mib)
+		first.open(o)
+		first.credit(o, 1)
+		began := time.Now()
+		over := offering("sink", make([]byte, 6*mib), mib)
+		second.open(over)
+		done := second.done(over)
+		require.Equal(t, 200*time.Millisecond, time.Since(began))
+		require.Equal(t, frame.ResourceExhausted, done.Code)
+		require.Contains(t, done.Message, "200ms")
+		require.Contains(t, done.Message, fmt.Sprint(8*mib))
+		require.Positive(t, done.RetryAfterMillis)
+		close(g.open)
+		first.deliver(o)
+		require.Equal(t, o.data, first.result(o)["y"])
+		testkit.Eventually(t, func() bool { return f.Values().MemoryUsed == 0 }, "free memory")
+		second.run(offering("sink", make([]byte, 6*mib), mib))
+	})
+}
+
+func TestAnAllowanceThatTheBudgetDoesNotHoldIsRefusedAsLater(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		f := serveWithin(t, mib, nil)
+		g := addGate(t, f, "gate")
+		holder := f.session(t)
+		held := offering("gate", make([]byte, 980<<10), mib)
+		holder.open(held)
+		holder.credit(held, 1)
+		p := f.session(t)
+		o := offering("echo", make([]byte, 64<<10), mib)
+		require.GreaterOrEqual(t, p.hello.AllowanceBytes, uint32(64<<10))
+		o.desc.OnAllowance = true
+		p.open(o)
+		done := p.done(o)
+		require.Equal(t, frame.ResourceExhausted, done.Code)
+		require.Contains(t, done.Message, "allowance")
+		require.Positive(t, done.RetryAfterMillis)
+		close(g.open)
+		holder.deliver(held)
+		holder.result(held)
+		p.good()
+	})
+}
+
+func TestAllowancesThatAreGrantedCanAllBeKept(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		f := serveWithin(t, 16*mib, nil)
+		var granted []uint32
+		var all []*peer
+		var total uint32
+		for range 60 {
+			p := f.session(t)
+			all = append(all, p)
+			granted = append(granted, p.hello.AllowanceBytes)
+			total += p.hello.AllowanceBytes
+		}
+		require.EqualValues(t, mib, granted[0])
+		require.True(t, slices.IsSortedFunc(granted, func(a, b uint32) int { return cmp.Compare(b, a) }), granted)
+		require.LessOrEqual(t, total, uint32(8*mib), "half of the budget is for allowances")
+		require.Greater(t, total, uint32(6*mib))
+		require.Zero(t, granted[59], granted)
+		// All at the same time.
+		var sent []*offer
+		for i, p := range all {
+			o := offering("echo", make([]byte, max(granted[i], 1)), mib)
+			o.desc.OnAllowance = granted[i] > 0
+			p.open(o)
+			sent = append(sent, o)
+		}
+		for i, p := range all {
+			if granted[i] > 0 {
+				p.deliver(sent[i])
+			}
+		}
+		for i, p := range all {
+			if granted[i] == 0 { // waits for credit, as a large tensor does
+				p.credit(sent[i], 1)
+				p.deliver(sent[i])
+			}
+			require.True(t, bytes.Equal(sent[i].data, p.result(sent[i])["y"]), "session %d", i)
+		}
+		for _, p := range all {
+			p.end()
+		}
+		f.isEmpty(t)
+		require.EqualValues(t, mib, f.session(t).hello.AllowanceBytes, "what sessions were granted comes back with their end")
+	})
+}
+
+// pairOf makes a call of pair with rows of x on credit and a w of n bytes on
+// allowance.
+func pairOf(rows, n int) (x, w *offer) {
+	x = offering("pair", floats(rows*n/4), n).as(tensor.Float32, int64(rows), int64(n/4))
+	return x, x.beside("w", tensor.Float32, floats(n/4), int64(n/4))
+}
+
+func TestTensorsOnAllowanceWaitWithinTheBudget(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		const budget = 16 * mib
+		f := serveWithin(t, budget, nil)
+		addPair(t, f)
+		p := f.session(t)
+		refused := 0
+		for range 60 {
+			_, w := pairOf(1, mib) // x never comes
+			p.open(w)
+			p.send(w.chunk(0))
+			// The acknowledgement gives the allowance back to the peer.
+			p.until(func() bool { return p.acks[w.desc.Tensor].Below == 1 || p.isDone(w.call.ID) })
+			f.covered(t)
+			if p.isDone(w.call.ID) {
+				refused++
+				done := p.done(w)
+				require.Equal(t, frame.ResourceExhausted, done.Code)
+				require.Contains(t, done.Message, fmt.Sprint(budget))
+				require.Positive(t, done.RetryAfterMillis)
+			}
+		}
+		_, live := f.host.Pool().Live()
+		require.LessOrEqual(t, live, int64(budget/2+mib), "of one session")
+		require.Greater(t, refused, 50)
+	})
+}
+
+func TestATensorOnAllowanceMakesRoomOnceItLiesInABlock(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		f := serve(t, nil)
+		addPair(t, f)
+		p := f.session(t)
+		const calls = 8
+		var last [calls]*offer
+		for i := range last {
+			x, w := pairOf(1, mib)
+			p.send(&frame.Frame{Calls: []frame.Call{x.call}, Descs: []frame.Desc{w.desc, x.desc}})
+			p.deliver(w)
+			p.credit(x, 1) // the block of w is full
+			last[i] = x
+		}
+		f.covered(t)
+		// Each run holds w and a block of x; none of them waits on the side.
+		_, live := f.host.Pool().Live()
+		require.Less(t, live, int64(calls*2*mib+mib))
+		for _, x := range last {
+			p.deliver(x)
+			p.result(x)
+		}
+	})
+}
+
+func TestAnAllowanceDoesNotHoldUpALargeCallOfItsSession(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		f := serveWithin(t, 16*mib, nil)
+		g := addGate(t, f, "gate")
+		first, second, third := f.session(t), f.session(t), f.session(t)
+		second.run(small("echo")) // from now on it holds its allowance
+		o := offering("gate", make([]byte, 6*mib), mib)
+		first.open(o)
+		first.credit(o, 1)
+		large := offering("sink", make([]byte, 10*mib), mib) // more than half, and than is left
+		second.open(large)
+		probe := slab.NewPrincipal("probe")
+		testkit.Eventually(t, func() bool {
+			granted := f.host.Budget().TryAcquire(probe, 1)
+			if granted {
+				f.host.Budget().Release(probe, 1)
+			}
+			return !granted
+		}, "a call that waits for memory")
+		behind := offering("sink", make([]byte, 7*mib), mib)
+		third.open(behind)
+		close(g.open)
+		first.deliver(o)
+		first.result(o)
+		second.deliver(large)
+		second.result(large)
+		third.deliver(behind)
+		third.result(behind)
+	})
+}
+
+func TestIdleSessionsGiveWhatTheyWerePromisedToWhoLacksIt(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		// Room for some promises, and the calls of one.
+		f := serveWithin(t, 8*mib, nil)
+		var all []*peer
+		for range 60 { // who finds no room for a promise is served without
+			p := f.session(t)
+			all = append(all, p)
+			o := offering("echo", make([]byte, 4096), mib)
+			o.desc.OnAllowance = p.hello.AllowanceBytes >= 4096
+			p.run(o)
+		}
+		require.Positive(t, f.Values().MemoryUsed, "what idle sessions are promised")
+		// And a call as large as the budget allows needs all that is idle.
+		big := offering("echo", make([]byte, 32*mib), mib)
+		all[0].run(big)
+	})
+}
