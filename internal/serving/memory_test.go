@@ -272,7 +272,7 @@ func TestIdleSessionsGiveWhatTheyWerePromisedToWhoLacksIt(t *testing.T) {
 	testkit.Start(t)
 	bubble(t, func(t *testing.T) {
 		// Room for some promises, and the calls of one.
-		f := serveWithin(t, 8*mib, nil)
+		f := serveWithin(t, 12*mib, nil)
 		var all []*peer
 		for range 60 { // who finds no room for a promise is served without
 			p := f.session(t)
@@ -281,9 +281,9 @@ func TestIdleSessionsGiveWhatTheyWerePromisedToWhoLacksIt(t *testing.T) {
 			o.desc.OnAllowance = p.hello.AllowanceBytes >= 4096
 			p.run(o)
 		}
-		require.Positive(t, f.Values().MemoryUsed, "what idle sessions are promised")
-		// And a call as large as the budget allows needs all that is idle.
-		big := offering("echo", make([]byte, 32*mib), mib)
-		all[0].run(big)
+		require.Greater(t, f.Values().MemoryUsed, int64(4*mib), "what idle sessions are promised")
+		all[0].run(offering("echo", make([]byte, 32*mib), mib))
+		// And a call that takes most of the budget at once needs what is idle.
+		all[0].run(offering("sink", make([]byte, 8*mib), mib))
 	})
 }
