@@ -3,7 +3,6 @@ package server_test
 import (
 	"context"
 	"io"
-	"net"
 	"testing"
 	"time"
 
@@ -18,34 +17,6 @@ import (
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/stream"
 )
-
-func TestOneConnectionTooManyIsClosedAndTheOthersAreServed(t *testing.T) {
-	testkit.Start(t)
-	f := serve(t, func(c *server.Config) { c.Connections = 2 })
-	var open []net.Conn
-	for range 2 {
-		c, err := net.Dial("tcp", f.addr)
-		require.NoError(t, err)
-		defer c.Close()
-		open = append(open, c)
-	}
-	third, err := net.Dial("tcp", f.addr)
-	require.NoError(t, err)
-	defer third.Close()
-	require.NoError(t, third.SetReadDeadline(time.Now().Add(10*time.Second)))
-	_, err = third.Read(make([]byte, 1))
-	require.NotErrorIs(t, err, context.DeadlineExceeded)
-	require.Error(t, err, "closed, without a byte")
-
-	require.NoError(t, open[0].Close()) // makes room for one
-	testkit.Eventually(t, func() bool {
-		conn, err := grpc.NewClient(f.addr, grpc.WithTransportCredentials(insecure.NewCredentials()))
-		require.NoError(t, err)
-		defer conn.Close()
-		_, err = pb.NewTensorServiceClient(conn).GetServiceInfo(t.Context(), &pb.GetServiceInfoRequest{})
-		return err == nil
-	}, "room for a connection")
-}
 
 func TestAnRPCWhoseMessageNeverComesIsEnded(t *testing.T) {
 	testkit.Start(t)

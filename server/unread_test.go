@@ -13,7 +13,6 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/credentials/insecure"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	reflectionpb "google.golang.org/grpc/reflection/grpc_reflection_v1"
@@ -98,34 +97,6 @@ func TestAnswersThatNobodyReadsEndTheirConnection(t *testing.T) {
 			})
 		})
 	}
-}
-
-func TestConnectionsThatNobodyReadsDoNotFillTheLog(t *testing.T) {
-	testkit.Start(t)
-	bubble(t, func(t *testing.T) {
-		log := &notes{}
-		m := shelf(t, 16*mib)
-		for i := range 300 {
-			put(t, m, strings.Repeat("x", 500)+fmt.Sprint(i), []byte{1})
-		}
-		f := serve(t, func(c *server.Config) {
-			c.Log, c.Store, c.Session.ChunkIdle = log.log(), m, stream.Instant(200*time.Millisecond)
-		})
-		var conns []*grpc.ClientConn
-		for range 7 {
-			conn, err := grpc.NewClient(f.addr, reach, grpc.WithTransportCredentials(insecure.NewCredentials()),
-				grpc.WithInitialWindowSize(64<<10), grpc.WithInitialConnWindowSize(64<<10))
-			require.NoError(t, err)
-			t.Cleanup(func() { require.NoError(t, conn.Close()) })
-			conns = append(conns, conn)
-			unary(t, conn, ours+"ListTensors", &pb.ListTensorsRequest{})
-		}
-		for _, conn := range conns {
-			testkit.Eventually(t, func() bool { return conn.GetState() != connectivity.Ready }, "the end of the connection")
-		}
-		require.Equal(t, 3, strings.Count(log.String(), "does not read"), "the first, the second and the fourth")
-		f.isEmpty(t)
-	})
 }
 
 // TestResultsThatOnlyGRPCHoldsAreNoLostRun leaves a result unread, in a window that does
