@@ -2,6 +2,7 @@ package conns
 
 import (
 	"encoding/binary"
+	"errors"
 	"io"
 	"net"
 	"slices"
@@ -21,12 +22,18 @@ import (
 type offered struct {
 	token frame.LaneToken
 	times uint32
+	waits time.Duration // for the first chunk of a lane
 	lanes chan session.Lane
 }
 
 func (o *offered) OfferLanes(token frame.LaneToken, times uint32) { o.token, o.times = token, times }
 
-func (o *offered) AddLane(l session.Lane) { o.lanes <- l }
+func (o *offered) AddLane(l session.Lane) {
+	if o.waits > 0 {
+		_ = l.SetReadDeadline(time.Now().Add(o.waits))
+	}
+	o.lanes <- l
+}
 
 // session returns a session whose lanes the test's end closes.
 func (f *fixture) session(t *testing.T) (o *offered, withdraw func()) {
@@ -218,5 +225,25 @@ func TestALaneOutlivesTheTimeOfItsHandshake(t *testing.T) {
 		require.NoError(t, err)
 		require.NoError(t, server.Close())
 		require.Empty(t, ends(t, conn))
+	})
+}
+
+// TestTheDeadlinesOfALaneAreItsOwn has the session set one before gRPC, which has read the
+// connection's first bytes, clears its own.
+func TestTheDeadlinesOfALaneAreItsOwn(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		f := serve(t, nil)
+		s, _ := f.session(t)
+		s.waits = 3 * handshake
+		began := time.Now()
+		_, how := f.greet(t, s.token[:], 0)
+		require.Zero(t, how)
+		server := <-s.lanes
+		defer server.Close()
+		_, err := server.Next(new(frame.Chunk))
+		timeout, ok := errors.AsType[net.Error](err)
+		require.True(t, ok && timeout.Timeout(), "%v", err)
+		require.Equal(t, s.waits, time.Since(began))
 	})
 }
