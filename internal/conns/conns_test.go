@@ -6,6 +6,7 @@ import (
 	"net"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -172,6 +173,7 @@ func TestAConnectionWhosePeerWaitsIsExcused(t *testing.T) {
 			time.Sleep(idle / 10)
 			r.Excuse()
 		}
+		synctest.Wait()
 		require.Equal(t, connectivity.Ready, conn.GetState())
 		require.Zero(t, f.lines("does not read"))
 		testkit.Eventually(t, func() bool { return f.lines("does not read") == 1 }, "the end of a connection that is not")

@@ -7,6 +7,7 @@ import (
 	"net"
 	"slices"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -214,6 +215,7 @@ func TestALaneOutlivesTheTimeOfItsHandshake(t *testing.T) {
 		server := <-s.lanes
 		defer server.Close()
 		time.Sleep(10 * handshake)
+		synctest.Wait()
 		peer := lane.New(conn, nil)
 		go func() { _ = peer.Send(chunkOf(10)) }() // ends with the chunk
 		var c frame.Chunk
