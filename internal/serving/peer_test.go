@@ -279,7 +279,13 @@ func (p *peer) done(o *offer) frame.Done {
 	return p.dones[o.call.ID]
 }
 
-// credit waits for a tensor's limit to reach n.
+func (p *peer) failure(id tensor.ID) frame.Failure {
+	p.t.Helper()
+	p.until(func() bool { _, failed := p.failures[id]; return failed })
+	return p.failures[id]
+}
+
+// credit waits for the limit of an input to reach n.
 func (p *peer) credit(o *offer, n uint32) {
 	p.t.Helper()
 	p.until(func() bool { return p.limits[o.desc.Tensor] >= n })
