@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"strings"
 
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -14,18 +13,6 @@ import (
 // Layout says where the elements of a .npy file lie otherwise than a tensor's: with the
 // most significant byte first, or with the first axis as the one that runs fastest.
 type Layout struct{ BigEndian, Fortran bool }
-
-// String names what is different; it is empty if nothing is.
-func (l Layout) String() string {
-	var differs []string
-	if l.BigEndian {
-		differs = append(differs, "big-endian")
-	}
-	if l.Fortran {
-		differs = append(differs, "in Fortran order")
-	}
-	return strings.Join(differs, ", ")
-}
 
 // Array is an array of a .npy or .npz file. Its bytes as a tensor has them are in Data,
 // read-only, which is lent until the file is closed, or else come from Reader, once.

@@ -7,12 +7,9 @@ import (
 	"io/fs"
 	"os"
 	"slices"
-	"strings"
-	"time"
 
 	"github.com/spf13/cobra"
 
-	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/identity"
@@ -26,15 +23,12 @@ type access struct {
 	codec  string
 }
 
-// flags adds --server and the flags of identity, and completes names of the server's tensors.
+// flags adds --server and the flags of identity.
 func (a *access) flags(c *cobra.Command) {
 	f := c.Flags()
 	f.StringVar(&a.server, "server", cmp.Or(os.Getenv(variable("server")), defaultListen), "`address` of the server: host:port or unix:/path;\nalso "+variable("server"))
 	c.Flag("server").DefValue = defaultListen // --help does not depend on the environment
 	a.identityFlags(c)
-	if strings.Contains(c.Use, "NAME...") {
-		c.ValidArgsFunction = a.completeStored
-	}
 }
 
 // identityFlags adds the flags that identify the client. Each one's default is an
@@ -61,11 +55,8 @@ func (a *access) identityFlags(c *cobra.Command) {
 
 // dial connects to the server with cfg, codec and credentials. The caller closes the client.
 func (a *access) dial(cfg client.Config) (*client.Client, error) {
-	k, err := codec.ParseCodec(cmp.Or(a.codec, codec.None.String()))
-	if err != nil {
-		return nil, usage("--codec: unknown codec %q; use none or lz4", a.codec)
-	}
-	cfg.Codec = k
+	var err error
+	cfg.Codec, _ = codec.ParseCodec(a.codec) // the flag has checked it
 	if a.tls || a.files != (identity.ClientFiles{}) {
 		if (a.files.Cert == "") != (a.files.Key == "") {
 			return nil, usage("--cert and --key go together")
@@ -110,43 +101,5 @@ type remote struct {
 func (r *remote) flags(c *cobra.Command) {
 	r.access.flags(c)
 	quietFlag(c, &r.quiet)
-	c.Flags().StringVar(&r.codec, "codec", codec.None.String(), "compress chunks in transit: none or lz4")
-	complete(c, "codec", []string{codec.None.String(), codec.LZ4.String()})
-}
-
-// completionWait is how long completion waits for a server.
-const completionWait = time.Second
-
-// completeStored completes the names of a server's tensors, with --source its sources.
-func (a *access) completeStored(c *cobra.Command, _ []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
-	return a.complete(c, start, func(ctx context.Context, cl *client.Client) ([]string, error) {
-		list, sources, err := cl.List(ctx, "")
-		if source := c.Flag("source"); source != nil && source.Value.String() == "true" {
-			return sources, err
-		}
-		return each(list, func(s client.Stored) string { return s.Name }), err
-	})
-}
-
-// completeModels completes the name of a model of a server, as the only argument.
-func (a *access) completeModels(c *cobra.Command, args []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
-	if len(args) > 0 {
-		return nil, cobra.ShellCompDirectiveNoFileComp
-	}
-	return a.complete(c, start, func(ctx context.Context, cl *client.Client) ([]string, error) {
-		models, err := cl.Models(ctx)
-		return each(models, (*pb.Model).GetName), err
-	})
-}
-
-// complete completes start with names from the server, or with none if it does not answer.
-func (a *access) complete(c *cobra.Command, start string, names func(context.Context, *client.Client) ([]string, error)) (list []cobra.Completion, _ cobra.ShellCompDirective) {
-	ctx, cancel := context.WithTimeout(c.Context(), completionWait)
-	defer cancel()
-	if cl, err := a.dial(client.Config{}); err == nil {
-		defer cl.Close()
-		list, _ = names(ctx, cl)
-	}
-	list = slices.DeleteFunc(list, func(name string) bool { return !strings.HasPrefix(name, start) || plain(name) != name })
-	return list, cobra.ShellCompDirectiveNoFileComp
+	choiceVar(c.Flags(), &r.codec, "codec", "compress chunks in transit", codec.None.String(), codec.LZ4.String())
 }

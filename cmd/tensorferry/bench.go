@@ -58,8 +58,6 @@ process and prints the peak memory of each.`,
 			}
 			nets := networks[o.net]
 			switch {
-			case o.pairs < 1:
-				return usage("--pairs %d: use 1 or more", o.pairs)
 			case sized && !o.memory:
 				return usage("--memory-bytes needs --memory")
 			case o.memory && (o.memoryBytes < bench.MemoryBlock || o.memoryBytes%bench.MemoryBlock != 0):
@@ -75,7 +73,7 @@ process and prints the peak memory of each.`,
 	f := c.Flags()
 	choiceVar(f, &o.net, "net", "`socket`", "tcp", "unix", "both")
 	f.IntVar(&o.size, "size", benchBytes, "size of the large tensors in `bytes`")
-	f.IntVar(&o.pairs, "pairs", bench.MinRounds, "minimum pairs per median, never below the default")
+	countVar(f, &o.pairs, "pairs", bench.MinRounds, "minimum pairs per median, never below the default")
 	f.StringSliceVar(&o.works, "works", nil, "measure only these `works`, such as push,pull")
 	f.BoolVar(&o.quick, "quick", false, "only test that every part runs; the figures mean nothing")
 	f.BoolVar(&o.json, "json", false, "print JSON with every sample")

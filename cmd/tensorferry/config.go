@@ -268,11 +268,7 @@ func lanes(n int) int {
 func countsVar(f *pflag.FlagSet, v *int, name string, value int, least, most int64, text string) {
 	*v = value
 	f.Var(bounded[int]{v, int64(value), least, most, "count", func(text string) (int64, error) {
-		n, err := strconv.ParseInt(text, 10, 64)
-		if err != nil {
-			err = errors.New("not a whole number")
-		}
-		return n, err
+		return strconv.ParseInt(text, 10, 64)
 	}, func(n int64) string { return strconv.FormatInt(n, 10) }}, name, text)
 }
 

@@ -117,11 +117,11 @@ func (o *diffOptions) diff(c *cobra.Command, args []string) error {
 		}
 		defer cl.Close()
 	}
-	a, err := sideOf(ctx, cl, args[0], &in, c.ErrOrStderr())
+	a, err := sideOf(ctx, cl, args[0], &in)
 	if err != nil {
 		return err
 	}
-	b, err := sideOf(ctx, cl, args[1], &in, c.ErrOrStderr())
+	b, err := sideOf(ctx, cl, args[1], &in)
 	if err != nil {
 		return err
 	}
@@ -167,7 +167,7 @@ func (o *diffOptions) diff(c *cobra.Command, args []string) error {
 }
 
 // sideOf returns the tensors that an argument names.
-func sideOf(ctx context.Context, cl *client.Client, arg string, in *opener, stderr io.Writer) (*side, error) {
+func sideOf(ctx context.Context, cl *client.Client, arg string, in *opener) (*side, error) {
 	s := &side{title: arg, of: map[string]compared{}}
 	name, stored := strings.CutPrefix(arg, "@")
 	if !stored {
@@ -178,7 +178,6 @@ func sideOf(ctx context.Context, cl *client.Client, arg string, in *opener, stde
 		if err != nil {
 			return nil, err
 		}
-		sayConverted(stderr, nil, found.tensors)
 		for _, in := range found.tensors {
 			s.add(in.Name, compared{in.Desc, func(_ context.Context, use func(io.Reader) error) error { return use(in.bytes()) }})
 		}

@@ -94,8 +94,6 @@ func parseDesc(dtype, shape string) (d tensor.Desc, size int64, err error) {
 type source struct {
 	client.Input
 	title string // for messages: stdin, x.npy, or f.safetensors:name
-	// layout is the layout that is converted while reading; empty if there is none.
-	layout string
 }
 
 // bytes returns a reader of the tensor's bytes. Call it once.
@@ -319,7 +317,7 @@ func openNPY(path string, raw rawInput) (*source, error) {
 }
 
 func arraySource(title string, a tensorfile.Array) *source {
-	s := &source{title: title, layout: a.Layout.String()}
+	s := &source{title: title}
 	s.Name, s.Desc, s.Data, s.Reader = a.Name, a.Desc, a.Data, a.Reader
 	return s
 }
@@ -339,7 +337,6 @@ func openPipe(title string, r io.Reader, raw rawInput) (*source, error) {
 	}
 	s, err := pipedSource(title, d, size, in)
 	if err == nil {
-		s.layout = layout.String()
 		s.Reader, err = layout.Stream(d, s.Reader)
 	}
 	return s, err
@@ -488,21 +485,5 @@ func interruptible[T any](ctx context.Context, f func() (T, error)) (T, error) {
 	case <-time.After(readWait):
 		var none T
 		return none, context.Cause(ctx)
-	}
-}
-
-// sayConverted reports the tensors that are converted while they are read, on w or above
-// the line of bars.
-func sayConverted(w io.Writer, bars *progressBars, list []*source) {
-	if bars != nil {
-		w = bars.bars
-	}
-	list = slices.DeleteFunc(slices.Clone(list), func(s *source) bool { return s.layout == "" })
-	switch len(list) {
-	case 0:
-	case 1:
-		fmt.Fprintf(w, "%s is %s: converted while it is read\n", plain(list[0].title), list[0].layout)
-	default:
-		fmt.Fprintf(w, "%s is %s, as are %d more: converted while they are read\n", plain(list[0].title), list[0].layout, len(list)-1)
 	}
 }

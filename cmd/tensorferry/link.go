@@ -105,7 +105,7 @@ func linkedList(ctx context.Context, c *client.Client, globs []string, out print
 	return out.print(struct {
 		Tensors []storedJSON `json:"tensors"`
 		Sources []string     `json:"sources"`
-	}{storedJSONs(list, nil), sources}, nil)
+	}{storedJSONs(list), sources}, nil)
 }
 
 func linkedDelete(ctx context.Context, c *client.Client, names []string, out printer) error {

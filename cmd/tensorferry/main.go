@@ -8,13 +8,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"math"
 	"os"
 	"os/signal"
 	"runtime"
 	"runtime/debug"
-	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -68,14 +66,13 @@ func command() *cobra.Command {
 		RunE:                       func(c *cobra.Command, _ []string) error { return c.Help() },
 	}
 	root.SetVersionTemplate("{{.Version}}\n")
-	root.CompletionOptions.DisableDefaultCmd = true // completionCommand replaces it
 	root.SetFlagErrorFunc(flagError)
 	root.AddCommand(
 		serveCommand(), demoCommand(), benchCommand(), // start servers
 		runCommand(), modelsCommand(), infoCommand(), // use a server
 		pushCommand(), pullCommand(), lsCommand(), rmCommand(), cpCommand(), // use its store
 		genCommand(), showCommand(), diffCommand(), certCommand(), // files
-		versionCommand(), completionCommand(), linkCommand(),
+		versionCommand(), linkCommand(),
 	)
 	helpCommand(root)
 	for _, c := range root.Commands() {
@@ -111,36 +108,6 @@ func noCommand(root *cobra.Command, args []string) error {
 		err = hinted{err, "did you mean " + nearest(args[0], like) + "? tensorferry help lists the commands"}
 	}
 	return usageError{err}
-}
-
-// shells has a writer of the completion script for each shell.
-var shells = map[string]func(root *cobra.Command, w io.Writer) error{
-	"bash":       func(root *cobra.Command, w io.Writer) error { return root.GenBashCompletionV2(w, true) },
-	"zsh":        func(root *cobra.Command, w io.Writer) error { return root.GenZshCompletion(w) },
-	"fish":       func(root *cobra.Command, w io.Writer) error { return root.GenFishCompletion(w, true) },
-	"powershell": func(root *cobra.Command, w io.Writer) error { return root.GenPowerShellCompletionWithDesc(w) },
-}
-
-func completionCommand() *cobra.Command {
-	return &cobra.Command{
-		Use:   "completion SHELL",
-		Short: "print a shell completion script",
-		Long: `Completion prints a script that completes commands, flags and their values in bash,
-zsh, fish or powershell. Load it in the shell's startup file. For bash, the package
-bash-completion must be installed.`,
-		Example: `  source <(tensorferry completion bash)
-  tensorferry completion zsh > "${fpath[1]}/_tensorferry"
-  tensorferry completion fish | source
-  tensorferry completion powershell | Out-String | Invoke-Expression`,
-		Args:      takes(1, "SHELL"),
-		ValidArgs: slices.Sorted(maps.Keys(shells)),
-		RunE: func(c *cobra.Command, args []string) error {
-			if err := cobra.OnlyValidArgs(c, args); err != nil {
-				return usageError{err}
-			}
-			return shells[args[0]](c.Root(), c.OutOrStdout())
-		},
-	}
 }
 
 // many as the limit of takes means no limit.

@@ -287,7 +287,7 @@ func (t *folderTarget) describe(d tensorfile.Document) { t.document = d }
 // begin begins each file of the model; it implements output.
 func (t *folderTarget) begin(tensors []tensorfile.Entry) ([]*tensorWriter, error) {
 	if t.document.Index == "" {
-		return nil, usage("--output %s is a folder, which is only for a model of several files; name a file", t.path)
+		return nil, usage("--output %s is a folder, which is only for one model of several files; select one, or name a file", t.path)
 	}
 	byFile := map[string][]int{}
 	for i, n := range tensors {

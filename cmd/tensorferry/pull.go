@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -116,7 +115,7 @@ func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 			if err := leftOut(ctx, cl, names, list, c.ErrOrStderr()); err != nil {
 				return err
 			}
-			if list, got, err = to.takeDocument(ctx, cl, list, o.output); err == nil {
+			if list, got, err = to.takeDocument(ctx, cl, list); err == nil {
 				err = to.begin(list)
 			}
 			if err != nil {
@@ -200,19 +199,12 @@ func leftOut(ctx context.Context, cl *client.Client, names []string, list []clie
 }
 
 // takeDocument pulls the document of the prefix's model file, and returns the rest of a list.
-func (p *pulled) takeDocument(ctx context.Context, cl *client.Client, list []client.Stored, path string) ([]client.Stored, []client.Summary, error) {
+func (p *pulled) takeDocument(ctx context.Context, cl *client.Client, list []client.Stored) ([]client.Stored, []client.Summary, error) {
 	i := slices.IndexFunc(list, func(s client.Stored) bool { return s.Name == p.prefix+tensorfile.MetadataName })
 	if i >= 0 {
 		d, got, err := pullDocument(ctx, cl, list[i])
 		p.out.describe(d)
 		return slices.Delete(list, i, i+1), got, err
-	}
-	if _, folder := p.out.(*folderTarget); folder {
-		documents := documentsOf(ctx, cl, list)
-		if j := slices.IndexFunc(list, func(s client.Stored) bool { return documents[s.Name].Index != "" }); j >= 0 {
-			err := usage("--output %s is a folder, which takes one model of several files; select one", filepath.Clean(path))
-			return nil, nil, hinted{err, "such as with tensorferry pull" + atServer + " " + plain(strings.TrimSuffix(list[j].Name, tensorfile.MetadataName))}
-		}
 	}
 	return list, nil, nil
 }

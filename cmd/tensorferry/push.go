@@ -111,7 +111,6 @@ func (o *pushOptions) push(c *cobra.Command, args []string) error {
 		if len(list) == 0 && len(found.unknown) == 0 {
 			return fmt.Errorf("%s has no tensors", file)
 		}
-		sayConverted(stderr, bars, list)
 		for _, s := range list {
 			to := name
 			if below {

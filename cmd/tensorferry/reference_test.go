@@ -37,6 +37,7 @@ there may be several results, names in snake case, sizes in bytes; unknown value
 a hint says what to do. An output file is complete or absent: a command first writes to ` + "`.tensorferry-…`" + ` beside
 it, which may be deleted if the command was killed. Commands that need a server use ` + "`--server`" + `, else ` + "`TENSORFERRY_SERVER`" + `,
 else ` + "`127.0.0.1:50051`" + `; ` + "`show`" + ` and ` + "`demo`" + ` use a server only with ` + "`--server`" + `, ` + "`diff`" + ` only for ` + "`@NAME`" + `.
+` + "`tensorferry completion SHELL`" + ` prints the completion script of bash, zsh, fish or powershell.
 
 | exit code | means |
 |---|---|

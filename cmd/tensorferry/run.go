@@ -70,7 +70,6 @@ not wait for a pipe to be closed.`,
 	lanesVar(f, &o.lanes)
 	f.BoolVar(&o.timings, "timings", false, "print where the server spent time, and how many bytes used a lane")
 	jsonFlag(c, &o.asJSON)
-	c.ValidArgsFunction = o.completeModels
 	return c
 }
 
@@ -119,7 +118,6 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 		if err := found.errors(); err != nil {
 			return err
 		}
-		sayConverted(stderr, bars, found.tensors)
 		in := found.tensors[0]
 		in.forCall(port, "")
 		bars.input(in)

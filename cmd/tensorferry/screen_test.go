@@ -199,17 +199,13 @@ func TestWhatATerminalShowsOfProgress(t *testing.T) {
 		passed          int64    // bytes, before it stops
 		moving, whole   []string // what is shown then, and at the end
 	}{
-		"push of 1":    {store, "push x.npy", true, 8 * mib, []string{"x" + movingShown}, []string{"x" + wholeShown}},
-		"push of 6":    {store, "push layer.?.npy", true, 40 * mib, []string{"2 of 6 tensors" + movingShown}, []string{"6 of 6 tensors" + wholeShown}},
-		"push of 5000": {store, "push model.safetensors", true, 20 * mib, []string{`\d{4} of 5000 tensors` + movingShown}, []string{"5000 of 5000 tensors" + wholeShown}},
-		"push of 1 that is converted": {
-			store, "push turned.npy", true, 8 * mib,
-			[]string{"turned.npy is in Fortran order: converted while it is read", "turned" + movingShown},
-			[]string{"turned.npy is in Fortran order: converted while it is read", "turned" + wholeShown},
-		},
-		"pull of 1":    {store, "pull x -o back.npy", false, 8 * mib, []string{"x" + movingShown}, []string{"x" + wholeShown}},
-		"pull of 6":    {store, "pull 'layer*' -o back.safetensors", false, 40 * mib, []string{"2 of 6 tensors" + movingShown}, []string{"6 of 6 tensors" + wholeShown}},
-		"pull of 5000": {store, "pull 'model/*' -o back.safetensors", false, 20 * mib, []string{`\d{4} of 5000 tensors` + movingShown}, []string{"5000 of 5000 tensors" + wholeShown}},
+		"push of 1":                   {store, "push x.npy", true, 8 * mib, []string{"x" + movingShown}, []string{"x" + wholeShown}},
+		"push of 6":                   {store, "push layer.?.npy", true, 40 * mib, []string{"2 of 6 tensors" + movingShown}, []string{"6 of 6 tensors" + wholeShown}},
+		"push of 5000":                {store, "push model.safetensors", true, 20 * mib, []string{`\d{4} of 5000 tensors` + movingShown}, []string{"5000 of 5000 tensors" + wholeShown}},
+		"push of 1 that is converted": {store, "push turned.npy", true, 8 * mib, []string{"turned" + movingShown}, []string{"turned" + wholeShown}},
+		"pull of 1":                   {store, "pull x -o back.npy", false, 8 * mib, []string{"x" + movingShown}, []string{"x" + wholeShown}},
+		"pull of 6":                   {store, "pull 'layer*' -o back.safetensors", false, 40 * mib, []string{"2 of 6 tensors" + movingShown}, []string{"6 of 6 tensors" + wholeShown}},
+		"pull of 5000":                {store, "pull 'model/*' -o back.safetensors", false, 20 * mib, []string{`\d{4} of 5000 tensors` + movingShown}, []string{"5000 of 5000 tensors" + wholeShown}},
 		"run of 1 and its result": {
 			servingCopies(t, 1), "run copies -i x.npy -o back.npy", true, 8 * mib, []string{`x\.npy` + movingShown}, []string{"2 of 2 tensors" + wholeShown},
 		},

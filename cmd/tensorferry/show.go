@@ -89,17 +89,11 @@ the end, and ... stands for all axes that are not given.`,
 	o.identityFlags(c)
 	o.sourceFlags.flags(c)
 	jsonFlag(c, &o.asJSON)
-	c.Flags().IntVar(&o.head, "head", 0, "also print the first `N` elements")
+	countsVar(c.Flags(), &o.head, "head", 0, 0, math.MaxInt32, "also print the first `N` elements")
 	c.Flags().StringVar(&o.slice, "slice", "", "show only a `part` of each tensor, such as 0,:,1:10:2")
 	c.Flags().BoolVar(&o.ascii, "ascii", false, "draw histograms in ASCII")
 	c.Flags().BoolVar(&o.stats, "stats", false, "also read the tensors of a model file")
 	quietFlag(c, &o.quiet)
-	c.ValidArgsFunction = func(c *cobra.Command, args []string, start string) ([]cobra.Completion, cobra.ShellCompDirective) {
-		if o.server == "" {
-			return nil, cobra.ShellCompDirectiveDefault
-		}
-		return o.completeStored(c, args, start)
-	}
 	return c
 }
 
@@ -107,9 +101,6 @@ func (o *showOptions) show(c *cobra.Command, names []string) error {
 	ctx, stdout, stderr := c.Context(), c.OutOrStdout(), c.ErrOrStderr()
 	if err := o.input.check(); err != nil {
 		return err
-	}
-	if o.head < 0 {
-		return usage("--head must not be negative")
 	}
 	listing := o.slice == "" && !o.stats && !c.Flag("head").Changed // of model files
 	if o.slice != "" && !c.Flag("head").Changed {
@@ -166,11 +157,19 @@ func (o *showOptions) showStored(ctx context.Context, names []string, stderr io.
 	}
 	defer cl.Close()
 	list, err := o.selections(names)
-	var documents map[string]tensorfile.Document
+	documents := map[string]tensorfile.Document{}
 	if err == nil && !o.source {
 		var stored []client.Stored
 		stored, err = storedOf(ctx, cl, names)
-		list, documents = selectionsOf(stored), documentsOf(ctx, cl, stored)
+		list = selectionsOf(stored)
+		for _, s := range stored {
+			if s.Bytes > shownDocument {
+				continue
+			}
+			if d, _, err := pullDocument(ctx, cl, s); err == nil {
+				documents[s.Name] = d
+			}
+		}
 	}
 	if err != nil {
 		return err
@@ -201,7 +200,6 @@ func (o *showOptions) showFile(ctx context.Context, file string, opener *opener,
 	if err != nil {
 		return err
 	}
-	sayConverted(stderr, nil, in.tensors)
 	_, member := memberOf(file)
 	whole := member == nil && !o.input.given() && isModel(file)
 	if whole && (in.document.Encode() != nil || len(in.tensors)+len(in.unknown) == 0) {

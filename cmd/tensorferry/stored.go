@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"path"
 	"slices"
 	"strings"
@@ -32,7 +31,7 @@ func lsCommand() *cobra.Command {
 		Short: "list the tensors and sources of a server",
 		Long: `Ls lists the tensors in a server's store and, without a NAME, the sources for pull
 --source. NAME may be a glob, as for pull. model/__metadata__ holds the metadata of a
-model file.
+model file, which show prints.
 
 With --json, a tensor has a digest once the server has computed it: when it is pushed
 or, for a tensor of a file in the server's folder, when it is first pulled.`,
@@ -51,9 +50,6 @@ type storedJSON struct {
 	Stored  *time.Time `json:"stored"` // null if outside of JSON's years
 	Durable bool       `json:"durable"`
 	File    string     `json:"file,omitempty"`
-	// Metadata and Index are those of a model file, in the entry of its document.
-	Metadata map[string]string `json:"metadata,omitempty"`
-	Index    string            `json:"index,omitempty"`
 }
 
 // sourceJSON is a source as ls --json prints it.
@@ -73,8 +69,7 @@ func ls(ctx context.Context, cl *client.Client, names []string, out printer) (er
 	if err != nil {
 		return err
 	}
-	documents := documentsOf(ctx, cl, list)
-	listed := each(storedJSONs(list, documents), func(j storedJSON) any { return j })
+	listed := each(storedJSONs(list), func(j storedJSON) any { return j })
 	for _, s := range sources {
 		listed = append(listed, sourceJSON{s, true})
 	}
@@ -88,11 +83,7 @@ func ls(ctx context.Context, cl *client.Client, names []string, out printer) (er
 			case s.Durable:
 				where = "disk"
 			}
-			what := s.Desc.String()
-			if d, ok := documents[s.Name]; ok {
-				what = documentText(d)
-			}
-			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", plain(s.Name), what, sizeText(s.Bytes), s.Stored.Local().Format(time.DateTime), where)
+			fmt.Fprintf(w, "%s\t%v\t%s\t%s\t%s\n", plain(s.Name), s.Desc, sizeText(s.Bytes), s.Stored.Local().Format(time.DateTime), where)
 		}
 		for _, s := range sources {
 			fmt.Fprintf(w, "%s\t\t\t\tsource\n", plain(s))
@@ -101,7 +92,7 @@ func ls(ctx context.Context, cl *client.Client, names []string, out printer) (er
 }
 
 // storedJSONs is a list as ls --json prints it.
-func storedJSONs(list []client.Stored, documents map[string]tensorfile.Document) []storedJSON {
+func storedJSONs(list []client.Stored) []storedJSON {
 	return each(list, func(s client.Stored) storedJSON {
 		j := storedJSON{Name: s.Name, descJSON: describe(s.Desc), Bytes: s.Bytes, Durable: s.Durable, File: s.File}
 		if at := s.Stored.UTC(); at.Year() >= 0 && at.Year() <= 9999 {
@@ -109,9 +100,6 @@ func storedJSONs(list []client.Stored, documents map[string]tensorfile.Document)
 		}
 		if !s.Digest.IsZero() {
 			j.Digest = s.Digest.String()
-		}
-		if d, ok := documents[s.Name]; ok {
-			j.Metadata, j.Index = d.Common(), d.Index
 		}
 		return j
 	})
@@ -338,14 +326,8 @@ func readStored(ctx context.Context, cl *client.Client, s client.Selection, use 
 // errUnread ends the pull of a tensor whose reader has returned early.
 var errUnread = errors.New("the reader has stopped")
 
-const (
-	// listedDocument is the largest document, in bytes, that ls shows; most are smaller.
-	listedDocument = 64 << 10
-	// listedDocuments is how many documents ls requests at most.
-	listedDocuments = 100
-	// listedText is how many characters of a document ls shows.
-	listedText = 60
-)
+// shownDocument is the largest document, in bytes, that show describes; most are smaller.
+const shownDocument = 64 << 10
 
 // isDocument reports whether a tensor may be the metadata and index of a model file.
 func isDocument(s client.Stored) bool {
@@ -367,42 +349,4 @@ func pullDocument(ctx context.Context, cl *client.Client, s client.Stored) (tens
 		return d, nil, hinted{fmt.Errorf("%q is not the metadata of a model file: %w", s.Name, err), hint}
 	}
 	return d, got, nil
-}
-
-// documentsOf pulls the small documents in a list that can be parsed, by name.
-func documentsOf(ctx context.Context, cl *client.Client, list []client.Stored) map[string]tensorfile.Document {
-	var short []client.Stored
-	for _, s := range list {
-		if isDocument(s) && s.Bytes <= listedDocument && len(short) < listedDocuments {
-			short = append(short, s)
-		}
-	}
-	if len(short) == 0 {
-		return nil
-	}
-	got, _ := cl.Pull(ctx, client.PullRequest{Select: selectionsOf(short)}) // each has its own error
-	documents := make(map[string]tensorfile.Document, len(got))
-	for _, g := range got {
-		if d, err := tensorfile.ParseDocument(g.Data); g.Err == nil && err == nil {
-			documents[g.Name] = d
-		}
-	}
-	return documents
-}
-
-// documentText returns a document as one short line of text.
-func documentText(d tensorfile.Document) string {
-	var all []string
-	if d.Index != "" {
-		all = append(all, fmt.Sprintf("%s of %d files", d.Index, len(d.Shards)))
-	}
-	metadata := d.Common()
-	for _, k := range slices.Sorted(maps.Keys(metadata)) {
-		all = append(all, k+"="+metadata[k])
-	}
-	text := plain(strings.Join(all, " "))
-	if r := []rune(text); len(r) > listedText {
-		return string(r[:listedText-1]) + "…"
-	}
-	return text
 }
