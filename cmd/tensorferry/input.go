@@ -383,32 +383,8 @@ func openRaw(file string, raw rawInput, stdin io.Reader) (*source, error) {
 	return &source{Input: client.FromReader("", desc, r), title: title}, nil
 }
 
-// forCall makes s an input under a new name, and has its reader say if it ends early.
-func (s *source) forCall(port, name string) {
-	s.Port, s.Name = port, name
-	if size, err := s.Desc.Bytes(); err == nil && s.Reader != nil {
-		s.Reader = &ending{s.Reader, s.title, size, size}
-	}
-}
-
 // readError is an error in the bytes of an input, shown without that of the call it fails.
 type readError struct{ error }
-
-// ending is a reader that must yield size bytes.
-type ending struct {
-	r          io.Reader
-	title      string
-	size, left int64
-}
-
-func (e *ending) Read(p []byte) (int, error) {
-	n, err := e.r.Read(p)
-	e.left -= int64(n)
-	if errors.Is(err, io.EOF) && e.left > 0 {
-		err = readError{fmt.Errorf("%s ended after %d of %d bytes", e.title, e.size-e.left, e.size)}
-	}
-	return n, err
-}
 
 // pipedSource returns a tensor that is read from r, whose last byte comes only after a check
 // that no more follow: what is read to its end is never the beginning of a longer input.

@@ -21,11 +21,9 @@ var errJSONOutput = usage("--json prints to stdout; name a file with --output")
 
 // output is where a command writes tensors.
 type output interface {
-	// describe sets what a model file has beside its tensors. It is called before begin.
-	describe(d tensorfile.Document)
-	// begin writes the headers of tensors and returns a writer for the bytes of each. It is
-	// called once.
-	begin(tensors []tensorfile.Entry) ([]*tensorWriter, error)
+	// begin writes the headers of tensors, with what a model file has beside them, and
+	// returns a writer for the bytes of each. It is called once.
+	begin(tensors []tensorfile.Entry, beside tensorfile.Document) ([]*tensorWriter, error)
 	// commit finishes a complete output.
 	commit() error
 	// abandon removes what was not committed.
@@ -39,8 +37,6 @@ type target struct {
 	path string // as typed
 	raw  bool
 	out  io.Writer
-	// metadata is that of a .safetensors file.
-	metadata map[string]string
 
 	special bool     // path exists and is not a regular file: it is written in place
 	real    string   // path with symbolic links resolved
@@ -129,12 +125,10 @@ func (t *target) makeTemp(old fs.FileInfo) error {
 	return nil
 }
 
-func (t *target) describe(d tensorfile.Document) { t.metadata = d.Common() }
-
 // begin implements output. The writers of a .safetensors file may be used in any order and
 // concurrently; other outputs take one tensor. begin may block, because opening a pipe
 // waits for its reader.
-func (t *target) begin(tensors []tensorfile.Entry) ([]*tensorWriter, error) {
+func (t *target) begin(tensors []tensorfile.Entry, beside tensorfile.Document) ([]*tensorWriter, error) {
 	whole := strings.HasSuffix(t.path, tensorfile.FileSuffix)
 	if len(tensors) != 1 && (!whole || t.temp == nil) {
 		return nil, usage("--output %s takes one tensor, not %d; use a .safetensors file for several", t.path, len(tensors))
@@ -158,7 +152,7 @@ func (t *target) begin(tensors []tensorfile.Entry) ([]*tensorWriter, error) {
 	switch {
 	case whole:
 		order := slices.SortedFunc(slices.Values(writers), func(a, b *tensorWriter) int { return tensorfile.Order(a.Entry, b.Entry) })
-		text, err := tensorfile.SafetensorsHeader(each(order, func(w *tensorWriter) tensorfile.Entry { return w.Entry }), t.metadata)
+		text, err := tensorfile.SafetensorsHeader(each(order, func(w *tensorWriter) tensorfile.Entry { return w.Entry }), beside.Common())
 		if err != nil {
 			return nil, t.named(err)
 		}
@@ -186,7 +180,7 @@ func (t *target) begin(tensors []tensorfile.Entry) ([]*tensorWriter, error) {
 
 // open begins an output of one tensor, and shows its progress.
 func (t *target) open(name string, d tensor.Desc, bars *progressBars) (io.Writer, error) {
-	writers, err := t.begin([]tensorfile.Entry{{Name: name, Desc: d}})
+	writers, err := t.begin([]tensorfile.Entry{{Name: name, Desc: d}}, tensorfile.Document{})
 	if err != nil {
 		return nil, err
 	}
@@ -282,10 +276,9 @@ func newFolderTarget(path string) (*folderTarget, error) {
 	return t, outputError(t.path, err)
 }
 
-func (t *folderTarget) describe(d tensorfile.Document) { t.document = d }
-
 // begin begins each file of the model; it implements output.
-func (t *folderTarget) begin(tensors []tensorfile.Entry) ([]*tensorWriter, error) {
+func (t *folderTarget) begin(tensors []tensorfile.Entry, beside tensorfile.Document) ([]*tensorWriter, error) {
+	t.document = beside
 	if t.document.Index == "" {
 		return nil, usage("--output %s is a folder, which is only for one model of several files; select one, or name a file", t.path)
 	}
@@ -307,8 +300,8 @@ func (t *folderTarget) begin(tensors []tensorfile.Entry) ([]*tensorWriter, error
 			return nil, err
 		}
 		t.files = append(t.files, out)
-		out.path, out.metadata = filepath.Join(t.path, file), t.document.Shards[file]
-		begun, err := out.begin(each(at, func(n int) tensorfile.Entry { return tensors[n] }))
+		out.path = filepath.Join(t.path, file)
+		begun, err := out.begin(each(at, func(n int) tensorfile.Entry { return tensors[n] }), tensorfile.Document{Metadata: beside.Shards[file]})
 		if err != nil {
 			return nil, err
 		}

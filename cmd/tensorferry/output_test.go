@@ -21,7 +21,7 @@ func TestTensorsOfAFileMayComeInAnyOrderAndAppearTogether(t *testing.T) {
 		{Name: "bytes", Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{3}}},
 		{Name: "none", Desc: tensor.Desc{DType: tensor.Int16, Shape: tensor.Shape{0}}},
 		{Name: "wide", Desc: tensor.Desc{DType: tensor.Float64, Shape: tensor.Shape{2}}},
-	})
+	}, tensorfile.Document{})
 	require.NoError(t, err)
 	write := func(i int, p []byte) {
 		t.Helper()
@@ -75,7 +75,7 @@ func TestOnlyASafetensorsFileTakesSeveralTensors(t *testing.T) {
 	for _, path := range []string{filepath.Join(t.TempDir(), "x.npy"), "-"} {
 		out, err := newTarget(path, false, &stdout)
 		require.NoError(t, err)
-		_, err = out.begin(two)
+		_, err = out.begin(two, tensorfile.Document{})
 		require.ErrorContains(t, err, "takes one tensor, not 2")
 		require.IsType(t, usageError{}, err)
 		out.abandon()
@@ -84,6 +84,6 @@ func TestOnlyASafetensorsFileTakesSeveralTensors(t *testing.T) {
 	out, err := newTarget(filepath.Join(t.TempDir(), "x.safetensors"), false, nil)
 	require.NoError(t, err)
 	defer out.abandon()
-	_, err = out.begin([]tensorfile.Entry{two[0], two[0]})
+	_, err = out.begin([]tensorfile.Entry{two[0], two[0]}, tensorfile.Document{})
 	require.ErrorIs(t, err, tensorfile.ErrFormat)
 }

@@ -115,10 +115,14 @@ func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 			if err := leftOut(ctx, cl, names, list, c.ErrOrStderr()); err != nil {
 				return err
 			}
-			if list, got, err = to.takeDocument(ctx, cl, list); err == nil {
-				err = to.begin(list)
+			var beside tensorfile.Document // of the prefix's model file
+			if i := slices.IndexFunc(list, func(s client.Stored) bool { return s.Name == to.prefix+tensorfile.MetadataName }); i >= 0 {
+				if beside, got, err = pullDocument(ctx, cl, list[i]); err != nil {
+					return err
+				}
+				list = slices.Delete(list, i, i+1)
 			}
-			if err != nil {
+			if err := to.begin(list, beside); err != nil {
 				return err
 			}
 		} else if len(list) != 1 {
@@ -198,26 +202,15 @@ func leftOut(ctx context.Context, cl *client.Client, names []string, list []clie
 	return nil
 }
 
-// takeDocument pulls the document of the prefix's model file, and returns the rest of a list.
-func (p *pulled) takeDocument(ctx context.Context, cl *client.Client, list []client.Stored) ([]client.Stored, []client.Summary, error) {
-	i := slices.IndexFunc(list, func(s client.Stored) bool { return s.Name == p.prefix+tensorfile.MetadataName })
-	if i >= 0 {
-		d, got, err := pullDocument(ctx, cl, list[i])
-		p.out.describe(d)
-		return slices.Delete(list, i, i+1), got, err
-	}
-	return list, nil, nil
-}
-
 // begin begins an output of the listed tensors.
-func (p *pulled) begin(list []client.Stored) error {
+func (p *pulled) begin(list []client.Stored, beside tensorfile.Document) error {
 	writers, err := p.out.begin(each(list, func(s client.Stored) tensorfile.Entry {
 		name := s.Name
 		if rest, ok := strings.CutPrefix(name, p.prefix); ok {
 			name = p.instead + rest
 		}
 		return tensorfile.Entry{Name: name, Desc: s.Desc}
-	}))
+	}), beside)
 	if err != nil {
 		return err
 	}
@@ -232,7 +225,7 @@ func (p *pulled) begin(list []client.Stored) error {
 // writer returns the writer for a tensor that comes, with which the output may begin.
 func (p *pulled) writer(name string, d tensor.Desc) (io.Writer, error) {
 	if p.tensors == nil {
-		if err := p.begin([]client.Stored{{Name: name, Desc: d}}); err != nil {
+		if err := p.begin([]client.Stored{{Name: name, Desc: d}}, tensorfile.Document{}); err != nil {
 			return nil, err
 		}
 	}

@@ -116,7 +116,7 @@ func (o *pushOptions) push(c *cobra.Command, args []string) error {
 			if below {
 				to += "/" + s.Name
 			}
-			s.forCall("", to)
+			s.Name = to
 			switch err := store.CheckName(to); {
 			case err != nil && below && store.CheckName(name) == nil: // the name is in the file
 				return fmt.Errorf("%s: %w", file, err)

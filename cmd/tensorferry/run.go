@@ -119,7 +119,7 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 			return err
 		}
 		in := found.tensors[0]
-		in.forCall(port, "")
+		in.Port, in.Name = port, ""
 		bars.input(in)
 		r.Inputs = append(r.Inputs, in.Input)
 	}

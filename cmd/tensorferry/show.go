@@ -31,9 +31,8 @@ const (
 	sliceHead = 100
 	// headColumns is the maximum number of elements per line.
 	headColumns = 10
-	// The characters that draw a bin of a histogram, from none to many elements.
-	blockRamp = " ▁▂▃▄▅▆▇█"
-	asciiRamp = " .:-=+*#%@"
+	// ramp has the characters that draw a bin of a histogram, from none to many elements.
+	ramp = " ▁▂▃▄▅▆▇█"
 )
 
 // showOptions are the flags of show.
@@ -42,7 +41,6 @@ type showOptions struct {
 	access // if its server is empty, show reads files
 	sourceFlags
 	asJSON bool
-	ascii  bool
 	stats  bool
 	quiet  bool
 	slice  string
@@ -91,7 +89,6 @@ the end, and ... stands for all axes that are not given.`,
 	jsonFlag(c, &o.asJSON)
 	countsVar(c.Flags(), &o.head, "head", 0, 0, math.MaxInt32, "also print the first `N` elements")
 	c.Flags().StringVar(&o.slice, "slice", "", "show only a `part` of each tensor, such as 0,:,1:10:2")
-	c.Flags().BoolVar(&o.ascii, "ascii", false, "draw histograms in ASCII")
 	c.Flags().BoolVar(&o.stats, "stats", false, "also read the tensors of a model file")
 	quietFlag(c, &o.quiet)
 	return c
@@ -106,17 +103,13 @@ func (o *showOptions) show(c *cobra.Command, names []string) error {
 	if o.slice != "" && !c.Flag("head").Changed {
 		o.head = sliceHead
 	}
-	ramp := []rune(blockRamp)
-	if o.ascii {
-		ramp = []rune(asciiRamp)
-	}
-	listed := []seen{}
-	found := func(s seen) error {
+	listed := []fmt.Stringer{}
+	found := func(s fmt.Stringer) error { // what show prints about a tensor or a model file
 		if o.asJSON {
 			listed = append(listed, s)
 			return nil
 		}
-		_, err := io.WriteString(stdout, s.text(ramp))
+		_, err := io.WriteString(stdout, s.String())
 		return err
 	}
 	var err error
@@ -143,14 +136,8 @@ func (o *showOptions) show(c *cobra.Command, names []string) error {
 	return err
 }
 
-// seen is what show prints about a tensor or a model file.
-type seen interface {
-	// text returns the readable form; ramp has the characters of histograms.
-	text(ramp []rune) string
-}
-
 // showStored passes each named tensor of a server to found.
-func (o *showOptions) showStored(ctx context.Context, names []string, stderr io.Writer, found func(seen) error) error {
+func (o *showOptions) showStored(ctx context.Context, names []string, stderr io.Writer, found func(fmt.Stringer) error) error {
 	cl, err := o.dial(client.Config{})
 	if err != nil {
 		return err
@@ -175,7 +162,7 @@ func (o *showOptions) showStored(ctx context.Context, names []string, stderr io.
 		return err
 	}
 	for _, s := range list {
-		var what seen
+		var what fmt.Stringer
 		if d, ok := documents[s.Name]; ok {
 			what = described(s.Name, d)
 		} else {
@@ -195,7 +182,7 @@ func (o *showOptions) showStored(ctx context.Context, names []string, stderr io.
 }
 
 // showFile passes each tensor of a file to found. Listing does not read those of a model.
-func (o *showOptions) showFile(ctx context.Context, file string, opener *opener, listing bool, stderr io.Writer, found func(seen) error) error {
+func (o *showOptions) showFile(ctx context.Context, file string, opener *opener, listing bool, stderr io.Writer, found func(fmt.Stringer) error) error {
 	in, err := opener.open(ctx, file)
 	if err != nil {
 		return err
@@ -208,7 +195,7 @@ func (o *showOptions) showFile(ctx context.Context, file string, opener *opener,
 		}
 	}
 	for _, t := range in.tensors {
-		var what seen
+		var what fmt.Stringer
 		if whole && listing {
 			size, bad := t.Bytes()
 			what, err = &listed{Tensor: t.title, descJSON: new(describe(t.Desc)), Bytes: &size}, bad
@@ -249,7 +236,7 @@ func described(title string, d tensorfile.Document) *listed {
 	return &listed{Tensor: title, Metadata: d.Common(), Index: d.Index, shards: len(d.Shards)}
 }
 
-func (l *listed) text([]rune) string {
+func (l *listed) String() string {
 	var b strings.Builder
 	switch {
 	case l.Error != "":
@@ -379,8 +366,7 @@ func (w whileLasts) Read(p []byte) (int, error) {
 	return w.r.Read(p)
 }
 
-// text implements seen.
-func (s *shown) text(ramp []rune) string {
+func (s *shown) String() string {
 	var b strings.Builder
 	title := plain(s.Tensor)
 	if s.Slice != "" {
@@ -401,7 +387,7 @@ func (s *shown) text(ramp []rune) string {
 	}
 	fmt.Fprintf(&b, "zeros %d  NaN %d  +Inf %d  -Inf %d\n", s.Zeros, s.NaN, s.PosInf, s.NegInf)
 	if s.Histogram != nil {
-		fmt.Fprintf(&b, "  %s |%s| %s\n", least, columns(s.Histogram.Counts, ramp), most)
+		fmt.Fprintf(&b, "  %s |%s| %s\n", least, columns(s.Histogram.Counts), most)
 	}
 	return b.String() + s.lines
 }
@@ -435,11 +421,12 @@ func plain(name string) string {
 }
 
 // columns draws counts: the largest as the last of ramp, and only zeros as the first.
-func columns(counts []int64, ramp []rune) string {
+func columns(counts []int64) string {
+	levels := []rune(ramp)
 	var b strings.Builder
 	for _, n := range counts {
-		level := math.Ceil(float64(n) / float64(slices.Max(counts)) * float64(len(ramp)-1))
-		b.WriteRune(ramp[int(level)])
+		level := math.Ceil(float64(n) / float64(slices.Max(counts)) * float64(len(levels)-1))
+		b.WriteRune(levels[int(level)])
 	}
 	return b.String()
 }

@@ -36,12 +36,12 @@ func TestAnInterruptedShowDoesNotWaitForItsInput(t *testing.T) {
 
 func TestAHistogramIsDrawnFromNothingToTheMost(t *testing.T) {
 	for text, counts := range map[string][]int64{
-		" .@": {0, 1, 1000},
-		"@":   {7},
-		"@@":  {1 << 62, 1 << 62},
+		" ▁█": {0, 1, 1000},
+		"█":   {7},
+		"██":  {1 << 62, 1 << 62},
 		"":    nil,
 	} {
-		if got := columns(counts, []rune(asciiRamp)); got != text {
+		if got := columns(counts); got != text {
 			t.Errorf("%v is drawn %q, want %q", counts, got, text)
 		}
 	}
