@@ -1,6 +1,7 @@
 package tensorfile
 
 import (
+	"bufio"
 	"bytes"
 	"encoding/binary"
 	"errors"
@@ -104,7 +105,7 @@ func (l Layout) inOrder(d tensor.Desc, r io.Reader) io.Reader {
 	if !l.BigEndian {
 		return r
 	}
-	return &swapping{r: r, unit: swapped(d.DType), buf: make([]byte, swapBytes)}
+	return &swapping{r: bufio.NewReaderSize(r, swapBytes), unit: swapped(d.DType)}
 }
 
 // reader returns the bytes of an array that data, which is borrowed, holds.
@@ -147,12 +148,9 @@ func (l *lazy) Read(p []byte) (int, error) {
 
 // swapping swaps the bytes of each unit that it reads.
 type swapping struct {
-	r     io.Reader
+	r     *bufio.Reader
 	unit  int
-	buf   []byte
-	ready []byte  // swapped, in buf
-	part  [8]byte // begun bytes of a unit
-	begun int
+	ready []byte // swapped, in the buffer of r
 }
 
 func (s *swapping) Read(p []byte) (int, error) {
@@ -160,19 +158,15 @@ func (s *swapping) Read(p []byte) (int, error) {
 		return 0, nil
 	}
 	if len(s.ready) == 0 {
-		begun := copy(s.buf, s.part[:s.begun])
-		n, err := io.ReadAtLeast(s.r, s.buf[begun:], s.unit-begun)
-		n += begun
-		if err != nil {
-			s.begun = copy(s.part[:], s.buf[:n])
-			if errors.Is(err, io.EOF) && n > 0 {
+		if begun, err := s.r.Peek(s.unit); err != nil {
+			if errors.Is(err, io.EOF) && len(begun) > 0 {
 				err = io.ErrUnexpectedEOF
 			}
 			return 0, err
 		}
-		whole := n - n%s.unit
-		s.begun = copy(s.part[:], s.buf[whole:n])
-		s.ready = s.buf[:whole]
+		whole := s.r.Buffered() / s.unit * s.unit
+		s.ready, _ = s.r.Peek(whole) // it has as many
+		_, _ = s.r.Discard(whole)
 		swap(s.ready, s.unit)
 	}
 	n := copy(p, s.ready)

@@ -23,7 +23,7 @@ const (
 	// its last bytes.
 	MaxFortranStream = 1 << 30
 
-	// swapBytes are swapped at a time, a multiple of 8.
+	// swapBytes are swapped at a time.
 	swapBytes = 64 << 10
 	// transposeBytes are transposed at a time: with 1 000 rows to a block the pieces of
 	// columns that are read are longer than a line of the processor's cache.
