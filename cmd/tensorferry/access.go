@@ -101,5 +101,5 @@ type remote struct {
 func (r *remote) flags(c *cobra.Command) {
 	r.access.flags(c)
 	quietFlag(c, &r.quiet)
-	choiceVar(c.Flags(), &r.codec, "codec", "compress chunks in transit", codec.None.String(), codec.LZ4.String())
+	choiceVar(c, &r.codec, "codec", "compress chunks in transit", codec.None.String(), codec.LZ4.String())
 }

@@ -71,7 +71,7 @@ process and prints the peak memory of each.`,
 		},
 	}
 	f := c.Flags()
-	choiceVar(f, &o.net, "net", "`socket`", "tcp", "unix", "both")
+	choiceVar(c, &o.net, "net", "`socket`", "tcp", "unix", "both")
 	f.IntVar(&o.size, "size", benchBytes, "size of the large tensors in `bytes`")
 	countVar(f, &o.pairs, "pairs", bench.MinRounds, "minimum pairs per median, never below the default")
 	f.StringSliceVar(&o.works, "works", nil, "measure only these `works`, such as push,pull")

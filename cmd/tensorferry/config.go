@@ -317,9 +317,10 @@ func (c choice) String() string {
 func (choice) Type() string { return "word" }
 
 // choiceVar adds a flag whose value is one of words; the first is the default.
-func choiceVar(f *pflag.FlagSet, v *string, name, text string, words ...string) {
+func choiceVar(c *cobra.Command, v *string, name, text string, words ...string) {
 	*v = words[0]
-	f.Var(choice{v, words}, name, text+": "+strings.Join(words, ", "))
+	c.Flags().Var(choice{v, words}, name, text+": "+strings.Join(words, ", "))
+	complete(c, name, words)
 }
 
 // units are in ascending order. Single letters are not accepted, because 2G may mean 2·10⁹
@@ -373,13 +374,4 @@ func complete(c *cobra.Command, flag string, values []string) {
 	if err := c.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)); err != nil {
 		panic(err) // the command has no such flag
 	}
-}
-
-// completeChoices registers the words of every choice flag for completion.
-func completeChoices(c *cobra.Command) {
-	c.Flags().VisitAll(func(f *pflag.Flag) {
-		if of, ok := f.Value.(choice); ok {
-			complete(c, f.Name, of.words)
-		}
-	})
 }

@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/spf13/pflag"
+	"github.com/spf13/cobra"
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/stream"
@@ -19,8 +19,9 @@ import (
 func configured(t *testing.T, args, environ []string, file string) (serveConfig, string, error) {
 	t.Helper()
 	var c serveConfig
-	flags := pflag.NewFlagSet("serve", pflag.ContinueOnError)
-	c.flags(flags)
+	cmd := &cobra.Command{Use: "serve"}
+	c.flags(cmd)
+	flags := cmd.Flags()
 	flags.String("config", "", "")
 	flags.Bool("print-config", false, "")
 	if file != "" {
@@ -159,8 +160,9 @@ func TestTheNearestNameIsTheOneWithTheFewestChanges(t *testing.T) {
 
 func TestEverySettingHasAHelpText(t *testing.T) {
 	var c serveConfig
-	flags := pflag.NewFlagSet("serve", pflag.ContinueOnError)
-	c.flags(flags)
+	cmd := &cobra.Command{Use: "serve"}
+	c.flags(cmd)
+	flags := cmd.Flags()
 	for _, name := range settings(flags) {
 		require.NotEmpty(t, flags.Lookup(name).Usage, name)
 	}

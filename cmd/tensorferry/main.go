@@ -75,9 +75,6 @@ func command() *cobra.Command {
 		versionCommand(), linkCommand(),
 	)
 	helpCommand(root)
-	for _, c := range root.Commands() {
-		completeChoices(c)
-	}
 	return root
 }
 

@@ -20,7 +20,6 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
-	"github.com/spf13/pflag"
 
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/frame"
@@ -72,7 +71,8 @@ type serveConfig struct {
 }
 
 // flags declares every setting: its name, default, range and meaning.
-func (c *serveConfig) flags(f *pflag.FlagSet) {
+func (c *serveConfig) flags(cmd *cobra.Command) {
+	f := cmd.Flags()
 	f.SortFlags = false
 	f.StringVar(&c.listen, "listen", defaultListen, "`address` to listen on:\nhost:port or unix:/path")
 	f.StringVar(&c.metrics, "metrics", defaultMetrics, "`address` of /metrics and /healthz,\nor off")
@@ -97,8 +97,8 @@ func (c *serveConfig) flags(f *pflag.FlagSet) {
 	f.StringArrayVar(&c.files, "files", []string{}, "also let clients pull the model files below `[name=]folder`,\nwhich is never written to; repeatable")
 	f.BoolVar(&c.server.Reflection, "reflection", true, "serve gRPC reflection, which grpcurl needs")
 	f.BoolVar(&c.pprof, "pprof", false, "serve Go profiles at /debug/pprof/ on the metrics address")
-	choiceVar(f, &c.logFormat, "log-format", "log `format`", "text", "json")
-	choiceVar(f, &c.logLevel, "log-level", "lowest log `level`", "info", "debug", "warn", "error")
+	choiceVar(cmd, &c.logFormat, "log-format", "log `format`", "text", "json")
+	choiceVar(cmd, &c.logLevel, "log-level", "lowest log `level`", "info", "debug", "warn", "error")
 	f.BoolVarP(&c.verbose, "verbose", "v", false, "log every RPC; same as --log-level debug")
 	durationVar(f, &c.drain, "drain", drainWait, 0, "how long a stopping server waits for open calls")
 
@@ -248,8 +248,8 @@ environment overrides the file. Sizes are in bytes or have a unit, such as 512Mi
 			return serve(ctx, cfg, c.OutOrStdout())
 		},
 	}
+	cfg.flags(c)
 	f := c.Flags()
-	cfg.flags(f)
 	f.String("config", "", "read settings from a YAML `file`; also TENSORFERRY_CONFIG")
 	f.BoolVar(&printed, "print-config", false, "print all settings as a config file, with origins, and exit")
 	f.BoolVar(&child, "child", false, "print the address to stdout, and stop when stdin ends")
