@@ -52,22 +52,19 @@ func foreign(title string, head []byte, raw rawInput, err error) error {
 	if !errors.Is(err, tensorfile.ErrFormat) || bytes.HasPrefix(head, []byte("\x93NUMPY")) {
 		return err
 	}
-	named := func(f format) error {
-		return hinted{fmt.Errorf("%s: %s files are not supported", title, f.name), "convert it in Python: " + f.convert}
-	}
-	zip := bytes.HasPrefix(head, []byte("PK\x03\x04"))
-	for _, f := range formats {
-		if f.magic != "" && bytes.HasPrefix(head, []byte(f.magic)) {
-			return named(f)
+	f, known := formatOf(title)
+	for _, other := range formats {
+		if other.magic != "" && bytes.HasPrefix(head, []byte(other.magic)) {
+			f, known = other, true
 		}
 	}
-	f, known := formatOf(title)
+	zip := bytes.HasPrefix(head, []byte("PK\x03\x04"))
+	if zip && bytes.Contains(head, []byte("/data.pkl")) {
+		f, known = formatOf("x.pt")
+	}
 	switch {
 	case known:
-		return named(f)
-	case zip && bytes.Contains(head, []byte("/data.pkl")):
-		torch, _ := formatOf("x.pt")
-		return named(torch)
+		return hinted{fmt.Errorf("%s: %s files are not supported", title, f.name), "convert it in Python: " + f.convert}
 	case zip:
 		return hinted{fmt.Errorf("%s is a zip archive, not a .npy file", title), "files of numpy.savez must have names that end in .npz"}
 	case len(head) > 9 && binary.LittleEndian.Uint64(head) <= tensorfile.MaxSafetensorsHeader && head[8] == '{':

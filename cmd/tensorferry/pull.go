@@ -137,7 +137,7 @@ func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 		for some := range slices.Chunk(selections, selectionsAtATime) {
 			summaries, err := pullTo(ctx, cl, some, to.writer)
 			if err != nil {
-				return nil, missing(err, some)
+				return nil, err
 			}
 			got = append(got, summaries...)
 		}

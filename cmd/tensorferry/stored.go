@@ -176,7 +176,7 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 		case err != nil:
 			return nil, err
 		case len(found) == 0:
-			return nil, noSuch("tensor", n, sources)
+			return nil, noSuch(n, sources)
 		}
 		for _, s := range found {
 			if !seen[s.Name] {
@@ -188,25 +188,13 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 	return list, nil
 }
 
-// missing is the error of a pull, or a clearer one if its only selection does not exist.
-func missing(err error, selections []client.Selection) error {
-	if status.Code(err) != codes.NotFound || len(selections) != 1 {
-		return err
-	}
-	kind := "tensor"
-	if selections[0].Source {
-		kind = "source"
-	}
-	return noSuch(kind, selections[0].Name, nil)
-}
-
-// noSuch is the error for a tensor or source that the server, with these sources, lacks.
-func noSuch(kind, name string, sources []string) error {
+// noSuch is the error for a tensor that the server, with these sources, lacks.
+func noSuch(name string, sources []string) error {
 	hint := "tensorferry ls" + atServer + " lists its tensors and sources"
 	if slices.Contains(sources, name) {
 		hint = fmt.Sprintf("%q is a source: use pull or show with --source; it cannot be copied or removed", name)
 	}
-	return hinted{fmt.Errorf("the server has no %s %q", kind, name), hint}
+	return hinted{fmt.Errorf("the server has no tensor %q", name), hint}
 }
 
 // checkNames rejects names that no server has, and an empty one, which would mean all.
@@ -313,7 +301,7 @@ func readStored(ctx context.Context, cl *client.Client, s client.Selection, use 
 		return w, nil
 	})
 	if !begun {
-		return cmp.Or(missing(err, []client.Selection{s}), fmt.Errorf("the server did not send %q", s.Name))
+		return cmp.Or(err, fmt.Errorf("the server did not send %q", s.Name))
 	}
 	verdict <- err
 	_ = w.CloseWithError(err) // it never fails; nil is the end
