@@ -170,10 +170,7 @@ func New(cfg Config) (*Server, error) {
 		},
 	})
 	s.models = &Models{server: s}
-	s.storing = storing.New(storing.Config{
-		Core: s.core, Store: cfg.Store, Sources: cfg.Sources, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, Limits: cfg.Session,
-		MemoryWait: cfg.MemoryWait, Status: statusParts,
-	})
+	s.storing = &storing.Service{Core: s.core, Store: cfg.Store, Sources: cfg.Sources}
 	if cfg.Metrics != nil {
 		all := metrics.New(cfg.Version, s.core.Seconds(), s.values)
 		if err := cfg.Metrics.Register(all); err != nil {

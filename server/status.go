@@ -115,7 +115,7 @@ func statusOf(err error) error {
 	var broken *frame.Error
 	var refused *serving.RefusedError
 	switch {
-	case err == nil, errors.Is(err, session.ErrPeerClosed):
+	case err == nil, errors.Is(err, session.ErrPeerClosed), errors.Is(err, serving.ErrServed):
 		return nil
 	case errors.As(err, &broken):
 		return status.Error(codes.Code(broken.Code), broken.Text)

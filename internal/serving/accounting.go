@@ -80,18 +80,17 @@ func (c *counts) callEnded(model string, code frame.Code, took time.Duration) {
 	}
 }
 
-// TransferOpened counts a push or a pull that begins. TransferEnded must follow.
-func (c *counts) TransferOpened(k Direction) {
+// transferOpen counts n more pushes or pulls as open.
+func (c *counts) transferOpen(k Direction, n int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.openTransfers[string(k)]++
+	c.openTransfers[string(k)] += n
 }
 
-// TransferEnded counts a push or a pull that has moved this many bytes of payload.
+// TransferEnded counts the payload that a push or a pull has moved.
 func (c *counts) TransferEnded(k Direction, code frame.Code, bytes int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.openTransfers[string(k)]--
 	c.transferBytes[metrics.Outcome{Of: string(k), Code: code.String()}] += bytes
 }
 
@@ -106,7 +105,7 @@ func (c *counts) TensorEnded(k Direction, code frame.Code) {
 func (c *Core) Panicked(p any) {
 	c.panics.Add(1)
 	if n, due := c.panicked.Again(); due {
-		c.log.Error("handler panicked", slog.String("panic", fmt.Sprint(p)), slog.String("stack", string(debug.Stack())), slog.Int64("panics", n))
+		c.Log.Error("handler panicked", slog.String("panic", fmt.Sprint(p)), slog.String("stack", string(debug.Stack())), slog.Int64("panics", n))
 	}
 }
 
@@ -130,8 +129,8 @@ func (c *Core) Values() metrics.Values {
 		CorruptChunks: st.Corrupt, DuplicateChunks: st.Duplicate,
 		RunsAbandoned: c.runsAbandoned.Load(), Panics: c.panics.Load(),
 	}
-	v.MemoryUsed, v.MemoryPeak, v.MemoryLimit = c.cfg.Budget.Used()
-	v.MemoryKept = c.cfg.Pool.Kept()
+	v.MemoryUsed, v.MemoryPeak, v.MemoryLimit = c.Budget.Used()
+	v.MemoryKept = c.Pool.Kept()
 	v.ModelGauges = make(map[metrics.Gauge]float64)
 	for _, m := range c.ModelStates() {
 		for _, g := range m.Gauges {

@@ -130,7 +130,7 @@ func (c *call) serve(ctx context.Context, params map[string]string) error {
 	c.compute(ctx, info, run)
 	<-c.closed // every result is acknowledged or given up, and no chunk is being copied into a block
 	if closed = run.Close(); closed != nil {
-		core.log.Warn("run left memory behind", slog.String("call", c.id.String()), slog.String("error", closed.Error()))
+		core.Log.Warn("run left memory behind", slog.String("call", c.id.String()), slog.String("error", closed.Error()))
 	}
 	return nil
 }
@@ -152,7 +152,7 @@ func (c *call) bind(info engine.Info) ([]engine.Input, error) {
 	for p, i := range order {
 		ordered[p] = c.inputs[i]
 	}
-	if err := AcquireTable(c.session.core.cfg.Budget, c.session.holder, table); err != nil {
+	if err := AcquireTable(c.session.core.Budget, c.session.holder, table); err != nil {
 		return nil, err
 	}
 	c.session.Do(func(*stream.Machine, stream.Instant) { c.inputs, c.table = ordered, table })
@@ -413,6 +413,6 @@ func (c *call) release() {
 		c.session.staging.give(in.taken)
 	}
 	if c.table > 0 {
-		c.session.core.cfg.Budget.Release(c.session.holder, c.table)
+		c.session.core.Budget.Release(c.session.holder, c.table)
 	}
 }

@@ -107,7 +107,7 @@ func (c *Core) model(name string) (m engine.Model, over func(closed error), err 
 	c.models.mu.Lock()
 	state := c.models.all[name] // before Lookup, or a lost run might be blamed on the next model
 	c.models.mu.Unlock()
-	m, unuse, err := c.cfg.Models.Lookup(name)
+	m, unuse, err := c.Models.Lookup(name)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -143,9 +143,9 @@ type ModelState struct {
 
 // ModelStates returns the states of the models, in the order of their names.
 func (c *Core) ModelStates() (all []ModelState) {
-	for _, i := range c.cfg.Models.Infos() {
+	for _, i := range c.Models.Infos() {
 		s := ModelState{Name: i.Name, Unavailable: c.models.unavailable(i.Name)}
-		if m, release, err := c.cfg.Models.Lookup(i.Name); err == nil {
+		if m, release, err := c.Models.Lookup(i.Name); err == nil {
 			if g, ok := engine.As[engine.Gauger](m); ok {
 				s.Gauges = g.Gauges()
 				s.Gauges = s.Gauges[:min(len(s.Gauges), modelGauges)]

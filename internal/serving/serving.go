@@ -54,8 +54,7 @@ type Config struct {
 
 // Core admits, runs and counts. Create one with New.
 type Core struct {
-	cfg Config
-	log *slog.Logger
+	Config // does not change
 	counts
 	models       models
 	gates        admission.Gates
@@ -78,7 +77,7 @@ type Core struct {
 // New returns a core for the models of cfg. Close closes it.
 func New(cfg Config) *Core {
 	c := &Core{
-		cfg: cfg, log: cfg.Log, counts: newCounts(), models: models{told: cfg.Health, all: make(map[string]*modelState)},
+		Config: cfg, counts: newCounts(), models: models{told: cfg.Health, all: make(map[string]*modelState)},
 		sessions: make(map[*Session]struct{}),
 	}
 	c.ctx, c.stop = context.WithCancelCause(context.Background())
@@ -107,6 +106,22 @@ func (c *Core) Enter(k admission.Kind, from *admission.Caller) error {
 // Leave undoes Enter.
 func (c *Core) Leave(k admission.Kind, from *admission.Caller) { c.gates.Leave(k, from) }
 
+// EnterTransfer is Enter for a push or a pull, which it counts as open. LeaveTransfer must
+// follow.
+func (c *Core) EnterTransfer(k Direction, from *admission.Caller) error {
+	err := c.Enter(admission.Transfers, from)
+	if err == nil {
+		c.transferOpen(k, 1)
+	}
+	return err
+}
+
+// LeaveTransfer undoes EnterTransfer.
+func (c *Core) LeaveTransfer(k Direction, from *admission.Caller) {
+	c.transferOpen(k, -1)
+	c.Leave(admission.Transfers, from)
+}
+
 // Begin admits a request that Drain must wait for. While the server drains, it returns a
 // *RefusedError. End must follow.
 func (c *Core) Begin() error {
@@ -124,7 +139,7 @@ func (c *Core) End() { c.unanswered.Done() }
 
 // Start starts a goroutine that watches the memory of idle sessions; it ends with Close. It
 // must be called once.
-func (c *Core) Start() { go c.reservations.watch(c.cfg.Budget, c.ctx.Done()) }
+func (c *Core) Start() { go c.reservations.watch(c.Budget, c.ctx.Done()) }
 
 // Done returns a channel that is closed when everything must end.
 func (c *Core) Done() <-chan struct{} { return c.ctx.Done() }

@@ -30,9 +30,7 @@ type Session struct {
 	holder   *slab.Principal // for budgets; its name is the session's ID and a unique number
 	calls    map[tensor.ID]*call
 	tasks    map[tensor.ID]Task
-	kind     Direction   // of a one-way session, as what follows; else empty
-	outcome  *frame.Code // nil: it has none
-	moved    int64       // bytes
+	kind     Direction // of a one-way session; else empty
 	staging  staging
 	retained int // bytes retained for calls, as last reported to conn
 }
@@ -58,20 +56,16 @@ type Task interface {
 
 // OpenSession admits a session, which Serve then serves, or returns a *RefusedError.
 func (c *Core) OpenSession(from *admission.Caller) (*Session, error) {
-	return c.open(from, "", stream.Config{Limits: c.cfg.Session, Stores: c.cfg.Tasks != nil})
+	return c.open(from, "", stream.Config{Limits: c.Session, Stores: c.Tasks != nil})
 }
 
 // OpenOneWay admits a push or a pull by itself: a session with one call, whose client only
 // sends, or only receives. At most so many of its tensors are open at a time.
 func (c *Core) OpenOneWay(from *admission.Caller, kind Direction, tensors int) (*Session, error) {
-	limits := c.cfg.Session
+	limits := c.Session
 	limits.OpenTensors = min(limits.OpenTensors, tensors)
 	return c.open(from, kind, stream.Config{Limits: limits, Stores: true, OneWay: true})
 }
-
-// Outcome records how the call of a one-way session ended, and how many bytes it moved; the
-// session is locked.
-func (s *Session) Outcome(code frame.Code, bytes int64) { s.outcome, s.moved = &code, bytes }
 
 func (c *Core) open(from *admission.Caller, kind Direction, cfg stream.Config) (*Session, error) {
 	c.mu.Lock()
@@ -79,26 +73,24 @@ func (c *Core) open(from *admission.Caller, kind Direction, cfg stream.Config) (
 	if c.draining {
 		return nil, errDraining
 	}
-	gate := admission.Sessions
-	if cfg.OneWay {
-		gate = admission.Transfers
-	}
-	if err := c.Enter(gate, from); err != nil {
-		return nil, err
-	}
 	allowance := &cfg.Limits.AllowanceBytes
 	if cfg.OneWay {
+		if err := c.EnterTransfer(kind, from); err != nil {
+			return nil, err
+		}
 		*allowance = 0
 		c.oneWays.Add(1)
-		c.TransferOpened(kind)
 	} else {
-		*allowance = c.reservations.promise(c.cfg.Budget, *allowance)
+		if err := c.Enter(admission.Sessions, from); err != nil {
+			return nil, err
+		}
+		*allowance = c.reservations.promise(c.Budget, *allowance)
 	}
 	s := &Session{
 		core: c, from: from, calls: make(map[tensor.ID]*call), tasks: make(map[tensor.ID]Task), kind: kind,
-		staging: staging{budget: c.cfg.Budget, promised: *allowance > 0, reserved: reservation(*allowance), all: &c.reservations},
+		staging: staging{budget: c.Budget, promised: *allowance > 0, reserved: reservation(*allowance), all: &c.reservations},
 	}
-	cfg.Server, cfg.StoredBytes, cfg.NoAllowance, cfg.Codecs = true, c.cfg.StoredBytes, *allowance == 0, codec.All()
+	cfg.Server, cfg.StoredBytes, cfg.NoAllowance, cfg.Codecs = true, c.StoredBytes, *allowance == 0, codec.All()
 	s.Session = session.New(cfg, s)
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	c.sessions[s] = struct{}{}
@@ -127,7 +119,7 @@ func (s *Session) AddLane(l session.Lane) {
 				return
 			}
 			if n, due := c.lanesBroken.Again(); due {
-				c.log.Info("lane ended", slog.String("session", s.ID().String()), slog.String("cause", why.Error()), slog.Int64("ended", n))
+				c.Log.Info("lane ended", slog.String("session", s.ID().String()), slog.String("cause", why.Error()), slog.Int64("ended", n))
 			}
 		}
 	})
@@ -144,7 +136,7 @@ func (s *Session) Serve(ctx context.Context, conn Conn) error {
 		s.cancel()
 		go func() {
 			defer s.core.work.Done()
-			s.Wait(s.status())
+			s.Wait(s.core.Status(s.Cause()))
 			s.leave()
 		}()
 	}()
@@ -163,35 +155,20 @@ func (s *Session) Serve(ctx context.Context, conn Conn) error {
 // ErrServed ends a one-way session whose call needs nothing more.
 var ErrServed = errors.New("serving: served")
 
-// status returns how the session ended, for its calls.
-func (s *Session) status() (frame.Code, string) {
-	if errors.Is(s.Cause(), ErrServed) {
-		return frame.OK, ""
-	}
-	return s.core.cfg.Status(s.Cause())
-}
-
 // leave removes a session that has ended.
 func (s *Session) leave() {
 	var st stream.Stats
-	var outcome *frame.Code
-	var moved int64
-	s.Do(func(m *stream.Machine, _ stream.Instant) { st, outcome, moved = m.Status().Stats, s.outcome, s.moved })
+	s.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Status().Stats })
 	s.staging.close() // its calls are over
 	c := s.core
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	delete(c.sessions, s)
-	if c.past.Add(st); !s.OneWay() {
+	if c.past.Add(st); s.OneWay() {
+		c.LeaveTransfer(s.kind, s.from)
+	} else {
 		c.Leave(admission.Sessions, s.from)
-		return
 	}
-	c.Leave(admission.Transfers, s.from)
-	code, _ := s.status()
-	if outcome != nil {
-		code = *outcome
-	}
-	c.TransferEnded(s.kind, code, moved)
 }
 
 // Waits records that the peer has said, in another way than by a frame, that it waits.
@@ -260,7 +237,7 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	case stream.EventReady:
 		if !e.Part.Stored() {
 			s.ready(m, now, e)
-		} else if t := s.core.cfg.Tasks(s, m, now, e.Part); t != nil {
+		} else if t := s.core.Tasks(s, m, now, e.Part); t != nil {
 			s.tasks[e.Call] = t
 		}
 	case stream.EventWhole:
@@ -324,10 +301,10 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 func (s *Session) Stage(geo tensor.Geometry) (*slab.Slab, int64, error) {
 	n := slab.SizeOf(geo.Size) + int64(geo.Count())*assembler.ChunkOverhead
 	if !s.staging.take(n) {
-		_, _, limit := s.core.cfg.Budget.Used()
+		_, _, limit := s.core.Budget.Used()
 		return nil, 0, TryLater(frame.ResourceExhausted, "memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, limit)
 	}
-	mem, err := s.core.cfg.Pool.Get(int(geo.Size))
+	mem, err := s.core.Pool.Get(int(geo.Size))
 	if err != nil {
 		s.staging.give(n)
 		return nil, 0, err
@@ -366,7 +343,7 @@ func (s *Session) ready(m *stream.Machine, now stream.Instant, e stream.Event) {
 // logFailure logs what the caller of a failed call is not told.
 func (c *Core) logFailure(session string, call tensor.ID, err error) {
 	if n, due := c.failures.Again(); due {
-		c.log.Error("call failed", slog.String("session", session), slog.String("call", call.String()), slog.String("error", err.Error()), slog.Int64("failures", n))
+		c.Log.Error("call failed", slog.String("session", session), slog.String("call", call.String()), slog.String("error", err.Error()), slog.Int64("failures", n))
 	}
 }
 

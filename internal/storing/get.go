@@ -327,7 +327,7 @@ func (g *get) one(p *picked) error {
 		sum.Digest, sum.Code, sum.Message, sum.RetryAfterMillis = codec.Digest{}, why.Code, why.Text, why.RetryMillis
 	}
 	g.service.log.over(state, sum)
-	g.service.Core.TensorEnded(serving.Pull, sum.Code)
+	g.service.TensorEnded(serving.Pull, sum.Code)
 	sum.Call = g.id
 	g.session.Do(func(m *stream.Machine, now stream.Instant) { m.Summarize(now, sum) })
 	return nil

@@ -12,7 +12,6 @@ import (
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -30,14 +29,14 @@ var errKept = serving.TryLater(frame.ResourceExhausted, "memory: not enough to k
 // Push carries a PushTensors: a session with one put, whose client hears nothing before the
 // answer, which has the summaries.
 func (s *Service) Push(from *admission.Caller, conn Conn, answer func([]frame.Summary) error) error {
-	sess, err := s.Core.OpenOneWay(from, serving.Push, PushTensors)
+	sess, err := s.OpenOneWay(from, serving.Push, PushTensors)
 	if err != nil {
 		return err
 	}
 	p := &pushConn{Conn: conn, session: sess}
 	p.gate = session.Gate{Kind: "push", Parts: "descs, chunks and failures", New: p.announced}
 	cause := sess.Serve(conn.Context(), p)
-	s.ended(sess, sess.ID(), cause)
+	s.ended(sess.ID(), cause)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch {
@@ -48,8 +47,8 @@ func (s *Service) Push(from *admission.Caller, conn Conn, answer func([]frame.Su
 	}
 	ended := make(chan error, 1)
 	list := p.summaries
-	s.Core.Go(func() { ended <- answer(list) }) // ends with the RPC
-	idle := time.NewTimer(time.Duration(s.Limits.ChunkIdle))
+	s.Go(func() { ended <- answer(list) }) // ends with the RPC
+	idle := time.NewTimer(time.Duration(s.Session.ChunkIdle))
 	defer idle.Stop()
 	select {
 	case err := <-ended:
@@ -61,20 +60,11 @@ func (s *Service) Push(from *admission.Caller, conn Conn, answer func([]frame.Su
 
 // ended records why a push or a pull ended before its call did: its client may ask as soon as
 // the RPC has ended.
-func (s *Service) ended(sess *serving.Session, id tensor.ID, cause error) {
+func (s *Service) ended(id tensor.ID, cause error) {
 	code, text := s.Status(cause)
-	if errors.Is(cause, serving.ErrServed) || errors.Is(cause, session.ErrPeerClosed) {
-		code, text = frame.OK, ""
+	if r := s.log.get(id); r != nil && s.log.end(r, code, text) {
+		s.TransferEnded(r.kind, code, r.bytes.Load())
 	}
-	r := s.log.get(id)
-	if r == nil {
-		return
-	}
-	sess.Do(func(*stream.Machine, stream.Instant) { // or the session would leave between the two
-		if s.log.end(r, code, text) {
-			sess.Outcome(code, r.bytes.Load())
-		}
-	})
 }
 
 // pushConn makes frames of a session of those of a push.
@@ -195,14 +185,14 @@ func (s *Service) Pull(from *admission.Caller, conn Conn, h *frame.Hello, list [
 	if bad := check(list); bad != nil { // before a hello is sent
 		return bad
 	}
-	sess, err := s.Core.OpenOneWay(from, serving.Pull, 1)
+	sess, err := s.OpenOneWay(from, serving.Pull, 1)
 	if err != nil {
 		return err
 	}
 	p := &pullConn{Conn: conn, hello: *h, list: list}
 	p.hello.AllowanceBytes, p.hello.MaxOpenTensors, p.hello.Lanes = 0, 0, 0
 	cause := sess.Serve(conn.Context(), p)
-	s.ended(sess, h.Session, cause)
+	s.ended(h.Session, cause)
 	if d := p.done.Load(); d != nil && d.Code != frame.OK {
 		return &serving.RefusedError{Code: d.Code, Text: d.Message, RetryMillis: d.RetryAfterMillis}
 	} else if d != nil {

@@ -307,7 +307,7 @@ func (p *put) failed(sum frame.Summary, err error) frame.Summary {
 func (p *put) end(m *stream.Machine, now stream.Instant, state *progress, sum frame.Summary) {
 	sum.Call = p.id
 	p.service.log.over(state, sum)
-	p.service.Core.TensorEnded(serving.Push, sum.Code)
+	p.service.TensorEnded(serving.Push, sum.Code)
 	m.Summarize(now, sum)
 	p.open--
 	if p.all && sum.Code == frame.OK && p.ctx.Err() == nil { // otherwise abort has released what was charged

@@ -11,7 +11,6 @@ import (
 	"errors"
 	"log/slog"
 	"syscall"
-	"time"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
@@ -39,29 +38,16 @@ var (
 	left = &frame.Error{Code: frame.Cancelled, Text: "the client cancelled the transfer or disconnected"}
 )
 
-// Config configures a Service. Every field except Store is required.
-type Config struct {
-	Core       *serving.Core
-	Store      store.Store // nil means none
-	Sources    *store.Sources
-	Pool       *slab.Pool // memory that tensors wait in, charged to Budget
-	Budget     *slab.Budget
-	Log        *slog.Logger
-	Limits     stream.Limits // for frames and chunks
-	MemoryWait time.Duration // limit of the wait for room in the store
-	// Status returns the code and the text of why a session ended.
-	Status func(error) (frame.Code, string)
-}
-
-// Service serves puts and gets. Create one with New.
+// Service serves puts and gets for a Core, in whose memory tensors wait. Its fields do not
+// change after it has begun.
 type Service struct {
-	Config
+	*serving.Core
+	Store   store.Store // nil means none
+	Sources *store.Sources
+
 	log                    transferLog
 	full, absent, failures admission.LogSampler
 }
-
-// New returns a Service.
-func New(c Config) *Service { return &Service{Config: c} }
 
 // State returns the state of a put or a get; false if it is not known.
 func (s *Service) State(id tensor.ID) (State, bool) { return s.log.state(id) }
@@ -123,15 +109,12 @@ func (s *Service) begin(on *serving.Session, part *frame.Call) (t task, err erro
 		return t, bad
 	}
 	if !on.OneWay() { // otherwise the session itself counts
-		if err := s.Core.Enter(admission.Transfers, on.From()); err != nil {
+		if err := s.EnterTransfer(kind, on.From()); err != nil {
 			return t, err
 		}
-		s.Core.TransferOpened(kind)
 	}
 	t = task{service: s, session: on, id: part.ID, kind: kind}
-	r, err := s.log.begin(part.ID, kind, func() {
-		on.Waits()
-	})
+	r, err := s.log.begin(part.ID, kind, on.Waits)
 	if err != nil {
 		t.leave(frame.AlreadyExists, 0)
 		return t, err
@@ -156,12 +139,10 @@ func (t *task) over(code frame.Code, text string) {
 }
 
 func (t *task) leave(code frame.Code, bytes int64) {
-	if t.session.OneWay() {
-		t.session.Outcome(code, bytes)
-		return
+	t.service.TransferEnded(t.kind, code, bytes)
+	if !t.session.OneWay() {
+		t.service.LeaveTransfer(t.kind, t.session.From())
 	}
-	t.service.Core.Leave(admission.Transfers, t.session.From())
-	t.service.Core.TransferEnded(t.kind, code, bytes)
 }
 
 // closed handles the last event of the call; the session is locked.
@@ -174,7 +155,7 @@ func (t *task) closed(e stream.Event) {
 func (s *Service) survive(f func() error) (err error) {
 	defer func() {
 		if p := recover(); p != nil {
-			s.Core.Panicked(p)
+			s.Panicked(p)
 			err = errPanic
 		}
 	}()

@@ -30,26 +30,22 @@ const mib = 1 << 20
 
 // serve returns a Service on a Core of its own, which the test's end closes, and then finds
 // without memory in use. change changes what sessions and the Service are limited to.
-func serve(t *testing.T, memory int64, limits stream.Limits, change func(*Config)) *Service {
+func serve(t *testing.T, memory int64, limits stream.Limits, change func(*Service)) *Service {
 	t.Helper()
 	limits = limits.WithDefaults()
 	pool, budget, log := testkit.Pool(t), slab.NewBudget("memory", memory), slog.New(slog.DiscardHandler)
 	var s *Service
 	core := serving.New(serving.Config{
 		Models: engine.NewRegistry(), Pool: pool, Budget: budget, Log: log, Session: limits,
-		Open: [admission.Kinds]int{100, 100, 100}, Health: func(string, serving.Health) {}, Status: statusOf, StoredBytes: 1 << 40,
+		Open: [admission.Kinds]int{100, 100, 100}, Health: func(string, serving.Health) {}, Status: statusOf, StoredBytes: 1 << 40, MemoryWait: time.Minute,
 		Tasks: func(on *serving.Session, m *stream.Machine, now stream.Instant, part *frame.Call) serving.Task {
 			return s.Task(on, m, now, part)
 		},
 	})
-	cfg := Config{
-		Core: core, Store: store.NewMemory(pool, 16*mib), Sources: new(store.Sources), Pool: pool, Budget: budget, Log: log,
-		Limits: limits, MemoryWait: time.Minute, Status: statusOf,
-	}
+	s = &Service{Core: core, Store: store.NewMemory(pool, 16*mib), Sources: new(store.Sources)}
 	if change != nil {
-		change(&cfg)
+		change(s)
 	}
-	s = New(cfg)
 	t.Cleanup(func() {
 		core.Close()
 		core.Wait()
@@ -66,7 +62,7 @@ func statusOf(err error) (frame.Code, string) {
 	var broken *frame.Error
 	var refused *serving.RefusedError
 	switch {
-	case err == nil, errors.Is(err, session.ErrPeerClosed):
+	case err == nil, errors.Is(err, session.ErrPeerClosed), errors.Is(err, serving.ErrServed):
 		return frame.OK, ""
 	case errors.As(err, &broken):
 		return broken.Code, broken.Text
@@ -247,7 +243,7 @@ func manyHeld(n string, ranges int) []frame.Selection {
 func TestWhatPullsSelectCountsInTheBudget(t *testing.T) {
 	testkit.Start(t)
 	synctest.Test(t, func(t *testing.T) {
-		s := serve(t, 4*mib, stream.Limits{}, func(c *Config) { require.NoError(t, c.Sources.Add("gen", store.Generator())) })
+		s := serve(t, 4*mib, stream.Limits{}, func(c *Service) { require.NoError(t, c.Sources.Add("gen", store.Generator())) })
 		pull := func(list []frame.Selection) (*link, <-chan error) {
 			l, ended := newLink(t), make(chan error, 1)
 			go func() { ended <- s.Pull(new(admission.Caller), l, hello(), list) }() // ends with l
@@ -301,7 +297,7 @@ func TestChunksOfAPushToAFolderMayComeInAnyOrder(t *testing.T) {
 	f, err := store.OpenFolder(t.TempDir(), store.FolderConfig{Log: slog.New(slog.DiscardHandler)})
 	require.NoError(t, err)
 	// Less memory than the tensor, and far less than the pieces in which a put would land.
-	s := serve(t, mib, stream.Limits{}, func(c *Config) {
+	s := serve(t, mib, stream.Limits{}, func(c *Service) {
 		require.NoError(t, c.Store.Close())
 		c.Store = f
 	})
