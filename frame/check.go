@@ -175,36 +175,53 @@ func Clip(text string, n int) string {
 	return strings.Clone(text[:n])
 }
 
-// Cost is about the bytes that a call takes in a frame.
-func (c *Call) Cost() int {
-	n := len(c.Model) + SizeOf(c.Params, entryBytes)
+// Sizes are the bytes that an input of a call, an entry of params or metadata, a selection,
+// and a held range take somewhere, beside their texts.
+type Sizes struct{ Binding, Entry, Selection, Range int }
+
+// OfCall returns the bytes of a call.
+func (z *Sizes) OfCall(c *Call) int {
+	n := len(c.Model) + z.OfEntries(c.Params)
 	for _, b := range c.Inputs {
-		n += bindingBytes + len(b.Port)
+		n += z.Binding + len(b.Port)
 	}
 	if c.Get != nil {
 		for i := range c.Get.Selections {
-			n += c.Get.Selections[i].Cost()
+			n += z.OfSelection(&c.Get.Selections[i])
 		}
 	}
 	return n
 }
 
-// Cost is about the bytes that a selection takes in a frame.
-func (s *Selection) Cost() int {
-	return selectionBytes + len(s.Name) + rangeBytes*len(s.Held) + SizeOf(s.Params, entryBytes)
+// OfSelection returns the bytes of a selection.
+func (z *Sizes) OfSelection(s *Selection) int {
+	return z.Selection + len(s.Name) + z.Range*len(s.Held) + z.OfEntries(s.Params)
 }
+
+// OfEntries returns the bytes of parameters or metadata.
+func (z *Sizes) OfEntries(m map[string]string) int {
+	n := len(m) * z.Entry
+	for k, v := range m {
+		n += len(k) + len(v)
+	}
+	return n
+}
+
+// Cost is about the bytes that a call takes in a frame.
+func (c *Call) Cost() int { return inFrame.OfCall(c) }
 
 // Parts cuts a get into parts that a frame can carry, at least one. They share what g has.
 func (g *Get) Parts() (parts []Get) {
 	part, cost := Get{}, 0
 	add := func(s Selection, rest bool) {
-		if rest || cost+s.Cost() > getBytes && cost > 0 {
+		size := inFrame.OfSelection(&s)
+		if rest || cost+size > getBytes && cost > 0 {
 			part.More = true
 			parts = append(parts, part)
 			part, cost = Get{}, 0
 		}
 		part.Selections = append(part.Selections, s)
-		cost += s.Cost()
+		cost += size
 	}
 	for _, s := range g.Selections {
 		held := s.Held
@@ -231,17 +248,7 @@ func (g *Get) Append(part *Get) {
 
 // Cost is about the bytes that a desc takes in a frame.
 func (d *Desc) Cost() int {
-	return descBytes + 10*len(d.Shape) + len(d.Name) + len(d.Port) + SizeOf(d.Metadata, entryBytes)
-}
-
-// SizeOf returns the bytes of the texts of parameters or metadata, and more for each
-// entry.
-func SizeOf(m map[string]string, more int) int {
-	n := len(m) * more
-	for k, v := range m {
-		n += len(k) + len(v)
-	}
-	return n
+	return descBytes + 10*len(d.Shape) + len(d.Name) + len(d.Port) + inFrame.OfEntries(d.Metadata)
 }
 
 // Same reports whether two calls with one ID say the same.

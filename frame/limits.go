@@ -47,15 +47,12 @@ const (
 	callInputs = 64
 	callBytes  = 36 * kib
 	// getBytes bounds one part of a get, but for its last selection, which takes up to
-	// EntriesBytes of parameters and partRanges ranges of up to rangeBytes.
+	// EntriesBytes of parameters and partRanges ranges.
 	getBytes   = 16 * kib
 	partRanges = 512
-	rangeBytes = 24
-	// bindingBytes, entryBytes, descBytes and selectionBytes are what a binding, an entry of
-	// params or metadata, a desc of rank 0 and a selection take in a frame, beside their
-	// texts.
-	bindingBytes   = 32
-	entryBytes     = 8
-	descBytes      = 64
-	selectionBytes = 32
+	// descBytes is what a desc of rank 0 takes in a frame, beside its texts.
+	descBytes = 64
 )
+
+// inFrame is what parts take in a frame.
+var inFrame = Sizes{Binding: 32, Entry: 8, Selection: 32, Range: 24}

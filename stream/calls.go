@@ -242,13 +242,13 @@ func (c *calls) accept(now Instant, p *frame.Call) {
 	if p.Get != nil {
 		k.part.Get = &frame.Get{Selections: slices.Clone(p.Get.Selections), More: p.Get.More}
 	}
-	c.retain(k, terms.RetainedBy(p))
+	c.retain(k, terms.Retained.OfCall(p))
 	c.advance(k)
 }
 
 // further (server) adds a further part to a get.
 func (c *calls) further(now Instant, k *call, p *frame.Call) {
-	n := terms.RetainedBy(p)
+	n := terms.Retained.OfCall(p)
 	if problem := c.cfg.Limits.Retain("get", n, c.retained); problem != "" {
 		c.giveUp(k, frame.ResourceExhausted, problem)
 		return

@@ -22,7 +22,7 @@ func (c *Config) Refuse(p *frame.Call, l Load) *frame.Done {
 	no := func(code frame.Code, retry uint32, format string, args ...any) *frame.Done {
 		return &frame.Done{Code: code, RetryAfterMillis: retry, Message: fmt.Sprintf(format, args...)}
 	}
-	full := c.Limits.Retain("call", RetainedBy(p), l.Retained)
+	full := c.Limits.Retain("call", Retained.OfCall(p), l.Retained)
 	switch problem := p.CheckContent(); {
 	case l.Draining:
 		return no(frame.Unavailable, 1000, "server is draining; use another one, or try again later")

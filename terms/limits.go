@@ -18,15 +18,10 @@ const (
 	// metadata, without charging a budget: tensorState and the chunk table.
 	tensorBytes = tensorState + frame.AllowanceChunks*assembler.ChunkOverhead
 	tensorState = 1 * kib
-	// bindingBytes and entryBytes are what an input of a call takes in addition to its
-	// port, and an entry of params or metadata in addition to its text.
-	bindingBytes = 32
-	entryBytes   = 96
-	// selectionBytes and rangeBytes are what is retained for a selection in addition to its
-	// texts, and for a held range.
-	selectionBytes = 1 * kib
-	rangeBytes     = 16
 )
+
+// Retained is what is retained for the parts of a call.
+var Retained = frame.Sizes{Binding: 32, Entry: 96, Selection: 1 * kib, Range: 16}
 
 // HeldCalls times the limit of open calls is the maximum number of all calls, including those
 // whose results wait for acknowledgement: those of a frame that arrives before its
@@ -97,23 +92,9 @@ func set[T uint32 | int | int64 | Instant](v *T, def, most T) {
 // RetainedBytes is how much a session retains of calls and tensors.
 func (l Limits) RetainedBytes() int { return retainedBytes + l.OpenTensors*tensorBytes }
 
-// RetainedBy returns how many bytes are retained for a call.
-func RetainedBy(c *frame.Call) int {
-	n := len(c.Model) + frame.SizeOf(c.Params, entryBytes)
-	for _, b := range c.Inputs {
-		n += bindingBytes + len(b.Port)
-	}
-	if c.Get != nil {
-		for _, s := range c.Get.Selections {
-			n += selectionBytes + len(s.Name) + rangeBytes*len(s.Held) + frame.SizeOf(s.Params, entryBytes)
-		}
-	}
-	return n
-}
-
 // RetainedByDesc returns how many bytes are retained for a tensor with this geometry.
 func RetainedByDesc(p *frame.Desc, geo tensor.Geometry) int {
-	n := tensorState + len(p.Port) + len(p.Name) + frame.SizeOf(p.Metadata, entryBytes)
+	n := tensorState + len(p.Port) + len(p.Name) + Retained.OfEntries(p.Metadata)
 	if !p.OnAllowance { // otherwise, and beyond that number, the budget is charged
 		n += int(min(geo.Count(), frame.AllowanceChunks)) * assembler.ChunkOverhead
 	}

@@ -78,8 +78,7 @@ var pulls = slab.NewPrincipal("pull")
 // takeSelections charges what the selections take while the get lasts.
 func (s *Service) takeSelections(list []frame.Selection) (bytes int64, err error) {
 	for i := range list {
-		sel := &list[i]
-		bytes += int64(selectionBytes + len(sel.Name) + rangeBytes*len(sel.Held) + frame.SizeOf(sel.Params, entryBytes))
+		bytes += int64(selected.OfSelection(&list[i]))
 	}
 	if bytes = max(0, bytes-pullFree); bytes > 0 && !s.Budget.TryAcquire(pulls, bytes) {
 		_, _, limit := s.Budget.Used()

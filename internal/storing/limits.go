@@ -1,5 +1,7 @@
 package storing
 
+import "github.com/tensorferry/tensorferry/frame"
+
 const (
 	// PushTensors is how many tensors may be open on one push at a time: each needs state.
 	PushTensors = 16
@@ -17,13 +19,8 @@ const (
 	recordTensorsKept = 8 << 10
 	recordMessage     = 256
 	// pullFree is how many bytes of each get's selections are not charged to a budget: 16 MiB
-	// for as many as a server has by default. selectionBytes is what is kept for a selection
-	// and its outcome; its name, rangeBytes per held range, and its parameters, with
-	// entryBytes for each, come on top.
-	pullFree       = 64 << 10
-	selectionBytes = 1 << 10
-	rangeBytes     = 16
-	entryBytes     = 64
+	// for as many as a server has by default.
+	pullFree = 64 << 10
 	// pushedBytes is what a push keeps per tensor until its answer, and a set until it is
 	// stored, in addition to the name.
 	pushedBytes = 1 << 10
@@ -37,3 +34,6 @@ const (
 	feedPieces  = 16
 	feedBytes   = 16 << 20 // of tensors on their way, unless one alone is larger
 )
+
+// selected is what is kept for a selection and its outcome.
+var selected = frame.Sizes{Selection: 1 << 10, Range: 16, Entry: 64}
