@@ -67,17 +67,12 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 	if err != nil {
 		return nil, s.storing.Explain(err)
 	}
-	if len(list) > most {
-		list = list[:most]
-		out.NextPageToken = list[most-1].Name
-	}
-	for n, bytes := 0, 0; n < len(list); n++ { // shorten the page if names are long
-		if bytes += len(list[n].Name) + 8*len(list[n].Shape); bytes > listBytes {
-			list = list[:max(n, 1)]
-			out.NextPageToken = list[len(list)-1].Name
+	bytes := 0
+	for n, i := range list {
+		if bytes += len(i.Name) + 8*len(i.Shape); n == most || n > 0 && bytes > listBytes {
+			out.NextPageToken = list[n-1].Name
+			break
 		}
-	}
-	for _, i := range list {
 		size, err := i.Bytes()
 		if err != nil {
 			return nil, s.storing.Explain(err)
@@ -163,7 +158,7 @@ func (s *Server) GetTransfer(_ context.Context, req *pb.GetTransferRequest) (*pb
 	if req.GetWaiting() {
 		s.storing.Waits(id)
 	}
-	state, ok := s.storing.State(id)
+	state, tensors, ok := s.storing.State(id)
 	if !ok {
 		return nil, frame.Errorf(frame.NotFound, "transfer %s: neither open nor among the last that ended", id)
 	}
@@ -174,8 +169,8 @@ func (s *Server) GetTransfer(_ context.Context, req *pb.GetTransferRequest) (*pb
 	if req.GetWaiting() { // the client does not read them
 		return out, nil
 	}
-	for i := range state.Tensors {
-		t := &state.Tensors[i]
+	for i := range tensors {
+		t := &tensors[i]
 		out.Tensors = append(out.Tensors, &pb.TensorState{Summary: wire.ToSummary(&t.Summary), Open: t.Open, MovedBytes: uint64(t.MovedBytes)})
 	}
 	return out, nil

@@ -8,7 +8,6 @@ package guard
 import (
 	"context"
 	"log/slog"
-	"maps"
 	"net"
 	"slices"
 	"sync"
@@ -50,14 +49,12 @@ type Guard struct {
 	log     *slog.Logger
 	refused atomic.Int64
 	sampler admission.LogSampler
-
-	mu   sync.Mutex
-	open map[*Caller]func(error) // guarded by mu; the function ends the RPC
+	open    sync.Map // of *Caller, to the func(error) that ends its RPC
 }
 
 // New returns a guard. If check is nil, everybody may send RPCs, without a name.
 func New(check Check, log *slog.Logger) *Guard {
-	return &Guard{check: check, log: log, open: make(map[*Caller]func(error))}
+	return &Guard{check: check, log: log}
 }
 
 // Refused returns how many RPCs were refused or ended.
@@ -92,22 +89,16 @@ func (g *Guard) ask(c *Caller) (name string, err error) {
 // Remember makes Watch call end once a caller that Ask has admitted is no longer allowed,
 // until Forget. For a nil caller, Remember and Forget do nothing.
 func (g *Guard) Remember(c *Caller, end func(why error)) {
-	if c == nil {
-		return
+	if c != nil {
+		g.open.Store(c, end)
 	}
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.open[c] = end
 }
 
 // Forget must be called when the RPC has ended.
 func (g *Guard) Forget(c *Caller) {
-	if c == nil {
-		return
+	if c != nil {
+		g.open.Delete(c)
 	}
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	delete(g.open, c)
 }
 
 // Watch checks the callers of open RPCs again every 5 s, until done is closed.
@@ -123,12 +114,9 @@ func (g *Guard) Watch(done <-chan struct{}) {
 		case <-done:
 			return
 		}
-		g.mu.Lock()
-		open := maps.Clone(g.open)
-		g.mu.Unlock()
-		for c, end := range open {
-			if _, err := g.ask(c); err != nil {
-				end(err) // a no-op on an RPC that has ended meanwhile
+		for c, end := range g.open.Range {
+			if _, err := g.ask(c.(*Caller)); err != nil {
+				end.(func(error))(err) // a no-op on an RPC that has ended meanwhile
 			}
 		}
 	}

@@ -20,12 +20,8 @@ type transferLog struct {
 
 // record is what is known about one transfer.
 type record struct {
+	State
 	id      tensor.ID
-	kind    serving.Direction
-	open    bool
-	code    frame.Code
-	message string
-	began   time.Time
 	waits   func()      // of an open pull: called when its client says that it waits
 	tensors []*progress // the last recordTensors that were announced
 	bytes   atomic.Int64
@@ -33,19 +29,34 @@ type record struct {
 
 // progress is the progress of one tensor of a transfer.
 type progress struct {
-	summary frame.Summary
-	open    bool
-	bytes   atomic.Int64
+	TensorState
+	bytes atomic.Int64
+}
+
+// State is the state of a transfer.
+type State struct {
+	Open    bool
+	Kind    serving.Direction
+	Code    frame.Code
+	Message string
+	Began   time.Time
+}
+
+// TensorState is the state of one tensor of a transfer.
+type TensorState struct {
+	Summary    frame.Summary
+	Open       bool
+	MovedBytes int64
 }
 
 // begin opens a record, or returns why the transfer is refused.
 func (l *transferLog) begin(id tensor.ID, k serving.Direction, waits func()) (*record, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if r := l.byID[id]; r != nil && r.open {
+	if r := l.byID[id]; r != nil && r.Open {
 		return nil, frame.Errorf(frame.AlreadyExists, "transfer %s is already open; use a new id", id)
 	}
-	r := &record{id: id, kind: k, open: true, began: time.Now(), waits: waits}
+	r := &record{State: State{Open: true, Kind: k, Began: time.Now()}, id: id, waits: waits}
 	if l.byID == nil {
 		l.byID = make(map[tensor.ID]*record)
 	}
@@ -64,7 +75,7 @@ func (l *transferLog) get(id tensor.ID) *record {
 func (l *transferLog) tensor(r *record, id tensor.ID, name string, size uint64) *progress {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	p := &progress{summary: frame.Summary{Tensor: id, Name: name, SizeBytes: size}, open: true}
+	p := &progress{TensorState: TensorState{Summary: frame.Summary{Tensor: id, Name: name, SizeBytes: size}, Open: true}}
 	if len(r.tensors) == recordTensors {
 		r.tensors[0] = nil
 		r.tensors = r.tensors[1:]
@@ -78,7 +89,7 @@ func (l *transferLog) over(p *progress, s frame.Summary) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	s.Message = frame.Clip(s.Message, recordMessage)
-	p.summary, p.open = s, false
+	p.Summary, p.Open = s, false
 }
 
 // end records how a transfer ended, unless it is recorded, and forgets the oldest ended
@@ -86,15 +97,15 @@ func (l *transferLog) over(p *progress, s frame.Summary) {
 func (l *transferLog) end(r *record, code frame.Code, message string) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if !r.open {
+	if !r.Open {
 		return false
 	}
-	r.open, r.waits = false, nil
-	r.code, r.message = code, frame.Clip(message, recordMessage)
+	r.Open, r.waits = false, nil
+	r.Code, r.Message = code, frame.Clip(message, recordMessage)
 	for _, p := range r.tensors {
-		if p.open { // it ends with the transfer
-			p.open = false
-			p.summary.Code, p.summary.Message = r.code, r.message
+		if p.Open { // it ends with the transfer
+			p.Open = false
+			p.Summary.Code, p.Summary.Message = r.Code, r.Message
 		}
 	}
 	l.ended = append(l.ended, r)
@@ -111,47 +122,29 @@ func (l *transferLog) end(r *record, code frame.Code, message string) bool {
 	return true
 }
 
-// waits handles the message of a pull's client that it waits.
-func (l *transferLog) waits(id tensor.ID) {
-	l.mu.Lock()
+// Waits handles the message of a pull's client that it waits for the consumer of its output.
+func (s *Service) Waits(id tensor.ID) {
+	s.log.mu.Lock()
 	var waits func()
-	if r := l.byID[id]; r != nil {
+	if r := s.log.byID[id]; r != nil {
 		waits = r.waits
 	}
-	l.mu.Unlock()
+	s.log.mu.Unlock()
 	if waits != nil {
 		waits()
 	}
 }
 
-// State is the state of a transfer.
-type State struct {
-	Open    bool
-	Kind    serving.Direction
-	Code    frame.Code
-	Message string
-	Began   time.Time
-	Tensors []TensorState
-}
-
-// TensorState is the state of one tensor of a transfer.
-type TensorState struct {
-	Summary    frame.Summary
-	Open       bool
-	MovedBytes int64
-}
-
-// state returns the state of a transfer; false if it is not known.
-func (l *transferLog) state(id tensor.ID) (State, bool) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	r := l.byID[id]
+// State returns the state of a put or a get, and of its tensors; false if it is not known.
+func (s *Service) State(id tensor.ID) (of State, tensors []TensorState, known bool) {
+	s.log.mu.Lock()
+	defer s.log.mu.Unlock()
+	r := s.log.byID[id]
 	if r == nil {
-		return State{}, false
+		return of, nil, false
 	}
-	out := State{Open: r.open, Kind: r.kind, Code: r.code, Message: r.message, Began: r.began}
 	for _, p := range r.tensors {
-		out.Tensors = append(out.Tensors, TensorState{p.summary, p.open, p.bytes.Load()})
+		tensors = append(tensors, TensorState{p.Summary, p.Open, p.bytes.Load()})
 	}
-	return out, true
+	return r.State, tensors, true
 }

@@ -63,7 +63,7 @@ func (s *Service) Push(from *admission.Caller, conn Conn, answer func([]frame.Su
 func (s *Service) ended(id tensor.ID, cause error) {
 	code, text := s.Status(cause)
 	if r := s.log.get(id); r != nil && s.log.end(r, code, text) {
-		s.TransferEnded(r.kind, code, r.bytes.Load())
+		s.TransferEnded(r.Kind, code, r.bytes.Load())
 	}
 }
 

@@ -49,13 +49,6 @@ type Service struct {
 	full, absent, failures admission.LogSampler
 }
 
-// State returns the state of a put or a get; false if it is not known.
-func (s *Service) State(id tensor.ID) (State, bool) { return s.log.state(id) }
-
-// Waits handles the message of a pull's client that it waits for the consumer of its
-// output.
-func (s *Service) Waits(id tensor.ID) { s.log.waits(id) }
-
 // task is what a put and a get have in common.
 type task struct {
 	service *Service
