@@ -36,16 +36,6 @@ var (
 	ErrCorrupt = errors.New("assembler: corrupt chunk")
 )
 
-// Verdict is what a claim decided.
-type Verdict uint8
-
-const (
-	// Place asks to copy the bytes, then to commit.
-	Place Verdict = iota
-	// Duplicate tells that the chunk is here already, or being copied: drop it.
-	Duplicate
-)
-
 // A chunk's state byte: where it stands in the low bits, then how often its
 // checksum failed, and in the high ones the codec it came in.
 const (
@@ -230,34 +220,35 @@ func (c *Claim) Promised() uint32 { return c.sum }
 // Again reports whether the chunk came before: whatever Commit says, nothing is missing.
 func (c *Claim) Again() bool { return c.again }
 
-// Claim decides about a chunk of n bytes in codec k before any of them is copied.
-// With Place, c is ready for Copy and must then be committed; other verdicts leave
-// nothing to do. An error ends the tensor. A chunk that came before, and now promises
-// another checksum, has one too: only Commit can tell damage from a conflict.
-func (a *Assembler) Claim(c *Claim, index uint32, n int, k codec.Codec, sum uint32) (Verdict, error) {
+// Claim decides about a chunk of n bytes in codec k before any of them is copied. If
+// place is true, c is ready for Copy and must then be committed; otherwise the chunk is
+// here already, or being copied. An error ends the tensor. A chunk that came before, and
+// now promises another checksum, is claimed too: only Commit can tell damage from a
+// conflict.
+func (a *Assembler) Claim(c *Claim, index uint32, n int, k codec.Codec, sum uint32) (place bool, err error) {
 	if index >= a.geo.Count() {
-		return 0, fmt.Errorf("%w: index %d of a tensor of %d chunks", ErrRange, index, a.geo.Count())
+		return false, fmt.Errorf("%w: index %d of a tensor of %d chunks", ErrRange, index, a.geo.Count())
 	}
 	off, want := a.geo.Span(index)
 	switch {
 	case !k.Known():
-		return 0, fmt.Errorf("%w: chunk %d came in %v; send it in one that hello names", ErrCodec, index, k)
+		return false, fmt.Errorf("%w: chunk %d came in %v; send it in one that hello names", ErrCodec, index, k)
 	case k == codec.None && int64(n) != want:
-		return 0, fmt.Errorf("%w: chunk %d has %d bytes, its place has %d", ErrRange, index, n, want)
+		return false, fmt.Errorf("%w: chunk %d has %d bytes, its place has %d", ErrRange, index, n, want)
 	case k != codec.None && (n < 1 || int64(n) >= want):
-		return 0, fmt.Errorf("%w: chunk %d has %d bytes of %v, its place has %d; what is encoded must be shorter, and not empty", ErrRange, index, n, k, want)
+		return false, fmt.Errorf("%w: chunk %d has %d bytes of %v, its place has %d; what is encoded must be shorter, and not empty", ErrRange, index, n, k, want)
 	case index >= a.Limit():
-		return 0, fmt.Errorf("%w: index %d, the limit is %d; wait for credit", ErrCredit, index, a.Limit())
+		return false, fmt.Errorf("%w: index %d, the limit is %d; wait for credit", ErrCredit, index, a.Limit())
 	}
 	if s := a.state[index]; s&stand != absent {
 		// What came in another codec may be the same bytes: to find out would cost
 		// a decoding.
 		if codec.Codec(s>>coded) != k || a.sums[index] == sum {
-			return Duplicate, nil
+			return false, nil
 		}
 		a.claims++
 		*c = Claim{asm: a, index: index, sum: sum, seed: a.kind.Seed(a.id, index), kind: a.kind, again: true, dst: c.dst[:0], decoded: c.decoded}
-		return Place, nil
+		return true, nil
 	}
 	a.state[index] = a.state[index]&failures | claimed | uint8(k)<<coded
 	a.sums[index] = sum
@@ -267,7 +258,7 @@ func (a *Assembler) Claim(c *Claim, index uint32, n int, k codec.Codec, sum uint
 		off: off, n: int(want), kind: a.kind, codec: k, to: a.to, decoded: c.decoded,
 	}
 	if a.to != nil {
-		return Place, nil
+		return true, nil
 	}
 	for i := a.find(off); want > 0; i++ {
 		r := &a.regions[i]
@@ -279,7 +270,7 @@ func (a *Assembler) Claim(c *Claim, index uint32, n int, k codec.Codec, sum uint
 		off += part
 		want -= part
 	}
-	return Place, nil
+	return true, nil
 }
 
 // find returns the index in regions of the one that holds byte off.

@@ -104,9 +104,9 @@ func (b *bed) squeeze(index uint32) []byte {
 
 // send delivers what is said to be a chunk, in views of piece bytes, and returns
 // whether it counts now.
-func (b *bed) send(index uint32, k codec.Codec, data []byte, piece int) (Verdict, bool, error) {
+func (b *bed) send(index uint32, k codec.Codec, data []byte, piece int) (bool, bool, error) {
 	v, err := b.a.Claim(&b.claim, index, len(data), k, b.sum(index, data))
-	if err != nil || v != Place {
+	if err != nil || !v {
 		return v, false, err
 	}
 	ok, err := b.settle(&b.claim, slices.Collect(slices.Chunk(data, max(1, piece))))
@@ -154,10 +154,10 @@ func (b *bed) settle(c *Claim, views [][]byte) (bool, error) {
 }
 
 // place delivers a chunk in pieces of piece bytes, 0 for one view.
-func (b *bed) place(index uint32, piece int) (Verdict, error) {
+func (b *bed) place(index uint32, piece int) (bool, error) {
 	p := b.payload(index)
 	v, err := b.a.Claim(&b.claim, index, len(p), codec.None, b.sum(index, p))
-	if err != nil || v != Place {
+	if err != nil || !v {
 		return v, err
 	}
 	views := [][]byte{nil, p}
@@ -278,7 +278,7 @@ func TestChunksInAnyOrderFillRegionsOfAnyCut(t *testing.T) {
 						for _, i := range order {
 							v, err := b.place(uint32(i), int(trial)*int(chunk/3))
 							require.NoError(t, err)
-							require.Equal(t, Place, v)
+							require.True(t, v)
 							held[uint32(i)] = true
 							b.check(func(i uint32) bool { return held[i] })
 						}
@@ -351,7 +351,7 @@ func TestADroppedTensorReturnsItsMemoryWithTheLastClaim(t *testing.T) {
 	p := b.payload(1)
 	v, err := b.a.Claim(&b.claim, 1, len(p), codec.None, b.sum(1, p))
 	require.NoError(t, err)
-	require.Equal(t, Place, v)
+	require.True(t, v)
 	b.drop()
 	require.Zero(t, b.empty[1]+b.empty[2], "a claim is open")
 	ok, err := b.settle(&b.claim, [][]byte{p})
@@ -418,18 +418,18 @@ func TestAChunkTwiceIsDroppedAndAnotherContentIsAConflict(t *testing.T) {
 	sum := b.sum(0, p)
 	v, err := b.a.Claim(&b.claim, 0, 4, codec.None, sum)
 	require.NoError(t, err)
-	require.Equal(t, Place, v)
+	require.True(t, v)
 
 	// While it is being copied.
 	var second Claim
 	v, err = b.a.Claim(&second, 0, 4, codec.None, sum)
 	require.NoError(t, err)
-	require.Equal(t, Duplicate, v)
+	require.False(t, v)
 	other := []byte{9, 9, 9, 9}
 	again := func(sum uint32, views ...[]byte) error {
 		v, err := b.a.Claim(&second, 0, 4, codec.None, sum)
 		require.NoError(t, err)
-		require.Equal(t, Place, v)
+		require.True(t, v)
 		require.True(t, second.Again())
 		ok, err := b.settle(&second, views)
 		require.False(t, ok)
@@ -443,7 +443,7 @@ func TestAChunkTwiceIsDroppedAndAnotherContentIsAConflict(t *testing.T) {
 	require.True(t, ok)
 	v, err = b.a.Claim(&second, 0, 4, codec.None, sum)
 	require.NoError(t, err)
-	require.Equal(t, Duplicate, v)
+	require.False(t, v)
 	for range 2 * MaxCorrupt { // damage, which is counted nowhere
 		require.NoError(t, again(sum+1, p))
 		require.NoError(t, again(b.sum(0, other), p))
@@ -460,7 +460,7 @@ func TestACorruptChunkIsForgottenUntilTheThirdTime(t *testing.T) {
 	for i := 1; i <= MaxCorrupt; i++ {
 		v, err := b.a.Claim(&b.claim, 1, 4, codec.None, b.sum(1, b.payload(1)))
 		require.NoError(t, err)
-		require.Equal(t, Place, v)
+		require.True(t, v)
 		ok, err := b.settle(&b.claim, [][]byte{bad[:1], bad[1:]})
 		require.False(t, ok)
 		if i < MaxCorrupt {
@@ -518,7 +518,7 @@ func TestCopyTakesAnySplitOfViews(t *testing.T) {
 			}
 			v, err := b.a.Claim(&b.claim, index, chunk, codec.None, b.sum(index, p))
 			require.NoError(t, err)
-			require.Equal(t, Place, v)
+			require.True(t, v)
 			ok, err := b.settle(&b.claim, views)
 			require.NoError(t, err)
 			require.True(t, ok, "split %b", mask)
@@ -573,7 +573,7 @@ func TestChunksInACodecFillRegionsOfAnyCut(t *testing.T) {
 						}
 						v, ok, err := b.send(index, k, data, 1+int(chunk)/5)
 						require.NoError(t, err)
-						require.Equal(t, Place, v)
+						require.True(t, v)
 						require.True(t, ok)
 						held[index] = true
 						b.check(func(i uint32) bool { return held[i] })
@@ -604,7 +604,7 @@ func TestAPlacerGetsEachChunkOnceAndOnlyWhenItIsRight(t *testing.T) {
 						bad[len(bad)/2] ^= 1
 						v, err := b.a.Claim(&b.claim, index, len(data), k, b.sum(index, data))
 						require.NoError(t, err)
-						require.Equal(t, Place, v)
+						require.True(t, v)
 						writes := b.disk.writes
 						ok, err := b.settle(&b.claim, [][]byte{bad})
 						require.NoError(t, err)
@@ -614,7 +614,7 @@ func TestAPlacerGetsEachChunkOnceAndOnlyWhenItIsRight(t *testing.T) {
 					require.False(t, b.a.Has(index))
 					v, ok, err := b.send(index, k, data, 100)
 					require.NoError(t, err)
-					require.Equal(t, Place, v)
+					require.True(t, v)
 					require.True(t, ok)
 					held[index] = true
 					require.True(t, b.a.Has(index))
@@ -709,7 +709,7 @@ func TestADamagedChunkInACodecIsNotDecodedAndMayComeAgain(t *testing.T) {
 	for range MaxCorrupt - 1 {
 		v, err := b.a.Claim(&b.claim, 0, len(good), codec.LZ4, b.sum(0, good))
 		require.NoError(t, err)
-		require.Equal(t, Place, v)
+		require.True(t, v)
 		bad := bytes.Clone(good)
 		bad[rand.IntN(len(bad))] ^= 4
 		ok, err := b.settle(&b.claim, [][]byte{bad})
@@ -736,12 +736,12 @@ func TestAChunkAgainInAnotherCodecIsDropped(t *testing.T) {
 			for _, k := range []codec.Codec{first, second} {
 				v, _, err := b.send(0, k, forms[k], 50)
 				require.NoError(t, err)
-				require.Equal(t, Duplicate, v)
+				require.False(t, v)
 			}
 			forms[second][len(forms[second])-1] ^= 1
 			v, _, err := b.send(0, second, forms[second], 50)
 			require.NoError(t, err, "nobody knows what is in it")
-			require.Equal(t, Duplicate, v)
+			require.False(t, v)
 			other := bytes.Clone(forms[first])
 			other[0] ^= 1
 			_, _, err = b.send(0, first, other, 50)
@@ -814,7 +814,7 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	one := func() {
 		p := b.payload(index)
 		v, err := b.a.Claim(&b.claim, index, chunk, codec.None, b.sum(index, p))
-		if err != nil || v != Place {
+		if err != nil || !v {
 			t.Fatal(v, err)
 		}
 		views[0] = p
@@ -852,7 +852,7 @@ func BenchmarkChunk(b *testing.B) {
 			a.Lend(mem[off:off+n], func(bool) {})
 			off += n
 		}
-		if v, err := a.Claim(&c, i, chunk, codec.None, sum(i)); err != nil || v != Place {
+		if v, err := a.Claim(&c, i, chunk, codec.None, sum(i)); err != nil || !v {
 			b.Fatal(v, err)
 		}
 		got, err := c.Copy(views)
@@ -968,7 +968,7 @@ func FuzzAssembler(f *testing.F) {
 				case 3: // another content
 					sum ^= 1
 				}
-				want, wantVerdict, again := error(nil), Place, false
+				want, wantPlace, again := error(nil), true, false
 				switch {
 				case index >= geo.Count() || n != len(p) || k == codec.None && n != place:
 					want = ErrRange
@@ -977,14 +977,14 @@ func FuzzAssembler(f *testing.F) {
 				case (held[index] || copying[index]) && k == came[index] && (op == 3 || op == 10 && k == codec.LZ4):
 					again = true
 				case held[index] || copying[index]:
-					wantVerdict = Duplicate
+					wantPlace = false
 				}
 				c := new(Claim)
 				v, err := b.a.Claim(c, index, n, k, sum)
-				if !errors.Is(err, want) || err == nil && v != wantVerdict {
-					t.Fatalf("chunk %d: %v, %v; want %v, %v", index, v, err, wantVerdict, want)
+				if !errors.Is(err, want) || err == nil && v != wantPlace {
+					t.Fatalf("chunk %d: %v, %v; want %v, %v", index, v, err, wantPlace, want)
 				}
-				if err != nil || v != Place {
+				if err != nil || !v {
 					break
 				}
 				if again { // damage, but for op 10
@@ -1063,7 +1063,7 @@ func (b *bed) filled(index uint32, comes io.Reader) (got uint32, left int, err e
 	p := b.payload(index)
 	v, err := b.a.Claim(&b.claim, index, len(p), codec.None, b.sum(index, p))
 	require.NoError(b.t, err)
-	require.Equal(b.t, Place, v)
+	require.True(b.t, v)
 	return b.claim.Fill(comes)
 }
 
@@ -1111,12 +1111,12 @@ func TestAnAbortedChunkIsAbsentAndWasNotDamaged(t *testing.T) {
 	for _, index := range []uint32{0, 1, 2} {
 		ok, err := b.place(index, 0)
 		require.NoError(t, err)
-		require.Equal(t, Place, ok)
+		require.True(t, ok)
 	}
 	p := b.payload(1)
 	v, err := b.a.Claim(&b.claim, 1, len(p), codec.None, b.sum(1, p)^1)
 	require.NoError(t, err)
-	require.Equal(t, Place, v)
+	require.True(t, v)
 	require.True(t, b.claim.Again())
 	b.a.Abort(&b.claim)
 	require.True(t, b.a.Has(1), "it stays")

@@ -128,11 +128,11 @@ func (m *Machine) claim(now Instant, t *in, ch *frame.Chunk, n int, c *Claim) bo
 	if k != codec.None && !slices.Contains(m.cfg.Codecs, k) {
 		return bad("chunk %d is encoded in %v, which the hello of this side does not name", ch.Index, k)
 	}
-	verdict, err := t.Asm.Claim(&c.claim, ch.Index, n, k, ch.Sum)
+	place, err := t.Asm.Claim(&c.claim, ch.Index, n, k, ch.Sum)
 	switch {
 	case err != nil:
 		return bad("%v", err)
-	case verdict == assembler.Duplicate:
+	case !place:
 		m.stats.Duplicate++
 		m.in.WantAck(now, &t.In, true) // the peer sent it again: it may have missed an ack
 		return false
