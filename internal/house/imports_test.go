@@ -58,9 +58,8 @@ var layers = map[string][]string{
 	"internal/inbound":   {"internal/wire"},
 	"store/storetest":    {"codec", "store", "tensor"},
 	"internal/lifecycle": {"frame", "internal/invariants"},
-	"terms":              {"assembler", "codec", "frame", "tensor"},
-	"internal/flow":      {"assembler", "chunker", "frame", "tensor", "terms"},
-	"stream":             {"assembler", "chunker", "codec", "frame", "internal/flow", "internal/lifecycle", "internal/recent", "tensor", "terms"},
+	"internal/flow":      {"assembler", "chunker", "frame", "tensor"},
+	"stream":             {"assembler", "chunker", "codec", "frame", "internal/flow", "internal/lifecycle", "internal/recent", "tensor"},
 
 	"internal/session": {"codec", "frame", "internal/background", "internal/fault", "slab", "stream", "tensor"},
 
@@ -238,7 +237,7 @@ func TestOutsidePackagesAreImportedWhereTheyBelong(t *testing.T) {
 // pure packages have neither I/O nor a clock, so that a test or a fuzzer runs
 // them exactly as a server does.
 var (
-	pure   = []string{"tensor", "slab", "codec", "frame", "chunker", "assembler", "internal/lifecycle", "terms", "internal/flow", "stream"}
+	pure   = []string{"tensor", "slab", "codec", "frame", "chunker", "assembler", "internal/lifecycle", "internal/flow", "stream"}
 	impure = []string{"net/...", "os/...", "log/...", "time"}
 )
 
