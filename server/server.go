@@ -81,18 +81,12 @@ type Config struct {
 	Version string
 	// Session limits each session; zero fields mean stream.DefaultLimits.
 	Session stream.Limits
-	// Sessions is the maximum number of open sessions; 0 means DefaultSessions.
-	Sessions int
-	// Connections is the maximum number of open connections; 0 means DefaultConnections.
-	Connections int
-	// Transfers is the maximum number of open pushes and pulls; 0 means DefaultTransfers.
-	Transfers int
-	// StoredBytes is the largest tensor that may be pushed; 0 means
-	// DefaultStoredBytes.
+	// Sessions, Connections, Transfers (pushes and pulls) and QueuedCalls (calls of all
+	// sessions) are how many may be open at a time; 0 means DefaultSessions,
+	// DefaultConnections, DefaultTransfers and DefaultQueuedCalls.
+	Sessions, Connections, Transfers, QueuedCalls int
+	// StoredBytes is the largest tensor that may be pushed; 0 means DefaultStoredBytes.
 	StoredBytes int64
-	// QueuedCalls is the maximum number of open calls of all sessions; 0 means
-	// DefaultQueuedCalls.
-	QueuedCalls int
 	// ThinFrames is how many frames per second, on average, one connection may send that
 	// open nothing and carry less than 3 KiB. More of them wait. Frames with a chunk or
 	// many control parts count as several. 0 means DefaultThinFrames.

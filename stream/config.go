@@ -58,7 +58,7 @@ func (c *Config) hello(lanes bool) *frame.Hello {
 		h.Lanes, h.LaneToken = c.Lanes, c.LaneToken
 	}
 	if c.Server {
-		h.ChunkIdleMillis = c.Limits.ChunkIdleMillis()
+		h.ChunkIdleMillis = uint32(min(max(c.Limits.ChunkIdle/millisecond, 1), 1<<32-1))
 		h.Stores = c.Stores
 	}
 	return h
@@ -122,11 +122,6 @@ func (l Limits) WithDefaults() Limits {
 	l.InputIdle = max(l.InputIdle, l.ChunkIdle)
 	set(&l.SessionIdle, d.SessionIdle, 1<<62)
 	return l
-}
-
-// ChunkIdleMillis returns ChunkIdle as a hello has it.
-func (l Limits) ChunkIdleMillis() uint32 {
-	return uint32(min(max(l.ChunkIdle/millisecond, 1), 1<<32-1))
 }
 
 func set[T uint32 | int | int64 | Instant](v *T, def, most T) {

@@ -85,7 +85,7 @@ func (c *call) start(part *frame.Call) {
 	c.cancel = cancel
 	params, timeout := part.Params, Millis(part.TimeoutMillis)
 	c.session.core.Go(func() {
-		defer c.session.core.Leave(admission.Calls, c.session.from)
+		defer c.session.core.Leave(admission.Calls, c.session.From)
 		defer cancel(nil)
 		if timeout > 0 {
 			// Finish, too: the results may be complete, with only nobody taking them.
@@ -123,7 +123,7 @@ func (c *call) serve(ctx context.Context, params map[string]string) error {
 	if err != nil {
 		return err
 	}
-	run, err := core.run(ctx, c.cancel, model, engine.Call{ID: c.id, Principal: c.session.holder, Inputs: inputs, Params: params, Lifetime: c.session.ctx})
+	run, err := core.run(ctx, c.cancel, model, engine.Call{ID: c.id, Principal: c.session.Holder, Inputs: inputs, Params: params, Lifetime: c.session.ctx})
 	if err != nil {
 		return err
 	}
@@ -152,7 +152,7 @@ func (c *call) bind(info engine.Info) ([]engine.Input, error) {
 	for p, i := range order {
 		ordered[p] = c.inputs[i]
 	}
-	if err := AcquireTable(c.session.core.Budget, c.session.holder, table); err != nil {
+	if err := AcquireTable(c.session.core.Budget, c.session.Holder, table); err != nil {
 		return nil, err
 	}
 	c.session.Do(func(*stream.Machine, stream.Instant) { c.inputs, c.table = ordered, table })
@@ -380,7 +380,7 @@ func (c *call) finish(t frame.Timings, err error) {
 	}
 	why := ExplainCall(err)
 	if why.Secret && !errors.Is(err, stream.ErrClosed) { // ErrClosed: the session decided while a result was being offered
-		c.session.core.logFailure(c.session.holder.Name(), c.id, err)
+		c.session.core.logFailure(c.session.Holder.Name(), c.id, err)
 	}
 	c.session.Do(func(m *stream.Machine, _ stream.Instant) {
 		m.Finish(frame.Done{Call: c.id, Code: why.Code, Message: why.Text, Timings: t, RetryAfterMillis: why.RetryMillis})
@@ -413,6 +413,6 @@ func (c *call) release() {
 		c.session.staging.give(in.taken)
 	}
 	if c.table > 0 {
-		c.session.core.Budget.Release(c.session.holder, c.table)
+		c.session.core.Budget.Release(c.session.Holder, c.table)
 	}
 }

@@ -21,13 +21,13 @@ import (
 // Its fields are guarded by the session's lock.
 type Session struct {
 	*session.Session
+	From     *admission.Caller // who opened it
+	Holder   *slab.Principal   // for budgets, once it is open; its name is the session's ID and a unique number
 	core     *Core
-	from     *admission.Caller
 	conn     Conn
 	ctx      context.Context // ends with the session
 	cancel   context.CancelFunc
 	number   int64
-	holder   *slab.Principal // for budgets; its name is the session's ID and a unique number
 	calls    map[tensor.ID]*call
 	tasks    map[tensor.ID]Task
 	kind     Direction // of a one-way session; else empty
@@ -87,7 +87,7 @@ func (c *Core) open(from *admission.Caller, kind Direction, cfg stream.Config) (
 		*allowance = c.reservations.promise(c.Budget, *allowance)
 	}
 	s := &Session{
-		core: c, from: from, calls: make(map[tensor.ID]*call), tasks: make(map[tensor.ID]Task), kind: kind,
+		From: from, core: c, calls: make(map[tensor.ID]*call), tasks: make(map[tensor.ID]Task), kind: kind,
 		staging: staging{budget: c.Budget, promised: *allowance > 0, reserved: reservation(*allowance), all: &c.reservations},
 	}
 	cfg.Server, cfg.StoredBytes, cfg.NoAllowance, cfg.Codecs = true, c.StoredBytes, *allowance == 0, codec.All()
@@ -165,9 +165,9 @@ func (s *Session) leave() {
 	defer c.mu.Unlock()
 	delete(c.sessions, s)
 	if c.past.Add(st); s.OneWay() {
-		c.LeaveTransfer(s.kind, s.from)
+		c.LeaveTransfer(s.kind, s.From)
 	} else {
-		c.Leave(admission.Sessions, s.from)
+		c.Leave(admission.Sessions, s.From)
 	}
 }
 
@@ -177,17 +177,8 @@ func (s *Session) Waits() {
 	s.Do(func(m *stream.Machine, now stream.Instant) { m.PeerWaits(now) })
 }
 
-// Go runs f on a goroutine of its own, which Core.Wait waits for.
-func (s *Session) Go(f func()) { s.core.Go(f) }
-
-// From returns who opened the session.
-func (s *Session) From() *admission.Caller { return s.from }
-
 // OneWay reports whether the session carries a push or a pull.
 func (s *Session) OneWay() bool { return s.kind != "" }
-
-// Holder returns the principal of the session's memory, once it is open.
-func (s *Session) Holder() *slab.Principal { return s.holder }
 
 // ID returns the session's ID; zero before its hello.
 func (s *Session) ID() (id tensor.ID) {
@@ -230,8 +221,8 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	switch e.Kind {
 	case stream.EventOpened:
 		name := fmt.Sprintf("%s/%d", m.Status().Session, s.number)
-		s.holder = slab.NewPrincipal(name)
-		s.staging.holder, s.staging.reserver = s.holder, slab.NewPrincipal(name+"/allowance")
+		s.Holder = slab.NewPrincipal(name)
+		s.staging.holder, s.staging.reserver = s.Holder, slab.NewPrincipal(name+"/allowance")
 	case stream.EventTensor:
 		s.announced(m, now, e)
 	case stream.EventReady:
@@ -333,7 +324,7 @@ func (s *Session) unstage(in *input) {
 func (s *Session) ready(m *stream.Machine, now stream.Instant, e stream.Event) {
 	c := s.call(e.Call)
 	c.arrived, c.lastByte, c.model = now, now, e.Part.Model
-	if err := s.core.Enter(admission.Calls, s.from); err != nil {
+	if err := s.core.Enter(admission.Calls, s.From); err != nil {
 		c.refuse(m, err)
 		return
 	}

@@ -107,9 +107,16 @@ func (l *reservations) unlink(d *staging) {
 }
 
 // reclaim returns the reservation that has been idle longest, and reports whether there was
-// one. The caller may have locked a staging, but none in the list.
+// one that had not been in use a moment ago. The caller may have locked a staging, but none
+// in the list.
 func (l *reservations) reclaim() bool {
-	d := l.oldest()
+	var d *staging
+	l.mu.Lock()
+	if first := l.idle.Front(); first != nil && time.Since(first.Value.(*staging).since) >= stagingGrace {
+		d = first.Value.(*staging)
+		l.unlink(d)
+	}
+	l.mu.Unlock()
 	if d == nil {
 		return false
 	}
@@ -119,23 +126,6 @@ func (l *reservations) reclaim() bool {
 		d.giveUp()
 	}
 	return true
-}
-
-// oldest removes what has been idle longest from the list, unless it was in use a moment
-// ago.
-func (l *reservations) oldest() *staging {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	first := l.idle.Front()
-	if first == nil {
-		return nil
-	}
-	d := first.Value.(*staging)
-	if time.Since(d.since) < stagingGrace {
-		return nil
-	}
-	l.unlink(d)
-	return d
 }
 
 // watch reclaims for those who wait for memory, until done is closed: what is idle now may

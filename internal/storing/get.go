@@ -113,7 +113,7 @@ func (g *get) run() {
 	g.session.Do(func(m *stream.Machine, _ stream.Instant) { g.chunk = m.Status().PeerChunkBytes })
 	size := slab.SizeOf(max(session.PieceBytes, g.chunk))
 	for g.pieces = 1; g.pieces < feedPieces; g.pieces++ { // while others have the other half
-		if used, _, limit := g.service.Budget.Used(); used+size > limit/2 || !g.service.Budget.TryAcquire(g.session.Holder(), size) {
+		if used, _, limit := g.service.Budget.Used(); used+size > limit/2 || !g.service.Budget.TryAcquire(g.session.Holder, size) {
 			break
 		}
 		g.kept += size
@@ -126,7 +126,7 @@ func (g *get) run() {
 	}
 	g.session.Do(func(m *stream.Machine, _ stream.Instant) { g.finish(m, d) })
 	<-g.gone // nothing is shared any more
-	g.service.Budget.Release(g.session.Holder(), g.kept)
+	g.service.Budget.Release(g.session.Holder, g.kept)
 	g.service.Budget.Release(pulls, g.listed)
 }
 
@@ -184,7 +184,7 @@ func (g *get) send() error {
 // pick resolves the selections: all of it belongs to one state of the store with regard to
 // sets.
 func (g *get) pick() (all []picked, err error) {
-	holder := g.session.Holder()
+	holder := g.session.Holder
 	add := func(p picked) error {
 		if len(all) >= pinned {
 			if p.reader != nil { // descriptors and mappings are few

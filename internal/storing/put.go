@@ -87,7 +87,7 @@ func (p *put) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	case stream.EventClosed:
 		p.closed(e)
 		if p.all && !p.summed { // what is ready of the set is not stored
-			p.session.Go(p.abort)
+			p.service.Go(p.abort)
 		}
 	}
 }
@@ -116,7 +116,7 @@ func (p *put) announced(m *stream.Machine, now stream.Instant, d *frame.Desc) {
 	select {
 	case p.next <- in:
 	default: // every worker is busy
-		p.session.Go(func() { p.work(in) })
+		p.service.Go(func() { p.work(in) })
 	}
 }
 
@@ -164,7 +164,7 @@ func (w *placed) end() store.Writer {
 // slab returns memory of n bytes. It waits for the first.
 func (in *incoming) slab(n int) (*slab.Slab, error) {
 	s, size := in.put.service, slab.SizeOf(int64(n))
-	holder := in.put.session.Holder()
+	holder := in.put.session.Holder
 	if !s.Budget.TryAcquire(holder, size) {
 		if in.memory > in.tableBytes() {
 			return nil, slab.ErrBudget
@@ -220,7 +220,7 @@ func (in *incoming) run() {
 		}
 	}
 	p.session.Unstage(in.staged)
-	p.service.Budget.Release(p.session.Holder(), in.memory)
+	p.service.Budget.Release(p.session.Holder, in.memory)
 	in.cancel(nil)
 }
 
@@ -232,7 +232,7 @@ func (in *incoming) store() (info store.Info, err error) {
 	if err := store.CheckName(in.name); err != nil {
 		return info, err
 	}
-	if err := serving.AcquireTable(s.Budget, p.session.Holder(), in.tableBytes()); err != nil {
+	if err := serving.AcquireTable(s.Budget, p.session.Holder, in.tableBytes()); err != nil {
 		return info, err
 	}
 	in.memory = in.tableBytes()
@@ -312,7 +312,7 @@ func (p *put) end(m *stream.Machine, now stream.Instant, state *progress, sum fr
 	p.open--
 	if p.all && sum.Code == frame.OK && p.ctx.Err() == nil { // otherwise abort has released what was charged
 		n := int64(pushedBytes + len(sum.Name))
-		if p.named += n; !p.service.Budget.TryAcquire(p.session.Holder(), n) {
+		if p.named += n; !p.service.Budget.TryAcquire(p.session.Holder, n) {
 			p.named -= n
 			sum.Code, sum.Message = frame.ResourceExhausted, "memory: not enough for the names of so many tensors; put fewer at a time"
 		}
@@ -335,7 +335,7 @@ func (p *put) settle(m *stream.Machine) {
 	}
 	p.summed = true
 	if p.all {
-		p.session.Go(p.commit)
+		p.service.Go(p.commit)
 		return
 	}
 	p.finish(m, frame.Done{})
@@ -357,7 +357,7 @@ func (p *put) commit() {
 		sum := p.failed(frame.Summary{}, err)
 		d.Code, d.Message, d.RetryAfterMillis = sum.Code, what+sum.Message, sum.RetryAfterMillis
 	}
-	p.service.Budget.Release(p.session.Holder(), p.named)
+	p.service.Budget.Release(p.session.Holder, p.named)
 	p.session.Do(func(m *stream.Machine, _ stream.Instant) { p.finish(m, d) })
 }
 
@@ -366,5 +366,5 @@ func (p *put) abort() {
 	for _, w := range p.set {
 		w.Abort()
 	}
-	p.service.Budget.Release(p.session.Holder(), p.named)
+	p.service.Budget.Release(p.session.Holder, p.named)
 }

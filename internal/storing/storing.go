@@ -82,7 +82,7 @@ func (s *Service) Task(on *serving.Session, m *stream.Machine, _ stream.Instant,
 	if on.OneWay() { // one after the other
 		g.pace = make(chan struct{}, 1)
 	}
-	on.Go(g.run)
+	s.Go(g.run)
 	return g
 }
 
@@ -102,7 +102,7 @@ func (s *Service) begin(on *serving.Session, part *frame.Call) (t task, err erro
 		return t, bad
 	}
 	if !on.OneWay() { // otherwise the session itself counts
-		if err := s.EnterTransfer(kind, on.From()); err != nil {
+		if err := s.EnterTransfer(kind, on.From); err != nil {
 			return t, err
 		}
 	}
@@ -134,7 +134,7 @@ func (t *task) over(code frame.Code, text string) {
 func (t *task) leave(code frame.Code, bytes int64) {
 	t.service.TransferEnded(t.kind, code, bytes)
 	if !t.session.OneWay() {
-		t.service.LeaveTransfer(t.kind, t.session.From())
+		t.service.LeaveTransfer(t.kind, t.session.From)
 	}
 }
 
