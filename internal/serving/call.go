@@ -123,7 +123,7 @@ func (c *call) serve(ctx context.Context, params map[string]string) error {
 	if err != nil {
 		return err
 	}
-	run, err := core.run(ctx, c.cancel, model, engine.Call{ID: c.id, Principal: c.session.Holder, Inputs: inputs, Params: params, Lifetime: c.session.ctx})
+	run, err := core.run(ctx, c.cancel, model, engine.Call{ID: c.id, Principal: c.session.Holder, Inputs: inputs, Params: params, Lifetime: c.session.Life()})
 	if err != nil {
 		return err
 	}

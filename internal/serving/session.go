@@ -25,8 +25,6 @@ type Session struct {
 	Holder   *slab.Principal   // for budgets, once it is open; its name is the session's ID and a unique number
 	core     *Core
 	conn     Conn
-	ctx      context.Context // ends with the session
-	cancel   context.CancelFunc
 	number   int64
 	calls    map[tensor.ID]*call
 	tasks    map[tensor.ID]Task
@@ -92,7 +90,6 @@ func (c *Core) open(from *admission.Caller, kind Direction, cfg stream.Config) (
 	}
 	cfg.Server, cfg.StoredBytes, cfg.NoAllowance, cfg.Codecs = true, c.StoredBytes, *allowance == 0, codec.All()
 	s.Session = session.New(cfg, s)
-	s.ctx, s.cancel = context.WithCancel(context.Background())
 	c.sessions[s] = struct{}{}
 	c.work.Add(1)
 	s.number = c.number.Add(1)
@@ -133,7 +130,6 @@ func (s *Session) Serve(ctx context.Context, conn Conn) error {
 	lost := s.Carry(conn)
 	defer func() { // also when this function panics
 		s.Stop(errors.New("serving: panic"))
-		s.cancel()
 		go func() {
 			defer s.core.work.Done()
 			s.Wait(s.core.Status(s.Cause()))

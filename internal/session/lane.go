@@ -69,7 +69,7 @@ func (s *Session) AddLane(l Lane, ended func(why error)) {
 	}
 	s.mu.Unlock()
 	if over {
-		n.end(s.cause)
+		n.end(s.Cause())
 	}
 	if old != nil {
 		old.end(ErrReplaced)

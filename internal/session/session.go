@@ -75,9 +75,8 @@ type Session struct {
 	conn Conn         // nil: nothing can be sent
 	lost chan<- error // of Carry
 
-	stopOnce sync.Once
-	stopped  chan struct{}
-	cause    error // valid once stopped is closed
+	life context.Context // ends with Stop
+	stop context.CancelCauseFunc
 
 	sendingSince atomic.Int64 // nanoseconds since start plus 1; 0 when not in Send
 	reader       sync.WaitGroup
@@ -88,8 +87,9 @@ type Session struct {
 func New(cfg stream.Config, h Handler) *Session {
 	s := &Session{
 		handler: h, start: time.Now(), m: stream.New(cfg, 0),
-		sending: make(chan struct{}, 1), wake: make(chan struct{}, 1), stopped: make(chan struct{}),
+		sending: make(chan struct{}, 1), wake: make(chan struct{}, 1),
 	}
+	s.life, s.stop = context.WithCancelCause(context.Background())
 	s.writer = s.write
 	return s
 }
@@ -117,31 +117,29 @@ func (s *Session) Carry(conn Conn) (lost <-chan error) {
 	return l
 }
 
+// Life returns a context that ends with the session.
+func (s *Session) Life() context.Context { return s.life }
+
 // Stopped is closed when the session has ended; Cause then says why.
-func (s *Session) Stopped() <-chan struct{} { return s.stopped }
+func (s *Session) Stopped() <-chan struct{} { return s.life.Done() }
 
 // Cause returns what ended the session; only after Stopped.
-func (s *Session) Cause() error { return s.cause }
+func (s *Session) Cause() error { return context.Cause(s.life) }
 
-// Stop ends the session: the first cause stands. It does not wait.
-func (s *Session) Stop(cause error) {
-	s.stopOnce.Do(func() {
-		s.cause = cause
-		close(s.stopped)
-	})
-}
+// Stop ends the session: the first cause, which is not nil, stands. It does not wait.
+func (s *Session) Stop(cause error) { s.stop(cause) }
 
 // Wait waits until the session's goroutines have ended, and then closes the
 // machine with code and text, so that every call gets its last event. The
 // caller has stopped the session and ended its connection before.
 func (s *Session) Wait(code frame.Code, text string) {
-	<-s.stopped
+	<-s.Stopped()
 	s.mu.Lock()
 	s.over = true
 	l := s.lane
 	s.mu.Unlock()
 	if l != nil {
-		l.end(s.cause)
+		l.end(s.Cause())
 	}
 	s.reader.Wait()
 	s.work.Wait()
@@ -388,7 +386,7 @@ func (s *Session) write() {
 	for {
 		select {
 		case s.sending <- struct{}{}:
-		case <-s.stopped: // whoever sends may be stuck
+		case <-s.Stopped(): // whoever sends may be stuck
 			return
 		}
 		runtime.Gosched()
@@ -403,7 +401,7 @@ func (s *Session) write() {
 		}
 		select {
 		case <-s.wake:
-		case <-s.stopped:
+		case <-s.Stopped():
 			return
 		}
 	}
@@ -501,7 +499,7 @@ func (s *Session) Drain(ctx context.Context, reason string) error {
 		}
 		select {
 		case <-t.C:
-		case <-s.stopped:
+		case <-s.Stopped():
 			return nil
 		case <-ctx.Done():
 			return context.Cause(ctx)

@@ -322,13 +322,9 @@ func (g *get) one(p *picked) error {
 				}
 			})
 		}
-		why := g.service.Explain(err, slog.String("pull", g.id.String()), slog.String("tensor", sum.Tensor.String()))
-		sum.Digest, sum.Code, sum.Message, sum.RetryAfterMillis = codec.Digest{}, why.Code, why.Text, why.RetryMillis
+		sum = g.failed(sum, err)
 	}
-	g.service.log.over(state, sum)
-	g.service.TensorEnded(serving.Pull, sum.Code)
-	sum.Call = g.id
-	g.session.Do(func(m *stream.Machine, now stream.Instant) { m.Summarize(now, sum) })
+	g.session.Do(func(m *stream.Machine, now stream.Instant) { g.summarize(m, now, state, sum) })
 	return nil
 }
 

@@ -3,9 +3,7 @@ package storing
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
-	"log/slog"
 	"sync"
 	"time"
 
@@ -291,24 +289,9 @@ func (in *incoming) isWhole() (whole bool) {
 	return whole
 }
 
-// failed returns the Summary of a tensor that failed.
-func (p *put) failed(sum frame.Summary, err error) frame.Summary {
-	why := p.service.Explain(err, slog.String("push", p.id.String()), slog.String("tensor", sum.Tensor.String()))
-	if errors.Is(err, store.ErrFull) {
-		if n, due := p.service.full.Again(); due {
-			p.service.Log.Warn("tensors refused: the store is full", slog.Int64("refused", n))
-		}
-	}
-	sum.Code, sum.Message, sum.RetryAfterMillis = why.Code, why.Text, why.RetryMillis
-	return sum
-}
-
 // end ends a tensor, and with it the set that it fails; the session is locked.
 func (p *put) end(m *stream.Machine, now stream.Instant, state *progress, sum frame.Summary) {
-	sum.Call = p.id
-	p.service.log.over(state, sum)
-	p.service.TensorEnded(serving.Push, sum.Code)
-	m.Summarize(now, sum)
+	p.summarize(m, now, state, sum)
 	p.open--
 	if p.all && sum.Code == frame.OK && p.ctx.Err() == nil { // otherwise abort has released what was charged
 		n := int64(pushedBytes + len(sum.Name))

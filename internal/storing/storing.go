@@ -138,6 +138,26 @@ func (t *task) leave(code frame.Code, bytes int64) {
 	}
 }
 
+// failed returns the Summary of a tensor that failed.
+func (t *task) failed(sum frame.Summary, err error) frame.Summary {
+	why := t.service.Explain(err, slog.String(string(t.kind), t.id.String()), slog.String("tensor", sum.Tensor.String()))
+	if errors.Is(err, store.ErrFull) {
+		if n, due := t.service.full.Again(); due {
+			t.service.Log.Warn("tensors refused: the store is full", slog.Int64("refused", n))
+		}
+	}
+	sum.Digest, sum.Code, sum.Message, sum.RetryAfterMillis = codec.Digest{}, why.Code, why.Text, why.RetryMillis
+	return sum
+}
+
+// summarize ends a tensor; the session is locked.
+func (t *task) summarize(m *stream.Machine, now stream.Instant, state *progress, sum frame.Summary) {
+	sum.Call = t.id
+	t.service.log.over(state, sum)
+	t.service.TensorEnded(t.kind, sum.Code)
+	m.Summarize(now, sum)
+}
+
 // closed handles the last event of the call; the session is locked.
 func (t *task) closed(e stream.Event) {
 	t.cancel(left)
