@@ -1,13 +1,11 @@
-// Package assembler rebuilds one tensor from chunks that arrive in any order.
-// Each chunk is written once, straight to its final place in memory that was
-// lent for it, or by a Placer to where else the tensor rests, and counts only
-// after its checksum has matched.
+// Package assembler rebuilds one tensor from chunks that arrive in any order. Each chunk is
+// written once, straight to its final place in memory that was lent for it, or by a Placer
+// to where else the tensor rests, and counts only after its checksum has matched.
 //
-// It refuses chunks beyond the memory lent so far, chunks of a wrong length and
-// a second content for the same index, before any byte is written. It owns no
-// bytes: each piece of memory is lent until a function that came with it has run.
-// An Assembler belongs to one goroutine at a time; only Claim.Copy may run beside
-// it.
+// It refuses chunks beyond the memory lent so far, chunks of a wrong length and a second
+// content for the same index, before any byte is written. It owns no bytes: each piece of
+// memory is lent until a function that came with it has run. An Assembler belongs to one
+// goroutine at a time; only Claim.Copy may run beside it.
 package assembler
 
 import (
@@ -220,11 +218,10 @@ func (c *Claim) Promised() uint32 { return c.sum }
 // Again reports whether the chunk came before: whatever Commit says, nothing is missing.
 func (c *Claim) Again() bool { return c.again }
 
-// Claim decides about a chunk of n bytes in codec k before any of them is copied. If
-// place is true, c is ready for Copy and must then be committed; otherwise the chunk is
-// here already, or being copied. An error ends the tensor. A chunk that came before, and
-// now promises another checksum, is claimed too: only Commit can tell damage from a
-// conflict.
+// Claim decides about a chunk of n bytes in codec k before any of them is copied. If place
+// is true, c is ready for Copy and must then be committed; otherwise the chunk is here
+// already, or being copied. An error ends the tensor. A chunk that came before, and now
+// promises another checksum, is claimed too: only Commit can tell damage from a conflict.
 func (a *Assembler) Claim(c *Claim, index uint32, n int, k codec.Codec, sum uint32) (place bool, err error) {
 	if index >= a.geo.Count() {
 		return false, fmt.Errorf("%w: index %d of a tensor of %d chunks", ErrRange, index, a.geo.Count())
@@ -342,8 +339,7 @@ func (c *Claim) Fill(r io.Reader) (got uint32, left int, err error) {
 	return got, left, nil
 }
 
-// copy sums each view right after it was read for the copy, while it is in the
-// cache.
+// copy sums each view right after it was read for the copy, while it is in the cache.
 func (c *Claim) copy(views [][]byte) uint32 {
 	sum := c.seed
 	d := 0

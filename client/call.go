@@ -180,8 +180,7 @@ func (c *Call) Wait() (Results, error) {
 	return results, nil
 }
 
-// Timings returns how long each stage took on the server. It must only be called after
-// Wait.
+// Timings returns how long each stage took on the server. It must only be called after Wait.
 func (c *Call) Timings() Timings {
 	t := c.done.Timings
 	return Timings{

@@ -37,8 +37,7 @@ type Config struct {
 	// ChunkBytes is the size of the chunks sent and the largest accepted, in bytes, 1 to 4
 	// MiB; 0 means 1 MiB. A server with a lower limit gets smaller chunks.
 	ChunkBytes int
-	// Checksum selects the checksum of every chunk; 0 means codec.Fastest() on this
-	// machine.
+	// Checksum selects the checksum of every chunk; 0 means codec.Fastest() on this machine.
 	Checksum codec.Checksum
 	// Codec compresses the chunks sent, if the server supports it and they get smaller, and
 	// lets the server compress results; 0 means codec.None. See docs/wire.md for when
@@ -173,8 +172,7 @@ func checkAddress(target string) error {
 	return fmt.Errorf("client: %q is not an address; write host:port or unix:/path", target)
 }
 
-// Close ends every session and the connection, and waits for them. Closing twice is a
-// no-op.
+// Close ends every session and the connection, and waits for them. Closing twice is a no-op.
 func (c *Client) Close() error {
 	c.mu.Lock()
 	c.end(ErrClosed)

@@ -9,8 +9,7 @@ import (
 )
 
 // restClock runs while the caller's own code does: a Reader, a Next or a Writer. While that
-// code blocks, the clock periodically tells the server that the client is alive and
-// waiting.
+// code blocks, the clock periodically tells the server that the client is alive and waiting.
 type restClock struct {
 	limit time.Duration
 	sign  func()        // tells the server, on the timer's goroutine

@@ -102,8 +102,7 @@ func (p *place) write(to io.Writer, v []byte) error {
 	return err
 }
 
-// digest returns the digest of the whole tensor. It reads back what did not arrive in
-// order.
+// digest returns the digest of the whole tensor. It reads back what did not arrive in order.
 func (p *place) digest() (codec.Digest, error) {
 	switch {
 	case p.at != nil:

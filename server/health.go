@@ -29,8 +29,7 @@ func (h healthService) serves(r *grpc.Server) {
 	}
 }
 
-// statuses maps the health of a model to gRPC's. gRPC's health service cannot forget a
-// name.
+// statuses maps the health of a model to gRPC's. gRPC's health service cannot forget a name.
 var statuses = map[serving.Health]healthpb.HealthCheckResponse_ServingStatus{
 	serving.Serving:    healthpb.HealthCheckResponse_SERVING,
 	serving.NotServing: healthpb.HealthCheckResponse_NOT_SERVING,

@@ -96,9 +96,7 @@ func (g *Guard) Remember(c *Caller, end func(why error)) {
 
 // Forget must be called when the RPC has ended.
 func (g *Guard) Forget(c *Caller) {
-	if c != nil {
-		g.open.Delete(c)
-	}
+	g.open.Delete(c)
 }
 
 // Watch checks the callers of open RPCs again every 5 s, until done is closed.

@@ -29,8 +29,7 @@ const (
 	retryMillis = uint32(time.Second / time.Millisecond)
 	// modelGauges is how many gauges of a model are shown; each is a label.
 	modelGauges = 32
-	// maxTimeout limits the timeout of a call, so that its milliseconds fit into a
-	// Duration.
+	// maxTimeout limits the timeout of a call, so that its milliseconds fit into a Duration.
 	maxTimeout = 365 * 24 * time.Hour
 )
 

@@ -86,6 +86,9 @@ func (l *lane) end(why error) {
 
 // retire ends a lane: what it has not brought goes another way.
 func (s *Session) retire(l *lane, why error) {
+	if errors.Is(why, os.ErrDeadlineExceeded) {
+		why = ErrStalled
+	}
 	s.mu.Lock()
 	if s.lane == l {
 		s.lane = nil
@@ -184,9 +187,6 @@ func (s *Session) readChunk(l *lane, ch *frame.Chunk, n int) (err error) {
 			err = io.ErrUnexpectedEOF
 		}
 	}
-	if errors.Is(err, os.ErrDeadlineExceeded) {
-		err = ErrStalled
-	}
 	return err
 }
 
@@ -231,9 +231,6 @@ func (s *Session) writeLane(l *lane) {
 		}
 		held.Release()
 		clear(l.out.Data) // or an idle lane would keep it
-		if errors.Is(err, os.ErrDeadlineExceeded) {
-			err = ErrStalled
-		}
 		if err != nil {
 			s.retire(l, err)
 			return

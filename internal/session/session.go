@@ -1,7 +1,6 @@
-// Package session runs one stream.Machine over a connection that carries frames, the
-// same on both sides: it reads and places, encodes, sums and writes, keeps time, and
-// hands events to its holder. A session outlives its connection, and may be carried by
-// another one.
+// Package session runs one stream.Machine over a connection that carries frames, the same on
+// both sides: it reads and places, encodes, sums and writes, keeps time, and hands events to
+// its holder. A session outlives its connection, and may be carried by another one.
 //
 // It refuses to compute, and to know models, files or how frames become bytes. The
 // reader never waits on the writer: what has to be sent is noted in the machine, which
@@ -203,8 +202,7 @@ func (s *Session) due() bool {
 	return s.m.Pending() || (s.ended || s.waiting) && s.m.Status().Calls == 0
 }
 
-// dispatch hands out events until there are none, and has the lane attended to; mu is
-// held.
+// dispatch hands out events until there are none, and has the lane attended to; mu is held.
 func (s *Session) dispatch(now stream.Instant) {
 	for {
 		e, ok := s.m.Event()
