@@ -9,6 +9,7 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/slab"
@@ -20,7 +21,7 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 	began := time.Now()
 	free, err := s.hold(proto.Size(req))
 	if err != nil {
-		s.core.Refused()
+		s.core.Refuse(admission.Calls)
 		return nil, err
 	}
 	defer free()

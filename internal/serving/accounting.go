@@ -109,9 +109,6 @@ func (c *Core) Panicked(p any) {
 	}
 }
 
-// Refused counts a call that was refused because there was no memory for its message.
-func (c *Core) Refused() { c.gates.Refuse(admission.Calls) }
-
 // Seconds returns the durations of calls, by model.
 func (c *Core) Seconds() metrics.CallSeconds { return c.seconds }
 
@@ -119,8 +116,8 @@ func (c *Core) Seconds() metrics.CallSeconds { return c.seconds }
 // holds.
 func (c *Core) Values() metrics.Values {
 	st, open := c.stats()
-	calls, callsRefused := c.gates.Count(admission.Calls)
-	_, sessionsRefused := c.gates.Count(admission.Sessions)
+	calls, callsRefused := c.Count(admission.Calls)
+	_, sessionsRefused := c.Count(admission.Sessions)
 	v := metrics.Values{
 		Sessions: int64(open), SessionsOpened: c.number.Load() - c.oneWays.Load(), SessionsRefused: sessionsRefused,
 		Calls: calls, CallsOpened: st.CallsOpened + c.callsUnary.Load(), CallsRefused: callsRefused,

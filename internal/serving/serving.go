@@ -55,9 +55,9 @@ type Config struct {
 // Core admits, runs and counts. Create one with New.
 type Core struct {
 	Config // does not change
+	admission.Gates
 	counts
 	models       models
-	gates        admission.Gates
 	unanswered   sync.WaitGroup // requests between Begin and End; after draining is set, none is added
 	reservations reservations
 	forget       func()       // detaches the core from its registry and its budget
@@ -81,7 +81,7 @@ func New(cfg Config) *Core {
 		sessions: make(map[*Session]struct{}),
 	}
 	c.ctx, c.stop = context.WithCancelCause(context.Background())
-	c.gates.Limits = cfg.Open
+	c.Limits = cfg.Open
 	stop := cfg.Models.Watch(func(name string, m engine.Model) {
 		c.counts.watch(name, m != nil)
 		c.models.watch(name, m)
@@ -97,14 +97,11 @@ func New(cfg Config) *Core {
 
 // Enter admits one more of a kind, or returns a *RefusedError. Leave must follow.
 func (c *Core) Enter(k admission.Kind, from *admission.Caller) error {
-	if !c.gates.Enter(k, from) {
-		return TryLater(frame.ResourceExhausted, "%v: the limit of the server is %d; try again later", k, c.gates.Limits[k])
+	if !c.Gates.Enter(k, from) {
+		return TryLater(frame.ResourceExhausted, "%v: the limit of the server is %d; try again later", k, c.Limits[k])
 	}
 	return nil
 }
-
-// Leave undoes Enter.
-func (c *Core) Leave(k admission.Kind, from *admission.Caller) { c.gates.Leave(k, from) }
 
 // EnterTransfer is Enter for a push or a pull, which it counts as open. LeaveTransfer must
 // follow.
