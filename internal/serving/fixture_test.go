@@ -134,7 +134,7 @@ func (f *fixture) isEmpty(t testing.TB) {
 func (f *fixture) isIdle() bool {
 	slabs, _ := f.host.Pool().Live()
 	v := f.Values()
-	return v.Calls == 0 && slabs == 0 && v.MemoryUsed <= v.Sessions*reservation(f.cfg.Session.AllowanceBytes)
+	return v.Calls == 0 && slabs == 0 && v.MemoryUsed <= v.Sessions*reservation(f.Config.Session.AllowanceBytes)
 }
 
 func (f *fixture) isIdleSoon(t testing.TB) {
