@@ -10,6 +10,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/flow"
 	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // calls are the calls of a session, from opening to EventClosed.
@@ -225,7 +226,7 @@ func (c *calls) close(k *call) {
 func (c *calls) accept(now Instant, p *frame.Call) {
 	k := &call{part: *p, missing: len(p.Inputs)}
 	c.add(k, now)
-	d := c.refuse(p)
+	d := c.cfg.Refuse(p, c.load())
 	if i := slices.IndexFunc(p.Inputs, func(b frame.Binding) bool { return c.used(b.Tensor) }); d == nil && i >= 0 {
 		d = &frame.Done{Code: frame.InvalidArgument, Message: fmt.Sprintf("tensor %s was used before; each input needs a new id", p.Inputs[i].Tensor)}
 	}
@@ -241,14 +242,14 @@ func (c *calls) accept(now Instant, p *frame.Call) {
 	if p.Get != nil {
 		k.part.Get = &frame.Get{Selections: slices.Clone(p.Get.Selections), More: p.Get.More}
 	}
-	c.retain(k, retained.OfCall(p))
+	c.retain(k, terms.Retained.OfCall(p))
 	c.advance(k)
 }
 
 // further (server) adds a further part to a get.
 func (c *calls) further(now Instant, k *call, p *frame.Call) {
-	n := retained.OfCall(p)
-	if problem := c.full("get", n); problem != "" {
+	n := terms.Retained.OfCall(p)
+	if problem := c.cfg.Limits.Retain("get", n, c.retained); problem != "" {
 		c.giveUp(k, frame.ResourceExhausted, problem)
 		return
 	}
@@ -262,6 +263,14 @@ func (c *calls) further(now Instant, k *call, p *frame.Call) {
 func (c *calls) retain(k *call, n int) {
 	k.retained += n
 	c.retained += n
+}
+
+// load returns what is open.
+func (c *calls) load() terms.Load {
+	return terms.Load{
+		Draining: c.draining, Undecided: c.undecided, Calls: len(c.open),
+		Tensors: c.in.Open, Allowance: c.in.Allowance, Retained: c.retained,
+	}
 }
 
 // mayOpen (client) reports whether the next call may be sent. A call waits here while it

@@ -6,6 +6,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // Control handles the control parts of a frame; Claim handles its chunk. The machine copies
@@ -73,7 +74,7 @@ func (m *Machine) Control(now Instant, f *frame.Frame) error {
 		m.drained = true
 		m.tell(Event{Kind: EventDrain, Text: f.Drain.Reason})
 	}
-	if n, most := len(m.failures)+len(m.calls.answers)+len(m.out.summaries), max(pendingControl, heldCalls*m.cfg.Limits.OpenCalls); n > most {
+	if n, most := len(m.failures)+len(m.calls.answers)+len(m.out.summaries), max(pendingControl, terms.HeldCalls*m.cfg.Limits.OpenCalls); n > most {
 		return m.violate(frame.ResourceExhausted, "%d answers wait to be read, the limit is %d; read what the session sends", n, most)
 	}
 	if m.waiting > pendingBytes {
@@ -86,7 +87,7 @@ func (m *Machine) hello(now Instant, h *frame.Hello) error {
 	if m.helloSeen {
 		return m.violate(frame.InvalidArgument, "a second hello; a session opens once")
 	}
-	peer, code, bad := m.cfg.accept(h)
+	peer, code, bad := m.cfg.Accept(h)
 	if bad != nil {
 		return m.violate(bad.Code, "%s", bad.Text)
 	}
@@ -138,7 +139,7 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 		k.tensors++
 		k.last = now
 	}
-	geo, bad := m.calls.admit(p, most)
+	geo, bad := m.cfg.Admit(p, most, m.calls.load())
 	if bad == nil && m.cfg.Server {
 		problem := k.part.CheckInput(p)
 		if k.ended {
@@ -155,7 +156,7 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 	}
 	t := m.in.announce(now, p, geo, k)
 	if m.cfg.Server {
-		t.retained = retainedBy(p, geo)
+		t.retained = terms.RetainedByDesc(p, geo)
 		m.calls.retain(k, t.retained)
 		k.missing--
 		m.calls.advance(k)

@@ -15,6 +15,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // runWorld runs a schedule and returns what went wrong.
@@ -313,11 +314,11 @@ func (r *rogue) cancel(call tensor.ID) {
 // bounds checks that nothing has grown past what limits allow.
 func (r *rogue) bounds() {
 	m := r.m
-	most := heldCalls*m.cfg.Limits.OpenCalls + pendingControl + 16
+	most := terms.HeldCalls*m.cfg.Limits.OpenCalls + pendingControl + 16
 	if len(m.calls.open) > most || len(m.failures)+len(m.calls.answers) > pendingControl+64 || len(m.in.tensors) > m.cfg.Limits.OpenTensors*(len(m.calls.open)+1) || m.cfg.Server && m.calls.undecided > m.cfg.Limits.OpenCalls+1 {
 		r.t.Fatalf("%d calls, %d failures, %d dones, %d incoming, running %d", len(m.calls.open), len(m.failures), len(m.calls.answers), len(m.in.tensors), m.calls.undecided)
 	}
-	if m.calls.retained > m.cfg.Limits.retainedBytes() || m.waiting > pendingBytes+64*frame.TextBytes {
+	if m.calls.retained > m.cfg.Limits.RetainedBytes() || m.waiting > pendingBytes+64*frame.TextBytes {
 		r.t.Fatalf("%d bytes are retained of calls, %d bytes of text wait", m.calls.retained, m.waiting)
 	}
 	if problem := miscounted(m); problem != "" {
@@ -563,11 +564,11 @@ func TestCallsWhoseResultsNobodyAcknowledgesAreBounded(t *testing.T) {
 			}
 		}
 	}
-	for i := range heldCalls * 2 {
+	for i := range terms.HeldCalls * 2 {
 		require.Equal(t, frame.OK, call(i, 0))
 	}
 	require.Equal(t, frame.ResourceExhausted, call(50, 0))
-	require.Equal(t, heldCalls*2, m.Status().Calls)
+	require.Equal(t, terms.HeldCalls*2, m.Status().Calls)
 	require.NoError(t, m.Tick(31*second))
 	require.Zero(t, m.Status().Calls)
 	require.Equal(t, frame.OK, call(60, 31*second))

@@ -1,16 +1,12 @@
 package stream
 
-import (
-	"github.com/tensorferry/tensorferry/assembler"
-	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/internal/flow"
-)
+import "github.com/tensorferry/tensorferry/terms"
 
 const (
 	kib         = 1 << 10
 	mib         = 1 << 20
-	second      = 1000 * millisecond
-	millisecond = flow.Millisecond
+	second      = terms.Second
+	millisecond = terms.Millisecond
 )
 
 const (
@@ -37,19 +33,4 @@ const (
 	// lateFrames is how long a session without calls still expects late frames of ended
 	// calls; then it forgets those calls.
 	lateFrames = 10 * second
-	// heldCalls times the limit of open calls is the maximum number of all calls, including
-	// those whose results wait for acknowledgement: those of a frame that arrives before its
-	// acknowledgements, and as many again.
-	heldCalls = 4
-	// retainedBytes is how much a server retains, for all calls of a session, of what they
-	// contain: names, params, metadata, of open calls and of those whose done is not sent.
-	// It is in addition to tensorBytes for each tensor that may be open.
-	retainedBytes = 1 * mib
-	// tensorBytes is what is retained for one incoming tensor, except its names and
-	// metadata, without charging a budget: tensorState and the chunk table.
-	tensorBytes = tensorState + frame.AllowanceChunks*assembler.ChunkOverhead
-	tensorState = 1 * kib
 )
-
-// retained is what is retained for the parts of a call.
-var retained = frame.Sizes{Binding: 32, Entry: 96, Selection: 1 * kib, Range: 16}

@@ -6,13 +6,23 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/internal/flow"
 	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
-// Instant is a time in nanoseconds since a fixed point that the caller chooses.
-type Instant = flow.Instant
+// Types of package terms, which every user of a Machine needs.
+type (
+	// Config configures one side of a session.
+	Config = terms.Config
+	// Limits are the limits of one session.
+	Limits = terms.Limits
+	// Instant is a time in nanoseconds since a fixed point that the caller chooses.
+	Instant = terms.Instant
+)
+
+// DefaultLimits returns the default limits of a session.
+func DefaultLimits() Limits { return terms.DefaultLimits() }
 
 // Machine is one side of a session. It belongs to one goroutine at a time.
 type Machine struct {
@@ -32,11 +42,11 @@ type Machine struct {
 
 // New returns a machine whose time starts at now.
 func New(cfg Config, now Instant) *Machine {
-	cfg.setDefaults()
+	cfg.SetDefaults()
 	m := &Machine{shared: shared{cfg: cfg, peer: frame.Hello{MaxChunkBytes: 1, MaxOpenTensors: 1}, lastUse: now}, began: now}
 	m.out = sender{shared: &m.shared, tensors: make(map[tensor.ID]*out)}
 	m.in = receiver{shared: &m.shared, tensors: make(map[tensor.ID]*in)}
-	m.in.Server, m.in.ManyBytes, m.in.ManyTensors = cfg.Server, int64(cfg.Limits.AllowanceBytes)/2, cfg.Limits.OpenTensors/2
+	m.in.Terms = &m.cfg
 	m.in.free = func(done func(filled bool), filled bool) {
 		if done != nil {
 			m.tell(Event{done: done, filled: filled})

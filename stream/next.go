@@ -34,7 +34,7 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 	}
 	if !m.helloSent {
 		m.helloSent = true
-		f.Hello = m.cfg.hello(m.agreed())
+		f.Hello = m.cfg.Hello(m.agreed())
 		if !m.helloSeen {
 			return nil, true
 		}

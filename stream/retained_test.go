@@ -37,8 +37,7 @@ func heap() int64 {
 // What a peer says that reads nothing of the answers is kept within a bound, whatever
 // it says, until the session ends.
 func TestWhatAPeerSaysAndDoesNotReadIsKeptWithinABound(t *testing.T) {
-	defaults := DefaultLimits()
-	most := int64(defaults.retainedBytes()) + pendingControl*640 + pendingBytes + 256<<10
+	most := int64(DefaultLimits().RetainedBytes()) + pendingControl*640 + pendingBytes + 256<<10
 	name := strings.Repeat(`"`, frame.NameBytes) // twice as long when it is quoted
 	sound := func(id, call tensor.ID) frame.Desc {
 		d := bytesDesc(id, call, frame.AllowanceChunks, 1)

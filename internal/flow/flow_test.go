@@ -10,6 +10,7 @@ import (
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // one returns a tensor of n chunks of a byte.
@@ -87,7 +88,8 @@ func TestAnAcknowledgementWaitsForAFrameUnlessTheSenderNeedsIt(t *testing.T) {
 		"it has ended, and its sender is short": {retain: 1, ends: true, owed: true, urgent: true, acks: 1},
 	} {
 		t.Run(name, func(t *testing.T) {
-			r := Receiver{ManyTensors: 32, ManyBytes: 512 << 10}
+			r := Receiver{Terms: new(terms.Config)}
+			r.Terms.SetDefaults()
 			in := &In{Tensor: one(t, 'a', 2), Owner: tc.owed}
 			in.Desc.RetainChunks = tc.retain
 			in.Asm = assembler.New(in.Desc.Tensor, in.Geo, codec.CRC32C, func(func(bool), bool) {})

@@ -1,5 +1,7 @@
 package flow
 
+import "github.com/tensorferry/tensorferry/terms"
+
 const (
 	// smallRun is how many chunks of small tensors may be sent before a large one gets a
 	// turn, so that a flood of small calls does not stop it.
@@ -9,7 +11,7 @@ const (
 	ackShare = 4
 	// lazyAck is how long an acknowledgement or a credit that nobody waits for may be
 	// delayed, to be sent along with another frame.
-	lazyAck = 20 * Millisecond
+	lazyAck = 20 * terms.Millisecond
 	// FrameParts is the most control parts of a kind in one frame.
 	FrameParts = 64
 	// FrameBytes is the size at which a frame gets no more control parts. The receiver

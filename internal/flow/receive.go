@@ -3,6 +3,7 @@ package flow
 import (
 	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // In is an incoming tensor.
@@ -18,12 +19,6 @@ type In struct {
 	ackDue    bool // in acks
 }
 
-// Instant is a time in nanoseconds since a fixed point that the user of a session chooses.
-type Instant int64
-
-// Millisecond as an Instant.
-const Millisecond = Instant(1e6)
-
 // Owner is what an incoming tensor belongs to.
 type Owner interface {
 	// OwesAck reports whether a tensor that has ended, and is whole, must still be
@@ -33,13 +28,10 @@ type Owner interface {
 
 // Receiver decides which credits and acknowledgements are sent.
 type Receiver struct {
-	Server      bool
-	ManyTensors int   // so many tensors that count as open are to be acknowledged soon
-	ManyBytes   int64 // likewise, if the allowance in use is larger
-
-	Open      int     // number of tensors that count as open
-	Allowance int64   // bytes used by the peer
-	LazyAt    Instant // when credits and acks are due; 0 means now
+	Terms     *terms.Config
+	Open      int           // number of tensors that count as open
+	Allowance int64         // bytes used by the peer
+	LazyAt    terms.Instant // when credits and acks are due; 0 means now
 
 	credits []*In // tensors whose limit is to be sent
 	acks    []*In // tensors to be acknowledged
@@ -60,7 +52,7 @@ func (r *Receiver) Start(t *In) {
 func (r *Receiver) End(t *In) {
 	t.Dead = true
 	t.Asm.Drop()
-	if r.Server || !t.Asm.Whole() { // otherwise its acknowledgement must still be sent
+	if r.Terms.Server || !t.Asm.Whole() { // otherwise its acknowledgement must still be sent
 		t.resend = nil
 	}
 	r.uncount(t)
@@ -77,7 +69,7 @@ func (r *Receiver) uncount(t *In) {
 }
 
 // Arrived handles a chunk that is in its place.
-func (r *Receiver) Arrived(now Instant, t *In) {
+func (r *Receiver) Arrived(now terms.Instant, t *In) {
 	r.WantCredit(now, t)
 	switch news := t.Asm.Below() - t.acked; {
 	case t.Asm.Whole() && t.Summed && t.Desc.OnAllowance:
@@ -86,7 +78,7 @@ func (r *Receiver) Arrived(now Instant, t *In) {
 		// memory is scarce, more than half of the allowance is in use, or the sender counts
 		// many tensors as open that are here.
 		r.WantAck(now, t, t.Desc.RetainChunks > 0 && !t.Desc.OnAllowance ||
-			r.Allowance > r.ManyBytes || len(r.acks) >= r.ManyTensors)
+			r.Allowance > int64(r.Terms.Limits.AllowanceBytes)/2 || len(r.acks) >= r.Terms.Limits.OpenTensors/2)
 	case t.Desc.RetainChunks > 0 && news > 0:
 		// Also before it is due: the sender may be able to retain less than it hoped for.
 		r.WantAck(now, t, news >= max(1, t.Desc.RetainChunks/ackShare))
@@ -94,7 +86,7 @@ func (r *Receiver) Arrived(now Instant, t *In) {
 }
 
 // Resend has a chunk sent again.
-func (r *Receiver) Resend(now Instant, t *In, index uint32) {
+func (r *Receiver) Resend(now terms.Instant, t *In, index uint32) {
 	t.resend = append(t.resend, index)
 	r.WantAck(now, t, true)
 }
@@ -103,7 +95,7 @@ func (r *Receiver) Resend(now Instant, t *In, index uint32) {
 func (t *In) Resends() int { return len(t.resend) }
 
 // WantAck schedules an acknowledgement: now, or with the next frame.
-func (r *Receiver) WantAck(now Instant, t *In, urgent bool) {
+func (r *Receiver) WantAck(now terms.Instant, t *In, urgent bool) {
 	if !t.ackDue {
 		t.ackDue = true
 		r.mayWait(now)
@@ -116,7 +108,7 @@ func (r *Receiver) WantAck(now Instant, t *In, urgent bool) {
 
 // WantCredit schedules the sending of a tensor's limit, if it was raised: now, if the peer
 // has used half of what it may send, or with the next frame.
-func (r *Receiver) WantCredit(now Instant, t *In) {
+func (r *Receiver) WantCredit(now terms.Instant, t *In) {
 	limit := t.Asm.Limit()
 	if limit <= t.Limit {
 		return
@@ -132,7 +124,7 @@ func (r *Receiver) WantCredit(now Instant, t *In) {
 }
 
 // mayWait starts the delay of credits and acks.
-func (r *Receiver) mayWait(now Instant) {
+func (r *Receiver) mayWait(now terms.Instant) {
 	if len(r.credits)+len(r.acks) == 0 {
 		r.LazyAt = now + lazyAck
 	}
@@ -157,7 +149,7 @@ func (r *Receiver) Add(f *frame.Frame) {
 	}
 	for len(r.acks) > 0 && len(f.Acks) < FrameParts {
 		t := r.acks[len(r.acks)-1]
-		if t.Dead && !(t.Asm.Whole() && t.Owner.OwesAck(r.Server, &t.Desc)) {
+		if t.Dead && !(t.Asm.Whole() && t.Owner.OwesAck(r.Terms.Server, &t.Desc)) {
 			Pop(&r.acks, len(r.acks)-1)
 			continue // done says more than an ack could
 		}

@@ -58,8 +58,9 @@ var layers = map[string][]string{
 	"internal/inbound":   {"internal/wire"},
 	"store/storetest":    {"codec", "store", "tensor"},
 	"internal/lifecycle": {"frame", "internal/invariants"},
-	"internal/flow":      {"assembler", "chunker", "frame", "tensor"},
-	"stream":             {"assembler", "chunker", "codec", "frame", "internal/flow", "internal/lifecycle", "internal/recent", "tensor"},
+	"terms":              {"assembler", "codec", "frame", "tensor"},
+	"internal/flow":      {"assembler", "chunker", "frame", "tensor", "terms"},
+	"stream":             {"assembler", "chunker", "codec", "frame", "internal/flow", "internal/lifecycle", "internal/recent", "tensor", "terms"},
 
 	"internal/session": {"codec", "frame", "internal/background", "internal/fault", "slab", "stream", "tensor"},
 
@@ -237,7 +238,7 @@ func TestOutsidePackagesAreImportedWhereTheyBelong(t *testing.T) {
 // pure packages have neither I/O nor a clock, so that a test or a fuzzer runs
 // them exactly as a server does.
 var (
-	pure   = []string{"tensor", "slab", "codec", "frame", "chunker", "assembler", "internal/lifecycle", "internal/flow", "stream"}
+	pure   = []string{"tensor", "slab", "codec", "frame", "chunker", "assembler", "internal/lifecycle", "terms", "internal/flow", "stream"}
 	impure = []string{"net/...", "os/...", "log/...", "time"}
 )
 

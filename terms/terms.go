@@ -1,4 +1,10 @@
-package stream
+// Package terms has what one side brings into a session: its configuration, its limits, and
+// the hello that tells the peer about them; and it counts what a session retains of what the
+// peer says.
+//
+// It refuses to know what happens in a session: stream does. A Config belongs to one
+// goroutine at a time. It owns no bytes.
+package terms
 
 import (
 	"slices"
@@ -33,8 +39,8 @@ type Config struct {
 	NoAllowance bool
 }
 
-// setDefaults applies defaults, and copies Codecs.
-func (c *Config) setDefaults() {
+// SetDefaults applies defaults, and copies Codecs.
+func (c *Config) SetDefaults() {
 	c.Limits = c.Limits.WithDefaults()
 	if c.NoAllowance {
 		c.Limits.AllowanceBytes = 0
@@ -45,8 +51,8 @@ func (c *Config) setDefaults() {
 	}
 }
 
-// hello returns this side's hello. A server's has lanes if both sides would have them.
-func (c *Config) hello(lanes bool) *frame.Hello {
+// Hello returns this side's hello. A server's has lanes if both sides would have them.
+func (c *Config) Hello(lanes bool) *frame.Hello {
 	h := &frame.Hello{
 		Version: frame.Version, Session: c.Session, MaxChunkBytes: c.Limits.ChunkBytes,
 		AllowanceBytes: c.Limits.AllowanceBytes, Checksum: uint8(c.Check), MaxOpenTensors: uint32(c.Limits.OpenTensors),
@@ -58,15 +64,15 @@ func (c *Config) hello(lanes bool) *frame.Hello {
 		h.Lanes, h.LaneToken = c.Lanes, c.LaneToken
 	}
 	if c.Server {
-		h.ChunkIdleMillis = uint32(min(max(c.Limits.ChunkIdle/millisecond, 1), 1<<32-1))
+		h.ChunkIdleMillis = uint32(min(max(c.Limits.ChunkIdle/Millisecond, 1), 1<<32-1))
 		h.Stores = c.Stores
 	}
 	return h
 }
 
-// accept checks the peer's hello, and returns the parts of it that bind this side, and the
+// Accept checks the peer's hello, and returns the parts of it that bind this side, and the
 // codec in which this side sends. On a server it sets Session and Check.
-func (c *Config) accept(h *frame.Hello) (peer frame.Hello, code codec.Codec, bad *frame.Error) {
+func (c *Config) Accept(h *frame.Hello) (peer frame.Hello, code codec.Codec, bad *frame.Error) {
 	if bad := h.Check(); bad != nil {
 		return peer, code, bad
 	}
@@ -82,51 +88,4 @@ func (c *Config) accept(h *frame.Hello) (peer frame.Hello, code codec.Codec, bad
 	peer.AllowanceBytes = min(peer.AllowanceBytes, frame.AllowanceCeiling)
 	peer.Codecs = nil // valid only as long as the frame
 	return peer, codec.Choose(c.Codecs, h.Codecs[:min(len(h.Codecs), frame.HelloCodecs)]), nil
-}
-
-// Limits are the limits of one session. GetServiceInfo shows each of them. Zero values mean
-// those of DefaultLimits.
-type Limits struct {
-	ChunkBytes     uint32  // largest chunk accepted, bytes, at most ChunkBytesCeiling
-	AllowanceBytes uint32  // payload accepted without credit, bytes, at most AllowanceCeiling
-	TensorBytes    int64   // largest tensor accepted, bytes
-	OpenTensors    int     // open incoming tensors
-	OpenCalls      int     // open calls
-	FirstFrame     Instant // until the peer's hello
-	ChunkIdle      Instant // without a chunk although there is credit, or without reading what is ready
-	InputIdle      Instant // the same while the peer says that it is waiting itself; at least ChunkIdle
-	SessionIdle    Instant // without a call
-}
-
-// DefaultLimits returns the default limits of a session.
-func DefaultLimits() Limits {
-	return Limits{
-		ChunkBytes: 1 * mib, AllowanceBytes: 1 * mib, TensorBytes: 16 << 30,
-		OpenTensors: 64, OpenCalls: 64,
-		FirstFrame: 10 * second, ChunkIdle: 30 * second, InputIdle: 3600 * second, SessionIdle: 600 * second,
-	}
-}
-
-// WithDefaults returns the limits with zero fields set to their defaults and all fields
-// reduced to their ceilings.
-func (l Limits) WithDefaults() Limits {
-	d := DefaultLimits()
-	set(&l.ChunkBytes, d.ChunkBytes, frame.ChunkBytesCeiling)
-	set(&l.AllowanceBytes, d.AllowanceBytes, frame.AllowanceCeiling)
-	set(&l.TensorBytes, d.TensorBytes, 1<<62)
-	set(&l.OpenTensors, d.OpenTensors, 1<<16)
-	set(&l.OpenCalls, d.OpenCalls, 1<<16)
-	set(&l.FirstFrame, d.FirstFrame, 1<<62)
-	set(&l.ChunkIdle, d.ChunkIdle, 1<<62)
-	set(&l.InputIdle, d.InputIdle, 1<<62)
-	l.InputIdle = max(l.InputIdle, l.ChunkIdle)
-	set(&l.SessionIdle, d.SessionIdle, 1<<62)
-	return l
-}
-
-func set[T uint32 | int | int64 | Instant](v *T, def, most T) {
-	if *v <= 0 {
-		*v = def
-	}
-	*v = min(*v, most)
 }
