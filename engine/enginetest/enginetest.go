@@ -19,6 +19,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -68,9 +70,7 @@ func On[H Host](host func(memory int64) H, build func(H) (engine.Model, error)) 
 		h := host(memory)
 		t.Cleanup(h.Close)
 		m, err := build(h)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return Subject{m, func() error {
 			used, _, _ := h.Budget().Used()
 			if slabs, live := h.Pool().Live(); used != 0 || slabs != 0 {

@@ -5,10 +5,12 @@ import (
 	"errors"
 	"io"
 	"math"
-	"reflect"
 	"slices"
 	"sync"
 	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/slab"
@@ -32,11 +34,7 @@ func Run(t *testing.T, c Case) {
 func (c Case) start(t *testing.T, memory int64) engine.Model {
 	t.Helper()
 	s := c.New(t, memory)
-	t.Cleanup(func() {
-		if err := s.Idle(); err != nil {
-			t.Error(err)
-		}
-	})
+	t.Cleanup(func() { assert.NoError(t, s.Idle()) })
 	return s.Model
 }
 
@@ -45,12 +43,10 @@ func (c Case) open(ctx context.Context, t *testing.T) engine.Run {
 	t.Helper()
 	m := c.start(t, memory)
 	r, err := m.Open(ctx, Call(m, c.Inputs, c.Params, 1<<10))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() {
-		if err := r.Close(); err != nil && !errors.Is(err, engine.ErrClosed) {
-			t.Errorf("Close returned %v", err)
+		if err := r.Close(); !errors.Is(err, engine.ErrClosed) {
+			assert.NoError(t, err, "Close")
 		}
 	})
 	return r
@@ -59,26 +55,20 @@ func (c Case) open(ctx context.Context, t *testing.T) engine.Run {
 func (c Case) check(t *testing.T, m engine.Model, in []tensor.Tensor, chunk int64, seed uint64) {
 	t.Helper()
 	want, err := c.Want(in)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if c.Near != 0 {
 		uncut, err := Compute(t.Context(), m, in, c.Params, math.MaxInt32, 0)
 		if err == nil {
 			err = near(uncut, want, c.Near)
 		}
-		if err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, err)
 		want = uncut
 	}
 	got, err := Compute(t.Context(), m, in, c.Params, chunk, seed)
 	if err == nil {
 		err = Equal(got, want)
 	}
-	if err != nil {
-		t.Errorf("chunks of %d bytes, seed %d: %v", chunk, seed, err)
-	}
+	assert.NoError(t, err, "chunks of %d bytes, seed %d", chunk, seed)
 }
 
 func (c Case) refuses(t *testing.T) {
@@ -120,13 +110,10 @@ func (c Case) refuses(t *testing.T) {
 			k := good()
 			spoil(&k)
 			r, err := s.Model.Open(t.Context(), k)
-			var in *engine.InputError
-			if !errors.Is(err, engine.ErrInput) || !errors.As(err, &in) || r != nil {
-				t.Errorf("Open returned %v and %v, want no run and an InputError", r, err)
-			}
-			if err := s.Idle(); err != nil {
-				t.Error(err)
-			}
+			assert.Nil(t, r)
+			assert.ErrorIs(t, err, engine.ErrInput)
+			assert.ErrorAs(t, err, new(*engine.InputError))
+			assert.NoError(t, s.Idle())
 		})
 	}
 }
@@ -138,9 +125,8 @@ func (c Case) anyCut(t *testing.T) {
 		in := c.Inputs[0]
 		size = int64(len(in.Data))
 		var err error
-		if _, row, err = in.Rows(m.Info().Axes(len(in.Shape))); err != nil {
-			t.Fatal(err)
-		}
+		_, row, err = in.Rows(m.Info().Axes(len(in.Shape)))
+		require.NoError(t, err)
 	}
 	cuts := []int64{size, size + 1, 1 << 20}
 	for _, n := range []int64{1, 2, 5, 64, 100} { // of rows, and straddling them
@@ -155,9 +141,7 @@ func (c Case) anyCut(t *testing.T) {
 			c.check(t, m, c.Inputs, chunk, seed)
 		}
 	}
-	if a, b := m.Info(), m.Info(); !reflect.DeepEqual(a, b) {
-		t.Errorf("info changed from %v to %v", a, b)
-	}
+	assert.Equal(t, m.Info(), m.Info(), "the info changes")
 }
 
 // ascends leaves it to the driver to hold the blocks to that.
@@ -189,23 +173,15 @@ func (c Case) sideBySide(t *testing.T, memory int64) {
 func (c Case) leastMemory(t *testing.T) {
 	memory := int64(256)
 	for ; ; memory += memory/8 + 1 {
-		if memory > 1<<32 {
-			t.Fatal("no amount of memory is enough")
-		}
+		require.LessOrEqual(t, memory, int64(1<<32), "no amount of memory is enough")
 		s := c.New(t, memory)
 		r, err := s.Model.Open(t.Context(), Call(s.Model, c.Inputs, c.Params, 1<<12))
 		if err == nil {
-			if err := r.Close(); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, r.Close())
 			break
 		}
-		if !errors.Is(err, slab.ErrBudget) { // else the call can never run in so little
-			t.Fatal(err)
-		}
-		if err := s.Idle(); err != nil {
-			t.Error(err)
-		}
+		require.ErrorIs(t, err, slab.ErrBudget) // else the call can never run in so little
+		assert.NoError(t, s.Idle())
 	}
 	c.sideBySide(t, memory)
 }
@@ -215,17 +191,22 @@ type phase func(t *testing.T, c Case, r engine.Run) (release func())
 
 func nothing() {}
 
-// wrongAtBorrow reports whether a first block was refused that there is.
-func (c Case) wrongAtBorrow(err error) bool {
-	return err != nil && (len(c.Inputs) > 0 || !errors.Is(err, io.EOF))
+// borrow borrows a block that comes without waiting; nil of a model that has no inputs.
+func (c Case) borrow(t *testing.T, r engine.Run) *engine.Block {
+	t.Helper()
+	b, err := r.Borrow(t.Context())
+	if len(c.Inputs) == 0 {
+		require.ErrorIs(t, err, io.EOF)
+	} else {
+		require.NoError(t, err)
+	}
+	return b
 }
 
 var phases = map[string]phase{
 	"before Borrow": func(*testing.T, Case, engine.Run) func() { return nothing },
 	"with a block borrowed": func(t *testing.T, c Case, r engine.Run) func() {
-		if _, err := r.Borrow(t.Context()); c.wrongAtBorrow(err) {
-			t.Error(err)
-		}
+		c.borrow(t, r)
 		return nothing
 	},
 	"with a block filled": func(t *testing.T, c Case, r engine.Run) func() {
@@ -235,10 +216,7 @@ var phases = map[string]phase{
 	"with a result held": func(t *testing.T, c Case, r engine.Run) func() {
 		fillOne(t, c, r)
 		o, err := r.Next(t.Context())
-		if err != nil {
-			t.Error(err)
-			return nothing
-		}
+		require.NoError(t, err)
 		return o.Release
 	},
 }
@@ -246,21 +224,22 @@ var phases = map[string]phase{
 // fillOne fills the Whole inputs, if there are any, and the first block of rows.
 func fillOne(t *testing.T, c Case, r engine.Run) {
 	t.Helper()
-	for {
-		b, err := r.Borrow(t.Context())
-		if err != nil {
-			if c.wrongAtBorrow(err) {
-				t.Error(err)
-			}
-			return
-		}
+	for whole := true; whole && len(c.Inputs) > 0; {
+		b := c.borrow(t, r)
 		for p, mem := range b.In {
 			copy(mem, c.Inputs[p].Data)
 		}
 		r.Filled(b)
-		if !b.Whole {
-			return
-		}
+		whole = b.Whole
+	}
+}
+
+// orEnd checks that an error is the cause of the cancel, or the end: what was done before may
+// still be told as it was.
+func orEnd(t *testing.T, err, cause error) {
+	t.Helper()
+	if !errors.Is(err, io.EOF) {
+		assert.ErrorIs(t, err, cause)
 	}
 }
 
@@ -272,13 +251,10 @@ func (c Case) cancelled(t *testing.T) {
 			r := c.open(ctx, t)
 			release := reach(t, c, r)
 			cancel(cause)
-			// What was done before the cancel may still be told as it was.
-			if _, err := r.Borrow(t.Context()); !errors.Is(err, cause) && !errors.Is(err, io.EOF) {
-				t.Errorf("Borrow returned %v, want the cause", err)
-			}
-			if o, err := r.Next(t.Context()); !errors.Is(err, cause) && !errors.Is(err, io.EOF) {
-				t.Errorf("Next returned %v and %v, want the cause", o, err)
-			}
+			_, err := r.Borrow(t.Context())
+			orEnd(t, err, cause)
+			_, err = r.Next(t.Context())
+			orEnd(t, err, cause)
 			release()
 		})
 	}
@@ -286,9 +262,8 @@ func (c Case) cancelled(t *testing.T) {
 		m := c.start(t, memory)
 		ctx, cancel := context.WithCancelCause(t.Context())
 		cancel(cause)
-		if r, err := m.Open(ctx, Call(m, c.Inputs, c.Params, 1<<10)); !errors.Is(err, cause) {
-			t.Errorf("Open returned %v and %v, want the cause", r, err)
-		}
+		_, err := m.Open(ctx, Call(m, c.Inputs, c.Params, 1<<10))
+		assert.ErrorIs(t, err, cause)
 	})
 	t.Run("while both sides wait", func(t *testing.T) {
 		if len(c.Inputs) == 0 {
@@ -298,19 +273,15 @@ func (c Case) cancelled(t *testing.T) {
 		r := c.open(ctx, t)
 		var wg sync.WaitGroup
 		wg.Go(func() {
-			for {
-				if _, err := r.Borrow(t.Context()); err != nil {
-					if !errors.Is(err, cause) && !errors.Is(err, io.EOF) {
-						t.Errorf("Borrow returned %v, want the cause", err)
-					}
-					return
-				}
+			var err error
+			for err == nil {
+				_, err = r.Borrow(t.Context())
 			}
+			orEnd(t, err, cause)
 		})
 		wg.Go(func() {
-			if _, err := r.Next(t.Context()); !errors.Is(err, cause) {
-				t.Errorf("Next returned %v, want the cause", err)
-			}
+			_, err := r.Next(t.Context())
+			assert.ErrorIs(t, err, cause)
 		})
 		cancel(cause)
 		wg.Wait()
@@ -319,28 +290,20 @@ func (c Case) cancelled(t *testing.T) {
 		r := c.open(t.Context(), t)
 		ctx, cancel := context.WithCancelCause(t.Context())
 		cancel(cause)
-		if _, err := r.Next(ctx); !errors.Is(err, cause) {
-			t.Errorf("Next returned %v, want the cause", err)
-		}
+		_, err := r.Next(ctx)
+		assert.ErrorIs(t, err, cause)
 	})
 }
 
 func (c Case) closed(t *testing.T) {
 	r := c.open(t.Context(), t)
-	b, err := r.Borrow(t.Context())
-	if c.wrongAtBorrow(err) {
-		t.Fatal(err)
-	}
-	if err := r.Close(); err != nil {
-		t.Errorf("Close returned %v", err)
-	}
+	b := c.borrow(t, r)
+	require.NoError(t, r.Close())
 	if b != nil {
 		r.Filled(b) // came too late, and touches nothing
 	}
-	if _, err := r.Borrow(t.Context()); !errors.Is(err, engine.ErrClosed) {
-		t.Errorf("Borrow returned %v, want ErrClosed", err)
-	}
-	if _, err := r.Next(t.Context()); !errors.Is(err, engine.ErrClosed) {
-		t.Errorf("Next returned %v, want ErrClosed", err)
-	}
+	_, err := r.Borrow(t.Context())
+	assert.ErrorIs(t, err, engine.ErrClosed, "Borrow")
+	_, err = r.Next(t.Context())
+	assert.ErrorIs(t, err, engine.ErrClosed, "Next")
 }

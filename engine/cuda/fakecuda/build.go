@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/cpu"
 )
 
@@ -43,9 +44,7 @@ func Build(t testing.TB, o Options) (path string) {
 	building.Lock()
 	defer building.Unlock()
 	path, err := build(compiler, o)
-	if err != nil {
-		t.Fatalf("fakecuda: %v", err)
-	}
+	require.NoError(t, err, "fakecuda")
 	return path
 }
 

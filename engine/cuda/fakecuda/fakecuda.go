@@ -31,6 +31,8 @@ import (
 	"testing"
 	"time"
 	"unsafe"
+
+	"github.com/stretchr/testify/require"
 )
 
 // Driver is a loaded library, safe for concurrent use, and one for all who load its path.
@@ -71,13 +73,9 @@ func load(t testing.TB, path string) *Driver {
 	name := C.CString(path)
 	defer C.free(unsafe.Pointer(name))
 	d := &Driver{t: t, handle: C.dlopen(name, C.RTLD_NOW|C.RTLD_LOCAL)}
-	if d.handle == nil {
-		t.Fatalf("fakecuda: %s", C.GoString(C.dlerror()))
-	}
+	require.NotNil(t, d.handle, "fakecuda: %s", C.GoString(C.dlerror()))
 	d.control, d.text = d.symbol("fake_control"), d.symbol("fake_read")
-	if d.control == nil || d.text == nil {
-		t.Fatalf("fakecuda: %s is not the fake driver", path)
-	}
+	require.True(t, d.control != nil && d.text != nil, "fakecuda: %s is not the fake driver", path)
 	return d
 }
 
@@ -102,9 +100,7 @@ func (d *Driver) Control(commands string) {
 	d.t.Helper()
 	c := C.CString(commands)
 	defer C.free(unsafe.Pointer(c))
-	if C.control(d.control, c) != 0 {
-		d.t.Fatalf("fakecuda: command not understood: %s", commands)
-	}
+	require.Zero(d.t, C.control(d.control, c), "fakecuda: command not understood: %s", commands)
 }
 
 // Timeline returns what was executed without an error, in the order of its end.
@@ -113,9 +109,8 @@ func (d *Driver) Timeline() []Op {
 	var ops []Op
 	for _, line := range d.read("timeline") {
 		var op Op
-		if _, err := fmt.Sscan(line, &op.Device, &op.Stream, &op.Kind, &op.Bytes, (*int64)(&op.Begin), (*int64)(&op.End)); err != nil {
-			d.t.Fatalf("fakecuda: timeline: %q: %v", line, err)
-		}
+		_, err := fmt.Sscan(line, &op.Device, &op.Stream, &op.Kind, &op.Bytes, (*int64)(&op.Begin), (*int64)(&op.End))
+		require.NoError(d.t, err, "fakecuda: timeline: %q", line)
 		ops = append(ops, op)
 	}
 	return ops
@@ -126,9 +121,8 @@ func (d *Driver) Live() Live {
 	d.t.Helper()
 	var l Live
 	text := strings.Join(d.read("live"), "")
-	if _, err := fmt.Sscan(text, &l.Contexts, &l.Streams, &l.Events, &l.Modules, &l.Allocations, &l.Registered, &l.Bytes, &l.Workers); err != nil {
-		d.t.Fatalf("fakecuda: live: %q: %v", text, err)
-	}
+	_, err := fmt.Sscan(text, &l.Contexts, &l.Streams, &l.Events, &l.Modules, &l.Allocations, &l.Registered, &l.Bytes, &l.Workers)
+	require.NoError(d.t, err, "fakecuda: live: %q", text)
 	return l
 }
 
@@ -164,9 +158,7 @@ func (d *Driver) symbol(name string) unsafe.Pointer {
 func (d *Driver) call(function string, args ...uintptr) int {
 	d.t.Helper()
 	f := d.symbol(function)
-	if f == nil {
-		d.t.Fatalf("fakecuda: no function %s", function)
-	}
+	require.NotNil(d.t, f, "fakecuda: no function %s", function)
 	var all [11]C.uintptr_t
 	for i, a := range args {
 		all[i] = C.uintptr_t(a)

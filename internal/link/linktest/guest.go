@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"github.com/tensorferry/tensorferry/internal/link"
@@ -34,18 +35,13 @@ const patience = 10 * time.Second
 func Pair(t testing.TB) (host *net.UnixConn, g *Guest) {
 	t.Helper()
 	host, file, err := link.Pair()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	fd, err := unix.Dup(int(file.Fd()))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	_ = file.Close()
 	g = &Guest{T: t, mem: make(map[uint32][]byte)}
-	if g.Socket, err = link.FromFD(fd); err != nil {
-		t.Fatal(err)
-	}
+	g.Socket, err = link.FromFD(fd)
+	require.NoError(t, err)
 	t.Cleanup(g.Close)
 	return host, g
 }
@@ -65,18 +61,15 @@ func (g *Guest) ID() uint64 { g.ids++; return g.ids }
 // Write sends a packet as it is.
 func (g *Guest) Write(packet []byte) {
 	g.T.Helper()
-	if _, err := g.Socket.Write(packet); err != nil {
-		g.T.Fatal(err)
-	}
+	_, err := g.Socket.Write(packet)
+	require.NoError(g.T, err)
 }
 
 // Send sends a message.
 func (g *Guest) Send(m link.Message) {
 	g.T.Helper()
 	packet, err := link.Append(nil, m)
-	if err != nil {
-		g.T.Fatal(err)
-	}
+	require.NoError(g.T, err)
 	g.Write(packet)
 }
 
@@ -142,14 +135,9 @@ func (g *Guest) mapped(m *link.Memory, oob []byte) error {
 func Must[T link.Message](g *Guest) T {
 	g.T.Helper()
 	m, err := g.Recv()
-	if err != nil {
-		g.T.Fatal(err)
-	}
-	is, ok := m.(T)
-	if !ok {
-		g.T.Fatalf("got %#v, wanted a %T", m, is)
-	}
-	return is
+	require.NoError(g.T, err)
+	require.IsType(g.T, *new(T), m)
+	return m.(T)
 }
 
 // Take takes a range of n bytes.
@@ -157,10 +145,9 @@ func (g *Guest) Take(n int) link.Range {
 	g.T.Helper()
 	g.Send(&link.Take{Head: link.Head{ID: g.ID()}, Bytes: uint64(n), Millis: uint32(patience.Milliseconds())})
 	give := Must[*link.Give](g)
-	if len(give.Ranges) != 1 || give.Ranges[0].Len < uint64(n) {
-		g.T.Fatalf("took %d bytes, was given %v", n, give.Ranges)
-	}
+	require.Len(g.T, give.Ranges, 1)
 	r := give.Ranges[0]
+	require.GreaterOrEqual(g.T, r.Len, uint64(n))
 	r.Len = uint64(n)
 	return r
 }
