@@ -286,8 +286,11 @@ func (g *guest) send(w *blocks.Work) bool {
 	h.mu.Unlock()
 	if fresh && err == nil {
 		if m.JSON = p.json; len(p.json) > link.PacketBytes/2 {
-			m.Flags |= link.Long
-			m.JSON, err = g.long(run, p.json)
+			var b *link.Block
+			if b, err = g.conn.New(run, int64(len(p.json))); err == nil {
+				m.Flags, m.JSON = link.Long, link.AppendRange(nil, b.Range(int64(copy(b.Bytes(), p.json))))
+				g.conn.Own(b)
+			}
 		}
 	}
 	if err != nil {
@@ -325,18 +328,6 @@ func (g *guest) wind(d time.Duration) {
 func (g *guest) unwind() {
 	g.clock.Stop()
 	g.due = time.Time{}
-}
-
-// long puts json into memory that is handed over, and returns what the message has instead.
-func (g *guest) long(ctx context.Context, json []byte) ([]byte, error) {
-	b, err := g.conn.New(ctx, int64(len(json)))
-	if err != nil {
-		return nil, err
-	}
-	copy(b.Bytes(), json)
-	r := b.Range(int64(len(json)))
-	g.conn.Own(b)
-	return link.AppendRange(nil, r), nil
 }
 
 // leaveRun is called when a run ends that the guest knows.

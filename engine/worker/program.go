@@ -1,6 +1,7 @@
 package worker
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -88,11 +89,12 @@ type result struct {
 // the model does wrong is the result's.
 func (h *Host) accept(g *guest, w *blocks.Work, a *link.Answer) (r result, err error) {
 	if a.Flags&link.Long != 0 {
-		b, err := g.conn.Taken(link.LongRange(a.JSON))
+		where := link.LongRange(a.JSON)
+		b, err := g.conn.Taken(where)
 		if err != nil {
 			return r, err
 		}
-		a.JSON = append([]byte(nil), b.Bytes()[:min(link.LongRange(a.JSON).Len, uint64(len(b.Bytes())))]...)
+		a.JSON = bytes.Clone(b.Bytes()[:where.Len])
 		g.conn.GiveBack(b)
 	}
 	inside, narrow, widest := false, false, 0
@@ -153,7 +155,7 @@ func (h *Host) find(g *guest, w *blocks.Work, at link.Range) (data []byte, b *li
 	if b, err = g.conn.Taken(at); err != nil {
 		return nil, nil, err
 	}
-	return b.Bytes()[:min(at.Len, uint64(len(b.Bytes())))], b, nil
+	return b.Bytes()[:at.Len], b, nil
 }
 
 // tensor is a result of a block: the desc of all of it, the data of the block.

@@ -214,7 +214,7 @@ var rules = []struct {
 	{"math/rand", nil, "use math/rand/v2; in tests testkit.Rand"},
 	{"github.com/golang/protobuf/...", nil, "use google.golang.org/protobuf"},
 	{"testing/...", []string{"internal/testkit", "engine/enginetest", "engine/cuda/fakecuda", "internal/link/linktest", "store/storetest"}, "programs do not carry the test framework"},
-	{"github.com/stretchr/...", []string{"store/storetest"}, "programs do not carry the test framework"},
+	{"github.com/stretchr/...", []string{"engine/enginetest", "engine/cuda/fakecuda", "internal/link/linktest", "store/storetest"}, "programs do not carry the test framework"},
 	{"pgregory.net/...", []string{"store/storetest"}, "programs do not carry the test framework"},
 	{"go.uber.org/goleak/...", []string{"internal/testkit"}, "leak checks are testkit.Start"},
 }

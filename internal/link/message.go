@@ -191,18 +191,17 @@ var kinds = func() map[reflect.Type]uint8 {
 // KindOf returns the number of m's kind.
 func KindOf(m Message) uint8 { return kinds[reflect.TypeOf(m)] }
 
+// What most messages share: a message of a head alone has no body.
 func (h *Head) head() *Head { return h }
+func (*Head) body(*coder)   {}
 
 func (m *Hello) body(c *coder)  { c.json(&m.Head, &m.JSON) }
 func (m *Memory) body(c *coder) { c.u64(&m.Bytes) }
-func (m *Forget) body(*coder)   {}
 func (m *Take) body(c *coder)   { c.u64(&m.Bytes); c.u32(&m.Millis) }
 func (m *Give) body(c *coder)   { list(c, &m.Ranges, rangeBytes, c.extent) }
 func (m *Ask) body(c *coder)    { c.u32(&m.Millis); c.json(&m.Head, &m.JSON) }
 func (m *Data) body(c *coder)   { c.u32(&m.Input); c.extent(&m.Range) }
-func (m *Cancel) body(*coder)   {}
 func (m *Ready) body(c *coder)  { c.json(&m.Head, &m.JSON) }
-func (m *End) body(*coder)      {}
 
 func (m *Done) body(c *coder) {
 	c.u16(&m.Code)
