@@ -106,9 +106,7 @@ func (c *Chunker) Offer(off int64, data []byte, release func()) error {
 	r := regionPool.Get().(*region)
 	r.off, r.data, r.release = off, data, release
 	r.refs.Store(1)
-	c.regions = append(c.regions, nil)
-	copy(c.regions[at+1:], c.regions[at:])
-	c.regions[at] = r
+	c.regions = slices.Insert(c.regions, at, r)
 	c.offered += n
 	if c.geo.Size == 0 {
 		c.ready = join(c.ready, span{0, 1})
@@ -200,7 +198,7 @@ func first(spans *[]span) uint32 {
 	s := &(*spans)[0]
 	index := s.lo
 	if s.lo++; s.lo == s.hi {
-		*spans = append((*spans)[:0], (*spans)[1:]...)
+		*spans = slices.Delete(*spans, 0, 1)
 	}
 	return index
 }
@@ -316,11 +314,7 @@ func (c *Chunker) Ack(below uint32) error {
 	}
 	c.below = below
 	end := min(int64(below)*c.geo.ChunkBytes, c.geo.Size)
-	n := 0
-	for n < len(c.regions) && c.regions[n].end() <= end {
-		n++
-	}
-	c.drop(n)
+	c.drop(sort.Search(len(c.regions), func(i int) bool { return c.regions[i].end() > end }))
 	c.skipped = slices.DeleteFunc(c.skipped, func(s span) bool { return s.hi <= below })
 	c.again = slices.DeleteFunc(c.again, func(s span) bool { return s.hi <= below }) // resends that crossed the ack
 	if len(c.again) > 0 {
@@ -351,9 +345,7 @@ func (c *Chunker) drop(n int) {
 	for _, r := range c.regions[:n] {
 		r.Release()
 	}
-	rest := copy(c.regions, c.regions[n:])
-	clear(c.regions[rest:])
-	c.regions = c.regions[:rest]
+	c.regions = slices.Delete(c.regions, 0, n)
 }
 
 // Offered reports whether the whole tensor has been offered.

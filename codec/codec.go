@@ -67,8 +67,8 @@ func (k Codec) Encode(views [][]byte) *Payload {
 	if k != LZ4 || n < minEncode {
 		return nil
 	}
-	s := encoding.take()
-	defer encoding.give(s)
+	s := <-encoding
+	defer func() { encoding <- s }()
 	if s.lz4 == nil {
 		s.lz4 = new(lz4.CompressorCCompat)
 	}
@@ -87,8 +87,8 @@ func (k Codec) Decode(dst [][]byte, views [][]byte) error {
 	if k != LZ4 {
 		return fmt.Errorf("%w: %v is not compressed", ErrDecode, k)
 	}
-	s := decoding.take()
-	defer decoding.give(s)
+	s := <-decoding
+	defer func() { decoding <- s }()
 	if len(dst) == 1 {
 		return s.decode(dst[0], views)
 	}

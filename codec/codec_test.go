@@ -342,13 +342,13 @@ func TestTheScratchOfAllIsThatOfAFew(t *testing.T) {
 	}
 	wg.Wait()
 	total := 0
-	for _, pool := range []pool{encoding, decoding} {
+	for _, pool := range []chan *scratch{encoding, decoding} {
 		require.Len(t, pool, cap(pool), "scratch was given back")
 		require.LessOrEqual(t, cap(pool), min(runtime.GOMAXPROCS(0), coders))
 		for range cap(pool) {
-			s := pool.take()
+			s := <-pool
 			total += cap(s.joined) + cap(s.whole)
-			pool.give(s)
+			pool <- s
 		}
 	}
 	require.LessOrEqual(t, total, 2*cap(decoding)*2*4*mib)

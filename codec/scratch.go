@@ -17,23 +17,17 @@ type scratch struct {
 	lz4    *lz4.CompressorCCompat
 }
 
-// pool bounds how many encode or decode at a time, and so their memory: there may be
-// 10 000 sessions.
-type pool chan *scratch
-
-// Apart from each other, because an encoder may read a mapped file.
+// These bound how many encode and decode at a time, and so their memory: there may be 10 000
+// sessions. They are apart, because an encoder may read a mapped file.
 var encoding, decoding = newPool(), newPool()
 
-func newPool() pool {
-	p := make(pool, min(runtime.GOMAXPROCS(0), coders))
+func newPool() chan *scratch {
+	p := make(chan *scratch, min(runtime.GOMAXPROCS(0), coders))
 	for range cap(p) {
 		p <- new(scratch)
 	}
 	return p
 }
-
-func (p pool) take() *scratch  { return <-p }
-func (p pool) give(s *scratch) { p <- s }
 
 // join returns n bytes of views in one piece.
 func (s *scratch) join(views [][]byte, n int) []byte {

@@ -60,11 +60,10 @@ type run struct {
 	freeOut   []*Work
 	low       int64          // the oldest block with unreleased results
 	done      [maxSlots]bool // results released, by index modulo maxSlots
-	head      *Work          // results to be given out
-	tail      *Work
-	yielded   int64         // results given out by Next
-	unclaimed int           // of those, not yet released
-	stopped   chan struct{} // closed when no block is at the device; nil unless Close gave up
+	results   Queue          // to be given out: done blocks
+	yielded   int64          // results given out by Next
+	unclaimed int            // of those, not yet released
+	stopped   chan struct{}  // closed when no block is at the device; nil unless Close gave up
 }
 
 type slotState uint8
@@ -354,17 +353,17 @@ func (r *run) pop() (engine.Out, bool, error) {
 		return engine.Out{}, false, io.EOF
 	case r.ctx.Err() != nil:
 		return engine.Out{}, false, context.Cause(r.ctx)
-	case r.head == nil:
+	case r.results.Head() == nil:
 		return engine.Out{}, false, nil
 	}
-	w := r.head
+	w := r.results.Head()
 	if r.engine.cfg.Spill != nil && r.engine.cfg.Budget.Waited() {
 		r.spill(w)
 	}
 	port := w.cursor
 	w.cursor++
 	if w.cursor == len(w.Out) {
-		r.head = w.queued
+		r.results.Pop()
 	}
 	w.held[port] = true
 	r.yielded++
@@ -487,12 +486,7 @@ func bytesOf(s *slab.Slab) []byte {
 
 // split returns the only input that is split into rows.
 func split(in [][]byte) []byte {
-	for _, data := range in {
-		if data != nil {
-			return data
-		}
-	}
-	return nil
+	return in[slices.IndexFunc(in, func(data []byte) bool { return data != nil })]
 }
 
 // wake leaves a token for the one who waits on c, if there is none yet.

@@ -19,7 +19,7 @@ func (r *run) shed() bool {
 		r.inSlots--
 		r.giveUp(r.plan.inBlock)
 	}
-	for w := r.head; w != nil && time.Since(w.since) >= spillAfter; w = w.queued {
+	for w := r.results.Head(); w != nil && time.Since(w.since) >= spillAfter; w = w.next {
 		r.spill(w)
 	}
 	return r.granted < before

@@ -38,7 +38,7 @@ type Work struct {
 	Program any // what the model's Bound says
 
 	run     *run
-	next    *Work // in a Queue
+	next    *Work // in a Queue: a device's, then the run's
 	state   workState
 	index   int64
 	slot    *slot // its input; nil from InputFree on
@@ -52,7 +52,6 @@ type Work struct {
 	spilled bool      // its results were copied out
 	shared  bool      // some of its results lie in the input
 	left    int       // ports not released
-	queued  *Work     // behind it in the run's queue
 }
 
 type workState uint8
@@ -222,13 +221,8 @@ func (r *run) finish(w *Work, err error, t Times) {
 	r.stats.Compute += t.Compute
 	r.stats.D2H += t.D2H
 	r.stats.Blocks++
-	w.cursor, w.left, w.queued, w.since = 0, len(w.Out), nil, time.Now()
-	if r.head == nil {
-		r.head = w
-	} else {
-		r.tail.queued = w
-	}
-	r.tail = w
+	w.cursor, w.left, w.since = 0, len(w.Out), time.Now()
+	r.results.Push(w)
 	wake(r.nextable)
 }
 

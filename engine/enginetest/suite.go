@@ -186,11 +186,6 @@ func (c Case) leastMemory(t *testing.T) {
 	c.sideBySide(t, memory)
 }
 
-// phase brings a run to where it is cancelled; release lets go of what it still holds.
-type phase func(t *testing.T, c Case, r engine.Run) (release func())
-
-func nothing() {}
-
 // borrow borrows a block that comes without waiting; nil of a model that has no inputs.
 func (c Case) borrow(t *testing.T, r engine.Run) *engine.Block {
 	t.Helper()
@@ -201,24 +196,6 @@ func (c Case) borrow(t *testing.T, r engine.Run) *engine.Block {
 		require.NoError(t, err)
 	}
 	return b
-}
-
-var phases = map[string]phase{
-	"before Borrow": func(*testing.T, Case, engine.Run) func() { return nothing },
-	"with a block borrowed": func(t *testing.T, c Case, r engine.Run) func() {
-		c.borrow(t, r)
-		return nothing
-	},
-	"with a block filled": func(t *testing.T, c Case, r engine.Run) func() {
-		fillOne(t, c, r)
-		return nothing
-	},
-	"with a result held": func(t *testing.T, c Case, r engine.Run) func() {
-		fillOne(t, c, r)
-		o, err := r.Next(t.Context())
-		require.NoError(t, err)
-		return o.Release
-	},
 }
 
 // fillOne fills the Whole inputs, if there are any, and the first block of rows.
@@ -245,17 +222,26 @@ func orEnd(t *testing.T, err, cause error) {
 
 func (c Case) cancelled(t *testing.T) {
 	cause := errors.New("the caller went away")
-	for name, reach := range phases {
+	for phase, name := range []string{"before Borrow", "with a block borrowed", "with a block filled", "with a result held"} {
 		t.Run(name, func(t *testing.T) {
 			ctx, cancel := context.WithCancelCause(t.Context())
 			r := c.open(ctx, t)
-			release := reach(t, c, r)
+			switch phase {
+			case 1:
+				c.borrow(t, r)
+			case 2, 3:
+				fillOne(t, c, r)
+			}
+			if phase == 3 {
+				o, err := r.Next(t.Context())
+				require.NoError(t, err)
+				defer o.Release()
+			}
 			cancel(cause)
 			_, err := r.Borrow(t.Context())
 			orEnd(t, err, cause)
 			_, err = r.Next(t.Context())
 			orEnd(t, err, cause)
-			release()
 		})
 	}
 	t.Run("before Open", func(t *testing.T) {

@@ -36,18 +36,14 @@ type Config struct {
 // reports that nowhere else. The handler's other events cost about 200 bytes a message.
 // Safe for concurrent use.
 type Set struct {
-	cfg              Config
-	lanes            lane.Offers
-	lanesRefused     atomic.Int64
-	handshakesFailed atomic.Int64
+	cfg                               Config
+	lanes                             lane.Offers
+	lanesRefused, handshakesFailed    atomic.Int64
+	refused, noLane, unread, unshaken admission.LogSampler
 
 	mu       sync.Mutex // guards all below
 	open     map[*Conn]struct{}
 	accepted int
-	refused  admission.LogSampler
-	noLane   admission.LogSampler
-	unread   admission.LogSampler
-	unshaken admission.LogSampler
 }
 
 // New returns a Set without connections.

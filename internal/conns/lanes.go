@@ -69,8 +69,6 @@ func (h handshakes) withoutLane(c *acceptedConn) (net.Conn, error) {
 		return c.lane.Load()
 	}); err != nil {
 		h.of.lanesRefused.Add(1)
-		h.of.mu.Lock()
-		defer h.of.mu.Unlock()
 		if n, due := h.of.noLane.Again(); due {
 			// Not a warning: its session may just have ended.
 			h.of.cfg.Log.Info("lane refused", slog.String("peer", c.RemoteAddr().String()), slog.String("reason", err.Error()), slog.Int64("refused", n))

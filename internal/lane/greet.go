@@ -45,10 +45,10 @@ const (
 	full           // the server has no connections to spare
 )
 
-var answers = map[answer]string{
-	unknown: "this server has no such session: it has ended, or a load balancer chose another server",
-	used:    "this use of the token is spent or out of range",
-	full:    "the server has no connections to spare",
+var refusals = map[answer]error{
+	unknown: fmt.Errorf("%w: this server has no such session: it has ended, or a load balancer chose another server", ErrRefused),
+	used:    fmt.Errorf("%w: this use of the token is spent or out of range", ErrRefused),
+	full:    fmt.Errorf("%w: the server has no connections to spare", ErrFull),
 }
 
 // Greet opens a lane over conn with the n-th use of a token, counted from 0. It waits for
@@ -67,17 +67,11 @@ func Greet(conn net.Conn, token frame.LaneToken, n int) error {
 	if string(a[:len(answerMagic)]) != answerMagic {
 		return ErrNoLane
 	}
-	if how := answer(a[len(answerMagic)]); how != opened {
-		text, ok := answers[how]
-		if !ok {
-			text = fmt.Sprintf("answer %d", how)
-		}
-		if how == full {
-			return fmt.Errorf("%w: %s", ErrFull, text)
-		}
-		return fmt.Errorf("%w: %s", ErrRefused, text)
+	how := answer(a[len(answerMagic)])
+	if err := refusals[how]; err != nil || how == opened {
+		return err
 	}
-	return nil
+	return fmt.Errorf("%w: answer %d", ErrRefused, how)
 }
 
 // Offers holds the tokens that a server's sessions offer. The zero Offers is ready to use.
@@ -127,7 +121,7 @@ func (o *Offers) Accept(conn net.Conn, admit func() bool) error {
 		return err
 	}
 	if attach == nil {
-		return fmt.Errorf("%w: %s", ErrRefused, answers[how])
+		return refusals[how]
 	}
 	attach(conn)
 	return nil

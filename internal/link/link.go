@@ -259,7 +259,7 @@ func (c *Conn) tell() {
 	}
 }
 
-// soon has the guest told. It never blocks.
+// soon has the guest told. It never blocks: the heap calls it with its lock.
 func (c *Conn) soon(m Message) {
 	c.telling.Lock()
 	c.news = append(c.news, m)
@@ -273,9 +273,6 @@ func (c *Conn) soon(m Message) {
 	default:
 	}
 }
-
-// forget is called by the heap with its lock.
-func (c *Conn) forget(number uint32) { c.soon(&Forget{Head{ID: uint64(number)}}) }
 
 // New returns a block of n bytes, or more, with one reference, the caller's. It waits
 // for the quota; errors wrap slab.ErrBudget where it is too small, slab.ErrMemory, or
