@@ -475,8 +475,7 @@ func (c *Conn) Open(fields map[string][]string, cancel func(why error)) (*RPC, b
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
 	if full := c.m.opened+r.own > c.m.rpcs && c.opened > rpcsFree; full || !c.room(r.own) {
-		c.m.deny()
-		return nil, false
+		return nil, c.m.deny()
 	}
 	c.m.add(c, r.own)
 	c.rpcs[r.id] = r
@@ -645,21 +644,14 @@ func (r *RPC) Holds(n int64) {
 
 // Take is Holds for what there must be memory for: else it reports false.
 func (r *RPC) Take(n int64) bool {
-	if r == nil {
-		return true
-	}
-	n *= HeapShare
-	r.c.m.mu.Lock()
-	defer r.c.m.mu.Unlock()
-	if r.ended {
-		return false
-	}
-	if !r.c.room(n - r.holds) {
-		r.c.m.deny()
-		return false
-	}
-	r.hold(n)
-	return true
+	taken := r == nil
+	r.locked(func(r *RPC) {
+		n *= HeapShare
+		if taken = !r.ended && (r.c.room(n-r.holds) || r.c.m.deny()); taken {
+			r.hold(n)
+		}
+	})
+	return taken
 }
 
 // hold charges what the handler keeps; mu is held.
@@ -715,11 +707,7 @@ func (c *Conn) heaviest(but *RPC) (most *RPC) {
 func (c *Conn) Room(n int64) bool {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	if c.room(n) {
-		return true
-	}
-	c.m.deny()
-	return false
+	return c.room(n) || c.m.deny()
 }
 
 // room reports whether c may have n bytes more for what it asked for; mu is held.

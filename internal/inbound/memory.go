@@ -152,12 +152,13 @@ func (m *Memory) admit() {
 	}
 }
 
-// deny notes that memory was refused; mu is held.
-func (m *Memory) deny() {
+// deny notes that memory was refused, and returns false; mu is held.
+func (m *Memory) deny() bool {
 	m.denied++
 	if m.searches() {
 		m.shed()
 	}
+	return false
 }
 
 // searches reports whether to search all connections, which is long, for one to relieve

@@ -199,17 +199,13 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	for i, m := range plain {
 		send(c.plain[i], m.kind, m.of(&v))
 	}
-	for o, n := range v.Ended {
-		send(endedCalls, prometheus.CounterValue, n, o.Of, o.Code)
+	for d, counted := range map[*prometheus.Desc]map[Outcome]int64{endedCalls: v.Ended, transferBytes: v.TransferBytes, endedTensors: v.EndedTensors} {
+		for o, n := range counted {
+			send(d, prometheus.CounterValue, n, o.Of, o.Code)
+		}
 	}
 	for kind, n := range v.OpenTransfers {
 		send(openTransfers, prometheus.GaugeValue, n, kind)
-	}
-	for o, n := range v.TransferBytes {
-		send(transferBytes, prometheus.CounterValue, n, o.Of, o.Code)
-	}
-	for o, n := range v.EndedTensors {
-		send(endedTensors, prometheus.CounterValue, n, o.Of, o.Code)
 	}
 	for g, value := range v.ModelGauges {
 		out <- prometheus.MustNewConstMetric(modelValue, prometheus.GaugeValue, value, g.Model, g.Name)
