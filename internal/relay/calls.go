@@ -17,77 +17,47 @@ import (
 
 // call begins a call. An error ends the link.
 func (r *relay) call(m *link.Call) (run func(), err error) {
-	var shared sharing
-	defer func() {
-		if err != nil {
-			shared.release()
-		}
-	}()
+	o, err := r.begin(m.ID)
+	if err != nil {
+		return nil, err
+	}
 	q := client.Request{
 		Model: m.Model, Params: table(m.Params), Timeout: time.Duration(m.Millis) * time.Millisecond,
 		Results: make(map[string]client.Sink, len(m.Sinks)),
 	}
-	inputs := make([]*pieces, len(m.Inputs))
+	o.inputs = make([]*pieces, len(m.Inputs))
 	for i, in := range m.Inputs {
 		c := client.Input{
 			Port: in.Port, Desc: tensor.Desc{DType: tensor.DataType(in.DType), Shape: in.Shape}, Name: in.Name, Metadata: table(in.Metadata),
 		}
 		if in.How == link.Whole {
-			if c.Data, err = shared.take(r.conn, in.Range); err != nil {
+			if c.Data, err = o.share(in.Range); err != nil {
 				return nil, err
 			}
 		} else {
-			inputs[i] = newPieces(r.conn, c.Desc)
-			c.Next = inputs[i].next
+			o.inputs[i] = newPieces(r.conn, c.Desc)
+			c.Next = o.inputs[i].next
 		}
 		q.Inputs = append(q.Inputs, c)
 	}
 	for _, s := range m.Sinks {
+		q.Results[s.Port] = o.writer(s.Port)
 		if s.How == link.Whole {
-			into, err := shared.take(r.conn, s.Range)
+			into, err := o.share(s.Range)
 			if err != nil {
 				return nil, err
 			}
 			q.Results[s.Port] = client.Into(into)
 		}
 	}
-	return r.begin(m.ID, m.Millis, inputs, func(o *op) ([]byte, error) {
-		defer shared.release()
-		for _, s := range m.Sinks {
-			if s.How == link.Pieces {
-				q.Results[s.Port] = o.writer(s.Port)
-			}
+	q.To = func(port string, d tensor.Desc) (client.Sink, error) {
+		s, whole, err := o.place(port, d)
+		if !whole && err == nil {
+			s = o.writer(port)
 		}
-		q.To = func(port string, d tensor.Desc) (client.Sink, error) {
-			s, whole, err := o.place(port, d)
-			if !whole && err == nil {
-				s = o.writer(port)
-			}
-			return s, err
-		}
-		return nil, o.run(m, q)
-	})
-}
-
-// sharing are the ranges of the guest's that an op shares until it ends.
-type sharing []*link.Block
-
-// take shares a range. An error ends the link.
-func (s *sharing) take(conn *link.Conn, at link.Range) ([]byte, error) {
-	if at.Len == 0 {
-		return []byte{}, nil
+		return s, err
 	}
-	data, b, err := conn.Shared(at)
-	if err == nil {
-		*s = append(*s, b)
-	}
-	return data, err
-}
-
-func (s *sharing) release() {
-	for _, b := range *s {
-		b.Release()
-	}
+	return o.run(m.Millis, func() ([]byte, error) { return nil, o.compute(m, q) }), nil
 }
 
 // table makes a map of pairs.
@@ -102,8 +72,8 @@ func table(pairs [][2]string) map[string]string {
 	return t
 }
 
-// run runs a call to its end. Results that the guest does not know are left to done.
-func (o *op) run(m *link.Call, q client.Request) error {
+// compute runs a call to its end. Results that the guest does not know are left to done.
+func (o *op) compute(m *link.Call, q client.Request) error {
 	defer o.dropResults()
 	cl, err := o.client(m.Connection)
 	if err != nil {

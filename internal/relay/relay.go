@@ -56,6 +56,9 @@ func Serve(conn *link.Conn, cfg Config) error {
 	cancel(errGone)
 	conn.Shutdown() // whoever sends may be waiting for room
 	r.running.Wait()
+	for _, o := range r.ops { // that the link ended before they ran
+		o.unshare()
+	}
 	for _, c := range r.clients {
 		_ = c.Close() // it breaks connections
 	}
@@ -100,6 +103,7 @@ type op struct {
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 	inputs []*pieces        // by the number of the input; nil for a whole one
+	shared []*link.Block    // of the guest's, until the op ends
 	rest   []link.Announced // results that go with done
 
 	timings client.Timings // of a call that has ended
@@ -151,19 +155,39 @@ func (r *relay) op(id uint64) *op {
 	return r.ops[id]
 }
 
-// begin makes an op, and returns what runs work to its end.
-func (r *relay) begin(id uint64, millis uint32, inputs []*pieces, work func(*op) (answer []byte, err error)) (run func(), err error) {
-	o := &op{relay: r, id: id, inputs: inputs}
-	o.ctx, o.cancel = context.WithCancelCause(r.ctx)
+// begin makes an op. An error ends the link.
+func (r *relay) begin(id uint64) (*op, error) {
 	r.mu.Lock()
-	twice := r.ops[id] != nil
-	if !twice {
-		r.ops[id] = o
-	}
-	r.mu.Unlock()
-	if twice {
+	defer r.mu.Unlock()
+	if r.ops[id] != nil {
 		return nil, fmt.Errorf("%w: id %d is in use", link.ErrMessage, id)
 	}
+	o := &op{relay: r, id: id}
+	o.ctx, o.cancel = context.WithCancelCause(r.ctx)
+	r.ops[id] = o
+	return o, nil
+}
+
+// share shares a range of the guest's until the op ends.
+func (o *op) share(at link.Range) ([]byte, error) {
+	if at.Len == 0 {
+		return []byte{}, nil
+	}
+	data, b, err := o.conn.Shared(at)
+	if err == nil {
+		o.shared = append(o.shared, b)
+	}
+	return data, err
+}
+
+func (o *op) unshare() {
+	for _, b := range o.shared {
+		b.Release()
+	}
+}
+
+// run returns what runs the work of an op to its end.
+func (o *op) run(millis uint32, work func() (answer []byte, err error)) func() {
 	return func() {
 		if millis > 0 {
 			d := time.Duration(millis) * time.Millisecond
@@ -171,19 +195,20 @@ func (r *relay) begin(id uint64, millis uint32, inputs []*pieces, work func(*op)
 			defer stop()
 			o.ctx = ctx
 		}
-		answer, err := work(o)
+		answer, err := work()
+		o.unshare()
 		if cause := context.Cause(o.ctx); err != nil && errors.Is(cause, client.ErrInput) {
 			err = cause // whatever it broke
 		}
-		r.mu.Lock()
-		delete(r.ops, id) // what the guest still sends goes back to it
-		r.mu.Unlock()
-		for _, p := range inputs {
+		o.relay.mu.Lock()
+		delete(o.ops, o.id) // what the guest still sends goes back to it
+		o.relay.mu.Unlock()
+		for _, p := range o.inputs {
 			p.drop()
 		}
 		o.cancel(nil)
 		o.done(answer, err)
-	}, nil
+	}
 }
 
 // done ends an op for the guest. An error of sending is that of receive too.
@@ -263,7 +288,11 @@ func (r *relay) ask(m *link.Ask) (run func(), err error) {
 			return nil, nil
 		}
 	}
-	return r.begin(m.ID, m.Millis, nil, func(o *op) ([]byte, error) {
+	o, err := r.begin(m.ID)
+	if err != nil {
+		return nil, err
+	}
+	return o.run(m.Millis, func() ([]byte, error) {
 		if bad != nil {
 			return nil, fmt.Errorf("%w: the json of an ask: %w", client.ErrInput, bad)
 		}
@@ -271,7 +300,7 @@ func (r *relay) ask(m *link.Ask) (run func(), err error) {
 			return o.pull(&q, m.Flags)
 		}
 		return o.answer(&q)
-	})
+	}), nil
 }
 
 // answer does what an ask asks for.

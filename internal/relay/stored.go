@@ -37,13 +37,11 @@ type ended struct {
 
 // push begins a push. An error ends the link.
 func (r *relay) push(m *link.Ask, q *request) (run func(), err error) {
-	var shared sharing
-	defer func() {
-		if err != nil {
-			shared.release()
-		}
-	}()
-	inputs := make([]*pieces, len(q.Tensors))
+	o, err := r.begin(m.ID)
+	if err != nil {
+		return nil, err
+	}
+	o.inputs = make([]*pieces, len(q.Tensors))
 	p := client.PushRequest{Tensors: make([]client.Input, len(q.Tensors))}
 	var bad error
 	for i, t := range q.Tensors {
@@ -53,14 +51,13 @@ func (r *relay) push(m *link.Ask, q *request) (run func(), err error) {
 		}
 		in := client.Input{Name: t.Name, Desc: tensor.Desc{DType: d, Shape: t.Shape}, Metadata: t.Metadata}
 		if t.Range == nil {
-			inputs[i] = newPieces(r.conn, in.Desc)
-		} else if in.Data, err = shared.take(r.conn, t.Range.at()); err != nil {
+			o.inputs[i] = newPieces(r.conn, in.Desc)
+		} else if in.Data, err = o.share(t.Range.at()); err != nil {
 			return nil, err
 		}
 		p.Tensors[i] = in
 	}
-	return r.begin(m.ID, m.Millis, inputs, func(o *op) ([]byte, error) {
-		defer shared.release()
+	return o.run(m.Millis, func() ([]byte, error) {
 		c, err := o.client(q.Connection)
 		if err = errors.Join(bad, err); err != nil {
 			return nil, fmt.Errorf("%w: %w", client.ErrInput, err)
@@ -68,8 +65,8 @@ func (r *relay) push(m *link.Ask, q *request) (run func(), err error) {
 		numbers := make(map[string]uint32)
 		for i := range p.Tensors {
 			numbers[p.Tensors[i].Name] = uint32(i)
-			if inputs[i] != nil {
-				p.Tensors[i].Reader = reader{inputs[i], o.ctx.Done()}
+			if o.inputs[i] != nil {
+				p.Tensors[i].Reader = reader{o.inputs[i], o.ctx.Done()}
 			}
 		}
 		if m.Flags&link.Regions != 0 {
@@ -81,7 +78,7 @@ func (r *relay) push(m *link.Ask, q *request) (run func(), err error) {
 		}
 		all, err := push(o.ctx, p)
 		return o.summaries(all, err)
-	})
+	}), nil
 }
 
 // progress has the guest told of bytes that were moved.
@@ -155,8 +152,6 @@ func (o *op) pull(q *request, flags uint8) ([]byte, error) {
 	for _, s := range q.Select {
 		p.Select = append(p.Select, client.Selection{Name: s.Name, Source: s.Source, Params: s.Params})
 	}
-	var shared sharing
-	defer shared.release()
 	p.To = func(name string, d tensor.Desc) (client.Sink, error) {
 		t, named := q.To.value[name]
 		if !named && !q.To.pieces {
@@ -175,7 +170,7 @@ func (o *op) pull(q *request, flags uint8) ([]byte, error) {
 		if _, err := o.tell(name, d); err != nil {
 			return client.Sink{}, err
 		}
-		data, err := shared.take(o.conn, t.value.at())
+		data, err := o.share(t.value.at())
 		return client.Into(data), err
 	}
 	if flags&link.Regions != 0 {
