@@ -21,7 +21,8 @@ import (
 func Run(t *testing.T, c Case) {
 	t.Run("refuses what does not fit before taking memory", c.refuses)
 	t.Run("results are bit-identical however the input is cut", c.anyCut)
-	t.Run("blocks ascend without gaps and end", c.ascends)
+	// The driver holds the blocks to that.
+	t.Run("blocks ascend without gaps and end", func(t *testing.T) { c.check(t, c.start(t, memory), c.Inputs, 1<<10, 0) })
 	t.Run("an empty tensor is one block of no rows", func(t *testing.T) { c.small(t, c.Empty, 1<<10) })
 	t.Run("a scalar is computed", func(t *testing.T) { c.small(t, c.Scalar, 1, 3, 1<<20) })
 	t.Run("runs side by side do not disturb each other", func(t *testing.T) { c.sideBySide(t, memory) })
@@ -142,11 +143,6 @@ func (c Case) anyCut(t *testing.T) {
 		}
 	}
 	assert.Equal(t, m.Info(), m.Info(), "the info changes")
-}
-
-// ascends leaves it to the driver to hold the blocks to that.
-func (c Case) ascends(t *testing.T) {
-	c.check(t, c.start(t, memory), c.Inputs, 1<<10, 0)
 }
 
 // small checks inputs of a few bytes, where there are any.

@@ -390,23 +390,17 @@ func (r *RPC) charge(bytes int, ahead int64, ended int) (taken bool, err error) 
 	r.came += int64(bytes)
 	partial := ahead > 0 || r.got > 0
 	r.setParts(partial)
-	switch {
-	case ended == 0:
-		r.part += cost
-	case partial:
-		r.push(ended, r.part)
-		r.part = cost
-	default:
-		r.push(ended, r.part+cost)
-		r.part = 0
+	r.part += cost
+	if ended > 0 {
+		rest := int64(0)
+		if partial {
+			rest = cost
+		}
+		r.whole = append(r.whole, batch{ended, r.part - rest})
+		r.ready += r.part - rest
+		r.part = rest
 	}
 	return true, nil
-}
-
-// push notes messages that have come; mu is held.
-func (r *RPC) push(messages int, charged int64) {
-	r.whole = append(r.whole, batch{messages, charged})
-	r.ready += charged
 }
 
 // wait waits until what c wants is charged, or not wanted any more.

@@ -311,13 +311,13 @@ func (p *pieces) add(next piece) error {
 
 // next is what client.Input.Next wants: it waits for a piece.
 func (p *pieces) next(over <-chan struct{}) (data []byte, release func(), err error) {
+	if p.size == 0 {
+		return []byte{}, func() {}, nil
+	}
 	for {
 		p.mu.Lock()
-		if len(p.queue) > 0 || p.size == 0 {
+		if len(p.queue) > 0 {
 			defer p.mu.Unlock()
-			if p.size == 0 {
-				return []byte{}, func() {}, nil
-			}
 			first := p.queue[0]
 			p.queue = slices.Delete(p.queue, 0, 1)
 			return first.block.Bytes()[:first.n:first.n], func() { p.conn.GiveBack(first.block) }, nil

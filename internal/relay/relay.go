@@ -71,16 +71,6 @@ func Serve(conn *link.Conn, cfg Config) error {
 // errGone ends what a guest has begun that is no more.
 var errGone = errors.New("relay: the guest has ended")
 
-// timeoutError ends what takes longer than its guest allows.
-type timeoutError time.Duration
-
-func (e timeoutError) Error() string {
-	return "not done within its timeout of " + time.Duration(e).String()
-}
-
-// Is makes it a context.DeadlineExceeded.
-func (e timeoutError) Is(target error) bool { return target == context.DeadlineExceeded }
-
 type relay struct {
 	cfg     Config
 	conn    *link.Conn
@@ -191,7 +181,7 @@ func (o *op) run(millis uint32, work func() (answer []byte, err error)) func() {
 	return func() {
 		if millis > 0 {
 			d := time.Duration(millis) * time.Millisecond
-			ctx, stop := context.WithTimeoutCause(o.ctx, d, timeoutError(d))
+			ctx, stop := context.WithTimeoutCause(o.ctx, d, fmt.Errorf("%w: not done within its timeout of %v", context.DeadlineExceeded, d))
 			defer stop()
 			o.ctx = ctx
 		}
