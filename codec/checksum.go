@@ -52,8 +52,7 @@ func (c Checksum) Seed(id tensor.ID, index uint32) uint32 {
 	var name [20]byte
 	copy(name[:16], id[:])
 	binary.LittleEndian.PutUint32(name[16:], index)
-	// By table: crc32.Update calls through a variable, which would allocate name for
-	// each chunk.
+	// By table: crc32.Update calls through a variable, so name would be allocated each time.
 	table, sum := c.table(), ^uint32(0)
 	for _, b := range name {
 		sum = table[byte(sum)^b] ^ sum>>8

@@ -41,8 +41,7 @@ func (s *scratch) join(views [][]byte, n int) []byte {
 	return dst
 }
 
-// grow returns n bytes of *mem, which it makes larger if need be: to a power of two, so
-// that this is rare.
+// grow returns n bytes of *mem, which it makes larger, to a power of two, if need be.
 func grow(mem *[]byte, n int) []byte {
 	if cap(*mem) < n {
 		*mem = make([]byte, 1<<bits.Len(uint(n-1)))

@@ -34,8 +34,7 @@ func (e *RefusedError) Error() string { return "identity: " + e.Text }
 
 func refused(format string, args ...any) error { return &RefusedError{fmt.Sprintf(format, args...)} }
 
-// watched is a value made from files. It is made again when one of them has changed, and
-// while that fails.
+// watched is a value made from files, again when one has changed and while that fails.
 type watched[T any] struct {
 	paths []string // "" means no file
 	make  func() (T, error)

@@ -45,8 +45,7 @@ type Server struct {
 	cores   chan struct{} // has an element for each handshake that uses a core
 }
 
-// NewServer reads the files. Later, when they have changed and cannot be read, it logs that
-// to log.
+// NewServer reads the files. When they have changed later and cannot be read, it logs that.
 func NewServer(files ServerFiles, log *slog.Logger) (*Server, error) {
 	s := &Server{files: files, log: log, cores: make(chan struct{}, max(1, runtime.GOMAXPROCS(0)-1))}
 	s.pair = watch(s.readPair, files.Cert, files.Key)
@@ -124,8 +123,7 @@ func (s *Server) config() *tls.Config {
 	return cfg
 }
 
-// checkSize refuses a client that sends more certificates, or more with them, than it needs
-// to be known.
+// checkSize refuses a client that sends more certificates, or more with them, than it needs.
 func checkSize(state tls.ConnectionState) error {
 	n, size := len(state.PeerCertificates), len(state.OCSPResponse)
 	for _, c := range state.PeerCertificates {

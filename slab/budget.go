@@ -16,8 +16,7 @@ var ErrBudget = errors.New("slab: over the budget")
 // principal too, whom all share that have no other.
 type Principal struct{ name string }
 
-// NewPrincipal returns a principal with a name for logs and panics, which others
-// may have too.
+// NewPrincipal returns a principal with a name for logs and panics, perhaps not its alone.
 func NewPrincipal(name string) *Principal { return &Principal{name} }
 
 // Name returns the name.

@@ -80,8 +80,7 @@ type Pool struct {
 	slabs int64 // slabs handed out
 }
 
-// cache is memory without holders. It does not refer to its pool, whose cleanup
-// frees it.
+// cache is memory without holders. It does not refer to its pool, whose cleanup frees it.
 type cache struct {
 	backing Backing
 	free    map[int][]*Slab // by size class
@@ -176,8 +175,7 @@ func (c *cache) shrink(most int64, class int) (dropped []*Slab) {
 	return dropped
 }
 
-// victim returns a size class to take from: not class itself while there is
-// another.
+// victim returns a size class to take from: another than class while there is one.
 func (c *cache) victim(class int) int {
 	for other, list := range c.free {
 		if other != class && len(list) > 0 {

@@ -81,8 +81,7 @@ func (c *Conn) Open(method string, values ...string) *RPC {
 	return r
 }
 
-// Send sends the first n bytes of a message of size, zeros, in frames of so many bytes
-// and padding.
+// Send sends the first n bytes of a message of size, zeros, in frames with padding.
 func (r *RPC) Send(size uint32, n, frame, padding int) *RPC {
 	return r.send(append(binary.BigEndian.AppendUint32([]byte{0}, size), make([]byte, n)...), frame, padding)
 }

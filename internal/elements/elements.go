@@ -120,8 +120,7 @@ func JSON(d tensor.DataType, b []byte) json.RawMessage {
 	return json.RawMessage(part(real(n)))
 }
 
-// Text returns the element that b, which is borrowed, begins with as people read it. It
-// is exact.
+// Text returns the element that b, which is borrowed, begins with as people read it, exactly.
 func Text(d tensor.DataType, b []byte) string {
 	v := valueOf(d, b)
 	switch {

@@ -519,8 +519,7 @@ func (r *RPC) Cancelled() {
 	})
 }
 
-// Next says that the handler reads the next message, or has it: what it had before is
-// consumed.
+// Next says that the handler reads, or has, the next message: the one before is consumed.
 func (r *RPC) Next() {
 	r.locked(func(r *RPC) {
 		r.consume()
@@ -676,8 +675,7 @@ func (r *RPC) tell() {
 	r.refuse()
 }
 
-// stale reports whether the RPC has a message that nobody consumes, or that hardly comes;
-// mu is held.
+// stale reports whether a message of the RPC is not consumed, or hardly comes; mu is held.
 func (r *RPC) stale() bool {
 	took := time.Since(r.since)
 	return took >= stale && (r.head < len(r.whole) || float64(r.came) < took.Seconds()*slowest)
@@ -721,8 +719,7 @@ func (c *Conn) Await(n int64, done <-chan struct{}) {
 	}
 }
 
-// mayQueue reports whether n bytes more may be queued. If not, peers that do not read are
-// why.
+// mayQueue reports whether n bytes more may be queued. If not, it is for peers that do not read.
 func (c *Conn) mayQueue(n int64) bool {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()

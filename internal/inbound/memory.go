@@ -62,8 +62,7 @@ type Memory struct {
 	queued     int64           // for what gRPC has in its queue, of all connections
 }
 
-// NewMemory returns a Memory of limit bytes, or as many as messages of so many bytes
-// need.
+// NewMemory returns a Memory of limit bytes, or what messages of so many bytes need.
 func NewMemory(limit, message int64) *Memory {
 	limit = max(limit, messages*message)
 	return &Memory{

@@ -3,8 +3,7 @@ package link
 const (
 	// Version is of the protocol, docs/link.md. Both sides name theirs in hello.
 	Version = 1
-	// PacketBytes is the largest message. Socket buffers of the default size hold three
-	// of them.
+	// PacketBytes is the largest message. Socket buffers of the default size hold three.
 	PacketBytes = 64 << 10
 	// segmentBytes is what small ranges are cut from: one mapping in the guest for many
 	// of them. A range of more than half of it has a memory of its own.

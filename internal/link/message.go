@@ -458,8 +458,7 @@ func list[T any](c *coder, all *[]T, least int, each func(*T)) {
 	}
 }
 
-// LongRange borrows the JSON of a message with flag Long, and returns the range that holds
-// the real one.
+// LongRange borrows the JSON of a message with flag Long, and returns the range in it.
 func LongRange(b []byte) (r Range) {
 	c := coder{buf: b}
 	c.extent(&r)

@@ -1,5 +1,4 @@
-// Package metrics declares every metric of a server, and answers for them over
-// HTTP.
+// Package metrics declares every metric of a server, and answers for them over HTTP.
 //
 // It refuses to count: a server counts, and is asked for its Values at each
 // scrape, by GetServiceInfo as well as by Prometheus, so that the two cannot
@@ -17,8 +16,7 @@ import (
 
 const prefix = "tensorferry_"
 
-// Outcome is what calls are counted by when they have ended, and the bytes of
-// transfers.
+// Outcome is what calls are counted by when they have ended, and bytes of transfers.
 type Outcome struct {
 	Of   string // a model in the registry, empty for any other; or the kind of a transfer
 	Code string // as in docs/errors.md, such as NOT_FOUND
@@ -125,8 +123,7 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 	return prometheus.NewDesc(prefix+name, help, labels, nil)
 }
 
-// Counters are the values by the names that GetServiceInfo shows; labels are
-// summed up.
+// Counters are the values by the names that GetServiceInfo shows, labels summed up.
 func Counters(v *Values) map[string]int64 {
 	out := make(map[string]int64, len(plain)+7)
 	for _, m := range plain {

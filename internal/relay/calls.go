@@ -207,8 +207,7 @@ type writer struct {
 	out chan struct{} // a token for each piece that the guest has
 }
 
-// Write copies p into pieces and hands them over, waiting for the guest where it has
-// many.
+// Write copies p into pieces and hands them over, waiting for a guest that has many.
 func (w *writer) Write(p []byte) (n int, err error) {
 	n, err = w.WriteAt(p, w.off)
 	w.off += int64(n)

@@ -92,8 +92,7 @@ func (o *op) progress(number func(name string) uint32) func(client.Progress) {
 	}
 }
 
-// summaries is the answer to a push or a pull: err is told only where it is no
-// tensor's own.
+// summaries is the answer to a push or a pull, with err where it is no tensor's own.
 func (o *op) summaries(all []client.Summary, err error) ([]byte, error) {
 	list := make([]ended, len(all))
 	for i, s := range all {

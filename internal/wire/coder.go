@@ -161,8 +161,7 @@ func optional[T any](c *coder, field protowire.Number, name string, v **T, body 
 	}
 }
 
-// list walks over at most so many messages of one kind. Their bytes alone do not bound them
-// well enough.
+// list walks over at most so many messages of one kind: their bytes bound them too loosely.
 func list[T any](c *coder, field protowire.Number, name string, most int, all *[]T, body func(*coder, *T)) {
 	from := 0
 	if c.mode == reading {

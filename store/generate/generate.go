@@ -113,8 +113,7 @@ func (g *generator) piece(p []byte, n uint64, skip int) int {
 	return copy(p, all[skip:width])
 }
 
-// write writes count parts from part n on; p has room for just these, and count is
-// at most batch.
+// write writes count parts, at most batch, from part n on; p has room for just these.
 func (g *generator) write(p []byte, n uint64, count int) {
 	if !g.part.Whole() {
 		var all [batch]float64

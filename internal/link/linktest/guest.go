@@ -30,8 +30,7 @@ type Guest struct {
 // patience is how long a guest waits for the host.
 const patience = 10 * time.Second
 
-// Pair returns a socket for a host, and a guest at its other end, which goes with the
-// test.
+// Pair returns a socket for a host, and a guest at its other end until the test ends.
 func Pair(t testing.TB) (host *net.UnixConn, g *Guest) {
 	t.Helper()
 	host, file, err := link.Pair()
