@@ -175,7 +175,7 @@ func join(spans []span, s span) []span {
 
 // search finds the first of ascending spans that ends behind a chunk.
 func search(spans []span, index uint32) int {
-	at, _ := slices.BinarySearchFunc(spans, index, func(s span, index uint32) int { return cmp.Compare(s.hi, index+1) })
+	at, _ := slices.BinarySearchFunc(spans, index, func(s span, index uint32) int { return cmp.Compare(uint64(s.hi), uint64(index)+1) })
 	return at
 }
 

@@ -664,3 +664,18 @@ func TestATensorOfWhichAllIsSkippedIsSentAtOnce(t *testing.T) {
 	require.False(t, b.c.Ready(all))
 	require.NoError(t, b.c.Ack(3))
 }
+
+func TestAResendOfTheLargestIndexIsIgnored(t *testing.T) {
+	geo, err := tensor.NewGeometry(4, 1)
+	require.NoError(t, err)
+	c := New(geo)
+	require.NoError(t, c.Offer(0, make([]byte, 4), nil))
+	for range 4 {
+		_, ok := c.Take(4)
+		require.True(t, ok)
+	}
+	require.True(t, c.Sent())
+	require.NoError(t, c.Resend(1<<32-1))
+	require.Empty(t, c.again)
+	require.True(t, c.Sent())
+}

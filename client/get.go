@@ -284,8 +284,10 @@ func (p *pull) tell(t *pulled) {
 // add adds a tensor, and begins to receive it. It drops a name that was not selected: the
 // server could send anything.
 func (p *pull) add(t *pulled) {
-	t.known = true
+	t.known, t.active = true, true
+	p.active++
 	if len(p.order) >= p.most {
+		t.end(nil) // but for its memory
 		p.stop(&Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf("the server reported more than %d tensors, the limit of this pull; use several pulls", p.most)})
 		return
 	}
@@ -293,8 +295,6 @@ func (p *pull) add(t *pulled) {
 		t.Name = ""
 	}
 	p.order = append(p.order, t)
-	t.active = true
-	p.active++
 	if t.landing.Session != nil {
 		if err := p.place(t); err != nil {
 			p.fail(t, err)

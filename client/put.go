@@ -242,6 +242,10 @@ func (p *putting) send(t *pushed) bool {
 	if source, ok := errors.AsType[*session.SourceError](err); ok {
 		err = source.Err
 	}
+	if p.together { // before its end is sent: the server may have all that was announced
+		p.stop(fmt.Errorf("nothing of the set is stored: %w", err))
+		return false
+	}
 	s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
 		t.failed = err
 		if !m.GiveUp(id, frame.Cancelled, "the client could not read all of it") {

@@ -5,12 +5,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"math"
 	"os"
 	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"testing/iotest"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
@@ -79,6 +81,41 @@ func TestASetIsStoredTogetherOrNotAtAll(t *testing.T) {
 				}
 			})
 			all.Wait()
+		})
+	}
+}
+
+// A set of which an input cannot be read is not stored, however small the input is.
+func TestNothingOfASetIsStoredOfWhichAnInputFails(t *testing.T) {
+	testkit.Start(t)
+	for name, in := range map[string]storeMaker{
+		"memory": inMemory(64 * mib),
+		"folder": inFolder(t.TempDir(), store.FolderConfig{}),
+	} {
+		t.Run(name, func(t *testing.T) {
+			testkit.Start(t)
+			c := storing(t, in, client.Config{})
+			for _, size := range []int64{1, 100, mib, 3 * mib} {
+				for at := range 3 {
+					why := errors.New("the input is damaged")
+					var list []client.Input
+					for i := range 3 {
+						x := client.Input{Name: fmt.Sprint("t/", i), Desc: int8s(size), Data: make([]byte, size)}
+						if i == at {
+							x.Data, x.Reader = nil, io.MultiReader(bytes.NewReader(make([]byte, size/2)), iotest.ErrReader(why))
+						}
+						list = append(list, x)
+					}
+					sums, err := c.PutAll(t.Context(), client.PushRequest{Tensors: list})
+					require.ErrorIs(t, err, why)
+					for _, s := range sums {
+						require.ErrorIs(t, s.Err, why, s.Name)
+					}
+					stored, _, err := c.List(t.Context(), "")
+					require.NoError(t, err)
+					require.Empty(t, stored)
+				}
+			}
 		})
 	}
 }

@@ -253,7 +253,8 @@ func (d *Desc) Cost() int {
 
 // Same reports whether two calls with one ID say the same.
 func (c *Call) Same(o *Call) bool {
-	return c.Stored() == o.Stored() && c.Model == o.Model && c.TimeoutMillis == o.TimeoutMillis && slices.Equal(c.Inputs, o.Inputs) && maps.Equal(c.Params, o.Params)
+	return (c.Get == nil) == (o.Get == nil) && (c.Put == nil) == (o.Put == nil) && (c.Put == nil || *c.Put == *o.Put) &&
+		c.Model == o.Model && c.TimeoutMillis == o.TimeoutMillis && slices.Equal(c.Inputs, o.Inputs) && maps.Equal(c.Params, o.Params)
 }
 
 // Same reports whether two descs with one ID announce the same.

@@ -2,6 +2,7 @@ package server_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"syscall"
 	"testing"
@@ -294,5 +295,55 @@ func TestEveryShutdownEnds(t *testing.T) {
 	p.finish()
 	for range 2 {
 		require.NoError(t, <-ended)
+	}
+}
+
+type setPanics struct{ *store.Memory }
+
+func (setPanics) CommitAll(context.Context, []store.Writer) ([]store.Info, error) { panic("boom") }
+
+type abortPanics struct{ *store.Memory }
+
+type abortWriter struct{ store.Writer }
+
+func (a abortPanics) Create(ctx context.Context, name string, d tensor.Desc) (store.Writer, error) {
+	w, err := a.Memory.Create(ctx, name, d)
+	return abortWriter{w}, err
+}
+
+func (abortWriter) WriteViews(context.Context, int64, [][]byte) error { return errors.New("no") }
+
+func (w abortWriter) Abort() {
+	w.Writer.Abort()
+	panic("boom")
+}
+
+func TestAStoreWhoseEndsPanicFailsItsPushAlone(t *testing.T) {
+	for name, tc := range map[string]struct {
+		of  func(*store.Memory) store.Store
+		all bool
+	}{
+		"a set's commit": {func(m *store.Memory) store.Store { return setPanics{m} }, true},
+		"an abort":       {func(m *store.Memory) store.Store { return abortPanics{m} }, false},
+		"a set's abort":  {func(m *store.Memory) store.Store { return abortPanics{m} }, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			testkit.Start(t)
+			m := shelf(t, 8*mib)
+			f := serve(t, func(c *server.Config) { c.Store = tc.of(m) })
+			c, err := client.Dial(f.addr, client.Config{})
+			require.NoError(t, err)
+			defer c.Close()
+			for range 2 {
+				x := client.Input{Name: "x", Desc: tensor.Desc{DType: tensor.Int8, Shape: tensor.Shape{9000}}, Data: make([]byte, 9000)}
+				push := c.Push
+				if tc.all {
+					push = c.PutAll
+				}
+				_, err = push(t.Context(), client.PushRequest{Tensors: []client.Input{x}})
+				require.Error(t, err)
+			}
+			testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "the room to come back")
+		})
 	}
 }

@@ -135,7 +135,7 @@ func (f *Files) walk() (dirs map[string]time.Time, found []string, err error) {
 		path := filepath.Join(f.dir, dir)
 		at, entries, err := readDir(path)
 		switch {
-		case err != nil && dir == "." && outOfFiles(err):
+		case outOfFiles(err):
 			return nil, nil, fmt.Errorf("store: %w", err)
 		case err != nil && dir == ".":
 			return nil, nil, fmt.Errorf("%w: %w", ErrUnavailable, err)

@@ -126,6 +126,9 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 	case p.Call.IsZero():
 		m.refuse(p.Tensor, frame.InvalidArgument, "desc names no call; every tensor of a session belongs to one")
 		return
+	case m.cfg.Server && k != nil && k.part.Get != nil:
+		m.refuse(p.Tensor, frame.InvalidArgument, "desc names a get, whose tensors the server sends")
+		return
 	case k == nil && !m.tombstones.Has(p.Call):
 		m.refuse(p.Tensor, frame.NotFound, "desc names call "+p.Call.String()+", which is not open; send the call first")
 		return
@@ -166,7 +169,7 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 func (m *Machine) ackPart(now Instant, t *out, p frame.Ack) {
 	news, err := m.out.Acknowledge(&t.Out, p)
 	if err != nil {
-		m.fail(&t.Desc, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s: %v", p.Tensor, err))
+		m.lose(t, frame.Errorf(frame.InvalidArgument, "tensor %s: %v", p.Tensor, err))
 		return
 	}
 	if news { // an acknowledgement without news is not progress
@@ -182,12 +185,11 @@ func (m *Machine) ackPart(now Instant, t *out, p frame.Ack) {
 func (m *Machine) failurePart(now Instant, p frame.Failure) {
 	in, out := m.in.tensors[p.Tensor], m.out.tensors[p.Tensor]
 	var k *call
-	var d *frame.Desc
 	switch {
 	case out != nil:
-		k, d = out.call, &out.Desc
+		k = out.call
 	case in != nil:
-		k, d = in.call, &in.Desc
+		k = in.call
 	default: // late, or for a tensor unknown here: an answer might be answered forever
 		return
 	}
@@ -197,15 +199,17 @@ func (m *Machine) failurePart(now Instant, p frame.Failure) {
 	case k.stored() && !m.cfg.Server: // the peer does not know it any more, and sends no Summary
 		m.summaryPart(now, &frame.Summary{Call: k.part.ID, Tensor: p.Tensor, Code: p.Why(), Message: "given up by the server: " + p.Message})
 		return
-	case out != nil:
+	case out != nil && !k.stored():
 		m.out.drop(out)
-	default:
+	case out == nil:
 		m.in.drop(in)
 	}
 	text := frame.Clip(p.Message, frame.FailureTextBytes)
-	switch {
+	switch why := frame.Errorf(p.Why(), "given up by the client: %s", text); {
+	case k.stored() && out != nil:
+		m.lose(out, why)
 	case k.stored():
-		m.fail(d, k, &frame.Error{Code: p.Why(), Text: "given up by the client: " + text})
+		m.fail(&in.Desc, k, why)
 	case m.cfg.Server:
 		m.calls.giveUp(k, p.Why(), text)
 	default:

@@ -338,3 +338,94 @@ func lendAll(m *Machine, mem []byte) {
 		}
 	}
 }
+
+func TestAPutThatIsSentAgainWithOtherContentFails(t *testing.T) {
+	call, id := tensor.ID{2}, tensor.ID{3}
+	d := frame.Desc{Tensor: id, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{4}}, SizeBytes: 4, ChunkBytes: 1, Call: call, Name: "x"}
+	other := d
+	other.Name = "y"
+	for name, again := range map[string]*frame.Frame{
+		"all":          {Calls: []frame.Call{{ID: call, Put: &frame.Put{All: true}}}},
+		"a get":        {Calls: []frame.Call{{ID: call, Get: &frame.Get{Selections: []frame.Selection{{Name: "x"}}}}}},
+		"params":       {Calls: []frame.Call{{ID: call, Put: &frame.Put{}, TimeoutMillis: 9}}},
+		"another name": {Descs: []frame.Desc{other}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m := New(Config{Server: true, Stores: true, StoredBytes: 1 << 20}, 0)
+			require.NoError(t, m.Control(0, &frame.Frame{
+				Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1},
+				Calls: []frame.Call{{ID: call, Put: &frame.Put{}}}, Descs: []frame.Desc{d},
+			}))
+			require.NoError(t, m.Control(1, again))
+			failed := false
+			for e, ok := m.Event(); ok; e, ok = m.Event() {
+				failed = failed || e.Code == frame.InvalidArgument
+			}
+			require.True(t, failed, "it is ignored")
+		})
+	}
+}
+
+// The tensors of a get come from the server: what a client announces for one leaves nothing.
+func TestADescOfAGetIsRefused(t *testing.T) {
+	m := New(Config{Server: true, Stores: true, StoredBytes: 1 << 20}, 0)
+	get := tensor.ID{2}
+	require.NoError(t, m.Control(0, &frame.Frame{
+		Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1},
+		Calls: []frame.Call{{ID: get, Get: &frame.Get{Selections: []frame.Selection{{Name: "x"}}}}},
+	}))
+	for i := range 100 {
+		id := tensor.ID{3, byte(i)}
+		require.NoError(t, m.Control(1, &frame.Frame{Descs: []frame.Desc{{
+			Tensor: id, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{4}}, SizeBytes: 4, ChunkBytes: 1, Call: get, Name: "x",
+		}}}))
+		for e, ok := m.Event(); ok; e, ok = m.Event() {
+			require.NotEqual(t, EventFailed, e.Kind)
+		}
+		var f frame.Frame
+		for held, ok := m.Next(1, &f); ok && len(f.Failures) == 0; held, ok = m.Next(1, &f) {
+			require.Nil(t, held)
+		}
+		require.Len(t, f.Failures, 1)
+		require.Equal(t, frame.InvalidArgument, f.Failures[0].Code)
+		require.Equal(t, id, f.Failures[0].Tensor)
+	}
+}
+
+// A client that gives up a tensor, or acknowledges more than was sent, is not told that it has it.
+func TestATensorOfAGetThatItsClientGaveUpDoesNotEndWell(t *testing.T) {
+	for name, tc := range map[string]struct {
+		given *frame.Frame
+		code  frame.Code
+	}{
+		"a failure":   {&frame.Frame{Failures: []frame.Failure{{Tensor: tensor.ID{3}, Code: frame.DataLoss}}}, frame.DataLoss},
+		"a wrong ack": {&frame.Frame{Acks: []frame.Ack{{Tensor: tensor.ID{3}, Below: 9}}}, frame.InvalidArgument},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m := New(Config{Server: true, Stores: true, StoredBytes: 1 << 20}, 0)
+			get, id := tensor.ID{2}, tensor.ID{3}
+			require.NoError(t, m.Control(0, &frame.Frame{
+				Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1, MaxChunkBytes: 1 << 20, MaxOpenTensors: 8},
+				Calls: []frame.Call{{ID: get, Get: &frame.Get{Selections: []frame.Selection{{Name: "x"}}}}},
+			}))
+			require.NoError(t, m.OpenTensor(0, frame.Desc{
+				Tensor: id, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{4}}, ChunkBytes: 1, Call: get, Name: "x",
+			}))
+			require.NoError(t, m.Offer(0, id, 0, make([]byte, 4), func() {}))
+			m.Summarize(0, frame.Summary{Call: get, Tensor: id, Name: "x"})
+			var f frame.Frame
+			_, ok := m.Next(0, &f) // hello, and the desc: it has no credit
+			require.True(t, ok)
+			require.NoError(t, m.Control(1, tc.given))
+			for f.Reset(); len(f.Summaries) == 0; f.Reset() {
+				_, ok = m.Next(1, &f)
+				require.True(t, ok)
+				if len(f.Summaries) > 0 {
+					break
+				}
+			}
+			require.Equal(t, tc.code, f.Summaries[0].Code)
+			require.Zero(t, f.Summaries[0].Digest)
+		})
+	}
+}

@@ -188,26 +188,29 @@ func (m *Machine) GiveUp(id tensor.ID, code frame.Code, text string) bool {
 
 // Lost gives up an outgoing tensor whose bytes cannot be read any more.
 func (m *Machine) Lost(id tensor.ID, text string) {
-	t := m.out.tensors[id]
-	if t == nil {
-		return
+	if t := m.out.tensors[id]; t != nil {
+		m.lose(t, frame.Errorf(frame.DataLoss, "%s", text))
 	}
-	e := Event{Kind: EventFailed, Call: t.call.part.ID, Tensor: id, Desc: &t.Desc, Code: frame.DataLoss, Text: text}
+}
+
+// lose gives up an outgoing tensor or, unless that is of a put or a get, its call.
+func (m *Machine) lose(t *out, why *frame.Error) {
 	switch q := t.summary; {
 	case !t.call.stored():
-		m.calls.giveUp(t.call, e.Code, text)
+		m.fail(&t.Desc, t.call, why)
+		return
 	case q != nil: // its holder has said that it ends well
-		m.waiting += len(text) - len(q.Message)
-		q.Summary = frame.Summary{Call: q.Call, Tensor: id, Name: q.Name, SizeBytes: q.SizeBytes, Code: e.Code, Message: text}
+		m.waiting += len(why.Text) - len(q.Message)
+		q.Summary = frame.Summary{Call: q.Call, Tensor: q.Tensor, Name: q.Name, SizeBytes: q.SizeBytes, Code: why.Code, Message: why.Text}
+		m.out.drop(t)
+		return
+	case m.cfg.Server:
 		m.out.drop(t)
 	default:
-		if m.cfg.Server {
-			m.out.drop(t)
-		} else {
-			m.GiveUp(id, e.Code, text)
-		}
-		m.tell(e)
+		m.GiveUp(t.Desc.Tensor, why.Code, why.Text)
 	}
+	m.tell(Event{Kind: EventFailed, Call: t.call.part.ID, Tensor: t.Desc.Tensor, Desc: &t.Desc, Code: why.Code, Text: why.Text})
+	m.calls.advance(t.call)
 }
 
 // Unread returns how long the peer has not read what was sent since, if that is too long:

@@ -96,7 +96,7 @@ func New(cfg stream.Config, h Handler) *Session {
 func (s *Session) now() stream.Instant { return stream.Instant(time.Since(s.start)) }
 
 // Carry has conn carry the session. It starts a reader goroutine, and a writer whenever
-// there is something to send; they end when conn does. If that is before the session's
+// there is something to send, which waits while a call is open; they end with conn, or the session. If that is before the session's
 // end, lost gets the reason, and another connection may carry the session: what was on
 // its way is not sent again. Carry waits until the connection before is not used.
 func (s *Session) Carry(conn Conn) (lost <-chan error) {
@@ -173,7 +173,7 @@ func (s *Session) DoSend(f func(m *stream.Machine, now stream.Instant)) {
 		s.nudge()
 		return
 	}
-	s.sendFrame(false)
+	s.sendFrame(nil)
 	<-s.sending
 	// More may wait, or may have come while the writer could not have the lock.
 	s.mu.Lock()
@@ -378,23 +378,21 @@ func (s *Session) receive(f *frame.Frame, claim *stream.Claim) error {
 	return err
 }
 
-// write sends what the machine has to send, until there is nothing.
+// write sends what the machine has to send, until there is nothing and no call is open.
 func (s *Session) write() {
 	defer s.work.Done()
 	for {
+		waits := false
 		select {
 		case s.sending <- struct{}{}:
 		case <-s.Stopped(): // whoever sends may be stuck
 			return
 		}
-		runtime.Gosched()
-		for s.sendFrame(true) {
+		runtime.Gosched() // what others have to say goes along
+		for s.sendFrame(&waits) {
 		}
 		<-s.sending
-		s.mu.Lock()
-		ends := !s.waiting && len(s.wake) == 0
-		s.mu.Unlock()
-		if ends {
+		if !waits {
 			return
 		}
 		select {
@@ -406,9 +404,9 @@ func (s *Session) write() {
 }
 
 // sendFrame sends the next frame and reports whether there was one to send and
-// it went; sending is held. The writer says that it is the one who asks: when
-// there is nothing, it is over, and the next nudge starts another.
-func (s *Session) sendFrame(writer bool) bool {
+// it went; sending is held. The writer, who alone passes waits, learns whether to wait for
+// wake when there is nothing; otherwise it ends, and the next nudge starts another.
+func (s *Session) sendFrame(waits *bool) bool {
 	f := &s.out
 	f.Reset()
 	s.mu.Lock()
@@ -421,8 +419,9 @@ func (s *Session) sendFrame(writer bool) bool {
 	s.dispatch(now)
 	st := s.m.Status()
 	last := !ok && s.ended && st.Calls == 0
-	if !ok && writer {
-		s.writing, s.waiting = false, st.Calls > 0
+	if !ok && waits != nil {
+		*waits = st.Calls > 0
+		s.writing, s.waiting = false, *waits
 	}
 	if ok { // with mu held, or Drain would see neither a call nor its last frame
 		s.sendingSince.Store(int64(now) + 1)
@@ -452,7 +451,7 @@ func (s *Session) sendFrame(writer bool) bool {
 	}
 	if err := s.conn.Send(f, held); err != nil {
 		s.conn = nil
-		if writer { // which ends; the next connection has another
+		if waits != nil { // the writer ends; the next connection has another
 			s.mu.Lock()
 			s.writing = false
 			s.mu.Unlock()

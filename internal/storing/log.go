@@ -22,8 +22,9 @@ type transferLog struct {
 type record struct {
 	State
 	id      tensor.ID
-	waits   func()      // of an open pull: called when its client says that it waits
-	tensors []*progress // the last recordTensors that were announced
+	session *serving.Session // of an open transfer
+	all     bool             // a set
+	tensors []*progress      // the last recordTensors that were announced
 	bytes   atomic.Int64
 }
 
@@ -50,13 +51,13 @@ type TensorState struct {
 }
 
 // begin opens a record, or returns why the transfer is refused.
-func (l *transferLog) begin(id tensor.ID, k serving.Direction, waits func()) (*record, error) {
+func (l *transferLog) begin(id tensor.ID, k serving.Direction, on *serving.Session, all bool) (*record, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if r := l.byID[id]; r != nil && r.Open {
 		return nil, frame.Errorf(frame.AlreadyExists, "transfer %s is already open; use a new id", id)
 	}
-	r := &record{State: State{Open: true, Kind: k, Began: time.Now()}, id: id, waits: waits}
+	r := &record{State: State{Open: true, Kind: k, Began: time.Now()}, id: id, session: on, all: all}
 	if l.byID == nil {
 		l.byID = make(map[tensor.ID]*record)
 	}
@@ -64,11 +65,14 @@ func (l *transferLog) begin(id tensor.ID, k serving.Direction, waits func()) (*r
 	return r, nil
 }
 
-// get returns the record of a transfer; nil if there is none.
-func (l *transferLog) get(id tensor.ID) *record {
+// open returns the record of the transfer that a session carries; nil if there is none.
+func (l *transferLog) open(on *serving.Session, id tensor.ID) *record {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.byID[id]
+	if r := l.byID[id]; r != nil && r.session == on {
+		return r
+	}
+	return nil
 }
 
 // tensor adds a tensor to a record.
@@ -100,10 +104,10 @@ func (l *transferLog) end(r *record, code frame.Code, message string) bool {
 	if !r.Open {
 		return false
 	}
-	r.Open, r.waits = false, nil
+	r.Open, r.session = false, nil
 	r.Code, r.Message = code, frame.Clip(message, recordMessage)
 	for _, p := range r.tensors {
-		if p.Open { // it ends with the transfer
+		if p.Open || r.all && code != frame.OK { // it ends with the transfer
 			p.Open = false
 			p.Summary.Code, p.Summary.Message = r.Code, r.Message
 		}
@@ -122,16 +126,26 @@ func (l *transferLog) end(r *record, code frame.Code, message string) bool {
 	return true
 }
 
+// stored records that a set is stored, though its call may have ended before.
+func (l *transferLog) stored(r *record) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	r.Code, r.Message = frame.OK, ""
+	for _, p := range r.tensors {
+		p.Summary.Code, p.Summary.Message = frame.OK, ""
+	}
+}
+
 // Waits handles the message of a pull's client that it waits for the consumer of its output.
 func (s *Service) Waits(id tensor.ID) {
 	s.log.mu.Lock()
-	var waits func()
+	var on *serving.Session
 	if r := s.log.byID[id]; r != nil {
-		waits = r.waits
+		on = r.session
 	}
 	s.log.mu.Unlock()
-	if waits != nil {
-		waits()
+	if on != nil {
+		on.Waits()
 	}
 }
 

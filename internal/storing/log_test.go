@@ -37,7 +37,7 @@ func TestRecordsOfTheWorstTransfersTakeNoMoreThanTheySay(t *testing.T) {
 			failed := strings.Repeat("y", 1<<10)
 			for number := 0; number < 2*recordTensorsKept; {
 				number++
-				r, err := rs.begin(worstID(number), serving.Pull, nil)
+				r, err := rs.begin(worstID(number), serving.Pull, nil, false)
 				require.NoError(t, err)
 				for range perTransfer {
 					number++

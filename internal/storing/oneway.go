@@ -36,7 +36,7 @@ func (s *Service) Push(from *admission.Caller, conn Conn, answer func([]frame.Su
 	p := &pushConn{Conn: conn, session: sess}
 	p.gate = session.Gate{Kind: "push", Parts: "descs, chunks and failures", New: p.announced}
 	cause := sess.Serve(conn.Context(), p)
-	s.ended(sess.ID(), cause)
+	s.ended(sess, sess.ID(), cause)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch {
@@ -60,9 +60,9 @@ func (s *Service) Push(from *admission.Caller, conn Conn, answer func([]frame.Su
 
 // ended records why a push or a pull ended before its call did: its client may ask as soon as
 // the RPC has ended.
-func (s *Service) ended(id tensor.ID, cause error) {
+func (s *Service) ended(sess *serving.Session, id tensor.ID, cause error) {
 	code, text := s.Status(cause)
-	if r := s.log.get(id); r != nil && s.log.end(r, code, text) {
+	if r := s.log.open(sess, id); r != nil && s.log.end(r, code, text) {
 		s.TransferEnded(r.Kind, code, r.bytes.Load())
 	}
 }
@@ -192,7 +192,7 @@ func (s *Service) Pull(from *admission.Caller, conn Conn, h *frame.Hello, list [
 	p := &pullConn{Conn: conn, hello: *h, list: list}
 	p.hello.AllowanceBytes, p.hello.MaxOpenTensors, p.hello.Lanes = 0, 0, 0
 	cause := sess.Serve(conn.Context(), p)
-	s.ended(h.Session, cause)
+	s.ended(sess, h.Session, cause)
 	if d := p.done.Load(); d != nil && d.Code != frame.OK {
 		return &serving.RefusedError{Code: d.Code, Text: d.Message, RetryMillis: d.RetryAfterMillis}
 	} else if d != nil {

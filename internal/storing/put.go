@@ -19,8 +19,8 @@ import (
 // ErrNoStore is returned for requests that need a store, on a server without one.
 var ErrNoStore = &frame.Error{Code: frame.FailedPrecondition, Text: "this server has no store; start one with --store"}
 
-// put is a client's upload into the store. Each of its tensors has a goroutine, which ends
-// with the tensor's Summary or with the call.
+// put is a client's upload into the store. Each tensor that is open has a goroutine, which
+// takes the next one after it, and ends with the call.
 type put struct {
 	task
 	all   bool
@@ -85,7 +85,10 @@ func (p *put) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	case stream.EventClosed:
 		p.closed(e)
 		if p.all && !p.summed { // what is ready of the set is not stored
-			p.service.Go(p.abort)
+			p.service.Go(func() {
+				p.abort()
+				p.service.Budget.Release(p.session.Holder, p.named)
+			})
 		}
 	}
 }
@@ -214,7 +217,7 @@ func (in *incoming) run() {
 	}
 	if in.place != nil && kept == nil {
 		if w := in.place.end(); w != nil {
-			w.Abort() // a no-op if it was committed
+			p.discard(w)
 		}
 	}
 	p.session.Unstage(in.staged)
@@ -333,6 +336,7 @@ func (p *put) commit() {
 	})
 	var d frame.Done
 	if err != nil {
+		p.abort() // what is stored stays
 		what := "nothing of the set is stored: "
 		if len(stored) > 0 {
 			what = "the set is stored, but may not survive a crash of the server: "
@@ -340,14 +344,21 @@ func (p *put) commit() {
 		sum := p.failed(frame.Summary{}, err)
 		d.Code, d.Message, d.RetryAfterMillis = sum.Code, what+sum.Message, sum.RetryAfterMillis
 	}
+	if err == nil || len(stored) > 0 {
+		p.service.log.stored(p.record)
+	}
 	p.service.Budget.Release(p.session.Holder, p.named)
 	p.session.Do(func(m *stream.Machine, _ stream.Instant) { p.finish(m, d) })
 }
 
-// abort discards a set that is not stored.
+// abort discards what is not stored of the set.
 func (p *put) abort() {
 	for _, w := range p.set {
-		w.Abort()
+		p.discard(w)
 	}
-	p.service.Budget.Release(p.session.Holder, p.named)
+}
+
+// discard ends a writer: a no-op if it was committed.
+func (p *put) discard(w store.Writer) {
+	_ = p.service.survive(func() error { w.Abort(); return nil })
 }

@@ -107,7 +107,7 @@ func (s *Service) begin(on *serving.Session, part *frame.Call) (t task, err erro
 		}
 	}
 	t = task{service: s, session: on, id: part.ID, kind: kind}
-	r, err := s.log.begin(part.ID, kind, on.Waits)
+	r, err := s.log.begin(part.ID, kind, on, part.Put != nil && part.Put.All)
 	if err != nil {
 		t.leave(frame.AlreadyExists, 0)
 		return t, err
