@@ -106,6 +106,16 @@ class Errors(support.Served):
             ("out is a bytearray", lambda: self.client.pull("x", out=bytearray(1))),
             ("a model is named by a str", lambda: self.client.compute(None, b"abc")),
             ("write host:port", lambda: tf.connect(50051)),
+            ("a name is ['x']; it must be a str", lambda: self.client.pull(["x"])),
+            ("a name is ['x']", lambda: self.client.delete(["x"])),
+            ("glob is ['x']", lambda: self.client.list(["x"])),
+            ("a name in tensors is 3", lambda: self.client.push({3: b"abc"})),
+            ("a name in inputs is None", lambda: self.client.call("echo", {None: b"abc"})),
+            ("a name in params is 3", lambda: self.client.pull("x", source=True, params={3: 1})),
+            ("metadata is a list", lambda: self.client.push({"x": b"abc"}, metadata=["x"])),
+            ("metadata['x'] is a str", lambda: self.client.push({"x": b"abc"}, metadata={"x": "a"})),
+            ("a value in metadata['x'] is 1", lambda: self.client.push({"x": b"abc"}, metadata={"x": {"a": 1}})),
+            ("a value in metadata['x'] is 1", lambda: self.client.call("echo", {"x": b"a"}, metadata={"x": {"a": 1}})),
         ):
             with self.subTest(what), self.assertRaises(TypeError) as e:
                 does()
@@ -293,6 +303,21 @@ class Regions(support.Served):
             s = tf.Stream((want[i : i + step] for i in range(0, len(want), step)), (len(want),), "uint8")
             self.client.push({"s": s})
             self.assertEqual(bytes(self.client.pull("s", like="tensor")["s"]), want)
+
+    def test_what_has_no_bytes_goes_beside_a_stream(self):
+        def stream(*items):
+            return tf.Stream(items, (sum(map(len, items)),), "uint8")
+
+        empty = tf.Tensor(b"", (0, 5), "float32")
+        for order in ("esz", "sez", "zse"):
+            tensors = {"e": empty, "s": stream(b"", pattern(3 * MIB), b"1", b""), "z": stream(b"")}
+            self.client.push({name: tensors[name] for name in order})
+            back = self.client.pull("e", "s", "z", like="tensor")
+            self.assertEqual(back["e"].shape, (0, 5))
+            self.assertEqual(bytes(back["s"]), pattern(3 * MIB) + b"1")
+            self.assertEqual(bytes(back["z"]), b"")
+        with self.assertRaisesRegex(ValueError, "a Stream of 1 bytes has more"):
+            self.client.push({"e": empty, "s": tf.Stream([b"1", b"", b"2"], (1,), "uint8")})
 
     def test_a_generator_may_rest_for_longer_than_a_server_waits_for_the_dead(self):
         server = support.Server("--chunk-idle", "1s")

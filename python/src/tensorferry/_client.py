@@ -304,6 +304,7 @@ class Client:
         progress: Optional[Progress] = None,
     ) -> Run:
         _named("inputs", inputs)
+        metadata = _metadata(metadata)
         if timeout is not None:
             _seconds(timeout)
         link = self._ready()
@@ -326,7 +327,7 @@ class Client:
                 parts.append(self._parts[key])
             except KeyError:
                 parts.append(self._remember(key, _wire.text(port) + _wire.tensor(source.dtype, source.shape) + b"\0\0"))
-            meta = metadata.get(port) if metadata else None
+            meta = metadata.get(port)
             parts.append(_wire.texts(meta.items()) if meta else b"\0\0")
             place = link.find(source.address, source.nbytes) if source.address else None
             if place is None and source.items is None and 0 < source.nbytes <= _wire.PIECE_BYTES:
@@ -411,6 +412,7 @@ class Client:
         if hasattr(tensors, "state_dict"):
             raise TypeError("push takes a mapping of names to tensors; of a module that is module.state_dict()")
         _named("tensors", tensors)
+        metadata = _metadata(metadata)
         if timeout is not None:
             _seconds(timeout)
         link = self._ready()
@@ -422,7 +424,7 @@ class Client:
         asked, fed, small = [], [], 0
         for i, (name, source) in enumerate(zip(tensors, sources)):
             entry: dict[str, Any] = {"name": name, "dtype": NAMES[source.dtype], "shape": source.shape}
-            if metadata and metadata.get(name):
+            if metadata.get(name):
                 entry["metadata"] = dict(metadata[name])
             place = link.find(source.address, source.nbytes) if source.address and source.nbytes else None
             if (
@@ -463,8 +465,10 @@ class Client:
 
         out has by name where a tensor goes: an array, a path or a binary file.
         """
-        if out is not None:
-            _named("out", out)
+        _strings("a name", names)
+        for what, given in (("params", params), ("out", out)):
+            if given is not None:
+                _named(what, given)
         if timeout is not None:
             _seconds(timeout)
         link = self._ready()
@@ -485,6 +489,7 @@ class Client:
 
     def list(self, glob: str = "", *, timeout: Optional[float] = _ASK_SECONDS) -> list[Stored]:
         """Return the tensors of the store whose names match a glob, all if it is empty."""
+        _strings("glob", [glob])
         return [
             Stored(
                 t["name"], t["dtype"], tuple(t["shape"]), t["bytes"], t.get("digest", ""), t.get("durable", False),
@@ -499,6 +504,7 @@ class Client:
 
     def delete(self, *names: str, timeout: Optional[float] = _ASK_SECONDS) -> Sequence[str]:
         """Remove tensors, by name or glob, and return the names of those that were removed."""
+        _strings("a name", names)
         return self._ask("delete", timeout, names=names).get("names") or ()
 
     def models(self, *, timeout: Optional[float] = _ASK_SECONDS) -> Sequence[dict[str, Any]]:
@@ -574,6 +580,24 @@ def connect(
 def _named(what: str, given: Any) -> None:
     if not isinstance(given, Mapping):
         raise TypeError(f"{what} is a {type(given).__name__}; it must be a mapping of names, such as a dict")
+    _strings(f"a name in {what}", given)
+
+
+def _strings(what: str, given: Iterable[Any]) -> None:
+    for text in given:
+        if not isinstance(text, str):
+            raise TypeError(f"{what} is {text!r}; it must be a str")
+
+
+def _metadata(metadata: Optional[Mapping[str, Mapping[str, str]]]) -> Mapping[str, Mapping[str, str]]:
+    if metadata is None:
+        return {}
+    _named("metadata", metadata)
+    for name, entries in metadata.items():
+        if entries:
+            _named(f"metadata[{name!r}]", entries)
+            _strings(f"a value in metadata[{name!r}]", entries.values())
+    return metadata
 
 
 def _seconds(timeout: float) -> None:

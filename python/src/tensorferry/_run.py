@@ -375,8 +375,7 @@ class Feed:
     def _fill(self, piece: Range) -> int:
         """Copy the next bytes of the current tensor, or of the next one; 0 is the end of the last."""
         while self._source is None or self._filled == self._source.nbytes:
-            if self._source is not None and next(self._blocks, None) is not None and self._by_hand:
-                raise ValueError(f"a Stream of {self._source.nbytes} bytes has more")
+            self._check_end()
             if not self._left:
                 return 0
             self._index, _, self._source = self._left.popleft()
@@ -403,10 +402,15 @@ class Feed:
             self._offset += n
             if self._offset == block.nbytes:
                 self._block = None
-        if self._by_hand and self._filled == source.nbytes and next(self._blocks, None) is not None:
-            # Before the last piece goes: with it the call could end well.
-            raise ValueError(f"a Stream of {source.nbytes} bytes has more")
+        if self._filled == source.nbytes:
+            self._check_end()  # before the last piece goes: with it the call could end well
         return at
+
+    def _check_end(self) -> None:
+        """Raise if the current tensor is a Stream that yields more bytes."""
+        source = self._source
+        if source is not None and source.items is not None and any(block.nbytes for block in self._blocks):
+            raise ValueError(f"a Stream of {source.nbytes} bytes has more")
 
 
 def _refused(err: Exception) -> Error:
