@@ -9,11 +9,15 @@ import (
 	"testing"
 	"unicode/utf8"
 
+	"github.com/google/go-cmp/cmp"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/encoding"
 	"google.golang.org/grpc/mem"
+	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/testing/protocmp"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/frame"
@@ -135,6 +139,47 @@ func TestMarshalRefusesWhatThePeerWouldRefuse(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A field that somebody adds to a message must not get lost on its way.
+func TestEveryFieldOfEveryMessageIsKept(t *testing.T) {
+	testkit.Start(t)
+	b := full((*pb.Frame)(nil).ProtoReflect().Descriptor())
+	d := decode(t, b)
+	if d.err != nil {
+		t.Fatal(d.err)
+	}
+	d.frame.Chunk.Data = [][]byte{d.payload}
+	var want, back pb.Frame
+	if err := errors.Join(proto.Unmarshal(b, &want), proto.Unmarshal(encode(t, &d.frame), &back)); err != nil {
+		t.Fatal(err)
+	}
+	for what, got := range map[string]*pb.Frame{"read and written": &back, "read, by toProto": toProto(&d.frame)} {
+		if diff := cmp.Diff(&want, got, protocmp.Transform()); diff != "" {
+			t.Errorf("%s: %s", what, diff)
+		}
+	}
+}
+
+// full returns a message in which every field, and every field of the messages in it, is set.
+func full(m protoreflect.MessageDescriptor) (b []byte) {
+	for i := range m.Fields().Len() {
+		switch f := m.Fields().Get(i); f.Kind() {
+		case protoreflect.MessageKind: // or an entry of a map
+			b = protowire.AppendBytes(protowire.AppendTag(b, f.Number(), protowire.BytesType), full(f.Message()))
+		case protoreflect.BytesKind, protoreflect.StringKind:
+			v := bytes.Repeat([]byte("x"), len(tensor.ID{}))
+			if f.Name() == "lane_token" {
+				v = bytes.Repeat([]byte("x"), len(frame.LaneToken{}))
+			}
+			b = protowire.AppendBytes(protowire.AppendTag(b, f.Number(), protowire.BytesType), v)
+		case protoreflect.Fixed32Kind:
+			b = protowire.AppendFixed32(protowire.AppendTag(b, f.Number(), protowire.Fixed32Type), 1)
+		default:
+			b = protowire.AppendVarint(protowire.AppendTag(b, f.Number(), protowire.VarintType), 1)
+		}
+	}
+	return b
 }
 
 func TestTextForPeopleIsMadeToFit(t *testing.T) {
