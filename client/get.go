@@ -332,6 +332,8 @@ func (p *pull) place(t *pulled) error {
 	}
 	switch {
 	case err != nil:
+	case sink.open != nil && t.held:
+		err = fmt.Errorf("%w: tensor %q: a Writer has nothing of it; use Held with Into or At", ErrInput, t.Name)
 	case sink.open != nil:
 		t.landing.InOrder = true
 		err = t.open(sink, t.Desc.Clone())

@@ -151,11 +151,14 @@ func (g *get) send() error {
 		}
 	}()
 	var err error
-	pick := func() { all, err = g.pick() }
 	if sets, ok := g.service.Store.(store.Sets); ok {
-		sets.Together(pick)
+		sets.Together(func() {
+			ctx, cancel := context.WithTimeoutCause(g.ctx, pickTime, errPickTime)
+			defer cancel()
+			all, err = g.pick(ctx)
+		})
 	} else {
-		pick()
+		all, err = g.pick(g.ctx)
 	}
 	if err != nil {
 		return err
@@ -183,7 +186,7 @@ func (g *get) send() error {
 
 // pick resolves the selections: all of it belongs to one state of the store with regard to
 // sets.
-func (g *get) pick() (all []picked, err error) {
+func (g *get) pick(ctx context.Context) (all []picked, err error) {
 	holder := g.session.Holder
 	add := func(p picked) error {
 		if len(all) >= pinned {
@@ -213,10 +216,10 @@ func (g *get) pick() (all []picked, err error) {
 			}
 			continue
 		}
-		for p, err := range store.Pick(sel.Name, func() (picked, error) { return g.open(sel.Name) }, g.matching(sel.Name)) {
+		for p, err := range store.Pick(sel.Name, func() (picked, error) { return g.open(sel.Name) }, g.matching(ctx, sel.Name)) {
 			switch {
-			case err != nil && g.ctx.Err() != nil:
-				return all, context.Cause(g.ctx)
+			case err != nil && ctx.Err() != nil:
+				return all, context.Cause(ctx)
 			case err != nil:
 				p = picked{name: sel.Name, err: err}
 			}
@@ -238,9 +241,9 @@ func (g *get) open(name string) (picked, error) {
 }
 
 // matching opens every tensor whose name matches.
-func (g *get) matching(glob string) iter.Seq2[picked, error] {
+func (g *get) matching(ctx context.Context, glob string) iter.Seq2[picked, error] {
 	return func(yield func(picked, error) bool) {
-		for info, err := range store.Each(g.ctx, g.service.Store, glob) {
+		for info, err := range store.Each(ctx, g.service.Store, glob) {
 			if err != nil {
 				yield(picked{}, err)
 				return

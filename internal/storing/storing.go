@@ -28,6 +28,8 @@ import (
 var (
 	// errPicked ends a get that picks more than there is memory for.
 	errPicked = serving.TryLater(frame.ResourceExhausted, "memory: not enough to keep what this pull selects; select less, or try again later")
+	// errPickTime ends a get whose globs take too long: sets wait, and whoever comes after them.
+	errPickTime = frame.Errorf(frame.ResourceExhausted, "selections: matching their globs took longer than %v, while sets wait; select less", pickTime)
 	// errNoMemory ends a tensor for whose bytes there is no memory in time.
 	errNoMemory = serving.TryLater(frame.ResourceExhausted, "memory: none became free in time for a part of the tensor; try again later")
 	// errPanic replaces the panic of a store or a source.

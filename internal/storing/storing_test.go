@@ -354,6 +354,7 @@ func TestASetWhoseLastTensorIsBadIsNotStored(t *testing.T) {
 	l.send(&frame.Frame{Hello: h})
 	const sets = 40
 	last := new(frame.Frame)
+	var calls []tensor.ID
 	for i := range sets {
 		good, bad := ten(fmt.Sprint("good", i)), ten("bad")
 		call := tensor.NewID()
@@ -365,6 +366,7 @@ func TestASetWhoseLastTensorIsBadIsNotStored(t *testing.T) {
 		require.Equal(t, frame.OK, (<-l.told).Code)
 		last.Descs = append(last.Descs, bad.desc)
 		last.Ends = append(last.Ends, frame.End{Call: call, Tensors: 2})
+		calls = append(calls, call)
 	}
 	l.send(last)
 	for range 2 * sets {
@@ -373,7 +375,123 @@ func TestASetWhoseLastTensorIsBadIsNotStored(t *testing.T) {
 	l.end()
 	require.Error(t, <-ended)
 	s.Core.Wait()
+	for _, call := range calls {
+		_, tensors, known := s.State(call)
+		require.True(t, known)
+		for _, x := range tensors {
+			require.Equal(t, frame.InvalidArgument, x.Summary.Code, "%q is not stored", x.Summary.Name)
+		}
+	}
 	infos, err := s.Store.List(t.Context(), "", "", 2*sets)
 	require.NoError(t, err)
 	require.Empty(t, infos)
+}
+
+// What a push with the ID of an open put is told leaves the put alone.
+func TestAPushWithTheIDOfAnOpenPutLeavesItOpen(t *testing.T) {
+	testkit.Start(t)
+	s := serve(t, 64*mib, stream.Limits{}, nil)
+	sess, err := s.Core.OpenSession(new(admission.Caller))
+	require.NoError(t, err)
+	l := &sessionLink{newLink(t), make(chan frame.Done, 10)}
+	ended := make(chan error, 1)
+	go func() { ended <- sess.Serve(l.ctx, l) }()
+	x, h := ten("x"), hello()
+	x.desc.Call, x.desc.OnAllowance, h.MaxOpenTensors = tensor.NewID(), true, 64
+	l.send(&frame.Frame{Hello: h, Calls: []frame.Call{{ID: x.desc.Call, Put: new(frame.Put)}}, Descs: []frame.Desc{x.desc}})
+	for c := range uint32(3) {
+		l.send(x.chunk(c))
+	}
+	require.Equal(t, frame.OK, (<-l.told).Code)
+	other := newLink(t)
+	again := hello()
+	again.Session = x.desc.Call
+	other.send(&frame.Frame{Hello: again})
+	close(other.in)
+	require.ErrorContains(t, s.Push(new(admission.Caller), other, nil), "already open")
+	of, _, known := s.State(x.desc.Call)
+	require.True(t, known && of.Open)
+	l.send(&frame.Frame{Ends: []frame.End{{Call: x.desc.Call, Tensors: 1}}})
+	require.Equal(t, frame.OK, (<-l.told).Code)
+	l.end()
+	require.Error(t, <-ended)
+	testkit.Eventually(t, func() bool { return s.Values().OpenTransfers["push"] == 0 }, "the end of both")
+}
+
+// slow is a store whose list takes a while.
+type slow struct{ *store.Memory }
+
+func (s slow) List(ctx context.Context, glob, after string, most int) ([]store.Info, error) {
+	select {
+	case <-time.After(pickTime / 3):
+		return s.Memory.List(ctx, glob, after, most)
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
+}
+
+func TestAGetDoesNotKeepSetsWaitingForLong(t *testing.T) {
+	testkit.Start(t)
+	synctest.Test(t, func(t *testing.T) {
+		s := serve(t, 4*mib, stream.Limits{}, nil)
+		s.Store = slow{s.Store.(*store.Memory)}
+		pull := func(globs int) error {
+			var list []frame.Selection
+			for range globs {
+				list = append(list, frame.Selection{Name: "*"})
+			}
+			l, ended := newLink(t), make(chan error, 1)
+			go func() { ended <- s.Pull(new(admission.Caller), l, hello(), list) }() // ends with l
+			for {
+				select {
+				case <-l.out:
+				case err := <-ended:
+					return err
+				}
+			}
+		}
+		require.NoError(t, pull(1))
+		require.ErrorContains(t, pull(9), "longer than 10s")
+	})
+}
+
+// late is a store that has stored a set when its call is cancelled.
+type late struct{ *store.Memory }
+
+func (s late) CommitAll(ctx context.Context, set []store.Writer) ([]store.Info, error) {
+	infos, err := s.Memory.CommitAll(ctx, set)
+	<-ctx.Done()
+	return infos, err
+}
+
+func TestASetThatWasStoredWhileItWasCancelledIsKnownAsStored(t *testing.T) {
+	testkit.Start(t)
+	s := serve(t, 64*mib, stream.Limits{}, nil)
+	s.Store = late{s.Store.(*store.Memory)}
+	sess, err := s.Core.OpenSession(new(admission.Caller))
+	require.NoError(t, err)
+	l := &sessionLink{newLink(t), make(chan frame.Done, 10)}
+	ended := make(chan error, 1)
+	go func() { ended <- sess.Serve(l.ctx, l) }()
+	x, h := ten("x"), hello()
+	x.desc.Call, x.desc.OnAllowance, h.MaxOpenTensors = tensor.NewID(), true, 64
+	call := x.desc.Call
+	l.send(&frame.Frame{Hello: h, Calls: []frame.Call{{ID: call, Put: &frame.Put{All: true}}}, Descs: []frame.Desc{x.desc}})
+	for c := range uint32(3) {
+		l.send(x.chunk(c))
+	}
+	require.Equal(t, frame.OK, (<-l.told).Code)
+	l.send(&frame.Frame{Ends: []frame.End{{Call: call, Tensors: 1}}})
+	testkit.Eventually(t, func() bool {
+		infos, err := s.Store.List(t.Context(), "", "", 2)
+		return err == nil && len(infos) == 1
+	}, "the set")
+	l.send(&frame.Frame{Cancels: []tensor.ID{call}})
+	require.Equal(t, frame.Cancelled, (<-l.told).Code)
+	testkit.Eventually(t, func() bool {
+		of, tensors, known := s.State(call)
+		return known && !of.Open && of.Code == frame.OK && tensors[0].Summary.Code == frame.OK
+	}, "what is known of it")
+	l.end()
+	require.Error(t, <-ended)
 }
