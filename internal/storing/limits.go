@@ -1,8 +1,10 @@
 package storing
 
-import "time"
+import (
+	"time"
 
-import "github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/frame"
+)
 
 const (
 	// PushTensors is how many tensors may be open on one push at a time: each needs state.
