@@ -319,6 +319,7 @@ func (w abortWriter) Abort() {
 }
 
 func TestAStoreWhoseEndsPanicFailsItsPushAlone(t *testing.T) {
+	testkit.Start(t)
 	for name, tc := range map[string]struct {
 		of  func(*store.Memory) store.Store
 		all bool
