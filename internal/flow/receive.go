@@ -12,7 +12,7 @@ type In struct {
 	Asm       *assembler.Assembler
 	Owner     Owner
 	Open      bool   // counts in Receiver.Open
-	Summed    bool   // its Summary acknowledges it, if it is on allowance
+	Summed    bool   // its Summary acknowledges it, if it is on allowance that is not short
 	acked     uint32 // last acknowledgement sent
 	resend    []uint32
 	creditDue bool // in credits
@@ -71,14 +71,15 @@ func (r *Receiver) uncount(t *In) {
 // Arrived handles a chunk that is in its place.
 func (r *Receiver) Arrived(now terms.Instant, t *In) {
 	r.WantCredit(now, t)
+	short := r.Allowance > int64(r.Terms.Limits.AllowanceBytes)/2
 	switch news := t.Asm.Below() - t.acked; {
-	case t.Asm.Whole() && t.Summed && t.Desc.OnAllowance:
+	case t.Asm.Whole() && t.Summed && t.Desc.OnAllowance && !short:
 	case t.Asm.Whole():
 		// Only the sender's memory waits for this one, so it is not urgent unless that
 		// memory is scarce, more than half of the allowance is in use, or the sender counts
 		// many tensors as open that are here.
 		r.WantAck(now, t, t.Desc.RetainChunks > 0 && !t.Desc.OnAllowance ||
-			r.Allowance > int64(r.Terms.Limits.AllowanceBytes)/2 || len(r.acks) >= r.Terms.Limits.OpenTensors/2)
+			short || len(r.acks) >= r.Terms.Limits.OpenTensors/2)
 	case t.Desc.RetainChunks > 0 && news > 0:
 		// Also before it is due: the sender may be able to retain less than it hoped for.
 		r.WantAck(now, t, news >= max(1, t.Desc.RetainChunks/ackShare))
