@@ -25,12 +25,13 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
+func bothStores(t *testing.T) map[string]storeMaker {
+	return map[string]storeMaker{"memory": inMemory(64 * mib), "folder": inFolder(t.TempDir(), store.FolderConfig{})}
+}
+
 func TestASetIsStoredTogetherOrNotAtAll(t *testing.T) {
 	testkit.Start(t)
-	for name, in := range map[string]storeMaker{
-		"memory": inMemory(64 * mib),
-		"folder": inFolder(t.TempDir(), store.FolderConfig{}),
-	} {
+	for name, in := range bothStores(t) {
 		t.Run(name, func(t *testing.T) {
 			testkit.Start(t)
 			c := storing(t, in, client.Config{})
@@ -88,10 +89,7 @@ func TestASetIsStoredTogetherOrNotAtAll(t *testing.T) {
 // A set of which an input cannot be read is not stored, however small the input is.
 func TestNothingOfASetIsStoredOfWhichAnInputFails(t *testing.T) {
 	testkit.Start(t)
-	for name, in := range map[string]storeMaker{
-		"memory": inMemory(64 * mib),
-		"folder": inFolder(t.TempDir(), store.FolderConfig{}),
-	} {
+	for name, in := range bothStores(t) {
 		t.Run(name, func(t *testing.T) {
 			testkit.Start(t)
 			c := storing(t, in, client.Config{})

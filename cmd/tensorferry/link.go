@@ -96,7 +96,7 @@ func linked(name string, command func(context.Context, *client.Client, []string,
 	}
 }
 
-// linkedList lists the tensors that match a glob, or all. Matching none is no error.
+// linkedList answers list with the tensors that match a glob, or all; there may be none.
 func linkedList(ctx context.Context, c *client.Client, globs []string, out printer) error {
 	list, sources, err := c.List(ctx, strings.Join(globs, ""))
 	if err != nil {

@@ -325,7 +325,7 @@ func (t *output) take(o engine.Out, chunk int64) error {
 	return nil
 }
 
-// Equal says where two lists of tensors, both lent, differ first, nil for nowhere.
+// Equal returns where two lists of tensors, both lent, first differ, or nil.
 func Equal(got, want []tensor.Tensor) error { return near(got, want, 0) }
 
 // near says where two lists of tensors, both lent, are further apart than part of

@@ -344,11 +344,7 @@ func (l *sessionLink) Send(f *frame.Frame, held interface{ Release() }) error {
 func TestASetWhoseLastTensorIsBadIsNotStored(t *testing.T) {
 	testkit.Start(t)
 	s := serve(t, 64*mib, stream.Limits{}, nil)
-	sess, err := s.Core.OpenSession(new(admission.Caller))
-	require.NoError(t, err)
-	l := &sessionLink{newLink(t), make(chan frame.Done, 1000)}
-	ended := make(chan error, 1)
-	go func() { ended <- sess.Serve(l.ctx, l) }()
+	l, ended := open(t, s)
 	h := hello()
 	h.MaxOpenTensors = 64
 	l.send(&frame.Frame{Hello: h})
@@ -391,11 +387,7 @@ func TestASetWhoseLastTensorIsBadIsNotStored(t *testing.T) {
 func TestAPushWithTheIDOfAnOpenPutLeavesItOpen(t *testing.T) {
 	testkit.Start(t)
 	s := serve(t, 64*mib, stream.Limits{}, nil)
-	sess, err := s.Core.OpenSession(new(admission.Caller))
-	require.NoError(t, err)
-	l := &sessionLink{newLink(t), make(chan frame.Done, 10)}
-	ended := make(chan error, 1)
-	go func() { ended <- sess.Serve(l.ctx, l) }()
+	l, ended := open(t, s)
 	x, h := ten("x"), hello()
 	x.desc.Call, x.desc.OnAllowance, h.MaxOpenTensors = tensor.NewID(), true, 64
 	l.send(&frame.Frame{Hello: h, Calls: []frame.Call{{ID: x.desc.Call, Put: new(frame.Put)}}, Descs: []frame.Desc{x.desc}})
@@ -455,6 +447,16 @@ func TestAGetDoesNotKeepSetsWaitingForLong(t *testing.T) {
 	})
 }
 
+// open opens a session, which ends with its link.
+func open(t *testing.T, s *Service) (*sessionLink, <-chan error) {
+	sess, err := s.Core.OpenSession(new(admission.Caller))
+	require.NoError(t, err)
+	l := &sessionLink{newLink(t), make(chan frame.Done, 1000)}
+	ended := make(chan error, 1)
+	go func() { ended <- sess.Serve(l.ctx, l) }()
+	return l, ended
+}
+
 // late is a store that has stored a set when its call is cancelled.
 type late struct{ *store.Memory }
 
@@ -468,11 +470,7 @@ func TestASetThatWasStoredWhileItWasCancelledIsKnownAsStored(t *testing.T) {
 	testkit.Start(t)
 	s := serve(t, 64*mib, stream.Limits{}, nil)
 	s.Store = late{s.Store.(*store.Memory)}
-	sess, err := s.Core.OpenSession(new(admission.Caller))
-	require.NoError(t, err)
-	l := &sessionLink{newLink(t), make(chan frame.Done, 10)}
-	ended := make(chan error, 1)
-	go func() { ended <- sess.Serve(l.ctx, l) }()
+	l, ended := open(t, s)
 	x, h := ten("x"), hello()
 	x.desc.Call, x.desc.OnAllowance, h.MaxOpenTensors = tensor.NewID(), true, 64
 	call := x.desc.Call
