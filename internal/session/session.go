@@ -95,10 +95,11 @@ func New(cfg stream.Config, h Handler) *Session {
 
 func (s *Session) now() stream.Instant { return stream.Instant(time.Since(s.start)) }
 
-// Carry has conn carry the session. It starts a reader goroutine, and a writer whenever
-// there is something to send, which waits while a call is open; they end with conn, or the session. If that is before the session's
-// end, lost gets the reason, and another connection may carry the session: what was on
-// its way is not sent again. Carry waits until the connection before is not used.
+// Carry has conn carry the session. It starts a reader goroutine and, whenever there is
+// something to send, a writer, which waits while a call is open; they end with conn, or with
+// the session. If conn ends first, lost gets the reason, and another connection may carry the
+// session: what was on its way is not sent again. Carry waits until the connection before is
+// not used.
 func (s *Session) Carry(conn Conn) (lost <-chan error) {
 	s.reader.Wait()
 	l := make(chan error, 1)
