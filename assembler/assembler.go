@@ -180,6 +180,24 @@ func (a *Assembler) Limit() uint32 {
 // Below returns the index below which every chunk is held.
 func (a *Assembler) Below() uint32 { return a.below }
 
+// Beyond returns the first ranges of chunks held beyond Below, at most so many, as pairs of
+// the first index and the one behind the last.
+func (a *Assembler) Beyond(most int) (pairs []uint32) {
+	for i, left := a.below, a.count-a.below; left > 0 && len(pairs) < 2*most && int(i) < len(a.state); {
+		from := i
+		for int(i) < len(a.state) && a.state[i]&stand == held {
+			i++
+		}
+		if i > from {
+			pairs = append(pairs, from, i)
+			left -= i - from
+		} else {
+			i++
+		}
+	}
+	return pairs
+}
+
 // Held returns how many chunks are held.
 func (a *Assembler) Held() uint32 { return a.count }
 
@@ -201,6 +219,7 @@ type Claim struct {
 	dst   [][]byte // where the bytes go, in order; scratch with a Placer
 	off   int64    // of the place
 	n     int      // bytes of the place
+	size  int      // bytes of the chunk, as it came
 	kind  codec.Checksum
 	codec codec.Codec
 	again bool
@@ -252,7 +271,7 @@ func (a *Assembler) Claim(c *Claim, index uint32, n int, k codec.Codec, sum uint
 	a.claims++
 	*c = Claim{
 		asm: a, index: index, sum: sum, seed: a.kind.Seed(a.id, index), dst: c.dst[:0],
-		off: off, n: int(want), kind: a.kind, codec: k, to: a.to, decoded: c.decoded,
+		off: off, n: int(want), size: n, kind: a.kind, codec: k, to: a.to, decoded: c.decoded,
 	}
 	if a.to != nil {
 		return true, nil
@@ -314,16 +333,17 @@ func (c *Claim) Copy(views [][]byte) (got uint32, err error) {
 
 // Fill reads the chunk's bytes from r straight to their place, and returns their checksum;
 // Commit takes it. It sums pieces of fillBytes while they are in the cache. With an
-// error, left bytes of the chunk were not read, and Abort ends the claim. The chunk must
-// be of codec.None, in memory that was lent, and must not have come before.
+// error, left bytes of the chunk were not read, and Abort ends the claim. What came in a
+// codec lies at the beginning of its place then, until Decode. The place must be in memory
+// that was lent, and the chunk must not have come before.
 //
 // Fill touches only claimed memory: it may run beside the assembler, and beside the Fill
 // of another claim.
 func (c *Claim) Fill(r io.Reader) (got uint32, left int, err error) {
-	got, left = c.seed, c.n
+	got, left = c.seed, c.size
 	for _, dst := range c.dst {
-		for len(dst) > 0 {
-			piece := dst[:min(len(dst), fillBytes)]
+		for left > 0 && len(dst) > 0 {
+			piece := dst[:min(len(dst), left, fillBytes)]
 			n, err := io.ReadFull(r, piece)
 			left -= n
 			if errors.Is(err, io.EOF) { // before a piece, and in the middle of the chunk
@@ -337,6 +357,15 @@ func (c *Claim) Fill(r io.Reader) (got uint32, left int, err error) {
 		}
 	}
 	return got, left, nil
+}
+
+// Decode decodes what Fill has read, if it came in a codec and got is the promised checksum.
+// Commit takes the error, which wraps codec.ErrDecode. Decode may run where Fill may.
+func (c *Claim) Decode(got uint32) error {
+	if c.codec == codec.None || got != c.sum {
+		return nil
+	}
+	return c.codec.DecodeInPlace(c.dst, c.size)
 }
 
 // copy sums each view right after it was read for the copy, while it is in the cache.

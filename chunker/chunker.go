@@ -35,9 +35,9 @@ type Chunker struct {
 	geo     tensor.Geometry
 	regions []*region        // ascending by offset, the acknowledged ones gone
 	ready   []span           // chunks that lie wholly in offered memory and were never taken, ascending
-	again   []span           // chunks to be sent again, ascending
+	again   []uint32         // chunks to be sent again, ascending
 	partial map[uint32]int64 // bytes still missing of chunks offered in part
-	below   uint32           // acknowledged
+	acked   []span           // ascending and apart
 	sent    []span           // taken or skipped, ascending and apart
 	skipped []span           // never sent and not acknowledged, ascending
 	offered int64
@@ -100,7 +100,7 @@ func (c *Chunker) Offer(off int64, data []byte, release func()) error {
 		at--
 	}
 	if at > 0 && c.regions[at-1].end() > off || at < len(c.regions) && c.regions[at].off < off+n ||
-		off < min(int64(c.below)*c.geo.ChunkBytes, c.geo.Size) || c.geo.Size == 0 && c.Offered() {
+		n > 0 && c.hasAny(off, off+n) || c.geo.Size == 0 && c.Offered() {
 		return fmt.Errorf("%w: bytes [%d,+%d) were offered before", ErrOffer, off, n)
 	}
 	r := regionPool.Get().(*region)
@@ -179,10 +179,38 @@ func search(spans []span, index uint32) int {
 	return at
 }
 
-// has reports whether a chunk lies in one of ascending spans.
-func has(spans []span, index uint32) bool {
-	at := search(spans, index)
-	return at < len(spans) && spans[at].lo <= index
+// covered reports whether all chunks [lo, hi) lie in one of ascending spans.
+func covered(spans []span, lo, hi uint32) bool {
+	at := search(spans, lo)
+	return at < len(spans) && spans[at].lo <= lo && hi <= spans[at].hi
+}
+
+// merge adds s to ascending spans, some of which may have chunks of it. It reports whether
+// one of them was new.
+func merge(spans []span, s span) (all []span, news bool) {
+	if s.lo >= s.hi || covered(spans, s.lo, s.hi) {
+		return spans, false
+	}
+	from, _ := slices.BinarySearchFunc(spans, s.lo, func(s span, lo uint32) int { return cmp.Compare(s.hi, lo) })
+	to := from
+	for ; to < len(spans) && spans[to].lo <= s.hi; to++ {
+		s = span{min(s.lo, spans[to].lo), max(s.hi, spans[to].hi)}
+	}
+	return slices.Replace(spans, from, to, s), true
+}
+
+// prefix returns the index below which every chunk lies in one of ascending spans.
+func prefix(spans []span) uint32 {
+	if len(spans) == 0 || spans[0].lo > 0 {
+		return 0
+	}
+	return spans[0].hi
+}
+
+// hasAny reports whether the receiver has a chunk with one of the bytes [from, to).
+func (c *Chunker) hasAny(from, to int64) bool {
+	at := search(c.acked, uint32(from/c.geo.ChunkBytes))
+	return at < len(c.acked) && int64(c.acked[at].lo)*c.geo.ChunkBytes < to
 }
 
 // Ready reports whether Take would find a chunk below limit.
@@ -191,17 +219,7 @@ func (c *Chunker) Ready(limit uint32) bool {
 }
 
 // Again reports whether Take would return a chunk that was taken before.
-func (c *Chunker) Again(limit uint32) bool { return len(c.again) > 0 && c.again[0].lo < limit }
-
-// first takes the first chunk of spans.
-func first(spans *[]span) uint32 {
-	s := &(*spans)[0]
-	index := s.lo
-	if s.lo++; s.lo == s.hi {
-		*spans = slices.Delete(*spans, 0, 1)
-	}
-	return index
-}
+func (c *Chunker) Again(limit uint32) bool { return len(c.again) > 0 && c.again[0] < limit }
 
 // Take takes the first chunk that waits below limit, those to be sent again first.
 func (c *Chunker) Take(limit uint32) (index uint32, ok bool) {
@@ -209,23 +227,21 @@ func (c *Chunker) Take(limit uint32) (index uint32, ok bool) {
 		return 0, false
 	}
 	if c.Again(limit) {
-		return first(&c.again), true
+		index = c.again[0]
+		c.again = slices.Delete(c.again, 0, 1)
+		return index, true
 	}
-	index = first(&c.ready)
+	s := &c.ready[0]
+	index = s.lo
+	if s.lo++; s.lo == s.hi {
+		c.ready = slices.Delete(c.ready, 0, 1)
+	}
 	c.sent = join(c.sent, span{index, index + 1})
 	return index, true
 }
 
-// taken returns the index below which every chunk was taken once, or skipped.
-func (c *Chunker) taken() uint32 {
-	if len(c.sent) == 0 || c.sent[0].lo > 0 {
-		return 0
-	}
-	return c.sent[0].hi
-}
-
-// Skip leaves out the chunks [lo, hi), which the receiver has. They count as sent. They
-// come after all that were skipped before, and must not be offered.
+// Skip leaves out the chunks [lo, hi), which the receiver has. They count as sent. None of
+// them was skipped before, and none may be offered.
 func (c *Chunker) Skip(lo, hi uint32) {
 	if c.closed {
 		return
@@ -233,7 +249,7 @@ func (c *Chunker) Skip(lo, hi uint32) {
 	from, _ := c.geo.Span(lo)
 	last, n := c.geo.Span(hi - 1)
 	c.offered += last + n - from
-	c.skipped = append(c.skipped, span{lo, hi})
+	c.skipped = join(c.skipped, span{lo, hi})
 	c.sent = join(c.sent, span{lo, hi})
 }
 
@@ -275,71 +291,91 @@ func (g group) Release() {
 // Resend makes a chunk wait again, if it was taken and is not acknowledged. It
 // fails when the receiver asks for more than MaxResends at a time.
 func (c *Chunker) Resend(index uint32) error {
-	if index < c.below || !has(c.sent, index) || has(c.skipped, index) || has(c.again, index) || c.closed {
-		return nil
-	}
-	if len(c.again) >= MaxResends {
+	if len(c.again) >= MaxResends && c.lost(index) {
 		return fmt.Errorf("%w: more than %d chunks are to be sent again; take those first", ErrAck, MaxResends)
 	}
-	c.again = slices.Insert(c.again, search(c.again, index), span{index, index + 1}) // apart from others: they are counted
+	c.Lose(index)
 	return nil
 }
 
-// Rewind makes every chunk wait again that was taken and is not acknowledged: nobody
-// knows whether it arrives.
-func (c *Chunker) Rewind() {
-	if c.closed {
-		return
+// Lose is like Resend, without the limit: the chunk was lost on its way. It reports whether
+// the chunk did not wait before.
+func (c *Chunker) Lose(index uint32) bool {
+	lost := c.lost(index)
+	if lost {
+		at, _ := slices.BinarySearch(c.again, index)
+		c.again = slices.Insert(c.again, at, index)
 	}
-	c.again = c.again[:0]
-	for _, s := range c.sent {
-		lo := max(s.lo, c.below)
-		for _, k := range append(c.skipped, span{s.hi, s.hi}) {
-			if hi := min(k.lo, s.hi); lo < hi {
-				c.again = append(c.again, span{lo, hi})
-			}
-			lo = max(lo, k.hi)
+	return lost
+}
+
+// lost reports whether a chunk was taken, is not acknowledged and does not wait.
+func (c *Chunker) lost(index uint32) bool {
+	_, waits := slices.BinarySearch(c.again, index)
+	return !waits && !c.closed && !c.Has(index) && covered(c.sent, index, index+1) && !covered(c.skipped, index, index+1)
+}
+
+// Ack drops what the receiver holds: every chunk below the index, and those of the pairs
+// [lo, hi) beyond. It reports whether one of them was not acknowledged before, and fails
+// when the receiver claims to hold what was never sent.
+func (c *Chunker) Ack(below uint32, beyond []uint32) (news bool, err error) {
+	if sent := prefix(c.sent); below > sent {
+		return false, fmt.Errorf("%w: every chunk below %d, but only those below %d were sent", ErrAck, below, sent)
+	}
+	for r := range slices.Chunk(beyond, 2) {
+		if !covered(c.sent, r[0], r[1]) {
+			return false, fmt.Errorf("%w: the chunks [%d, %d), which were not all sent", ErrAck, r[0], r[1])
 		}
 	}
-}
-
-// Ack drops what the receiver holds: every chunk below the index. It fails when
-// the receiver claims to hold what was never sent.
-func (c *Chunker) Ack(below uint32) error {
-	if below > c.taken() {
-		return fmt.Errorf("%w: every chunk below %d, but only those below %d were sent", ErrAck, below, c.taken())
+	if c.closed {
+		return false, nil
 	}
-	if below <= c.below || c.closed {
-		return nil
+	c.acked, news = merge(c.acked, span{0, below})
+	for r := range slices.Chunk(beyond, 2) {
+		var more bool
+		c.acked, more = merge(c.acked, span{r[0], r[1]})
+		news = news || more
 	}
-	c.below = below
+	if !news {
+		return false, nil
+	}
+	below = c.Below()
 	end := min(int64(below)*c.geo.ChunkBytes, c.geo.Size)
 	c.drop(sort.Search(len(c.regions), func(i int) bool { return c.regions[i].end() > end }))
-	c.skipped = slices.DeleteFunc(c.skipped, func(s span) bool { return s.hi <= below })
-	c.again = slices.DeleteFunc(c.again, func(s span) bool { return s.hi <= below }) // resends that crossed the ack
-	if len(c.again) > 0 {
-		c.again[0].lo = max(c.again[0].lo, below)
+	if last := c.acked[len(c.acked)-1]; last.hi > below {
+		c.regions = slices.DeleteFunc(c.regions, func(r *region) bool {
+			whole := covered(c.acked, uint32(r.off/c.geo.ChunkBytes), uint32((r.end()-1)/c.geo.ChunkBytes)+1)
+			if whole {
+				r.Release()
+			}
+			return whole
+		})
 	}
-	return nil
+	c.skipped = slices.DeleteFunc(c.skipped, func(s span) bool { return s.hi <= below })
+	c.again = slices.DeleteFunc(c.again, c.Has) // resends that crossed the ack
+	return true, nil
 }
+
+// Has reports whether the receiver has acknowledged a chunk.
+func (c *Chunker) Has(index uint32) bool { return covered(c.acked, index, index+1) }
 
 // AckSent drops what was sent, up to the first chunk that is to be sent again: there is
 // nobody any more who could acknowledge it.
 func (c *Chunker) AckSent() {
-	sent := c.taken()
+	sent := prefix(c.sent)
 	if len(c.again) > 0 {
-		sent = min(sent, c.again[0].lo)
+		sent = min(sent, c.again[0])
 	}
-	if err := c.Ack(sent); err != nil {
+	if _, err := c.Ack(sent, nil); err != nil {
 		panic(err)
 	}
 }
 
 // Below returns the index below which the receiver holds every chunk.
-func (c *Chunker) Below() uint32 { return c.below }
+func (c *Chunker) Below() uint32 { return prefix(c.acked) }
 
-// Unacked returns how many chunks, without a gap, were taken and are not acknowledged.
-func (c *Chunker) Unacked() uint32 { return c.taken() - c.below }
+// Unacked reports whether a chunk was taken, behind no gap, and is not acknowledged.
+func (c *Chunker) Unacked() bool { return c.Below() < prefix(c.sent) }
 
 func (c *Chunker) drop(n int) {
 	for _, r := range c.regions[:n] {
@@ -350,14 +386,14 @@ func (c *Chunker) drop(n int) {
 
 // Offered reports whether the whole tensor has been offered.
 func (c *Chunker) Offered() bool {
-	return c.offered == c.geo.Size && (c.offered > 0 || len(c.regions)+int(c.below) > 0)
+	return c.offered == c.geo.Size && (c.offered > 0 || len(c.regions)+len(c.acked) > 0)
 }
 
 // Sent reports whether the whole tensor has been offered and no chunk waits.
 func (c *Chunker) Sent() bool { return c.Offered() && len(c.ready)+len(c.again) == 0 }
 
 // Acked reports whether the receiver holds every chunk.
-func (c *Chunker) Acked() bool { return c.below == c.geo.Count() }
+func (c *Chunker) Acked() bool { return c.Below() == c.geo.Count() }
 
 // Close drops every region; views that are out keep theirs until released.
 func (c *Chunker) Close() {

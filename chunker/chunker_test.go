@@ -78,6 +78,18 @@ func (b *bed) view(index uint32) Releaser {
 	return r
 }
 
+func (b *bed) ack(below uint32, beyond ...uint32) error {
+	_, err := b.c.Ack(below, beyond)
+	return err
+}
+
+// lose makes every chunk wait again that was taken and is not acknowledged.
+func (b *bed) lose() {
+	for i := range b.geo.Count() {
+		b.c.Lose(i)
+	}
+}
+
 func (b *bed) released(want ...int) {
 	b.t.Helper()
 	require.Equal(b.t, want, b.releases)
@@ -123,7 +135,7 @@ func TestMemoryOfferedInAnyOrderAndCutComesOutAsChunks(t *testing.T) {
 						for _, n := range b.releases {
 							require.Zero(t, n, "released before it was acknowledged")
 						}
-						require.NoError(t, b.c.Ack(b.geo.Count()))
+						require.NoError(t, b.ack(b.geo.Count()))
 						require.True(t, b.c.Acked())
 						for _, n := range b.releases {
 							require.Equal(t, 1, n)
@@ -182,7 +194,7 @@ func TestMemoryOutsideTheTensorOrOfferedTwiceIsRefused(t *testing.T) {
 		b := newBed(t, 8, 4)
 		b.mustOffer(0, 4)
 		b.take(0).Release()
-		require.NoError(t, b.c.Ack(1))
+		require.NoError(t, b.ack(1))
 		b.released(1)
 		require.ErrorIs(t, b.offer(0, 4), ErrOffer)
 		require.ErrorIs(t, b.offer(3, 2), ErrOffer)
@@ -194,7 +206,7 @@ func TestMemoryOutsideTheTensorOrOfferedTwiceIsRefused(t *testing.T) {
 		require.ErrorIs(t, b.offer(0, 0), ErrOffer)
 		b.take(0).Release()
 		require.False(t, b.c.Ready(all))
-		require.NoError(t, b.c.Ack(1))
+		require.NoError(t, b.ack(1))
 		require.ErrorIs(t, b.offer(0, 0), ErrOffer)
 		b.released(1)
 	})
@@ -239,7 +251,7 @@ func TestResendsGoFirstAndOnlyWhatWasSent(t *testing.T) {
 	for _, want := range []uint32{0, 1, 2, 3} {
 		b.take(want).Release()
 	}
-	require.NoError(t, b.c.Ack(1))
+	require.NoError(t, b.ack(1))
 	for _, i := range []uint32{3, 1, 3, 0 /* acknowledged */, 4 /* waits */, 5 /* not offered */, 8 /* waits */, 10, all} {
 		require.NoError(t, b.c.Resend(i))
 	}
@@ -250,14 +262,14 @@ func TestResendsGoFirstAndOnlyWhatWasSent(t *testing.T) {
 	require.False(t, b.c.Ready(all))
 	require.NoError(t, b.c.Resend(9)) // sent, though there is a gap below
 	require.NoError(t, b.c.Resend(2))
-	require.NoError(t, b.c.Ack(3)) // crosses the second
+	require.NoError(t, b.ack(3)) // crosses the second
 	b.take(9).Release()
 	require.False(t, b.c.Ready(all))
 	b.mustOffer(20, 12)
 	for _, want := range []uint32{5, 6, 7} {
 		b.take(want).Release()
 	}
-	require.NoError(t, b.c.Ack(10))
+	require.NoError(t, b.ack(10))
 	b.released(1, 1, 1)
 }
 
@@ -278,18 +290,18 @@ func TestResendsAreBounded(t *testing.T) {
 
 func TestAnAckOfWhatWasNotSentIsRefused(t *testing.T) {
 	b := newBed(t, 20, 4)
-	require.ErrorIs(t, b.c.Ack(1), ErrAck)
+	require.ErrorIs(t, b.ack(1), ErrAck)
 	b.mustOffer(0, 4)
 	b.mustOffer(8, 12)
-	require.ErrorIs(t, b.c.Ack(1), ErrAck)
+	require.ErrorIs(t, b.ack(1), ErrAck)
 	b.take(0).Release()
 	b.take(2).Release()
-	require.ErrorIs(t, b.c.Ack(2), ErrAck)
-	require.ErrorIs(t, b.c.Ack(3), ErrAck)
-	require.ErrorIs(t, b.c.Ack(all), ErrAck)
-	require.EqualValues(t, 1, b.c.Unacked())
-	require.NoError(t, b.c.Ack(1))
-	require.NoError(t, b.c.Ack(0), "an old one is nothing new")
+	require.ErrorIs(t, b.ack(2), ErrAck)
+	require.ErrorIs(t, b.ack(3), ErrAck)
+	require.ErrorIs(t, b.ack(all), ErrAck)
+	require.True(t, b.c.Unacked())
+	require.NoError(t, b.ack(1))
+	require.NoError(t, b.ack(0), "an old one is nothing new")
 	require.EqualValues(t, 1, b.c.Below())
 	b.released(1, 0)
 }
@@ -318,35 +330,69 @@ func TestAckSentDropsWhatWasSentWithoutAGap(t *testing.T) {
 	require.True(t, b.c.Acked())
 }
 
-func TestARewindSendsAgainWhatIsNotAcknowledged(t *testing.T) {
+func TestWhatIsLostAndNotAcknowledgedIsSentAgain(t *testing.T) {
 	b := newBed(t, 40, 4)
 	b.mustOffer(0, 12)
 	b.mustOffer(20, 8)
-	b.c.Rewind() // of nothing
+	b.lose() // of nothing
 	for _, i := range []uint32{0, 1, 2, 5} {
 		b.take(i).Release()
 	}
-	require.NoError(t, b.c.Ack(1))
+	require.NoError(t, b.ack(1))
 	require.NoError(t, b.c.Resend(2))
 	b.mustOffer(12, 4)
-	b.c.Rewind()
-	require.ErrorIs(t, b.c.Ack(4), ErrAck, "3 was never sent")
+	b.lose()
+	require.ErrorIs(t, b.ack(4), ErrAck, "3 was never sent")
 	for _, i := range []uint32{1, 2, 5, 3, 6} { // those of the past first
 		b.take(i).Release()
 	}
-	b.c.Rewind()
+	b.lose()
 	require.NoError(t, b.c.Resend(2), "it waits already")
-	require.NoError(t, b.c.Ack(3), "what was sent once may be acknowledged")
+	require.NoError(t, b.ack(3), "what was sent once may be acknowledged")
 	require.False(t, b.c.Sent())
 	for _, i := range []uint32{3, 5, 6} {
 		b.take(i).Release()
 	}
 	_, ok := b.c.Take(all)
 	require.False(t, ok)
-	require.NoError(t, b.c.Ack(4))
+	require.NoError(t, b.ack(4))
 	b.c.Close()
-	b.c.Rewind()
+	b.lose()
 	require.False(t, b.c.Ready(all))
+}
+
+func TestWhatIsAcknowledgedBehindAGapIsReleased(t *testing.T) {
+	b := newBed(t, 40, 4) // 10 chunks
+	for off := int64(0); off < 40; off += 8 {
+		b.mustOffer(off, 8) // two chunks each
+	}
+	for i := range uint32(8) {
+		b.take(i).Release()
+	}
+	news, err := b.c.Ack(1, []uint32{3, 5, 6, 7})
+	require.NoError(t, err)
+	require.True(t, news)
+	b.released(0, 0, 0, 0, 0) // each has a chunk that is missing
+	news, err = b.c.Ack(1, []uint32{3, 4})
+	require.NoError(t, err)
+	require.False(t, news)
+	require.NoError(t, b.ack(1, 3, 8))
+	b.released(0, 0, 1, 1, 0)
+	require.EqualValues(t, 1, b.c.Below())
+	require.True(t, b.c.Unacked())
+	require.ErrorIs(t, b.ack(1, 7, 9), ErrAck, "8 was never sent")
+	require.ErrorIs(t, b.c.Offer(16, make([]byte, 8), nil), ErrOffer, "that was offered before")
+	require.False(t, b.c.Lose(4), "it is acknowledged")
+	require.True(t, b.c.Lose(2))
+	require.False(t, b.c.Lose(2), "it waits already")
+	b.take(2).Release()
+	require.NoError(t, b.ack(3))
+	b.released(1, 1, 1, 1, 0)
+	require.EqualValues(t, 8, b.c.Below())
+	b.take(8).Release()
+	b.take(9).Release()
+	require.NoError(t, b.ack(10))
+	require.True(t, b.c.Acked())
 }
 
 func TestARegionStaysUntilItsLastChunkIsAcknowledged(t *testing.T) {
@@ -356,15 +402,15 @@ func TestARegionStaysUntilItsLastChunkIsAcknowledged(t *testing.T) {
 	}
 	r0, r1 := b.take(0), b.take(1)
 	b.take(2).Release()
-	require.NoError(t, b.c.Ack(1))
+	require.NoError(t, b.ack(1))
 	b.released(0, 0, 0, 0)
 	r0.Release()
 	b.released(1, 0, 0, 0)
-	require.NoError(t, b.c.Ack(2))
+	require.NoError(t, b.ack(2))
 	b.released(1, 0, 0, 0)
 	r1.Release()
 	b.released(1, 1, 1, 0)
-	require.NoError(t, b.c.Ack(3))
+	require.NoError(t, b.ack(3))
 	b.released(1, 1, 1, 1)
 }
 
@@ -379,7 +425,7 @@ func TestCloseLeavesViewsThatAreOut(t *testing.T) {
 	b.c.Close()
 	b.released(0, 0)
 	require.NoError(t, b.c.Resend(0))
-	require.NoError(t, b.c.Ack(1))
+	require.NoError(t, b.ack(1))
 	require.False(t, b.c.Ready(all))
 	out.Release()
 	b.released(1, 0)
@@ -419,7 +465,8 @@ func TestViewsAreReleasedFromAnyGoroutine(t *testing.T) {
 			_, r := c.View(i, nil)
 			wait.Go(r.Release)
 			if i%16 == 15 {
-				require.NoError(t, c.Ack(i))
+				_, err := c.Ack(i, nil)
+				require.NoError(t, err)
 			}
 		}
 	}
@@ -453,7 +500,7 @@ func TestAReadyChunkAllocatesNothing(t *testing.T) {
 			if again, ok := c.Take(all); !ok || again != i-1 {
 				t.Fatal("not sent again")
 			}
-			if err := c.Ack(i - 1); err != nil {
+			if _, err := c.Ack(i-1, nil); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -470,6 +517,7 @@ func FuzzChunker(f *testing.F) {
 	f.Add(uint16(32), uint16(8), []byte{0, 8, 4, 0, 12, 4, 1, 9, 0, 0, 0, 8, 1, 9, 0, 3, 0, 0, 1, 9, 0, 4, 2, 0, 5, 0, 0, 2, 0, 0})
 	f.Add(uint16(9), uint16(3), []byte{0, 0, 1, 0, 1, 1, 0, 2, 1, 1, 9, 0, 0, 3, 6, 1, 2, 0, 1, 9, 0, 4, 1, 0, 2, 1, 0, 2, 0, 0})
 	f.Add(uint16(32), uint16(8), []byte{0, 0, 32, 1, 9, 0, 1, 9, 0, 1, 9, 0, 4, 1, 0, 3, 1, 0, 6, 0, 0, 4, 2, 0, 1, 9, 0, 1, 9, 0, 4, 4, 0})
+	f.Add(uint16(32), uint16(4), []byte{0, 0, 32, 1, 9, 0, 1, 9, 0, 1, 9, 0, 1, 9, 0, 4, 0, 1, 4, 1, 64, 6, 3, 0, 1, 9, 0, 4, 4, 0})
 	f.Fuzz(func(t *testing.T, size, chunk uint16, script []byte) {
 		geo, err := tensor.NewGeometry(int64(size%512), int64(chunk%128))
 		if err != nil || geo.Count() > 64 || len(script) > 300 {
@@ -484,7 +532,7 @@ func FuzzChunker(f *testing.F) {
 			owner   = make([]int, geo.Size)     // offer that a byte belongs to, plus 1
 			taken   = make([]bool, geo.Count()) // at least once
 			again   = make([]bool, geo.Count())
-			below   uint32
+			acked   = make([]bool, geo.Count())
 			outs    []out
 			closed  bool
 			pending = func(i uint32) bool { // waits to be taken
@@ -558,17 +606,19 @@ func FuzzChunker(f *testing.F) {
 					outs[i].r.Release()
 					outs = slices.Delete(outs, i, i+1)
 				}
-			case 6: // rewind
-				b.c.Rewind()
-				for i := range again {
-					again[i] = again[i] || !closed && uint32(i) >= below && taken[i]
+			case 6: // lose
+				i := uint32(x)
+				if want := !closed && i < geo.Count() && !acked[i] && taken[i] && !again[i]; b.c.Lose(i) != want {
+					t.Fatalf("chunk %d was lost: want %v", i, want)
+				} else if want {
+					again[i] = true
 				}
 			case 3: // resend
 				i := uint32(x)
 				if err := b.c.Resend(i); err != nil {
 					t.Fatal(err)
 				}
-				if !closed && i < geo.Count() && i >= below && taken[i] {
+				if !closed && i < geo.Count() && !acked[i] && taken[i] {
 					again[i] = true
 				}
 			case 4: // ack
@@ -577,13 +627,31 @@ func FuzzChunker(f *testing.F) {
 				for sent < geo.Count() && taken[sent] {
 					sent++
 				}
-				err := b.c.Ack(to)
-				if (err == nil) != (to <= sent) {
-					t.Fatalf("ack below %d: %v; sent below %d", to, err, sent)
+				var beyond []uint32
+				held := slices.Clone(acked)
+				for i := range held[:min(to, sent)] {
+					held[i] = true
+				}
+				want := to <= sent
+				if lo, hi := to+1+uint32(y)%8, to+2+uint32(y)%8+uint32(y)/64; y > 0 && hi <= geo.Count() { // a range, too
+					beyond = []uint32{lo, hi}
+					for i := lo; i < hi; i++ {
+						want = want && taken[i]
+						held[i] = true
+					}
+				}
+				news, err := b.c.Ack(to, beyond)
+				if (err == nil) != want {
+					t.Fatalf("ack below %d and %v: %v; taken %v", to, beyond, err, taken)
 				}
 				if err == nil && !closed {
-					below = max(below, to)
-					clear(again[:below])
+					if news == slices.Equal(acked, held) {
+						t.Fatalf("ack below %d and %v: news %v, before %v", to, beyond, news, acked)
+					}
+					acked = held
+					for i := range again {
+						again[i] = again[i] && !acked[i]
+					}
 				}
 			case 5:
 				if x%8 == 0 {
@@ -594,7 +662,7 @@ func FuzzChunker(f *testing.F) {
 			for i, o := range b.offers {
 				first, last := uint32(o.off/geo.ChunkBytes), uint32(max(o.off+o.n-1, 0)/geo.ChunkBytes)
 				want := 1
-				if !closed && below <= last {
+				if !closed && slices.Contains(acked[first:last+1], false) {
 					want = 0
 				}
 				for _, v := range outs {
@@ -614,8 +682,8 @@ func FuzzChunker(f *testing.F) {
 				waits = waits || pending(i)
 			}
 			offered := len(b.offers) > 0 && !slices.Contains(owner, 0)
-			if b.c.Offered() != offered || b.c.Sent() != (offered && !waits) || b.c.Acked() != (below == geo.Count()) {
-				t.Fatalf("offered %v sent %v acked %v; want %v %v %v", b.c.Offered(), b.c.Sent(), b.c.Acked(), offered, offered && !waits, below == geo.Count())
+			if b.c.Offered() != offered || b.c.Sent() != (offered && !waits) || b.c.Acked() == slices.Contains(acked, false) {
+				t.Fatalf("offered %v sent %v acked %v; want %v %v %v", b.c.Offered(), b.c.Sent(), b.c.Acked(), offered, offered && !waits, !slices.Contains(acked, false))
 			}
 		}
 		b.c.Close()
@@ -639,7 +707,7 @@ func TestSkippedChunksAreNeitherTakenNorSentAgain(t *testing.T) {
 	for _, i := range []uint32{2, 3, 4} {
 		b.take(i).Release()
 	}
-	require.NoError(t, b.c.Ack(8), "skipped ones count as sent")
+	require.NoError(t, b.ack(8), "skipped ones count as sent")
 	b.released(1)
 	b.mustOffer(32, 4) // 8
 	b.c.Skip(9, 11)
@@ -648,10 +716,10 @@ func TestSkippedChunksAreNeitherTakenNorSentAgain(t *testing.T) {
 	require.NoError(t, b.c.Resend(6))
 	b.take(8).Release()
 	require.True(t, b.c.Sent())
-	b.c.Rewind()
+	b.lose()
 	b.take(8).Release()
 	require.False(t, b.c.Ready(all))
-	require.NoError(t, b.c.Ack(11))
+	require.NoError(t, b.ack(11))
 	require.True(t, b.c.Acked())
 	b.released(1, 1)
 }
@@ -660,9 +728,9 @@ func TestATensorOfWhichAllIsSkippedIsSentAtOnce(t *testing.T) {
 	b := newBed(t, 10, 4)
 	b.c.Skip(0, 3)
 	require.True(t, b.c.Sent())
-	b.c.Rewind()
+	b.lose()
 	require.False(t, b.c.Ready(all))
-	require.NoError(t, b.c.Ack(3))
+	require.NoError(t, b.ack(3))
 }
 
 func TestAResendOfTheLargestIndexIsIgnored(t *testing.T) {

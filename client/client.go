@@ -66,9 +66,12 @@ type Config struct {
 	// are sent with every RPC if not nil.
 	Credentials credentials.TransportCredentials
 	PerRPC      credentials.PerRPCCredentials
-	// Lanes is how many lanes a session has for large tensors, next to its gRPC stream
-	// (docs/lanes.md); 0 means 1, which is the maximum. A negative number means none.
-	Lanes int
+	// Lanes is the most lanes that a session has for large tensors, next to its gRPC stream
+	// (docs/lanes.md); 0 means 64, which is the maximum. A negative number means none. A
+	// session has one within a machine, and elsewhere as many as make it faster; with
+	// FixedLanes, it has as many as the server allows up to Lanes.
+	Lanes      int
+	FixedLanes bool
 	// ResultBytes is the largest result that gets memory of its own; 0 means 4 GiB. Into
 	// and Writer have no such limit.
 	ResultBytes int64
@@ -82,7 +85,9 @@ type Client struct {
 	conn  *grpc.ClientConn
 	stub  pb.TensorServiceClient
 	pool  *slab.Pool
-	lanes atomic.Pointer[lanesOff] // nil unless they failed
+	lanes lanesKnown
+
+	authority *atomic.Value // a string: whose certificate the server has, by gRPC; noted sets it
 
 	opening chan struct{} // held while shared is used
 	shared  *Session      // of Compute, Push and Pull; guarded by opening
@@ -108,6 +113,7 @@ func Dial(target string, cfg Config) (*Client, error) {
 	if !cfg.Codec.Known() {
 		return nil, fmt.Errorf("client: Codec is %d; use 0 (none) or 1 (lz4)", cfg.Codec)
 	}
+	cfg.Lanes = min(cmp.Or(cfg.Lanes, mostLanes), mostLanes)
 	cfg.OpenTimeout = cmp.Or(max(0, cfg.OpenTimeout), DefaultOpenTimeout)
 	cfg.InputIdle = max(0, cfg.InputIdle)
 	cfg.StallTimeout = cmp.Or(max(0, cfg.StallTimeout), DefaultStallTimeout)
@@ -123,8 +129,9 @@ func Dial(target string, cfg Config) (*Client, error) {
 	if cfg.Credentials == nil {
 		cfg.Credentials = insecure.NewCredentials()
 	}
+	authority := new(atomic.Value)
 	options := []grpc.DialOption{
-		grpc.WithTransportCredentials(cfg.Credentials),
+		grpc.WithTransportCredentials(noted{cfg.Credentials, authority}),
 		grpc.WithNoProxy(),
 		experimental.WithBufferPool(wire.Buffers),
 		grpc.WithInitialWindowSize(int32(cfg.WindowBytes)),
@@ -153,7 +160,7 @@ func Dial(target string, cfg Config) (*Client, error) {
 	}
 	closing, end := context.WithCancelCause(context.Background())
 	return &Client{
-		cfg: cfg, conn: conn, stub: pb.NewTensorServiceClient(conn), pool: slab.NewPool(poolBytes, slab.System),
+		cfg: cfg, conn: conn, authority: authority, stub: pb.NewTensorServiceClient(conn), pool: slab.NewPool(poolBytes, slab.System),
 		opening: make(chan struct{}, 1), closing: closing, end: end, disconnect: sync.OnceValue(conn.Close),
 	}, nil
 }

@@ -58,6 +58,18 @@ func start(t testing.TB, network string, cfg client.Config) *fixture {
 
 func startServer(t testing.TB, network string, cfg client.Config, change func(*serverConfig)) *fixture {
 	t.Helper()
+	if network != "unix" {
+		l := listen(t)
+		return serveAt(t, l, l.Addr().String(), cfg, change)
+	}
+	l, err := net.Listen(network, filepath.Join(t.TempDir(), "socket"))
+	require.NoError(t, err)
+	return serveAt(t, l, "unix:"+l.Addr().String(), cfg, change)
+}
+
+// serveAt is like startServer, with a listener and its address.
+func serveAt(t testing.TB, l net.Listener, address string, cfg client.Config, change func(*serverConfig)) *fixture {
+	t.Helper()
 	f := &fixture{host: cpu.NewHost(cpu.HostConfig{MemoryBytes: 512 * mib, Workers: 2})}
 	models := engine.NewRegistry()
 	for _, m := range append(cpu.Builtins(f.host), cpu.Slow(f.host), f.pair(t)) {
@@ -68,18 +80,9 @@ func startServer(t testing.TB, network string, cfg client.Config, change func(*s
 	change(&config)
 	f.server, err = server.New(config)
 	require.NoError(t, err)
-	var l net.Listener
-	if network == "unix" {
-		l, err = net.Listen(network, filepath.Join(t.TempDir(), "socket"))
-		require.NoError(t, err)
-	} else {
-		l = listen(t)
-	}
 	served := make(chan error, 1)
 	go func() { served <- f.server.Serve(l) }() // ends with Close
-	if f.addr = l.Addr().String(); network == "unix" {
-		f.addr = "unix:" + f.addr
-	}
+	f.addr = address
 	f.client, err = dial(f.addr, cfg)
 	require.NoError(t, err)
 	f.end = func() {

@@ -48,9 +48,9 @@ type Selection struct {
 // Range is a range of a tensor's bytes.
 type Range = frame.Range
 
-// Pull fetches tensors and returns their summaries in the order of the selections. The error joins
-// those of the summaries, or says what ended the pull. A tensor whose summary has no error
-// is complete and has the server's digest.
+// Pull fetches tensors and returns their summaries in the order of the selections, those of a
+// glob by name. The error joins those of the summaries, or says what ended the pull. A tensor
+// whose summary has no error is complete and has the server's digest.
 func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 	p := &pull{request: r, most: len(r.Select), byID: make(map[tensor.ID]*pulled), answered: make([]bool, len(r.Select))}
 	names := make(map[string]int, len(r.Select))
@@ -91,7 +91,7 @@ func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 			}
 		}
 	}
-	slices.SortStableFunc(p.order, func(a, b *pulled) int { return cmp.Compare(a.sel, b.sel) })
+	slices.SortStableFunc(p.order, func(a, b *pulled) int { return cmp.Or(cmp.Compare(a.sel, b.sel), cmp.Compare(a.Name, b.Name)) })
 	out := make([]Summary, len(p.order))
 	for i, t := range p.order {
 		t.end(left)

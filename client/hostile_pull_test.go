@@ -605,9 +605,9 @@ func TestABadAnswerToAPushIsNeverTakenForAGoodOne(t *testing.T) {
 func TestASummaryThatLiesAboutOneOfManyIsNotTheOthers(t *testing.T) {
 	testkit.Start(t)
 	c := beguile(t, &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
-		for i := range 20 {
-			x := send(req, fmt.Sprint("t", i))
-			if i > 0 {
+		for i := 19; i >= 0; i-- {
+			x := send(req, fmt.Sprintf("t%02d", i))
+			if i < 19 {
 				x.hello = nil
 			}
 			if i%3 == 1 {
@@ -626,6 +626,7 @@ func TestASummaryThatLiesAboutOneOfManyIsNotTheOthers(t *testing.T) {
 	require.Error(t, err)
 	require.Len(t, list, 20)
 	for i, s := range list {
+		require.Equal(t, fmt.Sprintf("t%02d", i), s.Name, "they are sorted")
 		require.Equal(t, i%3 == 0, s.Err == nil, "%v", s.Err)
 	}
 }

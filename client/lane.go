@@ -7,9 +7,9 @@ import (
 	"fmt"
 	"net"
 	"net/url"
+	"sync"
 	"time"
 
-	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/peer"
 
 	"github.com/tensorferry/tensorferry/frame"
@@ -22,38 +22,63 @@ import (
 type Ways struct {
 	SentBytes, ReceivedBytes         int64 // total
 	LaneSentBytes, LaneReceivedBytes int64 // the part carried by lanes
-	// Lane reports whether there is a lane now; if not, Why is the reason.
-	Lane bool
-	Why  string
+	// Lanes is how many lanes there are now, and Why the reason that there are not more.
+	Lanes int
+	Why   string
 }
 
-// Why a session has no lane.
+// Why a session has no lane, or no more of them.
 const (
 	whyOff     = "lanes are turned off here (Config.Lanes)"
-	whySecured = "encrypted connections have none"
-	whyCodec   = "chunks are compressed (Config.Codec)"
 	whyOffer   = "the server offers none"
+	whyAddress = "gRPC does not say where the server is"
 	whySmall   = "no tensor was large enough"
 	whyOpening = "it is being opened"
-	whyUsed    = "this session has used its eight lanes; open another session"
+	whyUsed    = "this session has opened as many as it may, 256; open another session"
+	whyNear    = "one is enough: the server is less than 1 ms away"
+	whyFixed   = "the number is fixed (Config.FixedLanes)"
+	whyMost    = "the client or the server allows no more"
+	whyKnown   = "more were not faster before"
+	whySoon    = "it is being found out whether more are faster"
 )
 
-// laneState is the state of a session's lane. The session's lock guards it.
-type laneState struct {
-	busy    bool   // the lane is being opened, or open
-	open    bool   // the lane is open
+// lanes is the state of a session's lanes. The session's lock guards it.
+type lanes struct {
+	want    int // how many there should be; 0 before the first large tensor
+	opening int
+	open    int
 	uses    int    // of the token, so far
 	failed  int    // lanes in a row that were refused, or carried little
-	before  int64  // bytes carried by lanes when this one was opened
-	why     string // why there is none; "" means whySmall
+	why     string // why there are not more; "" means whySmall
 	address net.Addr
 	wait    time.Duration // time limit for opening one
+	trip    time.Duration // the least round trip of a lane; 0 before the first
+	busy    chan struct{} // tells grow of the next large tensor
 }
 
-// lanesOff says that the server's lanes failed.
-type lanesOff struct {
-	until time.Time // no session tries before
-	why   string
+// lanesKnown is what a client knows of the lanes to its server. Safe for concurrent use.
+type lanesKnown struct {
+	mu    sync.Mutex
+	until time.Time // what follows is forgotten then
+	off   string    // if not "", why no session tries to open one
+	want  int       // if not 0, how many were worth it
+}
+
+// get returns what is known.
+func (k *lanesKnown) get() (off string, want int) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if time.Now().After(k.until) {
+		return "", 0
+	}
+	return k.off, k.want
+}
+
+// set replaces what is known.
+func (k *lanesKnown) set(off string, want int) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.until, k.off, k.want = time.Now().Add(laneMemoryTime), off, want
 }
 
 // noLanes returns why the client opens no lanes; "" if it does.
@@ -61,68 +86,127 @@ func (c *Client) noLanes() string {
 	switch {
 	case c.cfg.Lanes < 0:
 		return whyOff
-	case c.cfg.Credentials.Info().SecurityProtocol != insecure.NewCredentials().Info().SecurityProtocol:
-		return whySecured
-	case len(c.codecs()) > 0:
-		return whyCodec
 	}
 	return ""
 }
 
-// wantLane opens a lane in the background if there is none and a tensor of size bytes is
-// large enough to be worth one. The session is locked.
+// wantLane opens lanes in the background if a tensor of size bytes is large enough to be
+// worth them. The session is locked.
 func (s *Session) wantLane(m *stream.Machine, size int64) {
-	l := &s.lane
-	if size < laneBytes || l.busy {
+	if size < laneBytes {
 		return
 	}
-	token, uses := m.LaneOffer()
-	why, off := s.client.noLanes(), s.client.lanes.Load()
-	switch {
-	case why != "":
-		l.why = why
-	case token.IsZero():
-		l.why = whyOffer
-	case off != nil && time.Now().Before(off.until):
-		l.why = off.why
-	case l.uses == int(min(uses, lane.Uses)):
-		l.why = whyUsed
+	l := &s.lanes
+	if l.want == 0 {
+		l.want = 1
+		if most := m.LanesAtOnce(); s.client.cfg.FixedLanes {
+			l.want = most
+		} else if _, known := s.client.lanes.get(); known > 0 {
+			l.want = min(known, most)
+		}
+	}
+	select {
+	case l.busy <- struct{}{}:
 	default:
+	}
+	s.openLanes(m)
+}
+
+// openLanes opens lanes until there are as many as wanted. The session is locked.
+func (s *Session) openLanes(m *stream.Machine) {
+	l := &s.lanes
+	token, uses := m.LaneOffer()
+	off, _ := s.client.lanes.get()
+	for l.open+l.opening < l.want {
+		switch {
+		case s.client.noLanes() != "":
+			l.why = s.client.noLanes()
+			return
+		case token.IsZero():
+			l.why = whyOffer
+			return
+		case off != "":
+			l.why = off
+			return
+		case l.address == nil: // gRPC has lost the connection before it could be asked
+			l.why = whyAddress
+			return
+		case l.uses == int(min(uses, lane.Uses)):
+			l.why = whyUsed
+			return
+		}
 		use, pause := l.uses, time.Duration(l.failed)*laneWait
 		l.uses++
-		l.busy, l.why = true, whyOpening
+		l.opening++
+		if l.open == 0 {
+			l.why = whyOpening
+		}
 		s.client.winding.Go(func() { s.openLane(m, token, use, pause) }) // ends after its timeout, or with the session, which winding counts, too
 	}
 }
 
 // openLane opens a lane for the session after pause.
 func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int, pause time.Duration) {
-	ctx, cancel := context.WithTimeout(s.own, pause+s.lane.wait)
+	ctx, cancel := context.WithTimeout(s.own, pause+s.lanes.wait)
 	defer cancel()
 	select {
 	case <-time.After(pause):
 	case <-ctx.Done():
 	}
 	// Dial the address of the session's connection: the name may resolve to another server.
-	conn, err := s.client.cfg.dial(ctx, s.lane.address.Network(), s.lane.address.String())
+	var trip time.Duration
+	conn, err := s.client.dialLane(ctx, s.lanes.address)
 	if err == nil {
+		begin := time.Now()
 		stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 		if err = lane.Greet(conn, token, use); err != nil || !stop() {
 			_ = conn.Close()
 			err = cmp.Or(err, context.Cause(ctx))
 		}
+		trip = time.Since(begin)
 	}
 	if err != nil {
-		if conn == nil || errors.Is(err, lane.ErrFull) { // the token was not used
-			s.sess.Do(func(*stream.Machine, stream.Instant) { s.lane.uses-- })
-		}
-		s.laneEnded(m, err)
+		s.sess.Do(func(*stream.Machine, stream.Instant) {
+			s.lanes.opening--
+			if conn == nil || errors.Is(err, lane.ErrFull) { // the token was not used
+				s.lanes.uses--
+			}
+		})
+		s.laneEnded(m, err, -1)
 		return
 	}
+	c := lane.New(conn, nil)
+	trip = cmp.Or(c.RoundTrip(), trip)
+	var before int64
 	s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
-		s.lane.open, s.lane.why, s.lane.before = true, "", byLanes(m)
+		before = byLanes(m)
+		l, most := &s.lanes, m.LanesAtOnce()
+		l.opening--
+		l.open++
+		first := l.trip == 0
+		l.trip = min(cmp.Or(l.trip, trip), trip)
+		switch {
+		case s.client.cfg.FixedLanes:
+			l.why = whyFixed
+		case near(l.address) || l.trip < lane.Far:
+			l.why = whyNear
+		case l.want >= most:
+			l.why = whyMost
+		case first && l.want > 1:
+			l.why = whyKnown
+		case first:
+			l.why, l.want = whySoon, max(l.want, min(farLanes, most))
+			s.openLanes(m)
+			s.client.winding.Go(func() { s.grow(most) }) // ends with the session, or when more are not faster
+		}
 	})
-	s.sess.AddLane(lane.New(conn, nil), func(why error) { s.laneEnded(m, why) })
+	s.sess.AddLane(c, func(why error) { s.laneEnded(m, why, before) })
+}
+
+// near reports whether an address is one of this machine.
+func near(a net.Addr) bool {
+	t, ok := a.(*net.TCPAddr)
+	return !ok || t.IP.IsLoopback()
 }
 
 // byLanes returns how many bytes a session's lanes have carried.
@@ -131,14 +215,87 @@ func byLanes(m *stream.Machine) int64 {
 	return st.LaneBytesIn + st.LaneBytesOut
 }
 
-// laneEnded records why the lane ended or could not be opened, and opens another one if
-// that may help.
-func (s *Session) laneEnded(m *stream.Machine, why error) {
+// grow doubles the session's lanes up to most, while they are busy, as long as that makes
+// them carry more.
+func (s *Session) grow(most int) {
+	var rate float64 // before the last step; 0: there was none
+	flat := 0        // looks in a row that found no more
+	for {
+		got, ok := s.carried()
+		if !ok {
+			return
+		}
+		done := false
+		s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+			l := &s.lanes
+			switch {
+			case got == 0 || l.open < l.want: // it was not busy, or they are still being opened
+				return
+			case rate > 0 && got < laneGain*rate && flat < laneLooks-1:
+				flat++ // a loss may have come together with the step
+				return
+			case rate > 0 && got < laneGain*rate:
+				l.why, done = fmt.Sprintf("%d carried no more than %d", l.want, l.want/2), true
+				s.client.lanes.set("", max(1, l.want/2))
+				return
+			case l.want >= most:
+				l.why, done = whyMost, true
+				s.client.lanes.set("", l.want)
+				return
+			}
+			rate, flat = got, 0
+			l.want = min(2*l.want, most)
+			s.openLanes(m)
+			done = l.open+l.opening < l.want // it may not: why says so
+		})
+		if done {
+			return
+		}
+	}
+}
+
+// carried returns how many bytes per second the lanes carry during the next look; 0 if they
+// had nothing to carry at a time, or not enough credit. It returns false when the session has
+// ended.
+func (s *Session) carried() (rate float64, ok bool) {
+	var from int64
+	var look time.Duration
+	s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+		from, look = byLanes(m), min(max(roadTrips*s.lanes.trip, roadLeast), roadMost)
+	})
+	begin := time.Now()
+	for range roadTrips {
+		select {
+		case <-time.After(look / roadTrips):
+		case <-s.sess.Stopped():
+			return 0, false
+		}
+		busy, idle := false, false
+		s.sess.Do(func(m *stream.Machine, _ stream.Instant) { busy, idle = m.LanesBusy(), m.Status().Calls == 0 })
+		if idle {
+			select {
+			case <-s.lanes.busy:
+			case <-s.sess.Stopped():
+			}
+		}
+		if !busy {
+			return 0, true
+		}
+	}
+	var to int64
+	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { to = byLanes(m) })
+	return float64(to-from) / time.Since(begin).Seconds(), true
+}
+
+// laneEnded records why a lane ended, before which lanes had carried before bytes, or could
+// not be opened (-1), and opens another one if that may help.
+func (s *Session) laneEnded(m *stream.Machine, why error, before int64) {
 	s.sess.Do(func(*stream.Machine, stream.Instant) {
-		l := &s.lane
-		opened := l.open
-		l.busy, l.open, l.why = false, false, "it could not be opened: "+why.Error()
+		l := &s.lanes
+		opened := before >= 0
+		l.why = "it could not be opened: " + why.Error()
 		if opened {
+			l.open--
 			l.why = "the last one ended: " + why.Error()
 		}
 		select {
@@ -148,17 +305,18 @@ func (s *Session) laneEnded(m *stream.Machine, why error) {
 		}
 		switch {
 		case !opened && !errors.Is(why, lane.ErrRefused) && !errors.Is(why, lane.ErrNoLane):
-			return // no connection, or the server is full: the next large tensor tries again
-		case opened && !errors.Is(why, session.ErrStalled) && byLanes(m)-l.before >= laneBytes:
+			l.want = max(1, l.open) // no connection, or the server is full: the next large tensor tries again
+			return
+		case opened && !errors.Is(why, session.ErrStalled) && byLanes(m)-before >= laneBytes:
 			l.failed = 0
 		default:
 			l.failed++
 		}
 		if l.failed >= laneTries {
 			l.failed, l.why = 0, fmt.Sprintf("none for %v: %v", laneMemoryTime, why)
-			s.client.lanes.Store(&lanesOff{time.Now().Add(laneMemoryTime), l.why})
+			s.client.lanes.set(l.why, 0)
 		} else if m.Status().Calls > 0 {
-			s.wantLane(m, laneBytes)
+			s.openLanes(m)
 		}
 	})
 }
@@ -169,10 +327,7 @@ func (s *Session) Ways() (w Ways) {
 		st := m.Status().Stats
 		w = Ways{
 			SentBytes: st.BytesOut, ReceivedBytes: st.BytesIn, LaneSentBytes: st.LaneBytesOut, LaneReceivedBytes: st.LaneBytesIn,
-			Lane: s.lane.open, Why: s.lane.why,
-		}
-		if !w.Lane && w.Why == "" {
-			w.Why = whySmall
+			Lanes: s.lanes.open, Why: cmp.Or(s.lanes.why, whySmall),
 		}
 	})
 	return w
@@ -190,12 +345,13 @@ func (c *Client) Ways() Ways {
 
 // carriedBy records the address of the server of a session that took so long to open.
 func (s *Session) carriedBy(ctx context.Context, took time.Duration) {
+	l := &s.lanes
 	if p, ok := peer.FromContext(ctx); ok {
-		s.lane.address, s.lane.wait = p.Addr, laneWait+took
+		l.address, l.wait = p.Addr, laneWait+took
 	}
 	// The address of a Unix socket is the path that the server bound, which may name
 	// nothing here: the server may run in another folder or container.
 	if u, err := url.Parse(s.client.conn.Target()); err == nil && u.Scheme == "unix" {
-		s.lane.address = &net.UnixAddr{Net: u.Scheme, Name: cmp.Or(u.Path, u.Opaque)} // as gRPC reads it
+		l.address = &net.UnixAddr{Net: u.Scheme, Name: cmp.Or(u.Path, u.Opaque)} // as gRPC reads it
 	}
 }

@@ -29,17 +29,31 @@ const (
 	// tensorBytes is the largest tensor received: the largest that a server stores by
 	// default. ResultBytes limits those in memory.
 	tensorBytes = 1 << 40
-	// laneBytes is the smallest tensor for which a session opens its lane: connecting costs
+	// laneBytes is the smallest tensor for which a session opens lanes: connecting costs
 	// as much as sending a few hundred KiB on one machine, and takes round trips over a
 	// network.
 	laneBytes = 4 * mib
+	// mostLanes is the most lanes of a session. With CUBIC, and one packet in a thousand
+	// lost, 32 fill 1 Gbit/s over 50 ms.
+	mostLanes = 64
+	// farLanes is how many lanes a session begins with where the round trip is not less than
+	// lane.Far. It then doubles them as long as that carries laneGain times as much.
+	farLanes = 2
+	laneGain = 1.1
+	// laneLooks is how many looks in a row must find less gain for that to end.
+	laneLooks = 3
+	// roadTrips round trips, but at least roadLeast and at most roadMost, pass between two
+	// looks at what lanes carry: a new one has about filled its window by then.
+	roadTrips = 4
+	roadLeast = 100 * time.Millisecond
+	roadMost  = 2 * time.Second
 	// laneWait plus the time that the session took to open is the time limit for opening a
 	// lane; nothing waits for it.
 	laneWait = 1 * time.Second
 	// laneTries is how many times in a row a lane may be refused, as it is behind a load
 	// balancer, or break before it has carried laneBytes, or stall. Each attempt starts
 	// laneWait later than the one before. Then the client makes no more attempts for
-	// laneMemoryTime.
+	// laneMemoryTime, which is also how long it knows how many lanes were worth it.
 	laneTries      = 3
 	laneMemoryTime = 10 * time.Minute
 	// signs is how many times per idle timeout of the server the client reports that it

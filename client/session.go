@@ -29,7 +29,7 @@ type Session struct {
 
 	// Guarded by the session's lock.
 	calls map[tensor.ID]handler
-	lane  laneState
+	lanes lanes
 	said  stream.Instant // when the client last told the server that it waits
 }
 
@@ -44,12 +44,9 @@ type handler interface {
 // Session opens a session. ctx limits the opening, not the session's lifetime.
 func (c *Client) Session(ctx context.Context) (*Session, error) {
 	begin := time.Now()
-	lanes := uint32(1)
-	if c.noLanes() != "" {
-		lanes = 0
-	}
+	lanes := uint32(max(0, c.cfg.Lanes))
 	var rpc grpc.BidiStreamingClient[pb.Frame, pb.Frame]
-	s, err := c.begin(ctx, stream.Config{Session: tensor.NewID(), Lanes: lanes}, func(own context.Context) (_ session.Conn, err error) {
+	s, err := c.begin(ctx, stream.Config{Session: tensor.NewID(), Lanes: lanes, LanesAtOnce: lanes}, func(own context.Context) (_ session.Conn, err error) {
 		if rpc, err = c.stub.StreamTensors(own); err != nil {
 			return nil, err
 		}
@@ -65,6 +62,7 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own context.Context) (session.Conn, error)) (*Session, error) {
 	own, cancel := context.WithCancel(context.Background())
 	s := &Session{client: c, own: own, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]handler)}
+	s.lanes.busy = make(chan struct{}, 1)
 	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.OpenTimeout, c.noAnswer())
 	defer stop()
 	unhook := context.AfterFunc(ctx, cancel)

@@ -168,6 +168,14 @@ type Run interface {
 	Close() error
 }
 
+// Widener is a Run that can have more memory.
+type Widener interface {
+	// Widen lets the run have so many bytes of blocks in each direction, as far as there
+	// is memory: more than it has by itself, for a peer that is far away. Safe for
+	// concurrent use.
+	Widen(bytes int64)
+}
+
 // Block is a range of rows of every input that has rows, or all Whole inputs. In is indexed
 // as Info.Inputs is; a port that is not part of this block has a nil entry; each other one is
 // in one piece. The memory is borrowed until Filled or Close.

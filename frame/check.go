@@ -262,6 +262,21 @@ func (d *Desc) Same(o *Desc) bool {
 	return d.Desc.Equal(o.Desc) && d.SizeBytes == o.SizeBytes && d.ChunkBytes == o.ChunkBytes && d.Call == o.Call && d.Port == o.Port
 }
 
+// Check reports what is wrong with an acknowledgement, or nothing.
+func (a *Ack) Check() string {
+	if n := len(a.Beyond); n%2 != 0 || n > 2*AckPairs {
+		return fmt.Sprintf("acknowledgement has %d numbers of received chunks; at most %d pairs are allowed", n, AckPairs)
+	}
+	last := a.Below
+	for _, v := range a.Beyond {
+		if v <= last {
+			return fmt.Sprintf("acknowledgement names the chunks %v beyond those below %d; ranges must ascend and be apart", a.Beyond, a.Below)
+		}
+		last = v
+	}
+	return ""
+}
+
 // CheckSender reports what of a frame only the other side may send, or nothing.
 func (f *Frame) CheckSender(server bool) string {
 	switch {

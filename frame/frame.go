@@ -72,6 +72,7 @@ type Hello struct {
 	MaxOpenTensors uint32
 	Codecs         []uint8 // codec.Codec, in order of preference; at most 16
 	Lanes          uint32  // of a client: lanes that it would open; of a server: how often LaneToken opens one
+	LanesAtOnce    uint32  // lanes at a time; 0 means one, of chunks without a codec
 	LaneToken      LaneToken
 	// ChunkIdleMillis is after how long the server gives up a client that rests and does
 	// not say that it waits; 0 if it does not tell.
@@ -161,10 +162,12 @@ type Credit struct {
 	Limit  uint32
 }
 
-// Ack tells how far a tensor has arrived, and names chunks to send again.
+// Ack tells how far a tensor has arrived, and names chunks to send again. Beyond are pairs
+// [lo, hi) of further chunks that have arrived.
 type Ack struct {
 	Tensor tensor.ID
 	Below  uint32
+	Beyond []uint32
 	Resend []uint32
 }
 

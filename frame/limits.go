@@ -18,6 +18,8 @@ const (
 	// AllowanceChunks is the most chunks of a tensor on allowance: what is kept per
 	// chunk stays small beside the bytes allowed. More chunks wait for credit.
 	AllowanceChunks = 4096
+	// AckPairs is how many ranges beyond the first gap an acknowledgement may name.
+	AckPairs = 32
 	// HelloCodecs is how many codecs of a hello are read: there are far fewer.
 	HelloCodecs = 16
 	// NameBytes bounds each name: of a model, a port, a tensor.

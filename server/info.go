@@ -104,7 +104,7 @@ func (s *Server) shownLimits(v *metrics.Values) map[string]int64 {
 		"sessions": int64(c.Sessions), "calls": int64(c.QueuedCalls),
 		"transfers": int64(c.Transfers), "stored_tensor_bytes": c.StoredBytes, "tensors_per_transfer": storing.Tensors,
 		"open_tensors_per_push": storing.PushTensors, "compute_bytes": computeBytes, "tensors_per_page": listPage, "request_parts": requestParts,
-		"lanes_per_session": int64(s.conns.LanesPerSession()),
+		"lanes_per_session": int64(c.Lanes),
 		"memory_bytes":      v.MemoryLimit, "receive_bytes": v.ReceiveLimit, "memory_wait_millis": millis(c.MemoryWait),
 		"first_frame_millis": millis(time.Duration(l.FirstFrame)), "chunk_idle_millis": millis(time.Duration(l.ChunkIdle)),
 		"input_idle_millis": millis(time.Duration(l.InputIdle)), "session_idle_millis": millis(time.Duration(l.SessionIdle)),

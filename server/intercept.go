@@ -72,6 +72,14 @@ func rpcOf(ctx context.Context) *rpc {
 	return r
 }
 
+// callerOf returns the sender of the RPC of ctx, which is nil for an anonymous one.
+func callerOf(ctx context.Context) *guard.Caller {
+	if r := rpcOf(ctx); r != nil {
+		return r.caller
+	}
+	return nil
+}
+
 // end ends the RPC.
 func (r *rpc) end(why error) {
 	r.told.Store(&why)

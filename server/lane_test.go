@@ -30,13 +30,18 @@ var laneBytes = struct {
 func openLaned(t *testing.T, addr string) *raw {
 	t.Helper()
 	r := dialRaw(t, addr)
+	r.greetLaned()
+	return r
+}
+
+func (r *raw) greetLaned() {
+	r.t.Helper()
 	hello := r.greeting()
 	hello.Lanes = 1
 	r.send(&pb.Frame{Hello: hello})
 	r.until(func() bool { return r.hello != nil })
-	require.Len(t, r.hello.LaneToken, 32)
-	require.EqualValues(t, 8, r.hello.Lanes)
-	return r
+	require.Len(r.t, r.hello.LaneToken, 32)
+	require.EqualValues(r.t, 256, r.hello.Lanes)
 }
 
 // greetLane connects and greets, and returns the answer's last byte; -1 when the server
@@ -47,14 +52,20 @@ func greetLane(t *testing.T, addr string, token []byte, n uint64) (net.Conn, int
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = c.Close() })
 	require.NoError(t, c.SetDeadline(time.Now().Add(rawLife)))
-	_, err = c.Write(binary.LittleEndian.AppendUint64(append([]byte(laneBytes.magic), token...), n))
+	return c, sayLane(t, c, token, n)
+}
+
+// sayLane greets on a connection that is there.
+func sayLane(t *testing.T, c net.Conn, token []byte, n uint64) int {
+	t.Helper()
+	_, err := c.Write(binary.LittleEndian.AppendUint64(append([]byte(laneBytes.magic), token...), n))
 	require.NoError(t, err)
 	answer := make([]byte, laneBytes.answer0)
 	if _, err := io.ReadFull(c, answer); err != nil {
-		return c, -1
+		return -1
 	}
 	require.Equal(t, laneBytes.answer, string(answer[:len(laneBytes.answer)]))
-	return c, int(answer[len(laneBytes.answer)])
+	return int(answer[len(laneBytes.answer)])
 }
 
 // lane opens the session's lane.
@@ -258,8 +269,27 @@ func TestWhatALaneBringsWronglyCostsTheLaneTheTensorOrNothing(t *testing.T) {
 
 func TestMemoryThatALaneIsFillingComesBackAtOnce(t *testing.T) {
 	testkit.Start(t)
-	f := serve(t, nil)
-	r, o, c := waiting(t, f, 8*mib, mib)
+	t.Run("plain", func(t *testing.T) {
+		testkit.Start(t)
+		f := serve(t, nil)
+		r, o, c := waiting(t, f, 8*mib, mib)
+		comesBack(t, f, r, o, c)
+	})
+	t.Run("TLS", func(t *testing.T) {
+		testkit.Start(t)
+		s := serveSecured(t, nil)
+		r, c := s.openLaned(t, "alice", ""), s.shake(t, "alice")
+		require.Zero(t, sayLane(t, c, r.hello.LaneToken, 0))
+		o := offering("echo", testkit.Bytes(8*mib, 1), mib)
+		r.open(o)
+		r.credit(o.desc.TensorId, 1)
+		comesBack(t, s.fixture, r, o, c)
+	})
+}
+
+// comesBack takes back the memory that a lane is filling.
+func comesBack(t *testing.T, f *fixture, r *raw, o *offer, c net.Conn) {
+	t.Helper()
 	p := r.chunk(o, 0)
 	write(t, c, laneHeader(p, mib), p.Data[:mib/2])
 	testkit.Eventually(t, func() bool { return !f.isIdle() }, "the chunk is on its way")

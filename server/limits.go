@@ -37,6 +37,7 @@ const (
 	DefaultSessions    = 10_000 // sessions at a time
 	DefaultConnections = 1024   // connections at a time: each takes goroutines, buffers and a descriptor
 	DefaultTransfers   = 256    // pushes and pulls at a time
+	DefaultLanes       = 64     // lanes of a session at a time: as many fill a road that loses one packet in a thousand
 	// DefaultStoredBytes is the largest tensor pushed: 1 TiB, as many chunks of 1 MiB as a
 	// tensor may have. A store in memory has a limit of its own.
 	DefaultStoredBytes = 1 << 40

@@ -17,6 +17,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/attack"
+	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -203,6 +204,62 @@ func TestWhatPushesAnnounceIsKeptWhereThereIsMemory(t *testing.T) {
 		p.end()
 	}
 	testkit.Eventually(t, func() bool { return f.counters(t)["receive_used_bytes"] <= base }, "the memory of pushes that ended")
+}
+
+// TestChunkTablesTakeMemoryThatThereIs opens connections and sends one frame of a few KiB on
+// each, which announces tensors of thousands of chunks that never come.
+func TestChunkTablesTakeMemoryThatThereIs(t *testing.T) {
+	testkit.Start(t)
+	const tensors = 60
+	for kind, of := range map[string]func(*pb.Call){
+		"puts":                       func(c *pb.Call) { c.Put = new(pb.Put) },
+		"calls that wait for inputs": func(c *pb.Call) { c.Model = "echo" },
+	} {
+		t.Run(kind, func(t *testing.T) {
+			f := serveWithin(t, 16*mib, func(c *server.Config) { c.Store = shelf(t, 16*mib) })
+			base, limit := f.counters(t)["receive_used_bytes"], f.counters(t)["receive_limit_bytes"]
+			var peers []*raw
+			denied := func() bool { return f.counters(t)["receive_ended_total"] > 0 }
+			for !denied() {
+				call := &pb.Call{Id: newID()}
+				of(call)
+				frame := &pb.Frame{Calls: []*pb.Call{call}}
+				for i := range tensors {
+					d := &pb.TensorDesc{TensorId: newID(), Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: []int64{4000}, SizeBytes: 4000, ChunkBytes: 1, CallId: call.Id}
+					if name := strconv.Itoa(i); call.Put != nil {
+						d.Name = name
+					} else {
+						d.Port = name
+						call.Inputs = append(call.Inputs, &pb.Input{Port: name, TensorId: d.TensorId})
+					}
+					frame.Descs = append(frame.Descs, d)
+				}
+				frame.Descs = frame.Descs[1:]
+				r := openRaw(t, f.addr)
+				r.send(frame)
+				peers = append(peers, r)
+				n := int64(len(peers))
+				testkit.Eventually(t, func() bool {
+					used := f.counters(t)["receive_used_bytes"]
+					require.LessOrEqual(t, used, limit+n*inbound.Free, "with %d connections", n)
+					return used > base+n*tensors*20<<10 || denied()
+				}, "the memory of what was announced, or its refusal")
+			}
+			require.Less(t, len(peers), 16)
+			last := peers[len(peers)-1]
+			for last.recv() {
+			}
+			require.Equal(t, codes.ResourceExhausted, status.Code(last.err), last.err)
+			require.ErrorContains(t, last.err, "memory")
+			for _, r := range peers {
+				r.end()
+			}
+			testkit.Eventually(t, func() bool {
+				runtime.GC() // it frees what they left unread
+				return f.counters(t)["receive_used_bytes"] <= base
+			}, "the memory of what was announced")
+		})
+	}
 }
 
 func TestAnRPCForWhichThereIsNoMemoryIsRefused(t *testing.T) {

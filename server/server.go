@@ -7,6 +7,7 @@
 package server
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -55,9 +56,8 @@ type Config struct {
 	// Metrics, if not nil, is the registry of the server's metrics until Close. It serves
 	// one server at a time.
 	Metrics prometheus.Registerer
-	// Lanes is how many lanes a session may have at a time (docs/lanes.md); 0 means 1,
-	// which is the maximum. A negative number means none. Connections secured by
-	// Credentials have none.
+	// Lanes is how many lanes a session may have at a time (docs/lanes.md); 0 means
+	// DefaultLanes, which is the maximum. A negative number means none.
 	Lanes int
 	// Services are served beside the TensorService, under the same limits.
 	Services []Service
@@ -67,8 +67,9 @@ type Config struct {
 	// the error is then the text of the UNAUTHENTICATED status. It gets the AuthInfo that
 	// Credentials made for the connection, and the RPC's authorization metadata. It is
 	// called before anything else of the RPC is looked at, and every 5 s while the RPC is
-	// open. It must be fast and safe for concurrent use. Package identity has an
-	// implementation.
+	// open. For a lane it is called with the AuthInfo of the lane's connection and the
+	// authorization of the session's RPC: it must return the session's principal. It must
+	// be fast and safe for concurrent use. Package identity has an implementation.
 	Identify func(info credentials.AuthInfo, authorization []string) (principal string, err error)
 	// UnaryInterceptors and StreamInterceptors run around the handlers of every RPC, the
 	// first one outermost, inside the server's log and its recovery from panics. They
@@ -153,7 +154,7 @@ func New(cfg Config) (*Server, error) {
 		received: inbound.NewMemory(cfg.ReceiveBytes, cfg.messageBytes()), guard: guard.New(cfg.Identify, cfg.Log), forget: func() {},
 	}
 	s.conns = conns.New(conns.Config{
-		Log: cfg.Log, Connections: cfg.Connections, ThinFrames: cfg.ThinFrames, Memory: s.received, Lanes: cfg.Lanes >= 0 && cfg.Credentials == nil,
+		Log: cfg.Log, Connections: cfg.Connections, ThinFrames: cfg.ThinFrames, Memory: s.received, Lanes: cfg.Lanes,
 	})
 	s.core = serving.New(serving.Config{
 		Models: cfg.Models, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, Session: cfg.Session, MemoryWait: cfg.MemoryWait,
@@ -223,6 +224,11 @@ func (cfg *Config) setDefaults() {
 	def(&cfg.WindowBytes, DefaultWindow)
 	def(&cfg.StreamsPerConnection, DefaultStreamsPerConn)
 	def(&cfg.HeaderListBytes, DefaultHeaderListBytes)
+	if cfg.Lanes < 0 {
+		cfg.Lanes = 0
+	} else {
+		cfg.Lanes = min(cmp.Or(cfg.Lanes, DefaultLanes), DefaultLanes)
+	}
 	def(&cfg.Handshake, DefaultHandshake)
 	def(&cfg.Keepalive, DefaultKeepalive)
 	def(&cfg.KeepaliveTimeout, DefaultKeepaliveTimeout)
@@ -299,12 +305,7 @@ func (s *Server) Close() {
 }
 
 // Principal returns the name of the sender of ctx's RPC; "" if the server has no Identify.
-func Principal(ctx context.Context) string {
-	if r := rpcOf(ctx); r != nil {
-		return r.caller.Name()
-	}
-	return ""
-}
+func Principal(ctx context.Context) string { return callerOf(ctx).Name() }
 
 // StreamTensors serves one session.
 func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]) error {
@@ -314,7 +315,8 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 		return err
 	}
 	received(conn.Context()).Admitted()
-	defer s.conns.OfferLanes(sess)()
+	caller := callerOf(conn.Context())
+	defer s.conns.OfferLanes(sess, caller.Name(), func(info credentials.AuthInfo) bool { return s.guard.Permits(caller, info) })()
 	// The session ends with the RPC.
 	cause := sess.Serve(conn.Context(), s.frames(conn))
 	if err := statusOf(cause); err != nil {

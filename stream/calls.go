@@ -72,7 +72,7 @@ func (c *calls) add(k *call, now Instant) {
 	c.open[k.part.ID] = k
 	c.most = max(c.most, len(c.open))
 	c.undecided++
-	if !k.stored() {
+	if !k.part.Stored() {
 		c.stats.CallsOpened++
 	}
 }
@@ -184,7 +184,7 @@ func (c *calls) results(k *call) (lost string, waits bool) {
 	if c.cfg.Server {
 		return "", k.unsent > 0 || slices.ContainsFunc(k.outs, func(t *out) bool { return !t.Chunks.Sent() })
 	}
-	if k.stored() {
+	if k.part.Stored() {
 		return "", slices.ContainsFunc(k.ins, func(t *in) bool { return t.summed && !t.Asm.Whole() })
 	}
 	for _, b := range k.done.Outputs {
@@ -253,7 +253,9 @@ func (c *calls) further(now Instant, k *call, p *frame.Call) {
 		c.giveUp(k, frame.ResourceExhausted, problem)
 		return
 	}
-	k.last = now
+	if n > 0 { // an empty part is not progress
+		k.last = now
+	}
 	k.part.Get.Append(p.Get)
 	c.retain(k, n)
 	c.advance(k)

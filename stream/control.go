@@ -115,7 +115,7 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 		return
 	}
 	if t := m.in.tensors[p.Tensor]; t != nil {
-		stored := t.call.stored()
+		stored := t.call.part.Stored()
 		if (!t.Desc.Same(p) || stored && t.Desc.Name != p.Name) && !(stored && t.Asm.Whole()) {
 			m.fail(&t.Desc, t.call, frame.Errorf(frame.InvalidArgument, "tensor %s was announced before with another desc; use a new id", p.Tensor))
 		}
@@ -137,7 +137,7 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 		return
 	}
 	most := m.cfg.Limits.TensorBytes
-	if m.cfg.Server && k.stored() {
+	if m.cfg.Server && k.part.Stored() {
 		most = m.cfg.StoredBytes
 		k.tensors++
 		k.last = now
@@ -167,7 +167,7 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 }
 
 func (m *Machine) ackPart(now Instant, t *out, p frame.Ack) {
-	news, err := m.out.Acknowledge(&t.Out, p)
+	news, err := m.out.Acknowledge(now, &t.Out, p)
 	if err != nil {
 		m.lose(t, frame.Errorf(frame.InvalidArgument, "tensor %s: %v", p.Tensor, err))
 		return
@@ -194,21 +194,21 @@ func (m *Machine) failurePart(now Instant, p frame.Failure) {
 		return
 	}
 	switch {
-	case k.stored() && in != nil && in.Asm.Whole(): // late
+	case k.part.Stored() && in != nil && in.Asm.Whole(): // late
 		return
-	case k.stored() && !m.cfg.Server: // the peer does not know it any more, and sends no Summary
+	case k.part.Stored() && !m.cfg.Server: // the peer does not know it any more, and sends no Summary
 		m.summaryPart(now, &frame.Summary{Call: k.part.ID, Tensor: p.Tensor, Code: p.Why(), Message: "given up by the server: " + p.Message})
 		return
-	case out != nil && !k.stored():
+	case out != nil && !k.part.Stored():
 		m.out.drop(out)
 	case out == nil:
 		m.in.drop(in)
 	}
 	text := frame.Clip(p.Message, frame.FailureTextBytes)
 	switch why := frame.Errorf(p.Why(), "given up by the client: %s", text); {
-	case k.stored() && out != nil:
+	case k.part.Stored() && out != nil:
 		m.lose(out, why)
-	case k.stored():
+	case k.part.Stored():
 		m.fail(&in.Desc, k, why)
 	case m.cfg.Server:
 		m.calls.giveUp(k, p.Why(), text)

@@ -2,6 +2,7 @@ package stream
 
 import (
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/flow"
 	"github.com/tensorferry/tensorferry/internal/recent"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -82,6 +83,7 @@ type shared struct {
 	inFlight   int             // tensors that the peer counts as open; client: weight of the calls
 	most       int             // maximum number of entries of a map of calls or tensors since it was made
 	stats      Stats
+	road       flow.Road
 
 	lastUse Instant // when a call was last open, or the session began
 	ticked  Instant // when the slow timers were last checked

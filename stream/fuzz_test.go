@@ -474,7 +474,7 @@ func (r *rogue) rests() {
 		return
 	}
 	for _, k := range r.m.calls.open {
-		if k.stored() {
+		if k.part.Stored() {
 			if k.state < lifecycle.Answering && k.owes(r.m.cfg.Server) && r.now >= k.last+rogueIdle {
 				r.t.Fatalf("%v rests since %d, it is %d", k.part.ID, k.last, r.now)
 			}

@@ -15,10 +15,10 @@ import (
 // agreed reports whether lanes may be opened.
 func (m *Machine) agreed() bool { return m.cfg.Lanes > 0 && m.peer.Lanes > 0 }
 
-// OfferLanes (server) offers a token that opens lanes, as many as times. It must be called
-// before the peer's hello arrives.
-func (m *Machine) OfferLanes(token frame.LaneToken, times uint32) {
-	m.cfg.LaneToken, m.cfg.Lanes = token, times
+// OfferLanes (server) offers a token that opens lanes, as many as times, and atOnce at a
+// time. It must be called before the peer's hello arrives.
+func (m *Machine) OfferLanes(token frame.LaneToken, times, atOnce uint32) {
+	m.cfg.LaneToken, m.cfg.Lanes, m.cfg.LanesAtOnce = token, times, atOnce
 }
 
 // LaneOffer (client) returns the token that opens lanes, and how often it may be used; a
@@ -30,21 +30,30 @@ func (m *Machine) LaneOffer() (token frame.LaneToken, times uint32) {
 	return m.peer.LaneToken, m.peer.Lanes
 }
 
-// SetLane sets whether there is a lane. While there is, chunks on credit leave by NextLane;
-// otherwise by Next, which also repeats those that left by the lane and are not
-// acknowledged. A side that encodes its chunks has no lane, nor does one whose peer has
-// sent its last frame.
-func (m *Machine) SetLane(now Instant, open bool) {
-	s := &m.out
-	s.Laned = open && m.agreed() && m.code == codec.None && !m.peerDone && !m.shut
-	if s.Laned {
-		return
-	}
+// LanesAtOnce returns how many lanes the session may have at a time, if it may have any.
+func (m *Machine) LanesAtOnce() int { return int(max(1, min(m.cfg.LanesAtOnce, m.peer.LanesAtOnce))) }
+
+// SetLanes sets how many lanes there are, and their least round trip, 0 if that is short or
+// not known. While there are lanes, chunks on credit leave by NextLane. A side whose peer has
+// sent its last frame has none, nor has one that encodes, if its peer knows only one.
+func (m *Machine) SetLanes(n int, trip Instant) {
+	m.road.Lanes, m.road.Trip = n, trip
+	m.out.Laned = n > 0 && m.agreed() && (m.code == codec.None || m.peer.LanesAtOnce > 0) && !m.peerDone && !m.shut
+}
+
+// Ahead returns how many bytes of a tensor to lend, or to offer, ahead of what has moved; 0 if
+// the peer is near.
+func (m *Machine) Ahead(now Instant) int64 {
+	return m.road.Ahead(now, m.stats.BytesIn+m.stats.BytesOut)
+}
+
+// LoseLane has the chunks that a lane carries, and that are not acknowledged, sent again: the
+// lane has ended. Lane 0 is all of them.
+func (m *Machine) LoseLane(now Instant, lane uint8) {
 	for _, k := range m.calls.inOrder() {
 		for _, t := range k.outs {
-			if t.Laned {
+			if m.out.Lose(&t.Out, lane) {
 				t.last = now
-				s.Rewind(&t.Out)
 			}
 		}
 	}
@@ -53,13 +62,24 @@ func (m *Machine) SetLane(now Instant, open bool) {
 // LanePending reports whether NextLane has a chunk now.
 func (m *Machine) LanePending() bool { return m.out.Ready(true) && !m.shut }
 
-// NextLane fills ch with the next chunk for the lane. Its views are shared until held is
-// released; the caller computes the checksum.
-func (m *Machine) NextLane(now Instant, ch *frame.Chunk) (held chunker.Releaser, ok bool) {
+// LanesBusy reports whether lanes have something to carry: a chunk waits for one, or the peer
+// may send chunks by one.
+func (m *Machine) LanesBusy() bool {
+	busy := m.LanePending()
+	for _, t := range m.in.tensors {
+		busy = busy || !t.Desc.OnAllowance && t.Asm.Held() < t.Limit
+	}
+	return busy
+}
+
+// NextLane fills ch with the next chunk for a lane, which has a number from 1 on. Its views
+// are shared until held is released; the caller encodes it with Status.Codec, if that pays
+// off, and computes the checksum.
+func (m *Machine) NextLane(now Instant, ch *frame.Chunk, lane uint8) (held chunker.Releaser, ok bool) {
 	if !m.LanePending() {
 		return nil, false
 	}
-	t, held := m.out.next(now, ch, true)
+	t, held := m.out.next(now, ch, lane)
 	if t == nil {
 		return nil, false
 	}
@@ -68,22 +88,15 @@ func (m *Machine) NextLane(now Instant, ch *frame.Chunk) (held chunker.Releaser,
 	return held, true
 }
 
-// LaneStalled reports whether the peer should by now have acknowledged chunks that were
-// sent: the lane may have lost them.
-func (m *Machine) LaneStalled(now Instant) bool {
-	if !m.out.Laned {
-		return false
-	}
-	last, chunk := Instant(0), uint32(0) // last progress of any tensor; largest chunk size due
+// LaneStalled returns a lane of which the peer should by now have acknowledged a chunk: it
+// may have lost it. It returns 0 if there is none.
+func (m *Machine) LaneStalled(now Instant) uint8 {
 	for _, t := range m.out.tensors {
-		if t.Laned {
-			last = max(last, t.last)
-			if t.Desc.RetainChunks > 0 && t.Chunks.Unacked() > 0 {
-				chunk = max(chunk, t.Desc.ChunkBytes)
-			}
+		if lane := m.out.Late(now, &t.Out, m.LanePatience); lane != 0 {
+			return lane
 		}
 	}
-	return chunk > 0 && now >= last+m.LanePatience(int(chunk))
+	return 0
 }
 
 // LanePatience returns how long a lane may take for n bytes of a chunk and their
@@ -141,6 +154,10 @@ func (m *Machine) Abort(now Instant, c *Claim) {
 // Fill reads the bytes of a claim of ClaimLane to their place, as assembler.Claim.Fill
 // does. It may run concurrently with the machine.
 func (c *Claim) Fill(r io.Reader) (got uint32, left int, err error) { return c.claim.Fill(r) }
+
+// Decode decodes what Fill has read, as assembler.Claim.Decode does; Commit takes its error. It
+// may run concurrently with the machine.
+func (c *Claim) Decode(got uint32) error { return c.claim.Decode(got) }
 
 // Dead reports whether a claim's chunk is no longer wanted: only the return of its memory
 // waits for the end of the claim.

@@ -7,15 +7,16 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/chunker"
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// A world may have a lane, whose chunks come in order, in no order with the frames, and
-// not all of them when it is cut: both sides learn of that sooner or later or, in
-// silence, find out. No call may fail for it.
+// A world may have lanes, whose chunks come in order, in no order with the frames and those
+// of other lanes, and not all of them when a lane is cut: both sides learn of that sooner or
+// later or, in silence, find out. No call may fail for it.
 
-// laneEnd is a party's end of the lane.
+// laneEnd is a party's end of a lane.
 type laneEnd struct {
 	open    bool         // for this side
 	cut     bool         // and not for long
@@ -30,27 +31,30 @@ type laneChunk struct {
 	held chunker.Releaser
 }
 
+// worldLanes is how many lanes a world may have.
+const worldLanes = 3
+
 // openLane gives both sides a lane.
-func (w *world) openLane() {
-	if w.cli.lane.open || w.srv.lane.open || w.halfDone {
+func (w *world) openLane(n int) {
+	if w.cli.lanes[n].open || w.srv.lanes[n].open || w.halfDone {
 		return
 	}
-	w.tracef("a lane is opened")
+	w.tracef("lane %d is opened", n)
 	for _, p := range []*party{w.cli, w.srv} {
-		p.lane = laneEnd{open: true}
-		p.m.SetLane(w.now, true)
+		p.lanes[n] = laneEnd{open: true}
+		p.m.SetLanes(1, 0)
 		p.events()
 	}
 }
 
-// cutLane loses a part of what is on the lane.
-func (w *world) cutLane(silent bool) {
+// cutLane loses a part of what is on a lane.
+func (w *world) cutLane(n int, silent bool) {
 	for _, p := range []*party{w.cli, w.srv} {
-		l := &p.lane
+		l := &p.lanes[n]
 		if !l.open || l.cut {
 			continue
 		}
-		w.tracef("the lane of %v is cut, in silence %v", p.name(), silent)
+		w.tracef("lane %d of %v is cut, in silence %v", n, p.name(), silent)
 		l.cut, l.cutAt = true, 0
 		if silent {
 			l.cutAt = w.now + 1
@@ -60,13 +64,13 @@ func (w *world) cutLane(silent bool) {
 	}
 }
 
-// notice has a side learn that the lane is cut, if it can.
-func (p *party) notice() bool {
-	l := &p.lane
-	if !l.open || !l.cut || l.cutAt > 0 && !p.m.LaneStalled(p.w.now) && (l.claim == nil || p.w.now < l.cutAt+2*laneStall) {
+// notice has a side learn that a lane is cut, if it can.
+func (p *party) notice(n int) bool {
+	l := &p.lanes[n]
+	if !l.open || !l.cut || l.cutAt > 0 && int(p.m.LaneStalled(p.w.now)) != n+1 && (l.claim == nil || p.w.now < l.cutAt+2*laneStall) {
 		return false
 	}
-	p.w.tracef("%v learns that the lane is cut", p.name())
+	p.w.tracef("%v learns that lane %d is cut", p.name(), n)
 	l.open, l.cut = false, false
 	if l.writing != nil {
 		l.writing.held.Release()
@@ -81,19 +85,29 @@ func (p *party) notice() bool {
 			p.m.Abort(p.w.now, &c.c)
 		}
 	}
-	p.m.SetLane(p.w.now, false)
+	open := 0
+	for _, l := range p.lanes {
+		if l.open {
+			open++
+		}
+	}
+	p.m.SetLanes(open, 0)
+	p.m.LoseLane(p.w.now, uint8(n+1))
 	p.events()
 	return true
 }
 
 // sendLane begins or ends to write a chunk.
-func (p *party) sendLane() bool {
-	l := &p.lane
+func (p *party) sendLane(n int) bool {
+	l := &p.lanes[n]
 	if p.over || !l.open {
 		return false
 	}
 	if x := l.writing; x != nil {
 		l.writing = nil
+		if p.m.Status().Codec == codec.LZ4 {
+			encode(&x.Chunk)
+		}
 		x.Data = [][]byte{bytes.Join(x.Data, nil)}
 		x.Sum = p.sum(x.Tensor, x.Index, x.Data)
 		x.held.Release()
@@ -104,26 +118,26 @@ func (p *party) sendLane() bool {
 	}
 	pending, x := p.m.LanePending(), new(laneChunk)
 	var ok bool
-	if x.held, ok = p.m.NextLane(p.w.now, &x.Chunk); ok && !pending {
-		p.w.failf("%s: a chunk for the lane although none was pending", p.name())
+	if x.held, ok = p.m.NextLane(p.w.now, &x.Chunk, uint8(n+1)); ok && !pending {
+		p.w.failf("%s: a chunk for a lane although none was pending", p.name())
 	}
 	p.events()
 	if ok {
-		p.w.tracef("%v writes chunk %v %d to the lane", p.name(), x.Tensor, x.Index)
+		p.w.tracef("%v writes chunk %v %d to lane %d", p.name(), x.Tensor, x.Index, n)
 		l.writing = x
 	}
 	return ok
 }
 
-// deliverLane has the peer read the header of the oldest chunk on the lane.
-func (p *party) deliverLane(flaw int) bool {
-	l, q := &p.lane, p.peer
-	if len(l.sent) == 0 || q.lane.claim != nil {
+// deliverLane has the peer read the header of the oldest chunk on a lane.
+func (p *party) deliverLane(n, flaw int) bool {
+	l, q := &p.lanes[n], p.peer
+	if len(l.sent) == 0 || q.lanes[n].claim != nil {
 		return false
 	}
 	x := l.sent[0]
 	l.sent = l.sent[1:]
-	if !q.lane.open || p.over || q.over {
+	if !q.lanes[n].open || p.over || q.over {
 		return true
 	}
 	data, ch := bytes.Clone(x.Data[0]), x.Chunk
@@ -136,28 +150,28 @@ func (p *party) deliverLane(flaw int) bool {
 		if q.bad[name]++; q.bad[name] >= 3 {
 			p.w.blame(ch.Tensor, "corrupt thrice")
 		}
-	case flaw == cutShort:
+	case flaw == cutShort && ch.Codec == 0:
 		data = data[1:]
 		p.w.blame(ch.Tensor, "cut short")
 	}
 	claim := &openClaim{data: [][]byte{data}}
 	wanted := q.m.ClaimLane(p.w.now, &ch, len(data), &claim.c)
-	p.w.tracef("%v reads the header of chunk %v %d, wanted %v, flaw %d", q.name(), ch.Tensor, ch.Index, wanted, flaw)
+	p.w.tracef("%v reads the header of chunk %v %d on lane %d, wanted %v, flaw %d", q.name(), ch.Tensor, ch.Index, n, wanted, flaw)
 	if wanted {
 		claim.sum = p.sum(ch.Tensor, ch.Index, [][]byte{data})
-		q.lane.claim = claim
+		q.lanes[n].claim = claim
 	}
 	q.events()
 	return true
 }
 
 // finishLane reads the payload of a chunk to its place, unless that is wanted back.
-func (p *party) finishLane() bool {
-	c := p.lane.claim
-	if c == nil || p.lane.cut {
+func (p *party) finishLane(n int) bool {
+	c := p.lanes[n].claim
+	if c == nil || p.lanes[n].cut {
 		return false
 	}
-	p.lane.claim = nil
+	p.lanes[n].claim = nil
 	if c.c.Dead() && p.w.choose(2) == 0 {
 		p.m.Abort(p.w.now, &c.c)
 	} else {
@@ -165,48 +179,53 @@ func (p *party) finishLane() bool {
 		if left > 0 || err != nil {
 			p.w.failf("%s: %d bytes are missing: %v", p.name(), left, err)
 		}
+		failed := c.c.Decode(got)
 		id, index := c.c.tensor.Desc.Tensor, c.c.claim.Index()
 		if got == c.sum && !c.c.Dead() {
 			p.good[chunkName{id, index}] = true
 		}
-		p.m.Commit(p.w.now, &c.c, got, nil)
+		p.m.Commit(p.w.now, &c.c, got, failed)
 	}
 	p.events()
 	return true
 }
 
-// laneStep does one thing with the lane, by choice.
+// laneStep does one thing with a lane, by choice.
 func (w *world) laneStep(p *party) {
+	n := w.choose(worldLanes)
 	switch w.choose(8) {
 	case 0, 1:
-		p.sendLane()
-		p.sendLane()
+		p.sendLane(n)
+		p.sendLane(n)
 	case 2:
-		p.deliverLane(fine)
+		p.deliverLane(n, fine)
 	case 3:
-		p.deliverLane([]int{fine, flipped, cutShort}[w.choose(3)])
+		p.deliverLane(n, []int{fine, flipped, cutShort}[w.choose(3)])
 	case 4:
-		p.finishLane()
+		p.finishLane(n)
 	case 5:
-		w.openLane()
+		w.openLane(n)
 	case 6:
-		p.notice()
+		p.notice(n)
 	case 7:
 		switch w.choose(12) {
 		case 1:
-			w.cutLane(false)
+			w.cutLane(n, false)
 		case 2:
-			w.cutLane(true)
+			w.cutLane(n, true)
 		}
 	}
 }
 
-// laneFlow does what can be done with the lane.
-func (p *party) laneFlow() bool {
-	moved := p.finishLane()
-	moved = p.notice() || moved
-	moved = p.sendLane() || moved
-	return p.deliverLane(fine) || moved
+// laneFlow does what can be done with the lanes.
+func (p *party) laneFlow() (moved bool) {
+	for n := range p.lanes {
+		moved = p.finishLane(n) || moved
+		moved = p.notice(n) || moved
+		moved = p.sendLane(n) || moved
+		moved = p.deliverLane(n, fine) || moved
+	}
+	return moved
 }
 
 func TestALaneIsOfferedToAClientThatAsks(t *testing.T) {
@@ -221,10 +240,10 @@ func TestALaneIsOfferedToAClientThatAsks(t *testing.T) {
 		"the server alone": {0, 8, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c := New(Config{Session: tensor.ID{1}, Lanes: tc.asks}, 0)
+			c := New(Config{Session: tensor.ID{1}, Lanes: tc.asks, LanesAtOnce: 2}, 0)
 			s := New(Config{Server: true}, 0)
 			if tc.offer > 0 {
-				s.OfferLanes(token, tc.offer)
+				s.OfferLanes(token, tc.offer, 4)
 			}
 			for _, m := range [][2]*Machine{{c, s}, {s, c}} {
 				var f frame.Frame
@@ -238,8 +257,10 @@ func TestALaneIsOfferedToAClientThatAsks(t *testing.T) {
 			}
 			got, uses := c.LaneOffer()
 			require.EqualValues(t, tc.want, uses)
+			require.Equal(t, max(1, min(tc.want, 2)), c.LanesAtOnce())
+			require.Equal(t, max(1, 2*min(1, int(tc.offer))), s.LanesAtOnce())
 			require.Equal(t, tc.want > 0, got == token)
-			c.SetLane(0, true)
+			c.SetLanes(1, 0)
 			require.Equal(t, tc.want > 0, c.out.Laned)
 		})
 	}
@@ -250,7 +271,7 @@ func TestALaneIsOfferedToAClientThatAsks(t *testing.T) {
 func laned(t *testing.T, n int) (cli, srv *Machine, call, id tensor.ID, mem []byte) {
 	t.Helper()
 	cli, srv = New(Config{Session: tensor.ID{1}, Lanes: 1, Limits: Limits{AllowanceBytes: 1}}, 0), New(Config{Server: true}, 0)
-	srv.OfferLanes(frame.LaneToken{1}, 8)
+	srv.OfferLanes(frame.LaneToken{1}, 8, 4)
 	call, id, mem = tensor.ID{2}, tensor.ID{3}, make([]byte, n)
 	require.NoError(t, cli.OpenCall(0, frame.Call{ID: call, Model: "m"}))
 	exchange(t, cli, srv)
@@ -258,8 +279,8 @@ func laned(t *testing.T, n int) (cli, srv *Machine, call, id tensor.ID, mem []by
 	exchange(t, cli, srv)
 	require.NoError(t, cli.Lend(0, id, mem, nil))
 	exchange(t, cli, srv)
-	cli.SetLane(0, true)
-	srv.SetLane(0, true)
+	cli.SetLanes(1, 0)
+	srv.SetLanes(1, 0)
 	require.NoError(t, srv.Offer(0, id, 0, bytes.Repeat([]byte{7}, n), nil))
 	return cli, srv, call, id, mem
 }
@@ -302,7 +323,7 @@ func TestWhatIsOnALaneGoesAgainInTheSessionWhenThePeerHasEndedItsSide(t *testing
 	cli, srv, call, id, mem := laned(t, 3)
 	for srv.LanePending() {
 		var ch frame.Chunk
-		held, ok := srv.NextLane(0, &ch)
+		held, ok := srv.NextLane(0, &ch, 1)
 		require.True(t, ok)
 		held.Release() // and it is never seen again
 	}
@@ -321,7 +342,7 @@ func TestWhatIsOnALaneGoesAgainInTheSessionWhenThePeerHasEndedItsSide(t *testing
 
 func TestAChunkThatIsHereIsNotComparedWithOneOfALane(t *testing.T) {
 	cli, srv, _, id, mem := laned(t, 2)
-	srv.SetLane(0, false)
+	srv.SetLanes(0, 0)
 	exchange(t, cli, srv) // all by the session, but the lane is there
 	require.Equal(t, []byte{7, 7}, mem)
 	for _, sum := range []uint32{1, 2} {
@@ -370,11 +391,11 @@ func TestAChunkOnAllowanceDoesNotComeByALane(t *testing.T) {
 func TestAChunkThatIsAskedForAgainIsNoProgress(t *testing.T) {
 	for _, byLane := range []bool{true, false} {
 		_, srv, _, id, _ := laned(t, 3)
-		srv.SetLane(0, byLane)
+		srv.SetLanes(map[bool]int{true: 1}[byLane], 0)
 		send := func(now Instant) (sent int) {
 			for {
 				var f frame.Frame
-				held, ok := srv.NextLane(now, &f.Chunk)
+				held, ok := srv.NextLane(now, &f.Chunk, 1)
 				if !ok {
 					if held, ok = srv.Next(now, &f); !ok {
 						return sent
@@ -391,7 +412,7 @@ func TestAChunkThatIsAskedForAgainIsNoProgress(t *testing.T) {
 		for ; now < srv.cfg.Limits.ChunkIdle; now += second {
 			require.NoError(t, srv.Tick(now))
 			require.Equal(t, 1, srv.Status().Calls, "at %d", now)
-			require.Equal(t, byLane && now >= srv.LanePatience(1), srv.LaneStalled(now), "at %d", now)
+			require.Equal(t, byLane && now >= srv.LanePatience(1), srv.LaneStalled(now) == 1, "at %d", now)
 			require.NoError(t, srv.Control(now, &frame.Frame{Acks: []frame.Ack{{Tensor: id, Resend: []uint32{0}}}}))
 			require.Equal(t, 1, send(now))
 		}
@@ -415,7 +436,7 @@ func TestALaneThatIsLostLeavesTimeToSendItsChunksAgain(t *testing.T) {
 // A model may end before the last input is acknowledged, long before its results are sent.
 func TestAnInputThatCameByALaneIsAcknowledgedThoughItsModelHasEnded(t *testing.T) {
 	cli, srv := New(Config{Session: tensor.ID{1}, Lanes: 1, Limits: Limits{AllowanceBytes: 1}}, 0), New(Config{Server: true, NoAllowance: true}, 0)
-	srv.OfferLanes(frame.LaneToken{1}, 8)
+	srv.OfferLanes(frame.LaneToken{1}, 8, 4)
 	call, in, out := tensor.ID{2}, tensor.ID{3}, tensor.ID{4}
 	exchange(t, cli, srv)
 	require.NoError(t, cli.OpenCall(0, frame.Call{ID: call, Model: "m", Inputs: []frame.Binding{{Port: "x", Tensor: in}}}))
@@ -423,10 +444,10 @@ func TestAnInputThatCameByALaneIsAcknowledgedThoughItsModelHasEnded(t *testing.T
 	require.NoError(t, cli.Offer(0, in, 0, []byte{7}, nil))
 	exchange(t, cli, srv)
 	require.NoError(t, srv.Lend(0, in, make([]byte, 1), nil))
-	cli.SetLane(0, true)
+	cli.SetLanes(1, 0)
 	exchange(t, cli, srv)
 	var ch frame.Chunk
-	held, ok := cli.NextLane(0, &ch)
+	held, ok := cli.NextLane(0, &ch, 1)
 	require.True(t, ok)
 	ch.Sum = cli.cfg.Check.Update(cli.cfg.Check.Seed(in, 0), ch.Data[0])
 	var c Claim
@@ -441,5 +462,5 @@ func TestAnInputThatCameByALaneIsAcknowledgedThoughItsModelHasEnded(t *testing.T
 	exchange(t, cli, srv)
 	require.Equal(t, 1, cli.Status().Calls, "the result has no memory yet")
 	require.Nil(t, cli.out.tensors[in], "all of it is acknowledged")
-	require.False(t, cli.LaneStalled(srv.LanePatience(1)))
+	require.Zero(t, cli.LaneStalled(srv.LanePatience(1)))
 }

@@ -19,6 +19,8 @@ type (
 	Limits = terms.Limits
 	// Instant is a time in nanoseconds since a fixed point that the caller chooses.
 	Instant = terms.Instant
+	// Stats counts what a machine has done.
+	Stats = terms.Stats
 )
 
 // DefaultLimits returns the default limits of a session.
@@ -93,29 +95,6 @@ func (m *Machine) Retained() int {
 	return m.retained + m.waiting + (len(m.failures)+len(m.calls.answers))*answerBytes
 }
 
-// Stats counts what a machine has done. Bytes are bytes of tensors, whatever the codec.
-type Stats struct {
-	BytesIn, BytesOut   int64
-	LaneBytesIn         int64 // of BytesIn
-	LaneBytesOut        int64 // of BytesOut
-	ChunksIn, ChunksOut int64
-	Corrupt, Duplicate  int64
-	CallsOpened         int64
-}
-
-// Add adds o's counts.
-func (s *Stats) Add(o Stats) {
-	s.BytesIn += o.BytesIn
-	s.BytesOut += o.BytesOut
-	s.LaneBytesIn += o.LaneBytesIn
-	s.LaneBytesOut += o.LaneBytesOut
-	s.ChunksIn += o.ChunksIn
-	s.ChunksOut += o.ChunksOut
-	s.Corrupt += o.Corrupt
-	s.Duplicate += o.Duplicate
-	s.CallsOpened += o.CallsOpened
-}
-
 // OpenCall (client) opens a call. Its inputs are announced by OpenTensor, with the IDs that
 // c names. The machine copies c's inputs and shares its Params.
 func (m *Machine) OpenCall(now Instant, c frame.Call) error {
@@ -187,7 +166,8 @@ func (m *Machine) Drain(reason string) {
 // acknowledgements cannot arrive. On a client the session is over.
 func (m *Machine) PeerDone(now Instant) {
 	m.peerDone = true
-	m.SetLane(now, false) // its acknowledgements cannot arrive
+	m.SetLanes(0, 0) // its acknowledgements cannot arrive
+	m.LoseLane(now, 0)
 	for _, k := range m.calls.inOrder() {
 		if !m.cfg.Server {
 			m.calls.giveUp(k, frame.Unavailable, "the server ended the session")
@@ -227,10 +207,10 @@ func (m *Machine) Close(code frame.Code, text string) {
 // fail gives up a tensor and, unless that is a put or a get, its call. A tensor of a put or
 // a get is ended by its holder (server), or lost to it (client).
 func (m *Machine) fail(d *frame.Desc, k *call, why *frame.Error) {
-	if !k.stored() || !m.cfg.Server {
+	if !k.part.Stored() || !m.cfg.Server {
 		m.sayFailed(d.Tensor, why.Code, why.Text)
 	}
-	if !k.stored() {
+	if !k.part.Stored() {
 		m.calls.giveUp(k, why.Code, why.Text)
 		return
 	}

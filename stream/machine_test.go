@@ -271,12 +271,6 @@ func TestNamesThatAPeerSendsAreChecked(t *testing.T) {
 	}
 }
 
-func TestStatsOfSessionsAddUp(t *testing.T) {
-	s := Stats{1, 2, 3, 4, 5, 6, 7, 8, 9}
-	s.Add(s)
-	require.Equal(t, Stats{2, 4, 6, 8, 10, 12, 14, 16, 18}, s)
-}
-
 func TestAFrameIsEmptyAfterReset(t *testing.T) {
 	f := frame.Frame{
 		Hello: &frame.Hello{}, Calls: make([]frame.Call, 1, 8), Descs: make([]frame.Desc, 1), Credits: make([]frame.Credit, 1), Acks: make([]frame.Ack, 1),
@@ -389,6 +383,31 @@ func TestADescOfAGetIsRefused(t *testing.T) {
 		require.Len(t, f.Failures, 1)
 		require.Equal(t, frame.InvalidArgument, f.Failures[0].Code)
 		require.Equal(t, id, f.Failures[0].Tensor)
+	}
+}
+
+// A client cannot keep a get open with empty parts.
+func TestAGetOfEmptyPartsExpires(t *testing.T) {
+	for name, more := range map[string]frame.Get{"empty": {More: true}, "with a selection": {More: true, Selections: []frame.Selection{{Name: "y"}}}} {
+		t.Run(name, func(t *testing.T) {
+			m := New(Config{Server: true, Stores: true}, 0)
+			get := tensor.ID{2}
+			require.NoError(t, m.Control(0, &frame.Frame{
+				Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1},
+				Calls: []frame.Call{{ID: get, Get: &frame.Get{More: true, Selections: []frame.Selection{{Name: "x"}}}}},
+			}))
+			var ended frame.Code
+			for now := Instant(0); now <= 40*second; now += second {
+				require.NoError(t, m.Control(now, &frame.Frame{Calls: []frame.Call{{ID: get, Get: &more}}}))
+				require.NoError(t, m.Tick(now))
+				var f frame.Frame
+				for _, ok := m.Next(now, &f); ok && len(f.Dones) > 0; _, ok = m.Next(now, &f) {
+					ended = f.Dones[0].Code
+					f.Reset()
+				}
+			}
+			require.Equal(t, len(more.Selections) == 0, ended == frame.DeadlineExceeded)
+		})
 	}
 }
 

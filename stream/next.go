@@ -63,7 +63,7 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 	}
 	if p.Room(0) { // otherwise the parts and a chunk might exceed a frame
 		var t *out
-		if t, held = m.out.next(now, &f.Chunk, false); t != nil {
+		if t, held = m.out.next(now, &f.Chunk, 0); t != nil {
 			m.calls.advance(t.call)
 		}
 	}
@@ -146,7 +146,7 @@ func (m *Machine) silent(now, last Instant) string {
 
 // expire gives up a call that has waited too long for the peer.
 func (m *Machine) expire(now Instant, k *call) {
-	if k.stored() {
+	if k.part.Stored() {
 		m.expireStored(now, k)
 		return
 	}

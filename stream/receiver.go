@@ -73,7 +73,7 @@ func (r *receiver) drop(t *in) {
 	r.End(&t.In)
 	delete(r.tensors, t.Desc.Tensor)
 	r.tombstones.Add(t.Desc.Tensor)
-	if k := t.call; k.stored() {
+	if k := t.call; k.part.Stored() {
 		k.ins = slices.DeleteFunc(k.ins, func(o *in) bool { return o == t }) // nothing of it is kept
 		k.retained -= t.retained
 		r.retained -= t.retained
@@ -121,7 +121,7 @@ func (m *Machine) claim(now Instant, t *in, ch *frame.Chunk, n int, c *Claim) bo
 		m.fail(&t.Desc, t.call, frame.Errorf(frame.InvalidArgument, "tensor "+ch.Tensor.String()+": "+format, args...))
 		return false
 	}
-	if t.call.stored() && t.Asm.Whole() {
+	if t.call.part.Stored() && t.Asm.Whole() {
 		return false // late: its holder ends it
 	}
 	k := codec.Codec(ch.Codec)

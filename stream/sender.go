@@ -153,10 +153,10 @@ func (s *sender) addDescs(now Instant, p *flow.Parcel) {
 	}
 }
 
-// next fills ch with the next chunk that leaves by a lane, or by the session. It returns the
-// chunk's tensor; nil if no chunk is ready.
-func (s *sender) next(now Instant, ch *frame.Chunk, lane bool) (*out, chunker.Releaser) {
-	f, again, held := s.Next(ch, lane)
+// next fills ch with the next chunk that leaves by a lane, or by the session if that is 0. It
+// returns the chunk's tensor; nil if no chunk is ready.
+func (s *sender) next(now Instant, ch *frame.Chunk, lane uint8) (*out, chunker.Releaser) {
+	f, again, held := s.Next(now, ch, lane)
 	if f == nil {
 		return nil, nil
 	}

@@ -34,8 +34,6 @@ type summary struct {
 	frees bool // the peer has room for another tensor when it has read it
 }
 
-func (k *call) stored() bool { return k.part.Stored() }
-
 // Patience (client) limits how long the server may take for progress of a put or a get.
 func (m *Machine) Patience(call tensor.ID, d Instant) {
 	if k := m.calls.open[call]; k != nil {
@@ -84,7 +82,7 @@ func (m *Machine) Summarize(now Instant, s frame.Summary) {
 // settle has the summary of a tensor of a get sent, if its chunks are, and keeps nothing of
 // a tensor that the peer has, or whose acknowledgement cannot come.
 func (s *sender) settle(t *out) {
-	if !t.call.stored() || !t.Announced && !t.Dead {
+	if !t.call.part.Stored() || !t.Announced && !t.Dead {
 		return
 	}
 	if s.peerDone || s.cfg.OneWay {
@@ -150,7 +148,7 @@ func (m *Machine) endPart(now Instant, p frame.End) {
 // summaryPart (client) handles the outcome of a tensor.
 func (m *Machine) summaryPart(now Instant, p *frame.Summary) {
 	k := m.calls.open[p.Call]
-	if k == nil || !k.stored() || k.state > lifecycle.Finishing {
+	if k == nil || !k.part.Stored() || k.state > lifecycle.Finishing {
 		return
 	}
 	k.last = now
@@ -196,7 +194,7 @@ func (m *Machine) Lost(id tensor.ID, text string) {
 // lose gives up an outgoing tensor or, unless that is of a put or a get, its call.
 func (m *Machine) lose(t *out, why *frame.Error) {
 	switch q := t.summary; {
-	case !t.call.stored():
+	case !t.call.part.Stored():
 		m.fail(&t.Desc, t.call, why)
 		return
 	case q != nil: // its holder has said that it ends well
@@ -265,7 +263,8 @@ func (m *Machine) settled(t *in) {
 	m.calls.advance(t.call)
 }
 
-// Skip (server) leaves out the chunks [lo, hi) of a tensor of a get, which the client has.
+// Skip (server) leaves out the chunks [lo, hi) of a tensor of a get. The client has them and
+// may acknowledge them at once: Skip directly follows OpenTensor.
 func (m *Machine) Skip(now Instant, id tensor.ID, lo, hi uint32) error {
 	t := m.out.tensors[id]
 	if t == nil {

@@ -142,7 +142,7 @@ type party struct {
 	wire  []*frame.Frame // on its way from here
 	held  map[*frame.Frame]chunker.Releaser
 	claim *openClaim
-	lane  laneEnd
+	lanes [worldLanes]laneEnd
 	good  map[chunkName]bool // delivered here whole, at least once
 	bad   map[chunkName]int  // delivered here with a flaw
 	all   []*sink
@@ -218,11 +218,11 @@ func newWorld(choose func(n int) int) *world {
 	w.lanes = choose(3) == 1
 	lanes := uint32(0)
 	if w.lanes {
-		lanes = 1
+		lanes = worldLanes
 	}
-	w.cli = &party{w: w, m: New(Config{Session: w.id('s'), Check: check, Limits: limits(), Codecs: codecs, Lanes: lanes}, 0)}
+	w.cli = &party{w: w, m: New(Config{Session: w.id('s'), Check: check, Limits: limits(), Codecs: codecs, Lanes: lanes, LanesAtOnce: lanes}, 0)}
 	w.srv = &party{w: w, m: New(Config{Server: true, Limits: limits(), Codecs: codec.All(), Stores: true, StoredBytes: 1 << 10}, 0)}
-	w.srv.m.OfferLanes(frame.LaneToken{1}, 8)
+	w.srv.m.OfferLanes(frame.LaneToken{1}, 8, worldLanes)
 	w.cli.peer, w.srv.peer = w.srv, w.cli
 	for _, p := range []*party{w.cli, w.srv} {
 		p.held, p.good, p.bad = map[*frame.Frame]chunker.Releaser{}, map[chunkName]bool{}, map[chunkName]int{}
@@ -476,7 +476,7 @@ func (p *party) returned(t *sink, l *lentMem, filled bool) {
 		p.w.failf("%s: [%d,+%d) of %s came back twice", p.name(), l.off, len(l.mem), short(t.id))
 	case t.call.ended[p.side()] > 0:
 		p.w.failf("%s: [%d,+%d) of %s came back after the call's end", p.name(), l.off, len(l.mem), short(t.id))
-	case p.claim.holds(t, l, filled), p.lane.claim.holds(t, l, filled):
+	case p.claim.holds(t, l, filled), slices.ContainsFunc(p.lanes[:], func(e laneEnd) bool { return e.claim.holds(t, l, filled) }):
 		p.w.failf("%s: [%d,+%d) of %s came back, filled %v, with a claim open", p.name(), l.off, len(l.mem), short(t.id), filled)
 	}
 	l.back, l.filled = true, filled
@@ -1230,8 +1230,10 @@ func (w *world) flowHalf() {
 		moved = w.srv.deliver(fine) || moved
 		moved = w.cli.finishClaim() || moved
 		moved = w.srv.laneFlow() || moved
-		moved = w.cli.finishLane() || moved
-		moved = w.cli.notice() || moved
+		for n := range worldLanes {
+			moved = w.cli.finishLane(n) || moved
+			moved = w.cli.notice(n) || moved
+		}
 		for _, c := range w.order {
 			moved = w.cli.work(c) || moved
 		}
@@ -1254,8 +1256,11 @@ func (w *world) close() {
 		p.events()
 		p.over = true
 		p.finishClaim()
-		p.lane.open, p.lane.cut, p.lane.cutAt = true, true, 0
-		p.notice()
+		for n := range p.lanes {
+			l := &p.lanes[n]
+			l.open, l.cut, l.cutAt = true, true, 0
+			p.notice(n)
+		}
 		for _, f := range p.wire {
 			if r := p.held[f]; r != nil {
 				r.Release()

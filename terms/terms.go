@@ -24,9 +24,10 @@ type Config struct {
 	Codecs []codec.Codec
 	Limits Limits
 	// Lanes is how many lanes a client would open at a time, or how often LaneToken, which
-	// a server offers, opens one; 0 means none.
-	Lanes     uint32
-	LaneToken frame.LaneToken
+	// a server offers, opens one; 0 means none. LanesAtOnce is how many may be open at a time.
+	Lanes       uint32
+	LanesAtOnce uint32
+	LaneToken   frame.LaneToken
 	// Stores (server) means that calls may be puts and gets, of tensors of at most
 	// StoredBytes.
 	Stores      bool
@@ -61,7 +62,7 @@ func (c *Config) Hello(lanes bool) *frame.Hello {
 		h.Codecs = append(h.Codecs, uint8(k))
 	}
 	if lanes || !c.Server {
-		h.Lanes, h.LaneToken = c.Lanes, c.LaneToken
+		h.Lanes, h.LaneToken, h.LanesAtOnce = c.Lanes, c.LaneToken, c.LanesAtOnce
 	}
 	if c.Server {
 		h.ChunkIdleMillis = uint32(min(max(c.Limits.ChunkIdle/Millisecond, 1), 1<<32-1))

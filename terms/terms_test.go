@@ -38,3 +38,9 @@ func TestACallIsRefusedForTheFirstReasonThatHolds(t *testing.T) {
 		})
 	}
 }
+
+func TestStatsOfSessionsAddUp(t *testing.T) {
+	s := Stats{1, 2, 3, 4, 5, 6, 7, 8, 9}
+	s.Add(s)
+	require.Equal(t, Stats{2, 4, 6, 8, 10, 12, 14, 16, 18}, s)
+}

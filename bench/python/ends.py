@@ -245,14 +245,14 @@ class FlightEnd:
     def start(self, role):
         self.source = np.random.default_rng(1).random(role["Size"] // 4, "float32")
         self.to = np.zeros_like(self.source)
-        unix, address = role["Network"] == "unix", role["Address"]
+        unix, address, host = role["Network"] == "unix", role["Address"], role["Host"] or "127.0.0.1"
         if address:
             self.client = FlightClient(("grpc+unix://" if unix else "grpc://") + address, self.batches)
             return ""
         path = os.path.join(role["Dir"], "s")
-        self.server = flight_service(self.batches)(f"grpc+unix://{path}" if unix else "grpc://127.0.0.1:0")
+        self.server = flight_service(self.batches)(f"grpc+unix://{path}" if unix else f"grpc://{host}:0")
         self.server.place = self.to
-        return path if unix else f"127.0.0.1:{self.server.port}"
+        return path if unix else f"{host}:{self.server.port}"
 
     def prepare(self, job):
         self.to[::PAGE] = -1  # what no source has

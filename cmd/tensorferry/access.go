@@ -92,14 +92,22 @@ func asking(c *cobra.Command, ask func(ctx context.Context, cl *client.Client, a
 	return c
 }
 
+// dial is like access.dial, with lanes.
+func (r *remote) dial(cfg client.Config) (*client.Client, error) {
+	r.lanes.apply(&cfg)
+	return r.access.dial(cfg)
+}
+
 // remote are the flags of a command that moves tensors to or from a server.
 type remote struct {
 	access
 	quiet bool
+	lanes lanes
 }
 
 func (r *remote) flags(c *cobra.Command) {
 	r.access.flags(c)
 	quietFlag(c, &r.quiet)
+	lanesVar(c.Flags(), &r.lanes)
 	choiceVar(c, &r.codec, "codec", "compress chunks in transit", codec.None.String(), codec.LZ4.String())
 }

@@ -18,6 +18,8 @@ import (
 	"github.com/spf13/pflag"
 	"go.yaml.in/yaml/v3"
 
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -252,13 +254,47 @@ func countVar(f *pflag.FlagSet, v *int, name string, value int, text string) {
 	countsVar(f, v, name, value, 1, math.MaxInt32, text)
 }
 
-// lanesVar adds --lanes.
-func lanesVar(f *pflag.FlagSet, v *int) {
-	countsVar(f, v, "lanes", 1, 0, 1, "extra connections per session for large tensors;\n0 for none")
+// lanes is the value of a client's --lanes: the most lanes of a session, or with = before it,
+// how many it has.
+type lanes struct {
+	count int
+	fixed bool
 }
 
-// lanes converts a value of --lanes to that of a Config, where 0 means the default.
-func lanes(n int) int {
+// lanesVar adds --lanes of a client.
+func lanesVar(f *pflag.FlagSet, v *lanes) {
+	v.count = server.DefaultLanes
+	f.Var(v, "lanes", "the most extra connections for large tensors, opened as long as each\nstep is faster; =N opens N; 0 is none")
+}
+
+// Set parses a count, or one with = before it.
+func (v *lanes) Set(text string) error {
+	digits, fixed := strings.CutPrefix(text, "=")
+	n, err := strconv.Atoi(digits)
+	if err != nil || n < 0 || n > server.DefaultLanes || fixed && n == 0 {
+		return fmt.Errorf("use 0 to %d, or =1 to =%d", server.DefaultLanes, server.DefaultLanes)
+	}
+	*v = lanes{n, fixed}
+	return nil
+}
+
+// String returns what Set parses.
+func (v *lanes) String() string {
+	if v.fixed {
+		return "=" + strconv.Itoa(v.count)
+	}
+	return strconv.Itoa(v.count)
+}
+
+// Type returns the word for the value in --help.
+func (v *lanes) Type() string { return "count" }
+
+// apply configures a client.
+func (v *lanes) apply(c *client.Config) { c.Lanes, c.FixedLanes = none(v.count), v.fixed }
+
+// none converts a count to that of a Config, where 0 means the default and a negative number
+// none.
+func none(n int) int {
 	if n == 0 {
 		return -1
 	}

@@ -33,20 +33,21 @@ const (
 
 // linkCommand carries the calls of its parent process, such as Python.
 func linkCommand() *cobra.Command {
-	var fd, lanes int
+	var fd int
+	var count lanes
 	c := &cobra.Command{
 		Use: "link", Short: "serve the process that started this one, over a socket", Args: takes(0), Hidden: true,
 		Long: `Link is a client for another process on this machine. docs/link.md describes their
 protocol. Libraries start it; it is of no use in a shell.`,
-		RunE: func(*cobra.Command, []string) error { return serveLink(fd, lanes) },
+		RunE: func(*cobra.Command, []string) error { return serveLink(fd, count) },
 	}
 	c.Flags().IntVar(&fd, "fd", 3, "descriptor of the socket")
-	lanesVar(c.Flags(), &lanes)
+	lanesVar(c.Flags(), &count)
 	return c
 }
 
-// serveLink serves a link. count is the default number of lanes per session.
-func serveLink(fd, count int) error {
+// serveLink serves a link. count is the default for the lanes of a session.
+func serveLink(fd int, count lanes) error {
 	socket, err := link.FromFD(fd)
 	if err != nil {
 		return hinted{err, "libraries start this command; in a shell, use tensorferry run"}
@@ -74,8 +75,10 @@ func serveLink(fd, count int) error {
 	heap := link.NewHeap(2*quota + relay.PiecesBytes)
 	conn := link.New(socket, link.Config{Heap: heap, Pool: slab.NewPool(quota, heap), Quota: slab.NewBudget("link memory", quota)})
 	defer conn.Close()
+	var cfg client.Config
+	count.apply(&cfg)
 	return relay.Serve(conn, relay.Config{
-		Client: client.Config{Lanes: lanes(count)}, Explain: explain,
+		Client: cfg, Explain: explain,
 		Verbs: map[string]relay.Verb{
 			"info": linked("", info), "models": linked("models", models), "list": linked("", linkedList), "delete": linked("names", linkedDelete),
 		},

@@ -83,7 +83,7 @@ func TestAConnectionOfALinkHasItsLanesOrThoseOfTheFlag(t *testing.T) {
 			require.NoError(t, file.Close())
 			require.NoError(t, host.Close())
 			served := make(chan error, 1)
-			go func() { served <- serveLink(fd, tc.flag) }() // ends with the guest
+			go func() { served <- serveLink(fd, lanes{count: tc.flag}) }() // ends with the guest
 			g := &linkGuest{Guest: guest}
 			hello, err := json.Marshal(link.Greeting{Link: link.Version, Version: version, Role: "client", PID: os.Getpid()})
 			require.NoError(t, err)

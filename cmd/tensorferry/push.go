@@ -140,13 +140,12 @@ func (o *pushOptions) push(c *cobra.Command, args []string) error {
 	r.Progress = func(p client.Progress) { lines[p.Name].reach(p.Moved) }
 	stored, err := interruptible(waiting, func() ([]client.Summary, error) { return store(ctx, r) })
 	bars.end()
-	if ctx.Err() != nil {
-		return err
-	}
 	if err == nil {
 		err = tellOthers(ctx, cl, wholes, lines, stderr)
 	}
-	err = errors.Join(err, forgotten(ctx, cl, stored), spoiled)
+	if ctx.Err() == nil { // the server can be asked
+		err = errors.Join(err, forgotten(ctx, cl, stored), spoiled)
+	}
 	return cmp.Or(err, printMoved(printer{c.OutOrStdout(), o.asJSON}, stored))
 }
 

@@ -29,7 +29,6 @@ type runOptions struct {
 	timeout time.Duration
 	timings bool
 	asJSON  bool
-	lanes   int
 }
 
 func runCommand() *cobra.Command {
@@ -67,8 +66,7 @@ not wait for a pipe to be closed.`,
 	o.remote.flags(c)
 	o.pipes.flags(c)
 	durationVar(f, &o.timeout, "timeout", 0, 0, "time limit of the call on the server; 0 is no limit")
-	lanesVar(f, &o.lanes)
-	f.BoolVar(&o.timings, "timings", false, "print where the server spent time, and how many bytes used a lane")
+	f.BoolVar(&o.timings, "timings", false, "print where the server spent time, and how many bytes used lanes")
 	jsonFlag(c, &o.asJSON)
 	return c
 }
@@ -85,7 +83,6 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 	}
 	cfg, waiting, stop := o.config(ctx)
 	defer stop(nil)
-	cfg.Lanes = lanes(o.lanes)
 	cl, err := o.dial(cfg)
 	if err != nil {
 		return err
@@ -188,11 +185,7 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 		fmt.Fprintf(stderr, "total %v: waited for memory %v, received %v, h2d %v, computed %v, d2h %v; first result after %v, exposed %v\n",
 			about(t.Total), about(t.Queue), about(t.Receive), about(t.H2D), about(t.Compute), about(t.D2H), about(t.FirstResult), about(t.Exposed()))
 		w := s.Ways()
-		fmt.Fprintf(stderr, "lane carried %d of %d bytes sent, %d of %d received", w.LaneSentBytes, w.SentBytes, w.LaneReceivedBytes, w.ReceivedBytes)
-		if !w.Lane {
-			fmt.Fprintf(stderr, "; no lane: %s", w.Why)
-		}
-		fmt.Fprintln(stderr)
+		fmt.Fprintf(stderr, "lanes carried %d of %d bytes sent, %d of %d received; %d open: %s\n", w.LaneSentBytes, w.SentBytes, w.LaneReceivedBytes, w.ReceivedBytes, w.Lanes, w.Why)
 	}
 	if !o.asJSON {
 		return nil

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/binary"
 	"encoding/json"
@@ -17,6 +18,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -383,6 +385,51 @@ func TestAnInterruptedPushStoresNothing(t *testing.T) {
 	out, err := exec.Command("tensorferry", "ls", "--server", server).CombinedOutput()
 	if err != nil || strings.Contains(string(out), "int8") {
 		t.Errorf("%v: it lists %s", err, out)
+	}
+}
+
+func TestAnInterruptedPushSaysWhatIsStored(t *testing.T) {
+	testkit.Start(t)
+	server, dir := serving(t), t.TempDir()
+	args := []string{"push", "--server", server, "--dtype", "int8", "--shape", "1000000"}
+	for i := range 400 { // half a second
+		file := filepath.Join(dir, strconv.Itoa(i))
+		if err := errors.Join(os.WriteFile(file, nil, 0o600), os.Truncate(file, 1_000_000)); err != nil {
+			t.Fatal(err)
+		}
+		args = append(args, file)
+	}
+	cl, err := client.Dial(server, client.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer cl.Close()
+	stored := func() (names []string) {
+		list, _, err := cl.List(t.Context(), "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range list {
+			names = append(names, s.Name)
+		}
+		return names
+	}
+	var out bytes.Buffer
+	c := exec.CommandContext(t.Context(), "tensorferry", args...)
+	c.Stdout = &out
+	if err := c.Start(); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, func() bool { return len(stored()) > 32 }, "the first tensors: as many may be on their way")
+	interrupted(t, c)
+	there := stored()
+	for line := range strings.SplitSeq(strings.TrimSpace(out.String()), "\n") {
+		if name, _, _ := strings.Cut(line, " "); !slices.Contains(there, name) {
+			t.Errorf("it says %q", line)
+		}
+	}
+	if len(there) == 400 {
+		t.Error("it was not interrupted")
 	}
 }
 

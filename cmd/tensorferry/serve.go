@@ -114,7 +114,7 @@ func (c *serveConfig) flags(cmd *cobra.Command) {
 	countVar(f, &c.server.Session.OpenCalls, "max-session-calls", d.OpenCalls, "open calls per session")
 	countVar(f, &c.server.Session.OpenTensors, "max-session-tensors", d.OpenTensors, "tensors that a session may send at the same time")
 	countVar(f, &c.server.Connections, "max-connections", server.DefaultConnections, "open connections; further ones are closed")
-	lanesVar(f, &c.lanes)
+	countsVar(f, &c.lanes, "lanes", server.DefaultLanes, 0, server.DefaultLanes, "extra connections per session for large tensors;\n0 for none")
 	countVar(f, &c.server.StreamsPerConnection, "max-streams", server.DefaultStreamsPerConn, "open RPCs per connection")
 	countVar(f, &c.server.ThinFrames, "max-thin-frames", server.DefaultThinFrames, "frames per second and connection that carry\nless than 3 KiB and open nothing")
 	sizeVar(f, &c.server.HeaderListBytes, "max-header-list", server.DefaultHeaderListBytes, 1<<10, 1<<24, "largest metadata of an RPC in `bytes`")
@@ -309,7 +309,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	}
 	cfg, registry := c.server, metrics.NewRegistry()
 	cfg.Version, cfg.Models, cfg.Pool, cfg.Budget = version, models, h.Pool(), h.Budget()
-	cfg.Store, cfg.Sources, cfg.Log, cfg.Metrics, cfg.Lanes = tensors, sources, log, registry, lanes(c.lanes)
+	cfg.Store, cfg.Sources, cfg.Log, cfg.Metrics, cfg.Lanes = tensors, sources, log, registry, none(c.lanes)
 	if id != nil {
 		cfg.Credentials, cfg.Identify = id.Credentials(), id.Principal
 	}

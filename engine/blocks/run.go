@@ -120,19 +120,14 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run
 	}
 	r.window = max(r.window, out)
 
-	newSlot := func() *slot {
-		s := &slot{run: r, block: engine.Block{In: make([][]byte, len(info.Inputs))}}
-		s.block.Slot = s
-		return s
-	}
 	r.job = RowBlock{Descs: c.Descs(), OutDescs: b.Outs, Params: c.Params}
 	if slices.ContainsFunc(info.Inputs, func(p engine.Port) bool { return p.Whole }) {
-		r.whole = newSlot()
+		r.whole = r.newSlot()
 		r.whole.block.Whole = true
 		r.job.Whole = r.whole.block.In
 	}
 	for range in {
-		r.slots = append(r.slots, newSlot())
+		r.slots = append(r.slots, r.newSlot())
 	}
 	for range out {
 		r.freeOut = append(r.freeOut, r.newWork())
@@ -153,6 +148,12 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run
 	defer r.mu.Unlock()
 	r.launch()
 	return r, nil
+}
+
+func (r *run) newSlot() *slot {
+	s := &slot{run: r, block: engine.Block{In: make([][]byte, len(r.info.Inputs))}}
+	s.block.Slot = s
+	return s
 }
 
 func (r *run) newWork() *Work {

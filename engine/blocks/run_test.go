@@ -745,6 +745,50 @@ func TestOpenWaitsForMemoryAndGivesUpWithItsContext(t *testing.T) {
 	})
 }
 
+func TestARunIsWidenedWithinTheBudget(t *testing.T) {
+	for _, inPlace := range []bool{false, true} {
+		h := newHost(t, config{MemoryBytes: 512 * mib, Workers: 2})
+		const block = mib
+		r := openBytes(t.Context(), t, byteModel(t, h, 0, inPlace, nil), 40*1024, 1<<10, block)
+		lend := func() (all []*engine.Block) {
+			for b, err := r.borrow(); b != nil; b, err = r.borrow() {
+				if err != nil {
+					t.Fatal(err)
+				}
+				all = append(all, b)
+			}
+			return all
+		}
+		r.Widen(block) // it has more
+		first := lend()
+		r.Widen(30 * block)
+		more := lend()
+		if n := len(first) + len(more); len(more) == 0 || n != max(30, len(first)) {
+			t.Fatalf("%d blocks and %d more are lent, want %d", len(first), len(more), 30)
+		}
+		r.Widen(1 << 40)
+		rest := lend()
+		if n := len(first) + len(more) + len(rest); n != 40 {
+			t.Fatalf("%d blocks are lent, there are 40", n)
+		}
+		for _, b := range append(append(rest, more...), first...) { // the first ones last
+			r.Filled(b)
+		}
+		for range 40 {
+			o, err := r.Next(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			o.Release()
+		}
+		if err := r.Close(); err != nil {
+			t.Error(err)
+		}
+		r.Widen(1 << 40)
+		idle(t, h)
+	}
+}
+
 func TestTheBudgetCoversWhatThePoolHandsOut(t *testing.T) {
 	h := newHost(t, config{MemoryBytes: 128 * mib, Workers: 1})
 	covered := func() {

@@ -1,6 +1,9 @@
 package blocks
 
-import "time"
+import (
+	"slices"
+	"time"
+)
 
 // shed gives back memory that the run can do without: free slots beyond the fewest,
 // and that of results that have waited long for their taker, which are copied out. It
@@ -23,6 +26,42 @@ func (r *run) shed() bool {
 		r.spill(w)
 	}
 	return r.granted < before
+}
+
+// Widen implements engine.Widener.
+func (r *run) Widen(bytes int64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed || r.ctx.Err() != nil {
+		return
+	}
+	take := func(block, have int64) bool {
+		if block == 0 || have >= min(bytes/block, maxSlots/2, r.plan.blocks) || !r.engine.cfg.Budget.TryAcquire(r.holder, block) {
+			return false
+		}
+		r.granted += block
+		return true
+	}
+	for more := true; more; { // in turns, as at the start
+		more = false
+		if take(r.plan.inBlock, r.inSlots) {
+			more = true
+			s := r.newSlot()
+			r.slots = append(r.slots, s)
+			r.free = slices.Insert(r.free, 0, s) // the others are warmer
+			r.inSlots++
+			if r.bound.Results == InPlace {
+				r.freeOut = append(r.freeOut, r.newWork())
+			}
+		}
+		if r.bound.Results == Own && take(r.plan.outBlock, r.window) {
+			more = true
+			r.window++
+			r.freeOut = append(r.freeOut, r.newWork())
+		}
+	}
+	wake(r.lendable)
+	r.launch()
 }
 
 // giveUp returns bytes to the budget; mu is held.

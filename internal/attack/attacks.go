@@ -77,6 +77,18 @@ var All = []Attack{
 		}
 		return r.rest()
 	}},
+	{"chunk tables of inputs that do not come", 300, 1, false, func(c *Conn) error {
+		call := &pb.Call{Id: newID(), Model: "echo", Inputs: []*pb.Input{{Port: "x", TensorId: newID()}}}
+		f := &pb.Frame{Calls: []*pb.Call{call}}
+		for i := range 60 { // but the first one is not even announced
+			x, port := newID(), fmt.Sprint(i)
+			call.Inputs = append(call.Inputs, &pb.Input{Port: port, TensorId: x})
+			f.Descs = append(f.Descs, &pb.TensorDesc{
+				TensorId: x, Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: []int64{4000}, SizeBytes: 4000, ChunkBytes: 1, CallId: call.Id, Port: port,
+			})
+		}
+		return c.Open(session).message(&pb.Frame{Hello: hello()}).message(f).rest()
+	}},
 	{"small calls that nobody reads", 400, 100, false, func(c *Conn) error {
 		x := &pb.NamedTensor{Port: "x", Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: []int64{1}, Data: []byte{1}}
 		return c.Open(compute, long(15*kib)).message(&pb.ComputeRequest{Model: "echo", Inputs: []*pb.NamedTensor{x}}).rest()

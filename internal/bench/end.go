@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -28,6 +29,7 @@ type Role struct {
 	Network string // "tcp" or "unix"
 	// Address is the server's. An end without one is the server.
 	Address string
+	Host    string // that a server listens on; empty is the loopback interface's
 	Dir     string // for files, and sockets
 }
 
@@ -113,7 +115,7 @@ func (e *End) Start(role Role, address *string) (err error) {
 		e.client, err = e.kind.Dial(e.ctx, e.place)
 		return err
 	}
-	listen := map[string]string{"tcp": "127.0.0.1:0", "unix": filepath.Join(role.Dir, "s")}[role.Network]
+	listen := map[string]string{"tcp": cmp.Or(role.Host, "127.0.0.1") + ":0", "unix": filepath.Join(role.Dir, "s")}[role.Network]
 	l, err := new(net.ListenConfig).Listen(e.ctx, role.Network, listen)
 	if err != nil {
 		return err
@@ -197,6 +199,7 @@ type contestant struct {
 	dir  string
 	ends []far // the server, and the client
 	road *road
+	wait time.Duration // for a job
 }
 
 // far is an end that is called.
@@ -217,7 +220,7 @@ func (f far) call(ctx context.Context, method string, arg, reply any) error {
 }
 
 // startProcess starts an end in a process of its own, which ends when ctx does.
-func startProcess(ctx context.Context, program []string) (far, error) {
+func startProcess(ctx context.Context, command Command, program []string) (far, error) {
 	if program == nil {
 		self, err := os.Executable()
 		if err != nil {
@@ -225,7 +228,10 @@ func startProcess(ctx context.Context, program []string) (far, error) {
 		}
 		program = []string{self, EndArgument}
 	}
-	c := proc.New(exec.CommandContext(ctx, program[0], program[1:]...))
+	if command == nil {
+		command = exec.CommandContext
+	}
+	c := proc.New(command(ctx, program[0], program[1:]...))
 	out, err := c.Pipe()
 	if err != nil {
 		return far{}, err
@@ -233,9 +239,19 @@ func startProcess(ctx context.Context, program []string) (far, error) {
 	return far{jsonrpc.NewClient(pipes{out, c.In, func() {}}), c.Stop}, nil
 }
 
+// Enter starts both ends of an entrant of g, until ctx is done, and returns what has them
+// do a job, and what ends them.
+func Enter(ctx context.Context, g Group, e Entrant) (do func(context.Context, Job) (Sample, error), end func() error, err error) {
+	t, err := open(ctx, g, e)
+	if err != nil {
+		return nil, nil, err
+	}
+	return t.do, t.Close, nil
+}
+
 // open starts both ends of an entrant of g. They end when ctx does.
 func open(ctx context.Context, g Group, e Entrant) (_ *contestant, err error) {
-	t := new(contestant)
+	t := &contestant{wait: cmp.Or(g.Wait, jobWait)}
 	defer func() {
 		if err != nil {
 			err = errors.Join(fmt.Errorf("%s: %w", e.Name(), err), t.Close())
@@ -244,11 +260,11 @@ func open(ctx context.Context, g Group, e Entrant) (_ *contestant, err error) {
 	if t.dir, err = os.MkdirTemp("", "tensorferry-bench-"); err != nil {
 		return nil, err
 	}
-	begun, done := context.WithTimeoutCause(ctx, jobWait, errSlow)
+	begun, done := context.WithTimeoutCause(ctx, t.wait, errSlow)
 	defer done()
-	role := Role{Kind: e.Kind, Size: g.Size, Network: g.Net, Dir: t.dir}
-	for range 2 {
-		f, err := startProcess(ctx, e.Program)
+	role := Role{Kind: e.Kind, Size: g.Size, Network: g.Net, Host: g.Host, Dir: t.dir}
+	for i := range g.Commands {
+		f, err := startProcess(ctx, g.Commands[i], e.Program)
 		if err != nil {
 			return nil, err
 		}
@@ -266,11 +282,11 @@ func open(ctx context.Context, g Group, e Entrant) (_ *contestant, err error) {
 	return t, nil
 }
 
-var errSlow = fmt.Errorf("bench: no end after %v; measure smaller tensors", jobWait)
+var errSlow = errors.New("bench: no end in time; measure smaller tensors")
 
 // do does a job once. The time is the client's, the CPU time that of both ends.
 func (t *contestant) do(ctx context.Context, job Job) (s Sample, err error) {
-	ctx, done := context.WithTimeoutCause(ctx, jobWait, errSlow)
+	ctx, done := context.WithTimeoutCause(ctx, t.wait, errSlow)
 	defer done()
 	server, client := t.ends[0], t.ends[1]
 	if err = server.call(ctx, "Prepare", job, new(bool)); err != nil {

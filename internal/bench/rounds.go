@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os/exec"
 	"slices"
 	"strings"
 	"time"
@@ -43,7 +44,15 @@ type Group struct {
 	Rounds   int           // so many at most, if set
 	Ops      []Op
 	Entrants []Entrant
+	// Host and Commands, if set, are where ends run that are not on this machine's own
+	// network: what servers listen on, and what starts the server and the client.
+	Host     string
+	Commands [2]Command
+	Wait     time.Duration // for one job; zero is jobWait
 }
+
+// Command makes a command, as exec.CommandContext does.
+type Command = func(ctx context.Context, name string, args ...string) *exec.Cmd
 
 // Pair is two samples of one round.
 type Pair struct {

@@ -28,7 +28,7 @@ type Config struct {
 	Connections int             // the maximum open at a time
 	ThinFrames  int             // small frames per second and connection
 	Memory      *inbound.Memory // charged for what peers have sent and nothing has consumed
-	Lanes       bool            // whether sessions may have lanes
+	Lanes       int             // how many a session may have at a time
 }
 
 // Set is a server's connections. As a stats.Handler, but for its HandleRPC, it learns when a
@@ -44,10 +44,13 @@ type Set struct {
 	mu       sync.Mutex // guards all below
 	open     map[*Conn]struct{}
 	accepted int
+	laned    map[any]int // lanes by owner
 }
 
 // New returns a Set without connections.
-func New(cfg Config) *Set { return &Set{cfg: cfg, open: make(map[*Conn]struct{})} }
+func New(cfg Config) *Set {
+	return &Set{cfg: cfg, open: make(map[*Conn]struct{}), laned: make(map[any]int)}
+}
 
 // LanesRefused returns how many greetings were refused.
 func (s *Set) LanesRefused() int64 { return s.lanesRefused.Load() }
@@ -63,6 +66,7 @@ type Conn struct {
 	in     *inbound.Conn // accounts for what its peer has sent; nil before the handshake
 	thin   *rate.Limiter
 	rpcs   *rpcsContext // nil unless gRPC has the connection
+	owner  any          // of the lane that it is; guarded by Set.mu
 }
 
 // Open charges an RPC to the connection from its headers on. It reports whether there is
@@ -144,7 +148,7 @@ type listener struct {
 func (s *Set) Listener(l net.Listener) net.Listener { return listener{l, s} }
 
 type acceptedConn struct {
-	net.Conn
+	lane.Batch
 	one    *Conn
 	closed func()      // once
 	lane   atomic.Bool // ignore gRPC's deadlines: it clears them late
@@ -162,7 +166,7 @@ type handshakes struct {
 // Credentials returns credentials that secure the Set's connections as creds does, and take
 // lanes out if the listener may have them. A message has so many bytes at most.
 func (s *Set) Credentials(creds credentials.TransportCredentials, message int64, lanes bool) credentials.TransportCredentials {
-	return handshakes{creds, s, message, lanes && s.cfg.Lanes}
+	return handshakes{creds, s, message, lanes && s.cfg.Lanes > 0}
 }
 
 // tracked is a connection as gRPC sees it.
@@ -185,7 +189,7 @@ func (l listener) Accept() (net.Conn, error) {
 		}
 		if l.of.enter() {
 			one := l.of.one()
-			return &acceptedConn{Conn: c, one: one, closed: sync.OnceFunc(func() { l.of.leave(one) })}, nil
+			return &acceptedConn{Batch: lane.Batch{Conn: c}, one: one, closed: sync.OnceFunc(func() { l.of.leave(one) })}, nil
 		}
 		_ = c.Close() // the peer notices
 	}
@@ -207,6 +211,11 @@ func (s *Set) enter() bool {
 func (s *Set) leave(one *Conn) {
 	s.mu.Lock()
 	s.accepted--
+	if one.owner != nil {
+		if s.laned[one.owner]--; s.laned[one.owner] == 0 {
+			delete(s.laned, one.owner)
+		}
+	}
 	_, open := s.open[one]
 	s.mu.Unlock()
 	if !open && one.in != nil { // gRPC rejected it
@@ -231,14 +240,15 @@ func (c *acceptedConn) SetDeadline(t time.Time) error {
 // ServerHandshake secures a connection and starts charging for what arrives on it.
 func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	accepted := raw.(*acceptedConn)
-	raw, err := h.withoutLane(accepted)
-	if err != nil {
-		return nil, nil, err
-	}
-	conn, info, err := h.TransportCredentials.ServerHandshake(raw)
+	conn, info, err := h.TransportCredentials.ServerHandshake(accepted)
 	if err != nil {
 		h.of.unsecured(accepted, err)
 		return nil, nil, err
+	}
+	if h.lanes {
+		if conn, err = h.of.withoutLane(&greeter{conn, info, accepted}); err != nil {
+			return nil, nil, err
+		}
 	}
 	one := accepted.one
 	one.in = h.of.cfg.Memory.Conn(conn, h.message, func() bool { return one.Calls() > 0 })

@@ -3,6 +3,7 @@ package conns
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"strings"
 	"testing"
@@ -54,21 +55,41 @@ func TestAConnectionThatDoesNotSayWhatItIsIsClosed(t *testing.T) {
 		"a token and half of its count": {"TFLANE/1" + strings.Repeat("x", 36), 1},
 		"half of the preface":           {"PRI * HTTP/2", 0},
 	} {
-		t.Run(name, func(t *testing.T) {
-			bubble(t, func(t *testing.T) {
-				f := serve(t, nil)
-				c := f.dial(t)
-				_, err := c.Write([]byte(tc.says))
-				require.NoError(t, err)
-				began := time.Now()
-				ends(t, c)
-				require.Equal(t, handshake, time.Since(began))
-				f.accepts(t, 0)
-				require.Equal(t, tc.refused, f.LanesRefused())
-				require.NoError(t, echo(t, f.client(t), []byte("a")))
+		for _, secure := range []bool{false, true} {
+			t.Run(fmt.Sprint(name, ", TLS ", secure), func(t *testing.T) {
+				bubble(t, func(t *testing.T) {
+					f := serve(t, secureOr(t, secure))
+					began := time.Now()
+					c := f.dial(t)
+					for i := range tc.says { // a byte at a time, over half of the time
+						_, err := c.Write([]byte{tc.says[i]})
+						require.NoError(t, err)
+						time.Sleep(handshake / 2 / time.Duration(len(tc.says)))
+					}
+					ends(t, c)
+					require.Equal(t, handshake, time.Since(began))
+					f.accepts(t, 0)
+					require.Equal(t, tc.refused, f.LanesRefused())
+					require.Zero(t, f.HandshakesFailed())
+					require.NoError(t, echo(t, f.client(t), []byte("a")))
+				})
 			})
-		})
+		}
 	}
+}
+
+func TestAGreetingBeforeTheHandshakeIsAHandshakeThatFails(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		f := serve(t, secureOr(t, true))
+		s, _ := f.session(t)
+		f.tls = nil
+		_, how := f.greet(t, s.token[:], 0)
+		require.Equal(t, -1, how)
+		require.EqualValues(t, 1, f.HandshakesFailed())
+		require.Zero(t, f.LanesRefused())
+		f.accepts(t, 0)
+	})
 }
 
 // refusing are credentials that nobody satisfies.
@@ -85,10 +106,7 @@ func TestHandshakesThatFailAreCountedAndDoNotFillTheLog(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		f := serve(t, func(_ *Config, f *fixture) { f.creds = refusing{f.creds} })
 		for range 7 {
-			c := f.dial(t)
-			_, err := c.Write([]byte("GET / HT"))
-			require.NoError(t, err)
-			require.Empty(t, ends(t, c))
+			require.Empty(t, ends(t, f.dial(t)))
 		}
 		f.accepts(t, 0)
 		require.EqualValues(t, 7, f.HandshakesFailed())
@@ -203,7 +221,7 @@ func TestWhatIsKeptOfAPeersFramesIsCharged(t *testing.T) {
 		require.NoError(t, s.Send(&frame.Frame{Chunk: x}, nil))
 		r := <-kept
 		before := used()
-		r.Holds(mib)
+		require.True(t, r.Take(mib))
 		require.InDelta(t, before+inbound.HeapShare*mib, used(), 64<<10)
 		require.True(t, r.Take(2*mib))
 		require.InDelta(t, before+inbound.HeapShare*2*mib, used(), 64<<10, "it is what is kept in all")

@@ -2,9 +2,12 @@ package conns
 
 import (
 	"context"
+	"crypto/tls"
+	"errors"
 	"io"
 	"log/slog"
 	"net"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -18,6 +21,7 @@ import (
 	"google.golang.org/grpc/tap"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
+	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -41,6 +45,7 @@ type fixture struct {
 	unary  func(context.Context, *wrapperspb.BytesValue) error // runs before /test.Service/Echo answers
 	reject func(ctx context.Context, method string) error      // has RPCs rejected before they begin
 	creds  credentials.TransportCredentials
+	tls    *tls.Config // of clients; nil: they do not encrypt
 
 	mu   sync.Mutex
 	text strings.Builder // what was logged; guarded by mu
@@ -54,7 +59,7 @@ func serve(t *testing.T, change func(*Config, *fixture)) *fixture {
 	f := &fixture{memory: inbound.NewMemory(32*mib, message), creds: insecure.NewCredentials()}
 	cfg := Config{
 		Log:         slog.New(slog.NewTextHandler(f, &slog.HandlerOptions{Level: slog.LevelDebug})),
-		Connections: 100, ThinFrames: 1 << 30, Memory: f.memory, Lanes: true,
+		Connections: 100, ThinFrames: 1 << 30, Memory: f.memory, Lanes: 4,
 	}
 	if change != nil {
 		change(&cfg, f)
@@ -97,6 +102,29 @@ func serve(t *testing.T, change func(*Config, *fixture)) *fixture {
 		testkit.Eventually(t, func() bool { used, _, _ := f.memory.Used(); return used == 0 }, "the memory of what was sent")
 	})
 	return f
+}
+
+// secure has connections encrypted.
+func secure(t *testing.T, f *fixture) {
+	t.Helper()
+	dir := t.TempDir()
+	_, err := identity.WriteCertificates(dir, nil, "alice")
+	require.NoError(t, err)
+	id, err := identity.NewServer(identity.ServerFiles{
+		Cert: filepath.Join(dir, identity.ServerFile), Key: filepath.Join(dir, identity.ServerKeyFile),
+	}, slog.New(slog.DiscardHandler))
+	require.NoError(t, err)
+	f.creds = id.Credentials()
+	f.tls = &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}}
+}
+
+// secureOr has connections encrypted, or not.
+func secureOr(t *testing.T, yes bool) func(*Config, *fixture) {
+	return func(_ *Config, f *fixture) {
+		if yes {
+			secure(t, f)
+		}
+	}
 }
 
 // count returns how many connections gRPC has, and how many there are.
@@ -175,7 +203,11 @@ func (statistics) HandleRPC(ctx context.Context, event stats.RPCStats) {
 // client returns a connection of gRPC, whose windows do not grow.
 func (f *fixture) client(t *testing.T) *grpc.ClientConn {
 	t.Helper()
-	conn, err := grpc.NewClient(f.addr, grpc.WithContextDialer(testkit.Dial), grpc.WithTransportCredentials(insecure.NewCredentials()),
+	creds := insecure.NewCredentials()
+	if f.tls != nil {
+		creds = credentials.NewTLS(f.tls)
+	}
+	conn, err := grpc.NewClient(f.addr, grpc.WithContextDialer(testkit.Dial), grpc.WithTransportCredentials(creds),
 		grpc.WithInitialWindowSize(64<<10), grpc.WithInitialConnWindowSize(64<<10))
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = conn.Close() })
@@ -201,19 +233,26 @@ func echo(t *testing.T, conn *grpc.ClientConn, data []byte) error {
 	return err
 }
 
-// dial connects without a word.
+// dial connects without a word inside of TLS.
 func (f *fixture) dial(t *testing.T) net.Conn {
 	t.Helper()
 	c, err := testkit.Dial(t.Context(), f.addr)
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = c.Close() })
-	return c
+	if f.tls == nil {
+		return c
+	}
+	s := tls.Client(c, f.tls)
+	require.NoError(t, s.HandshakeContext(t.Context()))
+	return s
 }
 
 // ends waits until the server has closed a connection, and returns what it has sent before.
 func ends(t *testing.T, c net.Conn) string {
 	t.Helper()
 	sent, err := io.ReadAll(c)
-	require.NoError(t, err)
+	if !errors.Is(err, io.ErrUnexpectedEOF) { // of TLS: there is no alert
+		require.NoError(t, err)
+	}
 	return string(sent)
 }

@@ -7,6 +7,7 @@ import (
 	"net"
 	"time"
 
+	"golang.org/x/time/rate"
 	"google.golang.org/grpc/credentials"
 
 	"github.com/tensorferry/tensorferry/frame"
@@ -14,64 +15,83 @@ import (
 	"github.com/tensorferry/tensorferry/internal/session"
 )
 
-// LanesPerSession returns how many lanes a session may have at a time.
-func (s *Set) LanesPerSession() int {
-	if s.cfg.Lanes {
-		return 1
-	}
-	return 0
-}
-
 // Session is a session that takes over lanes that its peer opens.
 type Session interface {
-	// OfferLanes offers a token that opens lanes, as many as times.
-	OfferLanes(token frame.LaneToken, times uint32)
+	// OfferLanes offers a token that opens lanes, as many as times, and atOnce at a time.
+	OfferLanes(token frame.LaneToken, times, atOnce uint32)
 	// AddLane makes the session use a lane, which it takes over.
 	AddLane(l session.Lane)
 }
 
-// OfferLanes makes a session offer lanes until its handler calls withdraw.
-func (s *Set) OfferLanes(sess Session) (withdraw func()) {
-	if !s.cfg.Lanes {
+// OfferLanes makes a session offer lanes until its handler calls withdraw. They count as its
+// principal's, or as its own if that is "". permits reports whether the peer of another
+// connection is the session's.
+func (s *Set) OfferLanes(sess Session, principal string, permits func(credentials.AuthInfo) bool) (withdraw func()) {
+	if s.cfg.Lanes == 0 {
 		return func() {}
 	}
-	token, withdraw := s.lanes.Offer(func(c net.Conn) {
-		accepted := c.(*acceptedConn)
-		_ = accepted.Conn.SetDeadline(time.Time{}) // clear the handshake's deadline
-		sess.AddLane(pacedLane{lane.New(accepted.Conn, accepted.Close), accepted.one})
+	var owner any = principal
+	if principal == "" {
+		owner = sess
+	}
+	thin := s.one().thin // of all lanes together
+	token, withdraw := s.lanes.Offer(lane.Owner{
+		Permits: func(c net.Conn) bool { return permits(c.(*greeter).info) },
+		Admit:   func(c net.Conn) bool { return s.admitLane(c.(*greeter).accepted, owner) },
+		Attach:  func(c net.Conn) { sess.AddLane(c.(*greeter).lane(thin)) },
 	})
-	sess.OfferLanes(token, lane.Uses)
+	sess.OfferLanes(token, lane.Uses, uint32(s.cfg.Lanes))
 	return withdraw
 }
 
-// crowded reports whether too many connections are open for another lane.
-func (s *Set) crowded() bool {
+// admitLane makes a connection a lane if there is room for another one of its owner.
+func (s *Set) admitLane(c *acceptedConn, owner any) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return lanesShare*s.accepted > s.cfg.Connections
+	if lanesShare*s.accepted > s.cfg.Connections || ownerShare*(s.laned[owner]+1) > s.cfg.Connections {
+		return false
+	}
+	s.laned[owner]++
+	c.one.owner = owner
+	c.lane.Store(true)
+	return true
+}
+
+// greeter is a secured connection that greets.
+type greeter struct {
+	net.Conn
+	info     credentials.AuthInfo
+	accepted *acceptedConn // below Conn, or Conn itself
+}
+
+// lane returns the connection as a lane, whose small chunks thin limits.
+func (g *greeter) lane(thin *rate.Limiter) session.Lane {
+	_ = g.accepted.Conn.SetDeadline(time.Time{}) // clear the handshake's deadline
+	conn := g.accepted.Conn
+	if g.Conn != g.accepted {
+		conn = lane.Secured{Conn: g.Conn, Below: &g.accepted.Batch}
+	}
+	return pacedLane{lane.New(conn, func() error {
+		defer conn.Close()
+		return g.accepted.Close()
+	}), thin}
 }
 
 // withoutLane returns the connection for gRPC to serve. For a connection that asks to be a
 // lane, it returns credentials.ErrConnDispatched, or the reason why the lane was refused.
-func (h handshakes) withoutLane(c *acceptedConn) (net.Conn, error) {
-	if !h.lanes {
-		return c, nil
-	}
+func (s *Set) withoutLane(g *greeter) (net.Conn, error) {
 	first := make([]byte, len(lane.Magic))
-	if _, err := io.ReadFull(c, first); err != nil {
+	if _, err := io.ReadFull(g, first); err != nil {
 		return nil, err
 	}
 	if string(first) != lane.Magic {
-		return begunConn{c, io.MultiReader(bytes.NewReader(first), c)}, nil
+		return begunConn{g.Conn, io.MultiReader(bytes.NewReader(first), g.Conn)}, nil
 	}
-	if err := h.of.lanes.Accept(c, func() bool {
-		c.lane.Store(!h.of.crowded())
-		return c.lane.Load()
-	}); err != nil {
-		h.of.lanesRefused.Add(1)
-		if n, due := h.of.noLane.Again(); due {
+	if err := s.lanes.Accept(g); err != nil {
+		s.lanesRefused.Add(1)
+		if n, due := s.noLane.Again(); due {
 			// Not a warning: its session may just have ended.
-			h.of.cfg.Log.Info("lane refused", slog.String("peer", c.RemoteAddr().String()), slog.String("reason", err.Error()), slog.Int64("refused", n))
+			s.cfg.Log.Info("lane refused", slog.String("peer", g.RemoteAddr().String()), slog.String("reason", err.Error()), slog.Int64("refused", n))
 		}
 		return nil, err
 	}
@@ -90,14 +110,14 @@ func (c begunConn) Read(p []byte) (int, error) { return c.all.Read(p) }
 // pacedLane is a lane on which small chunks cost as much as small frames.
 type pacedLane struct {
 	*lane.Conn
-	one *Conn
+	thin *rate.Limiter
 }
 
 // Next delays the reader after a chunk that carries less than its processing costs.
 func (l pacedLane) Next(ch *frame.Chunk) (int, error) {
 	n, err := l.Conn.Next(ch)
 	if owed := 1 + placing - n/payBytes; err == nil && owed > 0 {
-		time.Sleep(price(l.one.thin, owed)) // a tenth of a second at most, by default
+		time.Sleep(price(l.thin, owed)) // a tenth of a second at most, by default
 	}
 	return n, err
 }

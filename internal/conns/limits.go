@@ -21,4 +21,7 @@ const (
 	// lanesShare: a lane is opened while at most 1/lanesShare of all connections are open,
 	// so that lanes keep no client out.
 	lanesShare = 2
+	// ownerShare: the lanes of one principal, or of one session without a principal, are at
+	// most 1/ownerShare of all connections.
+	ownerShare = 4
 )

@@ -43,10 +43,8 @@ func (c *Conn) Frames(stream grpc.ServerStream, received *inbound.RPC) *Frames {
 	return &Frames{frames: wire.NewConn(stream, &c.unread), one: c, received: received}
 }
 
-// Holds charges the bytes that are kept of what the peer has sent.
-func (r *Frames) Holds(bytes int64) { r.received.Holds(bytes) }
-
-// Take is like Holds, but fails if there is no memory for the bytes.
+// Take charges the bytes that are kept, in total, of what the peer has sent. It reports whether
+// there is memory for them.
 func (r *Frames) Take(bytes int64) bool { return r.received.Take(bytes) }
 
 // Excuse makes what is unread on the connection count as sent just now.

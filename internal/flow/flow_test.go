@@ -28,9 +28,9 @@ func TestSmallTensorsPrecedeLargeOnesThatStillGetATurn(t *testing.T) {
 		s.Start(o, false, allowance)
 		return o
 	}
-	took := func(n int, lane bool) (ids []byte) {
+	took := func(n int, lane uint8) (ids []byte) {
 		for range n {
-			o, again, held := s.Next(new(frame.Chunk), lane)
+			o, again, held := s.Next(0, new(frame.Chunk), lane)
 			require.NotNil(t, o)
 			require.False(t, again)
 			held.Release()
@@ -43,29 +43,31 @@ func TestSmallTensorsPrecedeLargeOnesThatStillGetATurn(t *testing.T) {
 	require.True(t, s.Credit(a, 9))
 	require.True(t, s.Credit(b, 3))
 	require.False(t, s.Credit(b, 3), "no news")
-	require.Equal(t, "abab", string(took(4, false)))
+	require.Equal(t, "abab", string(took(4, 0)))
 
 	c := send('c', smallRun+3, 1<<10)
 	require.True(t, c.Desc.OnAllowance)
 	require.EqualValues(t, smallRun+3, s.Allowance)
-	require.Equal(t, "cccccccca", string(took(smallRun+1, false)))
+	require.Equal(t, "cccccccca", string(took(smallRun+1, 0)))
 	s.Laned = true
-	require.Equal(t, "ba", string(took(2, true)))
-	require.True(t, a.Laned)
-	require.Equal(t, "ccc", string(took(3, false)))
+	require.Equal(t, "ba", string(took(2, 3)))
+	require.Len(t, a.laned, 1)
+	require.Equal(t, "ccc", string(took(3, 0)))
 	require.False(t, s.Ready(false))
 	require.False(t, s.Ready(true), "b has no credit for its last chunk")
 
 	s.Laned = false
-	s.Rewind(b)
-	_, again, held := s.Next(new(frame.Chunk), false)
+	require.False(t, s.Lose(b, 2), "another lane carries it")
+	require.True(t, s.Lose(b, 3))
+	require.False(t, s.Lose(b, 3))
+	_, again, held := s.Next(0, new(frame.Chunk), 0)
 	require.True(t, again, "it is not acknowledged")
 	held.Release()
 	for _, o := range []*Out{a, b, c} {
 		s.End(o)
 	}
 	require.Zero(t, s.Allowance)
-	o, _, _ := s.Next(new(frame.Chunk), false)
+	o, _, _ := s.Next(0, new(frame.Chunk), 0)
 	require.Nil(t, o, "what has ended sends nothing")
 }
 

@@ -12,6 +12,16 @@ const (
 	// lazyAck is how long an acknowledgement or a credit that nobody waits for may be
 	// delayed, to be sent along with another frame.
 	lazyAck = 20 * terms.Millisecond
+	// ackNumbers is how many numbers of chunks the acknowledgements of a frame have, unless
+	// one alone has more: about 10 KiB.
+	ackNumbers = 2048
+	// roadLook is how often the rate of a road is looked at, at most.
+	roadLook = 100 * terms.Millisecond
+	// laneAhead is what a lane carries at a time beside what is on its way: about a chunk.
+	laneAhead = 1 << 20
+	// aheadMost bounds what is lent, or offered, ahead of one tensor: what moves in two round
+	// trips of 100 ms at 10 Gbit/s.
+	aheadMost = 256 << 20
 	// FrameParts is the most control parts of a kind in one frame.
 	FrameParts = 64
 	// FrameBytes is the size at which a frame gets no more control parts. The receiver

@@ -13,7 +13,7 @@ type In struct {
 	Owner     Owner
 	Open      bool   // counts in Receiver.Open
 	Summed    bool   // its Summary acknowledges it, if it is on allowance that is not short
-	acked     uint32 // last acknowledgement sent
+	acked     uint32 // chunks held at the last acknowledgement
 	resend    []uint32
 	creditDue bool // in credits
 	ackDue    bool // in acks
@@ -72,7 +72,7 @@ func (r *Receiver) uncount(t *In) {
 func (r *Receiver) Arrived(now terms.Instant, t *In) {
 	r.WantCredit(now, t)
 	short := r.Allowance > int64(r.Terms.Limits.AllowanceBytes)/2
-	switch news := t.Asm.Below() - t.acked; {
+	switch news := t.Asm.Held() - t.acked; {
 	case t.Asm.Whole() && t.Summed && t.Desc.OnAllowance && !short:
 	case t.Asm.Whole():
 		// Only the sender's memory waits for this one, so it is not urgent unless that
@@ -148,15 +148,24 @@ func (r *Receiver) Add(f *frame.Frame) {
 			f.Credits = append(f.Credits, frame.Credit{Tensor: t.Desc.Tensor, Limit: t.Limit})
 		}
 	}
+	numbers := 0
 	for len(r.acks) > 0 && len(f.Acks) < FrameParts {
 		t := r.acks[len(r.acks)-1]
 		if t.Dead && !(t.Asm.Whole() && t.Owner.OwesAck(r.Terms.Server, &t.Desc)) {
 			Pop(&r.acks, len(r.acks)-1)
 			continue // done says more than an ack could
 		}
-		t.acked = t.Asm.Below()
+		if numbers > ackNumbers {
+			break
+		}
+		t.acked = t.Asm.Held()
 		n := min(len(t.resend), FrameParts)
-		f.Acks = append(f.Acks, frame.Ack{Tensor: t.Desc.Tensor, Below: t.acked, Resend: t.resend[:n:n]})
+		a := frame.Ack{Tensor: t.Desc.Tensor, Below: t.Asm.Below(), Resend: t.resend[:n:n]}
+		if t.acked > a.Below {
+			a.Beyond = t.Asm.Beyond(frame.AckPairs)
+		}
+		numbers += len(a.Beyond) + n
+		f.Acks = append(f.Acks, a)
 		if t.resend = t.resend[n:]; len(t.resend) > 0 {
 			break
 		}

@@ -8,11 +8,13 @@
 package flow
 
 import (
+	"errors"
 	"slices"
 
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // Tensor is what an incoming and an outgoing tensor have in common.
@@ -28,20 +30,29 @@ type Tensor struct {
 type Out struct {
 	Tensor
 	Chunks    *chunker.Chunker
-	Announced bool // its desc is sent
-	Laned     bool // chunks were sent by the current lane
-	queued    bool // in ring or small
+	Announced bool      // its desc is sent
+	laned     []passage // chunks that lanes carry, in the order in which they were sent
+	queued    bool      // in ring or small
+}
+
+// passage is a chunk on its way by a lane: it was sent, and is not acknowledged.
+type passage struct {
+	index uint32
+	lane  uint8
+	since terms.Instant
 }
 
 // Sender decides whose chunk goes next.
 type Sender struct {
-	Laned     bool  // chunks on credit leave by a lane
+	Laned     bool  // chunks on credit leave by lanes
 	Allowance int64 // bytes of the peer's allowance in use
 
 	ring     []*Out // tensors on credit with chunks to send, which take turns
 	turn     int    // index in ring
 	small    []*Out // tensors on allowance with chunks to send, which precede the ring
 	smallRun int    // chunks taken from small since the last one from ring
+
+	moved []terms.Instant // per lane: when a chunk that it carried was last acknowledged
 }
 
 // Start sends a tensor whose desc is sent next: without credit if it needs none, or if it
@@ -79,9 +90,11 @@ func (s *Sender) Credit(t *Out, limit uint32) bool {
 }
 
 // Acknowledge handles an acknowledgement. It reports whether it says anything new.
-func (s *Sender) Acknowledge(t *Out, p frame.Ack) (news bool, err error) {
-	before := t.Chunks.Below()
-	if err := t.Chunks.Ack(p.Below); err != nil {
+func (s *Sender) Acknowledge(now terms.Instant, t *Out, p frame.Ack) (news bool, err error) {
+	if problem := p.Check(); problem != "" {
+		return false, errors.New(problem)
+	}
+	if news, err = t.Chunks.Ack(p.Below, p.Beyond); err != nil {
 		return false, err
 	}
 	for _, i := range p.Resend {
@@ -89,15 +102,47 @@ func (s *Sender) Acknowledge(t *Out, p frame.Ack) (news bool, err error) {
 			return false, err
 		}
 	}
+	if news && len(t.laned) > 0 {
+		t.laned = slices.DeleteFunc(t.laned, func(p passage) bool {
+			has := t.Chunks.Has(p.index)
+			if has {
+				s.moved[p.lane] = now
+			}
+			return has
+		})
+	}
 	s.Queue(t)
-	return t.Chunks.Below() > before, nil
+	return news, nil
 }
 
-// Rewind has what was sent by a lane, and is not acknowledged, sent again.
-func (s *Sender) Rewind(t *Out) {
-	t.Laned = false
-	t.Chunks.Rewind()
+// Lose has what a lane carries, or if that is 0 all lanes, sent again. It reports whether
+// there was anything.
+func (s *Sender) Lose(t *Out, lane uint8) (lost bool) {
+	t.laned = slices.DeleteFunc(t.laned, func(p passage) bool {
+		if lane != 0 && p.lane != lane {
+			return false
+		}
+		t.Chunks.Lose(p.index)
+		lost = true
+		return true
+	})
 	s.Queue(t)
+	return lost
+}
+
+// Late returns a lane that has made no progress with a chunk of a tensor for longer than
+// patience, or 0.
+func (s *Sender) Late(now terms.Instant, t *Out, patience func(n int) terms.Instant) uint8 {
+	if len(t.laned) == 0 || t.Desc.RetainChunks == 0 { // no acknowledgement is due
+		return 0
+	}
+	long := patience(int(t.Desc.ChunkBytes))
+	for _, p := range t.laned {
+		if now >= max(p.since, s.moved[p.lane])+long {
+			return p.lane
+		}
+	}
+	return 0
 }
 
 // Queue adds a tensor to those that take turns, if it has something to send.
@@ -118,7 +163,7 @@ func (s *Sender) Queue(t *Out) {
 // waits for this side to produce it.
 func (t *Out) Waits() bool {
 	return t.Announced && (t.Chunks.Ready(^uint32(0)) || t.Chunks.Sent() ||
-		t.Desc.RetainChunks > 0 && t.Chunks.Unacked() > 0)
+		t.Desc.RetainChunks > 0 && t.Chunks.Unacked())
 }
 
 // Ready reports whether there may be a chunk to leave by the session, or by a lane.
@@ -126,18 +171,27 @@ func (s *Sender) Ready(lane bool) bool {
 	return len(s.small) > 0 && !lane || len(s.ring) > 0 && s.Laned == lane
 }
 
-// Next takes the next chunk to leave by the session, or by a lane, and returns its tensor;
-// nil if there is none. The views in ch are shared until held is released. again is true if
-// the chunk was sent before.
-func (s *Sender) Next(ch *frame.Chunk, lane bool) (t *Out, again bool, held chunker.Releaser) {
-	for t == nil && s.Ready(lane) {
-		if small := len(s.small) > 0 && !lane; small && (s.smallRun < smallRun || len(s.ring) == 0 || s.Laned) {
+// Next takes the next chunk to leave by a lane, or by the session if that is 0, and returns
+// its tensor; nil if there is none. The views in ch are shared until held is released. again
+// is true if the chunk was sent before.
+func (s *Sender) Next(now terms.Instant, ch *frame.Chunk, lane uint8) (t *Out, again bool, held chunker.Releaser) {
+	for t == nil && s.Ready(lane > 0) {
+		if small := len(s.small) > 0 && lane == 0; small && (s.smallRun < smallRun || len(s.ring) == 0 || s.Laned) {
 			s.smallRun++
 			t, again, held = s.take(&s.small, ch)
 		} else {
 			s.smallRun = 0
 			t, again, held = s.take(&s.ring, ch)
 		}
+	}
+	if t != nil && lane > 0 {
+		if again { // by another way than this one
+			t.laned = slices.DeleteFunc(t.laned, func(p passage) bool { return p.index == ch.Index })
+		}
+		for len(s.moved) <= int(lane) {
+			s.moved = append(s.moved, 0)
+		}
+		t.laned = append(t.laned, passage{ch.Index, lane, now})
 	}
 	return t, again, held
 }
@@ -164,8 +218,7 @@ func (s *Sender) take(q *[]*Out, ch *frame.Chunk) (*Out, bool, chunker.Releaser)
 		}
 		if ok {
 			var held chunker.Releaser
-			t.Laned = t.Laned || s.Laned && q == &s.ring
-			ch.Tensor, ch.Index = t.Desc.Tensor, index
+			ch.Tensor, ch.Index, ch.Codec = t.Desc.Tensor, index, 0
 			ch.Data, held = t.Chunks.View(index, ch.Data[:0])
 			return t, again, held
 		}

@@ -86,6 +86,16 @@ func (g *Guard) ask(c *Caller) (name string, err error) {
 	return "", err
 }
 
+// Permits reports whether the peer of another connection is the caller's principal: the
+// Check names it so, given the same authorization. A nil caller permits everybody.
+func (g *Guard) Permits(c *Caller, info credentials.AuthInfo) bool {
+	if c == nil {
+		return true
+	}
+	name, err := g.check(info, c.authorization)
+	return err == nil && name == c.name
+}
+
 // Remember makes Watch call end once a caller that Ask has admitted is no longer allowed,
 // until Forget. For a nil caller, Remember and Forget do nothing.
 func (g *Guard) Remember(c *Caller, end func(why error)) {

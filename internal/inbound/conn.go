@@ -626,16 +626,8 @@ func (r *RPC) forget() {
 	r.whole, r.head, r.ready, r.part = nil, 0, 0, 0
 }
 
-// Holds says that the handler keeps so many bytes of what the peer has said, in Go's heap.
-func (r *RPC) Holds(n int64) {
-	r.locked(func(r *RPC) {
-		if !r.ended {
-			r.hold(HeapShare * n)
-		}
-	})
-}
-
-// Take is Holds for what there must be memory for: else it reports false.
+// Take reports whether there is memory for the handler to keep so many bytes, in total, of what
+// the peer has said, in Go's heap. They are charged then.
 func (r *RPC) Take(n int64) bool {
 	taken := r == nil
 	r.locked(func(r *RPC) {

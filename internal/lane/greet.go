@@ -43,12 +43,14 @@ const (
 	unknown        // the token opens no session of this server
 	used           // this use of the token, or all of them, are spent
 	full           // the server has no connections to spare
+	foreign        // the peer of the connection is not the session's principal
 )
 
 var refusals = map[answer]error{
 	unknown: fmt.Errorf("%w: this server has no such session: it has ended, or a load balancer chose another server", ErrRefused),
 	used:    fmt.Errorf("%w: this use of the token is spent or out of range", ErrRefused),
 	full:    fmt.Errorf("%w: the server has no connections to spare", ErrFull),
+	foreign: fmt.Errorf("%w: the certificate of this connection is not one of the session's principal", ErrRefused),
 }
 
 // Greet opens a lane over conn with the n-th use of a token, counted from 0. It waits for
@@ -81,17 +83,27 @@ type Offers struct {
 	open map[[sha256.Size]byte]*offer // by the token's hash, so that timing does not leak the token; guarded by mu
 }
 
-type offer struct {
-	used   uint64 // one bit per use; guarded by Offers.mu
-	attach func(net.Conn)
+// Owner has the lanes of a token.
+type Owner struct {
+	// Permits reports whether the peer of a connection may have the owner's lanes.
+	Permits func(net.Conn) bool
+	// Admit reports whether there is room for a lane. If so, the connection becomes one.
+	Admit func(net.Conn) bool
+	// Attach takes over a connection.
+	Attach func(net.Conn)
 }
 
-// Uses is how many lanes a token opens, one after another.
-const Uses = 8
+type offer struct {
+	Owner
+	used [Uses / 64]uint64 // one bit per use; guarded by Offers.mu
+}
 
-// Offer returns a token. attach takes over each connection greeted with it until withdraw
-// is called. One call of attach may run concurrently with withdraw.
-func (o *Offers) Offer(attach func(net.Conn)) (token frame.LaneToken, withdraw func()) {
+// Uses is how many lanes a token opens.
+const Uses = 256
+
+// Offer returns a token. Its owner takes over the connections greeted with it until withdraw
+// is called. Calls of Attach may run concurrently with withdraw.
+func (o *Offers) Offer(owner Owner) (token frame.LaneToken, withdraw func()) {
 	_, _ = rand.Read(token[:]) // it never fails
 	key := sha256.Sum256(token[:])
 	o.mu.Lock()
@@ -99,7 +111,7 @@ func (o *Offers) Offer(attach func(net.Conn)) (token frame.LaneToken, withdraw f
 	if o.open == nil {
 		o.open = make(map[[sha256.Size]byte]*offer)
 	}
-	o.open[key] = &offer{attach: attach}
+	o.open[key] = &offer{Owner: owner}
 	return token, func() {
 		o.mu.Lock()
 		defer o.mu.Unlock()
@@ -108,38 +120,43 @@ func (o *Offers) Offer(attach func(net.Conn)) (token frame.LaneToken, withdraw f
 }
 
 // Accept reads the rest of a greeting, after its magic, answers it, and hands over the
-// connection to the session that offered the token. The caller has set a deadline, and
-// closes conn after an error. admit reports whether there is room for a lane; if it returns
-// true, the lane is opened.
-func (o *Offers) Accept(conn net.Conn, admit func() bool) error {
+// connection to the owner of the token. The caller has set a deadline, and closes conn
+// after an error, also one that it has been admitted before.
+func (o *Offers) Accept(conn net.Conn) error {
 	var g [greetingBytes - len(Magic)]byte
 	if _, err := io.ReadFull(conn, g[:]); err != nil {
 		return err
 	}
-	attach, how := o.take(frame.LaneToken(g[:32]), binary.LittleEndian.Uint64(g[32:]), admit)
+	f, how := o.take(conn, frame.LaneToken(g[:32]), binary.LittleEndian.Uint64(g[32:]))
 	if _, err := conn.Write(append([]byte(answerMagic), byte(how))); err != nil {
 		return err
 	}
-	if attach == nil {
+	if how != opened {
 		return refusals[how]
 	}
-	attach(conn)
+	f.Attach(conn)
 	return nil
 }
 
 // take spends one use of a token.
-func (o *Offers) take(token frame.LaneToken, n uint64, admit func() bool) (attach func(net.Conn), how answer) {
+func (o *Offers) take(conn net.Conn, token frame.LaneToken, n uint64) (*offer, answer) {
+	key := sha256.Sum256(token[:])
+	o.mu.Lock()
+	f := o.open[key]
+	o.mu.Unlock()
+	if f != nil && !f.Permits(conn) { // not while others wait: it may check a certificate
+		return f, foreign
+	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	f := o.open[sha256.Sum256(token[:])]
 	switch {
-	case f == nil:
-		return nil, unknown
-	case n >= Uses || f.used&(1<<n) != 0:
-		return nil, used
-	case !admit():
-		return nil, full
+	case f == nil || o.open[key] != f:
+		return f, unknown
+	case n >= Uses || f.used[n/64]&(1<<(n%64)) != 0:
+		return f, used
+	case !f.Admit(conn):
+		return f, full
 	}
-	f.used |= 1 << n
-	return f.attach, opened
+	f.used[n/64] |= 1 << (n % 64)
+	return f, opened
 }

@@ -8,10 +8,12 @@
 package lane
 
 import (
+	"bufio"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"time"
 
@@ -30,13 +32,15 @@ const headerBytes = 40
 
 // Conn is a lane.
 type Conn struct {
-	conn  net.Conn // writes are gathered only on a *net.TCPConn or *net.UnixConn
+	conn  net.Conn // writes are gathered on a *net.TCPConn or *net.UnixConn, and joined below a Secured
 	close func() error
+	trip  time.Duration
 
 	in   [headerBytes]byte
 	got  int // bytes of in
 	out  [headerBytes]byte
 	bufs net.Buffers // out and the payload; the array is reused
+	join *Batch      // of a Secured; else nil
 }
 
 // unixBuffer is the send buffer of a Unix socket, as setsockopt counts it; Linux doubles it.
@@ -52,11 +56,24 @@ func New(conn net.Conn, closed func() error) *Conn {
 	if closed == nil {
 		closed = conn.Close
 	}
-	if u, ok := conn.(*net.UnixConn); ok {
+	l, socket := &Conn{conn: conn, close: closed}, conn
+	if s, ok := conn.(Secured); ok {
+		l.conn, l.join, socket = s.Conn, s.Below, s.Below.Conn
+		l.join.out = bufio.NewWriterSize(socket, batchBytes)
+	}
+	if u, ok := socket.(*net.UnixConn); ok {
 		_ = u.SetWriteBuffer(unixBuffer) // the system may allow less
 	}
-	return &Conn{conn: conn, close: closed}
+	l.trip = tune(socket)
+	return l
 }
+
+// Far is the round trip from which one connection may be too few to fill the road, as the
+// window of a single one is.
+const Far = time.Millisecond
+
+// RoundTrip returns the least round trip of the connection; 0 if it is not known.
+func (c *Conn) RoundTrip() time.Duration { return c.trip }
 
 // Next reads the header of the next chunk and returns how many bytes of payload follow,
 // which the caller reads. After a deadline error it may be called again.
@@ -85,6 +102,9 @@ func (c *Conn) Send(ch *frame.Chunk) error {
 	all = append(all, ch.Data...)
 	c.bufs = all
 	_, err := c.bufs.WriteTo(c.conn)
+	if c.join != nil && err == nil {
+		err = c.join.flush()
+	}
 	clear(all)
 	c.bufs = all[:0]
 	return err
@@ -120,12 +140,12 @@ func parse(h *[headerBytes]byte, ch *frame.Chunk) (n int, err error) {
 	switch got := sum(h); {
 	case got != word(32):
 		return 0, fmt.Errorf("%w: its checksum is %08x, want %08x", ErrHeader, got, word(32))
-	case word(24) != uint32(codec.None) || word(36) != 0:
-		return 0, fmt.Errorf("%w: codec %d and reserved bytes %08x; both must be 0 on a lane", ErrHeader, word(24), word(36))
+	case word(24) > math.MaxUint8 || word(36) != 0:
+		return 0, fmt.Errorf("%w: reserved bytes %06x and %08x; both must be 0", ErrHeader, word(24)>>8, word(36))
 	case size > frame.ChunkBytesCeiling:
 		return 0, fmt.Errorf("%w: %d bytes, the limit is %d", ErrHeader, size, frame.ChunkBytesCeiling)
 	}
-	*ch = frame.Chunk{Tensor: tensor.ID(h[:16]), Index: word(16), Sum: word(28), Data: ch.Data[:0]}
+	*ch = frame.Chunk{Tensor: tensor.ID(h[:16]), Index: word(16), Codec: uint8(word(24)), Sum: word(28), Data: ch.Data[:0]}
 	if ch.Tensor.IsZero() {
 		return 0, fmt.Errorf("%w: it names no tensor", ErrHeader)
 	}

@@ -2,6 +2,7 @@ package lane
 
 import (
 	"bytes"
+	"crypto/tls"
 	"encoding/binary"
 	"errors"
 	"io"
@@ -9,12 +10,14 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -38,6 +41,23 @@ func connected(t *testing.T, network string) (a, b net.Conn) {
 		_ = b.Close()
 	})
 	return a, b
+}
+
+// secure secures both ends of a connection.
+func secure(t *testing.T, a, b net.Conn) (client, server Secured) {
+	t.Helper()
+	dir := t.TempDir()
+	_, err := identity.WriteCertificates(dir, nil, "alice")
+	require.NoError(t, err)
+	pair, err := tls.LoadX509KeyPair(filepath.Join(dir, identity.ServerFile), filepath.Join(dir, identity.ServerKeyFile))
+	require.NoError(t, err)
+	x, y := &Batch{Conn: a}, &Batch{Conn: b}
+	c, s := tls.Client(x, &tls.Config{InsecureSkipVerify: true}), tls.Server(y, &tls.Config{Certificates: []tls.Certificate{pair}})
+	done := make(chan error, 1)
+	go func() { done <- s.HandshakeContext(t.Context()) }() // ends with that of the client
+	require.NoError(t, c.HandshakeContext(t.Context()))
+	require.NoError(t, <-done)
+	return Secured{c, x}, Secured{s, y}
 }
 
 // id is 00 01 02 … 0f.
@@ -68,11 +88,16 @@ func slow(data []byte) uint32 {
 }
 
 func TestChunksCrossALaneBothWays(t *testing.T) {
-	for _, network := range []string{"tcp", "unix"} {
+	for _, network := range []string{"tcp", "unix", "tcp, TLS", "unix, TLS"} {
 		t.Run(network, func(t *testing.T) {
 			testkit.Start(t)
-			a, b := connected(t, network)
-			for _, ends := range [][2]*Conn{{New(a, nil), New(b, nil)}, {New(b, nil), New(a, nil)}} {
+			socket, _, encrypted := strings.Cut(network, ",")
+			a, b := connected(t, socket)
+			if encrypted {
+				a, b = secure(t, a, b)
+			}
+			x, y := New(a, nil), New(b, nil)
+			for _, ends := range [][2]*Conn{{x, y}, {y, x}} {
 				for i, n := range []int{0, 1, 39, 40, 41, 16384, 1 << 20, frame.ChunkBytesCeiling} {
 					data := testkit.Bytes(n, uint64(i))
 					sent := frame.Chunk{Tensor: id, Index: uint32(i), Sum: uint32(n), Data: slices.Collect(slices.Chunk(data, max(1, n/3)))}
@@ -104,7 +129,6 @@ func TestAHeaderThatIsDamagedEndsTheLane(t *testing.T) {
 		require.ErrorIs(t, err, ErrHeader, "bit %d", bit)
 	}
 	for name, change := range map[string]func(h *[headerBytes]byte){
-		"a codec":        func(h *[headerBytes]byte) { h[24] = 1 },
 		"a zero is set":  func(h *[headerBytes]byte) { h[27] = 1 },
 		"too many bytes": func(h *[headerBytes]byte) { binary.LittleEndian.PutUint32(h[20:], frame.ChunkBytesCeiling+1) },
 		"no tensor":      func(h *[headerBytes]byte) { clear(h[:16]) },
@@ -149,6 +173,103 @@ func TestAHeaderMayComeInPiecesAndLate(t *testing.T) {
 	require.ErrorIs(t, err, io.ErrUnexpectedEOF)
 }
 
+// hoarder is a connection that keeps what is written.
+type hoarder struct {
+	net.Conn
+	on   bool
+	kept []byte
+}
+
+func (h *hoarder) Write(p []byte) (int, error) {
+	if !h.on {
+		return h.Conn.Write(p)
+	}
+	h.kept = append(h.kept, p...)
+	return len(p), nil
+}
+
+func TestAReaderThatIsInterruptedInMidRecordGoesOn(t *testing.T) {
+	testkit.Start(t)
+	a, b := connected(t, "tcp")
+	h := &hoarder{Conn: a}
+	x, y := secure(t, h, b)
+	from, to := New(x, nil), New(y, nil)
+	h.on = true
+	data := testkit.Bytes(40_000, 1)
+	require.NoError(t, from.Send(&frame.Chunk{Tensor: id, Index: 7, Data: [][]byte{data}}))
+	var got frame.Chunk
+	payload, begun := make([]byte, 0, len(data)), false
+	for sent := h.kept; len(sent) > 0 || len(payload) < len(data); { // 16 pieces of a record
+		n := min(1000, len(sent))
+		_, err := a.Write(sent[:n])
+		require.NoError(t, err)
+		sent = sent[n:]
+		until := time.Now().Add(time.Millisecond)
+		for err == nil {
+			require.NoError(t, to.SetReadDeadline(until))
+			if !begun {
+				_, err = to.Next(&got)
+				begun = err == nil
+				continue
+			}
+			n, err = to.Read(payload[len(payload):cap(payload)])
+			if payload = payload[:len(payload)+n]; len(payload) == len(data) {
+				break
+			}
+		}
+		require.True(t, err == nil || errors.Is(err, os.ErrDeadlineExceeded), "%v", err)
+		require.NoError(t, to.SetReadDeadline(time.Unix(1, 0))) // as a session does
+		_, err = to.Read(payload[len(payload):cap(payload)])
+		require.True(t, len(payload) == len(data) || errors.Is(err, os.ErrDeadlineExceeded), "%v", err)
+	}
+	require.EqualValues(t, 7, got.Index)
+	require.True(t, bytes.Equal(data, payload))
+}
+
+func TestAWriteThatTakesTooLongEndsTheLane(t *testing.T) {
+	testkit.Start(t)
+	a, b := connected(t, "tcp")
+	x, y := secure(t, a, b)
+	from := New(x, nil)
+	require.NoError(t, from.SetWriteDeadline(time.Now().Add(50*time.Millisecond)))
+	ch, err := frame.Chunk{Tensor: id, Data: [][]byte{make([]byte, frame.ChunkBytesCeiling)}}, error(nil)
+	for err == nil { // until the system takes no more
+		err = from.Send(&ch)
+	}
+	require.ErrorIs(t, err, os.ErrDeadlineExceeded)
+	require.NoError(t, from.SetWriteDeadline(time.Time{}))
+	go func() { _, _ = io.Copy(io.Discard, y) }() // ends with the connection
+	require.Error(t, from.Send(&ch), "TLS does not know what has been written")
+	began := time.Now()
+	require.NoError(t, from.Close())
+	require.Less(t, time.Since(began), time.Second, "nobody waits for an alert")
+}
+
+func TestAChunkIsWrittenInFewPieces(t *testing.T) {
+	testkit.Start(t)
+	a, b := connected(t, "tcp")
+	counted := &counter{Conn: a}
+	x, y := secure(t, counted, b)
+	from := New(x, nil)
+	go func() { _, _ = io.Copy(io.Discard, y) }() // ends with the connection
+	for _, n := range []int{0, 1000, 1 << 20} {
+		counted.writes = 0
+		require.NoError(t, from.Send(&frame.Chunk{Tensor: id, Data: [][]byte{make([]byte, n)}}))
+		require.Equal(t, 1+n/batchBytes, counted.writes, "a chunk of %d bytes", n)
+	}
+}
+
+// counter counts writes.
+type counter struct {
+	net.Conn
+	writes int
+}
+
+func (c *counter) Write(p []byte) (int, error) {
+	c.writes++
+	return c.Conn.Write(p)
+}
+
 func TestSendingAllocatesNothing(t *testing.T) {
 	a, b := connected(t, "tcp")
 	go func() { _, _ = io.Copy(io.Discard, b) }() // ends with the connection
@@ -167,18 +288,24 @@ func greet(t *testing.T, o *Offers, token frame.LaneToken, n int) (client, serve
 			accepted <- errors.New("no magic")
 			return
 		}
-		accepted <- o.Accept(b, func() bool { return true })
+		accepted <- o.Accept(b)
 	}()
 	client = Greet(a, token, n)
 	return client, <-accepted
+}
+
+// owner permits and admits everybody, and counts its lanes.
+func owner(lanes *int) Owner {
+	yes := func(net.Conn) bool { return true }
+	return Owner{Permits: yes, Admit: yes, Attach: func(net.Conn) { *lanes++ }}
 }
 
 func TestATokenOpensLanesOfItsSessionOnceEachUse(t *testing.T) {
 	testkit.Start(t)
 	o := new(Offers)
 	var mine, others int
-	token, withdraw := o.Offer(func(net.Conn) { mine++ })
-	other, _ := o.Offer(func(net.Conn) { others++ })
+	token, withdraw := o.Offer(owner(&mine))
+	other, _ := o.Offer(owner(&others))
 	require.NotEqual(t, token, other)
 	refused := func(text string, token frame.LaneToken, n int) {
 		t.Helper()

@@ -7,7 +7,7 @@ const (
 	// longJSON is the most JSON of an answer in its packet; more goes into a range.
 	longJSON = 32 << 10
 	// mostLanes is the most lanes that a guest may ask for: client.Config.Lanes has no more.
-	mostLanes = 1
+	mostLanes = 64
 	// pieceBytes is what a result in pieces comes in: a chunk.
 	pieceBytes = 1 * mib
 	// piecesOut is how many pieces of a result a guest may have: it copies one while

@@ -94,11 +94,11 @@ func (c *counts) TransferEnded(k Direction, code frame.Code, bytes int64) {
 	c.transferBytes[metrics.Outcome{Of: string(k), Code: code.String()}] += bytes
 }
 
-// TensorEnded counts a tensor of a push or a pull.
-func (c *counts) TensorEnded(k Direction, code frame.Code) {
+// TensorsEnded counts n tensors of a push or a pull.
+func (c *counts) TensorsEnded(k Direction, code frame.Code, n int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.endedTensors[metrics.Outcome{Of: string(k), Code: code.String()}]++
+	c.endedTensors[metrics.Outcome{Of: string(k), Code: code.String()}] += n
 }
 
 // Panicked counts and logs a panic of a handler. It is called while the panic unwinds.

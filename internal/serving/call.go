@@ -196,6 +196,7 @@ func (c *call) compute(ctx context.Context, info engine.Info, run engine.Run) {
 // feed lends up to most of the run's blocks to the session, and copies staged inputs into
 // them. It reports whether there are no more blocks to lend.
 func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (last bool) {
+	var widened int64
 	for ; *seq < most; *seq++ {
 		b, err := run.Borrow(ctx)
 		if err != nil {
@@ -231,7 +232,9 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 			}
 			continue
 		}
+		var ahead int64
 		c.session.Do(func(m *stream.Machine, now stream.Instant) {
+			ahead = m.Ahead(now)
 			a := c.arrival(run)
 			a.block, a.missing = b, wire
 			for i, mem := range b.In {
@@ -240,6 +243,10 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 				}
 			}
 		})
+		if w, ok := run.(engine.Widener); ok && ahead > widened {
+			widened = ahead
+			w.Widen(ahead)
+		}
 	}
 	return false
 }

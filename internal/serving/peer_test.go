@@ -31,10 +31,10 @@ func newLink(t testing.TB) *link {
 }
 
 // Opened is of a Conn, as all below.
-func (*link) Opened()     {}
-func (*link) Holds(int64) {}
-func (*link) Excuse()     {}
-func (*link) Free()       {}
+func (*link) Opened()         {}
+func (*link) Take(int64) bool { return true }
+func (*link) Excuse()         {}
+func (*link) Free()           {}
 
 func (l *link) Send(f *frame.Frame, held interface{ Release() }) error {
 	if held != nil {

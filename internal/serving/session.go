@@ -38,9 +38,9 @@ type Conn interface {
 	session.Conn
 	// Opened is called for each tensor that the peer has opened.
 	Opened()
-	// Holds is called with the number of bytes retained of what the peer has said about
-	// calls.
-	Holds(bytes int64)
+	// Take reports whether there is memory to retain so many bytes, in total, of what the
+	// peer has said about calls.
+	Take(bytes int64) bool
 	// Excuse makes what the peer has not read count as sent just now. It is safe for
 	// concurrent use.
 	Excuse()
@@ -96,10 +96,10 @@ func (c *Core) open(from *admission.Caller, kind Direction, cfg stream.Config) (
 	return s, nil
 }
 
-// OfferLanes offers a token that opens lanes, as many as times. It must be called before
-// Serve.
-func (s *Session) OfferLanes(token frame.LaneToken, times uint32) {
-	s.Do(func(m *stream.Machine, _ stream.Instant) { m.OfferLanes(token, times) })
+// OfferLanes offers a token that opens lanes, as many as times, and atOnce at a time. It must
+// be called before Serve.
+func (s *Session) OfferLanes(token frame.LaneToken, times, atOnce uint32) {
+	s.Do(func(m *stream.Machine, _ stream.Instant) { m.OfferLanes(token, times, atOnce) })
 }
 
 // AddLane makes the session use a lane, which it takes over.
@@ -193,12 +193,16 @@ type input struct {
 	taken  int64         // bytes taken from the session's staging; guarded as staged
 }
 
+// errRetained ends a session of which more is to be retained than there is memory for.
+var errRetained = TryLater(frame.ResourceExhausted, "memory: not enough to keep what this session announces; announce less at a time, send larger chunks, or try again later")
+
 // Received tells the connection how much calls retain. The session is locked.
 func (s *Session) Received(m *stream.Machine) {
-	if n := m.Retained(); n != s.retained {
-		s.retained = n
-		s.conn.Holds(int64(n))
+	n := m.Retained()
+	if n != s.retained && !s.conn.Take(int64(n)) {
+		s.Stop(errRetained)
 	}
+	s.retained = n
 }
 
 // Event runs with the session locked.

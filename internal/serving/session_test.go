@@ -331,7 +331,7 @@ func TestTheEndsOfOneWaySessionsAreCounted(t *testing.T) {
 		require.Empty(t, f.Values().TransferBytes, "their calls never began")
 		f.TransferEnded(Push, frame.DataLoss, 7)
 		require.EqualValues(t, 7, f.Values().TransferBytes[of("push", frame.DataLoss)])
-		f.TensorEnded(Pull, frame.NotFound)
+		f.TensorsEnded(Pull, frame.NotFound, 1)
 		require.EqualValues(t, 1, f.Values().EndedTensors[of("pull", frame.NotFound)])
 	})
 }

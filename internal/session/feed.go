@@ -3,6 +3,7 @@ package session
 import (
 	"context"
 	"fmt"
+	"sync/atomic"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
@@ -32,7 +33,8 @@ type Feed struct {
 	// Held are ranges that the receiver has, ascending and apart: a chunk that lies wholly in
 	// one is not sent.
 	Held []frame.Range
-	// Pieces is how many views may be shared at a time, of PieceBytes or a chunk each.
+	// Pieces is how many views may be shared at a time, of PieceBytes or a chunk each; more
+	// where the peer is far.
 	Pieces int
 	// Offered, if not nil, learns of each piece, on the goroutine of Run; Moved, when it was
 	// sent and acknowledged, or given up, on any goroutine, perhaps with the session locked.
@@ -73,7 +75,11 @@ func (f *Feed) Run(ctx context.Context, d frame.Desc) (codec.Digest, error) {
 	}
 	geo := tensor.Geometry{Size: size, ChunkBytes: int64(d.ChunkBytes)}
 	if f.announce = &d; len(f.Held) > 0 || geo.Count() > f.chunks(geo.ChunkBytes) {
-		f.Session.Do(func(m *stream.Machine, now stream.Instant) { err = f.open(m, now) })
+		f.Session.Do(func(m *stream.Machine, now stream.Instant) {
+			if err = f.open(m, now); err == nil {
+				err = f.skip(m, now, d.Tensor, geo)
+			}
+		})
 	}
 	if err != nil {
 		return codec.Digest{}, err
@@ -101,7 +107,8 @@ func (f *Feed) chunks(chunk int64) uint32 {
 // Send is the part of Run after the announcement.
 func (f *Feed) Send(ctx context.Context, id tensor.ID, geo tensor.Geometry) (codec.Digest, error) {
 	step := f.chunks(geo.ChunkBytes)
-	slots := make(chan struct{}, f.Pieces)
+	var out atomic.Int64 // pieces shared
+	back, most := make(News, 1), int64(f.Pieces)
 	var hash *codec.Digester
 	if f.Digest.IsZero() && !f.Plain {
 		hash = new(codec.Digester)
@@ -115,17 +122,19 @@ func (f *Feed) Send(ctx context.Context, id tensor.ID, geo tensor.Geometry) (cod
 		}
 		off, _ := geo.Span(i)
 		n := min(int64(step)*geo.ChunkBytes, geo.Size-off)
-		if skip := cover(&held, off, n); skip {
-			if err := f.skip(ctx, &turn, id, i, off, n, hash); err != nil {
+		if cover(&held, off, n) {
+			if err := f.pass(ctx, &turn, off, n, hash); err != nil {
 				return codec.Digest{}, err
 			}
 			continue
 		}
 		turn.End()
-		select {
-		case slots <- struct{}{}:
-		case <-ctx.Done():
-			return codec.Digest{}, context.Cause(ctx)
+		for out.Load() >= most {
+			select {
+			case <-back:
+			case <-ctx.Done():
+				return codec.Digest{}, context.Cause(ctx)
+			}
 		}
 		data, release, err := f.view(off, n, hash)
 		if err != nil {
@@ -133,12 +142,15 @@ func (f *Feed) Send(ctx context.Context, id tensor.ID, geo tensor.Geometry) (cod
 		}
 		done := func() {
 			release()
-			<-slots
+			out.Add(-1)
+			back.Tell()
 			if f.Moved != nil {
 				f.Moved(n)
 			}
 		}
+		out.Add(1)
 		f.Session.Do(func(m *stream.Machine, now stream.Instant) {
+			most = max(int64(f.Pieces), m.Ahead(now)/max(n, 1))
 			if err = f.open(m, now); err == nil && m.Offer(now, id, off, data, done) != nil {
 				err = stream.ErrClosed
 			}
@@ -157,22 +169,35 @@ func (f *Feed) Send(ctx context.Context, id tensor.ID, geo tensor.Geometry) (cod
 	return hash.Sum(), nil
 }
 
-// skip leaves a chunk out, and hashes it.
-func (f *Feed) skip(ctx context.Context, turn *background.Turn, id tensor.ID, index uint32, off, n int64, hash *codec.Digester) (err error) {
+// skip leaves out the chunks that the receiver has, all before it learns of the tensor: it
+// may acknowledge them at once. The session is locked.
+func (f *Feed) skip(m *stream.Machine, now stream.Instant, id tensor.ID, geo tensor.Geometry) error {
+	held := f.Held
+	for i := range geo.Count() {
+		if off, n := geo.Span(i); cover(&held, off, n) {
+			if err := m.Skip(now, id, i, i+1); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// pass hashes what is not sent.
+func (f *Feed) pass(ctx context.Context, turn *background.Turn, off, n int64, hash *codec.Digester) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	if hash != nil {
-		if err := turn.Work(ctx); err != nil {
-			return err
-		}
-		_, release, err := f.view(off, n, hash)
-		if err != nil {
-			return err
-		}
+	if hash == nil {
+		return nil
+	}
+	if err := turn.Work(ctx); err != nil {
+		return err
+	}
+	_, release, err := f.view(off, n, hash)
+	if err == nil {
 		release()
 	}
-	f.Session.Do(func(m *stream.Machine, now stream.Instant) { err = m.Skip(now, id, index, index+1) })
 	return err
 }
 

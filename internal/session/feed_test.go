@@ -11,6 +11,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -171,7 +173,10 @@ func (g *giver) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 	}
 	call, chunk := e.Call, min(int64(len(g.data)/7+1), 1<<20)
 	g.done.Go(func() {
-		f := Feed{Session: g.sess, Pieces: 3, Held: g.held, View: func(off, n int64) ([]byte, interface{ Release() }, error) { return g.data[off : off+n], nil, nil }}
+		f := Feed{Session: g.sess, Pieces: 3, Held: g.held, View: func(off, n int64) ([]byte, interface{ Release() }, error) {
+			time.Sleep(time.Nanosecond) // until the client has acknowledged what it has
+			return g.data[off : off+n], nil, nil
+		}}
 		d := bytesDesc(int64(len(g.data)), chunk)
 		d.Call = call
 		digest, err := f.Run(context.Background(), d)
@@ -187,12 +192,17 @@ func (g *giver) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 
 func (*giver) Received(*stream.Machine) {}
 
+// bubble runs a test in a bubble.
+func bubble(f func(*testing.T)) func(*testing.T) {
+	return func(t *testing.T) { synctest.Test(t, f) }
+}
+
 func TestWhatAFeedSendsALandingPlaces(t *testing.T) {
 	testkit.Start(t)
 	random := rand.New(rand.NewPCG(1, 2))
 	for _, size := range []int64{0, 1, 6, 7, 8, 1000, 3 << 20, 9<<20 + 5} {
 		for _, how := range []string{"memory", "slabs", "slabs, in order", "some is held", "all is held"} {
-			t.Run(fmt.Sprintf("%d bytes, %s", size, how), func(t *testing.T) {
+			t.Run(fmt.Sprintf("%d bytes, %s", size, how), bubble(func(t *testing.T) {
 				data := make([]byte, size)
 				for i := range data {
 					data[i] = byte(random.Uint32())
@@ -256,7 +266,7 @@ func TestWhatAFeedSendsALandingPlaces(t *testing.T) {
 				server.sess.Wait(frame.Unavailable, "over")
 				slabs, _ := pool.Live()
 				require.Zero(t, slabs)
-			})
+			}))
 		}
 	}
 }

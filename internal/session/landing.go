@@ -59,7 +59,8 @@ type Landing struct {
 	next   int64 // in order, up to where all was handed over, or is held
 	spare  []*slab.Slab
 	slabs  int
-	failed bool // nothing can be lent any more
+	failed bool  // nothing can be lent any more
+	ahead  int64 // bytes to be lent ahead, if more than usual
 
 	// Guarded by the session's lock.
 	out  int // pieces lent
@@ -179,7 +180,7 @@ func (l *Landing) more() error {
 			p.slab = l.spare[len(l.spare)-1]
 			l.spare = l.spare[:len(l.spare)-1]
 			p.mem = p.slab.Bytes()[:n]
-		case l.slabs >= landingSlabs:
+		case int64(l.slabs) >= max(landingSlabs, l.ahead/l.size):
 			return nil
 		default:
 			s, err := l.Slab(int(n))
@@ -193,7 +194,8 @@ func (l *Landing) more() error {
 		}
 		full := false
 		l.Session.Do(func(m *stream.Machine, now stream.Instant) {
-			if full = l.failed || l.Memory != nil && l.out >= landingPieces; !full {
+			l.ahead = m.Ahead(now)
+			if full = l.failed || l.Memory != nil && int64(l.out) >= max(landingPieces, l.ahead/l.size); !full {
 				l.lend(m, now, p)
 			}
 		})

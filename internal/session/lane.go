@@ -1,15 +1,16 @@
 package session
 
 import (
+	"cmp"
 	"errors"
 	"io"
 	"os"
 	"runtime"
+	"slices"
 	"sync"
 	"time"
 
 	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/stream"
 )
 
@@ -26,11 +27,13 @@ type Lane interface {
 	SetReadDeadline(t time.Time) error
 	SetWriteDeadline(t time.Time) error
 	Close() error
+	// RoundTrip returns the least round trip; 0 if it is not known.
+	RoundTrip() time.Duration
 }
 
 // Errors that a lane ends with.
 var (
-	// ErrReplaced ends a lane when the peer has opened another one.
+	// ErrReplaced ends the oldest lane when the peer has opened one too many.
 	ErrReplaced = errors.New("session: the peer has opened another lane")
 	// ErrStalled ends a lane that loses chunks, or takes them too slowly.
 	ErrStalled = errors.New("session: a chunk on the lane took too long; on a slow line use none")
@@ -45,6 +48,8 @@ type lane struct {
 	write func()      // writeLane, made once
 
 	// Guarded by the session's mu.
+	number  uint8 // index in Session.lanes plus 1; 0: it is not there any more
+	since   stream.Instant
 	claim   stream.Claim
 	reading bool // claim is open: the reader writes to memory that was lent
 	broken  bool // the memory is wanted back: the reader was told
@@ -53,27 +58,67 @@ type lane struct {
 
 // AddLane has chunks go by l as well, which the session takes over. It starts a goroutine
 // that reads l, and one that writes it whenever there is something to send; they end with
-// the lane, or the session. ended is then called, once. A lane that was there ends.
+// the lane, or the session. ended is then called, once. If there are as many lanes as may be
+// open at a time, the oldest ends.
 func (s *Session) AddLane(l Lane, ended func(why error)) {
 	n := &lane{Lane: l, ended: ended}
 	n.write = func() { s.writeLane(n) }
+	var oldest *lane
 	s.mu.Lock()
-	over, old := s.over, s.lane
+	over := s.over
 	if !over {
-		s.m.SetLane(s.now(), false) // what went by the old one goes again
-		s.m.SetLane(s.now(), true)
-		s.lane = n
+		n.since = s.now()
+		if open := s.open(); len(open) >= s.m.LanesAtOnce() {
+			oldest = slices.MinFunc(open, func(a, b *lane) int { return cmp.Compare(a.since, b.since) })
+			s.forget(oldest)
+		}
+		at := slices.Index(s.lanes, nil)
+		if at < 0 {
+			at = len(s.lanes)
+			s.lanes = append(s.lanes, nil)
+		}
+		s.lanes[at], n.number = n, uint8(at+1)
+		s.laned()
 		s.work.Add(1)
 		go s.readLane(n)
-		s.dispatch(s.now())
+		s.dispatch(n.since)
 	}
 	s.mu.Unlock()
 	if over {
 		n.end(s.Cause())
 	}
-	if old != nil {
-		old.end(ErrReplaced)
+	if oldest != nil {
+		oldest.end(ErrReplaced)
 	}
+}
+
+// open returns the lanes; mu is held.
+func (s *Session) open() []*lane {
+	return slices.DeleteFunc(slices.Clone(s.lanes), func(l *lane) bool { return l == nil })
+}
+
+// laned tells the machine of the lanes; mu is held.
+func (s *Session) laned() {
+	var trip time.Duration // of those that are far
+	open := s.open()
+	for _, l := range open {
+		if t := l.RoundTrip(); t >= farTrip && (trip == 0 || t < trip) {
+			trip = t
+		}
+	}
+	s.m.SetLanes(len(open), stream.Instant(trip))
+}
+
+// forget has what a lane has not brought go another way; mu is held.
+func (s *Session) forget(l *lane) {
+	if l.number == 0 {
+		return
+	}
+	n := l.number
+	s.lanes[n-1], l.number = nil, 0
+	s.laned()
+	s.m.LoseLane(s.now(), n)
+	s.dispatch(s.now())
 }
 
 // end closes the lane, and tells why.
@@ -90,11 +135,7 @@ func (s *Session) retire(l *lane, why error) {
 		why = ErrStalled
 	}
 	s.mu.Lock()
-	if s.lane == l {
-		s.lane = nil
-		s.m.SetLane(s.now(), false)
-		s.dispatch(s.now())
-	}
+	s.forget(l)
 	pending := s.m.Pending()
 	s.mu.Unlock()
 	l.end(why)
@@ -108,20 +149,22 @@ func (s *Session) patience(n int) time.Time {
 	return time.Now().Add(time.Duration(s.m.LanePatience(n)))
 }
 
-// attend sees to the lane when something has changed; mu is held.
+// attend sees to the lanes when something has changed; mu is held.
 func (s *Session) attend() {
-	l := s.lane
-	if l == nil {
-		return
-	}
-	if l.reading && !l.broken && l.claim.Dead() {
-		l.broken = true
-		_ = l.SetReadDeadline(time.Unix(1, 0)) // its reader lets go
-	}
-	if !l.writing && !s.over && s.m.LanePending() {
-		l.writing = true
-		s.work.Add(1)
-		go l.write()
+	pending := len(s.lanes) > 0 && !s.over && s.m.LanePending()
+	for _, l := range s.lanes {
+		if l == nil {
+			continue
+		}
+		if l.reading && !l.broken && l.claim.Dead() {
+			l.broken = true
+			_ = l.SetReadDeadline(time.Unix(1, 0)) // its reader lets go
+		}
+		if pending && !l.writing {
+			l.writing, pending = true, false // it wakes another one if there is more
+			s.work.Add(1)
+			go l.write()
+		}
 	}
 }
 
@@ -167,12 +210,15 @@ func (s *Session) readChunk(l *lane, ch *frame.Chunk, n int) (err error) {
 	left := n
 	if wanted {
 		var got uint32
+		var failed error
 		if err == nil {
-			got, left, err = l.claim.Fill(l)
+			if got, left, err = l.claim.Fill(l); err == nil {
+				failed = l.claim.Decode(got)
+			}
 		}
 		broken := s.locked(func(m *stream.Machine, now stream.Instant) bool {
 			if l.reading = false; err == nil {
-				m.Commit(now, &l.claim, got, nil)
+				m.Commit(now, &l.claim, got, failed)
 			} else {
 				m.Abort(now, &l.claim)
 			}
@@ -205,24 +251,23 @@ func (s *Session) writeLane(l *lane) {
 	for yielded := s.now(); ; s.yield(&yielded) {
 		s.mu.Lock()
 		var held interface{ Release() }
-		ok := s.lane == l
+		ok := l.number > 0
 		if ok {
-			held, ok = s.m.NextLane(s.now(), &l.out)
+			held, ok = s.m.NextLane(s.now(), &l.out, l.number)
 		}
 		if !ok {
 			l.writing = false
 			s.mu.Unlock()
 			return
 		}
-		kind := s.m.Status().Checksum
+		st := s.m.Status()
 		s.dispatch(s.now())
 		pending := s.m.Pending()
 		s.mu.Unlock()
 		if pending {
 			s.nudge()
 		}
-		if err := fault.Guard(func() { l.out.Sum = sum(kind, &l.out) }); err != nil {
-			s.vanished(&l.out, held, err)
+		if held = s.seal(&l.out, held, st); held == nil {
 			continue
 		}
 		err := l.SetWriteDeadline(s.patience(l.out.Len()))

@@ -85,9 +85,9 @@ func laneSession(t *testing.T, seed uint64, calls int) {
 	limits := stream.Limits{SessionIdle: stream.Instant(365 * 24 * time.Hour), AllowanceBytes: 1, ChunkIdle: stream.Instant(20 * time.Second)}
 	cp, sp := &poisoned{side: &side{t: t, pipe: a, chunk: uint32(1000 + r.IntN(60000)), lent: map[tensor.ID][]byte{}, closed: map[tensor.ID]int{}, results: map[tensor.ID][]byte{}}},
 		&poisoned{side: &side{t: t, pipe: b, server: true, chunk: 1000, lent: map[tensor.ID][]byte{}, closed: map[tensor.ID]int{}, results: map[tensor.ID][]byte{}}}
-	cp.sess = New(stream.Config{Session: tensor.NewID(), Lanes: 1, Limits: limits}, cp)
+	cp.sess = New(stream.Config{Session: tensor.NewID(), Lanes: 1, LanesAtOnce: 1 + r.Uint32N(4), Limits: limits}, cp)
 	sp.sess = New(stream.Config{Server: true, Limits: limits}, sp)
-	sp.sess.Do(func(m *stream.Machine, _ stream.Instant) { m.OfferLanes(frame.LaneToken{1}, 8) })
+	sp.sess.Do(func(m *stream.Machine, _ stream.Instant) { m.OfferLanes(frame.LaneToken{1}, 8, 4) })
 	for _, p := range []*poisoned{cp, sp} {
 		p.start()
 		go func() {
@@ -227,6 +227,7 @@ func (l *halfRead) Read([]byte) (int, error) {
 }
 
 func (*halfRead) Send(*frame.Chunk) error          { return nil }
+func (*halfRead) RoundTrip() time.Duration         { return 0 }
 func (*halfRead) SetReadDeadline(time.Time) error  { return nil }
 func (*halfRead) SetWriteDeadline(time.Time) error { return nil }
 
@@ -239,7 +240,7 @@ func TestASessionWhoseClientEndsItsSideEndsWithTheLastChunkOfALane(t *testing.T)
 	testkit.Start(t)
 	synctest.Test(t, func(t *testing.T) {
 		server := newSide(t, nil, stream.Config{Server: true, NoAllowance: true})
-		server.sess.Do(func(m *stream.Machine, _ stream.Instant) { m.OfferLanes(frame.LaneToken{1}, 8) })
+		server.sess.Do(func(m *stream.Machine, _ stream.Instant) { m.OfferLanes(frame.LaneToken{1}, 8, 4) })
 		a, b := newLink()
 		server.sess.Carry(b)
 		call, x := tensor.NewID(), tensor.NewID()

@@ -24,6 +24,9 @@ const (
 	// missing.
 	landingSlabs  = 8
 	landingPieces = 64
+	// farTrip is the round trip from which more is lent and offered ahead: what the constants
+	// above allow lasts for shorter ones.
+	farTrip = time.Millisecond
 	// yieldEvery is how long a goroutine of a lane may run before it yields; see yield.
 	yieldEvery = stream.Instant(500 * time.Microsecond)
 )

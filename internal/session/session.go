@@ -65,8 +65,8 @@ type Session struct {
 	// Both guarded by mu.
 	writing, waiting bool
 	wake             chan struct{}
-	writer           func() // write, made once: a go statement would make it for each frame
-	lane             *lane  // nil: there is none; guarded by mu
+	writer           func()  // write, made once: a go statement would make it for each frame
+	lanes            []*lane // by number, from 1 on; nil where there is none; guarded by mu
 
 	sending chan struct{} // holds a token while somebody sends
 	// Guarded by sending.
@@ -136,9 +136,9 @@ func (s *Session) Wait(code frame.Code, text string) {
 	<-s.Stopped()
 	s.mu.Lock()
 	s.over = true
-	l := s.lane
+	lanes := s.open()
 	s.mu.Unlock()
-	if l != nil {
+	for _, l := range lanes {
 		l.end(s.Cause())
 	}
 	s.reader.Wait()
@@ -203,7 +203,7 @@ func (s *Session) due() bool {
 	return s.m.Pending() || (s.ended || s.waiting) && s.m.Status().Calls == 0
 }
 
-// dispatch hands out events until there are none, and has the lane attended to; mu is held.
+// dispatch hands out events until there are none, and has the lanes attended to; mu is held.
 func (s *Session) dispatch(now stream.Instant) {
 	for {
 		e, ok := s.m.Event()
@@ -257,15 +257,17 @@ func (s *Session) tick() {
 	if err == nil {
 		s.schedule()
 	}
-	l := s.lane
-	stalled := l != nil && s.m.LaneStalled(now)
+	var stalled *lane
+	if n := int(s.m.LaneStalled(now)); n > 0 && n <= len(s.lanes) {
+		stalled = s.lanes[n-1]
+	}
 	unread := ""
 	if since := s.sendingSince.Load(); since != 0 {
 		unread = s.m.Unread(now, stream.Instant(since), stream.Instant(writeStall))
 	}
 	s.mu.Unlock()
-	if stalled {
-		s.retire(l, ErrStalled)
+	if stalled != nil {
+		s.retire(stalled, ErrStalled)
 	}
 	if err == nil && unread != "" {
 		err = &frame.Error{Code: frame.DeadlineExceeded, Text: "the peer has not read for " + unread}
@@ -435,19 +437,9 @@ func (s *Session) sendFrame(waits *bool) bool {
 		return false
 	}
 	defer s.sendingSince.Store(0)
-	if c := &f.Chunk; f.HasChunk() {
-		if err := fault.Guard(func() {
-			if p := st.Codec.Encode(c.Data); p != nil {
-				held.Release() // what is sent lies elsewhere now
-				held = p
-				c.Codec, c.Data = uint8(st.Codec), append(c.Data[:0], p.Bytes())
-			}
-			c.Sum = sum(st.Checksum, c)
-		}); err != nil {
-			s.vanished(c, held, err)
-			if held = nil; f.Empty() {
-				return true
-			}
+	if f.HasChunk() {
+		if held = s.seal(&f.Chunk, held, st); held == nil && f.Empty() {
+			return true
 		}
 	}
 	if err := s.conn.Send(f, held); err != nil {
@@ -465,12 +457,26 @@ func (s *Session) sendFrame(waits *bool) bool {
 	return true
 }
 
-// vanished gives up the tensor of a chunk whose bytes could not be read, and forgets the chunk.
-func (s *Session) vanished(c *frame.Chunk, held interface{ Release() }, why error) {
+// seal encodes a chunk, if that pays off, and sums it. It returns what is to be released
+// when the chunk is sent: held, or what the chunk lies in now. If its bytes could not be
+// read, seal gives up its tensor, forgets the chunk and returns nil.
+func (s *Session) seal(c *frame.Chunk, held interface{ Release() }, st stream.Status) interface{ Release() } {
+	err := fault.Guard(func() {
+		if p := st.Codec.Encode(c.Data); p != nil {
+			held.Release() // what is sent lies elsewhere now
+			held = p
+			c.Codec, c.Data = uint8(st.Codec), append(c.Data[:0], p.Bytes())
+		}
+		c.Sum = sum(st.Checksum, c)
+	})
+	if err == nil {
+		return held
+	}
 	held.Release()
 	id := c.Tensor
 	*c = frame.Chunk{}
-	s.Do(func(m *stream.Machine, _ stream.Instant) { m.Lost(id, why.Error()) })
+	s.Do(func(m *stream.Machine, _ stream.Instant) { m.Lost(id, err.Error()) })
+	return nil
 }
 
 func sum(kind codec.Checksum, c *frame.Chunk) uint32 {

@@ -24,6 +24,7 @@ type record struct {
 	id      tensor.ID
 	session *serving.Session // of an open transfer
 	all     bool             // a set
+	stored  bool             // all of it is, however its call ends
 	tensors []*progress      // the last recordTensors that were announced
 	bytes   atomic.Int64
 }
@@ -105,6 +106,9 @@ func (l *transferLog) end(r *record, code frame.Code, message string) bool {
 		return false
 	}
 	r.Open, r.session = false, nil
+	if r.stored {
+		code, message = frame.OK, ""
+	}
 	r.Code, r.Message = code, frame.Clip(message, recordMessage)
 	for _, p := range r.tensors {
 		if p.Open || r.all && code != frame.OK { // it ends with the transfer
@@ -126,11 +130,11 @@ func (l *transferLog) end(r *record, code frame.Code, message string) bool {
 	return true
 }
 
-// stored records that a set is stored, though its call may have ended before.
+// stored records that a set is stored, however its call has ended or will end.
 func (l *transferLog) stored(r *record) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	r.Code, r.Message = frame.OK, ""
+	r.stored, r.Code, r.Message = true, frame.OK, ""
 	for _, p := range r.tensors {
 		p.Summary.Code, p.Summary.Message = frame.OK, ""
 	}

@@ -56,3 +56,31 @@ func TestRecordsOfTheWorstTransfersTakeNoMoreThanTheySay(t *testing.T) {
 }
 
 func worstID(n int) tensor.ID { return tensor.ID{1, byte(n), byte(n >> 8), byte(n >> 16)} }
+
+// TestASetThatIsStoredIsKnownAsStored cancels the call of a set before and after the set is
+// stored.
+func TestASetThatIsStoredIsKnownAsStored(t *testing.T) {
+	testkit.Start(t)
+	for name, after := range map[string]bool{"cancelled before": false, "cancelled after": true} {
+		t.Run(name, func(t *testing.T) {
+			var s Service
+			id := tensor.NewID()
+			r, err := s.log.begin(id, serving.Push, nil, true)
+			require.NoError(t, err)
+			s.log.over(s.log.tensor(r, tensor.NewID(), "x", 1), frame.Summary{})
+			if after {
+				s.log.stored(r)
+			}
+			require.True(t, s.log.end(r, frame.Cancelled, "cancelled"))
+			if !after {
+				s.log.stored(r)
+			}
+			of, tensors, known := s.State(id)
+			require.True(t, known)
+			require.False(t, of.Open)
+			require.Equal(t, frame.OK, of.Code)
+			require.Empty(t, of.Message)
+			require.Equal(t, frame.OK, tensors[0].Summary.Code)
+		})
+	}
+}

@@ -19,8 +19,6 @@ import (
 type Conn interface {
 	serving.Conn
 	Context() context.Context // the context of its RPC
-	// Take reports whether bytes may be kept, in total, of what the peer has said.
-	Take(bytes int64) bool
 }
 
 // errKept ends a push that would keep more than there is memory for.
@@ -91,10 +89,10 @@ func (p *pushConn) Recv() (*frame.Frame, error) {
 	return p.gate.Recv(p.receive, p.Context().Done(), p.session.Stopped())
 }
 
-// Holds charges what the session retains, and what the answer will have.
-func (p *pushConn) Holds(bytes int64) {
+// Take charges what the session retains, and what the answer will have.
+func (p *pushConn) Take(bytes int64) bool {
 	p.held.Store(bytes)
-	p.Conn.Holds(bytes + p.kept.Load())
+	return p.Conn.Take(bytes + p.kept.Load())
 }
 
 // Free ends the loan of the last frame, unless something of it is left.
@@ -147,7 +145,7 @@ func (p *pushConn) announced(d *frame.Desc) error {
 	p.mu.Lock()
 	p.open++
 	p.mu.Unlock()
-	if kept := p.kept.Add(pushedBytes + int64(len(d.Name))); !p.Take(kept + p.held.Load()) {
+	if kept := p.kept.Add(pushedBytes + int64(len(d.Name))); !p.Conn.Take(kept + p.held.Load()) {
 		return errKept
 	}
 	return nil

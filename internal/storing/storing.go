@@ -58,6 +58,7 @@ type task struct {
 	id      tensor.ID
 	kind    serving.Direction
 	record  *record
+	ready   int64           // tensors of a set that are received: counted with its end
 	ctx     context.Context // ends with the call
 	cancel  context.CancelCauseFunc
 }
@@ -130,6 +131,9 @@ func (t *task) finish(m *stream.Machine, d frame.Done) {
 func (t *task) over(code frame.Code, text string) {
 	if t.service.log.end(t.record, code, text) {
 		t.leave(code, t.record.bytes.Load())
+		if t.ready > 0 {
+			t.service.TensorsEnded(t.kind, code, t.ready)
+		}
 	}
 }
 
@@ -156,7 +160,11 @@ func (t *task) failed(sum frame.Summary, err error) frame.Summary {
 func (t *task) summarize(m *stream.Machine, now stream.Instant, state *progress, sum frame.Summary) {
 	sum.Call = t.id
 	t.service.log.over(state, sum)
-	t.service.TensorEnded(t.kind, sum.Code)
+	if t.record.all && sum.Code == frame.OK {
+		t.ready++
+	} else {
+		t.service.TensorsEnded(t.kind, sum.Code, 1)
+	}
 	m.Summarize(now, sum)
 }
 

@@ -17,6 +17,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/testkit"
@@ -130,7 +131,6 @@ func (l *link) Recv() (*frame.Frame, error) {
 
 func (*link) Free()           {}
 func (*link) Opened()         {}
-func (*link) Holds(int64)     {}
 func (*link) Excuse()         {}
 func (*link) Take(int64) bool { return true }
 
@@ -381,6 +381,7 @@ func TestASetWhoseLastTensorIsBadIsNotStored(t *testing.T) {
 	infos, err := s.Store.List(t.Context(), "", "", 2*sets)
 	require.NoError(t, err)
 	require.Empty(t, infos)
+	require.Equal(t, map[metrics.Outcome]int64{{Of: "push", Code: "INVALID_ARGUMENT"}: 2 * sets}, s.Values().EndedTensors)
 }
 
 // What a push with the ID of an open put is told leaves the put alone.

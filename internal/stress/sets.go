@@ -161,21 +161,20 @@ func (s *set) excused(sum *client.Summary) bool {
 	return len(s.names) > pinnedMost && status.Code(sum.Err) == codes.Aborted
 }
 
-// mixture says what was pulled that is none of the versions from first on.
+// mixture says what was pulled that is none of the versions from first on: beside each of
+// them, the tensors of others.
 func (s *set) mixture(tried []version, first int, got []client.Summary) error {
 	var of []string
-	for i := range got {
-		is := "none that was pushed"
-		at, ok := slices.BinarySearch(s.names, got[i].Name)
-		for n, v := range tried {
-			if ok && v != nil && v[at].Is(&got[i]) == nil {
-				is = fmt.Sprint(n)
+	for n, v := range tried {
+		var not []string
+		for i := range got {
+			if at, ok := slices.BinarySearch(s.names, got[i].Name); !ok || v == nil || v[at].Is(&got[i]) != nil {
+				not = append(not, fmt.Sprintf("%s (%d bytes, %v, error %v)", got[i].Name, got[i].Bytes, got[i].Digest, got[i].Err))
 			}
 		}
-		of = append(of, fmt.Sprintf("%s: %s (%v)", got[i].Name, is, got[i].Err))
+		of = append(of, fmt.Sprintf("not of %d are %d: %s", n, len(not), strings.Join(not[:min(len(not), problemsKept)], ", ")))
 	}
-	return known.Wrong("%d tensors of a set of %d are not all of one of the versions %d to %d: %s",
-		len(got), len(s.names), first, len(tried)-1, strings.Join(of[:min(len(of), problemsKept)], ", "))
+	return known.Wrong("%d tensors of a set of %d are not all of one of the versions %d to %d: %s", len(got), len(s.names), first, len(tried)-1, strings.Join(of, "; "))
 }
 
 // settle finds which version is there now, when nobody pushes, and forgets the others.

@@ -248,7 +248,7 @@ func toProto(f *frame.Frame) *tensorferryv1.Frame {
 	if h := f.Hello; h != nil {
 		pb.Hello = &tensorferryv1.Hello{
 			Version: h.Version, SessionId: h.Session[:], MaxChunkBytes: h.MaxChunkBytes, AllowanceBytes: h.AllowanceBytes,
-			Checksum: tensorferryv1.Checksum(h.Checksum), MaxOpenTensors: h.MaxOpenTensors, Lanes: h.Lanes,
+			Checksum: tensorferryv1.Checksum(h.Checksum), MaxOpenTensors: h.MaxOpenTensors, Lanes: h.Lanes, LanesAtOnce: h.LanesAtOnce,
 			ChunkIdleMillis: h.ChunkIdleMillis, Stores: h.Stores,
 		}
 		for _, k := range h.Codecs {
@@ -293,7 +293,7 @@ func toProto(f *frame.Frame) *tensorferryv1.Frame {
 		pb.Credits = append(pb.Credits, &tensorferryv1.Credit{TensorId: c.Tensor[:], ChunkLimit: c.Limit})
 	}
 	for _, a := range f.Acks {
-		pb.Acks = append(pb.Acks, &tensorferryv1.Ack{TensorId: a.Tensor[:], ReceivedBelow: a.Below, Resend: a.Resend})
+		pb.Acks = append(pb.Acks, &tensorferryv1.Ack{TensorId: a.Tensor[:], ReceivedBelow: a.Below, ReceivedBeyond: a.Beyond, Resend: a.Resend})
 	}
 	for _, id := range f.Cancels {
 		pb.Cancels = append(pb.Cancels, &tensorferryv1.Cancel{CallId: id[:]})

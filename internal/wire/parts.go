@@ -48,6 +48,7 @@ func (c *coder) hello(h *frame.Hello) {
 	c.array(9, "lane_token", "32 bytes, or none", h.LaneToken[:])
 	number(c, 10, &h.ChunkIdleMillis)
 	c.flag(11, &h.Stores)
+	number(c, 12, &h.LanesAtOnce)
 }
 
 func (c *coder) call(v *frame.Call) {
@@ -110,6 +111,7 @@ func (c *coder) credit(v *frame.Credit) {
 func (c *coder) ack(a *frame.Ack) {
 	c.id(1, "tensor_id", &a.Tensor)
 	number(c, 2, &a.Below)
+	packed(c, 3, &a.Beyond, 2*frame.AckPairs+1, as[uint32]) // enough to refuse them
 	packed(c, 5, &a.Resend, math.MaxInt, as[uint32])
 }
 

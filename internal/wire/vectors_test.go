@@ -79,6 +79,9 @@ func vectors() []vector {
 	msg("hello-lanes", "ok", "a server that offers lanes", &F{Hello: &tensorferryv1.Hello{
 		Version: 1, SessionId: idSession, Checksum: tensorferryv1.Checksum_CHECKSUM_CRC32, Lanes: 8, LaneToken: []byte("lane-token-0000000000000000000001"[:32]),
 	}})
+	msg("hello-lanes-at-once", "ok", "a server that offers several lanes at a time", &F{Hello: &tensorferryv1.Hello{
+		Version: 1, SessionId: idSession, Checksum: tensorferryv1.Checksum_CHECKSUM_CRC32, Lanes: 256, LanesAtOnce: 64, LaneToken: []byte("lane-token-0000000000000000000001"[:32]),
+	}})
 	msg("hello-chunk-idle", "ok", "a server that says for how long it waits", &F{Hello: &tensorferryv1.Hello{
 		Version: 1, SessionId: idSession, Checksum: tensorferryv1.Checksum_CHECKSUM_CRC32C, ChunkIdleMillis: 30_000,
 	}})
@@ -127,6 +130,9 @@ func vectors() []vector {
 	}})
 	msg("ack", "ok", "one plain, one that asks for chunks again, one plain after it", &F{Acks: []*tensorferryv1.Ack{
 		{TensorId: idTensor, ReceivedBelow: 7}, {TensorId: idOther, ReceivedBelow: 1, Resend: []uint32{1, 300, 70000}}, {TensorId: idTensor},
+	}})
+	msg("ack-beyond", "ok", "ranges that arrived beyond the first gap", &F{Acks: []*tensorferryv1.Ack{
+		{TensorId: idTensor, ReceivedBelow: 7, ReceivedBeyond: []uint32{9, 10, 300, 70000}, Resend: []uint32{8}}, {TensorId: idOther, ReceivedBelow: 4},
 	}})
 	msg("cancel", "ok", "the client stops a call", &F{Cancels: []*tensorferryv1.Cancel{{CallId: idCall}}})
 	msg("failure", "ok", "one tensor fails, the session lives", &F{Failures: []*tensorferryv1.Failure{{

@@ -124,7 +124,7 @@ class Errors(support.Served):
             lambda: self.client.compute("echo", b"abc", timeout=0),
             lambda: self.client.push({"a": b"abc"}, timeout=-1),
             lambda: tf.connect(self.server.address, memory="2GB"),
-            lambda: tf.connect(self.server.address, lanes=2),
+            lambda: tf.connect(self.server.address, lanes=65),
             lambda: tf.connect(self.server.address, lanes=-1),
             lambda: tf.connect(self.server.address, lanes="none"),
             lambda: tf.connect(self.server.address, lanes=None),
@@ -150,7 +150,7 @@ class Lanes(support.Served):
             for _ in range(3):
                 self.assertEqual(bytes(c.compute("echo", x)), x)
         self.assertEqual(by_lane(), 0)
-        for options in ({}, {"lanes": 1}):
+        for options in ({}, {"lanes": 1}, {"lanes": 8}):
             with self.subTest(options), tf.connect(self.server.address, **options) as c:
                 before = by_lane()
                 for _ in range(100):  # it is opened beside the first call

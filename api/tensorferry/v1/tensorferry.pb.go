@@ -418,7 +418,10 @@ type Hello struct {
 	// does not say.
 	ChunkIdleMillis uint32 `protobuf:"varint,10,opt,name=chunk_idle_millis,json=chunkIdleMillis,proto3" json:"chunk_idle_millis,omitempty"`
 	// Of the server: calls may be puts and gets.
-	Stores        bool `protobuf:"varint,11,opt,name=stores,proto3" json:"stores,omitempty"`
+	Stores bool `protobuf:"varint,11,opt,name=stores,proto3" json:"stores,omitempty"`
+	// How many lanes a session may have at a time; of the client also if it opens fewer. 0 is
+	// one, which carries only chunks without a codec.
+	LanesAtOnce   uint32 `protobuf:"varint,12,opt,name=lanes_at_once,json=lanesAtOnce,proto3" json:"lanes_at_once,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -528,6 +531,13 @@ func (x *Hello) GetStores() bool {
 		return x.Stores
 	}
 	return false
+}
+
+func (x *Hello) GetLanesAtOnce() uint32 {
+	if x != nil {
+		return x.LanesAtOnce
+	}
+	return 0
 }
 
 // Call opens one run of a model or, with put or get set, moves tensors into or out of
@@ -1054,6 +1064,9 @@ type Ack struct {
 	TensorId []byte `protobuf:"bytes,1,opt,name=tensor_id,json=tensorId,proto3" json:"tensor_id,omitempty"`
 	// Every chunk with a smaller index has been received and checked.
 	ReceivedBelow uint32 `protobuf:"varint,2,opt,name=received_below,json=receivedBelow,proto3" json:"received_below,omitempty"`
+	// Further chunks that have been received and checked: pairs of a first index and the
+	// index behind the last. At most 32 pairs, ascending, apart, and above received_below.
+	ReceivedBeyond []uint32 `protobuf:"varint,3,rep,packed,name=received_beyond,json=receivedBeyond,proto3" json:"received_beyond,omitempty"`
 	// Chunks whose checksum failed: send them again.
 	Resend        []uint32 `protobuf:"varint,5,rep,packed,name=resend,proto3" json:"resend,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1102,6 +1115,13 @@ func (x *Ack) GetReceivedBelow() uint32 {
 		return x.ReceivedBelow
 	}
 	return 0
+}
+
+func (x *Ack) GetReceivedBeyond() []uint32 {
+	if x != nil {
+		return x.ReceivedBeyond
+	}
+	return nil
 }
 
 func (x *Ack) GetResend() []uint32 {
@@ -3245,7 +3265,7 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x04ends\x18\v \x03(\v2\x16.tensorferry.v1.PutEndR\x04ends\x125\n" +
 	"\tsummaries\x18\x0e \x03(\v2\x17.tensorferry.v1.SummaryR\tsummaries\x12+\n" +
 	"\x05chunk\x18\x0f \x01(\v2\x15.tensorferry.v1.ChunkR\x05chunkJ\x04\b\n" +
-	"\x10\vJ\x04\b\f\x10\rJ\x04\b\r\x10\x0e\"\x99\x03\n" +
+	"\x10\vJ\x04\b\f\x10\rJ\x04\b\r\x10\x0e\"\xbd\x03\n" +
 	"\x05Hello\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x1d\n" +
 	"\n" +
@@ -3260,7 +3280,8 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"lane_token\x18\t \x01(\fR\tlaneToken\x12*\n" +
 	"\x11chunk_idle_millis\x18\n" +
 	" \x01(\rR\x0fchunkIdleMillis\x12\x16\n" +
-	"\x06stores\x18\v \x01(\bR\x06stores\"\xc5\x02\n" +
+	"\x06stores\x18\v \x01(\bR\x06stores\x12\"\n" +
+	"\rlanes_at_once\x18\f \x01(\rR\vlanesAtOnce\"\xc5\x02\n" +
 	"\x04Call\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x12\x14\n" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x12-\n" +
@@ -3308,11 +3329,12 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x06Credit\x12\x1b\n" +
 	"\ttensor_id\x18\x01 \x01(\fR\btensorId\x12\x1f\n" +
 	"\vchunk_limit\x18\x02 \x01(\rR\n" +
-	"chunkLimit\"m\n" +
+	"chunkLimit\"\x90\x01\n" +
 	"\x03Ack\x12\x1b\n" +
 	"\ttensor_id\x18\x01 \x01(\fR\btensorId\x12%\n" +
-	"\x0ereceived_below\x18\x02 \x01(\rR\rreceivedBelow\x12\x16\n" +
-	"\x06resend\x18\x05 \x03(\rR\x06resendJ\x04\b\x03\x10\x04J\x04\b\x04\x10\x05\"!\n" +
+	"\x0ereceived_below\x18\x02 \x01(\rR\rreceivedBelow\x12'\n" +
+	"\x0freceived_beyond\x18\x03 \x03(\rR\x0ereceivedBeyond\x12\x16\n" +
+	"\x06resend\x18\x05 \x03(\rR\x06resendJ\x04\b\x04\x10\x05\"!\n" +
 	"\x06Cancel\x12\x17\n" +
 	"\acall_id\x18\x01 \x01(\fR\x06callId\"T\n" +
 	"\aFailure\x12\x1b\n" +

@@ -34,30 +34,45 @@ const Target = "passthrough:///bench"
 // messages, the proto codec and every window as gRPC has it, CRC-32C computed and
 // checked for each chunk, the payload copied to its place. A small call is a message
 // there and a message back.
-var StockGRPC = bench.Kind{
-	Name: "gRPC, stock codec",
-	Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
-		idle := bench.NewIdle()
-		desc := stockStream
-		desc.Handler = func(_ any, s grpc.ServerStream) error {
-			defer close(idle) // there is one gRPC stream
-			return answers(&chunkLink{messages: s, end: func() error { return nil }}, p.To, bench.ChunkBytes, idle)
-		}
-		server := grpc.NewServer(grpc.WaitForHandlers(true)) // they write to memory that is lent until Close
-		server.RegisterService(&grpc.ServiceDesc{ServiceName: "bench", HandlerType: (*any)(nil), Streams: []grpc.StreamDesc{desc}}, 0)
-		return bench.Go(func() error { return server.Serve(l) }, server.Stop, idle), nil
-	},
-	Dial: func(_ context.Context, p bench.Place) (bench.Client, error) {
-		conn, err := grpc.NewClient(Target, DialOptions(p)...)
-		if err != nil {
-			return bench.Client{}, err
-		}
-		s, err := conn.NewStream(context.Background(), &stockStream, "/bench/Chunks") // until the connection is closed
-		if err != nil {
-			return bench.Client{}, errors.Join(err, conn.Close())
-		}
-		return asks(&chunkLink{messages: s, end: conn.Close}, p, bench.ChunkBytes), nil
-	},
+var StockGRPC = stock("gRPC, stock codec", false)
+
+// StockTLS is StockGRPC with encryption.
+var StockTLS = stock(StockGRPC.Name+OverTLS, true)
+
+func stock(name string, secure bool) bench.Kind {
+	return bench.Kind{
+		Name: name,
+		Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
+			idle := bench.NewIdle()
+			desc := stockStream
+			desc.Handler = func(_ any, s grpc.ServerStream) error {
+				defer close(idle) // there is one gRPC stream
+				return answers(&chunkLink{messages: s, end: func() error { return nil }}, p.To, bench.ChunkBytes, idle)
+			}
+			creds, err := serverCredentials(p, secure)
+			if err != nil {
+				return bench.Server{}, errors.Join(err, l.Close())
+			}
+			server := grpc.NewServer(grpc.Creds(creds), grpc.WaitForHandlers(true)) // they write to memory that is lent until Close
+			server.RegisterService(&grpc.ServiceDesc{ServiceName: "bench", HandlerType: (*any)(nil), Streams: []grpc.StreamDesc{desc}}, 0)
+			return bench.Go(func() error { return server.Serve(l) }, server.Stop, idle), nil
+		},
+		Dial: func(_ context.Context, p bench.Place) (bench.Client, error) {
+			creds, err := clientCredentials(p, secure)
+			if err != nil {
+				return bench.Client{}, err
+			}
+			conn, err := grpc.NewClient(Target, append(DialOptions(p), grpc.WithTransportCredentials(creds))...)
+			if err != nil {
+				return bench.Client{}, err
+			}
+			s, err := conn.NewStream(context.Background(), &stockStream, "/bench/Chunks") // until the connection is closed
+			if err != nil {
+				return bench.Client{}, errors.Join(err, conn.Close())
+			}
+			return asks(&chunkLink{messages: s, end: conn.Close}, p, bench.ChunkBytes), nil
+		},
+	}
 }
 
 var stockStream = grpc.StreamDesc{StreamName: "Chunks", ServerStreams: true, ClientStreams: true}

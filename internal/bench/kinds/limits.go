@@ -3,6 +3,8 @@ package kinds
 const (
 	// smallPiece is what a raw socket checks while it is in the cache of a core.
 	smallPiece = 256 << 10
+	// recordBytes is the payload of a TLS record.
+	recordBytes = 16 << 10
 	// uploadsBeside is the maximum number of uploads in a sample of CallBeside.
 	uploadsBeside = 5
 	// copyBytes is the size of each read and write when a file is copied, as cp's is.

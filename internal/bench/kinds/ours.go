@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"net"
 	"os"
 	"path/filepath"
@@ -20,7 +19,6 @@ import (
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
-	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/slab"
@@ -35,7 +33,7 @@ const (
 	Tensorferry = "tensorferry"
 	Folder      = "tensorferry, folder"
 	InMemory    = "tensorferry, store in memory"
-	TLS         = "tensorferry, TLS"
+	TLS         = Tensorferry + OverTLS
 	Copying     = "cp and fsync"
 )
 
@@ -101,24 +99,18 @@ func none(bench.Place, *slab.Pool) (store.Store, error) { return nil, nil }
 var secured = bench.Kind{
 	Name: TLS, OwnMemory: true,
 	Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
-		_, err := identity.WriteCertificates(p.Dir, nil, "bench")
+		creds, err := serverCredentials(p, true)
 		if err != nil {
 			return bench.Server{}, errors.Join(err, l.Close())
 		}
-		id, err := identity.NewServer(identity.ServerFiles{
-			Cert: filepath.Join(p.Dir, identity.ServerFile), Key: filepath.Join(p.Dir, identity.ServerKeyFile),
-		}, slog.New(slog.DiscardHandler))
-		if err != nil {
-			return bench.Server{}, errors.Join(err, l.Close())
-		}
-		return serve(l, p, server.Config{Credentials: id.Credentials()}, none)
+		return serve(l, p, server.Config{Credentials: creds}, none)
 	},
 	Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
-		creds, _, err := identity.ClientFiles{CA: filepath.Join(p.Dir, identity.AuthorityFile)}.Credentials()
+		creds, err := clientCredentials(p, true)
 		if err != nil {
 			return bench.Client{}, err
 		}
-		return ours(TLS, client.Config{Credentials: creds}, Load{1, 1}, none).Dial(ctx, p)
+		return ours(TLS, client.Config{Credentials: creds, Checksum: codec.CRC32C}, Load{1, 1}, none).Dial(ctx, p)
 	},
 }
 

@@ -1,6 +1,7 @@
 package kinds
 
 import (
+	"bufio"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -22,8 +23,11 @@ var pieces = []int{bench.ChunkBytes, smallPiece}
 func rawKinds() (all []bench.Kind) {
 	for _, sum := range []codec.Checksum{0, codec.CRC32C, codec.CRC32} {
 		for _, size := range pieces {
-			all = append(all, raw(sum, size))
+			all = append(all, raw(sum, size, false))
 		}
+	}
+	for _, size := range pieces {
+		all = append(all, raw(codec.CRC32C, size, true))
 	}
 	return all
 }
@@ -33,22 +37,46 @@ func RawName(sum codec.Checksum, size int) string {
 	return fmt.Sprintf("raw socket, %s, %s", SumText(sum), bench.ByteText(size))
 }
 
-func raw(sum codec.Checksum, size int) bench.Kind {
+// RawTLS names a kind of raw socket that is encrypted, with CRC-32C, as tensorferry is
+// beside it.
+func RawTLS(size int) string { return "crypto/tls, " + bench.ByteText(size) }
+
+func raw(sum codec.Checksum, size int, secure bool) bench.Kind {
+	name := RawName(sum, size)
+	if secure {
+		name = RawTLS(size)
+	}
 	return bench.Kind{
-		Name: RawName(sum, size),
+		Name: name,
 		Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
+			creds, err := serverCredentials(p, secure)
+			if err != nil {
+				return bench.Server{}, errors.Join(err, l.Close())
+			}
 			idle := bench.NewIdle()
 			return one(l, idle, func(conn net.Conn) error {
 				defer close(idle)
-				return answers(&rawLink{Conn: conn, sum: sum}, p.To, size, idle)
+				conn, _, err := creds.ServerHandshake(conn)
+				if err != nil {
+					return err
+				}
+				return answers(newRawLink(conn, sum, secure), p.To, size, idle)
 			}), nil
 		},
 		Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
+			creds, err := clientCredentials(p, secure)
+			if err != nil {
+				return bench.Client{}, err
+			}
 			conn, err := new(net.Dialer).DialContext(ctx, p.Network, p.Address)
 			if err != nil {
 				return bench.Client{}, err
 			}
-			return asks(&rawLink{Conn: conn, sum: sum}, p, size), nil
+			secured, _, err := creds.ClientHandshake(ctx, "", conn)
+			if err != nil {
+				return bench.Client{}, errors.Join(err, conn.Close())
+			}
+			return asks(newRawLink(secured, sum, secure), p, size), nil
 		},
 	}
 }
@@ -73,12 +101,21 @@ func one(l net.Listener, idle <-chan struct{}, serve func(net.Conn) error) bench
 }
 
 // rawLink tells an op by its first byte, and sends a checksum and its piece in one
-// system call.
+// system call, or with TLS in one record and those that follow.
 type rawLink struct {
 	net.Conn
 	sum   codec.Checksum // 0 is none
 	head  [4]byte        // of the piece that is sent
 	parts [2][]byte
+	join  *bufio.Writer // with TLS
+}
+
+func newRawLink(conn net.Conn, sum codec.Checksum, secure bool) *rawLink {
+	l := &rawLink{Conn: conn, sum: sum}
+	if secure {
+		l.join = bufio.NewWriterSize(conn, recordBytes)
+	}
+	return l
 }
 
 func (l *rawLink) Tell(op bench.Op, _ bool) error {
@@ -105,6 +142,11 @@ func (l *rawLink) Send(piece []byte) error {
 		return err
 	}
 	binary.LittleEndian.PutUint32(l.head[:], l.sum.Update(0, piece))
+	if l.join != nil {
+		_, _ = l.join.Write(l.head[:])
+		_, _ = l.join.Write(piece)
+		return l.join.Flush() // the error of all three
+	}
 	l.parts = [2][]byte{l.head[:], piece}
 	both := net.Buffers(l.parts[:])
 	_, err := both.WriteTo(l.Conn)

@@ -40,6 +40,10 @@ func Rules() (all []bench.Rule) {
 			rule("unix", op, OursWith(sum), "raw socket, "+SumText(sum)+",", 0.90, 0, false)
 		}
 	}
+	for _, op := range []bench.Op{bench.Upload, bench.Echo} {
+		rule("tcp", op, TLS, "crypto/tls,", 0.90, 0, false)
+		rule("unix", op, TLS, "crypto/tls,", 0.90, 0, false)
+	}
 	rule("tcp", bench.Upload, OursWith(codec.CRC32C), StockGRPC.Name, 1.6, 0, false)
 	rule("tcp", bench.Echo, OursWith(codec.CRC32C), StockGRPC.Name, 1.2, 0, false)
 	rule("tcp", bench.Call, Tensorferry, StockGRPC.Name, 1.5, 0, true)
@@ -61,8 +65,8 @@ var suite = []struct {
 	{0, []bench.Op{bench.Upload, bench.Echo, bench.ReLU}, bench.Beside(OursWith(codec.CRC32C), RawName(codec.CRC32C, bench.ChunkBytes), RawName(codec.CRC32C, smallPiece), RawName(0, bench.ChunkBytes), StockGRPC.Name)},
 	{0, []bench.Op{bench.Upload, bench.Echo}, bench.Beside(OursWith(codec.CRC32), RawName(codec.CRC32, bench.ChunkBytes), RawName(codec.CRC32, smallPiece))},
 	{bench.SmallBytes, []bench.Op{bench.Call}, bench.Beside(Tensorferry, StockGRPC.Name, RawName(codec.CRC32C, bench.ChunkBytes))},
-	{0, []bench.Op{bench.Upload, bench.Echo}, bench.Beside(TLS, Tensorferry, Tensorferry+NoLanes)},
-	{bench.SmallBytes, []bench.Op{bench.Call}, bench.Beside(TLS, Tensorferry)},
+	{0, []bench.Op{bench.Upload, bench.Echo}, bench.Beside(TLS, RawTLS(bench.ChunkBytes), RawTLS(smallPiece), StockTLS.Name, Tensorferry)},
+	{bench.SmallBytes, []bench.Op{bench.Call}, bench.Beside(TLS, StockTLS.Name, Tensorferry)},
 	{0, []bench.Op{bench.FirstResult, bench.CallBeside}, bench.Beside(Tensorferry)},
 	{0, []bench.Op{bench.Pull, bench.PullToFile}, bench.Beside(Folder, RawStored)},
 	{0, []bench.Op{bench.Push}, bench.Beside(Folder, Copying)},

@@ -75,7 +75,7 @@ func TestASmokeRunReportsEveryWorkOfTheSuite(t *testing.T) {
 	for _, want := range []string{
 		"SMOKE RUN", "On this machine", "through a proxy", "tcp, 50ms",
 		"upload of 1 MiB", "relu of 1 MiB", "call of 30 KB", "first-result of 1 MiB", "call-beside-upload of 1 MiB", "pull-to-file of 1 MiB", "push of 1 MiB",
-		"beside raw socket, CRC-32, 256 KiB", "beside " + Copying, TLS, "beside " + Tensorferry + NoLanes,
+		"beside raw socket, CRC-32, 256 KiB", "beside " + Copying, TLS, "beside " + RawTLS(smallPiece), "beside " + StockTLS.Name,
 	} {
 		require.Contains(t, text.String(), want)
 	}

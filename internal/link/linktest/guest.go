@@ -73,7 +73,16 @@ func (g *Guest) Send(m link.Message) {
 }
 
 // Recv returns the next message that is not about memory, io.EOF at the end.
-func (g *Guest) Recv() (link.Message, error) {
+func (g *Guest) Recv() (m link.Message, err error) {
+	g.T.Helper()
+	for m == nil && err == nil {
+		m, err = g.RecvOrGiven()
+	}
+	return m, err
+}
+
+// RecvOrGiven is like Recv, but also returns, without a message, when ranges came back.
+func (g *Guest) RecvOrGiven() (link.Message, error) {
 	g.T.Helper()
 	packet, oob := make([]byte, link.PacketBytes+1), make([]byte, 64)
 	for {
@@ -105,6 +114,7 @@ func (g *Guest) Recv() (link.Message, error) {
 				return m, nil
 			}
 			g.Given = append(g.Given, m.Ranges...)
+			return nil, nil
 		default:
 			return m, nil
 		}

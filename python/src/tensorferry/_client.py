@@ -160,7 +160,7 @@ class Client:
         *,
         timeout: float = 10.0,
         memory: Optional[int] = None,
-        lanes: int = 1,
+        lanes: int = 64,
         identity: Optional[Mapping[str, Any]] = None,
     ):
         self._target, self._timeout, self._memory, self._lanes = target, timeout, memory, lanes
@@ -538,7 +538,7 @@ def connect(
     *,
     timeout: float = 10.0,
     memory: Optional[int] = None,
-    lanes: int = 1,
+    lanes: int = 64,
     tls: Optional[bool] = None,
     ca: Optional[Path] = None,
     cert: Optional[Path] = None,
@@ -550,8 +550,8 @@ def connect(
 
     The server is not asked before the first use. timeout is for starting the program, in
     seconds. memory is the most bytes that this process shares with it; it counts when
-    the program starts, which is with the first client. lanes is how many connections
-    beside the one of gRPC a session may have for large tensors, 0 or 1; 0 is none.
+    the program starts, which is with the first client. lanes is the most connections
+    beside the one of gRPC that a session has for large tensors, 0 to 64; 0 is none.
 
     ca is the file of the authority of the server's certificate, tls=True takes those that
     the system trusts. cert and key are the files of the client's certificate and its key,
@@ -563,8 +563,8 @@ def connect(
         raise TypeError(f"target is {target!r}; write host:port or unix:/path")
     if memory is not None and (not isinstance(memory, int) or memory <= 0):
         raise ValueError(f"memory is {memory!r}; it is a number of bytes, 1 or more")
-    if isinstance(lanes, bool) or not isinstance(lanes, int) or not 0 <= lanes <= 1:
-        raise ValueError(f"lanes is {lanes!r}; it is 0 or 1")
+    if isinstance(lanes, bool) or not isinstance(lanes, int) or not 0 <= lanes <= 64:
+        raise ValueError(f"lanes is {lanes!r}; it is 0 to 64")
     target = target or os.environ.get("TENSORFERRY_SERVER") or "127.0.0.1:50051"
     if tls is None:
         tls = os.environ.get("TENSORFERRY_TLS", "") not in ("", "0", "false")

@@ -1,0 +1,29 @@
+package flow
+
+import "github.com/tensorferry/tensorferry/terms"
+
+// Road is what is known of the way to the peer.
+type Road struct {
+	Trip  terms.Instant // the least round trip of a lane; 0: it is short, or not known
+	Lanes int           // that are open
+
+	since terms.Instant // when moved was noted
+	moved int64         // bytes of tensors
+	ahead int64
+}
+
+// Ahead returns how many bytes of a tensor to lend, or to offer, ahead of what has moved, so
+// that nobody waits for the other: four times what is on its way, so that the rate can grow,
+// and two chunks for each lane. moved is how many bytes have moved in the session until now.
+// Ahead returns 0 where the round trip is short.
+func (r *Road) Ahead(now terms.Instant, moved int64) int64 {
+	if r.Trip == 0 {
+		return 0
+	}
+	if passed := now - r.since; passed >= max(r.Trip, roadLook) {
+		onTheWay := float64(moved-r.moved) / float64(passed) * float64(r.Trip)
+		r.ahead = max(4*int64(onTheWay), r.ahead-r.ahead/8) // a pause does not end it
+		r.since, r.moved = r.since+passed, moved
+	}
+	return min(r.ahead+2*int64(r.Lanes)*laneAhead, aheadMost)
+}
