@@ -30,7 +30,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo cuda cuda-mutants lint lint-go lint-proto breaking generated tidy-check \
-	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-against bench-load build \
+	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-roads bench-against bench-load build \
 	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-python-smoke stress-python stress-python-smoke \
 	stress-lanes stress-sessions stress-receive stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
@@ -53,6 +53,9 @@ bench-floods: ## Measure a healthy client's small calls while others flood the s
 
 bench-peers: ## Measure upload and echo beside Arrow Flight in C++ and Go, gRPC and raw sockets
 	@$(PEERS_PYTHON) && $(GO) run $(STAMP) . -python $$p
+
+bench-roads: ## Measure over links of 50 and 100 ms between two network namespaces, beside iperf3, raw sockets, gRPC and Flight
+	@$(PEERS_PYTHON) && $(GO) run $(STAMP) ./roads -python $$p
 
 bench-python: ## Measure the Python client beside Go's, stock grpcio, Arrow Flight in C++ and torch.distributed.rpc
 	@$(BENCH_PYTHON) && GO='$(GO)' $$p bench/python/bench.py $(TORCH_PYTHON)
@@ -179,7 +182,7 @@ bench-python-smoke: ## Run the Python benchmarks briefly
 bench-peers-smoke: ## Vet and test the comparison with peers, and run it briefly
 	cd bench && $(GO) vet ./...
 	cd bench && $(GO) test ./...
-	@$(PEERS_PYTHON) && $(GO) run . -quick -python $$p
+	@$(PEERS_PYTHON) && $(GO) run . -quick -python $$p && $(GO) run ./roads -quick -python $$p
 
 stress-python-smoke: ## Run each of the Python stress program's parts briefly
 	tools/python-stress smoke

@@ -17,6 +17,7 @@ var layers = map[string][]string{
 	"engine/cuda/kernels":  {},
 	"identity":             {},
 	"examples/fashion":     {},
+	"internal/bench/roads": {},
 	"internal/background":  {},
 	"internal/glob":        {},
 	"internal/fault":       {},

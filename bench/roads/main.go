@@ -1,0 +1,306 @@
+//go:build linux
+
+// Command roads measures tensorferry between two machines: both are network namespaces of
+// this one, joined by a link of internal/bench/roads, in which TCP runs from end to end.
+// Beside it, in turns, run iperf3, raw sockets, stock gRPC and Arrow Flight in C++. It
+// prints what was measured with the congestion controls that were read back. Where the
+// system has no namespaces it says why and measures nothing.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/tensorferry/tensorferry/identity"
+	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/bench/kinds"
+	"github.com/tensorferry/tensorferry/internal/bench/roads"
+	"github.com/tensorferry/tensorferry/internal/proc"
+)
+
+// Works of tensorferry.
+const (
+	push   = "push"
+	pull   = "pull"
+	upload = "run sink"
+	relu   = "run relu"
+)
+
+// Parts that are measured.
+const (
+	shares = "shares"
+	times  = "times"
+	calls  = "calls"
+)
+
+// links are those of docs/distance.md.
+const links = "50ms:9000:1000:0,100ms:9000:1000:0,50ms:9000:1000:0.001,50ms:1500:200:0,50ms:1500:200:0.001"
+
+// quickLink is one that a tensor of a few MiB takes a second on.
+const quickLink = "10ms:1500:100:0"
+
+func allKinds() []bench.Kind {
+	all := kinds.All()
+	for n := range 65 {
+		all = append(all, socketsKind(n))
+	}
+	return all
+}
+
+func main() {
+	bench.BeEnd(allKinds())
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx)
+	stop()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "roads:", err)
+		os.Exit(1)
+	}
+}
+
+// options are what to measure.
+type options struct {
+	lines      []line
+	parts      []string
+	works      []string
+	streams    []int
+	with       [][]string // flags of the client: a turn each
+	rounds     int
+	congestion string
+	peers, tls bool
+	failed     int // turns
+	gauge
+}
+
+func run(ctx context.Context) error {
+	var o options
+	all := flag.String("links", links, "`links` as round trip:MTU:Mbit/s:loss, with commas between")
+	parts := flag.String("parts", shares+","+times+","+calls, "`parts` with commas between: shares of the line, times, small calls")
+	works := flag.String("works", strings.Join([]string{push, pull, upload, relu}, ","), "`works` of which the share is measured")
+	streams := flag.String("streams", "1,4,8", "`numbers` of streams of iperf3 and of raw sockets")
+	serve := flag.String("serve", "", "more `flags` of tensorferry serve")
+	flag.Func("with", "more `flags` of the client, as in '--lanes 4', for a turn beside those without; repeatable", func(text string) error {
+		o.with = append(o.with, strings.Fields(text))
+		return nil
+	})
+	flag.IntVar(&o.size, "size", tensorBytes, "`bytes` of the tensor, a multiple of 8")
+	flag.IntVar(&o.rounds, "rounds", rounds, "`rounds` of turns")
+	flag.StringVar(&o.congestion, "congestion", roads.DefaultCongestion, "congestion `control` of both ends")
+	flag.StringVar(&o.program, "program", "", "the `tensorferry` to measure, instead of this tree's")
+	flag.StringVar(&o.python, "python", "", "a `Python` with pyarrow and isal, for Arrow Flight in C++")
+	flag.BoolVar(&o.peers, "peers", true, "measure raw sockets, stock gRPC and Arrow Flight, too")
+	flag.BoolVar(&o.tls, "tls", true, "measure shares over TLS, too")
+	flag.BoolVar(&o.quick, "quick", false, "run every part briefly, to see that it works: the figures mean nothing")
+	flag.Parse()
+	if flag.NArg() > 0 {
+		return fmt.Errorf("%q; give no argument", flag.Args())
+	}
+	if o.quick {
+		o.size, o.rounds, *all, *streams = quickBytes, 1, quickLink, "2"
+	}
+	if o.size < 8 || o.size%8 != 0 || o.rounds < 1 {
+		return errors.New("give a size of 8 or more, a multiple of 8, and a round or more")
+	}
+	for text := range strings.SplitSeq(*all, ",") {
+		l, err := parseLine(text)
+		if err != nil {
+			return err
+		}
+		o.lines = append(o.lines, l)
+	}
+	for text := range strings.SplitSeq(*streams, ",") {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 1 || n > 64 {
+			return fmt.Errorf("%q streams; give 1 to 64", text)
+		}
+		o.streams = append(o.streams, n)
+	}
+	o.parts, o.works, o.serve = strings.Split(*parts, ","), strings.Split(*works, ","), strings.Fields(*serve)
+	dir, err := os.MkdirTemp("", "tensorferry-roads-")
+	if err != nil {
+		return err
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	return o.measure(ctx, dir)
+}
+
+// measure prints a table for each line.
+func (o *options) measure(ctx context.Context, dir string) error {
+	r, err := roads.New(ctx, roads.Link{Congestion: o.congestion}) // or all that follows would be in vain
+	if no := new(roads.UnavailableError); errors.As(err, &no) {
+		fmt.Printf("%v\nNothing was measured.\n", err)
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if err := r.Close(); err != nil {
+		return err
+	}
+	top, err := proc.Top(ctx)
+	if err != nil {
+		return err
+	}
+	o.script = filepath.Join(top, "bench", "python", "ends.py")
+	if o.program == "" {
+		progress("building tensorferry")
+		if o.program, err = proc.Build(ctx, top, "./cmd/tensorferry", dir); err != nil {
+			return err
+		}
+	}
+	o.file = filepath.Join(dir, "x.bin")
+	o.certs = dir
+	if _, err := identity.WriteCertificates(dir, []string{r.Ends[server].Addr.String()}, "bench"); err != nil {
+		return err
+	}
+	data := make([]byte, o.size)
+	bench.FillFloats(data)
+	if err := os.WriteFile(o.file, data, 0o600); err != nil {
+		return err
+	}
+	fmt.Printf("%s · %s\n", bench.ThisMachine(), time.Now().Format(time.DateOnly))
+	if o.quick {
+		fmt.Println("SMOKE RUN: sizes and repetitions are too small for the figures to mean anything")
+	}
+	if err := roads.Hurry(); err != nil {
+		fmt.Printf("The link is carried beside other work, which makes packets late: %v\n", err)
+	}
+	for _, tool := range []string{"iperf3", "ping"} {
+		if _, err := exec.LookPath(tool); err != nil {
+			fmt.Printf("There is no %s: what needs it is left out.\n", tool)
+		}
+	}
+	for _, l := range o.lines {
+		for _, part := range o.parts {
+			queues := []time.Duration{0}
+			if part == calls {
+				queues = append(queues, smallQueue)
+			}
+			for _, q := range queues {
+				l.queue = q
+				if err := o.on(ctx, l, part); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	if o.failed > 0 {
+		return fmt.Errorf("%d turns failed", o.failed)
+	}
+	return nil
+}
+
+// on measures a part on a line.
+func (o *options) on(ctx context.Context, l line, part string) (err error) {
+	way := roads.Way{Delay: l.rtt / 2, Rate: l.bits(), Queue: l.queueBytes(), Loss: l.loss}
+	r, err := roads.New(ctx, roads.Link{Way: way, MTU: l.mtu, Congestion: o.congestion, Seed: 1})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, r.Close()) }()
+	g := o.gauge
+	g.line, g.road = l, r
+	short := min(o.size, shortBytes)
+	t := &table{line: l, rounds: o.rounds}
+	t.head(part)
+	switch part {
+	case shares:
+		for _, work := range o.works {
+			if err := t.measure(ctx, work, sharing, o.sharing(ctx, &g, work)); err != nil {
+				return err
+			}
+		}
+	case times:
+		first := []turn{g.ends(kinds.Tensorferry, short, bench.Upload)}
+		if o.peers {
+			first = append(first, g.ends(kinds.StockGRPC.Name, short, bench.Upload))
+			if o.python != "" {
+				first = append(first, g.flight(short, bench.Upload))
+			}
+		}
+		many := []turn{g.ends(kinds.InMemory, bench.Many<<10, bench.PushMany), g.ends(kinds.Tar, bench.Many<<10, bench.PushMany)}
+		for _, x := range []struct {
+			work  string
+			turns []turn
+		}{
+			{"upload of " + bench.ByteText(short), first},
+			{fmt.Sprintf("push of %d × 1 KiB", bench.Many), many},
+			{"first result of " + bench.ByteText(short), []turn{g.ends(kinds.Tensorferry, short, bench.FirstResult)}},
+		} {
+			if err := t.measure(ctx, x.work, timing, x.turns); err != nil {
+				return err
+			}
+		}
+	case calls:
+		beside := g.ends(kinds.Tensorferry, o.size, bench.CallBeside)
+		if _, err := exec.LookPath("ping"); err == nil {
+			beside = g.pinged(beside)
+		}
+		if err := t.measure(ctx, bench.ByteText(bench.SmallBytes)+" call beside upload", calling, []turn{beside}); err != nil {
+			return err
+		}
+	default:
+		return fmt.Errorf("a part %q; give %s, %s or %s", part, shares, times, calls)
+	}
+	t.foot(r)
+	o.failed += t.failed
+	return nil
+}
+
+// sharing is who has a share of the line with a work.
+func (o *options) sharing(ctx context.Context, g *gauge, work string) []turn {
+	all := []turn{g.ours(work)}
+	if o.tls {
+		all = append(all, g.secured(work))
+	}
+	for _, flags := range o.with {
+		if without := slices.IndexFunc(flags, func(f string) bool {
+			return strings.HasPrefix(f, "--") && !accepts(ctx, o.program, work, f)
+		}); without >= 0 {
+			fmt.Printf("tensorferry %s has no %s: left out\n", commandOf(work), flags[without])
+			continue
+		}
+		all = append(all, g.ours(work, flags...))
+		if o.tls {
+			all = append(all, g.secured(work, flags...))
+		}
+	}
+	way, op := []string(nil), bench.Upload
+	switch work {
+	case pull:
+		way, op = []string{"-R"}, ""
+	case relu:
+		way, op = []string{"--bidir"}, bench.Echo
+	}
+	if _, err := exec.LookPath("iperf3"); err == nil {
+		for _, n := range o.streams {
+			all = append(all, g.iperf(n, way...))
+		}
+	}
+	if !o.peers || op == "" || work == upload { // push has them
+		return all
+	}
+	for _, n := range o.streams {
+		all = append(all, g.ends(sockets(n), o.size, op))
+	}
+	all = append(all, g.ends(kinds.StockGRPC.Name, o.size, op))
+	if o.python != "" {
+		all = append(all, g.flight(o.size, op))
+	}
+	return all
+}
+
+func progress(format string, args ...any) {
+	fmt.Fprintf(os.Stderr, "roads: %s\n", fmt.Sprintf(format, args...))
+}

@@ -1,0 +1,56 @@
+package client_test
+
+import (
+	"bytes"
+	"context"
+	"net"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/bench/roads"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+)
+
+// far returns a server and its client, with a road of 20 ms between them that loses packets.
+func far(t *testing.T, cfg client.Config) *fixture {
+	t.Helper()
+	road := roads.Start(t, roads.Link{MTU: 9000, Way: roads.Way{Delay: 10 * time.Millisecond, Rate: 400_000_000, Loss: 0.0005}})
+	l, err := road.Ends[1].Listen()
+	require.NoError(t, err)
+	return serveAt(t, l, l.Addr().String(), cfg.Dialling(func(ctx context.Context, _, address string) (net.Conn, error) {
+		return road.Ends[0].Dial(ctx, address)
+	}), func(*serverConfig) {})
+}
+
+func TestThereAreMoreLanesWhereTheServerIsFar(t *testing.T) {
+	testkit.Start(t)
+	f := far(t, client.Config{})
+	s, x := f.session(t), large(t, 32*mib, 1)
+	for w := (client.Ways{}); w.Lanes < 2; w = s.Ways() {
+		y, err := s.Compute(t.Context(), "echo", x)
+		require.NoError(t, err)
+		require.True(t, bytes.Equal(x.Data, y.Data))
+		require.NotContains(t, s.Ways().Why, "one is enough")
+	}
+	w := s.Ways()
+	require.Positive(t, w.LaneSentBytes)
+	require.Positive(t, w.LaneReceivedBytes)
+}
+
+func TestAsManyLanesAsAreFixedCarryOneTensor(t *testing.T) {
+	testkit.Start(t)
+	f := far(t, client.Config{Lanes: 5, FixedLanes: true})
+	s, x := f.session(t), large(t, 32*mib, 1)
+	for w := (client.Ways{}); w.Lanes < 5; w = s.Ways() {
+		y, err := s.Compute(t.Context(), "echo", x)
+		require.NoError(t, err)
+		require.True(t, bytes.Equal(x.Data, y.Data))
+	}
+	require.Contains(t, s.Ways().Why, "fixed")
+	info, err := f.client.Info(t.Context())
+	require.NoError(t, err)
+	require.EqualValues(t, 5, info.GetCounters()["lanes"])
+}
