@@ -22,7 +22,6 @@ import (
 
 	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/internal/bench/kinds"
-	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
 func allKinds() []bench.Kind { return append(kinds.All(), flights()...) }
@@ -87,7 +86,7 @@ func run(ctx context.Context) error {
 	case old != nil:
 		groups, name = turns(nets, old), "against"
 	default:
-		top, err := proc.Top(ctx)
+		top, err := bench.Top(ctx)
 		if err != nil {
 			return err
 		}
@@ -113,12 +112,12 @@ func run(ctx context.Context) error {
 // build builds this program of this tree with everything else of another commit, so
 // that both are measured by the same code.
 func build(ctx context.Context, ref, dir string) (string, error) {
-	top, err := proc.Top(ctx)
+	top, err := bench.Top(ctx)
 	if err != nil {
 		return "", err
 	}
 	source := dir + "/source"
-	if err := proc.Checkout(ctx, ref, source); err != nil {
+	if err := bench.Checkout(ctx, ref, source); err != nil {
 		return "", err
 	}
 	for _, part := range []string{"/bench", "/identity", "/internal/bench", "/internal/proc"} {
@@ -129,5 +128,5 @@ func build(ctx context.Context, ref, dir string) (string, error) {
 			return "", err
 		}
 	}
-	return proc.Build(ctx, source+"/bench", ".", dir+"/old", "-mod=mod")
+	return bench.Build(ctx, source+"/bench", ".", dir+"/old", "-mod=mod")
 }

@@ -27,6 +27,7 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/lane"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -72,6 +73,9 @@ type Config struct {
 	// FixedLanes, it has as many as the server allows up to Lanes.
 	Lanes      int
 	FixedLanes bool
+	// BBR has connections send by the congestion control BBR, which does not take each lost
+	// packet for a full line. Where the kernel does not allow it, they fail.
+	BBR bool
 	// ResultBytes is the largest result that gets memory of its own; 0 means 4 GiB. Into
 	// and Writer have no such limit.
 	ResultBytes int64
@@ -148,6 +152,9 @@ func Dial(target string, cfg Config) (*Client, error) {
 	}
 	if cfg.PerRPC != nil {
 		options = append(options, grpc.WithPerRPCCredentials(cfg.PerRPC))
+	}
+	if cfg.BBR {
+		cfg.dial = (&net.Dialer{Control: lane.BBR}).DialContext
 	}
 	if cfg.dial != nil {
 		options = append(options, grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) { return cfg.dial(ctx, "tcp", address) }))

@@ -53,6 +53,7 @@ type lanes struct {
 	address net.Addr
 	wait    time.Duration // time limit for opening one
 	trip    time.Duration // the least round trip of a lane; 0 before the first
+	latest  time.Duration // that of the lanes of the last step, whose opening met the queues
 	busy    chan struct{} // tells grow of the next large tensor
 }
 
@@ -79,15 +80,6 @@ func (k *lanesKnown) set(off string, want int) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.until, k.off, k.want = time.Now().Add(laneMemoryTime), off, want
-}
-
-// noLanes returns why the client opens no lanes; "" if it does.
-func (c *Client) noLanes() string {
-	switch {
-	case c.cfg.Lanes < 0:
-		return whyOff
-	}
-	return ""
 }
 
 // wantLane opens lanes in the background if a tensor of size bytes is large enough to be
@@ -119,8 +111,8 @@ func (s *Session) openLanes(m *stream.Machine) {
 	off, _ := s.client.lanes.get()
 	for l.open+l.opening < l.want {
 		switch {
-		case s.client.noLanes() != "":
-			l.why = s.client.noLanes()
+		case s.client.cfg.Lanes < 0:
+			l.why = whyOff
 			return
 		case token.IsZero():
 			l.why = whyOffer
@@ -185,6 +177,7 @@ func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int, pa
 		l.open++
 		first := l.trip == 0
 		l.trip = min(cmp.Or(l.trip, trip), trip)
+		l.latest = min(cmp.Or(l.latest, trip), trip)
 		switch {
 		case s.client.cfg.FixedLanes:
 			l.why = whyFixed
@@ -215,8 +208,8 @@ func byLanes(m *stream.Machine) int64 {
 	return st.LaneBytesIn + st.LaneBytesOut
 }
 
-// grow doubles the session's lanes up to most, while they are busy, as long as that makes
-// them carry more.
+// grow doubles the session's lanes up to most, while they are busy, until the line is full or
+// they carry no more; the last step is then taken back.
 func (s *Session) grow(most int) {
 	var rate float64 // before the last step; 0: there was none
 	flat := 0        // looks in a row that found no more
@@ -225,29 +218,38 @@ func (s *Session) grow(most int) {
 		if !ok {
 			return
 		}
-		done := false
+		keep, done := 0, true
 		s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
 			l := &s.lanes
+			queue := l.latest - l.trip // that the last step met
 			switch {
-			case got == 0 || l.open < l.want: // it was not busy, or they are still being opened
+			case got == 0 || l.open < l.want: // they were not busy, or are still being opened
+				done = false
 				return
-			case rate > 0 && got < laneGain*rate && flat < laneLooks-1:
-				flat++ // a loss may have come together with the step
+			case queue >= max(l.trip/fullShare, fullLeast):
+				l.why = fmt.Sprintf("the line is full: packets wait %v in a queue", queue.Round(time.Millisecond))
+			case got < laneGain*rate && flat < laneLooks-1: // a loss may have come together with the step
+				flat++
+				done = false
 				return
-			case rate > 0 && got < laneGain*rate:
-				l.why, done = fmt.Sprintf("%d carried no more than %d", l.want, l.want/2), true
-				s.client.lanes.set("", max(1, l.want/2))
-				return
+			case got < laneGain*rate:
+				l.why = fmt.Sprintf("%d carried no more than %d", l.want, l.want/2)
+				l.want /= 2
 			case l.want >= most:
-				l.why, done = whyMost, true
-				s.client.lanes.set("", l.want)
+				l.why = whyMost
+			default:
+				rate, flat, l.latest = got, 0, 0
+				l.want = min(2*l.want, most)
+				s.openLanes(m)
+				done = l.open+l.opening < l.want // it may not: why says so
 				return
 			}
-			rate, flat = got, 0
-			l.want = min(2*l.want, most)
-			s.openLanes(m)
-			done = l.open+l.opening < l.want // it may not: why says so
+			keep = l.want
+			s.client.lanes.set("", keep)
 		})
+		if keep > 0 {
+			s.sess.KeepLanes(keep)
+		}
 		if done {
 			return
 		}
@@ -293,9 +295,14 @@ func (s *Session) laneEnded(m *stream.Machine, why error, before int64) {
 	s.sess.Do(func(*stream.Machine, stream.Instant) {
 		l := &s.lanes
 		opened := before >= 0
-		l.why = "it could not be opened: " + why.Error()
 		if opened {
 			l.open--
+		}
+		if errors.Is(why, session.ErrSpare) {
+			return
+		}
+		l.why = "it could not be opened: " + why.Error()
+		if opened {
 			l.why = "the last one ended: " + why.Error()
 		}
 		select {

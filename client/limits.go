@@ -40,8 +40,11 @@ const (
 	// lane.Far. It then doubles them as long as that carries laneGain times as much.
 	farLanes = 2
 	laneGain = 1.1
-	// laneLooks is how many looks in a row must find less gain for that to end.
+	// laneLooks is how many looks in a row must find less gain for that to end. It ends, too,
+	// when packets wait for 1/fullShare of a round trip, and fullLeast, in a queue.
 	laneLooks = 3
+	fullShare = 10
+	fullLeast = 1 * time.Millisecond
 	// roadTrips round trips, but at least roadLeast and at most roadMost, pass between two
 	// looks at what lanes carry: a new one has about filled its window by then.
 	roadTrips = 4

@@ -26,7 +26,6 @@ import (
 	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/internal/bench/kinds"
 	"github.com/tensorferry/tensorferry/internal/bench/roads"
-	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
 // Works of tensorferry.
@@ -148,14 +147,14 @@ func (o *options) measure(ctx context.Context, dir string) error {
 	if err := r.Close(); err != nil {
 		return err
 	}
-	top, err := proc.Top(ctx)
+	top, err := bench.Top(ctx)
 	if err != nil {
 		return err
 	}
 	o.script = filepath.Join(top, "bench", "python", "ends.py")
 	if o.program == "" {
 		progress("building tensorferry")
-		if o.program, err = proc.Build(ctx, top, "./cmd/tensorferry", dir); err != nil {
+		if o.program, err = bench.Build(ctx, top, "./cmd/tensorferry", dir); err != nil {
 			return err
 		}
 	}

@@ -4,6 +4,8 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"slices"
@@ -101,13 +103,22 @@ func (r *remote) dial(cfg client.Config) (*client.Client, error) {
 // remote are the flags of a command that moves tensors to or from a server.
 type remote struct {
 	access
-	quiet bool
-	lanes lanes
+	quiet   bool
+	timings bool
+	lanes   lanes
+}
+
+// tell says, if asked to, how bytes have been carried.
+func (r *remote) tell(stderr io.Writer, w client.Ways) {
+	if r.timings {
+		fmt.Fprintf(stderr, "lanes carried %d of %d bytes sent, %d of %d received; %d open: %s\n", w.LaneSentBytes, w.SentBytes, w.LaneReceivedBytes, w.ReceivedBytes, w.Lanes, w.Why)
+	}
 }
 
 func (r *remote) flags(c *cobra.Command) {
 	r.access.flags(c)
 	quietFlag(c, &r.quiet)
 	lanesVar(c.Flags(), &r.lanes)
+	c.Flags().BoolVar(&r.timings, "timings", false, "print where time was spent, how many lanes there were,\nand why not more")
 	choiceVar(c, &r.codec, "codec", "compress chunks in transit", codec.None.String(), codec.LZ4.String())
 }

@@ -257,14 +257,17 @@ func countVar(f *pflag.FlagSet, v *int, name string, value int, text string) {
 // lanes is the value of a client's --lanes: the most lanes of a session, or with = before it,
 // how many it has.
 type lanes struct {
-	count int
-	fixed bool
+	count      int
+	fixed, bbr bool
 }
 
-// lanesVar adds --lanes of a client.
+const bbrText = "send by the congestion control BBR, which stands losses;\nthe kernel must allow it"
+
+// lanesVar adds --lanes and --bbr of a client.
 func lanesVar(f *pflag.FlagSet, v *lanes) {
 	v.count = server.DefaultLanes
 	f.Var(v, "lanes", "the most extra connections for large tensors, opened as long as each\nstep is faster; =N opens N; 0 is none")
+	f.BoolVar(&v.bbr, "bbr", false, bbrText)
 }
 
 // Set parses a count, or one with = before it.
@@ -274,7 +277,7 @@ func (v *lanes) Set(text string) error {
 	if err != nil || n < 0 || n > server.DefaultLanes || fixed && n == 0 {
 		return fmt.Errorf("use 0 to %d, or =1 to =%d", server.DefaultLanes, server.DefaultLanes)
 	}
-	*v = lanes{n, fixed}
+	v.count, v.fixed = n, fixed
 	return nil
 }
 
@@ -290,7 +293,7 @@ func (v *lanes) String() string {
 func (v *lanes) Type() string { return "count" }
 
 // apply configures a client.
-func (v *lanes) apply(c *client.Config) { c.Lanes, c.FixedLanes = none(v.count), v.fixed }
+func (v *lanes) apply(c *client.Config) { c.Lanes, c.FixedLanes, c.BBR = none(v.count), v.fixed, v.bbr }
 
 // none converts a count to that of a Config, where 0 means the default and a negative number
 // none.

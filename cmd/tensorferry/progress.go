@@ -15,6 +15,7 @@ import (
 	"github.com/vbauerster/mpb/v8/cwriter"
 	"github.com/vbauerster/mpb/v8/decor"
 
+	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -29,6 +30,7 @@ type progressBars struct {
 	w     io.Writer
 	bars  *mpb.Progress
 	title atomic.Value // string; drawing the line reads it without mu
+	ways  atomic.Value // func() client.Ways; the same
 
 	mu          sync.Mutex // guards all below
 	vanishing   bool       // the line does not stay at the end
@@ -45,6 +47,14 @@ func newProgress(w io.Writer, quiet, vanishing bool) *progressBars {
 		return nil
 	}
 	return &progressBars{w: w, bars: mpb.New(mpb.WithOutput(w)), vanishing: vanishing}
+}
+
+// by has the line show how many lanes carry it, if there are several. It returns p.
+func (p *progressBars) by(ways func() client.Ways) *progressBars {
+	if p != nil {
+		p.ways.Store(ways)
+	}
+	return p
 }
 
 func quietFlag(c *cobra.Command, to *bool) {
@@ -130,7 +140,12 @@ func (p *progressBars) newLine() *mpb.Bar {
 		mpb.AppendDecorators(
 			decor.Percentage(decor.WC{W: 5}),
 			decor.Any(func(s decor.Statistics) string {
-				return " " + inUnits(int64(float64(s.Current)/max(time.Since(begun).Seconds(), 1e-3))) + "/s"
+				speed := " " + inUnits(int64(float64(s.Current)/max(time.Since(begun).Seconds(), 1e-3))) + "/s"
+				ways, known := p.ways.Load().(func() client.Ways)
+				if !known || ways().Lanes < 2 {
+					return speed
+				}
+				return speed + fmt.Sprintf(" by %d lanes", ways().Lanes)
 			}),
 			decor.OnComplete(decor.AverageETA(decor.ET_STYLE_GO, decor.WCSyncSpace), ""),
 		))

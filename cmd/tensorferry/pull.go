@@ -99,8 +99,8 @@ func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 		return err
 	}
 	defer to.out.abandon()
-	to.bars = newProgress(c.ErrOrStderr(), o.quiet, false)
-	defer to.bars.end()
+	to.bars = newProgress(c.ErrOrStderr(), o.quiet, false).by(cl.Ways)
+	defer func() { to.bars.end(); o.tell(c.ErrOrStderr(), cl.Ways()) }()
 
 	var got []client.Summary
 	if o.source {

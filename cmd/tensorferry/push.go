@@ -83,8 +83,8 @@ func (o *pushOptions) push(c *cobra.Command, args []string) error {
 		return err
 	}
 	defer cl.Close()
-	bars := newProgress(stderr, o.quiet, false)
-	defer bars.end()
+	bars := newProgress(stderr, o.quiet, false).by(cl.Ways)
+	defer func() { bars.end(); o.tell(stderr, cl.Ways()) }()
 	var r client.PushRequest
 	lines := map[string]*bar{}
 	in := opener{raw: o.input, stdin: c.InOrStdin(), idle: o.idle}

@@ -27,7 +27,6 @@ type runOptions struct {
 	input   rawInput
 	raw     bool
 	timeout time.Duration
-	timings bool
 	asJSON  bool
 }
 
@@ -66,7 +65,6 @@ not wait for a pipe to be closed.`,
 	o.remote.flags(c)
 	o.pipes.flags(c)
 	durationVar(f, &o.timeout, "timeout", 0, 0, "time limit of the call on the server; 0 is no limit")
-	f.BoolVar(&o.timings, "timings", false, "print where the server spent time, and how many bytes used lanes")
 	jsonFlag(c, &o.asJSON)
 	return c
 }
@@ -164,6 +162,7 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 	if err != nil {
 		return err
 	}
+	bars.by(s.Ways)
 	call, err := s.Call(ctx, r)
 	if err != nil {
 		return err
@@ -184,8 +183,7 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 		bars.end()
 		fmt.Fprintf(stderr, "total %v: waited for memory %v, received %v, h2d %v, computed %v, d2h %v; first result after %v, exposed %v\n",
 			about(t.Total), about(t.Queue), about(t.Receive), about(t.H2D), about(t.Compute), about(t.D2H), about(t.FirstResult), about(t.Exposed()))
-		w := s.Ways()
-		fmt.Fprintf(stderr, "lanes carried %d of %d bytes sent, %d of %d received; %d open: %s\n", w.LaneSentBytes, w.SentBytes, w.LaneReceivedBytes, w.ReceivedBytes, w.Lanes, w.Why)
+		o.tell(stderr, s.Ways())
 	}
 	if !o.asJSON {
 		return nil

@@ -24,6 +24,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/identity"
+	"github.com/tensorferry/tensorferry/internal/lane"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
@@ -68,6 +69,7 @@ type serveConfig struct {
 	verbose             bool
 	drain               time.Duration
 	lanes               int
+	bbr                 bool
 }
 
 // flags declares every setting: its name, default, range and meaning.
@@ -115,6 +117,7 @@ func (c *serveConfig) flags(cmd *cobra.Command) {
 	countVar(f, &c.server.Session.OpenTensors, "max-session-tensors", d.OpenTensors, "tensors that a session may send at the same time")
 	countVar(f, &c.server.Connections, "max-connections", server.DefaultConnections, "open connections; further ones are closed")
 	countsVar(f, &c.lanes, "lanes", server.DefaultLanes, 0, server.DefaultLanes, "extra connections per session for large tensors;\n0 for none")
+	f.BoolVar(&c.bbr, "bbr", false, bbrText)
 	countVar(f, &c.server.StreamsPerConnection, "max-streams", server.DefaultStreamsPerConn, "open RPCs per connection")
 	countVar(f, &c.server.ThinFrames, "max-thin-frames", server.DefaultThinFrames, "frames per second and connection that carry\nless than 3 KiB and open nothing")
 	sizeVar(f, &c.server.HeaderListBytes, "max-header-list", server.DefaultHeaderListBytes, 1<<10, 1<<24, "largest metadata of an RPC in `bytes`")
@@ -303,7 +306,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	if err := sources.Add(generator, store.Generator()); err != nil {
 		return err
 	}
-	l, err := listen("listen", c.listen)
+	l, err := listen("listen", c.listen, c.bbr)
 	if err != nil {
 		return err
 	}
@@ -362,7 +365,7 @@ func watch(c serveConfig, id *identity.Server, h http.Handler) (address string, 
 	if c.metrics == off {
 		return off, nil, func() {}, nil
 	}
-	l, err := listen("metrics", c.metrics)
+	l, err := listen("metrics", c.metrics, false)
 	if err != nil {
 		return "", nil, nil, err
 	}
@@ -404,8 +407,12 @@ func (c *serveConfig) mayOpen(flag, address string, id *identity.Server) error {
 	return nil
 }
 
-// listen opens the listener of a flag.
-func listen(flag, address string) (l net.Listener, err error) {
+// listen opens the listener of a flag, whose connections send by BBR if bbr.
+func listen(flag, address string, bbr bool) (l net.Listener, err error) {
+	var how net.ListenConfig
+	if bbr {
+		how.Control = lane.BBR
+	}
 	if path, ok := strings.CutPrefix(address, "unix:"); ok {
 		path = strings.TrimPrefix(path, "//")
 		l, err = net.Listen("unix", path)
@@ -413,7 +420,7 @@ func listen(flag, address string) (l net.Listener, err error) {
 			l, err = net.Listen("unix", path)
 		}
 	} else if _, _, err = net.SplitHostPort(address); err == nil {
-		l, err = net.Listen("tcp", address)
+		l, err = how.Listen(context.Background(), "tcp", address)
 	}
 	if err == nil {
 		return l, nil

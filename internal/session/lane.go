@@ -35,6 +35,8 @@ type Lane interface {
 var (
 	// ErrReplaced ends the oldest lane when the peer has opened one too many.
 	ErrReplaced = errors.New("session: the peer has opened another lane")
+	// ErrSpare ends a lane without which the others carry as much.
+	ErrSpare = errors.New("session: the others carry as much")
 	// ErrStalled ends a lane that loses chunks, or takes them too slowly.
 	ErrStalled = errors.New("session: a chunk on the lane took too long; on a slow line use none")
 )
@@ -89,6 +91,17 @@ func (s *Session) AddLane(l Lane, ended func(why error)) {
 	}
 	if oldest != nil {
 		oldest.end(ErrReplaced)
+	}
+}
+
+// KeepLanes ends all but the n oldest lanes.
+func (s *Session) KeepLanes(n int) {
+	s.mu.Lock()
+	open := s.open()
+	s.mu.Unlock()
+	slices.SortFunc(open, func(a, b *lane) int { return cmp.Compare(a.since, b.since) })
+	for _, l := range open[min(n, len(open)):] {
+		s.retire(l, ErrSpare)
 	}
 }
 

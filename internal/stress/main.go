@@ -21,7 +21,6 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/internal/bench"
-	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
 const module = "github.com/tensorferry/tensorferry"
@@ -111,7 +110,7 @@ func (e *environment) judge(ctx context.Context, name string, run func(context.C
 	defer func() { _ = os.RemoveAll(e.dir) }()
 	fmt.Fprintln(e.out, bench.ThisMachine())
 	if e.command == "" {
-		if e.command, err = proc.Build(ctx, "", module+"/cmd/tensorferry", e.dir); err != nil {
+		if e.command, err = bench.Build(ctx, "", module+"/cmd/tensorferry", e.dir); err != nil {
 			return err
 		}
 	}

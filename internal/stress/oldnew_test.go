@@ -17,6 +17,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/internal/stress/known"
 	"github.com/tensorferry/tensorferry/internal/testkit"
@@ -48,7 +49,7 @@ func buildAt(t *testing.T, source string) (b build) {
 	to := t.TempDir()
 	for program, file := range map[string]*string{"cmd/tensorferry": &b.tensorferry, minusProgram: &b.minus} {
 		var err error
-		*file, err = proc.Build(t.Context(), source, module+"/"+program, to)
+		*file, err = bench.Build(t.Context(), source, module+"/"+program, to)
 		require.NoError(t, err)
 	}
 	return b
@@ -61,7 +62,7 @@ var early = strings.NewReplacer("\t\""+module+"/engine/cpu\"\n", "", "cpu.", "en
 func sourceOf(t *testing.T, ref string) string {
 	t.Helper()
 	source := filepath.Join(t.TempDir(), "source")
-	require.NoError(t, proc.Checkout(t.Context(), ref, source))
+	require.NoError(t, bench.Checkout(t.Context(), ref, source))
 	minus := filepath.Join(source, minusProgram)
 	if err := os.Mkdir(minus, 0o755); err == nil { // it was not there
 		text, err := os.ReadFile("minus/main.go")

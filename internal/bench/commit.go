@@ -1,4 +1,4 @@
-package proc
+package bench
 
 import (
 	"context"
@@ -7,6 +7,8 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+
+	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
 // Checkout writes the files of another commit of the repository in the working
@@ -18,7 +20,7 @@ func Checkout(ctx context.Context, ref, dir string) error {
 	top, err := Top(ctx)
 	for _, args := range [][]string{{"read-tree", ref}, {"checkout-index", "--all", "--prefix=" + dir + "/"}} {
 		if err == nil {
-			cmd := New(exec.CommandContext(ctx, "git", append([]string{"-C", top}, args...)...))
+			cmd := proc.New(exec.CommandContext(ctx, "git", append([]string{"-C", top}, args...)...))
 			cmd.Env = append(cmd.Env, "GIT_INDEX_FILE="+dir+".index") // of its own
 			_, err = cmd.Output()
 		}
@@ -31,14 +33,14 @@ func Checkout(ctx context.Context, ref, dir string) error {
 
 // Top returns the folder of the repository that the working folder is in.
 func Top(ctx context.Context) (string, error) {
-	out, err := New(exec.CommandContext(ctx, "git", "rev-parse", "--show-toplevel")).Output()
+	out, err := proc.New(exec.CommandContext(ctx, "git", "rev-parse", "--show-toplevel")).Output()
 	return strings.TrimSpace(string(out)), err
 }
 
 // Build builds a program of the Go module in a folder into another, and returns the binary.
 func Build(ctx context.Context, module, program, to string, flags ...string) (string, error) {
 	file := filepath.Join(to, filepath.Base(program))
-	cmd := New(exec.CommandContext(ctx, "go", append(append([]string{"build"}, flags...), "-o", file, program)...))
+	cmd := proc.New(exec.CommandContext(ctx, "go", append(append([]string{"build"}, flags...), "-o", file, program)...))
 	cmd.Dir = module
 	_, err := cmd.Output()
 	return file, err
