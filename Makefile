@@ -78,7 +78,7 @@ stress-receive: ## Hold a server to its memory while peers send what nobody cons
 stress-crash: ## Kill servers during pushes and sets, and clients during sets and pulls, 200 of each
 	$(GO) run $(STAMP) ./internal/stress crash
 
-stress-lanes: ## Cut, stall, slow and damage 2 000 lanes, or drain and half-close their sessions, under load; then 300 with the race detector
+stress-lanes: ## Cut, stall, slow and damage 2 000 lanes, of 1 to 16 in a session, plain and in TLS, or drain, half-close and revoke their sessions, under load; then 300 with the race detector
 	$(GO) test -tags invariants -timeout 30m ./client -count=1 -v -run TestFaultsOfLanes -lane.faults 2000
 	$(GO) test -tags invariants -timeout 30m -race ./client -count=1 -v -run TestFaultsOfLanes -lane.faults 300
 

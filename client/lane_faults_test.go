@@ -2,7 +2,10 @@ package client_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"encoding/binary"
 	"errors"
 	"flag"
@@ -10,6 +13,9 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"runtime"
+	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -29,32 +35,52 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-var laneFaults = flag.Int("lane.faults", 40, "how many faults TestFaultsOfLanes has happen")
+var laneFaults = flag.Int("lane.faults", 32, "how many faults TestFaultsOfLanes has happen, in all its worlds together")
 
 // laneFault is what may happen to a lane, or to its session while a chunk is on the lane.
 type laneFault struct {
 	name string
-	slow bool // it costs seconds of patience
+	only condition
 	run  func(l *faultyLane)
 }
 
+// condition says where a fault may happen.
+type condition int
+
+const (
+	slow      condition = 1 << iota // it may cost seconds of patience: in long runs only
+	oneLane                         // where sessions have one lane, as it means the end of all
+	encrypted                       // where there is TLS
+	certified                       // to a session whose principal comes from a certificate
+	bearing                         // to one whose principal comes from a token
+)
+
+// The answers to a greeting, as docs/wire.md numbers them.
+const (
+	laneOpened = iota
+	laneUnknown
+	laneUsed
+	_
+	laneForeign
+)
+
 var faults = []laneFault{
-	{"cut", false, forward(func(l *faultyLane, c *onLane) { l.midway(c) })},
-	{"cut backwards", false, backward(func(l *faultyLane, c *onLane) { l.midway(c) })},
-	{"reset", false, forward(func(l *faultyLane, c *onLane) {
+	{"cut", 0, forward(func(l *faultyLane, c *onLane) { l.midway(c) })},
+	{"cut backwards", 0, backward(func(l *faultyLane, c *onLane) { l.midway(c) })},
+	{"reset", 0, forward(func(l *faultyLane, c *onLane) {
 		l.midway(c)
-		_ = c.to.(*net.TCPConn).SetLinger(0)
+		_ = socket(c.to).SetLinger(0)
 	})},
-	{"half closed", false, forward(func(l *faultyLane, c *onLane) {
+	{"half closed", 0, forward(func(l *faultyLane, c *onLane) {
 		l.midway(c)
-		_ = c.to.(*net.TCPConn).CloseWrite()
+		l.halfClose(c.to)
 		_, _ = io.Copy(io.Discard, c.from)
 	})},
-	{"payload damaged", false, forward(func(l *faultyLane, c *onLane) { l.damage(c, laneHeader, c.size) })},
-	{"payload damaged backwards", false, backward(func(l *faultyLane, c *onLane) { l.damage(c, laneHeader, c.size) })},
-	{"header damaged", false, forward(func(l *faultyLane, c *onLane) { l.damage(c, 0, laneHeader) })},
-	{"header damaged backwards", false, backward(func(l *faultyLane, c *onLane) { l.damage(c, 0, laneHeader) })},
-	{"slowed", false, forward(func(l *faultyLane, c *onLane) {
+	{"payload damaged", 0, forward(func(l *faultyLane, c *onLane) { l.damage(c, laneHeader, c.size) })},
+	{"payload damaged backwards", 0, backward(func(l *faultyLane, c *onLane) { l.damage(c, laneHeader, c.size) })},
+	{"header damaged", 0, forward(func(l *faultyLane, c *onLane) { l.damage(c, 0, laneHeader) })},
+	{"header damaged backwards", 0, backward(func(l *faultyLane, c *onLane) { l.damage(c, 0, laneHeader) })},
+	{"slowed", 0, forward(func(l *faultyLane, c *onLane) {
 		l.midway(c)
 		tick := time.NewTicker(20 * time.Millisecond) // 3 MB/s
 		defer tick.Stop()
@@ -66,37 +92,47 @@ var faults = []laneFault{
 		}
 		c.rest()
 	})},
-	{"stalled", true, forward(func(l *faultyLane, c *onLane) {
+	{"stalled", slow, forward(func(l *faultyLane, c *onLane) {
 		l.midway(c)
 		<-l.over
 	})},
-	{"stalled backwards", true, backward(func(l *faultyLane, c *onLane) {
+	{"stalled backwards", slow, backward(func(l *faultyLane, c *onLane) {
 		l.midway(c)
 		<-l.over
 	})},
-	{"a wrong token", false, func(l *faultyLane) {
+	{"a wrong token", 0, func(l *faultyLane) {
 		l.token[l.rand.IntN(len(l.token))] ^= 1 << l.rand.IntN(8)
-		if how, err := l.greet(); err == nil && how == 0 {
-			l.world.t.Error("a wrong token has opened a lane")
-		} else if err == nil {
-			l.met() // a chunk waits for the lane, and goes by the session
-		}
+		l.refused(laneUnknown)
 	}},
-	{"a used token", false, forward(func(l *faultyLane, c *onLane) {
+	{"a used token", 0, forward(func(l *faultyLane, c *onLane) {
 		l.midway(c)
-		conn, err := net.Dial("tcp", l.of.addr)
-		if err != nil {
-			return // the server has ended
-		}
-		defer conn.Close()
-		if err = lane.Greet(conn, l.token, int(l.use)); err == nil {
-			l.world.t.Error("a token has opened a lane twice with one use")
+		if how, err := l.beside(l.token, l.use); err == nil && how != laneUsed && how != laneUnknown && !(how == laneForeign && l.world.keys.isRevoked(l.target.bearer)) {
+			l.world.t.Errorf("a token that was used has got the answer %d", how)
 		}
 		c.rest()
 	})},
-	{"a token of another session", true, func(l *faultyLane) {
-		other, ok := l.of.other(l.target)
+	{"a token of a session that has ended", 0, func(l *faultyLane) {
+		token, ok := l.of.endedToken()
 		if !ok {
+			l.pass()
+			return
+		}
+		forward(func(l *faultyLane, c *onLane) {
+			l.midway(c)
+			how, err := byte(laneOpened), error(nil)
+			for use := uint64(lane.Uses); err == nil && how != laneUnknown && use > 0; use-- { // the server may hear late that it has ended
+				how, err = l.beside(token, use-1)
+			}
+			if err == nil && how != laneUnknown {
+				l.world.t.Errorf("a token of a session that has ended has got the answer %d", how)
+			}
+			c.rest()
+		})(l)
+	}},
+	{"a token of another session", slow, func(l *faultyLane) {
+		other, ok := l.of.other(l.target, false)
+		if !ok {
+			l.pass()
 			return
 		}
 		l.token, l.use = other, lane.Uses-1
@@ -105,9 +141,9 @@ var faults = []laneFault{
 			c.rest()
 		})(l)
 	}},
-	{"call cancelled", false, forward((*faultyLane).cancel)},
-	{"call cancelled backwards", false, backward((*faultyLane).cancel)},
-	{"session half-closed before its lane", false, func(l *faultyLane) {
+	{"call cancelled", 0, forward((*faultyLane).cancel)},
+	{"call cancelled backwards", 0, backward((*faultyLane).cancel)},
+	{"session half-closed before its lane", 0, func(l *faultyLane) {
 		l.fit = func(id tensor.ID) bool { return l.target.mayEnd(id) }
 		backward(func(l *faultyLane, c *onLane) {
 			l.midway(c)
@@ -115,13 +151,13 @@ var faults = []laneFault{
 			c.rest()
 		})(l)
 	}},
-	{"session half-closed after its lane", false, func(l *faultyLane) {
+	{"session half-closed after its lane", oneLane, func(l *faultyLane) {
 		l.fit = func(id tensor.ID) bool { return l.target.mayEnd(id) }
 		backward(func(l *faultyLane, c *onLane) {
 			l.midway(c)
 			l.keep.Store(true)
 			l.target.endLanes()
-			_ = c.to.(*net.TCPConn).CloseWrite()
+			l.halfClose(c.to)
 			<-l.over // the client has given up the half that it has
 			l.target.endSide(false)
 			if l.rand.IntN(2) == 0 {
@@ -129,7 +165,7 @@ var faults = []laneFault{
 			}
 		})(l)
 	}},
-	{"session half-closed too early", false, func(l *faultyLane) {
+	{"session half-closed too early", slow, func(l *faultyLane) {
 		l.fit = func(id tensor.ID) bool { return l.target.mayNotEnd(id) }
 		forward(func(l *faultyLane, c *onLane) {
 			l.midway(c)
@@ -141,17 +177,78 @@ var faults = []laneFault{
 			}
 		})(l)
 	}},
-	{"server drained", false, forward(func(l *faultyLane, c *onLane) { l.drain(context.Background(), c) })},
-	{"server drained backwards", false, backward(func(l *faultyLane, c *onLane) { l.drain(context.Background(), c) })},
-	{"server drained without patience", false, forward(func(l *faultyLane, c *onLane) {
+	{"server drained", 0, forward(func(l *faultyLane, c *onLane) { l.drain(context.Background(), c) })},
+	{"server drained backwards", 0, backward(func(l *faultyLane, c *onLane) { l.drain(context.Background(), c) })},
+	{"server drained without patience", 0, forward(func(l *faultyLane, c *onLane) {
 		ctx, cancel := context.WithCancel(context.Background())
 		cancel()
 		l.drain(ctx, c)
 	})},
-	{"client drains", false, forward(func(l *faultyLane, c *onLane) {
+	{"client drains", 0, forward(func(l *faultyLane, c *onLane) {
 		l.midway(c)
 		l.target.sayDrain()
 		c.rest()
+	})},
+	{"a stolen token", encrypted, func(l *faultyLane) {
+		other, ok := l.of.other(l.target, true)
+		if !ok {
+			l.pass()
+			return
+		}
+		l.token, l.use = other, lane.Uses-1
+		l.refused(laneForeign)
+	}},
+	{"another principal's certificate", certified, func(l *faultyLane) {
+		if l.again(l.world.keys.another(l.certificate)) {
+			l.refused(laneForeign)
+		}
+	}},
+	{"client's certificate rotated", certified, func(l *faultyLane) {
+		if l.again(l.world.keys.rotated(l.certificate)) {
+			forward(func(l *faultyLane, c *onLane) {
+				l.midway(c)
+				c.rest()
+			})(l)
+		}
+	}},
+	{"server's certificate rotated", encrypted, forward(func(l *faultyLane, c *onLane) {
+		if l.client.(*tls.Conn).NetConn().(*below).shown == l.target.shown {
+			l.world.keys.rotate(l.world.t)
+			return // the next lanes are shown another one than the session was
+		}
+		l.midway(c)
+		c.rest()
+	})},
+	{"token revoked", slow | bearing, forward(func(l *faultyLane, c *onLane) {
+		l.midway(c)
+		l.world.keys.revoke(l.world.t, l.target.bearer)
+		tick := time.NewTicker(50 * time.Millisecond)
+		defer tick.Stop()
+		how, err := byte(laneUsed), error(nil)
+		for err == nil && how == laneUsed { // the server may see it late
+			<-tick.C
+			how, err = l.beside(l.token, l.use)
+		}
+		if err == nil && how != laneForeign && how != laneUnknown {
+			l.world.t.Errorf("a lane of a session whose token is revoked has got the answer %d", how)
+		}
+		if l.rand.IntN(2) == 0 {
+			c.rest()
+		}
+	})},
+	{"record cut", encrypted, forward(func(l *faultyLane, c *onLane) {
+		l.spoil(c, func(to net.Conn, record []byte) error {
+			_, _ = to.Write(record[:l.rand.IntN(len(record))])
+			return net.ErrClosed
+		})
+	})},
+	{"record damaged", encrypted, backward(func(l *faultyLane, c *onLane) {
+		l.spoil(c, func(to net.Conn, record []byte) error {
+			record = bytes.Clone(record)
+			record[l.rand.IntN(len(record))] ^= 1 << l.rand.IntN(8)
+			_, err := to.Write(record)
+			return err
+		})
 	})},
 }
 
@@ -165,6 +262,7 @@ type faultyLane struct {
 	target         *target // nil: of a client that nobody watches
 	rand           *rand.Rand
 	client, server net.Conn
+	certificate    *x509.Certificate // the client's; nil: it has none
 	token          frame.LaneToken
 	use            uint64
 	after          int64 // bytes of one direction that pass before the fault
@@ -176,15 +274,90 @@ type faultyLane struct {
 
 // greet carries the greeting and its answer.
 func (l *faultyLane) greet() (how byte, err error) {
-	if _, err := l.server.Write(binary.LittleEndian.AppendUint64(l.token[:], l.use)); err != nil {
+	if how, err = greet(l.server, l.token, l.use); err == nil {
+		_, err = l.client.Write(append([]byte("tflane:"), how))
+	}
+	return how, err
+}
+
+// greet greets, after the magic, and returns the answer.
+func greet(conn net.Conn, token frame.LaneToken, use uint64) (how byte, err error) {
+	if _, err := conn.Write(binary.LittleEndian.AppendUint64(token[:], use)); err != nil {
 		return 0, err
 	}
 	answer := make([]byte, len("tflane:")+1)
-	if _, err := io.ReadFull(l.server, answer); err != nil {
+	_, err = io.ReadFull(conn, answer)
+	return answer[len(answer)-1], err
+}
+
+// refused carries a greeting that must be refused. A chunk waits for the lane, and goes by
+// another path.
+func (l *faultyLane) refused(want byte) {
+	switch how, err := l.greet(); {
+	case err != nil: // the session or the server has ended
+	case how == want:
+		l.met()
+	case how != laneUnknown:
+		l.world.t.Errorf("a lane has got the answer %d, not %d", how, want)
+	}
+}
+
+// again connects to the server again, with another certificate.
+func (l *faultyLane) again(pair *tls.Certificate) bool {
+	conn, err := l.of.proxy.reach(l.of.addr, pair)
+	if err == nil {
+		hangUp(l.server)
+		l.server = conn
+		_, err = conn.Write([]byte(lane.Magic))
+	}
+	return err == nil
+}
+
+// beside greets on a connection beside the lane.
+func (l *faultyLane) beside(token frame.LaneToken, use uint64) (how byte, err error) {
+	conn, err := l.of.proxy.reach(l.of.addr, l.world.keys.pairOf(l.certificate))
+	if err != nil {
+		return 0, err // the server has ended
+	}
+	defer hangUp(conn)
+	if _, err = conn.Write([]byte(lane.Magic)); err != nil {
 		return 0, err
 	}
-	_, err = l.client.Write(answer)
-	return answer[len(answer)-1], err
+	return greet(conn, token, use)
+}
+
+// pass carries the lane, to which nothing is to happen.
+func (l *faultyLane) pass() {
+	if how, err := l.greet(); err != nil || how != laneOpened {
+		return
+	}
+	switch carried := carryBoth(l.client, l.server); {
+	case carried == 0: // the client may have given it up while it was opened
+	case l.target.mayLose():
+		l.world.spared.Add(1)
+	default:
+		l.world.lost.Add(1)
+	}
+}
+
+// halfClose ends one direction of a connection, with or without telling TLS.
+func (l *faultyLane) halfClose(c net.Conn) {
+	if c, ok := c.(*tls.Conn); ok && l.rand.IntN(2) == 0 {
+		_ = c.CloseWrite()
+		return
+	}
+	_ = socket(c).CloseWrite()
+}
+
+// spoil has the next record of TLS, with a part of the chunk, go its own way.
+func (l *faultyLane) spoil(c *onLane, way func(to net.Conn, record []byte) error) {
+	if c.carry(l.rand.Int64N(c.size)) != nil {
+		return
+	}
+	b := c.to.(*tls.Conn).NetConn().(*below)
+	b.once.Store(&way)
+	l.met()
+	c.rest()
 }
 
 // forward has a fault happen on the way to the server, backward on the way back.
@@ -203,8 +376,8 @@ func (l *faultyLane) one(from, to net.Conn, fault func(l *faultyLane, c *onLane)
 	}
 	var work sync.WaitGroup
 	end := func() {
-		_ = from.Close()
-		_ = to.Close()
+		hangUp(from)
+		hangUp(to)
 	}
 	work.Go(func() {
 		defer close(l.over)
@@ -308,6 +481,7 @@ type generation struct {
 
 	mu       sync.Mutex
 	sessions map[frame.LaneToken]*target // guarded by mu
+	ended    []frame.LaneToken           // guarded by mu: of sessions that have ended
 	draining bool                        // guarded by mu: calls that are not known to the server yet may be refused
 	cut      bool                        // guarded by mu: any call may
 }
@@ -319,16 +493,27 @@ func (g *generation) session(token frame.LaneToken) *target {
 	return g.sessions[token]
 }
 
-// other returns the token of another session.
-func (g *generation) other(than *target) (token frame.LaneToken, ok bool) {
+// other returns the token of another session, which has a certificate or has none.
+func (g *generation) other(than *target, certified bool) (token frame.LaneToken, ok bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for token, t := range g.sessions {
-		if t != than {
+		if t != than && t.certified == certified {
+			t.robbed.Store(true)
 			return token, true
 		}
 	}
 	return token, false
+}
+
+// endedToken returns the token of a session that has ended.
+func (g *generation) endedToken() (token frame.LaneToken, ok bool) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if len(g.ended) == 0 {
+		return token, false
+	}
+	return g.ended[0], true
 }
 
 func (g *generation) drains() (draining, cut bool) {
@@ -345,6 +530,13 @@ type target struct {
 	once sync.Once
 	// transfer is the push or the pull that the session's worker makes now.
 	transfer *atomic.Pointer[transferring]
+	// Its principal comes from a certificate, or a bearer's token; without TLS it has none.
+	certified bool
+	bearer    string
+	keys      *laneKeys
+	shown     *tls.Certificate // the server's
+	robbed    atomic.Bool      // others may take the place of its lanes
+	leaving   atomic.Bool      // the client ends it
 
 	sending sync.Mutex
 	ended   bool // guarded by sending: what is sent is dropped
@@ -509,6 +701,22 @@ func (t *target) noLanes() bool {
 	return t.alone
 }
 
+// mayLose reports whether the session may have ended a lane to which nothing has happened.
+func (t *target) mayLose() bool {
+	draining, _ := t.of.drains()
+	return draining || t.leaving.Load() || t.robbed.Load() || t.noLanes() || t.isOver() || t.keys.isRevoked(t.bearer) || t.isTold()
+}
+
+// isTold reports whether the server has said that the session ends.
+func (t *target) isTold() bool {
+	select {
+	case <-t.told:
+		return true
+	default:
+		return false
+	}
+}
+
 // endSide ends the client's side of the session, unless it is pulling; rude is against the
 // rules of docs/wire.md.
 func (t *target) endSide(rude bool) {
@@ -597,6 +805,8 @@ func (t *target) legitimate(id tensor.ID, err error) bool {
 		return cut || t.rude || (draining || t.over) && !k.accepted
 	case codes.InvalidArgument:
 		return t.over && !k.acked
+	case codes.Unauthenticated:
+		return t.keys.isRevoked(t.bearer)
 	case codes.DeadlineExceeded:
 		return t.over && !k.credited && k.transfer == nil // nobody took the result: the client could not say where to
 	}
@@ -606,6 +816,13 @@ func (t *target) legitimate(id tensor.ID, err error) bool {
 // laneWorld is servers, one after the other, whose lanes fail.
 type laneWorld struct {
 	t       *testing.T
+	count   int       // lanes of a session
+	keys    *laneKeys // nil: without TLS
+	quota   int       // how many faults are to happen
+	before  *laneTally
+	last    bool             // of the worlds
+	spared  atomic.Int64     // lanes to which nothing happened before their session ended
+	lost    atomic.Int64     // those that ended before it: the machine was slow, or another one took their place
 	next    chan *generation // ready to take a place
 	drained chan *generation
 	lanes   atomic.Int64
@@ -630,14 +847,17 @@ func (w *laneWorld) generation() *generation {
 	g := &generation{sessions: map[frame.LaneToken]*target{}}
 	inFolders := w.made%2 == 1
 	w.made++
-	g.fixture = startServer(w.t, "tcp", client.Config{}, func(c *serverConfig) {
+	g.fixture = startServer(w.t, "tcp", w.keys.client(0), func(c *serverConfig) {
+		if w.keys != nil {
+			w.keys.change(c)
+		}
 		if inFolders {
 			c.Store = inFolder(w.t.TempDir(), store.FolderConfig{})(w.t, c.Pool)
 		} else {
 			c.Store = store.NewMemory(c.Pool, 1<<30)
 		}
 	})
-	g.proxy = newBetween(w.t, func(bool) string { return g.addr }, func(c, s net.Conn) { w.fail(g, c, s) })
+	g.proxy = newBetweenWith(w.t, w.keys, func(bool) string { return g.addr }, func(c, s net.Conn) { w.fail(g, c, s) })
 	return g
 }
 
@@ -650,6 +870,7 @@ func (w *laneWorld) end(g *generation) {
 	g.end()
 	var n map[string]int64
 	testkit.Eventually(w.t, func() bool { // gRPC may still be letting go of what was received
+		runtime.GC() // the server would do so later
 		info, err := g.server.GetServiceInfo(w.t.Context(), nil)
 		require.NoError(w.t, err)
 		n = info.GetCounters()
@@ -662,31 +883,67 @@ func (w *laneWorld) end(g *generation) {
 	}
 }
 
-// draw returns a fault by chance: each comes once before one comes again, but those that
-// are slow.
-func (w *laneWorld) draw() laneFault {
+// draw returns a fault by chance that may happen to a lane: each comes once before one
+// comes again, but those that are slow. In a short run those that have never happened are first.
+func (w *laneWorld) draw(t *target) laneFault {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if len(w.bag) == 0 {
 		for _, f := range faults {
-			if !f.slow || w.met[f.name] == 0 || w.rand.IntN(4) == 0 {
-				w.bag = append(w.bag, f)
+			if w.short() && w.before.sum(f.name)+w.met[f.name] == 0 {
+				w.putBack(f)
 			}
 		}
-		w.rand.Shuffle(len(w.bag), func(i, j int) { w.bag[i], w.bag[j] = w.bag[j], w.bag[i] })
+		slices.SortStableFunc(w.bag, func(a, b laneFault) int { return cmp.Compare(b.only&oneLane, a.only&oneLane) }) // few worlds have them
 	}
-	f := w.bag[len(w.bag)-1]
-	w.bag = w.bag[:len(w.bag)-1]
-	return f
+	if len(w.bag) == 0 {
+		for _, f := range faults {
+			if f.only&slow == 0 || w.met[f.name] == 0 || w.rand.IntN(4) == 0 {
+				w.putBack(f)
+			}
+		}
+	}
+	fits := func(f laneFault) bool {
+		return (f.only&certified == 0 || t.certified) && (f.only&bearing == 0 || t.bearer != "")
+	}
+	if i := slices.IndexFunc(w.bag, fits); i >= 0 {
+		f := w.bag[i]
+		w.bag = slices.Delete(w.bag, i, i+1)
+		return f
+	}
+	for { // the rest are for other sessions
+		if f := faults[w.rand.IntN(len(faults))]; w.has(f) && fits(f) && f.only&slow == 0 {
+			return f
+		}
+	}
 }
 
-// happened returns how many faults have met a chunk, and which never did.
+// putBack has a fault come later, if it may happen in this world at all; mu is held.
+func (w *laneWorld) putBack(f laneFault) {
+	if w.has(f) {
+		w.bag = slices.Insert(w.bag, w.rand.IntN(len(w.bag)+1), f)
+	}
+}
+
+// has reports whether a fault may happen in this world.
+func (w *laneWorld) has(f laneFault) bool {
+	return (f.only&slow == 0 || !w.short()) && (f.only&oneLane == 0 || w.count == 1) && (f.only&(encrypted|certified|bearing) == 0 || w.keys != nil)
+}
+
+// short reports whether there are too few faults for each of them to happen in each world.
+func (w *laneWorld) short() bool { return *laneFaults < laneWorlds*len(faults) }
+
+// happened returns how many faults have met a chunk, and which never did that must.
 func (w *laneWorld) happened() (sum int, never []string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, f := range faults {
 		sum += w.met[f.name]
-		if w.met[f.name] == 0 {
+		must, n := w.has(f), w.met[f.name]
+		if w.short() {
+			must, n = must && (w.last || f.only&oneLane != 0), n+w.before.sum(f.name)
+		}
+		if must && n == 0 {
 			never = append(never, f.name)
 		}
 	}
@@ -696,7 +953,7 @@ func (w *laneWorld) happened() (sum int, never []string) {
 // enough reports whether all that was asked for has happened, or never will.
 func (w *laneWorld) enough() bool {
 	sum, never := w.happened()
-	return w.t.Failed() || sum >= *laneFaults && len(never) == 0 || w.lanes.Load() > int64(20**laneFaults+1000)
+	return w.t.Failed() || sum >= w.quota && len(never) == 0 || w.lanes.Load() > int64(50*w.quota+1000)
 }
 
 // fail has a lane fail.
@@ -715,8 +972,17 @@ func (w *laneWorld) fail(g *generation, c, s net.Conn) {
 	if l.target.noLanes() {
 		return
 	}
-	l.after = l.rand.Int64N(12 * mib)
-	f, met := w.draw(), false
+	l.certificate = leafOf(c)
+	most := 12 * mib // of the session, more or less
+	if w.short() {
+		most = 3 * mib
+	}
+	l.after = l.rand.Int64N(int64(most / w.count))
+	if l.use%uint64(w.count) > 0 && l.rand.IntN(2) == 0 {
+		l.pass()
+		return
+	}
+	f, met := w.draw(l.target), false
 	l.met = func() {
 		met = true
 		l.target.meets(f.name)
@@ -728,8 +994,7 @@ func (w *laneWorld) fail(g *generation, c, s net.Conn) {
 	if !met { // the lane ended before
 		w.mu.Lock()
 		defer w.mu.Unlock()
-		w.bag = append(w.bag, f)
-		w.rand.Shuffle(len(w.bag), func(i, j int) { w.bag[i], w.bag[j] = w.bag[j], w.bag[i] })
+		w.putBack(f)
 	}
 }
 
@@ -765,18 +1030,85 @@ func (w *laneWorld) current() *generation {
 	return w.now
 }
 
+// laneCounts are how many lanes a session has in a world; laneWorlds is how many worlds
+// there are, one of each with TLS and one without.
+var laneCounts = []int{1, 2, 4, 16}
+
+const laneWorlds = 2 * 4
+
+// laneTally is what has happened in the worlds so far.
+type laneTally struct {
+	names []string         // of the worlds
+	met   []map[string]int // by fault
+}
+
+func (y *laneTally) sum(fault string) (n int) {
+	for _, met := range y.met {
+		n += met[fault]
+	}
+	return n
+}
+
+// String is a table.
+func (y *laneTally) String() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%-40s", "")
+	for _, name := range y.names {
+		fmt.Fprintf(&b, " %8s", name)
+	}
+	total := make([]int, len(y.met))
+	for _, f := range faults {
+		fmt.Fprintf(&b, "\n%-40s", f.name)
+		for i, met := range y.met {
+			fmt.Fprintf(&b, " %8d", met[f.name])
+			total[i] += met[f.name]
+		}
+	}
+	fmt.Fprintf(&b, "\n%-40s", "faults")
+	for _, n := range total {
+		fmt.Fprintf(&b, " %8d", n)
+	}
+	return b.String()
+}
+
 func TestFaultsOfLanesCostNoCall(t *testing.T) {
 	testkit.Start(t)
-	const workers = 4
-	w := &laneWorld{
-		t: t, next: make(chan *generation), drained: make(chan *generation),
-		rand: testkit.Rand(t), met: map[string]int{}, codes: map[codes.Code]int{}, stored: map[codes.Code]int{},
+	var all laneTally
+	defer func() { t.Logf("faults by lanes of a session:\n%v", &all) }()
+	for _, secure := range []bool{false, true} {
+		for _, n := range laneCounts {
+			name := fmt.Sprint(n)
+			if secure {
+				name += " TLS"
+			}
+			t.Run(name, func(t *testing.T) {
+				testkit.Start(t)
+				w := &laneWorld{
+					t: t, count: n, quota: (*laneFaults + laneWorlds - 1) / laneWorlds, before: &all, last: len(all.met) == laneWorlds-1,
+					next: make(chan *generation), drained: make(chan *generation),
+					rand: testkit.Rand(t), met: map[string]int{}, codes: map[codes.Code]int{}, stored: map[codes.Code]int{},
+				}
+				if secure {
+					w.keys = newLaneKeys(t)
+				}
+				w.live()
+				all.names, all.met = append(all.names, name), append(all.met, w.met)
+			})
+			if t.Failed() {
+				return
+			}
+		}
 	}
+}
+
+// live has the faults of a world happen.
+func (w *laneWorld) live() {
+	t := w.t
 	w.now = w.generation()
 	var work sync.WaitGroup
-	for i := range workers {
+	for i := range laneWorkers {
 		work.Go(func() {
-			lw := &laneWorker{world: w, t: t, rand: rand.New(rand.NewPCG(uint64(i), 1))}
+			lw := &laneWorker{world: w, t: t, number: i, rand: rand.New(rand.NewPCG(uint64(i), 1))}
 			lw.stock = &stocker{world: w, t: t, rand: rand.New(rand.NewPCG(uint64(i), 2)), name: fmt.Sprint("worker ", i)}
 			for !w.enough() {
 				if err := lw.session(t.Context()); err != nil {
@@ -808,19 +1140,26 @@ func TestFaultsOfLanesCostNoCall(t *testing.T) {
 	w.end(w.now)
 	_, never := w.happened()
 	require.Empty(t, never, "never met a chunk on a lane")
-	for _, f := range faults {
-		t.Logf("%5d %s", w.met[f.name], f.name)
-	}
-	t.Logf("%d lanes; calls by code: %v; tensors pushed and pulled: %v", w.lanes.Load(), w.codes, w.stored)
+	spared, lost := w.spared.Load(), w.lost.Load()
+	t.Logf("%d lanes; of those to which nothing happened, %d ended with their session, %d before; calls by code: %v; tensors pushed and pulled: %v", w.lanes.Load(), spared, lost, w.codes, w.stored)
+	require.LessOrEqual(t, lost, 1+spared/10, "a fault of a lane must not end others")
 }
+
+// endless is how many rounds no session makes whose token has been revoked.
+const endless = 10_000
+
+// laneWorkers is how many clients there are at a time.
+const laneWorkers = 4
 
 // laneWorker makes calls of large tensors, whose results must be right.
 type laneWorker struct {
-	world *laneWorld
-	t     *testing.T
-	rand  *rand.Rand
-	gone  [][]byte // memory of calls that have failed: it must not change
-	stock *stocker
+	world  *laneWorld
+	t      *testing.T
+	number int
+	made   int // sessions
+	rand   *rand.Rand
+	gone   [][]byte // memory of calls that have failed: it must not change
+	stock  *stocker
 }
 
 // watched are the sessions of a client.
@@ -833,6 +1172,15 @@ func (w *watched) add(t *target) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.list = append(w.list, t)
+}
+
+// leave notes that the client ends its sessions.
+func (w *watched) leave() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, t := range w.list {
+		t.leaving.Store(true)
+	}
 }
 
 // of returns the session of a call: the last one if none has it.
@@ -855,7 +1203,10 @@ func (t *target) has(id tensor.ID) bool {
 
 func (w *laneWorker) session(ctx context.Context) error {
 	g := w.world.current()
-	c, err := client.Dial(g.proxy.addr, client.Config{Checksum: codec.Checksum(1 + w.rand.IntN(2))})
+	w.made++
+	cfg, certified, bearer := w.world.keys.worker(w.number, (w.number+w.made)%2 == 0, w.rand.IntN(2))
+	cfg.Checksum, cfg.Lanes, cfg.FixedLanes = codec.Checksum(1+w.rand.IntN(2)), w.world.count, true
+	c, err := client.Dial(g.proxy.addr, cfg)
 	if err != nil {
 		return err
 	}
@@ -864,6 +1215,7 @@ func (w *laneWorker) session(ctx context.Context) error {
 		t := &target{
 			SessionStream: s, of: g, told: make(chan struct{}), transfer: &w.stock.now,
 			tensors: map[tensor.ID]announced{}, calls: map[tensor.ID]*knownCall{},
+			certified: certified, bearer: bearer, keys: w.world.keys, shown: w.world.keys.showing(),
 		}
 		watch.add(t)
 		return t
@@ -874,12 +1226,24 @@ func (w *laneWorker) session(ctx context.Context) error {
 	} else {
 		t := watch.of(tensor.ID{})
 		w.stock.groups(g)
-		for range 12 {
+		rounds := 12
+		if w.world.short() {
+			rounds = 4
+		}
+		for i := 0; i < rounds || t.keys.isRevoked(bearer); i++ {
+			if i == endless {
+				err = errors.New("the session goes on without its token")
+				break
+			}
 			err = w.round(ctx, c, s, t, &watch)
-			if draining, _ := g.drains(); err != nil || draining || t.isOver() {
+			if draining, _ := g.drains(); err != nil || draining || t.isOver() || t.isTold() {
+				break
+			}
+			if idle := strings.HasPrefix(s.Ways().Why, "none for"); (idle || w.world.enough()) && !t.keys.isRevoked(bearer) {
 				break
 			}
 		}
+		watch.leave()
 		if w.rand.IntN(2) == 0 {
 			err = errors.Join(err, s.Close())
 		}
@@ -888,7 +1252,9 @@ func (w *laneWorker) session(ctx context.Context) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for _, t := range watch.list {
-		delete(g.sessions, t.token)
+		if delete(g.sessions, t.token); !t.token.IsZero() {
+			g.ended = append(g.ended, t.token)
+		}
 	}
 	if kept := c.Kept(); kept > 64*mib {
 		err = errors.Join(err, fmt.Errorf("the client keeps %d bytes", kept))

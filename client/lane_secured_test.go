@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync/atomic"
 	"testing"
 
@@ -21,15 +22,15 @@ import (
 )
 
 // secured makes certificates, of alice and bob, and a token of carol's, and has a server
-// want one of them.
-func secured(t *testing.T) (dir string, change func(*serverConfig)) {
+// want one of them, or of others.
+func secured(t *testing.T, others ...string) (dir string, change func(*serverConfig)) {
 	t.Helper()
 	dir = t.TempDir()
 	for _, name := range []string{"alice", "bob"} {
 		_, err := identity.WriteCertificates(dir, nil, name)
 		require.NoError(t, err)
 	}
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "tokens"), []byte("carol 0123456789abcdef0123456789abcdef"), 0o600))
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "tokens"), []byte(strings.Join(append([]string{"carol 0123456789abcdef0123456789abcdef"}, others...), "\n")), 0o600))
 	id, err := identity.NewServer(identity.ServerFiles{
 		Cert: filepath.Join(dir, identity.ServerFile), Key: filepath.Join(dir, identity.ServerKeyFile),
 		ClientCA: filepath.Join(dir, identity.AuthorityFile), Tokens: filepath.Join(dir, "tokens"),

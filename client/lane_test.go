@@ -3,6 +3,7 @@ package client_test
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
 	"fmt"
 	"io"
 	"net"
@@ -125,6 +126,7 @@ type between struct {
 	lanes  atomic.Int64
 	choose func(client, server net.Conn) // carries a lane to its end
 	to     func(isLane bool) string
+	keys   *laneKeys // nil: nothing is encrypted
 
 	mu     sync.Mutex
 	conns  []net.Conn // guarded by mu
@@ -134,8 +136,15 @@ type between struct {
 
 func newBetween(t *testing.T, to func(isLane bool) string, choose func(client, server net.Conn)) *between {
 	t.Helper()
+	return newBetweenWith(t, nil, to, choose)
+}
+
+// newBetweenWith is like newBetween, inside TLS: it is the server to clients, with its
+// certificate, and the client to servers.
+func newBetweenWith(t *testing.T, keys *laneKeys, to func(isLane bool) string, choose func(client, server net.Conn)) *between {
+	t.Helper()
 	l := listen(t)
-	b := &between{addr: l.Addr().String(), to: to, choose: choose}
+	b := &between{addr: l.Addr().String(), to: to, choose: choose, keys: keys}
 	b.work.Go(func() {
 		for {
 			c, err := l.Accept()
@@ -159,23 +168,21 @@ func newBetween(t *testing.T, to func(isLane bool) string, choose func(client, s
 }
 
 func (b *between) carry(c net.Conn) {
-	defer c.Close()
-	b.mu.Lock()
-	b.conns = append(b.conns, c)
-	b.mu.Unlock()
+	b.holds(c)
+	if b.keys != nil {
+		c = b.keys.meet(c)
+	}
+	defer hangUp(c)
 	first := make([]byte, len(lane.Magic))
 	if _, err := io.ReadFull(c, first); err != nil {
 		return
 	}
 	isLane := string(first) == lane.Magic
-	s, err := connect(b.to(isLane))
+	s, err := b.reach(b.to(isLane), b.keys.pairOf(leafOf(c)))
 	if err != nil {
 		return
 	}
-	defer s.Close()
-	b.mu.Lock()
-	b.conns = append(b.conns, s)
-	b.mu.Unlock()
+	defer hangUp(s)
 	if _, err := s.Write(first); err != nil {
 		return
 	}
@@ -187,17 +194,43 @@ func (b *between) carry(c net.Conn) {
 	both(c, s)
 }
 
+// holds has a connection end with b.
+func (b *between) holds(c net.Conn) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.conns = append(b.conns, c)
+}
+
+// reach connects to a server, as a client with the certificate of pair.
+func (b *between) reach(addr string, pair *tls.Certificate) (net.Conn, error) {
+	c, err := connect(addr)
+	if err != nil {
+		return nil, err
+	}
+	b.holds(c)
+	if b.keys != nil {
+		c = b.keys.secure(c, pair)
+	}
+	return c, nil
+}
+
 // both carries bytes both ways until either end is gone.
-func both(a, b net.Conn) {
+func both(a, b net.Conn) { carryBoth(a, b) }
+
+// carryBoth is like both, and returns how many bytes it has carried.
+func carryBoth(a, b net.Conn) int64 {
 	var work sync.WaitGroup
+	var carried atomic.Int64
 	for _, way := range [][2]net.Conn{{a, b}, {b, a}} {
 		work.Go(func() {
-			_, _ = io.Copy(way[0], way[1])
-			_ = a.Close()
-			_ = b.Close()
+			n, _ := io.Copy(way[0], way[1])
+			carried.Add(n)
+			hangUp(a)
+			hangUp(b)
 		})
 	}
 	work.Wait()
+	return carried.Load()
 }
 
 // echoed computes over a large tensor, and waits until the lane that it wants is there or
