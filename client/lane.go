@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"net/url"
+	"slices"
 	"sync"
 	"time"
 
@@ -46,14 +47,13 @@ const (
 type lanes struct {
 	want    int // how many there should be; 0 before the first large tensor
 	opening int
-	open    int
+	open    []*lane.Conn
 	uses    int    // of the token, so far
 	failed  int    // lanes in a row that were refused, or carried little
 	why     string // why there are not more; "" means whySmall
 	address net.Addr
 	wait    time.Duration // time limit for opening one
 	trip    time.Duration // the least round trip of a lane; 0 before the first
-	latest  time.Duration // that of the lanes of the last step, whose opening met the queues
 	busy    chan struct{} // tells grow of the next large tensor
 }
 
@@ -109,28 +109,26 @@ func (s *Session) openLanes(m *stream.Machine) {
 	l := &s.lanes
 	token, uses := m.LaneOffer()
 	off, _ := s.client.lanes.get()
-	for l.open+l.opening < l.want {
+	for len(l.open)+l.opening < l.want {
+		stop := off
 		switch {
 		case s.client.cfg.Lanes < 0:
-			l.why = whyOff
-			return
+			stop = whyOff
 		case token.IsZero():
-			l.why = whyOffer
-			return
-		case off != "":
-			l.why = off
-			return
-		case l.address == nil: // gRPC has lost the connection before it could be asked
-			l.why = whyAddress
-			return
-		case l.uses == int(min(uses, lane.Uses)):
-			l.why = whyUsed
+			stop = whyOffer
+		case off == "" && l.address == nil: // gRPC has lost the connection before it could be asked
+			stop = whyAddress
+		case off == "" && l.uses == int(min(uses, lane.Uses)):
+			stop = whyUsed
+		}
+		if stop != "" {
+			l.why = stop
 			return
 		}
 		use, pause := l.uses, time.Duration(l.failed)*laneWait
 		l.uses++
 		l.opening++
-		if l.open == 0 {
+		if len(l.open) == 0 {
 			l.why = whyOpening
 		}
 		s.client.winding.Go(func() { s.openLane(m, token, use, pause) }) // ends after its timeout, or with the session, which winding counts, too
@@ -146,16 +144,14 @@ func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int, pa
 	case <-ctx.Done():
 	}
 	// Dial the address of the session's connection: the name may resolve to another server.
-	var trip time.Duration
 	conn, err := s.client.dialLane(ctx, s.lanes.address)
+	begin := time.Now()
 	if err == nil {
-		begin := time.Now()
 		stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 		if err = lane.Greet(conn, token, use); err != nil || !stop() {
 			_ = conn.Close()
 			err = cmp.Or(err, context.Cause(ctx))
 		}
-		trip = time.Since(begin)
 	}
 	if err != nil {
 		s.sess.Do(func(*stream.Machine, stream.Instant) {
@@ -164,20 +160,19 @@ func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int, pa
 				s.lanes.uses--
 			}
 		})
-		s.laneEnded(m, err, -1)
+		s.laneEnded(m, err, nil, 0)
 		return
 	}
 	c := lane.New(conn, nil)
-	trip = cmp.Or(c.RoundTrip(), trip)
+	trip := cmp.Or(c.RoundTrip(), time.Since(begin))
 	var before int64
 	s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
 		before = byLanes(m)
 		l, most := &s.lanes, m.LanesAtOnce()
 		l.opening--
-		l.open++
+		l.open = append(l.open, c)
 		first := l.trip == 0
 		l.trip = min(cmp.Or(l.trip, trip), trip)
-		l.latest = min(cmp.Or(l.latest, trip), trip)
 		switch {
 		case s.client.cfg.FixedLanes:
 			l.why = whyFixed
@@ -193,7 +188,7 @@ func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int, pa
 			s.client.winding.Go(func() { s.grow(most) }) // ends with the session, or when more are not faster
 		}
 	})
-	s.sess.AddLane(c, func(why error) { s.laneEnded(m, why, before) })
+	s.sess.AddLane(c, func(why error) { s.laneEnded(m, why, c, before) })
 }
 
 // near reports whether an address is one of this machine.
@@ -208,72 +203,89 @@ func byLanes(m *stream.Machine) int64 {
 	return st.LaneBytesIn + st.LaneBytesOut
 }
 
-// grow doubles the session's lanes up to most, while they are busy, until the line is full or
-// they carry no more; the last step is then taken back.
+// grow finds out how many lanes are worth it, up to most, while they are busy. It doubles them
+// until the line is full or twice as many carry no more, and then takes the last step back.
+// It begins again when they carry less and the queues are gone: where packets get lost, new
+// lanes fill the line for an instant, and their windows then shrink.
 func (s *Session) grow(most int) {
-	var rate float64 // before the last step; 0: there was none
-	flat := 0        // looks in a row that found no more
+	var rate float64 // before the last step, or when they were found to be enough; 0: not known
+	var last float64 // in the look before; 0: there was a step, or one was taken back
+	flat := 0        // looks in a row that found no more, or less
+	enough := false
 	for {
-		got, ok := s.carried()
+		got, full, ok := s.carried()
 		if !ok {
 			return
 		}
-		keep, done := 0, true
+		var want int
 		s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
 			l := &s.lanes
-			queue := l.latest - l.trip // that the last step met
+			settle := func(n int, why string) {
+				rate, flat, enough = got, 0, true
+				l.want, l.why = n, why
+				s.client.lanes.set("", n)
+			}
+			less, half := got < laneGain*rate, l.want
+			if enough {
+				less = got < laneHold*rate
+			} else if less {
+				half /= 2
+			}
 			switch {
-			case got == 0 || l.open < l.want: // they were not busy, or are still being opened
-				done = false
-				return
-			case queue >= max(l.trip/fullShare, fullLeast):
-				l.why = fmt.Sprintf("the line is full: packets wait %v in a queue", queue.Round(time.Millisecond))
-			case got < laneGain*rate && flat < laneLooks-1: // a loss may have come together with the step
-				flat++
-				done = false
-				return
-			case got < laneGain*rate:
-				l.why = fmt.Sprintf("%d carried no more than %d", l.want, l.want/2)
-				l.want /= 2
+			case got == 0 || len(l.open) < l.want: // they were not busy, or are still being opened
+			case last == 0: // some of that only fills new sockets
+				last = got
+			case enough && (full != "" || !less):
+				flat = 0
+			case full != "":
+				settle(half, full)
+			case less && flat < laneLooks-1: // a loss may have come together with the step
+				flat, last = flat+1, got
+			case less && !enough:
+				settle(half, fmt.Sprintf("%d carried no more than %d", l.want, half))
+			case got >= laneGain*last && !enough: // their windows are still opening
+				last = got
 			case l.want >= most:
-				l.why = whyMost
+				settle(most, whyMost)
 			default:
-				rate, flat, l.latest = got, 0, 0
+				rate, last, flat, enough = got, 0, 0, false
 				l.want = min(2*l.want, most)
 				s.openLanes(m)
-				done = l.open+l.opening < l.want // it may not: why says so
-				return
 			}
-			keep = l.want
-			s.client.lanes.set("", keep)
+			want = l.want
 		})
-		if keep > 0 {
-			s.sess.KeepLanes(keep)
-		}
-		if done {
-			return
-		}
+		s.sess.KeepLanes(want)
 	}
 }
 
-// carried returns how many bytes per second the lanes carry during the next look; 0 if they
-// had nothing to carry at a time, or not enough credit. It returns false when the session has
-// ended.
-func (s *Session) carried() (rate float64, ok bool) {
-	var from int64
-	var look time.Duration
+// carried returns how many bytes per second the lanes carry during the next look, 0 if they
+// had nothing to carry at a time, or not enough credit, and why the line is full, if it is.
+// It returns false when the session has ended.
+func (s *Session) carried() (rate float64, full string, ok bool) {
+	var from, to int64
+	var look, least, queue time.Duration
 	s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
-		from, look = byLanes(m), min(max(roadTrips*s.lanes.trip, roadLeast), roadMost)
+		from, least = byLanes(m), s.lanes.trip
+		look = min(max(roadTrips*least, roadLeast), roadMost)
 	})
-	begin := time.Now()
+	begin, sent, again := time.Now(), 1, 0
 	for range roadTrips {
 		select {
 		case <-time.After(look / roadTrips):
 		case <-s.sess.Stopped():
-			return 0, false
+			return 0, "", false
 		}
 		busy, idle := false, false
-		s.sess.Do(func(m *stream.Machine, _ stream.Instant) { busy, idle = m.LanesBusy(), m.Status().Calls == 0 })
+		s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+			busy, idle, to = m.LanesBusy(), m.Status().Calls == 0, byLanes(m)
+			var now time.Duration
+			sent, again = 1, 0
+			for _, c := range s.lanes.open {
+				trip, n, lost := c.Road()
+				now, sent, again = min(cmp.Or(now, trip), trip), sent+n, again+lost
+			}
+			queue += (now - least) / roadTrips
+		})
 		if idle {
 			select {
 			case <-s.lanes.busy:
@@ -281,23 +293,22 @@ func (s *Session) carried() (rate float64, ok bool) {
 			}
 		}
 		if !busy {
-			return 0, true
+			return 0, "", true
 		}
 	}
-	var to int64
-	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { to = byLanes(m) })
-	return float64(to-from) / time.Since(begin).Seconds(), true
+	if queue >= max(least/fullShare, fullLeast) || again >= max(sent/fullDrops, fullDrops) {
+		full = fmt.Sprintf("the line is full: packets wait %v in a queue, %d %% were dropped", queue.Round(time.Millisecond), 100*again/sent)
+	}
+	return float64(to-from) / time.Since(begin).Seconds(), full, true
 }
 
-// laneEnded records why a lane ended, before which lanes had carried before bytes, or could
-// not be opened (-1), and opens another one if that may help.
-func (s *Session) laneEnded(m *stream.Machine, why error, before int64) {
+// laneEnded records why lane c ended, before which lanes had carried before bytes, or why one
+// could not be opened (nil), and opens another one if that may help.
+func (s *Session) laneEnded(m *stream.Machine, why error, c *lane.Conn, before int64) {
 	s.sess.Do(func(*stream.Machine, stream.Instant) {
 		l := &s.lanes
-		opened := before >= 0
-		if opened {
-			l.open--
-		}
+		opened := c != nil
+		l.open = slices.DeleteFunc(l.open, func(o *lane.Conn) bool { return o == c })
 		if errors.Is(why, session.ErrSpare) {
 			return
 		}
@@ -312,7 +323,7 @@ func (s *Session) laneEnded(m *stream.Machine, why error, before int64) {
 		}
 		switch {
 		case !opened && !errors.Is(why, lane.ErrRefused) && !errors.Is(why, lane.ErrNoLane):
-			l.want = max(1, l.open) // no connection, or the server is full: the next large tensor tries again
+			l.want = max(1, len(l.open)) // no connection, or the server is full: the next large tensor tries again
 			return
 		case opened && !errors.Is(why, session.ErrStalled) && byLanes(m)-before >= laneBytes:
 			l.failed = 0
@@ -334,7 +345,7 @@ func (s *Session) Ways() (w Ways) {
 		st := m.Status().Stats
 		w = Ways{
 			SentBytes: st.BytesOut, ReceivedBytes: st.BytesIn, LaneSentBytes: st.LaneBytesOut, LaneReceivedBytes: st.LaneBytesIn,
-			Lanes: s.lanes.open, Why: cmp.Or(s.lanes.why, whySmall),
+			Lanes: len(s.lanes.open), Why: cmp.Or(s.lanes.why, whySmall),
 		}
 	})
 	return w

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"net"
+	"strings"
 	"testing"
 	"time"
 
@@ -15,9 +16,9 @@ import (
 )
 
 // far returns a server and its client, with a road of 20 ms between them that loses packets.
-func far(t *testing.T, cfg client.Config) *fixture {
+func far(t *testing.T, cfg client.Config, loss float64) *fixture {
 	t.Helper()
-	road := roads.Start(t, roads.Link{MTU: 9000, Way: roads.Way{Delay: 10 * time.Millisecond, Rate: 400_000_000, Loss: 0.0005}})
+	road := roads.Start(t, roads.Link{MTU: 9000, Way: roads.Way{Delay: 10 * time.Millisecond, Rate: 400_000_000, Loss: loss}})
 	l, err := road.Ends[1].Listen()
 	require.NoError(t, err)
 	return serveAt(t, l, l.Addr().String(), cfg.Dialling(func(ctx context.Context, _, address string) (net.Conn, error) {
@@ -27,7 +28,7 @@ func far(t *testing.T, cfg client.Config) *fixture {
 
 func TestThereAreMoreLanesWhereTheServerIsFar(t *testing.T) {
 	testkit.Start(t)
-	f := far(t, client.Config{})
+	f := far(t, client.Config{}, 0.0005)
 	s, x := f.session(t), large(t, 32*mib, 1)
 	for w := (client.Ways{}); w.Lanes < 2; w = s.Ways() {
 		y, err := s.Compute(t.Context(), "echo", x)
@@ -40,9 +41,32 @@ func TestThereAreMoreLanesWhereTheServerIsFar(t *testing.T) {
 	require.Positive(t, w.LaneReceivedBytes)
 }
 
+func TestLanesBecomeMoreWherePacketsGetLost(t *testing.T) {
+	testkit.Start(t)
+	f := far(t, client.Config{}, 0.005) // a lane carries about a seventh of the line
+	s, x := f.session(t), large(t, 32*mib, 1)
+	for w := (client.Ways{}); w.Lanes <= 4; w = s.Ways() {
+		y, err := s.Compute(t.Context(), "echo", x)
+		require.NoError(t, err)
+		require.True(t, bytes.Equal(x.Data, y.Data))
+	}
+}
+
+func TestAFullLineGetsNoMoreLanes(t *testing.T) {
+	testkit.Start(t)
+	f := far(t, client.Config{}, 0)
+	s, x := f.session(t), large(t, 32*mib, 1)
+	for w := (client.Ways{}); !strings.Contains(w.Why, "the line is full"); w = s.Ways() {
+		y, err := s.Compute(t.Context(), "echo", x)
+		require.NoError(t, err)
+		require.True(t, bytes.Equal(x.Data, y.Data))
+	}
+	require.Less(t, s.Ways().Lanes, 64)
+}
+
 func TestAsManyLanesAsAreFixedCarryOneTensor(t *testing.T) {
 	testkit.Start(t)
-	f := far(t, client.Config{Lanes: 5, FixedLanes: true})
+	f := far(t, client.Config{Lanes: 5, FixedLanes: true}, 0.0005)
 	s, x := f.session(t), large(t, 32*mib, 1)
 	for w := (client.Ways{}); w.Lanes < 5; w = s.Ways() {
 		y, err := s.Compute(t.Context(), "echo", x)

@@ -33,18 +33,21 @@ const (
 	// as much as sending a few hundred KiB on one machine, and takes round trips over a
 	// network.
 	laneBytes = 4 * mib
-	// mostLanes is the most lanes of a session. With CUBIC, and one packet in a thousand
-	// lost, 32 fill 1 Gbit/s over 50 ms.
+	// mostLanes is the most lanes of a session: with 0.1 % lost, 32 fill 1 Gbit/s over 50 ms.
 	mostLanes = 64
 	// farLanes is how many lanes a session begins with where the round trip is not less than
-	// lane.Far. It then doubles them as long as that carries laneGain times as much.
-	farLanes = 2
+	// lane.Far: two by CUBIC, whose windows shrink by three tenths, leave a sixth of a line
+	// empty. It then doubles them as long as that carries laneGain times as much.
+	farLanes = 4
 	laneGain = 1.1
-	// laneLooks is how many looks in a row must find less gain for that to end. It ends, too,
-	// when packets wait for 1/fullShare of a round trip, and fullLeast, in a queue.
+	// laneLooks is how many looks in a row must find less gain for that to end. One is enough
+	// when packets wait for 1/fullShare of a round trip, and fullLeast, or one in fullDrops,
+	// and fullDrops, were sent again. It begins again after laneLooks at less than laneHold.
 	laneLooks = 3
 	fullShare = 10
 	fullLeast = 1 * time.Millisecond
+	fullDrops = 100
+	laneHold  = 0.9
 	// roadTrips round trips, but at least roadLeast and at most roadMost, pass between two
 	// looks at what lanes carry: a new one has about filled its window by then.
 	roadTrips = 4

@@ -32,9 +32,10 @@ const headerBytes = 40
 
 // Conn is a lane.
 type Conn struct {
-	conn  net.Conn // writes are gathered on a *net.TCPConn or *net.UnixConn, and joined below a Secured
-	close func() error
-	trip  time.Duration
+	conn   net.Conn // writes are gathered on a *net.TCPConn or *net.UnixConn, and joined below a Secured
+	socket net.Conn // conn, or below a Secured
+	close  func() error
+	trip   time.Duration
 
 	in   [headerBytes]byte
 	got  int // bytes of in
@@ -56,15 +57,15 @@ func New(conn net.Conn, closed func() error) *Conn {
 	if closed == nil {
 		closed = conn.Close
 	}
-	l, socket := &Conn{conn: conn, close: closed}, conn
+	l := &Conn{conn: conn, close: closed, socket: conn}
 	if s, ok := conn.(Secured); ok {
-		l.conn, l.join, socket = s.Conn, s.Below, s.Below.Conn
-		l.join.out = bufio.NewWriterSize(socket, batchBytes)
+		l.conn, l.join, l.socket = s.Conn, s.Below, s.Below.Conn
+		l.join.out = bufio.NewWriterSize(l.socket, batchBytes)
 	}
-	if u, ok := socket.(*net.UnixConn); ok {
+	if u, ok := l.socket.(*net.UnixConn); ok {
 		_ = u.SetWriteBuffer(unixBuffer) // the system may allow less
 	}
-	l.trip = tune(socket)
+	l.trip = tune(l.socket)
 	return l
 }
 
@@ -74,6 +75,10 @@ const Far = time.Millisecond
 
 // RoundTrip returns the least round trip of the connection; 0 if it is not known.
 func (c *Conn) RoundTrip() time.Duration { return c.trip }
+
+// Road returns the round trip of what the connection carries now, with its time in queues, and
+// how many packets it has sent, and how many of them again; 0 if it is not known.
+func (c *Conn) Road() (trip time.Duration, sent, again int) { return road(c.socket) }
 
 // Next reads the header of the next chunk and returns how many bytes of payload follow,
 // which the caller reads. After a deadline error it may be called again.

@@ -32,21 +32,33 @@ func BBR(network, _ string, c syscall.RawConn) (err error) {
 // connections. The sizes of its buffers are the kernel's to choose: setting them would end
 // that.
 func tune(c net.Conn) (trip time.Duration) {
-	s, ok := c.(*net.TCPConn)
-	if !ok {
-		return 0
-	}
-	raw, err := s.SyscallConn()
-	if err != nil {
-		return 0
-	}
-	_ = raw.Control(func(fd uintptr) { // without it, the lane works as well, but is slower
-		if info, err := unix.GetsockoptTCPInfo(int(fd), syscall.IPPROTO_TCP, unix.TCP_INFO); err == nil {
-			trip = time.Duration(min(info.Rtt, info.Min_rtt)) * time.Microsecond
-		}
-		if trip >= Far {
-			_ = unix.SetsockoptInt(int(fd), syscall.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, unsentBytes)
+	control(c, func(fd int, info *unix.TCPInfo) { // without it, the lane works as well, but is slower
+		if trip = time.Duration(min(info.Rtt, info.Min_rtt)) * time.Microsecond; trip >= Far {
+			_ = unix.SetsockoptInt(fd, syscall.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, unsentBytes)
 		}
 	})
 	return trip
+}
+
+// road returns the round trip of what a TCP connection sends or receives now, queues included,
+// and how many packets it has sent, and again; 0 for other connections.
+func road(c net.Conn) (trip time.Duration, sent, again int) {
+	control(c, func(_ int, info *unix.TCPInfo) {
+		trip = time.Duration(max(info.Rtt, info.Rcv_rtt)) * time.Microsecond
+		sent, again = int(info.Data_segs_out), int(info.Total_retrans)
+	})
+	return trip, sent, again
+}
+
+// control calls do with the socket of a TCP connection, and what the kernel knows of it.
+func control(c net.Conn, do func(fd int, info *unix.TCPInfo)) {
+	if s, ok := c.(*net.TCPConn); ok {
+		if raw, err := s.SyscallConn(); err == nil {
+			_ = raw.Control(func(fd uintptr) {
+				if info, err := unix.GetsockoptTCPInfo(int(fd), syscall.IPPROTO_TCP, unix.TCP_INFO); err == nil {
+					do(int(fd), info)
+				}
+			})
+		}
+	}
 }

@@ -14,3 +14,6 @@ func BBR(string, string, syscall.RawConn) error { return errors.New("no BBR: onl
 
 // tune returns 0: the round trip is not known.
 func tune(net.Conn) time.Duration { return 0 }
+
+// road returns 0: nothing is known.
+func road(net.Conn) (trip time.Duration, sent, again int) { return 0, 0, 0 }
