@@ -41,12 +41,13 @@ const (
 	farLanes = 4
 	laneGain = 1.1
 	// laneLooks is how many looks in a row must find less gain for that to end. One is enough
-	// when packets wait for 1/fullShare of a round trip, and fullLeast, or one in fullDrops,
-	// and fullDrops, were sent again. It begins again after laneLooks at less than laneHold.
+	// when packets never wait less than 1/fullShare of a round trip, and fullLeast, or one in a
+	// hundred, and fullLost, were sent again. It begins again after laneLooks at less than
+	// laneHold of the most that was carried.
 	laneLooks = 3
 	fullShare = 10
 	fullLeast = 1 * time.Millisecond
-	fullDrops = 100
+	fullLost  = 10
 	laneHold  = 0.9
 	// roadTrips round trips, but at least roadLeast and at most roadMost, pass between two
 	// looks at what lanes carry: a new one has about filled its window by then.

@@ -36,6 +36,7 @@ type Conn struct {
 	socket net.Conn // conn, or below a Secured
 	close  func() error
 	trip   time.Duration
+	past   Road // what the kernel had counted when Road was called last
 
 	in   [headerBytes]byte
 	got  int // bytes of in
@@ -76,9 +77,21 @@ const Far = time.Millisecond
 // RoundTrip returns the least round trip of the connection; 0 if it is not known.
 func (c *Conn) RoundTrip() time.Duration { return c.trip }
 
-// Road returns the round trip of what the connection carries now, with its time in queues, and
-// how many packets it has sent, and how many of them again; 0 if it is not known.
-func (c *Conn) Road() (trip time.Duration, sent, again int) { return road(c.socket) }
+// Road is what a connection carries.
+type Road struct {
+	Trip        time.Duration // of a packet and its acknowledgement now, with their time in queues
+	Moved       int64         // bytes that arrived, at both ends
+	Sent, Again int           // packets, and those that were sent again
+}
+
+// Road returns what the connection has carried since the last call; 0 if it is not known.
+// It belongs to one goroutine.
+func (c *Conn) Road() Road {
+	now := road(c.socket)
+	past := c.past
+	c.past = now
+	return Road{now.Trip, now.Moved - past.Moved, now.Sent - past.Sent, now.Again - past.Again}
+}
 
 // Next reads the header of the next chunk and returns how many bytes of payload follow,
 // which the caller reads. After a deadline error it may be called again.

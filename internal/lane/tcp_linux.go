@@ -40,14 +40,16 @@ func tune(c net.Conn) (trip time.Duration) {
 	return trip
 }
 
-// road returns the round trip of what a TCP connection sends or receives now, queues included,
-// and how many packets it has sent, and again; 0 for other connections.
-func road(c net.Conn) (trip time.Duration, sent, again int) {
+// road returns what a TCP connection has carried; 0 for other connections.
+func road(c net.Conn) (r Road) {
 	control(c, func(_ int, info *unix.TCPInfo) {
-		trip = time.Duration(max(info.Rtt, info.Rcv_rtt)) * time.Microsecond
-		sent, again = int(info.Data_segs_out), int(info.Total_retrans)
+		r = Road{
+			Trip:  time.Duration(max(info.Rtt, info.Rcv_rtt)) * time.Microsecond,
+			Moved: int64(info.Bytes_acked + info.Bytes_received),
+			Sent:  int(info.Data_segs_out), Again: int(info.Total_retrans),
+		}
 	})
-	return trip, sent, again
+	return r
 }
 
 // control calls do with the socket of a TCP connection, and what the kernel knows of it.

@@ -1,0 +1,142 @@
+package client
+
+import (
+	"cmp"
+	"fmt"
+	"time"
+
+	"github.com/tensorferry/tensorferry/internal/lane"
+	"github.com/tensorferry/tensorferry/stream"
+)
+
+// look is what was seen of lanes that were busy for a while. The line is full if packets wait
+// in a queue, or many are dropped.
+type look struct {
+	rate    float64       // bytes per second; 0: they were not busy all the time
+	queue   time.Duration // how long packets waited; 0: hardly
+	dropped int           // of a hundred; 0: few
+}
+
+// growth finds out how many lanes are worth it: twice as many, until the line is full or twice
+// as many carry no more, which takes the last step back. It begins again when they carry less,
+// without a queue, than they have since the line last dropped many: where single packets get
+// lost, new lanes fill it only until they have lost some. It knows neither lanes nor time.
+type growth struct {
+	best, before, last float64 // rates: the most, before the last step, and in the look before
+	flat               int     // looks in a row that carried less than they should
+	enough             bool
+}
+
+// next returns how many of at most most lanes there should be after a look at n, and if they
+// are enough, why.
+func (g *growth) next(l look, n, most int) (want int, why string) {
+	g.best = max(g.best, (l.rate+g.last)/2) // one look may see what waited before
+	less := l.rate < laneGain*g.before
+	if g.enough {
+		less = l.rate < laneHold*g.best
+	}
+	opening := l.rate >= laneGain*g.last && !g.enough // their windows are
+	if g.last = l.rate; less && !opening {
+		g.flat++
+	} else {
+		g.flat = 0
+	}
+	switch {
+	case l.queue > 0 || l.dropped > 0:
+		if l.dropped > 0 {
+			g.best, g.last = 0, 0 // windows will open anew
+		}
+		why = fmt.Sprintf("the line is full: packets wait %v in a queue, %d %% were dropped", l.queue.Round(time.Millisecond), l.dropped)
+	case opening || less && g.flat < laneLooks || g.enough && !less:
+		return n, ""
+	case less && !g.enough:
+		g.best = l.rate
+		n, why = n/2, fmt.Sprintf("%d carried no more than %d", n, n/2)
+	case n >= most:
+		why = whyMost
+	default:
+		*g = growth{best: g.best, before: l.rate}
+		return min(2*n, most), ""
+	}
+	g.flat, g.enough = 0, true
+	return n, why
+}
+
+// grow has as many lanes as are worth it, up to most.
+func (s *Session) grow(most int) {
+	for g := new(growth); ; {
+		seen, ok := s.look()
+		if !ok {
+			return
+		}
+		keep := most
+		s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+			l := &s.lanes
+			if seen.rate == 0 || len(l.open) < l.want { // some are still being opened
+				return
+			}
+			want, why := g.next(seen, l.want, most)
+			if l.want, keep = want, want; why != "" {
+				l.why = why
+				s.client.lanes.set("", want)
+			}
+			s.openLanes(m)
+		})
+		s.sess.KeepLanes(keep)
+	}
+}
+
+// look looks at the lanes for a while. It returns false when the session has ended.
+func (s *Session) look() (seen look, ok bool) {
+	var from int64
+	var long, least time.Duration
+	s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+		from, least = byLanes(m), s.lanes.trip
+		long = min(max(roadTrips*least, roadLeast), roadMost)
+		s.lanes.road() // what was before
+	})
+	begin, queue := time.Now(), long
+	var all lane.Road
+	for range roadTrips {
+		select {
+		case <-time.After(long / roadTrips):
+		case <-s.sess.Stopped():
+			return look{}, false
+		}
+		busy, idle := false, false
+		s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+			busy, idle = m.LanesBusy(), m.Status().Calls == 0
+			now := s.lanes.road()
+			queue = min(queue, now.Trip-least)
+			all.Moved, all.Sent, all.Again = all.Moved+now.Moved, all.Sent+now.Sent, all.Again+now.Again
+			seen.rate = float64(cmp.Or(all.Moved, byLanes(m)-from)) / time.Since(begin).Seconds()
+		})
+		if idle {
+			select {
+			case <-s.lanes.busy:
+			case <-s.sess.Stopped():
+			}
+		}
+		if !busy {
+			return look{}, true
+		}
+	}
+	if queue >= max(least/fullShare, fullLeast) {
+		seen.queue = queue
+	}
+	if all.Again >= fullLost {
+		seen.dropped = 100 * all.Again / all.Sent
+	}
+	return seen, true
+}
+
+// road returns what the lanes have carried since the last time, with the least round trip. The
+// session is locked.
+func (l *lanes) road() (all lane.Road) {
+	for _, c := range l.open {
+		r := c.Road()
+		all.Trip = min(cmp.Or(all.Trip, r.Trip), r.Trip)
+		all.Moved, all.Sent, all.Again = all.Moved+r.Moved, all.Sent+r.Sent, all.Again+r.Again
+	}
+	return all
+}
