@@ -11,8 +11,6 @@ const (
 	// sweepRounds are run for each of Flight's batch sizes to find its best: the
 	// choice needs less than the figure does.
 	sweepRounds = 5
-	// roadRounds are run on the long way, where a round takes a quarter of a minute.
-	roadRounds = 5
 )
 
 // batchSizes are the bytes of tensor that a record batch of Flight may carry. It

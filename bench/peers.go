@@ -113,10 +113,6 @@ func peers(nets []string, batches []Batch) (groups []bench.Group) {
 		}
 		add(bench.Group{Net: net, Size: bench.SmallBytes, Ops: []bench.Op{bench.Call}}, kinds.Tensorferry, bench.Beside(kinds.StockGRPC.Name, kinds.RawName(codec.CRC32C, 1<<20))...)
 	}
-	for _, op := range both {
-		others := append(bench.Beside(kinds.RawName(codec.CRC32C, 1<<20), kinds.StockGRPC.Name), flights(op, 0)...)
-		add(bench.Group{Net: "tcp", Delay: bench.RoadDelay, Rounds: roadRounds, Size: bench.RoadBytes, Ops: []bench.Op{op}}, kinds.Tensorferry, others...)
-	}
 	return groups
 }
 

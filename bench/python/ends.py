@@ -146,12 +146,15 @@ class Batches:
         return values
 
     def fill(self, reader, x):
-        at = 0
+        """Return when the first batch was in its place."""
+        at = first = 0
         while at < x.size:
             chunk = reader.read_chunk()
             part = x[at : at + chunk.data.num_rows]
             part[:] = chunk.data.column(0).to_numpy()
             at += self.checked(part, chunk).size  # in its place, where it is in the cache
+            first = first or time.perf_counter()
+        return first
 
 
 class FlightClient:
@@ -177,12 +180,12 @@ class FlightClient:
     def echo(self, x, y):
         if x.nbytes <= BATCH:
             self.batches.send(self.writer, x)
-            self.batches.fill(self.reader, y)
-            return
+            return self.batches.fill(self.reader, y)
         sender = threading.Thread(target=self.batches.send, args=(self.writer, x))
         sender.start()
-        self.batches.fill(self.reader, y)
+        first = self.batches.fill(self.reader, y)
         sender.join()
+        return first
 
     def close(self):
         self.writer.close()
@@ -260,19 +263,23 @@ class FlightEnd:
         return True
 
     def move(self, job):
-        echo = job["Op"] == "echo"
+        first = job["Op"] == "first-result"  # of an echo
+        echo = first or job["Op"] == "echo"
         if not echo and job["Op"] != "upload":
             raise ValueError(f"Arrow Flight has no {job['Op']} here")
         self.to[::PAGE] = -1
         cpu, start = time.process_time(), time.perf_counter()
         if echo:
-            self.client.echo(self.source, self.to)
+            at = self.client.echo(self.source, self.to)
         elif int.from_bytes(self.client.upload(self.source).to_pybytes(), "little") != self.source.nbytes:
             raise ValueError("the server says another size")
         took, cpu = time.perf_counter() - start, time.process_time() - cpu
         if echo:
             self.check()  # an upload is the server's to check
-        return {"time_ns": round(took * 1e9), "cpu_ns": round(cpu * 1e9)}
+        result = {"time_ns": round(took * 1e9), "cpu_ns": round(cpu * 1e9)}
+        if first:
+            result |= {"time_ns": round((at - start) * 1e9), "total_ns": result["time_ns"]}
+        return result
 
     def finish(self, job):
         cpu = time.process_time() - self.cpu

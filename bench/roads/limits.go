@@ -26,6 +26,15 @@ const (
 	pingEvery = 20 * time.Millisecond
 	// jobWait ends a job of a peer that is too slow, and the measurement of it.
 	jobWait = 10 * time.Minute
+	// memoryBytes is the server's --memory where what it takes is measured.
+	memoryBytes = 512 << 20
+	// ownBytes, connectionBytes and sessionBytes are what docs/limits.md allows a server for
+	// itself and, as much again, for Go's collector; for a connection; and for a session.
+	ownBytes        = 32 << 20
+	connectionBytes = 192 << 10
+	sessionBytes    = 24 << 10
+	// lookEvery is the time between two looks at the memory of processes.
+	lookEvery = 50 * time.Millisecond
 	// storeSpare is the room in a store beside the tensor.
 	storeSpare = 64 << 20
 )

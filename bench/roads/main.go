@@ -41,6 +41,7 @@ const (
 	shares = "shares"
 	times  = "times"
 	calls  = "calls"
+	memory = "memory"
 )
 
 // links are those of docs/distance.md.
@@ -85,7 +86,7 @@ type options struct {
 func run(ctx context.Context) error {
 	var o options
 	all := flag.String("links", links, "`links` as round trip:MTU:Mbit/s:loss, with commas between")
-	parts := flag.String("parts", shares+","+times+","+calls, "`parts` with commas between: shares of the line, times, small calls")
+	parts := flag.String("parts", shares+","+times+","+calls+","+memory, "`parts` with commas between: shares of the line, times, small calls, memory")
 	works := flag.String("works", strings.Join([]string{push, pull, upload, relu}, ","), "`works` of which the share is measured")
 	streams := flag.String("streams", "1,4,8", "`numbers` of streams of iperf3 and of raw sockets")
 	serve := flag.String("serve", "", "more `flags` of tensorferry serve")
@@ -221,23 +222,30 @@ func (o *options) on(ctx context.Context, l line, part string) (err error) {
 			}
 		}
 	case times:
-		first := []turn{g.ends(kinds.Tensorferry, short, bench.Upload)}
-		if o.peers {
-			first = append(first, g.ends(kinds.StockGRPC.Name, short, bench.Upload))
-			if o.python != "" {
-				first = append(first, g.flight(short, bench.Upload))
-			}
-		}
-		many := []turn{g.ends(kinds.InMemory, bench.Many<<10, bench.PushMany), g.ends(kinds.Tar, bench.Many<<10, bench.PushMany)}
 		for _, x := range []struct {
-			work  string
-			turns []turn
+			work       string
+			ours, grpc string
+			size       int
+			op         bench.Op
+			peers      bench.Op
+			batch      int
+			more       []turn
 		}{
-			{"upload of " + bench.ByteText(short), first},
-			{fmt.Sprintf("push of %d × 1 KiB", bench.Many), many},
-			{"first result of " + bench.ByteText(short), []turn{g.ends(kinds.Tensorferry, short, bench.FirstResult)}},
+			{"upload of " + bench.ByteText(short), kinds.Tensorferry, kinds.StockGRPC.Name, short, bench.Upload, bench.Upload, bench.ChunkBytes, nil},
+			{
+				fmt.Sprintf("push of %d × 1 KiB", bench.Many), kinds.InMemory, kinds.StockSmall.Name, bench.Many << 10, bench.PushMany, bench.Upload, 1 << 10,
+				[]turn{g.ends(kinds.Tar, bench.Many<<10, bench.PushMany)},
+			},
+			{"first result of " + bench.ByteText(short), kinds.Tensorferry, kinds.StockGRPC.Name, short, bench.FirstResult, bench.FirstResult, bench.ChunkBytes, nil},
 		} {
-			if err := t.measure(ctx, x.work, timing, x.turns); err != nil {
+			turns := append([]turn{g.ends(x.ours, x.size, x.op)}, x.more...)
+			if o.peers {
+				turns = append(turns, g.ends(x.grpc, x.size, x.peers))
+				if o.python != "" {
+					turns = append(turns, g.flight(x.size, x.peers, x.batch))
+				}
+			}
+			if err := t.measure(ctx, x.work, timing, turns); err != nil {
 				return err
 			}
 		}
@@ -249,8 +257,13 @@ func (o *options) on(ctx context.Context, l line, part string) (err error) {
 		if err := t.measure(ctx, bench.ByteText(bench.SmallBytes)+" call beside upload", calling, []turn{beside}); err != nil {
 			return err
 		}
+	case memory:
+		turns := []turn{g.remembered(1), g.remembered(16)}
+		if err := t.measure(ctx, relu+" of "+bench.ByteText(o.size), sharing, turns); err != nil {
+			return err
+		}
 	default:
-		return fmt.Errorf("a part %q; give %s, %s or %s", part, shares, times, calls)
+		return fmt.Errorf("a part %q; give %s, %s, %s or %s", part, shares, times, calls, memory)
 	}
 	t.foot(r)
 	o.failed += t.failed
@@ -295,7 +308,7 @@ func (o *options) sharing(ctx context.Context, g *gauge, work string) []turn {
 	}
 	all = append(all, g.ends(kinds.StockGRPC.Name, o.size, op))
 	if o.python != "" {
-		all = append(all, g.flight(o.size, op))
+		all = append(all, g.flight(o.size, op, bench.ChunkBytes))
 	}
 	return all
 }

@@ -32,7 +32,7 @@ type table struct {
 
 func (t *table) head(part string) {
 	fmt.Printf("\n%s: %s, queue %s, MTU %d\n", map[string]string{
-		shares: "Share of the line", times: "Times", calls: "Small calls",
+		shares: "Share of the line", times: "Times", calls: "Small calls", memory: "Memory",
 	}[part], t.line, size(t.queueBytes()), t.mtu)
 }
 

@@ -118,11 +118,16 @@ func commandOf(work string) string {
 	return "run"
 }
 
+// serving starts a server of ours at its end of the road.
+func (g *gauge) serving(ctx context.Context, flags ...string) (s *proc.Child, address string, err error) {
+	end := g.road.Ends[server]
+	args := append([]string{"serve", "--child", "--listen", end.Addr.String() + ":50051", "--metrics", "off", "--insecure"}, flags...)
+	return proc.Serve(ctx, end.Command(ctx, g.program, args...))
+}
+
 func (g *gauge) runOurs(ctx context.Context, work string, serve, flags []string) (r result, err error) {
 	e := g.road.Ends
-	store := fmt.Sprintf("memory:%d", g.size+storeSpare)
-	args := append([]string{"serve", "--child", "--listen", e[server].Addr.String() + ":50051", "--metrics", "off", "--insecure", "--store", store}, serve...)
-	s, address, err := proc.Serve(ctx, e[server].Command(ctx, g.program, args...))
+	s, address, err := g.serving(ctx, append([]string{"--store", fmt.Sprintf("memory:%d", g.size+storeSpare)}, serve...)...)
 	if err != nil {
 		return r, err
 	}
@@ -209,9 +214,9 @@ func (g *gauge) ends(kind string, size int, op bench.Op, program ...string) turn
 	}}
 }
 
-// flight is Arrow Flight in C++, with batches of 1 MiB and no checksums, as it comes.
-func (g *gauge) flight(size int, op bench.Op) turn {
-	t := g.ends("", size, op, g.python, g.script, bench.EndArgument, "none", strconv.Itoa(bench.ChunkBytes))
+// flight is Arrow Flight in C++, with batches of so many bytes and no checksums, as it comes.
+func (g *gauge) flight(size int, op bench.Op, batch int) turn {
+	t := g.ends("", size, op, g.python, g.script, bench.EndArgument, "none", strconv.Itoa(batch))
 	t.who = "Arrow Flight (C++)"
 	return t
 }

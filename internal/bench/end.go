@@ -197,8 +197,7 @@ func Beside(kinds ...string) (all []Entrant) {
 // contestant is an entrant with both its ends. It belongs to one goroutine.
 type contestant struct {
 	dir  string
-	ends []far // the server, and the client
-	road *road
+	ends []far         // the server, and the client
 	wait time.Duration // for a job
 }
 
@@ -272,12 +271,6 @@ func open(ctx context.Context, g Group, e Entrant) (_ *contestant, err error) {
 		if err = f.call(begun, "Start", role, &role.Address); err != nil {
 			return nil, err
 		}
-		if g.Delay > 0 && t.road == nil {
-			if t.road, err = newRoad(g.Net, role.Address, g.Delay/2); err != nil {
-				return nil, err
-			}
-			role.Address = t.road.Addr().String()
-		}
 	}
 	return t, nil
 }
@@ -312,9 +305,6 @@ func (t *contestant) Close() (err error) {
 	for _, f := range slices.Backward(t.ends) {
 		_ = f.Client.Close() // and so its input
 		err = errors.Join(err, f.stop())
-	}
-	if t.road != nil {
-		t.road.close()
 	}
 	if t.dir != "" {
 		err = errors.Join(err, os.RemoveAll(t.dir))

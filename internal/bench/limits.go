@@ -22,13 +22,6 @@ const (
 	// jobWait is how long one job may take before the run is given up: a tensor of
 	// 256 MiB at 2 MB/s.
 	jobWait = 2 * time.Minute
-	// RoadDelay is the round trip of the long way that is reported: a continent's.
-	RoadDelay = 50 * time.Millisecond
-	// RoadBytes is the tensor on it: some seconds at the rates that a window allows.
-	RoadBytes = 64 << 20
-	// roadPieceBytes and roadPieces bound what is on such a way: 64 MiB, which is 2.6 GB/s.
-	roadPieceBytes = 64 << 10
-	roadPieces     = 1024
 )
 
 // peakBytes is the most memory of the server's process, and of the client's, while a

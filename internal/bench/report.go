@@ -46,9 +46,8 @@ func (r *Report) WriteText(w io.Writer) error {
 		title string
 		has   func(*Comparison) bool
 	}{
-		{"On this machine", func(x *Comparison) bool { return x.Delay == 0 && !loaded(x) }},
+		{"On this machine", func(x *Comparison) bool { return !loaded(x) }},
 		{"The same as many calls at a time, with the most memory that server and client had, without the tensor at the client", loaded},
-		{"The same through a proxy that delays", func(x *Comparison) bool { return x.Delay > 0 }},
 	} {
 		if err := r.write(w, part.title, part.has); err != nil {
 			return err
@@ -86,7 +85,7 @@ func (r *Report) write(w io.Writer, title string, has func(*Comparison) bool) er
 			if x.Beside == "" {
 				alone = fmt.Sprintf("\t\t\t\t%d\t%v", len(x.Pairs), x.Required)
 			}
-			row(x.where(), fmt.Sprintf("%s of %s", x.Work, ByteText(x.Bytes)), x.Who, x.Ours, x.Work, alone)
+			row(x.Net, fmt.Sprintf("%s of %s", x.Work, ByteText(x.Bytes)), x.Who, x.Ours, x.Work, alone)
 		}
 		if last = *x; x.Beside == "" {
 			continue
@@ -137,14 +136,6 @@ func (r *Required) String() string {
 		met = "MISSED"
 	}
 	return fmt.Sprintf("%s %g: %s", bound, r.Value, met)
-}
-
-// where names the way, as in "tcp" or "tcp, 50ms".
-func (x *Comparison) where() string {
-	if x.Delay > 0 {
-		return fmt.Sprintf("%s, %v", x.Net, x.Delay)
-	}
-	return x.Net
 }
 
 // text returns speed and cost, as they matter for the work.

@@ -38,10 +38,9 @@ func Smoke() Config {
 // Group is who does which jobs in turns: the first entrant is compared with each of
 // the others.
 type Group struct {
-	Net      string        // "tcp" or "unix"
-	Delay    time.Duration // of a round trip, on a way between the ends
-	Size     int           // bytes of the tensor
-	Rounds   int           // so many at most, if set
+	Net      string // "tcp" or "unix"
+	Size     int    // bytes of the tensor
+	Rounds   int    // so many at most, if set
 	Ops      []Op
 	Entrants []Entrant
 	// Host and Commands, if set, are where ends run that are not on this machine's own
@@ -90,12 +89,11 @@ type Figures struct {
 
 // Comparison is one kind of work done by one entrant and by another, in turns.
 type Comparison struct {
-	Net    string        `json:"net"`
-	Delay  time.Duration `json:"delay_ns,omitempty"`
-	Work   Op            `json:"work"`
-	Bytes  int           `json:"bytes"`
-	Who    string        `json:"who"`
-	Beside string        `json:"beside,omitempty"` // empty if there is no peer, and so no ratio
+	Net    string `json:"net"`
+	Work   Op     `json:"work"`
+	Bytes  int    `json:"bytes"`
+	Who    string `json:"who"`
+	Beside string `json:"beside,omitempty"` // empty if there is no peer, and so no ratio
 	// Ratio is that of each pair: our rate to theirs or, where time counts, our time
 	// to theirs.
 	Ratio Spread `json:"ratio"`
@@ -155,7 +153,7 @@ func (c Config) Measure(ctx context.Context, g Group) (all []*Comparison, err er
 			}
 			peers = append(peers, Peer{e.Name(), func(ctx context.Context) (Sample, error) { return entered[i].do(ctx, job) }})
 		}
-		part, err := c.Rounds(ctx, Comparison{Net: g.Net, Delay: g.Delay, Work: op, Bytes: g.Size}, peers...)
+		part, err := c.Rounds(ctx, Comparison{Net: g.Net, Work: op, Bytes: g.Size}, peers...)
 		if err != nil {
 			return nil, err
 		}
@@ -183,7 +181,7 @@ func (c Config) Rounds(ctx context.Context, like Comparison, peers ...Peer) ([]*
 		all = append(all, &like)
 	}
 	if c.Progress != nil {
-		c.Progress(fmt.Sprintf("%s, %s of %s beside %s", like.where(), like.Work, like.Who, strings.Join(names, "; ")))
+		c.Progress(fmt.Sprintf("%s, %s of %s beside %s", like.Net, like.Work, like.Who, strings.Join(names, "; ")))
 	}
 	order := make([]int, len(peers))
 	for i := range order {
@@ -275,11 +273,8 @@ type Rule struct {
 	Ratio, Cost *Required
 }
 
-// hold holds the figures against the rules, unless the way is delayed.
+// hold holds the figures against the rules.
 func (c Config) hold(x *Comparison) {
-	if x.Delay > 0 {
-		return
-	}
 	for _, r := range c.Rules {
 		if r.Net == x.Net && r.Work == x.Work && r.Who == x.Who && (r.Beside == "") == (x.Beside == "") && strings.HasPrefix(x.Beside, r.Beside) {
 			figure := x.Ratio.Median

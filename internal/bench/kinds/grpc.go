@@ -34,12 +34,15 @@ const Target = "passthrough:///bench"
 // messages, the proto codec and every window as gRPC has it, CRC-32C computed and
 // checked for each chunk, the payload copied to its place. A small call is a message
 // there and a message back.
-var StockGRPC = stock("gRPC, stock codec", false)
+var StockGRPC = stock("gRPC, stock codec", bench.ChunkBytes, false)
 
 // StockTLS is StockGRPC with encryption.
-var StockTLS = stock(StockGRPC.Name+OverTLS, true)
+var StockTLS = stock(StockGRPC.Name+OverTLS, bench.ChunkBytes, true)
 
-func stock(name string, secure bool) bench.Kind {
+// StockSmall is StockGRPC with messages of 1 KiB: many small tensors, which have no names.
+var StockSmall = stock(StockGRPC.Name+", 1 KiB", 1<<10, false)
+
+func stock(name string, size int, secure bool) bench.Kind {
 	return bench.Kind{
 		Name: name,
 		Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
@@ -47,7 +50,7 @@ func stock(name string, secure bool) bench.Kind {
 			desc := stockStream
 			desc.Handler = func(_ any, s grpc.ServerStream) error {
 				defer close(idle) // there is one gRPC stream
-				return answers(&chunkLink{messages: s, end: func() error { return nil }}, p.To, bench.ChunkBytes, idle)
+				return answers(&chunkLink{messages: s, end: func() error { return nil }}, p.To, size, idle)
 			}
 			creds, err := serverCredentials(p, secure)
 			if err != nil {
@@ -70,7 +73,7 @@ func stock(name string, secure bool) bench.Kind {
 			if err != nil {
 				return bench.Client{}, errors.Join(err, conn.Close())
 			}
-			return asks(&chunkLink{messages: s, end: conn.Close}, p, bench.ChunkBytes), nil
+			return asks(&chunkLink{messages: s, end: conn.Close}, p, size), nil
 		},
 	}
 }

@@ -11,7 +11,7 @@ import (
 
 // All are the kinds of this package.
 func All() []bench.Kind {
-	return append(append(ourKinds(), rawKinds()...), rawStored, tarred, StockGRPC, StockTLS, copying)
+	return append(append(ourKinds(), rawKinds()...), rawStored, tarred, StockGRPC, StockSmall, StockTLS, copying)
 }
 
 // SumText names a checksum as kinds do; 0 is none.

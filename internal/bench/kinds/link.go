@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"time"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/bench"
@@ -127,13 +128,40 @@ func answers(l Link, remote []byte, size int, idle chan<- struct{}) error {
 
 // asks is a client that asks over l.
 func asks(l Link, p bench.Place, size int) bench.Client {
+	run := func(ctx context.Context, op bench.Op, l Link) error {
+		defer context.AfterFunc(ctx, func() { _ = l.Close() })()
+		return Ask(l, op, p.Source, p.To, size)
+	}
 	return bench.Client{
-		Run: func(ctx context.Context, op bench.Op) error {
-			defer context.AfterFunc(ctx, func() { _ = l.Close() })()
-			return Ask(l, op, p.Source, p.To, size)
+		Run: func(ctx context.Context, op bench.Op) error { return run(ctx, op, l) },
+		Measure: map[bench.Op]func(context.Context, int) (bench.Sample, error){
+			bench.FirstResult: func(ctx context.Context, _ int) (bench.Sample, error) {
+				first := &firstLink{Link: l}
+				var begin time.Time
+				s, err := bench.Transfer(bench.ReLU, p.To, p.Source, func() error {
+					begin = time.Now()
+					return run(ctx, bench.ReLU, first)
+				})
+				s.Total, s.Time = s.Time, first.at.Sub(begin)
+				return s, err
+			},
 		},
 		Close: l.Close,
 	}
+}
+
+// firstLink notes when the first piece was received.
+type firstLink struct {
+	Link
+	at time.Time
+}
+
+func (l *firstLink) Receive(piece []byte) error {
+	err := l.Link.Receive(piece)
+	if l.at.IsZero() {
+		l.at = time.Now()
+	}
+	return err
 }
 
 // CheckSum returns an error if a piece, which it borrows, does not have the checksum
