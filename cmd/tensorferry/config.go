@@ -282,12 +282,7 @@ func (v *lanes) Set(text string) error {
 }
 
 // String returns what Set parses.
-func (v *lanes) String() string {
-	if v.fixed {
-		return "=" + strconv.Itoa(v.count)
-	}
-	return strconv.Itoa(v.count)
-}
+func (v *lanes) String() string { return map[bool]string{true: "="}[v.fixed] + strconv.Itoa(v.count) }
 
 // Type returns the word for the value in --help.
 func (v *lanes) Type() string { return "count" }

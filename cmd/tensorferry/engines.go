@@ -83,7 +83,7 @@ type site struct {
 
 // newEngines returns engines and their models. The caller closes them.
 func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
-	all := processMemory(os.DirFS("/"))
+	all := processMemory()
 	if cfg.memory <= 0 {
 		cfg.memory = all / memoryShare
 	}

@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
-	"os"
 	"strings"
 	"syscall"
 	"time"
@@ -55,7 +54,7 @@ func serveLink(fd int, count lanes) error {
 	defer func() { _ = socket.Close() }()
 	var quota int64
 	guest, err := link.Greet(socket, linkHello, link.Greeting{Version: version, Role: "client"}, func(wished int64) int64 {
-		quota = cmp.Or(max(wished, 0), min(processMemory(os.DirFS("/"))/linkShare, mostLink))
+		quota = cmp.Or(max(wished, 0), min(processMemory()/linkShare, mostLink))
 		return quota
 	})
 	if errors.Is(err, io.EOF) || errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET) {
