@@ -365,7 +365,12 @@ func (c *Claim) Decode(got uint32) error {
 	if c.codec == codec.None || got != c.sum {
 		return nil
 	}
-	return c.codec.DecodeInPlace(c.dst, c.size)
+	views, left := [][]byte{nil}, c.size // several, so that Decode joins them, and thereby copies them
+	for _, d := range c.dst {
+		views = append(views, d[:min(left, len(d))])
+		left -= min(left, len(d))
+	}
+	return c.codec.Decode(c.dst, views)
 }
 
 // copy sums each view right after it was read for the copy, while it is in the cache.

@@ -89,7 +89,7 @@ type Client struct {
 	conn  *grpc.ClientConn
 	stub  pb.TensorServiceClient
 	pool  *slab.Pool
-	lanes lanesKnown
+	lanes atomic.Pointer[lanesKnown]
 
 	authority *atomic.Value // a string: whose certificate the server has, by gRPC; noted sets it
 

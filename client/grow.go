@@ -78,7 +78,7 @@ func (s *Session) grow(most int) {
 			want, why := g.next(seen, l.want, most)
 			if l.want, keep = want, want; why != "" {
 				l.why = why
-				s.client.lanes.set("", want)
+				s.client.lanes.Store(&lanesKnown{until: time.Now().Add(laneMemoryTime), want: want})
 			}
 			s.openLanes(m)
 		})

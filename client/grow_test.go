@@ -59,7 +59,7 @@ func TestLanesGrowAsFarAsTheyAreWorthIt(t *testing.T) {
 			if since > 2 && since < 8 {
 				return look{rate: line, queue: 10 * time.Millisecond}
 			}
-			return each(line / 16)(n, since)
+			return each(line/16)(n, since)
 		}, 16, "full"},
 		// A queue of a fifth of a round trip: many packets are dropped at a time, and windows
 		// then open for some seconds.

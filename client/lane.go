@@ -8,7 +8,6 @@ import (
 	"net"
 	"net/url"
 	"slices"
-	"sync"
 	"time"
 
 	"google.golang.org/grpc/peer"
@@ -57,29 +56,18 @@ type lanes struct {
 	busy    chan struct{} // tells grow of the next large tensor
 }
 
-// lanesKnown is what a client knows of the lanes to its server. Safe for concurrent use.
+// lanesKnown is what a client knows of the lanes to its server.
 type lanesKnown struct {
-	mu    sync.Mutex
 	until time.Time // what follows is forgotten then
 	off   string    // if not "", why no session tries to open one
 	want  int       // if not 0, how many were worth it
 }
 
-// get returns what is known.
-func (k *lanesKnown) get() (off string, want int) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if time.Now().After(k.until) {
-		return "", 0
+func (c *Client) knownLanes() lanesKnown {
+	if k := c.lanes.Load(); k != nil && time.Now().Before(k.until) {
+		return *k
 	}
-	return k.off, k.want
-}
-
-// set replaces what is known.
-func (k *lanesKnown) set(off string, want int) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	k.until, k.off, k.want = time.Now().Add(laneMemoryTime), off, want
+	return lanesKnown{}
 }
 
 // wantLane opens lanes in the background if a tensor of size bytes is large enough to be
@@ -90,11 +78,8 @@ func (s *Session) wantLane(m *stream.Machine, size int64) {
 	}
 	l := &s.lanes
 	if l.want == 0 {
-		l.want = 1
-		if most := m.LanesAtOnce(); s.client.cfg.FixedLanes {
-			l.want = most
-		} else if _, known := s.client.lanes.get(); known > 0 {
-			l.want = min(known, most)
+		if l.want = m.LanesAtOnce(); !s.client.cfg.FixedLanes {
+			l.want = min(max(1, s.client.knownLanes().want), l.want)
 		}
 	}
 	select {
@@ -108,7 +93,7 @@ func (s *Session) wantLane(m *stream.Machine, size int64) {
 func (s *Session) openLanes(m *stream.Machine) {
 	l := &s.lanes
 	token, uses := m.LaneOffer()
-	off, _ := s.client.lanes.get()
+	off := s.client.knownLanes().off
 	for len(l.open)+l.opening < l.want {
 		stop := off
 		switch {
@@ -233,7 +218,7 @@ func (s *Session) laneEnded(m *stream.Machine, why error, c *lane.Conn, before i
 		}
 		if l.failed >= laneTries {
 			l.failed, l.why = 0, fmt.Sprintf("none for %v: %v", laneMemoryTime, why)
-			s.client.lanes.set(l.why, 0)
+			s.client.lanes.Store(&lanesKnown{until: time.Now().Add(laneMemoryTime), off: l.why})
 		} else if m.Status().Calls > 0 {
 			s.openLanes(m)
 		}

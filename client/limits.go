@@ -11,7 +11,7 @@ const (
 	// the server keeps open; pushPieces is how many pieces of one, of 1 MiB or a chunk.
 	pushTensors = 32
 	pushPieces  = 16
-	pushBytes   = 16 * mib // of tensors on their way, unless one alone is larger
+	pushBytes   = 16 * mib // of tensors on their way, unless one alone is larger or the server is far
 	// pullTensors limits the tensors of a pull with a glob, each of which takes a few
 	// hundred bytes and its name: a server's folder holds as many by default.
 	pullTensors = 1 << 16

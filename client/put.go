@@ -199,11 +199,11 @@ func (p *putting) send(t *pushed) bool {
 	var limit int64
 	for { // wait for a place among the tensors on their way
 		room := false
-		s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+		s.sess.Do(func(m *stream.Machine, now stream.Instant) {
 			st := m.Status()
 			most := min(max(st.PeerTensors/2, 1), pushTensors)
 			limit = st.PeerChunkBytes
-			if room = len(p.byID) == 0 || len(p.byID) < most && p.bytes+t.Bytes <= pushBytes; room {
+			if room = len(p.byID) == 0 || len(p.byID) < most && p.bytes+t.Bytes <= max(pushBytes, m.Ahead(now)); room {
 				p.byID[id] = t
 				p.bytes += t.Bytes
 				m.Patience(p.id, stream.Instant(s.client.cfg.StallTimeout)+stream.Instant(p.bytes/silentRate)*stream.Instant(time.Second))

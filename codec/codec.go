@@ -102,17 +102,6 @@ func (k Codec) Decode(dst [][]byte, views [][]byte) error {
 	return nil
 }
 
-// DecodeInPlace is like Decode, for a payload that lies in the first n bytes of dst, which it
-// borrows.
-func (k Codec) DecodeInPlace(dst [][]byte, n int) error {
-	views := [][]byte{nil} // so that they are joined, and thereby copied
-	for _, d := range dst {
-		views = append(views, d[:min(n, len(d))])
-		n -= min(n, len(d))
-	}
-	return k.Decode(dst, views)
-}
-
 // decode fills dst with what an LZ4 block holds.
 func (s *scratch) decode(dst []byte, views [][]byte) error {
 	size := length(views)

@@ -224,11 +224,7 @@ func (cfg *Config) setDefaults() {
 	def(&cfg.WindowBytes, DefaultWindow)
 	def(&cfg.StreamsPerConnection, DefaultStreamsPerConn)
 	def(&cfg.HeaderListBytes, DefaultHeaderListBytes)
-	if cfg.Lanes < 0 {
-		cfg.Lanes = 0
-	} else {
-		cfg.Lanes = min(cmp.Or(cfg.Lanes, DefaultLanes), DefaultLanes)
-	}
+	cfg.Lanes = max(0, min(cmp.Or(cfg.Lanes, DefaultLanes), DefaultLanes))
 	def(&cfg.Handshake, DefaultHandshake)
 	def(&cfg.Keepalive, DefaultKeepalive)
 	def(&cfg.KeepaliveTimeout, DefaultKeepaliveTimeout)

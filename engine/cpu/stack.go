@@ -10,16 +10,8 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Load makes the stack model of a folder ready on h, as stack.Load and Stack do.
-func Load(h *Host, dir string) (engine.Model, error) {
-	m, err := stack.Load(dir)
-	if err != nil {
-		return nil, err
-	}
-	return Stack(h, m)
-}
-
-// LoadFS is Load from a folder of fsys, such as an embed.FS.
+// LoadFS makes the stack model of a folder of fsys, such as an embed.FS, ready on h, as
+// stack.LoadFS and Stack do.
 func LoadFS(h *Host, fsys fs.FS, dir string) (engine.Model, error) {
 	m, err := stack.LoadFS(fsys, dir)
 	if err != nil {

@@ -304,7 +304,7 @@ func TestAFolderIsComputedAsItsSpecIs(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, "model.json"), []byte(spec), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	m, err := Load(h, dir)
+	m, err := LoadFS(h, os.DirFS(dir), ".")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -71,7 +71,7 @@ func (s *Session) AddLane(l Lane, ended func(why error)) {
 	if !over {
 		n.since = s.now()
 		if open := s.open(); len(open) >= s.m.LanesAtOnce() {
-			oldest = slices.MinFunc(open, func(a, b *lane) int { return cmp.Compare(a.since, b.since) })
+			oldest = open[0]
 			s.forget(oldest)
 		}
 		at := slices.Index(s.lanes, nil)
@@ -99,15 +99,16 @@ func (s *Session) KeepLanes(n int) {
 	s.mu.Lock()
 	open := s.open()
 	s.mu.Unlock()
-	slices.SortFunc(open, func(a, b *lane) int { return cmp.Compare(a.since, b.since) })
 	for _, l := range open[min(n, len(open)):] {
 		s.retire(l, ErrSpare)
 	}
 }
 
-// open returns the lanes; mu is held.
+// open returns the lanes, the oldest first; mu is held.
 func (s *Session) open() []*lane {
-	return slices.DeleteFunc(slices.Clone(s.lanes), func(l *lane) bool { return l == nil })
+	all := slices.DeleteFunc(slices.Clone(s.lanes), func(l *lane) bool { return l == nil })
+	slices.SortStableFunc(all, func(a, b *lane) int { return cmp.Compare(a.since, b.since) })
+	return all
 }
 
 // laned tells the machine of the lanes; mu is held.

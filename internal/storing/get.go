@@ -336,8 +336,8 @@ func (g *get) one(p *picked) error {
 func (g *get) room(id tensor.ID, size int64) error {
 	for {
 		room := false
-		g.session.Do(func(*stream.Machine, stream.Instant) {
-			if room = g.bytes == 0 || g.bytes+size <= feedBytes; room {
+		g.session.Do(func(m *stream.Machine, now stream.Instant) {
+			if room = g.bytes == 0 || g.bytes+size <= max(feedBytes, m.Ahead(now)); room {
 				g.bytes += size
 				g.sizes[id] = size
 			}

@@ -39,7 +39,7 @@ const (
 	// views of one: enough for a round trip of a few milliseconds.
 	feedTensors = 32
 	feedPieces  = 16
-	feedBytes   = 16 << 20 // of tensors on their way, unless one alone is larger
+	feedBytes   = 16 << 20 // of tensors on their way, unless one alone is larger or the peer is far
 )
 
 // selected is what is kept for a selection and its outcome.
