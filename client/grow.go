@@ -17,17 +17,18 @@ type look struct {
 	dropped int           // of a hundred; 0: few
 }
 
-// growth finds out how many lanes are worth it: twice as many, until the line is full or twice
-// as many carry no more, which takes the last step back. It begins again when they carry less,
-// without a queue, than they have since the line last dropped many: where single packets get
-// lost, new lanes fill it only until they have lost some. It knows neither lanes nor time.
+// growth finds how many lanes are worth having. It doubles them until the line is full. If
+// twice as many carry no more, it undoes the last step, and waits longer before the next one. It
+// starts again when, without a queue, they carry less than the most since the last burst of
+// drops: where single packets get lost, new lanes fill a line only for an instant.
 type growth struct {
 	best, before, last float64 // rates: the most, before the last step, and in the look before
-	flat               int     // looks in a row that carried less than they should
+	from               int     // lanes before the last step; 0: it is done
+	flat, undone       int     // looks in a row that carried less than they should; steps
 	enough             bool
 }
 
-// next returns how many of at most most lanes there should be after a look at n, and if they
+// next returns how many lanes there should be, up to most, after a look at n of them, and if they
 // are enough, why.
 func (g *growth) next(l look, n, most int) (want int, why string) {
 	g.best = max(g.best, (l.rate+g.last)/2) // one look may see what waited before
@@ -47,18 +48,18 @@ func (g *growth) next(l look, n, most int) (want int, why string) {
 			g.best, g.last = 0, 0 // windows will open anew
 		}
 		why = fmt.Sprintf("the line is full: packets wait %v in a queue, %d %% were dropped", l.queue.Round(time.Millisecond), l.dropped)
-	case opening || less && g.flat < laneLooks || g.enough && !less:
+	case opening || less && g.flat < laneLooks<<g.undone || g.enough && !less:
 		return n, ""
-	case less && !g.enough:
-		g.best = l.rate
-		n, why = n/2, fmt.Sprintf("%d carried no more than %d", n, n/2)
-	case n >= most:
+	case n >= most && (g.enough || !less) || n <= g.from: // or the last step was refused
 		why = whyMost
+	case less && !g.enough:
+		g.best, g.undone = l.rate, g.undone+1
+		n, why = g.from, fmt.Sprintf("%d carried no more than %d", n, g.from)
 	default:
-		*g = growth{best: g.best, before: l.rate}
-		return min(2*n, most), ""
+		*g = growth{best: g.best, before: l.rate, from: n, undone: g.undone}
+		return min(2*n, most), whySoon
 	}
-	g.flat, g.enough = 0, true
+	g.flat, g.from, g.enough = 0, 0, true
 	return n, why
 }
 
@@ -75,9 +76,10 @@ func (s *Session) grow(most int) {
 			if seen.rate == 0 || len(l.open) < l.want { // some are still being opened
 				return
 			}
+			was := g.enough
 			want, why := g.next(seen, l.want, most)
-			if l.want, keep = want, want; why != "" {
-				l.why = why
+			l.want, keep, l.why = want, want, cmp.Or(why, l.why)
+			if g.enough && !was && s.client.knownLanes().off == "" {
 				s.client.lanes.Store(&lanesKnown{until: time.Now().Add(laneMemoryTime), want: want})
 			}
 			s.openLanes(m)
@@ -125,7 +127,7 @@ func (s *Session) look() (seen look, ok bool) {
 		seen.queue = queue
 	}
 	if all.Again >= fullLost {
-		seen.dropped = 100 * all.Again / all.Sent
+		seen.dropped = 100 * all.Again / max(all.Sent, all.Again)
 	}
 	return seen, true
 }
@@ -135,7 +137,7 @@ func (s *Session) look() (seen look, ok bool) {
 func (l *lanes) road() (all lane.Road) {
 	for _, c := range l.open {
 		r := c.Road()
-		all.Trip = min(cmp.Or(all.Trip, r.Trip), r.Trip)
+		all.Trip = min(cmp.Or(all.Trip, r.Trip), cmp.Or(r.Trip, all.Trip))
 		all.Moved, all.Sent, all.Again = all.Moved+r.Moved, all.Sent+r.Sent, all.Again+r.Again
 	}
 	return all

@@ -12,11 +12,11 @@ import (
 
 // lanesAfter returns how many lanes growth has after looks at a line: its rate with so many of
 // them since so many looks, and what else is seen.
-func lanesAfter(looks int, line func(n, since int) look) (n int, why string) {
+func lanesAfter(looks, most int, line func(n, since int) look) (n int, why string) {
 	g, since := new(growth), 0
 	n = farLanes
 	for range looks {
-		want, said := g.next(line(n, since), n, mostLanes)
+		want, said := g.next(line(n, since), n, most)
 		if since++; want != n {
 			n, since = want, 0
 		}
@@ -74,9 +74,41 @@ func TestLanesGrowAsFarAsTheyAreWorthIt(t *testing.T) {
 		}, 4, "full"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			n, why := lanesAfter(200, tc.line)
+			n, why := lanesAfter(200, mostLanes, tc.line)
 			require.Equal(t, tc.want, n, why)
 			require.True(t, strings.Contains(why, tc.why), why)
 		})
 	}
+}
+
+func TestALastStepThatBringsNothingIsUndone(t *testing.T) {
+	testkit.Start(t)
+	n, why := lanesAfter(100, 6, func(int, int) look { return look{rate: 1e6} })
+	require.Equal(t, 4, n)
+	require.Equal(t, "6 carried no more than 4", why)
+}
+
+func TestAStepThatTheServerRefusesIsNotUndone(t *testing.T) {
+	testkit.Start(t)
+	g := new(growth)
+	for range 20 {
+		if n, why := g.next(look{rate: 1e6}, 4, mostLanes); n < 4 || strings.Contains(why, "carried") {
+			t.Fatalf("%d lanes: %s", n, why)
+		}
+	}
+	require.True(t, g.enough)
+}
+
+// The rate of a source changes for ever: lanes are tried ever more seldom.
+func TestStepsInVainBecomeRare(t *testing.T) {
+	testkit.Start(t)
+	g, n, steps := new(growth), farLanes, 0
+	for i := range 2000 {
+		want, _ := g.next(look{rate: 1e6 * float64(1+i/10%2)}, n, mostLanes)
+		if want > n {
+			steps++
+		}
+		n = want
+	}
+	require.Less(t, steps, 10)
 }

@@ -198,10 +198,7 @@ func (s *Session) laneEnded(m *stream.Machine, why error, c *lane.Conn, before i
 		if errors.Is(why, session.ErrSpare) {
 			return
 		}
-		l.why = "it could not be opened: " + why.Error()
-		if opened {
-			l.why = "the last one ended: " + why.Error()
-		}
+		l.why = map[bool]string{true: "the last one ended: ", false: "it could not be opened: "}[opened] + why.Error()
 		select {
 		case <-s.sess.Stopped():
 			return

@@ -49,8 +49,8 @@ const (
 	fullLeast = 1 * time.Millisecond
 	fullLost  = 10
 	laneHold  = 0.9
-	// roadTrips round trips, but at least roadLeast and at most roadMost, pass between two
-	// looks at what lanes carry: a new one has about filled its window by then.
+	// A look at what lanes carry takes roadTrips round trips, but at least roadLeast and at
+	// most roadMost: a new one has about filled its window by then.
 	roadTrips = 4
 	roadLeast = 100 * time.Millisecond
 	roadMost  = 2 * time.Second

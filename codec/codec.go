@@ -80,9 +80,9 @@ func (k Codec) Encode(views [][]byte) *Payload {
 	return nil // it does not fit
 }
 
-// Decode decodes a payload, borrowed as views in order, into the memory that dst lends,
-// in order. It fills all of it, or returns an error that wraps ErrDecode and leaves
-// anything there. It may wait for other decoders, a millisecond each.
+// Decode decodes a payload, borrowed as views in order, into the memory that dst lends, in
+// order. Two views or more may lie in dst: they are copied first. It fills all of dst, or returns
+// an error that wraps ErrDecode. It may wait for other decoders, a millisecond each.
 func (k Codec) Decode(dst [][]byte, views [][]byte) error {
 	if k != LZ4 {
 		return fmt.Errorf("%w: %v is not compressed", ErrDecode, k)

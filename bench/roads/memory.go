@@ -25,6 +25,8 @@ func (g *gauge) remembered(n int) turn {
 			return r, err
 		}
 		defer func() { err = errors.Join(err, s.Stop()) }()
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel() // of clients, if one cannot be started
 		end := g.road.Ends[client]
 		part := g.size / n &^ 7
 		args := []string{
@@ -41,7 +43,7 @@ func (g *gauge) remembered(n int) turn {
 			all = append(all, proc.New(end.Command(ctx, g.program, args...)))
 		}
 		var most [2]int64 // of a client, and of the server
-		began := time.Now()
+		var ended time.Time
 		w, err := see(ctx, g.road, func() error {
 			done := make(chan error, n)
 			for _, c := range all {
@@ -66,12 +68,13 @@ func (g *gauge) remembered(n int) turn {
 					}
 				}
 			}
+			ended = time.Now()
 			return failed
 		})
 		if err != nil {
 			return r, err
 		}
-		r = g.sum(w, time.Since(began), [2]int64{int64(part * n), int64(part * n)})
+		r = g.sum(w, ended.Sub(w.begin()), [2]int64{int64(part * n), int64(part * n)})
 		out, err := proc.New(end.Command(ctx, g.program, "info", "--server", address, "--json")).Output()
 		if err != nil {
 			return r, err

@@ -136,9 +136,8 @@ func (s *Sender) Late(now terms.Instant, t *Out, patience func(n int) terms.Inst
 	if len(t.laned) == 0 || t.Desc.RetainChunks == 0 { // no acknowledgement is due
 		return 0
 	}
-	long := patience(int(t.Desc.ChunkBytes))
 	for _, p := range t.laned {
-		if now >= max(p.since, s.moved[p.lane])+long {
+		if now >= max(p.since, s.moved[p.lane])+patience(int(t.Desc.ChunkBytes)) {
 			return p.lane
 		}
 	}

@@ -84,13 +84,15 @@ type Road struct {
 	Sent, Again int           // packets, and those that were sent again
 }
 
-// Road returns what the connection has carried since the last call; 0 if it is not known.
-// It belongs to one goroutine.
+// Road returns what the connection has carried since the last call; 0 if it is not known, or
+// closed. It belongs to one goroutine.
 func (c *Conn) Road() Road {
-	now := road(c.socket)
-	past := c.past
+	now, past := road(c.socket), c.past
+	if now == (Road{}) {
+		return now
+	}
 	c.past = now
-	return Road{now.Trip, now.Moved - past.Moved, now.Sent - past.Sent, now.Again - past.Again}
+	return Road{now.Trip, now.Moved - past.Moved, int(uint32(now.Sent - past.Sent)), int(uint32(now.Again - past.Again))} // the kernel's counts wrap
 }
 
 // Next reads the header of the next chunk and returns how many bytes of payload follow,
