@@ -99,7 +99,7 @@ func TestAStepThatTheServerRefusesIsNotUndone(t *testing.T) {
 	require.True(t, g.enough)
 }
 
-// The rate of a source changes for ever: lanes are tried ever more seldom.
+// The rate of the source keeps changing, so steps must become rare.
 func TestStepsInVainBecomeRare(t *testing.T) {
 	testkit.Start(t)
 	g, n, steps := new(growth), farLanes, 0

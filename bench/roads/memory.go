@@ -15,9 +15,9 @@ import (
 	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
-// remembered is n clients that run relu at once, each over a part of the file: the memory that
-// the server and the largest client take for themselves, beside what docs/limits.md allows
-// the server.
+// remembered is n clients that run relu at once, each of a tensor of 1/n of the size. It tells
+// the memory that the server and the largest client take for themselves, beside what
+// docs/limits.md allows the server.
 func (g *gauge) remembered(n int) turn {
 	return turn{fmt.Sprintf("%d clients", n), func(ctx context.Context) (r result, err error) {
 		s, address, err := g.serving(ctx, append([]string{"--memory", strconv.Itoa(memoryBytes)}, g.serve...)...)
