@@ -36,7 +36,8 @@ import (
 // Config of a client. The zero value works.
 type Config struct {
 	// ChunkBytes is the size of the chunks sent and the largest accepted, in bytes, 1 to 4
-	// MiB; 0 means 1 MiB. A server with a lower limit gets smaller chunks.
+	// MiB; 0 means 1 MiB, and 256 KiB sent where the round trip is 10 ms or more. A server
+	// with a lower limit gets smaller chunks.
 	ChunkBytes int
 	// Checksum selects the checksum of every chunk; 0 means codec.Fastest() on this machine.
 	Checksum codec.Checksum
@@ -74,13 +75,15 @@ type Config struct {
 	Lanes      int
 	FixedLanes bool
 	// BBR has connections send by the congestion control BBR, which does not take each lost
-	// packet for a full line. Where the kernel does not allow it, they fail.
+	// packet for a full line. Where the kernel does not allow it, they fail. A route's own
+	// congestion control (ip route … congctl) takes precedence.
 	BBR bool
 	// ResultBytes is the largest result that gets memory of its own; 0 means 4 GiB. Into
 	// and Writer have no such limit.
 	ResultBytes int64
 
-	dial func(ctx context.Context, network, address string) (net.Conn, error) // a test's; nil means the system's
+	dial     func(ctx context.Context, network, address string) (net.Conn, error) // a test's; nil means the system's
+	farChunk int                                                                  // of those sent to a server that is far
 }
 
 // Client is a connection to a server. Close it when done.
@@ -109,6 +112,7 @@ func Dial(target string, cfg Config) (*Client, error) {
 	if cfg.ChunkBytes < 0 || cfg.ChunkBytes > 4*mib {
 		return nil, fmt.Errorf("client: ChunkBytes is %d; it must be 1 to %d, or 0 for 1 MiB", cfg.ChunkBytes, 4*mib)
 	}
+	cfg.farChunk = cmp.Or(cfg.ChunkBytes, farChunk)
 	cfg.ChunkBytes = cmp.Or(cfg.ChunkBytes, 1*mib)
 	cfg.Checksum = cmp.Or(cfg.Checksum, codec.Fastest())
 	if !cfg.Checksum.Valid() {
@@ -153,7 +157,7 @@ func Dial(target string, cfg Config) (*Client, error) {
 	if cfg.PerRPC != nil {
 		options = append(options, grpc.WithPerRPCCredentials(cfg.PerRPC))
 	}
-	if cfg.BBR {
+	if cfg.BBR && !strings.HasPrefix(target, "unix:") {
 		cfg.dial = (&net.Dialer{Control: lane.BBR}).DialContext
 	}
 	if cfg.dial != nil {
@@ -222,7 +226,7 @@ func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
 	case <-ctx.Done():
 		return nil, causeError(context.Cause(ctx))
 	}
-	if c.shared != nil && c.shared.usable() {
+	if c.shared != nil && c.shared.sess.Cause() == nil && !c.shared.status().Draining {
 		return c.shared, nil
 	}
 	s, err := c.Session(ctx)

@@ -48,7 +48,7 @@ func TestLanesGrowAsFarAsTheyAreWorthIt(t *testing.T) {
 		want int
 		why  string
 	}{
-		"the first ones fill the line": {each(line), 4, "full: packets wait 20ms"},
+		"the first ones fill the line": {each(line), farLanes, "full: packets wait 20ms"},
 		"sixteen fill it":              {each(line / 16), 16, "full"},
 		"all do not fill it":           {each(line / 100), 64, whyMost},
 		"something else is slower": {func(n, _ int) look {
@@ -68,10 +68,10 @@ func TestLanesGrowAsFarAsTheyAreWorthIt(t *testing.T) {
 				return look{rate: 0.9 * line, dropped: 7}
 			}
 			return look{rate: line * (0.55 + float64((since+23)%25)*0.015)}
-		}, 4, "7 % were dropped"},
+		}, farLanes, "7 % were dropped"},
 		"looks differ, and the line is full": {func(n, since int) look {
 			return look{rate: line * (1 + 0.2*float64(since%2)), queue: time.Duration(since%3) * time.Millisecond}
-		}, 4, "full"},
+		}, farLanes, "full"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			n, why := lanesAfter(200, mostLanes, tc.line)
@@ -83,9 +83,9 @@ func TestLanesGrowAsFarAsTheyAreWorthIt(t *testing.T) {
 
 func TestALastStepThatBringsNothingIsUndone(t *testing.T) {
 	testkit.Start(t)
-	n, why := lanesAfter(100, 6, func(int, int) look { return look{rate: 1e6} })
-	require.Equal(t, 4, n)
-	require.Equal(t, "6 carried no more than 4", why)
+	n, why := lanesAfter(100, 12, func(int, int) look { return look{rate: 1e6} })
+	require.Equal(t, farLanes, n)
+	require.Equal(t, "12 carried no more than 8", why)
 }
 
 func TestAStepThatTheServerRefusesIsNotUndone(t *testing.T) {

@@ -95,7 +95,7 @@ type feed struct {
 // open announces the input, and offers Data; the session is locked.
 func (f *feed) open(m *stream.Machine, now stream.Instant) error {
 	var err error
-	if f.geo, err = session.Geometry(f.in.Desc, m.Status().PeerChunkBytes); err != nil {
+	if f.geo, err = f.call.session.geometry(m, f.in.Desc); err != nil {
 		return err
 	}
 	d := frame.Desc{

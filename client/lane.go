@@ -16,6 +16,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/lane"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // Ways reports how the bytes of a session's tensors were carried.
@@ -29,14 +30,14 @@ type Ways struct {
 
 // Why a session has no lane, or no more of them.
 const (
-	whyOff     = "lanes are turned off here (Config.Lanes)"
+	whyOff     = "lanes are turned off here"
 	whyOffer   = "the server offers none"
 	whyAddress = "gRPC does not say where the server is"
 	whySmall   = "no tensor was large enough"
 	whyOpening = "it is being opened"
 	whyUsed    = "this session has opened as many as it may, 256; open another session"
 	whyNear    = "one is enough: the server is less than 1 ms away"
-	whyFixed   = "the number is fixed (Config.FixedLanes)"
+	whyFixed   = "the number is fixed, and the server may allow fewer"
 	whyMost    = "the client or the server allows no more"
 	whyKnown   = "more were not faster before"
 	whySoon    = "it is being found out whether more are faster"
@@ -182,6 +183,17 @@ func near(a net.Addr) bool {
 	return !ok || t.IP.IsLoopback()
 }
 
+// geometry cuts a tensor into chunks for the server. The session is locked.
+func (s *Session) geometry(m *stream.Machine, d tensor.Desc) (tensor.Geometry, error) {
+	most, l := m.Status().PeerChunkBytes, &s.lanes
+	want := most
+	// Opening a session takes at least two round trips.
+	if !near(l.address) && cmp.Or(l.trip, (l.wait-laneWait)/2) >= farTrip {
+		want = min(want, int64(s.client.cfg.farChunk))
+	}
+	return session.Geometry(d, want, most)
+}
+
 // byLanes returns how many bytes a session's lanes have carried.
 func byLanes(m *stream.Machine) int64 {
 	st := m.Status().Stats
@@ -199,12 +211,9 @@ func (s *Session) laneEnded(m *stream.Machine, why error, c *lane.Conn, before i
 			return
 		}
 		l.why = map[bool]string{true: "the last one ended: ", false: "it could not be opened: "}[opened] + why.Error()
-		select {
-		case <-s.sess.Stopped():
-			return
-		default:
-		}
 		switch {
+		case s.sess.Cause() != nil:
+			return
 		case !opened && !errors.Is(why, lane.ErrRefused) && !errors.Is(why, lane.ErrNoLane):
 			l.want = max(1, len(l.open)) // no connection, or the server is full: the next large tensor tries again
 			return

@@ -41,11 +41,30 @@ func TestThereAreMoreLanesWhereTheServerIsFar(t *testing.T) {
 	require.Positive(t, w.LaneReceivedBytes)
 }
 
+func TestAFarServerGetsSmallChunks(t *testing.T) {
+	testkit.Start(t)
+	x := large(t, 4*mib, 1)
+	chunks := func(f *fixture, want int) {
+		t.Helper()
+		c, err := f.client.Call(t.Context(), client.Request{Model: "echo", Inputs: []client.Input{client.From("", x)}})
+		require.NoError(t, err)
+		for r, err := range c.Regions() { // of the result, which has the chunks of the input
+			require.NoError(t, err)
+			require.Len(t, r.Data, want)
+		}
+		_, err = c.Wait()
+		require.NoError(t, err)
+	}
+	chunks(start(t, "tcp", client.Config{}), mib)
+	chunks(far(t, client.Config{}, 0), 256<<10)
+	chunks(far(t, client.Config{ChunkBytes: mib / 2}, 0), mib/2)
+}
+
 func TestLanesBecomeMoreWherePacketsGetLost(t *testing.T) {
 	testkit.Start(t)
-	f := far(t, client.Config{}, 0.005) // a lane carries about a seventh of the line
+	f := far(t, client.Config{}, 0.02) // a lane carries about a fourteenth of the line
 	s, x := f.session(t), large(t, 32*mib, 1)
-	for w := (client.Ways{}); w.Lanes <= 4; w = s.Ways() {
+	for w := (client.Ways{}); w.Lanes <= 8; w = s.Ways() {
 		y, err := s.Compute(t.Context(), "echo", x)
 		require.NoError(t, err)
 		require.True(t, bytes.Equal(x.Data, y.Data))

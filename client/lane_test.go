@@ -87,6 +87,13 @@ func TestALaneIsDialledByThePathThatTheClientKnows(t *testing.T) {
 	}
 }
 
+func TestAUnixSocketNeedsNoBBR(t *testing.T) {
+	testkit.Start(t)
+	f := start(t, "unix", client.Config{BBR: true})
+	_, err := f.client.Models(t.Context())
+	require.NoError(t, err)
+}
+
 func TestWithoutALaneTheSessionCarriesAllAndSaysWhy(t *testing.T) {
 	testkit.Start(t)
 	for name, tc := range map[string]struct {
@@ -95,7 +102,7 @@ func TestWithoutALaneTheSessionCarriesAllAndSaysWhy(t *testing.T) {
 		bytes  int
 		why    string
 	}{
-		"turned off by the client":     {client.Config{Lanes: -1}, 0, 8 * mib, "Config.Lanes"},
+		"turned off by the client":     {client.Config{Lanes: -1}, 0, 8 * mib, "turned off"},
 		"turned off by the server":     {client.Config{}, -1, 8 * mib, "the server offers none"},
 		"small":                        {client.Config{}, 0, 2 * mib, "large enough"},
 		"credentials that encrypt not": {client.Config{Credentials: insecure.NewCredentials()}, -1, 8 * mib, "the server offers none"},

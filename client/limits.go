@@ -36,9 +36,9 @@ const (
 	// mostLanes is the most lanes of a session: with 0.1 % lost, 32 fill 1 Gbit/s over 50 ms.
 	mostLanes = 64
 	// farLanes is how many lanes a session begins with where the round trip is not less than
-	// lane.Far: two by CUBIC, whose windows shrink by three tenths, leave a sixth of a line
-	// empty. It then doubles them as long as that carries laneGain times as much.
-	farLanes = 4
+	// lane.Far: four by CUBIC, whose windows shrink by three tenths, left a fifth of a line
+	// of 100 ms empty. It then doubles them as long as that carries laneGain times as much.
+	farLanes = 8
 	laneGain = 1.1
 	// laneLooks is how many looks in a row must find less gain for that to end. One is enough
 	// when packets never wait less than 1/fullShare of a round trip, and fullLeast, or one in a
@@ -49,6 +49,10 @@ const (
 	fullLeast = 1 * time.Millisecond
 	fullLost  = 10
 	laneHold  = 0.9
+	// farChunk is the size of chunks sent where the round trip is farTrip or more: one of n
+	// lanes takes n times as long for a chunk as the line, and holds a model's memory meanwhile.
+	farChunk = 256 << 10
+	farTrip  = 10 * time.Millisecond
 	// A look at what lanes carry takes roadTrips round trips, but at least roadLeast and at
 	// most roadMost: a new one has about filled its window by then.
 	roadTrips = 4

@@ -196,14 +196,15 @@ func (p *putting) report() {
 func (p *putting) send(t *pushed) bool {
 	s := p.session
 	id := tensor.NewID()
-	var limit int64
+	var geo tensor.Geometry
+	var err error
 	for { // wait for a place among the tensors on their way
 		room := false
 		s.sess.Do(func(m *stream.Machine, now stream.Instant) {
 			st := m.Status()
 			most := min(max(st.PeerTensors/2, 1), pushTensors)
-			limit = st.PeerChunkBytes
 			if room = len(p.byID) == 0 || len(p.byID) < most && p.bytes+t.Bytes <= max(pushBytes, m.Ahead(now)); room {
+				geo, err = s.geometry(m, t.Desc)
 				p.byID[id] = t
 				p.bytes += t.Bytes
 				m.Patience(p.id, stream.Instant(s.client.cfg.StallTimeout)+stream.Instant(p.bytes/silentRate)*stream.Instant(time.Second))
@@ -219,7 +220,6 @@ func (p *putting) send(t *pushed) bool {
 		}
 	}
 	p.rest.of(t.Name)
-	geo, err := session.Geometry(t.Desc, limit)
 	f := session.Feed{Session: s.sess, View: t.view, Pieces: pushPieces, Step: p.report, Moved: func(n int64) {
 		t.moved.Add(n)
 		p.news.Tell()

@@ -67,7 +67,9 @@ func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own con
 	defer stop()
 	unhook := context.AfterFunc(ctx, cancel)
 	defer unhook()
-	cfg.Check, cfg.Codecs = c.cfg.Checksum, c.codecs()
+	if cfg.Check = c.cfg.Checksum; c.cfg.Codec != codec.None {
+		cfg.Codecs = []codec.Codec{c.cfg.Codec}
+	}
 	cfg.Limits = stream.Limits{
 		ChunkBytes:  uint32(c.cfg.ChunkBytes),
 		TensorBytes: tensorBytes, // a streamed result may have any size
@@ -101,14 +103,6 @@ func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own con
 	return nil, c.sessionError(cmp.Or(context.Cause(ctx), error(s.err)))
 }
 
-// codecs returns the codecs that the client's hellos list.
-func (c *Client) codecs() []codec.Codec {
-	if c.cfg.Codec == codec.None {
-		return nil
-	}
-	return []codec.Codec{c.cfg.Codec}
-}
-
 // windUp ends the session with its connection or its client, and cleans up after it.
 func (s *Session) windUp(lost <-chan error) {
 	closing := s.client.closing
@@ -130,15 +124,6 @@ func (s *Session) Close() error {
 	s.sess.Stop(ErrClosed)
 	<-s.over
 	return nil
-}
-
-func (s *Session) usable() bool {
-	select {
-	case <-s.sess.Stopped():
-		return false
-	default:
-		return !s.status().Draining
-	}
 }
 
 // Received implements session.Handler.

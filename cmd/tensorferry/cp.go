@@ -59,7 +59,7 @@ func (o *cpOptions) cp(c *cobra.Command, args []string) error {
 	defer from.Close()
 	target := from
 	if o.to != "" {
-		other := o.access
+		other := o.remote
 		other.server = o.to
 		if target, err = other.dial(client.Config{}); err != nil {
 			return err
@@ -112,6 +112,10 @@ func (o *cpOptions) cp(c *cobra.Command, args []string) error {
 		copied = append(copied, stored...)
 	}
 	bars.end()
+	o.tell(c.ErrOrStderr(), from.Ways())
+	if target != from {
+		o.tell(c.ErrOrStderr(), target.Ways())
+	}
 	err = errors.Join(err, forgotten(ctx, target, copied))
 	return cmp.Or(err, printMoved(printer{c.OutOrStdout(), o.asJSON}, copied))
 }

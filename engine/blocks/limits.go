@@ -18,8 +18,9 @@ const (
 	// them, so that small chunks do not mean a small window.
 	preferredBytes = 4 * mib
 	// maxSlots bounds the slots of one direction, each with about 500 bytes of bookkeeping.
-	// Rows per block are raised until one chunk of input spans a quarter of that.
-	maxSlots = 256
+	// Rows per block are raised until one chunk of input spans chunkSlots.
+	maxSlots   = 1024
+	chunkSlots = 64
 	// alignBytes is where ports start in a slot: a cache line, for any element type.
 	alignBytes = 64
 	// closeWait is how long Close waits for running blocks and unreleased

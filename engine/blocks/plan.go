@@ -58,7 +58,7 @@ func newPlan(info engine.Info, c engine.Call, rows int64, b Bound) (plan, error)
 		widest = max(widest, p.inRow[i])
 		chunk = max(chunk, in.ChunkBytes)
 		if w := p.inRow[i]; w > 0 {
-			fewest = max(fewest, ceil(ceil(min(in.ChunkBytes, n), maxSlots/4), w))
+			fewest = max(fewest, ceil(ceil(min(in.ChunkBytes, n), chunkSlots), w))
 			if first && in.ChunkBytes%w == 0 {
 				chunkRows = in.ChunkBytes / w
 			}
@@ -72,7 +72,7 @@ func newPlan(info engine.Info, c engine.Call, rows int64, b Bound) (plan, error)
 		widest = max(widest, w)
 		if len(c.Inputs) == 0 && w > 0 {
 			chunk = engine.ChunkBytes
-			fewest = max(fewest, ceil(ceil(min(chunk, mul(p.rows, w)), maxSlots/4), w))
+			fewest = max(fewest, ceil(ceil(min(chunk, mul(p.rows, w)), chunkSlots), w))
 		}
 	}
 	rows = p.rows
@@ -192,7 +192,7 @@ func (p *plan) describe(info engine.Info, outs []tensor.Desc) error {
 // and what to aim at: no more than there are blocks.
 func (p *plan) slots(least, bytes int64) (minimum, want int64) {
 	least = min(least, maxSlots)
-	want = max(least, preferredSlots, min(preferredBytes/max(bytes, 1), maxSlots/4))
+	want = max(least, preferredSlots, min(preferredBytes/max(bytes, 1), chunkSlots))
 	return min(least, p.blocks), min(want, p.blocks)
 }
 

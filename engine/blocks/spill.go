@@ -36,7 +36,7 @@ func (r *run) Widen(bytes int64) {
 		return
 	}
 	take := func(block, have int64) bool {
-		if block == 0 || have >= min(bytes/block, maxSlots/2, r.plan.blocks) || !r.engine.cfg.Budget.TryAcquire(r.holder, block) {
+		if block == 0 || have >= min(bytes/block, maxSlots, r.plan.blocks) || !r.engine.cfg.Budget.TryAcquire(r.holder, block) {
 			return false
 		}
 		r.granted += block

@@ -660,13 +660,6 @@ func (r *RPC) setParts(waits bool) {
 	}
 }
 
-// tell notes that the RPC is told to end; mu is held.
-func (r *RPC) tell() {
-	r.shed = true
-	r.c.m.denied++
-	r.refuse()
-}
-
 // stale reports whether a message of the RPC is not consumed, or hardly comes; mu is held.
 func (r *RPC) stale() bool {
 	took := time.Since(r.since)

@@ -309,7 +309,9 @@ func (m *Memory) victim(c *Conn, waited time.Duration) (victim *RPC) {
 		victim = c.wanting
 	}
 	if victim != nil {
-		victim.tell()
+		victim.shed = true // it is told to end
+		m.denied++
+		victim.refuse()
 	}
 	return victim
 }

@@ -109,15 +109,11 @@ func (s *Session) AddLane(l session.Lane) {
 	c.lanesOpened.Add(1)
 	s.Session.AddLane(l, func(why error) {
 		c.lanes.Add(-1)
-		select {
-		case <-s.Stopped():
-		default: // the session continues without it, or is about to end
-			if errors.Is(why, io.EOF) {
-				return
-			}
-			if n, due := c.lanesBroken.Again(); due {
-				c.Log.Info("lane ended", slog.String("session", s.ID().String()), slog.String("cause", why.Error()), slog.Int64("ended", n))
-			}
+		if s.Cause() != nil || errors.Is(why, io.EOF) { // or the session is about to end
+			return
+		}
+		if n, due := c.lanesBroken.Again(); due { // the session continues without it
+			c.Log.Info("lane ended", slog.String("session", s.ID().String()), slog.String("cause", why.Error()), slog.Int64("ended", n))
 		}
 	})
 }

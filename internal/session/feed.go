@@ -48,15 +48,16 @@ type Feed struct {
 	announce *frame.Desc // goes with the only piece
 }
 
-// Geometry returns the geometry of a tensor whose chunks are at most limit.
-func Geometry(d tensor.Desc, limit int64) (tensor.Geometry, error) {
+// Geometry returns the geometry of a tensor in chunks of at most want bytes, or of most if
+// that were too many chunks.
+func Geometry(d tensor.Desc, want, most int64) (tensor.Geometry, error) {
 	size, err := d.Bytes()
 	if err != nil {
 		return tensor.Geometry{}, err
 	}
-	chunk := tensor.ChunkFor(d, limit)
+	chunk := tensor.ChunkFor(d, want)
 	if size/chunk >= tensor.MaxChunks {
-		chunk = limit
+		chunk = most
 	}
 	return tensor.NewGeometry(size, chunk)
 }

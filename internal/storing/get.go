@@ -295,7 +295,7 @@ func (g *get) one(p *picked) error {
 		defer r.Release()
 		info := r.Info()
 		var geo tensor.Geometry
-		if geo, err = session.Geometry(info.Desc, g.chunk); err == nil {
+		if geo, err = session.Geometry(info.Desc, g.chunk, g.chunk); err == nil {
 			sum.SizeBytes = uint64(geo.Size)
 			state = g.service.log.tensor(g.record, sum.Tensor, p.name, sum.SizeBytes)
 			sum.Durable = info.Durable
