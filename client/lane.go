@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/url"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc/peer"
@@ -48,9 +49,10 @@ type lanes struct {
 	want    int // how many there should be; 0 before the first large tensor
 	opening int
 	open    []*lane.Conn
-	uses    int    // of the token, so far
-	failed  int    // lanes in a row that were refused, or carried little
-	why     string // why there are not more; "" means whySmall
+	count   atomic.Int32 // of open; read without the lock
+	uses    int          // of the token, so far
+	failed  int          // lanes in a row that were refused, or carried little
+	why     string       // why there are not more; "" means whySmall
 	address net.Addr
 	wait    time.Duration // time limit for opening one
 	trip    time.Duration // the least round trip of a lane; 0 before the first
@@ -157,6 +159,7 @@ func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int, pa
 		l, most := &s.lanes, m.LanesAtOnce()
 		l.opening--
 		l.open = append(l.open, c)
+		l.count.Store(int32(len(l.open)))
 		first := l.trip == 0
 		l.trip = min(cmp.Or(l.trip, trip), trip)
 		switch {
@@ -207,6 +210,7 @@ func (s *Session) laneEnded(m *stream.Machine, why error, c *lane.Conn, before i
 		l := &s.lanes
 		opened := c != nil
 		l.open = slices.DeleteFunc(l.open, func(o *lane.Conn) bool { return o == c })
+		l.count.Store(int32(len(l.open)))
 		if errors.Is(why, session.ErrSpare) {
 			return
 		}
@@ -230,6 +234,10 @@ func (s *Session) laneEnded(m *stream.Machine, why error, c *lane.Conn, before i
 		}
 	})
 }
+
+// Lanes returns how many lanes there are now. Unlike Ways, it never waits, so that what the
+// session calls, such as an Input's release, may call it.
+func (s *Session) Lanes() int { return int(s.lanes.count.Load()) }
 
 // Ways returns how the bytes of the session's tensors have been carried so far.
 func (s *Session) Ways() (w Ways) {

@@ -87,6 +87,25 @@ func TestALaneIsDialledByThePathThatTheClientKnows(t *testing.T) {
 	}
 }
 
+// A progress line that asked for Ways while a release waited for the line stood still for ever.
+func TestAReleaseMayAskForTheLanes(t *testing.T) {
+	testkit.Start(t)
+	f := start(t, "tcp", client.Config{})
+	s, x, asked := f.session(t), large(t, 8*mib, 1), atomic.Int64{}
+	rest := x.Data
+	in := client.Input{Desc: x.Desc, Next: func(<-chan struct{}) ([]byte, func(), error) {
+		piece := rest[:mib]
+		rest = rest[mib:]
+		return piece, func() { asked.Add(1 + int64(min(s.Lanes(), 0))) }, nil
+	}}
+	c, err := s.Call(t.Context(), client.Request{Model: "echo", Inputs: []client.Input{in}})
+	require.NoError(t, err)
+	_, err = c.Wait()
+	require.NoError(t, err)
+	require.EqualValues(t, 8, asked.Load())
+	testkit.Eventually(t, func() bool { return s.Lanes() == s.Ways().Lanes && s.Lanes() == 1 }, "the lane")
+}
+
 func TestAUnixSocketNeedsNoBBR(t *testing.T) {
 	testkit.Start(t)
 	f := start(t, "unix", client.Config{BBR: true})

@@ -15,7 +15,6 @@ import (
 	"github.com/vbauerster/mpb/v8/cwriter"
 	"github.com/vbauerster/mpb/v8/decor"
 
-	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -30,7 +29,7 @@ type progressBars struct {
 	w     io.Writer
 	bars  *mpb.Progress
 	title atomic.Value // string; drawing the line reads it without mu
-	ways  atomic.Value // func() client.Ways; the same
+	lanes atomic.Value // func() int, which must not wait for who moves a bar; the same
 
 	mu          sync.Mutex // guards all below
 	vanishing   bool       // the line does not stay at the end
@@ -50,9 +49,9 @@ func newProgress(w io.Writer, quiet, vanishing bool) *progressBars {
 }
 
 // by has the line show how many lanes carry it, if there are several. It returns p.
-func (p *progressBars) by(ways func() client.Ways) *progressBars {
+func (p *progressBars) by(lanes func() int) *progressBars {
 	if p != nil {
-		p.ways.Store(ways)
+		p.lanes.Store(lanes)
 	}
 	return p
 }
@@ -141,11 +140,10 @@ func (p *progressBars) newLine() *mpb.Bar {
 			decor.Percentage(decor.WC{W: 5}),
 			decor.Any(func(s decor.Statistics) string {
 				speed := " " + inUnits(int64(float64(s.Current)/max(time.Since(begun).Seconds(), 1e-3))) + "/s"
-				ways, known := p.ways.Load().(func() client.Ways)
-				if !known || ways().Lanes < 2 {
-					return speed
+				if lanes, known := p.lanes.Load().(func() int); known && lanes() > 1 {
+					speed += fmt.Sprintf(" by %d lanes", lanes())
 				}
-				return speed + fmt.Sprintf(" by %d lanes", ways().Lanes)
+				return speed
 			}),
 			decor.OnComplete(decor.AverageETA(decor.ET_STYLE_GO, decor.WCSyncSpace), ""),
 		))

@@ -162,7 +162,7 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 	if err != nil {
 		return err
 	}
-	bars.by(s.Ways)
+	bars.by(s.Lanes)
 	call, err := s.Call(ctx, r)
 	if err != nil {
 		return err

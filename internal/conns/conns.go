@@ -242,7 +242,10 @@ func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 	accepted := raw.(*acceptedConn)
 	conn, info, err := h.TransportCredentials.ServerHandshake(accepted)
 	if err != nil {
-		h.of.unsecured(accepted, err)
+		h.of.handshakesFailed.Add(1)
+		if n, due := h.of.unshaken.Again(); due {
+			h.of.cfg.Log.Info("handshake failed", slog.String("peer", accepted.RemoteAddr().String()), slog.String("reason", err.Error()), slog.Int64("failed", n))
+		}
 		return nil, nil, err
 	}
 	if h.lanes {
@@ -254,14 +257,6 @@ func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 	one.in = h.of.cfg.Memory.Conn(conn, h.message, func() bool { return one.Calls() > 0 })
 	one.unread.Charge = one.in.Queue
 	return tracked{one.in, one}, info, nil
-}
-
-// unsecured counts and logs a handshake that failed.
-func (s *Set) unsecured(conn net.Conn, why error) {
-	s.handshakesFailed.Add(1)
-	if n, due := s.unshaken.Again(); due {
-		s.cfg.Log.Info("handshake failed", slog.String("peer", conn.RemoteAddr().String()), slog.String("reason", why.Error()), slog.Int64("failed", n))
-	}
 }
 
 // Clone returns a copy.
