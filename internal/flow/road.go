@@ -14,7 +14,7 @@ type Road struct {
 
 // Ahead returns how many bytes of a tensor to lend, or to offer, ahead of what has moved, so
 // that nobody waits for the other: four times what is on its way, so that the rate can grow,
-// and two chunks for each lane. moved is how many bytes have moved in the session until now.
+// and laneAhead for each lane. moved is how many bytes have moved in the session until now.
 // Ahead returns 0 where the round trip is short.
 func (r *Road) Ahead(now terms.Instant, moved int64) int64 {
 	if r.Trip == 0 {
@@ -25,5 +25,5 @@ func (r *Road) Ahead(now terms.Instant, moved int64) int64 {
 		r.ahead = max(4*int64(onTheWay), r.ahead-r.ahead/8) // a pause does not end it
 		r.since, r.moved = r.since+passed, moved
 	}
-	return min(r.ahead+2*int64(r.Lanes)*laneAhead, aheadMost)
+	return min(r.ahead+int64(r.Lanes)*laneAhead, aheadMost)
 }

@@ -17,7 +17,7 @@ func TestWhatIsLentAheadFollowsRateAndRoundTrip(t *testing.T) {
 	require.Zero(t, near.Ahead(terms.Second, 1000*mb), "the round trip is short")
 
 	r := Road{Trip: 50 * ms, Lanes: 2}
-	lanes := int64(2 * 2 * laneAhead)
+	lanes := int64(2 * laneAhead)
 	require.Equal(t, lanes, r.Ahead(200*ms, 0))
 	require.Equal(t, lanes, r.Ahead(250*ms, 10*mb), "it is looked at every 100 ms")
 	require.InDelta(t, lanes+4*5*mb, r.Ahead(300*ms, 10*mb), 1, "100 MB/s, of which 5 MB are on their way")

@@ -12,7 +12,7 @@ import (
 
 // unsentBytes is how much of what was written to a far lane may wait in the kernel unsent
 // (TCP_NOTSENT_LOWAT): the lane whose socket wants more takes the next chunk.
-const unsentBytes = 256 << 10
+const unsentBytes = 32 << 10
 
 // BBR has a TCP socket, which a net.Dialer or net.ListenConfig is about to use, send by BBR. It
 // fails where the kernel does not allow that.
