@@ -47,6 +47,9 @@ type Config struct {
 	Codec codec.Codec
 	// OpenTimeout limits the opening of a session, and each metadata RPC; 0 means 10 s.
 	OpenTimeout time.Duration
+	// Wait is how long a new session, and each metadata RPC, waits for a server that cannot be
+	// reached. 0 means not at all: the first attempt to connect decides.
+	Wait time.Duration
 	// StallTimeout is how long a push or a pull waits for a server that makes no progress;
 	// 0 means 60 s. Time spent in the caller's readers and writers does not count. Each 32
 	// MiB that the server reads or syncs without sending anything, such as held ranges,
@@ -88,11 +91,13 @@ type Config struct {
 
 // Client is a connection to a server. Close it when done.
 type Client struct {
-	cfg   Config
-	conn  *grpc.ClientConn
-	stub  pb.TensorServiceClient
-	pool  *slab.Pool
-	lanes atomic.Pointer[lanesKnown]
+	cfg    Config
+	target string
+	dials  dials
+	conn   *grpc.ClientConn
+	stub   pb.TensorServiceClient
+	pool   *slab.Pool
+	lanes  atomic.Pointer[lanesKnown]
 
 	authority *atomic.Value // a string: whose certificate the server has, by gRPC; noted sets it
 
@@ -108,7 +113,7 @@ type Client struct {
 
 // Dial returns a client for a server at host:port, or at a Unix socket as unix:/path. It
 // does not connect; the first use does.
-func Dial(target string, cfg Config) (*Client, error) {
+func Dial(target string, cfg Config) (c *Client, err error) {
 	if cfg.ChunkBytes < 0 || cfg.ChunkBytes > 4*mib {
 		return nil, fmt.Errorf("client: ChunkBytes is %d; it must be 1 to %d, or 0 for 1 MiB", cfg.ChunkBytes, 4*mib)
 	}
@@ -123,7 +128,7 @@ func Dial(target string, cfg Config) (*Client, error) {
 	}
 	cfg.Lanes = min(cmp.Or(cfg.Lanes, mostLanes), mostLanes)
 	cfg.OpenTimeout = cmp.Or(max(0, cfg.OpenTimeout), DefaultOpenTimeout)
-	cfg.InputIdle = max(0, cfg.InputIdle)
+	cfg.InputIdle, cfg.Wait = max(0, cfg.InputIdle), max(0, cfg.Wait)
 	cfg.StallTimeout = cmp.Or(max(0, cfg.StallTimeout), DefaultStallTimeout)
 	cfg.ResultBytes = cmp.Or(max(0, cfg.ResultBytes), DefaultResultBytes)
 	cfg.WindowBytes = cmp.Or(max(0, cfg.WindowBytes), DefaultWindow)
@@ -137,9 +142,12 @@ func Dial(target string, cfg Config) (*Client, error) {
 	if cfg.Credentials == nil {
 		cfg.Credentials = insecure.NewCredentials()
 	}
-	authority := new(atomic.Value)
+	c = &Client{target: target, authority: new(atomic.Value), dials: dials{news: make(chan struct{})}, pool: slab.NewPool(poolBytes, slab.System), opening: make(chan struct{}, 1)}
 	options := []grpc.DialOption{
-		grpc.WithTransportCredentials(noted{cfg.Credentials, authority}),
+		grpc.WithTransportCredentials(noted{cfg.Credentials, c.authority, &c.dials}),
+		grpc.WithContextDialer(c.dial),
+		grpc.WithChainUnaryInterceptor(c.unary),
+		grpc.WithChainStreamInterceptor(c.streams),
 		grpc.WithNoProxy(),
 		experimental.WithBufferPool(wire.Buffers),
 		grpc.WithInitialWindowSize(int32(cfg.WindowBytes)),
@@ -160,20 +168,18 @@ func Dial(target string, cfg Config) (*Client, error) {
 	if cfg.BBR && !strings.HasPrefix(target, "unix:") {
 		cfg.dial = (&net.Dialer{Control: lane.BBR}).DialContext
 	}
-	if cfg.dial != nil {
-		options = append(options, grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) { return cfg.dial(ctx, "tcp", address) }))
-	} else {
+	if cfg.dial == nil {
 		cfg.dial = new(net.Dialer).DialContext
 	}
-	conn, err := grpc.NewClient(target, options...)
-	if err != nil {
+	if c.cfg = cfg; !strings.HasPrefix(target, "unix:") {
+		target = "passthrough:///" + target // each dial looks the name up
+	}
+	if c.conn, err = grpc.NewClient(target, options...); err != nil {
 		return nil, fmt.Errorf("client: %q is not an address: %w; write host:port or unix:/path", target, err)
 	}
-	closing, end := context.WithCancelCause(context.Background())
-	return &Client{
-		cfg: cfg, conn: conn, authority: authority, stub: pb.NewTensorServiceClient(conn), pool: slab.NewPool(poolBytes, slab.System),
-		opening: make(chan struct{}, 1), closing: closing, end: end, disconnect: sync.OnceValue(conn.Close),
-	}, nil
+	c.stub, c.disconnect = pb.NewTensorServiceClient(c.conn), sync.OnceValue(c.conn.Close)
+	c.closing, c.end = context.WithCancelCause(context.Background())
+	return c, nil
 }
 
 // checkAddress rejects targets that gRPC would resolve as names.
@@ -252,7 +258,7 @@ func (c *Client) Info(ctx context.Context) (*pb.GetServiceInfoResponse, error) {
 
 // ask calls a unary RPC, with OpenTimeout as its limit.
 func ask[Q, A any](ctx context.Context, c *Client, call func(context.Context, Q, ...grpc.CallOption) (A, error), q Q) (A, error) {
-	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.OpenTimeout, c.noAnswer())
+	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.Wait+c.cfg.OpenTimeout, c.noAnswer())
 	defer stop()
 	a, err := call(ctx, q)
 	if err != nil {

@@ -91,7 +91,7 @@ func newDam(t *testing.T, network, to string, most int64) *dam {
 func behindDam(t *testing.T) (d *dam, c *client.Client, in client.Input, released *atomic.Int32) {
 	f := start(t, "tcp", client.Config{})
 	d = newDam(t, "tcp", f.addr, 256<<10)
-	c, err := client.Dial(d.addr, client.Config{})
+	c, err := client.Dial(d.addr, client.Config{Lanes: -1}) // what a lane writes comes back at once
 	require.NoError(t, err)
 	pool, released := slab.NewPool(0, slab.System), new(atomic.Int32)
 	s, err := pool.Get(16 * mib)

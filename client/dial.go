@@ -12,16 +12,19 @@ import (
 )
 
 // noted are credentials that note the authority that gRPC gives them, which is the same for
-// all connections of a client.
+// all connections of a client, and what became of an attempt to connect.
 type noted struct {
 	credentials.TransportCredentials
-	in *atomic.Value
+	in    *atomic.Value
+	dials *dials
 }
 
 // ClientHandshake secures a connection.
 func (n noted) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	n.in.Store(authority)
-	return n.TransportCredentials.ClientHandshake(ctx, authority, raw)
+	conn, info, err := n.TransportCredentials.ClientHandshake(ctx, authority, raw)
+	n.dials.end(unsecured, err)
+	return conn, info, err
 }
 
 // Clone returns a copy that notes in the same place.

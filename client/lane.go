@@ -269,7 +269,7 @@ func (s *Session) carriedBy(ctx context.Context, took time.Duration) {
 	}
 	// The address of a Unix socket is the path that the server bound, which may name
 	// nothing here: the server may run in another folder or container.
-	if u, err := url.Parse(s.client.conn.Target()); err == nil && u.Scheme == "unix" {
+	if u, err := url.Parse(s.client.target); err == nil && u.Scheme == "unix" {
 		l.address = &net.UnixAddr{Net: u.Scheme, Name: cmp.Or(u.Path, u.Opaque)} // as gRPC reads it
 	}
 }

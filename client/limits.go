@@ -67,6 +67,11 @@ const (
 	// laneMemoryTime, which is also how long it knows how many lanes were worth it.
 	laneTries      = 3
 	laneMemoryTime = 10 * time.Minute
+	// redialEvery is how often a client dials a server that it cannot reach while callers try.
+	redialEvery = 200 * time.Millisecond
+	// readyWait is how long a new connection may take to show that a server is there, after
+	// a connection has failed before.
+	readyWait = 1 * time.Second
 	// signs is how many times per idle timeout of the server the client reports that it
 	// waits for its own input or output. The interval is at most mostSign, which also
 	// applies if the timeout is unknown, and at least leastSign, whatever the server says.

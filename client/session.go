@@ -63,7 +63,7 @@ func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own con
 	own, cancel := context.WithCancel(context.Background())
 	s := &Session{client: c, own: own, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]handler)}
 	s.lanes.busy = make(chan struct{}, 1)
-	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.OpenTimeout, c.noAnswer())
+	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.Wait+c.cfg.OpenTimeout, c.noAnswer())
 	defer stop()
 	unhook := context.AfterFunc(ctx, cancel)
 	defer unhook()

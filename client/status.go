@@ -65,7 +65,7 @@ func (e *Error) GRPCStatus() *status.Status { return status.New(e.Code, e.Error(
 
 // noAnswer is the error of OpenTimeout.
 func (c *Client) noAnswer() *Error {
-	return &Error{Code: codes.DeadlineExceeded, Cause: fmt.Errorf("%w from %s within %v; is it a tensorferry server?", ErrNoAnswer, c.conn.Target(), c.cfg.OpenTimeout)}
+	return &Error{Code: codes.DeadlineExceeded, Cause: fmt.Errorf("%w from %s within %v; is it a tensorferry server?", ErrNoAnswer, c.target, c.cfg.OpenTimeout)}
 }
 
 // causeError returns the error for what this side ended.
@@ -89,15 +89,24 @@ func refused(code frame.Code, text string, retryMillis uint32) error {
 
 // Conditions that gRPC reports only in its texts. No other texts are matched.
 const (
-	unsecured  = "authentication handshake failed: " // every such failure is UNAVAILABLE
-	noProtocol = "missing selected ALPN property"    // TLS, but not for HTTP/2
-	dialFailed = "Error while dialing: "
-	unresolved = "name resolver error"
-	lookup     = "record lookup error"
-	noPreface  = "error reading server preface" // not HTTP/2
-	otherHTTP  = "unexpected HTTP status code received from server"
-	otherType  = "transport: received unexpected content-type"
+	unsecured    = "authentication handshake failed: " // every such failure is UNAVAILABLE
+	notConnected = "connection error: desc = "
+	noProtocol   = "missing selected ALPN property" // TLS, but not for HTTP/2
+	dialFailed   = "Error while dialing: "
+	noPreface    = "error reading server preface" // not HTTP/2
+	otherHTTP    = "unexpected HTTP status code received from server"
+	otherType    = "transport: received unexpected content-type"
 )
+
+// unreachable is gRPC's error for an attempt to connect that failed.
+func unreachable(says string, err error) error {
+	return status.Error(codes.Unavailable, says+err.Error())
+}
+
+// notSent reports whether an RPC failed for want of a connection.
+func notSent(err error) bool {
+	return status.Code(err) == codes.Unavailable && strings.Contains(err.Error(), notConnected)
+}
 
 // refusals are prefixes of handshake errors of identity and crypto/tls: one side refused
 // the other. Any other text is about the connection.
@@ -128,18 +137,18 @@ func (c *Client) sessionError(err error) *Error {
 	switch {
 	case away && says(noPreface), away && says(noProtocol), says(otherHTTP), says(otherType),
 		e.Code == codes.Unimplemented && !strings.HasPrefix(e.Message, "unknown method /"): // an older server says that
-		e.Cause = fmt.Errorf("%w: %s", ErrNotServer, c.conn.Target())
+		e.Cause = fmt.Errorf("%w: %s", ErrNotServer, c.target)
 	case away && says(unsecured):
 		_, why, _ := strings.Cut(e.Message, unsecured)
 		e.Message = strings.TrimSuffix(strings.TrimPrefix(why, "identity: "), `"`)
 		if slices.ContainsFunc(refusals, func(r string) bool { return strings.HasPrefix(why, r) }) {
 			e.Code = codes.Unauthenticated
 		}
+	case away && says(dialFailed) && says(": lookup "):
+		e.Cause = fmt.Errorf("%w: %s", ErrHostNotFound, c.target)
 	case away && says(dialFailed):
 		_, why, _ := strings.Cut(e.Message, dialFailed)
 		e.Cause = fmt.Errorf("%w: %s", ErrNoConnection, strings.TrimSuffix(why, `"`))
-	case away && says(unresolved), away && says(lookup):
-		e.Cause = fmt.Errorf("%w: %s", ErrHostNotFound, c.conn.Target())
 	}
 	return e
 }

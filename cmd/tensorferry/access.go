@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"os"
 	"slices"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -23,6 +24,7 @@ type access struct {
 	tls    bool
 	files  identity.ClientFiles
 	codec  string
+	wait   time.Duration
 }
 
 // flags adds --server and the flags of identity.
@@ -31,6 +33,7 @@ func (a *access) flags(c *cobra.Command) {
 	f.StringVar(&a.server, "server", cmp.Or(os.Getenv(variable("server")), defaultListen), "`address` of the server: host:port or unix:/path;\nalso "+variable("server"))
 	c.Flag("server").DefValue = defaultListen // --help does not depend on the environment
 	a.identityFlags(c)
+	durationVar(f, &a.wait, "wait", 0, 0, "how long to wait for a server that cannot be reached")
 }
 
 // identityFlags adds the flags that identify the client. Each one's default is an
@@ -39,19 +42,26 @@ func (a *access) identityFlags(c *cobra.Command) {
 	f, env := c.Flags(), variable("tls")
 	f.BoolVar(&a.tls, "tls", !slices.Contains([]string{"", "0", "false"}, os.Getenv(env)), "use TLS and the CAs that this system trusts; also "+env+"=1")
 	c.Flag("tls").DefValue = "false"
-	for _, s := range []struct {
-		flag, text string
-		value      *string
-	}{ // they imply --tls
-		{"ca", "`file` with the CA of the server's certificate", &a.files.CA},
-		{"cert", "`file` with the client's certificate", &a.files.Cert},
-		{"key", "`file` with the client's private key", &a.files.Key},
-		{"token", "`file` with the client's token", &a.files.Token},
-		{"server-name", "`name` in the server's certificate\n(default the host in its address)", &a.files.ServerName},
-	} {
+	for _, s := range fileFlags(&a.files) {
 		env := variable(s.flag)
 		f.StringVar(s.value, s.flag, os.Getenv(env), s.text+"; also "+env)
 		c.Flag(s.flag).DefValue = ""
+	}
+}
+
+// fileFlag is a flag that identifies one side to the other, and implies --tls.
+type fileFlag struct {
+	flag, text string
+	value      *string
+}
+
+func fileFlags(files *identity.ClientFiles) []fileFlag {
+	return []fileFlag{
+		{"ca", "`file` with the CA of the server's certificate", &files.CA},
+		{"cert", "`file` with the client's certificate", &files.Cert},
+		{"key", "`file` with the client's private key", &files.Key},
+		{"token", "`file` with the client's token", &files.Token},
+		{"server-name", "`name` in the server's certificate\n(default the host in its address)", &files.ServerName},
 	}
 }
 
@@ -59,6 +69,7 @@ func (a *access) identityFlags(c *cobra.Command) {
 func (a *access) dial(cfg client.Config) (*client.Client, error) {
 	var err error
 	cfg.Codec, _ = codec.ParseCodec(a.codec) // the flag has checked it
+	cfg.Wait = a.wait
 	if a.tls || a.files != (identity.ClientFiles{}) {
 		if (a.files.Cert == "") != (a.files.Key == "") {
 			return nil, usage("--cert and --key go together")

@@ -242,6 +242,7 @@ type request struct {
 	Connection uint32 `json:"connection"`
 	Target     string `json:"target"`
 	Lanes      *int   `json:"lanes"`
+	WaitMillis uint32 `json:"wait_millis"`
 	TLS        bool   `json:"tls"`
 	identity.ClientFiles
 	Glob    string      `json:"glob"`
@@ -298,6 +299,7 @@ func (o *op) answer(q *request) ([]byte, error) {
 	switch q.Verb {
 	case "connect":
 		cfg := o.cfg.Client
+		cfg.Wait = time.Duration(q.WaitMillis) * time.Millisecond
 		if n := q.Lanes; n != nil {
 			if *n < 0 || *n > mostLanes {
 				return nil, fmt.Errorf("%w: lanes is %d; it is 0 to %d", client.ErrInput, *n, mostLanes)

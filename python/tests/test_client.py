@@ -128,15 +128,45 @@ class Errors(support.Served):
             lambda: tf.connect(self.server.address, lanes=-1),
             lambda: tf.connect(self.server.address, lanes="none"),
             lambda: tf.connect(self.server.address, lanes=None),
+            lambda: tf.connect(self.server.address, wait=-1),
+            lambda: tf.connect(self.server.address, wait="1"),
             lambda: tf.connect(self.server.address, lanes=True),
         ):
             with self.assertRaises(ValueError):
                 does()
 
+    def test_metadata_comes_back(self):
+        pushed = self.client.push({"said": b"abc"}, metadata={"said": {"unit": "m/s"}})
+        self.assertEqual(pushed[0].evicted, 0)
+        self.assertEqual([s.metadata for s in self.client.list("said")], [{"unit": "m/s"}])
+        self.client.push({"said": b"abc"})
+        self.assertEqual([s.metadata for s in self.client.list("said")], [{}])
+        self.client.delete("said")
+
     def test_metadata_requests(self):
         self.assertIn("echo", [m["name"] for m in self.client.models()])
         self.assertEqual(self.client.info()["version"], self.client._link.host["version"])
         self.assertIsInstance(list(self.client.sources()), list)
+
+
+class ComingBack(unittest.TestCase):
+    def test_a_server_that_comes_back_is_found(self):
+        server = support.Server()
+        address = server.address
+        with tf.connect(address) as client, tf.connect(address, wait=60) as patient:
+            self.assertEqual(bytes(client.compute("echo", b"abc")), b"abc")
+            server.kill()
+            for _ in range(3):
+                with self.assertRaises(tf.Unavailable):
+                    client.compute("echo", b"abc")
+            found = []
+            waiting = threading.Thread(target=lambda: found.append(bytes(patient.compute("echo", b"xyz"))))
+            waiting.start()
+            server = support.Server(listen=address)
+            self.addCleanup(server.stop)
+            self.assertEqual(bytes(client.compute("echo", b"abc")), b"abc")
+            waiting.join()
+            self.assertEqual(found, [b"xyz"])
 
 
 class Lanes(support.Served):

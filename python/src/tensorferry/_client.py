@@ -73,6 +73,7 @@ class Stored(NamedTuple):
     durable: bool
     stored: Optional[str]  # when, in RFC 3339
     file: str  # the file in the server's folder that it is a part of
+    metadata: Mapping[str, str]  # what was pushed with it
 
 
 class Pushed(NamedTuple):
@@ -82,6 +83,7 @@ class Pushed(NamedTuple):
     bytes: int
     digest: str
     durable: bool
+    evicted: int  # how many other tensors the server's store evicted to make room
 
 
 class Call:
@@ -161,9 +163,10 @@ class Client:
         timeout: float = 10.0,
         memory: Optional[int] = None,
         lanes: int = 64,
+        wait: float = 0.0,
         identity: Optional[Mapping[str, Any]] = None,
     ):
-        self._target, self._timeout, self._memory, self._lanes = target, timeout, memory, lanes
+        self._target, self._timeout, self._memory, self._lanes, self._wait = target, timeout, memory, lanes, wait
         self._identity = dict(identity or {})
         self._closed = False
         self._link: Optional[Link] = None
@@ -211,7 +214,8 @@ class Client:
         with self._opening:
             if self._link is None or self._link.dead is not None:
                 link = _link.current(self._memory, self._timeout)
-                said = link.ask("connect", self._timeout, target=self._target, lanes=self._lanes, **self._identity)
+                how = {"target": self._target, "lanes": self._lanes, "wait_millis": int(self._wait * 1000)}
+                said = link.ask("connect", self._timeout, **how, **self._identity)
                 self._connection = int(said["connection"])
                 self._link = link
             return self._link
@@ -447,7 +451,7 @@ class Client:
         self._send(run, None, timeout, ask)
         run.finish(None)
         return [
-            Pushed(t["name"], t.get("bytes", 0), t.get("digest", ""), t.get("durable", False))
+            Pushed(t["name"], t.get("bytes", 0), t.get("digest", ""), t.get("durable", False), t.get("evicted", 0))
             for t in _checked(_wire.from_json(run.raw))
         ]
 
@@ -493,7 +497,7 @@ class Client:
         return [
             Stored(
                 t["name"], t["dtype"], tuple(t["shape"]), t["bytes"], t.get("digest", ""), t.get("durable", False),
-                t.get("stored"), t.get("file", ""),
+                t.get("stored"), t.get("file", ""), t.get("metadata") or {},
             )
             for t in self._ask("list", timeout, glob=glob).get("tensors") or ()
         ]  # fmt: skip
@@ -539,6 +543,7 @@ def connect(
     timeout: float = 10.0,
     memory: Optional[int] = None,
     lanes: int = 64,
+    wait: float = 0.0,
     tls: Optional[bool] = None,
     ca: Optional[Path] = None,
     cert: Optional[Path] = None,
@@ -552,6 +557,7 @@ def connect(
     seconds. memory is the most bytes that this process shares with it; it counts when
     the program starts, which is with the first client. lanes is the most connections
     beside the one of gRPC that a session has for large tensors, 0 to 64; 0 is none.
+    wait is how long a use waits for a server that cannot be reached, in seconds.
 
     ca is the file of the authority of the server's certificate, tls=True takes those that
     the system trusts. cert and key are the files of the client's certificate and its key,
@@ -565,6 +571,8 @@ def connect(
         raise ValueError(f"memory is {memory!r}; it is a number of bytes, 1 or more")
     if isinstance(lanes, bool) or not isinstance(lanes, int) or not 0 <= lanes <= 64:
         raise ValueError(f"lanes is {lanes!r}; it is 0 to 64")
+    if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait <= 86400:
+        raise ValueError(f"wait is {wait!r}; it is in seconds, 0 to 86400")
     target = target or os.environ.get("TENSORFERRY_SERVER") or "127.0.0.1:50051"
     if tls is None:
         tls = os.environ.get("TENSORFERRY_TLS", "") not in ("", "0", "false")
@@ -574,7 +582,7 @@ def connect(
         if file:
             identity[name] = os.path.abspath(file)
     identity["server_name"] = server_name or os.environ.get("TENSORFERRY_SERVER_NAME") or ""
-    return Client(target, timeout=timeout, memory=memory, lanes=lanes, identity=identity)
+    return Client(target, timeout=timeout, memory=memory, lanes=lanes, wait=wait, identity=identity)
 
 
 def _named(what: str, given: Any) -> None:

@@ -1,0 +1,146 @@
+package client_test
+
+import (
+	"context"
+	"net"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// comeAndGo returns the address of no server, and a function that starts one there and returns
+// one that stops it.
+func comeAndGo(t *testing.T) (address string, start func() (stop func())) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	address = l.Addr().String()
+	require.NoError(t, l.Close())
+	return address, func() func() {
+		s, err := server.New(server.Config{Models: engine.NewRegistry(), Pool: slab.NewPool(0, slab.System), Budget: slab.NewBudget("memory", 1<<30)})
+		require.NoError(t, err)
+		l, err := net.Listen("tcp", address)
+		require.NoError(t, err)
+		served := goServe(s, l)
+		return func() {
+			s.Close()
+			require.NoError(t, <-served)
+		}
+	}
+}
+
+// TestAServerThatComesBackIsFoundByTheNextAttempt has gRPC wait a second or more between two
+// dials of its own.
+func TestAServerThatComesBackIsFoundByTheNextAttempt(t *testing.T) {
+	testkit.Start(t)
+	address, start := comeAndGo(t)
+	c, err := client.Dial(address, client.Config{Lanes: -1})
+	require.NoError(t, err)
+	defer c.Close()
+	x, err := tensor.Of([]float32{1})
+	require.NoError(t, err)
+	for range 3 {
+		_, err = c.Info(t.Context())
+		require.Error(t, err, "perhaps on the connection that was being closed")
+		for range 2 {
+			_, err = c.Info(t.Context())
+			require.ErrorIs(t, err, client.ErrNoConnection)
+			_, err = c.Compute(t.Context(), "x", x)
+			require.ErrorIs(t, err, client.ErrNoConnection)
+		}
+		stop := start()
+		_, err = c.Info(t.Context())
+		require.NoError(t, err)
+		_, err = c.Compute(t.Context(), "x", x)
+		require.ErrorContains(t, err, "x", "there is a server, without this model")
+		require.NotErrorIs(t, err, client.ErrNoConnection)
+		stop()
+	}
+}
+
+func TestManyAttemptsShareADial(t *testing.T) {
+	testkit.Start(t)
+	address, _ := comeAndGo(t)
+	var dials atomic.Int64
+	c, err := client.Dial(address, client.Config{}.Dialling(func(ctx context.Context, network, address string) (net.Conn, error) {
+		dials.Add(1)
+		return new(net.Dialer).DialContext(ctx, network, address)
+	}))
+	require.NoError(t, err)
+	defer c.Close()
+	_, err = c.Info(t.Context())
+	require.ErrorIs(t, err, client.ErrNoConnection)
+	const callers = 100
+	before := dials.Load()
+	errs := make(chan error, callers)
+	for range callers {
+		go func() { // ends with its dial
+			_, err := c.Info(context.Background())
+			errs <- err
+		}()
+	}
+	for range callers {
+		require.ErrorIs(t, <-errs, client.ErrNoConnection)
+	}
+	require.Greater(t, dials.Load(), before, "none fails with the error of an older one")
+	require.Less(t, dials.Load(), before+callers/2)
+}
+
+func TestAnAttemptThatMayWaitFindsTheServer(t *testing.T) {
+	testkit.Start(t)
+	address, start := comeAndGo(t)
+	failed := make(chan struct{}, 100)
+	c, err := client.Dial(address, client.Config{Wait: time.Minute, Lanes: -1}.Dialling(func(ctx context.Context, network, address string) (net.Conn, error) {
+		conn, err := new(net.Dialer).DialContext(ctx, network, address)
+		if err != nil {
+			failed <- struct{}{}
+		}
+		return conn, err
+	}))
+	require.NoError(t, err)
+	defer c.Close()
+	found := make(chan error, 2)
+	go func() { // ends with the server
+		_, err := c.Info(context.Background())
+		found <- err
+	}()
+	go func() { // likewise
+		s, err := c.Session(context.Background())
+		if err == nil {
+			err = s.Close()
+		}
+		found <- err
+	}()
+	for range 3 {
+		<-failed
+	}
+	defer start()()
+	require.NoError(t, <-found)
+	require.NoError(t, <-found)
+}
+
+func TestAnAttemptWaitsNoLongerThanItsContext(t *testing.T) {
+	testkit.Start(t)
+	address, _ := comeAndGo(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	tried := 0
+	c, err := client.Dial(address, client.Config{Wait: time.Minute}.Dialling(func(ctx context.Context, network, address string) (net.Conn, error) {
+		if tried++; tried == 3 {
+			cancel()
+		}
+		return new(net.Dialer).DialContext(ctx, network, address)
+	}))
+	require.NoError(t, err)
+	defer c.Close()
+	_, err = c.Info(ctx)
+	require.ErrorIs(t, err, context.Canceled)
+}
