@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -113,6 +114,7 @@ type pull struct {
 	ended   bool      // nothing more comes
 	seen    []*pulled // queue, to be used again
 
+	metadata int          // bytes of the tensors'
 	globs    []*glob.Glob // of the selections; nil for a plain name
 	answered []bool       // by selection: the server has mentioned it
 	most     int          // how many tensors the server may report
@@ -247,7 +249,7 @@ func (p *pull) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	switch e.Kind {
 	case stream.EventTensor:
 		d := e.Desc
-		t.held, t.Desc, t.Bytes = d.Held, d.Desc.Clone(), int64(d.SizeBytes)
+		t.held, t.Desc, t.Bytes, t.Metadata = d.Held, d.Desc.Clone(), int64(d.SizeBytes), maps.Clone(d.Metadata)
 		t.place = place{size: t.Bytes, order: new(codec.OrderedDigester)}
 		t.landing = session.Landing{
 			Session: p.session.sess, Tensor: e.Tensor, Geo: tensor.Geometry{Size: t.Bytes, ChunkBytes: int64(d.ChunkBytes)},
@@ -295,6 +297,11 @@ func (p *pull) add(t *pulled) {
 		t.Name = ""
 	}
 	p.order = append(p.order, t)
+	if p.metadata += new(frame.Sizes).OfEntries(t.Metadata); p.metadata > listBytes {
+		t.end(nil)
+		p.stop(&Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf("the metadata of the tensors is longer than %d bytes; use several pulls", listBytes)})
+		return
+	}
 	if t.landing.Session != nil {
 		if err := p.place(t); err != nil {
 			p.fail(t, err)

@@ -153,6 +153,9 @@ func (c *Client) put(ctx context.Context, s *Session, id tensor.ID, list []*push
 	}
 	err := p.err(ctx)
 	for _, t := range list {
+		if t.sum != nil {
+			t.Evicted, t.EvictedBytes = evictedFor(t.sum)
+		}
 		switch s := t.sum; {
 		case t.failed != nil:
 			t.end(t.failed)

@@ -156,11 +156,11 @@ func (f *filling) fault() error {
 	return nil
 }
 
-func (f *filling) Create(ctx context.Context, name string, d tensor.Desc) (store.Writer, error) {
+func (f *filling) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (store.Writer, error) {
 	if err := f.fault(); err != nil {
 		return nil, err
 	}
-	w, err := f.Folder.Create(ctx, name, d)
+	w, err := f.Folder.Create(ctx, name, d, metadata)
 	return fillingWriter{w, f}, err
 }
 

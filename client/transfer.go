@@ -30,6 +30,12 @@ type Summary struct {
 	Digest codec.Digest
 	// Durable: the tensor survives a crash of the server.
 	Durable bool
+	// Metadata is what was pushed with a pulled tensor.
+	Metadata map[string]string
+	// Evicted is how many other tensors the server's store evicted to make room for a pushed
+	// one, and EvictedBytes what they had: they are gone.
+	Evicted      int
+	EvictedBytes int64
 	// Data has the bytes of a pulled tensor that got memory of its own. It belongs to the
 	// caller.
 	Data []byte
@@ -87,6 +93,11 @@ func errorsOf(list []Summary) error {
 	return errors.Join(all...)
 }
 
+// evictedFor returns what a store evicted for a tensor.
+func evictedFor(s *frame.Summary) (tensors int, bytes int64) {
+	return int(s.Evicted), int64(min(s.EvictedBytes, math.MaxInt64))
+}
+
 // summaryError returns the error that a summary reports, or nil.
 func summaryError(s *frame.Summary) error {
 	text := s.Message
@@ -106,6 +117,8 @@ type Stored struct {
 	Stored time.Time
 	// Durable: the tensor survives a crash of the server.
 	Durable bool
+	// Metadata is what was pushed with the tensor.
+	Metadata map[string]string
 	// File is the file that contains the tensor; empty if the tensor was pushed.
 	File string
 }
@@ -160,7 +173,7 @@ func stored(t *pb.StoredTensor) (Stored, error) {
 	}
 	s := Stored{
 		Name: t.GetName(), Desc: tensor.Desc{DType: kind, Shape: t.GetShape()}, Bytes: int64(min(t.GetSizeBytes(), math.MaxInt64)),
-		Stored: time.UnixMilli(t.GetStoredMillis()), Durable: t.GetDurable(), File: t.GetFile(),
+		Stored: time.UnixMilli(t.GetStoredMillis()), Durable: t.GetDurable(), File: t.GetFile(), Metadata: t.GetMetadata(),
 	}
 	copy(s.Digest[:], t.GetDigest())
 	return s, nil
@@ -206,10 +219,12 @@ func (c *Client) Transfer(ctx context.Context, id tensor.ID) (*Transfer, error) 
 		if err != nil {
 			return nil, &Error{Code: codes.Internal, Cause: err}
 		}
-		t.Tensors = append(t.Tensors, TensorState{
+		state := TensorState{
 			Summary: Summary{Name: s.Name, Bytes: int64(s.SizeBytes), Digest: s.Digest, Durable: s.Durable, Err: summaryError(&s), Transfer: id},
 			Open:    p.GetOpen(), Moved: int64(p.GetMovedBytes()),
-		})
+		}
+		state.Evicted, state.EvictedBytes = evictedFor(&s)
+		t.Tensors = append(t.Tensors, state)
 	}
 	return t, nil
 }

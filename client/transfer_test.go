@@ -100,6 +100,60 @@ func digestOf(b []byte) codec.Digest {
 	return d.Sum()
 }
 
+func TestMetadataComesBackWithItsTensor(t *testing.T) {
+	testkit.Start(t)
+	for name, open := range map[string]storeMaker{
+		"memory": inMemory(64 * mib),
+		"folder": func(t testing.TB, p *slab.Pool) store.Store { return inFolder(t.TempDir(), store.FolderConfig{})(t, p) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := storing(t, open, client.Config{})
+			said := map[string]string{"unit": "m/s", "of": "%"}
+			_, err := c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{
+				{Name: "x", Desc: int8s(2), Data: []byte{1, 2}, Metadata: said},
+				{Name: "y", Desc: int8s(0), Metadata: map[string]string{"tensorferry.name": "x"}},
+			}})
+			require.Equal(t, codes.InvalidArgument, status.Code(err))
+			require.ErrorContains(t, err, `tensor "y": `)
+			require.ErrorContains(t, err, `begins with tensorferry.`)
+			list, _, err := c.List(t.Context(), "")
+			require.NoError(t, err)
+			require.Len(t, list, 1)
+			require.Equal(t, said, list[0].Metadata)
+			got, err := c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "x"}}})
+			require.NoError(t, err)
+			require.Equal(t, said, got[0].Metadata)
+		})
+	}
+}
+
+func TestAPushTellsWhatWasEvictedForIt(t *testing.T) {
+	testkit.Start(t)
+	c := storing(t, func(_ testing.TB, p *slab.Pool) store.Store { return store.NewCache(p, 3*4096) }, client.Config{})
+	push := func(name string, n int64) (client.Summary, error) {
+		s, err := c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{{Name: name, Desc: int8s(n), Data: make([]byte, n)}}})
+		return s[0], err
+	}
+	for _, name := range []string{"a", "b", "c"} {
+		s, err := push(name, 10)
+		require.NoError(t, err)
+		require.Zero(t, s.Evicted)
+	}
+	s, err := push("d", 2*4096)
+	require.NoError(t, err)
+	require.Equal(t, 2, s.Evicted)
+	require.EqualValues(t, 20, s.EvictedBytes)
+	of, err := c.Transfer(t.Context(), s.Transfer)
+	require.NoError(t, err)
+	require.Equal(t, 2, of.Tensors[0].Evicted)
+	info, err := c.Info(t.Context())
+	require.NoError(t, err)
+	require.EqualValues(t, 2, info.GetCounters()["store_evicted_total"])
+	s, err = push("d", 2*4096)
+	require.Equal(t, codes.ResourceExhausted, status.Code(err))
+	require.Zero(t, s.Evicted, "in vain")
+}
+
 func TestWhatIsPushedIsPulledBitByBit(t *testing.T) {
 	testkit.Start(t)
 	const chunk = 16 << 10

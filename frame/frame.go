@@ -204,6 +204,8 @@ type Summary struct {
 	Durable          bool
 	RetryAfterMillis uint32
 	Call             tensor.ID // zero outside a session
+	Evicted          uint32    // tensors that the store evicted to make room for this one
+	EvictedBytes     uint64    // of those
 }
 
 // Drain says that the sender opens nothing new.

@@ -127,7 +127,7 @@ func (p *pulled) summary(t testing.TB, name string) *pb.Summary {
 // put stores a tensor.
 func put(t testing.TB, s store.Store, name string, data []byte) {
 	t.Helper()
-	w, err := s.Create(t.Context(), name, tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(len(data))}})
+	w, err := s.Create(t.Context(), name, tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(len(data))}}, nil)
 	require.NoError(t, err)
 	require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{data}))
 	_, err = w.Commit(t.Context())

@@ -69,7 +69,7 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 	}
 	bytes := 0
 	for n, i := range list {
-		if bytes += len(i.Name) + 8*len(i.Shape); n == most || n > 0 && bytes > listBytes {
+		if bytes += len(i.Name) + 8*len(i.Shape) + new(frame.Sizes).OfEntries(i.Metadata); n == most || n > 0 && bytes > listBytes {
 			out.NextPageToken = list[n-1].Name
 			break
 		}
@@ -79,7 +79,7 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 		}
 		t := &pb.StoredTensor{
 			Name: i.Name, Dtype: pb.DataType(i.DType), Shape: i.Shape, SizeBytes: uint64(size),
-			StoredMillis: i.Stored.UnixMilli(), Durable: i.Durable, File: i.File,
+			StoredMillis: i.Stored.UnixMilli(), Durable: i.Durable, File: i.File, Metadata: i.Metadata,
 		}
 		if !i.Digest.IsZero() {
 			t.Digest = i.Digest[:]

@@ -30,8 +30,8 @@ type panickingWriter struct {
 	at string
 }
 
-func (p *panicking) Create(ctx context.Context, name string, d tensor.Desc) (store.Writer, error) {
-	w, err := p.Memory.Create(ctx, name, d)
+func (p *panicking) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (store.Writer, error) {
+	w, err := p.Memory.Create(ctx, name, d, metadata)
 	if p.at == "create" {
 		w.Abort()
 		panic("boom")
@@ -119,11 +119,11 @@ type awayReader struct {
 	*away
 }
 
-func (a *away) Create(ctx context.Context, name string, d tensor.Desc) (store.Writer, error) {
+func (a *away) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (store.Writer, error) {
 	if err := a.call(ctx, "create"); err != nil {
 		return nil, err
 	}
-	w, err := a.Memory.Create(ctx, name, d)
+	w, err := a.Memory.Create(ctx, name, d, metadata)
 	return awayWriter{w, a}, err
 }
 
@@ -306,8 +306,8 @@ type abortPanics struct{ *store.Memory }
 
 type abortWriter struct{ store.Writer }
 
-func (a abortPanics) Create(ctx context.Context, name string, d tensor.Desc) (store.Writer, error) {
-	w, err := a.Memory.Create(ctx, name, d)
+func (a abortPanics) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (store.Writer, error) {
+	w, err := a.Memory.Create(ctx, name, d, metadata)
 	return abortWriter{w}, err
 }
 

@@ -24,7 +24,7 @@ var ErrMemory = errors.New("slab: no memory")
 // Slab is a block of host memory with counted references. It starts with one.
 type Slab struct {
 	pool *Pool  // nil in the cache, which must not keep its pool alive
-	mem  []byte // the whole block, a size class long
+	mem  []byte // the whole block
 	n    int    // the part the owner asked for
 	refs atomic.Int32
 }
@@ -52,7 +52,7 @@ func (s *Slab) Release() {
 
 // Backing makes and frees the memory of a Pool. Safe for concurrent use.
 type Backing interface {
-	// Alloc hands over n bytes of any content; n is what SizeOf returns.
+	// Alloc hands over n bytes of any content; n is what SizeOf or PagesOf returns.
 	Alloc(n int) ([]byte, error)
 	// Free takes what Alloc returned, which is handed over: nobody uses it any more.
 	Free(mem []byte)
@@ -83,7 +83,7 @@ type Pool struct {
 // cache is memory without holders. It does not refer to its pool, whose cleanup frees it.
 type cache struct {
 	backing Backing
-	free    map[int][]*Slab // by size class
+	free    map[int][]*Slab // by length
 	bytes   int64           // in free
 }
 
@@ -98,11 +98,16 @@ func NewPool(limit int64, b Backing) *Pool {
 
 // Get hands over a slab of n bytes with one reference. Its content is whatever
 // was there before: write it before anyone reads it. Errors wrap ErrMemory.
-func (p *Pool) Get(n int) (*Slab, error) {
+func (p *Pool) Get(n int) (*Slab, error) { return p.get(n, sizeClass(n)) }
+
+// GetPages is like Get, but the slab takes no more than PagesOf(n) bytes: for what is kept, and
+// not soon taken again.
+func (p *Pool) GetPages(n int) (*Slab, error) { return p.get(n, pages(n)) }
+
+func (p *Pool) get(n, class int) (*Slab, error) {
 	if n < 0 {
 		panic(fmt.Sprintf("slab: a slab of %d bytes", n))
 	}
-	class := sizeClass(n)
 	p.mu.Lock()
 	p.live += int64(class)
 	p.slabs++
@@ -217,17 +222,27 @@ func SizeOf(n int64) int64 {
 	return sizeClass(n)
 }
 
+// PagesOf is SizeOf for a slab of GetPages: whole pages of 4 KiB, at least one.
+func PagesOf(n int64) int64 {
+	if n > math.MaxInt64-hugePage {
+		return math.MaxInt64
+	}
+	return pages(n)
+}
+
 // sizeClass rounds n up so that slabs are found again: to 4 KiB pages while
 // small, to 64 KiB up to 2 MiB, to whole 2 MiB huge pages above.
 func sizeClass[T int | int64](n T) T {
 	switch {
 	case n <= 64*kib:
-		return max(roundUp(n, 4*kib), 4*kib)
+		return pages(n)
 	case n <= hugePage:
 		return roundUp(n, 64*kib)
 	default:
 		return roundUp(n, hugePage)
 	}
 }
+
+func pages[T int | int64](n T) T { return max(roundUp(n, 4*kib), 4*kib) }
 
 func roundUp[T int | int64](n, unit T) T { return (n + unit - 1) / unit * unit }

@@ -397,3 +397,25 @@ func BenchmarkGetRelease(b *testing.B) {
 		})
 	}
 }
+
+func TestASlabOfPagesTakesOnlyThose(t *testing.T) {
+	for _, tc := range []struct{ n, want int64 }{{0, 4 * kib}, {1, 4 * kib}, {100_000, 100 * kib}, {2_400_000, 586 * 4 * kib}, {3 * hugePage, 3 * hugePage}} {
+		p := NewPool(8*hugePage, System)
+		if got := PagesOf(tc.n); got != tc.want {
+			t.Errorf("PagesOf(%d) is %d, want %d", tc.n, got, tc.want)
+		}
+		s, err := p.GetPages(int(tc.n))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, live := p.Live(); live != tc.want || int64(len(s.Bytes())) != tc.n {
+			t.Errorf("%d bytes take %d, want %d", tc.n, live, tc.want)
+		}
+		s.Release()
+		if again, err := p.GetPages(int(tc.n)); err != nil || p.Kept() != 0 {
+			t.Errorf("released pages of %d bytes are not taken again: %v", tc.n, err)
+		} else {
+			again.Release()
+		}
+	}
+}

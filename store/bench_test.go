@@ -53,7 +53,7 @@ func BenchmarkPush(b *testing.B) {
 				b.SetBytes(size)
 				b.ReportAllocs()
 				for b.Loop() {
-					w, err := s.Create(b.Context(), "x", vector(size))
+					w, err := s.Create(b.Context(), "x", vector(size), nil)
 					require.NoError(b, err)
 					for off := int64(0); off < size; off += benchChunk {
 						require.NoError(b, w.WriteViews(b.Context(), off, views))

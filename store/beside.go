@@ -73,14 +73,14 @@ func (b *beside) taken(ctx context.Context, name string, refuse func(name, file 
 	return nil
 }
 
-func (b *beside) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
-	if _, err := checkNew(ctx, name, d); err != nil {
+func (b *beside) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (Writer, error) {
+	if _, err := checkNew(ctx, name, d, metadata); err != nil {
 		return nil, err
 	}
 	if err := b.taken(ctx, name, taking); err != nil {
 		return nil, err
 	}
-	return b.main.Create(ctx, name, d)
+	return b.main.Create(ctx, name, d, metadata)
 }
 
 // Open opens the tensor of the first store that has it.

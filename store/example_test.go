@@ -33,7 +33,7 @@ func keep(ctx context.Context, dir string) error {
 	if err != nil {
 		return err
 	}
-	w, err := s.Create(ctx, "layers/0/bias", x.Desc)
+	w, err := s.Create(ctx, "layers/0/bias", x.Desc, nil)
 	if err != nil {
 		return err
 	}

@@ -93,8 +93,8 @@ func openFiles(dir string, config FilesConfig, flat bool) (*Files, error) {
 }
 
 // Create implements Store: it fails.
-func (f *Files) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
-	if _, err := checkNew(ctx, name, d); err != nil {
+func (f *Files) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (Writer, error) {
+	if _, err := checkNew(ctx, name, d, metadata); err != nil {
 		return nil, err
 	}
 	if p, taken := f.find(name); taken {

@@ -224,9 +224,9 @@ func TestFilesAreNeverWrittenTo(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []string{"m/x"}, listed(t, f))
 	d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{1}}
-	_, err = f.Create(t.Context(), "new", d)
+	_, err = f.Create(t.Context(), "new", d, nil)
 	require.ErrorIs(t, err, ErrReadOnly)
-	_, err = f.Create(t.Context(), "m/x", d)
+	_, err = f.Create(t.Context(), "m/x", d, nil)
 	require.ErrorIs(t, err, ErrExists)
 	_, err = f.Delete(t.Context(), "nothing", "m/x")
 	require.ErrorIs(t, err, ErrPart)
@@ -260,9 +260,9 @@ func TestAStoreBesideFilesPushesAndDeletesOnlyItsOwn(t *testing.T) {
 	require.Equal(t, []byte("pushed"), get(t, s, "m/y"), "what was pushed goes before")
 
 	d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{1}}
-	_, err = s.Create(t.Context(), "m/x", d)
+	_, err = s.Create(t.Context(), "m/x", d, nil)
 	require.ErrorIs(t, err, ErrExists)
-	w, err := s.Create(t.Context(), "m/y", d)
+	w, err := s.Create(t.Context(), "m/y", d, nil)
 	require.NoError(t, err, "main has it")
 	w.Abort()
 	deleted, err := s.Delete(t.Context(), "m/y", "nothing", "m/x", "own")

@@ -47,7 +47,7 @@ type Folder struct {
 	lock   *os.File
 	locked fs.FileInfo // identifies lock
 	disk
-	used atomic.Int64 // bytes of pushed files; grows under mu only
+	used, said atomic.Int64 // bytes of pushed files, and of their metadata; they grow under mu only
 
 	sets       sync.RWMutex // held while a set is committed; guards unfinished; taken before locks
 	unfinished *manifest    // of a committed set, to be finished before other changes
@@ -177,8 +177,10 @@ func (f *Folder) load() error {
 			f.config.Log.Warn("file cannot be used", slog.String("file", file), slog.Any("error", e))
 		default:
 			p := &pushed{described: described{info}, file: file}
-			p.init(func() { f.used.Add(-bytes) })
+			said := metadataBytes(info.Metadata)
+			p.init(func() { f.used.Add(-bytes); f.said.Add(-said) })
 			f.used.Add(bytes)
+			f.said.Add(said)
 			tensors[info.Name] = p
 		}
 	}
@@ -200,8 +202,8 @@ func (f *Folder) lockName(file string) (unlock func()) {
 
 // Create implements Store. It reserves the disk space if the file system can, so that
 // ErrFull comes before the first byte is written.
-func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
-	size, err := checkNew(ctx, name, d)
+func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (Writer, error) {
+	size, err := checkNew(ctx, name, d, metadata)
 	if err == nil {
 		err = f.usable()
 	}
@@ -209,17 +211,18 @@ func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 		return nil, err
 	}
 	w := &folderWriter{folder: f, size: size, made: &pushed{
-		described: described{Info{Name: name, Desc: d.Clone(), Durable: true}}, file: fileName(name),
+		described: described{Info{Name: name, Desc: d.Clone(), Metadata: maps.Clone(metadata), Durable: true}}, file: fileName(name),
 	}}
 	header, err := pushedHeader(w.made.info)
 	if err != nil {
 		return nil, err
 	}
 	w.begin = int64(len(header))
-	if err := f.reserve(name, w.begin, size); err != nil {
+	said := metadataBytes(metadata)
+	if err := f.reserve(name, w.begin, size, said); err != nil {
 		return nil, err
 	}
-	w.made.init(func() { f.used.Add(-w.begin - size) })
+	w.made.init(func() { f.used.Add(-w.begin - size); f.said.Add(-said) })
 	w.temp = newTemp()
 	w.file, err = f.create(filepath.Join(f.dir, w.temp))
 	if err == nil {
@@ -233,8 +236,8 @@ func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 	return w, nil
 }
 
-// reserve charges a tensor of size bytes, and its header, to the limits.
-func (f *Folder) reserve(name string, header, size int64) error {
+// reserve charges a tensor of size bytes, its header, and said bytes of metadata to the limits.
+func (f *Folder) reserve(name string, header, size, said int64) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.closed {
@@ -247,7 +250,11 @@ func (f *Folder) reserve(name string, header, size int64) error {
 		return fmt.Errorf("%w: tensor %q needs %d bytes and %d for a header, %d of the limit of %d are free; delete some tensors",
 			ErrFull, name, size, header, max(free, 0), f.config.Limit)
 	}
+	if said > 0 && f.said.Load()+said > folderMetadata {
+		return fmt.Errorf("%w: the metadata of all tensors would be longer than %d bytes; delete some, or push tensor %q with less", ErrFull, folderMetadata, name)
+	}
 	f.used.Add(header + size)
+	f.said.Add(said)
 	f.writers++
 	return nil
 }

@@ -106,12 +106,15 @@ func TestAFolderKnowsItsTensorsAfterARestart(t *testing.T) {
 	put(t, f, "x", testkit.Bytes(100_000, 2))
 	put(t, f, "deleted", nil)
 	remove(t, f, "deleted")
+	w, err := f.Create(t.Context(), "z", vector(0), map[string]string{"unit": "100 %"})
+	require.NoError(t, err)
+	must(w.Commit(t.Context()))
 	before := must(f.List(t.Context(), "", "", 10))
 	used, _ := f.Used()
 	require.NoError(t, f.Close())
 
 	f = closing(t, openFolder(t, dir, FolderConfig{}))
-	require.Len(t, before, 2)
+	require.Len(t, before, 3)
 	require.Empty(t, cmp.Diff(before, must(f.List(t.Context(), "", "", 10))))
 	require.Equal(t, data, get(t, f, "ø/%2F/\ufffd"))
 	require.Equal(t, testkit.Bytes(100_000, 2), get(t, f, "x"))
@@ -119,7 +122,30 @@ func TestAFolderKnowsItsTensorsAfterARestart(t *testing.T) {
 	require.Equal(t, used, again)
 	put(t, f, "x", []byte{3})
 	require.Equal(t, []byte{3}, get(t, f, "x"))
-	require.Len(t, filesIn(t, dir), 2)
+	require.Len(t, filesIn(t, dir), 3)
+}
+
+func TestTheMetadataOfAFolderHasALimit(t *testing.T) {
+	dir := t.TempDir()
+	f := openFolder(t, dir, FolderConfig{})
+	said := map[string]string{"k": strings.Repeat("v", 1000)}
+	w, err := f.Create(t.Context(), "x", vector(0), said)
+	require.NoError(t, err)
+	must(w.Commit(t.Context()))
+	require.NoError(t, f.Close())
+
+	f = closing(t, openFolder(t, dir, FolderConfig{}))
+	require.EqualValues(t, 1001, f.said.Load())
+	f.said.Add(folderMetadata - 2001)
+	_, err = f.Create(t.Context(), "y", vector(0), said)
+	require.ErrorIs(t, err, ErrFull)
+	require.ErrorContains(t, err, "the metadata of all tensors would be longer than 67108864 bytes")
+	put(t, f, "y", nil)
+	remove(t, f, "x")
+	w, err = f.Create(t.Context(), "y", vector(0), said)
+	require.NoError(t, err)
+	w.Abort()
+	require.EqualValues(t, folderMetadata-2001, f.said.Load())
 }
 
 func TestAPushedFileIsOneThatOtherProgramsRead(t *testing.T) {
@@ -229,7 +255,7 @@ func TestWhatACrashLeavesDoesNoHarm(t *testing.T) {
 func TestAFolderBelongsToOneStore(t *testing.T) {
 	dir := t.TempDir()
 	f := openFolder(t, dir, FolderConfig{})
-	w, err := f.Create(t.Context(), "x", vector(1))
+	w, err := f.Create(t.Context(), "x", vector(1), nil)
 	require.NoError(t, err)
 	_, err = OpenFolder(dir, FolderConfig{})
 	require.ErrorIs(t, err, ErrLocked)
@@ -256,7 +282,7 @@ func TestAFolderThatIsNotTheOneLockedIsLeftAlone(t *testing.T) {
 			reader, err := first.Open(t.Context(), "x")
 			require.NoError(t, err)
 			defer reader.Release()
-			w, err := first.Create(t.Context(), "y", vector(1))
+			w, err := first.Create(t.Context(), "y", vector(1), nil)
 			require.NoError(t, err)
 			require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{{1}}))
 
@@ -268,7 +294,7 @@ func TestAFolderThatIsNotTheOneLockedIsLeftAlone(t *testing.T) {
 			_, err = w.Commit(t.Context())
 			require.ErrorIs(t, err, ErrUnavailable)
 			require.ErrorContains(t, err, dir)
-			_, err = first.Create(t.Context(), "z", vector(1))
+			_, err = first.Create(t.Context(), "z", vector(1), nil)
 			require.ErrorIs(t, err, ErrUnavailable)
 			_, err = first.Delete(t.Context(), "x")
 			require.ErrorIs(t, err, ErrUnavailable)
@@ -299,10 +325,10 @@ func TestAFolderKeepsItsLimits(t *testing.T) {
 	dir := t.TempDir()
 	f := openFolder(t, dir, FolderConfig{Limit: 10_000})
 	put(t, f, "a", make([]byte, 4000))
-	w, err := f.Create(t.Context(), "b", vector(4000))
+	w, err := f.Create(t.Context(), "b", vector(4000), nil)
 	require.NoError(t, err)
 	for _, n := range []int64{4000, 10_000, 1 << 40} {
-		_, err = f.Create(t.Context(), "c", vector(n))
+		_, err = f.Create(t.Context(), "c", vector(n), nil)
 		require.ErrorIs(t, err, ErrFull)
 		require.ErrorContains(t, err, "of the limit of 10000 are free")
 	}
@@ -311,7 +337,7 @@ func TestAFolderKeepsItsLimits(t *testing.T) {
 	require.NoError(t, f.Close())
 
 	f = openFolder(t, dir, FolderConfig{Limit: 10_000})
-	_, err = f.Create(t.Context(), "b", vector(6000))
+	_, err = f.Create(t.Context(), "b", vector(6000), nil)
 	require.ErrorIs(t, err, ErrFull, "what was there before counts")
 	put(t, f, "b", make([]byte, 4000))
 	remove(t, f, "a")
@@ -319,9 +345,9 @@ func TestAFolderKeepsItsLimits(t *testing.T) {
 	require.NoError(t, f.Close())
 
 	f = closing(t, openFolder(t, dir, FolderConfig{MaxTensors: 3}))
-	w, err = f.Create(t.Context(), "d", vector(0))
+	w, err = f.Create(t.Context(), "d", vector(0), nil)
 	require.NoError(t, err)
-	_, err = f.Create(t.Context(), "e", vector(0))
+	_, err = f.Create(t.Context(), "e", vector(0), nil)
 	require.ErrorIs(t, err, ErrFull)
 	put(t, f, "b", nil) // which there is
 	w.Abort()
@@ -332,7 +358,7 @@ func TestAFolderKeepsItsLimits(t *testing.T) {
 func TestAFullDiskIsMetBeforeTheFirstByte(t *testing.T) {
 	dir := t.TempDir()
 	f := closing(t, openFolder(t, dir, FolderConfig{}))
-	w, err := f.Create(t.Context(), "x", vector(1<<40))
+	w, err := f.Create(t.Context(), "x", vector(1<<40), nil)
 	if err == nil {
 		w.Abort()
 		t.Skip("this disk takes a file of 1 TiB, or does not promise")
@@ -354,7 +380,7 @@ func TestAFolderThatCannotBeWrittenSaysSo(t *testing.T) {
 	defer f.Close()
 	require.NoError(t, os.Chmod(dir, 0o555))
 	defer func() { require.NoError(t, os.Chmod(dir, 0o755)) }()
-	_, err = f.Create(t.Context(), "x", tensor.Desc{DType: tensor.Int8})
+	_, err = f.Create(t.Context(), "x", tensor.Desc{DType: tensor.Int8}, nil)
 	require.ErrorIs(t, err, ErrUnwritable)
 }
 
@@ -403,7 +429,7 @@ func TestAWholeFileAppearsAsItsTensors(t *testing.T) {
 	}, must(f.List(t.Context(), "model/*/*", "", 9))[0])
 	_, err = f.Delete(t.Context(), "model/b")
 	require.ErrorIs(t, err, ErrPart)
-	_, err = f.Create(t.Context(), "model/b", vector(1))
+	_, err = f.Create(t.Context(), "model/b", vector(1), nil)
 	require.ErrorIs(t, err, ErrExists)
 	used, _ := f.(Meter).Used()
 	require.Zero(t, used)
@@ -603,7 +629,7 @@ func FuzzNames(f *testing.F) {
 	data := []byte("content")
 	f.Fuzz(func(t *testing.T, name string) {
 		if CheckName(name) != nil {
-			_, err := s.Create(t.Context(), name, vector(7))
+			_, err := s.Create(t.Context(), name, vector(7), nil)
 			require.ErrorIs(t, err, ErrName)
 			require.Empty(t, filesIn(t, dir))
 			return

@@ -26,11 +26,12 @@ const (
 	tempSuffix   = ".tmp"
 	pushedEntry  = "tensor" // the name of the only tensor in a pushed file
 
-	keyName   = "tensorferry.name"
-	keyDType  = "tensorferry.dtype"
-	keyShape  = "tensorferry.shape"
-	keyDigest = "tensorferry.digest"
-	keyStored = "tensorferry.stored"
+	ownKeys   = "tensorferry." // begins the keys of the store's own metadata
+	keyName   = ownKeys + "name"
+	keyDType  = ownKeys + "dtype"
+	keyShape  = ownKeys + "shape"
+	keyDigest = ownKeys + "digest"
+	keyStored = ownKeys + "stored"
 )
 
 // storedLayout always has nine decimals, so that all times have the same length.
@@ -74,14 +75,19 @@ func pushedHeader(info Info) ([]byte, error) {
 	return tensorfile.SafetensorsHeader([]tensorfile.Entry{{Name: pushedEntry, Desc: onDisk(info.Desc)}}, pushedMetadata(info))
 }
 
+// pushedMetadata returns the store's metadata of a pushed tensor, and what was pushed with it.
 func pushedMetadata(info Info) map[string]string {
-	return map[string]string{
+	all := map[string]string{
 		keyName:   escapeName.Replace(info.Name),
 		keyDType:  info.DType.String(),
 		keyShape:  strings.Trim(strings.ReplaceAll(info.Shape.String(), " ", ","), "[]"),
 		keyDigest: codec.DigestPrefix + hex.EncodeToString(info.Digest[:]),
 		keyStored: info.Stored.UTC().Format(storedLayout),
 	}
+	for key, value := range info.Metadata {
+		all[escapeName.Replace(key)] = escapeName.Replace(value)
+	}
+	return all
 }
 
 // pushedInfo reads what pushedHeader wrote. Errors wrap tensorfile.ErrFormat.
@@ -94,10 +100,26 @@ func pushedInfo(file string, st *tensorfile.Safetensors) (Info, error) {
 	info.Digest, _ = codec.ParseDigest(meta[keyDigest])
 	info.Stored, _ = time.Parse(storedLayout, meta[keyStored])
 	wrong := ""
+	for key, text := range meta {
+		if !strings.HasPrefix(key, ownKeys) {
+			key, err := url.PathUnescape(key)
+			value, bad := url.PathUnescape(text)
+			if err != nil || bad != nil {
+				wrong = "metadata"
+			}
+			if info.Metadata == nil {
+				info.Metadata = map[string]string{}
+			}
+			info.Metadata[key] = value
+		}
+	}
 	for key, text := range pushedMetadata(info) {
 		if meta[key] != text { // also if it could not be read
 			wrong = key
 		}
+	}
+	if checkMetadata(info.Metadata) != nil {
+		wrong = "metadata"
 	}
 	if CheckName(info.Name) != nil || fileName(info.Name) != file {
 		wrong = keyName

@@ -57,7 +57,7 @@ type testingT interface {
 // 1000, in the order that order gives to the pieces' indexes.
 func push(t testingT, s Store, name string, d tensor.Desc, data []byte, chunk int, order func([]int)) Info {
 	t.Helper()
-	w, err := s.Create(t.Context(), name, d)
+	w, err := s.Create(t.Context(), name, d, nil)
 	require.NoError(t, err)
 	defer w.Abort()
 	chunks := slices.Collect(slices.Chunk(data, chunk))

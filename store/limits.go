@@ -6,6 +6,12 @@ const (
 	mib = 1 << 20
 	// MaxName is the maximum length of a name in bytes, as on the wire.
 	MaxName = 512
+	// MaxMetadata is the maximum length of a tensor's metadata in bytes, keys and values
+	// together: less than a small tensor with its page.
+	MaxMetadata = 32 << 10
+	// folderMetadata is the maximum length of the metadata of all tensors of a folder, which
+	// stays in memory.
+	folderMetadata = 64 * mib
 	// DefaultMaxTensors is the default limit of tensors in a folder: each has a file, and
 	// they are opened one by one at start-up (3 s).
 	DefaultMaxTensors = 1 << 16

@@ -4,6 +4,7 @@ import (
 	"container/list"
 	"context"
 	"fmt"
+	"maps"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -13,13 +14,13 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Memory keeps tensors in slabs, up to a number of bytes, until the process ends. To make
-// room for a new one it evicts the least recently used, by Open or Commit, except those
-// with an open Reader. It is safe for concurrent use.
+// Memory keeps tensors in slabs, up to a number of bytes, until the process ends. When it is
+// full, it refuses new ones or, if it is a cache, evicts others. It is safe for concurrent use.
 type Memory struct {
-	pool  *slab.Pool
-	limit int64
-	used  atomic.Int64 // bytes in slabs: of tensors, of open Writers, and of what is still being read; grows under mu only
+	pool   *slab.Pool
+	limit  int64
+	evicts bool
+	used   atomic.Int64 // bytes in slabs: of tensors, of open Writers, and of what is still being read; grows under mu only
 
 	sets sync.RWMutex // held while a set is committed; taken before mu
 
@@ -33,32 +34,44 @@ type resident struct {
 	share
 	described
 	data []byte
+	room int64 // bytes charged
 	at   *list.Element
 }
 
-// NewMemory returns a store of at most limitBytes, counted by slab.SizeOf, which counts 4
-// KiB for a small tensor. Its memory comes from pool.
+// NewMemory returns a store of at most limitBytes. A tensor takes its bytes, rounded up to
+// whole pages of 4 KiB, and its metadata. Its memory comes from pool.
 func NewMemory(pool *slab.Pool, limitBytes int64) *Memory {
 	return &Memory{pool: pool, limit: limitBytes, index: index[*resident]{byName: map[string]*resident{}}}
 }
 
-// Create implements Store. It never waits. It evicts as many tensors as it must, or none if
-// that is not enough; ErrFull then says how much is in use.
-func (m *Memory) Create(ctx context.Context, name string, d tensor.Desc) (Writer, error) {
-	size, err := checkNew(ctx, name, d)
+// NewCache is like NewMemory, but the store evicts tensors to make room for a new one: the
+// least recently used, by Open or Commit, except an older one of the same name, and those with
+// an open Reader. A Writer is then an Evicter.
+func NewCache(pool *slab.Pool, limitBytes int64) *Memory {
+	m := NewMemory(pool, limitBytes)
+	m.evicts = true
+	return m
+}
+
+// Create implements Store. It never waits. A cache evicts as many tensors as it must, or none
+// if that is not enough. ErrFull says how much is missing.
+func (m *Memory) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (Writer, error) {
+	size, err := checkNew(ctx, name, d, metadata)
 	if err != nil {
 		return nil, err
 	}
-	room := slab.SizeOf(size)
-	if err := m.reserve(name, room); err != nil {
+	room := slab.PagesOf(size) + metadataBytes(metadata)
+	evicted, err := m.reserve(name, room)
+	if err != nil {
 		return nil, err
 	}
-	s, err := m.pool.Get(int(size))
+	s, err := m.pool.GetPages(int(size))
 	if err != nil {
 		m.used.Add(-room)
 		return nil, fmt.Errorf("%w: tensor %q: %w", ErrFull, name, err)
 	}
-	w := &memoryWriter{store: m, made: &resident{described: described{Info{Name: name, Desc: d.Clone()}}, data: s.Bytes()}}
+	info := Info{Name: name, Desc: d.Clone(), Metadata: maps.Clone(metadata)}
+	w := &memoryWriter{store: m, made: &resident{described: described{info}, data: s.Bytes(), room: room}, evicted: evicted}
 	w.made.init(func() {
 		s.Release()
 		m.used.Add(-room)
@@ -66,34 +79,49 @@ func (m *Memory) Create(ctx context.Context, name string, d tensor.Desc) (Writer
 	return w, nil
 }
 
-// reserve charges room bytes, and evicts tensors for them if it must.
-func (m *Memory) reserve(name string, room int64) error {
+// reserve charges room bytes, and evicts tensors for them if it may and must.
+func (m *Memory) reserve(name string, room int64) (evicted []Info, err error) {
 	if room > m.limit {
-		return fmt.Errorf("%w: tensor %q takes %d bytes, the limit is %d; a larger store, or one in a folder, has more room", ErrFull, name, room, m.limit)
+		return nil, fmt.Errorf("%w: tensor %q takes %d bytes, the limit is %d; a larger store, or one in a folder, has more room", ErrFull, name, room, m.limit)
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.closed {
-		return ErrClosed
+		return nil, ErrClosed
 	}
-	missing := m.used.Load() - m.limit + room
+	used := m.used.Load()
+	missing := used - m.limit + room
+	if missing > 0 && !m.evicts {
+		return nil, fmt.Errorf("%w: tensor %q needs %d bytes more than the %d that are free%s; delete some tensors, or have a larger store, and try again",
+			ErrFull, name, missing, m.limit-used, m.replacing(name))
+	}
 	var victims []*resident
 	for e := m.recent.Back(); e != nil && missing > 0; e = e.Prev() {
 		// Only the store holds it, and Open needs mu.
-		if r := e.Value.(*resident); r.refs.Load() == 1 {
+		if r := e.Value.(*resident); r.refs.Load() == 1 && r.info.Name != name {
 			victims = append(victims, r)
-			missing -= slab.SizeOf(int64(len(r.data)))
+			missing -= r.room
 		}
 	}
 	if missing > 0 {
-		return fmt.Errorf("%w: tensor %q needs %d more bytes; the limit is %d, of which %d are being read or written; try again when they are done",
-			ErrFull, name, missing, m.limit, m.limit-room+missing)
+		return nil, fmt.Errorf("%w: tensor %q needs %d more bytes; the limit is %d, of which %d are being read or written, or replaced%s; try again when they are done",
+			ErrFull, name, missing, m.limit, m.limit-room+missing, m.replacing(name))
 	}
 	for _, r := range victims {
+		evicted = append(evicted, r.info)
 		m.forget(r)
 	}
 	m.used.Add(room)
-	return nil
+	return evicted, nil
+}
+
+// replacing returns what to say if there is no room for a tensor whose name is taken. The
+// caller holds mu.
+func (m *Memory) replacing(name string) string {
+	if old := m.byName[name]; old != nil {
+		return fmt.Sprintf(" (the older one, of %d, stays until the new one is complete)", old.room)
+	}
+	return ""
 }
 
 // forget drops the store's hold on r. The caller holds mu.
@@ -173,6 +201,8 @@ type memoryWriter struct {
 	store *Memory
 	made  *resident // nil after the end
 	order codec.OrderedDigester
+
+	evicted []Info
 }
 
 func (w *memoryWriter) WriteViews(_ context.Context, off int64, views [][]byte) error {
@@ -190,6 +220,8 @@ func (w *memoryWriter) WriteViews(_ context.Context, off int64, views [][]byte) 
 }
 
 func (w *memoryWriter) Memory() []byte { return w.made.data }
+
+func (w *memoryWriter) Evicted() []Info { return w.evicted }
 
 func (w *memoryWriter) nameIn(s Store) string {
 	if w.made == nil || s != w.store {

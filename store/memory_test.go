@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -16,41 +17,113 @@ import (
 
 var errStopped = errors.New("stopped")
 
-func TestMemoryForgetsWhatWasUsedLongestAgo(t *testing.T) {
-	m := closing(t, NewMemory(testkit.Pool(t), 3*4*kib))
+func TestACacheForgetsWhatWasUsedLongestAgo(t *testing.T) {
+	m := closing(t, NewCache(testkit.Pool(t), 3*4*kib))
 	for _, name := range []string{"a", "b", "c"} {
 		put(t, m, name, []byte(name))
 	}
 	get(t, m, "a")
-	put(t, m, "d", []byte("d"))
-	_, err := m.Open(t.Context(), "b")
+	w, err := m.Create(t.Context(), "d", vector(1), nil)
+	require.NoError(t, err)
+	gone := w.(Evicter).Evicted()
+	require.Len(t, gone, 1)
+	require.Equal(t, "b", gone[0].Name)
+	require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{[]byte("d")}))
+	must(w.Commit(t.Context()))
+	_, err = m.Open(t.Context(), "b")
 	require.ErrorIs(t, err, ErrNotFound)
 	for _, name := range []string{"a", "c", "d"} {
 		require.Equal(t, []byte(name), get(t, m, name))
 	}
 }
 
-func TestMemoryThatIsAllInUseIsFull(t *testing.T) {
-	m := closing(t, NewMemory(testkit.Pool(t), 3*4*kib))
+func TestAFullMemoryRefusesAndForgetsNothing(t *testing.T) {
+	m := closing(t, NewMemory(testkit.Pool(t), 4*4*kib))
+	put(t, m, "small", []byte{1})
+	put(t, m, "x", make([]byte, 2*4*kib))
+	_, err := m.Create(t.Context(), "y", vector(2*4*kib), nil)
+	require.ErrorIs(t, err, ErrFull)
+	require.ErrorContains(t, err, `tensor "y" needs 4096 bytes more than the 4096 that are free; delete some tensors`)
+	_, err = m.Create(t.Context(), "x", vector(2*4*kib), nil)
+	require.ErrorIs(t, err, ErrFull)
+	require.ErrorContains(t, err, "needs 4096 bytes more than the 4096 that are free (the older one, of 8192, stays until the new one is complete)")
+	require.Equal(t, []byte{1}, get(t, m, "small"))
+	require.Len(t, get(t, m, "x"), 2*4*kib)
+	w, err := m.Create(t.Context(), "x", vector(1*4*kib), nil)
+	require.NoError(t, err)
+	require.Empty(t, w.(Evicter).Evicted())
+	w.Abort()
+}
+
+func TestACacheKeepsATensorUntilItIsReplaced(t *testing.T) {
+	m := closing(t, NewCache(testkit.Pool(t), 4*4*kib))
+	put(t, m, "x", make([]byte, 2*4*kib)) // used longest ago
+	put(t, m, "a", []byte{1})
+	put(t, m, "b", []byte{2})
+	_, err := m.Create(t.Context(), "x", vector(3*4*kib), nil)
+	require.ErrorIs(t, err, ErrFull)
+	require.ErrorContains(t, err, "the older one, of 8192, stays")
+	require.Len(t, must(m.List(t.Context(), "", "", 10)), 3, "nobody else is evicted in vain")
+	w, err := m.Create(t.Context(), "x", vector(2*4*kib), nil)
+	require.NoError(t, err)
+	require.Len(t, w.(Evicter).Evicted(), 2)
+	require.Len(t, get(t, m, "x"), 2*4*kib, "the older one is there")
+	must(w.Commit(t.Context()))
+	require.Len(t, must(m.List(t.Context(), "", "", 10)), 1)
+}
+
+func TestATensorTakesItsPagesAndItsMetadata(t *testing.T) {
+	pool := testkit.Pool(t)
+	m := closing(t, NewMemory(pool, 16*mib))
+	for _, tc := range []struct{ size, pages int64 }{{0, 1}, {1, 1}, {4 * kib, 1}, {4*kib + 1, 2}, {100_000, 25}, {2_400_000, 586}} {
+		w, err := m.Create(t.Context(), "x", vector(tc.size), map[string]string{"unit": "m/s"})
+		require.NoError(t, err)
+		used, _ := m.Used()
+		require.Equal(t, tc.pages*4*kib+7, used)
+		_, bytes := pool.Live()
+		require.Equal(t, tc.pages*4*kib, bytes)
+		w.Abort()
+	}
+}
+
+func TestMetadataOfTheStoresOrTooLongIsRefused(t *testing.T) {
+	for name, s := range map[string]Store{
+		"memory": closing(t, NewMemory(testkit.Pool(t), 1*mib)),
+		"folder": closing(t, openFolder(t, t.TempDir(), FolderConfig{})),
+	} {
+		for why, metadata := range map[string]map[string]string{
+			"begins with tensorferry.": {"tensorferry.name": "y"},
+			"the limit is 32768":       {"k": strings.Repeat("v", MaxMetadata)},
+			"must be UTF-8":            {"k": "\xff"},
+		} {
+			_, err := s.Create(t.Context(), "x", vector(1), metadata)
+			require.ErrorIs(t, err, ErrMetadata, name)
+			require.ErrorContains(t, err, why, name)
+		}
+	}
+}
+
+func TestACacheThatIsAllInUseIsFull(t *testing.T) {
+	m := closing(t, NewCache(testkit.Pool(t), 3*4*kib))
 	put(t, m, "read", []byte{1})
 	put(t, m, "idle", []byte{2})
 	r, err := m.Open(t.Context(), "read")
 	require.NoError(t, err)
-	w, err := m.Create(t.Context(), "written", vector(5))
+	w, err := m.Create(t.Context(), "written", vector(5), nil)
 	require.NoError(t, err)
 
-	_, err = m.Create(t.Context(), "x", vector(3*4*kib+1))
+	_, err = m.Create(t.Context(), "x", vector(3*4*kib+1), nil)
 	require.ErrorIs(t, err, ErrFull)
 	require.ErrorContains(t, err, "the limit is 12288")
-	_, err = m.Create(t.Context(), "x", vector(8*kib))
+	_, err = m.Create(t.Context(), "x", vector(8*kib), nil)
 	require.ErrorIs(t, err, ErrFull)
-	require.ErrorContains(t, err, "needs 4096 more bytes; the limit is 12288, of which 8192 are being read or written")
+	require.ErrorContains(t, err, "needs 4096 more bytes; the limit is 12288, of which 8192 are being read or written, or replaced")
 	require.Equal(t, []byte{2}, get(t, m, "idle"), "nothing is forgotten in vain")
 
 	_, held, err := r.View(t.Context(), 0, 1)
 	require.NoError(t, err)
 	r.Release()
-	_, err = m.Create(t.Context(), "x", vector(8*kib))
+	_, err = m.Create(t.Context(), "x", vector(8*kib), nil)
 	require.ErrorIs(t, err, ErrFull, "a view is a reader")
 	held.Release()
 	w.Abort()
@@ -76,7 +149,7 @@ func TestAnEndedContextEndsWhatTakesLong(t *testing.T) {
 		"folder": closing(t, openFolder(t, t.TempDir(), FolderConfig{})),
 	} {
 		put(t, s, "x", []byte{1})
-		_, err := s.Create(ended, "y", vector(1))
+		_, err := s.Create(ended, "y", vector(1), nil)
 		require.ErrorIs(t, err, errStopped, name)
 		_, err = s.List(ended, "", "", 10)
 		require.ErrorIs(t, err, errStopped, name)
@@ -97,7 +170,7 @@ func TestReleasingATensorTooOftenPanics(t *testing.T) {
 	require.PanicsWithValue(t, "store: released more often than retained", r.Release)
 }
 
-// lru is the slow, obvious model of Memory: names, the one used last at the end.
+// lru is the slow, obvious model of a cache: names, the one used last at the end.
 type lru struct {
 	order []string
 	size  map[string]int64 // in pages
@@ -116,11 +189,11 @@ func (l *lru) drop(name string) {
 	delete(l.size, name)
 }
 
-// room makes room for n of limit pages, or changes nothing.
-func (l *lru) room(n, limit int64) bool {
+// room makes room for n of limit pages for a tensor, or changes nothing.
+func (l *lru) room(of string, n, limit int64) bool {
 	idle := int64(0)
 	for name, size := range l.size {
-		if l.pins[name] == 0 {
+		if l.pins[name] == 0 && name != of {
 			idle += size
 		}
 	}
@@ -129,7 +202,7 @@ func (l *lru) room(n, limit int64) bool {
 	}
 	for l.used()+n > limit {
 		for _, name := range l.order {
-			if l.pins[name] == 0 {
+			if l.pins[name] == 0 && name != of {
 				l.drop(name)
 				break
 			}
@@ -138,11 +211,11 @@ func (l *lru) room(n, limit int64) bool {
 	return true
 }
 
-func TestMemoryForgetsLikeItsModel(t *testing.T) {
+func TestACacheForgetsLikeItsModel(t *testing.T) {
 	const limit = 6 // pages
 	rapid.Check(t, func(t *rapid.T) {
 		pool := slab.NewPool(0, slab.System)
-		m := NewMemory(pool, limit*4*kib)
+		m := NewCache(pool, limit*4*kib)
 		model := &lru{size: map[string]int64{}, pins: map[string]int{}}
 		readers := map[string][]Reader{}
 		names := rapid.SampledFrom([]string{"a", "b", "c", "d", "e", "f", "g"})
@@ -154,8 +227,8 @@ func TestMemoryForgetsLikeItsModel(t *testing.T) {
 					continue // what a reader keeps of a replaced tensor has a test of its own
 				}
 				pages := rapid.Int64Range(1, limit).Draw(t, "pages")
-				w, err := m.Create(t.Context(), name, vector(pages*4*kib))
-				if ok := model.room(pages, limit); ok != (err == nil) || !ok && !errors.Is(err, ErrFull) {
+				w, err := m.Create(t.Context(), name, vector(pages*4*kib), nil)
+				if ok := model.room(name, pages, limit); ok != (err == nil) || !ok && !errors.Is(err, ErrFull) {
 					t.Fatalf("create %s of %d pages: %v; the model has room: %v", name, pages, err, ok)
 				}
 				if err != nil {
@@ -219,7 +292,7 @@ func TestMemoryForgetsLikeItsModel(t *testing.T) {
 
 func TestBytesWrittenInPlaceAreNotCopied(t *testing.T) {
 	m := closing(t, NewMemory(testkit.Pool(t), 1*mib))
-	w, err := m.Create(t.Context(), "x", vector(3))
+	w, err := m.Create(t.Context(), "x", vector(3), nil)
 	require.NoError(t, err)
 	defer w.Abort()
 	mine := w.(InPlace).Memory()

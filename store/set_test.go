@@ -20,7 +20,7 @@ var errFault = errors.New("the disk is on fire")
 func begun(t testing.TB, s Store, data []byte, names ...string) (set []Writer) {
 	t.Helper()
 	for _, name := range names {
-		w, err := s.Create(t.Context(), name, vector(int64(len(data))))
+		w, err := s.Create(t.Context(), name, vector(int64(len(data))), nil)
 		require.NoError(t, err)
 		t.Cleanup(w.Abort)
 		require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{data}))
@@ -245,7 +245,7 @@ func commitSet(t *testing.T, f *Folder) ([]Info, error) {
 	var set []Writer
 	defer func() { abortAll(set) }()
 	for _, name := range []string{"a", "b", "c"} {
-		w, err := f.Create(t.Context(), name, vector(3))
+		w, err := f.Create(t.Context(), name, vector(3), nil)
 		if err != nil {
 			return nil, err
 		}

@@ -7,6 +7,7 @@
 package store
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -26,6 +27,8 @@ var (
 	// ErrName is wrapped when a name is empty, too long or not printable text, or twice in a
 	// set.
 	ErrName = errors.New("store: bad name")
+	// ErrMetadata is wrapped when metadata is too long, is no text, or has a key of the store's.
+	ErrMetadata = errors.New("store: bad metadata")
 	// ErrGlob is wrapped when a glob is malformed or too long.
 	ErrGlob = glob.ErrPattern
 	// ErrFull is wrapped when there is no room for a tensor.
@@ -58,6 +61,8 @@ var (
 type Info struct {
 	Name string
 	tensor.Desc
+	// Metadata is what was pushed with the tensor; read-only.
+	Metadata map[string]string
 	// Digest is zero until it is computed: for a part of a file that has not yet been read
 	// completely, and for a Source's tensor.
 	Digest codec.Digest
@@ -82,12 +87,12 @@ func (i Info) clone() Info {
 // method may wrap ErrUnavailable. Memory never waits. Folder waits for its disk, and checks
 // the context between two steps. Package storetest has tests that every Store must pass.
 type Store interface {
-	// Create reserves room for a tensor and returns a Writer for it. It fails with ErrFull,
-	// ErrName, ErrExists for the name of a tensor in a file, or an error of package tensor
-	// for the desc. The tensor becomes visible at Commit; an older one of the same name
-	// stays until then, so both need room. Of two Writers of one name, the last to commit
-	// wins.
-	Create(ctx context.Context, name string, d tensor.Desc) (Writer, error)
+	// Create reserves room for a tensor with its metadata, of at most MaxMetadata bytes, and
+	// returns a Writer for it. It fails with ErrFull, ErrName, ErrMetadata, ErrExists for the
+	// name of a tensor in a file, or an error of package tensor for the desc. The tensor
+	// becomes visible at Commit; an older one of the same name stays until then, so both need
+	// room. Of two Writers of one name, the last to commit wins.
+	Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (Writer, error)
 	// Open pins a tensor until Release: its Reader is not affected by deletion or
 	// replacement. The error wraps ErrNotFound.
 	Open(ctx context.Context, name string) (Reader, error)
@@ -119,6 +124,12 @@ type Writer interface {
 	// Abort discards what was written and frees the room. After Commit or Abort it is a
 	// no-op.
 	Abort()
+}
+
+// Evicter is an optional interface of a Writer whose Create may have evicted tensors.
+type Evicter interface {
+	// Evicted returns the tensors that Create evicted to make room, which are gone.
+	Evicted() []Info
 }
 
 // InPlace is an optional interface of a Writer whose tensor lies in memory, so that bytes
@@ -189,6 +200,7 @@ var (
 	_ DigestKeeper = (*fileReader)(nil)
 	_ Store        = (*Files)(nil)
 	_ InPlace      = (*memoryWriter)(nil)
+	_ Evicter      = (*memoryWriter)(nil)
 	_ Meter        = (*Memory)(nil)
 	_ Meter        = (*Folder)(nil)
 )
@@ -208,9 +220,10 @@ func CheckName(name string) error {
 	return nil
 }
 
-// checkNew validates the name and the desc of a new tensor, and returns its size in bytes.
-func checkNew(ctx context.Context, name string, d tensor.Desc) (int64, error) {
-	if err := CheckName(name); err != nil {
+// checkNew validates the name, the desc and the metadata of a new tensor, and returns its size
+// in bytes.
+func checkNew(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (int64, error) {
+	if err := cmp.Or(CheckName(name), checkMetadata(metadata)); err != nil {
 		return 0, err
 	}
 	size, err := d.Bytes()
@@ -221,6 +234,29 @@ func checkNew(ctx context.Context, name string, d tensor.Desc) (int64, error) {
 		return 0, context.Cause(ctx)
 	}
 	return size, nil
+}
+
+// checkMetadata validates metadata, which a folder keeps beside its own.
+func checkMetadata(metadata map[string]string) error {
+	for key, value := range metadata {
+		if !utf8.ValidString(key) || !utf8.ValidString(value) {
+			return fmt.Errorf("%w: %q must be UTF-8", ErrMetadata, key)
+		}
+		if strings.HasPrefix(key, ownKeys) {
+			return fmt.Errorf("%w: the key %q begins with %s, as those of the store do", ErrMetadata, key, ownKeys)
+		}
+	}
+	if n := metadataBytes(metadata); n > MaxMetadata {
+		return fmt.Errorf("%w: %d bytes, the limit is %d", ErrMetadata, n, MaxMetadata)
+	}
+	return nil
+}
+
+func metadataBytes(metadata map[string]string) (n int64) {
+	for key, value := range metadata {
+		n += int64(len(key) + len(value))
+	}
+	return n
 }
 
 // checkRange reports whether bytes [off, off+n) lie within a tensor of size bytes.

@@ -36,6 +36,10 @@ var notSettings = []string{"config", "print-config", "child", "python-fd", "help
 // clients, those of the Python package, and the interpreter.
 var notOurs = []string{"server", "tls", "ca", "cert", "key", "token", "server-name", "python", "bin", "link-memory"}
 
+// servicesEnv matches what Kubernetes makes, behind the prefix, for a Service whose name begins
+// with tensorferry (kubernetes.io/docs/concepts/services-networking/service).
+var servicesEnv = regexp.MustCompile(`^(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)=|^(\w+_)?PORT=(tcp|udp|sctp)://`)
+
 // variable returns the environment variable of a flag.
 func variable(flag string) string {
 	return envPrefix + strings.ToUpper(strings.ReplaceAll(flag, "-", "_"))
@@ -46,11 +50,17 @@ type origins map[string]string
 
 // configure sets the flags that are not on the command line from environ or, failing
 // that, from the file of --config or TENSORFERRY_CONFIG. Keys are the names of flags, so
-// each setting is declared, documented and checked once.
-func configure(flags *pflag.FlagSet, environ []string) (origins, error) {
+// each setting is declared, documented and checked once. It returns the variables of a
+// Kubernetes Service, which it ignores.
+func configure(flags *pflag.FlagSet, environ []string) (from origins, services []string, err error) {
 	path := flags.Lookup("config").Value.String()
 	environment := map[string]any{}
 	for _, text := range environ {
+		if rest, ours := strings.CutPrefix(text, envPrefix); ours && servicesEnv.MatchString(rest) {
+			name, _, _ := strings.Cut(text, "=")
+			services = append(services, name)
+			continue
+		}
 		name, value, _ := strings.Cut(text, "=")
 		name, ours := strings.CutPrefix(name, envPrefix)
 		switch key := strings.ToLower(strings.ReplaceAll(name, "_", "-")); {
@@ -61,7 +71,7 @@ func configure(flags *pflag.FlagSet, environ []string) (origins, error) {
 			environment[key] = value
 		}
 	}
-	from := make(origins)
+	from = make(origins)
 	if path != "" {
 		written := map[string]any{}
 		text, err := os.ReadFile(path)
@@ -69,14 +79,14 @@ func configure(flags *pflag.FlagSet, environ []string) (origins, error) {
 			err = yaml.Unmarshal(text, &written)
 		}
 		if err != nil {
-			return nil, usage("config file %s: %v", path, err)
+			return nil, nil, usage("config file %s: %v", path, err)
 		}
 		name := func(key string) string { return key + " in " + path }
 		if err := from.apply(flags, written, "file "+path, name); err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 	}
-	return from, from.apply(flags, environment, "environment", variable)
+	return from, services, from.apply(flags, environment, "environment", variable)
 }
 
 // apply sets the flags that are not on the command line to the values of a layer. name

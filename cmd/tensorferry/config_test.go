@@ -30,7 +30,8 @@ func configured(t *testing.T, args, environ []string, file string) (serveConfig,
 		args = append(args, "--config", path)
 	}
 	require.NoError(t, flags.Parse(args))
-	from, err := configure(flags, environ)
+	from, services, err := configure(flags, environ)
+	c.services = services
 	if err != nil {
 		return c, "", err
 	}
@@ -51,7 +52,7 @@ func TestAFlagGoesBeforeTheEnvironmentAndThatBeforeTheFile(t *testing.T) {
 	require.Equal(t, []string{"a"}, c.engines.models)
 	require.Equal(t, time.Minute, c.drain)
 	require.EqualValues(t, 2e9, c.server.Session.TensorBytes)
-	require.Equal(t, storeFlag{"memory:1GiB", "", 1 << 30}, c.store)
+	require.Equal(t, storeFlag{text: "memory:1GiB", bytes: 1 << 30}, c.store)
 	require.Equal(t, "json", c.logFormat)
 	require.True(t, c.insecure)
 	require.Equal(t, defaultListen, c.listen)
@@ -167,4 +168,24 @@ func TestEverySettingHasAHelpText(t *testing.T) {
 		require.NotEmpty(t, flags.Lookup(name).Usage, name)
 	}
 	require.Equal(t, stream.DefaultLimits(), c.server.Session, "what serve shows as default is the default")
+}
+
+// TestTheVariablesOfAKubernetesServiceAreIgnored has what Kubernetes makes for the Services
+// tensorferry and tensorferry-gpu, with named ports of all protocols.
+func TestTheVariablesOfAKubernetesServiceAreIgnored(t *testing.T) {
+	made := []string{
+		"TENSORFERRY_SERVICE_HOST=10.0.0.11", "TENSORFERRY_SERVICE_PORT=50051", "TENSORFERRY_SERVICE_PORT_GRPC=50051",
+		"TENSORFERRY_PORT=tcp://10.0.0.11:50051", "TENSORFERRY_PORT_50051_TCP=tcp://10.0.0.11:50051",
+		"TENSORFERRY_PORT_50051_TCP_PROTO=tcp", "TENSORFERRY_PORT_50051_TCP_PORT=50051", "TENSORFERRY_PORT_50051_TCP_ADDR=10.0.0.11",
+		"TENSORFERRY_GPU_SERVICE_HOST=fd00::1", "TENSORFERRY_GPU_SERVICE_PORT_GRPC_WEB=80", "TENSORFERRY_GPU_PORT=udp://[fd00::1]:53",
+		"TENSORFERRY_GPU_PORT_53_UDP=udp://[fd00::1]:53", "TENSORFERRY_GPU_PORT_9_SCTP_ADDR=fd00::1", "TENSORFERRY_2_PORT=sctp://10.0.0.1:9",
+	}
+	c, _, err := configured(t, nil, append([]string{"TENSORFERRY_MAX_CALLS=3"}, made...), "")
+	require.NoError(t, err)
+	require.Len(t, c.services, len(made))
+	require.EqualValues(t, 3, c.server.QueuedCalls)
+	for _, ours := range []string{"TENSORFERRY_PORT=50051", "TENSORFERRY_SERVICE=x", "TENSORFERRY_PORT_50051=x", "TENSORFERRY_PORT_X_TCP=x", "TENSORFERRY_HOST=tcp://x"} {
+		_, _, err := configured(t, nil, []string{ours}, "")
+		require.ErrorContains(t, err, "is not a setting")
+	}
 }

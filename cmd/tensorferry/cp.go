@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -17,8 +18,9 @@ import (
 // cpOptions are the flags of cp.
 type cpOptions struct {
 	remote
-	to     string
-	asJSON bool
+	to      string
+	toFiles identity.ClientFiles
+	asJSON  bool
 }
 
 func cpCommand() *cobra.Command {
@@ -34,7 +36,11 @@ correct. Cp stops at the first tensor that fails, and prints the copies it has m
 NAME may be a glob, as for pull. If TO ends in a slash, as it must for several
 tensors, the last part of each name is appended to it. If NAME ends in a slash, too,
 everything after that slash is appended: cp model/ copy/ copies model/a/b to
-copy/a/b.`,
+copy/a/b.
+
+The flags that identify you to the server are for both, unless one of --to-ca,
+--to-cert, --to-key, --to-token and --to-server-name is given: then only those are
+for the server of --to.`,
 		Example: `  tensorferry cp x backup/x
   tensorferry cp model/ model-2/
   tensorferry cp x y --to 127.0.0.1:50055`,
@@ -43,6 +49,9 @@ copy/a/b.`,
 	}
 	o.flags(c)
 	c.Flags().StringVar(&o.to, "to", "", "`address` of the server to copy to (default the same server)")
+	for _, s := range fileFlags(&o.toFiles) {
+		c.Flags().StringVar(s.value, "to-"+s.flag, "", "for --to: "+s.text)
+	}
 	jsonFlag(c, &o.asJSON)
 	return c
 }
@@ -61,6 +70,9 @@ func (o *cpOptions) cp(c *cobra.Command, args []string) error {
 	if o.to != "" {
 		other := o.remote
 		other.server = o.to
+		if o.toFiles != (identity.ClientFiles{}) { // a token of one server is not for the other
+			other.tls, other.files = true, o.toFiles
+		}
 		if target, err = other.dial(client.Config{}); err != nil {
 			return err
 		}
@@ -99,10 +111,10 @@ func (o *cpOptions) cp(c *cobra.Command, args []string) error {
 		var stored []client.Summary
 		err = readStored(ctx, from, client.Selection{Name: s.Name}, func(d tensor.Desc, r io.Reader) (err error) {
 			in := client.FromReader("", d, io.TeeReader(r, lines[i]))
-			in.Name = copies[i]
+			in.Name, in.Metadata = copies[i], s.Metadata
 			stored, err = target.Push(ctx, client.PushRequest{Tensors: []client.Input{in}})
 			if err != nil && target != from {
-				err = toError{err}
+				err = toError{err, o.to}
 			}
 			return err
 		})
@@ -116,7 +128,7 @@ func (o *cpOptions) cp(c *cobra.Command, args []string) error {
 	if target != from {
 		o.tell(c.ErrOrStderr(), target.Ways())
 	}
-	err = errors.Join(err, forgotten(ctx, target, copied))
+	err = errors.Join(err, forgotten(ctx, target, copied, c.ErrOrStderr()))
 	return cmp.Or(err, printMoved(printer{c.OutOrStdout(), o.asJSON}, copied))
 }
 
@@ -131,6 +143,11 @@ func below(names []string, name string) string {
 }
 
 // toError is an error of the server of --to, not of --server.
-type toError struct{ error }
+type toError struct {
+	error
+	server string
+}
+
+func (e toError) Error() string { return e.server + ": " + e.error.Error() }
 
 func (e toError) Unwrap() error { return e.error }

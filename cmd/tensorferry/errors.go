@@ -174,6 +174,10 @@ func hintOf(c *cobra.Command, code int, err error) string {
 	if f := c.Flag("server"); f != nil && f.Changed {
 		at = " --server " + plain(f.Value.String())
 	}
+	to, atTo := errors.AsType[toError](err)
+	if atTo {
+		at = " --server " + plain(to.server)
+	}
 	var h hinted
 	var e *client.Error
 	switch {
@@ -188,6 +192,9 @@ func hintOf(c *cobra.Command, code int, err error) string {
 		h.hint = connectionHint(c, err)
 	case code != exitInterrupted && errors.As(err, &e):
 		h.hint = failures[status.Code(e)].hint
+	}
+	if atTo && code == exitAuth {
+		h.hint = strings.ReplaceAll(h.hint, "--", "--to-")
 	}
 	return strings.ReplaceAll(h.hint, atServer, at)
 }

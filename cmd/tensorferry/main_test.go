@@ -82,7 +82,7 @@ func TestAHintFitsTheCommand(t *testing.T) {
 		"of another server":             {[]string{"--server", "a:1"}, full, "tensorferry info --server a:1 lists the server's limits"},
 		"nothing there":                 {nil, &client.Error{Code: codes.Unavailable, Cause: client.ErrNoConnection}, "is the server running?"},
 		"no host":                       {nil, &client.Error{Code: codes.Unavailable, Cause: client.ErrHostNotFound}, "name the server with --server host:port"},
-		"the other host":                {nil, toError{&client.Error{Code: codes.Unavailable, Cause: client.ErrHostNotFound}}, "name the server with --to host:port"},
+		"the other host":                {nil, toError{&client.Error{Code: codes.Unavailable, Cause: client.ErrHostNotFound}, "x:1"}, "name the server with --to host:port"},
 		"another kind of server":        {nil, fmt.Errorf("%w: a:1", client.ErrNotServer), "something answers there, but it is not a tensorferry server"},
 		"no answer":                     {nil, fmt.Errorf("%w from a:1", client.ErrNoAnswer), "something listens there and says nothing"},
 		"a typing error":                {nil, usage("no"), "pull --help for usage"},

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
-	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -26,6 +25,8 @@ type pushOptions struct {
 	input  rawInput
 	all    bool
 	asJSON bool
+
+	metadata []string
 }
 
 func pushCommand() *cobra.Command {
@@ -54,8 +55,8 @@ exists, lr=0.1.npy pushes that file.
 
 Push prints what it has stored. If some tensors fail or have an unsupported data type,
 the others are still stored; with --all, none is, and nobody ever sees some of them.
-A full store in memory evicts the least recently used tensors; if that evicts tensors of
-this push, they count as failed.`,
+A full store refuses tensors. If the server evicts others instead (serve --store
+memory:SIZE,evict=lru), push says so, and those of this push count as failed.`,
 		Example: `  tensorferry push x.npy model.safetensors models/llama/
   tensorferry push experiments/7/x=x.npy
   tensorferry gen --shape 1000,1000 | tensorferry push noise=-
@@ -67,12 +68,17 @@ this push, they count as failed.`,
 	o.remote.flags(c)
 	o.pipes.flags(c)
 	c.Flags().BoolVar(&o.all, "all", false, "store all tensors together, or none")
+	c.Flags().StringArrayVar(&o.metadata, "metadata", nil, "store `key=value` with each tensor, for people; repeatable")
 	jsonFlag(c, &o.asJSON)
 	return c
 }
 
 func (o *pushOptions) push(c *cobra.Command, args []string) error {
 	if err := o.input.check(); err != nil {
+		return err
+	}
+	metadata, err := paramsOf("--metadata", o.metadata)
+	if err != nil {
 		return err
 	}
 	ctx, stderr := c.Context(), c.ErrOrStderr()
@@ -116,7 +122,7 @@ func (o *pushOptions) push(c *cobra.Command, args []string) error {
 			if below {
 				to += "/" + s.Name
 			}
-			s.Name = to
+			s.Name, s.Metadata = to, metadata
 			switch err := store.CheckName(to); {
 			case err != nil && below && store.CheckName(name) == nil: // the name is in the file
 				return fmt.Errorf("%s: %w", file, err)
@@ -144,7 +150,7 @@ func (o *pushOptions) push(c *cobra.Command, args []string) error {
 		err = tellOthers(ctx, cl, wholes, lines, stderr)
 	}
 	if ctx.Err() == nil { // the server can be asked
-		err = errors.Join(err, forgotten(ctx, cl, stored), spoiled)
+		err = errors.Join(err, forgotten(ctx, cl, stored, stderr), spoiled)
 	}
 	return cmp.Or(err, printMoved(printer{c.OutOrStdout(), o.asJSON}, stored))
 }
@@ -164,11 +170,15 @@ func tellOthers(ctx context.Context, cl *client.Client, wholes map[string]string
 	return nil
 }
 
-// forgotten fails each tensor that was stored and has been evicted: a full store in memory
-// evicts the least recently used tensors, and so the first of many for the last.
-func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary) error {
+// forgotten fails each tensor that was stored and has been evicted, perhaps for another one of
+// the same push, and reports how many others were.
+func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary, stderr io.Writer) error {
 	mayGo := func(s client.Summary) bool { return s.Err == nil && !s.Durable }
-	if len(stored) < 2 || !slices.ContainsFunc(stored, mayGo) {
+	evicted, bytes := 0, int64(0)
+	for _, s := range stored {
+		evicted, bytes = evicted+s.Evicted, bytes+s.EvictedBytes
+	}
+	if evicted == 0 {
 		return nil
 	}
 	list, _, err := cl.List(ctx, "")
@@ -180,14 +190,18 @@ func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary) 
 	for i, s := range stored {
 		if mayGo(s) && !there[s.Name] {
 			stored[i].Err = &client.Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf(
-				"tensor %q was stored and then evicted: the store in memory is full and evicts the least recently used tensors", s.Name)}
+				"tensor %q was stored and then evicted: the store is full and evicts the least recently used tensors", s.Name)}
 			gone = append(gone, stored[i].Err)
+			bytes -= s.Bytes
 		}
+	}
+	if others := evicted - len(gone); others > 0 {
+		fmt.Fprintf(stderr, "note: the store is full and has evicted %d other tensors of %s, the least recently used, to make room\n", others, sizeText(bytes))
 	}
 	if len(gone) == 0 {
 		return nil
 	}
-	return hinted{errors.Join(gone...), "push less, or start the server with a larger --store memory:SIZE or with a folder, which evicts nothing"}
+	return hinted{errors.Join(gone...), "push less, or start the server with a larger --store, or without evict=lru"}
 }
 
 // parsePushed parses [NAME=]FILE. The default NAME is the file's: x for x.npy, model for
@@ -228,13 +242,16 @@ type movedJSON struct {
 	Bytes   int64  `json:"bytes"`
 	Digest  string `json:"digest,omitempty"`
 	Durable bool   `json:"durable"`
+	Evicted int    `json:"evicted,omitempty"` // other tensors
 	Error   string `json:"error,omitempty"`
+
+	Metadata map[string]string `json:"metadata,omitempty"` // of a pull
 }
 
 // printMoved prints the result of each tensor.
 func printMoved(out printer, list []client.Summary) error {
 	moved := each(list, func(s client.Summary) movedJSON {
-		j := movedJSON{Name: s.Name, Bytes: s.Bytes, Durable: s.Durable}
+		j := movedJSON{Name: s.Name, Bytes: s.Bytes, Durable: s.Durable, Evicted: s.Evicted, Metadata: s.Metadata}
 		if s.DType != 0 {
 			j.descJSON = new(describe(s.Desc))
 		}

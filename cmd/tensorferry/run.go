@@ -71,7 +71,7 @@ not wait for a pipe to be closed.`,
 
 func (o *runOptions) run(c *cobra.Command, args []string) error {
 	ctx, model, stdout, stderr := c.Context(), args[0], c.OutOrStdout(), c.ErrOrStderr()
-	params, err := paramsOf(o.params)
+	params, err := paramsOf("--param", o.params)
 	if err != nil {
 		return err
 	}

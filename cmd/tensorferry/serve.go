@@ -43,6 +43,8 @@ const (
 	// in addition to --memory.
 	storeMemory = "memory"
 	storeShare  = 4
+	// evictLRU may follow it, and its size.
+	evictLRU = ",evict=lru"
 	// leastStore is the minimum of --store memory:SIZE, enough for a few hundred small
 	// tensors. Each takes whole pages, so a size with a forgotten unit would hold none.
 	leastStore = 1 << 20
@@ -70,6 +72,7 @@ type serveConfig struct {
 	drain               time.Duration
 	lanes               int
 	bbr                 bool
+	services            []string // variables that were ignored
 }
 
 // flags declares every setting: its name, default, range and meaning.
@@ -95,7 +98,7 @@ func (c *serveConfig) flags(cmd *cobra.Command) {
 	countVar(f, &c.engines.pythonThreads, "python-threads", 0, "threads per Python process\n(default the number of CPUs divided by --python-processes)")
 	f.StringArrayVar(&c.engines.pythonEnv, "python-env", []string{}, "environment variable of Python processes, `name=value`;\nrepeatable")
 	countVar(f, &c.engines.workers, "workers", 0, "blocks computed in parallel (default the number of CPUs)")
-	f.Var(&c.store, "store", "`where` pushed tensors are stored: memory,\nmemory:2GiB (at least 1MiB) or a folder")
+	f.Var(&c.store, "store", "`where` pushed tensors are stored: memory,\nmemory:2GiB (at least 1MiB) or a folder; with\nmemory:2GiB,evict=lru, a full store evicts the least\nrecently used tensors instead of refusing new ones")
 	f.StringArrayVar(&c.files, "files", []string{}, "also let clients pull the model files below `[name=]folder`,\nwhich is never written to; repeatable")
 	f.BoolVar(&c.server.Reflection, "reflection", true, "serve gRPC reflection, which grpcurl needs")
 	f.BoolVar(&c.pprof, "pprof", false, "serve Go profiles at /debug/pprof/ on the metrics address")
@@ -137,19 +140,26 @@ type storeFlag struct {
 	text   string // empty: memory
 	folder string // empty: in memory
 	bytes  int64  // limit in memory; 0 is the default
+	evicts bool
 }
 
-// Set parses memory, memory:SIZE or a folder.
+// Set parses memory or memory:SIZE, perhaps with evictLRU, or a folder.
 func (s *storeFlag) Set(text string) error {
-	size, inMemory := strings.CutPrefix(text, storeMemory+":")
+	where, evicts := strings.CutSuffix(text, evictLRU)
+	size, inMemory := strings.CutPrefix(where, storeMemory+":")
 	switch {
 	case text == "":
 		return errors.New("use memory, memory:2GiB or a folder")
 	case text == storeMemory:
 		*s = storeFlag{}
 		return nil
+	case where == storeMemory:
+		*s = storeFlag{text: text, evicts: true}
+		return nil
+	case !inMemory && evicts:
+		return fmt.Errorf("a folder evicts nothing; use memory:2GiB%s", evictLRU)
 	case !inMemory:
-		*s = storeFlag{text, text, 0}
+		*s = storeFlag{text: text, folder: text}
 		return nil
 	}
 	n, err := parseSize(size)
@@ -159,7 +169,7 @@ func (s *storeFlag) Set(text string) error {
 	if n < leastStore {
 		return fmt.Errorf("use at least %s, or %s", formatSize(leastStore), storeMemory)
 	}
-	*s = storeFlag{text, "", n}
+	*s = storeFlag{text: text, bytes: n, evicts: evicts}
 	return nil
 }
 
@@ -173,6 +183,9 @@ func (s *storeFlag) open(h *cpu.Host, log *slog.Logger) (store.Store, error) {
 	if bytes == 0 {
 		_, _, memory := h.Budget().Used()
 		bytes = memory / storeShare
+	}
+	if s.evicts {
+		return store.NewCache(h.Pool(), bytes), nil
 	}
 	return store.NewMemory(h.Pool(), bytes), nil
 }
@@ -232,7 +245,8 @@ environment overrides the file. Sizes are in bytes or have a unit, such as 512Mi
 				environ = nil
 				cfg.metrics, cfg.logLevel = off, "warn"
 			}
-			from, err := configure(c.Flags(), environ)
+			from, services, err := configure(c.Flags(), environ)
+			cfg.services = services
 			if err != nil {
 				return err
 			}
@@ -285,6 +299,9 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	}
 	if err != nil {
 		return err
+	}
+	if len(c.services) > 0 {
+		log.Debug("variables of a Kubernetes Service are ignored", slog.Any("variables", c.services))
 	}
 	log.Info("starting", slog.String("version", version), slog.Int("pid", os.Getpid()))
 	e, err := newEngines(c.engines, log)

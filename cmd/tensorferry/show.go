@@ -144,12 +144,13 @@ func (o *showOptions) showStored(ctx context.Context, names []string, stderr io.
 	}
 	defer cl.Close()
 	list, err := o.selections(names)
-	documents := map[string]tensorfile.Document{}
+	documents, metadata := map[string]tensorfile.Document{}, map[string]map[string]string{}
 	if err == nil && !o.source {
 		var stored []client.Stored
 		stored, err = storedOf(ctx, cl, names)
 		list = selectionsOf(stored)
 		for _, s := range stored {
+			metadata[s.Name] = s.Metadata
 			if s.Bytes > shownDocument {
 				continue
 			}
@@ -166,8 +167,11 @@ func (o *showOptions) showStored(ctx context.Context, names []string, stderr io.
 		if d, ok := documents[s.Name]; ok {
 			what = described(s.Name, d)
 		} else {
-			err = readStored(ctx, cl, s, func(d tensor.Desc, r io.Reader) (err error) {
-				what, err = o.look(ctx, s.Name, d, r, stderr)
+			err = readStored(ctx, cl, s, func(d tensor.Desc, r io.Reader) error {
+				seen, err := o.look(ctx, s.Name, d, r, stderr)
+				if err == nil {
+					seen.Metadata, what = metadata[s.Name], seen
+				}
 				return err
 			})
 		}
@@ -250,10 +254,14 @@ func (l *listed) String() string {
 	default:
 		fmt.Fprintf(&b, "%s  no tensors\n", plain(l.Tensor))
 	}
-	for _, k := range slices.Sorted(maps.Keys(l.Metadata)) {
-		fmt.Fprintf(&b, "  %s: %s\n", plain(k), plain(l.Metadata[k]))
-	}
+	writeMetadata(&b, l.Metadata)
 	return b.String()
+}
+
+func writeMetadata(b *strings.Builder, metadata map[string]string) {
+	for _, k := range slices.Sorted(maps.Keys(metadata)) {
+		fmt.Fprintf(b, "  %s: %s\n", plain(k), plain(metadata[k]))
+	}
 }
 
 // shown describes the contents of a tensor as show --json prints it. Min, max, mean, std
@@ -275,6 +283,7 @@ type shown struct {
 	NegInf    int64               `json:"negative_inf"`
 	Histogram *elements.Histogram `json:"histogram,omitempty"`
 	Head      []json.RawMessage   `json:"head,omitempty"`
+	Metadata  map[string]string   `json:"metadata,omitempty"`
 
 	lines string // of the head
 }
@@ -373,6 +382,7 @@ func (s *shown) String() string {
 		title += "[" + s.Slice + "]"
 	}
 	fmt.Fprintf(&b, "%s  %s%v  %s\n", title, s.DType, s.Shape, sizeText(s.Bytes))
+	writeMetadata(&b, s.Metadata)
 	if s.Elements == 0 {
 		return b.String() + "  no elements\n"
 	}

@@ -50,6 +50,8 @@ type storedJSON struct {
 	Stored  *time.Time `json:"stored"` // null if outside of JSON's years
 	Durable bool       `json:"durable"`
 	File    string     `json:"file,omitempty"`
+
+	Metadata map[string]string `json:"metadata,omitempty"`
 }
 
 // sourceJSON is a source as ls --json prints it.
@@ -94,7 +96,7 @@ func ls(ctx context.Context, cl *client.Client, names []string, out printer) (er
 // storedJSONs is a list as ls --json prints it.
 func storedJSONs(list []client.Stored) []storedJSON {
 	return each(list, func(s client.Stored) storedJSON {
-		j := storedJSON{Name: s.Name, descJSON: describe(s.Desc), Bytes: s.Bytes, Durable: s.Durable, File: s.File}
+		j := storedJSON{Name: s.Name, descJSON: describe(s.Desc), Bytes: s.Bytes, Durable: s.Durable, File: s.File, Metadata: s.Metadata}
 		if at := s.Stored.UTC(); at.Year() >= 0 && at.Year() <= 9999 {
 			j.Stored = &at
 		}
@@ -241,7 +243,7 @@ func (o *sourceFlags) flags(c *cobra.Command) {
 
 // selections returns what names select: tensors, globs or sources.
 func (o *sourceFlags) selections(names []string) ([]client.Selection, error) {
-	params, err := paramsOf(o.params)
+	params, err := paramsOf("--param", o.params)
 	if err == nil {
 		err = checkNames(names)
 	}
@@ -256,16 +258,16 @@ func (o *sourceFlags) selections(names []string) ([]client.Selection, error) {
 	}), nil
 }
 
-// paramsOf parses key=value texts.
-func paramsOf(texts []string) (map[string]string, error) {
+// paramsOf parses the key=value texts of a flag.
+func paramsOf(flag string, texts []string) (map[string]string, error) {
 	params := map[string]string{}
 	for _, text := range texts {
 		k, v, ok := strings.Cut(text, "=")
 		if !ok {
-			return nil, usage("--param %q has no =; use key=value", text)
+			return nil, usage("%s %q has no =; use key=value", flag, text)
 		}
 		if _, twice := params[k]; twice {
-			return nil, usage("--param %s is given twice", k)
+			return nil, usage("%s %s is given twice", flag, k)
 		}
 		params[k] = v
 	}

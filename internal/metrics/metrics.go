@@ -44,6 +44,7 @@ type Values struct {
 	ReceiveUsed, ReceiveLimit, ReceiveEnded   int64             // bytes; RPCs and connections
 	HeapLimit                                 int64             // bytes
 	StoreUsed, StoreLimit                     int64             // bytes; 0: there is no store, or it does not tell
+	StoreEvicted                              int64             // tensors
 	RunsAbandoned, Panics                     int64
 	ModelGauges                               map[Gauge]float64
 }
@@ -84,6 +85,7 @@ var plain = []struct {
 	{"heap_limit_bytes", "Memory limit of the Go runtime; the largest number if it has none.", prometheus.GaugeValue, func(v *Values) int64 { return v.HeapLimit }},
 	{"store_used_bytes", "What pushed tensors take in the store now.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreUsed }},
 	{"store_limit_bytes", "What they may take; the largest number if only the disk says.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreLimit }},
+	{"store_evicted_total", "Tensors evicted from the store to make room for others.", prometheus.CounterValue, func(v *Values) int64 { return v.StoreEvicted }},
 	{"runs_abandoned_total", "Runs whose model did not stop in time.", prometheus.CounterValue, func(v *Values) int64 { return v.RunsAbandoned }},
 	{"panics_total", "Handlers that panicked.", prometheus.CounterValue, func(v *Values) int64 { return v.Panics }},
 }

@@ -31,6 +31,7 @@ type ended struct {
 	Bytes   int64  `json:"bytes"`
 	Digest  string `json:"digest,omitempty"`
 	Durable bool   `json:"durable,omitempty"`
+	Evicted int    `json:"evicted,omitempty"`
 	Code    uint16 `json:"code,omitempty"`
 	Error   string `json:"error,omitempty"`
 }
@@ -96,7 +97,7 @@ func (o *op) progress(number func(name string) uint32) func(client.Progress) {
 func (o *op) summaries(all []client.Summary, err error) ([]byte, error) {
 	list := make([]ended, len(all))
 	for i, s := range all {
-		e := ended{Name: s.Name, Bytes: s.Bytes, Durable: s.Durable}
+		e := ended{Name: s.Name, Bytes: s.Bytes, Durable: s.Durable, Evicted: s.Evicted}
 		if !s.Digest.IsZero() {
 			e.Digest = s.Digest.String()
 		}

@@ -302,7 +302,7 @@ func (g *get) one(p *picked) error {
 			if err := g.room(sum.Tensor, geo.Size); err != nil {
 				return err
 			}
-			sum.Digest, err = g.feed(r, p.sel, frame.Desc{Tensor: sum.Tensor, Desc: info.Desc, ChunkBytes: uint32(geo.ChunkBytes), Call: g.id, Name: p.name}, state)
+			sum.Digest, err = g.feed(r, p.sel, frame.Desc{Tensor: sum.Tensor, Desc: info.Desc, ChunkBytes: uint32(geo.ChunkBytes), Call: g.id, Name: p.name, Metadata: info.Metadata}, state)
 		}
 		if d, ok := r.(store.DigestKeeper); ok && err == nil && info.Digest.IsZero() {
 			d.Digested(sum.Digest) // so that the next get need not hash it again

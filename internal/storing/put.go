@@ -49,7 +49,8 @@ type incoming struct {
 	place   *placed
 	staged  int64 // bytes that a tensor on allowance takes
 	memory  int64 // bytes acquired from the budget
-	whole   bool  // guarded by the session's lock
+	evicted []store.Info
+	whole   bool // guarded by the session's lock
 }
 
 // Event implements serving.Task.
@@ -196,6 +197,10 @@ func (in *incoming) run() {
 		return err
 	})
 	sum := frame.Summary{Tensor: in.desc.Tensor, Name: in.desc.Name, SizeBytes: in.desc.SizeBytes}
+	for _, gone := range in.evicted {
+		size, _ := gone.Bytes() // it was stored
+		sum.Evicted, sum.EvictedBytes = sum.Evicted+1, sum.EvictedBytes+uint64(size)
+	}
 	if err != nil {
 		sum = p.failed(sum, err)
 	} else {
@@ -238,10 +243,14 @@ func (in *incoming) store() (info store.Info, err error) {
 	}
 	in.memory = in.tableBytes()
 	late := time.AfterFunc(s.MemoryWait, func() { in.cancel(context.DeadlineExceeded) }) // cheaper than a context
-	w, err := s.Store.Create(in.ctx, in.name, in.desc.Desc)
+	w, err := s.Store.Create(in.ctx, in.name, in.desc.Desc, in.desc.Metadata)
 	late.Stop()
 	if err != nil {
 		return info, cmp.Or(context.Cause(in.ctx), err)
+	}
+	if e, may := w.(store.Evicter); may {
+		in.evicted = e.Evicted()
+		s.tellEvicted(in)
 	}
 	in.place = &placed{service: s, ctx: in.ctx, writer: w}
 	if err := in.receive(w); err != nil {

@@ -10,6 +10,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/tensorferry/tensorferry/codec"
@@ -49,6 +50,25 @@ type Service struct {
 
 	log                    transferLog
 	full, absent, failures admission.LogSampler
+	evictions              admission.LogSampler
+	evicted                atomic.Int64
+}
+
+// Evicted returns how many tensors the store has evicted to make room for others.
+func (s *Service) Evicted() int64 { return s.evicted.Load() }
+
+// tellEvicted counts and logs what the store has evicted for a tensor.
+func (s *Service) tellEvicted(in *incoming) {
+	if len(in.evicted) == 0 {
+		return
+	}
+	all := s.evicted.Add(int64(len(in.evicted)))
+	for _, gone := range in.evicted {
+		s.Log.Debug("tensor evicted", slog.String("tensor", gone.Name), slog.Time("stored", gone.Stored), slog.String("for", in.name))
+	}
+	if _, due := s.evictions.Again(); due {
+		s.Log.Warn("tensors evicted: the store is full", slog.Int64("evicted", all), slog.String("last", in.evicted[len(in.evicted)-1].Name))
+	}
 }
 
 // task is what a put and a get have in common.
@@ -193,6 +213,7 @@ var rules = []serving.Rule{
 	{Err: slab.ErrBudget, Code: frame.ResourceExhausted}, // first: the error may also wrap one about the request
 	{Err: tensor.ErrTooLarge, Code: frame.ResourceExhausted},
 	{Err: store.ErrName, Code: frame.InvalidArgument},
+	{Err: store.ErrMetadata, Code: frame.InvalidArgument},
 	{Err: store.ErrGlob, Code: frame.InvalidArgument},
 	{Err: store.ErrParams, Code: frame.InvalidArgument},
 	{Err: tensor.ErrShape, Code: frame.InvalidArgument},

@@ -321,6 +321,7 @@ func toProto(f *frame.Frame) *tensorferryv1.Frame {
 		p := &tensorferryv1.Summary{
 			TensorId: s.Tensor[:], Name: s.Name, Code: uint32(s.Code), Message: s.Message,
 			SizeBytes: s.SizeBytes, Durable: s.Durable, RetryAfterMillis: s.RetryAfterMillis,
+			Evicted: s.Evicted, EvictedBytes: s.EvictedBytes,
 		}
 		if !s.Digest.IsZero() {
 			p.Digest = s.Digest[:]

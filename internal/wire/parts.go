@@ -161,6 +161,8 @@ func (c *coder) summary(s *frame.Summary) {
 	c.flag(7, &s.Durable)
 	number(c, 8, &s.RetryAfterMillis)
 	c.idOrNone(9, "call_id", &s.Call) // outside a session it belongs to no call
+	number(c, 10, &s.Evicted)
+	number(c, 11, &s.EvictedBytes)
 }
 
 func (c *coder) chunk(v *frame.Chunk) {

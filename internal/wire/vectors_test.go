@@ -104,6 +104,9 @@ func vectors() []vector {
 	msg("summary-call", "ok", "a tensor of a put is over", &F{Summaries: []*tensorferryv1.Summary{
 		{TensorId: idTensor, Name: "model/weight", SizeBytes: 8, Digest: []byte("digest-000000001"), Durable: true, CallId: idCall},
 	}})
+	msg("summary-evicted", "ok", "a tensor for which the store has evicted others", &F{Summaries: []*tensorferryv1.Summary{
+		{TensorId: idTensor, Name: "model/weight", SizeBytes: 8, Digest: []byte("digest-000000001"), CallId: idCall, Evicted: 2, EvictedBytes: 1 << 40},
+	}})
 	msg("hello-lane-token-short", "malformed", "a lane token is 32 bytes or none", &F{Hello: &tensorferryv1.Hello{Version: 1, SessionId: idSession, LaneToken: []byte("short")}})
 	msg("summary", "ok", "two tensors of a pull are over: one whole, one refused", &F{Summaries: []*tensorferryv1.Summary{
 		{TensorId: idTensor, Name: "model/weight", SizeBytes: 1 << 40, Digest: []byte("digest-000000001"), Durable: true},

@@ -72,6 +72,7 @@ func run(t *testing.T, open func(t testing.TB) store.Store, inPlace bool) {
 		{"a closed store says so", suite.closedSays},
 		{"a context that has ended is the only other reason to fail", suite.endedContext},
 		{"an info is a copy", suite.copied},
+		{"metadata comes back with its tensor", suite.metadata},
 		{"a list is what a sorted slice gives", suite.listed},
 		{"many at once see only whole tensors", suite.together},
 		{"a set is committed together", suite.setCommitted},
@@ -123,7 +124,7 @@ func digestOf(data []byte) codec.Digest {
 // begin creates a tensor of these bytes and writes them, without Commit.
 func (s suite) begin(name string, data ...byte) store.Writer {
 	s.Helper()
-	w, err := s.Create(s.Context(), name, vector(int64(len(data))))
+	w, err := s.Create(s.Context(), name, vector(int64(len(data))), nil)
 	require.NoError(s, err)
 	s.Cleanup(w.Abort)
 	require.NoError(s, s.write(w, 0, data))
@@ -143,7 +144,7 @@ func (s suite) write(w store.Writer, off int64, views ...[]byte) error {
 // push writes a tensor in pieces of at most chunk bytes, each in views of at most
 // viewBytes, in the order that order gives to the pieces' indexes.
 func (s suite) push(name string, d tensor.Desc, data []byte, chunk int, order func([]int)) (store.Info, error) {
-	w, err := s.Create(s.Context(), name, d)
+	w, err := s.Create(s.Context(), name, d, nil)
 	if err != nil {
 		return store.Info{}, err
 	}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"path"
 	"slices"
@@ -74,7 +75,7 @@ func (s suite) manyViews() {
 	for i := range data {
 		views = append(views, data[i:i+1], data[i:i])
 	}
-	w, err := s.Create(s.Context(), "x", vector(int64(len(data))))
+	w, err := s.Create(s.Context(), "x", vector(int64(len(data))), nil)
 	require.NoError(s, err)
 	defer w.Abort()
 	before := slices.Clone(views)
@@ -174,7 +175,7 @@ func (s suite) room() {
 	require.Equal(s, one, now())
 	s.remove("x")
 	require.Zero(s, now())
-	w, err := s.Create(s.Context(), "x", vector(size))
+	w, err := s.Create(s.Context(), "x", vector(size), nil)
 	require.NoError(s, err)
 	require.Equal(s, one, now())
 	w.Abort()
@@ -195,7 +196,7 @@ func (s suite) refused() {
 		"a negative dimension": {"x", vector(-1), tensor.ErrShape},
 		"more than 63 bits":    {"x", tensor.Desc{DType: tensor.Complex128, Shape: tensor.Shape{1 << 40, 1 << 40}}, tensor.ErrTooLarge},
 	} {
-		_, err := s.Create(s.Context(), tc.name, tc.desc)
+		_, err := s.Create(s.Context(), tc.name, tc.desc, nil)
 		require.ErrorIs(s, err, tc.want, name)
 	}
 	_, err := s.Open(s.Context(), "x")
@@ -247,7 +248,7 @@ func (s suite) closedSays() {
 	require.NoError(s, s.Close())
 	_, err := w.Commit(s.Context())
 	require.ErrorIs(s, err, store.ErrClosed)
-	_, err = s.Create(s.Context(), "z", vector(0))
+	_, err = s.Create(s.Context(), "z", vector(0), nil)
 	require.ErrorIs(s, err, store.ErrClosed)
 	_, err = s.Open(s.Context(), "x")
 	require.ErrorIs(s, err, store.ErrClosed)
@@ -277,7 +278,7 @@ func (s suite) endedContext() {
 		return err == nil
 	}
 	s.put("x", []byte("old"))
-	w, err := s.Create(ended, "x", vector(3))
+	w, err := s.Create(ended, "x", vector(3), nil)
 	if done(err) {
 		w.Abort()
 	}
@@ -291,7 +292,7 @@ func (s suite) endedContext() {
 		held.Release()
 	}
 	r.Release()
-	w, err = s.Create(s.Context(), "x", vector(3))
+	w, err = s.Create(s.Context(), "x", vector(3), nil)
 	require.NoError(s, err)
 	defer w.Abort()
 	want := "old"
@@ -320,6 +321,27 @@ func (s suite) copied() {
 		shape[0] = 99
 	}
 	require.Equal(s, vector(4), r.Info().Desc)
+}
+
+func (s suite) metadata() {
+	given := map[string]string{"unit": "m/s", "100%": "50 % \ufffd\n", "": ""}
+	want := maps.Clone(given)
+	w, err := s.Create(s.Context(), "x", vector(1), given)
+	require.NoError(s, err)
+	defer w.Abort()
+	given["unit"] = "furlongs"
+	require.NoError(s, s.write(w, 0, []byte{1}))
+	info, err := w.Commit(s.Context())
+	require.NoError(s, err)
+	r := s.open("x")
+	defer r.Release()
+	known, _ := s.list("", "", 1)
+	for _, got := range []map[string]string{info.Metadata, known[0].Metadata, r.Info().Metadata} {
+		require.Equal(s, want, got)
+	}
+	require.Nil(s, s.put("x", nil).Metadata, "it belongs to the older one")
+	_, err = s.Create(s.Context(), "y", vector(1), map[string]string{"k": strings.Repeat("v", store.MaxMetadata)})
+	require.ErrorIs(s, err, store.ErrMetadata)
 }
 
 // listed holds a store to a model: a map of names.
@@ -489,7 +511,7 @@ func (s suite) setsWhole() {
 	commit := func(n int) error {
 		var set []store.Writer
 		for i, name := range names {
-			w, err := s.Create(s.Context(), name, vector(int64(i+1)))
+			w, err := s.Create(s.Context(), name, vector(int64(i+1)), nil)
 			if err != nil {
 				return err
 			}

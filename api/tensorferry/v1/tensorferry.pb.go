@@ -1636,7 +1636,11 @@ type Summary struct {
 	// How long to wait before another try, in milliseconds; 0 if waiting does not help.
 	RetryAfterMillis uint32 `protobuf:"varint,8,opt,name=retry_after_millis,json=retryAfterMillis,proto3" json:"retry_after_millis,omitempty"`
 	// The put or get it belongs to, 16 bytes; none outside a session.
-	CallId        []byte `protobuf:"bytes,9,opt,name=call_id,json=callId,proto3" json:"call_id,omitempty"`
+	CallId []byte `protobuf:"bytes,9,opt,name=call_id,json=callId,proto3" json:"call_id,omitempty"`
+	// Push: how many other tensors the store evicted to make room for this one, which are gone.
+	Evicted uint32 `protobuf:"varint,10,opt,name=evicted,proto3" json:"evicted,omitempty"`
+	// Their bytes.
+	EvictedBytes  uint64 `protobuf:"varint,11,opt,name=evicted_bytes,json=evictedBytes,proto3" json:"evicted_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1732,6 +1736,20 @@ func (x *Summary) GetCallId() []byte {
 		return x.CallId
 	}
 	return nil
+}
+
+func (x *Summary) GetEvicted() uint32 {
+	if x != nil {
+		return x.Evicted
+	}
+	return 0
+}
+
+func (x *Summary) GetEvictedBytes() uint64 {
+	if x != nil {
+		return x.EvictedBytes
+	}
+	return 0
 }
 
 // PushTensorsResponse ends a push.
@@ -2322,7 +2340,9 @@ type StoredTensor struct {
 	// It survives a crash of the server.
 	Durable bool `protobuf:"varint,7,opt,name=durable,proto3" json:"durable,omitempty"`
 	// The file it is part of, for people; empty for a tensor that was pushed.
-	File          string `protobuf:"bytes,8,opt,name=file,proto3" json:"file,omitempty"`
+	File string `protobuf:"bytes,8,opt,name=file,proto3" json:"file,omitempty"`
+	// What was pushed with it, as in TensorDesc.
+	Metadata      map[string]string `protobuf:"bytes,9,rep,name=metadata,proto3" json:"metadata,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2411,6 +2431,13 @@ func (x *StoredTensor) GetFile() string {
 		return x.File
 	}
 	return ""
+}
+
+func (x *StoredTensor) GetMetadata() map[string]string {
+	if x != nil {
+		return x.Metadata
+	}
+	return nil
 }
 
 // DeleteTensorsRequest names tensors to remove.
@@ -3368,7 +3395,7 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x05index\x18\x02 \x01(\rR\x05index\x12+\n" +
 	"\x05codec\x18\x03 \x01(\x0e2\x15.tensorferry.v1.CodecR\x05codec\x12\x1a\n" +
 	"\bchecksum\x18\x04 \x01(\aR\bchecksum\x12\x12\n" +
-	"\x04data\x18\x0f \x01(\fR\x04data\"\x80\x02\n" +
+	"\x04data\x18\x0f \x01(\fR\x04data\"\xbf\x02\n" +
 	"\aSummary\x12\x1b\n" +
 	"\ttensor_id\x18\x01 \x01(\fR\btensorId\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n" +
@@ -3379,7 +3406,10 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x06digest\x18\x06 \x01(\fR\x06digest\x12\x18\n" +
 	"\adurable\x18\a \x01(\bR\adurable\x12,\n" +
 	"\x12retry_after_millis\x18\b \x01(\rR\x10retryAfterMillis\x12\x17\n" +
-	"\acall_id\x18\t \x01(\fR\x06callId\"L\n" +
+	"\acall_id\x18\t \x01(\fR\x06callId\x12\x18\n" +
+	"\aevicted\x18\n" +
+	" \x01(\rR\aevicted\x12#\n" +
+	"\revicted_bytes\x18\v \x01(\x04R\fevictedBytes\"L\n" +
 	"\x13PushTensorsResponse\x125\n" +
 	"\tsummaries\x18\x01 \x03(\v2\x17.tensorferry.v1.SummaryR\tsummaries\"|\n" +
 	"\x12PullTensorsRequest\x12+\n" +
@@ -3424,7 +3454,7 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x13ListTensorsResponse\x126\n" +
 	"\atensors\x18\x01 \x03(\v2\x1c.tensorferry.v1.StoredTensorR\atensors\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x18\n" +
-	"\asources\x18\x03 \x03(\tR\asources\"\xf2\x01\n" +
+	"\asources\x18\x03 \x03(\tR\asources\"\xf7\x02\n" +
 	"\fStoredTensor\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12.\n" +
 	"\x05dtype\x18\x02 \x01(\x0e2\x18.tensorferry.v1.DataTypeR\x05dtype\x12\x14\n" +
@@ -3434,7 +3464,11 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x06digest\x18\x05 \x01(\fR\x06digest\x12#\n" +
 	"\rstored_millis\x18\x06 \x01(\x03R\fstoredMillis\x12\x18\n" +
 	"\adurable\x18\a \x01(\bR\adurable\x12\x12\n" +
-	"\x04file\x18\b \x01(\tR\x04file\",\n" +
+	"\x04file\x18\b \x01(\tR\x04file\x12F\n" +
+	"\bmetadata\x18\t \x03(\v2*.tensorferry.v1.StoredTensor.MetadataEntryR\bmetadata\x1a;\n" +
+	"\rMetadataEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\",\n" +
 	"\x14DeleteTensorsRequest\x12\x14\n" +
 	"\x05names\x18\x01 \x03(\tR\x05names\"1\n" +
 	"\x15DeleteTensorsResponse\x12\x18\n" +
@@ -3556,7 +3590,7 @@ func file_tensorferry_v1_tensorferry_proto_rawDescGZIP() []byte {
 }
 
 var file_tensorferry_v1_tensorferry_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_tensorferry_v1_tensorferry_proto_msgTypes = make([]protoimpl.MessageInfo, 49)
+var file_tensorferry_v1_tensorferry_proto_msgTypes = make([]protoimpl.MessageInfo, 50)
 var file_tensorferry_v1_tensorferry_proto_goTypes = []any{
 	(DataType)(0),                  // 0: tensorferry.v1.DataType
 	(Checksum)(0),                  // 1: tensorferry.v1.Checksum
@@ -3606,10 +3640,11 @@ var file_tensorferry_v1_tensorferry_proto_goTypes = []any{
 	nil,                            // 45: tensorferry.v1.TensorDesc.MetadataEntry
 	nil,                            // 46: tensorferry.v1.Selection.ParamsEntry
 	nil,                            // 47: tensorferry.v1.ComputeRequest.ParamsEntry
-	nil,                            // 48: tensorferry.v1.Model.AboutEntry
-	nil,                            // 49: tensorferry.v1.GetServiceInfoResponse.LimitsEntry
-	nil,                            // 50: tensorferry.v1.GetServiceInfoResponse.CountersEntry
-	nil,                            // 51: tensorferry.v1.ModelState.GaugesEntry
+	nil,                            // 48: tensorferry.v1.StoredTensor.MetadataEntry
+	nil,                            // 49: tensorferry.v1.Model.AboutEntry
+	nil,                            // 50: tensorferry.v1.GetServiceInfoResponse.LimitsEntry
+	nil,                            // 51: tensorferry.v1.GetServiceInfoResponse.CountersEntry
+	nil,                            // 52: tensorferry.v1.ModelState.GaugesEntry
 }
 var file_tensorferry_v1_tensorferry_proto_depIdxs = []int32{
 	4,  // 0: tensorferry.v1.Frame.hello:type_name -> tensorferry.v1.Hello
@@ -3648,42 +3683,43 @@ var file_tensorferry_v1_tensorferry_proto_depIdxs = []int32{
 	17, // 33: tensorferry.v1.ComputeResponse.timings:type_name -> tensorferry.v1.Timings
 	30, // 34: tensorferry.v1.ListTensorsResponse.tensors:type_name -> tensorferry.v1.StoredTensor
 	0,  // 35: tensorferry.v1.StoredTensor.dtype:type_name -> tensorferry.v1.DataType
-	35, // 36: tensorferry.v1.GetTransferResponse.tensors:type_name -> tensorferry.v1.TensorState
-	20, // 37: tensorferry.v1.TensorState.summary:type_name -> tensorferry.v1.Summary
-	38, // 38: tensorferry.v1.ListModelsResponse.models:type_name -> tensorferry.v1.Model
-	40, // 39: tensorferry.v1.Model.inputs:type_name -> tensorferry.v1.Port
-	40, // 40: tensorferry.v1.Model.outputs:type_name -> tensorferry.v1.Port
-	39, // 41: tensorferry.v1.Model.params:type_name -> tensorferry.v1.Param
-	48, // 42: tensorferry.v1.Model.about:type_name -> tensorferry.v1.Model.AboutEntry
-	0,  // 43: tensorferry.v1.Port.dtypes:type_name -> tensorferry.v1.DataType
-	49, // 44: tensorferry.v1.GetServiceInfoResponse.limits:type_name -> tensorferry.v1.GetServiceInfoResponse.LimitsEntry
-	50, // 45: tensorferry.v1.GetServiceInfoResponse.counters:type_name -> tensorferry.v1.GetServiceInfoResponse.CountersEntry
-	2,  // 46: tensorferry.v1.GetServiceInfoResponse.codecs:type_name -> tensorferry.v1.Codec
-	43, // 47: tensorferry.v1.GetServiceInfoResponse.models:type_name -> tensorferry.v1.ModelState
-	51, // 48: tensorferry.v1.ModelState.gauges:type_name -> tensorferry.v1.ModelState.GaugesEntry
-	3,  // 49: tensorferry.v1.TensorService.StreamTensors:input_type -> tensorferry.v1.Frame
-	3,  // 50: tensorferry.v1.TensorService.PushTensors:input_type -> tensorferry.v1.Frame
-	22, // 51: tensorferry.v1.TensorService.PullTensors:input_type -> tensorferry.v1.PullTensorsRequest
-	25, // 52: tensorferry.v1.TensorService.Compute:input_type -> tensorferry.v1.ComputeRequest
-	28, // 53: tensorferry.v1.TensorService.ListTensors:input_type -> tensorferry.v1.ListTensorsRequest
-	31, // 54: tensorferry.v1.TensorService.DeleteTensors:input_type -> tensorferry.v1.DeleteTensorsRequest
-	33, // 55: tensorferry.v1.TensorService.GetTransfer:input_type -> tensorferry.v1.GetTransferRequest
-	36, // 56: tensorferry.v1.TensorService.ListModels:input_type -> tensorferry.v1.ListModelsRequest
-	41, // 57: tensorferry.v1.TensorService.GetServiceInfo:input_type -> tensorferry.v1.GetServiceInfoRequest
-	3,  // 58: tensorferry.v1.TensorService.StreamTensors:output_type -> tensorferry.v1.Frame
-	21, // 59: tensorferry.v1.TensorService.PushTensors:output_type -> tensorferry.v1.PushTensorsResponse
-	3,  // 60: tensorferry.v1.TensorService.PullTensors:output_type -> tensorferry.v1.Frame
-	27, // 61: tensorferry.v1.TensorService.Compute:output_type -> tensorferry.v1.ComputeResponse
-	29, // 62: tensorferry.v1.TensorService.ListTensors:output_type -> tensorferry.v1.ListTensorsResponse
-	32, // 63: tensorferry.v1.TensorService.DeleteTensors:output_type -> tensorferry.v1.DeleteTensorsResponse
-	34, // 64: tensorferry.v1.TensorService.GetTransfer:output_type -> tensorferry.v1.GetTransferResponse
-	37, // 65: tensorferry.v1.TensorService.ListModels:output_type -> tensorferry.v1.ListModelsResponse
-	42, // 66: tensorferry.v1.TensorService.GetServiceInfo:output_type -> tensorferry.v1.GetServiceInfoResponse
-	58, // [58:67] is the sub-list for method output_type
-	49, // [49:58] is the sub-list for method input_type
-	49, // [49:49] is the sub-list for extension type_name
-	49, // [49:49] is the sub-list for extension extendee
-	0,  // [0:49] is the sub-list for field type_name
+	48, // 36: tensorferry.v1.StoredTensor.metadata:type_name -> tensorferry.v1.StoredTensor.MetadataEntry
+	35, // 37: tensorferry.v1.GetTransferResponse.tensors:type_name -> tensorferry.v1.TensorState
+	20, // 38: tensorferry.v1.TensorState.summary:type_name -> tensorferry.v1.Summary
+	38, // 39: tensorferry.v1.ListModelsResponse.models:type_name -> tensorferry.v1.Model
+	40, // 40: tensorferry.v1.Model.inputs:type_name -> tensorferry.v1.Port
+	40, // 41: tensorferry.v1.Model.outputs:type_name -> tensorferry.v1.Port
+	39, // 42: tensorferry.v1.Model.params:type_name -> tensorferry.v1.Param
+	49, // 43: tensorferry.v1.Model.about:type_name -> tensorferry.v1.Model.AboutEntry
+	0,  // 44: tensorferry.v1.Port.dtypes:type_name -> tensorferry.v1.DataType
+	50, // 45: tensorferry.v1.GetServiceInfoResponse.limits:type_name -> tensorferry.v1.GetServiceInfoResponse.LimitsEntry
+	51, // 46: tensorferry.v1.GetServiceInfoResponse.counters:type_name -> tensorferry.v1.GetServiceInfoResponse.CountersEntry
+	2,  // 47: tensorferry.v1.GetServiceInfoResponse.codecs:type_name -> tensorferry.v1.Codec
+	43, // 48: tensorferry.v1.GetServiceInfoResponse.models:type_name -> tensorferry.v1.ModelState
+	52, // 49: tensorferry.v1.ModelState.gauges:type_name -> tensorferry.v1.ModelState.GaugesEntry
+	3,  // 50: tensorferry.v1.TensorService.StreamTensors:input_type -> tensorferry.v1.Frame
+	3,  // 51: tensorferry.v1.TensorService.PushTensors:input_type -> tensorferry.v1.Frame
+	22, // 52: tensorferry.v1.TensorService.PullTensors:input_type -> tensorferry.v1.PullTensorsRequest
+	25, // 53: tensorferry.v1.TensorService.Compute:input_type -> tensorferry.v1.ComputeRequest
+	28, // 54: tensorferry.v1.TensorService.ListTensors:input_type -> tensorferry.v1.ListTensorsRequest
+	31, // 55: tensorferry.v1.TensorService.DeleteTensors:input_type -> tensorferry.v1.DeleteTensorsRequest
+	33, // 56: tensorferry.v1.TensorService.GetTransfer:input_type -> tensorferry.v1.GetTransferRequest
+	36, // 57: tensorferry.v1.TensorService.ListModels:input_type -> tensorferry.v1.ListModelsRequest
+	41, // 58: tensorferry.v1.TensorService.GetServiceInfo:input_type -> tensorferry.v1.GetServiceInfoRequest
+	3,  // 59: tensorferry.v1.TensorService.StreamTensors:output_type -> tensorferry.v1.Frame
+	21, // 60: tensorferry.v1.TensorService.PushTensors:output_type -> tensorferry.v1.PushTensorsResponse
+	3,  // 61: tensorferry.v1.TensorService.PullTensors:output_type -> tensorferry.v1.Frame
+	27, // 62: tensorferry.v1.TensorService.Compute:output_type -> tensorferry.v1.ComputeResponse
+	29, // 63: tensorferry.v1.TensorService.ListTensors:output_type -> tensorferry.v1.ListTensorsResponse
+	32, // 64: tensorferry.v1.TensorService.DeleteTensors:output_type -> tensorferry.v1.DeleteTensorsResponse
+	34, // 65: tensorferry.v1.TensorService.GetTransfer:output_type -> tensorferry.v1.GetTransferResponse
+	37, // 66: tensorferry.v1.TensorService.ListModels:output_type -> tensorferry.v1.ListModelsResponse
+	42, // 67: tensorferry.v1.TensorService.GetServiceInfo:output_type -> tensorferry.v1.GetServiceInfoResponse
+	59, // [59:68] is the sub-list for method output_type
+	50, // [50:59] is the sub-list for method input_type
+	50, // [50:50] is the sub-list for extension type_name
+	50, // [50:50] is the sub-list for extension extendee
+	0,  // [0:50] is the sub-list for field type_name
 }
 
 func init() { file_tensorferry_v1_tensorferry_proto_init() }
@@ -3697,7 +3733,7 @@ func file_tensorferry_v1_tensorferry_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_tensorferry_v1_tensorferry_proto_rawDesc), len(file_tensorferry_v1_tensorferry_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   49,
+			NumMessages:   50,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
