@@ -67,6 +67,8 @@ const (
 	// laneMemoryTime, which is also how long it knows how many lanes were worth it.
 	laneTries      = 3
 	laneMemoryTime = 10 * time.Minute
+	// mostFailures is how many failures a server may list; ours keep 1024.
+	mostFailures = 1 << 16
 	// redialEvery is how often a client dials a server that it cannot reach while callers try.
 	redialEvery = 200 * time.Millisecond
 	// readyWait is how long a new connection may take to show that a server is there, after

@@ -14,6 +14,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // Errors that callers can test for.
@@ -47,12 +48,16 @@ type Error struct {
 	Message    string
 	RetryAfter time.Duration // 0 unless waiting helps
 	Cause      error         // what happened on this side, if anything
+	Call       tensor.ID     // the call, push or pull that failed; zero if it was none
 }
 
 // Error returns code and message.
 func (e *Error) Error() string {
 	if e.Cause != nil {
 		return "client: " + strings.TrimPrefix(e.Cause.Error(), "client: ")
+	}
+	if !e.Call.IsZero() && (e.Code == codes.Internal || e.Code == codes.Unknown) { // the server knows more
+		return fmt.Sprintf("client: %s: %s (call %s)", e.Code, e.Message, e.Call)
 	}
 	return fmt.Sprintf("client: %s: %s", e.Code, e.Message)
 }
@@ -80,11 +85,11 @@ func causeError(cause error) *Error {
 }
 
 // refused returns the error for what the server ended, or nil.
-func refused(code frame.Code, text string, retryMillis uint32) error {
+func refused(id tensor.ID, code frame.Code, text string, retryMillis uint32) error {
 	if code == frame.OK {
 		return nil
 	}
-	return &Error{Code: codes.Code(code.Known()), Message: text, RetryAfter: time.Duration(retryMillis) * time.Millisecond}
+	return &Error{Code: codes.Code(code.Known()), Message: text, RetryAfter: time.Duration(retryMillis) * time.Millisecond, Call: id}
 }
 
 // Conditions that gRPC reports only in its texts. No other texts are matched.

@@ -96,7 +96,7 @@ func (t *task) wait() bool {
 // only be called after the task's ctx has ended.
 func (t *task) err(ctx context.Context) (err error) {
 	t.session.sess.Do(func(*stream.Machine, stream.Instant) {
-		if err = refused(t.done.Code, t.done.Message, t.done.RetryAfterMillis); t.cause != nil {
+		if err = refused(t.id, t.done.Code, t.done.Message, t.done.RetryAfterMillis); t.cause != nil {
 			err = causeError(t.cause)
 		}
 	})

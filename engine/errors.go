@@ -3,6 +3,7 @@ package engine
 import (
 	"fmt"
 	"runtime/debug"
+	"strings"
 )
 
 // PanicError is a panic in a model's own code. It wraps ErrModel. Stack is for logs alone.
@@ -17,6 +18,24 @@ func (e *PanicError) Error() string {
 	return fmt.Sprintf("%v: %q panicked: %v", ErrModel, e.Model, e.Value)
 }
 
+// Trace returns where it panicked, and the stack.
+func (e *PanicError) Trace() (place, trace string) {
+	lines := strings.Split(string(e.Stack), "\n")
+	for i, l := range lines {
+		if strings.HasPrefix(l, "panic(") && i+3 < len(lines) {
+			lines = lines[i+2:] // a function and its place take a line each
+			break
+		}
+	}
+	for len(lines) >= 4 && strings.HasPrefix(lines[0], "runtime.") {
+		lines = lines[2:]
+	}
+	if len(lines) > 1 {
+		place, _, _ = strings.Cut(strings.TrimSpace(lines[1]), " +0x")
+	}
+	return place, string(e.Stack)
+}
+
 // Unwrap returns ErrModel.
 func (e *PanicError) Unwrap() error { return ErrModel }
 
@@ -26,6 +45,14 @@ type PublicError interface {
 	error
 	// Public returns a sentence without secrets.
 	Public() string
+}
+
+// TracedError is a failure of a model that has a trace, which is for logs alone.
+type TracedError interface {
+	error
+	// Trace returns where it comes from, a line that is the same for all from there, and
+	// what led there.
+	Trace() (place, trace string)
 }
 
 // Publicf makes a PublicError, for a model's own code to return.

@@ -11,6 +11,10 @@ import (
 func unread(l stream.Limits) time.Duration { return 2 * time.Duration(min(l.ChunkIdle, 1<<61)) }
 
 const (
+	// failuresPage is how many failures an answer of ListFailures has, and failuresBytes what
+	// it may take: 1 KiB and a name each, and their encoding.
+	failuresPage  = 256
+	failuresBytes = 2 * failuresPage * (1<<10 + 512)
 	// requestFree is how many bytes of each request are not charged to a budget if there are
 	// no more: 4 MiB for as many calls as a server has by default.
 	requestFree = 4 << 10

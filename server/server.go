@@ -51,7 +51,7 @@ type Config struct {
 	Store store.Store
 	// Sources generate tensors when they are pulled; nil means no sources.
 	Sources *store.Sources
-	// Log receives what an operator should know; nil discards it.
+	// Log receives what an operator should know; nil means slog.Default().
 	Log *slog.Logger
 	// Metrics, if not nil, is the registry of the server's metrics until Close. It serves
 	// one server at a time.
@@ -157,7 +157,7 @@ func New(cfg Config) (*Server, error) {
 		Log: cfg.Log, Connections: cfg.Connections, ThinFrames: cfg.ThinFrames, Memory: s.received, Lanes: cfg.Lanes,
 	})
 	s.core = serving.New(serving.Config{
-		Models: cfg.Models, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, Session: cfg.Session, MemoryWait: cfg.MemoryWait,
+		Models: cfg.Models, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, PrincipalOf: Principal, Session: cfg.Session, MemoryWait: cfg.MemoryWait,
 		Open:   [...]int{admission.Sessions: cfg.Sessions, admission.Transfers: cfg.Transfers, admission.Calls: cfg.QueuedCalls},
 		Health: s.health.model, Status: statusParts, StoredBytes: cfg.StoredBytes,
 		Tasks: func(on *serving.Session, m *stream.Machine, now stream.Instant, part *frame.Call) serving.Task {
@@ -207,7 +207,7 @@ func (cfg *Config) messageBytes() int64 {
 // setDefaults replaces zero values.
 func (cfg *Config) setDefaults() {
 	if cfg.Log == nil {
-		cfg.Log = slog.New(slog.DiscardHandler)
+		cfg.Log = slog.Default()
 	}
 	if cfg.Sources == nil {
 		cfg.Sources = new(store.Sources)

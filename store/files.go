@@ -22,7 +22,7 @@ type FilesConfig struct {
 	// Name is a prefix of the names of all tensors, followed by a slash. Empty means no
 	// prefix.
 	Name string
-	// Log receives the files that cannot be used. Nil means no log.
+	// Log receives the files that cannot be used; nil means slog.Default().
 	Log *slog.Logger
 }
 
@@ -70,7 +70,7 @@ func OpenDir(dir string, config FolderConfig) (Store, error) {
 
 func openFiles(dir string, config FilesConfig, flat bool) (*Files, error) {
 	if config.Log == nil {
-		config.Log = slog.New(slog.DiscardHandler)
+		config.Log = slog.Default()
 	}
 	dir, err := filepath.EvalSymlinks(dir)
 	if err != nil {

@@ -27,7 +27,7 @@ import (
 
 // FolderConfig configures a Folder. The zero value works.
 type FolderConfig struct {
-	// Log receives the files that cannot be used. Nil means no log.
+	// Log receives the files that cannot be used; nil means slog.Default().
 	Log *slog.Logger
 	// Limit is the maximum number of bytes in files of pushed tensors, including those
 	// being written and those deleted but still being read. 0 means that only the disk
@@ -95,7 +95,7 @@ type pushed struct {
 // caller closes the store.
 func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 	if config.Log == nil {
-		config.Log = slog.New(slog.DiscardHandler)
+		config.Log = slog.Default()
 	}
 	config.Limit = cmp.Or(config.Limit, math.MaxInt64)
 	config.MaxTensors = cmp.Or(config.MaxTensors, DefaultMaxTensors)

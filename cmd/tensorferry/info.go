@@ -12,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/spf13/cobra"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
@@ -123,9 +124,64 @@ func portText(ports []portJSON) string {
 }
 
 func infoCommand() *cobra.Command {
-	return asking(&cobra.Command{
-		Use: "info", Short: "show limits and counters of a server", Args: takes(0),
-	}, info)
+	var failed bool
+	var call string
+	c := asking(&cobra.Command{
+		Use:   "info",
+		Short: "show limits and counters of a server, or why calls failed",
+		Long: `Info shows the limits and counters of a server and the state of its models.
+
+With --failures, it shows why the last calls failed whose callers were not told, the
+newest first. A server that identifies its clients shows each its own. Another one
+shows them on its own machine only, but anybody can ask for one --call.`,
+		Example: `  tensorferry info
+  tensorferry info --failures
+  tensorferry info --call 0199a3a87c517cc28a3f5c0d9f1b2e4d`,
+		Args: takes(0),
+	}, func(ctx context.Context, cl *client.Client, args []string, out printer) error {
+		if failed || call != "" {
+			return whyFailed(ctx, cl, call, out)
+		}
+		return info(ctx, cl, args, out)
+	})
+	c.Flags().BoolVar(&failed, "failures", false, "show why calls failed")
+	c.Flags().StringVar(&call, "call", "", "show why the call with this `id` failed")
+	return c
+}
+
+// failureJSON is a call that failed as info --failures --json prints it.
+type failureJSON struct {
+	Call   string    `json:"call"`
+	Model  string    `json:"model"`
+	Code   string    `json:"code"`
+	Cause  string    `json:"cause"`
+	Failed time.Time `json:"failed"`
+}
+
+func whyFailed(ctx context.Context, cl *client.Client, call string, out printer) (err error) {
+	var list []client.Failure
+	if call == "" {
+		list, err = cl.Failures(ctx)
+	} else {
+		id, bad := uuid.Parse(call)
+		if bad != nil {
+			return usage("--call %q is not the id of a call, such as 0199a3a87c517cc28a3f5c0d9f1b2e4d", call)
+		}
+		list = make([]client.Failure, 1)
+		list[0], err = cl.FailureOf(ctx, tensor.ID(id))
+	}
+	if err != nil {
+		return err
+	}
+	said := each(list, func(f client.Failure) failureJSON {
+		return failureJSON{f.Call.String(), f.Model, f.Code.String(), f.Cause, f.Failed.UTC()}
+	})
+	return out.print(said, func(w io.Writer) {
+		fmt.Fprintln(w, "CALL\tFAILED\tMODEL\tCODE\tCAUSE")
+		for _, f := range said {
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", f.Call, f.Failed.Local().Format(time.DateTime), plain(f.Model), f.Code, plain(f.Cause))
+		}
+	})
 }
 
 func info(ctx context.Context, cl *client.Client, _ []string, out printer) error {

@@ -131,6 +131,9 @@ func explain(err error) relay.Failure {
 		return relay.Failure{Message: said(err), Code: uint16(status.FromContextError(err).Code())}
 	}
 	f := relay.Failure{Message: said(err), Code: uint16(e.Code), RetryMillis: e.RetryAfter.Milliseconds()}
+	if !e.Call.IsZero() {
+		f.Call = e.Call.String()
+	}
 	switch {
 	case errors.Is(err, client.ErrNoAnswer):
 		f.Hint = hintNoAnswer

@@ -47,6 +47,33 @@ func pidOf(ctx context.Context, t *testing.T, cl *client.Client) int {
 	return int(binary.LittleEndian.Uint64(y.Data))
 }
 
+func TestWhyAPythonModelFailedCanBeHad(t *testing.T) {
+	testkit.Start(t)
+	exe, err := exec.LookPath("tensorferry")
+	require.NoError(t, err)
+	server, address, err := startServer(t.Context(), exe, pythonArgs(t, "divides=served:divides", "loses=served:loses_rows")...)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, server.Stop()) }()
+	x, err := tensor.Of([]uint8{1, 2, 3, 4, 5, 6, 7}, 7)
+	require.NoError(t, err)
+	cl, err := client.Dial(address, client.Config{})
+	require.NoError(t, err)
+	defer cl.Close()
+	for model, why := range map[string]string{"divides": `ZeroDivisionError: .*served.py", line \d+`, "loses": "a result is uint8.1.; the first dimension of a block of 7 rows is to be that"} {
+		for range 3 {
+			_, err = cl.Compute(t.Context(), model, x)
+			failed, ok := errors.AsType[*client.Error](err)
+			require.True(t, ok, "%v", err)
+			said, err := exec.Command(exe, "info", "--server", address, "--call", failed.Call.String()).CombinedOutput()
+			require.NoError(t, err, "%s", said)
+			require.Regexp(t, why, string(said))
+		}
+	}
+	said, err := exec.Command(exe, "info", "--server", address, "--failures", "--json").Output()
+	require.NoError(t, err)
+	require.Equal(t, 6, strings.Count(string(said), `"cause"`))
+}
+
 func TestAServerOfPythonModelsOutlivesThem(t *testing.T) {
 	testkit.Start(t)
 	exe, err := exec.LookPath("tensorferry")

@@ -168,7 +168,7 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 		return err
 	}
 	if _, err := interruptible(waiting, call.Wait); status.Code(err) == codes.Internal {
-		return hinted{err, "the call's id is " + call.ID().String()}
+		return hinted{err, "tensorferry info" + atServer + " --call " + call.ID().String() + " shows why"}
 	} else if err != nil {
 		return err
 	}

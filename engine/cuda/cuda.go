@@ -32,7 +32,7 @@ type Config struct {
 	Spill *blocks.Spill
 	// Hang is how long a block may take before its device is said to hang. Zero means 30 s.
 	Hang time.Duration
-	// Log hears what becomes of the device. Nil discards it.
+	// Log hears what becomes of the device; nil means slog.Default().
 	Log *slog.Logger
 }
 
@@ -40,7 +40,7 @@ func (c *Config) setDefaults() {
 	c.Library = cmp.Or(c.Library, defaultLibrary)
 	c.PinnedBytes = cmp.Or(max(c.PinnedBytes, 0), defaultPinned)
 	c.Hang = cmp.Or(max(c.Hang, 0), hangWait)
-	c.Log = cmp.Or(c.Log, slog.New(slog.DiscardHandler))
+	c.Log = cmp.Or(c.Log, slog.Default())
 }
 
 // Device is what a driver says of a device.

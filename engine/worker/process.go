@@ -14,7 +14,6 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/tensorferry/tensorferry/engine"
-	"github.com/tensorferry/tensorferry/engine/blocks"
 	"github.com/tensorferry/tensorferry/internal/link"
 	"github.com/tensorferry/tensorferry/internal/proc"
 )
@@ -181,12 +180,4 @@ func (p *process) attached() {
 	h.leave(g, err)
 	<-g.idle
 	p.tell(err)
-}
-
-// failed logs what a model's own code failed with.
-func (p *process) failed(w *blocks.Work, trace string) {
-	if !p.allow() {
-		return
-	}
-	p.log.Warn("model failed", slog.String("call", w.Program.(*program).call), slog.String("trace", tail(trace, traceBytes)))
 }

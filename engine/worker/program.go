@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/tensorferry/tensorferry/engine"
@@ -166,11 +167,11 @@ func (p *program) tensor(info engine.Info, rows int64, out link.Tensor, data []b
 		return tensor.Tensor{}, err
 	}
 	if n > int64(len(data)) {
-		return tensor.Tensor{}, fmt.Errorf("a result of %d bytes lies in %d", n, len(data))
+		return tensor.Tensor{}, resultError(fmt.Sprintf("a result of %d bytes lies in %d", n, len(data)))
 	}
 	if info.Rows != 0 {
 		if len(out.Shape) == 0 || out.Shape[0] != rows {
-			return tensor.Tensor{}, fmt.Errorf("a result is %v; the first dimension of a block of %d rows is to be that", d, rows)
+			return tensor.Tensor{}, resultError(fmt.Sprintf("a result is %v; the first dimension of a block of %d rows is to be that", d, rows))
 		}
 		d.Shape = append(p.lead.Clone(), out.Shape[1:]...)
 	}
@@ -190,15 +191,43 @@ func (g *guest) failure(w *blocks.Work, a *link.Answer) error {
 	if err := json.Unmarshal(a.JSON, &f); err != nil {
 		return errors.New("it failed, and says why in what is no json")
 	}
-	if f.Trace != "" { // who serves the model logs the message
-		g.process.failed(w, f.Trace)
-	}
 	message := cut(clean(f.Message), textBytes)
 	if a.Code == link.Exhausted {
 		return fmt.Errorf("%w: %s", slab.ErrMemory, message)
 	}
-	if f.Public {
+	switch {
+	case f.Trace != "":
+		return &raisedError{message, tail(strings.ToValidUTF8(f.Trace, "?"), traceBytes)}
+	case f.Public:
 		return engine.Publicf("%s", message)
 	}
 	return errors.New(message)
 }
+
+// raisedError is an exception of a model's own code.
+type raisedError struct{ public, trace string }
+
+// Public returns what the caller may read.
+func (e *raisedError) Public() string { return e.public }
+
+// Error returns the last line of the trace: the exception.
+func (e *raisedError) Error() string {
+	trace := strings.TrimSpace(e.trace)
+	return trace[strings.LastIndexByte(trace, '\n')+1:]
+}
+
+// Trace returns the file and line where it was raised, and the trace.
+func (e *raisedError) Trace() (place, trace string) {
+	for line := range strings.Lines(e.trace) {
+		if line = strings.TrimSpace(line); strings.HasPrefix(line, "File ") {
+			place = line
+		}
+	}
+	return place, e.trace
+}
+
+// resultError is a result that is not what it should be.
+type resultError string
+
+// Error returns what is wrong.
+func (e resultError) Error() string { return string(e) }

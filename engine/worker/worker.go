@@ -54,7 +54,7 @@ type Config struct {
 	MemoryBytes int64
 	// Version is that of the program, which the hello of a guest has to say too.
 	Version string
-	// Log is where the lines of the processes go, and what becomes of them. Nil discards.
+	// Log is where the lines of the processes go, and what becomes of them; nil means slog.Default().
 	Log *slog.Logger
 
 	block, obey, first time.Duration // blockWait, obeyWait, pauseFirst, but in tests
@@ -65,7 +65,7 @@ func (c *Config) setDefaults() {
 	if c.Processes <= 0 || c.Socket != nil {
 		c.Processes = 1
 	}
-	c.Log = cmp.Or(c.Log, slog.New(slog.DiscardHandler)).With(slog.String("model", c.Name))
+	c.Log = cmp.Or(c.Log, slog.Default()).With(slog.String("model", c.Name))
 	c.block, c.obey, c.first = cmp.Or(c.block, blockWait), cmp.Or(c.obey, obeyWait), cmp.Or(c.first, pauseFirst)
 }
 

@@ -68,13 +68,14 @@ var layers = map[string][]string{
 	"client":                 {"api/tensorferry/v1", "codec", "frame", "internal/glob", "internal/lane", "internal/session", "internal/wire", "slab", "stream", "tensor"},
 	"internal/link/linktest": {"internal/link"},
 	"internal/relay":         {"client", "identity", "internal/link", "slab", "tensor"},
-	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/admission", "internal/metrics", "internal/session", "slab", "stream", "tensor"},
+	"internal/failures":      {"engine", "frame", "internal/admission", "tensor"},
+	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/admission", "internal/failures", "internal/metrics", "internal/session", "slab", "stream", "tensor"},
 
 	"internal/conns":   {"frame", "internal/admission", "internal/inbound", "internal/lane", "internal/session", "internal/wire"},
 	"internal/guard":   {"internal/admission"},
 	"internal/storing": {"codec", "engine", "frame", "internal/admission", "internal/fault", "internal/serving", "internal/session", "slab", "store", "stream", "tensor"},
 
-	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/admission", "internal/conns", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "slab", "store", "stream", "tensor"},
+	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/admission", "internal/conns", "internal/failures", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "slab", "store", "stream", "tensor"},
 
 	"internal/stress/known": {"client", "internal/bench", "tensor"},
 	"internal/stress/minus": {"engine", "engine/cpu", "server", "tensor"},

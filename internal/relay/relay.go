@@ -37,6 +37,7 @@ type Failure struct {
 	Message     string `json:"message"`
 	Hint        string `json:"hint,omitempty"`
 	RetryMillis int64  `json:"retry_millis,omitempty"` // when waiting helps; else 0
+	Call        string `json:"call,omitempty"`         // the server's id of what failed
 }
 
 // Verb asks a server, and writes a JSON value.

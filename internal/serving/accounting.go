@@ -27,7 +27,7 @@ const (
 // single source of GetServiceInfo and Prometheus. Safe for concurrent use.
 type counts struct {
 	runsAbandoned, panics atomic.Int64
-	failures, panicked    admission.LogSampler
+	panicked              admission.LogSampler
 	lanes, lanesOpened    atomic.Int64
 	lanesBroken           admission.LogSampler
 	callsUnary            atomic.Int64        // outside sessions

@@ -13,6 +13,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -387,7 +388,8 @@ func (c *call) finish(t frame.Timings, err error) {
 	}
 	why := ExplainCall(err)
 	if why.Secret && !errors.Is(err, stream.ErrClosed) { // ErrClosed: the session decided while a result was being offered
-		c.session.core.logFailure(c.session.Holder.Name(), c.id, err)
+		s := c.session
+		s.core.Failures.Add(failures.Failure{At: time.Now(), Call: c.id, Principal: s.principal, Model: c.model, Code: why.Code}, err)
 	}
 	c.session.Do(func(m *stream.Machine, _ stream.Instant) {
 		m.Finish(frame.Done{Call: c.id, Code: why.Code, Message: why.Text, Timings: t, RetryAfterMillis: why.RetryMillis})

@@ -27,7 +27,7 @@ func TestTheTextOfAModelsErrorStaysHereUnlessItIsPublic(t *testing.T) {
 		err  error
 		want string
 	}{
-		"private":        {private, "model failed; the server's log has the cause under the call's id"},
+		"private":        {private, "model failed; the server has the cause under the call's id"},
 		"public":         {engine.Publicf("row %d is not finite", 3), "model failed: row 3 is not finite"},
 		"public-wrapped": {fmt.Errorf("/secret/place: %w", engine.Publicf("no luck")), "model failed: no luck"},
 	} {

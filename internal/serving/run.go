@@ -15,6 +15,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -251,7 +252,7 @@ func (r *Run) end(err, lost error) error {
 	}
 	why := ExplainCall(err)
 	if why.Secret {
-		r.core.logFailure("", r.id, err)
+		r.core.Failures.Add(failures.Failure{At: time.Now(), Call: r.id, Principal: r.core.PrincipalOf(r.ctx), Model: r.model, Code: why.Code}, err)
 	}
 	r.core.callEnded(r.model, why.Code, time.Since(r.began))
 	return why

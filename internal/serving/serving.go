@@ -21,6 +21,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 )
@@ -34,6 +35,8 @@ type Config struct {
 	Pool   *slab.Pool   // memory that small tensors wait in
 	Budget *slab.Budget // for that memory, and for what requests keep
 	Log    *slog.Logger
+	// PrincipalOf returns the name of the sender of ctx's RPC; nil means that nobody has one.
+	PrincipalOf func(ctx context.Context) string
 	// Session limits each session.
 	Session stream.Limits
 	// Open is the maximum number of each kind that may be open.
@@ -57,6 +60,7 @@ type Core struct {
 	Config // does not change
 	admission.Gates
 	counts
+	Failures     *failures.Log // of calls, as far as their callers are not told why
 	models       models
 	unanswered   sync.WaitGroup // requests between Begin and End; after draining is set, none is added
 	reservations reservations
@@ -76,8 +80,12 @@ type Core struct {
 
 // New returns a core for the models of cfg. Close closes it.
 func New(cfg Config) *Core {
+	if cfg.PrincipalOf == nil {
+		cfg.PrincipalOf = func(context.Context) string { return "" }
+	}
 	c := &Core{
-		Config: cfg, counts: newCounts(), models: models{told: cfg.Health, all: make(map[string]*modelState)},
+		Failures: failures.New(cfg.Log),
+		Config:   cfg, counts: newCounts(), models: models{told: cfg.Health, all: make(map[string]*modelState)},
 		sessions: make(map[*Session]struct{}),
 	}
 	c.ctx, c.stop = context.WithCancelCause(context.Background())

@@ -21,16 +21,17 @@ import (
 // Its fields are guarded by the session's lock.
 type Session struct {
 	*session.Session
-	From     *admission.Caller // who opened it
-	Holder   *slab.Principal   // for budgets, once it is open; its name is the session's ID and a unique number
-	core     *Core
-	conn     Conn
-	number   int64
-	calls    map[tensor.ID]*call
-	tasks    map[tensor.ID]Task
-	kind     Direction // of a one-way session; else empty
-	staging  staging
-	retained int // bytes retained for calls, as last reported to conn
+	From      *admission.Caller // who opened it
+	Holder    *slab.Principal   // for budgets, once it is open; its name is the session's ID and a unique number
+	core      *Core
+	conn      Conn
+	number    int64
+	calls     map[tensor.ID]*call
+	tasks     map[tensor.ID]Task
+	kind      Direction // of a one-way session; else empty
+	principal string    // of its RPC
+	staging   staging
+	retained  int // bytes retained for calls, as last reported to conn
 }
 
 // Conn carries frames.
@@ -122,7 +123,7 @@ func (s *Session) AddLane(l session.Lane) {
 // returns why. The rest is cleaned up asynchronously: the session's goroutines end when
 // conn has, which may be after the caller of Serve has returned.
 func (s *Session) Serve(ctx context.Context, conn Conn) error {
-	s.conn = conn
+	s.conn, s.principal = conn, s.core.PrincipalOf(ctx)
 	lost := s.Carry(conn)
 	defer func() { // also when this function panics
 		s.Stop(errors.New("serving: panic"))
@@ -325,13 +326,6 @@ func (s *Session) ready(m *stream.Machine, now stream.Instant, e stream.Event) {
 		return
 	}
 	c.start(e.Part)
-}
-
-// logFailure logs what the caller of a failed call is not told.
-func (c *Core) logFailure(session string, call tensor.ID, err error) {
-	if n, due := c.failures.Again(); due {
-		c.Log.Error("call failed", slog.String("session", session), slog.String("call", call.String()), slog.String("error", err.Error()), slog.Int64("failures", n))
-	}
 }
 
 // refuse ends a call that has not begun to compute; the session is locked.

@@ -100,7 +100,7 @@ func modelText(err error) string {
 	case errors.As(err, &public):
 		return "model failed: " + public.Public()
 	case errors.As(err, &panicked):
-		return fmt.Sprintf("model %q panicked; the server's log has the cause under the call's id", panicked.Model)
+		return fmt.Sprintf("model %q panicked; the server has the cause under the call's id", panicked.Model)
 	}
-	return "model failed; the server's log has the cause under the call's id"
+	return "model failed; the server has the cause under the call's id"
 }

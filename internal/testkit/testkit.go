@@ -9,6 +9,7 @@ package testkit
 
 import (
 	"encoding/binary"
+	"log/slog"
 	"math/rand/v2"
 	"os"
 	"strconv"
@@ -33,6 +34,8 @@ const (
 	// seedVariable names the environment variable that repeats a failed run.
 	seedVariable = "TESTKIT_SEED"
 )
+
+func init() { slog.SetDefault(slog.New(slog.DiscardHandler)) } // where servers without a log have theirs
 
 // Start begins a test that leaves no goroutine behind: one that runs at the
 // test's end and did not run at Start fails it, with its stack. It comes first

@@ -26,6 +26,8 @@ class Errors(support.Served):
         self.assertEqual(e.exception.code, "NOT_FOUND")
         self.assertIn("nix", e.exception.message)
         self.assertTrue(e.exception.hint)
+        self.assertRegex(e.exception.call, "^[0-9a-f]{32}$")
+        self.assertIn(f"call={e.exception.call!r}", repr(e.exception))
         self.assertFalse(e.exception.retryable)
         with self.assertRaises(tf.FailedPrecondition):
             self.client.compute("affine", b"1")

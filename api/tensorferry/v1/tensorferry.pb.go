@@ -3274,6 +3274,199 @@ func (x *ModelState) GetGauges() map[string]float64 {
 	return nil
 }
 
+// ListFailuresRequest asks for failures. A server that identifies its callers tells each of its
+// own. Another tells whoever names a call, and peers on its own machine all.
+type ListFailuresRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Of this call, 16 bytes; none: of all.
+	CallId []byte `protobuf:"bytes,1,opt,name=call_id,json=callId,proto3" json:"call_id,omitempty"`
+	// Failures with a number below this one; 0: the newest.
+	Before        uint64 `protobuf:"varint,2,opt,name=before,proto3" json:"before,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListFailuresRequest) Reset() {
+	*x = ListFailuresRequest{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[41]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListFailuresRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListFailuresRequest) ProtoMessage() {}
+
+func (x *ListFailuresRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[41]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListFailuresRequest.ProtoReflect.Descriptor instead.
+func (*ListFailuresRequest) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{41}
+}
+
+func (x *ListFailuresRequest) GetCallId() []byte {
+	if x != nil {
+		return x.CallId
+	}
+	return nil
+}
+
+func (x *ListFailuresRequest) GetBefore() uint64 {
+	if x != nil {
+		return x.Before
+	}
+	return 0
+}
+
+// ListFailuresResponse has failures, the newest first.
+type ListFailuresResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// At most 256.
+	Failures []*CallFailure `protobuf:"bytes,1,rep,name=failures,proto3" json:"failures,omitempty"`
+	// The before of the next request; 0 at the end.
+	NextBefore    uint64 `protobuf:"varint,2,opt,name=next_before,json=nextBefore,proto3" json:"next_before,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListFailuresResponse) Reset() {
+	*x = ListFailuresResponse{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[42]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListFailuresResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListFailuresResponse) ProtoMessage() {}
+
+func (x *ListFailuresResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[42]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListFailuresResponse.ProtoReflect.Descriptor instead.
+func (*ListFailuresResponse) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{42}
+}
+
+func (x *ListFailuresResponse) GetFailures() []*CallFailure {
+	if x != nil {
+		return x.Failures
+	}
+	return nil
+}
+
+func (x *ListFailuresResponse) GetNextBefore() uint64 {
+	if x != nil {
+		return x.NextBefore
+	}
+	return 0
+}
+
+// CallFailure is a call that failed.
+type CallFailure struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The call, 16 bytes.
+	CallId []byte `protobuf:"bytes,1,opt,name=call_id,json=callId,proto3" json:"call_id,omitempty"`
+	// Its model.
+	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
+	// The gRPC status code it ended with.
+	Code uint32 `protobuf:"varint,3,opt,name=code,proto3" json:"code,omitempty"`
+	// Why: a line of at most 1 KiB.
+	Cause string `protobuf:"bytes,4,opt,name=cause,proto3" json:"cause,omitempty"`
+	// When, in milliseconds since 1970 (UTC).
+	FailedMillis  int64 `protobuf:"varint,5,opt,name=failed_millis,json=failedMillis,proto3" json:"failed_millis,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CallFailure) Reset() {
+	*x = CallFailure{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[43]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CallFailure) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CallFailure) ProtoMessage() {}
+
+func (x *CallFailure) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[43]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
+func (*CallFailure) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{43}
+}
+
+func (x *CallFailure) GetCallId() []byte {
+	if x != nil {
+		return x.CallId
+	}
+	return nil
+}
+
+func (x *CallFailure) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *CallFailure) GetCode() uint32 {
+	if x != nil {
+		return x.Code
+	}
+	return 0
+}
+
+func (x *CallFailure) GetCause() string {
+	if x != nil {
+		return x.Cause
+	}
+	return ""
+}
+
+func (x *CallFailure) GetFailedMillis() int64 {
+	if x != nil {
+		return x.FailedMillis
+	}
+	return 0
+}
+
 var File_tensorferry_v1_tensorferry_proto protoreflect.FileDescriptor
 
 const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
@@ -3537,7 +3730,20 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x06gauges\x18\x03 \x03(\v2&.tensorferry.v1.ModelState.GaugesEntryR\x06gauges\x1a9\n" +
 	"\vGaugesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01*\xab\x03\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"F\n" +
+	"\x13ListFailuresRequest\x12\x17\n" +
+	"\acall_id\x18\x01 \x01(\fR\x06callId\x12\x16\n" +
+	"\x06before\x18\x02 \x01(\x04R\x06before\"p\n" +
+	"\x14ListFailuresResponse\x127\n" +
+	"\bfailures\x18\x01 \x03(\v2\x1b.tensorferry.v1.CallFailureR\bfailures\x12\x1f\n" +
+	"\vnext_before\x18\x02 \x01(\x04R\n" +
+	"nextBefore\"\x8b\x01\n" +
+	"\vCallFailure\x12\x17\n" +
+	"\acall_id\x18\x01 \x01(\fR\x06callId\x12\x14\n" +
+	"\x05model\x18\x02 \x01(\tR\x05model\x12\x12\n" +
+	"\x04code\x18\x03 \x01(\rR\x04code\x12\x14\n" +
+	"\x05cause\x18\x04 \x01(\tR\x05cause\x12#\n" +
+	"\rfailed_millis\x18\x05 \x01(\x03R\ffailedMillis*\xab\x03\n" +
 	"\bDataType\x12\x19\n" +
 	"\x15DATA_TYPE_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eDATA_TYPE_BOOL\x10\x01\x12\x12\n" +
@@ -3564,7 +3770,7 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x0eCHECKSUM_CRC32\x10\x02*-\n" +
 	"\x05Codec\x12\x15\n" +
 	"\x11CODEC_UNSPECIFIED\x10\x00\x12\r\n" +
-	"\tCODEC_LZ4\x10\x012\xfb\x05\n" +
+	"\tCODEC_LZ4\x10\x012\xd6\x06\n" +
 	"\rTensorService\x12A\n" +
 	"\rStreamTensors\x12\x15.tensorferry.v1.Frame\x1a\x15.tensorferry.v1.Frame(\x010\x01\x12K\n" +
 	"\vPushTensors\x12\x15.tensorferry.v1.Frame\x1a#.tensorferry.v1.PushTensorsResponse(\x01\x12J\n" +
@@ -3575,7 +3781,8 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\vGetTransfer\x12\".tensorferry.v1.GetTransferRequest\x1a#.tensorferry.v1.GetTransferResponse\x12S\n" +
 	"\n" +
 	"ListModels\x12!.tensorferry.v1.ListModelsRequest\x1a\".tensorferry.v1.ListModelsResponse\x12_\n" +
-	"\x0eGetServiceInfo\x12%.tensorferry.v1.GetServiceInfoRequest\x1a&.tensorferry.v1.GetServiceInfoResponseBEZCgithub.com/tensorferry/tensorferry/api/tensorferry/v1;tensorferryv1b\x06proto3"
+	"\x0eGetServiceInfo\x12%.tensorferry.v1.GetServiceInfoRequest\x1a&.tensorferry.v1.GetServiceInfoResponse\x12Y\n" +
+	"\fListFailures\x12#.tensorferry.v1.ListFailuresRequest\x1a$.tensorferry.v1.ListFailuresResponseBEZCgithub.com/tensorferry/tensorferry/api/tensorferry/v1;tensorferryv1b\x06proto3"
 
 var (
 	file_tensorferry_v1_tensorferry_proto_rawDescOnce sync.Once
@@ -3590,7 +3797,7 @@ func file_tensorferry_v1_tensorferry_proto_rawDescGZIP() []byte {
 }
 
 var file_tensorferry_v1_tensorferry_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_tensorferry_v1_tensorferry_proto_msgTypes = make([]protoimpl.MessageInfo, 50)
+var file_tensorferry_v1_tensorferry_proto_msgTypes = make([]protoimpl.MessageInfo, 53)
 var file_tensorferry_v1_tensorferry_proto_goTypes = []any{
 	(DataType)(0),                  // 0: tensorferry.v1.DataType
 	(Checksum)(0),                  // 1: tensorferry.v1.Checksum
@@ -3636,15 +3843,18 @@ var file_tensorferry_v1_tensorferry_proto_goTypes = []any{
 	(*GetServiceInfoRequest)(nil),  // 41: tensorferry.v1.GetServiceInfoRequest
 	(*GetServiceInfoResponse)(nil), // 42: tensorferry.v1.GetServiceInfoResponse
 	(*ModelState)(nil),             // 43: tensorferry.v1.ModelState
-	nil,                            // 44: tensorferry.v1.Call.ParamsEntry
-	nil,                            // 45: tensorferry.v1.TensorDesc.MetadataEntry
-	nil,                            // 46: tensorferry.v1.Selection.ParamsEntry
-	nil,                            // 47: tensorferry.v1.ComputeRequest.ParamsEntry
-	nil,                            // 48: tensorferry.v1.StoredTensor.MetadataEntry
-	nil,                            // 49: tensorferry.v1.Model.AboutEntry
-	nil,                            // 50: tensorferry.v1.GetServiceInfoResponse.LimitsEntry
-	nil,                            // 51: tensorferry.v1.GetServiceInfoResponse.CountersEntry
-	nil,                            // 52: tensorferry.v1.ModelState.GaugesEntry
+	(*ListFailuresRequest)(nil),    // 44: tensorferry.v1.ListFailuresRequest
+	(*ListFailuresResponse)(nil),   // 45: tensorferry.v1.ListFailuresResponse
+	(*CallFailure)(nil),            // 46: tensorferry.v1.CallFailure
+	nil,                            // 47: tensorferry.v1.Call.ParamsEntry
+	nil,                            // 48: tensorferry.v1.TensorDesc.MetadataEntry
+	nil,                            // 49: tensorferry.v1.Selection.ParamsEntry
+	nil,                            // 50: tensorferry.v1.ComputeRequest.ParamsEntry
+	nil,                            // 51: tensorferry.v1.StoredTensor.MetadataEntry
+	nil,                            // 52: tensorferry.v1.Model.AboutEntry
+	nil,                            // 53: tensorferry.v1.GetServiceInfoResponse.LimitsEntry
+	nil,                            // 54: tensorferry.v1.GetServiceInfoResponse.CountersEntry
+	nil,                            // 55: tensorferry.v1.ModelState.GaugesEntry
 }
 var file_tensorferry_v1_tensorferry_proto_depIdxs = []int32{
 	4,  // 0: tensorferry.v1.Frame.hello:type_name -> tensorferry.v1.Hello
@@ -3662,64 +3872,67 @@ var file_tensorferry_v1_tensorferry_proto_depIdxs = []int32{
 	1,  // 12: tensorferry.v1.Hello.checksum:type_name -> tensorferry.v1.Checksum
 	2,  // 13: tensorferry.v1.Hello.codecs:type_name -> tensorferry.v1.Codec
 	9,  // 14: tensorferry.v1.Call.inputs:type_name -> tensorferry.v1.Input
-	44, // 15: tensorferry.v1.Call.params:type_name -> tensorferry.v1.Call.ParamsEntry
+	47, // 15: tensorferry.v1.Call.params:type_name -> tensorferry.v1.Call.ParamsEntry
 	6,  // 16: tensorferry.v1.Call.put:type_name -> tensorferry.v1.Put
 	7,  // 17: tensorferry.v1.Call.get:type_name -> tensorferry.v1.Get
 	23, // 18: tensorferry.v1.Get.selections:type_name -> tensorferry.v1.Selection
 	0,  // 19: tensorferry.v1.TensorDesc.dtype:type_name -> tensorferry.v1.DataType
-	45, // 20: tensorferry.v1.TensorDesc.metadata:type_name -> tensorferry.v1.TensorDesc.MetadataEntry
+	48, // 20: tensorferry.v1.TensorDesc.metadata:type_name -> tensorferry.v1.TensorDesc.MetadataEntry
 	16, // 21: tensorferry.v1.Done.outputs:type_name -> tensorferry.v1.Output
 	17, // 22: tensorferry.v1.Done.timings:type_name -> tensorferry.v1.Timings
 	2,  // 23: tensorferry.v1.Chunk.codec:type_name -> tensorferry.v1.Codec
 	20, // 24: tensorferry.v1.PushTensorsResponse.summaries:type_name -> tensorferry.v1.Summary
 	4,  // 25: tensorferry.v1.PullTensorsRequest.hello:type_name -> tensorferry.v1.Hello
 	23, // 26: tensorferry.v1.PullTensorsRequest.selections:type_name -> tensorferry.v1.Selection
-	46, // 27: tensorferry.v1.Selection.params:type_name -> tensorferry.v1.Selection.ParamsEntry
+	49, // 27: tensorferry.v1.Selection.params:type_name -> tensorferry.v1.Selection.ParamsEntry
 	24, // 28: tensorferry.v1.Selection.held:type_name -> tensorferry.v1.Range
 	26, // 29: tensorferry.v1.ComputeRequest.inputs:type_name -> tensorferry.v1.NamedTensor
-	47, // 30: tensorferry.v1.ComputeRequest.params:type_name -> tensorferry.v1.ComputeRequest.ParamsEntry
+	50, // 30: tensorferry.v1.ComputeRequest.params:type_name -> tensorferry.v1.ComputeRequest.ParamsEntry
 	0,  // 31: tensorferry.v1.NamedTensor.dtype:type_name -> tensorferry.v1.DataType
 	26, // 32: tensorferry.v1.ComputeResponse.outputs:type_name -> tensorferry.v1.NamedTensor
 	17, // 33: tensorferry.v1.ComputeResponse.timings:type_name -> tensorferry.v1.Timings
 	30, // 34: tensorferry.v1.ListTensorsResponse.tensors:type_name -> tensorferry.v1.StoredTensor
 	0,  // 35: tensorferry.v1.StoredTensor.dtype:type_name -> tensorferry.v1.DataType
-	48, // 36: tensorferry.v1.StoredTensor.metadata:type_name -> tensorferry.v1.StoredTensor.MetadataEntry
+	51, // 36: tensorferry.v1.StoredTensor.metadata:type_name -> tensorferry.v1.StoredTensor.MetadataEntry
 	35, // 37: tensorferry.v1.GetTransferResponse.tensors:type_name -> tensorferry.v1.TensorState
 	20, // 38: tensorferry.v1.TensorState.summary:type_name -> tensorferry.v1.Summary
 	38, // 39: tensorferry.v1.ListModelsResponse.models:type_name -> tensorferry.v1.Model
 	40, // 40: tensorferry.v1.Model.inputs:type_name -> tensorferry.v1.Port
 	40, // 41: tensorferry.v1.Model.outputs:type_name -> tensorferry.v1.Port
 	39, // 42: tensorferry.v1.Model.params:type_name -> tensorferry.v1.Param
-	49, // 43: tensorferry.v1.Model.about:type_name -> tensorferry.v1.Model.AboutEntry
+	52, // 43: tensorferry.v1.Model.about:type_name -> tensorferry.v1.Model.AboutEntry
 	0,  // 44: tensorferry.v1.Port.dtypes:type_name -> tensorferry.v1.DataType
-	50, // 45: tensorferry.v1.GetServiceInfoResponse.limits:type_name -> tensorferry.v1.GetServiceInfoResponse.LimitsEntry
-	51, // 46: tensorferry.v1.GetServiceInfoResponse.counters:type_name -> tensorferry.v1.GetServiceInfoResponse.CountersEntry
+	53, // 45: tensorferry.v1.GetServiceInfoResponse.limits:type_name -> tensorferry.v1.GetServiceInfoResponse.LimitsEntry
+	54, // 46: tensorferry.v1.GetServiceInfoResponse.counters:type_name -> tensorferry.v1.GetServiceInfoResponse.CountersEntry
 	2,  // 47: tensorferry.v1.GetServiceInfoResponse.codecs:type_name -> tensorferry.v1.Codec
 	43, // 48: tensorferry.v1.GetServiceInfoResponse.models:type_name -> tensorferry.v1.ModelState
-	52, // 49: tensorferry.v1.ModelState.gauges:type_name -> tensorferry.v1.ModelState.GaugesEntry
-	3,  // 50: tensorferry.v1.TensorService.StreamTensors:input_type -> tensorferry.v1.Frame
-	3,  // 51: tensorferry.v1.TensorService.PushTensors:input_type -> tensorferry.v1.Frame
-	22, // 52: tensorferry.v1.TensorService.PullTensors:input_type -> tensorferry.v1.PullTensorsRequest
-	25, // 53: tensorferry.v1.TensorService.Compute:input_type -> tensorferry.v1.ComputeRequest
-	28, // 54: tensorferry.v1.TensorService.ListTensors:input_type -> tensorferry.v1.ListTensorsRequest
-	31, // 55: tensorferry.v1.TensorService.DeleteTensors:input_type -> tensorferry.v1.DeleteTensorsRequest
-	33, // 56: tensorferry.v1.TensorService.GetTransfer:input_type -> tensorferry.v1.GetTransferRequest
-	36, // 57: tensorferry.v1.TensorService.ListModels:input_type -> tensorferry.v1.ListModelsRequest
-	41, // 58: tensorferry.v1.TensorService.GetServiceInfo:input_type -> tensorferry.v1.GetServiceInfoRequest
-	3,  // 59: tensorferry.v1.TensorService.StreamTensors:output_type -> tensorferry.v1.Frame
-	21, // 60: tensorferry.v1.TensorService.PushTensors:output_type -> tensorferry.v1.PushTensorsResponse
-	3,  // 61: tensorferry.v1.TensorService.PullTensors:output_type -> tensorferry.v1.Frame
-	27, // 62: tensorferry.v1.TensorService.Compute:output_type -> tensorferry.v1.ComputeResponse
-	29, // 63: tensorferry.v1.TensorService.ListTensors:output_type -> tensorferry.v1.ListTensorsResponse
-	32, // 64: tensorferry.v1.TensorService.DeleteTensors:output_type -> tensorferry.v1.DeleteTensorsResponse
-	34, // 65: tensorferry.v1.TensorService.GetTransfer:output_type -> tensorferry.v1.GetTransferResponse
-	37, // 66: tensorferry.v1.TensorService.ListModels:output_type -> tensorferry.v1.ListModelsResponse
-	42, // 67: tensorferry.v1.TensorService.GetServiceInfo:output_type -> tensorferry.v1.GetServiceInfoResponse
-	59, // [59:68] is the sub-list for method output_type
-	50, // [50:59] is the sub-list for method input_type
-	50, // [50:50] is the sub-list for extension type_name
-	50, // [50:50] is the sub-list for extension extendee
-	0,  // [0:50] is the sub-list for field type_name
+	55, // 49: tensorferry.v1.ModelState.gauges:type_name -> tensorferry.v1.ModelState.GaugesEntry
+	46, // 50: tensorferry.v1.ListFailuresResponse.failures:type_name -> tensorferry.v1.CallFailure
+	3,  // 51: tensorferry.v1.TensorService.StreamTensors:input_type -> tensorferry.v1.Frame
+	3,  // 52: tensorferry.v1.TensorService.PushTensors:input_type -> tensorferry.v1.Frame
+	22, // 53: tensorferry.v1.TensorService.PullTensors:input_type -> tensorferry.v1.PullTensorsRequest
+	25, // 54: tensorferry.v1.TensorService.Compute:input_type -> tensorferry.v1.ComputeRequest
+	28, // 55: tensorferry.v1.TensorService.ListTensors:input_type -> tensorferry.v1.ListTensorsRequest
+	31, // 56: tensorferry.v1.TensorService.DeleteTensors:input_type -> tensorferry.v1.DeleteTensorsRequest
+	33, // 57: tensorferry.v1.TensorService.GetTransfer:input_type -> tensorferry.v1.GetTransferRequest
+	36, // 58: tensorferry.v1.TensorService.ListModels:input_type -> tensorferry.v1.ListModelsRequest
+	41, // 59: tensorferry.v1.TensorService.GetServiceInfo:input_type -> tensorferry.v1.GetServiceInfoRequest
+	44, // 60: tensorferry.v1.TensorService.ListFailures:input_type -> tensorferry.v1.ListFailuresRequest
+	3,  // 61: tensorferry.v1.TensorService.StreamTensors:output_type -> tensorferry.v1.Frame
+	21, // 62: tensorferry.v1.TensorService.PushTensors:output_type -> tensorferry.v1.PushTensorsResponse
+	3,  // 63: tensorferry.v1.TensorService.PullTensors:output_type -> tensorferry.v1.Frame
+	27, // 64: tensorferry.v1.TensorService.Compute:output_type -> tensorferry.v1.ComputeResponse
+	29, // 65: tensorferry.v1.TensorService.ListTensors:output_type -> tensorferry.v1.ListTensorsResponse
+	32, // 66: tensorferry.v1.TensorService.DeleteTensors:output_type -> tensorferry.v1.DeleteTensorsResponse
+	34, // 67: tensorferry.v1.TensorService.GetTransfer:output_type -> tensorferry.v1.GetTransferResponse
+	37, // 68: tensorferry.v1.TensorService.ListModels:output_type -> tensorferry.v1.ListModelsResponse
+	42, // 69: tensorferry.v1.TensorService.GetServiceInfo:output_type -> tensorferry.v1.GetServiceInfoResponse
+	45, // 70: tensorferry.v1.TensorService.ListFailures:output_type -> tensorferry.v1.ListFailuresResponse
+	61, // [61:71] is the sub-list for method output_type
+	51, // [51:61] is the sub-list for method input_type
+	51, // [51:51] is the sub-list for extension type_name
+	51, // [51:51] is the sub-list for extension extendee
+	0,  // [0:51] is the sub-list for field type_name
 }
 
 func init() { file_tensorferry_v1_tensorferry_proto_init() }
@@ -3733,7 +3946,7 @@ func file_tensorferry_v1_tensorferry_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_tensorferry_v1_tensorferry_proto_rawDesc), len(file_tensorferry_v1_tensorferry_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   50,
+			NumMessages:   53,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

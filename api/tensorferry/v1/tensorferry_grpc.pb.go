@@ -30,6 +30,7 @@ const (
 	TensorService_GetTransfer_FullMethodName    = "/tensorferry.v1.TensorService/GetTransfer"
 	TensorService_ListModels_FullMethodName     = "/tensorferry.v1.TensorService/ListModels"
 	TensorService_GetServiceInfo_FullMethodName = "/tensorferry.v1.TensorService/GetServiceInfo"
+	TensorService_ListFailures_FullMethodName   = "/tensorferry.v1.TensorService/ListFailures"
 )
 
 // TensorServiceClient is the client API for TensorService service.
@@ -59,6 +60,8 @@ type TensorServiceClient interface {
 	ListModels(ctx context.Context, in *ListModelsRequest, opts ...grpc.CallOption) (*ListModelsResponse, error)
 	// GetServiceInfo tells version, limits and counters of the server.
 	GetServiceInfo(ctx context.Context, in *GetServiceInfoRequest, opts ...grpc.CallOption) (*GetServiceInfoResponse, error)
+	// ListFailures says why the last calls failed of which the callers were not told.
+	ListFailures(ctx context.Context, in *ListFailuresRequest, opts ...grpc.CallOption) (*ListFailuresResponse, error)
 }
 
 type tensorServiceClient struct {
@@ -174,6 +177,16 @@ func (c *tensorServiceClient) GetServiceInfo(ctx context.Context, in *GetService
 	return out, nil
 }
 
+func (c *tensorServiceClient) ListFailures(ctx context.Context, in *ListFailuresRequest, opts ...grpc.CallOption) (*ListFailuresResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListFailuresResponse)
+	err := c.cc.Invoke(ctx, TensorService_ListFailures_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // TensorServiceServer is the server API for TensorService service.
 // All implementations must embed UnimplementedTensorServiceServer
 // for forward compatibility.
@@ -201,6 +214,8 @@ type TensorServiceServer interface {
 	ListModels(context.Context, *ListModelsRequest) (*ListModelsResponse, error)
 	// GetServiceInfo tells version, limits and counters of the server.
 	GetServiceInfo(context.Context, *GetServiceInfoRequest) (*GetServiceInfoResponse, error)
+	// ListFailures says why the last calls failed of which the callers were not told.
+	ListFailures(context.Context, *ListFailuresRequest) (*ListFailuresResponse, error)
 	mustEmbedUnimplementedTensorServiceServer()
 }
 
@@ -237,6 +252,9 @@ func (UnimplementedTensorServiceServer) ListModels(context.Context, *ListModelsR
 }
 func (UnimplementedTensorServiceServer) GetServiceInfo(context.Context, *GetServiceInfoRequest) (*GetServiceInfoResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetServiceInfo not implemented")
+}
+func (UnimplementedTensorServiceServer) ListFailures(context.Context, *ListFailuresRequest) (*ListFailuresResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListFailures not implemented")
 }
 func (UnimplementedTensorServiceServer) mustEmbedUnimplementedTensorServiceServer() {}
 func (UnimplementedTensorServiceServer) testEmbeddedByValue()                       {}
@@ -392,6 +410,24 @@ func _TensorService_GetServiceInfo_Handler(srv interface{}, ctx context.Context,
 	return interceptor(ctx, in, info, handler)
 }
 
+func _TensorService_ListFailures_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListFailuresRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TensorServiceServer).ListFailures(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TensorService_ListFailures_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TensorServiceServer).ListFailures(ctx, req.(*ListFailuresRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // TensorService_ServiceDesc is the grpc.ServiceDesc for TensorService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -422,6 +458,10 @@ var TensorService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetServiceInfo",
 			Handler:    _TensorService_GetServiceInfo_Handler,
+		},
+		{
+			MethodName: "ListFailures",
+			Handler:    _TensorService_ListFailures_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

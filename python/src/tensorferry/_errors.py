@@ -18,20 +18,27 @@ class Error(Exception):
         hint: what to do about it; may be empty.
         retryable: whether the same call can succeed later without a change.
         retry_after: seconds to wait before; None if nobody knows.
+        call: the server's id of the call, push or pull that failed; may be empty. The server
+            has the cause under it, as tensorferry info --call shows.
     """
 
     code = "UNKNOWN"
     _retryable = False
 
-    def __init__(self, message: str, *, hint: str = "", retry_after: Optional[float] = None):
+    def __init__(self, message: str, *, hint: str = "", retry_after: Optional[float] = None, call: str = ""):
         super().__init__(message)
         self.message = message
         self.hint = hint
         self.retry_after = retry_after
+        self.call = call
         self.retryable = self._retryable or retry_after is not None
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
+
+    def __repr__(self) -> str:
+        call = f", call={self.call!r}" if self.call else ""
+        return f"{type(self).__name__}({self.message!r}{call})"
 
 
 class Cancelled(Error):
@@ -151,4 +158,4 @@ def from_code(code: int, says: dict[str, Any]) -> Error:
     kind = _BY_NUMBER[code] if 0 < code < len(_BY_NUMBER) else Unknown
     millis = says.get("retry_millis")
     retry = millis / 1000 if isinstance(millis, (int, float)) else None
-    return kind(str(says.get("message", kind.code)), hint=str(says.get("hint", "")), retry_after=retry)
+    return kind(str(says.get("message", kind.code)), hint=str(says.get("hint", "")), retry_after=retry, call=str(says.get("call", "")))

@@ -24,5 +24,15 @@ def pid(x):
     return os.getpid().to_bytes(8, "little")
 
 
+@tf.model(rows=1, array="tensor")
+def divides(x):
+    return x if 1 // 0 else x
+
+
+@tf.model(rows=1, array="tensor")
+def loses_rows(x):
+    return b"1"
+
+
 def broken():
     raise RuntimeError("no weights here")

@@ -1,0 +1,13 @@
+package failures
+
+const (
+	// kept is how many failures a Log has, and causeBytes how long the cause of one may be.
+	kept       = 1024
+	causeBytes = 1 << 10
+	// kindsKept is how many kinds of failures of a model, and modelsKept of how many models,
+	// are logged apart; all others are one.
+	kindsKept  = 64
+	modelsKept = 1024
+	// traceBytes is how much of the end of a trace is logged.
+	traceBytes = 16 << 10
+)
