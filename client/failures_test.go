@@ -66,7 +66,7 @@ func TestTheCauseOfAFailedCallCanBeHad(t *testing.T) {
 	require.Equal(t, second.Call, all[0].Call)
 	require.Regexp(t, `panicked: no such luck \(.*failures_test.go:\d+\)$`, all[0].Cause)
 	for range 298 {
-		call(f.client, 0)
+		_ = call(f.client, 0)
 	}
 	all, err = f.client.Failures(t.Context())
 	require.NoError(t, err)

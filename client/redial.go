@@ -36,10 +36,10 @@ func (d *dials) end(says string, err error) {
 	d.news = make(chan struct{})
 }
 
-func (d *dials) last() (ended int, err error, news <-chan struct{}) {
+func (d *dials) last() (ended int, news <-chan struct{}, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return d.ended, d.err, d.news
+	return d.ended, d.news, d.err
 }
 
 // ask has reset called, which has gRPC dial, once for all who ask, and redialEvery after the last
@@ -78,7 +78,7 @@ func (c *Client) fresh(ctx context.Context, begin func(...grpc.CallOption) error
 	until := time.Now().Add(c.cfg.Wait)
 	seen, _, _ := c.dials.last()
 	err := begin()
-	ended, why, news := c.dials.last()
+	ended, news, why := c.dials.last()
 	switch {
 	case !notSent(err):
 		return err
@@ -93,7 +93,7 @@ func (c *Client) fresh(ctx context.Context, begin func(...grpc.CallOption) error
 			return err
 		}
 		seen = ended
-		if ended, why, news = c.dials.last(); why == nil {
+		if ended, news, why = c.dials.last(); why == nil {
 			// gRPC says so when it has heard from the server, if that is one.
 			ready, cancel := context.WithTimeout(ctx, readyWait)
 			c.conn.WaitForStateChange(ready, connectivity.TransientFailure)

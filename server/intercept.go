@@ -299,5 +299,5 @@ func (s *Server) logEnd(ctx context.Context, method string, err error, took time
 		from = p.Addr.String()
 	}
 	s.log.LogAttrs(ctx, level, "rpc ended", slog.String("rpc", method), slog.String("code", statusName(err)),
-		slog.Duration("took", took), slog.String("peer", from), slog.String("principal", Principal(ctx)))
+		slog.Float64("took_seconds", took.Seconds()), slog.String("peer", from), slog.String("principal", Principal(ctx)))
 }

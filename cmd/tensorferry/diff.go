@@ -98,7 +98,7 @@ type diffJSON struct {
 	Different *int64                `json:"different,omitempty"`
 	NonFinite int64                 `json:"non_finite,omitempty"` // of these; the others have the maxima
 	MaxAbs    float64               `json:"max_abs,omitempty"`
-	MaxRel    float64               `json:"max_rel,omitempty"`
+	MaxRel    any                   `json:"max_rel,omitempty"` // a number, or "inf"
 	First     []elements.Difference `json:"first,omitempty"`
 
 	text string
@@ -224,7 +224,13 @@ func pair(ctx context.Context, title string, a, b compared, o *diffOptions) (dif
 		return d, fmt.Errorf("%s: %w", title, err)
 	}
 	d.Elements, d.Different, d.Equal = &c.Elements, &c.Different, c.Different == 0
-	d.NonFinite, d.MaxAbs, d.MaxRel, d.First = c.NonFinite, c.MaxAbs, c.MaxRel, c.First
+	d.NonFinite, d.MaxAbs, d.First = c.NonFinite, c.MaxAbs, c.First
+	rel := fmt.Sprintf("%.6g", c.MaxRel)
+	if d.MaxRel = c.MaxRel; c.MaxRel == 0 {
+		d.MaxRel = nil
+	} else if math.IsInf(c.MaxRel, 1) {
+		rel, d.MaxRel = "inf", "inf"
+	}
 	if d.Equal {
 		return d, nil
 	}
@@ -236,7 +242,7 @@ func pair(ctx context.Context, title string, a, b compared, o *diffOptions) (dif
 		these = ", the others"
 	}
 	if c.MaxAbs > 0 {
-		fmt.Fprintf(&text, "%s by up to %.6g, relative %.6g", these, c.MaxAbs, c.MaxRel)
+		fmt.Fprintf(&text, "%s by up to %.6g, relative %s", these, c.MaxAbs, rel)
 	}
 	text.WriteByte('\n')
 	for _, f := range c.First {

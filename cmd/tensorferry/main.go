@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"math"
 	"os"
 	"os/signal"
@@ -47,8 +48,13 @@ func run(ctx context.Context, args []string) int {
 	if code == exitInterrupted {
 		err = errors.New("interrupted") // which caused err
 	}
-	fmt.Fprintf(os.Stderr, "tensorferry: %s\n", said(err))
-	if hint := hintOf(c, code, err); hint != "" {
+	text, hint := said(err), hintOf(c, code, err)
+	if f := c.Flag("log-format"); f != nil && f.Value.String() == logJSON { // of serve, whose log goes on
+		slog.New(slog.NewJSONHandler(os.Stderr, nil)).Error("failed", slog.String("error", text), slog.String("hint", hint), slog.Int("exit_code", code))
+		return code
+	}
+	fmt.Fprintf(os.Stderr, "tensorferry: %s\n", text)
+	if hint != "" {
 		fmt.Fprintf(os.Stderr, "hint: %s\n", hint)
 	}
 	return code

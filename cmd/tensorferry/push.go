@@ -102,6 +102,10 @@ func (o *pushOptions) push(c *cobra.Command, args []string) error {
 			return err
 		}
 		found, err := in.open(ctx, file)
+		if errors.Is(err, tensorfile.ErrUnsupported) {
+			spoiled = errors.Join(spoiled, err)
+			continue
+		}
 		if err != nil {
 			return neither(text, file, err)
 		}
@@ -220,7 +224,10 @@ func parsePushed(text string) (name, file string, below bool, err error) {
 	case file == "":
 		return "", "", false, usage("%q has no file; use NAME=FILE", text)
 	case name != "":
-		return name, file, inFile && member == nil, nil
+		if below = inFile && member == nil; below && name != "/" {
+			name = strings.TrimSuffix(name, "/")
+		}
+		return name, file, below, nil
 	}
 	base := filepath.Base(path)
 	if isDir(path) {

@@ -43,6 +43,8 @@ const (
 	// in addition to --memory.
 	storeMemory = "memory"
 	storeShare  = 4
+	// logJSON is --log-format for machines.
+	logJSON = "json"
 	// evictLRU may follow it, and its size.
 	evictLRU = ",evict=lru"
 	// leastStore is the minimum of --store memory:SIZE, enough for a few hundred small
@@ -102,7 +104,7 @@ func (c *serveConfig) flags(cmd *cobra.Command) {
 	f.StringArrayVar(&c.files, "files", []string{}, "also let clients pull the model files below `[name=]folder`,\nwhich is never written to; repeatable")
 	f.BoolVar(&c.server.Reflection, "reflection", true, "serve gRPC reflection, which grpcurl needs")
 	f.BoolVar(&c.pprof, "pprof", false, "serve Go profiles at /debug/pprof/ on the metrics address")
-	choiceVar(cmd, &c.logFormat, "log-format", "log `format`", "text", "json")
+	choiceVar(cmd, &c.logFormat, "log-format", "log `format`", "text", logJSON)
 	choiceVar(cmd, &c.logLevel, "log-level", "lowest log `level`", "info", "debug", "warn", "error")
 	f.BoolVarP(&c.verbose, "verbose", "v", false, "log every RPC; same as --log-level debug")
 	durationVar(f, &c.drain, "drain", drainWait, 0, "how long a stopping server waits for open calls")
@@ -284,7 +286,7 @@ func newLog(c serveConfig) *slog.Logger {
 		level = slog.LevelDebug
 	}
 	o := &slog.HandlerOptions{Level: level}
-	if c.logFormat == "json" {
+	if c.logFormat == logJSON {
 		return slog.New(slog.NewJSONHandler(os.Stderr, o))
 	}
 	return slog.New(slog.NewTextHandler(os.Stderr, o))
@@ -366,7 +368,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 		log.Warn("the process of the model has exited")
 	}
 	draining.Store(true)
-	log.Info("draining", slog.Duration("at_most", c.drain))
+	log.Info("draining", slog.Float64("at_most_seconds", c.drain.Seconds()))
 	drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), c.drain)
 	defer cancel()
 	if err := s.Shutdown(drain); err != nil {

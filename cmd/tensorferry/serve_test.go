@@ -112,7 +112,7 @@ func TestAServerThatIsToldToStopDrainsAndSaysSo(t *testing.T) {
 	o.get("/debug/pprof/", 404)
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
 	require.Zero(t, o.ends(), o.said())
-	require.Regexp(t, `(?s)msg=starting version=\S+ pid=\d+\n.*msg=listening.*msg=draining at_most=10s\n.*msg=stopped drained=true\n$`, o.said())
+	require.Regexp(t, `(?s)msg=starting version=\S+ pid=\d+\n.*msg=listening.*msg=draining at_most_seconds=10\n.*msg=stopped drained=true\n$`, o.said())
 }
 
 func TestAServerThatHadToCancelCallsEndsWithAFailure(t *testing.T) {
@@ -131,7 +131,7 @@ func TestASecondSignalEndsAServerAtOnce(t *testing.T) {
 	o.call()
 	o.get("/debug/pprof/", 200)
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
-	o.says("msg=draining at_most=1h")
+	o.says("msg=draining at_most_seconds=3600")
 	o.get("/healthz", 503)
 	ended := make(chan int, 1)
 	go func() { ended <- o.ends() }()

@@ -178,6 +178,9 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 		case err != nil:
 			return nil, err
 		case len(found) == 0:
+			if below, _, err := cl.List(ctx, literally.Replace(n)+"/**"); err == nil && len(below) > 0 {
+				return nil, hinted{fmt.Errorf("the server has no tensor %q", n), fmt.Sprintf("%q has %d tensors; end the name in a slash", n+"/", len(below))}
+			}
 			return nil, noSuch(n, sources)
 		}
 		for _, s := range found {

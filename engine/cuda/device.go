@@ -528,7 +528,7 @@ func (v *device) rebuild() {
 	}
 	if err != nil {
 		v.pause = min(max(2*v.pause, rebuildFirst), rebuildMost)
-		v.log.Error("device stays lost", slog.Any("cause", err), slog.Duration("next_try", v.pause))
+		v.log.Error("device stays lost", slog.Any("cause", err), slog.Float64("next_try_seconds", v.pause.Seconds()))
 		v.pinned.lose(v.reset)
 		v.mu.Lock()
 		defer v.mu.Unlock()

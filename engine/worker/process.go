@@ -57,7 +57,7 @@ func (p *process) supervise() {
 		if time.Since(began) >= healthy {
 			pause = h.cfg.first
 		}
-		p.log.Error("worker ended", slog.Any("cause", cause), slog.Duration("next_try", pause))
+		p.log.Error("worker ended", slog.Any("cause", cause), slog.Float64("next_try_seconds", pause.Seconds()))
 		select {
 		case <-time.After(pause):
 		case <-h.ctx.Done():

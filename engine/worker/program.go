@@ -110,7 +110,7 @@ func (h *Host) accept(g *guest, w *blocks.Work, a *link.Answer) (r result, err e
 	}
 	r.times.Compute = time.Duration(min(a.Nanos, uint64(h.cfg.block)))
 	if a.Code != 0 {
-		r.err = g.failure(w, a)
+		r.err = failure(a)
 	}
 	for _, out := range a.Outputs {
 		data, b, err := h.find(g, w, out.Range)
@@ -182,7 +182,7 @@ func (p *program) tensor(info engine.Info, rows int64, out link.Tensor, data []b
 }
 
 // failure is why a block failed: what the guest makes public, its caller reads.
-func (g *guest) failure(w *blocks.Work, a *link.Answer) error {
+func failure(a *link.Answer) error {
 	var f struct {
 		Message string `json:"message"`
 		Public  bool   `json:"public"`

@@ -31,8 +31,8 @@ type Comparison struct {
 	Elements, Different int64
 	// NonFinite is how many of those that differ are infinite or NaN in a or b.
 	NonFinite int64
-	// MaxAbs and MaxRel, which is divided by |b|, are the largest finite differences of
-	// elements that differ.
+	// MaxAbs and MaxRel, which is divided by |b|, are the largest differences of finite
+	// elements that differ. MaxRel is infinite if such an element of b is 0.
 	MaxAbs, MaxRel float64
 	First          []Difference
 }
@@ -77,8 +77,8 @@ func Compare(d tensor.Desc, a, b io.Reader, t Tolerance, first int) (Comparison,
 				c.NonFinite++
 			} else {
 				c.MaxAbs = max(c.MaxAbs, abs)
-				if r := abs / of; r <= math.MaxFloat64 {
-					c.MaxRel = max(c.MaxRel, r)
+				if abs > 0 {
+					c.MaxRel = max(c.MaxRel, abs/of)
 				}
 			}
 			if len(c.First) < first {

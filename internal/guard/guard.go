@@ -81,7 +81,7 @@ func (g *Guard) ask(c *Caller) (name string, err error) {
 	}
 	g.refused.Add(1)
 	if n, due := g.sampler.Again(); due {
-		g.log.Warn("RPC refused", slog.Any("peer", c.addr), slog.String("error", err.Error()), slog.Int64("refused", n))
+		g.log.Warn("RPC refused", slog.String("peer", c.addr.String()), slog.String("error", err.Error()), slog.Int64("refused", n))
 	}
 	return "", err
 }
