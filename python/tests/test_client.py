@@ -6,6 +6,7 @@ import io
 import os
 import pathlib
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -14,7 +15,7 @@ import unittest
 import support
 import tensorferry as tf
 from support import numpy, pattern
-from tensorferry import _link, _wire
+from tensorferry import _link, _tensor, _wire
 
 MIB = 1 << 20
 
@@ -149,6 +150,46 @@ class Errors(support.Served):
         self.assertIn("echo", [m["name"] for m in self.client.models()])
         self.assertEqual(self.client.info()["version"], self.client._link.host["version"])
         self.assertIsInstance(list(self.client.sources()), list)
+
+
+class Formats(support.Served):
+    def test_a_file_has_the_format_of_its_ending(self):
+        with tempfile.TemporaryDirectory() as d:
+            folder = pathlib.Path(d)
+            for dtype in _tensor.NAMES[1:]:
+                for shape in ((), (3,), (2, 0), (2, 3)) if dtype == "float32" else ((2, 3),):
+                    with self.subTest(dtype=dtype, shape=shape):
+                        self.check(folder, dtype, shape)
+
+    def check(self, folder, dtype, shape):
+        n = _tensor.size_of(_tensor.NUMBERS[dtype], shape)
+        data = bytes(i % 2 for i in range(n))
+        x = tf.Tensor(data, dtype=dtype, shape=shape)
+        self.client.push({"w": x})
+        for ending in (".npy", ".safetensors", ".bin"):
+            path = folder / f"x{ending}"
+            without = {".npy": ("bfloat16", "float8_e4m3fn", "float8_e5m2"), ".safetensors": ("complex128",)}
+            if dtype in without.get(ending, ()):
+                with self.assertRaisesRegex(tf.InvalidArgument, f"'w': a {ending} file has no {dtype}"):
+                    self.client.pull("w", out={"w": path})
+                self.assertFalse(path.exists())
+                continue
+            self.assertEqual(self.client.pull("w", out={"w": path}), {"w": path})
+            self.client.call("echo", {"": x}, out={"y": folder / f"y{ending}"}).result()
+            if ending == ".bin":
+                self.assertEqual(path.read_bytes(), data)
+                continue
+            for name in (f"x{ending}", f"y{ending}"):
+                subprocess.run(
+                    [support.program(), "push", f"back={folder / name}", "--server", self.server.address],
+                    check=True,
+                    capture_output=True,
+                )
+                stored = self.client.list("back**")[0]
+                self.assertEqual((stored.dtype, stored.shape), (dtype, shape))
+                self.assertEqual(stored.digest, self.client.list("w")[0].digest)
+                self.client.delete("back**")
+            path.unlink()
 
 
 class ComingBack(unittest.TestCase):

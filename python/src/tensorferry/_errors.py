@@ -158,4 +158,7 @@ def from_code(code: int, says: dict[str, Any]) -> Error:
     kind = _BY_NUMBER[code] if 0 < code < len(_BY_NUMBER) else Unknown
     millis = says.get("retry_millis")
     retry = millis / 1000 if isinstance(millis, (int, float)) else None
-    return kind(str(says.get("message", kind.code)), hint=str(says.get("hint", "")), retry_after=retry, call=str(says.get("call", "")))
+    message, hint, call = (
+        str(says.get(key, default)) for key, default in (("message", kind.code), ("hint", ""), ("call", ""))
+    )
+    return kind(message, hint=hint, retry_after=retry, call=call)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, Callable, Optional
 
-from . import _errors, _link, _tensor, _wire
+from . import _errors, _files, _link, _tensor, _wire
 from ._errors import Error
 from ._link import Link, Range, Target
 from ._tensor import NAMES, Like, Source
@@ -29,10 +29,11 @@ _numbers = itertools.count()  # of temporary files
 class File:
     """A result's way to a path or a binary file.
 
-    A path gets the result when it is whole: until then it keeps what it had.
+    A path gets the result when it is whole: until then it keeps what it had. It has the
+    format that its ending says.
     """
 
-    __slots__ = ("file", "made", "out", "pid", "start")
+    __slots__ = ("file", "header", "made", "out", "pid", "start")
 
     def __init__(self, out: Any):
         self.out, self.made, self.pid = out, "", os.getpid()
@@ -44,14 +45,29 @@ class File:
                 self.made = path = f"{path}.{os.getpid()}-{next(_numbers)}.tmp"
             self.file = open(path, "xb" if self.made else "wb")  # noqa: SIM115
         self.start = self.file.tell()
+        self.header = b""  # that is not written
+
+    def begin(self, name: str, dtype: int, shape: tuple[int, ...]) -> None:
+        if self.file is not self.out:
+            self.header = _files.header(self.out, name, dtype, shape)
+            self.start += len(self.header)
+
+    def _write_header(self) -> None:
+        if self.header:
+            self.file.seek(self.start - len(self.header))
+            self.file.write(self.header)
+            self.header = b""
 
     def write(self, offset: int, data: memoryview) -> None:
+        self._write_header()
         self.file.seek(self.start + offset)
         self.file.write(data)
 
     def finish(self, failed: bool) -> None:
         if self.file is self.out:
             return
+        if not failed:
+            self._write_header()
         self.file.close()
         made, self.made = self.made, ""
         if made and failed:
@@ -128,6 +144,7 @@ class Run(Target):
 
     def _check(self, got: Result) -> None:
         if isinstance(got.sink, File):
+            got.sink.begin(got.name, got.dtype, got.shape)
             return
         have = _tensor.of(got.sink)
         if have.dtype != got.dtype or have.shape != got.shape:
