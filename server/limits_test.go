@@ -451,7 +451,7 @@ func TestABadComputeIsRefusedAndSaysWhy(t *testing.T) {
 		"a shape that overflows": {asking("echo", u8, nil, 1<<40, 1<<40), codes.ResourceExhausted, []string{"2^63"}},
 		"65 params":              {ask(func(r *pb.ComputeRequest) { r.Params = entriesOf(65, 3, 1) }), invalid, []string{"params", "65", "64"}},
 		"a type not taken":       {asking("relu", u8, []byte("abc"), 3), codes.FailedPrecondition, []string{"float32", "uint8[3]", `"x"`}},
-		"a model that fails":     {ask(func(r *pb.ComputeRequest) { r.Model = "broken" }), codes.Internal, []string{"model failed", "log"}},
+		"a model that fails":     {ask(func(r *pb.ComputeRequest) { r.Model = "broken" }), codes.Internal, []string{"model failed", "call's id"}},
 		"a timeout":              {ask(func(r *pb.ComputeRequest) { r.Model, r.TimeoutMillis = "gate", 20 }), codes.DeadlineExceeded, []string{"timeout"}},
 	} {
 		t.Run(name, func(t *testing.T) {

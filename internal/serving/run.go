@@ -53,6 +53,7 @@ type Run struct {
 	mu      sync.Mutex // held while a block is written; guards all below
 	blocks  []filling  // borrowed and not full, in order
 	missing int64      // bytes of all inputs not yet written
+	left    []int64    // bytes of each, by input port, that Write has not been given
 	ended   bool
 
 	held sync.Map // of results taken, the functions that release them
@@ -72,9 +73,11 @@ func (c *Core) Open(ctx context.Context, from *admission.Caller, q Request) (*Ru
 	if err != nil {
 		return nil, err
 	}
-	for _, in := range q.Inputs {
+	r.left = make([]int64, len(r.order))
+	for i, in := range q.Inputs {
 		n, _ := in.Desc.Bytes() // checked
 		r.missing += n
+		r.left[slices.Index(r.order, i)] = n
 	}
 	if r.missing == 0 {
 		if err := r.Write(ctx, -1, nil); err != nil {
@@ -137,6 +140,9 @@ func (r *Run) open(q Request) (err error) {
 // or from goroutines of their own. After End the error is engine.ErrClosed.
 func (r *Run) Write(ctx context.Context, input int, data []byte) error {
 	port := slices.Index(r.order, input)
+	if over := r.take(port, len(data)); over > 0 { // before its last rows are computed
+		return fmt.Errorf("%w: input %d has %d bytes more than its desc", errBinding, input, over)
+	}
 	for {
 		n, missing, err := r.write(port, data)
 		if data = data[n:]; err != nil || len(data) == 0 && missing > 0 {
@@ -147,10 +153,8 @@ func (r *Run) Write(ctx context.Context, input int, data []byte) error {
 		}
 		b, err := r.run.Borrow(ctx) // or the last blocks, whose rows have no bytes
 		switch {
-		case errors.Is(err, io.EOF) && len(data) == 0:
-			return nil
 		case errors.Is(err, io.EOF):
-			return fmt.Errorf("%w: input %d has %d bytes more than its desc", errBinding, input, len(data))
+			return nil
 		case err != nil:
 			return err
 		}
@@ -158,6 +162,20 @@ func (r *Run) Write(ctx context.Context, input int, data []byte) error {
 		r.blocks = append(r.blocks, filling{b, slices.Clone(b.In)})
 		r.mu.Unlock()
 	}
+}
+
+// take takes n bytes of an input from those that are missing, or returns how many of them are
+// too many.
+func (r *Run) take(port, n int) (over int64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if port < 0 || r.ended { // which write says
+		return 0
+	}
+	if over = int64(n) - r.left[port]; over <= 0 {
+		r.left[port] -= int64(n)
+	}
+	return over
 }
 
 // write copies to the first block with room for the port, returns full blocks to the run,
