@@ -5,8 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"iter"
+	"maps"
+	"slices"
 	"sync"
 	"time"
+
+	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
@@ -70,6 +74,14 @@ type result struct {
 	came []uint32 // chunk indexes in order of arrival, for Regions
 }
 
+// failed returns the error of a result that the caller's Sink does not take.
+func (r *result) failed(err error) error {
+	if errors.Is(err, ErrInputIdle) {
+		return err
+	}
+	return &Error{Code: codes.FailedPrecondition, Cause: fmt.Errorf("client: result %q: %w", r.port, err)}
+}
+
 // announced provides memory for a result; the session is locked.
 func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) {
 	d := e.Desc
@@ -94,7 +106,7 @@ func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 		err = m.Lend(now, r.id, r.mem, nil)
 	}
 	if err != nil && !errors.Is(err, stream.ErrClosed) {
-		c.cause = fmt.Errorf("client: result %q: %w", r.port, err)
+		c.cause = r.failed(err)
 		m.FailTensor(r.id, frame.FailedPrecondition, "the client cannot take the result")
 	}
 }
@@ -140,7 +152,7 @@ func (c *Call) write(m *stream.Machine, now stream.Instant, r *result, to Sink, 
 		}
 		at.rest.end()
 		if err != nil {
-			c.fail(fmt.Errorf("client: result %q: %w", r.port, err))
+			c.fail(r.failed(err))
 		}
 		<-c.ctx.Done() // nothing more is received
 		l.Home()
@@ -176,6 +188,11 @@ func (c *Call) Wait() (Results, error) {
 	results := make(Results, len(c.results))
 	for _, r := range c.results {
 		results[r.port] = tensor.Tensor{Desc: r.desc, Data: r.mem}
+	}
+	for port := range c.sinks {
+		if _, there := results[port]; !there {
+			return nil, &Error{Code: codes.InvalidArgument, Call: c.id, Cause: fmt.Errorf("%w: Results names %q; the model's results are %q", ErrInput, port, slices.Sorted(maps.Keys(results)))}
+		}
 	}
 	return results, nil
 }

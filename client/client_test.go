@@ -241,7 +241,7 @@ func TestAWriterThatFailsCancelsTheCallAndSaysWhere(t *testing.T) {
 			_, err = call.Wait()
 			require.ErrorIs(t, err, broken)
 			require.ErrorContains(t, err, `result "y"`)
-			require.Equal(t, codes.Canceled, status.Code(err))
+			require.Equal(t, codes.FailedPrecondition, status.Code(err))
 			_, err = s.Compute(t.Context(), "echo", input(t, 10))
 			require.NoError(t, err, "the session lives on")
 		})

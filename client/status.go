@@ -62,6 +62,12 @@ func (e *Error) Error() string {
 	return fmt.Sprintf("client: %s: %s", e.Code, e.Message)
 }
 
+// Is reports whether target is the error of a context that says what the code says: a timeout of
+// the server's is one, too.
+func (e *Error) Is(target error) bool {
+	return target == context.DeadlineExceeded && e.Code == codes.DeadlineExceeded || target == context.Canceled && e.Code == codes.Canceled
+}
+
 // Unwrap returns the cause on this side.
 func (e *Error) Unwrap() error { return e.Cause }
 
@@ -80,6 +86,9 @@ func causeError(cause error) *Error {
 	}
 	if errors.Is(cause, context.DeadlineExceeded) || errors.Is(cause, ErrInputIdle) {
 		return &Error{Code: codes.DeadlineExceeded, Cause: cause}
+	}
+	if errors.Is(cause, ErrInput) { // the caller's reader failed
+		return &Error{Code: codes.InvalidArgument, Cause: cause}
 	}
 	return &Error{Code: codes.Canceled, Cause: cause}
 }
