@@ -3,6 +3,7 @@ package server
 import (
 	"context"
 	"maps"
+	"net/http"
 	"strings"
 
 	"google.golang.org/grpc"
@@ -19,6 +20,14 @@ const modelPrefix = "model/"
 // for each model of the registry. A model that lost a run does not serve until the run has
 // ended or another model has taken its place: the run holds memory and a worker.
 type healthService struct{ *health.Server }
+
+// Health returns a handler of gRPC's health service alone, for a listener of its own: whoever
+// probes may have no credentials.
+func (s *Server) Health() http.Handler {
+	g := grpc.NewServer()
+	healthpb.RegisterHealthServer(g, s.health)
+	return g
+}
 
 // serves marks the services registered on r as serving.
 func (h healthService) serves(r *grpc.Server) {

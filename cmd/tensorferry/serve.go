@@ -64,6 +64,7 @@ type serveConfig struct {
 	server              server.Config // serve sets the fields without flags
 	engines             engineConfig
 	listen, metrics     string
+	health              string
 	insecure            bool
 	secrets             identity.ServerFiles
 	store               storeFlag
@@ -83,6 +84,7 @@ func (c *serveConfig) flags(cmd *cobra.Command) {
 	f.SortFlags = false
 	f.StringVar(&c.listen, "listen", defaultListen, "`address` to listen on:\nhost:port or unix:/path")
 	f.StringVar(&c.metrics, "metrics", defaultMetrics, "`address` of /metrics and /healthz,\nor off")
+	f.StringVar(&c.health, "health-listen", off, "`address` of gRPC health and /healthz for probes, which\nneed neither TLS nor a token, or off")
 	f.StringVar(&c.secrets.Cert, "tls-cert", "", "`file` with the server's certificate; enables TLS")
 	f.StringVar(&c.secrets.Key, "tls-key", "", "`file` with the server's private key")
 	f.StringVar(&c.secrets.ClientCA, "tls-client-ca", "", "`file` with the CA of client certificates;\nclients then need such a certificate or a token")
@@ -341,15 +343,25 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	}
 	limitHeap(e, s, pushed)
 	var draining atomic.Bool
-	at, watching, unwatch, err := watch(c, id, metrics.Handler(registry, func() bool { return !draining.Load() }, c.pprof))
+	serving := func() bool { return !draining.Load() }
+	watching := make(chan error, 2)
+	at, unwatch, err := beside("metrics", c.metrics, id, metrics.Handler(registry, serving, c.pprof), watching)
+	probes, unprobe := off, func() {}
+	if err == nil {
+		defer func() { unwatch() }()
+		probes, unprobe, err = beside("health-listen", c.health, nil, metrics.Probes(serving, s.Health()), watching)
+	}
 	if err != nil {
 		s.Close()
 		return errors.Join(err, l.Close())
 	}
-	defer unwatch()
+	defer unprobe()
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }()
 	log.Info("listening", slog.String("address", addressOf(l)), slog.String("metrics", at), slog.Int("models", len(models.Infos())), slog.String("store", c.store.String()))
+	if probes != off {
+		log.Info("listening for probes", slog.String("address", probes))
+	}
 	for _, address := range []string{c.listen, c.metrics} {
 		if exposed(address) && (id == nil || id.Open()) {
 			log.Warn("other machines can connect without authentication", slog.String("address", address), slog.Bool("encrypted", id != nil))
@@ -379,23 +391,23 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	return <-served
 }
 
-// watch serves h on the address for metrics, if any, until stop; failed receives an end before.
-func watch(c serveConfig, id *identity.Server, h http.Handler) (address string, failed <-chan error, stop func(), err error) {
-	if c.metrics == off {
-		return off, nil, func() {}, nil
+// beside serves h on the address of a flag, unless that is off, until stop; failed receives an
+// end before. What other machines reach is secured by id, if there is one.
+func beside(flag, address string, id *identity.Server, h http.Handler, failed chan<- error) (at string, stop func(), err error) {
+	if address == off {
+		return off, func() {}, nil
 	}
-	l, err := listen("metrics", c.metrics, false)
+	l, err := listen(flag, address, false)
 	if err != nil {
-		return "", nil, nil, err
+		return "", nil, err
 	}
-	if id != nil && exposed(c.metrics) {
+	if id != nil && exposed(address) {
 		l, h = tls.NewListener(l, id.Config()), id.Handler(h)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan error, 1)
 	var served sync.WaitGroup
-	served.Go(func() { ended <- metrics.Serve(ctx, l, h) }) // ends within a second of ctx
-	return addressOf(l), ended, func() { cancel(); served.Wait() }, nil
+	served.Go(func() { failed <- metrics.Serve(ctx, l, h) }) // ends within a second of ctx
+	return addressOf(l), func() { cancel(); served.Wait() }, nil
 }
 
 // identity reads the files that secure the server. It returns nil if there are none.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
@@ -14,7 +15,14 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/status"
 
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
@@ -188,4 +196,59 @@ func TestAServersLogIsJSONWhenAskedFor(t *testing.T) {
 	o.says(`"msg":"listening","address":"127.0.0.1:\d+","metrics":"off","models":4,"store":"memory"}\n`)
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
 	require.Zero(t, o.ends())
+}
+
+func TestProbesNeedNeitherTLSNorAToken(t *testing.T) {
+	testkit.Start(t)
+	dir := t.TempDir()
+	_, err := identity.WriteCertificates(dir, nil, "alice")
+	require.NoError(t, err)
+	file := func(name string) string { return filepath.Join(dir, name) }
+	o := operate(t, "--tls-cert", file(identity.ServerFile), "--tls-key", file(identity.ServerKeyFile), "--tls-client-ca", file(identity.AuthorityFile), "--health-listen", "127.0.0.1:0")
+	at := o.says(`msg="listening for probes" address=(\S+)\n`)[1]
+	get := func(path string) int {
+		c := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+		r, err := c.Get("http://" + at + path)
+		require.NoError(t, err)
+		require.NoError(t, r.Body.Close())
+		return r.StatusCode
+	}
+	require.Equal(t, http.StatusOK, get("/healthz"))
+	require.Equal(t, http.StatusNotFound, get("/metrics"))
+	conn, err := grpc.NewClient(at, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	require.NoError(t, err)
+	defer conn.Close()
+	is, err := healthpb.NewHealthClient(conn).Check(t.Context(), &healthpb.HealthCheckRequest{})
+	require.NoError(t, err)
+	require.Equal(t, healthpb.HealthCheckResponse_SERVING, is.GetStatus())
+	_, err = healthpb.NewHealthClient(conn).Check(t.Context(), &healthpb.HealthCheckRequest{Service: "nobody"})
+	require.Equal(t, codes.NotFound, status.Code(err))
+	_, err = pb.NewTensorServiceClient(conn).ListModels(t.Context(), &pb.ListModelsRequest{})
+	require.Equal(t, codes.Unimplemented, status.Code(err), "nothing else is there")
+	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
+	require.Zero(t, o.ends())
+}
+
+// TestTheUnitOfTheDocsStarts runs the command line of docs/operating.md within what its unit allows,
+// as far as this machine can: the rest needs systemd.
+func TestTheUnitOfTheDocsStarts(t *testing.T) {
+	testkit.Start(t)
+	page, err := os.ReadFile("../../docs/operating.md")
+	require.NoError(t, err)
+	setting := func(name string) string {
+		m := regexp.MustCompile(`(?m)^` + name + `=(.+)$`).FindSubmatch(page)
+		require.NotNil(t, m, name)
+		return string(m[1])
+	}
+	exe, err := exec.LookPath("tensorferry")
+	require.NoError(t, err)
+	line := strings.NewReplacer("/usr/local/bin/tensorferry", exe, "/var/lib/tensorferry", t.TempDir(), "127.0.0.1:50051", "127.0.0.1:0 --metrics off").Replace(setting("ExecStart"))
+	o := &operated{t: t, cmd: exec.CommandContext(t.Context(), "sh", "-c", "ulimit -n "+setting("LimitNOFILE")+" || echo this machine does not allow that many descriptors >&2; exec "+line)}
+	o.cmd.Dir, o.cmd.Env, o.cmd.Stderr = "/", []string{"PATH=/usr/bin:/bin"}, o
+	require.NoError(t, o.cmd.Start())
+	t.Cleanup(func() { _ = o.cmd.Process.Kill() }) // it has ended, unless the test failed
+	o.says(`"msg":"listening"`)
+	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
+	require.Zero(t, o.ends(), o.said())
+	t.Log(o.said())
 }

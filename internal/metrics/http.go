@@ -10,6 +10,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"golang.org/x/net/netutil"
 )
 
 // Handler answers /metrics with what g gathers, /healthz with 200 as long as
@@ -17,13 +18,7 @@ import (
 func Handler(g prometheus.Gatherer, serving func() bool, profiles bool) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(g, promhttp.HandlerOpts{MaxRequestsInFlight: scrapes, Timeout: writeWait / 2}))
-	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
-		if serving() {
-			_, _ = io.WriteString(w, "serving\n") // whoever asked may have gone
-			return
-		}
-		http.Error(w, "draining", http.StatusServiceUnavailable)
-	})
+	mux.HandleFunc("GET /healthz", healthz(serving))
 	if profiles {
 		mux.HandleFunc("GET /debug/pprof/", pprof.Index)
 		mux.HandleFunc("GET /debug/pprof/cmdline", pprof.Cmdline)
@@ -34,12 +29,35 @@ func Handler(g prometheus.Gatherer, serving func() bool, profiles bool) http.Han
 	return mux
 }
 
-// Serve serves h on l, which it takes over, until ctx ends. It returns when every
-// answer has ended or been cut off.
+func healthz(serving func() bool) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		if serving() {
+			_, _ = io.WriteString(w, "serving\n") // whoever asked may have gone
+			return
+		}
+		http.Error(w, "draining", http.StatusServiceUnavailable)
+	}
+}
+
+// Probes answers /healthz as Handler does, and gRPC's health service by health, and
+// nothing else.
+func Probes(serving func() bool, health http.Handler) http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /healthz", healthz(serving))
+	mux.Handle("POST /grpc.health.v1.Health/", health)
+	return mux
+}
+
+// Serve serves h on l, which it takes over, until ctx ends: by HTTP/1, and without TLS by
+// HTTP/2, too. It returns when every answer has ended or been cut off.
 func Serve(ctx context.Context, l net.Listener, h http.Handler) error {
 	s := &http.Server{
 		Handler: h, ReadTimeout: readWait, ReadHeaderTimeout: readWait, WriteTimeout: writeWait, IdleTimeout: idleWait, MaxHeaderBytes: headerBytes,
+		Protocols: new(http.Protocols), HTTP2: &http.HTTP2Config{MaxConcurrentStreams: streams},
 	}
+	s.Protocols.SetHTTP1(true)
+	s.Protocols.SetUnencryptedHTTP2(true)
+	l = netutil.LimitListener(l, connections)
 	stopped := make(chan struct{})
 	unhook := context.AfterFunc(ctx, func() {
 		defer close(stopped)
