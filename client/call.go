@@ -191,7 +191,7 @@ func (c *Call) Wait() (Results, error) {
 	}
 	for port := range c.sinks {
 		if _, there := results[port]; !there {
-			return nil, &Error{Code: codes.InvalidArgument, Call: c.id, Cause: fmt.Errorf("%w: Results names %q; the model's results are %q", ErrInput, port, slices.Sorted(maps.Keys(results)))}
+			return nil, &Error{Code: codes.InvalidArgument, Call: c.id, Cause: fmt.Errorf("%w: there is no result %q; the results are %q", ErrInput, port, slices.Sorted(maps.Keys(results)))}
 		}
 	}
 	return results, nil

@@ -53,5 +53,5 @@ func TestAnErrorIsWhatGoUsersTestFor(t *testing.T) {
 
 	err = wait(t.Context(), client.Request{Results: map[string]client.Sink{"z": client.Into(make([]byte, 1000))}})
 	require.ErrorIs(t, err, client.ErrInput)
-	require.ErrorContains(t, err, `Results names "z"; the model's results are ["y"]`)
+	require.ErrorContains(t, err, `there is no result "z"; the results are ["y"]`)
 }
