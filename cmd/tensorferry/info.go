@@ -14,6 +14,8 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/spf13/cobra"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
@@ -168,7 +170,9 @@ func whyFailed(ctx context.Context, cl *client.Client, call string, out printer)
 			return usage("--call %q is not the id of a call, such as 0199a3a87c517cc28a3f5c0d9f1b2e4d", call)
 		}
 		list = make([]client.Failure, 1)
-		list[0], err = cl.FailureOf(ctx, tensor.ID(id))
+		if list[0], err = cl.FailureOf(ctx, tensor.ID(id)); status.Code(err) == codes.NotFound {
+			err = hinted{err, "tensorferry info --failures" + atServer + " lists the last ones"}
+		}
 	}
 	if err != nil {
 		return err

@@ -200,7 +200,7 @@ func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary, 
 		}
 	}
 	if others := evicted - len(gone); others > 0 {
-		fmt.Fprintf(stderr, "note: the store is full and has evicted %d other tensors of %s, the least recently used, to make room\n", others, sizeText(bytes))
+		fmt.Fprintf(stderr, "note: the store is full and has evicted the least recently used tensors to make room: %d, of %s\n", others, sizeText(bytes))
 	}
 	if len(gone) == 0 {
 		return nil

@@ -166,6 +166,9 @@ func (s *storeFlag) Set(text string) error {
 		*s = storeFlag{text: text, folder: text}
 		return nil
 	}
+	if strings.Contains(size, ",") {
+		return fmt.Errorf("only %s may follow the size", evictLRU)
+	}
 	n, err := parseSize(size)
 	if err != nil {
 		return err
