@@ -574,7 +574,11 @@ func TestComputeFromManyGoroutinesUsesOneSession(t *testing.T) {
 	require.Equal(t, int64(1), info.Counters["sessions_total"])
 	models, err := f.client.Models(t.Context())
 	require.NoError(t, err)
-	require.Len(t, models, 6)
+	var names []string
+	for _, m := range models {
+		names = append(names, m.GetName())
+	}
+	require.Subset(t, names, []string{"echo", "pair"})
 }
 
 func TestNoServerIsAClearErrorAtOnce(t *testing.T) {

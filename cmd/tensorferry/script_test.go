@@ -218,6 +218,9 @@ func scriptJSON(ts *testscript.TestScript, _ bool, _ []string) {
 	ts.Check(json.Unmarshal([]byte(ts.ReadFile("stdout")), &v))
 }
 
+// startWait is how long a command may take to print what a test waits for.
+const startWait = 30 * time.Second
+
 // started runs the command until it has printed what matches, and returns it with
 // the match.
 func started(t *testing.T, text string, args ...string) (*exec.Cmd, []string) {
@@ -236,6 +239,8 @@ func started(t *testing.T, text string, args ...string) (*exec.Cmd, []string) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = c.Process.Kill() }) // it has ended, unless the test failed
+	late := time.AfterFunc(startWait, func() { _ = c.Process.Kill() }) // which ends its output
+	defer late.Stop()
 	pattern, all := regexp.MustCompile(text), ""
 	for lines := bufio.NewScanner(out); lines.Scan(); {
 		all += lines.Text() + "\n"
@@ -270,7 +275,7 @@ func TestAnInterruptedDemoLeavesNoServerBehind(t *testing.T) {
 func TestAnInterruptedServerEndsWell(t *testing.T) {
 	for name, signal := range map[string]os.Signal{"interrupted": os.Interrupt, "its terminal is closed": syscall.SIGHUP} {
 		t.Run(name, func(t *testing.T) {
-			c, _ := started(t, `msg=listening .*models=4`, "serve", "--listen", "127.0.0.1:0", "--metrics", "off")
+			c, _ := started(t, `msg=listening .*models=\d+`, "serve", "--listen", "127.0.0.1:0", "--metrics", "off")
 			if err := c.Process.Signal(signal); err != nil {
 				t.Fatal(err)
 			}

@@ -69,7 +69,7 @@ func operate(t *testing.T, args ...string) *operated {
 	o.cmd.Stderr = o
 	require.NoError(t, o.cmd.Start())
 	t.Cleanup(func() { _ = o.cmd.Process.Kill() }) // it has ended, unless the test failed
-	m := o.says(`msg=listening address=(\S+) metrics=(\S+) models=4 store=(\S+)\n`)
+	m := o.says(`msg=listening address=(\S+) metrics=(\S+) models=\d+ store=(\S+)\n`)
 	o.address, o.metrics = m[1], m[2]
 	return o
 }
@@ -193,7 +193,7 @@ func TestAServersLogIsJSONWhenAskedFor(t *testing.T) {
 	o.cmd.Stderr = o
 	require.NoError(t, o.cmd.Start())
 	t.Cleanup(func() { _ = o.cmd.Process.Kill() }) // it has ended, unless the test failed
-	o.says(`"msg":"listening","address":"127.0.0.1:\d+","metrics":"off","models":4,"store":"memory"}\n`)
+	o.says(`"msg":"listening","address":"127.0.0.1:\d+","metrics":"off","models":\d+,"store":"memory"}\n`)
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
 	require.Zero(t, o.ends())
 }
