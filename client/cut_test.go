@@ -1,10 +1,12 @@
 package client_test
 
 import (
+	"bytes"
 	"context"
 	"io"
 	"net"
 	"path/filepath"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -86,6 +88,16 @@ func newDam(t *testing.T, network, to string, most int64) *dam {
 	return d
 }
 
+// holds waits until the dam is full, and a writer waits in gRPC with a chunk.
+func (d *dam) holds(t *testing.T) {
+	t.Helper()
+	<-d.full
+	stacks := make([]byte, 4*mib)
+	testkit.Eventually(t, func() bool {
+		return bytes.Contains(stacks[:runtime.Stack(stacks, true)], []byte("transport.(*writeQuota).get("))
+	}, "a writer that waits for its connection")
+}
+
 // behindDam returns a client whose connection takes no more than a part of a chunk, and
 // an input that is larger.
 func behindDam(t *testing.T) (d *dam, c *client.Client, in client.Input, released *atomic.Int32) {
@@ -126,7 +138,7 @@ func TestAnInputComesBackFromAConnectionThatDied(t *testing.T) {
 			require.NoError(t, err)
 			call, err := s.Call(t.Context(), client.Request{Model: "echo", Inputs: []client.Input{in}})
 			require.NoError(t, err)
-			<-d.full
+			d.holds(t)
 			stop(call, s)
 			waited := make(chan error, 1)
 			go func() {
@@ -161,7 +173,7 @@ func TestATensorThatIsPushedComesBackFromAConnectionThatDied(t *testing.T) {
 				_, err := c.Push(ctx, client.PushRequest{Tensors: []client.Input{in}})
 				pushed <- err
 			}()
-			<-d.full
+			d.holds(t)
 			stop.stop(cancel)
 			require.Zero(t, released.Load(), "gRPC still reads it")
 			d.cut()
