@@ -8,7 +8,6 @@ package guard
 import (
 	"context"
 	"log/slog"
-	"net"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -30,7 +29,7 @@ type Check func(info credentials.AuthInfo, authorization []string) (principal st
 // Caller is the sender of an RPC, with its evidence. A nil Caller is anonymous.
 type Caller struct {
 	name          string
-	addr          net.Addr
+	addr          string
 	info          credentials.AuthInfo
 	authorization []string
 }
@@ -67,7 +66,7 @@ func (g *Guard) Ask(ctx context.Context, header metadata.MD) (*Caller, error) {
 	}
 	c := &Caller{authorization: slices.Clone(header.Get("authorization"))}
 	if p, ok := peer.FromContext(ctx); ok {
-		c.addr, c.info = p.Addr, p.AuthInfo
+		c.addr, c.info = p.Addr.String(), p.AuthInfo
 	}
 	var err error
 	c.name, err = g.ask(c)
@@ -81,7 +80,7 @@ func (g *Guard) ask(c *Caller) (name string, err error) {
 	}
 	g.refused.Add(1)
 	if n, due := g.sampler.Again(); due {
-		g.log.Warn("RPC refused", slog.String("peer", c.addr.String()), slog.String("error", err.Error()), slog.Int64("refused", n))
+		g.log.Warn("RPC refused", slog.String("peer", c.addr), slog.String("error", err.Error()), slog.Int64("refused", n))
 	}
 	return "", err
 }
