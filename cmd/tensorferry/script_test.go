@@ -238,7 +238,7 @@ func started(t *testing.T, text string, args ...string) (*exec.Cmd, []string) {
 	if err := c.Start(); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = c.Process.Kill() }) // it has ended, unless the test failed
+	t.Cleanup(func() { _ = c.Process.Kill() })                         // it has ended, unless the test failed
 	late := time.AfterFunc(startWait, func() { _ = c.Process.Kill() }) // which ends its output
 	defer late.Stop()
 	pattern, all := regexp.MustCompile(text), ""
