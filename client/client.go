@@ -262,7 +262,7 @@ func ask[Q, A any](ctx context.Context, c *Client, call func(context.Context, Q,
 	defer stop()
 	a, err := call(ctx, q)
 	if err != nil {
-		return a, c.sessionError(cmp.Or(context.Cause(ctx), err))
+		return a, c.sessionError(cmp.Or(context.Cause(ctx), context.Cause(c.closing), err))
 	}
 	return a, nil
 }

@@ -3,7 +3,6 @@ package client
 import (
 	"context"
 	"net"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -74,7 +73,7 @@ func (c *Client) dial(ctx context.Context, address string) (net.Conn, error) {
 
 // fresh begins an RPC. If it fails at once because an older attempt to connect has failed, it
 // begins again after the next one, which it asks for; and so on for as long as Config.Wait says.
-func (c *Client) fresh(ctx context.Context, begin func(...grpc.CallOption) error) error {
+func (c *Client) fresh(ctx context.Context, begin func() error) error {
 	until := time.Now().Add(c.cfg.Wait)
 	seen, _, _ := c.dials.last()
 	err := begin()
@@ -91,6 +90,8 @@ func (c *Client) fresh(ctx context.Context, begin func(...grpc.CallOption) error
 		case <-news:
 		case <-ctx.Done():
 			return err
+		case <-c.closing.Done(): // gRPC dials no more
+			return context.Cause(c.closing)
 		}
 		seen = ended
 		if ended, news, why = c.dials.last(); why == nil {
@@ -107,14 +108,12 @@ func (c *Client) fresh(ctx context.Context, begin func(...grpc.CallOption) error
 
 // unary and streams are interceptors.
 func (c *Client) unary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoker grpc.UnaryInvoker, opts ...grpc.CallOption) error {
-	return c.fresh(ctx, func(more ...grpc.CallOption) error {
-		return invoker(ctx, method, req, reply, cc, slices.Concat(opts, more)...)
-	})
+	return c.fresh(ctx, func() error { return invoker(ctx, method, req, reply, cc, opts...) })
 }
 
 func (c *Client) streams(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, streamer grpc.Streamer, opts ...grpc.CallOption) (s grpc.ClientStream, err error) {
-	err = c.fresh(ctx, func(more ...grpc.CallOption) error {
-		s, err = streamer(ctx, desc, cc, method, slices.Concat(opts, more)...)
+	err = c.fresh(ctx, func() error {
+		s, err = streamer(ctx, desc, cc, method, opts...)
 		return err
 	})
 	return s, err

@@ -128,6 +128,31 @@ func TestAnAttemptThatMayWaitFindsTheServer(t *testing.T) {
 	require.NoError(t, <-found)
 }
 
+func TestCloseEndsAnAttemptThatWaits(t *testing.T) {
+	testkit.Start(t)
+	address, _ := comeAndGo(t)
+	tried := make(chan struct{}, 1000)
+	c, err := client.Dial(address, client.Config{Wait: time.Hour, Lanes: -1}.Dialling(func(ctx context.Context, network, address string) (net.Conn, error) {
+		tried <- struct{}{}
+		return new(net.Dialer).DialContext(ctx, network, address)
+	}))
+	require.NoError(t, err)
+	ended := make(chan error, 2)
+	go func() { // ends with Close
+		_, err := c.Info(context.Background())
+		ended <- err
+	}()
+	go func() { // likewise
+		_, err := c.Session(context.Background())
+		ended <- err
+	}()
+	<-tried
+	<-tried
+	require.NoError(t, c.Close())
+	require.ErrorIs(t, <-ended, client.ErrClosed)
+	require.ErrorIs(t, <-ended, client.ErrClosed)
+}
+
 func TestAnAttemptWaitsNoLongerThanItsContext(t *testing.T) {
 	testkit.Start(t)
 	address, _ := comeAndGo(t)
