@@ -47,9 +47,8 @@ func (c *Client) failures(ctx context.Context, call []byte) (list []Failure, err
 			return nil, err
 		}
 		for _, f := range page.GetFailures() {
-			one := Failure{Model: f.GetModel(), Code: codes.Code(frame.Code(f.GetCode()).Known()), Cause: f.GetCause(), Failed: time.UnixMilli(f.GetFailedMillis())}
-			copy(one.Call[:], f.GetCallId())
-			list = append(list, one)
+			id, _ := tensor.ParseID(f.GetCallId())
+			list = append(list, Failure{Call: id, Model: f.GetModel(), Code: codes.Code(frame.Code(f.GetCode()).Known()), Cause: f.GetCause(), Failed: time.UnixMilli(f.GetFailedMillis())})
 		}
 		next := page.GetNextBefore()
 		if next == 0 {

@@ -15,11 +15,11 @@ import (
 // ListFailures tells a caller why calls failed: if the server identifies callers, its own;
 // otherwise the one that it names, or all if it is on this machine.
 func (s *Server) ListFailures(ctx context.Context, req *pb.ListFailuresRequest) (*pb.ListFailuresResponse, error) {
-	var call tensor.ID
 	named := len(req.GetCallId()) > 0
+	call, valid := tensor.ParseID(req.GetCallId())
 	switch {
-	case named && copy(call[:], req.GetCallId()) != len(req.GetCallId()), named && len(req.GetCallId()) != len(call):
-		return nil, frame.Errorf(frame.InvalidArgument, "call_id: %d bytes, an id has %d", len(req.GetCallId()), len(call))
+	case named && !valid:
+		return nil, frame.Errorf(frame.InvalidArgument, "call_id: %d bytes; an id has %d, which are not all 0", len(req.GetCallId()), len(call))
 	case !named && s.cfg.Identify == nil && !onThisMachine(ctx):
 		return nil, frame.Errorf(frame.FailedPrecondition, "this server does not know who you are: name the call, or ask from its own machine")
 	case !received(ctx).Take(failuresBytes):

@@ -11,6 +11,8 @@ import (
 func unread(l stream.Limits) time.Duration { return 2 * time.Duration(min(l.ChunkIdle, 1<<61)) }
 
 const (
+	// probeBytes is the largest request of a probe: a name, and more than a name needs.
+	probeBytes = 4 << 10
 	// failuresPage is how many failures an answer of ListFailures has, and failuresBytes what
 	// it may take: 1 KiB and a name each, and their encoding.
 	failuresPage  = 256

@@ -115,8 +115,8 @@ func (m *Memory) reserve(name string, room int64) (evicted []Info, err error) {
 	return evicted, nil
 }
 
-// replacing returns what to say if there is no room for a tensor whose name is taken. The
-// caller holds mu.
+// replacing returns a note for ErrFull if an older tensor has the name, which needs room, too.
+// The caller holds mu.
 func (m *Memory) replacing(name string) string {
 	if old := m.byName[name]; old != nil {
 		return fmt.Sprintf(" (the older one, of %d, stays until the new one is complete)", old.room)

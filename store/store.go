@@ -27,7 +27,7 @@ var (
 	// ErrName is wrapped when a name is empty, too long or not printable text, or twice in a
 	// set.
 	ErrName = errors.New("store: bad name")
-	// ErrMetadata is wrapped when metadata is too long, is no text, or has a key of the store's.
+	// ErrMetadata is wrapped when metadata is too long, is not UTF-8, or has a key of the store's.
 	ErrMetadata = errors.New("store: bad metadata")
 	// ErrGlob is wrapped when a glob is malformed or too long.
 	ErrGlob = glob.ErrPattern

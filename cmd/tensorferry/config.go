@@ -56,15 +56,12 @@ func configure(flags *pflag.FlagSet, environ []string) (from origins, services [
 	path := flags.Lookup("config").Value.String()
 	environment := map[string]any{}
 	for _, text := range environ {
-		if rest, ours := strings.CutPrefix(text, envPrefix); ours && servicesEnv.MatchString(rest) {
-			name, _, _ := strings.Cut(text, "=")
-			services = append(services, name)
-			continue
-		}
-		name, value, _ := strings.Cut(text, "=")
-		name, ours := strings.CutPrefix(name, envPrefix)
+		rest, ours := strings.CutPrefix(text, envPrefix)
+		name, value, _ := strings.Cut(rest, "=")
 		switch key := strings.ToLower(strings.ReplaceAll(name, "_", "-")); {
 		case !ours || slices.Contains(notOurs, key):
+		case servicesEnv.MatchString(rest):
+			services = append(services, envPrefix+name)
 		case key == "config":
 			path = cmp.Or(path, value)
 		default:

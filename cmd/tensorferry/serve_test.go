@@ -223,6 +223,8 @@ func TestProbesNeedNeitherTLSNorAToken(t *testing.T) {
 	require.Equal(t, healthpb.HealthCheckResponse_SERVING, is.GetStatus())
 	_, err = healthpb.NewHealthClient(conn).Check(t.Context(), &healthpb.HealthCheckRequest{Service: "nobody"})
 	require.Equal(t, codes.NotFound, status.Code(err))
+	_, err = healthpb.NewHealthClient(conn).Check(t.Context(), &healthpb.HealthCheckRequest{Service: strings.Repeat("x", 5000)})
+	require.Equal(t, codes.ResourceExhausted, status.Code(err))
 	_, err = pb.NewTensorServiceClient(conn).ListModels(t.Context(), &pb.ListModelsRequest{})
 	require.Equal(t, codes.Unimplemented, status.Code(err), "nothing else is there")
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))

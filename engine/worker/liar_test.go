@@ -4,6 +4,8 @@ package worker
 
 import (
 	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"testing"
 	"time"
@@ -115,4 +117,24 @@ func TestAWorkerThatDoesNotReadEnds(t *testing.T) {
 	}, "nobody is left")
 	close(stop)
 	g.Close()
+}
+
+func TestWhatAGuestDoesNotMakePublicIsForTheLogAlone(t *testing.T) {
+	const trace = "Traceback\n  File \"m.py\", line 3, in f\n    raise KeyError('secret')\nKeyError: 'secret'\n"
+	for public, says := range map[bool]string{true: `,"public":true`, false: ""} {
+		text, err := json.Marshal(trace)
+		require.NoError(t, err)
+		err = failure(&link.Answer{JSON: fmt.Appendf(nil, `{"message":"KeyError in /home/model"%s,"trace":%s}`, says, text)})
+		require.EqualError(t, err, "KeyError: 'secret'")
+		told, ok := errors.AsType[engine.PublicError](err)
+		require.Equal(t, public, ok)
+		if ok {
+			require.Equal(t, "KeyError in /home/model", told.Public())
+		}
+		traced, ok := errors.AsType[engine.TracedError](err)
+		require.True(t, ok)
+		place, all := traced.Trace()
+		require.Equal(t, `File "m.py", line 3, in f`, place)
+		require.Equal(t, trace, all)
+	}
 }

@@ -195,20 +195,24 @@ func failure(a *link.Answer) error {
 	if a.Code == link.Exhausted {
 		return fmt.Errorf("%w: %s", slab.ErrMemory, message)
 	}
-	switch {
-	case f.Trace != "":
-		return &raisedError{message, tail(strings.ToValidUTF8(f.Trace, "?"), traceBytes)}
-	case f.Public:
-		return engine.Publicf("%s", message)
+	told := errors.New(message)
+	if f.Public {
+		told = engine.Publicf("%s", message)
 	}
-	return errors.New(message)
+	if f.Trace != "" {
+		return &raisedError{told, tail(strings.ToValidUTF8(f.Trace, "?"), traceBytes)}
+	}
+	return told
 }
 
 // raisedError is an exception of a model's own code.
-type raisedError struct{ public, trace string }
+type raisedError struct {
+	told  error
+	trace string
+}
 
-// Public returns what the caller may read.
-func (e *raisedError) Public() string { return e.public }
+// Unwrap returns what the guest says beside the trace, perhaps an engine.PublicError.
+func (e *raisedError) Unwrap() error { return e.told }
 
 // Error returns the last line of the trace: the exception.
 func (e *raisedError) Error() string {

@@ -104,7 +104,7 @@ func (l *Log) keep(f *Failure, place string) *admission.LogSampler {
 func traceOf(err error) (place, trace string) {
 	if t, ok := errors.AsType[engine.TracedError](err); ok {
 		place, trace = t.Trace()
-		return cmp.Or(place, "unknown place"), trace
+		return frame.Clip(cmp.Or(place, "unknown place"), placeBytes), trace
 	}
 	var types []string
 	for ; err != nil; err = errors.Unwrap(err) {

@@ -91,6 +91,18 @@ func TestTheKindsOfAModelHaveALimit(t *testing.T) {
 	require.LessOrEqual(t, len(l.count), modelsKept+1)
 }
 
+func TestAPlaceHasALimit(t *testing.T) {
+	l, out := logging()
+	for _, end := range []string{"a", "b"} {
+		l.Add(of("m"), placed(strings.Repeat("x", 2*placeBytes)+end))
+	}
+	require.Equal(t, 2, strings.Count(out.String(), "\n"))
+	require.Len(t, l.kinds, 1)
+	for k := range l.kinds {
+		require.Less(t, len(k.what), placeBytes+32)
+	}
+}
+
 func TestTheLastFailuresAreKept(t *testing.T) {
 	l := New(slog.New(slog.DiscardHandler))
 	all := func(*Failure) bool { return true }

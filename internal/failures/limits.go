@@ -8,6 +8,8 @@ const (
 	// are logged apart; all others are one.
 	kindsKept  = 64
 	modelsKept = 1024
+	// placeBytes is how much of a place tells one kind from another: a worker could say much.
+	placeBytes = 256
 	// traceBytes is how much of the end of a trace is logged.
 	traceBytes = 16 << 10
 )

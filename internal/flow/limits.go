@@ -17,7 +17,8 @@ const (
 	ackNumbers = 2048
 	// roadLook is how often the rate of a road is looked at, at most.
 	roadLook = 100 * terms.Millisecond
-	// laneAhead is what others carry while a lane is slow with a chunk that goes before it.
+	// laneAhead, for each lane, is what the others can carry while one is slow with an earlier
+	// chunk.
 	laneAhead = 4 << 20
 	// aheadMost bounds what is lent, or offered, ahead of one tensor: what moves in two round
 	// trips of 100 ms at 10 Gbit/s.

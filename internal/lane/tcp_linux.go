@@ -11,7 +11,8 @@ import (
 )
 
 // unsentBytes is how much of what was written to a far lane may wait in the kernel unsent
-// (TCP_NOTSENT_LOWAT): the lane whose socket wants more takes the next chunk.
+// (TCP_NOTSENT_LOWAT): the lane whose socket wants more takes the next chunk. What
+// waits on a slow lane holds up what comes after it.
 const unsentBytes = 32 << 10
 
 // BBR has a TCP socket, which a net.Dialer or net.ListenConfig is about to use, send by BBR. It
