@@ -13,6 +13,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 	"weak"
 
 	"github.com/stretchr/testify/require"
@@ -324,6 +325,50 @@ func TestASilentLaneIsNotWaitedFor(t *testing.T) {
 		}, "the client has given up")
 		require.NoError(t, c.Close())
 	})
+}
+
+// TestLanesThatSwallowBytesCostNoCall goes through something that opens lanes, and then reads
+// what they carry and passes nothing on.
+func TestLanesThatSwallowBytesCostNoCall(t *testing.T) {
+	testkit.Start(t)
+	for _, lanes := range []int{1, 2, 4, 16} {
+		for _, side := range []string{"the client's", "the server's", "both"} {
+			t.Run(fmt.Sprint(side, " ", lanes), func(t *testing.T) {
+				bubble(t, func(t *testing.T) {
+					f := start(t, "tcp", client.Config{})
+					b := newBetween(t, func(bool) string { return f.addr }, func(c, s net.Conn) {
+						_, _ = io.CopyN(s, c, 40)
+						_, _ = io.CopyN(c, s, 8)
+						both(swallows{c, side != "the server's"}, swallows{s, side != "the client's"})
+					})
+					c, err := dial(b.addr, client.Config{Lanes: lanes, FixedLanes: true})
+					require.NoError(t, err)
+					defer c.Close()
+					x := large(t, 32*mib, 1)
+					begun := time.Now()
+					for range 3 {
+						echoed(t, c, x)
+					}
+					require.Less(t, time.Since(begun), 40*time.Second, "by the clock of the test") // laneTries, 10 s each
+				})
+			})
+		}
+	}
+}
+
+// swallows is a connection of which, if so, nothing comes.
+type swallows struct {
+	net.Conn
+	all bool
+}
+
+func (s swallows) Read(p []byte) (int, error) {
+	for {
+		n, err := s.Conn.Read(p)
+		if err != nil || !s.all {
+			return n, err
+		}
+	}
 }
 
 func TestALaneThatTheServerHasNoRoomForIsTriedAgainAndAgain(t *testing.T) {

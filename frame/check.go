@@ -264,8 +264,11 @@ func (d *Desc) Same(o *Desc) bool {
 
 // Check reports what is wrong with an acknowledgement, or nothing.
 func (a *Ack) Check() string {
-	if n := len(a.Beyond); n%2 != 0 || n > 2*AckPairs {
-		return fmt.Sprintf("acknowledgement has %d numbers of received chunks; at most %d pairs are allowed", n, AckPairs)
+	switch n := len(a.Beyond); {
+	case n > 2*AckPairs:
+		return fmt.Sprintf("acknowledgement names more than %d ranges of received chunks", AckPairs)
+	case n%2 != 0:
+		return fmt.Sprintf("acknowledgement has %d numbers of received chunks; a range has two", n)
 	}
 	last := a.Below
 	for _, v := range a.Beyond {

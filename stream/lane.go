@@ -38,7 +38,17 @@ func (m *Machine) LanesAtOnce() int { return int(max(1, min(m.cfg.LanesAtOnce, m
 // sent its last frame has none, nor has one that encodes, if its peer knows only one.
 func (m *Machine) SetLanes(n int, trip Instant) {
 	m.road.Lanes, m.road.Trip = n, trip
-	m.out.Laned = n > 0 && m.agreed() && (m.code == codec.None || m.peer.LanesAtOnce > 0) && !m.peerDone && !m.shut
+	m.out.Laned = n > 0 && m.restUntil == 0 && m.agreed() && (m.code == codec.None || m.peer.LanesAtOnce > 0) && !m.peerDone && !m.shut
+}
+
+// RestLanes has this side send all chunks in the session for a while, twice as long as the
+// time before: a lane has stalled, and others that go the same way may, too.
+func (m *Machine) RestLanes(now Instant) {
+	if m.restUntil == 0 {
+		m.rest = max(laneRest, 2*m.rest)
+		m.restUntil = now + m.rest
+		m.out.Laned = false
+	}
 }
 
 // Ahead returns how many bytes of a tensor to lend, or to offer, ahead of what has moved; 0 if
@@ -49,12 +59,10 @@ func (m *Machine) Ahead(now Instant) int64 {
 
 // LoseLane has the chunks that a lane carries, and that are not acknowledged, sent again: the
 // lane has ended. Lane 0 is all of them.
-func (m *Machine) LoseLane(now Instant, lane uint8) {
+func (m *Machine) LoseLane(lane uint8) {
 	for _, k := range m.calls.inOrder() {
 		for _, t := range k.outs {
-			if m.out.Lose(&t.Out, lane) {
-				t.last = now
-			}
+			m.out.Lose(&t.Out, lane)
 		}
 	}
 }

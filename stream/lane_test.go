@@ -92,7 +92,7 @@ func (p *party) notice(n int) bool {
 		}
 	}
 	p.m.SetLanes(open, 0)
-	p.m.LoseLane(p.w.now, uint8(n+1))
+	p.m.LoseLane(uint8(n + 1))
 	p.events()
 	return true
 }
@@ -463,4 +463,63 @@ func TestAnInputThatCameByALaneIsAcknowledgedThoughItsModelHasEnded(t *testing.T
 	require.Equal(t, 1, cli.Status().Calls, "the result has no memory yet")
 	require.Nil(t, cli.out.tensors[in], "all of it is acknowledged")
 	require.Zero(t, cli.LaneStalled(srv.LanePatience(1)))
+}
+
+func TestALaneThatIsLostIsNoProgress(t *testing.T) {
+	t.Run("with a result", func(t *testing.T) {
+		_, srv, _, id, _ := laned(t, 3)
+		var now Instant
+		for ; now < srv.cfg.Limits.ChunkIdle; now += second {
+			require.NoError(t, srv.Tick(now))
+			require.Equal(t, 1, srv.Status().Calls, "at %d", now)
+			var ch frame.Chunk
+			held, ok := srv.NextLane(now, &ch, 1)
+			require.True(t, ok)
+			held.Release()
+			srv.LoseLane(1)
+		}
+		require.NoError(t, srv.Tick(now))
+		require.Nil(t, srv.out.tensors[id], "the call has expired")
+	})
+	t.Run("with an input of which a header has come", func(t *testing.T) {
+		cli, srv := pair(t, Limits{AllowanceBytes: 1})
+		call, in := tensor.ID{2}, tensor.ID{3}
+		require.NoError(t, cli.OpenCall(0, frame.Call{ID: call, Model: "m", Inputs: []frame.Binding{{Port: "x", Tensor: in}}}))
+		require.NoError(t, cli.OpenTensor(0, bytesDesc(in, call, 2, 2)))
+		exchange(t, cli, srv)
+		require.NoError(t, srv.Lend(0, in, make([]byte, 2), nil))
+		exchange(t, cli, srv)
+		var now Instant
+		for ; now < srv.cfg.Limits.ChunkIdle; now += second {
+			require.NoError(t, srv.Tick(now))
+			require.Equal(t, 1, srv.Status().Calls, "at %d", now)
+			var c Claim
+			require.True(t, srv.ClaimLane(now, &frame.Chunk{Tensor: in}, 2, &c))
+			srv.Abort(now, &c)
+		}
+		require.NoError(t, srv.Tick(now))
+		require.Nil(t, srv.in.tensors[in], "the call has expired")
+	})
+}
+
+func TestAfterAStallChunksLeaveInTheSessionForAWhile(t *testing.T) {
+	_, srv, _, _, _ := laned(t, 3)
+	now := Instant(0)
+	for _, rest := range []Instant{laneRest, 2 * laneRest, 4 * laneRest} {
+		require.True(t, srv.LanePending())
+		for range 3 { // they stall together
+			srv.RestLanes(now)
+		}
+		require.False(t, srv.LanePending())
+		srv.SetLanes(2, 0)
+		require.False(t, srv.LanePending(), "nor by another one")
+		require.True(t, srv.Pending())
+		srv.PeerWaits(now + rest)
+		require.NoError(t, srv.Tick(now+rest-1))
+		require.False(t, srv.LanePending())
+		now += rest
+		require.NoError(t, srv.Tick(now+second))
+		now += second
+	}
+	require.True(t, srv.LanePending())
 }

@@ -122,6 +122,10 @@ func (m *Machine) Tick(now Instant) error {
 		m.lastUse = now
 		if now >= m.ticked+m.tickEvery() {
 			m.ticked = now
+			if now >= m.restUntil {
+				m.restUntil = 0
+				m.SetLanes(m.road.Lanes, m.road.Trip)
+			}
 			for _, k := range m.calls.inOrder() {
 				m.expire(now, k)
 			}

@@ -137,9 +137,6 @@ func (m *Machine) claim(now Instant, t *in, ch *frame.Chunk, n int, c *Claim) bo
 		m.in.WantAck(now, &t.In, true) // the peer sent it again: it may have missed an ack
 		return false
 	}
-	if !c.claim.Again() {
-		t.touch(now)
-	}
 	t.call.claims++
 	c.tensor, c.lane = t, false
 	return true
@@ -193,6 +190,7 @@ func (r *receiver) commit(now Instant, t *in, claim *Claim, got uint32, failed e
 		r.Resend(now, &t.In, c.Index())
 		return nil
 	}
+	t.touch(now)
 	r.stats.ChunksIn++
 	r.stats.BytesIn += n
 	t.bytes += n

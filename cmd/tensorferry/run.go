@@ -163,6 +163,7 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 		return err
 	}
 	bars.by(s.Lanes)
+	defer func() { bars.end(); o.tell(stderr, s.Ways()) }()
 	call, err := s.Call(ctx, r)
 	if err != nil {
 		return err
@@ -183,7 +184,6 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 		bars.end()
 		fmt.Fprintf(stderr, "total %v: waited for memory %v, received %v, h2d %v, computed %v, d2h %v; first result after %v, exposed %v\n",
 			about(t.Total), about(t.Queue), about(t.Receive), about(t.H2D), about(t.Compute), about(t.D2H), about(t.FirstResult), about(t.Exposed()))
-		o.tell(stderr, s.Ways())
 	}
 	if !o.asJSON {
 		return nil

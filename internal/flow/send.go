@@ -115,19 +115,16 @@ func (s *Sender) Acknowledge(now terms.Instant, t *Out, p frame.Ack) (news bool,
 	return news, nil
 }
 
-// Lose has what a lane carries, or if that is 0 all lanes, sent again. It reports whether
-// there was anything.
-func (s *Sender) Lose(t *Out, lane uint8) (lost bool) {
+// Lose has what a lane carries, or if that is 0 all lanes, sent again.
+func (s *Sender) Lose(t *Out, lane uint8) {
 	t.laned = slices.DeleteFunc(t.laned, func(p passage) bool {
-		if lane != 0 && p.lane != lane {
-			return false
+		lost := lane == 0 || p.lane == lane
+		if lost {
+			t.Chunks.Lose(p.index)
 		}
-		t.Chunks.Lose(p.index)
-		lost = true
-		return true
+		return lost
 	})
 	s.Queue(t)
-	return lost
 }
 
 // Late returns a lane that has made no progress with a chunk of a tensor for longer than

@@ -131,7 +131,7 @@ func (s *Session) forget(l *lane) {
 	n := l.number
 	s.lanes[n-1], l.number = nil, 0
 	s.laned()
-	s.m.LoseLane(s.now(), n)
+	s.m.LoseLane(n)
 	s.dispatch(s.now())
 }
 
@@ -149,6 +149,9 @@ func (s *Session) retire(l *lane, why error) {
 		why = ErrStalled
 	}
 	s.mu.Lock()
+	if errors.Is(why, ErrStalled) {
+		s.m.RestLanes(s.now())
+	}
 	s.forget(l)
 	pending := s.m.Pending()
 	s.mu.Unlock()
@@ -156,6 +159,16 @@ func (s *Session) retire(l *lane, why error) {
 	if pending {
 		s.nudge()
 	}
+}
+
+// stalled returns a lane that the peer acknowledges too little of, if there is one.
+func (s *Session) stalled() *lane {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if n := s.m.LaneStalled(s.now()); n > 0 {
+		return s.lanes[n-1]
+	}
+	return nil
 }
 
 // patience is how long n bytes may take on a lane: a slower one is not worth keeping.

@@ -257,17 +257,13 @@ func (s *Session) tick() {
 	if err == nil {
 		s.schedule()
 	}
-	var stalled *lane
-	if n := int(s.m.LaneStalled(now)); n > 0 && n <= len(s.lanes) {
-		stalled = s.lanes[n-1]
-	}
 	unread := ""
 	if since := s.sendingSince.Load(); since != 0 {
 		unread = s.m.Unread(now, stream.Instant(since), stream.Instant(writeStall))
 	}
 	s.mu.Unlock()
-	if stalled != nil {
-		s.retire(stalled, ErrStalled)
+	for l := s.stalled(); l != nil; l = s.stalled() {
+		s.retire(l, ErrStalled)
 	}
 	if err == nil && unread != "" {
 		err = &frame.Error{Code: frame.DeadlineExceeded, Text: "the peer has not read for " + unread}
