@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"net/url"
 	"slices"
@@ -44,8 +43,6 @@ const (
 	whyKnown   = "more were not faster before"
 	whySoon    = "it is being found out whether more are faster"
 )
-
-var errLaneClosed = errors.New("the server, or something before it, has closed it")
 
 // lanes is the state of a session's lanes. The session's lock guards it.
 type lanes struct {
@@ -212,9 +209,6 @@ func (s *Session) laneEnded(m *stream.Machine, why error, c *lane.Conn, before i
 	s.sess.Do(func(*stream.Machine, stream.Instant) {
 		l := &s.lanes
 		opened := c != nil
-		if errors.Is(why, io.EOF) {
-			why = errLaneClosed
-		}
 		l.open = slices.DeleteFunc(l.open, func(o *lane.Conn) bool { return o == c })
 		l.count.Store(int32(len(l.open)))
 		if errors.Is(why, session.ErrSpare) {

@@ -327,6 +327,23 @@ func TestASilentLaneIsNotWaitedFor(t *testing.T) {
 	})
 }
 
+func TestAProxyThatClosesLanesAtTheGreetingIsNotDialledForEver(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		f := start(t, "tcp", client.Config{})
+		b := newBetween(t, func(bool) string { return f.addr }, func(_, _ net.Conn) {})
+		c, err := dial(b.addr, client.Config{})
+		require.NoError(t, err)
+		defer c.Close()
+		x := large(t, 8*mib, 1)
+		for range 20 {
+			echoed(t, c, x)
+		}
+		require.True(t, strings.HasPrefix(c.Ways().Why, "none for 10m0s"), c.Ways().Why)
+		require.Contains(t, c.Ways().Why, "no answer to the greeting")
+	})
+}
+
 // TestLanesThatSwallowBytesCostNoCall goes through something that opens lanes, and then reads
 // what they carry and passes nothing on.
 func TestLanesThatSwallowBytesCostNoCall(t *testing.T) {

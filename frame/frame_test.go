@@ -92,3 +92,18 @@ func TestADescIsRefusedWithTheCodeOfWhatIsWrongWithIt(t *testing.T) {
 		})
 	}
 }
+
+func TestAnAcknowledgementSaysWhatIsWrongWithItsRanges(t *testing.T) {
+	ascending := func(n int) (numbers []uint32) {
+		for i := range n {
+			numbers = append(numbers, uint32(2*i+1))
+		}
+		return numbers
+	}
+	for n, want := range map[int]string{0: "", 2: "", 3: "3 numbers", 63: "63 numbers", 64: "", 65: "more than 32 ranges", 66: "more than 32 ranges"} {
+		a := Ack{Beyond: ascending(n)}
+		problem := a.Check()
+		require.Contains(t, problem, want, n)
+		require.Equal(t, want == "", problem == "", n)
+	}
+}

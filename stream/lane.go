@@ -36,20 +36,13 @@ func (m *Machine) LanesAtOnce() int { return int(max(1, min(m.cfg.LanesAtOnce, m
 // SetLanes sets how many lanes there are, and their least round trip, 0 if that is short or
 // not known. While there are lanes, chunks on credit leave by NextLane. A side whose peer has
 // sent its last frame has none, nor has one that encodes, if its peer knows only one.
-func (m *Machine) SetLanes(n int, trip Instant) {
+func (m *Machine) SetLanes(now Instant, n int, trip Instant) {
 	m.road.Lanes, m.road.Trip = n, trip
-	m.out.Laned = n > 0 && m.restUntil == 0 && m.agreed() && (m.code == codec.None || m.peer.LanesAtOnce > 0) && !m.peerDone && !m.shut
+	m.out.Laned = n > 0 && !m.road.Rests(now) && m.agreed() && (m.code == codec.None || m.peer.LanesAtOnce > 0) && !m.peerDone && !m.shut
 }
 
-// RestLanes has this side send all chunks in the session for a while, twice as long as the
-// time before: a lane has stalled, and others that go the same way may, too.
-func (m *Machine) RestLanes(now Instant) {
-	if m.restUntil == 0 {
-		m.rest = max(laneRest, 2*m.rest)
-		m.restUntil = now + m.rest
-		m.out.Laned = false
-	}
-}
+// RestLanes has this side send all chunks in the session for a while, from SetLanes on.
+func (m *Machine) RestLanes(now Instant) { m.road.Rest(now) }
 
 // Ahead returns how many bytes of a tensor to lend, or to offer, ahead of what has moved; 0 if
 // the peer is near.

@@ -28,9 +28,6 @@ const (
 	// acknowledgement that is due within lazyAck. A route that lost chunks takes longer; a
 	// busy machine or a line of 1 Mbit/s does not.
 	laneStall = 5 * second
-	// laneRest is how long a side sends nothing by lanes after one has stalled for the first
-	// time. Each such time costs laneStall or more.
-	laneRest = 60 * second
 	// tickEvery is how often the slow timers are checked at least while calls are open.
 	tickEvery = 1 * second
 	// lateFrames is how long a session without calls still expects late frames of ended

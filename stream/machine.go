@@ -39,7 +39,6 @@ type Machine struct {
 	code                 codec.Codec  // codec of the chunks sent
 	waits                bool         // client: the peer must be told that this side waits
 	alive                Instant      // when the peer last said that it waits
-	rest, restUntil      Instant      // how long, and until when, nothing is sent by lanes
 	err                  error        // why the session ended
 }
 
@@ -167,7 +166,7 @@ func (m *Machine) Drain(reason string) {
 // acknowledgements cannot arrive. On a client the session is over.
 func (m *Machine) PeerDone(now Instant) {
 	m.peerDone = true
-	m.SetLanes(0, 0) // its acknowledgements cannot arrive
+	m.SetLanes(now, 0, 0) // its acknowledgements cannot arrive
 	m.LoseLane(0)
 	for _, k := range m.calls.inOrder() {
 		if !m.cfg.Server {

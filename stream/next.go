@@ -122,10 +122,7 @@ func (m *Machine) Tick(now Instant) error {
 		m.lastUse = now
 		if now >= m.ticked+m.tickEvery() {
 			m.ticked = now
-			if now >= m.restUntil {
-				m.restUntil = 0
-				m.SetLanes(m.road.Lanes, m.road.Trip)
-			}
+			m.SetLanes(now, m.road.Lanes, m.road.Trip) // they may have rested
 			for _, k := range m.calls.inOrder() {
 				m.expire(now, k)
 			}

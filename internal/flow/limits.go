@@ -17,6 +17,9 @@ const (
 	ackNumbers = 2048
 	// roadLook is how often the rate of a road is looked at, at most.
 	roadLook = 100 * terms.Millisecond
+	// laneRest is how long a side sends nothing by lanes after one has stalled for the first
+	// time: each such time costs several seconds.
+	laneRest = 60 * terms.Second
 	// laneAhead, for each lane, is what the others can carry while one is slow with an earlier
 	// chunk.
 	laneAhead = 4 << 20

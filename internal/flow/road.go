@@ -10,7 +10,21 @@ type Road struct {
 	since terms.Instant // when moved was noted
 	moved int64         // bytes of tensors
 	ahead int64
+
+	rest, until terms.Instant // how long, and until when, lanes rest
 }
+
+// Rest has lanes rest, twice as long as the time before: one has stalled, and others that go
+// the same way may, too.
+func (r *Road) Rest(now terms.Instant) {
+	if !r.Rests(now) {
+		r.rest = max(laneRest, 2*r.rest)
+		r.until = now + r.rest
+	}
+}
+
+// Rests reports whether lanes rest.
+func (r *Road) Rests(now terms.Instant) bool { return now < r.until }
 
 // Ahead returns how many bytes of a tensor to lend, or to offer, ahead of what has moved, so
 // that nobody waits for the other: four times what is on its way, so that the rate can grow,

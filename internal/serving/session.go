@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 
 	"github.com/tensorferry/tensorferry/assembler"
@@ -110,7 +109,7 @@ func (s *Session) AddLane(l session.Lane) {
 	c.lanesOpened.Add(1)
 	s.Session.AddLane(l, func(why error) {
 		c.lanes.Add(-1)
-		if s.Cause() != nil || errors.Is(why, io.EOF) { // or the session is about to end
+		if s.Cause() != nil || errors.Is(why, session.ErrLaneClosed) { // or the session is about to end
 			return
 		}
 		if n, due := c.lanesBroken.Again(); due { // the session continues without it

@@ -37,6 +37,8 @@ var (
 	ErrReplaced = errors.New("session: the peer has opened another lane")
 	// ErrSpare ends a lane without which the others carry as much.
 	ErrSpare = errors.New("session: the others carry as much")
+	// ErrLaneClosed ends a lane between two chunks.
+	ErrLaneClosed = errors.New("session: the peer, or something before it, has closed the lane")
 	// ErrStalled ends a lane that loses chunks, or takes them too slowly.
 	ErrStalled = errors.New("session: a chunk on the lane took too long; on a slow line use none")
 )
@@ -120,7 +122,7 @@ func (s *Session) laned() {
 			trip = t
 		}
 	}
-	s.m.SetLanes(len(open), stream.Instant(trip))
+	s.m.SetLanes(s.now(), len(open), stream.Instant(trip))
 }
 
 // forget has what a lane has not brought go another way; mu is held.
@@ -145,8 +147,11 @@ func (l *lane) end(why error) {
 
 // retire ends a lane: what it has not brought goes another way.
 func (s *Session) retire(l *lane, why error) {
-	if errors.Is(why, os.ErrDeadlineExceeded) {
+	switch {
+	case errors.Is(why, os.ErrDeadlineExceeded):
 		why = ErrStalled
+	case errors.Is(why, io.EOF):
+		why = ErrLaneClosed
 	}
 	s.mu.Lock()
 	if errors.Is(why, ErrStalled) {
