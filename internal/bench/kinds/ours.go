@@ -63,8 +63,9 @@ func ourKinds() []bench.Kind {
 			return store.OpenFolder(filepath.Join(p.Dir, "store"), store.FolderConfig{})
 		}),
 		ours(InMemory, client.Config{}, Load{1, 1}, func(p bench.Place, pool *slab.Pool) (store.Store, error) {
-			// Room for a tensor and the older one that it replaces, and for many small ones.
-			return store.NewMemory(pool, 2*(slab.PagesOf(int64(len(p.To)))+bench.Many*slab.PagesOf(1))), nil
+			// Room for a tensor and the older one that it replaces, and for many small ones. Older
+			// commits keep them as SizeOf says; now they take no more than that.
+			return store.NewMemory(pool, 2*(slab.SizeOf(int64(len(p.To)))+bench.Many*slab.SizeOf(1))), nil
 		}),
 		ours(Tensorferry+NoLanes, withoutLanes(client.Config{}), Load{1, 1}, none),
 		secured,
