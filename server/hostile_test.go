@@ -361,7 +361,7 @@ func TestLimitsOfTheServerAreNamedWhenTheyAreReached(t *testing.T) {
 		return r
 	}
 	var sessions []*raw
-	for range limit {
+	for range limit - 1 { // one place is for others
 		r := open()
 		r.good()
 		sessions = append(sessions, r)
@@ -376,14 +376,20 @@ func TestLimitsOfTheServerAreNamedWhenTheyAreReached(t *testing.T) {
 func TestWhoHasLittleOpenIsServedThoughTheLimitsAreReached(t *testing.T) {
 	testkit.Start(t)
 	m := shelf(t, mib)
-	f := serve(t, func(c *server.Config) { c.Store, c.Sessions, c.QueuedCalls, c.Transfers = m, 1, 1, 1 })
+	f := serve(t, func(c *server.Config) { c.Store, c.Sessions, c.QueuedCalls, c.Transfers = m, 8, 8, 8 })
 	addGate(t, f, "gate") // never opened
-	greedy := openRaw(t, f.addr)
-	greedy.open(small("gate"))
-	openPush(t, f).announce(ten("greedy"))
+	conn := f.dial(t)
+	for range 7 {
+		greedy, err := rawOn(t, conn)
+		require.NoError(t, err)
+		greedy.send(&pb.Frame{Hello: greedy.greeting()})
+		greedy.open(small("gate"))
+		_, err = pb.NewTensorServiceClient(conn).PushTensors(t.Context())
+		require.NoError(t, err)
+	}
 	testkit.Eventually(t, func() bool {
 		c := f.counters(t)
-		return c["calls"] == 1 && c["open_transfers"] == 1
+		return c["calls"] == 6 && c["open_transfers"] == 6
 	}, "the limits")
 
 	modest := openRaw(t, f.addr) // a connection of its own

@@ -208,7 +208,7 @@ func TestWithoutReflectionThereIsNone(t *testing.T) {
 func TestMetricsSayWhatTheServerHasCounted(t *testing.T) {
 	testkit.Start(t)
 	all := prometheus.NewRegistry()
-	f := serve(t, func(c *server.Config) { c.Metrics = all; c.QueuedCalls = 1 })
+	f := serve(t, func(c *server.Config) { c.Metrics = all; c.QueuedCalls = 4 })
 	g := addGate(t, f, "gate")
 	s := f.session(t, client.Config{})
 	x, err := tensor.Of(make([]float32, 1000))
@@ -227,7 +227,7 @@ func TestMetricsSayWhatTheServerHasCounted(t *testing.T) {
 	testkit.Eventually(t, f.isIdle, "the end of the last call")
 	y, err := tensor.Of([]byte{1})
 	require.NoError(t, err)
-	ended := make(chan error, 4) // as many as a connection may have though the limit is 1
+	ended := make(chan error, 4)
 	for range 4 {
 		go func() { _, err := s.Compute(t.Context(), "gate", y); ended <- err }()
 	}

@@ -272,16 +272,15 @@ func (f *fixture) addBlocker(t testing.TB, let <-chan struct{}) (running *atomic
 
 func TestAForeignServiceIsUnderTheLimitsOfTheServer(t *testing.T) {
 	testkit.Start(t)
+	const open = 4
 	f := serve(t, func(c *server.Config) {
-		c.QueuedCalls = 1
+		c.QueuedCalls = open
 		withForeign(nil, nil)(c)
 	})
 	let := make(chan struct{})
 	running := f.addBlocker(t, let)
 	c := dialForeign(t, f.addr)
 	ctx := metadata.AppendToOutgoingContext(t.Context(), "model", "blocker")
-	// A caller may have a few calls of its own beside the limit: the others' are refused.
-	const open = 4
 	ended := make(chan error, open)
 	for range open {
 		go func() {
@@ -292,7 +291,7 @@ func TestAForeignServiceIsUnderTheLimitsOfTheServer(t *testing.T) {
 	testkit.Eventually(t, func() bool { return f.counters(t)["calls"] == open }, "four calls")
 	_, err := c.whole(ctx, []byte("x"))
 	require.Equal(t, codes.ResourceExhausted, status.Code(err))
-	saysWhy(t, status.Convert(err).Message(), []string{"calls", "limit of the server is 1", "later"})
+	saysWhy(t, status.Convert(err).Message(), []string{"calls", "limit of the server is 4", "later"})
 	require.NotEmpty(t, status.Convert(err).Details(), "when to try again")
 	require.EqualValues(t, 1, f.counters(t)["calls_refused_total"])
 

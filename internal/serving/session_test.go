@@ -75,7 +75,7 @@ func TestLimitsOfTheServerAreNamedWhenTheyAreReached(t *testing.T) {
 		var from admission.Caller
 		var sessions []*peer
 		var calls []*offer
-		for range limit {
+		for range limit - 1 { // one place is for others
 			p, err := f.dialFrom(t, &from)
 			require.NoError(t, err)
 			p.greet()
@@ -84,7 +84,7 @@ func TestLimitsOfTheServerAreNamedWhenTheyAreReached(t *testing.T) {
 			p.deliver(o)
 			sessions, calls = append(sessions, p), append(calls, o)
 		}
-		testkit.Eventually(t, func() bool { return f.Values().Calls == limit }, "the calls")
+		testkit.Eventually(t, func() bool { return f.Values().Calls == limit-1 }, "the calls")
 
 		over := small("echo")
 		sessions[0].open(over)
@@ -115,11 +115,13 @@ func TestLimitsOfTheServerAreNamedWhenTheyAreReached(t *testing.T) {
 func TestWhoHasLittleOpenIsServedThoughTheLimitsAreReached(t *testing.T) {
 	testkit.Start(t)
 	bubble(t, func(t *testing.T) {
-		f := serve(t, func(c *Config) { c.Open = [admission.Kinds]int{1, 1, 1} })
+		f := serve(t, func(c *Config) { c.Open = [admission.Kinds]int{8, 8, 8} })
 		addGate(t, f, "gate") // never opened
 		greedy := f.session(t)
-		greedy.open(small("gate"))
-		testkit.Eventually(t, func() bool { return f.Values().Calls == 1 }, "the limit")
+		for range 7 {
+			greedy.open(small("gate"))
+		}
+		testkit.Eventually(t, func() bool { return f.Values().CallsRefused == 1 }, "the limit")
 		modest := f.session(t) // of another caller
 		for range 100 {
 			modest.good()
