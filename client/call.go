@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"iter"
 	"maps"
 	"slices"
 	"sync"
@@ -27,9 +26,12 @@ type Request struct {
 	Timeout time.Duration
 	// Results maps ports to the Sinks of their results. For a port without an entry, To
 	// chooses the Sink. Without To, or with an empty Sink, the result gets memory of its
-	// own. To must not block.
+	// own. To must not block. It is called again when the call is repeated.
 	Results map[string]Sink
 	To      func(port string, d tensor.Desc) (Sink, error)
+	// Idempotent: a call has no effect but its results, or the same when it is repeated. With
+	// Config.Retry, it is repeated even if it may have begun. A model can declare itself to be.
+	Idempotent bool
 }
 
 // Results are a call's results by port. A result that went to a Writer has no Data.
@@ -54,14 +56,15 @@ func (t Timings) Exposed() time.Duration {
 	return max(0, t.Total-max(t.Receive, t.H2D, t.Compute, t.D2H))
 }
 
-// Call is one run of a model.
-type Call struct {
+// run is one attempt at a call.
+type run struct {
 	task  // its news: a chunk arrived
 	sinks map[string]Sink
 	to    func(string, tensor.Desc) (Sink, error)
 	using sync.WaitGroup // what still uses inputs or results: goroutines, and gRPC
 
 	results []*result // guarded by the session's lock until ctx has ended
+	handed  bool      // the caller has some of a result; guarded likewise
 }
 
 // result is a result being received.
@@ -83,19 +86,21 @@ func (r *result) failed(err error) error {
 }
 
 // announced provides memory for a result; the session is locked.
-func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) {
+func (c *run) announced(m *stream.Machine, now stream.Instant, e stream.Event) {
 	d := e.Desc
 	r := &result{
 		id: e.Tensor, desc: d.Desc.Clone(), port: d.Port,
 		geo: tensor.Geometry{Size: int64(d.SizeBytes), ChunkBytes: int64(d.ChunkBytes)},
 	}
 	c.results = append(c.results, r)
+	c.received += r.geo.Size
 	sink, ok := c.sinks[d.Port]
 	var err error
 	if !ok && c.to != nil {
 		sink, err = c.to(d.Port, r.desc)
 	}
 	if err == nil && sink.open != nil {
+		c.handed = true
 		c.write(m, now, r, sink, d.OnAllowance)
 		return
 	}
@@ -112,7 +117,7 @@ func (c *Call) announced(m *stream.Machine, now stream.Instant, e stream.Event) 
 }
 
 // event implements handler.
-func (c *Call) event(m *stream.Machine, now stream.Instant, e stream.Event) {
+func (c *run) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	switch e.Kind {
 	case stream.EventTensor:
 		c.announced(m, now, e)
@@ -129,7 +134,7 @@ func (c *Call) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 
 // write starts a goroutine that writes a result in order and ends with the call; the session
 // is locked. A failure cancels the call.
-func (c *Call) write(m *stream.Machine, now stream.Instant, r *result, to Sink, onAllowance bool) {
+func (c *run) write(m *stream.Machine, now stream.Instant, r *result, to Sink, onAllowance bool) {
 	at, news := &place{size: r.geo.Size}, make(session.News, 1)
 	l := &session.Landing{
 		Session: c.session.sess, Tensor: r.id, Geo: r.geo, InOrder: true, To: at, Slab: c.session.client.pool.Get, Tell: news.Tell,
@@ -160,7 +165,7 @@ func (c *Call) write(m *stream.Machine, now stream.Instant, r *result, to Sink, 
 }
 
 // fail is like stop, but it also fails a call that has already succeeded.
-func (c *Call) fail(cause error) {
+func (c *run) fail(cause error) {
 	c.stop(cause)
 	c.session.sess.Do(func(*stream.Machine, stream.Instant) {
 		if c.cause == nil && c.done.Code == frame.OK { // stop set no cause: the call had ended
@@ -169,16 +174,8 @@ func (c *Call) fail(cause error) {
 	})
 }
 
-// ID returns the call's ID, under which the server logs the call's failures.
-func (c *Call) ID() tensor.ID { return c.id }
-
-// Cancel cancels the call. The server stops the model within one block.
-func (c *Call) Cancel() { c.stop(context.Canceled) }
-
-// Wait waits for the call to end and returns all its results, or an error. Afterwards the
-// library uses neither inputs nor results. On a hung connection, Wait blocks until
-// keep-alive closes the connection; on a hung lane, until the lane is given up.
-func (c *Call) Wait() (Results, error) {
+// end waits for the attempt to end and returns all its results, or an error.
+func (c *run) end() (Results, error) {
 	<-c.ctx.Done()
 	c.unhook()
 	c.using.Wait()
@@ -197,8 +194,8 @@ func (c *Call) Wait() (Results, error) {
 	return results, nil
 }
 
-// Timings returns how long each stage took on the server. It must only be called after Wait.
-func (c *Call) Timings() Timings {
+// timings returns how long each stage took on the server, once the attempt has ended.
+func (c *run) timings() Timings {
 	t := c.done.Timings
 	return Timings{
 		time.Duration(t.Receive), time.Duration(t.Queue), time.Duration(t.H2D), time.Duration(t.Compute),
@@ -206,35 +203,28 @@ func (c *Call) Timings() Timings {
 	}
 }
 
-// Regions yields parts of the results as they arrive, until the call ends. If the call
-// fails, the last pair has the error. Results that go to a Writer are omitted. Only one
-// goroutine at a time may iterate.
-func (c *Call) Regions() iter.Seq2[Region, error] {
-	return func(yield func(Region, error) bool) {
-		next := map[*result]int{}
-		for ended := false; ; {
-			var fresh []Region
-			c.session.sess.Do(func(*stream.Machine, stream.Instant) {
-				for _, r := range c.results {
-					for _, i := range r.came[next[r]:] {
-						off, n := r.geo.Span(i)
-						fresh = append(fresh, Region{r.port, r.desc, off, r.mem[off : off+n]})
-					}
-					next[r] = len(r.came)
+// regions yields parts of the results as they arrive, until the attempt ends.
+func (c *run) regions(yield func(Region) bool) (more bool) {
+	next := map[*result]int{}
+	for ended := false; ; ended = !c.wait() {
+		var fresh []Region
+		c.session.sess.Do(func(*stream.Machine, stream.Instant) {
+			for _, r := range c.results {
+				for _, i := range r.came[next[r]:] {
+					off, n := r.geo.Span(i)
+					fresh = append(fresh, Region{r.port, r.desc, off, r.mem[off : off+n]})
 				}
-			})
-			for _, r := range fresh {
-				if !yield(r, nil) {
-					return
-				}
+				next[r] = len(r.came)
 			}
-			if ended {
-				if err := c.err(context.Background()); err != nil {
-					yield(Region{}, err)
-				}
-				return
+			c.handed = c.handed || len(fresh) > 0
+		})
+		for _, r := range fresh {
+			if !yield(r) {
+				return false
 			}
-			ended = !c.wait()
+		}
+		if ended {
+			return true
 		}
 	}
 }

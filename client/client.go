@@ -2,7 +2,7 @@
 // and readers, and results into slices and writers, whole or in regions as they arrive. It
 // pushes tensors to the server's store, and pulls, lists and deletes them.
 //
-// It does not retry or compute. A Client, a Session and a Call are safe for concurrent use.
+// It does not compute. A Client, a Session and a Call are safe for concurrent use.
 // Inputs are shared with the library until their call or Push has ended; results belong to
 // the caller.
 package client
@@ -10,6 +10,7 @@ package client
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"math"
 	"net"
@@ -26,6 +27,7 @@ import (
 	"google.golang.org/grpc/keepalive"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/client/retry"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/lane"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -50,6 +52,15 @@ type Config struct {
 	// Wait is how long a new session, and each metadata RPC, waits for a server that cannot be
 	// reached. 0 means not at all: the first attempt to connect decides.
 	Wait time.Duration
+	// Retry has calls, pushes, pulls and metadata RPCs repeated that may be (docs/retries.md);
+	// nil means none. No attempt begins later than RetryFor after the first one; 0 means 60 s.
+	// The error is that of the last attempt.
+	Retry    retry.Policy
+	RetryFor time.Duration
+	// BreakAfter is after how many attempts in a row, of all callers, that found no server, or
+	// one that takes nothing more, calls fail at once with ErrCircuitOpen. After ten seconds one
+	// attempt is made; if that succeeds, all are again. 0 means never.
+	BreakAfter int
 	// StallTimeout is how long a push or a pull waits for a server that makes no progress;
 	// 0 means 60 s. Time spent in the caller's readers and writers does not count. Each 32
 	// MiB that the server reads or syncs without sending anything, such as held ranges,
@@ -98,6 +109,8 @@ type Client struct {
 	stub   pb.TensorServiceClient
 	pool   *slab.Pool
 	lanes  atomic.Pointer[lanesKnown]
+	tally  *tally
+	open   *breaker // nil: there is none
 
 	authority *atomic.Value // a string: whose certificate the server has, by gRPC; noted sets it
 
@@ -129,6 +142,7 @@ func Dial(target string, cfg Config) (c *Client, err error) {
 	cfg.Lanes = min(cmp.Or(cfg.Lanes, mostLanes), mostLanes)
 	cfg.OpenTimeout = cmp.Or(max(0, cfg.OpenTimeout), DefaultOpenTimeout)
 	cfg.InputIdle, cfg.Wait = max(0, cfg.InputIdle), max(0, cfg.Wait)
+	cfg.RetryFor = cmp.Or(max(0, cfg.RetryFor), DefaultRetryFor)
 	cfg.StallTimeout = cmp.Or(max(0, cfg.StallTimeout), DefaultStallTimeout)
 	cfg.ResultBytes = cmp.Or(max(0, cfg.ResultBytes), DefaultResultBytes)
 	cfg.WindowBytes = cmp.Or(max(0, cfg.WindowBytes), DefaultWindow)
@@ -142,7 +156,7 @@ func Dial(target string, cfg Config) (c *Client, err error) {
 	if cfg.Credentials == nil {
 		cfg.Credentials = insecure.NewCredentials()
 	}
-	c = &Client{target: target, authority: new(atomic.Value), dials: dials{news: make(chan struct{})}, pool: slab.NewPool(poolBytes, slab.System), opening: make(chan struct{}, 1)}
+	c = &Client{target: target, tally: newTally(), open: newBreaker(cfg.BreakAfter), authority: new(atomic.Value), dials: dials{news: make(chan struct{})}, pool: slab.NewPool(poolBytes, slab.System), opening: make(chan struct{}, 1)}
 	options := []grpc.DialOption{
 		grpc.WithTransportCredentials(noted{cfg.Credentials, c.authority, &c.dials}),
 		grpc.WithContextDialer(c.dial),
@@ -209,20 +223,7 @@ func (c *Client) Close() error {
 // Compute runs a model with one input and one result, on a session that the client keeps
 // for this. It shares x until it returns; the result belongs to the caller.
 func (c *Client) Compute(ctx context.Context, model string, x tensor.Tensor) (tensor.Tensor, error) {
-	s, err := c.sharedSession(ctx)
-	if err != nil {
-		return tensor.Tensor{}, err
-	}
-	return s.Compute(ctx, model, x)
-}
-
-// Call is like Session.Call, on the session that Compute uses.
-func (c *Client) Call(ctx context.Context, r Request) (*Call, error) {
-	s, err := c.sharedSession(ctx)
-	if err != nil {
-		return nil, err
-	}
-	return s.Call(ctx, r)
+	return computed(c.Call(ctx, oneInput(model, x)))
 }
 
 func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
@@ -236,10 +237,14 @@ func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
 		return c.shared, nil
 	}
 	s, err := c.Session(ctx)
-	if err == nil {
-		c.shared = s
+	if err != nil {
+		if own, ok := errors.AsType[*Error](err); ok {
+			err = own.refused()
+		}
+		return nil, err
 	}
-	return s, err
+	c.shared = s
+	return s, nil
 }
 
 // Kept returns how many bytes of unused memory the client keeps for reuse, at most 64 MiB.
@@ -257,12 +262,24 @@ func (c *Client) Info(ctx context.Context) (*pb.GetServiceInfoResponse, error) {
 }
 
 // ask calls a unary RPC, with OpenTimeout as its limit.
-func ask[Q, A any](ctx context.Context, c *Client, call func(context.Context, Q, ...grpc.CallOption) (A, error), q Q) (A, error) {
-	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.Wait+c.cfg.OpenTimeout, c.noAnswer())
-	defer stop()
-	a, err := call(ctx, q)
-	if err != nil {
-		return a, c.sessionError(cmp.Or(context.Cause(ctx), context.Cause(c.closing), err))
+func ask[Q, A any](ctx context.Context, c *Client, call func(context.Context, Q, ...grpc.CallOption) (A, error), q Q) (a A, err error) {
+	once := func() error {
+		settled, err := c.attempt()
+		if err != nil {
+			return err
+		}
+		ctx, stop := context.WithTimeoutCause(ctx, c.cfg.Wait+c.cfg.OpenTimeout, c.noAnswer())
+		defer stop()
+		if a, err = call(ctx, q); err != nil {
+			own := c.sessionError(cmp.Or(context.Cause(ctx), context.Cause(c.closing), err))
+			own.Refused, err = notSent(err), own
+		}
+		settled(err)
+		return err
 	}
-	return a, nil
+	_, deletes := any(q).(*pb.DeleteTensorsRequest)
+	tries := c.tries()
+	for err = once(); tries.again(ctx, err, !deletes); err = once() {
+	}
+	return a, err
 }

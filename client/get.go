@@ -46,6 +46,8 @@ type Selection struct {
 	HeldDigest codec.Digest
 }
 
+func (s *Selection) isGlob() bool { return !s.Source && strings.ContainsAny(s.Name, "*?[") }
+
 // Range is a range of a tensor's bytes.
 type Range = frame.Range
 
@@ -53,12 +55,65 @@ type Range = frame.Range
 // glob by name. The error joins those of the summaries, or says what ended the pull. A tensor
 // whose summary has no error is complete and has the server's digest.
 func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
+	c.tally.calls.Add(1)
+	left := make([]int, len(r.Select)) // selections
+	for i := range left {
+		left[i] = i
+	}
+	bySelection := make([][]*pulled, len(r.Select)+1) // the last are of none
+	for tries := c.tries(); ; c.tally.retries.Add(1) {
+		q := r
+		q.Select = make([]Selection, len(left))
+		for i, s := range left {
+			q.Select[i] = r.Select[s]
+			bySelection[s] = nil
+		}
+		order, err := c.pull(ctx, q)
+		for _, t := range order {
+			of := len(r.Select)
+			if t.sel >= 0 {
+				of = left[t.sel]
+			}
+			bySelection[of] = append(bySelection[of], t)
+		}
+		why := err
+		left = slices.DeleteFunc(left, func(s int) bool {
+			failed := err
+			if len(bySelection[s]) > 0 && !r.Select[s].isGlob() {
+				failed = nil
+			}
+			for _, t := range bySelection[s] {
+				if t.handed {
+					return true
+				}
+				failed = cmp.Or(failed, t.Err)
+			}
+			if retryable(failed) {
+				why = failed
+			}
+			return !retryable(failed)
+		})
+		if len(left) > 0 && tries.again(ctx, why, true) {
+			continue
+		}
+		var out []Summary
+		for _, list := range append(bySelection[len(r.Select):], bySelection[:len(r.Select)]...) {
+			for _, t := range list {
+				out = append(out, t.Summary)
+			}
+		}
+		return out, cmp.Or(err, errorsOf(out))
+	}
+}
+
+// pull makes one attempt at a pull. Without an error, each tensor has its own.
+func (c *Client) pull(ctx context.Context, r PullRequest) ([]*pulled, error) {
 	p := &pull{request: r, most: len(r.Select), byID: make(map[tensor.ID]*pulled), answered: make([]bool, len(r.Select))}
 	names := make(map[string]int, len(r.Select))
 	for _, s := range r.Select {
 		names[s.Name]++
 		var g *glob.Glob
-		if !s.Source && strings.ContainsAny(s.Name, "*?[") {
+		if s.isGlob() {
 			g, _ = glob.Parse(s.Name) // the server rejects an invalid one
 			p.most = pullTensors
 		}
@@ -93,15 +148,10 @@ func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 		}
 	}
 	slices.SortStableFunc(p.order, func(a, b *pulled) int { return cmp.Or(cmp.Compare(a.sel, b.sel), cmp.Compare(a.Name, b.Name)) })
-	out := make([]Summary, len(p.order))
-	for i, t := range p.order {
+	for _, t := range p.order {
 		t.end(left)
-		out[i] = t.Summary
 	}
-	if err == nil {
-		err = errorsOf(out)
-	}
-	return out, err
+	return p.order, err
 }
 
 // pull is the state of one Pull.
@@ -129,6 +179,7 @@ type pull struct {
 type pulled struct {
 	transferred
 	place        // zero once it is over
+	handed  bool // to a Writer, which cannot take it twice
 	held    bool // the server does not send what is held
 	sel     int  // index of its selection
 	landing session.Landing
@@ -268,6 +319,7 @@ func (p *pull) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		t.sum = cmp.Or(e.Summary, &frame.Summary{Code: e.Code, Message: e.Text})
 		t.sum.Message = frame.Clip(t.sum.Message, min(frame.TextBytes, pullTextBytes-p.textBytes))
 		p.textBytes += len(t.sum.Message)
+		p.received += t.Bytes
 	}
 	if t != nil {
 		p.tell(t)
@@ -342,7 +394,7 @@ func (p *pull) place(t *pulled) error {
 	case sink.open != nil && t.held:
 		err = fmt.Errorf("%w: tensor %q: a Writer has nothing of it; use Held with Into or At", ErrInput, t.Name)
 	case sink.open != nil:
-		t.landing.InOrder = true
+		t.landing.InOrder, t.handed = true, true
 		err = t.open(sink, t.Desc.Clone())
 	case sink.at != nil:
 		t.at = sink.at

@@ -86,7 +86,7 @@ func (s *source) view(off, n int64) ([]byte, interface{ Release() }, error) {
 
 // feed sends an input of a call.
 type feed struct {
-	call *Call
+	call *run
 	in   Input
 	id   tensor.ID
 	geo  tensor.Geometry // once it is open

@@ -69,6 +69,10 @@ const (
 	laneMemoryTime = 10 * time.Minute
 	// mostFailures is how many failures a server may list; ours keep 1024.
 	mostFailures = 1 << 16
+	// longest is the longest duration that Statistics tells from a longer one.
+	longest = 24 * time.Hour
+	// breakFor is how long a client makes no attempt after Config.BreakAfter of them.
+	breakFor = 10 * time.Second
 	// redialEvery is how often a client dials a server that it cannot reach while callers try.
 	redialEvery = 200 * time.Millisecond
 	// readyWait is how long a new connection may take to show that a server is there, after
@@ -92,4 +96,5 @@ const (
 	// DefaultStallTimeout is twice the server's own timeout, whose error says more.
 	DefaultStallTimeout = 60 * time.Second
 	DefaultResultBytes  = 4 << 30
+	DefaultRetryFor     = 60 * time.Second
 )

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -11,7 +12,9 @@ import (
 
 	"google.golang.org/grpc/codes"
 
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/glob"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -58,15 +61,24 @@ func (c *Client) push(ctx context.Context, r PushRequest, together bool) ([]Summ
 		all[i].Summary = Summary{Name: in.Name, Desc: in.Desc, Bytes: size, Err: err}
 		all[i].over, valid = err != nil, valid && err == nil
 	}
+	c.tally.calls.Add(1)
 	var err error
-	if together && !valid {
-		err = fmt.Errorf("%w: nothing was stored, because another tensor of the set is invalid", ErrInput)
-	} else {
-		err = c.pushAll(ctx, all, r.Progress, together)
+	from := readAgain(r.Tensors)
+	for tries := c.tries(); ; c.tally.retries.Add(1) {
+		if together && !valid {
+			err = fmt.Errorf("%w: nothing was stored, because another tensor of the set is invalid", ErrInput)
+		} else {
+			err = c.pushAll(ctx, all, r.Progress, together)
+		}
+		for _, t := range all {
+			t.end(err)
+		}
+		if from == nil || !tries.again(ctx, repeatable(all), true) || !tries.rewind(ctx, all, from, together) {
+			break
+		}
 	}
 	out := make([]Summary, len(all))
 	for i, t := range all {
-		t.end(err)
 		t.using.Wait()
 		if t.in.Release != nil {
 			t.in.Release()
@@ -105,6 +117,73 @@ func (c *Client) pushAll(ctx context.Context, all []*pushed, progress func(Progr
 		}
 	}
 	return nil
+}
+
+// repeatable returns the first error of tensors after which another attempt can succeed.
+func repeatable(all []*pushed) error {
+	for _, t := range all {
+		if retryable(t.Err) {
+			return t.Err
+		}
+	}
+	return nil
+}
+
+// rewind makes tensors that failed ready for another attempt; but those that the server turns
+// out to have are stored. It reports whether any is left.
+func (t *tries) rewind(ctx context.Context, all []*pushed, from []int64, together bool) bool {
+	ctx, stop := context.WithDeadline(ctx, t.until)
+	defer stop()
+	var left []int
+	stored := make(map[int]*Stored)
+	for i, p := range all {
+		if !retryable(p.Err) {
+			if together { // some of the set can never be stored
+				return false
+			}
+			continue
+		}
+		has, err := t.client.has(ctx, p)
+		if err != nil {
+			return false
+		}
+		if has != nil {
+			stored[i] = has
+		}
+		left = append(left, i)
+	}
+	if together && len(stored) < len(left) {
+		clear(stored)
+	}
+	for _, i := range left {
+		p := all[i]
+		if has := stored[i]; has != nil {
+			p.Err, p.Durable = nil, has.Durable
+			p.stored.Store(true)
+			continue
+		}
+		if p.in.Reader != nil {
+			if _, err := p.in.Reader.(io.Seeker).Seek(from[i], io.SeekStart); err != nil {
+				return false
+			}
+		}
+		p.Err, p.over, p.failed, p.sum, p.Digest = nil, false, nil, nil, codec.Digest{}
+		p.moved.Store(0)
+	}
+	return len(stored) < len(left)
+}
+
+// has returns what the server has stored of a tensor that was pushed, or nil if that is another
+// one. It has nothing of one that was not sent as a whole.
+func (c *Client) has(ctx context.Context, p *pushed) (*Stored, error) {
+	if p.Digest.IsZero() {
+		return nil, nil
+	}
+	list, _, err := c.List(ctx, glob.Quote(p.Name))
+	if err != nil || len(list) != 1 || list[0].Digest != p.Digest || !list[0].Equal(p.Desc) {
+		return nil, err
+	}
+	return &list[0], nil
 }
 
 // putting is a put.
@@ -283,6 +362,7 @@ func (p *putting) event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 	case e.Kind == stream.EventSummary && t != nil:
 		t.sum = e.Summary
 		t.stored.Store(e.Summary.Code == frame.OK && !p.together)
+		p.sent += t.Bytes
 		p.ended(e.Tensor)
 	case e.Kind == stream.EventFailed && t != nil: // its bytes vanished
 		t.failed = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: %s", t.Name, e.Text)}

@@ -59,9 +59,14 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 }
 
 // begin opens a session over what dial returns.
-func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own context.Context) (session.Conn, error)) (*Session, error) {
+func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own context.Context) (session.Conn, error)) (s *Session, err error) {
+	settled, err := c.attempt()
+	if err != nil {
+		return nil, err
+	}
+	defer func() { settled(err) }()
 	own, cancel := context.WithCancel(context.Background())
-	s := &Session{client: c, own: own, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]handler)}
+	s = &Session{client: c, own: own, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]handler)}
 	s.lanes.busy = make(chan struct{}, 1)
 	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.Wait+c.cfg.OpenTimeout, c.noAnswer())
 	defer stop()
@@ -159,7 +164,15 @@ func (s *Session) waits(every time.Duration) {
 // Compute runs a model with one input and one result. It shares x until it returns; the
 // result belongs to the caller.
 func (s *Session) Compute(ctx context.Context, model string, x tensor.Tensor) (tensor.Tensor, error) {
-	c, err := s.Call(ctx, Request{Model: model, Inputs: []Input{From("", x)}})
+	return computed(s.Call(ctx, oneInput(model, x)))
+}
+
+func oneInput(model string, x tensor.Tensor) Request {
+	return Request{Model: model, Inputs: []Input{From("", x)}}
+}
+
+// computed waits for a call, and returns its only result.
+func computed(c *Call, err error) (tensor.Tensor, error) {
 	if err != nil {
 		return tensor.Tensor{}, err
 	}
@@ -172,14 +185,25 @@ func (s *Session) Compute(ctx context.Context, model string, x tensor.Tensor) (t
 			return t, nil
 		}
 	}
-	return tensor.Tensor{}, fmt.Errorf("client: model %q has %d results; use Call", model, len(results))
+	return tensor.Tensor{}, fmt.Errorf("client: the model has %d results; use Call", len(results))
 }
 
 // Call starts a call and returns without waiting for it. Cancelling ctx cancels the call.
 // Inputs are shared with the library until Wait has returned; the Request is copied. If the
-// server does not read, Call may block for 30 s, after which the session ends.
+// server does not read, Call may block for 30 s, after which the session ends. The call is
+// not repeated: Client.Call's are.
 func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
-	c := &Call{sinks: r.Results, to: r.To}
+	s.client.tally.calls.Add(1)
+	first, err := s.run(ctx, r)
+	if err != nil {
+		return nil, err
+	}
+	return newCall(first), nil
+}
+
+// run starts an attempt at a call.
+func (s *Session) run(ctx context.Context, r Request) (*run, error) {
+	c := &run{sinks: r.Results, to: r.To}
 	timeout := (max(0, r.Timeout) + time.Millisecond - 1) / time.Millisecond // never rounded to 0, which is no limit
 	part := frame.Call{ID: tensor.NewID(), Model: r.Model, Params: r.Params, TimeoutMillis: uint64(timeout)}
 	feeds := make([]feed, len(r.Inputs)) // not copied: goroutines run on them
@@ -201,6 +225,7 @@ func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 				m.Finish(frame.Done{Call: c.id, Code: frame.InvalidArgument, Message: err.Error()})
 				return err
 			}
+			c.sent += feeds[i].geo.Size
 			s.wantLane(m, feeds[i].geo.Size)
 		}
 		return nil

@@ -39,6 +39,8 @@ var (
 	ErrInputIdle = errors.New("client: input or output idle")
 	// ErrInput is wrapped when an input, or a request, is invalid.
 	ErrInput = errors.New("client: bad input")
+	// ErrCircuitOpen is wrapped while Config.BreakAfter allows no attempt.
+	ErrCircuitOpen = errors.New("client: too many attempts have failed")
 )
 
 // Error is the failure of a call, a session or a transfer. status.FromError returns its
@@ -49,6 +51,7 @@ type Error struct {
 	RetryAfter time.Duration // 0 unless waiting helps
 	Cause      error         // what happened on this side, if anything
 	Call       tensor.ID     // the call, push or pull that failed; zero if it was none
+	Refused    bool          // nothing of the call was run, so that nothing happens twice when it is repeated
 }
 
 // Error returns code and message.
@@ -73,6 +76,43 @@ func (e *Error) Unwrap() error { return e.Cause }
 
 // GRPCStatus returns the failure as a gRPC status.
 func (e *Error) GRPCStatus() *status.Status { return status.New(e.Code, e.Error()) }
+
+// Retryable reports whether the same can succeed later. Whether something then happens twice is
+// another question: see Refused.
+func (e *Error) Retryable() bool {
+	switch e.Code {
+	case codes.Unavailable:
+		return !errors.Is(e.Cause, ErrHostNotFound) && !errors.Is(e.Cause, ErrNotServer)
+	case codes.DeadlineExceeded:
+		return errors.Is(e.Cause, ErrNoAnswer)
+	case codes.Aborted, codes.DataLoss:
+		return true
+	}
+	return e.RetryAfter > 0
+}
+
+func retryable(err error) bool {
+	own, ok := errors.AsType[*Error](err)
+	return ok && own.Retryable()
+}
+
+// refused returns the error as that of a call that was not sent.
+func (e *Error) refused() *Error {
+	copied := *e
+	copied.Refused = true
+	return &copied
+}
+
+// with returns the error with something added to what it says.
+func (e *Error) with(text string) *Error {
+	copied := *e
+	if copied.Message += text; e.Cause != nil {
+		copied.Cause = fmt.Errorf("%w%s", e.Cause, text)
+	}
+	return &copied
+}
+
+func codeOf(err error) codes.Code { return status.Code(err) }
 
 // noAnswer is the error of OpenTimeout.
 func (c *Client) noAnswer() *Error {

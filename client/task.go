@@ -24,9 +24,13 @@ type task struct {
 	unhook  func() bool        // of the caller's context
 	news    session.News
 
+	begun   time.Time
+	settled func(error) // tells whether the attempt has succeeded, once
+
 	// Guarded by the session's lock until ctx has ended.
-	done  frame.Done
-	cause error // why this side ended the task
+	done           frame.Done
+	cause          error // why this side ended the task
+	sent, received int64 // bytes of tensors
 }
 
 // open opens the task, which h handles, and calls then with the session locked. The end of
@@ -35,7 +39,16 @@ func (t *task) open(ctx context.Context, s *Session, part frame.Call, h handler,
 	if ctx.Err() != nil {
 		return causeError(context.Cause(ctx))
 	}
-	t.session, t.id, t.stored, t.news = s, part.ID, part.Stored(), make(session.News, 1)
+	if t.settled, err = s.client.attempt(); err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			t.settled(err)
+		}
+	}()
+	s.client.tally.attempts.Add(1)
+	t.session, t.id, t.stored, t.news, t.begun = s, part.ID, part.Stored(), make(session.News, 1), time.Now()
 	t.ctx, t.cancel = context.WithCancel(context.Background())
 	s.sess.DoSend(func(m *stream.Machine, now stream.Instant) {
 		if err = m.OpenCall(now, part); err == nil {
@@ -45,11 +58,11 @@ func (t *task) open(ctx context.Context, s *Session, part frame.Call, h handler,
 	})
 	switch {
 	case errors.Is(err, stream.ErrDraining):
-		return &Error{Code: codes.Unavailable, Cause: ErrDraining}
+		return &Error{Code: codes.Unavailable, Cause: ErrDraining, Refused: true}
 	case errors.Is(err, stream.ErrClosed):
 		select {
 		case <-s.over: // err is set by then
-			return s.err
+			return s.err.refused()
 		case <-ctx.Done():
 			return causeError(context.Cause(ctx))
 		}
@@ -68,6 +81,9 @@ func (t *task) over(e stream.Event) {
 	case e.Kind == stream.EventClosed:
 		delete(t.session.calls, t.id)
 		t.done = *e.Done
+		err := t.failed()
+		t.session.client.tally.ended(codeOf(err), time.Since(t.begun), time.Duration(t.done.Timings.Total), t.sent, t.received)
+		t.settled(err)
 		t.cancel()
 	}
 }
@@ -96,12 +112,22 @@ func (t *task) wait() bool {
 // only be called after the task's ctx has ended.
 func (t *task) err(ctx context.Context) (err error) {
 	t.session.sess.Do(func(*stream.Machine, stream.Instant) {
-		if err = refused(t.id, t.done.Code, t.done.Message, t.done.RetryAfterMillis); t.cause != nil {
-			err = causeError(t.cause)
-		}
+		err = t.failed()
 	})
 	if err != nil && ctx.Err() != nil {
 		err = causeError(context.Cause(ctx))
+	}
+	return err
+}
+
+// failed returns why the task has failed, or nil; the session is locked.
+func (t *task) failed() error {
+	if t.cause != nil {
+		return causeError(t.cause)
+	}
+	err := refused(t.id, t.done.Code, t.done.Message, t.done.RetryAfterMillis)
+	if own, ok := errors.AsType[*Error](err); ok {
+		own.Refused = t.done.Refused
 	}
 	return err
 }

@@ -83,8 +83,11 @@ type Info struct {
 	Rows int
 	// BlockRows is the preferred number of rows per block; 0 lets the engine choose by bytes.
 	BlockRows int64
-	Params    []Param           // those that a call may have; the model checks what it gets
-	About     map[string]string // what else there is to know of it, such as its layers; read-only
+	Params    []Param // those that a call may have; the model checks what it gets
+	// Idempotent: a call has no effect but its results, or the same when it is repeated, so
+	// that a client may repeat one whose end it did not hear.
+	Idempotent bool
+	About      map[string]string // what else there is to know of it, such as its layers; read-only
 }
 
 // Param is one parameter of a model's calls.

@@ -186,6 +186,7 @@ type Done struct {
 	Outputs          []Binding
 	Timings          Timings
 	RetryAfterMillis uint32
+	Refused          bool // nothing of the call was run
 }
 
 // Timings of a call on the server, in nanoseconds.

@@ -21,7 +21,7 @@ func (s *Server) ListModels(context.Context, *pb.ListModelsRequest) (*pb.ListMod
 	return &pb.ListModelsResponse{Models: each(s.cfg.Models.Infos(), func(i engine.Info) *pb.Model {
 		return &pb.Model{
 			Name: i.Name, Version: i.Version, Device: i.Device, Rows: int32(i.Rows),
-			Inputs: each(i.Inputs, port), Outputs: each(i.Outputs, port), Params: each(i.Params, param), About: i.About,
+			Inputs: each(i.Inputs, port), Outputs: each(i.Outputs, port), Params: each(i.Params, param), About: i.About, Idempotent: i.Idempotent,
 		}
 	})}, nil
 }

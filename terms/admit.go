@@ -20,7 +20,7 @@ type Load struct {
 // Refuse (server) returns why a call is refused, or nil.
 func (c *Config) Refuse(p *frame.Call, l Load) *frame.Done {
 	no := func(code frame.Code, retry uint32, format string, args ...any) *frame.Done {
-		return &frame.Done{Code: code, RetryAfterMillis: retry, Message: fmt.Sprintf(format, args...)}
+		return &frame.Done{Code: code, RetryAfterMillis: retry, Message: fmt.Sprintf(format, args...), Refused: true}
 	}
 	full := c.Limits.Retain("call", Retained.OfCall(p), l.Retained)
 	switch problem := p.CheckContent(); {

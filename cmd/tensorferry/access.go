@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/client/retry"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/identity"
 )
@@ -25,6 +26,7 @@ type access struct {
 	files  identity.ClientFiles
 	codec  string
 	wait   time.Duration
+	retry  attempts
 }
 
 // flags adds --server and the flags of identity.
@@ -34,7 +36,30 @@ func (a *access) flags(c *cobra.Command) {
 	c.Flag("server").DefValue = defaultListen // --help does not depend on the environment
 	a.identityFlags(c)
 	durationVar(f, &a.wait, "wait", 0, 0, "how long to wait for a server that cannot be reached")
+	a.retry.text = "none"
+	f.Var(&a.retry, "retry", "when to repeat what failed and may be repeated: none,\nexponential, adaptive, fixed, or after waits such as\n100ms,1s (docs/retries.md)")
+	durationVar(f, &a.retry.within, "retry-for", client.DefaultRetryFor, time.Millisecond, "no attempt begins later than this after the first one")
 }
+
+// attempts are the flags that say when what failed is repeated.
+type attempts struct {
+	text   string
+	policy retry.Policy
+	within time.Duration
+}
+
+// Set parses a policy.
+func (a *attempts) Set(text string) (err error) {
+	a.policy, err = retry.Parse(text)
+	a.text = text
+	return err
+}
+
+// String returns what Set parses.
+func (a *attempts) String() string { return a.text }
+
+// Type returns the word for the value in --help.
+func (a *attempts) Type() string { return "policy" }
 
 // identityFlags adds the flags that identify the client. Each one's default is an
 // environment variable.
@@ -69,7 +94,7 @@ func fileFlags(files *identity.ClientFiles) []fileFlag {
 func (a *access) dial(cfg client.Config) (*client.Client, error) {
 	var err error
 	cfg.Codec, _ = codec.ParseCodec(a.codec) // the flag has checked it
-	cfg.Wait = a.wait
+	cfg.Wait, cfg.Retry, cfg.RetryFor = a.wait, a.retry.policy, a.retry.within
 	if a.tls || a.files != (identity.ClientFiles{}) {
 		if (a.files.Cert == "") != (a.files.Key == "") {
 			return nil, usage("--cert and --key go together")

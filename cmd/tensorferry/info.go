@@ -38,7 +38,7 @@ any data type. Rows says how many leading axes of a tensor are independent of ea
 other: a number, "all_but_last" or "all", always a string; "0" means that the model
 needs the whole tensor at once. An input with "whole": true must arrive completely
 before the first row is computed. Params lists what run --param accepts, with
-defaults.`,
+defaults. Where "idempotent" is true, run --retry may repeat a call that has begun.`,
 		Example: `  tensorferry models
   tensorferry models --json`,
 		Args: takes(0),
@@ -51,7 +51,7 @@ func models(ctx context.Context, cl *client.Client, _ []string, out printer) err
 		return err
 	}
 	listed := each(list, func(m *pb.Model) modelJSON {
-		return modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), each(m.GetInputs(), portOf), each(m.GetOutputs(), portOf), rowsText(m.GetRows()), m.GetParams(), m.GetAbout()}
+		return modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), each(m.GetInputs(), portOf), each(m.GetOutputs(), portOf), rowsText(m.GetRows()), m.GetParams(), m.GetIdempotent(), m.GetAbout()}
 	})
 	return out.print(listed, func(w io.Writer) {
 		fmt.Fprintln(w, "NAME\tVERSION\tDEVICE\tINPUTS\tRESULTS\tPARAMS")
@@ -63,14 +63,15 @@ func models(ctx context.Context, cl *client.Client, _ []string, out printer) err
 
 // modelJSON is a model as models --json prints it.
 type modelJSON struct {
-	Name    string            `json:"name"`
-	Version string            `json:"version,omitempty"`
-	Device  string            `json:"device,omitempty"`
-	Inputs  []portJSON        `json:"inputs"`
-	Outputs []portJSON        `json:"outputs"`
-	Rows    string            `json:"rows"`
-	Params  []*pb.Param       `json:"params,omitempty"`
-	About   map[string]string `json:"about,omitempty"`
+	Name       string            `json:"name"`
+	Version    string            `json:"version,omitempty"`
+	Device     string            `json:"device,omitempty"`
+	Inputs     []portJSON        `json:"inputs"`
+	Outputs    []portJSON        `json:"outputs"`
+	Rows       string            `json:"rows"`
+	Params     []*pb.Param       `json:"params,omitempty"`
+	Idempotent bool              `json:"idempotent,omitempty"`
+	About      map[string]string `json:"about,omitempty"`
 }
 
 func paramText(params []*pb.Param) string {

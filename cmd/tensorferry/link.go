@@ -130,7 +130,7 @@ func explain(err error) relay.Failure {
 	case !errors.As(err, &e):
 		return relay.Failure{Message: said(err), Code: uint16(status.FromContextError(err).Code())}
 	}
-	f := relay.Failure{Message: said(err), Code: uint16(e.Code), RetryMillis: e.RetryAfter.Milliseconds()}
+	f := relay.Failure{Message: said(err), Code: uint16(e.Code), RetryMillis: e.RetryAfter.Milliseconds(), Retryable: e.Retryable()}
 	if !e.Call.IsZero() {
 		f.Call = e.Call.String()
 	}

@@ -37,7 +37,7 @@ var (
 		engine.Param{Name: "fail_at", Kind: "row", Meaning: "the block that holds this row fails"})
 	// Sink: bytes is the size of x, which it takes whole, as a uint64 scalar.
 	Sink = engine.Info{
-		Name: "sink", Version: "1",
+		Name: "sink", Version: "1", Idempotent: true,
 		Inputs:  []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}},
 		Outputs: []engine.Port{{Name: "bytes", DTypes: []tensor.DataType{tensor.Uint64}}},
 	}
@@ -47,7 +47,7 @@ func elementwise(name string, dtypes []tensor.DataType, params ...engine.Param) 
 	port := func(name string) []engine.Port {
 		return []engine.Port{{Name: name, DTypes: dtypes, Shape: []int64{engine.AnyAxes}}}
 	}
-	return engine.Info{Name: name, Version: "1", Rows: engine.AllAxes, Params: params, Inputs: port("x"), Outputs: port("y")}
+	return engine.Info{Name: name, Version: "1", Rows: engine.AllAxes, Params: params, Idempotent: true, Inputs: port("x"), Outputs: port("y")}
 }
 
 // Outs describes the output of a call that info's Check has accepted.

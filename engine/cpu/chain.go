@@ -48,6 +48,7 @@ func Chain(name string, models ...engine.Model) (engine.Model, error) {
 		if slices.ContainsFunc(info.Inputs, func(p engine.Port) bool { return p.Whole }) {
 			k.info.Rows = 0
 		}
+		k.info.Idempotent = k.info.Idempotent && info.Idempotent
 		k.info.Version += "+" + info.Version
 		k.info.Params = slices.Concat(k.info.Params, info.Params)
 		k.info.Outputs = info.Outputs

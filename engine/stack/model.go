@@ -40,7 +40,7 @@ func (m *Model) Info() engine.Info {
 		return []engine.Port{{Name: name, DTypes: DTypes, Shape: []int64{engine.AnyAxes, int64(width)}}}
 	}
 	return engine.Info{
-		Name: m.Name, Version: m.Version, Rows: engine.AllButLast, Inputs: port("x", m.In), Outputs: port("y", m.Out),
+		Name: m.Name, Version: m.Version, Rows: engine.AllButLast, Idempotent: true, Inputs: port("x", m.In), Outputs: port("y", m.Out),
 		About: map[string]string{"layers": strconv.Itoa(len(m.Steps)), "parameters": strconv.FormatInt(m.Parameters, 10)},
 	}
 }

@@ -164,3 +164,8 @@ func (g *Glob) Match(name string) bool {
 	}
 	return now.has(len(g.elements))
 }
+
+// Quote returns a pattern that matches name alone.
+func Quote(name string) string {
+	return strings.NewReplacer(`*`, `\*`, `?`, `\?`, `[`, `\[`, `\`, `\\`).Replace(name)
+}

@@ -65,9 +65,10 @@ var layers = map[string][]string{
 
 	"internal/session": {"codec", "frame", "internal/background", "internal/fault", "slab", "stream", "tensor"},
 
-	"client":                 {"api/tensorferry/v1", "codec", "frame", "internal/glob", "internal/lane", "internal/session", "internal/wire", "slab", "stream", "tensor"},
+	"client/retry":           {},
+	"client":                 {"api/tensorferry/v1", "client/retry", "codec", "frame", "internal/glob", "internal/lane", "internal/session", "internal/wire", "slab", "stream", "tensor"},
 	"internal/link/linktest": {"internal/link"},
-	"internal/relay":         {"client", "identity", "internal/link", "slab", "tensor"},
+	"internal/relay":         {"client", "client/retry", "identity", "internal/link", "slab", "tensor"},
 	"internal/failures":      {"engine", "frame", "internal/admission", "tensor"},
 	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/admission", "internal/failures", "internal/metrics", "internal/session", "slab", "stream", "tensor"},
 

@@ -15,9 +15,10 @@ var ErrMessage = errors.New("link: bad message")
 
 // Flags of a message.
 const (
-	Long    = 1 // json is a range
-	Regions = 2 // of a call: regions are wanted
-	Piece   = 4 // of a region: its range is handed over
+	Long       = 1 // json is a range
+	Regions    = 2 // of a call: regions are wanted
+	Idempotent = 8 // of a call: it may be repeated
+	Piece      = 4 // of a region: its range is handed over
 )
 
 // How an input or a result travels.

@@ -23,7 +23,7 @@ func (r *relay) call(m *link.Call) (run func(), err error) {
 	}
 	q := client.Request{
 		Model: m.Model, Params: table(m.Params), Timeout: time.Duration(m.Millis) * time.Millisecond,
-		Results: make(map[string]client.Sink, len(m.Sinks)),
+		Results: make(map[string]client.Sink, len(m.Sinks)), Idempotent: m.Flags&link.Idempotent != 0,
 	}
 	o.inputs = make([]*pieces, len(m.Inputs))
 	for i, in := range m.Inputs {
@@ -122,6 +122,15 @@ func (o *op) place(name string, d tensor.Desc) (s client.Sink, whole bool, err e
 	if err != nil {
 		return client.Sink{}, false, err
 	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.results = slices.DeleteFunc(o.results, func(r *result) bool { // that of an attempt before
+		same := r.name == name && r.block != nil
+		if same {
+			r.block.Release()
+		}
+		return same
+	})
 	b, err := o.conn.TryNew(n)
 	if err != nil {
 		return client.Sink{}, false, err
@@ -129,8 +138,6 @@ func (o *op) place(name string, d tensor.Desc) (s client.Sink, whole bool, err e
 	if b == nil {
 		return client.Sink{}, false, nil
 	}
-	o.mu.Lock()
-	defer o.mu.Unlock()
 	o.results = append(o.results, &result{name: name, block: b})
 	return client.Into(b.Bytes()[:n:n]), true, nil
 }

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/client/retry"
 	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/link"
 	"github.com/tensorferry/tensorferry/slab"
@@ -37,6 +38,7 @@ type Failure struct {
 	Message     string `json:"message"`
 	Hint        string `json:"hint,omitempty"`
 	RetryMillis int64  `json:"retry_millis,omitempty"` // when waiting helps; else 0
+	Retryable   bool   `json:"retryable,omitempty"`    // the same can succeed later
 	Call        string `json:"call,omitempty"`         // the server's id of what failed
 }
 
@@ -239,12 +241,15 @@ func (o *op) done(answer []byte, err error) {
 
 // request is the JSON of an ask. Each verb has its own fields of it.
 type request struct {
-	Verb       string `json:"verb"`
-	Connection uint32 `json:"connection"`
-	Target     string `json:"target"`
-	Lanes      *int   `json:"lanes"`
-	WaitMillis uint32 `json:"wait_millis"`
-	TLS        bool   `json:"tls"`
+	Verb        string `json:"verb"`
+	Connection  uint32 `json:"connection"`
+	Target      string `json:"target"`
+	Lanes       *int   `json:"lanes"`
+	WaitMillis  uint32 `json:"wait_millis"`
+	Retry       string `json:"retry"` // as retry.Parse reads it
+	RetryMillis uint32 `json:"retry_for_millis"`
+	BreakAfter  int    `json:"break_after"`
+	TLS         bool   `json:"tls"`
 	identity.ClientFiles
 	Glob    string      `json:"glob"`
 	Names   []string    `json:"names"`
@@ -300,7 +305,12 @@ func (o *op) answer(q *request) ([]byte, error) {
 	switch q.Verb {
 	case "connect":
 		cfg := o.cfg.Client
-		cfg.Wait = time.Duration(q.WaitMillis) * time.Millisecond
+		cfg.Wait, cfg.RetryFor = time.Duration(q.WaitMillis)*time.Millisecond, time.Duration(q.RetryMillis)*time.Millisecond
+		var err error
+		if cfg.Retry, err = retry.Parse(q.Retry); err != nil {
+			return nil, fmt.Errorf("%w: %w", client.ErrInput, err)
+		}
+		cfg.BreakAfter = q.BreakAfter
 		if n := q.Lanes; n != nil {
 			if *n < 0 || *n > mostLanes {
 				return nil, fmt.Errorf("%w: lanes is %d; it is 0 to %d", client.ErrInput, *n, mostLanes)
@@ -310,7 +320,6 @@ func (o *op) answer(q *request) ([]byte, error) {
 			}
 		}
 		if q.TLS || q.ClientFiles != (identity.ClientFiles{}) {
-			var err error
 			if cfg.Credentials, cfg.PerRPC, err = q.Credentials(); err != nil {
 				return nil, fmt.Errorf("%w: %w", client.ErrInput, err)
 			}
@@ -340,6 +349,9 @@ func (o *op) answer(q *request) ([]byte, error) {
 	c, err := o.client(q.Connection)
 	if err != nil {
 		return nil, err
+	}
+	if q.Verb == "statistics" {
+		return json.Marshal(c.Statistics())
 	}
 	verb := o.cfg.Verbs[q.Verb]
 	if verb == nil {

@@ -92,13 +92,13 @@ func (c *call) start(part *frame.Call) {
 			// Finish, too: the results may be complete, with only nobody taking them.
 			alarm := time.AfterFunc(timeout, func() {
 				cancel(context.DeadlineExceeded)
-				c.finish(frame.Timings{}, context.DeadlineExceeded)
+				c.finish(frame.Done{}, context.DeadlineExceeded)
 			})
 			defer alarm.Stop()
 		}
 		defer c.release()
 		if err := c.serve(ctx, params); err != nil {
-			c.finish(frame.Timings{}, err)
+			c.finish(frame.Done{Refused: true}, err)
 			<-c.closed
 		}
 	})
@@ -188,7 +188,7 @@ func (c *call) compute(ctx context.Context, info engine.Info, run engine.Run) {
 	}
 	err := c.take(ctx, info, run)
 	if err != nil {
-		c.finish(timings(run.Stats()), err)
+		c.finish(frame.Done{Timings: timings(run.Stats())}, err)
 	}
 	c.cancel(errFinished)
 	<-fed
@@ -380,9 +380,9 @@ func timings(st engine.Stats) frame.Timings {
 	return frame.Timings{Queue: int64(st.Queue), H2D: int64(st.H2D), Compute: int64(st.Compute), D2H: int64(st.D2H)}
 }
 
-// finish fails the call, unless its end is already decided. Errors that a peer must not see
-// are logged.
-func (c *call) finish(t frame.Timings, err error) {
+// finish fails the call with err, unless its end is already decided. Errors that a peer must
+// not see are logged.
+func (c *call) finish(d frame.Done, err error) {
 	if errors.Is(err, errStopped) {
 		return // the session decided first
 	}
@@ -392,7 +392,8 @@ func (c *call) finish(t frame.Timings, err error) {
 		s.core.Failures.Add(failures.Failure{At: time.Now(), Call: c.id, Principal: s.principal, Model: c.model, Code: why.Code}, err)
 	}
 	c.session.Do(func(m *stream.Machine, _ stream.Instant) {
-		m.Finish(frame.Done{Call: c.id, Code: why.Code, Message: why.Text, Timings: t, RetryAfterMillis: why.RetryMillis})
+		d.Call, d.Code, d.Message, d.RetryAfterMillis = c.id, why.Code, why.Text, why.RetryMillis
+		m.Finish(d)
 	})
 }
 

@@ -330,5 +330,5 @@ func (s *Session) ready(m *stream.Machine, now stream.Instant, e stream.Event) {
 // refuse ends a call that has not begun to compute; the session is locked.
 func (c *call) refuse(m *stream.Machine, err error) {
 	why := ExplainCall(err)
-	m.Finish(frame.Done{Call: c.id, Code: why.Code, Message: why.Text, RetryAfterMillis: why.RetryMillis})
+	m.Finish(frame.Done{Call: c.id, Code: why.Code, Message: why.Text, RetryAfterMillis: why.RetryMillis, Refused: true})
 }

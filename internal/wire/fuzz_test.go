@@ -187,7 +187,7 @@ func (s *script) frame() (f frame.Frame) {
 				f.Dones = append(f.Dones, frame.Done{
 					Call: s.id(), Code: frame.Code(s.number()), Message: s.text(), Outputs: s.bindings(),
 					Timings:          frame.Timings{Receive: int64(s.number()), H2D: int64(s.number()), Total: int64(s.number())},
-					RetryAfterMillis: uint32(s.number()),
+					RetryAfterMillis: uint32(s.number()), Refused: s.byte()&1 > 0,
 				})
 			case 8:
 				f.Drain = &frame.Drain{Reason: s.text()}

@@ -302,7 +302,7 @@ func toProto(f *frame.Frame) *tensorferryv1.Frame {
 		pb.Failures = append(pb.Failures, &tensorferryv1.Failure{TensorId: p.Tensor[:], Code: uint32(p.Code), Message: p.Message})
 	}
 	for _, d := range f.Dones {
-		p := &tensorferryv1.Done{CallId: d.Call[:], Code: uint32(d.Code), Message: d.Message, RetryAfterMillis: d.RetryAfterMillis}
+		p := &tensorferryv1.Done{CallId: d.Call[:], Code: uint32(d.Code), Message: d.Message, RetryAfterMillis: d.RetryAfterMillis, Refused: d.Refused}
 		for _, out := range d.Outputs {
 			p.Outputs = append(p.Outputs, &tensorferryv1.Output{Port: out.Port, TensorId: out.Tensor[:]})
 		}

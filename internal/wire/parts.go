@@ -132,6 +132,7 @@ func (c *coder) done(d *frame.Done) {
 		nested(c, 5, "timings", &d.Timings, (*coder).timings)
 	}
 	number(c, 6, &d.RetryAfterMillis)
+	c.flag(7, &d.Refused)
 }
 
 func (c *coder) timings(t *frame.Timings) {

@@ -148,6 +148,9 @@ func vectors() []vector {
 	msg("done-exhausted", "ok", "a call refused, with a time to wait", &F{Dones: []*tensorferryv1.Done{{
 		CallId: idCall, Code: 8, Message: "memory budget of 1073741824 bytes is taken", RetryAfterMillis: 250,
 	}}})
+	msg("done-refused", "ok", "a call of which nothing was run", &F{Dones: []*tensorferryv1.Done{{
+		CallId: idCall, Code: 14, Message: "server is draining; use another one, or try again later", RetryAfterMillis: 1000, Refused: true,
+	}}})
 	msg("drain", "ok", "finish what is open, open nothing new", &F{Drain: &tensorferryv1.Drain{Reason: "the server restarts"}})
 	for _, n := range []int{0, 1, 1023, 1024, 1025, 16383, 16384, 16385} {
 		msg(fmt.Sprintf("chunk-%05d", n), "ok", fmt.Sprintf("a chunk of %d bytes: around no payload, gRPC's 1 KiB pooling threshold and HTTP/2's 16 KiB frames", n), &F{Chunk: chunk(n)})

@@ -1257,8 +1257,10 @@ type Done struct {
 	Timings *Timings `protobuf:"bytes,5,opt,name=timings,proto3" json:"timings,omitempty"`
 	// How long to wait before another try, in milliseconds; 0 if waiting does not help.
 	RetryAfterMillis uint32 `protobuf:"varint,6,opt,name=retry_after_millis,json=retryAfterMillis,proto3" json:"retry_after_millis,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Nothing of the call was run: it can be repeated.
+	Refused       bool `protobuf:"varint,7,opt,name=refused,proto3" json:"refused,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Done) Reset() {
@@ -1331,6 +1333,13 @@ func (x *Done) GetRetryAfterMillis() uint32 {
 		return x.RetryAfterMillis
 	}
 	return 0
+}
+
+func (x *Done) GetRefused() bool {
+	if x != nil {
+		return x.Refused
+	}
+	return false
 }
 
 // Output names a result of a call.
@@ -2845,7 +2854,9 @@ type Model struct {
 	// Params that a call may have, as far as the model says.
 	Params []*Param `protobuf:"bytes,7,rep,name=params,proto3" json:"params,omitempty"`
 	// What else there is to know of it, such as its layers, as text by key.
-	About         map[string]string `protobuf:"bytes,8,rep,name=about,proto3" json:"about,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	About map[string]string `protobuf:"bytes,8,rep,name=about,proto3" json:"about,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// A call has no effect but its results, or the same when it is repeated.
+	Idempotent    bool `protobuf:"varint,9,opt,name=idempotent,proto3" json:"idempotent,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2934,6 +2945,13 @@ func (x *Model) GetAbout() map[string]string {
 		return x.About
 	}
 	return nil
+}
+
+func (x *Model) GetIdempotent() bool {
+	if x != nil {
+		return x.Idempotent
+	}
+	return false
 }
 
 // Param describes a parameter of a model's calls.
@@ -3560,14 +3578,15 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\aFailure\x12\x1b\n" +
 	"\ttensor_id\x18\x01 \x01(\fR\btensorId\x12\x12\n" +
 	"\x04code\x18\x02 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x03 \x01(\tR\amessage\"\xe0\x01\n" +
+	"\amessage\x18\x03 \x01(\tR\amessage\"\xfa\x01\n" +
 	"\x04Done\x12\x17\n" +
 	"\acall_id\x18\x01 \x01(\fR\x06callId\x12\x12\n" +
 	"\x04code\x18\x02 \x01(\rR\x04code\x12\x18\n" +
 	"\amessage\x18\x03 \x01(\tR\amessage\x120\n" +
 	"\aoutputs\x18\x04 \x03(\v2\x16.tensorferry.v1.OutputR\aoutputs\x121\n" +
 	"\atimings\x18\x05 \x01(\v2\x17.tensorferry.v1.TimingsR\atimings\x12,\n" +
-	"\x12retry_after_millis\x18\x06 \x01(\rR\x10retryAfterMillis\"9\n" +
+	"\x12retry_after_millis\x18\x06 \x01(\rR\x10retryAfterMillis\x12\x18\n" +
+	"\arefused\x18\a \x01(\bR\arefused\"9\n" +
 	"\x06Output\x12\x12\n" +
 	"\x04port\x18\x01 \x01(\tR\x04port\x12\x1b\n" +
 	"\ttensor_id\x18\x02 \x01(\fR\btensorId\"\xfd\x01\n" +
@@ -3685,7 +3704,7 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"movedBytes\"\x13\n" +
 	"\x11ListModelsRequest\"C\n" +
 	"\x12ListModelsResponse\x12-\n" +
-	"\x06models\x18\x01 \x03(\v2\x15.tensorferry.v1.ModelR\x06models\"\xe0\x02\n" +
+	"\x06models\x18\x01 \x03(\v2\x15.tensorferry.v1.ModelR\x06models\"\x80\x03\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\tR\aversion\x12\x16\n" +
@@ -3694,7 +3713,10 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\aoutputs\x18\x05 \x03(\v2\x14.tensorferry.v1.PortR\aoutputs\x12\x12\n" +
 	"\x04rows\x18\x06 \x01(\x05R\x04rows\x12-\n" +
 	"\x06params\x18\a \x03(\v2\x15.tensorferry.v1.ParamR\x06params\x126\n" +
-	"\x05about\x18\b \x03(\v2 .tensorferry.v1.Model.AboutEntryR\x05about\x1a8\n" +
+	"\x05about\x18\b \x03(\v2 .tensorferry.v1.Model.AboutEntryR\x05about\x12\x1e\n" +
+	"\n" +
+	"idempotent\x18\t \x01(\bR\n" +
+	"idempotent\x1a8\n" +
 	"\n" +
 	"AboutEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +

@@ -92,6 +92,7 @@ class Model:
     params: Optional[Mapping[str, Param]] = None
     device: Optional[str] = None
     stateful: Optional[bool] = None
+    idempotent: Optional[bool] = None
     array: Optional[str] = None
     version: Optional[str] = None
     about: Optional[Mapping[str, str]] = None
@@ -109,7 +110,7 @@ class Model:
         return self.compute(*args, **kwargs)
 
 
-DECLARED = ("inputs", "outputs", "rows", "block_rows", "params", "device", "stateful", "array", "version", "about")
+DECLARED = ("inputs", "outputs", "rows", "block_rows", "params", "device", "stateful", "idempotent", "array", "version", "about")
 
 
 def model(target: Any = None, **declarations: Any) -> Any:
@@ -143,6 +144,7 @@ class Prepared:
     params: dict[str, Param]
     device: str
     stateful: bool
+    idempotent: bool  # a call that is repeated has the same effect
     like: Like  # what inputs are
     version: str
     about: dict[str, str]
@@ -179,6 +181,7 @@ class Prepared:
             "block_rows": self.block_rows,
             "about": self.about,
             "stateful": self.stateful,
+            "idempotent": self.idempotent,
             "params": [
                 {"name": n, "kind": p.kind.__name__, "default": text(p), "meaning": p.meaning}
                 for n, p in self.params.items()
@@ -286,6 +289,7 @@ def _prepared(made: Any, said: dict[str, Any]) -> Prepared:
         params=params,
         device=device or "cpu",
         stateful=bool(said.get("stateful", False)),
+        idempotent=bool(said.get("idempotent", False)),
         like=like,
         version=str(said.get("version", "")),
         about=about,
