@@ -401,9 +401,9 @@ func TestAfterManyFailuresNoAttemptIsMadeForAWhile(t *testing.T) {
 	testkit.Start(t)
 	bubble(t, func(t *testing.T) {
 		address := "127.0.0.1:1"
-		dials := 0
+		var dials atomic.Int64
 		c, err := client.Dial(address, client.Config{BreakAfter: 3}.Dialling(func(context.Context, string, string) (net.Conn, error) {
-			dials++
+			dials.Add(1)
 			return nil, io.ErrUnexpectedEOF
 		}))
 		require.NoError(t, err)
@@ -412,12 +412,12 @@ func TestAfterManyFailuresNoAttemptIsMadeForAWhile(t *testing.T) {
 			_, err = c.Info(t.Context())
 			require.ErrorIs(t, err, client.ErrNoConnection)
 		}
-		before := dials
+		before := dials.Load()
 		_, err = c.Info(t.Context())
 		require.ErrorIs(t, err, client.ErrCircuitOpen)
 		_, err = c.Session(t.Context())
 		require.ErrorIs(t, err, client.ErrCircuitOpen)
-		require.Equal(t, before, dials)
+		require.Equal(t, before, dials.Load(), "nobody has waited")
 		<-time.After(11 * time.Second)
 		_, err = c.Info(t.Context())
 		require.ErrorIs(t, err, client.ErrNoConnection)
