@@ -32,7 +32,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 .PHONY: help check checks test race invariants nocgo cuda cuda-mutants lint lint-go lint-proto breaking generated tidy-check \
 	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-roads bench-against bench-load build \
 	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-python-smoke stress-python stress-python-smoke \
-	stress-lanes stress-sessions stress-receive stress-crash stress-soak stress-smoke fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
+	stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-smoke fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^##/ { printf "\n%s\n", substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ stress-receive: ## Hold a server to its memory while peers send what nobody cons
 
 stress-crash: ## Kill servers during pushes and sets, and clients during sets and pulls, 200 of each
 	$(GO) run $(STAMP) ./internal/stress crash
+
+stress-restarts: ## End and start a server 200 times under 16 clients in Go and 8 in Python with retries
+	$(GO) run $(STAMP) ./internal/stress/restarts
 
 stress-lanes: ## Cut, stall, slow and damage 2 000 lanes, of 1 to 16 in a session, plain and in TLS, or drain, half-close and revoke their sessions, under load; then 300 with the race detector
 	$(GO) test -tags invariants -timeout 30m ./client -count=1 -v -run TestFaultsOfLanes -lane.faults 2000

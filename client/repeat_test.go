@@ -425,3 +425,27 @@ func TestAfterManyFailuresNoAttemptIsMadeForAWhile(t *testing.T) {
 		require.ErrorIs(t, err, client.ErrCircuitOpen)
 	})
 }
+
+// TestAServerThatEndsAsSoonAsItIsReachedIsTriedAgain: it may be one that is ending.
+func TestAServerThatEndsAsSoonAsItIsReachedIsTriedAgain(t *testing.T) {
+	testkit.Start(t)
+	f := start(t, "tcp", client.Config{})
+	l := listen(t)
+	go func() { // ends with its connection
+		if conn, err := l.Accept(); err == nil {
+			_ = conn.Close()
+		}
+	}()
+	var dials atomic.Int64
+	c, err := client.Dial(f.addr, often(client.Config{Lanes: -1}).Dialling(func(ctx context.Context, network, address string) (net.Conn, error) {
+		if dials.Add(1) == 1 {
+			address = l.Addr().String()
+		}
+		return new(net.Dialer).DialContext(ctx, network, address)
+	}))
+	require.NoError(t, err)
+	defer c.Close()
+	_, err = c.Info(t.Context())
+	require.NoError(t, err)
+	require.GreaterOrEqual(t, dials.Load(), int64(2))
+}

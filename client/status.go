@@ -52,6 +52,8 @@ type Error struct {
 	Cause      error         // what happened on this side, if anything
 	Call       tensor.ID     // the call, push or pull that failed; zero if it was none
 	Refused    bool          // nothing of the call was run, so that nothing happens twice when it is repeated
+
+	ends bool // what listens ended the connection before it said what it is: a server may be ending
 }
 
 // Error returns code and message.
@@ -82,7 +84,7 @@ func (e *Error) GRPCStatus() *status.Status { return status.New(e.Code, e.Error(
 func (e *Error) Retryable() bool {
 	switch e.Code {
 	case codes.Unavailable:
-		return !errors.Is(e.Cause, ErrHostNotFound) && !errors.Is(e.Cause, ErrNotServer)
+		return !errors.Is(e.Cause, ErrHostNotFound) && (e.ends || !errors.Is(e.Cause, ErrNotServer))
 	case codes.DeadlineExceeded:
 		return errors.Is(e.Cause, ErrNoAnswer)
 	case codes.Aborted, codes.DataLoss:
@@ -192,6 +194,7 @@ func (c *Client) sessionError(err error) *Error {
 	case away && says(noPreface), away && says(noProtocol), says(otherHTTP), says(otherType),
 		e.Code == codes.Unimplemented && !strings.HasPrefix(e.Message, "unknown method /"): // an older server says that
 		e.Cause = fmt.Errorf("%w: %s", ErrNotServer, c.target)
+		e.ends = says(noPreface+": EOF") || says("connection reset by peer") || says("broken pipe")
 	case away && says(unsecured):
 		_, why, _ := strings.Cut(e.Message, unsecured)
 		e.Message = strings.TrimSuffix(strings.TrimPrefix(why, "identity: "), `"`)

@@ -78,8 +78,9 @@ var layers = map[string][]string{
 
 	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/admission", "internal/conns", "internal/failures", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "slab", "store", "stream", "tensor"},
 
-	"internal/stress/known": {"client", "internal/bench", "tensor"},
-	"internal/stress/minus": {"engine", "engine/cpu", "server", "tensor"},
+	"internal/stress/known":    {"client", "internal/bench", "tensor"},
+	"internal/stress/minus":    {"engine", "engine/cpu", "server", "tensor"},
+	"internal/stress/restarts": {"client", "client/retry", "engine", "engine/cpu", "internal/bench", "internal/proc", "server", "tensor"},
 
 	"cmd/tensorferry":       {anything},
 	"examples/bottom_model": {anything},
