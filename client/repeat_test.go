@@ -449,3 +449,22 @@ func TestAServerThatEndsAsSoonAsItIsReachedIsTriedAgain(t *testing.T) {
 	require.NoError(t, err)
 	require.GreaterOrEqual(t, dials.Load(), int64(2))
 }
+
+// TestOneAfterAnotherFitsALimitOfOne: what has ended for the caller takes no place.
+func TestOneAfterAnotherFitsALimitOfOne(t *testing.T) {
+	testkit.Start(t)
+	f := startServer(t, "tcp", client.Config{}, func(c *serverConfig) { c.Sessions, c.QueuedCalls, c.Transfers = 1, 1, 1 })
+	for _, n := range []int{100, 3 * mib} {
+		x := client.From("", input(t, n))
+		x.Name = "x"
+		for range 100 {
+			y, err := f.client.Compute(t.Context(), "echo", tensor.Tensor{Desc: x.Desc, Data: x.Data})
+			require.NoError(t, err)
+			require.Equal(t, x.Data, y.Data)
+			_, err = f.client.Push(t.Context(), client.PushRequest{Tensors: []client.Input{x}})
+			require.NoError(t, err)
+			_, err = f.client.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "x"}}})
+			require.NoError(t, err)
+		}
+	}
+}

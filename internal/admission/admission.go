@@ -53,7 +53,7 @@ func (c *Caller) Calls() int64 { return c.open[Calls].Load() }
 // Gates limits what all callers have open.
 type Gates struct {
 	Limits        [Kinds]int // set before the first use
-	open, refused [Kinds]atomic.Int64
+	open, ending, refused [Kinds]atomic.Int64
 }
 
 // Enter admits one more of a kind, which Leave must follow, or reports false.
@@ -63,13 +63,23 @@ func (g *Gates) Enter(k Kind, from *Caller) bool {
 	if mine > ownOpen {
 		limit -= max(limit/kept, min(limit-1, 1))
 	}
-	if g.open[k].Add(1) > limit {
+	if g.open[k].Add(1) > limit || g.ending[k].Load() > max(int64(g.Limits[k]), ownOpen) {
 		g.Leave(k, from)
 		g.Refuse(k)
 		return false
 	}
 	return true
 }
+
+// Ending says that one has ended for its caller, who may open another, but still does
+// something on the server. As many as the limit may; Ended must follow, and no Leave.
+func (g *Gates) Ending(k Kind, from *Caller) {
+	g.ending[k].Add(1)
+	g.Leave(k, from)
+}
+
+// Ended follows Ending.
+func (g *Gates) Ended(k Kind) { g.ending[k].Add(-1) }
 
 // Leave undoes Enter.
 func (g *Gates) Leave(k Kind, from *Caller) {

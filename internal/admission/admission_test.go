@@ -54,3 +54,19 @@ func TestNoMoreIsOpenThanTheLimitWhoeverAsks(t *testing.T) {
 	open, _ := g.Count(Calls)
 	require.Zero(t, open)
 }
+
+func TestWhatIsEndingTakesNoPlaceButIsBounded(t *testing.T) {
+	for limit, most := range map[int]int{1: ownOpen, 8: 8} {
+		g := Gates{Limits: [Kinds]int{Calls: limit}}
+		var from Caller
+		for range most + 1 {
+			require.True(t, g.Enter(Calls, &from))
+			g.Ending(Calls, &from)
+		}
+		require.False(t, g.Enter(Calls, &from))
+		g.Ended(Calls)
+		require.True(t, g.Enter(Calls, &from))
+		open, _ := g.Count(Calls)
+		require.EqualValues(t, 1, open)
+	}
+}

@@ -86,7 +86,7 @@ func (c *call) start(part *frame.Call) {
 	c.cancel = cancel
 	params, timeout := part.Params, Millis(part.TimeoutMillis)
 	c.session.core.Go(func() {
-		defer c.session.core.Leave(admission.Calls, c.session.From)
+		defer c.session.core.Ended(admission.Calls)
 		defer cancel(nil)
 		if timeout > 0 {
 			// Finish, too: the results may be complete, with only nobody taking them.
@@ -411,7 +411,9 @@ func (c *call) end() {
 	close(c.closed)
 	if c.cancel == nil { // it never started
 		c.release()
+		return
 	}
+	c.session.core.Ending(admission.Calls, c.session.From)
 }
 
 // release returns the memory of the call's inputs, which nothing uses any more.
