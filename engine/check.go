@@ -3,8 +3,11 @@ package engine
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
+	"strconv"
 	"strings"
+	"time"
 	"unicode"
 	"unicode/utf8"
 
@@ -16,8 +19,9 @@ var ErrInfo = errors.New("engine: invalid model")
 
 // Check tests a call against the model's inputs: their number, names and order,
 // data types, shapes, chunk sizes, and that all row-split inputs have equally
-// many rows, which it returns: without inputs none, the outputs tell. Errors are
-// *InputError. Every engine's Open begins with it.
+// many rows, which it returns: without inputs none, the outputs tell. It tests
+// the params, too. Errors are *InputError or wrap ErrParam. Every engine's Open
+// begins with it.
 func (i Info) Check(c Call) (rows int64, err error) {
 	if len(c.Inputs) != len(i.Inputs) {
 		port := "*"
@@ -54,7 +58,42 @@ func (i Info) Check(c Call) (rows int64, err error) {
 		}
 		first, rows = port.Name, n
 	}
-	return rows, nil
+	return rows, i.checkParams(c)
+}
+
+// Kinds are the kinds of params whose text is checked before a call is opened, by name. nil
+// means that the text is right.
+var Kinds = map[string]func(text string) error{
+	"number":   float,
+	"float":    float,
+	"int":      func(text string) error { _, err := strconv.ParseInt(text, 10, 64); return err },
+	"bool":     func(text string) error { _, err := strconv.ParseBool(text); return err },
+	"duration": func(text string) error { _, err := time.ParseDuration(text); return err },
+}
+
+func float(text string) error { _, err := strconv.ParseFloat(text, 64); return err }
+
+// checkParams refuses params that the model does not declare, and texts that are not of their
+// kinds.
+func (i Info) checkParams(c Call) error {
+	for _, name := range slices.Sorted(maps.Keys(c.Params)) {
+		at := slices.IndexFunc(i.Params, func(p Param) bool { return p.Name == name })
+		if at < 0 {
+			known := "it takes none"
+			if len(i.Params) > 0 {
+				known = "known are"
+				for n, p := range i.Params {
+					known += []string{" ", ", "}[min(n, 1)] + p.Name
+				}
+			}
+			return fmt.Errorf("%w: model %q has no param %q; %s", ErrParam, i.Name, name, known)
+		}
+		kind := i.Params[at].Kind
+		if check := Kinds[kind]; check != nil && check(c.Params[name]) != nil {
+			return fmt.Errorf("%w: %q: wanted a %s, got %q", ErrParam, name, kind, c.Params[name])
+		}
+	}
+	return nil
 }
 
 // Check tests a desc against an output port.

@@ -27,6 +27,9 @@ var (
 	// ErrInput is wrapped when a model does not take what a call offers; the
 	// text names the port, what is wanted and what was got.
 	ErrInput = errors.New("engine: input not accepted")
+	// ErrParam is wrapped when a call has a param that the model does not declare, or
+	// whose text is not what it should be.
+	ErrParam = errors.New("engine: param not accepted")
 	// ErrModel is wrapped around the failure of a model's own code.
 	ErrModel = errors.New("engine: model failed")
 	// ErrLost is wrapped when Close gave up waiting for a model's own code to stop, as
@@ -83,7 +86,7 @@ type Info struct {
 	Rows int
 	// BlockRows is the preferred number of rows per block; 0 lets the engine choose by bytes.
 	BlockRows int64
-	Params    []Param // those that a call may have; the model checks what it gets
+	Params    []Param // those that a call may have: others are refused
 	// Idempotent: a call has no effect but its results, or the same when it is repeated, so
 	// that a client may repeat one whose end it did not hear.
 	Idempotent bool
@@ -93,7 +96,7 @@ type Info struct {
 // Param is one parameter of a model's calls.
 type Param struct {
 	Name    string
-	Kind    string // what its text is: "float", "duration", "rows", …
+	Kind    string // what its text is: see Kinds; the model itself checks any other
 	Default string // what stands for an absent one; empty where that means something else
 	Meaning string // a phrase, with the range
 }

@@ -278,7 +278,7 @@ func TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode(t *testing.T) {
 			o.call.Params = map[string]string{"delay": "a while"}
 			r.open(o)
 			return o
-		}, codes.FailedPrecondition, []string{"delay", "a while"}, false},
+		}, codes.InvalidArgument, []string{"delay", "a while"}, false},
 		"a model that fails": {func(r *raw) *offer {
 			o := small("slow")
 			o.call.Params = map[string]string{"fail_at": "3"}

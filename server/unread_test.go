@@ -274,7 +274,7 @@ func TestTheTextOfAStatusIsBounded(t *testing.T) {
 		ask.Params = map[string]string{"delay": text}
 		_, err := stub.Compute(t.Context(), ask)
 		st := status.Convert(err)
-		require.Equal(t, codes.FailedPrecondition, st.Code())
+		require.Equal(t, codes.InvalidArgument, st.Code())
 		require.LessOrEqual(t, len(st.Message()), 4096)
 		require.Greater(t, len(st.Message()), 4096-utf8.UTFMax)
 		require.True(t, utf8.ValidString(st.Message()))

@@ -147,7 +147,7 @@ func (m *model) plan(c engine.Call) (p plan, b Bound, err error) {
 	switch {
 	case err == nil:
 		p, err = newPlan(info, c, rows, b)
-	case !errors.Is(err, engine.ErrInput) && !errors.Is(err, engine.ErrModel):
+	case !errors.Is(err, engine.ErrInput) && !errors.Is(err, engine.ErrParam) && !errors.Is(err, engine.ErrModel):
 		err = fmt.Errorf("%w: model %q: %w", engine.ErrInput, info.Name, err)
 	}
 	return p, b, err

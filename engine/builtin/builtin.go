@@ -10,7 +10,6 @@ import (
 	"maps"
 	"slices"
 	"strconv"
-	"strings"
 	"time"
 
 	"github.com/tensorferry/tensorferry/engine"
@@ -58,24 +57,6 @@ func Outs(info engine.Info, c engine.Call) []tensor.Desc {
 	return c.Descs()
 }
 
-// CheckParams refuses params that info does not have.
-func CheckParams(info engine.Info, c engine.Call) error {
-	var names []string
-	for _, p := range info.Params {
-		names = append(names, p.Name)
-	}
-	known := "it takes none"
-	if len(names) > 0 {
-		known = "known are " + strings.Join(names, ", ")
-	}
-	for _, p := range slices.Sorted(maps.Keys(c.Params)) {
-		if !slices.Contains(names, p) {
-			return fmt.Errorf("no param %q; %s", p, known)
-		}
-	}
-	return nil
-}
-
 // AffineOf reads the params of a call of Affine.
 func AffineOf(c engine.Call) (a, b float64, err error) {
 	dtype := c.Inputs[0].Desc.DType
@@ -83,7 +64,7 @@ func AffineOf(c engine.Call) (a, b float64, err error) {
 	for i, p := range Affine.Params {
 		if text, ok := c.Params[p.Name]; ok {
 			if numbers[i], err = strconv.ParseFloat(text, dtype.Bits()); err != nil {
-				return 0, 0, fmt.Errorf("param %q: wanted a %v, got %q", p.Name, dtype, text)
+				return 0, 0, fmt.Errorf("%w: %q: wanted a %v, got %q", engine.ErrParam, p.Name, dtype, text)
 			}
 		}
 	}

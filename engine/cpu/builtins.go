@@ -36,9 +36,7 @@ func builtinModel[P any](info engine.Info, bind func(engine.Call) (P, error)) bl
 			b.Results = blocks.InPlace
 		}
 		b.Outs = builtin.Outs(info, c)
-		if err = builtin.CheckParams(info, c); err == nil {
-			b.Program, err = bind(c)
-		}
+		b.Program, err = bind(c)
 		return b, err
 	}}
 }

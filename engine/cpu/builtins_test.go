@@ -154,8 +154,8 @@ func TestParamsThatMakeNoSenseAreRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := enginetest.Compute(t.Context(), find(h, c.model), x, map[string]string{c.param: c.value}, 64, 0)
-			if !errors.Is(err, engine.ErrInput) {
-				t.Errorf("got %v, want ErrInput", err)
+			if !errors.Is(err, engine.ErrParam) {
+				t.Errorf("got %v, want ErrParam", err)
 			}
 		})
 	}

@@ -17,7 +17,7 @@ func byteModel(t testing.TB, h *Host, blockRows int64, inPlace bool, before func
 	t.Helper()
 	port := []engine.Port{{Name: "x", Shape: []int64{engine.Free, engine.Free}}}
 	m, err := RowFunc{
-		Info:    engine.Info{Name: "bytes", Rows: 1, BlockRows: blockRows, Inputs: port, Outputs: port},
+		Info:    engine.Info{Name: "bytes", Rows: 1, BlockRows: blockRows, Inputs: port, Outputs: port, Params: []engine.Param{{Name: "run"}}},
 		InPlace: inPlace,
 		Rows: func(ctx context.Context, b RowBlock) error {
 			if before != nil {

@@ -35,12 +35,12 @@ func bindSlow(c engine.Call) (p nap, err error) {
 	p.failAt = -1
 	if text, ok := c.Params["delay"]; ok {
 		if p.delay, err = time.ParseDuration(text); err != nil || p.delay < 0 || p.delay > builtin.MaxDelay {
-			return p, fmt.Errorf("param \"delay\": wanted a duration from 0s to %v, got %q", builtin.MaxDelay, text)
+			return p, fmt.Errorf("%w: \"delay\": wanted a duration from 0s to %v, got %q", engine.ErrParam, builtin.MaxDelay, text)
 		}
 	}
 	if text, ok := c.Params["fail_at"]; ok {
 		if p.failAt, err = strconv.ParseInt(text, 10, 64); err != nil || p.failAt < 0 {
-			return p, fmt.Errorf("param \"fail_at\": wanted a row, got %q", text)
+			return p, fmt.Errorf("%w: \"fail_at\": wanted a row, got %q", engine.ErrParam, text)
 		}
 	}
 	return p, nil

@@ -33,9 +33,6 @@ func Builtins(h *Host) []engine.Model {
 		{builtin.Sink, bindSink},
 	} {
 		made, err := h.engine.Model(blocks.Model{Info: m.info, Bind: func(c engine.Call) (blocks.Bound, error) {
-			if err := builtin.CheckParams(m.info, c); err != nil {
-				return blocks.Bound{}, err
-			}
 			p, err := m.bind(c)
 			return blocks.Bound{Outs: builtin.Outs(m.info, c), Program: p}, err
 		}})

@@ -10,7 +10,6 @@ import (
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/blocks"
-	"github.com/tensorferry/tensorferry/engine/builtin"
 	"github.com/tensorferry/tensorferry/internal/link"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -41,9 +40,6 @@ type inputJSON struct {
 // bind ties the model to a call.
 func (h *Host) bind(c engine.Call) (blocks.Bound, error) {
 	info := h.model.Info()
-	if err := builtin.CheckParams(info, c); err != nil {
-		return blocks.Bound{}, err
-	}
 	p := &program{run: h.runIDs.Add(1), call: c.ID.String()}
 	about := callJSON{Call: p.call, Params: c.Params, Inputs: []inputJSON{}}
 	for i, in := range c.Inputs {

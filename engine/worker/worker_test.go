@@ -182,7 +182,7 @@ func TestTheFailureOfAModelIsToldAndTheNextCallWorks(t *testing.T) {
 	_, err := do(t.Context(), h, "rows")
 	require.ErrorContains(t, err, "the first dimension of a block of 4 rows is to be that")
 	_, err = h.Model().Open(t.Context(), enginetest.Call(h.Model(), vector(4), map[string]string{"dont": ""}, 1))
-	require.ErrorIs(t, err, engine.ErrInput)
+	require.ErrorIs(t, err, engine.ErrParam)
 	require.Zero(t, h.restarts.Load())
 }
 

@@ -209,7 +209,7 @@ func TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode(t *testing.T) {
 			o.call.Params = map[string]string{"delay": "a while"}
 			p.open(o)
 			return o
-		}, frame.FailedPrecondition, []string{"delay", "a while"}, false},
+		}, frame.InvalidArgument, []string{"delay", "a while"}, false},
 		"a model that fails": {func(p *peer) *offer {
 			o := small("slow")
 			o.call.Params = map[string]string{"fail_at": "3"}

@@ -76,6 +76,7 @@ var callRules = []Rule{
 	{Err: context.DeadlineExceeded, Code: frame.DeadlineExceeded, Text: "the call's timeout has passed"},
 	{Err: engine.ErrNotFound, Code: frame.NotFound},
 	{Err: engine.ErrInput, Code: frame.FailedPrecondition},
+	{Err: engine.ErrParam, Code: frame.InvalidArgument},
 	{Err: tensor.ErrTooLarge, Code: frame.ResourceExhausted}, // also of an input
 	{Err: errBinding, Code: frame.InvalidArgument},
 	{Err: slab.ErrBudget, Code: frame.ResourceExhausted},
