@@ -221,9 +221,10 @@ func (c *Client) Close() error {
 }
 
 // Compute runs a model with one input and one result, on a session that the client keeps
-// for this. It shares x until it returns; the result belongs to the caller.
-func (c *Client) Compute(ctx context.Context, model string, x tensor.Tensor) (tensor.Tensor, error) {
-	return computed(c.Call(ctx, oneInput(model, x)))
+// for this. It shares x until it returns; the result belongs to the caller. The call has the
+// params of all maps.
+func (c *Client) Compute(ctx context.Context, model string, x tensor.Tensor, params ...map[string]string) (tensor.Tensor, error) {
+	return computed(c.Call(ctx, oneInput(model, x, params)))
 }
 
 func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
@@ -249,17 +250,6 @@ func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
 
 // Kept returns how many bytes of unused memory the client keeps for reuse, at most 64 MiB.
 func (c *Client) Kept() int64 { return c.pool.Kept() }
-
-// Models returns the server's models. It takes at most OpenTimeout.
-func (c *Client) Models(ctx context.Context) ([]*pb.Model, error) {
-	r, err := ask(ctx, c, c.stub.ListModels, &pb.ListModelsRequest{})
-	return r.GetModels(), err
-}
-
-// Info returns the server's limits and counters. It takes at most OpenTimeout.
-func (c *Client) Info(ctx context.Context) (*pb.GetServiceInfoResponse, error) {
-	return ask(ctx, c, c.stub.GetServiceInfo, &pb.GetServiceInfoRequest{})
-}
 
 // ask calls a unary RPC, with OpenTimeout as its limit.
 func ask[Q, A any](ctx context.Context, c *Client, call func(context.Context, Q, ...grpc.CallOption) (A, error), q Q) (a A, err error) {

@@ -576,7 +576,7 @@ func TestComputeFromManyGoroutinesUsesOneSession(t *testing.T) {
 	require.NoError(t, err)
 	var names []string
 	for _, m := range models {
-		names = append(names, m.GetName())
+		names = append(names, m.Name)
 	}
 	require.Subset(t, names, []string{"echo", "pair"})
 }

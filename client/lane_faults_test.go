@@ -873,7 +873,7 @@ func (w *laneWorld) end(g *generation) {
 		runtime.GC() // the server would do so later
 		info, err := g.server.GetServiceInfo(w.t.Context(), nil)
 		require.NoError(w.t, err)
-		n = info.GetCounters()
+		n = info.Counters
 		return n["receive_used_bytes"] == 0
 	}, "the memory of what was received")
 	require.Equal(w.t, n["calls_total"], n["calls_ok_total"]+n["calls_cancelled_total"]+n["calls_failed_total"], "every call ends once")

@@ -95,5 +95,5 @@ func TestAsManyLanesAsAreFixedCarryOneTensor(t *testing.T) {
 	require.Contains(t, s.Ways().Why, "fixed")
 	info, err := f.client.Info(t.Context())
 	require.NoError(t, err)
-	require.EqualValues(t, 5, info.GetCounters()["lanes"])
+	require.EqualValues(t, 5, info.Counters["lanes"])
 }

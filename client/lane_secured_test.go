@@ -88,12 +88,12 @@ func TestLargeTensorsGoByALaneWithAnyCredentials(t *testing.T) {
 			require.True(t, s.Ways().Lanes > 0)
 			info, err := f.client.Info(t.Context())
 			require.NoError(t, err)
-			require.EqualValues(t, 1, info.GetCounters()["lanes"])
-			require.EqualValues(t, s.Ways().LaneSentBytes, info.GetCounters()["lane_received_bytes_total"])
+			require.EqualValues(t, 1, info.Counters["lanes"])
+			require.EqualValues(t, s.Ways().LaneSentBytes, info.Counters["lane_received_bytes_total"])
 			require.NoError(t, s.Close())
 			testkit.Eventually(t, func() bool {
 				info, err := f.client.Info(t.Context())
-				return err == nil && info.GetCounters()["lanes"] == 0
+				return err == nil && info.Counters["lanes"] == 0
 			}, "the lane ends with its session")
 			x := large(t, 16*mib, 7)
 			in := client.From("", x)
@@ -156,6 +156,6 @@ func TestALaneNeedsTheNameOfItsSessionsCertificate(t *testing.T) {
 		require.Zero(t, f.client.Ways().LaneSentBytes)
 		info, err := f.client.Info(t.Context())
 		require.NoError(t, err)
-		require.Positive(t, info.GetCounters()["lanes_refused_total"])
+		require.Positive(t, info.Counters["lanes_refused_total"])
 	})
 }

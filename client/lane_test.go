@@ -55,14 +55,14 @@ func TestLargeTensorsGoByALane(t *testing.T) {
 				require.Positive(t, w.LaneReceivedBytes)
 				info, err := f.client.Info(t.Context())
 				require.NoError(t, err)
-				require.EqualValues(t, 1, info.GetCounters()["lanes"])
-				require.EqualValues(t, 1, info.GetCounters()["lanes_opened_total"])
-				require.Equal(t, w.LaneSentBytes, info.GetCounters()["lane_received_bytes_total"])
-				require.Equal(t, w.LaneReceivedBytes, info.GetCounters()["lane_sent_bytes_total"])
+				require.EqualValues(t, 1, info.Counters["lanes"])
+				require.EqualValues(t, 1, info.Counters["lanes_opened_total"])
+				require.Equal(t, w.LaneSentBytes, info.Counters["lane_received_bytes_total"])
+				require.Equal(t, w.LaneReceivedBytes, info.Counters["lane_sent_bytes_total"])
 				require.NoError(t, s.Close())
 				testkit.Eventually(t, func() bool {
 					info, err := f.client.Info(t.Context())
-					return err == nil && info.GetCounters()["lanes"] == 0
+					return err == nil && info.Counters["lanes"] == 0
 				}, "the lane ends with its session")
 			})
 		}
@@ -263,7 +263,7 @@ func carryBoth(a, b net.Conn) int64 {
 // echoed computes over a large tensor, and waits until the lane that it wants is there or
 // is not: a further call would only want it again.
 func echoed(t *testing.T, by interface {
-	Compute(ctx context.Context, model string, x tensor.Tensor) (tensor.Tensor, error)
+	Compute(ctx context.Context, model string, x tensor.Tensor, params ...map[string]string) (tensor.Tensor, error)
 	Ways() client.Ways
 }, x tensor.Tensor,
 ) {
@@ -307,7 +307,7 @@ func TestBehindABalancerTheSessionCarriesAllAndSaysWhy(t *testing.T) {
 		require.NoError(t, c.Close())
 		info, err := other.client.Info(t.Context())
 		require.NoError(t, err)
-		require.GreaterOrEqual(t, info.GetCounters()["lanes_refused_total"], int64(3))
+		require.GreaterOrEqual(t, info.Counters["lanes_refused_total"], int64(3))
 	})
 }
 
@@ -407,7 +407,7 @@ func TestALaneThatTheServerHasNoRoomForIsTriedAgainAndAgain(t *testing.T) {
 			require.NoError(t, err)
 			info, err := others[0].Info(t.Context())
 			require.NoError(t, err)
-			refused = info.GetCounters()["lanes_refused_total"]
+			refused = info.Counters["lanes_refused_total"]
 			return refused > before && strings.Contains(s.Ways().Why, "no connections to spare")
 		}, "it is refused again")
 	}

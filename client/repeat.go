@@ -14,7 +14,6 @@ import (
 	"github.com/sony/gobreaker/v2"
 	"google.golang.org/grpc/codes"
 
-	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client/retry"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -227,7 +226,7 @@ func (a *again) harmless(err error) bool {
 	ctx, stop := context.WithDeadline(a.ctx, a.until)
 	defer stop()
 	models, err := a.client.Models(ctx)
-	if err == nil && slices.ContainsFunc(models, func(m *pb.Model) bool { return m.GetName() == a.request.Model && m.GetIdempotent() }) {
+	if err == nil && slices.ContainsFunc(models, func(m Model) bool { return m.Name == a.request.Model && m.Idempotent }) {
 		return true
 	}
 	a.err = own.with("; the model may have run, so the call was not repeated (Request.Idempotent has it repeated)")

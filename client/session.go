@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"time"
 
 	"google.golang.org/grpc"
@@ -91,7 +92,7 @@ func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own con
 		cancel()
 		return nil, c.sessionError(err)
 	}
-	s.sess = session.New(cfg, s)
+	s.sess = session.New(cfg, events{s})
 	lost := s.sess.Carry(conn)
 	c.winding.Go(func() { s.windUp(lost) }) // Close waits for it
 	c.mu.Unlock()
@@ -131,11 +132,14 @@ func (s *Session) Close() error {
 	return nil
 }
 
+// events are a Session as its machine sees it.
+type events struct{ *Session }
+
 // Received implements session.Handler.
-func (*Session) Received(*stream.Machine) {}
+func (events) Received(*stream.Machine) {}
 
 // Event runs with the session locked.
-func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
+func (s events) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	if e.Kind == stream.EventOpened {
 		close(s.opened)
 	}
@@ -161,14 +165,20 @@ func (s *Session) waits(every time.Duration) {
 	})
 }
 
-// Compute runs a model with one input and one result. It shares x until it returns; the
-// result belongs to the caller.
-func (s *Session) Compute(ctx context.Context, model string, x tensor.Tensor) (tensor.Tensor, error) {
-	return computed(s.Call(ctx, oneInput(model, x)))
+// Compute is like Client.Compute, on this session. It shares x until it returns.
+func (s *Session) Compute(ctx context.Context, model string, x tensor.Tensor, params ...map[string]string) (tensor.Tensor, error) {
+	return computed(s.Call(ctx, oneInput(model, x, params)))
 }
 
-func oneInput(model string, x tensor.Tensor) Request {
-	return Request{Model: model, Inputs: []Input{From("", x)}}
+func oneInput(model string, x tensor.Tensor, params []map[string]string) Request {
+	r := Request{Model: model, Inputs: []Input{From("", x)}}
+	if len(params) > 0 {
+		r.Params = make(map[string]string)
+		for _, p := range params {
+			maps.Copy(r.Params, p)
+		}
+	}
+	return r
 }
 
 // computed waits for a call, and returns its only result.

@@ -148,7 +148,7 @@ func TestAPushTellsWhatWasEvictedForIt(t *testing.T) {
 	require.Equal(t, 2, of.Tensors[0].Evicted)
 	info, err := c.Info(t.Context())
 	require.NoError(t, err)
-	require.EqualValues(t, 2, info.GetCounters()["store_evicted_total"])
+	require.EqualValues(t, 2, info.Counters["store_evicted_total"])
 	s, err = push("d", 2*4096)
 	require.Equal(t, codes.ResourceExhausted, status.Code(err))
 	require.Zero(t, s.Evicted, "in vain")

@@ -122,7 +122,7 @@ func rests(t *testing.T, run func(t *testing.T, c *client.Client, h *halting) ([
 	age := func() int64 {
 		info, err := f.client.Info(t.Context())
 		require.NoError(t, err)
-		return info.GetUptimeMillis()
+		return info.Uptime.Milliseconds()
 	}
 	h := newHalting(func() {
 		tick := time.NewTicker(50 * time.Millisecond)

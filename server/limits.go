@@ -38,12 +38,13 @@ const (
 	receiveShare = 2
 )
 
-// Default limits of a server. GetServiceInfo shows all but DefaultCloseWait.
+// Default limits of a server. GetServiceInfo shows all but DefaultCloseWait and DefaultDrainWait.
 const (
-	DefaultSessions    = 10_000 // sessions at a time
-	DefaultConnections = 1024   // connections at a time: each takes goroutines, buffers and a descriptor
-	DefaultTransfers   = 256    // pushes and pulls at a time
-	DefaultLanes       = 64     // lanes of a session at a time: as many fill a road that loses one packet in a thousand
+	DefaultMemory      = 1 << 30 // of Config.Pool and Budget
+	DefaultSessions    = 10_000  // sessions at a time
+	DefaultConnections = 1024    // connections at a time: each takes goroutines, buffers and a descriptor
+	DefaultTransfers   = 256     // pushes and pulls at a time
+	DefaultLanes       = 64      // lanes of a session at a time: as many fill a road that loses one packet in a thousand
 	// DefaultStoredBytes is the largest tensor pushed: 1 TiB, as many chunks of 1 MiB as a
 	// tensor may have. A store in memory has a limit of its own.
 	DefaultStoredBytes = 1 << 40
@@ -64,5 +65,6 @@ const (
 	DefaultKeepaliveTimeout = 10 * time.Second // time to answer the ping
 	DefaultKeepaliveMin     = 10 * time.Second // minimum time between a client's pings
 	DefaultMemoryWait       = 30 * time.Second // time that a call waits for memory
+	DefaultDrainWait        = 10 * time.Second // time that open calls have to end when ListenAndServe's ctx ends
 	DefaultCloseWait        = 5 * time.Second  // time that shutting down waits for what was cancelled
 )

@@ -14,6 +14,7 @@ import (
 	"log/slog"
 	"math"
 	"net"
+	"strings"
 	"sync"
 	"time"
 
@@ -38,12 +39,12 @@ import (
 	"github.com/tensorferry/tensorferry/stream"
 )
 
-// Config configures a server. Only Models, Pool and Budget are required.
+// Config configures a server. Only Models is required.
 type Config struct {
 	// Models are the models that calls may run; they may change while the server serves.
 	Models *engine.Registry
 	// Pool and Budget provide the memory in which small tensors wait until an engine lends
-	// its own; those of the engines are a good choice.
+	// its own; those of the engines are a good choice. Nil means DefaultMemory.
 	Pool   *slab.Pool
 	Budget *slab.Budget
 	// Store keeps pushed tensors and supplies pulled ones; nil means no store. Its owner
@@ -140,8 +141,8 @@ type Server struct {
 
 // New returns a server that Serve starts.
 func New(cfg Config) (*Server, error) {
-	if cfg.Models == nil || cfg.Pool == nil || cfg.Budget == nil {
-		return nil, errors.New("server: Config needs Models, Pool and Budget")
+	if cfg.Models == nil {
+		return nil, errors.New("server: Config needs Models")
 	}
 	for _, svc := range cfg.Services {
 		if svc.Listener == nil && (svc.MessageBytes > 0 || svc.FirstMessage > 0 || svc.Idle > 0) {
@@ -209,6 +210,12 @@ func (cfg *Config) setDefaults() {
 	if cfg.Log == nil {
 		cfg.Log = slog.Default()
 	}
+	if cfg.Pool == nil {
+		cfg.Pool = slab.NewPool(DefaultMemory, slab.System)
+	}
+	if cfg.Budget == nil {
+		cfg.Budget = slab.NewBudget("memory", DefaultMemory)
+	}
 	if cfg.Sources == nil {
 		cfg.Sources = new(store.Sources)
 	}
@@ -237,6 +244,42 @@ func def[T int | int64 | time.Duration](v *T, d T) {
 	if *v <= 0 {
 		*v = d
 	}
+}
+
+// ListenAndServe serves models at address, host:port or unix:/path, until ctx ends; then open
+// calls have DefaultDrainWait to end. The error is nil, or why it could not serve. For anything
+// but the defaults there is New.
+func ListenAndServe(ctx context.Context, address string, models ...engine.Model) error {
+	all := engine.NewRegistry()
+	for _, m := range models {
+		if err := all.Add(m); err != nil {
+			return err
+		}
+	}
+	s, err := New(Config{Models: all})
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	network := "tcp"
+	if path, ok := strings.CutPrefix(address, "unix:"); ok {
+		network, address = "unix", path
+	}
+	l, err := net.Listen(network, address)
+	if err != nil {
+		return fmt.Errorf("server: %w", err)
+	}
+	drained := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		defer close(drained)
+		wait, cancel := context.WithTimeout(context.Background(), DefaultDrainWait)
+		defer cancel()
+		_ = s.Shutdown(wait) // what is left is cancelled
+	})
+	if err = s.Serve(l); !stop() {
+		<-drained
+	}
+	return err
 }
 
 // Serve accepts connections on a listener, which it takes over, until Shutdown or Close. It

@@ -20,6 +20,8 @@ import (
 	"github.com/tensorferry/tensorferry/internal/conns"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // Service is a gRPC service that is served beside the TensorService, with the same limits,
@@ -47,17 +49,46 @@ type Models struct {
 }
 
 // Request is a call of a model.
-type Request = serving.Request
+type Request struct {
+	Model   string
+	Inputs  []engine.Input    // in any order; the port of the only one may be empty
+	Params  map[string]string // read-only
+	Timeout time.Duration     // 0 means no limit
+	// Lifetime ends what a model keeps for the caller beyond the call; nil means never.
+	Lifetime context.Context
+}
 
 // Tensor is a tensor in memory at a port of a model.
-type Tensor = serving.Tensor
+type Tensor struct {
+	Port string
+	tensor.Tensor
+}
 
 // RefusedError says why a request is refused: a code, a text, and when to try again.
-type RefusedError = serving.RefusedError
+type RefusedError = terms.RefusedError
 
-// Run is a call whose inputs and results are streamed. A handler must not hold memory of
-// the run while it waits for its client: it receives first, then writes.
-type Run struct{ *serving.Run }
+// Run is a call whose inputs and results are streamed. Input side: Write. Output side: Next.
+// One goroutine per side; any may End it. A handler must not hold memory of the run while it
+// waits for its client: it receives first, then writes.
+type Run struct{ run *serving.Run }
+
+// Info describes the model.
+func (r Run) Info() engine.Info { return r.run.Info }
+
+// Context returns a context that ends with the run: with the RPC, the timeout, the server,
+// or End.
+func (r Run) Context() context.Context { return r.run.Context() }
+
+// Write copies data to the next bytes of an input, given by its index in the Request. It
+// waits for memory. If a model has several inputs of rows, they must be written alternately
+// or from goroutines of their own. After End the error is engine.ErrClosed.
+func (r Run) Write(ctx context.Context, input int, data []byte) error {
+	return r.run.Write(ctx, input, data)
+}
+
+// Next returns the next result, as engine.Run.Next does, in any order. The error is io.EOF
+// when all results are complete. If ctx ends, its error is returned unchanged.
+func (r Run) Next(ctx context.Context) (engine.Out, error) { return r.run.Next(ctx) }
 
 // Infos returns the models' descriptions, sorted by name.
 func (m *Models) Infos() []engine.Info { return m.server.cfg.Models.Infos() }
@@ -66,12 +97,14 @@ func (m *Models) Infos() []engine.Info { return m.server.cfg.Models.Infos() }
 // borrows in; the outputs are copies. Inputs and outputs may take up to most bytes in
 // each direction, which are not charged to a budget.
 func (m *Models) Compute(ctx context.Context, r Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
-	return m.server.core.Compute(ctx, m.caller(ctx), r, in, most)
+	all := each(in, func(t Tensor) serving.Tensor { return serving.Tensor(t) })
+	out, st, err := m.server.core.Compute(ctx, m.caller(ctx), serving.Request(r), all, most)
+	return each(out, func(t serving.Tensor) Tensor { return Tensor(t) }), st, err
 }
 
 // Open opens a call for the RPC of ctx. The caller must call End.
 func (m *Models) Open(ctx context.Context, r Request) (Run, error) {
-	run, err := m.server.core.Open(ctx, m.caller(ctx), r)
+	run, err := m.server.core.Open(ctx, m.caller(ctx), serving.Request(r))
 	if r := rpcOf(ctx); r != nil && err == nil {
 		r.mu.Lock()
 		defer r.mu.Unlock()
@@ -88,10 +121,10 @@ var errLeft = errors.New("server: the handler of a service returned without endi
 func (r Run) End(err error) error {
 	code, text, ok := ownStatus(err)
 	if !ok {
-		return r.Run.End(err)
+		return r.run.End(err)
 	}
 	own := &RefusedError{Code: code, Text: text}
-	if e := r.Run.End(own); !errors.Is(e, own) { // it had ended before
+	if e := r.run.End(own); !errors.Is(e, own) { // it had ended before
 		return e
 	}
 	return err

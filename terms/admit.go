@@ -7,6 +7,17 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
+// RefusedError says why a request is refused, in words for the caller.
+type RefusedError struct {
+	Code        frame.Code
+	Text        string
+	RetryMillis uint32 // when to try again; 0 if that does not help
+	Secret      bool   // the text omits a cause that belongs in the log
+}
+
+// Error returns the text.
+func (r *RefusedError) Error() string { return "server: " + r.Text }
+
 // Load is what a session has open when its peer asks for more.
 type Load struct {
 	Draining  bool  // this side opens nothing new

@@ -81,7 +81,7 @@ func TestAServerOnAFakeDeviceOutlivesItsClients(t *testing.T) {
 			testkit.Eventually(t, func() bool {
 				info, err := cl.Info(t.Context())
 				require.NoError(t, err)
-				return info.GetCounters()["calls"] > 0
+				return info.Counters["calls"] > 0
 			}, "the call")
 		}
 		require.NoError(t, c.Process.Signal(os.Kill))
@@ -90,12 +90,12 @@ func TestAServerOnAFakeDeviceOutlivesItsClients(t *testing.T) {
 	testkit.Eventually(t, func() bool {
 		info, err := cl.Info(t.Context())
 		require.NoError(t, err)
-		for _, m := range info.GetModels() {
-			if g := m.GetGauges(); g["pinned_used_bytes"]+g["device_blocks"] > 0 {
+		for _, m := range info.Models {
+			if g := m.Gauges; g["pinned_used_bytes"]+g["device_blocks"] > 0 {
 				return false
 			}
 		}
-		c := info.GetCounters()
+		c := info.Counters
 		return c["calls"]+c["sessions"]+c["memory_used_bytes"] == 0
 	}, "a server without a call")
 	require.NotContains(t, strings.ToLower(fmt.Sprint(server.Log.Tail())), "error")
@@ -131,9 +131,9 @@ func TestAClientThatTakesNoResultsLeavesPageLockedMemoryToOthers(t *testing.T) {
 	testkit.Eventually(t, func() bool {
 		info, err := cl.Info(t.Context())
 		require.NoError(t, err)
-		for _, m := range info.GetModels() {
-			if m.GetName() == "echo" {
-				return m.GetGauges()["pinned_used_bytes"] > 4<<20 && m.GetGauges()["device_blocks"] == 0
+		for _, m := range info.Models {
+			if m.Name == "echo" {
+				return m.Gauges["pinned_used_bytes"] > 4<<20 && m.Gauges["device_blocks"] == 0
 			}
 		}
 		return false
@@ -172,9 +172,9 @@ func TestAServerWhoseDeviceIsLostSaysSoAndServesAgain(t *testing.T) {
 	ill := func() string {
 		info, err := cl.Info(t.Context())
 		require.NoError(t, err)
-		for _, m := range info.GetModels() {
-			if m.GetName() == "relu" {
-				return m.GetUnavailable()
+		for _, m := range info.Models {
+			if m.Name == "relu" {
+				return m.Unavailable
 			}
 		}
 		return "not there"

@@ -134,8 +134,8 @@ func demo(ctx context.Context, at access, serve []string, times int, out io.Writ
 	if err != nil {
 		return err
 	}
-	if trunk.GetDevice() != "" {
-		server += ", " + plain(trunk.GetDevice())
+	if trunk.Device != "" {
+		server += ", " + plain(trunk.Device)
 	}
 	w := bufio.NewWriter(out) // remembers its first error until Flush
 	fmt.Fprintf(w, "Fashion-MNIST, %d images, a network split in three\n", fashion.Count)
@@ -207,7 +207,7 @@ func (n *splitNetwork) once(ctx context.Context, cl *client.Client, w io.Writer)
 	if err != nil {
 		return hidden, err
 	}
-	counted := func(name string) int64 { return after.GetCounters()[name] - before.GetCounters()[name] }
+	counted := func(name string) int64 { return after.Counters[name] - before.Counters[name] }
 	n.wrong = differing(n.classes, fashion.Predictions())
 	same := fmt.Sprintf("all %d are identical to torch's", fashion.Count)
 	if n.wrong > 0 {

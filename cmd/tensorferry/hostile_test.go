@@ -164,9 +164,9 @@ func TestWhatAServerSaysDoesNotReachTheTerminalAsACommand(t *testing.T) {
 	require.Equal(t, "1970-01-01T00:00:01Z", *listed[2].Stored)
 	require.Equal(t, int64(math.MaxInt64), listed[0].Bytes)
 	out, _, _ = run("models")
-	require.Contains(t, out, "DataType(300)|DataType(-1)|float32")
+	require.Contains(t, out, "DataType(255)|DataType(0)|float32")
 	out, _, _ = run("info")
-	require.Contains(t, out, "none codec 257 codec -1")
+	require.Contains(t, out, "none codec 255 none")
 
 	fail := status.Error(codes.NotFound, nasty)
 	r.fail.Store(&fail)

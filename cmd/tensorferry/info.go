@@ -17,7 +17,6 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/engine"
@@ -50,8 +49,8 @@ func models(ctx context.Context, cl *client.Client, _ []string, out printer) err
 	if err != nil {
 		return err
 	}
-	listed := each(list, func(m *pb.Model) modelJSON {
-		return modelJSON{m.GetName(), m.GetVersion(), m.GetDevice(), each(m.GetInputs(), portOf), each(m.GetOutputs(), portOf), rowsText(m.GetRows()), m.GetParams(), m.GetIdempotent(), m.GetAbout()}
+	listed := each(list, func(m client.Model) modelJSON {
+		return modelJSON{m.Name, m.Version, m.Device, each(m.Inputs, portOf), each(m.Outputs, portOf), rowsText(m.Rows), m.Params, m.Idempotent, m.About}
 	})
 	return out.print(listed, func(w io.Writer) {
 		fmt.Fprintln(w, "NAME\tVERSION\tDEVICE\tINPUTS\tRESULTS\tPARAMS")
@@ -69,14 +68,14 @@ type modelJSON struct {
 	Inputs     []portJSON        `json:"inputs"`
 	Outputs    []portJSON        `json:"outputs"`
 	Rows       string            `json:"rows"`
-	Params     []*pb.Param       `json:"params,omitempty"`
+	Params     []client.Param    `json:"params,omitempty"`
 	Idempotent bool              `json:"idempotent,omitempty"`
 	About      map[string]string `json:"about,omitempty"`
 }
 
-func paramText(params []*pb.Param) string {
-	return strings.Join(each(params, func(p *pb.Param) string {
-		return plain(p.GetName() + "=" + cmp.Or(p.GetDefault(), "<"+p.GetKind()+">"))
+func paramText(params []client.Param) string {
+	return strings.Join(each(params, func(p client.Param) string {
+		return plain(p.Name + "=" + cmp.Or(p.Default, "<"+p.Kind+">"))
 	}), " ")
 }
 
@@ -88,18 +87,18 @@ type portJSON struct {
 }
 
 // rowsText formats the rows of a model as models --json prints them.
-func rowsText(rows int32) string {
+func rowsText(rows int) string {
 	switch rows {
 	case engine.AllAxes:
 		return "all"
 	case engine.AllButLast:
 		return "all_but_last"
 	}
-	return strconv.Itoa(int(rows))
+	return strconv.Itoa(rows)
 }
 
-func portOf(p *pb.Port) portJSON {
-	return portJSON{p.GetName(), each(p.GetDtypes(), typeName), each(p.GetShape(), func(n int64) any {
+func portOf(p client.Port) portJSON {
+	return portJSON{p.Name, each(p.DTypes, tensor.DataType.String), each(p.Shape, func(n int64) any {
 		switch n {
 		case engine.AnyAxes:
 			return "..."
@@ -107,15 +106,7 @@ func portOf(p *pb.Port) portJSON {
 			return nil // null
 		}
 		return n
-	}), p.GetWhole()}
-}
-
-// typeName names a data type, or a number that is none.
-func typeName(d pb.DataType) string {
-	if own := tensor.DataType(d); pb.DataType(own) == d {
-		return own.String()
-	}
-	return fmt.Sprintf("DataType(%d)", d)
+	}), p.Whole}
 }
 
 func portText(ports []portJSON) string {
@@ -194,18 +185,18 @@ func info(ctx context.Context, cl *client.Client, _ []string, out printer) error
 	if err != nil {
 		return err
 	}
-	i := infoJSON{known.GetVersion(), known.GetUptimeMillis(), append([]string{codec.None.String()}, each(known.GetCodecs(), codecName)...), known.GetLimits(), known.GetCounters(), append([]*pb.ModelState{}, known.GetModels()...)}
+	i := infoJSON{known.Version, known.Uptime.Milliseconds(), append([]string{codec.None.String()}, each(known.Codecs, codec.Codec.String)...), known.Limits, known.Counters, known.Models}
 	return out.print(i, func(w io.Writer) {
 		fmt.Fprintf(w, "version\t%s\nuptime\t%v\ncodecs\t%s\n",
-			plain(i.Version), time.Duration(i.UptimeMillis)*time.Millisecond, strings.Join(i.Codecs, " "))
+			plain(i.Version), known.Uptime, strings.Join(i.Codecs, " "))
 		writeNumbers(w, "limits", i.Limits)
 		writeNumbers(w, "counters", i.Counters)
 		fmt.Fprintln(w, "\nmodels")
 		for _, m := range i.Models {
-			fmt.Fprintf(w, "  %s\t%s\t\n", plain(m.GetName()), cmp.Or(plain(m.GetUnavailable()), "serving"))
-			for _, k := range slices.Sorted(maps.Keys(m.GetGauges())) {
-				v := m.GetGauges()[k]
-				fmt.Fprintf(w, "  %s %s\t%s\t%s\n", plain(m.GetName()), plain(k), strconv.FormatFloat(v, 'f', -1, 64), quantity(k, int64(v)))
+			fmt.Fprintf(w, "  %s\t%s\t\n", plain(m.Name), cmp.Or(plain(m.Unavailable), "serving"))
+			for _, k := range slices.Sorted(maps.Keys(m.Gauges)) {
+				v := m.Gauges[k]
+				fmt.Fprintf(w, "  %s %s\t%s\t%s\n", plain(m.Name), plain(k), strconv.FormatFloat(v, 'f', -1, 64), quantity(k, int64(v)))
 			}
 		}
 	})
@@ -237,18 +228,10 @@ func quantity(name string, n int64) string {
 
 // infoJSON is a server as info --json prints it.
 type infoJSON struct {
-	Version      string           `json:"version"`
-	UptimeMillis int64            `json:"uptime_millis"`
-	Codecs       []string         `json:"codecs"`
-	Limits       map[string]int64 `json:"limits"`
-	Counters     map[string]int64 `json:"counters"`
-	Models       []*pb.ModelState `json:"models"`
-}
-
-// codecName names a codec, or a number that is none.
-func codecName(k pb.Codec) string {
-	if own := codec.Codec(k); pb.Codec(own) == k {
-		return own.String()
-	}
-	return fmt.Sprintf("codec %d", k)
+	Version      string              `json:"version"`
+	UptimeMillis int64               `json:"uptime_millis"`
+	Codecs       []string            `json:"codecs"`
+	Limits       map[string]int64    `json:"limits"`
+	Counters     map[string]int64    `json:"counters"`
+	Models       []client.ModelState `json:"models"`
 }

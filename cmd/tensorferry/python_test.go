@@ -120,13 +120,13 @@ func TestAServerOfPythonModelsOutlivesThem(t *testing.T) {
 	testkit.Eventually(t, func() bool {
 		info, err := cl.Info(t.Context())
 		require.NoError(t, err)
-		for _, m := range info.GetModels() {
-			g := m.GetGauges()
+		for _, m := range info.Models {
+			g := m.Gauges
 			if g["worker_input_bytes"]+g["worker_queue_blocks"] > 0 {
 				return false
 			}
 		}
-		c := info.GetCounters()
+		c := info.Counters
 		return c["calls"]+c["memory_used_bytes"] == 0
 	}, "a server without a call")
 	pid := pidOf(t.Context(), t, cl)

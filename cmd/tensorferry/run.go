@@ -12,7 +12,6 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -86,12 +85,12 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 		return err
 	}
 	defer cl.Close()
-	var m *pb.Model
+	var m client.Model
 	if len(o.inputs) == 0 {
 		if m, err = findModel(ctx, cl, model, noSuchModel); err != nil {
 			return err
 		}
-		if len(m.GetInputs()) > 0 {
+		if len(m.Inputs) > 0 {
 			o.inputs = []string{"-"}
 		}
 	}
@@ -118,12 +117,12 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 		bars.input(in)
 		r.Inputs = append(r.Inputs, in.Input)
 	}
-	if m == nil {
+	if m.Name == "" {
 		if m, err = findModel(ctx, cl, model, noSuchModel); err != nil {
 			return err
 		}
 	}
-	ports := each(m.GetInputs(), (*pb.Port).GetName)
+	ports := each(m.Inputs, portName)
 	for _, in := range r.Inputs {
 		if in.Port != "" && !slices.Contains(ports, in.Port) {
 			return usage("--input %s=…: model %q has no input %q; it has %s", in.Port, model, in.Port, strings.Join(ports, ", "))
@@ -219,21 +218,23 @@ func about(d time.Duration) time.Duration { return d.Round(time.Microsecond) }
 const noSuchModel = "tensorferry models" + atServer + " lists its models"
 
 // findModel returns a model of the server; if it has none of this name, the error has the hint.
-func findModel(ctx context.Context, cl *client.Client, name, hint string) (*pb.Model, error) {
+func findModel(ctx context.Context, cl *client.Client, name, hint string) (m client.Model, err error) {
 	models, err := cl.Models(ctx)
 	if err != nil {
-		return nil, err
+		return m, err
 	}
-	if i := slices.IndexFunc(models, func(m *pb.Model) bool { return m.GetName() == name }); i >= 0 {
+	if i := slices.IndexFunc(models, func(m client.Model) bool { return m.Name == name }); i >= 0 {
 		return models[i], nil
 	}
-	return nil, hinted{fmt.Errorf("the server has no model %q", name), hint}
+	return m, hinted{fmt.Errorf("the server has no model %q", name), hint}
 }
 
+func portName(p client.Port) string { return p.Name }
+
 // results returns the file for each result of a model, by port.
-func results(m *pb.Model, outputs []string) (map[string]string, error) {
-	model := m.GetName()
-	ports := each(m.GetOutputs(), (*pb.Port).GetName)
+func results(m client.Model, outputs []string) (map[string]string, error) {
+	model := m.Name
+	ports := each(m.Outputs, portName)
 	if len(outputs) == 0 {
 		if len(ports) != 1 {
 			return nil, usage("model %q has the results %s; use --output port=file for each", model, strings.Join(ports, ", "))

@@ -65,7 +65,7 @@ func halting() {
 	age := func() int64 {
 		info, err := c.Info(context.Background())
 		exit(err)
-		return info.GetUptimeMillis()
+		return info.Uptime.Milliseconds()
 	}
 	tick := time.NewTicker(50 * time.Millisecond)
 	for until := age() + rest.Milliseconds(); age() < until; <-tick.C {

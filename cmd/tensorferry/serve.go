@@ -52,8 +52,6 @@ const (
 	leastStore = 1 << 20
 	// generator is the name of the source of generated tensors.
 	generator = "gen"
-	// drainWait is how long a stopping server lets open calls finish.
-	drainWait = 10 * time.Second
 )
 
 // errCut is the error of a server that had to cancel calls when it stopped.
@@ -109,7 +107,7 @@ func (c *serveConfig) flags(cmd *cobra.Command) {
 	choiceVar(cmd, &c.logFormat, "log-format", "log `format`", "text", logJSON)
 	choiceVar(cmd, &c.logLevel, "log-level", "lowest log `level`", "info", "debug", "warn", "error")
 	f.BoolVarP(&c.verbose, "verbose", "v", false, "log every RPC; same as --log-level debug")
-	durationVar(f, &c.drain, "drain", drainWait, 0, "how long a stopping server waits for open calls")
+	durationVar(f, &c.drain, "drain", server.DefaultDrainWait, 0, "how long a stopping server waits for open calls")
 
 	d := stream.DefaultLimits()
 	sizeVar(f, &c.server.Session.TensorBytes, "max-tensor", d.TensorBytes, 1, 1<<62, "largest tensor accepted, in `bytes`")

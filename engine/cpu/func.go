@@ -16,6 +16,28 @@ type RowsFunc func(ctx context.Context, b RowBlock) error
 // RowBlock is what a RowsFunc gets: the same rows of every input and output.
 type RowBlock = blocks.RowBlock
 
+// Rows returns a RowsFunc of a function that sees elements instead of bytes: the same rows of
+// every input, or all of a Whole one, and of every output, all of one type.
+func Rows[T tensor.Element](f func(ctx context.Context, b RowBlock, in, out [][]T) error) RowsFunc {
+	return func(ctx context.Context, b RowBlock) (err error) {
+		in, out := make([][]T, len(b.In)), make([][]T, len(b.Out))
+		for i, data := range b.In {
+			if data == nil {
+				data = b.Whole[i]
+			}
+			if in[i], err = tensor.Slice[T](tensor.Tensor{Desc: b.Descs[i], Data: data}); err != nil {
+				return fmt.Errorf("input %d: %w", i, err)
+			}
+		}
+		for i, data := range b.Out {
+			if out[i], err = tensor.Slice[T](tensor.Tensor{Desc: b.OutDescs[i], Data: data}); err != nil {
+				return fmt.Errorf("output %d: %w", i, err)
+			}
+		}
+		return f(ctx, b, in, out)
+	}
+}
+
 // RowFunc is a model whose rows are independent of each other: Info.Rows says
 // which axes are rows. Each block is computed as soon as it is there.
 type RowFunc struct {

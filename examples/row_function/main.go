@@ -33,35 +33,18 @@ var norms = cpu.RowFunc{
 		y.Shape[len(y.Shape)-1] = 1
 		return []tensor.Desc{y}, nil
 	},
-	// Rows sees some rows of a call; the memory is lent until it returns.
-	Rows: func(_ context.Context, b cpu.RowBlock) error {
-		width := b.Descs[0].Shape[len(b.Descs[0].Shape)-1]
-		x, err := floats(b.In[0], b.Rows, width)
-		if err != nil {
-			return err
-		}
-		y, err := floats(b.Out[0], b.Rows, 1)
-		if err != nil {
-			return err
-		}
-		for i := range y {
+	// The function sees some rows of a call, whose memory is lent until it returns.
+	Rows: cpu.Rows(func(_ context.Context, b cpu.RowBlock, in, out [][]float32) error {
+		width := len(in[0]) / int(b.Rows)
+		for i := range out[0] {
 			var sum float64
-			for _, v := range x[int64(i)*width : int64(i+1)*width] {
+			for _, v := range in[0][i*width : (i+1)*width] {
 				sum += float64(v) * float64(v)
 			}
-			y[i] = float32(math.Sqrt(sum))
+			out[0][i] = float32(math.Sqrt(sum))
 		}
 		return nil
-	},
-}
-
-// floats are the elements of a block, where they lie.
-func floats(data []byte, shape ...int64) ([]float32, error) {
-	t, err := tensor.New(tensor.Desc{DType: tensor.Float32, Shape: shape}, data)
-	if err != nil {
-		return nil, err
-	}
-	return tensor.Slice[float32](t)
+	}),
 }
 
 func main() {

@@ -52,7 +52,7 @@ func (c *Caller) Calls() int64 { return c.open[Calls].Load() }
 
 // Gates limits what all callers have open.
 type Gates struct {
-	Limits        [Kinds]int // set before the first use
+	Limits                [Kinds]int // set before the first use
 	open, ending, refused [Kinds]atomic.Int64
 }
 

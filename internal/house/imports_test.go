@@ -52,7 +52,7 @@ var layers = map[string][]string{
 	"store/generate":    {"internal/minifloat", "tensor"},
 
 	"engine/cpu":         {"engine", "engine/blocks", "engine/builtin", "engine/stack", "slab", "tensor"},
-	"engine/worker":      {"engine", "engine/blocks", "engine/builtin", "internal/link", "internal/proc", "slab", "tensor"},
+	"engine/worker":      {"engine", "engine/blocks", "internal/link", "internal/proc", "slab", "tensor"},
 	"engine/cuda":        {"engine", "engine/blocks", "engine/builtin", "engine/cuda/kernels", "engine/stack", "slab", "tensor"},
 	"internal/lane":      {"codec", "frame", "tensor"},
 	"internal/wire":      {"api/tensorferry/v1", "frame", "slab", "tensor"},
@@ -70,13 +70,13 @@ var layers = map[string][]string{
 	"internal/link/linktest": {"internal/link"},
 	"internal/relay":         {"client", "client/retry", "identity", "internal/link", "slab", "tensor"},
 	"internal/failures":      {"engine", "frame", "internal/admission", "tensor"},
-	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/admission", "internal/failures", "internal/metrics", "internal/session", "slab", "stream", "tensor"},
+	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/admission", "internal/failures", "internal/metrics", "internal/session", "slab", "stream", "tensor", "terms"},
 
 	"internal/conns":   {"frame", "internal/admission", "internal/inbound", "internal/lane", "internal/session", "internal/wire"},
 	"internal/guard":   {"internal/admission"},
 	"internal/storing": {"codec", "engine", "frame", "internal/admission", "internal/fault", "internal/serving", "internal/session", "slab", "store", "stream", "tensor"},
 
-	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/admission", "internal/conns", "internal/failures", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "slab", "store", "stream", "tensor"},
+	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/admission", "internal/conns", "internal/failures", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "slab", "store", "stream", "tensor", "terms"},
 
 	"internal/stress/known":    {"client", "internal/bench", "tensor"},
 	"internal/stress/minus":    {"engine", "engine/cpu", "server", "tensor"},

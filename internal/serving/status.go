@@ -10,6 +10,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // errMemory is wrapped when the memory budget has no room for a request.
@@ -19,15 +20,7 @@ var errMemory = errors.New("serving: no room in the memory budget")
 var errDraining error = TryLater(frame.Unavailable, "server is draining; use another one, or try again later")
 
 // RefusedError says why a request was refused, in words for the caller.
-type RefusedError struct {
-	Code        frame.Code
-	Text        string
-	RetryMillis uint32 // when to try again; 0 if that does not help
-	Secret      bool   // the text omits a cause that belongs in the log
-}
-
-// Error returns the text.
-func (r *RefusedError) Error() string { return "serving: " + r.Text }
+type RefusedError = terms.RefusedError
 
 // TryLater returns a refusal that may not recur later.
 func TryLater(code frame.Code, format string, args ...any) *RefusedError {
