@@ -192,7 +192,7 @@ func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamSe
 	began, ctx := time.Now(), ss.Context()
 	handled(ctx)
 	r := rpcOf(ctx)
-	booked := accounted{ss, e.server.conns.Of(ctx), r.received, func() { r.first.Stop() }}
+	booked := accounted{ss, e.server.conns.Of(ctx), r.received, func() { r.first.Stop() }, make(chan struct{}, 1)}
 	if info.IsClientStream {
 		r.first.Stop()
 	}
@@ -202,7 +202,49 @@ func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamSe
 		err = e.attend(srv, booked, handler)
 	}
 	e.server.logEnd(ctx, info.FullMethod, err, time.Since(began))
+	if err != nil && info.IsClientStream && r.told.Load() == nil {
+		e.server.drop(booked)
+	}
 	return err
+}
+
+// drop receives and drops what a client still writes to an RPC that has failed. gRPC's C core,
+// which Python has, forgets the status of an RPC when it cannot write. drop returns when no
+// message has come for dropIdle, after dropMost, or after dropBytes.
+func (s *Server) drop(from accounted) {
+	came, over := make(chan int), make(chan struct{})
+	defer close(over)
+	s.core.Go(func() { // ends with the RPC
+		defer close(came)
+		for {
+			var m wire.Message
+			if from.RecvMsg(&m) != nil {
+				return
+			}
+			n := m.Control + m.Frame.Chunk.Len()
+			m.Free()
+			select {
+			case came <- n:
+			case <-over:
+				return
+			}
+		}
+	})
+	end := time.After(dropMost)
+	for left := dropBytes; left > 0; {
+		select {
+		case n, more := <-came:
+			if left -= n; !more {
+				return
+			}
+		case <-time.After(dropIdle):
+			return
+		case <-end:
+			return
+		case <-s.core.Done():
+			return
+		}
+	}
 }
 
 // accounted is a gRPC stream whose messages are accounted for on its connection.
@@ -210,7 +252,8 @@ type accounted struct {
 	grpc.ServerStream
 	one      *conns.Conn
 	received *inbound.RPC
-	arrived  func() // called when a request has
+	arrived  func()        // called when a request has
+	reading  chan struct{} // held by who receives: the handler's goroutine may when drop does
 }
 
 // SendMsg sends a frame, or an answer for which there is room.
@@ -227,6 +270,8 @@ func (a accounted) SendMsg(m any) error {
 // RecvMsg receives a frame or a request; the previous one counts as consumed. Invalid bytes
 // are the peer's fault, but gRPC's own code for them is that of a defect.
 func (a accounted) RecvMsg(m any) error {
+	a.reading <- struct{}{}
+	defer func() { <-a.reading }()
 	a.received.Next()
 	if _, frame := m.(*wire.Message); frame {
 		return receiveError(a.Context(), a.ServerStream.RecvMsg(m))

@@ -13,6 +13,11 @@ func unread(l stream.Limits) time.Duration { return 2 * time.Duration(min(l.Chun
 const (
 	// probeBytes is the largest request of a probe: a name, and more than a name needs.
 	probeBytes = 4 << 10
+	// dropMost, dropBytes and dropIdle limit how long a client that still writes is read after
+	// its RPC has failed; dropIdle is several times what a busy client takes for a message.
+	dropMost  = 1 * time.Second
+	dropBytes = 16 << 20
+	dropIdle  = 50 * time.Millisecond
 	// failuresPage is how many failures an answer of ListFailures has, and failuresBytes what
 	// it may take: 1 KiB and a name each, and their encoding.
 	failuresPage  = 256
