@@ -89,7 +89,7 @@ stress-soak: ## Put mixed load on two servers for 20 minutes, and see whether an
 	$(GO) run $(STAMP) ./internal/stress soak
 
 stress-python: ## Kill workers, clients and programs by the hundred, and 40 threads for a minute, in Python
-	@set -e; for part in worker-kills client-kills program-kills server-restarts threads connects; do tools/python-stress $$part; done
+	@set -e; for part in worker-kills client-kills program-kills server-restarts threads tasks connects; do tools/python-stress $$part; done
 
 build: ## Build bin/tensorferry, with the CUDA engine where there is a C compiler
 	$(GO) build -trimpath -o bin/tensorferry ./cmd/tensorferry
@@ -195,6 +195,7 @@ stress-smoke: ## Run each stress program briefly
 	$(GO) run ./internal/stress receive -for 3s
 	$(GO) run ./internal/stress crash -n 5
 	$(GO) run ./internal/stress soak -for 5s
+	$(GO) run ./internal/stress/restarts -n 10
 
 fuzz: ## Fuzz each target for FUZZTIME=30s (FUZZ=regexp and PKG=./path choose)
 	@$(GO) test -list '^Fuzz' $(PKG) >/dev/null # a package that does not build shall fail here

@@ -9,8 +9,8 @@ network = torch.nn.Sequential(linear("bottom"), torch.nn.ReLU(), linear("trunk")
 
 # With rows=1 each image is independent: results stream back while images still come.
 with tf.serve(network, port=0, name="fashion", rows=1) as server, tf.connect(server.address) as client:
-    (model,) = (m for m in client.models() if m["name"] == "fashion")
-    print(f"{model['about']['parameters']} parameters on {model['device']}")
+    (model,) = (m for m in client.models() if m.name == "fashion")
+    print(f"{model.about['parameters']} parameters on {model.device}")
     classes = client.compute("fashion", images()).argmax(1)
 
 same = (classes == predictions()).sum().item()

@@ -38,7 +38,7 @@ type Failure struct {
 	Message     string `json:"message"`
 	Hint        string `json:"hint,omitempty"`
 	RetryMillis int64  `json:"retry_millis,omitempty"` // when waiting helps; else 0
-	Retryable   bool   `json:"retryable,omitempty"`    // the same can succeed later
+	Retryable   bool   `json:"retryable"`              // the same can succeed later
 	Call        string `json:"call,omitempty"`         // the server's id of what failed
 }
 

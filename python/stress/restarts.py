@@ -21,7 +21,7 @@ def calls(address: str, number: int, over: threading.Event) -> None:
                     error = "a wrong result"
             except tf.Error as err:
                 error = str(err).replace("\n", " ")
-            print(f"{model} {number} {error}".rstrip(), flush=True)
+            sys.stdout.write(f"{model} {number} {error}".rstrip() + "\n")  # in one piece, beside other threads
             number += 1
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Puts the Python side of tensorferry under stress: processes killed at random moments, forks, threads, restarts.
 
-    stress.py worker-kills|client-kills|program-kills|server-restarts|threads|connects|smoke
+    stress.py worker-kills|client-kills|program-kills|server-restarts|threads|connects|tasks|smoke
 
 Each command prints a line now and then and a summary, and exits with 1 if something went wrong. It needs nothing but
 the package and the program ($TENSORFERRY_BIN); numpy and torch are used where they are. It reads /proc.
@@ -10,6 +10,7 @@ the package and the program ($TENSORFERRY_BIN); numpy and torch are used where t
 from __future__ import annotations
 
 import argparse
+import asyncio
 import collections
 import contextlib
 import faulthandler
@@ -22,6 +23,7 @@ import re
 import select
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,7 +31,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Callable, Optional
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -1038,12 +1040,115 @@ def connects(tally: Tally, n: int, seed: int) -> None:
     server.stop(tally)
 
 
+TASKS = 64
+
+
+def tasks(tally: Tally, n: int, seed: int) -> None:
+    """Make n calls by the tasks of an event loop, see that nothing grows, and compare them with threads."""
+    server = Server()
+    client = tf.connect(server.address)
+    x = BLOCK[:1024]
+
+    async def stream(data: bytes, rng: random.Random) -> AsyncIterator[bytes]:
+        for item in items(data, 1 + len(data) // 3):
+            await asyncio.sleep(rng.uniform(0, 0.002))
+            yield item
+
+    async def mixed(c: tf.aio.Client, i: int, left: Iterator[int]) -> None:
+        rng = random.Random(f"{seed}/{i}")
+        for _ in left:
+            data, how = content(rng, (0, 1, 1000, 30_000, 30_000, MIB + 1)), rng.random()
+            if how < 0.05:
+                task = asyncio.ensure_future(c.compute("slow", data or x, params={"delay": "1m"}))
+                await asyncio.sleep(rng.uniform(0, 0.02))
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+                    tally.fail("a call that was cancelled has a result")
+                tally.add("cancelled")
+            elif how < 0.1:
+                y = await c.compute("echo", tf.Stream(stream(data, rng), (len(data),), "uint8"), timeout=CALL_SECONDS)
+                check(y, data)
+                tally.add("streams")
+            else:
+                check(await c.compute("echo", data, timeout=CALL_SECONDS), data)
+                tally.add("correct")
+            tally.tick()
+
+    async def small(c: tf.aio.Client, calls: int) -> None:
+        for _ in range(calls):
+            await c.compute("relu", x_in)
+
+    async def by_tasks(work: Callable[[tf.aio.Client, int], Any]) -> None:
+        async with tf.aio.connect(server.address) as c:
+            await asyncio.gather(*[work(c, i) for i in range(TASKS)])
+
+    def some(calls: int) -> None:
+        left = iter(range(calls))
+        asyncio.run(by_tasks(lambda c, i: mixed(c, i, left)))
+
+    def rest() -> dict[str, int]:
+        client.compute("echo", x)  # reads what the program says of calls that were cancelled
+        gc.collect()
+        assert client._link is not None
+        client._link.trim()
+        now = usage(os.getpid())
+        own = re.search(rb"^RssAnon:\s+(\d+)", read("/proc/self/status"), re.M)
+        assert own is not None
+        return {
+            "pending": len(client._link.pending),
+            "threads": now["threads"],
+            "mappings": now["mappings"],  # the program keeps as many as were needed at a time
+            "descriptors but theirs": now["descriptors"] - now["mappings"],
+            "own MiB": int(own[1]) >> 10,
+        }
+
+    x_in = tf.Tensor(x, (256,), "float32") if numpy is None else numpy.frombuffer(x, "f4")
+    some(n // 4)
+    base, served = rest(), held(client, server.pid)
+    some(n)
+    returns(tally, "this process", rest, base, {"mappings": TASKS, "own MiB": 2 * TASKS})
+    returns(tally, "the server", lambda: held(client, server.pid), served, SLACK)
+
+    def measured(run: Callable[[int], Any]) -> tuple[float, float]:
+        """Return the calls in a second, and the microseconds of this process's CPU for each."""
+        began, cpu, calls = time.monotonic(), time.process_time(), n // 5 // TASKS
+        run(calls)
+        tally.tick()
+        total = calls * TASKS
+        return total / (time.monotonic() - began), (time.process_time() - cpu) / total * 1e6
+
+    def thread(calls: int) -> Callable[[], None]:
+        def work() -> None:
+            for _ in range(calls):
+                client.compute("relu", x_in)
+
+        return work
+
+    rounds = [
+        (
+            *measured(lambda calls: asyncio.run(by_tasks(lambda c, _: small(c, calls)))),
+            *measured(lambda calls: gather(tally, [thread(calls)] * TASKS)),
+        )
+        for _ in range(5)
+    ]
+    a, a_cpu, b, b_cpu = (statistics.median(of) for of in zip(*rounds))
+    print(
+        f"{tally.name}: {TASKS} tasks {a:.0f} calls/s, {a_cpu:.0f} us of CPU; {TASKS} threads {b:.0f} calls/s, "
+        f"{b_cpu:.0f} us of CPU; ratio {statistics.median(r[0] / r[2] for r in rounds):.2f}",
+        flush=True,
+    )
+    client.close()
+    server.stop(tally)
+
+
 COUNTED: dict[str, tuple[Callable[[Tally, int, int], None], int, int, str]] = {
     "worker-kills": (worker_kills, 200, 8, "kill the processes of Python models"),
     "client-kills": (client_kills, 200, 10, "kill Python processes that use a server"),
     "program-kills": (program_kills, 50, 6, "kill the program of a link"),
     "server-restarts": (server_restarts, 20, 3, "kill, stop and drain a server under load, and start it again"),
     "connects": (connects, 1000, 60, "connect and close"),
+    "tasks": (tasks, 10_000, 1000, "call from the tasks of an event loop, beside threads"),
 }
 
 

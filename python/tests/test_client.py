@@ -5,19 +5,59 @@ import gc
 import io
 import os
 import pathlib
+import pickle
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 import unittest
+import warnings
 
 import support
 import tensorferry as tf
 from support import numpy, pattern
-from tensorferry import _link, _tensor, _wire
+from tensorferry import _client, _link, _tensor, _wire
 
 MIB = 1 << 20
+
+
+class Retries(unittest.TestCase):
+    def test_a_server_that_comes_back_is_found_and_counted(self):
+        server = support.Server()
+        address = server.address
+        with tf.connect(address, retry="exponential", lanes=0) as client, tf.connect(address) as other:
+            call = client.call("slow", {"x": b"abc"}, params={"delay": "300ms"})
+            lost = other.call("slow", {"x": b"abc"}, params={"delay": "300ms"})
+            support.eventually(lambda: other.info()["counters"]["calls"] == 2)
+            server.kill()
+            with self.assertRaises(tf.Unavailable):
+                lost.result()
+            again = threading.Thread(target=lambda: self.addCleanup(support.Server(listen=address).stop))
+            again.start()
+            self.assertEqual(bytes(call.result()["y"]), b"abc")
+            self.assertEqual(bytes(client.compute("echo", b"1")), b"1")
+            again.join()
+            said = client.statistics()
+            self.assertEqual((said.calls, said.failures.get("UNAVAILABLE", 0) > 0), (2, True))
+            self.assertGreater(said.retries, 0)
+            self.assertGreaterEqual(said.received, 4)
+            self.assertGreater(said.total.max, said.server.p50)
+
+    def test_what_is_not_repeated_says_so(self):
+        with tf.connect("nowhere.invalid:1", retry=[0.01, 0.02]) as client:
+            with self.assertRaises(tf.Unavailable) as e:
+                client.compute("echo", b"1")
+            self.assertFalse(e.exception.retryable)
+            self.assertEqual(client.statistics().retries, 0)
+        with tf.connect("127.0.0.1:1", retry=[0.01, 0.02], break_after=2) as client:
+            with self.assertRaises(tf.Unavailable) as e:
+                client.compute("echo", b"1")
+            self.assertTrue(e.exception.retryable)
+            self.assertIn("too many attempts have failed", str(e.exception))
+        with self.assertRaisesRegex(tf.InvalidArgument, "write none, exponential"):
+            tf.connect("127.0.0.1:1", retry="often")
 
 
 class Errors(support.Served):
@@ -81,6 +121,75 @@ class Errors(support.Served):
         support.eventually(lambda: self.client.compute("echo", b"1") and not self.client._link.pending)
         self.assertEqual(support.link_pid(), before)
 
+    def test_ctrl_c_shows_no_other_exception(self):
+        # The signal comes to another thread: this one goes on when its wait for a message is over.
+        code = """if True:
+            import signal, sys, threading, time, tensorferry as tf
+            c = tf.connect(sys.argv[1])
+            def interrupt():
+                time.sleep(0.5)
+                signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            threading.Thread(target=interrupt).start()
+            c.compute("slow", b"1", params={"delay": "30s"})
+        """
+        p = subprocess.run(
+            [sys.executable, "-c", code, self.server.address],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+        self.assertIn("KeyboardInterrupt", p.stderr)
+        self.assertNotIn("another exception", p.stderr)
+
+    def test_a_call_says_what_it_is(self):
+        call = self.client.call("slow", {"x": b"1"}, params={"delay": "300ms"})
+        self.assertEqual(repr(call), "<tensorferry.Call of slow, running>")
+        call.result()
+        self.assertEqual(repr(call), "<tensorferry.Call of slow, done>")
+        call = self.client.call("nix", {"x": b"1"})
+        with self.assertRaises(tf.NotFound) as e:
+            call.result()
+        self.assertEqual(repr(call), f"<tensorferry.Call of nix, failed: {e.exception!r}>")
+
+    def test_public_names_are_those_of_the_package(self):
+        for name in tf.__all__:
+            if name not in ("aio", "__version__"):
+                self.assertEqual(getattr(tf, name).__module__, "tensorferry", name)
+        self.assertEqual(repr(tf.NotFound), "<class 'tensorferry.NotFound'>")
+        with self.assertRaises(tf.NotFound) as e:
+            self.client.compute("nix", b"1")
+        again = pickle.loads(pickle.dumps(e.exception))
+        self.assertIs(type(again), tf.NotFound)
+        self.assertEqual((again.message, again.call), (e.exception.message, e.exception.call))
+
+    def test_models_have_attributes(self):
+        models = {m.name: m for m in self.client.models()}
+        affine, sink = models["affine"], models["sink"]
+        self.assertEqual(affine.inputs, {"x": tf.Port(("float32", "float64"), (-2,))})
+        self.assertEqual(affine.params["a"], tf.Param("number", "1", "factor of x"))
+        self.assertEqual((affine.rows, sink.rows), ("all", 0))
+        self.assertEqual(list(sink.outputs), ["bytes"])
+        self.assertRegex(repr(affine), r"^Served\(name='affine', version='1', device='cpu', inputs=\{'x': Port\(")
+
+    @support.needs_torch
+    def test_an_input_that_requires_a_gradient_warns_once(self):
+        x = support.torch.ones(3, requires_grad=True)
+        _client._has_warned = False
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            self.client.push({"grad": x})
+            with support.torch.no_grad():
+                self.client.compute("relu", x)
+            self.assertEqual(seen, [])
+            for _ in range(3):
+                self.client.compute("relu", x)
+                self.client.call("relu", {"x": x}).result()
+        self.client.delete("grad")
+        self.assertEqual(len(seen), 1)
+        self.assertRegex(str(seen[0].message), r"none flows through a call; pass x\.detach\(\)")
+        self.assertEqual(seen[0].filename, __file__)
+
     def test_wrong_arguments(self):
         with self.assertRaises(TypeError):
             self.client.empty(3, "float128")
@@ -104,7 +213,7 @@ class Errors(support.Served):
         for what, does in (
             ("inputs is a bytes", lambda: self.client.call("echo", b"abc")),
             ("params is a list", lambda: self.client.compute("echo", b"abc", params=["a"])),
-            ("module.state_dict()", lambda: self.client.push(Module())),
+            ("push_module takes a module", lambda: self.client.push(Module())),
             ("tensors is a bytes", lambda: self.client.push(b"abc")),
             ("out is a bytearray", lambda: self.client.pull("x", out=bytearray(1))),
             ("a model is named by a str", lambda: self.client.compute(None, b"abc")),
@@ -133,6 +242,7 @@ class Errors(support.Served):
             lambda: tf.connect(self.server.address, lanes=None),
             lambda: tf.connect(self.server.address, wait=-1),
             lambda: tf.connect(self.server.address, wait="1"),
+            lambda: tf.connect(self.server.address, retry_for=-1),
             lambda: tf.connect(self.server.address, lanes=True),
         ):
             with self.assertRaises(ValueError):
@@ -147,7 +257,7 @@ class Errors(support.Served):
         self.client.delete("said")
 
     def test_metadata_requests(self):
-        self.assertIn("echo", [m["name"] for m in self.client.models()])
+        self.assertIn("echo", [m.name for m in self.client.models()])
         self.assertEqual(self.client.info()["version"], self.client._link.host["version"])
         self.assertIsInstance(list(self.client.sources()), list)
 
@@ -328,12 +438,12 @@ class Results(support.Served):
         hold = []
         try:
             while True:  # fill the quota
-                hold.append(self.client._link._take(min(64 * MIB, quota // 4), 0.0))
+                hold.append(_link.drive(self.client._link._take(min(64 * MIB, quota // 4), 0.0)))
         except tf.Error:
             pass
         try:
             while True:
-                hold.append(self.client._link._take(4 * MIB, 0.0))
+                hold.append(_link.drive(self.client._link._take(4 * MIB, 0.0)))
         except tf.Error:
             pass
         hold[-6:] = []
@@ -453,6 +563,63 @@ class Regions(support.Served):
             self.assertFalse(m.any())
 
 
+@support.needs_torch
+class Modules(support.Served):
+    def module(self):
+        nn = support.torch.nn
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 8))
+        net[4].weight = net[3].weight  # tied
+        net[0].weight = nn.Parameter(net[0].weight.detach().permute(1, 0, 2, 3).contiguous().permute(1, 0, 2, 3))
+        net.register_buffer("turned", support.torch.randn(6, 4).t())
+        return net
+
+    def test_a_module_comes_back(self):
+        torch = support.torch
+        net, other = self.module(), self.module()
+        net[1].num_batches_tracked += 7
+        self.assertFalse(net[0].weight.is_contiguous())
+        for prefix in ("", "net/", "odd[*]?/"):
+            names = {p.name for p in self.client.push_module(net, prefix)}
+            self.assertEqual(names, {prefix + name for name in net.state_dict()})
+            with torch.no_grad():
+                for x in other.state_dict().values():
+                    x.zero_()
+            places = {name: x.data_ptr() for name, x in other.state_dict().items()}
+            self.assertIsNone(self.client.load_into(other, prefix))
+            self.assertEqual({name: x.data_ptr() for name, x in other.state_dict().items()}, places)
+            for name, x in net.state_dict().items():
+                self.assertTrue(torch.equal(x, other.state_dict()[name]), name)
+            self.assertIs(other[4].weight, other[3].weight)
+            self.assertTrue(other[3].weight.requires_grad)
+            self.client.delete("**")
+
+    def test_a_store_that_does_not_fit_changes_nothing(self):
+        torch = support.torch
+        net = self.module()
+        self.client.push_module(net, "m/")
+        self.client.push({"m/0.bias": torch.zeros(5), "m/turned": torch.zeros(4, 6, dtype=torch.float64)})
+        self.client.delete("m/3.bias")
+        before = {name: x.clone() for name, x in net.state_dict().items()}
+        with torch.no_grad():
+            for x in self.client.pull("m/*", like="torch").values():
+                x.zero_()
+        with self.assertRaises(ValueError) as e:
+            self.client.load_into(net, "m/")
+        for part in (
+            "'m/3.bias' is missing",
+            "'m/0.bias' is float32 (5,), the module has float32 (4,)",
+            "'m/turned' is float64 (4, 6), the module has float32 (4, 6)",
+        ):
+            self.assertIn(part, str(e.exception))
+        for name, x in net.state_dict().items():
+            self.assertTrue(torch.equal(x, before[name]), name)
+        with self.assertRaisesRegex(ValueError, "'n/1.weight' is missing; .*; and 7 more"):
+            self.client.load_into(net, "n/")
+        with self.assertRaisesRegex(TypeError, "a dict is not a torch module"):
+            self.client.load_into({})
+        self.client.delete("**")
+
+
 class Together(support.Served):
     def test_many_calls_from_one_thread(self):
         xs = [pattern(n, n) for n in (0, 1, 30_000, MIB, MIB + 1, 5 * MIB) for _ in range(5)]
@@ -564,7 +731,7 @@ class _Says:
     def __init__(self, packet):
         self.packet = packet
 
-    def recvmsg_into(self, into, _):
+    def recvmsg_into(self, into, _, flags):
         into[0][: len(self.packet)] = self.packet
         return len(self.packet), [], 0, None
 

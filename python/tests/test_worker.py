@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import asyncio
 import os
 import signal
 import subprocess
@@ -99,7 +100,7 @@ class Computes(unittest.TestCase):
         server = self.enterContext(tf.serve(model, port=0, name="m", **more)) if hasattr(self, "enterContext") else None
         if server is None:  # before 3.11
             server = tf.serve(model, port=0, name="m", **more)
-            self.addCleanup(server.stop)
+            self.addCleanup(server.close)
         client = tf.connect(server.address)
         self.addCleanup(client.close)
         return client
@@ -133,9 +134,11 @@ class Computes(unittest.TestCase):
         self.assertNotIn("secret", str(said.exception))
         with self.assertRaisesRegex(tf.Internal, "no such weather"):
             c.compute("m", x, params={"public": "true"})
-        with self.assertRaisesRegex(tf.Internal, "is not a bool"):
+        with self.assertRaisesRegex(tf.InvalidArgument, '"public": wanted a bool, got "perhaps"'):
             c.compute("m", x, params={"public": "perhaps"})
-        with self.assertRaisesRegex(tf.FailedPrecondition, "known are public"):
+        with self.assertRaisesRegex(tf.Internal, "no such weather"):
+            c.compute("m", x, params={"public": "T"})
+        with self.assertRaisesRegex(tf.InvalidArgument, "known are public"):
             c.compute("m", x, params={"private": "1"})
 
     def test_a_call_tells_of_itself_and_keeps_its_state(self) -> None:
@@ -165,6 +168,55 @@ class Computes(unittest.TestCase):
         self.assertTrue(began.wait(10))
         call.cancel()
         self.assertTrue(heard.wait(10))
+
+    def test_an_async_model_runs_and_is_cancelled_with_its_call(self) -> None:
+        began, ended = threading.Event(), threading.Event()
+        loops = set()
+
+        async def f(x: Any, call: Any) -> Any:
+            loops.add(asyncio.get_running_loop())
+            parts = await asyncio.gather(*[asyncio.sleep(0, bytes(x.data)) for _ in range(3)])
+            if call.params["rest"]:
+                try:
+                    began.set()
+                    await asyncio.sleep(60)
+                finally:
+                    ended.set()
+            return tf.Tensor(b"".join(parts))
+
+        with tf.serve(f, port=0, name="m", params={"rest": tf.Param(bool, False)}, array="tensor") as server:
+            c = tf.connect(server.address)
+            self.addCleanup(c.close)
+            for _ in range(3):
+                self.assertEqual(bytes(c.compute("m", tf.Tensor(b"ab"))), b"ababab")
+            for _ in range(2):
+                call = c.call("m", {"x": tf.Tensor(b"ab")}, params={"rest": True})
+                self.assertTrue(began.wait(10))
+                call.cancel()
+                self.assertTrue(ended.wait(2))
+                began.clear()
+                ended.clear()
+                self.assertEqual(bytes(c.compute("m", tf.Tensor(b"ab"))), b"ababab")
+        (loop,) = loops
+        self.assertTrue(loop.is_closed())
+
+        class Given(tf.Model):
+            array = "tensor"
+
+            async def compute(self, x: Any) -> Any:
+                await asyncio.sleep(0)
+                raise tf.ModelError("not today")
+
+        with self.assertRaisesRegex(tf.Internal, "not today"):
+            self.served(Given).compute("m", tf.Tensor(b"x"))
+
+    def test_a_server_is_closed_once(self) -> None:
+        server = tf.serve(lambda x: x, port=0, name="m", array="tensor")
+        for _ in range(2):
+            server.close()
+        self.assertEqual(server._process.returncode, 0)
+        with self.assertRaises(tf.Unavailable), tf.connect(server.address) as c:
+            c.compute("m", b"x", timeout=5)
 
     def test_set_up_and_tear_down_run_once(self) -> None:
         done: list[str] = []

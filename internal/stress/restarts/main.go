@@ -272,9 +272,11 @@ func pythonClients(ctx context.Context, python, program, address string, threads
 	if err != nil {
 		return nil, err
 	}
+	done := make(chan error, 1)
+	go func() { done <- read(out, tell) }() // ends with the process
 	return func() error {
 		_ = c.In.Close()
-		return errors.Join(read(out, tell), c.Wait())
+		return errors.Join(<-done, c.Wait())
 	}, nil
 }
 

@@ -11,11 +11,13 @@ used where they are there. It runs on Linux.
 """
 
 import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 if not _sys.platform.startswith("linux"):
     raise ImportError("tensorferry runs on Linux: it shares memory by memfd")
 
-from ._client import Call, Client, Pushed, Region, Stored, Timings, connect
+from ._client import Call, Client, Percentiles, Pushed, Region, Served, Statistics, Stored, Timings, connect
 from ._errors import (
     Aborted,
     AlreadyExists,
@@ -41,6 +43,19 @@ from ._serve import Server, serve
 from ._tensor import Stream, Tensor
 from ._version import __version__
 
+if _TYPE_CHECKING:
+    from . import aio
+
+
+def __getattr__(name: str) -> _Any:
+    """Import aio when it is used: asyncio costs more time than all the rest."""
+    if name != "aio":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return import_module(".aio", __name__)
+
+
 __all__ = [
     "Aborted",
     "AlreadyExists",
@@ -59,12 +74,15 @@ __all__ = [
     "NotFound",
     "OutOfRange",
     "Param",
+    "Percentiles",
     "PermissionDenied",
     "Port",
     "Pushed",
     "Region",
     "ResourceExhausted",
+    "Served",
     "Server",
+    "Statistics",
     "Stored",
     "Stream",
     "Tensor",
@@ -74,7 +92,13 @@ __all__ = [
     "Unimplemented",
     "Unknown",
     "__version__",
+    "aio",
     "connect",
     "model",
     "serve",
 ]
+
+for _name in __all__:
+    _public = globals().get(_name)
+    if hasattr(_public, "__module__"):
+        _public.__module__ = __name__  # as users write it: tensorferry.NotFound

@@ -1,7 +1,8 @@
 """The client: calls of models, and the tensors of a server's store.
 
 A Client asks a server through the link of this process. It computes nothing, and
-speaks to no network itself. It is for any thread; a Call too, except that one thread
+speaks to no network itself. Its methods are steps that are driven; aio drives the same
+steps in an event loop. It is for any thread; a Call too, except that one thread
 at a time iterates over its regions. Inputs are read until the call has ended, so who
 writes to one before changes what is sent. Results that came whole are views of
 memory of the link: it is given back when the last view of it is collected.
@@ -10,23 +11,33 @@ memory of the link: it is given back when the last view of it is collected.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
-import threading
+import re
+import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional, SupportsIndex, TypeVar, Union, overload
+from inspect import unwrap
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, SupportsIndex, TypeVar, Union, overload
 
 from . import _errors, _link, _tensor, _wire
 from ._errors import Error
-from ._link import Link
+from ._link import Link, Range, Steps, Target, drive, driven
+from ._model import ANY_AXES, FREE, KINDS, Param, Port
 from ._run import Feed, File, Progress, Result, Run
 from ._tensor import NAMES, Like, Source, Tensor
 
 _ASK_SECONDS = 30.0  # metadata requests, when the caller names no limit
 _SMALL_BYTES = 32 << 20  # of small tensors of a push that are in memory of the link at once
 _MEMORY_SECONDS = 30.0  # how long a call waits for room in the link's memory
+_has_warned = False  # of an input's gradient
 
+if TYPE_CHECKING:
+    from typing import ParamSpec
+
+    P = ParamSpec("P")
 T = TypeVar("T")
 # Where a result goes: a path, a binary file, or an array, tensor or buffer.
 Out = Any
@@ -62,6 +73,43 @@ class Region(NamedTuple):
     tensor: Any
 
 
+class Served(NamedTuple):
+    """A model that a server can run. See tensorferry.model for what its fields mean."""
+
+    name: str
+    version: str
+    device: str
+    inputs: Mapping[str, Port]
+    outputs: Mapping[str, Port]
+    rows: Union[int, str]
+    params: Mapping[str, Param]
+    idempotent: bool
+    about: Mapping[str, str]
+
+
+class Percentiles(NamedTuple):
+    """Durations in seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class Statistics(NamedTuple):
+    """What a client has done: calls, pushes and pulls, the attempts at them, failures by code, bytes, and time."""
+
+    calls: int
+    attempts: int
+    retries: int
+    failures: Mapping[str, int]
+    sent: int
+    received: int
+    network: Percentiles
+    server: Percentiles
+    total: Percentiles
+
+
 class Stored(NamedTuple):
     """A tensor in the store of a server."""
 
@@ -89,38 +137,55 @@ class Pushed(NamedTuple):
 class Call:
     """A call that a server works on. Dropping it, or leaving its with, cancels it."""
 
-    __slots__ = ("_run",)
+    __slots__ = ("_model", "_run")
 
-    def __init__(self, run: Run):
-        self._run = run
+    def __init__(self, run: Run, model: str):
+        self._run, self._model = run, model
 
-    def result(self, timeout: Optional[float] = None) -> dict[str, Any]:
+    def __repr__(self) -> str:
+        error = self._run.error
+        state = "running" if not self._run.ended else "done" if error is None else f"failed: {error!r}"
+        return f"<{type(self).__module__}.Call of {self._model}, {state}>"
+
+    @driven
+    def result(self, timeout: Optional[float] = None) -> Steps[dict[str, Any]]:
         """Wait for the end and return the results by port.
 
         DeadlineExceeded after timeout seconds leaves the call as it is.
         """
-        self._run.finish(_deadline(timeout))
+        yield from self._run.finish(_deadline(timeout))
         return self._run.collect()
 
     def regions(self, timeout: Optional[float] = None) -> Iterator[Region]:
         """Yield the parts of the results as they arrive, in any order, until the end of the call."""
-        run, deadline = self._run, _deadline(timeout)
-        while True:
-            while run.regions:
-                yield _region(run, *run.regions.popleft())
+        deadline = _deadline(timeout)
+        while (region := drive(self._region(deadline))) is not None:
+            yield region
+        yield from self._rest()
+
+    def _region(self, deadline: Optional[float]) -> Steps[Optional[Region]]:
+        """Wait for a part of a result, and return it; None at the end of the call."""
+        run = self._run
+        while not run.regions:
             if run.ended and not run.files:
-                break
+                yield from run.finish(None)
+                return None
             try:
-                run.step(deadline)
+                turn = run.step(deadline)
+                if turn is not None:
+                    yield turn
             except BaseException:
                 run.cancel()
                 raise
             if deadline is not None and not run.ended and time.monotonic() >= deadline:
                 raise _errors.DeadlineExceeded("no region came in time")
-        run.finish(None)
-        for got in run.results.values():
-            if got.arrived < got.nbytes:  # nothing was said of some
-                yield _region(run, got, 0, got.nbytes)
+        return _region(run, *run.regions.popleft())
+
+    def _rest(self) -> Iterator[Region]:
+        """Yield the results of which no parts were announced."""
+        for got in self._run.results.values():
+            if got.arrived < got.nbytes:
+                yield _region(self._run, got, 0, got.nbytes)
 
     def cancel(self) -> None:
         """Have the server stop. A call that has ended stays as it is."""
@@ -129,7 +194,9 @@ class Call:
     def done(self) -> bool:
         """Report whether the call has ended, without waiting."""
         if not self._run.ended:
-            self._run.step(time.monotonic())
+            turn = self._run.step(time.monotonic())
+            if turn is not None:
+                self._run.link.wait(*turn[1:])
         return self._run.ended
 
     @property
@@ -156,25 +223,15 @@ class Call:
 class Client:
     """A server, by way of the link of this process. connect makes one."""
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        timeout: float = 10.0,
-        memory: Optional[int] = None,
-        lanes: int = 64,
-        wait: float = 0.0,
-        identity: Optional[Mapping[str, Any]] = None,
-    ):
-        self._target, self._timeout, self._memory, self._lanes, self._wait = target, timeout, memory, lanes, wait
-        self._identity = dict(identity or {})
+    def __init__(self, how: Mapping[str, Any], timeout: float = 10.0, memory: Optional[int] = None):
+        self._how, self._timeout, self._memory = how, timeout, memory  # how to connect
         self._closed = False
+        self._ahead: Optional[Callable[[Any], Any]] = None  # reads asynchronous items
         self._link: Optional[Link] = None
         self._connection = 0  # of the link, which is set after it
-        self._opening, self._pid = threading.Lock(), os.getpid()
+        self._opening: dict[Link, Target] = {}  # of links to which somebody connects
         self._parts: dict[Any, bytes] = {}  # of messages, packed
         self._ports: dict[str, str] = {}  # the only result, by model
-        self._ready()
 
     def __enter__(self) -> Client:
         return self
@@ -188,9 +245,10 @@ class Client:
             link.later(_wire.ASK, self._connection)
 
     def __repr__(self) -> str:
-        return f"<tensorferry.Client of {self._target}{', closed' if self._closed else ''}>"
+        return f"<tensorferry.Client of {self._how['target']}{', closed' if self._closed else ''}>"
 
-    def close(self) -> None:
+    @driven
+    def close(self) -> Steps[None]:
         """Close the connection. Its calls fail; their results stay. A second time is a no-op."""
         if self._closed:
             return
@@ -199,26 +257,36 @@ class Client:
         if link is not None and link.dead is None:
             try:
                 link.collect()
-                link.ask("disconnect", _ASK_SECONDS, connection=self._connection)
+                yield from link.asking("disconnect", _ASK_SECONDS, connection=self._connection)
             except Error:
                 pass  # it is closed all the same
 
-    def _ready(self) -> Link:
-        link = self._link
-        if link is not None and link.usable() and not self._closed:
-            return link
+    def _known(self) -> Optional[Link]:
+        """Return the link with a connection, if there is one."""
         if self._closed:
             raise ValueError("the client is closed")
-        if self._pid != os.getpid():  # another thread of the parent may have had the lock
-            self._opening, self._pid = threading.Lock(), os.getpid()
-        with self._opening:
-            if self._link is None or self._link.dead is not None:
-                link = _link.current(self._memory, self._timeout)
-                how = {"target": self._target, "lanes": self._lanes, "wait_millis": int(self._wait * 1000)}
-                said = link.ask("connect", self._timeout, **how, **self._identity)
-                self._connection = int(said["connection"])
-                self._link = link
-            return self._link
+        return self._link if self._link is not None and self._link.usable() else None
+
+    def _ready(self) -> Steps[Link]:
+        """Return the link, with a connection of it to the server."""
+        while True:
+            known = self._known()
+            if known is not None:
+                return known
+            link: Link = _link.running() or (yield functools.partial(_link.current, self._memory, self._timeout))
+            mine = Target()
+            opening = self._opening.setdefault(link, mine)
+            if opening is not mine:
+                yield link, opening, 0, None
+                continue
+            try:
+                if self._link is not link:
+                    said = yield from link.asking("connect", self._timeout, **self._how)
+                    self._connection = int(said["connection"])
+                    self._link = link
+            finally:
+                del self._opening[link]
+                _link.turn(mine)
 
     # Calls.
 
@@ -244,6 +312,7 @@ class Client:
         out: Optional[T] = None,
         copy: bool = False,
     ) -> T: ...
+    @driven
     def compute(
         self,
         model: str,
@@ -253,24 +322,25 @@ class Client:
         timeout: Optional[float] = None,
         out: Any = None,
         copy: bool = False,
-    ) -> Any:
+    ) -> Steps[Any]:
         """Run a model of one input and one result, and return the result.
 
         It is of the same library as x, and on its device; for a buffer it is a Tensor.
         out is an array that the result is written to. A copy leaves no memory of the
         link in use.
         """
-        if isinstance(out, Mapping):
+        if out is not None and isinstance(out, Mapping):
             raise TypeError("out of compute is one array; call takes a mapping of names to arrays")
-        sinks = None if out is None else {self._result_of(model): out}
-        run = self._start(model, {"": x}, params, timeout, sinks, None, None)
-        run.finish(None)
+        sinks = None if out is None else {(yield from self._result_of(model)): out}
+        run = yield from self._start(model, {"": x}, params, timeout, sinks, None, None)
+        yield from run.finish(None)
         outputs = run.collect()
         if len(outputs) != 1:
             raise ValueError(f"model {model!r} has the results {', '.join(outputs)}; use call")
         (y,) = outputs.values()
         return _copied(y) if copy and out is None else y
 
+    @driven
     def call(
         self,
         model: str,
@@ -283,17 +353,23 @@ class Client:
         like: Optional[str] = None,
         regions: bool = True,
         progress: Optional[Progress] = None,
-    ) -> Call:
+        idempotent: bool = False,
+    ) -> Steps[Call]:
         """Start a model over inputs by port, and return the call.
 
         An input is a tensor, or a Stream. timeout is for the server, in seconds. out
         has by port where a result goes: an array, a path or a binary file. metadata
         is by port. like is what results are: "numpy", "torch" or "tensor"; as the
         inputs are if it is None. Without regions the call costs less and Call.regions
-        yields only whole results.
+        yields only whole results. An idempotent call may be repeated though it may have
+        begun, if the client has retries.
         """
+        _named("inputs", inputs)
         chosen = None if like is None else _tensor.default_like(like)
-        return Call(self._start(model, inputs, params, timeout, out, metadata, chosen, regions, progress))
+        run = yield from self._start(
+            model, inputs, params, timeout, out, metadata, chosen, regions, progress, idempotent
+        )
+        return Call(run, model)
 
     def _start(
         self,
@@ -306,12 +382,12 @@ class Client:
         like: Optional[Like],
         regions: bool = False,
         progress: Optional[Progress] = None,
-    ) -> Run:
-        _named("inputs", inputs)
+        idempotent: bool = False,
+    ) -> Steps[Run]:
         metadata = _metadata(metadata)
         if timeout is not None:
             _seconds(timeout)
-        link = self._ready()
+        link = self._known() or (yield from self._ready())
         if link._dropped:
             link.collect()
         run = Run(link, next(link.ids), like)
@@ -324,6 +400,8 @@ class Client:
         for port, x in inputs.items():
             source = _tensor.of(x)
             sources.append(source)
+            if source.like is not None and source.like.kind == "torch":
+                _warn_of_gradient(x)
             if source.like is not None and like is None and (run.like is None or run.like.kind == "tensor"):
                 run.like = source.like
             try:
@@ -335,52 +413,30 @@ class Client:
             parts.append(_wire.texts(meta.items()) if meta else b"\0\0")
             place = link.find(source.address, source.nbytes) if source.address else None
             if place is None and source.items is None and 0 < source.nbytes <= _wire.PIECE_BYTES:
-                place = self._stage(run, source, limit)
+                staged = link.kept(source.nbytes) or (yield from link.taking(source.nbytes, limit))
+                place = _stage(run, source, staged)
             if place is not None and source.nbytes:
                 parts.append(b"\1" + _wire.RANGE.pack(*place))
             else:
                 parts.append(b"\0" + _wire.RANGE.pack(0, 0, 0))
                 if source.nbytes or source.items is not None:
-                    run.feeds.append(Feed(run, [(len(sources) - 1, port, source)]))
+                    run.feeds.append(Feed(run, [(len(sources) - 1, port, source)], self._ahead))
         parts.append(_sinks(run, out) if out else b"\0\0")
         packet = _wire.pack_call(
             run.id,
-            _wire.REGIONS if regions else 0,
+            (_wire.REGIONS if regions else 0) | (_wire.IDEMPOTENT if idempotent else 0),
             self._connection,
             0 if timeout is None else _millis(timeout),
             b"".join(parts),
         )
-        self._send(run, packet, limit)
+        for feed in run.feeds:
+            yield from feed.open(limit)
+        _send(run, packet)
         return run
 
-    def _stage(self, run: Run, source: Source, timeout: Optional[float]) -> _wire.Extent:
-        """Copy a small input to memory of the link, which is kept until the end."""
-        staged = run.link.take(source.nbytes, timeout)
-        run.staged.append(staged)
-        source.write(staged.memory.base + staged.offset)
-        return _wire.Extent(staged.memory.id, staged.offset, source.nbytes)
-
-    def _send(
-        self, run: Run, packet: Optional[bytes], limit: Optional[float], ask: Optional[dict[str, Any]] = None
-    ) -> None:
-        link = run.link
-        for feed in run.feeds:
-            feed.open(limit)
-        link.pending[run.id] = run
-        try:
-            if packet is not None:
-                link.send(packet)
-            else:
-                link.send_ask(run.id, limit, ask or {}, _wire.REGIONS if run.progress is not None else 0)
-            for feed in run.feeds:
-                feed.pump(False)
-        except BaseException:
-            run.cancel()
-            raise
-
-    def _result_of(self, model: str) -> str:
-        for m in self.models() if model not in self._ports else ():
-            self._ports[m["name"]] = m["outputs"][0]["name"] if len(m["outputs"]) == 1 else ""
+    def _result_of(self, model: str) -> Steps[str]:
+        for m in (yield from unwrap(Client.models)(self)) if model not in self._ports else ():
+            self._ports[m.name] = next(iter(m.outputs)) if len(m.outputs) == 1 else ""
         return self._ports.get(model, "")  # the server says what is wrong with another
 
     def _packed(self, model: str) -> bytes:
@@ -399,6 +455,7 @@ class Client:
 
     # The store.
 
+    @driven
     def push(
         self,
         tensors: Mapping[str, Any],
@@ -407,19 +464,19 @@ class Client:
         all: bool = False,
         progress: Optional[Progress] = None,
         timeout: Optional[float] = None,
-    ) -> list[Pushed]:
+    ) -> Steps[list[Pushed]]:
         """Store tensors, or Streams, by name, in place of older ones. metadata is by name.
 
         When some fail, the others are stored and the first failure is raised. With all, they are
         stored together, or none of them is: nobody ever sees some.
         """
         if hasattr(tensors, "state_dict"):
-            raise TypeError("push takes a mapping of names to tensors; of a module that is module.state_dict()")
+            raise TypeError("push takes a mapping of names to tensors; push_module takes a module")
         _named("tensors", tensors)
         metadata = _metadata(metadata)
         if timeout is not None:
             _seconds(timeout)
-        link = self._ready()
+        link = self._known() or (yield from self._ready())
         if link._dropped:
             link.collect()
         run = Run(link, next(link.ids), None)
@@ -438,7 +495,7 @@ class Client:
                 and small < _SMALL_BYTES
             ):
                 small += source.nbytes
-                place = self._stage(run, source, timeout)
+                place = _stage(run, source, (yield from link.taking(source.nbytes, timeout)))
             if place is not None:
                 entry["range"] = place
             else:
@@ -446,15 +503,18 @@ class Client:
             asked.append(entry)
             run.pushed.append([name, 0, source.nbytes])
         if fed:
-            run.feeds.append(Feed(run, fed))
+            run.feeds.append(Feed(run, fed, self._ahead))
         ask = {"verb": "push", "connection": self._connection, "tensors": asked, "all": all}
-        self._send(run, None, timeout, ask)
-        run.finish(None)
+        for feed in run.feeds:
+            yield from feed.open(timeout)
+        _send(run, (yield from link.ask_packet(run.id, timeout, ask, _wire.REGIONS if progress else 0)))
+        yield from run.finish(None)
         return [
             Pushed(t["name"], t.get("bytes", 0), t.get("digest", ""), t.get("durable", False), t.get("evicted", 0))
             for t in _checked(_wire.from_json(run.raw))
         ]
 
+    @driven
     def pull(
         self,
         *names: str,
@@ -464,7 +524,7 @@ class Client:
         like: Optional[str] = None,
         progress: Optional[Progress] = None,
         timeout: Optional[float] = None,
-    ) -> dict[str, Any]:
+    ) -> Steps[dict[str, Any]]:
         """Return tensors by name: those that names and globs select, or what sources make of params.
 
         out has by name where a tensor goes: an array, a path or a binary file.
@@ -475,7 +535,7 @@ class Client:
                 _named(what, given)
         if timeout is not None:
             _seconds(timeout)
-        link = self._ready()
+        link = self._known() or (yield from self._ready())
         if link._dropped:
             link.collect()
         run = Run(link, next(link.ids), _tensor.default_like(like))
@@ -486,12 +546,48 @@ class Client:
             raise ValueError("params are for sources: source=True")
         to = {name: "pieces" if place is None else place for name, place in _places(run, out or {})}
         ask = {"verb": "pull", "connection": self._connection, "select": select, **({"to": to} if to else {})}
-        self._send(run, None, timeout, ask)
-        run.finish(None)
+        _send(run, (yield from link.ask_packet(run.id, timeout, ask, _wire.REGIONS if progress else 0)))
+        yield from run.finish(None)
         _checked(_wire.from_json(run.raw))
         return run.collect()
 
-    def list(self, glob: str = "", *, timeout: Optional[float] = _ASK_SECONDS) -> list[Stored]:
+    @driven
+    def push_module(self, module: Any, prefix: str = "", *, timeout: Optional[float] = None) -> Steps[list[Pushed]]:
+        """Store what the state_dict of a torch module has, together, by names with a prefix."""
+        pushed: list[Pushed] = yield from unwrap(Client.push)(self, _state(module, prefix), all=True, timeout=timeout)
+        return pushed
+
+    @driven
+    def load_into(self, module: Any, prefix: str = "", *, timeout: Optional[float] = None) -> Steps[None]:
+        """Copy what push_module has stored to a torch module of the same structure.
+
+        ValueError says which tensors are missing, or of another data type or shape; it
+        leaves the module as it was.
+        """
+        state = _state(module, prefix)
+        found = {t.name: t for t in (yield from unwrap(Client.list)(self, _literal(prefix) + "**"))}
+        wrong = []
+        for name, x in state.items():
+            t, dtype, shape = found.get(name), NAMES[_tensor.number_of(x.dtype)], tuple(x.shape)
+            if t is None:
+                wrong.append(f"{name!r} is missing")
+            elif (t.dtype, t.shape) != (dtype, shape):
+                wrong.append(f"{name!r} is {t.dtype} {t.shape}, the module has {dtype} {shape}")
+        if wrong:
+            more = [f"and {len(wrong) - 5} more"] if len(wrong) > 5 else []
+            raise ValueError("the store does not fit the module: " + "; ".join(wrong[:5] + more))
+        # Names of one memory get it once; what is not dense, or on a device, gets a copy.
+        once = {(x.data_ptr(), x.device, tuple(x.shape), x.stride()): name for name, x in state.items()}
+        direct = {name: state[name] for name in once.values() if _tensor.of(state[name]).address}
+        pulled = yield from unwrap(Client.pull)(
+            self, *map(_literal, once.values()), out=direct, like="torch", timeout=timeout
+        )
+        for name, x in pulled.items():
+            if name not in direct:
+                state[name].copy_(x)
+
+    @driven
+    def list(self, glob: str = "", *, timeout: Optional[float] = _ASK_SECONDS) -> Steps[list[Stored]]:
         """Return the tensors of the store whose names match a glob, all if it is empty."""
         _strings("glob", [glob])
         return [
@@ -499,34 +595,56 @@ class Client:
                 t["name"], t["dtype"], tuple(t["shape"]), t["bytes"], t.get("digest", ""), t.get("durable", False),
                 t.get("stored"), t.get("file", ""), t.get("metadata") or {},
             )
-            for t in self._ask("list", timeout, glob=glob).get("tensors") or ()
+            for t in (yield from self._ask("list", timeout, glob=glob)).get("tensors") or ()
         ]  # fmt: skip
 
-    def sources(self, *, timeout: Optional[float] = _ASK_SECONDS) -> Sequence[str]:
+    @driven
+    def sources(self, *, timeout: Optional[float] = _ASK_SECONDS) -> Steps[Sequence[str]]:
         """Return the names that pull(source=True) may use."""
-        return self._ask("list", timeout, glob="").get("sources") or ()
+        return (yield from self._ask("list", timeout, glob="")).get("sources") or ()
 
-    def delete(self, *names: str, timeout: Optional[float] = _ASK_SECONDS) -> Sequence[str]:
+    @driven
+    def delete(self, *names: str, timeout: Optional[float] = _ASK_SECONDS) -> Steps[Sequence[str]]:
         """Remove tensors, by name or glob, and return the names of those that were removed."""
         _strings("a name", names)
-        return self._ask("delete", timeout, names=names).get("names") or ()
+        return (yield from self._ask("delete", timeout, names=names)).get("names") or ()
 
-    def models(self, *, timeout: Optional[float] = _ASK_SECONDS) -> Sequence[dict[str, Any]]:
-        """Return what the server can run, as tensorferry models --json prints it."""
-        return self._ask("models", timeout).get("models") or ()
+    @driven
+    def models(self, *, timeout: Optional[float] = _ASK_SECONDS) -> Steps[Sequence[Served]]:
+        """Return the models that the server can run."""
+        return [
+            Served(
+                m["name"], m.get("version", ""), m.get("device", ""), _ports(m["inputs"]), _ports(m["outputs"]),
+                int(m["rows"]) if m["rows"].isdigit() else m["rows"], _params_of(m.get("params") or ()),
+                m.get("idempotent", False), m.get("about") or {},
+            )
+            for m in (yield from self._ask("models", timeout)).get("models") or ()
+        ]  # fmt: skip
 
-    def info(self, *, timeout: Optional[float] = _ASK_SECONDS) -> dict[str, Any]:
+    @driven
+    def info(self, *, timeout: Optional[float] = _ASK_SECONDS) -> Steps[dict[str, Any]]:
         """Return what the server is, as tensorferry info --json prints it."""
-        return self._ask("info", timeout)
+        return (yield from self._ask("info", timeout))
 
-    def _ask(self, verb: str, timeout: Optional[float], **fields: Any) -> dict[str, Any]:
-        return self._ready().ask(verb, timeout, connection=self._connection, **fields)
+    @driven
+    def statistics(self) -> Steps[Statistics]:
+        """Return what the client has done so far."""
+        said = yield from self._ask("statistics", _ASK_SECONDS)
+        for name in ("network", "server", "total"):
+            said[name] = Percentiles(**{p: nanos / 1e9 for p, nanos in said[name].items()})
+        said["failures"] = {_errors.from_code(int(code), {}).code: n for code, n in said["failures"].items()}
+        return Statistics(**said)
+
+    def _ask(self, verb: str, timeout: Optional[float], **fields: Any) -> Steps[dict[str, Any]]:
+        link = yield from self._ready()
+        return (yield from link.asking(verb, timeout, connection=self._connection, **fields))
 
     # Memory.
 
+    @driven
     def empty(
         self, shape: Union[int, Sequence[SupportsIndex]], dtype: Any = "float32", *, like: Optional[str] = None
-    ) -> Any:
+    ) -> Steps[Any]:
         """Return a tensor in memory of the link, of any content. It is sent without a copy."""
         number = _tensor.number_of(dtype)
         dims = _tensor.shape_of([shape] if isinstance(shape, int) else shape)
@@ -534,9 +652,21 @@ class Client:
         chosen = _tensor.default_like(like)
         if not size:
             return _tensor.empty(chosen, number, dims)[0]
-        return _tensor.view(chosen, number, dims, self._ready().take(size, _MEMORY_SECONDS).export(size))
+        made = yield from (yield from self._ready()).taking(size, _MEMORY_SECONDS)
+        return _tensor.view(chosen, number, dims, made.export(size))
 
 
+def _opens(client: Callable[P, Client]) -> Callable[P, Client]:
+    @functools.wraps(client)
+    def function(*args: P.args, **kwargs: P.kwargs) -> Client:
+        made = client(*args, **kwargs)
+        drive(made._ready())
+        return made
+
+    return function
+
+
+@_opens
 def connect(
     target: Optional[str] = None,
     *,
@@ -544,6 +674,9 @@ def connect(
     memory: Optional[int] = None,
     lanes: int = 64,
     wait: float = 0.0,
+    retry: Union[str, Sequence[float]] = "none",
+    retry_for: float = 60.0,
+    break_after: int = 0,
     tls: Optional[bool] = None,
     ca: Optional[Path] = None,
     cert: Optional[Path] = None,
@@ -559,6 +692,11 @@ def connect(
     beside the one of gRPC that a session has for large tensors, 0 to 64; 0 is none.
     wait is how long a use waits for a server that cannot be reached, in seconds.
 
+    retry says when what failed and may be repeated is repeated: "none", "exponential",
+    "adaptive", "fixed", or the seconds to wait before each attempt. No attempt begins later
+    than retry_for seconds after the first. After break_after attempts in a row that found
+    no server none is made for ten seconds; 0 is never. docs/retries.md says more.
+
     ca is the file of the authority of the server's certificate, tls=True takes those that
     the system trusts. cert and key are the files of the client's certificate and its key,
     token that of its token. server_name is the name in the server's certificate, if that is
@@ -571,18 +709,27 @@ def connect(
         raise ValueError(f"memory is {memory!r}; it is a number of bytes, 1 or more")
     if isinstance(lanes, bool) or not isinstance(lanes, int) or not 0 <= lanes <= 64:
         raise ValueError(f"lanes is {lanes!r}; it is 0 to 64")
-    if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait <= 86400:
-        raise ValueError(f"wait is {wait!r}; it is in seconds, 0 to 86400")
+    for name, given in (("wait", wait), ("retry_for", retry_for)):
+        if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 86400:
+            raise ValueError(f"{name} is {given!r}; it is in seconds, 0 to 86400")
     target = target or os.environ.get("TENSORFERRY_SERVER") or "127.0.0.1:50051"
     if tls is None:
         tls = os.environ.get("TENSORFERRY_TLS", "") not in ("", "0", "false")
-    identity: dict[str, Any] = {"tls": tls}
-    for name, given in (("ca", ca), ("cert", cert), ("key", key), ("token", token)):
-        file = given or os.environ.get("TENSORFERRY_" + name.upper())
+    how: dict[str, Any] = {
+        "target": target,
+        "lanes": lanes,
+        "wait_millis": int(wait * 1000),
+        "retry": retry if isinstance(retry, str) else ",".join(f"{float(s)}s" for s in retry),
+        "retry_for_millis": int(retry_for * 1000),
+        "break_after": int(break_after),
+        "tls": tls,
+        "server_name": server_name or os.environ.get("TENSORFERRY_SERVER_NAME") or "",
+    }
+    for name, path in (("ca", ca), ("cert", cert), ("key", key), ("token", token)):
+        file = path or os.environ.get("TENSORFERRY_" + name.upper())
         if file:
-            identity[name] = os.path.abspath(file)
-    identity["server_name"] = server_name or os.environ.get("TENSORFERRY_SERVER_NAME") or ""
-    return Client(target, timeout=timeout, memory=memory, lanes=lanes, wait=wait, identity=identity)
+            how[name] = os.path.abspath(file)
+    return Client(how, timeout, memory)
 
 
 def _named(what: str, given: Any) -> None:
@@ -613,6 +760,34 @@ def _seconds(timeout: float) -> None:
         raise ValueError(f"timeout is {timeout!r}; it is in seconds and more than 0, or None for no limit")
 
 
+def _state(module: Any, prefix: str) -> dict[str, Any]:
+    if not hasattr(module, "state_dict"):
+        raise TypeError(f"a {type(module).__name__} is not a torch module")
+    return {prefix + name: x for name, x in module.state_dict().items()}
+
+
+def _literal(name: str) -> str:
+    """Return the glob that selects a name alone."""
+    return re.sub(r"[*?[\\]", r"\\\g<0>", name)
+
+
+def _ports(said: Iterable[Mapping[str, Any]]) -> dict[str, Port]:
+    dims = {"...": ANY_AXES, None: FREE}
+    return {
+        p["name"]: Port(tuple(p.get("dtypes") or ()), tuple(dims.get(n, n) for n in p["shape"]), p.get("whole", False))
+        for p in said
+    }
+
+
+def _params_of(said: Iterable[Mapping[str, str]]) -> dict[str, Param]:
+    made = {}
+    for p in said:
+        kind, default = KINDS.get(p.get("kind", ""), p.get("kind", "")), p.get("default") or None
+        value = default if isinstance(kind, str) else Param(kind).parse(p["name"], default)
+        made[p["name"]] = Param(kind, value, p.get("meaning", ""))
+    return made
+
+
 def _params(params: Optional[Mapping[str, Any]]) -> bytes:
     if params is not None:
         _named("params", params)
@@ -634,6 +809,34 @@ def _places(run: Run, out: Mapping[str, Out]) -> Iterable[tuple[str, Optional[_w
             raise ValueError(f"out[{name!r}] is read-only")
         run.sinks[name] = place
         yield name, run.link.find(into.address, into.nbytes) if into.nbytes else None
+
+
+def _warn_of_gradient(x: Any) -> None:
+    global _has_warned
+    if not _has_warned and x.requires_grad and sys.modules["torch"].is_grad_enabled():
+        _has_warned = True
+        warnings.warn(
+            "an input requires a gradient, and none flows through a call; pass x.detach()", UserWarning, stacklevel=6
+        )
+
+
+def _stage(run: Run, source: Source, staged: Range) -> _wire.Extent:
+    """Copy a small input to memory of the link, which is kept until the end."""
+    run.staged.append(staged)
+    source.write(staged.memory.base + staged.offset)
+    return _wire.Extent(staged.memory.id, staged.offset, source.nbytes)
+
+
+def _send(run: Run, packet: bytes) -> None:
+    """Begin a run, whose feeds are open."""
+    run.link.pending[run.id] = run
+    try:
+        run.link.send(packet)
+        for feed in run.feeds:
+            feed.pump(False)
+    except BaseException:
+        run.cancel()
+        raise
 
 
 def _sinks(run: Run, out: Mapping[str, Out]) -> bytes:

@@ -161,4 +161,6 @@ def from_code(code: int, says: dict[str, Any]) -> Error:
     message, hint, call = (
         str(says.get(key, default)) for key, default in (("message", kind.code), ("hint", ""), ("call", ""))
     )
-    return kind(message, hint=hint, retry_after=retry, call=call)
+    made = kind(message, hint=hint, retry_after=retry, call=call)
+    made.retryable = bool(says.get("retryable", made.retryable))
+    return made

@@ -3,8 +3,9 @@
 It knows what docs/link.md says of sockets, memory and ends, for both roles, and
 refuses to know what calls and models are: a Target takes what comes under its id.
 It has no thread. Whoever waits reads the socket and hands on what is for others, one
-reader at a time; so any thread may wait. A Range belongs to this process until it is
-handed over, or its last user lets it go.
+reader at a time; so any thread may wait, and so may an event loop. What has to wait is
+written as Steps, which block nothing themselves. A Range belongs to this process until
+it is handed over, or its last user lets it go.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import atexit
 import bisect
 import collections
 import ctypes
+import functools
 import gc
+import inspect
 import itertools
 import math
 import mmap
@@ -27,21 +30,31 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Callable, Optional
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol, TypeVar, Union
 
 from . import _errors, _program, _wire
 from ._errors import Error, LinkError
 from ._version import PROGRAM_VERSION
 
+if TYPE_CHECKING:
+    from typing import ParamSpec
+
+    P = ParamSpec("P")
+T = TypeVar("T")
+
 # Ranges of these sizes, powers of two, are kept for the next user: what inputs and
-# their pieces need. 10 classes of 16 ranges are 64 MiB.
-_LEAST_KEPT, _MOST_KEPT, _KEPT_OF_A_SIZE = 4 << 10, 2 << 20, 16
+# their pieces need. 10 classes of 16 ranges are 64 MiB. Of small ones there are as many as
+# have a MiB: each of many calls at a time has one.
+_LEAST_KEPT, _MOST_KEPT, _KEPT_OF_A_SIZE, _KEPT_BYTES = 4 << 10, 2 << 20, 16, 1 << 20
 # Ranges to give back wait for each other up to this many bytes or ranges: a message
 # for each would cost a small call a tenth of its time.
 _GIVE_BYTES, _GIVE_RANGES = 1 << 20, 32
 # How often somebody who waits looks whether the program lives and a reader is at
 # work. The end of the socket says so at once, unless C code forked a child with it.
 _LOOK_SECONDS = 1.0
+_CLEAN_SECONDS = 1.0  # between collections of cycles, while many wait for memory
+_MOST_TAKES = 512  # without an answer at a time: the program allows 1 024
 _END_SECONDS = 2.0  # how long the program may take to end before it is killed
 
 
@@ -105,6 +118,13 @@ class Range:
         return memoryview(self.memory.map)[self.offset : self.offset + length]
 
 
+class Bell(Protocol):
+    """Wakes a waiter: a lock that a thread sleeps on, or what an event loop has for one."""
+
+    def release(self) -> None:
+        """Wake the waiter. RuntimeError says that it is awake."""
+
+
 class Target:
     """What waits for messages under an id. turn grows with each that matters to a waiter."""
 
@@ -112,7 +132,7 @@ class Target:
 
     def __init__(self) -> None:
         self.turn = 0
-        self.parked: list[_thread.LockType] = []
+        self.parked: list[Bell] = []
         self.error: Optional[Error] = None
 
     def on_done(self, code: int, timings: tuple[int, ...], raw: bytes) -> None:
@@ -132,22 +152,70 @@ class Target:
         self.error = error
 
 
+# A turn to wait for: of a link, a target of it, the turn that was seen, and a deadline.
+Turn = tuple["Link", Target, int, Optional[float]]
+# What steps wait for: a turn, or the end of a function that may block.
+Wait = Union[Turn, Callable[[], Any]]
+# An operation that yields what it waits for, for drive or for an event loop.
+Steps = Generator[Wait, Any, T]
+
+
+def drive(steps: Steps[T]) -> T:
+    """Run steps to their end on this thread, and return what they return."""
+    try:
+        wait = next(steps)
+        while True:
+            value = None
+            try:
+                if isinstance(wait, tuple):
+                    link, target, seen, deadline = wait
+                    link.wait(target, seen, deadline)
+                else:
+                    value = wait()
+            except BaseException as err:
+                if isinstance(err.__context__, BlockingIOError):  # Ctrl-C when nothing had come for a while
+                    err.__context__ = err.__context__.__context__
+                wait = steps.throw(err)
+            else:
+                wait = steps.send(value)
+    except StopIteration as end:
+        result: T = end.value
+    return result
+
+
+def driven(steps: Callable[P, Steps[T]]) -> Callable[P, T]:
+    """Return a function that drives steps. Its __wrapped__ is the steps."""
+
+    @functools.wraps(steps)
+    def function(*args: P.args, **kwargs: P.kwargs) -> T:
+        return drive(steps(*args, **kwargs))
+
+    # For help: Steps[T] returns T.
+    seen = inspect.signature(steps)
+    function.__signature__ = seen.replace(return_annotation=seen.return_annotation[len("Steps[") : -1])  # type: ignore
+    return function
+
+
 class _Answer(Target):
-    """Waits for the answer to a take or an ask."""
+    """Waits for the answer to an ask, or to a take: then it is in a dict until then."""
 
-    __slots__ = ("given", "raw")
+    __slots__ = ("_takes", "given", "raw")
 
-    def __init__(self) -> None:
+    def __init__(self, takes: Optional[dict[_Answer, None]] = None) -> None:
         super().__init__()
         self.given: Optional[Range] = None
         self.raw = b""
+        self._takes = {} if takes is None else takes
+        self._takes[self] = None
 
     def on_done(self, code: int, timings: tuple[int, ...], raw: bytes) -> None:
+        del self._takes[self]
         self.raw = raw
         if code:
             self.error = _errors.from_code(code, _wire.from_json(raw))
 
     def on_give(self, given: Range) -> None:
+        del self._takes[self]
         self.given = given
 
 
@@ -179,10 +247,12 @@ class Link:
         self._gives: list[_wire.Extent] = []
         self._give_bytes = 0
         self._giving = threading.Lock()
+        self._takes: dict[_Answer, None] = {}  # without an answer
+        self._cleaned = 0.0  # when cycles were collected last
         self._starts: list[int] = []  # ascending
         self._at: dict[int, Memory] = {}  # by where it starts
         self._reading = threading.Lock()
-        self._waiting: dict[_thread.LockType, None] = {}
+        self._waiting: dict[Bell, bool] = {}  # of those that would read; True for a thread's
         self._packet = bytearray(_wire.PACKET_BYTES)
         self._into = [self._packet]
         self._fds: list[int] = []
@@ -240,33 +310,35 @@ class Link:
 
     def ask(self, verb: str, timeout: Optional[float], /, **fields: Any) -> dict[str, Any]:
         """Ask the host for something rare and wait for the answer."""
+        return drive(self.asking(verb, timeout, **fields))
+
+    def asking(self, verb: str, timeout: Optional[float], /, **fields: Any) -> Steps[dict[str, Any]]:
+        """Do what ask does, as steps."""
         answer = _Answer()
         id = next(self.ids)
         self.pending[id] = answer
         try:
-            self.send_ask(id, timeout, {"verb": verb, **fields})
+            self.send((yield from self.ask_packet(id, timeout, {"verb": verb, **fields})))
             # The host has the limit; ours is for a host that does not keep it.
-            self.wait_for(answer, None if timeout is None else timeout + 5)
+            yield from self._answered(answer, None if timeout is None else timeout + 5)
         finally:
             self.pending.pop(id, None)
         return _wire.from_json(answer.raw)
 
-    def send_ask(self, id: int, timeout: Optional[float], fields: dict[str, Any], flags: int = 0) -> None:
-        """Send an ask, whose json goes through memory if it is long."""
+    def ask_packet(self, id: int, timeout: Optional[float], fields: dict[str, Any], flags: int = 0) -> Steps[bytes]:
+        """Return the packet of an ask, which is to be sent. Its json goes through memory if it is long."""
         raw = _wire.to_json(fields)
         if 20 + len(raw) <= _wire.PACKET_BYTES:
-            self.send(_wire.encode(_wire.ASK, id, flags, millis=millis(timeout), json=raw))
-            return
-        place = self.take(len(raw), timeout)
+            return _wire.encode(_wire.ASK, id, flags, millis=millis(timeout), json=raw)
+        place = yield from self.taking(len(raw), timeout)
         place.view(len(raw))[:] = raw
         place.disown()
         where = _wire.RANGE.pack(*place.extent(len(raw)))
-        self.send(_wire.encode(_wire.ASK, id, flags | _wire.LONG, millis=millis(timeout), json=where))
+        return _wire.encode(_wire.ASK, id, flags | _wire.LONG, millis=millis(timeout), json=where)
 
-    def wait_for(self, target: Target, seconds: Optional[float] = None) -> None:
+    def _answered(self, target: Target, seconds: Optional[float] = None) -> Steps[None]:
         """Wait for a target's first turn, and raise its error."""
-        deadline = None if seconds is None else time.monotonic() + seconds
-        self.wait(target, 0, deadline)
+        yield self, target, 0, None if seconds is None else time.monotonic() + seconds
         if target.error is not None:
             raise target.error
         if target.turn == 0:
@@ -288,20 +360,37 @@ class Link:
                         self._pass_on()
             else:
                 self._park(target, seen, deadline)
-            while self.due:
-                try:
-                    self.due.popleft()()
-                except IndexError:
-                    break
+            self._do_due()
             if deadline is not None and time.monotonic() >= deadline:
                 return
+
+    def drain(self) -> bool:
+        """Take what has come, without waiting. It reports False if another reads."""
+        if not self._reading.acquire(False):
+            return False
+        try:
+            while not self.due and self.dead is None and self._receive(None, socket.MSG_DONTWAIT):
+                pass
+        finally:
+            self._reading.release()
+            if self._waiting:
+                self._pass_on()
+        self._do_due()
+        return True
+
+    def _do_due(self) -> None:
+        while self.due:
+            try:
+                self.due.popleft()()
+            except IndexError:
+                break
 
     def _park(self, target: Target, seen: int, deadline: Optional[float]) -> None:
         # In both lists before the last look: a reader who leaves after it wakes us.
         bell = _thread.allocate_lock()
         bell.acquire()
         target.parked.append(bell)
-        self._waiting[bell] = None
+        self._waiting[bell] = True
         try:
             if target.turn == seen and self._reading.locked():
                 left = _LOOK_SECONDS if deadline is None else min(_LOOK_SECONDS, deadline - time.monotonic())
@@ -314,9 +403,14 @@ class Link:
                 self._pass_on()
 
     def _pass_on(self) -> None:
-        for bell in list(self._waiting):
-            if _ring(bell):
+        # A thread reads at once, an event loop when it gets to it: nobody waits for a loop.
+        waiting = list(self._waiting.items())
+        for bell, is_thread in waiting:
+            if is_thread and _ring(bell):
                 return
+        for bell, is_thread in waiting:
+            if not is_thread:
+                _ring(bell)
 
     def receive(self, deadline: Optional[float] = None) -> Optional[dict[str, Any]]:
         """Return the next message for a worker, None at the deadline or the end of the link."""
@@ -326,8 +420,11 @@ class Link:
                     return None
         return self.inbox.popleft()
 
-    def _receive(self, deadline: Optional[float]) -> bool:
-        """Read and dispatch one message. It reports whether the deadline is still ahead."""
+    def _receive(self, deadline: Optional[float], flags: int = 0) -> bool:
+        """Read and dispatch one message. It reports whether another may come before the deadline.
+
+        With the flag MSG_DONTWAIT only a message that is there counts.
+        """
         packet = self._packet
         if packet[0] == 0:
             if deadline is not None:
@@ -336,10 +433,11 @@ class Link:
                     self._look()
                     return left > 0
             try:
-                size, said, _, _ = self._sock.recvmsg_into(self._into, self._space)
+                size, said, _, _ = self._sock.recvmsg_into(self._into, self._space, flags)
             except BlockingIOError:
-                self._look()
-                return True
+                if not flags:
+                    self._look()
+                return not flags
             except OSError as err:
                 self.end(f"the tensorferry program has ended: {err.strerror}")
                 return True
@@ -532,36 +630,49 @@ class Link:
 
     def take(self, length: int, timeout: Optional[float] = 0.0) -> Range:
         """Return a range of length bytes or more. It waits for timeout seconds while the quota is full."""
+        return drive(self.taking(length, timeout))
+
+    def kept(self, length: int) -> Optional[Range]:
+        """Return a range of length bytes or more that was kept, if there is one."""
         if self._dropped:
             self.collect()
         free = self._free.get(_class(length))
-        if free:
-            try:
-                return free.pop()
-            except IndexError:
-                pass
         try:
-            return self._take(_class(length), 0.0)
+            return free.pop() if free else None
+        except IndexError:
+            return None
+
+    def taking(self, length: int, timeout: Optional[float] = 0.0) -> Steps[Range]:
+        """Do what take does, as steps."""
+        kept = self.kept(length)
+        if kept is not None:
+            return kept
+        try:
+            return (yield from self._take(_class(length), 0.0))
         except (_errors.ResourceExhausted, _errors.DeadlineExceeded):
             pass
         self.trim()
-        gc.collect()  # a cycle may hold results that nobody uses
-        self.collect()
-        self.trim()
+        if not self._takes or time.monotonic() - self._cleaned > _CLEAN_SECONDS:
+            gc.collect()  # a cycle may hold results that nobody uses
+            self._cleaned = time.monotonic()
+            self.trim()
         try:
-            return self._take(_class(length), timeout)
+            return (yield from self._take(_class(length), timeout))
         except _errors.DeadlineExceeded as err:
             raise _errors.ResourceExhausted(
                 f"no room for {length} bytes in the link's memory: {err.message}",
                 hint="drop results that are not needed, or start with connect(memory=...)",
             ) from None
 
-    def _take(self, length: int, timeout: Optional[float]) -> Range:
-        answer = _Answer()
+    def _take(self, length: int, timeout: Optional[float]) -> Steps[Range]:
+        while len(self._takes) >= _MOST_TAKES and self.dead is None:
+            for other in list(self._takes)[:1]:
+                yield self, other, 0, None
+        answer = _Answer(self._takes)
         id = next(self.ids)
         self.pending[id] = answer
         self.send(_wire.pack_take(id, length, millis(timeout, never=60_000)))
-        self.wait_for(answer)
+        yield from self._answered(answer)
         assert answer.given is not None
         return answer.given
 
@@ -573,7 +684,7 @@ class Link:
             return
         if _LEAST_KEPT <= length <= _MOST_KEPT and length & (length - 1) == 0:
             kept = self._free.setdefault(length, [])
-            if len(kept) < _KEPT_OF_A_SIZE:
+            if len(kept) < _KEPT_OF_A_SIZE or len(kept) * length < _KEPT_BYTES:
                 kept.append(free)
                 return
         self.give(free)
@@ -606,7 +717,8 @@ class Link:
                 if a == _wire.CANCEL and b in self.pending:
                     self.send(_wire.pack_cancel(b))
                 elif a == _wire.ASK:
-                    self.send_ask(next(self.ids), None, {"verb": "disconnect", "connection": b})
+                    ask = {"verb": "disconnect", "connection": b}
+                    self.send(_wire.encode(_wire.ASK, next(self.ids), json=_wire.to_json(ask)))
 
     def later(self, kind: int, id: int) -> None:
         """Have a call cancelled, or a connection closed. A finalizer may call it."""
@@ -630,7 +742,7 @@ class Link:
             self.send(_wire.pack_give(gives))
 
 
-def _ring(bell: _thread.LockType) -> bool:
+def _ring(bell: Bell) -> bool:
     try:
         bell.release()
     except RuntimeError:  # it was rung already
@@ -666,8 +778,8 @@ _process: Optional[subprocess.Popen[bytes]] = None
 
 def current(memory: Optional[int] = None, timeout: float = 10.0) -> Link:
     """Return the link of this process. It starts the program if none runs."""
-    link = _current
-    if link is not None and link.usable():
+    link = running()
+    if link is not None:
         return link
     with _starting:
         if _current is None or not _current.usable():
@@ -675,6 +787,12 @@ def current(memory: Optional[int] = None, timeout: float = 10.0) -> Link:
             _start(memory, timeout)
         assert _current is not None
         return _current
+
+
+def running() -> Optional[Link]:
+    """Return the link of this process if its program runs."""
+    link = _current
+    return link if link is not None and link.usable() else None
 
 
 def _start(memory: Optional[int], timeout: float) -> None:
@@ -698,13 +816,21 @@ def _start(memory: Optional[int], timeout: float) -> None:
                 env=_program.environment(),
             )
         _process = process
-        _current = Link(ours, "client", memory=memory, alive=lambda: process.poll() is None, timeout=timeout)
+        _current = Link(ours, "client", memory=memory, alive=functools.partial(_lives, process.pid), timeout=timeout)
     except BaseException as err:
         ours.close()
         _stop()
         if isinstance(err, OSError) and not isinstance(err, Error):
             raise LinkError(f"the tensorferry program {program!r} does not start: {err}") from err
         raise
+
+
+def _lives(pid: int) -> bool:
+    # Popen.poll does the same, and takes a tenth of the Python time of a small call.
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
 
 
 def _stop() -> None:

@@ -19,14 +19,18 @@ FREE = -1  # a dimension of any size
 ALL_AXES = -1
 ALL_BUT_LAST = -2
 
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (str, int, float, bool)}
 _ROWS = {"all": ALL_AXES, "all_but_last": ALL_BUT_LAST}
 
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """One parameter of a model's calls. kind is str, int, float or bool; a call has it as text."""
+    """One parameter of a model's calls. kind is str, int, float or bool; a call has it as text.
 
-    kind: type = str
+    Of a model that is not Python's, kind may be another word, and default a text.
+    """
+
+    kind: Any = str
     default: Any = None
     meaning: str = ""
 
@@ -36,7 +40,7 @@ class Param:
             return self.default
         try:
             if self.kind is bool:
-                return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+                return {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}[text.lower()]
             return self.kind(text)
         except (ValueError, KeyError):
             raise ModelError(f"param {name}={text!r} is not a {self.kind.__name__}") from None
@@ -110,7 +114,10 @@ class Model:
         return self.compute(*args, **kwargs)
 
 
-DECLARED = ("inputs", "outputs", "rows", "block_rows", "params", "device", "stateful", "idempotent", "array", "version", "about")
+DECLARED = (
+    "inputs", "outputs", "rows", "block_rows", "params", "device", "stateful", "idempotent", "array", "version",
+    "about",
+)  # fmt: skip
 
 
 def model(target: Any = None, **declarations: Any) -> Any:

@@ -1,13 +1,14 @@
 """Calls, pushes and pulls on their way: results that come, inputs that are fed.
 
 A Run takes what the host says under its id, on whichever thread reads the link, and is
-stepped by the threads that wait for it. A Feed cuts inputs into pieces and sends them
+stepped by those who wait for it. A Feed cuts inputs into pieces and sends them
 through a ring of ranges. Neither knows what a caller passed or wants to see.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import threading
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO, Callable, Optional
 
 from . import _errors, _files, _link, _tensor, _wire
 from ._errors import Error
-from ._link import Link, Range, Target
+from ._link import Link, Range, Steps, Target, Turn
 from ._tensor import NAMES, Like, Source
 
 # Called with a port or name, the bytes that have moved, and all of them.
@@ -205,12 +206,14 @@ class Run(Target):
             self.moved += feed.sent
         self.keep = None
 
-    # What the caller's threads call.
+    # What those who wait do.
 
-    def step(self, deadline: Optional[float]) -> None:
-        """Feed the inputs, write to files, and wait until something happens or the deadline."""
+    def step(self, deadline: Optional[float]) -> Optional[Turn]:
+        """Feed the inputs, write to files, and return what to wait for then, None at the end."""
         seen = self.turn
         link = self.link
+        if link.dead is not None and not self.ended:
+            self.on_end(link.failure())
         moved = False
         for feed in self.feeds:
             moved = feed.pump(True) or moved
@@ -225,17 +228,18 @@ class Run(Target):
             self._arrived(got, offset, piece.length)
         if self.progress is not None:
             self._show()
-        if not self.ended:
-            # While an iterator makes more, see what has come and wait for nothing.
-            link.wait(self, seen, time.monotonic() if moved else deadline)
-            if link.dead is not None and not self.ended:
-                self.on_end(link.failure())
+        if self.ended:
+            return None
+        # While an iterator makes more, see what has come and wait for nothing.
+        return link, self, seen, time.monotonic() if moved else deadline
 
-    def finish(self, deadline: Optional[float]) -> None:
+    def finish(self, deadline: Optional[float]) -> Steps[None]:
         """Wait for the end. An exception on the way cancels the run."""
         try:
             while not self.ended or self.files:
-                self.step(deadline)
+                turn = self.step(deadline)
+                if turn is not None:
+                    yield turn
                 if deadline is not None and not self.ended and time.monotonic() >= deadline:
                     raise _errors.DeadlineExceeded("there is no result yet", hint="result may be called again")
         except _errors.DeadlineExceeded:
@@ -306,19 +310,29 @@ class Run(Target):
 class Feed:
     """Sends tensors in pieces, through a ring of ranges that come back."""
 
-    def __init__(self, run: Run, sources: Sequence[tuple[int, str, Source]]):
+    def __init__(self, run: Run, sources: Sequence[tuple[int, str, Source]], ahead: Optional[Callable[[Any], Any]]):
         self._run, self._link = run, run.link
         self._spare: list[Range] = []
+        self._begun: Optional[Range] = None  # and has this many bytes
+        self._length = 0
         self._lock = threading.Lock()
         self._left = deque(sources)
         self._over = False
         self.sent: list[list[Any]] = [[name, 0, source.nbytes] for _, name, source in sources]
         self._at = -1
         self._filled = 0
-        self._blocks: Iterator[Source] = iter(())
+        self._blocks: Iterator[Optional[Source]] = iter(())
         self._block: Optional[Source] = None
         self._offset = 0
         self._by_hand = any(source.items is not None for _, _, source in sources)
+        self._ahead: list[Any] = []
+        for _, name, source in sources:
+            if hasattr(source.items, "__aiter__"):
+                if ahead is None:
+                    raise TypeError(f"the items of {name!r} are asynchronous; tensorferry.aio takes them")
+                source.items = items = ahead(source.items)
+                items.wake = functools.partial(_link.turn, run)
+                self._ahead.append(items)
         # Each piece wakes the program, which takes a core from us: two MiB at a time are
         # quicker than one. A block without an address is copied as one, though: it may
         # begin just below a MiB and have as much.
@@ -328,12 +342,12 @@ class Feed:
         self._index = -1
         self._source: Optional[Source] = None
 
-    def open(self, timeout: Optional[float]) -> None:
+    def open(self, timeout: Optional[float]) -> Steps[None]:
         """Take the ranges. It waits for the first of them."""
         pieces = sum(-(-source.nbytes // self._piece) for _, _, source in self._left)
         for i in range(min(pieces, _wire.PIECES_AT_A_TIME)):
             try:
-                self._spare.append(self._link.take(self._room, 0.0 if i else timeout))
+                self._spare.append((yield from self._link.taking(self._room, 0.0 if i else timeout)))
             except _errors.ResourceExhausted:
                 if not i:
                     raise
@@ -342,6 +356,8 @@ class Feed:
     def stop(self) -> None:
         """Send no more. What is on its way comes back to others."""
         self._over = True
+        for items in self._ahead:
+            items.stop()
         while self._spare:
             try:
                 self._link.put(self._spare.pop())
@@ -350,11 +366,14 @@ class Feed:
 
     def pump(self, own: bool) -> bool:
         """Send what the ranges at hand have room for. It reports whether an iterator has more to send now."""
-        if self._over or not self._spare or (self._by_hand and not own) or not self._lock.acquire(False):
+        if self._over or not (self._begun or self._spare) or (self._by_hand and not own):
+            return False
+        if not self._lock.acquire(False):
             return False
         try:
-            while self._spare and not self._over:
-                self._send()
+            while (self._begun or self._spare) and not self._over:
+                if not self._send():
+                    return False
                 if self._by_hand:
                     break
         finally:
@@ -378,9 +397,12 @@ class Feed:
         except Error:
             pass  # the link has ended, which every call of it says itself
 
-    def _send(self) -> None:
-        piece = self._spare.pop()
-        length = self._fill(piece)
+    def _send(self) -> bool:
+        """Send a piece, or stop at the end. It reports False if an item is missing that is yet to come."""
+        piece = self._begun = self._begun or self._spare.pop()
+        if not self._fill(piece):
+            return False
+        length, self._begun, self._length = self._length, None, 0
         if length:
             self._link.lend(piece, self._back)
             self._link.send(_wire.pack_data(self._run.id, self._index, piece.memory.id, piece.offset, length))
@@ -388,46 +410,59 @@ class Feed:
         else:
             self._link.put(piece)
             self.stop()
+        return True
 
-    def _fill(self, piece: Range) -> int:
-        """Copy the next bytes of the current tensor, or of the next one; 0 is the end of the last."""
-        while self._source is None or self._filled == self._source.nbytes:
-            self._check_end()
+    def _fill(self, piece: Range) -> bool:
+        """Copy the next bytes of the current tensor, or of the next one, to the piece; none at the end of the last.
+
+        It reports False if an item is missing, and goes on where it was when it is called again.
+        """
+        while not self._length and (self._source is None or self._filled == self._source.nbytes):
+            if not self._is_at_end():
+                return False
             if not self._left:
-                return 0
+                return True
             self._index, _, self._source = self._left.popleft()
             self._at += 1
             self._filled, self._blocks, self._block = 0, self._source.blocks(), None
-        source, at = self._source, 0
-        while at < self._piece and self._filled < source.nbytes:
+        source = self._source
+        assert source is not None
+        while self._length < self._piece and self._filled < source.nbytes:
             block = self._block
             if block is None:
-                block = next(self._blocks, None)
+                try:
+                    block = next(self._blocks)
+                except StopIteration:
+                    raise ValueError(f"a Stream of {source.nbytes} bytes ends after {self._filled}") from None
                 if block is None:
-                    raise ValueError(f"a Stream of {source.nbytes} bytes ends after {self._filled}")
+                    return False
                 self._block, self._offset = block, 0
             n = block.nbytes - self._offset
             if n > source.nbytes - self._filled:
                 raise ValueError(f"a Stream of {source.nbytes} bytes has more")
             if block.address:
-                n = min(n, self._piece - at)
-                ctypes.memmove(piece.address + at, block.address + self._offset, n)
+                n = min(n, self._piece - self._length)
+                ctypes.memmove(piece.address + self._length, block.address + self._offset, n)
             elif n:
-                block.write(piece.address + at)
-            at += n
+                block.write(piece.address + self._length)
+            self._length += n
             self._filled += n
             self._offset += n
             if self._offset == block.nbytes:
                 self._block = None
-        if self._filled == source.nbytes:
-            self._check_end()  # before the last piece goes: with it the call could end well
-        return at
+        # Before the last piece goes: with it the call could end well.
+        return self._filled < source.nbytes or self._is_at_end()
 
-    def _check_end(self) -> None:
-        """Raise if the current tensor is a Stream that yields more bytes."""
+    def _is_at_end(self) -> bool:
+        """Report whether the current tensor has no more bytes, and raise if it is a Stream that yields more."""
         source = self._source
-        if source is not None and source.items is not None and any(block.nbytes for block in self._blocks):
-            raise ValueError(f"a Stream of {source.nbytes} bytes has more")
+        if source is not None and source.items is not None:
+            for block in self._blocks:
+                if block is None:
+                    return False
+                if block.nbytes:
+                    raise ValueError(f"a Stream of {source.nbytes} bytes has more")
+        return True
 
 
 def _refused(err: Exception) -> Error:

@@ -20,7 +20,7 @@ STOP_SECONDS = 30.0  # the server lets open calls finish for ten
 
 
 class Server:
-    """A server of one model of this process. It ends with stop, with the `with` block, or with this process."""
+    """A server of one model of this process. It ends with close, with the `with` block, or with this process."""
 
     def __init__(
         self, model: Any, listen: str, name: str, options: Sequence[str], declarations: dict[str, Any]
@@ -52,7 +52,7 @@ class Server:
             if not self.address:
                 raise LinkError("")
         except BaseException as err:
-            self.stop()
+            self.close()
             ours.close()
             if isinstance(err, LinkError):  # the server knows better
                 said = [line for line in self._last if line.startswith(("tensorferry: ", "hint: "))]
@@ -78,7 +78,7 @@ class Server:
             worker.serve(self._prepared)
         finally:
             worker.link.close()
-            self._prepared.teardown()
+            worker.teardown()
 
     def wait(self) -> None:
         """Waits until the server ends. Ctrl-C ends it."""
@@ -86,12 +86,12 @@ class Server:
             self._process.wait()
         except KeyboardInterrupt:
             pass
-        self.stop()
+        self.close()
         if self._process.returncode:
             raise LinkError(f"the tensorferry server ended with exit code {self._process.returncode}")
 
-    def stop(self) -> None:
-        """Lets open calls finish for a while, and ends the server. A second time it does nothing."""
+    def close(self) -> None:
+        """Lets open calls finish for a while, and ends the server. Closing twice is a no-op."""
         with self._stopping:
             process = self._process
             for pipe in (process.stdin, process.stdout):
@@ -112,7 +112,7 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.close()
 
 
 def serve(

@@ -24,7 +24,7 @@ HELLO, MEMORY, FORGET, TAKE, GIVE, DONE = 1, 2, 3, 4, 5, 8
 ASK, CALL, DATA, CANCEL, RESULT, REGION = 10, 11, 12, 13, 14, 15
 READY, RUN, ANSWER, END = 20, 21, 22, 23
 
-LONG, REGIONS, PIECE = 1, 2, 4  # flags
+LONG, REGIONS, PIECE, IDEMPOTENT = 1, 2, 4, 8  # flags
 PIECES, WHOLE = 0, 1  # how an input or a result travels
 
 HEAD = struct.Struct("<BBHIQ")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import socket
 import time
 import traceback
@@ -40,6 +41,7 @@ class Worker:
         self.made: list[Range] = []  # for the block's results, by address
         self.named: list[Range] = []  # of these, what the answer names
         self.model: Prepared
+        self.loop: Any = None  # of async models
 
     def refuse(self, err: BaseException) -> None:
         """Says that the model does not load."""
@@ -61,6 +63,12 @@ class Worker:
                     self.runs.pop(message["id"], None)
                     if not self.runs:
                         self.tidy()
+
+    def teardown(self) -> None:
+        """Ends what serve has begun."""
+        if self.loop is not None:
+            self.loop.close()
+        self.model.teardown()
 
     def tidy(self) -> None:
         """Gives memory back that other processes of the model may wait for."""
@@ -116,6 +124,8 @@ class Worker:
         more = {"call": call} if model.wants_call else {}
         with model.mode():
             said = model.compute(**given, **more) if model.by_name else model.compute(*given.values(), **more)
+            if inspect.isawaitable(said):
+                said = self.finish(said)
             # All are looked at before memory is taken.
             sources = [(self.source(model.outputs[name].dtypes, v)) for name, v in self.results(said)]
             # Where a model has rows, memory of the input is kept for a chunk of every result:
@@ -124,6 +134,28 @@ class Worker:
             if model.rows and any(0 < s.nbytes < widest for s, _ in sources):
                 places = []
             return [self.place(s, number, places) for s, number in sources]
+
+    def finish(self, said: Any) -> Any:
+        """Runs what an async model returned to its end. A cancelled call cancels it."""
+        import asyncio
+
+        if self.loop is None:
+            self.loop = asyncio.new_event_loop()
+        loop, task = self.loop, asyncio.ensure_future(said, loop=self.loop)
+
+        def look() -> None:
+            if self.cancelled():
+                loop.remove_reader(self.link._sock)
+                task.cancel()
+
+        loop.call_soon(look)  # it may have come already
+        loop.add_reader(self.link._sock, look)
+        try:
+            return loop.run_until_complete(task)
+        except asyncio.CancelledError:
+            raise ModelError("the model was cancelled") from None
+        finally:
+            loop.remove_reader(self.link._sock)
 
     def begin(self, message: dict[str, Any]) -> Any:
         raw = message["json"]

@@ -37,7 +37,7 @@ def main() -> int:
     try:
         worker.serve(model)
     finally:
-        model.teardown()
+        worker.teardown()
     return 0
 
 
