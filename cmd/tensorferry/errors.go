@@ -59,6 +59,20 @@ var failures = map[codes.Code]struct {
 	codes.ResourceExhausted: {exitLimit, "tensorferry info" + atServer + " lists the server's limits"},
 }
 
+// identityHints are for what package identity says of a connection or a caller, the first that
+// fits; else failures has one.
+var identityHints = []struct{ says, hint string }{
+	{"the server's certificate: it is not signed by", "--ca names the file with the CA that has signed it"},
+	{"the server's certificate: it is for", "--server-name says which of these names the server is to have"},
+	{"the server's certificate: it expired", "its operator has to renew it"},
+	{"the server does not speak TLS", "leave out --tls, --ca, --cert, --key and --token"},
+	{"client certificate: it expired", "--cert and --key name a new one"},
+	{"client certificate", "--cert and --key name one that a CA of the server's has signed"},
+	{"does not know the token", "--token names the file with it"},
+	{"wants a token", "--token names the file with it"},
+	{"the handshake: remote error: tls: certificate required", "--cert and --key identify you"},
+}
+
 // usageError is a mistake in what was typed.
 type usageError struct{ error }
 
@@ -192,6 +206,12 @@ func hintOf(c *cobra.Command, code int, err error) string {
 		h.hint = connectionHint(c, err)
 	case code != exitInterrupted && errors.As(err, &e):
 		h.hint = failures[status.Code(e)].hint
+		for _, i := range identityHints {
+			if code == exitAuth && strings.Contains(err.Error(), i.says) {
+				h.hint = i.hint
+				break
+			}
+		}
 	}
 	if atTo && code == exitAuth {
 		h.hint = strings.ReplaceAll(h.hint, "--", "--to-")
