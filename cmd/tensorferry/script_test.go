@@ -235,6 +235,7 @@ func started(t *testing.T, text string, args ...string) (*exec.Cmd, []string) {
 		t.Fatal(err)
 	}
 	c.Stderr = c.Stdout // one pipe for both
+	diesWithTest(c)
 	if err := c.Start(); err != nil {
 		t.Fatal(err)
 	}

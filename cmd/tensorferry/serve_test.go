@@ -67,6 +67,7 @@ func operate(t *testing.T, args ...string) *operated {
 	require.NoError(t, err)
 	o := &operated{t: t, cmd: exec.CommandContext(t.Context(), exe, append([]string{"serve", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"}, args...)...)}
 	o.cmd.Stderr = o
+	diesWithTest(o.cmd)
 	require.NoError(t, o.cmd.Start())
 	t.Cleanup(func() { _ = o.cmd.Process.Kill() }) // it has ended, unless the test failed
 	m := o.says(`msg=listening address=(\S+) metrics=(\S+) models=\d+ store=(\S+)\n`)
@@ -191,6 +192,7 @@ func TestAServersLogIsJSONWhenAskedFor(t *testing.T) {
 	require.NoError(t, err)
 	o := &operated{t: t, cmd: exec.CommandContext(t.Context(), exe, "serve", "--listen", "127.0.0.1:0", "--metrics", "off", "--log-format", "json", "-v")}
 	o.cmd.Stderr = o
+	diesWithTest(o.cmd)
 	require.NoError(t, o.cmd.Start())
 	t.Cleanup(func() { _ = o.cmd.Process.Kill() }) // it has ended, unless the test failed
 	o.says(`"msg":"listening","address":"127.0.0.1:\d+","metrics":"off","models":\d+,"store":"memory"}\n`)
@@ -247,6 +249,7 @@ func TestTheUnitOfTheDocsStarts(t *testing.T) {
 	line := strings.NewReplacer("/usr/local/bin/tensorferry", exe, "/var/lib/tensorferry", t.TempDir(), "127.0.0.1:50051", "127.0.0.1:0 --metrics off").Replace(setting("ExecStart"))
 	o := &operated{t: t, cmd: exec.CommandContext(t.Context(), "sh", "-c", "ulimit -n "+setting("LimitNOFILE")+" || echo this machine does not allow that many descriptors >&2; exec "+line)}
 	o.cmd.Dir, o.cmd.Env, o.cmd.Stderr = "/", []string{"PATH=/usr/bin:/bin"}, o
+	diesWithTest(o.cmd)
 	require.NoError(t, o.cmd.Start())
 	t.Cleanup(func() { _ = o.cmd.Process.Kill() }) // it has ended, unless the test failed
 	o.says(`"msg":"listening"`)
