@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -69,8 +70,8 @@ type run struct {
 	to    func(string, tensor.Desc) (Sink, error)
 	using sync.WaitGroup // what still uses inputs or results: goroutines, and gRPC
 
-	results []*result // guarded by the session's lock until ctx has ended
-	handed  bool      // the caller has some of a result; guarded likewise
+	results []*result   // guarded by the session's lock until ctx has ended
+	handed  atomic.Bool // the caller has some of a result
 }
 
 // result is a result being received.
@@ -106,7 +107,6 @@ func (c *run) announced(m *stream.Machine, now stream.Instant, e stream.Event) {
 		sink, err = c.to(d.Port, r.desc)
 	}
 	if err == nil && sink.open != nil {
-		c.handed = true
 		c.write(m, now, r, sink, d.OnAllowance)
 		return
 	}
@@ -141,7 +141,7 @@ func (c *run) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 // write starts a goroutine that writes a result in order and ends with the call; the session
 // is locked. A failure cancels the call.
 func (c *run) write(m *stream.Machine, now stream.Instant, r *result, to Sink, onAllowance bool) {
-	at, news := &place{size: r.geo.Size}, make(session.News, 1)
+	at, news := &place{size: r.geo.Size, handed: &c.handed}, make(session.News, 1)
 	l := &session.Landing{
 		Session: c.session.sess, Tensor: r.id, Geo: r.geo, InOrder: true, To: at, Slab: c.session.client.pool.Get, Tell: news.Tell,
 	}
@@ -222,9 +222,9 @@ func (c *run) regions(yield func(Region) bool) (more bool) {
 				}
 				next[r] = len(r.came)
 			}
-			c.handed = c.handed || len(fresh) > 0
 		})
 		for _, r := range fresh {
+			c.handed.Store(true)
 			if !yield(r) {
 				return false
 			}

@@ -239,10 +239,18 @@ func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
 	}
 	s, err := c.Session(ctx)
 	if err != nil {
+		c.tally.attempts.Add(1)
+		c.tally.ended(codeOf(err), 0, 0, 0, 0)
 		if own, ok := errors.AsType[*Error](err); ok {
 			err = own.refused()
 		}
 		return nil, err
+	}
+	if c.cfg.Retry != nil { // now, because nobody tells when a call has failed
+		models, _ := c.Models(ctx) // without an answer, none is idempotent
+		for _, m := range models {
+			s.idempotent[m.Name] = m.Idempotent
+		}
 	}
 	c.shared = s
 	return s, nil

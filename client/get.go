@@ -8,6 +8,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -83,7 +84,7 @@ func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 				failed = nil
 			}
 			for _, t := range bySelection[s] {
-				if t.handed {
+				if t.handed.Load() {
 					return true
 				}
 				failed = cmp.Or(failed, t.Err)
@@ -178,10 +179,10 @@ type pull struct {
 // pulled is one tensor of a pull.
 type pulled struct {
 	transferred
-	place        // zero once it is over
-	handed  bool // to a Writer, which cannot take it twice
-	held    bool // the server does not send what is held
-	sel     int  // index of its selection
+	place               // zero once it is over
+	handed  atomic.Bool // to a Writer, which cannot take it twice
+	held    bool        // the server does not send what is held
+	sel     int         // index of its selection
 	landing session.Landing
 	queued  bool           // in queue; guarded as it is
 	known   bool           // in order, or beyond the limit
@@ -394,7 +395,7 @@ func (p *pull) place(t *pulled) error {
 	case sink.open != nil && t.held:
 		err = fmt.Errorf("%w: tensor %q: a Writer has nothing of it; use Held with Into or At", ErrInput, t.Name)
 	case sink.open != nil:
-		t.landing.InOrder, t.handed = true, true
+		t.landing.InOrder, t.place.handed = true, &t.handed
 		err = t.open(sink, t.Desc.Clone())
 	case sink.at != nil:
 		t.at = sink.at

@@ -251,6 +251,19 @@ func (s *Session) Ways() (w Ways) {
 	return w
 }
 
+// Lanes is like Session.Lanes, for the session that Compute uses; 0 while there is none.
+func (c *Client) Lanes() (n int) {
+	select {
+	case c.opening <- struct{}{}:
+		if c.shared != nil {
+			n = c.shared.Lanes()
+		}
+		<-c.opening
+	default:
+	}
+	return n
+}
+
 // Ways is like Session.Ways, for the session that Compute uses; zero before the first call.
 func (c *Client) Ways() Ways {
 	c.opening <- struct{}{}

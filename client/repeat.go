@@ -42,7 +42,7 @@ func (c *Client) attempt() (settled func(error), err error) {
 	}
 	if settled, err = c.open.Allow(); err != nil {
 		return nil, &Error{Code: codes.Unavailable, RetryAfter: breakFor, Refused: true, Cause: fmt.Errorf(
-			"%w: %d in a row; the next is made within %v (Config.BreakAfter)", ErrCircuitOpen, c.cfg.BreakAfter, breakFor)}
+			"%w: %d in a row; the next is made within %v", ErrCircuitOpen, c.cfg.BreakAfter, breakFor)}
 	}
 	return settled, nil
 }
@@ -75,7 +75,9 @@ func (t *tries) again(ctx context.Context, err error, harmless bool) bool {
 	case <-alarm.C:
 		return true
 	case <-ctx.Done():
+		own.until = context.Cause(ctx)
 	case <-t.client.closing.Done():
+		own.until = ErrClosed
 	}
 	return false
 }
@@ -191,7 +193,7 @@ func (c *Call) next(failed *run, err error) error {
 		return a.err
 	}
 	a.err = err
-	if failed.handed || a.from == nil || !a.harmless(err) || !a.tries.again(a.ctx, err, true) {
+	if failed.handed.Load() || a.from == nil || !a.harmless(failed, err) || !a.tries.again(a.ctx, err, true) {
 		return a.err
 	}
 	for i, in := range a.request.Inputs {
@@ -215,21 +217,15 @@ func (c *Call) next(failed *run, err error) error {
 
 // harmless reports whether nothing happens twice when what failed with err is repeated, or that
 // does no harm. If not, a.err says so.
-func (a *again) harmless(err error) bool {
-	if !retryable(err) {
-		return false
-	}
+func (a *again) harmless(failed *run, err error) bool {
 	own, _ := errors.AsType[*Error](err)
-	if own.Refused || a.request.Idempotent {
+	switch {
+	case !retryable(err):
+		return false
+	case own.Refused, a.request.Idempotent, failed.session.idempotent[a.request.Model]:
 		return true
 	}
-	ctx, stop := context.WithDeadline(a.ctx, a.until)
-	defer stop()
-	models, err := a.client.Models(ctx)
-	if err == nil && slices.ContainsFunc(models, func(m Model) bool { return m.Name == a.request.Model && m.Idempotent }) {
-		return true
-	}
-	a.err = own.with("; the model may have run, so the call was not repeated (Request.Idempotent has it repeated)")
+	a.err = own.with("; the model may have run and does not declare itself idempotent, so the call was not repeated")
 	return false
 }
 

@@ -108,7 +108,7 @@ func TestACallThatMayHaveBegunIsRepeatedOnlyWhereThatDoesNoHarm(t *testing.T) {
 	}{
 		"the model says so":      {declared: true, runs: 3},
 		"the caller says so":     {said: true, runs: 3},
-		"nobody says so":         {runs: 1, err: "the model may have run, so the call was not repeated"},
+		"nobody says so":         {runs: 1, err: "the model may have run and does not declare itself idempotent"},
 		"a reader that seeks":    {said: true, runs: 3, in: func() client.Input { return client.FromReader("x", x.Desc, bytes.NewReader(x.Data)) }},
 		"a reader that does not": {said: true, runs: 1, err: "Unavailable", in: func() client.Input { return client.FromReader("x", x.Desc, io.MultiReader(bytes.NewReader(x.Data))) }},
 		"a result in memory":     {said: true, runs: 3, sink: client.Into(make([]byte, len(x.Data)))},
@@ -345,8 +345,9 @@ func TestAPullIsRepeated(t *testing.T) {
 	r.Progress = nil
 	r.To = func(string, tensor.Desc) (client.Sink, error) {
 		opened++
-		cut()
-		return client.Writer(func(tensor.Desc) (io.Writer, error) { return io.Discard, nil }), nil
+		return client.Writer(func(tensor.Desc) (io.Writer, error) {
+			return writeFunc(func(p []byte) (int, error) { cut(); return len(p), nil }), nil
+		}), nil
 	}
 	r.Select = r.Select[2:]
 	_, err = f.client.Pull(t.Context(), r)
@@ -390,8 +391,16 @@ func TestAttemptsEndWithThePolicyTheTimeTheContextAndTheClient(t *testing.T) {
 			} {
 				var ctx context.Context
 				ctx, stop = context.WithCancel(t.Context())
-				require.ErrorIs(t, use(ctx), tc.err)
+				err := use(ctx)
+				require.ErrorIs(t, err, tc.err)
+				if name == "the caller" {
+					require.ErrorIs(t, err, context.Canceled)
+				}
 				stop()
+			}
+			if s := c.Statistics(); name == "the policy" { // RPCs about metadata do not count
+				require.EqualValues(t, []int64{3, 9, 6}, []int64{s.Calls, s.Attempts, s.Retries})
+				require.Equal(t, map[codes.Code]int64{codes.Unavailable: 9}, s.Failures)
 			}
 		})
 	}

@@ -27,6 +27,8 @@ type Session struct {
 	opened chan struct{}
 	over   chan struct{} // closed when nothing is left of the session
 	err    *Error        // why it ended; set before over is closed
+	// idempotent has the models that declare to be, where calls are repeated.
+	idempotent map[string]bool
 
 	// Guarded by the session's lock.
 	calls map[tensor.ID]handler
@@ -67,7 +69,7 @@ func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own con
 	}
 	defer func() { settled(err) }()
 	own, cancel := context.WithCancel(context.Background())
-	s = &Session{client: c, own: own, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]handler)}
+	s = &Session{client: c, own: own, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]handler), idempotent: make(map[string]bool)}
 	s.lanes.busy = make(chan struct{}, 1)
 	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.Wait+c.cfg.OpenTimeout, c.noAnswer())
 	defer stop()

@@ -3,6 +3,7 @@ package client
 import (
 	"fmt"
 	"io"
+	"sync/atomic"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
@@ -25,7 +26,8 @@ func Into(dst []byte) Sink { return Sink{into: dst} }
 
 // Writer returns a Sink that writes a result in order, as it arrives, to the writer that
 // open returns for its desc. A slow writer slows down the server but takes no more memory.
-// open and Write run on a goroutine of the call, or on that of Pull.
+// open and Write run on a goroutine of the call, or on that of Pull. open is called again for
+// another attempt; there is none once something is written.
 func Writer(open func(tensor.Desc) (io.Writer, error)) Sink { return Sink{open: open} }
 
 // At returns a Sink that writes each chunk of a tensor to w, at its offset, as it arrives.
@@ -60,6 +62,7 @@ type place struct {
 	into   []byte
 	at     ReadWriterAt
 	writer io.Writer
+	handed *atomic.Bool // is set with its first byte, which cannot be written again
 }
 
 // open opens a Writer.
@@ -96,6 +99,9 @@ func (p *place) WriteViews(off int64, views [][]byte) error {
 }
 
 func (p *place) write(to io.Writer, v []byte) error {
+	if p.writer != nil {
+		p.handed.Store(true)
+	}
 	p.rest.start()
 	defer p.rest.stop()
 	_, err := to.Write(v)

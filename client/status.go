@@ -47,16 +47,17 @@ var (
 // code.
 type Error struct {
 	Code       codes.Code
-	Message    string
+	Message    string        // of the server, or empty where there is a Cause
 	RetryAfter time.Duration // 0 unless waiting helps
 	Cause      error         // what happened on this side, if anything
 	Call       tensor.ID     // the call, push or pull that failed; zero if it was none
 	Refused    bool          // nothing of the call was run, so that nothing happens twice when it is repeated
 
-	ends bool // what listens ended the connection before it said what it is: a server may be ending
+	until error // why there was no other attempt, if that is not Cause
+	ends  bool  // what listens ended the connection before it said what it is: a server may be ending
 }
 
-// Error returns code and message.
+// Error returns the cause, or else code and message.
 func (e *Error) Error() string {
 	if e.Cause != nil {
 		return "client: " + strings.TrimPrefix(e.Cause.Error(), "client: ")
@@ -67,10 +68,11 @@ func (e *Error) Error() string {
 	return fmt.Sprintf("client: %s: %s", e.Code, e.Message)
 }
 
-// Is reports whether target is the error of a context that says what the code says: a timeout of
-// the server's is one, too.
+// Is reports whether target is the error of a context that says what the code says, as a timeout
+// of the server's does, or that ended while the client waited for another attempt.
 func (e *Error) Is(target error) bool {
-	return target == context.DeadlineExceeded && e.Code == codes.DeadlineExceeded || target == context.Canceled && e.Code == codes.Canceled
+	return target == context.DeadlineExceeded && e.Code == codes.DeadlineExceeded || target == context.Canceled && e.Code == codes.Canceled ||
+		e.until != nil && errors.Is(e.until, target)
 }
 
 // Unwrap returns the cause on this side.

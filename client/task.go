@@ -115,15 +115,22 @@ func (t *task) err(ctx context.Context) (err error) {
 		err = t.failed()
 	})
 	if err != nil && ctx.Err() != nil {
-		err = causeError(context.Cause(ctx))
+		err = t.named(causeError(context.Cause(ctx)))
 	}
 	return err
+}
+
+// named returns an error of the task.
+func (t *task) named(e *Error) *Error {
+	copied := *e
+	copied.Call = t.id
+	return &copied
 }
 
 // failed returns why the task has failed, or nil; the session is locked.
 func (t *task) failed() error {
 	if t.cause != nil {
-		return causeError(t.cause)
+		return t.named(causeError(t.cause))
 	}
 	err := refused(t.id, t.done.Code, t.done.Message, t.done.RetryAfterMillis)
 	if own, ok := errors.AsType[*Error](err); ok {

@@ -61,8 +61,8 @@ func (i Info) Check(c Call) (rows int64, err error) {
 	return rows, i.checkParams(c)
 }
 
-// Kinds are the kinds of params whose text is checked before a call is opened, by name. nil
-// means that the text is right.
+// Kinds are the kinds of params whose text is checked before a call is opened: number or float,
+// int, bool, and Go's duration. It is read-only. nil means that the text is right.
 var Kinds = map[string]func(text string) error{
 	"number":   float,
 	"float":    float,
@@ -151,9 +151,15 @@ func (i Info) Validate() error {
 	if len(i.Inputs) > 0 && !split || len(i.Outputs) == 0 {
 		return bad("needs an input that is not Whole, or none at all, and an output")
 	}
-	for _, p := range i.Params {
+	for n, p := range i.Params {
 		if !validName(p.Name) {
 			return bad("param %q: a name is 1 to %d bytes of UTF-8 without control characters", p.Name, maxNameBytes)
+		}
+		if slices.ContainsFunc(i.Params[:n], func(o Param) bool { return o.Name == p.Name }) {
+			return bad("two params are named %q", p.Name)
+		}
+		if check := Kinds[p.Kind]; check != nil && p.Default != "" && check(p.Default) != nil {
+			return bad("param %q: its default, %q, is not a %s", p.Name, p.Default, p.Kind)
 		}
 	}
 	for _, ports := range [][]Port{i.Inputs, i.Outputs} {

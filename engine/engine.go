@@ -97,7 +97,7 @@ type Info struct {
 type Param struct {
 	Name    string
 	Kind    string // what its text is: see Kinds; the model itself checks any other
-	Default string // what stands for an absent one; empty where that means something else
+	Default string // what the model takes for an absent one, for people; empty where that means something else
 	Meaning string // a phrase, with the range
 }
 

@@ -70,5 +70,8 @@ func TestAServerOfOneLine(t *testing.T) {
 	stop()
 	require.NoError(t, <-served)
 	require.ErrorContains(t, server.ListenAndServe(t.Context(), "nowhere", root), "nowhere")
+	for _, open := range []string{":0", "0.0.0.0:0", "192.0.2.1:0", "[::]:0"} {
+		require.ErrorContains(t, server.ListenAndServe(t.Context(), open, root), "without encryption")
+	}
 	require.ErrorContains(t, server.ListenAndServe(t.Context(), path, root, root), "model exists")
 }

@@ -246,9 +246,10 @@ func def[T int | int64 | time.Duration](v *T, d T) {
 	}
 }
 
-// ListenAndServe serves models at address, host:port or unix:/path, until ctx ends; then open
-// calls have DefaultDrainWait to end. The error is nil, or why it could not serve. For anything
-// but the defaults there is New.
+// ListenAndServe serves models at address, unix:/path or host:port of this machine alone, until
+// ctx ends; then open calls have DefaultDrainWait to end. The error is nil, or why it could not
+// serve. It has no store and no sources, and no encryption, which other machines would need: for
+// all of them there is New.
 func ListenAndServe(ctx context.Context, address string, models ...engine.Model) error {
 	all := engine.NewRegistry()
 	for _, m := range models {
@@ -264,6 +265,8 @@ func ListenAndServe(ctx context.Context, address string, models ...engine.Model)
 	network := "tcp"
 	if path, ok := strings.CutPrefix(address, "unix:"); ok {
 		network, address = "unix", path
+	} else if host, _, err := net.SplitHostPort(address); err == nil && host != "localhost" && !net.ParseIP(host).IsLoopback() {
+		return fmt.Errorf("server: other machines could reach %s without encryption; use New, with Credentials", address)
 	}
 	l, err := net.Listen(network, address)
 	if err != nil {

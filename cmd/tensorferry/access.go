@@ -35,6 +35,12 @@ func (a *access) flags(c *cobra.Command) {
 	f.StringVar(&a.server, "server", cmp.Or(os.Getenv(variable("server")), defaultListen), "`address` of the server: host:port or unix:/path;\nalso "+variable("server"))
 	c.Flag("server").DefValue = defaultListen // --help does not depend on the environment
 	a.identityFlags(c)
+	a.waitFlags(c)
+}
+
+// waitFlags adds the flags for servers that cannot be reached.
+func (a *access) waitFlags(c *cobra.Command) {
+	f := c.Flags()
 	durationVar(f, &a.wait, "wait", 0, 0, "how long to wait for a server that cannot be reached")
 	a.retry.text = "none"
 	f.Var(&a.retry, "retry", "when to repeat what failed and may be repeated: none,\nexponential, adaptive, fixed, or after waits such as\n100ms,1s (docs/retries.md)")
@@ -95,6 +101,15 @@ func (a *access) dial(cfg client.Config) (*client.Client, error) {
 	var err error
 	cfg.Codec, _ = codec.ParseCodec(a.codec) // the flag has checked it
 	cfg.Wait, cfg.Retry, cfg.RetryFor = a.wait, a.retry.policy, a.retry.within
+	if policy := cfg.Retry; policy != nil {
+		cfg.Retry = func(failed retry.Attempt) (time.Duration, bool) {
+			wait, again := policy(failed)
+			if again {
+				fmt.Fprintf(os.Stderr, "tensorferry: %s; again in %v\n", said(failed.Err), about(wait))
+			}
+			return wait, again
+		}
+	}
 	if a.tls || a.files != (identity.ClientFiles{}) {
 		if (a.files.Cert == "") != (a.files.Key == "") {
 			return nil, usage("--cert and --key go together")

@@ -59,9 +59,11 @@ var failures = map[codes.Code]struct {
 	codes.ResourceExhausted: {exitLimit, "tensorferry info" + atServer + " lists the server's limits"},
 }
 
-// identityHints are for what package identity says of a connection or a caller, the first that
-// fits; else failures has one.
-var identityHints = []struct{ says, hint string }{
+// saidHints are for what package identity says of a connection or a caller, and for full stores:
+// the first that fits. Else failures has one.
+var saidHints = []struct{ says, hint string }{
+	{"delete some tensors", "tensorferry ls" + atServer + " lists them, tensorferry rm" + atServer + " deletes some"},
+	{"has more room", "tensorferry serve --store memory:SIZE, or --store FOLDER"},
 	{"the server's certificate: it is not signed by", "--ca names the file with the CA that has signed it"},
 	{"the server's certificate: it is for", "--server-name says which of these names the server is to have"},
 	{"the server's certificate: it expired", "its operator has to renew it"},
@@ -206,8 +208,8 @@ func hintOf(c *cobra.Command, code int, err error) string {
 		h.hint = connectionHint(c, err)
 	case code != exitInterrupted && errors.As(err, &e):
 		h.hint = failures[status.Code(e)].hint
-		for _, i := range identityHints {
-			if code == exitAuth && strings.Contains(err.Error(), i.says) {
+		for _, i := range saidHints {
+			if strings.Contains(err.Error(), i.says) {
 				h.hint = i.hint
 				break
 			}

@@ -180,6 +180,9 @@ func (t *target) begin(tensors []tensorfile.Entry, beside tensorfile.Document) (
 
 // open begins an output of one tensor, and shows its progress.
 func (t *target) open(name string, d tensor.Desc, bars *progressBars) (io.Writer, error) {
+	if len(t.writers) == 1 && t.writers[0].Desc.Equal(d) { // an attempt before this one has opened it
+		return t.writers[0], nil
+	}
 	writers, err := t.begin([]tensorfile.Entry{{Name: name, Desc: d}}, tensorfile.Document{})
 	if err != nil {
 		return nil, err

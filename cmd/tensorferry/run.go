@@ -157,13 +157,9 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 		}
 		r.Results[port] = client.Writer(func(d tensor.Desc) (io.Writer, error) { return t.open(port, d, bars) })
 	}
-	s, err := cl.Session(ctx)
-	if err != nil {
-		return err
-	}
-	bars.by(s.Lanes)
-	defer func() { bars.end(); o.tell(stderr, s.Ways()) }()
-	call, err := s.Call(ctx, r)
+	bars.by(cl.Lanes)
+	defer func() { bars.end(); o.tell(stderr, cl.Ways()) }()
+	call, err := cl.Call(ctx, r)
 	if err != nil {
 		return err
 	}

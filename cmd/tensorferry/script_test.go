@@ -385,6 +385,41 @@ func TestAnInterruptedRunLeavesNoFile(t *testing.T) {
 	}
 }
 
+func TestARunIsRepeatedWhenItsServerComesBack(t *testing.T) {
+	testkit.Start(t)
+	dir := t.TempDir()
+	at := "unix:" + filepath.Join(dir, "socket")
+	serve := []string{"serve", "--listen", at, "--slow", "--metrics", "off"}
+	server, _ := started(t, "msg=listening", serve...)
+	in, out := filepath.Join(dir, "x.npy"), filepath.Join(dir, "y.npy")
+	require.NoError(t, exec.Command("tensorferry", "gen", "--shape", "100", "-o", in).Run())
+	run := exec.CommandContext(t.Context(), "tensorferry", "run", "slow", "-p", "delay=1s", "-i", in, "-o", out, "--server", at, "--retry", "exponential")
+	var said bytes.Buffer
+	run.Stderr = &said
+	require.NoError(t, run.Start())
+	cl, err := client.Dial(at, client.Config{})
+	require.NoError(t, err)
+	defer cl.Close()
+	testkit.Eventually(t, func() bool {
+		info, err := cl.Info(t.Context())
+		return err == nil && info.Counters["calls"] == 1
+	}, "the call")
+	require.NoError(t, server.Process.Kill())
+	_ = server.Wait()
+	server, _ = started(t, "msg=listening", serve...)
+	defer func() {
+		_ = server.Process.Kill()
+		_ = server.Wait()
+	}()
+	require.NoError(t, run.Wait(), said.String())
+	require.Contains(t, said.String(), "again in")
+	x, err := os.ReadFile(in)
+	require.NoError(t, err)
+	y, err := os.ReadFile(out)
+	require.NoError(t, err)
+	require.Equal(t, x, y)
+}
+
 func TestAnInterruptedPushStoresNothing(t *testing.T) {
 	server := serving(t)
 	interrupted(t, fed(t, "push", "x=-", "--server", server, "--dtype", "int8", "--shape", "1000000"))

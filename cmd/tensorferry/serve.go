@@ -160,6 +160,8 @@ func (s *storeFlag) Set(text string) error {
 		return nil
 	case !inMemory && evicts:
 		return fmt.Errorf("a folder evicts nothing; use memory:2GiB%s", evictLRU)
+	case !inMemory && strings.HasPrefix(text, storeMemory) && !strings.Contains(text, "/"):
+		return fmt.Errorf("use memory:2GiB; a folder of that name is ./%s", text)
 	case !inMemory:
 		*s = storeFlag{text: text, folder: text}
 		return nil

@@ -85,6 +85,7 @@ the end, and ... stands for all axes that are not given.`,
 	o.input.flags(c)
 	c.Flags().StringVar(&o.server, "server", "", "show tensors of the server at this `address`, not files")
 	o.identityFlags(c)
+	o.waitFlags(c)
 	o.sourceFlags.flags(c)
 	jsonFlag(c, &o.asJSON)
 	countsVar(c.Flags(), &o.head, "head", 0, 0, math.MaxInt32, "also print the first `N` elements")

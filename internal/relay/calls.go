@@ -110,9 +110,10 @@ func (o *op) compute(m *link.Call, q client.Request) error {
 
 // result is one on its way to the guest.
 type result struct {
-	name  string
-	block *link.Block // where it lies whole, until the guest knows
-	known bool        // by the guest
+	name   string
+	block  *link.Block // where it lies whole, until the guest knows
+	known  bool        // by the guest
+	writer *writer     // to which it goes in pieces
 }
 
 // place says where a result goes whose place the guest has not named: into memory of
@@ -199,8 +200,14 @@ func (o *op) writer(name string) client.Sink {
 // opened announces a result that comes in pieces.
 func (o *op) opened(name string, d tensor.Desc) (*writer, error) {
 	o.mu.Lock()
+	for _, r := range o.results { // an attempt before this one has opened it, and written nothing
+		if r.name == name && r.writer != nil {
+			o.mu.Unlock()
+			return r.writer, nil
+		}
+	}
 	w := &writer{op: o, n: uint32(len(o.results)), out: make(chan struct{}, piecesOut)}
-	o.results = append(o.results, &result{name: name, known: true})
+	o.results = append(o.results, &result{name: name, known: true, writer: w})
 	o.mu.Unlock()
 	a := link.Announced{Result: w.n, Name: name, DType: uint8(d.DType), Shape: d.Shape}
 	return w, o.conn.Send(&link.Result{Head: link.Head{ID: o.id}, Announced: a})
