@@ -67,6 +67,9 @@ func (c *Config) setDefaults() {
 	}
 	c.Log = cmp.Or(c.Log, slog.Default()).With(slog.String("model", c.Name))
 	c.block, c.obey, c.first = cmp.Or(c.block, blockWait), cmp.Or(c.obey, obeyWait), cmp.Or(c.first, pauseFirst)
+	if c.Socket != nil { // nobody could start another guest
+		c.obey = c.block
+	}
 }
 
 // threads are the settings of the libraries that compute: those that the caller's

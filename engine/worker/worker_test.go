@@ -169,7 +169,7 @@ func TestTheFailureOfAModelIsToldAndTheNextCallWorks(t *testing.T) {
 	testkit.Start(t)
 	h := start(t, python(t, "does"))
 	for what, want := range map[string]string{
-		"fail": "ZeroDivisionError in the model's code; the server's log has the traceback", "public": "no such weather",
+		"fail": "ZeroDivisionError in the model's code; the server has the cause under the call's id", "public": "no such weather",
 	} {
 		_, err := do(t.Context(), h, what)
 		require.ErrorIs(t, err, engine.ErrModel)

@@ -243,6 +243,8 @@ class Errors(support.Served):
             lambda: tf.connect(self.server.address, wait=-1),
             lambda: tf.connect(self.server.address, wait="1"),
             lambda: tf.connect(self.server.address, retry_for=-1),
+            lambda: tf.connect(self.server.address, retry=3),
+            lambda: tf.connect(self.server.address, break_after=-1),
             lambda: tf.connect(self.server.address, lanes=True),
         ):
             with self.assertRaises(ValueError):

@@ -218,6 +218,16 @@ class Computes(unittest.TestCase):
         with self.assertRaises(tf.Unavailable), tf.connect(server.address) as c:
             c.compute("m", b"x", timeout=5)
 
+    def test_a_call_that_nobody_wants_does_not_end_the_server(self) -> None:
+        def busy(x: Any) -> Any:
+            time.sleep(4 if bytes(x.data) == b"slow" else 0)
+            return x
+
+        with tf.serve(busy, port=0, array="tensor") as server, tf.connect(server.address, retry="fixed") as c:
+            with self.assertRaises(tf.DeadlineExceeded):
+                c.compute("busy", b"slow", timeout=0.2)
+            self.assertEqual(bytes(c.compute("busy", b"quick").data), b"quick")
+
     def test_set_up_and_tear_down_run_once(self) -> None:
         done: list[str] = []
 

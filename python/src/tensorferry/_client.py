@@ -712,6 +712,14 @@ def connect(
     for name, given in (("wait", wait), ("retry_for", retry_for)):
         if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 86400:
             raise ValueError(f"{name} is {given!r}; it is in seconds, 0 to 86400")
+    waits = retry
+    if not isinstance(retry, str):
+        try:
+            waits = ",".join(f"{float(s)}s" for s in retry)
+        except TypeError:
+            raise ValueError(f"retry is {retry!r}; it is a policy, such as 'exponential', or seconds") from None
+    if isinstance(break_after, bool) or not isinstance(break_after, int) or break_after < 0:
+        raise ValueError(f"break_after is {break_after!r}; it is a number of attempts, or 0 for never")
     target = target or os.environ.get("TENSORFERRY_SERVER") or "127.0.0.1:50051"
     if tls is None:
         tls = os.environ.get("TENSORFERRY_TLS", "") not in ("", "0", "false")
@@ -719,9 +727,9 @@ def connect(
         "target": target,
         "lanes": lanes,
         "wait_millis": int(wait * 1000),
-        "retry": retry if isinstance(retry, str) else ",".join(f"{float(s)}s" for s in retry),
+        "retry": waits,
         "retry_for_millis": int(retry_for * 1000),
-        "break_after": int(break_after),
+        "break_after": break_after,
         "tls": tls,
         "server_name": server_name or os.environ.get("TENSORFERRY_SERVER_NAME") or "",
     }

@@ -245,7 +245,7 @@ class Worker:
 
 def failure(err: Exception) -> tuple[int, bytes]:
     """What an answer says of an exception: its code, and what the caller reads and the server logs."""
-    code, message = FAILED, f"{type(err).__name__} in the model's code; the server's log has the traceback"
+    code, message = FAILED, f"{type(err).__name__} in the model's code; the server has the cause under the call's id"
     trace = "".join(traceback.format_exception(type(err), err, err.__traceback__))
     if isinstance(err, ResourceExhausted):
         code, message = EXHAUSTED, str(err)
