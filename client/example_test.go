@@ -3,10 +3,13 @@ package client_test
 import (
 	"context"
 	"fmt"
+	"log"
 	"net"
 	"os"
+	"time"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/client/retry"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/server"
@@ -133,4 +136,13 @@ func serveBuiltins() (address string, stop func()) {
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }() // ends with s.Close
 	return l.Addr().String(), func() { s.Close(); <-served; _ = memory.Close(); host.Close() }
+}
+
+// A client that repeats what fails and may be repeated, for half a minute.
+func ExampleConfig_retry() {
+	c, err := client.Dial("127.0.0.1:50051", client.Config{Retry: retry.Exponential(), RetryFor: 30 * time.Second})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer c.Close()
 }

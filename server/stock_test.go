@@ -72,9 +72,7 @@ func TestAStockClientGetsBitExactResultsFromPermutedUnalignedChunks(t *testing.T
 						o := offering(model, floats(size.floats), size.chunk).as(float32s, int64(size.floats))
 						o.desc.OnAllowance = allowance
 						if model == "affine" {
-							if model == "affine" {
-								o.call.Params = map[string]string{"a": "2", "b": "-1"}
-							}
+							o.call.Params = map[string]string{"a": "2", "b": "-1"}
 						}
 						port, data := want(o.data)
 						out := r.run(o)

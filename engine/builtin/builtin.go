@@ -60,12 +60,14 @@ func Outs(info engine.Info, c engine.Call) []tensor.Desc {
 // AffineOf reads the params of a call of Affine.
 func AffineOf(c engine.Call) (a, b float64, err error) {
 	dtype := c.Inputs[0].Desc.DType
-	numbers := [2]float64{1, 0}
+	var numbers [2]float64
 	for i, p := range Affine.Params {
-		if text, ok := c.Params[p.Name]; ok {
-			if numbers[i], err = strconv.ParseFloat(text, dtype.Bits()); err != nil {
-				return 0, 0, fmt.Errorf("%w: %q: wanted a %v, got %q", engine.ErrParam, p.Name, dtype, text)
-			}
+		text, ok := c.Params[p.Name]
+		if !ok {
+			text = p.Default
+		}
+		if numbers[i], err = strconv.ParseFloat(text, dtype.Bits()); err != nil {
+			return 0, 0, fmt.Errorf("%w: %q: wanted a %v, got %q", engine.ErrParam, p.Name, dtype, text)
 		}
 	}
 	return numbers[0], numbers[1], nil
