@@ -545,8 +545,8 @@ def worker_kills(tally: Tally, n: int, seed: int) -> None:
     base = held(client, server.pid)
     gather(tally, [job(model) for model in models])
     rest()
-    # Each model's pool has memory by size.
-    slack = {"descriptors": 8 * len(names), "mappings": 8 * len(names)}
+    # Each model's pool has memory by size, of nine that its calls have.
+    slack = {"descriptors": 12 * len(names), "mappings": 12 * len(names)}
     returns(tally, "the server", lambda: held(client, server.pid), base, {**SLACK, **slack})
     client.close()
     server.stop(tally)
