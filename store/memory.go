@@ -79,10 +79,18 @@ func (m *Memory) Create(ctx context.Context, name string, d tensor.Desc, metadat
 	return w, nil
 }
 
+// neverFitsError is an ErrFull that is a tensor.ErrTooLarge, too: to try again does not help.
+type neverFitsError struct{ error }
+
+func (n neverFitsError) Unwrap() error { return n.error }
+
+// Is reports whether target is tensor.ErrTooLarge.
+func (neverFitsError) Is(target error) bool { return target == tensor.ErrTooLarge }
+
 // reserve charges room bytes, and evicts tensors for them if it may and must.
 func (m *Memory) reserve(name string, room int64) (evicted []Info, err error) {
 	if room > m.limit {
-		return nil, fmt.Errorf("%w: %w: tensor %q takes %d bytes, the limit is %d; a larger store, or one in a folder, has more room", ErrFull, tensor.ErrTooLarge, name, room, m.limit)
+		return nil, neverFitsError{fmt.Errorf("%w: tensor %q takes %d bytes, the limit is %d; a larger store, or one in a folder, has more room", ErrFull, name, room, m.limit)}
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()

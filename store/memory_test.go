@@ -13,6 +13,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 var errStopped = errors.New("stopped")
@@ -307,4 +308,20 @@ func TestBytesWrittenInPlaceAreNotCopied(t *testing.T) {
 	defer held.Release()
 	require.Equal(t, "abc", string(data))
 	require.Same(t, &mine[0], &data[0])
+}
+
+// TestWhatCanNeverFitIsSaidToBeTooLarge: a server does not tell its peers to try again.
+func TestWhatCanNeverFitIsSaidToBeTooLarge(t *testing.T) {
+	testkit.Start(t)
+	m := NewMemory(slab.NewPool(0, slab.System), 8192)
+	defer m.Close()
+	_, err := m.Create(t.Context(), "large", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{8193}}, nil)
+	require.ErrorIs(t, err, ErrFull)
+	require.ErrorIs(t, err, tensor.ErrTooLarge)
+	w, err := m.Create(t.Context(), "whole", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{8192}}, nil)
+	require.NoError(t, err)
+	defer w.Abort()
+	_, err = m.Create(t.Context(), "later", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{1}}, nil)
+	require.ErrorIs(t, err, ErrFull)
+	require.NotErrorIs(t, err, tensor.ErrTooLarge)
 }
