@@ -50,7 +50,11 @@ func Chain(name string, models ...engine.Model) (engine.Model, error) {
 		}
 		k.info.Idempotent = k.info.Idempotent && info.Idempotent
 		k.info.Version += "+" + info.Version
-		k.info.Params = slices.Concat(k.info.Params, info.Params)
+		for _, p := range info.Params { // each model reads those of its names
+			if !slices.ContainsFunc(k.info.Params, func(o engine.Param) bool { return o.Name == p.Name }) {
+				k.info.Params = append(slices.Clip(k.info.Params), p)
+			}
+		}
 		k.info.Outputs = info.Outputs
 	}
 	k.info.Name, k.info.About = name, nil
