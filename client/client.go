@@ -224,7 +224,7 @@ func (c *Client) Close() error {
 // for this. It shares x until it returns; the result belongs to the caller. The call has the
 // params of all maps.
 func (c *Client) Compute(ctx context.Context, model string, x tensor.Tensor, params ...map[string]string) (tensor.Tensor, error) {
-	return computed(c.Call(ctx, oneInput(model, x, params)))
+	return compute(ctx, c.Call, model, x, params)
 }
 
 func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
@@ -248,6 +248,7 @@ func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
 	}
 	if c.cfg.Retry != nil { // now, because nobody tells when a call has failed
 		models, _ := c.Models(ctx) // without an answer, none is idempotent
+		s.idempotent = make(map[string]bool, len(models))
 		for _, m := range models {
 			s.idempotent[m.Name] = m.Idempotent
 		}

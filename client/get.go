@@ -320,7 +320,9 @@ func (p *pull) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		t.sum = cmp.Or(e.Summary, &frame.Summary{Code: e.Code, Message: e.Text})
 		t.sum.Message = frame.Clip(t.sum.Message, min(frame.TextBytes, pullTextBytes-p.textBytes))
 		p.textBytes += len(t.sum.Message)
-		p.received += t.Bytes
+		if t.sum.Code == frame.OK {
+			p.received += t.Bytes
+		}
 	}
 	if t != nil {
 		p.tell(t)

@@ -362,7 +362,9 @@ func (p *putting) event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 	case e.Kind == stream.EventSummary && t != nil:
 		t.sum = e.Summary
 		t.stored.Store(e.Summary.Code == frame.OK && !p.together)
-		p.sent += t.Bytes
+		if e.Summary.Code == frame.OK {
+			p.sent += t.Bytes
+		}
 		p.ended(e.Tensor)
 	case e.Kind == stream.EventFailed && t != nil: // its bytes vanished
 		t.failed = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: %s", t.Name, e.Text)}

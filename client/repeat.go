@@ -86,7 +86,7 @@ func (t *tries) again(ctx context.Context, err error, harmless bool) bool {
 // Regions repeat what failed and may be repeated. Each attempt has an ID and timings of its own.
 type Call struct {
 	now   atomic.Pointer[run] // the latest attempt
-	again *again              // nil: there is no other
+	again *again              // nil if the call is not repeated
 }
 
 // again is what another attempt at a call needs.
@@ -113,11 +113,7 @@ func newCall(first *run) *Call {
 func (c *Client) Call(ctx context.Context, r Request) (*Call, error) {
 	c.tally.calls.Add(1)
 	if c.cfg.Retry == nil {
-		s, err := c.sharedSession(ctx)
-		if err != nil {
-			return nil, err
-		}
-		first, err := s.run(ctx, r)
+		first, err := c.run(ctx, r)
 		if err != nil {
 			return nil, err
 		}
@@ -137,6 +133,15 @@ func (c *Client) Call(ctx context.Context, r Request) (*Call, error) {
 	call := newCall(first)
 	call.again = a
 	return call, nil
+}
+
+// run starts an attempt at a call on the session that Compute uses.
+func (c *Client) run(ctx context.Context, r Request) (*run, error) {
+	s, err := c.sharedSession(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return s.run(ctx, r)
 }
 
 // readAgain returns where the Readers of inputs are, or nil if not all inputs can be read again.
@@ -164,11 +169,8 @@ func (a *again) start() (first *run, err error) {
 		if q.Timeout > 0 {
 			q.Timeout = max(q.Timeout-time.Since(a.begun), 1)
 		}
-		var s *Session
-		if s, err = a.client.sharedSession(a.ctx); err == nil {
-			if first, err = s.run(a.ctx, q); err == nil {
-				return first, nil
-			}
+		if first, err = a.client.run(a.ctx, q); err == nil {
+			return first, nil
 		}
 		if !a.tries.again(a.ctx, err, false) {
 			return nil, err

@@ -69,7 +69,7 @@ func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own con
 	}
 	defer func() { settled(err) }()
 	own, cancel := context.WithCancel(context.Background())
-	s = &Session{client: c, own: own, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]handler), idempotent: make(map[string]bool)}
+	s = &Session{client: c, own: own, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]handler)}
 	s.lanes.busy = make(chan struct{}, 1)
 	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.Wait+c.cfg.OpenTimeout, c.noAnswer())
 	defer stop()
@@ -169,10 +169,11 @@ func (s *Session) waits(every time.Duration) {
 
 // Compute is like Client.Compute, on this session. It shares x until it returns.
 func (s *Session) Compute(ctx context.Context, model string, x tensor.Tensor, params ...map[string]string) (tensor.Tensor, error) {
-	return computed(s.Call(ctx, oneInput(model, x, params)))
+	return compute(ctx, s.Call, model, x, params)
 }
 
-func oneInput(model string, x tensor.Tensor, params []map[string]string) Request {
+// compute has call run a model of one input and one result.
+func compute(ctx context.Context, call func(context.Context, Request) (*Call, error), model string, x tensor.Tensor, params []map[string]string) (tensor.Tensor, error) {
 	r := Request{Model: model, Inputs: []Input{From("", x)}}
 	if len(params) > 0 {
 		r.Params = make(map[string]string)
@@ -180,11 +181,7 @@ func oneInput(model string, x tensor.Tensor, params []map[string]string) Request
 			maps.Copy(r.Params, p)
 		}
 	}
-	return r
-}
-
-// computed waits for a call, and returns its only result.
-func computed(c *Call, err error) (tensor.Tensor, error) {
+	c, err := call(ctx, r)
 	if err != nil {
 		return tensor.Tensor{}, err
 	}
@@ -197,7 +194,7 @@ func computed(c *Call, err error) (tensor.Tensor, error) {
 			return t, nil
 		}
 	}
-	return tensor.Tensor{}, fmt.Errorf("client: the model has %d results; use Call", len(results))
+	return tensor.Tensor{}, fmt.Errorf("client: model %q has %d results; use Call", model, len(results))
 }
 
 // Call starts a call and returns without waiting for it. Cancelling ctx cancels the call.

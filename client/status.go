@@ -53,7 +53,7 @@ type Error struct {
 	Call       tensor.ID     // the call, push or pull that failed; zero if it was none
 	Refused    bool          // nothing of the call was run, so that nothing happens twice when it is repeated
 
-	until error // why there was no other attempt, if that is not Cause
+	until error // what ended the wait for another attempt, if anything
 	ends  bool  // what listens ended the connection before it said what it is: a server may be ending
 }
 

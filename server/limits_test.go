@@ -348,7 +348,7 @@ func TestTransfersOverTheLimitAreRefusedAsLater(t *testing.T) {
 	stub := pb.NewTensorServiceClient(f.dial(t))
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	for range 5 { // one place is for others; that they have not said hello is no matter
+	for range 5 { // one place is for others. They need not say hello
 		_, err := stub.PushTensors(ctx)
 		require.NoError(t, err)
 	}

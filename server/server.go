@@ -277,7 +277,7 @@ func ListenAndServe(ctx context.Context, address string, models ...engine.Model)
 		defer close(drained)
 		wait, cancel := context.WithTimeout(context.Background(), DefaultDrainWait)
 		defer cancel()
-		_ = s.Shutdown(wait) // what is left is cancelled
+		_ = s.Shutdown(wait) // it cancels what is left
 	})
 	if err = s.Serve(l); !stop() {
 		<-drained
