@@ -22,6 +22,8 @@ MEASURED = $(if $(filter file,$(origin AGAINST)),$(or $(shell git describe --tag
 PEERS_PYTHON = p=$$PWD/$$(tools/python-env bench bench/python/requirements.txt) && cd bench && set -x
 BENCH_PYTHON = p=$$(tools/python-env bench bench/python/requirements.txt) && \
 	$$p -m pip --quiet install --force-reinstall --no-deps --no-index "$$(tools/wheel .cache/wheel | tail -n 1)" && set -x
+# What is linted, from python/.
+PYTHON_LINTED := . ../examples/python ../bench/python ../tools/gpu-day
 # Debian's Python, for torch, if it has it.
 TORCH_PYTHON = $(shell /usr/bin/python3 -c 'import torch; print("--torch-python /usr/bin/python3")' 2>/dev/null)
 
@@ -29,7 +31,7 @@ TORCH_PYTHON = $(shell /usr/bin/python3 -c 'import torch; print("--torch-python 
 LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
-.PHONY: help check checks test race invariants nocgo cuda cuda-mutants lint lint-go lint-proto breaking generated tidy-check \
+.PHONY: help check checks test race invariants nocgo cuda cuda-mutants gpu-build gpu-day lint lint-go lint-proto breaking generated tidy-check \
 	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-roads bench-against bench-load build \
 	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-python-smoke stress-python stress-python-smoke \
 	stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-smoke fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
@@ -125,7 +127,7 @@ nocgo: ## Every test without cgo
 
 cuda: ## The CUDA engine over a fake driver, and its C under the address sanitizer; needs g++, no GPU
 	$(GO) test -count 1 ./engine/cuda/...
-	$(GO) test -asan ./engine/cuda -run 'ReLUAndAffine|StackModelComputes|Fault|StaysLost|Hangs'
+	$(GO) test -asan ./engine/cuda -run 'ReLUAndAffine|StackModelComputes|Fault|Lost|Hangs'
 
 cuda-mutants: ## Break the CUDA engine in one place at a time, and see that the tests notice
 	$(GO) test -count 1 -timeout 60m ./engine/cuda -run EveryMutant -mutants -v
@@ -138,7 +140,7 @@ python-examples: ## Run every program in examples/python to its end
 
 lint-python: ## ruff and mypy
 	p=$$(tools/python-env lint python/requirements-lint.txt) && set -x && cd python && \
-		../$$p -m ruff check --no-cache --config pyproject.toml . ../examples/python ../bench/python && ../$$p -m ruff format --no-cache --check --config pyproject.toml . ../examples/python ../bench/python && ../$$p -m mypy --cache-dir=/dev/null
+		../$$p -m ruff check --no-cache --config pyproject.toml $(PYTHON_LINTED) && ../$$p -m ruff format --no-cache --check --config pyproject.toml $(PYTHON_LINTED) && ../$$p -m mypy --cache-dir=/dev/null
 
 lint: lint-go lint-proto breaking ## Everything that reads the source without running it
 
@@ -216,6 +218,12 @@ reference: ## Rewrite docs/commands.md from the commands
 
 packages: ## Rewrite the table of docs/packages.md from the packages
 	$(GO) test ./internal/house -run PageOfPackages -rewrite
+
+gpu-build: ## Build what a machine with a GPU needs for make gpu-day, into .gpu-day
+	GO='$(GO)' tools/gpu-day/day build
+
+gpu-day: ## On a machine with a GPU: test and measure what make gpu-build built there or elsewhere
+	tools/gpu-day/day run
 
 kernels: ## Rewrite the PTX of engine/cuda/kernels with clang-19
 	$(GO) test ./engine/cuda/kernels -run WhatTheCompilerMakes -rewrite

@@ -147,42 +147,44 @@ func TestAClientThatTakesNoResultsLeavesPageLockedMemoryToOthers(t *testing.T) {
 	cancel()
 }
 
-func TestAServerWhoseDeviceIsLostSaysSoAndServesAgain(t *testing.T) {
+func TestAServerSaysThatItsDeviceIsLostAndEndsWithItIfAsked(t *testing.T) {
 	testkit.Start(t)
-	driver := fakecuda.Build(t, fakecuda.Options{})
 	exe, err := exec.LookPath("tensorferry")
 	require.NoError(t, err)
-	// A kernel fails, and three times there is no new context.
-	t.Setenv("FAKECUDA", "async fail cuLaunchKernel 700 after 10 times 1; fail cuDevicePrimaryCtxRetain 46 after 1 times 3")
-	server, address, err := startServer(t.Context(), exe, "--engine", "cuda:0", "--cuda-driver", driver)
-	require.NoError(t, err)
-	defer func() { require.NoError(t, server.Stop()) }()
-	cl, err := client.Dial(address, client.Config{})
-	require.NoError(t, err)
-	defer cl.Close()
-	x, err := tensor.Of(make([]float32, 1000), 1000)
-	require.NoError(t, err)
-	for range 10 {
-		_, err := cl.Compute(t.Context(), "relu", x)
-		require.NoError(t, err)
-	}
-	_, err = cl.Compute(t.Context(), "relu", x)
-	require.Equal(t, codes.Unavailable, status.Code(err), "%v", err)
-	require.ErrorContains(t, err, "device cuda:0 is lost")
-	ill := func() string {
-		info, err := cl.Info(t.Context())
-		require.NoError(t, err)
-		for _, m := range info.Models {
-			if m.Name == "relu" {
-				return m.Unavailable
+	t.Setenv("FAKECUDA", "async fail cuLaunchKernel 700 after 10 times 1")
+	for _, ends := range []bool{false, true} {
+		t.Run(fmt.Sprint("ends=", ends), func(t *testing.T) {
+			options := []string{"--engine", "cuda:0", "--cuda-driver", fakecuda.Build(t, fakecuda.Options{}), fmt.Sprint("--exit-on-device-loss=", ends)}
+			server, address, err := startServer(t.Context(), exe, options...)
+			require.NoError(t, err)
+			defer func() { _ = server.Stop() }()
+			cl, err := client.Dial(address, client.Config{})
+			require.NoError(t, err)
+			defer cl.Close()
+			x, err := tensor.Of(make([]float32, 1000), 1000)
+			require.NoError(t, err)
+			for range 10 {
+				_, err := cl.Compute(t.Context(), "relu", x)
+				require.NoError(t, err)
 			}
-		}
-		return "not there"
+			_, err = cl.Compute(t.Context(), "relu", x)
+			require.Equal(t, codes.Unavailable, status.Code(err), "%v", err)
+			require.ErrorContains(t, err, "device cuda:0 is lost")
+			require.ErrorContains(t, err, "restart the process")
+			if ends {
+				require.Error(t, server.Wait())
+				require.Equal(t, exitDevice, server.ProcessState.ExitCode())
+				require.Contains(t, server.Log.Tail(), "a device was lost")
+				return
+			}
+			info, err := cl.Info(t.Context())
+			require.NoError(t, err)
+			for _, m := range info.Models {
+				require.Contains(t, m.Unavailable, "CUDA_ERROR_ILLEGAL_ADDRESS", m.Name)
+			}
+			require.NoError(t, server.Stop())
+		})
 	}
-	require.Contains(t, ill(), "CUDA_ERROR_ILLEGAL_ADDRESS")
-	testkit.Eventually(t, func() bool { return ill() == "" }, "the device")
-	_, err = cl.Compute(t.Context(), "relu", x)
-	require.NoError(t, err)
 }
 
 func TestTheProgramNeedsNoNewSystemAndNothingOfCUDA(t *testing.T) {

@@ -72,6 +72,7 @@ type engines struct {
 	models *engine.Registry
 	// ended is closed when the process of --python-fd has exited. It is nil without one.
 	ended <-chan struct{}
+	lost  chan struct{} // receives when a device is lost for good
 }
 
 // site is a place for models.
@@ -91,7 +92,7 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 		cfg.pinned = min(all/pinnedShare, mostPinned)
 	}
 	e := &engines{
-		cfg: cfg, log: log, cuda: make(map[int]*cuda.Host), models: engine.NewRegistry(),
+		cfg: cfg, log: log, cuda: make(map[int]*cuda.Host), models: engine.NewRegistry(), lost: make(chan struct{}, 1),
 		host: cpu.NewHost(cpu.HostConfig{MemoryBytes: cfg.memory, Workers: cfg.workers}),
 	}
 	defer func() {
@@ -223,6 +224,12 @@ func (e *engines) site(name string) (site, error) {
 		opened, err := cuda.Open(cuda.Config{
 			Library: e.cfg.driver, Device: n, PinnedBytes: e.cfg.pinned, Log: e.log,
 			Spill: &blocks.Spill{Pool: e.host.Pool(), Budget: e.host.Budget()},
+			Lost: func() {
+				select {
+				case e.lost <- struct{}{}:
+				default: // another was
+				}
+			},
 		})
 		if err != nil {
 			return site{}, err

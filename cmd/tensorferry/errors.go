@@ -28,6 +28,7 @@ const (
 	exitIntegrity   = 5
 	exitLimit       = 6
 	exitInterrupted = 7
+	exitDevice      = 8
 )
 
 // exits explain the codes.
@@ -40,6 +41,7 @@ var exits = [...]string{
 	exitIntegrity:   "bytes arrived damaged, or not those that were sent",
 	exitLimit:       "over a limit or a budget of the server",
 	exitInterrupted: "interrupted; to be run again",
+	exitDevice:      "serve --exit-on-device-loss lost a device",
 }
 
 // atServer stands in a hint for the --server that was typed, after a command that asks one.
@@ -97,6 +99,8 @@ func exitCode(ctx context.Context, err error) int {
 	switch {
 	case errors.As(err, &u):
 		return exitUsage
+	case errors.Is(err, errDeviceLost):
+		return exitDevice
 	case errors.Is(err, errCut): // it was interrupted, and that is not what failed
 		return exitFailure
 	case ctx.Err() != nil:

@@ -19,10 +19,11 @@ import (
 
 // Config says which device a Host is, and what it may use. The zero value works.
 type Config struct {
-	// Library is the driver to open, as the dynamic linker finds it. Empty: libcuda.so.1.
+	// Library is the driver to open, as the dynamic linker finds it. Empty: libcuda.so.1, or
+	// if there is none, /usr/local/nvidia/lib64/libcuda.so.1, where containers have it.
 	Library string
 	// Device counts from 0, in the driver's order. A device has one Host at a time, and
-	// no other user in the process: its context is reset when it fails.
+	// no other user in the process: its context is reset when it fails, for good.
 	Device int
 	// PinnedBytes is the most page-locked memory that runs may hold at a time, and the
 	// most that is kept for reuse. Zero means 256 MiB.
@@ -32,6 +33,9 @@ type Config struct {
 	Spill *blocks.Spill
 	// Hang is how long a block may take before its device is said to hang. Zero means 30 s.
 	Hang time.Duration
+	// Lost, if it is set, is called once when the device is lost, and everything on it has
+	// ended: only another process can use it again. It must not block.
+	Lost func()
 	// Log hears what becomes of the device; nil means slog.Default().
 	Log *slog.Logger
 }
@@ -41,6 +45,9 @@ func (c *Config) setDefaults() {
 	c.PinnedBytes = cmp.Or(max(c.PinnedBytes, 0), defaultPinned)
 	c.Hang = cmp.Or(max(c.Hang, 0), hangWait)
 	c.Log = cmp.Or(c.Log, slog.Default())
+	if c.Lost == nil {
+		c.Lost = func() {}
+	}
 }
 
 // Device is what a driver says of a device.

@@ -41,6 +41,7 @@ type rig struct {
 	t    testing.TB
 	fake *fakecuda.Driver
 	path string
+	lost chan struct{} // closed when the host of the last config is
 	log  bytes.Buffer
 	mu   sync.Mutex // guards log
 }
@@ -102,7 +103,9 @@ func (r *rig) logged() string {
 }
 
 func (r *rig) config(memory int64) cuda.Config {
-	return cuda.Config{Library: r.path, PinnedBytes: memory, Log: slog.New(slog.NewTextHandler(r, nil))}
+	r.lost = make(chan struct{})
+	lost := r.lost
+	return cuda.Config{Library: r.path, PinnedBytes: memory, Lost: func() { close(lost) }, Log: slog.New(slog.NewTextHandler(r, nil))}
 }
 
 // open opens a host, which the end of the test closes.
@@ -432,6 +435,7 @@ func TestWithoutADriverADeviceOrASymbolOpenSaysWhich(t *testing.T) {
 	}
 	t.Run("another device", func(t *testing.T) {
 		r := newRig(t)
+		r.Fake()
 		c := r.config(mib)
 		c.Device = 2
 		_, err := cuda.Open(c)
@@ -441,6 +445,7 @@ func TestWithoutADriverADeviceOrASymbolOpenSaysWhich(t *testing.T) {
 		options := driverOptions
 		options.Hide = "cuMemHostRegister_v2"
 		r := newRigOf(t, options)
+		r.Fake()
 		_, err := cuda.Open(r.config(mib))
 		require.ErrorIs(t, err, engine.ErrUnavailable)
 		require.ErrorContains(t, err, "has no cuMemHostRegister_v2")
@@ -575,18 +580,35 @@ func TestAFaultEndsEveryCallWithItsCauseAndLeavesNothing(t *testing.T) {
 			}
 			all.Wait()
 			require.Positive(t, failed)
-			testkit.Eventually(t, func() bool { return well.last() == nil }, "the device serves again")
-			require.Equal(t, f.sticky, well.changes() > 0, "%v", well.told)
-			// The device, and the weights on it, are as before.
 			got, err := engine.Compute(t.Context(), m, nil, z)
-			require.NoError(t, err)
-			require.NoError(t, enginetest.Equal(got, want))
+			if f.sticky {
+				requireLost(t, r, h, well, f.want)
+			} else { // the device, and the weights on it, are as before
+				require.Zero(t, well.changes(), "%v", well.told)
+				require.NoError(t, err)
+				require.NoError(t, enginetest.Equal(got, want))
+			}
 			used, _, _ := h.Budget().Used()
 			slabs, _ := h.Pool().Live()
 			require.Zero(t, used)
 			require.Zero(t, slabs)
 		})
 	}
+}
+
+// requireLost checks that h is lost for good, and says why and what to do.
+func requireLost(t testing.TB, r *rig, h *cuda.Host, well *health, why string) {
+	t.Helper()
+	<-r.lost
+	require.Equal(t, 1, well.changes(), "%v", well.told)
+	_, computes := engine.Compute(t.Context(), builtin(t, cuda.Builtins(h), "relu"), nil, floats(1, 100))
+	_, loads := cuda.Stack(h, mlp(t))
+	for _, err := range []error{well.last(), computes, loads} {
+		require.ErrorIs(t, err, engine.ErrUnavailable)
+		require.ErrorContains(t, err, why)
+	}
+	require.ErrorContains(t, well.last(), "restart the process")
+	require.Equal(t, fakecuda.Live{}, r.Live())
 }
 
 func TestABlockThatFailsEndsWhenNothingTouchesItsMemory(t *testing.T) {
@@ -600,24 +622,6 @@ func TestABlockThatFailsEndsWhenNothingTouchesItsMemory(t *testing.T) {
 		done = append(done, op.Kind)
 	}
 	require.Subset(t, done, []string{"h2d", "relu_words", "d2h"})
-}
-
-func TestADeviceThatStaysLostIsTriedAgain(t *testing.T) {
-	r := newRig(t)
-	h := r.open(t, r.config(16*mib))
-	relu := builtin(t, cuda.Builtins(h), "relu")
-	well := watch(t, relu)
-	_, err := engine.Compute(t.Context(), relu, nil, floats(1, 100))
-	require.NoError(t, err)
-	locked := r.Live().Registered
-	r.Control("fail cuDevicePrimaryCtxRetain 46 times 2; async fail cuLaunchKernel 700 times 1")
-	_, err = engine.Compute(t.Context(), relu, nil, floats(1, 100))
-	require.ErrorIs(t, err, engine.ErrUnavailable)
-	testkit.Eventually(t, func() bool { return well.last() == nil }, "the device serves again")
-	require.Equal(t, locked, r.Live().Registered)
-	require.Equal(t, 2, strings.Count(r.logged(), "device stays lost"), r.logged())
-	_, err = engine.Compute(t.Context(), relu, nil, floats(1, 100))
-	require.NoError(t, err)
 }
 
 func TestADeviceThatHangsIsSaidToAndItsMemoryIsNotUsed(t *testing.T) {
@@ -718,34 +722,29 @@ func closeModel(t testing.TB, m engine.Model) {
 	require.NoError(t, c.Close())
 }
 
-func TestWeightsOfAModelThatIsUnloadedDoNotComeBackWithTheDevice(t *testing.T) {
+func TestAModelOfALostDeviceCloses(t *testing.T) {
 	for name, commands := range map[string]string{
-		"while the device is lost": "async fail cuLaunchKernel 700 times 1",
-		"half loaded":              "fail cuStreamSynchronize 700 after 1 times 1",
+		"whole":       "async fail cuLaunchKernel 700 times 1",
+		"half loaded": "fail cuStreamSynchronize 700 after 1 times 1",
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t)
 			h := r.open(t, r.config(16*mib))
 			relu := builtin(t, cuda.Builtins(h), "relu")
 			well := watch(t, relu)
-			_, err := engine.Compute(t.Context(), relu, nil, floats(1, 100))
-			require.NoError(t, err)
-			before := r.Live().Allocations
-			if name == "half loaded" {
-				r.Control("fail cuDevicePrimaryCtxRetain 46 times 3;" + commands)
-				_, err = cuda.Stack(h, mlp(t))
-			} else {
+			var err error
+			if name == "whole" {
 				m, bad := cuda.Stack(h, mlp(t))
 				require.NoError(t, bad)
-				r.Control("fail cuDevicePrimaryCtxRetain 46 times 3;" + commands)
+				defer closeModel(t, m)
+				r.Control(commands)
 				_, err = engine.Compute(t.Context(), relu, nil, floats(1, 100))
-				closeModel(t, m)
+			} else {
+				r.Control(commands)
+				_, err = cuda.Stack(h, mlp(t))
 			}
 			require.ErrorIs(t, err, engine.ErrUnavailable)
-			testkit.Eventually(t, func() bool { return well.changes() > 1 && well.last() == nil }, "the device serves again")
-			_, err = engine.Compute(t.Context(), relu, nil, floats(1, 100))
-			require.NoError(t, err)
-			require.Equal(t, before, r.Live().Allocations)
+			requireLost(t, r, h, well, "CUDA_ERROR_ILLEGAL_ADDRESS")
 		})
 	}
 }
@@ -836,7 +835,11 @@ func TestADriverThatHangsInACallIsSaidTo(t *testing.T) {
 			require.ErrorIs(t, err, engine.ErrUnavailable)
 			r.Control("unhang")
 			all.Wait()
-			testkit.Eventually(t, func() bool { return well.last() == nil }, "the device serves again")
+			if tc.load {
+				testkit.Eventually(t, func() bool { return well.last() == nil }, "the device serves again")
+			} else {
+				requireLost(t, r, h, well, "CUDA_ERROR_ILLEGAL_ADDRESS")
+			}
 		})
 	}
 }

@@ -29,6 +29,7 @@ import (
 type device struct {
 	*driver
 	hang   time.Duration
+	tell   func() // that it is lost
 	c      *C.tf_device
 	pinned *pinned
 	engine *blocks.Engine
@@ -36,8 +37,7 @@ type device struct {
 	// The submitter's.
 	kernels map[reflect.Type]C.tf_launch // by the type of their launches, which this begins
 	weights map[*weights]struct{}
-	lost    bool          // the engine knows that the context is dead
-	pause   time.Duration // before the next attempt to make a new one
+	lost    bool // with the context, for as long as the process lives
 
 	uploaded, computed chan *lane // have room for all
 	all                sync.WaitGroup
@@ -50,7 +50,6 @@ type device struct {
 	moved  time.Time // a lane, or what was asked, began or ended
 	idle   []*lane
 	dead   error // why the context is, nil while it lives
-	later  bool  // a new one is not to be made yet
 	hangs  bool
 	watch  *time.Timer // runs while a lane is not idle
 	closed bool
@@ -67,7 +66,7 @@ type lane struct {
 
 func newDevice(d *driver, c Config, about Device) (*device, error) {
 	v := &device{
-		driver: d, hang: c.Hang, weights: make(map[*weights]struct{}),
+		driver: d, hang: c.Hang, tell: c.Lost, weights: make(map[*weights]struct{}),
 		c:        (*C.tf_device)(C.calloc(1, C.sizeof_tf_device)),
 		uploaded: make(chan *lane, lanes), computed: make(chan *lane, lanes),
 	}
@@ -299,7 +298,7 @@ func (v *device) submit() {
 			}
 		case v.dead != nil:
 			v.mu.Unlock()
-			v.rebuild()
+			v.lose()
 		default:
 			w, l := v.queue.Pop(), v.idle[len(v.idle)-1]
 			v.idle = v.idle[:len(v.idle)-1]
@@ -320,7 +319,7 @@ func (v *device) due() bool {
 	case v.closed:
 		return resting || v.queue.Head() != nil
 	case v.dead != nil:
-		return resting && !v.later
+		return resting && !v.lost
 	}
 	return v.queue.Head() != nil && len(v.idle) > 0
 }
@@ -368,7 +367,7 @@ func (v *device) enqueue(l *lane, w *blocks.Work) error {
 	if err := context.Cause(w.Context()); err != nil {
 		return err
 	}
-	p := w.Program.(program)
+	p := w.Program.(*program)
 	in, out := w.In[0], w.Out[0]
 	bytes := int64(len(in))
 	if p.memory != nil {
@@ -389,6 +388,10 @@ func (v *device) enqueue(l *lane, w *blocks.Work) error {
 		in: pointer(in), in_bytes: C.size_t(len(in)),
 		out: pointer(out), out_bytes: C.size_t(len(out)), out_at: C.size_t(y - x),
 	}
+	if p.begun%timedEvery == 0 {
+		b.timed = 1
+	}
+	p.begun++
 	err := v.failed(C.tf_submit(v.c, l.c, &b, unsafe.SliceData(l.list), C.unsigned(len(l.list))))
 	v.check(err)
 	return err
@@ -429,7 +432,7 @@ func (v *device) roomy(take func() error) error {
 }
 
 // trim frees what idle lanes keep, or the next to be idle, and reports whether that was any.
-func (v *device) trim() (some bool) {
+func (v *device) trim() bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	others := lanes - 1
@@ -438,13 +441,16 @@ func (v *device) trim() (some bool) {
 	}
 	for {
 		for _, l := range v.idle {
-			if l.c.bytes > 0 {
+			if l.c.bytes > 0 { // an idle lane is the submitter's
+				v.mu.Unlock() // a free waits for every kernel on the device
 				_ = C.tf_free(v.c, l.c.memory)
-				l.c.bytes, some = 0, true
+				v.mu.Lock()
+				l.c.bytes = 0
+				return true
 			}
 		}
-		if some || len(v.idle) >= others {
-			return some
+		if len(v.idle) >= others {
+			return false
 		}
 		v.more.Wait()
 	}
@@ -486,12 +492,12 @@ func (v *device) finish() {
 	runtime.LockOSThread()
 	for l := range v.computed {
 		v.wait(l, C.TF_OUT_END)
-		var t blocks.Times
-		if l.dirty == nil {
+		p := l.work.Program.(*program)
+		if l.dirty == nil && l.c.timed != 0 {
 			var ms [3]C.float
 			l.dirty = v.failed(C.tf_times(v.c, l.c, &ms[0]))
 			v.check(l.dirty)
-			t = blocks.Times{H2D: duration(ms[0]), Compute: duration(ms[1]), D2H: duration(ms[2])}
+			p.times = blocks.Times{H2D: duration(ms[0]), Compute: duration(ms[1]), D2H: duration(ms[2])}
 		}
 		w, err := l.work, l.dirty
 		l.work = nil
@@ -500,7 +506,7 @@ func (v *device) finish() {
 		v.mu.Lock()
 		if v.dead == nil {
 			v.mu.Unlock()
-			w.Done(err, t)
+			w.Done(err, p.times)
 			v.mu.Lock()
 		}
 		v.idle = append(v.idle, l)
@@ -514,51 +520,19 @@ func duration(millis C.float) time.Duration {
 	return time.Duration(float64(millis) * float64(time.Millisecond))
 }
 
-// rebuild makes a new context when the old one is dead and no lane is in use. If it
-// cannot, it has the submitter try again later.
-func (v *device) rebuild() {
-	if !v.lost {
-		v.lose()
-	}
-	err := v.pinned.restore(v.start)
-	for w := range v.weights {
-		if err == nil {
-			err = w.upload(v)
-		}
-	}
-	if err != nil {
-		v.pause = min(max(2*v.pause, rebuildFirst), rebuildMost)
-		v.log.Error("device stays lost", slog.Any("cause", err), slog.Float64("next_try_seconds", v.pause.Seconds()))
-		v.pinned.lose(v.reset)
-		v.mu.Lock()
-		defer v.mu.Unlock()
-		v.later = true
-		time.AfterFunc(v.pause, func() {
-			v.mu.Lock()
-			defer v.mu.Unlock()
-			v.later = false
-			v.more.Signal()
-		})
-		return
-	}
-	v.lost = false
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	v.dead, v.hangs = nil, false
-	v.log.Warn("device is back")
-	v.engine.Back()
-}
-
-// lose ends a dead context, and every run. No lane is in use.
+// lose ends a dead context, and every run. No lane is in use. What the process asks the
+// driver for afterwards fails with the error that killed the context, a new one too, whatever
+// is reset, destroyed or released before: so NVIDIA says, and so R580 does.
 func (v *device) lose() {
-	cause := v.died()
-	v.lost, v.pause = true, 0
-	v.log.Error("device lost", slog.Any("cause", cause))
+	cause := fmt.Errorf("%w; restart the process", v.died())
+	v.log.Error("device lost; restart the process", slog.Any("cause", v.died()))
 	v.mu.Lock()
+	v.lost = true
 	v.engine.Hung(cause) // should the reset hang
 	v.mu.Unlock()
-	v.pinned.lose(v.reset)
+	v.pinned.end(v.reset)
 	v.engine.Lost(cause)
+	v.tell()
 	v.mu.Lock()
 	v.queue = blocks.Queue{} // the engine has taken them back
 	v.mu.Unlock()

@@ -138,8 +138,10 @@ tf_result tf_lane_open(tf_device *v, tf_lane *l) {
 	const tf_driver *d = v->driver;
 	memset(l, 0, sizeof *l);
 	TRY(CtxSetCurrent, v->context);
-	for (int i = 0; i < TF_EVENTS; i++)
-		TRY(EventCreate, &l->events[i], CU_EVENT_BLOCKING_SYNC);
+	for (int i = 0; i < TF_EVENTS; i++) {
+		TRY(EventCreate, &l->events[0][i], CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING);
+		TRY(EventCreate, &l->events[1][i], CU_EVENT_BLOCKING_SYNC);
+	}
 	return well;
 }
 
@@ -160,9 +162,9 @@ tf_result tf_lane_grow(tf_device *v, tf_lane *l, size_t bytes) {
 void tf_lane_close(tf_device *v, tf_lane *l) {
 	const tf_driver *d = v->driver;
 	(void)d->CtxSetCurrent(v->context);
-	for (int i = 0; i < TF_EVENTS; i++)
-		if (l->events[i] != NULL)
-			(void)d->EventDestroy(l->events[i]);
+	for (int i = 0; i < 2 * TF_EVENTS; i++)
+		if (l->events[i / TF_EVENTS][i % TF_EVENTS] != NULL)
+			(void)d->EventDestroy(l->events[i / TF_EVENTS][i % TF_EVENTS]);
 	if (l->bytes > 0)
 		(void)d->MemFree(l->memory);
 	memset(l, 0, sizeof *l);
@@ -170,26 +172,30 @@ void tf_lane_close(tf_device *v, tf_lane *l) {
 
 static tf_result enqueue(tf_device *v, tf_lane *l, const tf_block *b, const tf_launch *launches, unsigned count) {
 	const tf_driver *d = v->driver;
-	TRY(EventRecord, l->events[TF_IN_BEGIN], v->h2d);
+	CUevent *events = l->events[l->timed = b->timed];
+	if (b->timed)
+		TRY(EventRecord, events[TF_IN_BEGIN], v->h2d);
 	if (b->in_bytes > 0)
 		TRY(MemcpyHtoDAsync, l->memory, b->in, b->in_bytes, v->h2d);
-	TRY(EventRecord, l->events[TF_IN_END], v->h2d);
+	TRY(EventRecord, events[TF_IN_END], v->h2d);
 
-	TRY(StreamWaitEvent, v->compute, l->events[TF_IN_END], 0);
-	TRY(EventRecord, l->events[TF_RUN_BEGIN], v->compute);
+	TRY(StreamWaitEvent, v->compute, events[TF_IN_END], 0);
+	if (b->timed)
+		TRY(EventRecord, events[TF_RUN_BEGIN], v->compute);
 	for (const tf_launch *k = launches; k < launches + count; k++) {
 		void *params[TF_PARAMS];
 		for (unsigned p = 0; p < k->params; p++)
 			params[p] = (void *)(k->bytes + k->offsets[p]);
 		TRY(LaunchKernel, k->function, k->grid[0], k->grid[1], k->grid[2], k->block[0], k->block[1], k->block[2], 0, v->compute, params, NULL);
 	}
-	TRY(EventRecord, l->events[TF_RUN_END], v->compute);
+	TRY(EventRecord, events[TF_RUN_END], v->compute);
 
-	TRY(StreamWaitEvent, v->d2h, l->events[TF_RUN_END], 0);
-	TRY(EventRecord, l->events[TF_OUT_BEGIN], v->d2h);
+	TRY(StreamWaitEvent, v->d2h, events[TF_RUN_END], 0);
+	if (b->timed)
+		TRY(EventRecord, events[TF_OUT_BEGIN], v->d2h);
 	if (b->out_bytes > 0)
 		TRY(MemcpyDtoHAsync, b->out, l->memory + b->out_at, b->out_bytes, v->d2h);
-	TRY(EventRecord, l->events[TF_OUT_END], v->d2h);
+	TRY(EventRecord, events[TF_OUT_END], v->d2h);
 	return well;
 }
 
@@ -208,7 +214,7 @@ tf_result tf_submit(tf_device *v, tf_lane *l, const tf_block *b, const tf_launch
 tf_result tf_wait(tf_device *v, tf_lane *l, int event) {
 	const tf_driver *d = v->driver;
 	TRY(CtxSetCurrent, v->context);
-	TRY(EventSynchronize, l->events[event]);
+	TRY(EventSynchronize, l->events[l->timed][event]);
 	return well;
 }
 
@@ -216,7 +222,7 @@ tf_result tf_times(tf_device *v, tf_lane *l, float millis[3]) {
 	const tf_driver *d = v->driver;
 	TRY(CtxSetCurrent, v->context);
 	for (int i = 0; i < 3; i++)
-		TRY(EventElapsedTime, &millis[i], l->events[2 * i], l->events[2 * i + 1]);
+		TRY(EventElapsedTime, &millis[i], l->events[1][2 * i], l->events[1][2 * i + 1]);
 	return well;
 }
 

@@ -38,7 +38,18 @@ func (c *Config) openDriver() (d *driver, devices, version int, err error) {
 	return d, devices, version, err
 }
 
+// openLibrary opens a library, or the default one where containers have it.
 func openLibrary(library string, log *slog.Logger) (*driver, error) {
+	d, err := openOne(library, log)
+	if library == defaultLibrary && err != nil {
+		if mounted, bad := openOne(mountedLibrary, log); bad == nil {
+			return mounted, nil
+		}
+	}
+	return d, err
+}
+
+func openOne(library string, log *slog.Logger) (*driver, error) {
 	opened.Lock()
 	defer opened.Unlock()
 	d := &driver{opened.byName[library], log}

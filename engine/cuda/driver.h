@@ -24,6 +24,7 @@ enum {
 	CU_CTX_SCHED_BLOCKING_SYNC = 4,
 	CU_STREAM_NON_BLOCKING = 1,
 	CU_EVENT_BLOCKING_SYNC = 1,
+	CU_EVENT_DISABLE_TIMING = 2,
 	CU_MEMHOSTREGISTER_PORTABLE = 1,
 
 	CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
@@ -102,7 +103,8 @@ enum { TF_IN_BEGIN, TF_IN_END, TF_RUN_BEGIN, TF_RUN_END, TF_OUT_BEGIN, TF_OUT_EN
 typedef struct {
 	CUdeviceptr memory;
 	size_t bytes;
-	CUevent events[TF_EVENTS];
+	int timed; // whether the block is, and so which events are its
+	CUevent events[2][TF_EVENTS];
 } tf_lane;
 
 enum { TF_PARAMS = 8, TF_PARAM_BYTES = 64 };
@@ -123,6 +125,7 @@ typedef struct {
 	size_t in_bytes;
 	void *out;
 	size_t out_bytes, out_at;
+	int timed;
 } tf_block;
 
 // tf_open opens a library. What is missing is written to why; nothing is returned then.

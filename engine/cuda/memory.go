@@ -21,7 +21,7 @@ type pinned struct {
 	*driver
 
 	mu    sync.Mutex   // guards all below, and the registrations
-	dev   *C.tf_device // nil when it is closed
+	dev   *C.tf_device // nil when its context has ended, or is about to
 	all   map[*byte]*locked
 	warns bool // that locking was refused is yet to be said
 }
@@ -74,7 +74,7 @@ func (p *pinned) Free(mem []byte) {
 	l := p.all[at]
 	// A dead context refuses, and lets go when it is reset. Other memory at the same
 	// address would be taken for this one until then.
-	if l.is && C.tf_unregister(p.dev, unsafe.Pointer(at)).code != C.CUDA_SUCCESS {
+	if l.is && (p.dev == nil || C.tf_unregister(p.dev, unsafe.Pointer(at)).code != C.CUDA_SUCCESS) {
 		l.free = true
 		return
 	}
@@ -90,42 +90,34 @@ func (p *pinned) unmap(l *locked) {
 	}
 }
 
-// close unlocks everything, which is ordinary memory then, and runs stop: the context ends.
+// close unlocks everything, and runs stop, which ends the context.
 func (p *pinned) close(stop func()) {
-	p.lose(func() {
+	dev := p.dev
+	p.end(func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
 		for at, l := range p.all {
 			if l.is {
-				_ = C.tf_unregister(p.dev, unsafe.Pointer(at))
+				_ = C.tf_unregister(dev, unsafe.Pointer(at))
 			}
 		}
 		stop()
-		p.dev = nil
 	})
 }
 
-// lose runs reset, after which no context knows any memory.
-func (p *pinned) lose(reset func()) {
+// end runs stop, after which no context knows any memory: that is ordinary from then on.
+func (p *pinned) end(stop func()) {
+	p.mu.Lock()
+	p.dev = nil
+	p.mu.Unlock()
+	stop() // may take long
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	reset()
 	for _, l := range p.all {
 		if l.is = false; l.free {
 			p.unmap(l)
 		}
 	}
-}
-
-// restore runs start, which makes a context, and locks everything in that.
-func (p *pinned) restore(start func() error) error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if err := start(); err != nil {
-		return err
-	}
-	for _, l := range p.all {
-		p.lock(l)
-	}
-	return nil
 }
 
 var _ slab.Backing = (*pinned)(nil)

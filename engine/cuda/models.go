@@ -10,8 +10,10 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// program is what a model tied to a call has the device do with a block.
+// program is what a model tied to a call has the device do with its blocks.
 type program struct {
+	begun int          // blocks; the submitter's
+	times blocks.Times // of the last block that was timed; finish's
 	// memory is how many bytes rows take on the device, nil for the more of input and result.
 	memory func(rows int64) int64
 	// launch computes rows, whose input is bytes at x, and returns where in the memory
@@ -34,7 +36,7 @@ func Builtins(h *Host) []engine.Model {
 	} {
 		made, err := h.engine.Model(blocks.Model{Info: m.info, Bind: func(c engine.Call) (blocks.Bound, error) {
 			p, err := m.bind(c)
-			return blocks.Bound{Outs: builtin.Outs(m.info, c), Program: p}, err
+			return blocks.Bound{Outs: builtin.Outs(m.info, c), Program: &p}, err
 		}})
 		if err != nil {
 			panic("cuda: built-in model: " + err.Error()) // only a mistake in the table above

@@ -17,10 +17,9 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// weights are numbers of a model on the device, uploaded once and again when the
-// device was lost and comes back. The submitter's, but for data.
+// weights are numbers of a model on the device. The submitter's.
 type weights struct {
-	data []float32
+	data []float32     // until it is there
 	at   C.CUdeviceptr // 0: not there
 }
 
@@ -42,6 +41,7 @@ func (w *weights) upload(v *device) error {
 		err = v.failed(C.tf_upload(v.c, w.at+C.CUdeviceptr(at), pointer(stage), C.size_t(n)))
 		at += n
 	}
+	w.data = nil
 	return err
 }
 
@@ -73,8 +73,7 @@ type compiled struct {
 }
 
 // Stack makes a stack model of float32 ready on h: its weights are copied to the
-// device, and kept to be copied again should the device be lost. A layer that is not
-// to be had there wraps engine.ErrUnavailable.
+// device. A layer that is not to be had there wraps engine.ErrUnavailable.
 func Stack(h *Host, m *stack.Model) (engine.Model, error) {
 	c, err := compile(m)
 	if err != nil {
@@ -84,18 +83,18 @@ func Stack(h *Host, m *stack.Model) (engine.Model, error) {
 	info.Inputs[0].DTypes = []tensor.DataType{tensor.Float32}
 	info.Outputs[0].DTypes = info.Inputs[0].DTypes
 	info.About["device_bytes"] = strconv.FormatInt(c.bytes(), 10)
-	v, widest, residuals, out := h.device, int64(m.Widest), int64(m.Residuals), int64(m.Out)
+	v, widest, residuals, in, out := h.device, int64(m.Widest), int64(m.Residuals), uint64(m.In), int64(m.Out)
 	size := func(rows int64) int64 { return align(4 * rows * widest) }
 	// A block of few inputs may have many times as much between two layers.
 	row := (2 + residuals) * 4 * widest
 	if engine.ChunkBytes/(4*int64(max(m.In, m.Out)))*row > laneMost {
 		info.BlockRows = max(1, laneMost/row)
 	}
-	p := program{
+	on := program{
 		memory: func(rows int64) int64 { return (2 + residuals) * size(rows) },
 		launch: func(l *lane, rows, _ int64, x kernels.Address) kernels.Address {
 			each := kernels.Address(size(rows))
-			at := place{rows: uint64(rows), width: uint64(m.In), x: x, y: x + each, kept: x + 2*each, each: uint64(each)}
+			at := place{rows: uint64(rows), width: in, x: x, y: x + each, kept: x + 2*each, each: uint64(each)}
 			for _, layer := range c.layers {
 				layer(l, &at)
 			}
@@ -107,7 +106,8 @@ func Stack(h *Host, m *stack.Model) (engine.Model, error) {
 		Bind: func(call engine.Call) (blocks.Bound, error) {
 			y := call.Inputs[0].Desc.Clone()
 			y.Shape[len(y.Shape)-1] = out
-			return blocks.Bound{Outs: []tensor.Desc{y}, Program: p}, nil
+			p := on
+			return blocks.Bound{Outs: []tensor.Desc{y}, Program: &p}, nil
 		},
 		Setup:    func() error { return c.upload(v) },
 		Teardown: func() { c.free(v) },
@@ -132,8 +132,7 @@ func (c *compiled) upload(v *device) error {
 	return nil
 }
 
-// free frees them; when the device is closed they are gone already. In a dead context
-// they go with that, and must not come back with the next.
+// free frees them; when the device is lost or closed they are gone already.
 func (c *compiled) free(v *device) {
 	_ = v.ask(func(error) error {
 		for _, w := range c.weights {

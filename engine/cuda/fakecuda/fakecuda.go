@@ -83,7 +83,7 @@ func load(t testing.TB, path string) *Driver {
 //
 //	fail NAME CODE [after N] [times M]        the function returns CODE, from its call N+1 on, M times or for ever
 //	async fail NAME CODE [after N] [times M]  its operations do, when they are executed; the context's next call returns CODE
-//	sticky CODE [device N]                    contexts fail with CODE, until they are reset
+//	sticky CODE [device N]                    contexts fail with CODE, and no new one is made
 //	delay NAME MICROSECONDS                   calls, or operations when they are executed, take longer
 //	late MICROSECONDS                         the same for all asynchronous copies
 //	hang NAME, unhang [NAME]                  they wait until unhang, reset, or the end of their context
@@ -91,7 +91,7 @@ func load(t testing.TB, path string) *Driver {
 //	capability MAJOR MINOR, driver VERSION    of the devices (8 0); as cuDriverGetVersion returns it (12040)
 //	refuse-registration [CODE]                cuMemHostRegister_v2 fails, with 801
 //	sigaction                                 cuInit and the first module install handlers that harm Go's
-//	reset                                     forget all this, the timeline and the violations; objects stay
+//	reset                                     forget all this, the timeline, the violations and errors of contexts; objects stay
 //
 // A NAME is that of a function; for operations also "copies", "kernels", a kernel's, or
 // a kind of Op. Codes that end a context (214, 700, 702, 710, 714 to 719, 999) do so

@@ -651,7 +651,8 @@ func TestAStickyErrorEndsWithTheContext(t *testing.T) {
 	g.do("cuEventRecord", event, stream)
 	g.Control("unhang")
 	g.want(launchFailed, "cuStreamSynchronize", stream)
-	g.Control("reset")
+	g.want(launchFailed, "cuDevicePrimaryCtxRetain", g.out, 0)
+	g.Control("reset") // as if the process were another
 	for _, function := range []string{"cuStreamCreate", "cuMemAlloc_v2", "cuEventQuery", "cuMemFree_v2", "cuStreamDestroy_v2", "cuLaunchKernel"} {
 		g.want(launchFailed, function, 0, 0)
 	}

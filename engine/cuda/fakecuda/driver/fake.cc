@@ -83,6 +83,7 @@ bool sticky(int code) {
 void fail(const ContextPtr &ctx, int code) {
     int &to = sticky(code) ? ctx->error : ctx->pending;
     if (to == 0) to = code;
+    if (sticky(code) && s.set.failed[ctx->device] == 0) s.set.failed[ctx->device] = code;
     s.changed.notify_all();
 }
 
@@ -216,10 +217,12 @@ API cuDevicePrimaryCtxSetFlags_v2(int device, unsigned flags) {
     return SUCCESS;
 }
 
+// Once a context has failed, R580 makes no other in the process, whatever is reset or released.
 API cuDevicePrimaryCtxRetain(uint64_t *ctx, int device) {
     ENTER(Init);
     if (!ctx) return INVALID_VALUE;
     if (!valid(device)) return INVALID_DEVICE;
+    if (int code = s.set.failed[device]) return code;
     auto &d = s.devices[device];
     if (!d.ctx) {
         d.ctx = std::make_shared<Context>();

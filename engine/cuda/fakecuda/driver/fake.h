@@ -141,6 +141,7 @@ struct Settings {
     int version = 12040;  // CUDA 12.4
     int refuse = 0;       // the code of cuMemHostRegister_v2
     bool sigaction = false, module_loaded = false;
+    int failed[max_devices] = {};  // the sticky error of a context: no other one is made
     std::vector<Fault> faults;
     std::map<std::string, int64_t> delays;  // microseconds
     std::map<std::string, bool> hangs;

@@ -1,0 +1,168 @@
+//go:build linux && cgo
+
+package cuda
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/blocks"
+	"github.com/tensorferry/tensorferry/engine/builtin"
+	"github.com/tensorferry/tensorferry/engine/cuda/fakecuda"
+	"github.com/tensorferry/tensorferry/engine/cuda/kernels"
+	"github.com/tensorferry/tensorferry/engine/stack"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+const realDriver = "TENSORFERRY_TEST_DRIVER"
+
+// library is the driver to test, and how much less to do where it is the fake one.
+func library(t testing.TB) (path string, less int64) {
+	if path := os.Getenv(realDriver); path != "" {
+		return path, 1
+	}
+	return fakecuda.Build(t, fakecuda.Options{}), 16
+}
+
+func openDevice(t testing.TB, library string) *Host {
+	h, err := Open(Config{Library: library, PinnedBytes: 1 << 30})
+	require.NoError(t, err)
+	t.Cleanup(h.Close)
+	return h
+}
+
+// programmed is an echo with p in it, in blocks of so many bytes.
+func programmed(t testing.TB, h *Host, bytes int64, p program) engine.Model {
+	info := builtin.Echo
+	info.BlockRows = bytes / 4
+	m, err := h.engine.Model(blocks.Model{Info: info, Bind: func(c engine.Call) (blocks.Bound, error) {
+		of := p
+		return blocks.Bound{Outs: c.Descs(), Program: &of}, nil
+	}})
+	require.NoError(t, err)
+	return m
+}
+
+// A context that a kernel has killed is the process's last: the test is a process of its own.
+func TestAWildStoreLosesTheDeviceForGood(t *testing.T) {
+	const childOf = "CUDA_TEST_CHILD"
+	path := os.Getenv(childOf)
+	if path == "" {
+		path, _ = library(t)
+		c := exec.Command(os.Args[0], "-test.run", "^"+t.Name()+"$", "-test.v")
+		c.Env = append(os.Environ(), childOf+"="+path)
+		out, err := c.CombinedOutput()
+		require.NoError(t, err, "%s", out)
+		return
+	}
+	lost := make(chan struct{})
+	h, err := Open(Config{Library: path, Lost: func() { close(lost) }})
+	require.NoError(t, err)
+	defer h.Close()
+	x, err := tensor.Of(make([]float32, 1024), 1024)
+	require.NoError(t, err)
+	wild := program{launch: func(l *lane, _, _ int64, x kernels.Address) kernels.Address {
+		add(l, kernels.StoreU64{Y: 1 << 46})
+		return x
+	}}
+	_, err = engine.Compute(t.Context(), programmed(t, h, 4096, wild), nil, x)
+	require.ErrorIs(t, err, engine.ErrUnavailable)
+	require.ErrorContains(t, err, "CUDA_ERROR_ILLEGAL_ADDRESS")
+	<-lost
+	_, err = engine.Compute(t.Context(), Builtins(h)[1], nil, x)
+	require.ErrorContains(t, err, "restart the process")
+	_, err = Open(Config{Library: path})
+	require.ErrorContains(t, err, "cuDevicePrimaryCtxRetain: CUDA_ERROR_ILLEGAL_ADDRESS")
+}
+
+// BenchmarkPipeline moves tensors through a device and touches no byte on the host: what the
+// path through it can do without a network. It reports the mean time of a block in each
+// stage, and how many stages are at work at a time: 1 if nothing overlaps, 3 if everything.
+func BenchmarkPipeline(b *testing.B) {
+	path, less := library(b)
+	h := openDevice(b, path)
+	for _, kib := range []int64{64, 256, 1024, 4096} {
+		b.Run(fmt.Sprintf("model=echo/block=%dKiB", kib), func(b *testing.B) {
+			pump(b, programmed(b, h, kib<<10, program{}), 1<<26/less, 1)
+		})
+	}
+	b.Run("model=relu/block=1024KiB", func(b *testing.B) { pump(b, Builtins(h)[1], 1<<26/less, 1) })
+	for _, d := range [][2]int64{{768, 3072}, {4096, 4096}} {
+		in, wide := d[0]/less, d[1]/less
+		weight := func(rows, cols int64) tensor.Tensor {
+			return tensor.Tensor{Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{rows, cols}}, Data: make([]byte, 4*rows*cols)}
+		}
+		s, err := stack.New(
+			stack.Spec{Name: "mlp", Version: "1", Layers: []stack.Layer{{Kind: "linear", Weight: "a"}, {Kind: "gelu"}, {Kind: "linear", Weight: "b"}}},
+			map[string]tensor.Tensor{"a": weight(wide, in), "b": weight(in, wide)},
+		)
+		require.NoError(b, err)
+		m, err := Stack(h, s)
+		require.NoError(b, err)
+		b.Run(fmt.Sprintf("model=mlp/width=%d-%d", in, wide), func(b *testing.B) { pump(b, m, 1<<14/less, in) })
+	}
+}
+
+func pump(b *testing.B, m engine.Model, rows, cols int64) {
+	x := engine.Input{Port: m.Info().Inputs[0].Name, Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{rows, cols}}, ChunkBytes: engine.ChunkBytes}
+	var sum engine.Stats
+	for b.SetBytes(4 * rows * cols); b.Loop(); {
+		r, err := m.Open(b.Context(), engine.Call{Inputs: []engine.Input{x}})
+		require.NoError(b, err)
+		go func() { // ends with the input
+			for {
+				k, err := r.Borrow(b.Context())
+				if err != nil {
+					return
+				}
+				r.Filled(k)
+			}
+		}()
+		for {
+			o, err := r.Next(b.Context())
+			if errors.Is(err, io.EOF) {
+				break
+			}
+			require.NoError(b, err)
+			o.Release()
+		}
+		s := r.Stats()
+		sum.H2D, sum.Compute, sum.D2H, sum.Blocks = sum.H2D+s.H2D, sum.Compute+s.Compute, sum.D2H+s.D2H, sum.Blocks+s.Blocks
+		require.NoError(b, r.Close())
+	}
+	n := float64(sum.Blocks) * 1e3
+	b.ReportMetric(float64(sum.H2D)/n, "h2d-us")
+	b.ReportMetric(float64(sum.Compute)/n, "compute-us")
+	b.ReportMetric(float64(sum.D2H)/n, "d2h-us")
+	b.ReportMetric(float64(sum.H2D+sum.Compute+sum.D2H)/float64(b.Elapsed()), "overlap")
+}
+
+func BenchmarkCompute(b *testing.B) {
+	path, _ := library(b)
+	echo := Builtins(openDevice(b, path))[0]
+	x, err := tensor.Of(make([]float32, 1024), 1024)
+	require.NoError(b, err)
+	b.Run("bytes=4096/goroutines=1", func(b *testing.B) {
+		for b.Loop() {
+			_, err := engine.Compute(b.Context(), echo, nil, x)
+			require.NoError(b, err)
+		}
+	})
+	b.Run("bytes=4096/goroutines=many", func(b *testing.B) {
+		b.SetParallelism(4)
+		b.RunParallel(func(p *testing.PB) {
+			for p.Next() {
+				if _, err := engine.Compute(b.Context(), echo, nil, x); err != nil {
+					b.Error(err)
+				}
+			}
+		})
+	})
+}

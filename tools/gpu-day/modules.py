@@ -1,0 +1,65 @@
+"""A torch module on the GPU behind a server and in this process, and torch's matrix products."""
+
+import mmap
+import sys
+import time
+
+import torch
+
+import tensorferry as tf
+
+rehearsal = len(sys.argv) > 1
+device = "cuda" if torch.cuda.is_available() else "cpu"
+rows = 256 if rehearsal else 16384
+
+
+def took(f, n=5):
+    f()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(n):
+        f()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / n
+
+
+torch.manual_seed(1)
+module = torch.nn.Sequential(torch.nn.Linear(768, 3072), torch.nn.GELU(), torch.nn.Linear(3072, 768)).eval()
+x, one = torch.randn(rows, 768), torch.randn(1, 768)
+with torch.no_grad():
+    want = module.double()(x.double())
+    module.float()
+with tf.serve(module, port=0, name="mlp", rows="all_but_last") as server, tf.connect(server.address) as client:
+    y = client.compute("mlp", x)
+    print(f"torch module on {device} behind a server|error {float((y.double() - want).abs().max()):.1e}")
+
+    def local():
+        with torch.no_grad():
+            return module(x.to(device)).cpu()
+
+    there, here = took(lambda: client.compute("mlp", x)), took(local)
+    print(f"{rows} rows of 768, behind a server, in this process|{there * 1e3:.1f} ms, {here * 1e3:.1f} ms")
+    print(f"one row of 768 behind a server|{took(lambda: client.compute('mlp', one), 50) * 1e6:.0f} us")
+if device == "cuda":
+    for m, k, n in ((341, 768, 3072), (64, 4096, 4096)):
+        for kind in ("float32", "tf32", "bfloat16"):
+            torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
+            dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+            a, w = (torch.randn(r, k, device="cuda").to(dtype) for r in (m, n))
+            t = took(lambda a=a, w=w: torch.nn.functional.linear(a, w), 200)
+            print(f"torch linear {m}x{k}x{n}, {kind}|{t * 1e6:.0f} us, {2e-12 * m * k * n / t:.1f} TFLOP/s")
+    size = 64 << 20
+    shared = mmap.mmap(-1, size)
+    shared.write(b"x" * size)
+    a, on = torch.frombuffer(shared, dtype=torch.float32), torch.empty(size // 4, device="cuda")
+    for name in ("pageable", "registered"):
+        if name == "registered":
+            torch.cuda.cudart().cudaHostRegister(a.data_ptr(), size, 0)
+        up, down = (
+            size / took(f) / 1e9
+            for f in (lambda: on.copy_(a, non_blocking=True), lambda: a.copy_(on, non_blocking=True))
+        )
+        print(f"torch, 64 MiB of shared memory, {name}|h2d {up:.1f}, d2h {down:.1f} GB/s")
+    torch.cuda.cudart().cudaHostUnregister(a.data_ptr())
