@@ -12,7 +12,6 @@ import (
 	"fmt"
 	"log/slog"
 	"reflect"
-	"runtime"
 	"sync"
 	"time"
 	"unsafe"
@@ -22,10 +21,12 @@ import (
 	"github.com/tensorferry/tensorferry/engine/cuda/kernels"
 )
 
-// device computes blocks. Three goroutines, each on a thread of its own, feed it: the
-// submitter, which alone changes the context and has blocks copied and computed; one
-// that waits for inputs to be on the device; and one that waits for results. A block
-// passes them in this order, on a lane.
+// device computes blocks. Three goroutines feed it: the submitter, which alone changes the
+// context and has blocks copied and computed; one that waits for inputs to be on the
+// device; and one that waits for results. A block passes them in this order, on a lane.
+// They are not locked to threads, since every call into C sets its thread's context first:
+// a goroutine that has a thread of its own wakes late, and while many callers wait for mu,
+// 64 of them did no more calls together than one alone (H200, November 2026).
 type device struct {
 	*driver
 	hang   time.Duration
@@ -263,7 +264,6 @@ func (v *device) die(cause error) {
 
 // submit is the submitter.
 func (v *device) submit() {
-	runtime.LockOSThread() // and never unlocked: the thread, with its current context, ends
 	defer close(v.uploaded)
 	for {
 		v.mu.Lock()
@@ -477,7 +477,6 @@ func (v *device) wait(l *lane, event C.int) {
 
 // freeInputs says which inputs are on the device.
 func (v *device) freeInputs() {
-	runtime.LockOSThread()
 	defer close(v.computed)
 	for l := range v.uploaded {
 		if v.wait(l, C.TF_IN_END); l.dirty == nil {
@@ -489,7 +488,6 @@ func (v *device) freeInputs() {
 
 // finish ends blocks.
 func (v *device) finish() {
-	runtime.LockOSThread()
 	for l := range v.computed {
 		v.wait(l, C.TF_OUT_END)
 		p := l.work.Program.(*program)
