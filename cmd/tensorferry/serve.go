@@ -353,11 +353,11 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	var draining atomic.Bool
 	serving := func() bool { return !draining.Load() }
 	watching := make(chan error, 2)
-	at, unwatch, err := beside("metrics", c.metrics, id, metrics.Handler(registry, serving, c.pprof), watching)
+	at, unwatch, err := beside("metrics", c.metrics, id, metrics.Handler(registry, serving, c.pprof), watching, log)
 	probes, unprobe := off, func() {}
 	if err == nil {
 		defer func() { unwatch() }()
-		probes, unprobe, err = beside("health-listen", c.health, nil, metrics.Probes(serving, s.Health()), watching)
+		probes, unprobe, err = beside("health-listen", c.health, nil, metrics.Probes(serving, s.Health()), watching, log)
 	}
 	if err != nil {
 		s.Close()
@@ -408,7 +408,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 
 // beside serves h on the address of a flag, unless that is off, until stop; failed receives an
 // end before. What other machines reach is secured by id, if there is one.
-func beside(flag, address string, id *identity.Server, h http.Handler, failed chan<- error) (at string, stop func(), err error) {
+func beside(flag, address string, id *identity.Server, h http.Handler, failed chan<- error, log *slog.Logger) (at string, stop func(), err error) {
 	if address == off {
 		return off, func() {}, nil
 	}
@@ -416,12 +416,13 @@ func beside(flag, address string, id *identity.Server, h http.Handler, failed ch
 	if err != nil {
 		return "", nil, err
 	}
+	var secure *tls.Config
 	if id != nil && exposed(address) {
-		l, h = tls.NewListener(l, id.Config()), id.Handler(h)
+		secure, h = id.Config(), id.Handler(h)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	var served sync.WaitGroup
-	served.Go(func() { failed <- metrics.Serve(ctx, l, h) }) // ends within a second of ctx
+	served.Go(func() { failed <- metrics.Serve(ctx, l, secure, h, log) }) // ends within a second of ctx
 	return addressOf(l), func() { cancel(); served.Wait() }, nil
 }
 

@@ -1,9 +1,12 @@
 package main
 
 import (
+	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -229,6 +232,41 @@ func TestProbesNeedNeitherTLSNorAToken(t *testing.T) {
 	require.Equal(t, codes.ResourceExhausted, status.Code(err))
 	_, err = pb.NewTensorServiceClient(conn).ListModels(t.Context(), &pb.ListModelsRequest{})
 	require.Equal(t, codes.Unimplemented, status.Code(err), "nothing else is there")
+	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
+	require.Zero(t, o.ends())
+}
+
+func TestMetricsThatOtherMachinesReachWantWhatTheServerWants(t *testing.T) {
+	testkit.Start(t)
+	dir := t.TempDir()
+	_, err := identity.WriteCertificates(dir, nil, "alice")
+	require.NoError(t, err)
+	file := func(name string) string { return filepath.Join(dir, name) }
+	require.NoError(t, os.WriteFile(file("tokens"), []byte("alice "+strings.Repeat("x", 32)+"\n"), 0o600))
+	o := operate(t, "--metrics", "0.0.0.0:0", "--tls-cert", file(identity.ServerFile), "--tls-key", file(identity.ServerKeyFile), "--token-file", file("tokens"))
+	authority, err := os.ReadFile(file(identity.AuthorityFile))
+	require.NoError(t, err)
+	roots := x509.NewCertPool()
+	require.True(t, roots.AppendCertsFromPEM(authority))
+	_, port, err := net.SplitHostPort(o.metrics)
+	require.NoError(t, err)
+	c := http.Client{Transport: &http.Transport{DisableKeepAlives: true, TLSClientConfig: &tls.Config{RootCAs: roots}}}
+	for token, want := range map[string]int{strings.Repeat("x", 32): http.StatusOK, strings.Repeat("y", 32): http.StatusUnauthorized, "": http.StatusUnauthorized} {
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://127.0.0.1:"+port+"/metrics", nil)
+		require.NoError(t, err)
+		if token != "" {
+			r.Header.Set("Authorization", "Bearer "+token)
+		}
+		got, err := c.Do(r)
+		require.NoError(t, err)
+		require.NoError(t, got.Body.Close())
+		require.Equal(t, want, got.StatusCode, token)
+	}
+	plain, err := http.Get("http://127.0.0.1:" + port + "/metrics") // a mistake of a peer is no line of the log
+	require.NoError(t, err)
+	require.NoError(t, plain.Body.Close())
+	require.Equal(t, http.StatusBadRequest, plain.StatusCode)
+	require.NotContains(t, o.said(), "http:")
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
 	require.Zero(t, o.ends())
 }

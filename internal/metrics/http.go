@@ -2,8 +2,10 @@ package metrics
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/http/pprof"
@@ -48,16 +50,20 @@ func Probes(serving func() bool, health http.Handler) http.Handler {
 	return mux
 }
 
-// Serve serves h on l, which it takes over, until ctx ends: by HTTP/1, and without TLS by
-// HTTP/2, too. It returns when every answer has ended or been cut off.
-func Serve(ctx context.Context, l net.Listener, h http.Handler) error {
+// Serve serves h on l, which it takes over, until ctx ends: by HTTP/1, and without TLS, which
+// secure configures unless it is nil, by HTTP/2, too. What peers do wrong is logged at debug.
+// It returns when every answer has ended or been cut off.
+func Serve(ctx context.Context, l net.Listener, secure *tls.Config, h http.Handler, log *slog.Logger) error {
 	s := &http.Server{
-		Handler: h, ReadTimeout: readWait, ReadHeaderTimeout: readWait, WriteTimeout: writeWait, IdleTimeout: idleWait, MaxHeaderBytes: headerBytes,
+		ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+		Handler:  h, ReadTimeout: readWait, ReadHeaderTimeout: readWait, WriteTimeout: writeWait, IdleTimeout: idleWait, MaxHeaderBytes: headerBytes,
 		Protocols: new(http.Protocols), HTTP2: &http.HTTP2Config{MaxConcurrentStreams: streams},
 	}
 	s.Protocols.SetHTTP1(true)
 	s.Protocols.SetUnencryptedHTTP2(true)
-	l = netutil.LimitListener(l, connections)
+	if l = netutil.LimitListener(l, connections); secure != nil {
+		l = tls.NewListener(l, secure) // outermost, or the server does not see it
+	}
 	stopped := make(chan struct{})
 	unhook := context.AfterFunc(ctx, func() {
 		defer close(stopped)

@@ -3,6 +3,7 @@ package metrics
 import (
 	"context"
 	"io"
+	"log/slog"
 	"maps"
 	"net"
 	"net/http"
@@ -102,7 +103,7 @@ func listener(t *testing.T, serving func() bool, profiles bool) string {
 	require.NoError(t, err)
 	ctx, stop := context.WithCancel(t.Context())
 	served := make(chan error, 1)
-	go func() { served <- Serve(ctx, l, Handler(registry(t), serving, profiles)) }()
+	go func() { served <- Serve(ctx, l, nil, Handler(registry(t), serving, profiles), slog.Default()) }()
 	t.Cleanup(func() {
 		stop()
 		require.NoError(t, <-served)
