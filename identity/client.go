@@ -103,7 +103,7 @@ func (c *clientCredentials) ClientHandshake(ctx context.Context, authority strin
 	case errors.As(err, &record):
 		err = refused("the server does not speak TLS")
 	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, syscall.ECONNRESET):
-		err = fmt.Errorf("the server closed the connection before it was encrypted: %w", err) // it is stopping, or has too many connections
+		err = fmt.Errorf("the server closed the connection before it was encrypted: it is stopping, or has too many connections: %w", err)
 	}
 	return nil, nil, err
 }

@@ -224,6 +224,40 @@ func TestAClientTellsWhatIsWrongWithTheServer(t *testing.T) {
 	}
 }
 
+func TestAServerSaysThatItsCertificateIsOfNoUse(t *testing.T) {
+	dir := files(t)
+	for name, c := range map[string]struct {
+		left time.Duration // of an hour
+		want string
+	}{
+		"fresh": {59 * time.Minute, ""},
+		"old":   {5 * time.Minute, "the server's certificate expires soon"},
+		"short": {2 * time.Second, "the server's certificate has expired: clients refuse it"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := serverFiles(dir)
+			until := time.Now().Add(c.left)
+			f.Cert, f.Key = signed(t, dir, name, until)
+			var log strings.Builder
+			s, err := identity.NewServer(f, slog.New(slog.NewTextHandler(&log, nil)))
+			require.NoError(t, err)
+			if name == "short" {
+				log.Reset()
+				identity.Forget(s)
+				<-time.After(time.Until(until))
+			}
+			for range 3 {
+				_, _, _ = shake(t, s, clientFiles(dir), "localhost")
+			}
+			if c.want == "" {
+				require.NotContains(t, log.String(), "level=WARN")
+				return
+			}
+			require.Equal(t, 1, strings.Count(log.String(), c.want), log.String())
+		})
+	}
+}
+
 func TestFilesAreReadAgainWhenTheyChange(t *testing.T) {
 	dir := files(t)
 	var log strings.Builder
@@ -260,6 +294,11 @@ func TestFilesAreReadAgainWhenTheyChange(t *testing.T) {
 	require.NoError(t, err)
 	write(t, clientFiles(dir).CA, string(b))
 	require.Eventually(t, func() bool { _, err := s.Principal(info, nil); return err != nil }, 10*time.Second, 10*time.Millisecond)
+	write(t, filepath.Join(dir, "tokens"), "# nobody")
+	require.Eventually(t, func() bool { return name(bob) == "" }, 10*time.Second, 10*time.Millisecond)
+	for _, line := range []string{"tokens were read again", "tokens=1", "the server's certificate was read again", "the authorities of clients were read again", "no token is left"} {
+		require.Contains(t, log.String(), line)
+	}
 }
 
 func TestAFileThatCannotBeReadHoldsUpNoOther(t *testing.T) {

@@ -28,6 +28,10 @@ const (
 	// refusedFor is how long a client certificate is refused before it is checked again,
 	// because it may have become valid.
 	refusedFor = 5 * time.Second
+	// In the last part (1/warnPart) of its certificate's time a server logs every warnEvery
+	// that it expires.
+	warnPart  = 10
+	warnEvery = time.Hour
 	// validDays is how long the server and client certificates of WriteCertificates are
 	// valid, and authorityDays the same for the authority's.
 	validDays     = 365

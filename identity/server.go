@@ -13,6 +13,7 @@ import (
 	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 	"weak"
 
@@ -43,15 +44,26 @@ type Server struct {
 	clients *watched[*x509.CertPool]
 	tokens  *watched[map[[sha256.Size]byte]string]
 	cores   chan struct{} // has an element for each handshake that uses a core
+	warned  atomic.Int64  // when it last logged that its certificate expires, in Unix seconds
 }
 
-// NewServer reads the files. When they have changed later and cannot be read, it logs that.
+// NewServer reads the files. Later it logs when they have changed, and whether they can be
+// read, and that the certificate expires, in the last tenth of its time and after.
 func NewServer(files ServerFiles, log *slog.Logger) (*Server, error) {
 	s := &Server{files: files, log: log, cores: make(chan struct{}, max(1, runtime.GOMAXPROCS(0)-1))}
 	s.pair = watch(s.readPair, files.Cert, files.Key)
-	s.clients = watch(func() (*x509.CertPool, error) { return authorities(files.ClientCA) }, files.ClientCA)
+	s.clients = watch(func() (*x509.CertPool, error) {
+		pool, err := authorities(files.ClientCA)
+		if err == nil && s.clients.made {
+			log.Info("the authorities of clients were read again", slog.String("file", files.ClientCA))
+		}
+		return pool, err
+	}, files.ClientCA)
 	s.tokens = watch(s.readTokens, files.Tokens)
-	_, err := s.pair.get()
+	pair, err := s.pair.get()
+	if err == nil {
+		s.warn(pair.Leaf)
+	}
 	if err == nil && files.ClientCA != "" {
 		_, err = s.clients.get()
 	}
@@ -65,8 +77,17 @@ func NewServer(files ServerFiles, log *slog.Logger) (*Server, error) {
 // later it is logged, because the one before it may be about to expire, too.
 func (s *Server) readPair() (tls.Certificate, error) {
 	pair, err := keyPair(s.files.Cert, s.files.Key)
-	if err != nil || time.Now().Before(pair.Leaf.NotAfter) {
+	if err != nil {
 		return pair, err
+	}
+	if len(pair.Leaf.DNSNames)+len(pair.Leaf.IPAddresses) == 0 {
+		s.log.Warn("clients will refuse the server's certificate: it names no host (subjectAltName)", slog.String("file", s.files.Cert))
+	}
+	if time.Now().Before(pair.Leaf.NotAfter) {
+		if s.pair.made {
+			s.log.Info("the server's certificate was read again", slog.String("file", s.files.Cert), slog.Time("expires", pair.Leaf.NotAfter))
+		}
+		return pair, nil
 	}
 	err = fmt.Errorf("identity: %s expired on %s; make a new one", s.files.Cert, pair.Leaf.NotAfter.UTC().Format(time.RFC3339))
 	if !s.pair.made {
@@ -85,6 +106,12 @@ func (s *Server) readTokens() (map[[sha256.Size]byte]string, error) {
 	}
 	if len(all) == 0 && !s.tokens.made {
 		return nil, noToken(s.files.Tokens)
+	}
+	switch {
+	case len(all) == 0:
+		s.log.Warn("no token is left: clients that send one are refused", slog.String("file", s.files.Tokens))
+	case s.tokens.made:
+		s.log.Info("tokens were read again", slog.String("file", s.files.Tokens), slog.Int("tokens", len(all)))
 	}
 	names := make(map[[sha256.Size]byte]string, len(all))
 	for _, t := range all {
@@ -115,12 +142,28 @@ func (s *Server) Config() *tls.Config {
 // config returns the config of one handshake. It accepts any client certificate: Principal
 // checks it and says what is wrong, which a TLS alert cannot.
 func (s *Server) config() *tls.Config {
-	cfg := &tls.Config{Certificates: []tls.Certificate{current(s, s.pair)}, MinVersion: tls.VersionTLS13, SessionTicketsDisabled: true}
+	pair := current(s, s.pair)
+	s.warn(pair.Leaf)
+	cfg := &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS13, SessionTicketsDisabled: true}
 	if s.files.ClientCA != "" {
 		cfg.ClientAuth = tls.RequestClientCert
 		cfg.VerifyConnection = checkSize
 	}
 	return cfg
+}
+
+// warn logs, every warnEvery, that the certificate expires.
+func (s *Server) warn(c *x509.Certificate) {
+	now := time.Now()
+	last := s.warned.Load()
+	if c.NotAfter.Sub(now) > c.NotAfter.Sub(c.NotBefore)/warnPart || now.Unix()-last < int64(warnEvery/time.Second) || !s.warned.CompareAndSwap(last, now.Unix()) {
+		return
+	}
+	text := "the server's certificate expires soon"
+	if now.After(c.NotAfter) {
+		text = "the server's certificate has expired: clients refuse it"
+	}
+	s.log.Warn(text, slog.String("file", s.files.Cert), slog.Time("expires", c.NotAfter))
 }
 
 // checkSize refuses a client that sends more certificates, or more with them, than it needs.
@@ -373,6 +416,9 @@ func certError(err error, authority string) string {
 		names := append([]string{}, name.Certificate.DNSNames...)
 		for _, ip := range name.Certificate.IPAddresses {
 			names = append(names, ip.String())
+		}
+		if len(names) == 0 {
+			return "it names no host (subjectAltName)"
 		}
 		return fmt.Sprintf("it is for %s, not for %s", strings.Join(names, ", "), name.Host)
 	}

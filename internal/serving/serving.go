@@ -106,7 +106,7 @@ func New(cfg Config) *Core {
 // Enter admits one more of a kind, or returns a *RefusedError. Leave must follow.
 func (c *Core) Enter(k admission.Kind, from *admission.Caller) error {
 	if !c.Gates.Enter(k, from) {
-		return TryLater(frame.ResourceExhausted, "%v: the limit of the server is %d, a quarter of it for connections with few; try again later", k, c.Limits[k])
+		return TryLater(frame.ResourceExhausted, "%v: the limit of the server is %d, of which a quarter is only for connections that have fewer than 4 open; try again later", k, c.Limits[k])
 	}
 	return nil
 }
