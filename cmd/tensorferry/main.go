@@ -50,7 +50,11 @@ func run(ctx context.Context, args []string) int {
 	}
 	text, hint := said(err), hintOf(c, code, err)
 	if f := c.Flag("log-format"); f != nil && f.Value.String() == logJSON { // of serve, whose log goes on
-		slog.New(slog.NewJSONHandler(os.Stderr, nil)).Error("failed", slog.String("error", text), slog.String("hint", hint), slog.Int("exit_code", code))
+		attrs := []any{slog.String("error", text)}
+		if hint != "" {
+			attrs = append(attrs, slog.String("hint", hint))
+		}
+		slog.New(slog.NewJSONHandler(os.Stderr, nil)).Error("failed", append(attrs, slog.Int("exit_code", code))...)
 		return code
 	}
 	fmt.Fprintf(os.Stderr, "tensorferry: %s\n", text)

@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"math"
 	"math/rand/v2"
@@ -351,6 +352,35 @@ func TestCopiesAndKernelsOfDifferentBlocksOverlap(t *testing.T) {
 	require.Positive(t, three, "the next block's input, a block and the last one's result were never under way at once")
 }
 
+func TestStagesAreTimed(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(64*mib))
+	r.Control("delay h2d 50000; delay d2h 150000")
+	x := floats(1, 3, mib/4) // three blocks, of which the first is timed
+	run, err := builtin(t, cuda.Builtins(h), "relu").Open(t.Context(), engine.Call{Inputs: []engine.Input{{Port: "x", Desc: x.Desc, ChunkBytes: engine.ChunkBytes}}})
+	require.NoError(t, err)
+	defer run.Close()
+	for range 3 {
+		b, err := run.Borrow(t.Context())
+		require.NoError(t, err)
+		run.Filled(b)
+	}
+	for {
+		o, err := run.Next(t.Context())
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		require.NoError(t, err)
+		o.Release()
+	}
+	s := run.Stats()
+	require.EqualValues(t, 3, s.Blocks)
+	require.GreaterOrEqual(t, s.H2D, 150*time.Millisecond)
+	require.GreaterOrEqual(t, s.D2H, 450*time.Millisecond)
+	require.Positive(t, s.Compute)
+	require.Less(t, s.Compute, 450*time.Millisecond)
+}
+
 func TestPageLockedMemoryStaysWithinItsBound(t *testing.T) {
 	r := newRig(t)
 	const most = 24 * mib
@@ -599,7 +629,14 @@ func TestAFaultEndsEveryCallWithItsCauseAndLeavesNothing(t *testing.T) {
 // requireLost checks that h is lost for good, and says why and what to do.
 func requireLost(t testing.TB, r *rig, h *cuda.Host, well *health, why string) {
 	t.Helper()
-	<-r.lost
+	testkit.Eventually(t, func() bool {
+		select {
+		case <-r.lost:
+			return true
+		default:
+			return false
+		}
+	}, "the device to be lost")
 	require.Equal(t, 1, well.changes(), "%v", well.told)
 	_, computes := engine.Compute(t.Context(), builtin(t, cuda.Builtins(h), "relu"), nil, floats(1, 100))
 	_, loads := cuda.Stack(h, mlp(t))

@@ -82,6 +82,18 @@ func TestAWildStoreLosesTheDeviceForGood(t *testing.T) {
 	require.ErrorContains(t, err, "cuDevicePrimaryCtxRetain: CUDA_ERROR_ILLEGAL_ADDRESS")
 }
 
+func TestFreedMemoryStaysMappedWhileAContextMayTouchIt(t *testing.T) {
+	path := fakecuda.Build(t, fakecuda.Options{})
+	p := openDevice(t, path).device.pinned
+	mem, err := p.Alloc(1 << 20)
+	require.NoError(t, err)
+	p.end(func() { // a context that ends slowly
+		p.Free(mem)
+		mem[0] = 1 // or this crashes
+	})
+	require.Empty(t, p.all)
+}
+
 // BenchmarkPipeline moves tensors through a device and touches no byte on the host: what the
 // path through it can do without a network. It reports the mean time of a block in each
 // stage, and how many stages are at work at a time: 1 if nothing overlaps, 3 if everything.

@@ -23,6 +23,9 @@ import (
 // every is the interval at which open RPCs are checked again.
 const every = 5 * time.Second
 
+// reasons is how many reasons to refuse RPCs are counted, and logged, each by itself.
+const reasons = 64
+
 // Check returns the name of the sender of an RPC over a connection, or why it is refused.
 type Check func(info credentials.AuthInfo, authorization []string) (principal string, err error)
 
@@ -47,13 +50,15 @@ type Guard struct {
 	check   Check // nil: everybody is allowed
 	log     *slog.Logger
 	refused atomic.Int64
-	sampler admission.LogSampler
 	open    sync.Map // of *Caller, to the func(error) that ends its RPC
+
+	mu       sync.Mutex
+	samplers map[string]*admission.LogSampler // by reason; that of "" is for all beyond reasons
 }
 
 // New returns a guard. If check is nil, everybody may send RPCs, without a name.
 func New(check Check, log *slog.Logger) *Guard {
-	return &Guard{check: check, log: log}
+	return &Guard{check: check, log: log, samplers: make(map[string]*admission.LogSampler)}
 }
 
 // Refused returns how many RPCs were refused or ended.
@@ -79,10 +84,24 @@ func (g *Guard) ask(c *Caller) (name string, err error) {
 		return name, nil
 	}
 	g.refused.Add(1)
-	if n, due := g.sampler.Again(); due {
-		g.log.Warn("RPC refused", slog.String("peer", c.addr), slog.String("error", err.Error()), slog.Int64("refused", n))
+	if n, due := g.sampler(err.Error()).Again(); due {
+		g.log.Warn("RPC refused", slog.String("peer", c.addr), slog.String("principal", c.name), slog.String("error", err.Error()), slog.Int64("refused", n))
 	}
 	return "", err
+}
+
+func (g *Guard) sampler(reason string) *admission.LogSampler {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.samplers[reason] == nil {
+		if len(g.samplers) >= reasons {
+			reason = ""
+		}
+		if g.samplers[reason] == nil {
+			g.samplers[reason] = new(admission.LogSampler)
+		}
+	}
+	return g.samplers[reason]
 }
 
 // Permits reports whether the peer of another connection is the caller's principal: the

@@ -1,10 +1,13 @@
 package guard
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"maps"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -72,6 +75,22 @@ func TestWhoIsNotAllowedAnyMoreLosesItsRPCs(t *testing.T) {
 		require.EqualValues(t, 2, g.Refused())
 		close(done)
 	})
+}
+
+func TestEachReasonIsLoggedByItself(t *testing.T) {
+	var log bytes.Buffer
+	g := New(func(_ credentials.AuthInfo, authorization []string) (string, error) {
+		return "", errors.New(authorization[0])
+	}, slog.New(slog.NewTextHandler(&log, nil)))
+	for range 3 { // the third time no line is due
+		for i := range reasons + 5 {
+			_, err := g.Ask(t.Context(), metadata.Pairs("authorization", fmt.Sprint("reason ", i, ".")))
+			require.Error(t, err)
+		}
+	}
+	require.Equal(t, 2, strings.Count(log.String(), "reason 0."))
+	require.Equal(t, 2, strings.Count(log.String(), fmt.Sprint("reason ", reasons-1, ".")))
+	require.Less(t, strings.Count(log.String(), "\n"), 2*reasons+5, "the rest are one reason")
 }
 
 func TestWithoutACheckEverybodyMay(t *testing.T) {
