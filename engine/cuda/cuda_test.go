@@ -303,6 +303,28 @@ func TestAStackModelComputesWhatTheCPUDoes(t *testing.T) {
 	require.InDeltaSlice(t, results[1], results[0], 5e-6)
 }
 
+func TestAWeightOfSeveralPiecesLandsWhole(t *testing.T) {
+	r := newRig(t)
+	device, host := r.open(t, r.config(64*mib)), cpu.NewHost(cpu.HostConfig{})
+	t.Cleanup(host.Close)
+	m, err := stack.New(stack.Spec{Name: "tall", Layers: []stack.Layer{{Kind: "linear", Weight: "w"}}}, map[string]tensor.Tensor{"w": weight(1, 40_000, 32)}) // 5.1 MB
+	require.NoError(t, err)
+	there, err := cuda.Stack(device, m)
+	require.NoError(t, err)
+	here, err := cpu.Stack(host, m)
+	require.NoError(t, err)
+	x := floats(2, 1, 32)
+	got, err := engine.Compute(t.Context(), there, nil, x)
+	require.NoError(t, err)
+	want, err := engine.Compute(t.Context(), here, nil, x)
+	require.NoError(t, err)
+	a, err := tensor.Slice[float32](got[0])
+	require.NoError(t, err)
+	b, err := tensor.Slice[float32](want[0])
+	require.NoError(t, err)
+	require.InDeltaSlice(t, b, a, 5e-6)
+}
+
 func TestALayerThatADeviceHasNotIsRefusedByItsName(t *testing.T) {
 	r := newRig(t)
 	h := r.open(t, r.config(mib))

@@ -43,11 +43,12 @@ var mutants = []struct{ name, file, text, instead string }{
 	{"the last word is left out", "models.go", "uint64(bytes+7) / 8", "uint64(bytes) / 8"},
 	{"a lane is one residual too small", "stack.go", "(2 + residuals) * size(rows)", "(1 + residuals) * size(rows)"},
 	{"the activation of the next layer is lost", "stack.go", "c.linear(s, a)", "c.linear(s, kernels.None)"},
+	{"each piece of a weight lands at its beginning", "stack.go", "w.at+C.CUdeviceptr(at)", "w.at"},
 	{"a residual is added to another", "stack.go", "p.depth--\n", ""},
 }
 
 // suite are the tests that kill them; those that take longest are not among them.
-const suite = "FailsTwice|NeedsLittle|LostDevice|Stages|FreedMemory|Closes|IdleLanes|ReLUAndAffine|BlockThatFails|StackModelComputes|Overlap|Fault|Hangs|Handlers|ManySessions|Registration|TellsWhat"
+const suite = "FailsTwice|NeedsLittle|LostDevice|Stages|FreedMemory|SeveralPieces|Closes|IdleLanes|ReLUAndAffine|BlockThatFails|StackModelComputes|Overlap|Fault|Hangs|Handlers|ManySessions|Registration|TellsWhat"
 
 func TestEveryMutantIsKilled(t *testing.T) {
 	if !*mutate {
