@@ -530,6 +530,20 @@ func TestRefusedRegistrationMeansOrdinaryMemoryAndAWarning(t *testing.T) {
 	require.Zero(t, r.Live().Registered)
 }
 
+func TestADriverThatLocksSlowlyHoldsUpNobody(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(64*mib))
+	require.Equal(t, 1, r.Live().Registered, "the first piece")
+	r.Control("hang cuMemHostRegister_v2")
+	x := floats(1, 24, mib/4) // more than that piece
+	y, err := engine.Compute(t.Context(), builtin(t, cuda.Builtins(h), "sink"), nil, x)
+	require.NoError(t, err)
+	require.Len(t, y, 1)
+	require.Equal(t, 1, r.Live().Registered)
+	r.Control("unhang")
+	testkit.Eventually(t, func() bool { return r.Live().Registered > 1 }, "the other pieces")
+}
+
 func TestHandlersOfSignalsAreRestored(t *testing.T) {
 	r := newRig(t)
 	r.Control("sigaction")

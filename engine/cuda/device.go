@@ -73,13 +73,17 @@ func newDevice(d *driver, c Config, about Device) (*device, error) {
 	}
 	v.c.driver, v.c.ordinal = d.c, C.CUdevice(c.Device)
 	v.more.L = &v.mu
-	v.pinned = newPinned(d, v.c)
+	v.pinned = newPinned(d, v.c, c.PinnedBytes)
 	for range lanes {
 		v.idle = append(v.idle, &lane{device: v, c: (*C.tf_lane)(C.calloc(1, C.sizeof_tf_lane))})
 	}
 	v.watch = time.AfterFunc(v.hang, v.overdue)
 	v.watch.Stop()
-	if err := v.start(); err != nil {
+	err := v.start()
+	if err == nil {
+		err = v.pinned.begin()
+	}
+	if err != nil {
 		v.stop()
 		v.free()
 		return nil, err

@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"os"
 	"os/exec"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -91,7 +93,48 @@ func TestFreedMemoryStaysMappedWhileAContextMayTouchIt(t *testing.T) {
 		p.Free(mem)
 		mem[0] = 1 // or this crashes
 	})
-	require.Empty(t, p.all)
+	require.Empty(t, p.pieces)
+}
+
+// TestPiecesHandOutWhatIsFree takes and gives memory at random, beside a list of what is taken.
+func TestPiecesHandOutWhatIsFree(t *testing.T) {
+	p := openDevice(t, fakecuda.Build(t, fakecuda.Options{})).device.pinned
+	random := rand.New(rand.NewPCG(1, 1))
+	type taken struct {
+		mem  []byte
+		mark byte
+	}
+	var all []taken
+	check := func(i int) {
+		for _, b := range []byte{all[i].mem[0], all[i].mem[len(all[i].mem)-1]} {
+			require.Equal(t, all[i].mark, b, "somebody else has it, too")
+		}
+	}
+	for range 4000 {
+		if len(all) > 60 || len(all) > 0 && random.IntN(5) < 2 {
+			i := random.IntN(len(all))
+			check(i)
+			p.Free(all[i].mem)
+			all = slices.Delete(all, i, i+1)
+			continue
+		}
+		n := 1 + random.IntN(1<<random.IntN(21))
+		mem, err := p.Alloc(n)
+		require.NoError(t, err)
+		require.Len(t, mem, n)
+		mark := byte(random.Uint32())
+		for i := range mem { // all of it, or overlaps go unseen
+			mem[i] = mark
+		}
+		all = append(all, taken{mem, mark})
+	}
+	for i := range all {
+		check(i)
+		p.Free(all[i].mem)
+	}
+	for _, q := range p.pieces {
+		require.True(t, q.idle(), "%v of %d", q.free, len(q.mem))
+	}
 }
 
 // BenchmarkPipeline moves tensors through a device and touches no byte on the host: what the

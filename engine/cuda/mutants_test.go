@@ -33,8 +33,11 @@ var mutants = []struct{ name, file, text, instead string }{
 	{"a block ends before a dead context is reset", "device.go", "if v.dead == nil {\n\t\t\tv.mu.Unlock()\n\t\t\tw.Done", "if true {\n\t\t\tv.mu.Unlock()\n\t\t\tw.Done"},
 	{"a lost device does not say so", "device.go", "v.tell()", ""},
 	{"a lost device is lost again and again", "device.go", "v.lost = true\n", ""},
-	{"memory stays locked when it is freed", "memory.go", "if l.is && (p.dev == nil || C.tf_unregister(p.dev, unsafe.Pointer(at)).code != C.CUDA_SUCCESS) {", "if false {"},
-	{"memory is unmapped while a dead context has it", "memory.go", "l.free = true\n\t\treturn", "l.free = true"},
+	{"memory stays locked when it is closed", "memory.go", "_ = C.tf_unregister(dev, unsafe.Pointer(unsafe.SliceData(q.mem)))", "_ = dev"},
+	{"memory is unmapped while a dead context has it", "memory.go", "q.idle() && !q.is && (", "q.idle() && ("},
+	{"memory is not locked", "memory.go", "q.locks = more, true", "q.locks = more, false"},
+	{"what is free is not joined", "memory.go", "q.free[i].n += q.free[i+1].n\n", ""},
+	{"memory is handed out twice", "memory.go", "q.free[i].at += size\n", ""},
 	{"the times of a call are forgotten", "device.go", "w.Done(err, p.times)", "w.Done(err, blocks.Times{})"},
 	{"stages are mixed up", "device.go", "H2D: duration(ms[0]), Compute: duration(ms[1])", "H2D: duration(ms[1]), Compute: duration(ms[0])"},
 	{"memory of lanes is not given up", "device.go", "l.c.bytes = 0\n\t\t\t\treturn true", "return false"},
@@ -48,7 +51,7 @@ var mutants = []struct{ name, file, text, instead string }{
 }
 
 // suite are the tests that kill them; those that take longest are not among them.
-const suite = "FailsTwice|NeedsLittle|LostDevice|Stages|FreedMemory|SeveralPieces|Closes|IdleLanes|ReLUAndAffine|BlockThatFails|StackModelComputes|Overlap|Fault|Hangs|Handlers|ManySessions|Registration|TellsWhat"
+const suite = "FailsTwice|NeedsLittle|LostDevice|Stages|FreedMemory|Pieces|Locks|SeveralPieces|Closes|IdleLanes|ReLUAndAffine|BlockThatFails|StackModelComputes|Overlap|Fault|Hangs|Handlers|ManySessions|Registration|TellsWhat"
 
 func TestEveryMutantIsKilled(t *testing.T) {
 	if !*mutate {
