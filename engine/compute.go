@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math"
 	"sync"
 
 	"github.com/tensorferry/tensorferry/tensor"
@@ -33,16 +32,15 @@ func Compute(ctx context.Context, m Model, params map[string]string, in ...tenso
 	if err != nil {
 		return nil, err
 	}
-	out, _, err = Collect(ctx, info, r, in, math.MaxInt64)
+	out, _, err = Collect(ctx, info, r, in, func(int64) error { return nil })
 	return out, err
 }
 
 // Collect fills a run's inputs from tensors that lie whole in this process, in
 // the order of the ports of info, collects its outputs, and closes it. It borrows
-// in until it returns, with the goroutine it starts; the outputs are copies. When
-// they would have more than most bytes in total it fails with tensor.ErrTooLarge,
-// before memory is made for what is too much.
-func Collect(ctx context.Context, info Info, r Run, in []tensor.Tensor, most int64) (out []tensor.Tensor, st Stats, err error) {
+// in until it returns, with the goroutine it starts; the outputs are copies. It asks
+// take before it makes memory for one, and fails with its error.
+func Collect(ctx context.Context, info Info, r Run, in []tensor.Tensor, take func(bytes int64) error) (out []tensor.Tensor, st Stats, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	var feeding sync.WaitGroup
 	feeding.Go(func() { fill(ctx, r, in) })
@@ -55,7 +53,6 @@ func Collect(ctx context.Context, info Info, r Run, in []tensor.Tensor, most int
 		}
 	}()
 	out = make([]tensor.Tensor, len(info.Outputs))
-	left := most
 	for {
 		o, err := r.Next(ctx)
 		switch {
@@ -67,14 +64,13 @@ func Collect(ctx context.Context, info Info, r Run, in []tensor.Tensor, most int
 		t := &out[o.Port]
 		if t.Data == nil {
 			n, err := o.Desc.Bytes()
-			if err == nil && n > left {
-				err = fmt.Errorf("%w: the outputs have more than %d bytes", tensor.ErrTooLarge, most)
+			if err == nil {
+				err = take(n)
 			}
 			if err != nil {
 				o.Release()
 				return nil, st, err
 			}
-			left -= n
 			*t = tensor.Tensor{Desc: o.Desc.Clone(), Data: make([]byte, n)}
 		}
 		copy(t.Data[o.Off:], o.Data)

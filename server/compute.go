@@ -19,12 +19,12 @@ import (
 // Compute runs one small call for a caller that has no session.
 func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.ComputeResponse, error) {
 	began := time.Now()
-	free, err := s.hold(proto.Size(req))
-	if err != nil {
+	held := small{budget: s.cfg.Budget}
+	defer held.free()
+	if err := held.take(int64(proto.Size(req))); err != nil {
 		s.core.Refuse(admission.Calls)
 		return nil, err
 	}
-	defer free()
 	received(ctx).Consumed()
 	in := make([]serving.Tensor, len(req.GetInputs()))
 	for i, t := range req.GetInputs() { // which share the request's bytes
@@ -33,7 +33,7 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 	}
 	results, st, err := s.core.Compute(ctx, &s.conns.Of(ctx).Caller, serving.Request{
 		Model: req.GetModel(), Params: req.GetParams(), Timeout: serving.Millis(req.GetTimeoutMillis()),
-	}, in, computeBytes)
+	}, in, computeBytes, held.take)
 	if err != nil {
 		return nil, err
 	}
@@ -47,20 +47,36 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 	return resp, nil
 }
 
-// smallCalls holds the memory of all small calls' requests.
+// smallCalls holds the memory of all small calls.
 var smallCalls = slab.NewPrincipal("compute")
 
-// hold sets memory aside for a small call's request of so many bytes, which lies in Go's
-// heap until the model has run, or says why not. All of them have half of the budget: the
-// models that they wait for need the rest.
-func (s *Server) hold(bytes int) (free func(), err error) {
-	if bytes <= requestFree {
-		return func() {}, nil
-	}
-	n := inbound.HeapShare * int64(bytes)
-	if !s.cfg.Budget.TryAcquire(smallCalls, n) {
-		_, _, limit := s.cfg.Budget.Used()
-		return nil, serving.TryLater(frame.ResourceExhausted, "memory: %d bytes more for the message of a small call; all small calls together have half of memory_bytes, which is %d; try again later", n, limit)
-	}
-	return func() { s.cfg.Budget.Release(smallCalls, n) }, nil
+// small is memory set aside for a call whose inputs and outputs lie in Go's heap until it
+// has been computed. All of them have half of the budget: the models that they wait for need
+// the rest.
+type small struct {
+	budget *slab.Budget
+	bytes  int64
 }
+
+// take sets memory aside for so many bytes more, or says why not.
+func (h *small) take(bytes int64) error {
+	if bytes <= requestFree {
+		return nil
+	}
+	n := inbound.HeapShare * bytes
+	if h.budget.TryAcquire(smallCalls, n) {
+		h.bytes += n
+		return nil
+	}
+	_, _, limit := h.budget.Used()
+	why := serving.TryLater(frame.ResourceExhausted, "memory: %d bytes more for the message of a small call; all small calls together have half of memory_bytes, which is %d", n, limit)
+	if n > limit/2 { // and never will be
+		why.RetryMillis = 0
+		return why
+	}
+	why.Text += "; try again later"
+	return why
+}
+
+// free gives the memory back.
+func (h *small) free() { h.budget.Release(smallCalls, h.bytes) }

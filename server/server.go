@@ -99,7 +99,7 @@ type Config struct {
 	WindowBytes int
 	// ReceiveBytes is the memory for what clients have sent and nothing has consumed yet,
 	// in addition to 64 KiB per connection; 0 means half of Budget. It is at least sixteen
-	// times the largest message.
+	// times the largest message of a session, whatever MessageBytes of Services are.
 	ReceiveBytes int64
 	// MemoryWait is how long a call waits for memory; 0 means DefaultMemoryWait.
 	MemoryWait time.Duration
@@ -152,7 +152,7 @@ func New(cfg Config) (*Server, error) {
 	cfg.setDefaults()
 	s := &Server{
 		cfg: cfg, log: cfg.Log, started: time.Now(), health: healthService{health.NewServer()},
-		received: inbound.NewMemory(cfg.ReceiveBytes, cfg.messageBytes()), guard: guard.New(cfg.Identify, cfg.Log), forget: func() {},
+		received: inbound.NewMemory(cfg.ReceiveBytes, int64(cfg.Session.ChunkBytes)+wire.MaxControlBytes), guard: guard.New(cfg.Identify, cfg.Log), forget: func() {},
 	}
 	s.conns = conns.New(conns.Config{
 		Log: cfg.Log, Connections: cfg.Connections, ThinFrames: cfg.ThinFrames, Memory: s.received, Lanes: cfg.Lanes,
@@ -194,15 +194,6 @@ func New(cfg Config) (*Server, error) {
 		}
 	}
 	return s, nil
-}
-
-// messageBytes returns the size of the largest message of all services.
-func (cfg *Config) messageBytes() int64 {
-	most := int64(cfg.Session.ChunkBytes) + wire.MaxControlBytes
-	for _, svc := range cfg.Services {
-		most = max(most, int64(svc.MessageBytes))
-	}
-	return most
 }
 
 // setDefaults replaces zero values.

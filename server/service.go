@@ -18,6 +18,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/conns"
+	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -33,7 +34,9 @@ type Service struct {
 	// Listener, if not nil, serves only this service, health and reflection. Serve takes it
 	// over. If nil, the service shares the server's listeners and their limits.
 	Listener net.Listener
-	// MessageBytes is the largest message received on Listener; 0 means that of a session.
+	// MessageBytes is the largest message received on Listener; 0 means that of a session. A
+	// larger one takes three times its bytes of Config.ReceiveBytes until its handler has
+	// returned or receives the next, and more than three quarters of that are not had for it.
 	MessageBytes int
 	// FirstMessage is how long the first message of an RPC on Listener may take, and Idle
 	// how long a client stream may be silent; 0 means the limits of a session.
@@ -95,10 +98,21 @@ func (m *Models) Infos() []engine.Info { return m.server.cfg.Models.Infos() }
 
 // Compute runs a model on tensors in memory, instead of r.Inputs, for the RPC of ctx. It
 // borrows in; the outputs are copies. Inputs and outputs may take up to most bytes in
-// each direction, which are not charged to a budget.
+// each direction. Until it returns they are charged to Config.Budget, but for what the RPC's
+// message is charged already.
 func (m *Models) Compute(ctx context.Context, r Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
+	held := small{budget: m.server.cfg.Budget}
+	defer held.free()
+	bytes := -received(ctx).Holds() / inbound.HeapShare
+	for _, t := range in {
+		bytes += int64(len(t.Data))
+	}
+	if err := held.take(bytes); err != nil {
+		m.server.core.Refuse(admission.Calls)
+		return nil, engine.Stats{}, err
+	}
 	all := each(in, func(t Tensor) serving.Tensor { return serving.Tensor(t) })
-	out, st, err := m.server.core.Compute(ctx, m.caller(ctx), serving.Request(r), all, most)
+	out, st, err := m.server.core.Compute(ctx, m.caller(ctx), serving.Request(r), all, most, held.take)
 	return each(out, func(t serving.Tensor) Tensor { return Tensor(t) }), st, err
 }
 

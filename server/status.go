@@ -37,6 +37,9 @@ func errNotReceived(why error, method string) error {
 	if !ok {
 		return errReceived
 	}
+	if large.Takes > 0 {
+		return frame.Errorf(frame.ResourceExhausted, "message of %d bytes takes %d bytes of memory with its copies; one may take %d, which are three quarters of receive_bytes", large.Bytes, large.Takes, large.Most)
+	}
 	hint := ""
 	if method == pb.TensorService_Compute_FullMethodName {
 		hint = "; larger tensors go by StreamTensors, in chunks"

@@ -20,9 +20,10 @@ import (
 // Conn is a connection that reads no further while there is no memory for what comes.
 type Conn struct {
 	net.Conn
-	m    *Memory
-	max  int64       // bytes of the largest message
-	busy func() bool // results wait for acknowledgements from the peer
+	m     *Memory
+	max   int64       // bytes of the largest message
+	large bool        // that is larger than the server's own
+	busy  func() bool // results wait for acknowledgements from the peer
 
 	r       *bufio.Reader
 	rest    int       // bytes of the current frame that gRPC has not read
@@ -49,7 +50,7 @@ type Conn struct {
 	wants    int64     // what Read waits for; 0: it does not
 	wanting  *RPC      // for whom
 	urgent   bool      // it waits with parts of messages: for a moment, and for all that there is
-	consumed int64     // messages
+	consumed int64     // messages, and frames of larger ones
 	looked   int64     // of consumed, when it was last looked at
 	opened   int64     // for RPCs themselves
 	held     int64     // for what ended RPCs have left, until the peer reads
@@ -79,6 +80,8 @@ type RPC struct {
 	ready int64     // charged for those from head on
 	part  int64     // charged for the frames of a message that has not come as a whole
 	ahead int64     // charged for what has not come of it
+	rest  int64     // what is not charged yet of a larger one
+	large bool      // it waits for the rest of a larger one, and is one of Memory.line
 	own   int64     // charged for the RPC itself, until it is over
 	since time.Time // the first whole message was not consumed, or the part began
 	came  int64     // bytes of the part
@@ -123,7 +126,7 @@ const (
 // for memory then.
 func (m *Memory) Conn(c net.Conn, message int64, busy func() bool) *Conn {
 	conn := &Conn{
-		Conn: c, m: m, max: message, busy: busy, r: bufio.NewReaderSize(c, readBytes), rest: preface,
+		Conn: c, m: m, max: message, large: message > m.own, busy: busy, r: bufio.NewReaderSize(c, readBytes), rest: preface,
 		control: rate.NewLimiter(controlRate, controlBurst), calm: time.Now(), granted: make(chan bool, 1), done: make(chan struct{}), rpcs: make(map[uint32]*RPC),
 	}
 	conn.close = sync.OnceValue(func() error {
@@ -306,15 +309,27 @@ func (c *Conn) data(id uint32, n int, padded bool) (taken bool, err error) {
 	} else if r.coming -= int64(n); r.coming == 0 {
 		ended = 1
 	}
-	ahead := r.coming
-	if ahead > c.max { // gRPC refuses the message, in words of its own, once it has those before
+	coming := r.coming
+	if coming > 0 && r.length() > c.max { // gRPC refuses the message, in words of its own, once it has those before
 		if !r.known && ended == 0 {
-			r.cancel(&TooLargeError{Bytes: int64(binary.BigEndian.Uint32(r.prefix[1:])), Most: c.max})
+			r.cancel(&TooLargeError{Bytes: r.length(), Most: c.max})
 		}
-		ahead, r.known = 0, true
+		coming, r.known = 0, true
 	}
 	r.known = r.known || ended > 0
-	return r.charge(n, ahead, ended)
+	return r.charge(n, coming, ended)
+}
+
+// length returns the bytes of the message of which some have not come.
+func (r *RPC) length() int64 { return int64(binary.BigEndian.Uint32(r.prefix[1:])) }
+
+// largeCost is what is charged for n bytes of a message that is larger than the server's own:
+// its frames and HeapShare of its bytes, until it is consumed. gRPC joins the frames in Go's
+// heap and decodes the message there before it frees them: that is three times its bytes, and
+// what is decoded stays. Smaller messages are charged their frames alone: those of sessions
+// are not joined, and what is decoded of a request is less than the frames that it frees.
+func largeCost(n int64) int64 {
+	return (n/wire.FrameBytes+1)*(wire.FrameBytes+overhead) + HeapShare*n
 }
 
 // frameCost is what gRPC allocates for a data frame of n bytes.
@@ -352,12 +367,13 @@ func (r *RPC) scan(b []byte) (ended int) {
 }
 
 // charge charges a frame of so many bytes, with which messages have ended, and after which
-// ahead bytes of the current one are still to come. It waits until there is memory. While
+// coming bytes of the current one are still to come: those, too, but of a message larger than
+// the server's own at most one of these, or its first byte would take what others need. What
+// can never be had ends the RPC at once. Else charge waits until there is memory. While
 // messages of the connection are in parts their rest waits with it: then it may have all
 // that there is, and the RPC is told to end if nothing is consumed in a moment. It reports
 // whether the RPC takes the frame: nobody would read what comes after its end.
-func (r *RPC) charge(bytes int, ahead int64, ended int) (taken bool, err error) {
-	cost := frameCost(bytes)
+func (r *RPC) charge(bytes int, coming int64, ended int) (taken bool, err error) {
 	c := r.c
 	m := c.m
 	m.mu.Lock()
@@ -365,11 +381,29 @@ func (r *RPC) charge(bytes int, ahead int64, ended int) (taken bool, err error) 
 		m.mu.Unlock()
 		return false, nil
 	}
+	cost, ahead, rest := frameCost(bytes), min(coming, m.own), int64(0)
+	large := coming > 0 && r.length() > m.own
+	if large || r.large {
+		cost += HeapShare * int64(bytes)
+	}
+	if large {
+		rest = largeCost(coming) - ahead
+		before := r.part
+		if ended > 0 { // that is of others
+			before = 0
+		}
+		if takes, most := before+cost+ahead+rest, m.limit-m.share; takes > most {
+			r.drop()
+			m.mu.Unlock()
+			r.cancel(&TooLargeError{Bytes: r.length(), Most: most, Takes: takes})
+			return false, nil
+		}
+	}
 	n := cost + ahead - r.ahead
 	switch {
-	case n <= 0, c.parts > 0 && m.within(c, n):
+	case n <= 0, c.parts > 0 && m.grows(r, n):
 		m.add(c, n)
-	case c.parts > 0 || !m.try(c, n):
+	case c.parts > 0 || !m.try(r, n):
 		c.wants, c.wanting, c.urgent, c.looked = n, r, c.parts > 0, c.consumed
 		m.waiting = append(m.waiting, c)
 		m.mu.Unlock()
@@ -383,12 +417,18 @@ func (r *RPC) charge(bytes int, ahead int64, ended int) (taken bool, err error) 
 		m.add(c, -n)
 		return false, nil
 	}
-	r.ahead = ahead
-	if r.head == len(r.whole) && (r.part == 0 || ended > 0) {
+	r.ahead, r.rest = ahead, rest
+	if r.head == len(r.whole) && (r.part == 0 || ended > 0 || large && r.came >= slowest) {
 		r.since, r.came = time.Now(), 0
 	}
+	if ended > 0 {
+		r.queue(false)
+	}
+	if r.queue(large); large {
+		c.consumed++
+	}
 	r.came += int64(bytes)
-	partial := ahead > 0 || r.got > 0
+	partial := coming > 0 || r.got > 0
 	r.setParts(partial)
 	r.part += cost
 	if ended > 0 {
@@ -530,6 +570,16 @@ func (r *RPC) Next() {
 // Consumed says that the handler does without the message that it has.
 func (r *RPC) Consumed() { r.locked((*RPC).consume) }
 
+// Holds returns what the message that the handler has is charged.
+func (r *RPC) Holds() (bytes int64) {
+	r.locked(func(r *RPC) {
+		if r.taken && r.head < len(r.whole) {
+			bytes = r.whole[r.head].charged
+		}
+	})
+	return bytes
+}
+
 // consume uncharges the message that the handler has, if there is one; mu is held.
 func (r *RPC) consume() {
 	if !r.taken || r.head == len(r.whole) {
@@ -598,6 +648,7 @@ func (r *RPC) gone() bool { return r.over || r.ended || r.shed }
 // refuse gives up what was to come for the RPC; mu is held.
 func (r *RPC) refuse() {
 	r.setParts(false)
+	r.queue(false)
 	if r.c.wanting == r {
 		r.c.unwant()
 		r.c.granted <- false
@@ -605,6 +656,26 @@ func (r *RPC) refuse() {
 	ahead := r.ahead
 	r.ahead = 0
 	r.c.m.add(r.c, -ahead)
+}
+
+// drop notes that the RPC is told to end; mu is held.
+func (r *RPC) drop() {
+	r.shed = true
+	r.c.m.denied++
+	r.refuse()
+}
+
+// queue notes whether the RPC waits for the rest of a larger message; mu is held.
+func (r *RPC) queue(large bool) {
+	m := r.c.m
+	switch {
+	case large && !r.large:
+		m.line = append(m.line, r)
+	case !large && r.large:
+		m.line = slices.DeleteFunc(m.line, func(o *RPC) bool { return o == r })
+		defer m.admit() // for the one that is first now
+	}
+	r.large = large
 }
 
 // forget leaves what lies unread to the collector, once nothing can be read and nothing
@@ -660,10 +731,22 @@ func (r *RPC) setParts(waits bool) {
 	}
 }
 
-// stale reports whether a message of the RPC is not consumed, or hardly comes; mu is held.
+// first reports whether the RPC is first in line; mu is held.
+func (r *RPC) first() bool { return r.large && r.c.m.line[0] == r }
+
+// inTurn reports whether the RPC waits for its turn: it is the first in line, or that goes on;
+// mu is held.
+func (r *RPC) inTurn() bool {
+	first := r.first() || r.large && r.c.m.line[0].c.wanting != r.c.m.line[0]
+	return first && r.c.wanting == r
+}
+
+// stale reports whether a message of the RPC is not consumed, or hardly comes though it does
+// not wait for its turn; mu is held.
 func (r *RPC) stale() bool {
 	took := time.Since(r.since)
-	return took >= stale && (r.head < len(r.whole) || float64(r.came) < took.Seconds()*slowest)
+	slow := float64(r.came) < took.Seconds()*slowest && !r.inTurn()
+	return took >= stale && (r.head < len(r.whole) || slow)
 }
 
 // heaviest returns the stale RPC with the most unread bytes, except but; mu is held.
@@ -708,7 +791,7 @@ func (c *Conn) Await(n int64, done <-chan struct{}) {
 func (c *Conn) mayQueue(n int64) bool {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	if c.queued+n <= Free || c.m.queued+n <= c.m.begin && c.m.used+c.m.queued+n <= c.m.limit {
+	if c.queued+n <= Free || c.m.queued+n <= (c.m.limit-c.m.larger)/beginOf && c.m.used+c.m.queued+n <= c.m.limit {
 		return true
 	}
 	if c.m.searches() {

@@ -374,7 +374,7 @@ func (m *Memory) fill(n int64) *Conn {
 func TestOneThatFitsIntoItsOwnShareWaitsForNobody(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := NewMemory(0, mib)
-		full := m.fill(m.begin + 2*Free)
+		full := m.fill(m.limit/beginOf + 2*Free)
 		go func() { _, _ = m.charging().charge(wire.FrameBytes, mib, 0) }() // waits for the memory of all
 		synctest.Wait()
 		r := m.charging()
@@ -467,15 +467,15 @@ func TestWhatIsToBeSentWaitsForMemory(t *testing.T) {
 			return time.Since(begin)
 		}
 		late.Queue(mib)
-		deaf.Queue(m.begin - 2*mib)
+		deaf.Queue(m.limit/beginOf - 2*mib)
 		if d := took(mib); d > 0 {
 			t.Errorf("waited %v although there is memory", d)
 		}
 		c.Queue(Free)
-		if charged, _, _ := m.Used(); charged != m.begin-mib+Free {
+		if charged, _, _ := m.Used(); charged != m.limit/beginOf-mib+Free {
 			t.Errorf("%d bytes are charged", charged)
 		}
-		if c.Room(m.limit-m.begin+mib+1) || !c.Room(m.limit-m.begin+mib) { // Free of what is charged counts for nothing
+		if c.Room(m.limit-m.limit/beginOf+mib+1) || !c.Room(m.limit-m.limit/beginOf+mib) { // Free of what is charged counts for nothing
 			t.Error("there is room for as much as the limit leaves")
 		}
 		time.AfterFunc(patience/2, func() { late.Queue(-mib) })
@@ -636,7 +636,10 @@ func schedule(t *testing.T, seed uint64) (o outcome) {
 	rnd := rand.New(rand.NewPCG(seed, 11))
 	m := NewMemory(0, mib)
 	m.limit = int64(256+rnd.IntN(1024)) * kib
-	m.begin, m.share, m.rpcs = m.limit/beginOf, m.limit/shareOf, m.limit/shareOf
+	m.share, m.rpcs = m.limit/shareOf, m.limit/shareOf
+	if seed%2 == 1 {
+		m.own = 20 * kib // others' messages are larger
+	}
 	conns := 1 + rnd.IntN(4)
 	m.later = func(f func()) {
 		go func() { // a collection
@@ -646,8 +649,11 @@ func schedule(t *testing.T, seed uint64) (o outcome) {
 	}
 	var mu sync.Mutex
 	var all sync.WaitGroup
-	for range conns {
+	for i := range conns {
 		tr := m.transport(t, func() bool { return seed%3 == 0 })
+		if i%2 == 1 && tr.large {
+			tr.max, tr.large = m.own, false
+		}
 		handlers := make(map[uint32]*handler) // the reader's
 		var handling sync.WaitGroup
 		kindOf := make(map[uint32]int)

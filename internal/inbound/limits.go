@@ -10,8 +10,8 @@ const (
 	// Free is what each connection may hold beside Memory's limit: a small call and its
 	// RPC pass however full the rest is.
 	Free = 64 << 10
-	// messages is how many of the largest messages there is room for at least, when their
-	// frames are large: gRPC may hold four times the bytes of small ones.
+	// messages is how many of the server's own largest messages there is room for at least,
+	// when their frames are large: gRPC may hold four times the bytes of small ones.
 	messages = 16
 	// All connections may begin messages while at most this part (1/beginOf) of the limit is
 	// charged, and one while it has at most this part (1/shareOf) of it. The rest is for

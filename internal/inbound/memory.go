@@ -4,7 +4,8 @@
 // gRPC returns window to a connection for every byte that it reads, consumed or not, so
 // its windows bound what lies unread of one RPC, and not of a connection. A Conn lies
 // between gRPC and the socket. It finds the messages in the data frames, charges each
-// with its first byte, and reads no further while there is no memory for the next. What
+// with its first byte, one that is larger than the server's own with each of its frames, and
+// reads no further while there is no memory for the next. What
 // comes for an RPC that has ended is dropped; what the RPC has left unread stays charged
 // until it has been collected.
 //
@@ -25,13 +26,17 @@ import (
 // ErrMemory ends a connection, or an RPC, for want of memory.
 var ErrMemory = errors.New("inbound: no memory for what clients send")
 
-// TooLargeError ends an RPC whose message is larger than gRPC receives.
+// TooLargeError ends an RPC whose message is larger than gRPC receives, or than memory allows.
 type TooLargeError struct {
 	Bytes, Most int64 // of the message, and of the largest
+	Takes       int64 // what it would be charged, if that is more than there is: Most is memory then
 }
 
-// Error returns both sizes.
+// Error returns the sizes.
 func (e *TooLargeError) Error() string {
+	if e.Takes > 0 {
+		return fmt.Sprintf("inbound: message of %d bytes takes %d; at most %d are for one", e.Bytes, e.Takes, e.Most)
+	}
 	return fmt.Sprintf("inbound: message of %d bytes; at most %d are received", e.Bytes, e.Most)
 }
 
@@ -39,9 +44,9 @@ func (e *TooLargeError) Error() string {
 // read.
 type Memory struct {
 	limit int64 // of all
-	begin int64 // while at most so many bytes are charged, messages may begin
-	share int64 // of one connection, likewise
+	share int64 // of one connection, while messages may begin
 	rpcs  int64 // bytes for RPCs themselves
+	own   int64 // bytes of the largest message of the server's own
 	// later runs a function once a collection that begins after now has freed what nobody
 	// reaches; gc runs a collection.
 	later func(func())
@@ -60,13 +65,16 @@ type Memory struct {
 	relieved   time.Time       // when relieve last searched all connections
 	opened     int64           // for RPCs themselves, of all connections
 	queued     int64           // for what gRPC has in its queue, of all connections
+	larger     int64           // of used, what connections have whose messages may be larger than own
+	line       []*RPC          // that wait for the rest of a message larger than own, in the order in which those began
 }
 
-// NewMemory returns a Memory of limit bytes, or what messages of so many bytes need.
+// NewMemory returns a Memory of limit bytes, or what the server's own messages, of at most so
+// many bytes, need. Larger ones, of other services, get along with it.
 func NewMemory(limit, message int64) *Memory {
 	limit = max(limit, messages*message)
 	return &Memory{
-		limit: limit, begin: limit / beginOf, share: limit / shareOf, rpcs: min(limit/shareOf, rpcsLimit), later: afterCollection, gc: runtime.GC,
+		own: message, limit: limit, share: limit / shareOf, rpcs: min(limit/shareOf, rpcsLimit), later: afterCollection, gc: runtime.GC,
 		conns: make(map[*Conn]struct{}), left: make(map[*Conn]int64),
 	}
 }
@@ -93,20 +101,43 @@ func (m *Memory) Used() (charged, limit, denied int64) {
 // beyond is the part of a connection's charge that counts in used.
 func beyond(charged int64) int64 { return max(0, charged-Free) }
 
-// fits reports whether c may begin something of n bytes; mu is held. whole tells what is
-// short when they do not fit: true, the memory of all; false, c's share.
-func (m *Memory) fits(c *Conn, n int64) (fits, whole bool) {
+// fits reports whether r's connection may begin something of n bytes; mu is held. whole tells
+// what is short when they do not fit: true, the memory of all; false, the connection's share.
+func (m *Memory) fits(r *RPC, n int64) (fits, whole bool) {
+	c := r.c
 	to := c.charged + n
 	switch {
 	case to <= Free:
 		return true, true
 	case c.urgent:
-		return m.within(c, n), true
-	}
-	if to > m.share {
+		return m.grows(r, n), true
+	case to > m.share:
 		return false, false
+	case c.large:
+		return m.leaves(r, n, beginOf), true
 	}
-	return m.after(c, n) <= m.begin, true
+	return m.after(c, n)-m.larger <= (m.limit-m.larger)/beginOf, true
+}
+
+// grows reports whether r may have n bytes more while messages of its connection are in parts;
+// mu is held.
+func (m *Memory) grows(r *RPC, n int64) bool {
+	if r.c.large && r.c.charged+n > Free {
+		return m.leaves(r, n, 1)
+	}
+	return m.within(r.c, n)
+}
+
+// leaves reports whether connections with larger messages have at most 1/part of what they may
+// if r gets n bytes more; mu is held. They leave a share to the others, and nothing of the
+// half that those have begun to fill: those never wait for them alone. The first in line is
+// left the rest of its message: of two that wait for each other, both would have to end.
+func (m *Memory) leaves(r *RPC, n, part int64) bool {
+	if len(m.line) > 0 && m.line[0] != r {
+		n += m.line[0].rest
+	}
+	others := m.used - m.larger
+	return m.after(r.c, n)-others <= (m.limit-max(m.share, beginOf*others, beginOf*m.queued))/part
 }
 
 // after is what would be used if c had n bytes more; mu is held.
@@ -120,9 +151,13 @@ func (m *Memory) within(c *Conn, n int64) bool { return m.after(c, n)+m.queued <
 
 // add charges n bytes, which may be fewer than none, whether they fit or not; mu is held.
 func (m *Memory) add(c *Conn, n int64) {
-	m.used -= beyond(c.charged)
+	before := beyond(c.charged)
 	c.charged += n
-	m.used += beyond(c.charged)
+	more := beyond(c.charged) - before
+	m.used += more
+	if c.large {
+		m.larger += more
+	}
 	if n >= 0 {
 		return
 	}
@@ -133,19 +168,27 @@ func (m *Memory) add(c *Conn, n int64) {
 }
 
 // admit gives memory to those who wait for it; mu is held. One that lacks memory of the
-// whole is waited for, or it would starve behind smaller ones.
+// whole is waited for, or it would starve behind smaller ones, but not by the urgent, nor by
+// connections of the other kind.
 func (m *Memory) admit() {
-	before := false // somebody waits for memory of the whole
+	var before, beforeLarge bool // somebody waits for memory of the whole
 	for i := 0; i < len(m.waiting); {
 		c := m.waiting[i]
-		fits, whole := m.fits(c, c.wants)
-		if !fits || before && c.charged+c.wants > Free {
-			before = before || whole
+		fits, whole := m.fits(c.wanting, c.wants)
+		waits := &before
+		if c.large {
+			waits = &beforeLarge
+		}
+		if !fits || *waits && !c.urgent && c.charged+c.wants > Free {
+			*waits = *waits || whole
 			i++
 			continue
 		}
 		m.waiting = slices.Delete(m.waiting, i, i+1)
 		m.add(c, c.wants)
+		if r := c.wanting; r.large { // it was not slow
+			r.since, r.came = time.Now(), 0
+		}
 		c.wants, c.wanting, c.urgent = 0, nil, false
 		c.granted <- true // it has room for the one that is waited for
 	}
@@ -190,20 +233,21 @@ func (m *Memory) shed() bool {
 }
 
 // try charges n bytes if they fit, and nobody waits for the same; mu is held.
-func (m *Memory) try(c *Conn, n int64) bool {
-	fits, whole := m.fits(c, n)
-	if !fits || whole && c.charged+n > Free && m.wholeWaits() {
+func (m *Memory) try(r *RPC, n int64) bool {
+	c := r.c
+	fits, whole := m.fits(r, n)
+	if !fits || whole && c.charged+n > Free && m.wholeWaits(c.large) {
 		return false
 	}
 	m.add(c, n)
 	return true
 }
 
-// wholeWaits reports whether somebody waits for memory of the whole; mu is held.
-func (m *Memory) wholeWaits() bool {
+// wholeWaits reports whether a connection of that kind waits for memory of the whole; mu is held.
+func (m *Memory) wholeWaits(large bool) bool {
 	return slices.ContainsFunc(m.waiting, func(c *Conn) bool {
-		_, whole := m.fits(c, c.wants)
-		return whole
+		_, whole := m.fits(c.wanting, c.wants)
+		return whole && c.large == large
 	})
 }
 
@@ -286,16 +330,16 @@ func (m *Memory) victim(c *Conn, waited time.Duration) (victim *RPC) {
 	}
 	moved := c.consumed != c.looked
 	c.looked = c.consumed
-	if c.urgent && waited >= stale {
+	if c.urgent && waited >= stale && !(c.wanting.large && (c.parts == 1 || c.wanting.first())) {
 		victim = c.wanting
 	} else if !moved && waited >= stale && (waited >= patience || c.queued > 0 || c.busy != nil && c.busy()) {
 		victim = c.heaviest(c.wanting)
 	}
 	// Others wait for the same memory.
-	if _, whole := m.fits(c, c.wants); victim == nil && whole && waited >= stale && m.searches() {
+	if _, whole := m.fits(c.wanting, c.wants); victim == nil && whole && waited >= stale && m.searches() {
 		var most *Conn
 		for o := range m.conns {
-			if o != c && (most == nil || o.charged > most.charged) && o.heaviest(nil) != nil {
+			if (o != c || c.wanting.large) && o.large == c.large && (most == nil || o.charged > most.charged) && o.heaviest(nil) != nil {
 				most = o
 			}
 		}
@@ -309,9 +353,7 @@ func (m *Memory) victim(c *Conn, waited time.Duration) (victim *RPC) {
 		victim = c.wanting
 	}
 	if victim != nil {
-		victim.shed = true // it is told to end
-		m.denied++
-		victim.refuse()
+		victim.drop()
 	}
 	return victim
 }

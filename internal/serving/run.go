@@ -283,9 +283,9 @@ type Tensor struct {
 }
 
 // Compute runs a model on tensors in memory, instead of q.Inputs, and returns copies of its
-// outputs. It borrows in. Inputs and outputs may take up to most bytes in each direction.
-// An error is a *RefusedError.
-func (c *Core) Compute(ctx context.Context, from *admission.Caller, q Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
+// outputs. It borrows in. Inputs and outputs may take up to most bytes in each direction;
+// take is asked before each output is made. An error is a *RefusedError.
+func (c *Core) Compute(ctx context.Context, from *admission.Caller, q Request, in []Tensor, most int64, take func(bytes int64) error) ([]Tensor, engine.Stats, error) {
 	inputs, bad := offered(in, most)
 	q.Inputs = inputs
 	r, err := c.admit(ctx, from, q, bad)
@@ -296,13 +296,16 @@ func (c *Core) Compute(ctx context.Context, from *admission.Caller, q Request, i
 	for port, i := range r.order {
 		ordered[port] = in[i].Tensor
 	}
-	results, st, err := engine.Collect(r.ctx, r.Info, r.run, ordered, most)
+	left := most
+	results, st, err := engine.Collect(r.ctx, r.Info, r.run, ordered, func(bytes int64) error {
+		if left -= bytes; left < 0 {
+			return fmt.Errorf("%w: the outputs have more than %d bytes; a session has no such limit", tensor.ErrTooLarge, most)
+		}
+		return take(bytes)
+	})
 	var lost error
-	switch {
-	case errors.Is(err, engine.ErrLost):
+	if errors.Is(err, engine.ErrLost) {
 		lost = err
-	case errors.Is(err, tensor.ErrTooLarge):
-		err = fmt.Errorf("%w; a session has no such limit", err)
 	}
 	out := make([]Tensor, len(results))
 	for i, t := range results {

@@ -37,7 +37,7 @@ func (f *fixture) compute(ctx context.Context, a ask) (frame.Code, string) {
 }
 
 func (f *fixture) outputs(ctx context.Context, from *admission.Caller, a ask) ([]Tensor, error) {
-	out, _, err := f.Compute(ctx, from, a.Request, a.in, mib)
+	out, _, err := f.Compute(ctx, from, a.Request, a.in, mib, func(int64) error { return nil })
 	return out, err
 }
 

@@ -62,12 +62,14 @@ func (c Codec) Unmarshal(data mem.BufferSlice, v any) error {
 }
 
 func (c Codec) request(data mem.BufferSlice, v any) error {
-	if p, ok := v.(proto.Message); ok && c.MaxRequestParts > 0 && data.Len() > c.MaxRequestParts { // fewer bytes hold fewer
-		if n := countParts(data.Materialize(), p.ProtoReflect().Descriptor()); n > c.MaxRequestParts {
+	joined := data.MaterializeToBuffer(Buffers) // once: the stock codec takes one buffer as it is
+	defer joined.Free()
+	if p, ok := v.(proto.Message); ok && c.MaxRequestParts > 0 && joined.Len() > c.MaxRequestParts { // fewer bytes hold fewer
+		if n := countParts(joined.ReadOnlyData(), p.ProtoReflect().Descriptor()); n > c.MaxRequestParts {
 			return tooLarge("request", "parts", c.MaxRequestParts, n)
 		}
 	}
-	if err := stock.Unmarshal(data, v); err != nil {
+	if err := stock.Unmarshal(mem.BufferSlice{joined}, v); err != nil {
 		return &FieldError{ErrMalformed, "request", "a protobuf message of its RPC", err.Error()}
 	}
 	return nil
