@@ -159,11 +159,12 @@ func (s *Server) warn(c *x509.Certificate) {
 	if c.NotAfter.Sub(now) > c.NotAfter.Sub(c.NotBefore)/warnPart || now.Unix()-last < int64(warnEvery/time.Second) || !s.warned.CompareAndSwap(last, now.Unix()) {
 		return
 	}
-	text := "the server's certificate expires soon"
+	log := s.log.With(slog.String("file", s.files.Cert), slog.Time("expires", c.NotAfter))
 	if now.After(c.NotAfter) {
-		text = "the server's certificate has expired: clients refuse it"
+		log.Warn("the server's certificate has expired: clients refuse it")
+		return
 	}
-	s.log.Warn(text, slog.String("file", s.files.Cert), slog.Time("expires", c.NotAfter))
+	log.Warn("the server's certificate expires soon")
 }
 
 // checkSize refuses a client that sends more certificates, or more with them, than it needs.
