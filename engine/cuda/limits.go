@@ -11,8 +11,8 @@ const (
 	defaultPinned = 256 << 20
 	// lanes is how many blocks are on a device at a time: one coming in, one being
 	// computed, one going out, and as many as come in until the host is awake and has
-	// said that one is done. An H200 moved 13.7, 35.3 and 25.1 GB/s each way with 4, 8 and
-	// 16 of 1 MiB (November 2026).
+	// said that one is done. An H200 moved 16 GB/s each way with 4 of 1 MiB, 36 with 8,
+	// and no more with 12 (November 2026, the best of several runs).
 	lanes = 8
 	// timedEvery is how many blocks of a call there are to one that is timed: an event
 	// with a time costs a stream several microseconds, one without hardly any.
