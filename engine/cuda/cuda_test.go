@@ -8,7 +8,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"math"
 	"math/rand/v2"
@@ -33,11 +32,7 @@ import (
 
 const mib = 1 << 20
 
-// realDriver names the environment variable of a driver to test on a GPU, such as
-// libcuda.so.1. What needs faults or looks into the driver is then skipped.
-const realDriver = "TENSORFERRY_TEST_DRIVER"
-
-// rig is a driver, a fake one unless realDriver is set, and hosts on it.
+// rig is a driver, a fake one unless cuda.RealDriver is set, and hosts on it.
 type rig struct {
 	t    testing.TB
 	fake *fakecuda.Driver
@@ -73,7 +68,7 @@ func newRig(t testing.TB) *rig { return newRigOf(t, driverOptions) }
 
 func newRigOf(t testing.TB, options fakecuda.Options) *rig {
 	t.Helper()
-	if path := os.Getenv(realDriver); path != "" {
+	if path := os.Getenv(cuda.RealDriver); path != "" {
 		testkit.Start(t)
 		return &rig{t: t, path: path}
 	}
@@ -378,24 +373,7 @@ func TestStagesAreTimed(t *testing.T) {
 	r := newRig(t)
 	h := r.open(t, r.config(64*mib))
 	r.Control("delay h2d 50000; delay d2h 150000")
-	x := floats(1, 3, mib/4) // three blocks, of which the first is timed
-	run, err := builtin(t, cuda.Builtins(h), "relu").Open(t.Context(), engine.Call{Inputs: []engine.Input{{Port: "x", Desc: x.Desc, ChunkBytes: engine.ChunkBytes}}})
-	require.NoError(t, err)
-	defer run.Close()
-	for range 3 {
-		b, err := run.Borrow(t.Context())
-		require.NoError(t, err)
-		run.Filled(b)
-	}
-	for {
-		o, err := run.Next(t.Context())
-		if errors.Is(err, io.EOF) {
-			break
-		}
-		require.NoError(t, err)
-		o.Release()
-	}
-	s := run.Stats()
+	s := cuda.Through(t, builtin(t, cuda.Builtins(h), "relu"), 3, mib/4) // three blocks, of which the first is timed
 	require.EqualValues(t, 3, s.Blocks)
 	require.GreaterOrEqual(t, s.H2D, 150*time.Millisecond)
 	require.GreaterOrEqual(t, s.D2H, 450*time.Millisecond)

@@ -23,11 +23,13 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-const realDriver = "TENSORFERRY_TEST_DRIVER"
+// RealDriver names the environment variable of a driver to test on a GPU, such as
+// libcuda.so.1. What needs faults or looks into the driver is then skipped.
+const RealDriver = "TENSORFERRY_TEST_DRIVER"
 
 // library is the driver to test, and how much less to do where it is the fake one.
 func library(t testing.TB) (path string, less int64) {
-	if path := os.Getenv(realDriver); path != "" {
+	if path := os.Getenv(RealDriver); path != "" {
 		return path, 1
 	}
 	return fakecuda.Build(t, fakecuda.Options{}), 16
@@ -92,9 +94,16 @@ func TestFreedMemoryStaysMappedWhileAContextMayTouchIt(t *testing.T) {
 	p := openDevice(t, path).device.pinned
 	mem, err := p.Alloc(1 << 20)
 	require.NoError(t, err)
+	p.mu.Lock()
+	q, err := p.grow(1 << 20) // which the driver may be about to lock
+	locking := q.take(1 << 20)
+	p.mu.Unlock()
+	require.NoError(t, err)
 	p.end(func() { // a context that ends slowly
-		p.Free(mem)
-		mem[0] = 1 // or this crashes
+		for _, m := range [][]byte{mem, locking} {
+			p.Free(m)
+			m[0] = 1 // or this crashes
+		}
 	})
 	require.Empty(t, p.pieces)
 }
@@ -169,32 +178,38 @@ func BenchmarkPipeline(b *testing.B) {
 	}
 }
 
-func pump(b *testing.B, m engine.Model, rows, cols int64) {
+// Through moves a float32 tensor of these rows and columns, of any bytes, through a model of
+// one input, and returns what the run measured.
+func Through(t testing.TB, m engine.Model, rows, cols int64) engine.Stats {
 	x := engine.Input{Port: m.Info().Inputs[0].Name, Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{rows, cols}}, ChunkBytes: engine.ChunkBytes}
+	r, err := m.Open(t.Context(), engine.Call{Inputs: []engine.Input{x}})
+	require.NoError(t, err)
+	go func() { // ends with the input
+		for {
+			k, err := r.Borrow(t.Context())
+			if err != nil {
+				return
+			}
+			r.Filled(k)
+		}
+	}()
+	for {
+		o, err := r.Next(t.Context())
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		require.NoError(t, err)
+		o.Release()
+	}
+	require.NoError(t, r.Close())
+	return r.Stats()
+}
+
+func pump(b *testing.B, m engine.Model, rows, cols int64) {
 	var sum engine.Stats
 	for b.SetBytes(4 * rows * cols); b.Loop(); {
-		r, err := m.Open(b.Context(), engine.Call{Inputs: []engine.Input{x}})
-		require.NoError(b, err)
-		go func() { // ends with the input
-			for {
-				k, err := r.Borrow(b.Context())
-				if err != nil {
-					return
-				}
-				r.Filled(k)
-			}
-		}()
-		for {
-			o, err := r.Next(b.Context())
-			if errors.Is(err, io.EOF) {
-				break
-			}
-			require.NoError(b, err)
-			o.Release()
-		}
-		s := r.Stats()
+		s := Through(b, m, rows, cols)
 		sum.H2D, sum.Compute, sum.D2H, sum.Blocks = sum.H2D+s.H2D, sum.Compute+s.Compute, sum.D2H+s.D2H, sum.Blocks+s.Blocks
-		require.NoError(b, r.Close())
 	}
 	n := float64(sum.Blocks) * 1e3
 	b.ReportMetric(float64(sum.H2D)/n, "h2d-us")

@@ -138,10 +138,9 @@ tf_result tf_lane_open(tf_device *v, tf_lane *l) {
 	const tf_driver *d = v->driver;
 	memset(l, 0, sizeof *l);
 	TRY(CtxSetCurrent, v->context);
-	for (int i = 0; i < TF_EVENTS; i++) {
-		TRY(EventCreate, &l->events[0][i], CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING);
-		TRY(EventCreate, &l->events[1][i], CU_EVENT_BLOCKING_SYNC);
-	}
+	for (int timed = 0; timed < 2; timed++)
+		for (int i = 0; i < TF_EVENTS; i++)
+			TRY(EventCreate, &l->events[timed][i], CU_EVENT_BLOCKING_SYNC | (timed ? 0 : CU_EVENT_DISABLE_TIMING));
 	return well;
 }
 
@@ -162,9 +161,10 @@ tf_result tf_lane_grow(tf_device *v, tf_lane *l, size_t bytes) {
 void tf_lane_close(tf_device *v, tf_lane *l) {
 	const tf_driver *d = v->driver;
 	(void)d->CtxSetCurrent(v->context);
-	for (int i = 0; i < 2 * TF_EVENTS; i++)
-		if (l->events[i / TF_EVENTS][i % TF_EVENTS] != NULL)
-			(void)d->EventDestroy(l->events[i / TF_EVENTS][i % TF_EVENTS]);
+	for (int timed = 0; timed < 2; timed++)
+		for (int i = 0; i < TF_EVENTS; i++)
+			if (l->events[timed][i] != NULL)
+				(void)d->EventDestroy(l->events[timed][i]);
 	if (l->bytes > 0)
 		(void)d->MemFree(l->memory);
 	memset(l, 0, sizeof *l);

@@ -38,7 +38,7 @@ type pinned struct {
 type piece struct {
 	mem   []byte
 	free  []span // ascending, with memory in use between them
-	locks bool   // it is to be locked, and stays
+	locks bool   // it is locked, or to be, and stays mapped until the context has ended
 	is    bool   // the device's context knows it
 }
 
@@ -84,14 +84,15 @@ func (p *pinned) grow(n int) (*piece, error) {
 	size := int64(whole(n))
 	if more := max(size, min(pieceBytes, p.most-p.bytes)); p.dev != nil && p.bytes+more <= p.most {
 		size, q.locks = more, true
-		p.bytes += more
 	}
 	at := C.tf_map(C.size_t(size))
 	if at == nil {
 		return nil, errors.New("cuda: the system maps no more memory")
 	}
 	q.mem, q.free = unsafe.Slice((*byte)(at), size), []span{{0, int(size)}}
-	p.pieces = append(p.pieces, q)
+	if p.pieces = append(p.pieces, q); q.locks {
+		p.bytes += size
+	}
 	return q, nil
 }
 
@@ -126,7 +127,7 @@ func (p *pinned) Free(mem []byte) {
 		panic("cuda: memory is freed that was not mapped")
 	}
 	q := p.pieces[i]
-	if q.give(span{int(at - q.base()), whole(len(mem))}); q.idle() && !q.is && (!q.locks || p.dev == nil) {
+	if q.give(span{int(at - q.base()), whole(len(mem))}); q.idle() && !q.locks {
 		p.pieces = slices.Delete(p.pieces, i, i+1)
 		q.unmap()
 	}
@@ -159,11 +160,12 @@ func (p *pinned) end(stop func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.pieces = slices.DeleteFunc(p.pieces, func(q *piece) bool {
-		q.is = false
-		if q.idle() {
-			q.unmap()
+		q.locks, q.is = false, false
+		if !q.idle() {
+			return false
 		}
-		return q.mem == nil
+		q.unmap()
+		return true
 	})
 }
 
@@ -207,7 +209,6 @@ func (q *piece) unmap() {
 	if C.tf_unmap(unsafe.Pointer(unsafe.SliceData(q.mem)), C.size_t(len(q.mem))) != 0 {
 		panic("cuda: memory is unmapped that was not mapped")
 	}
-	q.mem = nil
 }
 
 var _ slab.Backing = (*pinned)(nil)

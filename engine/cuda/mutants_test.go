@@ -33,7 +33,7 @@ var mutants = []struct{ name, file, text, instead string }{
 	{"a block ends before a dead context is reset", "device.go", "if v.dead == nil {\n\t\t\tv.mu.Unlock()\n\t\t\tw.Done", "if true {\n\t\t\tv.mu.Unlock()\n\t\t\tw.Done"},
 	{"a lost device does not say so", "device.go", "v.tell()", ""},
 	{"a lost device is lost again and again", "device.go", "v.lost = true\n", ""},
-	{"memory is unmapped while a dead context has it", "memory.go", "q.idle() && !q.is && (", "q.idle() && ("},
+	{"memory is unmapped while a dead context has it", "memory.go", "q.idle() && !q.locks {", "q.idle() {"},
 	{"memory is not locked", "memory.go", "q.locks = more, true", "q.locks = more, false"},
 	{"what is free is not joined", "memory.go", "q.free[i].n += q.free[i+1].n\n", ""},
 	{"memory is handed out twice", "memory.go", "q.free[i].at += size\n", ""},

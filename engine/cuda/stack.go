@@ -41,7 +41,9 @@ func (w *weights) upload(v *device) error {
 		err = v.failed(C.tf_upload(v.c, w.at+C.CUdeviceptr(at), pointer(stage), C.size_t(n)))
 		at += n
 	}
-	w.data = nil
+	if err == nil {
+		w.data = nil
+	}
 	return err
 }
 
