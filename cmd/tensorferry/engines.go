@@ -61,6 +61,7 @@ type engineConfig struct {
 	pythonProcesses, pythonThreads int
 	pythonEnv                      []string
 	pythonFD                       string // name=descriptor
+	exitOnLoss                     bool
 }
 
 // engines has the places where models run: the host and the requested devices.
@@ -72,7 +73,8 @@ type engines struct {
 	models *engine.Registry
 	// ended is closed when the process of --python-fd has exited. It is nil without one.
 	ended <-chan struct{}
-	lost  chan struct{} // receives when a device is lost for good
+	// lost receives when a device is lost for good. It is nil without --exit-on-device-loss.
+	lost chan struct{}
 }
 
 // site is a place for models.
@@ -92,7 +94,7 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 		cfg.pinned = min(all/pinnedShare, mostPinned)
 	}
 	e := &engines{
-		cfg: cfg, log: log, cuda: make(map[int]*cuda.Host), models: engine.NewRegistry(), lost: make(chan struct{}, 1),
+		cfg: cfg, log: log, cuda: make(map[int]*cuda.Host), models: engine.NewRegistry(),
 		host: cpu.NewHost(cpu.HostConfig{MemoryBytes: cfg.memory, Workers: cfg.workers}),
 	}
 	defer func() {
@@ -100,6 +102,9 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 			e.Close()
 		}
 	}()
+	if cfg.exitOnLoss {
+		e.lost = make(chan struct{}, 1)
+	}
 	s, err := e.site(cfg.engine)
 	if cfg.engine == autoEngine && (err == nil || cfg.driver == "") {
 		why := "it works"
@@ -227,7 +232,7 @@ func (e *engines) site(name string) (site, error) {
 			Lost: func() {
 				select {
 				case e.lost <- struct{}{}:
-				default: // another was
+				default: // nobody asked, or another was
 				}
 			},
 		})

@@ -76,7 +76,6 @@ type serveConfig struct {
 	drain               time.Duration
 	lanes               int
 	bbr                 bool
-	exitOnLoss          bool
 	services            []string // variables that were ignored
 }
 
@@ -99,7 +98,7 @@ func (c *serveConfig) flags(cmd *cobra.Command) {
 	sizeVar(f, &c.engines.memory, "memory", 0, leastMemory, 1<<62, "memory limit for tensors in `bytes`, at least 16MiB\n(default a quarter of the process's memory)")
 	sizeVar(f, &c.engines.pinned, "pinned", 0, leastMemory, 1<<62, "page-locked memory per device in `bytes`, at least 16MiB\n(default a sixteenth of the process's memory, at most 1GiB)")
 	f.StringVar(&c.engines.driver, "cuda-driver", "", "NVIDIA driver library `file`\n(default the system's libcuda.so.1)")
-	f.BoolVar(&c.exitOnLoss, "exit-on-device-loss", false, "when a device fails for good, stop as if interrupted and\nexit with 8, so that a supervisor starts a new process;\nmodels elsewhere stop too")
+	f.BoolVar(&c.engines.exitOnLoss, "exit-on-device-loss", false, "when a device fails for good, stop as if interrupted and\nexit with 8, so that a supervisor starts a new process;\nmodels elsewhere stop too")
 	f.StringArrayVar(&c.engines.python, "python", []string{}, "serve `name=module:function`, a Python function, class\nor torch module; repeatable")
 	countVar(f, &c.engines.pythonProcesses, "python-processes", 1, "processes per Python model")
 	countVar(f, &c.engines.pythonThreads, "python-threads", 0, "threads per Python process\n(default the number of CPUs divided by --python-processes)")
@@ -376,10 +375,6 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 		}
 	}
 	fmt.Fprintln(ready, addressOf(l))
-	lost := e.lost
-	if !c.exitOnLoss {
-		lost = nil
-	}
 	select {
 	case err := <-served:
 		s.Close()
@@ -390,7 +385,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	case <-ctx.Done():
 	case <-e.ended:
 		log.Warn("the process of the model has exited")
-	case <-lost:
+	case <-e.lost:
 		log.Warn("a device was lost, and --exit-on-device-loss is set")
 		defer func() { err = errors.Join(errDeviceLost, err) }()
 	}
