@@ -22,8 +22,8 @@ const (
 	// it may take: 1 KiB and a name each, and their encoding.
 	failuresPage  = 256
 	failuresBytes = 2 * failuresPage * (1<<10 + 512)
-	// requestFree is how many bytes of each request, and of each output, are not charged to a
-	// budget if there are no more: 8 MiB for as many calls as a server has by default.
+	// requestFree is the size up to which a request, or an output, is not charged to a budget:
+	// 8 MiB for as many calls as a server has by default.
 	requestFree = 4 << 10
 	// requestParts is how many names, ranges, parameters and the like a request may have
 	// that is not part of a session or a push: 2 MB in memory. A pull that holds more

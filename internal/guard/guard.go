@@ -93,13 +93,11 @@ func (g *Guard) ask(c *Caller) (name string, err error) {
 func (g *Guard) sampler(reason string) *admission.LogSampler {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	if g.samplers[reason] == nil && len(g.samplers) >= reasons {
+		reason = ""
+	}
 	if g.samplers[reason] == nil {
-		if len(g.samplers) >= reasons {
-			reason = ""
-		}
-		if g.samplers[reason] == nil {
-			g.samplers[reason] = new(admission.LogSampler)
-		}
+		g.samplers[reason] = new(admission.LogSampler)
 	}
 	return g.samplers[reason]
 }

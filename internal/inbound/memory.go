@@ -4,8 +4,8 @@
 // gRPC returns window to a connection for every byte that it reads, consumed or not, so
 // its windows bound what lies unread of one RPC, and not of a connection. A Conn lies
 // between gRPC and the socket. It finds the messages in the data frames, charges each
-// with its first byte, one that is larger than the server's own with each of its frames, and
-// reads no further while there is no memory for the next. What
+// with its first byte, or frame by frame if it is larger than the server's own, and reads no
+// further while there is no memory for the next. What
 // comes for an RPC that has ended is dropped; what the RPC has left unread stays charged
 // until it has been collected.
 //
