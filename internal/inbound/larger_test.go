@@ -276,8 +276,8 @@ func TestAPeerThatStopsInALargerMessageEndsForOthers(t *testing.T) {
 			}
 			l.close()
 		}
-		if told < 2 {
-			t.Errorf("%d peers were told to end", told)
+		if told == 0 { // one may make room enough
+			t.Error("no peer was told to end")
 		}
 		honest.close()
 		time.Sleep(time.Second)
