@@ -108,6 +108,14 @@ func (b *Budget) TryAcquire(holder *Principal, n int64) bool {
 	return true
 }
 
+// Hold grants n bytes to holder that it has already, whether they fit or not. Whoever asks
+// next waits until they do.
+func (b *Budget) Hold(holder *Principal, n int64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.grant(holder, n)
+}
+
 // Reclaim registers spare, which is called when an amount does not fit, until stop
 // is called. It releases what is not needed now and reports whether it did; then it
 // is called again, while the amount still does not fit. It must not block, and must

@@ -8,10 +8,12 @@ import (
 	"log/slog"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/blocks"
@@ -60,6 +62,10 @@ type engineConfig struct {
 	python                         []string // name=module:function
 	pythonProcesses, pythonThreads int
 	pythonEnv                      []string
+	train                          []string // names of Python models
+	checkpoints                    string   // folder
+	checkpointEvery                int      // steps
+	lease                          time.Duration
 	pythonFD                       string // name=descriptor
 	exitOnLoss                     bool
 }
@@ -143,6 +149,11 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 		}
 		err = errors.Join(err, bad)
 	}
+	for _, name := range cfg.train {
+		if !slices.ContainsFunc(cfg.python, func(text string) bool { return strings.HasPrefix(text, name+"=") }) {
+			err = errors.Join(err, usage("--train %q: no --python has this name", name))
+		}
+	}
 	for _, text := range cfg.python {
 		err = errors.Join(err, e.python(text))
 	}
@@ -167,8 +178,15 @@ func (e *engines) python(text string) error {
 	if err != nil {
 		return hinted{fmt.Errorf("--python %s: %w", text, err), "install python3, or set " + pythonEnv + " to an interpreter that has the tensorferry package"}
 	}
+	command := []string{exe, "-m", "tensorferry.worker", "--fd", strconv.Itoa(worker.Descriptor)}
+	if slices.Contains(e.cfg.train, name) {
+		command = append(command, "--train", "--lease", strconv.FormatFloat(e.cfg.lease.Seconds(), 'f', -1, 64))
+		if e.cfg.checkpoints != "" {
+			command = append(command, "--checkpoint", filepath.Join(e.cfg.checkpoints, name), "--checkpoint-every", strconv.Itoa(e.cfg.checkpointEvery))
+		}
+	}
 	return e.work(worker.Config{
-		Name: name, Command: []string{exe, "-m", "tensorferry.worker", "--fd", strconv.Itoa(worker.Descriptor), target},
+		Name: name, Command: append(command, target),
 		Env: e.cfg.pythonEnv, Processes: e.cfg.pythonProcesses, Threads: e.cfg.pythonThreads,
 	})
 }
@@ -197,8 +215,11 @@ func (e *engines) work(c worker.Config) error {
 	if c.Socket != nil {
 		e.ended = h.Ended()
 	}
-	if err = e.serve(h.Model(), "in --python name=module:function"); err != nil {
-		h.Close()
+	for _, m := range append([]engine.Model{h.Model()}, h.Companions()...) {
+		if err = e.serve(m, "in --python name=module:function"); err != nil {
+			h.Close()
+			break
+		}
 	}
 	return err
 }

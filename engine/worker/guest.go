@@ -35,7 +35,7 @@ type guest struct {
 	queue blocks.Queue    // only it may compute these
 	begun []*blocks.Work  // what it may touch: that which it computes, or answered last
 	runs  map[uint64]bool // it knows
-	ends  []uint64        // it is to be told of
+	tells []link.Message  // it is to be sent: runs and sessions that have ended
 	gone  bool            // the link has ended
 	left  error           // it has left the host, and why
 
@@ -154,6 +154,10 @@ func (g *guest) talk() (err error) {
 			default:
 				return fmt.Errorf("%w: an answer that nobody waits for", link.ErrMessage)
 			}
+		case *link.Kept:
+			if err := h.keep(m.JSON); err != nil {
+				return err
+			}
 		default:
 			return fmt.Errorf("%w: a worker does not send kind %d", link.ErrMessage, link.KindOf(m))
 		}
@@ -236,12 +240,12 @@ func (g *guest) next(wait bool) *blocks.Work {
 		if g.gone {
 			return nil
 		}
-		if len(g.ends) > 0 {
-			run := g.ends[0]
-			g.ends = g.ends[1:]
+		if len(g.tells) > 0 {
+			m := g.tells[0]
+			g.tells = g.tells[1:]
 			g.wind(h.cfg.obey)
 			h.mu.Unlock()
-			_ = g.conn.Send(&link.End{Head: link.Head{ID: run}}) // an error is Recv's too
+			_ = g.conn.Send(m) // an error is Recv's too
 			h.mu.Lock()
 			g.unwind()
 			continue
@@ -258,7 +262,7 @@ func (g *guest) next(wait bool) *blocks.Work {
 			continue
 		}
 		p := w.Program.(*program)
-		if w.Context().Err() != nil {
+		if w.Context().Err() != nil || p.life != nil && p.life.Err() != nil { // it hears first that a session is gone
 			h.mu.Unlock()
 			w.End(nil)
 			h.mu.Lock()
@@ -338,7 +342,7 @@ func (g *guest) leaveRun(run context.Context, id uint64) {
 	defer h.mu.Unlock()
 	if !g.gone {
 		delete(g.runs, id)
-		g.ends = append(g.ends, id)
+		g.tells = append(g.tells, &link.End{Head: link.Head{ID: id}})
 		h.more.Broadcast()
 	}
 }

@@ -9,10 +9,17 @@ import (
 
 // info is what a guest says of its model: the json of ready.
 type info struct {
+	described
+	Stateful   bool        `json:"stateful"`
+	Error      string      `json:"error"`
+	Companions []described `json:"companions"` // named after what they do
+}
+
+// described is one model of a guest.
+type described struct {
 	engine.Info
-	BlockRows int64  `json:"block_rows"`
-	Stateful  bool   `json:"stateful"`
-	Error     string `json:"error"`
+	BlockRows int64 `json:"block_rows"`
+	Keeps     bool  `json:"keeps"` // its calls leave something that takes memory
 }
 
 // parseInfo reads the json of ready, under the name that the model is served by.
@@ -24,9 +31,20 @@ func parseInfo(name string, text []byte) (*info, error) {
 	if i.Error != "" {
 		return nil, fmt.Errorf("it did not load: %s", clean(i.Error))
 	}
-	if len(i.Inputs) == 0 && i.Rows != 0 {
-		return nil, fmt.Errorf("a model without inputs has no rows; it says %d", i.Rows)
+	for j := range i.Companions {
+		c := &i.Companions[j]
+		if err := c.check(name + "/" + c.Name); err != nil {
+			return nil, err
+		}
 	}
-	i.Name, i.Info.BlockRows = name, i.BlockRows
-	return &i, i.Validate()
+	return &i, i.check(name)
+}
+
+// check checks what a guest says of a model, under the name that it is served by.
+func (d *described) check(name string) error {
+	if len(d.Inputs) == 0 && d.Rows != 0 {
+		return fmt.Errorf("a model without inputs has no rows; it says %d", d.Rows)
+	}
+	d.Name, d.Info.BlockRows = name, d.BlockRows
+	return d.Validate()
 }

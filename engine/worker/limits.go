@@ -23,6 +23,8 @@ const (
 	endWait = 5 * time.Second
 	// drainWait is how long what a killed process started may keep its pipes and socket open.
 	drainWait = time.Second
+	// keptShare: what one call leaves in the process may be 1/keptShare of the memory for inputs.
+	keptShare = 4
 	// lineBytes is the longest line of a worker that is logged whole.
 	lineBytes = 4 << 10
 	// A process may say linesPerSecond lines to the log, and lineBurst at once.

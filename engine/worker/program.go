@@ -2,6 +2,7 @@ package worker
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -18,17 +19,22 @@ import (
 // program is the model tied to one call.
 type program struct {
 	run   uint64
-	call  string // its id
-	json  []byte // what a guest is told with its first block
+	model int // 0, or the number of a companion
+	info  engine.Info
+	life  context.Context // of the caller's session, nil without one
+	call  string          // its id
+	json  []byte          // what a guest is told with its first block
 	lead  tensor.Shape
 	owner *guest // the only one that computes it, where the model is stateful
 }
 
 // callJSON is that of the first block of a run.
 type callJSON struct {
-	Call   string            `json:"call"`
-	Params map[string]string `json:"params"`
-	Inputs []inputJSON       `json:"inputs"`
+	Call      string            `json:"call"`
+	Params    map[string]string `json:"params"`
+	Inputs    []inputJSON       `json:"inputs"`
+	Session   uint64            `json:"session,omitempty"` // of a process with companions: who calls
+	Principal string            `json:"principal,omitempty"`
 }
 
 type inputJSON struct {
@@ -37,11 +43,19 @@ type inputJSON struct {
 	Shape    []int64           `json:"shape"`
 }
 
-// bind ties the model to a call.
-func (h *Host) bind(c engine.Call) (blocks.Bound, error) {
-	info := h.model.Info()
-	p := &program{run: h.runIDs.Add(1), call: c.ID.String()}
+// bound returns a model: that of the host, or a companion, by its number.
+func (h *Host) bound(number int, d described) blocks.Model {
+	return blocks.Model{Info: d.Info, Bind: func(c engine.Call) (blocks.Bound, error) { return h.bind(number, d, c) }}
+}
+
+// bind ties a model to a call.
+func (h *Host) bind(number int, d described, c engine.Call) (blocks.Bound, error) {
+	info := d.Info
+	p := &program{run: h.runIDs.Add(1), model: number, info: info, life: c.Lifetime, call: c.ID.String()}
 	about := callJSON{Call: p.call, Params: c.Params, Inputs: []inputJSON{}}
+	if about.Session = h.session(c.Lifetime); about.Session != 0 {
+		about.Principal = c.Principal.Name()
+	}
 	for i, in := range c.Inputs {
 		about.Inputs = append(about.Inputs, inputJSON{in.Name, in.Metadata, in.Desc.Shape})
 		if p.lead == nil && !info.Inputs[i].Whole {
@@ -50,13 +64,20 @@ func (h *Host) bind(c engine.Call) (blocks.Bound, error) {
 	}
 	var err error
 	p.json, err = json.Marshal(about)
-	return blocks.Bound{Results: blocks.Given, Program: p}, err
+	b := blocks.Bound{Results: blocks.Given, Program: p}
+	if d.Keeps {
+		h.mu.Lock()
+		b.Memory = []int64{h.kept.Most}
+		h.mu.Unlock()
+	}
+	return b, err
 }
 
 // message describes a block to a guest: its inputs by the memory they lie in.
 func (h *Host) message(id uint64, w *blocks.Work) (*link.Run, error) {
-	p, info := w.Program.(*program), h.model.Info()
-	m := &link.Run{Head: link.Head{ID: id}, Run: p.run, Row: uint64(w.Row), Rows: uint64(w.Rows)}
+	p := w.Program.(*program)
+	info := p.info
+	m := &link.Run{Head: link.Head{ID: id}, Run: p.run, Row: uint64(w.Row), Rows: uint64(w.Rows), Model: uint16(p.model)}
 	for i, d := range w.Descs {
 		data, shape := w.In[i], d.Shape
 		switch axes := info.Axes(len(shape)); {
@@ -105,6 +126,7 @@ func (h *Host) accept(g *guest, w *blocks.Work, a *link.Answer) (r result, err e
 		}
 	}
 	r.times.Compute = time.Duration(min(a.Nanos, uint64(h.cfg.block)))
+	p := w.Program.(*program)
 	if a.Code != 0 {
 		r.err = failure(a)
 	}
@@ -117,7 +139,7 @@ func (h *Host) accept(g *guest, w *blocks.Work, a *link.Answer) (r result, err e
 			r.release()
 			return r, err
 		}
-		t, err := w.Program.(*program).tensor(h.model.Info(), w.Rows, out, data)
+		t, err := p.tensor(w.Rows, out, data)
 		if err != nil && r.err == nil {
 			r.err = err
 		}
@@ -125,7 +147,7 @@ func (h *Host) accept(g *guest, w *blocks.Work, a *link.Answer) (r result, err e
 		inside = inside || b == nil && out.Range.Len > 0
 		narrow = narrow || len(t.Data) > 0 && len(t.Data) < widest
 	}
-	if inside && narrow && h.model.Info().Rows != 0 {
+	if inside && narrow && p.info.Rows != 0 {
 		// The slots of a run hold a chunk of results that are as wide as its input: what
 		// lies in a slot keeps it until every result of the block is released.
 		r.release()
@@ -156,7 +178,7 @@ func (h *Host) find(g *guest, w *blocks.Work, at link.Range) (data []byte, b *li
 }
 
 // tensor is a result of a block: the desc of all of it, the data of the block.
-func (p *program) tensor(info engine.Info, rows int64, out link.Tensor, data []byte) (tensor.Tensor, error) {
+func (p *program) tensor(rows int64, out link.Tensor, data []byte) (tensor.Tensor, error) {
 	d := tensor.Desc{DType: tensor.DataType(out.DType), Shape: out.Shape}
 	n, err := d.Bytes()
 	if err != nil {
@@ -165,7 +187,7 @@ func (p *program) tensor(info engine.Info, rows int64, out link.Tensor, data []b
 	if n > int64(len(data)) {
 		return tensor.Tensor{}, resultError(fmt.Sprintf("a result of %d bytes lies in %d", n, len(data)))
 	}
-	if info.Rows != 0 {
+	if p.info.Rows != 0 {
 		if len(out.Shape) == 0 || out.Shape[0] != rows {
 			return tensor.Tensor{}, resultError(fmt.Sprintf("a result is %v; the first dimension of a block of %d rows is to be that", d, rows))
 		}
@@ -188,8 +210,11 @@ func failure(a *link.Answer) error {
 		return errors.New("it failed, and says why in what is no json")
 	}
 	message := cut(clean(f.Message), textBytes)
-	if a.Code == link.Exhausted {
+	switch a.Code {
+	case link.Exhausted:
 		return fmt.Errorf("%w: %s", slab.ErrMemory, message)
+	case link.Precondition:
+		return fmt.Errorf("%w: %s", engine.ErrPrecondition, message)
 	}
 	told := errors.New(message)
 	if f.Public {

@@ -94,8 +94,10 @@ type Host struct {
 	pool    *slab.Pool
 	budget  *slab.Budget // of inputs
 	results *slab.Budget
-	engine  *blocks.Engine
+	engines []*blocks.Engine
 	model   engine.Model
+	// companions are more models of the same process.
+	companions []engine.Model
 
 	stop  context.CancelFunc
 	ctx   context.Context // ends with Close
@@ -116,6 +118,10 @@ type Host struct {
 	guests map[*guest]struct{} // that are ready
 	info   *info               // as the first guest said
 	closed bool
+	kept   kept // by the process, between calls
+	// sessions have calls of a model with companions: by the channel that is closed at their end.
+	sessions    map[<-chan struct{}]uint64
+	lastSession uint64
 }
 
 // Start starts the processes of a model and goroutines for each, which end with Close,
@@ -127,11 +133,10 @@ func Start(c Config) (*Host, error) {
 		cfg: c, heap: heap, pool: slab.NewPool(2*c.MemoryBytes, heap),
 		budget:  slab.NewBudget("input memory of "+c.Name, c.MemoryBytes),
 		results: slab.NewBudget("result memory of "+c.Name, c.MemoryBytes),
-		ended:   make(chan struct{}), guests: make(map[*guest]struct{}),
+		ended:   make(chan struct{}), guests: make(map[*guest]struct{}), sessions: make(map[<-chan struct{}]uint64),
 	}
 	h.more.L = &h.mu
 	h.ctx, h.stop = context.WithCancel(context.Background())
-	h.engine = blocks.New(blocks.Config{Name: "python:" + c.Name, Device: h, Pool: h.pool, Budget: h.budget, Gauges: h.gauges})
 	ready := make(chan error, c.Processes)
 	for n := range c.Processes {
 		p := &process{host: h, log: c.Log, first: ready, lines: rate.NewLimiter(linesPerSecond, lineBurst)}
@@ -151,13 +156,36 @@ func Start(c Config) (*Host, error) {
 		}
 	}
 	if err == nil {
-		h.model, err = h.engine.Model(blocks.Model{Info: h.info.Info, Bind: h.bind, Teardown: h.Close})
+		err = h.makeModels()
 	}
 	if err != nil {
 		h.Close()
 		return nil, fmt.Errorf("worker: model %q: %w", c.Name, err)
 	}
 	return h, nil
+}
+
+// makeModels makes the models that the first guest has announced.
+func (h *Host) makeModels() (err error) {
+	if len(h.info.Companions) > 0 && h.cfg.Processes > 1 {
+		return fmt.Errorf("a model that trains has one process, not %d: its weights are there", h.cfg.Processes)
+	}
+	cfg := blocks.Config{Name: "python:" + h.cfg.Name, Device: h, Pool: h.pool, Budget: h.budget}
+	side := blocks.New(cfg)
+	for i, d := range h.info.Companions {
+		m, err := side.Model(h.bound(i+1, d))
+		if err != nil {
+			return err
+		}
+		h.companions = append(h.companions, m)
+	}
+	cfg.Gauges = h.gauges // of all of them
+	main := blocks.New(cfg)
+	h.engines = []*blocks.Engine{main, side}
+	m := h.bound(0, h.info.described)
+	m.Teardown = h.Close
+	h.model, err = main.Model(m)
+	return err
 }
 
 // Model returns the model. Closing it closes the host.
@@ -189,7 +217,7 @@ func (h *Host) Close() {
 // gauges are what the model measures.
 func (h *Host) gauges() []engine.Gauge {
 	h.mu.Lock()
-	ready, queued, resident := len(h.guests), h.queue.Len(), int64(0)
+	ready, queued, resident, said := len(h.guests), h.queue.Len(), int64(0), h.kept.Gauges
 	for g := range h.guests {
 		r, _ := proc.ResidentOf(g.pid) // nothing where the system does not tell
 		resident += r.Own + r.Mapped
@@ -198,7 +226,7 @@ func (h *Host) gauges() []engine.Gauge {
 	h.mu.Unlock()
 	inputs, _, _ := h.budget.Used()
 	results, _, _ := h.results.Used()
-	return []engine.Gauge{
+	all := []engine.Gauge{
 		{Name: "worker_processes", Meaning: "processes that are ready", Value: float64(ready)},
 		{Name: "worker_restarts", Meaning: "processes that were started again", Value: float64(h.restarts.Load())},
 		{Name: "worker_memory_bytes", Meaning: "memory of the processes", Value: float64(resident)},
@@ -206,6 +234,12 @@ func (h *Host) gauges() []engine.Gauge {
 		{Name: "worker_input_bytes", Meaning: "shared memory that inputs have", Value: float64(inputs)},
 		{Name: "worker_result_bytes", Meaning: "shared memory that results have", Value: float64(results)},
 	}
+	for _, g := range trainingGauges {
+		if len(h.companions) > 0 {
+			all = append(all, engine.Gauge{Name: g.name, Meaning: g.meaning, Value: said[g.said]})
+		}
+	}
+	return all
 }
 
 // Start implements blocks.Device.
@@ -255,12 +289,17 @@ func (h *Host) join(g *guest) error {
 		h.mu.Unlock()
 		return errors.New("its ports, rows or parameters are not those that the model had before")
 	}
+	if len(g.info.Companions) > 0 { // what it keeps is worth more than the time
+		h.cfg.obey = h.cfg.block
+	}
 	h.guests[g] = struct{}{}
 	h.mu.Unlock()
 	if h.lost {
 		h.lost = false
 		h.cfg.Log.Warn("worker is back")
-		h.engine.Back()
+		for _, e := range h.engines {
+			e.Back()
+		}
 	}
 	return nil
 }
@@ -289,7 +328,10 @@ func (h *Host) leave(g *guest, cause error) {
 		return
 	}
 	h.lost = true
-	h.engine.Lost(cause)
+	_ = h.keep(nil) // nothing
+	for _, e := range h.engines {
+		e.Lost(cause)
+	}
 	h.mu.Lock()
 	h.queue = blocks.Queue{} // what came meanwhile
 	h.mu.Unlock()

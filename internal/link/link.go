@@ -432,6 +432,7 @@ func (c *Conn) take(m *Take) error {
 
 // Codes of a Done that the link itself sends: gRPC's.
 const (
-	Deadline  uint16 = 4
-	Exhausted uint16 = 8
+	Deadline     uint16 = 4
+	Exhausted    uint16 = 8
+	Precondition uint16 = 9
 )

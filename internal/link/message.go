@@ -157,6 +157,7 @@ type (
 	Run struct {
 		Head
 		Run, Row, Rows uint64
+		Model          uint16 // 0, or the number of a companion in ready
 		Inputs         []Tensor
 		JSON           []byte
 	}
@@ -170,13 +171,20 @@ type (
 	}
 	// End says that a run has no more blocks.
 	End struct{ Head }
+	// Kept says what a guest keeps between calls.
+	Kept struct {
+		Head
+		JSON []byte
+	}
+	// Gone says that a session has ended: what a model keeps for it is freed.
+	Gone struct{ Head }
 )
 
 // messages has a message of each kind, by its number in docs/link.md.
 var messages = [256]Message{
 	1: &Hello{}, 2: &Memory{}, 3: &Forget{}, 4: &Take{}, 5: &Give{}, 8: &Done{},
 	10: &Ask{}, 11: &Call{}, 12: &Data{}, 13: &Cancel{}, 14: &Result{}, 15: &Region{},
-	20: &Ready{}, 21: &Run{}, 22: &Answer{}, 23: &End{},
+	20: &Ready{}, 21: &Run{}, 22: &Answer{}, 23: &End{}, 24: &Gone{}, 25: &Kept{},
 }
 
 var kinds = func() map[reflect.Type]uint8 {
@@ -203,6 +211,7 @@ func (m *Give) body(c *coder)   { list(c, &m.Ranges, rangeBytes, c.extent) }
 func (m *Ask) body(c *coder)    { c.u32(&m.Millis); c.json(&m.Head, &m.JSON) }
 func (m *Data) body(c *coder)   { c.u32(&m.Input); c.extent(&m.Range) }
 func (m *Ready) body(c *coder)  { c.json(&m.Head, &m.JSON) }
+func (m *Kept) body(c *coder)   { c.json(&m.Head, &m.JSON) }
 
 func (m *Done) body(c *coder) {
 	c.u16(&m.Code)
@@ -246,6 +255,7 @@ func (m *Run) body(c *coder) {
 	c.u64(&m.Run)
 	c.u64(&m.Row)
 	c.u64(&m.Rows)
+	c.u16(&m.Model)
 	list(c, &m.Inputs, 2+rangeBytes, c.placed)
 	c.json(&m.Head, &m.JSON)
 }

@@ -57,7 +57,7 @@ func (r *relay) call(m *link.Call) (run func(), err error) {
 		}
 		return s, err
 	}
-	return o.run(m.Millis, func() ([]byte, error) { return nil, o.compute(m, q) }), nil
+	return o.run(m.Millis, func() ([]byte, error) { return o.compute(m, q) }), nil
 }
 
 // table makes a map of pairs.
@@ -72,16 +72,17 @@ func table(pairs [][2]string) map[string]string {
 	return t
 }
 
-// compute runs a call to its end. Results that the guest does not know are left to done.
-func (o *op) compute(m *link.Call, q client.Request) error {
+// compute runs a call to its end, and answers its id. Results that the guest does not know are
+// left to done.
+func (o *op) compute(m *link.Call, q client.Request) (answer []byte, err error) {
 	defer o.dropResults()
 	cl, err := o.client(m.Connection)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	c, err := cl.Call(o.ctx, q)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if m.Flags&link.Regions != 0 {
 		for region, err := range c.Regions() {
@@ -105,7 +106,7 @@ func (o *op) compute(m *link.Call, q client.Request) error {
 			o.rest = append(o.rest, a)
 		}
 	}
-	return err
+	return []byte(`{"call":"` + c.ID().String() + `"}`), err
 }
 
 // result is one on its way to the guest.

@@ -70,6 +70,7 @@ var callRules = []Rule{
 	{Err: engine.ErrNotFound, Code: frame.NotFound},
 	{Err: engine.ErrInput, Code: frame.FailedPrecondition},
 	{Err: engine.ErrParam, Code: frame.InvalidArgument},
+	{Err: engine.ErrPrecondition, Code: frame.FailedPrecondition},
 	{Err: tensor.ErrTooLarge, Code: frame.ResourceExhausted}, // also of an input
 	{Err: errBinding, Code: frame.InvalidArgument},
 	{Err: slab.ErrBudget, Code: frame.ResourceExhausted},

@@ -200,6 +200,13 @@ class Call:
         return self._run.ended
 
     @property
+    def id(self) -> str:
+        """The id that the server knows the call by, empty before the end."""
+        if self._run.error is not None:
+            return self._run.error.call
+        return str(_wire.from_json(self._run.raw).get("call", "")) if self._run.ended else ""
+
+    @property
     def timings(self) -> Optional[Timings]:
         """Where the time went, None before the end."""
         return Timings(*[n / 1e9 for n in self._run.timings]) if self._run.timings else None

@@ -69,6 +69,8 @@ class Call:
 
     def __init__(self, id: str, params: dict[str, Any], inputs: list[dict[str, Any]], worker: Any) -> None:
         self.id = id
+        self.session = 0  # whose call it is, where the model trains
+        self.principal = ""
         self.params = params
         self.inputs = inputs  # name, metadata and shape of each whole input
         self.state: dict[str, Any] = {}  # lives as long as the call, where the model is stateful
@@ -98,6 +100,7 @@ class Model:
     stateful: Optional[bool] = None
     idempotent: Optional[bool] = None
     array: Optional[str] = None
+    train: Optional[bool] = None
     version: Optional[str] = None
     about: Optional[Mapping[str, str]] = None
 
@@ -115,7 +118,7 @@ class Model:
 
 
 DECLARED = (
-    "inputs", "outputs", "rows", "block_rows", "params", "device", "stateful", "idempotent", "array", "version",
+    "inputs", "outputs", "rows", "block_rows", "params", "device", "stateful", "idempotent", "array", "train", "version",
     "about",
 )  # fmt: skip
 
@@ -159,6 +162,11 @@ class Prepared:
     by_name: bool  # inputs are passed by name
     wants_call: bool
     module: bool  # of torch
+    name: str = ""  # of a companion
+    keeps: bool = False  # calls leave something that takes memory
+    trains: bool = False  # its calls change weights, or need them unchanged
+    companions: list[Prepared] = dataclasses.field(default_factory=list)
+    training: Any = None  # what they share
 
     def mode(self) -> Any:
         """The mode that the model computes in: torch keeps no graph."""
@@ -166,7 +174,8 @@ class Prepared:
             return contextlib.nullcontext()
         import torch
 
-        return torch.inference_mode() if self.module else torch.no_grad()
+        # What is cached in inference mode, such as a mask, no graph can have.
+        return torch.inference_mode() if self.module and self.training is None else torch.no_grad()
 
     def ready(self) -> dict[str, Any]:
         """The json of the message ready (docs/link.md)."""
@@ -179,7 +188,11 @@ class Prepared:
         def text(p: Param) -> str:
             return "" if p.default is None else str(p.default).lower() if p.kind is bool else str(p.default)
 
+        more = {"companions": [m.ready() for m in self.companions]} if self.companions else {}
         return {
+            "name": self.name,
+            "keeps": self.keeps,
+            **more,
             "version": self.version,
             "device": self.device,
             "inputs": ports(self.inputs),
@@ -207,12 +220,14 @@ def find(target: str) -> Any:
     return found
 
 
-def prepare(target: Any, declarations: Optional[Mapping[str, Any]] = None) -> Prepared:
+def prepare(
+    target: Any, declarations: Optional[Mapping[str, Any]] = None, training: Optional[Mapping[str, Any]] = None
+) -> Prepared:
     """Makes a model of a function, a Model, a torch module, a class of these, or a factory of one.
 
     A class, or a function that can be called without arguments, is a factory: it is called once. Of several
     declarations of one thing the first counts: those given here, those of what the factory returned, those of the
-    factory.
+    factory. training has the options of one that trains.
     """
     layers: list[Mapping[str, Any]] = [dict(declarations or {})]
     check(layers[0])
@@ -226,7 +241,7 @@ def prepare(target: Any, declarations: Optional[Mapping[str, Any]] = None) -> Pr
         said.update({k: v for k, v in layer.items() if v is not None})
     if not callable(made):
         raise TypeError(f"tensorferry: {made!r} is no model; it cannot be called")
-    return _prepared(made, said)
+    return _prepared(made, said, training or {})
 
 
 def _said(made: Any) -> Mapping[str, Any]:
@@ -247,8 +262,11 @@ def _factory(f: Any) -> bool:
     return all(p.default is not p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
-def _prepared(made: Any, said: dict[str, Any]) -> Prepared:
+def _prepared(made: Any, said: dict[str, Any], training: Mapping[str, Any]) -> Prepared:
     torch = sys.modules.get("torch")
+    trainer: Any = None
+    if sys.modules.get("tensorferry._train") is not None and isinstance(made, sys.modules["tensorferry._train"].Trainer):
+        trainer, made = made, made.module
     module = torch is not None and isinstance(made, torch.nn.Module)
     about = {k: str(v) for k, v in dict(said.get("about") or {}).items()}
     array, device = said.get("array"), said.get("device")
@@ -287,7 +305,7 @@ def _prepared(made: Any, said: dict[str, Any]) -> Prepared:
     for name, p in params.items():
         if not isinstance(p, Param):
             raise TypeError(f"tensorferry: param {name} is a {type(p).__name__}, not a tensorferry.Param")
-    return Prepared(
+    prepared = Prepared(
         compute=made if module else compute,
         inputs=inputs,
         outputs=outputs,
@@ -305,6 +323,32 @@ def _prepared(made: Any, said: dict[str, Any]) -> Prepared:
         wants_call=wants_call,
         module=module,
     )
+    if trainer is not None or said.get("train"):
+        _train(prepared, made, trainer, training)
+    return prepared
+
+
+def _train(prepared: Prepared, module: Any, trainer: Any, options: Mapping[str, Any]) -> None:
+    """Adds what trains the module."""
+    if not prepared.module:
+        raise TypeError(f"tensorferry: {module!r} cannot train; it is no torch.nn.Module")
+    from ._train import Trainer, Training
+
+    training = Training(trainer or Trainer(module), prepared.device, options)
+    prepared.training, prepared.trains, prepared.teardown = training, True, training.save
+    prepared.companions = training.companions(prepared)
+
+
+def named_results(names: list[str], said: Any) -> list[tuple[str, Any]]:
+    """What a function returned by the names of the outputs, in their order."""
+    if isinstance(said, dict):
+        if set(said) != set(names):
+            raise TypeError(f"the model returned {sorted(map(str, said))}, its outputs are {names}")
+        return [(n, said[n]) for n in names]
+    several = tuple(said) if isinstance(said, (tuple, list)) and len(names) > 1 else (said,)
+    if len(several) != len(names):
+        raise TypeError(f"the model returned {len(several)} results, its outputs are {names}")
+    return list(zip(names, several))
 
 
 def _parameters(made: Any) -> int:

@@ -23,8 +23,9 @@ class Server:
     """A server of one model of this process. It ends with close, with the `with` block, or with this process."""
 
     def __init__(
-        self, model: Any, listen: str, name: str, options: Sequence[str], declarations: dict[str, Any]
-    ) -> None:
+        self, model: Any, listen: str, name: str, options: Sequence[str], training: dict[str, Any],
+        declarations: dict[str, Any],
+    ) -> None:  # fmt: skip
         self._stopping = threading.Lock()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -44,7 +45,7 @@ class Server:
         try:
             worker = Worker(ours)
             os.register_at_fork(after_in_child=worker.link.forget)
-            self._prepared = load(worker, model, declarations)
+            self._prepared = load(worker, model, declarations, training)
             self._thread = threading.Thread(target=self._compute, args=(worker,), name="tensorferry-model", daemon=True)
             self._thread.start()
             assert self._process.stdout is not None
@@ -122,14 +123,18 @@ def serve(
     host: str = "127.0.0.1",
     name: Optional[str] = None,
     options: Sequence[str] = (),
+    checkpoint: Optional[str] = None,
+    checkpoint_every: int = 100,
     **declarations: Any,
 ) -> Server:
     """Serves a function, a Model, a torch module, or a factory of one, computed by a thread of this process.
 
     It returns when the server listens, at `.address`; port 0 is any free one. `.wait()` waits for Ctrl-C.
-    declarations are those of tensorferry.model, options more arguments of `tensorferry serve`.
+    declarations are those of tensorferry.model, options more arguments of `tensorferry serve`. A model that
+    trains (train=True) writes a checkpoint to a folder every so many steps, and goes on from there.
     """
     if name is None:
         name = model.rpartition(":")[2] if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
     listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return Server(model, listen, name, options, declarations)
+    training = {"checkpoint": checkpoint, "checkpoint_every": checkpoint_every}
+    return Server(model, listen, name, options, training, declarations)

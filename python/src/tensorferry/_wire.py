@@ -22,7 +22,7 @@ GIVES = 1024  # ranges of one give
 
 HELLO, MEMORY, FORGET, TAKE, GIVE, DONE = 1, 2, 3, 4, 5, 8
 ASK, CALL, DATA, CANCEL, RESULT, REGION = 10, 11, 12, 13, 14, 15
-READY, RUN, ANSWER, END = 20, 21, 22, 23
+READY, RUN, ANSWER, END, GONE, KEPT = 20, 21, 22, 23, 24, 25
 
 LONG, REGIONS, PIECE, IDEMPOTENT = 1, 2, 4, 8  # flags
 PIECES, WHOLE = 0, 1  # how an input or a result travels
@@ -78,9 +78,11 @@ _BODIES: dict[int, tuple[tuple[str, Any], ...]] = {
     RESULT: _RESULT,
     REGION: (("result", "u32"), ("offset", "u64"), ("length", "u64"), ("range", "range")),
     READY: (("json", "json"),),
-    RUN: (("run", "u64"), ("row", "u64"), ("rows", "u64"), ("inputs", _PLACED), ("json", "json")),
+    RUN: (("run", "u64"), ("row", "u64"), ("rows", "u64"), ("model", "u16"), ("inputs", _PLACED), ("json", "json")),
     ANSWER: (("code", "u16"), ("nanos", "u64"), ("outputs", _PLACED), ("json", "json")),
     END: (),
+    GONE: (),
+    KEPT: (("json", "json"),),
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from . import _tensor as tensors
 from . import _wire as wire
 from ._errors import LinkError, ResourceExhausted
 from ._link import Link, Range
-from ._model import Call, ModelError, Prepared, find, prepare
+from ._model import Call, ModelError, Prepared, find, named_results, prepare
 
 HELLO_SECONDS = 60.0
 TAKE_SECONDS = 10.0  # how long a result waits for memory
@@ -40,7 +40,10 @@ class Worker:
         self.unwanted = False
         self.made: list[Range] = []  # for the block's results, by address
         self.named: list[Range] = []  # of these, what the answer names
-        self.model: Prepared
+        self.model: Prepared  # whose block is computed
+        self.models: list[Prepared] = []  # that one, and its companions
+        self.training: Any = None
+        self.told: Any = None  # what the server knows that training keeps
         self.loop: Any = None  # of async models
 
     def refuse(self, err: BaseException) -> None:
@@ -50,12 +53,18 @@ class Worker:
 
     def serve(self, model: Prepared) -> None:
         """Computes until the end of the link."""
-        self.model = model
+        self.model, self.models, self.training = model, [model, *model.companions], model.training
+        if self.training is not None:
+            self.training.room = int(self.link.host.get("memory", 0)) // 2
         with contextlib.suppress(LinkError):
             self.link.send(wire.encode(wire.READY, json=wire.to_json(model.ready())))
             while True:
-                message = self.link.receive()
+                deadline = None if self.training is None else self.training.tidy()
+                self.tell()
+                message = self.link.receive(deadline)
                 if message is None:
+                    if self.link.dead is None:
+                        continue
                     return
                 if message["kind"] == wire.RUN:
                     self.run(message)
@@ -63,12 +72,22 @@ class Worker:
                     self.runs.pop(message["id"], None)
                     if not self.runs:
                         self.tidy()
+                elif message["kind"] == wire.GONE and self.training is not None:
+                    self.training.gone(message["id"])
 
     def teardown(self) -> None:
         """Ends what serve has begun."""
         if self.loop is not None:
             self.loop.close()
-        self.model.teardown()
+        if self.models:
+            self.models[0].teardown()
+
+    def tell(self) -> None:
+        """Tells the server what training keeps, if that has changed."""
+        kept = None if self.training is None else self.training.kept()
+        if kept != self.told:
+            self.told = kept
+            self.link.send(wire.encode(wire.KEPT, json=wire.to_json(kept)))
 
     def tidy(self) -> None:
         """Gives memory back that other processes of the model may wait for."""
@@ -80,6 +99,7 @@ class Worker:
 
     def run(self, message: dict[str, Any]) -> None:
         self.block, self.unwanted = message["id"], False
+        self.model = self.models[message["model"]]
         begin = time.perf_counter_ns()
         outputs: list[dict[str, Any]] = []
         code, says = 0, b""
@@ -96,6 +116,7 @@ class Worker:
         self.named.clear()
         self.made.clear()
         self.block = 0
+        self.tell()  # first: what is kept is charged before another call is admitted
         self.link.send(wire.encode(wire.ANSWER, message["id"], code=code, nanos=nanos, outputs=outputs, json=says))
 
     def compute(self, message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -127,7 +148,7 @@ class Worker:
             if inspect.isawaitable(said):
                 said = self.finish(said)
             # All are looked at before memory is taken.
-            sources = [(self.source(model.outputs[name].dtypes, v)) for name, v in self.results(said)]
+            sources = [(self.source(model.outputs[name].dtypes, v)) for name, v in named_results(list(model.outputs), said)]
             # Where a model has rows, memory of the input is kept for a chunk of every result:
             # none may be narrower than the input.
             widest = max((e.length for _, e in places), default=0)
@@ -167,19 +188,9 @@ class Worker:
             values = {name: p.parse(name, params.get(name)) for name, p in self.model.params.items()}
         except ModelError as err:
             return err
-        return Call(str(said.get("call", "")), values, said.get("inputs") or [], self)
-
-    def results(self, said: Any) -> list[tuple[str, Any]]:
-        """What a function returned by the names of the outputs, in their order."""
-        names = list(self.model.outputs)
-        if isinstance(said, dict):
-            if set(said) != set(names):
-                raise TypeError(f"the model returned {sorted(map(str, said))}, its outputs are {names}")
-            return [(n, said[n]) for n in names]
-        several = tuple(said) if isinstance(said, (tuple, list)) and len(names) > 1 else (said,)
-        if len(several) != len(names):
-            raise TypeError(f"the model returned {len(several)} results, its outputs are {names}")
-        return list(zip(names, several))
+        call = Call(str(said.get("call", "")), values, said.get("inputs") or [], self)
+        call.session, call.principal = int(said.get("session", 0)), str(said.get("principal", ""))
+        return call
 
     def source(self, declared: tuple[str, ...], value: Any) -> tuple[tensors.Source, int]:
         """A result as bytes, and the number of its data type."""
@@ -250,15 +261,20 @@ def failure(err: Exception) -> tuple[int, bytes]:
     if isinstance(err, ResourceExhausted):
         code, message = EXHAUSTED, str(err)
     elif getattr(err, "public", False) is True:
-        message, trace = str(err), ""
+        code, message, trace = getattr(err, "code", FAILED), str(err), ""
     says = {"message": message[:MESSAGE_CHARACTERS], "public": True, "trace": trace[-TRACE_CHARACTERS:]}
     return code, wire.to_json(says)
 
 
-def load(worker: Worker, target: Any, declarations: Optional[dict[str, Any]] = None) -> Prepared:
+def load(
+    worker: Worker,
+    target: Any,
+    declarations: Optional[dict[str, Any]] = None,
+    training: Optional[dict[str, Any]] = None,
+) -> Prepared:
     """Makes the model ready. Where that fails, the server is told, and the exception goes on."""
     try:
-        return prepare(find(target) if isinstance(target, str) else target, declarations)
+        return prepare(find(target) if isinstance(target, str) else target, declarations, training)
     except BaseException as err:
         with contextlib.suppress(LinkError):
             worker.refuse(err)

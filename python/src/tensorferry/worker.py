@@ -18,6 +18,10 @@ def main() -> int:
         prog="python -m tensorferry.worker", description="Computes one model for a tensorferry server, which starts it."
     )
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the link")
+    parser.add_argument("--train", action="store_true", help="let clients train it")
+    parser.add_argument("--lease", type=float, help="seconds for which a trainer that is cut off keeps others out")
+    parser.add_argument("--checkpoint", help="folder for checkpoints")
+    parser.add_argument("--checkpoint-every", type=int, help="steps between two checkpoints")
     parser.add_argument("target", help="module:function")
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides
@@ -27,7 +31,7 @@ def main() -> int:
     worker = Worker(sock)
     os.register_at_fork(after_in_child=worker.link.forget)
     try:
-        model = load(worker, args.target)
+        model = load(worker, args.target, {"train": True} if args.train else None, vars(args))
     except Exception:
         traceback.print_exc()
         return 1

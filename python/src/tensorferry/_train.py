@@ -1,0 +1,553 @@
+"""Trains a torch module for remote clients: what a worker keeps between the calls of its companion models.
+
+The models are NAME/train, which keeps the graph of its forward pass under the id of its call, NAME/backward,
+NAME/step, NAME/release, NAME/lease, NAME/state and NAME/load. docs/training.md says what each does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Optional
+
+import torch
+
+from ._model import FREE, Call, ModelError, Param, Port, Prepared, named_results
+from ._tensor import Like
+
+LEASE_SECONDS = 30.0  # how long a trainer that is cut off keeps others out
+GRAPH_SECONDS = 600.0  # the age at which a graph is dropped
+GRAPHS = 1024  # of all sessions
+REASONS = 4096  # graphs that are gone, of which it is known why
+CHECKPOINTS = 2  # that are kept
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+_OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "momentum": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+class Refused(ModelError):
+    """A call that the state of the model does not allow, with what to do first."""
+
+    code = 9  # FAILED_PRECONDITION
+
+
+class Trainer:
+    """How a module trains. A model may return an instance of a class of its own, with other passes or another step."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.optimizer: Optional[torch.optim.Optimizer] = None
+        self.said: Any = None  # what it was made of
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Returns the outputs, with their graph."""
+        return self.module(*inputs, **named)
+
+    def backward(self, outputs: list[Any], gradients: list[Any], retain: bool) -> None:
+        """Adds to the gradients of the parameters, and of the inputs."""
+        torch.autograd.backward(outputs, gradients, retain_graph=retain)
+
+    def step(self, options: Mapping[str, Any]) -> None:
+        """Applies the gradients. options has the name of the optimizer and its groups."""
+        groups = [dict(g) for g in options["groups"]]
+        parts = [g.pop("params", None) for g in groups]
+        made = (options["optimizer"], parts)
+        if self.optimizer is None or self.said != made:
+            known = dict(self.module.named_parameters())
+            unknown = [name for names in parts for name in names or () if name not in known]
+            if unknown:
+                raise ModelError(f"the module has no parameter {unknown[0]!r}")
+            for g, names in zip(groups, parts):
+                g["params"] = [known[name] for name in names] if names is not None else list(known.values())
+            try:
+                self.optimizer = _OPTIMIZERS[options["optimizer"]](groups, lr=groups[0].get("lr", 0.01))
+            except (KeyError, TypeError, ValueError) as err:
+                raise ModelError(f"no optimizer {options['optimizer']!r} with such options: {err}") from None
+            self.said = made
+        for have, new in zip(self.optimizer.param_groups, groups):
+            have.update({name: tuple(v) if isinstance(v, list) else v for name, v in new.items() if name != "params"})
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        """What the optimizer needs to go on, beside the module's own state."""
+        return {"said": self.said, "optimizer": None if self.optimizer is None else self.optimizer.state_dict()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what state returned."""
+        self.optimizer = None
+        if state["optimizer"] is not None:
+            name, parts = state["said"]
+            groups = state["optimizer"]["param_groups"]
+            hyper = [{k: v for k, v in g.items() if k not in ("params", "initial_lr")} for g in groups]
+            known = dict(self.module.named_parameters())
+            for g, names in zip(hyper, parts):
+                g["params"] = [known[name] for name in names] if names is not None else list(known.values())
+            self.optimizer = _OPTIMIZERS[name](hyper, lr=hyper[0]["lr"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.said = (name, parts)
+
+
+@dataclasses.dataclass
+class Graph:
+    """A forward pass that waits for its backward pass."""
+
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
+    bytes: int
+    session: int
+    retain: bool
+    wire: Optional[torch.dtype]  # what floating-point tensors travel as
+    born: float
+
+
+class Training:
+    """A module that trains, what it keeps, and who trains it."""
+
+    def __init__(self, trainer: Trainer, device: str, options: Mapping[str, Any]) -> None:
+        self.trainer, self.module, self.device = trainer, trainer.module, device
+        self.lease_seconds = float(options.get("lease") or LEASE_SECONDS)
+        self.folder = pathlib.Path(options["checkpoint"]) if options.get("checkpoint") else None
+        self.every = int(options.get("checkpoint_every") or 100)
+        self.room = 0  # bytes that graphs may have; the worker says it
+        self.graphs: dict[str, Graph] = {}
+        self.reasons: dict[str, str] = {}  # why a graph is gone
+        self.bytes = self.most = 0
+        self.counts = dict.fromkeys(("used", "evicted", "expired", "missed"), 0)
+        self.steps = 0
+        self.saved = -1  # the step of the last checkpoint
+        self.last: tuple[str, int] = ("", 0)  # token and number of the last step
+        self.answer: list[float] = [0.0, 0.0, 1.0]
+        self.void = ""  # why the gradients that are there are not to be used
+        self.token = self.principal = ""
+        self.session = 0
+        self.cut = 0.0  # when the session of the lease ended; 0: it has not
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            stands = self.checkpoints()
+            if stands:
+                self.rewind(stands[-1])
+
+    # The lease.
+
+    def held(self) -> bool:
+        """Whether a client trains."""
+        if self.token and self.cut and time.monotonic() - self.cut > self.lease_seconds:
+            self.drop("the client that trained was cut off")
+            self.token = ""
+        return bool(self.token)
+
+    def drop(self, why: str) -> None:
+        """Ends what a trainer leaves: its graphs, and gradients that are not applied."""
+        for id in list(self.graphs):
+            self.forget(id, why)
+        self.zero()
+
+    def take(self, call: Call, _: Any, token: str, end: bool) -> Any:
+        """NAME/lease."""
+        if not token:
+            raise ModelError("param token is missing: a text that only this client knows")
+        if self.held() and token != self.token:
+            cut = f", cut off for {time.monotonic() - self.cut:.0f} s" if self.cut else ""
+            raise Refused(f"another client trains{cut}; wait until it ends, or for {self.lease_seconds:.0f} s after that")
+        if end and token == self.token:
+            self.drop("the client that trained has ended")
+            self.token = ""
+        elif not end:
+            self.token, self.principal, self.session, self.cut = token, call.principal, call.session, 0.0
+        return self.state()
+
+    def check(self, call: Call, token: str) -> None:
+        """Raises unless the caller trains."""
+        if not self.held() or token != self.token:
+            who = "another client trains" if self.token else "nobody trains"
+            raise Refused(f"{who}; step {self.steps} stands: take the lease (with trunk.training()) and look at the step first")
+        if not call.session:
+            raise Refused("a graph is kept for a session, and this call has none")
+        self.session, self.cut = call.session, 0.0
+
+    def gone(self, session: int) -> None:
+        """Frees what a session has, which has ended."""
+        for id in [id for id, g in self.graphs.items() if g.session == session]:
+            self.forget(id, "its session has ended")
+        if self.token and session == self.session:
+            self.cut = time.monotonic()
+
+    # Graphs.
+
+    def forget(self, id: str, why: str, count: str = "") -> None:
+        graph = self.graphs.pop(id, None)
+        if graph is None:
+            return
+        self.bytes -= graph.bytes
+        if count:
+            self.counts[count] += 1
+        self.reasons[id] = why
+        if len(self.reasons) > REASONS:
+            del self.reasons[next(iter(self.reasons))]
+
+    def tidy(self) -> Optional[float]:
+        """Drops graphs that are too old, and returns when the next one will be."""
+        now = time.monotonic()
+        for id, g in list(self.graphs.items()):
+            if now - g.born < GRAPH_SECONDS:
+                return g.born + GRAPH_SECONDS
+            self.forget(id, f"it was kept for {GRAPH_SECONDS:.0f} s", "expired")
+        return None
+
+    def forward(
+        self, call: Call, inputs: dict[str, Any], lease: str, seed: Optional[int], needs: str, retain: bool, eval: bool,
+        release: str, wire: str,
+    ) -> Any:  # fmt: skip
+        """NAME/train."""
+        self.check(call, lease)
+        self.release(release)
+        if wire and wire not in _FLOATS:
+            raise ModelError(f"param wire={wire!r} is none of {', '.join(_FLOATS)}")
+        sent = getattr(torch, wire) if wire else None
+        own_type = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
+        wanted = set(needs.split(",")) if needs != "*" else set(inputs)
+        xs = {}
+        for name, x in inputs.items():
+            x = x.detach().clone() if x.device.type == "cpu" and self.device == "cpu" else x.detach()
+            x = x.to(own_type) if sent and x.is_floating_point() else x
+            xs[name] = x.requires_grad_() if x.is_floating_point() and name in wanted else x
+        own = {_place(t) for t in (*self.module.parameters(), *self.module.buffers())}
+        counted: dict[int, int] = {}
+
+        def count(x: Any) -> None:
+            if _place(x) not in own:
+                counted[_place(x)] = _storage_bytes(x)
+
+        def pack(x: Any) -> Any:
+            count(x)
+            return x.detach(), x._version
+
+        def unpack(packed: Any) -> Any:
+            x, version = packed
+            if x._version != version:
+                raise ModelError(
+                    "a tensor that the backward pass needs was modified in place (by the module, or by a step)"
+                )
+            return x
+
+        self.module.train(not eval)
+        devices = [torch.device(self.device)] if self.device != "cpu" else []
+        fork = torch.random.fork_rng(devices) if seed is not None else contextlib.nullcontext()
+        with torch.enable_grad(), fork, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            if seed is not None:
+                torch.manual_seed(seed)
+            said = self.trainer.forward(**xs) if self.by_name else self.trainer.forward(*xs.values())
+            outputs = dict(named_results(list(self.outputs), said))
+        graph_of = {n: y for n, y in outputs.items() if torch.is_tensor(y)}
+        for y in (*xs.values(), *graph_of.values()):
+            count(y)
+        graph = Graph(xs, graph_of, sum(counted.values()), call.session, retain, sent, time.monotonic())
+        if self.room and graph.bytes > self.room:
+            raise Refused(f"the graph has {graph.bytes} bytes, and {self.room} are for all; give the server more --memory")
+        while self.graphs and (len(self.graphs) >= GRAPHS or self.room and self.bytes + graph.bytes > self.room):
+            mine = (id for id, g in self.graphs.items() if g.session == call.session)
+            self.forget(next(mine, next(iter(self.graphs))), "it was dropped for newer ones", "evicted")
+        if not call.cancelled:
+            self.graphs[call.id] = graph
+            self.bytes += graph.bytes
+            self.most = max(self.most, graph.bytes)
+        return {n: _travels(y.detach(), sent) if torch.is_tensor(y) else y for n, y in outputs.items()}
+
+    def backward(
+        self, call: Call, gradients: dict[str, Any], lease: str, forward: str, unused: str
+    ) -> dict[str, Any]:
+        """NAME/backward."""
+        self.check(call, lease)
+        graph = self.graphs.get(forward)
+        if graph is None:
+            self.counts["missed"] += 1
+            why = self.reasons.get(forward, "the process that had it was started anew, or it never was")
+            raise Refused(f"the graph of forward pass {forward!r} is gone: {why}; run the forward pass again")
+        left = set(unused.split(","))
+        ys, gs = [], []
+        for name, g in gradients.items():
+            y = graph.outputs.get(name)
+            if name in left or y is None or not y.requires_grad:
+                continue
+            if g.shape != y.shape:
+                raise ModelError(f"gradient {name!r} is {list(g.shape)}, the output {list(y.shape)}")
+            ys.append(y)
+            gs.append(g.to(y.dtype))
+        if not graph.retain:
+            self.forget(forward, "a backward pass has used it", "used")
+        for x in graph.inputs.values():
+            x.grad = None
+        try:
+            if ys:
+                self.trainer.backward(ys, gs, graph.retain)
+        except BaseException:
+            self.void = "a backward pass failed"
+            raise
+        if call.cancelled:
+            self.void = "a backward pass was cancelled"
+        return {name: _travels(_gradient(x), graph.wire) for name, x in graph.inputs.items()}
+
+    def release(self, forwards: str) -> None:
+        for id in filter(None, forwards.split(",")):
+            self.forget(id, "it was released")
+
+    # Steps.
+
+    def zero(self) -> None:
+        """Drops the gradients."""
+        self.void = ""
+        self.module.zero_grad(set_to_none=True)
+
+    def state(self) -> Any:
+        """What a step answers: its number, the squared norm of the gradients, whether all are finite."""
+        return torch.tensor(self.answer, dtype=torch.float64)
+
+    def step(
+        self, call: Call, _: Any, lease: str, n: int, optimizer: str, groups: str, scale: float, clip_value: float,
+        norm: bool, discard: bool, rewind: Optional[int],
+    ) -> Any:  # fmt: skip
+        """NAME/step."""
+        self.check(call, lease)
+        if discard:
+            self.zero()
+            return self.state()
+        if rewind is not None:
+            self.rewind(rewind)
+            return self.state()
+        if n and (lease, n) == self.last:
+            return self.state()  # it is applied already
+        if self.void:
+            raise Refused(f"{self.void}: the gradients are not whole; zero them, and run the passes since the last step again")
+        with torch.no_grad():
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            if norm:
+                total = sum((g.detach().double().square().sum() for g in grads), torch.zeros((), dtype=torch.float64))
+                return torch.tensor([self.steps, float(total), float(torch.isfinite(total))], dtype=torch.float64)
+            if n != self.steps + 1:
+                raise Refused(f"step {n} does not follow step {self.steps}, which stands")
+            try:
+                options = {"optimizer": optimizer, "groups": json.loads(groups)}
+            except ValueError:
+                raise ModelError("param groups is not JSON") from None
+            for g in grads:
+                if scale != 1.0:
+                    g.mul_(scale)
+                if clip_value:
+                    g.clamp_(-clip_value, clip_value)
+            self.trainer.step(options)
+        self.zero()
+        for id in list(self.graphs):
+            self.forget(id, f"step {n} came after it", "expired")
+        self.steps, self.last, self.answer = n, (lease, n), [float(n), 0.0, 1.0]
+        if self.folder is not None and n % self.every == 0:
+            self.save()
+        return self.state()
+
+    # State and checkpoints.
+
+    def tensors(self, what: str) -> dict[str, Any]:
+        """The tensors of the module, or of its optimizer, by name."""
+        if what == "model":
+            return {n: t for n, t in self.module.state_dict(keep_vars=True).items() if torch.is_tensor(t)}
+        if what != "optimizer":
+            raise ModelError(f"param what={what!r} is neither model nor optimizer")
+        state = self.trainer.state()["optimizer"] or {"state": {}}
+        return {f"{i}.{k}": torch.as_tensor(v) for i, s in state["state"].items() for k, v in s.items() if v is not None}
+
+    def read(self, call: Call, _: Any, lease: str, what: str, about: bool) -> dict[str, Any]:
+        """NAME/state."""
+        if not about:
+            self.check(call, lease)
+        found = self.tensors(what)
+        said = json.dumps({"step": self.steps, "tensors": describe(found)}).encode()
+        return {"y": torch.empty(0, dtype=torch.uint8) if about else pack_tensors(found.values()), "about": _bytes(said)}
+
+    def load(self, call: Call, given: dict[str, Any], lease: str) -> Any:
+        """NAME/load: whole, or not at all."""
+        self.check(call, lease)
+        have = self.tensors("model")
+        want, got = describe(have), json.loads(bytes(given["about"].tolist()))
+        for a, b in zip(want, got):
+            if a[:3] != b[:3]:
+                raise ModelError(f"the module has {_say(a)}, given was {_say(b)}")
+        if len(want) != len(got):
+            raise ModelError(f"the module has {len(want)} tensors, given were {len(got)}")
+        if self.graphs:
+            raise Refused("graphs of forward passes are kept; run their backward passes, or release them, first")
+        parts = unpack_tensors(given["y"], have)
+        with torch.no_grad():
+            for t, new in zip(have.values(), parts):
+                t.copy_(new)
+        return self.state()
+
+    def checkpoints(self) -> list[int]:
+        assert self.folder is not None
+        return sorted(int(p.stem[5:]) for p in self.folder.glob("step-*.pt") if p.stem[5:].isdigit())
+
+    def save(self) -> None:
+        """Writes a checkpoint, whole or not at all, and drops older ones."""
+        if self.folder is None or self.saved == self.steps:
+            return
+        state = {
+            "step": self.steps, "last": self.last, "answer": self.answer, "module": self.module.state_dict(),
+            "trainer": self.trainer.state(), "rng": torch.get_rng_state(),
+        }  # fmt: skip
+        with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".new", delete=False) as f:
+            try:
+                torch.save(state, f)
+                f.flush()
+                os.fsync(f.fileno())
+                os.replace(f.name, self.folder / f"step-{self.steps}.pt")
+            except BaseException:
+                os.unlink(f.name)
+                raise
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        self.saved = self.steps
+        for old in self.checkpoints()[:-CHECKPOINTS]:
+            (self.folder / f"step-{old}.pt").unlink()
+
+    def rewind(self, n: int) -> None:
+        """Goes back to a checkpoint, or forward to it after a restart."""
+        if self.folder is None:
+            raise Refused("there are no checkpoints; the server makes them with --checkpoint")
+        stands = self.checkpoints()
+        if n not in stands:
+            raise Refused(f"there is no checkpoint {n}; there are {', '.join(map(str, stands)) or 'none'}")
+        state = torch.load(self.folder / f"step-{n}.pt", map_location=self.device)
+        self.drop(f"the model went back to step {n}")
+        self.module.load_state_dict(state["module"])
+        self.trainer.load(state["trainer"])
+        torch.set_rng_state(state["rng"].cpu())
+        self.steps, self.last, self.answer, self.saved = n, tuple(state["last"]), state["answer"], n
+        for later in [s for s in stands if s > n]:
+            (self.folder / f"step-{later}.pt").unlink()
+
+    # What the worker tells the server.
+
+    def kept(self) -> dict[str, Any]:
+        """The json of the message kept (docs/link.md)."""
+        gauges = {
+            "graphs": len(self.graphs), "bytes": self.bytes, "step": self.steps, "lease": int(self.held()), **self.counts,
+        }  # fmt: skip
+        return {"kept": self.bytes, "most": self.most, "gauges": gauges}
+
+    def companions(self, base: Prepared) -> list[Prepared]:
+        """The models beside the module's own."""
+        self.outputs, self.by_name = base.outputs, base.by_name
+        like = Like("torch", base.like.device)
+        lease = {"lease": Param(str, "", "token of who trains")}
+
+        def made(name: str, work: Any, inputs: dict[str, Port], outputs: dict[str, Port], **params: Param) -> Prepared:
+            def compute(call: Call, **given: Any) -> Any:
+                return work(call, given, **call.params)
+
+            return dataclasses.replace(
+                base, name=name, compute=compute, inputs=inputs, outputs=outputs, params=params, rows=0, block_rows=0,
+                by_name=True, wants_call=True, module=False, stateful=False, idempotent=False, keeps=name == "train",
+                like=like, companions=[], about={}, teardown=lambda: None, trains=True,
+            )  # fmt: skip
+
+        whole = {n: Port(p.dtypes, p.shape) for n, p in base.inputs.items()}
+        state = {"y": Port(("float64",), (3,))}
+        octets = Port(("uint8",), (FREE,))
+        return [
+            made("train", self.forward, whole, base.outputs, **lease,
+                 seed=Param(int, None, "of dropout and other random numbers"),
+                 needs=Param(str, "*", "inputs that need a gradient, joined by commas"),
+                 retain=Param(bool, False, "keep the graph after a backward pass"),
+                 eval=Param(bool, False, "in eval mode"),
+                 release=Param(str, "", "forward passes whose graphs are not needed"),
+                 wire=Param(str, "", "type that outputs and gradients are sent as; inputs become the module's")),
+            made("backward", self.backward, {n: Port() for n in base.outputs}, {n: Port() for n in base.inputs}, **lease,
+                 forward=Param(str, "", "id of the call of the forward pass"),
+                 unused=Param(str, "", "outputs without a gradient, joined by commas")),
+            made("step", self.step, {}, state, **lease,
+                 n=Param(int, 0, "number of the step, 1 more than that of the last"),
+                 optimizer=Param(str, "sgd", "sgd, momentum, adam or adamw"),
+                 groups=Param(str, "[{}]", "options of each group of parameters, as JSON"),
+                 scale=Param(float, 1.0, "factor for the gradients"),
+                 clip_value=Param(float, 0.0, "bound of each gradient"),
+                 norm=Param(bool, False, "only answer the squared norm of the gradients"),
+                 discard=Param(bool, False, "only zero the gradients"),
+                 rewind=Param(int, None, "only go to this checkpoint")),
+            made("release", self.released, {}, state, **lease,
+                 forwards=Param(str, "", "ids of forward passes, joined by commas")),
+            made("lease", self.take, {}, state,
+                 token=Param(str, "", "a text that only this client knows"),
+                 end=Param(bool, False, "give the lease up")),
+            made("state", self.read, {}, {"y": octets, "about": octets}, **lease,
+                 what=Param(str, "model", "model or optimizer"),
+                 about=Param(bool, False, "only names, types and shapes")),
+            made("load", self.load, {"y": octets, "about": octets}, state, **lease),
+        ]  # fmt: skip
+
+    def released(self, call: Call, _: Any, lease: str, forwards: str) -> Any:
+        """NAME/release."""
+        self.check(call, lease)
+        self.release(forwards)
+        return self.state()
+
+
+def _gradient(x: Any) -> Any:
+    if not x.requires_grad:
+        return torch.empty(0, dtype=x.dtype)
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+def _travels(y: Any, wire: Optional[torch.dtype]) -> Any:
+    return y.to(wire) if wire is not None and y.is_floating_point() else y
+
+
+def _place(x: Any) -> int:
+    return int((x.untyped_storage() if hasattr(x, "untyped_storage") else x.storage()).data_ptr())
+
+
+def _storage_bytes(x: Any) -> int:
+    return int(x.untyped_storage().nbytes() if hasattr(x, "untyped_storage") else x.storage().nbytes())
+
+
+def describe(tensors: Mapping[str, Any]) -> list[list[Any]]:
+    """Name, data type, shape, whether a parameter, and whether it needs a gradient, of each tensor."""
+    return [
+        [n, str(t.dtype).partition(".")[2], list(t.shape), isinstance(t, torch.nn.Parameter), t.requires_grad]
+        for n, t in tensors.items()
+    ]
+
+
+def _say(d: list[Any]) -> str:
+    return f"{d[0]} {d[1]} {d[2]}"
+
+
+def pack_tensors(tensors: Iterable[Any]) -> Any:
+    """The bytes of tensors, one after another."""
+    parts = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+def unpack_tensors(octets: Any, like: Mapping[str, Any]) -> list[Any]:
+    """The tensors that pack_tensors made bytes of."""
+    sizes = [t.numel() * t.element_size() for t in like.values()]
+    if octets.numel() != sum(sizes):
+        raise ModelError(f"the tensors have {sum(sizes)} bytes, given were {octets.numel()}")
+    return [
+        part.clone().view(t.dtype).reshape(t.shape) if part.numel() else torch.empty(t.shape, dtype=t.dtype)
+        for part, t in zip(torch.split(octets.cpu(), sizes), like.values())
+    ]
+
+
+def _bytes(text: bytes) -> Any:
+    return torch.tensor(list(text), dtype=torch.uint8)

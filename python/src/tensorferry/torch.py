@@ -1,0 +1,529 @@
+"""Train a torch module on a server as if it stood in this file.
+
+    import tensorferry as tf
+    from tensorferry.torch import RemoteModule, RemoteOptimizer
+
+    with tf.connect("127.0.0.1:50051") as client:
+        trunk = RemoteModule(client, "trunk")
+        optimizer = RemoteOptimizer(trunk.parameters(), "adam", lr=1e-3)
+        with trunk.training():
+            loss = criterion(top(trunk(bottom(x))), y)
+            loss.backward()
+            optimizer.step()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Callable, Optional, Union
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ._client import Call, Client
+from ._errors import Error, FailedPrecondition
+from ._train import describe, pack_tensors, unpack_tensors
+
+__all__ = ["Handle", "RemoteModule", "RemoteOptimizer", "Rewound", "clip_grad_norm_"]
+
+_RELEASES = 64  # ids of dropped graphs that one call names
+
+
+class Rewound(FailedPrecondition):
+    """The server's model stands at another step than this client: it was restarted, or another client trained it.
+
+    Rewind your own modules to the same step, or give RemoteModule an on_rewind that does.
+    """
+
+    def __init__(self, name: str, step: int, here: int):
+        self.step = step
+        super().__init__(
+            f"model {name!r} stands at step {step}, this client at {here}",
+            hint="load your own modules' state of that step and call rewound(), or rewind both to a checkpoint",
+        )
+
+
+class Handle(torch.nn.Parameter):
+    """A parameter of a module that is on a server: no values, but its name, shape and data type there."""
+
+    remote: RemoteModule
+    remote_name: str
+    remote_shape: tuple[int, ...]
+    remote_dtype: str
+    remote_needs: bool
+
+    def __new__(cls, remote: RemoteModule, name: str, dtype: str, shape: Iterable[int], needs: bool) -> Handle:
+        made: Handle = super().__new__(cls, torch.empty(0), requires_grad=False)
+        made.remote, made.remote_name, made.remote_dtype, made.remote_shape = remote, name, dtype, tuple(shape)
+        made.remote_needs = needs
+        return made
+
+    def __repr__(self) -> str:
+        return f"<Handle of {self.remote_name!r}, {self.remote_dtype} {list(self.remote_shape)}>"
+
+
+class RemoteModule(torch.nn.Module):
+    """A module that a server has: its forward pass sends activations, its backward pass gradients.
+
+    It is for one thread. timeout is of each call, in seconds. wire is the floating-point type that activations
+    and gradients travel as, such as torch.bfloat16; as they are if it is None. on_rewind is called with the step
+    that stands when the server has gone back, and brings this side there.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        name: str,
+        *,
+        timeout: Optional[float] = None,
+        wire: Optional[torch.dtype] = None,
+        on_rewind: Optional[Callable[[int], Any]] = None,
+    ):
+        super().__init__()
+        served = {m.name: m for m in client.models()}
+        if name not in served:
+            raise FailedPrecondition(f"the server has no model {name!r}", hint=f"it has {', '.join(sorted(served))}")
+        if name + "/train" not in served:
+            raise FailedPrecondition(f"model {name!r} does not train", hint=f"start the server with --train {name}")
+        self._client, self._remote, self._timeout, self._wire = client, name, timeout, wire
+        self._on_rewind = on_rewind
+        self._inputs, self._outputs = list(served[name].inputs), list(served[name].outputs)
+        self._token = ""
+        self._step = 0  # that stands
+        self._void = ""  # why the gradients there are not to be used
+        self._grown = False  # there are gradients
+        self._scale = 1.0
+        self._retain = False
+        self._dropped: deque[str] = deque()  # graphs that nobody can use
+        self._pending: Optional[tuple[Call, int]] = None  # a step that was not waited for
+        self._handles: Optional[list[Handle]] = None
+
+    def __repr__(self) -> str:
+        return f"RemoteModule({self._remote!r} at {self._client!r})"
+
+    # Passes.
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        given = self._bind(inputs, named)
+        needs = [n for n, x in given.items() if torch.is_tensor(x) and x.requires_grad]
+        if not torch.is_grad_enabled() or not (self.training or needs):
+            self._settle()
+            return self._one(self._run("", {n: self._sent(x) for n, x in given.items()}, {}).result())
+        said = _Through.apply(self, list(given), self._seed(), *given.values(), self._tail())
+        return said[0] if len(said) == 1 else said
+
+    def _tail(self) -> Any:
+        """An input that needs a gradient: the trunk's parameters do, where no input of it does."""
+        return torch.empty(0, requires_grad=True)
+
+    def _seed(self) -> int:
+        return int(torch.randint(2**62, ()))
+
+    def _bind(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+        if len(inputs) > len(self._inputs):
+            raise TypeError(f"{self._remote} has the inputs {', '.join(self._inputs)}; {len(inputs)} were given")
+        given = {**dict(zip(self._inputs, inputs)), **named}
+        if set(given) != set(self._inputs) or len(given) != len(inputs) + len(named):
+            raise TypeError(f"{self._remote} has the inputs {', '.join(self._inputs)}; given were {', '.join(given)}")
+        return {n: torch.as_tensor(given[n]) for n in self._inputs}
+
+    def _sent(self, x: Any) -> Any:
+        x = x.detach().contiguous()
+        return x.to(self._wire) if self._wire is not None and x.is_floating_point() else x
+
+    def _received(self, y: Any, x: Any) -> Any:
+        """A result beside an input: on its device, and of its type if it travelled as another."""
+        both = self._wire is not None and y.is_floating_point() and x.is_floating_point()
+        return y.to(device=x.device, dtype=x.dtype if both else y.dtype)
+
+    def _one(self, results: Mapping[str, Any]) -> Any:
+        values = tuple(results[n] for n in self._outputs)
+        return values[0] if len(values) == 1 else values
+
+    def _run(self, part: str, inputs: Mapping[str, Any], params: Mapping[str, Any]) -> Call:
+        if part and part != "lease":
+            params = {**params, "lease": self._token}
+        path = f"{self._remote}/{part}" if part else self._remote
+        return self._client.call(
+            path, inputs, params=params, timeout=self._timeout, like="torch", regions=False, idempotent=part == "step"
+        )
+
+    def _train(self, given: Mapping[str, Any], seed: int, needs: Iterable[str]) -> Call:
+        """Begins a forward pass that keeps its graph."""
+        if not self._token:
+            raise FailedPrecondition(
+                f"{self._remote} is not being trained here", hint="use it in `with module.training():`, or under no_grad"
+            )
+        self._settle()
+        params: dict[str, Any] = {"seed": seed, "needs": ",".join(needs)}
+        if self._retain:
+            params["retain"] = "true"
+        if not self.training:
+            params["eval"] = "true"
+        if self._wire is not None:
+            params["wire"] = str(self._wire).partition(".")[2]
+        dropped = [self._dropped.popleft() for _ in range(min(len(self._dropped), _RELEASES))]
+        if dropped:
+            params["release"] = ",".join(dropped)
+        return self._run("train", {n: self._sent(x) for n, x in given.items()}, params)
+
+    def _backward(self, forward: str, gradients: Mapping[str, Any], like: Mapping[str, Any]) -> Call:
+        """Begins a backward pass. A gradient that is None is of an output that nothing used."""
+        unused = [n for n, g in gradients.items() if g is None]
+        sent = {n: torch.empty(0) if g is None else self._sent(g) for n, g in gradients.items()}
+        self._grown = True
+        try:
+            return self._run("backward", sent, {"forward": forward, "unused": ",".join(unused)})
+        except BaseException:
+            self._void = "a backward pass was not confirmed"
+            raise
+
+    def _confirmed(self, call: Call) -> Mapping[str, Any]:
+        try:
+            results: Mapping[str, Any] = call.result()
+            return results
+        except BaseException:
+            self._void = "a backward pass failed, or was not confirmed"
+            raise
+
+    @contextlib.contextmanager
+    def retain_graph(self) -> Iterator[None]:
+        """Within it, graphs of forward passes are kept after a backward pass, for loss.backward(retain_graph=True)."""
+        before, self._retain = self._retain, True
+        try:
+            yield
+        finally:
+            self._retain = before
+
+    @contextlib.contextmanager
+    def pipeline(self, depth: int) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
+        """Within it, several micro-batches are on their way at a time.
+
+            with trunk.pipeline(4) as micro:
+                for i, h in enumerate(micro(bottom(x) for x in batches)):
+                    criterion(top(h), labels[i]).backward()
+
+        micro takes what bottom returns and yields what the server's module makes of it, in order, as tensors of
+        their own: a backward pass of yours ends there. The gradients travel while you go on, and reach bottom
+        when they have come back; all have at the end of the loop.
+        """
+        if depth < 1:
+            raise ValueError(f"a pipeline of {depth} micro-batches; 1 is the least")
+        yield lambda micro: self._micro(iter(micro), depth)
+
+    def _micro(self, micro: Iterator[Any], depth: int) -> Iterator[Any]:
+        forwards: deque[tuple[dict[str, Any], Call]] = deque()
+        backwards: deque[tuple[dict[str, Any], Call]] = deque()
+
+        def back(wait: bool) -> None:
+            while backwards and (wait or backwards[0][1].done()):
+                given, call = backwards.popleft()
+                _push_back(given, self._confirmed(call))
+
+        try:
+            more = True
+            while more or forwards:
+                while more and len(forwards) < depth:
+                    x = next(micro, _END)
+                    more = x is not _END
+                    if more:
+                        given = self._bind(x if isinstance(x, tuple) else (x,), {})
+                        needs = [n for n, t in given.items() if torch.is_tensor(t) and t.requires_grad]
+                        forwards.append((given, self._train(given, self._seed(), needs)))
+                if not forwards:
+                    break
+                given, call = forwards.popleft()
+                outputs, first = call.result(), next(iter(given.values()))
+                leaves = {n: _leaf(self._received(outputs[n], first)) for n in self._outputs}
+                yield self._one(leaves)
+                gradients = {n: leaf.grad for n, leaf in leaves.items()}
+                if all(g is None for g in gradients.values()):
+                    self._dropped.append(call.id)
+                else:
+                    backwards.append((given, self._backward(call.id, gradients, given)))
+                back(False)
+                while len(backwards) >= depth:
+                    _push_back(backwards[0][0], self._confirmed(backwards.popleft()[1]))
+            back(True)
+        except BaseException:
+            self._void = self._void or "a pipeline was left"
+            for _, call in (*forwards, *backwards):
+                call.cancel()
+            raise
+
+    # The lease, and steps.
+
+    @property
+    def training(self) -> Any:  # type: ignore[override]
+        """Whether the module is in train mode; called, it takes the lease for a with block."""
+        mode = _Mode(self._mode)
+        mode.lease = self._lease
+        return mode
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["_mode"] = bool(mode)
+
+    @contextlib.contextmanager
+    def _lease(self) -> Iterator[RemoteModule]:
+        if self._token:
+            raise FailedPrecondition(f"{self._remote} is being trained here already")
+        self._token = secrets.token_hex(16)
+        try:
+            self._step = self._take()
+            yield self
+            self._settle()
+        finally:
+            try:
+                self._take(end=True)
+            except Error:
+                pass  # it ends with the session
+            self._token, self._pending = "", None
+            self._dropped.clear()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that have been accumulated since the last step."""
+        if self._grown or self._void:
+            self._run("step", {}, {"discard": "true"}).result()
+        self._grown, self._void, self._scale = False, "", 1.0
+
+    def grad_norm(self) -> tuple[float, bool]:
+        """Return the norm of the gradients there, and whether all are finite."""
+        _, square, finite = self._run("step", {}, {"norm": "true"}).result()["y"].tolist()
+        return square**0.5, bool(finite)
+
+    def _apply(self, optimizer: str, groups: str, wait: bool, **params: Any) -> None:
+        """Have the gradients applied, once."""
+        if self._void:
+            raise FailedPrecondition(self._void + ": the gradients are not whole", hint="zero_grad, and run the passes again")
+        self._settle()
+        n = self._step + 1
+        said = {"n": n, "optimizer": optimizer, "groups": groups, "scale": repr(self._scale), **params}
+        self._scale, self._grown = 1.0, False
+        self._pending = (self._run("step", {}, said), n)
+        if wait:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait for a step."""
+        if self._pending is None:
+            return
+        (call, n), self._pending = self._pending, None
+        try:
+            call.result()
+        except Error as err:
+            # Whether it was applied, the step that stands says.
+            try:
+                stands = self._take()
+            except Error:
+                raise err from None
+            if stands == n - 1:
+                raise
+            if stands != n:
+                self._rewound(stands, n - 1)
+                return
+        self._step = n
+
+    def _take(self, end: bool = False) -> int:
+        said = self._run("lease", {}, {"token": self._token, **({"end": "true"} if end else {})})
+        return int(said.result()["y"][0])
+
+    def _rewound(self, stands: int, here: int) -> None:
+        self._void, self._grown = "", False
+        if self._on_rewind is None:
+            self._step = stands
+            raise Rewound(self._remote, stands, here)
+        self._step = stands
+        self._on_rewind(stands)
+
+    @property
+    def step(self) -> int:
+        """The number of steps that the server's module has taken."""
+        self._settle()
+        return self._step
+
+    def rewind(self, step: int) -> None:
+        """Go back to the server's checkpoint of a step. What belongs to this side you load yourself."""
+        self._settle()
+        self._run("step", {}, {"rewind": step}).result()
+        self._step, self._void, self._grown = step, "", False
+
+    def release(self) -> None:
+        """Free the graphs of forward passes whose outputs are gone."""
+        while self._dropped:
+            ids = [self._dropped.popleft() for _ in range(min(len(self._dropped), _RELEASES))]
+            self._run("release", {}, {"forwards": ",".join(ids)}).result()
+
+    # What a module has.
+
+    def _describe(self) -> list[list[Any]]:
+        said = self._run("state", {}, {"about": "true"}).result()["about"]
+        found: list[list[Any]] = json.loads(bytes(said.tolist()))["tensors"]
+        return found
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, **_: Any) -> Iterator[tuple[str, Any]]:
+        """Yield handles of the parameters on the server, which have no values."""
+        if self._handles is None:
+            self._handles = [Handle(self, n, dt, sh, needs) for n, dt, sh, own, needs in self._describe() if own]
+        for handle in self._handles:
+            yield (prefix + "." if prefix else "") + handle.remote_name, handle
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        for _, handle in self.named_parameters():
+            yield handle
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Fetch the parameters and buffers of the server's module."""
+        return self._fetch("model")
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Fetch the tensors of the server's optimizer, as NUMBER.NAME."""
+        return self._fetch("optimizer")
+
+    def _fetch(self, what: str) -> dict[str, Any]:
+        self._settle()
+        got = self._run("state", {}, {"what": what}).result()
+        said = json.loads(bytes(got["about"].tolist()))["tensors"]
+        like = {n: torch.empty(sh, dtype=getattr(torch, dt)) for n, dt, sh, *_ in said}
+        return dict(zip(like, unpack_tensors(got["y"], like)))
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Replace all parameters and buffers of the server's module, or none. Names, types and shapes must match."""
+        if not strict:
+            raise NotImplementedError("a remote module loads all of a state dict, or nothing; leave strict=True")
+        self._settle()
+        about = torch.tensor(list(json.dumps(describe(state)).encode()), dtype=torch.uint8)
+        self._run("load", {"y": pack_tensors(state.values()), "about": about}, {}).result()
+        return torch.nn.modules.module._IncompatibleKeys([], [])
+
+
+class _Mode(int):
+    lease: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return self.lease()
+
+
+_END = object()
+
+
+def _leaf(y: Any) -> Any:
+    return y.requires_grad_() if y.is_floating_point() else y
+
+
+def _push_back(given: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
+    """Hands gradients to what made the inputs."""
+    pairs = [(x, gradients[n].to(x)) for n, x in given.items() if torch.is_tensor(x) and x.requires_grad]
+    if pairs:
+        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+
+
+class _Node:
+    """Lives as long as autograd may run a backward pass."""
+
+    def __init__(self, remote: RemoteModule, id: str):
+        self.remote, self.id, self.used = remote, id, False
+
+    def __del__(self) -> None:
+        if not self.used:
+            self.remote._dropped.append(self.id)
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, remote: RemoteModule, names: list[str], seed: int, *tensors: Any) -> Any:
+        given = dict(zip(names, tensors))
+        needs = [n for n, needed in zip(names, ctx.needs_input_grad[3:]) if needed]
+        call = remote._train(given, seed, needs)
+        results = call.result()
+        ctx.node, ctx.names, ctx.given = _Node(remote, call.id), names, {n: (x.dtype, x.device) for n, x in given.items()}
+        values = tuple(remote._received(results[n], tensors[0]) for n in remote._outputs)
+        ctx.mark_non_differentiable(*[v for v in values if not v.is_floating_point()])
+        ctx.set_materialize_grads(False)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        node, remote = ctx.node, ctx.node.remote
+        if not remote._retain:
+            node.used = True
+        call = remote._backward(node.id, dict(zip(remote._outputs, gradients)), ctx.given)
+        got = remote._confirmed(call)
+        back = [
+            got[n].to(dtype=ctx.given[n][0], device=ctx.given[n][1]) if needed else None
+            for n, needed in zip(ctx.names, ctx.needs_input_grad[3:])
+        ]
+        return (None, None, None, *back, None)
+
+
+class RemoteOptimizer(torch.optim.Optimizer):
+    """An optimizer on the server, over handles of a RemoteModule's parameters. torch's schedulers take it.
+
+    kind is "sgd", "momentum", "adam", "adamw", or one of torch's classes SGD, Adam and AdamW. options are
+    theirs. A step uses the gradients up; they are zero after it.
+    """
+
+    def __init__(self, params: Iterable[Any], kind: Union[str, type] = "sgd", **options: Any):
+        self._kind = kind if isinstance(kind, str) else kind.__name__.lower()
+        options.setdefault("lr", 1e-3)
+        super().__init__(list(params), options)
+        handles = [p for g in self.param_groups for p in g["params"]]
+        wrong = [p for p in handles if not isinstance(p, Handle)]
+        if wrong:
+            raise TypeError("a RemoteOptimizer is for the parameters of a RemoteModule; use torch's for your own")
+        self._remotes = {id(h.remote): h.remote for h in handles}
+        if len(self._remotes) != 1:
+            raise TypeError("a RemoteOptimizer is for one RemoteModule")
+        (self._module,) = self._remotes.values()
+        self._all = len(self.param_groups) == 1 and len(handles) == len(list(self._module.parameters()))
+
+    def _groups(self) -> str:
+        said = []
+        for g in self.param_groups:
+            group = {k: v for k, v in g.items() if k not in ("params", "initial_lr")}
+            if not self._all:
+                group["params"] = [h.remote_name for h in g["params"]]
+            said.append(group)
+        return json.dumps(said)
+
+    def step(  # type: ignore[override]
+        self, closure: Optional[Callable[[], Any]] = None, *, wait: bool = True, scale: float = 1.0, clip_value: float = 0.0
+    ) -> Any:
+        """Apply the gradients, each multiplied by scale and then bounded by clip_value.
+
+        Without wait it returns at once, and the next use of the module has its error.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._module._scale *= scale
+        self._module._apply(self._kind, self._groups(), wait, **({"clip_value": repr(clip_value)} if clip_value else {}))
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._module.zero_grad()
+
+
+def clip_grad_norm_(parameters: Iterable[Any], *remotes: RemoteModule, max_norm: float) -> float:
+    """Scale the gradients of parameters here and of remote modules so that the norm of all is at most max_norm.
+
+    It returns the norm before. The remote ones are scaled by their next step.
+    """
+    local = [p.grad for p in parameters if p.grad is not None]
+    square = sum(float(g.detach().double().square().sum()) for g in local)
+    for remote in remotes:
+        square += remote.grad_norm()[0] ** 2
+    total = float(square**0.5)
+    factor = min(1.0, max_norm / (total + 1e-6))
+    if factor < 1.0:
+        for g in local:
+            g.mul_(factor)
+        for remote in remotes:
+            remote._scale *= factor
+    return total
