@@ -4,8 +4,11 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"strconv"
+	"strings"
 
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/blocks"
 	"github.com/tensorferry/tensorferry/internal/link"
 )
 
@@ -81,8 +84,80 @@ func (h *Host) leaveSession(life context.Context) {
 	defer h.mu.Unlock()
 	gone := &link.Gone{Head: link.Head{ID: h.sessions[life.Done()]}}
 	delete(h.sessions, life.Done())
+	for key := range h.orders {
+		if key.session == gone.ID {
+			delete(h.orders, key)
+		}
+	}
 	for g := range h.guests {
 		g.tells = append(g.tells, gone)
 	}
 	h.more.Broadcast()
+}
+
+// orderKey says whose blocks have an order: those of a session and a model.
+type orderKey struct {
+	session uint64
+	model   int
+}
+
+// order has blocks computed in the order that their calls say with the param "order", a text
+// SERIES.N: N begins with 0, and a block waits for all before it. Calls that a client begins
+// together would overtake each other else, and a module may have a state.
+type order struct {
+	series  string
+	next    uint64
+	waiting map[uint64]*blocks.Work
+}
+
+// orderOf reads the param "order"; a text without a number has no order.
+func orderOf(text string) (series string, n uint64, err error) {
+	series, number, _ := strings.Cut(text, ".")
+	if n, err = strconv.ParseUint(number, 10, 64); err != nil || series == "" || len(series) > seriesBytes {
+		return "", 0, fmt.Errorf("%w: order=%q: use SERIES.N", engine.ErrParam, text)
+	}
+	return series, n, nil
+}
+
+// push puts a block into the queue, when its turn has come; mu is held.
+func (h *Host) push(w *blocks.Work) {
+	p := w.Program.(*program)
+	if p.series == "" {
+		h.queue.Push(w)
+		return
+	}
+	key := orderKey{p.session, p.model}
+	o := h.orders[key]
+	if o == nil || o.series != p.series { // those of another series still wait for what never came
+		old := o
+		o = &order{series: p.series, waiting: make(map[uint64]*blocks.Work)}
+		h.orders[key] = o
+		if old != nil {
+			for _, late := range old.waiting {
+				h.queue.Push(late)
+			}
+		}
+	}
+	if p.turn > o.next {
+		o.waiting[p.turn] = w
+		return
+	}
+	h.queue.Push(w)
+	for o.next = max(o.next, p.turn+1); o.waiting[o.next] != nil; o.next++ {
+		h.queue.Push(o.waiting[o.next])
+		delete(o.waiting, o.next)
+	}
+}
+
+// untimely takes blocks out whose turn has not come: those of a run, or all; mu is held.
+func (h *Host) untimely(run context.Context) (taken blocks.Queue) {
+	for _, o := range h.orders {
+		for n, w := range o.waiting {
+			if run == nil || w.Context() == run {
+				delete(o.waiting, n)
+				taken.Push(w)
+			}
+		}
+	}
+	return taken
 }

@@ -19,7 +19,8 @@ type info struct {
 type described struct {
 	engine.Info
 	BlockRows int64 `json:"block_rows"`
-	Keeps     bool  `json:"keeps"` // its calls leave something that takes memory
+	Keeps     bool  `json:"keeps"`   // its calls leave something that takes memory
+	Ordered   bool  `json:"ordered"` // its calls may say in which order they run
 }
 
 // parseInfo reads the json of ready, under the name that the model is served by.

@@ -25,6 +25,8 @@ const (
 	drainWait = time.Second
 	// keptShare: what one call leaves in the process may be 1/keptShare of the memory for inputs.
 	keptShare = 4
+	// seriesBytes is the longest name of a series of calls that have an order.
+	seriesBytes = 64
 	// lineBytes is the longest line of a worker that is logged whole.
 	lineBytes = 4 << 10
 	// A process may say linesPerSecond lines to the log, and lineBurst at once.

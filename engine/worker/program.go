@@ -22,10 +22,14 @@ type program struct {
 	model int // 0, or the number of a companion
 	info  engine.Info
 	life  context.Context // of the caller's session, nil without one
-	call  string          // its id
-	json  []byte          // what a guest is told with its first block
-	lead  tensor.Shape
-	owner *guest // the only one that computes it, where the model is stateful
+	// session has the number of that; series and turn are its place in an order, if it has one.
+	session uint64
+	series  string
+	turn    uint64
+	call    string // its id
+	json    []byte // what a guest is told with its first block
+	lead    tensor.Shape
+	owner   *guest // the only one that computes it, where the model is stateful
 }
 
 // callJSON is that of the first block of a run.
@@ -53,8 +57,8 @@ func (h *Host) bind(number int, d described, c engine.Call) (blocks.Bound, error
 	info := d.Info
 	p := &program{run: h.runIDs.Add(1), model: number, info: info, life: c.Lifetime, call: c.ID.String()}
 	about := callJSON{Call: p.call, Params: c.Params, Inputs: []inputJSON{}}
-	if about.Session = h.session(c.Lifetime); about.Session != 0 {
-		about.Principal = c.Principal.Name()
+	if p.session = h.session(c.Lifetime); p.session != 0 {
+		about.Session, about.Principal = p.session, c.Principal.Name()
 	}
 	for i, in := range c.Inputs {
 		about.Inputs = append(about.Inputs, inputJSON{in.Name, in.Metadata, in.Desc.Shape})
@@ -63,6 +67,11 @@ func (h *Host) bind(number int, d described, c engine.Call) (blocks.Bound, error
 		}
 	}
 	var err error
+	if text := c.Params["order"]; d.Ordered && text != "" {
+		if p.series, p.turn, err = orderOf(text); err != nil {
+			return blocks.Bound{}, err
+		}
+	}
 	p.json, err = json.Marshal(about)
 	b := blocks.Bound{Results: blocks.Given, Program: p}
 	if d.Keeps {

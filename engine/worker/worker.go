@@ -121,6 +121,7 @@ type Host struct {
 	kept   kept // by the process, between calls
 	// sessions have calls of a model with companions: by the channel that is closed at their end.
 	sessions    map[<-chan struct{}]uint64
+	orders      map[orderKey]*order
 	lastSession uint64
 }
 
@@ -133,7 +134,7 @@ func Start(c Config) (*Host, error) {
 		cfg: c, heap: heap, pool: slab.NewPool(2*c.MemoryBytes, heap),
 		budget:  slab.NewBudget("input memory of "+c.Name, c.MemoryBytes),
 		results: slab.NewBudget("result memory of "+c.Name, c.MemoryBytes),
-		ended:   make(chan struct{}), guests: make(map[*guest]struct{}), sessions: make(map[<-chan struct{}]uint64),
+		ended:   make(chan struct{}), guests: make(map[*guest]struct{}), sessions: make(map[<-chan struct{}]uint64), orders: make(map[orderKey]*order),
 	}
 	h.more.L = &h.mu
 	h.ctx, h.stop = context.WithCancel(context.Background())
@@ -205,7 +206,8 @@ func (h *Host) Ended() <-chan struct{} { return h.ended }
 func (h *Host) Close() {
 	h.mu.Lock()
 	h.closed = true
-	rest := h.queue
+	rest, early := h.queue, h.untimely(nil)
+	rest.Append(&early)
 	h.queue = blocks.Queue{}
 	h.more.Broadcast()
 	h.mu.Unlock()
@@ -245,17 +247,21 @@ func (h *Host) gauges() []engine.Gauge {
 // Start implements blocks.Device.
 func (h *Host) Start(w *blocks.Work) {
 	h.mu.Lock()
-	owner, queue, err := w.Program.(*program).owner, &h.queue, w.Context().Err()
+	owner, err := w.Program.(*program).owner, w.Context().Err()
 	if owner != nil {
-		queue, err = &owner.queue, cmp.Or(err, owner.left)
+		err = cmp.Or(err, owner.left)
 	}
 	if h.closed {
 		err = engine.ErrClosed
 	}
-	if err == nil {
-		queue.Push(w)
-		h.more.Broadcast()
+	switch {
+	case err != nil:
+	case owner != nil:
+		owner.queue.Push(w)
+	default:
+		h.push(w)
 	}
+	h.more.Broadcast()
 	h.mu.Unlock()
 	if err != nil {
 		w.End(err)
@@ -265,7 +271,8 @@ func (h *Host) Start(w *blocks.Work) {
 // Cancel implements blocks.Canceler. What a guest has begun, it is told of by enter.
 func (h *Host) Cancel(run context.Context) {
 	h.mu.Lock()
-	over := h.queue.Take(run)
+	over, early := h.queue.Take(run), h.untimely(run)
+	over.Append(&early)
 	for g := range h.guests {
 		rest := g.queue.Take(run)
 		over.Append(&rest)
@@ -321,6 +328,7 @@ func (h *Host) leave(g *guest, cause error) {
 	last, closed := ready && len(h.guests) == 0, h.closed
 	if last {
 		h.queue = blocks.Queue{} // the engine takes them back
+		h.orders = make(map[orderKey]*order)
 	}
 	h.mu.Unlock()
 	over.End(cause)
@@ -334,5 +342,6 @@ func (h *Host) leave(g *guest, cause error) {
 	}
 	h.mu.Lock()
 	h.queue = blocks.Queue{} // what came meanwhile
+	h.orders = make(map[orderKey]*order)
 	h.mu.Unlock()
 }

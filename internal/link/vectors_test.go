@@ -115,6 +115,8 @@ func jsonOf(m Message) []byte {
 		return m.JSON
 	case *Ready:
 		return m.JSON
+	case *Kept:
+		return m.JSON
 	case *Run:
 		return m.JSON
 	case *Answer:

@@ -524,7 +524,7 @@ class Link:
                 del self._at[forgotten.base]
         elif kind == _wire.HELLO:
             self.host = _wire.from_json(packet[16:size])
-        elif kind in (_wire.RUN, _wire.CANCEL, _wire.END):
+        elif kind in (_wire.RUN, _wire.CANCEL, _wire.END, _wire.GONE):
             self.inbox.append(_wire.decode(packet[:size]))
         else:
             raise _wire.WireError(f"a host does not send kind {kind}")

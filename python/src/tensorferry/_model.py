@@ -164,7 +164,7 @@ class Prepared:
     module: bool  # of torch
     name: str = ""  # of a companion
     keeps: bool = False  # calls leave something that takes memory
-    trains: bool = False  # its calls change weights, or need them unchanged
+    ordered: bool = False  # calls may say in which order they run
     companions: list[Prepared] = dataclasses.field(default_factory=list)
     training: Any = None  # what they share
 
@@ -192,6 +192,7 @@ class Prepared:
         return {
             "name": self.name,
             "keeps": self.keeps,
+            "ordered": self.ordered,
             **more,
             "version": self.version,
             "device": self.device,
@@ -335,7 +336,8 @@ def _train(prepared: Prepared, module: Any, trainer: Any, options: Mapping[str, 
     from ._train import Trainer, Training
 
     training = Training(trainer or Trainer(module), prepared.device, options)
-    prepared.training, prepared.trains, prepared.teardown = training, True, training.save
+    prepared.training, prepared.teardown = training, training.save
+    prepared.compute = training.infer
     prepared.companions = training.companions(prepared)
 
 

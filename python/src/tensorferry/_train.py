@@ -27,6 +27,7 @@ GRAPHS = 1024  # of all sessions
 REASONS = 4096  # graphs that are gone, of which it is known why
 CHECKPOINTS = 2  # that are kept
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
+_MODIFIED = "the module modifies in place what a backward pass needs"
 _OPTIMIZERS = {
     "sgd": torch.optim.SGD,
     "momentum": torch.optim.SGD,
@@ -137,6 +138,11 @@ class Training:
             if stands:
                 self.rewind(stands[-1])
 
+    def infer(self, *inputs: Any, **named: Any) -> Any:
+        """The module's own model: the weights of the last step, in eval mode."""
+        self.module.eval()
+        return self.module(*inputs, **named)
+
     # The lease.
 
     def held(self) -> bool:
@@ -206,7 +212,7 @@ class Training:
 
     def forward(
         self, call: Call, inputs: dict[str, Any], lease: str, seed: Optional[int], needs: str, retain: bool, eval: bool,
-        release: str, wire: str,
+        release: str, wire: str, order: str,
     ) -> Any:  # fmt: skip
         """NAME/train."""
         self.check(call, lease)
@@ -230,14 +236,13 @@ class Training:
 
         def pack(x: Any) -> Any:
             count(x)
-            return x.detach(), x._version
+            return x.detach(), x._version  # x itself may be an output: a cycle would keep the graph
 
         def unpack(packed: Any) -> Any:
             x, version = packed
-            if x._version != version:
-                raise ModelError(
-                    "a tensor that the backward pass needs was modified in place (by the module, or by a step)"
-                )
+            if x._version != version:  # torch does not look where there are hooks
+                self.void = _MODIFIED
+                raise ModelError(_MODIFIED)  # which torch makes a RuntimeError of
             return x
 
         self.module.train(not eval)
@@ -264,7 +269,7 @@ class Training:
         return {n: _travels(y.detach(), sent) if torch.is_tensor(y) else y for n, y in outputs.items()}
 
     def backward(
-        self, call: Call, gradients: dict[str, Any], lease: str, forward: str, unused: str
+        self, call: Call, gradients: dict[str, Any], lease: str, forward: str, unused: str, order: str
     ) -> dict[str, Any]:
         """NAME/backward."""
         self.check(call, lease)
@@ -290,7 +295,9 @@ class Training:
         try:
             if ys:
                 self.trainer.backward(ys, gs, graph.retain)
-        except BaseException:
+        except BaseException as err:
+            if self.void == _MODIFIED:
+                raise ModelError(_MODIFIED) from err
             self.void = "a backward pass failed"
             raise
         if call.cancelled:
@@ -450,6 +457,7 @@ class Training:
         self.outputs, self.by_name = base.outputs, base.by_name
         like = Like("torch", base.like.device)
         lease = {"lease": Param(str, "", "token of who trains")}
+        order = {"order": Param(str, "", "SERIES.N, of calls that are begun together: N runs after N-1, the first is 0")}
 
         def made(name: str, work: Any, inputs: dict[str, Port], outputs: dict[str, Port], **params: Param) -> Prepared:
             def compute(call: Call, **given: Any) -> Any:
@@ -458,14 +466,15 @@ class Training:
             return dataclasses.replace(
                 base, name=name, compute=compute, inputs=inputs, outputs=outputs, params=params, rows=0, block_rows=0,
                 by_name=True, wants_call=True, module=False, stateful=False, idempotent=False, keeps=name == "train",
-                like=like, companions=[], about={}, teardown=lambda: None, trains=True,
+                ordered="order" in params,
+                like=like, companions=[], about={}, teardown=lambda: None,
             )  # fmt: skip
 
         whole = {n: Port(p.dtypes, p.shape) for n, p in base.inputs.items()}
         state = {"y": Port(("float64",), (3,))}
         octets = Port(("uint8",), (FREE,))
         return [
-            made("train", self.forward, whole, base.outputs, **lease,
+            made("train", self.forward, whole, base.outputs, **lease, **order,
                  seed=Param(int, None, "of dropout and other random numbers"),
                  needs=Param(str, "*", "inputs that need a gradient, joined by commas"),
                  retain=Param(bool, False, "keep the graph after a backward pass"),
@@ -473,6 +482,7 @@ class Training:
                  release=Param(str, "", "forward passes whose graphs are not needed"),
                  wire=Param(str, "", "type that outputs and gradients are sent as; inputs become the module's")),
             made("backward", self.backward, {n: Port() for n in base.outputs}, {n: Port() for n in base.inputs}, **lease,
+                 **order,
                  forward=Param(str, "", "id of the call of the forward pass"),
                  unused=Param(str, "", "outputs without a gradient, joined by commas")),
             made("step", self.step, {}, state, **lease,

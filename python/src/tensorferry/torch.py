@@ -152,7 +152,7 @@ class RemoteModule(torch.nn.Module):
             path, inputs, params=params, timeout=self._timeout, like="torch", regions=False, idempotent=part == "step"
         )
 
-    def _train(self, given: Mapping[str, Any], seed: int, needs: Iterable[str]) -> Call:
+    def _train(self, given: Mapping[str, Any], seed: int, needs: Iterable[str], order: str = "") -> Call:
         """Begins a forward pass that keeps its graph."""
         if not self._token:
             raise FailedPrecondition(
@@ -160,6 +160,8 @@ class RemoteModule(torch.nn.Module):
             )
         self._settle()
         params: dict[str, Any] = {"seed": seed, "needs": ",".join(needs)}
+        if order:
+            params["order"] = order
         if self._retain:
             params["retain"] = "true"
         if not self.training:
@@ -171,13 +173,14 @@ class RemoteModule(torch.nn.Module):
             params["release"] = ",".join(dropped)
         return self._run("train", {n: self._sent(x) for n, x in given.items()}, params)
 
-    def _backward(self, forward: str, gradients: Mapping[str, Any], like: Mapping[str, Any]) -> Call:
+    def _backward(self, forward: str, gradients: Mapping[str, Any], order: str = "") -> Call:
         """Begins a backward pass. A gradient that is None is of an output that nothing used."""
         unused = [n for n, g in gradients.items() if g is None]
         sent = {n: torch.empty(0) if g is None else self._sent(g) for n, g in gradients.items()}
         self._grown = True
         try:
-            return self._run("backward", sent, {"forward": forward, "unused": ",".join(unused)})
+            params = {"forward": forward, "unused": ",".join(unused)}
+            return self._run("backward", sent, {**params, "order": order} if order else params)
         except BaseException:
             self._void = "a backward pass was not confirmed"
             raise
@@ -216,6 +219,7 @@ class RemoteModule(torch.nn.Module):
         yield lambda micro: self._micro(iter(micro), depth)
 
     def _micro(self, micro: Iterator[Any], depth: int) -> Iterator[Any]:
+        series, begun, back_begun = secrets.token_hex(8), 0, 0
         forwards: deque[tuple[dict[str, Any], Call]] = deque()
         backwards: deque[tuple[dict[str, Any], Call]] = deque()
 
@@ -233,7 +237,8 @@ class RemoteModule(torch.nn.Module):
                     if more:
                         given = self._bind(x if isinstance(x, tuple) else (x,), {})
                         needs = [n for n, t in given.items() if torch.is_tensor(t) and t.requires_grad]
-                        forwards.append((given, self._train(given, self._seed(), needs)))
+                        forwards.append((given, self._train(given, self._seed(), needs, f"{series}.{begun}")))
+                        begun += 1
                 if not forwards:
                     break
                 given, call = forwards.popleft()
@@ -244,7 +249,8 @@ class RemoteModule(torch.nn.Module):
                 if all(g is None for g in gradients.values()):
                     self._dropped.append(call.id)
                 else:
-                    backwards.append((given, self._backward(call.id, gradients, given)))
+                    backwards.append((given, self._backward(call.id, gradients, f"{series}.{back_begun}")))
+                    back_begun += 1
                 back(False)
                 while len(backwards) >= depth:
                     _push_back(backwards[0][0], self._confirmed(backwards.popleft()[1]))
@@ -280,7 +286,7 @@ class RemoteModule(torch.nn.Module):
         finally:
             try:
                 self._take(end=True)
-            except Error:
+            except (Error, ValueError):
                 pass  # it ends with the session
             self._token, self._pending = "", None
             self._dropped.clear()
@@ -452,7 +458,7 @@ class _Through(torch.autograd.Function):
         node, remote = ctx.node, ctx.node.remote
         if not remote._retain:
             node.used = True
-        call = remote._backward(node.id, dict(zip(remote._outputs, gradients)), ctx.given)
+        call = remote._backward(node.id, dict(zip(remote._outputs, gradients)))
         got = remote._confirmed(call)
         back = [
             got[n].to(dtype=ctx.given[n][0], device=ctx.given[n][1]) if needed else None

@@ -1,0 +1,723 @@
+"""A torch module on a server trains as if it stood in the user's own file."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import signal
+import tempfile
+import threading
+import unittest
+from typing import Any, Callable, Optional
+
+import tensorferry as tf
+from support import Server, eventually, needs_torch, program, torch
+
+if torch is not None:
+    from tensorferry.torch import RemoteModule, RemoteOptimizer, Rewound, clip_grad_norm_
+
+    nn, F = torch.nn, torch.nn.functional
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.MultiheadAttention(16, 2, batch_first=True)
+            self.norm = nn.LayerNorm(16)
+
+        def forward(self, x: Any) -> Any:
+            return self.norm(x + self.mix(x, x, x, need_weights=False)[0])
+
+    class Tied(nn.Module):
+        """Two layers of one weight."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Any) -> Any:
+            return self.b(torch.tanh(self.a(x)))
+
+    class Words(nn.Module):
+        """Takes integers, which have no gradient, beside what does."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 16)
+
+        def forward(self, x: Any, words: Any) -> Any:
+            return x * self.table(words)
+
+    class Two(nn.Module):
+        """Two outputs, and one of integers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            return self.a(x), self.b(x), x.argmax(-1)
+
+    class InPlace(nn.Module):
+        """Modifies what its backward pass needs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            y = self.a(x).exp()
+            y.exp().add_(1)
+            y.add_(1)
+            return y
+
+    TRUNKS: dict[str, Callable[[], Any]] = {
+        "mlp": lambda: nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)),
+        "batch norm": lambda: nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16)),
+        "layer norm": lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)),
+        "dropout": lambda: nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 16)),
+        "tied": Tied,
+    }
+
+
+def seeded(trunk: Any) -> Any:
+    """The trunk as RemoteModule has it run: with a seed of its own for each pass."""
+
+    class Seeded(nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk = trunk
+
+        def forward(self, *xs: Any) -> Any:
+            seed = int(torch.randint(2**62, ()))
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                return self.trunk(*xs)
+
+    return Seeded()
+
+
+class Case:
+    """A model of three parts, data, and how it is trained; by itself, or with its trunk on a server."""
+
+    def __init__(
+        self,
+        trunk: Any,
+        kind: str = "adam",
+        steps: int = 3,
+        micro: int = 1,
+        clip: Optional[float] = None,
+        dtype: Any = None,
+        bottom: Any = None,
+        shape: tuple[int, ...] = (8, 16),
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(1)
+        dtype = dtype or torch.float32
+        self.bottom = (bottom or nn.Linear(16, 16)).to(dtype)
+        self.top = nn.Linear(16, 4).to(dtype)
+        self.trunk = trunk.to(dtype)
+        self.kind, self.micro, self.clip, self.options = kind, micro, clip, {"lr": 0.01, **options}
+        self.x = [[torch.randn(shape, dtype=dtype) for _ in range(micro)] for _ in range(steps)]
+        self.y = [[torch.randint(4, shape[:-1]) for _ in range(micro)] for _ in range(steps)]
+
+    def optimizer(self, params: Any) -> Any:
+        kinds = {"sgd": torch.optim.SGD, "momentum": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+        return kinds[self.kind](params, **self.options)
+
+    def loss(self, h: Any, y: Any) -> Any:
+        return F.cross_entropy(self.top(h).flatten(0, -2), y.flatten())
+
+    def alone(self) -> dict[str, Any]:
+        """Train it by itself."""
+        c = copy.deepcopy(self)
+        trunk = seeded(c.trunk)
+        mine = [*c.bottom.parameters(), *c.top.parameters()]
+        ours, theirs = c.optimizer(mine), c.optimizer(c.trunk.parameters())
+        torch.manual_seed(2)
+        losses, gradients = [], []
+        for xs, ys in zip(c.x, c.y):
+            ours.zero_grad()
+            theirs.zero_grad()
+            for x, y in zip(xs, ys):
+                x = x.clone().requires_grad_(x.is_floating_point())
+                loss = c.loss(trunk(c.bottom(x)), y)
+                loss.backward()
+                losses.append(loss.item())
+                gradients.append(x.grad)
+            if c.clip:
+                torch.nn.utils.clip_grad_norm_([*mine, *c.trunk.parameters()], c.clip)
+            ours.step()
+            theirs.step()
+        return c.said(losses, gradients, c.trunk.state_dict(), theirs)
+
+    def served(self) -> Any:
+        """The trunk on a server: in a process of its own where it draws random numbers, which torch has one row of."""
+        if any(isinstance(m, nn.Dropout) for m in self.trunk.modules()):
+            return Worker(trunk=self.trunk)
+        return tf.serve(self.trunk, 0, name="trunk", train=True)
+
+    def split(self, pipeline: int = 0) -> dict[str, Any]:
+        """Train it with its trunk on a server."""
+        c = copy.deepcopy(self)
+        mine = [*c.bottom.parameters(), *c.top.parameters()]
+        ours = c.optimizer(mine)
+        with c.served() as server, tf.connect(server.address) as client:
+            trunk = RemoteModule(client, "trunk")
+            theirs = RemoteOptimizer(trunk.parameters(), c.kind, **c.options)
+            torch.manual_seed(2)
+            losses, gradients = [], []
+            with trunk.training():
+                for xs, ys in zip(c.x, c.y):
+                    ours.zero_grad()
+                    theirs.zero_grad()
+                    xs = [x.clone().requires_grad_(x.is_floating_point()) for x in xs]
+                    if pipeline:
+                        with trunk.pipeline(pipeline) as passes:
+                            for i, h in enumerate(passes(c.bottom(x) for x in xs)):
+                                loss = c.loss(h, ys[i])
+                                loss.backward()
+                                losses.append(loss.item())
+                    else:
+                        for x, y in zip(xs, ys):
+                            loss = c.loss(trunk(c.bottom(x)), y)
+                            loss.backward()
+                            losses.append(loss.item())
+                    gradients += [x.grad for x in xs]
+                    if c.clip:
+                        clip_grad_norm_(mine, trunk, max_norm=c.clip)
+                    ours.step()
+                    theirs.step()
+                state, optimizer = trunk.state_dict(), trunk.optimizer_state()
+                assert held(client)["graphs"] == 0 and held(client)["lease"] == 1
+        return c.said(losses, gradients, state, optimizer)
+
+    def said(self, losses: Any, gradients: Any, state: Any, optimizer: Any) -> dict[str, Any]:
+        if not isinstance(optimizer, dict):
+            state_of = optimizer.state_dict()["state"]
+            optimizer = {
+                f"{i}.{k}": torch.as_tensor(v) for i, s in state_of.items() for k, v in s.items() if v is not None
+            }
+        return {
+            "loss": torch.tensor(losses),
+            **{f"gradient {i}": g for i, g in enumerate(gradients) if g is not None},
+            **{f"trunk {k}": v for k, v in state.items()},
+            **{f"optimizer {k}": v for k, v in optimizer.items()},
+            **{f"bottom {k}": v for k, v in self.bottom.state_dict().items()},
+            **{f"top {k}": v for k, v in self.top.state_dict().items()},
+        }
+
+
+def held(client: Any) -> dict[str, float]:
+    """What the model keeps, as operators see it."""
+    gauges = next(m for m in client.info()["models"] if m["name"] == "trunk")["gauges"]
+    return {name.removeprefix("training_"): value for name, value in gauges.items()}
+
+
+class Torch(unittest.TestCase):
+    """Torch computes with one thread: it repeats itself then."""
+
+    threads = 0
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        program()
+        cls.threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        cls.addClassCleanup(torch.set_num_threads, cls.threads)
+
+    def same(self, a: dict[str, Any], b: dict[str, Any]) -> None:
+        self.assertEqual(list(a), list(b))
+        for name in a:
+            self.assertTrue(torch.equal(a[name], b[name]), f"{name}: {a[name]} and {b[name]}")
+
+
+@needs_torch
+class Exact(Torch):
+    """The gradients, the weights and the optimizer's state are those of the unsplit model, bit for bit."""
+
+    def test_trunks(self) -> None:
+        for name, trunk in TRUNKS.items():
+            for steps in (1, 10):
+                with self.subTest(name, steps=steps):
+                    case = Case(trunk(), steps=steps)
+                    self.same(case.split(), case.alone())
+
+    def test_attention(self) -> None:
+        case = Case(Attention(), shape=(2, 5, 16))
+        self.same(case.split(), case.alone())
+
+    def test_convolution(self) -> None:
+        class Pictures(nn.Module):  # type: ignore[misc,name-defined]
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.n, self.b = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 3, padding=1)
+
+            def forward(self, x: Any) -> Any:
+                return self.b(torch.relu(self.n(self.a(x.unflatten(-1, (1, 4, 4)))))).flatten(1)
+
+        case = Case(Pictures(), steps=10)
+        self.same(case.split(), case.alone())
+
+    def test_optimizers(self) -> None:
+        for kind, options in {
+            "sgd": {}, "momentum": {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
+            "adam": {"betas": (0.8, 0.99)}, "adamw": {"weight_decay": 0.1},
+        }.items():  # fmt: skip
+            with self.subTest(kind):
+                case = Case(TRUNKS["mlp"](), kind=kind, **options)
+                self.same(case.split(), case.alone())
+
+    def test_accumulation_and_pipelines(self) -> None:
+        for name in ("batch norm", "dropout"):
+            case = Case(TRUNKS[name](), micro=4)
+            alone = case.alone()
+            for depth in (0, 1, 4):
+                with self.subTest(name, depth=depth):
+                    self.same(case.split(depth), alone)
+
+    def test_float64(self) -> None:
+        case = Case(TRUNKS["mlp"](), dtype=torch.float64, steps=10)
+        self.same(case.split(), case.alone())
+
+    def test_clipping_by_norm_over_both_sides(self) -> None:
+        case = Case(TRUNKS["mlp"](), clip=0.05)
+        split, alone = case.split(), case.alone()
+        for name in alone:  # the norm is a sum of two sums
+            torch.testing.assert_close(split[name], alone[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+@needs_torch
+class Passes(Torch):
+    """One module, and what may happen to its passes."""
+
+    trunk: Any
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+
+    def serve(self, trunk: Any, **more: Any) -> tuple[Any, Any]:
+        server = self.enterContext(tf.serve(trunk, 0, name="trunk", train=True, **more))
+        client = self.enterContext(tf.connect(server.address))
+        return client, RemoteModule(client, "trunk")
+
+    def test_gradcheck_passes_and_leaves_no_graph(self) -> None:
+        client, trunk = self.serve(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double())
+        x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+        with trunk.training(), trunk.retain_graph():
+            self.assertTrue(torch.autograd.gradcheck(trunk, (x,)))
+            gc.collect()
+            trunk.release()
+            self.assertEqual(held(client)["graphs"], 0)
+
+    def test_several_outputs_of_which_one_is_used(self) -> None:
+        module = Two()
+        client, trunk = self.serve(copy.deepcopy(module), outputs=("a", "b", "place"))
+        x = torch.randn(4, 16, requires_grad=True)
+        want = torch.autograd.grad(module(x)[1].square().sum(), x)[0]
+        with trunk.training():
+            a, b, place = trunk(x)
+            self.assertFalse(place.requires_grad)
+            self.assertTrue(a.requires_grad)
+            b.square().sum().backward()
+        self.assertTrue(torch.equal(x.grad, want))
+
+    def test_inputs_without_a_gradient(self) -> None:
+        module = Words()
+        client, trunk = self.serve(copy.deepcopy(module))
+        x, words = torch.randn(4, 16, requires_grad=True), torch.tensor([1, 2, 3, 1])
+        want = torch.autograd.grad(module(x, words).sum(), [x, module.table.weight])
+        with trunk.training():
+            trunk(x, words).sum().backward()
+            self.assertTrue(torch.equal(x.grad, want[0]))
+            optimizer = RemoteOptimizer(trunk.parameters(), "sgd", lr=1.0)
+            optimizer.step()
+            moved = module.table.weight.detach() - trunk.state_dict()["table.weight"]
+            torch.testing.assert_close(moved, want[1])
+            trunk(x.detach(), words=words).sum().backward()  # the trunk's gradients alone
+            self.assertGreater(trunk.grad_norm()[0], 0)
+
+    def test_a_tensor_modified_in_place_is_refused_as_torch_does(self) -> None:
+        module = InPlace()
+        with self.assertRaises(RuntimeError):
+            module(torch.randn(2, 16)).sum().backward()
+        client, trunk = self.serve(module)
+        with trunk.training():
+            loss = trunk(torch.randn(2, 16)).sum()
+            with self.assertRaisesRegex(tf.Error, "modifies in place"):
+                loss.backward()
+            optimizer = RemoteOptimizer(trunk.parameters())
+            with self.assertRaisesRegex(tf.FailedPrecondition, "not whole"):
+                optimizer.step()
+            optimizer.zero_grad()
+            self.assertEqual(trunk.step, 0)
+
+    def test_double_backward_is_refused(self) -> None:
+        client, trunk = self.serve(nn.Linear(3, 3))
+        x = torch.randn(2, 3, requires_grad=True)
+        with trunk.training(), trunk.retain_graph():
+            (g,) = torch.autograd.grad(trunk(x).square().sum(), x, create_graph=True)
+            with self.assertRaisesRegex(RuntimeError, "twice"):
+                g.sum().backward()
+
+    def test_a_graph_is_used_once_unless_it_is_retained(self) -> None:
+        client, trunk = self.serve(nn.Linear(3, 3))
+        x = torch.randn(2, 3, requires_grad=True)
+        with trunk.training():
+            loss = trunk(x).sum()
+            loss.backward(retain_graph=True)
+            with self.assertRaisesRegex(tf.FailedPrecondition, "a backward pass has used it"):
+                loss.backward()
+            trunk.zero_grad()
+            with trunk.retain_graph():
+                loss = trunk(x).sum()
+                loss.backward(retain_graph=True)
+                loss.backward()
+            once = torch.autograd.grad(nn.Linear(3, 3)(x).sum(), x)  # any: only its shape counts
+            self.assertEqual(x.grad.shape, once[0].shape)
+
+    def test_a_graph_of_before_a_step_is_refused(self) -> None:
+        client, trunk = self.serve(nn.Linear(3, 3))
+        x = torch.randn(2, 3, requires_grad=True)
+        optimizer = RemoteOptimizer(trunk.parameters(), lr=0.1)
+        with trunk.training():
+            old = trunk(x).sum()
+            trunk(x).sum().backward()
+            optimizer.step()
+            with self.assertRaisesRegex(tf.FailedPrecondition, "step 1 came after it; run the forward pass again"):
+                old.backward()
+
+    def test_dropped_outputs_free_their_graphs(self) -> None:
+        client, trunk = self.serve(nn.Linear(3, 3))
+        with trunk.training():
+            kept = [trunk(torch.randn(2, 3)) for _ in range(5)]
+            self.assertEqual(held(client)["graphs"], 5)
+            self.assertGreater(held(client)["graph_bytes"], 0)
+            del kept
+            gc.collect()
+            last = trunk(torch.randn(2, 3))  # says which are gone
+            self.assertEqual(held(client)["graphs"], 1)
+            del last
+        self.assertEqual(held(client)["graph_bytes"], 0)
+
+    def test_eval_and_no_grad_use_the_last_weights(self) -> None:
+        module = TRUNKS["batch norm"]()
+        client, trunk = self.serve(copy.deepcopy(module))
+        x = torch.randn(4, 16)
+        with torch.no_grad():
+            self.assertTrue(torch.equal(trunk(x), module.eval()(x)))
+        with trunk.training():
+            trunk(x).sum().backward()
+            RemoteOptimizer(trunk.parameters(), lr=0.1).step()
+            module.load_state_dict(trunk.state_dict())
+            trunk.eval()
+            y = trunk(x)
+            self.assertFalse(y.requires_grad)
+            self.assertTrue(torch.equal(y, module(x)))
+            x.requires_grad_()
+            y = trunk(x)  # in eval mode, and with a gradient
+            y.sum().backward()
+            self.assertTrue(torch.equal(x.grad, torch.autograd.grad(module(x).sum(), x)[0]))
+
+    def test_half_precision_on_the_wire(self) -> None:
+        for wire, most in ((torch.bfloat16, 5e-2), (torch.float16, 5e-3)):
+            with self.subTest(wire):
+                torch.manual_seed(1)
+                module = TRUNKS["mlp"]()
+                client, _ = self.serve(copy.deepcopy(module))
+                trunk = RemoteModule(client, "trunk", wire=wire)
+                x = torch.randn(64, 16, requires_grad=True)
+                want = torch.autograd.grad(module(x).square().sum(), x)[0]
+                with trunk.training():
+                    y = trunk(x)
+                    self.assertEqual(y.dtype, torch.float32)
+                    y.square().sum().backward()
+                error = float((x.grad - want).norm() / want.norm())
+                self.assertLess(error, most)
+                self.assertGreater(error, 0)
+
+    def test_a_model_that_does_not_train_is_refused(self) -> None:
+        server = self.enterContext(tf.serve(nn.Linear(3, 3), 0, name="trunk"))
+        client = self.enterContext(tf.connect(server.address))
+        with self.assertRaisesRegex(tf.FailedPrecondition, "does not train") as caught:
+            RemoteModule(client, "trunk")
+        self.assertIn("--train trunk", caught.exception.hint)
+        with self.assertRaisesRegex(tf.FailedPrecondition, "no model 'trunc'"):
+            RemoteModule(client, "trunc")
+
+    def test_state_dicts_are_loaded_whole_or_not_at_all(self) -> None:
+        module = TRUNKS["batch norm"]()
+        client, trunk = self.serve(module)
+        other = TRUNKS["batch norm"]()
+        with trunk.training():
+            trunk.load_state_dict(other.state_dict())
+            for name, value in trunk.state_dict().items():
+                self.assertTrue(torch.equal(value, other.state_dict()[name]), name)
+            state = other.state_dict()
+            state["0.weight"] = torch.zeros(16, 32)
+            with self.assertRaisesRegex(tf.Error, r"0.weight float32 \[32, 16\], given was 0.weight float32 \[16, 32\]"):
+                trunk.load_state_dict(state)
+            del state["0.weight"]
+            with self.assertRaises(tf.Error):
+                trunk.load_state_dict(state)
+            self.assertTrue(torch.equal(trunk.state_dict()["0.weight"], other.state_dict()["0.weight"]))
+
+    def test_torchs_schedulers_take_the_optimizer(self) -> None:
+        module = nn.Linear(3, 3)
+        client, trunk = self.serve(copy.deepcopy(module))
+        theirs = RemoteOptimizer(trunk.parameters(), torch.optim.SGD, lr=0.1)
+        ours = torch.optim.SGD(module.parameters(), lr=0.1)
+        schedules = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (theirs, ours)]
+        x = torch.randn(2, 3)
+        with trunk.training():
+            for _ in range(6):
+                for part, o, s in ((trunk, theirs, schedules[0]), (module, ours, schedules[1])):
+                    o.zero_grad()
+                    part(x).square().sum().backward()
+                    o.step()
+                    s.step()
+            self.assertTrue(torch.equal(trunk.state_dict()["weight"], module.weight))
+
+    def test_groups_of_parameters(self) -> None:
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        client, trunk = self.serve(copy.deepcopy(module))
+
+        def groups(m: Any) -> Any:
+            p = dict(m.named_parameters())
+            return [
+                {"params": [p["0.weight"], p["0.bias"]], "lr": 0.5},
+                {"params": [p["1.weight"]], "weight_decay": 0.1},
+            ]
+
+        theirs = RemoteOptimizer(groups(trunk), "momentum", lr=0.1, momentum=0.9)
+        ours = torch.optim.SGD(groups(module), lr=0.1, momentum=0.9)
+        x = torch.randn(2, 3)
+        with trunk.training():
+            for _ in range(3):
+                for part, o in ((trunk, theirs), (module, ours)):
+                    o.zero_grad()
+                    part(x).square().sum().backward()
+                    o.step()
+            for name, value in trunk.state_dict().items():
+                self.assertTrue(torch.equal(value, module.state_dict()[name]), name)
+
+    def test_a_step_is_applied_once(self) -> None:
+        client, trunk = self.serve(nn.Linear(3, 3))
+        with trunk.training():
+            trunk(torch.randn(2, 3)).sum().backward()
+            said = {"n": 1, "lease": trunk._token, "optimizer": "sgd", "groups": '[{"lr": 1.0}]'}
+            first = client.call("trunk/step", {}, params=said, like="torch").result()["y"]
+            state = trunk.state_dict()
+            again = client.call("trunk/step", {}, params=said, like="torch").result()["y"]
+            self.assertTrue(torch.equal(first, again))
+            self.assertTrue(torch.equal(state["weight"], trunk.state_dict()["weight"]))
+            for n in (0, 3, -1):
+                with self.assertRaisesRegex(tf.FailedPrecondition, f"step {n} does not follow step 1"):
+                    client.call("trunk/step", {}, params={**said, "n": n}, like="torch").result()
+
+    def test_one_client_trains_at_a_time(self) -> None:
+        client, trunk = self.serve(nn.Linear(3, 3))
+        other = RemoteModule(client, "trunk")
+        with trunk.training():
+            with self.assertRaisesRegex(tf.FailedPrecondition, "another client trains"), other.training():
+                pass
+            with self.assertRaisesRegex(tf.FailedPrecondition, "being trained here already"), trunk.training():
+                pass
+        with self.assertRaisesRegex(tf.FailedPrecondition, "not being trained here"):
+            trunk(torch.randn(2, 3))
+        with other.training():
+            other(torch.randn(2, 3)).sum().backward()
+            RemoteOptimizer(other.parameters()).step()
+            said = {"n": 1, "lease": "old", "optimizer": "sgd", "groups": "[{}]"}
+            with self.assertRaisesRegex(tf.FailedPrecondition, "another client trains; step 1 stands"):
+                client.call("trunk/step", {}, params=said, like="torch").result()
+            self.assertEqual(held(client)["lease"], 1)
+        self.assertEqual(held(client)["lease"], 0)
+        self.assertEqual(held(client)["step"], 1)
+
+    def test_a_session_that_ends_frees_its_graphs_and_in_time_the_lease(self) -> None:
+        server = self.enterContext(Worker(lease="1s"))
+        client = self.enterContext(tf.connect(server.address))
+        with tf.connect(server.address) as gone:
+            trunk = RemoteModule(gone, "trunk")
+            with self.assertRaises(ValueError), trunk.training():
+                loss = trunk(torch.randn(2, 3, requires_grad=True)).sum()
+                self.assertEqual(held(client)["graphs"], 1)
+                gone.close()
+                loss.backward()
+        eventually(lambda: held(client)["graphs"] == 0)
+        self.assertEqual(held(client)["graph_bytes"], 0)
+        other = RemoteModule(client, "trunk")
+
+        def free() -> bool:
+            try:
+                with other.training():
+                    return True
+            except tf.FailedPrecondition as err:
+                self.assertIn("cut off for", str(err))
+                return False
+
+        eventually(free)
+
+    def test_an_optimizer_is_of_handles(self) -> None:
+        client, trunk = self.serve(nn.Linear(3, 3))
+        with self.assertRaisesRegex(TypeError, "use torch's for your own"):
+            RemoteOptimizer(nn.Linear(3, 3).parameters())
+        names = [n for n, _ in trunk.named_parameters()]
+        self.assertEqual(names, ["weight", "bias"])
+        self.assertEqual([p.remote_shape for p in trunk.parameters()], [(3, 3), (3,)])
+        with trunk.training():
+            trunk(torch.randn(2, 3)).sum().backward()
+            with self.assertRaisesRegex(tf.Error, "no optimizer 'rprop'"):
+                RemoteOptimizer(trunk.parameters(), "rprop").step()
+            self.assertEqual(trunk.step, 0)
+
+
+def linear() -> Any:
+    torch.manual_seed(3)
+    return nn.Linear(3, 3)
+
+
+def saved() -> Any:
+    """The trunk of a Worker."""
+    return torch.load(os.environ["TRUNK"])
+
+
+class Worker:
+    """A server whose worker trains a trunk, linear if none is given, as `serve --python --train` has it."""
+
+    def __init__(self, *options: str, lease: str = "30s", trunk: Any = None) -> None:
+        self.file = tempfile.NamedTemporaryFile()
+        torch.save(trunk or linear(), self.file)
+        self.file.flush()
+        self.server = Server(
+            "--python", "trunk=test_train:saved", "--python-env", "TRUNK=" + self.file.name, "--python-threads", "1",
+            "--train", "trunk", "--train-lease", lease, *options,
+        )  # fmt: skip
+        self.address = self.server.address
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.stop()
+        self.file.close()
+
+
+@needs_torch
+class Faults(Torch):
+    """What is cut, and what stands then."""
+
+    def test_flags_that_do_not_fit_are_refused(self) -> None:
+        import subprocess
+
+        for args, said in (
+            (["--train", "trunk"], 'no --python has this name'),
+            (["--python", "trunk=test_train:linear", "--train", "trunk", "--python-processes", "2"], "has one process"),
+        ):
+            ended = subprocess.run(
+                [program(), "serve", "--listen", "127.0.0.1:0", *args], capture_output=True, text=True, timeout=60,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, os.sys.path)), "TENSORFERRY_PYTHON": os.sys.executable},
+            )  # fmt: skip
+            self.assertNotEqual(ended.returncode, 0)
+            self.assertIn(said, ended.stderr)
+
+    def test_a_worker_that_is_killed_goes_on_from_its_checkpoint(self) -> None:
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        server = self.enterContext(Worker("--checkpoint", folder, "--checkpoint-every", "2"))
+        client = self.enterContext(tf.connect(server.address, retry="exponential", retry_for=20))
+        rewound: list[int] = []
+        trunk = RemoteModule(client, "trunk")
+        x, states = torch.ones(2, 3), {}
+
+        def step(optimizer: Any) -> None:
+            optimizer.zero_grad()
+            trunk(x).square().sum().backward()
+            optimizer.step()
+            states[trunk.step] = trunk.state_dict()
+
+        with trunk.training():
+            optimizer = RemoteOptimizer(trunk.parameters(), "adam", lr=0.1)
+            for _ in range(3):
+                step(optimizer)
+            self.assertEqual(sorted(os.listdir(os.path.join(folder, "trunk"))), ["step-2.pt"])
+            kill_worker(server.server.process.pid)
+            with self.assertRaises(tf.Error):
+                for _ in range(50):
+                    trunk(x).sum().backward()
+        with trunk.training():
+            self.assertEqual(trunk.step, 2)
+            same(self, trunk.state_dict(), states[2])
+            third = states[3]
+            step(optimizer)
+            same(self, trunk.state_dict(), third)
+            trunk.rewind(2)
+            same(self, trunk.state_dict(), states[2])
+            step(optimizer)
+            same(self, trunk.state_dict(), third)
+            with self.assertRaisesRegex(tf.FailedPrecondition, "no checkpoint 1; there are 2"):
+                trunk.rewind(1)
+        del rewound
+
+    def test_a_client_that_trains_hears_that_the_server_has_gone_back(self) -> None:
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        server = self.enterContext(Worker("--checkpoint", folder, "--checkpoint-every", "1"))
+        client = self.enterContext(tf.connect(server.address, retry="exponential", retry_for=20))
+        trunk = RemoteModule(client, "trunk")
+        x = torch.ones(2, 3)
+        with trunk.training():
+            optimizer = RemoteOptimizer(trunk.parameters(), "adam", lr=0.1)
+            for _ in range(2):
+                trunk(x).square().sum().backward()
+                optimizer.step()
+            trunk(x).square().sum().backward()
+            os.unlink(os.path.join(folder, "trunk", "step-2.pt"))
+            kill_worker(server.server.process.pid)
+            with self.assertRaises(Rewound) as caught:
+                optimizer.step()
+            self.assertEqual(caught.exception.step, 1)
+            trunk(x).square().sum().backward()
+            optimizer.step()
+            self.assertEqual(trunk.step, 2)
+
+    def test_an_orderly_end_leaves_a_checkpoint(self) -> None:
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        with Worker("--checkpoint", folder) as server, tf.connect(server.address) as client:
+            trunk = RemoteModule(client, "trunk")
+            with trunk.training():
+                trunk(torch.ones(2, 3)).sum().backward()
+                RemoteOptimizer(trunk.parameters(), lr=0.1).step()
+                state = trunk.state_dict()
+        self.assertEqual(os.listdir(os.path.join(folder, "trunk")), ["step-1.pt"])
+        with Worker("--checkpoint", folder) as server, tf.connect(server.address) as client:
+            trunk = RemoteModule(client, "trunk")
+            with trunk.training():
+                self.assertEqual(trunk.step, 1)
+                same(self, trunk.state_dict(), state)
+
+
+def kill_worker(server: int) -> None:
+    """Kill the worker of a server."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/stat") as f:
+                parent = int(f.read().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == server:
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def same(case: unittest.TestCase, a: dict[str, Any], b: dict[str, Any]) -> None:
+    case.assertEqual(list(a), list(b))
+    for name in a:
+        case.assertTrue(torch.equal(a[name], b[name]), name)
+
+
+del json, threading
+
+if __name__ == "__main__":
+    unittest.main()
