@@ -107,6 +107,7 @@ class Graph:
     bytes: int
     session: int
     retain: bool
+    seed: Optional[int]
     wire: Optional[torch.dtype]  # what floating-point tensors travel as
     born: float
 
@@ -127,7 +128,9 @@ class Training:
         self.steps = 0
         self.saved = -1  # the step of the last checkpoint
         self.last: tuple[str, int] = ("", 0)  # token and number of the last step
-        self.answer: list[float] = [0.0, 0.0, 1.0]
+        self.frozen = False
+        self.needed = {name: p.requires_grad for name, p in self.module.named_parameters()}
+        self.passes = 0  # backward passes since the gradients were zero
         self.void = ""  # why the gradients that are there are not to be used
         self.token = self.principal = ""
         self.session = 0
@@ -212,10 +215,17 @@ class Training:
 
     def forward(
         self, call: Call, inputs: dict[str, Any], lease: str, seed: Optional[int], needs: str, retain: bool, eval: bool,
-        release: str, wire: str, order: str,
+        frozen: bool, release: str, wire: str, order: str,
     ) -> Any:  # fmt: skip
         """NAME/train."""
         self.check(call, lease)
+        if seed is not None:  # the same pass again: its client did not hear of the first
+            for id in [id for id, g in self.graphs.items() if g.seed == seed]:
+                self.forget(id, "the pass was run again")
+        if frozen != self.frozen:
+            self.frozen = frozen
+            for name, p in self.module.named_parameters():
+                p.requires_grad_(self.needed[name] and not frozen)
         self.release(release)
         if wire and wire not in _FLOATS:
             raise ModelError(f"param wire={wire!r} is none of {', '.join(_FLOATS)}")
@@ -256,7 +266,7 @@ class Training:
         graph_of = {n: y for n, y in outputs.items() if torch.is_tensor(y)}
         for y in (*xs.values(), *graph_of.values()):
             count(y)
-        graph = Graph(xs, graph_of, sum(counted.values()), call.session, retain, sent, time.monotonic())
+        graph = Graph(xs, graph_of, sum(counted.values()), call.session, retain, seed, sent, time.monotonic())
         if self.room and graph.bytes > self.room:
             raise Refused(f"the graph has {graph.bytes} bytes, and {self.room} are for all; give the server more --memory")
         while self.graphs and (len(self.graphs) >= GRAPHS or self.room and self.bytes + graph.bytes > self.room):
@@ -300,6 +310,7 @@ class Training:
                 raise ModelError(_MODIFIED) from err
             self.void = "a backward pass failed"
             raise
+        self.passes += 1
         if call.cancelled:
             self.void = "a backward pass was cancelled"
         return {name: _travels(_gradient(x), graph.wire) for name, x in graph.inputs.items()}
@@ -312,15 +323,15 @@ class Training:
 
     def zero(self) -> None:
         """Drops the gradients."""
-        self.void = ""
+        self.void, self.passes = "", 0
         self.module.zero_grad(set_to_none=True)
 
-    def state(self) -> Any:
-        """What a step answers: its number, the squared norm of the gradients, whether all are finite."""
-        return torch.tensor(self.answer, dtype=torch.float64)
+    def state(self, square: float = 0.0, finite: bool = True) -> Any:
+        """The step that stands, the squared norm of the gradients, whether all are finite, and of how many passes."""
+        return torch.tensor([self.steps, square, finite, self.passes], dtype=torch.float64)
 
     def step(
-        self, call: Call, _: Any, lease: str, n: int, optimizer: str, groups: str, scale: float, clip_value: float,
+        self, call: Call, _: Any, lease: str, n: int, passes: int, optimizer: str, groups: str, scale: float, clip_value: float,
         norm: bool, discard: bool, rewind: Optional[int],
     ) -> Any:  # fmt: skip
         """NAME/step."""
@@ -339,9 +350,14 @@ class Training:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
             if norm:
                 total = sum((g.detach().double().square().sum() for g in grads), torch.zeros((), dtype=torch.float64))
-                return torch.tensor([self.steps, float(total), float(torch.isfinite(total))], dtype=torch.float64)
+                return self.state(float(total), bool(torch.isfinite(total)))
             if n != self.steps + 1:
                 raise Refused(f"step {n} does not follow step {self.steps}, which stands")
+            if passes not in (-1, self.passes):
+                raise Refused(
+                    f"the gradients are of {self.passes} backward passes, the client had {passes} confirmed; "
+                    "zero them, and run the passes since the last step again"
+                )
             try:
                 options = {"optimizer": optimizer, "groups": json.loads(groups)}
             except ValueError:
@@ -355,7 +371,7 @@ class Training:
         self.zero()
         for id in list(self.graphs):
             self.forget(id, f"step {n} came after it", "expired")
-        self.steps, self.last, self.answer = n, (lease, n), [float(n), 0.0, 1.0]
+        self.steps, self.last = n, (lease, n)
         if self.folder is not None and n % self.every == 0:
             self.save()
         return self.state()
@@ -406,7 +422,7 @@ class Training:
         if self.folder is None or self.saved == self.steps:
             return
         state = {
-            "step": self.steps, "last": self.last, "answer": self.answer, "module": self.module.state_dict(),
+            "step": self.steps, "last": self.last, "module": self.module.state_dict(),
             "trainer": self.trainer.state(), "rng": torch.get_rng_state(),
         }  # fmt: skip
         with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".new", delete=False) as f:
@@ -439,7 +455,7 @@ class Training:
         self.module.load_state_dict(state["module"])
         self.trainer.load(state["trainer"])
         torch.set_rng_state(state["rng"].cpu())
-        self.steps, self.last, self.answer, self.saved = n, tuple(state["last"]), state["answer"], n
+        self.steps, self.last, self.saved = n, tuple(state["last"]), n
         for later in [s for s in stands if s > n]:
             (self.folder / f"step-{later}.pt").unlink()
 
@@ -471,7 +487,7 @@ class Training:
             )  # fmt: skip
 
         whole = {n: Port(p.dtypes, p.shape) for n, p in base.inputs.items()}
-        state = {"y": Port(("float64",), (3,))}
+        state = {"y": Port(("float64",), (4,))}
         octets = Port(("uint8",), (FREE,))
         return [
             made("train", self.forward, whole, base.outputs, **lease, **order,
@@ -479,6 +495,7 @@ class Training:
                  needs=Param(str, "*", "inputs that need a gradient, joined by commas"),
                  retain=Param(bool, False, "keep the graph after a backward pass"),
                  eval=Param(bool, False, "in eval mode"),
+                 frozen=Param(bool, False, "without gradients of the parameters"),
                  release=Param(str, "", "forward passes whose graphs are not needed"),
                  wire=Param(str, "", "type that outputs and gradients are sent as; inputs become the module's")),
             made("backward", self.backward, {n: Port() for n in base.outputs}, {n: Port() for n in base.inputs}, **lease,
@@ -487,6 +504,7 @@ class Training:
                  unused=Param(str, "", "outputs without a gradient, joined by commas")),
             made("step", self.step, {}, state, **lease,
                  n=Param(int, 0, "number of the step, 1 more than that of the last"),
+                 passes=Param(int, -1, "backward passes that the gradients must be of; -1: any number"),
                  optimizer=Param(str, "sgd", "sgd, momentum, adam or adamw"),
                  groups=Param(str, "[{}]", "options of each group of parameters, as JSON"),
                  scale=Param(float, 1.0, "factor for the gradients"),

@@ -25,7 +25,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ._client import Call, Client
-from ._errors import Error, FailedPrecondition
+from ._errors import Error, FailedPrecondition, Unavailable
 from ._train import describe, pack_tensors, unpack_tensors
 
 __all__ = ["Handle", "RemoteModule", "RemoteOptimizer", "Rewound", "clip_grad_norm_"]
@@ -34,16 +34,16 @@ _RELEASES = 64  # ids of dropped graphs that one call names
 
 
 class Rewound(FailedPrecondition):
-    """The server's model stands at another step than this client: it was restarted, or another client trained it.
+    """The server's module stands at another step than this client: its process was started anew, say.
 
-    Rewind your own modules to the same step, or give RemoteModule an on_rewind that does.
+    Bring your own modules to the same step, and go on from there.
     """
 
     def __init__(self, name: str, step: int, here: int):
         self.step = step
         super().__init__(
             f"model {name!r} stands at step {step}, this client at {here}",
-            hint="load your own modules' state of that step and call rewound(), or rewind both to a checkpoint",
+            hint="load your own modules' state of that step, and go on with the batch that follows it",
         )
 
 
@@ -70,8 +70,8 @@ class RemoteModule(torch.nn.Module):
     """A module that a server has: its forward pass sends activations, its backward pass gradients.
 
     It is for one thread. timeout is of each call, in seconds. wire is the floating-point type that activations
-    and gradients travel as, such as torch.bfloat16; as they are if it is None. on_rewind is called with the step
-    that stands when the server has gone back, and brings this side there.
+    and gradients travel as, such as torch.bfloat16; as they are if it is None. on_rewind is called with the step that
+    the server has gone back to, before Rewound is raised, and loads this side's modules of that step.
     """
 
     def __init__(
@@ -95,10 +95,13 @@ class RemoteModule(torch.nn.Module):
         self._token = ""
         self._step = 0  # that stands
         self._void = ""  # why the gradients there are not to be used
-        self._grown = False  # there are gradients
+        self._passes = 0  # that were confirmed since the gradients were zero
+        self._begun = 0  # that may have been
+        self._frozen = False
         self._scale = 1.0
         self._retain = False
         self._dropped: deque[str] = deque()  # graphs that nobody can use
+        self._there: list[float] = []  # what it last said of that
         self._pending: Optional[tuple[Call, int]] = None  # a step that was not waited for
         self._handles: Optional[list[Handle]] = None
 
@@ -149,8 +152,9 @@ class RemoteModule(torch.nn.Module):
             params = {**params, "lease": self._token}
         path = f"{self._remote}/{part}" if part else self._remote
         return self._client.call(
-            path, inputs, params=params, timeout=self._timeout, like="torch", regions=False, idempotent=part == "step"
-        )
+            path, inputs, params=params, timeout=self._timeout, like="torch", regions=False,
+            idempotent=part != "backward",  # a step is known by its number, a forward pass by its seed
+        )  # fmt: skip
 
     def _train(self, given: Mapping[str, Any], seed: int, needs: Iterable[str], order: str = "") -> Call:
         """Begins a forward pass that keeps its graph."""
@@ -164,8 +168,10 @@ class RemoteModule(torch.nn.Module):
             params["order"] = order
         if self._retain:
             params["retain"] = "true"
-        if not self.training:
+        if not self._mode:
             params["eval"] = "true"
+        if self._frozen:
+            params["frozen"] = "true"
         if self._wire is not None:
             params["wire"] = str(self._wire).partition(".")[2]
         dropped = [self._dropped.popleft() for _ in range(min(len(self._dropped), _RELEASES))]
@@ -177,7 +183,7 @@ class RemoteModule(torch.nn.Module):
         """Begins a backward pass. A gradient that is None is of an output that nothing used."""
         unused = [n for n, g in gradients.items() if g is None]
         sent = {n: torch.empty(0) if g is None else self._sent(g) for n, g in gradients.items()}
-        self._grown = True
+        self._begun += 1
         try:
             params = {"forward": forward, "unused": ",".join(unused)}
             return self._run("backward", sent, {**params, "order": order} if order else params)
@@ -188,10 +194,51 @@ class RemoteModule(torch.nn.Module):
     def _confirmed(self, call: Call) -> Mapping[str, Any]:
         try:
             results: Mapping[str, Any] = call.result()
-            return results
-        except BaseException:
+        except BaseException as err:
             self._void = "a backward pass failed, or was not confirmed"
+            if isinstance(err, Error):
+                self._look(err)
             raise
+        self._passes += 1
+        return results
+
+    def _forwarded(self, call: Call, again: Callable[[], Call]) -> Mapping[str, Any]:
+        """The outputs of a forward pass, which is run again if the server has lost this client's lease alone."""
+        try:
+            results: Mapping[str, Any] = call.result()
+        except Error as err:
+            if not self._look(err):
+                raise
+            results = again().result()
+        return results
+
+    def _look(self, err: Error) -> bool:
+        """After an error, see where the server stands. It reports whether nothing is lost."""
+        if not isinstance(err, (FailedPrecondition, Unavailable)):
+            return False
+        self._stands(err)
+        return self._compare(err)
+
+    def _stands(self, err: Error) -> int:
+        """Take the lease anew, and return the step that stands."""
+        try:
+            self._there = self._take()
+        except Error:
+            raise err from None
+        return int(self._there[0])
+
+    def _compare(self, err: Error) -> bool:
+        """Compare what stands there with this side, and report whether nothing is lost."""
+        stands, _, _, passes = self._there
+        if stands != self._step:
+            here, self._step = self._step, int(stands)
+            self._void, self._scale, self._passes, self._begun = "", 1.0, 0, 0
+            if self._on_rewind is not None:
+                self._on_rewind(self._step)
+            raise Rewound(self._remote, self._step, here) from err
+        if passes != self._passes:
+            self._void = self._void or "the server has lost gradients"
+        return passes == self._passes
 
     @contextlib.contextmanager
     def retain_graph(self) -> Iterator[None]:
@@ -242,7 +289,12 @@ class RemoteModule(torch.nn.Module):
                 if not forwards:
                     break
                 given, call = forwards.popleft()
-                outputs, first = call.result(), next(iter(given.values()))
+                try:
+                    outputs = call.result()
+                except Error as err:
+                    self._look(err)
+                    raise
+                first = next(iter(given.values()))
                 leaves = {n: _leaf(self._received(outputs[n], first)) for n in self._outputs}
                 yield self._one(leaves)
                 gradients = {n: leaf.grad for n, leaf in leaves.items()}
@@ -280,7 +332,8 @@ class RemoteModule(torch.nn.Module):
             raise FailedPrecondition(f"{self._remote} is being trained here already")
         self._token = secrets.token_hex(16)
         try:
-            self._step = self._take()
+            self._step = int(self._take()[0])
+            self._passes, self._begun, self._void, self._scale = 0, 0, "", 1.0
             yield self
             self._settle()
         finally:
@@ -293,23 +346,25 @@ class RemoteModule(torch.nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that have been accumulated since the last step."""
-        if self._grown or self._void:
+        self._settle()
+        if self._begun or self._void:
             self._run("step", {}, {"discard": "true"}).result()
-        self._grown, self._void, self._scale = False, "", 1.0
+        self._void, self._scale, self._passes, self._begun = "", 1.0, 0, 0
 
     def grad_norm(self) -> tuple[float, bool]:
         """Return the norm of the gradients there, and whether all are finite."""
-        _, square, finite = self._run("step", {}, {"norm": "true"}).result()["y"].tolist()
+        _, square, finite, _ = self._run("step", {}, {"norm": "true"}).result()["y"].tolist()
         return square**0.5, bool(finite)
 
-    def _apply(self, optimizer: str, groups: str, wait: bool, **params: Any) -> None:
+    def _advance(self, optimizer: str, groups: str, wait: bool, **params: Any) -> None:
         """Have the gradients applied, once."""
         if self._void:
             raise FailedPrecondition(self._void + ": the gradients are not whole", hint="zero_grad, and run the passes again")
         self._settle()
         n = self._step + 1
-        said = {"n": n, "optimizer": optimizer, "groups": groups, "scale": repr(self._scale), **params}
-        self._scale, self._grown = 1.0, False
+        said = {
+            "n": n, "passes": self._passes, "optimizer": optimizer, "groups": groups, "scale": repr(self._scale), **params,
+        }  # fmt: skip
         self._pending = (self._run("step", {}, said), n)
         if wait:
             self._settle()
@@ -322,29 +377,18 @@ class RemoteModule(torch.nn.Module):
         try:
             call.result()
         except Error as err:
-            # Whether it was applied, the step that stands says.
-            try:
-                stands = self._take()
-            except Error:
-                raise err from None
-            if stands == n - 1:
+            # The server knows whether the step was applied.
+            if self._stands(err) != n:
+                self._compare(err)
                 raise
-            if stands != n:
-                self._rewound(stands, n - 1)
-                return
-        self._step = n
+        self._step, self._scale = n, 1.0
+        self._passes = self._begun = 0
 
-    def _take(self, end: bool = False) -> int:
+    def _take(self, end: bool = False) -> list[float]:
+        """Take the lease, or give it up, and return what the server says of the step that stands."""
         said = self._run("lease", {}, {"token": self._token, **({"end": "true"} if end else {})})
-        return int(said.result()["y"][0])
-
-    def _rewound(self, stands: int, here: int) -> None:
-        self._void, self._grown = "", False
-        if self._on_rewind is None:
-            self._step = stands
-            raise Rewound(self._remote, stands, here)
-        self._step = stands
-        self._on_rewind(stands)
+        stands: list[float] = said.result()["y"].tolist()
+        return stands
 
     @property
     def step(self) -> int:
@@ -356,7 +400,7 @@ class RemoteModule(torch.nn.Module):
         """Go back to the server's checkpoint of a step. What belongs to this side you load yourself."""
         self._settle()
         self._run("step", {}, {"rewind": step}).result()
-        self._step, self._void, self._grown = step, "", False
+        self._step, self._void, self._scale, self._passes, self._begun = step, "", 1.0, 0, 0
 
     def release(self) -> None:
         """Free the graphs of forward passes whose outputs are gone."""
@@ -382,9 +426,28 @@ class RemoteModule(torch.nn.Module):
         for _, handle in self.named_parameters():
             yield handle
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Fetch the parameters and buffers of the server's module."""
-        return self._fetch("model")
+        found = {} if destination is None else destination
+        found.update({prefix + n: t for n, t in self._fetch("model").items()})
+        return found
+
+    def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *more: Any) -> None:
+        """Load this module's part of a state dict of a module that it is a part of."""
+        self.load_state_dict({n[len(prefix) :]: t for n, t in state.items() if n.startswith(prefix)})
+
+    def requires_grad_(self, requires_grad: bool = True) -> RemoteModule:
+        """Have backward passes leave the gradients of all parameters there alone, or not."""
+        self._frozen = not requires_grad
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> RemoteModule:
+        """Leave the module where it is: to, cuda, half and the like are for modules of this process."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a RemoteModule is not copied or pickled: make another from a client")
+
 
     def optimizer_state(self) -> dict[str, Any]:
         """Fetch the tensors of the server's optimizer, as NUMBER.NAME."""
@@ -445,7 +508,13 @@ class _Through(torch.autograd.Function):
         given = dict(zip(names, tensors))
         needs = [n for n, needed in zip(names, ctx.needs_input_grad[3:]) if needed]
         call = remote._train(given, seed, needs)
-        results = call.result()
+
+        def again() -> Call:
+            nonlocal call
+            call = remote._train(given, seed, needs)
+            return call
+
+        results = remote._forwarded(call, again)
         ctx.node, ctx.names, ctx.given = _Node(remote, call.id), names, {n: (x.dtype, x.device) for n, x in given.items()}
         values = tuple(remote._received(results[n], tensors[0]) for n in remote._outputs)
         ctx.mark_non_differentiable(*[v for v in values if not v.is_floating_point()])
@@ -509,7 +578,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._module._scale *= scale
-        self._module._apply(self._kind, self._groups(), wait, **({"clip_value": repr(clip_value)} if clip_value else {}))
+        self._module._advance(self._kind, self._groups(), wait, **({"clip_value": repr(clip_value)} if clip_value else {}))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
