@@ -86,9 +86,13 @@ func (g *guest) endWithHost(over <-chan struct{}) {
 	case <-g.process.host.ctx.Done():
 	}
 	_ = g.socket.CloseWrite() // it is asked to end
+	h := g.process.host
+	h.mu.Lock()
+	wait := h.cfg.end
+	h.mu.Unlock()
 	select {
 	case <-over:
-	case <-time.After(endWait):
+	case <-time.After(wait):
 		g.stop(nil)
 	}
 }
@@ -262,9 +266,9 @@ func (g *guest) next(wait bool) *blocks.Work {
 			continue
 		}
 		p := w.Program.(*program)
-		if w.Context().Err() != nil || p.life != nil && p.life.Err() != nil { // it hears first that a session is gone
+		if over := p.over(w); over != nil {
 			h.mu.Unlock()
-			w.End(nil)
+			w.End(over)
 			h.mu.Lock()
 			continue
 		}

@@ -21,6 +21,8 @@ const (
 	healthy    = time.Minute
 	// endWait is how long a process may take to tear its model down.
 	endWait = 5 * time.Second
+	// saveWait is how long one may take that writes what it has learned: gigabytes to a disk.
+	saveWait = time.Minute
 	// drainWait is how long what a killed process started may keep its pipes and socket open.
 	drainWait = time.Second
 	// keptShare: what one call leaves in the process may be 1/keptShare of the memory for inputs.

@@ -32,6 +32,15 @@ type program struct {
 	owner   *guest // the only one that computes it, where the model is stateful
 }
 
+// over returns why a block is not to be computed any more. A guest has heard, or hears first, that
+// its session is gone.
+func (p *program) over(w *blocks.Work) error {
+	if p.life != nil && p.life.Err() != nil {
+		return context.Cause(p.life)
+	}
+	return context.Cause(w.Context())
+}
+
 // callJSON is that of the first block of a run.
 type callJSON struct {
 	Call      string            `json:"call"`

@@ -58,6 +58,7 @@ type Config struct {
 	Log *slog.Logger
 
 	block, obey, first time.Duration // blockWait, obeyWait, pauseFirst, but in tests
+	end                time.Duration // endWait, or saveWait
 }
 
 func (c *Config) setDefaults() {
@@ -67,6 +68,7 @@ func (c *Config) setDefaults() {
 	}
 	c.Log = cmp.Or(c.Log, slog.Default()).With(slog.String("model", c.Name))
 	c.block, c.obey, c.first = cmp.Or(c.block, blockWait), cmp.Or(c.obey, obeyWait), cmp.Or(c.first, pauseFirst)
+	c.end = endWait
 	if c.Socket != nil { // nobody could start another guest
 		c.obey = c.block
 	}
@@ -297,7 +299,7 @@ func (h *Host) join(g *guest) error {
 		return errors.New("its ports, rows or parameters are not those that the model had before")
 	}
 	if len(g.info.Companions) > 0 { // what it keeps is worth more than the time
-		h.cfg.obey = h.cfg.block
+		h.cfg.obey, h.cfg.end = h.cfg.block, saveWait
 	}
 	h.guests[g] = struct{}{}
 	h.mu.Unlock()
