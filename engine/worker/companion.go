@@ -121,9 +121,12 @@ func orderOf(text string) (series string, n uint64, err error) {
 
 // push puts a block into the queue, when its turn has come; mu is held.
 func (h *Host) push(w *blocks.Work) {
-	p := w.Program.(*program)
+	p, queue := w.Program.(*program), &h.queue
+	if p.model != 0 {
+		queue = &h.behind
+	}
 	if p.series == "" {
-		h.queue.Push(w)
+		queue.Push(w)
 		return
 	}
 	key := orderKey{p.session, p.model}
@@ -134,7 +137,7 @@ func (h *Host) push(w *blocks.Work) {
 		h.orders[key] = o
 		if old != nil {
 			for _, late := range old.waiting {
-				h.queue.Push(late)
+				queue.Push(late)
 			}
 		}
 	}
@@ -142,15 +145,24 @@ func (h *Host) push(w *blocks.Work) {
 		o.waiting[p.turn] = w
 		return
 	}
-	h.queue.Push(w)
+	queue.Push(w)
 	for o.next = max(o.next, p.turn+1); o.waiting[o.next] != nil; o.next++ {
-		h.queue.Push(o.waiting[o.next])
+		queue.Push(o.waiting[o.next])
 		delete(o.waiting, o.next)
 	}
 }
 
-// untimely takes blocks out whose turn has not come: those of a run, or all; mu is held.
-func (h *Host) untimely(run context.Context) (taken blocks.Queue) {
+// takeAll takes all blocks out that no process has begun, or those of a run; mu is held.
+func (h *Host) takeAll(run context.Context) (taken blocks.Queue) {
+	for _, q := range []*blocks.Queue{&h.queue, &h.behind} {
+		some := *q
+		if run != nil {
+			some = q.Take(run)
+		} else {
+			*q = blocks.Queue{}
+		}
+		taken.Append(&some)
+	}
 	for _, o := range h.orders {
 		for n, w := range o.waiting {
 			if run == nil || w.Context() == run {

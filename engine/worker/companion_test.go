@@ -221,7 +221,7 @@ func TestCallsOfASeriesRunInTheirOrder(t *testing.T) {
 		testkit.Eventually(t, func() bool {
 			tr.host.mu.Lock()
 			defer tr.host.mu.Unlock()
-			count := tr.host.queue.Len()
+			count := tr.host.behind.Len()
 			for _, o := range tr.host.orders {
 				count += len(o.waiting)
 			}
@@ -294,4 +294,30 @@ func TestACompanionThatIsNoModelIsRefused(t *testing.T) {
 	}()
 	_, err := Start(Config{Name: "trunk", Socket: socket, Version: "1", MemoryBytes: 1 << 20})
 	require.ErrorContains(t, err, "a model without inputs has no rows")
+}
+
+func TestTheModelWaitsForOneBlockOfItsCompanions(t *testing.T) {
+	testkit.Start(t)
+	tr := newTrainer(t, keeper)
+	step := tr.host.Companions()[1]
+	var ends []<-chan error
+	for range 3 {
+		ends = append(ends, begin(t.Context(), t.Context(), step, nil))
+	}
+	r := hear[*link.Run](t, tr)
+	ends = append(ends, begin(t.Context(), t.Context(), tr.host.Model(), nil))
+	testkit.Eventually(t, func() bool {
+		tr.host.mu.Lock()
+		defer tr.host.mu.Unlock()
+		return tr.host.behind.Len() == 2 && tr.host.queue.Len() == 1
+	}, "all wait")
+	for _, next := range []uint16{0, 2, 2} {
+		tr.done(r)
+		r = hear[*link.Run](t, tr)
+		require.Equal(t, next, r.Model)
+	}
+	tr.done(r)
+	for _, end := range ends {
+		require.NoError(t, <-end)
+	}
 }

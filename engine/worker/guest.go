@@ -258,6 +258,9 @@ func (g *guest) next(wait bool) *blocks.Work {
 		if w == nil {
 			w = h.queue.Pop()
 		}
+		if w == nil {
+			w = h.behind.Pop()
+		}
 		switch {
 		case w == nil && !wait:
 			return nil

@@ -116,7 +116,8 @@ type Host struct {
 
 	mu     sync.Mutex // guards all below, and what guests and programs say of it
 	more   sync.Cond  // for guests: there may be something to do
-	queue  blocks.Queue
+	queue  blocks.Queue // of the model
+	behind blocks.Queue // of its companions: these wait for the model's
 	guests map[*guest]struct{} // that are ready
 	info   *info               // as the first guest said
 	closed bool
@@ -208,9 +209,7 @@ func (h *Host) Ended() <-chan struct{} { return h.ended }
 func (h *Host) Close() {
 	h.mu.Lock()
 	h.closed = true
-	rest, early := h.queue, h.untimely(nil)
-	rest.Append(&early)
-	h.queue = blocks.Queue{}
+	rest := h.takeAll(nil)
 	h.more.Broadcast()
 	h.mu.Unlock()
 	rest.End(engine.ErrClosed)
@@ -221,7 +220,7 @@ func (h *Host) Close() {
 // gauges are what the model measures.
 func (h *Host) gauges() []engine.Gauge {
 	h.mu.Lock()
-	ready, queued, resident, said := len(h.guests), h.queue.Len(), int64(0), h.kept.Gauges
+	ready, queued, resident, said := len(h.guests), h.queue.Len()+h.behind.Len(), int64(0), h.kept.Gauges
 	for g := range h.guests {
 		r, _ := proc.ResidentOf(g.pid) // nothing where the system does not tell
 		resident += r.Own + r.Mapped
@@ -273,8 +272,7 @@ func (h *Host) Start(w *blocks.Work) {
 // Cancel implements blocks.Canceler. What a guest has begun, it is told of by enter.
 func (h *Host) Cancel(run context.Context) {
 	h.mu.Lock()
-	over, early := h.queue.Take(run), h.untimely(run)
-	over.Append(&early)
+	over := h.takeAll(run)
 	for g := range h.guests {
 		rest := g.queue.Take(run)
 		over.Append(&rest)
@@ -329,8 +327,7 @@ func (h *Host) leave(g *guest, cause error) {
 	g.queue, g.begun = blocks.Queue{}, nil
 	last, closed := ready && len(h.guests) == 0, h.closed
 	if last {
-		h.queue = blocks.Queue{} // the engine takes them back
-		h.orders = make(map[orderKey]*order)
+		h.takeAll(nil) // the engine takes them back
 	}
 	h.mu.Unlock()
 	over.End(cause)
@@ -343,7 +340,6 @@ func (h *Host) leave(g *guest, cause error) {
 		e.Lost(cause)
 	}
 	h.mu.Lock()
-	h.queue = blocks.Queue{} // what came meanwhile
-	h.orders = make(map[orderKey]*order)
+	h.takeAll(nil) // what came meanwhile
 	h.mu.Unlock()
 }

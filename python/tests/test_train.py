@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import os
 import signal
 import tempfile
-import threading
+import time
 import unittest
 from typing import Any, Callable, Optional
 
@@ -340,6 +339,98 @@ class Passes(Torch):
             trunk(x.detach(), words=words).sum().backward()  # the trunk's gradients alone
             self.assertGreater(trunk.grad_norm()[0], 0)
 
+    def test_memory_of_a_kept_input_is_not_used_again(self) -> None:
+        module = nn.Linear(16, 16)
+        client, trunk = self.serve(copy.deepcopy(module))
+        x = torch.randn(64, 16, requires_grad=True)
+        want = torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])
+        with trunk.training():
+            loss = trunk(x).square().sum()
+            poison = torch.full((64, 16), float("nan"))
+            for _ in range(30):
+                client.compute("trunk", poison)
+            loss.backward()
+            self.assertTrue(torch.equal(x.grad, want[0]))
+            RemoteOptimizer(trunk.parameters(), "sgd", lr=1.0).step()
+            self.assertTrue(torch.equal(trunk.state_dict()["weight"], module.weight - want[1]))
+
+    def test_a_model_may_bring_its_own_passes_and_step(self) -> None:
+        class Signs(tf.Trainer):  # type: ignore[name-defined,misc]
+            """Moves each parameter by the sign of its gradient, and doubles the output."""
+
+            def forward(self, x: Any) -> Any:
+                return 2 * self.module(x)
+
+            def step(self, options: Any) -> None:
+                for p in self.module.parameters():
+                    p.sub_(options["groups"][0]["lr"] * p.grad.sign())
+
+        module = nn.Linear(3, 3)
+        client, trunk = self.serve(Signs(copy.deepcopy(module)))
+        x = torch.rand(2, 3)
+        with trunk.training():
+            y = trunk(x)
+            self.assertTrue(torch.equal(y, 2 * module(x)))
+            y.sum().backward()
+            RemoteOptimizer(trunk.parameters(), "sgd", lr=0.5).step()
+            self.assertTrue(torch.equal(trunk.state_dict()["weight"], module.weight - 0.5))
+
+    def test_parameters_that_are_frozen(self) -> None:
+        module = nn.Linear(3, 3)
+        client, trunk = self.serve(copy.deepcopy(module))
+        x = torch.randn(2, 3, requires_grad=True)
+        want = torch.autograd.grad(module(x).sum(), x)[0]
+        with trunk.training():
+            trunk.requires_grad_(False)
+            trunk(x).sum().backward()
+            self.assertTrue(torch.equal(x.grad, want))
+            self.assertEqual(trunk.grad_norm(), (0.0, True))
+            trunk.zero_grad()
+            trunk.requires_grad_(True)
+            trunk(x).sum().backward()
+            self.assertGreater(trunk.grad_norm()[0], 0)
+
+    def test_a_part_of_a_module_of_this_process(self) -> None:
+        client, trunk = self.serve(nn.Linear(3, 3))
+        whole = nn.Sequential(nn.Linear(3, 3), trunk).to("cpu").train()
+        self.assertEqual(len(list(whole[0].parameters())), len(list(whole.parameters())))
+        with trunk.training():
+            state = whole.state_dict()
+            self.assertEqual(list(state), ["0.weight", "0.bias", "1.weight", "1.bias"])
+            other = {name: torch.randn(x.shape) for name, x in state.items()}
+            whole.load_state_dict(other)
+            same(self, trunk.state_dict(), {"weight": other["1.weight"], "bias": other["1.bias"]})
+        with self.assertRaisesRegex(TypeError, "not copied"):
+            copy.deepcopy(trunk)
+        with self.assertRaisesRegex(NotImplementedError, "leave strict"):
+            trunk.load_state_dict({}, strict=False)
+
+    def test_gradients_whose_answer_was_lost_void_the_step(self) -> None:
+        client, trunk = self.serve(nn.Linear(3, 3))
+        optimizer = RemoteOptimizer(trunk.parameters())
+        with trunk.training():
+            trunk(torch.randn(2, 3)).sum().backward()
+            trunk._passes = 0  # as if this side had not heard of it
+            with self.assertRaisesRegex(tf.FailedPrecondition, "of 1 backward passes, the client had 0 confirmed"):
+                optimizer.step()
+            optimizer.zero_grad()
+            trunk(torch.randn(2, 3)).sum().backward()
+            optimizer.step(scale=0.5, clip_value=0.1)
+            self.assertEqual(trunk.step, 1)
+
+    def test_a_step_that_is_not_waited_for(self) -> None:
+        client, trunk = self.serve(nn.Linear(3, 3))
+        optimizer = RemoteOptimizer(trunk.parameters(), "momentum")
+        with trunk.training():
+            for n in range(1, 4):
+                trunk(torch.randn(2, 3)).sum().backward()
+                optimizer.step(wait=False)
+            self.assertEqual(trunk.step, n)
+            trunk(torch.randn(2, 3)).sum().backward()
+            RemoteOptimizer(trunk.parameters(), "rprop").step(wait=False)
+            with self.assertRaisesRegex(tf.Error, "no optimizer"):
+                trunk(torch.randn(2, 3))
+
     def test_a_tensor_modified_in_place_is_refused_as_torch_does(self) -> None:
         module = InPlace()
         with self.assertRaises(RuntimeError):
@@ -581,6 +672,20 @@ def linear() -> Any:
     return nn.Linear(3, 3)
 
 
+if torch is not None:
+
+    class Slow(nn.Module):
+        """Takes as many seconds as its input says."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(1, 1)
+
+        def forward(self, x: Any) -> Any:
+            time.sleep(float(x.sum()))
+            return self.a(x)
+
+
 def saved() -> Any:
     """The trunk of a Worker."""
     return torch.load(os.environ["TRUNK"])
@@ -629,7 +734,6 @@ class Faults(Torch):
         folder = self.enterContext(tempfile.TemporaryDirectory())
         server = self.enterContext(Worker("--checkpoint", folder, "--checkpoint-every", "2"))
         client = self.enterContext(tf.connect(server.address, retry="exponential", retry_for=20))
-        rewound: list[int] = []
         trunk = RemoteModule(client, "trunk")
         x, states = torch.ones(2, 3), {}
 
@@ -660,7 +764,6 @@ class Faults(Torch):
             same(self, trunk.state_dict(), third)
             with self.assertRaisesRegex(tf.FailedPrecondition, "no checkpoint 1; there are 2"):
                 trunk.rewind(1)
-        del rewound
 
     def test_a_client_that_trains_hears_that_the_server_has_gone_back(self) -> None:
         folder = self.enterContext(tempfile.TemporaryDirectory())
@@ -682,6 +785,31 @@ class Faults(Torch):
             trunk(x).square().sum().backward()
             optimizer.step()
             self.assertEqual(trunk.step, 2)
+
+    def test_a_pass_that_is_cancelled_does_not_end_the_process(self) -> None:
+        server = self.enterContext(Worker(trunk=Slow()))
+        client = self.enterContext(tf.connect(server.address))
+        trunk = RemoteModule(client, "trunk", timeout=0.5)
+        with trunk.training():
+            with self.assertRaises(tf.DeadlineExceeded):
+                trunk(torch.full((1, 1), 4.0))
+            trunk._timeout = 30
+            trunk(torch.zeros(1, 1)).sum().backward()
+            RemoteOptimizer(trunk.parameters()).step()
+            self.assertEqual(trunk.step, 1)
+            self.assertEqual(held(client)["worker_restarts"], 0)
+            self.assertEqual(held(client)["graphs"], 0)
+
+    def test_two_checkpoints_are_kept(self) -> None:
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        with tf.serve(linear(), 0, name="trunk", train=True, checkpoint=folder, checkpoint_every=1) as server:
+            with tf.connect(server.address) as client:
+                trunk = RemoteModule(client, "trunk")
+                with trunk.training():
+                    for _ in range(4):
+                        trunk(torch.ones(2, 3)).sum().backward()
+                        RemoteOptimizer(trunk.parameters()).step()
+        self.assertEqual(sorted(os.listdir(folder)), ["step-3.pt", "step-4.pt"])
 
     def test_an_orderly_end_leaves_a_checkpoint(self) -> None:
         folder = self.enterContext(tempfile.TemporaryDirectory())
@@ -716,8 +844,6 @@ def same(case: unittest.TestCase, a: dict[str, Any], b: dict[str, Any]) -> None:
     for name in a:
         case.assertTrue(torch.equal(a[name], b[name]), name)
 
-
-del json, threading
 
 if __name__ == "__main__":
     unittest.main()

@@ -45,15 +45,18 @@ from ._version import __version__
 
 if _TYPE_CHECKING:
     from . import aio
+    from ._train import Trainer
 
 
 def __getattr__(name: str) -> _Any:
-    """Import aio when it is used: asyncio costs more time than all the rest."""
-    if name != "aio":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import what costs time when it is used: aio brings asyncio, Trainer torch."""
     from importlib import import_module
 
-    return import_module(".aio", __name__)
+    if name == "aio":
+        return import_module(".aio", __name__)
+    if name == "Trainer":
+        return import_module("._train", __name__).Trainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [

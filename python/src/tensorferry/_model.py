@@ -265,8 +265,9 @@ def _factory(f: Any) -> bool:
 
 def _prepared(made: Any, said: dict[str, Any], training: Mapping[str, Any]) -> Prepared:
     torch = sys.modules.get("torch")
+    training_module = sys.modules.get("tensorferry._train")
     trainer: Any = None
-    if sys.modules.get("tensorferry._train") is not None and isinstance(made, sys.modules["tensorferry._train"].Trainer):
+    if training_module is not None and isinstance(made, training_module.Trainer):
         trainer, made = made, made.module
     module = torch is not None and isinstance(made, torch.nn.Module)
     about = {k: str(v) for k, v in dict(said.get("about") or {}).items()}
@@ -275,7 +276,8 @@ def _prepared(made: Any, said: dict[str, Any], training: Mapping[str, Any]) -> P
     compute = made
     if module:
         array = "torch"
-        compute = made.forward
+        own = trainer is not None and type(trainer).forward is not training_module.Trainer.forward
+        compute = trainer.forward if own else made.forward
     if array == "torch":
         torch = importlib.import_module("torch")
         if device is None:

@@ -13,7 +13,7 @@ import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Optional
 
 import torch
@@ -49,6 +49,9 @@ class Trainer:
         self.module = module
         self.optimizer: Optional[torch.optim.Optimizer] = None
         self.said: Any = None  # what it was made of
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self.forward(*inputs, **named)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Returns the outputs, with their graph."""
@@ -144,7 +147,7 @@ class Training:
     def infer(self, *inputs: Any, **named: Any) -> Any:
         """The module's own model: the weights of the last step, in eval mode."""
         self.module.eval()
-        return self.module(*inputs, **named)
+        return self.trainer.forward(*inputs, **named)
 
     # The lease.
 
@@ -392,14 +395,15 @@ class Training:
         if not about:
             self.check(call, lease)
         found = self.tensors(what)
-        said = json.dumps({"step": self.steps, "tensors": describe(found)}).encode()
+        own = dict(self.module.named_parameters())  # a tied one once
+        said = json.dumps({"step": self.steps, "tensors": describe(found, own)}).encode()
         return {"y": torch.empty(0, dtype=torch.uint8) if about else pack_tensors(found.values()), "about": _bytes(said)}
 
     def load(self, call: Call, given: dict[str, Any], lease: str) -> Any:
         """NAME/load: whole, or not at all."""
         self.check(call, lease)
         have = self.tensors("model")
-        want, got = describe(have), json.loads(bytes(given["about"].tolist()))
+        want, got = describe(have, ()), json.loads(bytes(given["about"].tolist()))
         for a, b in zip(want, got):
             if a[:3] != b[:3]:
                 raise ModelError(f"the module has {_say(a)}, given was {_say(b)}")
@@ -548,12 +552,9 @@ def _storage_bytes(x: Any) -> int:
     return int(x.untyped_storage().nbytes() if hasattr(x, "untyped_storage") else x.storage().nbytes())
 
 
-def describe(tensors: Mapping[str, Any]) -> list[list[Any]]:
-    """Name, data type, shape, whether a parameter, and whether it needs a gradient, of each tensor."""
-    return [
-        [n, str(t.dtype).partition(".")[2], list(t.shape), isinstance(t, torch.nn.Parameter), t.requires_grad]
-        for n, t in tensors.items()
-    ]
+def describe(tensors: Mapping[str, Any], parameters: Container[str]) -> list[list[Any]]:
+    """Name, data type, shape, and whether it is one of the parameters, of each tensor."""
+    return [[n, str(t.dtype).partition(".")[2], list(t.shape), n in parameters] for n, t in tensors.items()]
 
 
 def _say(d: list[Any]) -> str:

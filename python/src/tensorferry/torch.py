@@ -54,12 +54,10 @@ class Handle(torch.nn.Parameter):
     remote_name: str
     remote_shape: tuple[int, ...]
     remote_dtype: str
-    remote_needs: bool
 
-    def __new__(cls, remote: RemoteModule, name: str, dtype: str, shape: Iterable[int], needs: bool) -> Handle:
+    def __new__(cls, remote: RemoteModule, name: str, dtype: str, shape: Iterable[int]) -> Handle:
         made: Handle = super().__new__(cls, torch.empty(0), requires_grad=False)
         made.remote, made.remote_name, made.remote_dtype, made.remote_shape = remote, name, dtype, tuple(shape)
-        made.remote_needs = needs
         return made
 
     def __repr__(self) -> str:
@@ -418,7 +416,7 @@ class RemoteModule(torch.nn.Module):
     def named_parameters(self, prefix: str = "", recurse: bool = True, **_: Any) -> Iterator[tuple[str, Any]]:
         """Yield handles of the parameters on the server, which have no values."""
         if self._handles is None:
-            self._handles = [Handle(self, n, dt, sh, needs) for n, dt, sh, own, needs in self._describe() if own]
+            self._handles = [Handle(self, n, dt, sh) for n, dt, sh, own in self._describe() if own]
         for handle in self._handles:
             yield (prefix + "." if prefix else "") + handle.remote_name, handle
 
@@ -457,7 +455,7 @@ class RemoteModule(torch.nn.Module):
         self._settle()
         got = self._run("state", {}, {"what": what}).result()
         said = json.loads(bytes(got["about"].tolist()))["tensors"]
-        like = {n: torch.empty(sh, dtype=getattr(torch, dt)) for n, dt, sh, *_ in said}
+        like = {n: torch.empty(sh, dtype=getattr(torch, dt)) for n, dt, sh, _ in said}
         return dict(zip(like, unpack_tensors(got["y"], like)))
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
@@ -465,7 +463,7 @@ class RemoteModule(torch.nn.Module):
         if not strict:
             raise NotImplementedError("a remote module loads all of a state dict, or nothing; leave strict=True")
         self._settle()
-        about = torch.tensor(list(json.dumps(describe(state)).encode()), dtype=torch.uint8)
+        about = torch.tensor(list(json.dumps(describe(state, ())).encode()), dtype=torch.uint8)
         self._run("load", {"y": pack_tensors(state.values()), "about": about}, {}).result()
         return torch.nn.modules.module._IncompatibleKeys([], [])
 
@@ -546,6 +544,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], kind: Union[str, type] = "sgd", **options: Any):
         self._kind = kind if isinstance(kind, str) else kind.__name__.lower()
         options.setdefault("lr", 1e-3)
+        if kind == "momentum":
+            options.setdefault("momentum", 0.9)
         super().__init__(list(params), options)
         handles = [p for g in self.param_groups for p in g["params"]]
         wrong = [p for p in handles if not isinstance(p, Handle)]
