@@ -6,6 +6,8 @@ import copy
 import gc
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import unittest
@@ -123,7 +125,12 @@ class Case:
         self.y = [[torch.randint(4, shape[:-1]) for _ in range(micro)] for _ in range(steps)]
 
     def optimizer(self, params: Any) -> Any:
-        kinds = {"sgd": torch.optim.SGD, "momentum": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+        kinds = {
+            "sgd": torch.optim.SGD,
+            "momentum": torch.optim.SGD,
+            "adam": torch.optim.Adam,
+            "adamw": torch.optim.AdamW,
+        }
         return kinds[self.kind](params, **self.options)
 
     def loss(self, h: Any, y: Any) -> Any:
@@ -141,11 +148,11 @@ class Case:
             ours.zero_grad()
             theirs.zero_grad()
             for x, y in zip(xs, ys):
-                x = x.clone().requires_grad_(x.is_floating_point())
-                loss = c.loss(trunk(c.bottom(x)), y)
+                given = x.clone().requires_grad_()
+                loss = c.loss(trunk(c.bottom(given)), y)
                 loss.backward()
                 losses.append(loss.item())
-                gradients.append(x.grad)
+                gradients.append(given.grad)
             if c.clip:
                 torch.nn.utils.clip_grad_norm_([*mine, *c.trunk.parameters()], c.clip)
             ours.step()
@@ -172,19 +179,19 @@ class Case:
                 for xs, ys in zip(c.x, c.y):
                     ours.zero_grad()
                     theirs.zero_grad()
-                    xs = [x.clone().requires_grad_(x.is_floating_point()) for x in xs]
+                    given = [x.clone().requires_grad_() for x in xs]
                     if pipeline:
                         with trunk.pipeline(pipeline) as passes:
-                            for i, h in enumerate(passes(c.bottom(x) for x in xs)):
+                            for i, h in enumerate(passes(c.bottom(x) for x in given)):
                                 loss = c.loss(h, ys[i])
                                 loss.backward()
                                 losses.append(loss.item())
                     else:
-                        for x, y in zip(xs, ys):
+                        for x, y in zip(given, ys):
                             loss = c.loss(trunk(c.bottom(x)), y)
                             loss.backward()
                             losses.append(loss.item())
-                    gradients += [x.grad for x in xs]
+                    gradients += [x.grad for x in given]
                     if c.clip:
                         clip_grad_norm_(mine, trunk, max_norm=c.clip)
                     ours.step()
@@ -227,10 +234,15 @@ class Torch(unittest.TestCase):
         torch.set_num_threads(1)
         cls.addClassCleanup(torch.set_num_threads, cls.threads)
 
+    def enter(self, context: Any) -> Any:
+        made = context.__enter__()
+        self.addCleanup(context.__exit__, None, None, None)
+        return made
+
     def same(self, a: dict[str, Any], b: dict[str, Any]) -> None:
         self.assertEqual(list(a), list(b))
-        for name in a:
-            self.assertTrue(torch.equal(a[name], b[name]), f"{name}: {a[name]} and {b[name]}")
+        for (name, x), y in zip(a.items(), b.values()):
+            self.assertTrue(torch.equal(x, y), f"{name}: {x} and {y}")
 
 
 @needs_torch
@@ -299,8 +311,8 @@ class Passes(Torch):
         super().setUpClass()
 
     def serve(self, trunk: Any, **more: Any) -> tuple[Any, Any]:
-        server = self.enterContext(tf.serve(trunk, 0, name="trunk", train=True, **more))
-        client = self.enterContext(tf.connect(server.address))
+        server = self.enter(tf.serve(trunk, 0, name="trunk", train=True, **more))
+        client = self.enter(tf.connect(server.address))
         return client, RemoteModule(client, "trunk")
 
     def test_gradcheck_passes_and_leaves_no_graph(self) -> None:
@@ -314,7 +326,7 @@ class Passes(Torch):
 
     def test_several_outputs_of_which_one_is_used(self) -> None:
         module = Two()
-        client, trunk = self.serve(copy.deepcopy(module), outputs=("a", "b", "place"))
+        _client, trunk = self.serve(copy.deepcopy(module), outputs=("a", "b", "place"))
         x = torch.randn(4, 16, requires_grad=True)
         want = torch.autograd.grad(module(x)[1].square().sum(), x)[0]
         with trunk.training():
@@ -326,7 +338,7 @@ class Passes(Torch):
 
     def test_inputs_without_a_gradient(self) -> None:
         module = Words()
-        client, trunk = self.serve(copy.deepcopy(module))
+        _client, trunk = self.serve(copy.deepcopy(module))
         x, words = torch.randn(4, 16, requires_grad=True), torch.tensor([1, 2, 3, 1])
         want = torch.autograd.grad(module(x, words).sum(), [x, module.table.weight])
         with trunk.training():
@@ -366,7 +378,7 @@ class Passes(Torch):
                     p.sub_(options["groups"][0]["lr"] * p.grad.sign())
 
         module = nn.Linear(3, 3)
-        client, trunk = self.serve(Signs(copy.deepcopy(module)))
+        _client, trunk = self.serve(Signs(copy.deepcopy(module)))
         x = torch.rand(2, 3)
         with trunk.training():
             y = trunk(x)
@@ -377,7 +389,7 @@ class Passes(Torch):
 
     def test_parameters_that_are_frozen(self) -> None:
         module = nn.Linear(3, 3)
-        client, trunk = self.serve(copy.deepcopy(module))
+        _client, trunk = self.serve(copy.deepcopy(module))
         x = torch.randn(2, 3, requires_grad=True)
         want = torch.autograd.grad(module(x).sum(), x)[0]
         with trunk.training():
@@ -391,7 +403,7 @@ class Passes(Torch):
             self.assertGreater(trunk.grad_norm()[0], 0)
 
     def test_a_part_of_a_module_of_this_process(self) -> None:
-        client, trunk = self.serve(nn.Linear(3, 3))
+        _client, trunk = self.serve(nn.Linear(3, 3))
         whole = nn.Sequential(nn.Linear(3, 3), trunk).to("cpu").train()
         self.assertEqual(len(list(whole[0].parameters())), len(list(whole.parameters())))
         with trunk.training():
@@ -399,14 +411,14 @@ class Passes(Torch):
             self.assertEqual(list(state), ["0.weight", "0.bias", "1.weight", "1.bias"])
             other = {name: torch.randn(x.shape) for name, x in state.items()}
             whole.load_state_dict(other)
-            same(self, trunk.state_dict(), {"weight": other["1.weight"], "bias": other["1.bias"]})
+            self.same(trunk.state_dict(), {"weight": other["1.weight"], "bias": other["1.bias"]})
         with self.assertRaisesRegex(TypeError, "not copied"):
             copy.deepcopy(trunk)
         with self.assertRaisesRegex(NotImplementedError, "leave strict"):
             trunk.load_state_dict({}, strict=False)
 
     def test_gradients_whose_answer_was_lost_void_the_step(self) -> None:
-        client, trunk = self.serve(nn.Linear(3, 3))
+        _client, trunk = self.serve(nn.Linear(3, 3))
         optimizer = RemoteOptimizer(trunk.parameters())
         with trunk.training():
             trunk(torch.randn(2, 3)).sum().backward()
@@ -419,13 +431,13 @@ class Passes(Torch):
             self.assertEqual(trunk.step, 1)
 
     def test_a_step_that_is_not_waited_for(self) -> None:
-        client, trunk = self.serve(nn.Linear(3, 3))
+        _client, trunk = self.serve(nn.Linear(3, 3))
         optimizer = RemoteOptimizer(trunk.parameters(), "momentum")
         with trunk.training():
-            for n in range(1, 4):
+            for _ in range(3):
                 trunk(torch.randn(2, 3)).sum().backward()
                 optimizer.step(wait=False)
-            self.assertEqual(trunk.step, n)
+            self.assertEqual(trunk.step, 3)
             trunk(torch.randn(2, 3)).sum().backward()
             RemoteOptimizer(trunk.parameters(), "rprop").step(wait=False)
             with self.assertRaisesRegex(tf.Error, "no optimizer"):
@@ -435,7 +447,7 @@ class Passes(Torch):
         module = InPlace()
         with self.assertRaises(RuntimeError):
             module(torch.randn(2, 16)).sum().backward()
-        client, trunk = self.serve(module)
+        _client, trunk = self.serve(module)
         with trunk.training():
             loss = trunk(torch.randn(2, 16)).sum()
             with self.assertRaisesRegex(tf.Error, "modifies in place"):
@@ -447,7 +459,7 @@ class Passes(Torch):
             self.assertEqual(trunk.step, 0)
 
     def test_double_backward_is_refused(self) -> None:
-        client, trunk = self.serve(nn.Linear(3, 3))
+        _client, trunk = self.serve(nn.Linear(3, 3))
         x = torch.randn(2, 3, requires_grad=True)
         with trunk.training(), trunk.retain_graph():
             (g,) = torch.autograd.grad(trunk(x).square().sum(), x, create_graph=True)
@@ -455,7 +467,7 @@ class Passes(Torch):
                 g.sum().backward()
 
     def test_a_graph_is_used_once_unless_it_is_retained(self) -> None:
-        client, trunk = self.serve(nn.Linear(3, 3))
+        _client, trunk = self.serve(nn.Linear(3, 3))
         x = torch.randn(2, 3, requires_grad=True)
         with trunk.training():
             loss = trunk(x).sum()
@@ -471,7 +483,7 @@ class Passes(Torch):
             self.assertEqual(x.grad.shape, once[0].shape)
 
     def test_a_graph_of_before_a_step_is_refused(self) -> None:
-        client, trunk = self.serve(nn.Linear(3, 3))
+        _client, trunk = self.serve(nn.Linear(3, 3))
         x = torch.randn(2, 3, requires_grad=True)
         optimizer = RemoteOptimizer(trunk.parameters(), lr=0.1)
         with trunk.training():
@@ -496,7 +508,7 @@ class Passes(Torch):
 
     def test_eval_and_no_grad_use_the_last_weights(self) -> None:
         module = TRUNKS["batch norm"]()
-        client, trunk = self.serve(copy.deepcopy(module))
+        _client, trunk = self.serve(copy.deepcopy(module))
         x = torch.randn(4, 16)
         with torch.no_grad():
             self.assertTrue(torch.equal(trunk(x), module.eval()(x)))
@@ -531,8 +543,8 @@ class Passes(Torch):
                 self.assertGreater(error, 0)
 
     def test_a_model_that_does_not_train_is_refused(self) -> None:
-        server = self.enterContext(tf.serve(nn.Linear(3, 3), 0, name="trunk"))
-        client = self.enterContext(tf.connect(server.address))
+        server = self.enter(tf.serve(nn.Linear(3, 3), 0, name="trunk"))
+        client = self.enter(tf.connect(server.address))
         with self.assertRaisesRegex(tf.FailedPrecondition, "does not train") as caught:
             RemoteModule(client, "trunk")
         self.assertIn("--train trunk", caught.exception.hint)
@@ -541,7 +553,7 @@ class Passes(Torch):
 
     def test_state_dicts_are_loaded_whole_or_not_at_all(self) -> None:
         module = TRUNKS["batch norm"]()
-        client, trunk = self.serve(module)
+        _client, trunk = self.serve(module)
         other = TRUNKS["batch norm"]()
         with trunk.training():
             trunk.load_state_dict(other.state_dict())
@@ -549,7 +561,9 @@ class Passes(Torch):
                 self.assertTrue(torch.equal(value, other.state_dict()[name]), name)
             state = other.state_dict()
             state["0.weight"] = torch.zeros(16, 32)
-            with self.assertRaisesRegex(tf.Error, r"0.weight float32 \[32, 16\], given was 0.weight float32 \[16, 32\]"):
+            with self.assertRaisesRegex(
+                tf.Error, r"0.weight float32 \[32, 16\], given was 0.weight float32 \[16, 32\]"
+            ):
                 trunk.load_state_dict(state)
             del state["0.weight"]
             with self.assertRaises(tf.Error):
@@ -558,7 +572,7 @@ class Passes(Torch):
 
     def test_torchs_schedulers_take_the_optimizer(self) -> None:
         module = nn.Linear(3, 3)
-        client, trunk = self.serve(copy.deepcopy(module))
+        _client, trunk = self.serve(copy.deepcopy(module))
         theirs = RemoteOptimizer(trunk.parameters(), torch.optim.SGD, lr=0.1)
         ours = torch.optim.SGD(module.parameters(), lr=0.1)
         schedules = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (theirs, ours)]
@@ -574,7 +588,7 @@ class Passes(Torch):
 
     def test_groups_of_parameters(self) -> None:
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        client, trunk = self.serve(copy.deepcopy(module))
+        _client, trunk = self.serve(copy.deepcopy(module))
 
         def groups(m: Any) -> Any:
             p = dict(m.named_parameters())
@@ -630,8 +644,8 @@ class Passes(Torch):
         self.assertEqual(held(client)["step"], 1)
 
     def test_a_session_that_ends_frees_its_graphs_and_in_time_the_lease(self) -> None:
-        server = self.enterContext(Worker(lease="1s"))
-        client = self.enterContext(tf.connect(server.address))
+        server = self.enter(Worker(lease="1s"))
+        client = self.enter(tf.connect(server.address))
         with tf.connect(server.address) as gone:
             trunk = RemoteModule(gone, "trunk")
             with self.assertRaises(ValueError), trunk.training():
@@ -654,7 +668,7 @@ class Passes(Torch):
         eventually(free)
 
     def test_an_optimizer_is_of_handles(self) -> None:
-        client, trunk = self.serve(nn.Linear(3, 3))
+        _client, trunk = self.serve(nn.Linear(3, 3))
         with self.assertRaisesRegex(TypeError, "use torch's for your own"):
             RemoteOptimizer(nn.Linear(3, 3).parameters())
         names = [n for n, _ in trunk.named_parameters()]
@@ -695,11 +709,10 @@ class Worker:
     """A server whose worker trains a trunk, linear if none is given, as `serve --python --train` has it."""
 
     def __init__(self, *options: str, lease: str = "30s", trunk: Any = None) -> None:
-        self.file = tempfile.NamedTemporaryFile()
-        torch.save(trunk or linear(), self.file)
-        self.file.flush()
+        self.folder = tempfile.TemporaryDirectory()
+        torch.save(trunk or linear(), self.folder.name + "/trunk.pt")
         self.server = Server(
-            "--python", "trunk=test_train:saved", "--python-env", "TRUNK=" + self.file.name, "--python-threads", "1",
+            "--python", "trunk=test_train:saved", "--python-env", f"TRUNK={self.folder.name}/trunk.pt", "--python-threads", "1",
             "--train", "trunk", "--train-lease", lease, *options,
         )  # fmt: skip
         self.address = self.server.address
@@ -709,7 +722,7 @@ class Worker:
 
     def __exit__(self, *_: object) -> None:
         self.server.stop()
-        self.file.close()
+        self.folder.cleanup()
 
 
 @needs_torch
@@ -717,23 +730,22 @@ class Faults(Torch):
     """What is cut, and what stands then."""
 
     def test_flags_that_do_not_fit_are_refused(self) -> None:
-        import subprocess
-
+        env = {
+            **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TENSORFERRY_PYTHON": sys.executable,
+        }  # fmt: skip
         for args, said in (
-            (["--train", "trunk"], 'no --python has this name'),
+            (["--train", "trunk"], "no --python has this name"),
             (["--python", "trunk=test_train:linear", "--train", "trunk", "--python-processes", "2"], "has one process"),
         ):
-            ended = subprocess.run(
-                [program(), "serve", "--listen", "127.0.0.1:0", *args], capture_output=True, text=True, timeout=60,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, os.sys.path)), "TENSORFERRY_PYTHON": os.sys.executable},
-            )  # fmt: skip
+            command = [program(), "serve", "--listen", "127.0.0.1:0", *args]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
             self.assertNotEqual(ended.returncode, 0)
             self.assertIn(said, ended.stderr)
 
     def test_a_worker_that_is_killed_goes_on_from_its_checkpoint(self) -> None:
-        folder = self.enterContext(tempfile.TemporaryDirectory())
-        server = self.enterContext(Worker("--checkpoint", folder, "--checkpoint-every", "2"))
-        client = self.enterContext(tf.connect(server.address, retry="exponential", retry_for=20))
+        folder = self.enter(tempfile.TemporaryDirectory())
+        server = self.enter(Worker("--checkpoint", folder, "--checkpoint-every", "2"))
+        client = self.enter(tf.connect(server.address, retry="exponential", retry_for=20))
         trunk = RemoteModule(client, "trunk")
         x, states = torch.ones(2, 3), {}
 
@@ -754,21 +766,21 @@ class Faults(Torch):
                     trunk(x).sum().backward()
         with trunk.training():
             self.assertEqual(trunk.step, 2)
-            same(self, trunk.state_dict(), states[2])
+            self.same(trunk.state_dict(), states[2])
             third = states[3]
             step(optimizer)
-            same(self, trunk.state_dict(), third)
+            self.same(trunk.state_dict(), third)
             trunk.rewind(2)
-            same(self, trunk.state_dict(), states[2])
+            self.same(trunk.state_dict(), states[2])
             step(optimizer)
-            same(self, trunk.state_dict(), third)
+            self.same(trunk.state_dict(), third)
             with self.assertRaisesRegex(tf.FailedPrecondition, "no checkpoint 1; there are 2"):
                 trunk.rewind(1)
 
     def test_a_client_that_trains_hears_that_the_server_has_gone_back(self) -> None:
-        folder = self.enterContext(tempfile.TemporaryDirectory())
-        server = self.enterContext(Worker("--checkpoint", folder, "--checkpoint-every", "1"))
-        client = self.enterContext(tf.connect(server.address, retry="exponential", retry_for=20))
+        folder = self.enter(tempfile.TemporaryDirectory())
+        server = self.enter(Worker("--checkpoint", folder, "--checkpoint-every", "1"))
+        client = self.enter(tf.connect(server.address, retry="exponential", retry_for=20))
         trunk = RemoteModule(client, "trunk")
         x = torch.ones(2, 3)
         with trunk.training():
@@ -787,8 +799,8 @@ class Faults(Torch):
             self.assertEqual(trunk.step, 2)
 
     def test_a_pass_that_is_cancelled_does_not_end_the_process(self) -> None:
-        server = self.enterContext(Worker(trunk=Slow()))
-        client = self.enterContext(tf.connect(server.address))
+        server = self.enter(Worker(trunk=Slow()))
+        client = self.enter(tf.connect(server.address))
         trunk = RemoteModule(client, "trunk", timeout=0.5)
         with trunk.training():
             with self.assertRaises(tf.DeadlineExceeded):
@@ -801,18 +813,18 @@ class Faults(Torch):
             self.assertEqual(held(client)["graphs"], 0)
 
     def test_two_checkpoints_are_kept(self) -> None:
-        folder = self.enterContext(tempfile.TemporaryDirectory())
-        with tf.serve(linear(), 0, name="trunk", train=True, checkpoint=folder, checkpoint_every=1) as server:
-            with tf.connect(server.address) as client:
-                trunk = RemoteModule(client, "trunk")
-                with trunk.training():
-                    for _ in range(4):
-                        trunk(torch.ones(2, 3)).sum().backward()
-                        RemoteOptimizer(trunk.parameters()).step()
+        folder = self.enter(tempfile.TemporaryDirectory())
+        served = tf.serve(linear(), 0, name="trunk", train=True, checkpoint=folder, checkpoint_every=1)
+        with served as server, tf.connect(server.address) as client:
+            trunk = RemoteModule(client, "trunk")
+            with trunk.training():
+                for _ in range(4):
+                    trunk(torch.ones(2, 3)).sum().backward()
+                    RemoteOptimizer(trunk.parameters()).step()
         self.assertEqual(sorted(os.listdir(folder)), ["step-3.pt", "step-4.pt"])
 
     def test_an_orderly_end_leaves_a_checkpoint(self) -> None:
-        folder = self.enterContext(tempfile.TemporaryDirectory())
+        folder = self.enter(tempfile.TemporaryDirectory())
         with Worker("--checkpoint", folder) as server, tf.connect(server.address) as client:
             trunk = RemoteModule(client, "trunk")
             with trunk.training():
@@ -824,7 +836,7 @@ class Faults(Torch):
             trunk = RemoteModule(client, "trunk")
             with trunk.training():
                 self.assertEqual(trunk.step, 1)
-                same(self, trunk.state_dict(), state)
+                self.same(trunk.state_dict(), state)
 
 
 def kill_worker(server: int) -> None:
@@ -837,12 +849,6 @@ def kill_worker(server: int) -> None:
             continue
         if parent == server:
             os.kill(int(pid), signal.SIGKILL)
-
-
-def same(case: unittest.TestCase, a: dict[str, Any], b: dict[str, Any]) -> None:
-    case.assertEqual(list(a), list(b))
-    for name in a:
-        case.assertTrue(torch.equal(a[name], b[name]), name)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from ._version import __version__
 
 if _TYPE_CHECKING:
     from . import aio
-    from ._train import Trainer
+    from ._train import Trainer as Trainer
 
 
 def __getattr__(name: str) -> _Any:

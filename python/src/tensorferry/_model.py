@@ -118,8 +118,8 @@ class Model:
 
 
 DECLARED = (
-    "inputs", "outputs", "rows", "block_rows", "params", "device", "stateful", "idempotent", "array", "train", "version",
-    "about",
+    "inputs", "outputs", "rows", "block_rows", "params", "device", "stateful", "idempotent", "array", "train",
+    "version", "about",
 )  # fmt: skip
 
 
@@ -265,7 +265,7 @@ def _factory(f: Any) -> bool:
 
 def _prepared(made: Any, said: dict[str, Any], training: Mapping[str, Any]) -> Prepared:
     torch = sys.modules.get("torch")
-    training_module = sys.modules.get("tensorferry._train")
+    training_module: Any = sys.modules.get("tensorferry._train")
     trainer: Any = None
     if training_module is not None and isinstance(made, training_module.Trainer):
         trainer, made = made, made.module

@@ -170,7 +170,9 @@ class Training:
             raise ModelError("param token is missing: a text that only this client knows")
         if self.held() and token != self.token:
             cut = f", cut off for {time.monotonic() - self.cut:.0f} s" if self.cut else ""
-            raise Refused(f"another client trains{cut}; wait until it ends, or for {self.lease_seconds:.0f} s after that")
+            raise Refused(
+                f"another client trains{cut}; wait until it ends, or for {self.lease_seconds:.0f} s after that"
+            )
         if end and token == self.token:
             self.drop("the client that trained has ended")
             self.token = ""
@@ -182,7 +184,9 @@ class Training:
         """Raises unless the caller trains."""
         if not self.held() or token != self.token:
             who = "another client trains" if self.token else "nobody trains"
-            raise Refused(f"{who}; step {self.steps} stands: take the lease (with trunk.training()) and look at the step first")
+            raise Refused(
+                f"{who}; step {self.steps} stands: take the lease (with trunk.training()) and look at the step first"
+            )
         if not call.session:
             raise Refused("a graph is kept for a session, and this call has none")
         self.session, self.cut = call.session, 0.0
@@ -236,8 +240,9 @@ class Training:
         own_type = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
         wanted = set(needs.split(",")) if needs != "*" else set(inputs)
         xs = {}
-        for name, x in inputs.items():
-            x = x.detach().clone() if x.device.type == "cpu" and self.device == "cpu" else x.detach()
+        for name, given in inputs.items():
+            # What is lent until the answer may be memory of the link: the graph needs its own.
+            x = given.detach().clone() if self.device == "cpu" else given.detach()
             x = x.to(own_type) if sent and x.is_floating_point() else x
             xs[name] = x.requires_grad_() if x.is_floating_point() and name in wanted else x
         own = {_place(t) for t in (*self.module.parameters(), *self.module.buffers())}
@@ -271,8 +276,10 @@ class Training:
             count(y)
         graph = Graph(xs, graph_of, sum(counted.values()), call.session, retain, seed, sent, time.monotonic())
         if self.room and graph.bytes > self.room:
-            raise Refused(f"the graph has {graph.bytes} bytes, and {self.room} are for all; give the server more --memory")
-        while self.graphs and (len(self.graphs) >= GRAPHS or self.room and self.bytes + graph.bytes > self.room):
+            raise Refused(
+                f"the graph has {graph.bytes} bytes, and {self.room} are for all; give the server more --memory"
+            )
+        while self.graphs and (len(self.graphs) >= GRAPHS or (self.room and self.bytes + graph.bytes > self.room)):
             mine = (id for id, g in self.graphs.items() if g.session == call.session)
             self.forget(next(mine, next(iter(self.graphs))), "it was dropped for newer ones", "evicted")
         if not call.cancelled:
@@ -334,8 +341,8 @@ class Training:
         return torch.tensor([self.steps, square, finite, self.passes], dtype=torch.float64)
 
     def step(
-        self, call: Call, _: Any, lease: str, n: int, passes: int, optimizer: str, groups: str, scale: float, clip_value: float,
-        norm: bool, discard: bool, rewind: Optional[int],
+        self, call: Call, _: Any, lease: str, n: int, passes: int, optimizer: str, groups: str, scale: float,
+        clip_value: float, norm: bool, discard: bool, rewind: Optional[int],
     ) -> Any:  # fmt: skip
         """NAME/step."""
         self.check(call, lease)
@@ -348,7 +355,9 @@ class Training:
         if n and (lease, n) == self.last:
             return self.state()  # it is applied already
         if self.void:
-            raise Refused(f"{self.void}: the gradients are not whole; zero them, and run the passes since the last step again")
+            raise Refused(
+                f"{self.void}: the gradients are not whole; zero them, and run the passes since the last step again"
+            )
         with torch.no_grad():
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
             if norm:
@@ -388,7 +397,9 @@ class Training:
         if what != "optimizer":
             raise ModelError(f"param what={what!r} is neither model nor optimizer")
         state = self.trainer.state()["optimizer"] or {"state": {}}
-        return {f"{i}.{k}": torch.as_tensor(v) for i, s in state["state"].items() for k, v in s.items() if v is not None}
+        return {
+            f"{i}.{k}": torch.as_tensor(v) for i, s in state["state"].items() for k, v in s.items() if v is not None
+        }
 
     def read(self, call: Call, _: Any, lease: str, what: str, about: bool) -> dict[str, Any]:
         """NAME/state."""
@@ -397,7 +408,10 @@ class Training:
         found = self.tensors(what)
         own = dict(self.module.named_parameters())  # a tied one once
         said = json.dumps({"step": self.steps, "tensors": describe(found, own)}).encode()
-        return {"y": torch.empty(0, dtype=torch.uint8) if about else pack_tensors(found.values()), "about": _bytes(said)}
+        return {
+            "y": torch.empty(0, dtype=torch.uint8) if about else pack_tensors(found.values()),
+            "about": _bytes(said),
+        }
 
     def load(self, call: Call, given: dict[str, Any], lease: str) -> Any:
         """NAME/load: whole, or not at all."""
@@ -468,7 +482,8 @@ class Training:
     def kept(self) -> dict[str, Any]:
         """The json of the message kept (docs/link.md)."""
         gauges = {
-            "graphs": len(self.graphs), "bytes": self.bytes, "step": self.steps, "lease": int(self.held()), **self.counts,
+            "graphs": len(self.graphs), "bytes": self.bytes, "step": self.steps, "lease": int(self.held()),
+            **self.counts,
         }  # fmt: skip
         return {"kept": self.bytes, "most": self.most, "gauges": gauges}
 
@@ -477,7 +492,9 @@ class Training:
         self.outputs, self.by_name = base.outputs, base.by_name
         like = Like("torch", base.like.device)
         lease = {"lease": Param(str, "", "token of who trains")}
-        order = {"order": Param(str, "", "SERIES.N, of calls that are begun together: N runs after N-1, the first is 0")}
+        order = {
+            "order": Param(str, "", "SERIES.N, of calls that are begun together: N runs after N-1, the first is 0")
+        }
 
         def made(name: str, work: Any, inputs: dict[str, Port], outputs: dict[str, Port], **params: Param) -> Prepared:
             def compute(call: Call, **given: Any) -> Any:
@@ -502,8 +519,8 @@ class Training:
                  frozen=Param(bool, False, "without gradients of the parameters"),
                  release=Param(str, "", "forward passes whose graphs are not needed"),
                  wire=Param(str, "", "type that outputs and gradients are sent as; inputs become the module's")),
-            made("backward", self.backward, {n: Port() for n in base.outputs}, {n: Port() for n in base.inputs}, **lease,
-                 **order,
+            made("backward", self.backward, {n: Port() for n in base.outputs}, {n: Port() for n in base.inputs},
+                 **lease, **order,
                  forward=Param(str, "", "id of the call of the forward pass"),
                  unused=Param(str, "", "outputs without a gradient, joined by commas")),
             made("step", self.step, {}, state, **lease,

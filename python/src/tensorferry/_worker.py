@@ -148,7 +148,9 @@ class Worker:
             if inspect.isawaitable(said):
                 said = self.finish(said)
             # All are looked at before memory is taken.
-            sources = [(self.source(model.outputs[name].dtypes, v)) for name, v in named_results(list(model.outputs), said)]
+            sources = [
+                (self.source(model.outputs[name].dtypes, v)) for name, v in named_results(list(model.outputs), said)
+            ]
             # Where a model has rows, memory of the input is kept for a chunk of every result:
             # none may be narrower than the input.
             widest = max((e.length for _, e in places), default=0)

@@ -1,15 +1,15 @@
 """Train a torch module on a server as if it stood in this file.
 
-    import tensorferry as tf
-    from tensorferry.torch import RemoteModule, RemoteOptimizer
+import tensorferry as tf
+from tensorferry.torch import RemoteModule, RemoteOptimizer
 
-    with tf.connect("127.0.0.1:50051") as client:
-        trunk = RemoteModule(client, "trunk")
-        optimizer = RemoteOptimizer(trunk.parameters(), "adam", lr=1e-3)
-        with trunk.training():
-            loss = criterion(top(trunk(bottom(x))), y)
-            loss.backward()
-            optimizer.step()
+with tf.connect("127.0.0.1:50051") as client:
+    trunk = RemoteModule(client, "trunk")
+    optimizer = RemoteOptimizer(trunk.parameters(), "adam", lr=1e-3)
+    with trunk.training():
+        loss = criterion(top(trunk(bottom(x))), y)
+        loss.backward()
+        optimizer.step()
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ class RemoteModule(torch.nn.Module):
         """Begins a forward pass that keeps its graph."""
         if not self._token:
             raise FailedPrecondition(
-                f"{self._remote} is not being trained here", hint="use it in `with module.training():`, or under no_grad"
+                f"{self._remote} is not being trained here",
+                hint="use it in `with module.training():`, or under no_grad",
             )
         self._settle()
         params: dict[str, Any] = {"seed": seed, "needs": ",".join(needs)}
@@ -314,7 +315,7 @@ class RemoteModule(torch.nn.Module):
     # The lease, and steps.
 
     @property
-    def training(self) -> Any:  # type: ignore[override]
+    def training(self) -> Any:
         """Whether the module is in train mode; called, it takes the lease for a with block."""
         mode = _Mode(self._mode)
         mode.lease = self._lease
@@ -357,11 +358,14 @@ class RemoteModule(torch.nn.Module):
     def _advance(self, optimizer: str, groups: str, wait: bool, **params: Any) -> None:
         """Have the gradients applied, once."""
         if self._void:
-            raise FailedPrecondition(self._void + ": the gradients are not whole", hint="zero_grad, and run the passes again")
+            raise FailedPrecondition(
+                self._void + ": the gradients are not whole", hint="zero_grad, and run the passes again"
+            )
         self._settle()
         n = self._step + 1
         said = {
-            "n": n, "passes": self._passes, "optimizer": optimizer, "groups": groups, "scale": repr(self._scale), **params,
+            "n": n, "passes": self._passes, "optimizer": optimizer, "groups": groups, "scale": repr(self._scale),
+            **params,
         }  # fmt: skip
         self._pending = (self._run("step", {}, said), n)
         if wait:
@@ -446,7 +450,6 @@ class RemoteModule(torch.nn.Module):
     def __reduce__(self) -> Any:
         raise TypeError("a RemoteModule is not copied or pickled: make another from a client")
 
-
     def optimizer_state(self) -> dict[str, Any]:
         """Fetch the tensors of the server's optimizer, as NUMBER.NAME."""
         return self._fetch("optimizer")
@@ -513,7 +516,11 @@ class _Through(torch.autograd.Function):
             return call
 
         results = remote._forwarded(call, again)
-        ctx.node, ctx.names, ctx.given = _Node(remote, call.id), names, {n: (x.dtype, x.device) for n, x in given.items()}
+        ctx.node, ctx.names, ctx.given = (
+            _Node(remote, call.id),
+            names,
+            {n: (x.dtype, x.device) for n, x in given.items()},
+        )
         values = tuple(remote._received(results[n], tensors[0]) for n in remote._outputs)
         ctx.mark_non_differentiable(*[v for v in values if not v.is_floating_point()])
         ctx.set_materialize_grads(False)
@@ -566,8 +573,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
             said.append(group)
         return json.dumps(said)
 
-    def step(  # type: ignore[override]
-        self, closure: Optional[Callable[[], Any]] = None, *, wait: bool = True, scale: float = 1.0, clip_value: float = 0.0
+    def step(
+        self,
+        closure: Optional[Callable[[], Any]] = None,
+        *,
+        wait: bool = True,
+        scale: float = 1.0,
+        clip_value: float = 0.0,
     ) -> Any:
         """Apply the gradients, each multiplied by scale and then bounded by clip_value.
 
@@ -578,7 +590,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._module._scale *= scale
-        self._module._advance(self._kind, self._groups(), wait, **({"clip_value": repr(clip_value)} if clip_value else {}))
+        self._module._advance(
+            self._kind, self._groups(), wait, **({"clip_value": repr(clip_value)} if clip_value else {})
+        )
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
