@@ -21,12 +21,13 @@ import (
 
 // access says how a command reaches its server. An empty codec means none.
 type access struct {
-	server string
-	tls    bool
-	files  identity.ClientFiles
-	codec  string
-	wait   time.Duration
-	retry  attempts
+	server   string
+	tls      bool
+	files    identity.ClientFiles
+	codec    string
+	wait     time.Duration
+	retry    retry.Policy
+	retryFor time.Duration
 }
 
 // flags adds --server and the flags of identity.
@@ -42,30 +43,15 @@ func (a *access) flags(c *cobra.Command) {
 func (a *access) waitFlags(c *cobra.Command) {
 	f := c.Flags()
 	durationVar(f, &a.wait, "wait", 0, 0, "how long to wait for a server that cannot be reached")
-	a.retry.text = "none"
-	f.Var(&a.retry, "retry", "when to repeat what failed and may be repeated: none,\nexponential, adaptive, fixed, or after waits such as\n100ms,1s (docs/retries.md)")
-	durationVar(f, &a.retry.within, "retry-for", client.DefaultRetryFor, time.Millisecond, "no attempt begins later than this after the first one")
+	policy := "none"
+	set := func(text string) (err error) {
+		a.retry, err = retry.Parse(text)
+		policy = text
+		return err
+	}
+	f.Var(option{kind: "policy", set: set, text: func() string { return policy }}, "retry", "when to repeat what failed and may be repeated: none,\nexponential, adaptive, fixed, or after waits such as\n100ms,1s (docs/retries.md)")
+	durationVar(f, &a.retryFor, "retry-for", client.DefaultRetryFor, time.Millisecond, "no attempt begins later than this after the first one")
 }
-
-// attempts are the flags that say when what failed is repeated.
-type attempts struct {
-	text   string
-	policy retry.Policy
-	within time.Duration
-}
-
-// Set parses a policy.
-func (a *attempts) Set(text string) (err error) {
-	a.policy, err = retry.Parse(text)
-	a.text = text
-	return err
-}
-
-// String returns what Set parses.
-func (a *attempts) String() string { return a.text }
-
-// Type returns the word for the value in --help.
-func (a *attempts) Type() string { return "policy" }
 
 // identityFlags adds the flags that identify the client. Each one's default is an
 // environment variable.
@@ -100,10 +86,10 @@ func fileFlags(files *identity.ClientFiles) []fileFlag {
 func (a *access) dial(cfg client.Config) (*client.Client, error) {
 	var err error
 	cfg.Codec, _ = codec.ParseCodec(a.codec) // the flag has checked it
-	cfg.Wait, cfg.Retry, cfg.RetryFor = a.wait, a.retry.policy, a.retry.within
-	if policy := cfg.Retry; policy != nil {
+	cfg.Wait, cfg.RetryFor = a.wait, a.retryFor
+	if a.retry != nil {
 		cfg.Retry = func(failed retry.Attempt) (time.Duration, bool) {
-			wait, again := policy(failed)
+			wait, again := a.retry(failed)
 			if again {
 				fmt.Fprintf(os.Stderr, "tensorferry: %s; again in %v\n", said(failed.Err), about(wait))
 			}
@@ -169,7 +155,7 @@ func (r *remote) tell(stderr io.Writer, w client.Ways) {
 func (r *remote) flags(c *cobra.Command) {
 	r.access.flags(c)
 	quietFlag(c, &r.quiet)
-	lanesVar(c.Flags(), &r.lanes)
+	r.lanes.flags(c.Flags())
 	c.Flags().BoolVar(&r.timings, "timings", false, "print where time was spent, how many lanes there were,\nand why not more")
 	choiceVar(c, &r.codec, "codec", "compress chunks in transit", codec.None.String(), codec.LZ4.String())
 }

@@ -196,7 +196,7 @@ func printConfig(w io.Writer, flags *pflag.FlagSet, from origins) error {
 		case where == "":
 			where = "default"
 		}
-		if v, ok := f.Value.(interface{ automatic() bool }); ok && v.automatic() {
+		if o, ok := f.Value.(option); ok && o.automatic != nil && o.automatic() {
 			where += "; 0 is automatic"
 		}
 		var value any = f.Value.String()
@@ -217,43 +217,39 @@ func printConfig(w io.Writer, flags *pflag.FlagSet, from origins) error {
 	return nil
 }
 
-// bounded is a flag whose value is standard or lies between least and most.
-type bounded[T ~int | ~int64 | ~uint32] struct {
-	value                 *T
-	standard, least, most int64
-	kind                  string
-	parse                 func(string) (int64, error)
-	format                func(int64) string
+// option is a flag whose value has a syntax of its own.
+type option struct {
+	kind string // what --help and errors call the value
+	set  func(text string) error
+	text func() string // which set accepts
+	// automatic reports whether the value stands for one that is determined at startup.
+	automatic func() bool
 }
 
-func (b bounded[T]) Set(text string) error {
-	n, err := b.parse(text)
-	if err != nil {
-		return err
+func (o option) Set(text string) error { return o.set(text) }
+func (o option) String() string        { return o.text() }
+func (o option) Type() string          { return o.kind }
+
+// numberVar adds a flag for a number that is value or lies between least and most.
+func numberVar[T ~int | ~int64 | ~uint32](f *pflag.FlagSet, v *T, name string, value T, least, most int64, text, kind string, parse func(string) (int64, error), format func(int64) string) {
+	*v = value
+	set := func(text string) error {
+		n, err := parse(text)
+		if err != nil {
+			return err
+		}
+		if n != int64(value) && (n < least || n > most) {
+			return fmt.Errorf("use %s to %s", format(least), format(most))
+		}
+		*v = T(n)
+		return nil
 	}
-	if n != b.standard && (n < b.least || n > b.most) {
-		return fmt.Errorf("use %s to %s", b.format(b.least), b.format(b.most))
-	}
-	*b.value = T(n)
-	return nil
+	f.Var(option{kind, set, func() string { return format(int64(*v)) }, func() bool { return int64(*v) < least }}, name, text)
 }
-
-func (b bounded[T]) String() string {
-	if b.value == nil { // pflag calls String on a zero value
-		return ""
-	}
-	return b.format(int64(*b.value))
-}
-
-// automatic reports whether the value stands for one that is determined at startup.
-func (b bounded[T]) automatic() bool { return int64(*b.value) < b.least }
-
-func (b bounded[T]) Type() string { return b.kind }
 
 // sizeVar adds a flag for a size in bytes: 65536, 512MiB, 2GB.
 func sizeVar[T ~int | ~int64 | ~uint32](f *pflag.FlagSet, v *T, name string, value T, least, most int64, text string) {
-	*v = value
-	f.Var(bounded[T]{v, int64(value), least, most, "size", parseSize, formatSize}, name, text)
+	numberVar(f, v, name, value, least, most, text, "size", parseSize, formatSize)
 }
 
 // countVar adds a flag for a count from 1 to math.MaxInt32.
@@ -261,38 +257,69 @@ func countVar(f *pflag.FlagSet, v *int, name string, value int, text string) {
 	countsVar(f, v, name, value, 1, math.MaxInt32, text)
 }
 
-// lanes is the value of a client's --lanes: the most lanes of a session, or with = before it,
-// how many it has.
+func countsVar(f *pflag.FlagSet, v *int, name string, value int, least, most int64, text string) {
+	parse := func(text string) (int64, error) { return strconv.ParseInt(text, 10, 64) }
+	numberVar(f, v, name, value, least, most, text, "count", parse, func(n int64) string { return strconv.FormatInt(n, 10) })
+}
+
+// durationVar adds a flag for a duration of at most a year: 1s, 1m30s, 250ms.
+func durationVar[T ~int64](f *pflag.FlagSet, v *T, name string, value T, least time.Duration, text string) {
+	parse := func(text string) (int64, error) {
+		d, err := time.ParseDuration(text)
+		if err != nil {
+			err = errors.New("not a duration; use 10s, 1m30s or 250ms")
+		}
+		return int64(d), err
+	}
+	numberVar(f, v, name, value, int64(least), int64(365*24*time.Hour), text, "duration", parse, func(n int64) string { return shortDuration(time.Duration(n)) })
+	if value == 0 {
+		f.Lookup(name).DefValue = "0" // --help omits a default of "0"
+	}
+}
+
+// zeros matches redundant units at the end of a duration: 10m, not 10m0s.
+var zeros = regexp.MustCompile(`([hm])(?:0m)?0s$`)
+
+func shortDuration(d time.Duration) string { return zeros.ReplaceAllString(d.String(), "$1") }
+
+// choiceVar adds a flag whose value is one of words; the first is the default.
+func choiceVar(c *cobra.Command, v *string, name, text string, words ...string) {
+	*v = words[0]
+	set := func(text string) error {
+		if last := len(words) - 1; !slices.Contains(words, text) {
+			return fmt.Errorf("use %s or %s", strings.Join(words[:last], ", "), words[last])
+		}
+		*v = text
+		return nil
+	}
+	c.Flags().Var(option{kind: "word", set: set, text: func() string { return *v }}, name, text+": "+strings.Join(words, ", "))
+	complete(c, name, words)
+}
+
+// lanes are the flags that say which connections a client opens.
 type lanes struct {
-	count      int
-	fixed, bbr bool
+	count int // the most lanes of a session, or with fixed, how many it has
+	fixed bool
+	bbr   bool
 }
 
 const bbrText = "send by the congestion control BBR, which stands losses;\nthe kernel must allow it"
 
-// lanesVar adds --lanes and --bbr of a client.
-func lanesVar(f *pflag.FlagSet, v *lanes) {
+func (v *lanes) flags(f *pflag.FlagSet) {
 	v.count = server.DefaultLanes
-	f.Var(v, "lanes", "the most extra connections for large tensors, opened as long as each\nstep is faster; =N opens N; 0 is none")
+	set := func(text string) error {
+		digits, fixed := strings.CutPrefix(text, "=")
+		n, err := strconv.Atoi(digits)
+		if err != nil || n < 0 || n > server.DefaultLanes || fixed && n == 0 {
+			return fmt.Errorf("use 0 to %d, or =1 to =%d", server.DefaultLanes, server.DefaultLanes)
+		}
+		v.count, v.fixed = n, fixed
+		return nil
+	}
+	text := func() string { return map[bool]string{true: "="}[v.fixed] + strconv.Itoa(v.count) }
+	f.Var(option{kind: "count", set: set, text: text}, "lanes", "the most extra connections for large tensors, opened as long as each\nstep is faster; =N opens N; 0 is none")
 	f.BoolVar(&v.bbr, "bbr", false, bbrText)
 }
-
-// Set parses a count, or one with = before it.
-func (v *lanes) Set(text string) error {
-	digits, fixed := strings.CutPrefix(text, "=")
-	n, err := strconv.Atoi(digits)
-	if err != nil || n < 0 || n > server.DefaultLanes || fixed && n == 0 {
-		return fmt.Errorf("use 0 to %d, or =1 to =%d", server.DefaultLanes, server.DefaultLanes)
-	}
-	v.count, v.fixed = n, fixed
-	return nil
-}
-
-// String returns what Set parses.
-func (v *lanes) String() string { return map[bool]string{true: "="}[v.fixed] + strconv.Itoa(v.count) }
-
-// Type returns the word for the value in --help.
-func (v *lanes) Type() string { return "count" }
 
 // apply configures a client.
 func (v *lanes) apply(c *client.Config) { c.Lanes, c.FixedLanes, c.BBR = none(v.count), v.fixed, v.bbr }
@@ -304,64 +331,6 @@ func none(n int) int {
 		return -1
 	}
 	return n
-}
-
-func countsVar(f *pflag.FlagSet, v *int, name string, value int, least, most int64, text string) {
-	*v = value
-	f.Var(bounded[int]{v, int64(value), least, most, "count", func(text string) (int64, error) {
-		return strconv.ParseInt(text, 10, 64)
-	}, func(n int64) string { return strconv.FormatInt(n, 10) }}, name, text)
-}
-
-// durationVar adds a flag for a duration of at most a year: 1s, 1m30s, 250ms.
-func durationVar[T ~int64](f *pflag.FlagSet, v *T, name string, value T, least time.Duration, text string) {
-	*v = value
-	f.Var(bounded[T]{v, int64(value), int64(least), int64(365 * 24 * time.Hour), "duration", func(text string) (int64, error) {
-		d, err := time.ParseDuration(text)
-		if err != nil {
-			err = errors.New("not a duration; use 10s, 1m30s or 250ms")
-		}
-		return int64(d), err
-	}, func(n int64) string { return shortDuration(time.Duration(n)) }}, name, text)
-	if value == 0 {
-		f.Lookup(name).DefValue = "0" // --help omits a default of "0"
-	}
-}
-
-// zeros matches redundant units at the end of a duration: 10m, not 10m0s.
-var zeros = regexp.MustCompile(`([hm])(?:0m)?0s$`)
-
-func shortDuration(d time.Duration) string { return zeros.ReplaceAllString(d.String(), "$1") }
-
-// choice is a flag whose value is one of a few words.
-type choice struct {
-	value *string
-	words []string
-}
-
-func (c choice) Set(text string) error {
-	if !slices.Contains(c.words, text) {
-		last := len(c.words) - 1
-		return fmt.Errorf("use %s or %s", strings.Join(c.words[:last], ", "), c.words[last])
-	}
-	*c.value = text
-	return nil
-}
-
-func (c choice) String() string {
-	if c.value == nil { // pflag calls String on a zero value
-		return ""
-	}
-	return *c.value
-}
-
-func (choice) Type() string { return "word" }
-
-// choiceVar adds a flag whose value is one of words; the first is the default.
-func choiceVar(c *cobra.Command, v *string, name, text string, words ...string) {
-	*v = words[0]
-	c.Flags().Var(choice{v, words}, name, text+": "+strings.Join(words, ", "))
-	complete(c, name, words)
 }
 
 // units are in ascending order. Single letters are not accepted, because 2G may mean 2·10⁹

@@ -41,7 +41,7 @@ protocol. Libraries start it; it is of no use in a shell.`,
 		RunE: func(*cobra.Command, []string) error { return serveLink(fd, count) },
 	}
 	c.Flags().IntVar(&fd, "fd", 3, "descriptor of the socket")
-	lanesVar(c.Flags(), &count)
+	count.flags(c.Flags())
 	return c
 }
 

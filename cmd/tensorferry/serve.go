@@ -108,7 +108,7 @@ func (c *serveConfig) flags(cmd *cobra.Command) {
 	f.DurationVar(&c.engines.lease, "train-lease", 30*time.Second, "how long a client that is cut off keeps others from training")
 	f.StringArrayVar(&c.engines.pythonEnv, "python-env", []string{}, "environment variable of Python processes, `name=value`;\nrepeatable")
 	countVar(f, &c.engines.workers, "workers", 0, "blocks computed in parallel (default the number of CPUs)")
-	f.Var(&c.store, "store", "`where` pushed tensors are stored: memory,\nmemory:2GiB (at least 1MiB) or a folder; with\nmemory:2GiB,evict=lru, a full store evicts the least\nrecently used tensors instead of refusing new ones")
+	f.Var(option{kind: "store", set: c.store.set, text: c.store.String}, "store", "`where` pushed tensors are stored: memory,\nmemory:2GiB (at least 1MiB) or a folder; with\nmemory:2GiB,evict=lru, a full store evicts the least\nrecently used tensors instead of refusing new ones")
 	f.StringArrayVar(&c.files, "files", []string{}, "also let clients pull the model files below `[name=]folder`,\nwhich is never written to; repeatable")
 	f.BoolVar(&c.server.Reflection, "reflection", true, "serve gRPC reflection, which grpcurl needs")
 	f.BoolVar(&c.pprof, "pprof", false, "serve Go profiles at /debug/pprof/ on the metrics address")
@@ -153,8 +153,10 @@ type storeFlag struct {
 	evicts bool
 }
 
-// Set parses memory or memory:SIZE, perhaps with evictLRU, or a folder.
-func (s *storeFlag) Set(text string) error {
+func (s *storeFlag) String() string { return cmp.Or(s.text, storeMemory) }
+
+// set parses memory or memory:SIZE, perhaps with evictLRU, or a folder.
+func (s *storeFlag) set(text string) error {
 	where, evicts := strings.CutSuffix(text, evictLRU)
 	size, inMemory := strings.CutPrefix(where, storeMemory+":")
 	switch {
@@ -224,11 +226,6 @@ func besideFiles(s store.Store, folders []string, log *slog.Logger) (store.Store
 	}
 	return store.Beside(s, all...), nil
 }
-
-func (s *storeFlag) String() string { return cmp.Or(s.text, storeMemory) }
-
-// Type is what --help calls the value.
-func (*storeFlag) Type() string { return "store" }
 
 func serveCommand() *cobra.Command {
 	var cfg serveConfig
