@@ -85,7 +85,7 @@ func (o *cpOptions) cp(c *cobra.Command, args []string) error {
 	if len(list) > 1 && !strings.HasSuffix(to, "/") {
 		return usage("cannot copy %d tensors to one name, %q; end TO in a slash", len(list), to)
 	}
-	bars := newProgress(c.ErrOrStderr(), o.quiet, false)
+	bars := newProgress(c.ErrOrStderr(), o.quiet, false, nil)
 	defer bars.end()
 	called := make(map[string]string, len(list)) // old names by new name
 	copies, lines := make([]string, len(list)), make([]*bar, len(list))

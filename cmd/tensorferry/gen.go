@@ -95,7 +95,7 @@ func (o *genOptions) gen(c *cobra.Command) error {
 		return err
 	}
 	defer t.abandon()
-	bars := newProgress(c.ErrOrStderr(), o.quiet || o.output == "-", false) // the reader of a pipe shows its own progress
+	bars := newProgress(c.ErrOrStderr(), o.quiet || o.output == "-", false, nil) // the reader of a pipe shows its own progress
 	defer bars.end()
 	ctx := c.Context()
 	_, err = interruptible(ctx, func() (any, error) {

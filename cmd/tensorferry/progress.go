@@ -27,33 +27,26 @@ const barTitle = 24
 // use.
 type progressBars struct {
 	w     io.Writer
-	bars  *mpb.Progress
+	lanes func() int   // how many carry the line; it must not wait for who moves a bar
 	title atomic.Value // string; drawing the line reads it without mu
-	lanes atomic.Value // func() int, which must not wait for who moves a bar; the same
 
 	mu          sync.Mutex // guards all below
 	vanishing   bool       // the line does not stay at the end
 	ended       bool
-	count, done int      // tensors
-	moved, size int64    // bytes of all tensors
-	line        *mpb.Bar // nil while no tensor has bytes
+	count, done int   // tensors
+	moved, size int64 // bytes of all tensors
+	bars        *mpb.Progress
+	line        *mpb.Bar // of bars; nil while no tensor has bytes
 }
 
 // newProgress returns bars on w, or nil if quiet or without a terminal that moves its cursor.
-// The line of complete tensors stays at the end, unless it is vanishing; see whole.
-func newProgress(w io.Writer, quiet, vanishing bool) *progressBars {
+// The line of complete tensors stays at the end, unless it is vanishing; see whole. It shows
+// how many lanes there are, if there are several.
+func newProgress(w io.Writer, quiet, vanishing bool, lanes func() int) *progressBars {
 	if quiet || !isTerminal(w) || os.Getenv("TERM") == "dumb" {
 		return nil
 	}
-	return &progressBars{w: w, bars: mpb.New(mpb.WithOutput(w)), vanishing: vanishing}
-}
-
-// by has the line show how many lanes carry it, if there are several. It returns p.
-func (p *progressBars) by(lanes func() int) *progressBars {
-	if p != nil {
-		p.lanes.Store(lanes)
-	}
-	return p
+	return &progressBars{w: w, vanishing: vanishing, lanes: lanes}
 }
 
 func quietFlag(c *cobra.Command, to *bool) {
@@ -86,7 +79,7 @@ func (p *progressBars) tensor(title string, d tensor.Desc) *bar {
 	}
 	p.complete(0)
 	if p.line == nil {
-		p.line = p.newLine()
+		p.newLine()
 	}
 	p.line.SetTotal(p.size, false)
 	return &bar{bars: p, size: size}
@@ -129,9 +122,10 @@ func (p *progressBars) whole() {
 
 // newLine adds the line, which only Abort or SetTotal ends. The line begins with a carriage
 // return, because a terminal prints ^C at the cursor and the next frame would begin after it.
-func (p *progressBars) newLine() *mpb.Bar {
+func (p *progressBars) newLine() {
 	begun := time.Now()
-	return p.bars.AddBar(0,
+	p.bars = mpb.New(mpb.WithOutput(p.w))
+	p.line = p.bars.AddBar(0,
 		mpb.PrependDecorators(
 			decor.Any(func(decor.Statistics) string { return "\r" + p.title.Load().(string) }),
 			decor.Any(func(s decor.Statistics) string { return "  " + inUnits(s.Current) + " / " + inUnits(s.Total) }),
@@ -140,8 +134,8 @@ func (p *progressBars) newLine() *mpb.Bar {
 			decor.Percentage(decor.WC{W: 5}),
 			decor.Any(func(s decor.Statistics) string {
 				speed := " " + inUnits(int64(float64(s.Current)/max(time.Since(begun).Seconds(), 1e-3))) + "/s"
-				if lanes, known := p.lanes.Load().(func() int); known && lanes() > 1 {
-					speed += fmt.Sprintf(" by %d lanes", lanes())
+				if p.lanes != nil && p.lanes() > 1 {
+					speed += fmt.Sprintf(" by %d lanes", p.lanes())
 				}
 				return speed
 			}),
@@ -168,12 +162,9 @@ func (p *progressBars) end() {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.ended {
-		return
-	}
+	ended := p.ended
 	p.ended = true
-	if p.line == nil {
-		p.bars.Wait()
+	if ended || p.line == nil {
 		return
 	}
 	if p.moved == p.size && !p.vanishing {
@@ -190,35 +181,31 @@ type bar struct {
 	moved, size int64
 }
 
-// reach records that the first n bytes have moved.
-func (b *bar) reach(n int64) {
-	if b != nil {
-		b.bars.mu.Lock()
-		defer b.bars.mu.Unlock()
-		b.move(n)
-	}
-}
-
 // Write counts the bytes of p. It never fails.
 func (b *bar) Write(p []byte) (int, error) {
 	if b != nil {
-		b.bars.mu.Lock()
-		defer b.bars.mu.Unlock()
-		b.move(b.moved + int64(len(p)))
+		b.add(int64(len(p)))
 	}
 	return len(p), nil
 }
 
-// move is reach for a caller that holds mu.
-func (b *bar) move(n int64) {
+// reach records that the first n bytes have moved, instead of Write.
+func (b *bar) reach(n int64) {
+	if b != nil {
+		b.add(n - b.moved)
+	}
+}
+
+func (b *bar) add(n int64) {
 	p := b.bars
-	more := n - b.moved
-	if p.ended || more == 0 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.ended || n == 0 {
 		return
 	}
-	b.moved = n
-	p.moved += more
-	if n == b.size {
+	b.moved += n
+	p.moved += n
+	if b.moved == b.size {
 		p.complete(1)
 	}
 	p.line.SetCurrent(p.moved)

@@ -99,7 +99,7 @@ func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 		return err
 	}
 	defer to.out.abandon()
-	to.bars = newProgress(c.ErrOrStderr(), o.quiet, false).by(func() int { return cl.Ways().Lanes })
+	to.bars = newProgress(c.ErrOrStderr(), o.quiet, false, cl.Lanes)
 	defer func() { to.bars.end(); o.tell(c.ErrOrStderr(), cl.Ways()) }()
 
 	var got []client.Summary

@@ -89,7 +89,7 @@ func (o *pushOptions) push(c *cobra.Command, args []string) error {
 		return err
 	}
 	defer cl.Close()
-	bars := newProgress(stderr, o.quiet, false).by(func() int { return cl.Ways().Lanes })
+	bars := newProgress(stderr, o.quiet, false, cl.Lanes)
 	defer func() { bars.end(); o.tell(stderr, cl.Ways()) }()
 	var r client.PushRequest
 	lines := map[string]*bar{}

@@ -94,7 +94,7 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 			o.inputs = []string{"-"}
 		}
 	}
-	bars := newProgress(stderr, o.quiet, true)
+	bars := newProgress(stderr, o.quiet, true, cl.Lanes)
 	defer bars.end()
 	opener := opener{raw: o.input, stdin: c.InOrStdin(), idle: o.idle}
 	for _, text := range o.inputs {
@@ -157,7 +157,6 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 		}
 		r.Results[port] = client.Writer(func(d tensor.Desc) (io.Writer, error) { return t.open(port, d, bars) })
 	}
-	bars.by(cl.Lanes)
 	defer func() { bars.end(); o.tell(stderr, cl.Ways()) }()
 	call, err := cl.Call(ctx, r)
 	if err != nil {

@@ -293,7 +293,7 @@ type shown struct {
 // is large, and describes it or the part that the options select.
 func (o *showOptions) look(ctx context.Context, title string, d tensor.Desc, r io.Reader, stderr io.Writer) (*shown, error) {
 	if size, err := d.Bytes(); err == nil && size >= leastBar {
-		bars := newProgress(stderr, o.quiet, true)
+		bars := newProgress(stderr, o.quiet, true, nil)
 		defer bars.end()
 		r = io.TeeReader(r, bars.tensor(title, d))
 	}
