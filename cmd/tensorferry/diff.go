@@ -1,13 +1,13 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"math"
 	"path"
-	"slices"
 	"strconv"
 	"strings"
 
@@ -19,7 +19,6 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// diffOptions are the flags of diff.
 type diffOptions struct {
 	access
 	elements.Tolerance
@@ -57,7 +56,6 @@ and NaN only NaN. Tensors with different data types or shapes are never equal.`,
 	return c
 }
 
-// toleranceIn returns what parses a tolerance into to.
 func toleranceIn(to *float64) func(text string) error {
 	return func(text string) (err error) {
 		*to, err = strconv.ParseFloat(text, 64)
@@ -71,21 +69,11 @@ func toleranceIn(to *float64) func(text string) error {
 	}
 }
 
-// side holds the tensors that one argument of diff names.
-type side struct {
-	title string
-	names []string // in order
-	of    map[string]compared
-}
-
-// compared is a tensor of a side. Its bytes are lent to use, once.
+// compared is a tensor to compare. Its bytes are lent to use, once.
 type compared struct {
+	name string
 	tensor.Desc
-	read func(ctx context.Context, use func(io.Reader) error) error
-}
-
-func (s *side) add(name string, c compared) {
-	s.names, s.of[name] = append(s.names, name), c
+	read func(use func(io.Reader) error) error
 }
 
 // diffJSON is a pair of tensors as diff --json prints it. A side may not have one.
@@ -125,37 +113,45 @@ func (o *diffOptions) diff(c *cobra.Command, args []string) error {
 	if err != nil {
 		return err
 	}
-	both := len(a.names) == 1 && len(b.names) == 1
-	if both {
-		b.of = map[string]compared{a.names[0]: b.of[b.names[0]]}
-		b.names = nil
+	if len(a) == 1 && len(b) == 1 {
+		a[0].name, b[0].name = args[0], args[0]
+	}
+	const onlyIn = "%s: only in %s\n"
+	inB := map[string]compared{} // and not compared
+	for _, y := range b {
+		inB[y.name] = y
 	}
 	list := []diffJSON{}
 	different := false
-	for _, name := range slices.Concat(a.names, slices.DeleteFunc(b.names, func(name string) bool { _, paired := a.of[name]; return paired })) {
-		title := name
-		if both || name == "" {
-			title = a.title
+	add := func(d diffJSON) error {
+		list = append(list, d)
+		different = different || !d.Equal
+		if o.asJSON {
+			return nil
 		}
-		x, inA := a.of[name]
-		y, inB := b.of[name]
-		d := diffJSON{Tensor: title}
-		switch {
-		case inA && inB:
-			d, err = pair(ctx, title, x, y, o)
-		case inA:
-			d.A, d.text = new(describe(x.Desc)), fmt.Sprintf("%s: only in %s\n", plain(title), plain(a.title))
-		default:
-			d.B, d.text = new(describe(y.Desc)), fmt.Sprintf("%s: only in %s\n", plain(name), plain(b.title))
+		_, err := io.WriteString(c.OutOrStdout(), d.text)
+		return err
+	}
+	for _, x := range a {
+		d := diffJSON{Tensor: x.name, A: new(describe(x.Desc)), text: fmt.Sprintf(onlyIn, plain(x.name), plain(args[0]))}
+		if y, paired := inB[x.name]; paired {
+			delete(inB, x.name)
+			d, err = o.pair(ctx, x, y)
 		}
-		if err == nil && !o.asJSON {
-			_, err = io.WriteString(c.OutOrStdout(), d.text)
+		if err == nil {
+			err = add(d)
 		}
 		if err != nil {
 			return err
 		}
-		list = append(list, d)
-		different = different || !d.Equal
+	}
+	for _, y := range b {
+		if _, left := inB[y.name]; left {
+			err = add(diffJSON{Tensor: y.name, B: new(describe(y.Desc)), text: fmt.Sprintf(onlyIn, plain(y.name), plain(args[1]))})
+		}
+		if err != nil {
+			return err
+		}
 	}
 	if o.asJSON {
 		err = writeJSON(c.OutOrStdout(), list)
@@ -167,8 +163,7 @@ func (o *diffOptions) diff(c *cobra.Command, args []string) error {
 }
 
 // sideOf returns the tensors that an argument names.
-func sideOf(ctx context.Context, cl *client.Client, arg string, in *opener) (*side, error) {
-	s := &side{title: arg, of: map[string]compared{}}
+func sideOf(ctx context.Context, cl *client.Client, arg string, in *opener) (side []compared, err error) {
 	name, stored := strings.CutPrefix(arg, "@")
 	if !stored {
 		found, err := in.open(ctx, arg)
@@ -178,10 +173,9 @@ func sideOf(ctx context.Context, cl *client.Client, arg string, in *opener) (*si
 		if err != nil {
 			return nil, err
 		}
-		for _, in := range found.tensors {
-			s.add(in.Name, compared{in.Desc, func(_ context.Context, use func(io.Reader) error) error { return use(in.bytes()) }})
-		}
-		return s, nil
+		return each(found.tensors, func(s *source) compared {
+			return compared{cmp.Or(s.Name, arg), s.Desc, func(use func(io.Reader) error) error { return use(s.bytes()) }}
+		}), nil
 	}
 	list, err := storedOf(ctx, cl, []string{name})
 	if err != nil {
@@ -192,7 +186,7 @@ func sideOf(ctx context.Context, cl *client.Client, arg string, in *opener) (*si
 		if path.Base(t.Name) == tensorfile.MetadataName {
 			continue // not a tensor of the model
 		}
-		s.add(strings.TrimPrefix(t.Name, folder), compared{t.Desc, func(ctx context.Context, use func(io.Reader) error) error {
+		side = append(side, compared{strings.TrimPrefix(t.Name, folder), t.Desc, func(use func(io.Reader) error) error {
 			return readStored(ctx, cl, client.Selection{Name: t.Name}, func(d tensor.Desc, r io.Reader) error {
 				if !d.Equal(t.Desc) {
 					return fmt.Errorf("tensor %q has changed since it was listed; try again", t.Name)
@@ -201,27 +195,27 @@ func sideOf(ctx context.Context, cl *client.Client, arg string, in *opener) (*si
 			})
 		}})
 	}
-	return s, nil
+	return side, nil
 }
 
-// pair compares two tensors.
-func pair(ctx context.Context, title string, a, b compared, o *diffOptions) (diffJSON, error) {
-	d := diffJSON{Tensor: title, A: new(describe(a.Desc)), B: new(describe(b.Desc))}
+// pair compares two tensors of one name.
+func (o *diffOptions) pair(ctx context.Context, a, b compared) (diffJSON, error) {
+	d := diffJSON{Tensor: a.name, A: new(describe(a.Desc)), B: new(describe(b.Desc))}
 	if !a.Desc.Equal(b.Desc) {
-		d.text = fmt.Sprintf("%s: %v and %v\n", plain(title), a.Desc, b.Desc)
+		d.text = fmt.Sprintf("%s: %v and %v\n", plain(a.name), a.Desc, b.Desc)
 		return d, nil
 	}
 	c, err := interruptible(ctx, func() (c elements.Comparison, err error) {
-		read := a.read(ctx, func(ra io.Reader) error {
-			return b.read(ctx, func(rb io.Reader) error {
-				c, err = elements.Compare(a.Desc, whileLasts{ctx, ra}, whileLasts{ctx, rb}, o.Tolerance, o.first)
+		err = a.read(func(ra io.Reader) error {
+			return b.read(func(rb io.Reader) (err error) {
+				c, err = elements.Compare(a.Desc, ra, rb, o.Tolerance, o.first)
 				return err
 			})
 		})
-		return c, read
+		return c, err
 	})
 	if err != nil {
-		return d, fmt.Errorf("%s: %w", title, err)
+		return d, fmt.Errorf("%s: %w", a.name, err)
 	}
 	d.Elements, d.Different, d.Equal = &c.Elements, &c.Different, c.Different == 0
 	d.NonFinite, d.MaxAbs, d.First = c.NonFinite, c.MaxAbs, c.First
@@ -235,7 +229,7 @@ func pair(ctx context.Context, title string, a, b compared, o *diffOptions) (dif
 		return d, nil
 	}
 	var text strings.Builder
-	fmt.Fprintf(&text, "%s  %v: %d of %d elements differ", plain(title), a.Desc, c.Different, c.Elements)
+	fmt.Fprintf(&text, "%s  %v: %d of %d elements differ", plain(a.name), a.Desc, c.Different, c.Elements)
 	these := ","
 	if c.NonFinite > 0 {
 		fmt.Fprintf(&text, ", %d of them infinite or NaN", c.NonFinite)
