@@ -66,7 +66,6 @@ func (a *access) identityFlags(c *cobra.Command) {
 	}
 }
 
-// fileFlag is a flag that identifies one side to the other, and implies --tls.
 type fileFlag struct {
 	flag, text string
 	value      *string

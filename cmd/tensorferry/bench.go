@@ -22,7 +22,6 @@ const (
 	quickMemoryBytes = 64 << 20
 )
 
-// benchOptions are the flags of bench.
 type benchOptions struct {
 	net         string
 	size, pairs int
@@ -82,7 +81,6 @@ process and prints the peak memory of each.`,
 	return c
 }
 
-// networks maps a value of --net to networks.
 var networks = map[string][]string{"tcp": {"tcp"}, "unix": {"unix"}, "both": {"tcp", "unix"}}
 
 func progress(text string) { fmt.Fprintf(os.Stderr, "bench: %s\n", text) }

@@ -45,7 +45,6 @@ func variable(flag string) string {
 	return envPrefix + strings.ToUpper(strings.ReplaceAll(flag, "-", "_"))
 }
 
-// origins says where the value of each setting comes from.
 type origins map[string]string
 
 // configure sets the flags that are not on the command line from environ or, failing
@@ -321,7 +320,6 @@ func (v *lanes) flags(f *pflag.FlagSet) {
 	f.BoolVar(&v.bbr, "bbr", false, bbrText)
 }
 
-// apply configures a client.
 func (v *lanes) apply(c *client.Config) { c.Lanes, c.FixedLanes, c.BBR = none(v.count), v.fixed, v.bbr }
 
 // none converts a count to that of a Config, where 0 means the default and a negative number
@@ -373,13 +371,11 @@ func formatSize(n int64) string {
 	return strconv.FormatInt(n, 10)
 }
 
-// dtypeFlag adds --dtype.
 func dtypeFlag(c *cobra.Command, to *string, value, text string) {
 	c.Flags().StringVar(to, "dtype", value, text)
 	complete(c, "dtype", each(tensor.DataTypes(), tensor.DataType.String))
 }
 
-// complete registers the values of a flag for completion.
 func complete(c *cobra.Command, flag string, values []string) {
 	if err := c.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)); err != nil {
 		panic(err) // the command has no such flag

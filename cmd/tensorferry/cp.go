@@ -15,7 +15,6 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// cpOptions are the flags of cp.
 type cpOptions struct {
 	remote
 	to      string

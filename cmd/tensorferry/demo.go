@@ -188,7 +188,6 @@ func differing(classes, want []byte) (count int) {
 	return count
 }
 
-// writeNext suggests commands to try next.
 func writeNext(w io.Writer) {
 	self := "tensorferry"
 	if exe, err := os.Executable(); err == nil && strings.Contains(exe, "go-build") { // go run's

@@ -40,10 +40,8 @@ const (
 	firstDevice = "cuda:0"
 )
 
-// cudaEngine matches the name of a device.
 var cudaEngine = regexp.MustCompile(`^cuda:(\d{1,3})$`)
 
-// checkEngine rejects a name that is not an engine's.
 func checkEngine(name string) error {
 	if name != autoEngine && name != cpuEngine && !cudaEngine.MatchString(name) {
 		return usage("unknown engine %q; use auto, cpu or a device such as cuda:0", name)
@@ -83,7 +81,6 @@ type engines struct {
 	lost chan struct{}
 }
 
-// site is a place for models.
 type site struct {
 	name     string
 	builtins []engine.Model

@@ -31,7 +31,6 @@ const (
 	exitDevice      = 8
 )
 
-// exits explain the codes.
 var exits = [...]string{
 	0:               "all is done",
 	exitFailure:     "any failure without a code of its own, or a difference that diff found",
@@ -96,7 +95,6 @@ type hinted struct {
 
 func (h hinted) Unwrap() error { return h.error }
 
-// exitCode is the code of a command that failed.
 func exitCode(ctx context.Context, err error) int {
 	var u usageError
 	var e *client.Error
@@ -170,7 +168,6 @@ func joined(err error) []error {
 	return []error{err}
 }
 
-// oneLine joins the lines of a text.
 var oneLine = strings.NewReplacer("\r\n", " ", "\n", " ", "\r", " ")
 
 // said is an error as people read it: one line for each different one that it joins.

@@ -22,7 +22,6 @@ type format struct {
 	convert string // Python that converts it to a supported format
 }
 
-// formats are common formats of tensors.
 var formats = []format{
 	{"PyTorch", []string{".pt", ".pth", ".ckpt"}, "", `safetensors.torch.save_file(torch.load("x.pt", weights_only=True), "x.safetensors")`},
 	{"HDF5", []string{".h5", ".hdf5", ".keras"}, "\x89HDF\r\n\x1a\n", `numpy.save("x.npy", h5py.File("x.h5")["name"][:])`},
@@ -85,5 +84,4 @@ func headOf(path string) []byte {
 	return head[:n]
 }
 
-// arraysSuffix is the extension of a file of NumPy arrays.
 const arraysSuffix = ".npz"

@@ -19,7 +19,6 @@ import (
 // genChunk is how many bytes a goroutine generates at a time.
 const genChunk = 1 << 20
 
-// genOptions are the flags of gen.
 type genOptions struct {
 	dtype, shape, fill string
 	seed               uint64

@@ -60,7 +60,6 @@ func models(ctx context.Context, cl *client.Client, _ []string, out printer) err
 	})
 }
 
-// modelJSON is a model as models --json prints it.
 type modelJSON struct {
 	Name       string            `json:"name"`
 	Version    string            `json:"version,omitempty"`
@@ -143,7 +142,6 @@ shows them on its own machine only, but anybody can ask for one --call.`,
 	return c
 }
 
-// failureJSON is a call that failed as info --failures --json prints it.
 type failureJSON struct {
 	Call   string    `json:"call"`
 	Model  string    `json:"model"`
@@ -202,7 +200,6 @@ func info(ctx context.Context, cl *client.Client, _ []string, out printer) error
 	})
 }
 
-// writeNumbers writes a title and numbers sorted by name.
 func writeNumbers(w io.Writer, title string, numbers map[string]int64) {
 	fmt.Fprintf(w, "\n%s\n", title)
 	for _, name := range slices.Sorted(maps.Keys(numbers)) {
@@ -226,7 +223,6 @@ func quantity(name string, n int64) string {
 	return ""
 }
 
-// infoJSON is a server as info --json prints it.
 type infoJSON struct {
 	Version      string              `json:"version"`
 	UptimeMillis int64               `json:"uptime_millis"`

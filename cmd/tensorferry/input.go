@@ -39,10 +39,8 @@ func (r *rawInput) flags(c *cobra.Command) {
 	r.shaped = func() bool { return c.Flags().Changed("shape") }
 }
 
-// given reports whether input is raw.
 func (r *rawInput) given() bool { return r.dtype != "" }
 
-// hint says what to do with raw bytes.
 func (r *rawInput) hint() string {
 	if r.shaped == nil { // the command has no --dtype and --shape
 		return "for raw bytes, store them with tensorferry push NAME=FILE --dtype TYPE --shape SHAPE, and use @NAME"
@@ -75,7 +73,6 @@ func (p *pipes) config(ctx context.Context) (client.Config, context.Context, con
 	return client.Config{InputIdle: p.idle, Idled: cancel}, ctx, cancel
 }
 
-// parseDesc parses a data type and a shape.
 func parseDesc(dtype, shape string) (d tensor.Desc, size int64, err error) {
 	if d.DType, err = tensor.ParseDataType(dtype); err == nil {
 		d.Shape, err = tensor.ParseShape(shape)
@@ -129,12 +126,10 @@ func neither(text, file string, err error) error {
 // several are the extensions of files that hold named tensors.
 var several = []string{tensorfile.FileSuffix, tensorfile.IndexSuffix, arraysSuffix}
 
-// holdsSeveral reports whether a file of this name holds named tensors.
 func holdsSeveral(path string) bool {
 	return slices.ContainsFunc(several, func(ending string) bool { return strings.HasSuffix(path, ending) })
 }
 
-// isDir reports whether a path is that of a folder.
 func isDir(path string) bool {
 	info, err := os.Stat(path)
 	return err == nil && info.IsDir()
@@ -296,7 +291,6 @@ func openSeveral(path string, only []string) (*opened, error) {
 	return o, nil
 }
 
-// openNPY opens a .npy file.
 func openNPY(path string, raw rawInput) (*source, error) {
 	if info, err := os.Stat(path); err == nil && !info.Mode().IsRegular() { // such as /dev/stdin, or a shell's <(command)
 		r, err := os.Open(path)

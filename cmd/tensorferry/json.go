@@ -20,12 +20,12 @@ import (
 // one JSON value to stdout: a list if there may be several results, even if there is one.
 // Names are in snake case, sizes in bytes, times in the unit of their name; unknown values
 // are absent. A command that fails prints nothing, with two exceptions: one that stores
-// several tensors prints the result of each, and diff prints the differences.
+// several tensors prints the result of each, and diff prints the differences. A type whose
+// name ends in JSON is printed.
 func jsonFlag(c *cobra.Command, to *bool) {
 	c.Flags().BoolVar(to, "json", false, "print JSON")
 }
 
-// printer prints the result of a command.
 type printer struct {
 	w    io.Writer
 	json bool
@@ -84,7 +84,6 @@ func each[T, U any](list []T, f func(T) U) []U {
 	return made
 }
 
-// descJSON is a tensor's desc in JSON.
 type descJSON struct {
 	DType string       `json:"dtype"`
 	Shape tensor.Shape `json:"shape"`

@@ -171,7 +171,6 @@ func obey(signals <-chan os.Signal, stop func()) {
 // version ends in -dev between releases.
 const version = "0.1.0-dev"
 
-// versionJSON is what version --json prints.
 type versionJSON struct {
 	Version string `json:"version"`
 	// Commit is that of the build, if it was recorded, and + if the tree had changes.

@@ -24,9 +24,7 @@ type output interface {
 	// begin writes the headers of tensors, with what a model file has beside them, and
 	// returns a writer for the bytes of each. It is called once.
 	begin(tensors []tensorfile.Entry, beside tensorfile.Document) ([]*tensorWriter, error)
-	// commit finishes a complete output.
 	commit() error
-	// abandon removes what was not committed.
 	abandon()
 }
 
@@ -210,7 +208,6 @@ func (w *tensorWriter) Write(p []byte) (int, error) {
 	return n, w.target.named(err)
 }
 
-// commit finishes a complete output.
 func (t *target) commit() error {
 	if t.writers == nil {
 		return fmt.Errorf("--output %s: nothing was written", t.path)
@@ -337,7 +334,6 @@ func (t *folderTarget) abandon() {
 	_ = os.RemoveAll(t.temp) // it is renamed when committed
 }
 
-// writtenJSON is a tensor that a command wrote to a file, as --json prints it.
 type writtenJSON struct {
 	Port string `json:"port,omitempty"` // of a model
 	Name string `json:"name,omitempty"` // in a .safetensors file

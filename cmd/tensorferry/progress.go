@@ -53,7 +53,6 @@ func quietFlag(c *cobra.Command, to *bool) {
 	c.Flags().BoolVarP(to, "quiet", "q", false, "show no progress")
 }
 
-// isTerminal reports whether a reader or writer is a terminal.
 func isTerminal(rw any) bool {
 	f, ok := rw.(*os.File)
 	return ok && cwriter.IsTerminal(int(f.Fd()))
@@ -143,7 +142,6 @@ func (p *progressBars) newLine() {
 		))
 }
 
-// inUnits formats a number of bytes for a line.
 func inUnits(n int64) string { return strings.Replace(sizeText(n), "bytes", "B", 1) }
 
 // shorten keeps the end of a long title, because names differ there.

@@ -14,7 +14,6 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// pullOptions are the flags of pull.
 type pullOptions struct {
 	remote
 	pipes
@@ -260,5 +259,4 @@ func pullTo(ctx context.Context, cl *client.Client, selections []client.Selectio
 // writerFunc is a function that is a writer.
 type writerFunc func(p []byte) (int, error)
 
-// Write lends p to f.
 func (f writerFunc) Write(p []byte) (int, error) { return f(p) }

@@ -18,7 +18,6 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// pushOptions are the flags of push.
 type pushOptions struct {
 	remote
 	pipes
@@ -242,7 +241,6 @@ func parsePushed(text string) (name, file string, below bool, err error) {
 	return strings.TrimSuffix(base, filepath.Ext(base)), file, inFile, nil
 }
 
-// movedJSON is a tensor of a push, a pull or a copy as --json prints it.
 type movedJSON struct {
 	Name string `json:"name"`
 	*descJSON

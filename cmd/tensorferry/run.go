@@ -16,7 +16,6 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// runOptions are the flags of run.
 type runOptions struct {
 	remote
 	pipes
@@ -190,7 +189,6 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 	return printCall(stdout, call, list)
 }
 
-// callJSON is a call as run --json prints it.
 type callJSON struct {
 	Call    string             `json:"call"` // the call's id
 	Results []writtenJSON      `json:"results"`
@@ -206,10 +204,8 @@ func printCall(w io.Writer, call *client.Call, results []writtenJSON) error {
 	}})
 }
 
-// about rounds a duration for display.
 func about(d time.Duration) time.Duration { return d.Round(time.Microsecond) }
 
-// noSuchModel is the hint for a model that the server does not have.
 const noSuchModel = "tensorferry models" + atServer + " lists its models"
 
 // findModel returns a model of the server; if it has none of this name, the error has the hint.

@@ -288,7 +288,6 @@ environment overrides the file. Sizes are in bytes or have a unit, such as 512Mi
 	return c
 }
 
-// newLog returns a log to stderr.
 func newLog(c serveConfig) *slog.Logger {
 	var level slog.Level
 	_ = level.UnmarshalText([]byte(c.logLevel)) // the flag has checked it

@@ -35,7 +35,6 @@ const (
 	ramp = " ▁▂▃▄▅▆▇█"
 )
 
-// showOptions are the flags of show.
 type showOptions struct {
 	input  rawInput
 	access // if its server is empty, show reads files

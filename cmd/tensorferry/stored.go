@@ -41,7 +41,6 @@ or, for a tensor of a file in the server's folder, when it is first pulled.`,
 	}, ls)
 }
 
-// storedJSON is a stored tensor as ls --json prints it.
 type storedJSON struct {
 	Name string `json:"name"`
 	descJSON
@@ -54,7 +53,6 @@ type storedJSON struct {
 	Metadata map[string]string `json:"metadata,omitempty"`
 }
 
-// sourceJSON is a source as ls --json prints it.
 type sourceJSON struct {
 	Name   string `json:"name"`
 	Source bool   `json:"source"` // true
@@ -93,7 +91,6 @@ func ls(ctx context.Context, cl *client.Client, names []string, out printer) (er
 	})
 }
 
-// storedJSONs is a list as ls --json prints it.
 func storedJSONs(list []client.Stored) []storedJSON {
 	return each(list, func(s client.Stored) storedJSON {
 		j := storedJSON{Name: s.Name, descJSON: describe(s.Desc), Bytes: s.Bytes, Durable: s.Durable, File: s.File, Metadata: s.Metadata}
@@ -215,7 +212,6 @@ func checkNames(names []string) error {
 	return nil
 }
 
-// namesOf returns the set of a list's names.
 func namesOf(list []client.Stored) map[string]bool {
 	names := make(map[string]bool, len(list))
 	for _, s := range list {
@@ -277,7 +273,6 @@ func paramsOf(flag string, texts []string) (map[string]string, error) {
 	return params, nil
 }
 
-// selectionsOf selects each of a list.
 func selectionsOf(stored []client.Stored) []client.Selection {
 	return each(stored, func(s client.Stored) client.Selection { return client.Selection{Name: s.Name} })
 }
