@@ -50,7 +50,8 @@ func models(ctx context.Context, cl *client.Client, _ []string, out printer) err
 		return err
 	}
 	listed := each(list, func(m client.Model) modelJSON {
-		return modelJSON{m.Name, m.Version, m.Device, each(m.Inputs, portOf), each(m.Outputs, portOf), rowsText(m.Rows), m.Params, m.Idempotent, m.About}
+		rows := cmp.Or(rowsWords[m.Rows], strconv.Itoa(m.Rows))
+		return modelJSON{m.Name, m.Version, m.Device, each(m.Inputs, portOf), each(m.Outputs, portOf), rows, m.Params, m.Idempotent, m.About}
 	})
 	return out.print(listed, func(w io.Writer) {
 		fmt.Fprintln(w, "NAME\tVERSION\tDEVICE\tINPUTS\tRESULTS\tPARAMS")
@@ -85,24 +86,16 @@ type portJSON struct {
 	Whole  bool     `json:"whole,omitempty"`
 }
 
-// rowsText formats the rows of a model as models --json prints them.
-func rowsText(rows int) string {
-	switch rows {
-	case engine.AllAxes:
-		return "all"
-	case engine.AllButLast:
-		return "all_but_last"
-	}
-	return strconv.Itoa(rows)
-}
+// What models --json prints for the numbers of rows and of a shape that are not counts.
+var (
+	rowsWords = map[int]string{engine.AllAxes: "all", engine.AllButLast: "all_but_last"}
+	dimWords  = map[int64]any{engine.AnyAxes: "...", engine.Free: nil}
+)
 
 func portOf(p client.Port) portJSON {
 	return portJSON{p.Name, each(p.DTypes, tensor.DataType.String), each(p.Shape, func(n int64) any {
-		switch n {
-		case engine.AnyAxes:
-			return "..."
-		case engine.Free:
-			return nil // null
+		if word, special := dimWords[n]; special {
+			return word
 		}
 		return n
 	}), p.Whole}
@@ -203,12 +196,11 @@ func info(ctx context.Context, cl *client.Client, _ []string, out printer) error
 func writeNumbers(w io.Writer, title string, numbers map[string]int64) {
 	fmt.Fprintf(w, "\n%s\n", title)
 	for _, name := range slices.Sorted(maps.Keys(numbers)) {
-		n := numbers[name]
-		if n == math.MaxInt64 {
+		if n := numbers[name]; n == math.MaxInt64 {
 			fmt.Fprintf(w, "  %s\tnone\t\n", plain(name))
-			continue
+		} else {
+			fmt.Fprintf(w, "  %s\t%d\t%s\n", plain(name), n, quantity(name, n))
 		}
-		fmt.Fprintf(w, "  %s\t%d\t%s\n", plain(name), n, quantity(name, n))
 	}
 }
 

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"math"
 	"text/tabwriter"
 	"unicode"
 	"unicode/utf16"
@@ -57,19 +56,15 @@ func writeJSON(w io.Writer, v any) error {
 // printable escapes characters that are not printable, as JSON does below U+0020. They
 // can only occur in strings: the rest of JSON is ASCII.
 func printable(text []byte) []byte {
-	out := make([]byte, 0, len(text))
-	for len(text) > 0 {
-		r, n := utf8.DecodeRune(text)
-		switch {
-		case r < 0x7f || unicode.IsPrint(r):
-			out = append(out, text[:n]...)
-		case r <= math.MaxUint16:
-			out = fmt.Appendf(out, `\u%04x`, r)
-		default:
-			high, low := utf16.EncodeRune(r)
-			out = fmt.Appendf(out, `\u%04x\u%04x`, high, low)
+	var out []byte
+	for _, r := range string(text) {
+		if r < 0x7f || unicode.IsPrint(r) {
+			out = utf8.AppendRune(out, r)
+			continue
 		}
-		text = text[n:]
+		for _, unit := range utf16.AppendRune(nil, r) {
+			out = fmt.Appendf(out, `\u%04x`, unit)
+		}
 	}
 	return out
 }
