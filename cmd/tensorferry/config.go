@@ -320,15 +320,8 @@ func (v *lanes) flags(f *pflag.FlagSet) {
 	f.BoolVar(&v.bbr, "bbr", false, bbrText)
 }
 
-func (v *lanes) apply(c *client.Config) { c.Lanes, c.FixedLanes, c.BBR = none(v.count), v.fixed, v.bbr }
-
-// none converts a count to that of a Config, where 0 means the default and a negative number
-// none.
-func none(n int) int {
-	if n == 0 {
-		return -1
-	}
-	return n
+func (v *lanes) apply(c *client.Config) {
+	c.Lanes, c.FixedLanes, c.BBR = cmp.Or(v.count, -1), v.fixed, v.bbr // 0 would be the default
 }
 
 // units are in ascending order. Single letters are not accepted, because 2G may mean 2·10⁹

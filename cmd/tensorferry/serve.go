@@ -62,21 +62,17 @@ var errDeviceLost = errors.New("a device was lost; its error is in the log, and 
 
 // serveConfig is the configuration of serve, from its flags or as configure says.
 type serveConfig struct {
-	server              server.Config // serve sets the fields without flags
-	engines             engineConfig
-	listen, metrics     string
-	health              string
-	insecure            bool
-	secrets             identity.ServerFiles
-	store               storeFlag
-	files               []string // [name=]folder
-	pprof               bool
-	logFormat, logLevel string
-	verbose             bool
-	drain               time.Duration
-	lanes               int
-	bbr                 bool
-	services            []string // variables that were ignored
+	server                        server.Config // serve sets the fields without flags
+	engines                       engineConfig
+	listen, metrics, health       string
+	insecure, pprof, verbose, bbr bool
+	secrets                       identity.ServerFiles
+	store                         storeFlag
+	files                         []string // [name=]folder
+	logFormat, logLevel           string
+	drain                         time.Duration
+	lanes                         int
+	services                      []string // variables that were ignored
 }
 
 // flags declares every setting: its name, default, range and meaning.
@@ -108,7 +104,8 @@ func (c *serveConfig) flags(cmd *cobra.Command) {
 	f.DurationVar(&c.engines.lease, "train-lease", 30*time.Second, "how long a client that is cut off keeps others from training")
 	f.StringArrayVar(&c.engines.pythonEnv, "python-env", []string{}, "environment variable of Python processes, `name=value`;\nrepeatable")
 	countVar(f, &c.engines.workers, "workers", 0, "blocks computed in parallel (default the number of CPUs)")
-	f.Var(option{kind: "store", set: c.store.set, text: c.store.String}, "store", "`where` pushed tensors are stored: memory,\nmemory:2GiB (at least 1MiB) or a folder; with\nmemory:2GiB,evict=lru, a full store evicts the least\nrecently used tensors instead of refusing new ones")
+	c.store.text = storeMemory
+	f.Var(option{kind: "store", set: c.store.set, text: func() string { return c.store.text }}, "store", "`where` pushed tensors are stored: memory,\nmemory:2GiB (at least 1MiB) or a folder; with\nmemory:2GiB,evict=lru, a full store evicts the least\nrecently used tensors instead of refusing new ones")
 	f.StringArrayVar(&c.files, "files", []string{}, "also let clients pull the model files below `[name=]folder`,\nwhich is never written to; repeatable")
 	f.BoolVar(&c.server.Reflection, "reflection", true, "serve gRPC reflection, which grpcurl needs")
 	f.BoolVar(&c.pprof, "pprof", false, "serve Go profiles at /debug/pprof/ on the metrics address")
@@ -147,13 +144,11 @@ func (c *serveConfig) flags(cmd *cobra.Command) {
 
 // storeFlag says where pushed tensors are stored.
 type storeFlag struct {
-	text   string // empty: memory
+	text   string // as set takes it
 	folder string // empty: in memory
 	bytes  int64  // limit in memory; 0 is the default
 	evicts bool
 }
-
-func (s *storeFlag) String() string { return cmp.Or(s.text, storeMemory) }
 
 // set parses memory or memory:SIZE, perhaps with evictLRU, or a folder.
 func (s *storeFlag) set(text string) error {
@@ -162,11 +157,8 @@ func (s *storeFlag) set(text string) error {
 	switch {
 	case text == "":
 		return errors.New("use memory, memory:2GiB or a folder")
-	case text == storeMemory:
-		*s = storeFlag{}
-		return nil
 	case where == storeMemory:
-		*s = storeFlag{text: text, evicts: true}
+		*s = storeFlag{text: text, evicts: evicts}
 		return nil
 	case !inMemory && evicts:
 		return fmt.Errorf("a folder evicts nothing; use memory:2GiB%s", evictLRU)
@@ -175,8 +167,7 @@ func (s *storeFlag) set(text string) error {
 	case !inMemory:
 		*s = storeFlag{text: text, folder: text}
 		return nil
-	}
-	if strings.Contains(size, ",") {
+	case strings.Contains(size, ","):
 		return fmt.Errorf("only %s may follow the size", evictLRU)
 	}
 	n, err := parseSize(size)
@@ -340,7 +331,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	}
 	cfg, registry := c.server, metrics.NewRegistry()
 	cfg.Version, cfg.Models, cfg.Pool, cfg.Budget = version, models, h.Pool(), h.Budget()
-	cfg.Store, cfg.Sources, cfg.Log, cfg.Metrics, cfg.Lanes = tensors, sources, log, registry, none(c.lanes)
+	cfg.Store, cfg.Sources, cfg.Log, cfg.Metrics, cfg.Lanes = tensors, sources, log, registry, cmp.Or(c.lanes, -1)
 	if id != nil {
 		cfg.Credentials, cfg.Identify = id.Credentials(), id.Principal
 	}
@@ -365,7 +356,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	defer unprobe()
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }()
-	log.Info("listening", slog.String("address", addressOf(l)), slog.String("metrics", at), slog.Int("models", len(models.Infos())), slog.String("store", c.store.String()))
+	log.Info("listening", slog.String("address", addressOf(l)), slog.String("metrics", at), slog.Int("models", len(models.Infos())), slog.String("store", c.store.text))
 	if probes != off {
 		log.Info("listening for probes", slog.String("address", probes))
 	}
