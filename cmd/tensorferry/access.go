@@ -21,13 +21,11 @@ import (
 
 // access says how a command reaches its server. An empty codec means none.
 type access struct {
-	server   string
-	tls      bool
-	files    identity.ClientFiles
-	codec    string
-	wait     time.Duration
-	retry    retry.Policy
-	retryFor time.Duration
+	server, codec  string
+	tls            bool
+	files          identity.ClientFiles
+	retry          retry.Policy
+	wait, retryFor time.Duration
 }
 
 // flags adds --server and the flags of identity.
@@ -139,9 +137,8 @@ func (r *remote) dial(cfg client.Config) (*client.Client, error) {
 // remote are the flags of a command that moves tensors to or from a server.
 type remote struct {
 	access
-	quiet   bool
-	timings bool
-	lanes   lanes
+	lanes                  lanes
+	quiet, timings, asJSON bool
 }
 
 // tell says, if asked to, how bytes have been carried.
@@ -154,6 +151,7 @@ func (r *remote) tell(stderr io.Writer, w client.Ways) {
 func (r *remote) flags(c *cobra.Command) {
 	r.access.flags(c)
 	quietFlag(c, &r.quiet)
+	jsonFlag(c, &r.asJSON)
 	r.lanes.flags(c.Flags())
 	c.Flags().BoolVar(&r.timings, "timings", false, "print where time was spent, how many lanes there were,\nand why not more")
 	choiceVar(c, &r.codec, "codec", "compress chunks in transit", codec.None.String(), codec.LZ4.String())

@@ -23,13 +23,11 @@ const (
 )
 
 type benchOptions struct {
-	net         string
-	size, pairs int
-	works       []string
-	quick       bool
-	json        bool
-	memory      bool
-	memoryBytes int64
+	net                 string
+	size, pairs         int
+	works               []string
+	quick, json, memory bool
+	memoryBytes         int64
 }
 
 func benchCommand() *cobra.Command {

@@ -19,7 +19,6 @@ type cpOptions struct {
 	remote
 	to      string
 	toFiles identity.ClientFiles
-	asJSON  bool
 }
 
 func cpCommand() *cobra.Command {
@@ -51,7 +50,6 @@ for the server of --to.`,
 	for _, s := range fileFlags(&o.toFiles) {
 		c.Flags().StringVar(s.value, "to-"+s.flag, "", "for --to: "+s.text)
 	}
-	jsonFlag(c, &o.asJSON)
 	return c
 }
 

@@ -18,10 +18,8 @@ type pullOptions struct {
 	remote
 	pipes
 	sourceFlags
-	output string
-	prefix string
-	raw    bool
-	asJSON bool
+	output, prefix string
+	raw            bool
 }
 
 func pullCommand() *cobra.Command {
@@ -60,7 +58,6 @@ again.`,
 	c.Flags().BoolVar(&o.raw, "raw", false, "write raw bytes")
 	o.remote.flags(c)
 	o.pipes.flags(c)
-	jsonFlag(c, &o.asJSON)
 	return c
 }
 

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/glob"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
@@ -21,10 +22,8 @@ import (
 type pushOptions struct {
 	remote
 	pipes
-	input  rawInput
-	all    bool
-	asJSON bool
-
+	input    rawInput
+	all      bool
 	metadata []string
 }
 
@@ -68,7 +67,6 @@ memory:SIZE,evict=lru), push says so, and those of this push count as failed.`,
 	o.pipes.flags(c)
 	c.Flags().BoolVar(&o.all, "all", false, "store all tensors together, or none")
 	c.Flags().StringArrayVar(&o.metadata, "metadata", nil, "store `key=value` with each tensor, for people; repeatable")
-	jsonFlag(c, &o.asJSON)
 	return c
 }
 
@@ -162,7 +160,7 @@ func (o *pushOptions) push(c *cobra.Command, args []string) error {
 // those of an older version: a pull of the file would include them.
 func tellOthers(ctx context.Context, cl *client.Client, wholes map[string]string, pushed map[string]*bar, stderr io.Writer) error {
 	for prefix, file := range wholes {
-		list, err := others(ctx, cl, literally.Replace(prefix)+"**", pushed)
+		list, err := others(ctx, cl, glob.Quote(prefix)+"**", pushed)
 		if err != nil {
 			return err
 		}
@@ -176,7 +174,6 @@ func tellOthers(ctx context.Context, cl *client.Client, wholes map[string]string
 // forgotten fails each tensor that was stored and has been evicted, perhaps for another one of
 // the same push, and reports how many others were.
 func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary, stderr io.Writer) error {
-	mayGo := func(s client.Summary) bool { return s.Err == nil && !s.Durable }
 	evicted, bytes := 0, int64(0)
 	for _, s := range stored {
 		evicted, bytes = evicted+s.Evicted, bytes+s.EvictedBytes
@@ -191,7 +188,7 @@ func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary, 
 	there := namesOf(list)
 	var gone []error
 	for i, s := range stored {
-		if mayGo(s) && !there[s.Name] {
+		if s.Err == nil && !s.Durable && !there[s.Name] {
 			stored[i].Err = &client.Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf(
 				"tensor %q was stored and then evicted: the store is full and evicts the least recently used tensors", s.Name)}
 			gone = append(gone, stored[i].Err)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -19,13 +20,10 @@ import (
 type runOptions struct {
 	remote
 	pipes
-	inputs  []string
-	outputs []string
-	params  []string
-	input   rawInput
-	raw     bool
-	timeout time.Duration
-	asJSON  bool
+	inputs, outputs, params []string
+	input                   rawInput
+	raw                     bool
+	timeout                 time.Duration
 }
 
 func runCommand() *cobra.Command {
@@ -63,7 +61,6 @@ not wait for a pipe to be closed.`,
 	o.remote.flags(c)
 	o.pipes.flags(c)
 	durationVar(f, &o.timeout, "timeout", 0, 0, "time limit of the call on the server; 0 is no limit")
-	jsonFlag(c, &o.asJSON)
 	return c
 }
 
@@ -182,26 +179,18 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 		return nil
 	}
 	bars.end()
-	var list []writtenJSON
-	for port, t := range files {
-		list = append(list, t.written(port))
-	}
-	return printCall(stdout, call, list)
+	list := each(slices.Sorted(maps.Keys(files)), func(port string) writtenJSON { return files[port].written(port) })
+	t := call.Timings()
+	return writeJSON(stdout, callJSON{call.ID().String(), list, map[string]float64{
+		"total": t.Total.Seconds(), "queue": t.Queue.Seconds(), "receive": t.Receive.Seconds(), "h2d": t.H2D.Seconds(),
+		"compute": t.Compute.Seconds(), "d2h": t.D2H.Seconds(), "first_result": t.FirstResult.Seconds(), "exposed": t.Exposed().Seconds(),
+	}})
 }
 
 type callJSON struct {
 	Call    string             `json:"call"` // the call's id
 	Results []writtenJSON      `json:"results"`
 	Seconds map[string]float64 `json:"seconds"` // as the server measured them
-}
-
-func printCall(w io.Writer, call *client.Call, results []writtenJSON) error {
-	slices.SortFunc(results, func(a, b writtenJSON) int { return strings.Compare(a.Port, b.Port) })
-	t := call.Timings()
-	return writeJSON(w, callJSON{call.ID().String(), results, map[string]float64{
-		"total": t.Total.Seconds(), "queue": t.Queue.Seconds(), "receive": t.Receive.Seconds(), "h2d": t.H2D.Seconds(),
-		"compute": t.Compute.Seconds(), "d2h": t.D2H.Seconds(), "first_result": t.FirstResult.Seconds(), "exposed": t.Exposed().Seconds(),
-	}})
 }
 
 func about(d time.Duration) time.Duration { return d.Round(time.Microsecond) }

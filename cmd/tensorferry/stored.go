@@ -18,6 +18,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/glob"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
@@ -149,9 +150,6 @@ func rm(ctx context.Context, cl *client.Client, names []string, out printer) err
 // globs are the characters that make a name a glob.
 const globs = "*?["
 
-// literally escapes a name, so that as a glob it matches only itself.
-var literally = strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`)
-
 // storedOf lists the tensors that names and globs match, each once. If a tensor's name
 // equals a glob, the glob matches only that tensor. Matching nothing is an error.
 func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.Stored, error) {
@@ -161,11 +159,11 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 	var list []client.Stored
 	seen := map[string]bool{}
 	for _, n := range names {
-		found, sources, err := cl.List(ctx, literally.Replace(n))
+		found, sources, err := cl.List(ctx, glob.Quote(n))
 		switch {
 		case err != nil || len(found) > 0:
 		case strings.HasSuffix(n, "/"):
-			found, _, err = cl.List(ctx, literally.Replace(n)+"**")
+			found, _, err = cl.List(ctx, glob.Quote(n)+"**")
 		case strings.ContainsAny(n, globs):
 			found, _, err = cl.List(ctx, n)
 		}
@@ -175,10 +173,13 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 		case err != nil:
 			return nil, err
 		case len(found) == 0:
-			if below, _, err := cl.List(ctx, literally.Replace(n)+"/**"); err == nil && len(below) > 0 {
-				return nil, hinted{fmt.Errorf("the server has no tensor %q", n), fmt.Sprintf("%q has %d tensors; end the name in a slash", n+"/", len(below))}
+			hint := "tensorferry ls" + atServer + " lists its tensors and sources"
+			if below, _, err := cl.List(ctx, glob.Quote(n)+"/**"); err == nil && len(below) > 0 {
+				hint = fmt.Sprintf("%q has %d tensors; end the name in a slash", n+"/", len(below))
+			} else if slices.Contains(sources, n) {
+				hint = fmt.Sprintf("%q is a source: use pull or show with --source; it cannot be copied or removed", n)
 			}
-			return nil, noSuch(n, sources)
+			return nil, hinted{fmt.Errorf("the server has no tensor %q", n), hint}
 		}
 		for _, s := range found {
 			if !seen[s.Name] {
@@ -188,15 +189,6 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 		}
 	}
 	return list, nil
-}
-
-// noSuch is the error for a tensor that the server, with these sources, lacks.
-func noSuch(name string, sources []string) error {
-	hint := "tensorferry ls" + atServer + " lists its tensors and sources"
-	if slices.Contains(sources, name) {
-		hint = fmt.Sprintf("%q is a source: use pull or show with --source; it cannot be copied or removed", name)
-	}
-	return hinted{fmt.Errorf("the server has no tensor %q", name), hint}
 }
 
 // checkNames rejects names that no server has, and an empty one, which would mean all.
