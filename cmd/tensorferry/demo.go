@@ -41,8 +41,15 @@ server that was started with tensorferry serve --demo, on this machine or anothe
   tensorferry demo --server 10.0.0.7:50051`,
 		Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
-			if err := onDevice(at.server, where, driver); err != nil {
-				return err
+			if at.server != "" && where != autoEngine {
+				return usage("--engine is for the demo's own server; omit it with --server")
+			}
+			err := checkEngine(where)
+			if err == nil && where != autoEngine && where != cpuEngine {
+				_, err = cuda.Devices(driver)
+			}
+			if err != nil {
+				return elsewhere(err, "use --engine auto or cpu")
 			}
 			return demo(c.Context(), at, []string{"--engine", where, "--cuda-driver", driver}, c.OutOrStdout())
 		},
@@ -54,18 +61,6 @@ server that was started with tensorferry serve --demo, on this machine or anothe
 	c.Flag("cuda-driver").DefValue = ""
 	complete(c, "engine", []string{autoEngine, cpuEngine})
 	return c
-}
-
-// onDevice rejects an engine that the demo's server cannot use.
-func onDevice(server, where, driver string) error {
-	if server != "" && where != autoEngine {
-		return usage("--engine is for the demo's own server; omit it with --server")
-	}
-	if err := checkEngine(where); err != nil || where == autoEngine || where == cpuEngine {
-		return err
-	}
-	_, err := cuda.Devices(driver)
-	return elsewhere(err, "use --engine auto or cpu")
 }
 
 // demo runs the demo and writes a report to out as it proceeds.

@@ -51,21 +51,19 @@ func checkEngine(name string) error {
 
 // engineConfig says which models run, and where.
 type engineConfig struct {
-	engine, driver string
-	memory, pinned int64
-	workers        int
-	models         []string
-	demo, slow     bool
+	engine, driver         string
+	memory, pinned         int64
+	workers                int
+	models                 []string // [name=]folder[@engine]
+	demo, slow, exitOnLoss bool
 
-	python                         []string // name=module:function
+	python, pythonEnv              []string // name=module:function, name=value
 	pythonProcesses, pythonThreads int
-	pythonEnv                      []string
 	train                          []string // names of Python models
 	checkpoints                    string   // folder
 	checkpointEvery                int      // steps
 	lease                          time.Duration
 	pythonFD                       string // name=descriptor
-	exitOnLoss                     bool
 }
 
 // engines has the places where models run: the host and the requested devices.
@@ -124,16 +122,13 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 	if err != nil {
 		return nil, elsewhere(err, "--engine cpu needs no driver")
 	}
-	for _, m := range s.builtins {
-		err = errors.Join(err, e.models.Add(m))
-	}
-	onCPU := cpu.Builtins(e.host) // served if the device does not have them
+	builtins := append(s.builtins, cpu.Builtins(e.host)...)
 	if cfg.slow {
-		onCPU = append(onCPU, cpu.Slow(e.host))
+		builtins = append(builtins, cpu.Slow(e.host))
 	}
-	for _, m := range onCPU {
-		if e := e.models.Add(m); !errors.Is(e, engine.ErrExists) {
-			err = errors.Join(err, e)
+	for _, m := range builtins {
+		if bad := e.models.Add(m); !errors.Is(bad, engine.ErrExists) { // the device has it
+			err = errors.Join(err, bad)
 		}
 	}
 	for _, text := range cfg.models {

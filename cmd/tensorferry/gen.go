@@ -50,12 +50,7 @@ completely or not at all.`,
   tensorferry gen --shape 1000000000 --dtype uint8 --raw |
       tensorferry run echo --dtype uint8 --shape 1000000000 > y.bin`,
 		Args: takes(0),
-		RunE: func(c *cobra.Command, _ []string) error {
-			if !c.Flag("shape").Changed {
-				return usage("missing --shape; --shape '' is a scalar")
-			}
-			return o.gen(c)
-		},
+		RunE: o.gen,
 	}
 	f := c.Flags()
 	dtypeFlag(c, &o.dtype, "float32", "data `type`")
@@ -71,14 +66,15 @@ completely or not at all.`,
 	return c
 }
 
-func (o *genOptions) gen(c *cobra.Command) error {
-	if c.Flag("name").Changed && !strings.HasSuffix(o.output, tensorfile.FileSuffix) {
+func (o *genOptions) gen(c *cobra.Command, _ []string) error {
+	switch {
+	case !c.Flag("shape").Changed:
+		return usage("missing --shape; --shape '' is a scalar")
+	case c.Flag("name").Changed && !strings.HasSuffix(o.output, tensorfile.FileSuffix):
 		return usage("--name needs a .safetensors file, not --output %s", o.output)
-	}
-	if o.name == "" {
+	case o.name == "":
 		return usage("--name must not be empty")
-	}
-	if o.asJSON && o.output == "-" {
+	case o.asJSON && o.output == "-":
 		return errJSONOutput
 	}
 	d, size, err := parseDesc(o.dtype, o.shape)

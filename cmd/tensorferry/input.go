@@ -86,8 +86,8 @@ func parseDesc(dtype, shape string) (d tensor.Desc, size int64, err error) {
 	return d, size, nil
 }
 
-// source is a tensor to read, with its Name in a file of several. The file stays open until
-// the process exits, because an interrupted call or push may still read it.
+// source is a tensor to read, with its Name in a file of several. Files stay open until the
+// process exits, because an interrupted call or push may still read them.
 type source struct {
 	client.Input
 	title string // for messages: stdin, x.npy, or f.safetensors:name
@@ -175,13 +175,13 @@ type opened struct {
 
 // unknown is a tensor of an unsupported data type.
 type unknown struct {
-	file, name string
-	err        error
+	name string
+	err  error
 }
 
 // errors joins the errors of the tensors that cannot be read.
 func (o *opened) errors() error {
-	return errors.Join(each(o.unknown, func(u unknown) error { return fmt.Errorf("%s: %w", u.file, u.err) })...)
+	return errors.Join(each(o.unknown, func(u unknown) error { return fmt.Errorf("%s: %w", o.path, u.err) })...)
 }
 
 var errStdinTwice = usage("stdin can be used only once")
@@ -241,14 +241,13 @@ func openFile(file string, raw rawInput, stdin io.Reader) (*opened, error) {
 func openSeveral(path string, only []string) (*opened, error) {
 	var names []string
 	var tensorOf func(name string) (tensorfile.Array, error)
-	var file io.Closer
 	o := &opened{path: path}
 	if strings.HasSuffix(path, arraysSuffix) {
 		z, err := tensorfile.OpenNPZ(path)
 		if err != nil {
 			return nil, err
 		}
-		names, tensorOf, file = z.Names(), z.Array, z
+		names, tensorOf = z.Names(), z.Array
 	} else {
 		if isDir(path) {
 			var err error
@@ -260,7 +259,7 @@ func openSeveral(path string, only []string) (*opened, error) {
 		if err != nil {
 			return nil, err
 		}
-		names, file = m.Names(), m
+		names = m.Names()
 		tensorOf = func(name string) (tensorfile.Array, error) {
 			t, err := m.Tensor(name)
 			return tensorfile.Array{Name: name, Desc: t.Desc, Data: t.Data}, err
@@ -278,13 +277,13 @@ func openSeveral(path string, only []string) (*opened, error) {
 		case errors.Is(err, tensorfile.ErrNotFound):
 			err = hinted{fmt.Errorf("%s: %w: %q", o.path, tensorfile.ErrNotFound, name), "tensorferry show " + o.path + " lists its tensors"}
 		case errors.Is(err, tensorfile.ErrUnsupported) && only == nil:
-			o.unknown = append(o.unknown, unknown{o.path, name, err})
+			o.unknown = append(o.unknown, unknown{name, err})
 			continue
 		case err != nil:
 			err = fmt.Errorf("%s: %w", o.path, err)
 		}
 		if err != nil {
-			return nil, errors.Join(err, file.Close())
+			return nil, err
 		}
 		o.tensors = append(o.tensors, arraySource(o.path+":"+name, a))
 	}
@@ -297,11 +296,7 @@ func openNPY(path string, raw rawInput) (*source, error) {
 		if err != nil {
 			return nil, err
 		}
-		s, err := openPipe(path, r, raw)
-		if err != nil {
-			return nil, errors.Join(err, r.Close())
-		}
-		return s, nil
+		return openPipe(path, r, raw)
 	}
 	a, _, err := tensorfile.OpenNPY(path)
 	if err != nil {
@@ -319,8 +314,8 @@ func arraySource(title string, a tensorfile.Array) *source {
 // openPipe opens a .npy file from stdin or another pipe.
 func openPipe(title string, r io.Reader, raw rawInput) (*source, error) {
 	in := bufio.NewReaderSize(r, 64<<10)
-	head, _ := in.Peek(npyLeast) // fewer bytes at the end of the input
-	head = bytes.Clone(head)
+	peeked, _ := in.Peek(npyLeast) // fewer bytes at the end of the input
+	head := bytes.Clone(peeked)
 	d, layout, err := tensorfile.ReadNPYLayout(in)
 	if err != nil {
 		return nil, foreign(title, head, raw, err)
@@ -444,15 +439,12 @@ func interruptible[T any](ctx context.Context, f func() (T, error)) (T, error) {
 		value, err = f()
 		close(ended)
 	}()
+	late := make(chan struct{})
+	defer context.AfterFunc(ctx, func() { time.AfterFunc(readWait, func() { close(late) }) })()
 	select {
 	case <-ended:
 		return value, err
-	case <-ctx.Done():
-	}
-	select {
-	case <-ended:
-		return value, err
-	case <-time.After(readWait):
+	case <-late:
 		var none T
 		return none, context.Cause(ctx)
 	}

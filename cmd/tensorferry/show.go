@@ -39,11 +39,9 @@ type showOptions struct {
 	input  rawInput
 	access // if its server is empty, show reads files
 	sourceFlags
-	asJSON bool
-	stats  bool
-	quiet  bool
-	slice  string
-	head   int
+	asJSON, stats, quiet bool
+	slice                string
+	head                 int
 }
 
 func showCommand() *cobra.Command {
@@ -138,39 +136,34 @@ func (o *showOptions) show(c *cobra.Command, names []string) error {
 
 // showStored passes each named tensor of a server to found.
 func (o *showOptions) showStored(ctx context.Context, names []string, stderr io.Writer, found func(fmt.Stringer) error) error {
+	list, err := o.selections(names)
+	if err != nil {
+		return err
+	}
 	cl, err := o.dial(client.Config{})
 	if err != nil {
 		return err
 	}
 	defer cl.Close()
-	list, err := o.selections(names)
-	documents, metadata := map[string]tensorfile.Document{}, map[string]map[string]string{}
-	if err == nil && !o.source {
-		var stored []client.Stored
-		stored, err = storedOf(ctx, cl, names)
+	stored := make([]client.Stored, len(list)) // zero for sources
+	if !o.source {
+		if stored, err = storedOf(ctx, cl, names); err != nil {
+			return err
+		}
 		list = selectionsOf(stored)
-		for _, s := range stored {
-			metadata[s.Name] = s.Metadata
-			if s.Bytes > shownDocument {
-				continue
-			}
-			if d, _, err := pullDocument(ctx, cl, s); err == nil {
-				documents[s.Name] = d
+	}
+	for i, s := range list {
+		var what fmt.Stringer
+		if isDocument(stored[i]) && stored[i].Bytes <= shownDocument {
+			if d, _, err := pullDocument(ctx, cl, stored[i]); err == nil {
+				what = described(s.Name, d)
 			}
 		}
-	}
-	if err != nil {
-		return err
-	}
-	for _, s := range list {
-		var what fmt.Stringer
-		if d, ok := documents[s.Name]; ok {
-			what = described(s.Name, d)
-		} else {
+		if what == nil {
 			err = readStored(ctx, cl, s, func(d tensor.Desc, r io.Reader) error {
 				seen, err := o.look(ctx, s.Name, d, r, stderr)
 				if err == nil {
-					seen.Metadata, what = metadata[s.Name], seen
+					seen.Metadata, what = stored[i].Metadata, seen
 				}
 				return err
 			})
@@ -217,7 +210,7 @@ func (o *showOptions) showFile(ctx context.Context, file string, opener *opener,
 		return in.errors()
 	}
 	for _, u := range in.unknown {
-		if err := found(&listed{Tensor: u.file + ":" + u.name, Error: said(u.err)}); err != nil {
+		if err := found(&listed{Tensor: in.path + ":" + u.name, Error: said(u.err)}); err != nil {
 			return err
 		}
 	}
@@ -296,34 +289,43 @@ func (o *showOptions) look(ctx context.Context, title string, d tensor.Desc, r i
 		defer bars.end()
 		r = io.TeeReader(r, bars.tensor(title, d))
 	}
+	seen, err := interruptible(ctx, func() (*shown, error) { return o.summarize(d, r) })
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", title, err)
+	}
+	seen.Tensor = title
+	return seen, nil
+}
+
+func (o *showOptions) summarize(d tensor.Desc, r io.Reader) (*shown, error) {
 	part, err := elements.ParseSlice(o.slice, d)
 	if err != nil {
-		return nil, usageError{fmt.Errorf("%s: %w", title, err)}
+		return nil, usageError{err}
 	}
 	if o.slice != "" {
 		if r, err = part.Reader(r); err != nil {
-			return nil, fmt.Errorf("%s: %w", title, err)
+			return nil, err
 		}
 	}
 	d = part.Desc
 	size, err := d.Bytes()
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", title, err)
+		return nil, err
 	}
 	if size == 0 && o.slice != "" { // nothing else reads r to its end
-		if _, err := interruptible(ctx, func() (int64, error) { return io.Copy(io.Discard, whileLasts{ctx, r}) }); err != nil {
-			return nil, fmt.Errorf("%s: %w", title, err)
+		if _, err := io.Copy(io.Discard, r); err != nil {
+			return nil, err
 		}
 	}
 	width := int64(d.DType.Bits() / 8)
 	var head bytes.Buffer
 	r = io.MultiReader(io.TeeReader(io.LimitReader(r, min(int64(o.head), size/width)*width), &head), r)
-	s, err := interruptible(ctx, func() (*elements.Summary, error) { return elements.Summarize(whileLasts{ctx, r}, d) })
+	s, err := elements.Summarize(r, d)
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", title, err)
+		return nil, err
 	}
 	seen := &shown{
-		Tensor: title, Slice: o.slice, descJSON: describe(d), Bytes: size, Elements: s.Elements,
+		Slice: o.slice, descJSON: describe(d), Bytes: size, Elements: s.Elements,
 		Min: s.Min, Max: s.Max, Zeros: s.Zeros, NaN: s.NaN, PosInf: s.PosInf, NegInf: s.NegInf,
 	}
 	if d.DType == tensor.Complex64 || d.DType == tensor.Complex128 {
@@ -360,19 +362,6 @@ func (s *shown) printHead(part elements.Slice, data []byte) {
 		b.WriteByte('\n')
 	}
 	s.lines = b.String()
-}
-
-// whileLasts reads until its context ends.
-type whileLasts struct {
-	ctx context.Context
-	r   io.Reader
-}
-
-func (w whileLasts) Read(p []byte) (int, error) {
-	if err := w.ctx.Err(); err != nil {
-		return 0, err
-	}
-	return w.r.Read(p)
 }
 
 func (s *shown) String() string {
