@@ -19,13 +19,13 @@ import (
 	"github.com/tensorferry/tensorferry/identity"
 )
 
-// access says how a command reaches its server. An empty codec means none.
+// access says how a command reaches its server.
 type access struct {
-	server, codec  string
-	tls            bool
-	files          identity.ClientFiles
-	retry          retry.Policy
-	wait, retryFor time.Duration
+	server string
+	tls    bool
+	files  identity.ClientFiles
+	cfg    client.Config // but for codec and credentials
+	codec  string        // empty: none
 }
 
 // flags adds --server and the flags of identity.
@@ -40,15 +40,15 @@ func (a *access) flags(c *cobra.Command) {
 // waitFlags adds the flags for servers that cannot be reached.
 func (a *access) waitFlags(c *cobra.Command) {
 	f := c.Flags()
-	durationVar(f, &a.wait, "wait", 0, 0, "how long to wait for a server that cannot be reached")
+	durationVar(f, &a.cfg.Wait, "wait", 0, 0, "how long to wait for a server that cannot be reached")
 	policy := "none"
 	set := func(text string) (err error) {
-		a.retry, err = retry.Parse(text)
+		a.cfg.Retry, err = retry.Parse(text)
 		policy = text
 		return err
 	}
 	f.Var(option{kind: "policy", set: set, text: func() string { return policy }}, "retry", "when to repeat what failed and may be repeated: none,\nexponential, adaptive, fixed, or after waits such as\n100ms,1s (docs/retries.md)")
-	durationVar(f, &a.retryFor, "retry-for", client.DefaultRetryFor, time.Millisecond, "no attempt begins later than this after the first one")
+	durationVar(f, &a.cfg.RetryFor, "retry-for", client.DefaultRetryFor, time.Millisecond, "no attempt begins later than this after the first one")
 }
 
 // identityFlags adds the flags that identify the client. Each one's default is an
@@ -79,14 +79,14 @@ func fileFlags(files *identity.ClientFiles) []fileFlag {
 	}
 }
 
-// dial connects to the server with cfg, codec and credentials. The caller closes the client.
-func (a *access) dial(cfg client.Config) (*client.Client, error) {
+// dial connects to the server. The caller closes the client.
+func (a *access) dial() (*client.Client, error) {
 	var err error
+	cfg := a.cfg
 	cfg.Codec, _ = codec.ParseCodec(a.codec) // the flag has checked it
-	cfg.Wait, cfg.RetryFor = a.wait, a.retryFor
-	if a.retry != nil {
+	if cfg.Retry != nil {
 		cfg.Retry = func(failed retry.Attempt) (time.Duration, bool) {
-			wait, again := a.retry(failed)
+			wait, again := a.cfg.Retry(failed)
 			if again {
 				fmt.Fprintf(os.Stderr, "tensorferry: %s; again in %v\n", said(failed.Err), about(wait))
 			}
@@ -118,7 +118,7 @@ func asking(c *cobra.Command, ask func(ctx context.Context, cl *client.Client, a
 	a.flags(c)
 	jsonFlag(c, &asJSON)
 	c.RunE = func(c *cobra.Command, args []string) error {
-		cl, err := a.dial(client.Config{})
+		cl, err := a.dial()
 		if err != nil {
 			return err
 		}
@@ -128,17 +128,32 @@ func asking(c *cobra.Command, ask func(ctx context.Context, cl *client.Client, a
 	return c
 }
 
-// dial is like access.dial, with lanes.
-func (r *remote) dial(cfg client.Config) (*client.Client, error) {
-	r.lanes.apply(&cfg)
-	return r.access.dial(cfg)
-}
-
 // remote are the flags of a command that moves tensors to or from a server.
 type remote struct {
 	access
-	lanes                  lanes
 	quiet, timings, asJSON bool
+}
+
+func (r *remote) flags(c *cobra.Command) {
+	r.access.flags(c)
+	quietFlag(c, &r.quiet)
+	jsonFlag(c, &r.asJSON)
+	lanesVar(c.Flags(), &r.cfg)
+	c.Flags().BoolVar(&r.timings, "timings", false, "print where time was spent, how many lanes there were,\nand why not more")
+	choiceVar(c, &r.codec, "codec", "compress chunks in transit", codec.None.String(), codec.LZ4.String())
+}
+
+// pipeFlag adds the flag of a command whose input or output may be an idle pipe.
+func (r *remote) pipeFlag(c *cobra.Command) {
+	durationVar(c.Flags(), &r.cfg.InputIdle, "input-idle", 0, 0, "how long input and output may be idle; 0 is the server's limit")
+}
+
+// dialPipes is like dial. The context ends with ctx, or when a Reader or Writer of the client
+// has been idle for too long.
+func (r *remote) dialPipes(ctx context.Context) (*client.Client, context.Context, error) {
+	ctx, r.cfg.Idled = context.WithCancelCause(ctx)
+	cl, err := r.dial()
+	return cl, ctx, err
 }
 
 // tell says, if asked to, how bytes have been carried.
@@ -146,13 +161,4 @@ func (r *remote) tell(stderr io.Writer, w client.Ways) {
 	if r.timings {
 		fmt.Fprintf(stderr, "lanes carried %d of %d bytes sent, %d of %d received; %d open: %s\n", w.LaneSentBytes, w.SentBytes, w.LaneReceivedBytes, w.ReceivedBytes, w.Lanes, w.Why)
 	}
-}
-
-func (r *remote) flags(c *cobra.Command) {
-	r.access.flags(c)
-	quietFlag(c, &r.quiet)
-	jsonFlag(c, &r.asJSON)
-	r.lanes.flags(c.Flags())
-	c.Flags().BoolVar(&r.timings, "timings", false, "print where time was spent, how many lanes there were,\nand why not more")
-	choiceVar(c, &r.codec, "codec", "compress chunks in transit", codec.None.String(), codec.LZ4.String())
 }

@@ -295,33 +295,23 @@ func choiceVar(c *cobra.Command, v *string, name, text string, words ...string) 
 	complete(c, name, words)
 }
 
-// lanes are the flags that say which connections a client opens.
-type lanes struct {
-	count int // the most lanes of a session, or with fixed, how many it has
-	fixed bool
-	bbr   bool
-}
-
 const bbrText = "send by the congestion control BBR, which stands losses;\nthe kernel must allow it"
 
-func (v *lanes) flags(f *pflag.FlagSet) {
-	v.count = server.DefaultLanes
+// lanesVar adds the flags for the connections of a client.
+func lanesVar(f *pflag.FlagSet, cfg *client.Config) {
+	cfg.Lanes = server.DefaultLanes
 	set := func(text string) error {
 		digits, fixed := strings.CutPrefix(text, "=")
 		n, err := strconv.Atoi(digits)
 		if err != nil || n < 0 || n > server.DefaultLanes || fixed && n == 0 {
 			return fmt.Errorf("use 0 to %d, or =1 to =%d", server.DefaultLanes, server.DefaultLanes)
 		}
-		v.count, v.fixed = n, fixed
+		cfg.Lanes, cfg.FixedLanes = cmp.Or(n, -1), fixed // 0 would be the default
 		return nil
 	}
-	text := func() string { return map[bool]string{true: "="}[v.fixed] + strconv.Itoa(v.count) }
+	text := func() string { return map[bool]string{true: "="}[cfg.FixedLanes] + strconv.Itoa(max(cfg.Lanes, 0)) }
 	f.Var(option{kind: "count", set: set, text: text}, "lanes", "the most extra connections for large tensors, opened as long as each\nstep is faster; =N opens N; 0 is none")
-	f.BoolVar(&v.bbr, "bbr", false, bbrText)
-}
-
-func (v *lanes) apply(c *client.Config) {
-	c.Lanes, c.FixedLanes, c.BBR = cmp.Or(v.count, -1), v.fixed, v.bbr // 0 would be the default
+	f.BoolVar(&cfg.BBR, "bbr", false, bbrText)
 }
 
 // units are in ascending order. Single letters are not accepted, because 2G may mean 2·10⁹

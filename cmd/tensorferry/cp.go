@@ -58,7 +58,7 @@ func (o *cpOptions) cp(c *cobra.Command, args []string) error {
 	if strings.ContainsAny(to, globs) {
 		return usage("TO must not be a glob: %q", to)
 	}
-	from, err := o.dial(client.Config{})
+	from, err := o.dial()
 	if err != nil {
 		return err
 	}
@@ -70,7 +70,7 @@ func (o *cpOptions) cp(c *cobra.Command, args []string) error {
 		if o.toFiles != (identity.ClientFiles{}) { // a token of one server is not for the other
 			other.tls, other.files = true, o.toFiles
 		}
-		if target, err = other.dial(client.Config{}); err != nil {
+		if target, err = other.dial(); err != nil {
 			return err
 		}
 		defer target.Close()

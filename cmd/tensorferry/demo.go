@@ -79,7 +79,7 @@ func demo(ctx context.Context, at access, serve []string, out io.Writer) error {
 		at = access{server: address}
 		server = fmt.Sprintf("%s, process %d", address, child.Process.Pid)
 	}
-	cl, err := at.dial(client.Config{})
+	cl, err := at.dial()
 	if err != nil {
 		return err
 	}

@@ -100,7 +100,7 @@ func (o *diffOptions) diff(c *cobra.Command, args []string) error {
 	var cl *client.Client
 	if strings.HasPrefix(args[0], "@") || strings.HasPrefix(args[1], "@") {
 		var err error
-		if cl, err = o.dial(client.Config{}); err != nil {
+		if cl, err = o.dial(); err != nil {
 			return err
 		}
 		defer cl.Close()

@@ -59,20 +59,6 @@ func (r *rawInput) check() error {
 	return nil
 }
 
-// pipes has the flag of a command whose input or output may be an idle pipe.
-type pipes struct{ idle time.Duration }
-
-func (p *pipes) flags(c *cobra.Command) {
-	durationVar(c.Flags(), &p.idle, "input-idle", 0, 0, "how long input and output may be idle; 0 is the server's limit")
-}
-
-// config returns a client's config and a context that ends when a Reader or Writer of the
-// client has been idle for too long.
-func (p *pipes) config(ctx context.Context) (client.Config, context.Context, context.CancelCauseFunc) {
-	ctx, cancel := context.WithCancelCause(ctx)
-	return client.Config{InputIdle: p.idle, Idled: cancel}, ctx, cancel
-}
-
 func parseDesc(dtype, shape string) (d tensor.Desc, size int64, err error) {
 	if d.DType, err = tensor.ParseDataType(dtype); err == nil {
 		d.Shape, err = tensor.ParseShape(shape)

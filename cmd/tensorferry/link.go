@@ -33,20 +33,20 @@ const (
 // linkCommand carries the calls of its parent process, such as Python.
 func linkCommand() *cobra.Command {
 	var fd int
-	var count lanes
+	var cfg client.Config
 	c := &cobra.Command{
 		Use: "link", Short: "serve the process that started this one, over a socket", Args: takes(0), Hidden: true,
 		Long: `Link is a client for another process on this machine. docs/link.md describes their
 protocol. Libraries start it; it is of no use in a shell.`,
-		RunE: func(*cobra.Command, []string) error { return serveLink(fd, count) },
+		RunE: func(*cobra.Command, []string) error { return serveLink(fd, cfg) },
 	}
 	c.Flags().IntVar(&fd, "fd", 3, "descriptor of the socket")
-	count.flags(c.Flags())
+	lanesVar(c.Flags(), &cfg)
 	return c
 }
 
-// serveLink serves a link. count is the default for the lanes of a session.
-func serveLink(fd int, count lanes) error {
+// serveLink serves a link, whose clients have cfg unless the guest wishes otherwise.
+func serveLink(fd int, cfg client.Config) error {
 	socket, err := link.FromFD(fd)
 	if err != nil {
 		return hinted{err, "libraries start this command; in a shell, use tensorferry run"}
@@ -74,8 +74,6 @@ func serveLink(fd int, count lanes) error {
 	heap := link.NewHeap(2*quota + relay.PiecesBytes)
 	conn := link.New(socket, link.Config{Heap: heap, Pool: slab.NewPool(quota, heap), Quota: slab.NewBudget("link memory", quota)})
 	defer conn.Close()
-	var cfg client.Config
-	count.apply(&cfg)
 	return relay.Serve(conn, relay.Config{
 		Client: cfg, Explain: explain,
 		Verbs: map[string]relay.Verb{

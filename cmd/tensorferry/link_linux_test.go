@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
+	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/link"
 	"github.com/tensorferry/tensorferry/internal/link/linktest"
 	"github.com/tensorferry/tensorferry/internal/testkit"
@@ -66,9 +67,9 @@ func TestAConnectionOfALinkHasItsLanesOrThoseOfTheFlag(t *testing.T) {
 		lanes bool
 	}{
 		"the default":                {1, ``, true},
-		"the flag turns them off":    {0, ``, false},
+		"the flag turns them off":    {-1, ``, false},
 		"the guest turns them off":   {1, `,"lanes":0`, false},
-		"the guest turns them on":    {0, `,"lanes":1`, true},
+		"the guest turns them on":    {-1, `,"lanes":1`, true},
 		"the guest says the default": {1, `,"lanes":1`, true},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -83,7 +84,7 @@ func TestAConnectionOfALinkHasItsLanesOrThoseOfTheFlag(t *testing.T) {
 			require.NoError(t, file.Close())
 			require.NoError(t, host.Close())
 			served := make(chan error, 1)
-			go func() { served <- serveLink(fd, lanes{count: tc.flag}) }() // ends with the guest
+			go func() { served <- serveLink(fd, client.Config{Lanes: tc.flag}) }() // ends with the guest
 			g := &linkGuest{Guest: guest}
 			hello, err := json.Marshal(link.Greeting{Link: link.Version, Version: version, Role: "client", PID: os.Getpid()})
 			require.NoError(t, err)

@@ -16,7 +16,6 @@ import (
 
 type pullOptions struct {
 	remote
-	pipes
 	sourceFlags
 	output, prefix string
 	raw            bool
@@ -57,7 +56,7 @@ again.`,
 	o.sourceFlags.flags(c)
 	c.Flags().BoolVar(&o.raw, "raw", false, "write raw bytes")
 	o.remote.flags(c)
-	o.pipes.flags(c)
+	o.pipeFlag(c)
 	return c
 }
 
@@ -78,9 +77,7 @@ func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 		return oneTensor(o.output)
 	}
 	ctx := c.Context()
-	cfg, waiting, stop := o.config(ctx)
-	defer stop(nil)
-	cl, err := o.dial(cfg)
+	cl, waiting, err := o.dialPipes(ctx)
 	if err != nil {
 		return err
 	}

@@ -21,7 +21,6 @@ import (
 
 type pushOptions struct {
 	remote
-	pipes
 	input    rawInput
 	all      bool
 	metadata []string
@@ -64,7 +63,7 @@ memory:SIZE,evict=lru), push says so, and those of this push count as failed.`,
 	}
 	o.input.flags(c)
 	o.remote.flags(c)
-	o.pipes.flags(c)
+	o.pipeFlag(c)
 	c.Flags().BoolVar(&o.all, "all", false, "store all tensors together, or none")
 	c.Flags().StringArrayVar(&o.metadata, "metadata", nil, "store `key=value` with each tensor, for people; repeatable")
 	return c
@@ -79,9 +78,7 @@ func (o *pushOptions) push(c *cobra.Command, args []string) error {
 		return err
 	}
 	ctx, stderr := c.Context(), c.ErrOrStderr()
-	cfg, waiting, stop := o.config(ctx)
-	defer stop(nil)
-	cl, err := o.dial(cfg)
+	cl, waiting, err := o.dialPipes(ctx)
 	if err != nil {
 		return err
 	}
@@ -90,7 +87,7 @@ func (o *pushOptions) push(c *cobra.Command, args []string) error {
 	defer func() { bars.end(); o.tell(stderr, cl.Ways()) }()
 	var r client.PushRequest
 	lines := map[string]*bar{}
-	in := opener{raw: o.input, stdin: c.InOrStdin(), idle: o.idle}
+	in := opener{raw: o.input, stdin: c.InOrStdin(), idle: o.cfg.InputIdle}
 	var spoiled error             // of tensors that cannot be read; the others are pushed
 	wholes := map[string]string{} // files that are pushed whole, by the prefix of their tensors' names
 	for _, text := range args {

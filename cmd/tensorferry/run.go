@@ -19,7 +19,6 @@ import (
 
 type runOptions struct {
 	remote
-	pipes
 	inputs, outputs, params []string
 	input                   rawInput
 	raw                     bool
@@ -59,7 +58,7 @@ not wait for a pipe to be closed.`,
 	o.input.flags(c)
 	f.BoolVar(&o.raw, "raw", false, "write results as raw bytes")
 	o.remote.flags(c)
-	o.pipes.flags(c)
+	o.pipeFlag(c)
 	durationVar(f, &o.timeout, "timeout", 0, 0, "time limit of the call on the server; 0 is no limit")
 	return c
 }
@@ -74,9 +73,7 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 	if err := o.input.check(); err != nil {
 		return err
 	}
-	cfg, waiting, stop := o.config(ctx)
-	defer stop(nil)
-	cl, err := o.dial(cfg)
+	cl, waiting, err := o.dialPipes(ctx)
 	if err != nil {
 		return err
 	}
@@ -92,7 +89,7 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 	}
 	bars := newProgress(stderr, o.quiet, true, cl.Lanes)
 	defer bars.end()
-	opener := opener{raw: o.input, stdin: c.InOrStdin(), idle: o.idle}
+	opener := opener{raw: o.input, stdin: c.InOrStdin(), idle: o.cfg.InputIdle}
 	for _, text := range o.inputs {
 		port, file := nameOf(text)
 		if slices.ContainsFunc(r.Inputs, func(in client.Input) bool { return in.Port == port }) {

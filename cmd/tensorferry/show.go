@@ -140,7 +140,7 @@ func (o *showOptions) showStored(ctx context.Context, names []string, stderr io.
 	if err != nil {
 		return err
 	}
-	cl, err := o.dial(client.Config{})
+	cl, err := o.dial()
 	if err != nil {
 		return err
 	}
