@@ -189,7 +189,7 @@ func sideOf(ctx context.Context, cl *client.Client, arg string, in *opener) (sid
 		side = append(side, compared{strings.TrimPrefix(t.Name, folder), t.Desc, func(use func(io.Reader) error) error {
 			return readStored(ctx, cl, client.Selection{Name: t.Name}, func(d tensor.Desc, r io.Reader) error {
 				if !d.Equal(t.Desc) {
-					return fmt.Errorf("tensor %q has changed since it was listed; try again", t.Name)
+					return fmt.Errorf(changed, t.Name)
 				}
 				return use(r)
 			})

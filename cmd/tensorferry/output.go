@@ -176,10 +176,16 @@ func (t *target) begin(tensors []tensorfile.Entry, beside tensorfile.Document) (
 	return writers, t.named(err)
 }
 
+// changed is the error for a tensor that is not what the output has begun with.
+const changed = "tensor %q has changed since it was listed; try again"
+
 // open begins an output of one tensor, and shows its progress.
 func (t *target) open(name string, d tensor.Desc, bars *progressBars) (io.Writer, error) {
-	if len(t.writers) == 1 && t.writers[0].Desc.Equal(d) { // an attempt before this one has opened it
-		return t.writers[0], nil
+	if len(t.writers) > 0 { // an attempt before this one has opened it
+		if w := t.writers[0]; w.Name == name && w.Desc.Equal(d) {
+			return w, nil
+		}
+		return nil, fmt.Errorf(changed, name)
 	}
 	writers, err := t.begin([]tensorfile.Entry{{Name: name, Desc: d}}, tensorfile.Document{})
 	if err != nil {

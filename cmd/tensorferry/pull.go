@@ -76,46 +76,48 @@ func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 	case len(selections) != 1 && !several:
 		return oneTensor(o.output)
 	}
-	ctx := c.Context()
+	ctx, stderr := c.Context(), c.ErrOrStderr()
 	cl, waiting, err := o.dialPipes(ctx)
 	if err != nil {
 		return err
 	}
 	defer cl.Close()
-	to := pulled{prefix: sharedPrefix(names), instead: o.prefix}
+	var out output
+	var bars *progressBars
+	var writer func(name string, d tensor.Desc) (io.Writer, error)
 	if several && !whole {
-		to.out, err = newFolderTarget(o.output)
+		out, err = newFolderTarget(o.output)
 	} else {
-		to.out, err = newTarget(o.output, o.raw, c.OutOrStdout())
+		var t *target
+		t, err = newTarget(o.output, o.raw, c.OutOrStdout())
+		out, writer = t, func(name string, d tensor.Desc) (io.Writer, error) { return t.open(name, d, bars) }
 	}
 	if err != nil {
 		return err
 	}
-	defer to.out.abandon()
-	to.bars = newProgress(c.ErrOrStderr(), o.quiet, false, cl.Lanes)
-	defer func() { to.bars.end(); o.tell(c.ErrOrStderr(), cl.Ways()) }()
+	defer out.abandon()
+	bars = newProgress(stderr, o.quiet, false, cl.Lanes)
+	defer func() { bars.end(); o.tell(stderr, cl.Ways()) }()
 
 	var got []client.Summary
-	if o.source {
-		to.prefix = ""
-	} else {
-		// The number of tensors must be known before the first byte is written.
+	if !o.source {
 		list, err := storedOf(ctx, cl, names)
 		if err != nil {
 			return err
 		}
 		if several {
-			if err := leftOut(ctx, cl, names, list, c.ErrOrStderr()); err != nil {
+			if err := leftOut(ctx, cl, names, list, stderr); err != nil {
 				return err
 			}
 			var beside tensorfile.Document // of the prefix's model file
-			if i := slices.IndexFunc(list, func(s client.Stored) bool { return s.Name == to.prefix+tensorfile.MetadataName }); i >= 0 {
+			prefix := sharedPrefix(names)
+			if i := slices.IndexFunc(list, func(s client.Stored) bool { return s.Name == prefix+tensorfile.MetadataName }); i >= 0 {
 				if beside, got, err = pullDocument(ctx, cl, list[i]); err != nil {
 					return err
 				}
 				list = slices.Delete(list, i, i+1)
 			}
-			if err := to.begin(list, beside); err != nil {
+			if writer, err = o.begin(out, list, prefix, beside, bars); err != nil {
 				return err
 			}
 		} else if len(list) != 1 {
@@ -128,7 +130,7 @@ func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 	}
 	got, err = interruptible(waiting, func() ([]client.Summary, error) {
 		for some := range slices.Chunk(selections, selectionsAtATime) {
-			summaries, err := pullTo(ctx, cl, some, to.writer)
+			summaries, err := pullTo(ctx, cl, some, writer)
 			if err != nil {
 				return nil, err
 			}
@@ -137,26 +139,44 @@ func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 		return got, nil
 	})
 	if err == nil {
-		err = to.out.commit()
+		err = out.commit()
 	}
 	if err != nil || !o.asJSON {
 		return err
 	}
-	to.bars.end()
+	bars.end()
 	return printMoved(printer{c.OutOrStdout(), true}, got)
+}
+
+// begin begins an output of the listed tensors, and returns what returns the writer of each.
+// In a file, --prefix replaces the prefix of names.
+func (o *pullOptions) begin(out output, list []client.Stored, prefix string, beside tensorfile.Document, bars *progressBars) (func(name string, d tensor.Desc) (io.Writer, error), error) {
+	writers, err := out.begin(each(list, func(s client.Stored) tensorfile.Entry {
+		name := s.Name
+		if rest, ok := strings.CutPrefix(name, prefix); ok {
+			name = o.prefix + rest
+		}
+		return tensorfile.Entry{Name: name, Desc: s.Desc}
+	}), beside)
+	if err != nil {
+		return nil, err
+	}
+	byName := make(map[string]*tensorWriter, len(list))
+	for i, s := range list {
+		byName[s.Name] = writers[i]
+		writers[i].bar = bars.tensor(s.Name, s.Desc)
+	}
+	return func(name string, d tensor.Desc) (io.Writer, error) {
+		w, ok := byName[name]
+		if !ok || !w.Desc.Equal(d) {
+			return nil, fmt.Errorf(changed, name)
+		}
+		return w, nil
+	}, nil
 }
 
 func oneTensor(output string) error {
 	return usage("--output %s takes one tensor; use a .safetensors file for several", output)
-}
-
-// pulled is the output of a pull.
-type pulled struct {
-	out  output
-	bars *progressBars
-	// prefix is the folder that all names share, and instead replaces it in a file.
-	prefix, instead string
-	tensors         map[string]*tensorWriter // nil until begin
 }
 
 // sharedPrefix returns the folder that all names share: model/ for model/*, and none for x.
@@ -193,40 +213,6 @@ func leftOut(ctx context.Context, cl *client.Client, names []string, list []clie
 		}
 	}
 	return nil
-}
-
-// begin begins an output of the listed tensors.
-func (p *pulled) begin(list []client.Stored, beside tensorfile.Document) error {
-	writers, err := p.out.begin(each(list, func(s client.Stored) tensorfile.Entry {
-		name := s.Name
-		if rest, ok := strings.CutPrefix(name, p.prefix); ok {
-			name = p.instead + rest
-		}
-		return tensorfile.Entry{Name: name, Desc: s.Desc}
-	}), beside)
-	if err != nil {
-		return err
-	}
-	p.tensors = make(map[string]*tensorWriter, len(list))
-	for i, s := range list {
-		p.tensors[s.Name] = writers[i]
-		writers[i].bar = p.bars.tensor(s.Name, s.Desc)
-	}
-	return nil
-}
-
-// writer returns the writer for a tensor that comes, with which the output may begin.
-func (p *pulled) writer(name string, d tensor.Desc) (io.Writer, error) {
-	if p.tensors == nil {
-		if err := p.begin([]client.Stored{{Name: name, Desc: d}}, tensorfile.Document{}); err != nil {
-			return nil, err
-		}
-	}
-	w, ok := p.tensors[name]
-	if !ok || !w.Desc.Equal(d) {
-		return nil, fmt.Errorf("tensor %q has changed since it was listed; try again", name)
-	}
-	return w, nil
 }
 
 // pullTo pulls selections into the writers that to returns, until one fails.
