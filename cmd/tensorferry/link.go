@@ -102,10 +102,7 @@ func linkedList(ctx context.Context, c *client.Client, globs []string, out print
 	if err != nil {
 		return err
 	}
-	return out.print(struct {
-		Tensors []storedJSON `json:"tensors"`
-		Sources []string     `json:"sources"`
-	}{storedJSONs(list), sources}, nil)
+	return out.print(map[string]any{"tensors": storedJSONs(list), "sources": sources}, nil)
 }
 
 func linkedDelete(ctx context.Context, c *client.Client, names []string, out printer) error {
@@ -116,8 +113,7 @@ func linkedDelete(ctx context.Context, c *client.Client, names []string, out pri
 	return out.print(append([]string{}, removed...), nil)
 }
 
-// explain converts an error for a library. Its hints are for users of the library, who do
-// not see this program.
+// explain converts an error for a library, whose users do not see this program.
 func explain(err error) relay.Failure {
 	var e *client.Error
 	switch {

@@ -70,11 +70,8 @@ memory:SIZE,evict=lru), push says so, and those of this push count as failed.`,
 }
 
 func (o *pushOptions) push(c *cobra.Command, args []string) error {
-	if err := o.input.check(); err != nil {
-		return err
-	}
 	metadata, err := paramsOf("--metadata", o.metadata)
-	if err != nil {
+	if err := cmp.Or(o.input.check(), err); err != nil {
 		return err
 	}
 	ctx, stderr := c.Context(), c.ErrOrStderr()
@@ -201,10 +198,8 @@ func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary, 
 	return hinted{errors.Join(gone...), "push less, or start the server with a larger --store, or without evict=lru"}
 }
 
-// parsePushed parses [NAME=]FILE. The default NAME is the file's: x for x.npy, model for
-// model.safetensors, for one of its tensors and for model.safetensors.index.json, and the
-// folder's for a folder. below means that each tensor of the file is stored under NAME, a
-// slash and its own name.
+// parsePushed parses [NAME=]FILE. The default NAME is the file's without what it ends in, or the
+// folder's. below means that each tensor is stored under NAME, a slash and its own name.
 func parsePushed(text string) (name, file string, below bool, err error) {
 	name, file = nameOf(text)
 	path, member := memberOf(file)
@@ -235,22 +230,10 @@ func parsePushed(text string) (name, file string, below bool, err error) {
 	return strings.TrimSuffix(base, filepath.Ext(base)), file, inFile, nil
 }
 
-type movedJSON struct {
-	Name string `json:"name"`
-	*descJSON
-	Bytes   int64  `json:"bytes"`
-	Digest  string `json:"digest,omitempty"`
-	Durable bool   `json:"durable"`
-	Evicted int    `json:"evicted,omitempty"` // other tensors
-	Error   string `json:"error,omitempty"`
-
-	Metadata map[string]string `json:"metadata,omitempty"` // of a pull
-}
-
 // printMoved prints the result of each tensor.
 func printMoved(out printer, list []client.Summary) error {
-	moved := each(list, func(s client.Summary) movedJSON {
-		j := movedJSON{Name: s.Name, Bytes: s.Bytes, Durable: s.Durable, Evicted: s.Evicted, Metadata: s.Metadata}
+	moved := each(list, func(s client.Summary) storedJSON {
+		j := storedJSON{Name: s.Name, Bytes: s.Bytes, Durable: s.Durable, Evicted: s.Evicted, Metadata: s.Metadata}
 		if s.DType != 0 {
 			j.descJSON = new(describe(s.Desc))
 		}
@@ -266,10 +249,7 @@ func printMoved(out printer, list []client.Summary) error {
 			if s.Err != nil {
 				continue // its error is printed
 			}
-			rests := "in memory"
-			if s.Durable {
-				rests = "on disk"
-			}
+			rests := cmp.Or(map[bool]string{true: "on disk"}[s.Durable], "in memory")
 			fmt.Fprintf(w, "%s\t%v\t%s\t%v\t%s\n", plain(s.Name), s.Desc, sizeText(s.Bytes), s.Digest, rests)
 		}
 	})

@@ -1,12 +1,14 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
 	"maps"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -66,21 +68,21 @@ not wait for a pipe to be closed.`,
 func (o *runOptions) run(c *cobra.Command, args []string) error {
 	ctx, model, stdout, stderr := c.Context(), args[0], c.OutOrStdout(), c.ErrOrStderr()
 	params, err := paramsOf("--param", o.params)
-	if err != nil {
+	if err := cmp.Or(err, o.input.check()); err != nil {
 		return err
 	}
 	r := client.Request{Model: model, Timeout: o.timeout, Params: params, Results: map[string]client.Sink{}}
-	if err := o.input.check(); err != nil {
-		return err
-	}
 	cl, waiting, err := o.dialPipes(ctx)
 	if err != nil {
 		return err
 	}
 	defer cl.Close()
-	var m client.Model
+	find := sync.OnceValues(func() (client.Model, error) {
+		return findModel(ctx, cl, model, "tensorferry models"+atServer+" lists its models")
+	})
 	if len(o.inputs) == 0 {
-		if m, err = findModel(ctx, cl, model, noSuchModel); err != nil {
+		m, err := find()
+		if err != nil {
 			return err
 		}
 		if len(m.Inputs) > 0 {
@@ -110,10 +112,9 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 		bars.input(in)
 		r.Inputs = append(r.Inputs, in.Input)
 	}
-	if m.Name == "" {
-		if m, err = findModel(ctx, cl, model, noSuchModel); err != nil {
-			return err
-		}
+	m, err := find()
+	if err != nil {
+		return err
 	}
 	ports := each(m.Inputs, portName)
 	for _, in := range r.Inputs {
@@ -178,21 +179,13 @@ func (o *runOptions) run(c *cobra.Command, args []string) error {
 	bars.end()
 	list := each(slices.Sorted(maps.Keys(files)), func(port string) writtenJSON { return files[port].written(port) })
 	t := call.Timings()
-	return writeJSON(stdout, callJSON{call.ID().String(), list, map[string]float64{
+	return writeJSON(stdout, map[string]any{"call": call.ID().String(), "results": list, "seconds": map[string]float64{ // as the server measured them
 		"total": t.Total.Seconds(), "queue": t.Queue.Seconds(), "receive": t.Receive.Seconds(), "h2d": t.H2D.Seconds(),
 		"compute": t.Compute.Seconds(), "d2h": t.D2H.Seconds(), "first_result": t.FirstResult.Seconds(), "exposed": t.Exposed().Seconds(),
 	}})
 }
 
-type callJSON struct {
-	Call    string             `json:"call"` // the call's id
-	Results []writtenJSON      `json:"results"`
-	Seconds map[string]float64 `json:"seconds"` // as the server measured them
-}
-
 func about(d time.Duration) time.Duration { return d.Round(time.Microsecond) }
-
-const noSuchModel = "tensorferry models" + atServer + " lists its models"
 
 // findModel returns a model of the server; if it has none of this name, the error has the hint.
 func findModel(ctx context.Context, cl *client.Client, name, hint string) (m client.Model, err error) {

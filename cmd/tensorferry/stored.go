@@ -42,21 +42,18 @@ or, for a tensor of a file in the server's folder, when it is first pulled.`,
 	}, ls)
 }
 
+// storedJSON is a tensor that is stored, or was pushed, pulled or copied.
 type storedJSON struct {
 	Name string `json:"name"`
-	descJSON
-	Bytes   int64      `json:"bytes"`
-	Digest  string     `json:"digest,omitempty"`
-	Stored  *time.Time `json:"stored"` // null if outside of JSON's years
-	Durable bool       `json:"durable"`
-	File    string     `json:"file,omitempty"`
-
+	*descJSON
+	Bytes    int64             `json:"bytes"`
+	Digest   string            `json:"digest,omitempty"`
+	Stored   *time.Time        `json:"stored,omitempty"` // absent, too, if outside of JSON's years
+	Durable  bool              `json:"durable"`
+	File     string            `json:"file,omitempty"`
+	Evicted  int               `json:"evicted,omitempty"` // other tensors
+	Error    string            `json:"error,omitempty"`
 	Metadata map[string]string `json:"metadata,omitempty"`
-}
-
-type sourceJSON struct {
-	Name   string `json:"name"`
-	Source bool   `json:"source"` // true
 }
 
 func ls(ctx context.Context, cl *client.Client, names []string, out printer) (err error) {
@@ -72,18 +69,12 @@ func ls(ctx context.Context, cl *client.Client, names []string, out printer) (er
 	}
 	listed := each(storedJSONs(list), func(j storedJSON) any { return j })
 	for _, s := range sources {
-		listed = append(listed, sourceJSON{s, true})
+		listed = append(listed, map[string]any{"name": s, "source": true})
 	}
 	return out.print(listed, func(w io.Writer) {
 		fmt.Fprintln(w, "NAME\tTENSOR\tSIZE\tSTORED\tWHERE")
 		for _, s := range list {
-			where := "memory"
-			switch {
-			case s.File != "":
-				where = plain(s.File)
-			case s.Durable:
-				where = "disk"
-			}
+			where := cmp.Or(plain(s.File), map[bool]string{true: "disk"}[s.Durable], "memory")
 			fmt.Fprintf(w, "%s\t%v\t%s\t%s\t%s\n", plain(s.Name), s.Desc, sizeText(s.Bytes), s.Stored.Local().Format(time.DateTime), where)
 		}
 		for _, s := range sources {
@@ -94,7 +85,7 @@ func ls(ctx context.Context, cl *client.Client, names []string, out printer) (er
 
 func storedJSONs(list []client.Stored) []storedJSON {
 	return each(list, func(s client.Stored) storedJSON {
-		j := storedJSON{Name: s.Name, descJSON: describe(s.Desc), Bytes: s.Bytes, Durable: s.Durable, File: s.File, Metadata: s.Metadata}
+		j := storedJSON{Name: s.Name, descJSON: new(describe(s.Desc)), Bytes: s.Bytes, Durable: s.Durable, File: s.File, Metadata: s.Metadata}
 		if at := s.Stored.UTC(); at.Year() >= 0 && at.Year() <= 9999 {
 			j.Stored = &at
 		}
