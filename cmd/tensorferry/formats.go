@@ -34,15 +34,14 @@ var formats = []format{
 	{"TensorFlow", []string{".tflite", ".pb"}, "", `numpy.savez("x.npz", **{w.name: w.numpy() for w in model.variables})`},
 }
 
-// formatOf finds a format by a file's extension.
-func formatOf(path string) (format, bool) {
-	ending := strings.ToLower(filepath.Ext(path))
+// formatOf finds a format by a file's extension. One without a name is none of formats.
+func formatOf(path string) (found format) {
 	for _, f := range formats {
-		if slices.Contains(f.endings, ending) {
-			return f, true
+		if slices.Contains(f.endings, strings.ToLower(filepath.Ext(path))) {
+			found = f
 		}
 	}
-	return format{}, false
+	return found
 }
 
 // foreign returns the error of reading a file as .npy, or one that names the format that the
@@ -51,25 +50,29 @@ func foreign(title string, head []byte, raw rawInput, err error) error {
 	if !errors.Is(err, tensorfile.ErrFormat) || bytes.HasPrefix(head, []byte("\x93NUMPY")) {
 		return err
 	}
-	f, known := formatOf(title)
+	f := formatOf(title)
 	for _, other := range formats {
 		if other.magic != "" && bytes.HasPrefix(head, []byte(other.magic)) {
-			f, known = other, true
+			f = other
 		}
 	}
 	zip := bytes.HasPrefix(head, []byte("PK\x03\x04"))
 	if zip && bytes.Contains(head, []byte("/data.pkl")) {
-		f, known = formatOf("x.pt")
+		f = formatOf("x.pt")
 	}
 	switch {
-	case known:
+	case f.name != "":
 		return hinted{fmt.Errorf("%s: %s files are not supported", title, f.name), "convert it in Python: " + f.convert}
 	case zip:
 		return hinted{fmt.Errorf("%s is a zip archive, not a .npy file", title), "files of numpy.savez must have names that end in .npz"}
 	case len(head) > 9 && binary.LittleEndian.Uint64(head) <= tensorfile.MaxSafetensorsHeader && head[8] == '{':
 		return hinted{fmt.Errorf("%s is a .safetensors file with another extension", title), "rename it to end in .safetensors"}
 	}
-	return hinted{fmt.Errorf("%s is not a .npy file", title), raw.hint()}
+	hint := "raw bytes need --dtype and --shape"
+	if raw.shaped == nil { // the command has neither
+		hint = "for raw bytes, store them with tensorferry push NAME=FILE --dtype TYPE --shape SHAPE, and use @NAME"
+	}
+	return hinted{fmt.Errorf("%s is not a .npy file", title), hint}
 }
 
 // headOf returns the first bytes of a file, as far as they can be read.

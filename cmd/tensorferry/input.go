@@ -41,13 +41,6 @@ func (r *rawInput) flags(c *cobra.Command) {
 
 func (r *rawInput) given() bool { return r.dtype != "" }
 
-func (r *rawInput) hint() string {
-	if r.shaped == nil { // the command has no --dtype and --shape
-		return "for raw bytes, store them with tensorferry push NAME=FILE --dtype TYPE --shape SHAPE, and use @NAME"
-	}
-	return "raw bytes need --dtype and --shape"
-}
-
 // check validates the flags. Call it before opening anything.
 func (r *rawInput) check() error {
 	switch {
@@ -100,10 +93,8 @@ func nameOf(text string) (name, file string) {
 
 // neither hints that the = of an argument may be part of the name of a missing file.
 func neither(text, file string, err error) error {
-	if text == file || !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	if _, there := os.Stat(file); there == nil { // something in it is missing
+	_, missing := os.Stat(file) // nil if something in it is missing
+	if text == file || missing == nil || !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	return hinted{err, fmt.Sprintf("neither %q nor %q exists", file, text)}
@@ -292,9 +283,7 @@ func openNPY(path string, raw rawInput) (*source, error) {
 }
 
 func arraySource(title string, a tensorfile.Array) *source {
-	s := &source{title: title}
-	s.Name, s.Desc, s.Data, s.Reader = a.Name, a.Desc, a.Data, a.Reader
-	return s
+	return &source{client.Input{Name: a.Name, Desc: a.Desc, Data: a.Data, Reader: a.Reader}, title}
 }
 
 // openPipe opens a .npy file from stdin or another pipe.
@@ -329,22 +318,15 @@ func openRaw(file string, raw rawInput, stdin io.Reader) (*source, error) {
 	title, r := "stdin", stdin
 	if file != "-" {
 		title = file
-		if isDir(file) {
-			return nil, fmt.Errorf("%s is a directory", file)
-		}
 		if r, err = os.Open(file); err != nil {
 			return nil, err
 		}
 	}
-	f, ok := r.(*os.File)
-	if !ok {
-		return pipedSource(title, desc, size, r)
-	}
-	info, err := f.Stat()
-	if err != nil {
-		return nil, err
-	}
-	if info.Mode().IsRegular() { // it ends where it is to
+	f, _ := r.(*os.File)
+	switch info, err := f.Stat(); { // fails for what is not a file
+	case err == nil && info.IsDir():
+		return nil, fmt.Errorf("%s is a directory", title)
+	case err == nil && info.Mode().IsRegular(): // it ends where it is to
 		at, err := f.Seek(0, io.SeekCurrent)
 		if left := info.Size() - at; err == nil && left > size { // a shorter one may still grow
 			err = fmt.Errorf("%s has %d bytes, but %v has %d", title, left, desc, size)
@@ -352,7 +334,7 @@ func openRaw(file string, raw rawInput, stdin io.Reader) (*source, error) {
 		if err != nil {
 			return nil, err
 		}
-	} else if info.Mode()&os.ModeCharDevice == 0 { // a device has no end
+	case err != nil || info.Mode()&os.ModeCharDevice == 0: // a device has no end
 		return pipedSource(title, desc, size, r)
 	}
 	return &source{Input: client.FromReader("", desc, r), title: title}, nil

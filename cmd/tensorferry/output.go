@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -62,7 +61,7 @@ func newTarget(path string, raw bool, stdout io.Writer) (*target, error) {
 	case raw && describesItself(path):
 		return nil, usage("--output %s: --raw does not fit this extension; choose another", path)
 	}
-	if f, known := formatOf(path); known {
+	if f := formatOf(path); f.name != "" {
 		return nil, usage("--output %s: %s files are not supported; name a .npy or .safetensors file", path, f.name)
 	}
 	info, err := os.Stat(path)
@@ -99,11 +98,8 @@ func newTarget(path string, raw bool, stdout io.Writer) (*target, error) {
 
 // isFile reports whether w is the file that info describes.
 func isFile(w io.Writer, info fs.FileInfo) bool {
-	f, ok := w.(*os.File)
-	if !ok {
-		return false
-	}
-	own, err := f.Stat()
+	f, _ := w.(*os.File)
+	own, err := f.Stat() // fails for what is not a file
 	return err == nil && os.SameFile(own, info)
 }
 
@@ -138,7 +134,6 @@ func (t *target) begin(tensors []tensorfile.Entry, beside tensorfile.Document) (
 		}
 		t.out = f
 	}
-	var header bytes.Buffer
 	writers := make([]*tensorWriter, len(tensors))
 	for i, n := range tensors {
 		size, err := n.Desc.Bytes()
@@ -147,15 +142,16 @@ func (t *target) begin(tensors []tensorfile.Entry, beside tensorfile.Document) (
 		}
 		writers[i] = &tensorWriter{Entry: n, target: t, left: size, to: t.out}
 	}
+	var err error
 	switch {
 	case whole:
 		order := slices.SortedFunc(slices.Values(writers), func(a, b *tensorWriter) int { return tensorfile.Order(a.Entry, b.Entry) })
-		text, err := tensorfile.SafetensorsHeader(each(order, func(w *tensorWriter) tensorfile.Entry { return w.Entry }), beside.Common())
-		if err != nil {
-			return nil, t.named(err)
+		var header []byte
+		header, err = tensorfile.SafetensorsHeader(each(order, func(w *tensorWriter) tensorfile.Entry { return w.Entry }), beside.Common())
+		if err == nil {
+			_, err = t.out.Write(header)
 		}
-		header.Write(text)
-		off := int64(len(text))
+		off := int64(len(header))
 		for _, w := range order {
 			if t.temp != nil { // other outputs have one tensor
 				w.to = io.NewOffsetWriter(t.temp, off)
@@ -163,17 +159,16 @@ func (t *target) begin(tensors []tensorfile.Entry, beside tensorfile.Document) (
 			off += w.left
 		}
 	case !t.raw:
-		err := t.named(tensorfile.WriteNPYHeader(&header, tensors[0].Desc))
+		err = tensorfile.WriteNPYHeader(t.out, tensors[0].Desc)
 		if errors.Is(err, tensorfile.ErrUnsupported) {
 			err = hinted{err, "or use --raw, which writes the bytes as they are"}
 		}
-		if err != nil {
-			return nil, err
-		}
+	}
+	if err != nil {
+		return nil, t.named(err)
 	}
 	t.writers = writers
-	_, err := header.WriteTo(t.out)
-	return writers, t.named(err)
+	return writers, nil
 }
 
 // changed is the error for a tensor that is not what the output has begun with.
