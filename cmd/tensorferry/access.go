@@ -51,8 +51,7 @@ func (a *access) waitFlags(c *cobra.Command) {
 	durationVar(f, &a.cfg.RetryFor, "retry-for", client.DefaultRetryFor, time.Millisecond, "no attempt begins later than this after the first one")
 }
 
-// identityFlags adds the flags that identify the client. Each one's default is an
-// environment variable.
+// identityFlags adds the flags that identify the client, by default environment variables.
 func (a *access) identityFlags(c *cobra.Command) {
 	f, env := c.Flags(), variable("tls")
 	f.BoolVar(&a.tls, "tls", !slices.Contains([]string{"", "0", "false"}, os.Getenv(env)), "use TLS and the CAs that this system trusts; also "+env+"=1")

@@ -18,8 +18,7 @@ const (
 	// benchBytes and benchMemoryBytes are the sizes that the required figures refer to.
 	benchBytes       = 256 << 20
 	benchMemoryBytes = 16 << 30
-	// quickMemoryBytes is enough for a stream to outgrow every buffer.
-	quickMemoryBytes = 64 << 20
+	quickMemoryBytes = 64 << 20 // enough for a stream to outgrow every buffer
 )
 
 type benchOptions struct {
@@ -53,7 +52,7 @@ process and prints the peak memory of each.`,
 			if o.memory && o.quick && !sized {
 				o.memoryBytes = quickMemoryBytes
 			}
-			nets := networks[o.net]
+			nets := map[string][]string{"tcp": {"tcp"}, "unix": {"unix"}, "both": {"tcp", "unix"}}[o.net]
 			switch {
 			case sized && !o.memory:
 				return usage("--memory-bytes needs --memory")
@@ -78,8 +77,6 @@ process and prints the peak memory of each.`,
 	f.Int64Var(&o.memoryBytes, "memory-bytes", benchMemoryBytes, "size of the tensor for --memory in `bytes`")
 	return c
 }
-
-var networks = map[string][]string{"tcp": {"tcp"}, "unix": {"unix"}, "both": {"tcp", "unix"}}
 
 func progress(text string) { fmt.Fprintf(os.Stderr, "bench: %s\n", text) }
 

@@ -32,8 +32,7 @@ const pythonEnv = envPrefix + "PYTHON"
 // notSettings are flags for the command line only.
 var notSettings = []string{"config", "print-config", "child", "python-fd", "help"}
 
-// notOurs are variables with the prefix that are not settings of serve: the flags of
-// clients, those of the Python package, and the interpreter.
+// notOurs are the other variables with the prefix: flags of clients, and of the Python package.
 var notOurs = []string{"server", "tls", "ca", "cert", "key", "token", "server-name", "python", "bin", "link-memory"}
 
 // servicesEnv matches what Kubernetes makes, behind the prefix, for a Service whose name begins
@@ -48,9 +47,8 @@ func variable(flag string) string {
 type origins map[string]string
 
 // configure sets the flags that are not on the command line from environ or, failing
-// that, from the file of --config or TENSORFERRY_CONFIG. Keys are the names of flags, so
-// each setting is declared, documented and checked once. It returns the variables of a
-// Kubernetes Service, which it ignores.
+// that, from the file of --config or TENSORFERRY_CONFIG, whose keys are the names of flags.
+// It returns the variables of a Kubernetes Service, which it ignores.
 func configure(flags *pflag.FlagSet, environ []string) (from origins, services []string, err error) {
 	path := flags.Lookup("config").Value.String()
 	environment := map[string]any{}
@@ -77,8 +75,7 @@ func configure(flags *pflag.FlagSet, environ []string) (from origins, services [
 		if err != nil {
 			return nil, nil, usage("config file %s: %v", path, err)
 		}
-		name := func(key string) string { return key + " in " + path }
-		if err := from.apply(flags, written, "file "+path, name); err != nil {
+		if err := from.apply(flags, written, "file "+path, func(key string) string { return key + " in " + path }); err != nil {
 			return nil, nil, err
 		}
 	}
@@ -314,8 +311,7 @@ func lanesVar(f *pflag.FlagSet, cfg *client.Config) {
 	f.BoolVar(&cfg.BBR, "bbr", false, bbrText)
 }
 
-// units are in ascending order. Single letters are not accepted, because 2G may mean 2·10⁹
-// or 2·2³⁰.
+// units are in ascending order. None is a single letter: 2G may mean 2·10⁹ or 2·2³⁰.
 var units = []struct {
 	name  string
 	bytes int64

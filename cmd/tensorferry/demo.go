@@ -3,6 +3,7 @@ package main
 import (
 	"bufio"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -138,11 +139,8 @@ func classify(ctx context.Context, cl *client.Client) (classes []byte, took time
 	host := cpu.NewHost(cpu.HostConfig{})
 	defer host.Close()
 	bottom, err := cpu.LoadFS(host, fashion.ModelFS(), "bottom")
-	if err != nil {
-		return nil, 0, err
-	}
-	top, err := cpu.LoadFS(host, fashion.ModelFS(), "top")
-	if err != nil {
+	top, bad := cpu.LoadFS(host, fashion.ModelFS(), "top")
+	if err = errors.Join(err, bad); err != nil {
 		return nil, 0, err
 	}
 	gray, _ := fashion.Images()

@@ -28,8 +28,7 @@ import (
 )
 
 const (
-	// memoryShare: tensors in assembly and computation may use 1/memoryShare of the
-	// process's memory.
+	// memoryShare: tensors of calls may use 1/memoryShare of the process's memory.
 	memoryShare = 4
 	// pinnedShare: page-locked memory may be 1/pinnedShare of it, but not more than
 	// mostPinned unless --pinned says so: no other process can use it.
@@ -37,7 +36,6 @@ const (
 	mostPinned  = 1 << 30
 	autoEngine  = "auto"
 	cpuEngine   = "cpu"
-	firstDevice = "cuda:0"
 )
 
 var cudaEngine = regexp.MustCompile(`^cuda:(\d{1,3})$`)
@@ -88,12 +86,8 @@ type site struct {
 // newEngines returns engines and their models. The caller closes them.
 func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 	all := processMemory()
-	if cfg.memory <= 0 {
-		cfg.memory = all / memoryShare
-	}
-	if cfg.pinned <= 0 {
-		cfg.pinned = min(all/pinnedShare, mostPinned)
-	}
+	cfg.memory = cmp.Or(cfg.memory, all/memoryShare)
+	cfg.pinned = cmp.Or(cfg.pinned, min(all/pinnedShare, mostPinned))
 	e := &engines{
 		cfg: cfg, log: log, cuda: make(map[int]*cuda.Host), models: engine.NewRegistry(),
 		host: cpu.NewHost(cpu.HostConfig{MemoryBytes: cfg.memory, Workers: cfg.workers}),
@@ -231,7 +225,7 @@ func (e *engines) site(name string) (site, error) {
 		return site{cpuEngine, nil, func(m *stack.Model) (engine.Model, error) { return cpu.Stack(e.host, m) }}, nil
 	}
 	if name == autoEngine {
-		name = firstDevice
+		name = "cuda:0"
 	}
 	if err := checkEngine(name); err != nil {
 		return site{}, err
@@ -239,7 +233,8 @@ func (e *engines) site(name string) (site, error) {
 	n, _ := strconv.Atoi(cudaEngine.FindStringSubmatch(name)[1]) // it matches
 	h := e.cuda[n]
 	if h == nil {
-		opened, err := cuda.Open(cuda.Config{
+		var err error
+		if h, err = cuda.Open(cuda.Config{
 			Library: e.cfg.driver, Device: n, PinnedBytes: e.cfg.pinned, Log: e.log,
 			Spill: &blocks.Spill{Pool: e.host.Pool(), Budget: e.host.Budget()},
 			Lost: func() {
@@ -248,11 +243,10 @@ func (e *engines) site(name string) (site, error) {
 				default: // nobody asked, or another was
 				}
 			},
-		})
-		if err != nil {
+		}); err != nil {
 			return site{}, err
 		}
-		h, e.cuda[n] = opened, opened
+		e.cuda[n] = h
 	}
 	return site{h.Name(), cuda.Builtins(h), func(m *stack.Model) (engine.Model, error) { return cuda.Stack(h, m) }}, nil
 }

@@ -191,13 +191,13 @@ func said(err error) string {
 
 // hintOf says what to do about an error of a command. Commands in it name its --server.
 func hintOf(c *cobra.Command, code int, err error) string {
-	at := ""
+	at, flag := "", "--server"
 	if f := c.Flag("server"); f != nil && f.Changed {
 		at = " --server " + plain(f.Value.String())
 	}
 	to, atTo := errors.AsType[toError](err)
 	if atTo {
-		at = " --server " + plain(to.server)
+		at, flag = " --server "+plain(to.server), "--to"
 	}
 	var h hinted
 	var e *client.Error
@@ -210,7 +210,7 @@ func hintOf(c *cobra.Command, code int, err error) string {
 	case code == exitUsage:
 		h.hint = "see " + c.CommandPath() + " --help for usage"
 	case code == exitConnection:
-		h.hint = connectionHint(c, err)
+		h.hint = connectionHint(c, err, flag)
 	case code != exitInterrupted && errors.As(err, &e):
 		h.hint = failures[status.Code(e)].hint
 		for _, i := range saidHints {
@@ -232,13 +232,9 @@ const (
 	hintNotServer = "something answers there, but it is not a tensorferry server"
 )
 
-// connectionHint says what to do about a server that is unavailable.
-func connectionHint(c *cobra.Command, err error) string {
+// connectionHint says what to do about the server of a flag, which is unavailable.
+func connectionHint(c *cobra.Command, err error, flag string) string {
 	var e *client.Error
-	flag := "--server"
-	if _, atTo := errors.AsType[toError](err); atTo {
-		flag = "--to"
-	}
 	switch {
 	case errors.Is(err, client.ErrNoAnswer):
 		return hintNoAnswer

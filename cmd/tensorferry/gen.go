@@ -5,7 +5,6 @@ import (
 	"errors"
 	"io"
 	"runtime"
-	"slices"
 	"strings"
 	"sync"
 
@@ -119,11 +118,8 @@ func writeGenerated(ctx context.Context, w io.Writer, size int64, dtype tensor.D
 	for off := int64(0); off < size; off += int64(len(buf)) {
 		buf = buf[:min(int64(len(buf)), size-off)]
 		var made sync.WaitGroup
-		at := off
-		for chunk := range slices.Chunk(buf, genChunk) {
-			from := at
-			made.Go(func() { generate.Bytes(chunk, from, dtype, seed, fill) })
-			at += int64(len(chunk))
+		for at := 0; at < len(buf); at += genChunk {
+			made.Go(func() { generate.Bytes(buf[at:min(at+genChunk, len(buf))], off+int64(at), dtype, seed, fill) })
 		}
 		made.Wait()
 		if err := ctx.Err(); err != nil {

@@ -15,12 +15,9 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// jsonFlag adds --json to a command whose output a script may read. The command prints
-// one JSON value to stdout: a list if there may be several results, even if there is one.
-// Names are in snake case, sizes in bytes, times in the unit of their name; unknown values
-// are absent. A command that fails prints nothing, with two exceptions: one that stores
-// several tensors prints the result of each, and diff prints the differences. A type whose
-// name ends in JSON is printed.
+// jsonFlag adds --json to a command whose output a script may read; docs/commands.md says what
+// it prints. A command that fails prints nothing, with two exceptions: one that stores several
+// tensors prints the result of each, and diff prints the differences.
 func jsonFlag(c *cobra.Command, to *bool) {
 	c.Flags().BoolVar(to, "json", false, "print JSON")
 }
@@ -69,8 +66,7 @@ func printable(text []byte) []byte {
 	return out
 }
 
-// each returns what f makes of each element of a list. It is never nil, which would be null
-// in JSON.
+// each returns what f makes of each element of a list. It is never nil: that is null in JSON.
 func each[T, U any](list []T, f func(T) U) []U {
 	made := make([]U, len(list))
 	for i, v := range list {

@@ -117,8 +117,7 @@ func noCommand(root *cobra.Command, args []string) error {
 	return usageError{err}
 }
 
-// many as the limit of takes means no limit.
-const many = math.MaxInt
+const many = math.MaxInt // as the limit of takes: none
 
 // takes checks that a command has an argument for each of needs, and no more than most.
 func takes(most int, needs ...string) cobra.PositionalArgs {
@@ -186,27 +185,20 @@ func versionCommand() *cobra.Command {
 		Long: `Version prints the version. With --json, it also prints the commit, the Go version and
 the platform of the build.`,
 		RunE: func(c *cobra.Command, _ []string) error {
-			v := versionJSON{version, commit(), runtime.Version(), runtime.GOOS + "/" + runtime.GOARCH}
+			v := versionJSON{Version: version, Go: runtime.Version(), Platform: runtime.GOOS + "/" + runtime.GOARCH}
+			if info, ok := debug.ReadBuildInfo(); ok {
+				for _, s := range info.Settings {
+					switch {
+					case s.Key == "vcs.revision":
+						v.Commit = s.Value + v.Commit
+					case s.Key == "vcs.modified" && s.Value == "true":
+						v.Commit += "+"
+					}
+				}
+			}
 			return printer{c.OutOrStdout(), asJSON}.print(v, func(w io.Writer) { fmt.Fprintln(w, version) })
 		},
 	}
 	jsonFlag(c, &asJSON)
 	return c
-}
-
-func commit() string {
-	info, ok := debug.ReadBuildInfo()
-	if !ok {
-		return ""
-	}
-	text := ""
-	for _, s := range info.Settings {
-		switch {
-		case s.Key == "vcs.revision":
-			text = s.Value + text
-		case s.Key == "vcs.modified" && s.Value == "true":
-			text += "+"
-		}
-	}
-	return text
 }

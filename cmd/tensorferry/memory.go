@@ -14,19 +14,17 @@ import (
 const (
 	// unknownMemory is assumed if the machine's memory is unknown.
 	unknownMemory = 4 << 30
-	// leastHeap is the lowest limit for Go's memory. With less, Go would do little but
-	// collect garbage.
+	// leastHeap is the lowest limit for Go's memory: with less, Go would only collect garbage.
 	leastHeap = 64 << 20
 	// heapReserve: 1/heapReserve of the process's memory is reserved for what is not
 	// counted: C stacks, the kernel's socket buffers, file pages.
 	heapReserve = 16
 )
 
-// processMemory returns the memory that this process may use: the least of GOMEMLIMIT, its
-// control groups and the machine.
+// processMemory returns the memory that this process may use.
 func processMemory() int64 { return leastOf(memlimit.FromCgroup, memlimit.FromSystem) }
 
-// leastOf returns the least of GOMEMLIMIT and what some of from know.
+// leastOf returns the least of GOMEMLIMIT and what is known of control groups and the machine.
 func leastOf(from ...memlimit.Provider) int64 {
 	least := uint64(debug.SetMemoryLimit(-1))
 	for _, ask := range from {

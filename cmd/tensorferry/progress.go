@@ -8,7 +8,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
-	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 	"github.com/vbauerster/mpb/v8"
@@ -21,10 +20,8 @@ import (
 // barTitle is how many characters of a name the line shows, half of a narrow terminal.
 const barTitle = 24
 
-// progressBars show the progress of tensors in one line: the name of the only tensor or how
-// many of several are complete, bytes, percentage, mean speed and remaining time. The line
-// stays when all are complete. A nil *progressBars shows nothing. It is safe for concurrent
-// use.
+// progressBars show the progress of tensors in one line, which stays when all are complete.
+// A nil *progressBars shows nothing. It is safe for concurrent use.
 type progressBars struct {
 	w     io.Writer
 	lanes func() int   // how many carry the line; it must not wait for who moves a bar
@@ -40,8 +37,7 @@ type progressBars struct {
 }
 
 // newProgress returns bars on w, or nil if quiet or without a terminal that moves its cursor.
-// The line of complete tensors stays at the end, unless it is vanishing; see whole. It shows
-// how many lanes there are, if there are several.
+// The line of complete tensors stays at the end, unless it is vanishing; see whole.
 func newProgress(w io.Writer, quiet, vanishing bool, lanes func() int) *progressBars {
 	if quiet || !isTerminal(w) || os.Getenv("TERM") == "dumb" {
 		return nil
@@ -114,9 +110,6 @@ func (p *progressBars) whole() {
 	defer p.mu.Unlock()
 	p.moved, p.vanishing = p.size, false
 	p.complete(p.count - p.done)
-	if p.line != nil {
-		p.line.SetCurrent(p.size)
-	}
 }
 
 // newLine adds the line, which only Abort or SetTotal ends. The line begins with a carriage
@@ -146,11 +139,11 @@ func inUnits(n int64) string { return strings.Replace(sizeText(n), "bytes", "B",
 
 // shorten keeps the end of a long title, because names differ there.
 func shorten(title string) string {
-	n := utf8.RuneCountInString(title)
-	if n <= barTitle {
+	letters := []rune(title)
+	if len(letters) <= barTitle {
 		return title
 	}
-	return "…" + string([]rune(title)[n-barTitle+1:])
+	return "…" + string(letters[len(letters)-barTitle+1:])
 }
 
 // end removes the line of incomplete tensors. Ending twice is a no-op.

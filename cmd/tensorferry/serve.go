@@ -34,8 +34,7 @@ import (
 const (
 	defaultListen  = "127.0.0.1:50051"
 	defaultMetrics = "127.0.0.1:9464"
-	// off is --metrics without a listener.
-	off = "off"
+	off            = "off" // an address without a listener
 	// leastMemory is the minimum of --memory: four of the largest chunks, so that a call can
 	// have an input and a result, each with one chunk in transit.
 	leastMemory = 4 * frame.ChunkBytesCeiling
@@ -43,15 +42,11 @@ const (
 	// in addition to --memory.
 	storeMemory = "memory"
 	storeShare  = 4
-	// logJSON is --log-format for machines.
-	logJSON = "json"
-	// evictLRU may follow it, and its size.
-	evictLRU = ",evict=lru"
+	evictLRU    = ",evict=lru" // may follow storeMemory, and its size
+	logJSON     = "json"       // of --log-format
 	// leastStore is the minimum of --store memory:SIZE, enough for a few hundred small
 	// tensors. Each takes whole pages, so a size with a forgotten unit would hold none.
 	leastStore = 1 << 20
-	// generator is the name of the source of generated tensors.
-	generator = "gen"
 )
 
 // errCut is the error of a server that had to cancel calls when it stopped.
@@ -187,11 +182,8 @@ func (s *storeFlag) open(h *cpu.Host, log *slog.Logger) (store.Store, error) {
 	if s.folder != "" {
 		return store.OpenDir(s.folder, store.FolderConfig{Log: log})
 	}
-	bytes := s.bytes
-	if bytes == 0 {
-		_, _, memory := h.Budget().Used()
-		bytes = memory / storeShare
-	}
+	_, _, memory := h.Budget().Used()
+	bytes := cmp.Or(s.bytes, memory/storeShare)
 	if s.evicts {
 		return store.NewCache(h.Pool(), bytes), nil
 	}
@@ -242,11 +234,17 @@ environment overrides the file. Sizes are in bytes or have a unit, such as 512Mi
   tensorferry serve --config ferry.yaml --print-config`,
 		Args: takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
-			environ := os.Environ()
+			ctx, cancel := context.WithCancel(c.Context())
+			defer cancel()
+			environ, ready := os.Environ(), io.Discard
 			if child {
 				// The parent has set everything, and several children may run at once.
-				environ = nil
+				environ, ready = nil, c.OutOrStdout()
 				cfg.metrics, cfg.logLevel = off, "warn"
+				go func() { // ends with stdin, at the latest with the process
+					_, _ = io.Copy(io.Discard, c.InOrStdin())
+					cancel()
+				}()
 			}
 			from, services, err := configure(c.Flags(), environ)
 			cfg.services = services
@@ -256,16 +254,7 @@ environment overrides the file. Sizes are in bytes or have a unit, such as 512Mi
 			if printed {
 				return printConfig(c.OutOrStdout(), c.Flags(), from)
 			}
-			if !child {
-				return serve(c.Context(), cfg, io.Discard)
-			}
-			ctx, cancel := context.WithCancel(c.Context())
-			defer cancel()
-			go func() { // ends with stdin, at the latest with the process
-				_, _ = io.Copy(io.Discard, c.InOrStdin())
-				cancel()
-			}()
-			return serve(ctx, cfg, c.OutOrStdout())
+			return serve(ctx, cfg, ready)
 		},
 	}
 	cfg.flags(c)
@@ -311,8 +300,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 		return err
 	}
 	defer e.Close()
-	h, models := e.host, e.models
-	pushed, err := c.store.open(h, log)
+	pushed, err := c.store.open(e.host, log)
 	if err != nil {
 		return err
 	}
@@ -322,7 +310,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	}
 	defer func() { err = errors.Join(err, tensors.Close()) }()
 	sources := new(store.Sources)
-	if err := sources.Add(generator, store.Generator()); err != nil {
+	if err := sources.Add("gen", store.Generator()); err != nil {
 		return err
 	}
 	l, err := listen("listen", c.listen, c.bbr)
@@ -330,7 +318,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 		return err
 	}
 	cfg, registry := c.server, metrics.NewRegistry()
-	cfg.Version, cfg.Models, cfg.Pool, cfg.Budget = version, models, h.Pool(), h.Budget()
+	cfg.Version, cfg.Models, cfg.Pool, cfg.Budget = version, e.models, e.host.Pool(), e.host.Budget()
 	cfg.Store, cfg.Sources, cfg.Log, cfg.Metrics, cfg.Lanes = tensors, sources, log, registry, cmp.Or(c.lanes, -1)
 	if id != nil {
 		cfg.Credentials, cfg.Identify = id.Credentials(), id.Principal
@@ -343,20 +331,17 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	var draining atomic.Bool
 	serving := func() bool { return !draining.Load() }
 	watching := make(chan error, 2)
-	at, unwatch, err := beside("metrics", c.metrics, id, metrics.Handler(registry, serving, c.pprof), watching, log)
-	probes, unprobe := off, func() {}
-	if err == nil {
-		defer func() { unwatch() }()
-		probes, unprobe, err = beside("health-listen", c.health, nil, metrics.Probes(serving, s.Health()), watching, log)
-	}
-	if err != nil {
+	at, unwatch, bad := beside("metrics", c.metrics, id, metrics.Handler(registry, serving, c.pprof), watching, log)
+	defer unwatch()
+	probes, unprobe, err := beside("health-listen", c.health, nil, metrics.Probes(serving, s.Health()), watching, log)
+	defer unprobe()
+	if err = errors.Join(bad, err); err != nil {
 		s.Close()
 		return errors.Join(err, l.Close())
 	}
-	defer unprobe()
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }()
-	log.Info("listening", slog.String("address", addressOf(l)), slog.String("metrics", at), slog.Int("models", len(models.Infos())), slog.String("store", c.store.text))
+	log.Info("listening", slog.String("address", addressOf(l)), slog.String("metrics", at), slog.Int("models", len(e.models.Infos())), slog.String("store", c.store.text))
 	if probes != off {
 		log.Info("listening for probes", slog.String("address", probes))
 	}
@@ -400,7 +385,7 @@ func beside(flag, address string, id *identity.Server, h http.Handler, failed ch
 	}
 	l, err := listen(flag, address, false)
 	if err != nil {
-		return "", nil, err
+		return "", func() {}, err
 	}
 	var secure *tls.Config
 	if id != nil && exposed(address) {

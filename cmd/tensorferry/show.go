@@ -23,16 +23,11 @@ import (
 )
 
 const (
-	// showColumns is the maximum number of bins in a histogram.
-	showColumns = 40
-	// leastBar is the size of the smallest tensor with a progress bar, in bytes.
-	leastBar = 16 << 20
-	// sliceHead is how many elements of a slice are printed by default.
-	sliceHead = 100
-	// headColumns is the maximum number of elements per line.
-	headColumns = 10
-	// ramp has the characters that draw a bin of a histogram, from none to many elements.
-	ramp = " ▁▂▃▄▅▆▇█"
+	showColumns = 40          // maximum number of bins in a histogram
+	leastBar    = 16 << 20    // smallest tensor with a progress bar, in bytes
+	sliceHead   = 100         // elements of a slice that are printed by default
+	headColumns = 10          // maximum number of elements per line
+	ramp        = " ▁▂▃▄▅▆▇█" // draws a bin of a histogram, from none to many elements
 )
 
 type showOptions struct {
@@ -234,27 +229,24 @@ func described(title string, d tensorfile.Document) *listed {
 }
 
 func (l *listed) String() string {
-	var b strings.Builder
+	is := "no tensors"
 	switch {
 	case l.Error != "":
-		fmt.Fprintf(&b, "%s  cannot be read: %s\n", plain(l.Tensor), l.Error)
+		is = "cannot be read: " + l.Error
 	case l.Bytes != nil:
-		fmt.Fprintf(&b, "%s  %s%v  %s\n", plain(l.Tensor), l.DType, l.Shape, sizeText(*l.Bytes))
+		is = fmt.Sprintf("%s%v  %s", l.DType, l.Shape, sizeText(*l.Bytes))
 	case l.Index != "":
-		fmt.Fprintf(&b, "%s  %s of %d files\n", plain(l.Tensor), plain(l.Index), l.shards)
+		is = fmt.Sprintf("%s of %d files", plain(l.Index), l.shards)
 	case len(l.Metadata) > 0:
-		fmt.Fprintf(&b, "%s  metadata\n", plain(l.Tensor))
-	default:
-		fmt.Fprintf(&b, "%s  no tensors\n", plain(l.Tensor))
+		is = "metadata"
 	}
-	writeMetadata(&b, l.Metadata)
-	return b.String()
+	return plain(l.Tensor) + "  " + is + "\n" + metadataText(l.Metadata)
 }
 
-func writeMetadata(b *strings.Builder, metadata map[string]string) {
-	for _, k := range slices.Sorted(maps.Keys(metadata)) {
-		fmt.Fprintf(b, "  %s: %s\n", plain(k), plain(metadata[k]))
-	}
+func metadataText(metadata map[string]string) string {
+	return strings.Join(each(slices.Sorted(maps.Keys(metadata)), func(k string) string {
+		return fmt.Sprintf("  %s: %s\n", plain(k), plain(metadata[k]))
+	}), "")
 }
 
 // shown describes the contents of a tensor as show --json prints it. Min, max, mean, std
@@ -370,8 +362,7 @@ func (s *shown) String() string {
 	if s.Slice != "" {
 		title += "[" + s.Slice + "]"
 	}
-	fmt.Fprintf(&b, "%s  %s%v  %s\n", title, s.DType, s.Shape, sizeText(s.Bytes))
-	writeMetadata(&b, s.Metadata)
+	fmt.Fprintf(&b, "%s  %s%v  %s\n%s", title, s.DType, s.Shape, sizeText(s.Bytes), metadataText(s.Metadata))
 	if s.Elements == 0 {
 		return b.String() + "  no elements\n"
 	}
