@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Puts the Python side of tensorferry under stress: processes killed at random moments, forks, threads, restarts.
 
-    stress.py worker-kills|client-kills|program-kills|server-restarts|threads|connects|tasks|smoke
+    stress.py worker-kills|client-kills|program-kills|server-restarts|threads|connects|tasks|
+        training-faults|training-sessions|training-steps|smoke
 
 Each command prints a line now and then and a summary, and exits with 1 if something went wrong. It needs nothing but
 the package and the program ($TENSORFERRY_BIN); numpy and torch are used where they are. It reads /proc.
@@ -1142,6 +1143,23 @@ def tasks(tally: Tally, n: int, seed: int) -> None:
     server.stop(tally)
 
 
+def training(name: str) -> Callable[[Tally, int, int], None]:
+    """Return a part of stress_training, which needs torch."""
+
+    def part(tally: Tally, n: int, seed: int) -> None:
+        try:
+            import torch  # noqa: F401
+        except ImportError:
+            print("torch is not installed: nothing is trained", flush=True)
+            return
+        sys.modules["stress"] = sys.modules[__name__]
+        import stress_training
+
+        getattr(stress_training, name)(tally, n, seed)
+
+    return part
+
+
 COUNTED: dict[str, tuple[Callable[[Tally, int, int], None], int, int, str]] = {
     "worker-kills": (worker_kills, 200, 8, "kill the processes of Python models"),
     "client-kills": (client_kills, 200, 10, "kill Python processes that use a server"),
@@ -1149,6 +1167,9 @@ COUNTED: dict[str, tuple[Callable[[Tally, int, int], None], int, int, str]] = {
     "server-restarts": (server_restarts, 20, 3, "kill, stop and drain a server under load, and start it again"),
     "connects": (connects, 1000, 60, "connect and close"),
     "tasks": (tasks, 10_000, 1000, "call from the tasks of an event loop, beside threads"),
+    "training-faults": (training("faults"), 300, 10, "train while processes are killed, and compare the curve"),
+    "training-sessions": (training("sessions"), 1000, 30, "keep a graph, and vanish"),
+    "training-steps": (training("steps"), 10_000, 200, "train for long"),
 }
 
 

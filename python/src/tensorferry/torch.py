@@ -154,6 +154,17 @@ class RemoteModule(torch.nn.Module):
             idempotent=part != "backward",  # a step is known by its number, a forward pass by its seed
         )  # fmt: skip
 
+    def _ask(self, part: str, params: Mapping[str, Any], inputs: Optional[Mapping[str, Any]] = None) -> Mapping[str, Any]:
+        """Run a part, once more if the server had only forgotten who trains."""
+        results: Mapping[str, Any]
+        try:
+            results = self._run(part, inputs or {}, params).result()
+        except Error as err:
+            if not self._token or not (self._look(err) or "discard" in params and self._there):
+                raise
+            results = self._run(part, inputs or {}, params).result()
+        return results
+
     def _train(self, given: Mapping[str, Any], seed: int, needs: Iterable[str], order: str = "") -> Call:
         """Begins a forward pass that keeps its graph."""
         if not self._token:
@@ -213,6 +224,7 @@ class RemoteModule(torch.nn.Module):
 
     def _look(self, err: Error) -> bool:
         """After an error, see where the server stands. It reports whether nothing is lost."""
+        self._there = []
         if not isinstance(err, (FailedPrecondition, Unavailable)):
             return False
         self._stands(err)
@@ -347,12 +359,12 @@ class RemoteModule(torch.nn.Module):
         """Drop the gradients that have been accumulated since the last step."""
         self._settle()
         if self._begun or self._void:
-            self._run("step", {}, {"discard": "true"}).result()
+            self._ask("step", {"discard": "true"})
         self._void, self._scale, self._passes, self._begun = "", 1.0, 0, 0
 
     def grad_norm(self) -> tuple[float, bool]:
         """Return the norm of the gradients there, and whether all are finite."""
-        _, square, finite, _ = self._run("step", {}, {"norm": "true"}).result()["y"].tolist()
+        _, square, finite, _ = self._ask("step", {"norm": "true"})["y"].tolist()
         return square**0.5, bool(finite)
 
     def _advance(self, optimizer: str, groups: str, wait: bool, **params: Any) -> None:
@@ -401,19 +413,19 @@ class RemoteModule(torch.nn.Module):
     def rewind(self, step: int) -> None:
         """Go back to the server's checkpoint of a step. What belongs to this side you load yourself."""
         self._settle()
-        self._run("step", {}, {"rewind": step}).result()
+        self._ask("step", {"rewind": step})
         self._step, self._void, self._scale, self._passes, self._begun = step, "", 1.0, 0, 0
 
     def release(self) -> None:
         """Free the graphs of forward passes whose outputs are gone."""
         while self._dropped:
             ids = [self._dropped.popleft() for _ in range(min(len(self._dropped), _RELEASES))]
-            self._run("release", {}, {"forwards": ",".join(ids)}).result()
+            self._ask("release", {"forwards": ",".join(ids)})
 
     # What a module has.
 
     def _describe(self) -> list[list[Any]]:
-        said = self._run("state", {}, {"about": "true"}).result()["about"]
+        said = self._ask("state", {"about": "true"})["about"]
         found: list[list[Any]] = json.loads(bytes(said.tolist()))["tensors"]
         return found
 
@@ -456,7 +468,7 @@ class RemoteModule(torch.nn.Module):
 
     def _fetch(self, what: str) -> dict[str, Any]:
         self._settle()
-        got = self._run("state", {}, {"what": what}).result()
+        got = self._ask("state", {"what": what})
         said = json.loads(bytes(got["about"].tolist()))["tensors"]
         like = {n: torch.empty(sh, dtype=getattr(torch, dt)) for n, dt, sh, _ in said}
         return dict(zip(like, unpack_tensors(got["y"], like)))
@@ -467,7 +479,7 @@ class RemoteModule(torch.nn.Module):
             raise NotImplementedError("a remote module loads all of a state dict, or nothing; leave strict=True")
         self._settle()
         about = torch.tensor(list(json.dumps(describe(state, ())).encode()), dtype=torch.uint8)
-        self._run("load", {"y": pack_tensors(state.values()), "about": about}, {}).result()
+        self._ask("load", {}, {"y": pack_tensors(state.values()), "about": about})
         return torch.nn.modules.module._IncompatibleKeys([], [])
 
 
