@@ -17,9 +17,9 @@ from typing import Any, Optional
 
 import torch
 from stress import CALL_SECONDS, SLACK, Server, Tally, children, gather, held, kill_own_link, returns, usage
-from tensorferry.torch import RemoteModule, RemoteOptimizer, Rewound
 
 import tensorferry as tf
+from tensorferry.torch import RemoteModule, RemoteOptimizer, Rewound
 
 nn, F = torch.nn, torch.nn.functional
 STEPS_BETWEEN = 4  # faults, about
@@ -162,7 +162,9 @@ def faults(tally: Tally, n: int, seed: int) -> None:
     if not tally.over.is_set():
         bad = [n for n in range(steps) if got.get(n) != want[n]]
         if bad:
-            tally.fail(f"{len(bad)} of {steps} losses differ, the first is {got.get(bad[0])} at {bad[0]}, not {want[bad[0]]}")
+            tally.fail(
+                f"{len(bad)} of {steps} losses differ, the first is {got.get(bad[0])} at {bad[0]}, not {want[bad[0]]}"
+            )
     server.stop(tally)
     folder.cleanup()
 
@@ -211,7 +213,9 @@ def sessions(tally: Tally, n: int, seed: int) -> None:
                 break
             one()
             tally.tick()
-        returns(tally, "all", now, {**base, "training_graphs": 0, "training_graph_bytes": 0}, {**SLACK, "worker's MiB": 16})
+        returns(
+            tally, "all", now, {**base, "training_graphs": 0, "training_graph_bytes": 0}, {**SLACK, "worker's MiB": 16}
+        )
     server.stop(tally)
 
 
@@ -246,7 +250,12 @@ def steps(tally: Tally, n: int, seed: int) -> None:
             gc.collect()
             (worker,) = children(server.pid)
             mine = {f"own {k}": v for k, v in usage(os.getpid()).items()}
-            return {**mine, **{f"worker's {k}": v for k, v in usage(worker).items()}, **kept(client), **held(client, server.pid)}
+            return {
+                **mine,
+                **{f"worker's {k}": v for k, v in usage(worker).items()},
+                **kept(client),
+                **held(client, server.pid),
+            }
 
         with module.training():
             base: dict[str, int] = {}

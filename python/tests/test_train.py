@@ -300,20 +300,18 @@ class Exact(Torch):
             torch.testing.assert_close(split[name], alone[name], rtol=1e-5, atol=1e-7, msg=name)
 
 
-@needs_torch
-class Passes(Torch):
-    """One module, and what may happen to its passes."""
-
-    trunk: Any
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        super().setUpClass()
+class Served(Torch):
+    """A server of this process."""
 
     def serve(self, trunk: Any, **more: Any) -> tuple[Any, Any]:
         server = self.enter(tf.serve(trunk, 0, name="trunk", train=True, **more))
         client = self.enter(tf.connect(server.address))
         return client, RemoteModule(client, "trunk")
+
+
+@needs_torch
+class Passes(Served):
+    """One module, and what may happen to its passes."""
 
     def test_gradcheck_passes_and_leaves_no_graph(self) -> None:
         client, trunk = self.serve(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double())
@@ -684,6 +682,65 @@ class Passes(Torch):
 def linear() -> Any:
     torch.manual_seed(3)
     return nn.Linear(3, 3)
+
+
+@needs_torch
+class AsTorch(Served):
+    """What the tests of torch's own RemoteModule and DistributedOptimizer look at, where it makes sense here."""
+
+    def test_what_is_no_module_does_not_train(self) -> None:
+        with self.assertRaisesRegex(TypeError, "cannot train; it is no torch.nn.Module"):
+            tf.serve(lambda x: x, 0, name="f", train=True)
+
+    def test_a_device_that_is_none(self) -> None:
+        with self.assertRaisesRegex(RuntimeError, "device"):
+            tf.serve(nn.Linear(3, 3), 0, name="trunk", train=True, device="foo")
+
+    def test_methods_that_are_not_supported(self) -> None:
+        _, trunk = self.serve(nn.Linear(3, 3))
+        for name, args in {
+            "add_module": ("a", nn.ReLU()), "register_parameter": ("a", None), "register_buffer": ("a", None),
+            "apply": (print,), "buffers": (), "named_buffers": (), "share_memory": (),
+        }.items():  # fmt: skip
+            with self.subTest(name), self.assertRaisesRegex(TypeError, "on the server"):
+                getattr(trunk, name)(*args)
+        with self.assertRaisesRegex(TypeError, "has the inputs x; 2 were given"):
+            trunk(torch.ones(1), torch.ones(1))
+        with self.assertRaisesRegex(TypeError, "given were z"):
+            trunk(z=torch.ones(1))
+
+    def test_a_step_that_raises(self) -> None:
+        class Broken(tf.Trainer):  # type: ignore[name-defined,misc]
+            def step(self, options: Any) -> None:
+                raise ValueError("Error running optimizer.")
+
+        _, trunk = self.serve(Broken(nn.Linear(3, 3)))
+        with trunk.training():
+            trunk(torch.ones(1, 3)).sum().backward()
+            with self.assertRaisesRegex(tf.Internal, "ValueError in the model's code"):
+                RemoteOptimizer(trunk.parameters()).step()
+            self.assertEqual(trunk.step, 0)
+
+    def test_options_that_the_optimizer_does_not_take(self) -> None:
+        _, trunk = self.serve(nn.Linear(3, 3))
+        with trunk.training():
+            trunk(torch.ones(1, 3)).sum().backward()
+            with self.assertRaisesRegex(tf.Error, "no optimizer 'adam' with such options"):
+                RemoteOptimizer(trunk.parameters(), "adam", nesterov=True).step()
+
+    def test_parameters_without_a_gradient_are_left_alone(self) -> None:
+        module = Two()
+        _, trunk = self.serve(copy.deepcopy(module), outputs=("a", "b", "place"))
+        ours = torch.optim.AdamW(module.parameters(), lr=0.1)
+        theirs = RemoteOptimizer(trunk.parameters(), torch.optim.AdamW, lr=0.1)
+        x = torch.randn(4, 16)
+        with trunk.training():
+            for _ in range(2):
+                for part, optimizer in ((module, ours), (trunk, theirs)):
+                    optimizer.zero_grad()
+                    part(x)[0].sum().backward()
+                    optimizer.step()
+            self.same(dict(module.state_dict()), trunk.state_dict())
 
 
 if torch is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import os
 import pathlib
@@ -71,11 +72,18 @@ class Trainer:
             unknown = [name for names in parts for name in names or () if name not in known]
             if unknown:
                 raise ModelError(f"the module has no parameter {unknown[0]!r}")
+            made_by = _OPTIMIZERS.get(options["optimizer"])
+            if made_by is None:
+                raise ModelError(f"no optimizer {options['optimizer']!r}; there are {', '.join(_OPTIMIZERS)}")
+            takes = inspect.signature(made_by).parameters  # torch takes any in a group
+            wrong = [name for g in groups for name in g if name not in takes]
             for g, names in zip(groups, parts):
                 g["params"] = [known[name] for name in names] if names is not None else list(known.values())
             try:
-                self.optimizer = _OPTIMIZERS[options["optimizer"]](groups, lr=groups[0].get("lr", 0.01))
-            except (KeyError, TypeError, ValueError) as err:
+                if wrong:
+                    raise TypeError(f"it takes no {wrong[0]}")
+                self.optimizer = made_by(groups, lr=groups[0].get("lr", 0.01))
+            except (TypeError, ValueError) as err:
                 raise ModelError(f"no optimizer {options['optimizer']!r} with such options: {err}") from None
             self.said = made
         for have, new in zip(self.optimizer.param_groups, groups):

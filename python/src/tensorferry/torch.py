@@ -154,13 +154,15 @@ class RemoteModule(torch.nn.Module):
             idempotent=part != "backward",  # a step is known by its number, a forward pass by its seed
         )  # fmt: skip
 
-    def _ask(self, part: str, params: Mapping[str, Any], inputs: Optional[Mapping[str, Any]] = None) -> Mapping[str, Any]:
+    def _ask(
+        self, part: str, params: Mapping[str, Any], inputs: Optional[Mapping[str, Any]] = None
+    ) -> Mapping[str, Any]:
         """Run a part, once more if the server had only forgotten who trains."""
         results: Mapping[str, Any]
         try:
             results = self._run(part, inputs or {}, params).result()
         except Error as err:
-            if not self._token or not (self._look(err) or "discard" in params and self._there):
+            if not self._token or not (self._look(err) or ("discard" in params and self._there)):
                 raise
             results = self._run(part, inputs or {}, params).result()
         return results
@@ -458,6 +460,12 @@ class RemoteModule(torch.nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> RemoteModule:
         """Leave the module where it is: to, cuda, half and the like are for modules of this process."""
         return self
+
+    def _refused(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a RemoteModule has its parts on the server: change them where the module is made")
+
+    add_module = register_module = register_parameter = register_buffer = apply = _refused
+    buffers = named_buffers = share_memory = _refused
 
     def __reduce__(self) -> Any:
         raise TypeError("a RemoteModule is not copied or pickled: make another from a client")
