@@ -621,6 +621,34 @@ class Passes(Served):
                 with self.assertRaisesRegex(tf.FailedPrecondition, f"step {n} does not follow step 1"):
                     client.call("trunk/step", {}, params={**said, "n": n}, like="torch").result()
 
+    def test_params_that_make_no_sense(self) -> None:
+        client, trunk = self.serve(nn.Linear(3, 3))
+        with trunk.training():
+            trunk(torch.ones(1, 3)).sum().backward()
+            said = {"lease": trunk._token}
+            octets = torch.zeros(3, dtype=torch.uint8)
+            for part, inputs, params, error in (
+                ("train", {"x": torch.ones(1, 3)}, {"seed": -1}, "seed -1 is not"),
+                ("train", {"x": torch.ones(1, 3)}, {"wire": "int8"}, "is none of float32"),
+                ("train", {"x": torch.ones(1, 3)}, {"order": "1"}, "use SERIES.N"),
+                ("backward", {"y": torch.ones(1, 3)}, {"forward": "x"}, "graph of forward pass 'x' is gone"),
+                ("step", {}, {"n": 1, "groups": "[]"}, "groups is not a list"),
+                ("step", {}, {"n": 1, "groups": "{"}, "groups is not a list"),
+                ("step", {}, {"n": 1, "groups": '[{"lr": "x"}]'}, "lr is no number"),
+                ("step", {}, {"n": 1, "groups": '[{"params": ["w"]}]'}, "no parameter 'w'"),
+                ("step", {}, {"n": 1, "groups": '[{"lr": -1}]'}, "Invalid learning rate"),
+                ("step", {}, {"n": "one"}, "wanted a int"),
+                ("step", {}, {"rewind": 3}, "there are no checkpoints"),
+                ("state", {}, {"what": "all"}, "neither model nor optimizer"),
+                ("load", {"y": octets, "about": octets}, {}, "about is not a list"),
+                ("lease", {}, {"token": ""}, "token is missing"),
+            ):
+                with self.subTest(part, params=params), self.assertRaisesRegex(tf.Error, error):
+                    lease = {} if part == "lease" else said
+                    client.call("trunk/" + part, inputs, params={**lease, **params}, like="torch").result()
+            RemoteOptimizer(trunk.parameters()).step()
+            self.assertEqual(trunk.step, 1)
+
     def test_one_client_trains_at_a_time(self) -> None:
         client, trunk = self.serve(nn.Linear(3, 3))
         other = RemoteModule(client, "trunk")

@@ -234,6 +234,8 @@ class Training:
     ) -> Any:  # fmt: skip
         """NAME/train."""
         self.check(call, lease)
+        if seed is not None and not 0 <= seed < 1 << 63:
+            raise ModelError(f"seed {seed} is not between 0 and 2⁶³-1")
         if seed is not None:  # the same pass again: its client did not hear of the first
             for id in [id for id, g in self.graphs.items() if g.seed == seed]:
                 self.forget(id, "the pass was run again")
@@ -378,16 +380,19 @@ class Training:
                     f"the gradients are of {self.passes} backward passes, the client had {passes} confirmed; "
                     "zero them, and run the passes since the last step again"
                 )
-            try:
-                options = {"optimizer": optimizer, "groups": json.loads(groups)}
-            except ValueError:
-                raise ModelError("param groups is not JSON") from None
+            options = {"optimizer": optimizer, "groups": _groups(groups)}
             for g in grads:
                 if scale != 1.0:
                     g.mul_(scale)
                 if clip_value:
                     g.clamp_(-clip_value, clip_value)
-            self.trainer.step(options)
+            try:
+                self.trainer.step(options)
+            except ModelError:
+                raise
+            except BaseException:
+                self.void = "a step failed half-way"
+                raise
         self.zero()
         for id in list(self.graphs):
             self.forget(id, f"step {n} came after it", "expired")
@@ -425,10 +430,14 @@ class Training:
         """NAME/load: whole, or not at all."""
         self.check(call, lease)
         have = self.tensors("model")
-        want, got = describe(have, ()), json.loads(bytes(given["about"].tolist()))
+        want = describe(have, ())
+        try:
+            got = [list(d)[:3] for d in json.loads(bytes(given["about"].tolist()))]
+        except (ValueError, TypeError):
+            raise ModelError("about is not a list of names, types and shapes, as JSON") from None
         for a, b in zip(want, got):
-            if a[:3] != b[:3]:
-                raise ModelError(f"the module has {_say(a)}, given was {_say(b)}")
+            if a[:3] != b:
+                raise ModelError(f"the module has {' '.join(map(str, a[:3]))}, given was {' '.join(map(str, b))}")
         if len(want) != len(got):
             raise ModelError(f"the module has {len(want)} tensors, given were {len(got)}")
         if self.graphs:
@@ -559,6 +568,21 @@ class Training:
         return self.state()
 
 
+def _groups(text: str) -> list[dict[str, Any]]:
+    """The groups of an optimizer's parameters, from JSON."""
+    try:
+        groups = json.loads(text)
+    except ValueError:
+        groups = None
+    if not isinstance(groups, list) or not groups or not all(isinstance(g, dict) for g in groups):
+        raise ModelError("param groups is not a list of objects, as JSON")
+    for name, value in ((name, value) for g in groups for name, value in g.items()):
+        parts = value if isinstance(value, list) else [value]
+        if not all(part is None or isinstance(part, str if name == "params" else (int, float)) for part in parts):
+            raise ModelError(f"param groups: {name} is no number, nor a list of them")
+    return groups
+
+
 def _gradient(x: Any) -> Any:
     if not x.requires_grad:
         return torch.empty(0, dtype=x.dtype)
@@ -580,10 +604,6 @@ def _storage_bytes(x: Any) -> int:
 def describe(tensors: Mapping[str, Any], parameters: Container[str]) -> list[list[Any]]:
     """Name, data type, shape, and whether it is one of the parameters, of each tensor."""
     return [[n, str(t.dtype).partition(".")[2], list(t.shape), n in parameters] for n, t in tensors.items()]
-
-
-def _say(d: list[Any]) -> str:
-    return f"{d[0]} {d[1]} {d[2]}"
 
 
 def pack_tensors(tensors: Iterable[Any]) -> Any:

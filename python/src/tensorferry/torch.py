@@ -113,7 +113,9 @@ class RemoteModule(torch.nn.Module):
         needs = [n for n, x in given.items() if torch.is_tensor(x) and x.requires_grad]
         if not torch.is_grad_enabled() or not (self.training or needs):
             self._settle()
-            return self._one(self._run("", {n: self._sent(x) for n, x in given.items()}, {}).result())
+            results = self._run("", {n: x.detach().contiguous() for n, x in given.items()}, {}).result()
+            first = next(iter(given.values()))
+            return self._one({n: self._received(y, first) for n, y in results.items()})
         said = _Through.apply(self, list(given), self._seed(), *given.values(), self._tail())
         return said[0] if len(said) == 1 else said
 
