@@ -18,8 +18,8 @@ const (
 	// tableFree is how many chunks a tensor on credit may have before its chunk table is
 	// charged to the memory budget: 20 KiB.
 	tableFree = frame.AllowanceChunks
-	// reservationsShare: all reservations together take at most 1/reservationsShare of the
-	// budget, to leave room for memory that is needed now.
+	// reservationsShare: all that is promised, and so all reservations together, takes at most
+	// 1/reservationsShare of the budget, to leave room for memory that is needed now.
 	reservationsShare = 2
 	// promiseShare: a session is granted at most 1/promiseShare of what can still be
 	// promised, in multiples of promiseUnit bytes.

@@ -17,8 +17,8 @@ import (
 type staging struct {
 	budget   *slab.Budget
 	holder   *slab.Principal // of memory acquired as needed
-	promised bool            // to the session, by promise
-	reserved int64           // bytes
+	promised bool            // the session may make a reservation
+	reserved int64           // bytes of it
 
 	// reserver holds the reservation separately: for the fairness of the budget, a session
 	// that has only sent a small tensor does not count as having memory.
@@ -40,8 +40,7 @@ type staging struct {
 // must not wait for others' large ones.
 type reservations struct {
 	mu       sync.Mutex // guards all below; taken after that of a staging
-	held     int64      // bytes
-	promised int64      // bytes that sessions were allowed to send
+	promised int64      // bytes of the reservations that sessions may make
 	idle     list.List  // of *staging, the longest idle first
 }
 
@@ -60,46 +59,10 @@ func (l *reservations) promise(b *slab.Budget, most uint32) uint32 {
 	return n
 }
 
-// take acquires the reservation of d, if there is room.
-func (l *reservations) take(d *staging) bool {
-	_, _, limit := d.budget.Used()
-	for {
-		l.mu.Lock()
-		room := l.held+d.reserved <= limit/reservationsShare
-		if room {
-			l.held += d.reserved
-		}
-		l.mu.Unlock()
-		if room {
-			break
-		}
-		if !l.reclaim() {
-			return false
-		}
-	}
-	if d.budget.TryAcquire(d.reserver, d.reserved) {
-		return true
-	}
-	l.give(d.reserved, 0)
-	return false
-}
-
-func (l *reservations) give(held, promised int64) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.held -= held
-	l.promised -= promised
-}
-
-// wake removes d from the idle list.
+// wake removes d from the idle list, if it is in it.
 func (l *reservations) wake(d *staging) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.unlink(d)
-}
-
-// unlink removes d from the idle list, if it is in it; mu is held.
-func (l *reservations) unlink(d *staging) {
 	if d.idle != nil {
 		l.idle.Remove(d.idle)
 		d.idle = nil
@@ -113,8 +76,8 @@ func (l *reservations) reclaim() bool {
 	var d *staging
 	l.mu.Lock()
 	if first := l.idle.Front(); first != nil && time.Since(first.Value.(*staging).since) >= stagingGrace {
-		d = first.Value.(*staging)
-		l.unlink(d)
+		d = l.idle.Remove(first).(*staging)
+		d.idle = nil
 	}
 	l.mu.Unlock()
 	if d == nil {
@@ -150,7 +113,7 @@ func (d *staging) take(n int64) bool {
 	defer d.mu.Unlock()
 	d.all.wake(d)
 	defer d.rest()
-	d.held = d.held || d.all.take(d)
+	d.held = d.held || d.promised && d.budget.TryAcquire(d.reserver, d.reserved)
 	if more := d.beyond(d.used+n) - d.past; more > 0 {
 		if !d.budget.TryAcquire(d.holder, more) {
 			return false
@@ -206,7 +169,9 @@ func (d *staging) close() {
 	d.all.wake(d)
 	d.giveUp()
 	if d.promised {
-		d.all.give(0, d.reserved)
+		d.all.mu.Lock()
+		defer d.all.mu.Unlock()
+		d.all.promised -= d.reserved
 	}
 }
 
@@ -214,7 +179,6 @@ func (d *staging) close() {
 func (d *staging) giveUp() {
 	if d.held {
 		d.budget.Release(d.reserver, d.reserved)
-		d.all.give(d.reserved, 0)
 		d.held = false
 	}
 }
