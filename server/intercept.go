@@ -212,38 +212,21 @@ func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamSe
 // which Python has, forgets the status of an RPC when it cannot write. drop returns when no
 // message has come for dropIdle, after dropMost, or after dropBytes.
 func (s *Server) drop(from accounted) {
-	came, over := make(chan int), make(chan struct{})
-	defer close(over)
+	idle, over := time.NewTimer(dropIdle), make(chan struct{})
+	defer idle.Stop()
 	s.core.Go(func() { // ends with the RPC
-		defer close(came)
-		for {
-			var m wire.Message
-			if from.RecvMsg(&m) != nil {
-				return
-			}
-			n := m.Control + m.Frame.Chunk.Len()
+		defer close(over)
+		var m wire.Message
+		for left := dropBytes; left > 0 && from.RecvMsg(&m) == nil; idle.Reset(dropIdle) {
+			left -= m.Control + m.Frame.Chunk.Len()
 			m.Free()
-			select {
-			case came <- n:
-			case <-over:
-				return
-			}
 		}
 	})
-	end := time.After(dropMost)
-	for left := dropBytes; left > 0; {
-		select {
-		case n, more := <-came:
-			if left -= n; !more {
-				return
-			}
-		case <-time.After(dropIdle):
-			return
-		case <-end:
-			return
-		case <-s.core.Done():
-			return
-		}
+	select {
+	case <-over:
+	case <-idle.C:
+	case <-time.After(dropMost):
+	case <-s.core.Done():
 	}
 }
 
