@@ -4,7 +4,6 @@ import (
 	"context"
 	"maps"
 	"net/http"
-	"strings"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/health"
@@ -13,11 +12,8 @@ import (
 	"github.com/tensorferry/tensorferry/internal/serving"
 )
 
-// modelPrefix precedes the names of models in the health service.
-const modelPrefix = "model/"
-
 // healthService answers for the whole server, under "", for each service by its name, and
-// for each model of the registry. A model that lost a run does not serve until the run has
+// for each model of the registry, under model/ and its name. A model that lost a run does not serve until the run has
 // ended or another model has taken its place: the run holds memory and a worker.
 type healthService struct{ *health.Server }
 
@@ -29,15 +25,6 @@ func (s *Server) Health() http.Handler {
 	return g
 }
 
-// serves marks the services registered on r as serving.
-func (h healthService) serves(r *grpc.Server) {
-	for name := range r.GetServiceInfo() {
-		if !strings.HasPrefix(name, "grpc.") { // health and reflection themselves
-			h.SetServingStatus(name, healthpb.HealthCheckResponse_SERVING)
-		}
-	}
-}
-
 // statuses maps the health of a model to gRPC's. gRPC's health service cannot forget a name.
 var statuses = map[serving.Health]healthpb.HealthCheckResponse_ServingStatus{
 	serving.Serving:    healthpb.HealthCheckResponse_SERVING,
@@ -46,7 +33,7 @@ var statuses = map[serving.Health]healthpb.HealthCheckResponse_ServingStatus{
 }
 
 func (h healthService) model(name string, is serving.Health) {
-	h.SetServingStatus(modelPrefix+name, statuses[is])
+	h.SetServingStatus("model/"+name, statuses[is])
 }
 
 // Check answers for one name. A removed model is as unknown as one that never existed.

@@ -10,6 +10,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/metrics"
+	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/storing"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/store"
@@ -21,7 +22,10 @@ func (s *Server) ListModels(context.Context, *pb.ListModelsRequest) (*pb.ListMod
 	return &pb.ListModelsResponse{Models: each(s.cfg.Models.Infos(), func(i engine.Info) *pb.Model {
 		return &pb.Model{
 			Name: i.Name, Version: i.Version, Device: i.Device, Rows: int32(i.Rows),
-			Inputs: each(i.Inputs, port), Outputs: each(i.Outputs, port), Params: each(i.Params, param), About: i.About, Idempotent: i.Idempotent,
+			Inputs: each(i.Inputs, port), Outputs: each(i.Outputs, port), About: i.About, Idempotent: i.Idempotent,
+			Params: each(i.Params, func(p engine.Param) *pb.Param {
+				return &pb.Param{Name: p.Name, Kind: p.Kind, Default: p.Default, Meaning: p.Meaning}
+			}),
 		}
 	})}, nil
 }
@@ -33,28 +37,12 @@ func port(p engine.Port) *pb.Port {
 	}
 }
 
-func param(p engine.Param) *pb.Param {
-	return &pb.Param{Name: p.Name, Kind: p.Kind, Default: p.Default, Meaning: p.Meaning}
-}
-
 // each returns what f makes of each element.
 func each[A, B any](in []A, f func(A) B) (out []B) {
 	for _, a := range in {
 		out = append(out, f(a))
 	}
 	return out
-}
-
-// modelStates returns the current states of the models.
-func (s *Server) modelStates() (all []*pb.ModelState) {
-	for _, m := range s.core.ModelStates() {
-		state := &pb.ModelState{Name: m.Name, Unavailable: m.Unavailable, Gauges: make(map[string]float64)}
-		for _, g := range m.Gauges {
-			state.Gauges[g.Name] = g.Value
-		}
-		all = append(all, state)
-	}
-	return all
 }
 
 // GetServiceInfo returns limits, counters and the states of the models.
@@ -66,7 +54,13 @@ func (s *Server) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb
 		Limits:       s.shownLimits(&v),
 		Counters:     metrics.Counters(&v),
 		Codecs:       each(codec.All(), func(k codec.Codec) pb.Codec { return pb.Codec(k) }),
-		Models:       s.modelStates(),
+		Models: each(s.core.ModelStates(), func(m serving.ModelState) *pb.ModelState {
+			state := &pb.ModelState{Name: m.Name, Unavailable: m.Unavailable, Gauges: make(map[string]float64)}
+			for _, g := range m.Gauges {
+				state.Gauges[g.Name] = g.Value
+			}
+			return state
+		}),
 	}, nil
 }
 

@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/health"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
@@ -186,8 +187,10 @@ func New(cfg Config) (*Server, error) {
 		}
 	}
 	for _, e := range s.endpoints {
-		s.health.serves(e.grpc)
 		for service, info := range e.grpc.GetServiceInfo() {
+			if !strings.HasPrefix(service, "grpc.") { // health and reflection themselves
+				s.health.SetServingStatus(service, healthpb.HealthCheckResponse_SERVING)
+			}
 			for _, m := range info.Methods {
 				e.methods["/"+service+"/"+m.Name] = true
 			}
