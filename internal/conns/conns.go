@@ -6,7 +6,9 @@ package conns
 import (
 	"context"
 	"log/slog"
+	"maps"
 	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -90,9 +92,13 @@ func (c *Conn) Answer(m any) *wire.Answer {
 // Reject cancels the context of the RPC that tap rejects, and that began last. Only the
 // goroutine that reads the connection, tap's, may call it.
 func (c *Conn) Reject() {
-	if c != nil {
-		c.rpcs.reject()
+	if c == nil || c.rpcs.newest == nil {
+		return
 	}
+	c.rpcs.rejecting.Store(true)
+	c.rpcs.newest()
+	c.rpcs.rejecting.Store(false)
+	c.rpcs.newest = nil
 }
 
 // rpcsContext is the parent of the contexts of a connection's RPCs. gRPC (1.85) does not
@@ -120,17 +126,6 @@ func (c *rpcsContext) Err() error {
 func (c *rpcsContext) AfterFunc(f func()) (stop func() bool) {
 	c.newest = f
 	return func() bool { return true }
-}
-
-// reject cancels the newest child.
-func (c *rpcsContext) reject() {
-	if c.newest == nil {
-		return
-	}
-	c.rejecting.Store(true)
-	c.newest()
-	c.rejecting.Store(false)
-	c.newest = nil
 }
 
 // connKey is the context key of the *Conn.
@@ -329,25 +324,16 @@ func (s *Set) Watch(idle time.Duration, done <-chan struct{}) {
 		case <-done:
 			return
 		}
-		for _, one := range s.stuck() {
+		s.mu.Lock()
+		stuck := slices.DeleteFunc(slices.Collect(maps.Keys(s.open)), func(one *Conn) bool { return !one.unread.Look() || one.in == nil })
+		s.mu.Unlock()
+		for _, one := range stuck {
 			if n, due := s.unread.Again(); due {
 				s.cfg.Log.Warn("connection closed: its peer does not read", slog.String("peer", one.addr.String()), slog.Int64("closed", n))
 			}
 			_ = one.in.Close() // gRPC's reader cleans up the rest
 		}
 	}
-}
-
-// stuck checks all connections and returns those whose peers do not read.
-func (s *Set) stuck() (all []*Conn) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for one := range s.open {
-		if one.unread.Look() && one.in != nil {
-			all = append(all, one)
-		}
-	}
-	return all
 }
 
 // TagRPC returns ctx.

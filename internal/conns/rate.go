@@ -73,7 +73,12 @@ func (r *Frames) Recv() (*frame.Frame, error) {
 		n -= 1 + placing
 	}
 	if n > 0 {
-		r.wait(n)
+		if delay := price(r.one.thin, n); delay > 0 {
+			select {
+			case <-time.After(delay):
+			case <-r.Context().Done(): // which Recv says
+			}
+		}
 	}
 	r.owed, r.chunk, r.seen = 0, false, opened
 	f, err := r.frames.Recv()
@@ -85,18 +90,6 @@ func (r *Frames) Recv() (*frame.Frame, error) {
 		r.owed += placing
 	}
 	return f, nil
-}
-
-// wait waits for the delay of n small frames.
-func (r *Frames) wait(n int) {
-	delay := price(r.one.thin, n)
-	if delay == 0 {
-		return
-	}
-	select {
-	case <-time.After(delay):
-	case <-r.Context().Done(): // the next Recv returns the error
-	}
 }
 
 // price returns how long to wait for n small frames. No frame costs more than the limiter's
