@@ -126,7 +126,7 @@ func readSafetensors(r io.Reader, size int64) (*Safetensors, error) {
 	if err := readHeader(r, header, "safetensors"); err != nil {
 		return nil, err
 	}
-	entries, metadata, err := ParseSafetensorsHeader(header, left-int64(n))
+	entries, metadata, err := parseSafetensorsHeader(header, left-int64(n))
 	if err != nil {
 		return nil, err
 	}
@@ -204,20 +204,23 @@ func (s *Safetensors) entry(name string) (Entry, error) {
 	return s.entries[i], nil
 }
 
-// ParseSafetensorsHeader checks a header (the JSON text with its padding, without
+// parseSafetensorsHeader checks a header (the JSON text with its padding, without
 // the length before it) against the dataBytes bytes that follow it, which the
 // tensors must cover once and completely. Entries come in the order of their bytes.
 // Nothing returned shares header.
-func ParseSafetensorsHeader(header []byte, dataBytes int64) ([]Entry, map[string]string, error) {
+func parseSafetensorsHeader(header []byte, dataBytes int64) ([]Entry, map[string]string, error) {
 	text := bytes.TrimRight(header, " ")
-	switch {
-	case len(header) > MaxSafetensorsHeader:
-		return nil, nil, fmt.Errorf("%w: safetensors: header of %d bytes is over the limit of %d", ErrFormat, len(header), MaxSafetensorsHeader)
-	case len(text) == 0 || text[0] != '{' || text[len(text)-1] != '}':
+	if len(text) == 0 || text[0] != '{' || text[len(text)-1] != '}' {
 		return nil, nil, fmt.Errorf("%w: safetensors: the header is not a JSON object; is this a safetensors file?", ErrFormat)
 	}
 	p := newHeaderParser(text, "the header")
-	p.header()
+	p.object("the header", func(key string) {
+		if key == MetadataName {
+			p.metadata = p.texts(key)
+		} else {
+			p.entry(key)
+		}
+	})
 	if p.err == nil {
 		p.cover(dataBytes)
 	}
@@ -250,16 +253,6 @@ func (p *headerParser) more(n int, what string) {
 	if n >= MaxEntries {
 		p.fail("there are more than %d %s, the limit", MaxEntries, what)
 	}
-}
-
-func (p *headerParser) header() {
-	p.object("the header", func(key string) {
-		if key != MetadataName {
-			p.entry(key)
-			return
-		}
-		p.metadata = p.texts(key)
-	})
 }
 
 // texts reads an object of texts.

@@ -487,7 +487,7 @@ func FuzzSafetensorsHeader(f *testing.F) {
 		}
 	}
 	f.Fuzz(func(t *testing.T, header []byte, dataBytes uint16) {
-		entries, metadata, err := ParseSafetensorsHeader(header, int64(dataBytes))
+		entries, metadata, err := parseSafetensorsHeader(header, int64(dataBytes))
 		if got, want := err == nil, modelAccepts(header, int(dataBytes)); got != want {
 			t.Fatalf("accepted %v (%v), the model says %v: %q with %d bytes", got, err, want, header, dataBytes)
 		}
