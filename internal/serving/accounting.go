@@ -41,13 +41,6 @@ type counts struct {
 	endedTensors  map[metrics.Outcome]int64 // by kind
 }
 
-func newCounts() counts {
-	return counts{
-		seconds: metrics.NewCallSeconds(), models: make(map[string]struct{}), ended: make(map[metrics.Outcome]int64),
-		openTransfers: map[string]int64{string(Push): 0, string(Pull): 0}, transferBytes: make(map[metrics.Outcome]int64), endedTensors: make(map[metrics.Outcome]int64),
-	}
-}
-
 // watch follows the registry. Only its models have labels of their own, so that callers
 // cannot create labels. The counts of a removed model stay in the total.
 func (c *counts) watch(name string, here bool) {

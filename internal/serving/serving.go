@@ -22,6 +22,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/failures"
+	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 )
@@ -85,8 +86,12 @@ func New(cfg Config) *Core {
 	}
 	c := &Core{
 		Failures: failures.New(cfg.Log),
-		Config:   cfg, counts: newCounts(), models: models{told: cfg.Health, all: make(map[string]*modelState)},
+		Config:   cfg, models: models{told: cfg.Health, all: make(map[string]*modelState)},
 		sessions: make(map[*Session]struct{}),
+		counts: counts{
+			seconds: metrics.NewCallSeconds(), models: make(map[string]struct{}), ended: make(map[metrics.Outcome]int64),
+			openTransfers: map[string]int64{string(Push): 0, string(Pull): 0}, transferBytes: make(map[metrics.Outcome]int64), endedTensors: make(map[metrics.Outcome]int64),
+		},
 	}
 	c.ctx, c.stop = context.WithCancelCause(context.Background())
 	c.Limits = cfg.Open

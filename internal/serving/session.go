@@ -300,11 +300,7 @@ func (s *Session) Stage(geo tensor.Geometry) (*slab.Slab, int64, error) {
 }
 
 // Unstage gives back bytes that Stage took, whose memory is released.
-func (s *Session) Unstage(n int64) {
-	if n > 0 {
-		s.staging.give(n)
-	}
-}
+func (s *Session) Unstage(n int64) { s.staging.give(n) }
 
 // unstage releases the memory in which a tensor on allowance waited, which nothing uses any
 // more. Its chunk table stays until the call ends.

@@ -77,25 +77,20 @@ var callRules = []Rule{
 	{Err: engine.ErrUnavailable, Code: frame.Unavailable, Retry: true},
 }
 
-// ExplainCall returns what the caller is told about the error of a call.
+// ExplainCall returns what the caller is told about the error of a call. The log has all of
+// the failure of a model's own code.
 func ExplainCall(err error) *RefusedError {
 	why := Explain(err, callRules)
-	if why.Secret && errors.Is(err, engine.ErrModel) {
-		why.Text = modelText(err)
-	}
-	return why
-}
-
-// modelText returns what a caller may read about a failure of a model's own code. The log
-// has all of it.
-func modelText(err error) string {
 	var public engine.PublicError
 	var panicked *engine.PanicError
 	switch {
+	case !why.Secret || !errors.Is(err, engine.ErrModel):
 	case errors.As(err, &public):
-		return "model failed: " + public.Public()
+		why.Text = "model failed: " + public.Public()
 	case errors.As(err, &panicked):
-		return fmt.Sprintf("model %q panicked; the server has the cause under the call's id", panicked.Model)
+		why.Text = fmt.Sprintf("model %q panicked; the server has the cause under the call's id", panicked.Model)
+	default:
+		why.Text = "model failed; the server has the cause under the call's id"
 	}
-	return "model failed; the server has the cause under the call's id"
+	return why
 }
