@@ -66,14 +66,14 @@ func (l *transferLog) begin(id tensor.ID, k serving.Direction, on *serving.Sessi
 	return r, nil
 }
 
-// open returns the record of the transfer that a session carries; nil if there is none.
-func (l *transferLog) open(on *serving.Session, id tensor.ID) *record {
+// find returns the record of a transfer, nil if there is none, and its session while it is open.
+func (l *transferLog) find(id tensor.ID) (r *record, on *serving.Session) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if r := l.byID[id]; r != nil && r.session == on {
-		return r
+	if r = l.byID[id]; r != nil {
+		on = r.session
 	}
-	return nil
+	return r, on
 }
 
 // tensor adds a tensor to a record.
@@ -142,13 +142,7 @@ func (l *transferLog) stored(r *record) {
 
 // Waits handles the message of a pull's client that it waits for the consumer of its output.
 func (s *Service) Waits(id tensor.ID) {
-	s.log.mu.Lock()
-	var on *serving.Session
-	if r := s.log.byID[id]; r != nil {
-		on = r.session
-	}
-	s.log.mu.Unlock()
-	if on != nil {
+	if _, on := s.log.find(id); on != nil {
 		on.Waits()
 	}
 }
