@@ -134,7 +134,7 @@ func (f *Files) List(ctx context.Context, glob, after string, most int) ([]Info,
 	if err := f.rescan(false); err != nil {
 		return nil, err
 	}
-	return f.list(ctx, glob, after, most)
+	return f.index.List(ctx, glob, after, most)
 }
 
 // Delete implements Store. It fails for every tensor that exists.

@@ -49,8 +49,8 @@ type Folder struct {
 	disk
 	used, said atomic.Int64 // bytes of pushed files, and of their metadata; they grow under mu only
 
-	sets       sync.RWMutex // held while a set is committed; guards unfinished; taken before locks
-	unfinished *manifest    // of a committed set, to be finished before other changes
+	setLock              // guards unfinished; taken before locks
+	unfinished *manifest // of a committed set, to be finished before other changes
 
 	// locks are held while the file of a name is replaced, deleted or mapped, so that index
 	// and file agree; see lockName.
@@ -319,7 +319,7 @@ func (f *Folder) List(ctx context.Context, glob, after string, most int) ([]Info
 	if err := f.usable(); err != nil {
 		return nil, err
 	}
-	return f.list(ctx, glob, after, most)
+	return f.index.List(ctx, glob, after, most)
 }
 
 // Delete implements Store. One fsync makes all deletions durable.

@@ -47,8 +47,8 @@ func (x *index[T]) open(name string, hold func(T)) (v T, err error) {
 	return v, nil
 }
 
-// list implements Store.List; it locks mu.
-func (x *index[T]) list(ctx context.Context, glob, after string, most int) ([]Info, error) {
+// List implements Store; it locks mu.
+func (x *index[T]) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
 	return listPages(ctx, glob, after, most, func(after string, n int) (infos []Info, err error) {
 		x.mu.Lock()
 		defer x.mu.Unlock()

@@ -5,7 +5,6 @@ import (
 	"context"
 	"fmt"
 	"maps"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -22,7 +21,7 @@ type Memory struct {
 	evicts bool
 	used   atomic.Int64 // bytes in slabs: of tensors, of open Writers, and of what is still being read; grows under mu only
 
-	sets sync.RWMutex // held while a set is committed; taken before mu
+	setLock // taken before mu
 
 	index[*resident]
 	recent list.List // of *resident, most recently used first; guarded by mu
@@ -168,11 +167,6 @@ func (m *Memory) Open(_ context.Context, name string) (Reader, error) {
 		return nil, err
 	}
 	return r, nil
-}
-
-// List implements Store.
-func (m *Memory) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
-	return m.list(ctx, glob, after, most)
 }
 
 // Delete implements Store.

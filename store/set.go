@@ -52,6 +52,16 @@ func members[W member](ctx context.Context, s Store, writers []Writer) ([]W, err
 	return set, nil
 }
 
+// setLock is what a store of sets has.
+type setLock struct{ sets sync.RWMutex } // held while a set is committed
+
+// Together implements Sets.
+func (l *setLock) Together(f func()) {
+	l.sets.RLock()
+	defer l.sets.RUnlock()
+	f()
+}
+
 func abortAll(writers []Writer) {
 	for _, w := range writers {
 		w.Abort()
@@ -91,13 +101,6 @@ func (m *Memory) CommitAll(ctx context.Context, writers []Writer) ([]Info, error
 		w.made = nil
 	}
 	return infos, nil
-}
-
-// Together implements Sets.
-func (m *Memory) Together(f func()) {
-	m.sets.RLock()
-	defer m.sets.RUnlock()
-	f()
 }
 
 // Ready implements Sets: it completes the file, waits for the disk and closes the file.
@@ -154,13 +157,6 @@ func (f *Folder) CommitAll(ctx context.Context, writers []Writer) ([]Info, error
 		f.config.Log.Warn("files of a committed set have no names yet; will try again", slog.Int("files", len(m.moves)), slog.Any("error", err))
 	}
 	return infos, nil
-}
-
-// Together implements Sets.
-func (f *Folder) Together(g func()) {
-	f.sets.RLock()
-	defer f.sets.RUnlock()
-	g()
 }
 
 // sealAll seals the files of a set in a few goroutines, which it waits for, so that their
