@@ -109,7 +109,7 @@ func (c *Chunker) Offer(off int64, data []byte, release func()) error {
 	c.regions = slices.Insert(c.regions, at, r)
 	c.offered += n
 	if c.geo.Size == 0 {
-		c.ready = join(c.ready, span{0, 1})
+		c.ready, _ = merge(c.ready, span{0, 1})
 		return nil
 	}
 	c.cover(off, off+n)
@@ -128,7 +128,7 @@ func (c *Chunker) cover(from, to int64) {
 		hi--
 	}
 	if lo < hi {
-		c.ready = join(c.ready, span{lo, hi})
+		c.ready, _ = merge(c.ready, span{lo, hi})
 	}
 }
 
@@ -154,25 +154,6 @@ func (c *Chunker) edge(index uint32, from, to int64) bool {
 	return false
 }
 
-// join adds s to ascending spans, none of which has a chunk of it, and joins it with
-// those that it touches.
-func join(spans []span, s span) []span {
-	at := search(spans, s.lo)
-	before, after := at > 0 && spans[at-1].hi == s.lo, at < len(spans) && spans[at].lo == s.hi
-	switch {
-	case before && after:
-		spans[at-1].hi = spans[at].hi
-		return slices.Delete(spans, at, at+1)
-	case before:
-		spans[at-1].hi = s.hi
-	case after:
-		spans[at].lo = s.lo
-	default:
-		return slices.Insert(spans, at, s)
-	}
-	return spans
-}
-
 // search finds the first of ascending spans that ends behind a chunk.
 func search(spans []span, index uint32) int {
 	at, _ := slices.BinarySearchFunc(spans, index, func(s span, index uint32) int { return cmp.Compare(uint64(s.hi), uint64(index)+1) })
@@ -185,8 +166,8 @@ func covered(spans []span, lo, hi uint32) bool {
 	return at < len(spans) && spans[at].lo <= lo && hi <= spans[at].hi
 }
 
-// merge adds s to ascending spans, some of which may have chunks of it. It reports whether
-// one of them was new.
+// merge adds s to ascending spans, some of which may have chunks of it, and joins it with those
+// that it touches. It reports whether one of its chunks was new.
 func merge(spans []span, s span) (all []span, news bool) {
 	if s.lo >= s.hi || covered(spans, s.lo, s.hi) {
 		return spans, false
@@ -236,7 +217,7 @@ func (c *Chunker) Take(limit uint32) (index uint32, ok bool) {
 	if s.lo++; s.lo == s.hi {
 		c.ready = slices.Delete(c.ready, 0, 1)
 	}
-	c.sent = join(c.sent, span{index, index + 1})
+	c.sent, _ = merge(c.sent, span{index, index + 1})
 	return index, true
 }
 
@@ -249,8 +230,8 @@ func (c *Chunker) Skip(lo, hi uint32) {
 	from, _ := c.geo.Span(lo)
 	last, n := c.geo.Span(hi - 1)
 	c.offered += last + n - from
-	c.skipped = join(c.skipped, span{lo, hi})
-	c.sent = join(c.sent, span{lo, hi})
+	c.skipped, _ = merge(c.skipped, span{lo, hi})
+	c.sent, _ = merge(c.sent, span{lo, hi})
 }
 
 // View appends the chunk's bytes to views and shares them until the Releaser is
