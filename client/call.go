@@ -200,15 +200,6 @@ func (c *run) end() (Results, error) {
 	return results, nil
 }
 
-// timings returns how long each stage took on the server, once the attempt has ended.
-func (c *run) timings() Timings {
-	t := c.done.Timings
-	return Timings{
-		time.Duration(t.Receive), time.Duration(t.Queue), time.Duration(t.H2D), time.Duration(t.Compute),
-		time.Duration(t.D2H), time.Duration(t.FirstResult), time.Duration(t.Total),
-	}
-}
-
 // regions yields parts of the results as they arrive, until the attempt ends.
 func (c *run) regions(yield func(Region) bool) (more bool) {
 	next := map[*result]int{}
