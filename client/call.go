@@ -163,20 +163,16 @@ func (c *run) write(m *stream.Machine, now stream.Instant, r *result, to Sink, o
 		}
 		at.rest.end()
 		if err != nil {
-			c.fail(r.failed(err))
+			err = r.failed(err)
+			c.stop(err)
+			c.session.sess.Do(func(*stream.Machine, stream.Instant) {
+				if c.cause == nil && c.done.Code == frame.OK { // stop set no cause: the call had succeeded
+					c.cause = err
+				}
+			})
 		}
 		<-c.ctx.Done() // nothing more is received
 		l.Home()
-	})
-}
-
-// fail is like stop, but it also fails a call that has already succeeded.
-func (c *run) fail(cause error) {
-	c.stop(cause)
-	c.session.sess.Do(func(*stream.Machine, stream.Instant) {
-		if c.cause == nil && c.done.Code == frame.OK { // stop set no cause: the call had ended
-			c.cause = cause
-		}
 	})
 }
 

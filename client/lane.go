@@ -6,12 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"net/url"
 	"slices"
 	"sync/atomic"
 	"time"
-
-	"google.golang.org/grpc/peer"
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/lane"
@@ -272,17 +269,4 @@ func (c *Client) Ways() Ways {
 		return Ways{}
 	}
 	return c.shared.Ways()
-}
-
-// carriedBy records the address of the server of a session that took so long to open.
-func (s *Session) carriedBy(ctx context.Context, took time.Duration) {
-	l := &s.lanes
-	if p, ok := peer.FromContext(ctx); ok {
-		l.address, l.wait = p.Addr, laneWait+took
-	}
-	// The address of a Unix socket is the path that the server bound, which may name
-	// nothing here: the server may run in another folder or container.
-	if u, err := url.Parse(s.client.target); err == nil && u.Scheme == "unix" {
-		l.address = &net.UnixAddr{Net: u.Scheme, Name: cmp.Or(u.Path, u.Opaque)} // as gRPC reads it
-	}
 }

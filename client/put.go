@@ -70,10 +70,13 @@ func (c *Client) push(ctx context.Context, r PushRequest, together bool) ([]Summ
 		} else {
 			err = c.pushAll(ctx, all, r.Progress, together)
 		}
+		var why error // after which another attempt can succeed
 		for _, t := range all {
-			t.end(err)
+			if t.end(err); why == nil && retryable(t.Err) {
+				why = t.Err
+			}
 		}
-		if from == nil || !tries.again(ctx, repeatable(all), true) || !tries.rewind(ctx, all, from, together) {
+		if from == nil || !tries.again(ctx, why, true) || !tries.rewind(ctx, all, from, together) {
 			break
 		}
 	}
@@ -114,16 +117,6 @@ func (c *Client) pushAll(ctx context.Context, all []*pushed, progress func(Progr
 		_ = one.Close()
 		if err != nil {
 			return err
-		}
-	}
-	return nil
-}
-
-// repeatable returns the first error of tensors after which another attempt can succeed.
-func repeatable(all []*pushed) error {
-	for _, t := range all {
-		if retryable(t.Err) {
-			return t.Err
 		}
 	}
 	return nil

@@ -5,9 +5,12 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"net"
+	"net/url"
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/peer"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
@@ -55,10 +58,19 @@ func (c *Client) Session(ctx context.Context) (*Session, error) {
 		}
 		return wire.NewConn(rpc, nil), nil
 	})
-	if err == nil {
-		s.carriedBy(rpc.Context(), time.Since(begin))
+	if err != nil {
+		return nil, err
 	}
-	return s, err
+	l := &s.lanes
+	if p, ok := peer.FromContext(rpc.Context()); ok {
+		l.address, l.wait = p.Addr, laneWait+time.Since(begin)
+	}
+	// The address of a Unix socket is the path that the server bound, which may name
+	// nothing here: the server may run in another folder or container.
+	if u, err := url.Parse(c.target); err == nil && u.Scheme == "unix" {
+		l.address = &net.UnixAddr{Net: u.Scheme, Name: cmp.Or(u.Path, u.Opaque)} // as gRPC reads it
+	}
+	return s, nil
 }
 
 // begin opens a session over what dial returns.

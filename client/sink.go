@@ -90,22 +90,20 @@ func (p *place) WriteViews(off int64, views [][]byte) error {
 			if &v[0] != &p.into[off] { // otherwise it was received there
 				copy(p.into[off:], v)
 			}
-		} else if err := p.write(to, v); err != nil {
-			return fmt.Errorf("after %d of %d bytes: %w", off, p.size, err)
+		} else {
+			if p.writer != nil {
+				p.handed.Store(true)
+			}
+			p.rest.start()
+			_, err := to.Write(v)
+			p.rest.stop()
+			if err != nil {
+				return fmt.Errorf("after %d of %d bytes: %w", off, p.size, err)
+			}
 		}
 		off += int64(len(v))
 	}
 	return nil
-}
-
-func (p *place) write(to io.Writer, v []byte) error {
-	if p.writer != nil {
-		p.handed.Store(true)
-	}
-	p.rest.start()
-	defer p.rest.stop()
-	_, err := to.Write(v)
-	return err
 }
 
 // digest returns the digest of the whole tensor. It reads back what did not arrive in order.
