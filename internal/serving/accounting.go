@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"maps"
 	"runtime/debug"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -12,6 +13,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/metrics"
+	"github.com/tensorferry/tensorferry/stream"
 )
 
 // Direction is the direction of a transfer, as named in metrics.
@@ -108,11 +110,17 @@ func (c *Core) Seconds() metrics.CallSeconds { return c.seconds }
 // Values adds up what the core and its sessions have counted. The caller adds what a store
 // holds.
 func (c *Core) Values() metrics.Values {
-	st, open := c.stats()
+	c.mu.Lock()
+	st, open := c.past, slices.Collect(maps.Keys(c.sessions))
+	c.mu.Unlock()
+	for _, s := range open {
+		s.Do(func(m *stream.Machine, _ stream.Instant) { st.Add(m.Status().Stats) })
+	}
+	open = slices.DeleteFunc(open, (*Session).OneWay)
 	calls, callsRefused := c.Count(admission.Calls)
 	_, sessionsRefused := c.Count(admission.Sessions)
 	v := metrics.Values{
-		Sessions: int64(open), SessionsOpened: c.number.Load() - c.oneWays.Load(), SessionsRefused: sessionsRefused,
+		Sessions: int64(len(open)), SessionsOpened: c.number.Load() - c.oneWays.Load(), SessionsRefused: sessionsRefused,
 		Calls: calls, CallsOpened: st.CallsOpened + c.callsUnary.Load(), CallsRefused: callsRefused,
 		ReceivedBytes: st.BytesIn, SentBytes: st.BytesOut, ReceivedChunks: st.ChunksIn, SentChunks: st.ChunksOut,
 		Lanes: c.lanes.Load(), LanesOpened: c.lanesOpened.Load(), LaneReceivedBytes: st.LaneBytesIn, LaneSentBytes: st.LaneBytesOut,

@@ -397,25 +397,6 @@ func (c *call) finish(d frame.Done, err error) {
 	})
 }
 
-// took returns how long the call has been computing or waiting to compute; 0 if it never
-// did. The session is locked.
-func (c *call) took(now stream.Instant) time.Duration {
-	if c.cancel == nil {
-		return 0
-	}
-	return max(time.Duration(now-c.arrived), 1)
-}
-
-// end handles the session's last event of the call; the session is locked.
-func (c *call) end() {
-	close(c.closed)
-	if c.cancel == nil { // it never started
-		c.release()
-		return
-	}
-	c.session.core.Ending(admission.Calls, c.session.From)
-}
-
 // release returns the memory of the call's inputs, which nothing uses any more.
 func (c *call) release() {
 	for _, in := range c.inputs {

@@ -2,8 +2,6 @@ package serving
 
 import (
 	"errors"
-	"maps"
-	"slices"
 	"sync"
 
 	"github.com/tensorferry/tensorferry/engine"
@@ -89,16 +87,6 @@ func (ms *models) unavailable(name string) string {
 		return "one of its runs did not end; it serves again when that run ends or the model is replaced"
 	}
 	return ""
-}
-
-// close stops watching health. The watching of the registry must have stopped.
-func (ms *models) close() {
-	ms.mu.Lock()
-	all := slices.Collect(maps.Values(ms.all))
-	ms.mu.Unlock()
-	for _, s := range all {
-		s.stop()
-	}
 }
 
 // model looks up a model for one run. over must be called once, after the run's Close, with

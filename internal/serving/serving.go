@@ -102,7 +102,9 @@ func New(cfg Config) *Core {
 	keep := cfg.Budget.Reclaim(c.reservations.reclaim)
 	c.forget = sync.OnceFunc(func() {
 		stop()
-		c.models.close()
+		for _, s := range c.models.all { // nobody changes them any more
+			s.stop()
+		}
 		keep()
 	})
 	return c
@@ -193,16 +195,3 @@ func (c *Core) Wait() { c.work.Wait() }
 
 // Forget detaches the core from its registry and its budget. It must be called after Wait.
 func (c *Core) Forget() { c.forget() }
-
-// stats adds up the statistics of all sessions and counts the open ones.
-func (c *Core) stats() (stream.Stats, int) {
-	c.mu.Lock()
-	sum := c.past
-	open := slices.Collect(maps.Keys(c.sessions))
-	c.mu.Unlock()
-	for _, s := range open {
-		s.Do(func(m *stream.Machine, _ stream.Instant) { sum.Add(m.Status().Stats) })
-	}
-	open = slices.DeleteFunc(open, (*Session).OneWay)
-	return sum, len(open)
-}

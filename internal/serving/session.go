@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"time"
 
 	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/codec"
@@ -223,7 +224,13 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		s.announced(m, now, e)
 	case stream.EventReady:
 		if !e.Part.Stored() {
-			s.ready(m, now, e)
+			c = s.call(e.Call)
+			c.arrived, c.lastByte, c.model = now, now, e.Part.Model
+			if err := s.core.Enter(admission.Calls, s.From); err != nil {
+				c.refuse(m, err)
+				return
+			}
+			c.start(e.Part)
 		} else if t := s.core.Tasks(s, m, now, e.Part); t != nil {
 			s.tasks[e.Call] = t
 		}
@@ -244,8 +251,14 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		}
 		delete(s.calls, e.Call)
 		s.Received(m)
-		s.core.callEnded(c.model, e.Code, c.took(now))
-		c.end()
+		if c.cancel == nil { // it never started
+			s.core.callEnded(c.model, e.Code, 0)
+			c.release()
+			return
+		}
+		s.core.callEnded(c.model, e.Code, max(time.Duration(now-c.arrived), 1))
+		close(c.closed)
+		s.core.Ending(admission.Calls, s.From)
 	}
 }
 
@@ -310,17 +323,6 @@ func (s *Session) unstage(in *input) {
 	n := slab.SizeOf(in.geo.Size)
 	in.taken -= n
 	s.Unstage(n)
-}
-
-// ready starts a call, all of whose inputs are announced.
-func (s *Session) ready(m *stream.Machine, now stream.Instant, e stream.Event) {
-	c := s.call(e.Call)
-	c.arrived, c.lastByte, c.model = now, now, e.Part.Model
-	if err := s.core.Enter(admission.Calls, s.From); err != nil {
-		c.refuse(m, err)
-		return
-	}
-	c.start(e.Part)
 }
 
 // refuse ends a call that has not begun to compute; the session is locked.
