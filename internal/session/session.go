@@ -17,7 +17,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/stream"
@@ -463,7 +462,10 @@ func (s *Session) seal(c *frame.Chunk, held interface{ Release() }, st stream.St
 			held = p
 			c.Codec, c.Data = uint8(st.Codec), append(c.Data[:0], p.Bytes())
 		}
-		c.Sum = sum(st.Checksum, c)
+		c.Sum = st.Checksum.Seed(c.Tensor, c.Index)
+		for _, d := range c.Data {
+			c.Sum = st.Checksum.UpdateCold(c.Sum, d)
+		}
 	})
 	if err == nil {
 		return held
@@ -473,14 +475,6 @@ func (s *Session) seal(c *frame.Chunk, held interface{ Release() }, st stream.St
 	*c = frame.Chunk{}
 	s.Do(func(m *stream.Machine, _ stream.Instant) { m.Lost(id, err.Error()) })
 	return nil
-}
-
-func sum(kind codec.Checksum, c *frame.Chunk) uint32 {
-	sum := kind.Seed(c.Tensor, c.Index)
-	for _, d := range c.Data {
-		sum = kind.UpdateCold(sum, d)
-	}
-	return sum
 }
 
 // Drain has the machine announce that nothing new is taken, and waits until no
