@@ -264,17 +264,11 @@ func (f *Folder) Open(_ context.Context, name string) (Reader, error) {
 	if err := f.usable(); err != nil {
 		return nil, err
 	}
-	defer f.lockName(fileName(name))()
+	defer f.lockName(fileName(name))()                     // so the file is p's
 	p, err := f.open(name, func(p *pushed) { p.retain() }) // a set may replace it now
 	if err != nil {
 		return nil, err
 	}
-	return f.openPushed(p)
-}
-
-// openPushed opens p, whose hold it takes over from the caller. The caller holds the name's
-// lock, so the file is p's.
-func (f *Folder) openPushed(p *pushed) (Reader, error) {
 	if p.mapped != nil && p.mapped.tryRetain() { // by another Reader
 		p.Release() // the mapping holds it
 	} else if err := f.mapFile(p); err != nil {

@@ -55,7 +55,11 @@ func (x *index[T]) List(ctx context.Context, glob, after string, most int) ([]In
 		if x.closed {
 			return nil, ErrClosed
 		}
-		for _, name := range x.after(after, n) {
+		i, there := slices.BinarySearch(x.names, after)
+		if there {
+			i++
+		}
+		for _, name := range x.names[i:min(i+n, len(x.names))] {
 			infos = append(infos, *x.byName[name].about())
 		}
 		return infos, nil
@@ -98,16 +102,6 @@ func (x *index[T]) drop(name string) {
 		x.names = slices.Delete(x.names, i, i+1)
 		delete(x.byName, name)
 	}
-}
-
-// after returns up to most names that come after name. The index lends them: they are valid
-// until it changes.
-func (x *index[T]) after(name string, most int) []string {
-	i, there := slices.BinarySearch(x.names, name)
-	if there {
-		i++
-	}
-	return x.names[i:min(i+most, len(x.names))]
 }
 
 // deleteEach implements Store.Delete with a function that deletes one tensor, if it is there.
