@@ -250,7 +250,7 @@ func carve(mem []byte, views [][]byte, width []int64, rows int64) (rest []byte) 
 		case w == none:
 			views[i] = nil
 		case n == 0:
-			views[i] = noBytes
+			views[i] = []byte{}
 		default:
 			views[i] = mem[:n:n]
 			mem = mem[align(n):]
@@ -258,8 +258,6 @@ func carve(mem []byte, views [][]byte, width []int64, rows int64) (rest []byte) 
 	}
 	return mem
 }
-
-var noBytes = []byte{}
 
 // sum adds sizes, of which that of no port counts nothing.
 func sum(sizes []int64) (n int64) {

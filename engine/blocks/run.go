@@ -307,7 +307,8 @@ func (r *run) ready() *Work {
 			rest := carve(bytesOf(w.slab), w.Out, r.plan.outRow, s.block.Rows)
 			carve(rest, w.Scratch, r.bound.Scratch, s.block.Rows)
 		case InPlace:
-			w.Out[0], w.shared = split(s.block.In), true
+			split := slices.IndexFunc(s.block.In, func(data []byte) bool { return data != nil })
+			w.Out[0], w.shared = s.block.In[split], true
 		case Given:
 			w.bad = errNotGiven
 		}
@@ -483,11 +484,6 @@ func bytesOf(s *slab.Slab) []byte {
 		return nil
 	}
 	return s.Bytes()
-}
-
-// split returns the only input that is split into rows.
-func split(in [][]byte) []byte {
-	return in[slices.IndexFunc(in, func(data []byte) bool { return data != nil })]
 }
 
 // wake leaves a token for the one who waits on c, if there is none yet.

@@ -72,7 +72,7 @@ func bindAffine(c engine.Call) (RowsFunc, error) {
 }
 
 func affine[T float32 | float64](data []byte, a, b T) error {
-	xs, err := elements[T](data)
+	xs, err := tensor.Slice[T](tensor.Tensor{Desc: tensor.Desc{DType: tensor.DataTypeOf[T]()}, Data: data})
 	if err != nil {
 		return err
 	}
@@ -80,9 +80,4 @@ func affine[T float32 | float64](data []byte, a, b T) error {
 		xs[i] = T(a*x) + b // the conversion keeps the compiler from fusing, which rounds differently
 	}
 	return nil
-}
-
-// elements views a block as numbers.
-func elements[T tensor.Element](data []byte) ([]T, error) {
-	return tensor.Slice[T](tensor.Tensor{Desc: tensor.Desc{DType: tensor.DataTypeOf[T]()}, Data: data})
 }
