@@ -193,7 +193,7 @@ func (b *Budget) admit() {
 	for i := 0; i < len(b.queue); {
 		w := b.queue[i]
 		over := b.holders[w.holder] > 0 && w.n > b.limit/poolShare-b.holders[w.holder]
-		if over && b.othersWait(w.holder) {
+		if over && slices.ContainsFunc(b.queue, func(o *waiter) bool { return o.holder != w.holder }) {
 			i++
 			continue
 		}
@@ -205,8 +205,4 @@ func (b *Budget) admit() {
 		close(w.ready)
 		i = 0
 	}
-}
-
-func (b *Budget) othersWait(holder *Principal) bool {
-	return slices.ContainsFunc(b.queue, func(w *waiter) bool { return w.holder != holder })
 }
