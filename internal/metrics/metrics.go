@@ -7,8 +7,8 @@
 package metrics
 
 import (
+	"cmp"
 	"runtime"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
@@ -101,25 +101,17 @@ var (
 )
 
 // CallSeconds are the times of calls, by model; New collects them.
-type CallSeconds struct{ all *prometheus.HistogramVec }
+type CallSeconds = *prometheus.HistogramVec
 
 // NewCallSeconds returns a CallSeconds without any.
 func NewCallSeconds() CallSeconds {
-	return CallSeconds{prometheus.NewHistogramVec(prometheus.HistogramOpts{
+	return prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name: prefix + "call_seconds",
 		Help: "Time of a call from the last of its inputs announced to its last result acknowledged.",
 		// From a small call on this machine to a tensor of many gigabytes.
 		Buckets: []float64{1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 25, 50, 100},
-	}, []string{"model"})}
+	}, []string{"model"})
 }
-
-// Observe adds the time of one call.
-func (c CallSeconds) Observe(model string, took time.Duration) {
-	c.all.WithLabelValues(model).Observe(took.Seconds())
-}
-
-// Forget drops the times of a model.
-func (c CallSeconds) Forget(model string) { c.all.DeleteLabelValues(model) }
 
 func desc(name, help string, labels ...string) *prometheus.Desc {
 	return prometheus.NewDesc(prefix+name, help, labels, nil)
@@ -134,15 +126,9 @@ func Counters(v *Values) map[string]int64 {
 	for _, name := range []string{"calls_ok_total", "calls_cancelled_total", "calls_failed_total", "open_transfers", "transfer_bytes_total", "tensors_ok_total", "tensors_failed_total"} {
 		out[name] = 0
 	}
+	calls := map[string]string{"OK": "calls_ok_total", "CANCELLED": "calls_cancelled_total"}
 	for o, n := range v.Ended {
-		switch o.Code {
-		case "OK":
-			out["calls_ok_total"] += n
-		case "CANCELLED":
-			out["calls_cancelled_total"] += n
-		default:
-			out["calls_failed_total"] += n
-		}
+		out[cmp.Or(calls[o.Code], "calls_failed_total")] += n
 	}
 	for _, n := range v.OpenTransfers {
 		out["open_transfers"] += n
@@ -150,12 +136,9 @@ func Counters(v *Values) map[string]int64 {
 	for _, n := range v.TransferBytes {
 		out["transfer_bytes_total"] += n
 	}
+	tensors := map[string]string{"OK": "tensors_ok_total"}
 	for o, n := range v.EndedTensors {
-		if o.Code == "OK" {
-			out["tensors_ok_total"] += n
-		} else {
-			out["tensors_failed_total"] += n
-		}
+		out[cmp.Or(tensors[o.Code], "tensors_failed_total")] += n
 	}
 	return out
 }
@@ -186,7 +169,7 @@ func (c *collector) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{modelValue, endedCalls, openTransfers, transferBytes, endedTensors, buildInfo} {
 		out <- d
 	}
-	c.seconds.all.Describe(out)
+	c.seconds.Describe(out)
 }
 
 // Collect implements prometheus.Collector.
@@ -210,7 +193,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 		out <- prometheus.MustNewConstMetric(modelValue, prometheus.GaugeValue, value, g.Model, g.Name)
 	}
 	send(buildInfo, prometheus.GaugeValue, 1, c.version, runtime.Version())
-	c.seconds.all.Collect(out)
+	c.seconds.Collect(out)
 }
 
 // NewRegistry returns a registry with the metrics of Go and of this process.

@@ -53,7 +53,7 @@ func (c *counts) watch(name string, here bool) {
 		return
 	}
 	delete(c.models, name)
-	c.seconds.Forget(name)
+	c.seconds.DeleteLabelValues(name)
 	for o, n := range c.ended {
 		if o.Of == name {
 			delete(c.ended, o)
@@ -71,7 +71,7 @@ func (c *counts) callEnded(model string, code frame.Code, took time.Duration) {
 	}
 	c.ended[metrics.Outcome{Of: model, Code: code.String()}]++
 	if took > 0 {
-		c.seconds.Observe(model, took)
+		c.seconds.WithLabelValues(model).Observe(took.Seconds())
 	}
 }
 
