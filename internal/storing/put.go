@@ -118,20 +118,17 @@ func (p *put) announced(m *stream.Machine, now stream.Instant, d *frame.Desc) {
 	select {
 	case p.next <- in:
 	default: // every worker is busy
-		p.service.Go(func() { p.work(in) })
-	}
-}
-
-// work brings one tensor after the other into the store until the call ends. A goroutine for
-// each would grow its stack each time.
-func (p *put) work(in *incoming) {
-	for {
-		in.run()
-		select {
-		case in = <-p.next:
-		case <-p.ctx.Done():
-			return
-		}
+		// Until the call ends: a goroutine for each tensor would grow its stack each time.
+		p.service.Go(func() {
+			for {
+				in.run()
+				select {
+				case in = <-p.next:
+				case <-p.ctx.Done():
+					return
+				}
+			}
+		})
 	}
 }
 
