@@ -115,15 +115,25 @@ func (w *Work) Give(outs []tensor.Tensor, release func()) {
 	}
 }
 
-// misfit says what is wrong with given results, and learns from the first; mu is held.
+// misfit says what is wrong with given results. It learns from the first what outputs are, if they
+// fit the model's info and the run's rows, and widens the window to a chunk of them; mu is held.
 func (r *run) misfit(w *Work, outs []tensor.Tensor) error {
 	ports := r.info.Outputs
 	if len(outs) != len(ports) {
 		return fmt.Errorf("returned %d outputs, its info says %d", len(outs), len(ports))
 	}
 	if r.outs == nil {
-		if err := r.learn(outs); err != nil {
+		descs := make([]tensor.Desc, len(outs))
+		for i, t := range outs {
+			descs[i] = t.Desc.Clone()
+		}
+		if err := r.plan.describe(r.info, descs); err != nil {
 			return err
+		}
+		r.outs = descs
+		r.plan.window()
+		for ; r.window < r.plan.wantOut; r.window++ {
+			r.freeOut = append(r.freeOut, r.newWork())
 		}
 	}
 	for i, t := range outs {
@@ -133,24 +143,6 @@ func (r *run) misfit(w *Work, outs []tensor.Tensor) error {
 		if n := w.Rows * r.plan.outRow[i]; int64(len(t.Data)) != n {
 			return fmt.Errorf("output %q has %d bytes in %d rows, wanted %d", ports[i].Name, len(t.Data), w.Rows, n)
 		}
-	}
-	return nil
-}
-
-// learn takes what outputs are from the first that are given, if they fit the model's
-// info and the run's rows, and widens the window to a chunk of them; mu is held.
-func (r *run) learn(outs []tensor.Tensor) error {
-	descs := make([]tensor.Desc, len(outs))
-	for i, t := range outs {
-		descs[i] = t.Desc.Clone()
-	}
-	if err := r.plan.describe(r.info, descs); err != nil {
-		return err
-	}
-	r.outs = descs
-	r.plan.window()
-	for ; r.window < r.plan.wantOut; r.window++ {
-		r.freeOut = append(r.freeOut, r.newWork())
 	}
 	return nil
 }
