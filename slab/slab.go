@@ -175,19 +175,16 @@ func (c *cache) take(class int) *Slab {
 // of class go last. What it returns is for drop, without the lock.
 func (c *cache) shrink(most int64, class int) (dropped []*Slab) {
 	for c.bytes > max(most, 0) {
-		dropped = append(dropped, c.take(c.victim(class)))
+		from := class
+		for other, list := range c.free {
+			if other != class && len(list) > 0 {
+				from = other
+				break
+			}
+		}
+		dropped = append(dropped, c.take(from))
 	}
 	return dropped
-}
-
-// victim returns a size class to take from: another than class while there is one.
-func (c *cache) victim(class int) int {
-	for other, list := range c.free {
-		if other != class && len(list) > 0 {
-			return other
-		}
-	}
-	return class
 }
 
 // drop frees the memory of slabs without references.
