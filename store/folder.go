@@ -117,17 +117,11 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 		dir: dir, config: config, lock: lock, locked: locked, disk: folderDisk,
 		pool: slab.NewPool(viewBytes, slab.System),
 	}
-	if err = f.isHere(); err == nil { // otherwise the temporary files belong to another store
-		f.unfinished, err = f.readManifest()
-	}
-	if err == nil {
-		err = f.finish()
-	}
-	if err == nil {
-		err = f.load()
-	}
-	if err != nil {
-		return nil, errors.Join(err, lock.Close())
+	// First of all isHere: otherwise the temporary files belong to another store.
+	for _, step := range []func() error{f.isHere, f.readManifest, f.finish, f.load} {
+		if err := step(); err != nil {
+			return nil, errors.Join(err, lock.Close())
+		}
 	}
 	return f, nil
 }

@@ -243,26 +243,25 @@ func (m *manifest) write(f *Folder) error {
 	return err
 }
 
-// readManifest reads the set that an earlier store has not finished; nil if there is none.
-func (f *Folder) readManifest() (*manifest, error) {
+// readManifest reads the set that an earlier store has not finished, if there is one.
+func (f *Folder) readManifest() error {
 	file, err := os.Open(filepath.Join(f.dir, manifestFile))
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
+		return nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("store: %w", err)
+		return fmt.Errorf("store: %w", err)
 	}
 	defer file.Close()
 	text, err := io.ReadAll(io.LimitReader(file, manifestBytes+1))
 	if err != nil {
-		return nil, fmt.Errorf("store: %w", err)
+		return fmt.Errorf("store: %w", err)
 	}
-	m, err := parseManifest(text)
-	if err != nil {
-		return nil, fmt.Errorf("store: %s names the files of a set that was committed, but is damaged: %w; restore it, or remove it and lose the %s*%s files of the set",
+	if f.unfinished, err = parseManifest(text); err != nil {
+		return fmt.Errorf("store: %s names the files of a set that was committed, but is damaged: %w; restore it, or remove it and lose the %s*%s files of the set",
 			file.Name(), err, tempPrefix, tempSuffix)
 	}
-	return m, nil
+	return nil
 }
 
 // finish gives the files of a committed set their names, and removes its manifest. The
