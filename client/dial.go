@@ -4,8 +4,13 @@ import (
 	"cmp"
 	"context"
 	"net"
+	"strings"
+	"sync"
 	"sync/atomic"
+	"time"
 
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/credentials"
 
 	"github.com/tensorferry/tensorferry/internal/lane"
@@ -54,4 +59,112 @@ func (c *Client) dialLane(ctx context.Context, to net.Addr) (net.Conn, error) {
 		return raw, nil
 	}
 	return lane.Secured{Conn: conn, Below: below}, nil
+}
+
+// dials are the attempts of a client's gRPC connection to connect. gRPC waits longer and longer
+// between them, up to two minutes, and has RPCs fail meanwhile with the error of the last one. An
+// RPC here fails or succeeds by one that ended after the RPC began.
+type dials struct {
+	mu    sync.Mutex
+	ended int           // attempts
+	err   error         // of the last one, as a status; nil: there is a connection
+	news  chan struct{} // closed when the next one ends
+	next  time.Time     // when the next one may be asked for
+	asked bool          // somebody has asked for it
+}
+
+// end notes the end of an attempt, with its error after what gRPC says in front of one.
+func (d *dials) end(says string, err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.ended++
+	if d.err = nil; err != nil {
+		d.err = unreachable(says, err)
+	}
+	close(d.news)
+	d.news = make(chan struct{})
+}
+
+func (d *dials) last() (ended int, news <-chan struct{}, err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.ended, d.news, d.err
+}
+
+// ask has reset called, which has gRPC dial, once for all who ask, and redialEvery after the last
+// time.
+func (d *dials) ask(reset func()) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.asked {
+		return
+	}
+	d.asked = true
+	time.AfterFunc(time.Until(d.next), func() {
+		d.mu.Lock()
+		d.asked, d.next = false, time.Now().Add(redialEvery)
+		d.mu.Unlock()
+		reset()
+	})
+}
+
+// dial is gRPC's dialer.
+func (c *Client) dial(ctx context.Context, address string) (net.Conn, error) {
+	network := "tcp"
+	if path, ok := strings.CutPrefix(address, "unix:"); ok {
+		network, address = "unix", strings.TrimPrefix(path, "//")
+	}
+	conn, err := c.cfg.dial(ctx, network, address)
+	if err != nil {
+		c.dials.end(dialFailed, err)
+	}
+	return conn, err
+}
+
+// fresh begins an RPC. If it fails at once because an older attempt to connect has failed, it
+// begins again after the next one, which it asks for; and so on for as long as Config.Wait says.
+func (c *Client) fresh(ctx context.Context, begin func() error) error {
+	until := time.Now().Add(c.cfg.Wait)
+	seen, _, _ := c.dials.last()
+	err := begin()
+	ended, news, why := c.dials.last()
+	switch {
+	case !notSent(err):
+		return err
+	case ended > seen && why == nil: // what is there is not a server
+		return err
+	}
+	for ended == seen || time.Now().Before(until) {
+		c.dials.ask(c.conn.ResetConnectBackoff)
+		select {
+		case <-news:
+		case <-ctx.Done():
+			return err
+		case <-c.closing.Done(): // gRPC dials no more
+			return context.Cause(c.closing)
+		}
+		seen = ended
+		if ended, news, why = c.dials.last(); why == nil {
+			// gRPC says so when it has heard from the server, if that is one.
+			ready, cancel := context.WithTimeout(ctx, readyWait)
+			c.conn.WaitForStateChange(ready, connectivity.TransientFailure)
+			cancel()
+			return begin()
+		}
+		err = why
+	}
+	return err
+}
+
+// unary and streams are interceptors.
+func (c *Client) unary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoker grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+	return c.fresh(ctx, func() error { return invoker(ctx, method, req, reply, cc, opts...) })
+}
+
+func (c *Client) streams(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, streamer grpc.Streamer, opts ...grpc.CallOption) (s grpc.ClientStream, err error) {
+	err = c.fresh(ctx, func() error {
+		s, err = streamer(ctx, desc, cc, method, opts...)
+		return err
+	})
+	return s, err
 }
