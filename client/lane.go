@@ -26,19 +26,10 @@ type Ways struct {
 	Why   string
 }
 
-// Why a session has no lane, or no more of them.
+// Why a session has no more lanes, where two places say so.
 const (
-	whyOff     = "lanes are turned off here"
-	whyOffer   = "the server offers none"
-	whyAddress = "gRPC does not say where the server is"
-	whySmall   = "no tensor was large enough"
-	whyOpening = "it is being opened"
-	whyUsed    = "this session has opened as many as it may, 256; open another session"
-	whyNear    = "one is enough: the server is less than 1 ms away"
-	whyFixed   = "the number is fixed, and the server may allow fewer"
-	whyMost    = "the client or the server allows no more"
-	whyKnown   = "more were not faster before"
-	whySoon    = "it is being found out whether more are faster"
+	whyMost = "the client or the server allows no more"
+	whySoon = "it is being found out whether more are faster"
 )
 
 // lanes is the state of a session's lanes. The session's lock guards it.
@@ -49,7 +40,7 @@ type lanes struct {
 	count   atomic.Int32 // of open; read without the lock
 	uses    int          // of the token, so far
 	failed  int          // lanes in a row that were refused, or carried little
-	why     string       // why there are not more; "" means whySmall
+	why     string       // why there are not more; "": no tensor was large enough
 	address net.Addr
 	wait    time.Duration // time limit for opening one
 	trip    time.Duration // the least round trip of a lane; 0 before the first
@@ -98,13 +89,13 @@ func (s *Session) openLanes(m *stream.Machine) {
 		stop := off
 		switch {
 		case s.client.cfg.Lanes < 0:
-			stop = whyOff
+			stop = "lanes are turned off here"
 		case token.IsZero():
-			stop = whyOffer
+			stop = "the server offers none"
 		case off == "" && l.address == nil: // gRPC has lost the connection before it could be asked
-			stop = whyAddress
+			stop = "gRPC does not say where the server is"
 		case off == "" && l.uses == int(min(uses, lane.Uses)):
-			stop = whyUsed
+			stop = "this session has opened as many as it may, 256; open another session"
 		}
 		if stop != "" {
 			l.why = stop
@@ -114,7 +105,7 @@ func (s *Session) openLanes(m *stream.Machine) {
 		l.uses++
 		l.opening++
 		if len(l.open) == 0 {
-			l.why = whyOpening
+			l.why = "it is being opened"
 		}
 		s.client.winding.Go(func() { s.openLane(m, token, use, pause) }) // ends after its timeout, or with the session, which winding counts, too
 	}
@@ -161,13 +152,13 @@ func (s *Session) openLane(m *stream.Machine, token frame.LaneToken, use int, pa
 		l.trip = min(cmp.Or(l.trip, trip), trip)
 		switch {
 		case s.client.cfg.FixedLanes:
-			l.why = whyFixed
+			l.why = "the number is fixed, and the server may allow fewer"
 		case near(l.address) || l.trip < lane.Far:
-			l.why = whyNear
+			l.why = "one is enough: the server is less than 1 ms away"
 		case l.want >= most:
 			l.why = whyMost
 		case first && l.want > 1:
-			l.why = whyKnown
+			l.why = "more were not faster before"
 		case first:
 			l.why, l.want = whySoon, max(l.want, min(farLanes, most))
 			s.openLanes(m)
@@ -242,7 +233,7 @@ func (s *Session) Ways() (w Ways) {
 		st := m.Status().Stats
 		w = Ways{
 			SentBytes: st.BytesOut, ReceivedBytes: st.BytesIn, LaneSentBytes: st.LaneBytesOut, LaneReceivedBytes: st.LaneBytesIn,
-			Lanes: len(s.lanes.open), Why: cmp.Or(s.lanes.why, whySmall),
+			Lanes: len(s.lanes.open), Why: cmp.Or(s.lanes.why, "no tensor was large enough"),
 		}
 	})
 	return w

@@ -102,10 +102,13 @@ type again struct {
 	err error      // of the last attempt
 }
 
-func newCall(first *run) *Call {
+func newCall(first *run, err error) (*Call, error) {
+	if err != nil {
+		return nil, err
+	}
 	c := new(Call)
 	c.now.Store(first)
-	return c
+	return c, nil
 }
 
 // Call is like Session.Call, on the session that Compute uses, or on a new one. With
@@ -113,11 +116,7 @@ func newCall(first *run) *Call {
 func (c *Client) Call(ctx context.Context, r Request) (*Call, error) {
 	c.tally.calls.Add(1)
 	if c.cfg.Retry == nil {
-		first, err := c.run(ctx, r)
-		if err != nil {
-			return nil, err
-		}
-		return newCall(first), nil
+		return newCall(c.run(ctx, r))
 	}
 	r.Inputs = slices.Clone(r.Inputs)
 	a := &again{tries: c.tries(), request: r, begun: time.Now(), from: readAgain(r.Inputs)}
@@ -125,12 +124,11 @@ func (c *Client) Call(ctx context.Context, r Request) (*Call, error) {
 		a.until = a.begun.Add(min(r.Timeout, c.cfg.RetryFor))
 	}
 	a.ctx, a.cancel = context.WithCancelCause(ctx)
-	first, err := a.start()
+	call, err := newCall(a.start())
 	if err != nil {
 		a.cancel(nil)
 		return nil, err
 	}
-	call := newCall(first)
 	call.again = a
 	return call, nil
 }

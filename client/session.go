@@ -215,11 +215,7 @@ func compute(ctx context.Context, call func(context.Context, Request) (*Call, er
 // not repeated: Client.Call's are.
 func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 	s.client.tally.calls.Add(1)
-	first, err := s.run(ctx, r)
-	if err != nil {
-		return nil, err
-	}
-	return newCall(first), nil
+	return newCall(s.run(ctx, r))
 }
 
 // run starts an attempt at a call.
