@@ -340,7 +340,7 @@ func (p *pieces) next(over <-chan struct{}) (data []byte, release func(), err er
 		select {
 		case <-p.news:
 		case <-over:
-			return nil, nil, errEnded
+			return nil, nil, errors.New("relay: it has ended")
 		}
 	}
 }

@@ -56,7 +56,7 @@ func Serve(conn *link.Conn, cfg Config) error {
 	}
 	r.running.Go(r.receive)
 	err := <-r.ended
-	cancel(errGone)
+	cancel(errors.New("relay: the guest has ended"))
 	conn.Shutdown() // whoever sends may be waiting for room
 	r.running.Wait()
 	for _, o := range r.ops { // that the link ended before they ran
@@ -70,9 +70,6 @@ func Serve(conn *link.Conn, cfg Config) error {
 	}
 	return err
 }
-
-// errGone ends what a guest has begun that is no more.
-var errGone = errors.New("relay: the guest has ended")
 
 type relay struct {
 	cfg     Config

@@ -13,9 +13,6 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// errEnded ends the wait for a piece of what has ended.
-var errEnded = errors.New("relay: it has ended")
-
 // pushed is a tensor of a push.
 type pushed struct {
 	Name     string            `json:"name"`

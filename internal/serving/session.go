@@ -190,14 +190,11 @@ type input struct {
 	taken  int64         // bytes taken from the session's staging; guarded as staged
 }
 
-// errRetained ends a session of which more is to be retained than there is memory for.
-var errRetained = TryLater(frame.ResourceExhausted, "memory: not enough to keep what this session announces; announce less at a time, send larger chunks, or try again later")
-
 // Received tells the connection how much calls retain. The session is locked.
 func (s *Session) Received(m *stream.Machine) {
 	n := m.Retained()
 	if n != s.retained && !s.conn.Take(int64(n)) {
-		s.Stop(errRetained)
+		s.Stop(TryLater(frame.ResourceExhausted, "memory: not enough to keep what this session announces; announce less at a time, send larger chunks, or try again later"))
 	}
 	s.retained = n
 }

@@ -153,7 +153,8 @@ func (g *get) send() error {
 	var err error
 	if sets, ok := g.service.Store.(store.Sets); ok {
 		sets.Together(func() {
-			ctx, cancel := context.WithTimeoutCause(g.ctx, pickTime, errPickTime)
+			late := frame.Errorf(frame.ResourceExhausted, "selections: matching their globs took longer than %v, while sets wait; select less", pickTime)
+			ctx, cancel := context.WithTimeoutCause(g.ctx, pickTime, late)
 			defer cancel()
 			all, err = g.pick(ctx)
 		})
@@ -197,7 +198,7 @@ func (g *get) pick(ctx context.Context) (all []picked, err error) {
 			}
 			n := int64(pickedBytes + len(p.name))
 			if !g.service.Budget.TryAcquire(holder, n) {
-				return errPicked
+				return serving.TryLater(frame.ResourceExhausted, "memory: not enough to keep what this pull selects; select less, or try again later")
 			}
 			g.kept += n
 		}

@@ -21,9 +21,6 @@ type Conn interface {
 	Context() context.Context // the context of its RPC
 }
 
-// errKept ends a push that would keep more than there is memory for.
-var errKept = serving.TryLater(frame.ResourceExhausted, "memory: not enough to keep what this push announces; announce fewer tensors at a time, or try again later")
-
 // Push carries a PushTensors: a session with one put, whose client hears nothing before the
 // answer, which has the summaries.
 func (s *Service) Push(from *admission.Caller, conn Conn, answer func([]frame.Summary) error) error {
@@ -146,7 +143,7 @@ func (p *pushConn) announced(d *frame.Desc) error {
 	p.open++
 	p.mu.Unlock()
 	if kept := p.kept.Add(pushedBytes + int64(len(d.Name))); !p.Conn.Take(kept + p.held.Load()) {
-		return errKept
+		return serving.TryLater(frame.ResourceExhausted, "memory: not enough to keep what this push announces; announce fewer tensors at a time, or try again later")
 	}
 	return nil
 }

@@ -168,7 +168,8 @@ func (in *incoming) slab(n int) (*slab.Slab, error) {
 		if in.memory > in.tableBytes() {
 			return nil, slab.ErrBudget
 		}
-		ctx, cancel := context.WithTimeoutCause(in.ctx, s.MemoryWait, errNoMemory)
+		late := serving.TryLater(frame.ResourceExhausted, "memory: none became free in time for a part of the tensor; try again later")
+		ctx, cancel := context.WithTimeoutCause(in.ctx, s.MemoryWait, late)
 		defer cancel()
 		if err := s.Budget.Acquire(ctx, holder, size); err != nil {
 			return nil, err

@@ -27,16 +27,8 @@ import (
 )
 
 var (
-	// errPicked ends a get that picks more than there is memory for.
-	errPicked = serving.TryLater(frame.ResourceExhausted, "memory: not enough to keep what this pull selects; select less, or try again later")
-	// errPickTime ends a get whose globs take too long: sets wait, and whoever comes after them.
-	errPickTime = frame.Errorf(frame.ResourceExhausted, "selections: matching their globs took longer than %v, while sets wait; select less", pickTime)
-	// errNoMemory ends a tensor for whose bytes there is no memory in time.
-	errNoMemory = serving.TryLater(frame.ResourceExhausted, "memory: none became free in time for a part of the tensor; try again later")
 	// errPanic replaces the panic of a store or a source.
 	errPanic = errors.New("storing: panic")
-	// errNoSets refuses a set.
-	errNoSets = &frame.Error{Code: frame.FailedPrecondition, Text: "this server's store cannot store several tensors together; put them one by one"}
 	// left is why a put or a get ends with its call.
 	left = &frame.Error{Code: frame.Cancelled, Text: "the client cancelled the transfer or disconnected"}
 )
@@ -119,7 +111,7 @@ func (s *Service) begin(on *serving.Session, part *frame.Call) (t task, err erro
 		case s.Store == nil:
 			return t, ErrNoStore
 		case part.Put.All && !sets:
-			return t, errNoSets
+			return t, frame.Errorf(frame.FailedPrecondition, "this server's store cannot store several tensors together; put them one by one")
 		}
 	} else if bad := check(part.Get.Selections); bad != nil {
 		return t, bad
