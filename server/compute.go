@@ -25,7 +25,7 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		s.core.Refuse(admission.Calls)
 		return nil, err
 	}
-	received(ctx).Consumed()
+	rpcOf(ctx).received.Consumed()
 	in := make([]serving.Tensor, len(req.GetInputs()))
 	for i, t := range req.GetInputs() { // which share the request's bytes
 		d := tensor.Desc{DType: tensor.DataType(min(max(t.GetDtype(), 0), math.MaxUint8)), Shape: t.GetShape()}

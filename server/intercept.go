@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -55,29 +56,24 @@ type rpcKey struct{}
 
 // rpc is the state of an RPC from its headers on.
 type rpc struct {
-	first    *time.Timer // runs until the first message has arrived
-	received *inbound.RPC
+	first    *time.Timer   // runs until the first message has arrived
+	received *inbound.RPC  // accounts for what has been received
+	caller   *guard.Caller // nil for an anonymous one
 	cancel   context.CancelCauseFunc
-	caller   *guard.Caller
-	stream   atomic.Pointer[grpc.ServerTransportStream] // set once there is a handler
-	told     atomic.Pointer[error]                      // why it must end
+
+	stream atomic.Pointer[grpc.ServerTransportStream] // set once there is a handler
+	told   atomic.Pointer[error]                      // why it must end
 
 	mu   sync.Mutex
 	runs []*serving.Run // opened by the handler of a service; guarded by mu
 }
 
-// rpcOf returns the RPC of ctx, or nil if there is none.
+// rpcOf returns the RPC of ctx, or an empty one if there is none.
 func rpcOf(ctx context.Context) *rpc {
-	r, _ := ctx.Value(rpcKey{}).(*rpc)
-	return r
-}
-
-// callerOf returns the sender of the RPC of ctx, which is nil for an anonymous one.
-func callerOf(ctx context.Context) *guard.Caller {
-	if r := rpcOf(ctx); r != nil {
-		return r.caller
+	if r, ok := ctx.Value(rpcKey{}).(*rpc); ok {
+		return r
 	}
-	return nil
+	return new(rpc)
 }
 
 // end ends the RPC.
@@ -94,7 +90,7 @@ func (r *rpc) abandon() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, run := range r.runs {
-		run.Abandon(errLeft)
+		run.Abandon(errors.New("server: the handler of a service returned without ending its run"))
 	}
 }
 
@@ -143,15 +139,6 @@ func (e *endpoint) admit(ctx context.Context, info *tap.Info) (_ context.Context
 	return context.WithValue(inner, rpcKey{}, r), nil
 }
 
-// received returns the accounting of what has been received for an RPC, or nil if there is
-// none.
-func received(ctx context.Context) *inbound.RPC {
-	if r := rpcOf(ctx); r != nil {
-		return r.received
-	}
-	return nil
-}
-
 // statistics are gRPC's events about connections and RPCs.
 type statistics struct{ *conns.Set }
 
@@ -160,13 +147,13 @@ type statistics struct{ *conns.Set }
 func (statistics) HandleRPC(ctx context.Context, event stats.RPCStats) {
 	switch event := event.(type) {
 	case *stats.InHeader:
-		received(ctx).Begun()
+		rpcOf(ctx).received.Begun()
 	case *stats.OutPayload:
 		if m, ok := event.Payload.(interface{ Forget() }); ok && ctx.Err() != nil {
 			m.Forget()
 		}
 	case *stats.End:
-		received(ctx).End()
+		rpcOf(ctx).received.End()
 	}
 }
 
@@ -174,7 +161,7 @@ func (statistics) HandleRPC(ctx context.Context, event stats.RPCStats) {
 func (e *endpoint) came(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	began := time.Now()
 	rpcOf(ctx).first.Stop()
-	received(ctx).Next()
+	rpcOf(ctx).received.Next()
 	resp, err := handler(ctx, req)
 	e.server.logEnd(ctx, info.FullMethod, err, time.Since(began))
 	if err != nil {

@@ -1,14 +1,6 @@
 package server
 
-import (
-	"time"
-
-	"github.com/tensorferry/tensorferry/stream"
-)
-
-// unread returns how long sent data may stay unread before its connection is closed; it may
-// take up to twice as long. The RPC itself fails before that.
-func unread(l stream.Limits) time.Duration { return 2 * time.Duration(min(l.ChunkIdle, 1<<61)) }
+import "time"
 
 const (
 	// probeBytes is the largest request of a probe: a name, and more than a name needs.

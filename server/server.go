@@ -284,7 +284,9 @@ func ListenAndServe(ctx context.Context, address string, models ...engine.Model)
 func (s *Server) Serve(l net.Listener) error {
 	s.serving.Do(func() { // all end with Close
 		s.core.Start()
-		go s.conns.Watch(unread(s.cfg.Session), s.core.Done())
+		// Sent data may stay unread for so long, or twice as long, before its connection is
+		// closed. The RPC itself fails before that.
+		go s.conns.Watch(2*time.Duration(min(s.cfg.Session.ChunkIdle, 1<<61)), s.core.Done())
 		go s.guard.Watch(s.core.Done())
 		for _, e := range s.endpoints[1:] {
 			go func() {
@@ -341,7 +343,7 @@ func (s *Server) Close() {
 }
 
 // Principal returns the name of the sender of ctx's RPC; "" if the server has no Identify.
-func Principal(ctx context.Context) string { return callerOf(ctx).Name() }
+func Principal(ctx context.Context) string { return rpcOf(ctx).caller.Name() }
 
 // StreamTensors serves one session.
 func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]) error {
@@ -350,8 +352,8 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 	if err != nil {
 		return err
 	}
-	received(conn.Context()).Admitted()
-	caller := callerOf(conn.Context())
+	rpcOf(conn.Context()).received.Admitted()
+	caller := rpcOf(conn.Context()).caller
 	defer s.conns.OfferLanes(sess, caller.Name(), func(info credentials.AuthInfo) bool { return s.guard.Permits(caller, info) })()
 	// The session ends with the RPC.
 	cause := sess.Serve(conn.Context(), s.frames(conn))
@@ -364,5 +366,5 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 
 // frames returns the frames of a gRPC stream, limited to the rate of its connection.
 func (s *Server) frames(conn grpc.ServerStream) *conns.Frames {
-	return s.conns.Of(conn.Context()).Frames(conn, received(conn.Context()))
+	return s.conns.Of(conn.Context()).Frames(conn, rpcOf(conn.Context()).received)
 }

@@ -103,7 +103,7 @@ func (m *Models) Infos() []engine.Info { return m.server.cfg.Models.Infos() }
 func (m *Models) Compute(ctx context.Context, r Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
 	held := small{budget: m.server.cfg.Budget}
 	defer held.free()
-	bytes := -received(ctx).Holds() / inbound.HeapShare
+	bytes := -rpcOf(ctx).received.Holds() / inbound.HeapShare
 	for _, t := range in {
 		bytes += int64(len(t.Data))
 	}
@@ -119,16 +119,13 @@ func (m *Models) Compute(ctx context.Context, r Request, in []Tensor, most int64
 // Open opens a call for the RPC of ctx. The caller must call End.
 func (m *Models) Open(ctx context.Context, r Request) (Run, error) {
 	run, err := m.server.core.Open(ctx, m.caller(ctx), serving.Request(r))
-	if r := rpcOf(ctx); r != nil && err == nil {
+	if r := rpcOf(ctx); err == nil {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.runs = append(r.runs, run)
 	}
 	return Run{run}, err
 }
-
-// errLeft ends a run that its handler did not end.
-var errLeft = errors.New("server: the handler of a service returned without ending its run")
 
 // End ends the call. Only the first call of End counts; err is nil, an error from a method
 // of the Run, or the handler's own status. End returns what the handler must return.

@@ -18,7 +18,7 @@ import (
 
 // PushTensors stores the tensors of a client's stream.
 func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTensorsResponse]) error {
-	received(conn.Context()).Admitted()
+	rpcOf(conn.Context()).received.Admitted()
 	return s.storing.Push(&s.conns.Of(conn.Context()).Caller, s.frames(conn), func(list []frame.Summary) error {
 		resp := &pb.PushTensorsResponse{}
 		for i := range list {
@@ -35,7 +35,7 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 		return frame.Errorf(frame.InvalidArgument, "%v", err)
 	}
 	req.Reset() // it takes more memory
-	rpc := received(conn.Context())
+	rpc := rpcOf(conn.Context()).received
 	rpc.Consumed()
 	rpc.Admitted()
 	return s.storing.Pull(&s.conns.Of(conn.Context()).Caller, s.frames(conn), &p.Hello, p.Selections)
@@ -43,7 +43,7 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 
 // ListTensors lists a page of the store.
 func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*pb.ListTensorsResponse, error) {
-	if !received(ctx).Take(2 * listBytes) { // names, messages and their encoding
+	if !rpcOf(ctx).received.Take(2 * listBytes) { // names, messages and their encoding
 		return nil, errReceived
 	}
 	out := &pb.ListTensorsResponse{}
@@ -101,7 +101,7 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 		return nil, frame.Errorf(frame.ResourceExhausted, "names: %d, the limit is %d; use several requests", n, storing.Tensors)
 	}
 	kept := int64(2 * listBytes) // for a page of the store, as in ListTensors
-	if !received(ctx).Take(kept) {
+	if !rpcOf(ctx).received.Take(kept) {
 		return nil, errReceived
 	}
 	var names []string
@@ -117,7 +117,7 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 			if _, twice := seen[found]; twice {
 				continue
 			}
-			if kept += foundBytes + int64(len(found)); !received(ctx).Take(kept) {
+			if kept += foundBytes + int64(len(found)); !rpcOf(ctx).received.Take(kept) {
 				return nil, errReceived
 			}
 			seen[found] = struct{}{}
