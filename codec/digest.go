@@ -31,11 +31,8 @@ func (d Digest) String() string {
 // ParseDigest reads what String returns.
 func ParseDigest(text string) (d Digest, ok bool) {
 	digits, ok := strings.CutPrefix(text, DigestPrefix)
-	if !ok {
-		return d, false
-	}
 	b, err := hex.DecodeString(digits)
-	if err != nil || len(b) != len(d) {
+	if !ok || err != nil || len(b) != len(d) {
 		return d, false
 	}
 	return Digest(b), true

@@ -61,17 +61,14 @@ type Payload struct{ slab *slab.Slab }
 // newPayload copies data; nil when too much waits already, or no memory is left.
 func newPayload(data []byte) *Payload {
 	n := slab.SizeOf(int64(len(data)))
-	if waiting.Add(n) > waitingBytes {
-		waiting.Add(-n)
-		return nil
+	if waiting.Add(n) <= waitingBytes {
+		if s, err := payloads.Get(len(data)); err == nil {
+			copy(s.Bytes(), data)
+			return &Payload{s}
+		}
 	}
-	s, err := payloads.Get(len(data))
-	if err != nil {
-		waiting.Add(-n)
-		return nil
-	}
-	copy(s.Bytes(), data)
-	return &Payload{s}
+	waiting.Add(-n)
+	return nil
 }
 
 // Bytes lends the payload until Release.
