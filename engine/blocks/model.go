@@ -126,11 +126,7 @@ func (m *model) Open(ctx context.Context, c engine.Call) (engine.Run, error) {
 	if err != nil {
 		return nil, err
 	}
-	r, err := m.start(ctx, c, p, b)
-	if err != nil {
-		return nil, err
-	}
-	return r, nil
+	return m.start(ctx, c, p, b)
 }
 
 // plan checks a call and lays it out, without taking any memory.

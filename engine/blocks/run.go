@@ -87,7 +87,7 @@ type slot struct {
 }
 
 // start takes the memory of a run, the minimum all or nothing, and lays out its slots.
-func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (*run, error) {
+func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (engine.Run, error) {
 	begin := time.Now()
 	e, info, budget := m.engine, m.Model.Info, m.engine.cfg.Budget
 	least := p.least()
